@@ -1,0 +1,112 @@
+"""Dense models from 100 thousand to 12 billion parameters.
+
+Command:   ddiloco train --config=configs/dense.py:1m --workdir=runs/dense-1m --cpu
+           from 100m on, with token files of your own:
+           ddiloco train --config=configs/dense.py:2b --workdir=runs/dense-2b \
+             --config.data.path='data/*.bin' --config.data.tokenizer=sentencepiece:tokenizer.model
+Hardware:  100k, 1m: a laptop. 10m: one accelerator an island. From 100m: a TPU slice an island.
+Time:      not run: no preset has been trained to its end yet.
+Data:      100k, 1m, 10m: this Python's standard library, as bytes. From 100m: token files.
+Expected:  not measured for these presets. "Decoupled DiLoCo" reports dense 2B, 5B and 9B models on
+           26B, 72B and 141B tokens on par with data-parallel; those token counts are used here.
+
+Learning rates and batches are common practice for the size. From 100m on the protocol has the
+paper's settings: 8 learners, 24 fragments, each synced every 24 steps, 2 syncs in flight.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import ml_collections
+
+from ddiloco import config
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+  """One line of the table."""
+
+  vocab: int  # V; 256 is bytes
+  layers: int  # L
+  dim: int  # D
+  heads: int  # H
+  kv_heads: int  # K
+  head_dim: int
+  mlp: int  # F
+  batch: int  # sequences a step and island
+  learning_rate: float
+  tokens: float  # of the whole run
+
+
+# fmt: off
+PRESETS = {
+  #               V       L   D     H   K  head F      B    lr    tokens    parameters
+  "100k": Preset(256,     2,  64,   4,  2, 16,  160,   8,   8e-3, 4e6),    # 102,720
+  "1m":   Preset(256,     5,  128,  8,  4, 16,  384,   8,   6e-3, 20e6),   # 1,017,216
+  "10m":  Preset(256,     12, 256,  8,  4, 32,  768,   16,  3e-3, 200e6),  # 9,509,120
+  "100m": Preset(32_768,  12, 768,  12, 4, 64,  2048,  32,  1e-3, 2e9),    # 100,682,496
+  "500m": Preset(32_768,  26, 1280, 10, 2, 128, 3584,  32,  6e-4, 10e9),   # 502,073,600
+  "1b":   Preset(32_768,  20, 2048, 16, 4, 128, 6144,  64,  4e-4, 20e9),   # 1,031,882,752
+  "2b":   Preset(131_072, 24, 2560, 20, 4, 128, 6912,  64,  4e-4, 26e9),   # 1,987,176,960
+  "5b":   Preset(262_144, 36, 3072, 24, 8, 128, 9984,  128, 3e-4, 72e9),   # 5,023,951,872
+  "9b":   Preset(262_144, 36, 4096, 32, 8, 128, 14336, 128, 2e-4, 141e9),  # 8,925,777,920
+  "12b":  Preset(262_144, 38, 5120, 40, 8, 128, 14336, 128, 2e-4, 240e9),  # 12,100,961,280
+}
+# fmt: on
+
+
+def get_config(preset: str = "1m") -> ml_collections.ConfigDict:
+  """The run of one preset, to be frozen by `config.from_dict`.
+
+  Raises:
+    ConfigError: there is no such preset.
+  """
+  if preset not in PRESETS:
+    raise config.ConfigError(
+      f"preset = {preset!r}: configs/dense.py has {', '.join(PRESETS)}."
+      " Fix: for example --config=configs/dense.py:1m."
+    )
+  row = PRESETS[preset]
+  c = config.default()
+  c.model.vocab_size = row.vocab
+  c.model.num_layers = row.layers
+  c.model.model_dim = row.dim
+  c.model.num_heads = row.heads
+  c.model.num_kv_heads = row.kv_heads
+  c.model.head_dim = row.head_dim
+  c.model.mlp_dim = row.mlp
+  c.islands.batch_size = row.batch
+  c.inner.learning_rate = row.learning_rate
+  c.run.total_tokens = int(row.tokens)
+  if row.vocab > 256:
+    set_large(c)
+  elif preset != "100k":  # whose 20 tensors would make mostly empty fragments of 24
+    c.sync.num_fragments = 24
+  return c
+
+
+def set_large(c: ml_collections.ConfigDict) -> None:
+  """What all models share that need accelerators, token files and a wide-area network."""
+  c.model.compute_dtype = "bfloat16"
+  c.model.remat = True
+
+  c.data.source = "tokens"
+  c.data.path = "data/*.bin"
+  c.data.token_dtype = "uint32" if c.model.vocab_size > 65_536 else "uint16"
+  c.data.tokenizer = "sentencepiece:data/tokenizer.model"
+  c.data.sequence_length = 2048
+  c.data.heldout_share = 0.001
+
+  c.inner.warmup_steps = 1000
+
+  c.islands.num_learners = 8
+  c.islands.devices = 0  # an even share: a whole slice where devices have slices
+  c.islands.fsdp = -1
+
+  c.sync.num_shards = 8
+  c.sync.num_fragments = 24
+  c.sync.max_rows = 8192  # of the embedding; whole, it would be several fragments' worth
+  c.sync.sync_period = 24
+  c.sync.overlap_steps = 2
+  c.sync.push_codec = "bf16"

@@ -1,0 +1,33 @@
+"""Four islands train one language model on a CPU; one of them is killed on the way and comes back.
+
+Command:   bash scripts/quickstart.sh
+           (ddiloco train --config=configs/quickstart.py --workdir=runs/quickstart --cpu)
+Hardware:  2 CPU cores, 2 GiB; every island is one fake CPU device.
+Time:      under 4 minutes with installation.
+Data:      the source text of this Python's standard library, as bytes.
+"""
+
+from ddiloco import config
+
+
+def get_config():
+  c = config.default()
+  c.model.num_layers = 2
+  c.model.model_dim = 64
+  c.model.num_heads = 4
+  c.model.num_kv_heads = 2
+  c.model.head_dim = 16
+  c.model.mlp_dim = 192
+
+  c.islands.num_learners = 4
+  c.islands.batch_size = 4
+  c.data.sequence_length = 128
+
+  c.sync.num_shards = 2
+  c.sync.num_fragments = 6
+  c.sync.sync_period = 12
+
+  c.run.total_tokens = 4 * 600 * 4 * 128  # learners x steps x batch x length
+  c.run.compare_alone = True
+  c.chaos.faults = ({"action": "kill", "role": "learner/2", "at_step": 250, "seconds": 5.0},)
+  return c

@@ -1,0 +1,5 @@
+"""`python -m ddiloco` is the command `ddiloco`."""
+
+from ddiloco.cli import entry
+
+entry()

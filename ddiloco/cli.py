@@ -1,0 +1,164 @@
+"""The command line: `ddiloco COMMAND --config=FILE --workdir=DIR --config.FIELD=VALUE ...`.
+
+Everything wrong with what was typed is said before a device is touched, with exit status 2.
+Exit status 1: work was lost (the run failed); 130: stopped by Ctrl-C, results so far are saved.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from absl import flags
+from ml_collections import config_flags
+
+import ddiloco
+from ddiloco import environment
+from ddiloco.config import Config, ConfigError, from_dict
+
+USAGE = """ddiloco: one model, trained across islands that may be far apart and failing.
+
+  ddiloco train     --config=FILE --workdir=DIR [--config.FIELD=VALUE ...]   train; makes DIR/report
+  ddiloco generate  --workdir=DIR --prompt=TEXT                              let the result write
+  ddiloco evaluate  --workdir=DIR                                            held-out loss of it
+  ddiloco report    --workdir=DIR                                            draw DIR/report again
+
+`ddiloco COMMAND --help` lists a command's flags. Experiments are files in configs/."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs one command; returns the exit status."""
+  arguments = list(sys.argv[1:] if argv is None else argv)
+  if not arguments or arguments[0] in ("-h", "--help", "help"):
+    print(USAGE)
+    return 0 if arguments else 2
+  if arguments[0] == "--version":
+    print(f"ddiloco {ddiloco.__version__}")
+    return 0
+  command = COMMANDS.get(arguments[0])
+  if command is None:
+    print(f"ddiloco: there is no command {arguments[0]!r}.\n\n{USAGE}", file=sys.stderr)
+    return 2
+  try:
+    return command(arguments)
+  except (ConfigError, flags.Error) as error:
+    print(f"ddiloco {arguments[0]}: {error}", file=sys.stderr)
+    return 2
+
+
+def entry() -> None:
+  """The console script."""
+  sys.exit(main())
+
+
+def _train(arguments: list[str]) -> int:
+  """Trains as the config says, shows the run live, and leaves result, events and report in workdir.
+
+  With --dry_run it prints the final config, the fragments and the memory and bandwidth they need,
+  and touches no device.
+  """
+  values = flags.FlagValues()
+  config_flags.DEFINE_config_file(
+    "config", None, "Experiment file, e.g. configs/quickstart.py.", values, sys_argv=arguments
+  )
+  _workdir_flag(values)
+  flags.DEFINE_bool("dry_run", False, "Print what would run, then exit.", flag_values=values)
+  flags.DEFINE_bool("overwrite", False, "Replace the run that is in workdir.", flag_values=values)
+  flags.DEFINE_bool("cpu", False, "Use fake CPU devices even here.", flag_values=values)
+  if not _parse(values, arguments, _train.__doc__, ["config", "workdir"]):
+    return 0
+  config = from_dict(values["config"].value)
+  _prepare(config, values["cpu"].value)
+  from ddiloco.engines import session
+
+  workdir = Path(values["workdir"].value)
+  if values["dry_run"].value:
+    print(session.describe(config))
+    return 0
+  return session.train(config, workdir, overwrite=values["overwrite"].value)
+
+
+def _generate(arguments: list[str]) -> int:
+  """Lets the trained global model of a run continue a prompt."""
+  values = flags.FlagValues()
+  _workdir_flag(values)
+  flags.DEFINE_string("prompt", "", "Text to continue.", flag_values=values)
+  flags.DEFINE_integer("tokens", 200, "How many tokens.", lower_bound=1, flag_values=values)
+  flags.DEFINE_float("temperature", 0.7, "0: greedy.", lower_bound=0.0, flag_values=values)
+  flags.DEFINE_integer("seed", 0, "Of the sampling.", flag_values=values)
+  if not _parse(values, arguments, _generate.__doc__, ["workdir"]):
+    return 0
+  from ddiloco.engines import session
+
+  config = session.saved_config(Path(values["workdir"].value))
+  _prepare(config, cpu_only=False)
+  get = {name: values[name].value for name in ("prompt", "tokens", "temperature", "seed")}
+  print(session.sample(Path(values["workdir"].value), config, **get))
+  return 0
+
+
+def _evaluate(arguments: list[str]) -> int:
+  """Prints the held-out loss of the trained global model of a run, as one JSON line."""
+  values = flags.FlagValues()
+  _workdir_flag(values)
+  if not _parse(values, arguments, _evaluate.__doc__, ["workdir"]):
+    return 0
+  from ddiloco.engines import session
+
+  config = session.saved_config(Path(values["workdir"].value))
+  _prepare(config, cpu_only=False)
+  print(session.evaluate(Path(values["workdir"].value), config))
+  return 0
+
+
+def _report(arguments: list[str]) -> int:
+  """Draws the report of a run again from its event logs; also of one that was cut off."""
+  values = flags.FlagValues()
+  _workdir_flag(values)
+  if not _parse(values, arguments, _report.__doc__, ["workdir"]):
+    return 0
+  from ddiloco.engines import session
+
+  print(session.report(Path(values["workdir"].value)))
+  return 0
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+  "train": _train,
+  "generate": _generate,
+  "evaluate": _evaluate,
+  "report": _report,
+}
+
+
+def _workdir_flag(values: flags.FlagValues) -> None:
+  flags.DEFINE_string(
+    "workdir", None, "Directory of the run; it is the run's identity.", flag_values=values
+  )
+
+
+def _parse(
+  values: flags.FlagValues, arguments: list[str], doc: str | None, required: Sequence[str]
+) -> bool:
+  """Parses; False if help was asked for. Wrong flags and fields raise with a suggestion."""
+  flags.DEFINE_bool("help", False, "Show this.", short_name="h", flag_values=values)
+  if any(a in ("-h", "--help", "-help") for a in arguments):
+    print(f"ddiloco {arguments[0]}: {doc}\nFlags:")
+    print(values.get_help(include_special_flags=False))
+    return False
+  try:
+    rest = values(arguments)
+  except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:
+    raise ConfigError(f"{error}. Fix: see `ddiloco {arguments[0]} --help` and the file.") from error
+  if rest[1:]:
+    raise ConfigError(f"{rest[1]!r}: is not a flag. Fix: write --NAME=VALUE.")
+  for name in required:
+    if not values[name].value:
+      raise ConfigError(f"--{name}: is needed. Fix: give --{name}=...")
+  return True
+
+
+def _prepare(config: Config, cpu_only: bool) -> None:
+  counts = [config.islands.island(m).devices or 1 for m in range(config.islands.num_learners)]
+  environment.prepare(num_cpu_devices=sum(counts) + 1, cpu_only=cpu_only)  # one for the evaluator

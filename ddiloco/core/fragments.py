@@ -1,0 +1,236 @@
+"""Cuts the model into fragments: who travels together in one round.
+
+A fragment is a list of pieces; a piece is a whole tensor, one layer of a stacked tensor, or some
+rows of a very large embedding. On the host a fragment's value is one flat float32 vector.
+Balanced tensor fragmentation is the one of "Decoupled DiLoCo"; the others are for comparison.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from ddiloco.config import ConfigError, SyncConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSpec:
+  """One leaf of the parameters. A stacked leaf has a leading axis L, one row per layer."""
+
+  name: str
+  shape: tuple[int, ...]
+  stacked: bool
+  embedding: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+  """Rows [start:stop) of a leaf (of `leaf[layer]` if stacked), at `offset` in the flat vector."""
+
+  name: str
+  layer: int | None
+  start: int
+  stop: int
+  shape: tuple[int, ...]  # of the rows; () for a scalar, which counts as one row
+  offset: int
+  average: bool  # merged by weighted average, else by RDA
+
+  @functools.cached_property
+  def size(self) -> int:
+    """Values in this piece."""
+    return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fragment:
+  """Pieces in model order, their offsets contiguous from 0."""
+
+  index: int
+  pieces: tuple[Piece, ...]
+
+  @functools.cached_property
+  def size(self) -> int:
+    """Values in this fragment."""
+    return sum(piece.size for piece in self.pieces)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """All fragments. Learners and shards compare `plan_id` before they exchange anything."""
+
+  fragments: tuple[Fragment, ...]
+
+  @functools.cached_property
+  def plan_id(self) -> str:
+    """16 hex digits of the sha256 over every field of every piece."""
+    content = json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+  @property
+  def sizes(self) -> tuple[int, ...]:
+    """Values in each fragment."""
+    return tuple(fragment.size for fragment in self.fragments)
+
+
+def make_plan(specs: Sequence[TensorSpec], sync: SyncConfig) -> Plan:
+  """Deals every element of the model to exactly one of `sync.num_fragments` fragments.
+
+  Model order is the order of `specs`, with all stacked leaves standing at the place of the first
+  one, layer by layer. Tensors without elements need no sync and are left out.
+
+  Policies (`sync.fragmentation`):
+    balanced: whole tensors, largest first, each into the smallest fragment so far; the peak is at
+      most 4/3 of the optimum (Graham 1969).
+    layer: contiguous groups of layers, sizes differing by at most one; embeddings go with the
+      first group, other tensors with the last.
+    tensor: whole tensors in model order, dealt round-robin.
+    strided: layer i to fragment i mod P; the other tensors balanced on top.
+
+  Raises:
+    ConfigError: a fragment would be empty.
+  """
+  pieces = _pieces(specs, sync)
+  owners = _POLICIES[sync.fragmentation](pieces, {s.name for s in specs if s.embedding}, sync)
+  dealt: list[list[Piece]] = [[] for _ in range(sync.num_fragments)]
+  ends = [0] * sync.num_fragments
+  for piece, owner in zip(pieces, owners):
+    dealt[owner].append(dataclasses.replace(piece, offset=ends[owner]))
+    ends[owner] += piece.size
+  return Plan(tuple(Fragment(index, tuple(mine)) for index, mine in enumerate(dealt)))
+
+
+def _pieces(specs: Sequence[TensorSpec], sync: SyncConfig) -> list[Piece]:
+  """Everything that is placed as a whole, in model order; offsets are still 0."""
+  first_stacked = next((i for i, spec in enumerate(specs) if spec.stacked), 0)
+  found: list[tuple[tuple[int, int, int], list[Piece]]] = []
+  for position, spec in enumerate(specs):
+    shape = tuple(int(n) for n in spec.shape)
+    for layer in range(shape[0]) if spec.stacked else (None,):
+      place = (position, 0, 0) if layer is None else (first_stacked, layer, position)
+      found.append((place, _rows(spec, shape if layer is None else shape[1:], layer, sync)))
+  found.sort(key=lambda entry: entry[0])
+  return [piece for _, pieces in found for piece in pieces if piece.size]
+
+
+def _rows(
+  spec: TensorSpec, shape: tuple[int, ...], layer: int | None, sync: SyncConfig
+) -> list[Piece]:
+  rows, rest = (shape[0], shape[1:]) if shape else (1, ())
+  average = sync.merge == "average" or (spec.embedding and sync.average_embeddings)
+  cuts = -(-rows // sync.max_rows) if spec.embedding and sync.max_rows and rows else 1
+  bounds = [i * rows // cuts for i in range(cuts + 1)]
+  return [
+    Piece(spec.name, layer, start, stop, (stop - start, *rest) if shape else (), 0, average)
+    for start, stop in itertools.pairwise(bounds)
+  ]
+
+
+def _enough(count: int, what: str, sync: SyncConfig) -> None:
+  if count < sync.num_fragments:
+    fix = f"use at most {count}" if count else "sync.fragmentation = 'balanced' needs no layers"
+    raise ConfigError(
+      f"sync.num_fragments = {sync.num_fragments}: must not exceed the {count} {what},"
+      f" or a fragment would be empty (sync.fragmentation is {sync.fragmentation!r}). Fix: {fix}."
+    )
+
+
+_TENSORS = "tensors of the model (a stacked one counts once per layer)"
+
+
+def _place_balanced(
+  pieces: Iterable[tuple[int, Piece]], owners: list[int], loads: list[int]
+) -> None:
+  """Largest first, each to the smallest load; ties go to the earlier piece and fragment."""
+  for index, piece in sorted(pieces, key=lambda entry: (-entry[1].size, entry[0])):
+    owner = loads.index(min(loads))
+    owners[index] = owner
+    loads[owner] += piece.size
+
+
+def _balanced(pieces: list[Piece], embeddings: set[str], sync: SyncConfig) -> list[int]:
+  _enough(len(pieces), _TENSORS, sync)
+  owners = [0] * len(pieces)
+  _place_balanced(enumerate(pieces), owners, [0] * sync.num_fragments)
+  return owners
+
+
+def _tensor(pieces: list[Piece], embeddings: set[str], sync: SyncConfig) -> list[int]:
+  _enough(len(pieces), _TENSORS, sync)
+  return [index % sync.num_fragments for index in range(len(pieces))]
+
+
+def _layer(pieces: list[Piece], embeddings: set[str], sync: SyncConfig) -> list[int]:
+  layers = sorted({piece.layer for piece in pieces if piece.layer is not None})
+  _enough(len(layers), "layers of the model", sync)
+  group = {layer: i * sync.num_fragments // len(layers) for i, layer in enumerate(layers)}
+  last = sync.num_fragments - 1
+  return [
+    group[p.layer] if p.layer is not None else 0 if p.name in embeddings else last for p in pieces
+  ]
+
+
+def _strided(pieces: list[Piece], embeddings: set[str], sync: SyncConfig) -> list[int]:
+  _enough(len({p.layer for p in pieces if p.layer is not None}), "layers of the model", sync)
+  owners, loads = [0] * len(pieces), [0] * sync.num_fragments
+  for index, piece in enumerate(pieces):
+    if piece.layer is not None:
+      owners[index] = piece.layer % sync.num_fragments
+      loads[owners[index]] += piece.size
+  others = [(i, piece) for i, piece in enumerate(pieces) if piece.layer is None]
+  _place_balanced(others, owners, loads)
+  return owners
+
+
+_POLICIES = {"balanced": _balanced, "layer": _layer, "tensor": _tensor, "strided": _strided}
+
+
+def _view(piece: Piece, params: Mapping[str, np.ndarray]) -> np.ndarray:
+  leaf = params[piece.name]
+  if piece.layer is not None:
+    leaf = leaf[piece.layer, ...]  # the dots keep a view where only a scalar is left
+  return leaf[piece.start : piece.stop] if leaf.ndim else leaf
+
+
+def gather(fragment: Fragment, params: Mapping[str, np.ndarray]) -> np.ndarray:
+  """The fragment's values out of `params` (name -> leaf), as a new flat float32 vector [size]."""
+  flat = np.empty(fragment.size, np.float32)
+  for piece, view in zip(fragment.pieces, split_flat(fragment, flat)):
+    view[...] = _view(piece, params)
+  return flat
+
+
+def scatter(fragment: Fragment, flat: np.ndarray, params: Mapping[str, np.ndarray]) -> None:
+  """Writes the fragment's flat vector [size] into the leaves of `params`, in place."""
+  for piece, view in zip(fragment.pieces, split_flat(fragment, flat)):
+    _view(piece, params)[...] = view
+
+
+def split_flat(fragment: Fragment, flat: np.ndarray) -> list[np.ndarray]:
+  """Views of the fragment's flat vector [size], one per piece, with the pieces' shapes.
+
+  Raises:
+    ValueError: the vector has another size than the fragment.
+  """
+  if flat.shape != (fragment.size,):
+    raise ValueError(
+      f"fragment {fragment.index}: the vector has shape {flat.shape}, but the plan says"
+      f" ({fragment.size},). Fix: use the vector of this fragment and plan."
+    )
+  return [flat[p.offset : p.offset + p.size].reshape(p.shape) for p in fragment.pieces]
+
+
+def shard_of(fragment_index: int, num_shards: int) -> int:
+  """The one syncer shard that owns this fragment."""
+  return fragment_index % num_shards
+
+
+def owned_by(shard: int, num_shards: int, num_fragments: int) -> tuple[int, ...]:
+  """The indices of the fragments that this shard owns; the inverse of `shard_of`."""
+  return tuple(range(shard, num_fragments, num_shards))

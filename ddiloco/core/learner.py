@@ -1,0 +1,412 @@
+"""What a learner decides: joining, answering pulls, applying published versions. PURE.
+
+Read with `runtime/learner.py`, which performs the actions. A learner never waits for anybody once
+it has joined, unless `sync.blocking` asks for lock-step. The evaluator is a learner that does not
+train: it only ever receives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from ddiloco.config import SyncConfig
+from ddiloco.core.messages import (
+  Goodbye,
+  Hello,
+  Message,
+  Publish,
+  Pull,
+  Push,
+  Refusal,
+  Report,
+  Welcome,
+)
+from ddiloco.core.protocol import (
+  Apply,
+  Cut,
+  LearnerAction,
+  LearnerEvent,
+  Note,
+  Received,
+  Rejoin,
+  Resend,
+  Send,
+  Stage,
+  Staged,
+  StepDone,
+  Tick,
+  due_after,
+  smooth,
+)
+
+HELLO_SECONDS = 0.5  # between two hellos to a shard that has not answered, doubling ...
+HELLO_SECONDS_MOST = 8.0  # ... up to this
+
+
+@dataclasses.dataclass(frozen=True)
+class Outstanding:
+  """My push that no publish has answered yet; at most one per fragment."""
+
+  push: Push  # without payload
+  at_step: int  # my own step count when it was cut
+
+
+@dataclasses.dataclass(frozen=True)
+class Incoming:
+  """A published version on its way onto the devices."""
+
+  publish: Publish  # without payload
+  mode: str
+  merged: Outstanding | None  # my push that this version contains
+  ready: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class FragmentClock:
+  """One fragment, as this learner has it."""
+
+  shard: int
+  version: int = -1  # in the parameters
+  received: int = -1  # newest version accepted; >= version
+  since: int = 0  # steps since the last sync: from its cut if it had my push, else from receipt
+  steps: int = 0  # in my parameters and not merged yet
+  tokens: int = 0
+  merged_tokens: int = 0  # of the whole run, as the shard says
+  acknowledged_tokens: int = 0  # mine, merged
+  discarded_tokens: int = 0  # mine, lost to an overwrite
+  outstanding: Outstanding | None = None
+  pull: Pull | None = None  # asked and not answered yet
+  incoming: tuple[Incoming, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardView:
+  incarnation: int = -1  # newest heard of; -1: not welcomed yet
+  hellos: int = 0
+  next_hello_at: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnerState:
+  learner: int
+  incarnation: int
+  shards: tuple[ShardView, ...]
+  fragments: tuple[FragmentClock, ...]
+  target_tokens: int  # merged by everybody; without shards: trained by me
+  trains: bool = True
+  step: int = 0  # mine, in this incarnation
+  clock: int = 0  # the run's: what learning rate and data position follow
+  trained_tokens: int = 0
+  step_seconds: float = 0.0
+  done: bool = False
+
+  @property
+  def joined(self) -> bool:
+    return all(f.version >= 0 for f in self.fragments)
+
+  @property
+  def merged_tokens(self) -> int:
+    """Of the whole run: what every fragment has merged at least."""
+    return min((f.merged_tokens for f in self.fragments), default=0)
+
+
+def init(
+  learner: int,
+  incarnation: int,
+  owners: tuple[int, ...],
+  target_tokens: int,
+  trains: bool = True,
+) -> LearnerState:
+  """A learner that has nothing yet. `owners[p]` is the shard of fragment p; () trains alone."""
+  return LearnerState(
+    learner=learner,
+    incarnation=incarnation,
+    shards=tuple(ShardView() for _ in range(max(owners, default=-1) + 1)),
+    fragments=tuple(FragmentClock(shard) for shard in owners),
+    target_tokens=target_tokens,
+    trains=trains,
+  )
+
+
+def can_step(state: LearnerState, sync: SyncConfig) -> bool:
+  """May the next inner step start? Always, once joined, unless the run is in lock-step."""
+  if not state.joined or state.done or not state.trains:
+    return False
+  return not (sync.blocking and state.fragments and waiting_for(state, sync))
+
+
+def waiting_for(state: LearnerState, sync: SyncConfig) -> str:
+  """Lock-step only: why the next step must not start yet, or ''."""
+  for p, f in enumerate(state.fragments):
+    sent = f.outstanding or next((i.merged for i in f.incoming if i.merged), None)
+    if sent is not None and state.step - sent.at_step >= sync.overlap_steps:
+      return f"fragment {p}: its new version"
+    if sent is None and not f.incoming and f.since >= due_after(p, f.version, sync):
+      return f"fragment {p}: the pull"
+  return ""
+
+
+def reports(state: LearnerState) -> list[LearnerAction]:
+  """What the runtime sends at the end of every step boundary, and as a sign of life."""
+  sends: list[LearnerAction] = []
+  for shard in range(len(state.shards)):
+    mine = [f for f in state.fragments if f.shard == shard]
+    report = Report(
+      learner=state.learner,
+      incarnation=state.incarnation,
+      clock=state.clock,
+      step_seconds=state.step_seconds,
+      versions=tuple(f.version for f in mine),
+      since=tuple(f.since for f in mine),
+    )
+    sends.append(Send(shard, report))
+  return sends
+
+
+def learner_on(
+  state: LearnerState, event: LearnerEvent, sync: SyncConfig
+) -> tuple[LearnerState, list[LearnerAction]]:
+  """The learner's reducer. Call it between inner steps only: what it decides happens there."""
+  if state.done:
+    return state, []
+  match event:
+    case Tick(now):
+      state, actions = _say_hello(state, now)
+    case StepDone():
+      state, actions = _count_step(state, event), []
+    case Staged(fragment, version):
+      state, actions = _mark_ready(state, fragment, version), []
+    case Received(message):
+      state, actions = _on_message(state, message, sync)
+  state, applied = _apply_ready(state, sync)
+  state, answered = _answer_pulls(state)
+  state, finished = _finish(state)
+  return state, [*actions, *applied, *answered, *finished]
+
+
+def _say_hello(state: LearnerState, now: float) -> tuple[LearnerState, list[LearnerAction]]:
+  shards = list(state.shards)
+  actions: list[LearnerAction] = []
+  for number, view in enumerate(shards):
+    if view.incarnation < 0 and now >= view.next_hello_at:
+      pause = min(HELLO_SECONDS * 2**view.hellos, HELLO_SECONDS_MOST)
+      shards[number] = dataclasses.replace(view, hellos=view.hellos + 1, next_hello_at=now + pause)
+      actions.append(Send(number, Hello(state.learner, state.incarnation)))
+  return dataclasses.replace(state, shards=tuple(shards)), actions
+
+
+def _count_step(state: LearnerState, event: StepDone) -> LearnerState:
+  def one_more(f: FragmentClock) -> FragmentClock:
+    return dataclasses.replace(
+      f, since=f.since + 1, steps=f.steps + 1, tokens=f.tokens + event.tokens
+    )
+
+  return dataclasses.replace(
+    state,
+    step=state.step + 1,
+    clock=state.clock + 1,
+    trained_tokens=state.trained_tokens + event.tokens,
+    step_seconds=smooth(state.step_seconds, event.seconds),
+    fragments=tuple(map(one_more, state.fragments)),
+  )
+
+
+def _on_message(
+  state: LearnerState, message: Message, sync: SyncConfig
+) -> tuple[LearnerState, list[LearnerAction]]:
+  if not isinstance(message, Welcome | Pull | Publish | Refusal):
+    return state, [Note("ignored", {"reason": f"{type(message).__name__} is not for learners"})]
+  if message.shard >= len(state.shards):
+    return state, [Note("ignored", {"reason": f"no shard {message.shard} in this run"})]
+  known = state.shards[message.shard].incarnation
+  if message.incarnation < known:
+    return state, [Note("ignored", {"reason": f"shard {message.shard} is an old incarnation"})]
+  if message.learner_incarnation != state.incarnation:
+    return state, [Note("ignored", {"reason": "meant for another incarnation of this learner"})]
+  if message.incarnation > known:
+    state = _meet_shard(state, message.shard, message.incarnation)
+  match message:
+    case Welcome():
+      return dataclasses.replace(state, clock=max(state.clock, message.clock)), []
+    case Pull():
+      return _on_pull(state, message)
+    case Publish():
+      return _on_publish(state, message, sync)
+  return _on_refusal(state, message)
+
+
+def _meet_shard(state: LearnerState, shard: int, incarnation: int) -> LearnerState:
+  """A new incarnation of a shard fences the old one: what that one asked for is void."""
+  shards = list(state.shards)
+  shards[shard] = dataclasses.replace(shards[shard], incarnation=incarnation)
+
+  def forget(f: FragmentClock) -> FragmentClock:
+    return dataclasses.replace(f, pull=None) if f.shard == shard else f
+
+  fragments = tuple(map(forget, state.fragments))
+  return dataclasses.replace(state, shards=tuple(shards), fragments=fragments)
+
+
+def _owned(state: LearnerState, message: Pull | Publish | Refusal) -> FragmentClock | None:
+  if not 0 <= message.fragment < len(state.fragments):
+    return None
+  f = state.fragments[message.fragment]
+  return f if f.shard == message.shard else None
+
+
+def _set(state: LearnerState, fragment: int, **changes) -> LearnerState:
+  fragments = list(state.fragments)
+  fragments[fragment] = dataclasses.replace(fragments[fragment], **changes)
+  return dataclasses.replace(state, fragments=tuple(fragments))
+
+
+def _on_pull(state: LearnerState, pull: Pull) -> tuple[LearnerState, list[LearnerAction]]:
+  f = _owned(state, pull)
+  if f is None or pull.base_version < f.received or not state.trains:
+    return state, []  # of a round that is over
+  newest = max(f.pull.round if f.pull else -1, f.outstanding.push.round if f.outstanding else -1)
+  if pull.round < newest:
+    return state, []  # rounds only go up: this one was abandoned, and my push for a newer counts
+  if f.outstanding and f.outstanding.push.round == pull.round:
+    return state, [Resend(f.outstanding.push)]
+  return _set(state, pull.fragment, pull=pull), []
+
+
+def _on_publish(
+  state: LearnerState, publish: Publish, sync: SyncConfig
+) -> tuple[LearnerState, list[LearnerAction]]:
+  f = _owned(state, publish)
+  if f is None:
+    return state, []
+  usable = publish.base_version < 0 or publish.base_version == f.received
+  if publish.version <= f.received or not usable:
+    return state, []  # a duplicate, or an update to a version I do not have: it comes again whole
+  included = f.outstanding is not None and publish.merged_round == f.outstanding.push.round
+  mode = "overwrite" if f.received < 0 or not state.trains else sync.apply
+  state = dataclasses.replace(state, clock=max(state.clock, publish.clock))
+  return _stage(state, publish, mode, f.outstanding if included else None)
+
+
+def _stage(
+  state: LearnerState, publish: Publish, mode: str, merged: Outstanding | None
+) -> tuple[LearnerState, list[LearnerAction]]:
+  header = dataclasses.replace(publish, payload=None)
+  incoming = (*state.fragments[publish.fragment].incoming, Incoming(header, mode, merged))
+  state = _set(
+    state, publish.fragment, received=publish.version, outstanding=None, incoming=incoming
+  )
+  return state, [Stage(publish, mode, included=merged is not None)]
+
+
+def _on_refusal(state: LearnerState, refusal: Refusal) -> tuple[LearnerState, list[LearnerAction]]:
+  """My push was rejected: go back to the base, as an update of nothing to the version I have."""
+  note = Note("refused", dataclasses.asdict(refusal))
+  if refusal.rejoin:
+    return state, [note, Rejoin(refusal.reason)]
+  f = _owned(state, refusal)
+  if f is None or f.outstanding is None or f.outstanding.push.round != refusal.round:
+    return state, [note]
+  back = Publish(
+    shard=refusal.shard,
+    incarnation=refusal.incarnation,
+    learner_incarnation=state.incarnation,
+    fragment=refusal.fragment,
+    round=-1,
+    version=f.received,
+    base_version=f.received,
+    clock=state.clock,
+    merged_tokens=f.merged_tokens,
+    participants=(),
+    merged_round=-1,
+    codec="",
+  )
+  state, actions = _stage(state, back, "overwrite", None)
+  return state, [note, *actions]
+
+
+def _mark_ready(state: LearnerState, fragment: int, version: int) -> LearnerState:
+  """Staging keeps the order of publishes, so the oldest unready one is the one that is staged."""
+  incoming = list(state.fragments[fragment].incoming)
+  for i, entry in enumerate(incoming):
+    if not entry.ready:
+      if entry.publish.version != version:
+        raise RuntimeError(f"staged version {version}, expected {entry.publish.version}")
+      incoming[i] = dataclasses.replace(entry, ready=True)
+      break
+  return _set(state, fragment, incoming=tuple(incoming))
+
+
+def _apply_ready(state: LearnerState, sync: SyncConfig) -> tuple[LearnerState, list[LearnerAction]]:
+  actions: list[LearnerAction] = []
+  before = state.joined
+  for p in range(len(state.fragments)):
+    while (entry := next(iter(state.fragments[p].incoming), None)) and entry.ready:
+      early = entry.merged and state.step - entry.merged.at_step < sync.overlap_steps
+      if sync.blocking and early:
+        break
+      f = _received(state.fragments[p], entry, state.step)
+      state = _set(state, p, **f)
+      included = entry.merged is not None
+      actions.append(Apply(p, entry.publish.version, entry.mode, included))
+  if state.joined and not before:
+    actions.append(Note("joined", {"clock": state.clock}))
+  return state, actions
+
+
+def _received(f: FragmentClock, entry: Incoming, step: int) -> dict:
+  """The fragment's counters after one version was applied: every token has one fate."""
+  mine = entry.merged.push.tokens if entry.merged else 0
+  since = step - entry.merged.at_step if entry.merged else 0
+  steps = f.steps - (entry.merged.push.steps if entry.merged else 0)
+  tokens, discarded = f.tokens - mine, 0
+  if entry.mode != "rebase":
+    steps, tokens, discarded = 0, 0, tokens
+  return {
+    "version": entry.publish.version,
+    "merged_tokens": max(f.merged_tokens, entry.publish.merged_tokens),
+    "since": since,
+    "steps": steps,
+    "tokens": tokens,
+    "acknowledged_tokens": f.acknowledged_tokens + mine,
+    "discarded_tokens": f.discarded_tokens + discarded,
+    "incoming": f.incoming[1:],
+  }
+
+
+def _answer_pulls(state: LearnerState) -> tuple[LearnerState, list[LearnerAction]]:
+  actions: list[LearnerAction] = []
+  for p, f in enumerate(state.fragments):
+    if f.pull is None or f.incoming:
+      continue
+    if f.pull.base_version < f.version:
+      state = _set(state, p, pull=None)
+    elif f.pull.base_version == f.version and f.steps > 0:
+      push = Push(
+        learner=state.learner,
+        incarnation=state.incarnation,
+        fragment=p,
+        round=f.pull.round,
+        base_version=f.version,
+        steps=f.steps,
+        tokens=f.tokens,
+        clock=state.clock,
+        codec="",  # the runtime's business, like the payload
+      )
+      state = _set(state, p, pull=None, outstanding=Outstanding(push, state.step))
+      actions.append(Cut(push))
+  return state, actions
+
+
+def _finish(state: LearnerState) -> tuple[LearnerState, list[LearnerAction]]:
+  reached = state.merged_tokens if state.fragments else state.trained_tokens
+  if not state.joined or reached < state.target_tokens:
+    return state, []
+  return leave(state, f"{reached} tokens are merged" if state.fragments else "trained its share")
+
+
+def leave(state: LearnerState, reason: str) -> tuple[LearnerState, list[LearnerAction]]:
+  """Say goodbye to every shard and stop."""
+  goodbye = functools.partial(Goodbye, state.learner, state.incarnation)
+  sends = [Send(shard, goodbye()) for shard in range(len(state.shards))]
+  return dataclasses.replace(state, done=True), [*sends, Note("stopped", {"reason": reason})]

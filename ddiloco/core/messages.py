@@ -1,0 +1,219 @@
+"""What learners and syncer shards say to each other, and how it looks on the wire. PURE.
+
+A frame is one msgpack header and one raw payload (a fragment in a wire codec, or nothing). The
+header is a short list, never pickle: [format, run id, plan id, kind, fields...]. `decode` accepts
+only exactly well-formed frames; everything else raises `MalformedMessage`, which the transports
+count and drop. Learner -1 is the evaluator: a member that receives and never trains.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import reprlib
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+import msgpack
+
+WIRE_FORMAT = 1
+MAX_HEADER_BYTES = 1 << 20
+EVALUATOR = -1
+Payload = Any  # bytes-like to the transports, opaque to the protocol
+
+
+class MalformedMessage(ValueError):
+  """A frame that is not exactly what this protocol sends; the text says what is wrong."""
+
+
+# --- learner -> shard ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Hello:
+  """I am (newly) here and have nothing: welcome me and send every fragment you own."""
+
+  learner: int
+  incarnation: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+  """Sent after every inner step: how far I am, per fragment of this shard (same order as owned)."""
+
+  learner: int
+  incarnation: int
+  clock: int  # the run's step as I know it
+  step_seconds: float  # smoothed duration of my inner step
+  versions: tuple[int, ...]  # last version received, -1: none yet
+  since: tuple[int, ...]  # inner steps since the last sync, what the due rule counts
+
+
+@dataclasses.dataclass(frozen=True)
+class Push:
+  """My outer gradient for one round: delta = base - local, in the wire codec."""
+
+  learner: int
+  incarnation: int
+  fragment: int
+  round: int
+  base_version: int
+  steps: int  # inner steps in this delta
+  tokens: int  # tokens in this delta
+  clock: int
+  codec: str
+  payload: Payload = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Goodbye:
+  """I leave on purpose; do not wait for me."""
+
+  learner: int
+  incarnation: int
+
+
+# --- shard -> learner ---------------------------------------------------------------------------
+# Each names the incarnation it is meant for, so that a restarted learner never takes up what was
+# said to its predecessor.
+
+
+@dataclasses.dataclass(frozen=True)
+class Welcome:
+  """Answer to hello: the run's step, and which fragments will follow from me."""
+
+  shard: int
+  incarnation: int
+  learner_incarnation: int
+  clock: int
+  fragments: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pull:
+  """Send me your outer gradient for this fragment at your next step boundary."""
+
+  shard: int
+  incarnation: int
+  learner_incarnation: int
+  fragment: int
+  round: int
+  base_version: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Publish:
+  """A fragment's new version. `base_version` -1: a full value; else the update to that version."""
+
+  shard: int
+  incarnation: int
+  learner_incarnation: int
+  fragment: int
+  round: int  # the round that made it; -1: the initial value
+  version: int
+  base_version: int
+  clock: int
+  merged_tokens: int  # merged into this fragment so far
+  participants: tuple[int, ...]  # of the round that made this version
+  merged_round: int  # the last round your own push was merged in; -1: none
+  codec: str
+  payload: Payload = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+  """Your push was rejected, and why: go back to the fragment's base, your changes are discarded."""
+
+  shard: int
+  incarnation: int
+  learner_incarnation: int
+  fragment: int
+  round: int
+  rejoin: bool  # you are quarantined: start afresh and say hello
+  reason: str
+
+
+Message = Hello | Report | Push | Goodbye | Welcome | Pull | Publish | Refusal
+TO_SHARD = (Hello, Report, Push, Goodbye)
+TO_LEARNER = (Welcome, Pull, Publish, Refusal)
+KINDS: Mapping[str, type] = {cls.__name__: cls for cls in (*TO_SHARD, *TO_LEARNER)}
+BULK = (Push, Publish)  # everything else is control and never queues behind these
+MAY_BE_MINUS_ONE = {
+  "learner",
+  "versions",
+  "base_version",
+  "round",
+  "merged_round",
+  "fragment",
+  "participants",
+}
+
+
+def encode(message: Message, run_id: str, plan_id: str) -> tuple[bytes, Payload]:
+  """(header, payload) of a message; the payload is passed on as it is, without a copy."""
+  values = [getattr(message, f.name) for f in _header_fields(type(message))]
+  header = [WIRE_FORMAT, run_id, plan_id, type(message).__name__, *values]
+  return msgpack.packb(header), getattr(message, "payload", None)
+
+
+def decode(header: bytes, payload: Payload, run_id: str, plan_id: str) -> Message:
+  """The message in a frame.
+
+  Raises:
+    MalformedMessage: not a frame of this format, run or plan, or a field of wrong type or range.
+  """
+  if len(header) > MAX_HEADER_BYTES:
+    raise MalformedMessage(f"header of {len(header)} bytes exceeds {MAX_HEADER_BYTES}")
+  try:
+    parts = msgpack.unpackb(header, use_list=False, max_array_len=1 << 16, max_str_len=1 << 12)
+  except (ValueError, msgpack.exceptions.UnpackException) as error:
+    raise MalformedMessage(f"header is not msgpack: {error}") from error
+  if not isinstance(parts, tuple) or len(parts) < 4:
+    raise MalformedMessage("header is not a list of at least four values")
+  expected = {"format": WIRE_FORMAT, "run id": run_id, "plan id": plan_id}
+  for (name, want), got in zip(expected.items(), parts):
+    if type(got) is not type(want) or got != want:  # True and 1.0 equal 1, and are not
+      raise MalformedMessage(f"{name} is {reprlib.repr(got)}, this run has {want!r}")
+  kind = KINDS.get(parts[3]) if isinstance(parts[3], str) else None
+  if kind is None:
+    raise MalformedMessage(f"unknown kind {reprlib.repr(parts[3])}")
+  fields = _header_fields(kind)
+  if len(parts) - 4 != len(fields):
+    raise MalformedMessage(f"{kind.__name__} has {len(fields)} fields, got {len(parts) - 4}")
+  values = {}
+  for field, value in zip(fields, parts[4:]):
+    _check(kind.__name__, field, value)
+    values[field.name] = value
+  if kind in BULK:
+    values["payload"] = payload
+  elif payload is not None:
+    raise MalformedMessage(f"{kind.__name__} carries no payload")
+  return kind(**values)
+
+
+def frame_bytes(header: bytes, payload: Payload) -> int:
+  """Size of a frame on the wire."""
+  return len(header) + (memoryview(payload).nbytes if payload is not None else 0)
+
+
+def _header_fields(kind: type) -> tuple[dataclasses.Field, ...]:
+  return tuple(f for f in dataclasses.fields(kind) if f.name != "payload")
+
+
+def _check(kind: str, field: dataclasses.Field, value: Any) -> None:
+  hint = _HINTS[kind][field.name]
+  least = -1 if field.name in MAY_BE_MINUS_ONE else 0
+  if hint == tuple[int, ...]:
+    ok = isinstance(value, tuple) and all(type(v) is int and least <= v < 1 << 62 for v in value)
+  elif hint is int:
+    ok = type(value) is int and least <= value < 1 << 62
+  elif hint is float:
+    ok = type(value) is float and math.isfinite(value) and value >= 0
+  else:
+    ok = type(value) is hint
+  if not ok:
+    raise MalformedMessage(f"{kind}.{field.name} = {reprlib.repr(value)} is not a valid {hint}")
+
+
+_HINTS = {name: typing.get_type_hints(cls) for name, cls in KINDS.items()}

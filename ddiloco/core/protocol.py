@@ -1,0 +1,171 @@
+"""The protocol's vocabulary: what can happen to a role, and what a role may decide to do. PURE.
+
+A role's behaviour is a reducer `(state, event) -> (state, actions)` without I/O, clocks, threads or
+arrays: `core.learner.learner_on` and `core.syncer.syncer_on`. Time arrives inside events, payloads
+are opaque, and the runtime performs the actions in order. Real threads, real processes, the
+virtual-time simulator, the property tests and replay all drive these same two functions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ddiloco.config import SyncConfig
+from ddiloco.core.messages import Message, Publish, Push
+
+# --- events ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Tick:
+  """Time has passed."""
+
+  now: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Received:
+  """A message arrived. For a push the shard's runtime adds what it measured of the payload."""
+
+  message: Message
+  now: float
+  norm: float = 0.0  # of the decoded outer gradient; not finite: to be rejected
+  fault: str = ""  # why the payload could not be decoded
+
+
+@dataclasses.dataclass(frozen=True)
+class StepDone:
+  """The learner finished one inner step."""
+
+  now: float
+  tokens: int
+  seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Staged:
+  """A published fragment now lies on the island's devices, ready to be applied."""
+
+  fragment: int
+  version: int
+  now: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Merged:
+  """The shard's runtime performed a commit; how long merge, outer step and encoding took."""
+
+  now: float
+  seconds: float
+
+
+LearnerEvent = Tick | Received | StepDone | Staged
+SyncerEvent = Tick | Received | Merged
+
+# --- actions --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Send:
+  """Send to a peer, a shard's or learner's number. The runtime adds a publish's payload."""
+
+  to: int
+  message: Message
+
+
+@dataclasses.dataclass(frozen=True)
+class Note:
+  """Something worth a line in the event log."""
+
+  kind: str
+  fields: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+  """Learner: copy the fragment off the devices now and send it as this push."""
+
+  push: Push
+
+
+@dataclasses.dataclass(frozen=True)
+class Resend:
+  """Learner: the push of this round got lost; send the very same one again."""
+
+  push: Push
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+  """Learner: decode this publish and bring it onto the devices, in the background."""
+
+  publish: Publish
+  mode: str  # overwrite, mix or rebase
+  included: bool  # my outstanding push is part of it
+
+
+@dataclasses.dataclass(frozen=True)
+class Apply:
+  """Learner: put the oldest staged version of this fragment into the parameters now."""
+
+  fragment: int
+  version: int
+  mode: str
+  included: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Rejoin:
+  """Learner: my state is bad (quarantined); start afresh as a new incarnation."""
+
+  reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Accept:
+  """Shard: keep the outer gradient that just arrived until its round ends."""
+
+  fragment: int
+  round: int
+  learner: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Commit:
+  """Shard: merge these learners' outer gradients, make the outer step, store the new version."""
+
+  fragment: int
+  round: int
+  version: int  # the new one
+  learners: tuple[int, ...]  # ascending, so that sums have one order
+  steps: tuple[int, ...]
+  tokens: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Abandon:
+  """Shard: the round ends without a commit; forget its outer gradients."""
+
+  fragment: int
+  round: int
+
+
+LearnerAction = Send | Note | Cut | Resend | Stage | Apply | Rejoin
+SyncerAction = Send | Note | Accept | Commit | Abandon
+
+# --- rules both sides share -----------------------------------------------------------------------
+
+
+def due_after(fragment: int, version: int, sync: SyncConfig) -> int:
+  """Inner steps after which a fragment is due; first rounds are spread over one period."""
+  if version > 0:
+    return sync.sync_period
+  return max(1, math.ceil(sync.sync_period * (fragment + 1) / sync.num_fragments))
+
+
+def smooth(old: float, new: float, share: float = 0.2) -> float:
+  """Exponential moving average that starts at its first value."""
+  return new if old == 0 else old + share * (new - old)

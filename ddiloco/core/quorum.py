@@ -1,0 +1,89 @@
+"""When does a round commit? Minimum quorum, adaptive grace, screening: rules with reasons. PURE.
+
+Every verdict comes with its reason in plain words, which logs, live view and dashboard show.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+from ddiloco.config import SyncConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+  verdict: str  # wait, commit or abandon
+  reason: str
+  wake_at: float | None = None  # look again at this time even if nothing happens
+
+
+def grace_seconds(
+  step_seconds: float, quorum_seconds: float, sync_seconds: float, sync: SyncConfig
+) -> float:
+  """How long to wait for more learners once there is a quorum, without anybody noticing.
+
+  slack = tau * step - (quorum + sync); grace = gamma * slack, at least 0 and at most one step
+  ("Decoupled DiLoCo", adaptive grace window). All arguments are measured seconds.
+  """
+  slack = sync.overlap_steps * step_seconds - (quorum_seconds + sync_seconds)
+  return min(max(0.0, sync.grace_safety * slack), step_seconds)
+
+
+def decide(
+  now: float,
+  pushed: int,
+  pending: Sequence[int],
+  quorum_at: float | None,
+  grace: float,
+  sync: SyncConfig,
+) -> Decision:
+  """Verdict on one round.
+
+  Args:
+    now: seconds, on the same clock as `quorum_at`.
+    pushed: learners whose push was accepted.
+    pending: learners that were asked, live, and have not answered yet.
+    quorum_at: when `pushed` reached the quorum, None if it has not.
+    grace: seconds to wait after that.
+    sync: the protocol's settings.
+  """
+  names = ", ".join(map(str, pending))
+  if pushed < sync.min_quorum:
+    if len(pending) + pushed < sync.min_quorum:
+      return Decision("abandon", f"only {pushed} of {sync.min_quorum} needed can still answer")
+    return Decision(
+      "wait", f"quorum: {pushed} of {sync.min_quorum} have answered, waiting for {names}"
+    )
+  if not pending:
+    return Decision("commit", f"all {pushed} asked have answered")
+  deadline = (quorum_at if quorum_at is not None else now) + grace
+  if now >= deadline:
+    return Decision("commit", f"quorum of {pushed}, grace of {grace:.3f} s is over without {names}")
+  return Decision("wait", f"grace: {deadline - now:.3f} s left for {names}", deadline)
+
+
+def screen(norms: Mapping[int, float], past: Mapping[int, float], ratio: float) -> dict[int, str]:
+  """Which updates are out of all proportion, and why.
+
+  An update is rejected if its norm exceeds `ratio` times every reference there is: the median of
+  the other participants' norms, and the learner's own smoothed past. So a sudden growth that all
+  share passes, and so does a learner that is alone and new.
+
+  Args:
+    norms: by learner, of the outer gradients at hand; non-finite ones are always rejected.
+    past: by learner, the smoothed norm of its accepted updates of this fragment; 0: none yet.
+    ratio: `sync.max_norm_ratio`.
+  """
+  rejected = {}
+  for learner, norm in norms.items():
+    if not math.isfinite(norm):
+      rejected[learner] = f"not finite (norm {norm})"
+      continue
+    others = [n for m, n in norms.items() if m != learner and math.isfinite(n)]
+    references = [r for r in (statistics.median(others) if others else 0, past[learner]) if r > 0]
+    if references and norm > ratio * max(references):
+      rejected[learner] = f"norm {norm:.3g} is over {ratio:g} x {max(references):.3g}"
+  return rejected

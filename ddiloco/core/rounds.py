@@ -1,0 +1,271 @@
+"""One sync of one fragment: due, pull, push, commit, publish. PURE."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping
+
+from ddiloco.config import SyncConfig
+from ddiloco.core import quorum
+from ddiloco.core.messages import EVALUATOR, Pull, Push, Refusal
+from ddiloco.core.protocol import (
+  Abandon,
+  Accept,
+  Commit,
+  Note,
+  Received,
+  Send,
+  SyncerAction,
+  due_after,
+  smooth,
+)
+from ddiloco.core.syncer_state import (
+  FragmentState,
+  Member,
+  Round,
+  SyncerState,
+  ignored,
+  member_note,
+  publish_to,
+  set_fragment,
+  set_member,
+)
+
+
+def _available(state: SyncerState, i: int) -> dict[int, Member]:
+  """Members that could push fragment i now: alive, on the newest version, at least a step on it."""
+  version = state.fragments[i].version
+  return {
+    learner: m
+    for learner, m in sorted(state.members.items())
+    if learner != EVALUATOR
+    and not (m.lost or m.quarantined)
+    and m.versions[i] == version
+    and m.since[i] >= 1
+  }
+
+
+def start_rounds(
+  state: SyncerState, now: float, sync: SyncConfig
+) -> tuple[SyncerState, list[SyncerAction]]:
+  actions: list[SyncerAction] = []
+  for i, f in enumerate(state.fragments):
+    if f.round is not None:
+      continue
+    available = _available(state, i)
+    due = due_after(f.index, f.version, sync)
+    if sum(m.since[i] >= due for m in available.values()) < sync.min_quorum:
+      continue
+    asked = tuple(available)
+    # Unique over the shard's incarnations, so that nothing of a dead one is mistaken for ours.
+    round_id = (state.incarnation << 32) + state.rounds
+    current = Round(round_id, now, asked, now)
+    f = dataclasses.replace(f, round=current)
+    state = set_fragment(dataclasses.replace(state, rounds=state.rounds + 1), i, f)
+    actions += [_pull(state, f, current, m) for m in asked]
+    note = {"fragment": f.index, "round": round_id, "version": f.version, "asked": list(asked)}
+    actions.append(Note("round", note))
+  return state, actions
+
+
+def _pull(state: SyncerState, f: FragmentState, current: Round, learner: int) -> Send:
+  to = state.members[learner].incarnation
+  return Send(learner, Pull(state.shard, state.incarnation, to, f.index, current.id, f.version))
+
+
+def on_push(
+  state: SyncerState, push: Push, event: Received
+) -> tuple[SyncerState, list[SyncerAction]]:
+  """Keeps the first valid push of each asked learner; everything else is refused or counted."""
+  i = next((i for i, f in enumerate(state.fragments) if f.index == push.fragment), None)
+  if i is None:
+    return state, [ignored(push, f"fragment {push.fragment} is not mine")]
+  member, f = state.members.get(push.learner), state.fragments[i]
+  if member is None or member.incarnation != push.incarnation:
+    return state, [ignored(push, "an unknown learner or incarnation")]
+  current = f.round
+  if current is None or push.round != current.id:
+    return state, [ignored(push, "late: its round is over")]
+  if push.learner in current.pushes or push.learner in current.refused:
+    return state, [ignored(push, "a duplicate")]
+  if push.learner not in current.asked:
+    return state, [ignored(push, "nobody asked for it any more")]
+  fault = event.fault or ("" if abs(event.norm) < float("inf") else f"not finite ({event.norm})")
+  if push.base_version != f.version:
+    fault = f"based on version {push.base_version}, the fragment is at {f.version}"
+  elif push.steps < 1 or push.tokens < 1:
+    fault = f"holds {push.steps} steps and {push.tokens} tokens"
+  if fault:
+    current = dataclasses.replace(current, refused={**current.refused, push.learner: fault})
+    return set_fragment(state, i, dataclasses.replace(f, round=current)), []
+  current = dataclasses.replace(
+    current,
+    pushes={**current.pushes, push.learner: dataclasses.replace(push, payload=None)},
+    norms={**current.norms, push.learner: event.norm},
+  )
+  state = set_fragment(state, i, dataclasses.replace(f, round=current))
+  return state, [Accept(f.index, current.id, push.learner)]
+
+
+def grace_seconds(state: SyncerState, current: Round, sync: SyncConfig) -> float:
+  steps = [state.members[m].step_seconds for m in current.asked if m in state.members]
+  step = statistics.median_low(steps) if steps else 0.0
+  return quorum.grace_seconds(step, state.quorum_seconds, state.sync_seconds, sync)
+
+
+def pull_patience(state: SyncerState, current: Round, sync: SyncConfig) -> float:
+  return max(sync.liveness_seconds, 3 * state.quorum_seconds) * 2 ** min(current.pulls - 1, 5)
+
+
+def advance_rounds(
+  state: SyncerState, now: float, sync: SyncConfig
+) -> tuple[SyncerState, list[SyncerAction]]:
+  actions: list[SyncerAction] = []
+  for i, f in enumerate(state.fragments):
+    if f.round is None:
+      continue
+    current = f.round
+    if current.quorum_at is None and len(current.pushes) >= sync.min_quorum:
+      seconds = smooth(state.quorum_seconds, now - current.started_at)
+      state = dataclasses.replace(state, quorum_seconds=seconds)
+      current = dataclasses.replace(current, quorum_at=now)
+    answered = {*current.pushes, *current.refused}
+    pending = [m for m in current.asked if m not in answered]
+    grace = grace_seconds(state, current, sync)
+    count = len(current.pushes)
+    decision = quorum.decide(now, count, pending, current.quorum_at, grace, sync)
+    current = dataclasses.replace(current, reason=decision.reason)
+    if decision.verdict == "wait":
+      again = now >= current.pulled_at + pull_patience(state, current, sync)
+      if again:
+        current = dataclasses.replace(current, pulled_at=now, pulls=current.pulls + 1)
+      state = set_fragment(state, i, dataclasses.replace(f, round=current))
+      if again:  # a pull or a push got lost; the same push comes again
+        actions += [_pull(state, f, current, m) for m in pending]
+      continue
+    state, ended = _end_round(state, i, current, now, sync)
+    actions += ended
+  return state, actions
+
+
+def _end_round(
+  state: SyncerState, i: int, current: Round, now: float, sync: SyncConfig
+) -> tuple[SyncerState, list[SyncerAction]]:
+  """Screens, commits if what is left is still a quorum, and tells everybody."""
+  f = state.fragments[i]
+  past = {m: state.members[m].norms[i] if m in state.members else 0.0 for m in current.norms}
+  out_of_range = quorum.screen(current.norms, past, sync.max_norm_ratio)
+  rejected = {**current.refused, **out_of_range}
+  merged = sorted(m for m in current.pushes if m not in rejected)
+  actions: list[SyncerAction] = []
+  if len(merged) >= sync.min_quorum:
+    actions += _commit(state, i, current, merged, rejected, now)
+    f = dataclasses.replace(
+      f,
+      version=f.version + 1,
+      merged_tokens=f.merged_tokens + sum(current.pushes[m].tokens for m in merged),
+      merged_rounds={**f.merged_rounds, **dict.fromkeys(merged, current.id)},
+      last_round=current.id,
+      participants=tuple(merged),
+    )
+  else:
+    reason = f"{len(merged)} of {sync.min_quorum} needed were left: {current.reason}"
+    actions.append(Abandon(f.index, current.id))
+    note = {"fragment": f.index, "round": current.id, "reason": reason, "rejected": rejected}
+    actions.append(Note("abandoned", note))
+  state = set_fragment(state, i, dataclasses.replace(f, round=None))
+  for m in merged:
+    state = _credit(state, m, i, current.norms[m])
+  for m, reason in rejected.items():
+    state, refusal = _reject(state, m, i, current.id, reason, sync)
+    actions += refusal
+  base = f.version - 1
+  for m in sorted(state.members):
+    member = state.members[m]
+    if member.sent[i] < f.version and not member.lost:
+      state, publish = publish_to(state, i, m, now, update=member.sent[i] == base)
+      actions.append(publish)
+  return state, actions
+
+
+def _commit(
+  state: SyncerState,
+  i: int,
+  current: Round,
+  merged: list[int],
+  rejected: Mapping[int, str],
+  now: float,
+) -> list[SyncerAction]:
+  f = state.fragments[i]
+  pushes = [current.pushes[m] for m in merged]
+  tokens = tuple(p.tokens for p in pushes)
+  commit = Commit(
+    fragment=f.index,
+    round=current.id,
+    version=f.version + 1,
+    learners=tuple(merged),
+    steps=tuple(p.steps for p in pushes),
+    tokens=tokens,
+  )
+  note = {
+    "fragment": f.index,
+    "round": current.id,
+    "version": f.version + 1,
+    "learners": list(merged),
+    "rejected": rejected,
+    "missing": _missing(state, i, current),
+    "reason": current.reason,
+    "tokens": sum(tokens),
+    "merged_tokens": f.merged_tokens + sum(tokens),
+    "quorum_seconds": (current.quorum_at or now) - current.started_at,
+    "grace_seconds": now - (current.quorum_at or now),
+  }
+  return [commit, Note("commit", note)]
+
+
+def _missing(state: SyncerState, i: int, current: Round) -> dict[int, str]:
+  """Why each member that trains had no part in this round, in plain words."""
+  reasons = {}
+  for learner, m in sorted(state.members.items()):
+    if learner == EVALUATOR or learner in current.pushes or learner in current.refused:
+      continue
+    if m.lost:
+      reasons[learner] = "lost"
+    elif m.quarantined:
+      reasons[learner] = "quarantined"
+    elif learner in current.asked:
+      reasons[learner] = "did not answer within the grace window"
+    elif m.versions[i] < state.fragments[i].version:
+      reasons[learner] = f"had not received version {state.fragments[i].version} yet"
+    else:
+      reasons[learner] = "had made no step since its last sync when the round began"
+  return reasons
+
+
+def _credit(state: SyncerState, learner: int, i: int, norm: float) -> SyncerState:
+  member = state.members.get(learner)
+  if member is None:
+    return state
+  norms = (*member.norms[:i], smooth(member.norms[i], norm), *member.norms[i + 1 :])
+  return set_member(state, learner, dataclasses.replace(member, norms=norms, rejections=0))
+
+
+def _reject(
+  state: SyncerState, learner: int, i: int, round_id: int, reason: str, sync: SyncConfig
+) -> tuple[SyncerState, list[SyncerAction]]:
+  """The learner goes back to its base; rejected again and again, it must start afresh."""
+  member = state.members.get(learner)
+  if member is None:
+    return state, []
+  rejections = member.rejections + 1
+  quarantined = rejections >= sync.quarantine_after
+  fragment = state.fragments[i].index
+  refusal = Refusal(
+    state.shard, state.incarnation, member.incarnation, fragment, round_id, quarantined, reason
+  )
+  actions: list[SyncerAction] = [Send(learner, refusal)]
+  member = dataclasses.replace(member, rejections=rejections, quarantined=quarantined)
+  if quarantined:
+    actions.append(member_note(learner, "quarantined", f"rejected {rejections} times: {reason}"))
+  return set_member(state, learner, member), actions

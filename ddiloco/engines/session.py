@@ -1,0 +1,203 @@
+"""A run from end to end: workdir, engine, live view, result, baselines, report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from ddiloco.config import Config, ConfigError, from_dict
+from ddiloco.core import codec, fragments
+from ddiloco.engines.threads import Outcome, ThreadsEngine
+from ddiloco.models import arithmetic
+from ddiloco.observe.live import LiveView
+from ddiloco.observe.metrics import TensorBoard
+from ddiloco.observe.report import write_report
+from ddiloco.runtime import checkpoint, initial
+from ddiloco.training import data
+from ddiloco.training.evaluate import Evaluator
+from ddiloco.training.generate import generate
+
+EXIT_STATUS = {"finished": 0, "failed": 1, "stopped": 130}
+EVALUATION_BATCH = 16
+OUTCOME = "outcome.json"  # in the workdir: what the report knows beside the events
+
+
+def train(config: Config, workdir: Path, overwrite: bool = False) -> int:
+  """Runs `config` in `workdir`; returns the process' exit status."""
+  corpus = data.open_corpus(config.data)
+  _claim(workdir, overwrite)
+  (workdir / "config.json").write_text(config.to_json() + "\n")
+  print(config.to_json())
+  loss = held_out_loss(config, corpus)
+  started = time.monotonic()
+  outcome, board = _run(config, workdir, corpus, loss)
+  params, losses = _best(outcome, loss)
+  checkpoint.save_params(workdir / "result", params)
+  extra: dict[str, Any] = {
+    "reason": outcome.reason,
+    "loss_untrained": loss(initial.initial_params(config)),
+    "loss_merged": losses,
+    "learner_steps": {str(m): steps for m, steps in sorted(outcome.steps.items())},
+  }
+  if config.run.compare_alone and outcome.reason == "finished":
+    extra |= _train_alone(config, workdir, corpus, max(outcome.steps.values()))
+  if config.run.sample_tokens:
+    extra["sample"] = _sample_text(config, corpus.tokenizer, params)
+  extra["seconds"] = round(time.monotonic() - started, 1)
+  (workdir / OUTCOME).write_text(json.dumps(extra, indent=2) + "\n")
+  folder = write_report(workdir, extra)
+  board.close()
+  _print_end(folder, workdir, extra)
+  return EXIT_STATUS[outcome.reason]
+
+
+def _run(config: Config, workdir: Path, corpus: data.Corpus, loss) -> tuple[Outcome, TensorBoard]:
+  board = TensorBoard(workdir)
+  with LiveView() as live:
+    outcome = ThreadsEngine(config, workdir, corpus, loss, [live, board]).run()
+  return outcome, board
+
+
+def _best(outcome: Outcome, loss) -> tuple[Mapping[str, np.ndarray], float]:
+  """The global model and its held-out loss; of islands that trained alone, the best one's."""
+  candidates = list(outcome.island_params.values()) or [outcome.params]
+  losses = [loss(params) for params in candidates]
+  best = int(np.argmin(losses))
+  return candidates[best], losses[best]
+
+
+def _train_alone(
+  config: Config, workdir: Path, corpus: data.Corpus, steps: int
+) -> dict[str, float]:
+  """Every island alone, without a syncer, for `steps` steps: what the exchange has to beat."""
+  print(f"For comparison: every island alone, without a syncer, for {steps} steps each.")
+  everybody = sum(config.tokens_per_step(m) for m in range(config.islands.num_learners))
+  alone = dataclasses.replace(
+    config,
+    sync=dataclasses.replace(config.sync, num_shards=0),
+    run=dataclasses.replace(config.run, total_tokens=steps * everybody, compare_alone=False),
+    chaos=dataclasses.replace(config.chaos, faults=()),
+  )
+  loss = held_out_loss(config, corpus)
+  outcome, board = _run(alone, workdir / "alone", corpus, loss)
+  board.close()
+  _, best = _best(outcome, loss)
+  return {"loss_best_island_alone": best, "steps_alone": steps}
+
+
+def held_out_loss(config: Config, corpus: data.Corpus):
+  """A function: held-out loss (nats per token) of a parameter tree, on a device no island uses."""
+  batches = data.heldout_batches(corpus, config.data, EVALUATION_BATCH)
+  return Evaluator(config.model, batches, jax.local_devices(backend="cpu")[-1]).loss
+
+
+def _claim(workdir: Path, overwrite: bool) -> None:
+  """Makes the workdir; refuses one that holds a run, unless told to replace it."""
+  if (workdir / "config.json").exists():
+    if not overwrite:
+      raise ConfigError(
+        f"--workdir={workdir}: already holds a run."
+        " Fix: choose another directory, or add --overwrite to replace that run."
+      )
+    for name in ("alone", "events", "tensorboard", "report", "result", OUTCOME, "config.json"):
+      path = workdir / name
+      shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+  try:
+    workdir.mkdir(parents=True, exist_ok=True)
+    (workdir / "config.json").touch()
+  except OSError as error:
+    raise ConfigError(
+      f"--workdir={workdir}: cannot be written ({error}). Fix: choose a directory you may write to."
+    ) from error
+
+
+def saved_config(workdir: Path) -> Config:
+  """The config a run was started with.
+
+  Raises:
+    ConfigError: there is no run in `workdir`.
+  """
+  path = workdir / "config.json"
+  try:
+    return from_dict(json.loads(path.read_text()))
+  except (OSError, json.JSONDecodeError) as error:
+    raise ConfigError(
+      f"--workdir={workdir}: holds no run ({error}). Fix: name the directory of a run."
+    ) from error
+
+
+def sample(
+  workdir: Path, config: Config, prompt: str, tokens: int, temperature: float, seed: int
+) -> str:
+  """What the trained global model writes after `prompt`."""
+  params = checkpoint.load_params(workdir / "result")
+  tokenizer = data.open_tokenizer(config.data)
+  return generate(config.model, params, tokenizer, prompt, tokens, temperature, seed)
+
+
+def _sample_text(config: Config, tokenizer, params: Mapping[str, np.ndarray]) -> str:
+  count = config.run.sample_tokens
+  return generate(config.model, params, tokenizer, config.run.prompt, count, 0.7, config.seed)
+
+
+def evaluate(workdir: Path, config: Config) -> str:
+  """One JSON line: held-out loss of the trained global model."""
+  corpus = data.open_corpus(config.data)
+  loss = held_out_loss(config, corpus)(checkpoint.load_params(workdir / "result"))
+  return json.dumps(
+    {"loss": loss, "bits_per_token": loss / float(np.log(2)), "workdir": str(workdir)}
+  )
+
+
+def report(workdir: Path) -> str:
+  """Draws the report again from the events; returns where it is."""
+  saved_config(workdir)
+  known = workdir / OUTCOME
+  extra = json.loads(known.read_text()) if known.exists() else {}
+  return str(write_report(workdir, extra) / "index.html")
+
+
+def _print_end(folder: Path, workdir: Path, extra: Mapping[str, Any]) -> None:
+  print("\nHeld-out loss, nats per token (lower is better):")
+  for name in ("loss_untrained", "loss_best_island_alone", "loss_merged"):
+    if name in extra:
+      print(f"  {name:<24} {extra[name]:.4f}")
+  if "sample" in extra:
+    print(f"\nThe merged model writes:\n{extra['sample']}")
+  print(f"\nReport: {folder / 'index.html'}   Result: {workdir / 'result'}")
+
+
+def describe(config: Config) -> str:
+  """The dry run: final config, model, fragments and bytes, without touching a device."""
+  plan = initial.make_plan(config)
+  count = arithmetic.num_params(config.model)
+  flops = arithmetic.flops_per_token(config.model, config.data.sequence_length)
+  lines = [config.to_json(), "", f"model: {count:,} parameters, {flops:.3g} FLOPs per token"]
+  steps = config.planned_steps()
+  lines.append(f"run: {config.run.total_tokens:,} tokens, {steps:,} steps of every island")
+  for m in range(config.islands.num_learners):
+    island = config.islands.island(m)
+    shape = f"data={island.data} fsdp={island.fsdp} tensor={island.tensor}"
+    lines.append(
+      f"island {m}: {island.devices or 'an even share of'} devices, {shape},"
+      f" {config.tokens_per_step(m):,} tokens a step"
+    )
+  if config.sync.num_shards:
+    sizes = [f.size for f in plan.fragments]
+    lines.append(f"fragments: {len(sizes)}, {min(sizes):,} to {max(sizes):,} values each")
+    for shard in range(config.sync.num_shards):
+      owned = fragments.owned_by(shard, config.sync.num_shards, len(sizes))
+      lines.append(f"shard {shard}: owns fragments {', '.join(map(str, owned))}")
+    push = sum(codec.payload_bytes(size, config.sync.push_codec) for size in sizes)
+    back = sum(codec.payload_bytes(size, config.sync.publish_codec) for size in sizes)
+    per_step = (push + back) / config.sync.sync_period
+    lines.append(f"traffic: about {per_step:,.0f} bytes per step and island, both ways together")
+  return "\n".join(lines)

@@ -1,0 +1,255 @@
+"""The threads engine: all islands and shards of one process, a thread each.
+
+For a laptop (islands are fake CPU devices) and for Pathways (one controller sees all slices). It
+starts every role, restarts those that die, performs planned faults on them, and ends when the
+learners have.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from ddiloco.config import Config
+from ddiloco.core import fragments
+from ddiloco.core.fragments import Plan
+from ddiloco.observe.events import Listener, Recorder
+from ddiloco.resilience.chaos import Faults, Killed
+from ddiloco.runtime import initial
+from ddiloco.runtime.evaluator import Evaluator
+from ddiloco.runtime.exchange import Quarantined
+from ddiloco.runtime.learner import Learner
+from ddiloco.runtime.store import MemoryStore
+from ddiloco.runtime.syncer import Syncer, new_fragment
+from ddiloco.runtime.transport import (
+  EVALUATOR_ADDRESS,
+  Hub,
+  learner_address,
+  syncer_address,
+)
+from ddiloco.training import data, devices
+from ddiloco.training.island import Island
+
+POLL_SECONDS = 0.2
+EVALUATOR_PATIENCE_SECONDS = 60.0  # to finish a measurement when the learners have ended
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+  """What a run leaves: the global model, what became of every learner, and why it ended."""
+
+  reason: str  # finished, stopped or failed
+  params: dict[str, np.ndarray]  # the global model; without shards that of learner 0
+  island_params: dict[int, dict[str, np.ndarray]]  # only without shards
+  steps: dict[int, int]  # inner steps of every learner over all incarnations
+
+
+class ThreadsEngine:
+  """One run.
+
+  Args:
+    config: the run's.
+    workdir: event logs go to `workdir/events`.
+    corpus: opened training data.
+    loss: held-out loss of a parameter tree, for the evaluator.
+    listeners: get every event of every role (live view, TensorBoard).
+  """
+
+  def __init__(
+    self,
+    config: Config,
+    workdir: Path,
+    corpus: data.Corpus,
+    loss: Callable[[dict[str, np.ndarray]], float],
+    listeners: Sequence[Listener] = (),
+  ):
+    self.config = config
+    self.workdir = workdir
+    self.plan: Plan = initial.make_plan(config)
+    self.stop = threading.Event()
+    self._corpus = corpus
+    self._loss = loss
+    self._listeners = listeners
+    self._start_time = self._training_since = time.monotonic()
+    self._hub = Hub(run_id=workdir.name, plan_id=self.plan.plan_id)
+    self._store = MemoryStore()
+    self._recorder = self._record("engine", 0)
+    self._islands: dict[int, Island] = {}
+    self._steps: dict[int, int] = {}
+    self._failed: list[str] = []
+    self._faults: list[Faults] = []
+
+  def run(self) -> Outcome:
+    """Runs to the end of the token budget, or until `stop` is set."""
+    config = self.config
+    self._recorder.event(
+      "run_started",
+      name=self.workdir.name,
+      num_learners=config.islands.num_learners,
+      num_shards=config.sync.num_shards,
+      num_fragments=len(self.plan.fragments) if config.sync.num_shards else 0,
+      total_tokens=config.run.total_tokens,
+    )
+    first = initial.initial_params(config)
+    self._build_islands(first)
+    self._training_since = time.monotonic()  # faults by time count from here, not from compiling
+    shards = [
+      self._start(syncer_address(s), self._run_syncer, s) for s in range(config.sync.num_shards)
+    ]
+    watcher = self._start_evaluator() if config.sync.num_shards and config.run.evaluations else None
+    learners = [
+      self._start(learner_address(m), self._run_learner, m)
+      for m in range(config.islands.num_learners)
+    ]
+    try:
+      self._wait_for(learners)
+      reason = "stopped" if self.stop.is_set() else "finished"
+      if watcher is not None and reason == "finished":
+        watcher.join(EVALUATOR_PATIENCE_SECONDS)
+    except KeyboardInterrupt:
+      reason = "stopped"
+    self._stop_all([*learners, *shards, *([watcher] if watcher else [])])
+    if len([name for name in self._failed if name.startswith("learner")]) == len(learners):
+      reason = "failed"
+    self._recorder.event("run_finished", reason=reason)
+    self._recorder.close()
+    return self._outcome(reason)
+
+  # --- roles --------------------------------------------------------------------------------------
+
+  def _build_islands(self, first: dict[str, np.ndarray]) -> None:
+    """Compiles every island before anybody starts, and seeds the store with version 0."""
+    groups = devices.partition(jax.devices(), self.config.islands)
+
+    def build(m: int) -> Island:
+      island = Island(self.config, m, groups[m], self.plan)
+      island.compile()
+      return island
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+      self._islands = dict(enumerate(pool.map(build, range(len(groups)))))
+    if self.config.sync.num_shards:
+      for fragment in self.plan.fragments:
+        self._store.save(new_fragment(fragment, fragments.gather(fragment, first)))
+    else:
+      for island in self._islands.values():
+        island.load(first)
+
+  def _run_learner(self, m: int, incarnation: int, faults: Faults, recorder: Recorder) -> None:
+    island = self._islands[m]
+    if self.config.sync.num_shards:
+      island.reset()
+    stream = data.Stream(self._corpus, self.config, m)
+    endpoint = self._connect(learner_address(m), faults)
+    role = Learner(
+      m, incarnation, self.config, self.plan, island, stream.iterate, endpoint, recorder
+    )
+    try:
+      role.run(faults, self.stop.is_set)
+    finally:
+      self._steps[m] = self._steps.get(m, 0) + role.exchange.state.step
+      endpoint.close()
+
+  def _run_syncer(self, shard: int, incarnation: int, faults: Faults, recorder: Recorder) -> None:
+    endpoint = self._connect(syncer_address(shard), faults)
+    try:
+      Syncer(
+        shard, incarnation, self.config, self.plan, endpoint, self._store, recorder, faults
+      ).run(self.stop.is_set)
+    finally:
+      endpoint.close()
+
+  def _start_evaluator(self) -> threading.Thread:
+    def run(_, incarnation: int, faults: Faults, recorder: Recorder) -> None:
+      endpoint = self._connect(EVALUATOR_ADDRESS, faults)
+      try:
+        Evaluator(self.config, self.plan, self._loss, endpoint, recorder, incarnation).run(
+          self.stop.is_set
+        )
+      finally:
+        endpoint.close()
+
+    return self._start(EVALUATOR_ADDRESS, run, -1)
+
+  # --- supervision --------------------------------------------------------------------------------
+
+  def _record(self, role: str, incarnation: int) -> Recorder:
+    name = role.replace("/", "-")
+    return Recorder(self.workdir, name, incarnation, self._start_time, listeners=self._listeners)
+
+  def _connect(self, address: str, faults: Faults):
+    endpoint = self._hub.connect(address)
+    faults.cut = endpoint.close
+    return endpoint
+
+  def _start(self, name: str, run: Callable, number: int) -> threading.Thread:
+    plan = [f for f in self.config.chaos.faults if f.role == name]
+
+    def report(action: str, detail: str) -> None:
+      self._recorder.event("fault", target=name, action=action, detail=detail)
+
+    faults = Faults(plan, self._training_since, report)
+    self._faults.append(faults)
+    thread = threading.Thread(
+      target=self._supervise, args=(name, run, number, faults), name=name, daemon=True
+    )
+    thread.start()
+    return thread
+
+  def _supervise(self, name: str, run: Callable, number: int, faults: Faults) -> None:
+    """One role over all its incarnations; whatever it dies of, nobody else notices."""
+    crashes = incarnation = 0
+    while True:
+      recorder = self._record(name, incarnation)
+      pause, reason = 0.0, ""
+      try:
+        run(number, incarnation, faults, recorder)
+        return
+      except Killed as kill:
+        pause, reason = kill.seconds, str(kill)
+      except Quarantined as verdict:
+        reason = f"quarantined: {verdict}"
+      except Exception as error:
+        crashes += 1
+        pause = self.config.run.restart_seconds * 2 ** (crashes - 1)
+        reason = f"{type(error).__name__}: {error}"
+        recorder.event("crash", trace=traceback.format_exc())
+        if crashes > self.config.run.max_restarts:
+          pause = -1
+      finally:
+        recorder.close()
+      self._recorder.event("exit", target=name, reason=reason)
+      if pause < 0 or self.stop.wait(pause):
+        self._failed.append(name)
+        return
+      incarnation += 1
+      self._recorder.event("restart", target=name)
+
+  def _wait_for(self, threads: Sequence[threading.Thread]) -> None:
+    for thread in threads:
+      while thread.is_alive():
+        thread.join(POLL_SECONDS)  # short, so that Ctrl-C is heard
+
+  def _stop_all(self, threads: Sequence[threading.Thread]) -> None:
+    self.stop.set()
+    for faults in self._faults:
+      faults.stopped.set()
+    for thread in threads:
+      thread.join(EVALUATOR_PATIENCE_SECONDS)
+
+  def _outcome(self, reason: str) -> Outcome:
+    if self.config.sync.num_shards:
+      values = {f.index: self._store.load(f.index).value for f in self.plan.fragments}
+      return Outcome(
+        reason, initial.assemble(self.plan, self.config, values), {}, dict(self._steps)
+      )
+    each = {m: island.params_on_host() for m, island in self._islands.items()}
+    return Outcome(reason, each[0], each, dict(self._steps))

@@ -1,0 +1,27 @@
+"""The one place that touches environment variables; call it before JAX makes its devices."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def prepare(num_cpu_devices: int, cpu_only: bool = False) -> None:
+  """Readies this process for several islands; must run before JAX is first used.
+
+  Where JAX finds accelerators it uses them; else the CPU pretends to be `num_cpu_devices` devices
+  (`cpu_only` forces that, for tests and laptops with a GPU).
+
+  NPROC sizes XLA's CPU thread pool. Two meshes of fake CPU devices driven from two threads wait for
+  each other inside that pool: with fewer threads than participants a collective never assembles
+  and XLA aborts the process ("Termination timeout ... rendezvous").
+  """
+  if "jax" in sys.modules and "NPROC" not in os.environ:
+    raise RuntimeError("JAX was imported before ddiloco.environment.prepare()")
+  os.environ.setdefault("NPROC", "32")
+  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+  if cpu_only:
+    os.environ["JAX_PLATFORMS"] = "cpu"
+  import jax  # only now: NPROC must be set before
+
+  jax.config.update("jax_num_cpu_devices", num_cpu_devices)

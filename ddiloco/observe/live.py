@@ -1,0 +1,260 @@
+"""The live terminal view: events in from any thread, a picture of the run out on its own thread.
+
+On a terminal: a header with progress, a table of islands, a line per shard, the latest notes.
+Anywhere else (a pipe, a log file, CI): plain lines without control codes, one about every ten
+seconds, and one at once for every note (fault, exit, restart, joined, ...).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from ddiloco.observe.drain import Drain, warn
+from ddiloco.observe.events import IMPORTANT, Event
+from ddiloco.observe.style import clock_time, compact, island_colour, loss_text
+from ddiloco.observe.view import KINDS, IslandView, Note, RunView, fold
+
+FRAME_SECONDS = 1.0  # a frame costs some 5 ms of a core that also trains
+SHORTEST_FRAME_SECONDS = 0.25  # between frames that an important event asks for
+PLAIN_SECONDS = 10.0
+SHOWN_NOTES = 5
+_STATE_STYLES = {
+  "running": "green",
+  "joining": "cyan",
+  "starting": "dim",
+  "restarting": "cyan",
+  "stalled": "yellow",
+  "quarantined": "magenta",
+  "lost": "bold red",
+  "left": "dim",
+}
+_TONE_STYLES = {"bad": "red", "good": "green", "plain": "default"}
+
+
+def render(view: RunView, now: float, width: int = 100) -> RenderableType:
+  """The view as it looks `now` (seconds since the run started), for 80 columns or more."""
+  gap = 2 if width >= 100 else 1
+  parts: list[RenderableType] = [_header(view, now), _progress(view), Text()]
+  parts.append(_islands(view, now, gap))
+  if view.shards:
+    parts += [Text(), _shards(view, gap)]
+  if view.notes:
+    parts.append(Text())
+    parts += [_note_line(note) for note in view.notes[-SHOWN_NOTES:]]
+  return Group(*parts)
+
+
+def plain_line(view: RunView, now: float) -> str:
+  """The run in one line without control codes."""
+  islands = []
+  for learner, island in sorted(view.islands.items()):
+    state = island.state_at(now)
+    at = f"step {island.clock}" if island.step or state == "running" else ""
+    islands.append(f"{learner} {state} {at}".rstrip())
+  left = view.seconds_left(now)
+  parts = [
+    f"[{clock_time(now)}] {view.progress:4.0%}",
+    f"{clock_time(left)} left" if math.isfinite(left) and not view.finished else "",
+    f"held-out loss {loss_text(view.heldout_loss)}" if math.isfinite(view.heldout_loss) else "",
+    "islands: " + ", ".join(islands) if islands else "",
+  ]
+  return " · ".join(part for part in parts if part)
+
+
+def _header(view: RunView, now: float) -> Text:
+  rates = [island.tokens_per_second for island in view.islands.values()]
+  running = [
+    rate
+    for rate, island in zip(rates, view.islands.values())
+    if math.isfinite(rate) and island.state_at(now) == "running"
+  ]
+  text = Text(no_wrap=True, overflow="ellipsis")
+  text.append(view.name or "ddiloco", style="bold")
+  text.append(f"   {clock_time(now)} elapsed", style="default")
+  if view.finished:
+    text.append(f"   {view.finished}", style="bold green")
+  else:
+    text.append(f"   {clock_time(view.seconds_left(now))} left")
+  text.append("   held-out loss ")
+  text.append(loss_text(view.heldout_loss), style="bold")
+  if running:
+    text.append(f"   {compact(sum(running))} tokens/s", style="dim")
+  return text
+
+
+def _progress(view: RunView) -> Table:
+  grid = Table.grid(padding=(0, 1), expand=True)
+  grid.add_column(ratio=1)
+  grid.add_column(justify="right", no_wrap=True)
+  verb = "merged" if view.num_shards else "trained"
+  tokens = f"{compact(view.tokens_done)} of {compact(view.total_tokens)} tokens {verb}"
+  bar = ProgressBar(total=1.0, completed=view.progress, complete_style="#0072B2")
+  grid.add_row(bar, f"{view.progress:4.0%}  {tokens}")
+  return grid
+
+
+def _table(gap: int) -> Table:
+  return Table(box=None, padding=(0, gap, 0, 0), expand=True, header_style="dim", pad_edge=False)
+
+
+def _islands(view: RunView, now: float, gap: int) -> Table:
+  table = _table(gap)
+  for name, justify in (("island", "left"), ("state", "left"), ("life", "right")):
+    table.add_column(name, justify=justify, no_wrap=True)
+  for name in ("step", "clock", "loss", "tok/s", "merged"):
+    table.add_column(name, justify="right", no_wrap=True)
+  table.add_column("last missed round", ratio=1, no_wrap=True, overflow="ellipsis")
+  for learner, island in sorted(view.islands.items()):
+    state = island.state_at(now)
+    table.add_row(
+      Text(f"● {learner}", style=island_colour(learner)),
+      Text(state, style=_STATE_STYLES.get(state, "default")),
+      str(island.incarnation),
+      str(island.step),
+      str(island.clock),
+      loss_text(island.loss),
+      compact(island.tokens_per_second) if state == "running" else "–",
+      f"{island.participation:.0%}" if island.took_part else "–",
+      _missed(island, now),
+    )
+  return table
+
+
+def _missed(island: IslandView, now: float) -> Text:
+  if not island.missed_reason:
+    return Text("–", style="dim")
+  if island.took_part and not island.took_part[-1]:
+    return Text(island.missed_reason)
+  return Text(f"{clock_time(now - island.missed_time)} ago: {island.missed_reason}", style="dim")
+
+
+def _shards(view: RunView, gap: int) -> Table:
+  table = _table(gap)
+  table.add_column("shard", no_wrap=True)
+  table.add_column("state", no_wrap=True)
+  for name in ("fragments", "rounds", "rejected"):
+    table.add_column(name, justify="right", no_wrap=True)
+  table.add_column("last round", ratio=1, no_wrap=True, overflow="ellipsis")
+  for number, shard in sorted(view.shards.items()):
+    table.add_row(
+      f"■ {number}",
+      Text(shard.state, style=_STATE_STYLES.get(shard.state, "default")),
+      str(len(shard.fragments)),
+      str(shard.commits),
+      Text(str(shard.rejected), style="red" if shard.rejected else "default"),
+      Text(shard.last_reason or "–", style="default" if shard.last_reason else "dim"),
+    )
+  return table
+
+
+def _note_line(note: Note) -> Text:
+  line = Text(f"{clock_time(note.time):>7}  ", style="dim", no_wrap=True, overflow="ellipsis")
+  return line.append(note.text, style=_TONE_STYLES[note.tone])
+
+
+class LiveView:
+  """A listener of any number of recorders that draws the run on its own thread.
+
+  Calling it with an event only queues it. All it needs to know of the run comes with the event
+  `run_started`. `start_time` is what `clock` showed when the run started, as for the recorders;
+  None: told by the first event.
+  """
+
+  def __init__(
+    self,
+    console: Console | None = None,
+    start_time: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    plain_seconds: float = PLAIN_SECONDS,
+  ):
+    self.view = RunView()
+    self._start_time = start_time
+    self._clock = clock
+    self._console = console or Console()
+    self._plain_seconds = plain_seconds
+    self._next_plain = plain_seconds
+    self._live: Live | None = None
+    self._drain: Drain | None = None
+    self._next_frame = 0.0
+
+  def start(self) -> None:
+    """Takes the terminal and begins to draw."""
+    if self._console.is_terminal:
+      self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="crop")
+      self._live.start()
+    self._drain = Drain("live view", self._consume, FRAME_SECONDS)
+
+  def stop(self) -> None:
+    """Draws the last state, which stays on the screen, and gives the terminal back."""
+    if self._drain is None:
+      return
+    self._drain.close()
+    warned = self._drain.failures > 0
+    self._drain = None
+    try:
+      self._finish()
+    except (OSError, ValueError) as error:  # a closed terminal or pipe is no reason to lose a run
+      if not warned:
+        warn(f"the live view lost its output: {error}")
+
+  def _finish(self) -> None:
+    if self._live is None:
+      self._say(plain_line(self.view, self._now()))
+      return
+    self._draw(self._now())
+    self._live.stop()
+    self._live = None
+
+  def __enter__(self) -> LiveView:
+    self.start()
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self.stop()
+
+  def __call__(self, event: Event) -> None:
+    """Queues an event (before `start` and after `stop`: ignores it)."""
+    drain = self._drain
+    if self._start_time is None:
+      self._start_time = self._clock() - event["time"]
+    if drain is not None and event["kind"] in KINDS:
+      drain.put(event)
+      if event["kind"] in IMPORTANT:
+        drain.wake()
+
+  def _now(self) -> float:
+    return 0.0 if self._start_time is None else self._clock() - self._start_time
+
+  def _consume(self, batch: list[Event]) -> None:
+    known = self.view.num_notes
+    for event in batch:
+      self.view = fold(self.view, event)
+    now = self._now()
+    if self._live is None:
+      self._print_plain(now, self.view.num_notes - known)
+    elif now >= self._next_frame:
+      self._draw(now)
+
+  def _draw(self, now: float) -> None:
+    if self._live is not None:
+      self._live.update(render(self.view, now, self._console.width), refresh=True)
+      self._next_frame = now + SHORTEST_FRAME_SECONDS
+
+  def _print_plain(self, now: float, new_notes: int) -> None:
+    for note in self.view.notes[-new_notes:] if new_notes else ():
+      self._say(f"[{clock_time(note.time)}] {note.text}")
+    if now >= self._next_plain:
+      self._say(plain_line(self.view, now))
+      self._next_plain = now + self._plain_seconds
+
+  def _say(self, line: str) -> None:
+    self._console.file.write(line + "\n")
+    self._console.file.flush()

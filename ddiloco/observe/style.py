@@ -1,0 +1,47 @@
+"""One look for the terminal, the plots and the report: an island has one colour everywhere."""
+
+from __future__ import annotations
+
+import math
+
+# Okabe and Ito's palette (safe for the colour-blind), without its yellow, which fades on white.
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7A5195", "#5F5F5F")
+GLOBAL_MODEL = "#111111"
+MUTED = "#9A9A9A"
+FAINT = "#DDDDDD"
+
+
+def island_colour(learner: int) -> str:
+  """The hex colour of a learner's island; repeats after eight."""
+  return PALETTE[learner % len(PALETTE)]
+
+
+def shard_colour(shard: int, num_shards: int) -> str:
+  """A grey for a shard, dark to light: shards are furniture, islands are the story."""
+  level = round(0x30 + 0x78 * shard / max(1, num_shards))
+  return f"#{level:02x}{level:02x}{level:02x}"
+
+
+def compact(value: float) -> str:
+  """A count in four characters or so: 950, 12.3k, 4.0M; a dash for what is not finite."""
+  if not math.isfinite(value):
+    return "–"
+  for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+    if abs(value) >= 0.9995 * limit:
+      scaled = value / limit
+      return f"{scaled:.0f}{unit}" if abs(scaled) >= 99.95 else f"{scaled:.1f}{unit}"
+  return f"{value:.0f}"
+
+
+def clock_time(seconds: float) -> str:
+  """Seconds as 0:07, 12:34 or 1:02:03; a dash for what is not finite."""
+  if not math.isfinite(seconds):
+    return "–"
+  minutes, rest = divmod(int(max(0.0, seconds)), 60)
+  hours, minutes = divmod(minutes, 60)
+  return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def loss_text(loss: float) -> str:
+  """A loss with three decimals, a dash before the first one."""
+  return f"{loss:.3f}" if math.isfinite(loss) else "–"

@@ -1,0 +1,86 @@
+"""The evaluator: a member that receives every version, never trains, and measures held-out loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from ddiloco.config import Config
+from ddiloco.core import learner
+from ddiloco.core.fragments import Plan, scatter, shard_of
+from ddiloco.core.messages import EVALUATOR
+from ddiloco.models import transformer
+from ddiloco.observe.events import Recorder
+from ddiloco.runtime.exchange import Exchange
+from ddiloco.runtime.transport import Endpoint
+
+
+class HostParams:
+  """Parameters as plain arrays on the host: a holder for `Exchange` that only receives."""
+
+  def __init__(self, config: Config, plan: Plan):
+    shapes = transformer.shapes(config.model)
+    self.params = {name: np.zeros(leaf.shape, np.float32) for name, leaf in shapes.items()}
+    self._plan = plan
+
+  def cut(self, fragment: int):
+    raise RuntimeError("the evaluator never pushes")
+
+  def to_host(self, pieces, fragment: int) -> np.ndarray:
+    raise RuntimeError("the evaluator never pushes")
+
+  def stage(self, fragment: int, flat: np.ndarray) -> np.ndarray:
+    return flat
+
+  def apply(self, fragment: int, staged: np.ndarray, keep: float) -> None:
+    if keep:
+      raise RuntimeError("the evaluator only overwrites")
+    scatter(self._plan.fragments[fragment], staged, self.params)
+
+
+class Evaluator:
+  """Follows the global model and measures it `run.evaluations` times, evenly over the run's tokens.
+
+  Args:
+    config: the run's.
+    plan: how the model is cut.
+    loss: held-out loss of a parameter tree, nats per token.
+    endpoint: its connection.
+    recorder: event log.
+    incarnation: how often it was started before.
+  """
+
+  def __init__(
+    self,
+    config: Config,
+    plan: Plan,
+    loss: Callable[[dict[str, np.ndarray]], float],
+    endpoint: Endpoint,
+    recorder: Recorder,
+    incarnation: int = 0,
+  ):
+    owners = tuple(shard_of(p, config.sync.num_shards) for p in range(len(plan.fragments)))
+    state = learner.init(EVALUATOR, incarnation, owners, config.run.total_tokens, trains=False)
+    self.holder = HostParams(config, plan)
+    self.exchange = Exchange(state, config, plan, self.holder, endpoint, recorder)
+    self.recorder = recorder
+    self._loss = loss
+    self._every = config.run.total_tokens / max(1, config.run.evaluations)
+
+  def run(self, stopped: Callable[[], bool]) -> None:
+    """Until the run's tokens are merged or `stopped()`."""
+    due = 0.0
+    try:
+      while not self.exchange.state.done and not stopped():
+        self.exchange.wait()
+        state = self.exchange.state
+        if state.joined and state.merged_tokens >= due and not state.done:
+          loss = self._loss(self.holder.params)
+          self.recorder.event(
+            "evaluation", merged_tokens=state.merged_tokens, clock=state.clock, loss=loss
+          )
+          due = (state.merged_tokens // self._every + 1) * self._every
+      self.exchange.leave("the run was stopped")
+    finally:
+      self.exchange.close()

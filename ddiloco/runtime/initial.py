@@ -1,0 +1,54 @@
+"""The model's shapes, the plan that cuts it, and initial values: the same on every role.
+
+Initial values are a pure function of the config's seed, so no role ever hands weights to another
+except the shards that own them.
+"""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from ddiloco.config import Config, ModelConfig
+from ddiloco.core import fragments
+from ddiloco.models import transformer
+
+
+def tensor_specs(model: ModelConfig) -> list[fragments.TensorSpec]:
+  """One spec per parameter leaf, in model order."""
+  axes = transformer.logical_axes(model)
+  return [
+    fragments.TensorSpec(
+      name=name,
+      shape=tuple(leaf.shape),
+      stacked=axes[name][:1] == ("layers",),
+      embedding="vocab" in axes[name],
+    )
+    for name, leaf in transformer.shapes(model).items()
+  ]
+
+
+def make_plan(config: Config) -> fragments.Plan:
+  """How this run's model is cut into fragments."""
+  return fragments.make_plan(tensor_specs(config.model), config.sync)
+
+
+def initial_params(config: Config) -> dict[str, np.ndarray]:
+  """All initial parameters on the host, f32."""
+  cpu = jax.local_devices(backend="cpu")[0]
+  with jax.default_device(cpu):
+    params = jax.jit(lambda key: transformer.init(config.model, key))(jax.random.key(config.seed))
+    return {name: np.asarray(value) for name, value in params.items()}
+
+
+def assemble(
+  plan: fragments.Plan, config: Config, values: dict[int, np.ndarray]
+) -> dict[str, np.ndarray]:
+  """The parameters [name -> array] from every fragment's flat value."""
+  params = {
+    name: np.zeros(leaf.shape, np.float32)
+    for name, leaf in transformer.shapes(config.model).items()
+  }
+  for fragment in plan.fragments:
+    fragments.scatter(fragment, values[fragment.index], params)
+  return params

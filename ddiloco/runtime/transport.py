@@ -1,0 +1,175 @@
+"""How messages travel: the contract every transport keeps, and the in-process queues.
+
+The contract (`tests/runtime/test_transport.py` runs it over every transport):
+- `send` never blocks and never fails because of the peer; what cannot be delivered is counted.
+- Control never queues behind bulk (pushes and publishes); each of the two keeps its order.
+- A newer connection under the same address fences the older one.
+- Malformed frames are dropped and counted, and change nothing.
+- Payloads are passed on without a copy where possible; nobody writes into one that was sent.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import threading
+import time
+from typing import Protocol
+
+from ddiloco.core import messages
+from ddiloco.core.messages import EVALUATOR, Message
+
+EVALUATOR_ADDRESS = "evaluator"
+
+
+def learner_address(learner: int) -> str:
+  """Where a learner is reached; learner -1 is the evaluator."""
+  return EVALUATOR_ADDRESS if learner == EVALUATOR else f"learner/{learner}"
+
+
+def syncer_address(shard: int) -> str:
+  """Where a syncer shard is reached."""
+  return f"syncer/{shard}"
+
+
+@dataclasses.dataclass
+class Counters:
+  """What went over an endpoint since it was opened; bytes are those of real frames."""
+
+  sent_bytes: int = 0
+  received_bytes: int = 0
+  undelivered: int = 0  # nobody there, or its queue was full
+  malformed: int = 0
+
+
+class Endpoint(Protocol):
+  """One role's connection."""
+
+  counters: Counters
+
+  def send(self, to: str, message: Message) -> int:
+    """Queues a message; returns its size in bytes on the wire."""
+    ...
+
+  def receive(self, timeout_seconds: float) -> tuple[str, Message] | None:
+    """The next (sender, message), control first; None after the time or a `wake`."""
+    ...
+
+  def wake(self) -> None:
+    """Makes a waiting `receive` return None now."""
+    ...
+
+  def close(self) -> None:
+    """Nothing is sent or received any more."""
+    ...
+
+
+class Hub:
+  """In-process queues between the roles of one process: real frames, payloads by reference."""
+
+  def __init__(self, run_id: str, plan_id: str, max_bulk_bytes: int = 4 << 30):
+    self.run_id = run_id
+    self.plan_id = plan_id
+    self.max_bulk_bytes = max_bulk_bytes  # per receiver
+    self._endpoints: dict[str, QueueEndpoint] = {}
+    self._lock = threading.Lock()
+
+  def connect(self, address: str) -> QueueEndpoint:
+    """Opens `address`; whoever had it before is cut off."""
+    endpoint = QueueEndpoint(self, address)
+    with self._lock:
+      old = self._endpoints.get(address)
+      self._endpoints[address] = endpoint
+    if old is not None:
+      old.close()
+    return endpoint
+
+  def find(self, address: str) -> QueueEndpoint | None:
+    """The open endpoint of an address, if any."""
+    with self._lock:
+      return self._endpoints.get(address)
+
+  def remove(self, endpoint: QueueEndpoint) -> None:
+    """Forgets an endpoint, unless a newer one has taken its address."""
+    with self._lock:
+      if self._endpoints.get(endpoint.address) is endpoint:
+        del self._endpoints[endpoint.address]
+
+
+class QueueEndpoint:
+  """One role's end of a `Hub`."""
+
+  def __init__(self, hub: Hub, address: str):
+    self.address = address
+    self.counters = Counters()
+    self._hub = hub
+    self._ready = threading.Condition()
+    self._control: collections.deque = collections.deque()
+    self._bulk: collections.deque = collections.deque()
+    self._bulk_bytes = 0
+    self._woken = False
+    self._closed = False
+
+  def send(self, to: str, message: Message) -> int:
+    header, payload = messages.encode(message, self._hub.run_id, self._hub.plan_id)
+    size = messages.frame_bytes(header, payload)
+    if self._closed:
+      return size
+    self.counters.sent_bytes += size
+    peer = self._hub.find(to)
+    if peer is None or not peer._deliver(self.address, header, payload, size):
+      self.counters.undelivered += 1
+    return size
+
+  def _deliver(self, sender: str, header: bytes, payload: messages.Payload, size: int) -> bool:
+    with self._ready:
+      if self._closed:
+        return False
+      if payload is None:
+        self._control.append((sender, header, payload, size))
+      elif self._bulk_bytes + size > self._hub.max_bulk_bytes and self._bulk:
+        return False
+      else:
+        self._bulk.append((sender, header, payload, size))
+        self._bulk_bytes += size
+      self._ready.notify()
+    return True
+
+  def receive(self, timeout_seconds: float) -> tuple[str, Message] | None:
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+      frame = self._next(deadline - time.monotonic())
+      if frame is None:
+        return None
+      sender, header, payload, size = frame
+      self.counters.received_bytes += size
+      try:
+        return sender, messages.decode(header, payload, self._hub.run_id, self._hub.plan_id)
+      except messages.MalformedMessage:
+        self.counters.malformed += 1
+
+  def _next(self, timeout_seconds: float):
+    with self._ready:
+      if not (self._control or self._bulk or self._woken or self._closed) and timeout_seconds > 0:
+        self._ready.wait(timeout_seconds)
+      self._woken = False
+      if self._control:
+        return self._control.popleft()
+      if self._bulk:
+        frame = self._bulk.popleft()
+        self._bulk_bytes -= frame[3]
+        return frame
+      return None
+
+  def wake(self) -> None:
+    with self._ready:
+      self._woken = True
+      self._ready.notify_all()
+
+  def close(self) -> None:
+    with self._ready:
+      self._closed = True
+      self._control.clear()
+      self._bulk.clear()
+      self._ready.notify_all()
+    self._hub.remove(self)

@@ -1,0 +1,317 @@
+"""Grain data: a corpus cut into windows, a fixed held-out split, one disjoint stream per learner.
+
+Everything is addressed by index. Window i of a part (one token array) covers its tokens
+[i T, i T + T]: T inputs and, shifted by one, T targets. A learner's batch is a pure function of
+(config, learner, position), so the state of a stream is one integer, {"position": batches so far}.
+
+Grain prefetches, restores and shuffles (its index shuffle gives the order); one Grain element is
+a whole batch, because Grain's bookkeeping per element costs more than gathering the batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Iterator, Sequence
+
+import grain
+import numpy as np
+from grain import experimental as grain_experimental
+
+from ddiloco.config import Config, DataConfig
+from ddiloco.training import tokenizers
+from ddiloco.training.sources import DataError, read_parts
+
+_MAX_BLOCK_WINDOWS = 16
+_MIN_BLOCK_WINDOWS = 4  # two of them are guards
+_CHECKED_TOKENS = 65_536  # at either end of each part, when a stream is opened
+_READ_OPTIONS = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Windows:
+  """A random-access set of windows of T + 1 tokens, found by arithmetic, so any corpus size works.
+
+  Window k of the set is window `blocks[k // per_block] * block_windows + offset + k % per_block`
+  of the corpus, which numbers the windows of all parts one after the other.
+  """
+
+  parts: tuple[np.ndarray, ...]
+  first_window: np.ndarray  # of each part
+  sequence_length: int  # T
+  blocks: np.ndarray
+  block_windows: int
+  per_block: int
+  offset: int
+  length: int
+
+  def __len__(self) -> int:
+    return self.length
+
+  def locate(self, index: int) -> tuple[int, int]:
+    """(part, first token in it) of one window of the set."""
+    block, within = divmod(index, self.per_block)
+    window = int(self.blocks[block]) * self.block_windows + self.offset + within
+    part = 0
+    if len(self.parts) > 1:
+      part = int(np.searchsorted(self.first_window, window, side="right")) - 1
+    return part, (window - int(self.first_window[part])) * self.sequence_length
+
+  def read(self, indices: Sequence[int]) -> np.ndarray:
+    """[len(indices), T + 1] int32, freshly copied."""
+    width = self.sequence_length + 1
+    tokens_NxT1 = np.empty((len(indices), width), np.int32)
+    for row, index in enumerate(indices):
+      part, start = self.locate(int(index))
+      tokens_NxT1[row] = self.parts[part][start : start + width]
+    return tokens_NxT1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Corpus:
+  """A tokenized corpus. Share it: it is read-only and costs nothing per learner."""
+
+  data: DataConfig
+  tokenizer: tokenizers.Tokenizer
+  parts: tuple[np.ndarray, ...]
+  train: Windows
+  heldout: Windows
+
+  @property
+  def num_tokens(self) -> int:
+    return sum(len(part) for part in self.parts)
+
+
+def open_corpus(data: DataConfig) -> Corpus:
+  """Reads and tokenizes (token files: maps) the corpus and splits it.
+
+  Split: windows form blocks of `block_windows` (16, fewer in a small corpus); a share of the
+  blocks, spread evenly over the corpus, is held out. Neighbouring windows share one token, so the
+  first and last window of a held-out block are guards that nobody reads: no held-out token is ever
+  trained on. The split depends on the corpus, T and heldout_share only, not on seed or learners.
+
+  Raises:
+    DataError: see sources.read_parts; or the corpus is too small for T or for the held-out split.
+    TokenizerError: the tokenizer cannot be loaded.
+  """
+  tokenizer = tokenizers.load(data.tokenizer)
+  parts = read_parts(data, tokenizer)
+  length = data.sequence_length
+  windows_of_part = [max(0, len(part) - 1) // length for part in parts]
+  num_windows = sum(windows_of_part)
+  num_tokens = sum(len(part) for part in parts)
+  if not num_windows:
+    raise DataError(
+      "data.sequence_length",
+      length,
+      f"the corpus has {num_tokens} tokens in {len(parts)} part(s); none holds the"
+      f" {length + 1} of one window",
+      "give more text, or lower data.sequence_length",
+    )
+  wanted_blocks = int(num_windows * data.heldout_share) // 8  # spread over at least about 8 places
+  block_windows = min(_MAX_BLOCK_WINDOWS, max(_MIN_BLOCK_WINDOWS, wanted_blocks))
+  train_blocks, heldout_blocks = _split_blocks(num_windows // block_windows, data.heldout_share)
+  whole = len(train_blocks) * block_windows
+  remainder = num_windows % block_windows  # windows of the last, unfinished block are trained on
+  common = (parts, np.cumsum([0, *windows_of_part[:-1]]), length)
+  last = np.array([num_windows // block_windows])
+  train = Windows(
+    *common,
+    blocks=np.concatenate([train_blocks, last]),
+    block_windows=block_windows,
+    per_block=block_windows,
+    offset=0,
+    length=whole + remainder,
+  )
+  heldout = Windows(
+    *common,
+    blocks=heldout_blocks,
+    block_windows=block_windows,
+    per_block=block_windows - 2,
+    offset=1,
+    length=len(heldout_blocks) * (block_windows - 2),
+  )
+  _check_sizes(data, train, heldout, num_tokens)
+  return Corpus(data, tokenizer, parts, train, heldout)
+
+
+def _split_blocks(num_blocks: int, heldout_share: float) -> tuple[np.ndarray, np.ndarray]:
+  """(train, held-out) block numbers; every prefix holds out its share, rounded down."""
+  held_so_far = np.floor(np.arange(num_blocks + 1) * heldout_share)
+  held = np.diff(held_so_far) > 0
+  return np.flatnonzero(~held), np.flatnonzero(held)
+
+
+def _check_sizes(data: DataConfig, train: Windows, heldout: Windows, num_tokens: int) -> None:
+  if len(heldout) < data.heldout_sequences:
+    raise DataError(
+      "data.heldout_sequences",
+      data.heldout_sequences,
+      f"data.heldout_share = {data.heldout_share} of {num_tokens} tokens gives only"
+      f" {len(heldout)} held-out sequences of {data.sequence_length} tokens",
+      "give more text, lower data.heldout_sequences or data.sequence_length,"
+      " or raise data.heldout_share",
+    )
+  if not 0 < len(train) <= 2**32:  # Grain's index shuffle counts in 32 bits
+    raise DataError(
+      "data.heldout_share",
+      data.heldout_share,
+      f"leaves {len(train)} windows to train on; there must be at least 1 and at most 2**32",
+      "give more text or lower data.heldout_share; beyond 2**32 raise data.sequence_length",
+    )
+
+
+def heldout_batches(corpus: Corpus, data: DataConfig, batch_size: int) -> list[np.ndarray]:
+  """The fixed evaluation set: data.heldout_sequences windows, spread over the held-out split.
+
+  The set does not depend on `batch_size`, which is an upper bound: all batches are [B, T + 1] with
+  B the largest divisor of heldout_sequences that fits, so one compiled shape serves them all and
+  nothing is padded or dropped.
+  """
+  count = data.heldout_sequences
+  size = max(b for b in range(1, max(1, min(batch_size, count)) + 1) if count % b == 0)
+  chosen = [k * len(corpus.heldout) // count for k in range(count)]
+  return [corpus.heldout.read(chosen[start : start + size]) for start in range(0, count, size)]
+
+
+@functools.lru_cache(maxsize=256)
+def _shuffle_seed(seed: int, lap: int, epoch: int) -> int:
+  """32 bits from three numbers; unlike a sum, no two epochs of nearby seeds coincide."""
+  entropy = [seed % 2**64, lap, epoch]
+  return int(np.random.SeedSequence(entropy).generate_state(1, np.uint32)[0])
+
+
+class _Batches(grain.MapDataset[np.ndarray]):
+  """Batch number -> tokens [B, T + 1], without end: each epoch is a new permutation.
+
+  In its epoch, learner m of M reads places m, m + M, m + 2M, ... of the permutation of all training
+  windows: what shuffle(seed)[m::M].repeat().batch(B) would give.
+  """
+
+  def __init__(self, corpus: Corpus, config: Config, learner: int):
+    super().__init__()
+    self._windows = corpus.train
+    self._path = corpus.data.path or corpus.data.source
+    self._seed = config.seed
+    self._vocab_size = config.model.vocab_size
+    self._batch_size = config.islands.island(learner).batch_size
+    self._num_streams = config.islands.num_learners
+    self._lap, self._stream = divmod(learner, self._num_streams)
+    self._epoch_windows = len(range(self._stream, len(self._windows), self._num_streams))
+
+  def __len__(self) -> int:
+    return sys.maxsize // self._batch_size
+
+  def window(self, place: int) -> int:
+    """The training window at a place of this learner's endless sequence."""
+    epoch, within = divmod(place, self._epoch_windows)
+    return grain_experimental.index_shuffle(
+      self._stream + within * self._num_streams,
+      max_index=len(self._windows) - 1,
+      seed=_shuffle_seed(self._seed, self._lap, epoch),
+      rounds=4,
+    )
+
+  def __getitem__(self, index):
+    if isinstance(index, slice):
+      return self.slice(index)
+    if index < 0:
+      raise IndexError(f"position {index}: must not be negative")
+    first = int(index) * self._batch_size
+    indices = [self.window(place) for place in range(first, first + self._batch_size)]
+    tokens_BxT1 = self._windows.read(indices)
+    check_token_ids(tokens_BxT1, self._vocab_size, f"{self._path} (batch {index})")
+    return tokens_BxT1
+
+
+def check_token_ids(tokens: np.ndarray, vocab_size: int, where: str) -> None:
+  """Raises DataError if a token has no row in the model's embedding."""
+  highest = int(tokens.max())
+  if highest >= vocab_size:
+    raise DataError(
+      "model.vocab_size",
+      vocab_size,
+      f"must exceed every token id, and there is a {highest} in {where}",
+      f"set at least {highest + 1}, or check data.token_dtype and data.tokenizer",
+    )
+
+
+class Stream:
+  """One learner's endless, deterministic sequence of batches.
+
+  Within an epoch the streams of learners 0 to M - 1 share no window. islands.num_learners (M) is a
+  hint: a learner m >= M joins stream m % M with another shuffle seed (lap m // M), so it sees
+  windows that others see too, but in an order of its own.
+
+  Every batch is checked against model.vocab_size as it is read; opening a stream also checks the
+  tokenizer or, for token files, both ends of each file, so that most mistakes show at once.
+  """
+
+  def __init__(self, corpus: Corpus, config: Config, learner: int):
+    _check_stream(corpus, config, learner)
+    self._batches = _Batches(corpus, config, learner)
+
+  def batch(self, position: int) -> np.ndarray:
+    """Batch `position` (from 0): [batch_size, T + 1] int32, read in the calling thread."""
+    return self._batches[position]
+
+  def iterate(self, position: int = 0) -> BatchIterator:
+    """Batches from `position` on, prefetched by a background thread; restore with **state."""
+    return BatchIterator(self._batches, position)
+
+
+class BatchIterator(Iterator[np.ndarray]):
+  """Prefetches a few batches ahead. Used by one thread; close it, or use it as a context."""
+
+  def __init__(self, batches: grain.MapDataset[np.ndarray], position: int):
+    if position < 0:
+      raise IndexError(f"position {position}: must not be negative")
+    self._iterator = iter(batches.to_iter_dataset(_READ_OPTIONS))
+    grain_experimental.set_next_index(self._iterator, int(position))
+    self._iterator.start_prefetch()
+
+  def __next__(self) -> np.ndarray:
+    return next(self._iterator)
+
+  @property
+  def state(self) -> dict[str, int]:
+    """{"position": n}: the next batch is number n, whatever was prefetched beyond it."""
+    return {"position": int(grain_experimental.get_next_index(self._iterator))}
+
+  def close(self) -> None:
+    """Stops the background thread; the iterator cannot be used afterwards."""
+    self._iterator.close()
+
+  def __enter__(self) -> BatchIterator:
+    return self
+
+  def __exit__(self, *_) -> None:
+    self.close()
+
+
+def _check_stream(corpus: Corpus, config: Config, learner: int) -> None:
+  if learner < 0:
+    raise DataError("learner", learner, "must not be negative", "learners count from 0")
+  learners, batch_size = config.islands.num_learners, config.islands.island(learner).batch_size
+  if len(corpus.train) < learners * batch_size:
+    raise DataError(
+      "islands.batch_size",
+      batch_size,
+      f"{learners} learners with such batches need {learners * batch_size} windows an epoch, and"
+      f" the corpus has {len(corpus.train)} of {corpus.data.sequence_length} tokens to train on",
+      "give more text, or lower islands.batch_size, islands.num_learners or data.sequence_length",
+    )
+  vocab_size = config.model.vocab_size
+  if corpus.data.source == "tokens":
+    for number, part in enumerate(corpus.parts):
+      where = f"{corpus.data.path} (file {number} in order of name)"
+      check_token_ids(part[:_CHECKED_TOKENS], vocab_size, where)
+      check_token_ids(part[-_CHECKED_TOKENS:], vocab_size, where)
+  elif corpus.tokenizer.vocab_size > vocab_size:
+    raise DataError(
+      "model.vocab_size",
+      vocab_size,
+      f"must be at least the tokenizer's {corpus.tokenizer.vocab_size} ({corpus.data.tokenizer})",
+      f"set {corpus.tokenizer.vocab_size} or more",
+    )

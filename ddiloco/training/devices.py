@@ -1,0 +1,150 @@
+"""Which devices an island lives on, its mesh, and how arrays are laid out over it.
+
+A mesh has three axes: `data` (copies of the parameters), `fsdp` (parameters and batch cut) and
+`tensor` (heads, MLP width and vocabulary cut). Logical axis names, as the model gives them, become
+mesh axes through `RULES` alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from ddiloco.config import ConfigError, IslandConfig, IslandsConfig
+
+Device = Any  # a jax.Device; tests use stand-ins
+
+MESH_AXES = ("data", "fsdp", "tensor")
+
+# Logical axis -> mesh axes that may cut it. An axis that is missing here is never cut.
+RULES: dict[str, tuple[str, ...]] = {
+  "batch": ("data", "fsdp"),
+  "embed": ("fsdp",),
+  "vocab": ("tensor",),
+  "heads": ("tensor",),
+  "kv_heads": ("tensor",),
+  "mlp": ("tensor",),
+  # Activations are whole on every tensor shard, so experts spread over it need no all-to-all.
+  "experts": ("tensor",),
+}
+
+
+def partition(devices: Sequence[Device], islands: IslandsConfig) -> list[list[Device]]:
+  """The devices of every learner, in learner order; no device serves two.
+
+  A learner with a configured count gets that many, in order (inside one slice where they fit). One
+  with `devices = 0` gets a whole slice where devices have several distinct `slice_index`, else
+  an even share of what the configured counts leave. Spare devices stay unused.
+
+  Raises:
+    ConfigError: there are too few devices or slices.
+  """
+  counts = [islands.island(m).devices for m in range(islands.num_learners)]
+  slices: dict[Any, list[Device]] = {}
+  for device in devices:
+    slices.setdefault(getattr(device, "slice_index", None), []).append(device)
+  if len(slices) <= 1:
+    shared = max(0, len(devices) - sum(counts)) // max(1, counts.count(0))
+    groups = [list(devices)]
+    counts = [n or shared or 1 for n in counts]
+  else:
+    groups = [slices[index] for index in sorted(slices)]
+    if counts.count(0) > len(groups):
+      raise _too_few("slices", counts.count(0), len(groups), islands)
+  if sum(n or 1 for n in counts) > len(devices):
+    raise _too_few("devices", sum(n or 1 for n in counts), len(devices), islands)
+  given: dict[int, list[Device]] = {}
+  for m in sorted(range(len(counts)), key=lambda m: counts[m] != 0):  # whole slices first
+    given[m] = groups.pop(0) if counts[m] == 0 else _take(groups, counts[m])
+    if len(given[m]) < counts[m]:
+      needed = sum(n or len(given[i]) for i, n in enumerate(counts))
+      raise _too_few("devices", needed, len(devices), islands)
+  return [given[m] for m in range(len(counts))]
+
+
+def _take(groups: list[list[Device]], count: int) -> list[Device]:
+  """Removes `count` devices: from the first slice that has so many, else across slices in order."""
+  source = next((group for group in groups if len(group) >= count), None)
+  if source is not None:
+    taken, source[:] = source[:count], source[count:]
+    return taken
+  taken = [device for group in groups for device in group][:count]
+  for group in groups:
+    group[:] = [device for device in group if device not in taken]
+  return taken
+
+
+def _too_few(what: str, needed: int, available: int, islands: IslandsConfig) -> ConfigError:
+  counts = [islands.island(m).devices for m in range(islands.num_learners)]
+  return ConfigError(
+    f"islands.devices = {counts if len(set(counts)) > 1 else counts[0]!r}: {islands.num_learners}"
+    f" learners need {needed} {what}, but {available} are available (0 means a whole slice, or an"
+    " even share). Fix: lower islands.devices or islands.num_learners (at most"
+    f" {available} learners fit), or give the process more devices."
+  )
+
+
+def make_mesh(devices: Sequence[Device], island: IslandConfig) -> Mesh:
+  """The island's mesh with axes (data, fsdp, tensor), all of them sharded by the compiler (Auto).
+
+  On TPUs devices are ordered so that neighbours in the mesh are neighbours on the interconnect.
+
+  Raises:
+    ConfigError: the mesh axes do not multiply to the number of devices.
+  """
+  shape = island.mesh_shape(len(devices))
+  array = np.empty(len(devices), dtype=object)
+  array[:] = list(devices)
+  array = array.reshape(shape)
+  if devices[0].platform == "tpu":
+    try:
+      array = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    except (AssertionError, NotImplementedError, ValueError) as error:
+      # Devices that are no cuboid (part of a slice, several slices) train too, only slower.
+      logging.warning("devices %s are no TPU sub-grid, taken in plain order: %s", devices, error)
+  return Mesh(array, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def param_sharding(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh) -> NamedSharding:
+  """The layout of an array (parameter or activation) with these logical axes, one per dimension.
+
+  A mesh axis is dropped where it does not divide the dimension or an earlier dimension uses it.
+
+  Raises:
+    ValueError: `axes` and `shape` have different lengths.
+  """
+  if len(axes) != len(shape):
+    raise ValueError(f"axes {tuple(axes)} and shape {tuple(shape)} must have the same length")
+  used: set[str] = set()
+  spec: list[Any] = []
+  for name, size in zip(axes, shape):
+    cut: list[str] = []
+    for axis in RULES.get(name, ()) if name else ():
+      parts = mesh.shape[axis] * math.prod(mesh.shape[a] for a in cut)
+      if axis not in used and mesh.shape[axis] > 1 and size % parts == 0:
+        cut.append(axis)
+    used.update(cut)
+    spec.append(None if not cut else cut[0] if len(cut) == 1 else tuple(cut))
+  return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def piece_sharding(
+  leaf: NamedSharding, layer: int | None, rows: int, whole_rows: bool
+) -> NamedSharding:
+  """The layout of a fragment's piece: its leaf's, without the layer axis of a stacked leaf.
+
+  `rows` is the piece's first dimension; where the piece is only some rows of the leaf (`whole_rows`
+  False) and the cut no longer divides them, that axis is kept whole.
+  """
+  spec = list(leaf.spec)[0 if layer is None else 1 :]
+  if spec and spec[0] is not None and not whole_rows:
+    names = (spec[0],) if isinstance(spec[0], str) else spec[0]
+    if rows % math.prod(leaf.mesh.shape[name] for name in names):
+      spec[0] = None
+  return NamedSharding(leaf.mesh, PartitionSpec(*spec))

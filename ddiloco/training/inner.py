@@ -1,0 +1,101 @@
+"""The inner step: what one island does between syncs. Pure functions, to be traced under jit.
+
+AdamW whose learning rate follows the run's clock, not the island's own count: a learner that
+rejoins takes the rate its peers have, instead of silently resuming with a stale one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ddiloco.config import InnerConfig, ModelConfig
+from ddiloco.training.loss import Constrain, next_token_loss
+
+Params = Mapping[str, jax.Array]
+METRICS = ("loss", "load_balance", "grad_norm", "learning_rate")
+
+
+def learning_rate(inner: InnerConfig, planned_steps: int, clock: jax.Array | int) -> jax.Array:
+  """Linear warm-up to `inner.learning_rate`, then a cosine to `final_share` of it; f32 scalar.
+
+  With `decay_steps = 0` the cosine ends at `planned_steps`. `clock` counts the run's finished
+  steps: the first step (clock 0) already has 1/warmup_steps of the peak, the one at warmup_steps
+  the peak, and from the end of the decay on it stays at the floor.
+  """
+  end = inner.decay_steps or planned_steps
+  clock = jnp.asarray(clock, jnp.float32)
+  warm = jnp.minimum(1.0, (clock + 1) / max(1, inner.warmup_steps))
+  progress = jnp.clip((clock - inner.warmup_steps) / max(1, end - inner.warmup_steps), 0.0, 1.0)
+  cosine = 0.5 * (1 + jnp.cos(jnp.pi * progress))
+  share = inner.final_share + (1 - inner.final_share) * cosine
+  return (inner.learning_rate * warm * share).astype(jnp.float32)
+
+
+def decayed(params: Params) -> dict[str, bool]:
+  """Where weight decay applies: all but norm scales (stacked ones have rank 2 as well)."""
+  return {name: not name.endswith("scale") for name in params}
+
+
+def optimizer(inner: InnerConfig) -> optax.GradientTransformation:
+  """Clipping by the global norm, Adam in f32, decoupled weight decay (AdamW, arXiv 1711.05101).
+
+  Its updates are descent directions before the learning rate: the caller adds `-rate * update`.
+  """
+  return optax.chain(
+    optax.clip_by_global_norm(inner.clip_norm) if inner.clip_norm else optax.identity(),
+    optax.scale_by_adam(inner.b1, inner.b2, inner.epsilon, mu_dtype=jnp.float32),
+    optax.add_decayed_weights(inner.weight_decay, mask=decayed)
+    if inner.weight_decay
+    else optax.identity(),
+  )
+
+
+def make_train_step(
+  model: ModelConfig, inner: InnerConfig, planned_steps: int, constrain: Constrain | None = None
+) -> Callable[..., tuple[dict[str, jax.Array], optax.OptState, dict[str, jax.Array]]]:
+  """The function `train_step(params, opt_state, tokens_BxT1, clock)` of one inner step.
+
+  It returns (params, opt_state, metrics): f32 scalars "loss" (nats per token), "load_balance",
+  "grad_norm" (before clipping) and "learning_rate". B must be a multiple of
+  `inner.accumulation_steps`; the gradient is the mean over the micro-batches, which for a dense
+  model is the full batch's (a mixture's load-balance loss is taken per micro-batch).
+  """
+  transform = optimizer(inner)
+
+  def value_and_grad(params: Params, tokens_BxT1: jax.Array):
+    def loss(params: Params):
+      return next_token_loss(model, params, tokens_BxT1, constrain=constrain)
+
+    (_, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params)
+    return grads, metrics
+
+  def train_step(params: Params, opt_state: optax.OptState, tokens_BxT1: jax.Array, clock):
+    grads, metrics = accumulate(value_and_grad, params, tokens_BxT1, inner.accumulation_steps)
+    rate = learning_rate(inner, planned_steps, clock)
+    updates, opt_state = transform.update(grads, opt_state, params)
+    params = {name: value - rate * updates[name] for name, value in params.items()}
+    metrics |= {"grad_norm": optax.global_norm(grads), "learning_rate": rate}
+    return params, opt_state, metrics
+
+  return train_step
+
+
+def accumulate(value_and_grad: Callable, params: Params, tokens_BxT1: jax.Array, steps: int):
+  """Mean of `value_and_grad(params, micro_batch)`'s tree over `steps` micro-batches, by a scan."""
+  if steps == 1:
+    return value_and_grad(params, tokens_BxT1)
+  batch, width = tokens_BxT1.shape
+  # Every steps-th sequence forms a micro-batch: so each device keeps the rows it already has.
+  micro = tokens_BxT1.reshape(batch // steps, steps, width).swapaxes(0, 1)
+  shapes = jax.eval_shape(value_and_grad, params, micro[0])
+  zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+  def add(total, tokens):
+    return jax.tree.map(jnp.add, total, value_and_grad(params, tokens)), None
+
+  total, _ = jax.lax.scan(add, zeros, micro)
+  return jax.tree.map(lambda x: x / steps, total)

@@ -1,0 +1,46 @@
+"""Installs ddiloco; ranges are what it was tested with. `pip install -e .[dev]` to develop."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+TEST = [
+  "pytest>=8",
+  "pytest-timeout>=2.3",
+  "hypothesis>=6.100",
+  "sentencepiece>=0.2",
+  "tokenizers>=0.20",
+]
+
+setup(
+  name="ddiloco",
+  version="0.1.0",
+  description="Decoupled DiLoCo in JAX: one model trained across islands, far apart and failing",
+  long_description=Path(__file__).with_name("README.md").read_text(),
+  long_description_content_type="text/markdown",
+  license="Apache-2.0",
+  python_requires=">=3.11",
+  packages=find_packages(include=["ddiloco", "ddiloco.*"]),
+  install_requires=[
+    "absl-py>=2.1",  # flags of the command line
+    "flax>=0.12,<0.13",  # NNX models
+    "grain>=0.2.11,<0.3",  # index-addressed data
+    "jax>=0.10,<0.11",
+    "matplotlib>=3.8,<4",  # the report's pictures
+    "ml_collections>=1.0,<2",  # experiment files
+    "ml_dtypes>=0.5",  # bf16 on the host
+    "msgpack>=1.0,<2",  # message headers
+    "numpy>=2.0,<3",
+    "optax>=0.2.5,<0.3",  # inner optimizer
+    "orbax-checkpoint>=0.11.25,<0.13",
+    "rich>=13,<16",  # live terminal view
+    "tensorboardX>=2.6.2,<3",  # scalars for TensorBoard, without TensorFlow
+  ],
+  extras_require={
+    "test": TEST,
+    "tokenizers": ["sentencepiece>=0.2", "tokenizers>=0.20"],
+    "tpu": ["jax[tpu]>=0.10,<0.11"],
+    "dev": [*TEST, "ruff>=0.15", "mypy>=1.15", "pre-commit>=4"],
+  },
+  entry_points={"console_scripts": ["ddiloco = ddiloco.cli:entry"]},
+)

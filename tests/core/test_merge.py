@@ -1,0 +1,273 @@
+import itertools
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddiloco.config import OuterConfig
+from ddiloco.core import merge, outer
+from ddiloco.core.fragments import Fragment, Piece
+
+NESTEROV = OuterConfig(learning_rate=0.7, momentum=0.9, nesterov=True)
+
+
+def fragment_of(*sizes, average=()):
+  """A fragment of flat pieces with these sizes; `average` holds the indices of averaged ones."""
+  offsets = [sum(sizes[:i]) for i in range(len(sizes))]
+  return Fragment(
+    0,
+    tuple(
+      Piece(f"tensor{i}", None, 0, size, (size,), offset, i in average)
+      for i, (size, offset) in enumerate(zip(sizes, offsets))
+    ),
+  )
+
+
+def gram_of(fragment, deltas):
+  gram = merge.empty_gram(fragment)
+  for count, delta in enumerate(deltas):
+    squares = merge.squared_norms(fragment, delta)
+    gram = merge.extend_gram(fragment, gram, deltas[:count], delta, squares)
+  return gram
+
+
+def coefficients_of(fragment, deltas, weights):
+  return merge.coefficients(fragment, gram_of(fragment, deltas), np.asarray(weights, np.float64))
+
+
+def merged(fragment, deltas, weights):
+  return merge.merged(fragment, deltas, coefficients_of(fragment, deltas, weights))
+
+
+def randoms(num, size, seed=0):
+  rng = np.random.default_rng(seed)
+  return [rng.standard_normal(size).astype(np.float32) for _ in range(num)]
+
+
+def naive_rda(deltas, weights):
+  """The formula itself, in float64."""
+  deltas = [d.astype(np.float64) for d in deltas]
+
+  def phi(x):
+    norm = np.linalg.norm(x)
+    return x / norm if norm else x
+
+  radius = sum(w * np.linalg.norm(d) for w, d in zip(weights, deltas))
+  return radius * phi(sum(w * phi(d) for w, d in zip(weights, deltas)))
+
+
+def test_token_weights_golden():
+  # 100 * 100/10 = 1000; absent; 200 * 200/10 = 4000
+  weights = merge.token_weights([10, 0, 10], [100, 0, 200])
+  assert weights.dtype == np.float64 and weights.tolist() == [0.2, 0.0, 0.8]
+  assert merge.token_weights([0, 0], [0, 0]).tolist() == [0, 0]
+  assert merge.token_weights([], []).shape == (0,)
+  assert merge.token_weights([5, 0], [10, 10]).tolist() == [1, 0]  # no steps: absent, no division
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**4), st.integers(0, 10**10)), min_size=1, max_size=16))
+def test_token_weights_sum_to_one_and_absent_is_zero(counts):
+  steps, tokens = zip(*counts)
+  weights = merge.token_weights(steps, tokens)
+  present = [s > 0 and t > 0 for s, t in counts]
+  assert ((weights > 0) == present).all()
+  assert weights.sum() == pytest.approx(1.0 if any(present) else 0.0, abs=1e-12)
+
+
+def test_golden_two_learners_two_pieces():
+  # Piece 0 (RDA, w = 1/2): (3, 4) with norm 5 and (10, 0) with norm 10. Radius 7.5; the directions
+  # (.6, .8) and (1, 0) average to (.8, .4), norm sqrt(.8). Piece 1 (average): (2, 4) and (6, 0).
+  fragment = fragment_of(2, 2, average=[1])
+  deltas = [np.array([3, 4, 2, 4], np.float32), np.array([10, 0, 6, 0], np.float32)]
+  gram = gram_of(fragment, deltas)
+  np.testing.assert_array_equal(gram[0], [[25, 30], [30, 100]])
+  np.testing.assert_array_equal(np.diagonal(gram[1]), [20, 36])
+  stretch = 7.5 / np.sqrt(0.8)
+  coefs = merge.coefficients(fragment, gram, np.array([0.5, 0.5]))
+  assert coefs.dtype == np.float64
+  np.testing.assert_allclose(coefs, [[stretch * 0.1, 0.5], [stretch * 0.05, 0.5]], rtol=1e-14)
+  expected = [stretch * 0.8, stretch * 0.4, 4, 2]
+  np.testing.assert_allclose(merge.merged(fragment, deltas, coefs), expected, rtol=2e-7)
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 8, 16])
+def test_equal_norms_keep_their_norm(num):
+  fragment = fragment_of(500, 100_000)
+  deltas = randoms(num, fragment.size, seed=num)
+  for delta, piece in itertools.product(deltas, fragment.pieces):
+    part = delta[piece.offset : piece.offset + piece.size]
+    part *= 3 / np.linalg.norm(part.astype(np.float64))
+  result = merged(fragment, deltas, np.arange(1, num + 1) / np.arange(1, num + 1).sum())
+  np.testing.assert_allclose(merge.squared_norms(fragment, result), 9, rtol=1e-5)
+  if num > 1:
+    plain = np.mean(deltas, axis=0)
+    assert (merge.squared_norms(fragment, plain) < 0.75 * 9).all()  # what RDA is there to avoid
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.floats(1e-12, 1e12))
+def test_one_learner_gets_its_own_delta_bitwise(seed, size):
+  fragment = fragment_of(64, 1, 700, average=[1])
+  (delta,) = randoms(1, fragment.size, seed)
+  delta *= np.float32(size)
+  np.testing.assert_array_equal(merged(fragment, [delta], [1.0]), delta)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 6), st.integers(0, 2**32 - 1), st.permutations(range(6)))
+def test_order_of_learners_does_not_matter(num, seed, permutation):
+  fragment = fragment_of(10, 300, 9, average=[0])
+  deltas = randoms(num, fragment.size, seed)
+  weights = np.random.default_rng(seed).dirichlet(np.ones(num))
+  arrival = [learner for learner in permutation if learner < num]
+  gram = gram_of(fragment, [deltas[learner] for learner in arrival])
+  straight = merged(fragment, deltas, weights)
+  # Sorted by learner before the commit, as the shard does: the same bits.
+  order = np.argsort(arrival)
+  coefs = merge.coefficients(fragment, merge.select_gram(gram, order), weights)
+  np.testing.assert_array_equal(merge.merged(fragment, deltas, coefs), straight)
+  # In order of arrival: equal up to rounding.
+  coefs = merge.coefficients(fragment, gram, weights[arrival])
+  unsorted = merge.merged(fragment, [deltas[i] for i in arrival], coefs)
+  np.testing.assert_allclose(unsorted, straight, rtol=1e-4, atol=1e-5)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 8), st.integers(0, 2**32 - 1), st.floats(1e-15, 1e15))
+def test_agrees_with_the_naive_formula(num, seed, size):
+  fragment = fragment_of(33, 5000, 7, average=[2])
+  deltas = [d * np.float32(size) for d in randoms(num, fragment.size, seed)]
+  weights = np.random.default_rng(seed).dirichlet(np.ones(num))
+  result = merged(fragment, deltas, weights)
+  for piece in fragment.pieces:
+    span = slice(piece.offset, piece.offset + piece.size)
+    parts = [d[span] for d in deltas]
+    plain = sum(w * d.astype(np.float64) for w, d in zip(weights, parts))
+    expected = plain if piece.average else naive_rda(parts, weights)
+    np.testing.assert_allclose(result[span], expected, rtol=1e-4, atol=1e-5 * size)
+
+
+def test_zero_inputs():
+  fragment = fragment_of(3, 3, average=[1])
+  zero, one = np.zeros(6, np.float32), np.array([3, 0, 4, 2, 2, 2], np.float32)
+  assert not merged(fragment, [zero, zero], [0.5, 0.5]).any()
+  assert not merged(fragment, [], []).any()
+  assert not merged(fragment, [one, one], [0, 0]).any()
+  # phi(0) = 0: the direction is the other's, the radius the weighted mean 2.5 of 0 and 5.
+  result = merged(fragment, [zero, one], [0.5, 0.5])
+  np.testing.assert_allclose(result, [1.5, 0, 2, 1, 1, 1], rtol=1e-6)
+
+
+def test_weight_zero_is_never_read():
+  fragment = fragment_of(2, 2, average=[1])
+  one = np.array([3, 4, 1, 2], np.float32)
+  coefs = merge.coefficients(fragment, gram_of(fragment, [one, one]), np.array([1.0, 0.0]))
+  poison = np.full(4, np.nan, np.float32)
+  np.testing.assert_array_equal(merge.merged(fragment, [one, poison], coefs), one)
+
+
+def test_orthogonal_inputs():
+  fragment = fragment_of(2)
+  deltas = [np.array([2, 0], np.float32), np.array([0, 2], np.float32)]
+  np.testing.assert_allclose(
+    merged(fragment, deltas, [0.5, 0.5]), [np.sqrt(2), np.sqrt(2)], rtol=1e-6
+  )
+
+
+def test_opposite_inputs_cancel():
+  fragment = fragment_of(1000)
+  (delta,) = randoms(1, 1000)
+  for other in (-delta, np.float32(-3) * delta, -delta * (1 + np.float32(1e-6))):
+    assert not merged(fragment, [delta, other], [0.5, 0.5]).any()
+  # Three directions at 120 degrees cancel as well, up to rounding.
+  angles = np.array([0, 2, 4]) * np.pi / 3
+  star = [np.array([np.cos(a), np.sin(a)], np.float32) for a in angles]
+  assert not merged(fragment_of(2), star, np.ones(3) / 3).any()
+  # With unequal weights the stronger wins, at the mean radius.
+  result = merged(fragment, [delta, -delta], [0.75, 0.25])
+  np.testing.assert_allclose(result, delta, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("error")
+def test_norms_are_finite_exactly_where_the_values_are():
+  fragment = fragment_of(3, 20_000, 4)
+  delta = np.ones(fragment.size, np.float32)
+  for extreme in (3e38, 1e-30, 1e-44):
+    delta[:] = extreme
+    exact = [p.size * float(delta[0]) ** 2 for p in fragment.pieces]
+    np.testing.assert_allclose(merge.squared_norms(fragment, delta), exact, rtol=1e-5)
+  for bad in (np.nan, np.inf, -np.inf):
+    delta[:] = 1
+    delta[10_000] = bad
+    squares = merge.squared_norms(fragment, delta)
+    assert np.isfinite(squares).tolist() == [True, False, True]
+
+
+def test_dots_are_accurate_over_long_pieces():
+  fragment = fragment_of(300_001, 17)
+  a, b = randoms(2, fragment.size, seed=5)
+  exact = np.array(
+    [float(np.dot(a[s].astype(np.float64), b[s].astype(np.float64))) for s in
+     (slice(0, 300_001), slice(300_001, None))]
+  )  # fmt: skip
+  np.testing.assert_allclose(merge.dots(fragment, a, b), exact, atol=1e-6 * 300_001)
+  squares = merge.squared_norms(fragment, a)
+  np.testing.assert_allclose(squares[0], np.sum(a[:300_001].astype(np.float64) ** 2), rtol=1e-6)
+
+
+CUTS = ((5,), (1 << 16,), (65_535, 2, 65_537), (70_000, 1, 64, 64, 140_000), (131_072, 3))
+
+
+@pytest.mark.parametrize("sizes", CUTS)
+@pytest.mark.parametrize("config", [NESTEROV, OuterConfig(), OuterConfig(0.5, 0.9, False)])
+def test_commit_equals_merged_then_outer_bitwise(sizes, config):
+  fragment = fragment_of(*sizes, average=[1])
+  deltas = randoms(3, fragment.size)
+  deltas[1][: sizes[0]] = 0  # a piece that one learner did not move
+  coefs = coefficients_of(fragment, deltas, [0.5, 0.2, 0.3])
+  value, speed = randoms(2, fragment.size, seed=1)
+  mine, theirs = (speed.copy(), speed.copy()) if config.momentum else (None, None)
+  before = [value.copy(), *[d.copy() for d in deltas]]
+  new = merge.commit(fragment, value, mine, deltas, coefs, config)
+  expected = outer.update(value, theirs, merge.merged(fragment, deltas, coefs), config)
+  np.testing.assert_array_equal(new, expected)
+  if config.momentum:
+    np.testing.assert_array_equal(mine, theirs)
+  for was, now in zip(before, [value, *deltas]):
+    np.testing.assert_array_equal(was, now)
+  assert not any(np.shares_memory(new, other) for other in (value, *deltas))
+  # Independent of our chunks: the plain sum, in the order of the learners.
+  c = coefs.astype(np.float32)
+  spans = [slice(p.offset, p.offset + p.size) for p in fragment.pieces]
+  plain = [[d[s] * c[m, i] for m, d in enumerate(deltas)] for i, s in enumerate(spans)]
+  summed = np.concatenate([sum(parts) for parts in plain])
+  np.testing.assert_array_equal(merge.merged(fragment, deltas, coefs), summed)
+
+
+def test_commit_allocates_the_new_value_and_one_chunk():
+  fragment = fragment_of(1_000_000, 64, 500_000)
+  deltas = randoms(4, fragment.size)
+  coefs = coefficients_of(fragment, deltas, np.ones(4) / 4)
+  value, speed = np.zeros((2, fragment.size), np.float32)
+  tracemalloc.start()
+  new = merge.commit(fragment, value, speed, deltas, coefs, NESTEROV)
+  peak = tracemalloc.get_traced_memory()[1]
+  tracemalloc.stop()
+  assert new.nbytes <= peak <= new.nbytes + 4 * (1 << 16) + 20_000
+
+
+def test_many_tiny_pieces_cost_well_under_a_millisecond():
+  fragment = fragment_of(*[64] * 20, *[1872] * 10)
+  deltas = randoms(4, fragment.size)
+  gram, value = gram_of(fragment, deltas), np.zeros(fragment.size, np.float32)
+  momentum, seconds = outer.init(fragment.size, NESTEROV), []
+  for _ in range(50):
+    start = time.perf_counter()
+    coefs = merge.coefficients(fragment, gram, np.ones(4) / 4)
+    value = merge.commit(fragment, value, momentum, deltas, coefs, NESTEROV)
+    seconds.append(time.perf_counter() - start)
+  print(f"best {min(seconds) * 1e6:.0f} microseconds")
+  assert min(seconds) < 1e-3

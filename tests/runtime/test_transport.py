@@ -1,0 +1,120 @@
+"""The contract of every transport; a new one only adds itself to `TRANSPORTS`."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from ddiloco.core import messages
+from ddiloco.core.messages import Goodbye, Hello, Pull, Push
+from ddiloco.runtime.transport import Hub
+
+TRANSPORTS = {"queues": lambda: Hub("run", "plan")}
+SECONDS = 5.0  # more than any delivery takes
+
+
+@pytest.fixture(params=TRANSPORTS, ids=str)
+def hub(request):
+  return TRANSPORTS[request.param]()
+
+
+def push(value: int, size: int = 8) -> Push:
+  payload = np.full(size, value, np.uint8)
+  return Push(0, 0, 0, value, 0, 1, 1, 0, "f32", payload)
+
+
+def pull(number: int) -> Pull:
+  return Pull(0, 0, 0, 0, number, 0)
+
+
+def test_a_message_arrives_with_its_sender_and_payload(hub):
+  a, b = hub.connect("learner/0"), hub.connect("syncer/0")
+  size = a.send("syncer/0", push(7))
+  sender, message = b.receive(SECONDS)
+  assert sender == "learner/0"
+  assert message.round == 7
+  assert bytes(message.payload) == bytes([7] * 8)
+  assert a.counters.sent_bytes == b.counters.received_bytes == size > 8
+
+
+def test_control_overtakes_bulk_and_each_keeps_its_order(hub):
+  a, b = hub.connect("learner/0"), hub.connect("syncer/0")
+  for i in range(3):
+    b.send("learner/0", push(i))
+  for i in range(3):
+    b.send("learner/0", pull(i))
+  kinds = [a.receive(SECONDS)[1] for _ in range(6)]
+  assert [type(m).__name__ for m in kinds] == ["Pull"] * 3 + ["Push"] * 3
+  assert [m.round for m in kinds] == [0, 1, 2, 0, 1, 2]
+
+
+def test_sending_to_nobody_is_counted_and_harmless(hub):
+  a = hub.connect("learner/0")
+  a.send("syncer/9", Hello(0, 0))
+  assert a.counters.undelivered == 1
+
+
+def test_a_newer_connection_fences_the_older(hub):
+  old = hub.connect("learner/0")
+  new, shard = hub.connect("learner/0"), hub.connect("syncer/0")
+  old.send("syncer/0", Hello(0, 0))
+  new.send("syncer/0", Hello(0, 1))
+  assert shard.receive(SECONDS)[1].incarnation == 1
+  assert shard.receive(0) is None
+  shard.send("learner/0", pull(1))
+  assert new.receive(SECONDS) is not None
+  assert old.receive(0) is None
+  old.close()  # late; must not take the address from the new one
+  shard.send("learner/0", pull(2))
+  assert new.receive(SECONDS)[1].round == 2
+
+
+def test_wake_ends_a_wait(hub):
+  a = hub.connect("learner/0")
+  result = []
+  waiter = threading.Thread(target=lambda: result.append(a.receive(SECONDS * 4)))
+  waiter.start()
+  a.wake()
+  waiter.join(SECONDS)
+  assert result == [None]
+
+
+def test_a_closed_endpoint_is_silent(hub):
+  a, b = hub.connect("learner/0"), hub.connect("syncer/0")
+  b.send("learner/0", Goodbye(1, 0))
+  a.close()
+  assert a.receive(0) is None
+  a.send("syncer/0", Hello(0, 0))
+  assert b.receive(0) is None
+
+
+def test_malformed_frames_are_dropped_and_counted():
+  hub = Hub("run", "plan")
+  a = hub.connect("learner/0")
+  a._deliver("syncer/0", b"\xc1garbage", None, 8)
+  header, _ = messages.encode(pull(1), "another run", "plan")
+  a._deliver("syncer/0", header, None, len(header))
+  header, _ = messages.encode(pull(2), "run", "plan")
+  a._deliver("syncer/0", header, None, len(header))
+  assert a.receive(SECONDS)[1].round == 2
+  assert a.counters.malformed == 2
+
+
+def test_memory_is_bounded_and_a_full_queue_is_counted():
+  hub = Hub("run", "plan", max_bulk_bytes=1000)
+  a, b = hub.connect("learner/0"), hub.connect("syncer/0")
+  for i in range(10):
+    a.send("syncer/0", push(i, size=300))
+  assert 0 < a.counters.undelivered < 10
+  arrived = 10 - a.counters.undelivered
+  assert [b.receive(SECONDS)[1].round for _ in range(arrived)] == list(range(arrived))
+  a.send("syncer/0", push(3, size=300))
+  assert b.receive(SECONDS) is not None
+
+
+def test_payloads_travel_by_reference():
+  hub = Hub("run", "plan")
+  a, b = hub.connect("learner/0"), hub.connect("syncer/0")
+  message = push(1)
+  a.send("syncer/0", message)
+  assert b.receive(SECONDS)[1].payload is message.payload

@@ -1,0 +1,182 @@
+"""A whole run with toy islands: the real roles, queues and threads around a NumPy problem."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+
+import numpy as np
+
+from ddiloco.config import Config, from_dict
+from ddiloco.core import fragments
+from ddiloco.core.fragments import TensorSpec
+from ddiloco.observe.events import NullRecorder
+from ddiloco.resilience.chaos import Faults
+from ddiloco.runtime.learner import Learner
+from ddiloco.runtime.store import MemoryStore
+from ddiloco.runtime.syncer import Syncer, new_fragment
+from ddiloco.runtime.transport import Hub, learner_address, syncer_address
+
+SPECS = (
+  TensorSpec("embedding", (6, 4), stacked=False, embedding=True),
+  TensorSpec("layers/a", (3, 4, 5), stacked=True, embedding=False),
+  TensorSpec("layers/b", (3, 7), stacked=True, embedding=False),
+  TensorSpec("scale", (4,), stacked=False, embedding=False),
+)
+INNER_RATE = 0.05
+
+
+def target(learner: int, position: int, shape: tuple[int, ...]) -> np.ndarray:
+  """What the learner's data pulls every parameter to at this position: f32."""
+  random = np.random.default_rng([learner, position, *shape])
+  return (learner + 1 + random.standard_normal(shape)).astype(np.float32)
+
+
+def initial_params() -> dict[str, np.ndarray]:
+  random = np.random.default_rng(7)
+  return {s.name: random.standard_normal(s.shape).astype(np.float32) for s in SPECS}
+
+
+def inner_step(params: dict[str, np.ndarray], learner: int, position: int) -> None:
+  """SGD on half the squared distance to the target, in place."""
+  for name, value in params.items():
+    value -= np.float32(INNER_RATE) * (value - target(learner, position, value.shape))
+
+
+class ToyIsland:
+  """What `runtime.learner` needs of an island, in NumPy."""
+
+  def __init__(self, learner: int, plan: fragments.Plan, step_seconds: float = 0.0):
+    self.learner = learner
+    self.plan = plan
+    self.step_seconds = step_seconds
+    self.params = {s.name: np.zeros(s.shape, np.float32) for s in SPECS}
+    self.position = 0
+    self.poison_at = -1  # local step whose gradient is NaN
+
+  def describe(self) -> dict:
+    return {"devices": 1, "mesh": [1, 1, 1], "batch_size": 1}
+
+  def step(self, tokens: np.ndarray, clock: int) -> dict[str, float]:
+    del clock
+    if self.step_seconds:
+      time.sleep(self.step_seconds)  # stands for the device's work
+    inner_step(self.params, self.learner, int(tokens[0, 0]))
+    if self.position == self.poison_at:
+      self.params["scale"][:] = np.nan
+    self.position += 1
+    return {"loss": float(np.sum(self.params["scale"] ** 2))}
+
+  def cut(self, fragment: int) -> np.ndarray:
+    return fragments.gather(self.plan.fragments[fragment], self.params)
+
+  def to_host(self, pieces: np.ndarray, fragment: int) -> np.ndarray:
+    del fragment
+    return pieces
+
+  def stage(self, fragment: int, flat: np.ndarray) -> np.ndarray:
+    del fragment
+    return flat
+
+  def apply(self, fragment: int, staged: np.ndarray, keep: float) -> None:
+    piece = self.plan.fragments[fragment]
+    local = fragments.gather(piece, self.params)
+    mixed = staged if keep == 0 else np.float32(keep) * local + staged
+    fragments.scatter(piece, mixed, self.params)
+
+
+def batches(position: int):
+  """Batches whose only content is their position."""
+  while True:
+    yield np.full((1, 2), position, np.int32)
+    position += 1
+
+
+def config(learners: int, steps: int, **sync) -> Config:
+  """`steps` inner steps of each learner; one token a step."""
+  outer = sync.pop("outer", {})
+  return from_dict(
+    {
+      "islands": {"num_learners": learners, "batch_size": 1},
+      "data": {"sequence_length": 1},
+      "run": {"total_tokens": learners * steps},
+      "sync": {"liveness_seconds": 30.0, **sync},
+      "outer": outer,
+    }
+  )
+
+
+@dataclasses.dataclass
+class Result:
+  params: dict[str, np.ndarray]  # global
+  versions: list[int]
+  islands: list[ToyIsland]
+  learners: list[Learner]
+  events: dict[str, list[dict]]
+
+
+class ListRecorder(NullRecorder):
+  """Keeps events in memory."""
+
+  def __init__(self, events: list[dict]):
+    self.events = events
+
+  def event(self, kind: str, **fields) -> None:
+    self.events.append({"kind": kind, **fields})
+
+
+def run(config: Config, islands: list[ToyIsland] | None = None, timeout: float = 60.0) -> Result:
+  """Runs real learners and shards as threads until the token budget is merged."""
+  plan = fragments.make_plan(SPECS, config.sync)
+  hub, store = Hub("toy", plan.plan_id), MemoryStore()
+  first = initial_params()
+  for fragment in plan.fragments:
+    store.save(new_fragment(fragment, fragments.gather(fragment, first)))
+  islands = islands or [ToyIsland(m, plan) for m in range(config.islands.num_learners)]
+  stop = threading.Event()
+  events: dict[str, list[dict]] = {}
+  failures: list[BaseException] = []
+
+  def start(name: str, work) -> threading.Thread:
+    def guarded():
+      try:
+        work()
+      except BaseException as error:  # reported by the test's own thread
+        failures.append(error)
+        stop.set()
+
+    thread = threading.Thread(target=guarded, name=name, daemon=True)
+    thread.start()
+    return thread
+
+  def recorder(name: str) -> ListRecorder:
+    return ListRecorder(events.setdefault(name, []))
+
+  faults = Faults((), time.monotonic())
+  shards = []
+  for s in range(config.sync.num_shards):
+    address = syncer_address(s)
+    shard = Syncer(s, 0, config, plan, hub.connect(address), store, recorder(address), faults)
+    shards.append(start(address, lambda shard=shard: shard.run(stop.is_set)))
+  learners, threads = [], []
+  for m, island in enumerate(islands):
+    address = learner_address(m)
+    role = Learner(m, 0, config, plan, island, batches, hub.connect(address), recorder(address))
+    learners.append(role)
+    threads.append(start(address, lambda role=role: role.run(faults, stop.is_set)))
+  deadline = time.monotonic() + timeout
+  for thread in threads:
+    thread.join(max(0.0, deadline - time.monotonic()))
+  late = [thread.name for thread in threads if thread.is_alive()]
+  stop.set()
+  for thread in [*threads, *shards]:
+    thread.join(10)
+  if failures:
+    raise failures[0]
+  assert not late, f"still running after {timeout} s: {late}"
+  committed = [store.load(f.index) for f in plan.fragments]
+  params = {s.name: np.zeros(s.shape, np.float32) for s in SPECS}
+  for fragment, each in zip(plan.fragments, committed):
+    fragments.scatter(fragment, each.value, params)
+  return Result(params, [c.state.version for c in committed], islands, learners, events)

@@ -1,0 +1,441 @@
+"""Windows, the held-out split, disjoint streams, restoring, and every error."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import threading
+import time
+
+import grain
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddiloco.config import Config, ConfigError, DataConfig, IslandsConfig, ModelConfig
+from ddiloco.training import data as data_lib
+from ddiloco.training import sources
+
+
+def make_config(tmp_path, *, length=8, learners=3, batch_size=2, seed=0, **overrides) -> Config:
+  """A config whose corpus is the numbers 0, 1, 2, ..., so that a token is its own address."""
+  num_tokens = overrides.pop("num_tokens", 5_000)
+  data = DataConfig(
+    source="tokens",
+    path=str(tmp_path / "*.bin"),
+    token_dtype=overrides.pop("token_dtype", "uint16"),
+    sequence_length=length,
+    heldout_sequences=overrides.pop("heldout_sequences", 4),
+    heldout_share=overrides.pop("heldout_share", 0.1),
+  )
+  if not list(tmp_path.glob("*.bin")):
+    np.arange(num_tokens, dtype=data.token_dtype).tofile(tmp_path / "a.bin")
+  return Config(
+    seed=seed,
+    data=data,
+    model=ModelConfig(vocab_size=overrides.pop("vocab_size", 70_000)),
+    islands=IslandsConfig(num_learners=learners, batch_size=batch_size, **overrides),
+  )
+
+
+def open_streams(config: Config, *learners: int) -> list[data_lib.Stream]:
+  corpus = data_lib.open_corpus(config.data)
+  return [data_lib.Stream(corpus, config, m) for m in learners]
+
+
+def epoch_starts(
+  config: Config, corpus: data_lib.Corpus, learner: int, epoch: int = 0
+) -> list[int]:
+  """First tokens (= addresses) of all windows one learner reads in one epoch, in order."""
+  config = dataclasses.replace(
+    config, islands=dataclasses.replace(config.islands, batch_size=1, overrides={})
+  )
+  stream = data_lib.Stream(corpus, config, learner)
+  size = len(
+    range(learner % config.islands.num_learners, len(corpus.train), config.islands.num_learners)
+  )
+  return [int(stream.batch(epoch * size + i)[0, 0]) for i in range(size)]
+
+
+def test_windows_by_hand(tmp_path):
+  # 81 tokens, T = 2: 40 windows; 0.1 of them is 4, so blocks have the minimum of 4 windows and
+  # there are 10; floor(0.1 b) first grows at the last one, whose outer windows are guards.
+  config = make_config(tmp_path, length=2, num_tokens=81, heldout_sequences=2)
+  corpus = data_lib.open_corpus(config.data)
+  assert corpus.num_tokens == 81
+  assert len(corpus.train) == 36 and len(corpus.heldout) == 2
+  np.testing.assert_array_equal(corpus.train.read([0, 1, 35]), [[0, 1, 2], [2, 3, 4], [70, 71, 72]])
+  np.testing.assert_array_equal(corpus.heldout.read([0, 1]), [[74, 75, 76], [76, 77, 78]])
+  assert corpus.train.read([0]).dtype == np.int32
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+  lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=4),
+  length=st.integers(1, 20),
+  share=st.floats(0.02, 0.95),
+)
+def test_heldout_tokens_are_never_trained_on(lengths, length, share):
+  """Token-exact, for any files, T and share, by giving every token its own number."""
+  edges = np.cumsum([0, *lengths])
+  parts = tuple(np.arange(a, b, dtype=np.uint32) for a, b in itertools.pairwise(edges))
+  data = DataConfig(
+    source="tokens", path="x", sequence_length=length, heldout_share=share, heldout_sequences=1
+  )
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(data_lib, "read_parts", lambda *_: parts)
+    try:
+      corpus = data_lib.open_corpus(data)
+    except data_lib.DataError:
+      num_windows = sum((n - 1) // length for n in lengths)
+      blocks = num_windows // data_lib._MIN_BLOCK_WINDOWS
+      assert math.floor(blocks * share) == 0 or blocks <= math.floor(blocks * share)
+      return
+  train = corpus.train.read(range(len(corpus.train)))
+  heldout = corpus.heldout.read(range(len(corpus.heldout)))
+  assert not set(train.ravel().tolist()) & set(heldout.ravel().tolist())
+  for windows in (train, heldout):
+    assert (np.diff(windows, axis=1) == 1).all(), "a window must be contiguous"
+    assert len(set(windows[:, 0].tolist())) == len(windows), "no window twice"
+    owner = np.searchsorted(edges, windows, side="right")
+    assert (owner == owner[:, :1]).all(), "a window never spans two files"
+
+
+def test_heldout_split_is_spread_and_of_the_wanted_size(tmp_path):
+  config = make_config(tmp_path, num_tokens=60_000, heldout_share=0.05)
+  corpus = data_lib.open_corpus(config.data)
+  starts = corpus.heldout.read(range(len(corpus.heldout)))[:, 0]
+  for quarter in range(4):  # within a third of the even share everywhere
+    inside = ((starts >= quarter * 15_000) & (starts < (quarter + 1) * 15_000)).sum()
+    assert inside == pytest.approx(len(starts) / 4, rel=1 / 3)
+  windows = 59_999 // 8
+  assert len(corpus.train) / windows == pytest.approx(0.95, abs=0.01)
+  assert len(corpus.heldout) / windows == pytest.approx(0.05 * 14 / 16, abs=0.005)
+
+
+def test_heldout_split_ignores_seed_and_learners(tmp_path):
+  one = make_config(tmp_path, seed=0, learners=2)
+  other = make_config(tmp_path, seed=9, learners=5)
+  a, b = (data_lib.heldout_batches(data_lib.open_corpus(c.data), c.data, 2) for c in (one, other))
+  np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+  ("count", "batch_size", "shape"),
+  [(12, 8, (2, 6)), (12, 4, (3, 4)), (7, 4, (7, 1)), (6, 64, (1, 6))],
+)
+def test_heldout_batches_are_whole_and_independent_of_batch_size(
+  tmp_path, count, batch_size, shape
+):
+  config = make_config(tmp_path, heldout_sequences=count)
+  corpus = data_lib.open_corpus(config.data)
+  batches = data_lib.heldout_batches(corpus, config.data, batch_size)
+  assert np.shape(batches) == (*shape, 9)
+  everything = data_lib.heldout_batches(corpus, config.data, 1)
+  np.testing.assert_array_equal(np.concatenate(batches), np.concatenate(everything))
+  starts = np.concatenate(batches)[:, 0]
+  assert len(set(starts.tolist())) == count
+  assert starts[-1] - starts[0] > 5_000 * 0.6, "spread over the corpus"
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 3])
+def test_streams_of_an_epoch_partition_the_training_windows(tmp_path, epoch):
+  config = make_config(tmp_path, learners=4, num_tokens=3_000)
+  corpus = data_lib.open_corpus(config.data)
+  streams = [epoch_starts(config, corpus, m, epoch) for m in range(4)]
+  together = [start for stream in streams for start in stream]
+  assert len(together) == len(set(together)), "no window twice in one epoch"
+  expected = corpus.train.read(range(len(corpus.train)))[:, 0]
+  assert sorted(together) == sorted(expected.tolist())
+  assert max(map(len, streams)) - min(map(len, streams)) <= 1
+
+
+def test_order_is_that_of_the_plain_grain_pipeline(tmp_path):
+  """Batches must be exactly those of Grain's own shuffle -> slice -> batch."""
+  config = make_config(tmp_path, learners=3, batch_size=2, num_tokens=2_000, seed=11)
+  corpus = data_lib.open_corpus(config.data)
+  for learner in range(3):
+    stream = data_lib.Stream(corpus, config, learner)
+    seed = data_lib._shuffle_seed(11, 0, 0)
+    plain = grain.MapDataset.range(len(corpus.train)).shuffle(seed)[learner::3].batch(2)
+    for position in range(len(plain) - 1):
+      expected = corpus.train.read(plain[position])
+      np.testing.assert_array_equal(stream.batch(position), expected)
+
+
+def test_shuffles_differ_by_epoch_seed_and_lap(tmp_path):
+  config = make_config(tmp_path, learners=2, num_tokens=3_000)
+  corpus = data_lib.open_corpus(config.data)
+  orders = [epoch_starts(config, corpus, 0, epoch) for epoch in range(3)]
+  orders += [
+    epoch_starts(dataclasses.replace(config, seed=seed), corpus, 0, epoch)
+    for seed in (1, 2)
+    for epoch in range(3)
+  ]
+  orders.append(epoch_starts(config, corpus, 2))  # learner 2 of 2: stream 0, the next lap
+  length = min(map(len, orders))
+  assert len({tuple(order[:length]) for order in orders}) == len(orders)
+  assert sorted(orders[0]) != orders[0]
+
+
+def test_batches_are_deterministic_and_independent_of_access_order(tmp_path):
+  config = make_config(tmp_path)
+  (one,) = open_streams(config, 1)
+  (other,) = open_streams(config, 1)
+  forward = [one.batch(i) for i in range(20)]
+  for i in np.random.default_rng(0).permutation(20):
+    np.testing.assert_array_equal(other.batch(int(i)), forward[i])
+  assert forward[0].shape == (2, 9) and forward[0].dtype == np.int32
+  forward[0][:] = -1  # a batch belongs to its reader
+  assert one.batch(0).min() >= 0
+
+
+def test_restore_from_every_position(tmp_path):
+  config = make_config(tmp_path, num_tokens=700, learners=2)  # about 1.5 epochs in 30 batches
+  (stream,) = open_streams(config, 1)
+  states, batches = [], []
+  with stream.iterate() as iterator:
+    for _ in range(30):
+      states.append(iterator.state)
+      batches.append(next(iterator))
+  assert states == [{"position": i} for i in range(30)]
+  np.testing.assert_array_equal(batches, [stream.batch(i) for i in range(30)])
+  (fresh,) = open_streams(config, 1)
+  for i, state in enumerate(states):
+    with fresh.iterate(**state) as iterator:
+      rest = [next(iterator) for _ in range(30 - i)]
+      assert iterator.state == {"position": 30}
+    np.testing.assert_array_equal(rest, batches[i:])
+
+
+def test_streams_do_not_depend_on_each_other_or_on_timing(tmp_path):
+  config = make_config(tmp_path)
+  streams = open_streams(config, 0, 1, 2)
+  expected = [[s.batch(i) for i in range(12)] for s in streams]
+  iterators = [s.iterate() for s in streams]
+  got: list[list[np.ndarray]] = [[], [], []]
+  order = np.random.default_rng(1).permutation(np.repeat([0, 1, 2], 12))
+  for m in order:  # learners interleave as they like
+    got[m].append(next(iterators[m]))
+  np.testing.assert_array_equal(got, expected)
+  for iterator in iterators:
+    iterator.close()
+
+
+def test_close_stops_the_thread_and_the_iterator(tmp_path):
+  config = make_config(tmp_path)
+  (stream,) = open_streams(config, 0)
+  before = set(threading.enumerate())
+  iterator = stream.iterate()
+  next(iterator)
+  started = set(threading.enumerate()) - before
+  assert started, "prefetches in the background"
+  iterator.close()
+  for thread in started:
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+  with pytest.raises(ValueError):
+    next(iterator)
+  iterator.close()  # twice is fine
+
+
+def test_batch_sizes_may_differ_between_islands(tmp_path):
+  config = make_config(tmp_path, learners=2, overrides={"1": {"batch_size": 5}})
+  small, large = open_streams(config, 0, 1)
+  assert small.batch(0).shape == (2, 9) and large.batch(0).shape == (5, 9)
+  a = {int(t) for i in range(20) for t in small.batch(i)[:, 0]}
+  b = {int(t) for i in range(20) for t in large.batch(i)[:, 0]}
+  assert len(a) == 40 and len(b) == 100 and not a & b
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_token_files_are_mapped_and_windows_stay_inside_one(tmp_path, dtype):
+  np.arange(0, 1000, dtype=dtype).tofile(tmp_path / "a.bin")
+  np.arange(2000, 2005, dtype=dtype).tofile(tmp_path / "b.bin")  # too short for a window
+  np.arange(3000, 4000, dtype=dtype).tofile(tmp_path / "c.bin")
+  config = make_config(tmp_path, token_dtype=dtype)
+  corpus = data_lib.open_corpus(config.data)
+  assert corpus.num_tokens == 2005
+  assert all(isinstance(part.base, np.memmap) and not part.flags.writeable for part in corpus.parts)
+  windows = corpus.train.read(range(len(corpus.train)))
+  assert (np.diff(windows, axis=1) == 1).all()
+  assert {int(w[0]) // 1000 for w in windows} == {0, 3}
+
+
+def test_uint32_ids_survive(tmp_path):
+  np.full(5_000, 69_999, np.uint32).tofile(tmp_path / "a.bin")
+  (stream,) = open_streams(make_config(tmp_path, token_dtype="uint32"), 0)
+  assert (stream.batch(0) == 69_999).all()
+
+
+def test_text_files_are_documents_separated_by_byte_zero(tmp_path):
+  (tmp_path / "deep").mkdir()
+  (tmp_path / "b.txt").write_bytes(b"second \xff\xfe")  # not UTF-8: bytes are read all the same
+  (tmp_path / "a.txt").write_bytes(b"first")
+  (tmp_path / "deep" / "c.txt").write_bytes(b"third" * 200)
+  (tmp_path / "empty.txt").write_bytes(b"")
+  data = DataConfig(
+    source="text",
+    path=str(tmp_path / "**" / "*.txt"),
+    sequence_length=4,
+    heldout_sequences=1,
+    heldout_share=0.1,
+  )
+  corpus = data_lib.open_corpus(data)
+  text = corpus.parts[0].tobytes()
+  assert text == b"first\0second \xff\xfe\0" + b"third" * 200 + b"\0"
+  assert corpus.num_tokens == len(text)
+
+
+def test_stdlib_corpus_is_large_and_deterministic():
+  documents = sources.stdlib_documents()
+  assert sum(len(content) for _, content in documents) > 5_000_000
+  names = [name for name, _ in documents]
+  assert names == sorted(names) and "dataclasses.py" in names
+  assert not [n for n in names if "site-packages" in n or n.startswith(("test/", "_sysconfigdata"))]
+  data = DataConfig()
+  one, other = data_lib.open_corpus(data), data_lib.open_corpus(data)
+  np.testing.assert_array_equal(one.parts[0], other.parts[0])
+  assert b"class " in one.parts[0].tobytes()
+
+
+def test_synthetic_is_deterministic_and_learnable():
+  data = DataConfig(source="synthetic")
+  (tokens,) = data_lib.open_corpus(data).parts
+  sources.synthetic_documents.cache_clear()
+  np.testing.assert_array_equal(tokens, data_lib.open_corpus(data).parts[0])
+  assert len(tokens) == 2048 * 1024 and (tokens[1023::1024] == 0).all()
+
+  def entropy(*columns: np.ndarray) -> float:
+    code = np.zeros(len(columns[0]), np.int64)
+    for column in columns:
+      code = code * 256 + column
+    share = np.unique(code, return_counts=True)[1] / len(code)
+    return float(-(share * np.log(share)).sum())
+
+  text = tokens.reshape(2048, 1024)[:, :-1]
+  a, b, c = (text[:, i : i + 1000].ravel() for i in (0, 1, 2))
+  assert entropy(c) > 3.0
+  assert 0.7 < entropy(a, b, c) - entropy(a, b) < 0.95
+  assert entropy(b, c) - entropy(b) > 2.0, "one symbol of context must not be enough"
+
+
+def test_fetching_is_cheap():
+  config = Config()
+  (stream,) = open_streams(config, 0)
+  with stream.iterate() as iterator:
+    next(iterator)
+    start = time.perf_counter()
+    for _ in range(300):
+      next(iterator)
+    mean_seconds = (time.perf_counter() - start) / 300
+  print(f"{mean_seconds * 1e6:.0f} us a batch of 8 x 129 tokens")
+  assert mean_seconds < 0.01  # measured 0.1 to 0.2 ms; loose, since machines are shared
+
+
+# Errors: each names the field, the value, the rule and the fix.
+
+
+def error_of(call, *args) -> str:
+  with pytest.raises(ConfigError) as caught:
+    call(*args)
+  assert "Fix:" in str(caught.value)
+  return str(caught.value)
+
+
+def text_data(path, **fields) -> DataConfig:
+  return DataConfig(source="text", path=str(path), **fields)
+
+
+def test_no_file_matches(tmp_path):
+  text = error_of(data_lib.open_corpus, text_data(tmp_path / "*.md"))
+  assert "data.path" in text and "*.md" in text and "no file matches" in text
+
+
+def test_all_files_empty(tmp_path):
+  (tmp_path / "a.txt").touch()
+  assert "empty" in error_of(data_lib.open_corpus, text_data(tmp_path / "*.txt"))
+
+
+def test_unreadable_file(tmp_path):
+  (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
+  text = error_of(data_lib.open_corpus, text_data(tmp_path / "*.txt"))
+  assert "gone.txt" in text and "cannot be read" in text
+
+
+def test_empty_torn_and_unreadable_token_files(tmp_path):
+  config = make_config(tmp_path)
+  bad = tmp_path / "b.bin"
+  bad.touch()
+  text = error_of(data_lib.open_corpus, config.data)
+  assert "b.bin" in text and "empty" in text
+  bad.write_bytes(b"abc")
+  text = error_of(data_lib.open_corpus, config.data)
+  assert "b.bin" in text and "3 bytes" in text and "data.token_dtype" in text
+  bad.unlink()
+  bad.symlink_to(tmp_path / "nowhere")
+  text = error_of(data_lib.open_corpus, config.data)
+  assert "b.bin" in text and "cannot be read" in text
+
+
+def test_not_utf8_for_a_tokenizer_that_needs_text(tmp_path):
+  class Words:
+    vocab_size, end_token = 10, 0
+
+    def encode(self, text):
+      return np.ones(len(text.split()), np.uint8)
+
+  (tmp_path / "a.txt").write_bytes(b"fine text")
+  (tmp_path / "b.txt").write_bytes(b"no \xff text")
+  text = error_of(sources.read_parts, text_data(tmp_path / "*.txt"), Words())
+  assert "b.txt" in text and "byte 3" in text and "'bytes'" in text
+
+
+def test_corpus_too_small(tmp_path):
+  (tmp_path / "a.txt").write_bytes(b"x" * 100)
+  text = error_of(data_lib.open_corpus, text_data(tmp_path / "*.txt", sequence_length=101))
+  assert "data.sequence_length = 101" in text and "101 tokens" in text
+  text = error_of(data_lib.open_corpus, text_data(tmp_path / "*.txt", sequence_length=4))
+  assert "data.heldout_sequences = 64" in text and "gives only 0 held-out" in text
+
+
+def test_corpus_too_small_for_the_learners(tmp_path):
+  config = make_config(tmp_path, learners=30, batch_size=20)
+  text = error_of(open_streams, config, 0)
+  assert "islands.batch_size = 20" in text and "600 windows" in text
+
+
+def test_negative_learner_and_positions(tmp_path):
+  config = make_config(tmp_path)
+  assert "learner = -1" in error_of(open_streams, config, -1)
+  (stream,) = open_streams(config, 0)
+  for call in (stream.batch, stream.iterate):
+    with pytest.raises(IndexError, match="-1"):
+      call(-1)
+
+
+def test_token_beyond_the_vocabulary_at_open(tmp_path):
+  config = make_config(tmp_path, vocab_size=4_999)
+  text = error_of(open_streams, config, 0)
+  assert "model.vocab_size = 4999" in text and "4999 in" in text and "at least 5000" in text
+
+
+def test_token_beyond_the_vocabulary_in_a_batch(tmp_path, monkeypatch):
+  monkeypatch.setattr(data_lib, "_CHECKED_TOKENS", 5)
+  tokens = np.zeros(5_000, np.uint16)
+  tokens[5:-5] = 300
+  tokens.tofile(tmp_path / "a.bin")
+  (stream,) = open_streams(make_config(tmp_path, vocab_size=256), 0)
+  assert "a 300 in" in error_of(stream.batch, 0)
+  with stream.iterate() as iterator:  # also out of the background thread
+    assert "batch 0" in error_of(next, iterator)
+
+
+def test_tokenizer_larger_than_the_model(tmp_path):
+  (tmp_path / "a.txt").write_bytes(b"x" * 10_000)
+  data = text_data(tmp_path / "*.txt", sequence_length=4, heldout_sequences=2)
+  config = Config(data=data, model=ModelConfig(vocab_size=200))
+  text = error_of(open_streams, config, 0)
+  assert "model.vocab_size = 200" in text and "256" in text

@@ -1,0 +1,83 @@
+"""The evaluator: the right number, one compilation, any kind of parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ddiloco.config import ConfigError, ModelConfig
+from ddiloco.models import transformer
+from ddiloco.training.evaluate import Evaluator
+from ddiloco.training.loss import next_token_loss
+
+MODEL = ModelConfig(
+  vocab_size=32,
+  num_layers=2,
+  model_dim=16,
+  num_heads=2,
+  num_kv_heads=1,
+  head_dim=8,
+  mlp_dim=16,
+)
+BATCHES = [np.random.default_rng(n).integers(0, 32, (2, 9), np.int32) for n in range(3)]
+
+
+@pytest.fixture(scope="module")
+def params():
+  return jax.jit(lambda key: transformer.init(MODEL, key))(jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def evaluator():
+  return Evaluator(MODEL, BATCHES, jax.devices()[1])
+
+
+def test_is_the_mean_of_the_training_loss(evaluator, params):
+  loss = jax.jit(lambda batch: next_token_loss(MODEL, params, batch)[1]["loss"])
+  expected = np.mean([float(loss(batch)) for batch in BATCHES])
+  assert evaluator.loss(params) == pytest.approx(float(expected), rel=1e-5)
+  assert evaluator.num_tokens == 3 * 2 * 8
+
+
+def test_a_model_that_knows_nothing_costs_log_vocabulary(evaluator, params):
+  nothing = {name: np.zeros(value.shape, np.float32) for name, value in params.items()}
+  assert evaluator.loss(nothing) == pytest.approx(math.log(32), rel=1e-6)
+
+
+def test_takes_host_device_and_sharded_arrays_and_compiles_once(evaluator, params, monkeypatch):
+  traces = []
+  apply = transformer.apply
+  monkeypatch.setattr(transformer, "apply", lambda *a: traces.append(1) or apply(*a))
+  evaluator = Evaluator(MODEL, BATCHES, jax.devices()[1])
+  mesh = jax.make_mesh((2,), ("fsdp",), devices=jax.devices()[2:4])
+  sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
+  sharded = dict(params, embedding=jax.device_put(params["embedding"], sharding))
+  host = {name: np.asarray(value) for name, value in params.items()}
+  losses = [evaluator.loss(p) for p in (params, host, sharded)]
+  assert losses[0] == losses[1] == losses[2]
+  assert len(traces) == 1
+
+
+def test_computes_in_f32_whatever_the_island_trains_in(evaluator, params):
+  coarse = dataclasses.replace(MODEL, compute_dtype="bfloat16")
+  assert Evaluator(coarse, BATCHES, jax.devices()[0]).loss(params) == pytest.approx(
+    evaluator.loss(params), rel=1e-6
+  )
+  rounded = {name: value.astype(jnp.bfloat16) for name, value in params.items()}
+  assert evaluator.loss(rounded) == pytest.approx(evaluator.loss(params), rel=0.02)
+
+
+@pytest.mark.parametrize("batches", [[], [BATCHES[0], BATCHES[0][:1]]])
+def test_refuses_no_batches_and_ragged_ones(batches):
+  with pytest.raises(ValueError, match="same shape"):
+    Evaluator(MODEL, batches, jax.devices()[0])
+
+
+def test_refuses_tokens_outside_the_vocabulary():
+  with pytest.raises(ConfigError, match=r"model.vocab_size = 32.*a 40 in the held-out split"):
+    Evaluator(MODEL, [np.full((1, 9), 40)], jax.devices()[0])
