@@ -16,15 +16,14 @@ paper's settings: 8 learners, 24 fragments, each synced every 24 steps, 2 syncs 
 
 from __future__ import annotations
 
-import dataclasses
+from typing import NamedTuple
 
 import ml_collections
 
 from ddiloco import config
 
 
-@dataclasses.dataclass(frozen=True)
-class Preset:
+class Preset(NamedTuple):
   """One line of the table."""
 
   vocab: int  # V; 256 is bytes

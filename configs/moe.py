@@ -16,15 +16,14 @@ Load balance is computed inside each learner; learners never exchange router sta
 
 from __future__ import annotations
 
-import dataclasses
+from typing import NamedTuple
 
 import ml_collections
 
 from ddiloco import config
 
 
-@dataclasses.dataclass(frozen=True)
-class Preset:
+class Preset(NamedTuple):
   """One line of the table."""
 
   vocab: int  # V; 256 is bytes

@@ -21,7 +21,7 @@ from ddiloco.observe.live import LiveView
 from ddiloco.observe.metrics import TensorBoard
 from ddiloco.observe.report import write_report
 from ddiloco.runtime import checkpoint, initial
-from ddiloco.training import data
+from ddiloco.training import data, tokenizers
 from ddiloco.training.evaluate import Evaluator
 from ddiloco.training.generate import generate
 
@@ -38,7 +38,10 @@ def train(config: Config, workdir: Path, overwrite: bool = False) -> int:
   print(config.to_json())
   loss = held_out_loss(config, corpus)
   started = time.monotonic()
-  outcome, board = _run(config, workdir, corpus, loss)
+  board = TensorBoard(workdir)
+  with LiveView() as live:
+    engine = ThreadsEngine(config, workdir, corpus, loss, [live, board])
+    outcome = engine.run()
   params, losses = _best(outcome, loss)
   checkpoint.save_params(workdir / "result", params)
   extra: dict[str, Any] = {
@@ -48,22 +51,16 @@ def train(config: Config, workdir: Path, overwrite: bool = False) -> int:
     "learner_steps": {str(m): steps for m, steps in sorted(outcome.steps.items())},
   }
   if config.run.compare_alone and outcome.reason == "finished":
-    extra |= _train_alone(config, workdir, corpus, max(outcome.steps.values()))
+    extra |= _train_alone(config, workdir, corpus, loss, engine)
   if config.run.sample_tokens:
-    extra["sample"] = _sample_text(config, corpus.tokenizer, params)
+    run = config.run
+    extra["sample"] = sample(workdir, config, run.prompt, run.sample_tokens, 0.7, config.seed)
   extra["seconds"] = round(time.monotonic() - started, 1)
   (workdir / OUTCOME).write_text(json.dumps(extra, indent=2) + "\n")
   folder = write_report(workdir, extra)
   board.close()
   _print_end(folder, workdir, extra)
   return EXIT_STATUS[outcome.reason]
-
-
-def _run(config: Config, workdir: Path, corpus: data.Corpus, loss) -> tuple[Outcome, TensorBoard]:
-  board = TensorBoard(workdir)
-  with LiveView() as live:
-    outcome = ThreadsEngine(config, workdir, corpus, loss, [live, board]).run()
-  return outcome, board
 
 
 def _best(outcome: Outcome, loss) -> tuple[Mapping[str, np.ndarray], float]:
@@ -75,20 +72,25 @@ def _best(outcome: Outcome, loss) -> tuple[Mapping[str, np.ndarray], float]:
 
 
 def _train_alone(
-  config: Config, workdir: Path, corpus: data.Corpus, steps: int
+  config: Config, workdir: Path, corpus: data.Corpus, loss, engine: ThreadsEngine
 ) -> dict[str, float]:
-  """Every island alone, without a syncer, for `steps` steps: what the exchange has to beat."""
+  """Every island alone, without a syncer, for as many steps as the busiest one made together.
+
+  What the exchange has to beat: the same islands, compiled steps and learning rates.
+  """
+  steps = max(engine.steps.values())
   print(f"For comparison: every island alone, without a syncer, for {steps} steps each.")
   everybody = sum(config.tokens_per_step(m) for m in range(config.islands.num_learners))
   alone = dataclasses.replace(
     config,
     sync=dataclasses.replace(config.sync, num_shards=0),
-    run=dataclasses.replace(config.run, total_tokens=steps * everybody, compare_alone=False),
+    run=dataclasses.replace(config.run, total_tokens=steps * everybody),
     chaos=dataclasses.replace(config.chaos, faults=()),
   )
-  loss = held_out_loss(config, corpus)
-  outcome, board = _run(alone, workdir / "alone", corpus, loss)
-  board.close()
+  with LiveView() as live:
+    outcome = ThreadsEngine(
+      alone, workdir / "alone", corpus, loss, [live], islands=engine.islands
+    ).run()
   _, best = _best(outcome, loss)
   return {"loss_best_island_alone": best, "steps_alone": steps}
 
@@ -138,14 +140,16 @@ def sample(
   workdir: Path, config: Config, prompt: str, tokens: int, temperature: float, seed: int
 ) -> str:
   """What the trained global model writes after `prompt`."""
-  params = checkpoint.load_params(workdir / "result")
-  tokenizer = data.open_tokenizer(config.data)
-  return generate(config.model, params, tokenizer, prompt, tokens, temperature, seed)
-
-
-def _sample_text(config: Config, tokenizer, params: Mapping[str, np.ndarray]) -> str:
-  count = config.run.sample_tokens
-  return generate(config.model, params, tokenizer, config.run.prompt, count, 0.7, config.seed)
+  return prompt + generate(
+    config.model,
+    checkpoint.load_params(workdir / "result"),
+    tokenizers.load(config.data.tokenizer),
+    prompt,
+    tokens,
+    temperature=temperature,
+    seed=seed,
+    context_length=config.data.sequence_length,
+  )
 
 
 def evaluate(workdir: Path, config: Config) -> str:

@@ -61,6 +61,7 @@ class ThreadsEngine:
     corpus: opened training data.
     loss: held-out loss of a parameter tree, for the evaluator.
     listeners: get every event of every role (live view, TensorBoard).
+    islands: compiled by an earlier run of the same model and islands; None: compile them.
   """
 
   def __init__(
@@ -70,6 +71,7 @@ class ThreadsEngine:
     corpus: data.Corpus,
     loss: Callable[[dict[str, np.ndarray]], float],
     listeners: Sequence[Listener] = (),
+    islands: dict[int, Island] | None = None,
   ):
     self.config = config
     self.workdir = workdir
@@ -82,8 +84,8 @@ class ThreadsEngine:
     self._hub = Hub(run_id=workdir.name, plan_id=self.plan.plan_id)
     self._store = MemoryStore()
     self._recorder = self._record("engine", 0)
-    self._islands: dict[int, Island] = {}
-    self._steps: dict[int, int] = {}
+    self.islands = islands or {}
+    self.steps: dict[int, int] = {}
     self._failed: list[str] = []
     self._faults: list[Faults] = []
 
@@ -127,24 +129,20 @@ class ThreadsEngine:
 
   def _build_islands(self, first: dict[str, np.ndarray]) -> None:
     """Compiles every island before anybody starts, and seeds the store with version 0."""
-    groups = devices.partition(jax.devices(), self.config.islands)
-
-    def build(m: int) -> Island:
-      island = Island(self.config, m, groups[m], self.plan)
-      island.compile()
-      return island
-
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-      self._islands = dict(enumerate(pool.map(build, range(len(groups)))))
+    if not self.islands:
+      groups = devices.partition(jax.devices(), self.config.islands)
+      self.islands = {m: Island(self.config, m, g, self.plan) for m, g in enumerate(groups)}
+      with concurrent.futures.ThreadPoolExecutor() as pool:
+        list(pool.map(lambda island: island.compile(), self.islands.values()))
     if self.config.sync.num_shards:
       for fragment in self.plan.fragments:
         self._store.save(new_fragment(fragment, fragments.gather(fragment, first)))
     else:
-      for island in self._islands.values():
+      for island in self.islands.values():
         island.load(first)
 
   def _run_learner(self, m: int, incarnation: int, faults: Faults, recorder: Recorder) -> None:
-    island = self._islands[m]
+    island = self.islands[m]
     if self.config.sync.num_shards:
       island.reset()
     stream = data.Stream(self._corpus, self.config, m)
@@ -155,7 +153,7 @@ class ThreadsEngine:
     try:
       role.run(faults, self.stop.is_set)
     finally:
-      self._steps[m] = self._steps.get(m, 0) + role.exchange.state.step
+      self.steps[m] = self.steps.get(m, 0) + role.exchange.state.step
       endpoint.close()
 
   def _run_syncer(self, shard: int, incarnation: int, faults: Faults, recorder: Recorder) -> None:
@@ -248,8 +246,6 @@ class ThreadsEngine:
   def _outcome(self, reason: str) -> Outcome:
     if self.config.sync.num_shards:
       values = {f.index: self._store.load(f.index).value for f in self.plan.fragments}
-      return Outcome(
-        reason, initial.assemble(self.plan, self.config, values), {}, dict(self._steps)
-      )
-    each = {m: island.params_on_host() for m, island in self._islands.items()}
-    return Outcome(reason, each[0], each, dict(self._steps))
+      return Outcome(reason, initial.assemble(self.plan, self.config, values), {}, dict(self.steps))
+    each = {m: island.params_on_host() for m, island in self.islands.items()}
+    return Outcome(reason, each[0], each, dict(self.steps))

@@ -1,8 +1,8 @@
 """A learner's side of the exchange: reducer, host copies, and a background thread that moves bytes.
 
 Between two inner steps `boundary` feeds what arrived to `core.learner` and performs what it
-decides: cheap dispatches only. Copies to the host, differences, encoding, decoding and transfers to the
-devices are jobs of one background thread, in order.
+decides: cheap dispatches only. Copies to the host, differences, encoding, decoding and transfers
+to the devices are jobs of one background thread, in order.
 """
 
 from __future__ import annotations
@@ -101,6 +101,7 @@ class Exchange:
     self._finished: queue.SimpleQueue[Staged] = queue.SimpleQueue()
     self._jobs: queue.SimpleQueue = queue.SimpleQueue()
     self._failure: BaseException | None = None
+    self._started_at = time.monotonic()
     self._heartbeat_at = 0.0
     self._traffic_at = 0.0
     self._worker = threading.Thread(
@@ -182,6 +183,9 @@ class Exchange:
           self._jobs.put((self._stage, action))
         case Apply():
           self._apply(action)
+        case Note(kind="joined", fields=fields):
+          seconds = time.monotonic() - self._started_at
+          self.recorder.event("joined", seconds=round(seconds, 3), **fields)
         case Note(kind, fields):
           self.recorder.event(kind, **fields)
         case Rejoin(reason):

@@ -35,10 +35,12 @@ def make_plan(config: Config) -> fragments.Plan:
 
 def initial_params(config: Config) -> dict[str, np.ndarray]:
   """All initial parameters on the host, f32."""
-  cpu = jax.local_devices(backend="cpu")[0]
-  with jax.default_device(cpu):
-    params = jax.jit(lambda key: transformer.init(config.model, key))(jax.random.key(config.seed))
-    return {name: np.asarray(value) for name, value in params.items()}
+  with jax.default_device(jax.local_devices(backend="cpu")[0]):
+    key = jax.random.key(config.seed)
+    lowered = jax.jit(lambda key: transformer.init(config.model, key)).lower(key)
+    # Runs once: optimizing the random bits of every leaf takes longer than drawing them.
+    init = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
+    return {name: np.asarray(value) for name, value in init(key).items()}
 
 
 def assemble(

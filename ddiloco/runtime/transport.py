@@ -4,7 +4,7 @@ The contract (`tests/runtime/test_transport.py` runs it over every transport):
 - `send` never blocks and never fails because of the peer; what cannot be delivered is counted.
 - Control never queues behind bulk (pushes and publishes); each of the two keeps its order.
 - A newer connection under the same address fences the older one.
-- Malformed frames are dropped and counted, and change nothing.
+- Malformed frames, and those in another sender's name, are dropped, counted, and change nothing.
 - Payloads are passed on without a copy where possible; nobody writes into one that was sent.
 """
 
@@ -32,14 +32,22 @@ def syncer_address(shard: int) -> str:
   return f"syncer/{shard}"
 
 
+def claimed_sender(message: Message) -> str:
+  """Whose message this says it is; a transport delivers only what comes from there."""
+  if isinstance(message, messages.TO_SHARD):
+    return learner_address(message.learner)
+  return syncer_address(message.shard)
+
+
 @dataclasses.dataclass
 class Counters:
   """What went over an endpoint since it was opened; bytes are those of real frames."""
 
   sent_bytes: int = 0
   received_bytes: int = 0
+  payload_bytes: int = 0  # of both together, what is fragments and not framing or control
   undelivered: int = 0  # nobody there, or its queue was full
-  malformed: int = 0
+  malformed: int = 0  # not a frame of this run, or in somebody else's name
 
 
 class Endpoint(Protocol):
@@ -116,6 +124,7 @@ class QueueEndpoint:
     if self._closed:
       return size
     self.counters.sent_bytes += size
+    self.counters.payload_bytes += size - len(header)
     peer = self._hub.find(to)
     if peer is None or not peer._deliver(self.address, header, payload, size):
       self.counters.undelivered += 1
@@ -143,10 +152,15 @@ class QueueEndpoint:
         return None
       sender, header, payload, size = frame
       self.counters.received_bytes += size
+      self.counters.payload_bytes += size - len(header)
       try:
-        return sender, messages.decode(header, payload, self._hub.run_id, self._hub.plan_id)
+        message = messages.decode(header, payload, self._hub.run_id, self._hub.plan_id)
       except messages.MalformedMessage:
         self.counters.malformed += 1
+        continue
+      if sender == claimed_sender(message):
+        return sender, message
+      self.counters.malformed += 1  # speaks in somebody else's name
 
   def _next(self, timeout_seconds: float):
     with self._ready:

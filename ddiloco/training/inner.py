@@ -29,7 +29,8 @@ def learning_rate(inner: InnerConfig, planned_steps: int, clock: jax.Array | int
   end = inner.decay_steps or planned_steps
   clock = jnp.asarray(clock, jnp.float32)
   warm = jnp.minimum(1.0, (clock + 1) / max(1, inner.warmup_steps))
-  progress = jnp.clip((clock - inner.warmup_steps) / max(1, end - inner.warmup_steps), 0.0, 1.0)
+  span = float(max(1, end - inner.warmup_steps))
+  progress = jnp.clip((clock - inner.warmup_steps) / span, 0.0, 1.0)
   cosine = 0.5 * (1 + jnp.cos(jnp.pi * progress))
   share = inner.final_share + (1 - inner.final_share) * cosine
   return (inner.learning_rate * warm * share).astype(jnp.float32)
@@ -78,7 +79,7 @@ def make_train_step(
     rate = learning_rate(inner, planned_steps, clock)
     updates, opt_state = transform.update(grads, opt_state, params)
     params = {name: value - rate * updates[name] for name, value in params.items()}
-    metrics |= {"grad_norm": optax.global_norm(grads), "learning_rate": rate}
+    metrics |= {"grad_norm": optax.tree.norm(grads), "learning_rate": rate}
     return params, opt_state, metrics
 
   return train_step

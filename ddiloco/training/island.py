@@ -47,8 +47,6 @@ class Island:
     learner: int,
     devices: Sequence[jax.Device],
     plan: Plan,
-    *,
-    pipelined: bool | None = None,
   ):
     """Touches no device memory yet: `compile()` and then `reset()` (or `load()`) do.
 
@@ -57,9 +55,6 @@ class Island:
       learner: whose island this is.
       devices: all of them, in order.
       plan: how the model is cut into fragments.
-      pipelined: keep one step in flight, so that Python never holds up the devices. Default: on
-        accelerators only. Fake CPU devices share one thread pool, in which the collectives of
-        several islands could wait for each other, so there every step is waited for.
 
     Raises:
       ConfigError: the batch cannot be cut evenly over these devices, or the mesh does not fit them.
@@ -67,7 +62,10 @@ class Island:
     self._island = config.islands.island(learner)
     self._config, self._plan = config, plan
     self._cpu = devices[0].platform == "cpu"
-    self._pipelined = not self._cpu if pipelined is None else pipelined
+    # One step stays in flight, so that Python never holds up the devices. Not so on the CPU: fake
+    # devices share one thread pool, in which the collectives of several islands could wait for each
+    # other, so there every step is waited for.
+    self._pipelined = not self._cpu
     self.mesh = make_mesh(devices, self._island)
     whole = self._island.data_shards(len(devices)) * config.inner.accumulation_steps
     if self._island.batch_size % whole:
@@ -91,10 +89,10 @@ class Island:
     self._piece_shardings = [
       [self._piece_sharding(piece) for piece in fragment.pieces] for fragment in plan.fragments
     ]
-    self._step: Callable[..., Any] | None = None
-    self._fresh: Callable[[], Any] | None = None
+    self._step: Any = None  # compiled: (params, opt_state, tokens, clock) -> (.., .., metrics)
+    self._fresh: Any = None  # compiled: () -> (params, opt_state)
     self._programs: list[_FragmentPrograms] = []
-    self._params: dict[str, jax.Array] | None = None
+    self._params: dict[str, jax.Array] = {}
     self._opt_state: Any = None
     self._in_flight: jax.Array | None = None
 
@@ -152,7 +150,7 @@ class Island:
 
   def _state_sharding(self, path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
     """Parameters and their moments lie alike; anything else (step counts) is small: replicated."""
-    name = getattr(path[-1], "key", None)
+    name = str(getattr(path[-1], "key", ""))
     return self._shardings.get(name, self._replicated)
 
   def _piece_sharding(self, piece: Piece) -> NamedSharding:
@@ -189,8 +187,8 @@ class Island:
     cut = jax.jit(cut, out_shardings=shardings).lower(leaves).compile()
     apply = jax.jit(apply, out_shardings=leaf_shardings, donate_argnums=0)
     apply = apply.lower(leaves, staged, keep).compile()
-    # Only rows of a tensor-cut embedding need collectives; see `pipelined` for why they then wait.
-    waits = self._cpu and any(_COLLECTIVE.search(p.as_text()) for p in (cut, apply))
+    # Only rows of a tensor-cut embedding need collectives; see `_pipelined` for why they then wait.
+    waits = self._cpu and any(_COLLECTIVE.search(p.as_text() or "") for p in (cut, apply))
     return _FragmentPrograms(names, cut, apply, waits)
 
   # --- state ------------------------------------------------------------------------------------
@@ -198,7 +196,7 @@ class Island:
   def reset(self) -> None:
     """Fresh optimizer state, and zeros for parameters: the syncer's arrive through `apply`."""
     self.compile()
-    self._params, self._opt_state, self._in_flight = None, None, None  # free the memory first
+    self._params, self._opt_state, self._in_flight = {}, None, None  # free the memory first
     self._params, self._opt_state = jax.block_until_ready(self._fresh())
 
   def load(self, params: Mapping[str, np.ndarray]) -> None:
@@ -220,7 +218,7 @@ class Island:
   # --- step thread ------------------------------------------------------------------------------
 
   def step(self, tokens: np.ndarray, clock: int) -> dict[str, float] | None:
-    """One inner step on `tokens` [B, T+1] int32 at the run's step `clock`.
+    """One inner step on `tokens` [B, T+1] int32 (not to change any more) at the run's step `clock`.
 
     Returns:
       {"loss", "grad_norm", "learning_rate"} of this step; if pipelined, those of the step before,
@@ -228,12 +226,15 @@ class Island:
 
     Raises:
       ValueError: tokens have the wrong shape.
+      RuntimeError: there are no parameters yet.
     """
     if tokens.shape != self._tokens.shape:
       raise ValueError(f"tokens have shape {tokens.shape}, this island takes {self._tokens.shape}")
-    batch = jax.device_put(tokens, self._tokens.sharding)
+    if not self._params:
+      raise RuntimeError("the island has no state yet. Fix: call reset() or load() before step()")
+    # The compiled call shards host values itself; a device_put of our own costs 0.3 ms more.
     self._params, self._opt_state, metrics = self._step(
-      self._params, self._opt_state, batch, np.int32(clock)
+      self._params, self._opt_state, tokens, np.int32(clock)
     )
     if not self._pipelined:
       # On every device, not only on the one the values are read from.

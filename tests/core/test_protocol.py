@@ -1,7 +1,8 @@
-"""The two reducers driven through thousands of random worlds, and through scripts derived by hand."""
+"""The two reducers in hundreds of random worlds: storms, kills, lock-step, bad updates."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -15,7 +16,7 @@ from tests.core.virtual import Pace, Weather, World
 STORM_SECONDS = 3.0
 
 
-def random_world(seed: int, **fixed) -> World:
+def random_world(seed: int, target_tokens: int = 1 << 60, **fixed) -> World:
   """Any mix of settings, speeds and bad weather; roles die and come back during the storm."""
   rng = random.Random(seed)
   num_learners = rng.randint(1, 4)
@@ -40,7 +41,7 @@ def random_world(seed: int, **fixed) -> World:
   )
   steps = tuple(rng.uniform(0.06, 0.2) for _ in range(num_learners))
   pace = Pace(steps, 0.3, *(rng.choice([0.002, 0.05, 0.2]) for _ in range(3)))
-  world = World(sync, pace, seed, storm)
+  world = World(sync, pace, seed, storm, target_tokens)
   learners = [("learner", m) for m in range(num_learners)]
   shards = [("syncer", s) for s in range(sync.num_shards)]
   for _ in range(rng.randint(0, 4)):
@@ -62,7 +63,9 @@ def heal(world: World, within_seconds: float = 25.0) -> None:
   while not (commits_go_on() and all(a.state.joined for a in world.learners())):
     assert world.now < start + within_seconds, "rounds do not commit any more"
     world.run(world.now + 0.5)
-  assert world.sync.blocking or not any(a.idle_seconds for a in world.learners()), "one waited"
+  if world.sync.blocking:
+    return  # between two steps of a lock-step run nothing is applied
+  assert not any(a.idle_seconds for a in world.learners()), "one waited"
   world.training = False
   start = world.now
   while any(
@@ -75,8 +78,6 @@ def heal(world: World, within_seconds: float = 25.0) -> None:
   for actor in world.learners():
     for p in range(world.sync.num_fragments):
       world.ledger.check(actor, p)
-
-
 
 
 def notes(world: World, kind: str) -> list[tuple[float, dict]]:
@@ -125,8 +126,8 @@ def test_survivors_do_not_notice_a_kill():
 
 
 def test_a_slow_learner_slows_nobody():
-  sync = SyncConfig(num_shards=1, num_fragments=2, sync_period=6)
-  both = World(sync, Pace((0.1, 0.1, 1.5)))
+  sync = SyncConfig(num_shards=1, num_fragments=2, sync_period=12)
+  both = World(sync, Pace((0.1, 0.1, 0.35)))
   without = World(sync, Pace((0.1, 0.1)))
   for world in (both, without):
     world.run(10.0)
@@ -148,7 +149,7 @@ def test_grace_waits_at_most_one_step():
     longest = max(world.pace.step_seconds) * (1 + world.pace.jitter)
     graces = [fields["grace_seconds"] for _, fields in notes(world, "commit")]
     slack = world.pace.merge_seconds * world.sync.num_fragments  # a shard that merges is not awake
-    assert max(graces) <= longest + slack + 1e-9, f"{seed=}"
+    assert max(graces, default=0) <= longest + slack + 1e-9, f"{seed=}"
     waited += graces
   assert max(waited) > 0.05, "the window is really used"
 
@@ -162,7 +163,7 @@ def test_rounds_are_staggered_and_one_at_a_time():
   starts = sorted(first.values())
   assert list(first) == list(range(8))
   # One is due every H / P = 3 steps of 0.1 s.
-  assert all(0.25 < b - a < 0.35 for a, b in zip(starts, starts[1:])), starts
+  assert all(0.25 < b - a < 0.35 for a, b in itertools.pairwise(starts)), starts
   for seed in range(30):
     world = random_world(seed)
     world.run(STORM_SECONDS)
@@ -248,12 +249,10 @@ def test_bad_updates_are_refused_and_their_learner_rejoins(measured, reason, app
 
 
 def test_the_run_ends_for_everybody_when_enough_is_merged():
-  for seed in range(40):
-    world = random_world(seed)
-    world.target_tokens = 900
-    for actor in world.learners():
-      world.kill(actor.role, 0.0)  # again, with the new target
-    world.at(STORM_SECONDS, setattr, world, "weather", Weather())
+  for seed in range(20):
+    world = random_world(seed, target_tokens=900)
+    world.run(STORM_SECONDS + 1.0)  # whoever was killed is back
+    world.weather = Weather()
     while not all(a.state.done for a in world.learners()):
       assert world.now < 80, f"{seed=}: still waiting to end"
       world.run(world.now + 0.5)

@@ -1,7 +1,7 @@
 """A whole run in virtual time: the real reducers, with islands, shards and network simulated.
 
-One heap of things to come, one seed, no threads: a world replays exactly. Each role is driven as the
-runtime drives it: a learner only between inner steps, a shard by every message and its own alarm.
+One heap of things to come, one seed, no threads: a world replays exactly. Each role is driven as
+the runtime drives it: a learner only between inner steps, a shard by every message and its alarm.
 A ledger, where there is one, plays the parameters and checks what happens to every step.
 """
 

@@ -40,12 +40,12 @@ def test_a_message_arrives_with_its_sender_and_payload(hub):
 def test_control_overtakes_bulk_and_each_keeps_its_order(hub):
   a, b = hub.connect("learner/0"), hub.connect("syncer/0")
   for i in range(3):
-    b.send("learner/0", push(i))
+    a.send("syncer/0", push(i))
   for i in range(3):
-    b.send("learner/0", pull(i))
-  kinds = [a.receive(SECONDS)[1] for _ in range(6)]
-  assert [type(m).__name__ for m in kinds] == ["Pull"] * 3 + ["Push"] * 3
-  assert [m.round for m in kinds] == [0, 1, 2, 0, 1, 2]
+    a.send("syncer/0", Hello(0, i))
+  arrived = [b.receive(SECONDS)[1] for _ in range(6)]
+  assert [m.incarnation for m in arrived[:3]] == [0, 1, 2]
+  assert [m.round for m in arrived[3:]] == [0, 1, 2]
 
 
 def test_sending_to_nobody_is_counted_and_harmless(hub):
@@ -98,6 +98,15 @@ def test_malformed_frames_are_dropped_and_counted():
   a._deliver("syncer/0", header, None, len(header))
   assert a.receive(SECONDS)[1].round == 2
   assert a.counters.malformed == 2
+
+
+def test_nobody_speaks_in_somebody_elses_name(hub):
+  a, b = hub.connect("learner/0"), hub.connect("syncer/0")
+  a.send("syncer/0", Hello(1, 5))
+  a.send("syncer/0", pull(1))
+  a.send("syncer/0", Hello(0, 5))
+  assert b.receive(SECONDS)[1] == Hello(0, 5)
+  assert b.counters.malformed == 2
 
 
 def test_memory_is_bounded_and_a_full_queue_is_counted():

@@ -56,7 +56,7 @@ def loss(model: ModelConfig, params: dict[str, jax.Array], tokens_BxT: jax.Array
 
 
 def layout(mesh, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> NamedSharding:
-  """Rules applied in order; mesh axes that are taken or do not divide the dimension are left out."""
+  """By `RULES`, in order; mesh axes that are taken or do not divide the dimension are left out."""
   taken, spec = set(), []
   for size, axis in zip(shape, axes, strict=True):
     names = []

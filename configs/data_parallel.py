@@ -1,0 +1,21 @@
+"""The baseline: one island, no syncer. Synchronous data-parallel is what an island does inside.
+
+Command:   ddiloco train --config=configs/data_parallel.py --workdir=runs/data_parallel --cpu
+Hardware:  2 CPU cores; the island has 4 fake CPU devices and the batch of all four islands.
+Algorithm: AdamW on the gradient averaged over all devices at every step.
+Numbers:   docs/results.md, table "The algorithms at equal tokens".
+"""
+
+from ddiloco import config
+
+
+def get_config():
+  c = config.default()
+  c.sync.num_shards = 0
+  c.islands.num_learners = 1
+  c.islands.devices = 4
+  c.islands.data = -1
+  c.islands.fsdp = 1
+  c.islands.batch_size = 32
+  c.inner.learning_rate = 4e-3  # larger batches of one island want less than small islands do
+  return c

@@ -1,0 +1,23 @@
+"""Decoupled DiLoCo as published (arXiv 2604.21428): nobody waits, a quorum of one, RDA, overwrite.
+
+Command:   ddiloco train --config=configs/decoupled.py --workdir=runs/decoupled --cpu
+Hardware:  2 CPU cores; four islands of one fake CPU device.
+Algorithm: balanced fragments, minimum quorum K = 1 with an adaptive grace window, token weights,
+           radial-directional averaging (embeddings averaged), P = H = 24, tau = 2.
+           Outer learning rate and momentum are not published; these are Streaming DiLoCo's.
+Numbers:   docs/results.md, table "The algorithms at equal tokens".
+"""
+
+from ddiloco import config
+
+
+def get_config():
+  c = config.default()
+  c.sync.num_fragments = 24
+  c.sync.sync_period = 24
+  c.sync.overlap_steps = 2
+  c.sync.min_quorum = 1
+  c.sync.apply = "overwrite"
+  c.outer.learning_rate = 0.4
+  c.outer.momentum = 0.9
+  return c

@@ -1,0 +1,24 @@
+"""Synchronous DiLoCo (arXiv 2311.08105): H local steps, then everybody waits, averages, goes on.
+
+Command:   ddiloco train --config=configs/diloco.py --workdir=runs/diloco --cpu
+Hardware:  2 CPU cores; four islands of one fake CPU device.
+Algorithm: one fragment, all learners needed, nobody steps while the sync is under way.
+Numbers:   docs/results.md, table "The algorithms at equal tokens".
+"""
+
+from ddiloco import config
+
+
+def get_config():
+  c = config.default()
+  c.sync.num_shards = 1
+  c.sync.num_fragments = 1
+  c.sync.sync_period = 24
+  c.sync.overlap_steps = 0
+  c.sync.min_quorum = c.islands.num_learners
+  c.sync.blocking = True
+  c.sync.apply = "overwrite"
+  c.sync.merge = "average"
+  c.outer.learning_rate = 0.7
+  c.outer.momentum = 0.9
+  return c

@@ -1,0 +1,26 @@
+"""Islands that differ, in one run: devices, mesh axes and batch; one of them is slow as well.
+
+Command:   ddiloco train --config=configs/mixed_islands.py --workdir=runs/mixed --cpu
+Hardware:  2 CPU cores; 1 + 2 + 4 fake CPU devices.
+Algorithm: the defaults (rebase, outer SGD with learning rate 1): islands with more tokens
+           weigh more, a slow one never holds up the others.
+Time:      about 3 minutes.
+"""
+
+from ddiloco import config
+
+
+def get_config():
+  c = config.default()
+  c.model.num_layers = 2
+  c.islands.num_learners = 3
+  c.islands.batch_size = 4
+  c.islands.overrides = {
+    "1": {"devices": 2, "fsdp": 2, "batch_size": 8},
+    "2": {"devices": 4, "fsdp": 2, "tensor": 2, "batch_size": 8},
+  }
+  c.run.total_tokens = 1_000_000
+  c.chaos.faults = (
+    {"action": "slow", "role": "learner/0", "at_step": 20, "seconds": 3600.0, "factor": 1.5},
+  )
+  return c

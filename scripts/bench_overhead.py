@@ -1,0 +1,154 @@
+"""What the exchange costs an inner step: a learner with a syncer attached against a bare loop.
+
+One run, one island, the same compiled step, in turn: a block of steps as `runtime.learner` makes
+them (pulls, pushes, publishes of a fragment per step), then, when the exchange is quiet, one of the
+bare compiled step. `ratio` is the median over neighbouring pairs of blocks of the ratio of their
+median step times. The step is kept to one core, so that the syncer has one of its own: on real
+islands it has a machine of its own.
+
+  python scripts/bench_overhead.py [--pairs=12] [--block=24] [--quick]
+
+Last line: {"ratio", "blocked_seconds", "step_ms", "bare_ms", "rounds", "pairs"}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import threading
+import time
+
+os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false " + os.environ.get("XLA_FLAGS", "")
+
+from ddiloco import environment
+
+environment.prepare(num_cpu_devices=1, cpu_only=True)
+
+import jax
+import numpy as np
+
+from ddiloco import config as config_lib
+from ddiloco.core import fragments
+from ddiloco.observe.events import NullRecorder
+from ddiloco.resilience.chaos import Faults
+from ddiloco.runtime import initial
+from ddiloco.runtime.learner import Learner
+from ddiloco.runtime.store import MemoryStore
+from ddiloco.runtime.syncer import Syncer, new_fragment
+from ddiloco.runtime.transport import Hub, learner_address, syncer_address
+from ddiloco.training.island import Island
+
+FRAGMENTS = 8
+
+
+def make_config(layers: int) -> config_lib.Config:
+  c = config_lib.default()
+  c.islands.num_learners = 1
+  c.model.num_layers = layers
+  c.model.model_dim = 128
+  c.model.head_dim = 32
+  c.model.mlp_dim = 384
+  c.sync.num_shards = 1
+  c.sync.num_fragments = c.sync.sync_period = FRAGMENTS  # one fragment a step, as in the paper
+  c.run.total_tokens = 1 << 50
+  return config_lib.from_dict(c)
+
+
+class Interleaved:
+  """Batches for the learner; between two blocks it runs bare steps on the learner's own thread."""
+
+  def __init__(self, island: Island, tokens: list[np.ndarray], block: int, pairs: int):
+    self.island, self.tokens, self.block, self.pairs = island, tokens, block, pairs
+    self.bare: list[list[float]] = []
+    self.stop = threading.Event()
+    self._state = island._fresh()
+
+  def __call__(self, position: int):
+    for count in itertools.count():
+      # The first block of all warms up; each later one is followed by a bare block.
+      if count and count % self.block == 0:
+        self.bare.append(self._bare_block())
+        if len(self.bare) > self.pairs:
+          self.stop.set()
+      yield self.tokens[count % len(self.tokens)]
+
+  def _bare_block(self) -> list[float]:
+    time.sleep(0.3)  # lets pushes and publishes under way end, so that they do not slow these steps
+    params, opt_state = self._state
+    seconds, last = [], time.perf_counter()
+    for count in range(self.block):
+      batch = jax.device_put(self.tokens[count % len(self.tokens)], self.island._tokens.sharding)
+      params, opt_state, metrics = self.island._step(params, opt_state, batch, np.int32(count))
+      np.asarray(jax.block_until_ready(metrics))
+      now = time.perf_counter()
+      seconds.append(now - last)
+      last = now
+    self._state = params, opt_state
+    return seconds
+
+
+class Steps(NullRecorder):
+  """Keeps the step events of the learner and counts the commits of the shard."""
+
+  def __init__(self):
+    self.gaps: list[float] = []
+    self.blocked_seconds = 0.0
+    self.commits = 0
+
+  def event(self, kind: str, **fields) -> None:
+    if kind == "step":
+      self.gaps.append(fields["gap_seconds"])
+      self.blocked_seconds += fields["blocked_seconds"]
+    self.commits += kind == "commit"
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser.add_argument("--pairs", type=int, default=12, help="pairs of blocks that count")
+  parser.add_argument("--block", type=int, default=24, help="steps in a block")
+  parser.add_argument("--quick", action="store_true", help="a smoke test: numbers mean nothing")
+  args = parser.parse_args()
+  if args.quick:
+    args.pairs, args.block = 1, 8
+  config = make_config(layers=1 if args.quick else 4)
+  plan = initial.make_plan(config)
+  hub, store = Hub("bench", plan.plan_id), MemoryStore()
+  first = initial.initial_params(config)
+  for fragment in plan.fragments:
+    store.save(new_fragment(fragment, fragments.gather(fragment, first)))
+  island = Island(config, 0, jax.devices()[:1], plan)
+  island.reset()
+  random = np.random.default_rng(0)
+  shape = (config.islands.batch_size, config.data.sequence_length + 1)
+  tokens = [random.integers(0, 256, shape, np.int32) for _ in range(8)]
+  loop, steps = Interleaved(island, tokens, args.block, args.pairs), Steps()
+  faults = Faults((), time.monotonic())
+  shard = Syncer(0, 0, config, plan, hub.connect(syncer_address(0)), store, steps, faults)
+  serving = threading.Thread(target=shard.run, args=(loop.stop.is_set,), daemon=True)
+  serving.start()
+  endpoint = hub.connect(learner_address(0))
+  Learner(0, 0, config, plan, island, loop, endpoint, steps).run(faults, loop.stop.is_set)
+  serving.join(10)
+
+  block, ratios, attached = args.block, [], []
+  for pair in range(1, args.pairs + 1):  # block 0 warms up
+    gaps = steps.gaps[pair * block : (pair + 1) * block][1:]  # the first follows a bare block
+    attached.append(statistics.median(gaps))
+    ratios.append(attached[-1] / statistics.median(loop.bare[pair][1:]))
+    print(f"pair {pair:3d}: attached {attached[-1] * 1e3:8.3f} ms, ratio {ratios[-1]:.4f}")
+  result = {
+    "ratio": round(statistics.median(ratios), 4),
+    "blocked_seconds": steps.blocked_seconds,
+    "step_ms": round(statistics.median(attached) * 1e3, 3),
+    "bare_ms": round(statistics.median(itertools.chain(*loop.bare[1:])) * 1e3, 3),
+    "rounds": steps.commits,
+    "pairs": args.pairs,
+  }
+  print(json.dumps(result))
+
+
+if __name__ == "__main__":
+  main()

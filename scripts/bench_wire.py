@@ -1,0 +1,153 @@
+"""Bytes on the wire per inner step and learner, for every codec, beside data-parallel's all-reduce.
+
+Real learners and shards exchange real frames over the in-process queues, in lock-step so that
+every fragment syncs once a period; only the training is left out. Counted are all bytes a learner
+sends and receives, reports included. Data-parallel: a ring all-reduce of f32 gradients sends and
+receives 2 (M - 1) / M values of 4 bytes per parameter and step.
+
+  python scripts/bench_wire.py [--learners=4] [--periods=8] [--quick]
+
+Last line: {"bytes_per_step": {codec: n}, "versus_data_parallel": {codec: x}, "framing_overhead"}.
+`versus_data_parallel`: how many times fewer bytes. `framing_overhead`: the largest share, over the
+codecs, of what is not payload (headers and control) over what is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+import time
+
+import numpy as np
+
+from ddiloco import config as config_lib
+from ddiloco.core import codec, fragments
+from ddiloco.observe.events import NullRecorder
+from ddiloco.resilience.chaos import Faults
+from ddiloco.runtime import initial
+from ddiloco.runtime.learner import Learner
+from ddiloco.runtime.store import MemoryStore
+from ddiloco.runtime.syncer import Syncer, new_fragment
+from ddiloco.runtime.transport import Hub, learner_address, syncer_address
+
+
+class Holder:
+  """Parameters without training: every step moves every value a little."""
+
+  def __init__(self, plan: fragments.Plan, learner: int):
+    random = np.random.default_rng(learner)
+    self.values = [random.standard_normal(f.size, dtype=np.float32) for f in plan.fragments]
+
+  def describe(self) -> dict:
+    return {}
+
+  def step(self, tokens, clock) -> dict:
+    for value in self.values:
+      value += 1e-3
+    return {}
+
+  def cut(self, fragment: int) -> np.ndarray:
+    return self.values[fragment].copy()
+
+  def to_host(self, pieces: np.ndarray, fragment: int) -> np.ndarray:
+    return pieces
+
+  def stage(self, fragment: int, flat: np.ndarray) -> np.ndarray:
+    return flat
+
+  def apply(self, fragment: int, staged: np.ndarray, keep: float) -> None:
+    self.values[fragment] = keep * self.values[fragment] + staged
+
+
+def make_config(learners: int, periods: int, name: str, quick: bool) -> config_lib.Config:
+  c = config_lib.default()
+  c.islands.num_learners = c.sync.min_quorum = learners
+  c.model.num_layers = 2 if quick else 8
+  c.model.model_dim = 128
+  c.model.mlp_dim = 512
+  c.sync.num_fragments = 8 if quick else 24
+  c.sync.sync_period = 24
+  c.sync.blocking = True
+  c.sync.push_codec = c.sync.publish_codec = name
+  steps = c.sync.sync_period * (periods + 1)
+  c.run.total_tokens = learners * steps * c.islands.batch_size * c.data.sequence_length
+  return config_lib.from_dict(c)
+
+
+def measure(config: config_lib.Config, plan: fragments.Plan) -> tuple[float, float]:
+  """Bytes and payload bytes per step and learner, over whole periods after the join."""
+  hub, store, stop = Hub("bench", plan.plan_id), MemoryStore(), threading.Event()
+  for fragment in plan.fragments:
+    store.save(new_fragment(fragment, np.zeros(fragment.size, np.float32)))
+  faults, period = Faults((), time.monotonic()), config.sync.sync_period
+  marks: list[tuple[int, int, int]] = []  # learner 0's step, bytes and payload after each period
+
+  def batches(position: int):
+    shape = (config.islands.batch_size, config.data.sequence_length + 1)
+    for count in range(position, 1 << 30):
+      if count and count % period == 0:
+        counters = endpoints[0].counters
+        total = counters.sent_bytes + counters.received_bytes
+        marks.append((count, total, counters.payload_bytes))
+      yield np.zeros(shape, np.int32)
+
+  threads = []
+  for s in range(config.sync.num_shards):
+    endpoint = hub.connect(syncer_address(s))
+    shard = Syncer(s, 0, config, plan, endpoint, store, NullRecorder(), faults)
+    threads.append(threading.Thread(target=shard.run, args=(stop.is_set,), daemon=True))
+  endpoints = []
+  for m in range(config.islands.num_learners):
+    endpoints.append(hub.connect(learner_address(m)))
+    holder = Holder(plan, m)
+    role = Learner(m, 0, config, plan, holder, batches if m == 0 else _plain(config), endpoints[m],
+                   NullRecorder())  # fmt: skip
+    threads.append(threading.Thread(target=role.run, args=(faults, stop.is_set), daemon=True))
+  for thread in threads:
+    thread.start()
+  for thread in threads[config.sync.num_shards :]:
+    thread.join(300)
+  stop.set()
+  (first_step, first, first_payload), (step, total, payload) = marks[0], marks[-1]
+  steps = step - first_step
+  return (total - first) / steps, (payload - first_payload) / steps
+
+
+def _plain(config: config_lib.Config):
+  shape = (config.islands.batch_size, config.data.sequence_length + 1)
+
+  def batches(position: int):
+    while True:
+      yield np.zeros(shape, np.int32)
+
+  return batches
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser.add_argument("--learners", type=int, default=4)
+  parser.add_argument("--periods", type=int, default=8, help="sync periods that count")
+  parser.add_argument("--quick", action="store_true", help="a small model, one period")
+  args = parser.parse_args()
+  periods = 2 if args.quick else args.periods + 1
+  result: dict = {"bytes_per_step": {}, "versus_data_parallel": {}, "framing_overhead": 0.0}
+  for name in codec.CODECS:
+    config = make_config(args.learners, periods, name, args.quick)
+    plan = initial.make_plan(config)
+    total, payload = measure(config, plan)
+    values = sum(plan.sizes)
+    data_parallel = 2 * 2 * (args.learners - 1) / args.learners * 4 * values
+    overhead = (total - payload) / payload
+    result["bytes_per_step"][name] = round(total)
+    result["versus_data_parallel"][name] = round(data_parallel / total, 1)
+    result["framing_overhead"] = max(result["framing_overhead"], round(overhead, 5))
+    print(
+      f"{name:5} {total:12,.0f} bytes a step, {data_parallel / total:6.1f} times fewer than"
+      f" data-parallel's {data_parallel:,.0f}; {overhead:.3%} is not payload"
+    )
+  print(json.dumps(result))
+
+
+if __name__ == "__main__":
+  main()

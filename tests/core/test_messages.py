@@ -1,0 +1,200 @@
+"""Every message survives the wire; everything else is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddiloco.core.messages import (
+  KINDS,
+  MAX_HEADER_BYTES,
+  Goodbye,
+  Hello,
+  MalformedMessage,
+  Publish,
+  Pull,
+  Push,
+  Refusal,
+  Report,
+  Welcome,
+  decode,
+  encode,
+  frame_bytes,
+)
+
+RUN, PLAN = "run-2026-01-31-abcdef", "0123456789abcdef"
+BYTES = bytes(range(64))
+EXAMPLES = [
+  Hello(3, 1),
+  Hello(-1, 0),
+  Report(3, 1, 17, 0.25, (4, -1), (2, 0)),
+  Push(3, 1, 5, 2**33, 7, 24, 24_576, 900, "int4", BYTES),
+  Goodbye(3, 1),
+  Welcome(1, 0, 2, 900, (1, 3, 5)),
+  Pull(1, 0, 2, 5, 2**33, 7),
+  Publish(1, 0, 2, 5, 2**33, 8, 7, 900, 10**9, (0, 3), 2**33, "bf16", BYTES),
+  Publish(1, 0, 2, 5, -1, 0, -1, 0, 0, (), -1, "f32", BYTES),
+  Refusal(1, 0, 2, -1, -1, True, "norm 1e+06 is over 10 x 1"),
+]
+
+
+def header_of(message) -> list:
+  return list(msgpack.unpackb(encode(message, RUN, PLAN)[0], use_list=False))
+
+
+def read(header: list | bytes, payload=None):
+  header = header if isinstance(header, bytes) else msgpack.packb(header)
+  return decode(header, payload, RUN, PLAN)
+
+
+def test_examples_cover_every_kind():
+  assert {type(m).__name__ for m in EXAMPLES} == set(KINDS)
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda m: type(m).__name__)
+def test_round_trip(message):
+  header, payload = encode(message, RUN, PLAN)
+  assert decode(header, payload, RUN, PLAN) == message
+  assert payload is getattr(message, "payload", None), "no copy"
+  assert frame_bytes(header, payload) == len(header) + (len(BYTES) if payload else 0)
+
+
+def test_headers_are_small():
+  for message in EXAMPLES:
+    header, _ = encode(message, RUN, PLAN)
+    assert len(header) < 200, message
+
+
+def field_cases():
+  """(message, field, wrong value) for every field of every kind."""
+  for message in EXAMPLES:
+    for f in dataclasses.fields(message):
+      good = getattr(message, f.name)
+      if f.name == "payload":
+        continue
+      wrong: list = [None, [[]], {"a": 1}]
+      if type(good) is int:
+        wrong += [True, 1.0, "1", -2, 1 << 62]
+      elif type(good) is float:
+        wrong += [1, True, math.nan, math.inf, -0.5, "0.5"]
+      elif type(good) is tuple:
+        wrong += [7, "ab", [0, True], [1.0], [-2], [1 << 62]]
+      elif type(good) is bool:
+        wrong += [0, 1, "True"]
+      elif type(good) is str:
+        wrong += [7, b"f32", True]
+      yield from ((message, f.name, value) for value in wrong)
+
+
+def test_every_wrong_field_is_refused_and_named():
+  cases = list(field_cases())
+  assert len(cases) > 300
+  for message, name, value in cases:
+    header, payload = header_of(message), getattr(message, "payload", None)
+    names = [f.name for f in dataclasses.fields(message) if f.name != "payload"]
+    header[4 + names.index(name)] = value
+    with pytest.raises(MalformedMessage, match=f"{type(message).__name__}.{name} = "):
+      read(header, payload)
+
+
+@pytest.mark.parametrize("kind", ["Hello", "Report", "Push", "Goodbye", "Welcome", "Publish"])
+def test_only_what_may_be_minus_one_is(kind):
+  message = next(m for m in EXAMPLES if type(m).__name__ == kind)
+  with pytest.raises(MalformedMessage, match=f"{kind}.incarnation = -1"):
+    read(header_of(dataclasses.replace(message, incarnation=-1)), BYTES)
+
+
+@pytest.mark.parametrize(
+  "place, value, text",
+  [
+    (0, 2, "format is 2, this run has 1"),
+    (0, True, "format is True, this run has 1"),
+    (0, 1.0, "format is 1.0, this run has 1"),
+    (1, "another", "run id is 'another', this run has"),
+    (2, "another", "plan id is 'another', this run has"),
+    (2, None, "plan id is None"),
+    (3, "Helo", "unknown kind 'Helo'"),
+    (3, 7, "unknown kind 7"),
+    (3, ["Hello"], "unknown kind"),
+  ],
+)
+def test_wrong_envelope(place, value, text):
+  header = header_of(Hello(3, 1))
+  header[place] = value
+  with pytest.raises(MalformedMessage, match=text):
+    read(header)
+
+
+def test_wrong_frames():
+  good = header_of(Hello(3, 1))
+  for header, text in [
+    (b"", "not msgpack"),
+    (b"\xc1", "not msgpack"),
+    (msgpack.packb(good) + b"\x00", "not msgpack"),
+    (msgpack.packb(good)[:-1], "not msgpack"),
+    (msgpack.packb({"a": 1}), "not a list of at least four"),
+    (msgpack.packb(good[:3]), "not a list of at least four"),
+    (msgpack.packb([*good, 1]), "Hello has 2 fields, got 3"),
+    (msgpack.packb(good[:-1]), "Hello has 2 fields, got 1"),
+    (bytes(MAX_HEADER_BYTES + 1), "exceeds"),
+    (b"\x91" * 100_000, "not msgpack"),
+    (b"\xdd\xff\xff\xff\xff", "not msgpack"),
+  ]:
+    with pytest.raises(MalformedMessage, match=text):
+      read(header)
+  with pytest.raises(MalformedMessage, match="Hello carries no payload"):
+    read(good, BYTES)
+
+
+def test_the_text_of_an_error_stays_short():
+  header = header_of(Welcome(1, 0, 2, 900, (1, 3, 5)))
+  header[-1] = [True] * 60_000
+  with pytest.raises(MalformedMessage) as error:
+    read(header)
+  assert len(str(error.value)) < 300
+
+
+def only_malformed_or_a_message(header: bytes, payload) -> None:
+  try:
+    message = decode(header, payload, RUN, PLAN)
+  except MalformedMessage as error:
+    assert str(error)
+    return
+  again, same_payload = encode(message, RUN, PLAN)
+  assert decode(again, same_payload, RUN, PLAN) == message
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200), st.sampled_from([None, BYTES]))
+def test_random_bytes(header, payload):
+  only_malformed_or_a_message(header, payload)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.sampled_from(EXAMPLES), st.lists(st.tuples(st.integers(0, 10**6), st.binary(max_size=3))))
+def test_mutated_frames(message, edits):
+  header, payload = encode(message, RUN, PLAN)
+  for where, new in edits:
+    at = where % (len(header) + 1)
+    header = header[:at] + new + header[at + where % 3 :]
+  only_malformed_or_a_message(header, payload)
+
+
+ANYTHING = st.recursive(
+  st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5),
+  lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner),
+  max_leaves=5,
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.sampled_from(EXAMPLES), st.integers(0, 20), ANYTHING)
+def test_any_value_in_any_place(message, place, value):
+  header = header_of(message)
+  header[place % len(header)] = value
+  only_malformed_or_a_message(msgpack.packb(header), getattr(message, "payload", None))

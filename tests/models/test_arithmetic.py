@@ -1,0 +1,59 @@
+"""Counts against hand arithmetic, real shapes and what the compiler says it multiplies."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ddiloco.config import ModelConfig
+from ddiloco.models import arithmetic, transformer
+from tests.models.small import DENSE, MIXTURE
+
+
+def test_dense_golden():
+  # V*D + D + L * (q,o 2*16*32 + k,v 2*16*16 + 3*16*24 + 2*16)
+  assert arithmetic.num_params(DENSE) == 32 * 16 + 16 + 3 * (1024 + 512 + 1152 + 32)
+  assert arithmetic.active_params(DENSE) == arithmetic.num_params(DENSE)
+  # 6 * (matrices + logits) + 12 * L * H * Q * T
+  weights = 3 * (1024 + 512 + 1152) + 32 * 16
+  assert arithmetic.flops_per_token(DENSE, 10) == 6 * weights + 12 * 3 * 4 * 8 * 10
+
+
+def test_mixture_golden():
+  attention_and_norms = 1024 + 512 + 32
+  assert arithmetic.num_params(MIXTURE) == 528 + 3 * (attention_and_norms + 16 * 4 + 4 * 1152)
+  assert arithmetic.active_params(MIXTURE) == 528 + 3 * (attention_and_norms + 16 * 4 + 2 * 1152)
+  more_experts = dataclasses.replace(MIXTURE, num_experts=8)
+  per_expert = arithmetic.flops_per_token(more_experts, 8) - arithmetic.flops_per_token(MIXTURE, 8)
+  assert per_expert == 6 * 3 * 16 * 4  # four more router columns, no more experts a token
+
+
+@pytest.mark.parametrize(
+  "model", [DENSE, MIXTURE, ModelConfig()], ids=["dense", "mixture", "default"]
+)
+def test_counts_equal_the_real_parameters(model):
+  real = sum(math.prod(s.shape) for s in transformer.shapes(model).values())
+  assert arithmetic.num_params(model) == real
+
+
+@pytest.mark.parametrize("experts", [0, 2])
+def test_forward_flops_against_the_compiler(experts):
+  """One layer, as the compiler counts a loop's body once; wide, so that matmuls dominate."""
+  model = ModelConfig(
+    num_layers=1,
+    model_dim=128,
+    num_heads=8,
+    num_kv_heads=2,
+    mlp_dim=256,
+    num_experts=experts,
+    capacity_factor=1.0,
+  )
+  tokens = jax.ShapeDtypeStruct((2, 64), jnp.int32)
+  forward = jax.jit(lambda p, t: transformer.apply(model, p, t))
+  cost = forward.lower(transformer.shapes(model), tokens).compile().cost_analysis()
+  ratio = cost["flops"] / (2 * 64 * arithmetic.flops_per_token(model, 64) / 3)
+  assert 0.99 < ratio < 1.05  # softmax, norms, SwiGLU and routing are on top

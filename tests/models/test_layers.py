@@ -1,0 +1,121 @@
+"""Norm, rotary embedding, attention and gated MLP against goldens, properties and plain NumPy."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from ddiloco.models import layers
+from tests.models.small import DENSE
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+  return jax.random.normal(jax.random.key(seed), shape)
+
+
+def test_rms_norm_golden():
+  norm = layers.RMSNorm(DENSE)
+  norm.epsilon = 0.0
+  norm.scale[...] = jnp.arange(4.0)
+  x = jnp.array([[3.0, 3.0, -3.0, 3.0], [1.0, 1.0, 1.0, 5.0]])  # rms 3 and sqrt(7)
+  expected = [[0, 1, -2, 3], [0, 1 / 7**0.5, 2 / 7**0.5, 15 / 7**0.5]]
+  np.testing.assert_allclose(norm(x), expected, rtol=1e-6)
+
+
+def test_rms_norm_epsilon_guards_zeros_and_is_inside_the_root():
+  norm = layers.RMSNorm(DENSE)
+  norm.epsilon = 3.0
+  np.testing.assert_array_equal(norm(jnp.zeros((2, 16))), np.zeros((2, 16)))
+  np.testing.assert_allclose(norm(jnp.ones((2, 16))), np.full((2, 16), 0.5), rtol=1e-6)
+
+
+def test_rms_norm_is_computed_in_f32_for_bf16():
+  norm = layers.RMSNorm(DENSE)
+  x = normal(0, 4, 16).astype(jnp.bfloat16)
+  wide = norm(x.astype(jnp.float32))
+  assert norm(x).dtype == jnp.bfloat16
+  np.testing.assert_array_equal(norm(x), wide.astype(jnp.bfloat16))
+
+
+def test_rope_golden():
+  """Q = 2, theta irrelevant: position t turns (1, 0) by t radians."""
+  sin, cos = layers.rope_tables(3, 2, 10_000.0)
+  x = jnp.tile(jnp.array([1.0, 0.0]), (1, 1, 3, 1))
+  turned = layers.apply_rope(x, sin, cos)[0, 0]
+  np.testing.assert_allclose(turned, [[np.cos(t), np.sin(t)] for t in range(3)], atol=1e-6)
+
+
+def test_rope_frequencies_golden():
+  sin, _ = layers.rope_tables(2, 4, 100.0)
+  np.testing.assert_allclose(sin[1], [np.sin(1.0), np.sin(0.1)], rtol=1e-6)
+
+
+def test_rope_products_depend_on_distance_only():
+  q, k = normal(0, 8), normal(1, 8)
+  sin, cos = layers.rope_tables(40, 8, 50.0)
+
+  def everywhere(v):
+    return layers.apply_rope(jnp.tile(v, (1, 1, 40, 1)), sin, cos)[0, 0]
+
+  product_TxS = np.asarray(everywhere(q) @ everywhere(k).T)
+  for distance in (-7, 0, 3, 20):
+    diagonal = np.diagonal(product_TxS, distance)
+    np.testing.assert_allclose(diagonal, diagonal[0], atol=1e-5)
+  assert np.ptp(product_TxS[0]) > 0.1  # it does depend on distance
+
+
+def test_rope_keeps_lengths():
+  x = normal(0, 2, 3, 10, 8)
+  turned = layers.apply_rope(x, *layers.rope_tables(10, 8, 1e4))
+  np.testing.assert_allclose(
+    jnp.linalg.norm(turned, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-5
+  )
+
+
+def test_attention_against_plain_numpy():
+  b, h, k, t, d = 2, 4, 2, 5, 3
+  query, key, value = normal(0, b, h, t, d), normal(1, b, k, t, d), normal(2, b, k, t, d)
+  mixed = layers.causal_attention(query, key, value)
+  for i in range(b):
+    for head in range(h):
+      for position in range(t):
+        seen = np.asarray(key[i, head // 2, : position + 1], np.float64)
+        score = seen @ np.asarray(query[i, head, position], np.float64) / np.sqrt(d)
+        share = np.exp(score - score.max())
+        share /= share.sum()
+        expected = share @ np.asarray(value[i, head // 2, : position + 1], np.float64)
+        np.testing.assert_allclose(mixed[i, head, position], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_grouped_query_attention_equals_repeated_kv_heads():
+  query, key, value = normal(0, 2, 6, 7, 4), normal(1, 2, 2, 7, 4), normal(2, 2, 2, 7, 4)
+  grouped = layers.causal_attention(query, key, value)
+  repeated = layers.causal_attention(
+    query, jnp.repeat(key, 3, axis=1), jnp.repeat(value, 3, axis=1)
+  )
+  np.testing.assert_allclose(grouped, repeated, rtol=1e-6, atol=1e-6)
+
+
+def test_attention_scores_do_not_overflow():
+  query = jnp.full((1, 1, 3, 2), 1e4)
+  mixed = layers.causal_attention(query, query, normal(0, 1, 1, 3, 2))
+  assert np.isfinite(mixed).all()
+
+
+def test_gated_mlp_against_plain_numpy():
+  mlp = layers.GatedMlp(DENSE, nnx.Rngs(3))
+  x = normal(0, 2, 5, DENSE.model_dim)
+  gate, up, down = (np.asarray(w[...], np.float64) for w in (mlp.gate, mlp.up, mlp.down))
+  wide = np.asarray(x, np.float64)
+  hidden = (wide @ gate) / (1 + np.exp(-(wide @ gate))) * (wide @ up)
+  np.testing.assert_allclose(mlp(x, layers.unconstrained), hidden @ down, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("stddev", [0.5, 0.01])
+def test_truncated_normal_has_its_stddev_and_bounds(stddev):
+  x = layers.truncated_normal(jax.random.key(0), (200, 200), stddev)
+  assert abs(float(jnp.std(x)) / stddev - 1) < 0.02
+  assert 2.0 * stddev < float(jnp.max(jnp.abs(x))) < 2.3 * stddev

@@ -1,0 +1,170 @@
+"""Mixture of experts against a per-token loop, its dense special case and loss goldens."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import strategies as st
+
+from ddiloco.models import layers, moe
+from tests.models.small import DENSE, MIXTURE
+
+WIDE = dataclasses.replace(MIXTURE, capacity_factor=2.0)  # E / k: nothing can be dropped
+TIGHT = dataclasses.replace(MIXTURE, capacity_factor=0.6)
+
+
+def hidden_state(batch: int, length: int, seed: int = 0) -> jax.Array:
+  return jax.random.normal(jax.random.key(seed), (batch, length, MIXTURE.model_dim))
+
+
+def per_token_loop(mixture: moe.MixtureOfExperts, x: jax.Array) -> tuple[np.ndarray, int]:
+  """(expected output, choices dropped): f64 NumPy, one token at a time, slots in token order."""
+  model = mixture.model
+  router, gate, up, down = (
+    np.asarray(w[...], np.float64) for w in (mixture.router, mixture.gate, mixture.up, mixture.down)
+  )
+  capacity = moe.slots_per_expert(model, x.shape[1])
+  out, dropped = np.zeros(x.shape), 0
+  for b, sequence in enumerate(np.asarray(x, np.float64)):
+    used = [0] * model.num_experts
+    for t, token in enumerate(sequence):
+      share = np.exp(token @ router)
+      best = np.argsort(-share, kind="stable")[: model.experts_per_token]
+      for e in best:
+        used[e] += 1
+        if used[e] > capacity:
+          dropped += 1
+          continue
+        a = token @ gate[e]
+        y = (a / (1 + np.exp(-a)) * (token @ up[e])) @ down[e]
+        out[b, t] += share[e] / share[best].sum() * y
+  return out, dropped
+
+
+@pytest.mark.parametrize("model, drops", [(WIDE, False), (TIGHT, True)], ids=["wide", "tight"])
+def test_equals_a_loop_over_tokens(model, drops):
+  mixture, x = moe.MixtureOfExperts(model, nnx.Rngs(0)), hidden_state(3, 17)
+  expected, dropped = per_token_loop(mixture, x)
+  assert (dropped > 0) == drops
+  actual, _ = mixture(x, layers.unconstrained)
+  np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_one_expert_is_the_dense_mlp():
+  model = dataclasses.replace(DENSE, num_experts=1, experts_per_token=1, capacity_factor=1.0)
+  mixture, dense = moe.MixtureOfExperts(model, nnx.Rngs(0)), layers.GatedMlp(DENSE, nnx.Rngs(1))
+  for name in ("gate", "up", "down"):
+    getattr(mixture, name)[...] = getattr(dense, name)[...][None]
+  x = hidden_state(2, 9)
+  actual, balance = mixture(x, layers.unconstrained)
+  np.testing.assert_allclose(actual, dense(x, layers.unconstrained), rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(balance, 1.0, rtol=1e-6)
+
+
+def dense_over_all_experts(model, weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+  """Every expert on every token, weighted by its gate: plain autodiff can be trusted here."""
+  probability = jax.nn.softmax(x @ weights["router"], axis=-1)
+  gate, expert = moe.route(probability, model.experts_per_token)
+  share = jnp.sum(jax.nn.one_hot(expert, model.num_experts) * gate[..., None], axis=2)
+  a = jnp.einsum("BTD,EDF->BTEF", x, weights["gate"])
+  hidden = jax.nn.silu(a) * jnp.einsum("BTD,EDF->BTEF", x, weights["up"])
+  return jnp.einsum("BTEF,EFD,BTE->BTD", hidden, weights["down"], share)
+
+
+def test_gradients_equal_those_of_the_dense_form():
+  mixture, x = moe.MixtureOfExperts(WIDE, nnx.Rngs(0)), hidden_state(2, 11)
+  graph, state = nnx.split(mixture)
+  weights = {n: getattr(mixture, n)[...] for n in ("router", "gate", "up", "down")}
+
+  def ours(weights, x):
+    for name, value in weights.items():
+      state[name] = state[name].replace(value)
+    return jnp.sum(jnp.sin(nnx.merge(graph, state)(x, layers.unconstrained)[0]))
+
+  def theirs(weights, x):
+    return jnp.sum(jnp.sin(dense_over_all_experts(WIDE, weights, x)))
+
+  actual, expected = (jax.jit(jax.grad(f, argnums=(0, 1)))(weights, x) for f in (ours, theirs))
+  for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+    assert float(jnp.max(jnp.abs(e))) > 1e-3
+    np.testing.assert_allclose(a, e, rtol=1e-3, atol=1e-5)
+
+
+@hypothesis.settings(max_examples=30, deadline=None, derandomize=True)
+@hypothesis.given(st.integers(0, 2**31 - 1), st.integers(1, 5), st.integers(1, 6))
+def test_slots_and_choices_are_inverse(seed, num_experts, capacity):
+  n = 12
+  expert = jax.random.randint(jax.random.key(seed), (2, n), 0, num_experts)
+  slot, choice = moe.assign_slots(expert, num_experts, capacity)
+  m = num_experts * capacity
+  for b in range(2):
+    kept = [i for i in range(n) if slot[b, i] < m]
+    assert all(int(choice[b, slot[b, i]]) == i for i in kept)
+    assert all(int(slot[b, i]) // capacity == int(expert[b, i]) for i in kept)
+    assert sum(int(c) < n for c in choice[b]) == len(kept)
+    for e in range(num_experts):  # the first ones are served
+      own = [i for i in range(n) if int(expert[b, i]) == e]
+      assert [i for i in own if i in kept] == own[:capacity]
+
+
+def test_move_rows_gradient_is_that_of_a_gather():
+  x = hidden_state(2, 3)
+  source = jnp.array([[5, 0, 6, 3], [1, 6, 2, 4]])  # of 3 * 2 copies; 6 is out of range
+  target = jnp.array([[1, 4, 4, 3, 4, 0], [4, 0, 2, 4, 3, 4]])
+
+  def plain(x):
+    padded = jnp.concatenate([x, jnp.zeros_like(x[:, :1])], axis=1)
+    return jnp.take_along_axis(padded, (source // 2)[..., None], axis=1)
+
+  np.testing.assert_array_equal(moe.move_rows(2, x, source, target), plain(x))
+  ours = jax.grad(lambda x: jnp.sum(jnp.sin(moe.move_rows(2, x, source, target))))(x)
+  np.testing.assert_allclose(ours, jax.grad(lambda x: jnp.sum(jnp.sin(plain(x))))(x), rtol=1e-6)
+
+
+def test_slots_per_expert_golden():
+  def slots(factor, length):
+    return moe.slots_per_expert(dataclasses.replace(MIXTURE, capacity_factor=factor), length)
+
+  assert slots(1.0, 100) == 50  # k/E = 1/2
+  assert slots(1.25, 100) == 63
+  assert slots(8.0, 100) == 100  # a token chooses an expert once
+
+
+def test_route_picks_the_largest_and_renormalises():
+  gate, expert = moe.route(jnp.array([[[0.1, 0.5, 0.1, 0.3]]]), 2)
+  np.testing.assert_array_equal(expert, [[[1, 3]]])
+  np.testing.assert_allclose(gate, [[[0.625, 0.375]]], rtol=1e-6)
+
+
+def test_load_balance_golden():
+  uniform = jnp.full((1, 4, 4), 0.25)
+  in_turn = jnp.arange(4).reshape(1, 4, 1)
+  np.testing.assert_allclose(moe.load_balance_loss(uniform, in_turn), 1.0)
+  pairs = jnp.array([[[0, 1], [2, 3], [0, 1], [2, 3]]])
+  np.testing.assert_allclose(moe.load_balance_loss(uniform, pairs), 1.0)
+  collapsed = jnp.tile(jnp.array([0.0, 1.0, 0.0, 0.0]), (2, 3, 1))
+  np.testing.assert_allclose(moe.load_balance_loss(collapsed, jnp.ones((2, 3, 1), int)), 4.0)
+  # Fractions (3/4, 1/4), mean probabilities (0.7, 0.3): 2 * (0.525 + 0.075).
+  probability = jnp.array([[[0.9, 0.1], [0.8, 0.2]], [[0.7, 0.3], [0.4, 0.6]]])
+  expert = jnp.array([[[0], [0]], [[0], [1]]])
+  np.testing.assert_allclose(moe.load_balance_loss(probability, expert), 1.2, rtol=1e-6)
+
+
+def test_descending_the_load_balance_loss_spreads_the_tokens():
+  scores = jax.random.normal(jax.random.key(0), (1, 64, 4)) + jnp.array([3.0, 0, 0, 0])[None, None]
+
+  def balance(bias_E):
+    probability = jax.nn.softmax(scores + bias_E[None, None], axis=-1)
+    return moe.load_balance_loss(probability, moe.route(probability, 1)[1])
+
+  bias = jnp.zeros(4)
+  assert balance(bias) > 2.0
+  for _ in range(60):
+    bias = bias - 0.5 * jax.grad(balance)(bias)
+  assert balance(bias) < 1.2

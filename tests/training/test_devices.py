@@ -1,0 +1,139 @@
+import dataclasses
+
+import jax
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from ddiloco.config import ConfigError, IslandConfig, IslandsConfig
+from ddiloco.training import devices
+
+
+@dataclasses.dataclass(frozen=True)
+class SliceDevice:
+  id: int
+  slice_index: int
+  platform: str = "stub"
+
+
+def _slices(*sizes):
+  owner = [index for index, size in enumerate(sizes) for _ in range(size)]
+  return [SliceDevice(id, slice_index) for id, slice_index in enumerate(owner)]
+
+
+def _ids(groups):
+  return [[device.id for device in group] for group in groups]
+
+
+def _partition(available, **fields):
+  return _ids(devices.partition(available, IslandsConfig(**fields)))
+
+
+def test_even_split():
+  assert _partition(jax.devices(), num_learners=4, devices=0) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+  assert _partition(jax.devices(), num_learners=3, devices=0) == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_configured_counts_in_order():
+  overrides = {"1": {"devices": 4}}
+  assert _partition(jax.devices(), num_learners=3, devices=1, overrides=overrides) == [
+    [0],
+    [1, 2, 3, 4],
+    [5],
+  ]
+
+
+def test_a_share_of_what_the_counts_leave():
+  overrides = {"0": {"devices": 4}}
+  assert _partition(jax.devices(), num_learners=3, devices=0, overrides=overrides) == [
+    [0, 1, 2, 3],
+    [4, 5],
+    [6, 7],
+  ]
+
+
+def test_one_slice_is_one_island():
+  shuffled = [_slices(3, 2, 3)[i] for i in (5, 0, 3, 1, 6, 4, 2, 7)]
+  assert _partition(shuffled, num_learners=3, devices=0) == [[0, 1, 2], [3, 4], [5, 6, 7]]
+
+
+def test_a_single_slice_is_split_evenly():
+  assert _partition(_slices(4), num_learners=2, devices=0) == [[0, 1], [2, 3]]
+
+
+def test_counts_stay_inside_a_slice_where_they_fit():
+  assert _partition(_slices(4, 4), num_learners=2, devices=3) == [[0, 1, 2], [4, 5, 6]]
+  assert _partition(_slices(2, 2), num_learners=1, devices=3) == [[0, 1, 2]]  # else across
+
+
+def test_whole_slices_come_before_counts():
+  overrides = {"0": {"devices": 1}}
+  groups = _partition(_slices(2, 2), num_learners=2, devices=0, overrides=overrides)
+  assert groups == [[2], [0, 1]]
+
+
+@pytest.mark.parametrize(
+  ("available", "fields", "needed"),
+  [
+    (_slices(8), {"num_learners": 9, "devices": 1}, "need 9 devices, but 8 are"),
+    (_slices(8), {"num_learners": 2, "devices": 5}, "need 10 devices, but 8 are"),
+    (_slices(2), {"num_learners": 3, "devices": 0}, "need 3 devices, but 2 are"),
+    (_slices(4, 4), {"num_learners": 3, "devices": 0}, "need 3 slices, but 2 are"),
+    (
+      _slices(4, 4),
+      {"num_learners": 2, "devices": 0, "overrides": {"1": {"devices": 6}}},
+      "need 10 devices, but 8 are",
+    ),
+  ],
+)
+def test_too_few_devices_are_named(available, fields, needed):
+  with pytest.raises(ConfigError, match=rf"^islands\.devices = .*{needed} available.*Fix: lower"):
+    devices.partition(available, IslandsConfig(**fields))
+
+
+def test_make_mesh():
+  mesh = devices.make_mesh(jax.devices(), IslandConfig(devices=8, data=2, fsdp=-1, tensor=2))
+  assert mesh.axis_names == ("data", "fsdp", "tensor")
+  assert mesh.devices.shape == (2, 2, 2)
+  assert mesh.axis_types == (AxisType.Auto,) * 3
+  assert [d.id for d in mesh.devices.flat] == list(range(8))
+  with pytest.raises(ConfigError, match=r"must multiply to the island's 3 devices"):
+    devices.make_mesh(jax.devices()[:3], IslandConfig(devices=0, data=2, fsdp=-1))
+
+
+@pytest.fixture
+def mesh():
+  return devices.make_mesh(jax.devices(), IslandConfig(devices=8, data=2, fsdp=2, tensor=2))
+
+
+@pytest.mark.parametrize(
+  ("axes", "shape", "spec"),
+  [
+    (("vocab", "embed"), (64, 16), ("tensor", "fsdp")),
+    (("vocab", "embed"), (63, 16), (None, "fsdp")),  # 2 does not divide 63
+    (("layers", "embed", "heads", "head_dim"), (2, 16, 4, 8), (None, "fsdp", "tensor", None)),
+    (("experts", "embed", "mlp"), (4, 16, 32), ("tensor", "fsdp", None)),  # tensor is used already
+    (("experts", "embed", "mlp"), (3, 16, 32), (None, "fsdp", "tensor")),
+    (("batch", "time", "embed"), (8, 5, 16), (("data", "fsdp"), None, None)),
+    (("batch", None), (2, 5), ("data", None)),  # 2 rows: only the first mesh axis fits
+    (("layers", "norm"), (2, 16), (None, None)),
+    ((), (), ()),
+  ],
+)
+def test_param_sharding(mesh, axes, shape, spec):
+  sharding = devices.param_sharding(axes, shape, mesh)
+  assert sharding.spec == PartitionSpec(*spec)
+  sharding.shard_shape(shape)  # raises where a cut does not divide
+
+
+def test_axes_must_match_the_shape(mesh):
+  with pytest.raises(ValueError, match="same length"):
+    devices.param_sharding(("embed",), (2, 3), mesh)
+
+
+def test_piece_sharding(mesh):
+  stacked = devices.param_sharding(("layers", "embed", "mlp"), (2, 16, 32), mesh)
+  assert devices.piece_sharding(stacked, 1, 16, True).spec == PartitionSpec("fsdp", "tensor")
+  table = devices.param_sharding(("vocab", "embed"), (10, 16), mesh)
+  assert devices.piece_sharding(table, None, 10, True).spec == PartitionSpec("tensor", "fsdp")
+  assert devices.piece_sharding(table, None, 4, False).spec == PartitionSpec("tensor", "fsdp")
+  assert devices.piece_sharding(table, None, 3, False).spec == PartitionSpec(None, "fsdp")

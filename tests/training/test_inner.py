@@ -1,0 +1,124 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ddiloco.config import InnerConfig, ModelConfig
+from ddiloco.models import transformer
+from ddiloco.training import inner
+from ddiloco.training.loss import cross_entropy
+
+TINY = ModelConfig(
+  vocab_size=32, num_layers=1, model_dim=8, num_heads=2, num_kv_heads=1, head_dim=4, mlp_dim=16
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+  """XLA's optimizations take seconds and change nothing here."""
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", False)
+
+
+def _rate(clock, **fields):
+  config = InnerConfig(**{"learning_rate": 2.0, "warmup_steps": 10, "final_share": 0.1, **fields})
+  return float(jax.jit(lambda c: inner.learning_rate(config, 110, c))(jnp.int32(clock)))
+
+
+@pytest.mark.parametrize(
+  ("clock", "expected"),
+  [
+    (0, 0.2),  # 1/10 of the peak: the first step already learns
+    (4, 1.0),
+    (9, 2.0),  # the warm-up's last step
+    (10, 2.0),
+    (35, 2.0 * (0.1 + 0.9 * (0.5 + math.sqrt(0.125)))),  # a quarter: cos(pi/4)
+    (60, 2.0 * 0.55),  # half way between peak and floor
+    (110, 0.2),
+    (100_000, 0.2),
+  ],
+)
+def test_learning_rate_goldens(clock, expected):
+  assert _rate(clock) == pytest.approx(expected, rel=1e-6)
+
+
+def test_learning_rate_settings():
+  assert _rate(35, decay_steps=60) == pytest.approx(1.1, rel=1e-6)  # decay_steps, not the plan
+  assert _rate(0, warmup_steps=0) == pytest.approx(2.0)
+  assert _rate(500, final_share=0.0) == 0.0
+  assert _rate(200, warmup_steps=200) == pytest.approx(2.0)  # warm-up beyond the end: floor after
+  assert _rate(201, warmup_steps=200) == pytest.approx(0.2)
+
+
+def test_weight_decay_spares_norms_alone():
+  params = {name: np.ones(s.shape, np.float32) for name, s in transformer.shapes(TINY).items()}
+  transform = inner.optimizer(InnerConfig(weight_decay=0.25))
+  zeros = jax.tree.map(np.zeros_like, params)
+  updates, _ = jax.jit(transform.update)(zeros, jax.jit(transform.init)(params), params)
+  norms = {"layers/attention_norm/scale", "layers/mlp_norm/scale", "final_norm/scale"}
+  assert norms < updates.keys()
+  for name, update in updates.items():
+    np.testing.assert_array_equal(update, 0.0 if name in norms else 0.25, err_msg=name)
+
+
+def test_first_update_is_the_sign_of_the_clipped_gradient():
+  # By hand: Adam's first bias-corrected update is g / (|g| + epsilon), here g = (0.6, -0.8) after
+  # clipping (3, -4) to norm 1; plus decay 0.1 * param.
+  params, grads = {"w": jnp.array([2.0, 2.0])}, {"w": jnp.array([3.0, -4.0])}
+  config = InnerConfig(clip_norm=1.0, epsilon=0.2, weight_decay=0.1)
+  transform = inner.optimizer(config)
+  updates, _ = transform.update(grads, transform.init(params), params)
+  np.testing.assert_allclose(updates["w"], [0.6 / 0.8 + 0.2, -0.8 / 1.0 + 0.2], rtol=1e-5)
+  unclipped = inner.optimizer(InnerConfig(clip_norm=0.0, epsilon=0.2, weight_decay=0.0))
+  updates, _ = unclipped.update(grads, unclipped.init(params), params)
+  np.testing.assert_allclose(updates["w"], [3.0 / 3.2, -4.0 / 4.2], rtol=1e-5)
+
+
+def _accumulated(function, steps, params, tokens):
+  return jax.jit(lambda p, t: inner.accumulate(function, p, t, steps))(params, tokens)
+
+
+def test_accumulation_is_the_mean_over_all_rows():
+  def value_and_grad(params, tokens_BxT1):
+    rows_B = jnp.sum(tokens_BxT1, axis=1).astype(jnp.float32)
+    return {"w": jnp.mean(rows_B) * params["w"]}, {"loss": jnp.mean(rows_B**2)}
+
+  tokens = np.arange(24, dtype=np.int32).reshape(8, 3)
+  rows = tokens.sum(axis=1)
+  for steps in (1, 2, 4, 8):
+    grads, metrics = _accumulated(value_and_grad, steps, {"w": jnp.float32(2)}, tokens)
+    np.testing.assert_allclose(grads["w"], 2 * rows.mean(), rtol=1e-6)
+    np.testing.assert_allclose(metrics["loss"], (rows**2.0).mean(), rtol=1e-6)
+
+
+def bigram_loss(model, params, tokens_BxT1, constrain=None):
+  """Stands in for the transformer, which takes seconds to compile."""
+  logits_BxTxV = params["embedding"][tokens_BxT1[:, :-1]] @ params["embedding"].T
+  loss = cross_entropy(logits_BxTxV, tokens_BxT1[:, 1:])
+  return loss, {"loss": loss, "load_balance": jnp.zeros(())}
+
+
+def test_train_step_accumulates_to_the_full_batch_and_follows_the_clock(monkeypatch):
+  monkeypatch.setattr(inner, "next_token_loss", bigram_loss)
+  generator = np.random.default_rng(5)
+  params = {"embedding": generator.normal(size=(32, 8)).astype(np.float32)}
+  tokens = generator.integers(0, 32, (4, 9)).astype(np.int32)
+  after = {}
+  for steps in (1, 2, 4):
+    config = InnerConfig(warmup_steps=4, accumulation_steps=steps, epsilon=1e-3)
+    opt_state = jax.jit(inner.optimizer(config).init)(params)
+    step = jax.jit(inner.make_train_step(TINY, config, 100))
+    after[steps] = step(params, opt_state, tokens, jnp.int32(1))
+  new, _, metrics = after[1]
+  assert set(metrics) == set(inner.METRICS)
+  assert metrics["learning_rate"] == pytest.approx(8e-3 * 2 / 4, rel=1e-6)
+  change = np.abs(new["embedding"] - params["embedding"]).max()
+  assert 1e-3 < change < 0.01  # about the learning rate
+  for steps in (2, 4):
+    again, _, accumulated = after[steps]
+    for name in inner.METRICS:
+      np.testing.assert_allclose(accumulated[name], metrics[name], rtol=1e-5)
+    np.testing.assert_allclose(again["embedding"], new["embedding"], rtol=0, atol=1e-4 * change)

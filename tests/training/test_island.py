@@ -1,0 +1,351 @@
+"""Run as a script, this file is the stress program of `test_islands_step_concurrently`."""
+
+import concurrent.futures
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from ddiloco import config as config_lib
+from ddiloco.config import ConfigError
+from ddiloco.core import fragments
+from ddiloco.models import transformer
+from ddiloco.training import inner
+from ddiloco.training.island import METRICS, Island
+from tests.training.test_inner import bigram_loss
+
+MODEL = {
+  "vocab_size": 32,
+  "num_layers": 2,
+  "model_dim": 8,
+  "num_heads": 2,
+  "num_kv_heads": 2,
+  "head_dim": 4,
+  "mlp_dim": 16,
+}
+CUBE = {"devices": 8, "data": 2, "fsdp": 2, "tensor": 2}
+REPOSITORY = pathlib.Path(__file__).parents[2]
+
+
+def make(islands, model=(), sync=(), devices=None, learner=0):
+  values = {
+    "model": {**MODEL, **dict(model)},
+    "data": {"sequence_length": 8},
+    "inner": {"warmup_steps": 5, "learning_rate": 0.02, "weight_decay": 0.0},
+    "islands": {"num_learners": 1, "batch_size": 8, **islands},
+    "sync": {"num_shards": 1, "num_fragments": 3, **dict(sync)},
+  }
+  config = config_lib.from_dict(values)
+  specs = [
+    fragments.TensorSpec(name, leaf.shape, name.startswith("layers/"), name == "embedding")
+    for name, leaf in transformer.shapes(config.model).items()
+  ]
+  plan = fragments.make_plan(specs, config.sync)
+  if devices is None:
+    devices = jax.devices()[: config.islands.devices]
+  return Island(config, learner, devices, plan), plan, config
+
+
+def initial(config, seed=0):
+  """Matrices of a sensible size, norms near 1; the model's own init takes longer to compile."""
+  generator = np.random.default_rng(seed)
+  params = {}
+  for name, leaf in transformer.shapes(config.model).items():
+    values = 0.25 * generator.normal(size=leaf.shape).astype(np.float32)
+    params[name] = 1 + 0.1 * values if name.endswith("scale") else values
+  return params
+
+
+def batch(seed=0, rows=8):
+  return np.random.default_rng(seed).integers(0, 32, (rows, 9)).astype(np.int32)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+  """XLA's optimizations take seconds and change nothing here."""
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def single(quick_compilation):
+  island, plan, config = make({"devices": 1})
+  assert island.compile() > 0
+  return island, plan, config
+
+
+@pytest.fixture(scope="module")
+def cube(quick_compilation):
+  # Pieces of 10, 11 and 11 rows: tensor = 2 divides the first only.
+  island, plan, config = make(CUBE, sync={"max_rows": 12})
+  island.compile()
+  return island, plan, config
+
+
+@pytest.fixture(params=["single", "cube"])
+def any_island(request):
+  return request.getfixturevalue(request.param)
+
+
+def test_describe(single, cube):
+  assert single[0].describe() == {"devices": 1, "mesh": [1, 1, 1], "batch_size": 8}
+  assert cube[0].describe() == {"devices": 8, "mesh": [2, 2, 2], "batch_size": 8}
+  assert cube[0].tokens_per_step == 64
+
+
+def test_the_cube_really_is_cut(cube):
+  island, plan, config = cube
+  island.load(initial(config))
+  query = island._params["layers/attention/query"]
+  assert query.shape == (2, 8, 2, 4)
+  assert query.addressable_shards[0].data.shape == (2, 4, 1, 4)
+  pieces = [piece for fragment in plan.fragments for piece in fragment.pieces]
+  assert sorted(piece.shape[0] for piece in pieces if piece.name == "embedding") == [10, 11, 11]
+  table = [f.index for f in plan.fragments if any(p.name == "embedding" for p in f.pieces)]
+  assert [i for i, programs in enumerate(island._programs) if programs.waits] == table
+
+
+def test_a_cut_mesh_steps_like_one_device(single, cube):
+  after, metrics = {}, {}
+  for name, (island, _, config) in {"single": single, "cube": cube}.items():
+    island.load(initial(config))
+    metrics[name] = [island.step(batch(seed), seed) for seed in range(3)]
+    after[name] = island.params_on_host()
+  for one, many in zip(metrics["single"], metrics["cube"]):
+    assert tuple(one) == METRICS
+    for name in METRICS:
+      assert isinstance(one[name], float)
+      assert many[name] == pytest.approx(one[name], rel=1e-4), name
+  start = initial(single[2])
+  for name, leaf in after["single"].items():
+    assert np.abs(leaf - start[name]).max() > 1e-4, name
+    np.testing.assert_allclose(after["cube"][name], leaf, atol=2e-4, err_msg=name)
+
+
+def test_learning_rate_follows_the_clock(single):
+  island, _, config = single
+  island.load(initial(config))
+  rates = [island.step(batch(), clock)["learning_rate"] for clock in (2, 0, 4)]
+  assert rates == pytest.approx([0.012, 0.004, 0.02], rel=1e-6)
+
+
+def test_loss_decreases_on_a_tiny_corpus(single):
+  island, _, config = single
+  island.load(initial(config))
+  tokens = ((np.arange(9) * 3 + np.arange(8)[:, None]) % 32).astype(np.int32)
+  losses = [island.step(tokens, clock)["loss"] for clock in range(60)]
+  assert losses[0] > 3.0
+  assert losses[-1] < 0.5 * losses[0]
+
+
+def test_cut_is_the_fragment_bitwise(any_island):
+  island, plan, config = any_island
+  island.load(initial(config))
+  island.step(batch(), 0)
+  params = island.params_on_host()
+  for fragment in plan.fragments:
+    flat = island.to_host(island.cut(fragment.index), fragment.index)
+    assert flat.dtype == np.float32
+    np.testing.assert_array_equal(flat, fragments.gather(fragment, params))
+
+
+def test_a_cut_survives_later_donated_steps(any_island):
+  island, plan, config = any_island
+  island.load(initial(config))
+  before = island.params_on_host()
+  cuts = [island.cut(fragment.index) for fragment in plan.fragments]
+  for clock in range(3):
+    island.step(batch(clock), clock)
+    island.apply(0, island.stage(0, np.zeros(plan.sizes[0], np.float32)), 0.5)
+  for fragment, pieces in zip(plan.fragments, cuts):
+    flat = island.to_host(pieces, fragment.index)
+    np.testing.assert_array_equal(flat, fragments.gather(fragment, before))
+    assert not np.array_equal(flat, fragments.gather(fragment, island.params_on_host()))
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.3, 0.5, 1.0])
+def test_apply(any_island, keep):
+  island, plan, config = any_island
+  island.load(initial(config))
+  for fragment in plan.fragments:
+    expected = island.params_on_host()
+    staged = np.random.default_rng(7).normal(size=fragment.size).astype(np.float32)
+    value = np.float32(keep) * fragments.gather(fragment, expected) + staged
+    fragments.scatter(fragment, value, expected)
+    island.apply(fragment.index, island.stage(fragment.index, staged), keep)
+    for name, leaf in island.params_on_host().items():  # the other leaves and layers included
+      if keep == 0.3:  # a fused multiply-add rounds once less
+        np.testing.assert_allclose(leaf, expected[name], rtol=1e-6, atol=1e-7, err_msg=name)
+      else:
+        np.testing.assert_array_equal(leaf, expected[name], err_msg=name)
+
+
+def test_overwriting_heals_nan_and_mixing_does_not(any_island):
+  island, plan, config = any_island
+  broken = {name: np.full_like(leaf, np.nan) for name, leaf in initial(config).items()}
+  good = initial(config, seed=1)
+  island.load(broken)
+  for fragment in plan.fragments:
+    island.apply(
+      fragment.index, island.stage(fragment.index, fragments.gather(fragment, good)), 0.0
+    )
+  for name, leaf in island.params_on_host().items():
+    np.testing.assert_array_equal(leaf, good[name], err_msg=name)
+  island.load(broken)
+  island.apply(0, island.stage(0, np.zeros(plan.sizes[0], np.float32)), 1.0)
+  assert np.isnan(island.to_host(island.cut(0), 0)).all()
+
+
+def test_reset_and_every_fragment_is_a_fresh_start(any_island):
+  island, plan, config = any_island
+  params = initial(config)
+  island.load(params)
+  expected = [island.step(batch(seed), seed) for seed in range(2)]
+  island.reset()
+  assert all(not leaf.any() for leaf in island.params_on_host().values())
+  for fragment in plan.fragments:
+    flat = fragments.gather(fragment, params)
+    island.apply(fragment.index, island.stage(fragment.index, flat), 0.0)
+  assert [island.step(batch(seed), seed) for seed in range(2)] == expected
+
+
+def test_nothing_compiles_after_compile(any_island, request):
+  island, plan, config = any_island
+  params, compiled = initial(config), []
+
+  def listen(event, duration, **_):
+    if "compile" in event:
+      compiled.append(event)
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  request.addfinalizer(lambda: jax.monitoring.unregister_event_duration_listener(listen))
+  jax.jit(lambda x: x * 1.2345 + len(plan.sizes))(np.float32(1))
+  assert compiled  # the listener works
+  compiled.clear()
+  assert island.compile() == 0.0
+  island.reset()
+  island.load(params)
+  for clock in range(3):
+    island.step(batch(clock), clock)
+    for index, size in enumerate(plan.sizes):
+      island.to_host(island.cut(index), index)
+      island.apply(index, island.stage(index, np.zeros(size, np.float32)), 0.5 * clock)
+  island.params_on_host()
+  assert compiled == []
+
+
+def test_state_is_updated_in_place(single):
+  island, plan, _ = single
+  for fragment, programs in zip(plan.fragments, island._programs):
+    memory = programs.apply.memory_analysis()
+    leaves = sum(island._shapes[name].size * 4 for name in programs.names)
+    assert memory.alias_size_in_bytes == leaves, fragment.index
+  state = 3 * sum(plan.sizes) * 4  # parameters and two moments
+  assert island._step.memory_analysis().alias_size_in_bytes >= state
+
+
+def test_pipelined_steps_return_the_metrics_before(single, monkeypatch):
+  island, _, config = single
+  island.load(initial(config))
+  expected = [island.step(batch(seed), seed) for seed in range(3)]
+  monkeypatch.setattr(island, "_pipelined", True)
+  island.load(initial(config))
+  assert [island.step(batch(seed), seed) for seed in range(3)] == [None, *expected[:2]]
+  assert island.finish() == expected[2]
+  assert island.finish() is None
+  island.step(batch(), 0)
+  island.reset()  # what was in flight belongs to the incarnation before
+  assert island.finish() is None
+
+
+def test_a_mixture_of_experts_trains():
+  island, plan, config = make(
+    {"devices": 4, "fsdp": 2, "tensor": 2},
+    {"num_experts": 4, "experts_per_token": 2},
+    {"num_fragments": 2},
+  )
+  island.compile()
+  island.load(initial(config))
+  before = island.params_on_host()
+  metrics = [island.step(batch(), clock) for clock in (5, 6)]
+  assert metrics[1]["loss"] < metrics[0]["loss"]
+  for name, leaf in island.params_on_host().items():
+    assert not np.array_equal(leaf, before[name]), name
+  flat = island.to_host(island.cut(1), 1)
+  np.testing.assert_array_equal(flat, fragments.gather(plan.fragments[1], island.params_on_host()))
+
+
+def test_errors_are_named(single):
+  island, plan, config = single
+  fresh, _, _ = make({"devices": 1})
+  with pytest.raises(RuntimeError, match=r"Fix: call reset\(\) or load\(\)"):
+    fresh.step(batch(), 0)
+  island.load(initial(config))
+  with pytest.raises(ValueError, match=r"\(4, 9\), this island takes \(8, 9\)"):
+    island.step(batch(rows=4), 0)
+  with pytest.raises(ValueError, match=r"differ from the model's: \['embedding'\]"):
+    island.load({name: leaf for name, leaf in initial(config).items() if name != "embedding"})
+  with pytest.raises(ValueError, match="fragment 0"):
+    island.stage(0, np.zeros(plan.sizes[0] + 1, np.float32))
+  with pytest.raises(ConfigError, match=r"^islands\.batch_size = 6: .* = 4 .*Fix: use 8\.$"):
+    make({"devices": 0, "batch_size": 6}, devices=jax.devices()[:4])
+
+
+def test_islands_step_concurrently():
+  """In a process of its own, since what goes wrong there aborts or hangs."""
+  done = subprocess.run(
+    [sys.executable, __file__],
+    cwd=REPOSITORY,
+    env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    capture_output=True,
+    text=True,
+    timeout=120,
+  )
+  assert done.returncode == 0, done.stderr[-3000:]
+  assert done.stdout.split()[-1] == "finite"
+
+
+def stress(num_islands=4, num_steps=300):
+  """Islands of two devices step in a thread each; a second thread of each moves fragments."""
+
+  def run(learner):
+    devices = jax.devices()[2 * learner : 2 * learner + 2]
+    mesh = {"data": 2, "fsdp": 1} if learner % 2 else {"tensor": 2, "fsdp": 1}
+    island, plan, config = make(
+      {"devices": 2, **mesh}, sync={"max_rows": 12, "num_fragments": 2}, devices=devices
+    )
+    island.compile()
+    assert "all-reduce" in island._step.as_text()
+    assert any(programs.waits for programs in island._programs) == (learner % 2 == 0)
+    island.load(initial(config))
+    with concurrent.futures.ThreadPoolExecutor(1) as background:
+      moving = None
+      for clock in range(num_steps):
+        metrics = island.step(batch(clock), clock)
+        index = clock // 2 % len(plan.fragments)
+        if clock % 2 == 0:
+          pieces = island.cut(index)
+          moving = background.submit(
+            lambda p, i: island.stage(i, island.to_host(p, i)), pieces, index
+          )
+        else:
+          island.apply(index, moving.result(), 0.0 if clock % 3 else 0.001)
+    return metrics["loss"]
+
+  inner.next_token_loss = bigram_loss  # compiles in a tenth of the time, and has collectives too
+  with concurrent.futures.ThreadPoolExecutor(num_islands) as pool:
+    losses = list(pool.map(run, range(num_islands)))
+  print(losses, "finite" if np.isfinite(losses).all() else "broken")
+
+
+if __name__ == "__main__":
+  from ddiloco import environment
+
+  environment.prepare(num_cpu_devices=8, cpu_only=True)
+  jax.config.update("jax_disable_most_optimizations", True)
+  stress()
