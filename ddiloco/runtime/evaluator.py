@@ -75,7 +75,7 @@ class Evaluator:
       while not self.exchange.state.done and not stopped():
         self.exchange.wait()
         state = self.exchange.state
-        if state.joined and state.merged_tokens >= due and not state.done:
+        if state.joined and (state.merged_tokens >= due or state.done):
           loss = self._loss(self.holder.params)
           self.recorder.event(
             "evaluation", merged_tokens=state.merged_tokens, clock=state.clock, loss=loss
