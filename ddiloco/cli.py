@@ -6,16 +6,19 @@ Exit status 1: work was lost (the run failed); 130: stopped by Ctrl-C, results s
 
 from __future__ import annotations
 
+import runpy
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
 import ddiloco
 from ddiloco import environment
-from ddiloco.config import Config, ConfigError, from_dict
+from ddiloco.config import Config, ConfigError, check_field, default, from_dict
 
 USAGE = """ddiloco: one model, trained across islands that may be far apart and failing.
 
@@ -45,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   except (ConfigError, flags.Error) as error:
     print(f"ddiloco {arguments[0]}: {error}", file=sys.stderr)
     return 2
+  except KeyboardInterrupt:  # while compiling or drawing; a run under way ends in good order
+    print(f"ddiloco {arguments[0]}: interrupted", file=sys.stderr)
+    return 130
 
 
 def entry() -> None:
@@ -59,15 +65,24 @@ def _train(arguments: list[str]) -> int:
   and touches no device.
   """
   values = flags.FlagValues()
-  config_flags.DEFINE_config_file(
-    "config", None, "Experiment file, e.g. configs/quickstart.py.", values, sys_argv=arguments
+  path, arguments = _take_config(arguments)
+  config_flags.DEFINE_config_dict(
+    "config",
+    _experiment(path) if path else default(),
+    "Experiment file, e.g. configs/quickstart.py or configs/dense.py:1m; --config.FIELD=VALUE"
+    " changes one of its values.",
+    values,
+    sys_argv=arguments,
   )
+  values["config"].default_as_str = None  # too long for --help; config.py has all defaults
   _workdir_flag(values)
   flags.DEFINE_bool("dry_run", False, "Print what would run, then exit.", flag_values=values)
   flags.DEFINE_bool("overwrite", False, "Replace the run that is in workdir.", flag_values=values)
   flags.DEFINE_bool("cpu", False, "Use fake CPU devices even here.", flag_values=values)
-  if not _parse(values, arguments, _train.__doc__, ["config", "workdir"]):
+  if not _parse(values, arguments, _train.__doc__):
     return 0
+  if not path:
+    raise ConfigError("--config: is needed. Fix: give --config=configs/quickstart.py, for example.")
   config = from_dict(values["config"].value)
   _prepare(config, values["cpu"].value)
   from ddiloco.engines import session
@@ -87,7 +102,7 @@ def _generate(arguments: list[str]) -> int:
   flags.DEFINE_integer("tokens", 200, "How many tokens.", lower_bound=1, flag_values=values)
   flags.DEFINE_float("temperature", 0.7, "0: greedy.", lower_bound=0.0, flag_values=values)
   flags.DEFINE_integer("seed", 0, "Of the sampling.", flag_values=values)
-  if not _parse(values, arguments, _generate.__doc__, ["workdir"]):
+  if not _parse(values, arguments, _generate.__doc__):
     return 0
   from ddiloco.engines import session
 
@@ -102,7 +117,7 @@ def _evaluate(arguments: list[str]) -> int:
   """Prints the held-out loss of the trained global model of a run, as one JSON line."""
   values = flags.FlagValues()
   _workdir_flag(values)
-  if not _parse(values, arguments, _evaluate.__doc__, ["workdir"]):
+  if not _parse(values, arguments, _evaluate.__doc__):
     return 0
   from ddiloco.engines import session
 
@@ -116,7 +131,7 @@ def _report(arguments: list[str]) -> int:
   """Draws the report of a run again from its event logs; also of one that was cut off."""
   values = flags.FlagValues()
   _workdir_flag(values)
-  if not _parse(values, arguments, _report.__doc__, ["workdir"]):
+  if not _parse(values, arguments, _report.__doc__):
     return 0
   from ddiloco.engines import session
 
@@ -138,9 +153,45 @@ def _workdir_flag(values: flags.FlagValues) -> None:
   )
 
 
-def _parse(
-  values: flags.FlagValues, arguments: list[str], doc: str | None, required: Sequence[str]
-) -> bool:
+def _take_config(arguments: list[str]) -> tuple[str, list[str]]:
+  """(value of --config, or "", the other arguments); --config.FIELD is checked and stays."""
+  path, rest = "", []
+  remaining = iter(arguments)
+  for argument in remaining:
+    name, equals, value = argument.lstrip("-").partition("=")
+    if argument.startswith("-") and name == "config":
+      path = value if equals else next(remaining, "")
+      continue
+    if argument.startswith("-") and name.startswith("config."):
+      check_field(name.removeprefix("config."), value)
+    rest.append(argument)
+  return path, rest
+
+
+def _experiment(path: str) -> ml_collections.ConfigDict:
+  """What `get_config` of an experiment file returns; FILE:PRESET passes it the preset."""
+  file, _, preset = path.partition(":")
+  try:
+    values = runpy.run_path(file)["get_config"](*([preset] if preset else []))
+  except ConfigError:
+    raise
+  except Exception as error:  # somebody's program: it may raise anything
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+    line = f", line {frames[-1].lineno}" if frames else ""
+    what = "has no get_config()" if error.args == ("get_config",) else str(error)
+    raise ConfigError(
+      f"--config={path}{line}: {type(error).__name__}: {what}."
+      " Fix: name a Python file whose get_config() returns a config, such as configs/quickstart.py."
+    ) from error
+  if not isinstance(values, ml_collections.ConfigDict):
+    raise ConfigError(
+      f"--config={path}: get_config() returned {values!r}, must return a ConfigDict."
+      " Fix: start from ddiloco.config.default(), change lines, and return it."
+    )
+  return values
+
+
+def _parse(values: flags.FlagValues, arguments: list[str], doc: str | None) -> bool:
   """Parses; False if help was asked for. Wrong flags and fields raise with a suggestion."""
   flags.DEFINE_bool("help", False, "Show this.", short_name="h", flag_values=values)
   if any(a in ("-h", "--help", "-help") for a in arguments):
@@ -153,9 +204,8 @@ def _parse(
     raise ConfigError(f"{error}. Fix: see `ddiloco {arguments[0]} --help` and the file.") from error
   if rest[1:]:
     raise ConfigError(f"{rest[1]!r}: is not a flag. Fix: write --NAME=VALUE.")
-  for name in required:
-    if not values[name].value:
-      raise ConfigError(f"--{name}: is needed. Fix: give --{name}=...")
+  if not values["workdir"].value:
+    raise ConfigError("--workdir: is needed. Fix: give --workdir=DIR, the directory of the run.")
   return True
 
 

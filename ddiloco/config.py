@@ -62,6 +62,11 @@ def _share(section: str, config: Any, *names: str) -> None:
     )
 
 
+def _is_number(text: Any) -> bool:
+  """Whether a role's number is written as the roles' own names write it: 2, not 02."""
+  return isinstance(text, str) and text.isdecimal() and text == str(int(text))
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
   """A decoder-only transformer; `configs/dense.py` and `configs/moe.py` hold presets to 12B."""
@@ -215,15 +220,15 @@ class IslandConfig:
     """(data, fsdp, tensor) for an island that was given `devices` devices."""
     axes = (self.data, self.fsdp, self.tensor)
     known = math.prod(a for a in axes if a != -1)
-    shape = tuple(devices // known if a == -1 else a for a in axes)
+    data, fsdp, tensor = (devices // known if a == -1 else a for a in axes)
     _require(
-      math.prod(shape) == devices,
+      data * fsdp * tensor == devices,
       "islands.(data, fsdp, tensor)",
       axes,
       f"must multiply to the island's {devices} devices",
       "set one axis to -1",
     )
-    return shape
+    return data, fsdp, tensor
 
   def data_shards(self, devices: int) -> int:
     """Into how many parts the batch is cut: the data and fsdp axes together."""
@@ -243,14 +248,14 @@ class IslandsConfig(IslandConfig):
     _positive("islands", self, "num_learners")
     for key, fields in self.overrides.items():
       _require(
-        key.isdigit() and int(key) < self.num_learners,
+        _is_number(key) and int(key) < self.num_learners,
         "islands.overrides",
         key,
         f"keys are learner numbers, '0' to '{self.num_learners - 1}'",
         "rename the key or raise islands.num_learners",
       )
-      _refuse_unknown(f"islands.overrides.{key}", fields, IslandConfig)
-      self.island(int(key))
+      _build(IslandConfig, fields, f"islands.overrides.{key}")  # names and types
+      self.island(int(key))  # and together with the common settings
 
   def island(self, learner: int) -> IslandConfig:
     """The settings of one learner's island."""
@@ -375,7 +380,7 @@ class Fault:
     _one_of("chaos.faults", self, "action", "kill", "stall", "slow")
     kind, _, number = self.role.partition("/")
     _require(
-      kind in ("learner", "syncer") and number.isdigit(),
+      kind in ("learner", "syncer") and _is_number(number),
       "chaos.faults.role",
       self.role,
       "must name a role",
@@ -447,7 +452,7 @@ class Config:
         "chaos.faults.role",
         fault.role,
         f"the run has {count} of that kind",
-        f"use {kind}/0 to {kind}/{max(0, count - 1)}",
+        f"use {kind}/0 to {kind}/{count - 1}" if count else "drop this fault",
       )
 
   def tokens_per_step(self, learner: int) -> int:
@@ -478,15 +483,24 @@ def from_dict(values: Mapping[str, Any] | ml_collections.ConfigDict) -> Config:
   Raises:
     ConfigError: names the field, the value, the rule and the fix.
   """
-  if isinstance(values, ml_collections.ConfigDict):
-    values = values.to_dict()
   return _build(Config, values, "")
+
+
+def check_field(path: str, value: Any) -> None:
+  """Refuses a path such as "sync.min_quorum" that names no field; `value` is for the error."""
+  cls: Any = Config
+  where = ""
+  for name in path.split("."):
+    inside = dataclasses.is_dataclass(cls)
+    _require(inside, path, value, f"{where} has no fields", f"set {where} in the experiment file")
+    _refuse_unknown(where, {name: value}, typing.cast(type, cls))
+    cls, where = typing.get_type_hints(cls)[name], f"{where}.{name}".lstrip(".")
 
 
 def _refuse_unknown(where: str, values: Mapping[str, Any], cls: type) -> None:
   known = [f.name for f in dataclasses.fields(cls)]
   for name in values:
-    close = difflib.get_close_matches(name, known, 1)
+    close = difflib.get_close_matches(str(name), known, 1)
     fix = f"did you mean {close[0]!r}" if close else f"known fields are {', '.join(known)}"
     _require(
       name in known, f"{where}.{name}".lstrip("."), values[name], "there is no such field", fix
@@ -495,6 +509,8 @@ def _refuse_unknown(where: str, values: Mapping[str, Any], cls: type) -> None:
 
 def _build(cls: type, values: Mapping[str, Any], where: str) -> Any:
   """A frozen dataclass from a nested mapping, with types checked field by field."""
+  if isinstance(values, ml_collections.ConfigDict):
+    values = values.to_dict()
   _require(isinstance(values, Mapping), where or "config", values, "must be a mapping", "nest it")
   _refuse_unknown(where, values, cls)
   hints = typing.get_type_hints(cls)
@@ -509,7 +525,7 @@ def _build(cls: type, values: Mapping[str, Any], where: str) -> Any:
 
 
 def _coerce(hint: Any, value: Any, field: str) -> Any:
-  if dataclasses.is_dataclass(hint):
+  if isinstance(hint, type) and dataclasses.is_dataclass(hint):
     return _build(hint, value, field)
   if hint == tuple[Fault, ...]:
     _require(isinstance(value, tuple | list), field, value, "must be a sequence", "use a tuple")

@@ -42,6 +42,15 @@ ROWS: dict[str, tuple[str, dict]] = {
   "default (rebase, RDA, outer lr 1)": ("default", BATCH),
   "default, average": ("default", {**BATCH, "sync.merge": "average"}),
   "default, 0.7/0.9": ("default", {**BATCH, **NESTEROV}),
+  "default, 0.4/0.9": (
+    "default",
+    {**BATCH, "outer.learning_rate": 0.4, "outer.momentum": 0.9},
+  ),
+  "default, 0.7/0.5": (
+    "default",
+    {**BATCH, "outer.learning_rate": 0.7, "outer.momentum": 0.5},
+  ),
+  "default, overwrite": ("default", {**BATCH, "sync.apply": "overwrite"}),
   "default, int4 both ways": (
     "default",
     {**BATCH, "sync.push_codec": "int4", "sync.publish_codec": "int4"},

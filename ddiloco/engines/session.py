@@ -67,7 +67,7 @@ def _best(outcome: Outcome, loss) -> tuple[Mapping[str, np.ndarray], float]:
   """The global model and its held-out loss; of islands that trained alone, the best one's."""
   candidates = list(outcome.island_params.values()) or [outcome.params]
   losses = [loss(params) for params in candidates]
-  best = int(np.argmin(losses))
+  best = min(range(len(losses)), key=lambda i: (np.isnan(losses[i]), losses[i]))  # NaN is worst
   return candidates[best], losses[best]
 
 
@@ -91,6 +91,8 @@ def _train_alone(
     outcome = ThreadsEngine(
       alone, workdir / "alone", corpus, loss, [live], islands=engine.islands
     ).run()
+  if outcome.reason != "finished":
+    return {}  # half a comparison is none
   _, best = _best(outcome, loss)
   return {"loss_best_island_alone": best, "steps_alone": steps}
 
@@ -130,7 +132,7 @@ def saved_config(workdir: Path) -> Config:
   path = workdir / "config.json"
   try:
     return from_dict(json.loads(path.read_text()))
-  except (OSError, json.JSONDecodeError) as error:
+  except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
     raise ConfigError(
       f"--workdir={workdir}: holds no run ({error}). Fix: name the directory of a run."
     ) from error
@@ -165,7 +167,12 @@ def report(workdir: Path) -> str:
   """Draws the report again from the events; returns where it is."""
   saved_config(workdir)
   known = workdir / OUTCOME
-  extra = json.loads(known.read_text()) if known.exists() else {}
+  try:
+    extra = json.loads(known.read_text()) if known.exists() else {}
+  except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    raise ConfigError(
+      f"{known}: cannot be read ({error}). Fix: delete it; the report then shows the events alone."
+    ) from error
   return str(write_report(workdir, extra) / "index.html")
 
 

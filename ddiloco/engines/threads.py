@@ -47,8 +47,8 @@ class Outcome:
   """What a run leaves: the global model, what became of every learner, and why it ended."""
 
   reason: str  # finished, stopped or failed
-  params: dict[str, np.ndarray]  # the global model; without shards that of learner 0
-  island_params: dict[int, dict[str, np.ndarray]]  # only without shards
+  params: dict[str, np.ndarray]  # the global model; without shards that of the first learner left
+  island_params: dict[int, dict[str, np.ndarray]]  # of the learners left; only without shards
   steps: dict[int, int]  # inner steps of every learner over all incarnations
 
 
@@ -86,7 +86,7 @@ class ThreadsEngine:
     self._recorder = self._record("engine", 0)
     self.islands = islands or {}
     self.steps: dict[int, int] = {}
-    self._failed: list[str] = []
+    self._gone: list[str] = []  # roles that never come back
     self._faults: list[Faults] = []
 
   def run(self) -> Outcome:
@@ -112,15 +112,12 @@ class ThreadsEngine:
       for m in range(config.islands.num_learners)
     ]
     try:
-      self._wait_for(learners)
-      reason = "stopped" if self.stop.is_set() else "finished"
+      reason = self._wait_for(learners)
       if watcher is not None and reason == "finished":
         watcher.join(EVALUATOR_PATIENCE_SECONDS)
     except KeyboardInterrupt:
       reason = "stopped"
     self._stop_all([*learners, *shards, *([watcher] if watcher else [])])
-    if len([name for name in self._failed if name.startswith("learner")]) == len(learners):
-      reason = "failed"
     self._recorder.event("run_finished", reason=reason)
     self._recorder.close()
     return self._outcome(reason)
@@ -133,13 +130,17 @@ class ThreadsEngine:
       groups = devices.partition(jax.devices(), self.config.islands)
       self.islands = {m: Island(self.config, m, g, self.plan) for m, g in enumerate(groups)}
       with concurrent.futures.ThreadPoolExecutor() as pool:
-        list(pool.map(lambda island: island.compile(), self.islands.values()))
+        list(pool.map(self._compile, self.islands))
     if self.config.sync.num_shards:
       for fragment in self.plan.fragments:
         self._store.save(new_fragment(fragment, fragments.gather(fragment, first)))
     else:
       for island in self.islands.values():
         island.load(first)
+
+  def _compile(self, m: int) -> None:
+    seconds = self.islands[m].compile()
+    self._recorder.event("compiled", target=learner_address(m), seconds=round(seconds, 3))
 
   def _run_learner(self, m: int, incarnation: int, faults: Faults, recorder: Recorder) -> None:
     island = self.islands[m]
@@ -225,16 +226,30 @@ class ThreadsEngine:
       finally:
         recorder.close()
       self._recorder.event("exit", target=name, reason=reason)
+      if pause < 0:
+        self._gone.append(name)
       if pause < 0 or self.stop.wait(pause):
-        self._failed.append(name)
         return
       incarnation += 1
       self._recorder.event("restart", target=name)
 
-  def _wait_for(self, threads: Sequence[threading.Thread]) -> None:
-    for thread in threads:
+  def _wait_for(self, learners: Sequence[threading.Thread]) -> str:
+    """Until all learners have ended, or never could: then the run has failed."""
+    for thread in learners:
       while thread.is_alive():
+        if self._hopeless():
+          return "failed"
         thread.join(POLL_SECONDS)  # short, so that Ctrl-C is heard
+    if all(thread.name in self._gone for thread in learners):
+      return "failed"
+    return "stopped" if self.stop.is_set() else "finished"
+
+  def _hopeless(self) -> bool:
+    """Whether a shard, or every possible quorum, is gone for good: nothing would ever merge."""
+    sync = self.config.sync
+    left = self.config.islands.num_learners - sum(n.startswith("learner/") for n in self._gone)
+    shard_gone = any(name.startswith("syncer/") for name in self._gone)
+    return shard_gone or left < (sync.min_quorum if sync.num_shards else 1)
 
   def _stop_all(self, threads: Sequence[threading.Thread]) -> None:
     self.stop.set()
@@ -247,5 +262,6 @@ class ThreadsEngine:
     if self.config.sync.num_shards:
       values = {f.index: self._store.load(f.index).value for f in self.plan.fragments}
       return Outcome(reason, initial.assemble(self.plan, self.config, values), {}, dict(self.steps))
-    each = {m: island.params_on_host() for m, island in self.islands.items()}
-    return Outcome(reason, each[0], each, dict(self.steps))
+    left = [m for m in self.islands if learner_address(m) not in self._gone] or list(self.islands)
+    each = {m: self.islands[m].params_on_host() for m in left}
+    return Outcome(reason, each[left[0]], each, dict(self.steps))

@@ -10,7 +10,7 @@ that is not finite is the string "nan", "inf" or "-inf", and `read_events` makes
 | learner-M | started, joined, step, push, apply, refused, stopped, crash, traffic     |
 | syncer-S  | started, member, round, commit, crash, traffic                           |
 | evaluator | evaluation, traffic                                                      |
-| engine    | run_started, fault, exit, restart, run_finished                          |
+| engine    | run_started, compiled, fault, exit, restart, run_finished                |
 """
 
 from __future__ import annotations

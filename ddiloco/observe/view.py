@@ -196,6 +196,11 @@ def _joined(view: RunView, event: Event, kind: str, number: int) -> RunView:
   return _note(view, event, text, "good")
 
 
+def _compiled(view: RunView, event: Event, _kind: str, _number: int) -> RunView:
+  text = f"{role_name(event['target'])} is compiled after {event['seconds']:.0f} s"
+  return _note(view, event, text, "plain")
+
+
 def _step(view: RunView, event: Event, kind: str, number: int) -> RunView:
   old = view.islands.get(number, IslandView())
   if kind != "learner" or event["incarnation"] < old.incarnation:
@@ -301,6 +306,7 @@ def _evaluation(view: RunView, event: Event, _kind: str, _number: int) -> RunVie
 _HANDLERS: Mapping[str, Callable[[RunView, Event, str, int], RunView]] = {
   "run_started": _run_started,
   "run_finished": _run_finished,
+  "compiled": _compiled,
   "started": _started,
   "joined": _joined,
   "step": _step,

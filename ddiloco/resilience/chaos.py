@@ -64,7 +64,7 @@ class Faults:
         self._slow_factor = fault.factor
 
   def drag(self, step_seconds: float) -> None:
-    """Called after every inner step: makes it `factor` times as long while the role is slow."""
+    """Called after a piece of work (a step, a message): stretches it while the role is slow."""
     if time.monotonic() < self._slow_until:
       self.stopped.wait((self._slow_factor - 1) * step_seconds)
 

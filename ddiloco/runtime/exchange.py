@@ -145,7 +145,7 @@ class Exchange:
 
   def _arrived(self) -> LearnerEvent | None:
     if self._failure is not None:
-      raise RuntimeError("the background thread failed") from self._failure
+      raise RuntimeError(f"the background thread failed: {self._failure!r}") from self._failure
     try:
       return self._finished.get_nowait()
     except queue.Empty:

@@ -86,7 +86,9 @@ class Syncer:
       now = time.monotonic()
       wait = LONGEST_WAIT_SECONDS if wake_at is None else min(wake_at - now, LONGEST_WAIT_SECONDS)
       arrived = self.endpoint.receive(max(0.0, wait))
-      self.handle(self._event(arrived[1]) if arrived else Tick(time.monotonic()))
+      started = time.monotonic()
+      self.handle(self._event(arrived[1]) if arrived else Tick(started))
+      self.faults.drag(time.monotonic() - started)
       self._count_traffic()
     self._count_traffic(always=True)
 

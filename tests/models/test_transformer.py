@@ -47,7 +47,7 @@ def test_scan_equals_layers_by_hand(num_layers, num_experts):
   logits, balance = transformer.apply(model, params, tokens)
 
   module = transformer.from_params(model, params)
-  x = params["embedding"][tokens] * model.model_dim**0.5
+  x = params["embedding"][tokens] * model.model_dim**0.25
   rope, balances = layers.rope_tables(9, model.head_dim, model.rope_theta), []
   graph, stacked = nnx.split(module.layers)
   for index in range(num_layers):
