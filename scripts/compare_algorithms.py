@@ -1,11 +1,16 @@
-"""The algorithms at equal tokens on one small model: a row each, held-out loss of the global model.
+"""The algorithms on one small model: a row each, held-out loss of the global model.
 
 Every row is a config with a few fields changed, trained by the command line in its own workdir;
 finished rows are not run again, so the script can be stopped and started.
 
   python scripts/compare_algorithms.py [--tokens=1228800] [--workdir=runs/compare] [--only=NAME;...]
 
-Last line: {"loss": {row: held-out loss}, "tokens": n, "seconds": {row: seconds of training}}.
+Two losses a row. `loss_at_equal_steps`: when the islands have made as many steps as the token
+budget plans (tokens / (islands x tokens per step)), interpolated between evaluations; what an
+island's time buys. `loss_at_equal_merged_tokens`: at the end of the run, when the whole budget is
+merged; runs that discard work (overwrite, mix) have made more steps by then.
+
+Last line: {"loss_at_equal_steps": {row: x}, "loss_at_equal_merged_tokens": {row: x}, "tokens": n}.
 """
 
 from __future__ import annotations
@@ -16,12 +21,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = {
   "model.num_layers": 2,
   "sync.num_fragments": 6,
   "sync.sync_period": 12,
-  "run.evaluations": 10,
+  "run.evaluations": 20,
   "run.sample_tokens": 0,
 }
 BATCH = {"islands.batch_size": 4}
@@ -62,8 +69,8 @@ ROWS: dict[str, tuple[str, dict]] = {
 }
 
 
-def train(name: str, tokens: int, workdir: Path) -> dict:
-  """The summary of one row, from an earlier run of it or a new one."""
+def train(name: str, tokens: int, workdir: Path) -> tuple[dict, Path]:
+  """The summary and workdir of one row, from an earlier run of it or a new one."""
   base, fields = ROWS[name]
   folder = workdir / "".join(c if c.isalnum() else "-" for c in name)
   summary = folder / "report" / "summary.json"
@@ -76,7 +83,17 @@ def train(name: str, tokens: int, workdir: Path) -> dict:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
       sys.exit(f"{name} failed with status {done.returncode}:\n{done.stdout}\n{done.stderr}")
-  return json.loads(summary.read_text())
+  return json.loads(summary.read_text()), folder
+
+
+def loss_at(folder: Path, step: int) -> float | None:
+  """Held-out loss of the global model at a step of the run's clock; None if never evaluated."""
+  events = folder / "events" / "evaluator.jsonl"
+  if not events.exists():
+    return None
+  lines = [json.loads(line) for line in events.read_text().splitlines()]
+  points = [(e["clock"], e["loss"]) for e in lines if e["kind"] == "evaluation"]
+  return float(np.interp(step, *zip(*points)))
 
 
 def main() -> None:
@@ -85,15 +102,23 @@ def main() -> None:
   parser.add_argument("--workdir", type=Path, default=ROOT / "runs" / "compare")
   parser.add_argument("--only", default="", help="names of rows, separated by ';'")
   args = parser.parse_args()
-  result: dict = {"loss": {}, "tokens": args.tokens, "seconds": {}}
+  steps = args.tokens // (4 * 4 * 128)
+  result: dict = {"loss_at_equal_steps": {}, "loss_at_equal_merged_tokens": {}}
   for name in [n for n in args.only.split(";") if n] or ROWS:
-    summary = train(name, args.tokens, args.workdir)
-    result["loss"][name] = round(summary["loss_merged"], 4)
-    result["seconds"][name] = summary["seconds"]
+    summary, folder = train(name, args.tokens, args.workdir)
+    end = round(summary["loss_merged"], 4)
+    equal = loss_at(folder, steps)
+    result["loss_at_equal_merged_tokens"][name] = end
+    result["loss_at_equal_steps"][name] = end if equal is None else round(equal, 4)
+    made = sum(summary["learner_steps"].values()) / len(summary["learner_steps"])
     shares = [share for share in summary["participation"].values() if share is not None]
     taken = f"{sum(shares) / len(shares):4.0%} participation" if shares else ""
-    print(f"{name:<36} {result['loss'][name]:.4f} nats per token   {taken}", flush=True)
-  print(json.dumps(result))
+    print(
+      f"{name:<36} {result['loss_at_equal_steps'][name]:.3f} at step {steps},"
+      f" {end:.3f} at the end (step {made:.0f})  {taken}",
+      flush=True,
+    )
+  print(json.dumps({**result, "tokens": args.tokens}))
 
 
 if __name__ == "__main__":

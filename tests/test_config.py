@@ -189,13 +189,12 @@ def test_a_path_is_checked_before_anything_is_parsed():
   config_lib.check_field("islands.overrides", "{}")
   for path, rule in (
     ("sync.min_qurum", "did you mean 'min_quorum'"),
-    ("sink.min_quorum", "did you mean 'sync'"),
+    ("snyc.min_quorum", "did you mean 'sync'"),
     ("sync.min_quorum.x", "sync.min_quorum has no fields"),
     ("islands.overrides.2.devices", "in the experiment file"),
   ):
-    with pytest.raises(ConfigError, match=re.escape(f"{path.split('.x')[0]}")) as caught:
+    with pytest.raises(ConfigError, match=re.escape(rule)):
       config_lib.check_field(path, "2")
-    assert rule in str(caught.value)
 
 
 def _scalar_fields():

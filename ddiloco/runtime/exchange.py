@@ -19,6 +19,7 @@ import numpy as np
 from ddiloco.config import Config
 from ddiloco.core import codec, learner
 from ddiloco.core.fragments import Plan
+from ddiloco.core.learner_state import LearnerState
 from ddiloco.core.messages import Publish, Push
 from ddiloco.core.protocol import (
   Apply,
@@ -79,7 +80,7 @@ class Exchange:
 
   def __init__(
     self,
-    state: learner.LearnerState,
+    state: LearnerState,
     config: Config,
     plan: Plan,
     holder: Holder,

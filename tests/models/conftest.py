@@ -1,7 +1,16 @@
-"""Every test of this room fails where an array is silently given more dimensions."""
+"""This room's tests refuse silent rank promotion, and compile quickly rather than well."""
 
 import jax
 import pytest
+
+
+@pytest.fixture(autouse=True, scope="package")
+def quick_compilation():
+  """Nearly all the time here is the compiler's, on models too small to gain from it."""
+  before = jax.config.read("jax_disable_most_optimizations")
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(autouse=True)

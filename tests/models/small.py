@@ -6,6 +6,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ddiloco.config import ModelConfig
@@ -13,7 +14,7 @@ from ddiloco.models import transformer
 
 DENSE = ModelConfig(
   vocab_size=32,
-  num_layers=3,
+  num_layers=2,
   model_dim=16,
   num_heads=4,
   num_kv_heads=2,
@@ -33,26 +34,33 @@ RULES = {
 }
 
 
-def random_tokens(model: ModelConfig, batch: int, length: int, seed: int = 1) -> jax.Array:
-  return jax.random.randint(jax.random.key(seed), (batch, length), 0, model.vocab_size)
+def random_tokens(model: ModelConfig, batch: int = 4, length: int = 8, seed: int = 1) -> jax.Array:
+  values = np.random.default_rng(seed).integers(0, model.vocab_size, (batch, length))
+  return jnp.asarray(values, jnp.int32)
 
 
 def fresh(model: ModelConfig, seed: int = 0) -> dict[str, jax.Array]:
-  """Parameters whose norms are not all ones, so that a forgotten scale shows."""
-  params = jax.jit(transformer.init, static_argnums=0)(model, jax.random.key(seed))
-  for i, name in enumerate(sorted(params)):
-    if name.endswith("scale"):
-      noise = jax.random.normal(jax.random.fold_in(jax.random.key(seed), i), params[name].shape)
-      params[name] = params[name] + 0.3 * noise
+  """Random parameters without compiling `init`; norm scales differ from 1, so that each shows."""
+  rng, params = np.random.default_rng(seed), {}
+  for name, leaf in transformer.shapes(model).items():
+    noise = rng.standard_normal(leaf.shape, np.float32)
+    value = 1 + 0.3 * noise if name.endswith("scale") else 0.25 * noise
+    params[name] = jnp.asarray(value)
   return params
 
 
 def loss(model: ModelConfig, params: dict[str, jax.Array], tokens_BxT: jax.Array, constrain=None):
-  """Next-token cross-entropy plus the weighted auxiliary loss."""
+  """(Next-token cross-entropy plus the weighted auxiliary loss, logits)."""
   logits, balance = transformer.apply(model, params, tokens_BxT, constrain)
   log_p = jax.nn.log_softmax(logits[:, :-1])
   picked = jnp.take_along_axis(log_p, tokens_BxT[:, 1:, None], axis=-1)
-  return -jnp.mean(picked) + model.load_balance_weight * balance
+  return -jnp.mean(picked) + model.load_balance_weight * balance, logits
+
+
+# Compiled once for all tests that use the same model and shapes.
+init_params = jax.jit(transformer.init, static_argnums=0)
+forward = jax.jit(transformer.apply, static_argnums=(0, 3))
+gradient = jax.jit(jax.value_and_grad(loss, argnums=1, has_aux=True), static_argnums=(0, 3))
 
 
 def layout(mesh, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> NamedSharding:

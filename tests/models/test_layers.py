@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +19,7 @@ def normal(seed: int, *shape: int) -> jax.Array:
 
 
 def test_rms_norm_golden():
-  norm = layers.RMSNorm(DENSE)
+  norm = layers.RMSNorm(dataclasses.replace(DENSE, model_dim=4))
   norm.epsilon = 0.0
   norm.scale[...] = jnp.arange(4.0)
   x = jnp.array([[3.0, 3.0, -3.0, 3.0], [1.0, 1.0, 1.0, 5.0]])  # rms 3 and sqrt(7)

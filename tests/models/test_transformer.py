@@ -10,9 +10,18 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from ddiloco.config import ModelConfig
 from ddiloco.models import layers, transformer
-from tests.models.small import DENSE, MIXTURE, fresh, layout, loss, random_tokens
+from tests.models.small import (
+  DENSE,
+  MIXTURE,
+  forward,
+  fresh,
+  gradient,
+  init_params,
+  layout,
+  loss,
+  random_tokens,
+)
 
 # Slots that run out are where a mixture could look ahead.
 TIGHT = dataclasses.replace(MIXTURE, capacity_factor=0.7)
@@ -21,38 +30,38 @@ BOTH = pytest.mark.parametrize("model", [DENSE, MIXTURE], ids=["dense", "mixture
 
 @pytest.mark.parametrize("model", [DENSE, MIXTURE, TIGHT], ids=["dense", "mixture", "tight"])
 def test_causal(model):
-  params, tokens = fresh(model), random_tokens(model, 2, 12)
-  forward = jax.jit(lambda t: transformer.apply(model, params, t)[0])
-  before = forward(tokens)
-  for position in (0, 5, 11):
+  params, tokens = fresh(model), random_tokens(model)
+  before, _ = forward(model, params, tokens)
+  for position in (0, 3, 7):
     changed = tokens.at[:, position].set((tokens[:, position] + 1) % model.vocab_size)
-    after = forward(changed)
+    after, _ = forward(model, params, changed)
     np.testing.assert_allclose(after[:, :position], before[:, :position], atol=1e-5)
     assert float(jnp.max(jnp.abs(after[:, position] - before[:, position]))) > 1e-2
 
 
 @BOTH
 def test_sequences_of_a_batch_do_not_mix(model):
-  params, tokens = fresh(model), random_tokens(model, 3, 8)
-  together, _ = transformer.apply(model, params, tokens)
-  alone, _ = transformer.apply(model, params, tokens[1:2])
-  np.testing.assert_allclose(together[1:2], alone, atol=1e-5)
+  params, tokens = fresh(model), random_tokens(model)
+  before, _ = forward(model, params, tokens)
+  after, _ = forward(model, params, tokens.at[2].set(random_tokens(model, seed=9)[2]))
+  np.testing.assert_allclose(after[jnp.array([0, 1, 3])], before[jnp.array([0, 1, 3])], atol=1e-5)
+  assert float(jnp.max(jnp.abs(after[2] - before[2]))) > 1e-2
 
 
-@pytest.mark.parametrize("num_layers", [3, 6], ids=["unrolled", "loop"])
+@pytest.mark.parametrize("num_layers", [2, 5], ids=["unrolled", "loop"])
 @pytest.mark.parametrize("num_experts", [0, 4])
 def test_scan_equals_layers_by_hand(num_layers, num_experts):
   model = dataclasses.replace(DENSE, num_layers=num_layers, num_experts=num_experts)
-  params, tokens = fresh(model), random_tokens(model, 2, 9)
-  logits, balance = transformer.apply(model, params, tokens)
+  params, tokens = fresh(model), random_tokens(model)
+  logits, balance = forward(model, params, tokens)
 
   module = transformer.from_params(model, params)
   x = params["embedding"][tokens] * model.model_dim**0.25
-  rope, balances = layers.rope_tables(9, model.head_dim, model.rope_theta), []
+  rope, balances = layers.rope_tables(8, model.head_dim, model.rope_theta), []
   graph, stacked = nnx.split(module.layers)
+  run = jax.jit(lambda one, x: nnx.merge(graph, one)(x, rope, layers.unconstrained))
   for index in range(num_layers):
-    layer = nnx.merge(graph, jax.tree.map(lambda leaf, i=index: leaf[i], stacked))
-    x, one = layer(x, rope, layers.unconstrained)
+    x, one = run(jax.tree.map(lambda leaf, i=index: leaf[i], stacked), x)
     balances.append(float(one))
   expected = module.final_norm(x) @ params["embedding"].T
   np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
@@ -62,30 +71,34 @@ def test_scan_equals_layers_by_hand(num_layers, num_experts):
 
 @BOTH
 def test_remat_changes_memory_not_values(model):
-  params, tokens = fresh(model), random_tokens(model, 2, 8)
+  params, tokens = fresh(model), random_tokens(model)
   remat = dataclasses.replace(model, remat=True)
-  plain = jax.jit(jax.grad(lambda p: loss(model, p, tokens)))(params)
-  again = jax.jit(jax.grad(lambda p: loss(remat, p, tokens)))(params)
-  text = str(jax.make_jaxpr(jax.grad(lambda p: loss(remat, p, tokens)))(params))
-  assert "remat" in text or "checkpoint" in text
+  _, plain = gradient(model, params, tokens)
+  _, again = gradient(remat, params, tokens)
+
+  def stored_for_backward(m) -> int:
+    residuals = jax.eval_shape(lambda p: jax.vjp(lambda p: loss(m, p, tokens)[0], p)[1], params)
+    return sum(leaf.size for leaf in jax.tree.leaves(residuals))
+
+  assert stored_for_backward(remat) < 0.6 * stored_for_backward(model)
   for name in plain:
     np.testing.assert_allclose(again[name], plain[name], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
 @BOTH
 def test_every_parameter_gets_a_gradient(model):
-  params, tokens = fresh(model), random_tokens(model, 4, 16)
-  for name, grad in jax.jit(jax.grad(lambda p: loss(model, p, tokens)))(params).items():
+  _, grads = gradient(model, fresh(model), random_tokens(model))
+  for name, grad in grads.items():
     rows = grad.reshape(grad.shape[0], -1) if name.startswith("layers/") else grad.reshape(1, -1)
     assert np.isfinite(grad).all() and (np.abs(rows).max(axis=1) > 0).all(), name
 
 
 @BOTH
 def test_bf16_is_close_to_f32(model):
-  params, tokens = fresh(model), random_tokens(model, 2, 16)
-  exact, _ = transformer.apply(model, params, tokens)
+  params, tokens = fresh(model), random_tokens(model)
+  exact, _ = forward(model, params, tokens)
   half = dataclasses.replace(model, compute_dtype="bfloat16")
-  rounded, balance = transformer.apply(half, params, tokens)
+  rounded, balance = forward(half, params, tokens)
   assert rounded.dtype == balance.dtype == jnp.float32
   error = jnp.abs(rounded - exact)
   # A few choices of near-equal experts flip in a mixture; the typical error stays small.
@@ -96,39 +109,37 @@ def test_bf16_is_close_to_f32(model):
 
 @BOTH
 def test_init_is_a_pure_function_of_the_key(model):
-  one, again = fresh(model, seed=3), fresh(model, seed=3)
-  other = fresh(model, seed=4)
-  eager = transformer.init(model, jax.random.key(3))
+  key = jax.random.key
+  one, again, other = (init_params(model, key(seed)) for seed in (3, 3, 4))
   for name in one:
     np.testing.assert_array_equal(one[name], again[name])
+    if name.endswith("scale"):
+      continue
     assert not np.array_equal(one[name], other[name]), name
-    if not name.endswith("scale"):
-      np.testing.assert_allclose(eager[name], one[name], rtol=1e-5, atol=1e-7)
-      if name.startswith("layers/"):  # layers differ from each other
-        assert not np.array_equal(one[name][0], one[name][1]), name
+    if name.startswith("layers/"):  # layers differ from each other
+      assert not np.array_equal(one[name][0], one[name][1]), name
 
 
 def test_init_of_some_leaves_under_jit_equals_the_same_of_all():
   some = jax.jit(lambda key: transformer.init(DENSE, key)["layers/mlp/up"])(jax.random.key(0))
-  np.testing.assert_array_equal(some, fresh(DENSE)["layers/mlp/up"])
+  np.testing.assert_allclose(some, fresh(DENSE)["layers/mlp/up"], rtol=1e-6)
 
 
 def test_init_scales():
-  model = dataclasses.replace(DENSE, model_dim=64, mlp_dim=128, num_layers=8, vocab_size=256)
-  params = transformer.init(model, jax.random.key(0))
+  params = init_params(DENSE, jax.random.key(0))
   expected = {
-    "embedding": 64**-0.5,
-    "layers/attention/query": 64**-0.5,
-    "layers/attention/output": (4 * 8 * 2 * 8) ** -0.5,
-    "layers/mlp/gate": 64**-0.5,
-    "layers/mlp/down": (128 * 2 * 8) ** -0.5,
+    "embedding": 16**-0.5,
+    "layers/attention/query": 16**-0.5,
+    "layers/attention/output": (4 * 8 * 2 * 2) ** -0.5,  # fan-in H * Q, times 2L
+    "layers/mlp/gate": 16**-0.5,
+    "layers/mlp/down": (24 * 2 * 2) ** -0.5,
   }
   for name, stddev in expected.items():
-    assert abs(float(jnp.std(params[name])) / stddev - 1) < 0.05, name
+    assert abs(float(jnp.std(params[name])) / stddev - 1) < 0.08, name
   assert (params["final_norm/scale"] == 1).all()
 
 
-@pytest.mark.parametrize("model", [DENSE, MIXTURE, ModelConfig()], ids=["dense", "moe", "default"])
+@BOTH
 def test_shapes_and_axes_describe_the_real_parameters(model):
   params, shapes, axes = fresh(model), transformer.shapes(model), transformer.logical_axes(model)
   assert list(params) == list(shapes) == list(axes)
@@ -163,14 +174,13 @@ def test_axes_golden():
 
 
 def test_from_params_is_the_module_and_round_trips():
-  params, tokens = fresh(MIXTURE), random_tokens(MIXTURE, 2, 6)
+  params, tokens = fresh(MIXTURE), random_tokens(MIXTURE)
   module = transformer.from_params(MIXTURE, params)
   assert isinstance(module, transformer.Transformer)
-  for actual, expected in zip(
-    module(tokens), transformer.apply(MIXTURE, params, tokens), strict=True
-  ):
-    np.testing.assert_array_equal(actual, expected)
-  flat = {"/".join(path): v[...] for path, v in nnx.to_flat_state(nnx.state(module))}
+  actual, expected = nnx.jit(lambda m, t: m(t))(module, tokens), forward(MIXTURE, params, tokens)
+  np.testing.assert_allclose(actual[0], expected[0], rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(actual[1], expected[1], rtol=1e-5)
+  flat = {"/".join(path): v.get_value() for path, v in nnx.to_flat_state(nnx.state(module))}
   assert all(flat[name] is params[name] for name in params) and len(flat) == len(params)
 
 
@@ -191,7 +201,11 @@ def test_constrain_sees_every_kind_of_activation_with_one_name_per_axis():
     return x
 
   for model in (DENSE, MIXTURE):
-    transformer.apply(model, fresh(model), random_tokens(model, 2, 4), constrain)
+
+    def apply(p, t, m=model):
+      return transformer.apply(m, p, t, constrain)
+
+    jax.eval_shape(apply, transformer.shapes(model), random_tokens(model))
   assert seen == {
     ("batch", "time", None),
     ("batch", "heads", "time", None),
@@ -203,14 +217,21 @@ def test_constrain_sees_every_kind_of_activation_with_one_name_per_axis():
   }
 
 
-@pytest.mark.parametrize("model", [DENSE, MIXTURE, TIGHT], ids=["dense", "mixture", "tight"])
-@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 2, 4)], ids=["2x2x2", "1x2x4"])
+SHARDED = {
+  "dense-2x2x2": (DENSE, (2, 2, 2)),
+  "mixture-2x2x2": (MIXTURE, (2, 2, 2)),
+  "dense-1x2x4": (DENSE, (1, 2, 4)),
+  "tight-1x4x2": (TIGHT, (1, 4, 2)),
+}
+
+
+@pytest.mark.parametrize("model, shape", SHARDED.values(), ids=SHARDED)
 def test_sharded_equals_single_device(model, shape):
   """With four tensor shards two kv heads stay whole."""
   mesh = jax.make_mesh(
     shape, ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3
   )
-  params, tokens = fresh(model), random_tokens(model, 4, 8)
+  params, tokens = fresh(model), random_tokens(model)
   axes = transformer.logical_axes(model)
   placed = {n: jax.device_put(v, layout(mesh, v.shape, axes[n])) for n, v in params.items()}
   assert not placed["layers/attention/query"].sharding.is_fully_replicated
@@ -219,37 +240,33 @@ def test_sharded_equals_single_device(model, shape):
   def constrain(x, names):
     return jax.lax.with_sharding_constraint(x, layout(mesh, x.shape, names))
 
-  single = jax.jit(jax.value_and_grad(lambda p, t: loss(model, p, t)))
-  sharded = jax.jit(jax.value_and_grad(lambda p, t: loss(model, p, t, constrain)))
-  (value, grads), (value_s, grads_s) = single(params, tokens), sharded(placed, spread)
+  (value, logits), grads = gradient(model, params, tokens)
+  (value_s, logits_s), grads_s = gradient(model, placed, spread, constrain)
   np.testing.assert_allclose(value_s, value, rtol=1e-5)
+  np.testing.assert_allclose(logits_s, logits, rtol=1e-4, atol=1e-4)
+  # Split in reality, not only in name.
+  assert logits_s.addressable_shards[0].data.size * 8 == logits.size
   for name in grads:
     np.testing.assert_allclose(grads_s[name], grads[name], rtol=1e-3, atol=1e-5, err_msg=name)
-  logits = jax.jit(lambda p, t: transformer.apply(model, p, t, constrain)[0])(placed, spread)
-  np.testing.assert_allclose(
-    logits, transformer.apply(model, params, tokens)[0], rtol=1e-4, atol=1e-4
-  )
 
 
-@BOTH
-def test_init_can_be_born_sharded_and_needs_no_mesh(model):
+def test_init_can_be_born_sharded_and_needs_no_mesh():
+  model = DENSE
   assert jax.sharding.get_abstract_mesh().empty
   mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"))
   axes, shapes = transformer.logical_axes(model), transformer.shapes(model)
   wanted = {n: layout(mesh, s.shape, axes[n]) for n, s in shapes.items()}
   born = jax.jit(lambda key: transformer.init(model, key), out_shardings=wanted)(jax.random.key(0))
-  plain = jax.jit(lambda key: transformer.init(model, key))(jax.random.key(0))
+  plain = init_params(model, jax.random.key(0))
   for name in plain:
     np.testing.assert_allclose(born[name], plain[name], rtol=1e-6, atol=1e-7, err_msg=name)
 
 
 def test_a_small_model_learns_to_copy():
-  """Twenty-five plain gradient steps on one repeated batch: the loss falls to less than half."""
-  tokens = random_tokens(MIXTURE, 4, 8)
-  params = fresh(MIXTURE)
-  step = jax.jit(jax.value_and_grad(lambda p: loss(MIXTURE, p, tokens)))
-  first, _ = step(params)
-  for _ in range(25):
-    last, grads = step(params)
+  """Plain gradient descent on one repeated batch: the loss falls to less than half."""
+  params, tokens = fresh(MIXTURE), random_tokens(MIXTURE)
+  (first, _), _ = gradient(MIXTURE, params, tokens)
+  for _ in range(40):
+    (last, _), grads = gradient(MIXTURE, params, tokens)
     params = jax.tree.map(lambda p, g: p - 0.3 * g, params, grads)
   assert float(last) < 0.5 * float(first)

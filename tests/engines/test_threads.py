@@ -1,0 +1,312 @@
+"""The threads engine with islands in NumPy: who dies, who comes back, and what the others notice."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import numpy as np
+import pytest
+
+from ddiloco.config import Config, from_dict
+from ddiloco.engines.threads import Outcome, ThreadsEngine
+from ddiloco.observe.events import Event, read_events
+from ddiloco.runtime import initial
+from ddiloco.runtime.evaluator import HostParams
+from ddiloco.training import data
+
+pytestmark = pytest.mark.timeout(120)
+STEP_SECONDS = 0.004
+TOKENS = 16  # of a step: B = 2, T = 8
+
+
+class HostIsland(HostParams):
+  """An island without a device: every step moves every value, and takes `STEP_SECONDS`."""
+
+  def __init__(self, config: Config, learner: int, plan):
+    super().__init__(config, plan)
+    self.learner = learner
+    self.made = 0
+    self.lives = 0
+    self.trouble = {}  # step of this island's own count -> what then happens, once
+
+  def describe(self) -> dict:
+    return {"devices": 1, "mesh": [1, 1, 1], "batch_size": 2}
+
+  def reset(self) -> None:
+    self.lives += 1
+
+  def step(self, tokens, clock) -> dict[str, float]:
+    time.sleep(STEP_SECONDS)  # stands for the device's work
+    self.made += 1
+    for value in self.params.values():
+      value -= np.float32(0.01) * (value - self.learner)
+    if self.made in self.trouble:
+      self.trouble[self.made]()
+    return {"loss": 1.0}
+
+  def cut(self, fragment: int):
+    piece = self._plan.fragments[fragment]
+    return [v.copy() for v in (self.params[p.name] for p in piece.pieces)]
+
+  def to_host(self, pieces, fragment: int) -> np.ndarray:
+    flat, piece = [], self._plan.fragments[fragment]
+    for value, p in zip(pieces, piece.pieces):
+      rows = value if p.layer is None else value[p.layer]
+      flat.append((rows[p.start : p.stop] if rows.ndim else rows).ravel())
+    return np.concatenate(flat).astype(np.float32)
+
+  def apply(self, fragment: int, staged: np.ndarray, keep: float) -> None:
+    if keep:
+      staged = np.float32(keep) * self.to_host(self.cut(fragment), fragment) + staged
+    super().apply(fragment, staged, 0.0)
+
+  def params_on_host(self) -> dict[str, np.ndarray]:
+    return self.params
+
+
+def make_config(learners: int = 3, steps: int = 200, **sections) -> Config:
+  sections["sync"] = {
+    "num_shards": 2,
+    "num_fragments": 4,
+    "sync_period": 8,
+    "liveness_seconds": 0.3,
+  } | sections.get("sync", {})
+  sections["run"] = {
+    "total_tokens": learners * steps * TOKENS,
+    "evaluations": 2,
+    "restart_seconds": 0.05,
+  } | sections.get("run", {})
+  model = {"num_layers": 1, "model_dim": 8, "num_heads": 1, "num_kv_heads": 1, "head_dim": 4}
+  return from_dict(
+    {
+      "model": model | {"mlp_dim": 8},
+      "data": {"source": "synthetic", "sequence_length": TOKENS // 2},
+      "islands": {"num_learners": learners, "batch_size": 2},
+      **sections,
+    }
+  )
+
+
+@pytest.fixture(scope="module")
+def corpus() -> data.Corpus:
+  return data.open_corpus(make_config().data)
+
+
+class Ran:
+  """One run of the engine, and what it left in the event logs."""
+
+  def __init__(self, config: Config, corpus, workdir, trouble=(), stop_after=None):
+    plan = initial.make_plan(config)
+    learners = range(config.islands.num_learners)
+    self.islands = {m: HostIsland(config, m, plan) for m in learners}
+    for learner, step, what in trouble:
+      self.islands[learner].trouble[step] = lambda m=learner, what=what: what(self.islands[m])
+    listeners = []
+    engine = ThreadsEngine(config, workdir, corpus, lambda params: 2.0, listeners, self.islands)
+    if stop_after:
+      listeners.append(lambda event: stop_after(event) and engine.stop.set())
+    self.outcome: Outcome = engine.run()
+    self.events: list[Event] = read_events(workdir)
+
+  def of(self, kind: str, role: str = "") -> list[Event]:
+    return [e for e in self.events if e["kind"] == kind and e["role"].startswith(role)]
+
+  def exits(self, target: str) -> list[str]:
+    return [e["reason"] for e in self.of("exit") if e["target"] == target]
+
+
+def fault(action: str, role: str, at_step: int, **more) -> dict:
+  return {"action": action, "role": role, "at_step": at_step, **more}
+
+
+def raises(error: Exception):
+  def trouble(island: HostIsland) -> None:
+    raise error
+
+  return trouble
+
+
+def assert_versions_never_go_back(ran: Ran) -> None:
+  newest: dict[int, int] = {}
+  for event in ran.of("commit"):
+    assert event["version"] == newest.get(event["fragment"], 0) + 1
+    newest[event["fragment"]] = event["version"]
+  assert len(newest) == 4 and min(newest.values()) > 2
+
+
+@pytest.fixture(scope="module")
+def chaos(corpus, tmp_path_factory) -> Ran:
+  faults = [
+    fault("kill", "learner/1", 60, seconds=0.6),
+    fault("kill", "syncer/0", 100, seconds=0.3),
+    fault("stall", "learner/2", 150, seconds=0.4),
+    fault("slow", "learner/0", 200, seconds=0.3, factor=3.0),
+  ]
+  config = make_config(steps=300, chaos={"faults": faults})
+  return Ran(config, corpus, tmp_path_factory.mktemp("chaos"))
+
+
+def test_kills_a_stall_and_slowness_and_the_run_still_finishes(chaos):
+  assert chaos.outcome.reason == "finished"
+  assert [(e["target"], e["action"]) for e in chaos.of("fault")] == [
+    ("learner/1", "kill"), ("syncer/0", "kill"), ("learner/2", "stall"), ("learner/0", "slow"),
+  ]  # fmt: skip
+  assert [e["target"] for e in chaos.of("exit")] == ["learner/1", "syncer/0"]
+  assert {e["target"] for e in chaos.of("restart")} == {"learner/1", "syncer/0"}
+  joined = [e["incarnation"] for e in chaos.of("joined", "learner-1")]
+  assert joined == [0, 1]
+  assert [e["incarnation"] for e in chaos.of("started", "syncer-0")] == [0, 1]
+  late = [e for e in chaos.of("commit") if e["time"] > chaos.of("joined", "learner-1")[1]["time"]]
+  assert any("1" in e["participants"] for e in late), "it takes part again"
+  assert chaos.of("run_finished")[0]["reason"] == "finished"
+
+
+def test_versions_never_go_back_also_across_a_shards_restart(chaos):
+  assert_versions_never_go_back(chaos)
+  assert {e["incarnation"] for e in chaos.of("commit", "syncer-0")} == {0, 1}
+
+
+def test_nobody_is_ever_blocked(chaos):
+  assert sum(e["blocked_seconds"] for e in chaos.of("step")) == 0
+
+
+def test_survivors_do_not_notice_a_kill(chaos):
+  """Median gap of their steps while another is down, against before; the clock is shared."""
+  down = chaos.of("fault")[0]["time"]
+  back = next(e["time"] for e in chaos.of("joined", "learner-1") if e["incarnation"] == 1)
+  for m in (0, 2):
+    steps = chaos.of("step", f"learner-{m}")
+    before = [e["gap_seconds"] for e in steps[5:] if e["time"] < down]
+    during = [e["gap_seconds"] for e in steps if down <= e["time"] < min(back, down + 0.6)]
+    assert len(before) > 20 and len(during) > 20, "they went on stepping"
+    assert statistics.median(during) < 1.5 * statistics.median(before)
+
+
+def test_all_steps_of_all_lives_are_counted(chaos):
+  for m, steps in chaos.outcome.steps.items():
+    assert steps == len(chaos.of("step", f"learner-{m}")) == chaos.islands[m].made
+  assert chaos.islands[1].lives == 2
+
+
+def test_the_result_is_what_the_learners_ended_with(chaos):
+  for name, value in chaos.outcome.params.items():
+    assert np.isfinite(value).all()
+    np.testing.assert_allclose(value, chaos.islands[0].params[name], atol=0.8)
+
+
+def test_a_crash_is_restarted_after_a_pause_that_doubles(corpus, tmp_path):
+  trouble = [(1, 10, raises(OSError("cable"))), (1, 20, raises(OSError("cable again")))]
+  ran = Ran(make_config(steps=150), corpus, tmp_path, trouble)
+  assert ran.outcome.reason == "finished"
+  assert ran.exits("learner/1") == ["OSError: cable", "OSError: cable again"]
+  exits = [e["time"] for e in ran.of("exit")]
+  restarts = [e["time"] for e in ran.of("restart")]
+  pauses = [after - before for before, after in zip(exits, restarts)]
+  assert pauses[0] >= 0.05 and pauses[1] >= 0.1
+  assert "cable" in ran.of("crash", "learner-1")[0]["trace"]
+  assert ran.islands[1].lives == 3
+
+
+def always(learner: int):
+  return [(learner, step, raises(ValueError("broken"))) for step in range(1, 100)]
+
+
+def test_a_role_that_always_crashes_is_given_up_and_the_others_go_on(corpus, tmp_path):
+  config = make_config(steps=100, run={"max_restarts": 2, "restart_seconds": 0.02})
+  ran = Ran(config, corpus, tmp_path, always(2))
+  assert ran.outcome.reason == "finished"
+  assert ran.exits("learner/2") == ["ValueError: broken"] * 3
+  assert len(ran.of("restart")) == 2
+  assert_versions_never_go_back(ran)
+
+
+@pytest.mark.parametrize("shards", [0, 2])
+def test_when_all_learners_give_up_the_run_has_failed_and_keeps_what_it_has(
+  corpus, tmp_path, shards
+):
+  config = make_config(
+    learners=2, run={"max_restarts": 1, "restart_seconds": 0.02}, sync={"num_shards": shards}
+  )
+  trouble = [(m, 40 + n, raises(ValueError("broken"))) for m in (0, 1) for n in range(1, 60)]
+  ran = Ran(config, corpus, tmp_path, trouble)
+  assert ran.outcome.reason == ran.of("run_finished")[0]["reason"] == "failed"
+  params = ran.outcome.params
+  assert all(np.isfinite(v).all() for v in params.values())
+  first = initial.initial_params(config)
+  if shards:
+    assert ran.of("commit")
+    assert any((params[name] != first[name]).any() for name in params), "merged work is kept"
+
+
+def test_who_is_killed_for_good_stays_away_and_the_rest_finishes(corpus, tmp_path):
+  faults = [fault("kill", "learner/0", 30, seconds=-1)]
+  ran = Ran(make_config(steps=100, chaos={"faults": faults}), corpus, tmp_path)
+  assert ran.outcome.reason == "finished"
+  assert not ran.of("restart")
+  assert ran.outcome.steps[0] in range(30, 60) and ran.outcome.steps[1] > 100
+
+
+@pytest.mark.parametrize("target, quorum", [("syncer/1", 1), ("learner/0", 3)])
+def test_a_run_that_can_never_end_any_more_ends_at_once(corpus, tmp_path, target, quorum):
+  """A shard gone for good never merges again; nor do too few learners for a quorum."""
+  faults = [fault("kill", target, 30, seconds=-1)]
+  config = make_config(steps=10**6, chaos={"faults": faults}, sync={"min_quorum": quorum})
+  ran = Ran(config, corpus, tmp_path)
+  assert ran.outcome.reason == "failed"
+  assert all(np.isfinite(v).all() for v in ran.outcome.params.values())
+
+
+def poison(island: HostIsland) -> None:
+  for value in island.params.values():
+    value[:] = np.nan
+
+
+def test_a_poisoned_island_is_rejected_quarantined_and_starts_afresh(corpus, tmp_path):
+  # From step 30 on its first life makes NaN whatever it receives; its second one is well.
+  trouble = [
+    (1, step, lambda island: poison(island) if island.lives == 1 else None)
+    for step in range(30, 2000)
+  ]
+  ran = Ran(make_config(steps=200), corpus, tmp_path, trouble)
+  assert ran.outcome.reason == "finished"
+  reasons = {r for e in ran.of("commit") + ran.of("abandoned") for r in e["rejected"].values()}
+  assert reasons and all("not finite" in r for r in reasons)
+  assert "quarantined" in {e["state"] for e in ran.of("member", "syncer")}
+  assert len(ran.exits("learner/1")) >= 1
+  assert ran.exits("learner/1")[0].startswith("quarantined: ")
+  assert ran.islands[1].lives >= 2
+  assert all(np.isfinite(v).all() for v in ran.outcome.params.values())
+  assert np.isfinite(ran.islands[1].params["final_norm/scale"]).all(), "it was healed"
+  assert_versions_never_go_back(ran)
+
+
+def test_stopping_keeps_what_is_there(corpus, tmp_path):
+  faults = [fault("stall", "learner/1", 5, seconds=3600.0)]
+  config = make_config(steps=10**6, chaos={"faults": faults})
+  started = time.monotonic()
+  ran = Ran(config, corpus, tmp_path, stop_after=lambda e: e["kind"] == "step" and e["step"] > 60)
+  assert ran.outcome.reason == "stopped"
+  assert time.monotonic() - started < 60, "a stall of an hour does not hold up the end"
+  assert {e["reason"] for e in ran.of("stopped", "learner")} == {"the run was stopped"}
+
+
+def test_stopping_while_a_learner_waits_for_its_restart_is_no_failure(corpus, tmp_path):
+  config = make_config(learners=1, steps=10**6, run={"restart_seconds": 3600.0})
+  ran = Ran(
+    config,
+    corpus,
+    tmp_path,
+    [(0, 20, raises(OSError("cable")))],
+    stop_after=lambda e: e["kind"] == "exit",
+  )
+  assert ran.outcome.reason == "stopped"
+
+
+def test_islands_alone_finish_without_a_syncer(corpus, tmp_path):
+  config = make_config(learners=2, steps=40, sync={"num_shards": 0})
+  ran = Ran(config, corpus, tmp_path, always(1))
+  assert ran.outcome.reason == "finished"
+  assert list(ran.outcome.island_params) == [0], "who gave up has no result"
+  assert ran.outcome.steps[0] == 40
+  assert not ran.of("commit") and not ran.of("push")
