@@ -9,7 +9,6 @@ Nothing here touches a device, a file or JAX.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
 import typing
@@ -18,53 +17,19 @@ from typing import Any
 
 import ml_collections
 
+from ddiloco.checked import (
+  ConfigError,
+  build,
+  is_number,
+  not_negative,
+  one_of,
+  positive,
+  refuse_unknown,
+  require,
+  share,
+)
 
-class ConfigError(ValueError):
-  """A config field breaks its rule. The text names field, value, rule and fix."""
-
-
-def _require(ok: bool, field: str, value: Any, rule: str, fix: str) -> None:
-  if not ok:
-    raise ConfigError(f"{field} = {value!r}: {rule}. Fix: {fix}.")
-
-
-def _positive(section: str, config: Any, *names: str) -> None:
-  for name in names:
-    value = getattr(config, name)
-    _require(
-      value > 0, f"{section}.{name}", value, "must be greater than 0", "set a positive value"
-    )
-
-
-def _not_negative(section: str, config: Any, *names: str) -> None:
-  for name in names:
-    value = getattr(config, name)
-    _require(value >= 0, f"{section}.{name}", value, "must not be negative", "set 0 or more")
-
-
-def _one_of(section: str, config: Any, name: str, *choices: str) -> None:
-  value = getattr(config, name)
-  close = difflib.get_close_matches(str(value), choices, 1) or choices[:1]
-  _require(
-    value in choices,
-    f"{section}.{name}",
-    value,
-    f"must be one of {', '.join(choices)}",
-    f"for example {close[0]!r}",
-  )
-
-
-def _share(section: str, config: Any, *names: str) -> None:
-  for name in names:
-    value = getattr(config, name)
-    _require(
-      0 <= value < 1, f"{section}.{name}", value, "must lie in [0, 1)", "set a share below 1"
-    )
-
-
-def _is_number(text: Any) -> bool:
-  """Whether a role's number is written as the roles' own names write it: 2, not 02."""
-  return isinstance(text, str) and text.isdecimal() and text == str(int(text))
+__all__ = ["Config", "ConfigError", "Fault", "check_field", "default", "from_dict"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,26 +53,26 @@ class ModelConfig:
   remat: bool = False  # recompute each layer in the backward pass instead of storing it
 
   def __post_init__(self):
-    _positive("model", self, "vocab_size", "num_layers", "model_dim", "num_heads", "num_kv_heads")
-    _positive("model", self, "head_dim", "mlp_dim", "rope_theta", "norm_epsilon")
-    _positive("model", self, "capacity_factor")
-    _not_negative("model", self, "num_experts", "load_balance_weight")
-    _one_of("model", self, "compute_dtype", "float32", "bfloat16")
-    _require(
+    positive("model", self, "vocab_size", "num_layers", "model_dim", "num_heads", "num_kv_heads")
+    positive("model", self, "head_dim", "mlp_dim", "rope_theta", "norm_epsilon")
+    positive("model", self, "capacity_factor")
+    not_negative("model", self, "num_experts", "load_balance_weight")
+    one_of("model", self, "compute_dtype", "float32", "bfloat16")
+    require(
       self.num_heads % self.num_kv_heads == 0,
       "model.num_kv_heads",
       self.num_kv_heads,
       f"must divide model.num_heads ({self.num_heads})",
       f"use {math.gcd(self.num_heads, self.num_kv_heads)}",
     )
-    _require(
+    require(
       self.head_dim % 2 == 0,
       "model.head_dim",
       self.head_dim,
       "must be even (rotary embedding turns pairs)",
       f"use {self.head_dim + 1}",
     )
-    _require(
+    require(
       not self.num_experts or 1 <= self.experts_per_token <= self.num_experts,
       "model.experts_per_token",
       self.experts_per_token,
@@ -131,17 +96,17 @@ class DataConfig:
   heldout_sequences: int = 64  # used for one evaluation
 
   def __post_init__(self):
-    _one_of("data", self, "source", "stdlib", "text", "tokens", "synthetic")
-    _one_of("data", self, "token_dtype", "uint16", "uint32")
-    _positive("data", self, "sequence_length", "heldout_sequences")
-    _require(
+    one_of("data", self, "source", "stdlib", "text", "tokens", "synthetic")
+    one_of("data", self, "token_dtype", "uint16", "uint32")
+    positive("data", self, "sequence_length", "heldout_sequences")
+    require(
       0 < self.heldout_share < 1,
       "data.heldout_share",
       self.heldout_share,
       "must lie between 0 and 1, so that something is held out and something trained on",
       "use 0.05",
     )
-    _require(
+    require(
       bool(self.path) == (self.source in ("text", "tokens")),
       "data.path",
       self.path,
@@ -149,7 +114,7 @@ class DataConfig:
       "set data.path to a glob, or data.source to 'text' or 'tokens'",
     )
     kind, _, file = self.tokenizer.partition(":")
-    _require(
+    require(
       self.tokenizer == "bytes" or (kind in ("sentencepiece", "huggingface") and bool(file)),
       "data.tokenizer",
       self.tokenizer,
@@ -174,10 +139,10 @@ class InnerConfig:
   accumulation_steps: int = 1  # micro-batches a step
 
   def __post_init__(self):
-    _positive("inner", self, "learning_rate", "epsilon", "accumulation_steps")
-    _not_negative("inner", self, "warmup_steps", "decay_steps", "weight_decay", "clip_norm")
-    _share("inner", self, "b1", "b2")
-    _require(
+    positive("inner", self, "learning_rate", "epsilon", "accumulation_steps")
+    not_negative("inner", self, "warmup_steps", "decay_steps", "weight_decay", "clip_norm")
+    share("inner", self, "b1", "b2")
+    require(
       0 <= self.final_share <= 1,
       "inner.final_share",
       self.final_share,
@@ -197,10 +162,10 @@ class IslandConfig:
   batch_size: int = 8  # B, sequences a step
 
   def __post_init__(self):
-    _not_negative("islands", self, "devices")
-    _positive("islands", self, "batch_size")
+    not_negative("islands", self, "devices")
+    positive("islands", self, "batch_size")
     axes = (self.data, self.fsdp, self.tensor)
-    _require(
+    require(
       all(a == -1 or a > 0 for a in axes) and axes.count(-1) <= 1,
       "islands.(data, fsdp, tensor)",
       axes,
@@ -208,7 +173,7 @@ class IslandConfig:
       "use data=1, fsdp=-1, tensor=1",
     )
     known = math.prod(a for a in axes if a != -1)
-    _require(
+    require(
       not self.devices or (self.devices % known == 0 if -1 in axes else self.devices == known),
       "islands.devices",
       self.devices,
@@ -221,7 +186,7 @@ class IslandConfig:
     axes = (self.data, self.fsdp, self.tensor)
     known = math.prod(a for a in axes if a != -1)
     data, fsdp, tensor = (devices // known if a == -1 else a for a in axes)
-    _require(
+    require(
       data * fsdp * tensor == devices,
       "islands.(data, fsdp, tensor)",
       axes,
@@ -245,16 +210,16 @@ class IslandsConfig(IslandConfig):
 
   def __post_init__(self):
     super().__post_init__()
-    _positive("islands", self, "num_learners")
+    positive("islands", self, "num_learners")
     for key, fields in self.overrides.items():
-      _require(
-        _is_number(key) and int(key) < self.num_learners,
+      require(
+        is_number(key) and int(key) < self.num_learners,
         "islands.overrides",
         key,
         f"keys are learner numbers, '0' to '{self.num_learners - 1}'",
         "rename the key or raise islands.num_learners",
       )
-      _build(IslandConfig, fields, f"islands.overrides.{key}")  # names and types
+      build(IslandConfig, fields, f"islands.overrides.{key}")  # names and types
       self.island(int(key))  # and together with the common settings
 
   def island(self, learner: int) -> IslandConfig:
@@ -276,7 +241,7 @@ class SyncConfig:
   sync_period: int = 24  # H: inner steps between two syncs of the same fragment
   overlap_steps: int = 2  # tau: steps a sync may take without anybody noticing
   min_quorum: int = 1  # K
-  grace_safety: float = 0.5  # gamma: share of the slack that waiting for more learners may use
+  grace_safety: float = 0.9  # gamma: share of the slack that waiting for more learners may use
   blocking: bool = False  # True: lock-step (DiLoCo, Streaming DiLoCo); learners then do wait
   apply: str = "rebase"  # overwrite (the paper), mix (Streaming), rebase (no work is lost)
   mix_alpha: float = 0.5  # share of the local value that `mix` keeps
@@ -291,40 +256,40 @@ class SyncConfig:
   quarantine_after: int = 3  # rejections in a row until a learner must rejoin
 
   def __post_init__(self):
-    _not_negative("sync", self, "num_shards", "overlap_steps", "max_rows")
-    _positive("sync", self, "num_fragments", "sync_period", "min_quorum", "liveness_steps")
-    _positive("sync", self, "liveness_seconds", "quarantine_after")
-    _one_of("sync", self, "fragmentation", "balanced", "layer", "tensor", "strided")
-    _one_of("sync", self, "apply", "overwrite", "mix", "rebase")
-    _one_of("sync", self, "merge", "rda", "average")
-    _one_of("sync", self, "push_codec", "f32", "bf16", "int8", "int4")
-    _one_of("sync", self, "publish_codec", "f32", "bf16", "int8", "int4")
-    _share("sync", self, "grace_safety")
-    _require(
+    not_negative("sync", self, "num_shards", "overlap_steps", "max_rows")
+    positive("sync", self, "num_fragments", "sync_period", "min_quorum", "liveness_steps")
+    positive("sync", self, "liveness_seconds", "quarantine_after")
+    one_of("sync", self, "fragmentation", "balanced", "layer", "tensor", "strided")
+    one_of("sync", self, "apply", "overwrite", "mix", "rebase")
+    one_of("sync", self, "merge", "rda", "average")
+    one_of("sync", self, "push_codec", "f32", "bf16", "int8", "int4")
+    one_of("sync", self, "publish_codec", "f32", "bf16", "int8", "int4")
+    share("sync", self, "grace_safety")
+    require(
       0 <= self.mix_alpha <= 1, "sync.mix_alpha", self.mix_alpha, "must lie in [0, 1]", "use 0.5"
     )
-    _require(
+    require(
       self.max_norm_ratio > 1,
       "sync.max_norm_ratio",
       self.max_norm_ratio,
       "must be greater than 1",
       "use 10",
     )
-    _require(
+    require(
       self.num_shards <= self.num_fragments,
       "sync.num_shards",
       self.num_shards,
       f"must not exceed sync.num_fragments ({self.num_fragments}): a shard owns whole fragments",
       f"use at most {self.num_fragments}",
     )
-    _require(
+    require(
       self.overlap_steps < self.sync_period,
       "sync.overlap_steps",
       self.overlap_steps,
       f"must be smaller than sync.sync_period ({self.sync_period})",
       f"use at most {self.sync_period - 1}",
     )
-    _require(
+    require(
       not (self.error_feedback and self.apply == "rebase"),
       "sync.error_feedback",
       True,
@@ -342,8 +307,8 @@ class OuterConfig:
   nesterov: bool = True
 
   def __post_init__(self):
-    _positive("outer", self, "learning_rate")
-    _share("outer", self, "momentum")
+    positive("outer", self, "learning_rate")
+    share("outer", self, "momentum")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -361,8 +326,8 @@ class RunConfig:
   max_restarts: int = 5  # of one role, by crashes (planned faults do not count)
 
   def __post_init__(self):
-    _positive("run", self, "total_tokens")
-    _not_negative("run", self, "evaluations", "sample_tokens", "restart_seconds", "max_restarts")
+    positive("run", self, "total_tokens")
+    not_negative("run", self, "evaluations", "sample_tokens", "restart_seconds", "max_restarts")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -377,30 +342,30 @@ class Fault:
   factor: float = 2.0  # by which `slow` stretches every step
 
   def __post_init__(self):
-    _one_of("chaos.faults", self, "action", "kill", "stall", "slow")
+    one_of("chaos.faults", self, "action", "kill", "stall", "slow")
     kind, _, number = self.role.partition("/")
-    _require(
-      kind in ("learner", "syncer") and _is_number(number),
+    require(
+      kind in ("learner", "syncer") and is_number(number),
       "chaos.faults.role",
       self.role,
       "must name a role",
       "use 'learner/2' or 'syncer/0'",
     )
-    _require(
+    require(
       (self.at_step >= 0) != (self.at_seconds >= 0),
       "chaos.faults.(at_step, at_seconds)",
       (self.at_step, self.at_seconds),
       "exactly one of them says when",
       "set one and leave the other -1",
     )
-    _require(
+    require(
       self.seconds >= 0 or (self.action == "kill" and self.seconds == -1),
       "chaos.faults.seconds",
       self.seconds,
       "must not be negative (kill takes -1: never comes back)",
       "use 5",
     )
-    _require(self.factor >= 1, "chaos.faults.factor", self.factor, "must be at least 1", "use 2")
+    require(self.factor >= 1, "chaos.faults.factor", self.factor, "must be at least 1", "use 2")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -426,7 +391,7 @@ class Config:
 
   def __post_init__(self):
     m = self.islands.num_learners
-    _require(
+    require(
       self.sync.min_quorum <= m or not self.sync.num_shards,
       "sync.min_quorum",
       self.sync.min_quorum,
@@ -437,7 +402,7 @@ class Config:
       island = self.islands.island(learner)
       shards = island.data_shards(island.devices) if island.devices else 1
       whole = shards * self.inner.accumulation_steps
-      _require(
+      require(
         island.batch_size % whole == 0,
         "islands.batch_size",
         island.batch_size,
@@ -447,7 +412,7 @@ class Config:
     for fault in self.chaos.faults:
       kind, _, number = fault.role.partition("/")
       count = m if kind == "learner" else self.sync.num_shards
-      _require(
+      require(
         int(number) < count,
         "chaos.faults.role",
         fault.role,
@@ -483,7 +448,7 @@ def from_dict(values: Mapping[str, Any] | ml_collections.ConfigDict) -> Config:
   Raises:
     ConfigError: names the field, the value, the rule and the fix.
   """
-  return _build(Config, values, "")
+  return build(Config, values, "")
 
 
 def check_field(path: str, value: Any) -> None:
@@ -492,56 +457,6 @@ def check_field(path: str, value: Any) -> None:
   where = ""
   for name in path.split("."):
     inside = dataclasses.is_dataclass(cls)
-    _require(inside, path, value, f"{where} has no fields", f"set {where} in the experiment file")
-    _refuse_unknown(where, {name: value}, typing.cast(type, cls))
+    require(inside, path, value, f"{where} has no fields", f"set {where} in the experiment file")
+    refuse_unknown(where, {name: value}, typing.cast(type, cls))
     cls, where = typing.get_type_hints(cls)[name], f"{where}.{name}".lstrip(".")
-
-
-def _refuse_unknown(where: str, values: Mapping[str, Any], cls: type) -> None:
-  known = [f.name for f in dataclasses.fields(cls)]
-  for name in values:
-    close = difflib.get_close_matches(str(name), known, 1)
-    fix = f"did you mean {close[0]!r}" if close else f"known fields are {', '.join(known)}"
-    _require(
-      name in known, f"{where}.{name}".lstrip("."), values[name], "there is no such field", fix
-    )
-
-
-def _build(cls: type, values: Mapping[str, Any], where: str) -> Any:
-  """A frozen dataclass from a nested mapping, with types checked field by field."""
-  if isinstance(values, ml_collections.ConfigDict):
-    values = values.to_dict()
-  _require(isinstance(values, Mapping), where or "config", values, "must be a mapping", "nest it")
-  _refuse_unknown(where, values, cls)
-  hints = typing.get_type_hints(cls)
-  built = {}
-  for name, value in values.items():
-    field = f"{where}.{name}".lstrip(".")
-    built[name] = _coerce(hints[name], value, field)
-  try:
-    return cls(**built)
-  except TypeError as error:
-    raise ConfigError(f"{where}: {error}. Fix: give the missing field.") from error
-
-
-def _coerce(hint: Any, value: Any, field: str) -> Any:
-  if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-    return _build(hint, value, field)
-  if hint == tuple[Fault, ...]:
-    _require(isinstance(value, tuple | list), field, value, "must be a sequence", "use a tuple")
-    return tuple(_build(Fault, v, f"{field}[{i}]") for i, v in enumerate(value))
-  if hint is float and isinstance(value, int) and not isinstance(value, bool):
-    return float(value)
-  if typing.get_origin(hint) is Mapping:
-    _require(isinstance(value, Mapping), field, value, "must be a mapping", "use {'2': {...}}")
-    return dict(value)
-  right = isinstance(value, hint) and not (hint is int and isinstance(value, bool))
-  _require(right, field, value, f"must be of type {hint.__name__}", f"give a {hint.__name__}")
-  _require(
-    not isinstance(value, float) or math.isfinite(value),
-    field,
-    value,
-    "must be a finite number",
-    "give a finite value",
-  )
-  return value

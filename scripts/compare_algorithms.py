@@ -32,38 +32,31 @@ SMALL = {
   "run.sample_tokens": 0,
 }
 BATCH = {"islands.batch_size": 4}
-NESTEROV = {"outer.learning_rate": 0.7, "outer.momentum": 0.9}
+PLAIN_OUTER = {"outer.learning_rate": 1.0, "outer.momentum": 0.0}
+
+
+def outer(rate: float, momentum: float) -> dict:
+  """Outer Nesterov SGD."""
+  return {"outer.learning_rate": rate, "outer.momentum": momentum}
+
+
 ROWS: dict[str, tuple[str, dict]] = {
   "data-parallel": ("data_parallel", {"islands.batch_size": 16}),
   "diloco": ("diloco", {**BATCH, "sync.num_fragments": 1}),
   "streaming": ("streaming_diloco", {**BATCH, "sync.num_fragments": 2}),
-  "streaming, outer lr 1": (
-    "streaming_diloco",
-    {**BATCH, "sync.num_fragments": 2, "outer.learning_rate": 1.0, "outer.momentum": 0.0},
-  ),
-  "decoupled as published, 0.4/0.9": ("decoupled", BATCH),
-  "decoupled as published, outer lr 1": (
-    "decoupled",
-    {**BATCH, "outer.learning_rate": 1.0, "outer.momentum": 0.0},
-  ),
-  "default (rebase, RDA, outer lr 1)": ("default", BATCH),
+  "decoupled as published": ("decoupled", BATCH),
+  "decoupled, outer lr 1": ("decoupled", {**BATCH, **PLAIN_OUTER}),
+  "default": ("default", BATCH),
   "default, average": ("default", {**BATCH, "sync.merge": "average"}),
-  "default, 0.7/0.9": ("default", {**BATCH, **NESTEROV}),
-  "default, 0.4/0.9": (
-    "default",
-    {**BATCH, "outer.learning_rate": 0.4, "outer.momentum": 0.9},
-  ),
-  "default, 0.7/0.5": (
-    "default",
-    {**BATCH, "outer.learning_rate": 0.7, "outer.momentum": 0.5},
-  ),
-  "default, overwrite": ("default", {**BATCH, "sync.apply": "overwrite"}),
+  "default, outer 0.4/0.9": ("default", {**BATCH, **outer(0.4, 0.9)}),
+  "default, outer 0.7/0.9": ("default", {**BATCH, **outer(0.7, 0.9)}),
+  "default, outer 0.7/0.5": ("default", {**BATCH, **outer(0.7, 0.5)}),
   "default, int4 both ways": (
     "default",
     {**BATCH, "sync.push_codec": "int4", "sync.publish_codec": "int4"},
   ),
+  "default, grace 0.5": ("default", {**BATCH, "sync.grace_safety": 0.5}),
   "default, grace off": ("default", {**BATCH, "sync.grace_safety": 0.0}),
-  "default, grace 0.9": ("default", {**BATCH, "sync.grace_safety": 0.9}),
   "default, inner lr 4e-3": ("default", {**BATCH, "inner.learning_rate": 4e-3}),
   "default, inner lr 16e-3": ("default", {**BATCH, "inner.learning_rate": 16e-3}),
 }

@@ -10,7 +10,8 @@ import ddiloco
 ROOT = Path(ddiloco.__file__).parent
 # room -> rooms it may import from, besides itself
 ALLOWED = {
-  "config": set(),
+  "checked": set(),
+  "config": {"checked"},
   "core": {"config"},
   "models": {"config", "core"},
   "training": {"config", "core", "models"},
@@ -98,4 +99,4 @@ def test_environment_variables_are_read_in_one_place(path):
 @pytest.mark.parametrize("path", FILES, ids=name)
 def test_files_are_short(path):
   lines = path.read_text().count("\n")
-  assert lines <= 550 if room(path) == "config" else lines <= 420, f"{name(path)}: {lines} lines"
+  assert lines <= (480 if room(path) == "config" else 400), f"{name(path)}: {lines} lines"

@@ -16,7 +16,7 @@ import numpy as np
 from ddiloco.config import Config, ConfigError, from_dict
 from ddiloco.core import codec, fragments
 from ddiloco.engines.threads import Outcome, ThreadsEngine
-from ddiloco.models import arithmetic
+from ddiloco.models import arithmetic, transformer
 from ddiloco.observe.live import LiveView
 from ddiloco.observe.metrics import TensorBoard
 from ddiloco.observe.report import write_report
@@ -138,13 +138,31 @@ def saved_config(workdir: Path) -> Config:
     ) from error
 
 
+def load_result(workdir: Path, config: Config) -> dict[str, np.ndarray]:
+  """The trained global model of a run, name -> f32 array.
+
+  Raises:
+    ConfigError: there is none, or it is damaged or of another model.
+  """
+  params = checkpoint.load_params(workdir / "result")
+  shapes = {name: tuple(leaf.shape) for name, leaf in transformer.shapes(config.model).items()}
+  found = {name: value.shape for name, value in params.items()}
+  odd = sorted(n for n in shapes.keys() | found.keys() if shapes.get(n) != found.get(n))
+  if odd:
+    raise ConfigError(
+      f"{workdir / 'result'}: {odd[0]} has shape {found.get(odd[0])}, the model of config.json has"
+      f" {shapes.get(odd[0])}. Fix: restore the config.json this result was trained with."
+    )
+  return params
+
+
 def sample(
   workdir: Path, config: Config, prompt: str, tokens: int, temperature: float, seed: int
 ) -> str:
   """What the trained global model writes after `prompt`."""
   return prompt + generate(
     config.model,
-    checkpoint.load_params(workdir / "result"),
+    load_result(workdir, config),
     tokenizers.load(config.data.tokenizer),
     prompt,
     tokens,
@@ -157,7 +175,7 @@ def sample(
 def evaluate(workdir: Path, config: Config) -> str:
   """One JSON line: held-out loss of the trained global model."""
   corpus = data.open_corpus(config.data)
-  loss = held_out_loss(config, corpus)(checkpoint.load_params(workdir / "result"))
+  loss = held_out_loss(config, corpus)(load_result(workdir, config))
   return json.dumps(
     {"loss": loss, "bits_per_token": loss / float(np.log(2)), "workdir": str(workdir)}
   )

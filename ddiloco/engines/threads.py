@@ -77,7 +77,8 @@ class ThreadsEngine:
     self.workdir = workdir
     self.plan: Plan = initial.make_plan(config)
     self.stop = threading.Event()
-    self._corpus = corpus
+    # Opened once: a restarted learner has nothing to prepare that could hold up the others.
+    self._streams = [data.Stream(corpus, config, m) for m in range(config.islands.num_learners)]
     self._loss = loss
     self._listeners = listeners
     self._start_time = self._training_since = time.monotonic()
@@ -87,7 +88,6 @@ class ThreadsEngine:
     self.islands = islands or {}
     self.steps: dict[int, int] = {}
     self._gone: list[str] = []  # roles that never come back
-    self._faults: list[Faults] = []
 
   def run(self) -> Outcome:
     """Runs to the end of the token budget, or until `stop` is set."""
@@ -146,7 +146,7 @@ class ThreadsEngine:
     island = self.islands[m]
     if self.config.sync.num_shards:
       island.reset()
-    stream = data.Stream(self._corpus, self.config, m)
+    stream = self._streams[m]
     endpoint = self._connect(learner_address(m), faults)
     role = Learner(
       m, incarnation, self.config, self.plan, island, stream.iterate, endpoint, recorder
@@ -196,7 +196,7 @@ class ThreadsEngine:
       self._recorder.event("fault", target=name, action=action, detail=detail)
 
     faults = Faults(plan, self._training_since, report)
-    self._faults.append(faults)
+    faults.stopped = self.stop
     thread = threading.Thread(
       target=self._supervise, args=(name, run, number, faults), name=name, daemon=True
     )
@@ -253,8 +253,6 @@ class ThreadsEngine:
 
   def _stop_all(self, threads: Sequence[threading.Thread]) -> None:
     self.stop.set()
-    for faults in self._faults:
-      faults.stopped.set()
     for thread in threads:
       thread.join(EVALUATOR_PATIENCE_SECONDS)
 

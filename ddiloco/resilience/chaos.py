@@ -42,7 +42,7 @@ class Faults:
     self._slow_until = 0.0
     self._slow_factor = 1.0
     self.cut: Callable[[], None] = lambda: None  # closes the role's connection; set by the engine
-    self.stopped = threading.Event()  # ends a stall early when the run ends
+    self.stopped = threading.Event()  # ends a stall early; the engine puts its own here
 
   def check(self, clock: int) -> None:
     """Strikes what is due at this step of the run's clock or this time.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ddiloco.config import ModelConfig
@@ -14,7 +16,7 @@ from ddiloco.models import transformer
 
 DENSE = ModelConfig(
   vocab_size=32,
-  num_layers=2,
+  num_layers=5,  # deep enough for a loop, whose body compiles once
   model_dim=16,
   num_heads=4,
   num_kv_heads=2,
@@ -47,6 +49,18 @@ def fresh(model: ModelConfig, seed: int = 0) -> dict[str, jax.Array]:
     value = 1 + 0.3 * noise if name.endswith("scale") else 0.25 * noise
     params[name] = jnp.asarray(value)
   return params
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+  return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
+
+
+def filled(build: Callable[[], nnx.Module], seed: int = 0) -> nnx.Module:
+  """The module that `build` makes, with random weights, and without compiling its initialisers."""
+  graph, state = nnx.split(nnx.eval_shape(build))
+  rng = np.random.default_rng(seed)
+  values = jax.tree.map(lambda leaf: 0.25 * rng.standard_normal(leaf.shape, np.float32), state)
+  return nnx.merge(graph, jax.tree.map(jnp.asarray, values))
 
 
 def loss(model: ModelConfig, params: dict[str, jax.Array], tokens_BxT: jax.Array, constrain=None):

@@ -16,20 +16,20 @@ from tests.models.small import DENSE, MIXTURE, forward
 
 def test_dense_golden():
   # V*D + D + L * (q,o 2*16*32 + k,v 2*16*16 + 3*16*24 + 2*16)
-  assert arithmetic.num_params(DENSE) == 32 * 16 + 16 + 2 * (1024 + 512 + 1152 + 32)
+  assert arithmetic.num_params(DENSE) == 32 * 16 + 16 + 5 * (1024 + 512 + 1152 + 32)
   assert arithmetic.active_params(DENSE) == arithmetic.num_params(DENSE)
   # 6 * (matrices + logits) + 12 * L * H * Q * T
-  weights = 2 * (1024 + 512 + 1152) + 32 * 16
-  assert arithmetic.flops_per_token(DENSE, 10) == 6 * weights + 12 * 2 * 4 * 8 * 10
+  weights = 5 * (1024 + 512 + 1152) + 32 * 16
+  assert arithmetic.flops_per_token(DENSE, 10) == 6 * weights + 12 * 5 * 4 * 8 * 10
 
 
 def test_mixture_golden():
   attention_and_norms = 1024 + 512 + 32
-  assert arithmetic.num_params(MIXTURE) == 528 + 2 * (attention_and_norms + 16 * 4 + 4 * 1152)
-  assert arithmetic.active_params(MIXTURE) == 528 + 2 * (attention_and_norms + 16 * 4 + 2 * 1152)
+  assert arithmetic.num_params(MIXTURE) == 528 + 5 * (attention_and_norms + 16 * 4 + 4 * 1152)
+  assert arithmetic.active_params(MIXTURE) == 528 + 5 * (attention_and_norms + 16 * 4 + 2 * 1152)
   more_experts = dataclasses.replace(MIXTURE, num_experts=8)
   per_expert = arithmetic.flops_per_token(more_experts, 8) - arithmetic.flops_per_token(MIXTURE, 8)
-  assert per_expert == 6 * 2 * 16 * 4  # four more router columns, no more experts a token
+  assert per_expert == 6 * 5 * 16 * 4  # four more router columns, no more experts a token
 
 
 @pytest.mark.parametrize(

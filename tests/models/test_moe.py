@@ -13,14 +13,18 @@ from flax import nnx
 from hypothesis import strategies as st
 
 from ddiloco.models import layers, moe
-from tests.models.small import DENSE, MIXTURE
+from tests.models.small import DENSE, MIXTURE, filled, normal
 
 WIDE = dataclasses.replace(MIXTURE, capacity_factor=2.0)  # E / k: nothing can be dropped
 TIGHT = dataclasses.replace(MIXTURE, capacity_factor=0.6)
 
 
 def hidden_state(batch: int, length: int, seed: int = 0) -> jax.Array:
-  return jax.random.normal(jax.random.key(seed), (batch, length, MIXTURE.model_dim))
+  return normal(seed, batch, length, MIXTURE.model_dim)
+
+
+def build(model) -> moe.MixtureOfExperts:
+  return filled(lambda: moe.MixtureOfExperts(model, nnx.Rngs(0)))
 
 
 @nnx.jit
@@ -54,7 +58,7 @@ def per_token_loop(mixture: moe.MixtureOfExperts, x: jax.Array) -> tuple[np.ndar
 
 @pytest.mark.parametrize("model, drops", [(WIDE, False), (TIGHT, True)], ids=["wide", "tight"])
 def test_equals_a_loop_over_tokens(model, drops):
-  mixture, x = moe.MixtureOfExperts(model, nnx.Rngs(0)), hidden_state(3, 17)
+  mixture, x = build(model), hidden_state(3, 17)
   expected, dropped = per_token_loop(mixture, x)
   assert (dropped > 0) == drops
   actual, _ = run(mixture, x)
@@ -63,7 +67,7 @@ def test_equals_a_loop_over_tokens(model, drops):
 
 def test_one_expert_is_the_dense_mlp():
   model = dataclasses.replace(DENSE, num_experts=1, experts_per_token=1, capacity_factor=1.0)
-  mixture, dense = moe.MixtureOfExperts(model, nnx.Rngs(0)), layers.GatedMlp(DENSE, nnx.Rngs(1))
+  mixture, dense = build(model), filled(lambda: layers.GatedMlp(DENSE, nnx.Rngs(1)), seed=1)
   for name in ("gate", "up", "down"):
     getattr(mixture, name)[...] = getattr(dense, name)[...][None]
   x = hidden_state(2, 9)
@@ -83,7 +87,7 @@ def dense_over_all_experts(model, weights: dict[str, jax.Array], x: jax.Array) -
 
 
 def test_gradients_equal_those_of_the_dense_form():
-  mixture, x = moe.MixtureOfExperts(WIDE, nnx.Rngs(0)), hidden_state(2, 11)
+  mixture, x = build(WIDE), hidden_state(2, 11)
   graph, state = nnx.split(mixture)
   weights = {n: getattr(mixture, n)[...] for n in ("router", "gate", "up", "down")}
 
@@ -168,7 +172,7 @@ def test_load_balance_golden():
 
 
 def test_descending_the_load_balance_loss_spreads_the_tokens():
-  scores = jax.random.normal(jax.random.key(0), (1, 64, 4)) + jnp.array([3.0, 0, 0, 0])[None, None]
+  scores = normal(0, 1, 64, 4) + jnp.array([3.0, 0, 0, 0])[None, None]
 
   @jax.jit
   def balance(bias_E):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from ddiloco.config import ModelConfig
 from ddiloco.models import layers, transformer
 from tests.models.small import (
   DENSE,
@@ -33,19 +34,22 @@ def test_causal(model):
   params, tokens = fresh(model), random_tokens(model)
   before, _ = forward(model, params, tokens)
   for position in (0, 3, 7):
-    changed = tokens.at[:, position].set((tokens[:, position] + 1) % model.vocab_size)
-    after, _ = forward(model, params, changed)
+    changed = np.array(tokens)
+    changed[:, position] = (changed[:, position] + 1) % model.vocab_size
+    after, _ = forward(model, params, jnp.asarray(changed))
+    before, after = np.asarray(before), np.asarray(after)
     np.testing.assert_allclose(after[:, :position], before[:, :position], atol=1e-5)
-    assert float(jnp.max(jnp.abs(after[:, position] - before[:, position]))) > 1e-2
+    assert np.abs(after[:, position] - before[:, position]).max() > 1e-2
 
 
 @BOTH
 def test_sequences_of_a_batch_do_not_mix(model):
   params, tokens = fresh(model), random_tokens(model)
-  before, _ = forward(model, params, tokens)
-  after, _ = forward(model, params, tokens.at[2].set(random_tokens(model, seed=9)[2]))
-  np.testing.assert_allclose(after[jnp.array([0, 1, 3])], before[jnp.array([0, 1, 3])], atol=1e-5)
-  assert float(jnp.max(jnp.abs(after[2] - before[2]))) > 1e-2
+  changed = np.array(tokens)
+  changed[2] = random_tokens(model, seed=9)[2]
+  before, after = (np.asarray(forward(model, params, jnp.asarray(t))[0]) for t in (tokens, changed))
+  np.testing.assert_allclose(after[[0, 1, 3]], before[[0, 1, 3]], atol=1e-5)
+  assert np.abs(after[2] - before[2]).max() > 1e-2
 
 
 @pytest.mark.parametrize("num_layers", [2, 5], ids=["unrolled", "loop"])
@@ -61,7 +65,7 @@ def test_scan_equals_layers_by_hand(num_layers, num_experts):
   graph, stacked = nnx.split(module.layers)
   run = jax.jit(lambda one, x: nnx.merge(graph, one)(x, rope, layers.unconstrained))
   for index in range(num_layers):
-    x, one = run(jax.tree.map(lambda leaf, i=index: leaf[i], stacked), x)
+    x, one = run(jax.tree.map(lambda leaf, i=index: np.asarray(leaf)[i], stacked), x)
     balances.append(float(one))
   expected = module.final_norm(x) @ params["embedding"].T
   np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
@@ -69,8 +73,8 @@ def test_scan_equals_layers_by_hand(num_layers, num_experts):
   assert (balance > 0) == bool(num_experts)
 
 
-@BOTH
-def test_remat_changes_memory_not_values(model):
+def test_remat_changes_memory_not_values():
+  model = MIXTURE
   params, tokens = fresh(model), random_tokens(model)
   remat = dataclasses.replace(model, remat=True)
   _, plain = gradient(model, params, tokens)
@@ -89,7 +93,7 @@ def test_remat_changes_memory_not_values(model):
 def test_every_parameter_gets_a_gradient(model):
   _, grads = gradient(model, fresh(model), random_tokens(model))
   for name, grad in grads.items():
-    rows = grad.reshape(grad.shape[0], -1) if name.startswith("layers/") else grad.reshape(1, -1)
+    rows = np.asarray(grad).reshape(grad.shape[0] if name.startswith("layers/") else 1, -1)
     assert np.isfinite(grad).all() and (np.abs(rows).max(axis=1) > 0).all(), name
 
 
@@ -100,11 +104,11 @@ def test_bf16_is_close_to_f32(model):
   half = dataclasses.replace(model, compute_dtype="bfloat16")
   rounded, balance = forward(half, params, tokens)
   assert rounded.dtype == balance.dtype == jnp.float32
-  error = jnp.abs(rounded - exact)
+  error = np.abs(np.asarray(rounded) - np.asarray(exact))
   # A few choices of near-equal experts flip in a mixture; the typical error stays small.
-  assert 0 < float(jnp.median(error)) < 0.03
+  assert 0 < np.median(error) < 0.03
   if not model.num_experts:
-    assert float(jnp.max(error)) < 0.15
+    assert error.max() < 0.15
 
 
 @BOTH
@@ -122,7 +126,8 @@ def test_init_is_a_pure_function_of_the_key(model):
 
 def test_init_of_some_leaves_under_jit_equals_the_same_of_all():
   some = jax.jit(lambda key: transformer.init(DENSE, key)["layers/mlp/up"])(jax.random.key(0))
-  np.testing.assert_allclose(some, fresh(DENSE)["layers/mlp/up"], rtol=1e-6)
+  every = init_params(DENSE, jax.random.key(0))["layers/mlp/up"]
+  np.testing.assert_allclose(some, every, rtol=1e-6)
 
 
 def test_init_scales():
@@ -130,12 +135,12 @@ def test_init_scales():
   expected = {
     "embedding": 16**-0.5,
     "layers/attention/query": 16**-0.5,
-    "layers/attention/output": (4 * 8 * 2 * 2) ** -0.5,  # fan-in H * Q, times 2L
+    "layers/attention/output": (4 * 8 * 2 * 5) ** -0.5,  # fan-in H * Q, times 2L
     "layers/mlp/gate": 16**-0.5,
-    "layers/mlp/down": (24 * 2 * 2) ** -0.5,
+    "layers/mlp/down": (24 * 2 * 5) ** -0.5,
   }
   for name, stddev in expected.items():
-    assert abs(float(jnp.std(params[name])) / stddev - 1) < 0.08, name
+    assert abs(np.std(params[name]) / stddev - 1) < 0.08, name
   assert (params["final_norm/scale"] == 1).all()
 
 
@@ -181,7 +186,8 @@ def test_from_params_is_the_module_and_round_trips():
   np.testing.assert_allclose(actual[0], expected[0], rtol=1e-5, atol=1e-5)
   np.testing.assert_allclose(actual[1], expected[1], rtol=1e-5)
   flat = {"/".join(path): v.get_value() for path, v in nnx.to_flat_state(nnx.state(module))}
-  assert all(flat[name] is params[name] for name in params) and len(flat) == len(params)
+  assert flat.keys() == params.keys()
+  assert all(np.array_equal(flat[name], params[name]) for name in params)
 
 
 def test_from_params_names_what_is_wrong():
@@ -217,37 +223,49 @@ def test_constrain_sees_every_kind_of_activation_with_one_name_per_axis():
   }
 
 
-SHARDED = {
-  "dense-2x2x2": (DENSE, (2, 2, 2)),
-  "mixture-2x2x2": (MIXTURE, (2, 2, 2)),
-  "dense-1x2x4": (DENSE, (1, 2, 4)),
-  "tight-1x4x2": (TIGHT, (1, 4, 2)),
-}
-
-
-@pytest.mark.parametrize("model, shape", SHARDED.values(), ids=SHARDED)
-def test_sharded_equals_single_device(model, shape):
-  """With four tensor shards two kv heads stay whole."""
-  mesh = jax.make_mesh(
-    shape, ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3
-  )
-  params, tokens = fresh(model), random_tokens(model)
-  axes = transformer.logical_axes(model)
-  placed = {n: jax.device_put(v, layout(mesh, v.shape, axes[n])) for n, v in params.items()}
-  assert not placed["layers/attention/query"].sharding.is_fully_replicated
-  spread = jax.device_put(tokens, layout(mesh, tokens.shape, ("batch", None)))
+def sharded(model: ModelConfig, shape: tuple[int, int, int]):
+  """(parameters, tokens, constrain) laid out over a mesh of eight devices."""
+  auto = (jax.sharding.AxisType.Auto,) * 3
+  mesh = jax.make_mesh(shape, ("data", "fsdp", "tensor"), axis_types=auto)
+  axes, tokens = transformer.logical_axes(model), random_tokens(model)
+  params = {
+    name: jax.device_put(value, layout(mesh, value.shape, axes[name]))
+    for name, value in fresh(model).items()
+  }
+  query = params["layers/attention/query"]
+  assert query.addressable_shards[0].data.size * shape[1] * shape[2] == query.size
 
   def constrain(x, names):
     return jax.lax.with_sharding_constraint(x, layout(mesh, x.shape, names))
 
-  (value, logits), grads = gradient(model, params, tokens)
-  (value_s, logits_s), grads_s = gradient(model, placed, spread, constrain)
+  return params, jax.device_put(tokens, layout(mesh, tokens.shape, ("batch", None))), constrain
+
+
+@pytest.mark.parametrize(
+  "model, shape",
+  [(DENSE, (1, 2, 4)), (MIXTURE, (2, 2, 2))],
+  ids=["dense-1x2x4", "mixture-2x2x2"],
+)
+def test_sharded_gradients_equal_single_device(model, shape):
+  """With four tensor shards the two kv heads stay whole."""
+  (value, logits), grads = gradient(model, fresh(model), random_tokens(model))
+  (value_s, logits_s), grads_s = gradient(model, *sharded(model, shape))
   np.testing.assert_allclose(value_s, value, rtol=1e-5)
   np.testing.assert_allclose(logits_s, logits, rtol=1e-4, atol=1e-4)
-  # Split in reality, not only in name.
-  assert logits_s.addressable_shards[0].data.size * 8 == logits.size
+  assert logits_s.addressable_shards[0].data.size * 8 == logits.size  # split indeed
   for name in grads:
     np.testing.assert_allclose(grads_s[name], grads[name], rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+  "model, shape", [(DENSE, (2, 2, 2)), (TIGHT, (1, 4, 2))], ids=["dense-2x2x2", "tight-1x4x2"]
+)
+def test_sharded_logits_equal_single_device(model, shape):
+  logits, balance = forward(model, fresh(model), random_tokens(model))
+  logits_s, balance_s = forward(model, *sharded(model, shape))
+  np.testing.assert_allclose(logits_s, logits, rtol=1e-4, atol=1e-4)
+  np.testing.assert_allclose(balance_s, balance, rtol=1e-5)
+  assert logits_s.addressable_shards[0].data.size * 8 == logits.size
 
 
 def test_init_can_be_born_sharded_and_needs_no_mesh():
@@ -265,8 +283,9 @@ def test_init_can_be_born_sharded_and_needs_no_mesh():
 def test_a_small_model_learns_to_copy():
   """Plain gradient descent on one repeated batch: the loss falls to less than half."""
   params, tokens = fresh(MIXTURE), random_tokens(MIXTURE)
+  descend = jax.jit(lambda p, g: jax.tree.map(lambda p, g: p - 0.3 * g, p, g))
   (first, _), _ = gradient(MIXTURE, params, tokens)
   for _ in range(40):
     (last, _), grads = gradient(MIXTURE, params, tokens)
-    params = jax.tree.map(lambda p, g: p - 0.3 * g, params, grads)
+    params = descend(params, grads)
   assert float(last) < 0.5 * float(first)

@@ -1,0 +1,195 @@
+"""Whole runs of real islands: `session.train` from an empty folder to a report."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from ddiloco.config import Config, from_dict
+from ddiloco.engines import session
+from ddiloco.models import transformer
+from ddiloco.observe.events import Event, read_events
+from ddiloco.observe.report import PICTURES
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+MODEL = {"num_layers": 1, "model_dim": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8,
+         "mlp_dim": 32}  # fmt: skip
+DATA = {"source": "synthetic", "sequence_length": 16, "heldout_sequences": 16}
+TOKENS = 2 * 16  # of a step: B = 2, T = 16
+
+
+def make_config(learners: int, steps: int, **sections) -> Config:
+  sync = {"num_shards": 2, "num_fragments": 2, "sync_period": 8, "liveness_seconds": 1.0}
+  run = {"evaluations": 2, "sample_tokens": 8, "prompt": "ab", "restart_seconds": 0.1}
+  return from_dict(
+    {
+      "model": MODEL,
+      "data": DATA,
+      "inner": {"learning_rate": 1e-2, "warmup_steps": 5},
+      "islands": {"num_learners": learners, "batch_size": 2, **sections.pop("islands", {})},
+      "sync": sync | sections.pop("sync", {}),
+      "run": run | {"total_tokens": learners * steps * TOKENS} | sections.pop("run", {}),
+      **sections,
+    }
+  )
+
+
+def train(config: Config, workdir: Path) -> tuple[dict, list[Event]]:
+  assert session.train(config, workdir) == 0
+  return json.loads((workdir / "report" / "summary.json").read_text()), read_events(workdir)
+
+
+@pytest.fixture(scope="module")
+def chaos(tmp_path_factory):
+  faults = [
+    {"action": "kill", "role": "learner/1", "at_step": 60, "seconds": 0.5},
+    {"action": "kill", "role": "syncer/0", "at_step": 100, "seconds": 0.3},
+    {"action": "stall", "role": "learner/2", "at_step": 150, "seconds": 0.3},
+    {"action": "slow", "role": "learner/0", "at_step": 180, "seconds": 0.3, "factor": 2.0},
+  ]
+  workdir = tmp_path_factory.mktemp("run") / "chaos"
+  config = make_config(3, 300, chaos={"faults": faults}, run={"compare_alone": True})
+  return workdir, config, *train(config, workdir)
+
+
+def test_the_chaotic_run_finishes_and_everybody_came_back(chaos):
+  _, _, summary, events = chaos
+  assert summary["reason"] == summary["finished"] == "finished"
+  struck = [(e["target"], e["action"]) for e in events if e["kind"] == "fault"]
+  assert sorted(struck) == [
+    ("learner/0", "slow"), ("learner/1", "kill"), ("learner/2", "stall"), ("syncer/0", "kill"),
+  ]  # fmt: skip
+  assert {e["target"] for e in events if e["kind"] == "restart"} == {"learner/1", "syncer/0"}
+  rejoined = next(
+    e for e in events
+    if (e["kind"], e["role"], e["incarnation"]) == ("joined", "learner-1", 1)
+  )  # fmt: skip
+  after = [e for e in events if e["kind"] == "commit" and e["time"] > rejoined["time"]]
+  assert any("1" in e["participants"] for e in after)
+  newest = {}
+  for e in events:
+    if e["kind"] == "commit":
+      assert e["version"] == newest.get(e["fragment"], 0) + 1
+      newest[e["fragment"]] = e["version"]
+  down, back = struck_at(events, "learner/1"), rejoined["time"]
+  for m in (0, 2):
+    steps = [e for e in events if e["kind"] == "step" and e["role"] == f"learner-{m}"]
+    assert sum(down < e["time"] < back for e in steps) > 5, "survivors go on while it is down"
+    assert sum(e["blocked_seconds"] for e in steps) == 0
+
+
+def struck_at(events: list[Event], target: str) -> float:
+  return next(e["time"] for e in events if e["kind"] == "fault" and e["target"] == target)
+
+
+def test_summary_and_report_hold_what_is_promised(chaos):
+  workdir, _, summary, _ = chaos
+  assert summary["loss_merged"] < summary["loss_untrained"]
+  assert np.isfinite(summary["loss_best_island_alone"])
+  assert summary["seconds"] > 0 and summary["survivor_max_gap_ratio"] >= 1
+  assert summary["blocked_seconds"] == 0
+  assert summary["sample"].startswith("ab")
+  assert set(summary["learner_steps"]) == {"0", "1", "2"}
+  for name in (*PICTURES, "index.html"):
+    assert (workdir / "report" / name).stat().st_size > 1000
+  assert from_dict(json.loads((workdir / "config.json").read_text())) == chaos[1]
+  assert list((workdir / "tensorboard").rglob("*tfevents*"))
+
+
+def test_the_result_is_a_plain_orbax_checkpoint_of_the_model(chaos):
+  workdir, config, summary, _ = chaos
+  params = ocp.StandardCheckpointer().restore((workdir / "result").absolute())
+  module = transformer.from_params(config.model, params)
+  logits_BxTxV, _ = module(np.zeros((1, 4), np.int32))
+  assert logits_BxTxV.shape == (1, 4, 256) and np.isfinite(logits_BxTxV).all()
+  said = json.loads(session.evaluate(workdir, session.saved_config(workdir)))
+  assert said["loss"] == pytest.approx(summary["loss_merged"], rel=1e-5)
+
+
+def test_generate_writes_the_same_for_the_same_seed(chaos):
+  workdir, config, *_ = chaos
+  texts = [session.sample(workdir, config, "ab", 6, 0.9, seed) for seed in (1, 1)]
+  assert texts[0] == texts[1] and texts[0].startswith("ab")
+
+
+def test_the_report_can_be_drawn_again(chaos):
+  workdir, _, summary, _ = chaos
+  (workdir / "report" / "summary.json").unlink()
+  session.report(workdir)
+  again = json.loads((workdir / "report" / "summary.json").read_text())
+  assert again == summary
+
+
+def test_data_parallel_is_a_run_without_syncer(tmp_path):
+  config = make_config(
+    1, 60, sync={"num_shards": 0}, islands={"devices": 4, "data": -1, "fsdp": 1, "batch_size": 4}
+  )
+  config = dataclasses.replace(
+    config, run=dataclasses.replace(config.run, total_tokens=60 * config.tokens_per_step(0))
+  )
+  summary, events = train(config, tmp_path)
+  assert summary["loss_merged"] < summary["loss_untrained"] - 0.05
+  assert summary["learner_steps"] == {"0": 60} and summary["commits"] == 0
+  (started,) = (e for e in events if e["kind"] == "started")
+  assert (started["devices"], started["mesh"]) == (4, [4, 1, 1])
+  assert session.load_result(tmp_path, config)["embedding"].shape == (256, 16)
+
+
+def test_islands_of_one_run_may_differ(tmp_path):
+  overrides = {
+    "1": {"devices": 2, "fsdp": 2, "batch_size": 4},
+    "2": {"devices": 4, "data": 2, "fsdp": 1, "tensor": 2},
+  }
+  config = make_config(3, 60, islands={"overrides": overrides}, run={"sample_tokens": 0})
+  summary, events = train(config, tmp_path)
+  started = {e["role"]: e for e in events if e["kind"] == "started" and "mesh" in e}
+  assert [started[f"learner-{m}"]["mesh"] for m in range(3)] == [[1, 1, 1], [1, 2, 1], [2, 1, 2]]
+  assert [started[f"learner-{m}"]["batch_size"] for m in range(3)] == [2, 4, 2]
+  joint = [
+    e["participants"] for e in events if e["kind"] == "commit" and len(e["participants"]) > 1
+  ]
+  assert {m for each in joint for m in each} == {"0", "1", "2"}
+  assert summary["loss_merged"] < summary["loss_untrained"]
+
+
+def test_an_interrupt_leaves_result_and_report(tmp_path):
+  """Ctrl-C once the run is under way: exit status 130, and everything made so far is there."""
+  file, workdir = tmp_path / "experiment.py", tmp_path / "run"
+  config = make_config(2, 10**6)
+  file.write_text(
+    f"from ddiloco import config\nimport json\n\n\ndef get_config():\n"
+    f"  c = config.default()\n  c.update(json.loads({config.to_json()!r}))\n  return c\n"
+  )
+  clean = {k: v for k, v in os.environ.items() if k != "NPROC"}
+  command = [sys.executable, "-m", "ddiloco", "train", f"--config={file}", f"--workdir={workdir}"]
+  run = subprocess.Popen(
+    [*command, "--cpu"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=clean
+  )
+  try:
+    while not any(e["kind"] == "commit" for e in read_events(workdir)):
+      assert run.poll() is None, run.communicate()[0]
+      try:
+        run.wait(0.2)
+      except subprocess.TimeoutExpired:
+        continue
+    run.send_signal(signal.SIGINT)
+    output, _ = run.communicate(timeout=120)
+  finally:
+    run.kill()
+  assert run.returncode == 130, output
+  assert "Traceback" not in output
+  summary = json.loads((workdir / "report" / "summary.json").read_text())
+  assert summary["reason"] == "stopped" and np.isfinite(summary["loss_merged"])
+  assert session.load_result(workdir, config).keys() == transformer.shapes(config.model).keys()
+
+
+def test_devices_for_these_tests():
+  assert len(jax.devices()) >= 8, "tests/conftest.py makes eight fake ones"

@@ -1,0 +1,42 @@
+"""The benchmarks run, and their last line is one JSON object with the promised names."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+CODECS = {"f32", "bf16", "int8", "int4"}
+PROMISED = {
+  "bench_merge.py": {"merge_vs_copy", "int4_encode_gbps", "int4_decode_gbps", "extra_fragments"},
+  "bench_overhead.py": {"ratio", "blocked_seconds"},
+  "bench_wire.py": {"bytes_per_step", "versus_data_parallel", "framing_overhead"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("script", PROMISED)
+def test_quick_run_prints_the_promised_numbers(script):
+  clean = {k: v for k, v in os.environ.items() if k != "NPROC"}
+  command = [sys.executable, str(ROOT / "scripts" / script), "--quick"]
+  done = subprocess.run(command, capture_output=True, text=True, env=clean, timeout=180)
+  assert done.returncode == 0, done.stderr
+  result = json.loads(done.stdout.splitlines()[-1])
+  assert PROMISED[script] <= result.keys()
+  for name in PROMISED[script]:
+    each = result[name]
+    assert set(each) == CODECS if isinstance(each, dict) else math.isfinite(each)
+  if script == "bench_overhead.py":
+    assert result["blocked_seconds"] == 0
+  if script == "bench_wire.py":
+    sizes = result["bytes_per_step"]
+    assert sizes["f32"] > sizes["bf16"] > sizes["int8"] > sizes["int4"] > 0
+
+
+def test_every_benchmark_is_tested_here():
+  assert {path.name for path in (ROOT / "scripts").glob("bench_*.py")} == set(PROMISED)
