@@ -33,15 +33,16 @@ OUTCOME = "outcome.json"  # in the workdir: what the report knows beside the eve
 def train(config: Config, workdir: Path, overwrite: bool = False) -> int:
   """Runs `config` in `workdir`; returns the process' exit status."""
   corpus = data.open_corpus(config.data)
+  loss = held_out_loss(config, corpus)
+  engine = ThreadsEngine(config, workdir, corpus, loss)
   _claim(workdir, overwrite)
   (workdir / "config.json").write_text(config.to_json() + "\n")
   print(config.to_json())
-  loss = held_out_loss(config, corpus)
   started = time.monotonic()
   board = TensorBoard(workdir)
   with LiveView() as live:
-    engine = ThreadsEngine(config, workdir, corpus, loss, [live, board])
-    outcome = engine.run()
+    outcome = engine.run([live, board])
+  board.close()
   params, losses = _best(outcome, loss)
   checkpoint.save_params(workdir / "result", params)
   extra: dict[str, Any] = {
@@ -57,9 +58,7 @@ def train(config: Config, workdir: Path, overwrite: bool = False) -> int:
     extra["sample"] = sample(workdir, config, run.prompt, run.sample_tokens, 0.7, config.seed)
   extra["seconds"] = round(time.monotonic() - started, 1)
   (workdir / OUTCOME).write_text(json.dumps(extra, indent=2) + "\n")
-  folder = write_report(workdir, extra)
-  board.close()
-  _print_end(folder, workdir, extra)
+  _print_end(write_report(workdir, extra), workdir, extra)
   return EXIT_STATUS[outcome.reason]
 
 
@@ -87,10 +86,9 @@ def _train_alone(
     run=dataclasses.replace(config.run, total_tokens=steps * everybody),
     chaos=dataclasses.replace(config.chaos, faults=()),
   )
+  engine = ThreadsEngine(alone, workdir / "alone", corpus, loss, engine.islands)
   with LiveView() as live:
-    outcome = ThreadsEngine(
-      alone, workdir / "alone", corpus, loss, [live], islands=engine.islands
-    ).run()
+    outcome = engine.run([live])
   if outcome.reason != "finished":
     return {}  # half a comparison is none
   _, best = _best(outcome, loss)

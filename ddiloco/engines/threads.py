@@ -53,15 +53,14 @@ class Outcome:
 
 
 class ThreadsEngine:
-  """One run.
+  """One run. Everything that can be wrong with config, data or devices is found on construction.
 
   Args:
     config: the run's.
     workdir: event logs go to `workdir/events`.
     corpus: opened training data.
     loss: held-out loss of a parameter tree, for the evaluator.
-    listeners: get every event of every role (live view, TensorBoard).
-    islands: compiled by an earlier run of the same model and islands; None: compile them.
+    islands: compiled by an earlier run of the same model and islands; None: new ones.
   """
 
   def __init__(
@@ -70,7 +69,6 @@ class ThreadsEngine:
     workdir: Path,
     corpus: data.Corpus,
     loss: Callable[[dict[str, np.ndarray]], float],
-    listeners: Sequence[Listener] = (),
     islands: dict[int, Island] | None = None,
   ):
     self.config = config
@@ -80,18 +78,26 @@ class ThreadsEngine:
     # Opened once: a restarted learner has nothing to prepare that could hold up the others.
     self._streams = [data.Stream(corpus, config, m) for m in range(config.islands.num_learners)]
     self._loss = loss
-    self._listeners = listeners
+    self._listeners: Sequence[Listener] = ()
     self._start_time = self._training_since = time.monotonic()
     self._hub = Hub(run_id=workdir.name, plan_id=self.plan.plan_id)
     self._store = MemoryStore()
-    self._recorder = self._record("engine", 0)
-    self.islands = islands or {}
+    self.islands = islands or {
+      m: Island(config, m, group, self.plan)
+      for m, group in enumerate(devices.partition(jax.devices(), config.islands))
+    }
     self.steps: dict[int, int] = {}
     self._gone: list[str] = []  # roles that never come back
 
-  def run(self) -> Outcome:
-    """Runs to the end of the token budget, or until `stop` is set."""
+  def run(self, listeners: Sequence[Listener] = ()) -> Outcome:
+    """Runs to the end of the token budget, or until `stop` is set.
+
+    `listeners` get every event of every role (live view, TensorBoard).
+    """
     config = self.config
+    self._listeners = listeners
+    self._start_time = time.monotonic()
+    self._recorder = self._record("engine", 0)
     self._recorder.event(
       "run_started",
       name=self.workdir.name,
@@ -101,7 +107,9 @@ class ThreadsEngine:
       total_tokens=config.run.total_tokens,
     )
     first = initial.initial_params(config)
-    self._build_islands(first)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+      list(pool.map(self._compile, self.islands))
+    self._seed(first)
     self._training_since = time.monotonic()  # faults by time count from here, not from compiling
     shards = [
       self._start(syncer_address(s), self._run_syncer, s) for s in range(config.sync.num_shards)
@@ -124,13 +132,8 @@ class ThreadsEngine:
 
   # --- roles --------------------------------------------------------------------------------------
 
-  def _build_islands(self, first: dict[str, np.ndarray]) -> None:
-    """Compiles every island before anybody starts, and seeds the store with version 0."""
-    if not self.islands:
-      groups = devices.partition(jax.devices(), self.config.islands)
-      self.islands = {m: Island(self.config, m, g, self.plan) for m, g in enumerate(groups)}
-      with concurrent.futures.ThreadPoolExecutor() as pool:
-        list(pool.map(self._compile, self.islands))
+  def _seed(self, first: dict[str, np.ndarray]) -> None:
+    """Version 0 goes into the store; without shards, into the islands themselves."""
     if self.config.sync.num_shards:
       for fragment in self.plan.fragments:
         self._store.save(new_fragment(fragment, fragments.gather(fragment, first)))

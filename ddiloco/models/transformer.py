@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -129,7 +130,7 @@ def _abstract(model: ModelConfig) -> tuple[nnx.GraphDef, dict[str, nnx.Variable]
   """The module's structure and its variables by flat name, with shapes instead of values."""
   module = nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0)))
   graph, state = nnx.split(module)
-  return graph, {"/".join(path): variable for path, variable in nnx.to_flat_state(state)}
+  return graph, {"/".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
 
 
 def logical_axes(model: ModelConfig) -> dict[str, Axes]:
@@ -145,7 +146,7 @@ def shapes(model: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
 def init(model: ModelConfig, key: jax.Array) -> dict[str, jax.Array]:
   """Fresh parameters, a pure function of `key`; under jit, XLA drops the leaves nobody asks for."""
   state = nnx.state(Transformer(model, rngs=nnx.Rngs(key)))
-  return {"/".join(path): variable[...] for path, variable in nnx.to_flat_state(state)}
+  return {"/".join(map(str, path)): variable[...] for path, variable in nnx.to_flat_state(state)}
 
 
 def from_params(model: ModelConfig, params: Mapping[str, jax.Array]) -> Transformer:
@@ -168,7 +169,9 @@ def from_params(model: ModelConfig, params: Mapping[str, jax.Array]) -> Transfor
         f"params[{name!r}] has shape {tuple(params[name].shape)}, the model needs"
         f" {tuple(variable.shape)}. Fix: use the model config these parameters were trained with."
       )
-  flat = {tuple(name.split("/")): v.replace(params[name]) for name, v in abstract.items()}
+  flat: dict[Any, Any] = {
+    tuple(name.split("/")): v.replace(params[name]) for name, v in abstract.items()
+  }
   return nnx.merge(graph, nnx.from_flat_state(flat))
 
 

@@ -30,6 +30,9 @@ class HostIsland(HostParams):
     self.lives = 0
     self.trouble = {}  # step of this island's own count -> what then happens, once
 
+  def compile(self) -> float:
+    return 0.0
+
   def describe(self) -> dict:
     return {"devices": 1, "mesh": [1, 1, 1], "batch_size": 2}
 
@@ -111,8 +114,8 @@ class Ran:
       if stop_after and stop_after(event):
         engine.stop.set()
 
-    engine = ThreadsEngine(config, workdir, corpus, lambda params: 2.0, [listen], self.islands)
-    self.outcome: Outcome = engine.run()
+    engine = ThreadsEngine(config, workdir, corpus, lambda params: 2.0, self.islands)
+    self.outcome: Outcome = engine.run([listen])
     self.events: list[Event] = read_events(workdir)
 
   def of(self, kind: str, role: str = "") -> list[Event]:
