@@ -144,7 +144,7 @@ def main() -> None:
     "int4 encode": f"{encode_gbps:8.2f} GB/s   wanted: at least 1",
     "int4 decode": f"{decode_gbps:8.2f} GB/s   wanted: at least 1",
     "last arrival": f"{arrival_seconds * 1e3:8.1f} ms     decode + norms + dot products",
-    "extra memory": f"{extra:8.3f} fragments: the new value and a fixed 256 KiB of scratch",
+    "extra memory": f"{extra:8.3f} fragments: the new value and a fixed 128 KiB of scratch",
   }.items():
     print(f"  {name:<24}{text}")
   result = {

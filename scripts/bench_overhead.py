@@ -6,7 +6,7 @@ bare compiled step. `ratio` is the median over neighbouring pairs of blocks of t
 median step times. The step is kept to one core, so that the syncer has one of its own: on real
 islands it has a machine of its own.
 
-  python scripts/bench_overhead.py [--pairs=12] [--block=24] [--quick]
+  python scripts/bench_overhead.py [--pairs=40] [--block=8] [--quick]
 
 Last line: {"ratio", "blocked_seconds", "step_ms", "bare_ms", "rounds", "pairs"}.
 """
@@ -107,8 +107,8 @@ class Steps(NullRecorder):
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-  parser.add_argument("--pairs", type=int, default=12, help="pairs of blocks that count")
-  parser.add_argument("--block", type=int, default=24, help="steps in a block")
+  parser.add_argument("--pairs", type=int, default=40, help="pairs of blocks that count")
+  parser.add_argument("--block", type=int, default=FRAGMENTS, help="steps in a block, whole sync periods")
   parser.add_argument("--quick", action="store_true", help="a smoke test: numbers mean nothing")
   args = parser.parse_args()
   if args.quick:

@@ -5,9 +5,9 @@ Layout of a payload, little-endian, for `size` values in ceil(size / 256) blocks
   f32   size x 4 bytes, the vector itself (no copy either way)
   bf16  size x 2 bytes, rounded to the nearest, ties to even
   int8  one f32 scale per block, then one signed byte per value, -127..127
-  int4  one f32 scale per block, then two values a byte: the first half of a block in the low
-        nibbles, the second half in the high ones, each as code + 8 with codes -7..7. A last block
-        of r values takes ceil(r / 2) bytes; an odd r leaves its last high nibble at code 0.
+  int4  one f32 scale per block, then two values a byte: of every 65,536 values (of what is left at
+        the end) the first half in the low nibbles, the second half in the high ones, each as
+        code + 8 with codes -7..7; an odd size leaves the last high nibble at code 0
 
 Blockwise: scale = max|x| / levels (127 or 7), code = rint(x / scale), value = code * scale. So the
 error is at most scale / 2, and decoding, one f32 multiplication, gives the same bits on every
@@ -26,7 +26,7 @@ import numpy as np
 
 BLOCK = 256  # values that share a scale
 CODECS = ("f32", "bf16", "int8", "int4")
-_CHUNK_BLOCKS = 256  # 64k values at a time: the scratch of a chunk stays in the core's own cache
+_CHUNK = 256 * BLOCK  # 64k values at a time: the scratch of a chunk stays in the core's own cache
 _LEVELS = {"int8": 127, "int4": 7}
 _SMALLEST_NORMAL = np.finfo(np.float32).tiny
 _LARGEST = float(np.finfo(np.float32).max)
@@ -49,10 +49,9 @@ def payload_bytes(size: int, codec: str) -> int:
     raise CodecError(f"codec {codec!r}: must be one of {', '.join(CODECS)}")
   if size < 0:
     raise CodecError(f"size {size}: must not be negative")
-  blocks, rest = -(-size // BLOCK), size % BLOCK
-  if codec == "int4":
-    return 4 * blocks + size // BLOCK * (BLOCK // 2) + (rest + 1) // 2
-  return {"f32": 4 * size, "bf16": 2 * size, "int8": 4 * blocks + size}[codec]
+  scales = 4 * -(-size // BLOCK)
+  codes = {"f32": 4 * size, "bf16": 2 * size, "int8": size, "int4": -(-size // 2)}[codec]
+  return codes + (scales if codec in _LEVELS else 0)
 
 
 def encode(x: np.ndarray, codec: str) -> np.ndarray:
@@ -70,11 +69,9 @@ def encode(x: np.ndarray, codec: str) -> np.ndarray:
     if codec == "bf16":
       return x.astype(ml_dtypes.bfloat16).view(np.uint8)
     payload = np.empty(nbytes, np.uint8)
-    scratch = np.empty(min(_CHUNK_BLOCKS * BLOCK, -(-x.size // 2) * 2), np.float32)
+    scratch = np.empty(min(_CHUNK, x.size), np.float32)
     for values, scales, codes in _chunks(x, payload, codec):
-      if codec == "int4" and values.shape[1] % 2:
-        values = np.pad(values, ((0, 0), (0, 1)))
-      quantised = scratch[: values.size].reshape(values.shape)
+      quantised = scratch[: values.size]
       _quantise(values, _LEVELS[codec], scales, quantised)
       if codec == "int8":
         np.copyto(codes.view(np.int8), quantised, casting="unsafe")
@@ -109,43 +106,62 @@ def decode(payload: np.ndarray, size: int, codec: str) -> np.ndarray:
         _unpack_int8(codes.view(np.int8), values)
       else:
         _unpack_int4(codes, values)
-      np.multiply(values, scales[:, None], out=values)
+      _blockwise(np.multiply, values, scales, values)
   return x
 
 
 def _chunks(
   x: np.ndarray, payload: np.ndarray, codec: str
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-  """Yields views of matching parts: values [blocks, width], scales [blocks], codes [blocks, bytes].
+  """Yields matching flat views of up to 64k values: values, scales [blocks], codes [bytes]."""
+  scales = payload[: 4 * -(-x.size // BLOCK)].view(np.float32)
+  codes, per_byte = payload[scales.nbytes :], 2 if codec == "int4" else 1
+  for start in range(0, x.size, _CHUNK):
+    stop = min(start + _CHUNK, x.size)
+    first = start // per_byte
+    yield (
+      x[start:stop],
+      scales[start // BLOCK : -(-stop // BLOCK)],
+      codes[first : first + -(-(stop - start) // per_byte)],
+    )
 
-  All chunks hold whole blocks (width BLOCK), save a last one of a single narrower block.
-  """
-  blocks, rest = -(-x.size // BLOCK), x.size % BLOCK
-  scales, codes = payload[: 4 * blocks].view(np.float32), payload[4 * blocks :]
-  whole, stride = x.size // BLOCK, BLOCK if codec == "int8" else BLOCK // 2
-  for start in range(0, whole, _CHUNK_BLOCKS):
-    stop = min(start + _CHUNK_BLOCKS, whole)
-    values = x[start * BLOCK : stop * BLOCK].reshape(-1, BLOCK)
-    yield values, scales[start:stop], codes[start * stride : stop * stride].reshape(-1, stride)
-  if rest:
-    yield x[whole * BLOCK :][None], scales[whole:], codes[whole * stride :][None]
+
+def _blockwise(
+  operation: np.ufunc, values: np.ndarray, scales: np.ndarray, out: np.ndarray
+) -> None:
+  """out = operation(values, the scale of their block), for flat values."""
+  whole = values.size // BLOCK
+  tall, rest = slice(0, whole * BLOCK), slice(whole * BLOCK, None)
+  operation(values[tall].reshape(-1, BLOCK), scales[:whole, None], out=out[tall].reshape(-1, BLOCK))
+  if whole < scales.size:
+    operation(values[rest], scales[whole], out=out[rest])
+
+
+def _peaks(magnitudes: np.ndarray, blocks: int) -> np.ndarray:
+  """The largest of every block [blocks] of flat non-negative values; NaN where there is one."""
+  # Bits of non-negative floats sort like integers, whose maximum is twice as fast; NaN sorts last.
+  bits, whole = magnitudes.view(np.int32), magnitudes.size // BLOCK
+  peaks = np.empty(blocks, np.int32)
+  np.max(bits[: whole * BLOCK].reshape(-1, BLOCK), axis=1, out=peaks[:whole])
+  if whole < blocks:
+    peaks[whole] = bits[whole * BLOCK :].max()
+  return peaks.view(np.float32)
 
 
 def _quantise(values: np.ndarray, levels: int, scales: np.ndarray, out: np.ndarray) -> None:
   """Fills `scales` [blocks], and `out` with rint(values / scale): integers in -levels..levels."""
   np.abs(values, out=out)
-  # Bits of non-negative floats sort like integers, whose maximum is twice as fast; NaN sorts last.
-  peaks = np.max(out.view(np.int32), axis=1).view(np.float32)
+  peaks = _peaks(out, scales.size)
   np.divide(peaks, np.float32(levels), out=scales)
   divisors = scales
   plain = scales.min() >= _SMALLEST_NORMAL and scales.max() < _LARGEST / levels * (1 - 1e-6)
   if not plain:
     _repair_scales(peaks, levels, scales)
     divisors = np.where(scales > 0, scales, np.float32(np.inf))  # by infinity: every code 0
-  np.divide(values, divisors[:, None], out=out)
+  _blockwise(np.divide, values, divisors, out)
   np.rint(out, out=out)
   if not plain:
-    out[np.isnan(scales)] = 0
+    out[np.isnan(out)] = 0
 
 
 def _repair_scales(peaks: np.ndarray, levels: int, scales: np.ndarray) -> None:
@@ -161,25 +177,24 @@ def _repair_scales(peaks: np.ndarray, levels: int, scales: np.ndarray) -> None:
 
 def _pack(quantised: np.ndarray, codes: np.ndarray) -> None:
   """codes = (first half + 8) + 16 * (second half + 8), in f32, where such numbers are exact."""
-  half = quantised.shape[1] // 2
-  low, high = quantised[:, :half], quantised[:, half:]
+  low, high = quantised[: codes.size], quantised[codes.size :]
   np.multiply(high, np.float32(16), out=high)
-  np.add(low, high, out=low)
+  both = low[: high.size]
+  np.add(both, high, out=both)
   np.add(low, np.float32(8 + 16 * 8), out=low)
   np.copyto(codes, low, casting="unsafe")
 
 
 def _unpack_int4(codes: np.ndarray, values: np.ndarray) -> None:
-  width, half = values.shape[1], codes.shape[1]
   low, high = codes & 15, codes >> 4
   if not (low.min() and high.min()):
     raise CodecError("int4 payload: a nibble is 0 (code -8), codes are -7..7")
-  if width % 2 and high[0, -1] != 8:
-    raise CodecError(f"int4 payload: the padding nibble is {high[0, -1]}, must be 8 (code 0)")
-  for nibbles, target in ((low, values[:, :half]), (high, values[:, half:])):
+  if values.size % 2 and high[-1] != 8:
+    raise CodecError(f"int4 payload: the padding nibble is {high[-1]}, must be 8 (code 0)")
+  for nibbles, target in ((low, values[: codes.size]), (high, values[codes.size :])):
     signed = nibbles.view(np.int8)
     np.subtract(signed, np.int8(8), out=signed)
-    np.copyto(target, signed[:, : target.shape[1]])
+    np.copyto(target, signed[: target.size])
 
 
 def _unpack_int8(codes: np.ndarray, values: np.ndarray) -> None:

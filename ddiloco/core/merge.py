@@ -25,7 +25,7 @@ from ddiloco.config import OuterConfig
 from ddiloco.core import outer as outer_optimizer
 from ddiloco.core.fragments import Fragment
 
-_CHUNK = 1 << 16  # values; what one chunk touches stays in the core's own cache between operations
+_CHUNK = 1 << 15  # values; what one chunk touches stays in the core's own cache between operations
 _DOT_CHUNK = 1 << 13  # short enough that BLAS uses one thread, so bits do not depend on the cores
 _DOT_TRUSTED = 1e-30  # below, f32 products may have underflowed; they are taken again in f64
 _VANISHING = 1e-6  # of |sum w phi|^2 / (sum w)^2: below, the directions cancel to rounding noise
