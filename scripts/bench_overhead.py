@@ -108,7 +108,7 @@ class Steps(NullRecorder):
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   parser.add_argument("--pairs", type=int, default=40, help="pairs of blocks that count")
-  parser.add_argument("--block", type=int, default=FRAGMENTS, help="steps in a block, whole sync periods")
+  parser.add_argument("--block", type=int, default=FRAGMENTS, help="steps in a block")
   parser.add_argument("--quick", action="store_true", help="a smoke test: numbers mean nothing")
   args = parser.parse_args()
   if args.quick:

@@ -162,7 +162,7 @@ def commit(
 
   Sums run in the order of `deltas`, so sort them by learner for results that do not depend on who
   came first. A delta with coefficient 0 is not read. Extra memory: the new value and one chunk of
-  256 KiB.
+  128 KiB.
 
   Args:
     fragment: whose pieces.
