@@ -112,8 +112,8 @@ def test_streaming_diloco_is_its_reference(shards):
   for fragment in plan.fragments:
     p = fragment.index
     # A push of the very last step may have been committed or not when the run ended.
-    known = {versions[p]: value[p]}
-    known |= {versions[p] + 1: new for (q, _), new in sent.items() if q == p}
+    late = [new for (q, _), new in sent.items() if q == p]
+    known = dict(enumerate([value[p], *late], start=versions[p]))
     assert result.versions[p] in known
     close(fragments.gather(fragment, result.params), known[result.versions[p]])
 

@@ -40,7 +40,7 @@ def initial_params() -> dict[str, np.ndarray]:
 
 def inner_step(params: dict[str, np.ndarray], learner: int, position: int) -> None:
   """SGD on half the squared distance to the target, in place."""
-  for name, value in params.items():
+  for value in params.values():
     value -= np.float32(INNER_RATE) * (value - target(learner, position, value.shape))
 
 
