@@ -19,6 +19,7 @@ from ml_collections import config_flags
 import ddiloco
 from ddiloco import environment
 from ddiloco.config import Config, ConfigError, check_field, default, from_dict
+from ddiloco.engines.workdir import saved_config
 
 USAGE = """ddiloco: one model, trained across islands that may be far apart and failing.
 
@@ -61,8 +62,8 @@ def entry() -> None:
 def _train(arguments: list[str]) -> int:
   """Trains as the config says, shows the run live, and leaves result, events and report in workdir.
 
-  With --dry_run it prints the final config, the fragments and the memory and bandwidth they need,
-  and touches no device.
+  With --dry_run it prints the final config, the islands, the fragments and the bytes they move, and
+  touches no device.
   """
   values = flags.FlagValues()
   path, arguments = _take_config(arguments)
@@ -104,10 +105,10 @@ def _generate(arguments: list[str]) -> int:
   flags.DEFINE_integer("seed", 0, "Of the sampling.", flag_values=values)
   if not _parse(values, arguments, _generate.__doc__):
     return 0
+  config = saved_config(Path(values["workdir"].value))
+  _prepare(config, cpu_only=False)
   from ddiloco.engines import session
 
-  config = session.saved_config(Path(values["workdir"].value))
-  _prepare(config, cpu_only=False)
   get = {name: values[name].value for name in ("prompt", "tokens", "temperature", "seed")}
   print(session.sample(Path(values["workdir"].value), config, **get))
   return 0
@@ -119,10 +120,10 @@ def _evaluate(arguments: list[str]) -> int:
   _workdir_flag(values)
   if not _parse(values, arguments, _evaluate.__doc__):
     return 0
+  config = saved_config(Path(values["workdir"].value))
+  _prepare(config, cpu_only=False)
   from ddiloco.engines import session
 
-  config = session.saved_config(Path(values["workdir"].value))
-  _prepare(config, cpu_only=False)
   print(session.evaluate(Path(values["workdir"].value), config))
   return 0
 

@@ -320,10 +320,8 @@ class RunConfig:
   compare_alone: bool = False  # afterwards train every island alone on as many of its own steps
   prompt: str = "def "  # of the sample that is printed at the end
   sample_tokens: int = 160
-  restart_seconds: float = (
-    1.0  # a role that crashed is restarted after this pause, doubling each time
-  )
-  max_restarts: int = 5  # of one role, by crashes (planned faults do not count)
+  restart_seconds: float = 1.0  # until a crashed or quarantined role is back; doubles each time
+  max_restarts: int = 5  # of one role (planned faults do not count)
 
   def __post_init__(self):
     positive("run", self, "total_tokens")

@@ -20,8 +20,11 @@ def prepare(num_cpu_devices: int, cpu_only: bool = False) -> None:
     raise RuntimeError("JAX was imported before ddiloco.environment.prepare()")
   os.environ.setdefault("NPROC", "32")
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-  if cpu_only:
-    os.environ["JAX_PLATFORMS"] = "cpu"
+  platforms = "cpu" if cpu_only else os.environ.get("JAX_PLATFORMS", "")
+  if platforms and "cpu" not in platforms.split(","):
+    platforms += ",cpu"  # shards and the evaluator live there
+  if platforms:
+    os.environ["JAX_PLATFORMS"] = platforms
   import jax  # only now: NPROC must be set before
 
   jax.config.update("jax_num_cpu_devices", num_cpu_devices)

@@ -80,7 +80,7 @@ class Interleaved:
     params, opt_state = self._state
     seconds, last = [], time.perf_counter()
     for count in range(self.block):
-      batch = jax.device_put(self.tokens[count % len(self.tokens)], self.island._tokens.sharding)
+      batch = self.tokens[count % len(self.tokens)]
       params, opt_state, metrics = self.island._step(params, opt_state, batch, np.int32(count))
       np.asarray(jax.block_until_ready(metrics))
       now = time.perf_counter()

@@ -13,6 +13,7 @@ import ddiloco
 from ddiloco import cli, environment
 from ddiloco.config import from_dict
 from ddiloco.engines import session
+from ddiloco.engines.workdir import claim
 from ddiloco.models import transformer
 from ddiloco.runtime import checkpoint
 
@@ -211,7 +212,7 @@ def test_overwrite_replaces_our_own_files_only(finished):
   for folder in ("events", "report", "tensorboard", "alone"):
     (finished / folder).mkdir()
     (finished / folder / "old").write_text("x")
-  session._claim(finished, overwrite=True)
+  claim(finished, overwrite=True)
   assert sorted(p.name for p in finished.iterdir()) == ["config.json", "mine", "notes.txt"]
   assert (finished / "notes.txt").read_text() == "mine"
 
@@ -248,6 +249,17 @@ def test_a_result_of_another_model_is_refused(refused, finished, command):
   (finished / "config.json").write_text(other.to_json())
   text = refused(command, f"--workdir={finished}")
   assert "embedding" in text and "Fix: " in text
+
+
+@pytest.mark.parametrize("command", [("generate", "--tokens=3"), ("evaluate",), ("report",)])
+def test_commands_in_a_process_of_their_own(finished, command):
+  """As a user types them: nothing has prepared the environment for them."""
+  bare = {name: value for name, value in os.environ.items() if name not in ("NPROC", "XLA_FLAGS")}
+  name, *more = command
+  run = [sys.executable, "-m", "ddiloco", name, f"--workdir={finished}", *more]
+  done = subprocess.run(run, env=bare, capture_output=True, text=True, timeout=100)
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.strip()
 
 
 def test_evaluate_and_generate_a_result(finished, capsys):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,9 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from ddiloco.config import Config, ConfigError, from_dict
+from ddiloco.config import Config, ConfigError
 from ddiloco.core import codec, fragments
 from ddiloco.engines.threads import Outcome, ThreadsEngine
+from ddiloco.engines.workdir import OUTCOME, claim, refuse_taken, saved_config
 from ddiloco.models import arithmetic, transformer
 from ddiloco.observe.live import LiveView
 from ddiloco.observe.metrics import TensorBoard
@@ -26,16 +26,18 @@ from ddiloco.training.evaluate import Evaluator
 from ddiloco.training.generate import generate
 
 EXIT_STATUS = {"finished": 0, "failed": 1, "stopped": 130}
-EVALUATION_BATCH = 16
-OUTCOME = "outcome.json"  # in the workdir: what the report knows beside the events
+EVALUATION_BATCH = 16  # sequences at most ...
+EVALUATION_LOGITS = 1 << 26  # ... and values of logits at once: 256 MiB
 
 
 def train(config: Config, workdir: Path, overwrite: bool = False) -> int:
   """Runs `config` in `workdir`; returns the process' exit status."""
+  refuse_taken(workdir, overwrite)
+  initial.make_plan(config)  # before a device is touched
   corpus = data.open_corpus(config.data)
   loss = held_out_loss(config, corpus)
   engine = ThreadsEngine(config, workdir, corpus, loss)
-  _claim(workdir, overwrite)
+  claim(workdir, overwrite)
   (workdir / "config.json").write_text(config.to_json() + "\n")
   print(config.to_json())
   started = time.monotonic()
@@ -97,43 +99,9 @@ def _train_alone(
 
 def held_out_loss(config: Config, corpus: data.Corpus):
   """A function: held-out loss (nats per token) of a parameter tree, on a device no island uses."""
-  batches = data.heldout_batches(corpus, config.data, EVALUATION_BATCH)
+  fit = EVALUATION_LOGITS // (config.data.sequence_length * config.model.vocab_size)
+  batches = data.heldout_batches(corpus, config.data, max(1, min(EVALUATION_BATCH, fit)))
   return Evaluator(config.model, batches, jax.local_devices(backend="cpu")[-1]).loss
-
-
-def _claim(workdir: Path, overwrite: bool) -> None:
-  """Makes the workdir; refuses one that holds a run, unless told to replace it."""
-  if (workdir / "config.json").exists():
-    if not overwrite:
-      raise ConfigError(
-        f"--workdir={workdir}: already holds a run."
-        " Fix: choose another directory, or add --overwrite to replace that run."
-      )
-    for name in ("alone", "events", "tensorboard", "report", "result", OUTCOME, "config.json"):
-      path = workdir / name
-      shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-  try:
-    workdir.mkdir(parents=True, exist_ok=True)
-    (workdir / "config.json").touch()
-  except OSError as error:
-    raise ConfigError(
-      f"--workdir={workdir}: cannot be written ({error}). Fix: choose a directory you may write to."
-    ) from error
-
-
-def saved_config(workdir: Path) -> Config:
-  """The config a run was started with.
-
-  Raises:
-    ConfigError: there is no run in `workdir`.
-  """
-  path = workdir / "config.json"
-  try:
-    return from_dict(json.loads(path.read_text()))
-  except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-    raise ConfigError(
-      f"--workdir={workdir}: holds no run ({error}). Fix: name the directory of a run."
-    ) from error
 
 
 def load_result(workdir: Path, config: Config) -> dict[str, np.ndarray]:

@@ -80,7 +80,10 @@ class ThreadsEngine:
     self._loss = loss
     self._listeners: Sequence[Listener] = ()
     self._start_time = self._training_since = time.monotonic()
-    self._hub = Hub(run_id=workdir.name, plan_id=self.plan.plan_id)
+    # No learner ever has more than the whole model under way, in either direction.
+    model_bytes, members = 4 * sum(self.plan.sizes), config.islands.num_learners + 1
+    room = members * model_bytes + (1 << 30)
+    self._hub = Hub(workdir.name, self.plan.plan_id, max_bulk_bytes=room)
     self._store = MemoryStore()
     self.islands = islands or {
       m: Island(config, m, group, self.plan)
@@ -110,6 +113,7 @@ class ThreadsEngine:
     with concurrent.futures.ThreadPoolExecutor() as pool:
       list(pool.map(self._compile, self.islands))
     self._seed(first)
+    self._first = first
     self._training_since = time.monotonic()  # faults by time count from here, not from compiling
     shards = [
       self._start(syncer_address(s), self._run_syncer, s) for s in range(config.sync.num_shards)
@@ -149,6 +153,8 @@ class ThreadsEngine:
     island = self.islands[m]
     if self.config.sync.num_shards:
       island.reset()
+    elif incarnation:
+      island.load(self._first)  # nobody else has what it had learned
     stream = self._streams[m]
     endpoint = self._connect(learner_address(m), faults)
     role = Learner(
@@ -211,21 +217,20 @@ class ThreadsEngine:
     crashes = incarnation = 0
     while True:
       recorder = self._record(name, incarnation)
-      pause, reason = 0.0, ""
       try:
         run(number, incarnation, faults, recorder)
         return
       except Killed as kill:
         pause, reason = kill.seconds, str(kill)
-      except Quarantined as verdict:
-        reason = f"quarantined: {verdict}"
-      except Exception as error:
+      except Exception as error:  # crashed, or quarantined: back after a pause, but not for ever
         crashes += 1
-        pause = self.config.run.restart_seconds * 2 ** (crashes - 1)
-        reason = f"{type(error).__name__}: {error}"
-        recorder.event("crash", trace=traceback.format_exc())
-        if crashes > self.config.run.max_restarts:
-          pause = -1
+        again = crashes <= self.config.run.max_restarts
+        pause = self.config.run.restart_seconds * 2 ** (crashes - 1) if again else -1
+        if isinstance(error, Quarantined):
+          reason = f"quarantined: {error}"
+        else:
+          reason = f"{type(error).__name__}: {error}"
+          recorder.event("crash", trace=traceback.format_exc())
       finally:
         recorder.close()
       self._recorder.event("exit", target=name, reason=reason)

@@ -46,7 +46,7 @@ def summarise(events: Sequence[Event]) -> dict[str, Any]:
     "trained_tokens": sum(island.tokens for island in view.islands.values()),
     "commits": len(commits),
     "participation": participation(commits, sorted(view.islands)),
-    "rejected_updates": sum(len(event["rejected"]) for event in commits),
+    "rejected_updates": sum(len(event.get("rejected", ())) for event in events),
     "bytes_sent": sent,
     "bytes_received": received,
     "heldout_loss_first": _number(losses[0]) if losses else None,

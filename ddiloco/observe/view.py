@@ -277,6 +277,14 @@ def _commit(view: RunView, event: Event, kind: str, number: int) -> RunView:
   )
 
 
+def _abandoned(view: RunView, event: Event, _kind: str, number: int) -> RunView:
+  for learner, why in event["rejected"].items():
+    view = _note(view, event, f"update of island {learner} rejected: {why}", "bad")
+  shard = view.shards.get(number, ShardView())
+  rejected = shard.rejected + len(event["rejected"])
+  return _shard(view, number, rejected=rejected, last_reason=event["reason"])
+
+
 def _fault(view: RunView, event: Event, _kind: str, _number: int) -> RunView:
   action, target = event["action"], event["target"]
   detail = f" ({event['detail']})" if event.get("detail") else ""
@@ -313,6 +321,7 @@ _HANDLERS: Mapping[str, Callable[[RunView, Event, str, int], RunView]] = {
   "stopped": _stopped,
   "member": _member,
   "commit": _commit,
+  "abandoned": _abandoned,
   "fault": _fault,
   "exit": _exit,
   "restart": _restart,

@@ -98,10 +98,12 @@ class Exchange:
     self._sent: dict[int, np.ndarray] = {}  # my outstanding push, as the shard decodes it
     self._outbox: dict[int, Push] = {}
     self._residual: dict[int, np.ndarray] = {}  # what rounding lost; only with error_feedback
+    self._rounding: dict[int, np.ndarray] = {}  # the residual if the outstanding push is merged
     self._staged: dict[int, collections.deque] = collections.defaultdict(collections.deque)
     self._finished: queue.SimpleQueue[Staged] = queue.SimpleQueue()
     self._jobs: queue.SimpleQueue = queue.SimpleQueue()
     self._failure: BaseException | None = None
+    self._closing = False
     self._started_at = time.monotonic()
     self._heartbeat_at = 0.0
     self._traffic_at = 0.0
@@ -141,8 +143,9 @@ class Exchange:
   def close(self) -> None:
     """Ends the background thread; what it still had to do is dropped."""
     self._count_traffic(always=True)
+    self._closing = True
     self._jobs.put(None)
-    self._worker.join(timeout=30)
+    self._worker.join()
 
   def _arrived(self) -> LearnerEvent | None:
     if self._failure is not None:
@@ -206,7 +209,7 @@ class Exchange:
   # --- on the background thread -------------------------------------------------------------------
 
   def _work(self) -> None:
-    while (job := self._jobs.get()) is not None:
+    while (job := self._jobs.get()) is not None and not self._closing:
       function, *arguments = job
       try:
         function(*arguments)
@@ -224,7 +227,7 @@ class Exchange:
     payload = codec.encode(delta, name)
     self._sent[p] = codec.decode(payload, delta.size, name)
     if self._sync.error_feedback:
-      self._residual[p] = delta - self._sent[p]
+      self._rounding[p] = delta - self._sent[p]
     self._outbox[p] = dataclasses.replace(push, codec=name, payload=payload)
     sent_bytes = self._send_push(p)
     self.recorder.event(
@@ -256,6 +259,9 @@ class Exchange:
     value = self._value(action.publish, base)
     sent = self._sent.pop(p, None)
     self._outbox.pop(p, None)
+    rounding = self._rounding.pop(p, None)
+    if action.included and rounding is not None:
+      self._residual[p] = rounding
     if action.mode == "overwrite":
       flat = value
     elif action.mode == "mix":

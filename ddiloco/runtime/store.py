@@ -13,7 +13,11 @@ from ddiloco.core.syncer_state import FragmentState
 
 @dataclasses.dataclass(frozen=True)
 class Committed:
-  """One fragment after its newest commit. Vectors are flat f32 [size] and never written again."""
+  """One fragment after its newest commit; vectors are flat f32 [size].
+
+  `value` and `view` are never written again. `momentum` is: the next commit updates it in place,
+  so a store that outlives a process must have its own copy.
+  """
 
   state: FragmentState  # version, merged tokens, who took part; no round under way
   value: np.ndarray  # the global value

@@ -24,7 +24,6 @@ from ddiloco.models import transformer
 from ddiloco.training import inner
 from ddiloco.training.devices import make_mesh, param_sharding, piece_sharding
 
-METRICS = ("loss", "grad_norm", "learning_rate")
 _COLLECTIVE = re.compile(r"all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute")
 
 
@@ -144,7 +143,7 @@ class Island:
     def island_step(params, opt_state, tokens_BxT1, clock):
       params, opt_state, metrics = train_step(params, opt_state, tokens_BxT1, clock)
       # One small array instead of several: one copy to the host per step.
-      return params, opt_state, jnp.stack([metrics[name] for name in METRICS])
+      return params, opt_state, jnp.stack([metrics[name] for name in inner.METRICS])
 
     return island_step
 
@@ -221,8 +220,8 @@ class Island:
     """One inner step on `tokens` [B, T+1] int32 (not to change any more) at the run's step `clock`.
 
     Returns:
-      {"loss", "grad_norm", "learning_rate"} of this step; if pipelined, those of the step before,
-      None on the first.
+      {"loss", "load_balance", "grad_norm", "learning_rate"} of this step; if pipelined, those of
+      the step before, None on the first.
 
     Raises:
       ValueError: tokens have the wrong shape.
@@ -291,7 +290,7 @@ class Island:
 
 
 def _as_floats(metrics: jax.Array) -> dict[str, float]:
-  return dict(zip(METRICS, np.asarray(metrics).tolist()))
+  return dict(zip(inner.METRICS, np.asarray(metrics).tolist()))
 
 
 def _placed(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

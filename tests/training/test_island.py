@@ -15,7 +15,8 @@ from ddiloco.config import ConfigError
 from ddiloco.core import fragments
 from ddiloco.models import transformer
 from ddiloco.training import inner
-from ddiloco.training.island import METRICS, Island
+from ddiloco.training.inner import METRICS
+from ddiloco.training.island import Island
 from tests.training.test_inner import bigram_loss
 
 MODEL = {
