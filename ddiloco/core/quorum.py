@@ -65,16 +65,20 @@ def decide(
   return Decision("wait", f"grace: {deadline - now:.3f} s left for {names}", deadline)
 
 
-def screen(norms: Mapping[int, float], past: Mapping[int, float], ratio: float) -> dict[int, str]:
+def screen(
+  norms: Mapping[int, float], steps: Mapping[int, int], past: Mapping[int, float], ratio: float
+) -> dict[int, str]:
   """Which updates are out of all proportion, and why.
 
   An update is rejected if its norm exceeds `ratio` times every reference there is: the median of
-  the other participants' norms, and the learner's own smoothed past. So a sudden growth that all
-  share passes, and so does a learner that is alone and new.
+  the other participants' norms, and the learner's own past. So a sudden growth that all share
+  passes, and so does a learner that is alone and new. More steps may make a longer update: against
+  an update of fewer steps it may be longer by as much.
 
   Args:
     norms: by learner, of the outer gradients at hand; non-finite ones are always rejected.
-    past: by learner, the smoothed norm of its accepted updates of this fragment; 0: none yet.
+    steps: by learner, inner steps in its outer gradient.
+    past: by learner, the smoothed norm per step of its accepted updates of this fragment; 0: none.
     ratio: `sync.max_norm_ratio`.
   """
   rejected = {}
@@ -82,8 +86,13 @@ def screen(norms: Mapping[int, float], past: Mapping[int, float], ratio: float) 
     if not math.isfinite(norm):
       rejected[learner] = f"not finite (norm {norm})"
       continue
-    others = [n for m, n in norms.items() if m != learner and math.isfinite(n)]
-    references = [r for r in (statistics.median(others) if others else 0, past[learner]) if r > 0]
+    others = [
+      other * max(1.0, steps[learner] / steps[m])
+      for m, other in norms.items()
+      if m != learner and math.isfinite(other)
+    ]
+    own = past[learner] * steps[learner]
+    references = [r for r in (statistics.median(others) if others else 0, own) if r > 0]
     if references and norm > ratio * max(references):
       rejected[learner] = f"norm {norm:.3g} is over {ratio:g} x {max(references):.3g}"
   return rejected

@@ -155,7 +155,8 @@ def _end_round(
   """Screens, commits if what is left is still a quorum, and tells everybody."""
   f = state.fragments[i]
   past = {m: state.members[m].norms[i] if m in state.members else 0.0 for m in current.norms}
-  out_of_range = quorum.screen(current.norms, past, sync.max_norm_ratio)
+  steps = {m: push.steps for m, push in current.pushes.items()}
+  out_of_range = quorum.screen(current.norms, steps, past, sync.max_norm_ratio)
   rejected = {**current.refused, **out_of_range}
   merged = sorted(m for m in current.pushes if m not in rejected)
   actions: list[SyncerAction] = []
@@ -176,7 +177,7 @@ def _end_round(
     actions.append(Note("abandoned", note))
   state = set_fragment(state, i, dataclasses.replace(f, round=None))
   for m in merged:
-    state = _credit(state, m, i, current.norms[m])
+    state = _credit(state, m, i, current.norms[m] / steps[m])
   for m, reason in rejected.items():
     state, refusal = _reject(state, m, i, current.id, reason, sync)
     actions += refusal
@@ -243,11 +244,11 @@ def _missing(state: SyncerState, i: int, current: Round) -> dict[int, str]:
   return reasons
 
 
-def _credit(state: SyncerState, learner: int, i: int, norm: float) -> SyncerState:
+def _credit(state: SyncerState, learner: int, i: int, norm_per_step: float) -> SyncerState:
   member = state.members.get(learner)
   if member is None:
     return state
-  norms = (*member.norms[:i], smooth(member.norms[i], norm), *member.norms[i + 1 :])
+  norms = (*member.norms[:i], smooth(member.norms[i], norm_per_step), *member.norms[i + 1 :])
   return set_member(state, learner, dataclasses.replace(member, norms=norms, rejections=0))
 
 

@@ -19,7 +19,7 @@ class Member:
   since: tuple[int, ...]
   sent: tuple[int, ...]  # newest version sent, -1: none
   waiting_since: tuple[float, ...]  # for what was sent to show up in a report
-  norms: tuple[float, ...]  # smoothed norm of accepted pushes, 0: none yet
+  norms: tuple[float, ...]  # smoothed norm per step of accepted pushes, 0: none yet
   step_seconds: float = 0.0
   delivery_seconds: float = 0.0  # smoothed, from sending a publish to the report that has it
   resends: int = 0  # in a row without progress

@@ -86,7 +86,16 @@ def test_grace_is_at_most_a_step_and_zero_without_overlap_or_safety():
   ],
 )
 def test_screen(norms, past, expected):
-  assert screen(norms, past, 10.0) == expected
+  assert screen(norms, dict.fromkeys(norms, 1), past, 10.0) == expected
+
+
+def test_a_longer_update_of_more_steps_is_in_proportion():
+  """29 steps that all went one way, beside one step: 29 times as long, and not rejected."""
+  past = {0: 0.0, 1: 1.0}
+  assert screen({0: 1.0, 1: 29.0}, {0: 1, 1: 29}, past, 10.0) == {}
+  assert list(screen({0: 1.0, 1: 29.0}, {0: 1, 1: 1}, past, 10.0)) == [1]
+  # A single step beside 29 that cancelled each other is not too long either.
+  assert screen({0: 1.0, 1: 29**0.5}, {0: 1, 1: 29}, {0: 29**-0.5, 1: 29**-0.5}, 10.0) == {}
 
 
 @given(

@@ -178,19 +178,21 @@ def test_overwrite_and_mix_do_what_their_formula_says(bench, apply):
 def test_error_feedback_adds_what_rounding_lost_exactly(bench):
   b = bench(apply="overwrite", push_codec="int4", error_feedback=True)
   base, residual = b.join()[0], None
-  for number in range(4):
+  for number in range(5):
     b.train()
     push, cut = b.push(0, round=number, version=number)
     delta = base - cut
     if residual is not None:
       delta = delta + residual
     assert bits(push.payload) == bits(codec.encode(delta, "int4"))
-    residual = delta - codec.decode(push.payload, base.size, "int4")
-    assert np.abs(residual).max() > 0, "int4 loses something"
-    assert bits(b.exchange._residual[0]) == bits(residual)
+    missed = number == 2  # that round went on without me: its rounding was never suffered
+    if not missed:
+      residual = delta - codec.decode(push.payload, base.size, "int4")
+      assert np.abs(residual).max() > 0, "int4 loses something"
     base = vector(base.size)
-    b.publish(0, number + 1, base, merged=number)
+    b.publish(0, number + 1, base, merged=-1 if missed else number)
     b.until(lambda number=number: b.version(0) == number + 1)
+    assert bits(b.exchange._residual[0]) == bits(residual)
 
 
 def test_a_push_that_got_lost_comes_again_as_the_very_same_bytes(bench):
