@@ -95,11 +95,6 @@ class Island:
     self._opt_state: Any = None
     self._in_flight: jax.Array | None = None
 
-  @property
-  def tokens_per_step(self) -> int:
-    """Tokens one step trains on (B * T)."""
-    return self._island.batch_size * self._config.data.sequence_length
-
   def describe(self) -> dict[str, Any]:
     """For the events: number of devices, mesh [data, fsdp, tensor] and batch size."""
     mesh = [int(n) for n in self.mesh.devices.shape]

@@ -97,4 +97,4 @@ def test_unknown_preset_lists_those_there_are(module):
 
 @pytest.mark.parametrize("module", [DENSE, MOE], ids=["dense", "moe"])
 def test_the_default_preset_is_one(module):
-  config.from_dict(module.get_config())
+  assert isinstance(config.from_dict(module.get_config()), config.Config)
