@@ -33,11 +33,13 @@ setup(
     "numpy>=2.0,<3",
     "optax>=0.2.5,<0.3",  # inner optimizer
     "orbax-checkpoint>=0.11.25,<0.13",
+    "pyzmq>=26,<28",  # queues between processes
     "rich>=13,<16",  # live terminal view
     "tensorboardX>=2.6.2,<3",  # scalars for TensorBoard, without TensorFlow
   ],
   extras_require={
     "test": TEST,
+    "ray": ["ray>=2.40,<3"],
     "tokenizers": ["sentencepiece>=0.2", "tokenizers>=0.20"],
     "tpu": ["jax[tpu]>=0.10,<0.11"],
     "dev": [*TEST, "ruff>=0.15", "mypy>=1.15", "pre-commit>=4"],

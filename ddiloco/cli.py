@@ -75,7 +75,7 @@ def _train(arguments: list[str]) -> int:
     values,
     sys_argv=arguments,
   )
-  values["config"].default_as_str = None  # too long for --help; config.py has all defaults
+  values["config"].default_as_str = None  # too long for --help; config/ has all defaults
   _workdir_flag(values)
   flags.DEFINE_bool("dry_run", False, "Print what would run, then exit.", flag_values=values)
   flags.DEFINE_bool("overwrite", False, "Replace the run that is in workdir.", flag_values=values)

@@ -99,4 +99,4 @@ def test_environment_variables_are_read_in_one_place(path):
 @pytest.mark.parametrize("path", FILES, ids=name)
 def test_files_are_short(path):
   lines = path.read_text().count("\n")
-  assert lines <= (480 if room(path) == "config" else 400), f"{name(path)}: {lines} lines"
+  assert lines <= 400, f"{name(path)}: {lines} lines"

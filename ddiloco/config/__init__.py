@@ -1,0 +1,131 @@
+"""The one place with defaults: an ml_collections ConfigDict in, frozen validated dataclasses out.
+
+An experiment file calls `default()`, changes lines, and returns the ConfigDict; the command line
+may change more (`--config.sync.min_quorum=2`). `from_dict` turns it into a `Config`: unknown fields
+are refused, every value is checked, and errors name the field, the value, the rule and the fix.
+Nothing here touches a device, a file or JAX. Each module beside this one holds a few sections.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+import ml_collections
+
+from ddiloco.checked import ConfigError, build, refuse_unknown, require
+from ddiloco.config.islands import IslandConfig, IslandsConfig
+from ddiloco.config.learning import DataConfig, InnerConfig, ModelConfig, OuterConfig
+from ddiloco.config.run import ChaosConfig, Fault, RunConfig
+from ddiloco.config.sync import NetworkConfig, SyncConfig
+
+__all__ = [
+  "ChaosConfig",
+  "Config",
+  "ConfigError",
+  "DataConfig",
+  "Fault",
+  "InnerConfig",
+  "IslandConfig",
+  "IslandsConfig",
+  "ModelConfig",
+  "NetworkConfig",
+  "OuterConfig",
+  "RunConfig",
+  "SyncConfig",
+  "check_field",
+  "default",
+  "from_dict",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """A whole run."""
+
+  seed: int = 0
+  model: ModelConfig = ModelConfig()
+  data: DataConfig = DataConfig()
+  inner: InnerConfig = InnerConfig()
+  islands: IslandsConfig = IslandsConfig()
+  sync: SyncConfig = SyncConfig()
+  outer: OuterConfig = OuterConfig()
+  network: NetworkConfig = NetworkConfig()
+  run: RunConfig = RunConfig()
+  chaos: ChaosConfig = ChaosConfig()
+
+  def __post_init__(self):
+    m = self.islands.num_learners
+    require(
+      self.sync.min_quorum <= m or not self.sync.num_shards,
+      "sync.min_quorum",
+      self.sync.min_quorum,
+      f"must not exceed islands.num_learners ({m}), or no round would ever commit",
+      f"use at most {m}",
+    )
+    for learner in range(m):
+      island = self.islands.island(learner)
+      shards = island.data_shards(island.devices) if island.devices else 1
+      whole = shards * self.inner.accumulation_steps
+      require(
+        island.batch_size % whole == 0,
+        "islands.batch_size",
+        island.batch_size,
+        f"must be a multiple of data x fsdp x inner.accumulation_steps = {whole} ({learner=})",
+        f"use {max(1, round(island.batch_size / whole)) * whole}",
+      )
+    for fault in self.chaos.faults:
+      kind, _, number = fault.role.partition("/")
+      count = m if kind == "learner" else self.sync.num_shards
+      require(
+        int(number) < count,
+        "chaos.faults.role",
+        fault.role,
+        f"the run has {count} of that kind",
+        f"use {kind}/0 to {kind}/{count - 1}" if count else "drop this fault",
+      )
+
+  def tokens_per_step(self, learner: int) -> int:
+    """Tokens one inner step of this learner trains on (B * T)."""
+    return self.islands.island(learner).batch_size * self.data.sequence_length
+
+  def planned_steps(self) -> int:
+    """Inner steps each learner makes if all of them live and are equally fast."""
+    together = sum(self.tokens_per_step(m) for m in range(self.islands.num_learners))
+    return max(1, math.ceil(self.run.total_tokens / together))
+
+  def to_json(self) -> str:
+    """Every final value, for printing and saving."""
+    return json.dumps(dataclasses.asdict(self), indent=2, default=list)
+
+
+def default() -> ml_collections.ConfigDict:
+  """All defaults as a ConfigDict that refuses unknown fields. Experiment files start from this."""
+  config = ml_collections.ConfigDict(dataclasses.asdict(Config()))
+  config.islands.overrides = ml_collections.ConfigDict().unlock()  # free names inside
+  config.islands.resources = ml_collections.ConfigDict().unlock()
+  return config
+
+
+def from_dict(values: Mapping[str, Any] | ml_collections.ConfigDict) -> Config:
+  """Checks `values` (nested; missing fields take their defaults) and freezes them.
+
+  Raises:
+    ConfigError: names the field, the value, the rule and the fix.
+  """
+  return build(Config, values, "")
+
+
+def check_field(path: str, value: Any) -> None:
+  """Refuses a path such as "sync.min_quorum" that names no field; `value` is for the error."""
+  cls: Any = Config
+  where = ""
+  for name in path.split("."):
+    inside = dataclasses.is_dataclass(cls)
+    require(inside, path, value, f"{where} has no fields", f"set {where} in the experiment file")
+    refuse_unknown(where, {name: value}, typing.cast(type, cls))
+    cls, where = typing.get_type_hints(cls)[name], f"{where}.{name}".lstrip(".")
