@@ -6,11 +6,14 @@ import os
 import sys
 
 
-def prepare(num_cpu_devices: int, cpu_only: bool = False) -> None:
+def prepare(num_cpu_devices: int, cpu_only: bool = False, supervises: bool = False) -> None:
   """Readies this process for several islands; must run before JAX is first used.
 
   Where JAX finds accelerators it uses them; else the CPU pretends to be `num_cpu_devices` devices
   (`cpu_only` forces that, for tests and laptops with a GPU).
+
+  A process that only `supervises` others leaves the accelerators to them: it uses the CPU itself,
+  and hands on what it was told.
 
   NPROC sizes XLA's CPU thread pool. Two meshes of fake CPU devices driven from two threads wait for
   each other inside that pool: with fewer threads than participants a collective never assembles
@@ -27,4 +30,6 @@ def prepare(num_cpu_devices: int, cpu_only: bool = False) -> None:
     os.environ["JAX_PLATFORMS"] = platforms
   import jax  # only now: NPROC must be set before
 
+  if supervises:
+    jax.config.update("jax_platforms", "cpu")
   jax.config.update("jax_num_cpu_devices", num_cpu_devices)

@@ -18,9 +18,9 @@ ALLOWED = {
   "resilience": {"config", "core"},
   "observe": {"config", "core"},
   "environment": set(),
-  "runtime": {"config", "core", "models", "training", "resilience", "observe"},
+  "runtime": {"checked", "config", "core", "models", "training", "resilience", "observe"},
   "engines": {"config", "core", "models", "training", "resilience", "observe", "runtime"},
-  "cli": {"config", "environment", "engines"},
+  "cli": {"config", "environment", "engines", "runtime"},
   "__main__": {"cli"},
   "__init__": set(),
 }

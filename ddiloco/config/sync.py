@@ -84,7 +84,7 @@ class NetworkConfig:
   streams: int = 2  # TCP connections per learner and shard that fragments are spread over
   chunk_bytes: int = 4 << 20  # fragments travel in pieces of this size
   window_bytes: int = 64 << 20  # under way to one peer; at least bandwidth x round trip
-  queue_bytes: int = 0  # of fragments waiting for or from one peer; 0: the model, twice
+  queue_bytes: int = 0  # of fragments waiting for or from one peer; 0: three f32 models
   hello_seconds: float = 0.5  # between two attempts to reach a peer, doubling to 16 times this
   patience_seconds: float = 2.0  # least wait until an unanswered chunk is sent again
   silence_seconds: float = 30.0  # what waits for a peer that is silent for so long is dropped

@@ -71,7 +71,7 @@ def init(
 
 def can_step(state: LearnerState, sync: SyncConfig) -> bool:
   """May the next inner step start? Always, once joined, unless the run is in lock-step."""
-  if not state.joined or state.done or not state.trains:
+  if not state.joined or state.done or state.leaving or not state.trains:
     return False
   return not (sync.blocking and state.fragments and waiting_for(state, sync))
 
@@ -79,6 +79,8 @@ def can_step(state: LearnerState, sync: SyncConfig) -> bool:
 def waiting_for(state: LearnerState, sync: SyncConfig) -> str:
   """Lock-step only: why the next step must not start yet, or ''."""
   for p, f in enumerate(state.fragments):
+    if f.merged_tokens >= state.target_tokens:
+      continue  # complete: nobody asks for it any more
     sent = f.outstanding or next((i.merged for i in f.incoming if i.merged), None)
     if sent is not None and state.step - sent.at_step >= sync.overlap_steps:
       return f"fragment {p}: its new version"
@@ -98,10 +100,18 @@ def reports(state: LearnerState) -> list[LearnerAction]:
       clock=state.clock,
       step_seconds=state.step_seconds,
       versions=tuple(f.version for f in mine),
-      since=tuple(f.since for f in mine),
+      since=tuple(_due_steps(state, f) for f in mine),
+      leaving=state.leaving,
     )
     sends.append(Send(shard, report))
   return sends
+
+
+def _due_steps(state: LearnerState, f: FragmentClock) -> int:
+  """Who leaves makes no further step: whatever it has is due, and nothing else."""
+  if not state.leaving:
+    return f.since
+  return max(f.since, 1) if f.steps else 0
 
 
 def learner_on(
@@ -339,14 +349,35 @@ def _answer_pulls(state: LearnerState) -> tuple[LearnerState, list[LearnerAction
 
 
 def _finish(state: LearnerState) -> tuple[LearnerState, list[LearnerAction]]:
+  if state.leaving and not any(_holds_up(state, f) for f in state.fragments):
+    return leave(state, "left, and everything it had is merged")
   reached = state.merged_tokens if state.fragments else state.trained_tokens
   if not state.joined or reached < state.target_tokens:
     return state, []
   return leave(state, f"{reached} tokens are merged" if state.fragments else "trained its share")
 
 
+def _holds_up(state: LearnerState, f: FragmentClock) -> bool:
+  """Whether a leaving learner still waits for this fragment; not if it is complete or lacking."""
+  unfinished = f.version >= 0 and f.merged_tokens < state.target_tokens
+  return unfinished and bool(f.tokens or f.outstanding or f.incoming)
+
+
+def drain(state: LearnerState) -> LearnerState:
+  """Make no more steps, and leave as soon as everything trained is merged."""
+  return dataclasses.replace(state, leaving=True)
+
+
+def unmerged_tokens(state: LearnerState) -> int:
+  """Trained in this incarnation and lost if it ended now: of the fragment that lacks most."""
+  return max((f.tokens for f in state.fragments if _holds_up(state, f)), default=0)
+
+
 def leave(state: LearnerState, reason: str) -> tuple[LearnerState, list[LearnerAction]]:
   """Say goodbye to every shard and stop."""
   goodbye = functools.partial(Goodbye, state.learner, state.incarnation)
   sends = [Send(shard, goodbye()) for shard in range(len(state.shards))]
-  return dataclasses.replace(state, done=True), [*sends, Note("stopped", {"reason": reason})]
+  return dataclasses.replace(state, done=True), [
+    *sends,
+    Note("stopped", {"reason": reason, "unmerged_tokens": unmerged_tokens(state)}),
+  ]

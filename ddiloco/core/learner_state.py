@@ -62,6 +62,7 @@ class LearnerState:
   clock: int = 0  # the run's: what learning rate and data position follow
   trained_tokens: int = 0
   step_seconds: float = 0.0
+  leaving: bool = False  # makes no more steps, and goes when nothing is left to merge
   done: bool = False
 
   @property

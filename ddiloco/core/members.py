@@ -6,7 +6,7 @@ import dataclasses
 
 from ddiloco.config import SyncConfig
 from ddiloco.core.messages import EVALUATOR, Goodbye, Hello, Message, Refusal, Report, Welcome
-from ddiloco.core.protocol import Send, SyncerAction, smooth
+from ddiloco.core.protocol import Note, Send, SyncerAction, backed_off, smooth
 from ddiloco.core.syncer_state import (
   Member,
   SyncerState,
@@ -88,7 +88,9 @@ def _on_report(
     refusal = Refusal(
       state.shard, state.incarnation, report.incarnation, -1, -1, rejoin=True, reason=reason
     )
-    return state, [ignored(report, reason), Send(report.learner, refusal)]
+    had = {f.index: v for f, v in zip(state.fragments, report.versions) if v > f.version}
+    lost = Note("lost", {"learner": report.learner, "versions": had, "reason": reason})
+    return state, [lost, Send(report.learner, refusal)]
   actions: list[SyncerAction] = []
   if member is None or report.incarnation > member.incarnation:
     # This shard restarted, or the hello was lost: the report says all there is to know.
@@ -117,6 +119,7 @@ def _on_report(
     step_seconds=report.step_seconds,
     delivery_seconds=member.delivery_seconds if delivery is None else delivery,
     resends=0 if delivered else member.resends,
+    leaving=report.leaving,
     lost=False,
   )
   state = set_member(state, report.learner, member)
@@ -141,7 +144,7 @@ def _catch_up(
   for i, f in enumerate(state.fragments):
     member = state.members[learner]
     lags = member.versions[i] < f.version
-    overdue = now - member.waiting_since[i] > patience * 2 ** min(member.resends, 5)
+    overdue = now - member.waiting_since[i] > backed_off(patience, member.resends)
     if lags and (member.sent[i] < f.version or overdue):
       again = member.sent[i] == f.version
       state, publish = publish_to(state, i, learner, now, update=False)

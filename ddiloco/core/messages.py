@@ -3,7 +3,8 @@
 A frame is one msgpack header and one raw payload (a fragment in a wire codec, or nothing). The
 header is a short list, never pickle: [format, run id, plan id, kind, fields...]. `decode` accepts
 only exactly well-formed frames; everything else raises `MalformedMessage`, which the transports
-count and drop. Learner -1 is the evaluator: a member that receives and never trains.
+count and drop. Learner -1 is the evaluator: a member that receives and never trains. Shards speak
+to each other only about copies of what they committed (`runtime/replica.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import msgpack
 WIRE_FORMAT = 1
 MAX_HEADER_BYTES = 1 << 20
 EVALUATOR = -1
+MAX_LEARNERS = 1 << 16  # their numbers are smaller
 Payload = Any  # bytes-like to the transports, opaque to the protocol
 
 
@@ -48,6 +50,7 @@ class Report:
   step_seconds: float  # smoothed duration of my inner step
   versions: tuple[int, ...]  # last version received, -1: none yet
   since: tuple[int, ...]  # inner steps since the last sync, what the due rule counts
+  leaving: bool  # I make no more steps: take what I have, and I am gone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,11 +137,63 @@ class Refusal:
   reason: str
 
 
-Message = Hello | Report | Push | Goodbye | Welcome | Pull | Publish | Refusal
+# --- shard -> shard -----------------------------------------------------------------------------
+# A buddy holds a copy of the newest commit of every fragment of its neighbour. `shard` is the
+# sender.
+
+
+@dataclasses.dataclass(frozen=True)
+class Replica:
+  """A commit: from its owner to the buddy, or back to an owner that has restarted."""
+
+  shard: int
+  incarnation: int
+  owner: int  # shard whose fragment this is
+  fragment: int
+  version: int
+  merged_tokens: int
+  last_round: int
+  participants: tuple[int, ...]
+  merged_rounds: tuple[int, ...]  # learner and its last merged round in turn
+  has_view: bool  # payload, f32: value, then the view if it differs, then the momentum if any
+  has_momentum: bool
+  payload: Payload = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Replicated:
+  """I hold your fragment at this version now."""
+
+  shard: int
+  incarnation: int
+  fragment: int
+  version: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Recover:
+  """I have restarted: send me what you hold of mine."""
+
+  shard: int
+  incarnation: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Recovered:
+  """That was all; these of your fragments I held."""
+
+  shard: int
+  incarnation: int
+  fragments: tuple[int, ...]
+
+
+ToShard = Hello | Report | Push | Goodbye
+Message = ToShard | Welcome | Pull | Publish | Refusal | Replica | Replicated | Recover | Recovered
 TO_SHARD = (Hello, Report, Push, Goodbye)
 TO_LEARNER = (Welcome, Pull, Publish, Refusal)
-KINDS: Mapping[str, type] = {cls.__name__: cls for cls in (*TO_SHARD, *TO_LEARNER)}
-BULK = (Push, Publish)  # everything else is control and never queues behind these
+BETWEEN_SHARDS = (Replica, Replicated, Recover, Recovered)
+KINDS: Mapping[str, type] = {cls.__name__: cls for cls in (*TO_SHARD, *TO_LEARNER, *BETWEEN_SHARDS)}
+BULK = (Push, Publish, Replica)  # everything else is control and never queues behind these
 MAY_BE_MINUS_ONE = {
   "learner",
   "versions",
@@ -147,7 +202,10 @@ MAY_BE_MINUS_ONE = {
   "merged_round",
   "fragment",
   "participants",
+  "last_round",
+  "merged_rounds",
 }
+LEARNER_FIELDS = {"learner", "participants"}
 
 
 def encode(message: Message, run_id: str, plan_id: str) -> tuple[bytes, Payload]:
@@ -186,6 +244,8 @@ def decode(header: bytes, payload: Payload, run_id: str, plan_id: str) -> Messag
     _check(kind.__name__, field, value)
     values[field.name] = value
   if kind in BULK:
+    if payload is None:
+      raise MalformedMessage(f"{kind.__name__} without its payload")
     values["payload"] = payload
   elif payload is not None:
     raise MalformedMessage(f"{kind.__name__} carries no payload")
@@ -204,10 +264,11 @@ def _header_fields(kind: type) -> tuple[dataclasses.Field, ...]:
 def _check(kind: str, field: dataclasses.Field, value: Any) -> None:
   hint = _HINTS[kind][field.name]
   least = -1 if field.name in MAY_BE_MINUS_ONE else 0
+  limit = MAX_LEARNERS if field.name in LEARNER_FIELDS else 1 << 62
   if hint == tuple[int, ...]:
-    ok = isinstance(value, tuple) and all(type(v) is int and least <= v < 1 << 62 for v in value)
+    ok = isinstance(value, tuple) and all(type(v) is int and least <= v < limit for v in value)
   elif hint is int:
-    ok = type(value) is int and least <= value < 1 << 62
+    ok = type(value) is int and least <= value < limit
   elif hint is float:
     ok = type(value) is float and math.isfinite(value) and value >= 0
   else:

@@ -156,6 +156,8 @@ class Abandon:
 LearnerAction = Send | Note | Cut | Resend | Stage | Apply | Rejoin
 SyncerAction = Send | Note | Accept | Commit | Abandon
 
+MAX_PATIENCE_SECONDS = 30.0
+
 # --- rules both sides share -----------------------------------------------------------------------
 
 
@@ -164,6 +166,12 @@ def due_after(fragment: int, version: int, sync: SyncConfig) -> int:
   if version > 0:
     return sync.sync_period
   return max(1, math.ceil(sync.sync_period * (fragment + 1) / sync.num_fragments))
+
+
+def backed_off(patience_seconds: float, attempts: int) -> float:
+  """How long to wait for an answer after so many attempts in vain: doubling, to half a minute."""
+  most = max(patience_seconds, MAX_PATIENCE_SECONDS)
+  return min(patience_seconds * 2 ** min(attempts, 5), most)
 
 
 def smooth(old: float, new: float, share: float = 0.2) -> float:

@@ -17,6 +17,7 @@ from ddiloco.core.protocol import (
   Received,
   Send,
   SyncerAction,
+  backed_off,
   due_after,
   smooth,
 )
@@ -25,6 +26,7 @@ from ddiloco.core.syncer_state import (
   Member,
   Round,
   SyncerState,
+  complete,
   ignored,
   member_note,
   publish_to,
@@ -51,15 +53,16 @@ def start_rounds(
 ) -> tuple[SyncerState, list[SyncerAction]]:
   actions: list[SyncerAction] = []
   for i, f in enumerate(state.fragments):
-    if f.round is not None:
+    if f.round is not None or complete(state, f):
       continue
     available = _available(state, i)
     due = due_after(f.index, f.version, sync)
-    if sum(m.since[i] >= due for m in available.values()) < sync.min_quorum:
+    if sum(m.leaving or m.since[i] >= due for m in available.values()) < sync.min_quorum:
       continue
     asked = tuple(available)
-    # Unique over the shard's incarnations, so that nothing of a dead one is mistaken for ours.
-    round_id = (state.incarnation << 32) + state.rounds
+    # Unique over the shard's incarnations, so that nothing of a dead one is mistaken for ours. With
+    # incarnations that count seconds this stays below 2^53, which JSON readers keep exactly.
+    round_id = (state.incarnation << 24) + state.rounds
     current = Round(round_id, now, asked, now)
     f = dataclasses.replace(f, round=current)
     state = set_fragment(dataclasses.replace(state, rounds=state.rounds + 1), i, f)
@@ -115,7 +118,7 @@ def grace_seconds(state: SyncerState, current: Round, sync: SyncConfig) -> float
 
 
 def pull_patience(state: SyncerState, current: Round, sync: SyncConfig) -> float:
-  return max(sync.liveness_seconds, 3 * state.quorum_seconds) * 2 ** min(current.pulls - 1, 5)
+  return backed_off(max(sync.liveness_seconds, 3 * state.quorum_seconds), current.pulls - 1)
 
 
 def advance_rounds(

@@ -12,12 +12,21 @@ from ddiloco.config import SyncConfig
 from ddiloco.core import members, rounds
 from ddiloco.core.messages import Push
 from ddiloco.core.protocol import Merged, Received, SyncerAction, SyncerEvent, Tick, smooth
-from ddiloco.core.syncer_state import FragmentState, SyncerState
+from ddiloco.core.syncer_state import FragmentState, SyncerState, complete
 
 
-def init(shard: int, incarnation: int, fragments: tuple[FragmentState, ...]) -> SyncerState:
+def init(
+  shard: int, incarnation: int, fragments: tuple[FragmentState, ...], target_tokens: int
+) -> SyncerState:
   """A shard that owns these fragments: new ones, or the newest committed ones of its past."""
-  return SyncerState(shard, incarnation, fragments)
+  return SyncerState(shard, incarnation, fragments, target_tokens)
+
+
+def finished(state: SyncerState, now: float, silence_seconds: float) -> bool:
+  """Whether nobody needs this shard any more: all is merged, all have left or are long silent."""
+  return all(complete(state, f) for f in state.fragments) and not any(
+    now - m.heard_at < silence_seconds for m in state.members.values()
+  )
 
 
 def syncer_on(

@@ -24,6 +24,7 @@ class Member:
   delivery_seconds: float = 0.0  # smoothed, from sending a publish to the report that has it
   resends: int = 0  # in a row without progress
   rejections: int = 0  # in a row
+  leaving: bool = False
   lost: bool = False
   quarantined: bool = False
 
@@ -64,11 +65,17 @@ class SyncerState:
   shard: int
   incarnation: int
   fragments: tuple[FragmentState, ...]
+  target_tokens: int  # to merge into every fragment; then it is complete
   members: Mapping[int, Member] = dataclasses.field(default_factory=dict)
   clock: int = 0
   rounds: int = 0  # started in this incarnation
   quorum_seconds: float = 0.0  # smoothed, from pull to quorum
   sync_seconds: float = 0.0  # smoothed, merge to publish
+
+
+def complete(state: SyncerState, f: FragmentState) -> bool:
+  """Whether the fragment has merged all the tokens of the run: its version is the final one."""
+  return f.merged_tokens >= state.target_tokens
 
 
 def set_member(state: SyncerState, learner: int, member: Member | None) -> SyncerState:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from ddiloco.config import Config, ConfigError
 from ddiloco.core import codec, fragments
-from ddiloco.engines.threads import Outcome, ThreadsEngine
+from ddiloco.engines.outcome import Outcome
 from ddiloco.engines.workdir import OUTCOME, claim, refuse_taken, saved_config
 from ddiloco.models import arithmetic, transformer
 from ddiloco.observe.live import LiveView
@@ -26,25 +27,76 @@ from ddiloco.training.evaluate import Evaluator
 from ddiloco.training.generate import generate
 
 EXIT_STATUS = {"finished": 0, "failed": 1, "stopped": 130}
+ENGINES = {  # imported when they are asked for: Ray is not everybody's
+  "threads": ("ddiloco.engines.threads", "ThreadsEngine"),
+  "processes": ("ddiloco.engines.processes", "ProcessesEngine"),
+  "ray": ("ddiloco.engines.ray", "RayEngine"),
+}
 EVALUATION_BATCH = 16  # sequences at most ...
 EVALUATION_LOGITS = 1 << 26  # ... and values of logits at once: 256 MiB
 
 
-def train(config: Config, workdir: Path, overwrite: bool = False) -> int:
-  """Runs `config` in `workdir`; returns the process' exit status."""
+def train(config: Config, workdir: Path, overwrite: bool = False, engine: str = "threads") -> int:
+  """Runs `config` in `workdir` on an engine of `ENGINES`; returns the process' exit status."""
   refuse_taken(workdir, overwrite)
   initial.make_plan(config)  # before a device is touched
   corpus = data.open_corpus(config.data)
   loss = held_out_loss(config, corpus)
-  engine = ThreadsEngine(config, workdir, corpus, loss)
+  runner = make_engine(engine)(config, workdir, corpus, loss)
   claim(workdir, overwrite)
   (workdir / "config.json").write_text(config.to_json() + "\n")
   print(config.to_json())
-  started = time.monotonic()
+  began = time.monotonic()
   board = TensorBoard(workdir)
   with LiveView() as live:
-    outcome = engine.run([live, board])
+    outcome = runner.run([live, board])
   board.close()
+
+  def compare() -> dict[str, float]:
+    if not config.run.compare_alone or outcome.reason != "finished":
+      return {}
+    return _train_alone(config, workdir, corpus, loss, runner)
+
+  conclude(config, workdir, outcome, loss, began, compare)
+  return 1 if outcome.lost else EXIT_STATUS[outcome.reason]
+
+
+def make_engine(name: str) -> Callable[..., Any]:
+  """The engine's class: (config, workdir, corpus, loss) with run(listeners) -> Outcome, and steps.
+
+  Raises:
+    ConfigError: there is none of that name, or what it needs is not installed.
+  """
+  if name not in ENGINES:
+    raise ConfigError(f"--engine={name}: must be one of {', '.join(ENGINES)}. Fix: use threads.")
+  module, cls = ENGINES[name]
+  try:
+    return getattr(importlib.import_module(module), cls)
+  except ModuleNotFoundError as error:
+    raise ConfigError(
+      f"--engine={name}: needs a package that is not installed ({error.name})."
+      f" Fix: pip install 'ddiloco[{name}]'."
+    ) from error
+
+
+def conclude(
+  config: Config,
+  workdir: Path,
+  outcome: Outcome,
+  loss: Callable[[Mapping[str, np.ndarray]], float],
+  began: float,
+  compare: Callable[[], Mapping[str, Any]] = dict,
+) -> None:
+  """Leaves result, outcome and report in `workdir`, and prints the main numbers.
+
+  Args:
+    config: the run's.
+    workdir: of the run.
+    outcome: what its engine returned.
+    loss: held-out loss of a parameter tree.
+    began: `time.monotonic()` when it started.
+    compare: called once the result is safe; gives what it is compared with.
+  """
   params, losses = _best(outcome, loss)
   checkpoint.save_params(workdir / "result", params)
   extra: dict[str, Any] = {
@@ -53,15 +105,15 @@ def train(config: Config, workdir: Path, overwrite: bool = False) -> int:
     "loss_merged": losses,
     "learner_steps": {str(m): steps for m, steps in sorted(outcome.steps.items())},
   }
-  if config.run.compare_alone and outcome.reason == "finished":
-    extra |= _train_alone(config, workdir, corpus, loss, engine)
+  if outcome.lost:
+    extra["lost"] = outcome.lost
+  extra |= compare()
   if config.run.sample_tokens:
     run = config.run
     extra["sample"] = sample(workdir, config, run.prompt, run.sample_tokens, 0.7, config.seed)
-  extra["seconds"] = round(time.monotonic() - started, 1)
+  extra["seconds"] = round(time.monotonic() - began, 1)
   (workdir / OUTCOME).write_text(json.dumps(extra, indent=2) + "\n")
   _print_end(write_report(workdir, extra), workdir, extra)
-  return EXIT_STATUS[outcome.reason]
 
 
 def _best(outcome: Outcome, loss) -> tuple[Mapping[str, np.ndarray], float]:
@@ -73,13 +125,16 @@ def _best(outcome: Outcome, loss) -> tuple[Mapping[str, np.ndarray], float]:
 
 
 def _train_alone(
-  config: Config, workdir: Path, corpus: data.Corpus, loss, engine: ThreadsEngine
+  config: Config, workdir: Path, corpus: data.Corpus, loss, runner: Any
 ) -> dict[str, float]:
   """Every island alone, without a syncer, for as many steps as the busiest one made together.
 
-  What the exchange has to beat: the same islands, compiled steps and learning rates.
+  What the exchange has to beat: the same islands, compiled steps and learning rates. Always in
+  threads, whatever engine trained them together.
   """
-  steps = max(engine.steps.values())
+  from ddiloco.engines.threads import ThreadsEngine
+
+  steps = max(runner.steps.values())
   print(f"For comparison: every island alone, without a syncer, for {steps} steps each.")
   everybody = sum(config.tokens_per_step(m) for m in range(config.islands.num_learners))
   alone = dataclasses.replace(
@@ -88,7 +143,8 @@ def _train_alone(
     run=dataclasses.replace(config.run, total_tokens=steps * everybody),
     chaos=dataclasses.replace(config.chaos, faults=()),
   )
-  engine = ThreadsEngine(alone, workdir / "alone", corpus, loss, engine.islands)
+  islands = runner.islands if isinstance(runner, ThreadsEngine) else None
+  engine = ThreadsEngine(alone, workdir / "alone", corpus, loss, islands)
   with LiveView() as live:
     outcome = engine.run([live])
   if outcome.reason != "finished":
@@ -167,6 +223,8 @@ def _print_end(folder: Path, workdir: Path, extra: Mapping[str, Any]) -> None:
       print(f"  {name:<24} {extra[name]:.4f}")
   if "sample" in extra:
     print(f"\nThe merged model writes:\n{extra['sample']}")
+  if "lost" in extra:
+    print(f"\nWork was lost: {extra['lost']}")
   print(f"\nReport: {folder / 'index.html'}   Result: {workdir / 'result'}")
 
 

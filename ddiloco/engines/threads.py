@@ -8,7 +8,6 @@ learners have.
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import threading
 import time
 import traceback
@@ -21,6 +20,7 @@ import numpy as np
 from ddiloco.config import Config
 from ddiloco.core import fragments
 from ddiloco.core.fragments import Plan
+from ddiloco.engines.outcome import Outcome
 from ddiloco.observe.events import Listener, Recorder
 from ddiloco.resilience.chaos import Faults, Killed
 from ddiloco.runtime import initial
@@ -40,16 +40,6 @@ from ddiloco.training.island import Island
 
 POLL_SECONDS = 0.2
 EVALUATOR_PATIENCE_SECONDS = 60.0  # to finish a measurement when the learners have ended
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-  """What a run leaves: the global model, what became of every learner, and why it ended."""
-
-  reason: str  # finished, stopped or failed
-  params: dict[str, np.ndarray]  # the global model; without shards that of the first learner left
-  island_params: dict[int, dict[str, np.ndarray]]  # of the learners left; only without shards
-  steps: dict[int, int]  # inner steps of every learner over all incarnations
 
 
 class ThreadsEngine:

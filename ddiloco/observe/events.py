@@ -171,7 +171,7 @@ def read_events(workdir: str | os.PathLike[str]) -> EventLog:
     for line in path.read_bytes().split(b"\n"):
       if not line:
         continue
-      event = _from_line(line)
+      event = parse_line(line)
       if event is None:
         torn += 1
       else:
@@ -227,7 +227,8 @@ def _restore(value: Any) -> Any:
   return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
 
 
-def _from_line(line: bytes) -> Event | None:
+def parse_line(line: bytes) -> Event | None:
+  """The event of one line of a log, without its end; None if it is not one, such as a torn one."""
   try:
     event = json.loads(line)
   except ValueError:

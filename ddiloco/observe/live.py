@@ -117,7 +117,7 @@ def _islands(view: RunView, now: float, gap: int) -> Table:
     table.add_row(
       Text(f"● {learner}", style=island_colour(learner)),
       Text(state, style=_STATE_STYLES.get(state, "default")),
-      str(island.incarnation),
+      str(max(0, island.lives - 1)),
       str(island.step),
       str(island.clock),
       loss_text(island.loss),

@@ -26,6 +26,7 @@ class IslandView:
 
   state: str = "starting"  # joining, running, stalled, lost, left, quarantined, restarting
   incarnation: int = 0
+  lives: int = 0  # incarnations seen to start
   step: int = 0
   clock: int = 0
   loss: float = math.nan
@@ -183,7 +184,9 @@ def _started(view: RunView, event: Event, kind: str, number: int) -> RunView:
     return _shard(view, number, **changes)
   if kind != "learner":
     return view
-  restarted = {"step": 0, "tokens_per_second": math.nan, "step_time": math.nan}
+  old = view.islands.get(number, IslandView())
+  lives = old.lives + (not old.lives or event["incarnation"] != old.incarnation)
+  restarted = {"lives": lives, "step": 0, "tokens_per_second": math.nan, "step_time": math.nan}
   return _island(view, number, state="joining", incarnation=event["incarnation"], **restarted)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 from collections.abc import Callable
 
 import numpy as np
@@ -66,21 +67,50 @@ class Evaluator:
     self.exchange = Exchange(state, config, plan, self.holder, endpoint, recorder)
     self.recorder = recorder
     self._loss = loss
-    self._every = config.run.total_tokens / max(1, config.run.evaluations)
+    self._evaluations = config.run.evaluations
+    self._every = config.run.total_tokens / max(1, self._evaluations)
 
   def run(self, stopped: Callable[[], bool]) -> None:
-    """Until the run's tokens are merged or `stopped()`."""
-    due = 0.0
-    try:
-      while not self.exchange.state.done and not stopped():
-        self.exchange.wait()
-        state = self.exchange.state
-        if state.joined and (state.merged_tokens >= due or state.done):
-          loss = self._loss(self.holder.params)
-          self.recorder.event(
-            "evaluation", merged_tokens=state.merged_tokens, clock=state.clock, loss=loss
-          )
-          due = (state.merged_tokens // self._every + 1) * self._every
-      self.exchange.leave("the run was stopped")
-    finally:
-      self.exchange.close()
+    """Until the run's tokens are merged or `stopped()`; then the last measurement.
+
+    Measuring takes its time on a thread of its own: meanwhile versions are received, and the shards
+    hear that somebody is here whom they owe the end of the run.
+    """
+    due, measured, measuring = 0.0, -1, None
+    with concurrent.futures.ThreadPoolExecutor(1, "measure") as background:
+      try:
+        while not self.exchange.state.done and not stopped():
+          self.exchange.wait()
+          if measuring is not None and measuring.done():
+            measuring.result()  # raises what went wrong
+            measuring = None
+          merged = self.exchange.state.merged_tokens
+          if self._evaluations and self.joined and merged >= due and measuring is None:
+            measuring = background.submit(self._measure, *self._snapshot())
+            due, measured = (merged // self._every + 1) * self._every, merged
+        if measuring is not None:
+          measuring.result()
+        if self._evaluations and self.finished and measured < self.exchange.state.merged_tokens:
+          self._measure(*self._snapshot())
+        self.exchange.leave("the run was stopped")
+      finally:
+        self.exchange.close()
+
+  @property
+  def joined(self) -> bool:
+    """Whether it has the whole model."""
+    return self.exchange.state.joined
+
+  @property
+  def finished(self) -> bool:
+    """Whether it has the model of the end of the run."""
+    return self.joined and self.exchange.state.merged_tokens >= self.exchange.state.target_tokens
+
+  def _snapshot(self) -> tuple[dict[str, np.ndarray], int, int]:
+    state = self.exchange.state
+    params = {name: value.copy() for name, value in self.holder.params.items()}
+    return params, state.merged_tokens, state.clock
+
+  def _measure(self, params: dict[str, np.ndarray], merged_tokens: int, clock: int) -> None:
+    loss = self._loss(params)
+    self.recorder.event("evaluation", merged_tokens=merged_tokens, clock=clock, loss=loss)

@@ -134,6 +134,11 @@ class Exchange:
     if now - self._heartbeat_at >= HEARTBEAT_SECONDS or arrived:
       self._report()
 
+  def drain(self) -> None:
+    """Makes no more steps; leaves when everything is merged."""
+    self.state = learner.drain(self.state)
+    self._report()
+
   def leave(self, reason: str) -> None:
     """Says goodbye on purpose."""
     if not self.state.done:

@@ -6,6 +6,11 @@ except the shards that own them.
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -31,6 +36,25 @@ def tensor_specs(model: ModelConfig) -> list[fragments.TensorSpec]:
 def make_plan(config: Config) -> fragments.Plan:
   """How this run's model is cut into fragments."""
   return fragments.make_plan(tensor_specs(config.model), config.sync)
+
+
+def contract(config: Config, plan: fragments.Plan) -> str:
+  """A short digest of all that every role of a run must agree on.
+
+  Transports send it with every frame, so that a role with another model or protocol is refused.
+  What each role may have its own way (islands, network, faults) is not in it.
+  """
+  agreed: dict[str, Any] = {
+    "plan": plan.plan_id,
+    "seed": config.seed,
+    "total_tokens": config.run.total_tokens,
+    "sequence_length": config.data.sequence_length,
+    "tokenizer": config.data.tokenizer,
+  }
+  for section in (config.model, config.inner, config.sync, config.outer):
+    agreed[type(section).__name__] = dataclasses.asdict(section)
+  text = json.dumps(agreed, sort_keys=True)
+  return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def initial_params(config: Config) -> dict[str, np.ndarray]:

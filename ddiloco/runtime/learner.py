@@ -64,8 +64,9 @@ class Learner:
       learner.init(number, incarnation, owners, target), config, plan, island, endpoint, recorder
     )
 
-  def run(self, faults: Faults, stopped: Callable[[], bool]) -> None:
-    """Trains until the run's tokens are merged or `stopped()`.
+  def run(self, faults: Faults, stopped: Callable[[], bool], drain_seconds: float = 0.0) -> None:
+    """Trains until the run's tokens are merged or `stopped()`; then it has `drain_seconds` to leave
+    without losing what is not merged yet.
 
     Raises:
       Killed: by plan.
@@ -75,10 +76,14 @@ class Learner:
     self.recorder.event("started", **self.island.describe())
     last = time.monotonic()
     blocked = 0.0
+    give_up_at: float | None = None  # once told to stop
     try:
       while not exchange.state.done:
         faults.check(exchange.state.clock)
-        if stopped():
+        if stopped() and give_up_at is None:
+          give_up_at = time.monotonic() + drain_seconds
+          exchange.drain()
+        if give_up_at is not None and time.monotonic() >= give_up_at:
           exchange.leave("the run was stopped")
         elif learner.can_step(exchange.state, self.config.sync):
           batches = batches or self.batches(exchange.state.clock)

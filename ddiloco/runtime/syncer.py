@@ -7,6 +7,7 @@ is done when the push arrives; only `merge.commit` is in a round's latency.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -16,11 +17,12 @@ import numpy as np
 from ddiloco.config import Config
 from ddiloco.core import codec, merge, outer, syncer
 from ddiloco.core.fragments import Fragment, Plan, owned_by
-from ddiloco.core.messages import Publish, Push
+from ddiloco.core.messages import BETWEEN_SHARDS, Publish, Push, Recover, Replica, Replicated
 from ddiloco.core.protocol import Abandon, Accept, Commit, Merged, Note, Received, Send, Tick
 from ddiloco.core.syncer_state import FragmentState
 from ddiloco.observe.events import Recorder
 from ddiloco.resilience.chaos import Faults
+from ddiloco.runtime.replica import Copies, Replication
 from ddiloco.runtime.store import Committed, FragmentStore
 from ddiloco.runtime.transport import Endpoint, learner_address
 
@@ -50,6 +52,8 @@ class Syncer:
     store: where committed fragments live; must hold the initial values of version 0.
     recorder: event log.
     faults: planned faults of this role.
+    copies: what it holds for its neighbour, and ...
+    replication: ... how its own commits get to its buddy; None: the store outlives this role.
   """
 
   def __init__(
@@ -62,19 +66,29 @@ class Syncer:
     store: FragmentStore,
     recorder: Recorder,
     faults: Faults,
+    copies: Copies | None = None,
+    replication: Replication | None = None,
   ):
     self.config = config
     self.endpoint = endpoint
     self.store = store
     self.recorder = recorder
     self.faults = faults
+    self.copies = copies
+    self.replication = replication
+    self.lost: dict[int, int] = {}  # fragment -> version that somebody had and this shard never
     owned = owned_by(shard, config.sync.num_shards, config.sync.num_fragments)
     self.fragments: dict[int, Fragment] = {p: plan.fragments[p] for p in owned}
     self.committed: dict[int, Committed] = {p: store.load(p) for p in owned}
     self.arrivals: dict[int, Arrivals] = {}
     self.update: dict[int, tuple[str, np.ndarray]] = {}  # fragment -> newest update, encoded
     self.last_commit: dict[int, Mapping] = {}  # fragment -> weights and seconds, for the event log
-    self.state = syncer.init(shard, incarnation, tuple(self.committed[p].state for p in owned))
+    self.state = syncer.init(
+      shard,
+      incarnation,
+      tuple(self.committed[p].state for p in owned),
+      config.run.total_tokens,
+    )
     self._traffic_at = 0.0
     recorder.event("started", fragments=list(owned))
 
@@ -85,12 +99,23 @@ class Syncer:
       wake_at = syncer.next_wake(self.state, self.config.sync)
       now = time.monotonic()
       wait = LONGEST_WAIT_SECONDS if wake_at is None else min(wake_at - now, LONGEST_WAIT_SECONDS)
+      if self.replication is not None:
+        wait = min(wait, self.replication.tick() - now)
       arrived = self.endpoint.receive(max(0.0, wait))
       started = time.monotonic()
-      self.handle(self._event(arrived[1]) if arrived else Tick(started))
+      if arrived and isinstance(arrived[1], BETWEEN_SHARDS):
+        self._on_copy(arrived[1])
+      else:
+        self.handle(self._event(arrived[1]) if arrived else Tick(started))
       self.faults.drag(time.monotonic() - started)
       self._count_traffic()
     self._count_traffic(always=True)
+
+  def _on_copy(self, message) -> None:
+    if self.copies is not None and isinstance(message, Replica | Recover):
+      self.copies.on(message)
+    elif self.replication is not None and isinstance(message, Replicated):
+      self.replication.on(message)
 
   def _event(self, message) -> Received:
     """Decodes a push and measures it, so that the reducer can judge it."""
@@ -153,6 +178,8 @@ class Syncer:
     committed = Committed(dataclasses.replace(state, round=None), value, view, momentum)
     self.store.save(committed)  # before anybody hears of it
     self.committed[commit.fragment] = committed
+    if self.replication is not None:
+      self.replication.committed(committed)
     seconds = time.monotonic() - started
     self.state, _ = syncer.syncer_on(
       self.state, Merged(time.monotonic(), seconds), self.config.sync
@@ -172,9 +199,14 @@ class Syncer:
     return view + codec.decode(payload, fragment.size, self.config.sync.publish_codec)
 
   def _send(self, to: int, message) -> None:
-    if isinstance(message, Publish):
-      message = self._with_payload(message)
-    self.endpoint.send(learner_address(to), message)
+    send = functools.partial(self.endpoint.send, learner_address(to))
+    if not isinstance(message, Publish):
+      send(message)
+    elif self.replication is None:
+      send(self._with_payload(message))
+    else:
+      publish = self._with_payload(message)
+      self.replication.when_safe(publish.fragment, publish.version, lambda: send(publish))
 
   def _with_payload(self, publish: Publish) -> Publish:
     update = self.update.get(publish.fragment)
@@ -186,6 +218,9 @@ class Syncer:
   def _note(self, kind: str, fields: Mapping) -> None:
     if kind == "commit":
       fields = {**fields, **self.last_commit[fields["fragment"]]}
+    if kind == "lost":
+      for p, version in fields["versions"].items():
+        self.lost[p] = max(version, self.lost.get(p, 0))
     self.recorder.event(kind, **fields)
 
   def _count_traffic(self, always: bool = False) -> None:

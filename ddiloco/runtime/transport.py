@@ -14,6 +14,7 @@ import collections
 import dataclasses
 import threading
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from ddiloco.core import messages
@@ -48,6 +49,8 @@ class Counters:
   payload_bytes: int = 0  # of both together, what is fragments and not framing or control
   undelivered: int = 0  # nobody there, or its queue was full
   malformed: int = 0  # not a frame of this run, or in somebody else's name
+  refused: int = 0  # connections turned away: no listed key, another run, fenced, not our protocol
+  resent: int = 0  # chunks of fragments that had to be sent again
 
 
 class Endpoint(Protocol):
@@ -70,6 +73,101 @@ class Endpoint(Protocol):
   def close(self) -> None:
     """Nothing is sent or received any more."""
     ...
+
+
+class Inbox:
+  """What has arrived at an endpoint and waits for its role: control first, each in its order.
+
+  Args:
+    run_id: of this run ...
+    plan_id: ... and of what all its roles share; frames of others are malformed.
+    counters: the endpoint's, counted when something is received.
+    taken: called as taken(sender, bytes) when a message with payload is received.
+  """
+
+  def __init__(
+    self,
+    run_id: str,
+    plan_id: str,
+    counters: Counters,
+    taken: Callable[[str, int], None] = lambda sender, size: None,
+  ):
+    self.bulk_bytes = 0
+    self.closed = False
+    self._run_id, self._plan_id = run_id, plan_id
+    self._counters = counters
+    self._taken = taken
+    self._ready = threading.Condition()
+    self._control: collections.deque = collections.deque()
+    self._bulk: collections.deque = collections.deque()
+    self._woken = False
+
+  @property
+  def waiting(self) -> int:
+    """How many frames."""
+    return len(self._control) + len(self._bulk)
+
+  def put(self, sender: str, header: bytes, payload: messages.Payload, size: int) -> bool:
+    """A frame from `sender`; False if the endpoint is closed."""
+    with self._ready:
+      if self.closed:
+        return False
+      if payload is None:
+        self._control.append((sender, header, payload, size))
+      else:
+        self._bulk.append((sender, header, payload, size))
+        self.bulk_bytes += size
+      self._ready.notify()
+    return True
+
+  def receive(self, timeout_seconds: float) -> tuple[str, Message] | None:
+    """As `Endpoint.receive`."""
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+      frame = self._next(deadline - time.monotonic())
+      if frame is None:
+        return None
+      sender, header, payload, size = frame
+      self._counters.received_bytes += size
+      self._counters.payload_bytes += size - len(header)
+      if payload is not None:
+        self._taken(sender, size - len(header))
+      try:
+        message = messages.decode(header, payload, self._run_id, self._plan_id)
+      except messages.MalformedMessage:
+        self._counters.malformed += 1
+        continue
+      if sender == claimed_sender(message):
+        return sender, message
+      self._counters.malformed += 1  # speaks in somebody else's name
+
+  def _next(self, timeout_seconds: float):
+    with self._ready:
+      if not (self._control or self._bulk or self._woken or self.closed) and timeout_seconds > 0:
+        self._ready.wait(timeout_seconds)
+      self._woken = False
+      if self._control:
+        return self._control.popleft()
+      if self._bulk:
+        frame = self._bulk.popleft()
+        self.bulk_bytes -= frame[3]
+        return frame
+      return None
+
+  def wake(self) -> None:
+    """Makes a waiting `receive` return None now."""
+    with self._ready:
+      self._woken = True
+      self._ready.notify_all()
+
+  def close(self) -> None:
+    """Forgets what waits; from now on nothing is received."""
+    with self._ready:
+      self.closed = True
+      self._control.clear()
+      self._bulk.clear()
+      self.bulk_bytes = 0
+      self._ready.notify_all()
 
 
 class Hub:
@@ -111,17 +209,12 @@ class QueueEndpoint:
     self.address = address
     self.counters = Counters()
     self._hub = hub
-    self._ready = threading.Condition()
-    self._control: collections.deque = collections.deque()
-    self._bulk: collections.deque = collections.deque()
-    self._bulk_bytes = 0
-    self._woken = False
-    self._closed = False
+    self._inbox = Inbox(hub.run_id, hub.plan_id, self.counters)
 
   def send(self, to: str, message: Message) -> int:
     header, payload = messages.encode(message, self._hub.run_id, self._hub.plan_id)
     size = messages.frame_bytes(header, payload)
-    if self._closed:
+    if self._inbox.closed:
       return size
     self.counters.sent_bytes += size
     self.counters.payload_bytes += size - len(header)
@@ -131,59 +224,17 @@ class QueueEndpoint:
     return size
 
   def _deliver(self, sender: str, header: bytes, payload: messages.Payload, size: int) -> bool:
-    with self._ready:
-      if self._closed:
-        return False
-      if payload is None:
-        self._control.append((sender, header, payload, size))
-      elif self._bulk_bytes + size > self._hub.max_bulk_bytes and self._bulk:
-        return False
-      else:
-        self._bulk.append((sender, header, payload, size))
-        self._bulk_bytes += size
-      self._ready.notify()
-    return True
+    waiting = self._inbox.bulk_bytes
+    if payload is not None and waiting and waiting + size > self._hub.max_bulk_bytes:
+      return False
+    return self._inbox.put(sender, header, payload, size)
 
   def receive(self, timeout_seconds: float) -> tuple[str, Message] | None:
-    deadline = time.monotonic() + timeout_seconds
-    while True:
-      frame = self._next(deadline - time.monotonic())
-      if frame is None:
-        return None
-      sender, header, payload, size = frame
-      self.counters.received_bytes += size
-      self.counters.payload_bytes += size - len(header)
-      try:
-        message = messages.decode(header, payload, self._hub.run_id, self._hub.plan_id)
-      except messages.MalformedMessage:
-        self.counters.malformed += 1
-        continue
-      if sender == claimed_sender(message):
-        return sender, message
-      self.counters.malformed += 1  # speaks in somebody else's name
-
-  def _next(self, timeout_seconds: float):
-    with self._ready:
-      if not (self._control or self._bulk or self._woken or self._closed) and timeout_seconds > 0:
-        self._ready.wait(timeout_seconds)
-      self._woken = False
-      if self._control:
-        return self._control.popleft()
-      if self._bulk:
-        frame = self._bulk.popleft()
-        self._bulk_bytes -= frame[3]
-        return frame
-      return None
+    return self._inbox.receive(timeout_seconds)
 
   def wake(self) -> None:
-    with self._ready:
-      self._woken = True
-      self._ready.notify_all()
+    self._inbox.wake()
 
   def close(self) -> None:
-    with self._ready:
-      self._closed = True
-      self._control.clear()
-      self._bulk.clear()
-      self._ready.notify_all()
+    self._inbox.close()
     self._hub.remove(self)

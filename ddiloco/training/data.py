@@ -176,10 +176,19 @@ def heldout_batches(corpus: Corpus, data: DataConfig, batch_size: int) -> list[n
 
 
 @functools.lru_cache(maxsize=256)
-def _shuffle_seed(seed: int, lap: int, epoch: int) -> int:
-  """32 bits from three numbers; unlike a sum, no two epochs of nearby seeds coincide."""
-  entropy = [seed % 2**64, lap, epoch]
+def _shuffle_seed(seed: int, epoch: int) -> int:
+  """32 bits from two numbers; unlike a sum, no two epochs of nearby seeds coincide."""
+  entropy = [seed % 2**64, 0, epoch]
   return int(np.random.SeedSequence(entropy).generate_state(1, np.uint32)[0])
+
+
+def _bisection(lap: int) -> float:
+  """0, 1/2, 1/4, 3/4, 1/8, 5/8, ...: each in the middle of the widest gap the earlier ones leave.
+
+  The van der Corput sequence: the bits of `lap`, mirrored at the binary point.
+  """
+  bits = f"{lap:b}"
+  return int(bits[::-1], 2) / 2 ** len(bits)
 
 
 class _Batches(grain.MapDataset[np.ndarray]):
@@ -197,19 +206,20 @@ class _Batches(grain.MapDataset[np.ndarray]):
     self._vocab_size = config.model.vocab_size
     self._batch_size = config.islands.island(learner).batch_size
     self._num_streams = config.islands.num_learners
-    self._lap, self._stream = divmod(learner, self._num_streams)
+    lap, self._stream = divmod(learner, self._num_streams)
     self._epoch_windows = len(range(self._stream, len(self._windows), self._num_streams))
+    self._first_place = int(_bisection(lap) * self._epoch_windows)
 
   def __len__(self) -> int:
     return sys.maxsize // self._batch_size
 
   def window(self, place: int) -> int:
     """The training window at a place of this learner's endless sequence."""
-    epoch, within = divmod(place, self._epoch_windows)
+    epoch, within = divmod(self._first_place + place, self._epoch_windows)
     return grain_experimental.index_shuffle(
       self._stream + within * self._num_streams,
       max_index=len(self._windows) - 1,
-      seed=_shuffle_seed(self._seed, self._lap, epoch),
+      seed=_shuffle_seed(self._seed, epoch),
       rounds=4,
     )
 
@@ -241,8 +251,9 @@ class Stream:
   """One learner's endless, deterministic sequence of batches.
 
   Within an epoch the streams of learners 0 to M - 1 share no window. islands.num_learners (M) is a
-  hint: a learner m >= M joins stream m % M with another shuffle seed (lap m // M), so it sees
-  windows that others see too, but in an order of its own.
+  hint: a learner m >= M reads stream m % M from another place of the epoch on (half way, a quarter,
+  three quarters, ... by its lap m // M). So it reads what nobody has read, until one of the two
+  comes to where the other began: M learners have then read half the corpus, if nobody else joined.
 
   Every batch is checked against model.vocab_size as it is read; opening a stream also checks the
   tokenizer or, for token files, both ends of each file, so that most mistakes show at once.

@@ -19,7 +19,11 @@ from ddiloco.core.messages import (
   Publish,
   Pull,
   Push,
+  Recover,
+  Recovered,
   Refusal,
+  Replica,
+  Replicated,
   Report,
   Welcome,
   decode,
@@ -32,7 +36,7 @@ BYTES = bytes(range(64))
 EXAMPLES = [
   Hello(3, 1),
   Hello(-1, 0),
-  Report(3, 1, 17, 0.25, (4, -1), (2, 0)),
+  Report(3, 1, 17, 0.25, (4, -1), (2, 0), False),
   Push(3, 1, 5, 2**33, 7, 24, 24_576, 900, "int4", BYTES),
   Goodbye(3, 1),
   Welcome(1, 0, 2, 900, (1, 3, 5)),
@@ -40,6 +44,10 @@ EXAMPLES = [
   Publish(1, 0, 2, 5, 2**33, 8, 7, 900, 10**9, (0, 3), 2**33, "bf16", BYTES),
   Publish(1, 0, 2, 5, -1, 0, -1, 0, 0, (), -1, "f32", BYTES),
   Refusal(1, 0, 2, -1, -1, True, "norm 1e+06 is over 10 x 1"),
+  Replica(1, 7, 1, 5, 8, 10**9, 2**33, (0, 3), (0, 2**33, 3, 2**33), False, True, BYTES),
+  Replicated(2, 7, 5, 8),
+  Recover(1, 8),
+  Recovered(2, 7, (1, 3, 5)),
 ]
 
 

@@ -46,7 +46,7 @@ class Script:
   def __init__(self, sync: SyncConfig = SYNC, role: str = "shard", incarnation: int = 0):
     self.sync, self.shard = sync, role == "shard"
     if self.shard:
-      self.state = syncer.init(0, incarnation, (FragmentState(0), FragmentState(1)))
+      self.state = syncer.init(0, incarnation, (FragmentState(0), FragmentState(1)), 1 << 60)
     else:
       self.state = learner.init(0, incarnation, (0, 0), target_tokens=10_000)
 
@@ -59,7 +59,7 @@ class Script:
 
 
 def report(m: int, versions, since, incarnation: int = 0, clock: int = 1) -> Report:
-  return Report(m, incarnation, clock, 0.1, versions, since)
+  return Report(m, incarnation, clock, 0.1, versions, since, False)
 
 
 def push(m: int, round_id: int, base: int = 0, fragment: int = 0, incarnation: int = 0) -> Push:
@@ -267,12 +267,12 @@ def test_a_restarted_shard_still_says_what_it_has_merged():
   shard.feed(report(0, (0, 0), (1, 1)))
   shard.feed(push(0, 0), norm=1.0)
   stored = tuple(dataclasses.replace(f, round=None) for f in shard.state.fragments)
-  shard.state = syncer.init(0, 1, stored)
+  shard.state = syncer.init(0, 1, stored, 1 << 60)
   [publish] = shard.feed(report(0, (0, 0), (1, 1)), 1.0)
   assert (publish.message.version, publish.message.merged_round) == (1, 0)
   assert publish.message.base_version == -1, "whole: nobody knows what it has"
   sends = shard.feed(report(0, (0, 0), (2, 2)), 1.1)
-  assert [a.message.round for a in sends] == [1 << 32], "round ids of the dead are not used again"
+  assert [a.message.round for a in sends] == [1 << 24], "round ids of the dead are not used again"
 
 
 FOREIGN = [
@@ -346,7 +346,7 @@ def test_one_liar_does_not_stretch_the_grace_window():
   for m in (0, 1):
     shard.feed(Hello(m, 0))
   shard.feed(report(0, (0, 0), (0, 1)), 0.0)
-  liar = Report(1, 0, 1, 1e9, (0, 0), (0, 2))  # claims steps of thirty years
+  liar = Report(1, 0, 1, 1e9, (0, 0), (0, 2), False)  # claims steps of thirty years
   assert [a.to for a in shard.feed(liar, 0.0)] == [0, 1]
   shard.feed(push(0, 0, fragment=1), 0.01, norm=1.0)
   assert shard.state.fragments[1].version == 0, "grace"

@@ -264,7 +264,9 @@ class Shard(Actor):
   def __init__(self, world: World, role: tuple[str, int], incarnation: int):
     super().__init__(world, role, incarnation)
     owned = owned_by(self.number, world.sync.num_shards, world.sync.num_fragments)
-    self.state = syncer.init(self.number, incarnation, tuple(world.store[p] for p in owned))
+    self.state = syncer.init(
+      self.number, incarnation, tuple(world.store[p] for p in owned), world.target_tokens
+    )
     self._busy_until = self._alarm_at = self._rang_at = world.now
     self._rings = 0
 

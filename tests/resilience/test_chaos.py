@@ -6,7 +6,7 @@ import time
 import pytest
 
 from ddiloco.config import Fault
-from ddiloco.resilience.chaos import Faults, Killed
+from ddiloco.resilience.chaos import DUTY_SECONDS, Faults, Holds, Killed, detail, strike
 
 
 def kill(**when) -> Fault:
@@ -94,3 +94,43 @@ def test_slow_stretches_every_step_by_its_factor_until_it_ends():
   faults._slow_until = time.monotonic()  # its minute is over
   faults.drag(2.0)
   assert len(waits) == 2
+
+
+def test_strike_takes_the_first_fault_that_is_due_and_leaves_the_others():
+  late, by_time, early = kill(at_step=50), kill(at_seconds=3.0), kill(at_step=5)
+  plan = (late, by_time, early)
+  assert strike(plan, clock=4, seconds=2.9) == (None, plan)
+  assert strike(plan, clock=5, seconds=0.0) == (early, (late, by_time))
+  assert strike(plan, clock=5, seconds=3.0) == (by_time, (late, early))
+  assert strike((), clock=10**9, seconds=1e9) == (None, ())
+
+
+def test_the_detail_says_for_how_long():
+  assert detail(kill(at_step=5, seconds=-1), 7) == "at step 7, for good"
+
+
+def test_a_stalled_process_stands_still_until_its_time_is_over():
+  holds = Holds()
+  assert not holds.held(10.0) and not holds.active(10.0)
+  holds.add(Fault("stall", "syncer/0", at_step=1, seconds=2.0), now=10.0)
+  assert holds.held(10.0) and holds.held(11.9) and holds.active(11.9)
+  assert not holds.held(12.0) and not holds.active(12.0)
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0, 5.0])
+def test_a_slow_process_runs_for_one_part_of_factor(factor):
+  holds = Holds()
+  holds.add(Fault("slow", "learner/0", at_step=1, seconds=60.0, factor=factor), now=3.0)
+  times = [3.0 + i * DUTY_SECONDS / 1000 for i in range(100_000)]
+  runs = sum(not holds.held(t) for t in times) / len(times)
+  assert runs == pytest.approx(1 / factor, abs=0.01)
+  assert not holds.held(3.0), "a turn begins with running"
+  assert holds.active(62.9) and not holds.held(63.0) and not holds.active(63.0)
+
+
+def test_a_stall_inside_a_slow_time_comes_first_and_the_slow_time_goes_on():
+  holds = Holds()
+  holds.add(Fault("slow", "learner/0", at_step=1, seconds=60.0, factor=2.0), now=0.0)
+  holds.add(Fault("stall", "learner/0", at_step=1, seconds=1.0), now=1.0)
+  assert all(holds.held(1.0 + i / 1000) for i in range(1000))
+  assert not holds.held(2.01) and holds.active(2.01)

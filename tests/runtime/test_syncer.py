@@ -80,7 +80,7 @@ class Shard:
   def report(self, m: int, since: int) -> None:
     """With steps so long that the grace window lasts until everybody has answered."""
     versions = tuple(self.held[m][f.index][0] for f in self.plan.fragments)
-    self.hear(Report(m, self.lives[m], 9, 1e3, versions, tuple(since for _ in versions)))
+    self.hear(Report(m, self.lives[m], 9, 1e3, versions, tuple(since for _ in versions), False))
 
   def round(self, deltas: dict[int, dict[int, object]], name="f32") -> list[dict]:
     """One round of both fragments; `deltas[learner][fragment]` is a vector or a whole payload."""

@@ -157,14 +157,14 @@ def test_order_is_that_of_the_plain_grain_pipeline(tmp_path):
   corpus = data_lib.open_corpus(config.data)
   for learner in range(3):
     stream = data_lib.Stream(corpus, config, learner)
-    seed = data_lib._shuffle_seed(11, 0, 0)
+    seed = data_lib._shuffle_seed(11, 0)
     plain = grain.MapDataset.range(len(corpus.train)).shuffle(seed)[learner::3].batch(2)
     for position in range(len(plain) - 1):
       expected = corpus.train.read(plain[position])
       np.testing.assert_array_equal(stream.batch(position), expected)
 
 
-def test_shuffles_differ_by_epoch_seed_and_lap(tmp_path):
+def test_shuffles_differ_by_epoch_and_seed(tmp_path):
   config = make_config(tmp_path, learners=2, num_tokens=3_000)
   corpus = data_lib.open_corpus(config.data)
   orders = [epoch_starts(config, corpus, 0, epoch) for epoch in range(3)]
@@ -173,10 +173,24 @@ def test_shuffles_differ_by_epoch_seed_and_lap(tmp_path):
     for seed in (1, 2)
     for epoch in range(3)
   ]
-  orders.append(epoch_starts(config, corpus, 2))  # learner 2 of 2: stream 0, the next lap
   length = min(map(len, orders))
   assert len({tuple(order[:length]) for order in orders}) == len(orders)
   assert sorted(orders[0]) != orders[0]
+
+
+def test_learners_beyond_the_number_read_what_nobody_has_read(tmp_path):
+  """Eight learners where two were planned: together they cover an eighth of an epoch each, once."""
+  config = make_config(tmp_path, learners=2, num_tokens=6_000)
+  corpus = data_lib.open_corpus(config.data)
+  orders = [epoch_starts(config, corpus, m) for m in range(8)]
+  share = min(map(len, orders)) // 4
+  read = [start for order in orders for start in order[:share]]
+  assert share > 50 and len(set(read)) == len(read)
+  for m in range(2, 8):
+    first = orders[m % 2].index(orders[m][0])
+    assert first == int(len(orders[m % 2]) * [0, 1 / 2, 1 / 4, 3 / 4][m // 2])
+    assert orders[m][: len(orders[m]) - first] == orders[m % 2][first:], "the same stream, later"
+  assert [data_lib._bisection(lap) for lap in range(7)] == [0, 0.5, 0.25, 0.75, 0.125, 0.625, 0.375]
 
 
 def test_batches_are_deterministic_and_independent_of_access_order(tmp_path):

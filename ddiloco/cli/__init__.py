@@ -1,0 +1,73 @@
+"""The command line: `ddiloco COMMAND --config=FILE --workdir=DIR --config.FIELD=VALUE ...`.
+
+Everything wrong with what was typed is said before a device is touched, with exit status 2.
+Exit status 1: work was lost (the run failed); 130: stopped by Ctrl-C, results so far are saved.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from absl import flags
+
+import ddiloco
+from ddiloco.cli import roles, runs
+from ddiloco.cli.keys import keys
+from ddiloco.config import ConfigError
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+  "train": runs.train,
+  "learner": roles.learner,
+  "syncer": roles.syncer,
+  "evaluator": roles.evaluator,
+  "keys": keys,
+  "generate": runs.generate,
+  "evaluate": runs.evaluate,
+  "report": runs.report,
+}
+
+USAGE = """ddiloco: one model, trained across islands that may be far apart and failing.
+
+  ddiloco train     --config=FILE --workdir=DIR [--config.FIELD=VALUE ...]   train; makes DIR/report
+  ddiloco generate  --workdir=DIR --prompt=TEXT                              let the result write
+  ddiloco evaluate  --workdir=DIR                                            held-out loss of it
+  ddiloco report    --workdir=DIR                                            draw DIR/report again
+
+One process, one role, in the foreground (for systemd, JobSet, ssh):
+
+  ddiloco learner   --config=FILE --workdir=DIR --learner=3 --syncers=tcp://HOST:PORT,...
+  ddiloco syncer    --config=FILE --workdir=DIR --shard=0 --bind=tcp://HOST:PORT --syncers=...
+  ddiloco evaluator --config=FILE --workdir=DIR --syncers=...                leaves DIR/result
+  ddiloco keys      --keys=DIR --learners=8 --shards=2                       to leave this machine
+
+`ddiloco COMMAND --help` lists a command's flags. Experiments are files in configs/, or the
+config.json of a run."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs one command; returns the exit status."""
+  arguments = list(sys.argv[1:] if argv is None else argv)
+  if not arguments or arguments[0] in ("-h", "--help", "help"):
+    print(USAGE)
+    return 0 if arguments else 2
+  if arguments[0] == "--version":
+    print(f"ddiloco {ddiloco.__version__}")
+    return 0
+  command = COMMANDS.get(arguments[0])
+  if command is None:
+    print(f"ddiloco: there is no command {arguments[0]!r}.\n\n{USAGE}", file=sys.stderr)
+    return 2
+  try:
+    return command(arguments)
+  except (ConfigError, flags.Error) as error:
+    print(f"ddiloco {arguments[0]}: {error}", file=sys.stderr)
+    return 2
+  except KeyboardInterrupt:  # while compiling or drawing; a run under way ends in good order
+    print(f"ddiloco {arguments[0]}: interrupted", file=sys.stderr)
+    return 130
+
+
+def entry() -> None:
+  """The console script."""
+  sys.exit(main())

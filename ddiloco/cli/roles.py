@@ -1,0 +1,118 @@
+"""Commands that make this process one role of a run: learner, syncer, evaluator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from absl import flags
+
+from ddiloco import environment
+from ddiloco.cli.arguments import config_flag, cpu_flag, final_config, needed, parse, workdir_flag
+from ddiloco.config import ConfigError
+from ddiloco.engines.place import Place, end_with_parent
+
+
+def learner(arguments: list[str]) -> int:
+  """Trains one island on this process' devices, until the run is over or SIGTERM.
+
+  Joins a run at any time, under any number that nobody else has. Exit status 1: work was lost.
+  """
+  values = flags.FlagValues()
+  path, arguments = _role_flags(values, arguments)
+  flags.DEFINE_integer("learner", None, "Its number.", lower_bound=0, flag_values=values)
+  cpu_flag(values)
+  if not parse(values, arguments, learner.__doc__):
+    return 0
+  config, place = final_config(values, path), _place(values)
+  number = needed(values, "learner", "3, its number")
+  environment.prepare(
+    num_cpu_devices=config.islands.island(number).devices or 1, cpu_only=values["cpu"].value
+  )
+  from ddiloco.engines import roles
+
+  return roles.run_learner(config, number, place)
+
+
+def syncer(arguments: list[str]) -> int:
+  """Serves one shard's fragments, until the run is over or SIGTERM. Needs no accelerator.
+
+  --syncers names all shards, this one too: each keeps a copy of what another one commits. Exit
+  status 1: fragments were lost.
+  """
+  values = flags.FlagValues()
+  path, arguments = _role_flags(values, arguments)
+  flags.DEFINE_integer("shard", None, "Its number.", lower_bound=0, flag_values=values)
+  flags.DEFINE_string(
+    "bind",
+    None,
+    "Where it listens, tcp://HOST:PORT. Fragments use the port after it: keep both open.",
+    flag_values=values,
+  )
+  if not parse(values, arguments, syncer.__doc__):
+    return 0
+  config = final_config(values, path)
+  shard = needed(values, "shard", "0, its number")
+  place = _place(values, bind=needed(values, "bind", "tcp://127.0.0.1:7000"))
+  environment.prepare(num_cpu_devices=1, cpu_only=True)
+  from ddiloco.engines import roles
+
+  return roles.run_syncer(config, shard, place)
+
+
+def evaluator(arguments: list[str]) -> int:
+  """Follows the global model, measures it, and leaves result and report in workdir.
+
+  Trains nothing and holds nobody up: a run goes on without it.
+  """
+  values = flags.FlagValues()
+  path, arguments = _role_flags(values, arguments)
+  if not parse(values, arguments, evaluator.__doc__):
+    return 0
+  config, place = final_config(values, path), _place(values)
+  environment.prepare(num_cpu_devices=1, cpu_only=True)
+  from ddiloco.engines import roles
+
+  return roles.run_evaluator(config, place)
+
+
+def _role_flags(values: flags.FlagValues, arguments: list[str]) -> tuple[str, list[str]]:
+  """What every single role is told; returns as `_config_flag` does."""
+  path, arguments = config_flag(values, arguments)
+  workdir_flag(values)
+  flags.DEFINE_list(
+    "syncers", [], "Urls of all syncer shards in order, tcp://HOST:PORT,...", flag_values=values
+  )
+  flags.DEFINE_string(
+    "run_id", "", "Name of the run, the same for all its roles; else workdir's.", flag_values=values
+  )
+  flags.DEFINE_string(
+    "keys",
+    None,
+    "Folder with this role's keys (ddiloco keys); not on loopback.",
+    flag_values=values,
+  )
+  flags.DEFINE_string(
+    "http", "", "HOST:PORT that answers readiness and liveness probes.", flag_values=values
+  )
+  flags.DEFINE_bool(
+    "attached", False, "End at once when standard input is closed.", flag_values=values
+  )
+  return path, arguments
+
+
+def _place(values: flags.FlagValues, bind: str = "") -> Place:
+  workdir = Path(values["workdir"].value)
+  if not values["syncers"].value:
+    raise ConfigError(
+      "--syncers: is needed. Fix: give the url of every shard, --syncers=tcp://HOST:PORT,..."
+    )
+  if values["attached"].value:
+    end_with_parent()
+  return Place(
+    workdir=workdir,
+    run_id=values["run_id"].value or workdir.absolute().name,
+    syncers=tuple(values["syncers"].value),
+    bind=bind,
+    keys=Path(values["keys"].value) if values["keys"].value else None,
+    http=values["http"].value,
+  )

@@ -1,0 +1,218 @@
+"""The far ends of a network endpoint: who they are, how they are reached, what is under way.
+
+A peer is either dialed (a syncer shard: sockets of our own) or accepted (it dialed us: it is behind
+our listening sockets). Only the endpoint's network thread touches a peer, except for
+`queued_bytes`, which has the endpoint's lock.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import time
+
+import zmq
+
+from ddiloco.config import NetworkConfig
+from ddiloco.runtime import frames
+from ddiloco.runtime.frames import Beat, Chunk, Control, Greeting
+from ddiloco.runtime.greetings import Run, check_header, control_route, stream_route
+from ddiloco.runtime.sockets import BULK, CONTROL, Sockets, send
+from ddiloco.runtime.transfers import Incoming, Outgoing
+
+MAX_HELLO_DOUBLINGS = 4
+MAX_WAITING_CONTROL = 1024  # messages for a peer that is not reached yet; the oldest go first
+CHUNKS_A_TURN = 16  # then somebody else may send
+
+
+class Peer:
+  """One far end. `state` is connecting, up or refused; `reason` says why in plain words."""
+
+  def __init__(self, address: str, settings: NetworkConfig):
+    self.address = address
+    self.incarnation = -1
+    self.session = b""
+    self.state, self.reason = "connecting", "not reached yet"
+    self.heard_at = time.monotonic()  # or when we first wanted to hear it
+    self.beat_at = 0.0
+    self.queued_bytes = 0  # payloads from `send` until wholly acknowledged; under the lock
+    self.next_transfer = 0
+    self.outgoing = Outgoing(settings.window_bytes, settings.patience_seconds)
+    self.incoming: Incoming | None = None
+    self.waiting: collections.deque[bytes] = collections.deque()  # control headers
+    self.answers: list[int] = []  # chunks to acknowledge, transfer and offset in turn
+
+  # --- sending, on the network thread -------------------------------------------------------------
+
+  def put(self, data: bytes) -> bool:
+    """Sends one control frame now; False if there is no connection."""
+    raise NotImplementedError
+
+  def put_chunk(self, header: bytes, data: memoryview) -> bool:
+    """Sends one chunk now over any of the streams; False if none is connected."""
+    raise NotImplementedError
+
+  def send_control(self, header: bytes) -> int:
+    """Sends a message, or keeps it until there is a connection; returns how many were dropped."""
+    self.waiting.append(header)
+    self.flush_control()
+    if len(self.waiting) <= MAX_WAITING_CONTROL:
+      return 0
+    self.waiting.popleft()
+    return 1
+
+  def flush_control(self) -> None:
+    """Sends what waits, in order, as far as it goes."""
+    while self.state == "up" and self.waiting:
+      if not self.put(frames.encode(Control(self.waiting[0]))):
+        return
+      self.waiting.popleft()
+
+  def send_bulk(self, header: bytes, payload: memoryview) -> None:
+    """Queues a message with payload."""
+    self.outgoing.add(self.next_transfer, header, payload)
+    self.next_transfer += 1
+
+  def pump_chunks(self, session: bytes, now: float) -> bool:
+    """Sends chunks as the window allows; returns whether there may be more at once."""
+    if self.state != "up":
+      return False
+    for _ in range(CHUNKS_A_TURN):
+      item = self.outgoing.next(session, now)
+      if item is None:
+        return False
+      chunk, data = item
+      if not self.put_chunk(frames.encode(chunk), data):
+        self.outgoing.put_back(chunk)
+        return False
+    return True
+
+  def beat(self, now: float, seconds: float) -> None:
+    """A sign of life, if it is time for one."""
+    if self.state == "up" and now - self.beat_at >= seconds:
+      self.beat_at = now
+      self.put(frames.encode(Beat()))
+
+  def drop_queue(self, control: bool) -> int:
+    """Gives up the fragments for this peer, and control if asked to; returns how many messages."""
+    count = self.outgoing.drop_all()
+    if control:
+      count += len(self.waiting)
+      self.waiting.clear()
+    return count
+
+  # --- receiving ----------------------------------------------------------------------------------
+
+  def meet(self, greeting: Greeting, run: Run, chunk_bytes: int) -> None:
+    """From now on this is who the peer is; what was under way to it goes again if need be."""
+    if self.incoming is None or self.session != greeting.session:
+      check = functools.partial(check_header, run, self.address)
+      self.incoming = Incoming(
+        chunk_bytes, greeting.oldest, run.max_payload_bytes, run.queue_bytes, check
+      )
+      self.answers.clear()
+    else:
+      self.incoming.skip_to(greeting.oldest)
+    self.incarnation, self.session = greeting.incarnation, greeting.session
+    self.state, self.reason, self.heard_at = "up", "", time.monotonic()
+    self.outgoing.restart(chunk_bytes)
+
+  def accept_chunk(self, chunk: Chunk, data: memoryview) -> list:
+    """Takes a chunk; returns the messages that are whole now, as (header, payload).
+
+    Raises:
+      MalformedMessage: it does not fit; it is answered all the same, or it would come again.
+    """
+    if self.incoming is None or chunk.session != self.session:
+      return []  # of a session that is over
+    try:
+      accepted = self.incoming.accept(chunk, data)
+    except frames.MalformedMessage:
+      self.answers += (chunk.transfer, chunk.offset)
+      raise
+    if accepted:
+      self.answers += (chunk.transfer, chunk.offset)
+    return self.incoming.deliver()
+
+  def flush_answers(self) -> None:
+    """Acknowledges what has arrived."""
+    while self.answers:
+      batch, self.answers = self.answers[:1024], self.answers[1024:]
+      self.put(frames.encode(frames.Acknowledged(tuple(batch))))
+
+
+class Dialed(Peer):
+  """A shard that we connect to: one socket for control, several for fragments."""
+
+  def __init__(self, address: str, url: str, settings: NetworkConfig):
+    super().__init__(address, settings)
+    self.url = url
+    self.attempts = 0  # greetings in a row that nobody answered
+    self.next_hello_at = 0.0
+    self.give_up_at = self.heard_at + settings.hello_seconds  # waiting for the connection itself
+    self.control: zmq.Socket | None = None
+    self.monitor: zmq.Socket | None = None
+    self.streams: list[zmq.Socket] = []
+    self._turn = 0
+
+  def sockets(self) -> list[zmq.Socket]:
+    return [*([self.control] if self.control else []), *self.streams]
+
+  def close(self, linger_ms: int = 0) -> None:
+    if self.control is not None and self.monitor is not None:
+      self.control.disable_monitor()
+      self.monitor.close(0)
+    for socket in self.sockets():
+      socket.close(linger_ms)
+    self.control, self.monitor, self.streams = None, None, []
+
+  def open(self, sockets: Sockets, session: bytes, streams: int) -> None:
+    """Connects; does not wait for it."""
+    self.control = sockets.dial(self.url, CONTROL, control_route(session), self.address)
+    self.streams = [
+      sockets.dial(self.url, BULK, stream_route(session, k), self.address) for k in range(streams)
+    ]
+
+  def put(self, data: bytes) -> bool:
+    return self.control is not None and send(self.control, data)
+
+  def put_chunk(self, header: bytes, data: memoryview) -> bool:
+    for _ in self.streams:
+      self._turn = (self._turn + 1) % len(self.streams)
+      if send(self.streams[self._turn], header, data):
+        return True
+    return False
+
+  def count_attempt(self, now: float, settings: NetworkConfig) -> None:
+    """Counts a greeting; the next one is due after a pause that grows."""
+    pause = settings.hello_seconds * 2 ** min(self.attempts, MAX_HELLO_DOUBLINGS)
+    self.attempts += 1
+    self.next_hello_at = now + pause
+    self.give_up_at = now + 2 * pause
+
+
+class Accepted(Peer):
+  """A peer that dialed us: it is known by the routing ids of its connections."""
+
+  def __init__(
+    self,
+    control: zmq.Socket,
+    bulk: zmq.Socket,
+    greeting: Greeting,
+    settings: NetworkConfig,
+  ):
+    super().__init__(greeting.address, settings)
+    self._control, self._bulk = control, bulk
+    self._route = control_route(greeting.session)
+    self._stream_routes = [stream_route(greeting.session, k) for k in range(greeting.streams)]
+    self._turn = 0
+
+  def put(self, data: bytes) -> bool:
+    return send(self._control, self._route, data)
+
+  def put_chunk(self, header: bytes, data: memoryview) -> bool:
+    for _ in self._stream_routes:
+      self._turn = (self._turn + 1) % len(self._stream_routes)
+      if send(self._bulk, self._stream_routes[self._turn], header, data):
+        return True
+    return False

@@ -1,0 +1,236 @@
+"""Copies of committed fragments on another shard, so that a killed shard loses no round.
+
+Shard s streams every commit to its buddy, shard (s + 1) mod S, and holds back what it would publish
+of it until the buddy has it: nobody has heard of a version that only one process knows. A restarted
+shard asks its buddy for everything. A buddy that does not answer holds up nobody for long: then
+versions go out alone, which is said, until it is back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from ddiloco.core.fragments import Plan
+from ddiloco.core.messages import Recover, Recovered, Replica, Replicated
+from ddiloco.core.protocol import smooth
+from ddiloco.core.syncer_state import FragmentState
+from ddiloco.observe.events import Recorder
+from ddiloco.runtime.store import Committed
+from ddiloco.runtime.transport import Endpoint, syncer_address
+
+ASK_SECONDS = 0.5  # between two requests of a restarted shard, doubling
+PATIENCE_FACTOR = 8.0  # over the usual time until a copy is confirmed
+
+
+def buddy_of(shard: int, num_shards: int) -> int:
+  """Who holds the copies of this shard's fragments; itself if it is the only one."""
+  return (shard + 1) % num_shards
+
+
+class Copies:
+  """What this shard holds for its neighbour: the newest commit of each of its fragments."""
+
+  def __init__(self, shard: int, incarnation: int, endpoint: Endpoint):
+    self._shard, self._incarnation, self._endpoint = shard, incarnation, endpoint
+    self._held: dict[tuple[int, int], Replica] = {}  # by owner and fragment
+
+  def on(self, message: Replica | Recover) -> None:
+    """Keeps a copy if it is the newest, or gives back all there are."""
+    mine = {"shard": self._shard, "incarnation": self._incarnation}
+    owner = syncer_address(message.shard)
+    if isinstance(message, Recover):
+      held = {p: copy for (o, p), copy in sorted(self._held.items()) if o == message.shard}
+      for copy in held.values():
+        self._endpoint.send(owner, dataclasses.replace(copy, **mine))
+      self._endpoint.send(owner, Recovered(**mine, fragments=tuple(held)))
+    elif message.owner == message.shard:
+      key = (message.owner, message.fragment)
+      known = self._held.get(key)
+      # A newer incarnation of the owner is right also if it had to begin at an older version.
+      rank = (message.incarnation, message.version)
+      if known is None or rank >= (known.incarnation, known.version):
+        self._held[key] = message
+      done = Replicated(**mine, fragment=message.fragment, version=message.version)
+      self._endpoint.send(owner, done)
+
+
+class Replication:
+  """The owner's side: sends commits to the buddy, and holds publishes back until it has them.
+
+  Args:
+    shard: who this is, and its incarnation.
+    buddy: who gets the copies.
+    endpoint: this shard's connection; it has dialed the buddy.
+    patience_seconds: least time until the buddy is taken to be away.
+    recorder: event log.
+  """
+
+  def __init__(
+    self,
+    shard: int,
+    incarnation: int,
+    buddy: int,
+    endpoint: Endpoint,
+    patience_seconds: float,
+    recorder: Recorder,
+  ):
+    self._shard, self._incarnation, self._buddy = shard, incarnation, buddy
+    self._endpoint, self._recorder = endpoint, recorder
+    self._patience_seconds = patience_seconds
+    self._copy_seconds = 0.0  # smoothed, until a copy is confirmed
+    self._newest: dict[int, Replica] = {}  # of each fragment, what the buddy should have
+    self._sent_at: dict[int, float] = {}  # not confirmed: fragment -> when
+    self._held: list[tuple[int, int, Callable[[], None]]] = []  # fragment, version, what to do then
+    self._buddy_incarnation = -1
+    self._away = False
+
+  def committed(self, committed: Committed) -> None:
+    """Sends a copy of a fragment that was just committed."""
+    state = committed.state
+    self._newest[state.index] = pack(committed, self._shard, self._incarnation)
+    self._send(state.index)
+
+  def _send(self, fragment: int) -> None:
+    self._sent_at[fragment] = time.monotonic()
+    self._endpoint.send(syncer_address(self._buddy), self._newest[fragment])
+
+  def when_safe(self, fragment: int, version: int, do: Callable[[], None]) -> None:
+    """Does it as soon as the buddy has this version; at once if it has, or is away."""
+    waits = any(f == fragment for f, _, _ in self._held) or self._waits_for(fragment, version)
+    if waits and not self._away:
+      self._held.append((fragment, version, do))
+    else:
+      do()
+
+  def _waits_for(self, fragment: int, version: int) -> bool:
+    newest = self._newest.get(fragment)
+    return fragment in self._sent_at and newest is not None and version >= newest.version
+
+  def on(self, message: Replicated) -> None:
+    """The buddy has a copy."""
+    if message.shard != self._buddy or message.incarnation < self._buddy_incarnation:
+      return
+    newest = self._newest.get(message.fragment)
+    if newest is not None and message.version == newest.version:
+      sent_at = self._sent_at.pop(message.fragment, None)
+      if sent_at is not None:
+        self._copy_seconds = smooth(self._copy_seconds, time.monotonic() - sent_at)
+    again = message.incarnation > self._buddy_incarnation >= 0  # it restarted, and has nothing
+    if self._away or again:
+      self._recorder.event("replicated", buddy=self._buddy)
+      for fragment in self._newest:
+        if fragment != message.fragment:
+          self._send(fragment)
+    self._away, self._buddy_incarnation = False, message.incarnation
+    self._release()
+
+  def tick(self) -> float:
+    """Gives up waiting for a buddy that is away; returns when to look again."""
+    now = time.monotonic()
+    patience = max(self._patience_seconds, PATIENCE_FACTOR * self._copy_seconds)
+    if not self._held:
+      return now + patience
+    until = min(self._sent_at.values(), default=now) + patience
+    if now >= until:
+      self._away = True
+      self._recorder.event("unreplicated", buddy=self._buddy, fragments=sorted(self._sent_at))
+      self._release()
+    return until
+
+  def _release(self) -> None:
+    held, self._held = self._held, []
+    for fragment, version, do in held:
+      if self._waits_for(fragment, version) and not self._away:
+        self._held.append((fragment, version, do))
+      else:
+        do()
+
+  def missing(self) -> list[int]:
+    """Fragments whose newest commit the buddy has not confirmed."""
+    return sorted(self._sent_at)
+
+
+def recover(
+  endpoint: Endpoint,
+  copies: Copies,
+  shard: int,
+  incarnation: int,
+  plan: Plan,
+  buddy: int,
+  keep_on: Callable[[], bool],
+) -> dict[int, Committed]:
+  """Asks the buddy for this shard's fragments until it has answered or `keep_on()` says no.
+
+  Returns what it had, by fragment. Meanwhile the neighbour's requests are served.
+  """
+  found: dict[int, Committed] = {}
+  expected: set[int] | None = None  # the list overtakes the fragments, which are bulk
+  ask_at, pause = 0.0, ASK_SECONDS
+  while keep_on() and not (expected is not None and expected <= found.keys()):
+    now = time.monotonic()
+    if expected is None and now >= ask_at:
+      ask_at, pause = now + pause, 2 * pause
+      endpoint.send(syncer_address(buddy), Recover(shard, incarnation))
+    arrived = endpoint.receive(ASK_SECONDS)
+    message = arrived[1] if arrived else None
+    match message:
+      case Replica(owner=owner) if owner == shard and message.shard == buddy:
+        committed = unpack(message, plan)
+        if committed is not None:
+          found[message.fragment] = committed
+      case Recovered(shard=sender) if sender == buddy:
+        expected = set(message.fragments)
+      case Replica() | Recover():
+        copies.on(message)
+  return found
+
+
+def pack(committed: Committed, shard: int, incarnation: int) -> Replica:
+  """A commit as a message; its payload is a copy, since the next commit changes the momentum."""
+  state = committed.state
+  parts = [committed.value]
+  has_view = committed.view is not committed.value
+  if has_view:
+    parts.append(committed.view)
+  if committed.momentum is not None:
+    parts.append(committed.momentum)
+  return Replica(
+    shard=shard,
+    incarnation=incarnation,
+    owner=shard,
+    fragment=state.index,
+    version=state.version,
+    merged_tokens=state.merged_tokens,
+    last_round=state.last_round,
+    participants=state.participants,
+    merged_rounds=tuple(n for pair in sorted(state.merged_rounds.items()) for n in pair),
+    has_view=has_view,
+    has_momentum=committed.momentum is not None,
+    payload=np.concatenate(parts).view(np.uint8),
+  )
+
+
+def unpack(replica: Replica, plan: Plan) -> Committed | None:
+  """The commit in a message, bit by bit as it was; None if it cannot be one of this plan."""
+  if not 0 <= replica.fragment < len(plan.fragments) or len(replica.merged_rounds) % 2:
+    return None
+  size = plan.fragments[replica.fragment].size
+  count = 1 + replica.has_view + replica.has_momentum
+  data = np.frombuffer(replica.payload, np.uint8)
+  if data.nbytes != 4 * size * count:
+    return None
+  parts = [part.copy() for part in data.view(np.float32).reshape(count, size)]
+  state = FragmentState(
+    replica.fragment,
+    version=replica.version,
+    merged_tokens=replica.merged_tokens,
+    merged_rounds=dict(zip(replica.merged_rounds[::2], replica.merged_rounds[1::2])),
+    last_round=replica.last_round,
+    participants=replica.participants,
+  )
+  view = parts[1] if replica.has_view else parts[0]
+  return Committed(state, parts[0], view, parts[-1] if replica.has_momentum else None)

@@ -1,0 +1,190 @@
+"""How fast fragments travel on loopback, and how fast control is beside them.
+
+One process sends a fragment of 1, 32 and 256 MB to another, which answers when it has it whole;
+in turn over the in-process queues (a thread instead of a process, payloads by reference), ZeroMQ,
+ZeroMQ with CURVE, and a raw socket that copies the same bytes into memory that is there already.
+Reported are medians; `plain_vs_socket` is the median of the ratios of neighbouring transfers of 32
+MB. Then fragments of 32 MB keep the link busy, and meanwhile a control message goes there and back.
+
+  python scripts/bench_transport.py [--rounds=12] [--quick]
+
+Last line: {"gbps": {way: {MB: n}} (GB/s), "plain_vs_socket", "control_rtt_ms_under_load"}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import socket
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from ddiloco.config import NetworkConfig
+from ddiloco.core.messages import Hello, Pull, Push
+from ddiloco.runtime.keys import Keys, make_keys
+from ddiloco.runtime.network import NetworkEndpoint, Run
+from ddiloco.runtime.transport import Hub
+
+RUN = Run("bench", "plan", max_payload_bytes=1 << 30, queue_bytes=2 << 30)
+SHARD, LEARNER = "syncer/0", "learner/0"
+SECONDS = 60.0
+
+
+def serve(endpoint, stop: Callable[[], bool]) -> None:
+  """A shard that answers every push and every hello with a pull of the same number."""
+  while not stop():
+    arrived = endpoint.receive(0.2)
+    if arrived is not None:
+      message = arrived[1]
+      number = message.round if isinstance(message, Push) else message.incarnation
+      endpoint.send(LEARNER, Pull(0, 0, 0, 0, number, 0))
+
+
+def serve_socket(listener: socket.socket, most_bytes: int) -> None:
+  """Copies what comes into the same memory, answers with a byte."""
+  connection, _ = listener.accept()
+  memory = memoryview(bytearray(most_bytes))
+  while header := connection.recv(8, socket.MSG_WAITALL):
+    left = memory[: int.from_bytes(header, "big")]
+    while left:
+      left = left[connection.recv_into(left) :]
+    connection.sendall(b"!")
+
+
+def far_end(pipe, folder: str, most_bytes: int) -> None:
+  """The other process: two shards, plain and with keys, and a raw socket."""
+  plain, curve = (
+    NetworkEndpoint(SHARD, 0, RUN, NetworkConfig(), bind="tcp://127.0.0.1:0", keys=keys)
+    for keys in (None, Keys.load(Path(folder), SHARD))
+  )
+  listener = socket.create_server(("127.0.0.1", 0))
+  pipe.send([plain.bound, curve.bound, listener.getsockname()[1]])
+  for target, *arguments in (
+    (serve, plain, lambda: False),
+    (serve, curve, lambda: False),
+    (serve_socket, listener, most_bytes),
+  ):
+    threading.Thread(target=target, args=arguments, daemon=True).start()
+  pipe.recv()  # until the bench is over
+
+
+def over(endpoint) -> Callable[[np.ndarray], None]:
+  """Sends a payload over `endpoint` and waits until the shard says that it has it."""
+  count = 0
+
+  def transfer(payload: np.ndarray) -> None:
+    nonlocal count
+    count += 1
+    endpoint.send(SHARD, Push(0, 0, 0, count, 0, 1, 1, 0, "f32", payload))
+    arrived = endpoint.receive(SECONDS)
+    assert arrived is not None and arrived[1].round == count, "the fragment was lost"
+
+  return transfer
+
+
+def over_socket(connection: socket.socket) -> Callable[[np.ndarray], None]:
+  def transfer(payload: np.ndarray) -> None:
+    connection.sendall(payload.nbytes.to_bytes(8, "big"))
+    connection.sendall(payload)
+    assert connection.recv(1) == b"!"
+
+  return transfer
+
+
+def dial(url: str, keys: Keys | None) -> NetworkEndpoint:
+  endpoint = NetworkEndpoint(LEARNER, 0, RUN, NetworkConfig(), keys=keys)
+  endpoint.dial(SHARD, url)
+  deadline = time.monotonic() + SECONDS
+  while endpoint.links()[SHARD]["state"] != "up":
+    assert time.monotonic() < deadline, endpoint.links()
+    time.sleep(0.01)
+  return endpoint
+
+
+def control_under_load(endpoint: NetworkEndpoint, payload: np.ndarray, count: int) -> list[float]:
+  """Seconds of round trips of control, while two fragments are always under way."""
+  answers, seconds, pushes = 0, [], 0
+  for number in range(1_000_000, 1_000_000 + count):
+    while pushes - answers < 2:
+      endpoint.send(SHARD, Push(0, 0, 0, pushes, 0, 1, 1, 0, "f32", payload))
+      pushes += 1
+    before = time.perf_counter()
+    endpoint.send(SHARD, Hello(0, number))
+    while (got := endpoint.receive(SECONDS)[1].round) != number:
+      assert got < 1_000_000
+      answers += 1
+    seconds.append(time.perf_counter() - before)
+    time.sleep(0.002)
+  return seconds
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser.add_argument("--rounds", type=int, default=12, help="transfers of each size and way")
+  parser.add_argument("--quick", action="store_true", help="a smoke test: numbers mean nothing")
+  args = parser.parse_args()
+  sizes = [1, 32] if args.quick else [1, 32, 256]
+  rounds = 2 if args.quick else args.rounds
+  with tempfile.TemporaryDirectory() as folder:
+    make_keys(Path(folder), learners=1, shards=1)
+    context = multiprocessing.get_context("spawn")
+    pipe, other = context.Pipe()
+    child = context.Process(target=far_end, args=(other, folder, sizes[-1] * 10**6), daemon=True)
+    child.start()
+    plain_url, curve_url, port = pipe.recv()
+    plain, curve = dial(plain_url, None), dial(curve_url, Keys.load(Path(folder), LEARNER))
+    hub = Hub("bench", "plan")
+    shard = hub.connect(SHARD)
+    stop = threading.Event()
+    threading.Thread(target=serve, args=(shard, stop.is_set), daemon=True).start()
+    ways = {
+      "socket": over_socket(socket.create_connection(("127.0.0.1", port))),
+      "in_process": over(hub.connect(LEARNER)),
+      "plain": over(plain),
+      "curve": over(curve),
+    }
+    rates: dict[str, dict[int, list[float]]] = {way: {} for way in ways}
+    for megabytes in sizes:
+      payload = np.random.default_rng(0).integers(0, 256, megabytes * 10**6, np.uint8)
+      for count in range(rounds + 1):
+        for way, transfer in ways.items():
+          before = time.perf_counter()
+          transfer(payload)
+          rate = payload.nbytes / (time.perf_counter() - before) / 1e9
+          if count:  # the first one warms up
+            rates[way].setdefault(megabytes, []).append(rate)
+      shown = {way: f"{statistics.median(rates[way][megabytes]):.2f}" for way in ways}
+      print(f"{megabytes:4d} MB, GB/s: {shown}", flush=True)
+    ratios = [p / s for p, s in zip(rates["plain"][32], rates["socket"][32])]
+    payload = np.zeros(32 * 10**6, np.uint8)
+    seconds = control_under_load(plain, payload, 20 if args.quick else 300)
+    stop.set()
+    plain.close(0)
+    curve.close(0)
+    pipe.send("over")
+    child.join(10)
+  medians = {
+    way: {str(mb): round(statistics.median(each), 3) for mb, each in by.items()}
+    for way, by in rates.items()
+  }
+  print(f"control under load: {[round(1e3 * s, 2) for s in sorted(seconds)[:: len(seconds) // 10]]} ms")
+  print(
+    json.dumps(
+      {
+        "gbps": medians,
+        "plain_vs_socket": round(statistics.median(ratios), 3),
+        "control_rtt_ms_under_load": round(1e3 * statistics.median(seconds), 3),
+      }
+    )
+  )
+
+
+if __name__ == "__main__":
+  main()

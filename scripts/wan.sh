@@ -1,0 +1,176 @@
+#!/usr/bin/env bash
+# WAN in a box: islands and syncer shards in network namespaces, joined by slow and long links.
+#
+#   scripts/wan.sh [--config=configs/wan.py[:PRESET]] [--islands=M] [--shards=S] [--mbit=200]
+#                  [--delay-ms=60] [--workdir=runs/wan] [--overwrite] [--config.FIELD=VALUE ...]
+#
+# --islands, --shards  how many; the config's numbers unless given
+# --mbit               rate of every island's and every shard's link, each way (tc tbf on both ends)
+# --delay-ms           ONE WAY between island and shard, so a round trip takes twice as long
+# --workdir            of the run; one that holds a run is refused without --overwrite
+# --config.FIELD       changes a field of the config, for all roles
+#
+# Every island and every shard is a namespace of its own behind a link of its own to one switch. The
+# delay comes from ddiloco.resilience.link between an island and the switch (netem is missing in many
+# kernels). The evaluator stands at the switch and shards copy to each other, both without delay. An
+# island's XLA uses one thread. All of it lives in namespaces that end with this script, also when it
+# is killed, so that nothing is left behind and several runs do not meet.
+#
+# Last line: JSON, see scripts/wan_summary.py. Exit status 77 (skipped): no right to make namespaces
+# here, or no tc tbf in the kernel; 1: a role failed, whose log is shown. Logs: WORKDIR/logs.
+set -euo pipefail
+
+say() { printf '[wan] %s\n' "$*"; }
+skip() { printf 'wan.sh: skipped: %s\n' "$*" >&2; exit 77; }
+wrong() { printf 'wan.sh: %s\n' "$*" >&2; exit 2; }
+
+self="$(realpath "$0")" given=("$@")
+inside=""
+if [ "${1:-}" = "--inside" ]; then inside=1; shift; fi
+config="" islands="" shards="" mbit=200 delay_ms=60 workdir="" overwrite=""
+fields=()
+for argument in "$@"; do
+  value="${argument#*=}"
+  case "$argument" in
+    -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$self"; exit 0 ;;
+    --config=*) config="$(realpath -m "$value")" ;;
+    --config.*=*) fields+=("$argument") ;;
+    --islands=*) islands="$value" ;;
+    --shards=*) shards="$value" ;;
+    --mbit=*) mbit="$value" ;;
+    --delay-ms=*) delay_ms="$value" ;;
+    --workdir=*) workdir="$(realpath -m "$value")" ;;
+    --overwrite) overwrite=1 ;;
+    *) wrong "$argument: is not an option. Fix: see scripts/wan.sh --help." ;;
+  esac
+done
+number='^[1-9][0-9]?$'
+[[ -z "$islands" || "$islands" =~ $number ]] || wrong "--islands=$islands: must be 1 to 99. Fix: use 2."
+[[ -z "$shards" || "$shards" =~ $number ]] || wrong "--shards=$shards: must be 1 to 99. Fix: use 2."
+[[ "$mbit" =~ ^[1-9][0-9]*$ ]] || wrong "--mbit=$mbit: must be a whole number above 0. Fix: use 200."
+[[ "$delay_ms" =~ ^[0-9]+(\.[0-9]+)?$ ]] || wrong "--delay-ms=$delay_ms: must be a number. Fix: use 60."
+
+if [ -z "$inside" ]; then
+  # Makes the box. --pid: when its first process ends, the kernel ends all the others; setpriv and
+  # --kill-child carry our own end, also by kill -9, to that first process.
+  for tool in unshare nsenter setpriv ip tc; do
+    command -v "$tool" > /dev/null || skip "there is no $tool here (packages util-linux, iproute2)"
+  done
+  box=(unshare --net --pid --fork --kill-child --mount-proc)
+  [ "$(id -u)" = 0 ] || box+=(--user --map-root-user)
+  "${box[@]}" true 2> /dev/null || skip "making namespaces needs root, or user namespaces for everybody"
+  tbf="tc qdisc add dev lo root tbf rate 1mbit burst 10kb latency 1s"
+  "${box[@]}" sh -c "ip link set lo up && $tbf" 2> /dev/null || skip "this kernel has no tc tbf"
+  [ -x "$(dirname "$self")/../.venv/bin/ddiloco" ] || (. "$(dirname "$self")/venv.sh" "")
+  setpriv --pdeathsig=KILL "${box[@]}" bash "$self" --inside "${given[@]}" < /dev/null &
+  child=$!
+  trap 'kill -KILL "$child" 2> /dev/null || true' EXIT
+  trap 'say "interrupted; ends all roles" >&2; exit 130' INT
+  trap 'exit 143' TERM
+  status=0
+  wait "$child" || status=$?
+  exit "$status"
+fi
+
+# From here on this is process 1 of the box, and its network namespace is the switch.
+trap 'exit 130' INT
+trap 'exit 143' TERM
+cd "$(dirname "$self")/.."
+config="${config:-configs/wan.py}" workdir="${workdir:-$PWD/runs/wan}"
+[ -z "$islands" ] || fields+=("--config.islands.num_learners=$islands")
+[ -z "$shards" ] || fields+=("--config.sync.num_shards=$shards")
+if [ -e "$workdir/config.json" ]; then
+  [ -n "$overwrite" ] || wrong "--workdir=$workdir: already holds a run. Fix: choose another directory, or add --overwrite."
+  (cd "$workdir" && rm -rf alone compiled events logs report result tensorboard outcome.json started config.json)
+fi
+mkdir -p "$workdir/logs"
+
+run=(.venv/bin/ddiloco)
+role=(--config="$config" --workdir="$workdir" --keys="$workdir/keys" "${fields[@]}")
+description="$("${run[@]}" train --dry_run --cpu --config="$config" --workdir="$workdir" "${fields[@]}")"
+read -r islands shards < <(.venv/bin/python -c '
+import json, sys
+config, _ = json.JSONDecoder().raw_decode(sys.stdin.read())
+print(config["islands"]["num_learners"], config["sync"]["num_shards"])' <<< "$description")
+say "$islands islands and $shards shards, links of $mbit Mbit/s and $delay_ms ms one way"
+grep -E '^(model|run|traffic):' <<< "$description" | sed 's/^/[wan] /'
+"${run[@]}" keys --keys="$workdir/keys" --learners="$islands" --shards="$shards" > "$workdir/logs/keys.log"
+
+# --- the network ----------------------------------------------------------------------------------
+
+ip link set lo up
+ip link add switch type bridge
+ip address add 10.0.0.1/24 dev switch
+ip link set switch up
+
+declare -A holder  # the process that keeps a node's network namespace
+shape() { tc qdisc add dev "$1" root tbf rate "${mbit}mbit" burst 128kb latency 100ms; }
+node() {  # NAME ADDRESS: a namespace with a link to the switch
+  unshare --net sleep infinity &
+  holder[$1]=$!
+  until [ "$(readlink "/proc/$!/ns/net")" != "$(readlink /proc/self/ns/net)" ]; do sleep 0.01; done
+  ip link add "to-$1" type veth peer name wan netns "$!"
+  ip link set "to-$1" master switch up
+  shape "to-$1"
+  at "$1" ip link set lo up
+  at "$1" ip address add "$2/24" dev wan
+  at "$1" ip link set wan up
+  mbit="$mbit" at "$1" bash -c "$(declare -f shape); shape wan"
+}
+at() { nsenter --target "${holder[$1]}" --net "${@:2}"; }  # NODE COMMAND...
+
+declare -A name_of  # of the roles that run, by process
+start() {  # ROLE COMMAND...: in the background, with its log
+  "${@:2}" > "$workdir/logs/$1.log" 2>&1 &
+  name_of[$!]="$1"
+}
+
+direct="" delayed=""
+for ((s = 0; s < shards; s++)); do
+  node "shard$s" "10.0.0.$((100 + s))"
+  direct+="${direct:+,}tcp://10.0.0.$((100 + s)):7000"
+  delayed+="${delayed:+,}tcp://127.0.0.1:$((7000 + 10 * s))"
+done
+for ((m = 0; m < islands; m++)); do
+  node "island$m" "10.0.0.$((10 + m))"
+  for ((s = 0; s < shards; s++)); do
+    at "island$m" .venv/bin/python -m ddiloco.resilience.link --delay_ms="$delay_ms" \
+      --listen="127.0.0.1:$((7000 + 10 * s))" --to="10.0.0.$((100 + s)):7000" \
+      > "$workdir/logs/link-$m-$s.log" 2>&1 &
+  done
+done
+
+# --- the roles ------------------------------------------------------------------------------------
+
+for ((s = 0; s < shards; s++)); do
+  start "syncer-$s" at "shard$s" "${run[@]}" syncer "${role[@]}" --shard="$s" --syncers="$direct" \
+    --bind="tcp://10.0.0.$((100 + s)):7000"
+done
+start evaluator "${run[@]}" evaluator "${role[@]}" --syncers="$direct"
+flags="${XLA_FLAGS:-} --xla_cpu_multi_thread_eigen=false"
+for ((m = 0; m < islands; m++)); do
+  start "learner-$m" at "island$m" env NPROC=1 XLA_FLAGS="$flags" "${run[@]}" learner "${role[@]}" \
+    --cpu --learner="$m" --syncers="$delayed"
+done
+say "all roles are started; their logs are in $workdir/logs"
+before=""
+while sleep 10; do
+  now="$(tail -qn 1 "$workdir"/logs/learner-*.log)"
+  [ "$now" = "$before" ] || sed 's/^/[wan] /' <<< "$now"
+  before="$now"
+done &
+
+while [ "${#name_of[@]}" -gt 0 ]; do
+  status=0
+  wait -n -p finished "${!name_of[@]}" || status=$?
+  name="${name_of[$finished]}"
+  unset "name_of[$finished]"
+  if [ "$status" != 0 ]; then
+    say "$name ended with status $status; the end of $workdir/logs/$name.log:" >&2
+    tail -n 25 "$workdir/logs/$name.log" >&2
+    exit 1
+  fi
+  say "$name has finished"
+done
+"${run[@]}" report --workdir="$workdir"
+exec .venv/bin/python scripts/wan_summary.py --workdir="$workdir" --mbit="$mbit" --delay_ms="$delay_ms"

@@ -1,0 +1,146 @@
+"""Single roles: what they say and how they end; then a run put together by hand, of real ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import urllib.request
+
+import pytest
+
+from ddiloco.config import ConfigError, from_dict
+from ddiloco.core import learner
+from ddiloco.engines import roles
+from ddiloco.engines.attend import FINISHED, LOST
+from ddiloco.engines.place import Place
+from ddiloco.engines.processes import free_urls
+from tests.engines.real import PATIENCE_SECONDS, events_of, start, tiny, wait_for
+
+CONFIG = from_dict({"sync": {"num_shards": 2, "num_fragments": 4, "min_quorum": 3}})
+UP = {"syncer/0": {"state": "up"}, "syncer/1": {"state": "up"}}
+
+
+def state(versions=(0, 0, 0, 0), tokens=0, merged=0):
+  fresh = learner.init(3, 5, (0, 1, 0, 1), CONFIG.run.total_tokens)
+  fragments = tuple(
+    dataclasses.replace(f, version=v, tokens=tokens, merged_tokens=merged)
+    for f, v in zip(fresh.fragments, versions)
+  )
+  return dataclasses.replace(fresh, fragments=fragments, trained_tokens=100)
+
+
+def test_what_a_joining_role_waits_for():
+  assert roles._joining(state(), UP, CONFIG) == ""
+  waits = roles._joining(state((0, -1, 0, -1)), UP, CONFIG)
+  assert waits.startswith("has 2 of 4 fragments") and "once 3 learners are there" in waits
+  links = {**UP, "syncer/1": {"state": "refused", "reason": "its key is not listed"}}
+  waits = roles._joining(state((0, -1, 0, -1)), links, CONFIG)
+  assert waits == "syncer/1 is refused (its key is not listed)"
+  assert roles._joining(state(), links, CONFIG) == "", "once joined it goes on without"
+
+
+class Said:
+  config = CONFIG
+
+  def __init__(self):
+    self.lines = []
+
+  def say(self, text):
+    self.lines.append(text)
+
+
+@pytest.mark.parametrize(
+  "tokens, merged, status",
+  [(0, 0, FINISHED), (7, 0, LOST), (7, CONFIG.run.total_tokens, FINISHED)],
+)
+def test_what_is_not_merged_in_the_middle_of_a_run_is_lost(tokens, merged, status):
+  said = Said()
+  assert roles._left(said, state(tokens=tokens, merged=merged)) == status
+  (line,) = said.lines
+  assert ("7 of its 100 tokens were not merged" in line) == (status == LOST)
+  assert ("nothing is lost" in line) == (status == FINISHED)
+
+
+def test_an_island_takes_its_devices_of_those_the_process_sees():
+  config = from_dict({"islands": {"devices": 2, "overrides": {"9": {"devices": 0, "fsdp": 1,
+    "data": -1}}}})  # fmt: skip
+  visible = ["a", "b", "c"]
+  assert roles._devices(config, 0, visible) == ["a", "b"]
+  assert roles._devices(config, 9, visible) == visible
+  with pytest.raises(ConfigError, match=r"islands.devices = 2: learner 0 sees 1 devices.*Fix"):
+    roles._devices(config, 0, ["a"])
+
+
+def test_places_that_cannot_work(tmp_path):
+  place = Place(tmp_path / "run", "run", ("tcp://127.0.0.1:7000",))
+  with pytest.raises(ConfigError, match=r"names 1 shards, the config has sync.num_shards = 2"):
+    roles.run_learner(CONFIG, 0, place)
+  with pytest.raises(ConfigError, match=r"--shard=2: .*Fix: use 0 to 1"):
+    roles.run_syncer(CONFIG, 2, dataclasses.replace(place, syncers=place.syncers * 2))
+  assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_put_together_by_hand(tmp_path):
+  """A learner nobody planned joins late; its own successor fences it, and leaves in good order.
+
+  Learner 0 goes on all the while; it, the shards and the evaluator end by themselves.
+  """
+  (tmp_path / "config.json").write_text(tiny(steps=5000, learners=1).to_json())
+  workdir, urls = tmp_path / "run", free_urls(2)
+  common = [f"--config={tmp_path / 'config.json'}", f"--workdir={workdir}"]
+  common += [f"--syncers={','.join(urls)}"]
+  started = {}
+
+  def role(name, *arguments):
+    log = tmp_path / name
+    started[name] = start(*arguments, *common, log=log)
+    return started[name], log
+
+  def ended(name) -> tuple[int, str]:
+    status = started[name].wait(PATIENCE_SECONDS)
+    return status, (tmp_path / name).read_text()
+
+  try:
+    for s, url in enumerate(urls):
+      role(f"syncer-{s}", "syncer", f"--shard={s}", f"--bind={url}")
+    role("evaluator", "evaluator")
+    zero, log = role("zero", "learner", "--learner=0", "--cpu", "--http=127.0.0.1:0")
+    wait_for(lambda: events_of(workdir, "commit"), "the first commit", zero, log)
+    url = log.read_text().split("probes at ")[1].split()[0]
+    assert urllib.request.urlopen(f"{url}/readyz", timeout=10).status == 200
+
+    first, log = role("first", "learner", "--learner=7", "--cpu")
+    wait_for(lambda: events_of(workdir, "push", "learner-7"), "a push of 7", first, log)
+    second, log = role("second", "learner", "--learner=7", "--cpu")
+    assert ended("first")[0] == 1
+    assert "may not speak any more" in ended("first")[1]
+    incarnation = max(e["incarnation"] for e in events_of(workdir, "started", "learner-7"))
+    wait_for(
+      lambda: [
+        e for e in events_of(workdir, "push", "learner-7") if e["incarnation"] == incarnation
+      ],
+      "a push of its successor",
+      second,
+      log,
+    )
+    second.send_signal(signal.SIGTERM)
+    assert ended("second")[0] == 0, ended("second")[1]
+    assert "nothing is lost" in ended("second")[1]
+    assert zero.poll() is None, "the run goes on"
+
+    for name in ("zero", "evaluator", "syncer-0", "syncer-1"):
+      status, said = ended(name)
+      assert status == 0, f"{name}:\n{said}"
+  finally:
+    for process in started.values():
+      process.kill()
+  merged = {m for e in events_of(workdir, "commit") for m in e["participants"]}
+  assert merged == {"0", "7"}
+  assert sum(e["blocked_seconds"] for e in events_of(workdir, "step", "learner-0")) == 0
+  outcome = json.loads((workdir / "outcome.json").read_text())
+  assert outcome["reason"] == "finished"
+  assert outcome["loss_merged"] < outcome["loss_untrained"] - 0.5
+  assert (workdir / "result").is_dir() and (workdir / "report" / "index.html").exists()
