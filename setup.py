@@ -40,6 +40,7 @@ setup(
   extras_require={
     "test": TEST,
     "ray": ["ray>=2.40,<3"],
+    "fuzz": ["atheris>=2.3"],
     "tokenizers": ["sentencepiece>=0.2", "tokenizers>=0.20"],
     "tpu": ["jax[tpu]>=0.10,<0.11"],
     "dev": [*TEST, "ruff>=0.15", "mypy>=1.15", "pre-commit>=4"],

@@ -6,14 +6,18 @@ bare compiled step. `ratio` is the median over neighbouring pairs of blocks of t
 median step times. The step is kept to one core, so that the syncer has one of its own: on real
 islands it has a machine of its own.
 
-  python scripts/bench_overhead.py [--pairs=40] [--block=8] [--quick]
+With --engine=ray learner and syncer are two processes, Ray actors, and fragments travel over our
+network transport; otherwise they are two threads.
 
-Last line: {"ratio", "blocked_seconds", "step_ms", "bare_ms", "rounds", "pairs"}.
+  python scripts/bench_overhead.py [--engine=ray] [--pairs=40] [--block=8] [--quick]
+
+Last line: {"ratio", "blocked_seconds", "step_ms", "bare_ms", "rounds", "pairs", "engine"}.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import os
@@ -36,9 +40,10 @@ from ddiloco.observe.events import NullRecorder
 from ddiloco.resilience.chaos import Faults
 from ddiloco.runtime import initial
 from ddiloco.runtime.learner import Learner
+from ddiloco.runtime.network import NetworkEndpoint, Run, seconds_since_2020
 from ddiloco.runtime.store import MemoryStore
 from ddiloco.runtime.syncer import Syncer, new_fragment
-from ddiloco.runtime.transport import Hub, learner_address, syncer_address
+from ddiloco.runtime.transport import Endpoint, Hub, learner_address, syncer_address
 from ddiloco.training.island import Island
 
 FRAGMENTS = 8
@@ -90,6 +95,15 @@ class Interleaved:
     return seconds
 
 
+@dataclasses.dataclass
+class Measured:
+  """Seconds: between attached steps, of bare steps by block, and of waiting for the exchange."""
+
+  gaps: list[float]
+  bare: list[list[float]]
+  blocked_seconds: float
+
+
 class Steps(NullRecorder):
   """Keeps the step events of the learner and counts the commits of the shard."""
 
@@ -105,50 +119,137 @@ class Steps(NullRecorder):
     self.commits += kind == "commit"
 
 
+class Bench:
+  """What both sides know: the run, and how it is measured. Made anew in every process."""
+
+  def __init__(self, quick: bool, pairs: int, block: int):
+    self.config = make_config(layers=1 if quick else 4)
+    self.plan = initial.make_plan(self.config)
+    self.pairs, self.block = pairs, block
+
+  def endpoint(self, address: str, bind: str | None = None) -> NetworkEndpoint:
+    """A connection of this process to the others."""
+    size = 4 * sum(self.plan.sizes)
+    run = Run("bench", self.plan.plan_id, max_payload_bytes=size, queue_bytes=3 * size)
+    return NetworkEndpoint(address, seconds_since_2020(), run, self.config.network, bind=bind)
+
+  def train(self, endpoint: Endpoint) -> Measured:
+    """The learner: blocks of steps with the exchange and without, in turn."""
+    island = Island(self.config, 0, jax.devices()[:1], self.plan)
+    island.reset()
+    random = np.random.default_rng(0)
+    shape = (self.config.islands.batch_size, self.config.data.sequence_length + 1)
+    tokens = [random.integers(0, 256, shape, np.int32) for _ in range(8)]
+    loop, steps = Interleaved(island, tokens, self.block, self.pairs), Steps()
+    role = Learner(0, 0, self.config, self.plan, island, loop, endpoint, steps)
+    role.run(Faults((), time.monotonic()), loop.stop.is_set)
+    return Measured(steps.gaps, loop.bare, steps.blocked_seconds)
+
+
+class Shard:
+  """The syncer, in a thread of the process it is made in."""
+
+  def __init__(self, bench: Bench, endpoint: Endpoint):
+    config, plan, store = bench.config, bench.plan, MemoryStore()
+    first = initial.initial_params(config)
+    for fragment in plan.fragments:
+      store.save(new_fragment(fragment, fragments.gather(fragment, first)))
+    self._steps, self._stop = Steps(), threading.Event()
+    faults = Faults((), time.monotonic())
+    role = Syncer(0, 0, config, plan, endpoint, store, self._steps, faults)
+    self._thread = threading.Thread(target=role.run, args=(self._stop.is_set,), daemon=True)
+    self._thread.start()
+
+  def end(self) -> int:
+    """Stops it; how many rounds it has committed."""
+    self._stop.set()
+    self._thread.join(10)
+    return self._steps.commits
+
+
+class LearnerActor:
+  """A Ray actor: the learner in a process of its own."""
+
+  def train(self, settings: tuple, url: str) -> Measured:
+    bench = Bench(*settings)
+    endpoint = bench.endpoint(learner_address(0))
+    endpoint.dial(syncer_address(0), url)
+    measured = bench.train(endpoint)
+    endpoint.close()
+    return measured
+
+
+class ShardActor:
+  """A Ray actor: the shard in a process of its own."""
+
+  def listen(self, settings: tuple) -> str:
+    """Starts it; the url where it is."""
+    bench = Bench(*settings)
+    self._endpoint = bench.endpoint(syncer_address(0), bind="tcp://127.0.0.1:0")
+    self._shard = Shard(bench, self._endpoint)
+    return self._endpoint.bound
+
+  def end(self) -> int:
+    rounds = self._shard.end()
+    self._endpoint.close()
+    return rounds
+
+
+def with_threads(settings: tuple) -> tuple[Measured, int]:
+  bench = Bench(*settings)
+  hub = Hub("bench", bench.plan.plan_id)
+  shard = Shard(bench, hub.connect(syncer_address(0)))
+  measured = bench.train(hub.connect(learner_address(0)))
+  return measured, shard.end()
+
+
+def with_ray(settings: tuple) -> tuple[Measured, int]:
+  import ray
+
+  from ddiloco.engines.ray import connect
+
+  connect("")
+  try:
+    shard, learner = (
+      ray.remote(actor).options(num_cpus=0).remote() for actor in (ShardActor, LearnerActor)
+    )
+    url = ray.get(shard.listen.remote(settings))
+    measured = ray.get(learner.train.remote(settings, url))
+    return measured, ray.get(shard.end.remote())
+  finally:
+    ray.shutdown()
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser.add_argument("--engine", choices=ENGINES, default="threads", help="where the roles live")
   parser.add_argument("--pairs", type=int, default=40, help="pairs of blocks that count")
   parser.add_argument("--block", type=int, default=FRAGMENTS, help="steps in a block")
   parser.add_argument("--quick", action="store_true", help="a smoke test: numbers mean nothing")
   args = parser.parse_args()
   if args.quick:
     args.pairs, args.block = 1, 8
-  config = make_config(layers=1 if args.quick else 4)
-  plan = initial.make_plan(config)
-  hub, store = Hub("bench", plan.plan_id), MemoryStore()
-  first = initial.initial_params(config)
-  for fragment in plan.fragments:
-    store.save(new_fragment(fragment, fragments.gather(fragment, first)))
-  island = Island(config, 0, jax.devices()[:1], plan)
-  island.reset()
-  random = np.random.default_rng(0)
-  shape = (config.islands.batch_size, config.data.sequence_length + 1)
-  tokens = [random.integers(0, 256, shape, np.int32) for _ in range(8)]
-  loop, steps = Interleaved(island, tokens, args.block, args.pairs), Steps()
-  faults = Faults((), time.monotonic())
-  shard = Syncer(0, 0, config, plan, hub.connect(syncer_address(0)), store, steps, faults)
-  serving = threading.Thread(target=shard.run, args=(loop.stop.is_set,), daemon=True)
-  serving.start()
-  endpoint = hub.connect(learner_address(0))
-  Learner(0, 0, config, plan, island, loop, endpoint, steps).run(faults, loop.stop.is_set)
-  serving.join(10)
+  measured, rounds = ENGINES[args.engine]((args.quick, args.pairs, args.block))
 
   block, ratios, attached = args.block, [], []
   for pair in range(1, args.pairs + 1):  # block 0 warms up
-    gaps = steps.gaps[pair * block : (pair + 1) * block][1:]  # the first follows a bare block
+    gaps = measured.gaps[pair * block : (pair + 1) * block][1:]  # the first follows a bare block
     attached.append(statistics.median(gaps))
-    ratios.append(attached[-1] / statistics.median(loop.bare[pair][1:]))
+    ratios.append(attached[-1] / statistics.median(measured.bare[pair][1:]))
     print(f"pair {pair:3d}: attached {attached[-1] * 1e3:8.3f} ms, ratio {ratios[-1]:.4f}")
   result = {
     "ratio": round(statistics.median(ratios), 4),
-    "blocked_seconds": steps.blocked_seconds,
+    "blocked_seconds": measured.blocked_seconds,
     "step_ms": round(statistics.median(attached) * 1e3, 3),
-    "bare_ms": round(statistics.median(itertools.chain(*loop.bare[1:])) * 1e3, 3),
-    "rounds": steps.commits,
+    "bare_ms": round(statistics.median(itertools.chain(*measured.bare[1:])) * 1e3, 3),
+    "rounds": rounds,
     "pairs": args.pairs,
+    "engine": args.engine,
   }
   print(json.dumps(result))
 
+
+ENGINES = {"threads": with_threads, "ray": with_ray}
 
 if __name__ == "__main__":
   main()

@@ -2,9 +2,9 @@
 
 Five targets, chosen by the first byte of an input: a protocol message as it is on the wire; the
 same with a right envelope, so that every input reaches the fields; a frame of the transport; a
-fragment in a wire codec; and a series of chunks into `runtime.transfers.Incoming`. The rule for all:
+fragment in a wire codec; a series of chunks into `runtime.transfers.Incoming`. The rule for all:
 nothing but `MalformedMessage` and `CodecError` comes out, what decodes encodes back to the same,
-memory stays bounded, and chunks make whole messages, once and in order. It starts from real frames.
+memory stays bounded, chunks make whole messages, once and in order. It starts from real frames.
 
   pip install -e .[fuzz]
   python scripts/fuzz_decoder.py [--runs=1000000] [--seed=N]
@@ -17,6 +17,8 @@ printed in hex and ends the run with status 1; one that hangs or takes 1 GB of m
 from __future__ import annotations
 
 import argparse
+import bisect
+import contextlib
 import functools
 import json
 import os
@@ -26,9 +28,10 @@ import sys
 import tempfile
 import time
 import traceback
+import typing
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 try:
   import atheris
@@ -38,25 +41,18 @@ except ImportError:
 import msgpack
 import numpy as np
 
-
-def import_decoders() -> None:
-  """What is fuzzed: imported here so that atheris sees where every input goes."""
-  global codec, frames, greetings, messages, transfers
+# What is fuzzed is imported so that atheris sees which way every input goes.
+with atheris.instrument_imports(include=["ddiloco"]) if atheris else contextlib.nullcontext():
   from ddiloco.core import codec, messages
-  from ddiloco.runtime import frames, greetings, transfers
-
-
-if atheris is None:
-  import_decoders()
-else:
-  with atheris.instrument_imports(include=["ddiloco.core", "ddiloco.runtime"]):
-    import_decoders()
+  from ddiloco.runtime import frames, greetings, transfers, transport
 
 RUN, PLAN = "run", "0123456789abcdef"
-MAX_INPUT_BYTES = 2048
+MAX_INPUT_BYTES = 320
 MAX_MEMORY_MB = 1024
+CHUNK_BYTES, LARGEST_BYTES, QUEUE_BYTES = 16, 64, 128
 EXIT_MALFORMED, EXIT_USAGE = 1, 2
 PROGRESS_SECONDS = 10.0
+NETWORK_RUN = greetings.Run(RUN, PLAN, LARGEST_BYTES, QUEUE_BYTES)
 
 # --- targets: each returns whether the input was accepted -----------------------------------------
 
@@ -84,6 +80,8 @@ def _message(header: bytes, payload: bytes | None) -> bool:
   decoded = messages.decode(header, payload, RUN, PLAN)
   again = messages.decode(*messages.encode(decoded, RUN, PLAN), RUN, PLAN)
   assert again == decoded, f"{decoded} became {again}"
+  if payload is not None:  # what is asked before its bytes are let in
+    greetings.check_header(NETWORK_RUN, transport.claimed_sender(decoded), header)
   return True
 
 
@@ -100,8 +98,8 @@ def fragment(data: bytes) -> bool:
   if len(data) < 2:
     return False
   name, payload = codec.CODECS[data[0] % len(codec.CODECS)], np.frombuffer(data[2:], np.uint8)
-  sizes = range(2 * len(payload) + 1)
-  size = max(n for n in sizes if codec.payload_bytes(n, name) <= len(payload))
+  sizes, bytes_of = range(2 * len(payload) + 2), functools.partial(codec.payload_bytes, codec=name)
+  size = bisect.bisect_right(sizes, len(payload), key=bytes_of) - 1
   if data[1] % 8:  # mostly of the right length; the wrong one is refused at once
     payload = payload[: codec.payload_bytes(size, name)]
   values = codec.decode(payload, size + (data[1] % 16 == 8), name)
@@ -121,56 +119,55 @@ def fragment(data: bytes) -> bool:
   return True
 
 
-CHUNK_BYTES, LARGEST_BYTES, QUEUE_BYTES = 16, 64, 128
-MOST_WAITING = 1 << 10  # messages that are kept for later, whole or in parts
+MOST_STEPS = 32
 
 
 def chunks(data: bytes) -> bool:
-  """Six bytes for each step: [what, transfer, offset, total, length, header]."""
-  run = greetings.Run(RUN, PLAN, LARGEST_BYTES, QUEUE_BYTES)
-  check = functools.partial(greetings.check_header, run, "learner/0")
-  incoming = transfers.Incoming(CHUNK_BYTES, 0, LARGEST_BYTES, QUEUE_BYTES, check)
+  """Six bytes for each of up to 32 steps: [what, transfer, offset, total, length, header]."""
+  incoming = transfers.Incoming(CHUNK_BYTES, 0, LARGEST_BYTES, QUEUE_BYTES, _check)
   untaken: list[int] = []
   last, accepted = -1, False
-  for at in range(0, len(data) - 5, 6):
-    what, ahead, offset, total, length, header = data[at : at + 6]
+  for at in range(0, min(len(data), 6 * MOST_STEPS) - 5, 6):
+    what, ahead, *shape = data[at : at + 6]
     if what < 192:
-      number = incoming.expected + ahead - 8 if what < 128 else ahead << (what - 128) % 54
-      _accept(incoming, max(0, number), (offset, total, length, header))
+      far = what >= 160
+      _accept(incoming, ahead << what % 54 if far else incoming.expected + ahead - 8, *shape)
     elif what < 224:
       incoming.skip_to(incoming.expected + ahead % 8)
     elif untaken:
       incoming.taken(untaken.pop())
-    for header_bytes, payload in incoming.deliver():
-      number = _push(header_bytes).round
+    for header, payload in incoming.deliver():
+      number = int(header)
       assert number > last, f"transfer {number} came after {last}"
       assert bytes(payload) == _content(number, 0, len(payload)), "not what was sent"
       last, accepted = number, True
       untaken.append(len(payload))
-    held = [len(a.payload) for a in incoming._assemblies.values()]
-    held += [len(done[1]) for done in incoming._complete.values() if done]
-    assert incoming.bytes == sum(held) + sum(untaken), "miscounted"
-    assert incoming.bytes - sum(untaken) <= QUEUE_BYTES + LARGEST_BYTES
-    assert len(incoming._assemblies) + len(incoming._complete) <= MOST_WAITING, "no bound"
+    _bounded(incoming, sum(untaken))
   return accepted
 
 
-def _accept(incoming: transfers.Incoming, number: int, shape: tuple[int, int, int, int]) -> None:
-  offset, total, length, header = shape
-  total = total % (LARGEST_BYTES + 16)
+def _accept(incoming, number: int, offset: int, total: int, length: int, header: int) -> None:
+  number, total = max(0, number), total % (LARGEST_BYTES + 16)
   offset = offset % 8 * CHUNK_BYTES + (offset % 32 == 31)
   size = max(0, min(CHUNK_BYTES, total - offset)) if length < 224 else length % 32
-  push = messages.Push(header % 16 == 15, 0, 0, number, 0, 1, 1, 0, "f32")
-  chunk = frames.Chunk(b"12345678", number, offset, total, messages.encode(push, RUN, PLAN)[0])
-  chunk = frames.decode(frames.encode(chunk))
-  try:
+  name = b"?" if header % 16 == 15 else b"%d" % number
+  chunk = frames.Chunk(b"12345678", number, offset, total, name)
+  with contextlib.suppress(messages.MalformedMessage):  # what follows it must still arrive
     incoming.accept(chunk, memoryview(_content(number, offset, size)))
-  except messages.MalformedMessage:
-    pass  # the series goes on: what follows must still arrive
 
 
-def _push(header: bytes) -> messages.Push:
-  return messages.decode(header, b"", RUN, PLAN)
+def _check(header: bytes) -> None:
+  if header == b"?":
+    raise messages.MalformedMessage("not from here")
+
+
+def _bounded(incoming, untaken_bytes: int) -> None:
+  held = sum(len(each.payload) for each in incoming._assemblies.values())
+  held += sum(len(done[1]) for done in incoming._complete.values() if done)
+  assert incoming.bytes == held + untaken_bytes, "miscounted"
+  assert held <= QUEUE_BYTES + LARGEST_BYTES, "more than agreed"
+  numbers = [*incoming._assemblies, *incoming._complete]
+  assert all(n - incoming.expected < transfers.MAX_AHEAD for n in numbers), "no bound"
 
 
 def _content(number: int, offset: int, size: int) -> bytes:
@@ -182,35 +179,33 @@ TARGETS: tuple[Callable[[bytes], bool], ...] = (message, fields, frame, fragment
 # --- real frames to start from --------------------------------------------------------------------
 
 
+EXAMPLES = {
+  int: 3,
+  float: 0.25,
+  str: "f32",
+  bool: True,
+  bytes: b"12345678",
+  tuple[int, ...]: (3, 1),
+}
+
+
+def example(kind: type) -> Any:
+  """A valid message or frame of this kind."""
+  hints = typing.get_type_hints(kind)
+  return kind(**{name: EXAMPLES[hint] for name, hint in hints.items() if name != "payload"})
+
+
 def seeds() -> list[bytes]:
   """Inputs as the network carries them, at least one of every kind."""
-  some = [
-    messages.Hello(3, 1),
-    messages.Report(3, 1, 17, 0.25, (4, -1), (2, 0), False),
-    messages.Push(3, 1, 5, 2**33, 7, 24, 24_576, 900, "int4", b""),
-    messages.Goodbye(3, 1),
-    messages.Welcome(1, 0, 2, 900, (1, 3, 5)),
-    messages.Pull(1, 0, 2, 5, 2**33, 7),
-    messages.Publish(1, 0, 2, 5, 2**33, 8, 7, 900, 10**9, (0, 3), 2**33, "bf16", b""),
-    messages.Refusal(1, 0, 2, 5, 2**33, True, "norm 1e+06 is over 10 x 1"),
-  ]
   inputs = []
-  for each in some:
-    header, payload = messages.encode(each, RUN, PLAN)
-    kind = list(messages.KINDS).index(type(each).__name__)
+  for number, kind in enumerate(messages.KINDS.values()):
+    header = messages.encode(example(kind), RUN, PLAN)[0]
     packed = b"".join(map(msgpack.packb, msgpack.unpackb(header)[4:]))
-    inputs.append((message, (b"\0" if payload is None else b"\xff") + header))
-    inputs.append((fields, bytes([kind]) + packed))
+    inputs.append((message, (b"\xff" if kind in messages.BULK else b"\0") + header))
+    inputs.append((fields, bytes([number]) + packed))
     inputs.append((frame, frames.encode(frames.Control(header))))
     inputs.append((frame, frames.encode(frames.Chunk(b"12345678", 7, 4096, 9000, header))))
-  for each in (
-    frames.Greeting(RUN, PLAN, "learner/3", 7, b"12345678", b"", 0, 1 << 20, 2),
-    frames.Refused(b"12345678", True, "a newer incarnation is here"),
-    frames.Unknown(),
-    frames.Beat(),
-    frames.Acknowledged((3, 0, 3, 1 << 20)),
-  ):
-    inputs.append((frame, frames.encode(each)))
+  inputs += [(frame, frames.encode(example(kind))) for kind in typing.get_args(frames.Frame)]
   values = np.random.default_rng(0).standard_normal(300).astype(np.float32)
   for number, name in enumerate(codec.CODECS):
     inputs.append((fragment, bytes([number, 1]) + codec.encode(values, name).tobytes()))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 
 from ddiloco import environment
 from ddiloco.cli.arguments import config_flag, cpu_flag, final_config, parse, workdir_flag
-from ddiloco.config import Config
+from ddiloco.config import Config, ConfigError
 from ddiloco.engines.workdir import saved_config
 
 
@@ -30,10 +31,18 @@ def train(arguments: list[str]) -> int:
     " actor for each, on this machine or a cluster.",
     flag_values=values,
   )
+  flags.DEFINE_string(
+    "ray_address",
+    "",
+    "With --engine=ray: HOST:PORT of a cluster, or auto; else a Ray of this machine alone. All"
+    " nodes of a cluster must share workdir.",
+    flag_values=values,
+  )
   cpu_flag(values)
   if not parse(values, arguments, train.__doc__):
     return 0
   config, engine = final_config(values, path), values["engine"].value
+  options = _engine_options(values)
   _prepare(config, values["cpu"].value, supervises=engine != "threads")
   from ddiloco.engines import session
 
@@ -41,7 +50,7 @@ def train(arguments: list[str]) -> int:
   if values["dry_run"].value:
     print(session.describe(config))
     return 0
-  return session.train(config, workdir, overwrite=values["overwrite"].value, engine=engine)
+  return session.train(config, workdir, values["overwrite"].value, engine, options)
 
 
 def generate(arguments: list[str]) -> int:
@@ -87,6 +96,18 @@ def report(arguments: list[str]) -> int:
 
   print(session.report(Path(values["workdir"].value)))
   return 0
+
+
+def _engine_options(values: flags.FlagValues) -> dict[str, Any]:
+  """What the engine is told besides config and workdir."""
+  address, engine = values["ray_address"].value, values["engine"].value
+  if engine == "ray":
+    return {"address": address, "cpu_only": values["cpu"].value}
+  if address:
+    raise ConfigError(
+      f"--ray_address={address}: --engine={engine} does not use Ray. Fix: add --engine=ray."
+    )
+  return {}
 
 
 def _prepare(config: Config, cpu_only: bool, supervises: bool = False) -> None:

@@ -293,7 +293,7 @@ def _apply_ready(state: LearnerState, sync: SyncConfig) -> tuple[LearnerState, l
   for p in range(len(state.fragments)):
     while (entry := next(iter(state.fragments[p].incoming), None)) and entry.ready:
       early = entry.merged and state.step - entry.merged.at_step < sync.overlap_steps
-      if sync.blocking and early:
+      if sync.blocking and early and not state.leaving:  # who leaves never gets to that step
         break
       f = _received(state.fragments[p], entry, state.step)
       state = _set(state, p, **f)

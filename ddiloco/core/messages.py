@@ -180,10 +180,11 @@ class Recover:
 
 @dataclasses.dataclass(frozen=True)
 class Recovered:
-  """That was all; these of your fragments I held."""
+  """These of your fragments I hold; their replicas are on their way."""
 
   shard: int
   incarnation: int
+  asked_by: int  # incarnation of the owner; what a dead one asked answers nobody
   fragments: tuple[int, ...]
 
 
@@ -205,7 +206,8 @@ MAY_BE_MINUS_ONE = {
   "last_round",
   "merged_rounds",
 }
-LEARNER_FIELDS = {"learner", "participants"}
+MAX_CLOCK = 1 << 40
+LIMITS = {"learner": MAX_LEARNERS, "participants": MAX_LEARNERS, "clock": MAX_CLOCK}
 
 
 def encode(message: Message, run_id: str, plan_id: str) -> tuple[bytes, Payload]:
@@ -264,7 +266,7 @@ def _header_fields(kind: type) -> tuple[dataclasses.Field, ...]:
 def _check(kind: str, field: dataclasses.Field, value: Any) -> None:
   hint = _HINTS[kind][field.name]
   least = -1 if field.name in MAY_BE_MINUS_ONE else 0
-  limit = MAX_LEARNERS if field.name in LEARNER_FIELDS else 1 << 62
+  limit = LIMITS.get(field.name, 1 << 62)
   if hint == tuple[int, ...]:
     ok = isinstance(value, tuple) and all(type(v) is int and least <= v < limit for v in value)
   elif hint is int:

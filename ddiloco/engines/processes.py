@@ -46,6 +46,8 @@ class ProcessesEngine:
     loss: held-out loss of a parameter tree, for the evaluator.
   """
 
+  cpu_only = False  # said to learners, besides what their environment says
+
   def __init__(
     self,
     config: Config,
@@ -121,7 +123,7 @@ class ProcessesEngine:
     return Place(self.workdir, self.workdir.name, tuple(urls))
 
   def _make_children(self, place: Place) -> list[Child]:
-    run, config = Command(place.workdir, place.syncers, place.keys), self.config
+    run, config = Command(place.workdir, place.syncers, place.keys, self.cpu_only), self.config
     shards = {syncer_address(s): run.syncer(s, url) for s, url in enumerate(place.syncers)}
     learners = {learner_address(m): run.learner(m) for m in range(config.islands.num_learners)}
     return [

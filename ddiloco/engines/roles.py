@@ -25,6 +25,8 @@ from ddiloco.runtime.store import Committed, MemoryStore
 from ddiloco.runtime.syncer import Syncer, new_fragment
 from ddiloco.runtime.transport import EVALUATOR_ADDRESS, learner_address, syncer_address
 
+SETTLE_HELLOS = 18  # a learner that lost its shard tries again after at most 16 of them
+
 
 def check_place(config: Config, place: Place) -> None:
   """Refuses what no role could run with.
@@ -74,6 +76,18 @@ def _learner(attendant: Attendant, number: int) -> int:
   attendant.ready = lambda: "compiling"
   seconds = island.compile()
   attendant.recorder.event("compiled", target=attendant.address, seconds=round(seconds, 3))
+  return live(attendant, number, island, stream)
+
+
+def live(attendant: Attendant, number: int, island, stream) -> int:
+  """Trains on an island that is ready; quarantined, it starts afresh as a new incarnation.
+
+  Returns the exit status.
+
+  Raises:
+    Ended: it was quarantined once too often.
+  """
+  config = attendant.config
   crashes = 0
   while True:
     try:
@@ -214,16 +228,26 @@ def _syncer(attendant: Attendant, shard: int) -> int:
   attendant.say(f"serves fragments {', '.join(map(str, owned))} at {endpoint.bound}")
   attendant.ready = lambda: ""
   attendant.progress = lambda: _served(role, config)
+  # One that has come back does not know who is there before they had time to reach it again.
+  settled_at = time.monotonic() + (SETTLE_HELLOS * settings.hello_seconds if recovered else 0.0)
   try:
-    role.run(lambda: attendant.stopped() or _finished(role, settings.silence_seconds))
+    role.run(lambda: _finished(role, settings.silence_seconds, settled_at) or attendant.stopped())
+    until = time.monotonic() + settings.drain_seconds  # told to end: the buddy gets what it lacks
+    if replication is not None and not _complete(role):
+      role.run(lambda: not replication.missing() or time.monotonic() >= until)
   finally:
     attendant.disconnect()
   attendant.say(f"ends: {_served(role, config)}")
   return _shard_status(attendant, role)
 
 
-def _finished(role: Syncer, silence_seconds: float) -> bool:
-  return syncer_rules.finished(role.state, time.monotonic(), silence_seconds)
+def _finished(role: Syncer, silence_seconds: float, settled_at: float) -> bool:
+  now = time.monotonic()
+  return now >= settled_at and syncer_rules.finished(role.state, now, silence_seconds)
+
+
+def _complete(role: Syncer) -> bool:
+  return all(complete(role.state, f) for f in role.state.fragments)
 
 
 def _shard_status(attendant: Attendant, role: Syncer) -> int:
@@ -231,7 +255,7 @@ def _shard_status(attendant: Attendant, role: Syncer) -> int:
   had = {p: f"fragment {p} before version {v + 1}" for p, v in sorted(role.lost.items())}
   if had:
     attendant.say(f"was lost on the way: {', '.join(had.values())}")
-  over = all(complete(role.state, f) for f in role.state.fragments)
+  over = _complete(role)
   alone = role.replication is None
   left = [f for f in role.state.fragments if f.version > 0] if alone else role.replication.missing()
   if not over and left:

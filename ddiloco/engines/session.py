@@ -36,13 +36,22 @@ EVALUATION_BATCH = 16  # sequences at most ...
 EVALUATION_LOGITS = 1 << 26  # ... and values of logits at once: 256 MiB
 
 
-def train(config: Config, workdir: Path, overwrite: bool = False, engine: str = "threads") -> int:
-  """Runs `config` in `workdir` on an engine of `ENGINES`; returns the process' exit status."""
+def train(
+  config: Config,
+  workdir: Path,
+  overwrite: bool = False,
+  engine: str = "threads",
+  options: Mapping[str, Any] | None = None,
+) -> int:
+  """Runs `config` in `workdir` on an engine of `ENGINES`; returns the process' exit status.
+
+  `options` are further arguments of the engine.
+  """
   refuse_taken(workdir, overwrite)
   initial.make_plan(config)  # before a device is touched
   corpus = data.open_corpus(config.data)
   loss = held_out_loss(config, corpus)
-  runner = make_engine(engine)(config, workdir, corpus, loss)
+  runner = make_engine(engine)(config, workdir, corpus, loss, **(options or {}))
   claim(workdir, overwrite)
   (workdir / "config.json").write_text(config.to_json() + "\n")
   print(config.to_json())

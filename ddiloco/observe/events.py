@@ -8,7 +8,8 @@ that is not finite is the string "nan", "inf" or "-inf", and `read_events` makes
 | role      | kinds                                                                    |
 |-----------|--------------------------------------------------------------------------|
 | learner-M | started, joined, step, push, apply, refused, stopped, crash, traffic     |
-| syncer-S  | started, member, round, commit, abandoned, ignored, crash, traffic       |
+| syncer-S  | started, member, round, commit, abandoned, ignored, crash, traffic,      |
+|           | unreplicated, replicated, lost                                           |
 | evaluator | evaluation, traffic                                                      |
 | engine    | run_started, compiled, fault, exit, restart, run_finished                |
 """

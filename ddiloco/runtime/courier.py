@@ -115,9 +115,9 @@ class Courier:
 
   def _find(self, to: str) -> Peer | None:
     dialed, accepted = self._dialed.get(to), self._accepted.get(to)
-    if dialed is None or (dialed.state != "up" and accepted is not None):
-      return accepted
-    return dialed
+    if dialed and accepted and (dialed.state != "up" or accepted.incarnation > dialed.incarnation):
+      return accepted  # what we dialed is out of reach, or was its life before
+    return dialed or accepted
 
   def _call(self, function, *arguments) -> None:
     self._calls.append((function, *arguments))
@@ -250,8 +250,7 @@ class Courier:
     elif peer.state != "up":
       peer.reason = f"{peer.url} has another key than the one listed here, or one side has no keys"
 
-  def _count_refused(self, reason: str = "") -> None:
-    del reason
+  def _count_refused(self, _reason: str = "") -> None:
     self._counters.refused += 1
 
   def _greet(self, peer: Dialed, now: float) -> None:
@@ -289,9 +288,8 @@ class Courier:
             self.fenced = reason
             self._inbox.close()
       case frames.Unknown():
-        if peer.state == "up":  # it has restarted
-          peer.state, peer.reason = "connecting", "it does not know this role any more"
-          peer.attempts, peer.next_hello_at = 0, 0.0
+        if peer.state == "up":
+          peer.greet_again("it does not know this role any more")
       case _:
         self._on_frame(peer, frame)
 
@@ -303,6 +301,8 @@ class Courier:
       return
     if peer.session and greeting.session != peer.session:
       self._drop_queue(peer, control=False)  # pushes were meant for the incarnation before
+      peer.forget("it has restarted")  # greeted again, it does not wait for what was dropped
+      return
     peer.meet(greeting, self._run, min(greeting.chunk_bytes, self._settings.chunk_bytes))
     peer.attempts = 0
 

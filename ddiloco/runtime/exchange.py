@@ -129,9 +129,11 @@ class Exchange:
     if arrived:
       self._feed(Received(arrived[1], now))
     self._feed(Tick(now))
+    news = arrived is not None
     while (event := self._arrived()) is not None:
       self._feed(event)
-    if now - self._heartbeat_at >= HEARTBEAT_SECONDS or arrived:
+      news = True
+    if now - self._heartbeat_at >= HEARTBEAT_SECONDS or news:
       self._report()
 
   def drain(self) -> None:

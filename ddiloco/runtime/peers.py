@@ -183,6 +183,16 @@ class Dialed(Peer):
         return True
     return False
 
+  def greet_again(self, reason: str) -> None:
+    """It is greeted at once; until it has answered nothing goes there."""
+    self.state, self.reason = "connecting", reason
+    self.attempts, self.next_hello_at = 0, 0.0
+
+  def forget(self, reason: str) -> None:
+    """Its life before is over: who answers the next greeting is new."""
+    self.session, self.incoming = b"", None
+    self.greet_again(reason)
+
   def count_attempt(self, now: float, settings: NetworkConfig) -> None:
     """Counts a greeting; the next one is due after a pause that grows."""
     pause = settings.hello_seconds * 2 ** min(self.attempts, MAX_HELLO_DOUBLINGS)

@@ -37,16 +37,21 @@ class Copies:
   def __init__(self, shard: int, incarnation: int, endpoint: Endpoint):
     self._shard, self._incarnation, self._endpoint = shard, incarnation, endpoint
     self._held: dict[tuple[int, int], Replica] = {}  # by owner and fragment
+    self._lives: dict[int, int] = {}  # owner -> its newest incarnation
 
   def on(self, message: Replica | Recover) -> None:
     """Keeps a copy if it is the newest, or gives back all there are."""
     mine = {"shard": self._shard, "incarnation": self._incarnation}
     owner = syncer_address(message.shard)
+    if message.incarnation < self._lives.get(message.shard, -1):
+      return  # sent by a dead one; what lives now was told something else
+    self._lives[message.shard] = message.incarnation
     if isinstance(message, Recover):
       held = {p: copy for (o, p), copy in sorted(self._held.items()) if o == message.shard}
       for copy in held.values():
         self._endpoint.send(owner, dataclasses.replace(copy, **mine))
-      self._endpoint.send(owner, Recovered(**mine, fragments=tuple(held)))
+      asked_by = message.incarnation
+      self._endpoint.send(owner, Recovered(**mine, asked_by=asked_by, fragments=tuple(held)))
     elif message.owner == message.shard:
       key = (message.owner, message.fragment)
       known = self._held.get(key)
@@ -123,7 +128,7 @@ class Replication:
     if self._away or again:
       self._recorder.event("replicated", buddy=self._buddy)
       for fragment in self._newest:
-        if fragment != message.fragment:
+        if fragment != message.fragment or fragment in self._sent_at:
           self._send(fragment)
     self._away, self._buddy_incarnation = False, message.incarnation
     self._release()
@@ -172,7 +177,7 @@ def recover(
   ask_at, pause = 0.0, ASK_SECONDS
   while keep_on() and not (expected is not None and expected <= found.keys()):
     now = time.monotonic()
-    if expected is None and now >= ask_at:
+    if now >= ask_at:  # also if copies stay away: some were sent to the life before, and dropped
       ask_at, pause = now + pause, 2 * pause
       endpoint.send(syncer_address(buddy), Recover(shard, incarnation))
     arrived = endpoint.receive(ASK_SECONDS)
@@ -182,7 +187,7 @@ def recover(
         committed = unpack(message, plan)
         if committed is not None:
           found[message.fragment] = committed
-      case Recovered(shard=sender) if sender == buddy:
+      case Recovered(shard=sender, asked_by=asked_by) if (sender, asked_by) == (buddy, incarnation):
         expected = set(message.fragments)
       case Replica() | Recover():
         copies.on(message)

@@ -31,6 +31,7 @@ class Sockets:
     self.context = zmq.Context(io_threads=2)
     self.context.set(zmq.BLOCKY, 0)
     self._settings, self._keys = settings, keys
+    self._server_keys: dict[str, bytes] = {}
     self._authenticator: Any = None
 
   def listen(
@@ -63,7 +64,9 @@ class Sockets:
     socket = self._socket(zmq.DEALER, kind)
     socket.setsockopt(zmq.ROUTING_ID, route)
     if self._keys is not None:
-      socket.curve_serverkey = self._keys.server_key(server)
+      if server not in self._server_keys:  # read once: a file that is gone later stops nobody
+        self._server_keys[server] = self._keys.server_key(server)
+      socket.curve_serverkey = self._server_keys[server]
     socket.connect(next_port(url) if kind == BULK else url)
     return socket
 

@@ -19,6 +19,7 @@ from ddiloco.runtime.frames import Chunk
 
 PATIENCE_FACTOR = 8.0  # over the usual time between two answers
 MAX_BACKOFF = 4  # doublings of the patience
+MAX_AHEAD = 1024  # messages of a peer from the next in order on; later ones come again
 
 
 @dataclasses.dataclass
@@ -207,6 +208,8 @@ class Incoming:
     number = chunk.transfer
     if number < self.expected or number in self._complete:
       return True  # a duplicate
+    if number - self.expected >= MAX_AHEAD:
+      return False  # each costs memory, also one that is empty or refused
     if number not in self._assemblies and not self._begin(chunk):
       return False
     assembly = self._assemblies[number]

@@ -89,3 +89,7 @@ class Ledger:
       acknowledged = f.acknowledged_tokens // size
       assert acknowledged <= self.merged[who, p]
       assert acknowledged + self.discarded[who, p] + step - low == step, "a step vanished"
+
+  def lost_steps(self, actor, p: int) -> int:
+    """Steps of this incarnation that the global fragment would lack if it ended now."""
+    return actor.state.step - self.merged[(actor.number, actor.incarnation), p]

@@ -47,7 +47,7 @@ EXAMPLES = [
   Replica(1, 7, 1, 5, 8, 10**9, 2**33, (0, 3), (0, 2**33, 3, 2**33), False, True, BYTES),
   Replicated(2, 7, 5, 8),
   Recover(1, 8),
-  Recovered(2, 7, (1, 3, 5)),
+  Recovered(2, 7, 8, (1, 3, 5)),
 ]
 
 
@@ -97,6 +97,21 @@ def field_cases():
       elif type(good) is str:
         wrong += [7, b"f32", True]
       yield from ((message, f.name, value) for value in wrong)
+
+
+def test_what_no_honest_peer_says_is_refused():
+  """Else one report would push the run's clock to its end, or one number cost gigabytes."""
+  for message, field, most in [
+    (Hello(3, 1), "learner", (1 << 16) - 1),
+    (Report(3, 1, 17, 0.25, (4,), (2,), False), "clock", (1 << 40) - 1),
+    (Publish(1, 0, 2, 5, 9, 8, 7, 900, 10, (0, 3), 9, "f32", BYTES), "participants", (65_535,)),
+  ]:
+    more = (65_536,) if field == "participants" else most + 1
+    good = dataclasses.replace(message, **{field: most})
+    assert read(header_of(good), getattr(message, "payload", None)) == good
+    with pytest.raises(MalformedMessage, match=f"{field} = "):
+      bad = dataclasses.replace(message, **{field: more})
+      read(header_of(bad), getattr(message, "payload", None))
 
 
 def test_every_wrong_field_is_refused_and_named():
@@ -157,6 +172,14 @@ def test_wrong_frames():
       read(header)
   with pytest.raises(MalformedMessage, match="Hello carries no payload"):
     read(good, BYTES)
+
+
+def test_bulk_comes_with_its_payload():
+  bulk = [m for m in EXAMPLES if getattr(m, "payload", None) is not None]
+  assert {type(m) for m in bulk} == {Push, Publish, Replica}
+  for message in bulk:
+    with pytest.raises(MalformedMessage, match=f"{type(message).__name__} without its payload"):
+      read(header_of(message))
 
 
 def test_the_text_of_an_error_stays_short():

@@ -9,6 +9,7 @@ import random
 import pytest
 
 from ddiloco.config import SyncConfig
+from ddiloco.core import learner
 from ddiloco.core.messages import TO_LEARNER, TO_SHARD
 from ddiloco.core.protocol import Abandon, Apply, Commit, Cut, Note, Rejoin
 from tests.core.virtual import Pace, Weather, World
@@ -257,6 +258,42 @@ def test_the_run_ends_for_everybody_when_enough_is_merged():
       assert world.now < 80, f"{seed=}: still waiting to end"
       world.run(world.now + 0.5)
     assert all(f.merged_tokens >= 900 for f in world.store.values()), f"{seed=}"
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.parametrize("stormy", [False, True])
+def test_a_learner_that_drains_loses_nothing(stormy, blocking):
+  """Under rebase all of its steps are in the global model when it says goodbye."""
+  left, unmerged_when_told = 0, 0
+  for seed in range(40):
+    world = random_world(seed, apply="rebase", min_quorum=1, blocking=blocking)
+    world.measure = lambda push: {"norm": float(push.steps)}  # none is out of proportion
+    if not stormy:
+      world.weather = Weather()
+    world.at(STORM_SECONDS, setattr, world, "weather", Weather())
+    told_at = random.Random(f"told {seed}").uniform(0.5, STORM_SECONDS + 2.0)
+    world.run(told_at)
+    if ("learner", 0) not in world.actors:
+      continue  # killed just now
+    actor = world.actors["learner", 0]
+    fragments = range(world.sync.num_fragments)
+    before = max(world.ledger.lost_steps(actor, p) for p in fragments)
+    step = actor.state.step
+    actor.drain()
+    world.run(told_at + 30, stop=lambda a=actor: a.state.done or not a.alive)
+    if not actor.alive:
+      continue  # killed before it could leave
+    assert actor.state.done, f"{seed=}: it does not leave, {actor.state}"
+    assert actor.state.step <= step + 1, f"{seed=}: no further step than the one it was in"
+    lost = [world.ledger.lost_steps(actor, p) for p in fragments]
+    assert lost == [0] * len(fragments), f"{seed=}: of {actor.state.step} steps {lost} are lost"
+    assert learner.unmerged_tokens(actor.state) == 0
+    left, unmerged_when_told = left + (actor.state.step > 0), unmerged_when_told + (before > 0)
+    if len(world.pace.step_seconds) > 1 and not world.sync.blocking:
+      count = len(world.commits())
+      world.run(max(world.now, STORM_SECONDS) + 4.0)
+      assert len(world.commits()) > count, f"{seed=}: the others go on"
+  assert left > 20 and unmerged_when_told > 20
 
 
 def test_a_world_replays_exactly():

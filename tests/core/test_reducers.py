@@ -275,6 +275,21 @@ def test_a_restarted_shard_still_says_what_it_has_merged():
   assert [a.message.round for a in sends] == [1 << 24], "round ids of the dead are not used again"
 
 
+def test_round_ids_carry_the_incarnation_and_count_up():
+  shard = Script(ALONE, incarnation=5)
+  shard.feed(Hello(0, 0))
+  sends = shard.feed(report(0, (0, 0), (2, 2)))
+  assert [(a.message.fragment, a.message.round) for a in sends] == [
+    (0, 83_886_080),
+    (1, 83_886_081),
+  ]
+  late = Script(ALONE, incarnation=200_000_000)  # a process of the year 2026
+  late.feed(Hello(0, 0))
+  sends = late.feed(report(0, (0, 0), (2, 2)))
+  assert [a.message.round for a in sends] == [200_000_000 * 2**24 + n for n in (0, 1)]
+  assert all(float(a.message.round) == a.message.round < 2**53 for a in sends), "JSON keeps it"
+
+
 FOREIGN = [
   Welcome(0, 0, 0, 0, (0, 1)),
   Pull(0, 0, 0, 0, 0, 0),

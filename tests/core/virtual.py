@@ -176,10 +176,19 @@ class Learner(Actor):
   def receive(self, message: object) -> None:
     self.inbox.append(message)
     if not self.stepping:
-      self._drain()
+      self._read()
+      self._go_on()
+      if self.alive and not self.stepping and not self.state.done:
+        self._report()
+
+  def drain(self) -> None:
+    """Told to end: finishes its step, then leaves as soon as everything is merged."""
+    self.state = learner.drain(self.state)
+    if not self.stepping:
+      self._report()
       self._go_on()
 
-  def _drain(self) -> None:
+  def _read(self) -> None:
     inbox, self.inbox = self.inbox, []
     for item in inbox:
       staged = isinstance(item, Staged)
@@ -237,7 +246,7 @@ class Learner(Actor):
     self.stepping = False
     self.step_times.append(self.world.now)
     self._feed(StepDone(self.world.now, self.world.tokens_per_step, seconds))
-    self._drain()
+    self._read()
     if self.alive and not self.state.done:
       self._report()
       self._idle_since = self.world.now
@@ -253,7 +262,7 @@ class Learner(Actor):
     if self.stepping:
       return
     self._feed(Tick(self.world.now))
-    if self.world.now - self._reported_at >= HEARTBEAT_SECONDS:
+    if self.world.now - self._reported_at >= HEARTBEAT_SECONDS and not self.state.done:
       self._report()
     self._go_on()
 

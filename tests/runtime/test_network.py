@@ -67,6 +67,18 @@ def test_a_shard_restarted_on_the_same_address_is_found_again(net):
   assert learner.receive(SECONDS)[1].round == 7
 
 
+def test_a_restarted_shard_does_not_wait_for_what_was_meant_for_the_one_before(net):
+  first, learner = net.connect("syncer/0"), net.connect("learner/0")
+  first.close()
+  for number in (1, 2):
+    learner.send("syncer/0", push(number, 1000))
+  second = net.open("syncer/0", incarnation=1)
+  net.wait_until(lambda: learner.counters.undelivered == 2)
+  learner.send("syncer/0", push(3, 1000))
+  arrived = second.receive(SECONDS)
+  assert arrived and arrived[1].round == 3
+
+
 def test_the_older_of_two_learners_is_told_that_it_is_fenced(net):
   net.connect("syncer/0")
   old, new = net.open("learner/0", 4), net.open("learner/0", 5)
@@ -227,6 +239,20 @@ def test_two_shards_that_dial_each_other(net):
   assert bytes(message.payload) == bytes(range(100))
   b.send("syncer/0", dataclasses.replace(publish, shard=1))
   assert a.receive(SECONDS)[0] == "syncer/1"
+
+
+def test_a_restarted_shard_is_answered_before_it_has_been_dialed_again(net):
+  a, b = net.open("syncer/0", 0), net.open("syncer/1", 0)
+  a.dial("syncer/1", net.url("syncer/1"))
+  net.wait_up(a, "syncer/1")
+  b.close()
+  again = net.open("syncer/1", 1)
+  again.dial("syncer/0", net.url("syncer/0"))
+  net.wait_up(again, "syncer/0")
+  publish = Publish(0, 0, 0, 0, 1, 1, -1, 0, 0, (), -1, "f32", np.arange(100, dtype=np.uint8))
+  a.send("syncer/1", publish)
+  arrived = again.receive(SECONDS)
+  assert arrived and bytes(arrived[1].payload) == bytes(range(100))
 
 
 def test_a_goodbye_is_still_delivered_by_close(net):

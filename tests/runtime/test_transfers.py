@@ -4,12 +4,12 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddiloco.core.messages import MalformedMessage
 from ddiloco.runtime.frames import Chunk
-from ddiloco.runtime.transfers import MAX_BACKOFF, Incoming, Outgoing
+from ddiloco.runtime.transfers import MAX_AHEAD, MAX_BACKOFF, Incoming, Outgoing
 
 CHUNK = 4096
 SESSION = b"12345678"
@@ -110,6 +110,7 @@ def test_another_chunk_size_starts_every_message_again():
   assert out.acknowledge(0, 2 * CHUNK, 0.2) == 4 * CHUNK
 
 
+@settings(deadline=None)  # a busy machine is no error
 @given(seed=st.integers(0, 2**32 - 1))
 def test_messages_arrive_whole_once_and_in_order_over_a_lossy_link(seed):
   rng = random.Random(seed)
@@ -205,3 +206,17 @@ def test_given_up_transfers_are_skipped():
   inc.skip_to(2)
   assert len(inc.deliver()) == 1
   assert inc.bytes == CHUNK
+
+
+def test_what_is_kept_for_later_is_bounded_also_if_it_is_empty_or_refused():
+  def check(header):
+    if header == b"bad":
+      raise MalformedMessage("no")
+
+  inc = incoming(check=check)
+  for number in (MAX_AHEAD, 1 << 61):
+    for header in (b"h", b"bad"):
+      assert not inc.accept(chunk(number=number, total=0, header=header), memoryview(b""))
+  assert inc.accept(chunk(number=0, total=0), memoryview(b""))
+  assert len(inc.deliver()) == 1
+  assert inc.accept(chunk(number=MAX_AHEAD, total=0), memoryview(b"")), "it comes again"

@@ -5,25 +5,30 @@ import math
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+RAY = pytest.mark.skipif(find_spec("ray") is None, reason="needs ddiloco[ray]")
 ROOT = Path(__file__).parent.parent.parent
 CODECS = {"f32", "bf16", "int8", "int4"}
 PROMISED = {
+  "bench_kill.py": {"survivor_step_ratio", "survivor_max_gap_ratio", "rejoin_seconds", "kills"},
   "bench_merge.py": {"merge_vs_copy", "int4_encode_gbps", "int4_decode_gbps", "extra_fragments"},
   "bench_overhead.py": {"ratio", "blocked_seconds"},
   "bench_wire.py": {"bytes_per_step", "versus_data_parallel", "framing_overhead"},
 }
+LINES = [*PROMISED, pytest.param("bench_overhead.py --engine=ray", marks=RAY)]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("script", PROMISED)
-def test_quick_run_prints_the_promised_numbers(script):
+@pytest.mark.parametrize("line", LINES)
+def test_quick_run_prints_the_promised_numbers(line):
+  script, *arguments = line.split()
   clean = {k: v for k, v in os.environ.items() if k != "NPROC"}
-  command = [sys.executable, str(ROOT / "scripts" / script), "--quick"]
+  command = [sys.executable, str(ROOT / "scripts" / script), "--quick", *arguments]
   done = subprocess.run(command, capture_output=True, text=True, env=clean, timeout=180)
   assert done.returncode == 0, done.stderr
   result = json.loads(done.stdout.splitlines()[-1])
@@ -32,7 +37,7 @@ def test_quick_run_prints_the_promised_numbers(script):
     each = result[name]
     assert set(each) == CODECS if isinstance(each, dict) else math.isfinite(each)
   if script == "bench_overhead.py":
-    assert result["blocked_seconds"] == 0
+    assert result["blocked_seconds"] == 0 and result["rounds"] > 0
   if script == "bench_wire.py":
     sizes = result["bytes_per_step"]
     assert sizes["f32"] > sizes["bf16"] > sizes["int8"] > sizes["int4"] > 0

@@ -1,0 +1,224 @@
+"""The Ray engine: every island and shard a Ray actor, on this machine or on a cluster.
+
+Ray places the actors, reserves what `islands.resources` asks for, watches them and starts them
+again elsewhere; fragments travel on our own transport. All else is as in the processes engine: each
+actor holds the process of one role, and the supervisor tells it when to run.
+
+On a cluster, ddiloco must be installed on every node and workdir must be a directory that all of
+them share: the event logs and the keys (WORKDIR/keys, made here) are there. A shard stays on its
+node for good, since everybody knows its address: when that node is lost, so is the run.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import logging
+import signal
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from ddiloco.config import Config, ConfigError
+from ddiloco.engines.actor import RoleActor
+from ddiloco.engines.children import LOST, Spawn
+from ddiloco.engines.outcome import Outcome
+from ddiloco.engines.place import Place
+from ddiloco.engines.processes import ProcessesEngine
+from ddiloco.observe.events import Listener
+from ddiloco.runtime import certificates
+from ddiloco.runtime.transport import learner_address, syncer_address
+from ddiloco.training import data
+
+OBJECT_STORE_BYTES = 128 << 20  # nothing of ours goes there
+OWN_OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}  # Ray's names for them
+PLACE_SECONDS = 300.0  # for a cluster to start the shards' actors
+END_SECONDS = 10.0  # for an actor to be ended
+
+
+class RayEngine(ProcessesEngine):
+  """One run. Joins or starts Ray on construction, and leaves it after `run`.
+
+  Args:
+    config: the run's.
+    workdir: event logs go to `workdir/events`, what the roles print to `workdir/logs`.
+    corpus: opened training data; the roles open their own.
+    loss: held-out loss of a parameter tree, for the evaluator, which lives in this process.
+    address: of a Ray cluster, "HOST:PORT" or "auto"; "": a Ray of this machine's own, for this run.
+    cpu_only: learners use fake CPU devices.
+
+  Raises:
+    ConfigError: also if the cluster cannot be joined, or this machine lacks what islands ask for.
+  """
+
+  def __init__(
+    self,
+    config: Config,
+    workdir: Path,
+    corpus: data.Corpus,
+    loss: Callable[[dict[str, np.ndarray]], float],
+    address: str = "",
+    cpu_only: bool = False,
+  ):
+    super().__init__(config, workdir.absolute(), corpus, loss)
+    self.cpu_only = cpu_only
+    self._local = not address
+    self._actors: dict[str, Any] = {}
+    self._connected = connect(address)
+    if self._local:
+      check_resources(config, ray.cluster_resources())
+
+  def run(self, listeners: Sequence[Listener] = ()) -> Outcome:
+    """As of the processes engine."""
+    try:
+      return super().run(listeners)
+    finally:
+      for actor in self._actors.values():
+        ray.kill(actor)
+      if self._connected:
+        ray.shutdown()
+
+  def _place(self) -> Place:
+    """Starts all actors; shards are spread over the nodes."""
+    config = self.config
+    nodes = sorted((n for n in ray.nodes() if n["Alive"]), key=lambda n: n["NodeManagerAddress"])
+    homes = [nodes[s % len(nodes)] for s in range(config.sync.num_shards)]
+    for shard, node in enumerate(homes):
+      stay = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+      self._start_actor(syncer_address(shard), {}, scheduling_strategy=stay)
+    for m in range(config.islands.num_learners):
+      self._start_actor(learner_address(m), config.islands.island(m).resources)
+    if self._local:
+      return super()._place()
+    urls = [
+      self._actors[syncer_address(shard)].free_url.remote(node["NodeManagerAddress"])
+      for shard, node in enumerate(homes)
+    ]
+    try:
+      syncers = tuple(ray.get(urls, timeout=PLACE_SECONDS))
+    except RayError as error:
+      raise ConfigError(
+        f"--ray_address: the cluster cannot run the syncer shards ({_line(error)})."
+        " Fix: install ddiloco on every node, with the Python and Ray versions of this one."
+      ) from error
+    keys = self.workdir / "keys"
+    certificates.make_keys(keys, config.islands.num_learners, config.sync.num_shards)
+    return Place(self.workdir, self.workdir.name, syncers, keys=keys)
+
+  def _start_actor(self, name: str, resources: Mapping[str, Any], **options: Any) -> None:
+    planned = sum(fault.action == "kill" for fault in self._faults(name))
+    self._actors[name] = (
+      ray.remote(RoleActor)
+      .options(
+        max_restarts=self.config.run.max_restarts + planned,
+        # Calls wait for a restarting actor; only `run` itself is never repeated by Ray, since the
+        # supervisor does that when the pause is over.
+        max_task_retries=-1,
+        **actor_options(resources),
+        **options,
+      )
+      .remote()
+    )
+
+  def _spawn(self, name: str) -> Spawn:
+    return functools.partial(RemoteProcess, self._actors[name])
+
+
+class RemoteProcess:
+  """One life of a role in its actor: what `children.Child` needs of a process."""
+
+  stdin: IO[bytes] | None = None  # the actor has it
+
+  def __init__(self, actor: Any, command: list[str], log: Path):
+    self._actor, self._log = actor, log
+    self._status: int | None = None
+    self._end = actor.run.options(max_task_retries=0).remote(command, str(log))
+
+  def poll(self) -> int | None:
+    """The exit status, negative for a signal; None while it runs."""
+    if self._status is None and ray.wait([self._end], timeout=0)[0]:
+      self._status = self._result()
+    return self._status
+
+  def send_signal(self, number: int) -> None:
+    """SIGKILL is for the actor, which takes the process with it and is started again by Ray."""
+    if number == signal.SIGKILL:
+      ray.kill(self._actor, no_restart=False)
+    else:
+      self._actor.signal.remote(int(number))
+
+  def kill(self) -> None:
+    """The actor is not started again either, and what it reserved is free."""
+    ray.kill(self._actor)
+
+  def wait(self) -> int:
+    """The exit status, once there is one."""
+    if self._status is None:
+      self._status = self._result()
+    return self._status
+
+  def _result(self) -> int:
+    """What `run` returned, or that the actor died."""
+    try:
+      return ray.get(self._end, timeout=END_SECONDS)
+    except RayError as error:  # its reason stands where the role's last words would
+      with self._log.open("a") as log:
+        log.write(f"Ray: {_line(error)}\n")
+      return LOST
+
+
+def connect(address: str) -> bool:
+  """Joins the cluster at `address`, "": a new one of this machine; False if joined already.
+
+  Raises:
+    ConfigError: it cannot be joined.
+  """
+  if ray.is_initialized():
+    return False
+  quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+  if not address:
+    with warnings.catch_warnings():
+      # JAX warns of every fork; what Ray forks here becomes another program at once.
+      warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
+      ray.init(
+        address="local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet
+      )
+    return True
+  try:
+    ray.init(address=address, **quiet)
+  except (ConnectionError, RuntimeError, ValueError) as error:
+    raise ConfigError(
+      f"--ray_address={address}: cannot be joined ({_line(error)})."
+      " Fix: give HOST:PORT of a running head node, as `ray start --head` prints it."
+    ) from error
+  return True
+
+
+def actor_options(resources: Mapping[str, Any]) -> dict[str, Any]:
+  """The options of an actor that is given `resources`; no CPUs unless it asks for them."""
+  custom = {name: count for name, count in resources.items() if name not in OWN_OPTIONS}
+  own = {OWN_OPTIONS[name]: count for name, count in resources.items() if name in OWN_OPTIONS}
+  return {"num_cpus": 0, **own, "resources": custom}
+
+
+def check_resources(config: Config, available: Mapping[str, float]) -> None:
+  """Refuses islands that would wait for ever, since together they ask for more than is there."""
+  asked: collections.Counter[str] = collections.Counter()
+  for m in range(config.islands.num_learners):
+    asked.update(config.islands.island(m).resources)
+  for name, count in asked.items():
+    if count > available.get(name, 0):
+      raise ConfigError(
+        f"islands.resources: the islands together ask for {count:g} {name}, this machine has"
+        f" {available.get(name, 0):g}. Fix: ask for less, or join a cluster with --ray_address."
+      )
+
+
+def _line(error: Exception) -> str:
+  return " ".join(str(error).split())

@@ -1,0 +1,282 @@
+"""What survivors notice when a learner is killed (kill -9) again and again; how soon it is back.
+
+Two runs of the processes engine on this machine, one after the other: nobody is killed, then the
+last learner every `--every` seconds. The time after each kill is compared with as long a window of
+the first run, in order; a step lasts from the end of the one before, so pauses count. A returned
+learner imports and compiles (from the run's cache), which on a machine of its own would cost nobody
+anything: so survivors get cores that the killed learner, the shards and the supervisor do not use
+(`taskset`, Linux). With only two cores there is one survivor. Memory bandwidth stays shared, and so
+does the machine with whatever else it does. That changes between two runs; `step_ratio_in_restarts`
+against `step_ratio_between`, both of the same run, tells what is due to the kills.
+
+  python scripts/bench_kill.py [--kills=6] [--every=30] [--learners=N] [--workdir=DIR] [--quick]
+
+With --workdir a run that is done is not made again.
+
+Last line: {"survivor_step_ratio": median step with kills / without (of matched windows),
+"survivor_max_gap_ratio": longest step / median step with kills, "max_gap_ratio_without": the same
+without, "rejoin_seconds": median from a kill to the first merged push of the new incarnation,
+"step_ratio_in_restarts", "step_ratio_between": as survivor_step_ratio, for the steps between a kill
+and that push and for the others, "kills", "rejoined", "survivors", "step_ms", "cores"}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import itertools
+import json
+import math
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ddiloco import environment
+
+environment.prepare(num_cpu_devices=1, cpu_only=True, supervises=True)
+
+from ddiloco.config import Config, from_dict
+from ddiloco.engines import workdir as workdirs
+from ddiloco.engines.children import Spawn, spawn
+from ddiloco.engines.processes import ProcessesEngine
+from ddiloco.observe.events import Event, read_events
+from ddiloco.training import data
+
+WARM_UP_SECONDS = 10.0  # from the first step to the first window
+BACK_SECONDS = 0.5  # from a kill to the restart
+REJOIN_SECONDS = 90.0  # patience after the last kill
+EXIT_USAGE = 2
+PROGRESS_SECONDS = 10.0
+Steps = list[tuple[float, float]]  # (when it ended, seconds since the one before ended)
+
+
+def make_config(learners: int, kills: int, every: float, quick: bool) -> Config:
+  width, warm_up = (16, 3.0) if quick else (64, WARM_UP_SECONDS)
+  faults = [
+    {
+      "action": "kill",
+      "role": f"learner/{learners - 1}",
+      "at_seconds": warm_up + i * every,
+      "seconds": BACK_SECONDS,
+    }
+    for i in range(kills)
+  ]
+  return from_dict(
+    {
+      "model": {
+        "num_layers": 2,
+        "model_dim": width,
+        "num_heads": 2,
+        "num_kv_heads": 2,
+        "head_dim": width // 2,
+        "mlp_dim": 3 * width,
+      },
+      "data": {"source": "synthetic", "sequence_length": 64, "heldout_sequences": 16},
+      "islands": {"num_learners": learners, "batch_size": 8},
+      "sync": {"num_shards": 2, "num_fragments": 4},
+      "run": {"total_tokens": 1 << 40, "evaluations": 0, "sample_tokens": 0},
+      "chaos": {"faults": faults},
+    }
+  )
+
+
+class Pinned(ProcessesEngine):
+  """Survivors on `mine`; everybody else where this process is."""
+
+  cpu_only = True
+  mine: frozenset[int] = frozenset()
+
+  def _spawn(self, name: str) -> Spawn:
+    kind, _, number = name.partition("/")
+    if kind != "learner" or int(number) == self.config.islands.num_learners - 1:
+      return spawn
+    cores = ",".join(map(str, sorted(self.mine)))
+    return lambda command, log: spawn(["taskset", "-c", cores, *command], log)
+
+
+class Ends:
+  """Listens to a run, says how it goes, and ends it once it has lasted and the killed are back."""
+
+  def __init__(self, name: str, engine: ProcessesEngine, seconds: float):
+    self.name, self.engine, self.seconds = name, engine, seconds
+    self.events: list[Event] = []
+    self.said = time.monotonic()
+    self.over = False
+    self._all_train_at = math.inf
+
+  def __call__(self, event: Event) -> None:
+    kind = event["kind"]
+    if kind in ("fault", "exit", "restart", "joined", "push", "commit", "started"):
+      self.events.append(event)
+    if kind in ("fault", "restart", "joined"):
+      print(f"{self.name}: {event['time']:6.1f} s {event.get('target', event['role'])} {kind}")
+    if math.isinf(self._all_train_at) and all(self.engine.steps.values()):
+      self._all_train_at = event["time"]
+    lasted = max(0.0, event["time"] - self._all_train_at)
+    if time.monotonic() - self.said >= PROGRESS_SECONDS:
+      self.said = time.monotonic()
+      print(f"{self.name}: {lasted:.0f} of {self.seconds:.0f} s, {sum(self.engine.steps.values())}"
+            " steps", flush=True)  # fmt: skip
+    if lasted < self.seconds or kind != "commit" or self.over:
+      return
+    waits = any(math.isinf(back) for _, back in restarts(self.events)[-1:])
+    if not waits or lasted > self.seconds + REJOIN_SECONDS:
+      self.over = True
+      self.engine.stop.set()
+
+
+def run(name: str, config: Config, folder: Path, seconds: float, mine: frozenset[int]) -> None:
+  """One run, into folder/name; none if it is there already."""
+  target = folder / name
+  if any(e["kind"] == "run_finished" for e in read_events(target)):
+    print(f"{name}: done before, in {target}")
+    if workdirs.saved_config(target) != config:
+      raise SystemExit(f"--workdir={folder}: {name} has another config. Fix: choose another one.")
+    return
+  workdirs.claim(target, overwrite=True)
+  (target / "config.json").write_text(config.to_json() + "\n")
+  compiled = folder / "without" / workdirs.COMPILED
+  if compiled.exists() and name != "without":  # all programs are there, as late in a long run
+    shutil.copytree(compiled, target / workdirs.COMPILED)
+  engine = Pinned(config, target, data.open_corpus(config.data), lambda params: 0.0)
+  engine.mine = mine
+  ends = Ends(name, engine, seconds)
+  outcome = engine.run([ends])
+  if not ends.over:
+    shutil.rmtree(target / "events")  # or it would count as done
+    raise SystemExit(f"{name}: the run {outcome.reason} too early; see {target / 'logs'}")
+
+
+# --- what the events say --------------------------------------------------------------------------
+
+
+def restarts(events: Iterable[Event]) -> list[tuple[float, float]]:
+  """(kill, first merged push of the next incarnation) for each kill; inf: not until the next."""
+  events = list(events)
+  kills = [(e["time"], e["target"].replace("/", "-")) for e in events if e["kind"] == "fault"]
+  spans = []
+  for i, (killed, role) in enumerate(kills):
+    until = kills[i + 1][0] if i + 1 < len(kills) else math.inf
+    later = [e for e in events if killed < e["time"] < until]
+    lives = {e["incarnation"] for e in later if e["kind"] == "started" and e["role"] == role}
+    pushed = {
+      (e["fragment"], e["round"])
+      for e in later
+      if e["kind"] == "push" and e["role"] == role and e["incarnation"] in lives
+    }
+    number = int(role.partition("-")[2])
+    merged = (
+      e["time"]
+      for e in later
+      if e["kind"] == "commit" and number in e["learners"] and (e["fragment"], e["round"]) in pushed
+    )
+    spans.append((killed, min(merged, default=math.inf)))
+  return spans
+
+
+def steps_of(events: Iterable[Event], learner: int) -> Steps:
+  """Every step but the first."""
+  times = [e["time"] for e in events if e["kind"] == "step" and e["role"] == f"learner-{learner}"]
+  return [(after, after - before) for before, after in itertools.pairwise(times)]
+
+
+def between(
+  steps: list[tuple[float, float]], start: float, end: float
+) -> list[tuple[float, float]]:
+  return steps[bisect.bisect_left(steps, (start, 0.0)) : bisect.bisect_left(steps, (end, 0.0))]
+
+
+def all_train_at(events: Iterable[Event], learners: int) -> float:
+  """When the last of them has made its first step."""
+  first: dict[str, float] = {}
+  for event in events:
+    if event["kind"] == "step":
+      first.setdefault(event["role"], event["time"])
+  return max(first[f"learner-{m}"] for m in range(learners))
+
+
+def measure(folder: Path, survivors: int, warm_up: float, every: float) -> dict[str, Any]:
+  """The numbers of both runs, from their event logs."""
+  runs = {name: read_events(folder / name) for name in ("without", "with")}
+  spans = restarts(runs["with"])
+  calm_from = all_train_at(runs["without"], survivors + 1) + warm_up
+  starts = {"without": [calm_from + i * every for i in range(len(spans))], "with": []}
+  starts["with"] = [killed for killed, _ in spans]
+  ratios: dict[str, list[float]] = {"all": [], "in": [], "between": []}
+  longest: dict[str, list[float]] = {"with": [], "without": []}
+  medians = []
+  for learner in range(survivors):
+    windows = {
+      name: [between(steps_of(events, learner), start, start + every) for start in starts[name]]
+      for name, events in runs.items()
+    }
+    for struck, calm in zip(windows["with"], windows["without"]):
+      parts: dict[str, list[float]] = {"all": [], "in": [], "between": []}
+      for ended, gap in struck:
+        parts["all"].append(gap)
+        parts["in" if any(a <= ended <= b for a, b in spans) else "between"].append(gap)
+      for part, gaps in parts.items():
+        if gaps and calm:
+          ratios[part].append(statistics.median(gaps) / statistics.median(g for _, g in calm))
+    for name, each in windows.items():
+      gaps = [gap for window in each for _, gap in window]
+      if not gaps:
+        raise SystemExit(f"{name}: learner {learner} made no step. Fix: a longer --every")
+      longest[name].append(max(gaps) / statistics.median(gaps))
+      medians += [statistics.median(gaps)] if name == "with" else []
+  back = [b - a for a, b in spans if math.isfinite(b)]
+  return {
+    "survivor_step_ratio": middle(ratios["all"]),
+    "survivor_max_gap_ratio": round(max(longest["with"]), 2),
+    "max_gap_ratio_without": round(max(longest["without"]), 2),
+    "rejoin_seconds": middle(back, 2),
+    "step_ratio_in_restarts": middle(ratios["in"]),
+    "step_ratio_between": middle(ratios["between"]),
+    "kills": len(spans),
+    "rejoined": len(back),
+    "survivors": survivors,
+    "step_ms": round(1e3 * statistics.median(medians), 2),
+  }
+
+
+def middle(values: list[float], digits: int = 4) -> float | None:
+  return round(statistics.median(values), digits) if values else None
+
+
+def main() -> None:
+  cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser.add_argument("--kills", type=int, default=6)
+  parser.add_argument("--every", type=float, default=30.0, help="seconds between two kills")
+  parser.add_argument("--learners", type=int, default=max(2, min(4, len(cores))))
+  parser.add_argument("--workdir", type=Path, help="keeps the runs; default: a temporary folder")
+  parser.add_argument("--quick", action="store_true", help="a smoke test: numbers mean nothing")
+  args = parser.parse_args()
+  if len(cores) < 2:
+    print("scripts/bench_kill.py needs Linux and two cores: survivors must have their own.",
+          file=sys.stderr)  # fmt: skip
+    raise SystemExit(EXIT_USAGE)
+  if args.learners < 2 or args.kills < 1:
+    parser.error(f"--learners={args.learners} --kills={args.kills}: at least 2 learners and 1 kill")
+  if args.quick:
+    args.kills, args.every, args.learners = 1, 4.0, 2
+  warm_up = 3.0 if args.quick else WARM_UP_SECONDS
+  mine, rest = frozenset(cores[:-1]), cores[-1:]
+  os.sched_setaffinity(0, rest)  # also for what we start
+  with tempfile.TemporaryDirectory() as scratch:
+    folder = args.workdir or Path(scratch)
+    for name, kills in (("without", 0), ("with", args.kills)):
+      config = make_config(args.learners, kills, args.every, args.quick)
+      run(name, config, folder, warm_up + args.kills * args.every, mine)
+    result = measure(folder, args.learners - 1, warm_up, args.every)
+  print(json.dumps({**result, "cores": len(cores)}))
+
+
+if __name__ == "__main__":
+  main()

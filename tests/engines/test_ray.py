@@ -1,0 +1,126 @@
+"""The Ray engine: what it refuses, and a whole run with a planned kill on a Ray of its own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ddiloco.config import ConfigError, from_dict
+from ddiloco.engines import session
+from ddiloco.runtime import checkpoint
+from tests.engines.real import events_of, start, tiny, wait_for
+
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs ddiloco[ray]")
+
+
+def test_without_ray_it_says_what_to_install(monkeypatch):
+  monkeypatch.setitem(sys.modules, "ray", None)
+  monkeypatch.delitem(sys.modules, "ddiloco.engines.ray", raising=False)
+  with pytest.raises(ConfigError, match=r"--engine=ray: .*Fix: pip install 'ddiloco\[ray\]'"):
+    session.make_engine("ray")
+
+
+@needs_ray
+def test_resources_of_an_island_are_options_of_its_actor():
+  from ddiloco.engines.ray import actor_options
+
+  assert actor_options({}) == {"num_cpus": 0, "resources": {}}, "fake islands share a laptop"
+  assert actor_options({"TPU": 4, "CPU": 2, "GPU": 1}) == {
+    "num_cpus": 2,
+    "num_gpus": 1,
+    "resources": {"TPU": 4},
+  }
+
+
+@needs_ray
+def test_islands_that_this_machine_cannot_hold_together_are_refused():
+  from ddiloco.engines.ray import check_resources
+
+  islands = {"num_learners": 3, "resources": {"TPU": 4}, "overrides": {"2": {"resources": {}}}}
+  config = from_dict({"islands": islands})
+  check_resources(config, {"TPU": 8.0, "CPU": 2.0})
+  for there, said in [({"TPU": 4.0}, "ask for 8 TPU, this machine has 4"), ({}, "has 0")]:
+    with pytest.raises(ConfigError, match=f"islands.resources: .*{said}.*Fix: .*--ray_address"):
+      check_resources(config, there)
+
+
+@needs_ray
+def test_a_cluster_that_is_not_there_is_refused():
+  from ddiloco.engines.ray import connect
+
+  with pytest.raises(ConfigError, match=r"--ray_address=nonsense: cannot be joined .*Fix: "):
+    connect("nonsense")
+
+
+def marked(mark: str) -> list[str]:
+  """Processes that have inherited `mark` in their environment (Linux)."""
+  found = []
+  for folder in Path("/proc").glob("[0-9]*"):
+    try:
+      if mark.encode() in (folder / "environ").read_bytes():
+        found.append((folder / "comm").read_text().strip())
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+      continue  # it has just ended, or is none of ours
+  return found
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("ray")
+  kill = {"action": "kill", "role": "learner/1", "at_step": 150, "seconds": 0.0}
+  config = tiny(steps=2500, sync={"num_shards": 1}, chaos={"faults": [kill]})
+  (folder / "config.json").write_text(config.to_json())
+  workdir, log = folder / "run", folder / "log"
+  config_flag = f"--config={folder / 'config.json'}"
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("OF_TEST", str(folder))
+    process = start("train", "--engine=ray", "--cpu", config_flag, f"--workdir={workdir}", log=log)
+  names: set[str] = set()
+  try:
+    wait_for(lambda: events_of(workdir, "joined"), "a learner", process, log)
+    names = set(marked(str(folder)))
+    status = process.wait(150)
+  finally:
+    process.kill()
+  return status, workdir, log.read_text(), names
+
+
+@needs_ray
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_after_the_kill_of_an_actor_the_run_finishes(run):
+  status, workdir, said, _ = run
+  assert status == 0, said
+  outcome = json.loads((workdir / "outcome.json").read_text())
+  assert outcome["reason"] == "finished" and "lost" not in outcome
+  assert outcome["loss_merged"] < outcome["loss_untrained"] - 0.5
+  params = checkpoint.load_params(workdir / "result")
+  assert params and all(np.isfinite(value).all() for value in params.values())
+  assert "RuntimeWarning" not in said and "(raylet)" not in said, "Ray is quiet"
+
+
+@needs_ray
+@pytest.mark.slow
+def test_ray_started_it_again_and_the_survivor_never_waited(run):
+  _, workdir, said, _ = run
+  assert [e["target"] for e in events_of(workdir, "restart")] == ["learner/1"], said
+  assert [e["reason"] for e in events_of(workdir, "exit")] == ["killed by plan, back in 0 s"]
+  first, second = events_of(workdir, "joined", "learner-1")
+  assert second["incarnation"] > first["incarnation"]
+  steps = events_of(workdir, "step", "learner-0")
+  between = [e for e in steps if first["time"] < e["time"] < second["time"]]
+  assert len(between) > 20 and sum(e["blocked_seconds"] for e in steps) == 0
+
+
+@needs_ray
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_neither_roles_nor_ray_are_left_behind(run):
+  _, workdir, _, names = run
+  assert "raylet" in names and any(name.startswith("ray::RoleActor") for name in names), names
+  wait_for(lambda: not marked(str(workdir.parent)), "the end of Ray")
