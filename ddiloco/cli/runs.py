@@ -50,7 +50,8 @@ def train(arguments: list[str]) -> int:
   if values["dry_run"].value:
     print(session.describe(config))
     return 0
-  return session.train(config, workdir, values["overwrite"].value, engine, options)
+  overwrite = values["overwrite"].value
+  return session.train(config, workdir, overwrite=overwrite, engine=engine, options=options)
 
 
 def generate(arguments: list[str]) -> int:

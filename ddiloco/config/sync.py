@@ -82,7 +82,7 @@ class NetworkConfig:
   """How messages travel between processes. Every timeout grows with what is measured."""
 
   streams: int = 2  # TCP connections per learner and shard that fragments are spread over
-  chunk_bytes: int = 4 << 20  # fragments travel in pieces of this size
+  chunk_bytes: int = 1 << 20  # fragments travel in pieces of this size
   window_bytes: int = 64 << 20  # under way to one peer; at least bandwidth x round trip
   queue_bytes: int = 0  # of fragments waiting for or from one peer; 0: three f32 models
   hello_seconds: float = 0.5  # between two attempts to reach a peer, doubling to 16 times this
@@ -100,7 +100,7 @@ class NetworkConfig:
       "network.chunk_bytes",
       self.chunk_bytes,
       "must lie between 4 KiB and 1 GiB",
-      f"use {4 << 20}",
+      f"use {1 << 20}",
     )
     require(
       self.window_bytes >= self.chunk_bytes,

@@ -13,8 +13,7 @@ class RoleActor:
   """Holds the process of one role on the machine where Ray put it; the role ends with the actor.
 
   A process of its own, and not the actor itself: it hears signals, a crash of it is its own, and it
-  starts as a role does everywhere else. Its environment is the actor's, so it sees the devices that
-  Ray reserved.
+  starts as a role does everywhere else. It sees the devices that Ray reserved for the actor.
   """
 
   def __init__(self) -> None:

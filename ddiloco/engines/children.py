@@ -60,7 +60,7 @@ class Command:
     workdir: of the run.
     syncers: urls of all shards, in order.
     keys: folder with the roles' keys; None: loopback only.
-    cpu: learners use fake CPU devices. Processes of this machine know it from their environment.
+    cpu: learners use fake CPU devices. Processes that we start ourselves know it from us.
   """
 
   def __init__(

@@ -46,7 +46,7 @@ class ProcessesEngine:
     loss: held-out loss of a parameter tree, for the evaluator.
   """
 
-  cpu_only = False  # said to learners, besides what their environment says
+  cpu_only = False  # said to learners; those that we start ourselves know it from us
 
   def __init__(
     self,

@@ -22,7 +22,7 @@ from ddiloco.runtime.transfers import Incoming, Outgoing
 
 MAX_HELLO_DOUBLINGS = 4
 MAX_WAITING_CONTROL = 1024  # messages for a peer that is not reached yet; the oldest go first
-CHUNKS_A_TURN = 16  # then somebody else may send
+CHUNKS_A_TURN = 4  # then somebody else may send
 
 
 class Peer:

@@ -12,6 +12,7 @@ from ddiloco.runtime import frames
 from ddiloco.runtime.keys import Keys, make_authenticator
 
 CONTROL, BULK = 0, 1  # kinds of connections, each with its own port and I/O thread
+ENCRYPTION_BYTES = 1024  # generous: what CURVE adds to a message counts against its limit
 FAILED_HANDSHAKE = (
   zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
   | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -80,6 +81,7 @@ class Sockets:
     socket = self.context.socket(pattern)
     silence_ms = int(1000 * self._settings.silence_seconds)
     largest = max(frames.MAX_FRAME_BYTES, self._settings.chunk_bytes if kind == BULK else 0)
+    largest += ENCRYPTION_BYTES
     for option, value in {
       zmq.AFFINITY: 1 << kind,
       zmq.LINGER: 0,

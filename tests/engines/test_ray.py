@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,11 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ddiloco import cli
 from ddiloco.config import ConfigError, from_dict
 from ddiloco.engines import session
+from ddiloco.engines.actor import RoleActor
 from ddiloco.runtime import checkpoint
 from tests.engines.real import events_of, start, tiny, wait_for
 
+pytestmark = pytest.mark.timeout(240)
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs ddiloco[ray]")
 
 
@@ -57,6 +62,32 @@ def test_a_cluster_that_is_not_there_is_refused():
     connect("nonsense")
 
 
+def test_an_address_without_ray_is_refused(tmp_path, capsys):
+  (tmp_path / "config.json").write_text(tiny(steps=1).to_json())
+  flags = [f"--config={tmp_path / 'config.json'}", f"--workdir={tmp_path / 'run'}"]
+  assert cli.main(["train", *flags, "--engine=processes", "--ray_address=auto"]) == 2
+  said = capsys.readouterr().err
+  assert "--ray_address=auto: --engine=processes does not use Ray. Fix: add --engine=ray." in said
+  assert not (tmp_path / "run").exists()
+
+
+def test_an_actor_never_holds_two_processes_of_its_role(tmp_path):
+  """The driver may take it for dead and start the role again, after a broken connection."""
+  actor, log = RoleActor(), tmp_path / "logs" / "learner-0.log"
+
+  async def two_lives() -> list[int]:
+    sleep = ["python", "-c", "import time; print('here', flush=True); time.sleep(100)"]
+    first = asyncio.create_task(actor.run(sleep, str(log)))
+    while not (log.exists() and log.read_text()):
+      await asyncio.sleep(0.01)
+    second = actor.run(["python", "-c", "print('there'); raise SystemExit(3)"], str(log))
+    return list(await asyncio.gather(first, second))
+
+  assert asyncio.run(two_lives()) == [-signal.SIGKILL, 3]
+  assert log.read_text() == "here\nthere\n"
+  asyncio.run(actor.signal(signal.SIGTERM))  # nobody is there to hear it
+
+
 def marked(mark: str) -> list[str]:
   """Processes that have inherited `mark` in their environment (Linux)."""
   found = []
@@ -73,7 +104,8 @@ def marked(mark: str) -> list[str]:
 def run(tmp_path_factory):
   folder = tmp_path_factory.mktemp("ray")
   kill = {"action": "kill", "role": "learner/1", "at_step": 150, "seconds": 0.0}
-  config = tiny(steps=2500, sync={"num_shards": 1}, chaos={"faults": [kill]})
+  # With a quorum of two, training starts with both, and is not over before both are back.
+  config = tiny(steps=800, sync={"num_shards": 1, "min_quorum": 2}, chaos={"faults": [kill]})
   (folder / "config.json").write_text(config.to_json())
   workdir, log = folder / "run", folder / "log"
   config_flag = f"--config={folder / 'config.json'}"
@@ -92,7 +124,6 @@ def run(tmp_path_factory):
 
 @needs_ray
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_after_the_kill_of_an_actor_the_run_finishes(run):
   status, workdir, said, _ = run
   assert status == 0, said

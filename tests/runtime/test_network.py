@@ -336,6 +336,20 @@ def test_a_taken_port_is_an_error(net):
     net.open("syncer/0", 1)
 
 
+@pytest.mark.parametrize("secure", [False, True])
+def test_chunks_of_the_usual_size_pass(secure):
+  """With keys a chunk grows on the wire; that must not count against the largest one allowed."""
+  net = Net("run", "plan", secure=secure, settings=NetworkConfig())
+  try:
+    shard, learner = net.connect("syncer/0"), net.connect("learner/0")
+    message = push(1, 3 * NetworkConfig().chunk_bytes + 1)
+    learner.send("syncer/0", message)
+    assert shard.receive(SECONDS)[1].payload.tobytes() == message.payload.tobytes()
+    assert learner.counters.resent == 0
+  finally:
+    net.close()
+
+
 def test_many_threads_may_send_at_once(net):
   shard, learner = net.connect("syncer/0"), net.connect("learner/0")
   threads = [

@@ -17,6 +17,7 @@ PROMISED = {
   "bench_kill.py": {"survivor_step_ratio", "survivor_max_gap_ratio", "rejoin_seconds", "kills"},
   "bench_merge.py": {"merge_vs_copy", "int4_encode_gbps", "int4_decode_gbps", "extra_fragments"},
   "bench_overhead.py": {"ratio", "blocked_seconds"},
+  "bench_transport.py": {"gbps", "plain_vs_socket", "control_rtt_ms_under_load"},
   "bench_wire.py": {"bytes_per_step", "versus_data_parallel", "framing_overhead"},
 }
 LINES = [*PROMISED, pytest.param("bench_overhead.py --engine=ray", marks=RAY)]
