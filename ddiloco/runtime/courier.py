@@ -31,7 +31,7 @@ BEAT_SECONDS = 1.0
 POLL_SECONDS = 0.2
 BUSY_POLL_SECONDS = 0.02  # while something waits for a connection
 FRAMES_A_TURN = 256  # of control; then fragments may come in
-CHUNKS_A_TURN = 4  # of one socket; then control may come in
+CHUNKS_A_TURN = 8  # of one socket; control may come in between
 
 
 class Courier:
@@ -169,23 +169,29 @@ class Courier:
     while self._calls:
       function, *arguments = self._calls.popleft()
       function(*arguments)
-    for socket in [*self._listening[:1], *(p.control for p in self._dialed.values())]:
-      if socket in ready:
-        self._receive_control(socket)
-    for socket in [*self._listening[1:], *(s for p in self._dialed.values() for s in p.streams)]:
+    self._move_control()
+    dialed = [*self._dialed.values()]  # others may dial meanwhile
+    for socket in [*self._listening[1:], *(s for p in dialed for s in p.streams)]:
       if socket in ready:
         self._receive_chunks(socket)
     for monitor in [m for m in self._monitors if m in ready]:
       self._on_monitor(monitor)
+    self._move_control()
+    now = time.monotonic()
+    for peer in self.peers():
+      self._tend(peer, now)
+
+  def _move_control(self) -> None:
+    """Lets control in and out; fragments that are to go out are only queued."""
+    for socket in [*self._listening[:1], *(p.control for p in [*self._dialed.values()])]:
+      if socket is not None:
+        self._receive_control(socket)
     while self._outbox:
       peer, header, payload = self._outbox.popleft()
       if payload is None:
         self._counters.undelivered += peer.send_control(header)
       else:
         peer.send_bulk(header, payload)
-    now = time.monotonic()
-    for peer in self.peers():
-      self._tend(peer, now)
 
   def _tend(self, peer: Peer, now: float) -> None:
     """What a peer needs from time to time, and whatever can be sent to it."""
@@ -223,7 +229,8 @@ class Courier:
     for socket in peer.sockets():
       self._poller.unregister(socket)
       self._dialed_by.pop(socket, None)
-    self._monitors.pop(peer.monitor, None)
+    if self._monitors.pop(peer.monitor, None) is not None:
+      self._poller.unregister(peer.monitor)
     peer.close()
     if url != peer.url:
       peer.url, peer.attempts, peer.next_hello_at = url, 0, 0.0
@@ -257,7 +264,7 @@ class Courier:
     quiet = now - peer.heard_at > 3 * BEAT_SECONDS
     if self.fenced or now < peer.next_hello_at or (peer.state == "up" and not quiet):
       return
-    if peer.attempts and peer.attempts % 2 == 0:  # a connection may be dead without a sign
+    if peer.needs_new_sockets():
       self._redial(peer.address, peer.url)
     if peer.attempts and peer.state == "connecting" and not peer.session:
       peer.reason = f"nobody answers at {peer.url}"
@@ -265,17 +272,10 @@ class Courier:
       peer.count_attempt(now, self._settings)
 
   def _greeting(self, peer: Peer, answers: bytes) -> Greeting:
-    return Greeting(
-      self._run.run_id,
-      self._run.plan_id,
-      self._address,
-      self._incarnation,
-      self._session,
-      answers,
-      peer.outgoing.oldest(peer.next_transfer),
-      self._settings.chunk_bytes,
-      self._settings.streams,
-    )
+    run, settings = self._run, self._settings
+    who = (run.run_id, run.plan_id, self._address, self._incarnation, self._session)
+    oldest = peer.outgoing.oldest(peer.next_transfer)
+    return Greeting(*who, answers, oldest, settings.chunk_bytes, settings.streams)
 
   def _on_dialed(self, peer: Dialed, frame: frames.Frame) -> None:
     match frame:
@@ -380,12 +380,12 @@ class Courier:
       peer: Peer | None = self._dialed_by.get(socket)
       if socket in self._listening:
         peer = self._by_session.get(session_of(parts.pop(0).bytes))
-      if peer is None:
-        continue  # its greeting comes first, and what was sent too early comes again
       try:
-        self._on_chunk(socket, peer, parts)
+        if peer is not None:  # its greeting comes first; what was sent too early comes again
+          self._on_chunk(socket, peer, parts)
       except MalformedMessage:
         self._counters.malformed += 1
+      self._move_control()
 
   def _on_chunk(self, socket: zmq.Socket, peer: Peer, parts: list[zmq.Frame]) -> None:
     if len(parts) != 2:

@@ -149,6 +149,7 @@ class Dialed(Peer):
     self.url = url
     self.attempts = 0  # greetings in a row that nobody answered
     self.next_hello_at = 0.0
+    self._renewed = 0  # attempts when the sockets were opened
     self.give_up_at = self.heard_at + settings.hello_seconds  # waiting for the connection itself
     self.control: zmq.Socket | None = None
     self.monitor: zmq.Socket | None = None
@@ -192,6 +193,12 @@ class Dialed(Peer):
     """Its life before is over: who answers the next greeting is new."""
     self.session, self.incoming = b"", None
     self.greet_again(reason)
+
+  def needs_new_sockets(self) -> bool:
+    """Before every other attempt, once: a connection may be dead without a sign."""
+    due = self.attempts > 0 and self.attempts % 2 == 0 and self.attempts != self._renewed
+    self._renewed = self.attempts
+    return due
 
   def count_attempt(self, now: float, settings: NetworkConfig) -> None:
     """Counts a greeting; the next one is due after a pause that grows."""
