@@ -87,7 +87,7 @@ def test_it_dials_every_shard_and_a_shard_its_buddy(make):
     assert endpoint.dialed == {"syncer/0": SYNCERS[0], "syncer/1": SYNCERS[1]}
     assert (endpoint.address, endpoint.bind) == ("learner/3", None)
     assert endpoint.run.run_id == "r" and len(endpoint.run.plan_id) == 16
-    assert endpoint.run.max_payload_bytes == 4 * max(f.size for f in attendant.plan.fragments)
+    assert endpoint.run.max_payload_bytes == 12 * max(attendant.plan.sizes)
   assert endpoint.closed_with == attendant.config.network.drain_seconds
   with make("syncer/1", bind=SYNCERS[1]) as attendant:
     endpoint = attendant.listen(1)
