@@ -18,6 +18,7 @@ from ddiloco.core.messages import Goodbye, Hello, MalformedMessage, Publish, Pul
 from ddiloco.resilience.link import Link
 from ddiloco.runtime import frames
 from ddiloco.runtime.greetings import Run, control_route, objection, seconds_since_2020
+from ddiloco.runtime.peers import Dialed
 from tests.runtime.net import QUICK, Net
 
 SECONDS = 20.0
@@ -412,3 +413,16 @@ def test_a_changed_byte_gives_a_frame_or_malformed(which, place, byte):
 def test_settings_are_checked():
   with pytest.raises(ValueError, match="at least one chunk"):
     NetworkConfig(chunk_bytes=1 << 20, window_bytes=1 << 19)
+
+
+def test_sockets_are_renewed_once_every_other_attempt():
+  """While nobody listens an attempt lasts many turns; new sockets in each would never connect."""
+  peer = Dialed("syncer/0", "tcp://127.0.0.1:1", NetworkConfig())
+  renewed = []
+  for attempt in range(7):
+    peer.attempts = attempt
+    renewed.append([peer.needs_new_sockets() for _ in range(5)].count(True))
+  assert renewed == [0, 0, 1, 0, 1, 0, 1]
+  for peer.attempts in (0, 1, 2):  # reached in between, and lost again
+    again = peer.needs_new_sockets()
+  assert again
