@@ -389,7 +389,7 @@ def test_frames_survive_the_way_there_and_nothing_less_does(frame):
 
 
 @given(data=st.binary(max_size=300))
-@settings(max_examples=2000)
+@settings(max_examples=2000, deadline=None)
 def test_any_bytes_are_a_frame_or_malformed(data):
   try:
     frame = frames.decode(data)
@@ -399,7 +399,7 @@ def test_any_bytes_are_a_frame_or_malformed(data):
 
 
 @given(which=st.sampled_from(FRAMES), place=st.integers(0, 200), byte=st.integers(0, 255))
-@settings(max_examples=2000)
+@settings(max_examples=2000, deadline=None)
 def test_a_changed_byte_gives_a_frame_or_malformed(which, place, byte):
   data = bytearray(frames.encode(which))
   data[place % len(data)] = byte
