@@ -210,11 +210,11 @@ class Courier:
       self._wake()
 
   def _drop_queue(self, peer: Peer, control: bool = True) -> None:
-    dropped = peer.drop_queue(control)
-    if dropped:
-      self._counters.undelivered += dropped
+    dropped, size = peer.drop_queue(control)
+    self._counters.undelivered += dropped
+    if size:
       with self._lock:
-        peer.queued_bytes = 0
+        peer.queued_bytes -= size
 
   def _make_room(self, sender: str, size: int) -> None:
     for peer in (self._dialed.get(sender), self._accepted.get(sender)):

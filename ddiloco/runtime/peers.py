@@ -41,6 +41,8 @@ class Peer:
     self.incoming: Incoming | None = None
     self.waiting: collections.deque[bytes] = collections.deque()  # control headers
     self.answers: list[int] = []  # chunks to acknowledge, transfer and offset in turn
+    self.streams: list = []  # connections for chunks: sockets, or routing ids behind our own
+    self._turn = 0  # the stream used last
 
   # --- sending, on the network thread -------------------------------------------------------------
 
@@ -49,7 +51,15 @@ class Peer:
     raise NotImplementedError
 
   def put_chunk(self, header: bytes, data: memoryview) -> bool:
-    """Sends one chunk now over any of the streams; False if none is connected."""
+    """Sends one chunk now over any of the streams, in turn; False if none is connected."""
+    for _ in self.streams:
+      self._turn = (self._turn + 1) % len(self.streams)
+      if self.put_on(self._turn, header, data):
+        return True
+    return False
+
+  def put_on(self, stream: int, header: bytes, data: memoryview) -> bool:
+    """Sends one chunk now over this stream; False if it is not connected."""
     raise NotImplementedError
 
   def send_control(self, header: bytes) -> int:
@@ -93,13 +103,16 @@ class Peer:
       self.beat_at = now
       self.put(frames.encode(Beat()))
 
-  def drop_queue(self, control: bool) -> int:
-    """Gives up the fragments for this peer, and control if asked to; returns how many messages."""
-    count = self.outgoing.drop_all()
+  def drop_queue(self, control: bool) -> tuple[int, int]:
+    """Gives up the fragments for this peer, and control if asked to.
+
+    Returns how many messages that were, and the bytes of their payloads.
+    """
+    count, size = self.outgoing.drop_all()
     if control:
       count += len(self.waiting)
       self.waiting.clear()
-    return count
+    return count, size
 
   # --- receiving ----------------------------------------------------------------------------------
 
@@ -153,8 +166,6 @@ class Dialed(Peer):
     self.give_up_at = self.heard_at + settings.hello_seconds  # waiting for the connection itself
     self.control: zmq.Socket | None = None
     self.monitor: zmq.Socket | None = None
-    self.streams: list[zmq.Socket] = []
-    self._turn = 0
 
   def sockets(self) -> list[zmq.Socket]:
     return [*([self.control] if self.control else []), *self.streams]
@@ -177,12 +188,8 @@ class Dialed(Peer):
   def put(self, data: bytes) -> bool:
     return self.control is not None and send(self.control, data)
 
-  def put_chunk(self, header: bytes, data: memoryview) -> bool:
-    for _ in self.streams:
-      self._turn = (self._turn + 1) % len(self.streams)
-      if send(self.streams[self._turn], header, data):
-        return True
-    return False
+  def put_on(self, stream: int, header: bytes, data: memoryview) -> bool:
+    return send(self.streams[stream], header, data)
 
   def greet_again(self, reason: str) -> None:
     """It is greeted at once; until it has answered nothing goes there."""
@@ -221,15 +228,10 @@ class Accepted(Peer):
     super().__init__(greeting.address, settings)
     self._control, self._bulk = control, bulk
     self._route = control_route(greeting.session)
-    self._stream_routes = [stream_route(greeting.session, k) for k in range(greeting.streams)]
-    self._turn = 0
+    self.streams = [stream_route(greeting.session, k) for k in range(greeting.streams)]
 
   def put(self, data: bytes) -> bool:
     return send(self._control, self._route, data)
 
-  def put_chunk(self, header: bytes, data: memoryview) -> bool:
-    for _ in self._stream_routes:
-      self._turn = (self._turn + 1) % len(self._stream_routes)
-      if send(self._bulk, self._stream_routes[self._turn], header, data):
-        return True
-    return False
+  def put_on(self, stream: int, header: bytes, data: memoryview) -> bool:
+    return send(self._bulk, self.streams[stream], header, data)

@@ -152,15 +152,15 @@ class Outgoing:
     self._resends += 1
     return count
 
-  def drop_all(self) -> int:
-    """Gives up everything that is not wholly acknowledged; returns how many messages."""
-    count = len(self._transfers)
+  def drop_all(self) -> tuple[int, int]:
+    """Gives up what is not wholly acknowledged; returns how many messages and payload bytes."""
+    count, size = len(self._transfers), sum(len(t.payload) for t in self._transfers.values())
     self._transfers.clear()
     self._fresh.clear()
     self._again.clear()
     self._under_way.clear()
     self._under_way_bytes = 0
-    return count
+    return count, size
 
 
 @dataclasses.dataclass
