@@ -206,7 +206,7 @@ def _syncer(attendant: Attendant, shard: int) -> int:
   buddy = buddy_of(shard, config.sync.num_shards)
   copies = Copies(*me, endpoint)
   replication = (
-    Replication(*me, buddy, endpoint, settings.patience_seconds, attendant.recorder)
+    Replication(copies, buddy, settings.patience_seconds, attendant.recorder)
     if buddy != shard
     else None
   )
@@ -220,7 +220,6 @@ def _syncer(attendant: Attendant, shard: int) -> int:
     store,
     attendant.recorder,
     Faults((), 0.0),
-    copies,
     replication,
   )
   for committed in recovered:  # a buddy that has restarted as well has it from here

@@ -35,13 +35,13 @@ class Copies:
   """What this shard holds for its neighbour: the newest commit of each of its fragments."""
 
   def __init__(self, shard: int, incarnation: int, endpoint: Endpoint):
-    self._shard, self._incarnation, self._endpoint = shard, incarnation, endpoint
+    self.shard, self.incarnation, self.endpoint = shard, incarnation, endpoint
     self._held: dict[tuple[int, int], Replica] = {}  # by owner and fragment
     self._lives: dict[int, int] = {}  # owner -> its newest incarnation
 
   def on(self, message: Replica | Recover) -> None:
     """Keeps a copy if it is the newest, or gives back all there are."""
-    mine = {"shard": self._shard, "incarnation": self._incarnation}
+    mine = {"shard": self.shard, "incarnation": self.incarnation}
     owner = syncer_address(message.shard)
     if message.incarnation < self._lives.get(message.shard, -1):
       return  # sent by a dead one; what lives now was told something else
@@ -49,9 +49,9 @@ class Copies:
     if isinstance(message, Recover):
       held = {p: copy for (o, p), copy in sorted(self._held.items()) if o == message.shard}
       for copy in held.values():
-        self._endpoint.send(owner, dataclasses.replace(copy, **mine))
+        self.endpoint.send(owner, dataclasses.replace(copy, **mine))
       asked_by = message.incarnation
-      self._endpoint.send(owner, Recovered(**mine, asked_by=asked_by, fragments=tuple(held)))
+      self.endpoint.send(owner, Recovered(**mine, asked_by=asked_by, fragments=tuple(held)))
     elif message.owner == message.shard:
       key = (message.owner, message.fragment)
       known = self._held.get(key)
@@ -60,31 +60,27 @@ class Copies:
       if known is None or rank >= (known.incarnation, known.version):
         self._held[key] = message
       done = Replicated(**mine, fragment=message.fragment, version=message.version)
-      self._endpoint.send(owner, done)
+      self.endpoint.send(owner, done)
 
 
 class Replication:
   """The owner's side: sends commits to the buddy, and holds publishes back until it has them.
 
   Args:
-    shard: who this is, and its incarnation.
-    buddy: who gets the copies.
-    endpoint: this shard's connection; it has dialed the buddy.
+    copies: what this shard holds for its neighbour in turn; its endpoint has dialed the buddy.
+    buddy: who gets the copies of ours.
     patience_seconds: least time until the buddy is taken to be away.
     recorder: event log.
   """
 
   def __init__(
     self,
-    shard: int,
-    incarnation: int,
+    copies: Copies,
     buddy: int,
-    endpoint: Endpoint,
     patience_seconds: float,
     recorder: Recorder,
   ):
-    self._shard, self._incarnation, self._buddy = shard, incarnation, buddy
-    self._endpoint, self._recorder = endpoint, recorder
+    self._copies, self._buddy, self._recorder = copies, buddy, recorder
     self._patience_seconds = patience_seconds
     self._copy_seconds = 0.0  # smoothed, until a copy is confirmed
     self._newest: dict[int, Replica] = {}  # of each fragment, what the buddy should have
@@ -96,12 +92,12 @@ class Replication:
   def committed(self, committed: Committed) -> None:
     """Sends a copy of a fragment that was just committed."""
     state = committed.state
-    self._newest[state.index] = pack(committed, self._shard, self._incarnation)
+    self._newest[state.index] = pack(committed, self._copies.shard, self._copies.incarnation)
     self._send(state.index)
 
   def _send(self, fragment: int) -> None:
     self._sent_at[fragment] = time.monotonic()
-    self._endpoint.send(syncer_address(self._buddy), self._newest[fragment])
+    self._copies.endpoint.send(syncer_address(self._buddy), self._newest[fragment])
 
   def when_safe(self, fragment: int, version: int, do: Callable[[], None]) -> None:
     """Does it as soon as the buddy has this version; at once if it has, or is away."""
@@ -115,8 +111,15 @@ class Replication:
     newest = self._newest.get(fragment)
     return fragment in self._sent_at and newest is not None and version >= newest.version
 
-  def on(self, message: Replicated) -> None:
-    """The buddy has a copy."""
+  def on(self, message: Replica | Replicated | Recover | Recovered) -> None:
+    """What another shard says: the neighbour about its copies here, the buddy about ours there."""
+    match message:
+      case Replica() | Recover():
+        self._copies.on(message)
+      case Replicated():
+        self._confirmed(message)
+
+  def _confirmed(self, message: Replicated) -> None:
     if message.shard != self._buddy or message.incarnation < self._buddy_incarnation:
       return
     newest = self._newest.get(message.fragment)

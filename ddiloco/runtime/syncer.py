@@ -17,12 +17,12 @@ import numpy as np
 from ddiloco.config import Config
 from ddiloco.core import codec, merge, outer, syncer
 from ddiloco.core.fragments import Fragment, Plan, owned_by
-from ddiloco.core.messages import BETWEEN_SHARDS, Publish, Push, Recover, Replica, Replicated
+from ddiloco.core.messages import BETWEEN_SHARDS, Publish, Push
 from ddiloco.core.protocol import Abandon, Accept, Commit, Merged, Note, Received, Send, Tick
 from ddiloco.core.syncer_state import FragmentState
 from ddiloco.observe.events import Recorder
 from ddiloco.resilience.chaos import Faults
-from ddiloco.runtime.replica import Copies, Replication
+from ddiloco.runtime.replica import Replication
 from ddiloco.runtime.store import Committed, FragmentStore
 from ddiloco.runtime.transport import Endpoint, learner_address
 
@@ -52,8 +52,7 @@ class Syncer:
     store: where committed fragments live; must hold the initial values of version 0.
     recorder: event log.
     faults: planned faults of this role.
-    copies: what it holds for its neighbour, and ...
-    replication: ... how its own commits get to its buddy; None: the store outlives this role.
+    replication: copies on other shards, of and for this one; None: the store outlives this role.
   """
 
   def __init__(
@@ -66,7 +65,6 @@ class Syncer:
     store: FragmentStore,
     recorder: Recorder,
     faults: Faults,
-    copies: Copies | None = None,
     replication: Replication | None = None,
   ):
     self.config = config
@@ -74,7 +72,6 @@ class Syncer:
     self.store = store
     self.recorder = recorder
     self.faults = faults
-    self.copies = copies
     self.replication = replication
     self.lost: dict[int, int] = {}  # fragment -> version that somebody had and this shard never
     owned = owned_by(shard, config.sync.num_shards, config.sync.num_fragments)
@@ -104,18 +101,13 @@ class Syncer:
       arrived = self.endpoint.receive(max(0.0, wait))
       started = time.monotonic()
       if arrived and isinstance(arrived[1], BETWEEN_SHARDS):
-        self._on_copy(arrived[1])
+        if self.replication is not None:
+          self.replication.on(arrived[1])
       else:
         self.handle(self._event(arrived[1]) if arrived else Tick(started))
       self.faults.drag(time.monotonic() - started)
       self._count_traffic()
     self._count_traffic(always=True)
-
-  def _on_copy(self, message) -> None:
-    if self.copies is not None and isinstance(message, Replica | Recover):
-      self.copies.on(message)
-    elif self.replication is not None and isinstance(message, Replicated):
-      self.replication.on(message)
 
   def _event(self, message) -> Received:
     """Decodes a push and measures it, so that the reducer can judge it."""

@@ -74,7 +74,7 @@ class Fleet:
     endpoint, store = self.hub.connect(address), History()
     recorder = toy.ListRecorder(self.events[address])
     copies, buddy = Copies(s, incarnation, endpoint), buddy_of(s, 2)
-    replication = Replication(s, incarnation, buddy, endpoint, self.patience_seconds, recorder)
+    replication = Replication(copies, buddy, self.patience_seconds, recorder)
     found = recover(
       endpoint, copies, s, incarnation, self.plan, buddy, lambda: not self.stop.is_set()
     )
@@ -92,7 +92,6 @@ class Fleet:
       store,
       recorder,
       Faults((), 0.0),
-      copies,
       replication,
     )
     for c in found.values():

@@ -154,7 +154,7 @@ class Owner:
     monkeypatch.setattr("ddiloco.runtime.replica.time.monotonic", lambda: self.now)
     self.box, self.events, self.done = Outbox(), [], []
     recorder = toy.ListRecorder(self.events)
-    self.side = Replication(0, 9, 1, self.box, patience_seconds, recorder)
+    self.side = Replication(Copies(0, 9, self.box), 1, patience_seconds, recorder)
 
   def commit(self, p: int, version: int) -> None:
     self.side.committed(committed(p, version))
