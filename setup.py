@@ -10,6 +10,7 @@ TEST = [
   "hypothesis>=6.100",
   "sentencepiece>=0.2",
   "tokenizers>=0.20",
+  "ray>=2.40,<3",  # its engine is tested like the others
 ]
 
 setup(

@@ -1,23 +1,23 @@
 """What survivors notice when a learner is killed (kill -9) again and again; how soon it is back.
 
-Two runs of the processes engine on this machine, one after the other: nobody is killed, then the
-last learner every `--every` seconds. The time after each kill is compared with as long a window of
-the first run, in order; a step lasts from the end of the one before, so pauses count. A returned
-learner imports and compiles (from the run's cache), which on a machine of its own would cost nobody
-anything: so survivors get cores that the killed learner, the shards and the supervisor do not use
-(`taskset`, Linux). With only two cores there is one survivor. Memory bandwidth stays shared, and so
-does the machine with whatever else it does. That changes between two runs; `step_ratio_in_restarts`
-against `step_ratio_between`, both of the same run, tells what is due to the kills.
+One run of the processes engine on this machine. Its time is cut into windows of `--every` seconds;
+at the beginning of every second one the last learner is killed. Each of those is compared with the
+calm windows before and after it, since this machine may be faster or slower a minute later; a step
+lasts from the end of the one before, so pauses count. A returned learner imports and compiles (from
+the run's cache), which on a machine of its own would cost nobody anything: so survivors get cores
+that the killed learner, the shards and the supervisor do not use (`taskset`, Linux). With only two
+cores there is one survivor. Memory bandwidth stays shared.
 
-  python scripts/bench_kill.py [--kills=6] [--every=30] [--learners=N] [--workdir=DIR] [--quick]
+  python scripts/bench_kill.py [--kills=6] [--every=20] [--learners=N] [--workdir=DIR] [--quick]
 
 With --workdir a run that is done is not made again.
 
-Last line: {"survivor_step_ratio": median step with kills / without (of matched windows),
-"survivor_max_gap_ratio": longest step / median step with kills, "max_gap_ratio_without": the same
-without, "rejoin_seconds": median from a kill to the first merged push of the new incarnation,
-"step_ratio_in_restarts", "step_ratio_between": as survivor_step_ratio, for the steps between a kill
-and that push and for the others, "kills", "rejoined", "survivors", "step_ms", "cores"}.
+Last line: {"survivor_step_ratio": median step in windows with a kill / in the calm ones around it,
+"survivor_max_gap_ratio": longest step / median step in windows with a kill,
+"max_gap_ratio_without": the same of the calm ones, "rejoin_seconds": median from a kill to the
+first merged push of the new incarnation, "step_ratio_in_restarts", "step_ratio_between": as
+survivor_step_ratio, for the steps between a kill and that push and for the others, "kills",
+"rejoined", "survivors", "step_ms", "cores"}.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ import itertools
 import json
 import math
 import os
-import shutil
 import statistics
 import sys
 import tempfile
@@ -62,7 +61,7 @@ def make_config(learners: int, kills: int, every: float, quick: bool) -> Config:
     {
       "action": "kill",
       "role": f"learner/{learners - 1}",
-      "at_seconds": warm_up + i * every,
+      "at_seconds": warm_up + (2 * i + 1) * every,
       "seconds": BACK_SECONDS,
     }
     for i in range(kills)
@@ -103,8 +102,8 @@ class Pinned(ProcessesEngine):
 class Ends:
   """Listens to a run, says how it goes, and ends it once it has lasted and the killed are back."""
 
-  def __init__(self, name: str, engine: ProcessesEngine, seconds: float):
-    self.name, self.engine, self.seconds = name, engine, seconds
+  def __init__(self, engine: ProcessesEngine, seconds: float):
+    self.engine, self.seconds = engine, seconds
     self.events: list[Event] = []
     self.said = time.monotonic()
     self.over = False
@@ -115,13 +114,13 @@ class Ends:
     if kind in ("fault", "exit", "restart", "joined", "push", "commit", "started"):
       self.events.append(event)
     if kind in ("fault", "restart", "joined"):
-      print(f"{self.name}: {event['time']:6.1f} s {event.get('target', event['role'])} {kind}")
+      print(f"{event['time']:6.1f} s {event.get('target', event['role'])} {kind}")
     if math.isinf(self._all_train_at) and all(self.engine.steps.values()):
       self._all_train_at = event["time"]
     lasted = max(0.0, event["time"] - self._all_train_at)
     if time.monotonic() - self.said >= PROGRESS_SECONDS:
       self.said = time.monotonic()
-      print(f"{self.name}: {lasted:.0f} of {self.seconds:.0f} s, {sum(self.engine.steps.values())}"
+      print(f"{lasted:.0f} of {self.seconds:.0f} s, {sum(self.engine.steps.values())}"
             " steps", flush=True)  # fmt: skip
     if lasted < self.seconds or kind != "commit" or self.over:
       return
@@ -131,26 +130,21 @@ class Ends:
       self.engine.stop.set()
 
 
-def run(name: str, config: Config, folder: Path, seconds: float, mine: frozenset[int]) -> None:
-  """One run, into folder/name; none if it is there already."""
-  target = folder / name
-  if any(e["kind"] == "run_finished" for e in read_events(target)):
-    print(f"{name}: done before, in {target}")
-    if workdirs.saved_config(target) != config:
-      raise SystemExit(f"--workdir={folder}: {name} has another config. Fix: choose another one.")
+def run(config: Config, folder: Path, seconds: float, mine: frozenset[int]) -> None:
+  """The run, into `folder`; none if it is there already."""
+  if any(e["kind"] == "run_finished" for e in read_events(folder)):
+    print(f"done before, in {folder}")
+    if workdirs.saved_config(folder) != config:
+      raise SystemExit(f"--workdir={folder}: has another config. Fix: choose another one.")
     return
-  workdirs.claim(target, overwrite=True)
-  (target / "config.json").write_text(config.to_json() + "\n")
-  compiled = folder / "without" / workdirs.COMPILED
-  if compiled.exists() and name != "without":  # all programs are there, as late in a long run
-    shutil.copytree(compiled, target / workdirs.COMPILED)
-  engine = Pinned(config, target, data.open_corpus(config.data), lambda params: 0.0)
+  workdirs.claim(folder, overwrite=True)
+  (folder / "config.json").write_text(config.to_json() + "\n")
+  engine = Pinned(config, folder, data.open_corpus(config.data), lambda params: 0.0)
   engine.mine = mine
-  ends = Ends(name, engine, seconds)
+  ends = Ends(engine, seconds)
   outcome = engine.run([ends])
   if not ends.over:
-    shutil.rmtree(target / "events")  # or it would count as done
-    raise SystemExit(f"{name}: the run {outcome.reason} too early; see {target / 'logs'}")
+    raise SystemExit(f"the run {outcome.reason} too early; see {folder / 'logs'}")
 
 
 # --- what the events say --------------------------------------------------------------------------
@@ -192,44 +186,34 @@ def between(
   return steps[bisect.bisect_left(steps, (start, 0.0)) : bisect.bisect_left(steps, (end, 0.0))]
 
 
-def all_train_at(events: Iterable[Event], learners: int) -> float:
-  """When the last of them has made its first step."""
-  first: dict[str, float] = {}
-  for event in events:
-    if event["kind"] == "step":
-      first.setdefault(event["role"], event["time"])
-  return max(first[f"learner-{m}"] for m in range(learners))
-
-
-def measure(folder: Path, survivors: int, warm_up: float, every: float) -> dict[str, Any]:
-  """The numbers of both runs, from their event logs."""
-  runs = {name: read_events(folder / name) for name in ("without", "with")}
-  spans = restarts(runs["with"])
-  calm_from = all_train_at(runs["without"], survivors + 1) + warm_up
-  starts = {"without": [calm_from + i * every for i in range(len(spans))], "with": []}
-  starts["with"] = [killed for killed, _ in spans]
+def measure(folder: Path, survivors: int, every: float) -> dict[str, Any]:
+  """The numbers of the run, from its event logs."""
+  events = read_events(folder)
+  spans = restarts(events)
   ratios: dict[str, list[float]] = {"all": [], "in": [], "between": []}
   longest: dict[str, list[float]] = {"with": [], "without": []}
   medians = []
   for learner in range(survivors):
-    windows = {
-      name: [between(steps_of(events, learner), start, start + every) for start in starts[name]]
-      for name, events in runs.items()
-    }
-    for struck, calm in zip(windows["with"], windows["without"]):
-      parts: dict[str, list[float]] = {"all": [], "in": [], "between": []}
-      for ended, gap in struck:
-        parts["all"].append(gap)
-        parts["in" if any(a <= ended <= b for a, b in spans) else "between"].append(gap)
+    steps = steps_of(events, learner)
+    for killed, back in spans:
+      struck = between(steps, killed, killed + every)
+      calm = [
+        between(steps, killed - every, killed),
+        between(steps, killed + every, killed + 2 * every),
+      ]
+      if not struck or not all(calm):
+        raise SystemExit(f"learner {learner} made no step. Fix: a longer --every")
+      usual = statistics.mean(statistics.median(g for _, g in window) for window in calm)
+      medians.append(usual)
+      parts = {
+        "all": [gap for _, gap in struck],
+        "in": [gap for ended, gap in struck if ended <= back],
+        "between": [gap for ended, gap in struck if ended > back],
+      }
       for part, gaps in parts.items():
-        if gaps and calm:
-          ratios[part].append(statistics.median(gaps) / statistics.median(g for _, g in calm))
-    for name, each in windows.items():
-      gaps = [gap for window in each for _, gap in window]
-      if not gaps:
-        raise SystemExit(f"{name}: learner {learner} made no step. Fix: a longer --every")
-      longest[name].append(max(gaps) / statistics.median(gaps))
-      medians += [statistics.median(gaps)] if name == "with" else []
+        ratios[part] += [statistics.median(gaps) / usual] if gaps else []
+      longest["with"].append(max(parts["all"]) / usual)
+      longest["without"] += [max(gap for _, gap in window) / usual for window in calm]
   back = [b - a for a, b in spans if math.isfinite(b)]
   return {
     "survivor_step_ratio": middle(ratios["all"]),
@@ -253,7 +237,7 @@ def main() -> None:
   cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   parser.add_argument("--kills", type=int, default=6)
-  parser.add_argument("--every", type=float, default=30.0, help="seconds between two kills")
+  parser.add_argument("--every", type=float, default=20.0, help="seconds of a window")
   parser.add_argument("--learners", type=int, default=max(2, min(4, len(cores))))
   parser.add_argument("--workdir", type=Path, help="keeps the runs; default: a temporary folder")
   parser.add_argument("--quick", action="store_true", help="a smoke test: numbers mean nothing")
@@ -270,11 +254,10 @@ def main() -> None:
   mine, rest = frozenset(cores[:-1]), cores[-1:]
   os.sched_setaffinity(0, rest)  # also for what we start
   with tempfile.TemporaryDirectory() as scratch:
-    folder = args.workdir or Path(scratch)
-    for name, kills in (("without", 0), ("with", args.kills)):
-      config = make_config(args.learners, kills, args.every, args.quick)
-      run(name, config, folder, warm_up + args.kills * args.every, mine)
-    result = measure(folder, args.learners - 1, warm_up, args.every)
+    folder = (args.workdir or Path(scratch)) / "run"
+    config = make_config(args.learners, args.kills, args.every, args.quick)
+    run(config, folder, warm_up + (2 * args.kills + 1) * args.every, mine)
+    result = measure(folder, args.learners - 1, args.every)
   print(json.dumps({**result, "cores": len(cores)}))
 
 

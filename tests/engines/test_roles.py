@@ -88,7 +88,8 @@ def test_a_run_put_together_by_hand(tmp_path):
 
   Learner 0 goes on all the while; it, the shards and the evaluator end by themselves.
   """
-  (tmp_path / "config.json").write_text(tiny(steps=5000, learners=1).to_json())
+  # Long enough for two processes to come and go in it, one after the other.
+  (tmp_path / "config.json").write_text(tiny(steps=8000, learners=1).to_json())
   workdir, urls = tmp_path / "run", free_urls(2)
   common = [f"--config={tmp_path / 'config.json'}", f"--workdir={workdir}"]
   common += [f"--syncers={','.join(urls)}"]
@@ -108,11 +109,13 @@ def test_a_run_put_together_by_hand(tmp_path):
       role(f"syncer-{s}", "syncer", f"--shard={s}", f"--bind={url}")
     role("evaluator", "evaluator")
     zero, log = role("zero", "learner", "--learner=0", "--cpu", "--http=127.0.0.1:0")
+    wait_for(lambda: events_of(workdir, "started", "learner-0"), "a start of 0", zero, log)
+    first, said = role("first", "learner", "--learner=7", "--cpu")
     wait_for(lambda: events_of(workdir, "commit"), "the first commit", zero, log)
     url = log.read_text().split("probes at ")[1].split()[0]
     assert urllib.request.urlopen(f"{url}/readyz", timeout=10).status == 200
 
-    first, log = role("first", "learner", "--learner=7", "--cpu")
+    log = said
     wait_for(lambda: events_of(workdir, "push", "learner-7"), "a push of 7", first, log)
     second, log = role("second", "learner", "--learner=7", "--cpu")
     assert ended("first")[0] == 1
