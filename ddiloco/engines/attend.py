@@ -117,7 +117,7 @@ class Attendant:
     self._health.close()
     for number, handler in self._handlers.items():
       signal.signal(number, handler)  # type: ignore[arg-type]
-    # The role has ended in its own way: a supervisor's SIGTERM that comes late must not change that.
+    # The role has ended in its own way; a SIGTERM that comes late must not change that.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
   # --- for the role -------------------------------------------------------------------------------
