@@ -137,8 +137,7 @@ def run(config: Config, folder: Path, seconds: float, mine: frozenset[int]) -> N
     if workdirs.saved_config(folder) != config:
       raise SystemExit(f"--workdir={folder}: has another config. Fix: choose another one.")
     return
-  workdirs.claim(folder, overwrite=True)
-  (folder / "config.json").write_text(config.to_json() + "\n")
+  workdirs.claim(folder, config, overwrite=True)
   engine = Pinned(config, folder, data.open_corpus(config.data), lambda params: 0.0)
   engine.mine = mine
   ends = Ends(engine, seconds)

@@ -41,8 +41,9 @@ from ddiloco.resilience.chaos import Faults
 from ddiloco.runtime import initial
 from ddiloco.runtime.learner import Learner
 from ddiloco.runtime.network import NetworkEndpoint, Run, seconds_since_2020
-from ddiloco.runtime.store import MemoryStore
-from ddiloco.runtime.syncer import Syncer, new_fragment
+from ddiloco.runtime.rejoin import Beginning, new_learner, new_syncer
+from ddiloco.runtime.store import MemoryStore, new_fragment
+from ddiloco.runtime.syncer import Syncer
 from ddiloco.runtime.transport import Endpoint, Hub, learner_address, syncer_address
 from ddiloco.training.island import Island
 
@@ -82,16 +83,14 @@ class Interleaved:
 
   def _bare_block(self) -> list[float]:
     time.sleep(0.3)  # lets pushes and publishes under way end, so that they do not slow these steps
-    params, opt_state = self._state
     seconds, last = [], time.perf_counter()
     for count in range(self.block):
       batch = self.tokens[count % len(self.tokens)]
-      params, opt_state, metrics = self.island._step(params, opt_state, batch, np.int32(count))
+      self._state, metrics = self.island._step(self._state, batch, np.int32(count), np.float32(1))
       np.asarray(jax.block_until_ready(metrics))
       now = time.perf_counter()
       seconds.append(now - last)
       last = now
-    self._state = params, opt_state
     return seconds
 
 
@@ -141,7 +140,8 @@ class Bench:
     shape = (self.config.islands.batch_size, self.config.data.sequence_length + 1)
     tokens = [random.integers(0, 256, shape, np.int32) for _ in range(8)]
     loop, steps = Interleaved(island, tokens, self.block, self.pairs), Steps()
-    role = Learner(0, 0, self.config, self.plan, island, loop, endpoint, steps)
+    beginning = Beginning(new_learner(self.config, self.plan, 0, 0))
+    role = Learner(beginning, self.config, self.plan, island, loop, endpoint, steps)
     role.run(Faults((), time.monotonic()), loop.stop.is_set)
     return Measured(steps.gaps, loop.bare, steps.blocked_seconds)
 
@@ -156,7 +156,8 @@ class Shard:
       store.save(new_fragment(fragment, fragments.gather(fragment, first)))
     self._steps, self._stop = Steps(), threading.Event()
     faults = Faults((), time.monotonic())
-    role = Syncer(0, 0, config, plan, endpoint, store, self._steps, faults)
+    state = new_syncer(config, 0, 0, store)
+    role = Syncer(state, config, plan, endpoint, store, self._steps, faults)
     self._thread = threading.Thread(target=role.run, args=(self._stop.is_set,), daemon=True)
     self._thread.start()
 

@@ -44,7 +44,7 @@ def serve(endpoint, stop: Callable[[], bool]) -> None:
     if arrived is not None:
       message = arrived[1]
       number = message.round if isinstance(message, Push) else message.incarnation
-      endpoint.send(LEARNER, Pull(0, 0, 0, 0, number, 0))
+      endpoint.send(LEARNER, Pull(0, 0, 0, 0, number, 0, 0))
 
 
 def serve_socket(listener: socket.socket, most_bytes: int) -> None:
@@ -82,7 +82,7 @@ def over(endpoint) -> Callable[[np.ndarray], None]:
   def transfer(payload: np.ndarray) -> None:
     nonlocal count
     count += 1
-    endpoint.send(SHARD, Push(0, 0, 0, count, 0, 1, 1, 0, "f32", payload))
+    endpoint.send(SHARD, Push(0, 0, 0, count, 0, 1, 1, 0, 0, (), "f32", payload))
     arrived = endpoint.receive(SECONDS)
     assert arrived is not None and arrived[1].round == count, "the fragment was lost"
 
@@ -113,10 +113,10 @@ def control_under_load(endpoint: NetworkEndpoint, payload: np.ndarray, count: in
   answers, seconds, pushes = 0, [], 0
   for number in range(1_000_000, 1_000_000 + count):
     while pushes - answers < 2:
-      endpoint.send(SHARD, Push(0, 0, 0, pushes, 0, 1, 1, 0, "f32", payload))
+      endpoint.send(SHARD, Push(0, 0, 0, pushes, 0, 1, 1, 0, 0, (), "f32", payload))
       pushes += 1
     before = time.perf_counter()
-    endpoint.send(SHARD, Hello(0, number))
+    endpoint.send(SHARD, Hello(0, number, ()))
     while (got := endpoint.receive(SECONDS)[1].round) != number:
       assert got < 1_000_000
       answers += 1

@@ -27,8 +27,9 @@ from ddiloco.observe.events import NullRecorder
 from ddiloco.resilience.chaos import Faults
 from ddiloco.runtime import initial
 from ddiloco.runtime.learner import Learner
-from ddiloco.runtime.store import MemoryStore
-from ddiloco.runtime.syncer import Syncer, new_fragment
+from ddiloco.runtime.rejoin import Beginning, new_learner, new_syncer
+from ddiloco.runtime.store import MemoryStore, new_fragment
+from ddiloco.runtime.syncer import Syncer
 from ddiloco.runtime.transport import Hub, learner_address, syncer_address
 
 
@@ -95,14 +96,16 @@ def measure(config: config_lib.Config, plan: fragments.Plan) -> tuple[float, flo
   threads = []
   for s in range(config.sync.num_shards):
     endpoint = hub.connect(syncer_address(s))
-    shard = Syncer(s, 0, config, plan, endpoint, store, NullRecorder(), faults)
+    state = new_syncer(config, s, 0, store)
+    shard = Syncer(state, config, plan, endpoint, store, NullRecorder(), faults)
     threads.append(threading.Thread(target=shard.run, args=(stop.is_set,), daemon=True))
   endpoints = []
   for m in range(config.islands.num_learners):
     endpoints.append(hub.connect(learner_address(m)))
     holder = Holder(plan, m)
-    role = Learner(m, 0, config, plan, holder, batches if m == 0 else _plain(config), endpoints[m],
-                   NullRecorder())  # fmt: skip
+    data = batches if m == 0 else _plain(config)
+    beginning = Beginning(new_learner(config, plan, m, 0))
+    role = Learner(beginning, config, plan, holder, data, endpoints[m], NullRecorder())
     threads.append(threading.Thread(target=role.run, args=(faults, stop.is_set), daemon=True))
   for thread in threads:
     thread.start()

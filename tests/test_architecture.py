@@ -36,8 +36,9 @@ PURE_ALLOWS = {
   "models": {"numpy", "jax", "flax", "ddiloco"},
 }
 STANDARD = {
-  "__future__", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq", "itertools",
-  "json", "math", "operator", "reprlib", "statistics", "struct", "sys", "typing",
+  "__future__", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq",
+  "itertools", "json", "math", "operator", "reprlib", "statistics", "struct", "sys", "types",
+  "typing",
 }  # fmt: skip
 FILES = sorted(ROOT.rglob("*.py"))
 

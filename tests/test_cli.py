@@ -13,9 +13,9 @@ import ddiloco
 from ddiloco import cli, environment
 from ddiloco.config import from_dict
 from ddiloco.engines import session
-from ddiloco.engines.workdir import claim
+from ddiloco.engines.workdir import claim, saved_config
 from ddiloco.models import transformer
-from ddiloco.runtime import checkpoint
+from ddiloco.runtime import weights
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = str(ROOT / "configs" / "quickstart.py")
@@ -192,7 +192,7 @@ def finished(tmp_path) -> Path:
     name: 0.01 * random.standard_normal(leaf.shape, np.float32)
     for name, leaf in transformer.shapes(config.model).items()
   }
-  checkpoint.save_params(tmp_path / "result", params)
+  weights.save(tmp_path / "result", params)
   return tmp_path
 
 
@@ -202,8 +202,15 @@ def test_a_workdir_under_a_file_is_refused(refused, tmp_path):
   assert "cannot be written" in refused(*TRAIN, f"--workdir={tmp_path / 'file'}")
 
 
-def test_a_workdir_with_a_run_is_left_alone(refused, finished):
-  assert "already holds a run" in refused(*TRAIN, f"--workdir={finished}")
+def test_a_workdir_with_another_run_is_left_alone(refused, finished):
+  said = refused(*TRAIN, f"--workdir={finished}")
+  assert "the run in --workdir=" in said and ". Fix: use the same --config" in said
+
+
+def test_a_finished_run_is_not_trained_again(refused, finished):
+  (finished / "outcome.json").write_text('{"reason": "finished"}')
+  said = refused("train", f"--config={finished / 'config.json'}", f"--workdir={finished}")
+  assert "its run is finished" in said and "--overwrite" in said
 
 
 def test_overwrite_replaces_our_own_files_only(finished):
@@ -212,8 +219,9 @@ def test_overwrite_replaces_our_own_files_only(finished):
   for folder in ("events", "report", "tensorboard", "alone"):
     (finished / folder).mkdir()
     (finished / folder / "old").write_text("x")
-  claim(finished, overwrite=True)
-  assert sorted(p.name for p in finished.iterdir()) == ["config.json", "mine", "notes.txt"]
+  assert not claim(finished, saved_config(finished), overwrite=True), "nothing goes on"
+  left = ["config.json", "mine", "notes.txt", "started"]
+  assert sorted(p.name for p in finished.iterdir()) == left
   assert (finished / "notes.txt").read_text() == "mine"
 
 

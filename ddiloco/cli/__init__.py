@@ -13,7 +13,9 @@ from absl import flags
 
 import ddiloco
 from ddiloco.cli import roles, runs
+from ddiloco.cli.export import export
 from ddiloco.cli.keys import keys
+from ddiloco.cli.tape import replay, tape
 from ddiloco.config import ConfigError
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
@@ -25,6 +27,9 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
   "generate": runs.generate,
   "evaluate": runs.evaluate,
   "report": runs.report,
+  "tape": tape,
+  "replay": replay,
+  "export": export,
 }
 
 USAGE = """ddiloco: one model, trained across islands that may be far apart and failing.
@@ -33,6 +38,9 @@ USAGE = """ddiloco: one model, trained across islands that may be far apart and 
   ddiloco generate  --workdir=DIR --prompt=TEXT                              let the result write
   ddiloco evaluate  --workdir=DIR                                            held-out loss of it
   ddiloco report    --workdir=DIR                                            draw DIR/report again
+  ddiloco tape      --workdir=DIR [--role=learner-2]                         what happened, checked
+  ddiloco replay    --workdir=DIR                                            do it again and compare
+  ddiloco export    --workdir=DIR --to=PATH                                  the result, for others
 
 One process, one role, in the foreground (for systemd, JobSet, ssh):
 

@@ -43,7 +43,8 @@ def train(arguments: list[str]) -> int:
     return 0
   config, engine = final_config(values, path), values["engine"].value
   options = _engine_options(values)
-  _prepare(config, values["cpu"].value, supervises=engine != "threads")
+  cpu_only = values["cpu"].value or values["dry_run"].value  # Orbax looks for devices
+  _prepare(config, cpu_only, supervises=engine != "threads")
   from ddiloco.engines import session
 
   workdir = Path(values["workdir"].value)

@@ -18,6 +18,7 @@ from typing import Any
 import ml_collections
 
 from ddiloco.checked import ConfigError, build, refuse_unknown, require
+from ddiloco.config.checkpoint import CheckpointConfig
 from ddiloco.config.islands import IslandConfig, IslandsConfig
 from ddiloco.config.learning import DataConfig, InnerConfig, ModelConfig, OuterConfig
 from ddiloco.config.run import ChaosConfig, Fault, RunConfig
@@ -25,6 +26,7 @@ from ddiloco.config.sync import NetworkConfig, SyncConfig
 
 __all__ = [
   "ChaosConfig",
+  "CheckpointConfig",
   "Config",
   "ConfigError",
   "DataConfig",
@@ -55,6 +57,7 @@ class Config:
   sync: SyncConfig = SyncConfig()
   outer: OuterConfig = OuterConfig()
   network: NetworkConfig = NetworkConfig()
+  checkpoint: CheckpointConfig = CheckpointConfig()
   run: RunConfig = RunConfig()
   chaos: ChaosConfig = ChaosConfig()
 

@@ -12,6 +12,7 @@ class RunConfig:
   """How long, how often to look, and what to leave behind."""
 
   total_tokens: int = 4_000_000  # merged into the global model; the run ends there
+  init_from: str = ""  # weights to start from, else random: .safetensors, Orbax or a run's workdir
   evaluations: int = 20  # of the global model on the held-out split, spread over the run
   compare_alone: bool = False  # afterwards train every island alone on as many of its own steps
   prompt: str = "def "  # of the sample that is printed at the end

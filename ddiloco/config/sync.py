@@ -33,9 +33,10 @@ class SyncConfig:
   liveness_seconds: float = 2.0  # ... but never sooner than this
   max_norm_ratio: float = 10.0  # an update so much longer than others' and its own past is rejected
   quarantine_after: int = 3  # rejections in a row until a learner must rejoin
+  snapshot_steps: int = 200  # of the run's clock between two snapshots of the whole run; 0: never
 
   def __post_init__(self):
-    not_negative("sync", self, "num_shards", "overlap_steps", "max_rows")
+    not_negative("sync", self, "num_shards", "overlap_steps", "max_rows", "snapshot_steps")
     positive("sync", self, "num_fragments", "sync_period", "min_quorum", "liveness_steps")
     positive("sync", self, "liveness_seconds", "quarantine_after")
     one_of("sync", self, "fragmentation", "balanced", "layer", "tensor", "strided")

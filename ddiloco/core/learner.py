@@ -11,23 +11,21 @@ import dataclasses
 import functools
 
 from ddiloco.config import SyncConfig
+from ddiloco.core import causality, donations, learner_messages
 from ddiloco.core.learner_state import (
   FragmentClock,
   Incoming,
   LearnerState,
   Outstanding,
   ShardView,
+  set_fragment,
 )
 from ddiloco.core.messages import (
   Goodbye,
   Hello,
-  Message,
-  Publish,
-  Pull,
   Push,
-  Refusal,
   Report,
-  Welcome,
+  flat,
 )
 from ddiloco.core.protocol import (
   Apply,
@@ -36,12 +34,10 @@ from ddiloco.core.protocol import (
   LearnerEvent,
   Note,
   Received,
-  Rejoin,
-  Resend,
   Send,
-  Stage,
   Staged,
   StepDone,
+  Taken,
   Tick,
   due_after,
   smooth,
@@ -57,8 +53,12 @@ def init(
   owners: tuple[int, ...],
   target_tokens: int,
   trains: bool = True,
+  donor_seconds: float = 0.0,
 ) -> LearnerState:
-  """A learner that has nothing yet. `owners[p]` is the shard of fragment p; () trains alone."""
+  """A learner that has nothing yet. `owners[p]` is the shard of fragment p; () trains alone.
+
+  In a run under way it waits at most `donor_seconds` for a peer's moments before its first step.
+  """
   return LearnerState(
     learner=learner,
     incarnation=incarnation,
@@ -66,12 +66,47 @@ def init(
     fragments=tuple(FragmentClock(shard) for shard in owners),
     target_tokens=target_tokens,
     trains=trains,
+    donor_seconds=donor_seconds,
+    seen={learner: causality.count(incarnation, 0)},
+  )
+
+
+def revive(
+  saved: LearnerState, incarnation: int, owners: tuple[int, ...], target_tokens: int
+) -> LearnerState:
+  """A learner that goes on from what it recorded once: with its own unmerged progress and counters.
+
+  It makes no step before every shard has said what is newer; shards may have changed their number.
+  """
+
+  def mine(f: FragmentClock, shard: int) -> FragmentClock:
+    sent = f.outstanding
+    if sent is not None:
+      sent = dataclasses.replace(sent, push=dataclasses.replace(sent.push, incarnation=incarnation))
+    incoming = tuple(dataclasses.replace(entry, ready=True) for entry in f.incoming)
+    return dataclasses.replace(
+      f, shard=shard, fresh=False, outstanding=sent, pull=None, incoming=incoming
+    )
+
+  new = init(saved.learner, incarnation, owners, target_tokens, saved.trains)
+  return dataclasses.replace(
+    saved,
+    incarnation=incarnation,
+    shards=new.shards,
+    fragments=tuple(map(mine, saved.fragments, owners)),
+    target_tokens=target_tokens,
+    seen=causality.join(saved.seen, new.seen),
+    cuts=0,
+    donations=0,
+    wants=(),
+    leaving=False,
+    done=False,
   )
 
 
 def can_step(state: LearnerState, sync: SyncConfig) -> bool:
   """May the next inner step start? Always, once joined, unless the run is in lock-step."""
-  if not state.joined or state.done or state.leaving or not state.trains:
+  if not state.joined or state.done or state.leaving or not state.trains or state.wants:
     return False
   return not (sync.blocking and state.fragments and waiting_for(state, sync))
 
@@ -100,8 +135,10 @@ def reports(state: LearnerState) -> list[LearnerAction]:
       clock=state.clock,
       step_seconds=state.step_seconds,
       versions=tuple(f.version for f in mine),
+      rounds=tuple(f.round for f in mine),
       since=tuple(_due_steps(state, f) for f in mine),
       leaving=state.leaving,
+      snapshot=state.snapshot,
     )
     sends.append(Send(shard, report))
   return sends
@@ -120,29 +157,40 @@ def learner_on(
   """The learner's reducer. Call it between inner steps only: what it decides happens there."""
   if state.done:
     return state, []
+  before = state.joined
   match event:
     case Tick(now):
       state, actions = _say_hello(state, now)
+      state, asked = donations.ask(state, now)
+      actions += asked
+    case Taken(fragment):
+      state, actions = donations.taken(state, fragment)
     case StepDone():
       state, actions = _count_step(state, event), []
     case Staged(fragment, version):
       state, actions = _mark_ready(state, fragment, version), []
     case Received(message):
-      state, actions = _on_message(state, message, sync)
+      state, actions = learner_messages.on_message(state, message, sync)
   state, applied = _apply_ready(state, sync)
+  joined = []
+  if state.joined and not before:
+    joined = [Note("joined", {"clock": state.clock})]
+    state = donations.want(state, event.now)
   state, answered = _answer_pulls(state)
   state, finished = _finish(state)
-  return state, [*actions, *applied, *answered, *finished]
+  return state, [*actions, *applied, *joined, *answered, *finished]
 
 
 def _say_hello(state: LearnerState, now: float) -> tuple[LearnerState, list[LearnerAction]]:
   shards = list(state.shards)
   actions: list[LearnerAction] = []
   for number, view in enumerate(shards):
-    if view.incarnation < 0 and now >= view.next_hello_at:
+    lacks = any(f.shard == number and not f.fresh for f in state.fragments)
+    if (view.incarnation < 0 or lacks) and now >= view.next_hello_at:
       pause = min(HELLO_SECONDS * 2**view.hellos, HELLO_SECONDS_MOST)
       shards[number] = dataclasses.replace(view, hellos=view.hellos + 1, next_hello_at=now + pause)
-      actions.append(Send(number, Hello(state.learner, state.incarnation)))
+      rounds = tuple(f.round for f in state.fragments if f.shard == number)
+      actions.append(Send(number, Hello(state.learner, state.incarnation, rounds)))
   return dataclasses.replace(state, shards=tuple(shards)), actions
 
 
@@ -162,119 +210,6 @@ def _count_step(state: LearnerState, event: StepDone) -> LearnerState:
   )
 
 
-def _on_message(
-  state: LearnerState, message: Message, sync: SyncConfig
-) -> tuple[LearnerState, list[LearnerAction]]:
-  if not isinstance(message, Welcome | Pull | Publish | Refusal):
-    return state, [Note("ignored", {"reason": f"{type(message).__name__} is not for learners"})]
-  if message.shard >= len(state.shards):
-    return state, [Note("ignored", {"reason": f"no shard {message.shard} in this run"})]
-  known = state.shards[message.shard].incarnation
-  if message.incarnation < known:
-    return state, [Note("ignored", {"reason": f"shard {message.shard} is an old incarnation"})]
-  if message.learner_incarnation != state.incarnation:
-    return state, [Note("ignored", {"reason": "meant for another incarnation of this learner"})]
-  if message.incarnation > known:
-    state = _meet_shard(state, message.shard, message.incarnation)
-  match message:
-    case Welcome():
-      return dataclasses.replace(state, clock=max(state.clock, message.clock)), []
-    case Pull():
-      return _on_pull(state, message)
-    case Publish():
-      return _on_publish(state, message, sync)
-  return _on_refusal(state, message)
-
-
-def _meet_shard(state: LearnerState, shard: int, incarnation: int) -> LearnerState:
-  """A new incarnation of a shard fences the old one: what that one asked for is void."""
-  shards = list(state.shards)
-  shards[shard] = dataclasses.replace(shards[shard], incarnation=incarnation)
-
-  def forget(f: FragmentClock) -> FragmentClock:
-    return dataclasses.replace(f, pull=None) if f.shard == shard else f
-
-  fragments = tuple(map(forget, state.fragments))
-  return dataclasses.replace(state, shards=tuple(shards), fragments=fragments)
-
-
-def _owned(state: LearnerState, message: Pull | Publish | Refusal) -> FragmentClock | None:
-  if not 0 <= message.fragment < len(state.fragments):
-    return None
-  f = state.fragments[message.fragment]
-  return f if f.shard == message.shard else None
-
-
-def _set(state: LearnerState, fragment: int, **changes) -> LearnerState:
-  fragments = list(state.fragments)
-  fragments[fragment] = dataclasses.replace(fragments[fragment], **changes)
-  return dataclasses.replace(state, fragments=tuple(fragments))
-
-
-def _on_pull(state: LearnerState, pull: Pull) -> tuple[LearnerState, list[LearnerAction]]:
-  f = _owned(state, pull)
-  if f is None or pull.base_version < f.received or not state.trains:
-    return state, []  # of a round that is over
-  newest = max(f.pull.round if f.pull else -1, f.outstanding.push.round if f.outstanding else -1)
-  if pull.round < newest:
-    return state, []  # rounds only go up: this one was abandoned, and my push for a newer counts
-  if f.outstanding and f.outstanding.push.round == pull.round:
-    return state, [Resend(f.outstanding.push)]
-  return _set(state, pull.fragment, pull=pull), []
-
-
-def _on_publish(
-  state: LearnerState, publish: Publish, sync: SyncConfig
-) -> tuple[LearnerState, list[LearnerAction]]:
-  f = _owned(state, publish)
-  if f is None:
-    return state, []
-  usable = publish.base_version < 0 or publish.base_version == f.received
-  if publish.version <= f.received or not usable:
-    return state, []  # a duplicate, or an update to a version I do not have: it comes again whole
-  included = f.outstanding is not None and publish.merged_round == f.outstanding.push.round
-  mode = "overwrite" if f.received < 0 or not state.trains else sync.apply
-  state = dataclasses.replace(state, clock=max(state.clock, publish.clock))
-  return _stage(state, publish, mode, f.outstanding if included else None)
-
-
-def _stage(
-  state: LearnerState, publish: Publish, mode: str, merged: Outstanding | None
-) -> tuple[LearnerState, list[LearnerAction]]:
-  header = dataclasses.replace(publish, payload=None)
-  incoming = (*state.fragments[publish.fragment].incoming, Incoming(header, mode, merged))
-  state = _set(
-    state, publish.fragment, received=publish.version, outstanding=None, incoming=incoming
-  )
-  return state, [Stage(publish, mode, included=merged is not None)]
-
-
-def _on_refusal(state: LearnerState, refusal: Refusal) -> tuple[LearnerState, list[LearnerAction]]:
-  """My push was rejected: go back to the base, as an update of nothing to the version I have."""
-  note = Note("refused", dataclasses.asdict(refusal))
-  if refusal.rejoin:
-    return state, [note, Rejoin(refusal.reason)]
-  f = _owned(state, refusal)
-  if f is None or f.outstanding is None or f.outstanding.push.round != refusal.round:
-    return state, [note]
-  back = Publish(
-    shard=refusal.shard,
-    incarnation=refusal.incarnation,
-    learner_incarnation=state.incarnation,
-    fragment=refusal.fragment,
-    round=-1,
-    version=f.received,
-    base_version=f.received,
-    clock=state.clock,
-    merged_tokens=f.merged_tokens,
-    participants=(),
-    merged_round=-1,
-    codec="",
-  )
-  state, actions = _stage(state, back, "overwrite", None)
-  return state, [note, *actions]
-
-
 def _mark_ready(state: LearnerState, fragment: int, version: int) -> LearnerState:
   """Staging keeps the order of publishes, so the oldest unready one is the one that is staged."""
   incoming = list(state.fragments[fragment].incoming)
@@ -284,23 +219,20 @@ def _mark_ready(state: LearnerState, fragment: int, version: int) -> LearnerStat
         raise RuntimeError(f"staged version {version}, expected {entry.publish.version}")
       incoming[i] = dataclasses.replace(entry, ready=True)
       break
-  return _set(state, fragment, incoming=tuple(incoming))
+  return set_fragment(state, fragment, incoming=tuple(incoming))
 
 
 def _apply_ready(state: LearnerState, sync: SyncConfig) -> tuple[LearnerState, list[LearnerAction]]:
   actions: list[LearnerAction] = []
-  before = state.joined
   for p in range(len(state.fragments)):
     while (entry := next(iter(state.fragments[p].incoming), None)) and entry.ready:
       early = entry.merged and state.step - entry.merged.at_step < sync.overlap_steps
       if sync.blocking and early and not state.leaving:  # who leaves never gets to that step
         break
       f = _received(state.fragments[p], entry, state.step)
-      state = _set(state, p, **f)
-      included = entry.merged is not None
-      actions.append(Apply(p, entry.publish.version, entry.mode, included))
-  if state.joined and not before:
-    actions.append(Note("joined", {"clock": state.clock}))
+      state = set_fragment(state, p, **f)
+      new, included = entry.publish, entry.merged is not None
+      actions.append(Apply(p, new.version, new.round, entry.mode, included))
   return state, actions
 
 
@@ -314,7 +246,8 @@ def _received(f: FragmentClock, entry: Incoming, step: int) -> dict:
     steps, tokens, discarded = 0, 0, tokens
   return {
     "version": entry.publish.version,
-    "merged_tokens": max(f.merged_tokens, entry.publish.merged_tokens),
+    "round": entry.publish.round,
+    "merged_tokens": entry.publish.merged_tokens,
     "since": since,
     "steps": steps,
     "tokens": tokens,
@@ -330,8 +263,11 @@ def _answer_pulls(state: LearnerState) -> tuple[LearnerState, list[LearnerAction
     if f.pull is None or f.incoming:
       continue
     if f.pull.base_version < f.version:
-      state = _set(state, p, pull=None)
+      state = set_fragment(state, p, pull=None)
     elif f.pull.base_version == f.version and f.steps > 0:
+      mine = causality.count(state.incarnation, state.cuts + 1)
+      seen = causality.join(state.seen, {state.learner: mine})
+      state = dataclasses.replace(state, seen=seen, cuts=state.cuts + 1)
       push = Push(
         learner=state.learner,
         incarnation=state.incarnation,
@@ -341,9 +277,11 @@ def _answer_pulls(state: LearnerState) -> tuple[LearnerState, list[LearnerAction
         steps=f.steps,
         tokens=f.tokens,
         clock=state.clock,
+        snapshot=state.snapshot,
+        seen=flat(seen),
         codec="",  # the runtime's business, like the payload
       )
-      state = _set(state, p, pull=None, outstanding=Outstanding(push, state.step))
+      state = set_fragment(state, p, pull=None, outstanding=Outstanding(push, state.step))
       actions.append(Cut(push))
   return state, actions
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
-from ddiloco.core.messages import Publish, Pull, Push
+from ddiloco.core.messages import NOTHING, Publish, Pull, Push
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,7 @@ class FragmentClock:
 
   shard: int
   version: int = -1  # in the parameters
+  round: int = NOTHING  # that made it: its identity, since version numbers may come twice
   received: int = -1  # newest version accepted; >= version
   since: int = 0  # steps since the last sync: from its cut if it had my push, else from receipt
   steps: int = 0  # in my parameters and not merged yet
@@ -38,9 +40,16 @@ class FragmentClock:
   merged_tokens: int = 0  # of the whole run, as the shard says
   acknowledged_tokens: int = 0  # mine, merged
   discarded_tokens: int = 0  # mine, lost to an overwrite
+  known: Publish | None = None  # what came with the newest version accepted, without payload
+  fresh: bool = False  # its shard has sent me what it had, or had nothing newer than I
   outstanding: Outstanding | None = None
   pull: Pull | None = None  # asked and not answered yet
   incoming: tuple[Incoming, ...] = ()
+
+  @property
+  def newest(self) -> int:
+    """The round that made the newest version accepted."""
+    return self.known.round if self.known else NOTHING
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,14 +71,30 @@ class LearnerState:
   clock: int = 0  # the run's: what learning rate and data position follow
   trained_tokens: int = 0
   step_seconds: float = 0.0
+  snapshot: int = 0  # the newest heard of; my state is recorded for it
+  seen: Mapping[int, int] = dataclasses.field(default_factory=dict)  # vector clock
+  cuts: int = 0  # in this incarnation
+  donor_seconds: float = 0.0  # that it waits for a peer's moments, when it joins
+  wants: tuple[int, ...] = ()  # fragments whose moments it still waits for
+  wants_until: float = 0.0
+  ask_at: float = 0.0
+  welcome_clock: int = 0  # the run's, when it joined
+  donations: int = 0  # made, in this incarnation
   leaving: bool = False  # makes no more steps, and goes when nothing is left to merge
   done: bool = False
 
   @property
   def joined(self) -> bool:
-    return all(f.version >= 0 for f in self.fragments)
+    return all(f.fresh and f.version >= 0 for f in self.fragments)
 
   @property
   def merged_tokens(self) -> int:
     """Of the whole run: what every fragment has merged at least."""
     return min((f.merged_tokens for f in self.fragments), default=0)
+
+
+def set_fragment(state: LearnerState, fragment: int, **changes) -> LearnerState:
+  """The state with these fields of one fragment changed."""
+  fragments = list(state.fragments)
+  fragments[fragment] = dataclasses.replace(fragments[fragment], **changes)
+  return dataclasses.replace(state, fragments=tuple(fragments))

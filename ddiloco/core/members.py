@@ -5,15 +5,32 @@ from __future__ import annotations
 import dataclasses
 
 from ddiloco.config import SyncConfig
-from ddiloco.core.messages import EVALUATOR, Goodbye, Hello, Message, Refusal, Report, Welcome
-from ddiloco.core.protocol import Note, Send, SyncerAction, backed_off, smooth
+from ddiloco.core import causality, donations
+from ddiloco.core.messages import (
+  EVALUATOR,
+  Ask,
+  Goodbye,
+  Hello,
+  Message,
+  Moments,
+  Recall,
+  Refusal,
+  Report,
+  Value,
+  Welcome,
+  pairs,
+)
+from ddiloco.core.protocol import Abandon, Adopt, Note, Send, SyncerAction, backed_off, smooth
 from ddiloco.core.syncer_state import (
+  FragmentState,
   Member,
+  Recalling,
   SyncerState,
   forget_pending,
   ignored,
   member_note,
   publish_to,
+  set_fragment,
   set_member,
 )
 
@@ -32,7 +49,7 @@ def _new_member(state: SyncerState, incarnation: int, now: float) -> Member:
 def on_message(
   state: SyncerState, message: Message, now: float, sync: SyncConfig
 ) -> tuple[SyncerState, list[SyncerAction]]:
-  if not isinstance(message, Hello | Report | Goodbye):
+  if not isinstance(message, Hello | Report | Value | Ask | Moments | Goodbye):
     return state, [ignored(message, "not for shards")]
   member = state.members.get(message.learner)
   if member and message.incarnation < member.incarnation:
@@ -42,6 +59,14 @@ def on_message(
       return _on_hello(state, message, member, now, sync)
     case Report():
       return _on_report(state, message, member, now, sync)
+    case Value():
+      return _on_value(state, message, now, sync)
+    case Ask() if member is not None:
+      return donations.on_ask(state, message, now, sync)
+    case Moments() if member is not None:
+      return donations.on_moments(state, message, now, sync)
+    case Ask() | Moments():
+      return state, [ignored(message, "an unknown learner")]
   if member is None:
     return state, []
   state = forget_pending(set_member(state, message.learner, None), message.learner)
@@ -56,9 +81,21 @@ def _on_hello(
   if member is None or new:
     state = forget_pending(state, hello.learner)
     member = _new_member(state, hello.incarnation, now)
+    if len(hello.rounds) == len(state.fragments):
+      has = tuple(
+        f.version if r >= f.last_round else -1 for r, f in zip(hello.rounds, state.fragments)
+      )
+      member = dataclasses.replace(member, versions=has, sent=has)
     actions.append(member_note(hello.learner, "joined", f"incarnation {hello.incarnation}"))
-  owned = tuple(f.index for f in state.fragments)
-  welcome = Welcome(state.shard, state.incarnation, hello.incarnation, state.clock, owned)
+  welcome = Welcome(
+    state.shard,
+    state.incarnation,
+    hello.incarnation,
+    state.clock,
+    tuple(f.index for f in state.fragments),
+    tuple(f.last_round for f in state.fragments),
+    state.snapshot,
+  )
   actions.append(Send(hello.learner, welcome))
   state = set_member(state, hello.learner, dataclasses.replace(member, heard_at=now, lost=False))
   for learner in sorted(state.members):  # the newcomer, and at the start those it completes
@@ -81,39 +118,39 @@ def _begun(state: SyncerState, sync: SyncConfig) -> bool:
 def _on_report(
   state: SyncerState, report: Report, member: Member | None, now: float, sync: SyncConfig
 ) -> tuple[SyncerState, list[SyncerAction]]:
-  if len(report.versions) != len(state.fragments) or len(report.since) != len(state.fragments):
-    return state, [ignored(report, f"counts {len(report.versions)} fragments, not mine")]
-  if any(v > f.version for v, f in zip(report.versions, state.fragments)):
-    reason = "has a version from the future: this shard lost commits"
-    refusal = Refusal(
-      state.shard, state.incarnation, report.incarnation, -1, -1, rejoin=True, reason=reason
-    )
-    had = {f.index: v for f, v in zip(state.fragments, report.versions) if v > f.version}
-    lost = Note("lost", {"learner": report.learner, "versions": had, "reason": reason})
-    return state, [lost, Send(report.learner, refusal)]
-  actions: list[SyncerAction] = []
+  counts = (len(report.versions), len(report.rounds), len(report.since))
+  if counts != (len(state.fragments),) * 3:
+    return state, [ignored(report, f"counts {counts[0]} fragments, not mine")]
+  if max(report.rounds, default=-1) >= _born(state) and not _knows(state, report.rounds):
+    return state, [ignored(report, "has a value of a round that never was")]
+  state = dataclasses.replace(state, clock=max(state.clock, report.clock))
+  if any(r > f.last_round for r, f in zip(report.rounds, state.fragments)):
+    return _recall(state, report, now, sync)
+  state, lost = _note_lost(state, report)
+  versions = _compared(state, report.rounds, report.versions)
+  actions: list[SyncerAction] = [*lost]
   if member is None or report.incarnation > member.incarnation:
     # This shard restarted, or the hello was lost: the report says all there is to know.
     state = forget_pending(state, report.learner)
     member = _new_member(state, report.incarnation, now)
-    member = dataclasses.replace(member, versions=report.versions, sent=report.versions)
+    member = dataclasses.replace(member, versions=versions, sent=versions)
     actions.append(member_note(report.learner, "joined", "reported"))
   elif member.lost:
     actions.append(member_note(report.learner, "joined", "heard again"))
   delivered = [
     now - at
-    for v, old, sent, at in zip(report.versions, member.versions, member.sent, member.waiting_since)
+    for v, old, sent, at in zip(versions, member.versions, member.sent, member.waiting_since)
     if v > old and v == sent
   ]
   waiting_since = tuple(
     now if old < v < sent else at  # it comes on, if slowly: nothing is lost
-    for v, old, sent, at in zip(report.versions, member.versions, member.sent, member.waiting_since)
+    for v, old, sent, at in zip(versions, member.versions, member.sent, member.waiting_since)
   )
   delivery = smooth(member.delivery_seconds, max(delivered)) if delivered else None
   member = dataclasses.replace(
     member,
     heard_at=now,
-    versions=report.versions,
+    versions=versions,
     since=report.since,
     waiting_since=waiting_since,
     step_seconds=report.step_seconds,
@@ -123,7 +160,6 @@ def _on_report(
     lost=False,
   )
   state = set_member(state, report.learner, member)
-  state = dataclasses.replace(state, clock=max(state.clock, report.clock))
   if member.quarantined:
     refusal = Refusal(
       state.shard, state.incarnation, report.incarnation, -1, -1, True, "quarantined"
@@ -131,6 +167,98 @@ def _on_report(
     return state, [*actions, Send(report.learner, refusal)]
   state, sent = _catch_up(state, report.learner, now, sync)
   return state, [*actions, *sent]
+
+
+def _born(state: SyncerState) -> int:
+  """Rounds of this life are at least this number, those of former lives are smaller."""
+  return state.incarnation << 24
+
+
+def _knows(state: SyncerState, rounds: tuple[int, ...]) -> bool:
+  return all(r <= f.last_round for r, f in zip(rounds, state.fragments))
+
+
+def _compared(
+  state: SyncerState, rounds: tuple[int, ...], versions: tuple[int, ...]
+) -> tuple[int, ...]:
+  """The versions somebody has, in this shard's numbers: what another past made counts as old."""
+  return tuple(
+    f.version if r == f.last_round else min(v, f.version - 1)
+    for r, v, f in zip(rounds, versions, state.fragments)
+  )
+
+
+def _recall(
+  state: SyncerState, report: Report, now: float, sync: SyncConfig
+) -> tuple[SyncerState, list[SyncerAction]]:
+  """This shard has lost commits (it and its copies died together), and this learner has them."""
+  actions: list[SyncerAction] = []
+  recalls = dict(state.recalls)
+  for f, r in zip(state.fragments, report.rounds):
+    before = recalls.get(f.index)
+    patience = backed_off(sync.liveness_seconds, before.times - 1) if before else 0.0
+    if r <= f.last_round or (before and now < before.asked_at + patience):
+      continue
+    recalls[f.index] = Recalling(now, before.times + 1 if before else 1)
+    recall = Recall(state.shard, state.incarnation, report.incarnation, f.index)
+    actions.append(Send(report.learner, recall))
+  return dataclasses.replace(state, recalls=recalls), actions
+
+
+def _on_value(
+  state: SyncerState, value: Value, now: float, sync: SyncConfig
+) -> tuple[SyncerState, list[SyncerAction]]:
+  i = next((i for i, f in enumerate(state.fragments) if f.index == value.fragment), None)
+  if i is None or value.fragment not in state.recalls:
+    return state, [ignored(value, "nobody asked for it")]
+  f = state.fragments[i]
+  merged_rounds = dict(pairs(value.merged_rounds))
+  if not f.last_round < value.round < _born(state):
+    return state, [ignored(value, "not newer than what is here, or never made")]
+  if len(value.merged_rounds) % 2 or max(merged_rounds.values(), default=-1) > value.round:
+    return state, [ignored(value, "cannot have merged what it says")]
+  f = FragmentState(
+    f.index,
+    version=value.version,
+    merged_tokens=value.merged_tokens,
+    merged_rounds=merged_rounds,
+    last_round=value.round,
+    participants=value.participants,
+    snapshot=state.snapshot,
+  )
+  recalls = {p: r for p, r in state.recalls.items() if p != value.fragment}
+  began = {**state.began, f.index: f.last_round}
+  seen = causality.join(state.seen, dict(pairs(value.seen)))
+  state = dataclasses.replace(set_fragment(state, i, f), recalls=recalls, began=began, seen=seen)
+  for learner, m in state.members.items():  # who has it says so; the others get it after a while
+    m = dataclasses.replace(
+      m,
+      versions=(*m.versions[:i], -1, *m.versions[i + 1 :]),
+      sent=(*m.sent[:i], f.version, *m.sent[i + 1 :]),
+      waiting_since=(*m.waiting_since[:i], now, *m.waiting_since[i + 1 :]),
+    )
+    state = set_member(state, learner, m)
+  fields = {"fragment": f.index, "version": f.version, "round": f.last_round}
+  return state, [
+    Abandon(f.index, -1),
+    Adopt(f.index, f.last_round),
+    Note("recalled", {**fields, "learner": value.learner}),
+  ]
+
+
+def _note_lost(state: SyncerState, report: Report) -> tuple[SyncerState, list[SyncerAction]]:
+  """Says what somebody had of an earlier life of this shard, and came too late to give back."""
+  had = {
+    f.index: v
+    for f, r, v in zip(state.fragments, report.rounds, report.versions)
+    if state.began.get(f.index, -1) < r < min(_born(state), f.last_round)
+  }
+  if not had:
+    return state, []
+  rounds = {f.index: r for f, r in zip(state.fragments, report.rounds) if f.index in had}
+  state = dataclasses.replace(state, began={**state.began, **rounds})
+  reason = "has a version that this shard lost, and went on without"
+  return state, [Note("lost", {"learner": report.learner, "versions": had, "reason": reason})]
 
 
 def _catch_up(
@@ -147,7 +275,7 @@ def _catch_up(
     overdue = now - member.waiting_since[i] > backed_off(patience, member.resends)
     if lags and (member.sent[i] < f.version or overdue):
       again = member.sent[i] == f.version
-      state, publish = publish_to(state, i, learner, now, update=False)
+      state, publish = publish_to(state, i, learner, now)
       member = dataclasses.replace(state.members[learner], resends=member.resends + again)
       state = set_member(state, learner, member)
       actions.append(publish)

@@ -21,6 +21,7 @@ import msgpack
 WIRE_FORMAT = 1
 MAX_HEADER_BYTES = 1 << 20
 EVALUATOR = -1
+INITIAL, NOTHING = -1, -2  # rounds: what made the initial value; no value at all
 MAX_LEARNERS = 1 << 16  # their numbers are smaller
 Payload = Any  # bytes-like to the transports, opaque to the protocol
 
@@ -34,10 +35,11 @@ class MalformedMessage(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Hello:
-  """I am (newly) here and have nothing: welcome me and send every fragment you own."""
+  """I am (newly) here: welcome me and send what I lack of the fragments you own."""
 
   learner: int
   incarnation: int
+  rounds: tuple[int, ...]  # that made what I have, as in `Report`; (): I have nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +51,10 @@ class Report:
   clock: int  # the run's step as I know it
   step_seconds: float  # smoothed duration of my inner step
   versions: tuple[int, ...]  # last version received, -1: none yet
+  rounds: tuple[int, ...]  # that made them: versions may be counted twice, rounds never
   since: tuple[int, ...]  # inner steps since the last sync, what the due rule counts
   leaving: bool  # I make no more steps: take what I have, and I am gone
+  snapshot: int  # the newest I have recorded my state for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +69,49 @@ class Push:
   steps: int  # inner steps in this delta
   tokens: int  # tokens in this delta
   clock: int
+  snapshot: int
+  seen: tuple[int, ...]  # vector clock (`core/causality.py`)
   codec: str
   payload: Payload = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+  """The value of a fragment as I last received it: what a shard that lost it asked me for."""
+
+  learner: int
+  incarnation: int
+  fragment: int
+  version: int
+  round: int
+  merged_tokens: int
+  participants: tuple[int, ...]
+  merged_rounds: tuple[int, ...]
+  snapshot: int
+  seen: tuple[int, ...]
+  payload: Payload = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Ask:
+  """I come into a run under way: send me somebody's inner optimizer moments of these fragments."""
+
+  learner: int
+  incarnation: int
+  fragments: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Moments:
+  """My inner optimizer's moments of one fragment, for whoever asked."""
+
+  learner: int
+  incarnation: int
+  fragment: int
+  donation: int  # how many I had made before in this incarnation, and this one
+  clock: int
+  count: int  # the optimizer's steps so far
+  payload: Payload = None  # f32, one vector of the fragment's size after the other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,13 +129,15 @@ class Goodbye:
 
 @dataclasses.dataclass(frozen=True)
 class Welcome:
-  """Answer to hello: the run's step, and which fragments will follow from me."""
+  """Answer to hello: the run's step, and which fragments I own; what you lack follows."""
 
   shard: int
   incarnation: int
   learner_incarnation: int
   clock: int
   fragments: tuple[int, ...]
+  rounds: tuple[int, ...]  # that made their newest values
+  snapshot: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +150,43 @@ class Pull:
   fragment: int
   round: int
   base_version: int
+  snapshot: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Recall:
+  """You have a newer value of this fragment than I: send it to me."""
+
+  shard: int
+  incarnation: int
+  learner_incarnation: int
+  fragment: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Donate:
+  """Somebody joins: send me your inner optimizer's moments of this fragment."""
+
+  shard: int
+  incarnation: int
+  learner_incarnation: int
+  fragment: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Inherit:
+  """What a peer gave for you, as `Moments`."""
+
+  shard: int
+  incarnation: int
+  learner_incarnation: int
+  fragment: int
+  donor: int
+  donor_incarnation: int
+  donation: int
+  clock: int
+  count: int
+  payload: Payload = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,12 +200,19 @@ class Publish:
   round: int  # the round that made it; -1: the initial value
   version: int
   base_version: int
+  base_round: int  # that made the base: version numbers may come twice; -2 if there is none
   clock: int
   merged_tokens: int  # merged into this fragment so far
   participants: tuple[int, ...]  # of the round that made this version
-  merged_round: int  # the last round your own push was merged in; -1: none
+  merged_rounds: tuple[int, ...]  # learner and the last round its push was merged in, in turn
+  snapshot: int
+  seen: tuple[int, ...]  # vector clock (`core/causality.py`)
   codec: str
   payload: Payload = None
+
+  def merged_round(self, learner: int) -> int:
+    """The last round this learner's push was merged in; -1: none."""
+    return dict(pairs(self.merged_rounds)).get(learner, -1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,8 +244,10 @@ class Replica:
   version: int
   merged_tokens: int
   last_round: int
+  momentum_round: int  # that made the momentum: an older one if only the value was given back
   participants: tuple[int, ...]
   merged_rounds: tuple[int, ...]  # learner and its last merged round in turn
+  snapshot: int  # the newest its owner had recorded before this commit
   has_view: bool  # payload, f32: value, then the view if it differs, then the momentum if any
   has_momentum: bool
   payload: Payload = None
@@ -188,26 +281,38 @@ class Recovered:
   fragments: tuple[int, ...]
 
 
-ToShard = Hello | Report | Push | Goodbye
-Message = ToShard | Welcome | Pull | Publish | Refusal | Replica | Replicated | Recover | Recovered
-TO_SHARD = (Hello, Report, Push, Goodbye)
-TO_LEARNER = (Welcome, Pull, Publish, Refusal)
+ToShard = Hello | Report | Push | Value | Ask | Moments | Goodbye
+ToLearner = Welcome | Pull | Recall | Donate | Inherit | Publish | Refusal
+Message = ToShard | ToLearner | Replica | Replicated | Recover | Recovered
+TO_SHARD = (Hello, Report, Push, Value, Ask, Moments, Goodbye)
+TO_LEARNER = (Welcome, Pull, Recall, Donate, Inherit, Publish, Refusal)
 BETWEEN_SHARDS = (Replica, Replicated, Recover, Recovered)
 KINDS: Mapping[str, type] = {cls.__name__: cls for cls in (*TO_SHARD, *TO_LEARNER, *BETWEEN_SHARDS)}
-BULK = (Push, Publish, Replica)  # everything else is control and never queues behind these
-MAY_BE_MINUS_ONE = {
-  "learner",
-  "versions",
-  "base_version",
-  "round",
-  "merged_round",
-  "fragment",
-  "participants",
-  "last_round",
-  "merged_rounds",
+BULK = (
+  Push,
+  Value,
+  Moments,
+  Inherit,
+  Publish,
+  Replica,
+)  # everything else is control and never queues behind these
+LEAST = {  # of numbers that may be negative
+  "rounds": NOTHING,
+  "base_round": NOTHING,
+  "seen": -(1 << 17),
+  **dict.fromkeys(
+    ("learner", "versions", "base_version", "round", "fragment", "participants", "last_round"), -1
+  ),
+  "merged_rounds": -1,
+  "momentum_round": -1,
 }
 MAX_CLOCK = 1 << 40
-LIMITS = {"learner": MAX_LEARNERS, "participants": MAX_LEARNERS, "clock": MAX_CLOCK}
+LIMITS = {
+  "learner": MAX_LEARNERS,
+  "donor": MAX_LEARNERS,
+  "participants": MAX_LEARNERS,
+  "clock": MAX_CLOCK,
+}
 
 
 def encode(message: Message, run_id: str, plan_id: str) -> tuple[bytes, Payload]:
@@ -254,6 +359,16 @@ def decode(header: bytes, payload: Payload, run_id: str, plan_id: str) -> Messag
   return kind(**values)
 
 
+def pairs(flat: tuple[int, ...]) -> list[tuple[int, int]]:
+  """((a, b), (c, d)) of (a, b, c, d); an odd end is left out."""
+  return list(zip(flat[::2], flat[1::2]))
+
+
+def flat(mapping: Mapping[int, int]) -> tuple[int, ...]:
+  """A mapping as messages carry it: keys and values in turn, in order of the keys."""
+  return tuple(number for pair in sorted(mapping.items()) for number in pair)
+
+
 def frame_bytes(header: bytes, payload: Payload) -> int:
   """Size of a frame on the wire."""
   return len(header) + (memoryview(payload).nbytes if payload is not None else 0)
@@ -265,7 +380,7 @@ def _header_fields(kind: type) -> tuple[dataclasses.Field, ...]:
 
 def _check(kind: str, field: dataclasses.Field, value: Any) -> None:
   hint = _HINTS[kind][field.name]
-  least = -1 if field.name in MAY_BE_MINUS_ONE else 0
+  least = LEAST.get(field.name, 0)
   limit = LIMITS.get(field.name, 1 << 62)
   if hint == tuple[int, ...]:
     ok = isinstance(value, tuple) and all(type(v) is int and least <= v < limit for v in value)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ddiloco.config import SyncConfig
-from ddiloco.core.messages import Message, Publish, Push
+from ddiloco.core.messages import Inherit, Message, Moments, Publish, Push, Value
 
 # --- events ---------------------------------------------------------------------------------------
 
@@ -55,6 +55,14 @@ class Staged:
 
 
 @dataclasses.dataclass(frozen=True)
+class Taken:
+  """A peer's moments of this fragment now lie on the island's devices, ready to be applied."""
+
+  fragment: int
+  now: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Merged:
   """The shard's runtime performed a commit; how long merge, outer step and encoding took."""
 
@@ -62,8 +70,15 @@ class Merged:
   seconds: float
 
 
-LearnerEvent = Tick | Received | StepDone | Staged
-SyncerEvent = Tick | Received | Merged
+@dataclasses.dataclass(frozen=True)
+class Saved:
+  """The newest snapshot is committed or given up: shard 0 may begin another one."""
+
+  now: float
+
+
+LearnerEvent = Tick | Received | StepDone | Staged | Taken
+SyncerEvent = Tick | Received | Merged | Saved
 
 # --- actions --------------------------------------------------------------------------------------
 
@@ -93,7 +108,7 @@ class Cut:
 
 @dataclasses.dataclass(frozen=True)
 class Resend:
-  """Learner: the push of this round got lost; send the very same one again."""
+  """Learner: send the push that was cut for this fragment again, now in answer to this round."""
 
   push: Push
 
@@ -113,8 +128,47 @@ class Apply:
 
   fragment: int
   version: int
+  round: int  # that made it
   mode: str
   included: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Give:
+  """Learner: send the fragment as last received to its shard, which has lost it."""
+
+  value: Value  # without payload
+
+
+@dataclasses.dataclass(frozen=True)
+class GiveMoments:
+  """Learner: copy the fragment's moments off the devices now and send them to this shard."""
+
+  shard: int
+  moments: Moments  # without count and payload
+
+
+@dataclasses.dataclass(frozen=True)
+class TakeMoments:
+  """Learner: bring these moments onto the devices, in the background."""
+
+  inherit: Inherit
+
+
+@dataclasses.dataclass(frozen=True)
+class ApplyMoments:
+  """Learner: put the staged moments of this fragment into the optimizer state now."""
+
+  fragment: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+  """Both: `state`, and what it stands for, is my part of this snapshot; save it beside the work."""
+
+  snapshot: int
+  state: Any  # LearnerState or SyncerState
+  learners: tuple[int, ...] = ()  # shard: those that are here to record theirs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +185,14 @@ class Accept:
   fragment: int
   round: int
   learner: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Adopt:
+  """Shard: the value that just arrived is newer than mine; it is the fragment's from now on."""
+
+  fragment: int
+  round: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,8 +215,9 @@ class Abandon:
   round: int
 
 
-LearnerAction = Send | Note | Cut | Resend | Stage | Apply | Rejoin
-SyncerAction = Send | Note | Accept | Commit | Abandon
+MomentsAction = GiveMoments | TakeMoments | ApplyMoments
+LearnerAction = Send | Note | Cut | Resend | Stage | Apply | Give | Record | Rejoin | MomentsAction
+SyncerAction = Send | Note | Accept | Adopt | Commit | Abandon | Record
 
 MAX_PATIENCE_SECONDS = 30.0
 

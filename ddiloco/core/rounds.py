@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Mapping
 
 from ddiloco.config import SyncConfig
-from ddiloco.core import quorum
-from ddiloco.core.messages import EVALUATOR, Pull, Push, Refusal
+from ddiloco.core import causality, quorum
+from ddiloco.core.messages import EVALUATOR, NOTHING, Pull, Push, Refusal, pairs
 from ddiloco.core.protocol import (
   Abandon,
   Accept,
@@ -48,10 +48,18 @@ def _available(state: SyncerState, i: int) -> dict[int, Member]:
   }
 
 
+def _settled(state: SyncerState, now: float) -> bool:
+  """Whether nobody comes any more who has a newer value: all it knew are here, or time is up."""
+  known = {m for f in state.fragments for m in f.merged_rounds}
+  return now >= state.settle_at or bool(known and known <= state.members.keys())
+
+
 def start_rounds(
   state: SyncerState, now: float, sync: SyncConfig
 ) -> tuple[SyncerState, list[SyncerAction]]:
   actions: list[SyncerAction] = []
+  if not _settled(state, now):
+    return state, actions
   for i, f in enumerate(state.fragments):
     if f.round is not None or complete(state, f):
       continue
@@ -74,7 +82,10 @@ def start_rounds(
 
 def _pull(state: SyncerState, f: FragmentState, current: Round, learner: int) -> Send:
   to = state.members[learner].incarnation
-  return Send(learner, Pull(state.shard, state.incarnation, to, f.index, current.id, f.version))
+  return Send(
+    learner,
+    Pull(state.shard, state.incarnation, to, f.index, current.id, f.version, state.snapshot),
+  )
 
 
 def on_push(
@@ -108,6 +119,8 @@ def on_push(
     norms={**current.norms, push.learner: event.norm},
   )
   state = set_fragment(state, i, dataclasses.replace(f, round=current))
+  seen = causality.join(state.seen, dict(pairs(push.seen)))
+  state = dataclasses.replace(state, seen=seen)
   return state, [Accept(f.index, current.id, push.learner)]
 
 
@@ -156,7 +169,7 @@ def _end_round(
   state: SyncerState, i: int, current: Round, now: float, sync: SyncConfig
 ) -> tuple[SyncerState, list[SyncerAction]]:
   """Screens, commits if what is left is still a quorum, and tells everybody."""
-  f = state.fragments[i]
+  f = before = state.fragments[i]
   past = {m: state.members[m].norms[i] if m in state.members else 0.0 for m in current.norms}
   steps = {m: push.steps for m, push in current.pushes.items()}
   out_of_range = quorum.screen(current.norms, steps, past, sync.max_norm_ratio)
@@ -165,6 +178,10 @@ def _end_round(
   actions: list[SyncerAction] = []
   if len(merged) >= sync.min_quorum:
     actions += _commit(state, i, current, merged, rejected, now)
+    me = causality.shard_key(state.shard)
+    mine = causality.count(state.incarnation, state.commits + 1)
+    seen = causality.join(state.seen, {me: mine})
+    state = dataclasses.replace(state, seen=seen, commits=state.commits + 1)
     f = dataclasses.replace(
       f,
       version=f.version + 1,
@@ -184,11 +201,12 @@ def _end_round(
   for m, reason in rejected.items():
     state, refusal = _reject(state, m, i, current.id, reason, sync)
     actions += refusal
-  base = f.version - 1
   for m in sorted(state.members):
     member = state.members[m]
     if member.sent[i] < f.version and not member.lost:
-      state, publish = publish_to(state, i, m, now, update=member.sent[i] == base)
+      follows = member.sent[i] == before.version == f.version - 1
+      base_round = before.last_round if follows else NOTHING
+      state, publish = publish_to(state, i, m, now, base_round)
       actions.append(publish)
   return state, actions
 
@@ -216,7 +234,10 @@ def _commit(
     "fragment": f.index,
     "round": current.id,
     "version": f.version + 1,
+    "base_round": f.last_round,
     "learners": list(merged),
+    "incarnations": [p.incarnation for p in pushes],
+    "steps": sum(p.steps for p in pushes),
     "rejected": rejected,
     "missing": _missing(state, i, current),
     "reason": current.reason,

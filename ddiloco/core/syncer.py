@@ -7,19 +7,47 @@ round lives and ends inside it (`core/rounds.py`), and shards agree on nothing w
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from ddiloco.config import SyncConfig
-from ddiloco.core import members, rounds
-from ddiloco.core.messages import Push
-from ddiloco.core.protocol import Merged, Received, SyncerAction, SyncerEvent, Tick, smooth
-from ddiloco.core.syncer_state import FragmentState, SyncerState, complete
+from ddiloco.core import causality, members, rounds
+from ddiloco.core.messages import EVALUATOR, Message, Push
+from ddiloco.core.protocol import (
+  Merged,
+  Received,
+  Record,
+  Saved,
+  SyncerAction,
+  SyncerEvent,
+  Tick,
+  smooth,
+)
+from ddiloco.core.syncer_state import FragmentState, Member, SyncerState, complete, ignored
 
 
 def init(
-  shard: int, incarnation: int, fragments: tuple[FragmentState, ...], target_tokens: int
+  shard: int,
+  incarnation: int,
+  fragments: tuple[FragmentState, ...],
+  target_tokens: int,
+  settle_at: float = -math.inf,
 ) -> SyncerState:
-  """A shard that owns these fragments: new ones, or the newest committed ones of its past."""
-  return SyncerState(shard, incarnation, fragments, target_tokens)
+  """A shard that owns these fragments: new ones, or the newest committed ones of its past.
+
+  Before `settle_at` it starts no round unless all it knew are back: they may have newer values.
+  Snapshots that its values may depend on already are not recorded again.
+  """
+  snapshot = max((f.snapshot for f in fragments), default=0)
+  return SyncerState(
+    shard=shard,
+    incarnation=incarnation,
+    fragments=tuple(dataclasses.replace(f, snapshot=snapshot) for f in fragments),
+    target_tokens=target_tokens,
+    snapshot=snapshot,
+    seen={causality.shard_key(shard): causality.count(incarnation, 0)},
+    began={f.index: f.last_round for f in fragments},
+    settle_at=settle_at,
+  )
 
 
 def finished(state: SyncerState, now: float, silence_seconds: float) -> bool:
@@ -37,16 +65,56 @@ def syncer_on(
   match event:
     case Merged(_, seconds):
       return dataclasses.replace(state, sync_seconds=smooth(state.sync_seconds, seconds)), []
-    case Received(message=Push() as push):
-      state, actions = rounds.on_push(state, push, event)
+    case Received(message, now) if _from_the_future(state, message, sync):
+      actions = [ignored(message, "names a snapshot that the run has not reached")]
     case Received(message, now):
-      state, actions = members.on_message(state, message, now, sync)
+      state, recorded = _record(state, getattr(message, "snapshot", 0), sync)
+      if isinstance(message, Push):
+        state, actions = rounds.on_push(state, message, event)
+      else:
+        state, actions = members.on_message(state, message, now, sync)
+      actions = [*recorded, *actions]
+    case Saved():
+      state = dataclasses.replace(state, saving=False)
     case Tick():
       pass
   state, lost = members.lose_silent(state, event.now, sync)
   state, moved = rounds.advance_rounds(state, event.now, sync)
   state, started = rounds.start_rounds(state, event.now, sync)
-  return state, [*actions, *lost, *moved, *started]
+  begun: list[SyncerAction] = []
+  if state.shard == 0 and not state.saving:
+    state, begun = _record(state, state.clock // max(1, sync.snapshot_steps), sync)
+  return state, [*actions, *lost, *moved, *started, *begun]
+
+
+def _from_the_future(state: SyncerState, message: Message, sync: SyncConfig) -> bool:
+  """Whether it names a snapshot that cannot have begun; believed, it would be the last one.
+
+  Snapshots begin by the run's clock, which no two of us see exactly alike.
+  """
+  clock = max(state.clock, getattr(message, "clock", 0))
+  return getattr(message, "snapshot", 0) * sync.snapshot_steps > clock + 2 * sync.sync_period
+
+
+def _record(
+  state: SyncerState, snapshot: int, sync: SyncConfig
+) -> tuple[SyncerState, list[SyncerAction]]:
+  """A new snapshot: begun here by the run's clock, or heard of from somebody who has recorded it.
+
+  From now on every message of this shard says so, and who hears it records as well. Only shard 0
+  begins, once the one before is done: if everybody skipped what comes while it is busy, each would
+  skip others, and no snapshot would ever be whole.
+  """
+  if snapshot <= state.snapshot or not sync.snapshot_steps:
+    return state, []
+  fragments = tuple(dataclasses.replace(f, snapshot=snapshot) for f in state.fragments)
+  state = dataclasses.replace(state, snapshot=snapshot, fragments=fragments)
+  here = tuple(m for m, v in sorted(state.members.items()) if _has_all(m, v))
+  return dataclasses.replace(state, saving=True), [Record(snapshot, state, here)]
+
+
+def _has_all(learner: int, member: Member) -> bool:
+  return learner != EVALUATOR and not member.lost and min(member.versions, default=-1) >= 0
 
 
 def next_wake(state: SyncerState, sync: SyncConfig) -> float | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
-from ddiloco.core.messages import TO_SHARD, Message, Publish, Push
+from ddiloco.core.messages import NOTHING, TO_SHARD, Message, Publish, Push, flat
 from ddiloco.core.protocol import Note, Send
 
 
@@ -47,7 +48,7 @@ class Round:
 
 @dataclasses.dataclass(frozen=True)
 class FragmentState:
-  """One owned fragment. `version` to `participants` outlive the shard's incarnation."""
+  """One owned fragment. `version` to `snapshot` outlive the shard's incarnation."""
 
   index: int
   version: int = 0
@@ -57,7 +58,25 @@ class FragmentState:
   )  # learner -> last round
   last_round: int = -1
   participants: tuple[int, ...] = ()
+  snapshot: int = 0  # the newest recorded before: this value may depend on what came after it
   round: Round | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Recalling:
+  """A value asked of a learner that has a newer one than this shard."""
+
+  asked_at: float
+  times: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Donation:
+  """Moments of a fragment asked of a learner, for those that join."""
+
+  fragment: int
+  donor: int
+  until: float  # then another one is asked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +88,18 @@ class SyncerState:
   members: Mapping[int, Member] = dataclasses.field(default_factory=dict)
   clock: int = 0
   rounds: int = 0  # started in this incarnation
+  snapshot: int = 0  # the newest heard of or begun; my state is recorded for it
+  saving: bool = False  # that snapshot is not committed or given up yet; shard 0 waits for it
+  seen: Mapping[int, int] = dataclasses.field(default_factory=dict)  # vector clock
+  commits: int = 0  # in this incarnation
+  began: Mapping[int, int] = dataclasses.field(default_factory=dict)  # fragment -> round, at first
+  settle_at: float = -math.inf  # no round before: learners may have newer values than this shard
+  asking: Mapping[int, tuple[int, ...]] = dataclasses.field(
+    default_factory=dict
+  )  # learner -> fragments whose moments it waits for
+  donation: Donation | None = None  # under way; one at a time
+  given: Mapping[int, int] = dataclasses.field(default_factory=dict)  # donor -> donations
+  recalls: Mapping[int, Recalling] = dataclasses.field(default_factory=dict)  # by fragment
   quorum_seconds: float = 0.0  # smoothed, from pull to quorum
   sync_seconds: float = 0.0  # smoothed, merge to publish
 
@@ -103,14 +134,15 @@ def forget_pending(state: SyncerState, learner: int) -> SyncerState:
 
 
 def publish_to(
-  state: SyncerState, i: int, learner: int, now: float, update: bool
+  state: SyncerState, i: int, learner: int, now: float, base_round: int = NOTHING
 ) -> tuple[SyncerState, Send]:
-  """The newest version for one learner: whole, or as the update to the version before it.
+  """The newest version for one learner: whole, or as the update to what `base_round` made.
 
-  What is sent always says which of the learner's pushes it contains, so that a learner that
-  missed publishes in between still knows what of its work is merged.
+  What is sent always says whose pushes it contains, so that a learner that missed publishes in
+  between still knows what of its work is merged; and a shard that lost all gets it back from there.
   """
   f, member = state.fragments[i], state.members[learner]
+  update = base_round != NOTHING
   publish = Publish(
     shard=state.shard,
     incarnation=state.incarnation,
@@ -118,11 +150,14 @@ def publish_to(
     fragment=f.index,
     round=f.last_round,
     version=f.version,
-    base_version=f.version - 1 if update and f.version > 0 else -1,
+    base_version=f.version - 1 if update else -1,
+    base_round=base_round,
     clock=state.clock,
     merged_tokens=f.merged_tokens,
     participants=f.participants,
-    merged_round=f.merged_rounds.get(learner, -1),
+    merged_rounds=flat(f.merged_rounds),
+    snapshot=state.snapshot,
+    seen=flat(state.seen),
     codec="",  # the runtime's business, like the payload
   )
   sent = (*member.sent[:i], f.version, *member.sent[i + 1 :])

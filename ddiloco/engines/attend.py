@@ -19,6 +19,8 @@ from ddiloco.observe.view import RunView, fold
 from ddiloco.runtime import initial, network
 from ddiloco.runtime.health import Health
 from ddiloco.runtime.keys import Keys, require_keys
+from ddiloco.runtime.rejoin import open_storage
+from ddiloco.runtime.saver import Saver
 from ddiloco.runtime.transport import syncer_address
 
 LOOK_SECONDS = 0.5  # between two looks at the role
@@ -176,6 +178,13 @@ class Attendant:
     if buddy != shard:
       endpoint.dial(syncer_address(buddy), self.place.syncers[buddy])
     return endpoint
+
+  def saver(self) -> Saver | None:
+    """Writes the role's parts of snapshots, if the run makes any."""
+    storage = open_storage(self.config, self.plan, self.place.workdir)
+    if storage is None:
+      return None
+    return Saver(storage, self.recorder.role, self.incarnation, self.recorder)
 
   def disconnect(self) -> None:
     """Closes the connection, after what is queued has had its time to go out."""

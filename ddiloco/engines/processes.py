@@ -23,9 +23,11 @@ from ddiloco.engines.outcome import Outcome
 from ddiloco.engines.place import Place, free_urls
 from ddiloco.observe.events import Event, Listener, Recorder, parse_role
 from ddiloco.observe.follow import Follower
+from ddiloco.resilience.chaos import still_planned
 from ddiloco.runtime import initial
 from ddiloco.runtime.evaluator import Evaluator
 from ddiloco.runtime.network import seconds_since_2020
+from ddiloco.runtime.rejoin import newest_clock
 from ddiloco.runtime.transport import EVALUATOR_ADDRESS, learner_address, syncer_address
 from ddiloco.training import data
 
@@ -84,6 +86,7 @@ class ProcessesEngine:
     self._started = workdir.join(self.workdir, self.config)
     self._recorder = self._record("engine", 0)
     self._follower = Follower(self.workdir)
+    self._follower.poll()  # what an earlier session of this run has left is not news
     self._recorder.event(
       "run_started",
       name=self.workdir.name,
@@ -92,6 +95,7 @@ class ProcessesEngine:
       num_fragments=len(self.plan.fragments),
       total_tokens=self.config.run.total_tokens,
     )
+    self._began_at = newest_clock(self.config, self.plan, self.workdir)
     place = self._place()
     self._children = self._make_children(place)
     evaluator = threading.Thread(target=self._follow_model, args=(place,), name=EVALUATOR_ADDRESS)
@@ -132,7 +136,8 @@ class ProcessesEngine:
     ]
 
   def _faults(self, name: str) -> list[Fault]:
-    return [fault for fault in self.config.chaos.faults if fault.role == name]
+    planned = still_planned(self.config.chaos.faults, self._began_at)
+    return [fault for fault in planned if fault.role == name]
 
   def _spawn(self, name: str) -> Spawn:
     """What starts the process of a role."""

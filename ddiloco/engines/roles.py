@@ -6,6 +6,7 @@ is lost; 1: work was lost (the last line says what); 130: Ctrl-C; wrong usage ra
 
 from __future__ import annotations
 
+import math
 import time
 
 from ddiloco.config import Config, ConfigError
@@ -13,16 +14,24 @@ from ddiloco.core import syncer as syncer_rules
 from ddiloco.core.fragments import gather, owned_by
 from ddiloco.core.learner import unmerged_tokens
 from ddiloco.core.learner_state import LearnerState
-from ddiloco.core.syncer_state import complete
+from ddiloco.core.syncer_state import SyncerState, complete
 from ddiloco.engines.attend import FINISHED, LOST, Attendant, Ended, Place, unreached
 from ddiloco.engines.workdir import COMPILED
 from ddiloco.observe.style import compact
 from ddiloco.resilience.chaos import Faults
 from ddiloco.runtime import initial
 from ddiloco.runtime.exchange import Quarantined
+from ddiloco.runtime.rejoin import (
+  begin_learner,
+  forget,
+  new_learner,
+  new_syncer,
+  open_storage,
+  restore_fragments,
+)
 from ddiloco.runtime.replica import Copies, Replication, buddy_of, recover
-from ddiloco.runtime.store import Committed, MemoryStore
-from ddiloco.runtime.syncer import Syncer, new_fragment
+from ddiloco.runtime.store import Committed, MemoryStore, new_fragment
+from ddiloco.runtime.syncer import Syncer
 from ddiloco.runtime.transport import EVALUATOR_ADDRESS, learner_address, syncer_address
 
 SETTLE_HELLOS = 18  # a learner that lost its shard tries again after at most 16 of them
@@ -64,19 +73,18 @@ def _learner(attendant: Attendant, number: int) -> int:
   import jax
 
   from ddiloco.training import data
+  from ddiloco.training.compiled import kept_in
   from ddiloco.training.island import Island
 
   config = attendant.config
   # A restarted learner finds the programs that it, or another one, has compiled before.
-  jax.config.update("jax_compilation_cache_dir", str(attendant.place.workdir / COMPILED))
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-  jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-  stream = data.Stream(data.open_corpus(config.data), config, number)
-  island = Island(config, number, _devices(config, number, jax.devices()), attendant.plan)
-  attendant.ready = lambda: "compiling"
-  seconds = island.compile()
-  attendant.recorder.event("compiled", target=attendant.address, seconds=round(seconds, 3))
-  return live(attendant, number, island, stream)
+  with kept_in(attendant.place.workdir / COMPILED):
+    stream = data.Stream(data.open_corpus(config.data), config, number)
+    island = Island(config, number, _devices(config, number, jax.devices()), attendant.plan)
+    attendant.ready = lambda: "compiling"
+    seconds = island.compile()
+    attendant.recorder.event("compiled", target=attendant.address, seconds=round(seconds, 3))
+    return live(attendant, number, island, stream)
 
 
 def live(attendant: Attendant, number: int, island, stream) -> int:
@@ -89,11 +97,12 @@ def live(attendant: Attendant, number: int, island, stream) -> int:
   """
   config = attendant.config
   crashes = 0
+  storage = open_storage(config, attendant.plan, attendant.place.workdir)
   while True:
     try:
-      return _life(attendant, number, island, stream)
+      return _life(attendant, number, island, stream, storage if not crashes else None)
     except Quarantined as error:
-      crashes += 1
+      crashes += 1  # what it had was bad: from now on it begins with nothing
       again = crashes <= config.run.max_restarts
       text = f"was quarantined ({error})"
       if not again:
@@ -105,23 +114,18 @@ def live(attendant: Attendant, number: int, island, stream) -> int:
       attendant.reborn()
 
 
-def _life(attendant: Attendant, number: int, island, stream) -> int:
-  """One incarnation."""
+def _life(attendant: Attendant, number: int, island, stream, storage) -> int:
+  """One incarnation; without `storage` it begins with nothing."""
   from ddiloco.runtime.learner import Learner
 
-  config = attendant.config
-  island.reset()
-  endpoint = attendant.dial()
-  role = Learner(
-    number,
-    attendant.incarnation,
-    config,
-    attendant.plan,
-    island,
-    stream.iterate,
-    endpoint,
-    attendant.recorder,
-  )
+  config, plan, recorder = attendant.config, attendant.plan, attendant.recorder
+  new = new_learner(config, plan, number, attendant.incarnation)
+  began = time.monotonic()
+  beginning = begin_learner(new, config, plan, island, storage, recorder)
+  if beginning.arrays:
+    attendant.say(f"has its part of a snapshot, after {time.monotonic() - began:.1f} s")
+  endpoint, saver = attendant.dial(), attendant.saver()
+  role = Learner(beginning, config, plan, island, stream.iterate, endpoint, recorder, saver)
   exchange = role.exchange
   attendant.ready = lambda: _joining(exchange.state, endpoint.links(), config)
   attendant.progress = lambda: _trained(exchange.state, config)
@@ -130,6 +134,8 @@ def _life(attendant: Attendant, number: int, island, stream) -> int:
     role.run(Faults((), 0.0), attendant.stopped, config.network.drain_seconds)
   finally:
     attendant.disconnect()
+    if saver is not None:
+      saver.close(config.network.drain_seconds)
   return _left(attendant, exchange.state)
 
 
@@ -146,10 +152,12 @@ def _devices(config: Config, number: int, visible: list) -> list:
 def _joining(state: LearnerState, links: dict, config: Config) -> str:
   """What a learner or the evaluator waits for; "" once it has joined."""
   if state.joined:
-    return ""
+    return f"waits for a peer's moments of fragments {list(state.wants)}" if state.wants else ""
   if reason := unreached(links):
     return reason
-  have = sum(f.version >= 0 for f in state.fragments)
+  have = sum(f.fresh for f in state.fragments)
+  if any(f.version >= 0 and not f.fresh for f in state.fragments):
+    return f"is back; {have} of {len(state.fragments)} fragments are as new as their shards'"
   return (
     f"has {have} of {len(state.fragments)} fragments (shards give them out once"
     f" {config.sync.min_quorum} learners are there)"
@@ -198,44 +206,37 @@ def run_syncer(config: Config, shard: int, place: Place) -> int:
 
 
 def _syncer(attendant: Attendant, shard: int) -> int:
-  config, plan = attendant.config, attendant.plan
+  config, recorder = attendant.config, attendant.recorder
   owned = owned_by(shard, config.sync.num_shards, config.sync.num_fragments)
   endpoint = attendant.listen(shard)
-  attendant.ready = lambda: f"asks its buddy for fragments {list(owned)}"
-  me, settings = (shard, attendant.incarnation), config.network
-  buddy = buddy_of(shard, config.sync.num_shards)
-  copies = Copies(*me, endpoint)
-  replication = (
-    Replication(copies, buddy, settings.patience_seconds, attendant.recorder)
-    if buddy != shard
-    else None
-  )
-  store, recovered = _recover(attendant, shard, copies, buddy, owned)
-  role = Syncer(
-    shard,
-    attendant.incarnation,
-    config,
-    plan,
-    endpoint,
-    store,
-    attendant.recorder,
-    Faults((), 0.0),
-    replication,
-  )
-  for committed in recovered:  # a buddy that has restarted as well has it from here
-    replication.committed(committed)
+  attendant.ready = lambda: f"looks for fragments {list(owned)}"
+  settings, buddy = config.network, buddy_of(shard, config.sync.num_shards)
+  copies = Copies(shard, attendant.incarnation, endpoint)
+  replication = None
+  if buddy != shard:
+    replication = Replication(copies, buddy, settings.patience_seconds, recorder)
+  # One that has come back does not know who is there before they had time to reach it again.
+  settled_at = time.monotonic() + SETTLE_HELLOS * settings.hello_seconds
+  store, state = _recover(attendant, shard, copies, owned, settled_at)
+  saver, plan = attendant.saver(), attendant.plan
+  role = Syncer(state, config, plan, endpoint, store, recorder, Faults((), 0.0), replication, saver)
+  back = [committed for committed in role.committed.values() if committed.state.version]
+  if replication is not None:  # a buddy that has restarted as well has them from here
+    for committed in back:
+      replication.committed(committed)
   attendant.say(f"serves fragments {', '.join(map(str, owned))} at {endpoint.bound}")
   attendant.ready = lambda: ""
   attendant.progress = lambda: _served(role, config)
-  # One that has come back does not know who is there before they had time to reach it again.
-  settled_at = time.monotonic() + (SETTLE_HELLOS * settings.hello_seconds if recovered else 0.0)
+  over_at = settled_at if back else 0.0
   try:
-    role.run(lambda: _finished(role, settings.silence_seconds, settled_at) or attendant.stopped())
+    role.run(lambda: _finished(role, settings.silence_seconds, over_at) or attendant.stopped())
     until = time.monotonic() + settings.drain_seconds  # told to end: the buddy gets what it lacks
     if replication is not None and not _complete(role):
       role.run(lambda: not replication.missing() or time.monotonic() >= until)
   finally:
     attendant.disconnect()
+    if saver is not None:
+      saver.close(settings.drain_seconds)
   attendant.say(f"ends: {_served(role, config)}")
   return _shard_status(attendant, role)
 
@@ -263,36 +264,56 @@ def _shard_status(attendant: Attendant, role: Syncer) -> int:
 
 
 def _recover(
-  attendant: Attendant, shard: int, copies: Copies, buddy: int, owned
-) -> tuple[MemoryStore, list[Committed]]:
-  """(a store with the newest commit of every fragment, those that came from the buddy).
+  attendant: Attendant, shard: int, copies: Copies, owned: tuple[int, ...], settled_at: float
+) -> tuple[MemoryStore, SyncerState]:
+  """(a store with the newest commit of every fragment, the state to begin with).
 
-  What nobody has begins anew; if the run was further than that, learners will say so.
+  From the buddy, else from the newest snapshot; what neither has begins anew. Learners that have
+  newer values than that give them back, for which the first rounds wait until `settled_at`.
   """
-  plan, config, endpoint = attendant.plan, attendant.config, attendant.endpoint
-  until = time.monotonic() + config.network.silence_seconds
-  found: dict[int, Committed] = {}
-  if buddy != shard:
-    found = recover(
-      endpoint,
-      copies,
-      shard,
-      attendant.incarnation,
-      plan,
-      buddy,
-      lambda: not attendant.stopped() and time.monotonic() < until,
-    )
-  store = MemoryStore()
-  if any(p not in found for p in owned):
+  config, plan, restored = attendant.config, attendant.plan, None
+  found = _ask_buddy(attendant, shard, copies)
+  missing = [p for p in owned if p not in found]
+  storage = open_storage(config, plan, attendant.place.workdir)
+  if missing and storage is not None:
+    restored = restore_fragments(storage, plan, missing)
+  if storage is not None:
+    newest = restored.snapshot if restored is not None else None
+    forget(storage, attendant.recorder.role, newest)
+  if restored is not None:
+    found |= restored.fragments
+    attendant.say(f"has from snapshot {restored.snapshot}: fragments {missing}")
+  elif missing:
     params = initial.initial_params(config)
-    for p in owned:
-      store.save(new_fragment(plan.fragments[p], gather(plan.fragments[p], params)))
+    for p in missing:
+      found[p] = new_fragment(plan.fragments[p], gather(plan.fragments[p], params))
+  store = MemoryStore()
   for committed in found.values():
     store.save(committed)
+  settle_at = settled_at if missing else -math.inf
+  state = new_syncer(config, shard, attendant.incarnation, store, settle_at)
+  return store, restored.resume(state) if restored is not None else state
+
+
+def _ask_buddy(attendant: Attendant, shard: int, copies: Copies) -> dict[int, Committed]:
+  """What it holds of this shard's fragments; nothing if there is none, or it does not answer."""
+  buddy = buddy_of(shard, attendant.config.sync.num_shards)
+  if buddy == shard:
+    return {}
+  until = time.monotonic() + attendant.config.network.silence_seconds
+  found = recover(
+    copies.endpoint,
+    copies,
+    shard,
+    attendant.incarnation,
+    attendant.plan,
+    buddy,
+    lambda: not attendant.stopped() and time.monotonic() < until,
+  )
   if found:
     versions = ", ".join(f"{p} at {c.state.version}" for p, c in sorted(found.items()))
     attendant.say(f"has from its buddy: fragments {versions}")
-  return store, list(found.values())
+  return found
 
 
 def _served(role: Syncer, config: Config) -> str:

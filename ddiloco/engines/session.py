@@ -16,13 +16,23 @@ import numpy as np
 from ddiloco.config import Config, ConfigError
 from ddiloco.core import codec, fragments
 from ddiloco.engines.outcome import Outcome
-from ddiloco.engines.workdir import OUTCOME, claim, refuse_taken, saved_config
-from ddiloco.models import arithmetic, transformer
+from ddiloco.engines.workdir import (
+  COMPILED,
+  OURS,
+  OUTCOME,
+  check,
+  claim,
+  held,
+  saved_config,
+)
+from ddiloco.models import arithmetic
 from ddiloco.observe.live import LiveView
 from ddiloco.observe.metrics import TensorBoard
 from ddiloco.observe.report import write_report
-from ddiloco.runtime import checkpoint, initial
+from ddiloco.runtime import initial, weights
+from ddiloco.runtime.rejoin import open_storage
 from ddiloco.training import data, tokenizers
+from ddiloco.training.compiled import kept_in
 from ddiloco.training.evaluate import Evaluator
 from ddiloco.training.generate import generate
 
@@ -45,16 +55,29 @@ def train(
 ) -> int:
   """Runs `config` in `workdir` on an engine of `ENGINES`; returns the process' exit status.
 
-  `options` are further arguments of the engine.
+  A run that is there goes on from its newest snapshot. `options` are further arguments of the
+  engine.
   """
-  refuse_taken(workdir, overwrite)
   initial.make_plan(config)  # before a device is touched
+  config = initial.absolute_start(config)
+  if not check(workdir, config, overwrite):
+    initial.checked_start(config)
+    _refuse_own_start(config, workdir, overwrite)
+    _refuse_others_snapshots(config, overwrite)
   corpus = data.open_corpus(config.data)
   loss = held_out_loss(config, corpus)
   runner = make_engine(engine)(config, workdir, corpus, loss, **(options or {}))
-  claim(workdir, overwrite)
-  (workdir / "config.json").write_text(config.to_json() + "\n")
+  with held(workdir), kept_in(workdir / COMPILED):
+    goes_on = claim(workdir, config, overwrite)
+    return _train(runner, config, workdir, corpus, loss, goes_on)
+
+
+def _train(
+  runner: Any, config: Config, workdir: Path, corpus: data.Corpus, loss, goes_on: bool
+) -> int:
   print(config.to_json())
+  if goes_on:
+    print(f"\nThe run in {workdir} goes on from its newest snapshot.")
   began = time.monotonic()
   board = TensorBoard(workdir)
   with LiveView() as live:
@@ -107,10 +130,10 @@ def conclude(
     compare: called once the result is safe; gives what it is compared with.
   """
   params, losses = _best(outcome, loss)
-  checkpoint.save_params(workdir / "result", params)
+  weights.save(workdir / "result", params)
   extra: dict[str, Any] = {
     "reason": outcome.reason,
-    "loss_untrained": loss(initial.initial_params(config)),
+    **_untrained(config, loss),
     "loss_merged": losses,
     "learner_steps": {str(m): steps for m, steps in sorted(outcome.steps.items())},
   }
@@ -123,6 +146,38 @@ def conclude(
   extra["seconds"] = round(time.monotonic() - began, 1)
   (workdir / OUTCOME).write_text(json.dumps(extra, indent=2) + "\n")
   _print_end(write_report(workdir, extra), workdir, extra)
+
+
+def _refuse_own_start(config: Config, workdir: Path, overwrite: bool) -> None:
+  """Replacing a run by one that starts from it would delete what it is to start from."""
+  if not (overwrite and config.run.init_from):
+    return
+  start = Path(weights.locate(config.run.init_from, "run.init_from")).resolve()
+  if any((workdir / name).resolve() in (start, *start.parents) for name in OURS):
+    raise ConfigError(
+      f"run.init_from = {config.run.init_from!r}: --overwrite would delete it with the run in"
+      f" --workdir={workdir}. Fix: give the new run another --workdir."
+    )
+
+
+def _refuse_others_snapshots(config: Config, overwrite: bool) -> None:
+  """Snapshots outside the workdir are not ours to delete, and a run goes on from what it finds."""
+  path = config.checkpoint.path
+  storage = open_storage(config, initial.make_plan(config), Path())
+  if overwrite and path and storage is not None and storage.committed():
+    raise ConfigError(
+      f"checkpoint.path = {path!r}: has snapshots, and --overwrite deletes only what is in workdir."
+      " Fix: choose another path, or delete them yourself."
+    )
+
+
+def _untrained(config: Config, loss) -> dict[str, float]:
+  """Held-out loss of what the run started from; a run is not lost because that is gone by now."""
+  try:
+    return {"loss_untrained": loss(initial.initial_params(config))}
+  except ConfigError as error:
+    print(f"\nThe untrained model's loss is left out: {error}")
+    return {}
 
 
 def _best(outcome: Outcome, loss) -> tuple[Mapping[str, np.ndarray], float]:
@@ -175,15 +230,9 @@ def load_result(workdir: Path, config: Config) -> dict[str, np.ndarray]:
   Raises:
     ConfigError: there is none, or it is damaged or of another model.
   """
-  params = checkpoint.load_params(workdir / "result")
-  shapes = {name: tuple(leaf.shape) for name, leaf in transformer.shapes(config.model).items()}
-  found = {name: value.shape for name, value in params.items()}
-  odd = sorted(n for n in shapes.keys() | found.keys() if shapes.get(n) != found.get(n))
-  if odd:
-    raise ConfigError(
-      f"{workdir / 'result'}: {odd[0]} has shape {found.get(odd[0])}, the model of config.json has"
-      f" {shapes.get(odd[0])}. Fix: restore the config.json this result was trained with."
-    )
+  path = workdir / "result"
+  params = weights.load(path, "result")
+  weights.require_fit(path, params, initial.shapes(config.model), "result")
   return params
 
 
@@ -239,7 +288,7 @@ def _print_end(folder: Path, workdir: Path, extra: Mapping[str, Any]) -> None:
 
 def describe(config: Config) -> str:
   """The dry run: final config, model, fragments and bytes, without touching a device."""
-  plan = initial.make_plan(config)
+  plan, config = initial.make_plan(config), initial.checked_start(config)
   count = arithmetic.num_params(config.model)
   flops = arithmetic.flops_per_token(config.model, config.data.sequence_length)
   lines = [config.to_json(), "", f"model: {count:,} parameters, {flops:.3g} FLOPs per token"]

@@ -21,14 +21,28 @@ from ddiloco.config import Config
 from ddiloco.core import fragments
 from ddiloco.core.fragments import Plan
 from ddiloco.engines.outcome import Outcome
+from ddiloco.engines.workdir import start_time
 from ddiloco.observe.events import Listener, Recorder
-from ddiloco.resilience.chaos import Faults, Killed
+from ddiloco.resilience.chaos import Faults, Killed, still_planned
 from ddiloco.runtime import initial
 from ddiloco.runtime.evaluator import Evaluator
 from ddiloco.runtime.exchange import Quarantined
 from ddiloco.runtime.learner import Learner
-from ddiloco.runtime.store import MemoryStore
-from ddiloco.runtime.syncer import Syncer, new_fragment
+from ddiloco.runtime.network import seconds_since_2020
+from ddiloco.runtime.rejoin import (
+  Beginning,
+  Restored,
+  begin_learner,
+  forget,
+  new_learner,
+  new_syncer,
+  newest_clock,
+  open_storage,
+  restore_fragments,
+)
+from ddiloco.runtime.saver import Saver
+from ddiloco.runtime.store import MemoryStore, new_fragment
+from ddiloco.runtime.syncer import Syncer
 from ddiloco.runtime.transport import (
   EVALUATOR_ADDRESS,
   Hub,
@@ -80,6 +94,10 @@ class ThreadsEngine:
       for m, group in enumerate(devices.partition(jax.devices(), config.islands))
     }
     self.steps: dict[int, int] = {}
+    self._storage = open_storage(config, self.plan, workdir)
+    self._restored: Restored | None = None
+    self._first_incarnation = 0
+    self._quarantined: set[int] = set()  # learners that must begin afresh
     self._gone: list[str] = []  # roles that never come back
 
   def run(self, listeners: Sequence[Listener] = ()) -> Outcome:
@@ -89,7 +107,9 @@ class ThreadsEngine:
     """
     config = self.config
     self._listeners = listeners
-    self._start_time = time.monotonic()
+    if (self.workdir / "events").exists():  # it goes on: nobody may pass for who was here before
+      self._first_incarnation = seconds_since_2020()
+    self._start_time = time.monotonic() - (time.time() - start_time(self.workdir))
     self._recorder = self._record("engine", 0)
     self._recorder.event(
       "run_started",
@@ -127,8 +147,16 @@ class ThreadsEngine:
   # --- roles --------------------------------------------------------------------------------------
 
   def _seed(self, first: dict[str, np.ndarray]) -> None:
-    """Version 0 goes into the store; without shards, into the islands themselves."""
-    if self.config.sync.num_shards:
+    """Version 0, or the newest snapshot, goes into the store; without shards, into the islands."""
+    if self._storage is not None:
+      self._restored = restore_fragments(self._storage, self.plan, range(len(self.plan.fragments)))
+      newest = self._restored.snapshot if self._restored is not None else None
+      forget(self._storage, "", newest)
+    if self._restored is not None:
+      self._first_incarnation = seconds_since_2020()  # also if only the snapshots are left of it
+      for committed in self._restored.fragments.values():
+        self._store.save(committed)
+    elif self.config.sync.num_shards:
       for fragment in self.plan.fragments:
         self._store.save(new_fragment(fragment, fragments.gather(fragment, first)))
     else:
@@ -140,30 +168,42 @@ class ThreadsEngine:
     self._recorder.event("compiled", target=learner_address(m), seconds=round(seconds, 3))
 
   def _run_learner(self, m: int, incarnation: int, faults: Faults, recorder: Recorder) -> None:
-    island = self.islands[m]
-    if self.config.sync.num_shards:
-      island.reset()
-    elif incarnation:
-      island.load(self._first)  # nobody else has what it had learned
-    stream = self._streams[m]
-    endpoint = self._connect(learner_address(m), faults)
-    role = Learner(
-      m, incarnation, self.config, self.plan, island, stream.iterate, endpoint, recorder
-    )
+    island, config = self.islands[m], self.config
+    new = new_learner(config, self.plan, m, incarnation)
+    if config.sync.num_shards:
+      storage = None if m in self._quarantined else self._storage  # what it had was bad
+      self._quarantined.discard(m)
+      beginning = begin_learner(new, config, self.plan, island, storage, recorder)
+    else:
+      beginning = Beginning(new)
+      if incarnation:
+        island.load(self._first)  # nobody else has what it had learned
+    endpoint, saver = self._connect(learner_address(m), faults), self._saver(recorder)
+    batches = self._streams[m].iterate
+    role = Learner(beginning, config, self.plan, island, batches, endpoint, recorder, saver)
     try:
       role.run(faults, self.stop.is_set)
     finally:
-      self.steps[m] = self.steps.get(m, 0) + role.exchange.state.step
+      made = role.exchange.state.step - beginning.state.step
+      self.steps[m] = self.steps.get(m, 0) + made
       endpoint.close()
+      if saver is not None:
+        saver.close()
 
   def _run_syncer(self, shard: int, incarnation: int, faults: Faults, recorder: Recorder) -> None:
-    endpoint = self._connect(syncer_address(shard), faults)
+    config, endpoint = self.config, self._connect(syncer_address(shard), faults)
+    state = new_syncer(config, shard, incarnation, self._store)
+    if self._restored is not None and incarnation == self._first_incarnation:
+      state = self._restored.resume(state)
+    saver = self._saver(recorder)
     try:
-      Syncer(
-        shard, incarnation, self.config, self.plan, endpoint, self._store, recorder, faults
-      ).run(self.stop.is_set)
+      Syncer(state, config, self.plan, endpoint, self._store, recorder, faults, saver=saver).run(
+        self.stop.is_set
+      )
     finally:
       endpoint.close()
+      if saver is not None:
+        saver.close()
 
   def _start_evaluator(self) -> threading.Thread:
     def run(_, incarnation: int, faults: Faults, recorder: Recorder) -> None:
@@ -177,6 +217,11 @@ class ThreadsEngine:
 
     return self._start(EVALUATOR_ADDRESS, run, -1)
 
+  def _saver(self, recorder: Recorder) -> Saver | None:
+    if self._storage is None:
+      return None
+    return Saver(self._storage, recorder.role, recorder.incarnation, recorder)
+
   # --- supervision --------------------------------------------------------------------------------
 
   def _record(self, role: str, incarnation: int) -> Recorder:
@@ -189,7 +234,8 @@ class ThreadsEngine:
     return endpoint
 
   def _start(self, name: str, run: Callable, number: int) -> threading.Thread:
-    plan = [f for f in self.config.chaos.faults if f.role == name]
+    began_at = newest_clock(self.config, self.plan, self.workdir)
+    plan = [f for f in still_planned(self.config.chaos.faults, began_at) if f.role == name]
 
     def report(action: str, detail: str) -> None:
       self._recorder.event("fault", target=name, action=action, detail=detail)
@@ -204,7 +250,7 @@ class ThreadsEngine:
 
   def _supervise(self, name: str, run: Callable, number: int, faults: Faults) -> None:
     """One role over all its incarnations; whatever it dies of, nobody else notices."""
-    crashes = incarnation = 0
+    crashes, incarnation = 0, self._first_incarnation
     while True:
       recorder = self._record(name, incarnation)
       try:
@@ -218,6 +264,7 @@ class ThreadsEngine:
         pause = self.config.run.restart_seconds * 2 ** (crashes - 1) if again else -1
         if isinstance(error, Quarantined):
           reason = f"quarantined: {error}"
+          self._quarantined.add(number)
         else:
           reason = f"{type(error).__name__}: {error}"
           recorder.event("crash", trace=traceback.format_exc())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import secrets
 import shutil
 import time
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ddiloco.config import Config, ConfigError, from_dict
@@ -15,36 +18,96 @@ from ddiloco.config import Config, ConfigError, from_dict
 OUTCOME = "outcome.json"  # what the report knows beside the events
 STARTED = "started"  # when the run began, unix seconds: the zero of all its event times
 COMPILED = "compiled"  # programs, for learners that start again
+LOCK = "lock"  # held by whoever trains here
+CHECKPOINTS = "checkpoints"
 OURS = (
-  *("alone", COMPILED, "events", "logs", "tensorboard", "report", "result"),
+  *("alone", COMPILED, CHECKPOINTS, "events", "logs", "tensorboard", "report", "result"),
   *(OUTCOME, STARTED, "config.json"),
 )
 # What each role of a run may have its own way; all the rest of the config must be the same.
-FREE_SECTIONS = ("islands", "network", "run", "chaos")
+FREE_SECTIONS = ("islands", "network", "checkpoint", "run", "chaos")
+# What may change beside these when a run goes on: how long it is, and what islands meet at.
+MAY_CHANGE = ("run.total_tokens", "sync.num_shards", "sync.min_quorum", "sync.snapshot_steps")
 
 
-def refuse_taken(workdir: Path, overwrite: bool) -> None:
-  """Refuses a workdir that holds a run, unless told to replace it; changes nothing."""
-  if (workdir / "config.json").exists() and not overwrite:
-    raise ConfigError(
-      f"--workdir={workdir}: already holds a run."
-      " Fix: choose another directory, or add --overwrite to replace that run."
-    )
+@contextlib.contextmanager
+def held(workdir: Path) -> Iterator[None]:
+  """While it lasts nobody else trains in this workdir; ends with the process at the latest.
 
-
-def claim(workdir: Path, overwrite: bool) -> None:
-  """Makes the workdir, without what an earlier run left there; foreign files stay."""
-  refuse_taken(workdir, overwrite)
+  Raises:
+    ConfigError: somebody does, or the directory cannot be written.
+  """
   try:
-    if (workdir / "config.json").exists():
+    workdir.mkdir(parents=True, exist_ok=True)
+    with (workdir / LOCK).open("a") as file:
+      try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except BlockingIOError as error:
+        raise ConfigError(
+          f"--workdir={workdir}: somebody trains in it at this moment. Fix: end that run, or choose"
+          " another directory."
+        ) from error
+      yield
+  except OSError as error:
+    raise _not_writable(workdir, error) from error
+
+
+def check(workdir: Path, config: Config, overwrite: bool) -> bool:
+  """Whether a run in `workdir` would go on; changes nothing.
+
+  Raises:
+    ConfigError: the run there is over, or another one.
+  """
+  if overwrite or not (workdir / "config.json").exists():
+    return False
+  saved = saved_config(workdir)
+  _refuse_another(workdir, config, saved, MAY_CHANGE)
+  longer = config.run.total_tokens > saved.run.total_tokens
+  if (workdir / OUTCOME).exists() and _finished(workdir / OUTCOME) and not longer:
+    raise ConfigError(
+      f"--workdir={workdir}: its run is finished. Fix: choose another directory, add --overwrite to"
+      " replace that run, or go on with a greater --config.run.total_tokens."
+    )
+  return True
+
+
+def _finished(outcome: Path) -> bool:
+  try:
+    return json.loads(outcome.read_text()).get("reason") == "finished"
+  except (OSError, UnicodeDecodeError, json.JSONDecodeError, AttributeError):
+    return False  # torn by a kill: it was not finished then
+
+
+def claim(workdir: Path, config: Config, overwrite: bool) -> bool:
+  """Makes the workdir this run's own; returns whether a run in it goes on.
+
+  To overwrite removes what an earlier run left there; foreign files stay.
+  """
+  goes_on = check(workdir, config, overwrite)
+  try:
+    if overwrite:
       for path in (workdir / name for name in OURS):
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     workdir.mkdir(parents=True, exist_ok=True)
-    (workdir / "config.json").touch()
+    _write(workdir / "config.json", config.to_json() + "\n")
+    (workdir / OUTCOME).unlink(missing_ok=True)
+    start_time(workdir)
   except OSError as error:
-    raise ConfigError(
-      f"--workdir={workdir}: cannot be written ({error}). Fix: choose a directory you may write to."
-    ) from error
+    raise _not_writable(workdir, error) from error
+  return goes_on
+
+
+def start_time(workdir: Path) -> float:
+  """When the run in `workdir` began, in unix seconds: now, if nobody has been here."""
+  workdir.mkdir(parents=True, exist_ok=True)
+  _write_once(workdir / STARTED, f"{time.time()}\n")
+  return float((workdir / STARTED).read_text())
+
+
+def _not_writable(workdir: Path, error: OSError) -> ConfigError:
+  return ConfigError(
+    f"--workdir={workdir}: cannot be written ({error}). Fix: choose a directory you may write to."
+  )
 
 
 def saved_config(workdir: Path) -> Config:
@@ -76,8 +139,7 @@ def join(workdir: Path, config: Config) -> float:
   try:
     workdir.mkdir(parents=True, exist_ok=True)
     _write_once(workdir / "config.json", config.to_json() + "\n")
-    _write_once(workdir / STARTED, f"{time.time()}\n")
-    started = float((workdir / STARTED).read_text())
+    started = start_time(workdir)
   except (OSError, ValueError) as error:
     raise ConfigError(
       f"--workdir={workdir}: cannot be used ({error}). Fix: choose a directory you may write to,"
@@ -101,9 +163,21 @@ def _write_once(path: Path, text: str) -> None:
     mine.unlink()
 
 
-def _refuse_another(workdir: Path, mine: Config, saved: Config) -> None:
-  """Every field outside `FREE_SECTIONS`, and the length of the run, must be as saved."""
-  pairs = [("run.total_tokens", mine.run.total_tokens, saved.run.total_tokens)]
+def _write(path: Path, text: str) -> None:
+  """Writes a file, whole or not at all."""
+  mine = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+  mine.write_text(text)
+  mine.replace(path)
+
+
+def _refuse_another(
+  workdir: Path, mine: Config, saved: Config, may_change: Collection[str] = ()
+) -> None:
+  """Every field outside `FREE_SECTIONS`, and the run's length and start, must be as saved."""
+  pairs = [
+    (f"run.{name}", getattr(mine.run, name), getattr(saved.run, name))
+    for name in ("total_tokens", "init_from")
+  ]
   for field in dataclasses.fields(Config):
     ours, theirs = getattr(mine, field.name), getattr(saved, field.name)
     if field.name in FREE_SECTIONS:
@@ -115,7 +189,7 @@ def _refuse_another(workdir: Path, mine: Config, saved: Config) -> None:
       name = inner.name
       pairs.append((f"{field.name}.{name}", getattr(ours, name), getattr(theirs, name)))
   for name, ours, theirs in pairs:
-    if ours != theirs:
+    if ours != theirs and name not in may_change:
       raise ConfigError(
         f"{name} = {ours!r}: the run in --workdir={workdir} has {theirs!r}. Fix: use the same"
         f" --config (--config={workdir / 'config.json'} is it), or another --workdir."

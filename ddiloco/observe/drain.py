@@ -44,6 +44,8 @@ class Drain:
     self._items: deque[Any] = deque()
     self._wake = threading.Event()
     self._closed = False
+    self._turns = threading.Condition()
+    self._begun = self._done = 0
     self._thread = threading.Thread(target=self._run, name=name, daemon=True)
     self._thread.start()
     atexit.register(self.close)
@@ -64,6 +66,15 @@ class Drain:
     """Asks for the next batch to be consumed now."""
     self._wake.set()
 
+  def flush(self, timeout_seconds: float = 1.0) -> bool:
+    """Waits until what is queued now has been consumed; False if a stuck disk takes longer."""
+    with self._turns:
+      turn = self._begun + 1  # the next to begin takes all that is here
+      self._wake.set()
+      return self._turns.wait_for(
+        lambda: self._done >= turn or not self._thread.is_alive(), timeout_seconds
+      )
+
   def close(self, timeout_seconds: float = 5.0) -> None:
     """Consumes what is left and ends the thread; waits at most this long for a stuck disk."""
     if self._closed:
@@ -81,6 +92,8 @@ class Drain:
       self._wake.wait(self._interval_seconds)
       last = self._closed  # read before the queue is emptied: nothing put earlier stays behind
       self._wake.clear()
+      with self._turns:
+        self._begun += 1
       batch = [self._items.popleft() for _ in range(len(self._items))]
       try:
         self._consume(batch)
@@ -89,3 +102,6 @@ class Drain:
         self.failures += 1
         if self.failures == 1:
           warn(f"{self._name} failed; the run goes on\n{traceback.format_exc()}")
+      with self._turns:
+        self._done += 1
+        self._turns.notify_all()

@@ -7,9 +7,10 @@ that is not finite is the string "nan", "inf" or "-inf", and `read_events` makes
 
 | role      | kinds                                                                    |
 |-----------|--------------------------------------------------------------------------|
-| learner-M | started, joined, step, push, apply, refused, stopped, crash, traffic     |
-| syncer-S  | started, member, round, commit, abandoned, ignored, crash, traffic,      |
-|           | unreplicated, replicated, lost                                           |
+| learner-M | started, restored, joined, step, cut, resend, push, apply, recorded,     |
+|           | saved, donated, inherited, refused, stopped, crash, traffic              |
+| syncer-S  | started, owns, member, round, commit, abandoned, recalled, recorded,     |
+|           | saved, snapshot, ignored, crash, traffic, unreplicated, replicated, lost |
 | evaluator | evaluation, traffic                                                      |
 | engine    | run_started, compiled, fault, exit, restart, run_finished                |
 """
@@ -31,8 +32,8 @@ Listener = Callable[[Event], None]
 
 FLUSH_SECONDS = 1.0
 IMPORTANT = frozenset(  # on disk at once, since a kill often follows
-  {"started", "joined", "stopped", "refused", "crash", "member"}
-  | {"fault", "exit", "restart", "run_started", "run_finished"}
+  {"started", "restored", "joined", "stopped", "refused", "recalled", "crash", "member"}
+  | {"snapshot", "unsaved", "fault", "exit", "restart", "run_started", "run_finished"}
 )
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -87,6 +88,13 @@ class Recorder:
         warn(f"{self.role}: a listener of its events failed and is dropped: {error!r}")
     if kind in IMPORTANT:
       self._drain.wake()
+
+  def flush(self) -> None:
+    """Waits until what happened so far is in the file: before others hear of what follows from it.
+
+    A stuck disk is waited for a second at most: then a crash may leave a gap in the log.
+    """
+    self._drain.flush()
 
   @property
   def lost_events(self) -> int:
@@ -151,6 +159,9 @@ class NullRecorder:
 
   def event(self, kind: str, **fields: Any) -> None:
     """Forgets the event."""
+
+  def flush(self) -> None:
+    """Nothing to write."""
 
   def close(self) -> None:
     """Nothing to close."""

@@ -52,6 +52,7 @@ def summarise(events: Sequence[Event]) -> dict[str, Any]:
     "heldout_loss_first": _number(losses[0]) if losses else None,
     "heldout_loss_last": _number(losses[-1]) if losses else None,
     "faults": sum(event["kind"] == "fault" for event in events),
+    "snapshots": sum(event["kind"] == "snapshot" for event in events),
     "restarts": sum(event["kind"] == "restart" for event in events),
     "kills": [
       {

@@ -204,6 +204,22 @@ def _compiled(view: RunView, event: Event, _kind: str, _number: int) -> RunView:
   return _note(view, event, text, "plain")
 
 
+def _restored(view: RunView, event: Event, _kind: str, _number: int) -> RunView:
+  text = f"{role_name(event['role'])} has its part of snapshot {event['snapshot']}"
+  return _note(view, event, text, "good")
+
+
+def _recalled(view: RunView, event: Event, _kind: str, _number: int) -> RunView:
+  given = f"fragment {event['fragment']} at version {event['version']}"
+  text = f"{role_name(event['role'])} got {given} back from island {event['learner']}"
+  return _note(view, event, text, "good")
+
+
+def _unsaved(view: RunView, event: Event, _kind: str, _number: int) -> RunView:
+  who, number = role_name(event["role"]), event["snapshot"]
+  return _note(view, event, f"{who} is not in snapshot {number}: {event['reason']}", "bad")
+
+
 def _step(view: RunView, event: Event, kind: str, number: int) -> RunView:
   old = view.islands.get(number, IslandView())
   if kind != "learner" or event["incarnation"] < old.incarnation:
@@ -320,6 +336,9 @@ _HANDLERS: Mapping[str, Callable[[RunView, Event, str, int], RunView]] = {
   "compiled": _compiled,
   "started": _started,
   "joined": _joined,
+  "restored": _restored,
+  "recalled": _recalled,
+  "unsaved": _unsaved,
   "step": _step,
   "stopped": _stopped,
   "member": _member,

@@ -35,6 +35,11 @@ def strike(
   return None, plan
 
 
+def still_planned(plan: Sequence[Fault], clock: int) -> list[Fault]:
+  """The faults of a run that goes on at `clock`: those of steps before it have struck already."""
+  return [fault for fault in plan if fault.at_step < 0 or fault.at_step > clock]
+
+
 def detail(fault: Fault, clock: int) -> str:
   """What the event log says about a fault that strikes."""
   lasts = "for good" if fault.seconds < 0 else f"for {fault.seconds:g} s"

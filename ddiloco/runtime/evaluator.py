@@ -34,6 +34,9 @@ class HostParams:
   def stage(self, fragment: int, flat: np.ndarray) -> np.ndarray:
     return flat
 
+  def capture(self):
+    raise RuntimeError("the evaluator has no part in snapshots")
+
   def apply(self, fragment: int, staged: np.ndarray, keep: float) -> None:
     if keep:
       raise RuntimeError("the evaluator only overwrites")

@@ -12,7 +12,8 @@ import dataclasses
 import queue
 import threading
 import time
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -20,21 +21,29 @@ from ddiloco.config import Config
 from ddiloco.core import codec, learner
 from ddiloco.core.fragments import Plan
 from ddiloco.core.learner_state import LearnerState
-from ddiloco.core.messages import Publish, Push
+from ddiloco.core.messages import Inherit, Push, Value
 from ddiloco.core.protocol import (
   Apply,
+  ApplyMoments,
   Cut,
+  Give,
+  GiveMoments,
   LearnerEvent,
   Note,
   Received,
+  Record,
   Rejoin,
   Resend,
   Send,
   Stage,
   Staged,
+  TakeMoments,
+  Taken,
   Tick,
 )
 from ddiloco.observe.events import Recorder
+from ddiloco.runtime.deltas import Deltas
+from ddiloco.runtime.holder import Holder
 from ddiloco.runtime.transport import Endpoint, syncer_address
 
 WAIT_SECONDS = 0.05  # between two ticks while there is nothing to do but wait
@@ -46,24 +55,15 @@ class Quarantined(Exception):
   """A shard says this learner's state is bad: it must start afresh as a new incarnation."""
 
 
-class Holder(Protocol):
-  """Where parameters live: `training.island.Island`, or plain arrays in the evaluator and tests."""
+@dataclasses.dataclass
+class Staging:
+  """A published version on its way: the background thread fills it in."""
 
-  def cut(self, fragment: int) -> Any:
-    """A copy of one fragment, taken now without blocking."""
-    ...
+  flat: np.ndarray | None = None  # what `apply` adds
+  placed: Any = None  # the same on the devices
 
-  def to_host(self, pieces: Any, fragment: int) -> np.ndarray:
-    """That copy as a flat f32 vector [size]; called in the background."""
-    ...
 
-  def stage(self, fragment: int, flat: np.ndarray) -> Any:
-    """Brings a flat f32 vector to the devices; called in the background."""
-    ...
-
-  def apply(self, fragment: int, staged: Any, keep: float) -> None:
-    """parameters <- keep * parameters + staged, without blocking; keep 0 forgets them."""
-    ...
+Save = Callable[[int, LearnerState, Mapping[str, Any]], None]  # (snapshot, state, arrays by name)
 
 
 class Exchange:
@@ -76,6 +76,7 @@ class Exchange:
     holder: where the parameters live.
     endpoint: this learner's connection.
     recorder: event log.
+    save: takes this learner's part of a snapshot, called in the background; None: nobody does.
   """
 
   def __init__(
@@ -86,6 +87,7 @@ class Exchange:
     holder: Holder,
     endpoint: Endpoint,
     recorder: Recorder,
+    save: Save | None = None,
   ):
     self.state = state
     self.config = config
@@ -94,13 +96,14 @@ class Exchange:
     self._sync = config.sync
     self._plan = plan
     self._holder = holder
-    self._base: dict[int, np.ndarray] = {}  # what the global model was when last received
-    self._sent: dict[int, np.ndarray] = {}  # my outstanding push, as the shard decodes it
+    self._save = save
+    self._deltas = Deltas(config.sync)
     self._outbox: dict[int, Push] = {}
-    self._residual: dict[int, np.ndarray] = {}  # what rounding lost; only with error_feedback
-    self._rounding: dict[int, np.ndarray] = {}  # the residual if the outstanding push is merged
-    self._staged: dict[int, collections.deque] = collections.defaultdict(collections.deque)
-    self._finished: queue.SimpleQueue[Staged] = queue.SimpleQueue()
+    self._inherited: dict[int, tuple[Inherit, Any]] = {}  # moments on the devices, to be applied
+    self._stagings: dict[int, collections.deque[Staging]] = collections.defaultdict(
+      collections.deque
+    )
+    self._finished: queue.SimpleQueue[Staged | Taken] = queue.SimpleQueue()
     self._jobs: queue.SimpleQueue = queue.SimpleQueue()
     self._failure: BaseException | None = None
     self._closing = False
@@ -186,14 +189,33 @@ class Exchange:
         case Send(to, message):
           self.endpoint.send(syncer_address(to), message)
         case Cut(push):
-          pieces = self._holder.cut(push.fragment)
-          self._jobs.put((self._push, push, pieces))
+          self._cut(push)
         case Resend(push):
           self._jobs.put((self._push_again, push))
-        case Stage():
-          self._jobs.put((self._stage, action))
+        case Stage(publish):
+          staging = Staging()
+          self._stagings[publish.fragment].append(staging)
+          self._jobs.put((self._stage, action, staging))
+          self.recorder.event(
+            "stage",
+            fragment=publish.fragment,
+            version=publish.version,
+            round=publish.round,
+            mode=action.mode,
+            included=action.included,
+          )
         case Apply():
           self._apply(action)
+        case Give(value):
+          self._jobs.put((self._give, value))
+        case Record():
+          self._record(action)
+        case GiveMoments():
+          self._give_moments(action)
+        case TakeMoments(inherit):
+          self._jobs.put((self._take_moments, inherit))
+        case ApplyMoments(fragment):
+          self._apply_moments(fragment)
         case Note(kind="joined", fields=fields):
           seconds = time.monotonic() - self._started_at
           self.recorder.event("joined", seconds=round(seconds, 3), **fields)
@@ -202,15 +224,55 @@ class Exchange:
         case Rejoin(reason):
           raise Quarantined(reason)
 
+  def _cut(self, push: Push) -> None:
+    pieces = self._holder.cut(push.fragment)
+    self._jobs.put((self._push, push, pieces))
+    f = self.state.fragments[push.fragment]
+    self.recorder.event(
+      "cut",
+      fragment=push.fragment,
+      round=push.round,
+      version=push.base_version,
+      base_round=f.round,
+      steps=push.steps,
+      tokens=push.tokens,
+    )
+
   def _apply(self, action: Apply) -> None:
-    keep = {"overwrite": 0.0, "mix": self._sync.mix_alpha, "rebase": 1.0}[action.mode]
-    self._holder.apply(action.fragment, self._staged[action.fragment].popleft(), keep)
+    staging = self._stagings[action.fragment].popleft()
+    self._holder.apply(action.fragment, staging.placed, self._deltas.keep(action.mode))
     self.recorder.event(
       "apply",
       fragment=action.fragment,
       version=action.version,
+      round=action.round,
       mode=action.mode,
       included=action.included,
+    )
+
+  def _record(self, record: Record) -> None:
+    """My part of a snapshot: what is on the devices now; the rest when earlier jobs are done."""
+    if self._save is None:
+      return
+    self.recorder.event("recorded", snapshot=record.snapshot)
+    stagings = {p: tuple(each) for p, each in self._stagings.items()}
+    self._jobs.put((self._hand_over, record, self._holder.capture(), stagings))
+
+  def _give_moments(self, give: GiveMoments) -> None:
+    p, donation = give.moments.fragment, give.moments.donation
+    pieces, count = self._holder.cut_moments(p), self._holder.count()
+    self._jobs.put((self._send_moments, give, pieces, count))
+    self.recorder.event("donated", fragment=p, donation=donation)
+
+  def _apply_moments(self, fragment: int) -> None:
+    inherit, staged = self._inherited.pop(fragment)
+    self._holder.apply_moments(fragment, staged, inherit.count)
+    self.recorder.event(
+      "inherited",
+      fragment=fragment,
+      learner=inherit.donor,
+      incarnation_of_donor=inherit.donor_incarnation,
+      donation=inherit.donation,
     )
 
   # --- on the background thread -------------------------------------------------------------------
@@ -226,16 +288,11 @@ class Exchange:
         return
 
   def _push(self, push: Push, pieces: Any) -> None:
-    """delta = base - local, encoded and sent; kept until a publish has answered it."""
-    p, name = push.fragment, self._sync.push_codec
-    delta = self._base[p] - self._holder.to_host(pieces, p)
-    if self._sync.error_feedback and p in self._residual:
-      delta += self._residual[p]
-    payload = codec.encode(delta, name)
-    self._sent[p] = codec.decode(payload, delta.size, name)
-    if self._sync.error_feedback:
-      self._rounding[p] = delta - self._sent[p]
-    self._outbox[p] = dataclasses.replace(push, codec=name, payload=payload)
+    """Encoded and sent; kept until a publish has answered it."""
+    p = push.fragment
+    payload = self._deltas.push(p, self._holder.to_host(pieces, p))
+    self._outbox[p] = dataclasses.replace(push, codec=self._sync.push_codec, payload=payload)
+    self.recorder.flush()  # nobody merges what the log does not know
     sent_bytes = self._send_push(p)
     self.recorder.event(
       "push",
@@ -249,41 +306,78 @@ class Exchange:
 
   def _push_again(self, push: Push) -> None:
     kept = self._outbox.get(push.fragment)
-    if kept is not None and kept.round == push.round:
-      self._send_push(push.fragment)
+    if kept is None or kept.base_version != push.base_version:
+      return
+    if kept.round != push.round:  # in lock-step the same push may answer another round
+      self.recorder.event("resend", fragment=push.fragment, round=push.round, old_round=kept.round)
+      self.recorder.flush()
+      self._outbox[push.fragment] = dataclasses.replace(kept, round=push.round)
+    self._send_push(push.fragment)
 
   def _send_push(self, p: int) -> int:
     shard = self.state.fragments[p].shard
     return self.endpoint.send(syncer_address(shard), self._outbox[p])
 
-  def _stage(self, action: Stage) -> None:
-    """Decodes a version and stages what `apply` adds: overwrite g', mix (1-a) g', rebase g' - ref.
+  def _give(self, value: Value) -> None:
+    shard = self.state.fragments[value.fragment].shard
+    payload = codec.encode(self._deltas.base[value.fragment], "f32")
+    self.endpoint.send(syncer_address(shard), dataclasses.replace(value, payload=payload))
 
-    `ref` is what of my parameters the new version g' already knows: the base, less my push if it
-    is part of g'. What is left of the local value, rounding errors included, stays mine.
-    """
-    p, base = action.publish.fragment, self._base.get(action.publish.fragment)
-    value = self._value(action.publish, base)
-    sent = self._sent.pop(p, None)
-    self._outbox.pop(p, None)
-    rounding = self._rounding.pop(p, None)
-    if action.included and rounding is not None:
-      self._residual[p] = rounding
-    if action.mode == "overwrite":
-      flat = value
-    elif action.mode == "mix":
-      flat = np.float32(1 - self._sync.mix_alpha) * value
-    else:
-      flat = value - (base - sent if action.included else base)
-    self._staged[p].append(self._holder.stage(p, flat))
-    self._base[p] = value
-    self._finished.put(Staged(p, action.publish.version, time.monotonic()))
+  def _send_moments(self, give: GiveMoments, pieces: Any, count: Any) -> None:
+    flat = self._holder.moments_to_host(pieces, give.moments.fragment)
+    payload = codec.encode(flat, "f32")
+    self.recorder.flush()  # nobody inherits what the log does not know
+    moments = dataclasses.replace(give.moments, count=int(count), payload=payload)
+    self.endpoint.send(syncer_address(give.shard), moments)
+
+  def _take_moments(self, inherit: Inherit) -> None:
+    p = inherit.fragment
+    size = self._plan.fragments[p].size * self._holder.num_moments
+    try:
+      flat = codec.decode(inherit.payload, size, "f32")
+    except codec.CodecError as error:  # another inner optimizer's, or damaged: goes on without
+      self.recorder.event("ignored", message="Inherit", learner=inherit.donor, reason=str(error))
+      return
+    self._inherited[p] = (inherit, self._holder.stage_moments(p, flat))
+    self._finished.put(Taken(p, time.monotonic()))
     self.endpoint.wake()
 
-  def _value(self, publish: Publish, base: np.ndarray | None) -> np.ndarray:
-    if publish.payload is None:  # back to the base: my push was rejected
-      self._residual.pop(publish.fragment, None)
-      return base
-    size = self._plan.fragments[publish.fragment].size
-    decoded = codec.decode(publish.payload, size, publish.codec)
-    return decoded if publish.base_version < 0 else base + decoded
+  def _stage(self, action: Stage, staging: Staging) -> None:
+    publish = action.publish
+    p = publish.fragment
+    self._outbox.pop(p, None)
+    if publish.payload is None:  # my push was rejected
+      staging.flat = self._deltas.back(p)
+    else:
+      decoded = codec.decode(publish.payload, self._plan.fragments[p].size, publish.codec)
+      value = decoded if publish.base_version < 0 else self._deltas.base[p] + decoded
+      staging.flat = self._deltas.stage(p, value, action.mode, action.included)
+    staging.placed = self._holder.stage(p, staging.flat)
+    self._finished.put(Staged(p, publish.version, time.monotonic()))
+    self.endpoint.wake()
+
+  def _hand_over(
+    self, record: Record, captured: Mapping[str, Any], stagings: Mapping[int, tuple[Staging, ...]]
+  ) -> None:
+    arrays = {**captured, **self._deltas.arrays()}
+    for p, each in stagings.items():
+      for i, staging in enumerate(each):
+        arrays[f"staged/{p}/{i}"] = staging.flat
+    for p, f in enumerate(record.state.fragments):
+      if f.outstanding is not None:
+        arrays[f"outbox/{p}"] = np.frombuffer(self._outbox[p].payload, np.uint8)
+    self._save(record.snapshot, record.state, arrays)
+
+  # --- before anything else -----------------------------------------------------------------------
+
+  def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
+    """Takes back what a snapshot has of this exchange; its state was revived from the same part."""
+    self._deltas.restore(arrays)
+    for p, f in enumerate(self.state.fragments):
+      for i, _ in enumerate(f.incoming):
+        flat = arrays[f"staged/{p}/{i}"]
+        self._stagings[p].append(Staging(flat, self._holder.stage(p, flat)))
+      if f.outstanding is not None:
+        payload = arrays[f"outbox/{p}"]
+        name = self._sync.push_codec
+        self._outbox[p] = dataclasses.replace(f.outstanding.push, codec=name, payload=payload)

@@ -1,7 +1,8 @@
 """The model's shapes, the plan that cuts it, and initial values: the same on every role.
 
-Initial values are a pure function of the config's seed, so no role ever hands weights to another
-except the shards that own them.
+Initial values are a pure function of the config's seed, or those that `run.init_from` names; either
+way only shards need them, since no role ever hands weights to another except the shards that own
+them. All roles must agree on what they start from, as on the seed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 from ddiloco.config import Config, ModelConfig
 from ddiloco.core import fragments
 from ddiloco.models import transformer
+from ddiloco.runtime import weights
 
 
 def tensor_specs(model: ModelConfig) -> list[fragments.TensorSpec]:
@@ -48,6 +50,7 @@ def contract(config: Config, plan: fragments.Plan) -> str:
     "plan": plan.plan_id,
     "seed": config.seed,
     "total_tokens": config.run.total_tokens,
+    "init_from": config.run.init_from,
     "sequence_length": config.data.sequence_length,
     "tokenizer": config.data.tokenizer,
   }
@@ -57,8 +60,38 @@ def contract(config: Config, plan: fragments.Plan) -> str:
   return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def checked_start(config: Config) -> Config:
+  """Refuses a `run.init_from` that is missing or does not fit, before a device is touched.
+
+  Reads its header only: whether all values are finite is seen when they are loaded.
+
+  Returns:
+    The config with `run.init_from` absolute, for processes that live elsewhere.
+
+  Raises:
+    ConfigError: names what is odd.
+  """
+  if config.run.init_from:
+    weights.check(config.run.init_from, shapes(config.model), "run.init_from")
+  return absolute_start(config)
+
+
+def absolute_start(config: Config) -> Config:
+  """The config with `run.init_from`, if there is one, as processes elsewhere would name it."""
+  if not config.run.init_from:
+    return config
+  start = str(weights.absolute(config.run.init_from))
+  return dataclasses.replace(config, run=dataclasses.replace(config.run, init_from=start))
+
+
 def initial_params(config: Config) -> dict[str, np.ndarray]:
-  """All initial parameters on the host, f32."""
+  """All initial parameters on the host, f32.
+
+  Raises:
+    ConfigError: `run.init_from` cannot be read, does not fit or is not finite.
+  """
+  if config.run.init_from:
+    return weights.start(config.run.init_from, shapes(config.model), "run.init_from")
   with jax.default_device(jax.local_devices(backend="cpu")[0]):
     key = jax.random.key(config.seed)
     lowered = jax.jit(lambda key: transformer.init(config.model, key)).lower(key)
@@ -67,14 +100,16 @@ def initial_params(config: Config) -> dict[str, np.ndarray]:
     return {name: np.asarray(value) for name, value in init(key).items()}
 
 
+def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+  """Shape of every parameter by name, in model order."""
+  return {name: tuple(leaf.shape) for name, leaf in transformer.shapes(model).items()}
+
+
 def assemble(
   plan: fragments.Plan, config: Config, values: dict[int, np.ndarray]
 ) -> dict[str, np.ndarray]:
   """The parameters [name -> array] from every fragment's flat value."""
-  params = {
-    name: np.zeros(leaf.shape, np.float32)
-    for name, leaf in transformer.shapes(config.model).items()
-  }
+  params = {name: np.zeros(shape, np.float32) for name, shape in shapes(config.model).items()}
   for fragment in plan.fragments:
     fragments.scatter(fragment, values[fragment.index], params)
   return params

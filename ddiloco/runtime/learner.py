@@ -7,17 +7,21 @@ steps the boundary of `runtime.exchange` answers pulls and applies published ver
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
 from ddiloco.config import Config
 from ddiloco.core import learner
-from ddiloco.core.fragments import Plan, shard_of
+from ddiloco.core.fragments import Plan
+from ddiloco.core.learner_state import LearnerState
 from ddiloco.core.protocol import StepDone
 from ddiloco.observe.events import Recorder
 from ddiloco.resilience.chaos import Faults
 from ddiloco.runtime.exchange import Exchange
+from ddiloco.runtime.rejoin import Beginning, learner_part
+from ddiloco.runtime.saver import Saver
 from ddiloco.runtime.transport import Endpoint
 
 Batches = Callable[[int], Iterator[np.ndarray]]
@@ -27,42 +31,41 @@ class Learner:
   """One incarnation of a learner.
 
   Args:
-    number: which learner.
-    incarnation: how often it was started before.
+    beginning: what it starts with (`runtime.rejoin`); the island holds the rest of it.
     config: the run's.
     plan: how the model is cut.
     island: devices, compiled step and parameters (`training.island.Island`); outlives incarnations.
     batches: `batches(position)` iterates over this learner's batches [B, T+1] from there on.
     endpoint: its connection.
     recorder: event log.
+    saver: writes its parts of snapshots; None: nobody does.
   """
 
   def __init__(
     self,
-    number: int,
-    incarnation: int,
+    beginning: Beginning,
     config: Config,
     plan: Plan,
     island,
     batches: Batches,
     endpoint: Endpoint,
     recorder: Recorder,
+    saver: Saver | None = None,
   ):
-    alone = not config.sync.num_shards
-    owners = (
-      ()
-      if alone
-      else tuple(shard_of(p, config.sync.num_shards) for p in range(len(plan.fragments)))
-    )
-    share = config.planned_steps() * config.tokens_per_step(number)
-    target = share if alone else config.run.total_tokens
     self.config = config
     self.island = island
     self.batches = batches
     self.recorder = recorder
-    self.exchange = Exchange(
-      learner.init(number, incarnation, owners, target), config, plan, island, endpoint, recorder
-    )
+    self._saver = saver
+    state = self._began = beginning.state
+    # Data is read on from where it was when this state was recorded, as far as the run is now.
+    self._ahead = beginning.position - state.clock
+    self._fresh = beginning.fresh
+    self._joined: LearnerState | None = None  # when it opened its data, at `_position`
+    self._position = 0
+    save = None if saver is None else self._save
+    self.exchange = Exchange(state, config, plan, island, endpoint, recorder, save)
+    self.exchange.restore(beginning.arrays)
 
   def run(self, faults: Faults, stopped: Callable[[], bool], drain_seconds: float = 0.0) -> None:
     """Trains until the run's tokens are merged or `stopped()`; then it has `drain_seconds` to leave
@@ -73,7 +76,12 @@ class Learner:
       Quarantined: a shard found this learner's updates bad; restart it.
     """
     exchange, batches = self.exchange, None
-    self.recorder.event("started", **self.island.describe())
+    self.recorder.event(
+      "started",
+      **self.island.describe(),
+      learners=self.config.islands.num_learners,
+      planned_steps=self.config.planned_steps(),
+    )
     last = time.monotonic()
     blocked = 0.0
     give_up_at: float | None = None  # once told to stop
@@ -86,36 +94,61 @@ class Learner:
         if give_up_at is not None and time.monotonic() >= give_up_at:
           exchange.leave("the run was stopped")
         elif learner.can_step(exchange.state, self.config.sync):
-          batches = batches or self.batches(exchange.state.clock)
+          batches = batches or self._open()
           last, blocked = self._step(next(batches), faults, last, blocked), 0.0
         else:
           before = time.monotonic()
           exchange.wait()
           blocked += time.monotonic() - before
-          if not exchange.state.step:
+          if exchange.state.step == self._began.step:
             last, blocked = time.monotonic(), 0.0  # joining, not blocked
     finally:
       if batches is not None:
         batches.close()
       exchange.close()
 
+  def _open(self) -> Iterator[np.ndarray]:
+    """This learner's batches, from the run's present clock on."""
+    state = self.exchange.state
+    self._joined, self._position = state, state.clock + self._ahead
+    return self.batches(self._position)
+
+  def _next_position(self, state: LearnerState) -> int:
+    """The number of the batch that the step after `state` trains on."""
+    if self._joined is None:
+      return state.clock + self._ahead
+    return self._position + state.step - self._joined.step
+
+  def _rate_scale(self, state: LearnerState) -> float:
+    """Fresh moments in the middle of a run take a few steps to settle (Adam's first are large)."""
+    warmup = self.config.checkpoint.warmup_steps
+    if not (self._fresh and self._joined.clock and warmup):
+      return 1.0
+    return min(1.0, (state.step - self._joined.step + 1) / warmup)
+
+  def _save(self, snapshot: int, state: LearnerState, arrays: Mapping[str, Any]) -> None:
+    self._saver.save(snapshot, learner_part(state, self._next_position(state)), arrays)
+
   def _step(self, tokens: np.ndarray, faults: Faults, last: float, blocked: float) -> float:
     """One inner step and the boundary after it; returns when the step ended."""
     state = self.exchange.state
     started = time.monotonic()
-    metrics = self.island.step(tokens, state.clock)
+    position, rate_scale = self._next_position(state), self._rate_scale(state)
+    metrics = self.island.step(tokens, state.clock, rate_scale)
     faults.drag(time.monotonic() - started)
     ended = time.monotonic()
     trained = tokens.shape[0] * (tokens.shape[1] - 1)
-    self.exchange.boundary(StepDone(ended, trained, ended - started))
-    self.recorder.event(
+    self.recorder.event(  # before what the boundary makes of it: the log is the order of things
       "step",
       step=state.step + 1,
       clock=state.clock + 1,
+      position=position,
       tokens=trained,
       seconds=ended - started,
       gap_seconds=ended - last,
       blocked_seconds=blocked,
+      **({} if rate_scale == 1.0 else {"rate_scale": rate_scale}),
       **(metrics or {}),
     )
+    self.exchange.boundary(StepDone(ended, trained, ended - started))
     return ended

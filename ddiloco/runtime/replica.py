@@ -214,8 +214,10 @@ def pack(committed: Committed, shard: int, incarnation: int) -> Replica:
     version=state.version,
     merged_tokens=state.merged_tokens,
     last_round=state.last_round,
+    momentum_round=committed.momentum_round,
     participants=state.participants,
     merged_rounds=tuple(n for pair in sorted(state.merged_rounds.items()) for n in pair),
+    snapshot=state.snapshot,
     has_view=has_view,
     has_momentum=committed.momentum is not None,
     payload=np.concatenate(parts).view(np.uint8),
@@ -239,6 +241,8 @@ def unpack(replica: Replica, plan: Plan) -> Committed | None:
     merged_rounds=dict(zip(replica.merged_rounds[::2], replica.merged_rounds[1::2])),
     last_round=replica.last_round,
     participants=replica.participants,
+    snapshot=replica.snapshot,
   )
   view = parts[1] if replica.has_view else parts[0]
-  return Committed(state, parts[0], view, parts[-1] if replica.has_momentum else None)
+  momentum = parts[-1] if replica.has_momentum else None
+  return Committed(state, parts[0], view, momentum, replica.momentum_round)

@@ -58,8 +58,9 @@ def optimizer(inner: InnerConfig) -> optax.GradientTransformation:
 def make_train_step(
   model: ModelConfig, inner: InnerConfig, planned_steps: int, constrain: Constrain | None = None
 ) -> Callable[..., tuple[dict[str, jax.Array], optax.OptState, dict[str, jax.Array]]]:
-  """The function `train_step(params, opt_state, tokens_BxT1, clock)` of one inner step.
+  """One inner step: the function `train_step(params, opt_state, tokens_BxT1, clock, rate_scale=1)`.
 
+  `rate_scale` multiplies the learning rate: fresh moments warm up with it in the middle of a run.
   It returns (params, opt_state, metrics): f32 scalars "loss" (nats per token), "load_balance",
   "grad_norm" (before clipping) and "learning_rate". B must be a multiple of
   `inner.accumulation_steps`; the gradient is the mean over the micro-batches, which for a dense
@@ -74,9 +75,11 @@ def make_train_step(
     (_, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params)
     return grads, metrics
 
-  def train_step(params: Params, opt_state: optax.OptState, tokens_BxT1: jax.Array, clock):
+  def train_step(
+    params: Params, opt_state: optax.OptState, tokens_BxT1: jax.Array, clock, rate_scale=1.0
+  ):
     grads, metrics = accumulate(value_and_grad, params, tokens_BxT1, inner.accumulation_steps)
-    rate = learning_rate(inner, planned_steps, clock)
+    rate = rate_scale * learning_rate(inner, planned_steps, clock)
     updates, opt_state = transform.update(grads, opt_state, params)
     params = {name: value - rate * updates[name] for name, value in params.items()}
     metrics |= {"grad_norm": optax.tree.norm(grads), "learning_rate": rate}

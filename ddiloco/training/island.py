@@ -1,14 +1,13 @@
 """One island: its devices and mesh, the compiled programs, and the state that lives on them.
 
 Everything is compiled ahead of time and the programs outlive a learner's incarnations. Only the
-pieces of a pulled fragment ever leave the devices; a published one comes in beside the running step
-and is written into the parameters, in place, between two steps.
+pieces of a pulled fragment leave the devices, and copies of the state that a snapshot takes; a
+published fragment comes in beside the running step and is written into the parameters, in place,
+between two steps. What a donor sends of its moments goes the same two ways.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,22 +18,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ddiloco.config import Config, ConfigError
-from ddiloco.core.fragments import Fragment, Piece, Plan, split_flat
+from ddiloco.core.fragments import Piece, Plan, split_flat
 from ddiloco.models import transformer
 from ddiloco.training import inner
 from ddiloco.training.devices import make_mesh, param_sharding, piece_sharding
-
-_COLLECTIVE = re.compile(r"all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute")
-
-
-@dataclasses.dataclass(frozen=True)
-class _FragmentPrograms:
-  """What moves one fragment between the parameters and its pieces."""
-
-  names: tuple[str, ...]  # of the touched leaves
-  cut: Callable[[list[jax.Array]], list[jax.Array]]
-  apply: Callable[[list[jax.Array], list[jax.Array], np.float32], list[jax.Array]]
-  waits: bool  # block after dispatch
+from ddiloco.training.programs import FragmentPrograms, compile_fragment, placed
+from ddiloco.training.state import PARAMS, StateLayout
 
 
 class Island:
@@ -47,7 +36,7 @@ class Island:
     devices: Sequence[jax.Device],
     plan: Plan,
   ):
-    """Touches no device memory yet: `compile()` and then `reset()` (or `load()`) do.
+    """Touches no device memory yet: `compile()`, then `reset()`, `load()` or `restore()` do.
 
     Args:
       config: the run's; the island's part is `config.islands.island(learner)`.
@@ -73,11 +62,13 @@ class Island:
         f" inner.accumulation_steps = {whole} (learner {learner} has {len(devices)} devices)."
         f" Fix: use {max(1, round(self._island.batch_size / whole)) * whole}."
       )
-    axes, self._shapes = transformer.logical_axes(config.model), transformer.shapes(config.model)
-    self._shardings = {
-      name: param_sharding(axes[name], leaf.shape, self.mesh) for name, leaf in self._shapes.items()
-    }
     self._replicated = NamedSharding(self.mesh, PartitionSpec())
+    axes, shapes = transformer.logical_axes(config.model), transformer.shapes(config.model)
+    self._leaves = {
+      name: placed(leaf, param_sharding(axes[name], leaf.shape, self.mesh))
+      for name, leaf in shapes.items()
+    }
+    self._layout = StateLayout(inner.optimizer(config.inner), self._leaves, self._replicated)
     self._tokens = jax.ShapeDtypeStruct(
       (self._island.batch_size, config.data.sequence_length + 1),
       jnp.int32,
@@ -88,11 +79,13 @@ class Island:
     self._piece_shardings = [
       [self._piece_sharding(piece) for piece in fragment.pieces] for fragment in plan.fragments
     ]
-    self._step: Any = None  # compiled: (params, opt_state, tokens, clock) -> (.., .., metrics)
-    self._fresh: Any = None  # compiled: () -> (params, opt_state)
-    self._programs: list[_FragmentPrograms] = []
-    self._params: dict[str, jax.Array] = {}
-    self._opt_state: Any = None
+    # Compiled; a state is a dict name -> array with the names of `StateLayout`.
+    self._step: Any = None  # (state, tokens, clock, rate_scale) -> (state, metrics)
+    self._fresh: Any = None  # () -> state
+    self._copy: Any = None  # state -> state
+    self._counts: Any = None  # count -> the part of a state that counts updates
+    self._programs: list[FragmentPrograms] = []
+    self._state: dict[str, jax.Array] = {}
     self._in_flight: jax.Array | None = None
 
   def describe(self) -> dict[str, Any]:
@@ -107,22 +100,32 @@ class Island:
     if self._step is not None:
       return 0.0
     start = time.perf_counter()
+    layout, leaves, replicated = self._layout, self._layout.leaves, self._replicated
     transform = inner.optimizer(self._config.inner)
 
-    def fresh() -> tuple[dict[str, jax.Array], Any]:
-      params = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in self._shapes.items()}
-      return params, transform.init(params)
+    def fresh() -> dict[str, jax.Array]:
+      params = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in self._leaves.items()}
+      return layout.flat(params, transform.init(params))
 
-    state = jax.eval_shape(fresh)
-    shardings = jax.tree_util.tree_map_with_path(self._state_sharding, state)
-    state = jax.tree.map(_placed, state, shardings)
-    self._fresh = jax.jit(fresh, out_shardings=shardings).lower().compile()
-    self._programs = [self._compile_fragment(fragment) for fragment in self._plan.fragments]
-    clock = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._replicated)
+    def copy(state: dict[str, jax.Array]) -> dict[str, jax.Array]:
+      return {name: jnp.copy(leaf) for name, leaf in state.items()}
+
+    def counts(count: jax.Array) -> dict[str, jax.Array]:
+      return {name: jnp.copy(count).astype(leaves[name].dtype) for name in layout.counts}
+
+    count = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
+    factor = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)
+    self._fresh = jax.jit(fresh, out_shardings=layout.shardings).lower().compile()
+    self._copy = jax.jit(copy, out_shardings=layout.shardings).lower(leaves).compile()
+    self._counts = jax.jit(counts, out_shardings=replicated).lower(count).compile()
+    self._programs = [
+      compile_fragment(fragment, self._leaves, shardings, factor)
+      for fragment, shardings in zip(self._plan.fragments, self._piece_shardings)
+    ]
     step = jax.jit(
-      self._traced_step(), out_shardings=(*shardings, self._replicated), donate_argnums=(0, 1)
+      self._traced_step(), out_shardings=(layout.shardings, replicated), donate_argnums=0
     )
-    self._step = step.lower(*state, self._tokens, clock).compile()
+    self._step = step.lower(leaves, self._tokens, count, factor).compile()
     return time.perf_counter() - start
 
   def _traced_step(self) -> Callable[..., Any]:
@@ -135,84 +138,80 @@ class Island:
       config.model, config.inner, config.planned_steps(), constrain if mesh.size > 1 else None
     )
 
-    def island_step(params, opt_state, tokens_BxT1, clock):
-      params, opt_state, metrics = train_step(params, opt_state, tokens_BxT1, clock)
+    def island_step(state, tokens_BxT1, clock, rate_scale):
+      params, opt_state = self._layout.trees(state)
+      params, opt_state, metrics = train_step(params, opt_state, tokens_BxT1, clock, rate_scale)
       # One small array instead of several: one copy to the host per step.
-      return params, opt_state, jnp.stack([metrics[name] for name in inner.METRICS])
+      small = jnp.stack([metrics[name] for name in inner.METRICS])
+      return self._layout.flat(params, opt_state), small
 
     return island_step
 
-  def _state_sharding(self, path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-    """Parameters and their moments lie alike; anything else (step counts) is small: replicated."""
-    name = str(getattr(path[-1], "key", ""))
-    return self._shardings.get(name, self._replicated)
-
   def _piece_sharding(self, piece: Piece) -> NamedSharding:
-    shape = self._shapes[piece.name].shape[0 if piece.layer is None else 1 :]
+    leaf = self._leaves[piece.name]
+    shape = leaf.shape[0 if piece.layer is None else 1 :]
     whole = piece.shape[:1] == shape[:1]
-    return piece_sharding(self._shardings[piece.name], piece.layer, piece.stop - piece.start, whole)
-
-  def _compile_fragment(self, fragment: Fragment) -> _FragmentPrograms:
-    pieces = fragment.pieces
-    names = tuple(dict.fromkeys(piece.name for piece in pieces))
-    slots = [names.index(piece.name) for piece in pieces]
-
-    def cut(leaves: list[jax.Array]) -> list[jax.Array]:
-      # An explicit copy, since the next step deletes the leaves and a piece may be a whole leaf. It
-      # costs nothing: XLA makes one anyway (jax 0.10), but nothing promises that it always will.
-      return [jnp.copy(_rows(piece, leaves[slot])) for piece, slot in zip(pieces, slots)]
-
-    def apply(leaves: list[jax.Array], staged: list[jax.Array], keep: jax.Array):
-      leaves = list(leaves)
-      for piece, slot, value in zip(pieces, slots, staged):
-        # `where`, since 0 * NaN is NaN and an overwrite must heal whatever was there.
-        new = jnp.where(keep == 0, value, keep * _rows(piece, leaves[slot]) + value)
-        leaves[slot] = _put_rows(piece, leaves[slot], new)
-      return leaves
-
-    leaves = [_placed(self._shapes[name], self._shardings[name]) for name in names]
-    leaf_shardings = [self._shardings[name] for name in names]
-    shardings = self._piece_shardings[fragment.index]
-    staged = [
-      jax.ShapeDtypeStruct(piece.shape, jnp.float32, sharding=sharding)
-      for piece, sharding in zip(pieces, shardings)
-    ]
-    keep = jax.ShapeDtypeStruct((), jnp.float32, sharding=self._replicated)
-    cut = jax.jit(cut, out_shardings=shardings).lower(leaves).compile()
-    apply = jax.jit(apply, out_shardings=leaf_shardings, donate_argnums=0)
-    apply = apply.lower(leaves, staged, keep).compile()
-    # Only rows of a tensor-cut embedding need collectives; see `_pipelined` for why they then wait.
-    waits = self._cpu and any(_COLLECTIVE.search(p.as_text() or "") for p in (cut, apply))
-    return _FragmentPrograms(names, cut, apply, waits)
+    return piece_sharding(leaf.sharding, piece.layer, piece.stop - piece.start, whole)
 
   # --- state ------------------------------------------------------------------------------------
 
   def reset(self) -> None:
     """Fresh optimizer state, and zeros for parameters: the syncer's arrive through `apply`."""
     self.compile()
-    self._params, self._opt_state, self._in_flight = {}, None, None  # free the memory first
-    self._params, self._opt_state = jax.block_until_ready(self._fresh())
+    self._state, self._in_flight = {}, None  # free the memory first
+    self._state = jax.block_until_ready(self._fresh())
 
   def load(self, params: Mapping[str, np.ndarray]) -> None:
     """`reset`, and then these parameters (name -> array): for islands that train alone."""
-    if params.keys() != self._shapes.keys():
-      odd = sorted(params.keys() ^ self._shapes.keys())
+    if params.keys() != self._leaves.keys():
+      odd = sorted(params.keys() ^ self._leaves.keys())
       raise ValueError(
         f"params: names differ from the model's: {odd}. Fix: give exactly its leaves."
       )
     self.reset()
     # A private copy: the CPU backend may use host memory as it is, and steps write in place.
-    mine = {name: np.array(params[name], np.float32) for name in self._shapes}
-    self._params = jax.block_until_ready(jax.device_put(mine, self._shardings))
+    mine = {PARAMS + name: np.array(params[name], np.float32) for name in self._leaves}
+    shardings = {name: self._layout.leaves[name].sharding for name in mine}
+    self._state |= jax.block_until_ready(jax.device_put(mine, shardings))
+
+  def shardings(self) -> dict[str, NamedSharding]:
+    """Where every array of the state lies on this mesh, by the names that `capture` gives them."""
+    return self._layout.shardings
+
+  def restore(self, arrays: Mapping[str, jax.Array | np.ndarray]) -> None:
+    """Takes over a captured state, of whatever mesh it was, bit by bit; instead of `reset`.
+
+    Args:
+      arrays: exactly the names of `shardings()`. They are copied: the caller may keep or change
+        them. Until this returns there are two states on the devices if `arrays` lie there as
+        `shardings()` says (others come through the host).
+
+    Raises:
+      ValueError: names, shapes or dtypes are not this island's; nothing has changed.
+    """
+    self._layout.check(arrays)
+    self.compile()
+    ready = {}
+    for name, sharding in self._layout.shardings.items():
+      array = arrays[name]
+      here = isinstance(array, jax.Array) and array.sharding == sharding
+      # Not `device_put` from one mesh to another: it might compile, and communicate.
+      ready[name] = array if here else np.asarray(array)
+    self._state, self._in_flight = {}, None  # free the memory first
+    self._state = jax.block_until_ready(self._copy(ready))
 
   def params_on_host(self) -> dict[str, np.ndarray]:
     """All parameters as NumPy copies (step thread only)."""
-    return {name: np.array(leaf) for name, leaf in self._params.items()}
+    return {name: np.array(self._state[PARAMS + name]) for name in self._leaves}
 
   # --- step thread ------------------------------------------------------------------------------
 
-  def step(self, tokens: np.ndarray, clock: int) -> dict[str, float] | None:
+  def step(
+    self, tokens: np.ndarray, clock: int, rate_scale: float = 1.0
+  ) -> dict[str, float] | None:
     """One inner step on `tokens` [B, T+1] int32 (not to change any more) at the run's step `clock`.
+
+    `rate_scale` multiplies the learning rate: below 1 while fresh moments warm up.
 
     Returns:
       {"loss", "load_balance", "grad_norm", "learning_rate"} of this step; if pipelined, those of
@@ -224,12 +223,8 @@ class Island:
     """
     if tokens.shape != self._tokens.shape:
       raise ValueError(f"tokens have shape {tokens.shape}, this island takes {self._tokens.shape}")
-    if not self._params:
-      raise RuntimeError("the island has no state yet. Fix: call reset() or load() before step()")
     # The compiled call shards host values itself; a device_put of our own costs 0.3 ms more.
-    self._params, self._opt_state, metrics = self._step(
-      self._params, self._opt_state, tokens, np.int32(clock)
-    )
+    self._state, metrics = self._step(self._held(), tokens, np.int32(clock), np.float32(rate_scale))
     if not self._pipelined:
       # On every device, not only on the one the values are read from.
       return _as_floats(jax.block_until_ready(metrics))
@@ -242,15 +237,23 @@ class Island:
     before, self._in_flight = self._in_flight, None
     return None if before is None else _as_floats(jax.block_until_ready(before))
 
+  def capture(self) -> dict[str, jax.Array]:
+    """A copy of the whole state, taken between two steps on the devices; does not wait.
+
+    Until the caller drops it, it takes as much memory as the state itself: parameters and moments.
+    (One CPU device makes the copy in the calling thread; that is how XLA runs cheap programs.)
+
+    Returns:
+      "params/<name>" and "inner/<path>" -> private array, lying as `shardings()` says.
+
+    Raises:
+      RuntimeError: there is no state yet.
+    """
+    return self._copy(self._held())
+
   def cut(self, fragment_index: int) -> list[jax.Array]:
     """Copies the fragment's pieces, on the devices, and starts their way to the host; no wait."""
-    programs = self._programs[fragment_index]
-    pieces = programs.cut([self._params[name] for name in programs.names])
-    if programs.waits:
-      jax.block_until_ready(pieces)
-    for piece in pieces:
-      piece.copy_to_host_async()
-    return pieces
+    return self._cut(fragment_index, PARAMS)
 
   def apply(self, fragment_index: int, staged: Sequence[jax.Array], keep: float) -> None:
     """piece <- staged if keep is 0, else keep * piece + staged; in place, only this fragment.
@@ -258,10 +261,57 @@ class Island:
     Overwrite is keep = 0; Streaming DiLoCo's mix (2501.18512) keep = alpha with
     staged = (1 - alpha) * global; rebase keep = 1 with staged = the shift. Does not wait.
     """
+    self._apply(fragment_index, PARAMS, staged, keep)
+
+  @property
+  def num_moments(self) -> int:
+    """How many f32 values the inner optimizer keeps of every parameter: Adam's mu and nu are 2."""
+    return len(self._layout.moments)
+
+  def cut_moments(self, fragment_index: int) -> list[list[jax.Array]]:
+    """`cut` of every moment, in a fixed order; `count()` belongs to it."""
+    return [self._cut(fragment_index, prefix) for prefix in self._layout.moments]
+
+  def apply_moments(
+    self, fragment_index: int, staged: Sequence[Sequence[jax.Array]], count: int
+  ) -> None:
+    """Overwrites the fragment's moments, and the whole optimizer's count of updates; no wait."""
+    for prefix, pieces in zip(self._layout.moments, staged, strict=True):
+      self._apply(fragment_index, prefix, pieces, 0.0)
+    self._state |= self._counts(np.int32(count))
+
+  def count(self) -> jax.Array | np.int32:
+    """How many updates the optimizer has seen; does not wait: `int()` it in the background.
+
+    0 for an optimizer that does not count.
+    """
+    for name in self._layout.counts[:1]:
+      count = self._counts(self._held()[name])[name]
+      count.copy_to_host_async()
+      return count
+    return np.int32(0)
+
+  def _held(self) -> dict[str, jax.Array]:
+    if not self._state:
+      raise RuntimeError("the island has no state. Fix: call reset(), load() or restore() before")
+    return self._state
+
+  def _cut(self, fragment_index: int, prefix: str) -> list[jax.Array]:
     programs = self._programs[fragment_index]
-    leaves = [self._params[name] for name in programs.names]
-    leaves = programs.apply(leaves, list(staged), np.float32(keep))
-    self._params.update(zip(programs.names, leaves))
+    pieces = programs.cut([self._state[prefix + name] for name in programs.names])
+    if programs.waits:
+      jax.block_until_ready(pieces)
+    for piece in pieces:
+      piece.copy_to_host_async()
+    return pieces
+
+  def _apply(
+    self, fragment_index: int, prefix: str, staged: Sequence[jax.Array], keep: float
+  ) -> None:
+    programs = self._programs[fragment_index]
+    names = [prefix + name for name in programs.names]
+    leaves = programs.apply([self._state[n] for n in names], list(staged), np.float32(keep))
+    self._state.update(zip(names, leaves))
     if programs.waits:
       jax.block_until_ready(leaves)
 
@@ -269,13 +319,7 @@ class Island:
 
   def to_host(self, pieces: Sequence[jax.Array], fragment_index: int) -> np.ndarray:
     """What `cut` returned, as the fragment's flat f32 vector; waits until it has arrived."""
-    fragment = self._plan.fragments[fragment_index]
-    flat = np.empty(fragment.size, np.float32)
-    for view, piece in zip(split_flat(fragment, flat), pieces):
-      for shard in piece.addressable_shards:
-        if shard.replica_id == 0:
-          view[shard.index] = shard.data
-    return flat
+    return self.moments_to_host([pieces], fragment_index)
 
   def stage(self, fragment_index: int, flat: np.ndarray) -> list[jax.Array]:
     """Brings a flat f32 vector onto the devices for `apply`; `flat` must not change afterwards."""
@@ -283,27 +327,34 @@ class Island:
     # Waiting here, beside the step, means that `apply` never waits for a transfer.
     return jax.block_until_ready(jax.device_put(views, self._piece_shardings[fragment_index]))
 
+  def moments_to_host(
+    self, moments: Sequence[Sequence[jax.Array]], fragment_index: int
+  ) -> np.ndarray:
+    """What `cut_moments` returned, one after the other: flat f32 [num_moments * size]; waits."""
+    fragment = self._plan.fragments[fragment_index]
+    flat = np.empty((len(moments), fragment.size), np.float32)
+    for row, pieces in zip(flat, moments):
+      for view, piece in zip(split_flat(fragment, row), pieces):
+        for shard in piece.addressable_shards:
+          if shard.replica_id == 0:
+            view[shard.index] = shard.data
+    return flat.reshape(-1)
+
+  def stage_moments(self, fragment_index: int, flat: np.ndarray) -> list[list[jax.Array]]:
+    """`stage` for `apply_moments`: flat f32 [num_moments * size], not to change any more.
+
+    Raises:
+      ValueError: it has another size.
+    """
+    size = self._plan.fragments[fragment_index].size
+    if flat.shape != (self.num_moments * size,):
+      raise ValueError(
+        f"fragment {fragment_index}: its moments have shape {flat.shape}, but this island keeps"
+        f" {self.num_moments} of {size} values each. Fix: take them from a peer of the same run."
+      )
+    rows = [flat[start : start + size] for start in range(0, flat.size, size)]
+    return [self.stage(fragment_index, row) for row in rows]
+
 
 def _as_floats(metrics: jax.Array) -> dict[str, float]:
   return dict(zip(inner.METRICS, np.asarray(metrics).tolist()))
-
-
-def _placed(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _rows(piece: Piece, leaf: jax.Array) -> jax.Array:
-  """The piece's part of its leaf."""
-  if piece.layer is not None:
-    leaf = jax.lax.index_in_dim(leaf, piece.layer, keepdims=False)
-  return jax.lax.slice_in_dim(leaf, piece.start, piece.stop) if leaf.ndim else leaf
-
-
-def _put_rows(piece: Piece, leaf: jax.Array, value: jax.Array) -> jax.Array:
-  """The leaf with the piece's part replaced; in place where the leaf's buffer may be reused."""
-  if value.shape == leaf.shape:
-    return value
-  start = [] if piece.layer is None else [piece.layer]
-  value = value if piece.layer is None else value[None]
-  start += [piece.start, *[0] * leaf.ndim][: leaf.ndim - len(start)]
-  return jax.lax.dynamic_update_slice(leaf, value, start)

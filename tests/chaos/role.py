@@ -36,9 +36,13 @@ from ddiloco.runtime.transport import learner_address  # noqa: E402
 class Island(toy.ToyIsland):
   """Outlives incarnations, as the real one."""
 
+  def compile(self) -> float:
+    return 0.0
+
   def reset(self) -> None:
-    for value in self.params.values():
+    for value in (*self.params.values(), *self.mean.values()):
       value[...] = 0.0
+    self.updates = 0
 
 
 class Stream:

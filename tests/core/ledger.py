@@ -1,95 +1,196 @@
 """Plays the parameters of a virtual run: which inner steps are in which copy of which fragment.
 
 Follows only the actions, never the reducers' own counters, and fails at once when a step is merged
-twice, vanishes, or is counted wrongly. A learner's own progress on a fragment is always one run of
-consecutive steps (low, high], because whatever is merged or discarded is its beginning.
+twice on the way to a value, vanishes, or is counted wrongly. A value is known by the round that
+made it, and a step by its learner, incarnation and number: so rollbacks and revivals need no rule
+of their own. Who is revived has the unmerged steps of the life that recorded them.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Mapping
 
 from ddiloco.config import SyncConfig
-from ddiloco.core.messages import Push
-from ddiloco.core.protocol import Accept, Apply, Commit
+from ddiloco.core.messages import INITIAL, NOTHING, Publish, Push, Value
+from ddiloco.core.protocol import Accept, Adopt, Apply, Commit
+from ddiloco.core.syncer_state import FragmentState
+
+Step = tuple[int, int, int]  # learner, incarnation, number
+Steps = tuple[Step, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Progress:
-  """The payload of a push: these steps of this incarnation, as a change of that version."""
+class Delta:
+  """The payload of a push: these steps, as a change of the value that round `base` made."""
 
-  learner: tuple[int, int]  # number, incarnation
-  low: int
-  high: int
-  base_version: int
+  steps: Steps
+  base: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+  """One fragment in a learner's parameters: a value, and own steps that are not merged."""
+
+  base: int = NOTHING  # round that made the value
+  known: int = NOTHING  # and the newest one received
+  mine: Steps = ()
+  cut: Delta | None = None  # the newest push, its steps the first of `mine`
+  merged: frozenset[Step] = frozenset()
+  discarded: frozenset[Step] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameters:
+  """All that a learner has; its whole past is in `trained`, former lives included."""
+
+  copies: Mapping[int, Copy]
+  trained: Steps = ()
 
 
 class Ledger:
-  def __init__(self, sync: SyncConfig):
-    self.sync = sync
-    # By fragment, by version: the last step of each incarnation of each learner that is in it.
-    self.versions: list[list[dict]] = [[{}] for _ in range(sync.num_fragments)]
-    self.low: collections.Counter = collections.Counter()  # (learner, fragment) -> step
-    self.cuts: dict = {}  # (learner, fragment) -> Progress of the newest cut
-    self.merged: collections.Counter = collections.Counter()  # steps
-    self.discarded: collections.Counter = collections.Counter()
-    self.accepted: dict = {}
+  def __init__(self, sync: SyncConfig, tokens_per_step: int = 10):
+    self.sync, self.tokens_per_step = sync, tokens_per_step
+    fragments = range(sync.num_fragments)
+    # By fragment and round: what is in the value, which value it was made from, its version.
+    self.contents: dict[tuple[int, int], frozenset[Step]] = {}
+    self.bases: dict[tuple[int, int], int] = {}
+    self.versions: dict[tuple[int, int], int] = {}
+    for p in fragments:
+      self.contents[p, INITIAL], self.bases[p, INITIAL] = frozenset(), NOTHING
+      self.versions[p, INITIAL] = 0
+    self.held = dict.fromkeys(fragments, INITIAL)  # round of the value that its shard has
+    self.accepted: dict[tuple[int, int, int], Delta] = {}
+    self.forfeited: collections.Counter = collections.Counter()  # by cause: overwritten, not merged
 
-  def cut(self, actor, push: Push) -> Progress:
-    who = actor.number, actor.incarnation
-    low, high = self.low[who, push.fragment], actor.state.step
-    assert push.steps == high - low > 0, f"push says {push.steps} steps, holds ({low}, {high}]"
-    assert push.tokens == push.steps * actor.world.tokens_per_step
-    progress = Progress(who, low, high, push.base_version)
-    self.cuts[who, push.fragment] = progress
-    return progress
+  def new(self) -> Parameters:
+    return Parameters({p: Copy() for p in range(self.sync.num_fragments)})
+
+  # --- learners -----------------------------------------------------------------------------------
+
+  def step(self, actor) -> None:
+    """One more inner step is in every fragment."""
+    old = actor.parameters
+    step = (actor.number, actor.incarnation, len(old.trained))
+    copies = {p: dataclasses.replace(c, mine=(*c.mine, step)) for p, c in old.copies.items()}
+    actor.parameters = Parameters(copies, (*old.trained, step))
+
+  def cut(self, actor, push: Push) -> Delta:
+    copy = actor.parameters.copies[push.fragment]
+    assert push.steps == len(copy.mine) > 0, f"push says {push.steps} steps, holds {copy.mine}"
+    assert push.tokens == push.steps * self.tokens_per_step
+    assert push.base_version == self.versions[push.fragment, copy.base]
+    delta = Delta(copy.mine, copy.base)
+    self._change(actor, push.fragment, cut=delta)
+    return delta
+
+  def stage(self, actor, publish: Publish) -> None:
+    copy, key = actor.parameters.copies[publish.fragment], (publish.fragment, publish.round)
+    assert self.versions[key] == publish.version
+    update = publish.base_version >= 0 and publish.round != copy.known  # else back to the base
+    assert not update or self.bases[key] == copy.known, "an update to a value it does not have"
+    self._change(actor, publish.fragment, known=publish.round)
+
+  def apply(self, actor, apply: Apply) -> None:
+    p = apply.fragment
+    copy, content = actor.parameters.copies[p], self.contents[p, apply.round]
+    mine, merged = copy.mine, copy.merged
+    if apply.included:
+      taken = copy.cut.steps
+      assert content.issuperset(taken), "my newest cut is not in it, but it says so"
+      assert mine[: len(taken)] == taken
+      mine, merged = mine[len(taken) :], merged.union(taken)
+    discarded = copy.discarded
+    if apply.mode != "rebase":
+      lost = [] if apply.mode != "overwrite" else [s for s in mine if s not in content]
+      self.forfeited["refused" if apply.round == copy.base else "overwritten"] += len(lost)
+      mine, discarded = (), discarded.union(mine)
+    twice = content.intersection(mine)
+    assert not twice, f"keeps steps of fragment {p} that are merged already: {sorted(twice)}"
+    fate = {"mine": mine, "merged": merged, "discarded": discarded}
+    self._change(actor, p, base=apply.round, cut=None, **fate)
+
+  def give(self, actor, value: Value) -> int:
+    known = actor.parameters.copies[value.fragment].known
+    assert value.round == known and value.version == self.versions[value.fragment, known]
+    return known
+
+  def _change(self, actor, p: int, **changes) -> None:
+    copies = dict(actor.parameters.copies)
+    copies[p] = dataclasses.replace(copies[p], **changes)
+    actor.parameters = dataclasses.replace(actor.parameters, copies=copies)
+
+  def check(self, actor, p: int) -> None:
+    """Every step is merged, discarded or still local, and the reducer counts the same."""
+    f, c, size = actor.state.fragments[p], actor.parameters.copies[p], self.tokens_per_step
+    trained = actor.parameters.trained
+    assert len(c.mine) + len(c.merged) + len(c.discarded) == len(trained), "a step vanished"
+    assert c.merged.union(c.discarded, c.mine) == set(trained)
+    assert actor.state.trained_tokens == len(trained) * size
+    assert (f.round, f.steps, f.tokens) == (c.base, len(c.mine), len(c.mine) * size)
+    assert f.discarded_tokens == len(c.discarded) * size
+    assert f.acknowledged_tokens == len(c.merged) * size
+
+  def lost_steps(self, actor, p: int) -> int:
+    """Steps of all its lives, as far as it knows, that the fragment's newest value lacks."""
+    return len(set(actor.parameters.trained) - self.contents[p, self.held[p]])
+
+  # --- shards -------------------------------------------------------------------------------------
 
   def accept(self, accept: Accept, push: Push) -> None:
     key = accept.fragment, accept.round, accept.learner
     assert key not in self.accepted, f"accepted twice: {key}"
     self.accepted[key] = push.payload
 
-  def commit(self, commit: Commit) -> None:
-    versions = self.versions[commit.fragment]
-    assert commit.version == len(versions), f"{commit}: the newest is {len(versions) - 1}"
+  def commit(self, commit: Commit, state: FragmentState) -> None:
+    p, base = commit.fragment, self.held[commit.fragment]
     assert len(set(commit.learners)) == len(commit.learners) >= self.sync.min_quorum
-    content = dict(versions[-1])
-    for m in commit.learners:
-      progress = self.accepted[commit.fragment, commit.round, m]
-      assert progress.base_version == commit.version - 1, "delta of another base"
-      assert progress.low >= content.get(progress.learner, 0), f"merged twice: {progress}"
-      content[progress.learner] = progress.high
-      self.merged[progress.learner, commit.fragment] += progress.high - progress.low
-    versions.append(content)
+    assert (p, commit.round) not in self.contents and commit.round > base, "rounds only grow"
+    content = set(self.contents[p, base])
+    for m, steps, tokens in zip(commit.learners, commit.steps, commit.tokens, strict=True):
+      delta = self.accepted[p, commit.round, m]
+      assert delta.base == base, "delta of another base"
+      assert (steps, tokens) == (len(delta.steps), len(delta.steps) * self.tokens_per_step)
+      assert content.isdisjoint(delta.steps), f"merged twice: {delta}"
+      content.update(delta.steps)
+    self.contents[p, commit.round], self.bases[p, commit.round] = frozenset(content), base
+    self.versions[p, commit.round] = self.versions[p, base] + 1
+    assert commit.version == self.versions[p, commit.round]
+    self.hold(state)
 
-  def apply(self, actor, apply: Apply) -> None:
-    who, p = (actor.number, actor.incarnation), apply.fragment
-    step = actor.state.step
-    inside = self.versions[p][apply.version].get(who, 0)
-    low = self.low[who, p]
-    if apply.included:
-      assert inside == self.cuts[who, p].high, "not my newest cut, but it says so"
-      low = inside
-    assert inside <= low, f"{who} keeps steps ({low}, {inside}] of fragment {p}: merged already"
-    if apply.mode != "rebase":
-      self.discarded[who, p] += step - low
-      low = step
-    self.low[who, p] = low
-    self.check(actor, p)
+  def adopt(self, adopt: Adopt, given: int, state: FragmentState) -> None:
+    assert adopt.round == given > self.held[adopt.fragment]
+    self.hold(state)
 
-  def check(self, actor, p: int) -> None:
-    """Every step is merged, discarded or still local, and the reducer counts the same."""
-    who, f = (actor.number, actor.incarnation), actor.state.fragments[p]
-    size, step, low = actor.world.tokens_per_step, actor.state.step, self.low[who, p]
-    assert f.tokens + f.acknowledged_tokens + f.discarded_tokens == actor.state.trained_tokens
-    if not f.incoming:
-      assert f.steps == step - low, f"{f.steps} unmerged steps counted, ({low}, {step}] there"
-      assert f.discarded_tokens == self.discarded[who, p] * size
-      acknowledged = f.acknowledged_tokens // size
-      assert acknowledged <= self.merged[who, p]
-      assert acknowledged + self.discarded[who, p] + step - low == step, "a step vanished"
+  def hold(self, state: FragmentState) -> None:
+    """From now on this is what its shard has, and what it says of it must be true."""
+    key = state.index, state.last_round
+    assert state.version == self.versions[key]
+    assert state.merged_tokens == len(self.contents[key]) * self.tokens_per_step
+    self.held[state.index] = state.last_round
 
-  def lost_steps(self, actor, p: int) -> int:
-    """Steps of this incarnation that the global fragment would lack if it ended now."""
-    return actor.state.step - self.merged[(actor.number, actor.incarnation), p]
+  # --- cuts ---------------------------------------------------------------------------------------
+
+  def stems_from(self, p: int, round_id: int, ancestor: int) -> bool:
+    while round_id > ancestor:
+      round_id = self.bases[p, round_id]
+    return round_id == ancestor
+
+  def check_cut(self, learners: Mapping[int, tuple], fragments: Mapping[int, tuple]) -> None:
+    """Nobody knows of anything that another did only after recording its state.
+
+    `learners` has incarnation and parameters, `fragments` the owner's incarnation and the value.
+    """
+    for p, (born, state) in fragments.items():
+      content = self.contents[p, state.last_round]
+      for m, (incarnation, parameters) in learners.items():
+        copy = parameters.copies[p]
+        lost = copy.known < born << 24  # by an earlier life of the shard: it is recalled, or lost
+        known = self.stems_from(p, state.last_round, copy.known)
+        assert known or lost, f"learner {m} has fragment {p} of {copy.known}, not {state}"
+        pushed = (
+          set(parameters.trained).difference(copy.mine).union(copy.cut.steps if copy.cut else ())
+        )
+        early = {s for s in content if s[:2] == (m, incarnation)} - pushed
+        assert not early, f"fragment {p} has steps {sorted(early)}, which learner {m} never pushed"

@@ -12,19 +12,26 @@ from hypothesis import strategies as st
 
 from ddiloco.core.messages import (
   KINDS,
+  LEAST,
   MAX_HEADER_BYTES,
+  Ask,
+  Donate,
   Goodbye,
   Hello,
+  Inherit,
   MalformedMessage,
+  Moments,
   Publish,
   Pull,
   Push,
+  Recall,
   Recover,
   Recovered,
   Refusal,
   Replica,
   Replicated,
   Report,
+  Value,
   Welcome,
   decode,
   encode,
@@ -34,17 +41,23 @@ from ddiloco.core.messages import (
 RUN, PLAN = "run-2026-01-31-abcdef", "0123456789abcdef"
 BYTES = bytes(range(64))
 EXAMPLES = [
-  Hello(3, 1),
-  Hello(-1, 0),
-  Report(3, 1, 17, 0.25, (4, -1), (2, 0), False),
-  Push(3, 1, 5, 2**33, 7, 24, 24_576, 900, "int4", BYTES),
+  Hello(3, 1, (2**33, -1, -2)),
+  Hello(-1, 0, ()),
+  Report(3, 1, 17, 0.25, (4, -1), (2**33, -2), (2, 0), False, 3),
+  Push(3, 1, 5, 2**33, 7, 24, 24_576, 900, 3, (3, 2**52, -2, 7), "int4", BYTES),
+  Value(3, 1, 5, 8, 2**33, 10**9, (0, 3), (0, 2**33, 3, 7), 3, (3, 2**52), BYTES),
+  Ask(3, 1, (0, 5)),
+  Moments(3, 1, 5, 2, 900, 880, BYTES),
   Goodbye(3, 1),
-  Welcome(1, 0, 2, 900, (1, 3, 5)),
-  Pull(1, 0, 2, 5, 2**33, 7),
-  Publish(1, 0, 2, 5, 2**33, 8, 7, 900, 10**9, (0, 3), 2**33, "bf16", BYTES),
-  Publish(1, 0, 2, 5, -1, 0, -1, 0, 0, (), -1, "f32", BYTES),
+  Welcome(1, 0, 2, 900, (1, 3, 5), (-1, 2**33, 7), 3),
+  Pull(1, 0, 2, 5, 2**33, 7, 3),
+  Recall(1, 0, 2, 5),
+  Donate(1, 0, 2, 5),
+  Inherit(1, 0, 2, 5, 3, 1, 2, 900, 880, BYTES),
+  Publish(1, 0, 2, 5, 2**33, 8, 7, 9, 900, 10**9, (0, 3), (0, 2**33), 3, (-2, 7), "bf16", BYTES),
+  Publish(1, 0, 2, 5, -1, 0, -1, -2, 0, 0, (), (), 0, (), "f32", BYTES),
   Refusal(1, 0, 2, -1, -1, True, "norm 1e+06 is over 10 x 1"),
-  Replica(1, 7, 1, 5, 8, 10**9, 2**33, (0, 3), (0, 2**33, 3, 2**33), False, True, BYTES),
+  Replica(1, 7, 1, 5, 8, 10**9, 2**33, -1, (0, 3), (0, 2**33, 3, 2**33), 3, False, True, BYTES),
   Replicated(2, 7, 5, 8),
   Recover(1, 8),
   Recovered(2, 7, 8, (1, 3, 5)),
@@ -87,11 +100,11 @@ def field_cases():
         continue
       wrong: list = [None, [[]], {"a": 1}]
       if type(good) is int:
-        wrong += [True, 1.0, "1", -2, 1 << 62]
+        wrong += [True, 1.0, "1", LEAST.get(f.name, 0) - 1, 1 << 62]
       elif type(good) is float:
         wrong += [1, True, math.nan, math.inf, -0.5, "0.5"]
       elif type(good) is tuple:
-        wrong += [7, "ab", [0, True], [1.0], [-2], [1 << 62]]
+        wrong += [7, "ab", [0, True], [1.0], [LEAST.get(f.name, 0) - 1], [1 << 62]]
       elif type(good) is bool:
         wrong += [0, 1, "True"]
       elif type(good) is str:
@@ -102,9 +115,13 @@ def field_cases():
 def test_what_no_honest_peer_says_is_refused():
   """Else one report would push the run's clock to its end, or one number cost gigabytes."""
   for message, field, most in [
-    (Hello(3, 1), "learner", (1 << 16) - 1),
-    (Report(3, 1, 17, 0.25, (4,), (2,), False), "clock", (1 << 40) - 1),
-    (Publish(1, 0, 2, 5, 9, 8, 7, 900, 10, (0, 3), 9, "f32", BYTES), "participants", (65_535,)),
+    (Hello(3, 1, (2**33, -1, -2)), "learner", (1 << 16) - 1),
+    (Report(3, 1, 17, 0.25, (4,), (3,), (2,), False, 3), "clock", (1 << 40) - 1),
+    (
+      Publish(1, 0, 2, 5, 9, 8, 7, 6, 900, 10, (0, 3), (0, 9), 3, (), "f32", BYTES),
+      "participants",
+      (65_535,),
+    ),
   ]:
     more = (65_536,) if field == "participants" else most + 1
     good = dataclasses.replace(message, **{field: most})
@@ -147,14 +164,14 @@ def test_only_what_may_be_minus_one_is(kind):
   ],
 )
 def test_wrong_envelope(place, value, text):
-  header = header_of(Hello(3, 1))
+  header = header_of(Hello(3, 1, (2**33, -1, -2)))
   header[place] = value
   with pytest.raises(MalformedMessage, match=text):
     read(header)
 
 
 def test_wrong_frames():
-  good = header_of(Hello(3, 1))
+  good = header_of(Hello(3, 1, (2**33, -1, -2)))
   for header, text in [
     (b"", "not msgpack"),
     (b"\xc1", "not msgpack"),
@@ -162,8 +179,8 @@ def test_wrong_frames():
     (msgpack.packb(good)[:-1], "not msgpack"),
     (msgpack.packb({"a": 1}), "not a list of at least four"),
     (msgpack.packb(good[:3]), "not a list of at least four"),
-    (msgpack.packb([*good, 1]), "Hello has 2 fields, got 3"),
-    (msgpack.packb(good[:-1]), "Hello has 2 fields, got 1"),
+    (msgpack.packb([*good, 1]), "Hello has 3 fields, got 4"),
+    (msgpack.packb(good[:-1]), "Hello has 3 fields, got 2"),
     (bytes(MAX_HEADER_BYTES + 1), "exceeds"),
     (b"\x91" * 100_000, "not msgpack"),
     (b"\xdd\xff\xff\xff\xff", "not msgpack"),
@@ -176,14 +193,14 @@ def test_wrong_frames():
 
 def test_bulk_comes_with_its_payload():
   bulk = [m for m in EXAMPLES if getattr(m, "payload", None) is not None]
-  assert {type(m) for m in bulk} == {Push, Publish, Replica}
+  assert {type(m) for m in bulk} == {Push, Value, Moments, Inherit, Publish, Replica}
   for message in bulk:
     with pytest.raises(MalformedMessage, match=f"{type(message).__name__} without its payload"):
       read(header_of(message))
 
 
 def test_the_text_of_an_error_stays_short():
-  header = header_of(Welcome(1, 0, 2, 900, (1, 3, 5)))
+  header = header_of(Welcome(1, 0, 2, 900, (1, 3, 5), (-1, 2**33, 7), 3))
   header[-1] = [True] * 60_000
   with pytest.raises(MalformedMessage) as error:
     read(header)

@@ -53,8 +53,9 @@ def random_world(seed: int, target_tokens: int = 1 << 60, **fixed) -> World:
 
 def heal(world: World, within_seconds: float = 25.0) -> None:
   """After the storm: everybody lives, rounds commit, and all end on the newest versions."""
-  world.at(STORM_SECONDS, setattr, world, "weather", Weather())
-  world.run(STORM_SECONDS + 1.0)
+  over = max(STORM_SECONDS, world.now)
+  world.at(over, setattr, world, "weather", Weather())
+  world.run(over + 1.0)
   before, start = len(world.history), world.now
   wanted = set(range(world.sync.num_fragments))
 
@@ -95,7 +96,7 @@ def calm(num_learners: int = 3, seed: int = 0, jitter: float = 0.1, **settings) 
 @pytest.mark.parametrize("block", range(10))
 def test_storms(block):
   """Nothing merged twice, nothing vanishes, versions only go up, all recover (see `Ledger`)."""
-  for seed in range(block * 60, block * 60 + 60):
+  for seed in range(block * 40, block * 40 + 40):
     world = random_world(seed)
     try:
       heal(world)
@@ -244,9 +245,9 @@ def test_bad_updates_are_refused_and_their_learner_rejoins(measured, reason, app
   refused = [fields for _, fields in notes(world, "refused")]
   assert len(refused) >= 3 and refused[0]["reason"] == reason
   assert any(1 in c.learners for _, c in world.commits()), "takes part again"
-  for progress in world.ledger.accepted.values():
-    bad = progress.learner == (1, 0)
-    assert not bad or world.ledger.merged[progress.learner, 0] == 0
+  pushed = {s[:2] for delta in world.ledger.accepted.values() for s in delta.steps}
+  merged = {s[:2] for content in world.ledger.contents.values() for s in content}
+  assert merged == pushed - {(1, 0)} and (1, 1) in merged
 
 
 def test_the_run_ends_for_everybody_when_enough_is_merged():

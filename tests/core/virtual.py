@@ -11,32 +11,18 @@ import dataclasses
 import heapq
 import itertools
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from ddiloco.config import SyncConfig
-from ddiloco.core import learner, syncer
-from ddiloco.core.fragments import owned_by, shard_of
+from ddiloco.core import causality
+from ddiloco.core.fragments import owned_by
 from ddiloco.core.messages import Message, Push
 from ddiloco.core.protocol import (
-  Accept,
-  Apply,
   Commit,
-  Cut,
-  Merged,
-  Received,
-  Rejoin,
-  Resend,
-  Send,
-  Stage,
-  Staged,
-  StepDone,
-  Tick,
 )
 from ddiloco.core.syncer_state import FragmentState
+from tests.core.actors import Actor, Learner, Part, Role, Shard
 from tests.core.ledger import Ledger
-
-TICK_SECONDS = 0.05  # of a learner that cannot step
-HEARTBEAT_SECONDS = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,12 +65,15 @@ class World:
     self.now = 0.0
     self.training = True  # False: nobody starts another step
     self.random = random.Random(f"network {seed}")
-    self.ledger = ledger or Ledger(sync)
+    self.ledger = ledger or Ledger(sync, tokens_per_step)
     self.store = {p: FragmentState(p) for p in range(sync.num_fragments)}
+    self.parts: dict[tuple[int, Role], Part] = {}  # by snapshot and role
+    self.cuts: dict[int, dict[Role, Part]] = {}  # the complete ones: what a manifest would list
     self.measure: Callable[[Push], Mapping] = lambda push: {"norm": 1.0}
     self.history: list[tuple[float, Actor, object]] = []  # every action that is not a send
-    self.actors: dict[tuple[str, int], Actor] = {}
-    self.starts: dict[tuple[str, int], int] = {}
+    self.actors: dict[Role, Actor] = {}
+    self.starts: dict[Role, int] = {}  # its newest incarnation
+    self._newest = 0  # of all
     self._heap: list = []
     self._order = itertools.count()
     self._last_arrival: dict = {}
@@ -102,19 +91,86 @@ class World:
       self.now, _, call, args = heapq.heappop(self._heap)
       call(*args)
 
-  def start(self, role: tuple[str, int]) -> None:
-    """A new incarnation; what is in flight to or from the old one may still arrive."""
-    incarnation = self.starts[role] = self.starts.get(role, -1) + 1
-    kind = Learner if role[0] == "learner" else Shard
-    self.actors[role] = kind(self, role, incarnation)
+  def start(self, role: Role, part: Part | None = None, settle_seconds: float = 0.0) -> None:
+    """A new incarnation; what is in flight to or from the old one may still arrive.
 
-  def kill(self, role: tuple[str, int], for_seconds: float | None = None) -> None:
+    What it saved of snapshots that were never complete is of a future that it knows nothing of.
+    """
+    if role in self.actors:
+      return
+    self.parts = {k: v for k, v in self.parts.items() if k[1] != role or k[0] in self.cuts}
+    self._newest += role in self.starts
+    self.starts[role] = self._newest
+    if role[0] == "learner":
+      self.actors[role] = Learner(self, role, self._newest, part)
+    else:
+      self.actors[role] = Shard(self, role, self._newest, self.now + settle_seconds)
+
+  def restore(self, role: Role, snapshot: int | None, settle_seconds: float = 0.0) -> None:
+    """Starts a role with its part of a complete snapshot, or with nothing at all."""
+    self.kill(role)
+    if role[0] == "syncer":
+      self._put_back(snapshot, owned_by(role[1], self.sync.num_shards, self.sync.num_fragments))
+    self.start(role, self.cuts[snapshot].get(role) if snapshot else None, settle_seconds)
+
+  def _put_back(self, snapshot: int | None, fragments: Collection[int]) -> None:
+    saved = {p: FragmentState(p) for p in fragments}
+    for role, part in self.cuts.get(snapshot or 0, {}).items():
+      if role[0] == "syncer":
+        saved |= {f.index: f for f in part.state.fragments if f.index in saved}
+    for p, f in saved.items():
+      self.store[p] = dataclasses.replace(f, round=None)
+      self.ledger.hold(self.store[p])
+
+  def restore_all(self, num_shards: int = 0, num_learners: int = 0) -> int | None:
+    """Kills everybody, the network too; all start from the newest complete snapshot, if any."""
+    for role in list(self.actors):
+      self.kill(role)
+    self._heap = [entry for entry in self._heap if entry[2] != self._deliver]
+    heapq.heapify(self._heap)
+    self.sync = dataclasses.replace(self.sync, num_shards=num_shards or self.sync.num_shards)
+    snapshot = max(self.cuts, default=None)
+    cut = self.cuts.get(snapshot or 0, {})
+    self.parts = {k: v for k, v in self.parts.items() if k[0] in self.cuts}
+    self._put_back(snapshot, range(self.sync.num_fragments))
+    self._newest += 1
+    for s in range(self.sync.num_shards):
+      self.start(("syncer", s))
+    for m in range(num_learners or len(self.pace.step_seconds)):
+      self.start(("learner", m), cut.get(("learner", m)))
+    return snapshot
+
+  def save(self, snapshot: int, role: Role, part: Part) -> None:
+    """Keeps a part, once; with the last one the snapshot is complete, and must be consistent."""
+    self.parts.setdefault((snapshot, role), part)
+    of_shards = [self.parts.get((snapshot, ("syncer", s))) for s in range(self.sync.num_shards)]
+    if snapshot in self.cuts or None in of_shards:
+      return
+    here = {("learner", m): i for shard in of_shards for m, i in shard.learners}
+    wanted = [r for r, i in here.items() if r in self.actors and self.actors[r].incarnation == i]
+    wanted += [("syncer", s) for s in range(self.sync.num_shards)]
+    if all((snapshot, r) in self.parts for r in wanted):
+      self.cuts[snapshot] = {r: self.parts[snapshot, r] for r in wanted}
+      self.check_cut(self.cuts[snapshot])
+
+  def check_cut(self, cut: Mapping[Role, Part]) -> None:
+    seen = {
+      n if kind == "learner" else causality.shard_key(n): part.state.seen
+      for (kind, n), part in cut.items()
+    }
+    assert not causality.violations(seen), f"no cut: {causality.violations(seen)} of {seen}"
+    learners = {r[1]: (v.incarnation, v.parameters) for r, v in cut.items() if r[0] == "learner"}
+    shards = [part for role, part in cut.items() if role[0] == "syncer"]
+    fragments = {f.index: (v.incarnation, f) for v in shards for f in v.state.fragments}
+    self.ledger.check_cut(learners, fragments)
+
+  def kill(self, role: Role, for_seconds: float | None = None) -> None:
     if role in self.actors:
       self.actors.pop(role).alive = False
       if for_seconds is not None:
         self.at(self.now + for_seconds, self.start, role)
 
-  def send(self, sender: Actor, to: tuple[str, int], message: Message) -> None:
+  def send(self, sender: Actor, to: Role, message: Message) -> None:
     w = self.weather
     if isinstance(message, w.lost_kinds) or (w.drop and self.random.random() < w.drop):
       return
@@ -126,7 +182,7 @@ class World:
         arrival = self._last_arrival[pair] = max(arrival, self._last_arrival.get(pair, 0.0))
       self.at(arrival, self._deliver, to, message)
 
-  def _deliver(self, to: tuple[str, int], message: Message) -> None:
+  def _deliver(self, to: Role, message: Message) -> None:
     if to in self.actors:
       self.actors[to].receive(message)
 
@@ -136,194 +192,3 @@ class World:
   def commits(self, fragment: int | None = None) -> list[tuple[float, Commit]]:
     of = [(t, a) for t, _, a in self.history if isinstance(a, Commit)]
     return [(t, c) for t, c in of if fragment in (None, c.fragment)]
-
-
-class Actor:
-  def __init__(self, world: World, role: tuple[str, int], incarnation: int):
-    self.world, self.role, self.number, self.incarnation = world, role, role[1], incarnation
-    self.alive = True
-    self.inbox: list = []
-
-  def later(self, seconds: float, call: Callable, *args) -> None:
-    """Calls unless this incarnation has died by then."""
-    self.world.at(self.world.now + seconds, self._if_alive, call, args)
-
-  def _if_alive(self, call: Callable, args: tuple) -> None:
-    if self.alive:
-      call(*args)
-
-  def note(self, action: object) -> None:
-    self.world.history.append((self.world.now, self, action))
-
-
-class Learner(Actor):
-  """Drives `learner_on` as runtime/learner.py does: between steps, never during one."""
-
-  def __init__(self, world: World, role: tuple[str, int], incarnation: int):
-    super().__init__(world, role, incarnation)
-    sync = world.sync
-    owners = tuple(shard_of(p, sync.num_shards) for p in range(sync.num_fragments))
-    self.state = learner.init(self.number, incarnation, owners, world.target_tokens)
-    self.random = random.Random(f"{world.seed} {role} {incarnation}")
-    self.stepping = False
-    self.step_times: list[float] = []
-    self.idle_seconds = 0.0  # after its first step
-    self._idle_since = self._reported_at = self._staged_at = world.now
-    self._outbox: dict[int, Push] = {}
-    self._ticking = False
-    self._go_on()
-
-  def receive(self, message: object) -> None:
-    self.inbox.append(message)
-    if not self.stepping:
-      self._read()
-      self._go_on()
-      if self.alive and not self.stepping and not self.state.done:
-        self._report()
-
-  def drain(self) -> None:
-    """Told to end: finishes its step, then leaves as soon as everything is merged."""
-    self.state = learner.drain(self.state)
-    if not self.stepping:
-      self._report()
-      self._go_on()
-
-  def _read(self) -> None:
-    inbox, self.inbox = self.inbox, []
-    for item in inbox:
-      staged = isinstance(item, Staged)
-      self._feed(item if staged else Received(item, self.world.now))
-
-  def _feed(self, event) -> None:
-    if not self.alive:
-      return
-    self.state, actions = learner.learner_on(self.state, event, self.world.sync)
-    for action in actions:
-      self._perform(action)
-
-  def _perform(self, action) -> None:
-    world = self.world
-    match action:
-      case Send(shard, message):
-        return world.send(self, ("syncer", shard), message)
-      case Cut(push):
-        payload = world.ledger.cut(self, push)
-        self._outbox[push.fragment] = dataclasses.replace(push, payload=payload)
-        self.later(world.pace.cut_seconds, self._push, push)
-      case Resend(push):
-        self._push(push)
-      case Stage(publish):
-        self._staged_at = max(self._staged_at, world.now) + world.pace.stage_seconds
-        staged = Staged(publish.fragment, publish.version, self._staged_at)
-        self.later(self._staged_at - world.now, self.receive, staged)
-      case Apply():
-        world.ledger.apply(self, action)
-      case Rejoin():
-        world.kill(self.role, for_seconds=0.0)
-    self.note(action)
-
-  def _push(self, push: Push) -> None:
-    kept = self._outbox[push.fragment]
-    if kept.round == push.round:  # else a newer cut replaced it
-      shard = self.state.fragments[push.fragment].shard
-      self.world.send(self, ("syncer", shard), kept)
-
-  def _go_on(self) -> None:
-    if not self.alive or self.stepping or self.state.done:
-      return
-    if self.world.training and learner.can_step(self.state, self.world.sync):
-      if self.state.step:
-        self.idle_seconds += self.world.now - self._idle_since
-      pace = self.world.pace
-      seconds = pace.step_seconds[self.number] * (1 + pace.jitter * self.random.random())
-      self.stepping = True
-      self.later(seconds, self._step_done, seconds)
-    elif not self._ticking:
-      self._ticking = True
-      self.later(TICK_SECONDS, self._tick)
-
-  def _step_done(self, seconds: float) -> None:
-    self.stepping = False
-    self.step_times.append(self.world.now)
-    self._feed(StepDone(self.world.now, self.world.tokens_per_step, seconds))
-    self._read()
-    if self.alive and not self.state.done:
-      self._report()
-      self._idle_since = self.world.now
-      self._go_on()
-
-  def _report(self) -> None:
-    self._reported_at = self.world.now
-    for action in learner.reports(self.state):
-      self._perform(action)
-
-  def _tick(self) -> None:
-    self._ticking = False
-    if self.stepping:
-      return
-    self._feed(Tick(self.world.now))
-    if self.world.now - self._reported_at >= HEARTBEAT_SECONDS and not self.state.done:
-      self._report()
-    self._go_on()
-
-
-class Shard(Actor):
-  """Drives `syncer_on` as runtime/syncer.py does; a commit keeps it busy for a while."""
-
-  def __init__(self, world: World, role: tuple[str, int], incarnation: int):
-    super().__init__(world, role, incarnation)
-    owned = owned_by(self.number, world.sync.num_shards, world.sync.num_fragments)
-    self.state = syncer.init(
-      self.number, incarnation, tuple(world.store[p] for p in owned), world.target_tokens
-    )
-    self._busy_until = self._alarm_at = self._rang_at = world.now
-    self._rings = 0
-
-  def receive(self, message: Message) -> None:
-    self.inbox.append(message)
-    if len(self.inbox) == 1:
-      self.later(max(0.0, self._busy_until - self.world.now), self._work)
-
-  def _work(self) -> None:
-    message = self.inbox.pop(0)
-    measured = self.world.measure(message) if isinstance(message, Push) else {}
-    self._handle(Received(message, self.world.now, **measured))
-    if self.inbox:
-      self.later(max(0.0, self._busy_until - self.world.now), self._work)
-
-  def _handle(self, event) -> None:
-    world = self.world
-    self.state, actions = syncer.syncer_on(self.state, event, world.sync)
-    self._busy_until = world.now
-    for action in actions:
-      match action:
-        case Send(to, message):
-          self.later(self._busy_until - world.now, world.send, self, ("learner", to), message)
-          continue
-        case Accept():
-          world.ledger.accept(action, event.message)
-        case Commit():
-          f = next(f for f in self.state.fragments if f.index == action.fragment)
-          world.store[f.index] = dataclasses.replace(f, round=None)
-          world.ledger.commit(action)
-          self._busy_until += world.pace.merge_seconds
-          merged = Merged(self._busy_until, world.pace.merge_seconds)
-          self.state, _ = syncer.syncer_on(self.state, merged, world.sync)
-      self.note(action)
-    self._set_alarm()
-
-  def _set_alarm(self) -> None:
-    wake_at = syncer.next_wake(self.state, self.world.sync)
-    if wake_at is not None and not self.world.now < self._alarm_at <= wake_at:
-      self._alarm_at = max(wake_at, self._busy_until)
-      self.later(self._alarm_at - self.world.now, self._alarm, wake_at)
-
-  def _alarm(self, wake_at: float) -> None:
-    due_at = syncer.next_wake(self.state, self.world.sync)
-    if due_at is not None and due_at <= self.world.now:
-      self._handle(Tick(self.world.now))
-      self._rings = self._rings + 1 if self._rang_at == self.world.now else 0
-      self._rang_at = self.world.now
-      assert self._rings < 5, "the alarm rings again and again at the same time: a busy loop"
-    else:
-      self._set_alarm()

@@ -50,9 +50,10 @@ def wait_for(
   name: str,
   process: subprocess.Popen | None = None,
   log: Path | None = None,
+  patience_seconds: float = PATIENCE_SECONDS,
 ) -> Any:
   """The first true value of `what()`; fails when the process ends or patience does."""
-  deadline = time.monotonic() + PATIENCE_SECONDS
+  deadline = time.monotonic() + patience_seconds
   while not (value := what()):
     said = log.read_text() if log else ""
     assert process is None or process.poll() is None, f"it ended before {name}:\n{said}"

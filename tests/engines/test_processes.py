@@ -18,7 +18,7 @@ import pytest
 from ddiloco.config import ConfigError, Fault, RunConfig, from_dict
 from ddiloco.engines.children import SHORTEST_LIFE_SECONDS, Child
 from ddiloco.engines.processes import ProcessesEngine, free_urls
-from ddiloco.runtime import checkpoint
+from ddiloco.runtime import weights
 from ddiloco.training import data
 from tests.engines.real import events_of, processes_of, start, tiny
 from tests.engines.real import wait_for as wait_long
@@ -289,7 +289,7 @@ def test_after_kills_of_a_learner_and_a_shard_the_run_finishes(chaos):
   assert outcome["reason"] == "finished" and "lost" not in outcome
   assert outcome["loss_merged"] < outcome["loss_untrained"] - 0.5
   assert set(outcome["learner_steps"]) == {"0", "1"}
-  params = checkpoint.load_params(workdir / "result")
+  params = weights.load(workdir / "result")
   assert all(np.isfinite(value).all() for value in params.values())
   assert "island 1 joined" in said, "the live view follows the children"
   assert list((workdir / "tensorboard").rglob("*tfevents*"))

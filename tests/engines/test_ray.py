@@ -16,7 +16,7 @@ from ddiloco import cli
 from ddiloco.config import ConfigError, from_dict
 from ddiloco.engines import session
 from ddiloco.engines.actor import RoleActor
-from ddiloco.runtime import checkpoint
+from ddiloco.runtime import weights
 from tests.engines.real import events_of, start, tiny, wait_for
 
 pytestmark = pytest.mark.timeout(240)
@@ -130,7 +130,7 @@ def test_after_the_kill_of_an_actor_the_run_finishes(run):
   outcome = json.loads((workdir / "outcome.json").read_text())
   assert outcome["reason"] == "finished" and "lost" not in outcome
   assert outcome["loss_merged"] < outcome["loss_untrained"] - 0.5
-  params = checkpoint.load_params(workdir / "result")
+  params = weights.load(workdir / "result")
   assert params and all(np.isfinite(value).all() for value in params.values())
   assert "RuntimeWarning" not in said and "(raylet)" not in said, "Ray is quiet"
 

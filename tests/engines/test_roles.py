@@ -24,7 +24,7 @@ UP = {"syncer/0": {"state": "up"}, "syncer/1": {"state": "up"}}
 def state(versions=(0, 0, 0, 0), tokens=0, merged=0):
   fresh = learner.init(3, 5, (0, 1, 0, 1), CONFIG.run.total_tokens)
   fragments = tuple(
-    dataclasses.replace(f, version=v, tokens=tokens, merged_tokens=merged)
+    dataclasses.replace(f, version=v, fresh=v >= 0, tokens=tokens, merged_tokens=merged)
     for f, v in zip(fresh.fragments, versions)
   )
   return dataclasses.replace(fresh, fragments=fragments, trained_tokens=100)
@@ -38,6 +38,11 @@ def test_what_a_joining_role_waits_for():
   waits = roles._joining(state((0, -1, 0, -1)), links, CONFIG)
   assert waits == "syncer/1 is refused (its key is not listed)"
   assert roles._joining(state(), links, CONFIG) == "", "once joined it goes on without"
+  stale = tuple(dataclasses.replace(f, fresh=False) for f in state().fragments)
+  back = dataclasses.replace(state(), fragments=stale)
+  assert roles._joining(back, UP, CONFIG).startswith("is back; 0 of 4 fragments")
+  waits = roles._joining(dataclasses.replace(state(), wants=(1, 3)), UP, CONFIG)
+  assert waits == "waits for a peer's moments of fragments [1, 3]"
 
 
 class Said:

@@ -39,10 +39,20 @@ class HostIsland(HostParams):
   def reset(self) -> None:
     self.lives += 1
 
+  def capture(self) -> dict[str, np.ndarray]:
+    return {f"params/{name}": value.copy() for name, value in self.params.items()}
+
+  def shardings(self) -> dict[str, None]:
+    return {f"params/{name}": None for name in self.params}
+
+  def restore(self, arrays) -> None:
+    self.lives += 1
+    self.params = {name: np.array(arrays[f"params/{name}"]) for name in self.params}
+
   def load(self, params) -> None:
     self.params = {name: value.copy() for name, value in params.items()}
 
-  def step(self, tokens, clock) -> dict[str, float]:
+  def step(self, tokens, clock, rate_scale=1.0) -> dict[str, float]:
     time.sleep(STEP_SECONDS)  # stands for the device's work
     self.made += 1
     for value in self.params.values():

@@ -45,6 +45,7 @@ def test_what_each_role_may_have_its_own_way(tmp_path):
   [
     ({"seed": 4}, "seed = 4: the run in --workdir="),
     ({"run": RunConfig(total_tokens=5)}, "run.total_tokens = 5: "),
+    ({"run": RunConfig(init_from="a")}, "run.init_from = 'a': "),
     ({"sync": dataclasses.replace(CONFIG.sync, sync_period=9)}, "sync.sync_period = 9: "),
     ({"model": dataclasses.replace(CONFIG.model, num_layers=9)}, "model.num_layers = 9: "),
   ],
@@ -81,6 +82,7 @@ def agreed(config: Config) -> str:
     ("data", "sequence_length", 16, False),
     ("data", "tokenizer", "sentencepiece:x", False),
     ("run", "total_tokens", 5, False),
+    ("run", "init_from", "a.safetensors", False),
     ("data", "heldout_sequences", 3, True),
     ("run", "evaluations", 3, True),
     ("network", "streams", 3, True),

@@ -45,6 +45,7 @@ def test_golden(make):
     "heldout_loss_first": 5.5,
     "heldout_loss_last": 4.5,
     "faults": 0,
+    "snapshots": 0,
     "restarts": 0,
     "kills": [],
     "survivor_max_gap_ratio": None,

@@ -6,7 +6,15 @@ import time
 import pytest
 
 from ddiloco.config import Fault
-from ddiloco.resilience.chaos import DUTY_SECONDS, Faults, Holds, Killed, detail, strike
+from ddiloco.resilience.chaos import (
+  DUTY_SECONDS,
+  Faults,
+  Holds,
+  Killed,
+  detail,
+  still_planned,
+  strike,
+)
 
 
 def kill(**when) -> Fault:
@@ -134,3 +142,9 @@ def test_a_stall_inside_a_slow_time_comes_first_and_the_slow_time_goes_on():
   holds.add(Fault("stall", "learner/0", at_step=1, seconds=1.0), now=1.0)
   assert all(holds.held(1.0 + i / 1000) for i in range(1000))
   assert not holds.held(2.01) and holds.active(2.01)
+
+
+def test_a_run_that_goes_on_is_not_struck_again_by_what_has_struck():
+  before, after, timed = kill(at_step=100), kill(at_step=101), kill(at_seconds=3.0)
+  assert still_planned([before, after, timed], 100) == [after, timed]
+  assert still_planned([before, kill(at_step=0)], -1) == [before, kill(at_step=0)]

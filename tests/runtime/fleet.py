@@ -10,9 +10,10 @@ from ddiloco.core import fragments
 from ddiloco.core.fragments import owned_by
 from ddiloco.resilience.chaos import Faults
 from ddiloco.runtime.learner import Learner
+from ddiloco.runtime.rejoin import Beginning, new_learner, new_syncer
 from ddiloco.runtime.replica import Copies, Replication, buddy_of, recover
-from ddiloco.runtime.store import Committed, MemoryStore
-from ddiloco.runtime.syncer import Syncer, new_fragment
+from ddiloco.runtime.store import Committed, MemoryStore, new_fragment
+from ddiloco.runtime.syncer import Syncer
 from ddiloco.runtime.transport import Hub, learner_address, syncer_address
 from tests.runtime import toy
 
@@ -84,8 +85,7 @@ class Fleet:
       store.save(found.get(p) or new_fragment(fragment, fragments.gather(fragment, first)))
     self.found[s], self.stores[s] = found, store
     role = Syncer(
-      s,
-      incarnation,
+      new_syncer(self.config, s, incarnation, store),
       self.config,
       self.plan,
       endpoint,
@@ -103,7 +103,8 @@ class Fleet:
     address = learner_address(m)
     island = toy.ToyIsland(m, self.plan, step_seconds=0.004)
     recorder, endpoint = toy.ListRecorder(self.events[address]), self.hub.connect(address)
-    role = Learner(m, 1, self.config, self.plan, island, toy.batches, endpoint, recorder)
+    beginning = Beginning(new_learner(self.config, self.plan, m, 1))
+    role = Learner(beginning, self.config, self.plan, island, toy.batches, endpoint, recorder)
     return self.start(address, role.run, Faults((), 0.0), self.stop.is_set)
 
   def of(self, role: str, kind: str) -> list[dict]:

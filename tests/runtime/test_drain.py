@@ -12,8 +12,9 @@ from ddiloco.core import fragments
 from ddiloco.core.learner import unmerged_tokens
 from ddiloco.resilience.chaos import Faults
 from ddiloco.runtime.learner import Learner
-from ddiloco.runtime.store import MemoryStore
-from ddiloco.runtime.syncer import Syncer, new_fragment
+from ddiloco.runtime.rejoin import Beginning, new_learner, new_syncer
+from ddiloco.runtime.store import MemoryStore, new_fragment
+from ddiloco.runtime.syncer import Syncer
 from ddiloco.runtime.transport import Hub, learner_address, syncer_address
 from tests.runtime import toy
 
@@ -51,13 +52,15 @@ class Run:
   def shard(self) -> None:
     name, faults = syncer_address(0), Faults((), time.monotonic())
     recorder, endpoint = toy.ListRecorder(self.events[name]), self.hub.connect(name)
-    role = Syncer(0, 0, self.config, self.plan, endpoint, self.store, recorder, faults)
+    state = new_syncer(self.config, 0, 0, self.store)
+    role = Syncer(state, self.config, self.plan, endpoint, self.store, recorder, faults)
     self.start(name, role.run)
 
   def learner(self, m: int, drain_seconds: float) -> Learner:
     name, island = learner_address(m), toy.ToyIsland(m, self.plan, step_seconds=0.002)
     recorder, endpoint = toy.ListRecorder(self.events[name]), self.hub.connect(name)
-    role = Learner(m, 0, self.config, self.plan, island, toy.batches, endpoint, recorder)
+    beginning = Beginning(new_learner(self.config, self.plan, m, 0))
+    role = Learner(beginning, self.config, self.plan, island, toy.batches, endpoint, recorder)
     faults = Faults((), time.monotonic())
     self.start(name, lambda stopped: role.run(faults, stopped, drain_seconds))
     return role

@@ -168,7 +168,9 @@ def test_lossy_codecs_both_ways_stay_close_to_exact_ones(codec):
     states = [role.exchange.state.fragments[p] for role in lossy.learners]
     at_rest = not any(f.incoming for f in states)  # or a base may already be that of the next
     if at_rest and states[0].version == states[1].version:
-      assert first._base[p].tobytes() == second._base[p].tobytes(), "all hold the same bits"
+      assert first._deltas.base[p].tobytes() == second._deltas.base[p].tobytes(), (
+        "all hold the same bits"
+      )
     if exact.versions[p] == lossy.versions[p]:  # a push of the last step may be in or not
       one, other = (fragments.gather(fragment, run.params) for run in (exact, lossy))
       assert 0 < np.abs(one - other).max() < bound

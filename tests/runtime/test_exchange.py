@@ -9,13 +9,14 @@ import pytest
 
 from ddiloco.config import Config, from_dict
 from ddiloco.core import codec, fragments, learner
-from ddiloco.core.messages import EVALUATOR, Publish, Pull, Push, Refusal, Report, Welcome
+from ddiloco.core.messages import EVALUATOR, Push, Refusal, Report
 from ddiloco.core.protocol import StepDone
 from ddiloco.observe.events import NullRecorder
 from ddiloco.runtime import initial
 from ddiloco.runtime.evaluator import Evaluator, HostParams
 from ddiloco.runtime.exchange import Exchange
 from ddiloco.runtime.transport import Counters
+from tests import says
 from tests.runtime import toy
 
 PATIENCE_SECONDS = 20.0
@@ -61,7 +62,7 @@ class Bench:
     self.wire = Wire()
     state = learner.init(0, 0, (0, 0), target_tokens=10**9)
     self.exchange = Exchange(state, self.config, self.plan, self.island, self.wire, NullRecorder())
-    self.give(Welcome(0, 0, 0, 0, (0, 1)))
+    self.give(says.welcome(0, 0, 0, 0, (0, 1)))
 
   def give(self, message) -> None:
     with self.wire.ready:
@@ -69,10 +70,11 @@ class Bench:
 
   def publish(self, p: int, version: int, flat, merged=-1, base=-1, name="f32") -> None:
     payload = codec.encode(flat, name)
-    self.give(Publish(0, 0, 0, p, 0, version, base, 0, 0, (), merged, name, payload))
+    mine, round = (() if merged < 0 else (0, merged)), 100 * version - 1
+    self.give(says.publish(0, 0, 0, p, round, version, base, 0, 0, (), mine, name, payload))
 
   def pull(self, p: int, round: int, version: int) -> None:
-    self.give(Pull(0, 0, 0, p, round, version))
+    self.give(says.pull(0, 0, 0, p, round, version))
 
   def until(self, done) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
@@ -192,7 +194,7 @@ def test_error_feedback_adds_what_rounding_lost_exactly(bench):
     base = vector(base.size)
     b.publish(0, number + 1, base, merged=-1 if missed else number)
     b.until(lambda number=number: b.version(0) == number + 1)
-    assert bits(b.exchange._residual[0]) == bits(residual)
+    assert bits(b.exchange._deltas.residual[0]) == bits(residual)
 
 
 def test_a_push_that_got_lost_comes_again_as_the_very_same_bytes(bench):
@@ -219,7 +221,7 @@ def test_a_refusal_restores_the_base_bitwise_and_forgets_the_residual(bench):
     value[:] = np.nan
   b.give(Refusal(0, 0, 0, 0, 1, False, "not finite (nan)"))
   b.until(lambda: bits(b.local(0)) == bits(base))
-  assert 0 not in b.exchange._residual
+  assert 0 not in b.exchange._deltas.residual
   assert np.isnan(b.local(1)).all(), "only that fragment was refused"
   b.train()
   push, cut = b.push(0, round=2, version=0)
@@ -232,7 +234,8 @@ def test_an_update_is_taken_from_what_was_received_not_from_what_was_trained(ben
   b.train()
   for version in (1, 2):
     update = codec.encode(vector(base.size), "int8")
-    b.give(Publish(0, 0, 0, 0, 0, version, version - 1, 0, 0, (), -1, "int8", update))
+    which = (0, 0, 0, 0, version - 1, version, version - 1, 0, 0, (), ())
+    b.give(says.publish(*which, "int8", update))
     base = base + codec.decode(update, base.size, "int8")
   b.until(lambda: b.version(0) == 2)
   assert bits(b.local(0)) == bits(base)
@@ -259,7 +262,7 @@ def test_what_fails_in_the_background_is_raised_at_the_next_boundary(bench):
 
 def test_a_payload_that_cannot_be_decoded_fails_loudly(bench):
   b = bench()
-  b.give(Publish(0, 0, 0, 0, 0, 0, -1, 0, 0, (), -1, "f32", np.zeros(3, np.uint8)))
+  b.give(says.publish(0, 0, 0, 0, -1, 0, -1, 0, 0, (), (), "f32", np.zeros(3, np.uint8)))
   with pytest.raises(RuntimeError, match="CodecError"):
     b.until(lambda: b.exchange.state.joined)
 
@@ -274,12 +277,14 @@ def test_the_evaluator_overwrites_whatever_the_learners_do(bench):
   exchange = evaluator.exchange
   values = [[vector(f.size) for _ in range(2)] for f in plan.fragments]
   try:
-    wire.inbox.append(Welcome(0, 0, 0, 0, (0, 1)))
+    wire.inbox.append(says.welcome(0, 0, 0, 0, (0, 1)))
     for p in range(2):
       for version in range(2):
         payload = codec.encode(values[p][version], "f32")
-        wire.inbox.append(Publish(0, 0, 0, p, 0, version, -1, 9, 0, (), -1, "f32", payload))
-    wire.inbox.append(Pull(0, 0, 0, 0, 5, 1))
+        wire.inbox.append(
+          says.publish(0, 0, 0, p, version - 1, version, -1, 9, 0, (), (), "f32", payload)
+        )
+    wire.inbox.append(says.pull(0, 0, 0, 0, 5, 1))
     deadline = time.monotonic() + PATIENCE_SECONDS
     while [f.version for f in exchange.state.fragments] != [1, 1] or wire.inbox:
       assert time.monotonic() < deadline

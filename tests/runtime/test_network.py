@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddiloco.config import NetworkConfig
-from ddiloco.core.messages import Goodbye, Hello, MalformedMessage, Publish, Pull, Push
+from ddiloco.core.messages import Goodbye, Hello, MalformedMessage, Push
 from ddiloco.resilience.link import Link
 from ddiloco.runtime import frames
 from ddiloco.runtime.greetings import Run, control_route, objection, seconds_since_2020
 from ddiloco.runtime.peers import Dialed
+from tests import says
 from tests.runtime.net import QUICK, Net
 
 SECONDS = 20.0
@@ -48,11 +49,11 @@ def link_to():
 
 def push(number: int, size: int) -> Push:
   payload = np.random.default_rng(number).integers(0, 256, size, np.uint8)
-  return Push(0, 0, 0, number, 0, 1, 1, 0, "f32", payload)
+  return says.push(0, 0, 0, number, 0, 1, 1, 0, "f32", payload)
 
 
 def hello(incarnation: int = 0) -> Hello:
-  return Hello(0, incarnation)
+  return says.hello(0, incarnation)
 
 
 def test_a_shard_restarted_on_the_same_address_is_found_again(net):
@@ -64,7 +65,7 @@ def test_a_shard_restarted_on_the_same_address_is_found_again(net):
   net.wait_until(lambda: second.links().get("learner/0", {}).get("state") == "up")
   learner.send("syncer/0", hello())
   assert second.receive(SECONDS) == ("learner/0", hello())
-  second.send("learner/0", Pull(0, 1, 0, 0, 7, 0))
+  second.send("learner/0", says.pull(0, 1, 0, 0, 7, 0))
   assert learner.receive(SECONDS)[1].round == 7
 
 
@@ -194,7 +195,7 @@ def test_control_never_queues_behind_fragments_on_a_slow_link(net, link_to):
     learner.send("syncer/0", hello(number))
     _, message = shard.receive(SECONDS)
     assert message == hello(number), "the fragment came first"
-    shard.send("learner/0", Pull(0, 0, 0, 0, number, 0))
+    shard.send("learner/0", says.pull(0, 0, 0, 0, number, 0))
     assert learner.receive(SECONDS)[1].round == number
     round_trips.append(time.monotonic() - before)
   assert time.monotonic() - started < 2.5
@@ -233,7 +234,7 @@ def test_two_shards_that_dial_each_other(net):
   b.dial("syncer/0", net.url("syncer/0"))
   net.wait_up(a, "syncer/1")
   net.wait_up(b, "syncer/0")
-  publish = Publish(0, 0, 0, 0, 1, 1, -1, 0, 0, (), -1, "f32", np.arange(100, dtype=np.uint8))
+  publish = says.publish(0, 0, 0, 0, 1, 1, -1, 0, 0, (), (), "f32", np.arange(100, dtype=np.uint8))
   a.send("syncer/1", publish)
   sender, message = b.receive(SECONDS)
   assert sender == "syncer/0"
@@ -250,7 +251,7 @@ def test_a_restarted_shard_is_answered_before_it_has_been_dialed_again(net):
   again = net.open("syncer/1", 1)
   again.dial("syncer/0", net.url("syncer/0"))
   net.wait_up(again, "syncer/0")
-  publish = Publish(0, 0, 0, 0, 1, 1, -1, 0, 0, (), -1, "f32", np.arange(100, dtype=np.uint8))
+  publish = says.publish(0, 0, 0, 0, 1, 1, -1, 0, 0, (), (), "f32", np.arange(100, dtype=np.uint8))
   a.send("syncer/1", publish)
   arrived = again.receive(SECONDS)
   assert arrived and bytes(arrived[1].payload) == bytes(range(100))

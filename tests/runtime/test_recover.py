@@ -8,10 +8,11 @@ import time
 
 import pytest
 
-from ddiloco.core.messages import Hello, Recover, Recovered, Replica
+from ddiloco.core.messages import Recover, Recovered, Replica
 from ddiloco.runtime.replica import Copies, pack, recover
 from ddiloco.runtime.store import Committed
 from ddiloco.runtime.transport import Counters, Hub, syncer_address
+from tests import says
 from tests.runtime.fleet import PATIENCE_SECONDS, bits
 from tests.runtime.test_replica import PLAN, Outbox, committed
 
@@ -91,7 +92,7 @@ def test_only_the_buddys_answer_to_this_life_counts():
   wire = Given(
     Recovered(1, 50, 11, ()),  # asked by the life before: it knows of less
     Recovered(2, 50, 12, ()),  # not my buddy
-    Hello(0, 1),
+    says.hello(0, 1),
     back(committed(0, 99), shard=2),
     back(committed(1, 3), owner=1),  # its own
     Recovered(1, 50, 12, (0, 2)),  # overtakes what it lists

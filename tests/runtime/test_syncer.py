@@ -9,12 +9,14 @@ import pytest
 
 from ddiloco.config import from_dict
 from ddiloco.core import codec, fragments
-from ddiloco.core.messages import Hello, Publish, Pull, Push, Refusal, Report
+from ddiloco.core.messages import Publish, Pull, Refusal
 from ddiloco.core.syncer_state import FragmentState
 from ddiloco.resilience.chaos import Faults
-from ddiloco.runtime.store import Committed, MemoryStore
-from ddiloco.runtime.syncer import Syncer, new_fragment
+from ddiloco.runtime.rejoin import new_syncer
+from ddiloco.runtime.store import Committed, MemoryStore, new_fragment
+from ddiloco.runtime.syncer import Syncer
 from ddiloco.runtime.transport import Counters
+from tests import says
 from tests.runtime import toy
 
 
@@ -47,6 +49,7 @@ class Shard:
     self.learners: Sequence[int] = range(learners)
     self.lives = dict.fromkeys(self.learners, 0)
     self.held: dict[int, dict[int, tuple[int, np.ndarray]]] = {m: {} for m in self.learners}
+    self.rounds: dict[int, dict[int, int]] = {m: {} for m in self.learners}
     self.store = store
     if store is None:
       self.store, first = MemoryStore(), toy.initial_params()
@@ -54,14 +57,13 @@ class Shard:
         self.store.save(new_fragment(f, fragments.gather(f, first)))
     self.start(incarnation)
     for m in self.learners:
-      self.hear(Hello(m, 0))
+      self.hear(says.hello(m, 0))
 
   def start(self, incarnation: int) -> None:
     self.outbox, self.events = Outbox(), []
     recorder, faults = toy.ListRecorder(self.events), Faults((), time.monotonic())
-    self.syncer = Syncer(
-      0, incarnation, self.config, self.plan, self.outbox, self.store, recorder, faults
-    )
+    state = new_syncer(self.config, 0, incarnation, self.store)
+    self.syncer = Syncer(state, self.config, self.plan, self.outbox, self.store, recorder, faults)
 
   def hear(self, message) -> None:
     """The shard handles one message; every learner takes up what is published."""
@@ -76,11 +78,14 @@ class Shard:
         assert publish.base_version == version, "an update to something the learner does not have"
         decoded = value + decoded
       self.held[m][publish.fragment] = (publish.version, decoded)
+      self.rounds[m][publish.fragment] = publish.round
 
   def report(self, m: int, since: int) -> None:
     """With steps so long that the grace window lasts until everybody has answered."""
     versions = tuple(self.held[m][f.index][0] for f in self.plan.fragments)
-    self.hear(Report(m, self.lives[m], 9, 1e3, versions, tuple(since for _ in versions), False))
+    rounds = tuple(self.rounds[m][f.index] for f in self.plan.fragments)
+    sinces = tuple(since for _ in versions)
+    self.hear(says.report(m, self.lives[m], 9, 1e3, versions, sinces, rounds=rounds))
 
   def round(self, deltas: dict[int, dict[int, object]], name="f32") -> list[dict]:
     """One round of both fragments; `deltas[learner][fragment]` is a vector or a whole payload."""
@@ -94,7 +99,8 @@ class Shard:
       if payload is None:
         payload = codec.encode(content, name)
       p, base = pull.fragment, pull.base_version
-      self.hear(Push(m, self.lives[m], p, pull.round, base, 3, 30 + m, 9, codec_name, payload))
+      push = says.push(m, self.lives[m], p, pull.round, base, 3, 30 + m, 9, codec_name, payload)
+      self.hear(push)
     return [e for e in self.events if e["kind"] in ("commit", "abandoned")]
 
 
@@ -118,7 +124,7 @@ def test_learners_hold_exactly_the_shards_view_round_after_round(name):
       shard.start(incarnation=1)
     if number == 4:  # a new incarnation of a learner gets everything whole
       shard.held[2], shard.lives[2] = {}, 1
-      shard.hear(Hello(2, 1))
+      shard.hear(says.hello(2, 1))
       assert {version for version, _ in shard.held[2].values()} == {4}
     shard.round(deltas(shard.plan, shard.learners, seed=number), name)
     for f in shard.plan.fragments:

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from ddiloco.core import messages
-from ddiloco.core.messages import Goodbye, Hello, Pull, Push
+from ddiloco.core.messages import Goodbye, Pull, Push
 from ddiloco.runtime.transport import Hub
+from tests import says
 from tests.runtime.net import Net
 
 TRANSPORTS = {
@@ -39,11 +40,11 @@ def hub(make_hub):
 
 def push(value: int, size: int = 8) -> Push:
   payload = np.full(size, value, np.uint8)
-  return Push(0, 0, 0, value, 0, 1, 1, 0, "f32", payload)
+  return says.push(0, 0, 0, value, 0, 1, 1, 0, "f32", payload)
 
 
 def pull(number: int) -> Pull:
-  return Pull(0, 0, 0, 0, number, 0)
+  return says.pull(0, 0, 0, 0, number, 0)
 
 
 def test_a_message_arrives_with_its_sender_and_payload(hub):
@@ -61,7 +62,7 @@ def test_control_overtakes_bulk_and_each_keeps_its_order(hub):
   for i in range(3):
     a.send("syncer/0", push(i))
   for i in range(3):
-    a.send("syncer/0", Hello(0, i))
+    a.send("syncer/0", says.hello(0, i))
   if isinstance(hub, Net):
     hub.wait_until(lambda: b._inbox.waiting == 6)
   arrived = [b.receive(SECONDS)[1] for _ in range(6)]
@@ -71,15 +72,15 @@ def test_control_overtakes_bulk_and_each_keeps_its_order(hub):
 
 def test_sending_to_nobody_is_counted_and_harmless(hub):
   a = hub.connect("learner/0")
-  a.send("syncer/9", Hello(0, 0))
+  a.send("syncer/9", says.hello(0, 0))
   assert a.counters.undelivered == 1
 
 
 def test_a_newer_connection_fences_the_older(hub):
   old = hub.connect("learner/0")
   new, shard = hub.connect("learner/0"), hub.connect("syncer/0")
-  old.send("syncer/0", Hello(0, 0))
-  new.send("syncer/0", Hello(0, 1))
+  old.send("syncer/0", says.hello(0, 0))
+  new.send("syncer/0", says.hello(0, 1))
   assert shard.receive(SECONDS)[1].incarnation == 1
   assert shard.receive(0.1) is None
   shard.send("learner/0", pull(1))
@@ -105,7 +106,7 @@ def test_a_closed_endpoint_is_silent(hub):
   b.send("learner/0", Goodbye(1, 0))
   a.close()
   assert a.receive(0) is None
-  a.send("syncer/0", Hello(0, 0))
+  a.send("syncer/0", says.hello(0, 0))
   assert b.receive(0.1) is None
 
 
@@ -123,10 +124,10 @@ def test_malformed_frames_are_dropped_and_counted():
 
 def test_nobody_speaks_in_somebody_elses_name(hub):
   a, b = hub.connect("learner/0"), hub.connect("syncer/0")
-  a.send("syncer/0", Hello(1, 5))
+  a.send("syncer/0", says.hello(1, 5))
   a.send("syncer/0", pull(1))
-  a.send("syncer/0", Hello(0, 5))
-  assert b.receive(SECONDS)[1] == Hello(0, 5)
+  a.send("syncer/0", says.hello(0, 5))
+  assert b.receive(SECONDS)[1] == says.hello(0, 5)
   assert b.counters.malformed == 2
 
 
@@ -149,7 +150,7 @@ def test_large_payloads_arrive_bit_by_bit_the_same(hub):
   random = np.random.default_rng(0)
   sent = [random.integers(0, 256, size, np.uint8) for size in (0, 1, 4096, 999_999, 9_000_001)]
   for i, payload in enumerate(sent):
-    a.send("syncer/0", Push(0, 0, 0, i, 0, 1, 1, 0, "f32", payload))
+    a.send("syncer/0", says.push(0, 0, 0, i, 0, 1, 1, 0, "f32", payload))
   for i, payload in enumerate(sent):
     message = b.receive(SECONDS)[1]
     assert message.round == i

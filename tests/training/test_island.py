@@ -101,7 +101,7 @@ def test_describe(single, cube):
 def test_the_cube_really_is_cut(cube):
   island, plan, config = cube
   island.load(initial(config))
-  query = island._params["layers/attention/query"]
+  query = island._state["params/layers/attention/query"]
   assert query.shape == (2, 8, 2, 4)
   assert query.addressable_shards[0].data.shape == (2, 4, 1, 4)
   pieces = [piece for fragment in plan.fragments for piece in fragment.pieces]
@@ -239,11 +239,28 @@ def test_nothing_compiles_after_compile(any_island, request):
   assert compiled == []
 
 
+def test_the_whole_state_moves_to_another_mesh_and_back(single, cube):
+  """What is cheap to try with the transformer itself; test_island_state.py has the rest."""
+  island, _, config = cube
+  island.load(initial(config))
+  island.step(batch(), 0)
+  saved = _on_host(island.capture())
+  expected = island.step(batch(1), 1)
+  single[0].restore(saved)
+  metrics = single[0].step(batch(1), 1)
+  for name in METRICS:
+    assert metrics[name] == pytest.approx(expected[name], rel=1e-4), name
+  island.restore(saved)
+  for name, leaf in island.capture().items():
+    np.testing.assert_array_equal(leaf, saved[name], err_msg=name)
+  assert island.step(batch(1), 1) == expected
+
+
 def test_state_is_updated_in_place(single):
   island, plan, _ = single
   for fragment, programs in zip(plan.fragments, island._programs):
     memory = programs.apply.memory_analysis()
-    leaves = sum(island._shapes[name].size * 4 for name in programs.names)
+    leaves = sum(island._leaves[name].size * 4 for name in programs.names)
     assert memory.alias_size_in_bytes == leaves, fragment.index
   state = 3 * sum(plan.sizes) * 4  # parameters and two moments
   assert island._step.memory_analysis().alias_size_in_bytes >= state
@@ -271,9 +288,11 @@ def test_a_mixture_of_experts_trains():
   )
   island.compile()
   island.load(initial(config))
-  before = island.params_on_host()
+  before, saved = island.params_on_host(), _on_host(island.capture())
   metrics = [island.step(batch(), clock) for clock in (5, 6)]
   assert metrics[1]["loss"] < metrics[0]["loss"]
+  island.restore(saved)
+  assert [island.step(batch(), clock) for clock in (5, 6)] == metrics
   for name, leaf in island.params_on_host().items():
     assert not np.array_equal(leaf, before[name]), name
   flat = island.to_host(island.cut(1), 1)
@@ -283,7 +302,7 @@ def test_a_mixture_of_experts_trains():
 def test_errors_are_named(single):
   island, plan, config = single
   fresh, _, _ = make({"devices": 1})
-  with pytest.raises(RuntimeError, match=r"Fix: call reset\(\) or load\(\)"):
+  with pytest.raises(RuntimeError, match=r"Fix: call reset\(\), load\(\) or restore\(\)"):
     fresh.step(batch(), 0)
   island.load(initial(config))
   with pytest.raises(ValueError, match=r"\(4, 9\), this island takes \(8, 9\)"):
@@ -310,8 +329,15 @@ def test_islands_step_concurrently():
   assert done.stdout.split()[-1] == "finite"
 
 
+def _on_host(state):
+  return {name: np.array(leaf) for name, leaf in state.items()}
+
+
 def stress(num_islands=4, num_steps=300):
-  """Islands of two devices step in a thread each; a second thread of each moves fragments."""
+  """Islands of two devices step in a thread each; a second thread of each moves fragments.
+
+  Now and then an island captures its state, which nothing waits for.
+  """
 
   def run(learner):
     devices = jax.devices()[2 * learner : 2 * learner + 2]
@@ -324,8 +350,10 @@ def stress(num_islands=4, num_steps=300):
     assert any(programs.waits for programs in island._programs) == (learner % 2 == 0)
     island.load(initial(config))
     with concurrent.futures.ThreadPoolExecutor(1) as background:
-      moving = None
+      moving, saving = None, []
       for clock in range(num_steps):
+        if clock % 10 == 0:
+          saving.append((background.submit(_on_host, island.capture()), island.params_on_host()))
         metrics = island.step(batch(clock), clock)
         index = clock // 2 % len(plan.fragments)
         if clock % 2 == 0:
@@ -335,6 +363,9 @@ def stress(num_islands=4, num_steps=300):
           )
         else:
           island.apply(index, moving.result(), 0.0 if clock % 3 else 0.001)
+      for saved, params in saving:
+        for name, leaf in params.items():
+          np.testing.assert_array_equal(saved.result()["params/" + name], leaf, err_msg=name)
     return metrics["loss"]
 
   inner.next_token_loss = bigram_loss  # compiles in a tenth of the time, and has collectives too

@@ -1,0 +1,163 @@
+"""Inner optimizer moments of a healthy learner, for one that joins a run under way. PURE.
+
+Learners have no open ports, so the moments of a fragment travel from donor to joiner through the
+shard that owns it. A shard has one donation under way at a time, asks those first that have given
+least, and gives what it gets to all who wait: many joiners cost a donor no more than one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ddiloco.config import SyncConfig
+from ddiloco.core.learner_state import LearnerState
+from ddiloco.core.messages import EVALUATOR, Ask, Donate, Inherit, Moments
+from ddiloco.core.protocol import (
+  ApplyMoments,
+  GiveMoments,
+  LearnerAction,
+  Note,
+  Send,
+  SyncerAction,
+  TakeMoments,
+)
+from ddiloco.core.syncer_state import Donation, Member, SyncerState, ignored
+
+ASK_SECONDS = 1.0  # between two asks of a joiner
+
+# --- a shard --------------------------------------------------------------------------------------
+
+
+def on_ask(
+  state: SyncerState, ask: Ask, now: float, sync: SyncConfig
+) -> tuple[SyncerState, list[SyncerAction]]:
+  """Somebody waits for moments of these fragments; asked again and again until it has them."""
+  mine = {f.index for f in state.fragments}
+  asking = {**state.asking, ask.learner: tuple(p for p in ask.fragments if p in mine)}
+  return _next(dataclasses.replace(state, asking=asking), now, sync)
+
+
+def on_moments(
+  state: SyncerState, moments: Moments, now: float, sync: SyncConfig
+) -> tuple[SyncerState, list[SyncerAction]]:
+  """A donation has arrived: to everybody who waits for it. The runtime adds the payload."""
+  under_way = state.donation
+  if under_way is None or (under_way.donor, under_way.fragment) != (
+    moments.learner,
+    moments.fragment,
+  ):
+    return state, [ignored(moments, "nobody asked for it any more")]
+  actions: list[SyncerAction] = []
+  asking = dict(state.asking)
+  for learner, fragments in sorted(state.asking.items()):
+    member = state.members.get(learner)
+    if member is None or moments.fragment not in fragments:
+      continue
+    asking[learner] = tuple(p for p in fragments if p != moments.fragment)
+    inherit = Inherit(
+      shard=state.shard,
+      incarnation=state.incarnation,
+      learner_incarnation=member.incarnation,
+      fragment=moments.fragment,
+      donor=moments.learner,
+      donor_incarnation=moments.incarnation,
+      donation=moments.donation,
+      clock=moments.clock,
+      count=moments.count,
+    )
+    actions.append(Send(learner, inherit))
+  given = {**state.given, moments.learner: state.given.get(moments.learner, 0) + 1}
+  state = dataclasses.replace(state, asking=asking, donation=None, given=given)
+  state, more = _next(state, now, sync)
+  return state, [*actions, *more]
+
+
+def _next(
+  state: SyncerState, now: float, sync: SyncConfig
+) -> tuple[SyncerState, list[SyncerAction]]:
+  """Asks the next donor, unless one is at it and has still time."""
+  late = state.donation is not None and now >= state.donation.until
+  if state.donation is not None and not late:
+    return state, []
+  wanted = sorted({p for m, ps in state.asking.items() if m in state.members for p in ps})
+  last = state.donation.donor if late and state.donation else None
+  donors = [m for m, member in state.members.items() if _can_give(state, m, member)]
+  if not wanted or not donors:
+    return dataclasses.replace(state, donation=None), []
+  donor = min(donors, key=lambda m: (m == last, state.given.get(m, 0), m))
+  member = state.members[donor]
+  patience = max(sync.liveness_seconds, 10 * member.step_seconds, 3 * member.delivery_seconds)
+  donation = Donation(wanted[0], donor, now + patience)
+  ask = Donate(state.shard, state.incarnation, member.incarnation, wanted[0])
+  return dataclasses.replace(state, donation=donation), [Send(donor, ask)]
+
+
+def _can_give(state: SyncerState, learner: int, member: Member) -> bool:
+  healthy = not (member.lost or member.quarantined or member.leaving or member.rejections)
+  trains = learner != EVALUATOR and member.step_seconds > 0 and min(member.versions) >= 0
+  return healthy and trains and not state.asking.get(learner)
+
+
+# --- a learner ------------------------------------------------------------------------------------
+
+
+def want(state: LearnerState, now: float) -> LearnerState:
+  """It has just joined: in a run under way it waits a while for a peer's moments, if told to."""
+  if not (state.donor_seconds and state.trains and state.clock and state.shards):
+    return state
+  return dataclasses.replace(
+    state,
+    wants=tuple(range(len(state.fragments))),
+    wants_until=now + state.donor_seconds,
+    ask_at=now,
+    welcome_clock=state.clock,
+  )
+
+
+def ask(state: LearnerState, now: float) -> tuple[LearnerState, list[LearnerAction]]:
+  """Asks the shards for what it still waits for; gives up when its time is over."""
+  if not state.wants:
+    return state, []
+  if now >= state.wants_until:
+    note = Note("no_donor", {"fragments": list(state.wants)})
+    return dataclasses.replace(state, wants=()), [note]
+  if now < state.ask_at:
+    return state, []
+  actions: list[LearnerAction] = []
+  for shard in range(len(state.shards)):
+    mine = tuple(p for p in state.wants if state.fragments[p].shard == shard)
+    if mine:
+      actions.append(Send(shard, Ask(state.learner, state.incarnation, mine)))
+  return dataclasses.replace(state, ask_at=now + ASK_SECONDS), actions
+
+
+def on_donate(state: LearnerState, donate: Donate) -> tuple[LearnerState, list[LearnerAction]]:
+  """Copies the moments of one fragment at this step boundary, as for a push; costs no step."""
+  fits = 0 <= donate.fragment < len(state.fragments)
+  if not (fits and state.trains and state.joined) or state.wants or state.leaving:
+    return state, []
+  state = dataclasses.replace(state, donations=state.donations + 1)
+  moments = Moments(
+    learner=state.learner,
+    incarnation=state.incarnation,
+    fragment=donate.fragment,
+    donation=state.donations,
+    clock=state.clock,
+    count=0,  # the runtime's business, like the payload
+  )
+  return state, [GiveMoments(donate.shard, moments)]
+
+
+def on_inherit(state: LearnerState, inherit: Inherit) -> tuple[LearnerState, list[LearnerAction]]:
+  """Moments older than what I was welcomed to are of no use; a straggler gave them."""
+  if inherit.fragment not in state.wants or inherit.clock < state.welcome_clock:
+    return state, []
+  return state, [TakeMoments(inherit)]
+
+
+def taken(state: LearnerState, fragment: int) -> tuple[LearnerState, list[LearnerAction]]:
+  """They lie on the devices now."""
+  if fragment not in state.wants:
+    return state, []
+  wants = tuple(p for p in state.wants if p != fragment)
+  return dataclasses.replace(state, wants=wants), [ApplyMoments(fragment)]

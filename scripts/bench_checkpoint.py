@@ -1,0 +1,399 @@
+"""What snapshots cost a learner's steps, how fast parts are saved and restored, who is back when.
+
+Four measurements, all on this machine's CPU, each in a run of its own; repeat it at quiet and at
+busy moments, and compare ratios rather than seconds.
+
+1. Steps. One island and one shard in one process, in turn: a block of steps in which the run takes
+   a snapshot, and one in which it takes none. A step lasts from the end of the one before, so that
+   pauses count. A snapshot every 2 * --block steps of some 0.1 s is far more often than real runs
+   take them (`sync.snapshot_steps` is 200 by default), and learner and shard both save from this
+   process. The step is kept to one core, so that saving has one of its own as on a real host, where
+   the devices step. `step_ratio` is the median step of a block with a snapshot against that of its
+   neighbour without; since only a few steps of a block have a save beside them, there are also
+   `saving_step_ratio` of just those, `mean_step_ratio` of all time in a block, and
+   `worst_step_ratio` of the step with the capture, which a CPU island copies in its own thread.
+2. Bytes. A part of --mib MiB is saved (checksums, Orbax, on the disk), restored and checked again,
+   and beside it as many bytes are copied from file to file; all of it in turn.
+3. Rejoin. In `ddiloco train --engine=processes` a learner is killed; its event log tells how long
+   imports took, to compile (from the run's cache), to restore its part, and to join.
+4. Resume. That run is told to end and begun again: from the command to the first merged push.
+
+  python scripts/bench_checkpoint.py [--pairs=12] [--block=24] [--mib=256] [--quick]
+
+Last line: {"save_gbps", "restore_gbps", "copy_gbps", "step_ratio", "mean_step_ratio",
+"saving_step_ratio", "worst_step_ratio", "step_ms", "save_seconds", "rejoin": {"restart_seconds",
+"compile_seconds", "restore_seconds", "fragments_seconds"}, "resume_seconds"}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false " + os.environ.get("XLA_FLAGS", "")
+
+from ddiloco import environment
+
+environment.prepare(num_cpu_devices=1, cpu_only=True)
+
+import jax
+import numpy as np
+
+from ddiloco.config import Config, from_dict
+from ddiloco.core import fragments
+from ddiloco.engines.workdir import start_time
+from ddiloco.observe.drain import warn
+from ddiloco.observe.events import Event, NullRecorder, read_events
+from ddiloco.resilience.chaos import Faults
+from ddiloco.runtime import initial
+from ddiloco.runtime.learner import Learner
+from ddiloco.runtime.rejoin import Beginning, new_learner, new_syncer
+from ddiloco.runtime.saver import Saver
+from ddiloco.runtime.storage import Storage
+from ddiloco.runtime.store import MemoryStore, new_fragment
+from ddiloco.runtime.syncer import Syncer
+from ddiloco.runtime.transport import Hub, learner_address, syncer_address
+from ddiloco.training.island import Island
+
+PATIENCE_SECONDS = 240.0
+BATCHES = 8  # different ones, again and again
+
+
+def make_config(layers: int, width: int, learners: int, **sections: Any) -> Config:
+  model = {"num_layers": layers, "model_dim": width, "head_dim": 32, "num_heads": width // 32}
+  model |= {"num_kv_heads": width // 32, "mlp_dim": 3 * width}
+  sync = {"num_fragments": 4, "sync_period": 24, **sections.pop("sync", {})}
+  return from_dict(
+    {
+      "model": model,
+      "data": {"source": "synthetic", "sequence_length": 64, "heldout_sequences": 16},
+      "islands": {"num_learners": learners, "batch_size": 2},
+      "sync": sync,
+      "run": {"total_tokens": 1 << 40, "evaluations": 0, "restart_seconds": 0.0},
+      **sections,
+    }
+  )
+
+
+# --- 1. steps -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+  """One inner step of the learner; begins with the end of the one before."""
+
+  ends: float
+  seconds: float
+  captures: bool  # a snapshot's copies were taken in it
+
+
+class Log(NullRecorder):
+  """What steps and the saves beside them took, from the events of the learner or the shard."""
+
+  def __init__(self):
+    self.steps: list[Step] = []
+    self.saves: list[tuple[float, float]] = []  # (begun, ended)
+    self.save_seconds: list[float] = []  # of the writing alone
+    self.under_way: dict[int, float] = {}  # snapshot -> begun
+    self._captured = False
+
+  def event(self, kind: str, **fields) -> None:
+    now = time.monotonic()
+    if kind == "step":
+      self.steps.append(Step(now, fields["gap_seconds"], self._captured))
+      self._captured = False
+    elif kind == "recorded":
+      self.under_way[fields["snapshot"]], self._captured = now, True
+    elif kind in ("saved", "unsaved"):
+      self.saves.append((self.under_way.pop(fields["snapshot"]), now))
+      self.save_seconds += [fields["seconds"]] if kind == "saved" else []
+    if kind in ("unsaved", "uncommitted"):
+      print(f"  {kind}: {fields}")
+
+
+class Blocks:
+  """Batches for the learner; lets the shard begin one snapshot in every odd block of steps.
+
+  The first two blocks of all warm up. Before a block begins, what is being saved has been, so that
+  its first step does not count.
+  """
+
+  def __init__(self, config: Config, block: int, pairs: int, logs: Sequence[Log]):
+    random = np.random.default_rng(0)
+    shape = (config.islands.batch_size, config.data.sequence_length + 1)
+    vocabulary = config.model.vocab_size
+    self._tokens = [random.integers(0, vocabulary, shape, np.int32) for _ in range(BATCHES)]
+    self._block, self._pairs, self._logs = block, pairs, logs
+    self.turn: Callable[[bool], None] = lambda on: None
+    self.stop = threading.Event()
+
+  def __call__(self, position: int) -> Iterator[np.ndarray]:
+    for count in itertools.count():
+      number, begins = divmod(count, self._block)
+      if not begins:
+        while any(log.under_way for log in self._logs):
+          time.sleep(0.02)
+        self.turn(number % 2 == 1)  # now, since its number is 2 * block steps old
+        if number % 2 == 0 and number > 2:
+          print(f"pair {number // 2 - 1} of {self._pairs}", flush=True)
+        if number >= 2 * (self._pairs + 1):
+          self.stop.set()
+      elif begins == self._block // 2:
+        self.turn(False)  # one a block
+      yield self._tokens[count % BATCHES]
+
+
+def measure_steps(config: Config, folder: Path, block: int, pairs: int) -> tuple[Log, Log]:
+  """The logs of the learner and of the shard."""
+  plan = initial.make_plan(config)
+  hub, store = Hub("bench", plan.plan_id), MemoryStore()
+  first = initial.initial_params(config)
+  for fragment in plan.fragments:
+    store.save(new_fragment(fragment, fragments.gather(fragment, first)))
+  storage, stop = Storage(folder, plan.plan_id, warn), threading.Event()
+  logs, savers = {}, {}
+  for role in ("learner-0", "syncer-0"):
+    logs[role] = Log()
+    savers[role] = Saver(storage, role, 0, logs[role])
+  faults = Faults((), time.monotonic())
+  shard = Syncer(
+    new_syncer(config, 0, 0, store),
+    config,
+    plan,
+    hub.connect(syncer_address(0)),
+    store,
+    logs["syncer-0"],
+    faults,
+    saver=savers["syncer-0"],
+  )
+  without = dataclasses.replace(config, sync=dataclasses.replace(config.sync, snapshot_steps=0))
+  thread = threading.Thread(target=shard.run, args=(stop.is_set,), daemon=True)
+  thread.start()
+  island = Island(config, 0, jax.devices()[:1], plan)
+  island.compile()
+  island.reset()
+  blocks = Blocks(config, block, pairs, list(logs.values()))
+  blocks.turn = lambda on: setattr(shard, "config", config if on else without)
+  learner = Learner(
+    Beginning(new_learner(config, plan, 0, 0)),
+    config,
+    plan,
+    island,
+    blocks,
+    hub.connect(learner_address(0)),
+    logs["learner-0"],
+    savers["learner-0"],
+  )
+  learner.run(faults, blocks.stop.is_set)
+  stop.set()
+  thread.join(10)
+  for saver in savers.values():
+    saver.close(10)
+  return logs["learner-0"], logs["syncer-0"]
+
+
+def compare_steps(learner: Log, shard: Log, block: int, pairs: int) -> dict[str, Any]:
+  """The ratios, from pairs of neighbouring blocks: without, with."""
+  saves = learner.saves + shard.saves
+  names = ("step_ratio", "mean_step_ratio", "saving_step_ratio", "worst_step_ratio")
+  ratios: dict[str, list[float]] = {name: [] for name in names}
+  usual = []
+  for pair in range(1, pairs + 1):
+    start = 2 * pair * block
+    calm, busy = learner.steps[start:][1:block], learner.steps[start + block :][1:block]
+    usual.append(statistics.median(s.seconds for s in calm))
+    every = [s.seconds for s in busy]
+    found = (
+      [statistics.median(every) / usual[-1]],
+      [statistics.mean(every) / statistics.mean(s.seconds for s in calm)],
+      [s.seconds / usual[-1] for s in busy if beside(s, saves)],
+      [s.seconds / usual[-1] for s in busy if s.captures],
+    )
+    for name, each in zip(names, found):
+      ratios[name] += each
+    said = ", ".join(f"{middle(each, 3)} ({len(each)})" for each in found)
+    print(f"pair {pair:2d}: {1e3 * usual[-1]:7.1f} ms without; with x {said}")
+  return {
+    **{name: middle(each) for name, each in ratios.items()},
+    "step_ms": middle([1e3 * each for each in usual], 2),
+    "save_seconds": middle(learner.save_seconds, 3),
+  }
+
+
+def beside(step: Step, saves: list[tuple[float, float]]) -> bool:
+  return any(begun < step.ends and written > step.ends - step.seconds for begun, written in saves)
+
+
+def middle(values: list[float], digits: int = 4) -> float | None:
+  return round(statistics.median(values), digits) if values else None
+
+
+# --- 2. bytes -------------------------------------------------------------------------------------
+
+
+def measure_bytes(folder: Path, mib: int, times: int) -> dict[str, Any]:
+  """GB/s of saving and restoring a part, and of a plain copy that is on the disk when it ends."""
+  random, count = np.random.default_rng(0), 32
+  arrays = {
+    f"params/{i}": random.standard_normal((mib << 20) // 4 // count, np.float32)
+    for i in range(count)
+  }
+  size = sum(array.nbytes for array in arrays.values())
+  storage, plain = Storage(folder / "checkpoints", "bench", warn), folder / "plain"
+  with plain.open("wb") as file:
+    for array in arrays.values():
+      array.tofile(file)
+  seconds: dict[str, list[float]] = {"save": [], "restore": [], "copy": []}
+  work: dict[str, Callable[[], object]] = {
+    "save": lambda: storage.save(0, "learner-0", 0, {}, arrays),
+    "restore": lambda: storage.load(0, "learner-0"),
+    "copy": lambda: subprocess.run(
+      ["dd", f"if={plain}", f"of={folder}/copy", "bs=1M", "conv=fsync", "status=none"], check=True
+    ),
+  }
+  for _ in range(times + 1):  # the first warms up
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    for name, do in work.items():
+      started = time.perf_counter()
+      do()
+      seconds[name].append(time.perf_counter() - started)
+    print(
+      f"{size / 1e9:.2f} GB: {', '.join(f'{name} {s[-1]:.2f} s' for name, s in seconds.items())}"
+    )
+  return {
+    f"{name}_gbps": middle([size / s / 1e9 for s in each[1:]]) for name, each in seconds.items()
+  }
+
+
+# --- 3. rejoin and 4. resume ----------------------------------------------------------------------
+
+
+class Run:
+  """`ddiloco train --engine=processes` in a workdir, begun now."""
+
+  def __init__(self, config: Config, workdir: Path):
+    path = workdir.with_suffix(".json")
+    path.write_text(config.to_json())
+    command = [sys.executable, "-m", "ddiloco", "train", "--engine=processes", "--cpu"]
+    command += [f"--config={path}", f"--workdir={workdir}"]
+    self.workdir, self.log = workdir, workdir.with_suffix(".log")
+    self.began = time.time()
+    clean = {
+      name: value for name, value in os.environ.items() if name not in ("NPROC", "XLA_FLAGS")
+    }
+    with self.log.open("ab") as file:
+      self._process = subprocess.Popen(command, stdout=file, stderr=file, env=clean)
+
+  def wait_for(self, what: str, found: Callable[[list[Event]], Any]) -> Any:
+    """The first true `found(events)` of this workdir."""
+    print(f"waiting for {what} ...", flush=True)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not (result := found(read_events(self.workdir))):
+      if self._process.poll() is not None or time.monotonic() > deadline:
+        raise SystemExit(f"waited in vain for {what}: {self.log.read_text()[-2000:]}")
+      time.sleep(0.2)
+    return result
+
+  def kill_learner(self, number: int) -> None:
+    """kill -9; the run starts it again at once. Linux."""
+    mine = {f"--learner={number}".encode(), f"--workdir={self.workdir}".encode()}
+    for folder in Path("/proc").glob("[0-9]*"):
+      with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+        if mine <= set((folder / "cmdline").read_bytes().split(b"\0")):
+          os.kill(int(folder.name), signal.SIGKILL)
+
+  def end(self) -> None:
+    """Tells it to end; it saves what it can, as on SIGTERM anywhere."""
+    self._process.send_signal(signal.SIGTERM)
+    try:
+      self._process.wait(PATIENCE_SECONDS)
+    finally:
+      self._process.kill()
+
+
+def measure_rejoin(folder: Path, quick: bool) -> dict[str, Any]:
+  """Seconds of a killed learner's way back, and of a whole run's."""
+  sync = {"num_shards": 2, "snapshot_steps": 50 if quick else 200}
+  config = make_config(2, 64, 2, sync=sync, checkpoint={"patience_seconds": 5.0})
+  run = Run(config, folder / "run")
+  try:
+    run.wait_for("a snapshot", lambda events: later(events, "snapshot", 0.0))
+    run.kill_learner(1)
+    joined = run.wait_for("the killed learner", lambda events: came_back(events, "learner-1"))
+    run.wait_for("one more snapshot", lambda events: later(events, "snapshot", joined["joined"]))
+  finally:
+    run.end()
+  again = Run(config, folder / "run")
+  try:
+    began = again.began - start_time(again.workdir)
+    merged = again.wait_for("a merged push", lambda events: later(events, "commit", began))
+  finally:
+    again.end()
+  rejoin = {name: seconds for name, seconds in joined.items() if name != "joined"}
+  return {"rejoin": rejoin, "resume_seconds": round(merged["time"] - began, 2)}
+
+
+def later(events: list[Event], kind: str, seconds: float) -> Event | None:
+  """The first of this kind after that time of the run; of snapshots, one with learner 1."""
+  found = (e for e in events if e["kind"] == kind and e["time"] > seconds)
+  return next((e for e in found if "learner-1" in e.get("roles", ["learner-1"])), None)
+
+
+def came_back(events: list[Event], role: str) -> dict[str, float] | None:
+  """How long each part of a restarted learner's way back took; "joined" is when it was there."""
+  restart = next((e["time"] for e in events if e["kind"] == "restart"), None)
+  if restart is None:
+    return None
+  mine = [e for e in events if e["role"] == role]
+  found = [later(mine, kind, restart) for kind in ("compiled", "restored", "joined")]
+  compiled, restored, joined = found
+  if joined is None:
+    return None
+  if compiled is None or restored is None:
+    raise SystemExit(f"{role} came back without its part of a snapshot")
+  return {
+    "restart_seconds": round(compiled["time"] - compiled["seconds"] - restart, 3),
+    "compile_seconds": compiled["seconds"],
+    "restore_seconds": restored["seconds"],
+    "fragments_seconds": joined["seconds"],
+    "joined": joined["time"],
+  }
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser.add_argument("--pairs", type=int, default=12, help="pairs of blocks that count")
+  parser.add_argument("--block", type=int, default=24, help="steps in a block, one snapshot in it")
+  parser.add_argument("--mib", type=int, default=256, help="size of the part that is saved")
+  parser.add_argument("--quick", action="store_true", help="a smoke test: numbers mean nothing")
+  args = parser.parse_args()
+  if args.quick:
+    args.pairs, args.block, args.mib = 1, 8, 8
+  layers, width = (1, 64) if args.quick else (6, 256)
+  config = make_config(layers, width, 1, sync={"num_shards": 1, "snapshot_steps": 2 * args.block})
+  with tempfile.TemporaryDirectory() as scratch:
+    folder = Path(scratch)
+    result = measure_bytes(folder, args.mib, times=1 if args.quick else 5)
+    learner, shard = measure_steps(config, folder / "steps", args.block, args.pairs)
+    result |= compare_steps(learner, shard, args.block, args.pairs)
+    result |= measure_rejoin(folder, args.quick)
+  print(json.dumps(result))
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,397 @@
+"""Kills a whole run with SIGKILL at random moments and starts it again: what is lost or doubled?
+
+`ddiloco train` of a tiny model; moments are uniform over the run's clock, a fifth of them while it
+starts and compiles, some at its very end. After each kill the checkpoints and event logs must fit:
+the newest committed snapshot is undamaged and no older than before, the next life begins with
+exactly that, and on the way to its values no push is counted twice and the tokens add up. In the
+end the run must be finished, with a held-out loss like that of undisturbed runs.
+
+  python scripts/kill_everything.py [--kills=50] [--seed=0] [--engine=threads] [--workdir=DIR]
+
+With --workdir everything stays there, and a cut-off script goes on where it was. A line for each
+kill; exit status 1 if anything does not hold. Last line: {"kills", "resumes", "snapshots",
+"versions_back", "counted_twice", "finished", "loss", "loss_undisturbed", "seconds", ...}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ddiloco.config import Config, from_dict
+from ddiloco.core.invariants import check
+from ddiloco.engines.workdir import CHECKPOINTS, COMPILED, OUTCOME
+from ddiloco.observe.events import Event, read_events
+from ddiloco.observe.follow import Follower
+from ddiloco.observe.tape import read_tape
+from ddiloco.runtime import initial
+from ddiloco.runtime.records import Damaged
+from ddiloco.runtime.storage import Storage
+
+LEARNERS, FRAGMENTS = 2, 2
+TOKENS = 8 * 32  # of a step
+POLL_SECONDS = 0.02
+LIFE_SECONDS = 240.0  # after which a run that does not get on is given up
+FIRST_START_SECONDS = 20.0  # until the first step, while nothing is compiled
+
+
+def config_of(seed: int, steps: int) -> Config:
+  """Snapshots every few tenths of a second."""
+  return from_dict(
+    {
+      "seed": seed,
+      "model": {
+        "num_layers": 1, "model_dim": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8,
+        "mlp_dim": 32,
+      },
+      "data": {"source": "synthetic", "sequence_length": 32, "heldout_sequences": 16},
+      "inner": {"learning_rate": 1e-2, "warmup_steps": 5},
+      "islands": {"num_learners": LEARNERS, "batch_size": 8},
+      "sync": {
+        "num_shards": 2, "num_fragments": FRAGMENTS, "sync_period": 8, "liveness_seconds": 1.0,
+        "snapshot_steps": 20,
+      },
+      "outer": {"learning_rate": 0.7, "momentum": 0.5},
+      "network": {"drain_seconds": 2.0},
+      "run": {
+        "evaluations": 2, "sample_tokens": 0, "restart_seconds": 0.1,
+        "total_tokens": LEARNERS * steps * TOKENS,
+      },
+    }
+  )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+  """When a life is killed: in its start, or when the run's clock has come so far, and a bit."""
+
+  clock: int  # -1: in the start
+  share: float  # of the seconds that a start takes, or of a second after the clock
+
+
+def moments(seed: int, kills: int, steps: int) -> list[Moment]:
+  """Of all kills, in order; the first of all while it compiles."""
+  source = random.Random(f"kills {seed}")
+  clocks = sorted(int(steps * min(1.0, source.uniform(0.0, 1.03))) for _ in range(kills))
+  starts = [i == 0 or source.random() < 0.2 for i in range(kills)]
+  return [Moment(-1 if start else clock, source.random()) for clock, start in zip(clocks, starts)]
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+
+def processes_of(workdir: Path) -> list[int]:
+  """Those whose command line names the workdir, and that are no zombies."""
+  found = []
+  for folder in Path("/proc").glob("[0-9]*"):
+    try:
+      words = (folder / "cmdline").read_bytes().split(b"\0")
+      dead = (folder / "stat").read_text().rpartition(") ")[2][0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+      continue  # it has just ended
+    if f"--workdir={workdir}".encode() in words and not dead and int(folder.name) != os.getpid():
+      found.append(int(folder.name))
+  return found
+
+
+def kill_all(process: subprocess.Popen, workdir: Path) -> None:
+  """The process and all that it has started, without a warning."""
+  while True:
+    there = [process.pid, *processes_of(workdir)]
+    for pid in there:
+      try:
+        os.kill(pid, signal.SIGKILL)
+      except ProcessLookupError:
+        continue
+    process.wait()
+    if not processes_of(workdir):
+      return
+    time.sleep(POLL_SECONDS)
+
+
+@dataclasses.dataclass
+class Life:
+  """What became of one start of the run."""
+
+  events: list[Event]
+  status: int | None  # None: killed
+  start_seconds: float | None  # until its first step
+
+
+def live(workdir: Path, config: Path, engine: str, moment: Moment | None, start: float) -> Life:
+  """Starts the run, and kills it at its moment; `start` is how long a start takes, in seconds."""
+  follower, events = Follower(workdir), []
+  follower.poll()  # what happened in lives before
+  line = [sys.executable, "-m", "ddiloco", "train", f"--config={config}", f"--workdir={workdir}"]
+  clean = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
+  began, stepped, reached = time.monotonic(), None, None
+  with (workdir.parent / "log.txt").open("ab") as log:
+    process = subprocess.Popen(
+      [*line, "--cpu", f"--engine={engine}"], stdout=log, stderr=log, env=clean
+    )
+  try:
+    while process.poll() is None:
+      now = time.monotonic()
+      new = follower.poll()
+      events += new
+      clocks = [e["clock"] for e in new if e["kind"] == "step"]
+      if clocks and stepped is None:
+        stepped = now - began
+      if moment is not None and moment.clock >= 0 and max(clocks, default=-1) >= moment.clock:
+        reached = reached or now
+      if moment is not None:
+        early = moment.clock < 0 and now >= began + moment.share * start
+        if early or (reached is not None and now >= reached + moment.share):
+          break
+      if now - began > LIFE_SECONDS:
+        raise RuntimeError(f"after {LIFE_SECONDS:g} s the run in {workdir} is not done")
+      time.sleep(POLL_SECONDS)
+    status = process.poll()
+  finally:
+    kill_all(process, workdir)
+  events += follower.poll()
+  return Life(events, status, stepped)
+
+
+# --- what must hold -------------------------------------------------------------------------------
+
+Values = dict[int, tuple[int, int, int]]  # fragment -> version, round, round of the momentum
+
+
+@dataclasses.dataclass(frozen=True)
+class Newest:
+  """The newest committed snapshot that is whole."""
+
+  snapshot: int
+  values: Values
+  merged_tokens: dict[int, int]  # by fragment
+  learners: dict[str, int]  # role -> the newest snapshot that has a part of it
+  damaged: list[str]  # committed and not whole
+
+
+def newest(storage: Storage) -> Newest:
+  """What a resume must begin with; reads and checks every array."""
+  found, damaged, learners = None, [], {}
+  for snapshot in storage.committed():
+    try:
+      parts = {role: storage.load(snapshot, role) for role in storage.manifest(snapshot)["parts"]}
+    except Damaged as error:
+      damaged.append(str(error))
+      continue
+    for role in parts:
+      if role.startswith("learner"):
+        learners.setdefault(role, snapshot)
+    found = found or (snapshot, [p.state for r, p in parts.items() if r.startswith("syncer")])
+  snapshot, states = found or (0, [])
+  momentum = {p: r for state in states for p, r in state["momentum_rounds"]}
+  fragments = {f["index"]: f for state in states for f in state["fragments"]}
+  values = {p: (f["version"], f["last_round"], momentum[p]) for p, f in fragments.items()}
+  tokens = {p: f["merged_tokens"] for p, f in fragments.items()}
+  return Newest(snapshot, values, tokens, learners, damaged)
+
+
+def begun_wrong(life: Life, before: Newest) -> list[str]:
+  """What a life began with that is not what the newest snapshot has."""
+  wrong, seen = [], set()
+  for event in life.events:
+    if event["kind"] == "owns" and (p := event["fragment"]) not in seen:
+      seen.add(p)
+      mine = event["version"], event["round"], event["momentum_round"]
+      if mine != (should := before.values.get(p, (0, -1, -1))):
+        wrong.append(f"fragment {p} begins with {mine}, the snapshot has {should}")
+    if event["kind"] == "restored" and (role := event["role"]) not in seen:
+      seen.add(role)
+      if event["snapshot"] != (part := before.learners.get(role)):
+        wrong.append(f"{role} begins with snapshot {event['snapshot']}, its newest is {part}")
+  return wrong
+
+
+class Chains:
+  """The rounds that lead to a value."""
+
+  def __init__(self, events: Iterable[Event]):
+    self.commits = {(e["fragment"], e["round"]): e for e in events if e["kind"] == "commit"}
+
+  def counted_twice(self, fragment: int, round_id: int) -> int:
+    """Pushes that are in the value of this round more than once."""
+    pushes: collections.Counter = collections.Counter()
+    for commit in self.rounds(fragment, round_id):
+      whose = zip(commit["learners"], commit["incarnations"])
+      pushes.update((learner, life, commit["round"]) for learner, life in whose)
+    return sum(count - 1 for count in pushes.values())
+
+  def wrong_tokens(self, fragment: int, round_id: int, merged_tokens: int) -> list[str]:
+    """Why the tokens of all rounds do not make those of the value."""
+    rounds = self.rounds(fragment, round_id)
+    summed = sum(commit["tokens"] for commit in rounds)
+    if summed != merged_tokens:
+      return [f"fragment {fragment}: {merged_tokens} tokens merged, its rounds make it {summed}"]
+    return []
+
+  def rounds(self, fragment: int, round_id: int) -> list[Event]:
+    """The newest first; ends where the log has no commit."""
+    found = []
+    while (commit := self.commits.get((fragment, round_id))) is not None:
+      found.append(commit)
+      round_id = commit["base_round"]
+    return found
+
+  def last(self, fragment: int) -> Event | None:
+    rounds = [r for p, r in self.commits if p == fragment]
+    return self.commits[fragment, max(rounds)] if rounds else None
+
+
+# --- the whole ------------------------------------------------------------------------------------
+
+
+class Record:
+  """What the script knows, on disk after every kill."""
+
+  def __init__(self, path: Path, seed: int):
+    self.path = path
+    self.data: dict[str, Any] = {
+      "seed": seed, "lives": 0, "kills": 0, "resumes": 0, "snapshots": 0, "versions_back": 0,
+      "counted_twice": 0, "problems": [], "seconds": 0.0, "start_seconds": FIRST_START_SECONDS,
+      "values": {},
+    }  # fmt: skip
+    if path.exists():
+      self.data = json.loads(path.read_text())
+
+  def add(self, **changes: Any) -> None:
+    self.data.update(changes)
+    mine = self.path.with_suffix(".new")
+    mine.write_text(json.dumps(self.data))
+    mine.replace(self.path)
+
+
+def one_life(
+  record: Record, run: Path, storage: Storage, engine: str, moment: Moment | None
+) -> Life:
+  """A start of the run up to its moment, and everything that must hold after it."""
+  data, before, began = record.data, newest(storage), time.monotonic()
+  life = live(run, run.parent / "config.json", engine, moment, data["start_seconds"])
+  after, chains = newest(storage), Chains(read_events(run))
+  wrong = begun_wrong(life, before)
+  wrong += [f"committed, and not whole: {text}" for text in after.damaged]
+  wrong += [str(problem) for problem in check(read_tape(run)).problems]
+  twice = 0
+  for p, (_, round_id, _) in after.values.items():
+    wrong += chains.wrong_tokens(p, round_id, after.merged_tokens[p])
+    twice += chains.counted_twice(p, round_id)
+  versions = {str(p): value[0] for p, value in after.values.items()}
+  back = sum(versions.get(p, 0) < version for p, version in data["values"].items())
+  record.add(
+    lives=data["lives"] + 1,
+    kills=data["kills"] + (life.status is None),
+    resumes=data["resumes"] + any(e["kind"] == "owns" and e["version"] for e in life.events),
+    snapshots=data["snapshots"] + sum(e["kind"] == "snapshot" for e in life.events),
+    versions_back=data["versions_back"] + back,
+    counted_twice=max(data["counted_twice"], twice),
+    problems=[*data["problems"], *(w for w in wrong if w not in data["problems"])],
+    seconds=round(data["seconds"] + time.monotonic() - began, 1),
+    start_seconds=life.start_seconds or data["start_seconds"],
+    values=versions,
+  )
+  clock = max((e["clock"] for e in life.events if e["kind"] == "step"), default=None)
+  print(
+    f"life {data['lives']}: {'killed' if life.status is None else f'exit {life.status}'} at"
+    f" {'its start' if clock is None else f'clock {clock}'}; snapshot {after.snapshot}, versions"
+    f" {list(versions.values())}{''.join(f'; WRONG: {w}' for w in wrong[:3])}",
+    flush=True,
+  )
+  return life
+
+
+def loss_of(workdir: Path) -> float:
+  return json.loads((workdir / OUTCOME).read_text())["loss_merged"]
+
+
+def undisturbed(folder: Path, run: Path, seed: int, steps: int, engine: str) -> float:
+  """The loss of the same run without kills; programs compiled before are used again."""
+  workdir, config = folder / f"undisturbed-{seed}", folder / f"undisturbed-{seed}.json"
+  if not (workdir / OUTCOME).exists():
+    shutil.rmtree(workdir, ignore_errors=True)
+    shutil.copytree(run / COMPILED, workdir / COMPILED)
+    config.write_text(config_of(seed, steps).to_json())
+    life = live(workdir, config, engine, None, 0.0)
+    if life.status:
+      raise RuntimeError(f"{workdir}: exit status {life.status}")
+  print(f"undisturbed, seed {seed}: loss {loss_of(workdir):.4f}", flush=True)
+  return loss_of(workdir)
+
+
+def final(record: Record, run: Path, status: int | None) -> None:
+  """Checks the values that the run ends with."""
+  chains, wrong, twice = Chains(read_events(run)), [], 0
+  for p in range(FRAGMENTS):
+    last = chains.last(p)
+    if last is None:
+      wrong.append(f"fragment {p} was never committed")
+      continue
+    wrong += chains.wrong_tokens(p, last["round"], last["merged_tokens"])
+    twice += chains.counted_twice(p, last["round"])
+  finished = status == 0 and json.loads((run / OUTCOME).read_text())["reason"] == "finished"
+  problems = [*record.data["problems"], *wrong]
+  twice = max(record.data["counted_twice"], twice)
+  record.add(finished=finished, counted_twice=twice, problems=problems)
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+  parser.add_argument("--kills", type=int, default=50)
+  parser.add_argument("--seed", type=int, default=0)
+  parser.add_argument("--steps", type=int, default=0, help="of every learner; 0: 30 for each kill")
+  parser.add_argument("--undisturbed", type=int, default=3, help="runs to compare the loss with")
+  parser.add_argument("--engine", choices=["threads", "processes"], default="threads")
+  parser.add_argument("--workdir", type=Path, default=None)
+  options = parser.parse_args()
+  with tempfile.TemporaryDirectory() as temporary:
+    return whole(options, (options.workdir or Path(temporary)).absolute())
+
+
+def whole(options: argparse.Namespace, folder: Path) -> int:
+  steps = options.steps or 30 * max(10, options.kills)
+  config, run = config_of(options.seed, steps), folder / "run"
+  run.mkdir(parents=True, exist_ok=True)
+  (folder / "config.json").write_text(config.to_json())
+  record = Record(folder / "kills.json", options.seed)
+  print(f"seed {options.seed}: {options.kills} kills over {steps} steps in {folder}", flush=True)
+  storage = Storage(run / CHECKPOINTS, initial.make_plan(config).plan_id, print)
+  life = None
+  for moment in moments(options.seed, options.kills, steps)[record.data["kills"] :]:
+    life = one_life(record, run, storage, options.engine, moment)
+    if life.status is not None:  # it was over before the last moments came
+      break
+  if life is None or life.status is None:
+    life = one_life(record, run, storage, options.engine, None)
+  final(record, run, life.status)
+  names = ("kills", "resumes", "snapshots", "versions_back", "counted_twice", "finished")
+  result = {name: record.data[name] for name in names}
+  result["loss"] = loss_of(run) if result["finished"] else None
+  seeds = range(options.seed, options.seed + options.undisturbed)
+  result["loss_undisturbed"] = [
+    undisturbed(folder, run, seed, steps, options.engine) for seed in seeds
+  ]
+  result |= {"seconds": record.data["seconds"], "problems": len(record.data["problems"])}
+  for problem in record.data["problems"]:
+    print(f"WRONG: {problem}")
+  print(json.dumps(result))
+  bad = ("versions_back", "counted_twice", "problems")
+  return 0 if result["finished"] and not any(result[name] for name in bad) else 1
+
+
+if __name__ == "__main__":
+  sys.exit(main())

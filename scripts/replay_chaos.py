@@ -1,0 +1,207 @@
+"""Chaotic runs, each replayed from its tape: does the same come out, bit by bit?
+
+Every run has a seed of its own, which chooses its faults (kills of learners and shards, stalls,
+slowness), how versions are applied, codecs, quorum, outer optimizer, snapshots and what a learner
+comes back with; some are stopped and resumed. Tiny models in threads, one island with two devices.
+Islands are compiled once for all runs, and once more for all replays.
+
+  python scripts/replay_chaos.py [--runs=20] [--seed=0] [--workdir=DIR]
+
+With --workdir the runs stay there: `ddiloco tape` and `ddiloco replay` can look at them. A line a
+run; exit status 1 if any is not identical. Last line: {"runs", "identical", "kills", "rejoins",
+"restores", "steps", "commits", "digests_compared"}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import random
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ddiloco import environment
+
+LEARNERS, SHARDS, DEVICES = 3, 2, 4
+if __name__ == "__main__":
+  environment.prepare(num_cpu_devices=DEVICES + 1, cpu_only=True)
+
+import jax
+
+from ddiloco.config import Config, from_dict
+from ddiloco.core.tape import Started
+from ddiloco.engines.homes import Homes
+from ddiloco.engines.players import Home
+from ddiloco.engines.replay_run import replay_run
+from ddiloco.engines.tapes import open_tape
+from ddiloco.engines.threads import ThreadsEngine
+from ddiloco.observe.events import Event, read_events
+from ddiloco.runtime import initial, weights
+from ddiloco.training import data, devices
+from ddiloco.training.island import Island
+
+FACTOR = 6.0  # of slow steps
+STEPS = 150  # of every learner if all live
+TOKENS = 2 * 16  # of a step: B = 2, T = 16
+MODEL = {"num_layers": 1, "model_dim": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
+
+
+def faults_of(source: random.Random, snapshots: bool) -> list[dict[str, Any]]:
+  """At least one kill of a learner; the rest as it comes.
+
+  With snapshots steps are slow, so that some are complete before anybody is killed.
+  """
+  learners = [f"learner/{m}" for m in range(LEARNERS)]
+  roles = [*learners, *(f"syncer/{s}" for s in range(SHARDS))]
+  kinds = ["kill", *source.choices(["kill", "stall", "slow"], [3, 1, 1], k=source.randint(2, 5))]
+  found = []
+  for i, action in enumerate(kinds):
+    fault = {
+      "action": action,
+      "role": source.choice(learners if i == 0 else roles),
+      "at_step": source.randint(STEPS // 2 if snapshots else 5, STEPS - 20),
+      "seconds": round(source.uniform(0.02, 0.3), 3),
+    }
+    found.append(fault | ({"factor": 3.0} if action == "slow" else {}))
+  slow = {"action": "slow", "at_step": 1, "seconds": 60.0, "factor": FACTOR}
+  return [{**slow, "role": role} for role in learners] * snapshots + found
+
+
+def config_of(seed: int) -> Config:
+  """The chaotic run of this seed."""
+  source = random.Random(f"chaos {seed}")
+  apply = source.choice(["rebase", "rebase", "overwrite", "mix"])
+  snapshot_steps = source.choice([0, 25, 40])
+  sync = {
+    "num_shards": SHARDS,
+    "num_fragments": 2,
+    "sync_period": source.choice([4, 8, 12]),
+    "min_quorum": source.choice([1, 1, 2]),
+    "apply": apply,
+    "push_codec": source.choice(["f32", "bf16", "int8", "int4"]),
+    "publish_codec": source.choice(["f32", "f32", "bf16"]),
+    "error_feedback": apply != "rebase" and source.random() < 0.5,
+    "liveness_seconds": 1.0,
+    "snapshot_steps": snapshot_steps,
+  }
+  outer = {"learning_rate": 0.7, "momentum": source.choice([0.0, 0.9])}
+  return from_dict(
+    {
+      "seed": seed,
+      "model": MODEL | {"mlp_dim": 32},
+      "data": {"source": "synthetic", "sequence_length": 16, "heldout_sequences": 16},
+      "inner": {"learning_rate": 1e-2, "warmup_steps": 5},
+      "islands": {
+        "num_learners": LEARNERS,
+        "batch_size": 2,
+        "overrides": {"1": {"devices": 2, "fsdp": 2}},
+      },
+      "sync": sync,
+      "outer": outer,
+      "checkpoint": {"rejoin": source.choice(["own", "own", "peer", "fresh"])},
+      "run": {
+        "total_tokens": LEARNERS * STEPS * TOKENS,
+        "evaluations": 2,
+        "restart_seconds": 0.05,
+      },
+      "chaos": {"faults": faults_of(source, snapshot_steps > 0)},
+    }
+  )
+
+
+class Bench:
+  """Runs and replays them; programs are compiled once for the runs and once for the replays."""
+
+  def __init__(self) -> None:
+    config = config_of(0)
+    self.corpus = data.open_corpus(config.data)
+    groups = devices.partition(jax.devices(), config.islands)
+    plan = initial.make_plan(config)
+    self._islands = {m: Island(config, m, group, plan) for m, group in enumerate(groups)}
+    self._homes: dict[tuple[int, Started], Home] = {}
+
+  def run(self, config: Config, workdir: Path, stop_at: int | None = None) -> None:
+    """One run to its end, as `ddiloco train` leaves it; stopped at a clock, it is resumed."""
+    workdir.mkdir(parents=True)
+    (workdir / "config.json").write_text(config.to_json())
+    if stop_at is not None:
+      engine = self._engine(config, workdir)
+
+      def listen(event: Event) -> None:
+        if event.get("clock", 0) >= stop_at:
+          engine.stop.set()
+
+      engine.run([listen])
+    outcome = self._engine(config, workdir).run()
+    if outcome.reason != "finished":
+      raise RuntimeError(f"{workdir}: the run {outcome.reason}")
+    weights.save(workdir / "result", outcome.params)
+
+  def _engine(self, config: Config, workdir: Path) -> ThreadsEngine:
+    return ThreadsEngine(config, workdir, self.corpus, lambda params: 0.0, self._islands)
+
+  def replay(self, config: Config, workdir: Path) -> tuple[dict[str, Any], str]:
+    """(summary, first difference) of what `ddiloco replay` would say of it."""
+    tape = open_tape(workdir)
+    fresh = Homes(config, tape, jax.devices())
+
+    def home(learner: int, started: Started) -> Home:
+      key = learner, started
+      if key not in self._homes:
+        self._homes[key] = fresh(learner, started)
+      island, _ = self._homes[key]
+      return island, fresh.batches(learner, started)  # of this run's seed
+
+    return replay_run(workdir, tape, homes=home)
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+  parser.add_argument("--runs", type=int, default=20)
+  parser.add_argument("--seed", type=int, default=0, help="of the first run")
+  parser.add_argument("--workdir", type=Path, default=None)
+  options = parser.parse_args()
+  bench, total = Bench(), collections.Counter()
+  with tempfile.TemporaryDirectory() as temporary:
+    for seed in range(options.seed, options.seed + options.runs):
+      workdir = (options.workdir or Path(temporary)) / f"run-{seed}"
+      config = config_of(seed)
+      stop_at = STEPS * 2 // 3 if config.sync.snapshot_steps and seed % 2 else None
+      bench.run(config, workdir, stop_at)
+      summary, difference = bench.replay(config, workdir)
+      count = counted(workdir, summary)
+      total.update(count)
+      sync, faults = config.sync, config.chaos.faults
+      kinds = [f"{f.action} {f.role}" for f in faults if f.factor != FACTOR]
+      verdict = "identical" if summary["identical"] else f"DIFFERENT: {difference}"
+      print(
+        f"seed {seed}: {verdict}; {count['steps']} steps, {count['commits']} commits,"
+        f" {count['digests_compared']} digests; {sync.apply}, {sync.push_codec},"
+        f" rejoin {config.checkpoint.rejoin}; {', '.join(kinds)}{', resumed' * bool(stop_at)}",
+        flush=True,
+      )
+  print(json.dumps({"runs": options.runs, **total}))
+  return 0 if total["identical"] == options.runs else 1
+
+
+def counted(workdir: Path, summary: dict[str, Any]) -> dict[str, int]:
+  """What the last line adds up."""
+  events = read_events(workdir)
+  kinds = collections.Counter(
+    event["kind"] if event["kind"] != "fault" else event["action"] for event in events
+  )
+  rejoins = sum(e["kind"] == "joined" and e["incarnation"] > 0 for e in events)
+  return {
+    "identical": int(summary["identical"]),
+    "kills": kinds["kill"],
+    "rejoins": rejoins,
+    "restores": kinds["restored"],
+    **{name: summary[name] for name in ("steps", "commits", "digests_compared")},
+  }
+
+
+if __name__ == "__main__":
+  sys.exit(main())

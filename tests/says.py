@@ -1,0 +1,103 @@
+"""Messages in short, for tests: what a test does not care about has a value that fits.
+
+A version is taken to be the work of the round before it (0 made version 1), which holds where one
+fragment commits alone and its shard has never been restarted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ddiloco.core import messages
+
+
+def hello(learner: int, incarnation: int, rounds: tuple[int, ...] = ()) -> messages.Hello:
+  return messages.Hello(learner, incarnation, rounds)
+
+
+def report(
+  learner: int,
+  incarnation: int,
+  clock: int,
+  step_seconds: float,
+  versions: tuple[int, ...],
+  since: tuple[int, ...],
+  leaving: bool = False,
+  **more,
+) -> messages.Report:
+  rounds = more.pop("rounds", tuple(v - 1 for v in versions))
+  snapshot = more.pop("snapshot", 0)
+  return messages.Report(
+    learner, incarnation, clock, step_seconds, versions, rounds, since, leaving, snapshot, **more
+  )
+
+
+def push(
+  learner: int,
+  incarnation: int,
+  fragment: int,
+  round: int,
+  base_version: int,
+  steps: int,
+  tokens: int,
+  clock: int,
+  codec: str,
+  payload=None,
+) -> messages.Push:
+  who = (learner, incarnation, fragment, round, base_version, steps, tokens, clock)
+  return messages.Push(*who, snapshot=0, seen=(), codec=codec, payload=payload)
+
+
+def welcome(
+  shard: int, incarnation: int, learner_incarnation: int, clock: int, fragments: tuple[int, ...]
+) -> messages.Welcome:
+  rounds = tuple(messages.INITIAL for _ in fragments)
+  return messages.Welcome(shard, incarnation, learner_incarnation, clock, fragments, rounds, 0)
+
+
+def pull(
+  shard: int,
+  incarnation: int,
+  learner_incarnation: int,
+  fragment: int,
+  round: int,
+  base_version: int,
+) -> messages.Pull:
+  who = (shard, incarnation, learner_incarnation, fragment, round, base_version)
+  return messages.Pull(*who, snapshot=0)
+
+
+def publish(
+  shard: int,
+  incarnation: int,
+  learner_incarnation: int,
+  fragment: int,
+  round: int,
+  version: int,
+  base_version: int,
+  clock: int,
+  merged_tokens: int,
+  participants: tuple[int, ...],
+  merged_rounds: tuple[int, ...],
+  codec: str,
+  payload=None,
+) -> messages.Publish:
+  base_round = messages.NOTHING if base_version < 0 else base_version - 1
+  which = (shard, incarnation, learner_incarnation, fragment, round, version, base_version)
+  return messages.Publish(
+    *which, base_round, clock, merged_tokens, participants, merged_rounds, snapshot=0, seen=(),
+    codec=codec, payload=payload,
+  )  # fmt: skip
+
+
+def plain(thing):
+  """A message or an action without its snapshot number and vector clock, for comparisons."""
+  if not dataclasses.is_dataclass(thing):
+    return thing
+  names = {f.name for f in dataclasses.fields(thing)}
+  changes = {"snapshot": 0} if "snapshot" in names else {}
+  if "seen" in names:
+    changes["seen"] = ()
+  for name in names & {"message", "push", "publish"}:
+    changes[name] = plain(getattr(thing, name))
+  return dataclasses.replace(thing, **changes)

@@ -1,0 +1,397 @@
+"""What an island must remember: captured, restored onto other meshes, and sent to a peer."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ddiloco.core import fragments
+from ddiloco.training import inner
+from ddiloco.training.inner import METRICS
+from ddiloco.training.state import StateLayout
+from tests.training.test_island import CUBE, batch, initial, make, quick_compilation
+
+__all__ = ["quick_compilation"]  # for all of this module
+
+MOE = {"num_experts": 4, "experts_per_token": 2}
+# Fewer devices and more, the axes exchanged.
+CHAINS = {
+  "dense": [
+    CUBE,
+    {"devices": 4, "fsdp": 4},
+    {"devices": 2, "fsdp": 1, "tensor": 2},
+    {"devices": 1},
+  ],
+  "mixture": [
+    {"devices": 8, "fsdp": 4, "tensor": 2},
+    {"devices": 4, "data": 2, "fsdp": 1, "tensor": 2},
+    {"devices": 2, "fsdp": 2},
+    {"devices": 8, "data": 8, "fsdp": 1},
+  ],
+}
+
+
+def every_leaf_loss(model, params, tokens_BxT1, constrain=None):
+  """Stands in for the transformer, which takes seconds to compile; moves every parameter."""
+  goal = jnp.mean(tokens_BxT1) / 32
+  loss = sum(jnp.mean(jnp.square(leaf - goal)) for leaf in params.values())
+  return loss, {"loss": loss, "load_balance": jnp.zeros(())}
+
+
+@contextlib.contextmanager
+def cheap_loss():
+  before, inner.next_token_loss = inner.next_token_loss, every_leaf_loss
+  try:
+    yield
+  finally:
+    inner.next_token_loss = before
+
+
+def cheap(islands, model=(), sync=()):
+  """A compiled island of that mesh with the stand-in loss."""
+  with cheap_loss():
+    island, plan, config = make(islands, model, sync or {"num_fragments": 2, "max_rows": 12})
+    island.compile()
+  return island, plan, config
+
+
+@pytest.fixture(scope="module")
+def single(quick_compilation):
+  return cheap({"devices": 1})
+
+
+@pytest.fixture(scope="module")
+def cube(quick_compilation):
+  return cheap(CUBE)
+
+
+@pytest.fixture(params=["single", "cube"])
+def any_island(request):
+  return request.getfixturevalue(request.param)
+
+
+def trained(island, config, steps=3, seed=0):
+  island.load(initial(config, seed))
+  for clock in range(steps):
+    island.step(batch(clock), clock)
+  return island
+
+
+def on_host(state):
+  return {name: np.array(leaf) for name, leaf in state.items()}
+
+
+def assert_same_bits(left, right):
+  assert left.keys() == right.keys()
+  for name, value in left.items():
+    a, b = np.asarray(value), np.asarray(right[name])
+    assert (a.shape, a.dtype, a.tobytes()) == (b.shape, b.dtype, b.tobytes()), name
+
+
+def assert_all_moved(before, after):
+  for name, value in after.items():
+    assert not np.array_equal(before[name], value), name
+
+
+# --- capture and restore --------------------------------------------------------------------------
+
+
+def test_the_state_has_a_name_for_everything(any_island):
+  island, plan, config = any_island
+  state = trained(island, config).capture()
+  names = list(initial(config))
+  assert state.keys() == {
+    "inner/1/count",
+    *(f"{prefix}{name}" for prefix in ("params/", "inner/1/mu/", "inner/1/nu/") for name in names),
+  }
+  assert {name: leaf.sharding for name, leaf in state.items()} == island.shardings()
+  assert sum(leaf.size for leaf in state.values()) == 3 * sum(plan.sizes) + 1
+  assert int(state["inner/1/count"]) == 3
+  assert_same_bits({n: state["params/" + n] for n in names}, island.params_on_host())
+  for name in names:
+    assert np.asarray(state["inner/1/mu/" + name]).any(), name
+
+
+def test_capturing_only_copies(cube):
+  program = cube[0]._copy
+  memory = program.memory_analysis()
+  assert memory.alias_size_in_bytes == 0  # or the next step would take it away
+  assert memory.temp_size_in_bytes == 0
+  assert "all-" not in cube[0]._copy.as_text()  # on the CPU it would have to be waited for
+  assert "all-" in cube[0]._step.as_text()
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_a_restored_island_goes_on_as_if_nothing_had_happened(any_island, pipelined, monkeypatch):
+  island, _, config = any_island
+  monkeypatch.setattr(island, "_pipelined", pipelined)
+  trained(island, config)
+  captured = island.capture()
+  undisturbed = [island.step(batch(clock), clock) for clock in range(3, 7)]
+  undisturbed.append(island.finish())
+  final = on_host(island.capture())
+  saved = on_host(captured)  # only now: four donated steps later
+  assert_all_moved(saved, final)
+  island.reset()
+  island.restore(saved)
+  assert_same_bits(island.capture(), saved)
+  again = [island.step(batch(clock), clock) for clock in range(3, 7)]
+  again.append(island.finish())
+  # The step in flight at the capture is of the first life only.
+  assert again[pipelined:] == undisturbed[pipelined:]
+  assert again[0] is None if pipelined else again[0] == undisturbed[0]
+  assert_same_bits(island.capture(), final)
+
+
+@pytest.mark.parametrize("model", ["dense", "mixture"])
+def test_every_mesh_restores_the_bits_of_the_one_before(model):
+  saved = None
+  for clock, mesh in enumerate(CHAINS[model]):
+    island, _, config = cheap(mesh, MOE if model == "mixture" else {}, {"num_fragments": 1})
+    if saved is None:
+      trained(island, config, steps=2)
+    else:
+      island.restore(jax.device_put(saved, island.shardings()) if clock % 2 else saved)
+      assert_same_bits(island.capture(), saved)
+      assert {n: leaf.sharding for n, leaf in island._state.items()} == island.shardings()
+    before = on_host(island.capture())
+    assert np.isfinite(island.step(batch(clock), clock)["loss"])
+    saved = on_host(island.capture())
+    assert_all_moved(before, saved)
+  assert int(saved["inner/1/count"]) == 2 + len(CHAINS[model])
+
+
+def test_a_state_of_another_mesh_comes_through_the_host(single, cube):
+  captured = trained(cube[0], cube[2]).capture()
+  single[0].restore(captured)  # eight devices' arrays, as they are
+  assert_same_bits(single[0].capture(), captured)
+  single[0].step(batch(), 3)
+  cube[0].restore(single[0].capture())
+  assert_same_bits(cube[0].capture(), single[0].capture())
+
+
+def test_another_compute_dtype_takes_the_same_bits(single):
+  saved = on_host(trained(single[0], single[2]).capture())
+  # The transformer itself; its stand-in computes in f32 whatever the config says.
+  other, _, _ = make({"devices": 2}, {"compute_dtype": "bfloat16"}, {"num_fragments": 1})
+  other.restore(saved)
+  assert_same_bits(other.capture(), saved)
+  assert np.isfinite(other.step(batch(3), 3)["loss"])
+  assert_all_moved(saved, on_host(other.capture()))
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_restored_island_shares_no_memory(any_island, on_device):
+  island, _, config = any_island
+  saved = on_host(trained(island, config).capture())
+  given = {name: value.copy() for name, value in saved.items()}
+  given = jax.device_put(given, island.shardings()) if on_device else given
+  island.restore(given)
+  if not on_device:
+    for value in given.values():
+      value[...] = -7
+    assert_same_bits(island.capture(), saved)
+  island.step(batch(), 3)
+  if on_device:
+    assert_same_bits(given, saved)  # neither deleted nor written to
+  else:
+    assert all((value == -7).all() for value in given.values())
+
+
+def test_a_foreign_state_is_refused_and_nothing_changes(any_island):
+  island, _, config = any_island
+  held = on_host(trained(island, config).capture())
+  name, count = "inner/1/nu/embedding", "inner/1/count"
+  less = {n: value for n, value in held.items() if n != name}
+  for odd, message in [
+    (less, rf"only one side has: \['{name}'\] \(1 in all\)\. Fix"),
+    ({**held, "inner/2/mu": held[count]}, r"only one side has: \['inner/2/mu'\]"),
+    ({**held, name: held[name][:-1]}, rf"{name} has shape \(31, 8\) .* is \(32, 8\)"),
+    ({**held, name: held[name].astype(np.float64)}, rf"{name} .* dtype float64, .* float32"),
+    ({**held, count: held[count].astype(np.int64)}, rf"{count} has .* int64, .* int32"),
+    ({}, r"\(\d+ in all\)"),
+  ]:
+    with pytest.raises(ValueError, match=message):
+      island.restore(odd)
+    assert_same_bits(island.capture(), held)
+
+
+def test_restoring_needs_no_reset_but_capturing_needs_a_state(single):
+  fresh, _, _ = make({"devices": 1})
+  for early in (fresh.capture, fresh.count):
+    with pytest.raises(RuntimeError, match=r"no state. Fix: call reset\(\), load\(\) or restore"):
+      early()
+  assert fresh.shardings() == single[0].shardings()  # before it is compiled
+
+
+# --- moments --------------------------------------------------------------------------------------
+
+
+def send_moments(donor, joiner, plan):
+  """As a donor's and a joiner's threads do it; returns what was sent."""
+  sent = []
+  for p in range(len(plan.fragments)):
+    cut, count = donor.cut_moments(p), donor.count()
+    donor.step(batch(), 5)  # what was cut stays as it was
+    sent.append((donor.moments_to_host(cut, p), int(count)))
+    flat, count = sent[-1]
+    joiner.apply_moments(p, joiner.stage_moments(p, flat.copy()), count)
+  return sent
+
+
+def test_moments_reach_a_joiner_bit_by_bit_on_another_mesh(single, cube):
+  for donor, joiner in ((single, cube), (cube, single)):
+    plan, config = donor[1], donor[2]
+    trained(donor[0], config)
+    expected = []  # per fragment: what the donor holds when its turn comes
+    joiner[0].load(initial(config, seed=9))
+    others = on_host(joiner[0].capture())
+    shadow = on_host(donor[0].capture())
+    sent = send_moments(donor[0], joiner[0], plan)
+    donor[0].restore(shadow)
+    for fragment in plan.fragments:
+      state = on_host(donor[0].capture())
+      mu, nu = (
+        fragments.gather(fragment, {n: state[prefix + n] for n in initial(config)})
+        for prefix in ("inner/1/mu/", "inner/1/nu/")
+      )
+      expected.append((np.concatenate([mu, nu]), int(state["inner/1/count"])))
+      donor[0].step(batch(), 5)
+    assert donor[0].num_moments == 2
+    after = on_host(joiner[0].capture())
+    for fragment, (flat, count), (value, steps) in zip(plan.fragments, sent, expected):
+      assert flat.dtype == np.float32 and flat.any()
+      assert (flat.tobytes(), count) == (value.tobytes(), steps)
+      mine = [
+        fragments.gather(fragment, {n: after[prefix + n] for n in initial(config)})
+        for prefix in ("inner/1/mu/", "inner/1/nu/")
+      ]
+      assert np.concatenate(mine).tobytes() == flat.tobytes(), fragment.index
+    assert after["inner/1/count"] == int(joiner[0].count()) == 3 + len(plan.fragments) - 1
+    assert_same_bits(*({n: s[n] for n in s if n.startswith("params/")} for s in (after, others)))
+
+
+def test_one_fragment_of_moments_leaves_the_others_alone(any_island):
+  island, plan, config = any_island
+  before = on_host(trained(island, config).capture())
+  size = plan.sizes[1]
+  flat = np.random.default_rng(5).normal(size=2 * size).astype(np.float32)
+  island.apply_moments(1, island.stage_moments(1, flat), 41)
+  for k, prefix in enumerate(("inner/1/mu/", "inner/1/nu/")):
+    params = {name: before[prefix + name] for name in initial(config)}
+    fragments.scatter(plan.fragments[1], flat[k * size : (k + 1) * size], params)
+  before["inner/1/count"][...] = 41
+  assert_same_bits(island.capture(), before)
+  metrics = island.step(batch(), 3)
+  assert np.isfinite(metrics["loss"]) and int(island.count()) == 42
+
+
+def test_moments_of_another_size_are_refused(single):
+  island, plan, config = single
+  before = on_host(trained(island, config).capture())
+  message = rf"fragment 0: its moments have shape .* keeps 2 of {plan.sizes[0]} values each\. Fix"
+  for size in (0, plan.sizes[0], 2 * plan.sizes[0] + 1, 3 * plan.sizes[0]):
+    with pytest.raises(ValueError, match=message):
+      island.stage_moments(0, np.zeros(size, np.float32))
+  assert_same_bits(island.capture(), before)
+
+
+@pytest.mark.parametrize(
+  ("transform", "moments", "counts"),
+  [
+    (optax.sgd(1.0), 0, 0),
+    (optax.sgd(1.0, momentum=0.9), 1, 0),
+    (optax.lion(1e-3), 1, 1),
+    (optax.amsgrad(1e-3), 3, 1),
+    (optax.chain(optax.scale_by_adam(), optax.scale_by_schedule(lambda _: 1.0)), 2, 2),
+    (optax.adafactor(1e-3, min_dim_size_to_factor=4), 0, 1),
+  ],
+  ids=["sgd", "momentum", "lion", "amsgrad", "scheduled", "adafactor"],
+)
+def test_any_optimizer_has_names_and_moments(transform, moments, counts):
+  mesh = Mesh(np.array(jax.devices()[:2]), ("fsdp",))
+  cut, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("fsdp",), ()))
+  params = {
+    "a/scale": jax.ShapeDtypeStruct((4, 6), jnp.float32, sharding=cut),
+    "b/a/scale": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=cut),
+    "scale": jax.ShapeDtypeStruct((), jnp.float32, sharding=whole),
+  }
+  layout = StateLayout(transform, params, whole)
+  assert len(layout.moments) == moments and len(layout.counts) == counts
+  for prefix in layout.moments:
+    for name, leaf in params.items():
+      assert layout.leaves[prefix + name] == leaf
+  assert all(s in (cut, whole) for s in layout.shardings.values())
+  zeros = {name: jnp.zeros(leaf.shape) for name, leaf in params.items()}
+  state = layout.flat(zeros, transform.init(zeros))
+  assert list(state) == list(layout.leaves)
+  layout.check(state)
+  assert jax.tree.structure(layout.trees(state)) == jax.tree.structure(
+    (zeros, transform.init(zeros))
+  )
+
+
+@pytest.mark.parametrize(("momentum", "kept"), [(None, 0), (0.9, 1)])
+def test_an_island_with_another_optimizer(monkeypatch, momentum, kept):
+  monkeypatch.setattr(inner, "optimizer", lambda _: optax.sgd(-0.1, momentum))
+  island, plan, config = cheap({"devices": 1}, sync={"num_fragments": 1})
+  saved = on_host(trained(island, config).capture())
+  assert island.num_moments == kept and int(island.count()) == 0
+  flat = island.moments_to_host(island.cut_moments(0), 0)
+  assert flat.shape == (kept * plan.sizes[0],) and flat.any() == bool(kept)
+  island.apply_moments(0, island.stage_moments(0, flat), 3)
+  assert_same_bits(island.capture(), saved)
+
+
+# --- the rate of fresh moments, and what must hold of everything ----------------------------------
+
+
+def test_the_rate_can_be_scaled(any_island):
+  island, _, config = any_island
+  saved = on_host(trained(island, config).capture())
+  after, rates = {}, {}
+  for scale in (None, 1.0, 0.5, 0.0):
+    island.restore(saved)
+    metrics = island.step(batch(), 3, *([] if scale is None else [scale]))
+    after[scale], rates[scale] = on_host(island.capture()), metrics["learning_rate"]
+    assert tuple(metrics) == METRICS
+  assert_same_bits(after[None], after[1.0])
+  rate = float(inner.learning_rate(config.inner, config.planned_steps(), 3))
+  assert rates == pytest.approx({None: rate, 1.0: rate, 0.5: rate / 2, 0.0: 0.0}, rel=1e-6)
+  for name, value in after[0.0].items():
+    if name.startswith("params/"):
+      np.testing.assert_array_equal(value, saved[name], err_msg=name)
+      half = (after[1.0][name] + saved[name]) / 2
+      np.testing.assert_allclose(after[0.5][name], half, atol=1e-6, err_msg=name)
+    else:  # the moments learn from the gradient whatever the rate is
+      assert not np.array_equal(value, saved[name]), name
+      np.testing.assert_array_equal(value, after[1.0][name], err_msg=name)
+
+
+def test_nothing_compiles_for_states_and_moments(any_island, request):
+  island, plan, config = any_island
+  saved = on_host(trained(island, config).capture())
+  placed = jax.device_put(saved, island.shardings())
+  other = jax.device_put(saved, jax.devices()[5])
+  compiled = []
+
+  def listen(event, duration, **_):
+    if "compile" in event:
+      compiled.append(event)
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  request.addfinalizer(lambda: jax.monitoring.unregister_event_duration_listener(listen))
+  jax.jit(lambda x: x * 1.2345 + len(plan.sizes))(np.float32(2))
+  assert compiled  # the listener works
+  compiled.clear()
+  for state in (saved, placed, other, island.capture()):
+    island.restore(state)
+    island.step(batch(), 3, 0.25)
+    for p in range(len(plan.fragments)):
+      flat = island.moments_to_host(island.cut_moments(p), p)
+      island.apply_moments(p, island.stage_moments(p, flat), int(island.count()) + 1)
+  assert compiled == []
