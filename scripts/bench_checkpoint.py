@@ -5,20 +5,20 @@ busy moments, and compare ratios rather than seconds.
 
 1. Steps. One island and one shard in one process, in turn: a block of steps in which the run takes
    a snapshot, and one in which it takes none. A step lasts from the end of the one before, so that
-   pauses count. A snapshot every 2 * --block steps of some 0.1 s is far more often than real runs
-   take them (`sync.snapshot_steps` is 200 by default), and learner and shard both save from this
-   process. The step is kept to one core, so that saving has one of its own as on a real host, where
-   the devices step. `step_ratio` is the median step of a block with a snapshot against that of its
-   neighbour without; since only a few steps of a block have a save beside them, there are also
-   `saving_step_ratio` of just those, `mean_step_ratio` of all time in a block, and
-   `worst_step_ratio` of the step with the capture, which a CPU island copies in its own thread.
+   pauses count. Blocks have --block steps of some 0.13 s, so that the half of the run that takes
+   snapshots takes them twice as often as a run does by default (`sync.snapshot_steps` is 200), and
+   learner and shard both save from this process. The step is kept to one core, so that saving has
+   one of its own as on a real host, where the devices step. `step_ratio` is the median step of a
+   block with a snapshot against that of its neighbour without, and `mean_step_ratio` that of all
+   time in a block: only a few steps have a save beside them. Of just those is `saving_step_ratio`,
+   and `worst_step_ratio` of the step with the capture, which a CPU island copies in its own thread.
 2. Bytes. A part of --mib MiB is saved (checksums, Orbax, on the disk), restored and checked again,
    and beside it as many bytes are copied from file to file; all of it in turn.
 3. Rejoin. In `ddiloco train --engine=processes` a learner is killed; its event log tells how long
    imports took, to compile (from the run's cache), to restore its part, and to join.
 4. Resume. That run is told to end and begun again: from the command to the first merged push.
 
-  python scripts/bench_checkpoint.py [--pairs=12] [--block=24] [--mib=256] [--quick]
+  python scripts/bench_checkpoint.py [--pairs=12] [--block=100] [--mib=256] [--quick]
 
 Last line: {"save_gbps", "restore_gbps", "copy_gbps", "step_ratio", "mean_step_ratio",
 "saving_step_ratio", "worst_step_ratio", "step_ms", "save_seconds", "rejoin": {"restart_seconds",
@@ -378,7 +378,7 @@ def came_back(events: list[Event], role: str) -> dict[str, float] | None:
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   parser.add_argument("--pairs", type=int, default=12, help="pairs of blocks that count")
-  parser.add_argument("--block", type=int, default=24, help="steps in a block, one snapshot in it")
+  parser.add_argument("--block", type=int, default=100, help="steps in a block, one snapshot in it")
   parser.add_argument("--mib", type=int, default=256, help="size of the part that is saved")
   parser.add_argument("--quick", action="store_true", help="a smoke test: numbers mean nothing")
   args = parser.parse_args()

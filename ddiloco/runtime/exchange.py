@@ -254,9 +254,12 @@ class Exchange:
     """My part of a snapshot: what is on the devices now; the rest when earlier jobs are done."""
     if self._save is None:
       return
-    self.recorder.event("recorded", snapshot=record.snapshot)
+    began = time.monotonic()
+    captured = self._holder.capture()
+    seconds = round(time.monotonic() - began, 6)
+    self.recorder.event("recorded", snapshot=record.snapshot, seconds=seconds)
     stagings = {p: tuple(each) for p, each in self._stagings.items()}
-    self._jobs.put((self._hand_over, record, self._holder.capture(), stagings))
+    self._jobs.put((self._hand_over, record, captured, stagings))
 
   def _give_moments(self, give: GiveMoments) -> None:
     p, donation = give.moments.fragment, give.moments.donation
