@@ -22,6 +22,7 @@ setup(
   license="Apache-2.0",
   python_requires=">=3.11",
   packages=find_packages(include=["ddiloco", "ddiloco.*"]),
+  package_data={"ddiloco.observe": ["page/*"]},  # the dashboard
   install_requires=[
     "absl-py>=2.1",  # flags of the command line
     "flax>=0.12,<0.13",  # NNX models

@@ -94,7 +94,10 @@ def coerce(hint: Any, value: Any, field: str) -> Any:
     return float(value)
   if typing.get_origin(hint) is Mapping:
     require(isinstance(value, Mapping), field, value, "must be a mapping", "use {'2': {...}}")
-    return dict(value)
+    each = typing.get_args(hint)[1]
+    if each is Any:
+      return dict(value)
+    return {name: coerce(each, v, f"{field}.{name}") for name, v in value.items()}
   right = isinstance(value, hint) and not (hint is int and isinstance(value, bool))
   require(right, field, value, f"must be of type {hint.__name__}", f"give a {hint.__name__}")
   require(

@@ -43,7 +43,7 @@ import numpy as np
 
 # What is fuzzed is imported so that atheris sees which way every input goes.
 with atheris.instrument_imports(include=["ddiloco"]) if atheris else contextlib.nullcontext():
-  from ddiloco.core import codec, messages
+  from ddiloco.core import codec, messages, wire
   from ddiloco.runtime import frames, greetings, transfers, transport
 
 RUN, PLAN = "run", "0123456789abcdef"
@@ -58,8 +58,10 @@ NETWORK_RUN = greetings.Run(RUN, PLAN, LARGEST_BYTES, QUEUE_BYTES)
 
 
 def message(data: bytes) -> bool:
-  """[with or without payload, header...]"""
-  return _message(data[1:], b"payload" if data[:1] > b"\x7f" else None)
+  """[with or without payload, with a right seal or as it is; header...]"""
+  first = data[0] if data else 0
+  header = wire.seal(data[1:]) if first % 2 else data[1:]
+  return _message(header, b"payload" if first > 127 else None)
 
 
 def fields(data: bytes) -> bool:
@@ -68,17 +70,17 @@ def fields(data: bytes) -> bool:
   kind = kinds[data[0] % len(kinds)] if data else kinds[0]
   bulk = kind in messages.BULK
   count = len(kind.__dataclass_fields__) - bulk
-  envelope = (messages.WIRE_FORMAT, RUN, PLAN, kind.__name__)
+  envelope = (wire.WIRE_FORMAT, RUN, PLAN, kind.__name__)
   packer = msgpack.Packer(autoreset=False)
   packer.pack_array_header(len(envelope) + count)
   for value in envelope:
     packer.pack(value)
-  return _message(packer.bytes() + data[1:], b"payload" if bulk else None)
+  return _message(wire.seal(packer.bytes() + data[1:]), b"payload" if bulk else None)
 
 
 def _message(header: bytes, payload: bytes | None) -> bool:
-  decoded = messages.decode(header, payload, RUN, PLAN)
-  again = messages.decode(*messages.encode(decoded, RUN, PLAN), RUN, PLAN)
+  decoded = wire.decode(header, payload, RUN, PLAN)
+  again = wire.decode(*wire.encode(decoded, RUN, PLAN), RUN, PLAN)
   assert again == decoded, f"{decoded} became {again}"
   if payload is not None:  # what is asked before its bytes are let in
     greetings.check_header(NETWORK_RUN, transport.claimed_sender(decoded), header)
@@ -152,13 +154,13 @@ def _accept(incoming, number: int, offset: int, total: int, length: int, header:
   size = max(0, min(CHUNK_BYTES, total - offset)) if length < 224 else length % 32
   name = b"?" if header % 16 == 15 else b"%d" % number
   chunk = frames.Chunk(b"12345678", number, offset, total, name)
-  with contextlib.suppress(messages.MalformedMessage):  # what follows it must still arrive
+  with contextlib.suppress(wire.MalformedMessage):  # what follows it must still arrive
     incoming.accept(chunk, memoryview(_content(number, offset, size)))
 
 
 def _check(header: bytes) -> None:
   if header == b"?":
-    raise messages.MalformedMessage("not from here")
+    raise wire.MalformedMessage("not from here")
 
 
 def _bounded(incoming, untaken_bytes: int) -> None:
@@ -199,9 +201,11 @@ def seeds() -> list[bytes]:
   """Inputs as the network carries them, at least one of every kind."""
   inputs = []
   for number, kind in enumerate(messages.KINDS.values()):
-    header = messages.encode(example(kind), RUN, PLAN)[0]
-    packed = b"".join(map(msgpack.packb, msgpack.unpackb(header)[4:]))
-    inputs.append((message, (b"\xff" if kind in messages.BULK else b"\0") + header))
+    header = wire.encode(example(kind), RUN, PLAN)[0]
+    body = header[: -wire.SEAL_BYTES]
+    packed = b"".join(map(msgpack.packb, msgpack.unpackb(body)[4:]))
+    inputs.append((message, (b"\xfe" if kind in messages.BULK else b"\0") + header))
+    inputs.append((message, (b"\xff" if kind in messages.BULK else b"\1") + body))
     inputs.append((fields, bytes([number]) + packed))
     inputs.append((frame, frames.encode(frames.Control(header))))
     inputs.append((frame, frames.encode(frames.Chunk(b"12345678", 7, 4096, 9000, header))))
@@ -224,7 +228,7 @@ def try_one(data: bytes) -> bool:
     return False
   try:
     return TARGETS[data[0] % len(TARGETS)](data[1:])
-  except (messages.MalformedMessage, codec.CodecError) as error:
+  except (wire.MalformedMessage, codec.CodecError) as error:
     assert len(str(error)) < 1000, "an error repeats what it was sent"
     return False
 

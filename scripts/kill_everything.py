@@ -31,7 +31,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ddiloco.config import Config, from_dict
+from ddiloco.config import CheckpointConfig, Config, from_dict
 from ddiloco.core.invariants import check
 from ddiloco.engines.workdir import CHECKPOINTS, COMPILED, OUTCOME
 from ddiloco.observe.events import Event, read_events
@@ -168,6 +168,7 @@ def live(workdir: Path, config: Path, engine: str, moment: Moment | None, start:
 
 # --- what must hold -------------------------------------------------------------------------------
 
+KEEP = CheckpointConfig().keep
 Values = dict[int, tuple[int, int, int]]  # fragment -> version, round, round of the momentum
 
 
@@ -185,16 +186,19 @@ class Newest:
 def newest(storage: Storage) -> Newest:
   """What a resume must begin with; reads and checks every array."""
   found, damaged, learners = None, [], {}
-  for snapshot in storage.committed():
-    try:
-      parts = {role: storage.load(snapshot, role) for role in storage.manifest(snapshot)["parts"]}
-    except Damaged as error:
-      damaged.append(str(error))
-      continue
+  for number, snapshot in enumerate(storage.committed()):
+    roles, parts = storage.manifest(snapshot)["parts"], {}
+    for role in roles:
+      try:
+        parts[role] = storage.load(snapshot, role)
+      except Damaged as error:  # of older ones only what some role has nowhere else is kept
+        if number < KEEP:
+          damaged.append(str(error))
     for role in parts:
       if role.startswith("learner"):
         learners.setdefault(role, snapshot)
-    found = found or (snapshot, [p.state for r, p in parts.items() if r.startswith("syncer")])
+    if len(parts) == len(roles):
+      found = found or (snapshot, [p.state for r, p in parts.items() if r.startswith("syncer")])
   snapshot, states = found or (0, [])
   momentum = {p: r for state in states for p, r in state["momentum_rounds"]}
   fragments = {f["index"]: f for state in states for f in state["fragments"]}

@@ -16,12 +16,16 @@ ALLOWED = {
   "core": {"config"},
   "models": {"config", "core"},
   "training": {"config", "core", "models"},
-  "resilience": {"config", "core"},
-  "observe": {"config", "core"},
+  "resilience": {"checked", "config", "core"},
+  "observe": {"config", "core", "resilience"},
+  "simulation": {"checked", "config", "core"},
   "environment": set(),
   "runtime": {"checked", "config", "core", "models", "training", "resilience", "observe"},
-  "engines": {"config", "core", "models", "training", "resilience", "observe", "runtime"},
-  "cli": {"config", "environment", "engines", "runtime"},
+  "baselines": {
+    *("config", "core", "environment", "models", "training", "resilience", "observe", "runtime")
+  },
+  "engines": {"checked", "config", "core", "models", "training", "resilience", "observe", "runtime"},
+  "cli": {"config", "environment", "engines", "resilience", "runtime", "simulation"},
   "__main__": {"cli"},
   "__init__": set(),
 }
@@ -36,7 +40,7 @@ PURE_ALLOWS = {
   "models": {"numpy", "jax", "flax", "ddiloco"},
 }
 STANDARD = {
-  "__future__", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq",
+  "__future__", "bisect", "zlib", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq",
   "itertools", "json", "math", "operator", "reprlib", "statistics", "struct", "sys", "types",
   "typing",
 }  # fmt: skip

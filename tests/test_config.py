@@ -144,6 +144,14 @@ def test_rules_that_need_two_fields(values, field, rule):
     ({"action": "stall", "seconds": -1}, "chaos.faults.seconds", "not be negative"),
     ({"seconds": -2}, "chaos.faults.seconds", "not be negative"),
     ({"factor": 0.5}, "chaos.faults.factor", "at least 1"),
+    ({"share": 0.0}, "chaos.faults.share", "(0, 1]"),
+    ({"delay_seconds": -1.0}, "chaos.faults.delay_seconds", "not be negative"),
+    ({"bits_per_second": 0.0}, "chaos.faults.bits_per_second", "greater than 0"),
+    ({"peers": ("engine",)}, "chaos.faults.peers", "must name a role"),
+    ({"role": "region/us"}, "chaos.faults.role", "none of chaos.regions"),
+    ({"action": "join"}, "chaos.faults.role", "there from the start"),
+    ({"action": "join", "role": "learner/5"}, "chaos.faults.role", "join in order"),
+    ({"action": "join", "role": "syncer/2"}, "chaos.faults.role", "there from the start"),
     ({"at_step": 1.5}, "chaos.faults[0].at_step", "of type int"),
     ({"when": 3}, "chaos.faults[0].when", "no such field"),
   ],
@@ -153,6 +161,24 @@ def test_rules_of_faults(changes, field, rule):
   assert from_dict({"chaos": {"faults": [good]}}).chaos.faults == (Fault(**good),)
   text = refusal({"chaos": {"faults": [{**good, **changes}]}})
   assert text.startswith(f"{field} = ") and rule in text and ". Fix: " in text
+
+
+def test_a_fault_of_a_region_strikes_its_roles_and_its_links_to_the_outside():
+  regions = {"east": ["learner/2", "syncer/1"]}
+  cut = {"action": "cut", "role": "region/east", "at_seconds": 1.0}
+  chaos = from_dict({"chaos": {"regions": regions, "faults": [cut]}}).chaos
+  assert [f.role for f in chaos.of_roles()] == ["learner/2", "syncer/1"]
+  assert {f.peers for f in chaos.of_roles()} == {("!learner/2", "!syncer/1")}
+  text = refusal({"chaos": {"regions": {"east": ["learner"]}}})
+  assert text.startswith("chaos.regions.east = ") and "must name a role" in text
+  text = refusal({"chaos": {"regions": {"east": ["learner/9"]}, "faults": [cut]}})
+  assert text.startswith("chaos.faults.role = 'learner/9'")
+
+
+def test_a_learner_that_joins_may_be_struck_too():
+  join = {"action": "join", "role": "learner/4", "at_step": 5, "seconds": -1}
+  kill = {"action": "kill", "role": "learner/4", "at_step": 10}
+  assert from_dict({"chaos": {"faults": [join, kill]}}).num_islands() == 5
 
 
 def test_a_fault_without_a_needed_field_names_it():
@@ -277,6 +303,19 @@ def test_the_mesh_takes_what_the_devices_leave():
 
 def test_without_shards_a_quorum_means_nothing():
   assert from_dict({"sync": {"num_shards": 0, "min_quorum": 9}}).sync.min_quorum == 9
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "chaos").glob("*.py")), ids=lambda p: p.stem)
+def test_fault_plans_fit_the_quickstart_and_say_how_to_use_them(path):
+  module = runpy.run_path(str(path))
+  config = runpy.run_path(str(CONFIGS / "quickstart.py"))["get_config"]()
+  config.chaos = module["get_config"]()
+  frozen = from_dict(config)
+  assert frozen.chaos.faults and from_dict(json.loads(frozen.to_json())) == frozen
+  doc = module["__doc__"]
+  assert f"--config.chaos=configs/chaos/{path.name}" in doc and re.search(
+    r"^Expect: +\S", doc, re.M
+  )
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.py")), ids=lambda path: path.stem)

@@ -13,8 +13,11 @@ from absl import flags
 
 import ddiloco
 from ddiloco.cli import roles, runs
+from ddiloco.cli.dashboard import dashboard
 from ddiloco.cli.export import export
 from ddiloco.cli.keys import keys
+from ddiloco.cli.plan import plan
+from ddiloco.cli.simulate import simulate
 from ddiloco.cli.tape import replay, tape
 from ddiloco.config import ConfigError
 
@@ -27,9 +30,12 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
   "generate": runs.generate,
   "evaluate": runs.evaluate,
   "report": runs.report,
+  "dashboard": dashboard,
+  "plan": plan,
   "tape": tape,
   "replay": replay,
   "export": export,
+  "simulate": simulate,
 }
 
 USAGE = """ddiloco: one model, trained across islands that may be far apart and failing.
@@ -38,9 +44,12 @@ USAGE = """ddiloco: one model, trained across islands that may be far apart and 
   ddiloco generate  --workdir=DIR --prompt=TEXT                              let the result write
   ddiloco evaluate  --workdir=DIR                                            held-out loss of it
   ddiloco report    --workdir=DIR                                            draw DIR/report again
+  ddiloco dashboard --workdir=DIR [--bind=127.0.0.1:0]                       watch it in a browser
   ddiloco tape      --workdir=DIR [--role=learner-2]                         what happened, checked
   ddiloco replay    --workdir=DIR                                            do it again and compare
   ddiloco export    --workdir=DIR --to=PATH                                  the result, for others
+  ddiloco simulate  --chips=1200000 --learners=8                             failures at any size
+  ddiloco plan      --config=FILE --gbps=2 --step_seconds=1 ...              do links carry it?
 
 One process, one role, in the foreground (for systemd, JobSet, ssh):
 

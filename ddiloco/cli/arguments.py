@@ -27,12 +27,15 @@ def cpu_flag(values: flags.FlagValues) -> None:
 
 def config_flag(values: flags.FlagValues, arguments: list[str]) -> tuple[str, list[str]]:
   """Defines --config and --config.FIELD; returns (the file, the arguments without it)."""
-  path, arguments = _take_config(arguments)
+  path, chaos, arguments = _take_config(arguments)
+  config = _experiment(path) if path else default()
+  if chaos:
+    config.chaos = _experiment(chaos, "config.chaos")
   config_flags.DEFINE_config_dict(
     "config",
-    _experiment(path) if path else default(),
+    config,
     "Experiment file, e.g. configs/quickstart.py or configs/dense.py:1m, or a run's config.json;"
-    " --config.FIELD=VALUE changes one of its values.",
+    " --config.FIELD=VALUE changes one of its values, --config.chaos=FILE its fault plan.",
     values,
     sys_argv=arguments,
   )
@@ -46,22 +49,25 @@ def final_config(values: flags.FlagValues, path: str) -> Config:
   return from_dict(values["config"].value)
 
 
-def _take_config(arguments: list[str]) -> tuple[str, list[str]]:
-  """(value of --config, or "", the other arguments); --config.FIELD is checked and stays."""
-  path, rest = "", []
+def _take_config(arguments: list[str]) -> tuple[str, str, list[str]]:
+  """(--config, --config.chaos, the other arguments); --config.FIELD is checked and stays."""
+  path, chaos, rest = "", "", []
   remaining = iter(arguments)
   for argument in remaining:
     name, equals, value = argument.lstrip("-").partition("=")
     if argument.startswith("-") and name == "config":
       path = value if equals else next(remaining, "")
       continue
+    if argument.startswith("-") and name == "config.chaos":
+      chaos = value if equals else next(remaining, "")
+      continue
     if argument.startswith("-") and name.startswith("config."):
       check_field(name.removeprefix("config."), value)
     rest.append(argument)
-  return path, rest
+  return path, chaos, rest
 
 
-def _experiment(path: str) -> ml_collections.ConfigDict:
+def _experiment(path: str, flag: str = "config") -> ml_collections.ConfigDict:
   """What `get_config` of an experiment file returns; FILE:PRESET passes it the preset.
 
   A file named .json holds the values themselves, as a run leaves them in its workdir.
@@ -78,12 +84,12 @@ def _experiment(path: str) -> ml_collections.ConfigDict:
     line = f", line {frames[-1].lineno}" if frames else ""
     what = "has no get_config()" if error.args == ("get_config",) else str(error)
     raise ConfigError(
-      f"--config={path}{line}: {type(error).__name__}: {what}."
+      f"--{flag}={path}{line}: {type(error).__name__}: {what}."
       " Fix: name a Python file whose get_config() returns a config, such as configs/quickstart.py."
     ) from error
   if not isinstance(values, ml_collections.ConfigDict):
     raise ConfigError(
-      f"--config={path}: get_config() returned {values!r}, must return a ConfigDict."
+      f"--{flag}={path}: get_config() returned {values!r}, must return a ConfigDict."
       " Fix: start from ddiloco.config.default(), change lines, and return it."
     )
   return values

@@ -9,6 +9,7 @@ from absl import flags
 
 from ddiloco import environment
 from ddiloco.cli.arguments import config_flag, cpu_flag, final_config, parse, workdir_flag
+from ddiloco.cli.dashboard import access_flags, where
 from ddiloco.config import Config, ConfigError
 from ddiloco.engines.workdir import saved_config
 
@@ -38,6 +39,13 @@ def train(arguments: list[str]) -> int:
     " nodes of a cluster must share workdir.",
     flag_values=values,
   )
+  flags.DEFINE_string(
+    "dashboard",
+    "",
+    "HOST:PORT that shows the run in a browser; 127.0.0.1:0: any free port. Else there is none.",
+    flag_values=values,
+  )
+  access_flags(values)
   cpu_flag(values)
   if not parse(values, arguments, train.__doc__):
     return 0
@@ -51,8 +59,14 @@ def train(arguments: list[str]) -> int:
   if values["dry_run"].value:
     print(session.describe(config))
     return 0
-  overwrite = values["overwrite"].value
-  return session.train(config, workdir, overwrite=overwrite, engine=engine, options=options)
+  return session.train(
+    config,
+    workdir,
+    overwrite=values["overwrite"].value,
+    engine=engine,
+    options=options,
+    dashboard=where(values, "dashboard") if values["dashboard"].value else None,
+  )
 
 
 def generate(arguments: list[str]) -> int:
@@ -113,7 +127,7 @@ def _engine_options(values: flags.FlagValues) -> dict[str, Any]:
 
 
 def _prepare(config: Config, cpu_only: bool, supervises: bool = False) -> None:
-  counts = [config.islands.island(m).devices or 1 for m in range(config.islands.num_learners)]
+  counts = [config.islands.island(m).devices or 1 for m in range(config.num_islands())]
   environment.prepare(
     num_cpu_devices=sum(counts) + 1,  # one for the evaluator
     cpu_only=cpu_only,

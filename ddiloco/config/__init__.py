@@ -18,10 +18,11 @@ from typing import Any
 import ml_collections
 
 from ddiloco.checked import ConfigError, build, refuse_unknown, require
+from ddiloco.config.chaos import ChaosConfig, Fault
 from ddiloco.config.checkpoint import CheckpointConfig
 from ddiloco.config.islands import IslandConfig, IslandsConfig
 from ddiloco.config.learning import DataConfig, InnerConfig, ModelConfig, OuterConfig
-from ddiloco.config.run import ChaosConfig, Fault, RunConfig
+from ddiloco.config.run import RunConfig
 from ddiloco.config.sync import NetworkConfig, SyncConfig
 
 __all__ = [
@@ -81,16 +82,11 @@ class Config:
         f"must be a multiple of data x fsdp x inner.accumulation_steps = {whole} ({learner=})",
         f"use {max(1, round(island.batch_size / whole)) * whole}",
       )
-    for fault in self.chaos.faults:
-      kind, _, number = fault.role.partition("/")
-      count = m if kind == "learner" else self.sync.num_shards
-      require(
-        int(number) < count,
-        "chaos.faults.role",
-        fault.role,
-        f"the run has {count} of that kind",
-        f"use {kind}/0 to {kind}/{count - 1}" if count else "drop this fault",
-      )
+    _check_faults(self.chaos, m, self.sync.num_shards)
+
+  def num_islands(self) -> int:
+    """How many learners there ever are by plan, those that join later included."""
+    return self.islands.num_learners + self.chaos.num_joining()
 
   def tokens_per_step(self, learner: int) -> int:
     """Tokens one inner step of this learner trains on (B * T)."""
@@ -106,11 +102,37 @@ class Config:
     return json.dumps(dataclasses.asdict(self), indent=2, default=list)
 
 
+def _check_faults(chaos: ChaosConfig, num_learners: int, num_shards: int) -> None:
+  """Faults strike roles that there are, or that join."""
+  faults = chaos.of_roles()
+  joining = {fault.role for fault in faults if fault.action == "join"}
+  for fault in faults:
+    kind, _, number = fault.role.partition("/")
+    count = num_learners if kind == "learner" else num_shards
+    if fault.action == "join":
+      require(
+        kind == "learner" and count <= int(number) < count + len(joining),
+        "chaos.faults.role",
+        fault.role,
+        f"learners 0 to {count - 1} are there from the start, and others join in order",
+        f"use learner/{count}",
+      )
+      continue
+    require(
+      int(number) < count or fault.role in joining,
+      "chaos.faults.role",
+      fault.role,
+      f"the run has {count} of that kind",
+      f"use {kind}/0 to {kind}/{count - 1}" if count else "drop this fault",
+    )
+
+
 def default() -> ml_collections.ConfigDict:
   """All defaults as a ConfigDict that refuses unknown fields. Experiment files start from this."""
   config = ml_collections.ConfigDict(dataclasses.asdict(Config()))
   config.islands.overrides = ml_collections.ConfigDict().unlock()  # free names inside
   config.islands.resources = ml_collections.ConfigDict().unlock()
+  config.chaos.regions = ml_collections.ConfigDict().unlock()
   return config
 
 

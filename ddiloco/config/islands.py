@@ -19,12 +19,13 @@ class IslandConfig:
   fsdp: int = -1
   tensor: int = 1
   batch_size: int = 8  # B, sequences a step
+  pace_seconds: float = 0.0  # a step lasts at least so long: for islands that share their devices
   resources: Mapping[str, Any] = dataclasses.field(
     default_factory=dict
   )  # what a cluster (Ray) must give this island, e.g. {"TPU": 4}; empty: nothing is reserved
 
   def __post_init__(self):
-    not_negative("islands", self, "devices")
+    not_negative("islands", self, "devices", "pace_seconds")
     positive("islands", self, "batch_size")
     axes = (self.data, self.fsdp, self.tensor)
     require(

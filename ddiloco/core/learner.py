@@ -20,13 +20,7 @@ from ddiloco.core.learner_state import (
   ShardView,
   set_fragment,
 )
-from ddiloco.core.messages import (
-  Goodbye,
-  Hello,
-  Push,
-  Report,
-  flat,
-)
+from ddiloco.core.messages import Goodbye, Hello, Push, Report, flat
 from ddiloco.core.protocol import (
   Apply,
   Cut,

@@ -1,33 +1,19 @@
-"""What learners and syncer shards say to each other, and how it looks on the wire. PURE.
+"""What learners and syncer shards say to each other (`core/wire.py`: how it looks in bytes). PURE.
 
-A frame is one msgpack header and one raw payload (a fragment in a wire codec, or nothing). The
-header is a short list, never pickle: [format, run id, plan id, kind, fields...]. `decode` accepts
-only exactly well-formed frames; everything else raises `MalformedMessage`, which the transports
-count and drop. Learner -1 is the evaluator: a member that receives and never trains. Shards speak
+Learner -1 is the evaluator: a member that receives and never trains. Shards speak
 to each other only about copies of what they committed (`runtime/replica.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-import reprlib
-import typing
 from collections.abc import Mapping
 from typing import Any
 
-import msgpack
-
-WIRE_FORMAT = 1
-MAX_HEADER_BYTES = 1 << 20
 EVALUATOR = -1
 INITIAL, NOTHING = -1, -2  # rounds: what made the initial value; no value at all
 MAX_LEARNERS = 1 << 16  # their numbers are smaller
 Payload = Any  # bytes-like to the transports, opaque to the protocol
-
-
-class MalformedMessage(ValueError):
-  """A frame that is not exactly what this protocol sends; the text says what is wrong."""
 
 
 # --- learner -> shard ---------------------------------------------------------------------------
@@ -296,67 +282,6 @@ BULK = (
   Publish,
   Replica,
 )  # everything else is control and never queues behind these
-LEAST = {  # of numbers that may be negative
-  "rounds": NOTHING,
-  "base_round": NOTHING,
-  "seen": -(1 << 17),
-  **dict.fromkeys(
-    ("learner", "versions", "base_version", "round", "fragment", "participants", "last_round"), -1
-  ),
-  "merged_rounds": -1,
-  "momentum_round": -1,
-}
-MAX_CLOCK = 1 << 40
-LIMITS = {
-  "learner": MAX_LEARNERS,
-  "donor": MAX_LEARNERS,
-  "participants": MAX_LEARNERS,
-  "clock": MAX_CLOCK,
-}
-
-
-def encode(message: Message, run_id: str, plan_id: str) -> tuple[bytes, Payload]:
-  """(header, payload) of a message; the payload is passed on as it is, without a copy."""
-  values = [getattr(message, f.name) for f in _header_fields(type(message))]
-  header = [WIRE_FORMAT, run_id, plan_id, type(message).__name__, *values]
-  return msgpack.packb(header), getattr(message, "payload", None)
-
-
-def decode(header: bytes, payload: Payload, run_id: str, plan_id: str) -> Message:
-  """The message in a frame.
-
-  Raises:
-    MalformedMessage: not a frame of this format, run or plan, or a field of wrong type or range.
-  """
-  if len(header) > MAX_HEADER_BYTES:
-    raise MalformedMessage(f"header of {len(header)} bytes exceeds {MAX_HEADER_BYTES}")
-  try:
-    parts = msgpack.unpackb(header, use_list=False, max_array_len=1 << 16, max_str_len=1 << 12)
-  except (ValueError, msgpack.exceptions.UnpackException) as error:
-    raise MalformedMessage(f"header is not msgpack: {error}") from error
-  if not isinstance(parts, tuple) or len(parts) < 4:
-    raise MalformedMessage("header is not a list of at least four values")
-  expected = {"format": WIRE_FORMAT, "run id": run_id, "plan id": plan_id}
-  for (name, want), got in zip(expected.items(), parts):
-    if type(got) is not type(want) or got != want:  # True and 1.0 equal 1, and are not
-      raise MalformedMessage(f"{name} is {reprlib.repr(got)}, this run has {want!r}")
-  kind = KINDS.get(parts[3]) if isinstance(parts[3], str) else None
-  if kind is None:
-    raise MalformedMessage(f"unknown kind {reprlib.repr(parts[3])}")
-  fields = _header_fields(kind)
-  if len(parts) - 4 != len(fields):
-    raise MalformedMessage(f"{kind.__name__} has {len(fields)} fields, got {len(parts) - 4}")
-  values = {}
-  for field, value in zip(fields, parts[4:]):
-    _check(kind.__name__, field, value)
-    values[field.name] = value
-  if kind in BULK:
-    if payload is None:
-      raise MalformedMessage(f"{kind.__name__} without its payload")
-    values["payload"] = payload
-  elif payload is not None:
-    raise MalformedMessage(f"{kind.__name__} carries no payload")
-  return kind(**values)
 
 
 def pairs(flat: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -367,31 +292,3 @@ def pairs(flat: tuple[int, ...]) -> list[tuple[int, int]]:
 def flat(mapping: Mapping[int, int]) -> tuple[int, ...]:
   """A mapping as messages carry it: keys and values in turn, in order of the keys."""
   return tuple(number for pair in sorted(mapping.items()) for number in pair)
-
-
-def frame_bytes(header: bytes, payload: Payload) -> int:
-  """Size of a frame on the wire."""
-  return len(header) + (memoryview(payload).nbytes if payload is not None else 0)
-
-
-def _header_fields(kind: type) -> tuple[dataclasses.Field, ...]:
-  return tuple(f for f in dataclasses.fields(kind) if f.name != "payload")
-
-
-def _check(kind: str, field: dataclasses.Field, value: Any) -> None:
-  hint = _HINTS[kind][field.name]
-  least = LEAST.get(field.name, 0)
-  limit = LIMITS.get(field.name, 1 << 62)
-  if hint == tuple[int, ...]:
-    ok = isinstance(value, tuple) and all(type(v) is int and least <= v < limit for v in value)
-  elif hint is int:
-    ok = type(value) is int and least <= value < limit
-  elif hint is float:
-    ok = type(value) is float and math.isfinite(value) and value >= 0
-  else:
-    ok = type(value) is hint
-  if not ok:
-    raise MalformedMessage(f"{kind}.{field.name} = {reprlib.repr(value)} is not a valid {hint}")
-
-
-_HINTS = {name: typing.get_type_hints(cls) for name, cls in KINDS.items()}

@@ -72,13 +72,14 @@ def screen(
 
   An update is rejected if its norm exceeds `ratio` times every reference there is: the median of
   the other participants' norms, and the learner's own past. So a sudden growth that all share
-  passes, and so does a learner that is alone and new. More steps may make a longer update: against
+  passes, and so does a learner that is alone where nobody has a past. More steps may make a longer update: against
   an update of fewer steps it may be longer by as much.
 
   Args:
     norms: by learner, of the outer gradients at hand; non-finite ones are always rejected.
     steps: by learner, inner steps in its outer gradient.
-    past: by learner, the smoothed norm per step of its accepted updates of this fragment; 0: none.
+    past: by learner, the smoothed norm per step of its accepted updates of this fragment, or of the
+      others' if it is new; 0: there are none.
     ratio: `sync.max_norm_ratio`.
   """
   rejected = {}

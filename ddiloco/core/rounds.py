@@ -170,7 +170,7 @@ def _end_round(
 ) -> tuple[SyncerState, list[SyncerAction]]:
   """Screens, commits if what is left is still a quorum, and tells everybody."""
   f = before = state.fragments[i]
-  past = {m: state.members[m].norms[i] if m in state.members else 0.0 for m in current.norms}
+  past = {m: _past_norm(state, m, i) for m in current.norms}
   steps = {m: push.steps for m, push in current.pushes.items()}
   out_of_range = quorum.screen(current.norms, steps, past, sync.max_norm_ratio)
   rejected = {**current.refused, **out_of_range}
@@ -266,6 +266,15 @@ def _missing(state: SyncerState, i: int, current: Round) -> dict[int, str]:
     else:
       reasons[learner] = "had made no step since its last sync when the round began"
   return reasons
+
+
+def _past_norm(state: SyncerState, learner: int, i: int) -> float:
+  """Of accepted updates, per step: the learner's own, or what is usual if it is new. 0: unknown."""
+  member = state.members.get(learner)
+  if member is not None and member.norms[i]:
+    return member.norms[i]
+  others = [other.norms[i] for other in state.members.values() if other.norms[i]]
+  return statistics.median(others) if others else 0.0
 
 
 def _credit(state: SyncerState, learner: int, i: int, norm_per_step: float) -> SyncerState:

@@ -59,6 +59,7 @@ class Cut:
   base_round: int
   steps: int
   tokens: int
+  factor: float = 1.0  # it was poisoned by plan: what I have, times this
 
 
 @dataclasses.dataclass(frozen=True)

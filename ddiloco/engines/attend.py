@@ -10,13 +10,17 @@ from collections.abc import Callable
 from typing import Any
 
 from ddiloco.config import Config, ConfigError
+from ddiloco.config.chaos import INSIDE
 from ddiloco.core.fragments import Plan
 from ddiloco.engines import workdir
+from ddiloco.engines.asked import Asked
 from ddiloco.engines.place import Place
 from ddiloco.observe.events import Event, Recorder
 from ddiloco.observe.style import clock_time
 from ddiloco.observe.view import RunView, fold
+from ddiloco.resilience.chaos import Faults
 from ddiloco.runtime import initial, network
+from ddiloco.runtime.disturbed import Disturbed
 from ddiloco.runtime.health import Health
 from ddiloco.runtime.keys import Keys, require_keys
 from ddiloco.runtime.rejoin import open_storage
@@ -88,7 +92,7 @@ class Attendant:
     self.incarnation = network.seconds_since_2020()
     self.started = workdir.join(place.workdir, config)
     self.recorder = self._record()
-    self.endpoint: network.NetworkEndpoint | None = None
+    self.endpoint: Disturbed | None = None
     self.ready: Callable[[], str] = lambda: "starting"  # "": ready; else what it waits for
     self.progress: Callable[[], str] = lambda: ""
     self.interrupted = False
@@ -99,6 +103,8 @@ class Attendant:
     self._view = RunView()
     self.usual_seconds: Callable[[], float] = lambda: 0.0  # of one step, for the liveness probe
     self._health = Health(self._status)
+    self.faults = Faults((), 0.0, role=address)
+    self._asked = Asked(place.workdir)
     self._reached_at = time.monotonic()
     self._handlers: dict[int, object] = {}
     self._thread = threading.Thread(target=self._look, name=f"attend {address}", daemon=True)
@@ -144,23 +150,24 @@ class Attendant:
       return LOST
     return INTERRUPTED if self.interrupted and status == FINISHED else status
 
-  def connect(self) -> network.NetworkEndpoint:
+  def connect(self) -> Disturbed:
     """A new connection of the present incarnation, instead of the one before."""
     self.disconnect()
-    self.endpoint = connect(
+    endpoint = connect(
       self.config, self.plan, self.place, self.address, self.incarnation, self.keys
     )
+    self.endpoint = Disturbed(endpoint, self.faults.weather)
     self._reached_at = time.monotonic()
     return self.endpoint
 
-  def dial(self) -> network.NetworkEndpoint:
+  def dial(self) -> Disturbed:
     """`connect`, and on to every shard."""
     endpoint = self.connect()
     for shard, url in enumerate(self.place.syncers):
       endpoint.dial(syncer_address(shard), url)
     return endpoint
 
-  def listen(self, shard: int) -> network.NetworkEndpoint:
+  def listen(self, shard: int) -> Disturbed:
     """`connect` as a shard, and on to the shards it shares copies with.
 
     Raises:
@@ -184,7 +191,8 @@ class Attendant:
     storage = open_storage(self.config, self.plan, self.place.workdir)
     if storage is None:
       return None
-    return Saver(storage, self.recorder.role, self.incarnation, self.recorder)
+    role, disk = self.recorder.role, self.faults.disk
+    return Saver(storage, role, self.incarnation, self.recorder, disk)
 
   def disconnect(self) -> None:
     """Closes the connection, after what is queued has had its time to go out."""
@@ -247,6 +255,7 @@ class Attendant:
       waits_for = self.ready()
       self._probe(waits_for)
       self._check_links()
+      self._suffer()
       if self._stop.is_set() and not said_stop:
         said_stop = True
         self.say("was asked to end; brings out what it has (a second Ctrl-C ends it at once)")
@@ -292,6 +301,13 @@ class Attendant:
         f"has reached no shard for {patience:g} s: {unreached(links)}. Fix: check --syncers and"
         " --keys and that the shards run, or raise network.give_up_seconds."
       )
+
+  def _suffer(self) -> None:
+    """Faults inside this role that somebody asked for begin, or go on if they still last."""
+    for when, fault in self._asked.poll():
+      left = when + fault.seconds - time.time()
+      if fault.role == self.address and fault.action in INSIDE and left > 0:
+        self.faults.begin(fault, left)
 
   def _fail(self, text: str) -> None:
     self._failure = self._failure or text

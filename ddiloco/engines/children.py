@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from ddiloco.config import Fault, RunConfig
+from ddiloco.config.chaos import INSIDE
 from ddiloco.resilience import chaos
 
 SHORTEST_LIFE_SECONDS = 1.1  # between two starts: incarnations count whole seconds
@@ -121,6 +123,7 @@ class Child:
     self._started_at = 0.0
     self._crashes = 0
     self._killed: Fault | None = None
+    self.leaves_at = math.inf  # asked to end in good order
     self._holds = chaos.Holds()
     self._held = False
 
@@ -185,8 +188,12 @@ class Child:
 
   # --- signals ------------------------------------------------------------------------------------
 
-  def strike(self, clock: int, seconds: float, now: float) -> tuple[str, str] | None:
-    """Performs the next planned fault if it is due; returns (action, detail) for the event log."""
+  def plan(self, fault: Fault) -> None:
+    """One more fault."""
+    self._faults = (*self._faults, fault)
+
+  def strike(self, clock: int, seconds: float, now: float) -> Fault | None:
+    """The next planned fault if it is due, performed unless it happens inside the role."""
     if self._killed is not None:
       return None  # the next one is for its next life
     fault, self._faults = chaos.strike(self._faults, clock, seconds)
@@ -195,9 +202,9 @@ class Child:
     if fault.action == "kill":
       self._killed = fault
       self._send(signal.SIGKILL, for_good=fault.seconds < 0)
-    else:
+    elif fault.action not in INSIDE:
       self._holds.add(fault, now)
-    return fault.action, chaos.detail(fault, clock)
+    return fault
 
   def hold(self, now: float) -> bool:
     """Stops or continues the process as its planned faults say; whether any of them is active."""

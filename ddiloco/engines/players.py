@@ -140,7 +140,7 @@ class LearnerPlayer:
     p = op.fragment
     if isinstance(op, Cut):
       local = self.island.to_host(self.island.cut(p), p)
-      self._pushes[p] = Push(self.deltas.push(p, local), op.steps, op.tokens)
+      self._pushes[p] = Push(self.deltas.push(p, local, op.factor), op.steps, op.tokens)
     return self._pushes[p]
 
   def _stage(self, op: Stage, view: np.ndarray) -> None:

@@ -7,6 +7,7 @@ it, in turns; what the children do is read from their event logs.
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -17,13 +18,15 @@ from pathlib import Path
 import numpy as np
 
 from ddiloco.config import Config, ConfigError, Fault
+from ddiloco.config.chaos import INSIDE
 from ddiloco.engines import attend, workdir
+from ddiloco.engines.asked import Asked, ask
 from ddiloco.engines.children import Child, Command, Spawn, spawn
 from ddiloco.engines.outcome import Outcome
 from ddiloco.engines.place import Place, free_urls
 from ddiloco.observe.events import Event, Listener, Recorder, parse_role
 from ddiloco.observe.follow import Follower
-from ddiloco.resilience.chaos import still_planned
+from ddiloco.resilience import chaos
 from ddiloco.runtime import initial
 from ddiloco.runtime.evaluator import Evaluator
 from ddiloco.runtime.network import seconds_since_2020
@@ -62,7 +65,7 @@ class ProcessesEngine:
         "sync.num_shards = 0: processes meet at a syncer shard."
         " Fix: set it to 1 or more, or use --engine=threads."
       )
-    for m in range(config.islands.num_learners):
+    for m in range(config.num_islands()):
       data.Stream(corpus, config, m)  # refuses what the children would refuse
     self.config = config
     self.workdir = workdir
@@ -96,6 +99,9 @@ class ProcessesEngine:
       total_tokens=self.config.run.total_tokens,
     )
     self._began_at = newest_clock(self.config, self.plan, self.workdir)
+    self._asked = Asked(self.workdir, news_only=True)
+    planned = chaos.still_planned(self.config.chaos.of_roles(), self._began_at)
+    self._joins = tuple(fault for fault in planned if fault.action == "join")
     place = self._place()
     self._children = self._make_children(place)
     evaluator = threading.Thread(target=self._follow_model, args=(place,), name=EVALUATOR_ADDRESS)
@@ -127,7 +133,8 @@ class ProcessesEngine:
     return Place(self.workdir, self.workdir.name, tuple(urls))
 
   def _make_children(self, place: Place) -> list[Child]:
-    run, config = Command(place.workdir, place.syncers, place.keys, self.cpu_only), self.config
+    self._command = Command(place.workdir, place.syncers, place.keys, self.cpu_only)
+    run, config = self._command, self.config
     shards = {syncer_address(s): run.syncer(s, url) for s, url in enumerate(place.syncers)}
     learners = {learner_address(m): run.learner(m) for m in range(config.islands.num_learners)}
     return [
@@ -136,8 +143,8 @@ class ProcessesEngine:
     ]
 
   def _faults(self, name: str) -> list[Fault]:
-    planned = still_planned(self.config.chaos.faults, self._began_at)
-    return [fault for fault in planned if fault.role == name]
+    planned = chaos.still_planned(self.config.chaos.of_roles(), self._began_at)
+    return [fault for fault in planned if fault.role == name and fault.action != "join"]
 
   def _spawn(self, name: str) -> Spawn:
     """What starts the process of a role."""
@@ -155,6 +162,8 @@ class ProcessesEngine:
       if now >= follow_at:
         follow_at = now + FOLLOW_SECONDS
         self._follow()
+        self._hear()
+        self._welcome(now)
       held = [self._tend(child, now) for child in self._children]
       if self._merged():
         return "finished"
@@ -183,10 +192,47 @@ class ProcessesEngine:
         self._recorder.event("exit", target=child.name, reason=reason)
     elif child.running:
       seconds = 0.0 if self._training_since is None else time.time() - self._training_since
-      while (struck := child.strike(self._clock, seconds, now)) is not None:
-        action, detail = struck
-        self._recorder.event("fault", target=child.name, action=action, detail=detail)
+      while (fault := child.strike(self._clock, seconds, now)) is not None:
+        if fault.action in INSIDE:
+          ask(self.workdir, fault)
+        else:
+          self._note_fault(fault)
+      if now >= child.leaves_at:
+        child.leaves_at = math.inf
+        child.terminate()
     return child.hold(now)
+
+  def _note_fault(self, fault: Fault) -> None:
+    self._recorder.event("fault", **chaos.struck(fault, chaos.detail(fault, self._clock)))
+
+  def _hear(self) -> None:
+    """What was asked for while the run goes on, by the dashboard or by us."""
+    for _, fault in self._asked.poll():
+      child = next((child for child in self._children if child.name == fault.role), None)
+      if fault.action in INSIDE:
+        self._note_fault(fault)
+      elif fault.action == "join":
+        self._joins = (*self._joins, fault)
+      elif child is not None:
+        child.plan(fault)
+
+  def _welcome(self, now: float) -> None:
+    """Learners that the plan brings in while the run goes on."""
+    seconds = 0.0 if self._training_since is None else time.time() - self._training_since
+    while True:
+      fault, self._joins = chaos.strike(self._joins, self._clock, seconds)
+      if fault is None:
+        return
+      if any(child.name == fault.role for child in self._children):
+        continue
+      name, number = fault.role, int(fault.role.partition("/")[2])
+      command = self._command.learner(number)
+      child = Child(
+        name, command, self.workdir, self.config.run, self._faults(name), self._spawn(name)
+      )
+      child.leaves_at = now + fault.seconds if fault.seconds >= 0 else math.inf
+      self._children.append(child)
+      self._note_fault(fault)
 
   def _merged(self) -> bool:
     """Whether the global model is as it will be at the end of the run, and the evaluator has it."""

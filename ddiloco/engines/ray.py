@@ -92,7 +92,7 @@ class RayEngine(ProcessesEngine):
     for shard, node in enumerate(homes):
       stay = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
       self._start_actor(syncer_address(shard), {}, scheduling_strategy=stay)
-    for m in range(config.islands.num_learners):
+    for m in range(config.num_islands()):
       self._start_actor(learner_address(m), config.islands.island(m).resources)
     if self._local:
       return super()._place()
@@ -108,7 +108,7 @@ class RayEngine(ProcessesEngine):
         " Fix: install ddiloco on every node, with the Python and Ray versions of this one."
       ) from error
     keys = self.workdir / "keys"
-    certificates.make_keys(keys, config.islands.num_learners, config.sync.num_shards)
+    certificates.make_keys(keys, config.num_islands(), config.sync.num_shards)
     return Place(self.workdir, self.workdir.name, syncers, keys=keys)
 
   def _start_actor(self, name: str, resources: Mapping[str, Any], **options: Any) -> None:

@@ -18,7 +18,6 @@ from ddiloco.core.syncer_state import SyncerState, complete
 from ddiloco.engines.attend import FINISHED, LOST, Attendant, Ended, Place, unreached
 from ddiloco.engines.workdir import COMPILED
 from ddiloco.observe.style import compact
-from ddiloco.resilience.chaos import Faults
 from ddiloco.runtime import initial
 from ddiloco.runtime.exchange import Quarantined
 from ddiloco.runtime.rejoin import (
@@ -131,7 +130,7 @@ def _life(attendant: Attendant, number: int, island, stream, storage) -> int:
   attendant.progress = lambda: _trained(exchange.state, config)
   attendant.usual_seconds = lambda: exchange.state.step_seconds
   try:
-    role.run(Faults((), 0.0), attendant.stopped, config.network.drain_seconds)
+    role.run(attendant.faults, attendant.stopped, config.network.drain_seconds)
   finally:
     attendant.disconnect()
     if saver is not None:
@@ -219,7 +218,8 @@ def _syncer(attendant: Attendant, shard: int) -> int:
   settled_at = time.monotonic() + SETTLE_HELLOS * settings.hello_seconds
   store, state = _recover(attendant, shard, copies, owned, settled_at)
   saver, plan = attendant.saver(), attendant.plan
-  role = Syncer(state, config, plan, endpoint, store, recorder, Faults((), 0.0), replication, saver)
+  faults = attendant.faults
+  role = Syncer(state, config, plan, endpoint, store, recorder, faults, replication, saver)
   back = [committed for committed in role.committed.values() if committed.state.version]
   if replication is not None:  # a buddy that has restarted as well has them from here
     for committed in back:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -14,7 +15,8 @@ import jax
 import numpy as np
 
 from ddiloco.config import Config, ConfigError
-from ddiloco.core import codec, fragments
+from ddiloco.core import fragments
+from ddiloco.engines.dashboard import Dashboard, Where
 from ddiloco.engines.outcome import Outcome
 from ddiloco.engines.workdir import (
   COMPILED,
@@ -29,6 +31,7 @@ from ddiloco.models import arithmetic
 from ddiloco.observe.live import LiveView
 from ddiloco.observe.metrics import TensorBoard
 from ddiloco.observe.report import write_report
+from ddiloco.resilience import flows
 from ddiloco.runtime import initial, weights
 from ddiloco.runtime.rejoin import open_storage
 from ddiloco.training import data, tokenizers
@@ -52,11 +55,12 @@ def train(
   overwrite: bool = False,
   engine: str = "threads",
   options: Mapping[str, Any] | None = None,
+  dashboard: Where | None = None,
 ) -> int:
   """Runs `config` in `workdir` on an engine of `ENGINES`; returns the process' exit status.
 
   A run that is there goes on from its newest snapshot. `options` are further arguments of the
-  engine.
+  engine. `dashboard`: where the run can be watched, None: nowhere.
   """
   initial.make_plan(config)  # before a device is touched
   config = initial.absolute_start(config)
@@ -67,9 +71,13 @@ def train(
   corpus = data.open_corpus(config.data)
   loss = held_out_loss(config, corpus)
   runner = make_engine(engine)(config, workdir, corpus, loss, **(options or {}))
+  served = Dashboard(workdir, dashboard) if dashboard else None  # its port is open, or refused
   with held(workdir), kept_in(workdir / COMPILED):
     goes_on = claim(workdir, config, overwrite)
-    return _train(runner, config, workdir, corpus, loss, goes_on)
+    with served or contextlib.nullcontext():
+      if served:
+        print(f"Dashboard: {served.url}")
+      return _train(runner, config, workdir, corpus, loss, goes_on)
 
 
 def _train(
@@ -307,8 +315,9 @@ def describe(config: Config) -> str:
     for shard in range(config.sync.num_shards):
       owned = fragments.owned_by(shard, config.sync.num_shards, len(sizes))
       lines.append(f"shard {shard}: owns fragments {', '.join(map(str, owned))}")
-    push = sum(codec.payload_bytes(size, config.sync.push_codec) for size in sizes)
-    back = sum(codec.payload_bytes(size, config.sync.publish_codec) for size in sizes)
-    per_step = (push + back) / config.sync.sync_period
-    lines.append(f"traffic: about {per_step:,.0f} bytes per step and island, both ways together")
+    per_step = flows.exchanged(sizes, config.sync).per_step(config.sync)
+    lines.append(
+      f"traffic: about {per_step:,.0f} bytes per step and island, both ways together"
+      " (ddiloco plan says more)"
+    )
   return "\n".join(lines)

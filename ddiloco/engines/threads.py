@@ -8,6 +8,7 @@ learners have.
 from __future__ import annotations
 
 import concurrent.futures
+import math
 import threading
 import time
 import traceback
@@ -17,14 +18,17 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from ddiloco.config import Config
+from ddiloco.config import Config, Fault
 from ddiloco.core import fragments
 from ddiloco.core.fragments import Plan
+from ddiloco.engines.asked import Asked
 from ddiloco.engines.outcome import Outcome
 from ddiloco.engines.workdir import start_time
-from ddiloco.observe.events import Listener, Recorder
+from ddiloco.observe.events import Event, Listener, Recorder
+from ddiloco.resilience import chaos
 from ddiloco.resilience.chaos import Faults, Killed, still_planned
 from ddiloco.runtime import initial
+from ddiloco.runtime.disturbed import Disturbed
 from ddiloco.runtime.evaluator import Evaluator
 from ddiloco.runtime.exchange import Quarantined
 from ddiloco.runtime.learner import Learner
@@ -80,7 +84,7 @@ class ThreadsEngine:
     self.plan: Plan = initial.make_plan(config)
     self.stop = threading.Event()
     # Opened once: a restarted learner has nothing to prepare that could hold up the others.
-    self._streams = [data.Stream(corpus, config, m) for m in range(config.islands.num_learners)]
+    self._streams = [data.Stream(corpus, config, m) for m in range(config.num_islands())]
     self._loss = loss
     self._listeners: Sequence[Listener] = ()
     self._start_time = self._training_since = time.monotonic()
@@ -91,12 +95,18 @@ class ThreadsEngine:
     self._store = MemoryStore()
     self.islands = islands or {
       m: Island(config, m, group, self.plan)
-      for m, group in enumerate(devices.partition(jax.devices(), config.islands))
+      for m, group in enumerate(
+        devices.partition(jax.devices(), config.islands, config.num_islands())
+      )
     }
     self.steps: dict[int, int] = {}
     self._storage = open_storage(config, self.plan, workdir)
     self._restored: Restored | None = None
+    self._joins: tuple[Fault, ...] = ()  # learners that the plan brings in later
+    self._leaves_at: dict[int, float] = {}  # and takes away again
     self._first_incarnation = 0
+    self._clock = 0  # the run's, as far as learners have reported it
+    self._faults: dict[str, Faults] = {}
     self._quarantined: set[int] = set()  # learners that must begin afresh
     self._gone: list[str] = []  # roles that never come back
 
@@ -125,6 +135,8 @@ class ThreadsEngine:
     self._seed(first)
     self._first = first
     self._training_since = time.monotonic()  # faults by time count from here, not from compiling
+    self._joins = tuple(fault for fault in self._planned() if fault.action == "join")
+    self._asked = Asked(self.workdir, news_only=True)
     shards = [
       self._start(syncer_address(s), self._run_syncer, s) for s in range(config.sync.num_shards)
     ]
@@ -178,11 +190,13 @@ class ThreadsEngine:
       beginning = Beginning(new)
       if incarnation:
         island.load(self._first)  # nobody else has what it had learned
-    endpoint, saver = self._connect(learner_address(m), faults), self._saver(recorder)
+    endpoint, saver = self._connect(learner_address(m), faults), self._saver(recorder, faults)
     batches = self._streams[m].iterate
     role = Learner(beginning, config, self.plan, island, batches, endpoint, recorder, saver)
+    leaves_at = self._leaves_at.get(m, math.inf)
+    drain_seconds = config.network.drain_seconds if leaves_at < math.inf else 0.0
     try:
-      role.run(faults, self.stop.is_set)
+      role.run(faults, lambda: self.stop.is_set() or time.monotonic() >= leaves_at, drain_seconds)
     finally:
       made = role.exchange.state.step - beginning.state.step
       self.steps[m] = self.steps.get(m, 0) + made
@@ -195,7 +209,7 @@ class ThreadsEngine:
     state = new_syncer(config, shard, incarnation, self._store)
     if self._restored is not None and incarnation == self._first_incarnation:
       state = self._restored.resume(state)
-    saver = self._saver(recorder)
+    saver = self._saver(recorder, faults)
     try:
       Syncer(state, config, self.plan, endpoint, self._store, recorder, faults, saver=saver).run(
         self.stop.is_set
@@ -217,36 +231,41 @@ class ThreadsEngine:
 
     return self._start(EVALUATOR_ADDRESS, run, -1)
 
-  def _saver(self, recorder: Recorder) -> Saver | None:
+  def _saver(self, recorder: Recorder, faults: Faults) -> Saver | None:
     if self._storage is None:
       return None
-    return Saver(self._storage, recorder.role, recorder.incarnation, recorder)
+    return Saver(self._storage, recorder.role, recorder.incarnation, recorder, faults.disk)
 
   # --- supervision --------------------------------------------------------------------------------
 
   def _record(self, role: str, incarnation: int) -> Recorder:
     name = role.replace("/", "-")
-    return Recorder(self.workdir, name, incarnation, self._start_time, listeners=self._listeners)
+    listeners = [*self._listeners, self._note_clock]
+    return Recorder(self.workdir, name, incarnation, self._start_time, listeners=listeners)
+
+  def _note_clock(self, event: Event) -> None:
+    if event["kind"] == "step":
+      self._clock = max(self._clock, event["clock"])
 
   def _connect(self, address: str, faults: Faults):
-    endpoint = self._hub.connect(address)
+    endpoint = Disturbed(self._hub.connect(address), faults.weather)
     faults.cut = endpoint.close
     return endpoint
 
   def _start(self, name: str, run: Callable, number: int) -> threading.Thread:
-    began_at = newest_clock(self.config, self.plan, self.workdir)
-    plan = [f for f in still_planned(self.config.chaos.faults, began_at) if f.role == name]
+    plan = [f for f in self._planned() if f.role == name and f.action != "join"]
 
-    def report(action: str, detail: str) -> None:
-      self._recorder.event("fault", target=name, action=action, detail=detail)
-
-    faults = Faults(plan, self._training_since, report)
+    faults = self._faults[name] = Faults(plan, self._training_since, self._note_fault, name)
     faults.stopped = self.stop
     thread = threading.Thread(
       target=self._supervise, args=(name, run, number, faults), name=name, daemon=True
     )
     thread.start()
     return thread
+
+  def _planned(self) -> list[Fault]:
+    began_at = newest_clock(self.config, self.plan, self.workdir)
+    return still_planned(self.config.chaos.of_roles(), began_at)
 
   def _supervise(self, name: str, run: Callable, number: int, faults: Faults) -> None:
     """One role over all its incarnations; whatever it dies of, nobody else notices."""
@@ -278,16 +297,45 @@ class ThreadsEngine:
       incarnation += 1
       self._recorder.event("restart", target=name)
 
-  def _wait_for(self, learners: Sequence[threading.Thread]) -> str:
-    """Until all learners have ended, or never could: then the run has failed."""
+  def _wait_for(self, learners: list[threading.Thread]) -> str:
+    """Until all learners have ended, or never could: then the run has failed.
+
+    Meanwhile performs what nobody else does: `learners` grows with those that join.
+    """
     for thread in learners:
       while thread.is_alive():
         if self._hopeless():
           return "failed"
+        self._hear()
+        learners += self._welcome()
         thread.join(POLL_SECONDS)  # short, so that Ctrl-C is heard
     if all(thread.name in self._gone for thread in learners):
       return "failed"
     return "stopped" if self.stop.is_set() else "finished"
+
+  def _note_fault(self, fault: Fault, said: str) -> None:
+    self._recorder.event("fault", **chaos.struck(fault, said))
+
+  def _hear(self) -> None:
+    """Faults that were asked for while the run goes on."""
+    for _, fault in self._asked.poll():
+      if fault.action != "join" and fault.role in self._faults:
+        self._faults[fault.role].plan(fault)
+
+  def _welcome(self) -> list[threading.Thread]:
+    """The learners that join now."""
+    started = []
+    while True:
+      seconds = time.monotonic() - self._training_since
+      fault, self._joins = chaos.strike(self._joins, self._clock, seconds)
+      if fault is None:
+        return started
+      m = int(fault.role.partition("/")[2])
+      if fault.seconds >= 0:
+        self._leaves_at[m] = time.monotonic() + fault.seconds
+      self._note_fault(fault, chaos.detail(fault, self._clock))
+      if fault.role not in self._faults:
+        started.append(self._start(fault.role, self._run_learner, m))
 
   def _hopeless(self) -> bool:
     """Whether a shard, or every possible quorum, is gone for good: nothing would ever merge."""

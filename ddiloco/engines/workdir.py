@@ -18,11 +18,12 @@ from ddiloco.config import Config, ConfigError, from_dict
 OUTCOME = "outcome.json"  # what the report knows beside the events
 STARTED = "started"  # when the run began, unix seconds: the zero of all its event times
 COMPILED = "compiled"  # programs, for learners that start again
+FAULTS = "faults.jsonl"  # faults that somebody asks for while the run goes on, a line each
 LOCK = "lock"  # held by whoever trains here
 CHECKPOINTS = "checkpoints"
 OURS = (
   *("alone", COMPILED, CHECKPOINTS, "events", "logs", "tensorboard", "report", "result"),
-  *(OUTCOME, STARTED, "config.json"),
+  *(OUTCOME, STARTED, FAULTS, "config.json"),
 )
 # What each role of a run may have its own way; all the rest of the config must be the same.
 FREE_SECTIONS = ("islands", "network", "checkpoint", "run", "chaos")

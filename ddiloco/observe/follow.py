@@ -23,7 +23,8 @@ class Follower:
   def poll(self) -> list[Event]:
     """What was written since the last poll, in order of time (of one poll: roles flush late)."""
     events: list[Event] = []
-    for path in sorted(self._folder.glob("*.jsonl")):
+    # shards before learners: whoever reads of a commit also reads of the pushes in it
+    for path in sorted(self._folder.glob("*.jsonl"), reverse=True):
       for line in self._new_lines(path):
         event = parse_line(line)
         if event is None:

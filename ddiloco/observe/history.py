@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from ddiloco.observe.events import Event, parse_role
-from ddiloco.observe.view import DOWN, STALL_SECONDS, STALL_STEPS, RunView, fold
+from ddiloco.observe.view import STALL_SECONDS, STALL_STEPS, RunView, fold
 
 _HITS = ("fault", "exit", "restart", "started")  # what makes an island no witness of another's kill
 KILL_WINDOW_SECONDS = 30.0  # a kill is looked at for so long if the killed one is not merged before
@@ -69,8 +69,8 @@ def role_spans(events: Sequence[Event]) -> dict[str, list[Span]]:
     view = fold(view, event)
     if event["kind"] in ("push", "apply", "round", "traffic"):
       continue
-    states = {f"learner-{m}": _phase(each.state) for m, each in view.islands.items()}
-    states |= {f"syncer-{s}": _phase(each.state) for s, each in view.shards.items()}
+    states = {f"learner-{m}": phase(each.state) for m, each in view.islands.items()}
+    states |= {f"syncer-{s}": phase(each.state) for s, each in view.shards.items()}
     for role, state in states.items():
       since, old = open_states.get(role, (event["time"], ""))
       if state != old:
@@ -87,10 +87,10 @@ def role_spans(events: Sequence[Event]) -> dict[str, list[Span]]:
   return dict(sorted(spans.items()))
 
 
-def _phase(state: str) -> str:
-  if state in DOWN:
-    return "down"
-  return {"starting": "joining", "left": ""}.get(state, state)
+def phase(state: str) -> str:
+  """A role's state as a timeline shows it: joining, running, stalled, down, ...; "": not there."""
+  known = {"lost": "down", "restarting": "joining", "starting": "joining", "left": ""}
+  return known.get(state, state)
 
 
 def _close(spans: list[Span], start: float, end: float, state: str) -> None:

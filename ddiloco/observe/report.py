@@ -93,6 +93,10 @@ def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
       "longest pause of a survivor around a kill",
       _with(summary.get("survivor_max_gap_ratio"), lambda r: f"{r:.2f} × its median step"),
     ),
+    ("goodput, without the first start-up", _share(summary.get("goodput_training"))),
+    ("goodput", _share(summary.get("goodput"))),
+    ("where the rest of the chip time went", _causes(summary)),
+    ("uptime", _share(summary.get("uptime"))),
     ("time learners were blocked", _with(summary.get("blocked_seconds"), lambda s: f"{s:.3g} s")),
     ("bytes sent", _with(summary.get("bytes_sent"), lambda b: f"{compact(b)}B")),
     ("how the run ended", summary.get("finished") or "it did not end in good order"),
@@ -126,15 +130,17 @@ def _learner_table(summary: Mapping[str, Any]) -> str:
   learners = summary.get("learners") or {}
   if not learners:
     return ""
-  shares = summary.get("participation") or {}
+  shares, alive = summary.get("participation") or {}, summary.get("liveness") or {}
   rows = "".join(
     f"<tr><td>{html.escape(m)}</td><td>{each['lives']}</td><td>{each['steps']}</td>"
     f"<td>{compact(each['tokens'])}</td><td>{_loss(each['loss']) or '–'}</td>"
+    f"<td>{_share(alive.get(m)) or '–'}</td>"
     f"<td>{_with(shares.get(m), lambda share: f'{share:.0%}') or '–'}</td>"
     f"<td>{_with(each['median_step_gap_seconds'], lambda s: f'{1000 * s:.0f} ms') or '–'}</td></tr>"
     for m, each in learners.items()
   )
-  names = ("island", "lives", "steps", "tokens", "last loss", "commits joined", "median step")
+  names = ("island", "lives", "steps", "tokens", "last loss")
+  names += ("time training", "commits joined", "median step")
   header = "".join(f"<th>{name}</th>" for name in names)
   return f'<table class="wide"><tr>{header}</tr>{rows}</table>'
 
@@ -145,6 +151,18 @@ def _first(summary: Mapping[str, Any], *names: str) -> Any:
 
 def _with(value: Any, text: Callable[[Any], str]) -> str:
   return "" if value is None else text(value)
+
+
+def _share(value: Any) -> str:
+  return "" if value is None else f"{value:.1%}"
+
+
+def _causes(summary: Mapping[str, Any]) -> str:
+  """The causes of at least half a percent, the greatest first."""
+  lost = sorted((summary.get("lost_time") or {}).items(), key=lambda each: -each[1])
+  return ", ".join(
+    f"{cause.replace('_', ' ')} {share:.1%}" for cause, share in lost if share >= 5e-3
+  )
 
 
 def _loss(value: Any) -> str:

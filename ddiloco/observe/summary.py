@@ -10,6 +10,7 @@ from typing import Any
 from ddiloco.observe.events import Event, parse_role
 from ddiloco.observe.history import kills, learner_steps, median_gap, survivor_gap_ratio
 from ddiloco.observe.view import RunView, fold
+from ddiloco.resilience.goodput import Goodput, Ledger
 
 
 def summarise(events: Sequence[Event]) -> dict[str, Any]:
@@ -23,10 +24,12 @@ def summarise(events: Sequence[Event]) -> dict[str, Any]:
     `bytes_sent` and `bytes_received` add up all roles, so each message counts once in either;
     `survivor_max_gap_ratio` is the longest pause of a surviving island around a planned kill of
     another (kill to its first merge after rejoining, else 30 s) over its own median step gap.
+    `goodput`, `uptime` and the causes in `lost_time` are those of `resilience/goodput.py`.
   """
-  view = RunView()
+  view, ledger = RunView(), Ledger()
   for event in events:
     view = fold(view, event)
+    ledger.take(event)
   started = [event for event in events if event["kind"] == "run_started"]
   commits = [event for event in events if event["kind"] == "commit"]
   losses = [event["loss"] for event in events if event["kind"] == "evaluation"]
@@ -69,7 +72,20 @@ def summarise(events: Sequence[Event]) -> dict[str, Any]:
       sum(event["blocked_seconds"] for event in events if event["kind"] == "step")
     ),
     "learners": _learners(view, events),
+    **_account(ledger.report()),
     "torn_lines": getattr(events, "torn_lines", 0),
+  }
+
+
+def _account(account: Goodput) -> dict[str, Any]:
+  """Where the chip time went, as shares of it; liveness beside participation by learner."""
+  return {
+    "chip_seconds": _number(account.chip_seconds),
+    "goodput": _number(account.goodput),
+    "goodput_training": _number(account.goodput_training),
+    "uptime": _number(account.uptime),
+    "lost_time": {cause: round(share, 6) for cause, share in account.causes.items()},
+    "liveness": {str(m): _number(each.liveness) for m, each in account.learners.items()},
   }
 
 

@@ -167,6 +167,7 @@ def _run_started(view: RunView, event: Event, _kind: str, _number: int) -> RunVi
     num_fragments=event["num_fragments"],
     num_shards=event["num_shards"],
     total_tokens=event["total_tokens"],
+    finished="",  # a run that goes on
     islands={m: IslandView() for m in range(event["num_learners"])} | dict(view.islands),
     shards={s: ShardView() for s in range(event["num_shards"])} | dict(view.shards),
   )
@@ -232,7 +233,7 @@ def _step(view: RunView, event: Event, kind: str, number: int) -> RunView:
   return _island(
     view,
     number,
-    state="quarantined" if old.state == "quarantined" else "running",
+    state=old.state if old.state in ("quarantined", "left") else "running",  # told late
     incarnation=event["incarnation"],
     step=event["step"],
     clock=event["clock"],

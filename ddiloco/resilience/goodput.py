@@ -70,7 +70,7 @@ class Ledger:
 
   def __init__(self) -> None:
     self._islands: dict[int, IslandAccount] = {}
-    self._chains: dict[int, Chain] = collections.defaultdict(Chain)
+    self.chains: dict[int, Chain] = collections.defaultdict(Chain)
     self._fragments = 0  # 0: nobody syncs
     self._commits = 0
     self._gaps: list[tuple[float, float]] = []  # times without any training, since the first step
@@ -118,7 +118,7 @@ class Ledger:
     if not self._fragments:
       useful, rejected, pending = island.sums[-1], 0.0, 0.0
     else:
-      useful = sum(chain.merged.get(m, 0.0) for chain in self._chains.values())
+      useful = sum(chain.merged.get(m, 0.0) for chain in self.chains.values())
       rejected, pending = account["rejected"], island.pending(self._fragments)
     account["pending"] = min(pending, max(0.0, island.trained - useful - rejected))
     account["discarded"] += max(0.0, island.trained - useful - rejected - account["pending"])
@@ -214,7 +214,7 @@ class Ledger:
       if cut is not None:
         gains[m] = cut.chip_seconds / self._fragments
         island.settle(p, cut.step)
-    self._chains[p].commit(event["round"], event.get("base_round", self._chains[p].head), gains)
+    self.chains[p].commit(event["round"], event.get("base_round", self.chains[p].head), gains)
     for m in (int(m) for m in event["rejected"]):
       cut = self._islands[m].cuts.get((p, event["round"])) if m in self._islands else None
       if cut is not None:
@@ -222,7 +222,7 @@ class Ledger:
         self._islands[m].settle(p, cut.step)
 
   def _on_owns(self, event: Mapping[str, Any]) -> None:
-    self._chains[event["fragment"]].go_to(event["round"])
+    self.chains[event["fragment"]].go_to(event["round"])
 
   _on_recalled = _on_owns
 

@@ -18,7 +18,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from ddiloco.config import NetworkConfig
-from ddiloco.core.messages import MalformedMessage
+from ddiloco.core.wire import MalformedMessage
 from ddiloco.runtime import frames
 from ddiloco.runtime.frames import SESSION_BYTES, Greeting
 from ddiloco.runtime.greetings import Run, control_route, objection, session_of

@@ -23,10 +23,16 @@ class Deltas:
     self.residual: dict[int, np.ndarray] = {}  # what rounding lost; only with error_feedback
     self.rounding: dict[int, np.ndarray] = {}  # the residual if the outstanding push is merged
 
-  def push(self, fragment: int, local: np.ndarray) -> np.ndarray:
-    """The payload of a push: base - local in the wire codec; remembers what of it arrives."""
+  def push(self, fragment: int, local: np.ndarray, factor: float = 1.0) -> np.ndarray:
+    """The payload of a push: base - local in the wire codec; remembers what of it arrives.
+
+    `factor` other than 1: it is poisoned on purpose.
+    """
     name = self._sync.push_codec
     delta = self.base[fragment] - local
+    if factor != 1.0:
+      with np.errstate(over="ignore", invalid="ignore"):
+        delta *= np.float32(factor)
     if self._sync.error_feedback and fragment in self.residual:
       delta += self.residual[fragment]
     payload = codec.encode(delta, name)

@@ -107,6 +107,7 @@ class Exchange:
     self._jobs: queue.SimpleQueue = queue.SimpleQueue()
     self._failure: BaseException | None = None
     self._closing = False
+    self.poison: Callable[[], float] = lambda: 1.0  # what a planned fault multiplies pushes with
     self._started_at = time.monotonic()
     self._heartbeat_at = 0.0
     self._traffic_at = 0.0
@@ -225,8 +226,8 @@ class Exchange:
           raise Quarantined(reason)
 
   def _cut(self, push: Push) -> None:
-    pieces = self._holder.cut(push.fragment)
-    self._jobs.put((self._push, push, pieces))
+    pieces, factor = self._holder.cut(push.fragment), self.poison()
+    self._jobs.put((self._push, push, pieces, factor))
     f = self.state.fragments[push.fragment]
     self.recorder.event(
       "cut",
@@ -236,6 +237,7 @@ class Exchange:
       base_round=f.round,
       steps=push.steps,
       tokens=push.tokens,
+      **({} if factor == 1.0 else {"factor": factor}),
     )
 
   def _apply(self, action: Apply) -> None:
@@ -290,10 +292,10 @@ class Exchange:
         self.endpoint.wake()
         return
 
-  def _push(self, push: Push, pieces: Any) -> None:
+  def _push(self, push: Push, pieces: Any, factor: float) -> None:
     """Encoded and sent; kept until a publish has answered it."""
     p = push.fragment
-    payload = self._deltas.push(p, self._holder.to_host(pieces, p))
+    payload = self._deltas.push(p, self._holder.to_host(pieces, p), factor)
     self._outbox[p] = dataclasses.replace(push, codec=self._sync.push_codec, payload=payload)
     self.recorder.flush()  # nobody merges what the log does not know
     sent_bytes = self._send_push(p)

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgpack
 
-from ddiloco.core.messages import MAX_HEADER_BYTES, MalformedMessage
+from ddiloco.core.wire import MAX_HEADER_BYTES, MalformedMessage
 
 MAX_FRAME_BYTES = MAX_HEADER_BYTES + 4096
 SESSION_BYTES = 8

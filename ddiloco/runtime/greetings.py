@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import time
 
-from ddiloco.core import messages
-from ddiloco.core.messages import MalformedMessage
+from ddiloco.core import wire
+from ddiloco.core.wire import MalformedMessage
 from ddiloco.runtime.frames import SESSION_BYTES, Greeting
 from ddiloco.runtime.transport import claimed_sender
 
@@ -83,6 +83,6 @@ def check_header(run: Run, sender: str, header: bytes) -> None:
   Raises:
     MalformedMessage: it is not.
   """
-  message = messages.decode(header, b"", run.run_id, run.plan_id)
+  message = wire.decode(header, b"", run.run_id, run.plan_id)
   if claimed_sender(message) != sender:
     raise MalformedMessage(f"{sender} speaks as {claimed_sender(message)}")

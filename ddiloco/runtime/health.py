@@ -10,26 +10,17 @@ wait for. Whoever can reach the port may read; nothing can be changed through it
 
 from __future__ import annotations
 
-import contextlib
-import http.server
-import io
 import json
 import math
-import socket
-import socketserver
-import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-from ddiloco.checked import ConfigError, require
+from ddiloco.runtime.webserver import Answer, Request, WebServer
 
 LIVE_SECONDS = 60.0  # without a beat, at least; more where ten steps take longer
 START_SECONDS = 3600.0  # until the first beat: reading data, compiling
-REQUEST_SECONDS = 5.0  # for a request to arrive, and for its answer to leave
-REQUEST_BYTES = 8192
-MAX_CONNECTIONS = 32
 
 
 class Health:
@@ -51,7 +42,7 @@ class Health:
     self._started = time.monotonic()
     self._beaten: float | None = None
     self._ready, self._reason = False, "starting"
-    self._server: _Server | None = None
+    self._server: WebServer | None = None
 
   def beat(self) -> None:
     """The role's main loop has come round."""
@@ -100,122 +91,25 @@ class Health:
     Raises:
       ConfigError: it is not HOST:PORT, or cannot be opened.
     """
-    host, colon, port = listen.rpartition(":")
-    good = bool(colon and host) and port.isascii() and port.isdecimal() and int(port) < 65536
-    example = "write --http=127.0.0.1:8080, with port 0 for a free one"
-    require(good, "--http", listen, "must be HOST:PORT", example)
-    try:
-      self._server = _Server(host.strip("[]"), int(port), self)
-    except OSError as error:
-      raise ConfigError(
-        f"--http = {listen!r}: cannot be opened ({error.strerror})."
-        " Fix: give an address of this machine and a free port, or port 0."
-      ) from error
-    threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True).start()
-    self.url = f"http://{host}:{self._server.server_address[1]}"
+    self._server = WebServer(listen, self._answer, "--http")
+    self._server.start()
+    self.url = self._server.url
     return self.url
 
   def close(self) -> None:
     """Answers no more."""
     if self._server is not None:
-      self._server.shutdown()
-      self._server.server_close()
+      self._server.close()
       self._server = None
 
-
-class _Server(socketserver.ThreadingTCPServer):
-  """A thread per connection; when there are too many the oldest are cut off, so a probe gets in."""
-
-  allow_reuse_address = True
-  daemon_threads = True
-  block_on_close = False
-  request_queue_size = 128
-
-  def __init__(self, host: str, port: int, health: Health):
-    self.health = health
-    self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    self._open: dict[socket.socket, None] = {}  # oldest first
-    self._lock = threading.Lock()
-    super().__init__((host, port), _Handler)
-
-  def process_request(self, request, client_address) -> None:
-    with self._lock:
-      self._open[request] = None
-      waiting = list(self._open)
-    for oldest in waiting[:-MAX_CONNECTIONS]:
-      with contextlib.suppress(OSError):  # it has just ended
-        oldest.shutdown(socket.SHUT_RDWR)  # wakes its thread, which closes it
-    if len(waiting) > 2 * MAX_CONNECTIONS:
-      self.shutdown_request(request)  # they do not end
-    else:
-      super().process_request(request, client_address)
-
-  def shutdown_request(self, request) -> None:
-    with self._lock:
-      self._open.pop(request, None)
-    super().shutdown_request(request)
-
-  def handle_error(self, request, client_address) -> None:
-    if not isinstance(sys.exception(), OSError):  # a connection that breaks is no error of ours
-      super().handle_error(request, client_address)
-
-
-class _Handler(http.server.BaseHTTPRequestHandler):
-  """One request, one answer, then the connection is closed."""
-
-  server: _Server
-
-  def setup(self) -> None:
-    super().setup()
-    self.rfile.close()
-    self.rfile = io.BytesIO(self._head())
-
-  def do_GET(self) -> None:
-    health, path = self.server.health, self.path.partition("?")[0]
-    if path == "/status":
-      self._answer(*health.status(), kind="application/json")
-    elif path in ("/livez", "/readyz"):
-      self._answer(*(health.livez() if path == "/livez" else health.readyz()))
-    else:
-      self._answer(404, "there are /livez, /readyz and /status")
-
-  do_HEAD = do_GET
-
-  def send_error(self, code, message=None, explain=None) -> None:
-    """What the parser refuses: in plain words, without what was sent."""
-    self._answer(code, http.HTTPStatus(code).phrase)
-
-  def log_message(self, format, *args) -> None:
-    """Probes come every few seconds; nobody wants to read that."""
-
-  def version_string(self) -> str:
-    return "ddiloco"
-
-  def _answer(self, code: int, text: str, kind: str = "text/plain; charset=utf-8") -> None:
-    body = (text + "\n").encode()
-    self.send_response(code)
-    self.send_header("Content-Type", kind)
-    self.send_header("Content-Length", str(len(body)))
-    self.send_header("Cache-Control", "no-store")
-    self.send_header("Connection", "close")
-    self.end_headers()
-    if self.command != "HEAD":
-      self.wfile.write(body)
-
-  def _head(self) -> bytes:
-    """What arrives until an empty line; TimeoutError, which ends the connection, if it is late."""
-    deadline, head = time.monotonic() + REQUEST_SECONDS, b""
-    while b"\r\n\r\n" not in head and b"\n\n" not in head:
-      left = deadline - time.monotonic()
-      if left <= 0 or len(head) >= REQUEST_BYTES:
-        raise TimeoutError("the request is not complete")
-      self.connection.settimeout(left)
-      received = self.connection.recv(1024)
-      if not received:
-        break
-      head += received
-    self.connection.settimeout(REQUEST_SECONDS)
-    return head
+  def _answer(self, request: Request) -> Answer:
+    if request.path == "/status":
+      code, text = self.status()
+      return Answer(code, text + "\n", "application/json")
+    if request.path in ("/livez", "/readyz"):
+      code, text = self.livez() if request.path == "/livez" else self.readyz()
+      return Answer(code, text + "\n")
+    return Answer(404, "there are /livez, /readyz and /status\n")
 
 
 def _finite(value: Any) -> Any:

@@ -251,14 +251,19 @@ def require_keys(url: str, keys: Keys | None, flag: str) -> None:
   good = match is not None and int(match[2]) < 65535 and (":" not in host or _is_ip(host))
   rule = "must be tcp://HOST:PORT with a port of at most 65534 (the next port is used too)"
   require(good, flag, url, rule, "write it as tcp://127.0.0.1:7000 or tcp://[::1]:7000")
-  loopback = host == "localhost" or (_is_ip(host) and ipaddress.ip_address(host).is_loopback)
   require(
-    loopback or keys is not None,
+    is_loopback(host) or keys is not None,
     flag,
     url,
     "can be reached from other machines, which needs keys",
     "make them with `ddiloco keys --keys=DIR` and give --keys=DIR, or stay on tcp://127.0.0.1:PORT",
   )
+
+
+def is_loopback(host: str) -> bool:
+  """Whether only this machine can reach `host`. Names are not resolved; brackets are let pass."""
+  host = host.strip("[]").lower()
+  return host == "localhost" or (_is_ip(host) and ipaddress.ip_address(host).is_loopback)
 
 
 def _is_ip(host: str) -> bool:

@@ -57,6 +57,7 @@ class Learner:
     self.batches = batches
     self.recorder = recorder
     self._saver = saver
+    self._pace_seconds = config.islands.island(beginning.state.learner).pace_seconds
     state = self._began = beginning.state
     # Data is read on from where it was when this state was recorded, as far as the run is now.
     self._ahead = beginning.position - state.clock
@@ -76,6 +77,7 @@ class Learner:
       Quarantined: a shard found this learner's updates bad; restart it.
     """
     exchange, batches = self.exchange, None
+    exchange.poison = lambda: faults.poison
     self.recorder.event(
       "started",
       **self.island.describe(),
@@ -135,6 +137,8 @@ class Learner:
     started = time.monotonic()
     position, rate_scale = self._next_position(state), self._rate_scale(state)
     metrics = self.island.step(tokens, state.clock, rate_scale)
+    if (early := self._pace_seconds - (time.monotonic() - started)) > 0:
+      time.sleep(early)
     faults.drag(time.monotonic() - started)
     ended = time.monotonic()
     trained = tokens.shape[0] * (tokens.shape[1] - 1)

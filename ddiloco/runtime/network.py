@@ -19,12 +19,12 @@ import time
 from typing import Any
 
 from ddiloco.config import NetworkConfig
-from ddiloco.core import messages
+from ddiloco.core import wire
 from ddiloco.core.messages import Message
 from ddiloco.runtime.courier import Courier
 from ddiloco.runtime.greetings import Run, seconds_since_2020
 from ddiloco.runtime.keys import Keys
-from ddiloco.runtime.transport import Counters, Inbox
+from ddiloco.runtime.transport import Counters, Inbox, Spoil
 
 __all__ = ["NetworkEndpoint", "Run", "seconds_since_2020"]
 
@@ -69,9 +69,10 @@ class NetworkEndpoint:
     """Connects to the shard `address` at `url`; a second time: it is somewhere else now."""
     self._courier.dial(address, url)
 
-  def send(self, to: str, message: Message) -> int:
-    header, payload = messages.encode(message, self._run.run_id, self._run.plan_id)
-    size = messages.frame_bytes(header, payload)
+  def send(self, to: str, message: Message, spoil: Spoil | None = None) -> int:
+    header, payload = wire.encode(message, self._run.run_id, self._run.plan_id)
+    header = header if spoil is None else spoil(header)
+    size = wire.frame_bytes(header, payload)
     if not self._inbox.closed:
       self.counters.sent_bytes += size
       self.counters.payload_bytes += size - len(header)

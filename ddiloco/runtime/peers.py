@@ -14,6 +14,7 @@ import time
 import zmq
 
 from ddiloco.config import NetworkConfig
+from ddiloco.core.wire import MalformedMessage
 from ddiloco.runtime import frames
 from ddiloco.runtime.frames import Beat, Chunk, Control, Greeting
 from ddiloco.runtime.greetings import Run, check_header, control_route, stream_route
@@ -140,7 +141,7 @@ class Peer:
       return []  # of a session that is over
     try:
       accepted = self.incoming.accept(chunk, data)
-    except frames.MalformedMessage:
+    except MalformedMessage:
       self.answers += (chunk.transfer, chunk.offset)
       raise
     if accepted:

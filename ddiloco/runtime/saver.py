@@ -37,13 +37,22 @@ class Saver:
     role: as parts are named, "learner-3".
     incarnation: of the role.
     recorder: event log.
+    disk: raises OSError where a planned fault fills the disk.
   """
 
-  def __init__(self, storage: Storage, role: str, incarnation: int, recorder: Recorder):
+  def __init__(
+    self,
+    storage: Storage,
+    role: str,
+    incarnation: int,
+    recorder: Recorder,
+    disk: Callable[[], None] = lambda: None,
+  ):
     self.storage = storage
     self.role = role
     self.incarnation = incarnation
     self.recorder = recorder
+    self._disk = disk
     self._jobs: queue.Queue = queue.Queue()
     self._busy = False  # from `save` to the end of its `then`
     self._closing = threading.Event()
@@ -98,6 +107,7 @@ class Saver:
     started = time.monotonic()
     self.recorder.flush()  # a life may begin with this part: the log must know how it came to be
     try:
+      self._disk()
       meta = self.storage.save(snapshot, self.role, self.incarnation, state, arrays)
     except Exception as error:  # whatever it is: training goes on without this snapshot
       reason = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
@@ -135,6 +145,7 @@ class Saver:
       keep: committed snapshots that stay.
     """
     try:
+      self._disk()
       self._commit(snapshot, set(shards), learners, patience_seconds)
       self.storage.prune(keep)
     except Exception as error:  # whatever it is: training goes on without this snapshot

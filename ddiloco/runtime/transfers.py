@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ddiloco.core.messages import MalformedMessage
 from ddiloco.core.protocol import smooth
+from ddiloco.core.wire import MalformedMessage
 from ddiloco.runtime.frames import Chunk
 
 PATIENCE_FACTOR = 8.0  # over the usual time between two answers

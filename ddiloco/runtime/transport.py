@@ -17,10 +17,11 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from ddiloco.core import messages
+from ddiloco.core import messages, wire
 from ddiloco.core.messages import EVALUATOR, Message
 
 EVALUATOR_ADDRESS = "evaluator"
+Spoil = Callable[[bytes], bytes]
 
 
 def learner_address(learner: int) -> str:
@@ -58,8 +59,9 @@ class Endpoint(Protocol):
 
   counters: Counters
 
-  def send(self, to: str, message: Message) -> int:
-    """Queues a message; returns its size in bytes on the wire."""
+  def send(self, to: str, message: Message, spoil: Spoil | None = None) -> int:
+    """Queues a message; returns its size in bytes on the wire. `spoil` damages its header, as some
+    wires do."""
     ...
 
   def receive(self, timeout_seconds: float) -> tuple[str, Message] | None:
@@ -133,8 +135,8 @@ class Inbox:
       if payload is not None:
         self._taken(sender, size - len(header))
       try:
-        message = messages.decode(header, payload, self._run_id, self._plan_id)
-      except messages.MalformedMessage:
+        message = wire.decode(header, payload, self._run_id, self._plan_id)
+      except wire.MalformedMessage:
         self._counters.malformed += 1
         continue
       if sender == claimed_sender(message):
@@ -211,9 +213,10 @@ class QueueEndpoint:
     self._hub = hub
     self._inbox = Inbox(hub.run_id, hub.plan_id, self.counters)
 
-  def send(self, to: str, message: Message) -> int:
-    header, payload = messages.encode(message, self._hub.run_id, self._hub.plan_id)
-    size = messages.frame_bytes(header, payload)
+  def send(self, to: str, message: Message, spoil: Spoil | None = None) -> int:
+    header, payload = wire.encode(message, self._hub.run_id, self._hub.plan_id)
+    header = header if spoil is None else spoil(header)
+    size = wire.frame_bytes(header, payload)
     if self._inbox.closed:
       return size
     self.counters.sent_bytes += size

@@ -7,6 +7,7 @@ mesh axes through `RULES` alone.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Sequence
@@ -35,8 +36,12 @@ RULES: dict[str, tuple[str, ...]] = {
 }
 
 
-def partition(devices: Sequence[Device], islands: IslandsConfig) -> list[list[Device]]:
+def partition(
+  devices: Sequence[Device], islands: IslandsConfig, num_islands: int = 0
+) -> list[list[Device]]:
   """The devices of every learner, in learner order; no device serves two.
+
+  `num_islands` is more than islands.num_learners where learners join later; 0: it is not.
 
   A learner with a configured count gets that many, in order (inside one slice where they fit). One
   with `devices = 0` gets a whole slice where devices have several distinct `slice_index`, else
@@ -45,6 +50,8 @@ def partition(devices: Sequence[Device], islands: IslandsConfig) -> list[list[De
   Raises:
     ConfigError: there are too few devices or slices.
   """
+  if num_islands > islands.num_learners:
+    islands = dataclasses.replace(islands, num_learners=num_islands)
   counts = [islands.island(m).devices for m in range(islands.num_learners)]
   slices: dict[Any, list[Device]] = {}
   for device in devices:

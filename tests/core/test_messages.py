@@ -12,14 +12,11 @@ from hypothesis import strategies as st
 
 from ddiloco.core.messages import (
   KINDS,
-  LEAST,
-  MAX_HEADER_BYTES,
   Ask,
   Donate,
   Goodbye,
   Hello,
   Inherit,
-  MalformedMessage,
   Moments,
   Publish,
   Pull,
@@ -33,9 +30,17 @@ from ddiloco.core.messages import (
   Report,
   Value,
   Welcome,
+)
+from ddiloco.core.wire import (
+  LEAST,
+  MAX_HEADER_BYTES,
+  SEAL_BYTES,
+  WIRE_FORMAT,
+  MalformedMessage,
   decode,
   encode,
   frame_bytes,
+  seal,
 )
 
 RUN, PLAN = "run-2026-01-31-abcdef", "0123456789abcdef"
@@ -65,12 +70,12 @@ EXAMPLES = [
 
 
 def header_of(message) -> list:
-  return list(msgpack.unpackb(encode(message, RUN, PLAN)[0], use_list=False))
+  return list(msgpack.unpackb(encode(message, RUN, PLAN)[0][:-SEAL_BYTES], use_list=False))
 
 
 def read(header: list | bytes, payload=None):
   header = header if isinstance(header, bytes) else msgpack.packb(header)
-  return decode(header, payload, RUN, PLAN)
+  return decode(seal(header), payload, RUN, PLAN)
 
 
 def test_examples_cover_every_kind():
@@ -152,9 +157,9 @@ def test_only_what_may_be_minus_one_is(kind):
 @pytest.mark.parametrize(
   "place, value, text",
   [
-    (0, 2, "format is 2, this run has 1"),
-    (0, True, "format is True, this run has 1"),
-    (0, 1.0, "format is 1.0, this run has 1"),
+    (0, WIRE_FORMAT + 1, "format is"),
+    (0, True, "format is True, this run has"),
+    (0, 1.0, "format is 1.0, this run has"),
     (1, "another", "run id is 'another', this run has"),
     (2, "another", "plan id is 'another', this run has"),
     (2, None, "plan id is None"),
@@ -207,9 +212,10 @@ def test_the_text_of_an_error_stays_short():
   assert len(str(error.value)) < 300
 
 
-def only_malformed_or_a_message(header: bytes, payload) -> None:
+def only_malformed_or_a_message(body: bytes, payload) -> None:
+  """With a right seal, so that what is in it is looked at."""
   try:
-    message = decode(header, payload, RUN, PLAN)
+    message = decode(seal(body), payload, RUN, PLAN)
   except MalformedMessage as error:
     assert str(error)
     return
@@ -227,10 +233,24 @@ def test_random_bytes(header, payload):
 @given(st.sampled_from(EXAMPLES), st.lists(st.tuples(st.integers(0, 10**6), st.binary(max_size=3))))
 def test_mutated_frames(message, edits):
   header, payload = encode(message, RUN, PLAN)
+  header = header[:-SEAL_BYTES]
   for where, new in edits:
     at = where % (len(header) + 1)
     header = header[:at] + new + header[at + where % 3 :]
   only_malformed_or_a_message(header, payload)
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda m: type(m).__name__)
+def test_no_flipped_bit_goes_unnoticed(message):
+  header, payload = encode(message, RUN, PLAN)
+  for bit in range(8 * len(header)):
+    damaged = bytearray(header)
+    damaged[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(MalformedMessage, match="damaged"):
+      decode(bytes(damaged), payload, RUN, PLAN)
+  for length in range(len(header)):
+    with pytest.raises(MalformedMessage, match="damaged"):
+      decode(header[:length], payload, RUN, PLAN)
 
 
 ANYTHING = st.recursive(

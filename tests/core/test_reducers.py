@@ -365,3 +365,17 @@ def test_one_liar_does_not_stretch_the_grace_window():
   assert shard.state.fragments[1].version == 0, "grace"
   shard.feed(Tick(0.2))
   assert shard.state.fragments[1].version == 1
+
+
+def test_a_learner_that_is_new_and_alone_is_measured_by_what_is_usual_here():
+  shard = Script(ALONE)
+  for m in (0, 1):
+    shard.feed(hello(m, 0))
+  shard.feed(report(0, (0, 0), (2, 0)), 0.1)
+  assert Accept(0, 0, 0) in shard.feed(push(0, 0), 0.1, norm=1.0)
+  shard.feed(report(1, (1, 0), (2, 0)), 0.2)
+  sent = shard.feed(push(1, 1, base=1), 0.2, norm=1e6)
+  refusals = [
+    a.message.reason for a in sent if isinstance(a, Send) and hasattr(a.message, "reason")
+  ]
+  assert refusals == ["norm 1e+06 is over 10 x 1"] and shard.state.fragments[0].version == 1

@@ -128,19 +128,19 @@ def test_a_planned_kill_is_real_comes_back_and_does_not_count_as_a_crash(started
   kills = [Fault("kill", "learner/3", at_step=n, seconds=4.0) for n in (10, 11)]
   each = started(SLEEP, *kills)
   assert each.strike(9, 0.0, 1.0) is None
-  assert each.strike(10, 0.0, 1.0) == ("kill", "at step 10, for 4 s")
+  assert each.strike(10, 0.0, 1.0).action == "kill"
   assert each.strike(11, 0.0, 1.0) is None, "the second kill is for its next life"
   assert status_of(each) == -signal.SIGKILL
   assert each.on_exit(-signal.SIGKILL, 2.0, False, True) == "killed by plan, back in 4 s"
   assert not each.due_to_start(5.9) and each.due_to_start(6.0)
   each.start(6.0)
-  assert each.strike(11, 0.0, 6.0) == ("kill", "at step 11, for 4 s")
+  assert each.strike(11, 0.0, 6.0).action == "kill"
 
 
 def test_a_kill_for_good(started):
   each = started(SLEEP, Fault("kill", "learner/3", at_seconds=3.0, seconds=-1))
   assert each.strike(10**9, 2.9, 1.0) is None
-  assert each.strike(0, 3.0, 1.0) == ("kill", "at step 0, for good")
+  assert each.strike(0, 3.0, 1.0).action == "kill"
   each.on_exit(status_of(each), 2.0, False, True)
   assert each.gone and each.ended
 
@@ -162,7 +162,7 @@ def state(each: Child) -> str:
 def test_a_stall_is_a_real_stop_and_it_goes_on_afterwards(started):
   each = started(SLEEP, Fault("stall", "learner/3", at_step=5, seconds=2.0))
   assert not each.hold(1.0)
-  assert each.strike(5, 0.0, 10.0) == ("stall", "at step 5, for 2 s")
+  assert each.strike(5, 0.0, 10.0).action == "stall"
   assert each.hold(10.0)
   wait_for(lambda: state(each) == "T", "the stop")
   assert each.hold(11.9) and state(each) == "T"

@@ -11,6 +11,8 @@ import pytest
 from ddiloco.config import Config, from_dict
 from ddiloco.engines.threads import Outcome, ThreadsEngine
 from ddiloco.observe.events import Event, read_events
+from ddiloco.observe.recovery import longest_stall_seconds, lost_rounds, recoveries, unplanned
+from ddiloco.resilience.goodput import Ledger
 from ddiloco.runtime import initial
 from ddiloco.runtime.evaluator import HostParams
 from ddiloco.training import data
@@ -56,7 +58,7 @@ class HostIsland(HostParams):
     time.sleep(STEP_SECONDS)  # stands for the device's work
     self.made += 1
     for value in self.params.values():
-      value -= np.float32(0.01) * (value - self.learner)
+      value -= np.float32(0.01) * (value - 1 - self.learner / 4)
     if self.made in self.trouble:
       self.trouble[self.made]()
     return {"loss": 1.0}
@@ -114,7 +116,7 @@ class Ran:
 
   def __init__(self, config: Config, corpus, workdir, trouble=(), stop_after=None):
     plan = initial.make_plan(config)
-    learners = range(config.islands.num_learners)
+    learners = range(config.num_islands())
     self.islands = {m: HostIsland(config, m, plan) for m in learners}
     for learner, step, what in trouble:
       self.islands[learner].trouble[step] = lambda m=learner, what=what: what(self.islands[m])
@@ -212,6 +214,73 @@ def test_the_result_is_what_the_learners_ended_with(chaos):
   for name, value in chaos.outcome.params.items():
     assert np.isfinite(value).all()
     np.testing.assert_allclose(value, chaos.islands[0].params[name], atol=0.8)
+
+
+@pytest.fixture(scope="module")
+def storm(corpus, tmp_path_factory) -> Ran:
+  """Everything that can happen to messages, a cut region, and an island that comes and goes."""
+  faults = [
+    fault("drop", "learner/0", 20, seconds=0.4, share=0.5),
+    fault("delay", "learner/1", 30, seconds=0.4, delay_seconds=0.05),
+    fault("duplicate", "syncer/0", 40, seconds=0.4, share=0.5),
+    fault("reorder", "learner/2", 50, seconds=0.4, share=0.5, delay_seconds=0.1),
+    fault("corrupt", "learner/0", 60, seconds=0.4, share=0.5),
+    fault("throttle", "learner/1", 70, seconds=0.4, bits_per_second=1e6),
+    fault("cut", "region/east", 100, seconds=1.0),
+    fault("poison", "learner/0", 140, seconds=2.0, factor=1e30),
+    fault("join", "learner/3", 60, seconds=1.0),
+    fault("join", "learner/4", 80, seconds=-1),
+  ]
+  regions = {"east": ["learner/1", "syncer/1"]}
+  config = make_config(steps=300, chaos={"faults": faults, "regions": regions})
+  return Ran(config, corpus, tmp_path_factory.mktemp("storm"))
+
+
+def test_a_storm_is_survived_without_a_crash_a_block_or_a_lost_round(storm):
+  assert storm.outcome.reason == "finished"
+  struck = {(e["action"], e["target"]) for e in storm.of("fault")}
+  assert len(struck) == 11 and {("cut", "learner/1"), ("cut", "syncer/1")} <= struck
+  assert [each.get("reason") or each for each in unplanned(storm.events)] == []
+  assert lost_rounds(storm.events) == []
+  assert_versions_never_go_back(storm)
+  assert sum(e["blocked_seconds"] for e in storm.of("step")) == 0
+  assert longest_stall_seconds(storm.events) < 1.0
+  back = {r.target for r in recoveries(storm.events) if r.seconds == r.seconds}
+  assert {"learner/0", "learner/1", "learner/2", "learner/4", "syncer/0", "syncer/1"} <= back
+
+
+def test_corrupt_messages_are_counted_and_poison_is_rejected(storm):
+  assert sum(max((e["malformed"] for e in storm.of("traffic", f"syncer-{s}")), default=0)
+    for s in range(2)) > 0  # fmt: skip
+  assert any("norm" in e["reason"] for e in storm.of("refused", "learner-0"))
+  assert all(np.isfinite(value).all() for value in storm.outcome.params.values())
+
+
+def test_islands_join_and_leave_with_their_work_merged(storm):
+  ledger = Ledger()
+  for event in storm.events:
+    ledger.take(event)
+  report = ledger.report()
+  assert set(report.learners) == {0, 1, 2, 3, 4}
+  stopped = storm.of("stopped", "learner-3")[0]
+  assert stopped["unmerged_tokens"] == 0 and stopped["time"] < storm.of("run_finished")[0]["time"]
+  assert report.learners[3].participation > 0 and report.learners[4].participation > 0
+  merged = [e for e in storm.of("commit") if "4" in e["participants"]]
+  assert len({e["fragment"] for e in merged}) == 4
+
+
+def test_the_ledger_adds_up_to_what_the_shards_merged(storm, chaos):
+  """With steps of a microsecond, useful chip-seconds count steps: as many as the shards merged."""
+  for ran in (storm, chaos):
+    ledger, merged = Ledger(), {}
+    for event in ran.events:
+      if event["kind"] == "commit":
+        merged[event["fragment"]] = event["merged_tokens"]
+      ledger.take({**event, "seconds": 1e-6} if event["kind"] == "step" else event)
+    report = ledger.report()
+    assert report.goodput + sum(report.causes.values()) == pytest.approx(1.0)
+    counted = {p: 4e6 * TOKENS * sum(chain.merged.values()) for p, chain in ledger.chains.items()}
+    assert counted == pytest.approx(merged)
 
 
 def test_a_crash_is_restarted_after_a_pause_that_doubles(corpus, tmp_path):

@@ -43,8 +43,8 @@ def test_spans_of_the_synthetic_run(run_events):
   assert killed == [
     ("joining", 0.0, 3.3),
     ("running", 3.3, 20.0),
-    ("down", 20.0, 24.8),
-    ("joining", 24.8, 27.0),
+    ("down", 20.0, 24.0),
+    ("joining", 24.0, 27.0),
     ("running", 27.0, 60.0),
   ]
   assert [s.state for s in spans["syncer-0"]] == ["joining", "running"]

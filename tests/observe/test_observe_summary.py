@@ -8,6 +8,22 @@ import pytest
 
 from ddiloco.observe.events import EventLog
 from ddiloco.observe.summary import participation, summarise, traffic_totals
+from ddiloco.resilience.goodput import CAUSES
+
+# Two islands of one chip for 6 s. The first step of each ends its start-up; nothing was cut.
+ACCOUNT = {
+  "chip_seconds": 12.0,
+  "goodput": 0.0,
+  "goodput_training": 0.0,
+  "uptime": 1.0,
+  "lost_time": {
+    **dict.fromkeys(CAUSES, 0.0),
+    "start_up": 0.233333,
+    "pending": 0.033333,
+    "other": 0.733333,
+  },
+  "liveness": {"0": 0.35, "1": 0.016667},
+}
 
 
 def test_golden(make):
@@ -69,6 +85,7 @@ def test_golden(make):
       },
     },
     "torn_lines": 2,
+    **ACCOUNT,
   }
 
 

@@ -32,7 +32,9 @@ def strikes(faults: Faults, clock: int) -> float | None:
 
 def test_a_kill_by_step_strikes_once_at_the_first_step_that_reaches_it():
   log = []
-  faults = Faults([kill(at_step=5, seconds=3.0)], time.monotonic(), lambda *a: log.append(a))
+  plan = [kill(at_step=5, seconds=3.0)]
+  note = lambda fault, said: log.append((fault.action, said))  # noqa: E731
+  faults = Faults(plan, time.monotonic(), note)
   cuts = []
   faults.cut = lambda: cuts.append(len(log))
   assert [strikes(faults, clock) for clock in (0, 4)] == [None, None]
@@ -59,7 +61,7 @@ def test_two_kills_that_are_due_together_take_two_incarnations():
 def test_a_fault_before_the_kill_of_the_same_step_strikes_too():
   log = []
   plan = [Fault("slow", "learner/0", at_step=5), kill(at_step=5)]
-  faults = Faults(plan, time.monotonic(), lambda action, detail: log.append(action))
+  faults = Faults(plan, time.monotonic(), lambda fault, said: log.append(fault.action))
   assert strikes(faults, 5) == 5.0
   assert log == ["slow", "kill"]
 
@@ -78,7 +80,7 @@ def test_the_end_of_the_run_ends_a_stall_and_a_drag():
   plan = [Fault("stall", "syncer/0", at_step=0, seconds=3600.0)]
   plan += [Fault("slow", "syncer/0", at_step=0, seconds=3600.0, factor=1e6)]
   struck = threading.Event()
-  faults = Faults(plan, time.monotonic(), lambda action, detail: struck.set())
+  faults = Faults(plan, time.monotonic(), lambda fault, said: struck.set())
   role = threading.Thread(target=lambda: (faults.check(0), faults.drag(1.0)), daemon=True)
   role.start()
   assert struck.wait(10)

@@ -15,7 +15,9 @@ import pytest
 
 from ddiloco.checked import ConfigError
 from ddiloco.runtime import health as module
-from ddiloco.runtime.health import MAX_CONNECTIONS, Health
+from ddiloco.runtime import webserver
+from ddiloco.runtime.health import Health
+from ddiloco.runtime.webserver import MAX_CONNECTIONS
 
 SECONDS = 20  # until a test gives up on an answer
 
@@ -220,7 +222,7 @@ def test_clients_that_hang_hold_up_nobody_and_are_cut_off(serve):
 
 
 def test_a_request_that_drips_is_over_when_its_time_is(serve, monkeypatch):
-  monkeypatch.setattr(module, "REQUEST_SECONDS", 0.3)
+  monkeypatch.setattr(webserver, "REQUEST_SECONDS", 0.3)
   with connect(serve()) as connection:
     start = time.monotonic()
     with contextlib.suppress(OSError):
@@ -234,10 +236,10 @@ def test_a_request_that_drips_is_over_when_its_time_is(serve, monkeypatch):
 
 
 def test_a_request_that_does_not_end_is_cut_off(serve, monkeypatch):
-  monkeypatch.setattr(module, "REQUEST_SECONDS", 10 * SECONDS)
+  monkeypatch.setattr(webserver, "REQUEST_SECONDS", 10 * SECONDS)
   with connect(serve()) as connection:
     with contextlib.suppress(ConnectionError):
-      connection.sendall(b"X-More: " + b"x" * (module.REQUEST_BYTES + 1000))
+      connection.sendall(b"X-More: " + b"x" * (webserver.REQUEST_BYTES + 1000))
     assert ended(connection) == b""
 
 

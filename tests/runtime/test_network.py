@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddiloco.config import NetworkConfig
-from ddiloco.core.messages import Goodbye, Hello, MalformedMessage, Push
+from ddiloco.core.messages import Goodbye, Hello, Push
+from ddiloco.core.wire import MalformedMessage
 from ddiloco.resilience.link import Link
 from ddiloco.runtime import frames
 from ddiloco.runtime.greetings import Run, control_route, objection, seconds_since_2020

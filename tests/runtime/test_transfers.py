@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddiloco.core.messages import MalformedMessage
+from ddiloco.core.wire import MalformedMessage
 from ddiloco.runtime.frames import Chunk
 from ddiloco.runtime.transfers import MAX_AHEAD, MAX_BACKOFF, Incoming, Outgoing
 

@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from ddiloco.core import messages
+from ddiloco.core import wire
 from ddiloco.core.messages import Goodbye, Pull, Push
 from ddiloco.runtime.transport import Hub
 from tests import says
@@ -114,9 +114,9 @@ def test_malformed_frames_are_dropped_and_counted():
   hub = Hub("run", "plan")
   a = hub.connect("learner/0")
   a._deliver("syncer/0", b"\xc1garbage", None, 8)
-  header, _ = messages.encode(pull(1), "another run", "plan")
+  header, _ = wire.encode(pull(1), "another run", "plan")
   a._deliver("syncer/0", header, None, len(header))
-  header, _ = messages.encode(pull(2), "run", "plan")
+  header, _ = wire.encode(pull(2), "run", "plan")
   a._deliver("syncer/0", header, None, len(header))
   assert a.receive(SECONDS)[1].round == 2
   assert a.counters.malformed == 2

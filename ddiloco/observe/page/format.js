@@ -1,0 +1,68 @@
+// Numbers as people read them, and elements without innerHTML: what is in a log stays text.
+
+export const DASH = "–";
+const known = (value) => typeof value === "number" && Number.isFinite(value);
+
+export const percent = (share, digits = 0) =>
+  known(share) ? `${(100 * share).toFixed(digits)}%` : DASH;
+export const loss = (value) => (known(value) ? value.toFixed(3) : DASH);
+
+export function compact(value) {
+  if (!known(value)) return DASH;
+  for (const [limit, unit] of [
+    [1e12, "T"],
+    [1e9, "G"],
+    [1e6, "M"],
+    [1e3, "k"],
+  ]) {
+    if (Math.abs(value) >= 0.9995 * limit) {
+      const scaled = value / limit;
+      return (Math.abs(scaled) >= 99.95 ? scaled.toFixed(0) : scaled.toFixed(1)) + unit;
+    }
+  }
+  return value.toFixed(0);
+}
+
+export const bytes = (value) =>
+  known(value) ? `${compact(value)}B`.replace(/(\d)B/, "$1 B").replace(/([kMGT])B/, " $1B") : DASH;
+
+export function clock(seconds) {
+  if (!known(seconds)) return DASH;
+  const whole = Math.floor(Math.max(0, seconds));
+  const [h, m, s] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60, whole % 60];
+  const two = (n) => String(n).padStart(2, "0");
+  return h ? `${h}:${two(m)}:${two(s)}` : `${m}:${two(s)}`;
+}
+
+export const plural = (n, word) => `${n} ${word}${n === 1 ? "" : "s"}`;
+
+export function join(words) {
+  return words.length < 2 ? words.join("") : `${words.slice(0, -1).join(", ")} and ${words.at(-1)}`;
+}
+
+function make(node, attributes, children) {
+  for (const [name, value] of Object.entries(attributes ?? {})) {
+    if (value === undefined || value === false || value === null) continue;
+    if (name.startsWith("--") || name === "width%")
+      node.style.setProperty(name === "width%" ? "width" : name, value);
+    else node.setAttribute(name, value === true ? "" : value);
+  }
+  node.append(
+    ...children.flat().filter((each) => each !== null && each !== undefined && each !== ""),
+  );
+  return node;
+}
+
+export const html = (tag, attributes, ...children) =>
+  make(document.createElement(tag), attributes, children);
+export const svg = (tag, attributes, ...children) =>
+  make(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+
+export const byId = (id) => document.getElementById(id);
+
+/** Sets text only where it changed, so that nothing is announced or selected anew. */
+export function say(id, text) {
+  const node = byId(id);
+  if (node.textContent !== text) node.textContent = text;
+  node.hidden = false;
+}

@@ -1,0 +1,68 @@
+// Where the chip time went.
+
+import { byId, compact, html, percent, say } from "./format.js";
+
+const CAUSES = {
+  start_up: ["start-up", "a first life begins"],
+  compile: ["compiling", "programs are made or loaded"],
+  down: ["down", "dead, not yet started again"],
+  rejoin: ["rejoining", "a later life begins"],
+  blocked: ["blocked", "waited for a shard (lock-step only)"],
+  stalled: ["stalled", "stood still"],
+  discarded: ["work lost", "steps that never reached the global model"],
+  rejected: ["rejected", "updates that were refused"],
+  pending: ["not merged yet", "steps that may still be merged"],
+  save: ["snapshots", "copies of the state"],
+  other: ["everything else", "data, cuts, applies"],
+};
+
+export function goodput(account) {
+  const box = byId("goodput");
+  if (!account) {
+    say("goodput-says", "not known yet");
+    return box.replaceChildren();
+  }
+  const lost = Object.entries(account.causes)
+    .filter(([, share]) => share >= 0.0005)
+    .sort((a, b) => b[1] - a[1]);
+  const [worst] = lost;
+  say(
+    "goodput-says",
+    `${percent(account.goodput, 1)} of ${compact(account.chip_seconds)} chip-seconds are in the global model` +
+      (worst ? `; most else: ${CAUSES[worst[0]]?.[0] ?? worst[0]}` : ""),
+  );
+  const shares = [["useful", account.goodput ?? 0], ...lost];
+  const name = (cause) =>
+    cause === "useful" ? "in the global model" : (CAUSES[cause]?.[0] ?? cause);
+  const stack = html(
+    "div",
+    {
+      class: "stack",
+      role: "img",
+      "aria-label": shares
+        .map(([cause, share]) => `${name(cause)} ${percent(share, 1)}`)
+        .join(", "),
+    },
+    shares.map(([cause, share]) =>
+      html("i", {
+        "data-cause": cause,
+        "width%": percent(share, 2),
+        title: `${name(cause)}: ${percent(share, 1)}`,
+      }),
+    ),
+  );
+  const list = html(
+    "ul",
+    { class: "causes" },
+    shares.map(([cause, share]) =>
+      html(
+        "li",
+        { "data-cause": cause, title: CAUSES[cause]?.[1] },
+        html("i"),
+        name(cause),
+        html("b", null, percent(share, 1)),
+      ),
+    ),
+  );
+  box.replaceChildren(stack, list);
+}

@@ -1,0 +1,159 @@
+"""A soak: hundreds of random faults of all kinds on one run, and what became of each of them.
+
+A real run of a tiny model on `--engine=threads` (islands as threads of one process, kills cut the
+role off) or `--engine=processes` (kill -9, SIGSTOP). Afterwards the event logs are judged:
+
+- `global_stalls`: times of over --stall_seconds without a step of any island;
+- `lost_rounds`: commits that the final global model was not made from;
+- `unplanned`: crashes, and exits that no kill had planned;
+- `blocked_seconds` of all islands;
+- of every fault the seconds from its strike to the next commit with its role, WORKDIR/recovery.tsv.
+
+  python scripts/soak.py [--faults=500] [--minutes=12] [--seed=0] [--engine=threads] [--workdir=DIR]
+
+With a --workdir a finished run is only judged again. Last line: {"faults", "struck", "kinds",
+"global_stalls", "longest_stall_seconds", "lost_rounds", "unplanned", "blocked_seconds", "uptime",
+"goodput", "recovered", "median_recovery_seconds", "worst_recovery_seconds", "finished"}; exit
+status 1 if any of the first three that must be zero is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ddiloco import config as config_lib
+from ddiloco.observe.events import Event, read_events
+from ddiloco.observe.recovery import Recovery, longest_stall_seconds, lost_rounds, recoveries
+from ddiloco.observe.recovery import unplanned as unplanned_of
+from ddiloco.resilience.goodput import Ledger
+from ddiloco.resilience.plans import random_faults
+
+LEARNERS, SHARDS = 4, 2
+STEP_SECONDS = 0.05
+CALM_SECONDS = 20.0  # after the last fault, for it to be over
+OUTLIVED = 20  # quarantines and crashes that a role may have had by then
+
+
+def make_config(faults: int, span_seconds: float, seed: int) -> config_lib.Config:
+  """A tiny model whose islands step every 50 ms."""
+  c = config_lib.default()
+  c.model.update(num_layers=1, model_dim=32, num_heads=2, num_kv_heads=1, head_dim=16, mlp_dim=64)
+  c.data.update(source="synthetic", sequence_length=32, heldout_sequences=16)
+  c.islands.update(num_learners=LEARNERS, batch_size=4, pace_seconds=STEP_SECONDS)
+  c.sync.update(num_shards=SHARDS, num_fragments=4, sync_period=8, liveness_seconds=1.0)
+  c.run.update(evaluations=4, sample_tokens=0, restart_seconds=0.2, max_restarts=OUTLIVED)
+  steps = (span_seconds + CALM_SECONDS) / STEP_SECONDS
+  c.run.total_tokens = round(0.9 * LEARNERS * steps) * 4 * 32  # some of the time they are down
+  plan = random_faults(seed, faults, span_seconds, LEARNERS, SHARDS)
+  c.chaos.faults = tuple(dataclasses.asdict(fault) for fault in plan)
+  return config_lib.from_dict(c)
+
+
+def train(config: config_lib.Config, engine: str, workdir: Path) -> None:
+  """The run, as a user starts it; its output goes to WORKDIR.log."""
+  workdir.parent.mkdir(parents=True, exist_ok=True)
+  file = workdir.with_suffix(".json")
+  file.write_text(config.to_json())
+  command = [sys.executable, "-m", "ddiloco", "train", f"--config={file}", f"--workdir={workdir}"]
+  log = workdir.with_suffix(".log")
+  print(f"{' '.join(command)} --engine={engine} --cpu > {log}", flush=True)
+  clean = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
+  with log.open("wb") as out:
+    subprocess.run(
+      [*command, f"--engine={engine}", "--cpu"], stdout=out, stderr=out, env=clean, check=False
+    )
+
+
+def judge(events: Sequence[Event], planned: int, stall_seconds: float) -> dict[str, Any]:
+  """The numbers of the last line."""
+  found = recoveries(events)
+  back = [each.seconds for each in found if math.isfinite(each.seconds)]
+  stall, ledger = longest_stall_seconds(events), Ledger()
+  for event in events:
+    ledger.take(event)
+  account = ledger.report()
+  finished = [event["reason"] for event in events if event["kind"] == "run_finished"]
+  return {
+    "faults": planned,
+    "struck": len(found),
+    "kinds": dict(collections.Counter(each.action for each in found)),
+    "global_stalls": int(stall > stall_seconds),
+    "longest_stall_seconds": round(stall, 3),
+    "lost_rounds": len(lost_rounds(events)),
+    "unplanned": len(unplanned_of(events)),
+    "blocked_seconds": sum(e["blocked_seconds"] for e in events if e["kind"] == "step"),
+    "uptime": round(account.uptime, 5),
+    "goodput": round(account.goodput_training, 4),
+    "recovered": len(back),
+    "median_recovery_seconds": round(statistics.median(back), 3) if back else None,
+    "worst_recovery_seconds": round(max(back), 3) if back else None,
+    "finished": finished[-1] if finished else None,
+  }
+
+
+def table(found: Sequence[Recovery]) -> str:
+  """Recovery by kind, for people."""
+  lines = ["| fault | struck | planned seconds, median | back after, median | worst | not back |"]
+  lines.append("|---|---|---|---|---|---|")
+  for action in sorted({each.action for each in found}):
+    of = [each for each in found if each.action == action]
+    back = [each.seconds for each in of if math.isfinite(each.seconds)]
+    middle, worst = (statistics.median(back), max(back)) if back else (math.nan, math.nan)
+    planned = statistics.median(each.planned_seconds for each in of)
+    lines.append(
+      f"| {action} | {len(of)} | {planned:.1f} | {middle:.2f} | {worst:.2f} |"
+      f" {len(of) - len(back)} |"
+    )
+  return "\n".join(lines)
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser.add_argument("--faults", type=int, default=500)
+  parser.add_argument("--minutes", type=float, default=12.0, help="in which they strike")
+  parser.add_argument("--seed", type=int, default=0)
+  parser.add_argument("--engine", choices=("threads", "processes"), default="threads")
+  parser.add_argument("--stall_seconds", type=float, default=5.0, help="without any step: a stall")
+  parser.add_argument("--workdir", type=Path, help="kept; default: a temporary one")
+  args = parser.parse_args()
+  config = make_config(args.faults, 60 * args.minutes, args.seed)
+  with tempfile.TemporaryDirectory() as folder:
+    workdir = args.workdir or Path(folder) / "soak"
+    if not (workdir / "outcome.json").exists():
+      print(f"{args.faults} faults in {args.minutes:g} minutes, seed {args.seed}", flush=True)
+      train(config, args.engine, workdir)
+    events = read_events(workdir)
+    found = recoveries(events)
+    rows = ["time\ttarget\taction\tplanned_seconds\trecovery_seconds"]
+    rows += [
+      f"{each.time:.3f}\t{each.target}\t{each.action}\t{each.planned_seconds:g}\t{each.seconds:.3f}"
+      for each in found
+    ]
+    (workdir / "recovery.tsv").write_text("\n".join(rows) + "\n")
+    result = judge(events, args.faults, args.stall_seconds)
+    for event in unplanned_of(events):
+      print(f"unplanned: {event}")
+    for fragment, round_id in lost_rounds(events):
+      print(f"lost: round {round_id} of fragment {fragment}")
+    if args.workdir is None and result["finished"] != "finished":
+      print(workdir.with_suffix(".log").read_text()[-4000:])
+  print(table(found))
+  print(json.dumps(result))
+  bad = result["global_stalls"] or result["lost_rounds"] or result["unplanned"]
+  return int(bool(bad) or result["finished"] != "finished")
+
+
+if __name__ == "__main__":
+  sys.exit(main())

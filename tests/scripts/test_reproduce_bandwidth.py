@@ -1,0 +1,35 @@
+"""The reproduction runs, says what it promises, and its picture is one."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "reproduce_bandwidth.py"
+GRID_STEP = 10 ** (4 / 49)  # between two bandwidths of the published table
+
+
+@pytest.mark.slow
+def test_it_prints_ours_beside_the_published_and_draws(tmp_path):
+  picture = tmp_path / "bandwidth.png"
+  command = [sys.executable, str(SCRIPT), f"--picture={picture}"]
+  done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+  assert done.returncode == 0, done.stderr
+  result = json.loads(done.stdout.splitlines()[-1])
+  assert picture.read_bytes().startswith(b"\x89PNG")
+
+  ours, published = result["required_gbps"], result["published_gbps"]
+  ratios = [ours[m][p] / figure for m, row in published.items() for p, figure in row.items()]
+  assert len(ratios) == 20
+  error = max(max(r, 1 / r) for r in ratios) - 1
+  assert error == pytest.approx(result["max_ratio_error"], abs=2e-3)
+  assert error < GRID_STEP - 1, "further off than the published table's own resolution"
+
+  assert result["reduction_vs_data_parallel"]["bf16"] > 100
+  case = result["case_12b"]
+  assert case["speedup_link_full"]["bf16"] > case["published_speedup"] == 20
+  for row in case["by_step_seconds"].values():
+    assert row["needed_gbps"]["int4"] < row["needed_gbps"]["bf16"]
+    assert row["speedup"]["2"] > row["speedup"]["5"] > 1

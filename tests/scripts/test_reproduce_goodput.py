@@ -1,0 +1,42 @@
+"""A small run of the headline script: what it promises, at a size that means little."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+PARTS = ("decoupled", "elastic", "inelastic")
+
+
+def reproduce(*arguments):
+  clean = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
+  command = [sys.executable, str(ROOT / "scripts" / "reproduce_goodput.py"), *arguments]
+  done = subprocess.run(command, capture_output=True, text=True, env=clean, timeout=550)
+  assert done.returncode == 0, done.stdout + done.stderr
+  return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_decoupled_islands_get_more_done_than_data_parallel_under_the_same_kills(tmp_path):
+  arguments = ("--quick", f"--workdir={tmp_path}", f"--plot={tmp_path / 'goodput.png'}")
+  said = reproduce(*arguments)
+  result = json.loads(said.splitlines()[-1])
+  for part in PARTS:
+    assert 0 < result[f"goodput_{part}"] <= 1 and 0 < result[f"uptime_{part}"] <= 1
+    share = result["with_start_up"][part] + sum(result["causes"][part].values())
+    assert math.isclose(share, 1, abs_tol=0.01), f"{part}: the accounts add up to {share}"
+    assert result["with_start_up"][part] < result[f"goodput_{part}"]
+    assert result["causes"][part]["discarded"] > 0 and result["kills_of"][part] > 0, said
+  assert result["kills"] == result["kills_of"]["decoupled"]
+  assert result["goodput_decoupled"] > result["goodput_elastic"] > 0, said
+  assert result["uptime_decoupled"] > result["uptime_inelastic"], said
+  assert (tmp_path / "goodput.png").stat().st_size > 10_000
+  again = reproduce(*arguments)
+  assert again.count("done before") == len(PARTS)
+  assert json.loads(again.splitlines()[-1]) == result

@@ -1,0 +1,45 @@
+"""Table 1 comes out within three points, with fewer days and seeds than the script takes."""
+
+import json
+import runpy
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ddiloco.simulation import chip_time
+from ddiloco.simulation.fleet import Fleet
+
+SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "reproduce_table1.py"
+
+
+@pytest.mark.slow
+def test_all_cells_are_near_the_published_ones(tmp_path):
+  picture = tmp_path / "table1.png"
+  command = [sys.executable, str(SCRIPT), "--quick", f"--picture={picture}"]
+  done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+  assert done.returncode == 0, done.stderr
+  assert picture.stat().st_size > 10_000
+  found = json.loads(done.stdout.splitlines()[-1])
+  published = runpy.run_path(str(SCRIPT))["PUBLISHED"]
+  assert list(found["cells"]) == list(found["uptime"]) == list(published)
+  ours, theirs = np.array(list(found["cells"].values())), np.array(list(published.values()))
+  misses = np.abs(ours - theirs)
+  assert misses.shape == (6, 5)
+  assert found["max_error"] == pytest.approx(misses.max(), abs=0.01)
+  assert found["mean_error"] == pytest.approx(misses.mean(), abs=0.01)
+  assert misses.max() <= 3 and misses.mean() <= 1.2, misses
+  for row in ("M=4", "M=8", "M=16"):
+    assert min(found["uptime"][row]) >= 99, row
+
+
+@pytest.mark.parametrize("learners", [1, 16])
+def test_the_largest_fleet_takes_less_than_two_seconds(learners):
+  fleet = Fleet(chips=2_400_000, learners=learners, days=30)
+  start = time.process_time()  # of this process: others may keep the machine busy
+  spent = chip_time.decoupled(fleet)
+  seconds = time.process_time() - start
+  assert spent.failures > 190_000 and seconds < 2, seconds
