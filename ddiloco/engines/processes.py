@@ -38,7 +38,7 @@ TURN_SECONDS = 0.05
 FAULT_TURN_SECONDS = 0.01  # while a process is held up on purpose
 FOLLOW_SECONDS = 0.2
 PATIENCE_SECONDS = 10.0  # for a process or the evaluator to end, over what it takes to drain
-MEASURE_SECONDS = 60.0  # for the evaluator to finish a measurement
+MEASURE_SECONDS = 60.0  # for the evaluator to have the last versions, or to finish a measurement
 
 
 class ProcessesEngine:
@@ -175,7 +175,7 @@ class ProcessesEngine:
         all_left_at = None
       elif all_left_at is None:
         all_left_at = now
-      elif now - all_left_at > PATIENCE_SECONDS:  # not only the evaluator, a moment behind
+      elif now - all_left_at > MEASURE_SECONDS:  # not only the evaluator, a moment behind
         return "stopped"
       self.stop.wait(FAULT_TURN_SECONDS if any(held) else TURN_SECONDS)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
+import urllib.error
 import urllib.request
 
 import pytest
@@ -86,6 +87,13 @@ def test_places_that_cannot_work(tmp_path):
   assert not (tmp_path / "run").exists()
 
 
+def is_ready(url: str) -> bool:
+  try:
+    return urllib.request.urlopen(f"{url}/readyz", timeout=10).status == 200
+  except urllib.error.HTTPError:
+    return False
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_run_put_together_by_hand(tmp_path):
@@ -118,7 +126,7 @@ def test_a_run_put_together_by_hand(tmp_path):
     first, said = role("first", "learner", "--learner=7", "--cpu")
     wait_for(lambda: events_of(workdir, "commit"), "the first commit", zero, log)
     url = log.read_text().split("probes at ")[1].split()[0]
-    assert urllib.request.urlopen(f"{url}/readyz", timeout=10).status == 200
+    wait_for(lambda: is_ready(url), "readiness of 0", zero, log)
 
     log = said
     wait_for(lambda: events_of(workdir, "push", "learner-7"), "a push of 7", first, log)
