@@ -25,7 +25,9 @@ setup(
   package_data={"ddiloco.observe": ["page/*"]},  # the dashboard
   install_requires=[
     "absl-py>=2.1",  # flags of the command line
+    "etils[epath]>=1.7",  # checkpoints on disks and in buckets by the same code
     "flax>=0.12,<0.13",  # NNX models
+    "fsspec>=2024.6",  # what epath speaks to buckets with
     "grain>=0.2.11,<0.3",  # index-addressed data
     "jax>=0.10,<0.11",
     "matplotlib>=3.8,<4",  # the report's pictures
@@ -45,6 +47,7 @@ setup(
     "ray": ["ray>=2.40,<3"],
     "fuzz": ["atheris>=2.3"],
     "tokenizers": ["sentencepiece>=0.2", "tokenizers>=0.20"],
+    "gcs": ["etils[epath-gcs]>=1.7"],  # checkpoints in gs://
     "tpu": ["jax[tpu]>=0.10,<0.11"],
     "dev": [*TEST, "ruff>=0.15", "mypy>=1.15", "pre-commit>=4"],
   },

@@ -18,13 +18,16 @@ ALLOWED = {
   "training": {"config", "core", "models"},
   "resilience": {"checked", "config", "core"},
   "observe": {"config", "core", "resilience"},
-  "simulation": {"checked", "config", "core"},
+  "simulation": {"checked", "config", "core", "resilience"},
   "environment": set(),
   "runtime": {"checked", "config", "core", "models", "training", "resilience", "observe"},
   "baselines": {
     *("config", "core", "environment", "models", "training", "resilience", "observe", "runtime")
   },
-  "engines": {"checked", "config", "core", "models", "training", "resilience", "observe", "runtime"},
+  "engines": {
+    *("checked", "config", "core", "models", "training", "resilience", "simulation", "observe"),
+    "runtime",
+  },
   "cli": {"config", "environment", "engines", "resilience", "runtime", "simulation"},
   "__main__": {"cli"},
   "__init__": set(),
@@ -40,9 +43,9 @@ PURE_ALLOWS = {
   "models": {"numpy", "jax", "flax", "ddiloco"},
 }
 STANDARD = {
-  "__future__", "bisect", "zlib", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq",
+  "__future__", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq",
   "itertools", "json", "math", "operator", "reprlib", "statistics", "struct", "sys", "types",
-  "typing",
+  "typing", "zlib",
 }  # fmt: skip
 FILES = sorted(ROOT.rglob("*.py"))
 
@@ -86,6 +89,13 @@ def test_pure_rooms_stay_pure(path):
   for node in ast.walk(ast.parse(path.read_text())):
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
       assert node.func.id not in IMPURE_CALLS, f"{name(path)}:{node.lineno} calls {node.func.id}"
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if room(p) == "simulation"], ids=name)
+def test_virtual_time_is_the_only_time_of_the_simulator(path):
+  """Chance has a seed there; clocks, threads, files and processes it has none."""
+  for module in imported(path):
+    assert module.split(".")[0] not in IMPURE_MODULES - {"random"}, f"{name(path)}: {module}"
 
 
 @pytest.mark.parametrize("file", ["messages", "quorum", "protocol", "learner", "syncer"])

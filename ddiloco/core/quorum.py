@@ -52,8 +52,8 @@ def decide(
   """
   names = ", ".join(map(str, pending))
   if pushed < sync.min_quorum:
-    if len(pending) + pushed < sync.min_quorum:
-      return Decision("abandon", f"only {pushed} of {sync.min_quorum} needed can still answer")
+    if (left := len(pending) + pushed) < sync.min_quorum:
+      return Decision("abandon", f"only {left} of {sync.min_quorum} needed are left")
     return Decision(
       "wait", f"quorum: {pushed} of {sync.min_quorum} have answered, waiting for {names}"
     )
@@ -72,8 +72,8 @@ def screen(
 
   An update is rejected if its norm exceeds `ratio` times every reference there is: the median of
   the other participants' norms, and the learner's own past. So a sudden growth that all share
-  passes, and so does a learner that is alone where nobody has a past. More steps may make a longer update: against
-  an update of fewer steps it may be longer by as much.
+  passes, and so does a learner that is alone where nobody has a past. More steps may make a longer
+  update: against an update of fewer steps it may be longer by as much.
 
   Args:
     norms: by learner, of the outer gradients at hand; non-finite ones are always rejected.

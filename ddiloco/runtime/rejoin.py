@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ddiloco.config import Config
+from ddiloco.config import Config, ConfigError
 from ddiloco.core import causality, learner, saved, syncer
 from ddiloco.core.fragments import Plan, owned_by, shard_of
 from ddiloco.core.learner_state import LearnerState
@@ -31,12 +31,27 @@ if TYPE_CHECKING:  # it brings Orbax and JAX, which not every role needs
 
 
 def open_storage(config: Config, plan: Plan, workdir: Path) -> Storage | None:
-  """Where the run's snapshots are; None if it makes none."""
+  """Where the run's snapshots are; None if it makes none.
+
+  Raises:
+    ConfigError: checkpoint.path is in a bucket whose package is not installed.
+  """
   if not (config.sync.num_shards and config.sync.snapshot_steps):
     return None
+  import fsspec
+
   from ddiloco.runtime.storage import Storage
 
-  return Storage(config.checkpoint.path or workdir / "checkpoints", plan.plan_id, warn)
+  path = config.checkpoint.path
+  kind, separator, _ = path.partition("://")
+  try:
+    fsspec.get_filesystem_class(kind if separator else "file")
+  except (ImportError, ValueError) as error:
+    raise ConfigError(
+      f"checkpoint.path = {path!r}: cannot be reached ({error})."
+      " Fix: pip install 'ddiloco[gcs]' for gs://, or give a folder."
+    ) from error
+  return Storage(path or workdir / "checkpoints", plan.plan_id, warn)
 
 
 def newest_clock(config: Config, plan: Plan, workdir: Path) -> int:

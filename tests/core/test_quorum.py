@@ -19,8 +19,8 @@ TWO = SyncConfig(min_quorum=2, overlap_steps=2, grace_safety=0.5)
   [
     (5.0, 0, [0, 1], None, 0.5, Decision("wait", "quorum: 0 of 2 have answered, waiting for 0, 1")),
     (5.0, 1, [4], None, 0.5, Decision("wait", "quorum: 1 of 2 have answered, waiting for 4")),
-    (5.0, 0, [1], None, 0.5, Decision("abandon", "only 0 of 2 needed can still answer")),
-    (5.0, 1, [], None, 0.5, Decision("abandon", "only 1 of 2 needed can still answer")),
+    (5.0, 0, [1], None, 0.5, Decision("abandon", "only 1 of 2 needed are left")),
+    (5.0, 1, [], None, 0.5, Decision("abandon", "only 1 of 2 needed are left")),
     (5.0, 2, [], 5.0, 0.5, Decision("commit", "all 2 asked have answered")),
     (9.0, 3, [], 5.0, 0.5, Decision("commit", "all 3 asked have answered")),
     (5.0, 2, [7], 5.0, 0.5, Decision("wait", "grace: 0.500 s left for 7", 5.5)),

@@ -84,7 +84,7 @@ def test_what_rounds_came_to_is_counted_in_plain_words(make):
     make.commit(7.0, rejected={3: "norm 99.9 is over 10 x 2.7"}),
     make.event(
       8.0, "syncer-0", "abandoned", fragment=1, round=9, rejected={},
-      reason="only 1 of 2 needed can still answer",
+      reason="only 1 of 2 needed are left",
     ),
   ]  # fmt: skip
   rounds, view = feed(events)

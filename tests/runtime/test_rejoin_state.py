@@ -12,16 +12,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddiloco.config import ConfigError, from_dict
 from ddiloco.core import causality, fragments, learner, saved
 from ddiloco.core.fragments import owned_by
 from ddiloco.core.learner_state import LearnerState
 from ddiloco.core.syncer_state import FragmentState, SyncerState
+from ddiloco.runtime import initial
 from ddiloco.runtime.rejoin import (
   Beginning,
   begin_learner,
   learner_part,
   new_learner,
   new_syncer,
+  open_storage,
   restore_fragments,
   syncer_part,
 )
@@ -426,3 +429,9 @@ def test_random_states_of_a_learner_survive_a_part(storage):
   storage.save(1, "learner-1", 2, learner_part(state, rng.randrange(2**50)), {})
   part = storage.load(1, "learner-1")
   assert saved.from_json(LearnerState, part.state["learner"]) == state
+
+
+def test_a_place_that_nothing_here_can_reach_is_refused_at_once(tmp_path):
+  config = from_dict({"checkpoint": {"path": "nowhere://bucket/run"}})
+  with pytest.raises(ConfigError, match=r"checkpoint.path = 'nowhere://bucket/run'.*Fix: "):
+    open_storage(config, initial.make_plan(config), tmp_path)

@@ -1,0 +1,1 @@
+"""What the project is measured against: synchronous data-parallel over the same islands."""

@@ -1,0 +1,256 @@
+"""Synchronous data-parallel on one machine, a process for each island, and what a failure does.
+
+Inelastic: a failure ends the world for everybody. They wait until the island that died is back, and
+all go on from the last checkpoint. Elastic: the others go on at once as a smaller world with the
+state they have; an island that is back is taken in by ending that world for a larger one.
+
+Both are given whatever machines of their own would give them and shared cores would not. A death is
+noticed at once; survivors do not import again (`member.py`); the programs for all sizes of worlds
+are compiled before the run begins; exchanging gradients takes no time beyond the step's pace.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ddiloco.baselines import states
+from ddiloco.baselines.island import IslandProcess
+from ddiloco.baselines.orders import Order
+from ddiloco.baselines.worker import PROGRAMS
+from ddiloco.baselines.world import initial_state, program
+from ddiloco.config import Config, ConfigError
+from ddiloco.observe.events import Recorder
+from ddiloco.observe.follow import Follower
+from ddiloco.resilience import chaos
+
+TURN_SECONDS = 0.01
+FOLLOW_SECONDS = 0.1
+HANG_SECONDS = 60.0  # a world that makes no step for so long is ended
+START_SECONDS = 600.0  # for imports and compilation of everything, before the run begins
+MAX_FAILURES = 10  # worlds in a row that end by themselves without a step
+
+
+class DataParallel:
+  """One run.
+
+  Args:
+    config: the run's; planned kills of learners by time are performed.
+    workdir: events go to `workdir/events`, what the processes print to `workdir/logs`.
+    elastic: go on with the islands that are left.
+
+  Raises:
+    ConfigError: data-parallel cannot have that.
+  """
+
+  def __init__(self, config: Config, workdir: Path, elastic: bool):
+    check(config)
+    self._config, self._workdir, self._elastic = config, workdir, elastic
+    self._everybody = range(config.islands.num_learners)
+    self._islands = [
+      IslandProcess(m, workdir, [f for f in config.chaos.faults if f.role == f"learner/{m}"])
+      for m in self._everybody
+    ]
+    self._world: tuple[int, ...] = ()  # who trains now
+    self._out: set[int] = set()  # who is alive and waits for another world
+    self._orders = 0
+    self._failures = 0
+    self._clock = 0
+    self._moved_at = 0.0  # when this world began, or made its last step
+    self._training_since: float | None = None  # unix seconds
+
+  def run(self, over: Callable[[int, float], bool]) -> str:
+    """Trains until `over(steps done, seconds since the first step)`; returns "finished", or
+    "failed" when too few islands are left for good.
+
+    Raises:
+      RuntimeError: worlds fail again and again, or nothing starts.
+    """
+    shutil.rmtree(self._workdir / "states", ignore_errors=True)
+    shutil.rmtree(self._workdir / "events", ignore_errors=True)
+    self._workdir.mkdir(parents=True, exist_ok=True)
+    (self._workdir / "config.json").write_text(self._config.to_json() + "\n")
+    states.save(
+      states.folder(self._workdir, states.CHECKPOINT), 0, initial_state(self._config), durable=True
+    )
+    self._started = time.time()
+    self._follower = Follower(self._workdir)
+    with Recorder(self._workdir, "engine", 0, self._started, time.time) as self._recorder:
+      self._recorder.event(
+        "run_started",
+        name=self._workdir.name,
+        num_learners=len(self._islands),
+        num_shards=0,
+        num_fragments=0,
+        total_tokens=self._config.run.total_tokens,
+      )
+      try:
+        self._prepare()
+        reason = self._supervise(over)
+      finally:
+        for island in self._islands:
+          island.kill(math.inf)
+      self._recorder.event("run_finished", reason=reason)
+    return reason
+
+  # --- before it begins ---------------------------------------------------------------------------
+
+  def _prepare(self) -> None:
+    """Everybody has imported, and every size of world that there may be has its program."""
+    for island in self._islands:
+      island.start()
+    self._wait("imports", lambda: all(island.ready for island in self._islands))
+    sizes = range(1, len(self._islands) + 1) if self._elastic else [len(self._islands)]
+    for size in sizes:
+      if not program(self._workdir / PROGRAMS, self._config, size).exists():
+        self._tell(range(size), train=False)
+        self._wait("compilation", lambda: all(island.order < 0 for island in self._islands))
+
+  def _wait(self, what: str, done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while not done():
+      for island in self._islands:
+        island.hear()
+        if island.died() or time.monotonic() > deadline:
+          raise RuntimeError(f"{island.name}: {what} failed; its log ends:\n{island.last_words()}")
+      time.sleep(TURN_SECONDS)
+
+  # --- while it runs ------------------------------------------------------------------------------
+
+  def _supervise(self, over: Callable[[int, float], bool]) -> str:
+    follow_at = 0.0
+    while True:
+      now = time.monotonic()
+      if now >= follow_at:
+        follow_at = now + FOLLOW_SECONDS
+        self._follow()
+        if over(self._clock, self._seconds()):
+          return "finished"
+      for island in self._islands:
+        self._tend(island, now)
+      left = [island for island in self._islands if not island.gone]
+      if len(left) < (1 if self._elastic else len(self._islands)):
+        return "failed"
+      self._decide(now)
+      time.sleep(TURN_SECONDS)
+
+  def _tend(self, island: IslandProcess, now: float) -> None:
+    """One turn of one island: it starts, ends, is killed, or says something."""
+    if island.due_to_start(now):
+      self._recorder.event("restart", target=island.name)
+      island.start()
+    if (fault := island.strike(self._clock, self._seconds())) is not None:
+      detail = chaos.detail(fault, self._clock)
+      self._recorder.event("fault", target=island.name, action="kill", detail=detail)
+      island.gone = fault.seconds < 0
+      island.kill(now + fault.seconds)
+      self._lost(island, str(chaos.Killed(fault)))
+    elif island.died():
+      status = island.bury(now + self._config.run.restart_seconds)
+      self._lost(island, f"exit status {status}")
+    elif island.hear() and island.number in self._world:
+      self._failed(f"the world failed at {island.name}")
+
+  def _lost(self, island: IslandProcess, reason: str) -> None:
+    """An island is dead, with what it had in its memory."""
+    states.forget(states.folder(self._workdir, f"learner-{island.number}"))
+    self._out.discard(island.number)
+    in_world, self._world = self._world, tuple(m for m in self._world if m != island.number)
+    self._recorder.event("exit", target=island.name, reason=reason)
+    if in_world != self._world:
+      self._dissolve(f"{island.name} is gone")
+
+  def _decide(self, now: float) -> None:
+    """Ends the world if there is a better one, and begins one when there is none."""
+    ready = [island.number for island in self._islands if island.ready]
+    if self._world and now - self._moved_at > HANG_SECONDS:
+      self._failed("the world hangs")
+    if self._world and set(ready) > set(self._world):
+      self._dissolve("an island is back")
+    enough = len(ready) if self._elastic and self._clock else len(self._islands)
+    idle = all(island.order < 0 for island in self._islands)
+    if not self._world and idle and 0 < enough <= len(ready):
+      self._begin(ready, now)
+
+  def _begin(self, members: list[int], now: float) -> None:
+    for m in sorted(self._out):
+      self._recorder.event("restart", target=f"learner/{m}")
+    self._world, self._out, self._moved_at = tuple(members), set(), now
+    self._tell(members, train=True)
+
+  def _failed(self, reason: str) -> None:
+    """The world is no good, though nobody is dead."""
+    self._failures += 1
+    if self._failures > MAX_FAILURES:
+      words = self._islands[self._world[0]].last_words()
+      raise RuntimeError(f"{reason}, for the {self._failures}th time. A log ends:\n{words}")
+    self._dissolve(reason)
+
+  def _dissolve(self, reason: str) -> None:
+    """Everybody who is left ends what they do; the next world begins when all have."""
+    for m in self._world:
+      self._recorder.event("exit", target=f"learner/{m}", reason=reason)
+      self._islands[m].tell(None)
+    self._out |= set(self._world)
+    self._world = ()
+
+  def _tell(self, members: list[int] | range, train: bool) -> None:
+    self._orders += 1
+    step, state = states.newest(self._workdir)
+    port = _free_port()
+    for rank, m in enumerate(members):
+      order = Order(
+        number=self._orders,
+        rank=rank,
+        size=len(members),
+        port=port,
+        started=self._started,
+        state=str(state),
+        step=step,
+        remember=self._elastic,
+        train=train,
+      )
+      self._islands[m].tell(order)
+
+  def _follow(self) -> None:
+    for event in self._follower.poll():
+      if event["kind"] != "step":
+        continue
+      self._clock, self._failures = max(self._clock, event["clock"]), 0
+      self._moved_at = max(self._moved_at, time.monotonic())
+      if self._training_since is None:
+        self._training_since = self._started + event["time"]
+
+  def _seconds(self) -> float:
+    return -1.0 if self._training_since is None else time.time() - self._training_since
+
+
+def check(config: Config) -> None:
+  """Refuses what data-parallel cannot have.
+
+  Raises:
+    ConfigError: names the field, the value, the rule and the fix.
+  """
+  if config.islands.overrides or config.islands.devices != 1:
+    raise ConfigError(
+      f"islands.(overrides, devices) = {(dict(config.islands.overrides), config.islands.devices)}:"
+      " data-parallel islands are all alike and of one device each. Fix: overrides = {}, devices"
+      " = 1."
+    )
+  for fault in config.chaos.faults:
+    if fault.action != "kill" or not fault.role.startswith("learner/"):
+      raise ConfigError(
+        f"chaos.faults = {fault.action} of {fault.role}: data-parallel has learners that can be"
+        " killed, and nothing else. Fix: drop this fault."
+      )
+
+
+def _free_port() -> int:
+  """Of this moment; if somebody takes it before the world does, that world fails and is retried."""
+  with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    return probe.getsockname()[1]

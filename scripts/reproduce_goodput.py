@@ -1,0 +1,326 @@
+"""The same kills, three ways to train: decoupled islands, elastic and inelastic data-parallel.
+
+Islands are processes of this machine, each with a step that lasts at least so long, as if it had a
+device of its own (configs/goodput.py). One seeded schedule of kill -9 strikes all three runs, one
+after the other; a killed island's process is started again a second later. Data-parallel is given
+whatever shared cores would take from it unfairly (see ddiloco/baselines/data_parallel.py). All
+figures come from the event logs, by the goodput ledger.
+
+  python scripts/reproduce_goodput.py [--minutes=5] [--kills_per_minute=6] [--seed=0] [--learners=8]
+    [--workdir=DIR] [--plot=docs/goodput.png] [--quick]
+
+With --workdir everything stays there, and a part that is finished is not run again.
+
+Last line: {"goodput_decoupled", "goodput_elastic", "goodput_inelastic": useful share of the chip
+time after each run's beginning, "uptime_decoupled", ..., "kills": performed in the decoupled run,
+"with_start_up": the same goodputs of all chip time, "published", ...}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import runpy
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddiloco import environment
+
+environment.prepare(num_cpu_devices=1, cpu_only=True, supervises=True)
+
+from ddiloco.baselines.data_parallel import DataParallel
+from ddiloco.config import Config, from_dict
+from ddiloco.engines import workdir as workdirs
+from ddiloco.engines.processes import ProcessesEngine
+from ddiloco.observe import plots
+from ddiloco.observe.events import Event, EventLog, parse_role, read_events
+from ddiloco.observe.style import GLOBAL_MODEL, island_colour
+from ddiloco.resilience.goodput import CAUSES, Goodput, Ledger
+from ddiloco.training import data
+
+if TYPE_CHECKING:
+  from matplotlib.axes import Axes
+
+ROOT = Path(__file__).parent.parent
+PARTS = ("decoupled", "elastic", "inelastic")
+TITLES = {
+  "decoupled": "Decoupled",
+  "elastic": "Elastic data-parallel",
+  "inelastic": "Data-parallel from checkpoints",
+}
+# "Decoupled DiLoCo" (arXiv 2604.21428), simulated: 1.2 M chips, a failure a year each, 8 learners.
+PUBLISHED = {"decoupled": 0.88, "elastic": 0.58, "inelastic": 0.27}
+PROGRESS_SECONDS = 10.0
+SHORTEST_PAUSE_SECONDS = 0.25  # between two steps it takes milliseconds
+QUICK = {"minutes": 25 / 60, "kills_per_minute": 5.0, "learners": 3, "seed": 35}  # two kills
+
+
+def make_config(options: argparse.Namespace) -> Config:
+  """Of all three runs, which end by time and not by tokens."""
+  module = runpy.run_path(str(ROOT / "configs" / "goodput.py"))
+  values = module["get_config"](
+    options.seed, options.minutes, options.kills_per_minute, options.learners
+  )
+  values.run.total_tokens = 1 << 40
+  return from_dict(values)
+
+
+# --- the runs -------------------------------------------------------------------------------------
+
+
+class Progress:
+  """Says what happens, and when a run has lasted long enough."""
+
+  def __init__(self, seconds: float):
+    self._seconds, self._said = seconds, 0.0
+    self._first = math.nan
+
+  def over(self, clock: int, seconds: float) -> bool:
+    """After so many seconds since the first step."""
+    if seconds >= 0 and time.monotonic() - self._said >= PROGRESS_SECONDS:
+      self._said = time.monotonic()
+      print(f"  {seconds:.0f} of {self._seconds:.0f} s, step {clock}", flush=True)
+    return seconds >= self._seconds
+
+
+class Ends(Progress):
+  """Listens to a decoupled run and ends it."""
+
+  def __init__(self, engine: ProcessesEngine, seconds: float):
+    super().__init__(seconds)
+    self._engine = engine
+
+  def __call__(self, event: Event) -> None:
+    if event["kind"] == "step" and math.isnan(self._first):
+      self._first = event["time"]
+    if event["kind"] == "step" and self.over(event["clock"], event["time"] - self._first):
+      self._engine.stop.set()
+
+
+def run(part: str, config: Config, folder: Path, seconds: float) -> EventLog:
+  """The events of one run; those in `folder` if it is finished there."""
+  events = read_events(folder)
+  if any(event["kind"] == "run_finished" for event in events):
+    if workdirs.saved_config(folder) != config:
+      raise SystemExit(f"{folder}: holds another run. Fix: choose another --workdir.")
+    print(f"{part}: done before, in {folder}", flush=True)
+    return events
+  print(f"{part}: begins", flush=True)
+  shutil.rmtree(folder, ignore_errors=True)
+  if part == "decoupled":
+    workdirs.claim(folder, config, overwrite=True)
+    engine = ProcessesEngine(config, folder, data.open_corpus(config.data), lambda params: 0.0)
+    engine.cpu_only = True  # also where there are accelerators: all runs share these cores
+    ends = Ends(engine, seconds)
+    reason = engine.run([ends]).reason
+    reason = "finished" if engine.stop.is_set() else reason
+  else:
+    reason = DataParallel(config, folder, part == "elastic").run(Progress(seconds).over)
+  if reason != "finished":
+    raise SystemExit(f"{part}: the run {reason}; see {folder / 'logs'}")
+  return read_events(folder)
+
+
+# --- what the events say --------------------------------------------------------------------------
+
+
+def account(events: Sequence[Event]) -> Goodput:
+  ledger = Ledger()
+  for event in events:
+    ledger.take(event)
+  return ledger.report()
+
+
+def first_step(events: Sequence[Event]) -> float:
+  return min(event["time"] - event["seconds"] for event in events if event["kind"] == "step")
+
+
+def kills(events: Sequence[Event]) -> list[tuple[float, str]]:
+  """(seconds since the first step, whom), as they were performed."""
+  start = first_step(events)
+  return [(e["time"] - start, e["target"]) for e in events if e["kind"] == "fault"]
+
+
+def typical(events: Sequence[Event]) -> tuple[float, float]:
+  """(median, ninth decile) of the steps' seconds: whether the pace was kept."""
+  steps = sorted(event["seconds"] for event in events if event["kind"] == "step")
+  return steps[len(steps) // 2], steps[9 * len(steps) // 10]
+
+
+def pauses(events: Sequence[Event]) -> list[float]:
+  """Seconds of every time in which nobody was in a step, between the first step and the last."""
+  found, until = [], math.inf
+  steps = [(e["time"] - e["seconds"], e["time"]) for e in events if e["kind"] == "step"]
+  for begin, end in sorted(steps):
+    if begin - until > SHORTEST_PAUSE_SECONDS:
+      found.append(begin - until)
+    until = max(end, until) if math.isfinite(until) else end
+  return found
+
+
+def kill_log(logs: dict[str, EventLog], config: Config) -> str:
+  """Every planned kill beside the times at which the runs performed it."""
+  done = {part: kills(log) for part, log in logs.items()}
+  lines = ["kills, in seconds since a run's first step (a dead island's waits until it is back)"]
+  lines.append(f"  {'planned':>8}  {'island':<10}" + "".join(f"{part:>11}" for part in logs))
+  for fault in config.chaos.faults:
+    times = []
+    for performed in done.values():
+      due = (k for k in performed if k[1] == fault.role and k[0] >= fault.at_seconds - 1)
+      hit = next(due, None)
+      if hit:
+        performed.remove(hit)
+      times.append(f"{hit[0]:11.1f}" if hit else f"{'-':>11}")
+    lines.append(f"  {fault.at_seconds:8.1f}  {fault.role:<10}" + "".join(times))
+  return "\n".join(lines)
+
+
+def table(reports: dict[str, Goodput], logs: dict[str, EventLog]) -> str:
+  """Goodput and where the rest went, a column for each run."""
+  rows = [("", [f"{part:>11}" for part in reports])]
+
+  def row(name: str, values: Sequence[float]) -> None:
+    rows.append((name, [f"{100 * value:10.1f}%" for value in values]))
+
+  row("goodput", [report.goodput_training for report in reports.values()])
+  row("  published, simulated", [PUBLISHED[part] for part in reports])
+  row("uptime", [report.uptime for report in reports.values()])
+  row("of all chip time: goodput", [report.goodput for report in reports.values()])
+  for cause in CAUSES:
+    shares = [report.causes[cause] for report in reports.values()]
+    if any(share >= 0.0005 for share in shares):
+      row(f"  {cause}", shares)
+  rows.append(("kills", [f"{len(kills(log)):11}" for log in logs.values()]))
+  standing = [pauses(log) for log in logs.values()]
+  rows.append(("pauses of everybody", [f"{len(each):11}" for each in standing]))
+  middle = [f"{statistics.median(each):11.2f}" if each else f"{'-':>11}" for each in standing]
+  rows.append(("  their median s", middle))
+  rows.append(("step, median s", [f"{typical(log)[0]:11.3f}" for log in logs.values()]))
+  rows.append(("step, 9th decile s", [f"{typical(log)[1]:11.3f}" for log in logs.values()]))
+  return "\n".join(f"{name:<28}" + "".join(cells) for name, cells in rows)
+
+
+# --- the picture ----------------------------------------------------------------------------------
+
+
+def draw(
+  path: Path, reports: dict[str, Goodput], logs: dict[str, EventLog], seconds: float
+) -> None:
+  """When which island trained in the three runs, below each other on one time axis."""
+  learners = len(next(iter(reports.values())).learners)
+  with plots.styled():
+    figure, panels = plots.new_figure(2.0 + 0.57 * learners, rows=len(PARTS), sharex=True)
+    numbers = ", ".join(f"{100 * reports[p].goodput_training:.0f} %" for p in PARTS)
+    figure.suptitle(
+      f"The same {len(kills(logs['decoupled']))} kills, three ways to train: goodput {numbers}",
+      x=0.01, ha="left", weight="bold", fontsize=13,
+    )  # fmt: skip
+    for axes, part in zip(panels, PARTS):
+      lanes(axes, logs[part], learners, redone=part != "decoupled")
+      report = reports[part]
+      good, published = 100 * report.goodput_training, 100 * PUBLISHED[part]
+      axes.set_title(
+        f"{TITLES[part]}: {good:.0f} % goodput, {100 * report.uptime:.0f} % uptime"
+        f"   (published, simulated: {published:.0f} % goodput)",
+        fontsize=10.5,
+      )
+      axes.set_xlim(0, seconds)
+    panels[-1].set_xlabel(
+      "seconds since the first step     (coloured: trains; pale: steps that are lost; x: kill -9)"
+    )
+    plots.save(figure, path)
+
+
+def lanes(axes: Axes, events: Sequence[Event], learners: int, redone: bool) -> None:
+  """A row for each island; `redone`: a step that is done again later was lost."""
+  start = first_step(events)
+  for m in range(learners):
+    steps = [e for e in events if e["kind"] == "step" and e["role"] == f"learner-{m}"]
+    lowest, kept = math.inf, []
+    for event in reversed(steps):
+      kept.append(not redone or event["step"] < lowest)
+      lowest = min(lowest, event["step"])
+    for good, alpha in ((True, 1.0), (False, 0.3)):
+      # A step and the moment before it, so that a calm row is one bar.
+      bars = [
+        (e["time"] - start - wide, 1.02 * wide)
+        for e, keep in zip(steps, reversed(kept))
+        if keep == good and (wide := min(e["gap_seconds"], 1.2 * e["seconds"]))
+      ]
+      axes.broken_barh(bars, (m - 0.38, 0.76), color=island_colour(m), alpha=alpha, lw=0)
+  marks = [(at, parse_role(whom)[1]) for at, whom in kills(events)]
+  if marks:
+    axes.scatter(*zip(*marks), marker="x", s=26, lw=1.4, color=GLOBAL_MODEL, zorder=5)
+  axes.set_yticks([0, learners - 1], ["island 0", f"island {learners - 1}"])
+  axes.set_ylim(learners - 0.4, -0.6)
+  axes.grid(False, axis="y")
+  axes.tick_params(axis="y", length=0)
+
+
+def result(
+  reports: dict[str, Goodput], logs: dict[str, EventLog], options: argparse.Namespace
+) -> dict[str, Any]:
+  return {
+    **{f"goodput_{part}": round(r.goodput_training, 4) for part, r in reports.items()},
+    **{f"uptime_{part}": round(r.uptime, 4) for part, r in reports.items()},
+    "kills": len(kills(logs["decoupled"])),
+    "kills_of": {part: len(kills(log)) for part, log in logs.items()},
+    "with_start_up": {part: round(r.goodput, 4) for part, r in reports.items()},
+    "causes": {
+      part: {cause: round(share, 4) for cause, share in r.causes.items()}
+      for part, r in reports.items()
+    },
+    "pauses": {part: len(pauses(log)) for part, log in logs.items()},
+    "step_seconds": {part: round(typical(log)[0], 4) for part, log in logs.items()},
+    "published": PUBLISHED,
+    "minutes": options.minutes,
+    "learners": options.learners,
+    "seed": options.seed,
+  }
+
+
+def whole(options: argparse.Namespace, folder: Path) -> int:
+  seconds = 60 * options.minutes
+  config = make_config(options)
+  print(
+    f"seed {options.seed}: {len(config.chaos.faults)} kills in {seconds:.0f} s among"
+    f" {options.learners} islands, in {folder}",
+    flush=True,
+  )
+  logs = {part: run(part, config, folder / part, seconds) for part in PARTS}
+  reports = {part: account(log) for part, log in logs.items()}
+  print(kill_log(logs, config))
+  print(table(reports, logs))
+  if options.plot is not None:
+    draw(options.plot, reports, logs, seconds)
+  print(json.dumps(result(reports, logs, options)))
+  return 0
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+  parser.add_argument("--minutes", type=float, default=5.0, help="of each run, after its start")
+  parser.add_argument("--kills_per_minute", type=float, default=6.0, help="of all islands together")
+  parser.add_argument("--seed", type=int, default=0)
+  parser.add_argument("--learners", type=int, default=8)
+  parser.add_argument("--workdir", type=Path, help="keeps the runs; default: a temporary folder")
+  parser.add_argument("--plot", type=Path, help="draws the picture there")
+  parser.add_argument("--quick", action="store_true", help="a smoke test: numbers mean little")
+  options = parser.parse_args()
+  if options.quick:
+    vars(options).update(QUICK)
+  if options.learners < 2 or options.minutes <= 0 or options.kills_per_minute <= 0:
+    parser.error("at least 2 learners, and minutes and kills_per_minute above 0")
+  with tempfile.TemporaryDirectory() as scratch:
+    return whole(options, (options.workdir or Path(scratch)).absolute())
+
+
+if __name__ == "__main__":
+  sys.exit(main())

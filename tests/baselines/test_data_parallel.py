@@ -1,0 +1,238 @@
+"""Data-parallel over real processes: it trains like one island, and comes through kills."""
+
+import itertools
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from ddiloco.baselines import data_parallel
+from ddiloco.baselines.data_parallel import DataParallel
+from ddiloco.baselines.worker import PROGRAMS
+from ddiloco.config import ConfigError, from_dict
+from ddiloco.core.fragments import Plan
+from ddiloco.observe.events import read_events
+from ddiloco.observe.follow import Follower
+from ddiloco.resilience.goodput import Ledger
+from ddiloco.runtime import initial
+from ddiloco.training import data
+from ddiloco.training.island import Island
+
+SLOW, LONG = pytest.mark.slow, pytest.mark.timeout(300)  # a third of it on a quiet machine
+STEPS = 12
+CHECKPOINT_STEPS = 5
+AFTERWARDS = 8  # steps after everybody is back
+
+
+def make_config(faults=(), batch_size=4, learners=2, pace_seconds=0.05, **islands):
+  return from_dict(
+    {
+      "model": {
+        "num_layers": 1, "model_dim": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8,
+        "mlp_dim": 32,
+      },
+      "data": {"source": "synthetic", "sequence_length": 16, "heldout_sequences": 16},
+      "inner": {"learning_rate": 1e-2, "warmup_steps": 5},
+      "islands": {
+        "num_learners": learners, "batch_size": batch_size, "pace_seconds": pace_seconds, **islands
+      },
+      "sync": {"snapshot_steps": CHECKPOINT_STEPS},
+      "run": {"total_tokens": learners * 100 * batch_size * 16},
+      "chaos": {"faults": list(faults)},
+    }
+  )  # fmt: skip
+
+
+def kill(learner, at_seconds, seconds=0.5):
+  return {
+    "action": "kill", "role": f"learner/{learner}", "at_seconds": at_seconds, "seconds": seconds
+  }  # fmt: skip
+
+
+class Back:
+  """`over`: all that were killed are back, and the world has made some more steps."""
+
+  def __init__(self, workdir, kills, learners=2):
+    self.kills, self.learners = kills, learners
+    self.follower = Follower(workdir)
+    self.killed = 0
+    self.after: dict[str, int] = {}
+
+  def __call__(self, clock, seconds):
+    for event in self.follower.poll():
+      if event["kind"] == "fault":
+        self.killed += 1
+        self.after = {}
+      elif event["kind"] == "step" and self.killed == self.kills:
+        self.after[event["role"]] = self.after.get(event["role"], 0) + 1
+    return len(self.after) == self.learners and min(self.after.values()) >= AFTERWARDS
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+  """What one test has compiled, for the others."""
+  return tmp_path_factory.mktemp("programs")
+
+
+def run(config, workdir, programs, elastic, over):
+  """The events of a run, in order of time."""
+  shutil.copytree(programs, workdir / PROGRAMS)
+  assert DataParallel(config, workdir, elastic).run(over) == "finished"
+  shutil.copytree(workdir / PROGRAMS, programs, dirs_exist_ok=True)
+  assert not processes_of(workdir)
+  return read_events(workdir)
+
+
+def processes_of(workdir):
+  words = f"--workdir={workdir}".encode()
+  found = []
+  for path in Path("/proc").glob("[0-9]*/cmdline"):
+    try:
+      found += [path] if words in path.read_bytes().split(b"\0") else []
+    except OSError:
+      continue  # it has just ended
+  return found
+
+
+def ledger_of(events):
+  ledger = Ledger()
+  for event in events:
+    ledger.take(event)
+  report = ledger.report()
+  assert report.goodput + sum(report.causes.values()) == pytest.approx(1.0)
+  return report
+
+
+def of(events, kind, **fields):
+  return [e for e in events if e["kind"] == kind and all(e.get(k) == v for k, v in fields.items())]
+
+
+@SLOW
+@LONG
+def test_two_processes_train_like_one_with_both_batches(tmp_path, programs):
+  config = make_config(pace_seconds=0.0)
+  events = run(config, tmp_path, programs, False, lambda clock, _: clock >= STEPS)
+  losses = []
+  for m in range(2):
+    steps = of(events, "step", role=f"learner-{m}")[:STEPS]
+    assert [e["step"] for e in steps] == list(range(1, STEPS + 1))
+    losses.append([(e["loss"], e["grad_norm"]) for e in steps])
+  assert losses[0] == losses[1], "all replicas see the same loss, over both batches"
+
+  both = make_config(batch_size=8, learners=1)
+  assert both.planned_steps() == config.planned_steps()
+  island = Island(both, 0, jax.devices()[:1], Plan(()))
+  island.load(initial.initial_params(config))
+  corpus = data.open_corpus(config.data)
+  streams = [data.Stream(corpus, config, m) for m in range(2)]
+  alone = []
+  for step in range(STEPS):
+    metrics = island.step(np.concatenate([s.batch(step) for s in streams]), step)
+    alone.append((metrics["loss"], metrics["grad_norm"]))
+  np.testing.assert_allclose(losses[0], alone, rtol=2e-4)
+  assert losses[0][-1][0] < losses[0][0][0] - 0.1, "it learns"
+
+
+@SLOW
+@LONG
+def test_elastic_goes_on_without_the_killed_island_and_takes_it_in_again(tmp_path, programs):
+  config = make_config([kill(1, 1.0)])
+  events = run(config, tmp_path, programs, True, Back(tmp_path, kills=1))
+  (fault,) = of(events, "fault")
+  (back,) = of(events, "restart", target="learner/1")
+  returned = next(e for e in of(events, "step", role="learner-1") if e["time"] > fault["time"])
+  between = [
+    e for e in of(events, "step", role="learner-0") if back["time"] < e["time"] < returned["time"]
+  ]
+  assert len(between) >= 3, "the other one trained meanwhile"
+  steps = [e["step"] for e in of(events, "step", role="learner-0")]
+  assert sum(b <= a for a, b in itertools.pairwise(steps)) <= 1, "at most the one under way, twice"
+  assert returned["step"] > between[0]["step"], "it is given the state of the other"
+  losses = {e["step"]: e["loss"] for e in of(events, "step", role="learner-0")}
+  mine = [e for e in of(events, "step", role="learner-1") if e["time"] > fault["time"]]
+  both = [e for e in mine if e["step"] in losses]  # the end may have cut one off
+  assert len(both) >= AFTERWARDS
+  assert [e["loss"] for e in both] == [losses[e["step"]] for e in both], "replicas agree"
+  report = ledger_of(events)
+  assert report.learners[0].goodput > report.learners[1].goodput > 0
+
+
+@SLOW
+@LONG
+def test_inelastic_waits_for_the_killed_island_and_repeats_steps(tmp_path, programs):
+  config = make_config([kill(1, 1.0)])
+  events = run(config, tmp_path, programs, False, Back(tmp_path, kills=1))
+  (died,) = of(events, "exit", target="learner/1")
+  restart = of(events, "restart", target="learner/0")[0]
+  before = max(e["step"] for e in of(events, "step") if e["time"] < died["time"])
+  pause = [e for e in of(events, "step") if died["time"] + 0.5 < e["time"] < restart["time"]]
+  assert not pause, "nobody trains without the killed island"
+  first = [
+    next(e["step"] for e in of(events, "step", role=f"learner-{m}") if e["time"] > restart["time"])
+    for m in range(2)
+  ]
+  check_checkpoint(first, before)
+  report = ledger_of(events)
+  assert report.uptime < 0.9 and report.causes["down"] > 0 and report.causes["discarded"] > 0
+  losses = {}
+  for e in of(events, "step"):  # also those that were made twice
+    assert e["loss"] == pytest.approx(losses.setdefault(e["step"], e["loss"]), rel=1e-4)
+
+
+def check_checkpoint(first, before):
+  """The steps that the islands began again with are those after the newest checkpoint."""
+  assert len(set(first)) == 1 and first[0] % CHECKPOINT_STEPS == 1
+  assert 0 <= before - (first[0] - 1) <= CHECKPOINT_STEPS  # 5: killed just before writing it
+
+
+@SLOW
+@LONG
+def test_elastic_that_lost_all_memories_goes_on_from_its_checkpoint(tmp_path, programs):
+  config = make_config([kill(0, 1.5), kill(1, 1.5)])
+  events = run(config, tmp_path, programs, True, Back(tmp_path, kills=2))
+  died = max(e["time"] for e in of(events, "fault"))
+  before = max(e["step"] for e in of(events, "step") if e["time"] < died)
+  again = next(e["step"] for e in of(events, "step") if e["time"] > died + 0.4)
+  assert before > CHECKPOINT_STEPS
+  check_checkpoint([again], before)
+  ledger_of(events)
+
+
+@SLOW
+@LONG
+def test_a_world_that_hangs_is_ended(tmp_path, programs, monkeypatch):
+  """A process that stands still holds the others up in a collective, until somebody looks."""
+  monkeypatch.setattr(data_parallel, "HANG_SECONDS", 10.0)
+  follower, stopped, again = Follower(tmp_path), [], []
+
+  def over(clock, seconds):
+    for event in follower.poll():
+      if event["kind"] == "exit":
+        again.append(event)
+    if clock >= STEPS and not stopped:
+      stopped.append(max(processes_of(tmp_path), key=lambda path: int(path.parent.name)))
+      os.kill(int(stopped[0].parent.name), signal.SIGSTOP)  # a child of a member
+    return bool(again) and clock >= 2 * STEPS
+
+  events = run(make_config(), tmp_path, programs, True, over)
+  assert [e["reason"] for e in of(events, "exit")][:2] == 2 * ["the world hangs"]
+  assert not of(events, "fault") and not stopped[0].exists()
+  ledger_of(events)
+
+
+@pytest.mark.parametrize(
+  ("wrong", "says"),
+  [
+    ({"devices": 2}, "of one device each"),
+    ({"overrides": {"1": {"batch_size": 2}}}, "all alike"),
+    ({"faults": [{"action": "stall", "role": "learner/1", "at_step": 3}]}, "stall of learner/1"),
+    ({"faults": [{"action": "kill", "role": "syncer/0", "at_step": 3}]}, "kill of syncer/0"),
+  ],
+)
+def test_what_data_parallel_cannot_have_is_refused(wrong, says, tmp_path):
+  with pytest.raises(ConfigError, match=says):
+    DataParallel(make_config(**wrong), tmp_path, elastic=True)
