@@ -108,7 +108,9 @@ def _saved(path: Path) -> ml_collections.ConfigDict:
   return config
 
 
-def parse(values: flags.FlagValues, arguments: list[str], doc: str | None) -> bool:
+def parse(
+  values: flags.FlagValues, arguments: list[str], doc: str | None, needs_workdir: bool = True
+) -> bool:
   """Parses; False if help was asked for. Wrong flags and fields raise with a suggestion."""
   flags.DEFINE_bool("help", False, "Show this.", short_name="h", flag_values=values)
   if any(a in ("-h", "--help", "-help") for a in arguments):
@@ -121,7 +123,7 @@ def parse(values: flags.FlagValues, arguments: list[str], doc: str | None) -> bo
     raise ConfigError(f"{error}. Fix: see `ddiloco {arguments[0]} --help` and the file.") from error
   if rest[1:]:
     raise ConfigError(f"{rest[1]!r}: is not a flag. Fix: write --NAME=VALUE.")
-  if "workdir" in values and not values["workdir"].value:
+  if needs_workdir and "workdir" in values and not values["workdir"].value:
     raise ConfigError("--workdir: is needed. Fix: give --workdir=DIR, the directory of the run.")
   return True
 

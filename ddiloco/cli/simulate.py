@@ -9,6 +9,7 @@ from collections.abc import Callable
 from absl import flags
 
 from ddiloco.cli.arguments import parse
+from ddiloco.cli.protocol import protocol
 from ddiloco.config import ConfigError
 from ddiloco.simulation import chip_time
 from ddiloco.simulation.chip_time import ChipTime
@@ -18,7 +19,7 @@ CAUSES = ("downscale", "upscale", "restart", "absent")
 
 
 def simulate(arguments: list[str]) -> int:
-  """`ddiloco simulate [WHAT] --NAME=VALUE ...`; WHAT is chips, also when it is left out."""
+  """`ddiloco simulate [WHAT] --NAME=VALUE ...`; WHAT: chips, also if left out, or protocol."""
   command, *rest = arguments
   what = rest.pop(0) if rest and not rest[0].startswith("-") else "chips"
   if what not in SIMULATIONS:
@@ -89,4 +90,4 @@ def _shares(spent: ChipTime) -> dict[str, float]:
   return {"goodput": spent.goodput, "uptime": spent.uptime, **causes}
 
 
-SIMULATIONS: dict[str, Callable[[list[str]], int]] = {"chips": chips}
+SIMULATIONS: dict[str, Callable[[list[str]], int]] = {"chips": chips, "protocol": protocol}

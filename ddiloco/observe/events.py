@@ -118,7 +118,7 @@ class Recorder:
     """On the background thread: the whole batch in one append."""
     if not batch:
       return
-    data = "".join([_to_line(event) for event in batch]).encode()
+    data = "".join([to_line(event) for event in batch]).encode()
     written = 0
     try:
       if self._file is None:
@@ -198,7 +198,8 @@ def parse_role(role: str) -> tuple[str, int]:
   return kind, int(number) if number.isdigit() else -1
 
 
-def _to_line(event: Event) -> str:
+def to_line(event: Event) -> str:
+  """One line of a log, with its end."""
   try:
     return _encode(event) + "\n"
   except (TypeError, ValueError):  # not finite, or nothing JSON knows: the slow way

@@ -78,9 +78,10 @@ class Faults:
 
   Args:
     plan: the faults that its own thread strikes.
-    start_time: `time.monotonic()` when the run started.
+    start_time: what `clock` showed when the run started.
     report: called as report(fault, detail) when one of them strikes.
     role: whose they are.
+    clock: seconds; in virtual time not the machine's.
   """
 
   def __init__(
@@ -89,8 +90,10 @@ class Faults:
     start_time: float,
     report: Callable[[Fault, str], None] = lambda fault, detail: None,
     role: str = "",
+    clock: Callable[[], float] = time.monotonic,
   ):
     self._waiting = tuple(plan)
+    self._clock = clock
     self._start_time = start_time
     self._report = report
     self._slow_until = 0.0
@@ -114,7 +117,7 @@ class Faults:
     """
     while self._waiting:
       waiting = self._waiting
-      fault, left = strike(waiting, clock, time.monotonic() - self._start_time)
+      fault, left = strike(waiting, clock, self._clock() - self._start_time)
       if fault is None:
         return
       self._waiting = tuple(left) + self._waiting[len(waiting) :]  # some may have been added
@@ -129,7 +132,7 @@ class Faults:
 
   def begin(self, fault: Fault, seconds: float) -> None:
     """From now on for `seconds`: slow, or one of `config.chaos.INSIDE`."""
-    until = time.monotonic() + seconds
+    until = self._clock() + seconds
     if fault.action == "slow":
       self._slow_until, self._slow_factor = until, fault.factor
     elif fault.action == "disk":
@@ -141,7 +144,7 @@ class Faults:
 
   def drag(self, step_seconds: float) -> None:
     """Called after a piece of work (a step, a message): stretches it while the role is slow."""
-    if time.monotonic() < self._slow_until:
+    if self._clock() < self._slow_until:
       self.stopped.wait((self._slow_factor - 1) * step_seconds)
 
   def disk(self) -> None:
@@ -150,13 +153,13 @@ class Faults:
     Raises:
       OSError: the disk is full, by plan.
     """
-    if time.monotonic() < self._disk_fails_until:
+    if self._clock() < self._disk_fails_until:
       raise OSError(errno.ENOSPC, "no space left on the device, by plan")
 
   @property
   def poison(self) -> float:
     """What the role's outer gradients are multiplied with now."""
-    return self._poison_factor if time.monotonic() < self._poison_until else 1.0
+    return self._poison_factor if self._clock() < self._poison_until else 1.0
 
 
 class Holds:

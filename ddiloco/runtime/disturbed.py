@@ -26,7 +26,7 @@ class Disturbed:
   """
 
   def __init__(self, endpoint: Any, weather: Weather):
-    self._endpoint = endpoint
+    self.endpoint = endpoint
     self._weather = weather
     self._lock = threading.Lock()  # of the weather and of both heaps
     self._order = itertools.count()
@@ -37,11 +37,11 @@ class Disturbed:
     self._closed = False
 
   def __getattr__(self, name: str) -> Any:
-    return getattr(self._endpoint, name)
+    return getattr(self.endpoint, name)
 
   def send(self, to: str, message: Message) -> int:
     if self._weather.calm and not self._going:
-      return self._endpoint.send(to, message)
+      return self.endpoint.send(to, message)
     payload = getattr(message, "payload", None)
     size = 64 + (0 if payload is None else memoryview(payload).nbytes)
     now = time.monotonic()
@@ -62,7 +62,7 @@ class Disturbed:
         if self._coming and self._coming[0][0] <= now:
           return heapq.heappop(self._coming)[2]
         next_at = self._coming[0][0] if self._coming else deadline
-      got = self._endpoint.receive(min(deadline, next_at) - now)
+      got = self.endpoint.receive(min(deadline, next_at) - now)
       if got is None:
         if time.monotonic() < min(deadline, next_at) or not self._due(deadline):
           return None  # woken, or nothing came in time
@@ -83,7 +83,7 @@ class Disturbed:
     with self._lock:
       for fate in self._weather.fates(now, sender, True, payload is not None, size):
         if fate.corrupt:
-          self._endpoint.counters.malformed += 1
+          self.endpoint.counters.malformed += 1
         else:
           heapq.heappush(self._coming, (fate.at, next(self._order), (sender, message)))
 
@@ -99,12 +99,12 @@ class Disturbed:
         _, _, to, message, corrupt = heapq.heappop(self._going)
         spoil = self._weather.spoil if corrupt else None
       if spoil is None:
-        self._endpoint.send(to, message)
+        self.endpoint.send(to, message)
       else:
-        self._endpoint.send(to, message, spoil)
+        self.endpoint.send(to, message, spoil)
 
   def close(self, *arguments: Any) -> None:
     with self._lock:
       self._closed = True
       self._turn.notify()
-    self._endpoint.close(*arguments)
+    self.endpoint.close(*arguments)

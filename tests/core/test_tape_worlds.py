@@ -10,8 +10,9 @@ import pytest
 from ddiloco.core import tape_reader
 from ddiloco.core.invariants import check
 from ddiloco.core.protocol import Adopt, Apply, Cut, Note, Record, Resend, Stage
+from ddiloco.simulation.actors import Actor, Role
 from tests.core import test_protocol
-from tests.core.virtual import Actor, Role, World
+from tests.core.virtual import World
 
 
 class Taped(World):

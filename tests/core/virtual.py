@@ -1,28 +1,28 @@
-"""A whole run in virtual time: the real reducers, with islands, shards and network simulated.
+"""The virtual world of `ddiloco.simulation` in random weather, with a ledger that judges it.
 
-One heap of things to come, one seed, no threads: a world replays exactly. Each role is driven as
-the runtime drives it: a learner only between inner steps, a shard by every message and its alarm.
-A ledger, where there is one, plays the parameters and checks what happens to every step.
+The ledger plays the parameters and checks what happens to every step; the history keeps every
+action, and a snapshot must be a consistent cut.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import heapq
-import itertools
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ddiloco.config import SyncConfig
 from ddiloco.core import causality
-from ddiloco.core.fragments import owned_by
-from ddiloco.core.messages import Message, Push
-from ddiloco.core.protocol import (
-  Commit,
-)
+from ddiloco.core.messages import Message
+from ddiloco.core.protocol import Accept, Adopt, Apply, Commit, Cut, Give, Stage, StepDone
 from ddiloco.core.syncer_state import FragmentState
-from tests.core.actors import Actor, Learner, Part, Role, Shard
+from ddiloco.simulation import world
+from ddiloco.simulation.actors import Actor, Learner, Part, Role
+from ddiloco.simulation.observer import Observer
+from ddiloco.simulation.world import STEP_TOKENS, Pace
 from tests.core.ledger import Ledger
+
+__all__ = ["Checks", "Pace", "Weather", "World"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,124 +36,46 @@ class Weather:
   lost_kinds: tuple[type, ...] = ()  # none of these arrives
 
 
-@dataclasses.dataclass(frozen=True)
-class Pace:
-  """How long work takes. Steps vary by up to `jitter` of their length."""
+class Checks(Observer):
+  """Shows the ledger every action."""
 
-  step_seconds: tuple[float, ...]  # by learner
-  jitter: float = 0.1
-  cut_seconds: float = 0.004
-  stage_seconds: float = 0.004
-  merge_seconds: float = 0.004
+  def __init__(self, ledger: Ledger):
+    self.ledger = ledger
 
+  def born(self, actor: Actor, part: Part | None) -> None:
+    if isinstance(actor, Learner):
+      actor.parameters = self.ledger.new() if part is None else part.parameters
 
-class World:
-  """M learners and S shards. `actors` maps ("learner", m) and ("syncer", s) to who lives now."""
+  def stepped(self, actor: Learner, done: StepDone, gap_seconds: float, blocked: float) -> None:
+    self.ledger.step(actor)
 
-  def __init__(
-    self,
-    sync: SyncConfig,
-    pace: Pace,
-    seed: int = 0,
-    weather: Weather = Weather(),
-    target_tokens: int = 1 << 60,
-    tokens_per_step: int = 10,
-    ledger: Ledger | None = None,
-  ):
-    self.sync, self.pace, self.seed, self.weather = sync, pace, seed, weather
-    self.target_tokens, self.tokens_per_step = target_tokens, tokens_per_step
-    self.now = 0.0
-    self.training = True  # False: nobody starts another step
-    self.random = random.Random(f"network {seed}")
-    self.ledger = ledger or Ledger(sync, tokens_per_step)
-    self.store = {p: FragmentState(p) for p in range(sync.num_fragments)}
-    self.parts: dict[tuple[int, Role], Part] = {}  # by snapshot and role
-    self.cuts: dict[int, dict[Role, Part]] = {}  # the complete ones: what a manifest would list
-    self.measure: Callable[[Push], Mapping] = lambda push: {"norm": 1.0}
-    self.history: list[tuple[float, Actor, object]] = []  # every action that is not a send
-    self.actors: dict[Role, Actor] = {}
-    self.starts: dict[Role, int] = {}  # its newest incarnation
-    self._newest = 0  # of all
-    self._heap: list = []
-    self._order = itertools.count()
-    self._last_arrival: dict = {}
-    for s in range(sync.num_shards):
-      self.start(("syncer", s))
-    for m in range(len(pace.step_seconds)):
-      self.start(("learner", m))
+  def on(self, actor: Actor, action: Any, event: Any) -> Any:
+    match action:
+      case Cut(push):
+        return self.ledger.cut(actor, push)
+      case Give(value):
+        return self.ledger.give(actor, value)
+      case Stage(publish):
+        self.ledger.stage(actor, publish)
+      case Apply():
+        self.ledger.apply(actor, action)
+      case Accept():
+        self.ledger.accept(action, event.message)
+      case Adopt(fragment):
+        self.ledger.adopt(action, event.message.payload, actor.fragment(fragment))
+      case Commit(fragment):
+        self.ledger.commit(action, actor.fragment(fragment))
+    return None
 
-  def at(self, time: float, call: Callable, *args) -> None:
-    heapq.heappush(self._heap, (time, next(self._order), call, args))
+  def performed(self, actor: Actor, actions: Sequence[Any]) -> None:
+    for action in actions:
+      if isinstance(action, Apply):
+        self.ledger.check(actor, action.fragment)
 
-  def run(self, until: float, stop: Callable[[], bool] = lambda: False) -> None:
-    """Lets everything happen that happens before `until`, or before `stop()`."""
-    while self._heap and self._heap[0][0] <= until and not stop():
-      self.now, _, call, args = heapq.heappop(self._heap)
-      call(*args)
+  def published(self, actor: Actor, message: Any) -> None:
+    assert message.round == self.ledger.held[message.fragment], "it has no other"
 
-  def start(self, role: Role, part: Part | None = None, settle_seconds: float = 0.0) -> None:
-    """A new incarnation; what is in flight to or from the old one may still arrive.
-
-    What it saved of snapshots that were never complete is of a future that it knows nothing of.
-    """
-    if role in self.actors:
-      return
-    self.parts = {k: v for k, v in self.parts.items() if k[1] != role or k[0] in self.cuts}
-    self._newest += role in self.starts
-    self.starts[role] = self._newest
-    if role[0] == "learner":
-      self.actors[role] = Learner(self, role, self._newest, part)
-    else:
-      self.actors[role] = Shard(self, role, self._newest, self.now + settle_seconds)
-
-  def restore(self, role: Role, snapshot: int | None, settle_seconds: float = 0.0) -> None:
-    """Starts a role with its part of a complete snapshot, or with nothing at all."""
-    self.kill(role)
-    if role[0] == "syncer":
-      self._put_back(snapshot, owned_by(role[1], self.sync.num_shards, self.sync.num_fragments))
-    self.start(role, self.cuts[snapshot].get(role) if snapshot else None, settle_seconds)
-
-  def _put_back(self, snapshot: int | None, fragments: Collection[int]) -> None:
-    saved = {p: FragmentState(p) for p in fragments}
-    for role, part in self.cuts.get(snapshot or 0, {}).items():
-      if role[0] == "syncer":
-        saved |= {f.index: f for f in part.state.fragments if f.index in saved}
-    for p, f in saved.items():
-      self.store[p] = dataclasses.replace(f, round=None)
-      self.ledger.hold(self.store[p])
-
-  def restore_all(self, num_shards: int = 0, num_learners: int = 0) -> int | None:
-    """Kills everybody, the network too; all start from the newest complete snapshot, if any."""
-    for role in list(self.actors):
-      self.kill(role)
-    self._heap = [entry for entry in self._heap if entry[2] != self._deliver]
-    heapq.heapify(self._heap)
-    self.sync = dataclasses.replace(self.sync, num_shards=num_shards or self.sync.num_shards)
-    snapshot = max(self.cuts, default=None)
-    cut = self.cuts.get(snapshot or 0, {})
-    self.parts = {k: v for k, v in self.parts.items() if k[0] in self.cuts}
-    self._put_back(snapshot, range(self.sync.num_fragments))
-    self._newest += 1
-    for s in range(self.sync.num_shards):
-      self.start(("syncer", s))
-    for m in range(num_learners or len(self.pace.step_seconds)):
-      self.start(("learner", m), cut.get(("learner", m)))
-    return snapshot
-
-  def save(self, snapshot: int, role: Role, part: Part) -> None:
-    """Keeps a part, once; with the last one the snapshot is complete, and must be consistent."""
-    self.parts.setdefault((snapshot, role), part)
-    of_shards = [self.parts.get((snapshot, ("syncer", s))) for s in range(self.sync.num_shards)]
-    if snapshot in self.cuts or None in of_shards:
-      return
-    here = {("learner", m): i for shard in of_shards for m, i in shard.learners}
-    wanted = [r for r, i in here.items() if r in self.actors and self.actors[r].incarnation == i]
-    wanted += [("syncer", s) for s in range(self.sync.num_shards)]
-    if all((snapshot, r) in self.parts for r in wanted):
-      self.cuts[snapshot] = {r: self.parts[snapshot, r] for r in wanted}
-      self.check_cut(self.cuts[snapshot])
-
-  def check_cut(self, cut: Mapping[Role, Part]) -> None:
+  def complete(self, snapshot: int, cut: Mapping[Role, Part]) -> None:
     seen = {
       n if kind == "learner" else causality.shard_key(n): part.state.seen
       for (kind, n), part in cut.items()
@@ -164,30 +86,56 @@ class World:
     fragments = {f.index: (v.incarnation, f) for v in shards for f in v.state.fragments}
     self.ledger.check_cut(learners, fragments)
 
-  def kill(self, role: Role, for_seconds: float | None = None) -> None:
-    if role in self.actors:
-      self.actors.pop(role).alive = False
-      if for_seconds is not None:
-        self.at(self.now + for_seconds, self.start, role)
+  def holds(self, state: FragmentState) -> None:
+    self.ledger.hold(state)
 
-  def send(self, sender: Actor, to: Role, message: Message) -> None:
+
+class _Recorded(Checks):
+  """Also keeps the world's history."""
+
+  world: World
+
+  def on(self, actor: Actor, action: Any, event: Any) -> Any:
+    payload = super().on(actor, action, event)
+    self.world.history.append((self.world.now, actor, action))
+    return payload
+
+
+class World(world.World):
+  """A world whose `weather` may change at any time."""
+
+  def __init__(
+    self,
+    sync: SyncConfig,
+    pace: Pace,
+    seed: int = 0,
+    weather: Weather = Weather(),
+    target_tokens: int = 1 << 60,
+    ledger: Ledger | None = None,
+  ):
+    self.weather = weather
+    self.tokens_per_step = STEP_TOKENS
+    self.random = random.Random(f"network {seed}")
+    self.ledger = ledger or Ledger(sync, STEP_TOKENS)
+    self.history: list[tuple[float, Actor, object]] = []  # every action that is not a send
+    self._last_arrival: dict = {}
+    observer = _Recorded(self.ledger)
+    observer.world = self
+    super().__init__(sync, pace, seed, target_tokens, observer)
+
+  def arrivals(self, sender: Role, to: Role, message: Message) -> Sequence[float]:
     w = self.weather
     if isinstance(message, w.lost_kinds) or (w.drop and self.random.random() < w.drop):
-      return
+      return ()
     copies = 2 if w.duplicate and self.random.random() < w.duplicate else 1
+    found = []
     for _ in range(copies):
       arrival = self.now + self.random.uniform(*w.delay_seconds)
       if not w.reorder:
-        pair = sender.role, to
+        pair = sender, to
         arrival = self._last_arrival[pair] = max(arrival, self._last_arrival.get(pair, 0.0))
-      self.at(arrival, self._deliver, to, message)
-
-  def _deliver(self, to: Role, message: Message) -> None:
-    if to in self.actors:
-      self.actors[to].receive(message)
-
-  def learners(self) -> list[Learner]:
-    return [a for a in self.actors.values() if isinstance(a, Learner)]
+      found.append(arrival)
+    return found
 
   def commits(self, fragment: int | None = None) -> list[tuple[float, Commit]]:
     of = [(t, a) for t, _, a in self.history if isinstance(a, Commit)]

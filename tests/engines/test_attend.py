@@ -158,7 +158,7 @@ def test_a_fenced_role_ends_and_says_so(make, capsys):
 
 def test_who_reaches_nobody_gives_up(make, capsys):
   with make(give_up_seconds=0.2) as attendant:
-    attendant.dial().state = "connecting"
+    attendant.dial().endpoint.state = "connecting"
     began = time.monotonic()
     assert attendant.run(until(attendant)) == LOST
     assert time.monotonic() - began >= 0.2

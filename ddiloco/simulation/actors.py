@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ddiloco.core import learner, syncer
 from ddiloco.core.fragments import owned_by, shard_of
 from ddiloco.core.messages import Message, Publish, Push
 from ddiloco.core.protocol import (
-  Accept,
   Adopt,
-  Apply,
   Commit,
   Cut,
   Give,
@@ -30,10 +29,11 @@ from ddiloco.core.protocol import (
   Tick,
 )
 from ddiloco.core.syncer_state import FragmentState
-from tests.core.ledger import Parameters
+from ddiloco.resilience.chaos import Faults, Killed
 
 if TYPE_CHECKING:
-  from tests.core.virtual import World
+  from ddiloco.simulation.disturbances import Pause
+  from ddiloco.simulation.world import World
 
 Role = tuple[str, int]  # ("learner", m) or ("syncer", s)
 TICK_SECONDS = 0.05  # of a learner that cannot step
@@ -46,16 +46,37 @@ class Part:
 
   incarnation: int
   state: Any  # of its reducer
-  parameters: Parameters | None = None  # a learner's
+  parameters: Any = None  # a learner's, if an observer plays them
   outbox: Mapping[int, Push] = dataclasses.field(default_factory=dict)  # its newest pushes
   learners: tuple[tuple[int, int], ...] = ()  # a shard's: number and incarnation of who is here
 
 
 class Actor:
+  """One incarnation of a role. `faults`: what strikes it, over all its incarnations."""
+
+  state: Any
+  parameters: Any = None
+
   def __init__(self, world: World, role: Role, incarnation: int):
     self.world, self.role, self.number, self.incarnation = world, role, role[1], incarnation
     self.alive = True
+    self.born_at = world.now
+    self.faults: Faults | None = world.disturbances.of(role)
     self.inbox: list = []
+    self._held_until = 0.0
+
+  def receive(self, message: Any) -> None:
+    raise NotImplementedError
+
+  def wake(self) -> None:
+    """A planned fault is due: strikes it, unless the role is busy and will look for itself."""
+    raise NotImplementedError
+
+  def drain(self) -> None:
+    """Told to end: a shard does not."""
+
+  def leave(self, reason: str) -> None:
+    """Told to end at once."""
 
   def later(self, seconds: float, call: Callable, *args) -> None:
     """Calls unless this incarnation has died by then."""
@@ -65,8 +86,43 @@ class Actor:
     if self.alive:
       call(*args)
 
-  def note(self, action: object) -> None:
-    self.world.history.append((self.world.now, self, action))
+  def free(self, then: Callable[[], None]) -> bool:
+    """Strikes what is due. False: this life is over, or stands still until it calls `then`."""
+    if self.faults is None:
+      return True
+    if self.world.now >= self._held_until:
+      try:
+        self.faults.check(self.state.clock)
+      except Killed as killed:
+        self.world.disturbances.lose(self, str(killed), killed.seconds)
+        return False
+      self._held_until = self.world.now + self._pause().take()
+    if self.world.now >= self._held_until:
+      return True
+    self.later(self._held_until - self.world.now, then)
+    return False
+
+  def dragged(self, seconds: float) -> float:
+    """How long work of so many seconds takes now."""
+    if self.faults is None:
+      return seconds
+    self.faults.drag(seconds)
+    return seconds + self._pause().take()
+
+  def _pause(self) -> Pause:
+    assert self.faults is not None
+    return cast("Pause", self.faults.stopped)
+
+  def save(self, snapshot: int, part: Part) -> None:
+    """Its part of a snapshot is on disk after a while, unless that is full."""
+    world, reason = self.world, ""
+    try:
+      if self.faults is not None:
+        self.faults.disk()
+      self.later(world.pace.stage_seconds, world.save, snapshot, self.role, part)
+    except OSError as error:
+      reason = str(error)
+    world.observer.saved(snapshot, self.role, world.pace.stage_seconds, reason)
 
 
 class Learner(Actor):
@@ -79,27 +135,46 @@ class Learner(Actor):
     self._outbox: dict[int, Push] = {}
     if part is None:
       self.state = learner.init(self.number, incarnation, owners, world.target_tokens)
-      self.parameters = world.ledger.new()
     else:
       self.state = learner.revive(part.state, incarnation, owners, world.target_tokens)
-      self.parameters = part.parameters
       for p, push in part.outbox.items():
         self._outbox[p] = dataclasses.replace(push, incarnation=incarnation)
+    self._part = part
     self.random = random.Random(f"{world.seed} {role} {incarnation}")
-    self.stepping = False
+    self.stepping = False  # or standing still: it looks at nothing
     self.step_times: list[float] = []
     self.idle_seconds = 0.0  # after its first step
     self._idle_since = self._reported_at = self._staged_at = world.now
+    self._blocked_seconds = 0.0  # before the step under way
     self._ticking = False
+
+  def begin(self) -> None:
+    self.world.actors[self.role] = self
+    self.world.observer.born(self, self._part)
+    self._part = None
     self._go_on()
 
   def receive(self, message: object) -> None:
     self.inbox.append(message)
     if not self.stepping:
-      self._read()
+      self._look()
+
+  def _look(self) -> None:
+    """Takes in what has arrived, and goes on."""
+    self._read()
+    self._go_on()
+    if self.alive and not self.stepping and not self.state.done:
+      self._report()
+
+  def wake(self) -> None:
+    if not self.stepping:
       self._go_on()
-      if self.alive and not self.stepping and not self.state.done:
-        self._report()
+
+  def _awake(self) -> None:
+    """It stood still."""
+    self.stepping = False
+    self._idle_since = self.world.now
+    self._look()
 
   def drain(self) -> None:
     """Told to end: finishes its step, then leaves as soon as everything is merged."""
@@ -107,6 +182,11 @@ class Learner(Actor):
     if not self.stepping:
       self._report()
       self._go_on()
+
+  def leave(self, reason: str) -> None:
+    if self.alive and not self.state.done:
+      self.state, actions = learner.leave(self.state, reason)
+      self._perform_all(actions, None)
 
   def _read(self) -> None:
     inbox, self.inbox = self.inbox, []
@@ -118,42 +198,46 @@ class Learner(Actor):
     if not self.alive:
       return
     self.state, actions = learner.learner_on(self.state, event, self.world.sync)
-    for action in actions:
-      self._perform(action)
-    for action in actions:
-      if isinstance(action, Apply):
-        self.world.ledger.check(self, action.fragment)
+    self._perform_all(actions, event)
 
-  def _perform(self, action) -> None:
+  def _perform_all(self, actions: list, event: Any) -> None:
+    for action in actions:
+      self._perform(action, event)
+    if actions:
+      self.world.observer.performed(self, actions)
+    if self.state.done:
+      self.world.working.discard(self.role)
+
+  def _perform(self, action, event: Any) -> None:
     world = self.world
+    if isinstance(action, Send):
+      return world.send(self, ("syncer", action.to), action.message)
+    payload = world.observer.on(self, action, event)
     match action:
-      case Send(shard, message):
-        return world.send(self, ("syncer", shard), message)
       case Cut(push):
-        payload = world.ledger.cut(self, push)
         self._outbox[push.fragment] = dataclasses.replace(push, payload=payload)
-        self.later(world.pace.cut_seconds, self._push, push)
+        self.later(world.pace.cut_seconds, self._push_first, push)
       case Resend(push):
         kept = self._outbox[push.fragment]
         self._outbox[push.fragment] = dataclasses.replace(kept, round=push.round)
         self._push(push)
       case Stage(publish):
-        world.ledger.stage(self, publish)
         self._staged_at = max(self._staged_at, world.now) + world.pace.stage_seconds
         staged = Staged(publish.fragment, publish.version, self._staged_at)
         self.later(self._staged_at - world.now, self.receive, staged)
-      case Apply():
-        world.ledger.apply(self, action)
       case Give(value):
-        given = dataclasses.replace(value, payload=world.ledger.give(self, value))
+        given = dataclasses.replace(value, payload=payload)
         shard = self.state.fragments[value.fragment].shard
         self.later(world.pace.cut_seconds, world.send, self, ("syncer", shard), given)
       case Record(snapshot, state):
         part = Part(self.incarnation, state, self.parameters, dict(self._outbox))
-        self.later(world.pace.stage_seconds, world.save, snapshot, self.role, part)
-      case Rejoin():
-        world.kill(self.role, for_seconds=0.0)
-    self.note(action)
+        self.save(snapshot, part)
+      case Rejoin(reason):
+        world.rejoin(self, reason)
+
+  def _push_first(self, push: Push) -> None:
+    self.world.observer.pushed(self, push)
+    self._push(push)
 
   def _push(self, push: Push) -> None:
     kept = self._outbox[push.fragment]
@@ -164,11 +248,15 @@ class Learner(Actor):
   def _go_on(self) -> None:
     if not self.alive or self.stepping or self.state.done:
       return
-    if self.world.training and learner.can_step(self.state, self.world.sync):
+    if not self.free(self._awake):
+      self.stepping = True
+    elif self.world.training and learner.can_step(self.state, self.world.sync):
       if self.step_times:
-        self.idle_seconds += self.world.now - self._idle_since
+        self._blocked_seconds = self.world.now - self._idle_since
+        self.idle_seconds += self._blocked_seconds
       pace = self.world.pace
       seconds = pace.step_seconds[self.number] * (1 + pace.jitter * self.random.random())
+      seconds = self.dragged(seconds)
       self.stepping = True
       self.later(seconds, self._step_done, seconds)
     elif not self._ticking:
@@ -176,20 +264,26 @@ class Learner(Actor):
       self.later(TICK_SECONDS, self._tick)
 
   def _step_done(self, seconds: float) -> None:
+    world = self.world
     self.stepping = False
-    self.step_times.append(self.world.now)
-    self.world.ledger.step(self)
-    self._feed(StepDone(self.world.now, self.world.tokens_per_step, seconds))
+    gap = world.now - self.step_times[-1] if self.step_times else seconds
+    self.step_times.append(world.now)
+    done = StepDone(world.now, world.pace.step_tokens(self.number), seconds)
+    world.observer.stepped(self, done, gap, self._blocked_seconds)
+    self._feed(done)
     self._read()
+    if self.alive and self.state.clock > world.clock:
+      world.clock = self.state.clock
+      world.disturbances.advance()
     if self.alive and not self.state.done:
       self._report()
-      self._idle_since = self.world.now
+      self._idle_since = world.now
       self._go_on()
 
   def _report(self) -> None:
     self._reported_at = self.world.now
     for action in learner.reports(self.state):
-      self._perform(action)
+      self.world.send(self, ("syncer", action.to), action.message)
 
   def _tick(self) -> None:
     self._ticking = False
@@ -211,13 +305,24 @@ class Shard(Actor):
     self.state = syncer.init(self.number, incarnation, newest, world.target_tokens, settle_at)
     self._busy_until = self._alarm_at = self._rang_at = world.now
     self._rings = 0
+    self.merging_seconds = 0.0  # of the newest commit
+
+  def begin(self) -> None:
+    self.world.actors[self.role] = self
+    self.world.observer.born(self, None)
 
   def receive(self, message: Message) -> None:
     self.inbox.append(message)
     if len(self.inbox) == 1:
       self.later(max(0.0, self._busy_until - self.world.now), self._work)
 
+  def wake(self) -> None:
+    if not self.inbox:
+      self.free(self.wake)
+
   def _work(self) -> None:
+    if not self.free(self._work):
+      return
     message = self.inbox.pop(0)
     measured = self.world.measure(message) if isinstance(message, Push) else {}
     self._handle(Received(message, self.world.now, **measured))
@@ -229,36 +334,42 @@ class Shard(Actor):
     self.state, actions = syncer.syncer_on(self.state, event, world.sync)
     self._busy_until = world.now
     for action in actions:
+      if isinstance(action, Send):
+        self._send(action)
+        continue
+      if isinstance(action, Adopt | Commit):
+        world.store[action.fragment] = dataclasses.replace(
+          self.fragment(action.fragment), round=None
+        )
+      if isinstance(action, Commit):
+        merging = world.merge_seconds(action.fragment, len(action.learners))
+        self.merging_seconds = self.dragged(merging)
+      world.observer.on(self, action, event)
       match action:
-        case Send(to, message):
-          if isinstance(message, Publish):
-            assert message.round == world.ledger.held[message.fragment], "it has no other"
-          self.later(self._busy_until - world.now, world.send, self, ("learner", to), message)
-          continue
-        case Accept():
-          world.ledger.accept(action, event.message)
         case Record(snapshot, state, here):
           learners = tuple((m, state.members[m].incarnation) for m in here)
-          part = Part(self.incarnation, state, learners=learners)
-          self.later(world.pace.stage_seconds, world.save, snapshot, self.role, part)
+          self.save(snapshot, Part(self.incarnation, state, learners=learners))
           self.later(2 * world.pace.stage_seconds, self._saved)
-        case Adopt():
-          world.ledger.adopt(action, event.message.payload, self._keep(action.fragment))
         case Commit():
-          world.ledger.commit(action, self._keep(action.fragment))
-          self._busy_until += world.pace.merge_seconds
-          merged = Merged(self._busy_until, world.pace.merge_seconds)
+          self._busy_until += self.merging_seconds
+          merged = Merged(self._busy_until, self.merging_seconds)
           self.state, _ = syncer.syncer_on(self.state, merged, world.sync)
-      self.note(action)
     self._set_alarm()
+
+  def _send(self, send: Send) -> None:
+    """A commit's versions leave when they are merged."""
+    world = self.world
+    if isinstance(send.message, Publish):
+      world.observer.published(self, send.message)
+    to = ("learner", send.to)
+    self.later(self._busy_until - world.now, world.send, self, to, send.message)
+
+  def fragment(self, index: int) -> FragmentState:
+    """One of its own."""
+    return next(f for f in self.state.fragments if f.index == index)
 
   def _saved(self) -> None:
     self._handle(Saved(self.world.now))
-
-  def _keep(self, fragment: int) -> FragmentState:
-    f = next(f for f in self.state.fragments if f.index == fragment)
-    self.world.store[fragment] = dataclasses.replace(f, round=None)
-    return f
 
   def _set_alarm(self) -> None:
     wake_at = syncer.next_wake(self.state, self.world.sync)
@@ -267,6 +378,8 @@ class Shard(Actor):
       self.later(self._alarm_at - self.world.now, self._alarm, wake_at)
 
   def _alarm(self, wake_at: float) -> None:
+    if not self.free(functools.partial(self._alarm, wake_at)):
+      return
     due_at = syncer.next_wake(self.state, self.world.sync)
     if due_at is not None and due_at <= self.world.now:
       self._handle(Tick(self.world.now))

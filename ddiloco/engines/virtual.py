@@ -1,0 +1,125 @@
+"""The engine of virtual time: no arrays, no devices, no waiting; the same events and judges."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ddiloco.config import Config, ConfigError
+from ddiloco.engines import workdir as workdirs
+from ddiloco.observe import recovery
+from ddiloco.observe.events import Event, to_line
+from ddiloco.simulation.account import Account
+from ddiloco.simulation.run import Run, Setting
+
+LINES = 1000  # of one role, until they are written
+
+
+class Logs:
+  """Writes events where a real run's roles do."""
+
+  def __init__(self, workdir: Path):
+    self._folder = workdir / "events"
+    self._folder.mkdir(parents=True, exist_ok=True)
+    self._lines: dict[str, list[str]] = {}
+
+  def take(self, event: Event) -> None:
+    lines = self._lines.setdefault(event["role"], [])
+    lines.append(to_line(event))
+    if len(lines) >= LINES:
+      self._write(event["role"], lines)
+
+  def close(self) -> None:
+    for role, lines in self._lines.items():
+      self._write(role, lines)
+
+  def _write(self, role: str, lines: list[str]) -> None:
+    with (self._folder / f"{role}.jsonl").open("a") as file:
+      file.writelines(lines)
+    lines.clear()
+
+
+def simulate(
+  config: Config,
+  setting: Setting,
+  workdir: Path | None = None,
+  overwrite: bool = False,
+  most_seconds: float = math.inf,
+) -> dict[str, Any]:
+  """Runs `config` in virtual time; returns its numbers, as JSON has them.
+
+  Args:
+    config: the run's.
+    setting: how fast everything is.
+    workdir: gets the events, for dashboard and report; None: nobody.
+    overwrite: replace a run that is there.
+    most_seconds: of virtual time.
+
+  Raises:
+    ConfigError: something in config or setting cannot be, or the workdir is another run's.
+  """
+  began, account = time.monotonic(), Account()
+  early: list[Event] = []  # until it is clear that all is well: only then a workdir is touched
+  takers = [account.take, early.append]
+
+  def emit(event: Event) -> None:
+    for take in takers:
+      take(event)
+
+  run = Run(config, setting, emit)
+  with contextlib.ExitStack() as stack:
+    takers.pop()
+    if workdir is not None:
+      _refuse_another(workdir, overwrite)
+      stack.enter_context(workdirs.held(workdir))
+      workdirs.claim(workdir, config, overwrite)
+      logs = Logs(workdir)
+      stack.callback(logs.close)
+      takers.append(logs.take)
+      for event in early:
+        logs.take(event)
+    reason = run.finish(most_seconds)
+  return {
+    "reason": reason,
+    "learners": config.islands.num_learners,
+    "virtual_seconds": round(run.now, 3),
+    "wall_seconds": round(time.monotonic() - began, 3),
+    "clock": run.clock,
+    "merged_tokens": min(f.merged_tokens for f in run.store.values()),
+    **account.summary(),
+    **_of_faults(account.kept),
+  }
+
+
+def _refuse_another(workdir: Path, overwrite: bool) -> None:
+  """A virtual run never goes on: its events would be told twice."""
+  if (workdir / "events").exists() and not overwrite:
+    raise ConfigError(
+      f"--workdir={workdir}: holds a run. Fix: choose another directory, or add --overwrite to"
+      " replace it."
+    )
+
+
+def _of_faults(events: list[dict[str, Any]]) -> Mapping[str, Any]:
+  found = recovery.recoveries(events)
+  back = [each.seconds for each in found if math.isfinite(each.seconds)]
+  return {
+    "faults": len(found),
+    "recovered": len(back),
+    "median_recovery_seconds": round(statistics.median(back), 3) if back else None,
+    "worst_recovery_seconds": round(max(back), 3) if back else None,
+    "longest_stall_seconds": round(recovery.longest_stall_seconds(events), 3),
+    "lost_rounds": len(recovery.lost_rounds(events)),
+    "unplanned": len(recovery.unplanned(events)),
+    "unplanned_exits": [dict(event) for event in recovery.unplanned(events)],
+  }
+
+
+def equal_sizes(parameters: int, fragments: int) -> tuple[int, ...]:
+  """Values of each fragment, if a model is cut into equal ones."""
+  return tuple((parameters + i) // fragments for i in range(fragments))

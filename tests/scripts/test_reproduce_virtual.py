@@ -1,0 +1,59 @@
+"""The reproductions that play the protocol in virtual time, shortened."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parent.parent.parent / "scripts"
+
+
+def last_line(script: str, picture: Path) -> dict:
+  command = [sys.executable, str(SCRIPTS / script), "--quick", f"--picture={picture}"]
+  done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+  assert done.returncode == 0, done.stderr
+  assert picture.stat().st_size > 10_000
+  return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_only_lock_step_waits_for_slow_islands(tmp_path):
+  found = last_line("reproduce_heterogeneous.py", tmp_path / "h.png")
+  goodput, part = found["goodput"], found["participation"]
+  assert abs(goodput["K = 8"] - found["published"]["K = 8"]) < 5
+  assert goodput["K = 1"] == goodput["K = 1 + grace"] == 100
+  assert part["K = 8"] == 100 and part["K = 1 + grace"] > 80 > 30 > part["K = 1"]
+  for row, value in goodput.items():
+    assert found["errors"][row] == pytest.approx(value - found["published"][row], abs=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_compute_that_comes_and_goes_shortens_a_run(tmp_path):
+  found = last_line("reproduce_scavenging.py", tmp_path / "s.png")
+  times = found["decoupled"]
+  assert list(times) == list(found["published"]["decoupled"])
+  assert times["+300 %"] < times["+100 %"] < 1
+  for name, value in times.items():
+    miss = value - found["published"]["decoupled"][name]
+    assert found["errors"]["decoupled"][name] == pytest.approx(miss, abs=0.002)
+
+
+def test_a_data_parallel_job_stands_still_at_each_change():
+  script = runpy.run_path(str(SCRIPTS / "reproduce_scavenging.py"))
+  data_parallel, pause, always = (
+    script[name] for name in ("data_parallel", "PAUSE_SECONDS", "ALWAYS")
+  )
+  assert data_parallel([], 100, 1.0) == pytest.approx(100.0)
+  # One more from second 20 to 60: pauses at both, five islands in between, four else.
+  left = 100 * always - 20 * always - (40 - pause) * (always + 1)
+  assert data_parallel([(20.0, 60.0)], 100, 1.0) == pytest.approx(60 + pause + left / always)
+  # A change in the middle of a pause starts it anew.
+  both = data_parallel([(20.0, 1e9), (30.0, 1e9)], 100, 1.0)
+  assert both == pytest.approx(30 + pause + (100 - 20) * always / (always + 2))
