@@ -203,6 +203,7 @@ class Ledger:
       island.cuts = {key: cut for key, cut in island.cuts.items() if key[0] != event["fragment"]}
 
   def _on_commit(self, event: Mapping[str, Any]) -> None:
+    self._know(event["fragment"])
     self._commits += 1
     p, gains = event["fragment"], {}
     for m in (int(m) for m in event["participants"]):
@@ -221,7 +222,12 @@ class Ledger:
         self._islands[m].account["rejected"] += cut.chip_seconds / self._fragments
         self._islands[m].settle(p, cut.step)
 
+  def _know(self, fragment: int) -> None:
+    """Roles that were started one by one have no engine that says how many fragments there are."""
+    self._fragments = max(self._fragments, fragment + 1)
+
   def _on_owns(self, event: Mapping[str, Any]) -> None:
+    self._know(event["fragment"])
     self.chains[event["fragment"]].go_to(event["round"])
 
   _on_recalled = _on_owns

@@ -210,6 +210,17 @@ def test_while_it_runs_time_goes_on_and_afterwards_it_does_not():
   assert ledger.report(20.0).goodput == pytest.approx(1.0)
 
 
+def test_roles_that_nobody_supervises_have_a_ledger_too():
+  log = Log(fragments=2)
+  log.events.clear()  # no engine says that a run has started
+  for p in range(2):
+    log.add(0.0, "syncer-0", "owns", fragment=p, round=-1)
+  log.start(1.0)
+  log.merge(log.steps(1, 10, 1.0), 0, 7, -1, {0: 10})
+  goodput = log.report()
+  assert goodput.goodput == pytest.approx(0.5) and goodput.chip_seconds == pytest.approx(10.0)
+
+
 def test_nothing_is_known_of_an_empty_run():
   assert math.isnan(Ledger().report().goodput) and math.isnan(Ledger().report().uptime)
 
