@@ -33,3 +33,8 @@ def prepare(num_cpu_devices: int, cpu_only: bool = False, supervises: bool = Fal
   if supervises:
     jax.config.update("jax_platforms", "cpu")
   jax.config.update("jax_num_cpu_devices", num_cpu_devices)
+
+
+def bare() -> dict[str, str]:
+  """The environment for a child that is to start as from a shell, and prepares itself."""
+  return {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}

@@ -56,6 +56,7 @@ import numpy as np
 
 from ddiloco.config import Config, from_dict
 from ddiloco.core import fragments
+from ddiloco.engines.children import processes_of
 from ddiloco.engines.workdir import start_time
 from ddiloco.observe.drain import warn
 from ddiloco.observe.events import Event, NullRecorder, read_events
@@ -178,11 +179,10 @@ def measure_steps(config: Config, folder: Path, block: int, pairs: int) -> tuple
     hub.connect(syncer_address(0)),
     store,
     logs["syncer-0"],
-    faults,
     saver=savers["syncer-0"],
   )
   without = dataclasses.replace(config, sync=dataclasses.replace(config.sync, snapshot_steps=0))
-  thread = threading.Thread(target=shard.run, args=(stop.is_set,), daemon=True)
+  thread = threading.Thread(target=shard.run, args=(faults, stop.is_set), daemon=True)
   thread.start()
   island = Island(config, 0, jax.devices()[:1], plan)
   island.compile()
@@ -293,11 +293,8 @@ class Run:
     command += [f"--config={path}", f"--workdir={workdir}"]
     self.workdir, self.log = workdir, workdir.with_suffix(".log")
     self.began = time.time()
-    clean = {
-      name: value for name, value in os.environ.items() if name not in ("NPROC", "XLA_FLAGS")
-    }
     with self.log.open("ab") as file:
-      self._process = subprocess.Popen(command, stdout=file, stderr=file, env=clean)
+      self._process = subprocess.Popen(command, stdout=file, stderr=file, env=environment.bare())
 
   def wait_for(self, what: str, found: Callable[[list[Event]], Any]) -> Any:
     """The first true `found(events)` of this workdir."""
@@ -311,11 +308,9 @@ class Run:
 
   def kill_learner(self, number: int) -> None:
     """kill -9; the run starts it again at once. Linux."""
-    mine = {f"--learner={number}".encode(), f"--workdir={self.workdir}".encode()}
-    for folder in Path("/proc").glob("[0-9]*"):
-      with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-        if mine <= set((folder / "cmdline").read_bytes().split(b"\0")):
-          os.kill(int(folder.name), signal.SIGKILL)
+    for pid in processes_of(self.workdir, f"--learner={number}"):
+      with contextlib.suppress(ProcessLookupError):  # it has just ended
+        os.kill(pid, signal.SIGKILL)
 
   def end(self) -> None:
     """Tells it to end; it saves what it can, as on SIGTERM anywhere."""

@@ -155,10 +155,10 @@ class Shard:
     for fragment in plan.fragments:
       store.save(new_fragment(fragment, fragments.gather(fragment, first)))
     self._steps, self._stop = Steps(), threading.Event()
-    faults = Faults((), time.monotonic())
     state = new_syncer(config, 0, 0, store)
-    role = Syncer(state, config, plan, endpoint, store, self._steps, faults)
-    self._thread = threading.Thread(target=role.run, args=(self._stop.is_set,), daemon=True)
+    role = Syncer(state, config, plan, endpoint, store, self._steps)
+    serve = (Faults((), time.monotonic()), self._stop.is_set)
+    self._thread = threading.Thread(target=role.run, args=serve, daemon=True)
     self._thread.start()
 
   def end(self) -> int:

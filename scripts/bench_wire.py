@@ -97,8 +97,8 @@ def measure(config: config_lib.Config, plan: fragments.Plan) -> tuple[float, flo
   for s in range(config.sync.num_shards):
     endpoint = hub.connect(syncer_address(s))
     state = new_syncer(config, s, 0, store)
-    shard = Syncer(state, config, plan, endpoint, store, NullRecorder(), faults)
-    threads.append(threading.Thread(target=shard.run, args=(stop.is_set,), daemon=True))
+    shard = Syncer(state, config, plan, endpoint, store, NullRecorder())
+    threads.append(threading.Thread(target=shard.run, args=(faults, stop.is_set), daemon=True))
   endpoints = []
   for m in range(config.islands.num_learners):
     endpoints.append(hub.connect(learner_address(m)))

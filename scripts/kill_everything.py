@@ -31,8 +31,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ddiloco import environment
 from ddiloco.config import CheckpointConfig, Config, from_dict
 from ddiloco.core.invariants import check
+from ddiloco.engines.children import processes_of
 from ddiloco.engines.workdir import CHECKPOINTS, COMPILED, OUTCOME
 from ddiloco.observe.events import Event, read_events
 from ddiloco.observe.follow import Follower
@@ -93,20 +95,6 @@ def moments(seed: int, kills: int, steps: int) -> list[Moment]:
 # --- processes ------------------------------------------------------------------------------------
 
 
-def processes_of(workdir: Path) -> list[int]:
-  """Those whose command line names the workdir, and that are no zombies."""
-  found = []
-  for folder in Path("/proc").glob("[0-9]*"):
-    try:
-      words = (folder / "cmdline").read_bytes().split(b"\0")
-      dead = (folder / "stat").read_text().rpartition(") ")[2][0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-      continue  # it has just ended
-    if f"--workdir={workdir}".encode() in words and not dead and int(folder.name) != os.getpid():
-      found.append(int(folder.name))
-  return found
-
-
 def kill_all(process: subprocess.Popen, workdir: Path) -> None:
   """The process and all that it has started, without a warning."""
   while True:
@@ -136,11 +124,10 @@ def live(workdir: Path, config: Path, engine: str, moment: Moment | None, start:
   follower, events = Follower(workdir), []
   follower.poll()  # what happened in lives before
   line = [sys.executable, "-m", "ddiloco", "train", f"--config={config}", f"--workdir={workdir}"]
-  clean = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
   began, stepped, reached = time.monotonic(), None, None
   with (workdir.parent / "log.txt").open("ab") as log:
     process = subprocess.Popen(
-      [*line, "--cpu", f"--engine={engine}"], stdout=log, stderr=log, env=clean
+      [*line, "--cpu", f"--engine={engine}"], stdout=log, stderr=log, env=environment.bare()
     )
   try:
     while process.poll() is None:

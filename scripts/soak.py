@@ -24,7 +24,6 @@ import collections
 import dataclasses
 import json
 import math
-import os
 import statistics
 import subprocess
 import sys
@@ -34,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from ddiloco import config as config_lib
+from ddiloco import environment
 from ddiloco.observe.events import Event, read_events
 from ddiloco.observe.recovery import Recovery, longest_stall_seconds, lost_rounds, recoveries
 from ddiloco.observe.recovery import unplanned as unplanned_of
@@ -69,10 +69,9 @@ def train(config: config_lib.Config, engine: str, workdir: Path) -> None:
   command = [sys.executable, "-m", "ddiloco", "train", f"--config={file}", f"--workdir={workdir}"]
   log = workdir.with_suffix(".log")
   print(f"{' '.join(command)} --engine={engine} --cpu > {log}", flush=True)
-  clean = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
   with log.open("wb") as out:
     subprocess.run(
-      [*command, f"--engine={engine}", "--cpu"], stdout=out, stderr=out, env=clean, check=False
+      [*command, f"--engine={engine}", "--cpu"], stdout=out, stderr=out, env=environment.bare()
     )
 
 

@@ -1,7 +1,6 @@
 """What is typed wrong is said on stderr in plain words, with status 2, before a device is used."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -262,10 +261,9 @@ def test_a_result_of_another_model_is_refused(refused, finished, command):
 @pytest.mark.parametrize("command", [("generate", "--tokens=3"), ("evaluate",), ("report",)])
 def test_commands_in_a_process_of_their_own(finished, command):
   """As a user types them: nothing has prepared the environment for them."""
-  bare = {name: value for name, value in os.environ.items() if name not in ("NPROC", "XLA_FLAGS")}
   name, *more = command
   run = [sys.executable, "-m", "ddiloco", name, f"--workdir={finished}", *more]
-  done = subprocess.run(run, env=bare, capture_output=True, text=True, timeout=100)
+  done = subprocess.run(run, env=environment.bare(), capture_output=True, text=True, timeout=100)
   assert done.returncode == 0, done.stderr
   assert done.stdout.strip()
 
@@ -296,7 +294,7 @@ def test_report_of_a_run_that_was_cut_off(finished, capsys, refused):
 
 def process(*arguments: str, code: str = "") -> subprocess.CompletedProcess:
   command = [sys.executable, *(["-c", code] if code else ["-m", "ddiloco"]), *arguments]
-  clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "NPROC")}
+  clean = {k: v for k, v in environment.bare().items() if k != "PYTHONPATH"}
   return subprocess.run(command, capture_output=True, text=True, env=clean, timeout=100)
 
 

@@ -1,7 +1,6 @@
 """`ddiloco export` writes what others read, and replaces nothing that it was not told to."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -167,11 +166,10 @@ def test_help(capsys):
 
 def test_in_a_process_of_its_own(workdir, params, tmp_path):
   """As a user types it: nothing has prepared the environment for it."""
-  bare = {name: value for name, value in os.environ.items() if name not in ("NPROC", "XLA_FLAGS")}
   to = tmp_path / "model.safetensors"
   command = ["-m", "ddiloco", "export", f"--workdir={workdir}", f"--to={to}"]
   done = subprocess.run(
-    [sys.executable, *command], env=bare, capture_output=True, text=True, timeout=100
+    [sys.executable, *command], env=environment.bare(), capture_output=True, text=True, timeout=100
   )
   assert done.returncode == 0, done.stderr
   assert done.stdout.startswith(f"{to}: ")

@@ -25,7 +25,8 @@ def count(incarnation: int, events: int) -> int:
 
 def join(seen: Seen, other: Seen) -> dict[int, int]:
   """What is known after hearing of `other`: the greater count of each."""
-  return {who: max(seen.get(who, 0), other.get(who, 0)) for who in seen.keys() | other.keys()}
+  news = {who: count for who, count in other.items() if count > seen.get(who, 0)}
+  return {**seen, **news}
 
 
 def violations(cut: Mapping[int, Seen]) -> list[tuple[int, int]]:

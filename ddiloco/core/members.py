@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from ddiloco.config import SyncConfig
 from ddiloco.core import causality, donations
@@ -26,12 +27,16 @@ from ddiloco.core.syncer_state import (
   Member,
   Recalling,
   SyncerState,
+  could_push,
   forget_pending,
   ignored,
+  is_due,
   member_note,
+  newest,
   publish_to,
   set_fragment,
   set_member,
+  touch,
 )
 
 
@@ -97,11 +102,19 @@ def _on_hello(
     state.snapshot,
   )
   actions.append(Send(hello.learner, welcome))
-  state = set_member(state, hello.learner, dataclasses.replace(member, heard_at=now, lost=False))
-  for learner in sorted(state.members):  # the newcomer, and at the start those it completes
+  begun = _begun(state, sync)
+  state = _heard(state, hello.learner, dataclasses.replace(member, heard_at=now, lost=False), sync)
+  # The newcomer; at the start, all who waited for it.
+  for learner in (hello.learner,) if begun else sorted(state.members):
     state, sent = _catch_up(state, learner, now, sync)
     actions += sent
   return state, actions
+
+
+def _heard(state: SyncerState, learner: int, member: Member, sync: SyncConfig) -> SyncerState:
+  state = set_member(state, learner, member)
+  silent_at = min(state.silent_at, lost_at(member, sync))
+  return dataclasses.replace(state, silent_at=silent_at)
 
 
 def _begun(state: SyncerState, sync: SyncConfig) -> bool:
@@ -109,10 +122,9 @@ def _begun(state: SyncerState, sync: SyncConfig) -> bool:
 
   So in lock-step all learners start at step 0 together.
   """
-  learners = sum(m != EVALUATOR for m in state.members)
-  return (
-    learners >= sync.min_quorum or state.clock > 0 or any(f.version > 0 for f in state.fragments)
-  )
+  if state.clock > 0 or any(f.version > 0 for f in state.fragments):
+    return True
+  return sum(m != EVALUATOR for m in state.members) >= sync.min_quorum
 
 
 def _on_report(
@@ -159,14 +171,24 @@ def _on_report(
     leaving=report.leaving,
     lost=False,
   )
-  state = set_member(state, report.learner, member)
+  state = _heard(state, report.learner, member, sync)
   if member.quarantined:
     refusal = Refusal(
       state.shard, state.incarnation, report.incarnation, -1, -1, True, "quarantined"
     )
     return state, [*actions, Send(report.learner, refusal)]
+  state = touch(state, _due(state, report.learner, member, sync))
   state, sent = _catch_up(state, report.learner, now, sync)
   return state, [*actions, *sent]
+
+
+def _due(state: SyncerState, learner: int, member: Member, sync: SyncConfig) -> list[int]:
+  """Positions of the fragments of which a round could begin because of this member."""
+  return [
+    i
+    for i, f in enumerate(state.fragments)
+    if f.round is None and could_push(learner, member, i, f) and is_due(member, i, f, sync)
+  ]
 
 
 def _born(state: SyncerState) -> int:
@@ -275,7 +297,7 @@ def _catch_up(
     overdue = now - member.waiting_since[i] > backed_off(patience, member.resends)
     if lags and (member.sent[i] < f.version or overdue):
       again = member.sent[i] == f.version
-      state, publish = publish_to(state, i, learner, now)
+      state, publish = publish_to(state, i, learner, now, newest(state, i))
       member = dataclasses.replace(state.members[learner], resends=member.resends + again)
       state = set_member(state, learner, member)
       actions.append(publish)
@@ -285,10 +307,14 @@ def _catch_up(
 def lose_silent(
   state: SyncerState, now: float, sync: SyncConfig
 ) -> tuple[SyncerState, list[SyncerAction]]:
+  """Looks only when somebody may be: members are many, and messages too."""
   actions: list[SyncerAction] = []
+  if now < state.silent_at:
+    return state, actions
   for learner, member in list(state.members.items()):
     if not member.lost and now >= lost_at(member, sync):
       state = set_member(state, learner, dataclasses.replace(member, lost=True))
       state = forget_pending(state, learner)
       actions.append(member_note(learner, "lost", f"silent for {now - member.heard_at:.2f} s"))
-  return state, actions
+  there = [lost_at(member, sync) for member in state.members.values() if not member.lost]
+  return dataclasses.replace(state, silent_at=min(there, default=math.inf)), actions

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 
 from ddiloco.config import SyncConfig
 
+MOST_NAMES = 8  # of learners in a reason
+
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
@@ -50,7 +52,9 @@ def decide(
     grace: seconds to wait after that.
     sync: the protocol's settings.
   """
-  names = ", ".join(map(str, pending))
+  names = ", ".join(map(str, pending[:MOST_NAMES]))
+  if len(pending) > MOST_NAMES:
+    names += f" and {len(pending) - MOST_NAMES} more"
   if pushed < sync.min_quorum:
     if (left := len(pending) + pushed) < sync.min_quorum:
       return Decision("abandon", f"only {left} of {sync.min_quorum} needed are left")
@@ -87,12 +91,14 @@ def screen(
     if not math.isfinite(norm):
       rejected[learner] = f"not finite (norm {norm})"
       continue
+    own = past[learner] * steps[learner]
+    if own > 0 and norm <= ratio * own:
+      continue
     others = [
       other * max(1.0, steps[learner] / steps[m])
       for m, other in norms.items()
       if m != learner and math.isfinite(other)
     ]
-    own = past[learner] * steps[learner]
     references = [r for r in (statistics.median(others) if others else 0, own) if r > 0]
     if references and norm > ratio * max(references):
       rejected[learner] = f"norm {norm:.3g} is over {ratio:g} x {max(references):.3g}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Mapping
 
@@ -18,66 +19,59 @@ from ddiloco.core.protocol import (
   Send,
   SyncerAction,
   backed_off,
-  due_after,
   smooth,
 )
 from ddiloco.core.syncer_state import (
   FragmentState,
-  Member,
   Round,
   SyncerState,
   complete,
+  could_push,
   ignored,
+  is_due,
   member_note,
+  newest,
   publish_to,
   set_fragment,
   set_member,
+  touch,
 )
-
-
-def _available(state: SyncerState, i: int) -> dict[int, Member]:
-  """Members that could push fragment i now: alive, on the newest version, at least a step on it."""
-  version = state.fragments[i].version
-  return {
-    learner: m
-    for learner, m in sorted(state.members.items())
-    if learner != EVALUATOR
-    and not (m.lost or m.quarantined)
-    and m.versions[i] == version
-    and m.since[i] >= 1
-  }
 
 
 def _settled(state: SyncerState, now: float) -> bool:
   """Whether nobody comes any more who has a newer value: all it knew are here, or time is up."""
+  if now >= state.settle_at:
+    return True
   known = {m for f in state.fragments for m in f.merged_rounds}
-  return now >= state.settle_at or bool(known and known <= state.members.keys())
+  return bool(known and known <= state.members.keys())
 
 
 def start_rounds(
   state: SyncerState, now: float, sync: SyncConfig
 ) -> tuple[SyncerState, list[SyncerAction]]:
+  """Of touched fragments of which a quorum is due; all who could push are asked."""
   actions: list[SyncerAction] = []
-  if not _settled(state, now):
+  if not state.touched or not _settled(state, now):
     return state, actions
-  for i, f in enumerate(state.fragments):
+  for i in sorted(state.touched):
+    f = state.fragments[i]
     if f.round is not None or complete(state, f):
       continue
-    available = _available(state, i)
-    due = due_after(f.index, f.version, sync)
-    if sum(m.leaving or m.since[i] >= due for m in available.values()) < sync.min_quorum:
+    available = {m: member for m, member in state.members.items() if could_push(m, member, i, f)}
+    if sum(is_due(member, i, f, sync) for member in available.values()) < sync.min_quorum:
       continue
-    asked = tuple(available)
+    asked = tuple(sorted(available))
     # Unique over the shard's incarnations, so that nothing of a dead one is mistaken for ours. With
     # incarnations that count seconds this stays below 2^53, which JSON readers keep exactly.
     round_id = (state.incarnation << 24) + state.rounds
-    current = Round(round_id, now, asked, now)
+    current = Round(round_id, now, asked, now, look_at=now)
+    current = dataclasses.replace(current, look_at=now + _pull_patience(state, current, sync))
     f = dataclasses.replace(f, round=current)
     state = set_fragment(dataclasses.replace(state, rounds=state.rounds + 1), i, f)
     actions += [_pull(state, f, current, m) for m in asked]
     note = {"fragment": f.index, "round": round_id, "version": f.version, "asked": list(asked)}
     actions.append(Note("round", note))
-  return state, actions
+  return dataclasses.replace(state, touched=()), actions
 
 
 def _pull(state: SyncerState, f: FragmentState, current: Round, learner: int) -> Send:
@@ -112,50 +106,56 @@ def on_push(
     fault = f"holds {push.steps} steps and {push.tokens} tokens"
   if fault:
     current = dataclasses.replace(current, refused={**current.refused, push.learner: fault})
-    return set_fragment(state, i, dataclasses.replace(f, round=current)), []
+    return touch(set_fragment(state, i, dataclasses.replace(f, round=current)), [i]), []
   current = dataclasses.replace(
     current,
     pushes={**current.pushes, push.learner: dataclasses.replace(push, payload=None)},
     norms={**current.norms, push.learner: event.norm},
   )
-  state = set_fragment(state, i, dataclasses.replace(f, round=current))
+  state = touch(set_fragment(state, i, dataclasses.replace(f, round=current)), [i])
   seen = causality.join(state.seen, dict(pairs(push.seen)))
   state = dataclasses.replace(state, seen=seen)
   return state, [Accept(f.index, current.id, push.learner)]
 
 
-def grace_seconds(state: SyncerState, current: Round, sync: SyncConfig) -> float:
+def _grace_seconds(state: SyncerState, current: Round, sync: SyncConfig) -> float:
   steps = [state.members[m].step_seconds for m in current.asked if m in state.members]
   step = statistics.median_low(steps) if steps else 0.0
   return quorum.grace_seconds(step, state.quorum_seconds, state.sync_seconds, sync)
 
 
-def pull_patience(state: SyncerState, current: Round, sync: SyncConfig) -> float:
+def _pull_patience(state: SyncerState, current: Round, sync: SyncConfig) -> float:
   return backed_off(max(sync.liveness_seconds, 3 * state.quorum_seconds), current.pulls - 1)
 
 
 def advance_rounds(
   state: SyncerState, now: float, sync: SyncConfig
 ) -> tuple[SyncerState, list[SyncerAction]]:
+  """Ends those that something has come for, or whose time it is to look at, if they can end."""
   actions: list[SyncerAction] = []
   for i, f in enumerate(state.fragments):
-    if f.round is None:
+    if f.round is None or not (i in state.touched or now >= f.round.look_at):
       continue
     current = f.round
     if current.quorum_at is None and len(current.pushes) >= sync.min_quorum:
       seconds = smooth(state.quorum_seconds, now - current.started_at)
       state = dataclasses.replace(state, quorum_seconds=seconds)
       current = dataclasses.replace(current, quorum_at=now)
-    answered = {*current.pushes, *current.refused}
-    pending = [m for m in current.asked if m not in answered]
-    grace = grace_seconds(state, current, sync)
+    pending = [m for m in current.asked if m not in current.pushes and m not in current.refused]
+    grace = _grace_seconds(state, current, sync)
     count = len(current.pushes)
     decision = quorum.decide(now, count, pending, current.quorum_at, grace, sync)
     current = dataclasses.replace(current, reason=decision.reason)
     if decision.verdict == "wait":
-      again = now >= current.pulled_at + pull_patience(state, current, sync)
+      again = now >= current.pulled_at + _pull_patience(state, current, sync)
       if again:
         current = dataclasses.replace(current, pulled_at=now, pulls=current.pulls + 1)
+      look_at = min(
+        current.pulled_at + _pull_patience(state, current, sync),
+        math.inf if decision.wake_at is None else decision.wake_at,
+        now + sync.liveness_seconds,  # patience is learned: it may have become less until then
+      )
+      current = dataclasses.replace(current, look_at=look_at)
       state = set_fragment(state, i, dataclasses.replace(f, round=current))
       if again:  # a pull or a push got lost; the same push comes again
         actions += [_pull(state, f, current, m) for m in pending]
@@ -170,7 +170,8 @@ def _end_round(
 ) -> tuple[SyncerState, list[SyncerAction]]:
   """Screens, commits if what is left is still a quorum, and tells everybody."""
   f = before = state.fragments[i]
-  past = {m: _past_norm(state, m, i) for m in current.norms}
+  usual = _usual_norm(state, i)
+  past = {m: _past_norm(state, m, i) or usual for m in current.norms}
   steps = {m: push.steps for m, push in current.pushes.items()}
   out_of_range = quorum.screen(current.norms, steps, past, sync.max_norm_ratio)
   rejected = {**current.refused, **out_of_range}
@@ -195,18 +196,19 @@ def _end_round(
     actions.append(Abandon(f.index, current.id))
     note = {"fragment": f.index, "round": current.id, "reason": reason, "rejected": rejected}
     actions.append(Note("abandoned", note))
-  state = set_fragment(state, i, dataclasses.replace(f, round=None))
+  state = touch(set_fragment(state, i, dataclasses.replace(f, round=None)), [i])
   for m in merged:
     state = _credit(state, m, i, current.norms[m] / steps[m])
   for m, reason in rejected.items():
     state, refusal = _reject(state, m, i, current.id, reason, sync)
     actions += refusal
+  header = newest(state, i)
   for m in sorted(state.members):
     member = state.members[m]
     if member.sent[i] < f.version and not member.lost:
       follows = member.sent[i] == before.version == f.version - 1
       base_round = before.last_round if follows else NOTHING
-      state, publish = publish_to(state, i, m, now, base_round)
+      state, publish = publish_to(state, i, m, now, header, base_round)
       actions.append(publish)
   return state, actions
 
@@ -269,12 +271,15 @@ def _missing(state: SyncerState, i: int, current: Round) -> dict[int, str]:
 
 
 def _past_norm(state: SyncerState, learner: int, i: int) -> float:
-  """Of accepted updates, per step: the learner's own, or what is usual if it is new. 0: unknown."""
+  """Of a learner's accepted updates, per step. 0: it has none yet."""
   member = state.members.get(learner)
-  if member is not None and member.norms[i]:
-    return member.norms[i]
-  others = [other.norms[i] for other in state.members.values() if other.norms[i]]
-  return statistics.median(others) if others else 0.0
+  return member.norms[i] if member is not None else 0.0
+
+
+def _usual_norm(state: SyncerState, i: int) -> float:
+  """Of everybody's accepted updates, per step: the measure for who is new. 0: nobody has any."""
+  norms = [member.norms[i] for member in state.members.values() if member.norms[i]]
+  return statistics.median(norms) if norms else 0.0
 
 
 def _credit(state: SyncerState, learner: int, i: int, norm_per_step: float) -> SyncerState:

@@ -117,12 +117,10 @@ def _has_all(learner: int, member: Member) -> bool:
   return learner != EVALUATOR and not member.lost and min(member.versions, default=-1) >= 0
 
 
-def next_wake(state: SyncerState, sync: SyncConfig) -> float | None:
+def next_wake(state: SyncerState) -> float | None:
   """When a `Tick` is needed even if no message comes."""
-  times = [members.lost_at(m, sync) for m in state.members.values() if not m.lost]
-  for f in state.fragments:
-    if f.round and f.round.quorum_at is not None:
-      times.append(f.round.quorum_at + rounds.grace_seconds(state, f.round, sync))
-    if f.round:
-      times.append(f.round.pulled_at + rounds.pull_patience(state, f.round, sync))
-  return min(times, default=None)
+  times = [f.round.look_at for f in state.fragments if f.round is not None]
+  if state.touched:
+    times.append(state.settle_at)
+  wake_at = min([state.silent_at, *times])
+  return wake_at if math.isfinite(wake_at) else None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from ddiloco.core.messages import NOTHING, TO_SHARD, Message, Publish, Push, flat
-from ddiloco.core.protocol import Note, Send
+from ddiloco.config import SyncConfig
+from ddiloco.core.messages import EVALUATOR, NOTHING, TO_SHARD, Message, Publish, Push, flat
+from ddiloco.core.protocol import Note, Send, due_after
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Round:
   started_at: float
   asked: tuple[int, ...]
   pulled_at: float
+  look_at: float  # again, even if nothing comes for it until then
   pulls: int = 1
   pushes: Mapping[int, Push] = dataclasses.field(default_factory=dict)  # accepted, without payload
   norms: Mapping[int, float] = dataclasses.field(default_factory=dict)
@@ -94,6 +96,8 @@ class SyncerState:
   commits: int = 0  # in this incarnation
   began: Mapping[int, int] = dataclasses.field(default_factory=dict)  # fragment -> round, at first
   settle_at: float = -math.inf  # no round before: learners may have newer values than this shard
+  silent_at: float = math.inf  # no member is lost to silence before
+  touched: tuple[int, ...] = ()  # whose round may start or end now: positions of fragments
   asking: Mapping[int, tuple[int, ...]] = dataclasses.field(
     default_factory=dict
   )  # learner -> fragments whose moments it waits for
@@ -109,10 +113,27 @@ def complete(state: SyncerState, f: FragmentState) -> bool:
   return f.merged_tokens >= state.target_tokens
 
 
+def could_push(learner: int, member: Member, i: int, f: FragmentState) -> bool:
+  """Whether a member could push this fragment now: alive, on the newest, at least a step on it."""
+  return (
+    learner != EVALUATOR
+    and not (member.lost or member.quarantined)
+    and member.versions[i] == f.version
+    and member.since[i] >= 1
+  )
+
+
+def is_due(member: Member, i: int, f: FragmentState, sync: SyncConfig) -> bool:
+  """Whether it has made as many steps on it as a sync takes, or makes no more."""
+  return member.leaving or member.since[i] >= due_after(f.index, f.version, sync)
+
+
 def set_member(state: SyncerState, learner: int, member: Member | None) -> SyncerState:
-  members = {m: v for m, v in state.members.items() if m != learner}
+  members = dict(state.members)
   if member is not None:
     members[learner] = member
+  else:
+    members.pop(learner, None)
   return dataclasses.replace(state, members=members)
 
 
@@ -121,37 +142,40 @@ def set_fragment(state: SyncerState, i: int, f: FragmentState) -> SyncerState:
   return dataclasses.replace(state, fragments=fragments)
 
 
+def touch(state: SyncerState, positions: Iterable[int]) -> SyncerState:
+  """Something has happened to these fragments: the end of this event looks at their rounds."""
+  new = set(positions).difference(state.touched)
+  return dataclasses.replace(state, touched=(*state.touched, *sorted(new))) if new else state
+
+
 def forget_pending(state: SyncerState, learner: int) -> SyncerState:
   """Nobody waits for this learner any more; a push it already sent still counts."""
 
-  def without(f: FragmentState) -> FragmentState:
+  for i, f in enumerate(state.fragments):
     if f.round is None or learner in f.round.pushes or learner not in f.round.asked:
-      return f
+      continue
     asked = tuple(m for m in f.round.asked if m != learner)
-    return dataclasses.replace(f, round=dataclasses.replace(f.round, asked=asked))
+    f = dataclasses.replace(f, round=dataclasses.replace(f.round, asked=asked))
+    state = touch(set_fragment(state, i, f), [i])
+  return state
 
-  return dataclasses.replace(state, fragments=tuple(map(without, state.fragments)))
 
-
-def publish_to(
-  state: SyncerState, i: int, learner: int, now: float, base_round: int = NOTHING
-) -> tuple[SyncerState, Send]:
-  """The newest version for one learner: whole, or as the update to what `base_round` made.
+def newest(state: SyncerState, i: int) -> Publish:
+  """The newest version of a fragment as it goes to everybody; `publish_to` addresses it.
 
   What is sent always says whose pushes it contains, so that a learner that missed publishes in
   between still knows what of its work is merged; and a shard that lost all gets it back from there.
   """
-  f, member = state.fragments[i], state.members[learner]
-  update = base_round != NOTHING
-  publish = Publish(
+  f = state.fragments[i]
+  return Publish(
     shard=state.shard,
     incarnation=state.incarnation,
-    learner_incarnation=member.incarnation,
+    learner_incarnation=-1,
     fragment=f.index,
     round=f.last_round,
     version=f.version,
-    base_version=f.version - 1 if update else -1,
-    base_round=base_round,
+    base_version=-1,
+    base_round=NOTHING,
     clock=state.clock,
     merged_tokens=f.merged_tokens,
     participants=f.participants,
@@ -159,6 +183,25 @@ def publish_to(
     snapshot=state.snapshot,
     seen=flat(state.seen),
     codec="",  # the runtime's business, like the payload
+  )
+
+
+def publish_to(
+  state: SyncerState,
+  i: int,
+  learner: int,
+  now: float,
+  publish: Publish,
+  base_round: int = NOTHING,
+) -> tuple[SyncerState, Send]:
+  """`newest` for one learner: whole, or as the update to what `base_round` made."""
+  f, member = state.fragments[i], state.members[learner]
+  update = base_round != NOTHING
+  publish = dataclasses.replace(
+    publish,
+    learner_incarnation=member.incarnation,
+    base_version=f.version - 1 if update else -1,
+    base_round=base_round,
   )
   sent = (*member.sent[:i], f.version, *member.sent[i + 1 :])
   waiting_since = member.waiting_since

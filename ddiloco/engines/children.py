@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -53,6 +54,24 @@ def spawn(command: list[str], log: Path) -> Process:
       stderr=subprocess.STDOUT,
       start_new_session=True,  # Ctrl-C is ours to hear; we tell it
     )
+
+
+def processes_of(workdir: Path, *flags: str) -> list[int]:
+  """Others, not zombies, whose command line names the workdir: a run and its roles (Linux).
+
+  With `flags` only those that have all of them too, as `--learner=2`.
+  """
+  wanted = {word.encode() for word in (f"--workdir={workdir}", *flags)}
+  found = []
+  for folder in Path("/proc").glob("[0-9]*"):
+    try:
+      words = (folder / "cmdline").read_bytes().split(b"\0")
+      dead = (folder / "stat").read_text().rpartition(") ")[2][0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+      continue  # it has just ended
+    if wanted.issubset(words) and not dead and int(folder.name) != os.getpid():
+      found.append(int(folder.name))
+  return found
 
 
 class Command:

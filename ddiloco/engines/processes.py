@@ -98,10 +98,10 @@ class ProcessesEngine:
       num_fragments=len(self.plan.fragments),
       total_tokens=self.config.run.total_tokens,
     )
-    self._began_at = newest_clock(self.config, self.plan, self.workdir)
+    began_at = newest_clock(self.config, self.plan, self.workdir)
+    self._planned = chaos.still_planned(self.config.chaos.of_roles(), began_at)
+    self._joins = tuple(fault for fault in self._planned if fault.action == "join")
     self._asked = Asked(self.workdir, news_only=True)
-    planned = chaos.still_planned(self.config.chaos.of_roles(), self._began_at)
-    self._joins = tuple(fault for fault in planned if fault.action == "join")
     place = self._place()
     self._children = self._make_children(place)
     evaluator = threading.Thread(target=self._follow_model, args=(place,), name=EVALUATOR_ADDRESS)
@@ -143,8 +143,7 @@ class ProcessesEngine:
     ]
 
   def _faults(self, name: str) -> list[Fault]:
-    planned = chaos.still_planned(self.config.chaos.of_roles(), self._began_at)
-    return [fault for fault in planned if fault.role == name and fault.action != "join"]
+    return [fault for fault in self._planned if fault.role == name and fault.action != "join"]
 
   def _spawn(self, name: str) -> Spawn:
     """What starts the process of a role."""

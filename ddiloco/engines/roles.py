@@ -218,8 +218,7 @@ def _syncer(attendant: Attendant, shard: int) -> int:
   settled_at = time.monotonic() + SETTLE_HELLOS * settings.hello_seconds
   store, state = _recover(attendant, shard, copies, owned, settled_at)
   saver, plan = attendant.saver(), attendant.plan
-  faults = attendant.faults
-  role = Syncer(state, config, plan, endpoint, store, recorder, faults, replication, saver)
+  role = Syncer(state, config, plan, endpoint, store, recorder, replication, saver)
   back = [committed for committed in role.committed.values() if committed.state.version]
   if replication is not None:  # a buddy that has restarted as well has them from here
     for committed in back:
@@ -228,11 +227,12 @@ def _syncer(attendant: Attendant, shard: int) -> int:
   attendant.ready = lambda: ""
   attendant.progress = lambda: _served(role, config)
   over_at = settled_at if back else 0.0
+  faults, silence_seconds = attendant.faults, settings.silence_seconds
   try:
-    role.run(lambda: _finished(role, settings.silence_seconds, over_at) or attendant.stopped())
+    role.run(faults, lambda: _finished(role, silence_seconds, over_at) or attendant.stopped())
     until = time.monotonic() + settings.drain_seconds  # told to end: the buddy gets what it lacks
     if replication is not None and not _complete(role):
-      role.run(lambda: not replication.missing() or time.monotonic() >= until)
+      role.run(faults, lambda: not replication.missing() or time.monotonic() >= until)
   finally:
     attendant.disconnect()
     if saver is not None:

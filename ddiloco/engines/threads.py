@@ -102,6 +102,7 @@ class ThreadsEngine:
     self.steps: dict[int, int] = {}
     self._storage = open_storage(config, self.plan, workdir)
     self._restored: Restored | None = None
+    self._planned: list[Fault] = []
     self._joins: tuple[Fault, ...] = ()  # learners that the plan brings in later
     self._leaves_at: dict[int, float] = {}  # and takes away again
     self._first_incarnation = 0
@@ -135,7 +136,9 @@ class ThreadsEngine:
     self._seed(first)
     self._first = first
     self._training_since = time.monotonic()  # faults by time count from here, not from compiling
-    self._joins = tuple(fault for fault in self._planned() if fault.action == "join")
+    began_at = newest_clock(self.config, self.plan, self.workdir)
+    self._planned = still_planned(self.config.chaos.of_roles(), began_at)
+    self._joins = tuple(fault for fault in self._planned if fault.action == "join")
     self._asked = Asked(self.workdir, news_only=True)
     shards = [
       self._start(syncer_address(s), self._run_syncer, s) for s in range(config.sync.num_shards)
@@ -211,9 +214,8 @@ class ThreadsEngine:
       state = self._restored.resume(state)
     saver = self._saver(recorder, faults)
     try:
-      Syncer(state, config, self.plan, endpoint, self._store, recorder, faults, saver=saver).run(
-        self.stop.is_set
-      )
+      role = Syncer(state, config, self.plan, endpoint, self._store, recorder, saver=saver)
+      role.run(faults, self.stop.is_set)
     finally:
       endpoint.close()
       if saver is not None:
@@ -253,7 +255,7 @@ class ThreadsEngine:
     return endpoint
 
   def _start(self, name: str, run: Callable, number: int) -> threading.Thread:
-    plan = [f for f in self._planned() if f.role == name and f.action != "join"]
+    plan = [f for f in self._planned if f.role == name and f.action != "join"]
 
     faults = self._faults[name] = Faults(plan, self._training_since, self._note_fault, name)
     faults.stopped = self.stop
@@ -262,10 +264,6 @@ class ThreadsEngine:
     )
     thread.start()
     return thread
-
-  def _planned(self) -> list[Fault]:
-    began_at = newest_clock(self.config, self.plan, self.workdir)
-    return still_planned(self.config.chaos.of_roles(), began_at)
 
   def _supervise(self, name: str, run: Callable, number: int, faults: Faults) -> None:
     """One role over all its incarnations; whatever it dies of, nobody else notices."""

@@ -7,11 +7,13 @@ that is not finite is the string "nan", "inf" or "-inf", and `read_events` makes
 
 | role      | kinds                                                                    |
 |-----------|--------------------------------------------------------------------------|
-| learner-M | started, restored, joined, step, cut, resend, push, apply, recorded,     |
-|           | saved, donated, inherited, refused, stopped, crash, traffic              |
+| learner-M | started, restored, compiled, joined, step, cut, resend, push, stage,     |
+|           | apply, recorded, saved, unsaved, donated, inherited, no_donor, refused,  |
+|           | ignored, stopped, crash, traffic                                         |
 | syncer-S  | started, owns, member, round, commit, abandoned, recalled, recorded,     |
-|           | saved, snapshot, ignored, crash, traffic, unreplicated, replicated, lost |
-| evaluator | evaluation, traffic                                                      |
+|           | saved, unsaved, snapshot, uncommitted, ignored, unreplicated,            |
+|           | replicated, lost, crash, traffic                                         |
+| evaluator | started, joined, stage, apply, evaluation, stopped, crash, traffic       |
 | engine    | run_started, compiled, fault, exit, restart, run_finished                |
 """
 

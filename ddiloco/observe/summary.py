@@ -34,9 +34,6 @@ def summarise(events: Sequence[Event]) -> dict[str, Any]:
   commits = [event for event in events if event["kind"] == "commit"]
   losses = [event["loss"] for event in events if event["kind"] == "evaluation"]
   sent, received = traffic_totals(events)
-  found = kills(events)
-  ratios = [survivor_gap_ratio(events, kill) for kill in found]
-  finite = [ratio for ratio in ratios if math.isfinite(ratio)]
   return {
     "name": view.name or None,
     "finished": view.finished or None,
@@ -57,6 +54,20 @@ def summarise(events: Sequence[Event]) -> dict[str, Any]:
     "faults": sum(event["kind"] == "fault" for event in events),
     "snapshots": sum(event["kind"] == "snapshot" for event in events),
     "restarts": sum(event["kind"] == "restart" for event in events),
+    **_kills(events),
+    "blocked_seconds": _number(
+      sum(event["blocked_seconds"] for event in events if event["kind"] == "step")
+    ),
+    "learners": _learners(view, events),
+    **_account(ledger.report()),
+    "torn_lines": getattr(events, "torn_lines", 0),
+  }
+
+
+def _kills(events: Sequence[Event]) -> dict[str, Any]:
+  found = kills(events)
+  ratios = [survivor_gap_ratio(events, kill) for kill in found]
+  return {
     "kills": [
       {
         "learner": kill.learner,
@@ -67,13 +78,7 @@ def summarise(events: Sequence[Event]) -> dict[str, Any]:
       }
       for kill, ratio in zip(found, ratios)
     ],
-    "survivor_max_gap_ratio": _number(max(finite)) if finite else None,
-    "blocked_seconds": _number(
-      sum(event["blocked_seconds"] for event in events if event["kind"] == "step")
-    ),
-    "learners": _learners(view, events),
-    **_account(ledger.report()),
-    "torn_lines": getattr(events, "torn_lines", 0),
+    "survivor_max_gap_ratio": _number(max(filter(math.isfinite, ratios), default=math.nan)),
   }
 
 

@@ -82,17 +82,14 @@ class IslandAccount:
       self.phase = "training"
     busy = min(event["seconds"], max(0.0, now - self.since))
     between = max(0.0, now - self.since - busy)
-    stalled = self._beyond(busy) + self._beyond(between)
+    stood = self._beyond(busy)
+    stalled = stood + self._beyond(between)
     blocked = min(event.get("blocked_seconds", 0.0), between)
     save = min(self.capture_seconds, between - blocked)
-    busy -= self._beyond(busy)
+    busy -= stood
     rest = max(0.0, now - self.since - busy - stalled - blocked - save)
-    for cause, seconds in (
-      ("blocked", blocked),
-      ("stalled", stalled),
-      ("save", save),
-      ("other", rest),
-    ):
+    spent = {"blocked": blocked, "stalled": stalled, "save": save, "other": rest}
+    for cause, seconds in spent.items():
       self._spend(seconds, cause)
     self.allocated_seconds += busy
     self.live_seconds += now - self.since - stalled

@@ -74,6 +74,7 @@ class Ledger:
     self._fragments = 0  # 0: nobody syncs
     self._commits = 0
     self._gaps: list[tuple[float, float]] = []  # times without any training, since the first step
+    self._first = math.nan  # when the first step began
     self._covered = math.nan  # up to here somebody trained, but for the gaps
     self._now = 0.0
     self._ended = False
@@ -211,7 +212,7 @@ class Ledger:
       if island is None:
         continue
       island.commits += 1
-      cut = island.cuts.get((p, event["round"]))
+      cut = island.cuts.pop((p, event["round"]), None)
       if cut is not None:
         gains[m] = cut.chip_seconds / self._fragments
         island.settle(p, cut.step)

@@ -1,4 +1,4 @@
-"""What planned faults do to the messages of one role. PURE: time and chance are given.
+"""What planned faults do to the messages of one role: time and chance are given, nothing is sent.
 
 The same for a thread, a process and a role in virtual time: who sends or receives asks for the
 message's `fates`, one for every copy that arrives.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import threading
 from collections.abc import Sequence
 
 from ddiloco.config import Fault
@@ -22,7 +23,7 @@ class Fate:
 
 
 class Weather:
-  """The message faults of one role that are going on.
+  """The message faults of one role that are going on. Any thread may begin them or ask for fates.
 
   Args:
     role: whose messages these are.
@@ -31,6 +32,7 @@ class Weather:
 
   def __init__(self, role: str, seed: int = 0):
     self._random = random.Random(f"weather {seed} {role}")
+    self._lock = threading.Lock()
     self._faults: tuple[tuple[Fault, float], ...] = ()  # (fault, until)
     self._free_at: dict[tuple, float] = {}  # when a throttled link has carried what it was given
     self._last_at: dict[tuple, float] = {}  # newest arrival, by link and kind: they keep an order
@@ -42,7 +44,8 @@ class Weather:
 
   def begin(self, fault: Fault, until: float) -> None:
     """A fault of `config.chaos.TO_MESSAGES` begins."""
-    self._faults = (*self._faults, (fault, until))
+    with self._lock:
+      self._faults = (*self._faults, (fault, until))
 
   def fates(self, now: float, peer: str, incoming: bool, bulk: bool, size: int) -> Sequence[Fate]:
     """When the copies of a message arrive; none: it is lost.
@@ -56,13 +59,16 @@ class Weather:
     """
     if self.calm:
       return (Fate(now),)
+    with self._lock:
+      return self._fates(now, (peer, incoming, bulk), size)
+
+  def _fates(self, now: float, way: tuple[str, bool, bool], size: int) -> Sequence[Fate]:
     if any(until <= now for _, until in self._faults):
       self._faults = tuple(each for each in self._faults if each[1] > now)
     self._last_at = {way: at for way, at in self._last_at.items() if at > now}
-    on = [fault for fault, _ in self._faults if _concerns(fault, peer)]
+    on = [fault for fault, _ in self._faults if _concerns(fault, way[0])]
     if any(f.action == "cut" for f in on) or self._happens(on, "drop"):
       return ()
-    way = peer, incoming, bulk
     at = now + sum(f.delay_seconds for f in on if f.action == "delay")
     rates = [f.bits_per_second for f in on if f.action == "throttle"]
     if rates:

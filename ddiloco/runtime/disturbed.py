@@ -16,6 +16,8 @@ from typing import Any
 from ddiloco.core.messages import Message
 from ddiloco.resilience.weather import Weather
 
+HEADER_BYTES = 64  # about; it is encoded by the endpoint
+
 
 class Disturbed:
   """Around another endpoint; what it does not change is that one's own.
@@ -28,7 +30,7 @@ class Disturbed:
   def __init__(self, endpoint: Any, weather: Weather):
     self.endpoint = endpoint
     self._weather = weather
-    self._lock = threading.Lock()  # of the weather and of both heaps
+    self._lock = threading.Lock()  # of both heaps
     self._order = itertools.count()
     self._going: list[tuple[float, int, str, Message, bool]] = []
     self._coming: list[tuple[float, int, tuple[str, Message]]] = []
@@ -42,11 +44,9 @@ class Disturbed:
   def send(self, to: str, message: Message) -> int:
     if self._weather.calm and not self._going:
       return self.endpoint.send(to, message)
-    payload = getattr(message, "payload", None)
-    size = 64 + (0 if payload is None else memoryview(payload).nbytes)
-    now = time.monotonic()
+    bulk, size = _measure(message)
     with self._lock:
-      for fate in self._weather.fates(now, to, False, payload is not None, size):
+      for fate in self._weather.fates(time.monotonic(), to, False, bulk, size):
         heapq.heappush(self._going, (fate.at, next(self._order), to, message, fate.corrupt))
       if self._thread is None and not self._closed:
         self._thread = threading.Thread(target=self._post, name="weather", daemon=True)
@@ -77,11 +77,9 @@ class Disturbed:
       return bool(self._coming) and self._coming[0][0] <= deadline
 
   def _take(self, sender: str, message: Message) -> None:
-    payload = getattr(message, "payload", None)
-    size = 64 + (0 if payload is None else memoryview(payload).nbytes)
-    now = time.monotonic()
+    bulk, size = _measure(message)
     with self._lock:
-      for fate in self._weather.fates(now, sender, True, payload is not None, size):
+      for fate in self._weather.fates(time.monotonic(), sender, True, bulk, size):
         if fate.corrupt:
           self.endpoint.counters.malformed += 1
         else:
@@ -97,14 +95,16 @@ class Disturbed:
         if self._closed:
           return
         _, _, to, message, corrupt = heapq.heappop(self._going)
-        spoil = self._weather.spoil if corrupt else None
-      if spoil is None:
-        self.endpoint.send(to, message)
-      else:
-        self.endpoint.send(to, message, spoil)
+      self.endpoint.send(to, message, self._weather.spoil if corrupt else None)
 
   def close(self, *arguments: Any) -> None:
     with self._lock:
       self._closed = True
       self._turn.notify()
     self.endpoint.close(*arguments)
+
+
+def _measure(message: Message) -> tuple[bool, int]:
+  """(whether it has a payload, about its size in bytes)."""
+  payload = getattr(message, "payload", None)
+  return payload is not None, HEADER_BYTES + (0 if payload is None else memoryview(payload).nbytes)

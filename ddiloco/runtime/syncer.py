@@ -56,7 +56,6 @@ class Syncer:
     endpoint: this shard's connection.
     store: where committed fragments live; must hold the initial values of version 0.
     recorder: event log.
-    faults: planned faults of this role.
     replication: copies on other shards, of and for this one; None: the store outlives this role.
     saver: writes its parts of snapshots, and commits them if it is shard 0; None: nobody does.
   """
@@ -69,7 +68,6 @@ class Syncer:
     endpoint: Endpoint,
     store: FragmentStore,
     recorder: Recorder,
-    faults: Faults,
     replication: Replication | None = None,
     saver: Saver | None = None,
   ):
@@ -78,7 +76,6 @@ class Syncer:
     self.endpoint = endpoint
     self.store = store
     self.recorder = recorder
-    self.faults = faults
     self.replication = replication
     self.lost: dict[int, int] = {}  # fragment -> version that somebody had and this shard never
     self.fragments = {f.index: plan.fragments[f.index] for f in state.fragments}
@@ -104,11 +101,15 @@ class Syncer:
       momentum_round=committed.momentum_round,
     )
 
-  def run(self, stopped: Callable[[], bool]) -> None:
-    """Serves until `stopped()`."""
+  def run(self, faults: Faults, stopped: Callable[[], bool]) -> None:
+    """Serves until `stopped()`.
+
+    Raises:
+      Killed: by plan.
+    """
     while not stopped():
-      self.faults.check(self.state.clock)
-      wake_at = syncer.next_wake(self.state, self.config.sync)
+      faults.check(self.state.clock)
+      wake_at = syncer.next_wake(self.state)
       now = time.monotonic()
       wait = LONGEST_WAIT_SECONDS if wake_at is None else min(wake_at - now, LONGEST_WAIT_SECONDS)
       if self.replication is not None:
@@ -122,7 +123,7 @@ class Syncer:
         self.handle(self._event(arrived[1]) if arrived else Tick(started))
       if self.state.saving and not (self._saver and self._saver.busy):
         self.handle(Saved(time.monotonic()))
-      self.faults.drag(time.monotonic() - started)
+      faults.drag(time.monotonic() - started)
       self._count_traffic()
     self._count_traffic(always=True)
 

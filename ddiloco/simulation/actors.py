@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import random
@@ -62,7 +63,7 @@ class Actor:
     self.alive = True
     self.born_at = world.now
     self.faults: Faults | None = world.disturbances.of(role)
-    self.inbox: list = []
+    self.inbox: collections.deque = collections.deque()
     self._held_until = 0.0
 
   def receive(self, message: Any) -> None:
@@ -189,7 +190,7 @@ class Learner(Actor):
       self._perform_all(actions, None)
 
   def _read(self) -> None:
-    inbox, self.inbox = self.inbox, []
+    inbox, self.inbox = self.inbox, collections.deque()
     for item in inbox:
       staged = isinstance(item, Staged)
       self._feed(item if staged else Received(item, self.world.now))
@@ -323,7 +324,7 @@ class Shard(Actor):
   def _work(self) -> None:
     if not self.free(self._work):
       return
-    message = self.inbox.pop(0)
+    message = self.inbox.popleft()
     measured = self.world.measure(message) if isinstance(message, Push) else {}
     self._handle(Received(message, self.world.now, **measured))
     if self.inbox:
@@ -372,7 +373,7 @@ class Shard(Actor):
     self._handle(Saved(self.world.now))
 
   def _set_alarm(self) -> None:
-    wake_at = syncer.next_wake(self.state, self.world.sync)
+    wake_at = syncer.next_wake(self.state)
     if wake_at is not None and not self.world.now < self._alarm_at <= wake_at:
       self._alarm_at = max(wake_at, self._busy_until)
       self.later(self._alarm_at - self.world.now, self._alarm, wake_at)
@@ -380,7 +381,7 @@ class Shard(Actor):
   def _alarm(self, wake_at: float) -> None:
     if not self.free(functools.partial(self._alarm, wake_at)):
       return
-    due_at = syncer.next_wake(self.state, self.world.sync)
+    due_at = syncer.next_wake(self.state)
     if due_at is not None and due_at <= self.world.now:
       self._handle(Tick(self.world.now))
       self._rings = self._rings + 1 if self._rang_at == self.world.now else 0

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ddiloco.config import SyncConfig
@@ -88,8 +89,11 @@ class World:
     heapq.heappush(self._heap, (time, next(self._order), call, args))
 
   def run(self, until: float, stop: Callable[[], bool] = lambda: False) -> None:
-    """Lets everything happen that happens before `until`, or before `stop()`."""
-    while self._heap and self._heap[0][0] <= until and not stop():
+    """Lets everything happen that happens before `until`, when it is then, or before `stop()`."""
+    while not stop():
+      if not self._heap or self._heap[0][0] > until:
+        self.now = until if math.isfinite(until) else self.now
+        return
       self.now, _, call, args = heapq.heappop(self._heap)
       call(*args)
 

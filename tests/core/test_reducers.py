@@ -255,7 +255,7 @@ def test_the_alarm_never_rings_too_early():
   for k in range(2000):
     shard = Script(ALONE)
     shard.feed(hello(0, 0), 0.1 * k + 0.037)
-    shard.feed(Tick(syncer.next_wake(shard.state, ALONE)))
+    shard.feed(Tick(syncer.next_wake(shard.state)))
     assert shard.state.members[0].lost
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -10,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ddiloco import environment
 from ddiloco.config import Config, from_dict
 from ddiloco.observe.events import Event, read_events
 
@@ -17,8 +17,11 @@ PATIENCE_SECONDS = 90.0
 TOKENS = 8 * 32  # of a step
 
 
-def tiny(steps: int, learners: int = 2, **sections: Any) -> Config:
-  """Steps of a few milliseconds; `steps` are those of every learner if all live."""
+def tiny(steps: int, learners: int = 2, pace_seconds: float = 0.0, **sections: Any) -> Config:
+  """Steps of a few milliseconds; `steps` are those of every learner if all live.
+
+  With a pace, steps that last leave the cores to processes that start meanwhile.
+  """
   sync = {"num_shards": 2, "num_fragments": 2, "sync_period": 8, "liveness_seconds": 1.0}
   run = {"evaluations": 2, "sample_tokens": 0, "restart_seconds": 0.1}
   return from_dict(
@@ -29,7 +32,7 @@ def tiny(steps: int, learners: int = 2, **sections: Any) -> Config:
       },
       "data": {"source": "synthetic", "sequence_length": 32, "heldout_sequences": 16},
       "inner": {"learning_rate": 1e-2, "warmup_steps": 5},
-      "islands": {"num_learners": learners, "batch_size": 8},
+      "islands": {"num_learners": learners, "batch_size": 8, "pace_seconds": pace_seconds},
       "sync": sync | sections.pop("sync", {}),
       "run": run | {"total_tokens": learners * steps * TOKENS} | sections.pop("run", {}),
       **sections,
@@ -39,10 +42,9 @@ def tiny(steps: int, learners: int = 2, **sections: Any) -> Config:
 
 def start(*arguments: str | Path, log: Path) -> subprocess.Popen[bytes]:
   """`ddiloco ARGUMENTS` as a user types it, its output in `log`."""
-  clean = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
   command = [sys.executable, "-m", "ddiloco", *map(str, arguments)]
   with log.open("ab") as file:
-    return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=clean)
+    return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment.bare())
 
 
 def wait_for(
@@ -64,17 +66,3 @@ def wait_for(
 
 def events_of(workdir: Path, kind: str, role: str = "") -> list[Event]:
   return [e for e in read_events(workdir) if e["kind"] == kind and e["role"].startswith(role)]
-
-
-def processes_of(workdir: Path) -> list[int]:
-  """Processes whose command line names the workdir (Linux)."""
-  found = []
-  for folder in Path("/proc").glob("[0-9]*"):
-    try:
-      words = (folder / "cmdline").read_bytes().split(b"\0")
-      dead = (folder / "stat").read_text().rpartition(") ")[2][0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-      continue  # it has just ended
-    if f"--workdir={workdir}".encode() in words and not dead:
-      found.append(int(folder.name))
-  return found

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from ddiloco.config import ConfigError, Fault, RunConfig, from_dict
-from ddiloco.engines.children import SHORTEST_LIFE_SECONDS, Child
+from ddiloco.engines.children import SHORTEST_LIFE_SECONDS, Child, processes_of
 from ddiloco.engines.processes import ProcessesEngine, free_urls
 from ddiloco.runtime import weights
 from ddiloco.training import data
-from tests.engines.real import events_of, processes_of, start, tiny
+from tests.engines.real import events_of, start, tiny
 from tests.engines.real import wait_for as wait_long
 
 LINUX = sys.platform == "linux"
@@ -263,7 +263,9 @@ def chaos(tmp_path_factory):
     {"action": "kill", "role": role, "at_step": 150, "seconds": 0.2}
     for role in ("learner/1", "syncer/0")
   ]
-  (folder / "config.json").write_text(tiny(steps=2500, chaos={"faults": kills}).to_json())
+  # With a quorum of two, the run is not over before both are back.
+  config = tiny(1000, pace_seconds=0.01, sync={"min_quorum": 2}, chaos={"faults": kills})
+  (folder / "config.json").write_text(config.to_json())
   workdir, log = folder / "run", folder / "log"
   run = start(
     "train",
@@ -341,7 +343,7 @@ def test_nobody_is_left_behind(chaos):
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_ctrl_c_brings_out_what_is_there(tmp_path):
-  (tmp_path / "config.json").write_text(tiny(steps=10**7).to_json())
+  (tmp_path / "config.json").write_text(tiny(10**7, pace_seconds=0.02).to_json())
   workdir, log = tmp_path / "run", tmp_path / "log"
   config = f"--config={tmp_path / 'config.json'}"
   run = start("train", "--engine=processes", "--cpu", config, f"--workdir={workdir}", log=log)
@@ -365,7 +367,7 @@ def test_ctrl_c_brings_out_what_is_there(tmp_path):
 @pytest.mark.timeout(200)
 @pytest.mark.skipif(not LINUX, reason="looks into /proc")
 def test_when_the_supervisor_is_killed_nobody_is_left_behind(tmp_path):
-  (tmp_path / "config.json").write_text(tiny(steps=10**7).to_json())
+  (tmp_path / "config.json").write_text(tiny(10**7, pace_seconds=0.02).to_json())
   workdir, log = tmp_path / "run", tmp_path / "log"
   config = f"--config={tmp_path / 'config.json'}"
   run = start("train", "--engine=processes", "--cpu", config, f"--workdir={workdir}", log=log)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from ddiloco import environment
 from ddiloco.config import Config, from_dict
 from ddiloco.engines import session
 from ddiloco.models import transformer
@@ -171,10 +171,13 @@ def test_an_interrupt_leaves_result_and_report(tmp_path):
     f"from ddiloco import config\nimport json\n\n\ndef get_config():\n"
     f"  c = config.default()\n  c.update(json.loads({config.to_json()!r}))\n  return c\n"
   )
-  clean = {k: v for k, v in os.environ.items() if k != "NPROC"}
   command = [sys.executable, "-m", "ddiloco", "train", f"--config={file}", f"--workdir={workdir}"]
   run = subprocess.Popen(
-    [*command, "--cpu"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=clean
+    [*command, "--cpu"],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+    env=environment.bare(),
   )
   try:
     while not any(e["kind"] == "commit" for e in read_events(workdir)):

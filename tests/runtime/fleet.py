@@ -91,12 +91,11 @@ class Fleet:
       endpoint,
       store,
       recorder,
-      Faults((), 0.0),
       replication,
     )
     for c in found.values():
       replication.committed(c)
-    role.run(lambda: self.stop.is_set() or kill.is_set())
+    role.run(Faults((), 0.0), lambda: self.stop.is_set() or kill.is_set())
     endpoint.close()
 
   def learner(self, m: int) -> threading.Thread:

@@ -53,8 +53,8 @@ class Run:
     name, faults = syncer_address(0), Faults((), time.monotonic())
     recorder, endpoint = toy.ListRecorder(self.events[name]), self.hub.connect(name)
     state = new_syncer(self.config, 0, 0, self.store)
-    role = Syncer(state, self.config, self.plan, endpoint, self.store, recorder, faults)
-    self.start(name, role.run)
+    role = Syncer(state, self.config, self.plan, endpoint, self.store, recorder)
+    self.start(name, lambda stopped: role.run(faults, stopped))
 
   def learner(self, m: int, drain_seconds: float) -> Learner:
     name, island = learner_address(m), toy.ToyIsland(m, self.plan, step_seconds=0.002)

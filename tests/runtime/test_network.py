@@ -225,6 +225,8 @@ def test_a_silent_peer_costs_no_memory_for_ever(link_to):
   shard = net.endpoints["syncer/0"]
   learner.send("syncer/0", push(2, 1_000_000))
   message = shard.receive(SECONDS)[1]
+  if message.round == 1:  # what had left already when the link was cut arrives when it heals
+    message = shard.receive(SECONDS)[1]
   assert message.round == 2
   net.close()
 

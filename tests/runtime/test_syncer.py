@@ -1,7 +1,6 @@
 """A shard's bits: what it publishes, what it rejects, and what outlives it."""
 
 import math
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,7 +10,6 @@ from ddiloco.config import from_dict
 from ddiloco.core import codec, fragments
 from ddiloco.core.messages import Publish, Pull, Refusal
 from ddiloco.core.syncer_state import FragmentState
-from ddiloco.resilience.chaos import Faults
 from ddiloco.runtime.rejoin import new_syncer
 from ddiloco.runtime.store import Committed, MemoryStore, new_fragment
 from ddiloco.runtime.syncer import Syncer
@@ -61,9 +59,9 @@ class Shard:
 
   def start(self, incarnation: int) -> None:
     self.outbox, self.events = Outbox(), []
-    recorder, faults = toy.ListRecorder(self.events), Faults((), time.monotonic())
+    recorder = toy.ListRecorder(self.events)
     state = new_syncer(self.config, 0, incarnation, self.store)
-    self.syncer = Syncer(state, self.config, self.plan, self.outbox, self.store, recorder, faults)
+    self.syncer = Syncer(state, self.config, self.plan, self.outbox, self.store, recorder)
 
   def hear(self, message) -> None:
     """The shard handles one message; every learner takes up what is published."""

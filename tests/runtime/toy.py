@@ -242,8 +242,8 @@ def run(
     state = new_syncer(config, s, incarnation, store)
     state = restored.resume(state) if restored else state
     endpoint, writer = hub.connect(address), saver_of(address)
-    shard = Syncer(state, config, plan, endpoint, store, recorder(address), faults, saver=writer)
-    shards.append(start(address, lambda shard=shard: shard.run(stop.is_set)))
+    shard = Syncer(state, config, plan, endpoint, store, recorder(address), saver=writer)
+    shards.append(start(address, lambda shard=shard: shard.run(faults, stop.is_set)))
   learners, threads = [], []
   for m, island in enumerate(islands):
     address = learner_address(m)

@@ -1,17 +1,13 @@
 """The benchmarks run, and their last line is one JSON object with the promised names."""
 
-import json
 import math
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
+from tests.scripts import commands
+
 RAY = pytest.mark.skipif(find_spec("ray") is None, reason="needs ddiloco[ray]")
-ROOT = Path(__file__).parent.parent.parent
 CODECS = {"f32", "bf16", "int8", "int4"}
 PROMISED = {
   "bench_checkpoint.py": {
@@ -31,12 +27,8 @@ LINES = [*PROMISED, pytest.param("bench_overhead.py --engine=ray", marks=RAY)]
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("line", LINES)
 def test_quick_run_prints_the_promised_numbers(line):
-  script, *arguments = line.split()
-  clean = {k: v for k, v in os.environ.items() if k != "NPROC"}
-  command = [sys.executable, str(ROOT / "scripts" / script), "--quick", *arguments]
-  done = subprocess.run(command, capture_output=True, text=True, env=clean, timeout=380)
-  assert done.returncode == 0, done.stderr
-  result = json.loads(done.stdout.splitlines()[-1])
+  script = line.split()[0]
+  result = commands.result(line, "--quick", seconds=380)
   assert PROMISED[script] <= result.keys()
   for name in PROMISED[script]:
     each = result[name]
@@ -52,4 +44,4 @@ def test_quick_run_prints_the_promised_numbers(line):
 
 
 def test_every_benchmark_is_tested_here():
-  assert {path.name for path in (ROOT / "scripts").glob("bench_*.py")} == set(PROMISED)
+  assert {path.name for path in commands.SCRIPTS.glob("bench_*.py")} == set(PROMISED)

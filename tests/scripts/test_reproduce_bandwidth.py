@@ -1,23 +1,16 @@
 """The reproduction runs, says what it promises, and its picture is one."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "reproduce_bandwidth.py"
+from tests.scripts import commands
+
 GRID_STEP = 10 ** (4 / 49)  # between two bandwidths of the published table
 
 
 @pytest.mark.slow
 def test_it_prints_ours_beside_the_published_and_draws(tmp_path):
   picture = tmp_path / "bandwidth.png"
-  command = [sys.executable, str(SCRIPT), f"--picture={picture}"]
-  done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-  assert done.returncode == 0, done.stderr
-  result = json.loads(done.stdout.splitlines()[-1])
+  result = commands.result("reproduce_bandwidth.py", f"--picture={picture}", seconds=100)
   assert picture.read_bytes().startswith(b"\x89PNG")
 
   ours, published = result["required_gbps"], result["published_gbps"]

@@ -1,31 +1,25 @@
 """A small run of the headline script: what it promises, at a size that means little."""
 
+import functools
 import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
+from tests.scripts import commands
+
 PARTS = ("decoupled", "elastic", "inelastic")
-
-
-def reproduce(*arguments):
-  clean = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
-  command = [sys.executable, str(ROOT / "scripts" / "reproduce_goodput.py"), *arguments]
-  done = subprocess.run(command, capture_output=True, text=True, env=clean, timeout=550)
-  assert done.returncode == 0, done.stdout + done.stderr
-  return done.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_decoupled_islands_get_more_done_than_data_parallel_under_the_same_kills(tmp_path):
-  arguments = ("--quick", f"--workdir={tmp_path}", f"--plot={tmp_path / 'goodput.png'}")
-  said = reproduce(*arguments)
+  plot = tmp_path / "goodput.png"
+  reproduce = functools.partial(
+    commands.said, "reproduce_goodput.py --quick", f"--workdir={tmp_path}", f"--plot={plot}",
+    seconds=550,
+  )  # fmt: skip
+  said = reproduce()
   result = json.loads(said.splitlines()[-1])
   for part in PARTS:
     assert 0 < result[f"goodput_{part}"] <= 1 and 0 < result[f"uptime_{part}"] <= 1
@@ -36,7 +30,7 @@ def test_decoupled_islands_get_more_done_than_data_parallel_under_the_same_kills
   assert result["kills"] == result["kills_of"]["decoupled"]
   assert result["goodput_decoupled"] > result["goodput_elastic"] > 0, said
   assert result["uptime_decoupled"] > result["uptime_inelastic"], said
-  assert (tmp_path / "goodput.png").stat().st_size > 10_000
-  again = reproduce(*arguments)
+  assert plot.stat().st_size > 10_000
+  again = reproduce()
   assert again.count("done before") == len(PARTS)
   assert json.loads(again.splitlines()[-1]) == result

@@ -1,30 +1,22 @@
 """Table 1 comes out within three points, with fewer days and seeds than the script takes."""
 
-import json
 import runpy
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ddiloco.simulation import chip_time
 from ddiloco.simulation.fleet import Fleet
-
-SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "reproduce_table1.py"
+from tests.scripts import commands
 
 
 @pytest.mark.slow
 def test_all_cells_are_near_the_published_ones(tmp_path):
   picture = tmp_path / "table1.png"
-  command = [sys.executable, str(SCRIPT), "--quick", f"--picture={picture}"]
-  done = subprocess.run(command, capture_output=True, text=True, timeout=110)
-  assert done.returncode == 0, done.stderr
+  found = commands.result("reproduce_table1.py --quick", f"--picture={picture}", seconds=110)
   assert picture.stat().st_size > 10_000
-  found = json.loads(done.stdout.splitlines()[-1])
-  published = runpy.run_path(str(SCRIPT))["PUBLISHED"]
+  published = runpy.run_path(str(commands.SCRIPTS / "reproduce_table1.py"))["PUBLISHED"]
   assert list(found["cells"]) == list(found["uptime"]) == list(published)
   ours, theirs = np.array(list(found["cells"].values())), np.array(list(published.values()))
   misses = np.abs(ours - theirs)

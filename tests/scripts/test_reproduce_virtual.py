@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).parent.parent.parent / "scripts"
+from tests.scripts import commands
 
 
 def last_line(script: str, picture: Path) -> dict:
-  command = [sys.executable, str(SCRIPTS / script), "--quick", f"--picture={picture}"]
-  done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-  assert done.returncode == 0, done.stderr
+  found = commands.result(script, "--quick", f"--picture={picture}", seconds=280)
   assert picture.stat().st_size > 10_000
-  return json.loads(done.stdout.splitlines()[-1])
+  return found
 
 
 @pytest.mark.slow
@@ -46,7 +41,7 @@ def test_compute_that_comes_and_goes_shortens_a_run(tmp_path):
 
 
 def test_a_data_parallel_job_stands_still_at_each_change():
-  script = runpy.run_path(str(SCRIPTS / "reproduce_scavenging.py"))
+  script = runpy.run_path(str(commands.SCRIPTS / "reproduce_scavenging.py"))
   data_parallel, pause, always = (
     script[name] for name in ("data_parallel", "PAUSE_SECONDS", "ALWAYS")
   )

@@ -1,0 +1,165 @@
+"""The model's quality under faults: the same run with and without them, at equal merged tokens.
+
+One small model, four islands and two shards in threads. A chaotic run suffers random faults of all
+kinds (kills, stalls, slowness, every trouble a network has, full disks, poisoned updates), placed
+by step, so that they strike the same share of the work on every machine; then its role is down or
+disturbed for up to three seconds. A seed is a model, an order of the data and a plan. Both runs of
+a seed end when the same number of tokens is merged; what chaos cost is time, and is printed too.
+
+  python scripts/reproduce_quality.py [--seeds=4] [--tokens=1228800] [--faults=40]
+    [--workdir=runs/quality] [--picture=docs/quality.png] [--quick]
+
+Finished runs are not made again, so the script can be stopped and started.
+
+Last line: {"loss": {"undisturbed": [held-out loss, by seed], "chaos": [...]}, "mean": {...},
+"difference": of the means, relative to undisturbed, "of_one_seed": [the same, seed by seed],
+"struck": faults in all, "kinds": {...}, "seconds": {...}, "published": ..., "tokens": n}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from ddiloco import config as config_lib
+from ddiloco import environment
+from ddiloco.config import Config
+from ddiloco.observe import plots
+from ddiloco.observe.events import EventLog, read_events
+from ddiloco.observe.recovery import recoveries
+from ddiloco.observe.style import GLOBAL_MODEL, PALETTE
+from ddiloco.resilience.plans import random_faults
+
+ROOT = Path(__file__).resolve().parent.parent
+ROWS = ("undisturbed", "chaos")
+LEARNERS, SHARDS, BATCH, LENGTH = 4, 2, 4, 128
+OUTLIVED = 50  # quarantines and crashes that a role may have had
+# Mean benchmark scores (text, vision), 5B on 1T tokens, arXiv 2604.21428: data-parallel without
+# failures, and Decoupled with 8 learners at 1.2 million failing chips.
+PUBLISHED = {"undisturbed": (70.1, 58.7), "chaos": (69.8, 58.6)}
+
+
+def make_config(row: str, seed: int, tokens: int, faults: int) -> Config:
+  c = config_lib.default()
+  c.seed = seed
+  c.model.num_layers = 2
+  c.data.sequence_length = LENGTH
+  c.islands.update(num_learners=LEARNERS, batch_size=BATCH)
+  c.sync.update(num_shards=SHARDS, num_fragments=6, sync_period=12, snapshot_steps=50)
+  c.run.update(
+    total_tokens=tokens, evaluations=12, sample_tokens=0, max_restarts=OUTLIVED, compare_alone=False
+  )
+  if row == "chaos":
+    steps = tokens // (LEARNERS * BATCH * LENGTH)
+    plan = random_faults(seed, faults, 0.9 * steps, LEARNERS, SHARDS)
+    by_step = [
+      dataclasses.replace(fault, at_step=1 + int(fault.at_seconds), at_seconds=-1.0)
+      for fault in plan
+    ]
+    c.chaos.faults = tuple(dataclasses.asdict(fault) for fault in by_step)
+  return config_lib.from_dict(c)
+
+
+def train(config: Config, folder: Path) -> EventLog:
+  """The events of one run as a user starts it, or of an earlier one with the same config."""
+  file, outcome = folder.with_suffix(".json"), folder / "outcome.json"
+  if outcome.exists() and file.exists() and file.read_text() == config.to_json():
+    return read_events(folder)
+  folder.parent.mkdir(parents=True, exist_ok=True)
+  file.write_text(config.to_json())
+  command = [sys.executable, "-m", "ddiloco", "train", f"--config={file}", "--cpu", "--overwrite"]
+  log = folder.with_suffix(".log")
+  with log.open("wb") as out:
+    done = subprocess.run(
+      [*command, f"--workdir={folder}"], stdout=out, stderr=out, env=environment.bare()
+    )
+  if done.returncode:
+    sys.exit(f"{folder.name} failed with status {done.returncode}:\n{log.read_text()[-4000:]}")
+  return read_events(folder)
+
+
+def losses(events: EventLog) -> list[tuple[int, float]]:
+  """(merged tokens, held-out loss of the global model) of every evaluation."""
+  return [(e["merged_tokens"], e["loss"]) for e in events if e["kind"] == "evaluation"]
+
+
+def span_seconds(events: EventLog) -> float:
+  """From the first step to the end."""
+  steps = [e["time"] for e in events if e["kind"] == "step"]
+  return max(steps) - min(steps)
+
+
+def draw(logs: dict[str, list[EventLog]], path: Path, difference: float) -> None:
+  """Held-out loss over merged tokens: a line for every run, a tick for every fault."""
+  with plots.styled():
+    figure, (axes,) = plots.new_figure(4.8)
+    for row, colour in zip(ROWS, (GLOBAL_MODEL, PALETTE[0])):
+      for i, events in enumerate(logs[row]):
+        xs, ys = zip(*losses(events)[1:])
+        axes.plot(xs, ys, color=colour, lw=1.6, alpha=0.75, label=None if i else row)
+    axes.set_title(
+      f"Faults of all kinds, the same model: final loss {difference:+.1%} at equal merged tokens"
+    )
+    axes.set_xlabel("tokens merged into the global model")
+    axes.set_ylabel("held-out loss, nats per token")
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plots.save(figure, path)
+
+
+def summarise(logs: dict[str, list[EventLog]], tokens: int) -> dict[str, Any]:
+  final = {row: [losses(events)[-1][1] for events in logs[row]] for row in ROWS}
+  mean = {row: statistics.mean(final[row]) for row in ROWS}
+  struck = [each for events in logs["chaos"] for each in recoveries(events)]
+  return {
+    "loss": {row: [round(loss, 4) for loss in final[row]] for row in ROWS},
+    "mean": {row: round(mean[row], 4) for row in ROWS},
+    "difference": round(mean["chaos"] / mean["undisturbed"] - 1, 5),
+    "of_one_seed": [round(b / a - 1, 4) for a, b in zip(final["undisturbed"], final["chaos"])],
+    "struck": len(struck),
+    "kinds": dict(collections.Counter(each.action for each in struck)),
+    "seconds": {row: [round(span_seconds(events), 1) for events in logs[row]] for row in ROWS},
+    "published": PUBLISHED,
+    "tokens": tokens,
+  }
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser.add_argument("--seeds", type=int, default=4)
+  parser.add_argument("--tokens", type=int, default=600 * LEARNERS * BATCH * LENGTH)
+  parser.add_argument("--faults", type=int, default=40, help="in each chaotic run")
+  parser.add_argument("--workdir", type=Path, default=ROOT / "runs" / "quality")
+  parser.add_argument("--picture", type=Path, help="draws it there")
+  parser.add_argument("--quick", action="store_true", help="a smoke test: numbers mean little")
+  options = parser.parse_args()
+  if options.quick:
+    options.seeds, options.tokens, options.faults = 1, 60 * LEARNERS * BATCH * LENGTH, 6
+  if options.seeds < 1 or options.faults < 1 or options.tokens < 20 * LEARNERS * BATCH * LENGTH:
+    parser.error("at least one seed, one fault and the tokens of 20 steps")
+  logs: dict[str, list[EventLog]] = {row: [] for row in ROWS}
+  for seed in range(options.seeds):
+    for row in ROWS:
+      config = make_config(row, seed, options.tokens, options.faults)
+      events = train(config, options.workdir.absolute() / f"{row}-{seed}")
+      logs[row].append(events)
+      print(
+        f"seed {seed}, {row:<12} loss {losses(events)[-1][1]:.4f}, {span_seconds(events):.0f} s,"
+        f" {len(recoveries(events))} faults",
+        flush=True,
+      )
+  result = summarise(logs, options.tokens)
+  if options.picture:
+    draw(logs, options.picture, result["difference"])
+  print(json.dumps(result))
+
+
+if __name__ == "__main__":
+  main()

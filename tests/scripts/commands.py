@@ -1,0 +1,29 @@
+"""A script of the project as a user runs it: `python scripts/NAME ...`, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from ddiloco import environment
+
+SCRIPTS = Path(__file__).parent.parent.parent / "scripts"
+
+
+def said(line: str, *arguments: str | Path, seconds: float = 300.0) -> str:
+  """What `scripts/LINE ARGUMENTS` prints; it must end well, and in time."""
+  script, *words = line.split()
+  command = [sys.executable, str(SCRIPTS / script), *words, *map(str, arguments)]
+  done = subprocess.run(
+    command, capture_output=True, text=True, env=environment.bare(), timeout=seconds
+  )
+  assert done.returncode == 0, f"status {done.returncode}:\n{done.stdout}{done.stderr}"
+  return done.stdout
+
+
+def result(line: str, *arguments: str | Path, seconds: float = 300.0) -> dict[str, Any]:
+  """The JSON object in its last line."""
+  return json.loads(said(line, *arguments, seconds=seconds).splitlines()[-1])
