@@ -1,9 +1,21 @@
 """Every test runs on the CPU with eight fake devices; see ddiloco/environment.py for why so."""
 
+import atexit
+import os
+import shutil
 import signal
+import tempfile
 
 from ddiloco import environment
 
+# What one test or one of its processes compiles, none compiles again.
+COMPILED = tempfile.mkdtemp(prefix="ddiloco-compiled-")
+atexit.register(shutil.rmtree, COMPILED, ignore_errors=True)
+os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+# XLA's optimizations take longer than what they speed up here.
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 environment.prepare(num_cpu_devices=8, cpu_only=True)
 
 # A shell starts what runs in its background with SIGINT ignored, which the processes of tests about

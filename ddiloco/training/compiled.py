@@ -20,9 +20,11 @@ _KEEP_ALL = {
 def kept_in(folder: str | os.PathLike[str]) -> Iterator[None]:
   """While it lasts, what this process compiles is kept in `folder`, and found there again.
 
-  Several processes may share it. An entry that a kill has torn is compiled anew.
+  Several processes may share it. An entry that a kill has torn is compiled anew. A user's own
+  folder (JAX_COMPILATION_CACHE_DIR), which many runs may share, goes before.
   """
-  settings = {"jax_compilation_cache_dir": os.fspath(folder), **_KEEP_ALL}
+  chosen = jax.config.jax_compilation_cache_dir or os.fspath(folder)
+  settings = {"jax_compilation_cache_dir": chosen, **_KEEP_ALL}
   before = {name: getattr(jax.config, name) for name in settings}
   _use(settings)
   try:

@@ -14,7 +14,7 @@ from ddiloco.config import Config, from_dict
 from ddiloco.observe.events import Event, read_events
 
 PATIENCE_SECONDS = 90.0
-TOKENS = 8 * 32  # of a step
+TOKENS = 2 * 16  # of a step: B = 2, T = 16
 
 
 def tiny(steps: int, learners: int = 2, pace_seconds: float = 0.0, **sections: Any) -> Config:
@@ -30,9 +30,9 @@ def tiny(steps: int, learners: int = 2, pace_seconds: float = 0.0, **sections: A
         "num_layers": 1, "model_dim": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8,
         "mlp_dim": 32,
       },
-      "data": {"source": "synthetic", "sequence_length": 32, "heldout_sequences": 16},
+      "data": {"source": "synthetic", "sequence_length": 16, "heldout_sequences": 16},
       "inner": {"learning_rate": 1e-2, "warmup_steps": 5},
-      "islands": {"num_learners": learners, "batch_size": 8, "pace_seconds": pace_seconds},
+      "islands": {"num_learners": learners, "batch_size": 2, "pace_seconds": pace_seconds},
       "sync": sync | sections.pop("sync", {}),
       "run": run | {"total_tokens": learners * steps * TOKENS} | sections.pop("run", {}),
       **sections,

@@ -62,7 +62,7 @@ def test_islands_go_on_from_every_snapshot_bit_by_bit(tmp_path, monkeypatch):
   overrides = {"0": {"devices": 1}, "1": {"devices": 2, "fsdp": 2}}
   config = real.tiny(
     14,
-    islands={"num_learners": 2, "batch_size": 8, "overrides": overrides},
+    islands={"num_learners": 2, "batch_size": 2, "overrides": overrides},
     sync=LOCK_STEP,
     outer={"learning_rate": 0.7, "momentum": 0.9},
     run={"evaluations": 0},
@@ -168,7 +168,7 @@ def killed(process: subprocess.Popen[bytes]) -> None:
 @pytest.mark.timeout(900)
 def test_a_run_goes_on_with_other_numbers_of_learners_and_shards(tmp_path):
   sync = {"num_shards": 2, "num_fragments": 3, "snapshot_steps": 20}
-  run = Run(tmp_path, real.tiny(900, sync=sync, checkpoint={"keep": 3}))
+  run = Run(tmp_path, real.tiny(400, sync=sync, checkpoint={"keep": 3}))
   first = run.train()
   try:
     run.until_saved(first, 2)

@@ -16,10 +16,7 @@ from ddiloco.runtime.storage import Storage
 from ddiloco.training import data
 from ddiloco.training.island import Island
 from tests.engines.test_threads import TOKENS, HostIsland, Ran, make_config, poison
-from tests.training.test_island import quick_compilation
 from tests.training.test_island_state import cheap_loss
-
-__all__ = ["quick_compilation"]  # for all of this module
 
 # --- other hardware -------------------------------------------------------------------------------
 

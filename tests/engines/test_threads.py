@@ -230,7 +230,7 @@ def storm(corpus, tmp_path_factory) -> Ran:
     fault("join", "learner/3", 60, seconds=1.0),
     fault("join", "learner/4", 80, seconds=-1),
     fault("cut", "region/east", 100, seconds=1.0),
-    fault("poison", "learner/0", 140, seconds=0.5, factor=1e30),
+    fault("poison", "learner/0", 140, seconds=1.0, factor=1e30),
   ]
   regions = {"east": ["learner/1", "syncer/1"]}
   config = make_config(steps=600, chaos={"faults": faults, "regions": regions})

@@ -15,14 +15,6 @@ TINY = ModelConfig(
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-  """XLA's optimizations take seconds and change nothing here."""
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", False)
-
-
 def _rate(clock, **fields):
   config = InnerConfig(**{"learning_rate": 2.0, "warmup_steps": 10, "final_share": 0.1, **fields})
   return float(jax.jit(lambda c: inner.learning_rate(config, 110, c))(jnp.int32(clock)))

@@ -65,23 +65,15 @@ def batch(seed=0, rows=8):
   return np.random.default_rng(seed).integers(0, 32, (rows, 9)).astype(np.int32)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-  """XLA's optimizations take seconds and change nothing here."""
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.fixture(scope="module")
-def single(quick_compilation):
+def single():
   island, plan, config = make({"devices": 1})
   assert island.compile() > 0
   return island, plan, config
 
 
 @pytest.fixture(scope="module")
-def cube(quick_compilation):
+def cube():
   # Pieces of 10, 11 and 11 rows: tensor = 2 divides the first only.
   island, plan, config = make(CUBE, sync={"max_rows": 12})
   island.compile()

@@ -13,9 +13,7 @@ from ddiloco.core import fragments
 from ddiloco.training import inner
 from ddiloco.training.inner import METRICS
 from ddiloco.training.state import StateLayout
-from tests.training.test_island import CUBE, batch, initial, make, quick_compilation
-
-__all__ = ["quick_compilation"]  # for all of this module
+from tests.training.test_island import CUBE, batch, initial, make
 
 MOE = {"num_experts": 4, "experts_per_token": 2}
 # Fewer devices and more, the axes exchanged.
@@ -60,12 +58,12 @@ def cheap(islands, model=(), sync=()):
 
 
 @pytest.fixture(scope="module")
-def single(quick_compilation):
+def single():
   return cheap({"devices": 1})
 
 
 @pytest.fixture(scope="module")
-def cube(quick_compilation):
+def cube():
   return cheap(CUBE)
 
 
