@@ -8,7 +8,8 @@ the run's cache), which on a machine of its own would cost nobody anything: so s
 that the killed learner, the shards and the supervisor do not use (`taskset`, Linux). With only two
 cores there is one survivor. Memory bandwidth stays shared.
 
-  python scripts/bench_kill.py [--kills=6] [--every=20] [--learners=N] [--workdir=DIR] [--quick]
+  python scripts/bench_kill.py [--kills=6] [--every=20] [--learners=N] [--workdir=DIR]
+    [--picture=docs/kill.png] [--quick]
 
 With --workdir a run that is done is not made again.
 
@@ -44,7 +45,9 @@ from ddiloco.config import Config, from_dict
 from ddiloco.engines import workdir as workdirs
 from ddiloco.engines.children import Spawn, spawn
 from ddiloco.engines.processes import ProcessesEngine
+from ddiloco.observe import plots
 from ddiloco.observe.events import Event, read_events
+from ddiloco.observe.style import GLOBAL_MODEL, PALETTE
 from ddiloco.training import data
 
 WARM_UP_SECONDS = 10.0  # from the first step to the first window
@@ -228,6 +231,38 @@ def measure(folder: Path, survivors: int, every: float) -> dict[str, Any]:
   }
 
 
+def draw(path: Path, folder: Path, survivors: int, every: float, result: dict[str, Any]) -> None:
+  """Every step of the survivors around every kill, all kills on one axis, and their median."""
+  events = read_events(folder)
+  around = [
+    (ended - killed, 1e3 * gap)
+    for learner in range(survivors)
+    for killed, _ in restarts(events)
+    for ended, gap in between(steps_of(events, learner), killed - every, killed + every)
+  ]
+  with plots.styled():
+    figure, (axes,) = plots.new_figure(4.2)
+    axes.plot(*zip(*around), ".", color=PALETTE[0], alpha=0.15, ms=3)
+    width = every / 20
+    medians = []
+    for i in range(-20, 20):
+      inside = [ms for at, ms in around if i * width <= at < (i + 1) * width]
+      if inside:
+        medians.append(((i + 0.5) * width, statistics.median(inside)))
+    axes.plot(*zip(*medians), color=PALETTE[0], lw=2, label="a survivor's steps, and their median")
+    axes.axvline(0, color=GLOBAL_MODEL, lw=1.5, label="kill -9 of another learner")
+    if result["rejoin_seconds"] is not None:
+      axes.axvline(result["rejoin_seconds"], color=GLOBAL_MODEL, lw=1.5, ls=":",
+                   label="the first push of its successor is merged")  # fmt: skip
+    axes.set_title(f"A kill costs survivors nothing: median step x {result['survivor_step_ratio']}")
+    axes.set_ylim(0, 3 * result["step_ms"])
+    axes.set_xlabel("seconds since the kill")
+    axes.set_ylabel("ms from step to step")
+    axes.legend(loc="upper left")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plots.save(figure, path)
+
+
 def middle(values: list[float], digits: int = 4) -> float | None:
   return round(statistics.median(values), digits) if values else None
 
@@ -239,6 +274,7 @@ def main() -> None:
   parser.add_argument("--every", type=float, default=20.0, help="seconds of a window")
   parser.add_argument("--learners", type=int, default=max(2, min(4, len(cores))))
   parser.add_argument("--workdir", type=Path, help="keeps the runs; default: a temporary folder")
+  parser.add_argument("--picture", type=Path, help="draws it there")
   parser.add_argument("--quick", action="store_true", help="a smoke test: numbers mean nothing")
   args = parser.parse_args()
   if len(cores) < 2:
@@ -257,6 +293,8 @@ def main() -> None:
     config = make_config(args.learners, args.kills, args.every, args.quick)
     run(config, folder, warm_up + (2 * args.kills + 1) * args.every, mine)
     result = measure(folder, args.learners - 1, args.every)
+    if args.picture:
+      draw(args.picture, folder, args.learners - 1, args.every, result)
   print(json.dumps({**result, "cores": len(cores)}))
 
 

@@ -44,7 +44,7 @@ from ddiloco.runtime.records import Damaged
 from ddiloco.runtime.storage import Storage
 
 LEARNERS, FRAGMENTS = 2, 2
-TOKENS = 2 * 16  # of a step: B = 2, T = 16
+TOKENS = 8 * 32  # of a step: B = 8, T = 32
 POLL_SECONDS = 0.02
 LIFE_SECONDS = 240.0  # after which a run that does not get on is given up
 FIRST_START_SECONDS = 20.0  # until the first step, while nothing is compiled
@@ -59,9 +59,9 @@ def config_of(seed: int, steps: int) -> Config:
         "num_layers": 1, "model_dim": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8,
         "mlp_dim": 32,
       },
-      "data": {"source": "synthetic", "sequence_length": 16, "heldout_sequences": 16},
+      "data": {"source": "synthetic", "sequence_length": 32, "heldout_sequences": 16},
       "inner": {"learning_rate": 1e-2, "warmup_steps": 5},
-      "islands": {"num_learners": LEARNERS, "batch_size": 2},
+      "islands": {"num_learners": LEARNERS, "batch_size": 8},
       "sync": {
         "num_shards": 2, "num_fragments": FRAGMENTS, "sync_period": 8, "liveness_seconds": 1.0,
         "snapshot_steps": 20,

@@ -84,6 +84,11 @@ def main() -> None:
   parser.add_argument("--learner", type=int, required=True)
   arguments = parser.parse_args()
   environment.prepare(num_cpu_devices=1, cpu_only=True)
+  import jax
+
+  # What one world compiles, another may be handed from a folder that both use; with several
+  # processes it then lacks functions ("NOT_FOUND: Function ... not found", JAX 0.10).
+  jax.config.update("jax_enable_compilation_cache", False)
   from ddiloco.baselines.worker import Worker
 
   Member(Worker(arguments.workdir, arguments.learner).train).run()

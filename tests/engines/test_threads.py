@@ -227,7 +227,7 @@ def storm(corpus, tmp_path_factory) -> Ran:
     fault("reorder", "learner/2", 50, seconds=0.4, share=0.5, delay_seconds=0.1),
     fault("corrupt", "learner/0", 60, seconds=0.4, share=0.5),
     fault("throttle", "learner/1", 70, seconds=0.4, bits_per_second=1e6),
-    fault("join", "learner/3", 60, seconds=1.0),
+    fault("join", "learner/3", 60, seconds=2.0),
     fault("join", "learner/4", 80, seconds=-1),
     fault("cut", "region/east", 100, seconds=1.0),
     fault("poison", "learner/0", 140, seconds=1.0, factor=1e30),
