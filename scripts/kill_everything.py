@@ -67,7 +67,7 @@ def config_of(seed: int, steps: int) -> Config:
         "snapshot_steps": 20,
       },
       "outer": {"learning_rate": 0.7, "momentum": 0.5},
-      "network": {"drain_seconds": 2.0},
+      "network": {"drain_seconds": 2.0, "hello_seconds": 0.1},  # shards wait less for the past
       "run": {
         "evaluations": 2, "sample_tokens": 0, "restart_seconds": 0.1,
         "total_tokens": LEARNERS * steps * TOKENS,
@@ -315,7 +315,8 @@ def undisturbed(folder: Path, run: Path, seed: int, steps: int, engine: str) -> 
   workdir, config = folder / f"undisturbed-{seed}", folder / f"undisturbed-{seed}.json"
   if not (workdir / OUTCOME).exists():
     shutil.rmtree(workdir, ignore_errors=True)
-    shutil.copytree(run / COMPILED, workdir / COMPILED)
+    if (run / COMPILED).exists():  # not with a folder of the user's own
+      shutil.copytree(run / COMPILED, workdir / COMPILED)
     config.write_text(config_of(seed, steps).to_json())
     life = live(workdir, config, engine, None, 0.0)
     if life.status:
