@@ -6,8 +6,8 @@ by step, so that they strike the same share of the work on every machine; then i
 disturbed for up to three seconds. A seed is a model, an order of the data and a plan. Both runs of
 a seed end when the same number of tokens is merged; what chaos cost is time, and is printed too.
 
-  python scripts/reproduce_quality.py [--seeds=4] [--tokens=1228800] [--faults=40]
-    [--workdir=runs/quality] [--picture=docs/quality.png] [--quick]
+  python scripts/reproduce_quality.py [--seeds=3] [--tokens=1228800] [--faults=40]
+    [--kinds=kill,stall,...] [--workdir=runs/quality] [--picture=docs/quality.png] [--quick]
 
 Finished runs are not made again, so the script can be stopped and started.
 
@@ -25,6 +25,7 @@ import json
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from ddiloco.observe import plots
 from ddiloco.observe.events import EventLog, read_events
 from ddiloco.observe.recovery import recoveries
 from ddiloco.observe.style import GLOBAL_MODEL, PALETTE
-from ddiloco.resilience.plans import random_faults
+from ddiloco.resilience.plans import KINDS, random_faults
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = ("undisturbed", "chaos")
@@ -46,7 +47,7 @@ OUTLIVED = 50  # quarantines and crashes that a role may have had
 PUBLISHED = {"undisturbed": (70.1, 58.7), "chaos": (69.8, 58.6)}
 
 
-def make_config(row: str, seed: int, tokens: int, faults: int) -> Config:
+def make_config(row: str, seed: int, tokens: int, faults: int, kinds: Sequence[str]) -> Config:
   c = config_lib.default()
   c.seed = seed
   c.model.num_layers = 2
@@ -58,7 +59,7 @@ def make_config(row: str, seed: int, tokens: int, faults: int) -> Config:
   )
   if row == "chaos":
     steps = tokens // (LEARNERS * BATCH * LENGTH)
-    plan = random_faults(seed, faults, 0.9 * steps, LEARNERS, SHARDS)
+    plan = random_faults(seed, faults, 0.9 * steps, LEARNERS, SHARDS, kinds)
     by_step = [
       dataclasses.replace(fault, at_step=1 + int(fault.at_seconds), at_seconds=-1.0)
       for fault in plan
@@ -133,9 +134,10 @@ def summarise(logs: dict[str, list[EventLog]], tokens: int) -> dict[str, Any]:
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-  parser.add_argument("--seeds", type=int, default=4)
+  parser.add_argument("--seeds", type=int, default=3)
   parser.add_argument("--tokens", type=int, default=600 * LEARNERS * BATCH * LENGTH)
   parser.add_argument("--faults", type=int, default=40, help="in each chaotic run")
+  parser.add_argument("--kinds", default=",".join(KINDS), help="of faults, each as often")
   parser.add_argument("--workdir", type=Path, default=ROOT / "runs" / "quality")
   parser.add_argument("--picture", type=Path, help="draws it there")
   parser.add_argument("--quick", action="store_true", help="a smoke test: numbers mean little")
@@ -144,11 +146,17 @@ def main() -> None:
     options.seeds, options.tokens, options.faults = 1, 60 * LEARNERS * BATCH * LENGTH, 6
   if options.seeds < 1 or options.faults < 1 or options.tokens < 20 * LEARNERS * BATCH * LENGTH:
     parser.error("at least one seed, one fault and the tokens of 20 steps")
+  kinds = options.kinds.split(",")
+  if unknown := set(kinds).difference(KINDS):
+    parser.error(f"--kinds: {', '.join(sorted(unknown))} is none of {', '.join(KINDS)}")
+  names = dict(zip(ROWS, ROWS))
+  if len(kinds) < len(KINDS):
+    names["chaos"] = "chaos-" + "-".join(kinds)
   logs: dict[str, list[EventLog]] = {row: [] for row in ROWS}
   for seed in range(options.seeds):
     for row in ROWS:
-      config = make_config(row, seed, options.tokens, options.faults)
-      events = train(config, options.workdir.absolute() / f"{row}-{seed}")
+      config = make_config(row, seed, options.tokens, options.faults, kinds)
+      events = train(config, options.workdir.absolute() / f"{names[row]}-{seed}")
       logs[row].append(events)
       print(
         f"seed {seed}, {row:<12} loss {losses(events)[-1][1]:.4f}, {span_seconds(events):.0f} s,"
