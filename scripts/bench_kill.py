@@ -254,7 +254,8 @@ def draw(path: Path, folder: Path, survivors: int, every: float, result: dict[st
     if result["rejoin_seconds"] is not None:
       axes.axvline(result["rejoin_seconds"], color=GLOBAL_MODEL, lw=1.5, ls=":",
                    label="the first push of its successor is merged")  # fmt: skip
-    axes.set_title(f"A kill costs survivors nothing: median step x {result['survivor_step_ratio']}")
+    ratio = result["survivor_step_ratio"]
+    axes.set_title(f"Survivors around a kill: median step {ratio} times that of calm times")
     axes.set_ylim(0, 3 * result["step_ms"])
     axes.set_xlabel("seconds since the kill")
     axes.set_ylabel("ms from step to step")
