@@ -112,6 +112,7 @@ def _on_hello(
 
 
 def _heard(state: SyncerState, learner: int, member: Member, sync: SyncConfig) -> SyncerState:
+  """Keeps a member that has just been heard, and when it would be the first to fall silent."""
   state = set_member(state, learner, member)
   silent_at = min(state.silent_at, lost_at(member, sync))
   return dataclasses.replace(state, silent_at=silent_at)

@@ -92,7 +92,8 @@ class World:
     """Lets everything happen that happens before `until`, when it is then, or before `stop()`."""
     while not stop():
       if not self._heap or self._heap[0][0] > until:
-        self.now = until if math.isfinite(until) else self.now
+        if math.isfinite(until):
+          self.now = max(self.now, until)
         return
       self.now, _, call, args = heapq.heappop(self._heap)
       call(*args)
