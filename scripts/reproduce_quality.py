@@ -98,16 +98,14 @@ def span_seconds(events: EventLog) -> float:
 
 
 def draw(logs: dict[str, list[EventLog]], path: Path, difference: float) -> None:
-  """Held-out loss over merged tokens: a line for every run, a tick for every fault."""
+  """Held-out loss over merged tokens: a line for every run."""
   with plots.styled():
     figure, (axes,) = plots.new_figure(4.8)
     for row, colour in zip(ROWS, (GLOBAL_MODEL, PALETTE[0])):
       for i, events in enumerate(logs[row]):
         xs, ys = zip(*losses(events)[1:])
         axes.plot(xs, ys, color=colour, lw=1.6, alpha=0.75, label=None if i else row)
-    axes.set_title(
-      f"Faults of all kinds, the same model: final loss {difference:+.1%} at equal merged tokens"
-    )
+    axes.set_title(f"With faults and without: final loss {difference:+.1%} at equal merged tokens")
     axes.set_xlabel("tokens merged into the global model")
     axes.set_ylabel("held-out loss, nats per token")
     axes.legend()

@@ -42,7 +42,7 @@ from ddiloco.resilience.plans import random_faults
 
 LEARNERS, SHARDS = 4, 2
 STEP_SECONDS = 0.05
-CALM_SECONDS = 15.0  # after the last fault, for it to be over
+CALM_SECONDS = 20.0  # after the last fault, for it to be over
 OUTLIVED = 20  # quarantines and crashes that a role may have had by then
 
 

@@ -7,18 +7,15 @@ from tests.scripts import commands
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-  "engine, faults, minutes", [("threads", 24, 0.3), ("processes", 12, 0.5)], ids=lambda v: str(v)
-)
-def test_whatever_happens_nobody_stalls_and_nothing_is_lost(engine, faults, minutes, tmp_path):
+@pytest.mark.parametrize("engine", ["threads", "processes"])
+def test_whatever_happens_nobody_stalls_and_nothing_is_lost(engine, tmp_path):
   found = commands.result(
-    f"soak.py --seed=1 --stall_seconds=10 --engine={engine} --faults={faults}",
-    f"--minutes={minutes}",
+    f"soak.py --seed=1 --stall_seconds=10 --engine={engine} --faults=24 --minutes=0.6",
     f"--workdir={tmp_path / 'soak'}",
     seconds=580,
   )
   # A fault that is planned for a role that is down waits for its return, perhaps in vain.
-  assert faults - 4 <= found["struck"] <= faults and len(found["kinds"]) >= 8
+  assert 20 <= found["struck"] <= 24 and len(found["kinds"]) >= 10
   assert found["recovered"] >= found["struck"] - 2 and found["blocked_seconds"] == 0
   lines = (tmp_path / "soak" / "recovery.tsv").read_text()
   assert lines.count("\n") == found["struck"] + 1
