@@ -39,6 +39,7 @@ setup(
     "orbax-checkpoint>=0.11.25,<0.13",
     "pyzmq>=26,<28",  # queues between processes
     "rich>=13,<16",  # live terminal view
+    "setproctitle>=1.3,<2",  # forked roles have their own names in `ps`
     "safetensors>=0.6,<0.9",  # weights in and out, as NumPy arrays
     "tensorboardX>=2.6.2,<3",  # scalars for TensorBoard, without TensorFlow
   ],

@@ -6,6 +6,17 @@ import os
 import sys
 
 
+def before_import() -> None:
+  """What must be in the environment when JAX is imported, here or in a process started from here.
+
+  NPROC sizes XLA's CPU thread pool. Two meshes of fake CPU devices driven from two threads wait for
+  each other inside that pool: with fewer threads than participants a collective never assembles
+  and XLA aborts the process ("Termination timeout ... rendezvous").
+  """
+  os.environ.setdefault("NPROC", "32")
+  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+
 def prepare(num_cpu_devices: int, cpu_only: bool = False, supervises: bool = False) -> None:
   """Readies this process for several islands; must run before JAX is first used.
 
@@ -13,16 +24,12 @@ def prepare(num_cpu_devices: int, cpu_only: bool = False, supervises: bool = Fal
   (`cpu_only` forces that, for tests and laptops with a GPU).
 
   A process that only `supervises` others leaves the accelerators to them: it uses the CPU itself,
-  and hands on what it was told.
-
-  NPROC sizes XLA's CPU thread pool. Two meshes of fake CPU devices driven from two threads wait for
-  each other inside that pool: with fewer threads than participants a collective never assembles
-  and XLA aborts the process ("Termination timeout ... rendezvous").
+  and hands on what it was told. In a process where JAX is imported already (`nursery.py`)
+  it says the same to JAX itself, which reads the environment only then.
   """
   if "jax" in sys.modules and "NPROC" not in os.environ:
     raise RuntimeError("JAX was imported before ddiloco.environment.prepare()")
-  os.environ.setdefault("NPROC", "32")
-  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+  before_import()
   platforms = "cpu" if cpu_only else os.environ.get("JAX_PLATFORMS", "")
   if platforms and "cpu" not in platforms.split(","):
     platforms += ",cpu"  # shards and the evaluator live there
@@ -30,9 +37,20 @@ def prepare(num_cpu_devices: int, cpu_only: bool = False, supervises: bool = Fal
     os.environ["JAX_PLATFORMS"] = platforms
   import jax  # only now: NPROC must be set before
 
-  if supervises:
-    jax.config.update("jax_platforms", "cpu")
+  if supervises or platforms:
+    jax.config.update("jax_platforms", "cpu" if supervises else platforms)
   jax.config.update("jax_num_cpu_devices", num_cpu_devices)
+
+
+def whole() -> dict[str, str]:
+  """All of it, for `take_over` in another process."""
+  return dict(os.environ)
+
+
+def take_over(variables: dict[str, str]) -> None:
+  """This process has these variables from now on, and no others."""
+  os.environ.clear()
+  os.environ.update(variables)
 
 
 def bare() -> dict[str, str]:

@@ -5,7 +5,7 @@ at the beginning of every second one the last learner is killed. Each of those i
 calm windows before and after it, since this machine may be faster or slower a minute later; a step
 lasts from the end of the one before, so pauses count. A returned learner imports and compiles (from
 the run's cache), which on a machine of its own would cost nobody anything: so survivors get cores
-that the killed learner, the shards and the supervisor do not use (`taskset`, Linux). With only two
+that the killed learner, the shards and the supervisor do not use (Linux). With only two
 cores there is one survivor. Memory bandwidth stays shared.
 
   python scripts/bench_kill.py [--kills=6] [--every=20] [--learners=N] [--workdir=DIR]
@@ -41,9 +41,10 @@ from ddiloco import environment
 
 environment.prepare(num_cpu_devices=1, cpu_only=True, supervises=True)
 
+from ddiloco import nursery
 from ddiloco.config import Config, from_dict
 from ddiloco.engines import workdir as workdirs
-from ddiloco.engines.children import Spawn, spawn
+from ddiloco.engines.children import Spawn
 from ddiloco.engines.processes import ProcessesEngine
 from ddiloco.observe import plots
 from ddiloco.observe.events import Event, read_events
@@ -97,9 +98,14 @@ class Pinned(ProcessesEngine):
   def _spawn(self, name: str) -> Spawn:
     kind, _, number = name.partition("/")
     if kind != "learner" or int(number) == self.config.islands.num_learners - 1:
-      return spawn
-    cores = ",".join(map(str, sorted(self.mine)))
-    return lambda command, log: spawn(["taskset", "-c", cores, *command], log)
+      return nursery.spawn
+
+    def pinned(command: list[str], log: Path) -> nursery.Forked:
+      process = nursery.spawn(command, log)
+      os.sched_setaffinity(process.pid, self.mine)  # before it has any threads to follow it
+      return process
+
+    return pinned
 
 
 class Ends:

@@ -43,7 +43,7 @@ class Holder:
   def describe(self) -> dict:
     return {}
 
-  def step(self, tokens, clock, rate_scale) -> dict:
+  def step(self, tokens, schedule_step, rate_scale) -> dict:
     for value in self.values:
       value += 1e-3
     return {}

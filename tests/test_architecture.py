@@ -20,13 +20,15 @@ ALLOWED = {
   "observe": {"config", "core", "resilience"},
   "simulation": {"checked", "config", "core", "resilience"},
   "environment": set(),
+  "nursery": {"environment"},
   "runtime": {"checked", "config", "core", "models", "training", "resilience", "observe"},
   "baselines": {
-    *("config", "core", "environment", "models", "training", "resilience", "observe", "runtime")
+    *("config", "core", "environment", "models", "training", "resilience", "observe", "runtime"),
+    "nursery",
   },
   "engines": {
     *("checked", "config", "core", "models", "training", "resilience", "simulation", "observe"),
-    "runtime",
+    *("runtime", "nursery"),
   },
   "cli": {"config", "environment", "engines", "resilience", "runtime", "simulation"},
   "__main__": {"cli"},

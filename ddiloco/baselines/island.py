@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
+from ddiloco import nursery
 from ddiloco.baselines.orders import END, READY, Lines, Order, line
 from ddiloco.config import Fault
 from ddiloco.resilience import chaos
@@ -42,7 +42,7 @@ class IslandProcess:
       *(f"--workdir={workdir}", f"--learner={number}"),
     ]
     self._faults = tuple(faults)
-    self._process: subprocess.Popen[bytes] | None = None
+    self._process: nursery.Forked | None = None
     self._lines = Lines()
     self._start_at = 0.0
 
@@ -57,14 +57,7 @@ class IslandProcess:
   def start(self) -> None:
     """A new life, in a process group of its own: a kill takes its child as well."""
     self._log.parent.mkdir(parents=True, exist_ok=True)
-    with self._log.open("ab") as log:
-      self._process = subprocess.Popen(
-        self._command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=log,
-        start_new_session=True,
-      )
+    self._process = nursery.spawn(self._command, self._log, answers=True)
     os.set_blocking(self._stream("stdout").fileno(), False)
     self.lives += 1
 
@@ -81,6 +74,7 @@ class IslandProcess:
       return
     with contextlib.suppress(ProcessLookupError):  # it has ended by itself
       os.killpg(self._process.pid, signal.SIGKILL)
+    self._process.kill()  # too young to have a group
     self.bury(back_at)
 
   def bury(self, back_at: float) -> int:
@@ -125,7 +119,7 @@ class IslandProcess:
     """The end of its log, for errors."""
     return self._log.read_text(errors="replace")[-2000:] if self._log.exists() else ""
 
-  def _stream(self, name: str) -> Any:
+  def _stream(self, name: str) -> Connection:
     stream = getattr(self._process, name)
     assert stream is not None
     return stream

@@ -92,10 +92,13 @@ class Config:
     """Tokens one inner step of this learner trains on (B * T)."""
     return self.islands.island(learner).batch_size * self.data.sequence_length
 
+  def planned_tokens_per_step(self) -> int:
+    """Tokens that one inner step of all planned learners together trains on."""
+    return sum(self.tokens_per_step(m) for m in range(self.islands.num_learners))
+
   def planned_steps(self) -> int:
     """Inner steps each learner makes if all of them live and are equally fast."""
-    together = sum(self.tokens_per_step(m) for m in range(self.islands.num_learners))
-    return max(1, math.ceil(self.run.total_tokens / together))
+    return max(1, math.ceil(self.run.total_tokens / self.planned_tokens_per_step()))
 
   def to_json(self) -> str:
     """Every final value, for printing and saving."""

@@ -101,7 +101,7 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True)
 class InnerConfig:
-  """AdamW on one island. The learning rate follows the run's clock, not the island's own count."""
+  """AdamW on one island. The learning rate follows what the run has merged, not own steps."""
 
   learning_rate: float = 8e-3  # islands want a higher one than data-parallel (docs/design.md)
   warmup_steps: int = 50

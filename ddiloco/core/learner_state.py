@@ -68,7 +68,7 @@ class LearnerState:
   target_tokens: int  # merged by everybody; without shards: trained by me
   trains: bool = True
   step: int = 0  # mine, in this incarnation
-  clock: int = 0  # the run's: what learning rate and data position follow
+  clock: int = 0  # the run's: of the learner that has come furthest
   trained_tokens: int = 0
   step_seconds: float = 0.0
   snapshot: int = 0  # the newest heard of; my state is recorded for it
@@ -91,6 +91,20 @@ class LearnerState:
   def merged_tokens(self) -> int:
     """Of the whole run: what every fragment has merged at least."""
     return min((f.merged_tokens for f in self.fragments), default=0)
+
+
+def schedule_step(state: LearnerState, tokens_per_step: int) -> int:
+  """Where the run is in its schedule of learning rates: the step that has seen as many tokens.
+
+  What is merged, and my own steps on top of it, as if all others kept pace with me: the mean of the
+  fragments, rounded down. `tokens_per_step` is that of all planned learners together. In lock-step
+  it is the clock. Where learners are down, slow, or more than planned, it is not: a schedule by the
+  clock would be over too early, or never.
+  """
+  if not state.fragments:
+    return state.step
+  tokens = sum(f.merged_tokens + f.steps * tokens_per_step for f in state.fragments)
+  return tokens // (len(state.fragments) * tokens_per_step)
 
 
 def set_fragment(state: LearnerState, fragment: int, **changes) -> LearnerState:

@@ -77,7 +77,8 @@ def screen(
   An update is rejected if its norm exceeds `ratio` times every reference there is: the median of
   the other participants' norms, and the learner's own past. So a sudden growth that all share
   passes, and so does a learner that is alone where nobody has a past. More steps may make a longer
-  update: against an update of fewer steps it may be longer by as much.
+  update: against an update of fewer steps it may be longer by as much. One of zeros has taught
+  nothing where the others moved: its tokens must not count as if it had.
 
   Args:
     norms: by learner, of the outer gradients at hand; non-finite ones are always rejected.
@@ -92,14 +93,15 @@ def screen(
       rejected[learner] = f"not finite (norm {norm})"
       continue
     own = past[learner] * steps[learner]
-    if own > 0 and norm <= ratio * own:
-      continue
     others = [
       other * max(1.0, steps[learner] / steps[m])
       for m, other in norms.items()
       if m != learner and math.isfinite(other)
     ]
-    references = [r for r in (statistics.median(others) if others else 0, own) if r > 0]
-    if references and norm > ratio * max(references):
+    usual = statistics.median(others) if others else 0.0
+    references = [r for r in (usual, own) if r > 0]
+    if norm == 0 and usual > 0:  # not against its past: a schedule may end at a rate of 0
+      rejected[learner] = f"all zeros, after {steps[learner]} steps"
+    elif references and norm > ratio * max(references):
       rejected[learner] = f"norm {norm:.3g} is over {ratio:g} x {max(references):.3g}"
   return rejected

@@ -39,11 +39,15 @@ from ddiloco.core.syncer_state import (
 
 
 def _settled(state: SyncerState, now: float) -> bool:
-  """Whether nobody comes any more who has a newer value: all it knew are here, or time is up."""
+  """Whether nobody comes any more who has a newer value: all it knew are here, or time is up.
+
+  Who has one is not a member before it has been asked for it (`members._recall`).
+  """
   if now >= state.settle_at:
     return True
   known = {m for f in state.fragments for m in f.merged_rounds}
-  return bool(known and known <= state.members.keys())
+  awaited = known or set(range(state.planned_learners))
+  return bool(awaited) and awaited <= state.members.keys()
 
 
 def start_rounds(

@@ -31,10 +31,12 @@ def init(
   fragments: tuple[FragmentState, ...],
   target_tokens: int,
   settle_at: float = -math.inf,
+  planned_learners: int = 0,
 ) -> SyncerState:
   """A shard that owns these fragments: new ones, or the newest committed ones of its past.
 
-  Before `settle_at` it starts no round unless all it knew are back: they may have newer values.
+  Before `settle_at` it starts no round unless all it knew are back: they may have newer values. One
+  that knew nobody waits for the planned learners 0, 1, ...: at the start of a run all are new.
   Snapshots that its values may depend on already are not recorded again.
   """
   snapshot = max((f.snapshot for f in fragments), default=0)
@@ -47,6 +49,7 @@ def init(
     seen={causality.shard_key(shard): causality.count(incarnation, 0)},
     began={f.index: f.last_round for f in fragments},
     settle_at=settle_at,
+    planned_learners=planned_learners,
   )
 
 

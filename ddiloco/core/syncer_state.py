@@ -96,6 +96,7 @@ class SyncerState:
   commits: int = 0  # in this incarnation
   began: Mapping[int, int] = dataclasses.field(default_factory=dict)  # fragment -> round, at first
   settle_at: float = -math.inf  # no round before: learners may have newer values than this shard
+  planned_learners: int = 0  # whom one waits for until then that knew nobody
   silent_at: float = math.inf  # no member is lost to silence before
   touched: tuple[int, ...] = ()  # whose round may start or end now: positions of fragments
   asking: Mapping[int, tuple[int, ...]] = dataclasses.field(

@@ -45,6 +45,7 @@ class Step:
   clock: int  # of the run, after the step
   position: int  # of the batch
   tokens: int
+  schedule_step: int | None = None  # that the learning rate was for; None: the clock before it
   rate_scale: float = 1.0
   loss: float | None = None
 

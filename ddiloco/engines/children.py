@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Protocol
 
 from ddiloco.config import Fault, RunConfig
 from ddiloco.config.chaos import INSIDE
@@ -19,10 +19,14 @@ SHORTEST_LIFE_SECONDS = 1.1  # between two starts: incarnations count whole seco
 BAD_USAGE, LOST = 2, 1
 
 
+class Closable(Protocol):
+  def close(self) -> None: ...
+
+
 class Process(Protocol):
   """What a child needs of its process: a part of `subprocess.Popen`, which may also be far away."""
 
-  stdin: IO[bytes] | None
+  stdin: Closable | None
 
   def poll(self) -> int | None:
     """The exit status, negative for a signal; None while it runs."""
@@ -45,7 +49,10 @@ Spawn = Callable[[list[str], Path], Process]  # (command, the log that its outpu
 
 
 def spawn(command: list[str], log: Path) -> Process:
-  """A process of this machine that can notice our end: its standard input closes then."""
+  """A process of this machine that can notice our end: its standard input closes then.
+
+  It starts from nothing; where many start on one machine, `nursery.spawn` is quicker.
+  """
   with log.open("ab") as file:
     return subprocess.Popen(
       command,
@@ -61,15 +68,15 @@ def processes_of(workdir: Path, *flags: str) -> list[int]:
 
   With `flags` only those that have all of them too, as `--learner=2`.
   """
-  wanted = {word.encode() for word in (f"--workdir={workdir}", *flags)}
+  wanted = [f" {word} ".encode() for word in (f"--workdir={workdir}", *flags)]
   found = []
   for folder in Path("/proc").glob("[0-9]*"):
     try:
-      words = (folder / "cmdline").read_bytes().split(b"\0")
+      line = b" %b " % (folder / "cmdline").read_bytes().replace(b"\0", b" ")
       dead = (folder / "stat").read_text().rpartition(") ")[2][0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
       continue  # it has just ended
-    if wanted.issubset(words) and not dead and int(folder.name) != os.getpid():
+    if all(word in line for word in wanted) and not dead and int(folder.name) != os.getpid():
       found.append(int(folder.name))
   return found
 
@@ -125,7 +132,7 @@ class Child:
     workdir: Path,
     run: RunConfig,
     faults: Sequence[Fault],
-    spawn: Spawn = spawn,
+    spawn: Spawn,
   ):
     self.name = name
     self.lives = 0

@@ -114,7 +114,8 @@ class LearnerPlayer:
       case Restored():
         self._restore(given[needs(entry)[0]])
       case Step() as op:
-        metrics = self.island.step(self._batch(op.position), op.clock - 1, op.rate_scale)
+        at = op.clock - 1 if op.schedule_step is None else op.schedule_step
+        metrics = self.island.step(self._batch(op.position), at, op.rate_scale)
         self._findings.step(entry, metrics)
       case Cut() | Resend():
         return {makes(entry)[0]: self._push(entry.operation)}

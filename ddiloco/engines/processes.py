@@ -17,11 +17,12 @@ from pathlib import Path
 
 import numpy as np
 
+from ddiloco import nursery
 from ddiloco.config import Config, ConfigError, Fault
 from ddiloco.config.chaos import INSIDE
 from ddiloco.engines import attend, workdir
 from ddiloco.engines.asked import Asked, ask
-from ddiloco.engines.children import Child, Command, Spawn, spawn
+from ddiloco.engines.children import Child, Command, Spawn
 from ddiloco.engines.outcome import Outcome
 from ddiloco.engines.place import Place, free_urls
 from ddiloco.observe.events import Event, Listener, Recorder, parse_role
@@ -85,6 +86,7 @@ class ProcessesEngine:
 
     `listeners` get every event of every role (live view, TensorBoard), a moment later.
     """
+    nursery.warm()
     self._listeners = listeners
     self._started = workdir.join(self.workdir, self.config)
     self._recorder = self._record("engine", 0)
@@ -147,7 +149,7 @@ class ProcessesEngine:
 
   def _spawn(self, name: str) -> Spawn:
     """What starts the process of a role."""
-    return spawn
+    return nursery.spawn
 
   def _of(self, kind: str) -> list[Child]:
     return [child for child in self._children if child.name.startswith(kind)]

@@ -66,14 +66,14 @@ class Weather:
     if any(until <= now for _, until in self._faults):
       self._faults = tuple(each for each in self._faults if each[1] > now)
     self._last_at = {way: at for way, at in self._last_at.items() if at > now}
-    on = [fault for fault, _ in self._faults if _concerns(fault, way[0])]
+    faults = [each for each in self._faults if _concerns(each[0], way[0])]
+    on = [fault for fault, _ in faults]
     if any(f.action == "cut" for f in on) or self._happens(on, "drop"):
       return ()
     at = now + sum(f.delay_seconds for f in on if f.action == "delay")
-    rates = [f.bits_per_second for f in on if f.action == "throttle"]
-    if rates:
-      at = max(at, self._free_at.get(way, 0.0)) + 8 * size / min(rates)
-      self._free_at[way] = at
+    throttles = [(f.bits_per_second, until) for f, until in faults if f.action == "throttle"]
+    if throttles:
+      at = self._free_at[way] = _carried(max(at, self._free_at.get(way, at)), 8 * size, throttles)
     at = max(at, self._last_at.get(way, at))
     if at > now:
       self._last_at[way] = at
@@ -94,6 +94,20 @@ class Weather:
     for _ in range(self._random.randint(1, 8)):
       spoiled[self._random.randrange(len(spoiled))] ^= 1 << self._random.randrange(8)
     return bytes(spoiled)
+
+
+def _carried(at: float, bits: float, throttles: Sequence[tuple[float, float]]) -> float:
+  """When a link that is free `at` has carried so many bits; `throttles` are (bits/s, until).
+
+  What a throttle has not let through when it ends is through at once.
+  """
+  while bits > 0 and (active := [each for each in throttles if each[1] > at]):
+    rate, end = min(active)[0], min(until for _, until in active)
+    if at + bits / rate <= end:
+      return at + bits / rate
+    bits -= rate * (end - at)
+    at = end
+  return at
 
 
 def _concerns(fault: Fault, peer: str) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 from ddiloco.config import Config
 from ddiloco.core import learner
 from ddiloco.core.fragments import Plan
-from ddiloco.core.learner_state import LearnerState
+from ddiloco.core.learner_state import LearnerState, schedule_step
 from ddiloco.core.protocol import StepDone
 from ddiloco.observe.events import Recorder
 from ddiloco.resilience.chaos import Faults
@@ -58,6 +58,7 @@ class Learner:
     self.recorder = recorder
     self._saver = saver
     self._pace_seconds = config.islands.island(beginning.state.learner).pace_seconds
+    self._planned_tokens = config.planned_tokens_per_step()
     state = self._began = beginning.state
     # Data is read on from where it was when this state was recorded, as far as the run is now.
     self._ahead = beginning.position - state.clock
@@ -136,7 +137,8 @@ class Learner:
     state = self.exchange.state
     started = time.monotonic()
     position, rate_scale = self._next_position(state), self._rate_scale(state)
-    metrics = self.island.step(tokens, state.clock, rate_scale)
+    at = schedule_step(state, self._planned_tokens)
+    metrics = self.island.step(tokens, at, rate_scale)
     if (early := self._pace_seconds - (time.monotonic() - started)) > 0:
       time.sleep(early)
     faults.drag(time.monotonic() - started)
@@ -151,6 +153,7 @@ class Learner:
       seconds=ended - started,
       gap_seconds=ended - last,
       blocked_seconds=blocked,
+      schedule_step=at,
       **({} if rate_scale == 1.0 else {"rate_scale": rate_scale}),
       **(metrics or {}),
     )

@@ -171,7 +171,8 @@ def new_syncer(
   """A shard that owns what the store has of its fragments."""
   owned = owned_by(shard, config.sync.num_shards, config.sync.num_fragments)
   newest = tuple(store.load(p).state for p in owned)
-  return syncer.init(shard, incarnation, newest, config.run.total_tokens, settle_at)
+  planned = config.islands.num_learners
+  return syncer.init(shard, incarnation, newest, config.run.total_tokens, settle_at, planned)
 
 
 @dataclasses.dataclass(frozen=True)

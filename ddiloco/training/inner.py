@@ -1,7 +1,8 @@
 """The inner step: what one island does between syncs. Pure functions, to be traced under jit.
 
-AdamW whose learning rate follows the run's clock, not the island's own count: a learner that
-rejoins takes the rate its peers have, instead of silently resuming with a stale one.
+AdamW whose learning rate follows the run's progress in tokens, not the island's own count: a
+learner that rejoins takes the rate its peers have, and the schedule ends when the run does, however
+many learners there were (`core.learner_state.schedule_step`).
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ Params = Mapping[str, jax.Array]
 METRICS = ("loss", "load_balance", "grad_norm", "learning_rate")
 
 
-def learning_rate(inner: InnerConfig, planned_steps: int, clock: jax.Array | int) -> jax.Array:
+def learning_rate(inner: InnerConfig, planned_steps: int, step: jax.Array | int) -> jax.Array:
   """Linear warm-up to `inner.learning_rate`, then a cosine to `final_share` of it; f32 scalar.
 
-  With `decay_steps = 0` the cosine ends at `planned_steps`. `clock` counts the run's finished
-  steps: the first step (clock 0) already has 1/warmup_steps of the peak, the one at warmup_steps
+  With `decay_steps = 0` the cosine ends at `planned_steps`. `step` counts the schedule's finished
+  steps: the first step (0) already has 1/warmup_steps of the peak, the one at warmup_steps
   the peak, and from the end of the decay on it stays at the floor.
   """
   end = inner.decay_steps or planned_steps
-  clock = jnp.asarray(clock, jnp.float32)
-  warm = jnp.minimum(1.0, (clock + 1) / max(1, inner.warmup_steps))
+  step = jnp.asarray(step, jnp.float32)
+  warm = jnp.minimum(1.0, (step + 1) / max(1, inner.warmup_steps))
   span = float(max(1, end - inner.warmup_steps))
-  progress = jnp.clip((clock - inner.warmup_steps) / span, 0.0, 1.0)
+  progress = jnp.clip((step - inner.warmup_steps) / span, 0.0, 1.0)
   cosine = 0.5 * (1 + jnp.cos(jnp.pi * progress))
   share = inner.final_share + (1 - inner.final_share) * cosine
   return (inner.learning_rate * warm * share).astype(jnp.float32)
@@ -58,7 +59,7 @@ def optimizer(inner: InnerConfig) -> optax.GradientTransformation:
 def make_train_step(
   model: ModelConfig, inner: InnerConfig, planned_steps: int, constrain: Constrain | None = None
 ) -> Callable[..., tuple[dict[str, jax.Array], optax.OptState, dict[str, jax.Array]]]:
-  """One inner step: the function `train_step(params, opt_state, tokens_BxT1, clock, rate_scale=1)`.
+  """One inner step: the function `train_step(params, opt_state, tokens_BxT1, step, rate_scale=1)`.
 
   `rate_scale` multiplies the learning rate: fresh moments warm up with it in the middle of a run.
   It returns (params, opt_state, metrics): f32 scalars "loss" (nats per token), "load_balance",
@@ -76,10 +77,10 @@ def make_train_step(
     return grads, metrics
 
   def train_step(
-    params: Params, opt_state: optax.OptState, tokens_BxT1: jax.Array, clock, rate_scale=1.0
+    params: Params, opt_state: optax.OptState, tokens_BxT1: jax.Array, step, rate_scale=1.0
   ):
     grads, metrics = accumulate(value_and_grad, params, tokens_BxT1, inner.accumulation_steps)
-    rate = rate_scale * learning_rate(inner, planned_steps, clock)
+    rate = rate_scale * learning_rate(inner, planned_steps, step)
     updates, opt_state = transform.update(grads, opt_state, params)
     params = {name: value - rate * updates[name] for name, value in params.items()}
     metrics |= {"grad_norm": optax.tree.norm(grads), "learning_rate": rate}

@@ -80,7 +80,7 @@ class Island:
       [self._piece_sharding(piece) for piece in fragment.pieces] for fragment in plan.fragments
     ]
     # Compiled; a state is a dict name -> array with the names of `StateLayout`.
-    self._step: Any = None  # (state, tokens, clock, rate_scale) -> (state, metrics)
+    self._step: Any = None  # (state, tokens, schedule_step, rate_scale) -> (state, metrics)
     self._fresh: Any = None  # () -> state
     self._copy: Any = None  # state -> state
     self._counts: Any = None  # count -> the part of a state that counts updates
@@ -138,9 +138,11 @@ class Island:
       config.model, config.inner, config.planned_steps(), constrain if mesh.size > 1 else None
     )
 
-    def island_step(state, tokens_BxT1, clock, rate_scale):
+    def island_step(state, tokens_BxT1, schedule_step, rate_scale):
       params, opt_state = self._layout.trees(state)
-      params, opt_state, metrics = train_step(params, opt_state, tokens_BxT1, clock, rate_scale)
+      params, opt_state, metrics = train_step(
+        params, opt_state, tokens_BxT1, schedule_step, rate_scale
+      )
       # One small array instead of several: one copy to the host per step.
       small = jnp.stack([metrics[name] for name in inner.METRICS])
       return self._layout.flat(params, opt_state), small
@@ -207,11 +209,12 @@ class Island:
   # --- step thread ------------------------------------------------------------------------------
 
   def step(
-    self, tokens: np.ndarray, clock: int, rate_scale: float = 1.0
+    self, tokens: np.ndarray, schedule_step: int, rate_scale: float = 1.0
   ) -> dict[str, float] | None:
-    """One inner step on `tokens` [B, T+1] int32 (not to change any more) at the run's step `clock`.
+    """One inner step on `tokens` [B, T+1] int32 (not to change any more).
 
-    `rate_scale` multiplies the learning rate: below 1 while fresh moments warm up.
+    `schedule_step` is where the schedule of learning rates is; `rate_scale` multiplies the rate:
+    below 1 while fresh moments warm up.
 
     Returns:
       {"loss", "load_balance", "grad_norm", "learning_rate"} of this step; if pipelined, those of
@@ -224,7 +227,9 @@ class Island:
     if tokens.shape != self._tokens.shape:
       raise ValueError(f"tokens have shape {tokens.shape}, this island takes {self._tokens.shape}")
     # The compiled call shards host values itself; a device_put of our own costs 0.3 ms more.
-    self._state, metrics = self._step(self._held(), tokens, np.int32(clock), np.float32(rate_scale))
+    self._state, metrics = self._step(
+      self._held(), tokens, np.int32(schedule_step), np.float32(rate_scale)
+    )
     if not self._pipelined:
       # On every device, not only on the one the values are read from.
       return _as_floats(jax.block_until_ready(metrics))

@@ -81,7 +81,9 @@ def test_grace_is_at_most_a_step_and_zero_without_overlap_or_safety():
     ({3: 1e9}, {3: 1.0}, {3: "norm 1e+09 is over 10 x 1"}),  # alone, with a past
     ({0: math.nan, 1: 1.0}, {0: 0.0, 1: 0.0}, {0: "not finite (norm nan)"}),
     ({0: math.inf, 1: 1e9}, {0: 0.0, 1: 0.0}, {0: "not finite (norm inf)"}),
-    ({0: 0.0, 1: 3.0}, {0: 0.0, 1: 0.0}, {}),  # others at rest are no reference
+    ({0: 0.0, 1: 3.0}, {0: 0.0, 1: 0.0}, {0: "all zeros, after 1 steps"}),  # others no reference
+    ({0: 0.0, 1: 0.0, 2: 0.0, 3: 3.0}, {0: 1.0, 1: 0.0, 2: 0.0, 3: 0.0}, {}),  # most are at rest
+    ({0: 0.0}, {0: 1.0}, {}),  # alone, as at the end of a schedule
     ({}, {}, {}),
   ],
 )

@@ -83,6 +83,22 @@ def test_a_shard_without_its_newest_values_waits_for_those_it_knew():
   assert state.fragments[0].round, "time is up"
 
 
+def test_a_new_shard_waits_for_all_planned_learners_and_no_longer():
+  """At the start of a run nobody has anything; of a shard that lost all it had, somebody may."""
+  new = syncer.init(0, 5, (FragmentState(0), FragmentState(1)), 1 << 60, 50.0, planned_learners=2)
+  ready = [says.report(m, 0, 9, 0.1, (0, 0), (2, 2)) for m in (0, 1, 2)]
+  has = says.report(1, 0, 9, 0.1, (3, 0), (2, 2), rounds=(7, -1))
+  for reports, started in (
+    ((ready[0], ready[1]), True),
+    ((ready[0], ready[2]), False),
+    ((ready[0], has), False),  # it is asked for its value first
+  ):
+    state = new
+    for each in reports:
+      state, _ = syncer.syncer_on(state, Received(each, 10.0), ALONE)
+    assert any(f.round for f in state.fragments) == started
+
+
 # --- recording ------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from ddiloco.config import ConfigError, Fault, RunConfig, from_dict
-from ddiloco.engines.children import SHORTEST_LIFE_SECONDS, Child, processes_of
+from ddiloco.engines.children import SHORTEST_LIFE_SECONDS, Child, processes_of, spawn
 from ddiloco.engines.processes import ProcessesEngine, free_urls
 from ddiloco.runtime import weights
 from ddiloco.training import data
@@ -32,7 +32,7 @@ def python(code: str) -> list[str]:
 
 
 def child(tmp_path, code: str, *faults: Fault) -> Child:
-  return Child("learner/3", python(code), tmp_path, RUN, faults)
+  return Child("learner/3", python(code), tmp_path, RUN, faults, spawn)
 
 
 SLEEP = "import time; print('here', flush=True); time.sleep(100)"

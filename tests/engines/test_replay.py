@@ -95,7 +95,7 @@ def change(workdir: Path, role: str, kind: str, **to) -> str:
 # shows it (else the next one's does).
 CHANGES = [
   ("position", lambda e: e["position"] + 1000, True),
-  ("clock", lambda e: e["clock"] + 1, False),
+  ("schedule_step", lambda e: e["schedule_step"] + 1, False),
   ("rate_scale", lambda e: 0.5, False),
   ("loss", lambda e: e["loss"] * (1 + 1e-6), True),
 ]
@@ -106,7 +106,7 @@ def test_a_changed_tape_is_found_out(field, to, at_once, run, bench, tmp_path):
   config, workdir = run(SEEDS[0])
   workdir = copied(workdir, tmp_path / "changed")
   where = change(workdir, "learner-0", "step", **{field: to})
-  if field in ("position", "clock"):
+  if field == "position":
     keep_growing(workdir / "events" / "learner-0.jsonl", field)
   summary, difference = bench.replay(config, workdir)
   assert not summary["identical"] and summary["losses_different"] >= 1

@@ -54,7 +54,7 @@ class HostIsland(HostParams):
   def load(self, params) -> None:
     self.params = {name: value.copy() for name, value in params.items()}
 
-  def step(self, tokens, clock, rate_scale=1.0) -> dict[str, float]:
+  def step(self, tokens, schedule_step, rate_scale=1.0) -> dict[str, float]:
     time.sleep(STEP_SECONDS)  # stands for the device's work
     self.made += 1
     for value in self.params.values():

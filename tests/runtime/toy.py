@@ -84,8 +84,10 @@ class ToyIsland:
       value[:] = 0
     self.updates = 0
 
-  def step(self, tokens: np.ndarray, clock: int, rate_scale: float = 1.0) -> dict[str, float]:
-    del clock
+  def step(
+    self, tokens: np.ndarray, schedule_step: int, rate_scale: float = 1.0
+  ) -> dict[str, float]:
+    del schedule_step
     if self.step_seconds:
       time.sleep(self.step_seconds)  # stands for the device's work
     inner_step(self.params, self.learner, int(tokens[0, 0]), rate_scale)

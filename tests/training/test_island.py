@@ -119,10 +119,10 @@ def test_a_cut_mesh_steps_like_one_device(single, cube):
     np.testing.assert_allclose(after["cube"][name], leaf, atol=2e-4, err_msg=name)
 
 
-def test_learning_rate_follows_the_clock(single):
+def test_learning_rate_follows_the_schedule(single):
   island, _, config = single
   island.load(initial(config))
-  rates = [island.step(batch(), clock)["learning_rate"] for clock in (2, 0, 4)]
+  rates = [island.step(batch(), step)["learning_rate"] for step in (2, 0, 4)]
   assert rates == pytest.approx([0.012, 0.004, 0.02], rel=1e-6)
 
 
