@@ -27,6 +27,7 @@ import setproctitle
 from ddiloco import environment
 
 PRELOADED = (  # by name: what is above this room is otherwise none of its business
+  "ddiloco.nursery_server",
   "ddiloco.cli.roles",
   "ddiloco.engines.roles",
   "ddiloco.runtime.learner",
@@ -113,6 +114,8 @@ def _become(
   """Runs in the forked process, until the command's end."""
   setproctitle.setproctitle(" ".join(command))  # looks for its room beside the environment
   os.setsid()  # Ctrl-C is for who started us, and told to us
+  signal.signal(signal.SIGINT, signal.default_int_handler)
+  signal.signal(signal.SIGTERM, signal.SIG_DFL)
   environment.take_over(variables)
   os.chdir(folder)
   _take_streams(log, stdin, stdout)

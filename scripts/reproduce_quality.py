@@ -41,18 +41,21 @@ from ddiloco.resilience.plans import KINDS, random_faults
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = ("undisturbed", "chaos")
 LEARNERS, SHARDS, BATCH, LENGTH = 4, 2, 4, 128
+PACE_SECONDS = 0.2  # of a step at least: longer than four take on two cores, so that faults decide
 OUTLIVED = 50  # quarantines and crashes that a role may have had
 # Mean benchmark scores (text, vision), 5B on 1T tokens, arXiv 2604.21428: data-parallel without
 # failures, and Decoupled with 8 learners at 1.2 million failing chips.
 PUBLISHED = {"undisturbed": (70.1, 58.7), "chaos": (69.8, 58.6)}
 
 
-def make_config(row: str, seed: int, tokens: int, faults: int, kinds: Sequence[str]) -> Config:
+def make_config(
+  row: str, seed: int, tokens: int, faults: int, kinds: Sequence[str], pace_seconds: float
+) -> Config:
   c = config_lib.default()
   c.seed = seed
   c.model.num_layers = 2
   c.data.sequence_length = LENGTH
-  c.islands.update(num_learners=LEARNERS, batch_size=BATCH)
+  c.islands.update(num_learners=LEARNERS, batch_size=BATCH, pace_seconds=pace_seconds)
   c.sync.update(num_shards=SHARDS, num_fragments=6, sync_period=12, snapshot_steps=50)
   c.run.update(
     total_tokens=tokens, evaluations=12, sample_tokens=0, max_restarts=OUTLIVED, compare_alone=False
@@ -141,19 +144,20 @@ def main() -> None:
   parser.add_argument("--quick", action="store_true", help="a smoke test: numbers mean little")
   options = parser.parse_args()
   if options.quick:
-    options.seeds, options.tokens, options.faults = 1, 60 * LEARNERS * BATCH * LENGTH, 6
+    options.seeds, options.tokens, options.faults = 1, 40 * LEARNERS * BATCH * LENGTH, 6
   if options.seeds < 1 or options.faults < 1 or options.tokens < 20 * LEARNERS * BATCH * LENGTH:
     parser.error("at least one seed, one fault and the tokens of 20 steps")
   kinds = options.kinds.split(",")
   if unknown := set(kinds).difference(KINDS):
     parser.error(f"--kinds: {', '.join(sorted(unknown))} is none of {', '.join(KINDS)}")
+  pace = 0.0 if options.quick else PACE_SECONDS
   names = dict(zip(ROWS, ROWS))
   if len(kinds) < len(KINDS):
     names["chaos"] = "chaos-" + "-".join(kinds)
   logs: dict[str, list[EventLog]] = {row: [] for row in ROWS}
   for seed in range(options.seeds):
     for row in ROWS:
-      config = make_config(row, seed, options.tokens, options.faults, kinds)
+      config = make_config(row, seed, options.tokens, options.faults, kinds, pace)
       events = train(config, options.workdir.absolute() / f"{names[row]}-{seed}")
       logs[row].append(events)
       print(

@@ -8,10 +8,10 @@ import tempfile
 
 from ddiloco import environment
 
-# What one test or one of its processes compiles, none compiles again.
-COMPILED = tempfile.mkdtemp(prefix="ddiloco-compiled-")
-atexit.register(shutil.rmtree, COMPILED, ignore_errors=True)
-os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED
+# What one test or one of its processes compiles, none compiles again, nor another of pytest's workers.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+  os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="ddiloco-compiled-")
+  atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 # XLA's optimizations take longer than what they speed up here.

@@ -21,6 +21,7 @@ ALLOWED = {
   "simulation": {"checked", "config", "core", "resilience"},
   "environment": set(),
   "nursery": {"environment"},
+  "nursery_server": set(),
   "runtime": {"checked", "config", "core", "models", "training", "resilience", "observe"},
   "baselines": {
     *("config", "core", "environment", "models", "training", "resilience", "observe", "runtime"),

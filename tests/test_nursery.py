@@ -78,13 +78,13 @@ def test_it_is_told_by_the_end_of_its_input(start):
   assert log.read_text().split() == ["here", "0"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_signals(start, number):
   process, log = start(SLEEPS)
   said(log, process, "here")
   assert process.poll() is None
   process.send_signal(number)
-  assert process.wait() == -number
+  assert process.wait() == (1 if number == signal.SIGINT else -number)
   process.send_signal(number)  # nobody is there: nothing happens
 
 
@@ -105,6 +105,19 @@ def test_an_exception_is_in_its_log(start):
 def test_a_log_that_cannot_be_written_is_said_at_once(tmp_path):
   with pytest.raises(OSError):
     nursery.spawn([sys.executable, "-m", "json.tool"], tmp_path / "missing" / "log")
+
+
+def test_the_fork_server_outlives_what_a_service_manager_sends_to_all(start):
+  """Roles that bring out their work must not end with it."""
+  process, log = start("import sys; print('here', flush=True); print(sys.stdin.readline())")
+  said(log, process, "here")
+  for number in (signal.SIGINT, signal.SIGTERM):
+    os.kill(forkserver._forkserver._forkserver_pid, number)
+  again, _ = start("print('again')")
+  assert again.wait() == 0, "the server is there"
+  assert process.poll() is None
+  process.stdin.close()
+  assert process.wait() == 0
 
 
 def test_another_fork_server_takes_over(start):

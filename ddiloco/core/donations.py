@@ -7,8 +7,6 @@ least, and gives what it gets to all who wait: many joiners cost a donor no more
 
 from __future__ import annotations
 
-import dataclasses
-
 from ddiloco.config import SyncConfig
 from ddiloco.core.learner_state import LearnerState
 from ddiloco.core.messages import EVALUATOR, Ask, Donate, Inherit, Moments
@@ -22,6 +20,7 @@ from ddiloco.core.protocol import (
   TakeMoments,
 )
 from ddiloco.core.syncer_state import Donation, Member, SyncerState, ignored
+from ddiloco.core.values import replace
 
 ASK_SECONDS = 1.0  # between two asks of a joiner
 
@@ -34,7 +33,7 @@ def on_ask(
   """Somebody waits for moments of these fragments; asked again and again until it has them."""
   mine = {f.index for f in state.fragments}
   asking = {**state.asking, ask.learner: tuple(p for p in ask.fragments if p in mine)}
-  return _next(dataclasses.replace(state, asking=asking), now, sync)
+  return _next(replace(state, asking=asking), now, sync)
 
 
 def on_moments(
@@ -67,7 +66,7 @@ def on_moments(
     )
     actions.append(Send(learner, inherit))
   given = {**state.given, moments.learner: state.given.get(moments.learner, 0) + 1}
-  state = dataclasses.replace(state, asking=asking, donation=None, given=given)
+  state = replace(state, asking=asking, donation=None, given=given)
   state, more = _next(state, now, sync)
   return state, [*actions, *more]
 
@@ -83,13 +82,13 @@ def _next(
   last = state.donation.donor if late and state.donation else None
   donors = [m for m, member in state.members.items() if _can_give(state, m, member)]
   if not wanted or not donors:
-    return dataclasses.replace(state, donation=None), []
+    return replace(state, donation=None), []
   donor = min(donors, key=lambda m: (m == last, state.given.get(m, 0), m))
   member = state.members[donor]
   patience = max(sync.liveness_seconds, 10 * member.step_seconds, 3 * member.delivery_seconds)
   donation = Donation(wanted[0], donor, now + patience)
   ask = Donate(state.shard, state.incarnation, member.incarnation, wanted[0])
-  return dataclasses.replace(state, donation=donation), [Send(donor, ask)]
+  return replace(state, donation=donation), [Send(donor, ask)]
 
 
 def _can_give(state: SyncerState, learner: int, member: Member) -> bool:
@@ -105,7 +104,7 @@ def want(state: LearnerState, now: float) -> LearnerState:
   """It has just joined: in a run under way it waits a while for a peer's moments, if told to."""
   if not (state.donor_seconds and state.trains and state.clock and state.shards):
     return state
-  return dataclasses.replace(
+  return replace(
     state,
     wants=tuple(range(len(state.fragments))),
     wants_until=now + state.donor_seconds,
@@ -120,7 +119,7 @@ def ask(state: LearnerState, now: float) -> tuple[LearnerState, list[LearnerActi
     return state, []
   if now >= state.wants_until:
     note = Note("no_donor", {"fragments": list(state.wants)})
-    return dataclasses.replace(state, wants=()), [note]
+    return replace(state, wants=()), [note]
   if now < state.ask_at:
     return state, []
   actions: list[LearnerAction] = []
@@ -128,7 +127,7 @@ def ask(state: LearnerState, now: float) -> tuple[LearnerState, list[LearnerActi
     mine = tuple(p for p in state.wants if state.fragments[p].shard == shard)
     if mine:
       actions.append(Send(shard, Ask(state.learner, state.incarnation, mine)))
-  return dataclasses.replace(state, ask_at=now + ASK_SECONDS), actions
+  return replace(state, ask_at=now + ASK_SECONDS), actions
 
 
 def on_donate(state: LearnerState, donate: Donate) -> tuple[LearnerState, list[LearnerAction]]:
@@ -136,7 +135,7 @@ def on_donate(state: LearnerState, donate: Donate) -> tuple[LearnerState, list[L
   fits = 0 <= donate.fragment < len(state.fragments)
   if not (fits and state.trains and state.joined) or state.wants or state.leaving:
     return state, []
-  state = dataclasses.replace(state, donations=state.donations + 1)
+  state = replace(state, donations=state.donations + 1)
   moments = Moments(
     learner=state.learner,
     incarnation=state.incarnation,
@@ -160,4 +159,4 @@ def taken(state: LearnerState, fragment: int) -> tuple[LearnerState, list[Learne
   if fragment not in state.wants:
     return state, []
   wants = tuple(p for p in state.wants if p != fragment)
-  return dataclasses.replace(state, wants=wants), [ApplyMoments(fragment)]
+  return replace(state, wants=wants), [ApplyMoments(fragment)]

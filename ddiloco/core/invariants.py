@@ -42,6 +42,7 @@ from ddiloco.core.tape import (
   perform_all,
   round_name,
 )
+from ddiloco.core.values import replace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +142,7 @@ class _Learner:
       case Recorded(snapshot):
         self.snapshots.add(snapshot)
         self.ledger.counts["snapshots"] += 1
-        fragments = {p: dataclasses.replace(f) for p, f in self.fragments.items()}
+        fragments = {p: replace(f) for p, f in self.fragments.items()}
         return {makes(entry)[0]: (self.history.until(len(self.history)), fragments)}
       case Saved(snapshot):
         if snapshot not in self.snapshots:
@@ -158,7 +159,7 @@ class _Learner:
     if state is not None:
       history, fragments = state
       self.history = history.until(len(history))
-      self.fragments = {p: dataclasses.replace(f) for p, f in fragments.items()}
+      self.fragments = {p: replace(f) for p, f in fragments.items()}
 
   def _step(self, op: Step, entry: Entry, say: Callable[[str], None]) -> None:
     if self.step >= 0 and op.step != self.step + 1:
@@ -207,7 +208,7 @@ class _Learner:
       say(f"sends the push for {round_name(op.old_round)} again, which is not its newest")
       return None
     self._next_round(op.fragment, op.round, say)
-    mine.cut = dataclasses.replace(mine.cut, incarnation=entry.incarnation, round=op.round)
+    mine.cut = replace(mine.cut, incarnation=entry.incarnation, round=op.round)
     return mine.cut
 
   def _next_round(self, fragment: int, round_id: int, say: Callable[[str], None]) -> None:

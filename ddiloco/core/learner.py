@@ -7,7 +7,6 @@ train: it only ever receives.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 from ddiloco.config import SyncConfig
@@ -36,6 +35,7 @@ from ddiloco.core.protocol import (
   due_after,
   smooth,
 )
+from ddiloco.core.values import replace
 
 HELLO_SECONDS = 0.5  # between two hellos to a shard that has not answered, doubling ...
 HELLO_SECONDS_MOST = 8.0  # ... up to this
@@ -76,14 +76,12 @@ def revive(
   def mine(f: FragmentClock, shard: int) -> FragmentClock:
     sent = f.outstanding
     if sent is not None:
-      sent = dataclasses.replace(sent, push=dataclasses.replace(sent.push, incarnation=incarnation))
-    incoming = tuple(dataclasses.replace(entry, ready=True) for entry in f.incoming)
-    return dataclasses.replace(
-      f, shard=shard, fresh=False, outstanding=sent, pull=None, incoming=incoming
-    )
+      sent = replace(sent, push=replace(sent.push, incarnation=incarnation))
+    incoming = tuple(replace(entry, ready=True) for entry in f.incoming)
+    return replace(f, shard=shard, fresh=False, outstanding=sent, pull=None, incoming=incoming)
 
   new = init(saved.learner, incarnation, owners, target_tokens, saved.trains)
-  return dataclasses.replace(
+  return replace(
     saved,
     incarnation=incarnation,
     shards=new.shards,
@@ -121,8 +119,10 @@ def waiting_for(state: LearnerState, sync: SyncConfig) -> str:
 def reports(state: LearnerState) -> list[LearnerAction]:
   """What the runtime sends at the end of every step boundary, and as a sign of life."""
   sends: list[LearnerAction] = []
-  for shard in range(len(state.shards)):
-    mine = [f for f in state.fragments if f.shard == shard]
+  owned: list[list[FragmentClock]] = [[] for _ in state.shards]
+  for f in state.fragments:
+    owned[f.shard].append(f)
+  for shard, mine in enumerate(owned):
     report = Report(
       learner=state.learner,
       incarnation=state.incarnation,
@@ -176,25 +176,26 @@ def learner_on(
 
 
 def _say_hello(state: LearnerState, now: float) -> tuple[LearnerState, list[LearnerAction]]:
+  lacking = {f.shard for f in state.fragments if not f.fresh}
+  lacking.update(s for s, view in enumerate(state.shards) if view.incarnation < 0)
+  if not lacking:
+    return state, []
   shards = list(state.shards)
   actions: list[LearnerAction] = []
   for number, view in enumerate(shards):
-    lacks = any(f.shard == number and not f.fresh for f in state.fragments)
-    if (view.incarnation < 0 or lacks) and now >= view.next_hello_at:
+    if number in lacking and now >= view.next_hello_at:
       pause = min(HELLO_SECONDS * 2**view.hellos, HELLO_SECONDS_MOST)
-      shards[number] = dataclasses.replace(view, hellos=view.hellos + 1, next_hello_at=now + pause)
+      shards[number] = replace(view, hellos=view.hellos + 1, next_hello_at=now + pause)
       rounds = tuple(f.round for f in state.fragments if f.shard == number)
       actions.append(Send(number, Hello(state.learner, state.incarnation, rounds)))
-  return dataclasses.replace(state, shards=tuple(shards)), actions
+  return replace(state, shards=tuple(shards)), actions
 
 
 def _count_step(state: LearnerState, event: StepDone) -> LearnerState:
   def one_more(f: FragmentClock) -> FragmentClock:
-    return dataclasses.replace(
-      f, since=f.since + 1, steps=f.steps + 1, tokens=f.tokens + event.tokens
-    )
+    return replace(f, since=f.since + 1, steps=f.steps + 1, tokens=f.tokens + event.tokens)
 
-  return dataclasses.replace(
+  return replace(
     state,
     step=state.step + 1,
     clock=state.clock + 1,
@@ -211,7 +212,7 @@ def _mark_ready(state: LearnerState, fragment: int, version: int) -> LearnerStat
     if not entry.ready:
       if entry.publish.version != version:
         raise RuntimeError(f"staged version {version}, expected {entry.publish.version}")
-      incoming[i] = dataclasses.replace(entry, ready=True)
+      incoming[i] = replace(entry, ready=True)
       break
   return set_fragment(state, fragment, incoming=tuple(incoming))
 
@@ -261,7 +262,7 @@ def _answer_pulls(state: LearnerState) -> tuple[LearnerState, list[LearnerAction
     elif f.pull.base_version == f.version and f.steps > 0:
       mine = causality.count(state.incarnation, state.cuts + 1)
       seen = causality.join(state.seen, {state.learner: mine})
-      state = dataclasses.replace(state, seen=seen, cuts=state.cuts + 1)
+      state = replace(state, seen=seen, cuts=state.cuts + 1)
       push = Push(
         learner=state.learner,
         incarnation=state.incarnation,
@@ -297,7 +298,7 @@ def _holds_up(state: LearnerState, f: FragmentClock) -> bool:
 
 def drain(state: LearnerState) -> LearnerState:
   """Make no more steps, and leave as soon as everything trained is merged."""
-  return dataclasses.replace(state, leaving=True)
+  return replace(state, leaving=True)
 
 
 def unmerged_tokens(state: LearnerState) -> int:
@@ -309,7 +310,7 @@ def leave(state: LearnerState, reason: str) -> tuple[LearnerState, list[LearnerA
   """Say goodbye to every shard and stop."""
   goodbye = functools.partial(Goodbye, state.learner, state.incarnation)
   sends = [Send(shard, goodbye()) for shard in range(len(state.shards))]
-  return dataclasses.replace(state, done=True), [
+  return replace(state, done=True), [
     *sends,
     Note("stopped", {"reason": reason, "unmerged_tokens": unmerged_tokens(state)}),
   ]

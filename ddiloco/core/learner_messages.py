@@ -30,6 +30,7 @@ from ddiloco.core.messages import (
   pairs,
 )
 from ddiloco.core.protocol import Give, LearnerAction, Note, Record, Rejoin, Resend, Stage
+from ddiloco.core.values import replace
 
 
 def on_message(
@@ -74,20 +75,20 @@ def _record(state: LearnerState, message: Message) -> tuple[LearnerState, list[L
   number = getattr(message, "snapshot", 0)
   if number <= state.snapshot:
     return state, []
-  state = dataclasses.replace(state, snapshot=number)
+  state = replace(state, snapshot=number)
   return state, [Record(number, state)] if state.joined and state.trains else []
 
 
 def _meet_shard(state: LearnerState, shard: int, incarnation: int) -> LearnerState:
   """A new incarnation of a shard fences the old one: what that one asked for is void."""
   shards = list(state.shards)
-  shards[shard] = dataclasses.replace(shards[shard], incarnation=incarnation)
+  shards[shard] = replace(shards[shard], incarnation=incarnation)
 
   def forget(f: FragmentClock) -> FragmentClock:
-    return dataclasses.replace(f, pull=None) if f.shard == shard else f
+    return replace(f, pull=None) if f.shard == shard else f
 
   fragments = tuple(map(forget, state.fragments))
-  return dataclasses.replace(state, shards=tuple(shards), fragments=fragments)
+  return replace(state, shards=tuple(shards), fragments=fragments)
 
 
 def _on_welcome(
@@ -100,12 +101,12 @@ def _on_welcome(
     has = (
       f.known is not None and f.shard == welcome.shard and f.newest >= rounds.get(p, f.newest + 1)
     )
-    return dataclasses.replace(f, fresh=f.fresh or has)
+    return replace(f, fresh=f.fresh or has)
 
   fragments = tuple(compared(p, f) for p, f in enumerate(state.fragments))
   # In lock-step who has missed something hears the clock with that.
   clock = state.clock if sync.blocking else max(state.clock, welcome.clock)
-  return dataclasses.replace(state, fragments=fragments, clock=clock), []
+  return replace(state, fragments=fragments, clock=clock), []
 
 
 def _owned(state: LearnerState, message: Pull | Recall | Publish | Refusal) -> FragmentClock | None:
@@ -130,7 +131,7 @@ def _on_pull(
     return state, [Resend(sent)]
   if outstanding and sent and sync.blocking and sent.base_version == pull.base_version:
     # A restarted shard asks anew. In lock-step the step of a cut is fixed: it is the same push.
-    again = dataclasses.replace(outstanding, push=dataclasses.replace(sent, round=pull.round))
+    again = replace(outstanding, push=replace(sent, round=pull.round))
     return set_fragment(state, pull.fragment, outstanding=again), [Resend(again.push)]
   return set_fragment(state, pull.fragment, pull=pull), []
 
@@ -174,8 +175,8 @@ def _on_publish(
   counts = sync.blocking and (state.joined or included or publish.round == INITIAL)
   clock = state.clock if counts else max(state.clock, publish.clock)
   seen = causality.join(state.seen, dict(pairs(publish.seen)))
-  state = dataclasses.replace(state, clock=clock, seen=seen)
-  header = dataclasses.replace(publish, payload=None)
+  state = replace(state, clock=clock, seen=seen)
+  header = replace(publish, payload=None)
   state = set_fragment(state, publish.fragment, known=header, fresh=True)
   return _stage(state, publish, mode, f.outstanding if included else None)
 
@@ -183,7 +184,7 @@ def _on_publish(
 def _stage(
   state: LearnerState, publish: Publish, mode: str, merged: Outstanding | None
 ) -> tuple[LearnerState, list[LearnerAction]]:
-  header = dataclasses.replace(publish, payload=None)
+  header = replace(publish, payload=None)
   incoming = (*state.fragments[publish.fragment].incoming, Incoming(header, mode, merged))
   state = set_fragment(
     state, publish.fragment, received=publish.version, outstanding=None, incoming=incoming

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from ddiloco.core.messages import NOTHING, Publish, Pull, Push
+from ddiloco.core.values import replace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,5 +111,5 @@ def schedule_step(state: LearnerState, tokens_per_step: int) -> int:
 def set_fragment(state: LearnerState, fragment: int, **changes) -> LearnerState:
   """The state with these fields of one fragment changed."""
   fragments = list(state.fragments)
-  fragments[fragment] = dataclasses.replace(fragments[fragment], **changes)
-  return dataclasses.replace(state, fragments=tuple(fragments))
+  fragments[fragment] = replace(fragments[fragment], **changes)
+  return replace(state, fragments=tuple(fragments))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 from ddiloco.config import SyncConfig
@@ -38,6 +37,7 @@ from ddiloco.core.syncer_state import (
   set_member,
   touch,
 )
+from ddiloco.core.values import replace
 
 
 def lost_at(member: Member, sync: SyncConfig) -> float:
@@ -90,7 +90,7 @@ def _on_hello(
       has = tuple(
         f.version if r >= f.last_round else -1 for r, f in zip(hello.rounds, state.fragments)
       )
-      member = dataclasses.replace(member, versions=has, sent=has)
+      member = replace(member, versions=has, sent=has)
     actions.append(member_note(hello.learner, "joined", f"incarnation {hello.incarnation}"))
   welcome = Welcome(
     state.shard,
@@ -103,7 +103,7 @@ def _on_hello(
   )
   actions.append(Send(hello.learner, welcome))
   begun = _begun(state, sync)
-  state = _heard(state, hello.learner, dataclasses.replace(member, heard_at=now, lost=False), sync)
+  state = _heard(state, hello.learner, replace(member, heard_at=now, lost=False), sync)
   # The newcomer; at the start, all who waited for it.
   for learner in (hello.learner,) if begun else sorted(state.members):
     state, sent = _catch_up(state, learner, now, sync)
@@ -115,7 +115,7 @@ def _heard(state: SyncerState, learner: int, member: Member, sync: SyncConfig) -
   """Keeps a member that has just been heard, and when it would be the first to fall silent."""
   state = set_member(state, learner, member)
   silent_at = min(state.silent_at, lost_at(member, sync))
-  return dataclasses.replace(state, silent_at=silent_at)
+  return replace(state, silent_at=silent_at)
 
 
 def _begun(state: SyncerState, sync: SyncConfig) -> bool:
@@ -125,7 +125,7 @@ def _begun(state: SyncerState, sync: SyncConfig) -> bool:
   """
   if state.clock > 0 or any(f.version > 0 for f in state.fragments):
     return True
-  return sum(m != EVALUATOR for m in state.members) >= sync.min_quorum
+  return len(state.members) - (EVALUATOR in state.members) >= sync.min_quorum
 
 
 def _on_report(
@@ -136,7 +136,7 @@ def _on_report(
     return state, [ignored(report, f"counts {counts[0]} fragments, not mine")]
   if max(report.rounds, default=-1) >= _born(state) and not _knows(state, report.rounds):
     return state, [ignored(report, "has a value of a round that never was")]
-  state = dataclasses.replace(state, clock=max(state.clock, report.clock))
+  state = replace(state, clock=max(state.clock, report.clock))
   if any(r > f.last_round for r, f in zip(report.rounds, state.fragments)):
     return _recall(state, report, now, sync)
   state, lost = _note_lost(state, report)
@@ -146,7 +146,7 @@ def _on_report(
     # This shard restarted, or the hello was lost: the report says all there is to know.
     state = forget_pending(state, report.learner)
     member = _new_member(state, report.incarnation, now)
-    member = dataclasses.replace(member, versions=versions, sent=versions)
+    member = replace(member, versions=versions, sent=versions)
     actions.append(member_note(report.learner, "joined", "reported"))
   elif member.lost:
     actions.append(member_note(report.learner, "joined", "heard again"))
@@ -160,7 +160,7 @@ def _on_report(
     for v, old, sent, at in zip(versions, member.versions, member.sent, member.waiting_since)
   )
   delivery = smooth(member.delivery_seconds, max(delivered)) if delivered else None
-  member = dataclasses.replace(
+  member = replace(
     member,
     heard_at=now,
     versions=versions,
@@ -225,7 +225,7 @@ def _recall(
     recalls[f.index] = Recalling(now, before.times + 1 if before else 1)
     recall = Recall(state.shard, state.incarnation, report.incarnation, f.index)
     actions.append(Send(report.learner, recall))
-  return dataclasses.replace(state, recalls=recalls), actions
+  return replace(state, recalls=recalls), actions
 
 
 def _on_value(
@@ -252,9 +252,9 @@ def _on_value(
   recalls = {p: r for p, r in state.recalls.items() if p != value.fragment}
   began = {**state.began, f.index: f.last_round}
   seen = causality.join(state.seen, dict(pairs(value.seen)))
-  state = dataclasses.replace(set_fragment(state, i, f), recalls=recalls, began=began, seen=seen)
+  state = replace(set_fragment(state, i, f), recalls=recalls, began=began, seen=seen)
   for learner, m in state.members.items():  # who has it says so; the others get it after a while
-    m = dataclasses.replace(
+    m = replace(
       m,
       versions=(*m.versions[:i], -1, *m.versions[i + 1 :]),
       sent=(*m.sent[:i], f.version, *m.sent[i + 1 :]),
@@ -279,7 +279,7 @@ def _note_lost(state: SyncerState, report: Report) -> tuple[SyncerState, list[Sy
   if not had:
     return state, []
   rounds = {f.index: r for f, r in zip(state.fragments, report.rounds) if f.index in had}
-  state = dataclasses.replace(state, began={**state.began, **rounds})
+  state = replace(state, began={**state.began, **rounds})
   reason = "has a version that this shard lost, and went on without"
   return state, [Note("lost", {"learner": report.learner, "versions": had, "reason": reason})]
 
@@ -294,12 +294,13 @@ def _catch_up(
   patience = max(sync.liveness_seconds, 3 * state.members[learner].delivery_seconds)
   for i, f in enumerate(state.fragments):
     member = state.members[learner]
-    lags = member.versions[i] < f.version
+    if member.versions[i] >= f.version:
+      continue
     overdue = now - member.waiting_since[i] > backed_off(patience, member.resends)
-    if lags and (member.sent[i] < f.version or overdue):
+    if member.sent[i] < f.version or overdue:
       again = member.sent[i] == f.version
       state, publish = publish_to(state, i, learner, now, newest(state, i))
-      member = dataclasses.replace(state.members[learner], resends=member.resends + again)
+      member = replace(state.members[learner], resends=member.resends + again)
       state = set_member(state, learner, member)
       actions.append(publish)
   return state, actions
@@ -314,8 +315,8 @@ def lose_silent(
     return state, actions
   for learner, member in list(state.members.items()):
     if not member.lost and now >= lost_at(member, sync):
-      state = set_member(state, learner, dataclasses.replace(member, lost=True))
+      state = set_member(state, learner, replace(member, lost=True))
       state = forget_pending(state, learner)
       actions.append(member_note(learner, "lost", f"silent for {now - member.heard_at:.2f} s"))
   there = [lost_at(member, sync) for member in state.members.values() if not member.lost]
-  return dataclasses.replace(state, silent_at=min(there, default=math.inf)), actions
+  return replace(state, silent_at=min(there, default=math.inf)), actions

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 from collections.abc import Mapping
@@ -36,6 +35,7 @@ from ddiloco.core.syncer_state import (
   set_member,
   touch,
 )
+from ddiloco.core.values import replace
 
 
 def _settled(state: SyncerState, now: float) -> bool:
@@ -69,13 +69,13 @@ def start_rounds(
     # incarnations that count seconds this stays below 2^53, which JSON readers keep exactly.
     round_id = (state.incarnation << 24) + state.rounds
     current = Round(round_id, now, asked, now, look_at=now)
-    current = dataclasses.replace(current, look_at=now + _pull_patience(state, current, sync))
-    f = dataclasses.replace(f, round=current)
-    state = set_fragment(dataclasses.replace(state, rounds=state.rounds + 1), i, f)
+    current = replace(current, look_at=now + _pull_patience(state, current, sync))
+    f = replace(f, round=current)
+    state = set_fragment(replace(state, rounds=state.rounds + 1), i, f)
     actions += [_pull(state, f, current, m) for m in asked]
     note = {"fragment": f.index, "round": round_id, "version": f.version, "asked": list(asked)}
     actions.append(Note("round", note))
-  return dataclasses.replace(state, touched=()), actions
+  return replace(state, touched=()), actions
 
 
 def _pull(state: SyncerState, f: FragmentState, current: Round, learner: int) -> Send:
@@ -109,16 +109,16 @@ def on_push(
   elif push.steps < 1 or push.tokens < 1:
     fault = f"holds {push.steps} steps and {push.tokens} tokens"
   if fault:
-    current = dataclasses.replace(current, refused={**current.refused, push.learner: fault})
-    return touch(set_fragment(state, i, dataclasses.replace(f, round=current)), [i]), []
-  current = dataclasses.replace(
+    current = replace(current, refused={**current.refused, push.learner: fault})
+    return touch(set_fragment(state, i, replace(f, round=current)), [i]), []
+  current = replace(
     current,
-    pushes={**current.pushes, push.learner: dataclasses.replace(push, payload=None)},
+    pushes={**current.pushes, push.learner: replace(push, payload=None)},
     norms={**current.norms, push.learner: event.norm},
   )
-  state = touch(set_fragment(state, i, dataclasses.replace(f, round=current)), [i])
+  state = touch(set_fragment(state, i, replace(f, round=current)), [i])
   seen = causality.join(state.seen, dict(pairs(push.seen)))
-  state = dataclasses.replace(state, seen=seen)
+  state = replace(state, seen=seen)
   return state, [Accept(f.index, current.id, push.learner)]
 
 
@@ -143,24 +143,24 @@ def advance_rounds(
     current = f.round
     if current.quorum_at is None and len(current.pushes) >= sync.min_quorum:
       seconds = smooth(state.quorum_seconds, now - current.started_at)
-      state = dataclasses.replace(state, quorum_seconds=seconds)
-      current = dataclasses.replace(current, quorum_at=now)
+      state = replace(state, quorum_seconds=seconds)
+      current = replace(current, quorum_at=now)
     pending = [m for m in current.asked if m not in current.pushes and m not in current.refused]
     grace = _grace_seconds(state, current, sync)
     count = len(current.pushes)
     decision = quorum.decide(now, count, pending, current.quorum_at, grace, sync)
-    current = dataclasses.replace(current, reason=decision.reason)
+    current = replace(current, reason=decision.reason)
     if decision.verdict == "wait":
       again = now >= current.pulled_at + _pull_patience(state, current, sync)
       if again:
-        current = dataclasses.replace(current, pulled_at=now, pulls=current.pulls + 1)
+        current = replace(current, pulled_at=now, pulls=current.pulls + 1)
       look_at = min(
         current.pulled_at + _pull_patience(state, current, sync),
         math.inf if decision.wake_at is None else decision.wake_at,
         now + sync.liveness_seconds,  # patience is learned: it may have become less until then
       )
-      current = dataclasses.replace(current, look_at=look_at)
-      state = set_fragment(state, i, dataclasses.replace(f, round=current))
+      current = replace(current, look_at=look_at)
+      state = set_fragment(state, i, replace(f, round=current))
       if again:  # a pull or a push got lost; the same push comes again
         actions += [_pull(state, f, current, m) for m in pending]
       continue
@@ -186,8 +186,8 @@ def _end_round(
     me = causality.shard_key(state.shard)
     mine = causality.count(state.incarnation, state.commits + 1)
     seen = causality.join(state.seen, {me: mine})
-    state = dataclasses.replace(state, seen=seen, commits=state.commits + 1)
-    f = dataclasses.replace(
+    state = replace(state, seen=seen, commits=state.commits + 1)
+    f = replace(
       f,
       version=f.version + 1,
       merged_tokens=f.merged_tokens + sum(current.pushes[m].tokens for m in merged),
@@ -200,7 +200,7 @@ def _end_round(
     actions.append(Abandon(f.index, current.id))
     note = {"fragment": f.index, "round": current.id, "reason": reason, "rejected": rejected}
     actions.append(Note("abandoned", note))
-  state = touch(set_fragment(state, i, dataclasses.replace(f, round=None)), [i])
+  state = touch(set_fragment(state, i, replace(f, round=None)), [i])
   for m in merged:
     state = _credit(state, m, i, current.norms[m] / steps[m])
   for m, reason in rejected.items():
@@ -291,7 +291,7 @@ def _credit(state: SyncerState, learner: int, i: int, norm_per_step: float) -> S
   if member is None:
     return state
   norms = (*member.norms[:i], smooth(member.norms[i], norm_per_step), *member.norms[i + 1 :])
-  return set_member(state, learner, dataclasses.replace(member, norms=norms, rejections=0))
+  return set_member(state, learner, replace(member, norms=norms, rejections=0))
 
 
 def _reject(
@@ -308,7 +308,7 @@ def _reject(
     state.shard, state.incarnation, member.incarnation, fragment, round_id, quarantined, reason
   )
   actions: list[SyncerAction] = [Send(learner, refusal)]
-  member = dataclasses.replace(member, rejections=rejections, quarantined=quarantined)
+  member = replace(member, rejections=rejections, quarantined=quarantined)
   if quarantined:
     actions.append(member_note(learner, "quarantined", f"rejected {rejections} times: {reason}"))
   return set_member(state, learner, member), actions

@@ -6,7 +6,6 @@ round lives and ends inside it (`core/rounds.py`), and shards agree on nothing w
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 from ddiloco.config import SyncConfig
@@ -23,6 +22,7 @@ from ddiloco.core.protocol import (
   smooth,
 )
 from ddiloco.core.syncer_state import FragmentState, Member, SyncerState, complete, ignored
+from ddiloco.core.values import replace
 
 
 def init(
@@ -43,7 +43,7 @@ def init(
   return SyncerState(
     shard=shard,
     incarnation=incarnation,
-    fragments=tuple(dataclasses.replace(f, snapshot=snapshot) for f in fragments),
+    fragments=tuple(replace(f, snapshot=snapshot) for f in fragments),
     target_tokens=target_tokens,
     snapshot=snapshot,
     seen={causality.shard_key(shard): causality.count(incarnation, 0)},
@@ -67,7 +67,7 @@ def syncer_on(
   actions: list[SyncerAction] = []
   match event:
     case Merged(_, seconds):
-      return dataclasses.replace(state, sync_seconds=smooth(state.sync_seconds, seconds)), []
+      return replace(state, sync_seconds=smooth(state.sync_seconds, seconds)), []
     case Received(message, now) if _from_the_future(state, message, sync):
       actions = [ignored(message, "names a snapshot that the run has not reached")]
     case Received(message, now):
@@ -78,7 +78,7 @@ def syncer_on(
         state, actions = members.on_message(state, message, now, sync)
       actions = [*recorded, *actions]
     case Saved():
-      state = dataclasses.replace(state, saving=False)
+      state = replace(state, saving=False)
     case Tick():
       pass
   state, lost = members.lose_silent(state, event.now, sync)
@@ -110,10 +110,10 @@ def _record(
   """
   if snapshot <= state.snapshot or not sync.snapshot_steps:
     return state, []
-  fragments = tuple(dataclasses.replace(f, snapshot=snapshot) for f in state.fragments)
-  state = dataclasses.replace(state, snapshot=snapshot, fragments=fragments)
+  fragments = tuple(replace(f, snapshot=snapshot) for f in state.fragments)
+  state = replace(state, snapshot=snapshot, fragments=fragments)
   here = tuple(m for m, v in sorted(state.members.items()) if _has_all(m, v))
-  return dataclasses.replace(state, saving=True), [Record(snapshot, state, here)]
+  return replace(state, saving=True), [Record(snapshot, state, here)]
 
 
 def _has_all(learner: int, member: Member) -> bool:

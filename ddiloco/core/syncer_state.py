@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from ddiloco.config import SyncConfig
 from ddiloco.core.messages import EVALUATOR, NOTHING, TO_SHARD, Message, Publish, Push, flat
 from ddiloco.core.protocol import Note, Send, due_after
+from ddiloco.core.values import replace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,18 +136,18 @@ def set_member(state: SyncerState, learner: int, member: Member | None) -> Synce
     members[learner] = member
   else:
     members.pop(learner, None)
-  return dataclasses.replace(state, members=members)
+  return replace(state, members=members)
 
 
 def set_fragment(state: SyncerState, i: int, f: FragmentState) -> SyncerState:
   fragments = (*state.fragments[:i], f, *state.fragments[i + 1 :])
-  return dataclasses.replace(state, fragments=fragments)
+  return replace(state, fragments=fragments)
 
 
 def touch(state: SyncerState, positions: Iterable[int]) -> SyncerState:
   """Something has happened to these fragments: the end of this event looks at their rounds."""
   new = set(positions).difference(state.touched)
-  return dataclasses.replace(state, touched=(*state.touched, *sorted(new))) if new else state
+  return replace(state, touched=(*state.touched, *sorted(new))) if new else state
 
 
 def forget_pending(state: SyncerState, learner: int) -> SyncerState:
@@ -156,7 +157,7 @@ def forget_pending(state: SyncerState, learner: int) -> SyncerState:
     if f.round is None or learner in f.round.pushes or learner not in f.round.asked:
       continue
     asked = tuple(m for m in f.round.asked if m != learner)
-    f = dataclasses.replace(f, round=dataclasses.replace(f.round, asked=asked))
+    f = replace(f, round=replace(f.round, asked=asked))
     state = touch(set_fragment(state, i, f), [i])
   return state
 
@@ -198,7 +199,7 @@ def publish_to(
   """`newest` for one learner: whole, or as the update to what `base_round` made."""
   f, member = state.fragments[i], state.members[learner]
   update = base_round != NOTHING
-  publish = dataclasses.replace(
+  publish = replace(
     publish,
     learner_incarnation=member.incarnation,
     base_version=f.version - 1 if update else -1,
@@ -208,7 +209,7 @@ def publish_to(
   waiting_since = member.waiting_since
   if not update or member.versions[i] >= member.sent[i]:  # else an older one is awaited longer
     waiting_since = (*waiting_since[:i], now, *waiting_since[i + 1 :])
-  member = dataclasses.replace(member, sent=sent, waiting_since=waiting_since)
+  member = replace(member, sent=sent, waiting_since=waiting_since)
   state = set_member(state, learner, member)
   return state, Send(learner, publish)
 

@@ -30,6 +30,7 @@ from ddiloco.core.protocol import (
   Tick,
 )
 from ddiloco.core.syncer_state import FragmentState
+from ddiloco.core.values import replace
 from ddiloco.resilience.chaos import Faults, Killed
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ class Learner(Actor):
     else:
       self.state = learner.revive(part.state, incarnation, owners, world.target_tokens)
       for p, push in part.outbox.items():
-        self._outbox[p] = dataclasses.replace(push, incarnation=incarnation)
+        self._outbox[p] = replace(push, incarnation=incarnation)
     self._part = part
     self.random = random.Random(f"{world.seed} {role} {incarnation}")
     self.stepping = False  # or standing still: it looks at nothing
@@ -216,18 +217,18 @@ class Learner(Actor):
     payload = world.observer.on(self, action, event)
     match action:
       case Cut(push):
-        self._outbox[push.fragment] = dataclasses.replace(push, payload=payload)
+        self._outbox[push.fragment] = replace(push, payload=payload)
         self.later(world.pace.cut_seconds, self._push_first, push)
       case Resend(push):
         kept = self._outbox[push.fragment]
-        self._outbox[push.fragment] = dataclasses.replace(kept, round=push.round)
+        self._outbox[push.fragment] = replace(kept, round=push.round)
         self._push(push)
       case Stage(publish):
         self._staged_at = max(self._staged_at, world.now) + world.pace.stage_seconds
         staged = Staged(publish.fragment, publish.version, self._staged_at)
         self.later(self._staged_at - world.now, self.receive, staged)
       case Give(value):
-        given = dataclasses.replace(value, payload=payload)
+        given = replace(value, payload=payload)
         shard = self.state.fragments[value.fragment].shard
         self.later(world.pace.cut_seconds, world.send, self, ("syncer", shard), given)
       case Record(snapshot, state):
@@ -339,9 +340,7 @@ class Shard(Actor):
         self._send(action)
         continue
       if isinstance(action, Adopt | Commit):
-        world.store[action.fragment] = dataclasses.replace(
-          self.fragment(action.fragment), round=None
-        )
+        world.store[action.fragment] = replace(self.fragment(action.fragment), round=None)
       if isinstance(action, Commit):
         merging = world.merge_seconds(action.fragment, len(action.learners))
         self.merging_seconds = self.dragged(merging)

@@ -18,6 +18,7 @@ from ddiloco.config import SyncConfig
 from ddiloco.core.fragments import owned_by
 from ddiloco.core.messages import BULK, Message, Push
 from ddiloco.core.syncer_state import FragmentState
+from ddiloco.core.values import replace
 from ddiloco.simulation.actors import Actor, Learner, Part, Role, Shard
 from ddiloco.simulation.disturbances import Disturbances
 from ddiloco.simulation.observer import Observer
@@ -131,7 +132,7 @@ class World:
       if role[0] == "syncer":
         saved |= {f.index: f for f in part.state.fragments if f.index in saved}
     for p, f in saved.items():
-      self.store[p] = dataclasses.replace(f, round=None)
+      self.store[p] = replace(f, round=None)
       self.observer.holds(self.store[p])
 
   def restore_all(self, num_shards: int = 0, num_learners: int = 0) -> int | None:
@@ -140,7 +141,7 @@ class World:
       self.kill(role)
     self._heap = [entry for entry in self._heap if entry[2] != self._deliver]
     heapq.heapify(self._heap)
-    self.sync = dataclasses.replace(self.sync, num_shards=num_shards or self.sync.num_shards)
+    self.sync = replace(self.sync, num_shards=num_shards or self.sync.num_shards)
     snapshot = max(self.cuts, default=None)
     cut = self.cuts.get(snapshot or 0, {})
     self.parts = {k: v for k, v in self.parts.items() if k[0] in self.cuts}

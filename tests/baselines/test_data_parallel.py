@@ -4,7 +4,6 @@ import itertools
 import os
 import shutil
 import signal
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -15,6 +14,7 @@ from ddiloco.baselines.data_parallel import DataParallel
 from ddiloco.baselines.worker import PROGRAMS
 from ddiloco.config import ConfigError, from_dict
 from ddiloco.core.fragments import Plan
+from ddiloco.engines.children import processes_of
 from ddiloco.observe.events import read_events
 from ddiloco.observe.follow import Follower
 from ddiloco.resilience.goodput import Ledger
@@ -85,17 +85,6 @@ def run(config, workdir, programs, elastic, over):
   shutil.copytree(workdir / PROGRAMS, programs, dirs_exist_ok=True)
   assert not processes_of(workdir)
   return read_events(workdir)
-
-
-def processes_of(workdir):
-  words = f"--workdir={workdir}".encode()
-  found = []
-  for path in Path("/proc").glob("[0-9]*/cmdline"):
-    try:
-      found += [path] if words in path.read_bytes().split(b"\0") else []
-    except OSError:
-      continue  # it has just ended
-  return found
 
 
 def ledger_of(events):
@@ -214,13 +203,13 @@ def test_a_world_that_hangs_is_ended(tmp_path, programs, monkeypatch):
       if event["kind"] == "exit":
         again.append(event)
     if clock >= STEPS and not stopped:
-      stopped.append(max(processes_of(tmp_path), key=lambda path: int(path.parent.name)))
-      os.kill(int(stopped[0].parent.name), signal.SIGSTOP)  # a child of a member
+      stopped.append(max(processes_of(tmp_path)))
+      os.kill(stopped[0], signal.SIGSTOP)  # a child of a member
     return bool(again) and clock >= 2 * STEPS
 
   events = run(make_config(), tmp_path, programs, True, over)
   assert [e["reason"] for e in of(events, "exit")][:2] == 2 * ["the world hangs"]
-  assert not of(events, "fault") and not stopped[0].exists()
+  assert not of(events, "fault") and stopped[0] not in processes_of(tmp_path)
   ledger_of(events)
 
 
