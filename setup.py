@@ -7,7 +7,7 @@ from setuptools import find_packages, setup
 TEST = [
   "pytest>=8",
   "pytest-timeout>=2.3",
-  "pytest-xdist>=3.6",  # many tests wait more than they compute
+  "pytest-xdist>=3.7",  # many tests wait more than they compute
   "hypothesis>=6.100",
   "sentencepiece>=0.2",
   "tokenizers>=0.20",

@@ -8,7 +8,7 @@ import tempfile
 
 from ddiloco import environment
 
-# What one test or one of its processes compiles, none compiles again, nor another of pytest's workers.
+# What one test or one of its processes compiles, none compiles again, in none of pytest's workers.
 if "PYTEST_XDIST_WORKER" not in os.environ:
   os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="ddiloco-compiled-")
   atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
@@ -22,3 +22,11 @@ environment.prepare(num_cpu_devices=8, cpu_only=True)
 # Ctrl-C would inherit.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
   signal.signal(signal.SIGINT, signal.default_int_handler)
+
+LONGEST = ("scripts", "chaos", "engines", "baselines")  # rooms with whole runs of real processes
+
+
+def pytest_collection_modifyitems(items):
+  """They go first: what is left for the end is short, so that both of pytest's workers end then."""
+  order = {room: number for number, room in enumerate(LONGEST)}
+  items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))

@@ -53,13 +53,14 @@ class World:
       config.islands, devices=size, data=-1, fsdp=1, tensor=1, batch_size=batch
     )
     self._mesh = make_mesh(jax.devices(), island)
+    self._planned_steps = config.planned_steps()
     self._replicated = NamedSharding(self._mesh, PartitionSpec())
     self._layout = layout(config, self._replicated)
     shape = (batch, config.data.sequence_length + 1)
     self._tokens = jax.ShapeDtypeStruct(
       shape, jnp.int32, sharding=param_sharding(("batch", None), shape, self._mesh)
     )
-    self._step: Any = None  # (state, tokens, clock) -> (state, metrics)
+    self._step: Any = None  # (state, tokens, learning rate) -> (state, metrics)
     self._state: dict[str, jax.Array] = {}
 
   def compile(self, programs: Path) -> float:
@@ -81,13 +82,13 @@ class World:
     return time.perf_counter() - start
 
   def _compiled(self) -> Any:
-    count = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._replicated)
+    rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=self._replicated)
     step = jax.jit(
       self._traced_step(),
       out_shardings=(self._layout.shardings, self._replicated),
       donate_argnums=0,
     )
-    return step.lower(self._layout.leaves, self._tokens, count).compile()
+    return step.lower(self._layout.leaves, self._tokens, rate).compile()
 
   def _traced_step(self) -> Callable[..., Any]:
     config = self._config
@@ -95,13 +96,11 @@ class World:
     def constrain(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
       return jax.lax.with_sharding_constraint(x, param_sharding(axes, x.shape, self._mesh))
 
-    train_step = inner.make_train_step(
-      config.model, config.inner, config.planned_steps(), constrain
-    )
+    train_step = inner.make_train_step(config.model, config.inner, constrain)
 
-    def step(state: dict[str, jax.Array], tokens_BxT1: jax.Array, clock: jax.Array):
+    def step(state: dict[str, jax.Array], tokens_BxT1: jax.Array, rate: jax.Array):
       params, opt_state = self._layout.trees(state)
-      params, opt_state, metrics = train_step(params, opt_state, tokens_BxT1, clock)
+      params, opt_state, metrics = train_step(params, opt_state, tokens_BxT1, rate)
       small = jnp.stack([metrics[name] for name in inner.METRICS])
       return self._layout.flat(params, opt_state), small
 
@@ -124,7 +123,8 @@ class World:
     tokens = jax.make_array_from_process_local_data(
       self._tokens.sharding, tokens_BxT1, self._tokens.shape
     )
-    self._state, metrics = self._step(self._state, tokens, np.int32(clock))
+    rate = inner.learning_rate(self._config.inner, self._planned_steps, clock)
+    self._state, metrics = self._step(self._state, tokens, np.float32(rate))
     return dict(zip(inner.METRICS, np.asarray(jax.block_until_ready(metrics)).tolist()))
 
   def state(self) -> dict[str, np.ndarray]:
@@ -135,7 +135,7 @@ class World:
 def program(programs: Path, config: Config, size: int) -> Path:
   """The file of the compiled step of this config for worlds of this size."""
   parts = [dataclasses.asdict(part) for part in (config.model, config.inner)]
-  traced = [*parts, config.planned_steps(), config.islands.batch_size, config.data.sequence_length]
+  traced = [*parts, config.islands.batch_size, config.data.sequence_length]
   text = json.dumps([jax.__version__, *traced], sort_keys=True)
   return programs / f"world-{size}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.pickle"
 

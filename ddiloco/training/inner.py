@@ -1,4 +1,4 @@
-"""The inner step: what one island does between syncs. Pure functions, to be traced under jit.
+"""The inner step: what one island does between syncs. Pure functions, all but the schedule for jit.
 
 AdamW whose learning rate follows the run's progress in tokens, not the island's own count: a
 learner that rejoins takes the rate its peers have, and the schedule ends when the run does, however
@@ -7,6 +7,7 @@ many learners there were (`core.learner_state.schedule_step`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import jax
@@ -20,21 +21,19 @@ Params = Mapping[str, jax.Array]
 METRICS = ("loss", "load_balance", "grad_norm", "learning_rate")
 
 
-def learning_rate(inner: InnerConfig, planned_steps: int, step: jax.Array | int) -> jax.Array:
-  """Linear warm-up to `inner.learning_rate`, then a cosine to `final_share` of it; f32 scalar.
+def learning_rate(inner: InnerConfig, planned_steps: int, step: int) -> float:
+  """Linear warm-up to `inner.learning_rate`, then a cosine to `final_share` of it.
 
+  Taken on the host, so that the compiled step is the same for every schedule and length of a run.
   With `decay_steps = 0` the cosine ends at `planned_steps`. `step` counts the schedule's finished
   steps: the first step (0) already has 1/warmup_steps of the peak, the one at warmup_steps
   the peak, and from the end of the decay on it stays at the floor.
   """
   end = inner.decay_steps or planned_steps
-  step = jnp.asarray(step, jnp.float32)
-  warm = jnp.minimum(1.0, (step + 1) / max(1, inner.warmup_steps))
-  span = float(max(1, end - inner.warmup_steps))
-  progress = jnp.clip((step - inner.warmup_steps) / span, 0.0, 1.0)
-  cosine = 0.5 * (1 + jnp.cos(jnp.pi * progress))
-  share = inner.final_share + (1 - inner.final_share) * cosine
-  return (inner.learning_rate * warm * share).astype(jnp.float32)
+  warm = min(1.0, (step + 1) / max(1, inner.warmup_steps))
+  progress = (step - inner.warmup_steps) / max(1, end - inner.warmup_steps)
+  cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, progress))))
+  return inner.learning_rate * warm * (inner.final_share + (1 - inner.final_share) * cosine)
 
 
 def decayed(params: Params) -> dict[str, bool]:
@@ -57,15 +56,15 @@ def optimizer(inner: InnerConfig) -> optax.GradientTransformation:
 
 
 def make_train_step(
-  model: ModelConfig, inner: InnerConfig, planned_steps: int, constrain: Constrain | None = None
+  model: ModelConfig, inner: InnerConfig, constrain: Constrain | None = None
 ) -> Callable[..., tuple[dict[str, jax.Array], optax.OptState, dict[str, jax.Array]]]:
-  """One inner step: the function `train_step(params, opt_state, tokens_BxT1, step, rate_scale=1)`.
+  """One inner step: the function `train_step(params, opt_state, tokens_BxT1, rate)`.
 
-  `rate_scale` multiplies the learning rate: fresh moments warm up with it in the middle of a run.
-  It returns (params, opt_state, metrics): f32 scalars "loss" (nats per token), "load_balance",
-  "grad_norm" (before clipping) and "learning_rate". B must be a multiple of
-  `inner.accumulation_steps`; the gradient is the mean over the micro-batches, which for a dense
-  model is the full batch's (a mixture's load-balance loss is taken per micro-batch).
+  `rate` is the learning rate, an f32 scalar. It returns (params, opt_state, metrics): f32 scalars
+  "loss" (nats per token), "load_balance", "grad_norm" (before clipping) and "learning_rate". B must
+  be a multiple of `inner.accumulation_steps`; the gradient is the mean over the micro-batches,
+  which for a dense model is the full batch's (a mixture's load-balance loss is taken per
+  micro-batch).
   """
   transform = optimizer(inner)
 
@@ -77,10 +76,9 @@ def make_train_step(
     return grads, metrics
 
   def train_step(
-    params: Params, opt_state: optax.OptState, tokens_BxT1: jax.Array, step, rate_scale=1.0
+    params: Params, opt_state: optax.OptState, tokens_BxT1: jax.Array, rate: jax.Array
   ):
     grads, metrics = accumulate(value_and_grad, params, tokens_BxT1, inner.accumulation_steps)
-    rate = rate_scale * learning_rate(inner, planned_steps, step)
     updates, opt_state = transform.update(grads, opt_state, params)
     params = {name: value - rate * updates[name] for name, value in params.items()}
     metrics |= {"grad_norm": optax.tree.norm(grads), "learning_rate": rate}

@@ -49,6 +49,7 @@ class Island:
     """
     self._island = config.islands.island(learner)
     self._config, self._plan = config, plan
+    self._planned_steps = config.planned_steps()
     self._cpu = devices[0].platform == "cpu"
     # One step stays in flight, so that Python never holds up the devices. Not so on the CPU: fake
     # devices share one thread pool, in which the collectives of several islands could wait for each
@@ -80,7 +81,7 @@ class Island:
       [self._piece_sharding(piece) for piece in fragment.pieces] for fragment in plan.fragments
     ]
     # Compiled; a state is a dict name -> array with the names of `StateLayout`.
-    self._step: Any = None  # (state, tokens, schedule_step, rate_scale) -> (state, metrics)
+    self._step: Any = None  # (state, tokens, learning rate) -> (state, metrics)
     self._fresh: Any = None  # () -> state
     self._copy: Any = None  # state -> state
     self._counts: Any = None  # count -> the part of a state that counts updates
@@ -125,7 +126,7 @@ class Island:
     step = jax.jit(
       self._traced_step(), out_shardings=(layout.shardings, replicated), donate_argnums=0
     )
-    self._step = step.lower(leaves, self._tokens, count, factor).compile()
+    self._step = step.lower(leaves, self._tokens, factor).compile()
     return time.perf_counter() - start
 
   def _traced_step(self) -> Callable[..., Any]:
@@ -135,14 +136,12 @@ class Island:
       return jax.lax.with_sharding_constraint(x, param_sharding(axes, x.shape, mesh))
 
     train_step = inner.make_train_step(
-      config.model, config.inner, config.planned_steps(), constrain if mesh.size > 1 else None
+      config.model, config.inner, constrain if mesh.size > 1 else None
     )
 
-    def island_step(state, tokens_BxT1, schedule_step, rate_scale):
+    def island_step(state, tokens_BxT1, rate):
       params, opt_state = self._layout.trees(state)
-      params, opt_state, metrics = train_step(
-        params, opt_state, tokens_BxT1, schedule_step, rate_scale
-      )
+      params, opt_state, metrics = train_step(params, opt_state, tokens_BxT1, rate)
       # One small array instead of several: one copy to the host per step.
       small = jnp.stack([metrics[name] for name in inner.METRICS])
       return self._layout.flat(params, opt_state), small
@@ -226,10 +225,9 @@ class Island:
     """
     if tokens.shape != self._tokens.shape:
       raise ValueError(f"tokens have shape {tokens.shape}, this island takes {self._tokens.shape}")
+    rate = inner.learning_rate(self._config.inner, self._planned_steps, schedule_step)
     # The compiled call shards host values itself; a device_put of our own costs 0.3 ms more.
-    self._state, metrics = self._step(
-      self._held(), tokens, np.int32(schedule_step), np.float32(rate_scale)
-    )
+    self._state, metrics = self._step(self._held(), tokens, np.float32(rate_scale * rate))
     if not self._pipelined:
       # On every device, not only on the one the values are read from.
       return _as_floats(jax.block_until_ready(metrics))

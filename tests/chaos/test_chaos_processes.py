@@ -18,7 +18,7 @@ from tests.runtime import toy
 
 pytestmark = pytest.mark.slow
 
-LEARNERS, SHARDS, STEPS = 3, 2, 800  # steps: of each learner, if all live
+LEARNERS, SHARDS, STEPS = 3, 2, 550  # steps: of each learner, if all live
 LIVENESS_SECONDS = 1.0
 LONGEST_GAP_SECONDS = 1.0  # of those that nothing happens to; who is away is so for longer
 KILL, STOP, GO_ON, TERMINATE = signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT, signal.SIGTERM

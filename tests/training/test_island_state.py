@@ -358,7 +358,7 @@ def test_the_rate_can_be_scaled(any_island):
     after[scale], rates[scale] = on_host(island.capture()), metrics["learning_rate"]
     assert tuple(metrics) == METRICS
   assert_same_bits(after[None], after[1.0])
-  rate = float(inner.learning_rate(config.inner, config.planned_steps(), 3))
+  rate = inner.learning_rate(config.inner, config.planned_steps(), 3)
   assert rates == pytest.approx({None: rate, 1.0: rate, 0.5: rate / 2, 0.0: 0.0}, rel=1e-6)
   for name, value in after[0.0].items():
     if name.startswith("params/"):
