@@ -3,10 +3,10 @@
 One run of the processes engine on this machine. Its time is cut into windows of `--every` seconds;
 at the beginning of every second one the last learner is killed. Each of those is compared with the
 calm windows before and after it, since this machine may be faster or slower a minute later; a step
-lasts from the end of the one before, so pauses count. A returned learner imports and compiles (from
+lasts from the end of the one before, so pauses count. A returned learner traces and compiles (from
 the run's cache), which on a machine of its own would cost nobody anything: so survivors get cores
-that the killed learner, the shards and the supervisor do not use (Linux). With only two
-cores there is one survivor. Memory bandwidth stays shared.
+that the killed learner, the shards and the supervisor do not use (Linux). With only two cores there
+is one survivor. Memory bandwidth stays shared.
 
   python scripts/bench_kill.py [--kills=6] [--every=20] [--learners=N] [--workdir=DIR]
     [--picture=docs/kill.png] [--quick]
