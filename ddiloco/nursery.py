@@ -10,6 +10,7 @@ has the environment, the folder, the standard streams and the name (`ps`) that i
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import multiprocessing
 import os
@@ -93,7 +94,8 @@ class Forked:
 
   def send_signal(self, number: int) -> None:
     if self.poll() is None:
-      os.kill(self.pid, number)
+      with contextlib.suppress(ProcessLookupError):  # it has ended, and its status is on the way
+        os.kill(self.pid, number)
 
   def kill(self) -> None:
     self.send_signal(signal.SIGKILL)

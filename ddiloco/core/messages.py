@@ -7,6 +7,7 @@ to each other only about copies of what they committed (`runtime/replica.py`).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -198,7 +199,9 @@ class Publish:
 
   def merged_round(self, learner: int) -> int:
     """The last round this learner's push was merged in; -1: none."""
-    return dict(pairs(self.merged_rounds)).get(learner, -1)
+    learners, rounds = self.merged_rounds[::2], self.merged_rounds[1::2]  # no dict: may be long
+    at = learners.index(learner) if learner in learners else len(rounds)
+    return rounds[at] if at < len(rounds) else -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,4 +294,4 @@ def pairs(flat: tuple[int, ...]) -> list[tuple[int, int]]:
 
 def flat(mapping: Mapping[int, int]) -> tuple[int, ...]:
   """A mapping as messages carry it: keys and values in turn, in order of the keys."""
-  return tuple(number for pair in sorted(mapping.items()) for number in pair)
+  return tuple(itertools.chain.from_iterable(sorted(mapping.items())))

@@ -168,7 +168,8 @@ def killed(process: subprocess.Popen[bytes]) -> None:
 @pytest.mark.timeout(900)
 def test_a_run_goes_on_with_other_numbers_of_learners_and_shards(tmp_path):
   sync = {"num_shards": 2, "num_fragments": 3, "snapshot_steps": 20}
-  run = Run(tmp_path, real.tiny(400, sync=sync, checkpoint={"keep": 3}))
+  # At a pace that lets the first run live until somebody else has tried to train in it.
+  run = Run(tmp_path, real.tiny(400, pace_seconds=0.02, sync=sync, checkpoint={"keep": 3}))
   first = run.train()
   try:
     run.until_saved(first, 2)
