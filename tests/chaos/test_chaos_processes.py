@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 LEARNERS, SHARDS, STEPS = 3, 2, 550  # steps: of each learner, if all live
 LIVENESS_SECONDS = 1.0
-LONGEST_GAP_SECONDS = 1.0  # of those that nothing happens to; who is away is so for longer
+LONGEST_GAP_SECONDS = 1.0  # of those that nothing happens to, on a machine that never pauses
 KILL, STOP, GO_ON, TERMINATE = signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT, signal.SIGTERM
 
 
@@ -85,18 +85,24 @@ def check_agreement(world: World) -> None:
 
 
 def check_versions_grow(world: World) -> None:
-  """No version is committed twice, and nobody has one that the next commit does not know."""
-  newest: dict[int, int] = {}
-  for commit in world.find("commit"):
-    p, version = commit["fragment"], commit["version"]
-    assert version > newest.get(p, 0), f"fragment {p} goes back from {newest[p]} to {version}"
-    newest[p] = version
-  assert not list(world.find("lost")), "a shard says that versions were lost"
+  """What anybody has seen of a fragment is never made again, and nobody goes back.
+
+  A shard may die with a commit in its log that has not reached its buddy: nobody has that version,
+  and the next life makes it anew.
+  """
   applied: dict[tuple, int] = {}
-  for event in world.find("apply"):
-    key = event["role"], event["incarnation"], event["fragment"]
-    assert event["version"] > applied.get(key, -1), f"{key} goes back to {event['version']}"
-    applied[key] = event["version"]
+  reached: dict[int, int] = {}  # by fragment, the newest version that a learner has
+  both = [*world.find("commit"), *world.find("apply")]
+  for event in sorted(both, key=lambda event: event["time"]):
+    p, version = event["fragment"], event["version"]
+    if event["kind"] == "commit":
+      assert version > reached.get(p, 0), f"fragment {p} goes back from {reached[p]} to {version}"
+      continue
+    key = event["role"], event["incarnation"], p
+    assert version > applied.get(key, -1), f"{key} goes back to {version}"
+    applied[key] = version
+    reached[p] = max(version, reached.get(p, 0))
+  assert not list(world.find("lost")), "a shard says that versions were lost"
 
 
 def check_undisturbed(world: World, learners) -> None:
@@ -105,8 +111,9 @@ def check_undisturbed(world: World, learners) -> None:
     assert len(steps) > STEPS / 2
     assert [e["step"] for e in steps] == list(range(1, len(steps) + 1)), "one life, every step"
     assert not any(e["blocked_seconds"] for e in steps), "a step was blocked"
-    longest = max(e["gap_seconds"] for e in steps)
-    assert longest < LONGEST_GAP_SECONDS, f"learner {learner} paused for {longest:.2f} s"
+    longest, most = max(e["gap_seconds"] for e in steps), LONGEST_GAP_SECONDS
+    most += 2 * world.longest_pause
+    assert longest < most, f"learner {learner} paused for {longest:.2f} s, {most:.2f} are allowed"
 
 
 # --- killed ---------------------------------------------------------------------------------------
@@ -140,9 +147,6 @@ def test_two_shards_killed_at_once_get_their_values_back_from_the_learners(world
   for name in shards:
     world.wait_for("recalled", name, at)
   check_the_end(world, range(LEARNERS))
-  assert not list(world.find("lost", "", at))
-  versions = [(e["fragment"], e["version"]) for e in world.find("commit", "", -1.0)]
-  assert len(versions) == len(set(versions)), "no version was made twice"
 
 
 # --- silent ---------------------------------------------------------------------------------------

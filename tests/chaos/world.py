@@ -61,6 +61,7 @@ class World:
     self.events: list[Event] = []
     self.roles: dict[str, Role] = {}
     self.may_fail: set[str] = set()  # roles whose exit status a test looks at itself
+    self.longest_pause = 0.0  # seconds between two looks: what this machine does to a bystander
     self._folder = folder
     self._began = workdir.join(folder, config)
     self._follower = Follower(folder)
@@ -121,20 +122,27 @@ class World:
       link.heal()
 
   def send(self, number: signal.Signals, *names: str) -> float:
-    """Sends a signal to roles at once; returns when, on the clock of the events."""
+    """Sends a signal to roles at once; returns when, on the clock of the events.
+
+    That is before the first is sent: what it leads to may happen before this process goes on.
+    """
+    now = time.time() - self._began
     for name in names:
       self.roles[name].process.send_signal(number)
-    return time.time() - self._began
+    return now
 
   # --- what a test waits for ----------------------------------------------------------------------
 
   def wait(self, what: str, done: Callable[[], object]) -> None:
     """Until `done()`; fails if a role ends badly, or patience does."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    looked = time.monotonic()
+    deadline = looked + PATIENCE_SECONDS
     while not done():
       self._look()
       assert time.monotonic() < deadline, f"waited in vain for {what}{self._all_said()}"
       time.sleep(LOOK_SECONDS)
+      now, before = time.monotonic(), looked
+      looked, self.longest_pause = now, max(self.longest_pause, now - before)
 
   def wait_for(self, kind: str, role: str, after: float = -1.0, **fields: object) -> Event:
     """The first such event after a time; `role` is an address, "" any."""
