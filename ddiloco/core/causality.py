@@ -23,10 +23,18 @@ def count(incarnation: int, events: int) -> int:
   return (incarnation << 24) + events
 
 
-def join(seen: Seen, other: Seen) -> dict[int, int]:
+def join(seen: Seen, other: Seen) -> Seen:
   """What is known after hearing of `other`: the greater count of each."""
   news = {who: count for who, count in other.items() if count > seen.get(who, 0)}
-  return {**seen, **news}
+  return {**seen, **news} if news else seen
+
+
+def told(seen: Seen, snapshot: int) -> Seen:
+  """What a message says of the sender's clock: nothing before its first recorded snapshot.
+
+  What was sent before that comes from before every cut, and clocks are as long as members are many.
+  """
+  return seen if snapshot else {}
 
 
 def violations(cut: Mapping[int, Seen]) -> list[tuple[int, int]]:

@@ -8,6 +8,7 @@ train: it only ever receives.
 from __future__ import annotations
 
 import functools
+import math
 
 from ddiloco.config import SyncConfig
 from ddiloco.core import causality, donations, learner_messages
@@ -176,8 +177,7 @@ def learner_on(
 
 
 def _say_hello(state: LearnerState, now: float) -> tuple[LearnerState, list[LearnerAction]]:
-  lacking = {f.shard for f in state.fragments if not f.fresh}
-  lacking.update(s for s, view in enumerate(state.shards) if view.incarnation < 0)
+  lacking = _lacking(state)
   if not lacking:
     return state, []
   shards = list(state.shards)
@@ -189,6 +189,22 @@ def _say_hello(state: LearnerState, now: float) -> tuple[LearnerState, list[Lear
       rounds = tuple(f.round for f in state.fragments if f.shard == number)
       actions.append(Send(number, Hello(state.learner, state.incarnation, rounds)))
   return replace(state, shards=tuple(shards)), actions
+
+
+def next_wake(state: LearnerState) -> float:
+  """When a `Tick` does something even if no message comes, seconds; inf: never."""
+  lacking = _lacking(state)
+  times = [state.shards[s].next_hello_at for s in lacking]
+  if state.wants:
+    times += [state.ask_at, state.wants_until]
+  return min(times, default=math.inf)
+
+
+def _lacking(state: LearnerState) -> set[int]:
+  """Shards that have not welcomed it, or not sent all it needs."""
+  lacking = {f.shard for f in state.fragments if not f.fresh}
+  lacking.update(s for s, view in enumerate(state.shards) if view.incarnation < 0)
+  return lacking
 
 
 def _count_step(state: LearnerState, event: StepDone) -> LearnerState:
@@ -273,7 +289,7 @@ def _answer_pulls(state: LearnerState) -> tuple[LearnerState, list[LearnerAction
         tokens=f.tokens,
         clock=state.clock,
         snapshot=state.snapshot,
-        seen=flat(seen),
+        seen=flat(causality.told(seen, state.snapshot)),
         codec="",  # the runtime's business, like the payload
       )
       state = set_fragment(state, p, pull=None, outstanding=Outstanding(push, state.step))

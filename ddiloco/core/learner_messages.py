@@ -150,7 +150,7 @@ def _on_recall(state: LearnerState, recall: Recall) -> tuple[LearnerState, list[
     participants=f.known.participants,
     merged_rounds=f.known.merged_rounds,
     snapshot=state.snapshot,
-    seen=flat(state.seen),
+    seen=flat(causality.told(state.seen, state.snapshot)),
   )
   return state, [Give(value)]
 

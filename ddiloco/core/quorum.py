@@ -5,9 +5,9 @@ Every verdict comes with its reason in plain words, which logs, live view and da
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 
 from ddiloco.config import SyncConfig
@@ -88,20 +88,31 @@ def screen(
     ratio: `sync.max_norm_ratio`.
   """
   rejected = {}
+  finite = {m: norm for m, norm in norms.items() if math.isfinite(norm)}
+  # Against an update of as many steps all others look alike: sorted once for each such number.
+  scaled = {
+    count: sorted(norm * max(1.0, count / steps[m]) for m, norm in finite.items())
+    for count in {steps[m] for m in finite}
+  }
   for learner, norm in norms.items():
     if not math.isfinite(norm):
       rejected[learner] = f"not finite (norm {norm})"
       continue
     own = past[learner] * steps[learner]
-    others = [
-      other * max(1.0, steps[learner] / steps[m])
-      for m, other in norms.items()
-      if m != learner and math.isfinite(other)
-    ]
-    usual = statistics.median(others) if others else 0.0
+    usual = _median_without(scaled[steps[learner]], norm)
     references = [r for r in (usual, own) if r > 0]
     if norm == 0 and usual > 0:  # not against its past: a schedule may end at a rate of 0
       rejected[learner] = f"all zeros, after {steps[learner]} steps"
     elif references and norm > ratio * max(references):
       rejected[learner] = f"norm {norm:.3g} is over {ratio:g} x {max(references):.3g}"
   return rejected
+
+
+def _median_without(ordered: Sequence[float], value: float) -> float:
+  """The median of sorted values but one of them; 0 if that was all."""
+  at = bisect.bisect_left(ordered, value)
+  left = len(ordered) - 1
+  if not left:
+    return 0.0
+  low, high = (i + (i >= at) for i in ((left - 1) // 2, left // 2))
+  return (ordered[low] + ordered[high]) / 2

@@ -34,6 +34,7 @@ from ddiloco.core.syncer_state import (
   set_fragment,
   set_member,
   touch,
+  without,
 )
 from ddiloco.core.values import replace
 
@@ -68,7 +69,8 @@ def start_rounds(
     # Unique over the shard's incarnations, so that nothing of a dead one is mistaken for ours. With
     # incarnations that count seconds this stays below 2^53, which JSON readers keep exactly.
     round_id = (state.incarnation << 24) + state.rounds
-    current = Round(round_id, now, asked, now, look_at=now)
+    step_seconds = statistics.median_low(member.step_seconds for member in available.values())
+    current = Round(round_id, now, asked, step_seconds, pulled_at=now, look_at=now)
     current = replace(current, look_at=now + _pull_patience(state, current, sync))
     f = replace(f, round=current)
     state = set_fragment(replace(state, rounds=state.rounds + 1), i, f)
@@ -101,7 +103,7 @@ def on_push(
     return state, [ignored(push, "late: its round is over")]
   if push.learner in current.pushes or push.learner in current.refused:
     return state, [ignored(push, "a duplicate")]
-  if push.learner not in current.asked:
+  if push.learner not in current.pending:
     return state, [ignored(push, "nobody asked for it any more")]
   fault = event.fault or ("" if abs(event.norm) < float("inf") else f"not finite ({event.norm})")
   if push.base_version != f.version:
@@ -109,23 +111,19 @@ def on_push(
   elif push.steps < 1 or push.tokens < 1:
     fault = f"holds {push.steps} steps and {push.tokens} tokens"
   if fault:
-    current = replace(current, refused={**current.refused, push.learner: fault})
+    refused = {**current.refused, push.learner: fault}
+    current = replace(current, refused=refused, pending=without(current.pending, push.learner))
     return touch(set_fragment(state, i, replace(f, round=current)), [i]), []
   current = replace(
     current,
     pushes={**current.pushes, push.learner: replace(push, payload=None)},
     norms={**current.norms, push.learner: event.norm},
+    pending=without(current.pending, push.learner),
   )
   state = touch(set_fragment(state, i, replace(f, round=current)), [i])
   seen = causality.join(state.seen, dict(pairs(push.seen)))
   state = replace(state, seen=seen)
   return state, [Accept(f.index, current.id, push.learner)]
-
-
-def _grace_seconds(state: SyncerState, current: Round, sync: SyncConfig) -> float:
-  steps = [state.members[m].step_seconds for m in current.asked if m in state.members]
-  step = statistics.median_low(steps) if steps else 0.0
-  return quorum.grace_seconds(step, state.quorum_seconds, state.sync_seconds, sync)
 
 
 def _pull_patience(state: SyncerState, current: Round, sync: SyncConfig) -> float:
@@ -145,9 +143,10 @@ def advance_rounds(
       seconds = smooth(state.quorum_seconds, now - current.started_at)
       state = replace(state, quorum_seconds=seconds)
       current = replace(current, quorum_at=now)
-    pending = [m for m in current.asked if m not in current.pushes and m not in current.refused]
-    grace = _grace_seconds(state, current, sync)
-    count = len(current.pushes)
+    grace = quorum.grace_seconds(
+      current.step_seconds, state.quorum_seconds, state.sync_seconds, sync
+    )
+    pending, count = current.pending, len(current.pushes)
     decision = quorum.decide(now, count, pending, current.quorum_at, grace, sync)
     current = replace(current, reason=decision.reason)
     if decision.verdict == "wait":
@@ -265,7 +264,7 @@ def _missing(state: SyncerState, i: int, current: Round) -> dict[int, str]:
       reasons[learner] = "lost"
     elif m.quarantined:
       reasons[learner] = "quarantined"
-    elif learner in current.asked:
+    elif learner in current.pending:
       reasons[learner] = "did not answer within the grace window"
     elif m.versions[i] < state.fragments[i].version:
       reasons[learner] = f"had not received version {state.fragments[i].version} yet"

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from ddiloco.config import SyncConfig
+from ddiloco.core import causality
 from ddiloco.core.messages import EVALUATOR, NOTHING, TO_SHARD, Message, Publish, Push, flat
 from ddiloco.core.protocol import Note, Send, due_after
 from ddiloco.core.values import replace
@@ -38,7 +39,8 @@ class Round:
 
   id: int
   started_at: float
-  asked: tuple[int, ...]
+  pending: tuple[int, ...]  # asked, and neither answered nor gone since
+  step_seconds: float  # median of those that were asked
   pulled_at: float
   look_at: float  # again, even if nothing comes for it until then
   pulls: int = 1
@@ -150,14 +152,19 @@ def touch(state: SyncerState, positions: Iterable[int]) -> SyncerState:
   return replace(state, touched=(*state.touched, *sorted(new))) if new else state
 
 
+def without(pending: tuple[int, ...], learner: int) -> tuple[int, ...]:
+  """Those that are left to wait for: called at every push, so without a look at each."""
+  at = pending.index(learner)
+  return (*pending[:at], *pending[at + 1 :])
+
+
 def forget_pending(state: SyncerState, learner: int) -> SyncerState:
   """Nobody waits for this learner any more; a push it already sent still counts."""
 
   for i, f in enumerate(state.fragments):
-    if f.round is None or learner in f.round.pushes or learner not in f.round.asked:
+    if f.round is None or learner not in f.round.pending:
       continue
-    asked = tuple(m for m in f.round.asked if m != learner)
-    f = replace(f, round=replace(f.round, asked=asked))
+    f = replace(f, round=replace(f.round, pending=without(f.round.pending, learner)))
     state = touch(set_fragment(state, i, f), [i])
   return state
 
@@ -183,7 +190,7 @@ def newest(state: SyncerState, i: int) -> Publish:
     participants=f.participants,
     merged_rounds=flat(f.merged_rounds),
     snapshot=state.snapshot,
-    seen=flat(state.seen),
+    seen=flat(causality.told(state.seen, state.snapshot)),
     codec="",  # the runtime's business, like the payload
   )
 

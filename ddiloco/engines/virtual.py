@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from ddiloco.simulation.account import Account
 from ddiloco.simulation.run import Run, Setting
 
 LINES = 1000  # of one role, until they are written
+TELL_SECONDS = 5.0  # between two lines about a long run
 
 
 class Logs:
@@ -44,6 +46,30 @@ class Logs:
     lines.clear()
 
 
+class Progress:
+  """Says on stderr how far a long run is."""
+
+  def __init__(self, config: Config):
+    self._total, self._steps = config.run.total_tokens, 0
+    self._merged = dict.fromkeys(range(config.sync.num_fragments), 0)
+    self._next_at = time.monotonic() + TELL_SECONDS
+
+  def take(self, event: Event) -> None:
+    self._steps += event["kind"] == "step"
+    if event["kind"] != "commit":
+      return
+    self._merged[event["fragment"]] = event["merged_tokens"]
+    if time.monotonic() < self._next_at:
+      return
+    self._next_at = time.monotonic() + TELL_SECONDS
+    merged = min(1.0, min(self._merged.values()) / self._total)
+    print(
+      f"{event['time']:,.0f} s of virtual time: {self._steps:,} steps, {merged:.0%} merged",
+      file=sys.stderr,
+      flush=True,
+    )
+
+
 def simulate(
   config: Config,
   setting: Setting,
@@ -65,7 +91,7 @@ def simulate(
   """
   began, account = time.monotonic(), Account()
   early: list[Event] = []  # until it is clear that all is well: only then a workdir is touched
-  takers = [account.take, early.append]
+  takers = [account.take, Progress(config).take, early.append]
 
   def emit(event: Event) -> None:
     for take in takers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import math
 import random
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
@@ -38,8 +39,7 @@ if TYPE_CHECKING:
   from ddiloco.simulation.world import World
 
 Role = tuple[str, int]  # ("learner", m) or ("syncer", s)
-TICK_SECONDS = 0.05  # of a learner that cannot step
-HEARTBEAT_SECONDS = 0.5
+HEARTBEAT_SECONDS = 0.5  # of a learner that cannot step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Learner(Actor):
     self.idle_seconds = 0.0  # after its first step
     self._idle_since = self._reported_at = self._staged_at = world.now
     self._blocked_seconds = 0.0  # before the step under way
-    self._ticking = False
+    self._alarm_at = math.inf
 
   def begin(self) -> None:
     self.world.actors[self.role] = self
@@ -261,9 +261,8 @@ class Learner(Actor):
       seconds = self.dragged(seconds)
       self.stepping = True
       self.later(seconds, self._step_done, seconds)
-    elif not self._ticking:
-      self._ticking = True
-      self.later(TICK_SECONDS, self._tick)
+    else:
+      self._set_alarm()
 
   def _step_done(self, seconds: float) -> None:
     world = self.world
@@ -287,12 +286,21 @@ class Learner(Actor):
     for action in learner.reports(self.state):
       self.world.send(self, ("syncer", action.to), action.message)
 
-  def _tick(self) -> None:
-    self._ticking = False
+  def _set_alarm(self) -> None:
+    """For when it has something to say though nothing comes."""
+    wake_at = min(learner.next_wake(self.state), self._reported_at + HEARTBEAT_SECONDS)
+    if wake_at < self._alarm_at:
+      self._alarm_at = wake_at
+      self.later(max(0.0, wake_at - self.world.now), self._alarm, wake_at)
+
+  def _alarm(self, wake_at: float) -> None:
+    if wake_at != self._alarm_at:
+      return  # an earlier one was set after this
+    self._alarm_at = math.inf
     if self.stepping:
       return
     self._feed(Tick(self.world.now))
-    if self.world.now - self._reported_at >= HEARTBEAT_SECONDS and not self.state.done:
+    if self.world.now >= self._reported_at + HEARTBEAT_SECONDS and not self.state.done:
       self._report()
     self._go_on()
 

@@ -79,6 +79,7 @@ class Run(World):
       stage_seconds=setting.copy_seconds,
       tokens=tuple(config.tokens_per_step(m) for m in range(count)),
     )
+    self._planned_steps = config.planned_steps()
     self.now = 0.0
     self.events = Events(emit, lambda: self.now, self._describe)
     self._say_started()
@@ -151,7 +152,7 @@ class Run(World):
       "mesh": list(island.mesh_shape(devices)),
       "batch_size": island.batch_size,
       "learners": self.config.islands.num_learners,
-      "planned_steps": self.config.planned_steps(),
+      "planned_steps": self._planned_steps,
     }
 
   def _say_started(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import pytest
 from hypothesis import given
@@ -98,6 +99,28 @@ def test_a_longer_update_of_more_steps_is_in_proportion():
   assert list(screen({0: 1.0, 1: 29.0}, {0: 1, 1: 1}, past, 10.0)) == [1]
   # A single step beside 29 that cancelled each other is not too long either.
   assert screen({0: 1.0, 1: 29**0.5}, {0: 1, 1: 29}, {0: 29**-0.5, 1: 29**-0.5}, 10.0) == {}
+
+
+NORMS = st.one_of(st.floats(0, 100), st.sampled_from([0.0, 1.0, 50.0, math.inf, math.nan]))
+
+
+@given(st.lists(st.tuples(NORMS, st.integers(1, 4), st.floats(0, 10)), max_size=12))
+def test_screening_compares_with_the_median_of_all_others(updates):
+  """As the docstring says it, with one look at everybody for each."""
+  norms, steps, past = ({m: u[i] for m, u in enumerate(updates)} for i in range(3))
+  expected = set()
+  for m, norm in norms.items():
+    others = [
+      other * max(1.0, steps[m] / steps[n])
+      for n, other in norms.items()
+      if n != m and math.isfinite(other)
+    ]
+    usual, own = (statistics.median(others) if others else 0.0), past[m] * steps[m]
+    references = [r for r in (usual, own) if r > 0]
+    too_long = bool(references) and norm > 5.0 * max(references)
+    if not math.isfinite(norm) or (norm == 0 and usual > 0) or too_long:
+      expected.add(m)
+  assert screen(norms, steps, past, 5.0).keys() == expected
 
 
 @given(

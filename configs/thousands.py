@@ -1,0 +1,69 @@
+"""Thousands of islands in virtual time: two generations of chips, stragglers, failures, links.
+
+Command:   ddiloco simulate protocol --config=configs/thousands.py --parameters=100000000 \\
+             --gbps=5 --latency_ms=30 --shard_gbps=10000 --merge_gbytes=4000
+           Not for training. `configs/thousands.py:300` does the same with 300 islands.
+Hardware:  one core, 2 GiB.
+Setting:   2000 islands, a third of them half as fast as the others, one in a hundred eight times
+           slower. Two shards of a thousand cores each, with links to match: a commit is the sum of
+           thousands of outer gradients.
+Failures:  kills by a Poisson process, one an island in five minutes, each away for ten seconds; a
+           region of twenty loses its links for ten seconds; links of others are throttled or lose
+           messages; a shard dies.
+Expect:    docs/results.md, "Thousands of islands".
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import ml_collections
+
+from ddiloco import config
+
+STEPS = 60  # of an island of the fast kind: a second each
+MEAN_SECONDS_BETWEEN_KILLS = 300.0  # of one island
+DOWN_SECONDS = 10.0
+
+
+def get_config(learners: str = "2000") -> ml_collections.ConfigDict:
+  """The run, to be frozen by `config.from_dict`."""
+  count = int(learners)
+  c = config.default()
+  c.data.sequence_length = 128
+  c.islands.num_learners = count
+  c.islands.batch_size = 4
+  c.islands.pace_seconds = 1.0
+  c.islands.overrides = {
+    str(m): {"pace_seconds": 8.0 if m % 100 == 50 else 2.0}
+    for m in range(count)
+    if m % 3 == 0 or m % 100 == 50
+  }
+  c.sync.num_shards = 2
+  c.sync.num_fragments = 8
+  c.sync.sync_period = 8
+  c.sync.snapshot_steps = 20
+  c.run.total_tokens = STEPS * count * 4 * 128 * 2 // 3  # a third of the islands make half of it
+  east = range(count // 2, count // 2 + count // 100)
+  c.chaos.regions = {"east": tuple(f"learner/{m}" for m in east)}
+  c.chaos.faults = (
+    *kills(count),
+    {"action": "cut", "role": "region/east", "at_seconds": 20.0, "seconds": 10.0},
+    {"action": "throttle", "role": "learner/7", "at_seconds": 10.0, "bits_per_second": 1e8},
+    {"action": "drop", "role": "learner/8", "at_seconds": 10.0, "seconds": 20.0, "share": 0.2},
+    {"action": "stall", "role": "learner/9", "at_seconds": 15.0, "seconds": 10.0},
+    {"action": "kill", "role": "syncer/1", "at_seconds": 30.0, "seconds": 2.0},
+  )
+  return c
+
+
+def kills(learners: int) -> tuple[dict[str, Any], ...]:
+  """One Poisson process over all islands, each as likely as any other."""
+  source, now, faults = random.Random("thousands"), 0.0, []
+  while (now := now + source.expovariate(learners / MEAN_SECONDS_BETWEEN_KILLS)) < STEPS:
+    role = f"learner/{source.randrange(learners)}"
+    faults.append(
+      {"action": "kill", "role": role, "at_seconds": round(now, 3), "seconds": DOWN_SECONDS}
+    )
+  return tuple(faults)
