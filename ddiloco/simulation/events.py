@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ddiloco.core.learner_state import schedule_step
 from ddiloco.core.messages import Push
 from ddiloco.core.protocol import Adopt, Apply, Commit, Cut, Note, Record, Resend, Stage, StepDone
 from ddiloco.core.syncer_state import FragmentState
@@ -22,6 +23,7 @@ class Events(Observer):
   Args:
     emit: takes each of them, in order of time.
     now: the world's time, seconds.
+    planned_tokens: of a step of all planned learners together, for the learning rate's schedule.
     describe: what a learner says of itself when it starts: devices, batch size, planned steps.
   """
 
@@ -29,9 +31,11 @@ class Events(Observer):
     self,
     emit: Callable[[Event], None],
     now: Callable[[], float],
-    describe: Callable[[int], Mapping[str, Any]] = lambda learner: {"devices": 1},
+    planned_tokens: int,
+    describe: Callable[[int], Mapping[str, Any]],
   ):
     self._emit, self._now, self._describe = emit, now, describe
+    self._planned_tokens = planned_tokens
     self._rounds: dict[tuple[Actor, int], int] = {}  # of the push that is out, by fragment
     self._incarnations: dict[Role, int] = {}
     self._merged: dict[str, Any] = {}  # of the commit under way
@@ -71,6 +75,7 @@ class Events(Observer):
       seconds=done.seconds,
       gap_seconds=gap_seconds,
       blocked_seconds=blocked,
+      schedule_step=schedule_step(actor.state, self._planned_tokens),
     )
 
   def on(self, actor: Actor, action: Any, event: Any) -> Any:

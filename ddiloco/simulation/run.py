@@ -81,7 +81,8 @@ class Run(World):
     )
     self._planned_steps = config.planned_steps()
     self.now = 0.0
-    self.events = Events(emit, lambda: self.now, self._describe)
+    planned_tokens = config.planned_tokens_per_step()
+    self.events = Events(emit, lambda: self.now, planned_tokens, self._describe)
     self._say_started()
     target, planned = config.run.total_tokens, config.islands.num_learners
     super().__init__(sync, pace, setting.seed, target, self.events, planned)
