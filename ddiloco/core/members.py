@@ -48,7 +48,7 @@ def lost_at(member: Member, sync: SyncConfig) -> float:
 def _new_member(state: SyncerState, incarnation: int, now: float) -> Member:
   none = tuple(-1 for _ in state.fragments)
   zero = tuple(0.0 for _ in state.fragments)
-  return Member(incarnation, now, none, tuple(0 for _ in none), none, zero, zero)
+  return Member(incarnation, now, none, tuple(0 for _ in none), none, zero, zero, zero)
 
 
 def on_message(
@@ -150,25 +150,14 @@ def _on_report(
     actions.append(member_note(report.learner, "joined", "reported"))
   elif member.lost:
     actions.append(member_note(report.learner, "joined", "heard again"))
-  delivered = [
-    now - at
-    for v, old, sent, at in zip(versions, member.versions, member.sent, member.waiting_since)
-    if v > old and v == sent
-  ]
-  waiting_since = tuple(
-    now if old < v < sent else at  # it comes on, if slowly: nothing is lost
-    for v, old, sent, at in zip(versions, member.versions, member.sent, member.waiting_since)
-  )
-  delivery = smooth(member.delivery_seconds, max(delivered)) if delivered else None
+    member = replace(member, resends=0, resent_at=-math.inf)
+  state, member = _note_delivered(state, member, versions, now)
   member = replace(
     member,
     heard_at=now,
     versions=versions,
     since=report.since,
-    waiting_since=waiting_since,
     step_seconds=report.step_seconds,
-    delivery_seconds=member.delivery_seconds if delivery is None else delivery,
-    resends=0 if delivered else member.resends,
     leaving=report.leaving,
     lost=False,
   )
@@ -181,6 +170,31 @@ def _on_report(
   state = touch(state, _due(state, report.learner, member, sync))
   state, sent = _catch_up(state, report.learner, now, sync)
   return state, [*actions, *sent]
+
+
+def _note_delivered(
+  state: SyncerState, member: Member, versions: tuple[int, ...], now: float
+) -> tuple[SyncerState, Member]:
+  """How long publishes take, and which may still be on their way: `versions` is what it has now.
+
+  They come one after the other. While those arrive that were sent before one, or with it, that one
+  is not lost but waits for the link: to send it again would only make the queue longer.
+  """
+  was = list(zip(versions, member.versions, member.sent, member.sent_at, member.waiting_since))
+  came = [(v == sent, at, since) for v, old, sent, at, since in was if v > old]
+  if not came:
+    return state, member
+  first = min(at for _, at, _ in came)
+  waiting_since = tuple(now if v < sent and at >= first else since for v, _, sent, at, since in was)
+  member = replace(member, waiting_since=waiting_since)
+  complete = [(at, since) for newest, at, since in came if newest]
+  if complete:
+    waited = now - min(since for _, since in complete)
+    queued = now - min(at for at, _ in complete)
+    state = replace(state, delivery_seconds=smooth(state.delivery_seconds, queued))
+    member = replace(member, delivery_seconds=smooth(member.delivery_seconds, waited))
+    member = replace(member, resends=0, resent_at=-math.inf)
+  return state, member
 
 
 def _due(state: SyncerState, learner: int, member: Member, sync: SyncConfig) -> list[int]:
@@ -258,6 +272,7 @@ def _on_value(
       m,
       versions=(*m.versions[:i], -1, *m.versions[i + 1 :]),
       sent=(*m.sent[:i], f.version, *m.sent[i + 1 :]),
+      sent_at=(*m.sent_at[:i], now, *m.sent_at[i + 1 :]),
       waiting_since=(*m.waiting_since[:i], now, *m.waiting_since[i + 1 :]),
     )
     state = set_member(state, learner, m)
@@ -289,19 +304,24 @@ def _catch_up(
 ) -> tuple[SyncerState, list[SyncerAction]]:
   """Sends, whole, what a member should have by now and has not."""
   actions: list[SyncerAction] = []
-  if state.members[learner].lost or not _begun(state, sync):
+  member = state.members[learner]
+  if member.lost or not _begun(state, sync):
     return state, actions
-  patience = max(sync.liveness_seconds, 3 * state.members[learner].delivery_seconds)
-  for i, f in enumerate(state.fragments):
-    member = state.members[learner]
-    if member.versions[i] >= f.version:
-      continue
-    overdue = now - member.waiting_since[i] > backed_off(patience, member.resends)
+  lacks = [i for i, f in enumerate(state.fragments) if member.versions[i] < f.version]
+  since = member.waiting_since
+  patience = max(sync.liveness_seconds, 3 * state.delivery_seconds, 3 * member.delivery_seconds)
+  for i in sorted(lacks, key=lambda i: since[i]):
+    f, member = state.fragments[i], state.members[learner]
+    # One at a time, and not again before that one shows up or twice the time is over: if it is the
+    # link that is slow, each costs as much as what it is to replace.
+    waited = now - max(member.waiting_since[i], member.resent_at)
+    overdue = waited > backed_off(patience, member.resends, math.inf)
     if member.sent[i] < f.version or overdue:
       again = member.sent[i] == f.version
       state, publish = publish_to(state, i, learner, now, newest(state, i))
-      member = replace(state.members[learner], resends=member.resends + again)
-      state = set_member(state, learner, member)
+      if again:
+        member = replace(state.members[learner], resends=member.resends + 1, resent_at=now)
+        state = set_member(state, learner, member)
       actions.append(publish)
   return state, actions
 

@@ -231,9 +231,11 @@ def due_after(fragment: int, version: int, sync: SyncConfig) -> int:
   return max(1, math.ceil(sync.sync_period * (fragment + 1) / sync.num_fragments))
 
 
-def backed_off(patience_seconds: float, attempts: int) -> float:
-  """How long to wait for an answer after so many attempts in vain: doubling, to half a minute."""
-  most = max(patience_seconds, MAX_PATIENCE_SECONDS)
+def backed_off(
+  patience_seconds: float, attempts: int, most_seconds: float = MAX_PATIENCE_SECONDS
+) -> float:
+  """How long to wait for an answer after so many attempts in vain: doubling, up to a limit."""
+  most = max(patience_seconds, most_seconds)
   return min(patience_seconds * 2 ** min(attempts, 5), most)
 
 

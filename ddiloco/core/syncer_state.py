@@ -22,11 +22,13 @@ class Member:
   versions: tuple[int, ...]  # as reported
   since: tuple[int, ...]
   sent: tuple[int, ...]  # newest version sent, -1: none
-  waiting_since: tuple[float, ...]  # for what was sent to show up in a report
+  sent_at: tuple[float, ...]  # the oldest that has not shown up in a report
+  waiting_since: tuple[float, ...]  # for that, or for what was sent before it
   norms: tuple[float, ...]  # smoothed norm per step of accepted pushes, 0: none yet
   step_seconds: float = 0.0
-  delivery_seconds: float = 0.0  # smoothed, from sending a publish to the report that has it
+  delivery_seconds: float = 0.0  # smoothed, without any sign of a publish until a report has it
   resends: int = 0  # in a row without progress
+  resent_at: float = -math.inf  # the newest of these
   rejections: int = 0  # in a row
   leaving: bool = False
   lost: bool = False
@@ -108,6 +110,7 @@ class SyncerState:
   donation: Donation | None = None  # under way; one at a time
   given: Mapping[int, int] = dataclasses.field(default_factory=dict)  # donor -> donations
   recalls: Mapping[int, Recalling] = dataclasses.field(default_factory=dict)  # by fragment
+  delivery_seconds: float = 0.0  # smoothed, of everybody: from sending to the report that has it
   quorum_seconds: float = 0.0  # smoothed, from pull to quorum
   sync_seconds: float = 0.0  # smoothed, merge to publish
 
@@ -213,10 +216,11 @@ def publish_to(
     base_round=base_round,
   )
   sent = (*member.sent[:i], f.version, *member.sent[i + 1 :])
-  waiting_since = member.waiting_since
+  sent_at, waiting_since = member.sent_at, member.waiting_since
   if not update or member.versions[i] >= member.sent[i]:  # else an older one is awaited longer
+    sent_at = (*sent_at[:i], now, *sent_at[i + 1 :])
     waiting_since = (*waiting_since[:i], now, *waiting_since[i + 1 :])
-  member = replace(member, sent=sent, waiting_since=waiting_since)
+  member = replace(member, sent=sent, sent_at=sent_at, waiting_since=waiting_since)
   state = set_member(state, learner, member)
   return state, Send(learner, publish)
 

@@ -245,6 +245,40 @@ def test_a_lost_publish_comes_again_however_often_others_commit():
   assert resent and resent[0].base_version == -1 and resent[0].version <= 7
 
 
+def resent(sends) -> list[int]:
+  return [a.message.fragment for a in sends if isinstance(a.message, Publish)]
+
+
+def test_what_waits_for_a_slow_link_is_not_sent_again():
+  """Two fragments leave together; that one arrives says that the other may be on its way."""
+  shard, once = Script(ALONE), 0.9 * ALONE.liveness_seconds
+  assert resent(shard.feed(hello(0, 0))[-2:]) == [0, 1]
+  assert resent(shard.feed(report(0, (0, -1), (0, 0)), once)) == []
+  patience = 3 * once  # what the first one took, three times, from its arrival on
+  assert resent(shard.feed(report(0, (0, -1), (0, 0)), once + 0.99 * patience)) == []
+  late = once + 1.01 * patience
+  assert resent(shard.feed(report(0, (0, -1), (0, 0)), late)) == [1]
+  assert resent(shard.feed(report(0, (0, -1), (0, 0)), late + 1.99 * patience)) == []
+  assert resent(shard.feed(report(0, (0, -1), (0, 0)), late + 2.01 * patience)) == [1]
+
+
+def test_of_what_is_overdue_one_is_sent_again_at_a_time():
+  shard, patience = Script(ALONE), 1.01 * ALONE.liveness_seconds
+  shard.feed(hello(0, 0))
+  for k, again in enumerate([[0], [], [1], []]):
+    assert resent(shard.feed(report(0, (-1, -1), (0, 0)), (k + 1) * patience)) == again
+
+
+def test_what_many_wait_for_takes_everybody_s_time():
+  """The fifth of five on one link hears nothing until the others are served."""
+  shard, once = Script(ALONE), 0.9 * ALONE.liveness_seconds
+  for m in range(5):
+    shard.feed(hello(m, 0))
+  for m in range(4):
+    shard.feed(report(m, (0, 0), (0, 0)), (m + 1) * once)
+    assert resent(shard.feed(report(4, (-1, -1), (0, 0)), (m + 1) * once)) == []
+
+
 def test_a_restarted_shard_does_not_mistake_its_age_for_a_slow_network():
   shard = Script(ALONE, incarnation=1)
   shard.feed(report(0, (0, 0), (0, 0)), 5000.0)

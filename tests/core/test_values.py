@@ -12,7 +12,7 @@ from ddiloco.core.values import replace
 STATES = [
   init(2, 7, (0, 1, 0), 100),
   syncer.init(1, 3, (syncer_state.FragmentState(4),), 100),
-  syncer_state.Member(1, 0.5, (0,), (1,), (0,), (0.0,), (0.0,)),
+  syncer_state.Member(1, 0.5, (0,), (1,), (0,), (0.0,), (0.0,), (0.0,)),
   messages.Goodbye(3, 4),
 ]
 

@@ -58,6 +58,20 @@ def account(events: list[dict]):
 # --- without faults -------------------------------------------------------------------------------
 
 
+def test_initial_values_that_take_minutes_are_sent_about_once():
+  """12B parameters over 2 Gbit/s: while anything gets through, the rest is not sent again."""
+  sync = {"num_fragments": 24, "sync_period": 24, "push_codec": "int4", "publish_codec": "int4"}
+  config = make(learners=4, steps=72, liveness_seconds=2.0, **sync)
+  speed = {"step_seconds": 6.0, "gbps": (2.0,), "latency_seconds": (0.03,), "shard_gbps": 100.0}
+  run, events = play(config, sizes=(500_000_000,) * 24, merge_gbytes=400.0, **speed)
+  whole = 4 * 24 * 500_000_000
+  updates = sum(e["version"] > 0 for e in of(events, "commit")) * whole / 24 / 8
+  for m in range(4):
+    received = run.links.received_bytes["learner", m]
+    assert whole + updates <= received < 2 * whole + updates
+  assert statistics.mean(len(e["learners"]) for e in of(events, "commit")) > 3.5
+
+
 def test_the_same_seed_is_the_same_run_to_the_last_event():
   plan = random_faults(3, 30, 5.0, 3, 2)
   first, second = (play(make(faults=plan), seed=5)[1] for _ in range(2))
