@@ -13,13 +13,13 @@ Numbers:   docs/results.md, "Goodput under kills".
 
 from __future__ import annotations
 
+import dataclasses
 import math
-import random
-from typing import Any
 
 import ml_collections
 
 from ddiloco import config
+from ddiloco.resilience.plans import random_kills
 
 PACE_SECONDS = 0.5
 DOWN_SECONDS = 1.0  # until a killed island's process is started again
@@ -56,17 +56,8 @@ def get_config(
   c.run.total_tokens = steps * learners * 4 * 32
   c.run.evaluations = 0
   c.run.sample_tokens = 0
-  c.chaos.faults = kills(seed, 60 * minutes, kills_per_minute, learners)
+  kills = random_kills(
+    f"goodput {seed}", kills_per_minute / 60.0, 60 * minutes, learners, DOWN_SECONDS
+  )
+  c.chaos.faults = tuple(dataclasses.asdict(kill) for kill in kills)
   return c
-
-
-def kills(
-  seed: int, seconds: float, per_minute: float, learners: int
-) -> tuple[dict[str, Any], ...]:
-  """kill -9 by one Poisson process over all islands, each as likely as any other."""
-  source, now, faults = random.Random(f"goodput {seed}"), 0.0, []
-  while (now := now + source.expovariate(per_minute / 60.0)) < seconds:
-    role = f"learner/{source.randrange(learners)}"
-    fault = {"action": "kill", "role": role, "at_seconds": round(now, 3), "seconds": DOWN_SECONDS}
-    faults.append(fault)
-  return tuple(faults)

@@ -16,12 +16,12 @@ Expect:    docs/results.md, "Thousands of islands".
 
 from __future__ import annotations
 
-import random
-from typing import Any
+import dataclasses
 
 import ml_collections
 
 from ddiloco import config
+from ddiloco.resilience.plans import random_kills
 
 STEPS = 60  # of an island of the fast kind: a second each
 MEAN_SECONDS_BETWEEN_KILLS = 300.0  # of one island
@@ -45,11 +45,12 @@ def get_config(learners: str = "2000") -> ml_collections.ConfigDict:
   c.sync.num_fragments = 8
   c.sync.sync_period = 8
   c.sync.snapshot_steps = 20
-  c.run.total_tokens = STEPS * count * 4 * 128 * 2 // 3  # a third of the islands make half of it
+  c.run.total_tokens = STEPS * count * 4 * 128 * 2 // 3  # a third of them are slow, some are down
   east = range(count // 2, count // 2 + count // 100)
   c.chaos.regions = {"east": tuple(f"learner/{m}" for m in east)}
+  kills = random_kills("thousands", count / MEAN_SECONDS_BETWEEN_KILLS, STEPS, count, DOWN_SECONDS)
   c.chaos.faults = (
-    *kills(count),
+    *(dataclasses.asdict(kill) for kill in kills),
     {"action": "cut", "role": "region/east", "at_seconds": 20.0, "seconds": 10.0},
     {"action": "throttle", "role": "learner/7", "at_seconds": 10.0, "bits_per_second": 1e8},
     {"action": "drop", "role": "learner/8", "at_seconds": 10.0, "seconds": 20.0, "share": 0.2},
@@ -57,14 +58,3 @@ def get_config(learners: str = "2000") -> ml_collections.ConfigDict:
     {"action": "kill", "role": "syncer/1", "at_seconds": 30.0, "seconds": 2.0},
   )
   return c
-
-
-def kills(learners: int) -> tuple[dict[str, Any], ...]:
-  """One Poisson process over all islands, each as likely as any other."""
-  source, now, faults = random.Random("thousands"), 0.0, []
-  while (now := now + source.expovariate(learners / MEAN_SECONDS_BETWEEN_KILLS)) < STEPS:
-    role = f"learner/{source.randrange(learners)}"
-    faults.append(
-      {"action": "kill", "role": role, "at_seconds": round(now, 3), "seconds": DOWN_SECONDS}
-    )
-  return tuple(faults)

@@ -37,7 +37,7 @@ from ddiloco.core.syncer_state import (
   set_member,
   touch,
 )
-from ddiloco.core.values import replace
+from ddiloco.core.values import put, replace
 
 
 def lost_at(member: Member, sync: SyncConfig) -> float:
@@ -192,8 +192,8 @@ def _note_delivered(
     waited = now - min(since for _, since in complete)
     queued = now - min(at for at, _ in complete)
     state = replace(state, delivery_seconds=smooth(state.delivery_seconds, queued))
-    member = replace(member, delivery_seconds=smooth(member.delivery_seconds, waited))
-    member = replace(member, resends=0, resent_at=-math.inf)
+    delivery_seconds = smooth(member.delivery_seconds, waited)
+    member = replace(member, delivery_seconds=delivery_seconds, resends=0, resent_at=-math.inf)
   return state, member
 
 
@@ -270,10 +270,10 @@ def _on_value(
   for learner, m in state.members.items():  # who has it says so; the others get it after a while
     m = replace(
       m,
-      versions=(*m.versions[:i], -1, *m.versions[i + 1 :]),
-      sent=(*m.sent[:i], f.version, *m.sent[i + 1 :]),
-      sent_at=(*m.sent_at[:i], now, *m.sent_at[i + 1 :]),
-      waiting_since=(*m.waiting_since[:i], now, *m.waiting_since[i + 1 :]),
+      versions=put(m.versions, i, -1),
+      sent=put(m.sent, i, f.version),
+      sent_at=put(m.sent_at, i, now),
+      waiting_since=put(m.waiting_since, i, now),
     )
     state = set_member(state, learner, m)
   fields = {"fragment": f.index, "version": f.version, "round": f.last_round}
@@ -314,7 +314,7 @@ def _catch_up(
     f, member = state.fragments[i], state.members[learner]
     # One at a time, and not again before that one shows up or twice the time is over: if it is the
     # link that is slow, each costs as much as what it is to replace.
-    waited = now - max(member.waiting_since[i], member.resent_at)
+    waited = now - max(since[i], member.resent_at)
     overdue = waited > backed_off(patience, member.resends, math.inf)
     if member.sent[i] < f.version or overdue:
       again = member.sent[i] == f.version

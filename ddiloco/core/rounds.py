@@ -36,7 +36,7 @@ from ddiloco.core.syncer_state import (
   touch,
   without,
 )
-from ddiloco.core.values import replace
+from ddiloco.core.values import put, replace
 
 
 def _settled(state: SyncerState, now: float) -> bool:
@@ -289,7 +289,7 @@ def _credit(state: SyncerState, learner: int, i: int, norm_per_step: float) -> S
   member = state.members.get(learner)
   if member is None:
     return state
-  norms = (*member.norms[:i], smooth(member.norms[i], norm_per_step), *member.norms[i + 1 :])
+  norms = put(member.norms, i, smooth(member.norms[i], norm_per_step))
   return set_member(state, learner, replace(member, norms=norms, rejections=0))
 
 

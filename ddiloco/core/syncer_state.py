@@ -10,7 +10,7 @@ from ddiloco.config import SyncConfig
 from ddiloco.core import causality
 from ddiloco.core.messages import EVALUATOR, NOTHING, TO_SHARD, Message, Publish, Push, flat
 from ddiloco.core.protocol import Note, Send, due_after
-from ddiloco.core.values import replace
+from ddiloco.core.values import put, replace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,8 +145,7 @@ def set_member(state: SyncerState, learner: int, member: Member | None) -> Synce
 
 
 def set_fragment(state: SyncerState, i: int, f: FragmentState) -> SyncerState:
-  fragments = (*state.fragments[:i], f, *state.fragments[i + 1 :])
-  return replace(state, fragments=fragments)
+  return replace(state, fragments=put(state.fragments, i, f))
 
 
 def touch(state: SyncerState, positions: Iterable[int]) -> SyncerState:
@@ -215,12 +214,10 @@ def publish_to(
     base_version=f.version - 1 if update else -1,
     base_round=base_round,
   )
-  sent = (*member.sent[:i], f.version, *member.sent[i + 1 :])
-  sent_at, waiting_since = member.sent_at, member.waiting_since
   if not update or member.versions[i] >= member.sent[i]:  # else an older one is awaited longer
-    sent_at = (*sent_at[:i], now, *sent_at[i + 1 :])
-    waiting_since = (*waiting_since[:i], now, *waiting_since[i + 1 :])
-  member = replace(member, sent=sent, sent_at=sent_at, waiting_since=waiting_since)
+    sent_at, waiting_since = put(member.sent_at, i, now), put(member.waiting_since, i, now)
+    member = replace(member, sent_at=sent_at, waiting_since=waiting_since)
+  member = replace(member, sent=put(member.sent, i, f.version))
   state = set_member(state, learner, member)
   return state, Send(learner, publish)
 

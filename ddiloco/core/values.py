@@ -28,4 +28,9 @@ else:
     return new
 
 
-__all__ = ["replace"]
+def put(values: tuple[T, ...], i: int, value: T) -> tuple[T, ...]:
+  """The tuple with another value at position `i`."""
+  return (*values[:i], value, *values[i + 1 :])
+
+
+__all__ = ["put", "replace"]

@@ -47,6 +47,25 @@ def random_faults(
   return tuple(sorted(faults, key=lambda fault: fault.at_seconds))
 
 
+def random_kills(
+  seed: str, per_second: float, span_seconds: float, num_learners: int, down_seconds: float
+) -> tuple[Fault, ...]:
+  """Kills by one Poisson process over all islands, each as likely as any other; by time.
+
+  Args:
+    seed: of chance.
+    per_second: of all islands together, in the mean.
+    span_seconds: of the run, since training began.
+    num_learners: who may be struck.
+    down_seconds: until a killed one is started again.
+  """
+  rng, now, faults = random.Random(seed), 0.0, []
+  while (now := now + rng.expovariate(per_second)) < span_seconds:
+    role = f"learner/{rng.randrange(num_learners)}"
+    faults.append(Fault("kill", role, at_seconds=round(now, 3), seconds=down_seconds))
+  return tuple(faults)
+
+
 def _fault(rng: random.Random, action: str, role: str, at_seconds: float) -> Fault:
   fault = Fault(
     action, role, at_seconds=round(at_seconds, 3), seconds=round(rng.uniform(0.5, 3), 2)

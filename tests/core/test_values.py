@@ -7,7 +7,7 @@ import pytest
 
 from ddiloco.core import learner_state, messages, protocol, syncer, syncer_state
 from ddiloco.core.learner import init
-from ddiloco.core.values import replace
+from ddiloco.core.values import put, replace
 
 STATES = [
   init(2, 7, (0, 1, 0), 100),
@@ -44,3 +44,8 @@ def test_values_of_the_protocol_are_nothing_but_their_fields(module):
     assert not hasattr(found, "__post_init__") and not hasattr(found, "__slots__"), found
     cached = [v for v in vars(found).values() if isinstance(v, functools.cached_property)]
     assert not cached, found
+
+
+def test_put_changes_one_position():
+  assert put((1, 2, 3), 1, 9) == (1, 9, 3)
+  assert put((1,), 0, 9) == (9,)
