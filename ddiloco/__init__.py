@@ -1,3 +1,56 @@
-"""Decoupled DiLoCo in JAX: one large model trained across islands, far apart and failing."""
+"""Decoupled DiLoCo in JAX: one large model trained across islands, far apart and failing.
 
-__version__ = "0.1.0"
+This is the stable face; all the rest of the package may change between minor versions.
+
+  config = ddiloco.load("configs/quickstart.py")       # or ddiloco.default(), or a run's workdir
+  config.sync.min_quorum = 2
+  run = ddiloco.train(config, "runs/mine", cpu=True)   # goes on from a snapshot, if there is one
+  run.params(), run.summary(), run.status(), run.evaluate()
+
+Importing it is cheap: nothing else, neither JAX nor NumPy, is imported before a name is used.
+"""
+
+import importlib
+
+__version__ = "0.2.0"
+
+# Where each name lives. It is imported when it is first used.
+_HOMES = {
+  "Config": "ddiloco.config",
+  "ConfigError": "ddiloco.config",
+  "Model": "ddiloco.models.model",
+  "NnxModel": "ddiloco.models.model",
+  "Run": "ddiloco.api",
+  "Source": "ddiloco.training.data",
+  "default": "ddiloco.config",
+  "load": "ddiloco.api",
+  "plan": "ddiloco.api",
+  "simulate": "ddiloco.api",
+  "train": "ddiloco.api",
+}
+
+__all__ = [
+  "Config",
+  "ConfigError",
+  "Model",
+  "NnxModel",
+  "Run",
+  "Source",
+  "__version__",
+  "default",
+  "load",
+  "plan",
+  "simulate",
+  "train",
+]
+
+
+def __getattr__(name: str):
+  if name not in _HOMES:
+    raise AttributeError(f"module 'ddiloco' has no attribute {name!r}")
+  value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+  return value
+
+
+def __dir__() -> list[str]:
+  return sorted({*globals(), *__all__})

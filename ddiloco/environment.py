@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 
 
 def before_import() -> None:
-  """What must be in the environment when JAX is imported, here or in a process started from here.
+  """What must be in the environment when JAX makes its devices, here or in a child process.
 
   NPROC sizes XLA's CPU thread pool. Two meshes of fake CPU devices driven from two threads wait for
   each other inside that pool: with fewer threads than participants a collective never assembles
@@ -18,24 +17,25 @@ def before_import() -> None:
 
 
 def prepare(num_cpu_devices: int, cpu_only: bool = False, supervises: bool = False) -> None:
-  """Readies this process for several islands; must run before JAX is first used.
+  """Readies this process for several islands; must run before JAX makes its devices.
 
   Where JAX finds accelerators it uses them; else the CPU pretends to be `num_cpu_devices` devices
   (`cpu_only` forces that, for tests and laptops with a GPU).
 
   A process that only `supervises` others leaves the accelerators to them: it uses the CPU itself,
-  and hands on what it was told. In a process where JAX is imported already (`nursery.py`)
-  it says the same to JAX itself, which reads the environment only then.
+  and hands on what it was told. In a process where JAX is imported already (by the user's own model
+  or `engines/forkserver.py`) it says the same to JAX itself, which reads the environment only then.
+
+  Raises:
+    RuntimeError: JAX has made its devices.
   """
-  if "jax" in sys.modules and "NPROC" not in os.environ:
-    raise RuntimeError("JAX was imported before ddiloco.environment.prepare()")
   before_import()
   platforms = "cpu" if cpu_only else os.environ.get("JAX_PLATFORMS", "")
   if platforms and "cpu" not in platforms.split(","):
     platforms += ",cpu"  # shards and the evaluator live there
   if platforms:
     os.environ["JAX_PLATFORMS"] = platforms
-  import jax  # only now: NPROC must be set before
+  import jax
 
   if supervises or platforms:
     jax.config.update("jax_platforms", "cpu" if supervises else platforms)

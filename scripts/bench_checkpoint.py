@@ -37,7 +37,6 @@ import shutil
 import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -52,24 +51,26 @@ from ddiloco import environment
 environment.prepare(num_cpu_devices=1, cpu_only=True)
 
 import jax
+import launch
 import numpy as np
 
+from ddiloco.chaos.faults import Faults
+from ddiloco.checkpoint.restore import ResumeState, new_learner, new_syncer
+from ddiloco.checkpoint.saver import Saver
+from ddiloco.checkpoint.snapshots import Storage
 from ddiloco.config import Config, from_dict
 from ddiloco.core import fragments
+from ddiloco.core.commit import MemoryStore, new_fragment
 from ddiloco.engines.children import processes_of
-from ddiloco.engines.workdir import start_time
-from ddiloco.observe.drain import warn
-from ddiloco.observe.events import Event, NullRecorder, read_events
-from ddiloco.resilience.chaos import Faults
-from ddiloco.runtime import initial
-from ddiloco.runtime.learner import Learner
-from ddiloco.runtime.rejoin import Beginning, new_learner, new_syncer
-from ddiloco.runtime.saver import Saver
-from ddiloco.runtime.storage import Storage
-from ddiloco.runtime.store import MemoryStore, new_fragment
-from ddiloco.runtime.syncer import Syncer
-from ddiloco.runtime.transport import Hub, learner_address, syncer_address
+from ddiloco.network.transport import Hub, learner_address, syncer_address
+from ddiloco.observe.eventlog import Event, NullRecorder, read_events
+from ddiloco.observe.guards import warn
+from ddiloco.protocol import events
+from ddiloco.roles import initial
+from ddiloco.roles.learner import Learner
+from ddiloco.roles.syncer import Syncer
 from ddiloco.training.island import Island
+from ddiloco.workdir import start_time
 
 PATIENCE_SECONDS = 240.0
 BATCHES = 8  # different ones, again and again
@@ -113,18 +114,19 @@ class Log(NullRecorder):
     self.under_way: dict[int, float] = {}  # snapshot -> begun
     self._captured = False
 
-  def event(self, kind: str, **fields) -> None:
+  def record(self, event: Event) -> None:
     now = time.monotonic()
-    if kind == "step":
-      self.steps.append(Step(now, fields["gap_seconds"], self._captured))
-      self._captured = False
-    elif kind == "recorded":
-      self.under_way[fields["snapshot"]], self._captured = now, True
-    elif kind in ("saved", "unsaved"):
-      self.saves.append((self.under_way.pop(fields["snapshot"]), now))
-      self.save_seconds += [fields["seconds"]] if kind == "saved" else []
-    if kind in ("unsaved", "uncommitted"):
-      print(f"  {kind}: {fields}")
+    match event:
+      case events.Step():
+        self.steps.append(Step(now, event.gap_seconds, self._captured))
+        self._captured = False
+      case events.Recorded():
+        self.under_way[event.snapshot], self._captured = now, True
+      case events.Saved() | events.Unsaved():
+        self.saves.append((self.under_way.pop(event.snapshot), now))
+        self.save_seconds += [event.seconds] if isinstance(event, events.Saved) else []
+    if isinstance(event, events.Unsaved | events.Uncommitted):
+      print(f"  {event}")
 
 
 class Blocks:
@@ -190,7 +192,7 @@ def measure_steps(config: Config, folder: Path, block: int, pairs: int) -> tuple
   blocks = Blocks(config, block, pairs, list(logs.values()))
   blocks.turn = lambda on: setattr(shard, "config", config if on else without)
   learner = Learner(
-    Beginning(new_learner(config, plan, 0, 0)),
+    ResumeState(new_learner(config, plan, 0, 0)),
     config,
     plan,
     island,
@@ -287,14 +289,9 @@ class Run:
   """`ddiloco train --engine=processes` in a workdir, begun now."""
 
   def __init__(self, config: Config, workdir: Path):
-    path = workdir.with_suffix(".json")
-    path.write_text(config.to_json())
-    command = [sys.executable, "-m", "ddiloco", "train", "--engine=processes", "--cpu"]
-    command += [f"--config={path}", f"--workdir={workdir}"]
-    self.workdir, self.log = workdir, workdir.with_suffix(".log")
+    self.workdir, self.log = workdir, launch.log_of(workdir)
     self.began = time.time()
-    with self.log.open("ab") as file:
-      self._process = subprocess.Popen(command, stdout=file, stderr=file, env=environment.bare())
+    self._process = launch.start(config, workdir, "--engine=processes")
 
   def wait_for(self, what: str, found: Callable[[list[Event]], Any]) -> Any:
     """The first true `found(events)` of this workdir."""
@@ -340,21 +337,21 @@ def measure_rejoin(folder: Path, quick: bool) -> dict[str, Any]:
   finally:
     again.end()
   rejoin = {name: seconds for name, seconds in joined.items() if name != "joined"}
-  return {"rejoin": rejoin, "resume_seconds": round(merged["time"] - began, 2)}
+  return {"rejoin": rejoin, "resume_seconds": round(merged.time - began, 2)}
 
 
 def later(events: list[Event], kind: str, seconds: float) -> Event | None:
   """The first of this kind after that time of the run; of snapshots, one with learner 1."""
-  found = (e for e in events if e["kind"] == kind and e["time"] > seconds)
-  return next((e for e in found if "learner-1" in e.get("roles", ["learner-1"])), None)
+  found = (e for e in events if e.kind == kind and e.time > seconds)
+  return next((e for e in found if "learner-1" in getattr(e, "roles", ["learner-1"])), None)
 
 
 def came_back(events: list[Event], role: str) -> dict[str, float] | None:
   """How long each part of a restarted learner's way back took; "joined" is when it was there."""
-  restart = next((e["time"] for e in events if e["kind"] == "restart"), None)
+  restart = next((e.time for e in events if e.kind == "restart"), None)
   if restart is None:
     return None
-  mine = [e for e in events if e["role"] == role]
+  mine = [e for e in events if e.role == role]
   found = [later(mine, kind, restart) for kind in ("compiled", "restored", "joined")]
   compiled, restored, joined = found
   if joined is None:
@@ -362,11 +359,11 @@ def came_back(events: list[Event], role: str) -> dict[str, float] | None:
   if compiled is None or restored is None:
     raise SystemExit(f"{role} came back without its part of a snapshot")
   return {
-    "restart_seconds": round(compiled["time"] - compiled["seconds"] - restart, 3),
-    "compile_seconds": compiled["seconds"],
-    "restore_seconds": restored["seconds"],
-    "fragments_seconds": joined["seconds"],
-    "joined": joined["time"],
+    "restart_seconds": round(compiled.time - compiled.seconds - restart, 3),
+    "compile_seconds": compiled.seconds,
+    "restore_seconds": restored.seconds,
+    "fragments_seconds": joined.seconds,
+    "joined": joined.time,
   }
 
 

@@ -41,13 +41,15 @@ from ddiloco import environment
 
 environment.prepare(num_cpu_devices=1, cpu_only=True, supervises=True)
 
-from ddiloco import nursery
+import launch
+
+from ddiloco import workdir as workdirs
 from ddiloco.config import Config, from_dict
-from ddiloco.engines import workdir as workdirs
+from ddiloco.engines import forkserver
 from ddiloco.engines.children import Spawn
 from ddiloco.engines.processes import ProcessesEngine
 from ddiloco.observe import plots
-from ddiloco.observe.events import Event, read_events
+from ddiloco.observe.eventlog import Event, read_events
 from ddiloco.observe.style import GLOBAL_MODEL, PALETTE
 from ddiloco.training import data
 
@@ -98,10 +100,10 @@ class Pinned(ProcessesEngine):
   def _spawn(self, name: str) -> Spawn:
     kind, _, number = name.partition("/")
     if kind != "learner" or int(number) == self.config.islands.num_learners - 1:
-      return nursery.spawn
+      return forkserver.spawn
 
-    def pinned(command: list[str], log: Path) -> nursery.Forked:
-      process = nursery.spawn(command, log)
+    def pinned(command: list[str], log: Path) -> forkserver.Forked:
+      process = forkserver.spawn(command, log)
       os.sched_setaffinity(process.pid, self.mine)  # before it has any threads to follow it
       return process
 
@@ -119,14 +121,14 @@ class Ends:
     self._all_train_at = math.inf
 
   def __call__(self, event: Event) -> None:
-    kind = event["kind"]
+    kind = event.kind
     if kind in ("fault", "exit", "restart", "joined", "push", "commit", "started"):
       self.events.append(event)
     if kind in ("fault", "restart", "joined"):
-      print(f"{event['time']:6.1f} s {event.get('target', event['role'])} {kind}")
+      print(f"{event.time:6.1f} s {event.get('target', event.role)} {kind}")
     if math.isinf(self._all_train_at) and all(self.engine.steps.values()):
-      self._all_train_at = event["time"]
-    lasted = max(0.0, event["time"] - self._all_train_at)
+      self._all_train_at = event.time
+    lasted = max(0.0, event.time - self._all_train_at)
     if time.monotonic() - self.said >= PROGRESS_SECONDS:
       self.said = time.monotonic()
       print(f"{lasted:.0f} of {self.seconds:.0f} s, {sum(self.engine.steps.values())}"
@@ -141,10 +143,7 @@ class Ends:
 
 def run(config: Config, folder: Path, seconds: float, mine: frozenset[int]) -> None:
   """The run, into `folder`; none if it is there already."""
-  if any(e["kind"] == "run_finished" for e in read_events(folder)):
-    print(f"done before, in {folder}")
-    if workdirs.saved_config(folder) != config:
-      raise SystemExit(f"--workdir={folder}: has another config. Fix: choose another one.")
+  if launch.done_before(config, folder):
     return
   workdirs.claim(folder, config, overwrite=True)
   engine = Pinned(config, folder, data.open_corpus(config.data), lambda params: 0.0)
@@ -161,22 +160,22 @@ def run(config: Config, folder: Path, seconds: float, mine: frozenset[int]) -> N
 def restarts(events: Iterable[Event]) -> list[tuple[float, float]]:
   """(kill, first merged push of the next incarnation) for each kill; inf: not until the next."""
   events = list(events)
-  kills = [(e["time"], e["target"].replace("/", "-")) for e in events if e["kind"] == "fault"]
+  kills = [(e.time, e.target.replace("/", "-")) for e in events if e.kind == "fault"]
   spans = []
   for i, (killed, role) in enumerate(kills):
     until = kills[i + 1][0] if i + 1 < len(kills) else math.inf
-    later = [e for e in events if killed < e["time"] < until]
-    lives = {e["incarnation"] for e in later if e["kind"] == "started" and e["role"] == role}
+    later = [e for e in events if killed < e.time < until]
+    lives = {e.incarnation for e in later if e.kind == "started" and e.role == role}
     pushed = {
-      (e["fragment"], e["round"])
+      (e.fragment, e.round)
       for e in later
-      if e["kind"] == "push" and e["role"] == role and e["incarnation"] in lives
+      if e.kind == "push" and e.role == role and e.incarnation in lives
     }
     number = int(role.partition("-")[2])
     merged = (
-      e["time"]
+      e.time
       for e in later
-      if e["kind"] == "commit" and number in e["learners"] and (e["fragment"], e["round"]) in pushed
+      if e.kind == "commit" and number in e.learners and (e.fragment, e.round) in pushed
     )
     spans.append((killed, min(merged, default=math.inf)))
   return spans
@@ -184,7 +183,7 @@ def restarts(events: Iterable[Event]) -> list[tuple[float, float]]:
 
 def steps_of(events: Iterable[Event], learner: int) -> Steps:
   """Every step but the first."""
-  times = [e["time"] for e in events if e["kind"] == "step" and e["role"] == f"learner-{learner}"]
+  times = [e.time for e in events if e.kind == "step" and e.role == f"learner-{learner}"]
   return [(after, after - before) for before, after in itertools.pairwise(times)]
 
 

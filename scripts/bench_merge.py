@@ -78,7 +78,7 @@ def bench_arrival(
     start = time.perf_counter()
     codec.decode(payload, fragment.size, "int4")
     squares = merge.squared_norms(fragment, delta)
-    gram = merge.extend_gram(fragment, gram, deltas[:count], delta, squares)
+    gram = merge.extend_gram(gram, merge.products(fragment, deltas[:count], delta), squares)
     seconds = time.perf_counter() - start
   return seconds, gram
 

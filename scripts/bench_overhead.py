@@ -1,6 +1,6 @@
 """What the exchange costs an inner step: a learner with a syncer attached against a bare loop.
 
-One run, one island, the same compiled step, in turn: a block of steps as `runtime.learner` makes
+One run, one island, the same compiled step, in turn: a block of steps as `roles.learner` makes
 them (pulls, pushes, publishes of a fragment per step), then, when the exchange is quiet, one of the
 bare compiled step. `ratio` is the median over neighbouring pairs of blocks of the ratio of their
 median step times. The step is kept to one core, so that the syncer has one of its own: on real
@@ -35,16 +35,17 @@ import jax
 import numpy as np
 
 from ddiloco import config as config_lib
+from ddiloco.chaos.faults import Faults
+from ddiloco.checkpoint.restore import ResumeState, new_learner, new_syncer
 from ddiloco.core import fragments
-from ddiloco.observe.events import NullRecorder
-from ddiloco.resilience.chaos import Faults
-from ddiloco.runtime import initial
-from ddiloco.runtime.learner import Learner
-from ddiloco.runtime.network import NetworkEndpoint, Run, seconds_since_2020
-from ddiloco.runtime.rejoin import Beginning, new_learner, new_syncer
-from ddiloco.runtime.store import MemoryStore, new_fragment
-from ddiloco.runtime.syncer import Syncer
-from ddiloco.runtime.transport import Endpoint, Hub, learner_address, syncer_address
+from ddiloco.core.commit import MemoryStore, new_fragment
+from ddiloco.network.endpoint import NetworkEndpoint, Run
+from ddiloco.network.transport import Endpoint, Hub, learner_address, syncer_address
+from ddiloco.observe.eventlog import NullRecorder
+from ddiloco.protocol import events
+from ddiloco.roles import initial
+from ddiloco.roles.learner import Learner
+from ddiloco.roles.syncer import Syncer
 from ddiloco.training.island import Island
 
 FRAGMENTS = 8
@@ -111,11 +112,11 @@ class Steps(NullRecorder):
     self.blocked_seconds = 0.0
     self.commits = 0
 
-  def event(self, kind: str, **fields) -> None:
-    if kind == "step":
-      self.gaps.append(fields["gap_seconds"])
-      self.blocked_seconds += fields["blocked_seconds"]
-    self.commits += kind == "commit"
+  def record(self, event: events.Event) -> None:
+    if isinstance(event, events.Step):
+      self.gaps.append(event.gap_seconds)
+      self.blocked_seconds += event.blocked_seconds
+    self.commits += isinstance(event, events.Commit)
 
 
 class Bench:
@@ -130,7 +131,7 @@ class Bench:
     """A connection of this process to the others."""
     size = 4 * sum(self.plan.sizes)
     run = Run("bench", self.plan.plan_id, max_payload_bytes=size, queue_bytes=3 * size)
-    return NetworkEndpoint(address, seconds_since_2020(), run, self.config.network, bind=bind)
+    return NetworkEndpoint(address, 0, run, self.config.network, bind=bind)
 
   def train(self, endpoint: Endpoint) -> Measured:
     """The learner: blocks of steps with the exchange and without, in turn."""
@@ -140,7 +141,7 @@ class Bench:
     shape = (self.config.islands.batch_size, self.config.data.sequence_length + 1)
     tokens = [random.integers(0, 256, shape, np.int32) for _ in range(8)]
     loop, steps = Interleaved(island, tokens, self.block, self.pairs), Steps()
-    beginning = Beginning(new_learner(self.config, self.plan, 0, 0))
+    beginning = ResumeState(new_learner(self.config, self.plan, 0, 0))
     role = Learner(beginning, self.config, self.plan, island, loop, endpoint, steps)
     role.run(Faults((), time.monotonic()), loop.stop.is_set)
     return Measured(steps.gaps, loop.bare, steps.blocked_seconds)

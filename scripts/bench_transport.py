@@ -27,10 +27,10 @@ from pathlib import Path
 import numpy as np
 
 from ddiloco.config import NetworkConfig
-from ddiloco.core.messages import Hello, Pull, Push
-from ddiloco.runtime.keys import Keys, make_keys
-from ddiloco.runtime.network import NetworkEndpoint, Run
-from ddiloco.runtime.transport import Hub
+from ddiloco.network.endpoint import NetworkEndpoint, Run
+from ddiloco.network.keys import Keys, make_keys
+from ddiloco.network.transport import Hub
+from ddiloco.protocol.messages import Pull, Push, RequestMoments
 
 RUN = Run("bench", "plan", max_payload_bytes=1 << 30, queue_bytes=2 << 30)
 SHARD, LEARNER = "syncer/0", "learner/0"
@@ -38,12 +38,12 @@ SECONDS = 60.0
 
 
 def serve(endpoint, stop: Callable[[], bool]) -> None:
-  """A shard that answers every push and every hello with a pull of the same number."""
+  """A shard that answers every push and every ask with a pull of the same number."""
   while not stop():
     arrived = endpoint.receive(0.2)
     if arrived is not None:
       message = arrived[1]
-      number = message.round if isinstance(message, Push) else message.incarnation
+      number = message.round if isinstance(message, Push) else message.fragments[0]
       endpoint.send(LEARNER, Pull(0, 0, 0, 0, number, 0, 0))
 
 
@@ -82,7 +82,7 @@ def over(endpoint) -> Callable[[np.ndarray], None]:
   def transfer(payload: np.ndarray) -> None:
     nonlocal count
     count += 1
-    endpoint.send(SHARD, Push(0, 0, 0, count, 0, 1, 1, 0, 0, (), "f32", payload))
+    endpoint.send(SHARD, Push(0, 0, 0, count, 0, 1, 1, 0, 0, 0, "f32", payload))
     arrived = endpoint.receive(SECONDS)
     assert arrived is not None and arrived[1].round == count, "the fragment was lost"
 
@@ -116,7 +116,7 @@ def control_under_load(endpoint: NetworkEndpoint, payload: np.ndarray, count: in
       endpoint.send(SHARD, Push(0, 0, 0, pushes, 0, 1, 1, 0, 0, (), "f32", payload))
       pushes += 1
     before = time.perf_counter()
-    endpoint.send(SHARD, Hello(0, number, ()))
+    endpoint.send(SHARD, RequestMoments(0, 0, (number,)))
     while (got := endpoint.receive(SECONDS)[1].round) != number:
       assert got < 1_000_000
       answers += 1

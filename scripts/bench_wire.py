@@ -22,15 +22,15 @@ import time
 import numpy as np
 
 from ddiloco import config as config_lib
+from ddiloco.chaos.faults import Faults
+from ddiloco.checkpoint.restore import ResumeState, new_learner, new_syncer
 from ddiloco.core import codec, fragments
-from ddiloco.observe.events import NullRecorder
-from ddiloco.resilience.chaos import Faults
-from ddiloco.runtime import initial
-from ddiloco.runtime.learner import Learner
-from ddiloco.runtime.rejoin import Beginning, new_learner, new_syncer
-from ddiloco.runtime.store import MemoryStore, new_fragment
-from ddiloco.runtime.syncer import Syncer
-from ddiloco.runtime.transport import Hub, learner_address, syncer_address
+from ddiloco.core.commit import MemoryStore, new_fragment
+from ddiloco.network.transport import Hub, learner_address, syncer_address
+from ddiloco.observe.eventlog import NullRecorder
+from ddiloco.roles import initial
+from ddiloco.roles.learner import Learner
+from ddiloco.roles.syncer import Syncer
 
 
 class Holder:
@@ -104,7 +104,7 @@ def measure(config: config_lib.Config, plan: fragments.Plan) -> tuple[float, flo
     endpoints.append(hub.connect(learner_address(m)))
     holder = Holder(plan, m)
     data = batches if m == 0 else _plain(config)
-    beginning = Beginning(new_learner(config, plan, m, 0))
+    beginning = ResumeState(new_learner(config, plan, m, 0))
     role = Learner(beginning, config, plan, holder, data, endpoints[m], NullRecorder())
     threads.append(threading.Thread(target=role.run, args=(faults, stop.is_set), daemon=True))
   for thread in threads:

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+import launch
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
+from ddiloco.observe.eventlog import read_events
+
 SMALL = {
   "model.num_layers": 2,
   "sync.num_fragments": 6,
@@ -66,39 +66,26 @@ def train(name: str, tokens: int, workdir: Path) -> tuple[dict, Path]:
   """The summary and workdir of one row, from an earlier run of it or a new one."""
   base, fields = ROWS[name]
   folder = workdir / "".join(c if c.isalnum() else "-" for c in name)
-  summary = folder / "report" / "summary.json"
-  if not summary.exists():
-    fields = {**SMALL, **fields, "run.total_tokens": tokens}
-    command = [sys.executable, "-m", "ddiloco", "train", f"--config={ROOT}/configs/{base}.py"]
-    command += [f"--workdir={folder}", "--cpu", "--overwrite"]
-    command += [f"--config.{field}={value}" for field, value in fields.items()]
-    print(f"--- {name}", flush=True)
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-      sys.exit(f"{name} failed with status {done.returncode}:\n{done.stdout}\n{done.stderr}")
-  return json.loads(summary.read_text()), folder
+  launch.train(launch.config_of(base, {**SMALL, **fields, "run.total_tokens": tokens}), folder)
+  return launch.summary(folder), folder
 
 
 def loss_at(folder: Path, step: int) -> float | None:
   """Held-out loss of the global model at a step of the run's clock; None if never evaluated."""
-  events = folder / "events" / "evaluator.jsonl"
-  if not events.exists():
-    return None
-  lines = [json.loads(line) for line in events.read_text().splitlines()]
-  points = [(e["clock"], e["loss"]) for e in lines if e["kind"] == "evaluation"]
-  return float(np.interp(step, *zip(*points)))
+  points = [(e.clock, e.loss) for e in read_events(folder) if e.kind == "evaluation"]
+  return float(np.interp(step, *zip(*points))) if points else None
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   parser.add_argument("--tokens", type=int, default=4 * 600 * 4 * 128)
-  parser.add_argument("--workdir", type=Path, default=ROOT / "runs" / "compare")
+  parser.add_argument("--workdir", type=Path, default=launch.ROOT / "runs" / "compare")
   parser.add_argument("--only", default="", help="names of rows, separated by ';'")
   args = parser.parse_args()
   steps = args.tokens // (4 * 4 * 128)
   result: dict = {"loss_at_equal_steps": {}, "loss_at_equal_merged_tokens": {}}
   for name in [n for n in args.only.split(";") if n] or ROWS:
-    summary, folder = train(name, args.tokens, args.workdir)
+    summary, folder = train(name, args.tokens, args.workdir.absolute())
     end = round(summary["loss_merged"], 4)
     equal = loss_at(folder, steps)
     result["loss_at_equal_merged_tokens"][name] = end

@@ -15,18 +15,19 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+import launch
+
+from ddiloco.observe.eventlog import Event
+
 SMALL = {
   "model.num_layers": 2,
   "islands.batch_size": 4,
   "sync.num_fragments": 6,
   "sync.sync_period": 12,
   "sync.snapshot_steps": 50,
-  "run.evaluations": 0,
+  "run.evaluations": 1,  # the end's is what is compared
   "run.sample_tokens": 0,
 }
 POLICIES = ("own", "peer", "fresh")
@@ -34,48 +35,31 @@ KILL_EVERY = 60  # steps of the run's clock
 DOWN_SECONDS = 0.5
 
 
-def faults(steps: int) -> list[dict]:
+def faults(steps: int) -> tuple[dict, ...]:
   """Kills of islands 1, 2, 3 in turn, from step 100 on and not in the last tenth of the run."""
   times = range(100, steps * 9 // 10, KILL_EVERY)
-  return [
+  return tuple(
     {"action": "kill", "role": f"learner/{1 + i % 3}", "at_step": at, "seconds": DOWN_SECONDS}
     for i, at in enumerate(times)
-  ]
+  )
 
 
-def train(row: str, seed: int, tokens: int, workdir: Path) -> tuple[dict, list[dict]]:
+def train(row: str, seed: int, tokens: int, workdir: Path) -> tuple[dict, list[Event]]:
   """(summary, events of learners that came back) of one run, an earlier one or a new one."""
+  fields = {**SMALL, "run.total_tokens": tokens, "seed": seed}
+  if row != "undisturbed":
+    fields |= {"checkpoint.rejoin": row, "chaos.faults": faults(tokens // (4 * 4 * 128))}
   folder = workdir / f"{row}-{seed}"
-  if not (folder / "report" / "summary.json").exists():
-    print(f"--- {row}, seed {seed}", flush=True)
-    steps = tokens // (4 * 4 * 128)
-    experiment = workdir / f"{row}-{seed}.py"
-    experiment.parent.mkdir(parents=True, exist_ok=True)
-    planned = [] if row == "undisturbed" else faults(steps)
-    experiment.write_text(
-      "from ddiloco.config import default\n\n\ndef get_config():\n  config = default()\n"
-      f"  config.chaos.faults = {tuple(planned)!r}\n  return config\n"
-    )
-    fields = {**SMALL, "run.total_tokens": tokens, "seed": seed}
-    if row != "undisturbed":
-      fields["checkpoint.rejoin"] = row
-    command = [sys.executable, "-m", "ddiloco", "train", f"--config={experiment}", "--cpu"]
-    command += [f"--workdir={folder}", "--overwrite"]
-    command += [f"--config.{field}={value}" for field, value in fields.items()]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-      sys.exit(f"{row} failed with status {done.returncode}:\n{done.stdout}\n{done.stderr}")
-  lines = "".join(path.read_text() for path in (folder / "events").glob("learner-*.jsonl"))
-  events = [json.loads(line) for line in lines.splitlines()]
-  back = [e for e in events if e["kind"] == "joined" and e["incarnation"] > 0]
-  return json.loads((folder / "report" / "summary.json").read_text()), back
+  events = launch.train(launch.config_of("default", fields), folder)
+  back = [e for e in events if e.kind == "joined" and e.incarnation > 0]
+  return launch.summary(folder), [e for e in back if e.role.startswith("learner")]
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   parser.add_argument("--seeds", type=int, default=3)
   parser.add_argument("--tokens", type=int, default=4 * 600 * 4 * 128)
-  parser.add_argument("--workdir", type=Path, default=ROOT / "runs" / "rejoin")
+  parser.add_argument("--workdir", type=Path, default=launch.ROOT / "runs" / "rejoin")
   parser.add_argument("--quick", action="store_true", help="a smoke test: numbers mean nothing")
   args = parser.parse_args()
   if args.quick:
@@ -84,9 +68,9 @@ def main() -> None:
   for row in ("undisturbed", *POLICIES):
     losses, seconds = [], []
     for seed in range(args.seeds):
-      summary, back = train(row, seed, args.tokens, args.workdir)
+      summary, back = train(row, seed, args.tokens, args.workdir.absolute())
       losses.append(summary["loss_merged"])
-      seconds += [e["seconds"] for e in back]
+      seconds += [e.seconds for e in back]
     result["loss"][row] = round(statistics.mean(losses), 4)
     result["spread"][row] = round(max(losses) - min(losses), 4)
     result["rejoins"][row] = len(seconds)

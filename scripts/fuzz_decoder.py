@@ -2,7 +2,7 @@
 
 Five targets, chosen by the first byte of an input: a protocol message as it is on the wire; the
 same with a right envelope, so that every input reaches the fields; a frame of the transport; a
-fragment in a wire codec; a series of chunks into `runtime.transfers.Incoming`. The rule for all:
+fragment in a wire codec; a series of chunks into `network.transfers.Incoming`. The rule for all:
 nothing but `MalformedMessage` and `CodecError` comes out, what decodes encodes back to the same,
 memory stays bounded, chunks make whole messages, once and in order. It starts from real frames.
 
@@ -38,13 +38,14 @@ try:
 except ImportError:
   atheris = None
 
-import msgpack
 import numpy as np
+from msgspec import msgpack
 
 # What is fuzzed is imported so that atheris sees which way every input goes.
 with atheris.instrument_imports(include=["ddiloco"]) if atheris else contextlib.nullcontext():
-  from ddiloco.core import codec, messages, wire
-  from ddiloco.runtime import frames, greetings, transfers, transport
+  from ddiloco.core import codec
+  from ddiloco.network import frames, handshake, transfers, transport
+  from ddiloco.protocol import messages, wire
 
 RUN, PLAN = "run", "0123456789abcdef"
 MAX_INPUT_BYTES = 320
@@ -52,7 +53,7 @@ MAX_MEMORY_MB = 1024
 CHUNK_BYTES, LARGEST_BYTES, QUEUE_BYTES = 16, 64, 128
 EXIT_MALFORMED, EXIT_USAGE = 1, 2
 PROGRESS_SECONDS = 10.0
-NETWORK_RUN = greetings.Run(RUN, PLAN, LARGEST_BYTES, QUEUE_BYTES)
+NETWORK_RUN = handshake.Run(RUN, PLAN, LARGEST_BYTES, QUEUE_BYTES)
 
 # --- targets: each returns whether the input was accepted -----------------------------------------
 
@@ -70,12 +71,9 @@ def fields(data: bytes) -> bool:
   kind = kinds[data[0] % len(kinds)] if data else kinds[0]
   bulk = kind in messages.BULK
   count = len(kind.__dataclass_fields__) - bulk
-  envelope = (wire.WIRE_FORMAT, RUN, PLAN, kind.__name__)
-  packer = msgpack.Packer(autoreset=False)
-  packer.pack_array_header(len(envelope) + count)
-  for value in envelope:
-    packer.pack(value)
-  return _message(wire.seal(packer.bytes() + data[1:]), b"payload" if bulk else None)
+  start = msgpack.encode((kind.__name__, [None] * count))[:-count]  # a byte for each None
+  header = wire.seal(wire.envelope(RUN, PLAN) + start + data[1:])
+  return _message(header, b"payload" if bulk else None)
 
 
 def _message(header: bytes, payload: bytes | None) -> bool:
@@ -83,7 +81,8 @@ def _message(header: bytes, payload: bytes | None) -> bool:
   again = wire.decode(*wire.encode(decoded, RUN, PLAN), RUN, PLAN)
   assert again == decoded, f"{decoded} became {again}"
   if payload is not None:  # what is asked before its bytes are let in
-    greetings.check_header(NETWORK_RUN, transport.claimed_sender(decoded), header)
+    sender = transport.claimed_sender(decoded)
+    handshake.check_header(NETWORK_RUN, sender, decoded.incarnation, header)
   return True
 
 
@@ -127,7 +126,7 @@ MOST_STEPS = 32
 def chunks(data: bytes) -> bool:
   """Six bytes for each of up to 32 steps: [what, transfer, offset, total, length, header]."""
   incoming = transfers.Incoming(CHUNK_BYTES, 0, LARGEST_BYTES, QUEUE_BYTES, _check)
-  untaken: list[int] = []
+  untaken: list[tuple[int, int]] = []  # bytes of payload and header
   last, accepted = -1, False
   for at in range(0, min(len(data), 6 * MOST_STEPS) - 5, 6):
     what, ahead, *shape = data[at : at + 6]
@@ -137,14 +136,14 @@ def chunks(data: bytes) -> bool:
     elif what < 224:
       incoming.skip_to(incoming.expected + ahead % 8)
     elif untaken:
-      incoming.taken(untaken.pop())
+      incoming.taken(*untaken.pop())
     for header, payload in incoming.deliver():
       number = int(header)
       assert number > last, f"transfer {number} came after {last}"
       assert bytes(payload) == _content(number, 0, len(payload)), "not what was sent"
       last, accepted = number, True
-      untaken.append(len(payload))
-    _bounded(incoming, sum(untaken))
+      untaken.append((len(payload), len(header)))
+    _bounded(incoming, sum(size for size, _ in untaken))
   return accepted
 
 
@@ -167,7 +166,7 @@ def _bounded(incoming, untaken_bytes: int) -> None:
   held = sum(len(each.payload) for each in incoming._assemblies.values())
   held += sum(len(done[1]) for done in incoming._complete.values() if done)
   assert incoming.bytes == held + untaken_bytes, "miscounted"
-  assert held <= QUEUE_BYTES + LARGEST_BYTES, "more than agreed"
+  assert incoming.bytes <= QUEUE_BYTES + LARGEST_BYTES, "more than agreed"
   numbers = [*incoming._assemblies, *incoming._complete]
   assert all(n - incoming.expected < transfers.MAX_AHEAD for n in numbers), "no bound"
 
@@ -188,6 +187,7 @@ EXAMPLES = {
   bool: True,
   bytes: b"12345678",
   tuple[int, ...]: (3, 1),
+  tuple[tuple[int, int], ...]: ((3, 1),),
 }
 
 
@@ -203,7 +203,8 @@ def seeds() -> list[bytes]:
   for number, kind in enumerate(messages.KINDS.values()):
     header = wire.encode(example(kind), RUN, PLAN)[0]
     body = header[: -wire.SEAL_BYTES]
-    packed = b"".join(map(msgpack.packb, msgpack.unpackb(body)[4:]))
+    _, values = msgpack.decode(body)[-1]
+    packed = b"".join(map(msgpack.encode, values))
     inputs.append((message, (b"\xfe" if kind in messages.BULK else b"\0") + header))
     inputs.append((message, (b"\xff" if kind in messages.BULK else b"\1") + body))
     inputs.append((fields, bytes([number]) + packed))

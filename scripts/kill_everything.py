@@ -31,17 +31,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ddiloco import environment
+import launch
+
+from ddiloco.checkpoint.records import Damaged
+from ddiloco.checkpoint.snapshots import Storage
 from ddiloco.config import CheckpointConfig, Config, from_dict
-from ddiloco.core.invariants import check
 from ddiloco.engines.children import processes_of
-from ddiloco.engines.workdir import CHECKPOINTS, COMPILED, OUTCOME
-from ddiloco.observe.events import Event, read_events
-from ddiloco.observe.follow import Follower
-from ddiloco.observe.tape import read_tape
-from ddiloco.runtime import initial
-from ddiloco.runtime.records import Damaged
-from ddiloco.runtime.storage import Storage
+from ddiloco.observe.eventlog import Event, Follower, read_events
+from ddiloco.roles import initial
+from ddiloco.trace.check import check
+from ddiloco.trace.text import read_trace
+from ddiloco.workdir import CHECKPOINTS, COMPILED, OUTCOME
 
 LEARNERS, FRAGMENTS = 2, 2
 TOKENS = 8 * 32  # of a step: B = 8, T = 32
@@ -119,22 +119,20 @@ class Life:
   start_seconds: float | None  # until its first step
 
 
-def live(workdir: Path, config: Path, engine: str, moment: Moment | None, start: float) -> Life:
+def live(workdir: Path, config: Config, engine: str, moment: Moment | None, start: float) -> Life:
   """Starts the run, and kills it at its moment; `start` is how long a start takes, in seconds."""
   follower, events = Follower(workdir), []
   follower.poll()  # what happened in lives before
-  line = [sys.executable, "-m", "ddiloco", "train", f"--config={config}", f"--workdir={workdir}"]
   began, stepped, reached = time.monotonic(), None, None
-  with (workdir.parent / "log.txt").open("ab") as log:
-    process = subprocess.Popen(
-      [*line, "--cpu", f"--engine={engine}"], stdout=log, stderr=log, env=environment.bare()
-    )
+  process = launch.start(config, workdir, f"--engine={engine}")
   try:
     while process.poll() is None:
       now = time.monotonic()
       new = follower.poll()
       events += new
-      clocks = [e["clock"] for e in new if e["kind"] == "step"]
+      clocks = [e.clock for e in new if e.kind == "step"]
+      if (workdir / OUTCOME).exists():
+        moment = None  # its result is there: the run is over, and is left to be measured
       if clocks and stepped is None:
         stepped = now - began
       if moment is not None and moment.clock >= 0 and max(clocks, default=-1) >= moment.clock:
@@ -187,7 +185,7 @@ def newest(storage: Storage) -> Newest:
     if len(parts) == len(roles):
       found = found or (snapshot, [p.state for r, p in parts.items() if r.startswith("syncer")])
   snapshot, states = found or (0, [])
-  momentum = {p: r for state in states for p, r in state["momentum_rounds"]}
+  momentum = {int(p): r for state in states for p, r in state["momentum_rounds"].items()}
   fragments = {f["index"]: f for state in states for f in state["fragments"]}
   values = {p: (f["version"], f["last_round"], momentum[p]) for p, f in fragments.items()}
   tokens = {p: f["merged_tokens"] for p, f in fragments.items()}
@@ -198,15 +196,15 @@ def begun_wrong(life: Life, before: Newest) -> list[str]:
   """What a life began with that is not what the newest snapshot has."""
   wrong, seen = [], set()
   for event in life.events:
-    if event["kind"] == "owns" and (p := event["fragment"]) not in seen:
+    if event.kind == "owns" and (p := event.fragment) not in seen:
       seen.add(p)
-      mine = event["version"], event["round"], event["momentum_round"]
+      mine = event.version, event.round, event.momentum_round
       if mine != (should := before.values.get(p, (0, -1, -1))):
         wrong.append(f"fragment {p} begins with {mine}, the snapshot has {should}")
-    if event["kind"] == "restored" and (role := event["role"]) not in seen:
+    if event.kind == "restored" and (role := event.role) not in seen:
       seen.add(role)
-      if event["snapshot"] != (part := before.learners.get(role)):
-        wrong.append(f"{role} begins with snapshot {event['snapshot']}, its newest is {part}")
+      if event.snapshot != (part := before.learners.get(role)):
+        wrong.append(f"{role} begins with snapshot {event.snapshot}, its newest is {part}")
   return wrong
 
 
@@ -214,20 +212,20 @@ class Chains:
   """The rounds that lead to a value."""
 
   def __init__(self, events: Iterable[Event]):
-    self.commits = {(e["fragment"], e["round"]): e for e in events if e["kind"] == "commit"}
+    self.commits = {(e.fragment, e.round): e for e in events if e.kind == "commit"}
 
   def counted_twice(self, fragment: int, round_id: int) -> int:
     """Pushes that are in the value of this round more than once."""
     pushes: collections.Counter = collections.Counter()
     for commit in self.rounds(fragment, round_id):
-      whose = zip(commit["learners"], commit["incarnations"])
-      pushes.update((learner, life, commit["round"]) for learner, life in whose)
+      whose = zip(commit.learners, commit.incarnations)
+      pushes.update((learner, life, commit.round) for learner, life in whose)
     return sum(count - 1 for count in pushes.values())
 
   def wrong_tokens(self, fragment: int, round_id: int, merged_tokens: int) -> list[str]:
     """Why the tokens of all rounds do not make those of the value."""
     rounds = self.rounds(fragment, round_id)
-    summed = sum(commit["tokens"] for commit in rounds)
+    summed = sum(commit.tokens for commit in rounds)
     if summed != merged_tokens:
       return [f"fragment {fragment}: {merged_tokens} tokens merged, its rounds make it {summed}"]
     return []
@@ -237,7 +235,7 @@ class Chains:
     found = []
     while (commit := self.commits.get((fragment, round_id))) is not None:
       found.append(commit)
-      round_id = commit["base_round"]
+      round_id = commit.base_round
     return found
 
   def last(self, fragment: int) -> Event | None:
@@ -269,15 +267,20 @@ class Record:
 
 
 def one_life(
-  record: Record, run: Path, storage: Storage, engine: str, moment: Moment | None
+  record: Record,
+  run: Path,
+  config: Config,
+  storage: Storage,
+  engine: str,
+  moment: Moment | None,
 ) -> Life:
   """A start of the run up to its moment, and everything that must hold after it."""
   data, before, began = record.data, newest(storage), time.monotonic()
-  life = live(run, run.parent / "config.json", engine, moment, data["start_seconds"])
+  life = live(run, config, engine, moment, data["start_seconds"])
   after, chains = newest(storage), Chains(read_events(run))
   wrong = begun_wrong(life, before)
   wrong += [f"committed, and not whole: {text}" for text in after.damaged]
-  wrong += [str(problem) for problem in check(read_tape(run)).problems]
+  wrong += [str(problem) for problem in check(read_trace(run)).problems]
   twice = 0
   for p, (_, round_id, _) in after.values.items():
     wrong += chains.wrong_tokens(p, round_id, after.merged_tokens[p])
@@ -287,8 +290,8 @@ def one_life(
   record.add(
     lives=data["lives"] + 1,
     kills=data["kills"] + (life.status is None),
-    resumes=data["resumes"] + any(e["kind"] == "owns" and e["version"] for e in life.events),
-    snapshots=data["snapshots"] + sum(e["kind"] == "snapshot" for e in life.events),
+    resumes=data["resumes"] + any(e.kind == "owns" and e.version for e in life.events),
+    snapshots=data["snapshots"] + sum(e.kind == "snapshot" for e in life.events),
     versions_back=data["versions_back"] + back,
     counted_twice=max(data["counted_twice"], twice),
     problems=[*data["problems"], *(w for w in wrong if w not in data["problems"])],
@@ -296,7 +299,7 @@ def one_life(
     start_seconds=life.start_seconds or data["start_seconds"],
     values=versions,
   )
-  clock = max((e["clock"] for e in life.events if e["kind"] == "step"), default=None)
+  clock = max((e.clock for e in life.events if e.kind == "step"), default=None)
   print(
     f"life {data['lives']}: {'killed' if life.status is None else f'exit {life.status}'} at"
     f" {'its start' if clock is None else f'clock {clock}'}; snapshot {after.snapshot}, versions"
@@ -312,13 +315,12 @@ def loss_of(workdir: Path) -> float:
 
 def undisturbed(folder: Path, run: Path, seed: int, steps: int, engine: str) -> float:
   """The loss of the same run without kills; programs compiled before are used again."""
-  workdir, config = folder / f"undisturbed-{seed}", folder / f"undisturbed-{seed}.json"
+  workdir = folder / f"undisturbed-{seed}"
   if not (workdir / OUTCOME).exists():
     shutil.rmtree(workdir, ignore_errors=True)
     if (run / COMPILED).exists():  # not with a folder of the user's own
       shutil.copytree(run / COMPILED, workdir / COMPILED)
-    config.write_text(config_of(seed, steps).to_json())
-    life = live(workdir, config, engine, None, 0.0)
+    life = live(workdir, config_of(seed, steps), engine, None, 0.0)
     if life.status:
       raise RuntimeError(f"{workdir}: exit status {life.status}")
   print(f"undisturbed, seed {seed}: loss {loss_of(workdir):.4f}", flush=True)
@@ -333,8 +335,8 @@ def final(record: Record, run: Path, status: int | None) -> None:
     if last is None:
       wrong.append(f"fragment {p} was never committed")
       continue
-    wrong += chains.wrong_tokens(p, last["round"], last["merged_tokens"])
-    twice += chains.counted_twice(p, last["round"])
+    wrong += chains.wrong_tokens(p, last.round, last.merged_tokens)
+    twice += chains.counted_twice(p, last.round)
   finished = status == 0 and json.loads((run / OUTCOME).read_text())["reason"] == "finished"
   problems = [*record.data["problems"], *wrong]
   twice = max(record.data["counted_twice"], twice)
@@ -358,17 +360,16 @@ def whole(options: argparse.Namespace, folder: Path) -> int:
   steps = options.steps or 30 * max(10, options.kills)
   config, run = config_of(options.seed, steps), folder / "run"
   run.mkdir(parents=True, exist_ok=True)
-  (folder / "config.json").write_text(config.to_json())
   record = Record(folder / "kills.json", options.seed)
   print(f"seed {options.seed}: {options.kills} kills over {steps} steps in {folder}", flush=True)
   storage = Storage(run / CHECKPOINTS, initial.make_plan(config).plan_id, print)
   life = None
   for moment in moments(options.seed, options.kills, steps)[record.data["kills"] :]:
-    life = one_life(record, run, storage, options.engine, moment)
+    life = one_life(record, run, config, storage, options.engine, moment)
     if life.status is not None:  # it was over before the last moments came
       break
   if life is None or life.status is None:
-    life = one_life(record, run, storage, options.engine, None)
+    life = one_life(record, run, config, storage, options.engine, None)
   final(record, run, life.status)
   names = ("kills", "resumes", "snapshots", "versions_back", "counted_twice", "finished")
   result = {name: record.data[name] for name in names}

@@ -1,4 +1,4 @@
-"""Chaotic runs, each replayed from its tape: does the same come out, bit by bit?
+"""Chaotic runs, each replayed from its trace: does the same come out, bit by bit?
 
 Every run has a seed of its own, which chooses its faults (kills of learners and shards, stalls,
 slowness), how versions are applied, codecs, quorum, outer optimizer, snapshots and what a learner
@@ -7,7 +7,7 @@ Islands are compiled once for all runs, and once more for all replays.
 
   python scripts/replay_chaos.py [--runs=20] [--seed=0] [--workdir=DIR]
 
-With --workdir the runs stay there: `ddiloco tape` and `ddiloco replay` can look at them. A line a
+With --workdir the runs stay there: `ddiloco trace` and `ddiloco replay` can look at them. A line a
 run; exit status 1 if any is not identical. Last line: {"runs", "identical", "kills", "rejoins",
 "restores", "steps", "commits", "digests_compared"}.
 """
@@ -31,15 +31,14 @@ if __name__ == "__main__":
 
 import jax
 
+from ddiloco.checkpoint import weights
 from ddiloco.config import Config, from_dict
-from ddiloco.core.tape import Started
-from ddiloco.engines.homes import Homes
-from ddiloco.engines.players import Home
-from ddiloco.engines.replay_run import replay_run
-from ddiloco.engines.tapes import open_tape
 from ddiloco.engines.threads import ThreadsEngine
-from ddiloco.observe.events import Event, read_events
-from ddiloco.runtime import initial, weights
+from ddiloco.observe.eventlog import Event, read_events
+from ddiloco.protocol.events import Started
+from ddiloco.roles import initial
+from ddiloco.trace.replay import Home, ReplayIslands, replay_run
+from ddiloco.trace.text import open_trace
 from ddiloco.training import data, devices
 from ddiloco.training.island import Island
 
@@ -131,7 +130,7 @@ class Bench:
       engine = self._engine(config, workdir)
 
       def listen(event: Event) -> None:
-        if event.get("clock", 0) >= stop_at:
+        if getattr(event, "clock", 0) >= stop_at:
           engine.stop.set()
 
       engine.run([listen])
@@ -145,8 +144,8 @@ class Bench:
 
   def replay(self, config: Config, workdir: Path) -> tuple[dict[str, Any], str]:
     """(summary, first difference) of what `ddiloco replay` would say of it."""
-    tape = open_tape(workdir)
-    fresh = Homes(config, tape, jax.devices())
+    trace = open_trace(workdir)
+    fresh = ReplayIslands(config, trace, jax.devices())
 
     def home(learner: int, started: Started) -> Home:
       key = learner, started
@@ -155,7 +154,7 @@ class Bench:
       island, _ = self._homes[key]
       return island, fresh.batches(learner, started)  # of this run's seed
 
-    return replay_run(workdir, tape, homes=home)
+    return replay_run(workdir, trace, homes=home)
 
 
 def main() -> int:
@@ -191,9 +190,9 @@ def counted(workdir: Path, summary: dict[str, Any]) -> dict[str, int]:
   """What the last line adds up."""
   events = read_events(workdir)
   kinds = collections.Counter(
-    event["kind"] if event["kind"] != "fault" else event["action"] for event in events
+    event.kind if event.kind != "fault" else event.action for event in events
   )
-  rejoins = sum(e["kind"] == "joined" and e["incarnation"] > 0 for e in events)
+  rejoins = sum(e.kind == "joined" and e.incarnation > 0 for e in events)
   return {
     "identical": int(summary["identical"]),
     "kills": kinds["kill"],

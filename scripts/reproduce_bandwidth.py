@@ -3,7 +3,7 @@
   python scripts/reproduce_bandwidth.py [--picture=docs/bandwidth.png]
 
 Four tables: the published row of Streaming DiLoCo (arXiv 2501.18512; a 10B model, 0.8 s a step,
-H = 100, fragments of 3 layers) computed by `resilience.bandwidth`; Decoupled's "198 against 0.84
+H = 100, fragments of 3 layers) computed by `simulation.bandwidth`; Decoupled's "198 against 0.84
 Gbit/s between 8 data centres" (arXiv 2604.21428); model sizes and numbers of sites; and a 12B
 model over four regions on 2 to 5 Gbit/s. Nothing is fitted: what the published row does not say is
 assumed in ASSUMED below. No device and no network is used; takes three seconds.
@@ -26,7 +26,7 @@ from pathlib import Path
 
 from ddiloco.observe import plots
 from ddiloco.observe.style import GLOBAL_MODEL, MUTED, PALETTE
-from ddiloco.resilience.bandwidth import (
+from ddiloco.simulation.bandwidth import (
   Method,
   Workload,
   average_gbps,

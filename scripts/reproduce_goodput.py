@@ -35,14 +35,16 @@ from ddiloco import environment
 
 environment.prepare(num_cpu_devices=1, cpu_only=True, supervises=True)
 
+import launch
+
+from ddiloco import workdir as workdirs
 from ddiloco.baselines.data_parallel import DataParallel
 from ddiloco.config import Config, from_dict
-from ddiloco.engines import workdir as workdirs
 from ddiloco.engines.processes import ProcessesEngine
 from ddiloco.observe import plots
-from ddiloco.observe.events import Event, EventLog, parse_role, read_events
+from ddiloco.observe.eventlog import Event, EventLog, parse_role, read_events
+from ddiloco.observe.goodput import CAUSES, Goodput, Ledger
 from ddiloco.observe.style import GLOBAL_MODEL, island_colour
-from ddiloco.resilience.goodput import CAUSES, Goodput, Ledger
 from ddiloco.training import data
 
 if TYPE_CHECKING:
@@ -98,20 +100,16 @@ class Ends(Progress):
     self._engine = engine
 
   def __call__(self, event: Event) -> None:
-    if event["kind"] == "step" and math.isnan(self._first):
-      self._first = event["time"]
-    if event["kind"] == "step" and self.over(event["clock"], event["time"] - self._first):
+    if event.kind == "step" and math.isnan(self._first):
+      self._first = event.time
+    if event.kind == "step" and self.over(event.clock, event.time - self._first):
       self._engine.stop.set()
 
 
 def run(part: str, config: Config, folder: Path, seconds: float) -> EventLog:
   """The events of one run; those in `folder` if it is finished there."""
-  events = read_events(folder)
-  if any(event["kind"] == "run_finished" for event in events):
-    if workdirs.saved_config(folder) != config:
-      raise SystemExit(f"{folder}: holds another run. Fix: choose another --workdir.")
-    print(f"{part}: done before, in {folder}", flush=True)
-    return events
+  if launch.done_before(config, folder):
+    return read_events(folder)
   print(f"{part}: begins", flush=True)
   shutil.rmtree(folder, ignore_errors=True)
   if part == "decoupled":
@@ -139,25 +137,25 @@ def account(events: Sequence[Event]) -> Goodput:
 
 
 def first_step(events: Sequence[Event]) -> float:
-  return min(event["time"] - event["seconds"] for event in events if event["kind"] == "step")
+  return min(event.time - event.seconds for event in events if event.kind == "step")
 
 
 def kills(events: Sequence[Event]) -> list[tuple[float, str]]:
   """(seconds since the first step, whom), as they were performed."""
   start = first_step(events)
-  return [(e["time"] - start, e["target"]) for e in events if e["kind"] == "fault"]
+  return [(e.time - start, e.target) for e in events if e.kind == "fault"]
 
 
 def typical(events: Sequence[Event]) -> tuple[float, float]:
   """(median, ninth decile) of the steps' seconds: whether the pace was kept."""
-  steps = sorted(event["seconds"] for event in events if event["kind"] == "step")
+  steps = sorted(event.seconds for event in events if event.kind == "step")
   return steps[len(steps) // 2], steps[9 * len(steps) // 10]
 
 
 def pauses(events: Sequence[Event]) -> list[float]:
   """Seconds of every time in which nobody was in a step, between the first step and the last."""
   found, until = [], math.inf
-  steps = [(e["time"] - e["seconds"], e["time"]) for e in events if e["kind"] == "step"]
+  steps = [(e.time - e.seconds, e.time) for e in events if e.kind == "step"]
   for begin, end in sorted(steps):
     if begin - until > SHORTEST_PAUSE_SECONDS:
       found.append(begin - until)
@@ -242,17 +240,17 @@ def lanes(axes: Axes, events: Sequence[Event], learners: int, redone: bool) -> N
   """A row for each island; `redone`: a step that is done again later was lost."""
   start = first_step(events)
   for m in range(learners):
-    steps = [e for e in events if e["kind"] == "step" and e["role"] == f"learner-{m}"]
+    steps = [e for e in events if e.kind == "step" and e.role == f"learner-{m}"]
     lowest, kept = math.inf, []
     for event in reversed(steps):
-      kept.append(not redone or event["step"] < lowest)
-      lowest = min(lowest, event["step"])
+      kept.append(not redone or event.step < lowest)
+      lowest = min(lowest, event.step)
     for good, alpha in ((True, 1.0), (False, 0.3)):
       # A step and the moment before it, so that a calm row is one bar.
       bars = [
-        (e["time"] - start - wide, 1.02 * wide)
+        (e.time - start - wide, 1.02 * wide)
         for e, keep in zip(steps, reversed(kept))
-        if keep == good and (wide := min(e["gap_seconds"], 1.2 * e["seconds"]))
+        if keep == good and (wide := min(e.gap_seconds, 1.2 * e.seconds))
       ]
       axes.broken_barh(bars, (m - 0.38, 0.76), color=island_colour(m), alpha=alpha, lw=0)
   marks = [(at, parse_role(whom)[1]) for at, whom in kills(events)]

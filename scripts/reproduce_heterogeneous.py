@@ -29,6 +29,7 @@ from ddiloco import config as config_lib
 from ddiloco.engines import virtual
 from ddiloco.observe import plots
 from ddiloco.observe.style import FAINT, PALETTE
+from ddiloco.simulation import planner
 from ddiloco.simulation.run import Setting
 
 # Goodput in %, arXiv 2604.21428: 4 islands of TPU v6e and 4 of v5p, 18 % apart, 10 % variance.
@@ -58,7 +59,7 @@ def make_config(row: str, steps: int) -> config_lib.Config:
 def play(row: str, steps: int, seed: int) -> dict[str, Any]:
   """One run's numbers, all in %."""
   setting = Setting(
-    sizes=virtual.equal_sizes(PARAMETERS, PERIOD),
+    sizes=planner.equal_sizes(PARAMETERS, PERIOD),
     step_seconds=1.0,
     jitter=VARIANCE,
     gbps=(5.0,),

@@ -23,22 +23,20 @@ import collections
 import dataclasses
 import json
 import statistics
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import launch
+
 from ddiloco import config as config_lib
-from ddiloco import environment
+from ddiloco.chaos.random_plans import KINDS, random_faults
 from ddiloco.config import Config
 from ddiloco.observe import plots
-from ddiloco.observe.events import EventLog, read_events
-from ddiloco.observe.recovery import recoveries
+from ddiloco.observe.eventlog import EventLog
 from ddiloco.observe.style import GLOBAL_MODEL, PALETTE
-from ddiloco.resilience.plans import KINDS, random_faults
+from ddiloco.observe.tracks import recoveries
 
-ROOT = Path(__file__).resolve().parent.parent
 ROWS = ("undisturbed", "chaos")
 LEARNERS, SHARDS, BATCH, LENGTH = 4, 2, 4, 128
 PACE_SECONDS = 0.2  # of a step at least: longer than four take on two cores, so that faults decide
@@ -71,32 +69,14 @@ def make_config(
   return config_lib.from_dict(c)
 
 
-def train(config: Config, folder: Path) -> EventLog:
-  """The events of one run as a user starts it, or of an earlier one with the same config."""
-  file, outcome = folder.with_suffix(".json"), folder / "outcome.json"
-  if outcome.exists() and file.exists() and file.read_text() == config.to_json():
-    return read_events(folder)
-  folder.parent.mkdir(parents=True, exist_ok=True)
-  file.write_text(config.to_json())
-  command = [sys.executable, "-m", "ddiloco", "train", f"--config={file}", "--cpu", "--overwrite"]
-  log = folder.with_suffix(".log")
-  with log.open("wb") as out:
-    done = subprocess.run(
-      [*command, f"--workdir={folder}"], stdout=out, stderr=out, env=environment.bare()
-    )
-  if done.returncode:
-    sys.exit(f"{folder.name} failed with status {done.returncode}:\n{log.read_text()[-4000:]}")
-  return read_events(folder)
-
-
 def losses(events: EventLog) -> list[tuple[int, float]]:
   """(merged tokens, held-out loss of the global model) of every evaluation."""
-  return [(e["merged_tokens"], e["loss"]) for e in events if e["kind"] == "evaluation"]
+  return [(e.merged_tokens, e.loss) for e in events if e.kind == "evaluation"]
 
 
 def span_seconds(events: EventLog) -> float:
   """From the first step to the end."""
-  steps = [e["time"] for e in events if e["kind"] == "step"]
+  steps = [e.time for e in events if e.kind == "step"]
   return max(steps) - min(steps)
 
 
@@ -139,7 +119,7 @@ def main() -> None:
   parser.add_argument("--tokens", type=int, default=600 * LEARNERS * BATCH * LENGTH)
   parser.add_argument("--faults", type=int, default=40, help="in each chaotic run")
   parser.add_argument("--kinds", default=",".join(KINDS), help="of faults, each as often")
-  parser.add_argument("--workdir", type=Path, default=ROOT / "runs" / "quality")
+  parser.add_argument("--workdir", type=Path, default=launch.ROOT / "runs" / "quality")
   parser.add_argument("--picture", type=Path, help="draws it there")
   parser.add_argument("--quick", action="store_true", help="a smoke test: numbers mean little")
   options = parser.parse_args()
@@ -158,7 +138,7 @@ def main() -> None:
   for seed in range(options.seeds):
     for row in ROWS:
       config = make_config(row, seed, options.tokens, options.faults, kinds, pace)
-      events = train(config, options.workdir.absolute() / f"{names[row]}-{seed}")
+      events = launch.train(config, options.workdir.absolute() / f"{names[row]}-{seed}")
       logs[row].append(events)
       print(
         f"seed {seed}, {row:<12} loss {losses(events)[-1][1]:.4f}, {span_seconds(events):.0f} s,"

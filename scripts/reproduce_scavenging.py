@@ -36,7 +36,8 @@ from ddiloco.config import Fault
 from ddiloco.engines import virtual
 from ddiloco.observe import plots
 from ddiloco.observe.style import GLOBAL_MODEL, PALETTE
-from ddiloco.simulation.fleet import Fleet
+from ddiloco.simulation import planner
+from ddiloco.simulation.chips import Fleet
 from ddiloco.simulation.run import Setting
 
 EXTRA = {"+25 %": 1, "+50 %": 2, "+100 %": 4, "+300 %": 12}  # islands
@@ -78,7 +79,7 @@ def decoupled(there: Sequence[Spell], steps: int, seed: int) -> float:
     for i, (begin, end) in enumerate(there)
   )
   setting = Setting(
-    sizes=virtual.equal_sizes(PARAMETERS, FRAGMENTS),
+    sizes=planner.equal_sizes(PARAMETERS, FRAGMENTS),
     gbps=(5.0,),
     latency_seconds=(0.01,),
     shard_gbps=100.0,

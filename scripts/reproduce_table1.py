@@ -3,7 +3,7 @@
     python scripts/reproduce_table1.py [--seeds=5] [--days=30] [--picture=docs/table1.png]
                                        [--sensitivity] [--quick]
 
-All 30 cells come from one set of assumptions, the defaults of `ddiloco.simulation.fleet.Fleet`. A
+All 30 cells come from one set of assumptions, the defaults of `ddiloco.simulation.chips.Fleet`. A
 cell is the mean over the seeds; an error is its distance from the published figure, in points.
 `--sensitivity` halves and doubles each assumption that the paper does not publish, one at a time,
 and prints what that does to the errors. `--quick`: one seed, ten days.
@@ -27,8 +27,8 @@ import numpy as np
 
 from ddiloco.observe import plots
 from ddiloco.observe.style import GLOBAL_MODEL, PALETTE
-from ddiloco.simulation import chip_time
-from ddiloco.simulation.fleet import Fleet
+from ddiloco.simulation import chips
+from ddiloco.simulation.chips import Fleet
 
 CHIPS = (150_000, 300_000, 600_000, 1_200_000, 2_400_000)
 # Goodput in %, arXiv 2604.21428, Table 1: mean time between interruptions one year per chip.
@@ -50,10 +50,10 @@ def simulate(row: str, fleet: Fleet) -> Cell:
   """One cell of one seed."""
   start = time.perf_counter()
   if row == "inelastic":
-    spent = chip_time.inelastic(fleet)
+    spent = chips.inelastic(fleet)
   else:
     learners = 1 if row == "elastic" else int(row.removeprefix("M="))
-    spent = chip_time.decoupled(dataclasses.replace(fleet, learners=learners))
+    spent = chips.decoupled(dataclasses.replace(fleet, learners=learners))
   return 100 * spent.goodput, 100 * spent.uptime, time.perf_counter() - start
 
 

@@ -25,20 +25,20 @@ import dataclasses
 import json
 import math
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import launch
+
 from ddiloco import config as config_lib
-from ddiloco import environment
-from ddiloco.observe.events import Event, read_events
-from ddiloco.observe.recovery import Recovery, longest_stall_seconds, lost_rounds, recoveries
-from ddiloco.observe.recovery import unplanned as unplanned_of
-from ddiloco.resilience.goodput import Ledger
-from ddiloco.resilience.plans import random_faults
+from ddiloco.chaos.random_plans import random_faults
+from ddiloco.observe.eventlog import Event, read_events
+from ddiloco.observe.goodput import Ledger
+from ddiloco.observe.tracks import Recovery, longest_stall_seconds, lost_rounds, recoveries
+from ddiloco.observe.tracks import unplanned as unplanned_of
 
 LEARNERS, SHARDS = 4, 2
 STEP_SECONDS = 0.05
@@ -61,20 +61,6 @@ def make_config(faults: int, span_seconds: float, seed: int) -> config_lib.Confi
   return config_lib.from_dict(c)
 
 
-def train(config: config_lib.Config, engine: str, workdir: Path) -> None:
-  """The run, as a user starts it; its output goes to WORKDIR.log."""
-  workdir.parent.mkdir(parents=True, exist_ok=True)
-  file = workdir.with_suffix(".json")
-  file.write_text(config.to_json())
-  command = [sys.executable, "-m", "ddiloco", "train", f"--config={file}", f"--workdir={workdir}"]
-  log = workdir.with_suffix(".log")
-  print(f"{' '.join(command)} --engine={engine} --cpu > {log}", flush=True)
-  with log.open("wb") as out:
-    subprocess.run(
-      [*command, f"--engine={engine}", "--cpu"], stdout=out, stderr=out, env=environment.bare()
-    )
-
-
 def judge(events: Sequence[Event], planned: int, stall_seconds: float) -> dict[str, Any]:
   """The numbers of the last line."""
   found = recoveries(events)
@@ -83,7 +69,7 @@ def judge(events: Sequence[Event], planned: int, stall_seconds: float) -> dict[s
   for event in events:
     ledger.take(event)
   account = ledger.report()
-  finished = [event["reason"] for event in events if event["kind"] == "run_finished"]
+  finished = [event.reason for event in events if event.kind == "run_finished"]
   return {
     "faults": planned,
     "struck": len(found),
@@ -92,7 +78,7 @@ def judge(events: Sequence[Event], planned: int, stall_seconds: float) -> dict[s
     "longest_stall_seconds": round(stall, 3),
     "lost_rounds": len(lost_rounds(events)),
     "unplanned": len(unplanned_of(events)),
-    "blocked_seconds": sum(e["blocked_seconds"] for e in events if e["kind"] == "step"),
+    "blocked_seconds": sum(e.blocked_seconds for e in events if e.kind == "step"),
     "uptime": round(account.uptime, 5),
     "goodput": round(account.goodput_training, 4),
     "recovered": len(back),
@@ -132,7 +118,7 @@ def main() -> int:
     workdir = args.workdir or Path(folder) / "soak"
     if not (workdir / "outcome.json").exists():
       print(f"{args.faults} faults in {args.minutes:g} minutes, seed {args.seed}", flush=True)
-      train(config, args.engine, workdir)
+      launch.start(config, workdir, f"--engine={args.engine}").wait()
     events = read_events(workdir)
     found = recoveries(events)
     rows = ["time\ttarget\taction\tplanned_seconds\trecovery_seconds"]
@@ -147,7 +133,7 @@ def main() -> int:
     for fragment, round_id in lost_rounds(events):
       print(f"lost: round {round_id} of fragment {fragment}")
     if args.workdir is None and result["finished"] != "finished":
-      print(workdir.with_suffix(".log").read_text()[-4000:])
+      print(launch.log_of(workdir).read_text()[-launch.SAID_CHARACTERS :])
   print(table(found))
   print(json.dumps(result))
   bad = result["global_stalls"] or result["lost_rounds"] or result["unplanned"]

@@ -1,6 +1,14 @@
 #!/usr/bin/env bash
-# Makes .venv with the test extra and passes the tests: all of them in two processes, since many wait more than they
-# compute; or, in one, what the arguments to pytest say: scripts/test.sh tests/core -k merge
+# A verdict: style, types, and all tests that need no minute each; --all: every test, as continuous integration runs them.
+# Makes .venv with the test extra first. Other arguments go to pytest: scripts/test.sh tests/core -k merge
 . "$(dirname "$0")/venv.sh" test
-[ $# -gt 0 ] || set -- --numprocesses=2 --dist=loadfile --no-loadscope-reorder
-exec .venv/bin/python -m pytest "$@"
+if [ $# -gt 0 ] && [ "$1" != --all ]; then
+  exec .venv/bin/python -m pytest "$@"
+fi
+.venv/bin/ruff check .
+.venv/bin/ruff format --check .
+.venv/bin/mypy # the pure rooms; mypy.ini names them
+tests=(-m "not slow")
+[ "${1:-}" != --all ] || tests=()
+# In two processes, since many tests wait more than they compute.
+exec .venv/bin/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder "${tests[@]}"

@@ -11,7 +11,7 @@
 # --config.FIELD       changes a field of the config, for all roles
 #
 # Every island and every shard is a namespace of its own behind a link of its own to one switch. The
-# delay comes from ddiloco.resilience.link between an island and the switch (netem is missing in many
+# delay comes from ddiloco.chaos.proxy between an island and the switch (netem is missing in many
 # kernels). The evaluator stands at the switch and shards copy to each other, both without delay. An
 # island's XLA uses one thread. All of it lives in namespaces that end with this script, also when it
 # is killed, so that nothing is left behind and several runs do not meet.
@@ -134,7 +134,7 @@ done
 for ((m = 0; m < islands; m++)); do
   node "island$m" "10.0.0.$((10 + m))"
   for ((s = 0; s < shards; s++)); do
-    at "island$m" .venv/bin/python -m ddiloco.resilience.link --delay_ms="$delay_ms" \
+    at "island$m" .venv/bin/python -m ddiloco.chaos.proxy --delay_ms="$delay_ms" \
       --listen="127.0.0.1:$((7000 + 10 * s))" --to="10.0.0.$((100 + s)):7000" \
       > "$workdir/logs/link-$m-$s.log" 2>&1 &
   done

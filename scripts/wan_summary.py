@@ -17,43 +17,43 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from ddiloco.observe.events import Event, parse_role, read_events
+from ddiloco.observe.eventlog import Event, parse_role, read_events
 
 
 def utilisation(steps: list[Event]) -> float | None:
   """Of one learner's step events in order of time; None where there are too few to say."""
-  if len(steps) < 2 or steps[-1]["time"] <= steps[0]["time"]:
+  if len(steps) < 2 or steps[-1].time <= steps[0].time:
     return None
-  inside = sum(step["seconds"] for step in steps[1:])  # the first one's time ends where ours begins
-  return round(inside / (steps[-1]["time"] - steps[0]["time"]), 4)
+  inside = sum(step.seconds for step in steps[1:])  # the first one's time ends where ours begins
+  return round(inside / (steps[-1].time - steps[0].time), 4)
 
 
 def moved_bytes(traffic: list[Event]) -> int:
   """Sent and received; counters restart with every incarnation."""
-  last = {event["incarnation"]: event for event in traffic}
-  return sum(event["sent_bytes"] + event["received_bytes"] for event in last.values())
+  last = {event.incarnation: event for event in traffic}
+  return sum(event.sent_bytes + event.received_bytes for event in last.values())
 
 
 def summarise(workdir: Path) -> dict[str, Any]:
   steps: dict[str, list[Event]] = defaultdict(list)
   traffic: dict[str, list[Event]] = defaultdict(list)
   for event in read_events(workdir):
-    kind, number = parse_role(event["role"])
-    if kind == "learner" and event["kind"] in ("step", "traffic"):
-      (steps if event["kind"] == "step" else traffic)[str(number)].append(event)
+    kind, number = parse_role(event.role)
+    if kind == "learner" and event.kind in ("step", "traffic"):
+      (steps if event.kind == "step" else traffic)[str(number)].append(event)
   outcome = workdir / "outcome.json"
   learners = sorted(steps, key=int)
   return {
     "utilisation": {m: utilisation(steps[m]) for m in learners},
     "blocked_seconds": {
-      m: round(sum(step["blocked_seconds"] for step in steps[m][1:]), 3) for m in learners
+      m: round(sum(step.blocked_seconds for step in steps[m][1:]), 3) for m in learners
     },
     "bytes": {m: moved_bytes(traffic[m]) for m in learners},
     "steps": {m: len(steps[m]) for m in learners},
     "step_seconds": {
-      m: round(statistics.median(step["seconds"] for step in steps[m]), 4) for m in learners
+      m: round(statistics.median(step.seconds for step in steps[m]), 4) for m in learners
     },
-    "loss": json.loads(outcome.read_text())["loss_merged"] if outcome.exists() else None,
+    "loss": json.loads(outcome.read_text()).get("loss_merged") if outcome.exists() else None,
   }
 
 

@@ -8,7 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 
-from ddiloco.core import messages
+from ddiloco.config import SyncConfig
+from ddiloco.protocol import messages, syncer
+from ddiloco.protocol.actions import Received, Saved, SyncerAction, Tick
+from ddiloco.protocol.syncer_state import SyncerState
+
+
+def shard_on(state: SyncerState, event, sync: SyncConfig) -> tuple[SyncerState, list[SyncerAction]]:
+  """A shard that takes in one message and then decides, as it does when no more has arrived."""
+  state, actions = syncer.syncer_on(state, event, sync)
+  if not isinstance(event, Received | Saved):
+    return state, actions
+  state, decided = syncer.syncer_on(state, Tick(event.now), sync)
+  return state, [*actions, *decided]
 
 
 def hello(learner: int, incarnation: int, rounds: tuple[int, ...] = ()) -> messages.Hello:
@@ -45,7 +57,7 @@ def push(
   payload=None,
 ) -> messages.Push:
   who = (learner, incarnation, fragment, round, base_version, steps, tokens, clock)
-  return messages.Push(*who, snapshot=0, seen=(), codec=codec, payload=payload)
+  return messages.Push(*who, snapshot=0, count=0, codec=codec, payload=payload)
 
 
 def welcome(
@@ -85,19 +97,19 @@ def publish(
   base_round = messages.NOTHING if base_version < 0 else base_version - 1
   which = (shard, incarnation, learner_incarnation, fragment, round, version, base_version)
   return messages.Publish(
-    *which, base_round, clock, merged_tokens, participants, merged_rounds, snapshot=0, seen=(),
-    codec=codec, payload=payload,
+    *which, base_round, clock, merged_tokens, participants, merged_rounds, snapshot=0, count=0,
+    seal="", codec=codec, payload=payload,
   )  # fmt: skip
 
 
 def plain(thing):
-  """A message or an action without its snapshot number and vector clock, for comparisons."""
+  """A message or an action without its snapshot number and count, for comparisons."""
   if not dataclasses.is_dataclass(thing):
     return thing
   names = {f.name for f in dataclasses.fields(thing)}
   changes = {"snapshot": 0} if "snapshot" in names else {}
-  if "seen" in names:
-    changes["seen"] = ()
+  if isinstance(thing, messages.Push | messages.Publish | messages.Value):
+    changes["count"] = 0
   for name in names & {"message", "push", "publish"}:
     changes[name] = plain(getattr(thing, name))
   return dataclasses.replace(thing, **changes)

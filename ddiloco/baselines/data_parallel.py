@@ -11,22 +11,141 @@ are compiled before the run begins; exchanging gradients takes no time beyond th
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import shutil
+import signal
 import socket
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 
-from ddiloco.baselines import states
-from ddiloco.baselines.island import IslandProcess
-from ddiloco.baselines.orders import Order
-from ddiloco.baselines.worker import PROGRAMS
-from ddiloco.baselines.world import initial_state, program
-from ddiloco.config import Config, ConfigError
-from ddiloco.observe.events import Recorder
-from ddiloco.observe.follow import Follower
-from ddiloco.resilience import chaos
+from ddiloco.baselines import orders
+from ddiloco.baselines.member import PROGRAMS, initial_state, program
+from ddiloco.baselines.orders import END, READY, Lines, Order, line
+from ddiloco.chaos import faults
+from ddiloco.config import Config, ConfigError, Fault
+from ddiloco.engines import forkserver
+from ddiloco.observe.eventlog import Follower, Recorder
+from ddiloco.observe.guards import exited
+from ddiloco.protocol import events
+
+# --- One island of data-parallel as the supervisor sees it: its process, over all its lives
+
+KILL_SECONDS = 30.0  # for a process that was killed, or is about to end, to be gone
+
+
+class IslandProcess:
+  """`now` is `time.monotonic()` everywhere.
+
+  Attributes:
+    ready: it has imported what it needs and waits for orders.
+    order: the number of the order that its child is at, -1: none.
+
+  Args:
+    number: of the learner.
+    workdir: its output is appended to WORKDIR/logs/learner-NUMBER.log.
+    faults: planned for it; kills only.
+  """
+
+  def __init__(self, number: int, workdir: Path, faults: Sequence[Fault]):
+    self.number = number
+    self.name = f"learner/{number}"
+    self.lives = 0
+    self.ready = False
+    self.order = -1
+    self.gone = False  # never comes back
+    self._log = workdir / "logs" / f"learner-{number}.log"
+    self._command = [
+      *(sys.executable, "-m", "ddiloco.baselines.member"),
+      *(f"--workdir={workdir}", f"--learner={number}"),
+    ]
+    self._faults = tuple(faults)
+    self._process: forkserver.Forked | None = None
+    self._lines = Lines()
+    self._start_at = 0.0
+
+  @property
+  def alive(self) -> bool:
+    return self._process is not None
+
+  def due_to_start(self, now: float) -> bool:
+    """Whether it is down and its pause is over."""
+    return not self.alive and not self.gone and now >= self._start_at
+
+  def start(self) -> None:
+    """A new life, in a process group of its own: a kill takes its child as well."""
+    self._log.parent.mkdir(parents=True, exist_ok=True)
+    self._process = forkserver.spawn(self._command, self._log, answers=True)
+    os.set_blocking(self._stream("stdout").fileno(), False)
+    self.lives += 1
+
+  def strike(self, clock: int, seconds: float) -> Fault | None:
+    """The next planned kill if it is due; the caller performs it. One that is dead waits for it."""
+    if not self.alive:
+      return None
+    fault, self._faults = faults.strike(self._faults, clock, seconds)
+    return fault
+
+  def kill(self, back_at: float) -> None:
+    """SIGKILL for the whole island; it may start again at `back_at`."""
+    if self._process is None:
+      return
+    with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+      os.killpg(self._process.pid, signal.SIGKILL)
+    self._process.kill()  # too young to have a group
+    self.bury(back_at)
+
+  def bury(self, back_at: float) -> int:
+    """Its process has ended, or will in a moment; returns the exit status."""
+    assert self._process is not None
+    status = exited(self._process, KILL_SECONDS, "an island's process")
+    self._stream("stdin").close()
+    self._stream("stdout").close()
+    self._process, self._lines = None, Lines()
+    self.ready, self.order, self._start_at = False, -1, back_at
+    return -signal.SIGKILL if status is None else status
+
+  def died(self) -> bool:
+    """Whether its process has ended and nobody has been told yet."""
+    return self._process is not None and self._process.poll() is not None
+
+  def tell(self, order: Order | None) -> None:
+    """A new order, None: only end the one before. One that dies at this moment hears nothing."""
+    message = END if order is None else vars(order)
+    try:
+      os.write(self._stream("stdin").fileno(), line(message))
+    except BrokenPipeError:
+      return  # `died` will say so
+    if order is not None:
+      self.order = order.number
+
+  def hear(self) -> bool:
+    """Takes in what it has said; whether the child of its order has ended meanwhile."""
+    try:
+      data = b"" if self._process is None else os.read(self._stream("stdout").fileno(), 4096)
+    except BlockingIOError:
+      data = b""
+    ended = False
+    for message in self._lines.take(data):
+      if message == READY:
+        self.ready = True
+      elif message == self.order:
+        self.order, ended = -1, True
+    return ended
+
+  def last_words(self) -> str:
+    """The end of its log, for errors."""
+    return self._log.read_text(errors="replace")[-2000:] if self._log.exists() else ""
+
+  def _stream(self, name: str) -> Connection:
+    stream = getattr(self._process, name)
+    assert stream is not None
+    return stream
+
 
 TURN_SECONDS = 0.01
 FOLLOW_SECONDS = 0.1
@@ -74,19 +193,20 @@ class DataParallel:
     shutil.rmtree(self._workdir / "events", ignore_errors=True)
     self._workdir.mkdir(parents=True, exist_ok=True)
     (self._workdir / "config.json").write_text(self._config.to_json() + "\n")
-    states.save(
-      states.folder(self._workdir, states.CHECKPOINT), 0, initial_state(self._config), durable=True
+    orders.save(
+      orders.folder(self._workdir, orders.CHECKPOINT), 0, initial_state(self._config), durable=True
     )
     self._started = time.time()
     self._follower = Follower(self._workdir)
     with Recorder(self._workdir, "engine", 0, self._started, time.time) as self._recorder:
-      self._recorder.event(
-        "run_started",
-        name=self._workdir.name,
-        num_learners=len(self._islands),
-        num_shards=0,
-        num_fragments=0,
-        total_tokens=self._config.run.total_tokens,
+      self._recorder.record(
+        events.RunStarted(
+          name=self._workdir.name,
+          num_learners=len(self._islands),
+          num_shards=0,
+          num_fragments=0,
+          total_tokens=self._config.run.total_tokens,
+        )
       )
       try:
         self._prepare()
@@ -94,7 +214,7 @@ class DataParallel:
       finally:
         for island in self._islands:
           island.kill(math.inf)
-      self._recorder.event("run_finished", reason=reason)
+      self._recorder.record(events.RunFinished(reason=reason))
     return reason
 
   # --- before it begins ---------------------------------------------------------------------------
@@ -141,14 +261,14 @@ class DataParallel:
   def _tend(self, island: IslandProcess, now: float) -> None:
     """One turn of one island: it starts, ends, is killed, or says something."""
     if island.due_to_start(now):
-      self._recorder.event("restart", target=island.name)
+      self._recorder.record(events.Restart(target=island.name))
       island.start()
     if (fault := island.strike(self._clock, self._seconds())) is not None:
-      detail = chaos.detail(fault, self._clock)
-      self._recorder.event("fault", target=island.name, action="kill", detail=detail)
+      detail = faults.detail(fault, self._clock)
+      self._recorder.record(events.Fault(target=island.name, action="kill", detail=detail))
       island.gone = fault.seconds < 0
       island.kill(now + fault.seconds)
-      self._lost(island, str(chaos.Killed(fault)))
+      self._lost(island, str(faults.Killed(fault)))
     elif island.died():
       status = island.bury(now + self._config.run.restart_seconds)
       self._lost(island, f"exit status {status}")
@@ -157,10 +277,10 @@ class DataParallel:
 
   def _lost(self, island: IslandProcess, reason: str) -> None:
     """An island is dead, with what it had in its memory."""
-    states.forget(states.folder(self._workdir, f"learner-{island.number}"))
+    orders.forget(orders.folder(self._workdir, f"learner-{island.number}"))
     self._out.discard(island.number)
     in_world, self._world = self._world, tuple(m for m in self._world if m != island.number)
-    self._recorder.event("exit", target=island.name, reason=reason)
+    self._recorder.record(events.Exit(target=island.name, reason=reason))
     if in_world != self._world:
       self._dissolve(f"{island.name} is gone")
 
@@ -178,7 +298,7 @@ class DataParallel:
 
   def _begin(self, members: list[int], now: float) -> None:
     for m in sorted(self._out):
-      self._recorder.event("restart", target=f"learner/{m}")
+      self._recorder.record(events.Restart(target=f"learner/{m}"))
     self._world, self._out, self._moved_at = tuple(members), set(), now
     self._tell(members, train=True)
 
@@ -193,14 +313,14 @@ class DataParallel:
   def _dissolve(self, reason: str) -> None:
     """Everybody who is left ends what they do; the next world begins when all have."""
     for m in self._world:
-      self._recorder.event("exit", target=f"learner/{m}", reason=reason)
+      self._recorder.record(events.Exit(target=f"learner/{m}", reason=reason))
       self._islands[m].tell(None)
     self._out |= set(self._world)
     self._world = ()
 
   def _tell(self, members: list[int] | range, train: bool) -> None:
     self._orders += 1
-    step, state = states.newest(self._workdir)
+    step, state = orders.newest(self._workdir)
     port = _free_port()
     for rank, m in enumerate(members):
       order = Order(
@@ -218,12 +338,12 @@ class DataParallel:
 
   def _follow(self) -> None:
     for event in self._follower.poll():
-      if event["kind"] != "step":
+      if event.kind != "step":
         continue
-      self._clock, self._failures = max(self._clock, event["clock"]), 0
+      self._clock, self._failures = max(self._clock, event.clock), 0
       self._moved_at = max(self._moved_at, time.monotonic())
       if self._training_since is None:
-        self._training_since = self._started + event["time"]
+        self._training_since = self._started + event.time
 
   def _seconds(self) -> float:
     return -1.0 if self._training_since is None else time.time() - self._training_since

@@ -1,24 +1,25 @@
 """The command line: `ddiloco COMMAND --config=FILE --workdir=DIR --config.FIELD=VALUE ...`.
 
 Everything wrong with what was typed is said before a device is touched, with exit status 2.
-Exit status 1: work was lost (the run failed); 130: stopped by Ctrl-C, results so far are saved.
+Exit status 1: work was lost (the run failed); 130: stopped by Ctrl-C, or a run by SIGTERM: what was
+trained is merged and saved.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 
 from absl import flags
 
 import ddiloco
-from ddiloco.cli import roles, runs
-from ddiloco.cli.dashboard import dashboard
-from ddiloco.cli.export import export
-from ddiloco.cli.keys import keys
-from ddiloco.cli.plan import plan
-from ddiloco.cli.simulate import simulate
-from ddiloco.cli.tape import replay, tape
+from ddiloco.cli import roles, runs, trace
+from ddiloco.cli.arguments import go_on_unheard
+from ddiloco.cli.roles import keys
+from ddiloco.cli.runs import dashboard, export
+from ddiloco.cli.simulations import plan, simulate
 from ddiloco.config import ConfigError
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
@@ -32,11 +33,14 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
   "report": runs.report,
   "dashboard": dashboard,
   "plan": plan,
-  "tape": tape,
-  "replay": replay,
+  "trace": trace.trace,
+  "replay": trace.replay,
   "export": export,
   "simulate": simulate,
 }
+
+INTERRUPTED = 130
+WORKERS = ("train", "learner", "syncer", "evaluator", "dashboard")  # others only say something
 
 USAGE = """ddiloco: one model, trained across islands that may be far apart and failing.
 
@@ -45,7 +49,7 @@ USAGE = """ddiloco: one model, trained across islands that may be far apart and 
   ddiloco evaluate  --workdir=DIR                                            held-out loss of it
   ddiloco report    --workdir=DIR                                            draw DIR/report again
   ddiloco dashboard --workdir=DIR [--bind=127.0.0.1:0]                       watch it in a browser
-  ddiloco tape      --workdir=DIR [--role=learner-2]                         what happened, checked
+  ddiloco trace     --workdir=DIR [--role=learner-2]                         what happened, checked
   ddiloco replay    --workdir=DIR                                            do it again and compare
   ddiloco export    --workdir=DIR --to=PATH                                  the result, for others
   ddiloco simulate  --chips=1200000 --learners=8                             failures at any size
@@ -82,9 +86,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 2
   except KeyboardInterrupt:  # while compiling or drawing; a run under way ends in good order
     print(f"ddiloco {arguments[0]}: interrupted", file=sys.stderr)
-    return 130
+    return INTERRUPTED
 
 
 def entry() -> None:
   """The console script."""
-  sys.exit(main())
+  if sys.argv[1:2] and sys.argv[1] in WORKERS:
+    go_on_unheard()
+  status = main()
+  if status == INTERRUPTED:
+    _end_now(status)
+  sys.exit(status)
+
+
+def _end_now(status: int) -> None:
+  """Ends the process without waiting for threads: one may compile, and cannot be interrupted."""
+  for stream in (sys.stdout, sys.stderr):
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+      stream.flush()
+  os._exit(status)

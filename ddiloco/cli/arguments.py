@@ -2,17 +2,50 @@
 
 from __future__ import annotations
 
-import json
-import runpy
-import traceback
-from pathlib import Path
-from typing import Any
+import sys
+from typing import Any, TextIO
 
-import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
+from ddiloco import custom
+from ddiloco.api import experiment
 from ddiloco.config import Config, ConfigError, check_field, default, from_dict
+
+# --- Standard output of commands that do work which is worth more than what they say about it
+
+
+class Unheard:
+  """A stream that drops what cannot be written: its reader is gone, or its disk is full.
+
+  Otherwise a `print` would end the run, and Python's last flush would change the exit status.
+  """
+
+  def __init__(self, stream: TextIO):
+    self._stream = stream
+
+  def write(self, text: str) -> int:
+    try:
+      return self._stream.write(text)
+    except (OSError, ValueError):
+      return len(text)
+
+  def flush(self) -> None:
+    try:
+      self._stream.flush()
+    except (OSError, ValueError):
+      return
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._stream, name)
+
+
+def go_on_unheard() -> None:
+  """From now on nothing that is said in this process can end it."""
+  for name in ("stdout", "stderr"):
+    stream = getattr(sys, name)
+    if stream is not None:
+      setattr(sys, name, Unheard(stream))
 
 
 def workdir_flag(values: flags.FlagValues) -> None:
@@ -28,17 +61,20 @@ def cpu_flag(values: flags.FlagValues) -> None:
 def config_flag(values: flags.FlagValues, arguments: list[str]) -> tuple[str, list[str]]:
   """Defines --config and --config.FIELD; returns (the file, the arguments without it)."""
   path, chaos, arguments = _take_config(arguments)
-  config = _experiment(path) if path else default()
+  config = experiment(path, "config") if path else default()
   if chaos:
-    config.chaos = _experiment(chaos, "config.chaos")
-  config_flags.DEFINE_config_dict(
-    "config",
-    config,
-    "Experiment file, e.g. configs/quickstart.py or configs/dense.py:1m, or a run's config.json;"
-    " --config.FIELD=VALUE changes one of its values, --config.chaos=FILE its fault plan.",
-    values,
-    sys_argv=arguments,
-  )
+    config.chaos = experiment(chaos, "config.chaos")
+  try:
+    config_flags.DEFINE_config_dict(
+      "config",
+      config,
+      "Experiment file, e.g. configs/quickstart.py or configs/dense.py:1m, or a run's config.json;"
+      " --config.FIELD=VALUE changes one of its values, --config.chaos=FILE its fault plan.",
+      values,
+      sys_argv=arguments,
+    )
+  except AttributeError as error:  # of `options`, whose names are the experiment file's own
+    raise ConfigError(f"--config: {error}. Fix: use an option that {path} gives.") from error
   values["config"].default_as_str = None  # too long for --help; config/ has all defaults
   return path, arguments
 
@@ -46,7 +82,7 @@ def config_flag(values: flags.FlagValues, arguments: list[str]) -> tuple[str, li
 def final_config(values: flags.FlagValues, path: str) -> Config:
   if not path:
     raise ConfigError("--config: is needed. Fix: give --config=configs/quickstart.py, for example.")
-  return from_dict(values["config"].value)
+  return custom.absolute(from_dict(values["config"].value))
 
 
 def _take_config(arguments: list[str]) -> tuple[str, str, list[str]]:
@@ -65,47 +101,6 @@ def _take_config(arguments: list[str]) -> tuple[str, str, list[str]]:
       check_field(name.removeprefix("config."), value)
     rest.append(argument)
   return path, chaos, rest
-
-
-def _experiment(path: str, flag: str = "config") -> ml_collections.ConfigDict:
-  """What `get_config` of an experiment file returns; FILE:PRESET passes it the preset.
-
-  A file named .json holds the values themselves, as a run leaves them in its workdir.
-  """
-  if path.endswith(".json"):
-    return _saved(Path(path))
-  file, _, preset = path.partition(":")
-  try:
-    values = runpy.run_path(file)["get_config"](*([preset] if preset else []))
-  except ConfigError:
-    raise
-  except Exception as error:  # somebody's program: it may raise anything
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
-    line = f", line {frames[-1].lineno}" if frames else ""
-    what = "has no get_config()" if error.args == ("get_config",) else str(error)
-    raise ConfigError(
-      f"--{flag}={path}{line}: {type(error).__name__}: {what}."
-      " Fix: name a Python file whose get_config() returns a config, such as configs/quickstart.py."
-    ) from error
-  if not isinstance(values, ml_collections.ConfigDict):
-    raise ConfigError(
-      f"--{flag}={path}: get_config() returned {values!r}, must return a ConfigDict."
-      " Fix: start from ddiloco.config.default(), change lines, and return it."
-    )
-  return values
-
-
-def _saved(path: Path) -> ml_collections.ConfigDict:
-  try:
-    values = json.loads(path.read_text())
-  except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-    raise ConfigError(
-      f"--config={path}: cannot be read ({error}). Fix: name the config.json of a run."
-    ) from error
-  from_dict(values)  # says what is wrong with it better than the update would
-  config = default()
-  config.update(values)
-  return config
 
 
 def parse(

@@ -9,7 +9,28 @@ from absl import flags
 from ddiloco import environment
 from ddiloco.cli.arguments import config_flag, cpu_flag, final_config, needed, parse, workdir_flag
 from ddiloco.config import ConfigError
-from ddiloco.engines.place import Place, end_with_parent
+from ddiloco.engines.role_spec import RoleSpec, end_with_parent
+
+# --- The command that makes the roles' keys
+
+
+def keys(arguments: list[str]) -> int:
+  """Makes CURVE keys for every role, needed where a run leaves this machine.
+
+  Prints what to copy where. With higher numbers it adds keys; it never replaces one.
+  """
+  values = flags.FlagValues()
+  flags.DEFINE_string("keys", None, "Directory of the keys.", flag_values=values)
+  flags.DEFINE_integer("learners", None, "How many learners.", lower_bound=0, flag_values=values)
+  flags.DEFINE_integer("shards", None, "How many shards.", lower_bound=0, flag_values=values)
+  if not parse(values, arguments, keys.__doc__):
+    return 0
+  folder = Path(needed(values, "keys", "DIR, the directory of the keys"))
+  learners, shards = needed(values, "learners", "8"), needed(values, "shards", "2")
+  from ddiloco.network.keys import instructions, make_keys
+
+  print(instructions(folder, make_keys(folder, learners, shards)))
+  return 0
 
 
 def learner(arguments: list[str]) -> int:
@@ -28,9 +49,9 @@ def learner(arguments: list[str]) -> int:
   environment.prepare(
     num_cpu_devices=config.islands.island(number).devices or 1, cpu_only=values["cpu"].value
   )
-  from ddiloco.engines import roles
+  from ddiloco.engines import learner_process
 
-  return roles.run_learner(config, number, place)
+  return learner_process.run_learner(config, number, place)
 
 
 def syncer(arguments: list[str]) -> int:
@@ -54,9 +75,9 @@ def syncer(arguments: list[str]) -> int:
   shard = needed(values, "shard", "0, its number")
   place = _place(values, bind=needed(values, "bind", "tcp://127.0.0.1:7000"))
   environment.prepare(num_cpu_devices=1, cpu_only=True)
-  from ddiloco.engines import roles
+  from ddiloco.engines.syncer_process import run_syncer
 
-  return roles.run_syncer(config, shard, place)
+  return run_syncer(config, shard, place)
 
 
 def evaluator(arguments: list[str]) -> int:
@@ -70,9 +91,9 @@ def evaluator(arguments: list[str]) -> int:
     return 0
   config, place = final_config(values, path), _place(values)
   environment.prepare(num_cpu_devices=1, cpu_only=True)
-  from ddiloco.engines import roles
+  from ddiloco.engines import learner_process
 
-  return roles.run_evaluator(config, place)
+  return learner_process.run_evaluator(config, place)
 
 
 def _role_flags(values: flags.FlagValues, arguments: list[str]) -> tuple[str, list[str]]:
@@ -100,7 +121,7 @@ def _role_flags(values: flags.FlagValues, arguments: list[str]) -> tuple[str, li
   return path, arguments
 
 
-def _place(values: flags.FlagValues, bind: str = "") -> Place:
+def _place(values: flags.FlagValues, bind: str = "") -> RoleSpec:
   workdir = Path(values["workdir"].value)
   if not values["syncers"].value:
     raise ConfigError(
@@ -108,7 +129,7 @@ def _place(values: flags.FlagValues, bind: str = "") -> Place:
     )
   if values["attached"].value:
     end_with_parent()
-  return Place(
+  return RoleSpec(
     workdir=workdir,
     run_id=values["run_id"].value or workdir.absolute().name,
     syncers=tuple(values["syncers"].value),

@@ -17,13 +17,20 @@ from typing import Any
 
 import ml_collections
 
-from ddiloco.checked import ConfigError, build, refuse_unknown, require
+from ddiloco.checks import ConfigError, build, refuse_unknown, require
 from ddiloco.config.chaos import ChaosConfig, Fault
-from ddiloco.config.checkpoint import CheckpointConfig
-from ddiloco.config.islands import IslandConfig, IslandsConfig
-from ddiloco.config.learning import DataConfig, InnerConfig, ModelConfig, OuterConfig
-from ddiloco.config.run import RunConfig
-from ddiloco.config.sync import NetworkConfig, SyncConfig
+from ddiloco.config.schema import (
+  CheckpointConfig,
+  DataConfig,
+  InnerConfig,
+  IslandConfig,
+  IslandsConfig,
+  ModelConfig,
+  NetworkConfig,
+  OuterConfig,
+  RunConfig,
+  SyncConfig,
+)
 
 __all__ = [
   "ChaosConfig",
@@ -133,9 +140,11 @@ def _check_faults(chaos: ChaosConfig, num_learners: int, num_shards: int) -> Non
 def default() -> ml_collections.ConfigDict:
   """All defaults as a ConfigDict that refuses unknown fields. Experiment files start from this."""
   config = ml_collections.ConfigDict(dataclasses.asdict(Config()))
-  config.islands.overrides = ml_collections.ConfigDict().unlock()  # free names inside
-  config.islands.resources = ml_collections.ConfigDict().unlock()
-  config.chaos.regions = ml_collections.ConfigDict().unlock()
+  free = {"islands": ("overrides", "resources"), "chaos": ("regions",)}  # free names inside
+  free |= dict.fromkeys(("model", "data", "inner"), ("options",))
+  for section, names in free.items():
+    for name in names:
+      config[section][name] = ml_collections.ConfigDict().unlock()
   return config
 
 
@@ -153,6 +162,8 @@ def check_field(path: str, value: Any) -> None:
   cls: Any = Config
   where = ""
   for name in path.split("."):
+    if where.endswith(".options"):
+      return  # free names: what the experiment file has given can be changed
     inside = dataclasses.is_dataclass(cls)
     require(inside, path, value, f"{where} has no fields", f"set {where} in the experiment file")
     refuse_unknown(where, {name: value}, typing.cast(type, cls))

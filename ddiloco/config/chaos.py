@@ -26,7 +26,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from ddiloco.checked import is_number, not_negative, one_of, positive, require
+from ddiloco.checks import is_number, not_negative, one_of, positive, require
 
 TO_ROLES = ("kill", "stall", "slow", "join")
 TO_MESSAGES = ("cut", "drop", "delay", "duplicate", "reorder", "corrupt", "throttle")

@@ -1,0 +1,1 @@
+"""The paper's arithmetic on plain arrays. PURE."""

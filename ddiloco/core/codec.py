@@ -83,6 +83,10 @@ def encode(x: np.ndarray, codec: str) -> np.ndarray:
 def decode(payload: np.ndarray, size: int, codec: str) -> np.ndarray:
   """Unpacks a uint8 payload into a float32 vector [size]; non-finite values pass through.
 
+  >>> payload = encode(np.float32([7, -3, 0.4]), "int4")  # a scale of 4 bytes, half a byte a value
+  >>> payload.nbytes, decode(payload, 3, "int4").tolist()
+  (6, [7.0, -3.0, 0.0])
+
   Raises:
     CodecError: unknown codec, wrong length, a negative scale, or a code that no encoder writes.
   """

@@ -32,17 +32,42 @@ _VANISHING = 1e-6  # of |sum w phi|^2 / (sum w)^2: below, the directions cancel 
 _NEGLIGIBLE = 1e-30  # of the longest norm: shorter counts as zero, or a coefficient could overflow
 
 
-def token_weights(steps: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
+def token_weights(steps: Sequence[float], tokens: Sequence[float]) -> np.ndarray:
   """Weights [M] f64 of the learners: c_tokens * (c_tokens / c_steps), normalised to sum 1.
 
   Quantity times quality ("Decoupled DiLoCo"). `steps` and `tokens` [M] count since the learner last
   received the fragment. A learner without tokens or steps is absent, weight 0; nobody: all 0.
+
+  >>> token_weights(steps=[4, 4, 2], tokens=[40, 40, 20]).tolist()  # the third made half the steps
+  [0.4, 0.4, 0.2]
   """
   steps_M, tokens_M = np.asarray(steps, np.float64), np.asarray(tokens, np.float64)
   present = (steps_M > 0) & (tokens_M > 0)
   weights_M = np.where(present, tokens_M * tokens_M / np.where(present, steps_M, 1), 0.0)
   total = weights_M.sum()
   return weights_M / total if total else weights_M
+
+
+def bounded_shares(weights: np.ndarray, step_tokens: Sequence[int]) -> np.ndarray:
+  """Weights [M] of which none has more than half, or than its island earns if that is more.
+
+  One learner says itself how many steps and tokens it has. Whatever it says, all others together
+  weigh as much, unless its island makes larger steps: then its share is at most that of one step of
+  everybody, `token_weights` of `step_tokens` [M], the tokens of one step of each learner's island.
+
+  >>> bounded_shares(np.array([0.98, 0.01, 0.01]), step_tokens=[10, 10, 10]).round(3).tolist()
+  [0.5, 0.25, 0.25]
+  """
+  if len(weights) < 2:
+    return weights
+  most = int(weights.argmax())
+  earned = token_weights([1] * len(weights), step_tokens)[most]
+  share, rest = max(0.5, float(earned)), np.delete(weights, most).sum()
+  if weights[most] <= share or not rest:
+    return weights
+  bounded = weights * ((1 - share) / rest)
+  bounded[most] = share
+  return bounded
 
 
 def squared_norms(fragment: Fragment, delta: np.ndarray) -> np.ndarray:
@@ -75,36 +100,41 @@ def empty_gram(fragment: Fragment) -> np.ndarray:
   return np.zeros((len(fragment.pieces), 0, 0))
 
 
-def extend_gram(
-  fragment: Fragment,
-  gram: np.ndarray,
-  deltas: Sequence[np.ndarray],
-  delta: np.ndarray,
-  squares: np.ndarray,
-) -> np.ndarray:
-  """The Gram matrices with one more push.
+def products(fragment: Fragment, deltas: Sequence[np.ndarray], delta: np.ndarray) -> np.ndarray:
+  """<d, delta> of each piece and each of the M `deltas`, f64 [pieces, M].
+
+  0 in averaged pieces, which need no products, unless all are: then they only tell whose update
+  points against the others'.
+  """
+  compared = compared_pieces(fragment)
+  found = np.zeros((len(fragment.pieces), len(deltas)))
+  with np.errstate(all="ignore"):
+    for index in compared:
+      piece = fragment.pieces[index]
+      span = slice(piece.offset, piece.offset + piece.size)
+      found[index] = [_dot(other[span], delta[span]) for other in deltas]
+  return found
+
+
+def compared_pieces(fragment: Fragment) -> list[int]:
+  """Indices of the pieces of which directions are compared: those under RDA, else all."""
+  directed = [index for index, piece in enumerate(fragment.pieces) if not piece.average]
+  return directed or list(range(len(fragment.pieces)))
+
+
+def extend_gram(gram: np.ndarray, row: np.ndarray, squares: np.ndarray) -> np.ndarray:
+  """The Gram matrices with one more push, which comes last: f64 [pieces, M + 1, M + 1].
 
   Args:
-    fragment: whose pieces.
-    gram: f64 [pieces, M, M] of `deltas`; not changed.
-    deltas: M flat f32 vectors [size], in the order of `gram`.
-    delta: the new one.
-    squares: its `squared_norms` [pieces], which the screening has needed already.
-
-  Returns:
-    f64 [pieces, M + 1, M + 1], the new push last. Averaged pieces need no products between
-    learners: only their diagonal is filled.
+    gram: f64 [pieces, M, M]; not changed.
+    row: `products` of the new push with those of `gram`, [pieces, M].
+    squares: its `squared_norms` [pieces].
   """
-  count = len(deltas)
-  wider = np.zeros((len(fragment.pieces), count + 1, count + 1))
+  count = row.shape[1]
+  wider = np.zeros((len(squares), count + 1, count + 1))
   wider[:, :count, :count] = gram
+  wider[:, count, :count] = wider[:, :count, count] = row
   wider[:, count, count] = squares
-  with np.errstate(all="ignore"):
-    for index, piece in enumerate(fragment.pieces):
-      if not piece.average:
-        span = slice(piece.offset, piece.offset + piece.size)
-        products = [_dot(other[span], delta[span]) for other in deltas]
-        wider[index, count, :count] = wider[index, :count, count] = products
   return wider
 
 

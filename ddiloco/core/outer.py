@@ -42,6 +42,10 @@ def update(
 
   Returns:
     The new value [size] f32, in `out`.
+
+  >>> config = OuterConfig(learning_rate=0.5, momentum=0.0)
+  >>> update(np.float32([1, 2]), init(2, config), np.float32([2, -2]), config).tolist()
+  [0.0, 3.0]
   """
   step = np.empty_like(value) if scratch is None else scratch
   if momentum is None:

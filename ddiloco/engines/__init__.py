@@ -1,0 +1,1 @@
+"""Who places roles, starts them and starts them again."""

@@ -1,8 +1,7 @@
-"""A role in a process of its own, over all its lives: start, exit, backoff, and planned faults."""
+"""A role in a process of its own, over all its lives: its command, its log, its signals."""
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import subprocess
@@ -11,12 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from ddiloco.config import Fault, RunConfig
-from ddiloco.config.chaos import INSIDE
-from ddiloco.resilience import chaos
+from ddiloco.observe.guards import exited, warn
 
-SHORTEST_LIFE_SECONDS = 1.1  # between two starts: incarnations count whole seconds
 BAD_USAGE, LOST = 2, 1
+KILL_SECONDS = 30.0  # for a process that was killed to be gone: one may be stuck in its disk
+LAST_WORDS_BYTES = 1 << 16  # a log of months is large
 
 
 class Closable(Protocol):
@@ -40,10 +38,6 @@ class Process(Protocol):
     """SIGKILL, for good."""
     ...
 
-  def wait(self) -> int:
-    """The exit status, once there is one."""
-    ...
-
 
 Spawn = Callable[[list[str], Path], Process]  # (command, the log that its output is appended to)
 
@@ -51,7 +45,7 @@ Spawn = Callable[[list[str], Path], Process]  # (command, the log that its outpu
 def spawn(command: list[str], log: Path) -> Process:
   """A process of this machine that can notice our end: its standard input closes then.
 
-  It starts from nothing; where many start on one machine, `nursery.spawn` is quicker.
+  It starts from nothing; where many start on one machine, `forkserver.spawn` is quicker.
   """
   with log.open("ab") as file:
     return subprocess.Popen(
@@ -114,146 +108,89 @@ class Command:
 
 
 class Child:
-  """One role. `now` is `time.monotonic()` everywhere.
+  """One role's process; when there is one is decided by `protocol/supervisor.py`.
 
   Args:
     name: its address, "learner/3".
     command: what starts it; it must end when its standard input is closed.
     workdir: its output is appended to WORKDIR/logs/NAME.log.
-    run: how often and how soon it is restarted.
-    faults: planned for it.
     spawn: starts it.
   """
 
-  def __init__(
-    self,
-    name: str,
-    command: list[str],
-    workdir: Path,
-    run: RunConfig,
-    faults: Sequence[Fault],
-    spawn: Spawn,
-  ):
+  def __init__(self, name: str, command: list[str], workdir: Path, spawn: Spawn):
     self.name = name
-    self.lives = 0
-    self.ended = False  # never comes back ...
-    self.gone = False  # ... because it gave up or was killed for good
-    self.lost = ""  # what it said was lost when it ended
     self.log = workdir / "logs" / f"{name.replace('/', '-')}.log"
     self._command = command
-    self._run = run
-    self._faults = tuple(faults)
     self._spawn = spawn
     self._process: Process | None = None
-    self._start_at = 0.0
-    self._started_at = 0.0
-    self._crashes = 0
-    self._killed: Fault | None = None
-    self.leaves_at = math.inf  # asked to end in good order
-    self._holds = chaos.Holds()
-    self._held = False
+    self._unlogged = False
 
   @property
   def running(self) -> bool:
     return self._process is not None
 
-  def due_to_start(self, now: float) -> bool:
-    """Whether it is down and its pause is over."""
-    return not self.running and not self.ended and now >= self._start_at
+  def start(self) -> None:
+    """A new life.
 
-  def start(self, now: float) -> None:
-    """A new life."""
-    self.log.parent.mkdir(parents=True, exist_ok=True)
-    self._process = self._spawn(self._command, self.log)
-    self.lives += 1
-    self._started_at = now
-    self._holds, self._held = chaos.Holds(), False
+    Raises:
+      OSError: no process or no memory is left, for example.
+    """
+    self._process = self._spawn(self._command, self._where_to_log())
 
   def poll(self) -> int | None:
-    """The exit status if it has ended and nobody has been told yet."""
+    """The exit status if it has ended and `bury` was not called yet."""
     return None if self._process is None else self._process.poll()
 
-  def on_exit(self, status: int, now: float, ending: bool, must_stay: bool) -> str:
-    """Takes note of its end; returns the reason in words, "" if it left in good order.
-
-    Args:
-      status: as `poll` returned it.
-      now: the time.
-      ending: the run is over: nobody is restarted.
-      must_stay: leaving in good order is no good either.
-    """
+  def bury(self, status: int) -> str:
+    """Its end is seen; returns the reason in words."""
     self._close()
-    killed, self._killed = self._killed, None
-    if killed is not None:
-      reason = str(chaos.Killed(killed))
-      self._back_after(killed.seconds, now)
-    elif ending or (status == 0 and not must_stay):
-      self.ended = True
-      if status == LOST:
-        self.lost = self.last_words()
-      return ""
-    else:
-      reason = f"{_status_text(status)}: {self.last_words()}"
-      self._crashes += 1
-      again = self._crashes <= self._run.max_restarts and status != BAD_USAGE
-      pause = self._run.restart_seconds * 2 ** (self._crashes - 1)
-      self._back_after(pause if again else -1, now)
-    self.ended = self.ended or ending
-    return reason
+    how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+    return f"{how}: {self.last_words()}"
 
-  def _back_after(self, seconds: float, now: float) -> None:
-    self.gone = self.ended = seconds < 0
-    self._start_at = max(now + seconds, self._started_at + SHORTEST_LIFE_SECONDS)
+  def _where_to_log(self) -> Path:
+    """Its log; nowhere if that cannot be written: a role is worth more than what it says."""
+    try:
+      self.log.parent.mkdir(parents=True, exist_ok=True)
+      self.log.open("ab").close()
+      return self.log
+    except OSError as error:
+      if not self._unlogged:
+        warn(f"{self.log}: cannot be written: {error}. {self.name} runs without a log.")
+      self._unlogged = True
+      return Path(os.devnull)
 
   def last_words(self) -> str:
     """The last line it printed, without the time and name that every line has."""
-    lines = self.log.read_text(errors="replace").strip().splitlines()
+    try:
+      with self.log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_WORDS_BYTES))
+        lines = file.read(LAST_WORDS_BYTES).decode(errors="replace").strip().splitlines()
+    except OSError:
+      lines = []
     if not lines:
       return f"see {self.log}"
     return lines[-1].partition(f"{self.name}: ")[2] or lines[-1]
 
   # --- signals ------------------------------------------------------------------------------------
 
-  def plan(self, fault: Fault) -> None:
-    """One more fault."""
-    self._faults = (*self._faults, fault)
-
-  def strike(self, clock: int, seconds: float, now: float) -> Fault | None:
-    """The next planned fault if it is due, performed unless it happens inside the role."""
-    if self._killed is not None:
-      return None  # the next one is for its next life
-    fault, self._faults = chaos.strike(self._faults, clock, seconds)
-    if fault is None:
-      return None
-    if fault.action == "kill":
-      self._killed = fault
-      self._send(signal.SIGKILL, for_good=fault.seconds < 0)
-    elif fault.action not in INSIDE:
-      self._holds.add(fault, now)
-    return fault
-
-  def hold(self, now: float) -> bool:
-    """Stops or continues the process as its planned faults say; whether any of them is active."""
-    held = self.running and self._holds.held(now)
-    if held != self._held:
-      self._held = held
-      self._send(signal.SIGSTOP if held else signal.SIGCONT)
-    return self.running and self._holds.active(now)
+  def hold(self, held: bool) -> None:
+    """Stops it where it is, or lets it go on."""
+    self._send(signal.SIGSTOP if held else signal.SIGCONT)
 
   def terminate(self) -> None:
-    """Asks it to end in good order; one that is down stays so."""
-    self._holds = chaos.Holds()
-    if self.running:
-      self._send(signal.SIGCONT)
-      self._send(signal.SIGTERM)
-    else:
-      self.ended = True
+    """Asks it to end in good order; it hears that also where it is stopped."""
+    self._send(signal.SIGCONT)
+    self._send(signal.SIGTERM)
+
+  def strike(self, for_good: bool) -> None:
+    """SIGKILL; `poll` tells when it has ended."""
+    self._send(signal.SIGKILL, for_good)
 
   def kill(self) -> None:
-    """Ends it, whatever it is doing."""
+    """Ends it for good, whatever it is doing, and waits for that."""
     if self._process is not None:
       self._send(signal.SIGKILL, for_good=True)
-      self._process.wait()
+      exited(self._process, KILL_SECONDS, f"{self.name}, which was killed,")
       self._close()
 
   def _send(self, number: signal.Signals, for_good: bool = False) -> None:
@@ -268,9 +205,3 @@ class Child:
     if self._process is not None and self._process.stdin is not None:
       self._process.stdin.close()
     self._process = None
-
-
-def _status_text(status: int) -> str:
-  if status < 0:
-    return f"killed by {signal.Signals(-status).name}"
-  return f"exit status {status}"

@@ -1,48 +1,45 @@
 """The processes engine: every island and shard of one machine a process of its own, on loopback.
 
-It starts the single roles of `engines/roles.py`, restarts those that die, performs planned faults
-with real signals, and follows the global model with an evaluator of its own. One thread does all of
-it, in turns; what the children do is read from their event logs.
+It starts the single roles of `engines/learner_process.py`, restarts those that die, performs
+planned faults with real signals, and follows the global model with an evaluator of its own. One
+thread does all of it, in turns; what the children do is read from their event logs.
 """
 
 from __future__ import annotations
 
-import math
-import signal
-import threading
+import contextlib
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from ddiloco import nursery
+from ddiloco import workdir
+from ddiloco.chaos import faults
+from ddiloco.chaos.requests import ask_for
+from ddiloco.checkpoint.restore import go_on, newest_whole, open_storage, restore_fragments
 from ddiloco.config import Config, ConfigError, Fault
 from ddiloco.config.chaos import INSIDE
-from ddiloco.engines import attend, workdir
-from ddiloco.engines.asked import Asked, ask
-from ddiloco.engines.children import Child, Command, Spawn
-from ddiloco.engines.outcome import Outcome
-from ddiloco.engines.place import Place, free_urls
-from ddiloco.observe.events import Event, Listener, Recorder, parse_role
-from ddiloco.observe.follow import Follower
-from ddiloco.resilience import chaos
-from ddiloco.runtime import initial
-from ddiloco.runtime.evaluator import Evaluator
-from ddiloco.runtime.network import seconds_since_2020
-from ddiloco.runtime.rejoin import newest_clock
-from ddiloco.runtime.transport import EVALUATOR_ADDRESS, learner_address, syncer_address
+from ddiloco.engines import forkserver
+from ddiloco.engines.children import BAD_USAGE, LOST, Child, Command, Spawn
+from ddiloco.engines.engine import PATIENCE_SECONDS, Engine, RunResult
+from ddiloco.engines.role_process import connect, load_keys
+from ddiloco.engines.role_spec import RoleSpec, above, free_urls, newest
+from ddiloco.network import handshake
+from ddiloco.network.transport import EVALUATOR_ADDRESS, learner_address, syncer_address
+from ddiloco.observe.eventlog import Event, Follower, Recorder, parse_role
+from ddiloco.observe.guards import ended, warn
+from ddiloco.protocol.supervisor import Dismiss, Exited, Left, Requested, Working, members
+from ddiloco.roles import initial
 from ddiloco.training import data
 
-TURN_SECONDS = 0.05
-FAULT_TURN_SECONDS = 0.01  # while a process is held up on purpose
 FOLLOW_SECONDS = 0.2
-PATIENCE_SECONDS = 10.0  # for a process or the evaluator to end, over what it takes to drain
+SHORTEST_LIFE_SECONDS = 1.1  # between two starts: incarnations count whole seconds
+AT_WORK = ("joined", "owns")  # a role that says so has started for good
 MEASURE_SECONDS = 60.0  # for the evaluator to have the last versions, or to finish a measurement
 
 
-class ProcessesEngine:
+class ProcessesEngine(Engine):
   """One run. Everything that can be wrong with config or data is found on construction.
 
   Args:
@@ -52,13 +49,14 @@ class ProcessesEngine:
     loss: held-out loss of a parameter tree, for the evaluator.
   """
 
+  shortest_life_seconds, strikes_roles = SHORTEST_LIFE_SECONDS, True
   cpu_only = False  # said to learners; those that we start ourselves know it from us
 
   def __init__(
     self,
     config: Config,
     workdir: Path,
-    corpus: data.Corpus,
+    corpus: data.Source,
     loss: Callable[[dict[str, np.ndarray]], float],
   ):
     if not config.sync.num_shards:
@@ -68,207 +66,156 @@ class ProcessesEngine:
       )
     for m in range(config.num_islands()):
       data.Stream(corpus, config, m)  # refuses what the children would refuse
-    self.config = config
-    self.workdir = workdir
-    self.plan = initial.make_plan(config)
-    self.stop = threading.Event()
-    self.steps: dict[int, int] = {m: 0 for m in range(config.islands.num_learners)}
-    self._loss = loss
-    self._listeners: Sequence[Listener] = ()
-    self._clock = 0
-    self._training_since: float | None = None  # faults by time count from the first step
-    self._ending = False
-    self._evaluator_stop = threading.Event()
-    self._evaluated: Evaluator | None = None  # of the newest incarnation
+    super().__init__(config, workdir, loss)
+    self.steps = {m: 0 for m in range(config.islands.num_learners)}
+    self._training_since: float | None = None  # unix seconds, of the first step
+    self._follow_at = 0.0
+    self._all_left_at: float | None = None
+    self._children: dict[str, Child] = {}
 
-  def run(self, listeners: Sequence[Listener] = ()) -> Outcome:
-    """Runs to the end of the token budget, or until `stop` is set, Ctrl-C or SIGTERM.
-
-    `listeners` get every event of every role (live view, TensorBoard), a moment later.
-    """
-    nursery.warm()
-    self._listeners = listeners
+  def _begin(self) -> None:
+    self._resume()
+    forkserver.warm()
     self._started = workdir.join(self.workdir, self.config)
     self._recorder = self._record("engine", 0)
     self._follower = Follower(self.workdir)
-    self._follower.poll()  # what an earlier session of this run has left is not news
-    self._recorder.event(
-      "run_started",
-      name=self.workdir.name,
-      num_learners=self.config.islands.num_learners,
-      num_shards=self.config.sync.num_shards,
-      num_fragments=len(self.plan.fragments),
-      total_tokens=self.config.run.total_tokens,
-    )
-    began_at = newest_clock(self.config, self.plan, self.workdir)
-    self._planned = chaos.still_planned(self.config.chaos.of_roles(), began_at)
-    self._joins = tuple(fault for fault in self._planned if fault.action == "join")
-    self._asked = Asked(self.workdir, news_only=True)
-    place = self._place()
-    self._children = self._make_children(place)
-    evaluator = threading.Thread(target=self._follow_model, args=(place,), name=EVALUATOR_ADDRESS)
-    evaluator.daemon = True
-    evaluator.start()
-    in_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, lambda *_: self.stop.set()) if in_main else None
-    try:
-      reason = self._supervise()
-    except KeyboardInterrupt:
-      reason = "stopped"
-    try:
-      self._end(reason, evaluator)
-    finally:  # also after a second Ctrl-C
-      for child in self._children:
-        child.kill()
-      if in_main:
-        signal.signal(signal.SIGTERM, before)
-    self._recorder.event("run_finished", reason=reason)
-    self._recorder.close()
-    self._follow()
-    return self._outcome(reason)
+    self._follower.skip()  # what an earlier session of this run has left is not news
+
+  def _prepare(self) -> None:
+    self._spec = spec = self._place()
+    self._command = Command(spec.workdir, spec.syncers, spec.keys, self.cpu_only)
+    now = handshake.seconds_since_2020()
+    self._first_evaluator = above(now, [newest(self.workdir, now, EVALUATOR_ADDRESS)])
+    self._evaluator_keys = load_keys(spec, EVALUATOR_ADDRESS)
+
+  def _roles(self) -> list[str]:
+    shards = [syncer_address(s) for s in range(self.config.sync.num_shards)]
+    learners = [learner_address(m) for m in range(self.config.islands.num_learners)]
+    return [*shards, *learners, EVALUATOR_ADDRESS]
+
+  def _resume(self) -> None:
+    """Says what the run goes on from, or refuses: the roles that are started find it themselves."""
+    storage, tried = open_storage(self.config, self.plan, self.workdir), list[str]()
+    newest = None if storage is None else newest_whole(storage, self.plan, tried)
+    go_on(self.config, self.workdir, storage, newest, tried)
 
   # --- supervision --------------------------------------------------------------------------------
 
-  def _place(self) -> Place:
+  def _place(self) -> RoleSpec:
     """Where the run meets: shards on free ports of loopback, the same for all their lives."""
     urls = free_urls(self.config.sync.num_shards)
-    return Place(self.workdir, self.workdir.name, tuple(urls))
-
-  def _make_children(self, place: Place) -> list[Child]:
-    self._command = Command(place.workdir, place.syncers, place.keys, self.cpu_only)
-    run, config = self._command, self.config
-    shards = {syncer_address(s): run.syncer(s, url) for s, url in enumerate(place.syncers)}
-    learners = {learner_address(m): run.learner(m) for m in range(config.islands.num_learners)}
-    return [
-      Child(name, command, self.workdir, config.run, self._faults(name), self._spawn(name))
-      for name, command in (shards | learners).items()
-    ]
-
-  def _faults(self, name: str) -> list[Fault]:
-    return [fault for fault in self._planned if fault.role == name and fault.action != "join"]
+    return RoleSpec(self.workdir, self.workdir.name, tuple(urls))
 
   def _spawn(self, name: str) -> Spawn:
     """What starts the process of a role."""
-    return nursery.spawn
+    return forkserver.spawn
 
-  def _of(self, kind: str) -> list[Child]:
-    return [child for child in self._children if child.name.startswith(kind)]
-
-  def _supervise(self) -> str:
-    """Until the run is over or never could be; returns why."""
-    follow_at = 0.0
-    all_left_at: float | None = None
-    while True:
-      now = time.monotonic()
-      if now >= follow_at:
-        follow_at = now + FOLLOW_SECONDS
-        self._follow()
-        self._hear()
-        self._welcome(now)
-      held = [self._tend(child, now) for child in self._children]
-      if self._merged():
-        return "finished"
-      if self.stop.is_set():
-        return "stopped"
-      if self._hopeless():
-        return "failed"
-      if not all(child.ended for child in self._of("learner/")):
-        all_left_at = None
-      elif all_left_at is None:
-        all_left_at = now
-      elif now - all_left_at > MEASURE_SECONDS:  # not only the evaluator, a moment behind
-        return "stopped"
-      self.stop.wait(FAULT_TURN_SECONDS if any(held) else TURN_SECONDS)
-
-  def _tend(self, child: Child, now: float) -> bool:
-    """One turn of one child; returns whether it is being held up on purpose."""
-    if child.due_to_start(now):
-      if child.lives:
-        self._recorder.event("restart", target=child.name)
-      child.start(now)
-    elif (status := child.poll()) is not None:
-      early = child.name.startswith("syncer/") and not self._merged()
-      reason = child.on_exit(status, now, self._ending, must_stay=early)
-      if reason:
-        self._recorder.event("exit", target=child.name, reason=reason)
-    elif child.running:
-      seconds = 0.0 if self._training_since is None else time.time() - self._training_since
-      while (fault := child.strike(self._clock, seconds, now)) is not None:
-        if fault.action in INSIDE:
-          ask(self.workdir, fault)
-        else:
-          self._note_fault(fault)
-      if now >= child.leaves_at:
-        child.leaves_at = math.inf
-        child.terminate()
-    return child.hold(now)
-
-  def _note_fault(self, fault: Fault) -> None:
-    self._recorder.event("fault", **chaos.struck(fault, chaos.detail(fault, self._clock)))
-
-  def _hear(self) -> None:
-    """What was asked for while the run goes on, by the dashboard or by us."""
-    for _, fault in self._asked.poll():
-      child = next((child for child in self._children if child.name == fault.role), None)
-      if fault.action in INSIDE:
-        self._note_fault(fault)
-      elif fault.action == "join":
-        self._joins = (*self._joins, fault)
-      elif child is not None:
-        child.plan(fault)
-
-  def _welcome(self, now: float) -> None:
-    """Learners that the plan brings in while the run goes on."""
-    seconds = 0.0 if self._training_since is None else time.time() - self._training_since
-    while True:
-      fault, self._joins = chaos.strike(self._joins, self._clock, seconds)
-      if fault is None:
-        return
-      if any(child.name == fault.role for child in self._children):
-        continue
-      name, number = fault.role, int(fault.role.partition("/")[2])
-      command = self._command.learner(number)
-      child = Child(
-        name, command, self.workdir, self.config.run, self._faults(name), self._spawn(name)
+  def _start(self, name: str, life: int, afresh: bool) -> None:
+    if name == EVALUATOR_ADDRESS:
+      return self._start_thread(name, self._first_evaluator + life, self._run_evaluator)
+    if name not in self._children:
+      kind, number = parse_role(name)
+      command = (
+        self._command.learner(number)
+        if kind == "learner"
+        else self._command.syncer(number, self._spec.syncers[number])
       )
-      child.leaves_at = now + fault.seconds if fault.seconds >= 0 else math.inf
-      self._children.append(child)
-      self._note_fault(fault)
+      self._children[name] = Child(name, command, self.workdir, self._spawn(name))
+    self._children[name].start()
+
+  def _observe(self) -> None:
+    if time.monotonic() >= self._follow_at:
+      self._follow_at = time.monotonic() + FOLLOW_SECONDS
+      self._follow()
+    for child in list(self._children.values()):
+      if (status := child.poll()) is not None:
+        self._guard(self._on_exit, child, status)
+
+  def _on_exit(self, child: Child, status: int) -> None:
+    """A process has ended: while the run ends, or in good order, its role needs no other."""
+    reason, name = child.bury(status), child.name
+    kill = self._state.roles[name].kill
+    early = name.startswith("syncer/") and not self._merged()
+    if kill is None and (self._ending or (status == 0 and not early)):
+      if status == LOST:
+        self._lost[name] = child.last_words()
+      self._feed(Left(name))
+    else:
+      self._feed(Exited(name, time.monotonic(), reason, for_good=status == BAD_USAGE))
+
+  def _strike(self, fault: Fault) -> None:
+    if fault.action in INSIDE:
+      return ask_for(self.workdir, fault)
+    if fault.action == "kill":
+      self._children[fault.role].strike(for_good=fault.seconds < 0)
+    self._note_fault(fault, faults.detail(fault, self._clock))
+
+  def _requested(self, fault: Fault) -> None:
+    """By the dashboard, or by us of a role that performs it itself."""
+    if fault.action in INSIDE:
+      self._note_fault(fault, faults.detail(fault, self._clock))
+    else:
+      self._feed(Requested(fault))
+
+  def _hold(self, name: str, held: bool) -> None:
+    self._children[name].hold(held)
+
+  def _terminate(self, name: str) -> None:
+    super()._terminate(name)
+    if name in self._children:
+      self._children[name].terminate()
+
+  def _seconds(self) -> float:
+    return 0.0 if self._training_since is None else time.time() - self._training_since
+
+  def _over(self) -> str | None:
+    now, learners = time.monotonic(), members(self._state, "learner/").values()
+    if self._merged():
+      return "finished"
+    if self.leave.is_set() or self.stop.is_set():
+      return "stopped"
+    if self._state.hopeless:
+      return "failed"
+    if not all(role.ended for role in learners):
+      self._all_left_at = None
+    elif self._all_left_at is None:
+      self._all_left_at = now
+    elif now - self._all_left_at > MEASURE_SECONDS:  # not only the evaluator, a moment behind
+      return "stopped"
+    return None
 
   def _merged(self) -> bool:
     """Whether the global model is as it will be at the end of the run, and the evaluator has it."""
     role = self._evaluated
     return role is not None and role.exchange.state.merged_tokens >= self.config.run.total_tokens
 
-  def _hopeless(self) -> bool:
-    """Whether a shard, or every possible quorum, is gone for good: nothing would ever merge."""
-    left = sum(not child.gone for child in self._of("learner/"))
-    return any(c.gone for c in self._of("syncer/")) or left < self.config.sync.min_quorum
-
-  def _end(self, reason: str, evaluator: threading.Thread) -> None:
+  def _end(self, reason: str) -> None:
     """Everybody leaves in good order: learners bring out their work while shards still merge it."""
-    self._ending = True
-    drain = self.config.network.drain_seconds
-    for kind in ("learner/", "syncer/"):
-      if reason == "finished":  # they know it themselves
-        self._wait(self._of(kind), PATIENCE_SECONDS)
-      for child in self._of(kind):
-        child.terminate()
-      self._wait(self._of(kind), drain + PATIENCE_SECONDS)
-      if reason == "finished":
-        evaluator.join(MEASURE_SECONDS)
-    # After a stop: what the shards said last has arrived, and is taken in by its next turn.
-    evaluator.join(1.0)
-    self._evaluator_stop.set()
-    evaluator.join(PATIENCE_SECONDS)
+    try:
+      for kind in ("learner/", "syncer/"):
+        names = list(members(self._state, kind))
+        if reason == "finished":  # they know it themselves
+          self._wait_for(names, PATIENCE_SECONDS)
+        self._feed(Dismiss(kind))
+        self._wait_for(names, self.config.network.drain_seconds + PATIENCE_SECONDS)
+        if reason == "finished":
+          self._wait([EVALUATOR_ADDRESS], MEASURE_SECONDS)
+      # After a stop: what the shards said last has arrived, and is taken in by its next turn.
+      self._wait([EVALUATOR_ADDRESS], 1.0)
+      self._feed(Dismiss(EVALUATOR_ADDRESS))
+      if EVALUATOR_ADDRESS in self._threads:
+        ended(self._threads[EVALUATOR_ADDRESS], PATIENCE_SECONDS)
+    finally:  # also after a second Ctrl-C
+      for child in self._children.values():
+        child.kill()
 
-  def _wait(self, children: Sequence[Child], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not all(child.ended for child in children) and time.monotonic() < deadline:
-      for child in self._children:
-        self._tend(child, time.monotonic())
-      self._follow()
-      time.sleep(TURN_SECONDS)
+  def _wait_for(self, names: Sequence[str], seconds: float) -> None:
+    if late := self._wait(names, seconds):
+      warn(f"{', '.join(late)}: not ended within {seconds:g} s. They are told to, and then killed.")
+
+  def _finish(self, reason: str) -> None:
+    super()._finish(reason)
+    self._guard(self._follow)
 
   # --- what happens -------------------------------------------------------------------------------
 
@@ -278,50 +225,42 @@ class ProcessesEngine:
   def _follow(self) -> None:
     """Hands on what has happened since the last time, and learns the run's clock from it."""
     for event in self._follower.poll():
-      if event["kind"] == "step":
+      if event.kind == "step":
         self._count(event)
+      elif event.kind in AT_WORK:
+        self._feed(Working("{}/{}".format(*parse_role(event.role)), time.monotonic()))
       for listener in self._listeners:
-        listener(event)
+        self._guard(listener, event)
 
   def _count(self, event: Event) -> None:
-    number = parse_role(event["role"])[1]
+    number = parse_role(event.role)[1]
     self.steps[number] = self.steps.get(number, 0) + 1
-    self._clock = max(self._clock, event["clock"])
+    self._clock = max(self._clock, event.clock)
     if self._training_since is None:
-      self._training_since = self._started + event["time"]
+      self._training_since = self._started + event.time
 
-  def _follow_model(self, place: Place) -> None:
-    """On its own thread: the evaluator, restarted like every other role."""
-    incarnation, keys = seconds_since_2020(), attend.load_keys(place, EVALUATOR_ADDRESS)
-    for crashes in range(self.config.run.max_restarts + 1):
-      recorder = self._record(EVALUATOR_ADDRESS, incarnation + crashes)
-      endpoint = attend.connect(
-        self.config, self.plan, place, EVALUATOR_ADDRESS, incarnation + crashes, keys
-      )
-      try:
-        for shard, url in enumerate(place.syncers):
-          endpoint.dial(syncer_address(shard), url)
-        role = Evaluator(
-          self.config, self.plan, self._loss, endpoint, recorder, incarnation + crashes
-        )
-        self._evaluated = role
-        role.run(self._evaluator_stop.is_set)
-        return
-      except Exception as error:  # nobody else notices, as with every role
-        recorder.event("crash", trace=traceback.format_exc())
-        reason = f"{type(error).__name__}: {error}"
-        self._recorder.event("exit", target=EVALUATOR_ADDRESS, reason=reason)
-      finally:
-        endpoint.close()
-        recorder.close()
-      if self._evaluator_stop.wait(self.config.run.restart_seconds * 2**crashes):
-        return
+  def _run_evaluator(self, incarnation: int, recorder: Recorder) -> None:
+    spec, keys = self._spec, self._evaluator_keys
+    endpoint = connect(self.config, self.plan, spec, EVALUATOR_ADDRESS, incarnation, keys)
+    with contextlib.closing(endpoint):
+      for shard, url in enumerate(spec.syncers):
+        endpoint.dial(syncer_address(shard), url)
+      self._evaluate(endpoint, incarnation, recorder)
 
-  def _outcome(self, reason: str) -> Outcome:
+  def _outcome(self, reason: str) -> RunResult:
     role = self._evaluated
     if role is not None and role.exchange.state.joined:
-      params = role.holder.params
+      params = role.store.params
     else:
-      params = initial.initial_params(self.config)
-    lost = "; ".join(f"{child.name}: {child.lost}" for child in self._children if child.lost)
-    return Outcome(reason, params, {}, dict(self.steps), lost)
+      params = self._newest_params()
+    lost = "; ".join(f"{name}: {what}" for name, what in self._lost.items())
+    return RunResult(reason, params, {}, dict(self.steps), lost)
+
+  def _newest_params(self) -> dict[str, np.ndarray]:
+    """The global model of the newest snapshot, for a run whose evaluator never had it whole."""
+    storage, everything = open_storage(self.config, self.plan, self.workdir), self.plan.fragments
+    restored = storage and restore_fragments(storage, self.plan, range(len(everything)))
+    if not restored:
+      return initial.initial_params(self.config)
+    values = {p: committed.value for p, committed in restored.fragments.items()}
+    return initial.assemble(self.plan, self.config, values)

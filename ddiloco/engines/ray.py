@@ -12,6 +12,7 @@ node for good, since everybody knows its address: when that node is lost, so is 
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import logging
 import signal
@@ -26,14 +27,14 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ddiloco.config import Config, ConfigError
-from ddiloco.engines.actor import RoleActor
 from ddiloco.engines.children import LOST, Spawn
-from ddiloco.engines.outcome import Outcome
-from ddiloco.engines.place import Place
+from ddiloco.engines.engine import RunResult
 from ddiloco.engines.processes import ProcessesEngine
-from ddiloco.observe.events import Listener
-from ddiloco.runtime import certificates
-from ddiloco.runtime.transport import learner_address, syncer_address
+from ddiloco.engines.ray_actor import RoleActor
+from ddiloco.engines.role_spec import RoleSpec
+from ddiloco.network import keys as key_files
+from ddiloco.network.transport import learner_address, syncer_address
+from ddiloco.observe.eventlog import Listener
 from ddiloco.training import data
 
 OBJECT_STORE_BYTES = 128 << 20  # nothing of ours goes there
@@ -61,7 +62,7 @@ class RayEngine(ProcessesEngine):
     self,
     config: Config,
     workdir: Path,
-    corpus: data.Corpus,
+    corpus: data.Source,
     loss: Callable[[dict[str, np.ndarray]], float],
     address: str = "",
     cpu_only: bool = False,
@@ -74,7 +75,7 @@ class RayEngine(ProcessesEngine):
     if self._local:
       check_resources(config, ray.cluster_resources())
 
-  def run(self, listeners: Sequence[Listener] = ()) -> Outcome:
+  def run(self, listeners: Sequence[Listener] = ()) -> RunResult:
     """As of the processes engine."""
     try:
       return super().run(listeners)
@@ -84,7 +85,7 @@ class RayEngine(ProcessesEngine):
       if self._connected:
         ray.shutdown()
 
-  def _place(self) -> Place:
+  def _place(self) -> RoleSpec:
     """Starts all actors; shards are spread over the nodes."""
     config = self.config
     nodes = sorted((n for n in ray.nodes() if n["Alive"]), key=lambda n: n["NodeManagerAddress"])
@@ -108,15 +109,14 @@ class RayEngine(ProcessesEngine):
         " Fix: install ddiloco on every node, with the Python and Ray versions of this one."
       ) from error
     keys = self.workdir / "keys"
-    certificates.make_keys(keys, config.num_islands(), config.sync.num_shards)
-    return Place(self.workdir, self.workdir.name, syncers, keys=keys)
+    key_files.make_keys(keys, config.num_islands(), config.sync.num_shards)
+    return RoleSpec(self.workdir, self.workdir.name, syncers, keys=keys)
 
   def _start_actor(self, name: str, resources: Mapping[str, Any], **options: Any) -> None:
-    planned = sum(fault.action == "kill" for fault in self._faults(name))
     self._actors[name] = (
       ray.remote(RoleActor)
       .options(
-        max_restarts=self.config.run.max_restarts + planned,
+        max_restarts=-1,  # whether a role is started again is decided by our supervisor alone
         # Calls wait for a restarting actor; only `run` itself is never repeated by Ray, since the
         # supervisor does that when the pause is over.
         max_task_retries=-1,
@@ -157,18 +157,12 @@ class RemoteProcess:
     """The actor is not started again either, and what it reserved is free."""
     ray.kill(self._actor)
 
-  def wait(self) -> int:
-    """The exit status, once there is one."""
-    if self._status is None:
-      self._status = self._result()
-    return self._status
-
   def _result(self) -> int:
     """What `run` returned, or that the actor died."""
     try:
       return ray.get(self._end, timeout=END_SECONDS)
     except RayError as error:  # its reason stands where the role's last words would
-      with self._log.open("a") as log:
+      with contextlib.suppress(OSError), self._log.open("a") as log:
         log.write(f"Ray: {_line(error)}\n")
       return LOST
 

@@ -14,30 +14,22 @@ from typing import Any
 import jax
 import numpy as np
 
+from ddiloco.checkpoint import weights
+from ddiloco.checkpoint.restore import open_storage
 from ddiloco.config import Config, ConfigError
 from ddiloco.core import fragments
-from ddiloco.engines.dashboard import Dashboard, Where
-from ddiloco.engines.outcome import Outcome
-from ddiloco.engines.workdir import (
-  COMPILED,
-  OURS,
-  OUTCOME,
-  check,
-  claim,
-  held,
-  saved_config,
-)
+from ddiloco.dashboard.server import Dashboard, Where
+from ddiloco.engines.engine import RunResult
 from ddiloco.models import arithmetic
 from ddiloco.observe.live import LiveView
-from ddiloco.observe.metrics import TensorBoard
 from ddiloco.observe.report import write_report
-from ddiloco.resilience import flows
-from ddiloco.runtime import initial, weights
-from ddiloco.runtime.rejoin import open_storage
+from ddiloco.observe.tensorboard import TensorBoard
+from ddiloco.roles import initial
+from ddiloco.simulation import bandwidth
 from ddiloco.training import data, tokenizers
-from ddiloco.training.compiled import kept_in
-from ddiloco.training.evaluate import Evaluator
-from ddiloco.training.generate import generate
+from ddiloco.training.devices import kept_in
+from ddiloco.training.evaluate import Evaluator, generate, makes_text, refuse_without_text
+from ddiloco.workdir import COMPILED, ISLANDS, OURS, OUTCOME, check, claim, held, saved_config
 
 EXIT_STATUS = {"finished": 0, "failed": 1, "stopped": 130}
 ENGINES = {  # imported when they are asked for: Ray is not everybody's
@@ -68,24 +60,20 @@ def train(
     initial.checked_start(config)
     _refuse_own_start(config, workdir, overwrite)
     _refuse_others_snapshots(config, overwrite)
-  corpus = data.open_corpus(config.data)
+  corpus = data.open_data(config.data)
   loss = held_out_loss(config, corpus)
   runner = make_engine(engine)(config, workdir, corpus, loss, **(options or {}))
   served = Dashboard(workdir, dashboard) if dashboard else None  # its port is open, or refused
   with held(workdir), kept_in(workdir / COMPILED):
-    goes_on = claim(workdir, config, overwrite)
+    claim(workdir, config, overwrite)
     with served or contextlib.nullcontext():
       if served:
         print(f"Dashboard: {served.url}")
-      return _train(runner, config, workdir, corpus, loss, goes_on)
+      return _train(runner, config, workdir, corpus, loss)
 
 
-def _train(
-  runner: Any, config: Config, workdir: Path, corpus: data.Corpus, loss, goes_on: bool
-) -> int:
+def _train(runner: Any, config: Config, workdir: Path, corpus: data.Source, loss) -> int:
   print(config.to_json())
-  if goes_on:
-    print(f"\nThe run in {workdir} goes on from its newest snapshot.")
   began = time.monotonic()
   board = TensorBoard(workdir)
   with LiveView() as live:
@@ -97,7 +85,11 @@ def _train(
       return {}
     return _train_alone(config, workdir, corpus, loss, runner)
 
-  conclude(config, workdir, outcome, loss, began, compare)
+  try:
+    conclude(config, workdir, outcome, loss, began, compare)
+  except OSError as error:
+    print(f"\nThe run's end is not saved: {error}. Fix: make room; give the same command again.")
+    return EXIT_STATUS["failed"]
   return 1 if outcome.lost else EXIT_STATUS[outcome.reason]
 
 
@@ -122,38 +114,67 @@ def make_engine(name: str) -> Callable[..., Any]:
 def conclude(
   config: Config,
   workdir: Path,
-  outcome: Outcome,
+  outcome: RunResult,
   loss: Callable[[Mapping[str, np.ndarray]], float],
   began: float,
   compare: Callable[[], Mapping[str, Any]] = dict,
 ) -> None:
   """Leaves result, outcome and report in `workdir`, and prints the main numbers.
 
+  What was trained is saved first. What then fails (a loss for which there is no memory, ...) is
+  said and left out: it can be had later, and the exit status is about the training.
+
   Args:
-    config: the run's.
+    config: the run's. With run.evaluations = 0 nothing is evaluated.
     workdir: of the run.
     outcome: what its engine returned.
     loss: held-out loss of a parameter tree.
     began: `time.monotonic()` when it started.
     compare: called once the result is safe; gives what it is compared with.
+
+  Raises:
+    OSError: something cannot be saved. Without a result there is no outcome: the run can go on.
   """
-  params, losses = _best(outcome, loss)
-  weights.save(workdir / "result", params)
+  _save(workdir, outcome)
   extra: dict[str, Any] = {
     "reason": outcome.reason,
-    **_untrained(config, loss),
-    "loss_merged": losses,
     "learner_steps": {str(m): steps for m, steps in sorted(outcome.steps.items())},
   }
   if outcome.lost:
     extra["lost"] = outcome.lost
-  extra |= compare()
-  if config.run.sample_tokens:
-    run = config.run
-    extra["sample"] = sample(workdir, config, run.prompt, run.sample_tokens, 0.7, config.seed)
+  _write_outcome(workdir, extra)
+  run = config.run
+  if run.evaluations:
+    _attempt("the untrained model's loss", extra, lambda: _untrained(config, loss))
+    _attempt("the result's loss", extra, lambda: _merged(workdir, outcome, loss))
+    _attempt("the comparison", extra, compare)
+  if run.sample_tokens and makes_text(config.model):
+    arguments = run.prompt, run.sample_tokens, 0.7, config.seed
+    _attempt("the sample", extra, lambda: {"sample": sample(workdir, config, *arguments)})
   extra["seconds"] = round(time.monotonic() - began, 1)
+  _write_outcome(workdir, extra)
+  _print_end(write_report(workdir, extra), workdir, extra, makes_text(config.model))
+
+
+def _save(workdir: Path, outcome: RunResult) -> None:
+  """The result; of islands that trained alone all of them, since the best one is not known yet."""
+  weights.save(workdir / "result", outcome.params)
+  if len(outcome.island_params) > 1:
+    for m, params in outcome.island_params.items():
+      weights.save(workdir / ISLANDS / f"learner-{m}", params)
+
+
+def _write_outcome(workdir: Path, extra: Mapping[str, Any]) -> None:
   (workdir / OUTCOME).write_text(json.dumps(extra, indent=2) + "\n")
-  _print_end(write_report(workdir, extra), workdir, extra)
+
+
+def _attempt(what: str, extra: dict[str, Any], make: Callable[[], Mapping[str, Any]]) -> None:
+  """Adds what `make` gives to `extra`; whatever it raises is said, and nothing else is lost."""
+  try:
+    extra |= make()
+  except Exception as error:
+    reason = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+    extra["left_out"] = {**extra.get("left_out", {}), what: reason}
 
 
 def _refuse_own_start(config: Config, workdir: Path, overwrite: bool) -> None:
@@ -181,23 +202,29 @@ def _refuse_others_snapshots(config: Config, overwrite: bool) -> None:
 
 def _untrained(config: Config, loss) -> dict[str, float]:
   """Held-out loss of what the run started from; a run is not lost because that is gone by now."""
-  try:
-    return {"loss_untrained": loss(initial.initial_params(config))}
-  except ConfigError as error:
-    print(f"\nThe untrained model's loss is left out: {error}")
-    return {}
+  return {"loss_untrained": loss(initial.initial_params(config))}
 
 
-def _best(outcome: Outcome, loss) -> tuple[Mapping[str, np.ndarray], float]:
-  """The global model and its held-out loss; of islands that trained alone, the best one's."""
-  candidates = list(outcome.island_params.values()) or [outcome.params]
-  losses = [loss(params) for params in candidates]
-  best = min(range(len(losses)), key=lambda i: (np.isnan(losses[i]), losses[i]))  # NaN is worst
-  return candidates[best], losses[best]
+def _merged(workdir: Path, outcome: RunResult, loss) -> dict[str, Any]:
+  """Held-out loss of the result; of islands that trained alone the best one becomes the result."""
+  best, value = _best(outcome, loss)
+  if best is None:
+    return {"loss_merged": value}
+  weights.save(workdir / "result", outcome.island_params[best])
+  return {"loss_merged": value, "result_of_learner": best}
+
+
+def _best(outcome: RunResult, loss) -> tuple[int | None, float]:
+  """(None, held-out loss of the global model); of islands that trained alone the best one's."""
+  if not outcome.island_params:
+    return None, loss(outcome.params)
+  losses = {m: loss(params) for m, params in outcome.island_params.items()}
+  best = min(losses, key=lambda m: (np.isnan(losses[m]), losses[m]))  # NaN is worst
+  return best, losses[best]
 
 
 def _train_alone(
-  config: Config, workdir: Path, corpus: data.Corpus, loss, runner: Any
+  config: Config, workdir: Path, corpus: data.Source, loss, runner: Any
 ) -> dict[str, float]:
   """Every island alone, without a syncer, for as many steps as the busiest one made together.
 
@@ -225,11 +252,16 @@ def _train_alone(
   return {"loss_best_island_alone": best, "steps_alone": steps}
 
 
-def held_out_loss(config: Config, corpus: data.Corpus):
-  """A function: held-out loss (nats per token) of a parameter tree, on a device no island uses."""
+def held_out_loss(config: Config, corpus: data.Source):
+  """A function: held-out loss of a parameter tree, on a device no island uses."""
+  return evaluator(config, corpus).loss
+
+
+def evaluator(config: Config, corpus: data.Source) -> Evaluator:
+  """Measures parameter trees on the held-out data, on a device no island uses."""
   fit = EVALUATION_LOGITS // (config.data.sequence_length * config.model.vocab_size)
-  batches = data.heldout_batches(corpus, config.data, max(1, min(EVALUATION_BATCH, fit)))
-  return Evaluator(config.model, batches, jax.local_devices(backend="cpu")[-1]).loss
+  batches = corpus.heldout_batches(max(1, min(EVALUATION_BATCH, fit)))
+  return Evaluator(config.model, batches, jax.local_devices(backend="cpu")[-1])
 
 
 def load_result(workdir: Path, config: Config) -> dict[str, np.ndarray]:
@@ -247,7 +279,12 @@ def load_result(workdir: Path, config: Config) -> dict[str, np.ndarray]:
 def sample(
   workdir: Path, config: Config, prompt: str, tokens: int, temperature: float, seed: int
 ) -> str:
-  """What the trained global model writes after `prompt`."""
+  """What the trained global model writes after `prompt`.
+
+  Raises:
+    ConfigError: the model makes no text, or there is no result.
+  """
+  refuse_without_text(config.model)
   return prompt + generate(
     config.model,
     load_result(workdir, config),
@@ -261,12 +298,21 @@ def sample(
 
 
 def evaluate(workdir: Path, config: Config) -> str:
-  """One JSON line: held-out loss of the trained global model."""
-  corpus = data.open_corpus(config.data)
-  loss = held_out_loss(config, corpus)(load_result(workdir, config))
-  return json.dumps(
-    {"loss": loss, "bits_per_token": loss / float(np.log(2)), "workdir": str(workdir)}
-  )
+  """One JSON line: what the held-out data say of the trained global model."""
+  return json.dumps({**measure(workdir, config), "workdir": str(workdir)})
+
+
+def measure(workdir: Path, config: Config) -> dict[str, float]:
+  """What the held-out data say of the trained global model.
+
+  Raises:
+    ConfigError: there is none, or it is damaged or of another model.
+  """
+  params = load_result(workdir, config)
+  measured = evaluator(config, data.open_data(config.data)).measure(params)
+  if makes_text(config.model):
+    measured["bits_per_token"] = measured["loss"] / float(np.log(2))
+  return measured
 
 
 def report(workdir: Path) -> str:
@@ -282,11 +328,14 @@ def report(workdir: Path) -> str:
   return str(write_report(workdir, extra) / "index.html")
 
 
-def _print_end(folder: Path, workdir: Path, extra: Mapping[str, Any]) -> None:
-  print("\nHeld-out loss, nats per token (lower is better):")
-  for name in ("loss_untrained", "loss_best_island_alone", "loss_merged"):
-    if name in extra:
-      print(f"  {name:<24} {extra[name]:.4f}")
+def _print_end(folder: Path, workdir: Path, extra: Mapping[str, Any], text: bool) -> None:
+  losses = [n for n in ("loss_untrained", "loss_best_island_alone", "loss_merged") if n in extra]
+  if losses:
+    print(f"\nHeld-out loss{', nats per token' * text} (lower is better):")
+  for name in losses:
+    print(f"  {name:<24} {extra[name]:.4f}")
+  for what, reason in extra.get("left_out", {}).items():
+    print(f"\nWARNING: {what} is left out: {reason}. The result is saved.")
   if "sample" in extra:
     print(f"\nThe merged model writes:\n{extra['sample']}")
   if "lost" in extra:
@@ -297,9 +346,10 @@ def _print_end(folder: Path, workdir: Path, extra: Mapping[str, Any]) -> None:
 def describe(config: Config) -> str:
   """The dry run: final config, model, fragments and bytes, without touching a device."""
   plan, config = initial.make_plan(config), initial.checked_start(config)
-  count = arithmetic.num_params(config.model)
-  flops = arithmetic.flops_per_token(config.model, config.data.sequence_length)
-  lines = [config.to_json(), "", f"model: {count:,} parameters, {flops:.3g} FLOPs per token"]
+  lines = [config.to_json(), "", f"model: {sum(plan.sizes):,} parameters"]
+  if not config.model.custom:
+    flops = arithmetic.flops_per_token(config.model, config.data.sequence_length)
+    lines[-1] += f", {flops:.3g} FLOPs per token"
   steps = config.planned_steps()
   lines.append(f"run: {config.run.total_tokens:,} tokens, {steps:,} steps of every island")
   for m in range(config.islands.num_learners):
@@ -315,7 +365,7 @@ def describe(config: Config) -> str:
     for shard in range(config.sync.num_shards):
       owned = fragments.owned_by(shard, config.sync.num_shards, len(sizes))
       lines.append(f"shard {shard}: owns fragments {', '.join(map(str, owned))}")
-    per_step = flows.exchanged(sizes, config.sync).per_step(config.sync)
+    per_step = bandwidth.exchanged(sizes, config.sync).per_step(config.sync)
     lines.append(
       f"traffic: about {per_step:,.0f} bytes per step and island, both ways together"
       " (ddiloco plan says more)"

@@ -8,65 +8,58 @@ learners have.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import math
-import threading
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import numpy as np
 
-from ddiloco.config import Config, Fault
-from ddiloco.core import fragments
-from ddiloco.core.fragments import Plan
-from ddiloco.engines.asked import Asked
-from ddiloco.engines.outcome import Outcome
-from ddiloco.engines.workdir import start_time
-from ddiloco.observe.events import Event, Listener, Recorder
-from ddiloco.resilience import chaos
-from ddiloco.resilience.chaos import Faults, Killed, still_planned
-from ddiloco.runtime import initial
-from ddiloco.runtime.disturbed import Disturbed
-from ddiloco.runtime.evaluator import Evaluator
-from ddiloco.runtime.exchange import Quarantined
-from ddiloco.runtime.learner import Learner
-from ddiloco.runtime.network import seconds_since_2020
-from ddiloco.runtime.rejoin import (
-  Beginning,
+from ddiloco.chaos.endpoint import FaultyEndpoint
+from ddiloco.chaos.faults import Faults
+from ddiloco.checkpoint.restore import (
   Restored,
+  ResumeState,
   begin_learner,
-  forget,
+  go_on,
   new_learner,
   new_syncer,
-  newest_clock,
   open_storage,
   restore_fragments,
 )
-from ddiloco.runtime.saver import Saver
-from ddiloco.runtime.store import MemoryStore, new_fragment
-from ddiloco.runtime.syncer import Syncer
-from ddiloco.runtime.transport import (
-  EVALUATOR_ADDRESS,
-  Hub,
-  learner_address,
-  syncer_address,
-)
+from ddiloco.checkpoint.saver import Saver
+from ddiloco.config import Config, Fault
+from ddiloco.core import fragments
+from ddiloco.core.commit import MemoryStore, new_fragment
+from ddiloco.engines import role_spec
+from ddiloco.engines.engine import PATIENCE_SECONDS, Engine, RunResult
+from ddiloco.engines.signals import beside
+from ddiloco.network import handshake
+from ddiloco.network.transport import EVALUATOR_ADDRESS, Hub, learner_address, syncer_address
+from ddiloco.observe.eventlog import Event, Recorder, parse_role
+from ddiloco.observe.guards import ended
+from ddiloco.protocol import events
+from ddiloco.protocol.learner import unmerged_tokens
+from ddiloco.protocol.supervisor import GONE, Dismiss, members
+from ddiloco.roles import initial
+from ddiloco.roles.learner import Learner
+from ddiloco.roles.syncer import Syncer
 from ddiloco.training import data, devices
 from ddiloco.training.island import Island
+from ddiloco.workdir import start_time
 
-POLL_SECONDS = 0.2
 EVALUATOR_PATIENCE_SECONDS = 60.0  # to finish a measurement when the learners have ended
 
 
-class ThreadsEngine:
+class ThreadsEngine(Engine):
   """One run. Everything that can be wrong with config, data or devices is found on construction.
 
   Args:
     config: the run's.
     workdir: event logs go to `workdir/events`.
-    corpus: opened training data.
+    corpus: opened training data (`training.data.open_data`).
     loss: held-out loss of a parameter tree, for the evaluator.
     islands: compiled by an earlier run of the same model and islands; None: new ones.
   """
@@ -75,102 +68,73 @@ class ThreadsEngine:
     self,
     config: Config,
     workdir: Path,
-    corpus: data.Corpus,
+    corpus: data.Source,
     loss: Callable[[dict[str, np.ndarray]], float],
     islands: dict[int, Island] | None = None,
   ):
-    self.config = config
-    self.workdir = workdir
-    self.plan: Plan = initial.make_plan(config)
-    self.stop = threading.Event()
+    super().__init__(config, workdir, loss)
     # Opened once: a restarted learner has nothing to prepare that could hold up the others.
     self._streams = [data.Stream(corpus, config, m) for m in range(config.num_islands())]
-    self._loss = loss
-    self._listeners: Sequence[Listener] = ()
     self._start_time = self._training_since = time.monotonic()
     # No learner ever has more than the whole model under way, in either direction.
-    model_bytes, members = 4 * sum(self.plan.sizes), config.islands.num_learners + 1
-    room = members * model_bytes + (1 << 30)
+    model_bytes, receivers = 4 * sum(self.plan.sizes), config.islands.num_learners + 1
+    room = receivers * model_bytes + (1 << 30)
     self._hub = Hub(workdir.name, self.plan.plan_id, max_bulk_bytes=room)
     self._store = MemoryStore()
-    self.islands = islands or {
-      m: Island(config, m, group, self.plan)
-      for m, group in enumerate(
-        devices.partition(jax.devices(), config.islands, config.num_islands())
-      )
-    }
-    self.steps: dict[int, int] = {}
+    groups = devices.partition(jax.devices(), config.islands, config.num_islands())
+    islands = islands or {m: Island(config, m, g, self.plan) for m, g in enumerate(groups)}
+    self.islands = islands
     self._storage = open_storage(config, self.plan, workdir)
     self._restored: Restored | None = None
-    self._planned: list[Fault] = []
-    self._joins: tuple[Fault, ...] = ()  # learners that the plan brings in later
-    self._leaves_at: dict[int, float] = {}  # and takes away again
     self._first_incarnation = 0
-    self._clock = 0  # the run's, as far as learners have reported it
     self._faults: dict[str, Faults] = {}
-    self._quarantined: set[int] = set()  # learners that must begin afresh
-    self._gone: list[str] = []  # roles that never come back
+    self._stop_at = math.inf  # when patience with that is over
 
-  def run(self, listeners: Sequence[Listener] = ()) -> Outcome:
-    """Runs to the end of the token budget, or until `stop` is set.
-
-    `listeners` get every event of every role (live view, TensorBoard).
-    """
-    config = self.config
-    self._listeners = listeners
-    if (self.workdir / "events").exists():  # it goes on: nobody may pass for who was here before
-      self._first_incarnation = seconds_since_2020()
+  def _begin(self) -> None:
+    self._restored = self._resume()
+    if (self.workdir / "events").exists():
+      self._start_after(role_spec.newest(self.workdir, handshake.seconds_since_2020()))
     self._start_time = time.monotonic() - (time.time() - start_time(self.workdir))
     self._recorder = self._record("engine", 0)
-    self._recorder.event(
-      "run_started",
-      name=self.workdir.name,
-      num_learners=config.islands.num_learners,
-      num_shards=config.sync.num_shards,
-      num_fragments=len(self.plan.fragments) if config.sync.num_shards else 0,
-      total_tokens=config.run.total_tokens,
-    )
-    first = initial.initial_params(config)
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-      list(pool.map(self._compile, self.islands))
-    self._seed(first)
-    self._first = first
+
+  def _prepare(self) -> None:
+    beside(self._compile_all, self.leave)
     self._training_since = time.monotonic()  # faults by time count from here, not from compiling
-    began_at = newest_clock(self.config, self.plan, self.workdir)
-    self._planned = still_planned(self.config.chaos.of_roles(), began_at)
-    self._joins = tuple(fault for fault in self._planned if fault.action == "join")
-    self._asked = Asked(self.workdir, news_only=True)
-    shards = [
-      self._start(syncer_address(s), self._run_syncer, s) for s in range(config.sync.num_shards)
-    ]
-    watcher = self._start_evaluator() if config.sync.num_shards and config.run.evaluations else None
-    learners = [
-      self._start(learner_address(m), self._run_learner, m)
-      for m in range(config.islands.num_learners)
-    ]
-    try:
-      reason = self._wait_for(learners)
-      if watcher is not None and reason == "finished":
-        watcher.join(EVALUATOR_PATIENCE_SECONDS)
-    except KeyboardInterrupt:
-      reason = "stopped"
-    self._stop_all([*learners, *shards, *([watcher] if watcher else [])])
-    self._recorder.event("run_finished", reason=reason)
-    self._recorder.close()
-    return self._outcome(reason)
+
+  def _roles(self) -> list[str]:
+    sync, learners = self.config.sync, range(self.config.islands.num_learners)
+    shards = [syncer_address(s) for s in range(sync.num_shards)]
+    watches = sync.num_shards and self.config.run.evaluations
+    return [*shards, *([EVALUATOR_ADDRESS] if watches else []), *map(learner_address, learners)]
 
   # --- roles --------------------------------------------------------------------------------------
 
+  def _resume(self) -> Restored | None:
+    """What the newest snapshot has, if the run goes on from one."""
+    tried, every = list[str](), range(len(self.plan.fragments))
+    storage = self._storage
+    restored = restore_fragments(storage, self.plan, every, tried) if storage else None
+    newest = restored.snapshot if restored is not None else None
+    go_on(self.config, self.workdir, storage, newest, tried)
+    return restored
+
+  def _compile_all(self) -> None:
+    self._first = initial.initial_params(self.config)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+      list(pool.map(self._compile, self.islands))
+    self._seed(self._first)
+
+  def _start_after(self, incarnation: int) -> None:
+    """The run goes on: nobody may pass for who was here before."""
+    now = max(self._first_incarnation, handshake.seconds_since_2020())
+    self._first_incarnation = role_spec.above(now, [incarnation])
+
   def _seed(self, first: dict[str, np.ndarray]) -> None:
     """Version 0, or the newest snapshot, goes into the store; without shards, into the islands."""
-    if self._storage is not None:
-      self._restored = restore_fragments(self._storage, self.plan, range(len(self.plan.fragments)))
-      newest = self._restored.snapshot if self._restored is not None else None
-      forget(self._storage, "", newest)
     if self._restored is not None:
-      self._first_incarnation = seconds_since_2020()  # also if only the snapshots are left of it
       for committed in self._restored.fragments.values():
         self._store.save(committed)
+        self._start_after(committed.state.last_round >> 24)  # the snapshots may be all that is left
     elif self.config.sync.num_shards:
       for fragment in self.plan.fragments:
         self._store.save(new_fragment(fragment, fragments.gather(fragment, first)))
@@ -180,36 +144,41 @@ class ThreadsEngine:
 
   def _compile(self, m: int) -> None:
     seconds = self.islands[m].compile()
-    self._recorder.event("compiled", target=learner_address(m), seconds=round(seconds, 3))
+    self._recorder.record(events.Compiled(target=learner_address(m), seconds=round(seconds, 3)))
 
-  def _run_learner(self, m: int, incarnation: int, faults: Faults, recorder: Recorder) -> None:
-    island, config = self.islands[m], self.config
+  def _run_learner(
+    self, m: int, incarnation: int, faults: Faults, recorder: Recorder, afresh: bool
+  ) -> None:
+    island, config, name = self.islands[m], self.config, learner_address(m)
     new = new_learner(config, self.plan, m, incarnation)
     if config.sync.num_shards:
-      storage = None if m in self._quarantined else self._storage  # what it had was bad
-      self._quarantined.discard(m)
+      storage = None if afresh else self._storage  # what it had was bad
       beginning = begin_learner(new, config, self.plan, island, storage, recorder)
     else:
-      beginning = Beginning(new)
+      beginning = ResumeState(new)
       if incarnation:
         island.load(self._first)  # nobody else has what it had learned
-    endpoint, saver = self._connect(learner_address(m), faults), self._saver(recorder, faults)
+    endpoint, saver = self._connect(name, faults), self._saver(recorder, faults)
     batches = self._streams[m].iterate
     role = Learner(beginning, config, self.plan, island, batches, endpoint, recorder, saver)
-    leaves_at = self._leaves_at.get(m, math.inf)
-    drain_seconds = config.network.drain_seconds if leaves_at < math.inf else 0.0
+    drain_seconds = config.network.drain_seconds if config.sync.num_shards else 0.0
     try:
-      role.run(faults, lambda: self.stop.is_set() or time.monotonic() >= leaves_at, drain_seconds)
+      role.run(
+        faults,
+        lambda: name in self._told or self.stop.is_set(),
+        drain_seconds,
+        self.stop.is_set,
+      )
+      if self._drains and (unmerged := unmerged_tokens(role.exchange.state)):
+        self._lost[name] = f"{unmerged} tokens were not merged in network.drain_seconds"
     finally:
       made = role.exchange.state.step - beginning.state.step
       self.steps[m] = self.steps.get(m, 0) + made
-      endpoint.close()
-      if saver is not None:
-        saver.close()
+      self._close(endpoint, saver)
 
   def _run_syncer(self, shard: int, incarnation: int, faults: Faults, recorder: Recorder) -> None:
     config, endpoint = self.config, self._connect(syncer_address(shard), faults)
-    state = new_syncer(config, shard, incarnation, self._store)
+    state = new_syncer(config, shard, incarnation, self._store, began_at=self._start_time)
     if self._restored is not None and incarnation == self._first_incarnation:
       state = self._restored.resume(state)
     saver = self._saver(recorder, faults)
@@ -217,26 +186,17 @@ class ThreadsEngine:
       role = Syncer(state, config, self.plan, endpoint, self._store, recorder, saver=saver)
       role.run(faults, self.stop.is_set)
     finally:
-      endpoint.close()
-      if saver is not None:
-        saver.close()
-
-  def _start_evaluator(self) -> threading.Thread:
-    def run(_, incarnation: int, faults: Faults, recorder: Recorder) -> None:
-      endpoint = self._connect(EVALUATOR_ADDRESS, faults)
-      try:
-        Evaluator(self.config, self.plan, self._loss, endpoint, recorder, incarnation).run(
-          self.stop.is_set
-        )
-      finally:
-        endpoint.close()
-
-    return self._start(EVALUATOR_ADDRESS, run, -1)
+      self._close(endpoint, saver)
 
   def _saver(self, recorder: Recorder, faults: Faults) -> Saver | None:
     if self._storage is None:
       return None
     return Saver(self._storage, recorder.role, recorder.incarnation, recorder, faults.disk)
+
+  def _close(self, endpoint: FaultyEndpoint, saver: Saver | None) -> None:
+    endpoint.close()
+    if saver is not None:
+      saver.close(self.config.network.drain_seconds if self._drains else 0.0)
 
   # --- supervision --------------------------------------------------------------------------------
 
@@ -246,111 +206,76 @@ class ThreadsEngine:
     return Recorder(self.workdir, name, incarnation, self._start_time, listeners=listeners)
 
   def _note_clock(self, event: Event) -> None:
-    if event["kind"] == "step":
-      self._clock = max(self._clock, event["clock"])
+    if event.kind == "step":
+      self._clock = max(self._clock, event.clock)
 
-  def _connect(self, address: str, faults: Faults):
-    endpoint = Disturbed(self._hub.connect(address), faults.weather)
+  def _connect(self, address: str, faults: Faults) -> FaultyEndpoint:
+    endpoint = FaultyEndpoint(self._hub.connect(address), faults.weather)
     faults.cut = endpoint.close
     return endpoint
 
-  def _start(self, name: str, run: Callable, number: int) -> threading.Thread:
-    plan = [f for f in self._planned if f.role == name and f.action != "join"]
+  def _start(self, name: str, life: int, afresh: bool) -> None:
+    kind, number = parse_role(name)
+    faults = self._faults.get(name) or self._new_faults(name)
 
+    def live(incarnation: int, recorder: Recorder) -> None:
+      if kind == "learner":
+        self._run_learner(number, incarnation, faults, recorder, afresh)
+      elif kind == "syncer":
+        self._run_syncer(number, incarnation, faults, recorder)
+      else:
+        with contextlib.closing(self._connect(name, faults)) as endpoint:
+          self._evaluate(endpoint, incarnation, recorder)
+
+    self._start_thread(name, self._first_incarnation + life, live)
+
+  def _new_faults(self, name: str) -> Faults:
+    """Of all lives of a role; it strikes them itself."""
+    plan = [f for f in self._planned if f.role == name and f.action != "join"]
     faults = self._faults[name] = Faults(plan, self._training_since, self._note_fault, name)
     faults.stopped = self.stop
-    thread = threading.Thread(
-      target=self._supervise, args=(name, run, number, faults), name=name, daemon=True
-    )
-    thread.start()
-    return thread
+    return faults
 
-  def _supervise(self, name: str, run: Callable, number: int, faults: Faults) -> None:
-    """One role over all its incarnations; whatever it dies of, nobody else notices."""
-    crashes, incarnation = 0, self._first_incarnation
-    while True:
-      recorder = self._record(name, incarnation)
-      try:
-        run(number, incarnation, faults, recorder)
-        return
-      except Killed as kill:
-        pause, reason = kill.seconds, str(kill)
-      except Exception as error:  # crashed, or quarantined: back after a pause, but not for ever
-        crashes += 1
-        again = crashes <= self.config.run.max_restarts
-        pause = self.config.run.restart_seconds * 2 ** (crashes - 1) if again else -1
-        if isinstance(error, Quarantined):
-          reason = f"quarantined: {error}"
-          self._quarantined.add(number)
-        else:
-          reason = f"{type(error).__name__}: {error}"
-          recorder.event("crash", trace=traceback.format_exc())
-      finally:
-        recorder.close()
-      self._recorder.event("exit", target=name, reason=reason)
-      if pause < 0:
-        self._gone.append(name)
-      if pause < 0 or self.stop.wait(pause):
-        return
-      incarnation += 1
-      self._recorder.event("restart", target=name)
+  def _requested(self, fault: Fault) -> None:
+    if fault.action != "join" and fault.role in self._faults:
+      self._faults[fault.role].plan(fault)
 
-  def _wait_for(self, learners: list[threading.Thread]) -> str:
-    """Until all learners have ended, or never could: then the run has failed.
+  def _seconds(self) -> float:
+    return time.monotonic() - self._training_since
 
-    Meanwhile performs what nobody else does: `learners` grows with those that join.
-    """
-    for thread in learners:
-      while thread.is_alive():
-        if self._hopeless():
-          return "failed"
-        self._hear()
-        learners += self._welcome()
-        thread.join(POLL_SECONDS)  # short, so that Ctrl-C is heard
-    if all(thread.name in self._gone for thread in learners):
+  def _over(self) -> str | None:
+    if self.stop.is_set():
+      self.leave.set()
+    if self.leave.is_set() and not self._drains:
+      self._drains = True
+      self._stop_at = time.monotonic() + self.config.network.drain_seconds + PATIENCE_SECONDS
+      self._feed(Dismiss("learner/"))
+    if time.monotonic() >= self._stop_at:
+      self.stop.set()
+    learners = members(self._state, "learner/").values()
+    if self._state.hopeless:
       return "failed"
-    return "stopped" if self.stop.is_set() else "finished"
+    if not all(role.ended for role in learners):
+      return None
+    if all(role.phase == GONE for role in learners):
+      return "failed"
+    return "stopped" if self.leave.is_set() else "finished"
 
-  def _note_fault(self, fault: Fault, said: str) -> None:
-    self._recorder.event("fault", **chaos.struck(fault, said))
-
-  def _hear(self) -> None:
-    """Faults that were asked for while the run goes on."""
-    for _, fault in self._asked.poll():
-      if fault.action != "join" and fault.role in self._faults:
-        self._faults[fault.role].plan(fault)
-
-  def _welcome(self) -> list[threading.Thread]:
-    """The learners that join now."""
-    started = []
-    while True:
-      seconds = time.monotonic() - self._training_since
-      fault, self._joins = chaos.strike(self._joins, self._clock, seconds)
-      if fault is None:
-        return started
-      m = int(fault.role.partition("/")[2])
-      if fault.seconds >= 0:
-        self._leaves_at[m] = time.monotonic() + fault.seconds
-      self._note_fault(fault, chaos.detail(fault, self._clock))
-      if fault.role not in self._faults:
-        started.append(self._start(fault.role, self._run_learner, m))
-
-  def _hopeless(self) -> bool:
-    """Whether a shard, or every possible quorum, is gone for good: nothing would ever merge."""
-    sync = self.config.sync
-    left = self.config.islands.num_learners - sum(n.startswith("learner/") for n in self._gone)
-    shard_gone = any(name.startswith("syncer/") for name in self._gone)
-    return shard_gone or left < (sync.min_quorum if sync.num_shards else 1)
-
-  def _stop_all(self, threads: Sequence[threading.Thread]) -> None:
+  def _end(self, reason: str) -> None:
+    if reason == "finished":
+      self._wait([EVALUATOR_ADDRESS], EVALUATOR_PATIENCE_SECONDS, self.leave.is_set)
     self.stop.set()
-    for thread in threads:
-      thread.join(EVALUATOR_PATIENCE_SECONDS)
+    self._feed(Dismiss(""))
+    for thread in self._threads.values():
+      ended(thread, EVALUATOR_PATIENCE_SECONDS)
 
-  def _outcome(self, reason: str) -> Outcome:
+  def _outcome(self, reason: str) -> RunResult:
     if self.config.sync.num_shards:
       values = {f.index: self._store.load(f.index).value for f in self.plan.fragments}
-      return Outcome(reason, initial.assemble(self.plan, self.config, values), {}, dict(self.steps))
-    left = [m for m in self.islands if learner_address(m) not in self._gone] or list(self.islands)
+      params = initial.assemble(self.plan, self.config, values)
+      lost = "; ".join(f"{name}: {what}" for name, what in sorted(self._lost.items()))
+      return RunResult(reason, params, {}, dict(self.steps), lost)
+    gone = {n for n, role in members(self._state).items() if role.phase == GONE}
+    left = [m for m in self.islands if learner_address(m) not in gone] or list(self.islands)
     each = {m: self.islands[m].params_on_host() for m in left}
-    return Outcome(reason, each[left[0]], each, dict(self.steps))
+    return RunResult(reason, each[left[0]], each, dict(self.steps))

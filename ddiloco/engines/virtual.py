@@ -11,12 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from ddiloco import workdir as workdirs
 from ddiloco.config import Config, ConfigError
-from ddiloco.engines import workdir as workdirs
-from ddiloco.observe import recovery
-from ddiloco.observe.events import Event, to_line
-from ddiloco.simulation.account import Account
-from ddiloco.simulation.run import Run, Setting
+from ddiloco.observe import tracks
+from ddiloco.observe.eventlog import to_line
+from ddiloco.protocol.events import Commit, Event, Step
+from ddiloco.simulation.run import Account, Run, Setting
 
 LINES = 1000  # of one role, until they are written
 TELL_SECONDS = 5.0  # between two lines about a long run
@@ -28,20 +30,20 @@ class Logs:
   def __init__(self, workdir: Path):
     self._folder = workdir / "events"
     self._folder.mkdir(parents=True, exist_ok=True)
-    self._lines: dict[str, list[str]] = {}
+    self._lines: dict[str, list[bytes]] = {}
 
   def take(self, event: Event) -> None:
-    lines = self._lines.setdefault(event["role"], [])
+    lines = self._lines.setdefault(event.role, [])
     lines.append(to_line(event))
     if len(lines) >= LINES:
-      self._write(event["role"], lines)
+      self._write(event.role, lines)
 
   def close(self) -> None:
     for role, lines in self._lines.items():
       self._write(role, lines)
 
-  def _write(self, role: str, lines: list[str]) -> None:
-    with (self._folder / f"{role}.jsonl").open("a") as file:
+  def _write(self, role: str, lines: list[bytes]) -> None:
+    with (self._folder / f"{role}.jsonl").open("ab") as file:
       file.writelines(lines)
     lines.clear()
 
@@ -55,16 +57,16 @@ class Progress:
     self._next_at = time.monotonic() + TELL_SECONDS
 
   def take(self, event: Event) -> None:
-    self._steps += event["kind"] == "step"
-    if event["kind"] != "commit":
+    self._steps += isinstance(event, Step)
+    if not isinstance(event, Commit):
       return
-    self._merged[event["fragment"]] = event["merged_tokens"]
+    self._merged[event.fragment] = event.merged_tokens
     if time.monotonic() < self._next_at:
       return
     self._next_at = time.monotonic() + TELL_SECONDS
     merged = min(1.0, min(self._merged.values()) / self._total)
     print(
-      f"{event['time']:,.0f} s of virtual time: {self._steps:,} steps, {merged:.0%} merged",
+      f"{event.time:,.0f} s of virtual time: {self._steps:,} steps, {merged:.0%} merged",
       file=sys.stderr,
       flush=True,
     )
@@ -131,21 +133,16 @@ def _refuse_another(workdir: Path, overwrite: bool) -> None:
     )
 
 
-def _of_faults(events: list[dict[str, Any]]) -> Mapping[str, Any]:
-  found = recovery.recoveries(events)
+def _of_faults(events: list[Event]) -> Mapping[str, Any]:
+  found = tracks.recoveries(events)
   back = [each.seconds for each in found if math.isfinite(each.seconds)]
   return {
     "faults": len(found),
     "recovered": len(back),
     "median_recovery_seconds": round(statistics.median(back), 3) if back else None,
     "worst_recovery_seconds": round(max(back), 3) if back else None,
-    "longest_stall_seconds": round(recovery.longest_stall_seconds(events), 3),
-    "lost_rounds": len(recovery.lost_rounds(events)),
-    "unplanned": len(recovery.unplanned(events)),
-    "unplanned_exits": [dict(event) for event in recovery.unplanned(events)],
+    "longest_stall_seconds": round(tracks.longest_stall_seconds(events), 3),
+    "lost_rounds": len(tracks.lost_rounds(events)),
+    "unplanned": len(tracks.unplanned(events)),
+    "unplanned_exits": [msgspec.to_builtins(event) for event in tracks.unplanned(events)],
   }
-
-
-def equal_sizes(parameters: int, fragments: int) -> tuple[int, ...]:
-  """Values of each fragment, if a model is cut into equal ones."""
-  return tuple((parameters + i) // fragments for i in range(fragments))

@@ -7,25 +7,16 @@ G query heads per kv head (H = K * G), Q head dim, F mlp width.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from ddiloco.config import ModelConfig
-
-Axes = tuple[str | None, ...]
-Constrain = Callable[[jax.Array, Axes], jax.Array]
+from ddiloco.models.model import Axes, Constrain
 
 # Standard deviation of a unit normal that is cut off at two standard deviations.
 _TRUNCATED_STDDEV = 0.87962566103423978
-
-
-def unconstrained(x: jax.Array, axes: Axes) -> jax.Array:
-  """The `constrain` of a single device: leaves `x` as it is."""
-  del axes
-  return x
 
 
 def parameter(value: jax.Array, axes: Axes) -> nnx.Param:

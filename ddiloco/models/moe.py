@@ -25,7 +25,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ddiloco.config import ModelConfig
-from ddiloco.models.layers import Constrain, parameter, residual_stddev, truncated_normal
+from ddiloco.models.layers import parameter, residual_stddev, truncated_normal
+from ddiloco.models.model import Constrain
 
 
 def slots_per_expert(model: ModelConfig, sequence_length: int) -> int:

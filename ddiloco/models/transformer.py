@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,18 +25,34 @@ from flax import nnx
 from ddiloco.config import ModelConfig
 from ddiloco.models.layers import (
   Attention,
-  Axes,
-  Constrain,
   GatedMlp,
   RMSNorm,
   parameter,
   rope_tables,
   truncated_normal,
+)
+from ddiloco.models.model import (
+  Axes,
+  Constrain,
+  NnxModel,
+  Params,
+  cross_entropy,
   unconstrained,
 )
 from ddiloco.models.moe import MixtureOfExperts
 
-__all__ = ["Layer", "Transformer", "apply", "from_params", "init", "logical_axes", "shapes"]
+__all__ = [
+  "LanguageModel",
+  "Layer",
+  "Transformer",
+  "apply",
+  "from_params",
+  "init",
+  "language_model",
+  "logical_axes",
+  "next_token_loss",
+  "shapes",
+]
 
 
 # So shallow a stack is unrolled.
@@ -125,59 +139,85 @@ def embed(table_VxD: jax.Array, tokens_BxT: jax.Array) -> jax.Array:
   return table_VxD[tokens_BxT] * jnp.asarray(table_VxD.shape[1] ** 0.25, table_VxD.dtype)
 
 
+# --- The functional face: a model's own functions, by its config
+
+
+def next_token_loss(
+  model: ModelConfig,
+  params: Params,
+  tokens_BxT1: jax.Array,
+  constrain: Constrain | None = None,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+  """What a learner minimises on windows of T + 1 tokens (inputs [:, :-1], targets [:, 1:]).
+
+  Returns:
+    total = cross entropy + model.load_balance_weight * load-balance loss, and
+    {"loss": cross entropy in nats per token, "load_balance": the auxiliary loss, unweighted}.
+    The load-balance loss looks at this learner's own batch only (Decoupled DiLoCo, MoE).
+  """
+  logits_BxTxV, load_balance = apply(model, params, tokens_BxT1[:, :-1], constrain)
+  loss = cross_entropy(logits_BxTxV, tokens_BxT1[:, 1:])
+  total = loss + model.load_balance_weight * load_balance
+  return total, {"loss": loss, "load_balance": load_balance}
+
+
+class LanguageModel(NnxModel):
+  """The transformer as a `Model`: batches are windows of T + 1 tokens, int32 [B, T + 1]."""
+
+  def __init__(self, config: ModelConfig):
+    super().__init__(lambda rngs: Transformer(config, rngs=rngs))
+    self._config = config
+
+  def inputs(self, batch_size: int, sequence_length: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((batch_size, sequence_length + 1), jnp.int32)
+
+  def loss(
+    self, params: Params, batch: jax.Array, constrain: Constrain | None = None
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    return next_token_loss(self._config, params, batch, constrain)
+
+  def evaluate(self, params: Params, batch: jax.Array) -> dict[str, jax.Array]:
+    """{"loss": nats per token}."""
+    return {"loss": cross_entropy(self.logits(params, batch[:, :-1]), batch[:, 1:])}
+
+  def logits(self, params: Params, tokens_BxT: jax.Array) -> jax.Array:
+    """Of the next token at every position: (B, T, V) f32."""
+    return apply(self._config, params, tokens_BxT)[0]
+
+
 @functools.cache
-def _abstract(model: ModelConfig) -> tuple[nnx.GraphDef, dict[str, nnx.Variable]]:
-  """The module's structure and its variables by flat name, with shapes instead of values."""
-  module = nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0)))
-  graph, state = nnx.split(module)
-  return graph, {"/".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
+def language_model(model: ModelConfig) -> LanguageModel:
+  """The `Model` of this config, traced once."""
+  return LanguageModel(model)
 
 
 def logical_axes(model: ModelConfig) -> dict[str, Axes]:
   """Logical axis names of every parameter, one a dimension; stacked leaves begin with "layers"."""
-  return {name: tuple(v.out_sharding) for name, v in _abstract(model)[1].items()}
+  return language_model(model).logical_axes()
 
 
 def shapes(model: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
   """Shape and dtype (f32) of every parameter, without making any."""
-  return {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in _abstract(model)[1].items()}
+  return language_model(model).shapes()
 
 
 def init(model: ModelConfig, key: jax.Array) -> dict[str, jax.Array]:
   """Fresh parameters, a pure function of `key`; under jit, XLA drops the leaves nobody asks for."""
-  state = nnx.state(Transformer(model, rngs=nnx.Rngs(key)))
-  return {"/".join(map(str, path)): variable[...] for path, variable in nnx.to_flat_state(state)}
+  return language_model(model).init(key)
 
 
-def from_params(model: ModelConfig, params: Mapping[str, jax.Array]) -> Transformer:
+def from_params(model: ModelConfig, params: Params) -> Transformer:
   """The NNX module that holds these parameters.
 
   Raises:
     ValueError: a name is missing or unknown, or a shape is not the model's.
   """
-  graph, abstract = _abstract(model)
-  missing = sorted(abstract.keys() - params.keys())
-  unknown = sorted(params.keys() - abstract.keys())
-  if missing or unknown:
-    raise ValueError(
-      f"params: missing {missing}, unknown {unknown}: the names must be exactly those of"
-      " transformer.shapes(model). Fix: use the model config these parameters were trained with."
-    )
-  for name, variable in abstract.items():
-    if tuple(params[name].shape) != tuple(variable.shape):
-      raise ValueError(
-        f"params[{name!r}] has shape {tuple(params[name].shape)}, the model needs"
-        f" {tuple(variable.shape)}. Fix: use the model config these parameters were trained with."
-      )
-  flat: dict[Any, Any] = {
-    tuple(name.split("/")): v.replace(params[name]) for name, v in abstract.items()
-  }
-  return nnx.merge(graph, nnx.from_flat_state(flat))
+  return language_model(model).module(params)
 
 
 def apply(
   model: ModelConfig,
-  params: Mapping[str, jax.Array],
+  params: Params,
   tokens_BxT: jax.Array,
   constrain: Constrain | None = None,
 ) -> tuple[jax.Array, jax.Array]:

@@ -17,10 +17,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ddiloco.observe.drain import Drain, warn
-from ddiloco.observe.events import IMPORTANT, Event
+from ddiloco.observe.guards import Drain, warn
+from ddiloco.observe.island_state import IslandState, Note
+from ddiloco.observe.run_state import RunState
 from ddiloco.observe.style import clock_time, compact, island_colour, loss_text
-from ddiloco.observe.view import KINDS, IslandView, Note, RunView, fold
+from ddiloco.protocol.events import IMPORTANT, Event
 
 FRAME_SECONDS = 1.0  # a frame costs some 5 ms of a core that also trains
 SHORTEST_FRAME_SECONDS = 0.25  # between frames that an important event asks for
@@ -39,20 +40,22 @@ _STATE_STYLES = {
 _TONE_STYLES = {"bad": "red", "good": "green", "plain": "default"}
 
 
-def render(view: RunView, now: float, width: int = 100) -> RenderableType:
+def render(view: RunState, now: float, width: int = 100) -> RenderableType:
   """The view as it looks `now` (seconds since the run started), for 80 columns or more."""
   gap = 2 if width >= 100 else 1
   parts: list[RenderableType] = [_header(view, now), _progress(view), Text()]
+  if view.solo:
+    parts += [Text(view.solo, style="bold yellow"), Text()]
   parts.append(_islands(view, now, gap))
   if view.shards:
     parts += [Text(), _shards(view, gap)]
   if view.notes:
     parts.append(Text())
-    parts += [_note_line(note) for note in view.notes[-SHOWN_NOTES:]]
+    parts += [_note_line(note) for note in list(view.notes)[-SHOWN_NOTES:]]
   return Group(*parts)
 
 
-def plain_line(view: RunView, now: float) -> str:
+def plain_line(view: RunState, now: float) -> str:
   """The run in one line without control codes."""
   islands = []
   for learner, island in sorted(view.islands.items()):
@@ -69,7 +72,7 @@ def plain_line(view: RunView, now: float) -> str:
   return " · ".join(part for part in parts if part)
 
 
-def _header(view: RunView, now: float) -> Text:
+def _header(view: RunState, now: float) -> Text:
   rates = [island.tokens_per_second for island in view.islands.values()]
   running = [
     rate
@@ -90,7 +93,7 @@ def _header(view: RunView, now: float) -> Text:
   return text
 
 
-def _progress(view: RunView) -> Table:
+def _progress(view: RunState) -> Table:
   grid = Table.grid(padding=(0, 1), expand=True)
   grid.add_column(ratio=1)
   grid.add_column(justify="right", no_wrap=True)
@@ -105,7 +108,7 @@ def _table(gap: int) -> Table:
   return Table(box=None, padding=(0, gap, 0, 0), expand=True, header_style="dim", pad_edge=False)
 
 
-def _islands(view: RunView, now: float, gap: int) -> Table:
+def _islands(view: RunState, now: float, gap: int) -> Table:
   table = _table(gap)
   for name, justify in (("island", "left"), ("state", "left"), ("life", "right")):
     table.add_column(name, justify=justify, no_wrap=True)
@@ -128,7 +131,7 @@ def _islands(view: RunView, now: float, gap: int) -> Table:
   return table
 
 
-def _missed(island: IslandView, now: float) -> Text:
+def _missed(island: IslandState, now: float) -> Text:
   if not island.missed_reason:
     return Text("–", style="dim")
   if island.took_part and not island.took_part[-1]:
@@ -136,7 +139,7 @@ def _missed(island: IslandView, now: float) -> Text:
   return Text(f"{clock_time(now - island.missed_time)} ago: {island.missed_reason}", style="dim")
 
 
-def _shards(view: RunView, gap: int) -> Table:
+def _shards(view: RunState, gap: int) -> Table:
   table = _table(gap)
   table.add_column("shard", no_wrap=True)
   table.add_column("state", no_wrap=True)
@@ -175,7 +178,7 @@ class LiveView:
     clock: Callable[[], float] = time.monotonic,
     plain_seconds: float = PLAIN_SECONDS,
   ):
-    self.view = RunView()
+    self.view = RunState()
     self._start_time = start_time
     self._clock = clock
     self._console = console or Console()
@@ -188,8 +191,12 @@ class LiveView:
   def start(self) -> None:
     """Takes the terminal and begins to draw."""
     if self._console.is_terminal:
-      self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="crop")
-      self._live.start()
+      live = Live(console=self._console, auto_refresh=False, vertical_overflow="crop")
+      try:
+        live.start()
+        self._live = live
+      except (OSError, ValueError) as error:  # the run goes on without being watched
+        warn(f"the live view has no output: {error}")
     self._drain = Drain("live view", self._consume, FRAME_SECONDS)
 
   def stop(self) -> None:
@@ -224,10 +231,10 @@ class LiveView:
     """Queues an event (before `start` and after `stop`: ignores it)."""
     drain = self._drain
     if self._start_time is None:
-      self._start_time = self._clock() - event["time"]
-    if drain is not None and event["kind"] in KINDS:
+      self._start_time = self._clock() - event.time
+    if drain is not None:
       drain.put(event)
-      if event["kind"] in IMPORTANT:
+      if type(event) in IMPORTANT:
         drain.wake()
 
   def _now(self) -> float:
@@ -236,7 +243,7 @@ class LiveView:
   def _consume(self, batch: list[Event]) -> None:
     known = self.view.num_notes
     for event in batch:
-      self.view = fold(self.view, event)
+      self.view.add(event)
     now = self._now()
     if self._live is None:
       self._print_plain(now, self.view.num_notes - known)
@@ -249,7 +256,7 @@ class LiveView:
       self._next_frame = now + SHORTEST_FRAME_SECONDS
 
   def _print_plain(self, now: float, new_notes: int) -> None:
-    for note in self.view.notes[-new_notes:] if new_notes else ():
+    for note in list(self.view.notes)[-new_notes:] if new_notes else ():
       self._say(f"[{clock_time(note.time)}] {note.text}")
     if now >= self._next_plain:
       self._say(plain_line(self.view, now))

@@ -1,4 +1,4 @@
-"""The report's pictures: one function each, from events to a matplotlib figure.
+"""The report's pictures: one function each, from a run's state to a matplotlib figure.
 
 matplotlib is imported on first use (training never pays for it) and only through its object API
 with the Agg canvas, so that no window system and no global state is touched.
@@ -7,16 +7,17 @@ with the Agg canvas, so that no window system and no global state is touched.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ddiloco.observe.events import Event, parse_role
-from ddiloco.observe.history import learner_steps
+from ddiloco.observe.eventlog import parse_role
+from ddiloco.observe.island_state import role_name
+from ddiloco.observe.run_state import RunState
+from ddiloco.observe.series import MOST_CURVES, Series, Thinned
 from ddiloco.observe.style import FAINT, GLOBAL_MODEL, MUTED, island_colour, shard_colour
 
 if TYPE_CHECKING:
@@ -80,7 +81,18 @@ def say_empty(axes: Axes, text: str) -> None:
   axes.text(0.5, 0.5, text, ha="center", va="center", color=MUTED, transform=axes.transAxes)
 
 
-def loss_figure(events: Sequence[Event], alone: float | None = None) -> Figure:
+def say_left_out(axes: Axes, *texts: str) -> None:
+  """At the right of the title, what a picture of a long run does not show."""
+  place = {"transform": axes.transAxes, "ha": "right", "va": "bottom", "color": MUTED}
+  axes.text(1.0, 1.02, "; ".join(filter(None, texts)), fontsize=8.5, **place)
+
+
+def every(thinned: Thinned, what: str) -> str:
+  """Says in words how many of these are drawn; "" if all are."""
+  return f"of {thinned.count:,} {what} 1 in {thinned.stride}" if thinned.stride > 1 else ""
+
+
+def loss_figure(run: RunState, alone: float | None = None) -> Figure:
   """Training loss of every island (smoothed) and held-out loss of the global model against tokens.
 
   The x axis counts the tokens all islands have trained, so a curve is where the run was, and the
@@ -89,15 +101,11 @@ def loss_figure(events: Sequence[Event], alone: float | None = None) -> Figure:
   """
   figure, (axes,) = new_figure(5.0)
   axes.set_title("Loss against tokens")
-  tokens_at = _cumulative_tokens(events)
+  say_left_out(axes, every(run.curves.evaluations, "evaluations"))
   drawn: list[float] = []
-  for learner, steps in learner_steps(events).items():
-    drawn += _island_curve(axes, learner, steps, tokens_at)
-  points = [
-    (event["merged_tokens"], event["loss"])
-    for event in events
-    if event["kind"] == "evaluation" and math.isfinite(event["loss"])
-  ]
+  for learner in sorted(run.islands):
+    drawn += _island_curve(axes, learner, run.curves.loss)
+  points = run.curves.evaluations.items
   if points:
     x, y = zip(*points)
     options = {"color": GLOBAL_MODEL, "lw": 2.0, "marker": "o", "ms": 5, "zorder": 5}
@@ -117,21 +125,18 @@ def loss_figure(events: Sequence[Event], alone: float | None = None) -> Figure:
   return figure
 
 
-def _island_curve(
-  axes: Axes, learner: int, steps: Sequence[Event], tokens_at: Mapping[int, int]
-) -> list[float]:
+def _island_curve(axes: Axes, learner: int, loss: Series) -> list[float]:
   """One line per life of the learner, so that nothing is drawn while it was down."""
-  lives: dict[int, list[tuple[int, float]]] = defaultdict(list)
-  for step in steps:
-    loss = step.get("loss", math.nan)
-    if math.isfinite(loss):
-      lives[step["incarnation"]].append((tokens_at[id(step)], loss))
+  lives = [loss.means(f"{learner} {life}") for life in range(MOST_CURVES + 1)]
+  lives = [[(i, y) for i, y in enumerate(means) if y is not None] for means in lives]
+  lives = [life for life in lives if life]
   drawn: list[float] = []
-  half_width = max(1, len(steps) // 80)
-  for number, life in enumerate(lives.values()):
-    tokens, losses = np.array(life, float).T
+  half_width = max(1, sum(map(len, lives)) // 80)
+  for number, life in enumerate(lives):
+    bins, losses = np.array(life, float).T
     smooth = _smooth(losses, half_width)
     label = f"island {learner}" if number == 0 else None
+    tokens = (bins + 0.5) * loss.width_seconds
     axes.plot(tokens, smooth, lw=1.6, color=island_colour(learner), label=label, alpha=0.9)
     drawn += list(smooth)
   return drawn
@@ -162,17 +167,6 @@ def _tokens_tick(value: float, _: int) -> str:
   return f"{value:g}"
 
 
-def _cumulative_tokens(events: Sequence[Event]) -> dict[int, int]:
-  """Tokens all islands have trained up to and including each step event (by identity)."""
-  total = 0
-  result = {}
-  for event in events:
-    if event["kind"] == "step":
-      total += event["tokens"]
-      result[id(event)] = total
-  return result
-
-
 def _smooth(values: np.ndarray, half: int) -> np.ndarray:
   """A centred moving average over 2 * half + 1 points; shorter at the ends."""
   sums = np.concatenate([[0.0], np.cumsum(values)])
@@ -182,12 +176,10 @@ def _smooth(values: np.ndarray, half: int) -> np.ndarray:
   return (sums[high] - sums[low]) / (high - low)
 
 
-def participation_figure(events: Sequence[Event]) -> Figure:
+def participation_figure(run: RunState) -> Figure:
   """Who took part in each commit: a row of ticks per island; below, the merge weights over time."""
-  commits = [event for event in events if event["kind"] == "commit"]
-  names = {int(m) for each in commits for m in (*each["participants"], *each["missing"])}
-  names |= {int(m) for each in commits for m in each["rejected"]} | set(learner_steps(events))
-  learners = sorted(m for m in names if m >= 0)
+  learners = sorted(run.islands)
+  commits = run.curves.commits.items
   height = 3.6 + 0.36 * max(1, len(learners))
   ratios = [0.55 + 0.36 * max(1, len(learners)), 2.2]
   figure, (rows, shares) = new_figure(
@@ -198,8 +190,12 @@ def participation_figure(events: Sequence[Event]) -> Figure:
     say_empty(rows, "no commits in the log")
     shares.set_axis_off()
     return figure
+  say_left_out(rows, every(run.curves.commits, "commits"))
   for row, learner in enumerate(learners):
     _commit_ticks(rows, row, learner, commits)
+    share = run.islands[learner].commits / run.commits
+    place = {"va": "center", "transform": rows.get_yaxis_transform(), "color": "#555555"}
+    rows.text(1.01, row, f"{share:.0%}", **place)
   rows.set_yticks(range(len(learners)), [f"island {m}" for m in learners])
   rows.set_ylim(len(learners) - 0.4, -0.6)
   rows.grid(False)
@@ -207,50 +203,38 @@ def participation_figure(events: Sequence[Event]) -> Figure:
   rows.tick_params(axis="x", labelbottom=False)
   rows.tick_params(axis="x", length=0)
   rows.spines[["left", "bottom"]].set_visible(False)
-  place = {"ha": "right", "color": "#555555", "transform": rows.transAxes}
-  rows.text(1.055, 1.03, "share of all commits", **place)
-  rows.set_xlim(0, events[-1]["time"])
-  _share_bars(shares, learners, commits)
+  place = {"ha": "right", "va": "top", "color": "#555555", "transform": rows.transAxes}
+  rows.text(1.055, 0.0, "share of all commits", **place)
+  rows.set_xlim(0, run.time)
+  _share_bars(shares, learners, run.curves.weights)
   return figure
 
 
-def _commit_ticks(axes: Axes, row: int, learner: int, commits: Sequence[Event]) -> None:
+def _commit_ticks(axes: Axes, row: int, learner: int, commits: Sequence[Mapping[str, Any]]) -> None:
   times: dict[str, list[float]] = {"participants": [], "rejected": [], "missing": []}
-  for event in commits:
-    for part in ("participants", "rejected"):
-      if learner in {int(m) for m in event[part]}:
-        times[part].append(event["time"])
-        break
-    else:
-      times["missing"].append(event["time"])
+  for commit in commits:
+    part = next((part for part in ("participants", "rejected") if learner in commit[part]), None)
+    times[part or "missing"].append(commit["time"])
   width = min(2.5, max(0.6, 420 / len(commits)))
   axes.vlines(times["missing"], row - 0.12, row + 0.12, color=FAINT, lw=width)
   axes.vlines(times["participants"], row - 0.36, row + 0.36, color=island_colour(learner), lw=width)
   marks = {"marker": "x", "color": GLOBAL_MODEL, "s": 42, "lw": 1.6, "zorder": 4}
   axes.scatter(times["rejected"], [row] * len(times["rejected"]), **marks)
-  share = len(times["participants"]) / len(commits)
-  place = {"va": "center", "transform": axes.get_yaxis_transform(), "color": "#555555"}
-  axes.text(1.01, row, f"{share:.0%}", **place)
 
 
-def _share_bars(axes: Axes, learners: Sequence[int], commits: Sequence[Event]) -> None:
+def _share_bars(axes: Axes, learners: Sequence[int], weights: Series) -> None:
   """Mean merge weight of each island, stacked, in equal slices of time."""
-  times = np.array([event["time"] for event in commits])
-  count = int(min(60, max(1, len(commits) // 2)))
-  edges = np.linspace(times.min(), times.max() + 1e-6, count + 1)
-  slices = np.clip(np.digitize(times, edges) - 1, 0, count - 1)
-  weights = np.zeros((len(learners), count))
-  for at, event in zip(slices, commits):
-    total = sum(event["participants"].values()) or 1.0
-    for m, weight in event["participants"].items():
-      weights[learners.index(int(m)), at] += weight / total
-  sums = weights.sum(axis=0)
-  weights = np.divide(weights, sums, out=np.zeros_like(weights), where=sums > 0)
+  sums = [weights.sums(str(m)) for m in learners]
+  count = max(map(len, sums), default=0)
+  shares = np.array([each + [0.0] * (count - len(each)) for each in sums])
+  total = shares.sum(axis=0)
+  shares = np.divide(shares, total, out=np.zeros_like(shares), where=total > 0)
+  edges = np.arange(count) * weights.width_seconds
   bottom = np.zeros(count)
   for row, learner in enumerate(learners):
     options = {"align": "edge", "color": island_colour(learner), "edgecolor": "white", "lw": 0.4}
-    axes.bar(edges[:-1], weights[row], np.diff(edges), bottom, **options)
-    bottom += weights[row]
+    axes.bar(edges, shares[row], weights.width_seconds, bottom, **options)
+    bottom += shares[row]
   axes.set_ylim(0, 1)
   axes.set_yticks([0, 0.25, 0.5, 0.75, 1.0], ["0%", "25%", "50%", "75%", "100%"])
   axes.set_ylabel("weight in the merge")
@@ -258,9 +242,9 @@ def _share_bars(axes: Axes, learners: Sequence[int], commits: Sequence[Event]) -
   axes.grid(False, axis="x")
 
 
-def traffic_figure(events: Sequence[Event]) -> Figure:
+def traffic_figure(run: RunState) -> Figure:
   """Bytes on the wire over time: the sum by role, and the rate of all roles together."""
-  series = _sent_bytes(events)
+  series = _sent_bytes(run)
   figure, (total, rate) = new_figure(5.6, rows=2, sharex=bool(series), height_ratios=[1.5, 1])
   total.set_title("Bytes on the wire")
   if not series:
@@ -281,7 +265,7 @@ def traffic_figure(events: Sequence[Event]) -> Figure:
   total.set_ylabel(f"sent so far ({name})")
   total.set_ylim(bottom=0)
   total.legend(loc="upper left", ncols=2 if len(series) > 4 else 1)
-  _rate_panel(rate, series, events[-1]["time"])
+  _rate_panel(rate, series, run.time)
   return figure
 
 
@@ -303,15 +287,120 @@ def _rate_panel(
   axes.set_xlim(0, edges[-1])
 
 
-def _sent_bytes(events: Sequence[Event]) -> dict[str, tuple[list[float], list[int]]]:
+def _sent_bytes(run: RunState) -> dict[str, tuple[list[float], list[int]]]:
   """By role, (times, bytes sent so far); a new life goes on where the last one ended."""
-  series: dict[str, tuple[list[float], list[int]]] = {}
-  lives: dict[str, dict[int, int]] = defaultdict(dict)
-  for event in events:
-    role = event["role"]
-    times, sent = series.setdefault(role, ([event["time"]], [0]))
-    if event["kind"] == "traffic":
-      lives[role][event["incarnation"]] = event["sent_bytes"]
-      times.append(event["time"])
-      sent.append(sum(lives[role].values()))
-  return {role: each for role, each in sorted(series.items()) if each[1][-1] > 0}
+  series = {}
+  for role, points in sorted(run.curves.sent.items()):
+    times, sent = zip(*[(0.0, 0), *points.items])
+    if sent[-1] > 0:
+      series[role] = list(times), list(sent)
+  return series
+
+
+# --- The report's timeline: what every island and shard was doing when, with the faults marked
+
+if TYPE_CHECKING:
+  from matplotlib.axes import Axes
+  from matplotlib.figure import Figure
+
+ROW_INCHES = 0.42
+BAR_HEIGHT = 0.62
+MARKS = {  # marker, face colour, legend
+  "kill": ("X", "#111111", "fault: kill"),
+  "fault": ("v", "#FFFFFF", "other fault"),
+  "exit": ("x", "#111111", "crash"),
+  "restart": ("^", "#FFFFFF", "restart"),
+  "merged": ("*", "#FFD21F", "first merge after rejoining"),
+}
+_SHARD_COLOUR = "#7C8794"
+
+
+def timeline_figure(run: RunState) -> Figure:
+  """Islands and shards as rows over time, coloured by state; faults and rejoins are marked."""
+  end = run.time
+  spans = run.tracks.spans(run.islands, end, end)
+  order = sorted(spans, key=lambda role: (role.startswith("syncer"), parse_role(role)[1]))
+  figure, (axes,) = new_figure(1.8 + ROW_INCHES * max(2, len(order)))
+  axes.set_title("Islands and shards over time")
+  if not order:
+    say_empty(axes, "no learner and no shard in the log")
+    return figure
+  for row, role in enumerate(order):
+    for span in spans[role]:
+      _bar(axes, row, role, *span)
+    if role in run.curves.commit_times:
+      _commit_marks(axes, row, run.curves.commit_times[role].items)
+  used = _marks(axes, run.tracks.marks, {role: row for row, role in enumerate(order)})
+  _left_out(axes, run)
+  axes.set_yticks(range(len(order)), [role_name(role) for role in order])
+  axes.set_ylim(max(2, len(order)) - 0.45, -0.55)
+  axes.set_xlim(0, max(1e-3, end))
+  axes.set_xlabel("seconds since the run started")
+  axes.tick_params(axis="y", length=0)
+  axes.grid(False, axis="y")
+  axes.spines["left"].set_visible(False)
+  _legend(axes, {state for each in spans.values() for _, _, state in each}, used)
+  return figure
+
+
+def _left_out(axes: Axes, run: RunState) -> None:
+  lanes = run.tracks
+  drawn = len(lanes.marks)
+  marks = f"the newest {drawn} of {lanes.num_marks:,} marks" if lanes.num_marks > drawn else ""
+  spans = f"{lanes.num_absorbed:,} short spans are part of others" if lanes.num_absorbed else ""
+  most = max(run.curves.commit_times.values(), key=lambda each: each.stride, default=None)
+  say_left_out(axes, marks, spans, every(most, "commits") if most else "")
+
+
+def _bar_style(state: str, colour: str) -> dict:
+  if state == "running":
+    return {"facecolor": colour, "edgecolor": "none"}
+  if state == "joining":
+    return {"facecolor": colour, "edgecolor": "none", "alpha": 0.3}
+  hatch = {"stalled": "////", "quarantined": "xxxx"}.get(state)
+  if hatch:
+    return {"facecolor": "white", "edgecolor": colour, "hatch": hatch, "lw": 0.8}
+  return {"facecolor": "#F1F1F1", "edgecolor": MUTED, "lw": 0.8, "ls": (0, (3, 2))}  # down
+
+
+def _bar(axes: Axes, row: int, role: str, start: float, end: float, state: str) -> None:
+  kind, number = parse_role(role)
+  colour = island_colour(number) if kind == "learner" else _SHARD_COLOUR
+  place = {"left": start, "height": BAR_HEIGHT}
+  axes.barh(row, end - start, **place, **_bar_style(state, colour))
+
+
+def _commit_marks(axes: Axes, row: int, times: Sequence[float]) -> None:
+  """On a shard's row, a fine line per commit."""
+  width = min(1.0, max(0.25, 200 / max(1, len(times))))
+  axes.vlines(times, row - BAR_HEIGHT / 2, row + BAR_HEIGHT / 2, color="white", lw=width, alpha=0.8)
+
+
+def _marks(axes: Axes, marks: Iterable[Mapping[str, Any]], rows: dict[str, int]) -> list[str]:
+  """Draws the marks and returns which kinds there were, for the legend."""
+  places: dict[str, list[tuple[float, int]]] = {name: [] for name in MARKS}
+  for mark in marks:
+    if mark["role"] in rows:
+      places[mark["kind"]].append((mark["time"], rows[mark["role"]]))
+  for name, where in places.items():
+    if where:
+      marker, face, _ = MARKS[name]
+      edge = {} if marker == "x" else {"edgecolor": GLOBAL_MODEL}
+      size = 190 if marker == "*" else 90
+      options = {"marker": marker, "s": size, "color": face, "lw": 1.2, "zorder": 6, **edge}
+      axes.scatter(*zip(*where), clip_on=False, **options)
+  return [name for name, where in places.items() if where]
+
+
+def _legend(axes: Axes, states: set[str], marks: Sequence[str]) -> None:
+  from matplotlib.lines import Line2D
+  from matplotlib.patches import Patch
+
+  names = [s for s in ("joining", "running", "stalled", "quarantined", "down") if s in states]
+  handles: list = [Patch(label=name, **_bar_style(name, island_colour(0))) for name in names]
+  for name in marks:
+    marker, face, label = MARKS[name]
+    look = {"marker": marker, "markerfacecolor": face, "markeredgecolor": GLOBAL_MODEL}
+    handles.append(Line2D([], [], ls="", ms=12 if marker == "*" else 8, label=label, **look))
+  columns = len(handles) if len(handles) <= 6 else -(-len(handles) // 2)
+  axes.figure.legend(handles=handles, loc="outside lower center", ncols=columns)

@@ -9,13 +9,124 @@ import html
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ddiloco.observe.events import EventLog, finite, read_events
+from ddiloco.observe.eventlog import stream_events
+from ddiloco.observe.goodput import Goodput
+from ddiloco.observe.run_state import RunState
 from ddiloco.observe.style import clock_time, compact, loss_text
-from ddiloco.observe.summary import summarise
+from ddiloco.protocol.events import Event, Fault, Restart, RunStarted, Snapshot, finite
+
+# --- The key numbers of a run, from its events alone
+
+
+def summarise(events: Iterable[Event]) -> dict[str, Any]:
+  """`numbers` of these, sorted by time; a log cut off anywhere will do."""
+  return numbers(RunState().read(events))
+
+
+def numbers(run: RunState) -> dict[str, Any]:
+  """The numbers of summary.json that the events give; `None` where they say nothing.
+
+  Returns:
+    Plain JSON values. `participation` is by learner, the share of all commits it took part in;
+    `bytes_sent` and `bytes_received` add up all roles, so each message counts once in either;
+    `survivor_max_gap_ratio` is the longest pause of a surviving island around a planned kill of
+    another (kill to its first merge after rejoining, else 30 s) over its own median step gap.
+    `goodput`, `uptime` and the causes in `lost_time` are those of `observe/goodput.py`.
+  """
+  kinds, (sent, received) = run.kinds, run.traffic.totals()
+  return {
+    "name": run.name or None,
+    "finished": run.finished or None,
+    "seconds": round(run.time, 3) if run.num_events else None,
+    "num_learners": len(run.islands),
+    "num_shards": len(run.shards),
+    "num_fragments": run.num_fragments,
+    "total_tokens": run.total_tokens if kinds[RunStarted] else None,
+    "merged_tokens": round(run.tokens_done) if run.num_shards else 0,
+    "trained_tokens": sum(island.tokens for island in run.islands.values()),
+    "commits": run.commits,
+    "participation": {str(m): _participation(run, m) for m in sorted(run.islands)},
+    "rejected_updates": run.rejected,
+    "bytes_sent": sent,
+    "bytes_received": received,
+    "heldout_loss_first": _number(run.first_loss),
+    "heldout_loss_last": _number(run.heldout_loss),
+    "faults": kinds[Fault],
+    "snapshots": kinds[Snapshot],
+    "restarts": kinds[Restart],
+    **_kills(run),
+    "blocked_seconds": _number(run.blocked_seconds),
+    "learners": _learners(run),
+    **_account(run.ledger.report()),
+    "torn_lines": run.torn_lines,
+    **{name: count for name, count in _only_if_any(run) if count},
+  }
+
+
+def _only_if_any(run: RunState) -> list[tuple[str, int]]:
+  return [
+    ("odd_events", run.odd_events),  # not as this version writes them
+    ("solo_rounds", run.solo_rounds),  # of one island again and again, though there were others
+    ("kills_left_out", run.kills.left_out),  # before those in `kills`
+  ]
+
+
+def _participation(run: RunState, learner: int) -> float | None:
+  """Of all commits, those that the learner took part in; None without commits."""
+  return round(run.islands[learner].commits / run.commits, 4) if run.commits else None
+
+
+def _kills(run: RunState) -> dict[str, Any]:
+  found = run.kills.found
+  ratios = [run.kills.ratio(watch, run.time) for watch in found]
+  kills = [
+    {
+      "learner": watch.kill.learner,
+      "seconds": watch.kill.time,
+      "down_seconds": _number(watch.kill.joined - watch.kill.time),
+      "merged_again_seconds": _number(watch.kill.merged - watch.kill.time),
+      "survivor_gap_ratio": _number(ratio),
+    }
+    for watch, ratio in zip(found, ratios)
+  ]
+  worst = max(filter(math.isfinite, ratios), default=math.nan)
+  return {"kills": kills, "survivor_max_gap_ratio": _number(worst)}
+
+
+def _account(account: Goodput) -> dict[str, Any]:
+  """Where the chip time went, as shares of it; liveness beside participation by learner."""
+  return {
+    "chip_seconds": _number(account.chip_seconds),
+    "goodput": _number(account.goodput),
+    "goodput_training": _number(account.goodput_training),
+    "uptime": _number(account.uptime),
+    "lost_time": {cause: round(share, 6) for cause, share in account.causes.items()},
+    "liveness": {str(m): _number(each.liveness) for m, each in account.learners.items()},
+  }
+
+
+def _learners(run: RunState) -> dict[str, Any]:
+  return {
+    str(m): {
+      "lives": island.lives,
+      "steps": island.steps,
+      "tokens": island.tokens,
+      "loss": _number(island.loss),
+      "median_step_gap_seconds": _number(run.kills.medians[m].value),
+      "refused_pushes": island.refused,
+    }
+    for m, island in sorted(run.islands.items())
+  }
+
+
+def _number(value: float) -> float | None:
+  """Rounded for reading, None for what JSON cannot say."""
+  return round(value, 6) if math.isfinite(value) else None
+
 
 PICTURES = {  # file: (title, caption)
   "loss.png": (
@@ -44,34 +155,34 @@ def write_report(workdir: str | os.PathLike[str], extra: Mapping[str, Any] | Non
 
   Args:
     workdir: of the run; its events/ are read.
-    extra: what only the caller knows, put over the numbers from the events (see `summarise`): the
+    extra: what only the caller knows, put over the numbers from the events (see `numbers`): the
       page shows `loss_untrained`, `loss_merged`, `loss_best_island_alone` (held-out, nats per
       token), `seconds` and `sample` (generated text); summary.json takes anything JSON can say.
 
   Raises:
     OSError: the folder cannot be written.
   """
-  events = read_events(workdir)
+  run = RunState().read(stream_events(workdir))
   extra = dict(extra or {})
-  summary = {**summarise(events), **extra}
+  summary = {**numbers(run), **extra}
   folder = Path(workdir) / "report"
   folder.mkdir(parents=True, exist_ok=True)
   text = json.dumps(finite(summary), indent=2, allow_nan=False, default=str)
   (folder / "summary.json").write_text(text + "\n")
-  _draw(folder, events, extra)
+  _draw(folder, run, extra)
   (folder / "index.html").write_text(page(summary))
   return folder
 
 
-def _draw(folder: Path, events: EventLog, extra: Mapping[str, Any]) -> None:
-  from ddiloco.observe import plots, timeline
+def _draw(folder: Path, run: RunState, extra: Mapping[str, Any]) -> None:
+  from ddiloco.observe import plots
 
   alone = extra.get("loss_best_island_alone")
   figures: dict[str, Callable[[], Any]] = {
-    "loss.png": lambda: plots.loss_figure(events, None if alone is None else float(alone)),
-    "timeline.png": lambda: timeline.timeline_figure(events),
-    "participation.png": lambda: plots.participation_figure(events),
-    "traffic.png": lambda: plots.traffic_figure(events),
+    "loss.png": lambda: plots.loss_figure(run, None if alone is None else float(alone)),
+    "timeline.png": lambda: plots.timeline_figure(run),
+    "participation.png": lambda: plots.participation_figure(run),
+    "traffic.png": lambda: plots.traffic_figure(run),
   }
   with plots.styled():
     for name, make in figures.items():
@@ -87,6 +198,7 @@ def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     ("time (min:s)", _with(summary.get("seconds"), clock_time)),
     ("tokens merged", _tokens(summary)),
     ("commits", _with(summary.get("commits"), str)),
+    ("commits that repeated one island alone", str(summary.get("solo_rounds") or "")),
     ("updates rejected", _with(summary.get("rejected_updates"), str)),
     ("faults and restarts", f"{summary.get('faults', 0)} and {summary.get('restarts', 0)}"),
     (
@@ -99,6 +211,7 @@ def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     ("uptime", _share(summary.get("uptime"))),
     ("time learners were blocked", _with(summary.get("blocked_seconds"), lambda s: f"{s:.3g} s")),
     ("bytes sent", _with(summary.get("bytes_sent"), lambda b: f"{compact(b)}B")),
+    ("lines of the log that cannot be read", _damaged(summary)),
     ("how the run ended", summary.get("finished") or "it did not end in good order"),
   ]
   return [(name, value) for name, value in rows if value]
@@ -143,6 +256,11 @@ def _learner_table(summary: Mapping[str, Any]) -> str:
   names += ("time training", "commits joined", "median step")
   header = "".join(f"<th>{name}</th>" for name in names)
   return f'<table class="wide"><tr>{header}</tr>{rows}</table>'
+
+
+def _damaged(summary: Mapping[str, Any]) -> str:
+  count = (summary.get("torn_lines") or 0) + (summary.get("odd_events") or 0)
+  return f"{count:,}" if count else ""
 
 
 def _first(summary: Mapping[str, Any], *names: str) -> Any:

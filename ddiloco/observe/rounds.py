@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter, deque
+from collections.abc import Mapping
 from typing import Any
 
 from ddiloco.config import SyncConfig
-from ddiloco.core import quorum
-from ddiloco.observe.events import Event, parse_role
-from ddiloco.observe.view import DOWN, RunView
+from ddiloco.observe.eventlog import parse_role
+from ddiloco.observe.island_state import DOWN, IslandState
+from ddiloco.protocol import events, quorum
+from ddiloco.protocol.events import Event
 
 RECENT_ROUNDS = 12
 MOST_REASONS = 8
@@ -32,46 +34,49 @@ class _Open:
 
 
 class Rounds:
-  """Follows every round from its beginning to its end, and every island's versions."""
+  """Follows every round from its beginning to its end."""
 
   def __init__(self) -> None:
-    self.versions: dict[int, int] = {}  # by fragment, the global model's
-    self.learner_versions: dict[int, dict[int, int]] = {}  # by learner and fragment
-    self.joined: Counter[int] = Counter()  # commits each learner took part in
-    self.commits = 0
     self._open: dict[int, _Open] = {}  # by round
     self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT_ROUNDS)
     self._outcomes: Counter[str] = Counter()
     self._left_out: dict[int, Counter[str]] = {}
     self._grace: dict[int, float] = {}  # by fragment, of its last round
-    self._closed_at = 0.0
+    self._closed_at: float | None = None
 
   def add(self, event: Event) -> None:
     """One event; kinds that are not about rounds are ignored."""
-    handler = getattr(self, f"_on_{event['kind']}", None)
-    if handler is not None:
-      handler(event, parse_role(event["role"])[1])
+    match event:
+      case events.Push():
+        self._push(event)
+      case events.Round():
+        self._begin(event)
+      case events.Commit():
+        self._grace[event.fragment] = event.grace_seconds
+        self._close(event, list(event.participants))
+      case events.Abandoned():
+        self._close(event, [])
 
-  def waiting(self, view: RunView, now: float, sync: SyncConfig | None) -> str:
+  def waiting(self, islands: Mapping[int, IslandState], now: float, sync: SyncConfig | None) -> str:
     """Why the syncer waits, in plain words, as far as the log says by `now`."""
-    if not view.num_shards and not view.shards:
-      return "There is no syncer: every island trains alone."
-    if not self._open and not self.commits:
-      ready = sum(island.state == "running" for island in view.islands.values())
+    if not self._open and self._closed_at is None:
+      ready = sum(island.state == "running" for island in islands.values())
       need = f" of the {sync.min_quorum} it needs" if sync else ""
       return f"The first round begins when enough islands have made a step: {ready}{need} are up."
     if not self._open:
       period = f" {sync.sync_period} steps after its last sync" if sync else ""
-      ago = f"the last round ended {max(0.0, now - self._closed_at):.1f} s ago"
+      ago = f"the last round ended {max(0.0, now - (self._closed_at or 0.0)):.1f} s ago"
       return f"No round is open: a fragment falls due{period}; {ago}."
     first = min(self._open.values(), key=lambda each: each.since)
     since = max(0.0, now - first.since)
     more = f" and {len(self._open) - 1} more" if len(self._open) > 1 else ""
-    why = self._reason(first, view, now, sync)
+    why = self._reason(first, islands, now, sync)
     return f"Collecting fragment {first.fragment}{more} for {since:.1f} s; {why}."
 
-  def _reason(self, round_: _Open, view: RunView, now: float, sync: SyncConfig | None) -> str:
-    gone = {m for m, island in view.islands.items() if island.state in (*DOWN, "left")}
+  def _reason(
+    self, round_: _Open, islands: Mapping[int, IslandState], now: float, sync: SyncConfig | None
+  ) -> str:
+    gone = {m for m, island in islands.items() if island.state in (*DOWN, "left")}
     pending = sorted(set(round_.asked) - round_.pushed - gone)
     if sync is None:
       return f"waiting for {_islands(pending)}" if pending else "all have answered"
@@ -81,8 +86,8 @@ class Rounds:
     decision = quorum.decide(now, len(round_.pushed), pending, at, grace, sync)
     return decision.reason if decision.verdict == "wait" else f"about to end, {decision.reason}"
 
-  def as_json(self, view: RunView, now: float, sync: SyncConfig | None) -> dict[str, Any]:
-    """The panel: the sentence, open and recent rounds, and what all rounds came to."""
+  def as_json(self) -> dict[str, Any]:
+    """Open and recent rounds, and what all rounds came to."""
     total = max(1, sum(self._outcomes.values()))
     outcomes = [
       {"text": text, "count": count, "share": round(count / total, 4)}
@@ -94,71 +99,47 @@ class Rounds:
       for text, count in reasons.most_common(2)
     ]
     return {
-      "text": self.waiting(view, now, sync),
       "open": len(self._open),
       "recent": list(reversed(self._recent)),
       "outcomes": outcomes,
       "left_out": sorted(left_out, key=lambda each: -each["count"])[:MOST_REASONS],
     }
 
-  def _on_round(self, event: Event, _shard: int) -> None:
-    p = event["fragment"]
+  def _begin(self, event: events.Round) -> None:
+    p = event.fragment
     self._open = {r: each for r, each in self._open.items() if each.fragment != p}
-    asked = tuple(int(m) for m in event["asked"])
-    self._open[event["round"]] = _Open(p, event["time"], asked)
+    self._open[event.round] = _Open(p, event.time, event.asked)
 
-  def _on_push(self, event: Event, learner: int) -> None:
-    open_ = self._open.get(event["round"])
+  def _push(self, event: events.Push) -> None:
+    open_ = self._open.get(event.round)
     if open_ is not None:
-      open_.pushed.add(learner)
-      open_.pushed_at = max(open_.pushed_at, event["time"])
+      open_.pushed.add(parse_role(event.role)[1])
+      open_.pushed_at = max(open_.pushed_at, event.time)
 
-  def _on_commit(self, event: Event, _shard: int) -> None:
-    self.commits += 1
-    self.versions[event["fragment"]] = event["version"]
-    self._grace[event["fragment"]] = event.get("grace_seconds", 0.0)
-    self.joined.update(int(m) for m in event["participants"])
-    self._close(event, [int(m) for m in event["participants"]])
-
-  def _on_abandoned(self, event: Event, _shard: int) -> None:
-    self._close(event, [])
-
-  def _close(self, event: Event, took_part: list[int]) -> None:
-    self._open.pop(event["round"], None)
-    self._closed_at = max(self._closed_at, event["time"])
-    reason = event.get("reason", "")
+  def _close(self, event: events.Commit | events.Abandoned, took_part: list[int]) -> None:
+    self._open.pop(event.round, None)
+    self._closed_at = max(self._closed_at or 0.0, event.time)
+    reason = event.reason
     known = (text for begins, text in OUTCOMES.items() if reason.startswith(begins))
     self._outcomes[next(known, _NUMBER.sub("…", reason))] += 1
-    rejected = {int(m): f"rejected: {why}" for m, why in event["rejected"].items()}
-    missing = event.get("missing", {}).items()
-    absent = {int(m): "counted as lost" if why == "lost" else why for m, why in missing} | rejected
+    committed = isinstance(event, events.Commit)
+    missing = event.missing if committed else {}
+    absent = {m: "counted as lost" if why == "lost" else why for m, why in missing.items()}
+    absent |= {m: f"rejected: {why}" for m, why in event.rejected.items()}
     for m, why in absent.items():
       if m >= 0:
         self._left_out.setdefault(m, Counter())[_NUMBER.sub("…", why)] += 1
     self._recent.append(
       {
-        "time": round(event["time"], 2),
-        "fragment": event["fragment"],
-        "version": event.get("version"),
+        "time": round(event.time, 2),
+        "fragment": event.fragment,
+        "version": event.version if committed else None,
         "took_part": took_part,
-        "seconds": round(event.get("quorum_seconds", 0.0) + event.get("grace_seconds", 0.0), 3),
+        "seconds": round(event.quorum_seconds + event.grace_seconds, 3) if committed else 0.0,
         "reason": reason,
         "absent": {str(m): why for m, why in absent.items() if m >= 0},
       }
     )
-
-  def _on_started(self, event: Event, number: int) -> None:
-    if event["role"].startswith("learner"):
-      self.learner_versions[number] = {}  # a new life has nothing until it is told
-
-  def _on_owns(self, event: Event, _shard: int) -> None:
-    self.versions[event["fragment"]] = event["version"]
-
-  def _on_apply(self, event: Event, number: int) -> None:
-    if event["role"].startswith("learner") and "version" in event:
-      self.learner_versions.setdefault(number, {})[event["fragment"]] = event["version"]
-
-  _on_cut = _on_apply  # of a restored life: the version it builds on
 
 
 def _islands(numbers: list[int]) -> str:

@@ -1,0 +1,1 @@
+"""Virtual time: a run without arrays, chips that fail, bandwidth, and plans."""

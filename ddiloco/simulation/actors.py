@@ -10,29 +10,29 @@ import random
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-from ddiloco.core import learner, syncer
+from ddiloco.chaos.faults import Faults, Killed
 from ddiloco.core.fragments import owned_by, shard_of
-from ddiloco.core.messages import Message, Publish, Push
-from ddiloco.core.protocol import (
-  Adopt,
+from ddiloco.protocol import learner, syncer
+from ddiloco.protocol.actions import (
   Commit,
-  Cut,
-  Give,
+  CopyOut,
+  InstallValue,
   Merged,
   Received,
-  Record,
   Rejoin,
   Resend,
   Saved,
   Send,
+  SendValue,
   Stage,
   Staged,
   StepDone,
+  TakeSnapshot,
   Tick,
 )
-from ddiloco.core.syncer_state import FragmentState
-from ddiloco.core.values import replace
-from ddiloco.resilience.chaos import Faults, Killed
+from ddiloco.protocol.messages import Message, Publish, Push
+from ddiloco.protocol.syncer_state import FragmentState
+from ddiloco.protocol.values import replace
 
 if TYPE_CHECKING:
   from ddiloco.simulation.disturbances import Pause
@@ -96,7 +96,7 @@ class Actor:
       try:
         self.faults.check(self.state.clock)
       except Killed as killed:
-        self.world.disturbances.lose(self, str(killed), killed.seconds)
+        self.world.disturbances.lose(self, killed)
         return False
       self._held_until = self.world.now + self._pause().take()
     if self.world.now >= self._held_until:
@@ -128,7 +128,7 @@ class Actor:
 
 
 class Learner(Actor):
-  """Drives `learner_on` as runtime/learner.py does: between steps, never during one."""
+  """Drives `learner_on` as roles/learner.py does: between steps, never during one."""
 
   def __init__(self, world: World, role: Role, incarnation: int, part: Part | None):
     super().__init__(world, role, incarnation)
@@ -216,7 +216,7 @@ class Learner(Actor):
       return world.send(self, ("syncer", action.to), action.message)
     payload = world.observer.on(self, action, event)
     match action:
-      case Cut(push):
+      case CopyOut(push):
         self._outbox[push.fragment] = replace(push, payload=payload)
         self.later(world.pace.cut_seconds, self._push_first, push)
       case Resend(push):
@@ -227,11 +227,11 @@ class Learner(Actor):
         self._staged_at = max(self._staged_at, world.now) + world.pace.stage_seconds
         staged = Staged(publish.fragment, publish.version, self._staged_at)
         self.later(self._staged_at - world.now, self.receive, staged)
-      case Give(value):
+      case SendValue(value):
         given = replace(value, payload=payload)
         shard = self.state.fragments[value.fragment].shard
         self.later(world.pace.cut_seconds, world.send, self, ("syncer", shard), given)
-      case Record(snapshot, state):
+      case TakeSnapshot(snapshot, state):
         part = Part(self.incarnation, state, self.parameters, dict(self._outbox))
         self.save(snapshot, part)
       case Rejoin(reason):
@@ -306,13 +306,13 @@ class Learner(Actor):
 
 
 class Shard(Actor):
-  """Drives `syncer_on` as runtime/syncer.py does; a commit keeps it busy for a while."""
+  """Drives `syncer_on` as roles/syncer.py does; a commit keeps it busy for a while."""
 
   def __init__(self, world: World, role: Role, incarnation: int, settle_at: float):
     super().__init__(world, role, incarnation)
     owned = owned_by(self.number, world.sync.num_shards, world.sync.num_fragments)
     newest = tuple(world.store[p] for p in owned)
-    self.state = syncer.init(self.number, incarnation, newest, world.target_tokens, settle_at)
+    self.state = world.new_shard(self.number, incarnation, newest, settle_at)
     self._busy_until = self._alarm_at = self._rang_at = world.now
     self._rings = 0
     self.merging_seconds = 0.0  # of the newest commit
@@ -322,7 +322,7 @@ class Shard(Actor):
     self.world.observer.born(self, None)
 
   def receive(self, message: Message) -> None:
-    self.inbox.append(message)
+    self.inbox.append((self.world.now, message))
     if len(self.inbox) == 1:
       self.later(max(0.0, self._busy_until - self.world.now), self._work)
 
@@ -333,28 +333,28 @@ class Shard(Actor):
   def _work(self) -> None:
     if not self.free(self._work):
       return
-    message = self.inbox.popleft()
-    measured = self.world.measure(message) if isinstance(message, Push) else {}
-    self._handle(Received(message, self.world.now, **measured))
-    if self.inbox:
-      self.later(max(0.0, self._busy_until - self.world.now), self._work)
+    arrived, self.inbox = self.inbox, collections.deque()
+    for at, message in arrived:
+      self._handle(Received(message, at, **self.world.measured(message)))
+    self._handle(Tick(self.world.now))
+    self._set_alarm()
 
   def _handle(self, event) -> None:
     world = self.world
     self.state, actions = syncer.syncer_on(self.state, event, world.sync)
-    self._busy_until = world.now
+    self._busy_until = max(self._busy_until, world.now)
     for action in actions:
       if isinstance(action, Send):
         self._send(action)
         continue
-      if isinstance(action, Adopt | Commit):
+      if isinstance(action, InstallValue | Commit):
         world.store[action.fragment] = replace(self.fragment(action.fragment), round=None)
       if isinstance(action, Commit):
         merging = world.merge_seconds(action.fragment, len(action.learners))
         self.merging_seconds = self.dragged(merging)
       world.observer.on(self, action, event)
       match action:
-        case Record(snapshot, state, here):
+        case TakeSnapshot(snapshot, state, here):
           learners = tuple((m, state.members[m].incarnation) for m in here)
           self.save(snapshot, Part(self.incarnation, state, learners=learners))
           self.later(2 * world.pace.stage_seconds, self._saved)
@@ -362,7 +362,6 @@ class Shard(Actor):
           self._busy_until += self.merging_seconds
           merged = Merged(self._busy_until, self.merging_seconds)
           self.state, _ = syncer.syncer_on(self.state, merged, world.sync)
-    self._set_alarm()
 
   def _send(self, send: Send) -> None:
     """A commit's versions leave when they are merged."""
@@ -378,9 +377,11 @@ class Shard(Actor):
 
   def _saved(self) -> None:
     self._handle(Saved(self.world.now))
+    self._handle(Tick(self.world.now))
+    self._set_alarm()
 
   def _set_alarm(self) -> None:
-    wake_at = syncer.next_wake(self.state)
+    wake_at = syncer.next_wake(self.state, self.world.sync)
     if wake_at is not None and not self.world.now < self._alarm_at <= wake_at:
       self._alarm_at = max(wake_at, self._busy_until)
       self.later(self._alarm_at - self.world.now, self._alarm, wake_at)
@@ -388,9 +389,10 @@ class Shard(Actor):
   def _alarm(self, wake_at: float) -> None:
     if not self.free(functools.partial(self._alarm, wake_at)):
       return
-    due_at = syncer.next_wake(self.state)
+    due_at = syncer.next_wake(self.state, self.world.sync)
     if due_at is not None and due_at <= self.world.now:
       self._handle(Tick(self.world.now))
+      self._set_alarm()
       self._rings = self._rings + 1 if self._rang_at == self.world.now else 0
       self._rang_at = self.world.now
       assert self._rings < 5, "the alarm rings again and again at the same time: a busy loop"

@@ -1,6 +1,6 @@
 """Planned faults in virtual time: what a supervisor and a role's own thread do with them.
 
-`resilience.chaos.Faults` decides and remembers, with the world's clock in place of the machine's;
+`chaos.faults.Faults` decides and remembers, with the world's clock in place of the machine's;
 where it would let a thread wait, virtual time passes.
 """
 
@@ -10,16 +10,28 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ddiloco.config import Fault
-from ddiloco.resilience import chaos
-from ddiloco.resilience.chaos import Faults
-from ddiloco.resilience.weather import Fate
+from ddiloco.chaos import faults
+from ddiloco.chaos.faults import Faults, Killed, MessageFate
+from ddiloco.config import Fault, RunConfig
+from ddiloco.protocol import events, supervisor
+from ddiloco.protocol.supervisor import (
+  Exited,
+  Joined,
+  Lost,
+  Start,
+  Terminate,
+  Tick,
+  Working,
+  members,
+  next_wake,
+  supervise,
+)
 
 if TYPE_CHECKING:
   from ddiloco.simulation.actors import Actor, Role
   from ddiloco.simulation.world import World
 
-HEADER_BYTES = 64
+HEADER_BYTES = 64  # of any message, about
 
 
 class Pause:
@@ -40,24 +52,25 @@ class Pause:
 class Disturbances:
   """The fault plan of a world, and the roles that come, go and come back by it.
 
-  `restart_seconds` and `max_restarts` are those of roles that are told to start afresh.
+  `protocol/supervisor.py` decides about roles. Until `plan` says otherwise, those that are told to
+  start afresh do so at once and for ever.
   """
 
   def __init__(self, world: World):
-    self.restart_seconds, self.max_restarts = 0.0, 1 << 30
     self.drain_seconds = math.inf
     self.calm = True
-    self.returning = 0  # roles that are down and will be back
-    self.gone: set[Role] = set()  # for good
     self._world = world
     self._faults: dict[Role, Faults] = {}
-    self._joins: tuple[Fault, ...] = ()
     self._by_step = False  # whether some join at a step
-    self._leaves_at: dict[Role, float] = {}
-    self._crashes: dict[Role, int] = {}
+    self._supervisor = supervisor.init(RunConfig(restart_seconds=0.0, max_restarts=1 << 30), ())
 
-  def plan(self, faults: Sequence[Fault]) -> None:
-    """What strikes from now on, those of regions already given to their roles."""
+  def plan(
+    self, faults: Sequence[Fault], run: RunConfig | None = None, min_quorum: int = 0
+  ) -> None:
+    """What strikes from now on, those of regions already given to their roles.
+
+    `run` says how often and how soon roles that die are started again.
+    """
     world, by_role = self._world, dict[str, list[Fault]]()
     for fault in faults:
       if fault.action != "join":
@@ -72,28 +85,41 @@ class Disturbances:
       for fault in of:
         if fault.at_seconds >= 0:
           world.at(fault.at_seconds, self._wake, role)
-    self._joins = tuple(fault for fault in faults if fault.action == "join")
-    self._by_step = any(fault.at_step >= 0 for fault in self._joins)
-    for fault in self._joins:
+    joins = [fault for fault in faults if fault.action == "join"]
+    self._by_step = any(fault.at_step >= 0 for fault in joins)
+    for fault in joins:
       if fault.at_seconds >= 0:
-        world.at(fault.at_seconds, self._welcome)
+        world.at(fault.at_seconds, self._tick)
     self.calm = not by_role
+    state = supervisor.init(run or self._supervisor.run, (), joins, min_quorum)
+    self._supervisor = state
+    for role in world.starts:
+      self._know(role)
+
+  @property
+  def hopeless(self) -> bool:
+    """The run can never reach its end any more."""
+    return bool(self._supervisor.hopeless)
+
+  def all_are(self, kind: str, *phases: str) -> bool:
+    """Whether all roles of a kind are in one of these phases of the supervisor's."""
+    return all(role.phase in phases for role in members(self._supervisor, kind).values())
 
   def of(self, role: Role) -> Faults | None:
     return self._faults.get(role)
 
-  def fates(self, role: Role, peer: Role, incoming: bool, size: int) -> Sequence[Fate]:
+  def fates(self, role: Role, peer: Role, incoming: bool, size: int) -> Sequence[MessageFate]:
     """What a role's weather lets through: copies that arrive, sound, and when."""
     now, faults = self._world.now, self._faults.get(role)
     if faults is None or faults.weather.calm:
-      return (Fate(now),)
+      return (MessageFate(now),)
     fates = faults.weather.fates(now, name_of(peer), incoming, size > 0, HEADER_BYTES + size)
     return [fate for fate in fates if not fate.corrupt]  # a checksum refuses those
 
   def advance(self) -> None:
     """The run's clock is here now."""
-    if self._by_step:
-      self._welcome()
+    if self._by_step and self._supervisor.joins:
+      self._tick()
 
   def _wake(self, role: Role) -> None:
     actor = self._world.actors.get(role)
@@ -101,53 +127,64 @@ class Disturbances:
       actor.wake()
 
   def _struck(self, fault: Fault, said: str) -> None:
-    self._world.observer.supervisor("fault", **chaos.struck(fault, said))
+    self._world.observer.supervisor(faults.struck(fault, said))
 
-  def lose(self, actor: Actor, reason: str, pause: float, afresh: bool = False) -> None:
-    """A role has died, and is back after `pause` seconds (negative: never)."""
-    world = self._world
-    world.kill(actor.role)
-    world.observer.supervisor("exit", target=name_of(actor.role), reason=reason)
-    if pause < 0:
-      self.gone.add(actor.role)
-    else:
-      self.returning += 1
-      world.at(world.now + pause, self._restart, actor.role, afresh)
+  # --- roles that come and go ---------------------------------------------------------------------
+
+  def lose(self, actor: Actor, killed: Killed) -> None:
+    """A role has died as planned."""
+    self._exit(actor, Exited(name_of(actor.role), self._world.now, kill=killed.fault))
 
   def quarantine(self, actor: Actor, reason: str) -> None:
     """It starts afresh after a pause that doubles, but not for ever."""
-    crashes = self._crashes[actor.role] = self._crashes.get(actor.role, 0) + 1
-    again = crashes <= self.max_restarts
-    pause = self.restart_seconds * 2 ** (crashes - 1) if again else -1.0
-    self.lose(actor, f"quarantined: {reason}", pause, afresh=True)
+    name, now = name_of(actor.role), self._world.now
+    self._exit(actor, Exited(name, now, f"quarantined: {reason}", afresh=True))
 
-  def _restart(self, role: Role, afresh: bool) -> None:
+  def _exit(self, actor: Actor, exited: Exited) -> None:
+    self._know(actor.role)
+    self._world.kill(actor.role)
+    self._feed(Working(exited.role, actor.born_at))
+    self._feed(exited)
+
+  def _know(self, role: Role) -> None:
+    """The world has started it by itself."""
+    name = name_of(role)
+    if name not in self._supervisor.roles:
+      self._supervisor = supervisor.add_running(self._supervisor, name)
+
+  def _tick(self) -> None:
+    self._feed(Tick(self._world.now, self._world.clock, self._world.now))
+
+  def _feed(self, event: supervisor.Event) -> None:
+    """Tells the supervisor, performs what it says, and lets it know when something is due."""
+    world, before = self._world, next_wake(self._supervisor)
+    self._supervisor, actions = supervise(self._supervisor, event)
+    for action in actions:
+      self._perform(action)
+    wake_at = next_wake(self._supervisor)
+    if wake_at < math.inf and wake_at != before:
+      world.at(max(world.now, wake_at), self._tick)
+
+  def _perform(self, action: supervisor.Action) -> None:
     world = self._world
-    self.returning -= 1
-    world.observer.supervisor("restart", target=name_of(role))
-    world.start(role, None if afresh or role[0] == "syncer" else world.own_part(role))
-    self._leave_if_late(role)
+    match action:
+      case Start(name, life, afresh):
+        role = role_of(name)
+        if life:
+          world.observer.supervisor(events.Restart(target=name))
+        part = None if afresh or not life or role[0] == "syncer" else world.own_part(role)
+        world.start(role, part)
+      case Lost(name, reason):
+        world.observer.supervisor(events.Exit(target=name, reason=reason))
+      case Joined(fault):
+        self._struck(fault, faults.detail(fault, world.clock))
+      case Terminate(name):
+        self._drain(role_of(name))
 
-  def _welcome(self) -> None:
-    """The learners that join now."""
-    world = self._world
-    while True:
-      fault, self._joins = chaos.strike(self._joins, world.clock, world.now)
-      if fault is None:
-        return
-      role = role_of(fault.role)
-      self._struck(fault, chaos.detail(fault, world.clock))
-      if fault.seconds >= 0:
-        self._leaves_at[role] = world.now + fault.seconds
-        world.at(world.now + fault.seconds, self._leave_if_late, role)
-      if role not in world.starts:
-        world.start(role)
-
-  def _leave_if_late(self, role: Role) -> None:
+  def _drain(self, role: Role) -> None:
     """It was told to end: it leaves without losing anything, or when its patience is over."""
-    world = self._world
-    actor = world.actors.get(role)
-    if actor is not None and world.now >= self._leaves_at.get(role, math.inf):
+    world, actor = self._world, self._world.actors.get(role)
+    if actor is not None:
       actor.drain()
       if self.drain_seconds < math.inf:
         world.at(world.now + self.drain_seconds, actor.leave, "the run was stopped")

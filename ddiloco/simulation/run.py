@@ -3,27 +3,102 @@
 What is left out: values and losses; the evaluator; copies between shards (a shard that was killed
 finds what it had committed, as in the threads engine); start-up and compilation, which take no
 time; a peer's moments for those that join. A commit keeps its shard busy for what
-`resilience/planner.py` says of vectors and memory speed.
+`simulation/planner.py` says of vectors and memory speed.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
+import re
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ddiloco.checked import not_negative, positive, require
+from ddiloco.checks import not_negative, positive, require
 from ddiloco.config import Config
 from ddiloco.core import codec
-from ddiloco.core.messages import Message, Publish, Push, Value
-from ddiloco.resilience.flows import F32_BYTES
+from ddiloco.observe.goodput import Goodput, Ledger
+from ddiloco.protocol import events
+from ddiloco.protocol.events import Event
+from ddiloco.protocol.messages import Message, Publish, Push, Value
+from ddiloco.protocol.supervisor import GONE, LEFT, UP
 from ddiloco.simulation.actors import Part, Role
-from ddiloco.simulation.events import Event, Events
-from ddiloco.simulation.links import Link, Links
+from ddiloco.simulation.bandwidth import F32_BYTES
+from ddiloco.simulation.disturbances import HEADER_BYTES
+from ddiloco.simulation.observers import Events
+from ddiloco.simulation.planner import CORE_GBYTES
 from ddiloco.simulation.world import Pace, World
 
-CORE_GBYTES = 4.0  # what one core of a shard merges, as in `resilience/planner.py`
+# --- The links of a virtual run: how long a message takes, and what every role has moved
+# Every island has one link, full duplex; what it carries goes one after the other. Shard s stands
+# beside island s mod M and shares its link, or at a place of its own; what stays at one place does
+# not cross a link. Control has a connection of its own and never queues behind fragments; it takes
+# the latency only. A payload leaves when those that were sent before it have left, and arrives when
+# those that were sent there before it have arrived.
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+  """One place's, in each direction."""
+
+  gbps: float = 0.0  # Gbit/s; 0: no limit
+  latency_seconds: float = 0.001  # one way, from an island to any other place
+
+  def __post_init__(self):
+    not_negative("links", self, "gbps", "latency_seconds")
+
+  def seconds(self, size_bytes: int) -> float:
+    """How long it is busy with so many bytes."""
+    return 8 * size_bytes / (self.gbps * 1e9) if self.gbps else 0.0
+
+
+class Links:
+  """All links of a run.
+
+  Args:
+    islands: one for every learner, those that join later included.
+    num_planned: learners that are there from the start: shards stand beside these.
+    shards: of shards that stand apart; None: they stand beside islands.
+  """
+
+  def __init__(self, islands: Sequence[Link], num_planned: int, shards: Link | None = None):
+    self.sent_bytes: dict[Role, int] = collections.defaultdict(int)
+    self.received_bytes: dict[Role, int] = collections.defaultdict(int)
+    self._islands, self._planned, self._shards = islands, num_planned, shards
+    self._leaving_until: dict[Role, float] = collections.defaultdict(float)  # by place
+    self._entering_until: dict[Role, float] = collections.defaultdict(float)
+
+  def place(self, role: Role) -> Role:
+    """Where a role stands: the island's learner, or the shard itself if it stands apart."""
+    if role[0] == "learner" or self._shards is not None:
+      return role
+    return "learner", role[1] % self._planned
+
+  def arrival(self, now: float, sender: Role, to: Role, payload_bytes: int) -> float:
+    """When a message that is sent now arrives."""
+    self.sent_bytes[sender] += payload_bytes + HEADER_BYTES
+    self.received_bytes[to] += payload_bytes + HEADER_BYTES
+    here, there = self.place(sender), self.place(to)
+    if here == there:
+      return now
+    island = sender if sender[0] == "learner" else to
+    latency = self._islands[island[1]].latency_seconds
+    if not payload_bytes:
+      return now + latency
+    leaves = max(now, self._leaving_until[here])
+    left = self._leaving_until[here] = leaves + self._link(here).seconds(payload_bytes)
+    enters = max(leaves + latency, self._entering_until[there])
+    arrived = max(left + latency, enters + self._link(there).seconds(payload_bytes))
+    self._entering_until[there] = arrived
+    return arrived
+
+  def _link(self, place: Role) -> Link:
+    if place[0] == "learner":
+      return self._islands[place[1]]
+    assert self._shards is not None
+    return self._shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,36 +163,24 @@ class Run(World):
     super().__init__(sync, pace, setting.seed, target, self.events, planned)
     self.measure = lambda push: {"norm": push.steps * push.payload}
     struck = self.disturbances
-    struck.restart_seconds = config.run.restart_seconds
-    struck.max_restarts = config.run.max_restarts
     struck.drain_seconds = config.network.drain_seconds
-    struck.plan(config.chaos.of_roles())
+    struck.plan(config.chaos.of_roles(), config.run, sync.min_quorum)
     self._traffic_seconds = max(1.0, sync.sync_period * max(paces))
     self.at(self._traffic_seconds, self._count_traffic)
 
   def finish(self, most_seconds: float = math.inf) -> str:
     """Runs to the end of the token budget, or for so long; returns the reason why it ended."""
     self.run(most_seconds, self._ended)
-    reason = "finished" if self._ended() else "stopped"
-    if self._hopeless() or (reason == "finished" and self._all_gone()):
+    reason, struck = "finished" if self._ended() else "stopped", self.disturbances
+    if struck.hopeless or (reason == "finished" and struck.all_are("learner/", GONE)):
       reason = "failed"
     self._tell_traffic()
-    self.events.supervisor("run_finished", reason=reason)
+    self.events.supervisor(events.RunFinished(reason=reason))
     return reason
 
   def _ended(self) -> bool:
-    return not (self.working or self.disturbances.returning) or self._hopeless()
-
-  def _hopeless(self) -> bool:
-    """Whether a shard, or every possible quorum, is gone for good: nothing would ever merge."""
-    gone = self.disturbances.gone
-    if not gone:
-      return False
-    left = self.config.islands.num_learners - sum(kind == "learner" for kind, _ in gone)
-    return left < self.sync.min_quorum or any(kind == "syncer" for kind, _ in gone)
-
-  def _all_gone(self) -> bool:
-    return all(role in self.disturbances.gone for role in self.starts if role[0] == "learner")
+    struck = self.disturbances
+    return struck.hopeless or (not self.working and struck.all_are("", UP, LEFT, GONE))
 
   def save(self, snapshot: int, role: Role, part: Part) -> None:
     super().save(snapshot, role, part)
@@ -158,12 +221,13 @@ class Run(World):
 
   def _say_started(self) -> None:
     self.events.supervisor(
-      "run_started",
-      name="virtual",
-      num_learners=self.config.islands.num_learners,
-      num_shards=self.config.sync.num_shards,
-      num_fragments=self.config.sync.num_fragments,
-      total_tokens=self.config.run.total_tokens,
+      events.RunStarted(
+        name="virtual",
+        num_learners=self.config.islands.num_learners,
+        num_shards=self.config.sync.num_shards,
+        num_fragments=self.config.sync.num_fragments,
+        total_tokens=self.config.run.total_tokens,
+      )
     )
 
   def _count_traffic(self) -> None:
@@ -174,7 +238,7 @@ class Run(World):
     """Counters of a link outlive its role's lives."""
     for role in self.starts:
       sent, received = self.links.sent_bytes[role], self.links.received_bytes[role]
-      self.events.say(role, 0, "traffic", sent_bytes=sent, received_bytes=received)
+      self.events.say(role, 0, events.Traffic(sent_bytes=sent, received_bytes=received))
 
 
 def _each(values: Sequence[float], count: int, name: str) -> Sequence[float]:
@@ -186,3 +250,93 @@ def _each(values: Sequence[float], count: int, name: str) -> Sequence[float]:
     "give one for all, or one for each",
   )
   return values * count if len(values) == 1 else values
+
+
+# --- What a virtual run amounts to, from its events alone, with bounded memory
+
+KEPT = (
+  *(events.Step, events.Commit, events.Fault, events.Exit, events.Restart, events.Crash),
+  *(events.Owns, events.Recalled, events.RunFinished),
+)
+_NUMBER = re.compile(r"[0-9][0-9.]*")
+
+
+class Account:
+  """Takes a run's events one by one.
+
+  `kept` are those that recoveries, stalls and lost rounds are found from.
+  """
+
+  def __init__(self) -> None:
+    self.kept: list[Event] = []
+    self.steps = self.commits = 0
+    self.blocked_seconds = 0.0
+    self.reasons: collections.Counter[str] = collections.Counter()  # why rounds committed
+    self.missing: collections.Counter[str] = collections.Counter()  # why learners had no part
+    self._ledger = Ledger()
+    self._cut_at: dict[tuple[str, int], tuple[int, float]] = {}  # by learner and fragment
+    self.sync_seconds: list[float] = []  # from a cut to the version that has it
+    self.traffic: dict[str, tuple[int, int]] = {}  # by role: sent and received bytes
+
+  def take(self, event: Event) -> None:
+    """Enters one event; they come in order of time."""
+    self._ledger.take(event)
+    if isinstance(event, KEPT):
+      self.kept.append(event)
+    match event:
+      case events.Step():
+        self.steps += 1
+        self.blocked_seconds += event.blocked_seconds
+      case events.Commit():
+        self.commits += 1
+        self.reasons[_NUMBER.sub("N", event.reason.partition(" without ")[0])] += 1
+        self.missing.update(_NUMBER.sub("N", why) for why in event.missing.values())
+      case events.Cut():
+        self._cut_at[event.role, event.fragment] = event.round, event.time
+      case events.Apply() if event.included:
+        round_id, cut_at = self._cut_at.get((event.role, event.fragment), (None, 0.0))
+        if round_id == event.round:
+          self.sync_seconds.append(event.time - cut_at)
+      case events.Traffic():
+        self.traffic[event.role] = event.sent_bytes, event.received_bytes
+
+  def goodput(self) -> Goodput:
+    """The ledger's account."""
+    return self._ledger.report()
+
+  def summary(self) -> dict[str, Any]:
+    """All numbers but those of faults, as JSON has them."""
+    found = self.goodput()
+    part = [g.participation for g in found.learners.values() if math.isfinite(g.participation)]
+    live = [g.liveness for g in found.learners.values() if math.isfinite(g.liveness)]
+    sent = [pair[0] for role, pair in self.traffic.items() if role.startswith("learner")]
+    taken = [pair[1] for role, pair in self.traffic.items() if role.startswith("learner")]
+    return {
+      "goodput": round(found.goodput, 5),
+      "uptime": round(found.uptime, 5),
+      "causes": {cause: round(share, 5) for cause, share in found.causes.items() if share},
+      "participation": round(statistics.mean(part), 5) if part else None,
+      "lowest_participation": round(min(part), 5) if part else None,
+      "liveness": round(statistics.mean(live), 5) if live else None,
+      "steps": self.steps,
+      "commits": self.commits,
+      "blocked_seconds": round(self.blocked_seconds, 3),
+      "seconds_per_sync": _middle(self.sync_seconds),
+      "learner_sent_bytes": round(statistics.mean(sent)) if sent else 0,
+      "learner_received_bytes": round(statistics.mean(taken)) if taken else 0,
+      "busiest_link_bytes": max(map(max, self.traffic.values()), default=0),
+      "committed_because": dict(self.reasons.most_common()),
+      "had_no_part_because": dict(self.missing.most_common()),
+    }
+
+
+def _middle(values: list[float]) -> dict[str, float] | None:
+  if not values:
+    return None
+  ordered = sorted(values)
+  tenths = ordered[len(ordered) // 10], ordered[len(ordered) * 9 // 10]
+  return {
+    "median": round(statistics.median(ordered), 4),
+    "tenth": round(tenths[0], 4),
+    "nine_tenths": round(tenths[1], 4),
+  }

@@ -2,8 +2,8 @@
 
 One heap of things to come, one seed, no threads: a world replays exactly. Each role is driven as
 the runtime drives it: a learner only between inner steps, a shard by every message and its alarm.
-What strikes a role on purpose is decided by the same code as in a real run (`resilience/chaos.py`,
-`resilience/weather.py`). An observer is told everything, and may play the parameters.
+What strikes a role on purpose is decided by the same code as in a real run (`chaos/faults.py`,
+`chaos/faults.py`). An observer is told everything, and may play the parameters.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from ddiloco.config import SyncConfig
 from ddiloco.core.fragments import owned_by
-from ddiloco.core.messages import BULK, Message, Push
-from ddiloco.core.syncer_state import FragmentState
-from ddiloco.core.values import replace
+from ddiloco.protocol import syncer
+from ddiloco.protocol.messages import BULK, Message, Push, Value
+from ddiloco.protocol.syncer_state import FragmentState, SyncerState
+from ddiloco.protocol.values import replace
 from ddiloco.simulation.actors import Actor, Learner, Part, Role, Shard
 from ddiloco.simulation.disturbances import Disturbances
-from ddiloco.simulation.observer import Observer
+from ddiloco.simulation.observers import Observer
 
 STEP_TOKENS = 10
 
@@ -72,6 +74,7 @@ class World:
     self.parts: dict[tuple[int, Role], Part] = {}  # by snapshot and role
     self.cuts: dict[int, dict[Role, Part]] = {}  # the complete ones: what a manifest would list
     self.measure: Callable[[Push], Mapping] = lambda push: {"norm": 1.0}
+    self.value_fault: Callable[[Value], str] = lambda value: ""
     self.actors: dict[Role, Actor] = {}
     self.starts: dict[Role, int] = {}  # its newest incarnation
     self.working: set[Role] = set()  # learners that live and are not done
@@ -250,6 +253,12 @@ class World:
     if to in self.actors:
       self.actors[to].receive(message)
 
+  def measured(self, message: Message) -> Mapping[str, Any]:
+    """What a shard finds out about a message's payload; see `Received`."""
+    if isinstance(message, Value):
+      return {"fault": self.value_fault(message)}
+    return self.measure(message) if isinstance(message, Push) else {}
+
   def size(self, message: Message) -> int:
     """Bytes of the payload of a message that has one."""
     return 0
@@ -261,6 +270,14 @@ class World:
   def merge_seconds(self, fragment: int, pushes: int) -> float:
     """How long a commit of so many pushes keeps a shard busy."""
     return self.pace.merge_seconds
+
+  def new_shard(
+    self, shard: int, incarnation: int, newest: tuple[FragmentState, ...], settle_at: float
+  ) -> SyncerState:
+    """The first state of a shard's incarnation."""
+    who, learners = (shard, incarnation, newest), range(len(self.pace.step_seconds))
+    most = max(self.pace.step_tokens(m) for m in learners)
+    return syncer.init(*who, self.target_tokens, settle_at, step_tokens=most)
 
   def learners(self) -> list[Learner]:
     return [a for a in self.actors.values() if isinstance(a, Learner)]

@@ -1,0 +1,1 @@
+"""One island's work: its devices, its compiled step, its data."""

@@ -4,6 +4,8 @@ Everything is addressed by index. Window i of a part (one token array) covers it
 [i T, i T + T]: T inputs and, shifted by one, T targets. A learner's batch is a pure function of
 (config, learner, position), so the state of a stream is one integer, {"position": batches so far}.
 
+A user's own data (`data.custom`) are a `Source` too: batches of any arrays, by position.
+
 Grain prefetches, restores and shuffles (its index shuffle gives the order); one Grain element is
 a whole batch, because Grain's bookkeeping per element costs more than gathering the batch.
 """
@@ -13,20 +15,41 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import grain
+import jax
 import numpy as np
 from grain import experimental as grain_experimental
 
+from ddiloco import custom
 from ddiloco.config import Config, DataConfig
+from ddiloco.models.model import Batch
 from ddiloco.training import tokenizers
+from ddiloco.training.programs import refuse_misfit
 from ddiloco.training.sources import DataError, read_parts
 
 _MAX_BLOCK_WINDOWS = 16
 _MIN_BLOCK_WINDOWS = 4  # two of them are guards
 _CHECKED_TOKENS = 65_536  # at either end of each part, when a stream is opened
 _READ_OPTIONS = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
+
+
+class Source(Protocol):
+  """What the islands train on and the evaluator measures with. A process opens it once."""
+
+  def batches(self, config: Config, learner: int) -> Any:
+    """One learner's endless sequence of batches, a pure function of the arguments.
+
+    Either `[position]` gives a batch of `config.islands.island(learner).batch_size` examples, as of
+    a Grain MapDataset, or it is a Grain IterDataset, whose state is restored by its position (read
+    up to there where Grain cannot jump). Learners come and go: `learner` may be any number, also
+    above config.islands.num_learners. Batches are trees of NumPy arrays, as the model's `inputs`.
+    """
+
+  def heldout_batches(self, batch_size: int) -> Sequence[Batch]:
+    """The fixed evaluation set, in batches of one shape of at most so many examples."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,6 +104,29 @@ class Corpus:
   @property
   def num_tokens(self) -> int:
     return sum(len(part) for part in self.parts)
+
+  def batches(self, config: Config, learner: int) -> grain.MapDataset[np.ndarray]:
+    """See `Source`, and `Stream` for who reads what."""
+    _check_stream(self, config, learner)
+    return _Batches(self, config, learner)
+
+  def heldout_batches(self, batch_size: int) -> list[np.ndarray]:
+    """See `heldout_batches`."""
+    return heldout_batches(self, self.data, batch_size)
+
+
+def open_data(data: DataConfig) -> Source:
+  """The corpus, or what `data.custom` names.
+
+  Raises:
+    ConfigError: a custom source cannot be made, or is none; and as `open_corpus`.
+  """
+  if not data.custom:
+    return open_corpus(data)
+  source = custom.make("data", data)
+  wanted = ("batches", "heldout_batches")
+  custom.refuse_missing("data", data.custom, source, wanted, "ddiloco.training.data.Source")
+  return source
 
 
 def open_corpus(data: DataConfig) -> Corpus:
@@ -256,33 +302,37 @@ class Stream:
   comes to where the other began: M learners have then read half the corpus, if nobody else joined.
 
   Every batch is checked against model.vocab_size as it is read; opening a stream also checks the
-  tokenizer or, for token files, both ends of each file, so that most mistakes show at once.
+  tokenizer or, for token files, both ends of each file, so that most mistakes show at once. Of a
+  custom source the first batch is checked: it must be what the model takes, and the same twice.
   """
 
-  def __init__(self, corpus: Corpus, config: Config, learner: int):
-    _check_stream(corpus, config, learner)
-    self._batches = _Batches(corpus, config, learner)
+  def __init__(self, source: Source, config: Config, learner: int):
+    batches = source.batches(config, learner)
+    self._open = lambda: _own_batches(batches, config) if config.data.custom else batches
+    self._batches = self._open()
+    if config.data.custom:
+      _check_first(self, config, learner)
 
-  def batch(self, position: int) -> np.ndarray:
-    """Batch `position` (from 0): [batch_size, T + 1] int32, read in the calling thread."""
+  def batch(self, position: int) -> Batch:
+    """Batch `position` (from 0), for tokens [batch_size, T + 1] int32; read in this thread."""
     return self._batches[position]
 
   def iterate(self, position: int = 0) -> BatchIterator:
     """Batches from `position` on, prefetched by a background thread; restore with **state."""
-    return BatchIterator(self._batches, position)
+    return BatchIterator(self._open(), position)  # two that read ahead have no state in common
 
 
-class BatchIterator(Iterator[np.ndarray]):
+class BatchIterator(Iterator[Batch]):
   """Prefetches a few batches ahead. Used by one thread; close it, or use it as a context."""
 
-  def __init__(self, batches: grain.MapDataset[np.ndarray], position: int):
+  def __init__(self, batches: grain.MapDataset[Batch], position: int):
     if position < 0:
       raise IndexError(f"position {position}: must not be negative")
     self._iterator = iter(batches.to_iter_dataset(_READ_OPTIONS))
     grain_experimental.set_next_index(self._iterator, int(position))
     self._iterator.start_prefetch()
 
-  def __next__(self) -> np.ndarray:
+  def __next__(self) -> Batch:
     return next(self._iterator)
 
   @property
@@ -299,6 +349,82 @@ class BatchIterator(Iterator[np.ndarray]):
 
   def __exit__(self, *_) -> None:
     self.close()
+
+
+# --- A user's own batches, as the streams of a corpus are: endless, by position
+
+
+class _Endless(grain.MapDataset[Batch]):
+  """Batches by their position, from a function of it."""
+
+  def __init__(self, read: Callable[[int], Batch]):
+    super().__init__()
+    self._read = read
+
+  def __len__(self) -> int:
+    return sys.maxsize
+
+  def __getitem__(self, index):
+    return self.slice(index) if isinstance(index, slice) else self._read(int(index))
+
+
+class _Reader:
+  """Batches of a Grain IterDataset by their position: cheap for the one that comes next."""
+
+  def __init__(self, dataset: grain.IterDataset[Batch]):
+    self._dataset, self._iterator, self._next = dataset, iter(dataset), 0
+
+  def __call__(self, position: int) -> Batch:
+    if position != self._next:
+      self._move(position)
+    self._next += 1
+    return next(self._iterator)
+
+  def _move(self, position: int) -> None:
+    try:
+      grain_experimental.set_next_index(self._iterator, position)
+    except (NotImplementedError, ValueError):  # packing and filters cannot jump
+      if position < self._next:
+        self._iterator, self._next = iter(self._dataset), 0
+      for _ in range(position - self._next):
+        next(self._iterator)
+    self._next = position
+
+
+def _own_batches(batches: Any, config: Config) -> grain.MapDataset[Batch]:
+  if isinstance(batches, grain.IterDataset):
+    return _Endless(_Reader(batches))
+  if not hasattr(batches, "__getitem__"):
+    raise DataError(
+      "data.custom",
+      config.data.custom,
+      f"batches() gives a {type(batches).__name__}, which has no batches by position",
+      "return what batches[position] works on, or a Grain dataset",
+    )
+  return _Endless(batches.__getitem__)
+
+
+def _check_first(stream: Stream, config: Config, learner: int) -> None:
+  """Refuses what the model does not take, or what is not a function of the position."""
+  batch_size = config.islands.island(learner).batch_size
+  inputs = custom.load_model(config.model).inputs(batch_size, config.data.sequence_length)
+  first, again = stream.batch(0), stream.batch(0)
+  try:
+    refuse_misfit(first, inputs, "the model")
+    rule = "" if _same(first, again) else "batch 0 is another one when it is read again"
+  except ValueError as error:
+    rule = str(error)
+  if rule:
+    raise DataError(
+      "data.custom",
+      config.data.custom,
+      f"{rule} ({learner=})",
+      "a learner's batches are a function of its number and the position, as model.inputs() says",
+    )
+
+
+def _same(a: Batch, b: Batch) -> bool:
+  return all(jax.tree.leaves(jax.tree.map(np.array_equal, a, b)))
 
 
 def _check_stream(corpus: Corpus, config: Config, learner: int) -> None:

@@ -7,14 +7,18 @@ mesh axes through `RULES` alone.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.experimental import mesh_utils
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ddiloco.config import ConfigError, IslandConfig, IslandsConfig
@@ -97,6 +101,23 @@ def _too_few(what: str, needed: int, available: int, islands: IslandsConfig) -> 
   )
 
 
+def require_one_process(devices: Sequence[Device]) -> None:
+  """An island lives in one process, whose devices hold all of it.
+
+  Raises:
+    ConfigError: JAX joins several processes, so that some of the island is out of reach.
+  """
+  processes = jax.process_count()
+  away = sum(device.process_index != jax.process_index() for device in devices)
+  if processes > 1 or away:
+    raise ConfigError(
+      f"islands.devices = {len(devices)}: JAX has joined {processes} processes here, and {away} of"
+      " these devices belong to others. An island must live in one process: of the rest it could"
+      " not read its own parameters, and would push garbage. Fix: start one process for each"
+      " island, on one host, without jax.distributed.initialize (on TPUs: a slice of one host)."
+    )
+
+
 def make_mesh(devices: Sequence[Device], island: IslandConfig) -> Mesh:
   """The island's mesh with axes (data, fsdp, tensor), all of them sharded by the compiler (Auto).
 
@@ -155,3 +176,35 @@ def piece_sharding(
     if rows % math.prod(leaf.mesh.shape[name] for name in names):
       spec[0] = None
   return NamedSharding(leaf.mesh, PartitionSpec(*spec))
+
+
+# --- Compiled programs outlive the process: whoever starts again finds them in a folder
+
+# Everything is kept, however quick it was to compile: a role has a hundred small programs.
+_KEEP_ALL = {
+  "jax_persistent_cache_min_compile_time_secs": 0.0,
+  "jax_persistent_cache_min_entry_size_bytes": -1,
+}
+
+
+@contextlib.contextmanager
+def kept_in(folder: str | os.PathLike[str]) -> Iterator[None]:
+  """While it lasts, what this process compiles is kept in `folder`, and found there again.
+
+  Several processes may share it. An entry that a kill has torn is compiled anew. A user's own
+  folder (JAX_COMPILATION_CACHE_DIR), which many runs may share, goes before.
+  """
+  chosen = jax.config.jax_compilation_cache_dir or os.fspath(folder)
+  settings = {"jax_compilation_cache_dir": chosen, **_KEEP_ALL}
+  before = {name: getattr(jax.config, name) for name in settings}
+  _use(settings)
+  try:
+    yield
+  finally:
+    _use(before)
+
+
+def _use(settings: dict[str, object]) -> None:
+  for name, value in settings.items():
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()  # JAX looks at the folder once only

@@ -1,66 +1,178 @@
-"""Held-out loss of parameters, wherever they came from: the syncer, an island or a checkpoint."""
+"""What held-out data say of parameters, and the text they write, wherever they came from."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ddiloco.config import ModelConfig
-from ddiloco.models import transformer
+from ddiloco import custom
+from ddiloco.config import ConfigError, ModelConfig
+from ddiloco.models.model import Batch
 from ddiloco.training.data import check_token_ids
-from ddiloco.training.loss import cross_entropy
+from ddiloco.training.tokenizers import Tokenizer
 
 
 class Evaluator:
-  """Mean cross-entropy over fixed batches [B, T + 1] of one shape, on one device.
+  """What a model's `evaluate` says of fixed batches of one shape, on average, on one device.
 
   Computes in f32 whatever the islands train in, so that losses of all islands compare. Compiled
   once, at the first call.
 
   Raises:
     ValueError: no batches, or batches of different shapes.
-    DataError: a held-out token is not in the model's vocabulary.
+    DataError: a held-out token is not in the vocabulary of a language model.
   """
 
-  def __init__(self, model: ModelConfig, heldout_batches: Sequence[np.ndarray], device: jax.Device):
-    shapes = {np.shape(batch) for batch in heldout_batches}
+  def __init__(self, model: ModelConfig, heldout_batches: Sequence[Batch], device: jax.Device):
+    shapes = {str(jax.tree.map(np.shape, batch)) for batch in heldout_batches}
     if len(shapes) != 1:
       raise ValueError(
         f"heldout_batches have shapes {sorted(shapes)}: there must be at least one batch and all"
         " must have the same shape. Fix: use data.heldout_batches()."
       )
-    tokens_NxBxT1 = np.stack(heldout_batches).astype(np.int32)
-    check_token_ids(tokens_NxBxT1, model.vocab_size, "the held-out split")
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *heldout_batches)
+    if not model.custom:
+      stacked = stacked.astype(np.int32)
+      check_token_ids(stacked, model.vocab_size, "the held-out split")
     self._device = device
-    self._tokens_NxBxT1 = jax.device_put(tokens_NxBxT1, device)
-    model = dataclasses.replace(model, compute_dtype="float32")
+    self._batches = jax.device_put(stacked, device)
+    evaluate = custom.load_model(dataclasses.replace(model, compute_dtype="float32")).evaluate
 
-    def mean_loss(params: Mapping[str, jax.Array], tokens_NxBxT1: jax.Array) -> jax.Array:
-      def batch_loss(tokens_BxT1: jax.Array) -> jax.Array:
-        logits_BxTxV, _ = transformer.apply(model, params, tokens_BxT1[:, :-1])
-        return cross_entropy(logits_BxTxV, tokens_BxT1[:, 1:])
+    def measure(params: Mapping[str, jax.Array], batches: Batch) -> dict[str, jax.Array]:
+      each = jax.lax.map(lambda batch: evaluate(params, batch), batches)
+      return jax.tree.map(jnp.mean, each)
 
-      return jnp.mean(jax.lax.map(batch_loss, tokens_NxBxT1))
+    self._measure = jax.jit(measure)
 
-    self._mean_loss = jax.jit(mean_loss)
-
-  @property
-  def num_tokens(self) -> int:
-    """Tokens predicted in one evaluation."""
-    batches, size, width = self._tokens_NxBxT1.shape
-    return batches * size * (width - 1)
-
-  def loss(self, params: Mapping[str, np.ndarray | jax.Array]) -> float:
-    """Nats per token of `params` (flat dict; host arrays, or on any devices and sharding).
+  def measure(self, params: Mapping[str, np.ndarray | jax.Array]) -> dict[str, float]:
+    """ "loss" (of a language model nats per token), and what else the model measures.
 
     Waits for the result without holding the GIL, so a learner in another thread goes on.
+
+    Args:
+      params: flat dict; host arrays, or on any devices and sharding.
     """
     placed = {
       name: jax.device_put(value, self._device).astype(jnp.float32)
       for name, value in params.items()
     }
-    return float(self._mean_loss(placed, self._tokens_NxBxT1))
+    measured = self._measure(placed, self._batches)
+    return {name: float(value) for name, value in measured.items()}
+
+  def loss(self, params: Mapping[str, np.ndarray | jax.Array]) -> float:
+    """The held-out loss alone."""
+    return self.measure(params)["loss"]
+
+
+# --- Text from a trained model: sampling in one compiled loop over a buffer of fixed length
+
+
+def generate(
+  model: ModelConfig,
+  params: Mapping[str, np.ndarray | jax.Array],
+  tokenizer: Tokenizer,
+  prompt: str,
+  num_tokens: int,
+  temperature: float = 0.8,
+  seed: int = 0,
+  context_length: int = 128,
+) -> str:
+  """Continues `prompt` by `num_tokens` tokens; returns the continuation only.
+
+  The model always looks at the last `context_length` tokens (give the T it was trained with); a
+  longer prompt keeps its tail, an empty one starts from the tokenizer's end token, as documents do.
+  Temperature 0 takes the most probable token; the same seed gives the same text. Ids that the
+  tokenizer does not have (a padded vocabulary) are never sampled. Compiled once for each
+  (model, num_tokens, context_length), whatever the prompt, temperature and seed.
+
+  Raises:
+    ConfigError: the model makes no text, num_tokens or temperature is negative, the context is
+      empty, or the prompt has tokens outside the model's vocabulary.
+  """
+  refuse_without_text(model)
+  _check("num_tokens", num_tokens, num_tokens >= 0, "must not be negative", "use 0 or more")
+  _check("temperature", temperature, temperature >= 0, "must not be negative", "use 0 to 1")
+  _check("context_length", context_length, context_length > 0, "must be positive", "use 128")
+  if not num_tokens:
+    return ""
+  ids = tokenizer.encode(prompt).astype(np.int32)
+  if not len(ids):
+    ids = np.array([tokenizer.end_token], np.int32)
+  ids = ids[-context_length:]
+  highest = int(ids.max())
+  _check(
+    "model.vocab_size",
+    model.vocab_size,
+    highest < model.vocab_size,
+    f"must exceed every token of the prompt, and there is a {highest}",
+    "use the tokenizer that this model was trained with",
+  )
+  buffer = np.zeros(context_length + num_tokens, np.int32)
+  buffer[: len(ids)] = ids
+  out = _continue(
+    model,
+    num_tokens,
+    params,
+    buffer,
+    np.int32(len(ids)),
+    np.int32(tokenizer.vocab_size),
+    np.float32(temperature),
+    jax.random.key(seed),
+  )
+  return tokenizer.decode(np.asarray(out)[len(ids) : len(ids) + num_tokens])
+
+
+def makes_text(model: ModelConfig) -> bool:
+  """Whether `generate` can do anything with this model."""
+  return callable(getattr(custom.load_model(model), "logits", None))
+
+
+def refuse_without_text(model: ModelConfig) -> None:
+  """Raises ConfigError if the model makes no text."""
+  if not makes_text(model):
+    raise ConfigError(
+      f"model.custom = {model.custom!r}: this model makes no text, since it has no logits(params,"
+      " tokens). Fix: use `ddiloco evaluate`, or `ddiloco export` and a program of your own."
+    )
+
+
+def _check(field: str, value: float, ok: bool, rule: str, fix: str) -> None:
+  if not ok:
+    raise ConfigError(f"{field} = {value!r}: {rule}. Fix: {fix}.")
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _continue(
+  model: ModelConfig,
+  num_tokens: int,
+  params: Mapping[str, jax.Array],
+  buffer: jax.Array,
+  prompt_length: jax.Array,
+  known_tokens: jax.Array,
+  temperature: jax.Array,
+  key: jax.Array,
+) -> jax.Array:
+  """Fills buffer[prompt_length : prompt_length + num_tokens] (buffer: context + num_tokens ids)."""
+  context = buffer.shape[0] - num_tokens
+  known_V = jnp.arange(model.vocab_size) < known_tokens
+  logits: Any = getattr(custom.load_model(model), "logits")  # noqa: B009 - not of every Model
+
+  def step(i: jax.Array, buffer: jax.Array) -> jax.Array:
+    length = prompt_length + i
+    start = jnp.maximum(0, length - context)
+    # Right of the last token there may be zeros; a causal model does not see them from there.
+    window_1xT = jax.lax.dynamic_slice(buffer, (start,), (context,))[None]
+    logits_1xTxV = logits(params, window_1xT)
+    logits_V = jnp.where(known_V, logits_1xTxV[0, length - 1 - start], -jnp.inf)
+    divisor = jnp.where(temperature > 0, temperature, 1.0)
+    sampled = jax.random.categorical(jax.random.fold_in(key, i), logits_V / divisor)
+    token = jnp.where(temperature > 0, sampled, jnp.argmax(logits_V))
+    return buffer.at[length].set(token.astype(buffer.dtype))
+
+  return jax.lax.fori_loop(0, num_tokens, step, buffer)

@@ -1,23 +1,24 @@
 """The inner step: what one island does between syncs. Pure functions, all but the schedule for jit.
 
-AdamW whose learning rate follows the run's progress in tokens, not the island's own count: a
-learner that rejoins takes the rate its peers have, and the schedule ends when the run does, however
-many learners there were (`core.learner_state.schedule_step`).
+AdamW, or an optax transform of the user's own. The learning rate follows the run's progress in
+tokens, not the island's own count: a learner that rejoins takes the rate its peers have, and the
+schedule ends when the run does, however many learners there were
+(`protocol.learner_state.schedule_step`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from ddiloco.config import InnerConfig, ModelConfig
-from ddiloco.training.loss import Constrain, next_token_loss
+from ddiloco import custom
+from ddiloco.config import InnerConfig
+from ddiloco.models.model import Batch, Constrain, Model, Params
 
-Params = Mapping[str, jax.Array]
 METRICS = ("loss", "load_balance", "grad_norm", "learning_rate")
 
 
@@ -37,68 +38,75 @@ def learning_rate(inner: InnerConfig, planned_steps: int, step: int) -> float:
 
 
 def decayed(params: Params) -> dict[str, bool]:
-  """Where weight decay applies: all but norm scales (stacked ones have rank 2 as well)."""
-  return {name: not name.endswith("scale") for name in params}
+  """Where weight decay applies: all but norm scales (stacked ones have rank 2 too) and biases."""
+  return {name: not name.endswith(("scale", "bias")) for name in params}
 
 
 def optimizer(inner: InnerConfig) -> optax.GradientTransformation:
   """Clipping by the global norm, Adam in f32, decoupled weight decay (AdamW, arXiv 1711.05101).
 
-  Its updates are descent directions before the learning rate: the caller adds `-rate * update`.
+  Its updates are those of learning rate 1: the caller adds `rate * update`. With `inner.custom` it
+  is the user's own.
   """
+  if inner.custom:
+    return custom.load_optimizer(inner)
   return optax.chain(
     optax.clip_by_global_norm(inner.clip_norm) if inner.clip_norm else optax.identity(),
     optax.scale_by_adam(inner.b1, inner.b2, inner.epsilon, mu_dtype=jnp.float32),
     optax.add_decayed_weights(inner.weight_decay, mask=decayed)
     if inner.weight_decay
     else optax.identity(),
+    optax.scale(-1.0),
   )
 
 
 def make_train_step(
-  model: ModelConfig, inner: InnerConfig, constrain: Constrain | None = None
+  model: Model, inner: InnerConfig, constrain: Constrain | None = None
 ) -> Callable[..., tuple[dict[str, jax.Array], optax.OptState, dict[str, jax.Array]]]:
-  """One inner step: the function `train_step(params, opt_state, tokens_BxT1, rate)`.
+  """One inner step: the function `train_step(params, opt_state, batch, rate)`.
 
   `rate` is the learning rate, an f32 scalar. It returns (params, opt_state, metrics): f32 scalars
-  "loss" (nats per token), "load_balance", "grad_norm" (before clipping) and "learning_rate". B must
+  "loss" (of the model: nats per token, ...), "load_balance" (0 where the model reports none),
+  "grad_norm" (before clipping) and "learning_rate". B, the first axis of the batch's arrays, must
   be a multiple of `inner.accumulation_steps`; the gradient is the mean over the micro-batches,
   which for a dense model is the full batch's (a mixture's load-balance loss is taken per
   micro-batch).
   """
   transform = optimizer(inner)
 
-  def value_and_grad(params: Params, tokens_BxT1: jax.Array):
+  def value_and_grad(params: Params, batch: Batch):
     def loss(params: Params):
-      return next_token_loss(model, params, tokens_BxT1, constrain=constrain)
+      return model.loss(params, batch, constrain)
 
     (_, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params)
     return grads, metrics
 
-  def train_step(
-    params: Params, opt_state: optax.OptState, tokens_BxT1: jax.Array, rate: jax.Array
-  ):
-    grads, metrics = accumulate(value_and_grad, params, tokens_BxT1, inner.accumulation_steps)
+  def train_step(params: Params, opt_state: optax.OptState, batch: Batch, rate: jax.Array):
+    grads, metrics = accumulate(value_and_grad, params, batch, inner.accumulation_steps)
     updates, opt_state = transform.update(grads, opt_state, params)
-    params = {name: value - rate * updates[name] for name, value in params.items()}
+    params = {name: value + rate * updates[name] for name, value in params.items()}
+    metrics = {"load_balance": jnp.zeros(()), **metrics}
     metrics |= {"grad_norm": optax.tree.norm(grads), "learning_rate": rate}
     return params, opt_state, metrics
 
   return train_step
 
 
-def accumulate(value_and_grad: Callable, params: Params, tokens_BxT1: jax.Array, steps: int):
+def accumulate(value_and_grad: Callable, params: Params, batch: Batch, steps: int):
   """Mean of `value_and_grad(params, micro_batch)`'s tree over `steps` micro-batches, by a scan."""
   if steps == 1:
-    return value_and_grad(params, tokens_BxT1)
-  batch, width = tokens_BxT1.shape
-  # Every steps-th sequence forms a micro-batch: so each device keeps the rows it already has.
-  micro = tokens_BxT1.reshape(batch // steps, steps, width).swapaxes(0, 1)
-  shapes = jax.eval_shape(value_and_grad, params, micro[0])
+    return value_and_grad(params, batch)
+
+  def split(leaf: jax.Array) -> jax.Array:
+    # Every steps-th example forms a micro-batch: so each device keeps the rows it already has.
+    return leaf.reshape(len(leaf) // steps, steps, *leaf.shape[1:]).swapaxes(0, 1)
+
+  micro = jax.tree.map(split, batch)
+  shapes = jax.eval_shape(value_and_grad, params, jax.tree.map(lambda leaf: leaf[0], micro))
   zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
-  def add(total, tokens):
-    return jax.tree.map(jnp.add, total, value_and_grad(params, tokens)), None
+  def add(total, each):
+    return jax.tree.map(jnp.add, total, value_and_grad(params, each)), None
 
   total, _ = jax.lax.scan(add, zeros, micro)
   return jax.tree.map(lambda x: x / steps, total)

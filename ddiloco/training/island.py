@@ -17,13 +17,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ddiloco import custom
 from ddiloco.config import Config, ConfigError
 from ddiloco.core.fragments import Piece, Plan, split_flat
-from ddiloco.models import transformer
+from ddiloco.models.model import Batch
 from ddiloco.training import inner
-from ddiloco.training.devices import make_mesh, param_sharding, piece_sharding
-from ddiloco.training.programs import FragmentPrograms, compile_fragment, placed
-from ddiloco.training.state import PARAMS, StateLayout
+from ddiloco.training.devices import make_mesh, param_sharding, piece_sharding, require_one_process
+from ddiloco.training.programs import (
+  PARAMS,
+  FragmentPrograms,
+  StateLayout,
+  compile_fragment,
+  placed,
+  placed_inputs,
+  refuse_misfit,
+)
 
 
 class Island:
@@ -45,8 +53,10 @@ class Island:
       plan: how the model is cut into fragments.
 
     Raises:
-      ConfigError: the batch cannot be cut evenly over these devices, or the mesh does not fit them.
+      ConfigError: the batch cannot be cut evenly over these devices, the mesh does not fit them,
+        or they are not all of this process.
     """
+    require_one_process(devices)
     self._island = config.islands.island(learner)
     self._config, self._plan = config, plan
     self._planned_steps = config.planned_steps()
@@ -64,24 +74,20 @@ class Island:
         f" Fix: use {max(1, round(self._island.batch_size / whole)) * whole}."
       )
     self._replicated = NamedSharding(self.mesh, PartitionSpec())
-    axes, shapes = transformer.logical_axes(config.model), transformer.shapes(config.model)
+    self._model = custom.load_model(config.model)
+    axes = self._model.logical_axes()
     self._leaves = {
       name: placed(leaf, param_sharding(axes[name], leaf.shape, self.mesh))
-      for name, leaf in shapes.items()
+      for name, leaf in self._model.shapes().items()
     }
     self._layout = StateLayout(inner.optimizer(config.inner), self._leaves, self._replicated)
-    self._tokens = jax.ShapeDtypeStruct(
-      (self._island.batch_size, config.data.sequence_length + 1),
-      jnp.int32,
-      sharding=param_sharding(
-        ("batch", None), (self._island.batch_size, config.data.sequence_length + 1), self.mesh
-      ),
-    )
+    inputs = self._model.inputs(self._island.batch_size, config.data.sequence_length)
+    self._inputs = placed_inputs(inputs, self.mesh)
     self._piece_shardings = [
       [self._piece_sharding(piece) for piece in fragment.pieces] for fragment in plan.fragments
     ]
     # Compiled; a state is a dict name -> array with the names of `StateLayout`.
-    self._step: Any = None  # (state, tokens, learning rate) -> (state, metrics)
+    self._step: Any = None  # (state, batch, learning rate) -> (state, metrics)
     self._fresh: Any = None  # () -> state
     self._copy: Any = None  # state -> state
     self._counts: Any = None  # count -> the part of a state that counts updates
@@ -126,22 +132,22 @@ class Island:
     step = jax.jit(
       self._traced_step(), out_shardings=(layout.shardings, replicated), donate_argnums=0
     )
-    self._step = step.lower(leaves, self._tokens, factor).compile()
+    self._step = step.lower(leaves, self._inputs, factor).compile()
     return time.perf_counter() - start
 
   def _traced_step(self) -> Callable[..., Any]:
-    config, mesh = self._config, self.mesh
+    mesh = self.mesh
 
     def constrain(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
       return jax.lax.with_sharding_constraint(x, param_sharding(axes, x.shape, mesh))
 
     train_step = inner.make_train_step(
-      config.model, config.inner, constrain if mesh.size > 1 else None
+      self._model, self._config.inner, constrain if mesh.size > 1 else None
     )
 
-    def island_step(state, tokens_BxT1, rate):
+    def island_step(state, batch, rate):
       params, opt_state = self._layout.trees(state)
-      params, opt_state, metrics = train_step(params, opt_state, tokens_BxT1, rate)
+      params, opt_state, metrics = train_step(params, opt_state, batch, rate)
       # One small array instead of several: one copy to the host per step.
       small = jnp.stack([metrics[name] for name in inner.METRICS])
       return self._layout.flat(params, opt_state), small
@@ -208,9 +214,9 @@ class Island:
   # --- step thread ------------------------------------------------------------------------------
 
   def step(
-    self, tokens: np.ndarray, schedule_step: int, rate_scale: float = 1.0
+    self, batch: Batch, schedule_step: int, rate_scale: float = 1.0
   ) -> dict[str, float] | None:
-    """One inner step on `tokens` [B, T+1] int32 (not to change any more).
+    """One inner step on a batch of the model's inputs: host arrays, not to change any more.
 
     `schedule_step` is where the schedule of learning rates is; `rate_scale` multiplies the rate:
     below 1 while fresh moments warm up.
@@ -220,14 +226,13 @@ class Island:
       the step before, None on the first.
 
     Raises:
-      ValueError: tokens have the wrong shape.
+      ValueError: the batch is not what the model takes.
       RuntimeError: there are no parameters yet.
     """
-    if tokens.shape != self._tokens.shape:
-      raise ValueError(f"tokens have shape {tokens.shape}, this island takes {self._tokens.shape}")
+    refuse_misfit(batch, self._inputs, "this island")
     rate = inner.learning_rate(self._config.inner, self._planned_steps, schedule_step)
     # The compiled call shards host values itself; a device_put of our own costs 0.3 ms more.
-    self._state, metrics = self._step(self._held(), tokens, np.float32(rate_scale * rate))
+    self._state, metrics = self._step(self._held(), batch, np.float32(rate_scale * rate))
     if not self._pipelined:
       # On every device, not only on the one the values are read from.
       return _as_floats(jax.block_until_ready(metrics))

@@ -10,16 +10,14 @@ import numpy as np
 import pytest
 
 from ddiloco.baselines import data_parallel
-from ddiloco.baselines.data_parallel import DataParallel
-from ddiloco.baselines.island import IslandProcess
-from ddiloco.baselines.worker import PROGRAMS
+from ddiloco.baselines.data_parallel import DataParallel, IslandProcess
+from ddiloco.baselines.member import PROGRAMS
 from ddiloco.config import ConfigError, from_dict
 from ddiloco.core.fragments import Plan
 from ddiloco.engines.children import processes_of
-from ddiloco.observe.events import read_events
-from ddiloco.observe.follow import Follower
-from ddiloco.resilience.goodput import Ledger
-from ddiloco.runtime import initial
+from ddiloco.observe.eventlog import Follower, read_events
+from ddiloco.observe.goodput import Ledger
+from ddiloco.roles import initial
 from ddiloco.training import data
 from ddiloco.training.island import Island
 
@@ -66,11 +64,11 @@ class Back:
 
   def __call__(self, clock, seconds):
     for event in self.follower.poll():
-      if event["kind"] == "fault":
+      if event.kind == "fault":
         self.killed += 1
         self.after = {}
-      elif event["kind"] == "step" and self.killed == self.kills:
-        self.after[event["role"]] = self.after.get(event["role"], 0) + 1
+      elif event.kind == "step" and self.killed == self.kills:
+        self.after[event.role] = self.after.get(event.role, 0) + 1
     return len(self.after) == self.learners and min(self.after.values()) >= AFTERWARDS
 
 
@@ -99,7 +97,9 @@ def ledger_of(events):
 
 
 def of(events, kind, **fields):
-  return [e for e in events if e["kind"] == kind and all(e.get(k) == v for k, v in fields.items())]
+  return [
+    e for e in events if e.kind == kind and all(getattr(e, k, None) == v for k, v in fields.items())
+  ]
 
 
 @SLOW
@@ -110,8 +110,8 @@ def test_two_processes_train_like_one_with_both_batches(tmp_path, programs):
   losses = []
   for m in range(2):
     steps = of(events, "step", role=f"learner-{m}")[:STEPS]
-    assert [e["step"] for e in steps] == list(range(1, STEPS + 1))
-    losses.append([(e["loss"], e["grad_norm"]) for e in steps])
+    assert [e.step for e in steps] == list(range(1, STEPS + 1))
+    losses.append([(e.loss, e.grad_norm) for e in steps])
   assert losses[0] == losses[1], "all replicas see the same loss, over both batches"
 
   both = make_config(batch_size=8, learners=1)
@@ -143,19 +143,17 @@ def test_elastic_goes_on_without_the_killed_island_and_takes_it_in_again(
   events = run(make_config([kill(1, 1.0)]), tmp_path, programs, True, over)
   (fault,) = of(events, "fault")
   (back,) = of(events, "restart", target="learner/1")
-  returned = next(e for e in of(events, "step", role="learner-1") if e["time"] > back["time"])
-  between = [
-    e for e in of(events, "step", role="learner-0") if fault["time"] < e["time"] < back["time"]
-  ]
+  returned = next(e for e in of(events, "step", role="learner-1") if e.time > back.time)
+  between = [e for e in of(events, "step", role="learner-0") if fault.time < e.time < back.time]
   assert len(between) >= ALONE, "the other one trained meanwhile"
-  steps = [e["step"] for e in of(events, "step", role="learner-0")]
+  steps = [e.step for e in of(events, "step", role="learner-0")]
   assert sum(b <= a for a, b in itertools.pairwise(steps)) <= 1, "at most the one under way, twice"
-  assert returned["step"] > between[0]["step"], "it is given the state of the other"
-  losses = {e["step"]: e["loss"] for e in of(events, "step", role="learner-0")}
-  mine = [e for e in of(events, "step", role="learner-1") if e["time"] > fault["time"]]
-  both = [e for e in mine if e["step"] in losses]  # the end may have cut one off
+  assert returned.step > between[0].step, "it is given the state of the other"
+  losses = {e.step: e.loss for e in of(events, "step", role="learner-0")}
+  mine = [e for e in of(events, "step", role="learner-1") if e.time > fault.time]
+  both = [e for e in mine if e.step in losses]  # the end may have cut one off
   assert len(both) >= AFTERWARDS
-  assert [e["loss"] for e in both] == [losses[e["step"]] for e in both], "replicas agree"
+  assert [e.loss for e in both] == [losses[e.step] for e in both], "replicas agree"
   report = ledger_of(events)
   assert report.learners[0].goodput > report.learners[1].goodput > 0
 
@@ -167,11 +165,11 @@ def test_inelastic_waits_for_the_killed_island_and_repeats_steps(tmp_path, progr
   events = run(config, tmp_path, programs, False, Back(tmp_path, kills=1))
   (died,) = of(events, "exit", target="learner/1")
   restart = of(events, "restart", target="learner/0")[0]
-  before = max(e["step"] for e in of(events, "step") if e["time"] < died["time"])
-  pause = [e for e in of(events, "step") if died["time"] + 0.5 < e["time"] < restart["time"]]
+  before = max(e.step for e in of(events, "step") if e.time < died.time)
+  pause = [e for e in of(events, "step") if died.time + 0.5 < e.time < restart.time]
   assert not pause, "nobody trains without the killed island"
   first = [
-    next(e["step"] for e in of(events, "step", role=f"learner-{m}") if e["time"] > restart["time"])
+    next(e.step for e in of(events, "step", role=f"learner-{m}") if e.time > restart.time)
     for m in range(2)
   ]
   check_checkpoint(first, before)
@@ -179,7 +177,7 @@ def test_inelastic_waits_for_the_killed_island_and_repeats_steps(tmp_path, progr
   assert report.uptime < 0.9 and report.causes["down"] > 0 and report.causes["discarded"] > 0
   losses = {}
   for e in of(events, "step"):  # also those that were made twice
-    assert e["loss"] == pytest.approx(losses.setdefault(e["step"], e["loss"]), rel=1e-4)
+    assert e.loss == pytest.approx(losses.setdefault(e.step, e.loss), rel=1e-4)
 
 
 def check_checkpoint(first, before):
@@ -193,9 +191,9 @@ def check_checkpoint(first, before):
 def test_elastic_that_lost_all_memories_goes_on_from_its_checkpoint(tmp_path, programs):
   config = make_config([kill(0, 1.5), kill(1, 1.5)])
   events = run(config, tmp_path, programs, True, Back(tmp_path, kills=2))
-  died = max(e["time"] for e in of(events, "fault"))
-  before = max(e["step"] for e in of(events, "step") if e["time"] < died)
-  again = next(e["step"] for e in of(events, "step") if e["time"] > died + 0.4)
+  died = max(e.time for e in of(events, "fault"))
+  before = max(e.step for e in of(events, "step") if e.time < died)
+  again = next(e.step for e in of(events, "step") if e.time > died + 0.4)
   assert before > CHECKPOINT_STEPS
   check_checkpoint([again], before)
   ledger_of(events)
@@ -210,7 +208,7 @@ def test_a_world_that_hangs_is_ended(tmp_path, programs, monkeypatch):
 
   def over(clock, seconds):
     for event in follower.poll():
-      if event["kind"] == "exit":
+      if event.kind == "exit":
         again.append(event)
     if clock >= STEPS and not stopped:
       stopped.append(max(processes_of(tmp_path)))
@@ -218,7 +216,7 @@ def test_a_world_that_hangs_is_ended(tmp_path, programs, monkeypatch):
     return bool(again) and clock >= 2 * STEPS
 
   events = run(make_config(), tmp_path, programs, True, over)
-  assert [e["reason"] for e in of(events, "exit")][:2] == 2 * ["the world hangs"]
+  assert [e.reason for e in of(events, "exit")][:2] == 2 * ["the world hangs"]
   assert not of(events, "fault") and stopped[0] not in processes_of(tmp_path)
   ledger_of(events)
 

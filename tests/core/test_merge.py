@@ -30,7 +30,7 @@ def gram_of(fragment, deltas):
   gram = merge.empty_gram(fragment)
   for count, delta in enumerate(deltas):
     squares = merge.squared_norms(fragment, delta)
-    gram = merge.extend_gram(fragment, gram, deltas[:count], delta, squares)
+    gram = merge.extend_gram(gram, merge.products(fragment, deltas[:count], delta), squares)
   return gram
 
 
@@ -271,3 +271,26 @@ def test_many_tiny_pieces_cost_little():
     seconds.append(time.thread_time() - start)
   print(f"best {min(seconds) * 1e6:.0f} microseconds")
   assert min(seconds) < 2e-3  # of this thread, so that a busy machine does not count
+
+
+def test_no_learner_weighs_more_than_all_others_together():
+  weights = merge.token_weights([10**12, 24, 24, 24], [10**15, 240, 240, 240])
+  assert weights[0] > 0.99
+  bounded = merge.bounded_shares(weights, [10, 10, 10, 10])
+  assert bounded[0] == 0.5 and bounded.sum() == pytest.approx(1.0)
+  assert bounded[1] == bounded[2] == bounded[3]
+  fair = merge.token_weights([24] * 4, [240] * 4)
+  assert merge.bounded_shares(fair, [10] * 4).tobytes() == fair.tobytes(), "not a bit is changed"
+
+
+def test_an_island_of_larger_steps_has_the_share_it_earns():
+  """Four times the tokens a step: sixteen times the weight of each other (quantity x quality)."""
+  weights = merge.token_weights([24, 24, 24], [96, 24, 24])
+  assert weights[0] == pytest.approx(16 / 18)
+  assert (merge.bounded_shares(weights, [4, 1, 1]) == weights).all()
+  assert merge.bounded_shares(weights, [1, 1, 1])[0] == 0.5
+
+
+def test_a_learner_that_is_alone_has_it_all():
+  assert merge.bounded_shares(merge.token_weights([5], [50]), [10]).tolist() == [1.0]
+  assert merge.bounded_shares(np.array([1.0, 0.0]), [10, 10]).tolist() == [1.0, 0.0]

@@ -11,7 +11,7 @@ from typing import Any
 
 from ddiloco import environment
 from ddiloco.config import Config, from_dict
-from ddiloco.observe.events import Event, read_events
+from ddiloco.observe.eventlog import Event, read_events
 
 PATIENCE_SECONDS = 90.0
 TOKENS = 2 * 16  # of a step: B = 2, T = 16
@@ -40,11 +40,18 @@ def tiny(steps: int, learners: int = 2, pace_seconds: float = 0.0, **sections: A
   )  # fmt: skip
 
 
-def start(*arguments: str | Path, log: Path) -> subprocess.Popen[bytes]:
+def start(*arguments: str | Path, log: Path, module: str = "ddiloco") -> subprocess.Popen[bytes]:
   """`ddiloco ARGUMENTS` as a user types it, its output in `log`."""
-  command = [sys.executable, "-m", "ddiloco", *map(str, arguments)]
+  command = [sys.executable, "-m", module, *map(str, arguments)]
   with log.open("ab") as file:
     return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment.bare())
+
+
+def start_unheard(*arguments: str | Path) -> subprocess.Popen[bytes]:
+  """As `start`, with a pipe for all that it says; whoever closes it breaks it."""
+  command = [sys.executable, "-m", "ddiloco", *map(str, arguments)]
+  pipe, both = subprocess.PIPE, subprocess.STDOUT
+  return subprocess.Popen(command, stdout=pipe, stderr=both, env=environment.bare())
 
 
 def wait_for(
@@ -65,4 +72,4 @@ def wait_for(
 
 
 def events_of(workdir: Path, kind: str, role: str = "") -> list[Event]:
-  return [e for e in read_events(workdir) if e["kind"] == kind and e["role"].startswith(role)]
+  return [e for e in read_events(workdir) if e.kind == kind and e.role.startswith(role)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -15,59 +16,109 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ddiloco.checkpoint import weights
 from ddiloco.config import ConfigError, Fault, RunConfig, from_dict
-from ddiloco.engines.children import SHORTEST_LIFE_SECONDS, Child, processes_of, spawn
-from ddiloco.engines.processes import ProcessesEngine, free_urls
-from ddiloco.runtime import weights
+from ddiloco.engines import processes
+from ddiloco.engines.children import Child, processes_of, spawn
+from ddiloco.engines.processes import SHORTEST_LIFE_SECONDS, ProcessesEngine, free_urls
+from ddiloco.protocol import supervisor
+from ddiloco.protocol.events import Event
+from ddiloco.protocol.supervisor import DOWN, GONE, LEFT, UP, Dismiss, Tick
 from ddiloco.training import data
 from tests.engines.real import events_of, start, tiny
 from tests.engines.real import wait_for as wait_long
 
 LINUX = sys.platform == "linux"
 RUN = RunConfig(restart_seconds=10.0, max_restarts=2)
+NAME = "learner/3"
 
 
 def python(code: str) -> list[str]:
   return [sys.executable, "-S", "-c", textwrap.dedent(code)]
 
 
-def child(tmp_path, code: str, *faults: Fault) -> Child:
-  return Child("learner/3", python(code), tmp_path, RUN, faults, spawn)
+class Engine(ProcessesEngine):
+  """The engine's own turns around quick stand-ins for a role, at times that a test gives."""
+
+  def __init__(self, workdir: Path, name: str, code: str, *faults: Fault):
+    self.config = from_dict({"run": {"total_tokens": 1}})
+    self.workdir = workdir
+    self.now, self.merged = 0.0, False
+    self.said: list[tuple[str, str]] = []  # what was logged: kind, reason or action
+    self._recorder = self
+    self._guard = lambda duty, *arguments: duty(*arguments)
+    self._lock, self._told, self._lost = contextlib.nullcontext(), set(), {}
+    self._ending, self._clock = False, 0
+    self._children = {name: Child(name, python(code), workdir, spawn)}
+    shortest = self.shortest_life_seconds
+    self._state = supervisor.init(RUN, [name], faults, shortest_life_seconds=shortest)
+    self.name, self.child = name, self._children[name]
+
+  def record(self, event: Event) -> None:
+    self.said.append((event.kind, getattr(event, "reason", getattr(event, "action", ""))))
+
+  def _merged(self) -> bool:
+    return self.merged
+
+  def tick(self, now: float, clock: int = 0, seconds: float = 0.0) -> None:
+    self.now = now
+    self._feed(Tick(now, clock, seconds))
+
+  def see_the_end(self, now: float) -> str:
+    """Waits for the end of the process; the role's phase after it."""
+    self.now = now
+    status = wait_for(lambda: self.child.poll() is not None and [self.child.poll()], "its end")[0]
+    self._on_exit(self.child, status)
+    return self.phase
+
+  @property
+  def phase(self) -> str:
+    return self._state.roles[self.name].phase
+
+  @property
+  def reasons(self) -> list[str]:
+    return [reason for kind, reason in self.said if kind == "exit"]
 
 
 SLEEP = "import time; print('here', flush=True); time.sleep(100)"
 
 
 @pytest.fixture
-def started(tmp_path):
-  """Starts a child at time 0 once it has said something; kills it in the end."""
-  children = []
+def make(tmp_path, monkeypatch):
+  """Makes an engine around one child; kills that in the end."""
+  engines: list[Engine] = []
 
-  def start(code: str, *faults: Fault) -> Child:
-    each = child(tmp_path, code, *faults)
-    children.append(each)
-    each.start(0.0)
-    wait_for(lambda: each.log.read_text(), "its first words")
-    return each
+  def make(code: str, *faults: Fault, name: str = NAME) -> Engine:
+    engine = Engine(tmp_path, name, code, *faults)
+    engines.append(engine)
+    monkeypatch.setattr(processes.time, "monotonic", lambda: engine.now)
+    return engine
 
-  yield start
-  for each in children:
-    each.kill()
+  yield make
+  for engine in engines:
+    monkeypatch.undo()
+    engine.child.kill()
+
+
+@pytest.fixture
+def started(make):
+  """As `make`, and it is started at time 0 and has said something."""
+
+  def start(code: str, *faults: Fault) -> Engine:
+    engine = make(code, *faults)
+    engine.tick(0.0, clock=-1, seconds=-1.0)
+    wait_for(lambda: engine.child.log.read_text(), "its first words")
+    return engine
+
+  return start
 
 
 def wait_for(what, name: str, seconds: float = 20.0):
-  deadline = time.monotonic() + seconds
+  deadline = time.perf_counter() + seconds
   while not (value := what()):
-    assert time.monotonic() < deadline, f"waited in vain for {name}"
+    assert time.perf_counter() < deadline, f"waited in vain for {name}"
     time.sleep(0.005)
   return value
-
-
-def status_of(each: Child) -> int:
-  wait_for(lambda: each.poll() is not None, "its end")
-  status = each.poll()
-  assert status is not None
-  return status
 
 
 def test_urls_are_pairs_of_free_ports():
@@ -80,103 +131,130 @@ def test_urls_are_pairs_of_free_ports():
         free.bind(("127.0.0.1", number))
 
 
-def test_who_ends_in_good_order_is_not_started_again(tmp_path):
-  each = child(tmp_path, "print('done')")
-  assert each.due_to_start(0.0)
-  each.start(0.0)
-  assert not each.due_to_start(1e9), "it runs"
-  assert each.on_exit(status_of(each), 5.0, ending=False, must_stay=False) == ""
-  assert each.ended and not each.gone and not each.lost and not each.due_to_start(1e9)
+def test_who_ends_in_good_order_is_not_started_again(make):
+  engine = make("print('done')")
+  engine.tick(0.0)
+  assert engine.see_the_end(5.0) == LEFT
+  engine.tick(1e9)
+  assert not engine.child.running and not engine.said and not engine._lost
 
 
-def test_a_shard_that_leaves_too_early_comes_back(tmp_path):
-  each = child(tmp_path, "print('bye')")
-  each.start(0.0)
-  reason = each.on_exit(status_of(each), 5.0, ending=False, must_stay=True)
-  assert reason == "exit status 0: bye" and each.due_to_start(15.0)
+def test_a_shard_that_leaves_too_early_comes_back(make):
+  engine = make("print('bye')", name="syncer/0")
+  engine.tick(0.0)
+  assert engine.see_the_end(5.0) == DOWN
+  assert engine.reasons == ["exit status 0: bye"]
+  engine.tick(15.0)
+  assert engine.phase == UP
+  engine.merged = True
+  assert engine.see_the_end(20.0) == LEFT
 
 
-def test_crashes_are_restarted_after_pauses_that_double_and_then_given_up(tmp_path):
-  each = child(tmp_path, "print('no cable'); raise SystemExit(3)")
-  now = 0.0
+def test_crashes_are_restarted_after_pauses_that_double_and_then_given_up(make):
+  engine, now = make("print('no cable'); raise SystemExit(3)"), 0.0
   for pause in (10.0, 20.0):
-    each.start(now)
-    assert each.on_exit(status_of(each), now, False, False) == "exit status 3: no cable"
-    assert not each.due_to_start(now + pause - 0.1) and each.due_to_start(now + pause)
+    engine.tick(now)
+    assert engine.see_the_end(now) == DOWN
+    engine.tick(now + pause - 0.1)
+    assert not engine.child.running
     now += pause
-  each.start(now)
-  each.on_exit(status_of(each), now, False, False)
-  assert each.gone and each.ended and not each.due_to_start(1e9)
-  assert each.lives == 3 and each.log.read_text() == "no cable\n" * 3
+  engine.tick(now)
+  assert engine.see_the_end(now) == GONE
+  assert engine.reasons == ["exit status 3: no cable"] * 3
+  assert engine.child.log.read_text() == "no cable\n" * 3
 
 
-def test_bad_usage_is_given_up_at_once(tmp_path):
-  each = child(tmp_path, "print('--learner: is needed'); raise SystemExit(2)")
-  each.start(0.0)
-  assert "--learner: is needed" in each.on_exit(status_of(each), 0.0, False, False)
-  assert each.gone
+def test_a_process_that_cannot_be_started_is_a_death_of_its_role(make):
+  """No memory or no process left: back after a pause, as after every other death."""
+
+  def spawn(command, log):
+    raise BlockingIOError(11, "Resource temporarily unavailable")
+
+  engine = make("")
+  engine.child._spawn = spawn
+  engine.tick(10.0)
+  assert engine.phase == DOWN and not engine.child.running
+  assert engine.reasons == ["cannot be started: [Errno 11] Resource temporarily unavailable"]
+  engine.tick(19.9)
+  assert len(engine.reasons) == 1
+  engine.tick(20.0)
+  assert len(engine.reasons) == 2
 
 
-def test_when_the_run_ends_nobody_is_restarted_and_lost_work_is_kept_in_mind(tmp_path):
-  each = child(tmp_path, "print('lost 7 tokens'); raise SystemExit(1)")
-  each.start(0.0)
-  assert each.on_exit(status_of(each), 0.0, ending=True, must_stay=False) == ""
-  assert each.ended and not each.gone and each.lost == "lost 7 tokens"
+def test_bad_usage_is_given_up_at_once(make):
+  engine = make("print('--learner: is needed'); raise SystemExit(2)")
+  engine.tick(0.0)
+  assert engine.see_the_end(0.0) == GONE
+  assert "--learner: is needed" in engine.reasons[0]
+
+
+def test_when_the_run_ends_nobody_is_restarted_and_lost_work_is_kept_in_mind(make):
+  engine = make("print('lost 7 tokens'); raise SystemExit(1)")
+  engine.tick(0.0)
+  engine._ending = True
+  assert engine.see_the_end(0.0) == LEFT
+  assert not engine.reasons and engine._lost == {NAME: "lost 7 tokens"}
 
 
 def test_a_planned_kill_is_real_comes_back_and_does_not_count_as_a_crash(started):
-  kills = [Fault("kill", "learner/3", at_step=n, seconds=4.0) for n in (10, 11)]
-  each = started(SLEEP, *kills)
-  assert each.strike(9, 0.0, 1.0) is None
-  assert each.strike(10, 0.0, 1.0).action == "kill"
-  assert each.strike(11, 0.0, 1.0) is None, "the second kill is for its next life"
-  assert status_of(each) == -signal.SIGKILL
-  assert each.on_exit(-signal.SIGKILL, 2.0, False, True) == "killed by plan, back in 4 s"
-  assert not each.due_to_start(5.9) and each.due_to_start(6.0)
-  each.start(6.0)
-  assert each.strike(11, 0.0, 6.0).action == "kill"
+  kills = [Fault("kill", NAME, at_step=n, seconds=4.0) for n in (10, 11)]
+  engine = started(SLEEP, *kills)
+  engine.tick(1.0, clock=9)
+  assert not engine.said
+  engine.tick(1.0, clock=10)
+  engine.tick(1.0, clock=11)
+  assert engine.said == [("fault", "kill")], "the second kill is for its next life"
+  assert wait_for(engine.child.poll, "its end") == -signal.SIGKILL
+  assert engine.see_the_end(2.0) == DOWN
+  assert engine.reasons == ["killed by plan, back in 4 s"]
+  engine.tick(6.0, clock=11)
+  assert engine.said[2:] == [("restart", "")]
+  engine.tick(6.0, clock=11)
+  assert engine.said[3:] == [("fault", "kill")]
 
 
 def test_a_kill_for_good(started):
-  each = started(SLEEP, Fault("kill", "learner/3", at_seconds=3.0, seconds=-1))
-  assert each.strike(10**9, 2.9, 1.0) is None
-  assert each.strike(0, 3.0, 1.0).action == "kill"
-  each.on_exit(status_of(each), 2.0, False, True)
-  assert each.gone and each.ended
+  engine = started(SLEEP, Fault("kill", NAME, at_seconds=3.0, seconds=-1))
+  engine.tick(1.0, clock=10**9, seconds=2.9)
+  assert engine.child.poll() is None
+  engine.tick(1.0, seconds=3.0)
+  assert engine.see_the_end(2.0) == GONE
 
 
 def test_two_lives_never_begin_in_the_same_second(started):
-  each = started(SLEEP, Fault("kill", "learner/3", at_step=0, seconds=0.0))
-  each.strike(0, 0.0, 0.1)
-  each.on_exit(status_of(each), 0.2, False, False)
-  assert not each.due_to_start(1.0) and each.due_to_start(SHORTEST_LIFE_SECONDS)
+  engine = started(SLEEP, Fault("kill", NAME, at_step=0, seconds=0.0))
+  engine.tick(0.1)
+  engine.see_the_end(0.2)
+  engine.tick(1.0)
+  assert not engine.child.running
+  engine.tick(SHORTEST_LIFE_SECONDS)
+  assert engine.child.running
 
 
-def state(each: Child) -> str:
+def state(engine: Engine) -> str:
   """R or S: runs or sleeps; T: stopped."""
-  stat = Path(f"/proc/{each._process.pid}/stat").read_text()
+  stat = Path(f"/proc/{engine.child._process.pid}/stat").read_text()
   return stat.rpartition(") ")[2][0]
 
 
 @pytest.mark.skipif(not LINUX, reason="looks into /proc")
 def test_a_stall_is_a_real_stop_and_it_goes_on_afterwards(started):
-  each = started(SLEEP, Fault("stall", "learner/3", at_step=5, seconds=2.0))
-  assert not each.hold(1.0)
-  assert each.strike(5, 0.0, 10.0).action == "stall"
-  assert each.hold(10.0)
-  wait_for(lambda: state(each) == "T", "the stop")
-  assert each.hold(11.9) and state(each) == "T"
-  assert not each.hold(12.0)
-  wait_for(lambda: state(each) == "S", "its going on")
+  engine = started(SLEEP, Fault("stall", NAME, at_step=5, seconds=2.0))
+  engine.tick(10.0, clock=5)
+  wait_for(lambda: state(engine) == "T", "the stop")
+  engine.tick(11.9, clock=5)
+  assert state(engine) == "T"
+  engine.tick(12.0, clock=5)
+  wait_for(lambda: state(engine) == "S", "its going on")
 
 
 @pytest.mark.skipif(not LINUX, reason="looks into /proc")
 def test_slow_stops_and_continues_in_turns(started):
-  each = started(SLEEP, Fault("slow", "learner/3", at_step=5, seconds=2.0, factor=2.0))
-  each.strike(5, 0.0, 10.0)
+  engine = started(SLEEP, Fault("slow", NAME, at_step=5, seconds=2.0, factor=2.0))
+  engine.tick(10.0, clock=5)
   for now, expected in [(10.01, "S"), (10.07, "T"), (10.11, "S"), (10.17, "T"), (12.0, "S")]:
-    each.hold(now)
-    wait_for(lambda expected=expected: state(each) == expected, f"{expected} at {now}")
+    engine.tick(now, clock=5)
+    wait_for(lambda expected=expected: state(engine) == expected, f"{expected} at {now}")
 
 
 def test_who_is_stopped_hears_that_it_should_end(started):
@@ -187,25 +265,24 @@ def test_who_is_stopped_hears_that_it_should_end(started):
     while True:  # a signal just before one long sleep would wait for its end
       time.sleep(0.01)
   """
-  each = started(code, Fault("stall", "learner/3", at_step=0, seconds=1e6))
-  each.strike(0, 0.0, 0.0)
-  assert each.hold(0.0)
-  each.terminate()
-  assert status_of(each) == 0
-  assert each.on_exit(0, 1.0, ending=True, must_stay=True) == "" and each.ended
+  engine = started(code, Fault("stall", NAME, at_step=0, seconds=1e6))
+  engine.tick(0.0)
+  engine._feed(Dismiss("learner/"))
+  assert engine.see_the_end(1.0) == LEFT and not engine.reasons
 
 
-def test_who_waits_for_its_restart_when_all_ends_stays_away(tmp_path):
-  each = child(tmp_path, "raise SystemExit(3)")
-  each.start(0.0)
-  each.on_exit(status_of(each), 0.0, False, False)
-  each.terminate()
-  assert each.ended and not each.due_to_start(1e9)
+def test_who_waits_for_its_restart_when_all_ends_stays_away(make):
+  engine = make("raise SystemExit(3)")
+  engine.tick(0.0)
+  engine.see_the_end(0.0)
+  engine._feed(Dismiss("learner/"))
+  engine.tick(1e9)
+  assert engine.phase == LEFT and not engine.child.running
 
 
 PARENT = """
   import subprocess, sys, time
-  code = "from ddiloco.engines.place import end_with_parent; import time;"
+  code = "from ddiloco.engines.role_spec import end_with_parent; import time;"
   code += "end_with_parent(); print('up', flush=True); time.sleep(100)"
   child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
   print(child.pid, flush=True)
@@ -300,25 +377,25 @@ def test_after_kills_of_a_learner_and_a_shard_the_run_finishes(chaos):
 @pytest.mark.slow
 def test_both_came_back_by_themselves_and_were_merged_again(chaos):
   _, workdir, said = chaos
-  assert {e["target"] for e in events_of(workdir, "restart")} == {"learner/1", "syncer/0"}, said
-  reasons = [e["reason"] for e in events_of(workdir, "exit")]
+  assert {e.target for e in events_of(workdir, "restart")} == {"learner/1", "syncer/0"}, said
+  reasons = [e.reason for e in events_of(workdir, "exit")]
   assert reasons == ["killed by plan, back in 0.2 s"] * 2
   first, second = events_of(workdir, "joined", "learner-1")
-  assert second["incarnation"] > first["incarnation"] and second["clock"] > first["clock"]
-  lives = {e["incarnation"] for e in events_of(workdir, "started", "syncer-0")}
+  assert second.incarnation > first.incarnation and second.clock > first.clock
+  lives = {e.incarnation for e in events_of(workdir, "started", "syncer-0")}
   assert len(lives) == 2
-  after = [e for e in events_of(workdir, "commit", "syncer-0") if e["incarnation"] == max(lives)]
-  assert any("1" in e["participants"] for e in after if e["time"] > second["time"])
+  after = [e for e in events_of(workdir, "commit", "syncer-0") if e.incarnation == max(lives)]
+  assert any(1 in e.participants for e in after if e.time > second.time)
 
 
 @pytest.mark.slow
 def test_the_survivor_never_waited(chaos):
   _, workdir, _ = chaos
   steps = events_of(workdir, "step", "learner-0")
-  (down,) = [e["time"] for e in events_of(workdir, "fault") if e["target"] == "learner/1"]
-  back = events_of(workdir, "joined", "learner-1")[1]["time"]
-  assert sum(down < e["time"] < back for e in steps) > 20
-  assert sum(e["blocked_seconds"] for e in steps) == 0
+  (down,) = [e.time for e in events_of(workdir, "fault") if e.target == "learner/1"]
+  back = events_of(workdir, "joined", "learner-1")[1].time
+  assert sum(down < e.time < back for e in steps) > 20
+  assert sum(e.blocked_seconds for e in steps) == 0
 
 
 @pytest.mark.slow
@@ -326,11 +403,11 @@ def test_versions_agree_at_the_end(chaos):
   _, workdir, _ = chaos
   final = {}
   for event in events_of(workdir, "commit"):
-    final[event["fragment"]] = max(event["version"], final.get(event["fragment"], 0))
+    final[event.fragment] = max(event.version, final.get(event.fragment, 0))
   for role in ("learner-0", "learner-1", "evaluator"):
     newest = {}
     for event in events_of(workdir, "apply", role):
-      newest[event["fragment"]] = event["version"]  # of its last life
+      newest[event.fragment] = event.version  # of its last life
     assert newest == final, role
 
 

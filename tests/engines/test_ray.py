@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from ddiloco import cli
+from ddiloco.checkpoint import weights
 from ddiloco.config import ConfigError, from_dict
 from ddiloco.engines import session
-from ddiloco.engines.actor import RoleActor
-from ddiloco.runtime import weights
+from ddiloco.engines.ray_actor import RoleActor
 from tests.engines.real import events_of, start, tiny, wait_for
 
 pytestmark = pytest.mark.timeout(240)
@@ -139,13 +139,13 @@ def test_after_the_kill_of_an_actor_the_run_finishes(run):
 @pytest.mark.slow
 def test_ray_started_it_again_and_the_survivor_never_waited(run):
   _, workdir, said, _ = run
-  assert [e["target"] for e in events_of(workdir, "restart")] == ["learner/1"], said
-  assert [e["reason"] for e in events_of(workdir, "exit")] == ["killed by plan, back in 0 s"]
+  assert [e.target for e in events_of(workdir, "restart")] == ["learner/1"], said
+  assert [e.reason for e in events_of(workdir, "exit")] == ["killed by plan, back in 0 s"]
   first, second = events_of(workdir, "joined", "learner-1")
-  assert second["incarnation"] > first["incarnation"]
+  assert second.incarnation > first.incarnation
   steps = events_of(workdir, "step", "learner-0")
-  between = [e for e in steps if first["time"] < e["time"] < second["time"]]
-  assert len(between) > 20 and sum(e["blocked_seconds"] for e in steps) == 0
+  between = [e for e in steps if first.time < e.time < second.time]
+  assert len(between) > 20 and sum(e.blocked_seconds for e in steps) == 0
 
 
 @needs_ray

@@ -16,7 +16,7 @@ from ddiloco import environment
 from ddiloco.config import Config, from_dict
 from ddiloco.engines import session
 from ddiloco.models import transformer
-from ddiloco.observe.events import Event, read_events
+from ddiloco.observe.eventlog import Event, read_events
 from ddiloco.observe.report import PICTURES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -64,31 +64,31 @@ def chaos(tmp_path_factory):
 def test_the_chaotic_run_finishes_and_everybody_came_back(chaos):
   _, _, summary, events = chaos
   assert summary["reason"] == summary["finished"] == "finished"
-  struck = [(e["target"], e["action"]) for e in events if e["kind"] == "fault"]
+  struck = [(e.target, e.action) for e in events if e.kind == "fault"]
   assert sorted(struck) == [
     ("learner/0", "slow"), ("learner/1", "kill"), ("learner/2", "stall"), ("syncer/0", "kill"),
   ]  # fmt: skip
-  assert {e["target"] for e in events if e["kind"] == "restart"} == {"learner/1", "syncer/0"}
+  assert {e.target for e in events if e.kind == "restart"} == {"learner/1", "syncer/0"}
   rejoined = next(
     e for e in events
-    if (e["kind"], e["role"], e["incarnation"]) == ("joined", "learner-1", 1)
+    if (e.kind, e.role, e.incarnation) == ("joined", "learner-1", 1)
   )  # fmt: skip
-  after = [e for e in events if e["kind"] == "commit" and e["time"] > rejoined["time"]]
-  assert any("1" in e["participants"] for e in after)
+  after = [e for e in events if e.kind == "commit" and e.time > rejoined.time]
+  assert any(1 in e.participants for e in after)
   newest = {}
   for e in events:
-    if e["kind"] == "commit":
-      assert e["version"] == newest.get(e["fragment"], 0) + 1
-      newest[e["fragment"]] = e["version"]
-  down, back = struck_at(events, "learner/1"), rejoined["time"]
+    if e.kind == "commit":
+      assert e.version == newest.get(e.fragment, 0) + 1
+      newest[e.fragment] = e.version
+  down, back = struck_at(events, "learner/1"), rejoined.time
   for m in (0, 2):
-    steps = [e for e in events if e["kind"] == "step" and e["role"] == f"learner-{m}"]
-    assert sum(down < e["time"] < back for e in steps) > 5, "survivors go on while it is down"
-    assert sum(e["blocked_seconds"] for e in steps) == 0
+    steps = [e for e in events if e.kind == "step" and e.role == f"learner-{m}"]
+    assert sum(down < e.time < back for e in steps) > 5, "survivors go on while it is down"
+    assert sum(e.blocked_seconds for e in steps) == 0
 
 
 def struck_at(events: list[Event], target: str) -> float:
-  return next(e["time"] for e in events if e["kind"] == "fault" and e["target"] == target)
+  return next(e.time for e in events if e.kind == "fault" and e.target == target)
 
 
 def test_summary_and_report_hold_what_is_promised(chaos):
@@ -139,8 +139,8 @@ def test_data_parallel_is_a_run_without_syncer(tmp_path):
   summary, events = train(config, tmp_path)
   assert summary["loss_merged"] < summary["loss_untrained"] - 0.05
   assert summary["learner_steps"] == {"0": 60} and summary["commits"] == 0
-  (started,) = (e for e in events if e["kind"] == "started")
-  assert (started["devices"], started["mesh"]) == (4, [4, 1, 1])
+  (started,) = (e for e in events if e.kind == "started")
+  assert (started.devices, started.mesh) == (4, (4, 1, 1))
   assert session.load_result(tmp_path, config)["embedding"].shape == (256, 16)
 
 
@@ -153,13 +153,11 @@ def test_islands_of_one_run_may_differ(tmp_path):
   islands = {"overrides": overrides, "pace_seconds": 0.2}
   config = make_config(3, 60, islands=islands, run={"sample_tokens": 0})
   summary, events = train(config, tmp_path)
-  started = {e["role"]: e for e in events if e["kind"] == "started" and "mesh" in e}
-  assert [started[f"learner-{m}"]["mesh"] for m in range(3)] == [[1, 1, 1], [1, 2, 1], [2, 1, 2]]
-  assert [started[f"learner-{m}"]["batch_size"] for m in range(3)] == [2, 4, 2]
-  joint = [
-    e["participants"] for e in events if e["kind"] == "commit" and len(e["participants"]) > 1
-  ]
-  assert {m for each in joint for m in each} == {"0", "1", "2"}
+  started = {e.role: e for e in events if e.kind == "started" and e.mesh}
+  assert [started[f"learner-{m}"].mesh for m in range(3)] == [(1, 1, 1), (1, 2, 1), (2, 1, 2)]
+  assert [started[f"learner-{m}"].batch_size for m in range(3)] == [2, 4, 2]
+  joint = [e.participants for e in events if e.kind == "commit" and len(e.participants) > 1]
+  assert {m for each in joint for m in each} == {0, 1, 2}
   assert summary["loss_merged"] < summary["loss_untrained"]
 
 
@@ -180,7 +178,7 @@ def test_an_interrupt_leaves_result_and_report(tmp_path):
     env=environment.bare(),
   )
   try:
-    while not any(e["kind"] == "commit" for e in read_events(workdir)):
+    while not any(e.kind == "commit" for e in read_events(workdir)):
       assert run.poll() is None, run.communicate()[0]
       try:
         run.wait(0.2)

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 
 from ddiloco.config import Config, from_dict
-from ddiloco.engines.threads import Outcome, ThreadsEngine
-from ddiloco.observe.events import Event, read_events
-from ddiloco.observe.recovery import longest_stall_seconds, lost_rounds, recoveries, unplanned
-from ddiloco.resilience.goodput import Ledger
-from ddiloco.runtime import initial
-from ddiloco.runtime.evaluator import HostParams
+from ddiloco.engines.engine import RunResult
+from ddiloco.engines.threads import ThreadsEngine
+from ddiloco.observe.eventlog import Event, read_events
+from ddiloco.observe.goodput import Ledger
+from ddiloco.observe.tracks import longest_stall_seconds, lost_rounds, recoveries, unplanned
+from ddiloco.roles import initial
+from ddiloco.roles.evaluator import HostParams
 from ddiloco.training import data
+from tests.made_events import changed
 
 pytestmark = pytest.mark.timeout(120)
 STEP_SECONDS = 0.004
@@ -128,14 +130,14 @@ class Ran:
         engine.stop.set()
 
     engine = ThreadsEngine(config, workdir, corpus, lambda params: 2.0, self.islands)
-    self.outcome: Outcome = engine.run([listen])
+    self.outcome: RunResult = engine.run([listen])
     self.events: list[Event] = read_events(workdir)
 
   def of(self, kind: str, role: str = "") -> list[Event]:
-    return [e for e in self.events if e["kind"] == kind and e["role"].startswith(role)]
+    return [e for e in self.events if e.kind == kind and e.role.startswith(role)]
 
   def exits(self, target: str) -> list[str]:
-    return [e["reason"] for e in self.of("exit") if e["target"] == target]
+    return [e.reason for e in self.of("exit") if e.target == target]
 
 
 def fault(action: str, role: str, at_step: int, **more) -> dict:
@@ -152,8 +154,8 @@ def raises(error: Exception):
 def assert_versions_never_go_back(ran: Ran) -> None:
   newest: dict[int, int] = {}
   for event in ran.of("commit"):
-    assert event["version"] == newest.get(event["fragment"], 0) + 1
-    newest[event["fragment"]] = event["version"]
+    assert event.version == newest.get(event.fragment, 0) + 1
+    newest[event.fragment] = event.version
   assert len(newest) == 4 and min(newest.values()) > 2
 
 
@@ -171,36 +173,36 @@ def chaos(corpus, tmp_path_factory) -> Ran:
 
 def test_kills_a_stall_and_slowness_and_the_run_still_finishes(chaos):
   assert chaos.outcome.reason == "finished"
-  assert [(e["target"], e["action"]) for e in chaos.of("fault")] == [
+  assert [(e.target, e.action) for e in chaos.of("fault")] == [
     ("learner/1", "kill"), ("syncer/0", "kill"), ("learner/2", "stall"), ("learner/0", "slow"),
   ]  # fmt: skip
-  assert [e["target"] for e in chaos.of("exit")] == ["learner/1", "syncer/0"]
-  assert {e["target"] for e in chaos.of("restart")} == {"learner/1", "syncer/0"}
-  joined = [e["incarnation"] for e in chaos.of("joined", "learner-1")]
+  assert [e.target for e in chaos.of("exit")] == ["learner/1", "syncer/0"]
+  assert {e.target for e in chaos.of("restart")} == {"learner/1", "syncer/0"}
+  joined = [e.incarnation for e in chaos.of("joined", "learner-1")]
   assert joined == [0, 1]
-  assert [e["incarnation"] for e in chaos.of("started", "syncer-0")] == [0, 1]
-  late = [e for e in chaos.of("commit") if e["time"] > chaos.of("joined", "learner-1")[1]["time"]]
-  assert any("1" in e["participants"] for e in late), "it takes part again"
-  assert chaos.of("run_finished")[0]["reason"] == "finished"
+  assert [e.incarnation for e in chaos.of("started", "syncer-0")] == [0, 1]
+  late = [e for e in chaos.of("commit") if e.time > chaos.of("joined", "learner-1")[1].time]
+  assert any(1 in e.participants for e in late), "it takes part again"
+  assert chaos.of("run_finished")[0].reason == "finished"
 
 
 def test_versions_never_go_back_also_across_a_shards_restart(chaos):
   assert_versions_never_go_back(chaos)
-  assert {e["incarnation"] for e in chaos.of("commit", "syncer-0")} == {0, 1}
+  assert {e.incarnation for e in chaos.of("commit", "syncer-0")} == {0, 1}
 
 
 def test_nobody_is_ever_blocked(chaos):
-  assert sum(e["blocked_seconds"] for e in chaos.of("step")) == 0
+  assert sum(e.blocked_seconds for e in chaos.of("step")) == 0
 
 
 def test_survivors_do_not_notice_a_kill(chaos):
   """Median gap of their steps while another is down, against before; the clock is shared."""
-  down = chaos.of("fault")[0]["time"]
-  back = next(e["time"] for e in chaos.of("joined", "learner-1") if e["incarnation"] == 1)
+  down = chaos.of("fault")[0].time
+  back = next(e.time for e in chaos.of("joined", "learner-1") if e.incarnation == 1)
   for m in (0, 2):
     steps = chaos.of("step", f"learner-{m}")
-    before = [e["gap_seconds"] for e in steps[5:] if e["time"] < down]
-    during = [e["gap_seconds"] for e in steps if down <= e["time"] < min(back, down + 0.6)]
+    before = [e.gap_seconds for e in steps[5:] if e.time < down]
+    during = [e.gap_seconds for e in steps if down <= e.time < min(back, down + 0.6)]
     assert len(before) > 20 and len(during) > 20, "they went on stepping"
     assert statistics.median(during) < 1.5 * statistics.median(before)
 
@@ -239,21 +241,21 @@ def storm(corpus, tmp_path_factory) -> Ran:
 
 def test_a_storm_is_survived_without_a_crash_a_block_or_a_lost_round(storm):
   assert storm.outcome.reason == "finished"
-  struck = {(e["action"], e["target"]) for e in storm.of("fault")}
+  struck = {(e.action, e.target) for e in storm.of("fault")}
   assert len(struck) == 11 and {("cut", "learner/1"), ("cut", "syncer/1")} <= struck
-  assert [each.get("reason") or each for each in unplanned(storm.events)] == []
+  assert [getattr(each, "reason", each) for each in unplanned(storm.events)] == []
   assert lost_rounds(storm.events) == []
   assert_versions_never_go_back(storm)
-  assert sum(e["blocked_seconds"] for e in storm.of("step")) == 0
+  assert sum(e.blocked_seconds for e in storm.of("step")) == 0
   assert longest_stall_seconds(storm.events) < 1.0
   back = {r.target for r in recoveries(storm.events) if r.seconds == r.seconds}
   assert {"learner/0", "learner/1", "learner/2", "learner/4", "syncer/0", "syncer/1"} <= back
 
 
 def test_corrupt_messages_are_counted_and_poison_is_rejected(storm):
-  assert sum(max((e["malformed"] for e in storm.of("traffic", f"syncer-{s}")), default=0)
+  assert sum(max((e.malformed for e in storm.of("traffic", f"syncer-{s}")), default=0)
     for s in range(2)) > 0  # fmt: skip
-  assert any("norm" in e["reason"] for e in storm.of("refused", "learner-0"))
+  assert any("norm" in e.reason for e in storm.of("refused", "learner-0"))
   assert all(np.isfinite(value).all() for value in storm.outcome.params.values())
 
 
@@ -264,10 +266,10 @@ def test_islands_join_and_leave_with_their_work_merged(storm):
   report = ledger.report()
   assert set(report.learners) == {0, 1, 2, 3, 4}
   stopped = storm.of("stopped", "learner-3")[0]
-  assert stopped["unmerged_tokens"] == 0 and stopped["time"] < storm.of("run_finished")[0]["time"]
+  assert stopped.unmerged_tokens == 0 and stopped.time < storm.of("run_finished")[0].time
   assert report.learners[3].participation > 0 and report.learners[4].participation > 0
-  merged = [e for e in storm.of("commit") if "4" in e["participants"]]
-  assert len({e["fragment"] for e in merged}) == 4
+  merged = [e for e in storm.of("commit") if 4 in e.participants]
+  assert len({e.fragment for e in merged}) == 4
 
 
 def test_the_ledger_adds_up_to_what_the_shards_merged(storm, chaos):
@@ -275,9 +277,9 @@ def test_the_ledger_adds_up_to_what_the_shards_merged(storm, chaos):
   for ran in (storm, chaos):
     ledger, merged = Ledger(), {}
     for event in ran.events:
-      if event["kind"] == "commit":
-        merged[event["fragment"]] = event["merged_tokens"]
-      ledger.take({**event, "seconds": 1e-6} if event["kind"] == "step" else event)
+      if event.kind == "commit":
+        merged[event.fragment] = event.merged_tokens
+      ledger.take(changed(event, seconds=1e-6) if event.kind == "step" else event)
     report = ledger.report()
     assert report.goodput + sum(report.causes.values()) == pytest.approx(1.0)
     counted = {p: 4e6 * TOKENS * sum(chain.merged.values()) for p, chain in ledger.chains.items()}
@@ -289,11 +291,11 @@ def test_a_crash_is_restarted_after_a_pause_that_doubles(corpus, tmp_path):
   ran = Ran(make_config(steps=150), corpus, tmp_path, trouble)
   assert ran.outcome.reason == "finished"
   assert ran.exits("learner/1") == ["OSError: cable", "OSError: cable again"]
-  exits = [e["time"] for e in ran.of("exit")]
-  restarts = [e["time"] for e in ran.of("restart")]
+  exits = [e.time for e in ran.of("exit")]
+  restarts = [e.time for e in ran.of("restart")]
   pauses = [after - before for before, after in zip(exits, restarts)]
   assert pauses[0] >= 0.05 and pauses[1] >= 0.1
-  assert "cable" in ran.of("crash", "learner-1")[0]["trace"]
+  assert "cable" in ran.of("crash", "learner-1")[0].trace
   assert ran.islands[1].lives == 3
 
 
@@ -319,7 +321,7 @@ def test_when_all_learners_give_up_the_run_has_failed_and_keeps_what_it_has(
   )
   trouble = [(m, 40 + n, raises(ValueError("broken"))) for m in (0, 1) for n in range(1, 60)]
   ran = Ran(config, corpus, tmp_path, trouble)
-  assert ran.outcome.reason == ran.of("run_finished")[0]["reason"] == "failed"
+  assert ran.outcome.reason == ran.of("run_finished")[0].reason == "failed"
   params = ran.outcome.params
   assert all(np.isfinite(v).all() for v in params.values())
   first = initial.initial_params(config)
@@ -359,9 +361,9 @@ def test_a_poisoned_island_is_rejected_quarantined_and_starts_afresh(corpus, tmp
   ]
   ran = Ran(make_config(steps=200), corpus, tmp_path, trouble)
   assert ran.outcome.reason == "finished"
-  reasons = {r for e in ran.of("commit") + ran.of("abandoned") for r in e["rejected"].values()}
+  reasons = {r for e in ran.of("commit") + ran.of("abandoned") for r in e.rejected.values()}
   assert reasons and all("not finite" in r for r in reasons)
-  assert "quarantined" in {e["state"] for e in ran.of("member", "syncer")}
+  assert "quarantined" in {e.state for e in ran.of("member", "syncer")}
   assert len(ran.exits("learner/1")) >= 1
   assert ran.exits("learner/1")[0].startswith("quarantined: ")
   assert ran.islands[1].lives >= 2
@@ -374,10 +376,10 @@ def test_stopping_keeps_what_is_there(corpus, tmp_path):
   faults = [fault("stall", "learner/1", 5, seconds=3600.0)]
   config = make_config(steps=10**6, chaos={"faults": faults})
   started = time.monotonic()
-  ran = Ran(config, corpus, tmp_path, stop_after=lambda e: e["kind"] == "step" and e["step"] > 60)
+  ran = Ran(config, corpus, tmp_path, stop_after=lambda e: e.kind == "step" and e.step > 60)
   assert ran.outcome.reason == "stopped"
   assert time.monotonic() - started < 60, "a stall of an hour does not hold up the end"
-  assert {e["reason"] for e in ran.of("stopped", "learner")} == {"the run was stopped"}
+  assert {e.reason for e in ran.of("stopped", "learner")} == {"the run was stopped"}
 
 
 def test_stopping_while_a_learner_waits_for_its_restart_is_no_failure(corpus, tmp_path):
@@ -387,7 +389,7 @@ def test_stopping_while_a_learner_waits_for_its_restart_is_no_failure(corpus, tm
     corpus,
     tmp_path,
     [(0, 20, raises(OSError("cable")))],
-    stop_after=lambda e: e["kind"] == "exit",
+    stop_after=lambda e: e.kind == "exit",
   )
   assert ran.outcome.reason == "stopped"
 

@@ -13,6 +13,7 @@ from flax import nnx
 from hypothesis import strategies as st
 
 from ddiloco.models import layers, moe
+from ddiloco.models.model import unconstrained
 from tests.models.small import DENSE, MIXTURE, filled, normal
 
 WIDE = dataclasses.replace(MIXTURE, capacity_factor=2.0)  # E / k: nothing can be dropped
@@ -29,7 +30,7 @@ def build(model) -> moe.MixtureOfExperts:
 
 @nnx.jit
 def run(mixture: moe.MixtureOfExperts, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-  return mixture(x, layers.unconstrained)
+  return mixture(x, unconstrained)
 
 
 def per_token_loop(mixture: moe.MixtureOfExperts, x: jax.Array) -> tuple[np.ndarray, int]:
@@ -72,7 +73,7 @@ def test_one_expert_is_the_dense_mlp():
     getattr(mixture, name)[...] = getattr(dense, name)[...][None]
   x = hidden_state(2, 9)
   actual, balance = run(mixture, x)
-  np.testing.assert_allclose(actual, dense(x, layers.unconstrained), rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(actual, dense(x, unconstrained), rtol=1e-5, atol=1e-6)
   np.testing.assert_allclose(balance, 1.0, rtol=1e-6)
 
 
@@ -94,7 +95,7 @@ def test_gradients_equal_those_of_the_dense_form():
   def ours(weights, x):
     for name, value in weights.items():
       state[name] = state[name].replace(value)
-    return jnp.sum(jnp.sin(nnx.merge(graph, state)(x, layers.unconstrained)[0]))
+    return jnp.sum(jnp.sin(nnx.merge(graph, state)(x, unconstrained)[0]))
 
   def theirs(weights, x):
     return jnp.sum(jnp.sin(dense_over_all_experts(WIDE, weights, x)))

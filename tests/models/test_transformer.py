@@ -12,6 +12,7 @@ from flax import nnx
 
 from ddiloco.config import ModelConfig
 from ddiloco.models import layers, transformer
+from ddiloco.models.model import unconstrained
 from tests.models.small import (
   DENSE,
   MIXTURE,
@@ -63,7 +64,7 @@ def test_scan_equals_layers_by_hand(num_layers, num_experts):
   x = params["embedding"][tokens] * model.model_dim**0.25
   rope, balances = layers.rope_tables(8, model.head_dim, model.rope_theta), []
   graph, stacked = nnx.split(module.layers)
-  run = jax.jit(lambda one, x: nnx.merge(graph, one)(x, rope, layers.unconstrained))
+  run = jax.jit(lambda one, x: nnx.merge(graph, one)(x, rope, unconstrained))
   for index in range(num_layers):
     x, one = run(jax.tree.map(lambda leaf, i=index: np.asarray(leaf)[i], stacked), x)
     balances.append(float(one))

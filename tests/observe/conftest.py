@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from types import SimpleNamespace
 
 import pytest
 
+from ddiloco.observe.eventlog import to_line
+from tests.made_events import changed
+from tests.made_events import made as event
+
 KILL, RESTART, JOINED, END = 20.0, 24.0, 27.0, 60.0
 STEP_SECONDS = {0: 0.10, 1: 0.11, 2: 0.10, 3: 0.14}
 TOKENS = 8 * 128
 FRAGMENTS, SHARDS = 4, 2
-
-
-def event(time, role, kind, incarnation=0, **fields):
-  return {"time": time, "role": role, "incarnation": incarnation, "kind": kind, **fields}
 
 
 def step_event(time, learner, step, incarnation=0, **changes):
@@ -39,6 +38,7 @@ def commit_event(time, shard=0, **changes):
     "fragment": 0,
     "round": 1,
     "version": 1,
+    "base_round": -1,
     "participants": {0: 0.5, 1: 0.5},
     "rejected": {},
     "missing": {},
@@ -128,6 +128,7 @@ def _sync(rng, alive):
       fragment=fragment,
       round=round_id,
       version=round_id // 4 + 1,
+      base_round=max(-1, round_id - FRAGMENTS),
       participants={m: 1 / len(here) for m in here},
       rejected=rejected,
       missing=missing,
@@ -181,19 +182,18 @@ def make_run(seed=7):
         merged_tokens=int(2_000_000 * (time - 3.2) / 57) if k else 0,
         clock=9 * k,
         loss=5.545 if k == 0 else 1.55 + 3.6 * math.exp(-(time - 3.2) / 8.5),
-        tokens_evaluated=8192,
       )
     )
   events.append(event(END + 0.3, "engine", "run_finished", reason="all tokens merged"))
-  return sorted(events, key=lambda each: each["time"])
+  return sorted(events, key=lambda each: each.time)
 
 
 def write_log(workdir, events):
   """The events as their roles would have written them."""
   (workdir / "events").mkdir(parents=True, exist_ok=True)
-  for role in {each["role"] for each in events}:
-    lines = [json.dumps(each) + "\n" for each in events if each["role"] == role]
-    (workdir / "events" / f"{role}.jsonl").write_text("".join(lines))
+  for role in {each.role for each in events}:
+    lines = [to_line(each) for each in events if each.role == role]
+    (workdir / "events" / f"{role}.jsonl").write_bytes(b"".join(lines))
 
 
 @pytest.fixture(scope="session")
@@ -221,6 +221,7 @@ def make():
   """The builders of events above, for tests (which cannot import a conftest)."""
   return SimpleNamespace(
     event=event,
+    changed=changed,
     step=step_event,
     commit=commit_event,
     run_started=run_started,

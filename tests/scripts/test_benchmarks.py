@@ -14,6 +14,7 @@ PROMISED = {
     *("step_ratio", "worst_step_ratio", "save_gbps", "restore_gbps", "copy_gbps"),
     *("rejoin", "resume_seconds"),
   },
+  "bench_history.py": {"events_per_second", "peak_mb", "start_mb", "seconds", "bytes", "events"},
   "bench_kill.py": {"survivor_step_ratio", "survivor_max_gap_ratio", "rejoin_seconds", "kills"},
   "bench_merge.py": {"merge_vs_copy", "int4_encode_gbps", "int4_decode_gbps", "extra_fragments"},
   "bench_overhead.py": {"ratio", "blocked_seconds"},
@@ -41,6 +42,16 @@ def test_quick_run_prints_the_promised_numbers(line):
     sizes = result["bytes_per_step"]
     assert set(sizes) == set(result["versus_data_parallel"]) == CODECS
     assert sizes["f32"] > sizes["bf16"] > sizes["int8"] > sizes["int4"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reader", ["report", "dashboard", "resume"])
+def test_reading_a_longer_run_takes_no_more_memory(reader):
+  """Held in memory, the events that the longer run has more would be 100 MB."""
+  line = f"bench_history.py --readers={reader}"
+  short, long = (commands.result(line, f"--events={n}") for n in (30_000, 120_000))
+  assert long["bytes"] > 3.9 * short["bytes"]
+  assert long["peak_mb"] < short["peak_mb"] + 20
 
 
 def test_every_benchmark_is_tested_here():

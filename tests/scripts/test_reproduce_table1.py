@@ -6,8 +6,8 @@ import time
 import numpy as np
 import pytest
 
-from ddiloco.simulation import chip_time
-from ddiloco.simulation.fleet import Fleet
+from ddiloco.simulation import chips
+from ddiloco.simulation.chips import Fleet
 from tests.scripts import commands
 
 
@@ -32,6 +32,6 @@ def test_all_cells_are_near_the_published_ones(tmp_path):
 def test_the_largest_fleet_takes_less_than_two_seconds(learners):
   fleet = Fleet(chips=2_400_000, learners=learners, days=30)
   start = time.process_time()  # of this process: others may keep the machine busy
-  spent = chip_time.decoupled(fleet)
+  spent = chips.decoupled(fleet)
   seconds = time.process_time() - start
   assert spent.failures > 190_000 and seconds < 2, seconds

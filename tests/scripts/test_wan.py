@@ -16,7 +16,9 @@ import pytest
 
 from ddiloco import config
 from ddiloco.models import arithmetic
-from ddiloco.observe.events import Recorder
+from ddiloco.observe.eventlog import Recorder
+from ddiloco.protocol import events
+from tests.made_events import made
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = ROOT / "scripts" / "wan.sh"
@@ -163,9 +165,9 @@ def test_the_summary_counts_time_in_steps_and_every_life_of_a_role(tmp_path):
     with Recorder(tmp_path, "learner-0", life, 0.0, clock) as recorder:
       for _ in range(3):
         now += 1.0
-        recorder.event("step", seconds=0.6, blocked_seconds=0.25)
+        recorder.record(made(0.0, "", "step", seconds=0.6, blocked_seconds=0.25))
       for sent in (10, 20):
-        recorder.event("traffic", sent_bytes=sent, received_bytes=5)
+        recorder.record(events.Traffic(sent_bytes=sent, received_bytes=5))
   arguments = [f"--workdir={tmp_path}", "--mbit=200", "--delay_ms=60"]
   program = [sys.executable, str(ROOT / "scripts" / "wan_summary.py"), *arguments]
   done = subprocess.run(program, capture_output=True, text=True, timeout=60, env={**os.environ})

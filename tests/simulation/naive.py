@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 
-from ddiloco.simulation.fleet import Fleet
+from ddiloco.simulation.chips import Fleet
 
 
 class Learner:

@@ -1,0 +1,33 @@
+"""The tutorial's runs: a quarter of a minute each, small enough to read every line of them.
+
+Command:   ddiloco train --config=configs/tutorial.py --workdir=runs/four --cpu
+Hardware:  2 CPU cores, 2 GiB; every island is one fake CPU device.
+Time:      about 20 s.
+Numbers:   held-out loss 5.6 untrained, about 2.6 merged: enough to see that it learns.
+Data:      the source text of this Python's standard library, as bytes.
+"""
+
+from ddiloco import config
+
+
+def get_config():
+  c = config.default()
+  c.model.num_layers = 1
+  c.model.model_dim = 32
+  c.model.num_heads = 2
+  c.model.num_kv_heads = 1
+  c.model.head_dim = 16
+  c.model.mlp_dim = 96
+
+  c.islands.num_learners = 4
+  c.islands.batch_size = 4
+  c.islands.pace_seconds = 0.02  # as fast on every machine, so that planned times mean the same
+  c.data.sequence_length = 64
+
+  c.sync.num_shards = 2
+  c.sync.num_fragments = 3
+  c.sync.sync_period = 8
+  c.sync.snapshot_steps = 50
+
+  c.run.total_tokens = 4 * 400 * 4 * 64  # learners x steps x batch x length
+  return c

@@ -1,0 +1,338 @@
+"""What `import ddiloco` offers: load a config, train, plan, simulate, and read what a run left."""
+
+from __future__ import annotations
+
+import json
+import math
+import runpy
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import ml_collections
+
+from ddiloco import environment
+from ddiloco.config import Config, ConfigError, default, from_dict
+from ddiloco.workdir import OUTCOME, STARTED, saved_config
+
+if TYPE_CHECKING:
+  import numpy as np
+
+Settings: TypeAlias = Config | Mapping[str, Any] | ml_collections.ConfigDict
+
+
+# --- Configs
+
+
+def load(source: str | Path) -> ml_collections.ConfigDict:
+  """The config of an experiment file, of a run's workdir, or of a config.json, to be changed.
+
+  >>> config = load("configs/dense.py:1m")  # FILE:PRESET passes the preset to get_config
+  >>> config.islands.num_learners
+  4
+
+  Raises:
+    ConfigError: there is none; or, on use, a field or value of it breaks its rule.
+  """
+  if Path(source).is_dir():
+    return _changeable(saved_config(Path(source)))
+  return experiment(str(source), "config")
+
+
+def experiment(path: str, flag: str) -> ml_collections.ConfigDict:
+  """What `get_config` of an experiment file returns; FILE:PRESET passes it the preset.
+
+  A file named .json holds the values themselves, as a run leaves them in its workdir.
+
+  Args:
+    path: of the file.
+    flag: of the command line that named it, for errors.
+
+  Raises:
+    ConfigError: there is no such file, it fails, or returns something else.
+  """
+  if path.endswith(".json"):
+    return _saved(Path(path), flag)
+  file, _, preset = path.partition(":")
+  try:
+    values = runpy.run_path(file)["get_config"](*([preset] if preset else []))
+  except ConfigError:
+    raise
+  except Exception as error:  # somebody's program: it may raise anything
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+    line = f", line {frames[-1].lineno}" if frames else ""
+    what = "has no get_config()" if error.args == ("get_config",) else str(error)
+    raise ConfigError(
+      f"--{flag}={path}{line}: {type(error).__name__}: {what}."
+      " Fix: name a Python file whose get_config() returns a config, such as configs/quickstart.py."
+    ) from error
+  if not isinstance(values, ml_collections.ConfigDict):
+    raise ConfigError(
+      f"--{flag}={path}: get_config() returned {values!r}, must return a ConfigDict."
+      " Fix: start from ddiloco.config.default(), change lines, and return it."
+    )
+  return values
+
+
+def _saved(path: Path, flag: str) -> ml_collections.ConfigDict:
+  try:
+    values = json.loads(path.read_text())
+  except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    raise ConfigError(
+      f"--{flag}={path}: cannot be read ({error}). Fix: name the config.json of a run."
+    ) from error
+  return _changeable(from_dict(values))  # says what is wrong better than the update would
+
+
+def _changeable(config: Config) -> ml_collections.ConfigDict:
+  values = default()
+  values.update(json.loads(config.to_json()))
+  return values
+
+
+def _checked(config: Settings) -> Config:
+  return config if isinstance(config, Config) else from_dict(config)
+
+
+# --- What is done with a config
+
+
+def train(
+  config: Settings,
+  workdir: str | Path,
+  *,
+  engine: str = "threads",
+  overwrite: bool = False,
+  cpu: bool = False,
+  **options: Any,
+) -> Run:
+  """Trains as the config says, to the end, and returns the run; one that is there goes on.
+
+  To be called before JAX is used in this process, which it readies for several islands; several
+  calls in one process are fine if none needs more islands than the first.
+
+  Args:
+    config: the run's; what `load` or `default` gave, or a checked `Config`.
+    workdir: directory of the run; it is the run's identity.
+    engine: threads, processes or ray.
+    overwrite: replace the run that is in workdir.
+    cpu: use fake CPU devices even where JAX finds accelerators.
+    **options: further arguments of the engine, such as `address` of Ray.
+
+  Returns:
+    The run; `summary()["reason"]` says whether it is finished, was stopped or has failed.
+
+  Raises:
+    ConfigError: names the field, the value, the rule and the fix.
+    KeyboardInterrupt: asked to end before anything was trained.
+  """
+  config = _checked(config)
+  ready(config, cpu, supervises=engine != "threads")
+  from ddiloco.engines import session
+
+  if engine == "ray":
+    options.setdefault("cpu_only", cpu)
+  session.train(config, Path(workdir), overwrite, engine, options)
+  return Run(workdir)
+
+
+def ready(config: Config, cpu: bool, supervises: bool = False) -> None:
+  """Makes sure that JAX has devices for all islands and one for the evaluator.
+
+  Raises:
+    ConfigError: JAX has made its devices already, and they are too few.
+  """
+  counts = [config.islands.island(m).devices or 1 for m in range(config.num_islands())]
+  needed = sum(counts)
+  try:
+    environment.prepare(num_cpu_devices=needed + 1, cpu_only=cpu, supervises=supervises)
+  except RuntimeError as error:  # too late: another run of this process, or a program of the user's
+    import jax
+
+    if len(jax.devices()) < needed and not supervises:
+      raise ConfigError(
+        f"islands.devices = {needed} in all: JAX has made its {len(jax.devices())} devices in"
+        " this process already. Fix: train before JAX is used, the run with the most islands first,"
+        " or in a process of its own."
+      ) from error
+
+
+def plan(
+  config: Settings,
+  *,
+  gbps: float,
+  step_seconds: float,
+  latency_seconds: float = 0.0,
+  shard_gbps: float = 0.0,
+) -> dict[str, Any]:
+  """What a run needs of its links and shards; touches no device. `ddiloco plan` says more.
+
+  >>> needs = plan(load("configs/quickstart.py"), gbps=1.0, step_seconds=0.1)
+  >>> needs["hidden"], needs["findings"]
+  (True, [])
+
+  Args:
+    config: the run's.
+    gbps: Gbit/s of every island's link, in each direction.
+    step_seconds: how long an inner step takes.
+    latency_seconds: one way, between any two places.
+    shard_gbps: of shards that stand on their own; 0: they stand beside the islands.
+
+  Returns:
+    Plain values; among them "bytes_per_step" of an island, "link_load" (1 is full), "sync_seconds",
+    "hidden" (whether steps hide a sync) and "findings": what to change, in sentences.
+
+  Raises:
+    ConfigError: something in the config or the arguments cannot be.
+  """
+  from ddiloco.roles import initial
+  from ddiloco.simulation import planner
+
+  config = _checked(config)
+  setting = planner.Setting.of(
+    config,
+    initial.fragment_sizes(config),
+    step_seconds=step_seconds,
+    gbps=gbps,
+    latency_seconds=latency_seconds,
+    shard_gbps=shard_gbps,
+  )
+  return planner.as_json(setting, planner.make(setting))
+
+
+def simulate(
+  config: Settings,
+  *,
+  step_seconds: float = 1.0,
+  gbps: float = 0.0,
+  latency_seconds: float = 0.001,
+  workdir: str | Path | None = None,
+  overwrite: bool = False,
+  most_seconds: float = math.inf,
+) -> dict[str, Any]:
+  """The run's protocol, islands and fault plan in virtual time, without arrays or devices.
+
+  >>> config = load("configs/quickstart.py")
+  >>> config.run.total_tokens //= 20
+  >>> simulate(config, step_seconds=0.1)["reason"]
+  'finished'
+
+  Args:
+    config: the run's.
+    step_seconds: of islands without islands.pace_seconds.
+    gbps: Gbit/s of every island's link; 0: no limit.
+    latency_seconds: one way.
+    workdir: gets the events, for dashboard and report; None: nothing is written.
+    overwrite: replace the run that is in workdir.
+    most_seconds: of virtual time.
+
+  Returns:
+    Plain values: "reason" it ended for, "goodput", "uptime", "commits", "recovered" faults, ...
+
+  Raises:
+    ConfigError: something in config or arguments cannot be, or the workdir is another run's.
+  """
+  from ddiloco.engines import virtual
+  from ddiloco.roles import initial
+  from ddiloco.simulation.run import Setting
+
+  config = _checked(config)
+  setting = Setting(
+    sizes=initial.fragment_sizes(config),
+    step_seconds=step_seconds,
+    gbps=(gbps,),
+    latency_seconds=(latency_seconds,),
+  )
+  place = None if workdir is None else Path(workdir)
+  return virtual.simulate(config, setting, place, overwrite, most_seconds)
+
+
+# --- What a run has left
+
+
+class Run:
+  """A run in its workdir: over, stopped, or still going on in another process.
+
+  Args:
+    workdir: directory of the run.
+
+  Raises:
+    ConfigError: it holds no run.
+  """
+
+  def __init__(self, workdir: str | Path):
+    self.workdir = Path(workdir)
+    self.config: Config = saved_config(self.workdir)
+
+  def __repr__(self) -> str:
+    return f"ddiloco.Run({str(self.workdir)!r})"
+
+  def params(self, learner: int | None = None) -> dict[str, np.ndarray]:
+    """The result: parameter name -> f32 array.
+
+    Args:
+      learner: of a run without shards, whose islands trained alone, the one whose they are;
+        None: the result, which of such a run is the best island's.
+
+    Raises:
+      ConfigError: the run has none, or it is damaged.
+    """
+    from ddiloco.checkpoint import weights
+    from ddiloco.engines import session
+    from ddiloco.workdir import ISLANDS
+
+    if learner is None:
+      return session.load_result(self.workdir, self.config)
+    return weights.load(self.workdir / ISLANDS / f"learner-{learner}", "learner")
+
+  def summary(self) -> dict[str, Any]:
+    """The numbers of report/summary.json: losses, participation, faults, goodput, ...
+
+    Of a run that is not over, those of its events so far.
+    """
+    from ddiloco.observe.eventlog import stream_events
+    from ddiloco.observe.report import summarise
+
+    return summarise(stream_events(self.workdir)) | self._outcome()
+
+  def status(self) -> dict[str, Any]:
+    """How the run stands now: "phase", "progress", its islands, shards and rounds, ..."""
+    from ddiloco.dashboard.status import status
+    from ddiloco.observe.eventlog import stream_events
+    from ddiloco.observe.run_state import RunState
+
+    run = RunState(self.config).read(stream_events(self.workdir))
+    now = time.time() - float((self.workdir / STARTED).read_text())
+    return status(run, now, self.config.sync, self._outcome().get("reason", ""))
+
+  def evaluate(self) -> dict[str, float]:
+    """What the held-out data say of the result: "loss", and what else the model measures.
+
+    Raises:
+      ConfigError: there is no result.
+    """
+    ready(self.config, cpu=False)
+    from ddiloco.engines import session
+
+    return session.measure(self.workdir, self.config)
+
+  def generate(
+    self, prompt: str, tokens: int = 200, temperature: float = 0.7, seed: int = 0
+  ) -> str:
+    """The prompt and what the result writes after it.
+
+    Raises:
+      ConfigError: the model makes no text, or there is no result.
+    """
+    ready(self.config, cpu=False)
+    from ddiloco.engines import session
+
+    return session.sample(self.workdir, self.config, prompt, tokens, temperature, seed)
+
+  def _outcome(self) -> dict[str, Any]:
+    try:
+      return json.loads((self.workdir / OUTCOME).read_text())
+    except (OSError, ValueError):
+      return {}  # not over, or torn by a kill

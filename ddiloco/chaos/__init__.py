@@ -1,0 +1,1 @@
+"""Planned faults as data, and what makes them happen."""

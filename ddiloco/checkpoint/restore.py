@@ -1,0 +1,441 @@
+"""How a role begins: anew, or with what a snapshot has of it.
+
+Whatever it is that comes back, the newest committed snapshot that passes its checks counts; what is
+damaged is named and passed over. A learner's parameters may be old: its shards send what is newer,
+and its clock is the run's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from ddiloco.checkpoint.records import Damaged
+from ddiloco.config import Config, ConfigError
+from ddiloco.core.commit import Committed, FragmentStore
+from ddiloco.core.fragments import Plan, owned_by, shard_of
+from ddiloco.observe.eventlog import Recorder, newest_event
+from ddiloco.observe.guards import warn
+from ddiloco.protocol import causality, events, learner, syncer
+from ddiloco.protocol.learner_state import LearnerState
+from ddiloco.protocol.syncer_state import FragmentState, SyncerState
+from ddiloco.protocol.values import NotAState, from_json, to_json
+
+if TYPE_CHECKING:  # it brings Orbax and JAX, which not every role needs
+  from ddiloco.checkpoint.snapshots import Part, Storage
+
+T = TypeVar("T")
+
+
+def open_storage(config: Config, plan: Plan, workdir: Path) -> Storage | None:
+  """Where the run's snapshots are; None if it makes none.
+
+  Raises:
+    ConfigError: checkpoint.path is in a bucket whose package is not installed.
+  """
+  if not (config.sync.num_shards and config.sync.snapshot_steps):
+    return None
+  import fsspec
+
+  from ddiloco.checkpoint.snapshots import Storage
+
+  path = config.checkpoint.path
+  kind, separator, _ = path.partition("://")
+  try:
+    fsspec.get_filesystem_class(kind if separator else "file")
+  except (ImportError, ValueError) as error:
+    raise ConfigError(
+      f"checkpoint.path = {path!r}: cannot be reached ({error})."
+      " Fix: pip install 'ddiloco[gcs]' for gs://, or give a folder."
+    ) from error
+  return Storage(path or workdir / "checkpoints", plan.plan_id, warn)
+
+
+def newest_clock(config: Config, plan: Plan, workdir: Path) -> int:
+  """About where the run goes on, in steps of its clock; -1 if it begins."""
+  storage = open_storage(config, plan, workdir)
+  try:
+    committed = [] if storage is None else storage.committed()
+  except OSError:  # roles that look for their parts say so
+    committed = []
+  return committed[0] * config.sync.snapshot_steps if committed else -1
+
+
+# --- learners -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class ResumeState:
+  """What a learner's incarnation begins with; its island holds the rest."""
+
+  state: LearnerState
+  arrays: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)  # of the exchange
+  position: int = 0  # of its data, when `state` was recorded
+  fresh: bool = True  # the inner optimizer has no past
+
+
+def new_learner(config: Config, plan: Plan, number: int, incarnation: int) -> LearnerState:
+  """A learner that has nothing yet."""
+  target = config.run.total_tokens
+  if not config.sync.num_shards:  # it trains alone, for its share
+    target = config.planned_steps() * config.tokens_per_step(number)
+  checkpoint = config.checkpoint
+  seconds = checkpoint.donor_seconds if checkpoint.rejoin == "peer" else 0.0
+  owners = _owners(config, plan)
+  return learner.init(number, incarnation, owners, target, donor_seconds=seconds)
+
+
+def _owners(config: Config, plan: Plan) -> tuple[int, ...]:
+  shards = config.sync.num_shards
+  return tuple(shard_of(p, shards) for p in range(len(plan.fragments))) if shards else ()
+
+
+def begin_learner(
+  state: LearnerState,
+  config: Config,
+  plan: Plan,
+  island,
+  storage: Storage | None,
+  recorder: Recorder,
+) -> ResumeState:
+  """Brings the island to where this learner begins: its own newest part, or zeros.
+
+  `state` is that of `new_learner`.
+  """
+  island.compile()
+  if storage is None or config.checkpoint.rejoin == "fresh":
+    island.reset()
+    return ResumeState(state)
+  role, began = f"learner-{state.learner}", time.monotonic()
+  part = storage.find(role, island.shardings())
+  if part is not None:
+    try:
+      beginning = _revived(part, state, config, plan, island)
+    except (ValueError, KeyError, TypeError) as error:  # NotAState is a ValueError
+      what = f"{type(error).__name__}: {error}"
+      warn(f"{role}: its part of snapshot {part.snapshot} does not fit: {what}. It starts afresh.")
+    else:
+      recorder.record(
+        events.Restored(
+          snapshot=part.snapshot,
+          of_incarnation=part.incarnation,
+          seconds=round(time.monotonic() - began, 3),
+        )
+      )
+      return beginning
+  island.reset()
+  return ResumeState(state)
+
+
+def _revived(part: Part, new: LearnerState, config: Config, plan: Plan, island) -> ResumeState:
+  recorded = from_json(LearnerPart, part.state)
+  old = recorded.learner
+  if len(old.fragments) != len(new.fragments) or old.learner != new.learner:
+    raise NotAState("it is of another learner or plan")
+  mine = {n: value for n, value in part.arrays.items() if n.startswith(("params/", "inner/"))}
+  island.restore(mine)
+  rest = {name: value for name, value in part.arrays.items() if name not in mine}
+  revived = learner.revive(old, new.incarnation, _owners(config, plan), new.target_tokens)
+  revived = dataclasses.replace(revived, donor_seconds=new.donor_seconds)
+  return ResumeState(revived, rest, recorded.position, fresh=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnerPart:
+  """What a learner's part of a snapshot has beside its arrays."""
+
+  key: int  # of its vector clock
+  seen: Mapping[int, int]  # that clock
+  clock: int
+  position: int  # of its data
+  learner: LearnerState
+
+
+def learner_part(state: LearnerState, position: int) -> dict[str, Any]:
+  """A learner's state as a part has it; `position` of its data."""
+  return to_json(LearnerPart(state.learner, state.seen, state.clock, position, state))
+
+
+# --- shards ---------------------------------------------------------------------------------------
+
+
+def new_syncer(
+  config: Config,
+  shard: int,
+  incarnation: int,
+  store: FragmentStore,
+  settle_at: float = -math.inf,
+  began_at: float | None = None,
+  first_round: int = 0,
+) -> SyncerState:
+  """A shard that owns what the store has of its fragments; the rest as of `protocol.syncer.init`.
+
+  `began_at`: on `time.monotonic()`, when the run began; None: now.
+  """
+  owned = owned_by(shard, config.sync.num_shards, config.sync.num_fragments)
+  newest = tuple(store.load(p).state for p in owned)
+  islands = {*range(config.islands.num_learners), *map(int, config.islands.overrides)}
+  return syncer.init(
+    shard,
+    incarnation,
+    newest,
+    config.run.total_tokens,
+    settle_at,
+    config.islands.num_learners,
+    step_tokens=max(config.tokens_per_step(m) for m in islands),
+    first_round=first_round,
+    began_at=time.monotonic() if began_at is None else began_at,
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+  """What a snapshot has of some fragments."""
+
+  fragments: dict[int, Committed]
+  snapshot: int
+  clock: int
+  seen: Mapping[int, int]
+
+  def resume(self, state: SyncerState) -> SyncerState:
+    """A new shard that has these fragments, where the run was when they were recorded."""
+    seen = causality.join(state.seen, self.seen)
+    return dataclasses.replace(state, clock=self.clock, snapshot=self.snapshot, seen=seen)
+
+
+@dataclasses.dataclass(frozen=True)
+class SyncerPart:
+  """What a shard's part of a snapshot has beside its arrays."""
+
+  key: int  # of its vector clock
+  seen: Mapping[int, int]  # that clock
+  clock: int
+  fragments: tuple[FragmentState, ...]  # without rounds
+  momentum_rounds: Mapping[int, int]  # fragment -> the round that made its momentum
+
+
+def syncer_part(state: SyncerState, momentum_rounds: Mapping[int, int]) -> dict[str, Any]:
+  """A shard's state as a part has it."""
+  key = causality.shard_key(state.shard)
+  fragments = tuple(dataclasses.replace(f, round=None) for f in state.fragments)
+  return to_json(SyncerPart(key, state.seen, state.clock, fragments, momentum_rounds))
+
+
+def restore_fragments(
+  storage: Storage, plan: Plan, wanted: Collection[int], tried: list[str] | None = None
+) -> Restored | None:
+  """These fragments as of the newest committed snapshot that has all of them undamaged.
+
+  Whichever shard saved them: the number of shards may have changed. What is passed over stays as it
+  is, and why is added to `tried`.
+  """
+  tried = [] if tried is None else tried
+  return _newest(storage, tried, lambda n: _restore(storage, plan, n, set(wanted)))
+
+
+def newest_whole(storage: Storage, plan: Plan, tried: list[str]) -> int | None:
+  """The snapshot that `restore_fragments` would take for all fragments; keeps nothing of it.
+
+  For a supervisor: it reads everything once, so that it alone says, before any role begins, what
+  the run goes on from.
+  """
+  everything = set(range(len(plan.fragments)))
+  return _newest(storage, tried, lambda n: _check(storage, plan, n, everything))
+
+
+def _newest(storage: Storage, tried: list[str], read: Callable[[int], T]) -> T | None:
+  """What `read` makes of the newest committed snapshot of which it can make something."""
+  try:
+    committed = storage.committed()
+  except OSError as error:
+    tried.append(f"checkpoints cannot be searched: {error}")
+    warn(tried[-1])
+    return None
+  for snapshot in committed:
+    try:
+      return read(snapshot)
+    except Damaged as damage:
+      tried.append(f"checkpoint skipped: {damage}")
+    except (NotAState, KeyError, TypeError, ValueError) as error:
+      tried.append(f"checkpoint {snapshot} skipped: {type(error).__name__}: {error}")
+    warn(tried[-1])
+  return None
+
+
+def _restore(storage: Storage, plan: Plan, snapshot: int, wanted: set[int]) -> Restored:
+  found: dict[int, Committed] = {}
+  clock, seen = 0, {}
+  for state, mine in _shards(storage, plan, snapshot, wanted):
+    found |= mine
+    if mine:
+      clock = max(clock, state.clock)
+      seen = causality.join(seen, state.seen)
+  _require_all(found, wanted)
+  return Restored(found, snapshot, clock, seen)
+
+
+def _check(storage: Storage, plan: Plan, snapshot: int, wanted: set[int]) -> int:
+  _require_all({p for _, mine in _shards(storage, plan, snapshot, wanted) for p in mine}, wanted)
+  return snapshot
+
+
+def _require_all(found: Collection[int], wanted: set[int]) -> None:
+  if lacks := sorted(wanted.difference(found)):
+    raise NotAState(f"it lacks fragments {lacks}")
+
+
+def _shards(
+  storage: Storage, plan: Plan, snapshot: int, wanted: set[int]
+) -> Iterator[tuple[SyncerPart, dict[int, Committed]]]:
+  """Of every shard's part the state, and the fragments that are wanted; checked."""
+  for role, digest in storage.manifest(snapshot)["parts"].items():
+    if not role.startswith("syncer-"):
+      continue
+    meta = storage.meta(snapshot, role)
+    if meta["digest"] != digest:
+      raise NotAState(f"{role} is not the part that was committed")
+    state = from_json(SyncerPart, meta["state"])
+    mine = {f.index: f for f in state.fragments if f.index in wanted}
+    names = [name for name in meta["arrays"] if int(name.partition("/")[0]) in mine]
+    arrays = storage.load(snapshot, role, names=names).arrays
+    found = {}
+    for p, f in mine.items():
+      value = arrays[f"{p}/value"]
+      if value.shape != (plan.fragments[p].size,):
+        raise NotAState(f"fragment {p} has {value.shape[0]} values")
+      view, momentum = arrays.get(f"{p}/view", value), arrays.get(f"{p}/momentum")
+      found[p] = Committed(f, value, view, momentum, state.momentum_rounds[p])
+    yield state, found
+
+
+# --- What a run goes on from: said as it is, or refused. Nothing begins anew in place of what was
+# A run that has committed snapshots and can read none of them is refused, whatever is wrong with
+# them: they may be on a disk that is not mounted. One that was ended before its first snapshot was
+# complete has nothing to go on from; it begins again, and says so.
+
+if TYPE_CHECKING:
+  from ddiloco.checkpoint.snapshots import Storage
+
+SHOWN = 4  # of what was tried, at most
+
+
+def go_on(
+  config: Config, workdir: Path, storage: Storage | None, snapshot: int | None, tried: Sequence[str]
+) -> None:
+  """Says what a whole run goes on from, none of whose roles lives yet, and clears the way.
+
+  Args:
+    config: the run's.
+    workdir: of the run.
+    storage: its snapshots; None if it makes none.
+    snapshot: the newest that was found whole; None: none.
+    tried: what was passed over for that, and why.
+
+  Raises:
+    ConfigError: there are snapshots, and none can be gone on from.
+  """
+  if snapshot is None:
+    refuse_lost_snapshots(config, workdir, storage, tried)
+    if newest_event(workdir, events.Step) or newest_event(workdir, events.Commit):
+      print(
+        f"\nThe run in {workdir} begins again from its initial values: {_why(config)}.", flush=True
+      )
+  elif storage is not None:
+    moved = _set_aside(storage, snapshot)
+    passed = f" Passed over and set aside: {', '.join(moved)}." if moved else ""
+    print(f"\nThe run in {workdir} goes on from snapshot {snapshot}.{passed}", flush=True)
+  if storage is not None:
+    try:
+      storage.forget()
+    except OSError as error:
+      warn(f"what was never committed cannot be deleted: {error}. The run goes on.")
+
+
+def _why(config: Config) -> str:
+  if not config.sync.num_shards:
+    return "islands that train alone make no snapshots"
+  if not config.sync.snapshot_steps:
+    return "sync.snapshot_steps = 0 makes no snapshots"
+  return "it was ended before its first snapshot was complete"
+
+
+def _set_aside(storage: Storage, snapshot: int) -> list[str]:
+  try:
+    return storage.set_aside(snapshot)
+  except OSError as error:
+    raise ConfigError(
+      f"checkpoints: snapshots newer than {snapshot} cannot be read, nor set aside ({error})."
+      f" Fix: make {storage.path} readable and writable, or move them away yourself."
+    ) from error
+
+
+def refuse_lost_snapshots(
+  config: Config, workdir: Path, storage: Storage | None, tried: Sequence[str]
+) -> None:
+  """Refuses a run that has committed snapshots, none of which could be read.
+
+  Raises:
+    ConfigError: names what was tried, and what to do.
+  """
+  if lost := lost_snapshots(config, workdir, storage, tried):
+    where = "the checkpoints" if storage is None else str(storage.path)
+    raise ConfigError(
+      f"--workdir={workdir}: {lost} Fix: bring {where} back as it was, or the config"
+      " that made it, and give the same command; or add --overwrite to begin anew."
+    )
+
+
+def lost_snapshots(
+  config: Config, workdir: Path, storage: Storage | None, tried: Sequence[str]
+) -> str:
+  """Which snapshots there were, and why none can be read; "" if there never was one."""
+  try:
+    newest = newest_event(workdir, events.Snapshot, "syncer-0")  # it commits them
+  except OSError as error:
+    newest, tried = None, [*tried, f"its events, which would tell ({error})"]
+  if newest is None and not tried:
+    return ""
+  known = f"up to number {newest.snapshot}" if newest else "of which its events know nothing"
+  if storage is None:
+    tried = [f"none is looked for, as {_why(config)}"]
+  elif not tried:
+    tried = [f"there is none in {storage.path}"]
+  more = f"; and {len(tried) - SHOWN} more" if len(tried) > SHOWN else ""
+  return f"its run has snapshots, {known}, and none can be read: {'; '.join(tried[:SHOWN])}{more}."
+
+
+class Unfounded:
+  """Watches a shard that came back without what it had: it must not pass its initial values on.
+
+  Learners that live give back what they have, so it asks them. But as long as it has nothing it
+  records nothing, and no round of such a fragment may begin.
+
+  Args:
+    fragments: that the shard has nothing of, although the run has had snapshots.
+    lost: which these were, and why none can be read.
+  """
+
+  def __init__(self, fragments: Sequence[int], lost: str):
+    self._fragments = tuple(fragments)
+    self._lost = lost
+
+  def empty(self, state: SyncerState) -> list[int]:
+    """Fragments that nobody has given back yet."""
+    return [f.index for f in state.fragments if f.index in self._fragments and not f.version]
+
+  def refusal(self, state: SyncerState) -> str:
+    """Why the shard must end: a round of a fragment would begin from nothing. "": it need not."""
+    empty = self.empty(state)
+    if not any(f.index in empty and f.round is not None for f in state.fragments):
+      return ""
+    return (
+      f"would begin fragments {empty} anew in the middle of the run: neither its buddy nor any"
+      f" learner has them, and {self._lost} Fix: bring the checkpoints back and start this shard"
+      " again; or begin anew in another --workdir."
+    )

@@ -1,0 +1,215 @@
+"""Saves a role's parts of snapshots beside its work; on shard 0 also commits the snapshots.
+
+Saving never holds up the role: one background thread of low priority writes, a snapshot that comes
+while the one before is not done goes without this role, and what cannot be written is a loud
+warning.
+A snapshot is committed once the parts of all shards are there, and of all learners that were there
+when it began and still live. Shard 0 looks after that: without it there is no snapshot to commit.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ddiloco.observe.eventlog import Recorder
+from ddiloco.observe.guards import ended, warn
+from ddiloco.protocol import causality, events
+
+if TYPE_CHECKING:
+  from ddiloco.checkpoint.snapshots import Storage
+
+LOOK_SECONDS = 0.05  # between two looks whether all parts are there, growing ...
+LOOK_SECONDS_MOST = 2.0  # ... up to this
+NICENESS = 10  # of the thread that saves: a tenth of the processor where there is none to spare
+
+
+class Saver:
+  """One incarnation's.
+
+  Args:
+    storage: where parts go.
+    role: as parts are named, "learner-3".
+    incarnation: of the role.
+    recorder: event log.
+    disk: raises OSError where a planned fault fills the disk.
+  """
+
+  def __init__(
+    self,
+    storage: Storage,
+    role: str,
+    incarnation: int,
+    recorder: Recorder,
+    disk: Callable[[], None] = lambda: None,
+  ):
+    self.storage = storage
+    self.role = role
+    self.incarnation = incarnation
+    self.recorder = recorder
+    self.hold: Callable[[], str] = lambda: ""  # why nothing of this role is to be saved now
+    self._disk = disk
+    self._jobs: queue.Queue = queue.Queue()
+    self._busy = False  # from `save` to the end of its `then`
+    self._closing = threading.Event()
+    self._thread = threading.Thread(target=self._work, name=f"save {role}", daemon=True)
+    self._thread.start()
+
+  @property
+  def busy(self) -> bool:
+    """Whether a snapshot that came now would go without this role."""
+    return self._busy
+
+  def save(
+    self,
+    snapshot: int,
+    state: Mapping[str, Any],
+    arrays: Mapping[str, Any],
+    then: Callable[[int], None] = lambda snapshot: None,
+  ) -> None:
+    """Queues this role's part: its state as JSON values, and arrays that nobody changes any more.
+
+    `then(snapshot)` is called in the background once it is written.
+    """
+    if reason := "the one before is not done yet" if self._busy else self.hold():
+      self.recorder.record(events.Unsaved(snapshot=snapshot, reason=reason))
+      return
+    self._busy = True
+    self._jobs.put((snapshot, state, arrays, then))
+
+  def close(self, patience_seconds: float = 0.0) -> None:
+    """Ends the thread; what it is writing has this long. What is half done never counts."""
+    self._jobs.put(None)
+    self._thread.join(patience_seconds)
+    self._closing.set()
+    ended(self._thread, LOOK_SECONDS_MOST)  # what is left of it does not count
+
+  def _work(self) -> None:
+    _lower_priority()
+    try:
+      self.storage.forget(self.role)
+    except OSError as error:
+      warn(f"{self.role}: what it saved before cannot be deleted: {error}. The run goes on.")
+    while (job := self._jobs.get()) is not None:
+      snapshot, state, arrays, then = job
+      written = self._write(snapshot, state, arrays)
+      del job, arrays  # a copy of the state on the devices: free it before waiting for anything
+      if written:
+        then(snapshot)
+      self._busy = False
+
+  def _write(self, snapshot: int, state: Mapping[str, Any], arrays: Mapping[str, Any]) -> bool:
+    started = time.monotonic()
+    self.recorder.flush()  # a life may begin with this part: the log must know how it came to be
+    try:
+      self._disk()
+      if self.storage.is_committed(snapshot):  # by who lived before us; we know less than they did
+        self.recorder.record(events.Unsaved(snapshot=snapshot, reason="it is committed already"))
+        return False
+      meta = self.storage.save(snapshot, self.role, self.incarnation, state, arrays)
+    except Exception as error:  # whatever it is: training goes on without this snapshot
+      reason = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+      warn(f"{self.role}: its part of snapshot {snapshot} is not saved: {reason}. The run goes on.")
+      self.recorder.record(events.Unsaved(snapshot=snapshot, reason=reason))
+      return False
+    self.recorder.record(
+      events.Saved(
+        snapshot=snapshot,
+        seconds=round(time.monotonic() - started, 3),
+        bytes=sum(array.nbytes for array in arrays.values()),
+        arrays={name: each["crc32"] for name, each in meta["arrays"].items()},
+      )
+    )
+    return True
+
+  # --- shard 0 ------------------------------------------------------------------------------------
+
+  def commit_when_complete(
+    self,
+    snapshot: int,
+    shards: Collection[str],
+    learners: Callable[[], Collection[str]],
+    patience_seconds: float,
+    keep: int,
+  ) -> None:
+    """Waits for the parts, commits the snapshot and deletes old ones.
+
+    Learners that are not expected at first are no part of it.
+
+    Args:
+      snapshot: which; the own part is written.
+      shards: parts it cannot do without.
+      learners: parts that are still to be expected: fewer when a learner dies.
+      patience_seconds: for learners that live and do not answer.
+      keep: committed snapshots that stay.
+    """
+    try:
+      self._disk()
+      self._commit(snapshot, set(shards), learners, patience_seconds)
+    except Exception as error:  # whatever it is: training goes on without this snapshot
+      reason = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+      warn(f"snapshot {snapshot} is not committed: {reason}. The run goes on.")
+      self.recorder.record(events.Uncommitted(snapshot=snapshot, reason=reason))
+      return
+    try:
+      self.storage.prune(keep)
+    except Exception as error:
+      warn(f"old checkpoints cannot be deleted: {type(error).__name__}: {error}. The run goes on.")
+
+  def _commit(
+    self,
+    snapshot: int,
+    shards: set[str],
+    learners: Callable[[], Collection[str]],
+    patience_seconds: float,
+  ) -> None:
+    started, look_seconds = time.monotonic(), LOOK_SECONDS
+    known = {*shards, *learners()}  # others may have left a part in a former life of the run
+    while True:
+      # Asked before looking: what is there only later does not count as missing.
+      ending = not self._jobs.empty()
+      late = ending or time.monotonic() - started > patience_seconds
+      metas = self.storage.metas(snapshot)
+      states = {role: meta["state"] for role, meta in metas.items() if role in known}
+      roles = consistent(states, shards)
+      missing = ({*shards, *learners()} if not late else shards) - roles
+      if not missing:
+        break
+      if late or self._closing.wait(look_seconds):
+        self.recorder.record(events.Uncommitted(snapshot=snapshot, missing=tuple(sorted(missing))))
+        return
+      look_seconds = min(2 * look_seconds, LOOK_SECONDS_MOST)
+    self.storage.commit(snapshot, roles)
+    seconds = round(time.monotonic() - started, 3)
+    self.recorder.record(
+      events.Snapshot(snapshot=snapshot, roles=tuple(sorted(roles)), seconds=seconds)
+    )
+
+
+def consistent(states: Mapping[str, Mapping[str, Any]], shards: Collection[str]) -> set[str]:
+  """The roles whose recorded states are one consistent cut, by their vector clocks.
+
+  Every shard, and each learner that fits. A part that a former life left under the same number does
+  not: a learner's is left out, and with a shard's there is no cut at all until it is replaced.
+  """
+  names = {state["key"]: role for role, state in states.items()}
+  cut = {s["key"]: {int(who): n for who, n in s["seen"].items()} for s in states.values()}
+  while bad := causality.violations(cut):
+    # A learner that others know more of is too old; one that knows more of a shard is too new.
+    odd = {whom if names[whom] not in shards else who for who, whom in bad}
+    if any(names[key] in shards for key in odd):
+      return set()
+    for key in odd:
+      del cut[key]
+  return {names[key] for key in cut}
+
+
+def _lower_priority() -> None:
+  """Of this thread, and so of those that writing starts: the role's own work comes first."""
+  if sys.platform == "linux":  # elsewhere it is the whole process that has a priority
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

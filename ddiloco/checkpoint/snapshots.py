@@ -1,0 +1,470 @@
+"""Durable snapshots: what comes back is complete and unchanged, or it is named and skipped.
+
+  CHECKPOINTS/00000007/manifest.json         snapshot 7 is committed: the digests of its parts
+  CHECKPOINTS/00000007/learner-3/meta.json   the part is complete: state, and a checksum per array
+  CHECKPOINTS/00000007/learner-3/arrays/     the arrays, an Orbax checkpoint
+
+Every file is written before the one that vouches for it, so a kill at any moment leaves a part
+without its meta, or a snapshot without its manifest. Orbax waits until values are on the disk;
+records do not wait, and one that a power cut tears does not match its digest.
+
+What was committed is deleted when newer snapshots are committed, and for no other reason. Who
+cannot read it tries again, and passes over it: the fault may be the reader's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import zlib
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import fsspec.config
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from ddiloco.checkpoint import records
+from ddiloco.checkpoint.records import Damaged, Record, Unreadable
+
+# --- Flat trees name -> array at rest: Orbax writes and reads them, fingerprints prove them
+# A fingerprint is {"shape": [...], "dtype": "float32", "crc32": ...} over the bytes in C order.
+# Orbax keeps checksums of its own over its indices, but none over the values.
+
+Arrays = Mapping[str, jax.Array | np.ndarray]
+Fingerprint = dict[str, Any]
+
+
+def fingerprint(value: jax.Array | np.ndarray) -> Fingerprint:
+  host = np.asarray(value, order="C")
+  # crc32 lets other threads run while it sums a large buffer; bf16 has no buffer of its own.
+  checksum = zlib.crc32(host.reshape(-1).view(np.uint8).data)
+  return {"shape": list(host.shape), "dtype": host.dtype.name, "crc32": checksum}
+
+
+def fingerprints(arrays: Arrays) -> dict[str, Fingerprint]:
+  """Of every array; also says which names cannot be told apart on storage.
+
+  Raises:
+    ValueError: a name has an empty component, as "", "a/" or "/a".
+  """
+  for name in arrays:
+    if not all(name.split("/")):
+      raise ValueError(f"array {name!r}: a name is parts joined by '/', none of them empty")
+  return {name: fingerprint(value) for name, value in arrays.items()}
+
+
+def write(path: epath.Path, arrays: Arrays) -> None:
+  """Writes all at once or nothing; sharded arrays as they are, shard by shard.
+
+  Args:
+    path: an absolute directory; replaced if it is there.
+
+  Raises:
+    Exception: it cannot be written; every layer and file system has kinds of its own.
+  """
+  stored = {name: value for name, value in arrays.items() if value.size}  # Orbax refuses the others
+  if stored:
+    with _checkpointer() as checkpointer:
+      checkpointer.save(path, args=ocp.args.PyTreeSave(stored), force=True)
+
+
+def read(path: epath.Path, wanted: Mapping[str, Fingerprint]) -> dict[str, np.ndarray]:
+  """The arrays `wanted`, on the host, bit by bit as they were when their fingerprints were taken.
+
+  Raises:
+    Exception: they cannot be read, or are not what their fingerprints say.
+  """
+  stored = {name: expected for name, expected in wanted.items() if 0 not in expected["shape"]}
+  found: dict[str, Any] = {}
+  if stored:
+    host = ocp.RestoreArgs(restore_type=np.ndarray)
+    arguments = ocp.args.PyTreeRestore(
+      item=dict.fromkeys(stored, 0),  # comes back as it is where the checkpoint has no such name
+      restore_args=dict.fromkeys(stored, host),
+      partial_restore=True,
+    )
+    checkpointer = _checkpointer()
+    try:
+      found = checkpointer.restore(path, args=arguments)
+    finally:
+      with contextlib.suppress(Exception):  # what has been read is judged by its fingerprints
+        checkpointer.close()
+  arrays = {}
+  for name, expected in wanted.items():
+    if name in stored:
+      arrays[name] = found.pop(name)
+    else:
+      arrays[name] = np.empty(expected["shape"], np.dtype(expected["dtype"]))
+    if not isinstance(arrays[name], np.ndarray):
+      raise ValueError(f"array {name!r} is missing")
+    if (actual := fingerprint(arrays[name])) != expected:
+      raise ValueError(f"array {name!r} is {actual}, but {expected} was saved")
+  return arrays
+
+
+def _checkpointer() -> ocp.Checkpointer:
+  """Saves in the caller's thread, and ends with the call.
+
+  Uncompressed: weights hardly shrink, and a learner steps beside this. One database instead of one
+  file per array (OCDBT, Orbax' default) is what object stores like.
+  """
+  return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
+
+
+FORMAT = 2
+MANIFEST = "manifest.json"
+META = "meta.json"
+ARRAYS = "arrays"
+ASIDE = "aside"  # 00000007.aside: no snapshot any more, and nobody touches it
+
+# Parts are written by other processes: a remembered listing of gs:// would never show them.
+fsspec.config.conf.setdefault("gs", {})["use_listings_cache"] = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+  """What one role saved for one snapshot, checked."""
+
+  role: str
+  snapshot: int
+  incarnation: int  # of the role, when it saved this
+  state: dict[str, Any]
+  arrays: dict[str, jax.Array | np.ndarray]
+  digest: str  # of its meta, and through that of everything in it
+
+
+class Storage:
+  """The snapshots of one run. Reads and writes in the caller's thread; any thread may.
+
+  Args:
+    path: the folder of all snapshots, local or gs://...; made when something is saved.
+    plan_id: which tensors and fragments the parts are made of; parts of another plan are refused.
+    warn: told what is skipped, and why.
+  """
+
+  def __init__(self, path: str | os.PathLike, plan_id: str, warn: Callable[[str], None]):
+    root = epath.Path(path)
+    self.path = root if root.is_absolute() else root.absolute()  # gs:// is absolute
+    self._plan_id = plan_id
+    self._warn = warn
+
+  # --- parts --------------------------------------------------------------------------------------
+
+  def save(
+    self,
+    snapshot: int,
+    role: str,
+    incarnation: int,
+    state: Mapping[str, Any],
+    arrays: Arrays,
+  ) -> Record:
+    """Writes a part and returns its meta; replaces what this role saved for this snapshot before.
+
+    Args:
+      state: what JSON can hold; comes back as JSON has it (lists for tuples, names as strings).
+      arrays: name -> array, on the host or over any mesh; not to be changed before this returns.
+
+    Raises:
+      OSError: it cannot be written (full, denied, ...). Nothing of the part is left, if that works.
+    """
+    part = self._part(snapshot, role)
+    meta = records.sign(
+      {
+        **self._expected("part", snapshot),
+        "role": role,
+        "incarnation": incarnation,
+        "state": dict(state),
+        "arrays": fingerprints(arrays),
+      }
+    )
+    try:
+      with records.one_error(part):
+        _delete(part, META)
+        part.mkdir(parents=True, exist_ok=True)
+        write(part / ARRAYS, arrays)
+        records.write(part / META, meta)
+    except OSError:
+      # Room for others' parts. Should that fail too, the first error is the one that tells.
+      with contextlib.suppress(OSError), records.one_error(part):
+        _delete(part, META)
+      raise
+    return meta
+
+  def meta(self, snapshot: int, role: str) -> Record:
+    """The meta of a complete part: "state", "incarnation", "arrays", "digest", ...
+
+    Raises:
+      Damaged: there is none, or it is not what this role saved for this snapshot and plan.
+    """
+    path = self._part(snapshot, role) / META
+    expected = {**self._expected("part", snapshot), "role": role}
+    return records.patiently(lambda: records.read(path, expected))
+
+  def load(
+    self,
+    snapshot: int,
+    role: str,
+    shardings: Mapping[str, jax.sharding.Sharding] = {},
+    names: Collection[str] | None = None,
+  ) -> Part:
+    """A part with its arrays, each checked bit by bit.
+
+    Args:
+      shardings: arrays named here come back as jax.Arrays laid out so, on whatever mesh; the others
+        as numpy. Names that the part does not have do not matter.
+      names: only these arrays; all if None.
+
+    Raises:
+      Damaged: something of it is missing or changed.
+      KeyError: the part has no array of this name.
+      ValueError: JAX cannot hold an array as it was saved (64 bits), or divide it like this.
+    """
+    return self._load(self.meta(snapshot, role), shardings, names)
+
+  def metas(self, snapshot: int) -> dict[str, Record]:
+    """Role -> meta of the parts that are complete, whether committed or not.
+
+    Raises:
+      OSError: the file system cannot be asked.
+    """
+    found = {}
+    for role in self._names(self._snapshot(snapshot)):
+      if _is_role(role):
+        with contextlib.suppress(Damaged):  # not yet complete, as a rule
+          found[role] = self.meta(snapshot, role)
+    return found
+
+  def parts(self, snapshot: int) -> dict[str, str]:
+    """Role -> digest of the parts that are complete, whether committed or not.
+
+    Raises:
+      OSError: the file system cannot be asked.
+    """
+    return {role: meta["digest"] for role, meta in self.metas(snapshot).items()}
+
+  # --- snapshots ----------------------------------------------------------------------------------
+
+  def commit(self, snapshot: int, roles: Collection[str]) -> None:
+    """Declares the parts of `roles` to be the snapshot.
+
+    Raises:
+      Damaged: one of them is not complete.
+      OSError: the manifest cannot be written.
+    """
+    digests = self._digests(snapshot, roles)
+    manifest = records.sign({**self._expected("manifest", snapshot), "parts": digests})
+    path = self._snapshot(snapshot) / MANIFEST
+    with records.one_error(path):
+      records.write(path, manifest)
+    try:
+      same = self._digests(snapshot, roles) == digests
+    except Damaged as damage:
+      same = isinstance(damage, Unreadable)
+    if not same:  # a new life of a role has just forgotten its part (`_forget`)
+      with records.one_error(path):
+        path.rmtree(missing_ok=True)  # a file too
+      raise Damaged(path, "was withdrawn: a part was replaced while it was committed")
+
+  def is_committed(self, snapshot: int) -> bool:
+    """Whether it has a manifest, unchecked: then its parts are not to be replaced.
+
+    Raises:
+      OSError: the file system cannot be asked.
+    """
+    try:
+      return MANIFEST in self._names(self._snapshot(snapshot))
+    except NotADirectoryError:  # somebody's file with such a name
+      return False
+
+  def _digests(self, snapshot: int, roles: Collection[str]) -> dict[str, str]:
+    return {role: self.meta(snapshot, role)["digest"] for role in sorted(roles)}
+
+  def manifest(self, snapshot: int) -> Record:
+    """The manifest of a committed snapshot; "parts" is role -> digest.
+
+    Raises:
+      Damaged: there is none, or it is not what was committed for this snapshot and plan.
+    """
+    path = self._snapshot(snapshot) / MANIFEST
+    return records.patiently(lambda: records.read(path, self._expected("manifest", snapshot)))
+
+  def committed(self) -> list[int]:
+    """Snapshots that have a manifest, unchecked, the newest first.
+
+    Raises:
+      OSError: the file system cannot be asked.
+    """
+    return [n for n in self._snapshots() if self.is_committed(n)]
+
+  def find(self, role: str, shardings: Mapping[str, jax.sharding.Sharding] = {}) -> Part | None:
+    """The newest committed and undamaged part of `role`, or None; warns of each one skipped.
+
+    Snapshots without this role are passed by in silence.
+    """
+    try:
+      committed = self.committed()
+    except OSError as error:
+      self._warn(f"checkpoints cannot be searched: {error}")
+      return None
+    for snapshot in committed:
+      try:
+        digest = self.manifest(snapshot)["parts"].get(role)
+        if digest is None:
+          continue
+        meta = self.meta(snapshot, role)
+        if meta["digest"] != digest:
+          raise Damaged(self._part(snapshot, role), "is not the part that was committed")
+        return self._load(meta, shardings, None)
+      except Damaged as damage:
+        self._warn(f"checkpoint skipped: {damage}")
+    return None
+
+  def prune(self, keep: int) -> None:
+    """Deletes all but the newest `keep` committed snapshots, and what older ones left unfinished.
+
+    The newest part of every role stays, in whatever snapshot: a learner that is away for long still
+    finds its own. What cannot be deleted is warned of and stays until the next time.
+
+    Raises:
+      OSError: the file system cannot be asked.
+    """
+    committed = self.committed()
+    if not committed:
+      return
+    if keep < 1:
+      raise ValueError(f"keep = {keep}: must be at least 1, or nothing could be restored")
+    newer: set[str] = set()  # roles that have a part in a newer snapshot
+    for snapshot in self._snapshots():
+      if snapshot > committed[0]:
+        continue  # on its way
+      roles = set[str]()
+      try:
+        if snapshot in committed:
+          roles = self.manifest(snapshot)["parts"].keys() - newer
+        if snapshot not in committed[:keep]:
+          self._delete_but(snapshot, roles)
+      except Damaged as damage:  # another run's, or unreadable: not ours to delete
+        self._warn(f"old checkpoint stays: {damage}")
+      except OSError as error:
+        self._warn(f"old checkpoint cannot be deleted: {error}")
+      newer |= roles
+
+  def forget(self, role: str = "") -> None:
+    """Deletes what a role's former lives saved for snapshots that were never committed.
+
+    Else a part of a past that will not be could stand in for one that is still to come.
+
+    Args:
+      role: whose; of all roles if empty: for who knows that none of them lives.
+
+    Raises:
+      OSError: the file system cannot be asked, or does not let it.
+    """
+    for snapshot in self._snapshots():
+      if not self.is_committed(snapshot):
+        self._forget(snapshot, role)
+
+  def _forget(self, snapshot: int, role: str) -> None:
+    folder = self._snapshot(snapshot)
+    with records.one_error(folder):
+      if not role:
+        return _delete(folder, MANIFEST)
+      # It may be committed at this very moment. Each of the two writes first and looks afterwards,
+      # so at least one of them sees the other, and gives way (`commit`).
+      meta, hidden = folder / role / META, folder / role / f"{META}.old"
+      if META in self._names(folder / role):
+        meta.replace(hidden)
+        if self.is_committed(snapshot):
+          hidden.replace(meta)
+          return None
+      return _delete(folder / role, META)
+
+  def set_aside(self, newer_than: int) -> list[str]:
+    """Renames committed snapshots that the run does not go on from, since something is wrong there.
+
+    Their numbers will come again. For who knows that no role lives. Returns their new paths.
+
+    Raises:
+      OSError: the file system cannot be asked, or does not let it.
+    """
+    moved = []
+    for snapshot in self.committed():
+      if snapshot > newer_than:
+        path, names = self._snapshot(snapshot), self._names(self.path)
+        aside = (f"{path.name}.{ASIDE}{n or ''}" for n in range(len(names) + 1))
+        target = path.with_name(next(name for name in aside if name not in names))
+        with records.one_error(path):
+          path.rename(target)
+        moved.append(str(target))
+    return moved
+
+  # --- inside -------------------------------------------------------------------------------------
+
+  def _snapshot(self, snapshot: int) -> epath.Path:
+    return self.path / f"{snapshot:08d}"
+
+  def _part(self, snapshot: int, role: str) -> epath.Path:
+    if not _is_role(role):
+      raise ValueError(f"role {role!r}: must be letters, digits and '-' (learner-3), for a folder")
+    return self._snapshot(snapshot) / role
+
+  def _names(self, path: epath.Path) -> list[str]:
+    return records.patiently(lambda: records.listed(path))
+
+  def _snapshots(self) -> list[int]:
+    numbers = {int(name) for name in self._names(self.path) if re.fullmatch(r"[0-9]{8,}", name)}
+    return sorted(numbers, reverse=True)
+
+  def _delete_but(self, snapshot: int, roles: Collection[str]) -> None:
+    path = self._snapshot(snapshot)
+    with records.one_error(path):
+      if not roles:
+        _delete(path, MANIFEST)
+      for name in self._names(path) if roles else ():
+        if _is_role(name) and name not in roles:
+          _delete(path / name, META)
+
+  def _expected(self, kind: str, snapshot: int) -> Record:
+    return {"format": FORMAT, "kind": kind, "plan": self._plan_id, "snapshot": snapshot}
+
+  def _load(
+    self,
+    meta: Record,
+    shardings: Mapping[str, jax.sharding.Sharding],
+    names: Collection[str] | None,
+  ) -> Part:
+    path = self._part(meta["snapshot"], meta["role"]) / ARRAYS
+    wanted = meta["arrays"] if names is None else {name: meta["arrays"][name] for name in names}
+    arrays: dict[str, Any] = records.patiently(lambda: _read_arrays(path, wanted))
+    # Checked on the host, then laid out: whatever mesh saved it, the bits are the same.
+    layout = {name: shardings[name] for name in arrays if name in shardings}
+    placed = jax.device_put({name: arrays[name] for name in layout}, layout)
+    for name, value in placed.items():
+      if value.dtype != arrays[name].dtype:
+        raise ValueError(f"array {name!r}: JAX makes {value.dtype} of {arrays[name].dtype}")
+    arrays.update(placed)
+    fields = {name: meta[name] for name in ("role", "snapshot", "incarnation", "state", "digest")}
+    return Part(arrays=arrays, **fields)
+
+
+def _read_arrays(path: epath.Path, wanted: Mapping[str, Any]) -> dict[str, np.ndarray]:
+  try:
+    return read(path, wanted)
+  except Exception as error:  # Orbax and what is below it raise whatever a damage leads them to
+    raise records.not_read(path, "cannot be restored", error) from error
+
+
+def _is_role(name: str) -> bool:
+  return re.fullmatch(r"[A-Za-z0-9-]+", name) is not None
+
+
+def _delete(folder: epath.Path, voucher: str) -> None:
+  """Deletes the folder, first of all what makes it look complete."""
+  if (folder / voucher).exists():
+    (folder / voucher).rmtree(missing_ok=True)  # a file too
+  folder.rmtree(missing_ok=True)

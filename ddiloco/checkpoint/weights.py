@@ -1,0 +1,280 @@
+"""Parameters at rest: a safetensors file or a plain Orbax checkpoint; neither needs ddiloco.
+
+The path says which: what ends in .safetensors is one local file, all else is an Orbax checkpoint, a
+directory, local or gs://... Names and shapes are the model's own (`transformer.shapes`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import safetensors
+import safetensors.numpy
+from etils import epath
+
+from ddiloco.checkpoint import records
+from ddiloco.checks import ConfigError, require
+
+SUFFIX = ".safetensors"
+_FLOATS = {
+  "F64": "float64",
+  "F32": "float32",
+  "F16": "float16",
+  "BF16": "bfloat16",
+}  # as a safetensors header names what numpy calls so
+_SHOWN = 3  # tensors that do not fit are named, at most
+
+
+class Leaf(NamedTuple):
+  """What a header says of one tensor."""
+
+  shape: tuple[int, ...]
+  dtype: str  # numpy's name of a float; else whatever the file calls it
+
+
+def absolute(path: str | os.PathLike) -> epath.Path:
+  """`path` from the root on; gs://... as it is."""
+  there = epath.Path(path)
+  return there if there.is_absolute() else there.absolute()
+
+
+def is_checkpoint(path: epath.Path) -> bool:
+  """Whether this directory is what Orbax writes, or an empty one: then it may be replaced."""
+  names = [inside.name for inside in path.iterdir()]
+  return not names or "_CHECKPOINT_METADATA" in names
+
+
+def save(
+  path: str | os.PathLike,
+  params: Mapping[str, np.ndarray],
+  metadata: Mapping[str, str] | None = None,
+) -> epath.Path:
+  """Writes name -> array, whole or not at all, and replaces what was there.
+
+  Args:
+    path: where to; missing folders above it are made.
+    params: what to write, in the dtypes it has.
+    metadata: goes into the file's header, or Orbax' custom metadata.
+
+  Returns:
+    The absolute path.
+
+  Raises:
+    OSError: it cannot be written.
+  """
+  target = absolute(path)
+  target.parent.mkdir(parents=True, exist_ok=True)
+  if target.name.endswith(SUFFIX):
+    _save_file(target, params, metadata)
+  elif "://" in str(target):  # a bucket renames by copying: Orbax' own marker says what is whole
+    with records.one_error(target):
+      _save_checkpoint(target, params, metadata)
+  else:
+    with records.one_error(target):
+      _save_folder(target, params, metadata)
+  return target
+
+
+def _save_checkpoint(
+  target: epath.Path, params: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None
+) -> None:
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(target, dict(params), force=True, custom_metadata=dict(metadata or {}))
+
+
+def _save_folder(
+  target: epath.Path, params: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None
+) -> None:
+  """What is there is replaced once the new one is whole: Orbax deletes it first."""
+  prefix = f".{target.name}.{secrets.token_hex(8)}"
+  mine, old = target.with_name(prefix), target.with_name(f"{prefix}.old")
+  try:
+    _save_checkpoint(mine, params, metadata)
+    if target.exists():
+      target.rename(old)
+    mine.rename(target)
+  finally:
+    for left in target.parent.glob(f"{prefix}*"):  # Orbax leaves what it was writing
+      left.rmtree(missing_ok=True)
+
+
+def _save_file(
+  target: epath.Path, params: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None
+) -> None:
+  mine = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+  try:
+    mine.touch()
+    mode = os.stat(mine).st_mode  # what the umask allows; the library lets nobody else read it
+    whole = {name: np.asarray(value, order="C") for name, value in params.items()}
+    safetensors.numpy.save_file(whole, mine, dict(metadata or {}))
+    os.chmod(mine, mode)
+    with open(mine, "rb") as file:
+      os.fsync(file.fileno())  # or a power cut could leave the name and not the bytes
+    os.replace(mine, target)
+  except safetensors.SafetensorError as error:
+    raise OSError(str(error)) from error
+  finally:
+    mine.unlink(missing_ok=True)
+
+
+def locate(path: str | os.PathLike, field: str = "weights") -> epath.Path:
+  """Where the weights are: `path` itself, or the result in it if it is the workdir of a run.
+
+  Raises:
+    ConfigError: nothing is there, or a run without a result; the text begins with `field`.
+  """
+  target = absolute(path)
+  fix = "finish a run there first, or name a file, a checkpoint or a workdir that is there"
+  with _reading(field, target):
+    require(target.exists(), field, str(target), "does not exist", fix)
+    if not (target / "config.json").exists():
+      return target
+    result = target / "result"
+    require(result.exists(), field, str(target), "is a run that has left no result yet", fix)
+    return result
+
+
+def leaves(path: str | os.PathLike, field: str = "weights") -> dict[str, Leaf]:
+  """Shape and dtype of every tensor, from the header alone; a nested tree's names are a/b/c.
+
+  Raises:
+    ConfigError: as `locate`, or what is there is no weights, or torn.
+  """
+  target = locate(path, field)
+  with _reading(field, target):
+    if target.name.endswith(SUFFIX):
+      with safetensors.safe_open(target, framework="np") as file:
+        names = file.keys()
+        return {name: _file_leaf(file.get_slice(name)) for name in names}
+    return {
+      name: Leaf(tuple(getattr(leaf, "shape", ())), str(getattr(leaf, "dtype", leaf)))
+      for name, leaf in _flat(_orbax_tree(target)).items()
+    }
+
+
+def load(path: str | os.PathLike, field: str = "weights") -> dict[str, np.ndarray]:
+  """The tensors as they were written, on the host, whatever devices wrote them.
+
+  Raises:
+    ConfigError: as `leaves`.
+  """
+  target = locate(path, field)
+  with _reading(field, target):
+    if target.name.endswith(SUFFIX):
+      return safetensors.numpy.load_file(target)
+    tree = _orbax_tree(target)
+    host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+    with ocp.PyTreeCheckpointer() as checkpointer:
+      restored = checkpointer.restore(target, restore_args=host)
+    return {name: np.asarray(value) for name, value in _flat(restored).items()}
+
+
+def require_fit(
+  path: str | os.PathLike,
+  found: Mapping[str, Leaf | np.ndarray],
+  shapes: Mapping[str, tuple[int, ...]],
+  field: str = "weights",
+) -> None:
+  """Refuses tensors that are not exactly those of the model: names and `shapes` by name.
+
+  Raises:
+    ConfigError: names the first odd ones, what was found and what is expected.
+  """
+  odd = []
+  for name in sorted(found.keys() | shapes.keys()):
+    if name not in found:
+      odd.append(f"{name} {shapes[name]} is missing")
+    elif name not in shapes:
+      odd.append(f"{name} {tuple(found[name].shape)} is none of the model's")
+    elif tuple(found[name].shape) != shapes[name]:
+      odd.append(f"{name} has shape {tuple(found[name].shape)}, where the model has {shapes[name]}")
+  more = f"; {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else ""
+  require(
+    not odd,
+    field,
+    str(path),
+    f"is of another model ({'; '.join(odd[:_SHOWN])}{more})",
+    "use the config.model that these weights were trained with, or weights of this model",
+  )
+
+
+def check(path: str, shapes: Mapping[str, tuple[int, ...]], field: str) -> None:
+  """Refuses what `start` could not start from, as far as the header tells.
+
+  Raises:
+    ConfigError: nothing there, unreadable, of another model, or not floats.
+  """
+  found = leaves(path, field)
+  require_fit(path, found, shapes, field)
+  for name, leaf in found.items():
+    require(
+      leaf.dtype in _FLOATS.values(),
+      field,
+      path,
+      f"{name} is of type {leaf.dtype}, must be one of {', '.join(_FLOATS.values())}",
+      "convert the weights (a quantized model is no start for training)",
+    )
+
+
+def start(path: str, shapes: Mapping[str, tuple[int, ...]], field: str) -> dict[str, np.ndarray]:
+  """Weights to start a run from: name -> f32 array, in the order of `shapes`.
+
+  Raises:
+    ConfigError: as `check`, or a value is not finite in f32.
+  """
+  check(path, shapes, field)
+  loaded = load(path, field)
+  params = {}
+  for name in shapes:
+    with np.errstate(over="ignore"):  # said below
+      params[name] = loaded.pop(name).astype(np.float32, copy=False)
+    bad = params[name].size - int(np.isfinite(params[name]).sum())
+    require(
+      not bad,
+      field,
+      path,
+      f"{name} has {bad} values that are not finite in float32",
+      "use weights from before they diverged",
+    )
+  return params
+
+
+def _file_leaf(header: Any) -> Leaf:
+  dtype = header.get_dtype()
+  return Leaf(tuple(header.get_shape()), _FLOATS.get(dtype, dtype))
+
+
+def _orbax_tree(target: epath.Path) -> Any:
+  """The checkpoint's tree with shapes and dtypes at the leaves."""
+  with ocp.StandardCheckpointer() as checkpointer:
+    tree = getattr(checkpointer.metadata(target).item_metadata, "tree", None)
+  if tree is None:
+    raise ValueError("no plain Orbax checkpoint of one tree")
+  return tree
+
+
+def _flat(tree: Any) -> dict[str, Any]:
+  flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+  return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in flat}
+
+
+@contextlib.contextmanager
+def _reading(field: str, target: epath.Path) -> Iterator[None]:
+  """Says what cannot be read; Orbax and object stores raise anything."""
+  try:
+    yield
+  except ConfigError:
+    raise
+  except Exception as error:
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    raise ConfigError(
+      f"{field} = {str(target)!r}: cannot be read ({text[:300]})."
+      " Fix: name a whole .safetensors file or plain Orbax checkpoint, or the workdir of a run."
+    ) from error

@@ -1,0 +1,439 @@
+"""Every section of a run's settings: what is trained, where, how it is exchanged, how long."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ddiloco.checks import build, is_number, not_negative, one_of, positive, require, share
+
+# --- What is trained, on what and how: model, data, inner and outer optimizer
+# Model, data and inner optimizer may be the user's own (`ddiloco/custom.py`): a section's `custom`
+# names a function that is called with the section, whose `options` are for it alone.
+
+CUSTOM = re.compile(r"(?P<where>.+\.py|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)")
+
+
+def _options() -> Any:
+  """Free names. Equal sections have equal options; a hash need not know them."""
+  return dataclasses.field(default_factory=dict, hash=False)
+
+
+def _check_custom(section: str, config: Any) -> None:
+  require(
+    not config.custom or CUSTOM.fullmatch(config.custom) is not None,
+    f"{section}.custom",
+    config.custom,
+    f"must name a function that makes the {section}, as FILE.py:NAME or PACKAGE.MODULE:NAME",
+    f"for example 'examples/own_model.py:{section}'; '' is ddiloco's own",
+  )
+  require(
+    bool(config.custom) or not config.options,
+    f"{section}.options",
+    config.options,
+    f"are for {section}.custom alone, which is empty",
+    f"set {section}.custom, or drop them",
+  )
+  try:
+    same = json.loads(json.dumps(config.options)) == config.options
+  except (TypeError, ValueError):
+    same = False
+  require(
+    same,
+    f"{section}.options",
+    config.options,
+    "must be what JSON can say: texts, numbers, true or false, lists (no tuples) and mappings",
+    "write them so; the run's config.json has them for all its roles",
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+  """A decoder-only transformer; `configs/dense.py` and `configs/moe.py` hold presets to 12B.
+
+  With `custom` the model is the user's own, and the other fields mean what it makes of them.
+  """
+
+  custom: str = ""  # FILE.py:NAME or PACKAGE.MODULE:NAME of a function: ModelConfig -> models.Model
+  options: Mapping[str, Any] = _options()  # for `custom`
+  vocab_size: int = 256  # at least the tokenizer's; bytes need 256
+  num_layers: int = 4
+  model_dim: int = 64  # D
+  num_heads: int = 4  # H, query heads
+  num_kv_heads: int = 2  # K, shared by groups of H/K query heads
+  head_dim: int = 16
+  mlp_dim: int = 192  # F, hidden width of the gated MLP (of each expert in a mixture)
+  num_experts: int = 0  # E; 0 is dense
+  experts_per_token: int = 2  # top-k of the router
+  capacity_factor: float = 2.0  # slots of an expert per sequence over its even share
+  load_balance_weight: float = 0.01  # of the auxiliary loss, computed inside one learner only
+  rope_theta: float = 10_000.0
+  norm_epsilon: float = 1e-6
+  compute_dtype: str = "float32"  # of activations and matmuls; parameters stay f32
+  remat: bool = False  # recompute each layer in the backward pass instead of storing it
+
+  def __post_init__(self):
+    _check_custom("model", self)
+    positive("model", self, "vocab_size", "num_layers", "model_dim", "num_heads", "num_kv_heads")
+    positive("model", self, "head_dim", "mlp_dim", "rope_theta", "norm_epsilon")
+    positive("model", self, "capacity_factor")
+    not_negative("model", self, "num_experts", "load_balance_weight")
+    one_of("model", self, "compute_dtype", "float32", "bfloat16")
+    require(
+      self.num_heads % self.num_kv_heads == 0,
+      "model.num_kv_heads",
+      self.num_kv_heads,
+      f"must divide model.num_heads ({self.num_heads})",
+      f"use {math.gcd(self.num_heads, self.num_kv_heads)}",
+    )
+    require(
+      self.head_dim % 2 == 0,
+      "model.head_dim",
+      self.head_dim,
+      "must be even (rotary embedding turns pairs)",
+      f"use {self.head_dim + 1}",
+    )
+    require(
+      not self.num_experts or 1 <= self.experts_per_token <= self.num_experts,
+      "model.experts_per_token",
+      self.experts_per_token,
+      f"must lie between 1 and model.num_experts ({self.num_experts})",
+      "lower it, or set model.num_experts = 0 for a dense model",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+  """Where tokens come from. Every learner reads its own disjoint stream.
+
+  With `custom` batches are the user's own; an example then counts as `sequence_length` tokens of
+  the run's budget (`run.total_tokens`): 1 for images.
+  """
+
+  custom: str = ""  # names a function: DataConfig -> training.data.Source
+  options: Mapping[str, Any] = _options()  # for `custom`
+  source: str = (
+    "stdlib"  # stdlib: this Python's own library; text: files by glob; tokens; synthetic
+  )
+  path: str = ""  # glob for text, file or glob for tokens (.bin)
+  token_dtype: str = "uint16"  # of .bin files: uint16 or uint32
+  tokenizer: str = "bytes"  # bytes, sentencepiece:FILE.model or huggingface:FILE.json
+  sequence_length: int = 128  # T, tokens a sequence predicts
+  heldout_share: float = 0.05  # of the text, fixed, never trained on
+  heldout_sequences: int = 64  # used for one evaluation
+
+  def __post_init__(self):
+    _check_custom("data", self)
+    one_of("data", self, "source", "stdlib", "text", "tokens", "synthetic")
+    one_of("data", self, "token_dtype", "uint16", "uint32")
+    positive("data", self, "sequence_length", "heldout_sequences")
+    require(
+      0 < self.heldout_share < 1,
+      "data.heldout_share",
+      self.heldout_share,
+      "must lie between 0 and 1, so that something is held out and something trained on",
+      "use 0.05",
+    )
+    require(
+      bool(self.path) == (self.source in ("text", "tokens")),
+      "data.path",
+      self.path,
+      f"is needed for sources text and tokens and unused for others (source is {self.source!r})",
+      "set data.path to a glob, or data.source to 'text' or 'tokens'",
+    )
+    kind, _, file = self.tokenizer.partition(":")
+    require(
+      self.tokenizer == "bytes" or (kind in ("sentencepiece", "huggingface") and bool(file)),
+      "data.tokenizer",
+      self.tokenizer,
+      "must be bytes, sentencepiece:FILE or huggingface:FILE",
+      "use 'bytes', which needs no file",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class InnerConfig:
+  """AdamW on one island. The learning rate follows what the run has merged, not own steps.
+
+  With `custom` an optax transform of the user's own takes the place of clipping, Adam and decay;
+  its updates are multiplied by the scheduled learning rate (`optax.sgd(1.0, momentum=0.9)`).
+  """
+
+  custom: str = ""  # names a function: InnerConfig -> optax.GradientTransformation
+  options: Mapping[str, Any] = _options()  # for `custom`
+  learning_rate: float = 8e-3  # islands want a higher one than data-parallel (docs/design.md)
+  warmup_steps: int = 50
+  decay_steps: int = 0  # cosine to the end; 0: derived from run.total_tokens and all islands
+  final_share: float = 0.1  # of learning_rate, at the end of the decay
+  b1: float = 0.9
+  b2: float = 0.95
+  epsilon: float = 1e-8
+  weight_decay: float = 0.1  # on matrices only, not on norms
+  clip_norm: float = 1.0  # global gradient norm; 0 turns clipping off
+  accumulation_steps: int = 1  # micro-batches a step
+
+  def __post_init__(self):
+    _check_custom("inner", self)
+    positive("inner", self, "learning_rate", "epsilon", "accumulation_steps")
+    not_negative("inner", self, "warmup_steps", "decay_steps", "weight_decay", "clip_norm")
+    share("inner", self, "b1", "b2")
+    require(
+      0 <= self.final_share <= 1,
+      "inner.final_share",
+      self.final_share,
+      "must lie in [0, 1]",
+      "use 0.1",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class OuterConfig:
+  """Outer SGD on the merged outer gradient; momentum 0 is plain SGD."""
+
+  learning_rate: float = 1.0
+  momentum: float = 0.0
+  nesterov: bool = True
+
+  def __post_init__(self):
+    positive("outer", self, "learning_rate")
+    share("outer", self, "momentum")
+
+
+# --- Where it is trained: the islands' devices, meshes and batches
+
+
+@dataclasses.dataclass(frozen=True)
+class IslandConfig:
+  """One island: its devices, its mesh and its batch. Islands of one run may all differ."""
+
+  devices: int = 1  # 0: an even share of what JAX sees (a whole slice where devices have slices)
+  data: int = 1  # mesh axes; one may be -1: what the devices leave
+  fsdp: int = -1
+  tensor: int = 1
+  batch_size: int = 8  # B, sequences a step
+  pace_seconds: float = 0.0  # a step lasts at least so long: for islands that share their devices
+  resources: Mapping[str, Any] = dataclasses.field(
+    default_factory=dict
+  )  # what a cluster (Ray) must give this island, e.g. {"TPU": 4}; empty: nothing is reserved
+
+  def __post_init__(self):
+    not_negative("islands", self, "devices", "pace_seconds")
+    positive("islands", self, "batch_size")
+    axes = (self.data, self.fsdp, self.tensor)
+    require(
+      all(a == -1 or a > 0 for a in axes) and axes.count(-1) <= 1,
+      "islands.(data, fsdp, tensor)",
+      axes,
+      "mesh axes must be positive, at most one of them -1",
+      "use data=1, fsdp=-1, tensor=1",
+    )
+    known = math.prod(a for a in axes if a != -1)
+    require(
+      not self.devices or (self.devices % known == 0 if -1 in axes else self.devices == known),
+      "islands.devices",
+      self.devices,
+      f"must match the mesh axes data, fsdp, tensor = {axes}",
+      f"use a multiple of {known}, or other axes",
+    )
+
+  def mesh_shape(self, devices: int) -> tuple[int, int, int]:
+    """(data, fsdp, tensor) for an island that was given `devices` devices."""
+    axes = (self.data, self.fsdp, self.tensor)
+    known = math.prod(a for a in axes if a != -1)
+    data, fsdp, tensor = (devices // known if a == -1 else a for a in axes)
+    require(
+      data * fsdp * tensor == devices,
+      "islands.(data, fsdp, tensor)",
+      axes,
+      f"must multiply to the island's {devices} devices",
+      "set one axis to -1",
+    )
+    return data, fsdp, tensor
+
+  def data_shards(self, devices: int) -> int:
+    """Into how many parts the batch is cut: the data and fsdp axes together."""
+    data, fsdp, _ = self.mesh_shape(devices)
+    return data * fsdp
+
+
+@dataclasses.dataclass(frozen=True)
+class IslandsConfig(IslandConfig):
+  """All islands: common settings, and `overrides` by learner number, e.g. {"2": {"devices": 4}}."""
+
+  num_learners: int = 4  # M; a hint, since learners come and go
+  overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self):
+    super().__post_init__()
+    positive("islands", self, "num_learners")
+    for key, fields in self.overrides.items():
+      require(
+        is_number(key),
+        "islands.overrides",
+        key,
+        "keys are learner numbers, also of those that join later",
+        "rename the key, e.g. '2'",
+      )
+      build(IslandConfig, fields, f"islands.overrides.{key}")  # names and types
+      self.island(int(key))  # and together with the common settings
+
+  def island(self, learner: int) -> IslandConfig:
+    """The settings of one learner's island."""
+    common = {f.name: getattr(self, f.name) for f in dataclasses.fields(IslandConfig)}
+    return IslandConfig(**{**common, **self.overrides.get(str(learner), {})})
+
+
+# --- How islands exchange what they learn: the protocol, and the network that carries it
+
+
+@dataclasses.dataclass(frozen=True)
+class SyncConfig:
+  """The protocol. Symbols of the paper in brackets; docs/design.md says what was measured."""
+
+  num_shards: int = 2  # syncer shards; 0: nobody syncs, every island trains alone
+  num_fragments: int = 8  # P
+  fragmentation: str = "balanced"  # balanced, layer, tensor or strided
+  max_rows: int = (
+    0  # embeddings with more rows are split into pieces of at most this many; 0: never
+  )
+  sync_period: int = 24  # H: inner steps between two syncs of the same fragment
+  overlap_steps: int = 2  # tau: steps a sync may take without anybody noticing
+  min_quorum: int = 1  # K
+  grace_safety: float = 0.9  # gamma: share of the slack that waiting for more learners may use
+  blocking: bool = False  # True: lock-step (DiLoCo, Streaming DiLoCo); learners then do wait
+  apply: str = "rebase"  # overwrite (the paper), mix (Streaming), rebase (no work is lost)
+  mix_alpha: float = 0.5  # share of the local value that `mix` keeps
+  merge: str = "rda"  # rda or average
+  average_embeddings: bool = True  # embeddings are averaged also under rda
+  push_codec: str = "f32"  # learner to shard: f32, bf16, int8 or int4
+  publish_codec: str = "f32"  # shard to learner; a lossy one sends the update, never raw values
+  error_feedback: bool = False  # learners add what rounding lost to their next push
+  liveness_steps: float = 10.0  # silent for so many of its own steps: not available ...
+  liveness_seconds: float = 2.0  # ... but never sooner than this
+  max_norm_ratio: float = 10.0  # an update so much longer than others' and its own past is rejected
+  quarantine_after: int = 3  # rejections in a row until a learner must rejoin
+  snapshot_steps: int = 200  # of the run's clock between two snapshots of the whole run; 0: never
+
+  def __post_init__(self):
+    not_negative("sync", self, "num_shards", "overlap_steps", "max_rows", "snapshot_steps")
+    positive("sync", self, "num_fragments", "sync_period", "min_quorum", "liveness_steps")
+    positive("sync", self, "liveness_seconds", "quarantine_after")
+    one_of("sync", self, "fragmentation", "balanced", "layer", "tensor", "strided")
+    one_of("sync", self, "apply", "overwrite", "mix", "rebase")
+    one_of("sync", self, "merge", "rda", "average")
+    one_of("sync", self, "push_codec", "f32", "bf16", "int8", "int4")
+    one_of("sync", self, "publish_codec", "f32", "bf16", "int8", "int4")
+    share("sync", self, "grace_safety")
+    require(
+      0 <= self.mix_alpha <= 1, "sync.mix_alpha", self.mix_alpha, "must lie in [0, 1]", "use 0.5"
+    )
+    require(
+      self.max_norm_ratio > 1,
+      "sync.max_norm_ratio",
+      self.max_norm_ratio,
+      "must be greater than 1",
+      "use 10",
+    )
+    require(
+      self.num_shards <= self.num_fragments,
+      "sync.num_shards",
+      self.num_shards,
+      f"must not exceed sync.num_fragments ({self.num_fragments}): a shard owns whole fragments",
+      f"use at most {self.num_fragments}",
+    )
+    require(
+      self.overlap_steps < self.sync_period,
+      "sync.overlap_steps",
+      self.overlap_steps,
+      f"must be smaller than sync.sync_period ({self.sync_period})",
+      f"use at most {self.sync_period - 1}",
+    )
+    require(
+      not (self.error_feedback and self.apply == "rebase"),
+      "sync.error_feedback",
+      True,
+      "is built into apply = 'rebase' (the rounding error stays local and goes out next time)",
+      "set it to False, or apply to 'overwrite' or 'mix'",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class NetworkConfig:
+  """How messages travel between processes. Every timeout grows with what is measured."""
+
+  streams: int = 2  # TCP connections per learner and shard that fragments are spread over
+  chunk_bytes: int = 1 << 20  # fragments travel in pieces of this size
+  window_bytes: int = 64 << 20  # under way to one peer; at least bandwidth x round trip
+  queue_bytes: int = 0  # of fragments waiting for or from one peer; 0: three models in f32
+  hello_seconds: float = 0.5  # between two attempts to reach a peer, doubling to 16 times this
+  patience_seconds: float = 2.0  # least wait until an unanswered chunk is sent again
+  silence_seconds: float = 30.0  # what waits for a peer that is silent for so long is dropped
+  give_up_seconds: float = 600.0  # a learner that reaches no shard for so long ends, with an error
+  drain_seconds: float = 25.0  # a role that is told to end takes at most this long to lose nothing
+
+  def __post_init__(self):
+    positive("network", self, "streams", "chunk_bytes", "window_bytes", "hello_seconds")
+    positive("network", self, "patience_seconds", "silence_seconds", "give_up_seconds")
+    not_negative("network", self, "queue_bytes", "drain_seconds")
+    require(
+      4096 <= self.chunk_bytes <= 1 << 30,
+      "network.chunk_bytes",
+      self.chunk_bytes,
+      "must lie between 4 KiB and 1 GiB",
+      f"use {1 << 20}",
+    )
+    require(
+      self.window_bytes >= self.chunk_bytes,
+      "network.window_bytes",
+      self.window_bytes,
+      f"must hold at least one chunk (network.chunk_bytes = {self.chunk_bytes})",
+      f"use {16 * self.chunk_bytes}",
+    )
+
+
+# --- How long a run is and what it leaves
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+  """How long, how often to look, and what to leave behind."""
+
+  total_tokens: int = 4_000_000  # merged into the global model; the run ends there
+  init_from: str = ""  # weights to start from, else random: .safetensors, Orbax or a run's workdir
+  evaluations: int = 20  # of the global model on the held-out split, over the run; 0: none
+  compare_alone: bool = False  # afterwards train every island alone on as many of its own steps
+  prompt: str = "def "  # of the sample that is printed at the end
+  sample_tokens: int = 160
+  # A role that dies comes back after restart_seconds, doubled with every death in a row, up to a
+  # minute; after more than max_restarts in a row it is given up. A healthy while ends the row
+  # (protocol/supervisor.py), and planned faults do not count.
+  restart_seconds: float = 1.0
+  max_restarts: int = 5
+
+  def __post_init__(self):
+    positive("run", self, "total_tokens")
+    not_negative("run", self, "evaluations", "sample_tokens", "restart_seconds", "max_restarts")
+
+
+# --- What outlives a process: where snapshots go, and how a learner that comes back goes on
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+  """Snapshots of the whole run; `sync.snapshot_steps` says how often."""
+
+  path: str = ""  # folder that all roles reach, also gs://...; empty: WORKDIR/checkpoints
+  keep: int = 2  # committed snapshots; older ones are deleted
+  patience_seconds: float = 60.0  # a snapshot waits for a learner's part, then goes without it
+  rejoin: str = "own"  # inner optimizer of a learner that comes back: own, peer or fresh
+  warmup_steps: int = 20  # of the learning rate, for one that comes into a run with fresh moments
+  donor_seconds: float = 10.0  # that rejoin = peer waits for another learner's moments
+
+  def __post_init__(self):
+    positive("checkpoint", self, "keep", "patience_seconds")
+    not_negative("checkpoint", self, "warmup_steps", "donor_seconds")
+    one_of("checkpoint", self, "rejoin", "own", "peer", "fresh")

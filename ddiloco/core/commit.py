@@ -1,0 +1,160 @@
+"""One commit: pushes in, a fragment's new value out. The shards' arithmetic, which replay shares.
+
+What needs one push only (norms, dot products) is done when the push arrives; only `commit` is in a
+round's latency. Sums run over learners in ascending order, so that a commit is bitwise reproducible
+whatever order pushes arrived in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Protocol
+
+import numpy as np
+
+from ddiloco.config import Config
+from ddiloco.core import codec, merge, outer
+from ddiloco.core.fragments import Fragment
+from ddiloco.protocol import beliefs
+from ddiloco.protocol.actions import Commit
+from ddiloco.protocol.syncer_state import FragmentState
+
+# --- Committed fragments, and where they live, so that they outlive the shard's incarnation
+
+
+@dataclasses.dataclass(frozen=True)
+class Committed:
+  """One fragment after its newest commit. Vectors are flat f32 [size] and never written again."""
+
+  state: FragmentState  # version, merged tokens, who took part; no round under way
+  value: np.ndarray  # the global value
+  view: np.ndarray  # what learners were sent: `value`, or what a lossy publish codec made of it
+  momentum: np.ndarray | None  # of the outer optimizer, None without
+  momentum_round: int = -1  # that made the momentum; an older one if only the value was given back
+
+
+class FragmentStore(Protocol):
+  """Keeps the newest commit of every fragment; replaced as a whole, never half."""
+
+  def load(self, fragment: int) -> Committed | None: ...
+
+  def save(self, committed: Committed) -> None: ...
+
+
+class MemoryStore:
+  """Lives as long as the process: enough for roles that are threads of it."""
+
+  def __init__(self) -> None:
+    self._fragments: dict[int, Committed] = {}  # one operation on a dict is never half done
+
+  def load(self, fragment: int) -> Committed | None:
+    return self._fragments.get(fragment)
+
+  def save(self, committed: Committed) -> None:
+    self._fragments[committed.state.index] = committed
+
+
+def new_fragment(fragment: Fragment, value: np.ndarray) -> Committed:
+  """Version 0 of a fragment: its initial value, before any round."""
+  return Committed(FragmentState(fragment.index), value, value, None)
+
+
+Update = tuple[str, np.ndarray]  # codec, payload: from the view before to the new one
+
+
+FEWEST_COMPARED = 4096  # values; cosines of random directions are below 0.02 then
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+  """Of one push, beside those that arrived before it in its round."""
+
+  squares: np.ndarray  # f64 [pieces], `merge.squared_norms`
+  row: np.ndarray  # f64 [pieces, M], `merge.products`
+
+  @property
+  def norm(self) -> float:
+    """Of the whole push."""
+    return math.sqrt(float(self.squares.sum()))
+
+
+class Arrivals:
+  """The outer gradients of one round so far, in order of arrival."""
+
+  def __init__(self, fragment: Fragment, round: int):
+    self.round = round
+    self.learners: list[int] = []
+    self.deltas: list[np.ndarray] = []
+    self.gram = merge.empty_gram(fragment)  # f64 [pieces, M, M]
+    self._fragment = fragment
+
+  def measure(self, delta: np.ndarray) -> Measured:
+    """What the round, the screening and the merge need to know of one more push [size] f32."""
+    squares = merge.squared_norms(self._fragment, delta)
+    return Measured(squares, merge.products(self._fragment, self.deltas, delta))
+
+  def add(self, learner: int, delta: np.ndarray, measured: Measured) -> None:
+    """One more push, and what `measure` says of it."""
+    self.gram = merge.extend_gram(self.gram, measured.row, measured.squares)
+    self.learners.append(learner)
+    self.deltas.append(delta)
+
+  def products(self, learner: int, measured: Measured) -> dict[int, float]:
+    """Inner products with the other learners' pushes and with itself, over all compared pieces.
+
+    None where there are so few values that directions are chance.
+    """
+    compared = merge.compared_pieces(self._fragment)
+    if sum(self._fragment.pieces[i].size for i in compared) < FEWEST_COMPARED:
+      return {}
+    row = measured.row[compared].sum(axis=0)
+    found = {m: float(product) for m, product in zip(self.learners, row)}
+    return {**found, learner: float(measured.squares[compared].sum())}
+
+
+def commit(
+  fragment: Fragment, old: Committed, arrivals: Arrivals, what: Commit, config: Config
+) -> tuple[Committed, Update | None, np.ndarray]:
+  """The fragment after the outer step on the merged pushes of `what.learners`.
+
+  Returns:
+    (the new value; its state lacks the counters, which are the protocol's; the update as learners
+    get it, None if they get values whole; the learners' weights [M]).
+  """
+  order = [arrivals.learners.index(m) for m in what.learners]
+  weights = learner_weights(what, config)
+  factors = merge.coefficients(fragment, merge.select_gram(arrivals.gram, order), weights)
+  deltas = [arrivals.deltas[i] for i in order]
+  momentum = outer.init(fragment.size, config.outer)
+  if momentum is not None and old.momentum is not None:
+    momentum[:] = old.momentum  # updated in place below, and the old one may be on its way to disk
+  value = merge.commit(fragment, old.value, momentum, deltas, factors, config.outer)
+  view, update = _published(fragment, old.view, value, config.sync.publish_codec)
+  state = FragmentState(fragment.index, what.version, last_round=what.round)
+  return Committed(state, value, view, momentum, what.round), update, weights
+
+
+def learner_weights(what: Commit, config: Config) -> np.ndarray:
+  """Weights [M] f64 of the learners of a commit, bounded whatever they claim.
+
+  Stale work weighs less than its steps and tokens say (`beliefs.worth_steps`), and no learner has
+  more than its share (`merge.bounded_shares`).
+  """
+  steps = [beliefs.worth_steps(s, config.sync) for s in what.steps]
+  tokens = [t if s == c else t * c / s for t, s, c in zip(what.tokens, what.steps, steps)]
+  step_tokens = [config.tokens_per_step(m) for m in what.learners]
+  return merge.bounded_shares(merge.token_weights(steps, tokens), step_tokens)
+
+
+def _published(
+  fragment: Fragment, view: np.ndarray, value: np.ndarray, name: str
+) -> tuple[np.ndarray, Update | None]:
+  """What learners will have: `value`, or with a lossy codec what its rounded update makes of it.
+
+  Rounding errors do not add up: the next update is taken from what learners really have.
+  """
+  if name == "f32":
+    return value, None
+  payload = codec.encode(value - view, name)
+  return view + codec.decode(payload, fragment.size, name), (name, payload)

@@ -1,0 +1,269 @@
+"""The user's own model, data and inner optimizer, found by the name that the config has for them.
+
+`model.custom = "examples/own_model.py:model"` names a function. Every process of a run, and a later
+replay of it, calls it with the same section of the config; so a run is its config, whichever engine
+places its roles, and nothing of the user's is pickled or sent. All roles must have the same source
+text: its digest is part of the run's contract. It may import JAX, but makes no array at its top:
+the process is not ready for devices yet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from ddiloco.config import Config, ConfigError, InnerConfig, ModelConfig
+
+if TYPE_CHECKING:
+  import optax
+
+  from ddiloco.models.model import Model
+
+SECTIONS = ("model", "data", "inner")  # of a config, those that have `custom`
+
+
+# --- A model and an optimizer of the config, ddiloco's own or the user's
+
+
+@functools.cache
+def load_model(config: ModelConfig) -> Model:
+  """The model that `config` means, checked against `models.model.Model`.
+
+  Raises:
+    ConfigError: the user's own cannot be made, or does not fit the protocol.
+  """
+  from ddiloco.models import transformer
+  from ddiloco.models.model import Model
+
+  if not config.custom:
+    return transformer.language_model(config)
+  model = make("model", config)
+  wanted = [name for name in vars(Model) if not name.startswith("_")]
+  refuse_missing("model", config.custom, model, wanted, "ddiloco.models.model.Model")
+  shapes = _called("model", config.custom, "shapes()", model.shapes)
+  axes = _called("model", config.custom, "logical_axes()", model.logical_axes)
+  for name, leaf in shapes.items():
+    if str(leaf.dtype) != "float32":
+      raise _unfit("model", config.custom, f"parameter {name} is {leaf.dtype}, must be float32")
+    if len(axes.get(name, ())) != len(leaf.shape):
+      text = f"parameter {name} has shape {tuple(leaf.shape)}, and axes {axes.get(name)}"
+      raise _unfit("model", config.custom, f"{text}: there must be a name or None for each")
+  if not shapes or axes.keys() != shapes.keys():
+    raise _unfit("model", config.custom, "shapes() and logical_axes() must name the same, not none")
+  return model
+
+
+def check(config: Config) -> None:
+  """Refuses a custom model or optimizer that does not give what it must; touches no device.
+
+  Raises:
+    ConfigError: names the function, what it gave and what it must give.
+  """
+  if config.model.custom:
+    _check_model(config)
+  if config.inner.custom:
+    _check_optimizer(config)
+
+
+def _check_model(config: Config) -> None:
+  import jax
+
+  text, model = config.model.custom, load_model(config.model)
+  shapes, batch = model.shapes(), _inputs(config, 2)
+  key = jax.eval_shape(lambda: jax.random.key(0))
+  made = _called("model", text, "init()", lambda: jax.eval_shape(model.init, key))
+  if (given := _kinds(made)) != (wanted := _kinds(shapes)):
+    raise _unfit("model", text, f"init() gives {given}, must give what shapes() says: {wanted}")
+
+  def loss() -> dict[str, Any]:
+    total, metrics = jax.eval_shape(model.loss, shapes, batch)
+    return {"what is minimised": total, **metrics}
+
+  def evaluate() -> dict[str, Any]:
+    return dict(jax.eval_shape(model.evaluate, shapes, batch))
+
+  reported = _called("model", text, "loss()", loss)
+  if odd := sorted(reported.keys() - {"what is minimised", "loss", "load_balance"}):
+    raise _unfit("model", text, f"loss() also reports {odd}; evaluate() is the place")
+  measured = _called("model", text, "evaluate()", evaluate)
+  for where, found in (("loss()", reported), ("evaluate()", measured)):
+    for name, value in {"loss": None, **found}.items():
+      if value is None or value.shape or str(value.dtype) != "float32":
+        raise _unfit("model", text, f"{where} gives {name} = {value}, must give a float32 scalar")
+
+
+def _check_optimizer(config: Config) -> None:
+  import jax
+
+  transform, shapes = load_optimizer(config.inner), load_model(config.model).shapes()
+
+  def update() -> Any:
+    return jax.eval_shape(transform.update, shapes, jax.eval_shape(transform.init, shapes), shapes)
+
+  updates, _ = _called("inner", config.inner.custom, "init() or update()", update)
+  if (given := _kinds(updates)) != (wanted := _kinds(shapes)):
+    text = f"update() gives {given}, must give an update of every parameter: {wanted}"
+    raise _unfit("inner", config.inner.custom, text)
+
+
+def _kinds(arrays: Any) -> Any:
+  return {name: f"{value.dtype}{list(value.shape)}" for name, value in arrays.items()}
+
+
+def _inputs(config: Config, batch_size: int) -> Any:
+  import jax
+
+  model, length = load_model(config.model), config.data.sequence_length
+  inputs = _called(
+    "model", config.model.custom, "inputs()", lambda: model.inputs(batch_size, length)
+  )
+  for leaf in jax.tree.leaves(inputs):
+    if leaf.shape[:1] != (batch_size,):
+      text = f"inputs({batch_size}, ...) has an array of shape {leaf.shape}"
+      raise _unfit("model", config.model.custom, f"{text}: its first axis must be the batch")
+  return inputs
+
+
+def load_optimizer(config: InnerConfig) -> optax.GradientTransformation:
+  """The user's own optax transform; only where `config.custom` names one.
+
+  Raises:
+    ConfigError: it cannot be made, or is no optax transform.
+  """
+  made = make("inner", config)
+  refuse_missing("inner", config.custom, made, ("init", "update"), "optax.GradientTransformation")
+  return made
+
+
+# --- Names, and what they stand for
+
+
+def make(section: str, config: Any) -> Any:
+  """What the function that `config.custom` names makes of `config`.
+
+  Args:
+    section: "model", "data" or "inner".
+    config: that section.
+
+  Raises:
+    ConfigError: there is no such file, module or function, or it fails.
+  """
+  where, _, name = config.custom.rpartition(":")
+  module = _called(section, config.custom, where, lambda: _import(section, config.custom))
+  factory = getattr(module, name, None)
+  if not callable(factory):
+    known = [each for each in vars(module) if callable(getattr(module, each)) and each[0] != "_"]
+    raise ConfigError(
+      f"{section}.custom = {config.custom!r}: {where} has no function {name!r}. Fix: name one of"
+      f" its functions ({', '.join(known) or 'there are none'})."
+    )
+  return _called(section, config.custom, f"{name}()", lambda: factory(config))
+
+
+def refuse_missing(
+  section: str, text: str, made: Any, names: tuple[str, ...] | list[str], protocol: str
+) -> None:
+  """Refuses what lacks methods of the protocol.
+
+  Raises:
+    ConfigError: names them.
+  """
+  missing = [name for name in names if not callable(getattr(made, name, None))]
+  if missing:
+    what = f"it made a {type(made).__name__}, which has no {', '.join(missing)}"
+    raise _unfit(section, text, f"{what}; every {protocol} has")
+
+
+def identity(config: Any) -> list[str]:
+  """What all roles of a run must agree on: [function, digest of its source]; [] without any.
+
+  Where the file lies is each machine's own affair.
+
+  Raises:
+    ConfigError: the source is not there.
+  """
+  if not config.custom:
+    return []
+  where, _, name = config.custom.rpartition(":")
+  section = type(config).__name__.removesuffix("Config").lower()
+  source = _source(section, config.custom)
+  return [name, hashlib.sha256(source.read_bytes()).hexdigest()[:16] if source else where]
+
+
+def absolute(config: Config) -> Config:
+  """The config with every FILE.py in it absolute, as processes elsewhere would name it."""
+  changed = {}
+  for section in SECTIONS:
+    values = getattr(config, section)
+    where, _, name = values.custom.rpartition(":")
+    if where.endswith(".py") and not os.path.isabs(where):
+      changed[section] = dataclasses.replace(values, custom=f"{os.path.abspath(where)}:{name}")
+  return dataclasses.replace(config, **changed) if changed else config
+
+
+def _source(section: str, text: str) -> Path | None:
+  """The file that the name is looked up in; None for a module that is none."""
+  where = text.rpartition(":")[0]
+  if not where.endswith(".py"):
+    found = _called(section, text, where, lambda: importlib.util.find_spec(where))
+    return Path(found.origin) if found and found.origin and found.has_location else None
+  path = Path(os.path.abspath(where))
+  if not path.is_file():
+    raise ConfigError(
+      f"{section}.custom = {text!r}: {path} is no file. Fix: name a Python file that every process"
+      " of the run can read, or a module that is installed wherever they run."
+    )
+  return path
+
+
+def _import(section: str, text: str) -> ModuleType:
+  """The module; a file is run once in a process, whatever it is named by."""
+  where = text.rpartition(":")[0]
+  if not where.endswith(".py"):
+    return importlib.import_module(where)
+  path = _source(section, text)
+  assert path is not None
+  name = f"_ddiloco_custom_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
+  if name not in sys.modules:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+      spec.loader.exec_module(module)
+    except BaseException:
+      del sys.modules[name]
+      raise
+  return sys.modules[name]
+
+
+def _called(section: str, text: str, what: str, call: Callable[[], Any]) -> Any:
+  """What `call` gives; the user's program may raise anything."""
+  try:
+    return call()
+  except ConfigError:
+    raise
+  except Exception as error:
+    where = text.rpartition(":")[0]
+    home = getattr(sys.modules.get(where), "__file__", None) or os.path.abspath(where)
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = ([each for each in frames if each.filename == home] or frames)[-1]
+    raise ConfigError(
+      f"{section}.custom = {text!r}: {what} fails at {frame.filename}, line {frame.lineno}"
+      f" ({type(error).__name__}: {error}). Fix: correct it there, or the name."
+    ) from error
+
+
+def _unfit(section: str, text: str, rule: str) -> ConfigError:
+  return ConfigError(
+    f"{section}.custom = {text!r}: {rule}. Fix: see examples/own_model.py, which has all of it."
+  )

@@ -1,0 +1,1 @@
+"""Mission control: one page about a run, from its workdir alone."""

@@ -1,0 +1,164 @@
+// Polls api/status about once a second and shows it; says when the run is over or the server gone.
+
+import { byId, clock, compact, percent, say } from "./format.js";
+import { drawChart, listen } from "./chart.js";
+import { drawPanels } from "./panels.js";
+import { listenForFaults, showFaults } from "./faults.js";
+
+const DELAY_MS = { empty: 1000, starting: 1000, running: 1000, silent: 5000, over: 5000 };
+const PATIENCE_MS = 8000,
+  HIDDEN_MS = 5000,
+  LONGEST_MS = 10000,
+  KEY = "ddiloco-token";
+const PILL = {
+  empty: "nothing known yet",
+  starting: "starting",
+  running: "running",
+  silent: "silent",
+  over: "over",
+  gone: "server gone",
+};
+let last = null; // {status, at}
+let failures = 0;
+
+// --- the token: once in the url, then kept by this tab ------------------------------------------
+
+const query = new URLSearchParams(location.search);
+if (query.has("token")) {
+  sessionStorage.setItem(KEY, query.get("token"));
+  query.delete("token");
+  history.replaceState(
+    null,
+    "",
+    location.pathname + (query.size ? `?${query}` : "") + location.hash,
+  );
+}
+
+export function authorized(headers = {}) {
+  const token = sessionStorage.getItem(KEY);
+  return token ? { ...headers, Authorization: `Bearer ${token}` } : headers;
+}
+
+function askForToken() {
+  byId("token-wrong").hidden = !sessionStorage.getItem(KEY);
+  byId("token-form").hidden = false;
+  byId("main").hidden = true;
+  banner("");
+  byId("phase").textContent = "locked";
+  byId("token").focus();
+}
+
+byId("token-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  sessionStorage.setItem(KEY, byId("token").value.trim());
+  byId("token-form").hidden = true;
+  poll();
+});
+
+// --- polling ------------------------------------------------------------------------------------
+
+async function poll() {
+  let delay;
+  try {
+    const answer = await fetch("api/status", {
+      headers: authorized(),
+      cache: "no-store",
+      signal: AbortSignal.timeout(PATIENCE_MS),
+    });
+    if (answer.status === 401) return askForToken();
+    if (!answer.ok) throw new Error(`it answered ${answer.status}`);
+    last = { status: await answer.json(), at: new Date() };
+    failures = 0;
+    delay = DELAY_MS[last.status.phase] ?? 1000;
+  } catch {
+    failures += 1;
+    delay = Math.min(LONGEST_MS, 1000 * 2 ** Math.min(failures - 1, 4));
+  }
+  show();
+  setTimeout(poll, document.hidden ? Math.max(delay, HIDDEN_MS) : delay);
+}
+
+function show() {
+  const gone = failures > 1 || (failures && !last);
+  const phase = gone ? "gone" : (last?.status.phase ?? "loading");
+  document.body.dataset.phase = phase;
+  byId("phase").textContent = PILL[phase] ?? phase;
+  if (gone) banner(goneText(), "bad");
+  else if (last) banner(...message(last.status));
+  if (last && !failures) draw(last.status);
+}
+
+function goneText() {
+  const since = last ? `since ${last.at.toLocaleTimeString()}. What you see is from then` : "";
+  const over = last?.status.phase === "over";
+  const hint = over
+    ? "The run was over; `ddiloco dashboard --workdir=…` shows it again."
+    : "The run itself may well go on; this page tries again by itself.";
+  return `The server does not answer ${since}. ${hint}`.replace(" .", ".");
+}
+
+function message(status) {
+  const odd = status.odd_events
+    ? ` ${compact(status.odd_events)} events of its log could not be read.`
+    : "";
+  if (status.phase === "running") return [((status.solo ?? "") + odd).trim(), "warn"];
+  const tone = status.phase === "silent" || /failed/.test(status.text) ? "warn" : "plain";
+  return [status.text + odd, tone];
+}
+
+function banner(text, tone = "plain") {
+  const node = byId("banner");
+  node.hidden = !text;
+  node.dataset.tone = tone;
+  if (node.textContent !== text) node.textContent = text;
+}
+
+// --- drawing ------------------------------------------------------------------------------------
+
+function draw(status) {
+  document.title = `${percent(status.progress)} ${status.name} · ddiloco`;
+  byId("name").textContent = status.name;
+  const empty = status.phase === "empty";
+  byId("main").hidden = empty;
+  byId("progress").hidden = empty || !status.total_tokens;
+  for (const id of ["as-json", "as-metrics"])
+    byId(id).hidden = Boolean(sessionStorage.getItem(KEY)); // a link sends no token
+  say("as-of", `As of ${last.at.toLocaleTimeString()}.`);
+  if (empty) return say("elapsed", "");
+  const left = status.seconds_left === null ? "" : ` · about ${clock(status.seconds_left)} left`;
+  say("elapsed", `${clock(status.seconds)} ${status.phase === "over" ? "long" : "elapsed"}${left}`);
+  const verb = status.merging ? "merged" : "trained";
+  say(
+    "tokens",
+    `${percent(status.progress)} · ${compact(status.tokens_done)} of ${compact(status.total_tokens)} tokens ${verb}`,
+  );
+  const track = document.querySelector(".track");
+  track.setAttribute("aria-valuenow", Math.round(100 * status.progress));
+  track.firstElementChild.style.width = percent(status.progress, 1);
+  drawChart(status);
+  drawPanels(status);
+  showFaults(status);
+}
+
+// --- light and dark -----------------------------------------------------------------------------
+
+const THEMES = ["system", "light", "dark"];
+
+function theme(name) {
+  document.documentElement.dataset.theme = name;
+  byId("theme").textContent = `Theme: ${name}`;
+  localStorage.setItem("ddiloco-theme", name);
+}
+
+byId("theme").addEventListener("click", () =>
+  theme(THEMES[(THEMES.indexOf(document.documentElement.dataset.theme) + 1) % 3]),
+);
+theme(
+  THEMES.includes(localStorage.getItem("ddiloco-theme"))
+    ? localStorage.getItem("ddiloco-theme")
+    : "system",
+);
+
+listen();
+listenForFaults(authorized);
+poll();

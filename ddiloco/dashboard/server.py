@@ -1,0 +1,359 @@
+"""Mission control: one page about a run, from its workdir alone, while it runs and afterwards.
+
+  /             the page (hand-written, nothing from elsewhere)
+  /api/status   all it shows, as JSON
+  /metrics      its numbers, for Prometheus
+  /healthz      200 while the log is being followed, else 503
+  /api/fault    POST: injects a fault, where that was allowed
+
+The log is followed by one thread and requests are answered by others, none of them a role's. Off
+loopback a token is needed, as "Authorization: Bearer TOKEN" or "?token=TOKEN"; the page's own files
+and /healthz say nothing of the run and need none. There is no TLS: leave the machine through an ssh
+tunnel or a proxy that has it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hmac
+import importlib.resources
+import itertools
+import json
+import re
+import secrets
+import threading
+import time
+import urllib.parse
+from pathlib import Path
+from typing import Any
+
+from ddiloco.chaos.requests import ask_for
+from ddiloco.config import Config, ConfigError, Fault
+from ddiloco.dashboard.prometheus import KIND, exposition
+from ddiloco.dashboard.status import status as run_status
+from ddiloco.network.keys import is_loopback
+from ddiloco.network.webserver import Answer, Health, Request, WebServer, parse_address
+from ddiloco.observe.eventlog import Follower
+from ddiloco.observe.guards import ended
+from ddiloco.observe.run_state import RunState
+from ddiloco.workdir import OUTCOME, STARTED, saved_config
+
+# --- Who may ask the dashboard what: host, token, origin. Pure functions of a request
+
+LEAST_TOKEN = 16  # characters of a token that may leave the machine
+MOST = 1e15  # of any number in a fault
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
+_NUMBERS = ("seconds", "factor", "share", "delay_seconds", "bits_per_second")
+
+
+class Refused(Exception):
+  """A request that is not answered; `answer` says why, in plain words."""
+
+  def __init__(self, code: int, text: str, **headers: str):
+    super().__init__(text)
+    self.answer = Answer(code, text + "\n", headers=headers)
+
+
+def check_token(token: str, host: str, flag: str) -> None:
+  """Refuses an address beyond this machine without a token, and tokens that are easy to guess.
+
+  Raises:
+    ConfigError: naming the flag, the rule and the fix.
+  """
+  make = "--token=$(python3 -c 'import secrets; print(secrets.token_urlsafe())')"
+  if not token and not is_loopback(host):
+    raise ConfigError(
+      f"{flag}: {host} can be reached from other machines, which needs a token. Fix: add {make},"
+      " or stay on 127.0.0.1."
+    )
+  good = len(token) >= LEAST_TOKEN and token.isascii() and token.isprintable()
+  if token and not (good and " " not in token):
+    raise ConfigError(
+      f"--token: must be at least {LEAST_TOKEN} ASCII characters without blanks. Fix: use {make}."
+    )
+
+
+def require_host(request: Request, loopback: bool) -> str:
+  """The request's Host; Refused unless there is one, and on loopback names this machine.
+
+  A page elsewhere can make a browser ask 127.0.0.1 under the page's own name (DNS rebinding).
+  """
+  hosts = request.headers.get_all("Host", [])
+  match = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
+  if match is None:
+    raise Refused(400, "one valid Host header is needed")
+  if loopback and not is_loopback(match[1]):
+    raise Refused(421, "this server only answers to localhost")
+  return hosts[0]
+
+
+def require_token(request: Request, token: str, in_url: bool = True) -> None:
+  """Refused unless the request has the token: "Authorization: Bearer", or ?token= if `in_url`."""
+  if not token:
+    return
+  kind, _, given = str(request.headers.get("Authorization", "")).partition(" ")
+  if kind.lower() != "bearer":
+    try:
+      values = urllib.parse.parse_qs(request.query, max_num_fields=8) if in_url else {}
+    except ValueError as error:
+      raise Refused(400, "that is no query") from error
+    given = values.get("token", [""])[0]
+  if not hmac.compare_digest(given.strip().encode("utf-8", "replace"), token.encode()):
+    text = "a token is needed: Authorization: Bearer TOKEN"
+    raise Refused(401, text, **{"WWW-Authenticate": "Bearer"})
+
+
+def require_same_origin(request: Request, host: str) -> None:
+  """Refused unless a page of this very server sent it."""
+  origins = request.headers.get_all("Origin", [])
+  site = request.headers.get("Sec-Fetch-Site", "same-origin")
+  if origins not in ([f"http://{host}"], [f"https://{host}"]) or site != "same-origin":
+    raise Refused(403, "faults are taken from this server's own page only")
+
+
+def parse_fault(request: Request) -> Fault:
+  """The fault that a body asks for: action, role, and what else one of `chaos.faults` may have."""
+  if request.headers.get_content_type() != "application/json":
+    raise Refused(415, "a fault is application/json")
+  try:
+    fields = json.loads(request.body)
+  except (ValueError, RecursionError) as error:
+    raise Refused(400, "a fault is a JSON object") from error
+  names = {"action", "role"}
+  if not isinstance(fields, dict) or not names <= fields.keys() <= {*names, *_NUMBERS}:
+    raise Refused(400, f"a fault has action and role, and may have {', '.join(_NUMBERS)}")
+  for name, value in fields.items():
+    kind = str if name in names else (int, float)
+    if not isinstance(value, kind) or isinstance(value, bool):
+      raise Refused(400, f"{name} has the wrong type")
+    if not isinstance(value, str) and not abs(value) < MOST:
+      raise Refused(400, f"{name} must be finite, and less than {MOST:g}")
+  try:
+    return Fault(**fields, at_seconds=0.0)
+  except ConfigError as error:
+    raise Refused(400, str(error)) from error
+
+
+# --- A run as its workdir tells it, read by a thread of its own
+
+POLL_SECONDS = 1.0
+CLOSE_SECONDS = 5.0
+FRESH_SECONDS = 0.5  # a status is made anew when somebody asks and it is older than that
+BATCH_EVENTS = 500  # entered at once; whoever asks meanwhile waits for no more
+
+
+class RunFollower:
+  """Follows WORKDIR/events from `start` to `close`.
+
+  A run that replaces the one in the workdir is noticed and followed from its start.
+  """
+
+  def __init__(self, workdir: Path):
+    self.workdir = workdir
+    self.health = Health()
+    self._lock = threading.Lock()
+    self._ended = threading.Event()
+    self._thread = threading.Thread(target=self._follow, name="dashboard", daemon=True)
+    self._status: tuple[float, dict[str, Any]] | None = None  # when it was made
+    self._begin(None)
+
+  def start(self) -> None:
+    """Reads from now on."""
+    self._thread.start()
+
+  def close(self) -> None:
+    """Reads no more."""
+    self._ended.set()
+    ended(self._thread, CLOSE_SECONDS)
+
+  def status(self) -> dict[str, Any]:
+    """How the run stands now, at most half a second old; nobody may change it."""
+    with self._lock:
+      now = time.monotonic()
+      if self._status is None or now - self._status[0] >= FRESH_SECONDS:
+        self._status = now, self._make()
+      return self._status[1]
+
+  def has(self, role: str) -> bool:
+    """Whether the run has this role, "learner/2" or "syncer/0"."""
+    kind, _, number = role.partition("/")
+    with self._lock:
+      members = {"learner": self._run.islands, "syncer": self._run.shards}
+      return number.isdecimal() and int(number) in members.get(kind, {})
+
+  def _make(self) -> dict[str, Any]:
+    run, started = self._run, self._started
+    now = run.time if started is None else time.time() - started
+    status = run_status(run, now, self._sync, self._reason)
+    if not self._caught_up and run.num_events:
+      text = f"The log is being read: {run.num_events:,} events so far."
+      status |= {"phase": "empty", "text": text}
+    return status | {"name": status["name"] or self.workdir.absolute().name}
+
+  def _begin(self, started: float | None) -> None:
+    config = _config(self.workdir)
+    with self._lock:
+      self._started, self._config_known = started, config is not None
+      self._follower, self._run = Follower(self.workdir), RunState(config)
+      self._sync = None if config is None else config.sync
+      self._caught_up, self._reason = False, ""
+      self._status = None
+
+  def _follow(self) -> None:
+    while not self._ended.is_set():
+      self.health.beat()
+      try:
+        self._look()
+      except OSError as error:  # a file system that is away for a while
+        self.health.not_ready(str(error))
+      self._ended.wait(POLL_SECONDS)
+
+  def _look(self) -> None:
+    started = _started(self.workdir)
+    if started != self._started or not (self._config_known or self._run.num_events):
+      self._begin(started)
+    events = self._follower.stream()
+    while batch := list(itertools.islice(events, BATCH_EVENTS)):
+      with self._lock:
+        self._run.read(batch)
+      self.health.beat()
+      if self._ended.wait(0.001):  # lets those in who ask
+        return
+    reason = _reason(self.workdir)
+    with self._lock:
+      self._caught_up, self._reason = True, reason
+
+
+def _config(workdir: Path) -> Config | None:
+  try:
+    return saved_config(workdir)
+  except ConfigError:
+    return None  # not there yet, or of another version: the events still tell the most
+
+
+def _started(workdir: Path) -> float | None:
+  try:
+    return float((workdir / STARTED).read_text())
+  except (FileNotFoundError, NotADirectoryError, ValueError):
+    return None
+
+
+def _reason(workdir: Path) -> str:
+  """Why the run ended, as whoever left its result says; "" before that."""
+  try:
+    return str(json.loads((workdir / OUTCOME).read_text()).get("reason", ""))
+  except (FileNotFoundError, NotADirectoryError, ValueError, AttributeError):
+    return ""  # a file that is being written is read again soon
+
+
+JSON = "application/json"
+KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+PAGE = "index.html"
+FAULT_SECONDS = 1.0  # between two injected faults
+HEADERS = {
+  "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
+  " connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+  "X-Content-Type-Options": "nosniff",
+  "Referrer-Policy": "no-referrer",  # the first url may have the token in it
+  "Cross-Origin-Resource-Policy": "same-origin",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Where:
+  """Where a dashboard is served, and what may be done there."""
+
+  bind: str = "127.0.0.1:0"
+  token: str = dataclasses.field(default="", repr=False)
+  allow_faults: bool = False
+  flag: str = "--bind"  # that `bind` came from
+
+
+class Dashboard:
+  """The server of one workdir; its port is open from the start, `with` answers.
+
+  Faults need a token also on loopback, where every user of the machine can connect: without one it
+  is made up, and is part of `url`.
+
+  Raises:
+    ConfigError: the address cannot be opened, or needs a token.
+  """
+
+  def __init__(self, workdir: Path, where: Where = Where()):
+    host, _ = parse_address(where.bind, where.flag)
+    check_token(where.token, host, where.flag)
+    self._token = where.token
+    if where.allow_faults and not self._token:
+      self._token = secrets.token_urlsafe()
+    self._loopback, self._allow_faults = is_loopback(host), where.allow_faults
+    self._files = _page_files()
+    self._run = RunFollower(workdir)
+    self._fault_at = -FAULT_SECONDS
+    self._server = WebServer(where.bind, self._answer, where.flag, methods=("GET", "POST"))
+    made_up = f"/?token={self._token}" if self._token != where.token else "/"
+    self.url = self._server.url + made_up
+
+  def __enter__(self) -> Dashboard:
+    self._run.start()
+    self._server.start()
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self._server.close()
+    self._run.close()
+
+  def _answer(self, request: Request) -> Answer:
+    try:
+      answer = self._route(request, require_host(request, self._loopback))
+    except Refused as refused:
+      answer = refused.answer
+    return dataclasses.replace(answer, headers=HEADERS | dict(answer.headers))
+
+  def _route(self, request: Request, host: str) -> Answer:
+    path = request.path
+    if request.method != ("POST" if path == "/api/fault" else "GET"):
+      raise Refused(405, "not in this way", Allow="POST" if path == "/api/fault" else "GET, HEAD")
+    if path in self._files:
+      return self._files[path]
+    if path == "/healthz":
+      code, text = self._run.health.livez()
+      return Answer(code, text + "\n")
+    if path == "/api/fault":
+      return self._inject(request, host)
+    if path not in ("/api/status", "/metrics"):
+      raise Refused(404, "there are /, /api/status, /metrics and /healthz")
+    require_token(request, self._token)
+    status = self._run.status()
+    if path == "/metrics":
+      return Answer(200, exposition(status), KIND)
+    status = status | {"allow_faults": self._allow_faults}
+    return Answer(200, json.dumps(status, allow_nan=False, separators=(",", ":")) + "\n", JSON)
+
+  def _inject(self, request: Request, host: str) -> Answer:
+    if not self._allow_faults:
+      raise Refused(403, "faults are not allowed here: start it with --allow_faults")
+    require_same_origin(request, host)
+    require_token(request, self._token, in_url=False)
+    fault = parse_fault(request)
+    if not self._run.has(fault.role):
+      raise Refused(400, f"there is no {fault.role} in this run")
+    if self._run.status()["phase"] in ("over", "silent"):
+      raise Refused(409, "there is no run under way")
+    now = time.monotonic()
+    if now - self._fault_at < FAULT_SECONDS:
+      raise Refused(429, "one fault a second", **{"Retry-After": "1"})
+    self._fault_at = now
+    ask_for(self._run.workdir, fault)
+    return Answer(202, json.dumps({"asked": dataclasses.asdict(fault)}) + "\n", JSON)
+
+
+def _page_files() -> dict[str, Answer]:
+  """The page's files by path, read once: no request names a file on the disk."""
+  folder = importlib.resources.files("ddiloco.dashboard") / "page"
+  files = {}
+  for file in folder.iterdir():
+    kind = KINDS.get(Path(file.name).suffix)
+    if kind:
+      answer = Answer(200, file.read_bytes(), f"{kind}; charset=utf-8")
+      files["/" if file.name == PAGE else f"/{file.name}"] = answer
+  return files

@@ -1,0 +1,186 @@
+"""A run as one JSON object: what the dashboard shows, and scripts and Prometheus read. PURE.
+
+Its size depends on the number of islands and fragments and not on how long the run is.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ddiloco.config import SyncConfig
+from ddiloco.observe.eventlog import FLUSH_SECONDS, parse_role
+from ddiloco.observe.island_state import IslandState, phase, role_name
+from ddiloco.observe.run_state import RunState
+from ddiloco.observe.style import clock_time, island_colour
+
+LAG_SECONDS = 2 * FLUSH_SECONDS  # an event may be so old when it is read: nobody stalls by that
+SILENT_SECONDS = 60.0  # nothing new for so long: nobody is there who writes ...
+STARTING_SECONDS = 900.0  # ... or so long before the first step, which compiles
+OVER = {
+  "finished": "The run is over: it merged all its tokens.",
+  "stopped": "The run was stopped. It can go on from its newest snapshot.",
+  "failed": "The run has failed: a shard, or every possible quorum, was gone for good.",
+}
+
+
+def status(
+  run: RunState, now: float, sync: SyncConfig | None = None, reason: str = ""
+) -> dict[str, Any]:
+  """How the run stands.
+
+  Args:
+    run: as its events tell it so far.
+    now: seconds since it started; once it is over, or its roles write no more, the time of its
+      newest event counts.
+    sync: the run's; None: not known.
+    reason: why it ended, if that is known from elsewhere than its events.
+  """
+  state, text = _phase(run, now, reason)
+  now = max(now, run.time) if state in ("starting", "running") else run.time
+  seen = now - LAG_SECONDS if state == "running" else now
+  fragments = range(max([run.num_fragments, *(p + 1 for p in run.versions)]))
+  islands = [_island(run, m, state, seen, fragments) for m in sorted(run.islands)]
+  rates = [i["tokens_per_second"] for i in islands if i["state"] == "running"]
+  return {
+    "name": run.name,
+    "phase": state,
+    "text": text,
+    "seconds": round(now, 1),
+    "seconds_left": _number(run.seconds_left(now)) if state == "running" else None,
+    "progress": round(run.progress, 5),
+    "tokens_done": round(run.tokens_done),
+    "total_tokens": run.total_tokens,
+    "tokens_per_second": round(sum(rate or 0 for rate in rates)) if state == "running" else None,
+    "heldout_loss": _number(run.heldout_loss),
+    "commits": run.commits,
+    "solo": (run.solo if state == "running" else "") or None,
+    "merging": bool(run.num_shards or run.shards),
+    "islands": islands,
+    "shards": _shards(run),
+    "fragments": [run.versions.get(p) for p in fragments],
+    "waiting": _waiting(run, state, sync),
+    "goodput": _goodput(run),
+    "timeline": _timeline(run, now, seen),
+    "curves": _curves(run),
+    "links": run.traffic.as_json(seen),
+    "odd_events": run.odd_events,
+    "notes": [
+      {"time": round(note.time, 2), "text": note.text, "tone": note.tone} for note in run.notes
+    ],
+  }
+
+
+def _phase(run: RunState, now: float, reason: str) -> tuple[str, str]:
+  """(empty, starting, running, silent or over; what that means in a sentence)."""
+  reason = run.finished or reason
+  if reason:
+    return "over", OVER.get(reason, f"The run is over: {reason}.")
+  if not run.num_events:
+    return "empty", "Nothing is known yet: no role has written an event."
+  started, silent = math.isfinite(run.first_step_time), now - run.time
+  if silent > SILENT_SECONDS and all(i.state == "left" for i in run.islands.values()):
+    return "over", "The run is over: every island has left."
+  if silent > (SILENT_SECONDS if started else STARTING_SECONDS):
+    ago = f"Nobody has written for {clock_time(silent)} (min:s)"
+    return "silent", f"{ago}: the run was killed, or it writes where this cannot read."
+  if not started:
+    return "starting", "The run is starting: islands load, compile and say hello."
+  return "running", "The run is under way."
+
+
+def _island(run: RunState, m: int, state: str, seen: float, fragments: range) -> dict[str, Any]:
+  island = run.islands[m]
+  shown = _shown(island, state, seen)
+  return {
+    "number": m,
+    "colour": island_colour(m),
+    "state": shown,
+    "restarts": max(0, island.lives - 1),
+    "step": island.step,
+    "clock": island.clock,
+    "loss": _number(island.loss),
+    "tokens": island.tokens,
+    "tokens_per_second": _number(island.tokens_per_second, 1) if shown == "running" else None,
+    "step_seconds": _number(island.step_seconds),
+    "participation": round(island.commits / run.commits, 4) if run.commits else None,
+    "participation_recent": _number(island.participation),
+    "versions": [island.versions.get(p) for p in fragments],
+  }
+
+
+def _shards(run: RunState) -> list[dict[str, Any]]:
+  return [
+    {
+      "number": s,
+      "state": phase(shard.state),
+      "fragments": list(shard.fragments),
+      "commits": shard.commits,
+      "rejected": shard.rejected,
+      "reason": shard.last_reason,
+    }
+    for s, shard in sorted(run.shards.items())
+  ]
+
+
+def _waiting(run: RunState, state: str, sync: SyncConfig | None) -> dict[str, Any]:
+  panel = run.rounds.as_json()
+  if state in ("over", "silent"):
+    return panel | {"text": "Nobody waits: there is no run under way.", "open": 0}
+  if not run.num_shards and not run.shards:
+    return panel | {"text": "There is no syncer: every island trains alone."}
+  # As of the newest event: what came after it is not known.
+  return panel | {"text": run.rounds.waiting(run.islands, run.time, sync)}
+
+
+def _goodput(run: RunState) -> dict[str, Any] | None:
+  account = run.ledger.report(run.time)
+  if not account.chip_seconds:
+    return None
+  return {
+    "goodput": _number(account.goodput),
+    "goodput_training": _number(account.goodput_training),
+    "uptime": _number(account.uptime),
+    "chip_seconds": round(account.chip_seconds, 1),
+    "causes": {name: round(share, 5) for name, share in account.causes.items()},
+    "islands": {
+      str(m): {"goodput": _number(each.goodput), "liveness": _number(each.liveness)}
+      for m, each in account.learners.items()
+    },
+  }
+
+
+def _timeline(run: RunState, now: float, seen: float) -> dict[str, Any]:
+  tracks = run.tracks
+  spans = tracks.spans(run.islands, now, seen)
+  order = sorted(spans, key=parse_role)
+  return {
+    "lanes": [{"role": r, "name": role_name(r), "spans": spans[r]} for r in order],
+    "marks": list(tracks.marks),
+    "marks_left_out": tracks.num_marks - len(tracks.marks),
+  }
+
+
+def _curves(run: RunState) -> dict[str, Any]:
+  series, islands = run.curves.page, sorted(run.islands)
+  return {
+    "width_seconds": series.width_seconds,
+    "heldout": list(run.curves.heldout),
+    "loss": {str(m): series.means(f"loss {m}") for m in islands},
+    "participation": {str(m): series.means(f"participation {m}", 2) for m in islands},
+    "commits": {str(s): series.counts(f"commits {s}") for s in sorted(run.shards)},
+  }
+
+
+def _shown(island: IslandState, run: str, seen: float) -> str:
+  """A run that is over has no running islands, and of a silent one nobody knows."""
+  if island.state == "left":
+    return "left"
+  if run == "over":
+    return "ended"
+  return "unknown" if run == "silent" else phase(island.state_at(seen))
+
+
+def _number(value: float, digits: int = 4) -> float | None:
+  """Rounded for the wire; None for what JSON cannot say."""
+  return round(value, digits) if math.isfinite(value) else None

@@ -1,0 +1,319 @@
+"""What every engine does around its roles: it begins a run, watches over roles, and ends it.
+
+What to do about roles is decided by `protocol/supervisor.py`. An engine tells it what it observes
+and performs what it says, on one thread, in turns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ddiloco.chaos import faults
+from ddiloco.chaos.requests import FaultRequests
+from ddiloco.checkpoint.restore import newest_clock
+from ddiloco.config import Config, Fault
+from ddiloco.core.fragments import Plan
+from ddiloco.engines.signals import terminates
+from ddiloco.network.transport import EVALUATOR_ADDRESS, Endpoint
+from ddiloco.observe.eventlog import Listener, Recorder
+from ddiloco.observe.guards import Guard, warn
+from ddiloco.protocol import events, supervisor
+from ddiloco.protocol.supervisor import (
+  Action,
+  Event,
+  Exited,
+  Hold,
+  Hopeless,
+  Joined,
+  Left,
+  Lost,
+  Start,
+  Strike,
+  Terminate,
+  Tick,
+  Working,
+)
+from ddiloco.roles import initial
+from ddiloco.roles.evaluator import Evaluator
+from ddiloco.roles.exchange import Quarantined
+
+TURN_SECONDS = 0.05
+PRESSING_TURN_SECONDS = 0.01  # while a process is held up on purpose
+PATIENCE_SECONDS = 10.0  # for roles to end, over what it takes to drain
+
+
+@dataclasses.dataclass(frozen=True)
+class RunResult:
+  """What a run leaves: the global model, what became of every learner, and why it ended."""
+
+  reason: str  # finished, stopped or failed
+  params: dict[str, np.ndarray]  # the global model; without shards that of the first learner left
+  island_params: dict[int, dict[str, np.ndarray]]  # of the learners left; only without shards
+  steps: dict[int, int]  # inner steps of every learner over all incarnations
+  lost: str = ""  # work that is gone although the run went on
+
+
+class Engine:
+  """One run. Engines say how roles are started, observed and ended.
+
+  Args:
+    config: the run's.
+    workdir: event logs go to `workdir/events`.
+    loss: held-out loss of a parameter tree, for the evaluator.
+  """
+
+  shortest_life_seconds = 0.0  # between two starts of a role
+  strikes_roles = False  # planned faults are struck by the supervisor, not by the roles themselves
+
+  def __init__(self, config: Config, workdir: Path, loss: Callable[[dict[str, np.ndarray]], float]):
+    self.config = config
+    self.workdir = workdir
+    self.plan: Plan = initial.make_plan(config)
+    self.leave = threading.Event()  # learners bring out what they have, and leave
+    self.stop = threading.Event()  # the same; where roles are threads, everybody ends at once
+    self.steps: dict[int, int] = {}
+    self._loss = loss
+    self._listeners: Sequence[Listener] = ()
+    self._recorder: Recorder
+    self._state = supervisor.init(config.run, ())
+    self._clock = 0  # the run's, as far as learners have reported it
+    self._guard = Guard("the supervisor")  # whose end would be that of all roles
+    self._lock = threading.RLock()  # roles that are threads say themselves what becomes of them
+    self._news = threading.Event()  # they did
+    self._threads: dict[str, threading.Thread] = {}  # of each role's newest life
+    self._told: set[str] = set()  # roles whose threads are asked to end
+    self._evaluated: Evaluator | None = None  # of the newest incarnation
+    self._drains = False  # asked to end in good order
+    self._ending = False  # the run is over, and roles end
+    self._lost: dict[str, str] = {}  # work that was not brought out at the end, by role
+
+  def run(self, listeners: Sequence[Listener] = ()) -> RunResult:
+    """Runs to the end of the token budget, until Ctrl-C or SIGTERM, or until `stop` is set.
+
+    `listeners` get every event of every role (live view, TensorBoard).
+
+    Raises:
+      KeyboardInterrupt: asked to end before anything was trained, or asked again while it ends.
+    """
+    self._listeners = listeners
+    with terminates(self.leave):
+      self._begin()
+      self._say_started()
+      try:
+        self._prepare()
+      except KeyboardInterrupt:
+        self._finish("stopped")
+        raise
+      self._plan()
+      try:
+        reason = self._watch()
+      except KeyboardInterrupt:  # a second one: nobody waits for what is not merged
+        reason, self._drains = "stopped", False
+      self._ending = True
+      self._end(reason)
+    self._finish(reason)
+    return self._outcome(reason)
+
+  def _say_started(self) -> None:
+    """All that whoever watches a run needs to know of it."""
+    config = self.config
+    self._recorder.record(
+      events.RunStarted(
+        name=self.workdir.name,
+        num_learners=config.islands.num_learners,
+        num_shards=config.sync.num_shards,
+        num_fragments=len(self.plan.fragments) if config.sync.num_shards else 0,
+        total_tokens=config.run.total_tokens,
+      )
+    )
+
+  # --- for engines to say -------------------------------------------------------------------------
+
+  def _begin(self) -> None:
+    """What the run goes on from is found, and `_recorder` opened."""
+    raise NotImplementedError
+
+  def _prepare(self) -> None:
+    """All that takes long before the first role starts."""
+
+  def _roles(self) -> list[str]:
+    """The names of the run's first roles, in the order in which they start."""
+    raise NotImplementedError
+
+  def _seconds(self) -> float:
+    """Since training began, 0 before."""
+    raise NotImplementedError
+
+  def _observe(self) -> None:
+    """Feeds what has become of roles since the last turn, beside those that are threads."""
+
+  def _requested(self, fault: Fault) -> None:
+    """Somebody asks for a fault while the run goes on."""
+    raise NotImplementedError
+
+  def _over(self) -> str | None:
+    """Why the run is over: finished, stopped or failed; None: it goes on."""
+    raise NotImplementedError
+
+  def _start(self, name: str, life: int, afresh: bool) -> None:
+    """Starts a role's next life. What it raises is a death of that."""
+    raise NotImplementedError
+
+  def _strike(self, fault: Fault) -> None:
+    """Performs a planned fault; a role is stopped by `_hold`."""
+
+  def _hold(self, name: str, held: bool) -> None:
+    """Stops a role where it is, or lets it go on."""
+
+  def _terminate(self, name: str) -> None:
+    """Asks a role to end in good order."""
+    self._told.add(name)
+
+  def _end(self, reason: str) -> None:
+    """Ends all roles that are left."""
+    raise NotImplementedError
+
+  def _record(self, role: str, incarnation: int) -> Recorder:
+    raise NotImplementedError
+
+  def _outcome(self, reason: str) -> RunResult:
+    raise NotImplementedError
+
+  # --- turns --------------------------------------------------------------------------------------
+
+  def _plan(self) -> None:
+    """What the supervisor starts with; faults of steps that are over have struck before."""
+    config, began_at = self.config, newest_clock(self.config, self.plan, self.workdir)
+    self._planned = faults.still_planned(config.chaos.of_roles(), began_at)
+    self._requests = FaultRequests(self.workdir, news_only=True)
+    self._state = supervisor.init(
+      config.run,
+      self._roles(),
+      [f for f in self._planned if self.strikes_roles or f.action == "join"],
+      config.sync.min_quorum if config.sync.num_shards else 1,
+      self.shortest_life_seconds,
+    )
+
+  def _watch(self) -> str:
+    """Until the run is over or never could be; returns why."""
+    while True:
+      self._turn()
+      if reason := self._over():
+        return reason
+      self._sleep()
+
+  def _turn(self) -> None:
+    """Takes in what has happened, and does what is due."""
+    for duty in (self._observe, self._hear):
+      self._guard(duty)
+    self._feed(Tick(time.monotonic(), self._clock, self._seconds()))
+
+  def _sleep(self) -> None:
+    """Until the next turn, a pause is over, or a process is to be stopped or to go on."""
+    now = time.monotonic()
+    pressing = supervisor.pressing(self._state, now)
+    wake_at = now + (PRESSING_TURN_SECONDS if pressing else TURN_SECONDS)
+    self._news.wait(max(0.0, min(wake_at, supervisor.next_wake(self._state)) - now))
+    self._news.clear()
+
+  def _wait(
+    self, names: Sequence[str], seconds: float, unless: Callable[[], bool] = lambda: False
+  ) -> list[str]:
+    """Turns until these roles have ended, but not for longer; returns those that have not."""
+    deadline = time.monotonic() + seconds
+    while True:
+      self._turn()
+      late = [n for n in names if n in self._state.roles and not self._state.roles[n].ended]
+      if not late or unless() or time.monotonic() >= deadline:
+        return late
+      self._sleep()
+
+  def _feed(self, event: Event) -> None:
+    """Tells the supervisor, and performs what it says; a failure of one thing holds up no other."""
+    with self._lock:
+      self._state, actions = supervisor.supervise(self._state, event)
+      for action in actions:
+        self._guard(self._perform, action)
+
+  def _perform(self, action: Action) -> None:
+    match action:
+      case Start(name, life, afresh):
+        if life:
+          self._recorder.record(events.Restart(target=name))
+        try:
+          self._told.discard(name)
+          self._start(name, life, afresh)
+        except Exception as error:  # no memory is left, for example: a death like any other
+          self._feed(Exited(name, time.monotonic(), f"cannot be started: {error}"))
+          if not isinstance(error, OSError):
+            raise
+      case Lost(name, reason):
+        self._recorder.record(events.Exit(target=name, reason=reason))
+      case Strike(fault):
+        self._strike(fault)
+      case Hold(name, held):
+        self._hold(name, held)
+      case Terminate(name):
+        self._terminate(name)
+      case Joined(fault):
+        self._note_fault(fault, faults.detail(fault, self._clock))
+      case Hopeless(reason) if not self._ending:
+        warn(f"the run cannot reach its end any more: {reason}.")
+
+  def _hear(self) -> None:
+    """Faults that were asked for while the run goes on, by the dashboard for example."""
+    for _, fault in self._requests.poll():
+      self._requested(fault)
+
+  def _note_fault(self, fault: Fault, said: str) -> None:
+    self._recorder.record(faults.struck(fault, said))
+
+  def _finish(self, reason: str) -> None:
+    self._recorder.record(events.RunFinished(reason=reason))
+    self._recorder.close()
+
+  # --- roles that are threads ---------------------------------------------------------------------
+
+  def _start_thread(
+    self, name: str, incarnation: int, live: Callable[[int, Recorder], None]
+  ) -> None:
+    """Starts a life, `live(incarnation, recorder)`; nobody else notices what it dies of."""
+    arguments = name, incarnation, live
+    thread = threading.Thread(target=self._live, args=arguments, name=name, daemon=True)
+    self._threads[name] = thread
+    thread.start()
+
+  def _live(self, name: str, incarnation: int, live: Callable[[int, Recorder], None]) -> None:
+    end: Event = Left(name)
+    self._feed(Working(name, time.monotonic()))  # islands are compiled before a life begins
+    try:
+      with self._record(name, incarnation) as recorder:
+        try:
+          live(incarnation, recorder)
+        except (faults.Killed, Quarantined):
+          raise
+        except Exception:
+          recorder.record(events.Crash(trace=traceback.format_exc()))
+          raise
+    except faults.Killed as killed:
+      end = Exited(name, time.monotonic(), kill=killed.fault)
+    except Quarantined as error:
+      end = Exited(name, time.monotonic(), f"quarantined: {error}", afresh=True)
+    except Exception as error:
+      end = Exited(name, time.monotonic(), f"{type(error).__name__}: {error}")
+    finally:
+      self._feed(end)
+      self._news.set()
+
+  def _evaluate(self, endpoint: Endpoint, incarnation: int, recorder: Recorder) -> None:
+    """One life of the evaluator."""
+    role = Evaluator(self.config, self.plan, self._loss, endpoint, recorder, incarnation)
+    self._evaluated = role
+    role.run(lambda: EVALUATOR_ADDRESS in self._told)

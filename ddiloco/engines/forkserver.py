@@ -1,0 +1,142 @@
+"""Starts processes of this machine by forking one that has imported everything already.
+
+Importing JAX and what stands on it takes two seconds of a core, for every role and each of its
+lives. The fork server (Python's own, `multiprocessing.forkserver`) imports once. It touches no
+device and has no thread of ours, so it can be forked; a killed role is back without importing.
+
+A process that has been forked from it is in everything else as if its command had been started: it
+has the environment, the folder, the standard streams and the name (`ps`) that it would have had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import time
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import setproctitle
+
+from ddiloco import environment
+
+PRELOADED = (  # by name: what is above this room is otherwise none of its business
+  "ddiloco.engines.forkserver_preload",
+  "ddiloco.cli.roles",
+  "ddiloco.engines.learner_process",
+  "ddiloco.engines.syncer_process",
+  "ddiloco.roles.learner",
+  "ddiloco.training.data",
+  "ddiloco.training.island",
+  "ddiloco.baselines.member",
+)
+
+
+def warm() -> None:
+  """Lets the fork server begin to import, if it does not run yet; does not wait for it."""
+  environment.before_import()
+  forkserver.set_forkserver_preload(list(PRELOADED))
+  forkserver.ensure_running()
+
+
+def spawn(command: list[str], log: Path, answers: bool = False) -> Forked:
+  """A process like `children.spawn`'s.
+
+  Args:
+    command: this Python, "-m", a module and its arguments.
+    log: its output is appended to it.
+    answers: its standard output is `stdout` instead, and only errors go to the log.
+
+  Raises:
+    OSError: the log cannot be written, or nothing more can be started.
+  """
+  warm()
+  log.open("ab").close()  # what is wrong with it is said here
+  context = multiprocessing.get_context("forkserver")
+  stdin, ours = context.Pipe(duplex=False)
+  heard, stdout = context.Pipe(duplex=False) if answers else (None, None)
+  arguments = (command, environment.whole(), Path.cwd(), log, stdin, stdout)
+  process = context.Process(target=_become, args=arguments, daemon=True)
+  try:
+    _start(process)
+  finally:
+    for theirs in filter(None, (stdin, stdout)):
+      theirs.close()
+  return Forked(process, ours, heard)
+
+
+def _start(process: BaseProcess) -> None:
+  """Also when the server was killed a moment ago: another one is begun once it is a zombie."""
+  for _ in range(100):
+    try:
+      return process.start()
+    except (ConnectionError, EOFError):
+      time.sleep(0.02)
+  process.start()
+
+
+class Forked:
+  """What a supervisor needs of a process (`children.Process`)."""
+
+  def __init__(self, process: BaseProcess, stdin: Connection, stdout: Connection | None = None):
+    self.pid = process.pid
+    self.stdin, self.stdout = stdin, stdout  # of the process: ours to write and to read
+    self._process = process
+
+  def poll(self) -> int | None:
+    return self._process.exitcode
+
+  def send_signal(self, number: int) -> None:
+    if self.poll() is None:
+      with contextlib.suppress(ProcessLookupError):  # it has ended, and its status is on the way
+        os.kill(self.pid, number)
+
+  def kill(self) -> None:
+    self.send_signal(signal.SIGKILL)
+
+  def wait(self, timeout_seconds: float | None = None) -> int | None:
+    """The exit status; None if it still runs after so long."""
+    self._process.join(timeout_seconds)
+    return self._process.exitcode
+
+
+def _become(
+  command: list[str],
+  variables: dict[str, str],
+  folder: Path,
+  log: Path,
+  stdin: Connection,
+  stdout: Connection | None,
+) -> None:
+  """Runs in the forked process, until the command's end."""
+  setproctitle.setproctitle(" ".join(command))  # looks for its room beside the environment
+  os.setsid()  # Ctrl-C is for who started us, and told to us
+  signal.signal(signal.SIGINT, signal.default_int_handler)
+  signal.signal(signal.SIGTERM, signal.SIG_DFL)
+  environment.take_over(variables)
+  os.chdir(folder)
+  _take_streams(log, stdin, stdout)
+  _, _, module, *arguments = command
+  sys.argv = [module, *arguments]
+  runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _take_streams(log: Path, stdin: Connection, stdout: Connection | None) -> None:
+  """What was handed over, and the log, become descriptors 0 to 2; they may lie there already."""
+  output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+  streams = (stdin.fileno(), stdout.fileno() if stdout else output, output)
+  above = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 3) for each in streams]
+  for each in filter(None, (stdin, stdout)):
+    each.close()
+  os.close(output)
+  for number, each in enumerate(above):
+    os.dup2(each, number)
+    os.close(each)
+  sys.stdin = os.fdopen(0, closefd=False)  # not what the server has put in its place

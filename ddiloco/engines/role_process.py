@@ -1,0 +1,423 @@
+"""What a process needs around its one role: signals, probes, events, progress, a connection."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from ddiloco import workdir
+from ddiloco.chaos.endpoint import FaultyEndpoint
+from ddiloco.chaos.faults import Faults
+from ddiloco.chaos.requests import FaultRequests
+from ddiloco.checkpoint.restore import open_storage
+from ddiloco.checkpoint.saver import Saver
+from ddiloco.config import Config, ConfigError
+from ddiloco.config.chaos import INSIDE
+from ddiloco.core.fragments import Plan
+from ddiloco.engines import role_spec
+from ddiloco.engines.role_spec import Outnumbered, RoleSpec, another_life
+from ddiloco.engines.signals import Heard
+from ddiloco.network import handshake
+from ddiloco.network.endpoint import NetworkEndpoint, Run
+from ddiloco.network.keys import Keys, require_keys
+from ddiloco.network.transport import syncer_address
+from ddiloco.network.webserver import Health
+from ddiloco.observe.eventlog import Recorder
+from ddiloco.observe.guards import Guard, ended, say
+from ddiloco.observe.run_state import RunState
+from ddiloco.observe.style import clock_time
+from ddiloco.protocol import events
+from ddiloco.protocol.events import Event
+from ddiloco.roles import initial
+
+LOOK_SECONDS = 0.5  # between two looks at the role
+PROGRESS_SECONDS = 10.0
+CLOSE_SECONDS = 10.0  # for the runner's thread to end; its terminal may be stuck
+EARLY_SECONDS = 1.0  # for a role that has not begun to end by itself
+FINISHED, LOST, INTERRUPTED = 0, 1, 130  # exit statuses
+
+
+def load_keys(place: RoleSpec, address: str) -> Keys | None:
+  """The role's keys; None on loopback, which needs none.
+
+  Raises:
+    ConfigError: keys are needed and not given, or not right; or a url is not.
+  """
+  keys = Keys.load(place.keys, address) if place.keys else None
+  for url in place.syncers:
+    require_keys(url, keys, "--syncers")
+  if place.bind:
+    require_keys(place.bind, keys, "--bind")
+  return keys
+
+
+def connect(
+  config: Config,
+  plan: Plan,
+  place: RoleSpec,
+  address: str,
+  incarnation: int,
+  keys: Keys | None = None,
+) -> NetworkEndpoint:
+  """A role's endpoint; it dials nobody yet."""
+  run = Run(
+    run_id=place.run_id,
+    plan_id=initial.contract(config, plan),
+    max_payload_bytes=12 * max(plan.sizes),  # a copy: value, view and momentum, f32
+    queue_bytes=config.network.queue_bytes or 12 * sum(plan.sizes),
+  )
+  return NetworkEndpoint(
+    address,
+    incarnation,
+    run,
+    config.network,
+    bind=place.bind or None,
+    keys=keys,
+  )
+
+
+class Ended(Exception):
+  """The role cannot go on. The text says why, what is lost, and what to do."""
+
+
+class RoleRunner:
+  """Looks after one role of this process. Use it as a context, in the main thread.
+
+  The role calls `stopped()` again and again, which is its sign of life, its news of a signal, and
+  raises `Ended` when there is no point in going on. A thread of the runner's own answers probes
+  and prints what matters, and a line of progress every ten seconds.
+
+  Args:
+    address: the role's, "learner/3".
+    config: the run's.
+    place: where it runs.
+  """
+
+  def __init__(self, address: str, config: Config, place: RoleSpec):
+    self.address = address
+    self.config = config
+    self.place = place
+    self.keys = load_keys(place, address)
+    self.plan = initial.make_plan(config)
+    self.started = workdir.join(place.workdir, config)
+    self._lives = workdir.live_in(place.workdir)
+    now = handshake.seconds_since_2020()
+    self._former = role_spec.newest(place.workdir, now, address.replace("/", "-"))
+    # A shard has its port to itself, so that none of its former lives can be there. Any other role
+    # is told by the shards whether one of its own is.
+    self.incarnation = role_spec.above(now, [self._former] if place.bind else [])
+    self.recorder = self._record()
+    self.endpoint: FaultyEndpoint | None = None
+    self.ready: Callable[[], str] = lambda: "starting"  # "": ready; else what it waits for
+    self.progress: Callable[[], str] = lambda: ""
+    self.interrupted = False
+    self._stop = threading.Event()
+    self._closing = threading.Event()
+    self._said_stop = False
+    self._failure = ""
+    self._hurry = False
+    self._began = False  # the role listens for signals itself, or somebody may know of it
+    self._outnumbered: Outnumbered | None = None
+    self._waited = False  # for a newer life to fall silent
+    self._heard: Heard | None = None
+    self._asked_by: int | None = None  # the first signal, and when to end if nothing else does
+    self._end_at = math.inf
+    self._seen = RunState()
+    self.usual_seconds: Callable[[], float] = lambda: 0.0  # of one step, for the liveness probe
+    self._health = Health(self._status)
+    self.faults = Faults((), 0.0, role=address)
+    self._asked = FaultRequests(place.workdir)
+    self._reached_at = time.monotonic()
+    self._drops_said: dict[str, tuple[int, float]] = {}  # of each peer: how many, and until when
+    self._handlers: dict[int, object] = {}
+    self._thread = threading.Thread(target=self._look, name=f"attend {address}", daemon=True)
+
+  def __enter__(self) -> RoleRunner:
+    where = f", probes at {self._health.serve(self.place.http)}" if self.place.http else ""
+    self._heard = Heard()
+    for number in (signal.SIGTERM, signal.SIGINT):
+      self._handlers[number] = signal.signal(number, self._on_signal)
+    self.say(f"starts in run {self.place.run_id!r}, incarnation {self.incarnation}{where}")
+    self._thread.start()
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self._closing.set()
+    ended(self._thread, CLOSE_SECONDS)
+    self.disconnect()
+    self.recorder.close()
+    self._health.close()
+    if self._lives is not None:
+      self._lives.close()
+    self._heard.close()
+    for number, handler in self._handlers.items():
+      signal.signal(number, handler)  # type: ignore[arg-type]
+    # The role has ended in its own way; a SIGTERM that comes late must not change that.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+  # --- for the role -------------------------------------------------------------------------------
+
+  def run(self, role: Callable[[], int]) -> int:
+    """The exit status of the process: `role`'s own, or why it could not go on."""
+    try:
+      status = role()
+    except ConfigError:
+      raise  # bad usage; the command line says what and how
+    except KeyboardInterrupt:
+      self._hurry = True
+      self.say("ends at once, as asked")
+      return INTERRUPTED
+    except Ended as error:
+      self.say(str(error))
+      return LOST
+    except Outnumbered as refusal:
+      return FINISHED if self.begin_anew(refusal) else self.run(role)
+    except Exception as error:  # whatever it is: said, logged, and the status tells
+      self.recorder.record(events.Crash(trace=traceback.format_exc()))
+      traceback.print_exc()
+      self.say(f"crashed: {type(error).__name__}: {error}")
+      return LOST
+    return INTERRUPTED if self.interrupted and status == FINISHED else status
+
+  def connect(self) -> FaultyEndpoint:
+    """A new connection of the present incarnation, instead of the one before."""
+    self._began = True
+    self.disconnect()
+    endpoint = connect(
+      self.config, self.plan, self.place, self.address, self.incarnation, self.keys
+    )
+    self.endpoint = FaultyEndpoint(endpoint, self.faults.weather)
+    self._drops_said = {}
+    self._reached_at = time.monotonic()
+    return self.endpoint
+
+  def dial(self) -> FaultyEndpoint:
+    """`connect`, and on to every shard."""
+    endpoint = self.connect()
+    for shard, url in enumerate(self.place.syncers):
+      endpoint.dial(syncer_address(shard), url)
+    return endpoint
+
+  def listen(self, shard: int) -> FaultyEndpoint:
+    """`connect` as a shard, and on to the shards it shares copies with.
+
+    Raises:
+      Ended: somebody else has the port.
+    """
+    try:
+      endpoint = self.connect()
+    except OSError as error:
+      raise Ended(
+        f"cannot listen at {self.place.bind} or the port after it ({error})."
+        " Fix: end who has them, or choose another --bind (and --syncers everywhere)."
+      ) from error
+    count = len(self.place.syncers)
+    buddy = (shard + 1) % count
+    if buddy != shard:
+      endpoint.dial(syncer_address(buddy), self.place.syncers[buddy])
+    return endpoint
+
+  def saver(self) -> Saver | None:
+    """Writes the role's parts of snapshots, if the run makes any."""
+    storage = open_storage(self.config, self.plan, self.place.workdir)
+    if storage is None:
+      return None
+    role, disk = self.recorder.role, self.faults.disk
+    return Saver(storage, role, self.incarnation, self.recorder, disk)
+
+  def disconnect(self) -> None:
+    """Closes the connection, after what is queued has had its time to go out."""
+    endpoint, self.endpoint = self.endpoint, None
+    if endpoint is not None:
+      at_once = self._failure or self._hurry or self._outnumbered
+      endpoint.close(0.0 if at_once else self.config.network.drain_seconds)
+
+  def reborn(self, after: int = 0) -> None:
+    """The role starts again in this process, as a new incarnation: `after` or later."""
+    self.recorder.close()
+    self.incarnation = max(self.incarnation + 1, after, handshake.seconds_since_2020())
+    self.recorder = self._record()
+
+  def come_after(self, incarnation: int) -> None:
+    """To be called when something is found that a life of this role has left.
+
+    Raises:
+      Outnumbered: that life had a greater number.
+    """
+    if incarnation >= self.incarnation:
+      raise Outnumbered(f"finds what incarnation {incarnation} has left", incarnation + 1)
+
+  def begin_anew(self, refusal: Outnumbered) -> bool:
+    """A life that was refused is over; True if a signal came before the next one."""
+    self.say(f"{refusal}; begins anew in {refusal.wait_seconds:g} s")
+    self.disconnect()
+    self._outnumbered = None
+    asked = self.pause(refusal.wait_seconds)
+    self.reborn(refusal.after)
+    return asked
+
+  def stopped(self) -> bool:
+    """Whether a signal asked the role to end.
+
+    Raises:
+      Ended: fenced, or nobody can be reached: nothing it does can reach the run any more.
+      Outnumbered: this life cannot go on, the role may.
+    """
+    self._began = True
+    self._health.beat()
+    if self._outnumbered is not None:
+      raise self._outnumbered
+    if self._failure:
+      raise Ended(self._failure)
+    return self._stop.is_set()
+
+  def pause(self, seconds: float) -> bool:
+    """Waits; True if a signal ended the wait."""
+    return self._stop.wait(seconds)
+
+  def say(self, text: str) -> None:
+    """One line for whoever watches this process, if anybody can."""
+    say(f"[{clock_time(time.time() - self.started)}] {self.address}: {text}")
+
+  # --- beside it ----------------------------------------------------------------------------------
+
+  def _record(self) -> Recorder:
+    name = self.address.replace("/", "-")
+    return Recorder(
+      self.place.workdir, name, self.incarnation, self.started, time.time, [self._listen]
+    )
+
+  def _listen(self, event: Event) -> None:
+    """Says what the live view would note: joined, refused, stopped, a member lost, ..."""
+    known = self._seen.num_notes
+    self._seen.add(event)
+    if self._seen.num_notes > known:  # one event makes one note at most
+      self.say(self._seen.notes[-1].text)
+
+  def _on_signal(self, number: int, _frame: object) -> None:
+    if number == signal.SIGINT and self.interrupted:
+      raise KeyboardInterrupt
+    self.interrupted = self.interrupted or number == signal.SIGINT
+    self._stop.set()
+
+  def _look(self) -> None:
+    """Whoever guards a role outlives whatever goes wrong in its own duties."""
+    guard = Guard(f"what looks after {self.address}")
+    next_line = time.monotonic() + PROGRESS_SECONDS
+    while not self._closing.wait(LOOK_SECONDS):
+      guard(self._check_links)
+      guard(self._suffer)
+      waits_for = guard(self.ready, instead="cannot tell what it waits for")
+      guard(self._probe, waits_for)
+      guard(self._hear)
+      if time.monotonic() >= next_line:
+        next_line += PROGRESS_SECONDS
+        self.say(f"waits: {waits_for}" if waits_for else guard(self.progress, instead="goes on"))
+
+  def _hear(self) -> None:
+    """Says that a signal came, and ends a role that has not begun: compiling, it would not hear."""
+    for number in self._heard.take() & {signal.SIGTERM, signal.SIGINT}:
+      if self._asked_by is None:
+        self._asked_by, self._end_at = number, time.monotonic() + EARLY_SECONDS
+    if not self._began and time.monotonic() >= self._end_at:
+      self.say("was asked to end before it had begun; nothing is lost")
+      self.recorder.close()
+      os._exit(INTERRUPTED if self._asked_by == signal.SIGINT else FINISHED)
+    if self._stop.is_set() and not self._said_stop:
+      self._said_stop = True
+      self.say("was asked to end; brings out what it has (a second Ctrl-C ends it at once)")
+
+  def _probe(self, waits_for: str) -> None:
+    self._health.allow_seconds = self.usual_seconds()
+    if waits_for or self._failure:
+      self._health.not_ready(self._failure or waits_for)
+    else:
+      self._health.ready()
+
+  def _status(self) -> dict[str, Any]:
+    endpoint, waits_for = self.endpoint, self._failure or self.ready()
+    return {
+      "role": self.address,
+      "run": self.place.run_id,
+      "incarnation": self.incarnation,
+      "waits_for": waits_for,
+      "progress": "" if waits_for else self.progress(),
+      "links": endpoint.links() if endpoint else {},
+    }
+
+  def _check_links(self) -> None:
+    endpoint = self.endpoint
+    if endpoint is None:
+      return
+    if endpoint.fenced:
+      self._on_fenced(endpoint)
+      return
+    links = endpoint.links()
+    now = time.monotonic()
+    for peer, link in links.items():
+      self._say_drops(peer, *link.get("drops", (0, "")))
+    up = any(link["state"] == "up" for link in links.values())
+    if up and self._former >= self.incarnation:  # before this host's clock stepped back
+      reason = f"was here as incarnation {self._former} before, and is let in"
+      self._lose_life(Outnumbered(reason, self._former + 1))
+    if up or self.place.bind:
+      self._reached_at = now
+    patience = self.config.network.give_up_seconds
+    if now - self._reached_at > patience:
+      self._fail(
+        f"has reached no shard for {patience:g} s: {unreached(links)}. Fix: check --syncers and"
+        " --keys and that the shards run, or raise network.give_up_seconds."
+      )
+
+  def _say_drops(self, peer: str, count: int, reason: str) -> None:
+    """A peer says that it dropped messages of this role: a line now and then, and an event."""
+    known, quiet_until = self._drops_said.get(peer, (0, 0.0))
+    if count > known and time.monotonic() >= quiet_until:
+      self._drops_said[peer] = count, time.monotonic() + PROGRESS_SECONDS
+      self.recorder.record(events.Dropped(peer=peer, count=count - known, reason=reason))
+      self.say(f"{peer} has dropped {count - known} messages of this role: {reason}")
+
+  def _on_fenced(self, endpoint: FaultyEndpoint) -> None:
+    """Ends the role, unless the newer one is dead: then this host's clock has stepped back."""
+    silence_seconds = self.config.network.silence_seconds
+    life = another_life(endpoint.fenced, *endpoint.outnumbered, silence_seconds, self._waited)
+    if life is not None:
+      self._waited = True
+      self._lose_life(life)
+      return
+    self._fail(
+      f"may not speak any more: {endpoint.fenced}. Another process runs as {self.address}."
+      " Fix: end one of them, or give it another number."
+    )
+
+  def _lose_life(self, refusal: Outnumbered) -> None:
+    if self._outnumbered is None:
+      self._outnumbered = refusal
+      self.endpoint.wake()
+
+  def _suffer(self) -> None:
+    """Faults inside this role that somebody asked for begin, or go on if they still last."""
+    for when, fault in self._asked.poll():
+      left = when + fault.seconds - time.time()
+      if fault.role == self.address and fault.action in INSIDE and left > 0:
+        self.faults.begin(fault, left)
+
+  def _fail(self, text: str) -> None:
+    self._failure = self._failure or text
+    if self.endpoint is not None:
+      self.endpoint.wake()
+
+
+def unreached(links: dict) -> str:
+  """Which peers do not answer and why, in words; "" if all do."""
+  return "; ".join(
+    f"{peer} is {link['state']}" + (f" ({link['reason']})" if link.get("reason") else "")
+    for peer, link in sorted(links.items())
+    if link["state"] != "up"
+  )

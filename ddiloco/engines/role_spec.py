@@ -1,0 +1,173 @@
+"""Where a role runs, and that it ends with whoever started it. Knows no JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+from ddiloco.config import Config, ConfigError
+from ddiloco.network.handshake import FUTURE_SECONDS
+from ddiloco.protocol.events import decode
+
+PORTS = range(10_000, 32_000)  # below those the system gives to outgoing connections
+
+
+@dataclasses.dataclass(frozen=True)
+class RoleSpec:
+  """Where a role runs and whom it reaches: all that its process is told beside the config."""
+
+  workdir: Path
+  run_id: str
+  syncers: tuple[str, ...]  # control urls of all shards, in order
+  bind: str = ""  # a shard's own
+  keys: Path | None = None  # folder; None: loopback only
+  http: str = ""  # HOST:PORT of the probes, "": none
+
+
+def check_spec(config: Config, place: RoleSpec) -> None:
+  """Refuses what no role could run with.
+
+  Raises:
+    ConfigError: no shards in the config, or not one url for each.
+  """
+  shards = config.sync.num_shards
+  if not shards:
+    raise ConfigError(
+      "sync.num_shards = 0: roles of their own meet at a syncer shard."
+      " Fix: set it to 1 or more, or use `ddiloco train --engine=threads`."
+    )
+  if len(place.syncers) != shards:
+    raise ConfigError(
+      f"--syncers={','.join(place.syncers)}: names {len(place.syncers)} shards, the config has"
+      f" sync.num_shards = {shards}. Fix: give the url of every shard, in order."
+    )
+
+
+def end_with_parent() -> None:
+  """Ends this process when the one that started it does, however that ends.
+
+  Its end of our standard input closes then, also after a kill -9. On Linux the kernel sees to it as
+  well, since a stopped process reads nothing.
+  """
+  if sys.platform == "linux":
+    import ctypes
+
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, int(signal.SIGKILL))
+
+  def wait() -> None:
+    while os.read(0, 4096):
+      continue
+    os._exit(1)
+
+  threading.Thread(target=wait, name="parent", daemon=True).start()
+
+
+def free_urls(count: int, host: str = "127.0.0.1") -> list[str]:
+  """Urls of this machine for so many shards, each with its port and the next one free.
+
+  Raises:
+    OSError: there are not so many.
+  """
+  family = socket.AF_INET6 if ":" in host else socket.AF_INET
+  held: list[socket.socket] = []
+  urls: list[str] = []
+  try:
+    for port in random.SystemRandom().sample(PORTS[::2], len(PORTS[::2])):
+      pair = [socket.socket(family), socket.socket(family)]
+      held += pair
+      try:
+        for each, number in zip(pair, (port, port + 1)):
+          each.bind((host, number))
+      except OSError:
+        continue  # somebody is there
+      urls.append(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
+      if len(urls) == count:
+        return urls
+  finally:
+    for each in held:
+      each.close()
+  raise OSError(f"found no {count} pairs of free ports between {PORTS[0]} and {PORTS[-1]}")
+
+
+# --- The number of a role's life: its host's clock, and greater than those of its lives before
+# Clocks step, in both directions. A number that is not greater would not be let in, or worse:
+# rounds carry it, and must never come twice. What the role's former lives were is in its event log.
+
+TAIL_BYTES = 1 << 20  # of a log: its role's newest lives
+WAIT_SECONDS = 3.0  # until a second look at who seems to be there: it may have died a moment ago
+HEARD_SECONDS = 2.5  # who was heard since then lives: a sign of life comes every second
+
+
+class Outnumbered(Exception):
+  """This life's number is too small; the role may begin anew after a while.
+
+  Args:
+    reason: in words.
+    after: the number the next life needs at least, 0 if that is not said yet.
+    wait_seconds: until then.
+  """
+
+  def __init__(self, reason: str, after: int, wait_seconds: float = 0.0):
+    super().__init__(reason)
+    self.after, self.wait_seconds = after, wait_seconds
+
+
+def another_life(
+  reason: str, after: int, silent_seconds: int, patience_seconds: float, waited: bool
+) -> Outnumbered | None:
+  """What becomes of a role that is fenced; None: it must end, a newer one lives.
+
+  A number smaller than that of a life which is over comes from a clock that has stepped back. PURE.
+
+  Args:
+    reason: why it may not speak.
+    after: the least number that would be let in if the newer life is over; 0: it is not.
+    silent_seconds: since that was heard.
+    patience_seconds: after which it is over.
+    waited: a while was waited already: whoever lives was heard in it.
+  """
+  if not after or (waited and silent_seconds < min(HEARD_SECONDS, patience_seconds)):
+    return None
+  reason = f"{reason}; that one was heard {silent_seconds} s ago"
+  if silent_seconds >= patience_seconds:
+    return Outnumbered(reason, after)
+  wait_seconds = patience_seconds - silent_seconds + 1.0
+  return Outnumbered(reason, 0, wait_seconds if waited else min(WAIT_SECONDS, wait_seconds))
+
+
+def newest(workdir: Path, now: int, role: str = "*") -> int:
+  """The greatest number that a role of this run, or any, has logged; -1 if there is none.
+
+  One that lies further ahead than anybody lets in was never let in, and need not be exceeded: a
+  clock that was wrong by more must not bind those that are right.
+  """
+  known = -1
+  for path in (workdir / "events").glob(f"{role}.jsonl"):
+    known = max(known, *(n for n in _numbers(path) if n <= now + FUTURE_SECONDS), -1)
+  return known
+
+
+def above(now: int, known: Iterable[int]) -> int:
+  """The clock, or the first number after all that are known."""
+  return max(now, *(number + 1 for number in known), 0)
+
+
+def _numbers(path: Path) -> Iterable[int]:
+  try:
+    with path.open("rb") as file:
+      file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+      lines = file.read(TAIL_BYTES).split(b"\n")
+  except OSError:
+    return  # what cannot be read binds nobody; others know it too
+  for line in lines:
+    event = decode(line)
+    if event is not None:
+      yield event.incarnation

@@ -1,0 +1,164 @@
+"""What islands train: the `Model` protocol, and how a Flax NNX module becomes one.
+
+A model is pure functions over a flat dict of named f32 arrays. The transformer of this room is one;
+`model.custom` names any other (`ddiloco/custom.py`). `examples/own_model.py` is a whole one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+Axes = tuple[str | None, ...]
+Constrain = Callable[[jax.Array, Axes], jax.Array]
+Params = Mapping[str, jax.Array]
+Batch = Any  # a tree (an array, a dict, ...) of arrays whose first axis counts examples
+
+
+def unconstrained(x: jax.Array, axes: Axes) -> jax.Array:
+  """The `constrain` of a single device: leaves `x` as it is."""
+  del axes
+  return x
+
+
+@runtime_checkable
+class Model(Protocol):
+  """What an island, the shards and the evaluator need of a model. Everything is pure.
+
+  A model that also has `logits(params, tokens_BxT) -> (B, T, V)` makes text (`ddiloco generate`).
+  """
+
+  def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and dtype (f32) of every parameter by its flat name, in a fixed order."""
+
+  def logical_axes(self) -> dict[str, Axes]:
+    """A name or None for every axis of every parameter; they say where the mesh may cut it.
+
+    Meshes know "embed", "vocab", "heads", "kv_heads", "mlp" and "experts"
+    (`training.devices.RULES`). A parameter that begins with "layers" is a stack, one layer a row,
+    whose layers are exchanged one by one; one with "vocab" is an embedding.
+    """
+
+  def init(self, key: jax.Array) -> dict[str, jax.Array]:
+    """Fresh parameters, a pure function of `key`; traced by jit."""
+
+  def inputs(self, batch_size: int, sequence_length: int) -> Batch:
+    """A `jax.ShapeDtypeStruct` for every array of a batch; the first axis is `batch_size`."""
+
+  def loss(
+    self, params: Params, batch: Batch, constrain: Constrain | None = None
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """(What is minimised, {"loss": what is reported}): f32 scalars, means over the batch.
+
+    A mixture of experts also reports "load_balance". `constrain(array, axes)` may pin where an
+    activation lies by the names of its axes ("batch" is the first one's); None on one device.
+    """
+
+  def evaluate(self, params: Params, batch: Batch) -> dict[str, jax.Array]:
+    """f32 scalars, means over a held-out batch: "loss", and whatever else is worth knowing."""
+
+
+class NnxModel:
+  """The half of `Model` that any NNX module has: `shapes`, `logical_axes` and `init`.
+
+  A subclass adds `inputs`, `loss` and `evaluate`, which work on `self.module(params)`:
+
+    class Regression(NnxModel):
+      def __init__(self):
+        super().__init__(lambda rngs: nnx.Linear(3, 1, rngs=rngs))
+
+      def inputs(self, batch_size, sequence_length):
+        f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+        return {"x": f32(batch_size, 3), "y": f32(batch_size, 1)}
+
+      def loss(self, params, batch, constrain=None):
+        loss = jnp.mean((self.module(params)(batch["x"]) - batch["y"]) ** 2)
+        return loss, {"loss": loss}
+
+      def evaluate(self, params, batch):
+        return self.loss(params, batch)[1]
+
+  Names are the paths of the module's variables, "conv/kernel". All of them must be parameters: what
+  a step changes on the side (batch statistics, dropout's keys) is no part of a merged model.
+  Logical axes are NNX sharding metadata (`nnx.Param(value, out_sharding=axes,
+  eager_sharding=False)`); without any, every device of the island has the whole parameter.
+
+  Args:
+    build: makes the module from `nnx.Rngs`.
+  """
+
+  def __init__(self, build: Callable[[nnx.Rngs], nnx.Module]):
+    self._build = build
+
+  @functools.cached_property
+  def _abstract(self) -> tuple[nnx.GraphDef, dict[str, tuple[Any, nnx.Variable]]]:
+    """The module's structure; by flat name each variable's path and shape, without a value."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: self._build(nnx.Rngs(0))))
+    found = {"/".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
+    odd = sorted(name for name, (_, leaf) in found.items() if not isinstance(leaf, nnx.Param))
+    if odd:
+      raise ValueError(
+        f"the module's {odd[:4]} ({len(odd)} in all) are no nnx.Param: a merged model has"
+        " parameters alone. Fix: normalise by LayerNorm or GroupNorm, and leave dropout out."
+      )
+    return graph, found
+
+  def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and dtype of every parameter, without making any."""
+    leaves = self._abstract[1].items()
+    return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, (_, leaf) in leaves}
+
+  def logical_axes(self) -> dict[str, Axes]:
+    """Logical axis names of every parameter, one a dimension; stacks begin with "layers"."""
+    leaves = self._abstract[1].items()
+    return {
+      name: tuple(leaf.get_metadata("out_sharding", None) or (None,) * len(leaf.shape))
+      for name, (_, leaf) in leaves
+    }
+
+  def init(self, key: jax.Array) -> dict[str, jax.Array]:
+    """Fresh parameters, a pure function of `key`; under jit, XLA drops what is not asked for."""
+    state = nnx.state(self._build(nnx.Rngs(key)))
+    return {"/".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(state)}
+
+  def module(self, params: Params) -> Any:
+    """The NNX module that holds these parameters.
+
+    Raises:
+      ValueError: a name is missing or unknown, or a shape is not the model's.
+    """
+    graph, abstract = self._abstract
+    missing = sorted(abstract.keys() - params.keys())
+    unknown = sorted(params.keys() - abstract.keys())
+    if missing or unknown:
+      raise ValueError(
+        f"params: missing {missing}, unknown {unknown}: the names must be exactly those of the"
+        " model's shapes(). Fix: use the model config these parameters were trained with."
+      )
+    for name, (_, leaf) in abstract.items():
+      if tuple(params[name].shape) != tuple(leaf.shape):
+        raise ValueError(
+          f"params[{name!r}] has shape {tuple(params[name].shape)}, the model needs"
+          f" {tuple(leaf.shape)}. Fix: use the model config these parameters were trained with."
+        )
+    flat = {path: leaf.replace(params[name]) for name, (path, leaf) in abstract.items()}
+    return nnx.merge(graph, nnx.from_flat_state(flat))
+
+
+def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+  """Mean of -log softmax(logits)[target], in nats, computed in f32.
+
+  Args:
+    logits: (..., V).
+    targets: (...), integers.
+  """
+  logits = logits.astype(jnp.float32)
+  log_norm = jax.nn.logsumexp(logits, axis=-1)
+  # A target outside the vocabulary must show up as NaN, not as some other token's loss.
+  chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="fill")
+  return jnp.mean(log_norm - chosen[..., 0])

@@ -1,0 +1,1 @@
+"""How two roles talk: queues in one process, ZeroMQ between processes, and who may speak."""

@@ -1,0 +1,384 @@
+"""How messages travel: the contract every transport keeps, and the in-process queues.
+
+The contract (`tests/network/test_transport.py` runs it over every transport):
+- `send` never blocks and never fails because of the peer; what cannot be delivered is counted.
+- Control never queues behind bulk (pushes and publishes); each of the two keeps its order.
+- What one peer sends holds up nobody else's messages, and waits within bounds; what is too much is
+  dropped and counted.
+- A newer connection under the same address fences the older one.
+- Malformed frames, and those in another sender's name, are dropped, counted, and change nothing.
+- Payloads are passed on without a copy where possible; nobody writes into one that was sent.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from ddiloco.protocol import messages, wire
+from ddiloco.protocol.messages import EVALUATOR, Message
+
+EVALUATOR_ADDRESS = "evaluator"
+MAX_CONTROL = 256  # messages that wait from one sender, the newest ones
+MAX_CONTROL_BYTES = 4 << 20  # of them
+MAX_BULK = 1024  # messages that wait from one sender, the oldest ones
+BULK_AFTER = 64  # messages of control in a row while bulk waits
+Spoil = Callable[[bytes], bytes]
+
+
+class Delivery(NamedTuple):
+  """A message as its role receives it."""
+
+  sender: str
+  message: Message
+  at: float  # time.monotonic() when it arrived here, however long it has waited since
+
+
+def learner_address(learner: int) -> str:
+  """Where a learner is reached; learner -1 is the evaluator."""
+  return EVALUATOR_ADDRESS if learner == EVALUATOR else f"learner/{learner}"
+
+
+def syncer_address(shard: int) -> str:
+  """Where a syncer shard is reached."""
+  return f"syncer/{shard}"
+
+
+def claimed_sender(message: Message) -> str:
+  """Whose message this says it is; a transport delivers only what comes from there."""
+  if isinstance(message, messages.TO_SHARD):
+    return learner_address(message.learner)
+  return syncer_address(message.shard)
+
+
+def open_frame(
+  run: tuple[str, str],
+  sender: str,
+  incarnation: int | None,
+  header: bytes,
+  payload: messages.Payload,
+) -> Message:
+  """The message in a frame that came from this incarnation of `sender` (None: any).
+
+  Raises:
+    MalformedMessage: it is none of this run (run id, plan id), or in somebody else's name.
+  """
+  message = wire.decode(header, payload, *run)
+  if claimed_sender(message) != sender:
+    raise wire.MalformedMessage(f"{sender} speaks as {claimed_sender(message)}")
+  if incarnation not in (None, message.incarnation):
+    raise wire.MalformedMessage(
+      f"{sender} has greeted as incarnation {incarnation} and speaks as {message.incarnation}"
+    )
+  return message
+
+
+@dataclasses.dataclass
+class Counters:
+  """What went over an endpoint since it was opened; bytes are those of real frames."""
+
+  sent_bytes: int = 0
+  received_bytes: int = 0
+  payload_bytes: int = 0  # of both together, what is fragments and not framing or control
+  undelivered: int = 0  # nobody there, or its queue was full
+  malformed: int = 0  # not a frame of this run, or in somebody else's name
+  overflowed: int = 0  # arrived while too much of the same sender was waiting
+  refused: int = 0  # connections turned away: no listed key, another run, fenced, not our protocol
+  resent: int = 0  # chunks of fragments that had to be sent again
+
+
+class Endpoint(Protocol):
+  """One role's connection."""
+
+  counters: Counters
+
+  def send(self, to: str, message: Message, spoil: Spoil | None = None) -> int:
+    """Queues a message; returns its size in bytes on the wire. `spoil` damages its header, as some
+    wires do."""
+    ...
+
+  def receive(self, timeout_seconds: float) -> Delivery | None:
+    """The next message, control first; None after the time or a `wake`."""
+    ...
+
+  @property
+  def waiting(self) -> int:
+    """How many messages have arrived and are not received yet, about."""
+    ...
+
+  def wake(self) -> None:
+    """Makes a waiting `receive` return None now."""
+    ...
+
+  def close(self) -> None:
+    """Nothing is sent or received any more."""
+    ...
+
+
+class Inbox:
+  """What has arrived at an endpoint and waits for its role.
+
+  Every sender has a queue of its own, bounded, and they take turns: whoever sends without end
+  fills its own queue and costs each of the others one turn. Control goes before bulk, but one bulk
+  message after `BULK_AFTER` of control: a flood of control must not hold up pushes for ever.
+  Of a learner's reports only the newest waits; it says all that those before it said.
+
+  Args:
+    run_id: of this run ...
+    plan_id: ... and of what all its roles share; frames of others are malformed.
+    counters: the endpoint's, counted when something arrives or is dropped.
+    max_bulk_bytes: of bulk that waits from one sender; one message is let in always.
+    dropped: called as dropped(sender, reason) for every frame that is dropped.
+  """
+
+  def __init__(
+    self,
+    run_id: str,
+    plan_id: str,
+    counters: Counters,
+    max_bulk_bytes: float = math.inf,
+    dropped: Callable[[str, str], None] = lambda sender, reason: None,
+  ):
+    self.closed = False
+    self._run_id, self._plan_id = run_id, plan_id
+    self._counters, self._dropped = counters, dropped
+    self._report = wire.report_start(run_id, plan_id)
+    self._ready = threading.Condition()
+    self._control = _Line(MAX_CONTROL, MAX_CONTROL_BYTES, drop_oldest=True)
+    self._bulk = _Line(MAX_BULK, max_bulk_bytes, drop_oldest=False)
+    self._in_a_row = 0  # of control, while bulk waited
+    self._woken = False
+
+  @property
+  def waiting(self) -> int:
+    """How many frames."""
+    with self._ready:
+      return self._control.count + self._bulk.count
+
+  def put(
+    self,
+    sender: str,
+    header: bytes,
+    payload: messages.Payload,
+    size: int,
+    incarnation: int | None = None,
+    taken: Callable[[], None] = lambda: None,
+  ) -> bool:
+    """A frame from this incarnation of `sender`, None: any; False if it was not let in.
+
+    Of control that is too much the oldest goes, and of bulk what comes last: its sender waits.
+    `taken` is called when the role takes a message with payload, from the role's thread.
+    """
+    frame = _Frame(header, payload, size, time.monotonic(), incarnation, taken)
+    with self._ready:
+      if self.closed:
+        return False
+      self._counters.received_bytes += size
+      if payload is None:
+        dropped = self._control.put(sender, frame, is_report=header.startswith(self._report))
+      else:
+        dropped = self._bulk.put(sender, frame)
+      self._counters.overflowed += dropped
+      self._ready.notify()
+    if dropped:
+      self._dropped(sender, "too many of its messages wait here")
+    return payload is None or not dropped
+
+  def receive(self, timeout_seconds: float) -> Delivery | None:
+    """As `Endpoint.receive`."""
+    deadline = time.monotonic() + timeout_seconds
+    for _ in range(MAX_BULK):  # a flood of what is no message must not keep the role for ever
+      taken = self._next(deadline - time.monotonic())
+      if taken is None:
+        return None
+      sender, frame = taken
+      if frame.payload is not None:
+        self._counters.payload_bytes += frame.size - len(frame.header)
+        frame.taken()
+      try:
+        message = open_frame(
+          (self._run_id, self._plan_id), sender, frame.incarnation, frame.header, frame.payload
+        )
+      except wire.MalformedMessage as error:
+        self._counters.malformed += 1
+        self._dropped(sender, str(error))
+        continue
+      return Delivery(sender, message, frame.at)
+    return None
+
+  def _next(self, timeout_seconds: float) -> tuple[str, _Frame] | None:
+    with self._ready:
+      if not (self._control.count or self._bulk.count or self._woken or self.closed):
+        self._ready.wait(max(0.0, timeout_seconds))
+      self._woken = False
+      if self._control.count and not (self._bulk.count and self._in_a_row >= BULK_AFTER):
+        self._in_a_row += self._bulk.count > 0
+        return self._control.take()
+      self._in_a_row = 0
+      return self._bulk.take() if self._bulk.count else None
+
+  def wake(self) -> None:
+    """Makes a waiting `receive` return None now."""
+    with self._ready:
+      self._woken = True
+      self._ready.notify_all()
+
+  def close(self) -> None:
+    """Forgets what waits; from now on nothing is received."""
+    with self._ready:
+      self.closed = True
+      self._control = self._bulk = _Line(0, 0, drop_oldest=False)
+      self._ready.notify_all()
+
+
+@dataclasses.dataclass
+class _Frame:
+  header: bytes
+  payload: messages.Payload
+  size: int
+  at: float  # when it arrived
+  incarnation: int | None  # of who sent it, as it has greeted us
+  taken: Callable[[], None]
+
+
+class _Queue:
+  """What waits from one sender, in order."""
+
+  def __init__(self) -> None:
+    self.frames: collections.OrderedDict[int, _Frame] = collections.OrderedDict()
+    self.bytes = 0
+    self._added = 0
+    self._report = 0  # the number of the newest one
+
+  def add(self, frame: _Frame, is_report: bool) -> None:
+    self._added += 1
+    self.frames[self._added] = frame
+    self.bytes += frame.size
+    self._report = self._added if is_report else self._report
+
+  def take(self) -> _Frame:
+    _, frame = self.frames.popitem(last=False)
+    self.bytes -= frame.size
+    return frame
+
+  def drop_report(self) -> int:
+    """How many reports waited: one at most."""
+    frame = self.frames.pop(self._report, None)
+    self.bytes -= frame.size if frame else 0
+    return int(frame is not None)
+
+
+class _Line:
+  """What waits of one kind: a bounded queue for each sender, and whose turn it is."""
+
+  def __init__(self, max_frames: int, max_bytes: float, drop_oldest: bool):
+    self.count = 0
+    self._max_frames, self._max_bytes = max_frames, max_bytes  # of one sender
+    self._drop_oldest = drop_oldest
+    self._queues: collections.OrderedDict[str, _Queue] = collections.OrderedDict()  # by turn
+
+  def put(self, sender: str, frame: _Frame, is_report: bool = False) -> int:
+    """A frame at the end of its sender's queue; returns how many that are too much were dropped:
+    the oldest, or this one."""
+    queue = self._queues.setdefault(sender, _Queue())
+    self.count -= queue.drop_report() if is_report else 0
+    dropped = 0
+    while queue.frames and self._full(queue, frame):
+      dropped += 1
+      if not self._drop_oldest:
+        return dropped
+      queue.take()
+      self.count -= 1
+    queue.add(frame, is_report)
+    self.count += 1
+    return dropped
+
+  def _full(self, queue: _Queue, frame: _Frame) -> bool:
+    most = self._max_bytes - frame.size
+    return len(queue.frames) >= self._max_frames or queue.bytes > most
+
+  def take(self) -> tuple[str, _Frame]:
+    """The oldest frame of the sender whose turn it is; there must be one."""
+    sender, queue = self._queues.popitem(last=False)
+    frame = queue.take()
+    self.count -= 1
+    if queue.frames:
+      self._queues[sender] = queue
+    return sender, frame
+
+
+class Hub:
+  """In-process queues between the roles of one process: real frames, payloads by reference."""
+
+  def __init__(self, run_id: str, plan_id: str, max_bulk_bytes: int = 4 << 30):
+    self.run_id = run_id
+    self.plan_id = plan_id
+    self.max_bulk_bytes = max_bulk_bytes  # per sender and receiver
+    self._endpoints: dict[str, QueueEndpoint] = {}
+    self._lock = threading.Lock()
+
+  def connect(self, address: str) -> QueueEndpoint:
+    """Opens `address`; whoever had it before is cut off."""
+    endpoint = QueueEndpoint(self, address)
+    with self._lock:
+      old = self._endpoints.get(address)
+      self._endpoints[address] = endpoint
+    if old is not None:
+      old.close()
+    return endpoint
+
+  def find(self, address: str) -> QueueEndpoint | None:
+    """The open endpoint of an address, if any."""
+    with self._lock:
+      return self._endpoints.get(address)
+
+  def remove(self, endpoint: QueueEndpoint) -> None:
+    """Forgets an endpoint, unless a newer one has taken its address."""
+    with self._lock:
+      if self._endpoints.get(endpoint.address) is endpoint:
+        del self._endpoints[endpoint.address]
+
+
+class QueueEndpoint:
+  """One role's end of a `Hub`."""
+
+  def __init__(self, hub: Hub, address: str):
+    self.address = address
+    self.counters = Counters()
+    self._hub = hub
+    self._inbox = Inbox(hub.run_id, hub.plan_id, self.counters, hub.max_bulk_bytes)
+
+  def send(self, to: str, message: Message, spoil: Spoil | None = None) -> int:
+    header, payload = wire.encode(message, self._hub.run_id, self._hub.plan_id)
+    header = header if spoil is None else spoil(header)
+    size = wire.frame_bytes(header, payload)
+    if self._inbox.closed:
+      return size
+    self.counters.sent_bytes += size
+    self.counters.payload_bytes += size - len(header)
+    peer = self._hub.find(to)
+    if peer is None or not peer._deliver(self.address, header, payload, size):
+      self.counters.undelivered += 1
+    return size
+
+  def _deliver(self, sender: str, header: bytes, payload: messages.Payload, size: int) -> bool:
+    return self._inbox.put(sender, header, payload, size)
+
+  def receive(self, timeout_seconds: float) -> Delivery | None:
+    return self._inbox.receive(timeout_seconds)
+
+  @property
+  def waiting(self) -> int:
+    return self._inbox.waiting
+
+  def wake(self) -> None:
+    self._inbox.wake()
+
+  def close(self) -> None:
+    self._inbox.close()
+    self._hub.remove(self)

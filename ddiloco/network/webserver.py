@@ -1,0 +1,335 @@
+"""A small HTTP server beside a role or a run: a request in, an answer out, the connection closed.
+
+Each connection has a thread of its own, a time limit and a size limit, and when there are too many
+the oldest are cut off: clients that hang hold up neither the run nor each other. Nothing is read
+from the disk by name, and no request can make it print a traceback to its client.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import http.server
+import io
+import json
+import math
+import socket
+import socketserver
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from email.message import Message
+from typing import Any
+
+from ddiloco.checks import ConfigError, require
+
+REQUEST_SECONDS = 5.0  # for a request to arrive, and for its answer to leave
+REQUEST_BYTES = 8192  # of its head
+BODY_BYTES = 4096
+MAX_CONNECTIONS = 32
+TEXT = "text/plain; charset=utf-8"
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+  """What somebody asks. `path` is without the query; neither is decoded."""
+
+  method: str  # GET (also for HEAD) or POST
+  path: str
+  query: str
+  headers: Message
+  body: bytes = b""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+  """What they get: a status code, a text, its kind, and further headers."""
+
+  code: int
+  text: str | bytes
+  kind: str = TEXT
+  headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+def parse_address(listen: str, flag: str) -> tuple[str, int]:
+  """(host, port) of "HOST:PORT"; an IPv6 address is in brackets, and comes back without.
+
+  Raises:
+    ConfigError: it is not HOST:PORT.
+  """
+  host, colon, port = listen.rpartition(":")
+  good = bool(colon and host) and port.isascii() and port.isdecimal() and int(port) < 65536
+  example = f"write {flag}=127.0.0.1:8080, with port 0 for a free one"
+  require(good, flag, listen, "must be HOST:PORT", example)
+  return host.strip("[]"), int(port)
+
+
+class WebServer(socketserver.ThreadingTCPServer):
+  """Listens from the start; `start` answers, `close` ends it.
+
+  Args:
+    listen: "HOST:PORT", port 0 being a free one.
+    answer: called for every request, from that connection's thread.
+    flag: which the address came from, for errors.
+    methods: what may be asked besides HEAD.
+
+  Raises:
+    ConfigError: the address is none, or cannot be opened.
+  """
+
+  allow_reuse_address = True
+  daemon_threads = True
+  block_on_close = False
+  request_queue_size = 128
+
+  def __init__(
+    self,
+    listen: str,
+    answer: Callable[[Request], Answer],
+    flag: str,
+    methods: tuple[str, ...] = ("GET",),
+  ):
+    host, port = parse_address(listen, flag)
+    self.answer, self.methods = answer, methods
+    self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    self._open: dict[socket.socket, None] = {}  # oldest first
+    self._lock = threading.Lock()
+    try:
+      super().__init__((host, port), _Handler)
+    except OSError as error:
+      raise ConfigError(
+        f"{flag} = {listen!r}: cannot be opened ({error.strerror})."
+        " Fix: give an address of this machine and a free port, or port 0."
+      ) from error
+    shown = f"[{host}]" if ":" in host else host
+    self.url = f"http://{shown}:{self.server_address[1]}"
+
+  def start(self) -> None:
+    """Answers from now on, in threads of its own."""
+    threading.Thread(target=self.serve_forever, args=(0.1,), name="web", daemon=True).start()
+
+  def close(self) -> None:
+    """Answers no more; only after `start`."""
+    self.shutdown()
+    self.server_close()
+
+  def process_request(self, request, client_address) -> None:
+    with self._lock:
+      self._open[request] = None
+      waiting = list(self._open)
+    for oldest in waiting[:-MAX_CONNECTIONS]:
+      with contextlib.suppress(OSError):  # it has just ended
+        oldest.shutdown(socket.SHUT_RDWR)  # wakes its thread, which closes it
+    if len(waiting) > 2 * MAX_CONNECTIONS:
+      self.shutdown_request(request)  # they do not end
+    else:
+      super().process_request(request, client_address)
+
+  def shutdown_request(self, request) -> None:
+    with self._lock:
+      self._open.pop(request, None)
+    super().shutdown_request(request)
+
+  def handle_error(self, request, client_address) -> None:
+    if not isinstance(sys.exception(), OSError):  # a connection that breaks is no error of ours
+      super().handle_error(request, client_address)
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+  """One request, one answer, then the connection is closed."""
+
+  server: WebServer
+
+  def setup(self) -> None:
+    super().setup()
+    self._deadline = time.monotonic() + REQUEST_SECONDS
+    self.rfile.close()
+    self.rfile = io.BytesIO(self._head())
+
+  def do_GET(self) -> None:
+    self._serve(b"")
+
+  do_HEAD = do_GET
+
+  def do_POST(self) -> None:
+    length = self.headers.get("Content-Length", "")
+    if "POST" not in self.server.methods:
+      self.send_error(501)
+    elif "Transfer-Encoding" in self.headers or not (length.isascii() and length.isdecimal()):
+      self.send_error(411)
+    elif len(length) > 9 or int(length) > BODY_BYTES:
+      self.send_error(413)
+    else:
+      self._serve(self._body(int(length)))
+
+  def _serve(self, body: bytes) -> None:
+    path, _, query = self.path.partition("?")
+    method = "GET" if self.command == "HEAD" else self.command
+    try:
+      answer = self.server.answer(Request(method, path, query, self.headers, body))
+    except Exception:
+      self.send_error(500)
+      raise  # for `handle_error`, which prints it here and not there
+    self._answer(answer)
+
+  def send_error(self, code, message=None, explain=None) -> None:
+    """What the parser refuses: in plain words, without what was sent."""
+    self._answer(Answer(code, http.HTTPStatus(code).phrase + "\n"))
+
+  def log_message(self, format, *args) -> None:
+    """Probes come every few seconds; nobody wants to read that."""
+
+  def version_string(self) -> str:
+    return "ddiloco"
+
+  def _answer(self, answer: Answer) -> None:
+    body = answer.text.encode() if isinstance(answer.text, str) else answer.text
+    self.send_response(answer.code)
+    headers = {"Content-Type": answer.kind, "Content-Length": str(len(body))}
+    for name, value in {**headers, "Cache-Control": "no-store", **answer.headers}.items():
+      self.send_header(name, value)
+    self.send_header("Connection", "close")
+    self.end_headers()
+    if self.command != "HEAD":
+      self.wfile.write(body)
+
+  def _head(self) -> bytes:
+    """What arrives until an empty line; TimeoutError, which ends the connection, if it is late."""
+    head = b""
+    while b"\r\n\r\n" not in head and b"\n\n" not in head:
+      if len(head) >= REQUEST_BYTES:
+        raise TimeoutError("the request is not complete")
+      received = self._receive(1024)
+      if not received:
+        break
+      head += received
+    self.connection.settimeout(REQUEST_SECONDS)
+    return head
+
+  def _body(self, length: int) -> bytes:
+    body = self.rfile.read()  # what came with the head
+    while len(body) < length:
+      received = self._receive(length - len(body))
+      if not received:
+        raise ConnectionError("the request ended early")
+      body += received
+    self.connection.settimeout(REQUEST_SECONDS)
+    return body[:length]
+
+  def _receive(self, size: int) -> bytes:
+    left = self._deadline - time.monotonic()
+    if left <= 0:
+      raise TimeoutError("the request is not complete")
+    self.connection.settimeout(left)
+    return self.connection.recv(size)
+
+
+# --- What a role says of itself over HTTP: is it alive, is it ready, how does it stand
+# /livez    200 while the role's main loop goes round, else 503: restart it
+# /readyz   200 while the role does its work, else 503
+# /status   JSON, for people and scripts
+#
+# The answers are given by threads of their own from a few attributes, without a lock the role could
+# wait for. Whoever can reach the port may read; nothing can be changed through it.
+
+LIVE_SECONDS = 60.0  # without a beat, at least; more where ten steps take longer
+START_SECONDS = 3600.0  # until the first beat: reading data, compiling
+
+
+class Health:
+  """How a role is; written by its main loop, read by its HTTP server.
+
+  Args:
+    status: called for /status, from a thread of the server; whatever JSON can hold.
+
+  Attributes:
+    allow_seconds: how long the longest usual step of the role takes; it may change any time.
+    url: where the server listens, once it does.
+  """
+
+  def __init__(self, status: Callable[[], dict[str, Any]] = dict):
+    self.allow_seconds = 0.0
+    self.url = ""
+    self._status = status
+    self._asking = threading.Lock()  # one /status at a time: a stuck one keeps one thread
+    self._started = time.monotonic()
+    self._beaten: float | None = None
+    self._ready, self._reason = False, "starting"
+    self._server: WebServer | None = None
+
+  def beat(self) -> None:
+    """The role's main loop has come round."""
+    self._beaten = time.monotonic()
+
+  def ready(self, reason: str = "") -> None:
+    """The role does its work."""
+    self._ready, self._reason = True, reason
+
+  def not_ready(self, reason: str) -> None:
+    """The role cannot do its work now, and why; it is alive all the same."""
+    self._ready, self._reason = False, reason
+
+  def livez(self) -> tuple[int, str]:
+    """(HTTP status, reason)."""
+    now, beaten = time.monotonic(), self._beaten
+    if beaten is None:
+      seconds, limit, since = now - self._started, START_SECONDS, "starting for"
+    else:
+      seconds, limit = now - beaten, max(LIVE_SECONDS, 10 * self.allow_seconds)
+      since = "the main loop last came round"
+    text = f"{since} {seconds:.0f} s{'' if beaten is None else ' ago'} (allowed: {limit:.0f} s)"
+    return (200 if seconds < limit else 503), text
+
+  def readyz(self) -> tuple[int, str]:
+    """(HTTP status, reason)."""
+    live, reason = self.livez()
+    if live != 200:
+      return live, reason
+    return (200, self._reason or "ready") if self._ready else (503, self._reason)
+
+  def status(self) -> tuple[int, str]:
+    """(HTTP status, JSON)."""
+    if not self._asking.acquire(timeout=1):
+      return 503, json.dumps({"error": "the role is busy"})
+    try:
+      return 200, json.dumps(_finite(self._status()), allow_nan=False)
+    except Exception as error:  # the role goes on, whatever its status function does
+      return 500, json.dumps({"error": f"the role's status failed: {type(error).__name__}"})
+    finally:
+      self._asking.release()
+
+  def serve(self, listen: str) -> str:
+    """Answers at `listen`, "HOST:PORT", port 0 being a free one; returns the url.
+
+    Raises:
+      ConfigError: it is not HOST:PORT, or cannot be opened.
+    """
+    self._server = WebServer(listen, self._answer, "--http")
+    self._server.start()
+    self.url = self._server.url
+    return self.url
+
+  def close(self) -> None:
+    """Answers no more."""
+    if self._server is not None:
+      self._server.close()
+      self._server = None
+
+  def _answer(self, request: Request) -> Answer:
+    if request.path == "/status":
+      code, text = self.status()
+      return Answer(code, text + "\n", "application/json")
+    if request.path in ("/livez", "/readyz"):
+      code, text = self.livez() if request.path == "/livez" else self.readyz()
+      return Answer(code, text + "\n")
+    return Answer(404, "there are /livez, /readyz and /status\n")
+
+
+def _finite(value: Any) -> Any:
+  """JSON has no NaN and no infinity: null."""
+  if isinstance(value, dict):
+    return {key: _finite(v) for key, v in value.items()}
+  if isinstance(value, list | tuple):
+    return [_finite(v) for v in value]
+  return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,376 @@
+"""Every role writes what happens to it as JSON lines: WORKDIR/events/{role}.jsonl.
+
+A line is one event of `protocol/events.py`. Writing is append-only and whole lines at a time, so
+several incarnations of a role may share a file; what a kill tears is skipped (and counted) by
+`read_events`.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import math
+import mmap
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ddiloco.observe.guards import Drain, warn
+from ddiloco.protocol import events
+from ddiloco.protocol.events import Event
+
+# --- Lines of log files of any length and with anything in them: read piece by piece, no file held
+
+PIECE_BYTES = 1 << 15  # that each log under way has in memory
+SCAN_BYTES = 1 << 20
+MOST_LINE_BYTES = 4 << 20  # of an event; one of 2,000 participants has 0.2 MB
+DAMAGED = b"\0"  # stands for a line that is longer than that: no reader takes it for an event
+SLACK_SECONDS = 1.0  # threads of one role may swap their lines by microseconds
+MOST_STRETCHES = 100  # of one log: a clock that goes back more often is believed less
+_TIME = re.compile(rb'^\{(?:"kind": ?"\w+", ?)?"time": ?(-?[0-9.e+-]+)', re.MULTILINE)
+
+
+def lines_of(path: Path, start: int, end: int) -> Iterator[bytes]:
+  """The lines in the bytes `start` to `end`, without their ends; the last may lack its own."""
+  held, too_long = b"", False
+  while piece := _read(path, start, min(end, start + PIECE_BYTES)):
+    start += len(piece)
+    *whole, held = (held + piece).split(b"\n")
+    for line in whole:
+      yield DAMAGED if too_long else line
+      too_long = False
+    if too_long or len(held) > MOST_LINE_BYTES:
+      held, too_long = b"", True
+  if too_long or held:
+    yield DAMAGED if too_long else held
+
+
+def stretches(path: Path, start: int, end: int) -> list[tuple[int, int]]:
+  """The bytes `start` to `end` in parts (from, to) in which the times of events do not go back.
+
+  A role whose clock is set back begins a new part, so that merging all parts puts its events where
+  their times say. Only times are looked at: this is a tenth of the cost of reading the events.
+  """
+  cuts, newest = [start], -math.inf
+  for at, said in _times(path, start, end):
+    if said < newest - SLACK_SECONDS and len(cuts) < MOST_STRETCHES:
+      cuts.append(at)
+      newest = said
+    newest = max(newest, said)
+  return list(zip(cuts, [*cuts[1:], end]))
+
+
+def _times(path: Path, start: int, end: int) -> Iterator[tuple[int, float]]:
+  held = b""
+  while piece := _read(path, start, min(end, start + SCAN_BYTES)):
+    block, at = held + piece, start - len(held)
+    start += len(piece)
+    whole = block.rfind(b"\n") + 1
+    for match in _TIME.finditer(block, 0, whole):
+      try:
+        yield at + match.start(), float(match[1])
+      except ValueError:
+        continue  # no number, and so no event
+    held = block[whole:]
+    if len(held) > MOST_LINE_BYTES:
+      held = DAMAGED  # its end is what matters: the next line begins after it
+
+
+def whole_lines_end(path: Path, start: int, end: int) -> int:
+  """Where the last line that ends within `start` to `end` does; `start` if none does."""
+  while end > start:
+    first = max(start, end - SCAN_BYTES)
+    found = _read(path, first, end).rfind(b"\n")
+    if found >= 0:
+      return first + found + 1
+    end = first
+  return start
+
+
+def _read(path: Path, start: int, end: int) -> bytes:
+  """These bytes, as far as they are there; opened each time, since roles may be many."""
+  try:
+    with path.open("rb", buffering=0) as file:
+      file.seek(start)
+      return file.read(max(0, end - start)) or b""
+  except FileNotFoundError:
+    return b""  # gone since the folder was listed
+
+
+Listener = Callable[[Event], None]
+E = TypeVar("E", bound=Event)
+
+FLUSH_SECONDS = 1.0
+
+
+class Recorder:
+  """Records the events of one incarnation of one role.
+
+  `record` only queues (a few microseconds, never I/O); a background thread writes about once a
+  second, at once after an important kind, and at `close`. A full disk or a denied path is one
+  warning on stderr, the events are counted in `lost_events`, and the run goes on. Listeners get the
+  same event on the calling thread: they must be quick; one that raises is warned about and dropped.
+  Values are plain Python or NumPy scalars, not changed afterwards.
+  """
+
+  def __init__(
+    self,
+    workdir: str | os.PathLike[str],
+    role: str,
+    incarnation: int,
+    start_time: float,
+    clock: Callable[[], float] = time.monotonic,
+    listeners: Iterable[Listener] = (),
+  ):
+    """`start_time`: what `clock` showed when the run started, in seconds."""
+    self.role = role
+    self.incarnation = incarnation
+    self.path = Path(workdir) / "events" / f"{role}.jsonl"
+    self._start_time = start_time
+    self._clock = clock
+    self._listeners = tuple(listeners)
+    self._file: int | None = None
+    self._torn = False  # the last write stopped inside a line
+    self._unwritten = 0
+    self._warned = self._slow = False
+    self._drain = Drain(f"events of {role}", self._write, FLUSH_SECONDS)
+
+  def record(self, event: Event) -> None:
+    """Queues one event, with time, role and incarnation filled in. Never blocks, never raises."""
+    time = self._clock() - self._start_time
+    event = events.stamped(event, time, self.role, self.incarnation)
+    self._drain.put(event)
+    for listener in self._listeners:
+      try:
+        listener(event)
+      except Exception as error:
+        self._listeners = tuple(each for each in self._listeners if each is not listener)
+        warn(f"{self.role}: a listener of its events failed and is dropped: {error!r}")
+    if type(event) in events.IMPORTANT:
+      self._drain.wake()
+
+  def flush(self) -> None:
+    """Waits until what happened so far is in the file: before others hear of what follows from it.
+
+    A stuck disk is waited for a second at most: then a crash may leave a gap in the log.
+    """
+    if not self._drain.flush() and not self._slow:
+      self._slow = True
+      warn(f"{self.path}: is written too slowly to wait for. A crash may leave a gap in it.")
+
+  @property
+  def lost_events(self) -> int:
+    """Events that will never be in the file: disk full, path denied, or recorded after `close`."""
+    return self._unwritten + self._drain.lost
+
+  def close(self) -> None:
+    """Writes what is queued and closes the file. Events recorded later count as lost."""
+    self._drain.close()
+    if self._file is not None and not self._drain.running:
+      os.close(self._file)
+      self._file = None
+
+  def __enter__(self) -> Recorder:
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self.close()
+
+  def _write(self, batch: list[Event]) -> None:
+    """On the background thread: the whole batch in one append."""
+    if not batch:
+      return
+    data = b"".join([to_line(event) for event in batch])
+    written = 0
+    try:
+      if self._file is None:
+        self._file = self._open()
+      if self._torn:  # on a line of its own, or it would spoil the next one
+        data = b"\n" + data
+      written = os.write(self._file, data)
+      if written < len(data):
+        raise OSError(f"only {written} of {len(data)} bytes were written (is the disk full?)")
+      self._torn = False
+    except OSError as error:
+      self._torn = self._torn or written > 0
+      self._unwritten += len(batch) - data[:written].lstrip(b"\n").count(b"\n")
+      if not self._warned:
+        warn(f"cannot write {self.path}: {error}. The run goes on without these events.")
+      self._warned = True
+
+  def _open(self) -> int:
+    self.path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    size = os.fstat(file).st_size
+    self._torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
+    return file
+
+
+class NullRecorder:
+  """Records nothing; for tests and for code that runs without a workdir."""
+
+  role = "null"
+  incarnation = 0
+  lost_events = 0
+
+  def __enter__(self) -> NullRecorder:
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self.close()
+
+  def record(self, event: Event) -> None:
+    """Forgets the event."""
+
+  def flush(self) -> None:
+    """Nothing to write."""
+
+  def close(self) -> None:
+    """Nothing to close."""
+
+
+class EventLog(list[Event]):
+  """Events in order of time; `torn_lines` counts lines that could not be read."""
+
+  def __init__(self, events: Iterable[Event] = (), torn_lines: int = 0):
+    super().__init__(events)
+    self.torn_lines = torn_lines
+
+
+class EventStream:
+  """The events in some stretches of log files, by time, read while somebody iterates over them.
+
+  Memory is bounded by the number of roles, not by the length of the run. A role's own order
+  survives but where its clock was set back. `torn_lines` counts what could not be read so far.
+  """
+
+  def __init__(self, places: Iterable[tuple[Path, int, int]]):
+    """`places`: (file, first byte, end), at whole lines."""
+    self.torn_lines = 0
+    self._places = tuple(places)
+
+  def __iter__(self) -> Iterator[Event]:
+    parts = [(p, a, b) for p, start, end in self._places for a, b in stretches(p, start, end)]
+    timed = [self._timed(i, *part) for i, part in enumerate(parts)]
+    return (event for _, _, event in heapq.merge(*timed))
+
+  def _timed(self, i: int, *part: Any) -> Iterator[tuple[float, int, Event]]:
+    newest = -math.inf
+    for line in lines_of(*part):
+      event = events.decode(line)
+      if event is None:
+        self.torn_lines += bool(line)
+        continue
+      newest = max(newest, event.time)
+      yield newest, i, event
+
+
+def stream_events(workdir: str | os.PathLike[str]) -> EventStream:
+  """What all roles have written under WORKDIR/events by now. No folder: no events."""
+  paths = sorted((Path(workdir) / "events").glob("*.jsonl"))
+  return EventStream((path, 0, path.stat().st_size) for path in paths if path.is_file())
+
+
+def read_events(workdir: str | os.PathLike[str]) -> EventLog:
+  """All of them at once, for runs that fit into memory (1 to 2 kB an event)."""
+  stream = stream_events(workdir)
+  events = list(stream)
+  return EventLog(events, stream.torn_lines)
+
+
+@functools.lru_cache(maxsize=4096)
+def parse_role(role: str) -> tuple[str, int]:
+  """("learner", 2) of "learner-2" or "learner/2"; a role without a number gets -1."""
+  kind, _, number = role.replace("/", "-").partition("-")
+  return kind, int(number) if number.isdigit() else -1
+
+
+def to_line(event: Event) -> bytes:
+  """One line of a log, with its end."""
+  return events.encode(event) + b"\n"
+
+
+# --- The newest event of a kind, found from the end of a log: the log itself is never in memory
+
+
+def newest_event(workdir: str | os.PathLike[str], kind: type[E], roles: str = "*") -> E | None:
+  """The newest event of this kind of all roles whose name matches; None if there is none.
+
+  Raises:
+    OSError: a log is there and cannot be read.
+  """
+  found = [_newest(path, kind) for path in (Path(workdir) / "events").glob(f"{roles}.jsonl")]
+  return max((e for e in found if e is not None), key=lambda e: e.time, default=None)
+
+
+def _newest(path: Path, kind: type[E]) -> E | None:
+  if not path.stat().st_size:
+    return None  # nothing to map
+  tag = kind.__struct_config__.tag
+  wanted = f'"kind":"{tag}"'.encode()  # as `encode` writes it; inside a text it has backslashes
+  with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as log:
+    at = log.rfind(wanted)
+    while at >= 0:
+      first, end = log.rfind(b"\n", 0, at) + 1, log.find(b"\n", at)
+      event = events.decode(log[first : end if end >= 0 else len(log)])
+      if isinstance(event, kind):
+        return event
+      at = log.rfind(wanted, 0, first)  # that one is torn
+  return None
+
+
+# --- Follows the event logs of a run while other processes write them
+
+
+class Follower:
+  """Reads WORKDIR/events/*.jsonl as they grow: each whole line once, also of files that are new.
+
+  A line is read when its end is there; what a kill has torn is counted in `torn_lines` as soon as
+  somebody writes after it. A file that shrank was replaced, and is read from its start.
+  """
+
+  def __init__(self, workdir: str | os.PathLike[str]):
+    self.torn_lines = 0
+    self._folder = Path(workdir) / "events"
+    self._read: dict[Path, int] = {}  # bytes, up to the end of a line
+    self._seen: dict[Path, int] = {}  # bytes, up to where there is no end of a line but that one
+
+  def poll(self) -> list[Event]:
+    """What was written since the last poll, in order of time (of one poll: roles flush late)."""
+    return list(self.stream())
+
+  def stream(self) -> Iterator[Event]:
+    """The same one by one, however much it is. What is not asked for does not come again."""
+    stream = EventStream(self._new())
+    torn = self.torn_lines
+    for event in stream:
+      self.torn_lines = torn + stream.torn_lines
+      yield event
+    self.torn_lines = torn + stream.torn_lines
+
+  def skip(self) -> None:
+    """Passes over what is there by now, without reading it."""
+    self._new()
+
+  def _new(self) -> list[tuple[Path, int, int]]:
+    """Where there are new lines: (file, first byte, end)."""
+    found = []
+    # shards before learners: whoever reads of a commit also reads of the pushes in it
+    for path in sorted(self._folder.glob("*.jsonl"), reverse=True):
+      try:
+        size = path.stat().st_size
+      except OSError:
+        continue  # gone since the folder was listed, or out of reach: the others are read
+      start = self._read.get(path, 0)
+      if size < start:
+        start = self._seen[path] = 0
+      seen = max(start, self._seen.get(path, 0))
+      end = whole_lines_end(path, seen, size)
+      self._seen[path] = size
+      self._read[path] = start if end == seen else end
+      if end != seen:
+        found.append((path, start, end))
+    return sorted(found)

@@ -1,0 +1,418 @@
+"""The state of a run as its events tell it: the one fold that everything else reads. PURE.
+
+`RunState` takes events in order of time; time is in them. The live view draws it, the page shows
+it, the report and its summary are made of it. Its size depends on the number of islands and
+fragments, not on how long the run is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from ddiloco.config import Config
+from ddiloco.observe.eventlog import parse_role
+from ddiloco.observe.goodput import Ledger
+from ddiloco.observe.guards import warn
+from ddiloco.observe.island_state import (
+  DOWN,
+  RECENT_COMMITS,
+  IslandState,
+  Note,
+  ShardState,
+  finite_or,
+  role_name,
+)
+from ddiloco.observe.rounds import Rounds
+from ddiloco.observe.series import Curves, TrafficTotals
+from ddiloco.observe.tracks import Kills, Tracks
+from ddiloco.protocol import events
+from ddiloco.protocol.events import Event
+
+RECENT_NOTES = 8
+NOTE_SECONDS = 5.0  # the same text is said once within so long: every shard tells of a member
+LONE_SHARE = 0.9  # so many of the newest rounds with one island each: it is no chance any more
+LEAST_ROUNDS = 4  # that are judged; of more fragments, as many as these, but RECENT_COMMITS at most
+SHOWN_REASONS = 4
+
+
+class RunState:
+  """The whole run.
+
+  Args:
+    config: the run's, for what its events may not say (single roles have no engine that says how
+      many they should be); None: not known.
+  """
+
+  def __init__(self, config: Config | None = None):
+    self.name = ""
+    self.time = 0.0  # of the newest event
+    self.num_events = 0
+    self.torn_lines = 0  # that were no events
+    self.odd_events = 0  # that are not as this version writes them
+    self.kinds: Counter[type[Event]] = Counter()
+    self.num_fragments = self.num_shards = self.total_tokens = 0
+    self.islands: dict[int, IslandState] = {}
+    self.shards: dict[int, ShardState] = {}
+    self.versions: dict[int, int] = {}  # of the global model, by fragment
+    self.merged_tokens: dict[int, int] = {}  # by fragment
+    self.commits = 0
+    self.rejected = 0  # updates
+    self.solo_rounds = 0  # of one island, again and again
+    self.blocked_seconds = 0.0
+    self.first_loss = self.heldout_loss = math.nan  # held-out, the first and the newest
+    self.lone: deque[int] = deque()  # by recent commit, the only learner in it; -1: several
+    self.notes: deque[Note] = deque(maxlen=RECENT_NOTES)
+    self.num_notes = 0  # ever
+    self.first_step_time = math.nan
+    self.finished = ""  # why the run ended
+    self.ledger, self.tracks, self.kills = Ledger(), Tracks(), Kills()
+    self.rounds, self.traffic, self.curves = Rounds(), TrafficTotals(), Curves()
+    if config is not None:
+      self.total_tokens, self.num_shards = config.run.total_tokens, config.sync.num_shards
+      for m in range(config.islands.num_learners):
+        self._island(m, 0.0)
+
+  def read(self, events: Iterable[Event]) -> RunState:
+    """Takes all of these; one with numbers beyond sense is counted, and the rest is shown."""
+    for event in events:
+      try:
+        self.add(event)
+      except (ArithmeticError, ValueError) as error:
+        self._count_odd(event.kind, str(error))
+    self.torn_lines += getattr(events, "torn_lines", 0)
+    return self
+
+  def add(self, event: Event) -> None:
+    """One event. One that this version does not write is counted, and only moves the time."""
+    self.time = max(self.time, event.time)
+    self.num_events += 1
+    self.kinds[type(event)] += 1
+    handler = _HANDLERS.get(type(event))
+    if handler is not None:
+      handler(self, event)
+    self.kills.add(event)
+    self.ledger.take(event)
+    self.rounds.add(event)
+
+  # --- what follows from it -----------------------------------------------------------------------
+
+  @property
+  def tokens_done(self) -> float:
+    """Merged tokens, the mean over fragments; where nobody syncs, the tokens trained."""
+    if not self.num_shards:
+      return float(sum(island.tokens for island in self.islands.values()))
+    return sum(self.merged_tokens.values()) / max(1, self.num_fragments, len(self.merged_tokens))
+
+  @property
+  def progress(self) -> float:
+    """Share of the run that is done, 0 to 1."""
+    return min(1.0, self.tokens_done / self.total_tokens) if self.total_tokens else 0.0
+
+  @property
+  def solo(self) -> str:
+    """Says that rounds of one island repeat, and why, though there are or should be others; ""."""
+    needed = min(RECENT_COMMITS, max(LEAST_ROUNDS, self.num_fragments))
+    count = sum(m >= 0 for m in self.lone)
+    if self.finished or len(self.lone) < needed or count < LONE_SHARE * needed:
+      return ""
+    there = [m for m, island in self.islands.items() if island.state != "left"]
+    if len(there) < 2:
+      return ""
+    alone = {m for m in self.lone if m >= 0}
+    who = f"island {min(alone)}" if len(alone) == 1 else "one island at a time"
+    others = sorted(m for m in there if alone != {m} and self.islands[m].missed_reason)
+    reasons = [f"island {m}: {self.islands[m].missed_reason}" for m in others[:SHOWN_REASONS]]
+    if len(others) > SHOWN_REASONS:
+      reasons.append(f"and {len(others) - SHOWN_REASONS} more")
+    why = f" Why: {'; '.join(reasons)}." if reasons else ""
+    return (
+      f"{count} of the last {len(self.lone)} rounds merged {who} alone, of {len(there)}: what the"
+      f" others do is not in the global model.{why} sync.min_quorum allows it."
+    )
+
+  def seconds_left(self, time: float) -> float:
+    """At the pace since the first step; NaN while that says nothing yet."""
+    done = self.progress
+    elapsed = time - self.first_step_time
+    return elapsed * (1 - done) / done if done > 0.01 and elapsed > 0 else math.nan
+
+  # --- members ------------------------------------------------------------------------------------
+
+  def _island(self, m: int, time: float) -> IslandState:
+    if m not in self.islands:
+      self.islands[m] = IslandState()
+    self.tracks.begin(f"learner-{m}", time, self.islands[m].state)
+    return self.islands[m]
+
+  def _island_is(self, m: int, time: float, state: str) -> IslandState:
+    """The island is in this state from `time` on."""
+    island = self._island(m, time)
+    self.tracks.turn(f"learner-{m}", time, island, state)
+    island.state = state
+    return island
+
+  def _shard(self, s: int, time: float) -> ShardState:
+    if s not in self.shards:
+      self.shards[s] = ShardState()
+    self.tracks.begin(f"syncer-{s}", time, self.shards[s].state)
+    return self.shards[s]
+
+  def _shard_is(self, s: int, time: float, state: str) -> ShardState:
+    shard = self._shard(s, time)
+    self.tracks.turn(f"syncer-{s}", time, None, state)
+    shard.state = state
+    return shard
+
+  def _target_is(self, target: str, time: float, state: str) -> None:
+    kind, number = parse_role(target)
+    if kind == "learner" and number >= 0:
+      island = self._island_is(number, time, state)
+      island.returning = island.returning or state in DOWN
+    elif kind == "syncer" and number >= 0:
+      self._shard_is(number, time, state)
+
+  def _count_life(self, island: IslandState, incarnation: int) -> bool:
+    """Whether the event is of the newest incarnation; a newer one than before is a new life."""
+    if incarnation > island.incarnation:
+      island.incarnation, island.lives = incarnation, island.lives + 1
+    return incarnation == island.incarnation
+
+  def _note(self, event: Event, text: str, tone: str) -> None:
+    if any(note.text == text and event.time - note.time < NOTE_SECONDS for note in self.notes):
+      return
+    self.notes.append(Note(event.time, text, tone))
+    self.num_notes += 1
+
+  # --- events -------------------------------------------------------------------------------------
+
+  def _on_odd(self, event: events.Odd) -> None:
+    self._count_odd(event.said, event.reason)
+
+  def _count_odd(self, kind: str, reason: str) -> None:
+    if not self.odd_events:
+      warn(f"an event {kind!r} cannot be read and is left out: {reason}")
+    self.odd_events += 1
+
+  def _on_run_started(self, event: events.RunStarted) -> None:
+    self.name, self.total_tokens = event.name, event.total_tokens
+    self.num_fragments, self.num_shards = event.num_fragments, event.num_shards
+    self.finished = ""  # a run that goes on
+    for m in {*self.islands, *range(event.num_learners)}:
+      self._island(m, event.time)
+    for s in range(event.num_shards):
+      self._shard(s, event.time)
+    self.curves.limit(len(self.islands))
+
+  def _on_run_finished(self, event: events.RunFinished) -> None:
+    self.finished = event.reason or "finished"
+    self._note(event, f"the run is over: {self.finished}", "plain")
+
+  def _on_started(self, event: events.Started) -> None:
+    kind, number = parse_role(event.role)
+    if kind == "syncer":
+      shard = self._shard_is(number, event.time, "running")
+      shard.incarnation, shard.fragments = event.incarnation, event.fragments
+    elif kind == "learner":
+      island = self._island_is(number, event.time, "joining")
+      self._count_life(island, event.incarnation)
+      island.step, island.tokens_per_second, island.step_time = 0, math.nan, math.nan
+      island.versions = {}  # a new life has nothing until it is told
+
+  def _on_joined(self, event: events.Joined) -> None:
+    kind, number = parse_role(event.role)
+    if kind == "learner":
+      island = self._island_is(number, event.time, "running")
+      self._count_life(island, event.incarnation)
+      island.clock, island.step_time = event.clock, event.time
+      text = f"joined at clock {event.clock} after {event.seconds:.1f} s"
+      self._note(event, f"{role_name(event.role)} {text}", "good")
+
+  def _on_compiled(self, event: events.Compiled) -> None:
+    text = f"{role_name(event.target)} is compiled after {event.seconds:.0f} s"
+    self._note(event, text, "plain")
+
+  def _on_restored(self, event: events.Restored) -> None:
+    text = f"{role_name(event.role)} has its part of snapshot {event.snapshot}"
+    self._note(event, text, "good")
+
+  def _on_owns(self, event: events.Owns) -> None:
+    self.versions[event.fragment] = event.version
+
+  def _on_recalled(self, event: events.Recalled) -> None:
+    given = f"fragment {event.fragment} at version {event.version}"
+    text = f"{role_name(event.role)} got {given} back from island {event.learner}"
+    self._note(event, text, "good")
+
+  def _on_unsaved(self, event: events.Unsaved) -> None:
+    text = f"{role_name(event.role)} is not in snapshot {event.snapshot}: {event.reason}"
+    self._note(event, text, "bad")
+
+  def _on_step(self, event: events.Step) -> None:
+    kind, m = parse_role(event.role)
+    if kind != "learner":
+      return
+    island = self._island(m, event.time)
+    newest = self._count_life(island, event.incarnation)
+    island.steps += 1
+    self.blocked_seconds += event.blocked_seconds
+    self.curves.add_step(event, m, island.lives)
+    if newest:  # else a predecessor's last words
+      self._step(event, m, island)
+
+  def _step(self, event: events.Step, m: int, island: IslandState) -> None:
+    if island.state not in ("quarantined", "left"):  # told late
+      self._island_is(m, event.time, "running")
+    passed = event.time - island.step_time if island.step else math.nan
+    rate = event.tokens / passed if passed > 0 else event.tokens / max(1e-9, event.seconds)
+    smoothed = 0.8 * island.tokens_per_second + 0.2 * rate if island.step > 1 else rate
+    if math.isnan(self.first_step_time):
+      self.first_step_time = event.time
+    island.step, island.clock = event.step, event.clock
+    island.loss = island.loss if event.loss is None else event.loss
+    island.tokens += event.tokens
+    island.tokens_per_second = finite_or(smoothed, rate)
+    island.step_seconds, island.step_time = event.seconds, event.time
+
+  def _on_version(self, event: events.Apply | events.Cut) -> None:
+    kind, m = parse_role(event.role)
+    if kind == "learner":  # a cut of a restored life names the version it builds on
+      self._island(m, event.time).versions[event.fragment] = event.version
+
+  def _on_refused(self, event: events.Refused) -> None:
+    kind, m = parse_role(event.role)
+    if kind == "learner":
+      self._island(m, event.time).refused += 1
+
+  def _on_stopped(self, event: events.Stopped) -> None:
+    kind, number = parse_role(event.role)
+    if kind == "learner":
+      self._island_is(number, event.time, "left")
+      self._note(event, f"{role_name(event.role)} stopped: {event.reason}", "plain")
+
+  def _on_member(self, event: events.Member) -> None:
+    m, state, time = event.learner, event.state, event.time
+    if m < 0 or state == "joined":  # the evaluator; a learner tells of its joining itself
+      return
+    island = self._island(m, time)
+    before = island.state
+    stepping = before == "running" and island.state_at(time) == "running"
+    if state == "quarantined" or (before == "running" and not stepping):
+      self._island_is(m, time, state)
+    island.missed_time, island.missed_reason = time, event.reason or state
+    if state == "left" or before in DOWN or before == "left":
+      return  # already said
+    why = f": {event.reason}" if event.reason else ""
+    self._note(event, f"the syncer counts island {m} as {state}{why}", "bad")
+
+  def _on_commit(self, event: events.Commit) -> None:
+    before = self.solo
+    taking = event.participants.keys()
+    self._count_commit(event, parse_role(event.role)[1])
+    for m in taking:
+      island = self._island(m, event.time)
+      island.commits += 1
+      if island.returning and island.state == "running":
+        island.returning = False
+        self._note(event, f"island {m} is merged again", "good")
+        self.tracks.mark(event.time, f"learner-{m}", "merged", "is merged again")
+    for m, why in {**event.missing, **event.rejected}.items():
+      if m >= 0:
+        island = self._island(m, event.time)
+        island.missed_time, island.missed_reason = event.time, why
+    for m, island in self.islands.items():
+      island.took_part.append(m in taking)
+    self._say_rejected(event)
+    for m in event.opposing.keys() - event.rejected.keys():
+      self._note(event, f"update of island {m} points against all others'", "bad")
+    self.curves.add_commit(event, self.islands)
+    solo = self.solo
+    self.solo_rounds += len(taking) == 1 and bool(solo)
+    if solo and not before:
+      self._note(event, solo, "bad")
+    elif before and not solo and not self.finished:
+      self._note(event, "rounds merge several islands again", "good")
+
+  def _count_commit(self, event: events.Commit, s: int) -> None:
+    self.commits += 1
+    self.versions[event.fragment] = event.version
+    self.merged_tokens[event.fragment] = event.merged_tokens
+    self.lone.append(min(event.participants) if len(event.participants) == 1 else -1)
+    while len(self.lone) > min(RECENT_COMMITS, max(LEAST_ROUNDS, self.num_fragments)):
+      self.lone.popleft()
+    self._shard(s, event.time).commits += 1
+    self._count_rejected(event, s)
+
+  def _count_rejected(self, event: events.Commit | events.Abandoned, s: int) -> None:
+    shard = self._shard(s, event.time)
+    shard.rejected += len(event.rejected)
+    shard.last_reason = event.reason
+    self.rejected += len(event.rejected)
+
+  def _say_rejected(self, event: events.Commit | events.Abandoned) -> None:
+    for m, why in event.rejected.items():
+      self._note(event, f"update of island {m} rejected: {why}", "bad")
+
+  def _on_abandoned(self, event: events.Abandoned) -> None:
+    self._say_rejected(event)
+    self._count_rejected(event, parse_role(event.role)[1])
+
+  def _on_fault(self, event: events.Fault) -> None:
+    detail = f" ({event.detail})" if event.detail else ""
+    self.tracks.fault(event)
+    if event.action in ("kill", "stall"):
+      self._target_is(event.target, event.time, "lost" if event.action == "kill" else "stalled")
+    self._note(event, f"{role_name(event.target)}: planned {event.action}{detail}", "bad")
+
+  def _on_exit(self, event: events.Exit) -> None:
+    kind, number = parse_role(event.target)
+    island = self.islands.get(number) if kind == "learner" else None
+    if self.finished or (island is not None and island.state == "left"):
+      return  # an exit in good order
+    self.tracks.exit(event)
+    self._target_is(event.target, event.time, "lost")
+    self._note(event, f"{role_name(event.target)} is down: {event.reason}", "bad")
+
+  def _on_restart(self, event: events.Restart) -> None:
+    self.tracks.restart(event)
+    self._target_is(event.target, event.time, "restarting")
+    self._note(event, f"{role_name(event.target)} restarts", "plain")
+
+  def _on_evaluation(self, event: events.Evaluation) -> None:
+    self.heldout_loss = event.loss
+    if self.kinds[events.Evaluation] == 1:
+      self.first_loss = event.loss
+    self.curves.add_evaluation(event)
+
+  def _on_traffic(self, event: events.Traffic) -> None:
+    self.traffic.add(event)
+    self.curves.add_sent(event.role, event.time, self.traffic.sent(event.role))
+
+
+_HANDLERS: Mapping[type[Event], Callable[[RunState, Any], None]] = {
+  events.Odd: RunState._on_odd,
+  events.RunStarted: RunState._on_run_started,
+  events.RunFinished: RunState._on_run_finished,
+  events.Compiled: RunState._on_compiled,
+  events.Started: RunState._on_started,
+  events.Joined: RunState._on_joined,
+  events.Restored: RunState._on_restored,
+  events.Owns: RunState._on_owns,
+  events.Recalled: RunState._on_recalled,
+  events.Unsaved: RunState._on_unsaved,
+  events.Step: RunState._on_step,
+  events.Apply: RunState._on_version,
+  events.Cut: RunState._on_version,
+  events.Refused: RunState._on_refused,
+  events.Stopped: RunState._on_stopped,
+  events.Member: RunState._on_member,
+  events.Commit: RunState._on_commit,
+  events.Abandoned: RunState._on_abandoned,
+  events.Fault: RunState._on_fault,
+  events.Exit: RunState._on_exit,
+  events.Restart: RunState._on_restart,
+  events.Evaluation: RunState._on_evaluation,
+  events.Traffic: RunState._on_traffic,
+}

@@ -1,0 +1,354 @@
+"""The timeline as it grows: what each role has been doing, and what struck it. PURE.
+
+Kept up event by event and bounded in size: the dashboard's timeline and the report's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ddiloco.observe.eventlog import parse_role
+from ddiloco.observe.island_state import IslandState, phase, role_name
+from ddiloco.observe.series import Median
+from ddiloco.protocol.events import (
+  Commit,
+  Crash,
+  Event,
+  Exit,
+  Fault,
+  Joined,
+  Owns,
+  Recalled,
+  Restart,
+  Started,
+  Step,
+  Stopped,
+)
+
+MOST_SPANS = 200  # of one role; beyond that its shortest are drawn as part of their neighbours
+MOST_MARKS = 200
+
+
+class Tracks:
+  """Spans of states by role, and marks for faults, exits, restarts and first merges after them."""
+
+  def __init__(self) -> None:
+    self.num_marks = 0
+    self.num_absorbed = 0  # spans that are drawn as part of their neighbours
+    self.marks: deque[dict[str, Any]] = deque(maxlen=MOST_MARKS)
+    self._spans: dict[str, list[list]] = {}  # [start, end, state], closed
+    self._open: dict[str, tuple[float, str]] = {}  # (since, state)
+    self._killed: set[str] = set()  # roles that were, on purpose, and have not started again
+
+  def begin(self, role: str, time: float, state: str) -> None:
+    """The role is known from `time` on, in this state; it may have been known before."""
+    if role not in self._open:
+      self._open[role] = (time, phase(state))
+
+  def turn(self, role: str, time: float, island: IslandState | None, state: str) -> None:
+    """The role is in this state from `time` on; `island` is how it was until then."""
+    state = phase(state)
+    since, old = self._open.get(role, (time, ""))
+    silent = old == "running" and island is not None and island.state_at(time) == "stalled"
+    if state == old and not silent:
+      return
+    spans = self._spans.setdefault(role, [])
+    spans += _pieces(since, time, old, island, time)
+    self._open[role] = (time, state)
+    while len(spans) > MOST_SPANS:
+      _absorb_shortest(spans)
+      self.num_absorbed += 1
+
+  def spans(
+    self, islands: Mapping[int, IslandState], now: float, seen: float
+  ) -> dict[str, list[list]]:
+    """By role, [start, end, state] without gaps up to `now`; stalls are judged as of `seen`."""
+    result = {role: list(spans) for role, spans in self._spans.items()}
+    for role, (since, state) in self._open.items():
+      kind, number = parse_role(role)
+      island = islands.get(number) if kind == "learner" else None
+      result[role] = result.get(role, []) + _pieces(since, now, state, island, seen)
+    return {role: spans for role, spans in result.items() if spans}
+
+  def fault(self, event: Fault) -> None:
+    """A planned fault strikes; of a kill, the exit that follows has no mark of its own."""
+    kill = event.action == "kill"
+    if kill:
+      self._killed.add(_lane(event.target))
+    text = f"{event.action}: {event.detail}".rstrip(": ")
+    self.mark(event.time, _lane(event.target), "kill" if kill else "fault", text)
+
+  def exit(self, event: Exit) -> None:
+    """A role is down."""
+    if _lane(event.target) not in self._killed:
+      self.mark(event.time, _lane(event.target), "exit", event.reason or "exit")
+
+  def restart(self, event: Restart) -> None:
+    """A role starts again."""
+    self._killed.discard(_lane(event.target))
+    self.mark(event.time, _lane(event.target), "restart", "restart")
+
+  def mark(self, time: float, role: str, kind: str, text: str) -> None:
+    """One mark; the newest are kept."""
+    self.num_marks += 1
+    mark = {"time": round(time, 2), "role": role, "kind": kind}
+    self.marks.append(mark | {"text": f"{role_name(role)}: {text}"})
+
+
+def _lane(target: str) -> str:
+  return "-".join(map(str, parse_role(target)))
+
+
+def _pieces(
+  start: float, end: float, state: str, island: IslandState | None, seen: float
+) -> list[list]:
+  """The span; if the island had fallen silent before it ended, the silent part is a stall."""
+  if not state or end <= start:
+    return []
+  if state == "running" and island is not None and island.state_at(seen) == "stalled":
+    silent_since = min(end, max(start, island.step_time))
+    return _pieces(start, silent_since, state, None, seen) + [
+      [round(silent_since, 2), round(end, 2), "stalled"]
+    ]
+  return [[round(start, 2), round(end, 2), state]]
+
+
+def _absorb_shortest(spans: list[list]) -> None:
+  """Drops the shortest span, and lets the one before it last until its end."""
+  i = min(range(1, len(spans)), key=lambda i: spans[i][1] - spans[i][0])
+  spans[i - 1][1] = spans[i][1]
+  del spans[i]
+
+
+# --- Planned kills of learners, and the pauses of those who survived them
+# PURE, and bounded: of many kills the newest are kept.
+
+KILL_WINDOW_SECONDS = 30.0  # a kill is looked at for so long if the killed one is not merged before
+MOST_KILLS = 200
+MOST_WATCHED = 32  # at once; of more the oldest are taken as they are
+_HITS = (Fault, Exit, Restart, Started)  # what makes an island no witness of another's kill
+_OF_TARGETS = (Fault, Exit, Restart)  # whoever the engine says something of
+_DOWN = ("kill", "stall", "exit", "restart", "started")  # the last that was said of one
+
+
+@dataclasses.dataclass(frozen=True)
+class Kill:
+  """A planned kill of a learner; the times that never came are NaN."""
+
+  learner: int
+  time: float
+  restarted: float = math.nan
+  joined: float = math.nan
+  merged: float = math.nan  # the first commit with a push of its new life
+
+  @property
+  def window_end(self) -> float:
+    """Until when the survivors are watched for a pause that this kill may have caused."""
+    return self.time + KILL_WINDOW_SECONDS if math.isnan(self.merged) else self.merged
+
+
+class Watch:
+  """One kill, and the islands that ran when it struck."""
+
+  def __init__(self, kill: Kill, witnesses: set[int]):
+    self.kill = kill
+    self.hit: dict[int, float] = {}  # witnesses that something struck later, and when first
+    # The longest pause that began before a moment: the window's end if nobody comes back, any.
+    self.soon = dict.fromkeys(witnesses, 0.0)
+    self.late = dict.fromkeys(witnesses, 0.0)
+    self._past: set[int] = set()  # witnesses that have made a step that began after the window
+
+  @property
+  def pauses(self) -> dict[int, float]:
+    """By witness, the longest pause that overlaps the window."""
+    return self.soon if math.isnan(self.kill.merged) else self.late
+
+  def follow(self, event: Event, about: tuple[str, int]) -> None:
+    """What became of the killed one; `about`: the role that the event is about."""
+    kill, time, mine = self.kill, event.time, about == ("learner", self.kill.learner)
+    match event:
+      case Restart() if mine and math.isnan(kill.restarted):
+        self.kill = dataclasses.replace(kill, restarted=time)
+      case Joined() if mine and math.isnan(kill.joined) and time > kill.time:
+        self.kill = dataclasses.replace(kill, joined=time)
+      case Commit() if math.isnan(kill.merged) and time > kill.joined:
+        if kill.learner in event.participants:
+          self.kill = dataclasses.replace(kill, merged=time)
+
+  def step(self, m: int, event: Step) -> None:
+    """A step of an island."""
+    gap, began = event.gap_seconds, event.time - event.gap_seconds
+    if m not in self.late or event.time <= self.kill.time:
+      return
+    if began < self.kill.time + KILL_WINDOW_SECONDS:
+      self.soon[m] = max(self.soon[m], gap)
+    if math.isnan(self.kill.merged) or began < self.kill.merged:
+      self.late[m] = max(self.late[m], gap)
+    elif began >= self.kill.window_end:
+      self._past.add(m)
+
+  @property
+  def over(self) -> bool:
+    """Whether nothing that comes can change it any more."""
+    return not math.isnan(self.kill.merged) and self._past >= self.late.keys()
+
+
+class Kills:
+  """Takes a run's events in order of time."""
+
+  def __init__(self, most: float = MOST_KILLS):
+    self.found: list[Watch] = []  # the newest
+    self.left_out = 0  # kills before these
+    self.medians: dict[int, Median] = defaultdict(Median)  # by learner, of its gaps between steps
+    self._most = most
+    self._watched: list[Watch] = []
+    self._said: dict[int, str] = {}  # by learner, the last that was said of it
+    self._left: dict[int, float] = {}
+    self._stepped: dict[int, float] = {}  # when last
+
+  def add(self, event: Event) -> None:
+    """One event."""
+    about = parse_role(event.target if isinstance(event, _OF_TARGETS) else event.role)
+    if isinstance(event, Step):
+      self._step(about[1], event)
+    else:
+      for watch in self._watched:
+        watch.follow(event, about)
+    if about[0] == "learner":
+      self._learner(about[1], event)
+    self._watched = [watch for watch in self._watched if not watch.over]
+
+  def _step(self, m: int, event: Step) -> None:
+    self._stepped[m] = event.time
+    if event.step > 1:  # a life's first compiles
+      self.medians[m].add(event.gap_seconds)
+    for watch in self._watched:
+      watch.step(m, event)
+
+  def _learner(self, m: int, event: Event) -> None:
+    if isinstance(event, Stopped):
+      self._left.setdefault(m, event.time)
+    elif isinstance(event, _HITS) and m not in self._left:
+      for watch in self._watched:
+        watch.hit.setdefault(m, event.time)
+    if isinstance(event, Fault) and event.action == "kill":
+      self._begin(Kill(m, event.time))
+    if isinstance(event, (*_HITS, Joined, Step)):
+      self._said[m] = event.action if isinstance(event, Fault) else event.kind
+
+  def _begin(self, kill: Kill) -> None:
+    witnesses = {
+      m
+      for m in self._stepped
+      if m != kill.learner and m not in self._left and self._said.get(m) not in _DOWN
+    }
+    watch = Watch(kill, witnesses)
+    self.found.append(watch)
+    self._watched.append(watch)
+    del self._watched[:-MOST_WATCHED]
+    if len(self.found) > self._most:
+      self.found.pop(0)
+      self.left_out += 1
+
+  def ratio(self, watch: Watch, now: float) -> float:
+    """Longest pause of a surviving island around a kill, over its own median step gap; the worst.
+
+    A survivor is an island that ran before the kill, was not itself hit by a fault, exit or start
+    inside the window (kill to first merge of the killed one, else 30 s), and had not left. Pauses
+    that overlap the window count in full, and so does the silence of one that never steps again.
+    `gap_seconds` of a step: since the end of the one before. NaN: no survivor. `now`: the time of
+    the newest event.
+    """
+    end = min(watch.kill.window_end, now)
+    ratios = []
+    for m, pause in watch.pauses.items():
+      usual = self.medians[m].value
+      if usual > 0 and watch.hit.get(m, math.inf) > end:
+        silent = min(end, self._left.get(m, end)) - self._stepped[m]
+        ratios.append(max(pause, silent, 0.0) / usual)
+    return max(ratios, default=math.nan)
+
+
+# --- What became of every fault of a run: when was its role part of the run again?
+
+
+@dataclasses.dataclass(frozen=True)
+class Recovery:
+  """One fault. `seconds` from its strike to the first commit after its end that needed its role: a
+  commit with the learner in it, or of the shard's own. NaN: the run ended before."""
+
+  time: float
+  target: str  # "learner/2"
+  action: str
+  planned_seconds: float
+  seconds: float
+
+
+def recoveries(events: Sequence[Event]) -> list[Recovery]:
+  """Of every fault, in order of time.
+
+  Args:
+    events: of the whole run, in order of time.
+  """
+  commits: dict[tuple[str, int], list[float]] = {}
+  for event in events:
+    if isinstance(event, Commit):
+      for who in (parse_role(event.role), *(("learner", m) for m in event.participants)):
+        commits.setdefault(who, []).append(event.time)
+  found = []
+  for event in events:
+    if isinstance(event, Fault):
+      lasts = event.seconds
+      over = event.time + (lasts if lasts >= 0 else math.inf)
+      if event.action == "join":  # nothing is over: it is to take part
+        over = event.time
+      times = commits.get(parse_role(event.target), ())
+      back = next((time for time in times if time > over), math.nan)
+      found.append(Recovery(event.time, event.target, event.action, lasts, back - event.time))
+  return found
+
+
+def longest_stall_seconds(events: Iterable[Event]) -> float:
+  """The longest time between the first step and the last in which no island made a step."""
+  longest, covered = 0.0, math.nan
+  for event in events:
+    if isinstance(event, Step):
+      begun = event.time - event.seconds
+      longest = max(longest, begun - covered) if covered == covered else longest
+      covered = max(covered, event.time) if covered == covered else event.time
+  return longest
+
+
+def lost_rounds(events: Iterable[Event]) -> list[tuple[int, int]]:
+  """(fragment, round) of every commit that the fragment's last value was not made from."""
+  bases: dict[tuple[int, int], int] = {}
+  heads: dict[int, int] = {}
+  for event in events:
+    if isinstance(event, Commit):
+      bases[event.fragment, event.round] = event.base_round
+    if isinstance(event, Commit | Owns | Recalled):
+      heads[event.fragment] = event.round
+  for fragment, head in heads.items():
+    while (fragment, head) in bases:
+      head = bases.pop((fragment, head))
+  return sorted(bases)
+
+
+def unplanned(events: Sequence[Event]) -> list[Exit | Crash]:
+  """Crashes, and exits that no fault of that role explains: nobody may die of another's fault.
+
+  A kill explains its exit, and poison that a learner was quarantined.
+  """
+  poisoned = {e.target for e in events if isinstance(e, Fault) and e.action == "poison"}
+  found: list[Exit | Crash] = []
+  for event in events:
+    if isinstance(event, Crash):
+      found.append(event)
+    elif isinstance(event, Exit) and "by plan" not in event.reason:
+      quarantined = event.reason.startswith("quarantined")
+      found += [] if quarantined and event.target in poisoned else [event]
+  return found

@@ -1,0 +1,1 @@
+"""What learners and syncer shards say and decide. PURE: no arrays, no clocks, no I/O."""

@@ -1,0 +1,262 @@
+"""The protocol's vocabulary: what can happen to a role, and what a role may decide to do. PURE.
+
+A role's behaviour is a reducer `(state, event) -> (state, actions)` without I/O, clocks, threads or
+arrays: `protocol.learner.learner_on` and `protocol.syncer.syncer_on`. Time arrives inside events,
+payloads are opaque, and the runtime performs the actions in order. Real threads, real processes,
+the virtual-time simulator, the property tests and replay all drive these same two functions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ddiloco.config import SyncConfig
+from ddiloco.protocol.events import Event
+from ddiloco.protocol.messages import ForwardMoments, Message, Moments, Publish, Push, Value
+
+# --- events ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Tick:
+  """Time has passed, and all that has arrived is taken in.
+
+  Taking it in may have lasted; what came meanwhile is not heard yet, and nobody was silent then.
+  """
+
+  now: float
+  heard_until: float = math.inf  # what arrived up to then is taken in
+
+
+@dataclasses.dataclass(frozen=True)
+class Received:
+  """A message arrived. Of a payload that a shard has to judge, its runtime adds what it found.
+
+  A shard only takes it in: it decides at the next `Tick`, when it has taken in all there is.
+  """
+
+  message: Message
+  now: float  # when it arrived
+  norm: float = 0.0  # of the decoded outer gradient; not finite: to be rejected
+  fault: str = ""  # why the payload could not be decoded, or is not the shard's own value
+  # Inner products with the pushes accepted before in this round, and with itself.
+  products: Mapping[int, float] = dataclasses.field(default_factory=dict)
+  content: Any = None  # the payload decoded, opaque: the action that keeps it carries it
+
+
+@dataclasses.dataclass(frozen=True)
+class StepDone:
+  """The learner finished one inner step."""
+
+  now: float
+  tokens: int
+  seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Staged:
+  """A published fragment now lies on the island's devices, ready to be applied."""
+
+  fragment: int
+  version: int
+  now: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Taken:
+  """A peer's moments of this fragment now lie on the island's devices, ready to be applied."""
+
+  fragment: int
+  now: float
+  content: Any = None  # opaque, for `ApplyMoments`
+
+
+@dataclasses.dataclass(frozen=True)
+class Merged:
+  """The shard's runtime performed a commit; how long merge, outer step and encoding took."""
+
+  now: float
+  seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+  """The newest snapshot is committed or given up: shard 0 may begin another one."""
+
+  now: float
+
+
+LearnerEvent = Tick | Received | StepDone | Staged | Taken
+SyncerEvent = Tick | Received | Merged | Saved
+
+# --- actions; of an event of events.py, among them: record it in the event log --------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Send:
+  """Send to a peer, a shard's or learner's number. The runtime adds a publish's payload."""
+
+  to: int
+  message: Message
+
+
+@dataclasses.dataclass(frozen=True)
+class CopyOut:
+  """Learner: copy the fragment off the devices now and send it as this push."""
+
+  push: Push
+
+
+@dataclasses.dataclass(frozen=True)
+class Resend:
+  """Learner: send the push that was cut for this fragment again, now in answer to this round."""
+
+  push: Push
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+  """Learner: decode this publish and bring it onto the devices, in the background."""
+
+  publish: Publish
+  mode: str  # overwrite, mix or rebase
+  included: bool  # my outstanding push is part of it
+
+
+@dataclasses.dataclass(frozen=True)
+class Apply:
+  """Learner: put the oldest staged version of this fragment into the parameters now."""
+
+  fragment: int
+  version: int
+  round: int  # that made it
+  mode: str
+  included: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class SendValue:
+  """Learner: send the fragment as last received to its shard, which has lost it."""
+
+  value: Value  # without payload
+
+
+@dataclasses.dataclass(frozen=True)
+class SendMoments:
+  """Learner: copy the fragment's moments off the devices now and send them to this shard."""
+
+  shard: int
+  moments: Moments  # without count and payload
+
+
+@dataclasses.dataclass(frozen=True)
+class TakeMoments:
+  """Learner: bring these moments onto the devices, in the background."""
+
+  inherit: ForwardMoments
+
+
+@dataclasses.dataclass(frozen=True)
+class ApplyMoments:
+  """Learner: put the staged moments of this fragment into the optimizer state now."""
+
+  fragment: int
+  content: Any = None  # of the `Taken` that said they are staged
+
+
+@dataclasses.dataclass(frozen=True)
+class TakeSnapshot:
+  """Both: `state`, and what it stands for, is my part of this snapshot; save it beside the work."""
+
+  snapshot: int
+  state: Any  # LearnerState or SyncerState
+  learners: tuple[int, ...] = ()  # shard: those that are here to record theirs
+
+
+@dataclasses.dataclass(frozen=True)
+class Rejoin:
+  """Learner: my state is bad (quarantined); start afresh as a new incarnation."""
+
+  reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Accept:
+  """Shard: keep this outer gradient until its round ends."""
+
+  fragment: int
+  round: int
+  learner: int
+  content: Any = None  # of the `Received` that brought it
+
+
+@dataclasses.dataclass(frozen=True)
+class InstallValue:
+  """Shard: this value is newer than mine; it is the fragment's from now on."""
+
+  fragment: int
+  round: int
+  content: Any = None  # of the `Received` that brought it
+
+
+@dataclasses.dataclass(frozen=True)
+class Commit:
+  """Shard: merge these learners' outer gradients, make the outer step, store the new version."""
+
+  fragment: int
+  round: int
+  version: int  # the new one
+  learners: tuple[int, ...]  # ascending, so that sums have one order
+  steps: tuple[int, ...]
+  tokens: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Abandon:
+  """Shard: the round ends without a commit; forget its outer gradients."""
+
+  fragment: int
+  round: int
+
+
+MomentsAction = SendMoments | TakeMoments | ApplyMoments
+LearnerAction = (
+  Send
+  | Event
+  | CopyOut
+  | Resend
+  | Stage
+  | Apply
+  | SendValue
+  | TakeSnapshot
+  | Rejoin
+  | MomentsAction
+)
+SyncerAction = Send | Event | Accept | InstallValue | Commit | Abandon | TakeSnapshot
+
+MAX_PATIENCE_SECONDS = 30.0
+
+# --- rules both sides share -----------------------------------------------------------------------
+
+
+def due_after(fragment: int, version: int, sync: SyncConfig) -> int:
+  """Inner steps after which a fragment is due; first rounds are spread over one period."""
+  if version > 0:
+    return sync.sync_period
+  return max(1, math.ceil(sync.sync_period * (fragment + 1) / sync.num_fragments))
+
+
+def backed_off(
+  patience_seconds: float, attempts: int, most_seconds: float = MAX_PATIENCE_SECONDS
+) -> float:
+  """How long to wait for an answer after so many attempts in vain: doubling, up to a limit."""
+  most = max(patience_seconds, most_seconds)
+  return min(patience_seconds * 2 ** min(attempts, 5), most)
+
+
+def smooth(old: float, new: float, share: float = 0.2) -> float:
+  """Exponential moving average that starts at its first value."""
+  return new if old == 0 else old + share * (new - old)

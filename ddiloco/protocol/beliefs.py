@@ -1,0 +1,172 @@
+"""What a shard believes of what its members say of themselves. PURE.
+
+A member with a valid key may say anything. A shard takes from it only what an honest member could
+have said: a clock that another learner confirms or that one learner alone can have reached, steps
+that fit into the time since its last merge, tokens that fit into its steps. What is claimed beyond
+that is cut down where it steers the shard's own work (clock, due steps, step time), and refused
+where it would count as work done (pushes). docs/design.md, "Whom a shard believes", has the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Iterable
+
+from ddiloco.config import SyncConfig
+from ddiloco.protocol.values import replace
+
+SHORTEST_STEP_SECONDS = 1e-4  # no inner step of any use is shorter
+LONGEST_STEP_SECONDS = 600.0  # until the members' usual step is known, and never below ...
+LEAST_CAP_SECONDS = 60.0  # ... this is a step time cut down
+STEP_TIME_RATIO = 16.0  # a member's step is at most so many times the usual one
+LEAD = 4.0  # one learner alone makes the clock run at most so much faster than others' steps
+ALONE_LEAD = 2.0  # the same where there are no two others to compare with
+WASTE = 16  # a run makes at most so many times the steps its tokens need: work may be lost
+COUNTED_PERIODS = 3  # sync periods; what is in a push of more steps is stale
+
+Ranking = tuple[tuple[float, int], ...]  # (value, learner), best first
+
+
+@dataclasses.dataclass(frozen=True)
+class Beliefs:
+  """What the bounds are taken from; a value of `SyncerState`."""
+
+  reach_at: float  # when the run began, later when a learner was last found in front
+  reach: float = 0.0  # the step that one learner alone can have come to by then
+  claims: Ranking = ()  # the two highest clocks, negative, by different learners
+  paces: Ranking = ()  # the three shortest steps in seconds, by different learners
+  usual_step_seconds: float = 0.0  # median of those that were asked last; 0: not known yet
+
+
+def slack_steps(sync: SyncConfig) -> int:
+  """Steps by which what different roles see of the run's clock may differ."""
+  return 2 * sync.sync_period + 8
+
+
+def raised_clock(
+  beliefs: Beliefs,
+  clock: int,
+  learner: int,
+  claim: int,
+  now: float,
+  most_steps: float,
+  sync: SyncConfig,
+  num_learners: int,
+) -> tuple[Beliefs, int]:
+  """The run's clock after a learner has said how far it is.
+
+  The clock is the highest step that two learners say they have reached, or that the first of them
+  can have reached alone: no learner is believed to be `LEAD` times faster than the others.
+
+  Args:
+    beliefs: as they were.
+    clock: of the run, as it was.
+    learner: who says so.
+    claim: its clock.
+    now: seconds.
+    most_steps: of the whole run.
+    sync: the protocol's settings.
+    num_learners: that are members, this one too; 0: a shard that has come back does not know yet
+      who there is, and believes none alone.
+  """
+  if claim <= clock:
+    return beliefs, clock
+  claims = _ranked(beliefs.claims, (-claim, learner), 2)
+  reach, reach_at = max(beliefs.reach, slack_steps(sync) / 2), beliefs.reach_at
+  confirmed = -int(claims[1][0]) if len(claims) > 1 else 0
+  front = claims[0][1]
+  rate = _rate(beliefs.paces, front, num_learners) if num_learners else 0.0
+  if rate > 0:
+    reach += max(0.0, now - reach_at) * rate
+    reach_at = max(now, reach_at)
+  if confirmed > clock:
+    clock = confirmed
+    if confirmed > reach:
+      reach, reach_at = float(confirmed), max(now, reach_at)
+  if front == learner and num_learners:
+    clock = max(clock, int(min(claim, reach, max(most_steps, clock))))
+  return replace(beliefs, claims=claims, reach=reach, reach_at=reach_at), clock
+
+
+def _rate(paces: Ranking, learner: int, num_learners: int) -> float:
+  """Steps a second that a learner can make the clock go on all alone."""
+  others = [seconds for seconds, m in paces if m != learner]
+  if len(others) > 1:  # the slower one of the two: the faster one may be a liar
+    return LEAD / max(others[1], SHORTEST_STEP_SECONDS)
+  if num_learners > 2:
+    return 0.0  # until two of the others have said how fast they are
+  own = next((seconds for seconds, m in paces if m == learner), 0.0)
+  return ALONE_LEAD / max(own, SHORTEST_STEP_SECONDS)
+
+
+def _ranked(ranking: Ranking, new: tuple[float, int], count: int) -> Ranking:
+  """The ranking with a learner's new value instead of its old one; the smallest come first."""
+  others = tuple(entry for entry in ranking if entry[1] != new[1])
+  return tuple(sorted((*others, new)))[:count]
+
+
+def noted_pace(beliefs: Beliefs, learner: int, seconds: float) -> Beliefs:
+  """A learner has said how long its steps take."""
+  if seconds <= 0 or (seconds, learner) in beliefs.paces:
+    return beliefs
+  return replace(beliefs, paces=_ranked(beliefs.paces, (seconds, learner), 3))
+
+
+def refreshed(
+  beliefs: Beliefs, present: Iterable[tuple[int, float]], usual_step_seconds: float
+) -> Beliefs:
+  """Forgets learners that are gone; `present`: (learner, step seconds) of those that are here."""
+  here = {m: seconds for m, seconds in present}
+  paces = heapq.nsmallest(3, ((seconds, m) for m, seconds in here.items() if seconds > 0))
+  claims = tuple(claim for claim in beliefs.claims if claim[1] in here)
+  return replace(beliefs, paces=tuple(paces), claims=claims, usual_step_seconds=usual_step_seconds)
+
+
+def step_seconds(beliefs: Beliefs, claim: float) -> float:
+  """How long a step of this member takes: a learner that never steps is lost in the end."""
+  usual = beliefs.usual_step_seconds
+  most = max(LEAST_CAP_SECONDS, STEP_TIME_RATIO * usual) if usual else LONGEST_STEP_SECONDS
+  return min(claim, most)
+
+
+def steps_since(claim: int, clock: int, round_clock: int, sync: SyncConfig) -> int:
+  """Steps since its last sync: no more than the run has made since that round began."""
+  return min(claim, max(0, clock - round_clock) + sync.overlap_steps + 2)
+
+
+def push_fault(steps: int, tokens: int, steps_possible: int, step_tokens: int) -> str:
+  """Why a push cannot hold the work it claims, or "".
+
+  Args:
+    steps: inner steps it claims.
+    tokens: in these.
+    steps_possible: since the learner's last push of this fragment was merged.
+    step_tokens: of the largest step of any learner; 0: not known.
+  """
+  if steps < 1 or tokens < 1:
+    return f"holds {steps} steps and {tokens} tokens"
+  if steps > steps_possible:
+    return f"claims {steps} steps since its last merge, at most {steps_possible} are possible"
+  if step_tokens and tokens > steps * step_tokens:
+    return f"claims {tokens} tokens in {steps} steps, at most {step_tokens} a step are possible"
+  return ""
+
+
+def counted_steps(steps: int, sync: SyncConfig) -> int:
+  """The steps of a push that its norm is screened by: those of a few sync periods."""
+  return min(steps, COUNTED_PERIODS * sync.sync_period)
+
+
+def worth_steps(steps: int, sync: SyncConfig) -> float:
+  """The steps of a push that its weight goes by, up to a few sync periods.
+
+  Beyond them each further step makes all of it staler: work of so many times as many steps weighs
+  as many times less. An island that was away for long is heard, and moves nobody far.
+
+  >>> sync = SyncConfig(sync_period=10)
+  >>> [worth_steps(steps, sync) for steps in (10, 30, 60, 3000)]
+  [10, 30, 15.0, 0.3]
+  """
+  most = COUNTED_PERIODS * sync.sync_period
+  return steps if steps <= most else most * most / steps

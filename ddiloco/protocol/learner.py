@@ -1,0 +1,557 @@
+"""What a learner decides: joining, answering pulls, applying published versions. PURE.
+
+Read with `roles/learner.py`, which performs the actions. A learner never waits for anybody once
+it has joined, unless `sync.blocking` asks for lock-step. The evaluator is a learner that does not
+train: it only ever receives.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+from ddiloco.config import SyncConfig
+from ddiloco.protocol import causality, events, moments
+from ddiloco.protocol.actions import (
+  Apply,
+  CopyOut,
+  LearnerAction,
+  LearnerEvent,
+  Received,
+  Rejoin,
+  Resend,
+  Send,
+  SendValue,
+  Stage,
+  Staged,
+  StepDone,
+  Taken,
+  TakeSnapshot,
+  Tick,
+  due_after,
+  smooth,
+)
+from ddiloco.protocol.learner_state import (
+  FragmentClock,
+  Incoming,
+  LearnerState,
+  Outstanding,
+  ShardView,
+  set_fragment,
+)
+from ddiloco.protocol.messages import (
+  INITIAL,
+  NOTHING,
+  TO_LEARNER,
+  ForwardMoments,
+  Goodbye,
+  Hello,
+  Message,
+  ProvideMoments,
+  Publish,
+  Pull,
+  Push,
+  Refusal,
+  Report,
+  RequestValue,
+  Value,
+  Welcome,
+)
+from ddiloco.protocol.values import replace
+
+# --- What a learner makes of a message: welcome, pull, recall, publish, refusal
+
+
+def on_message(
+  state: LearnerState, message: Message, sync: SyncConfig
+) -> tuple[LearnerState, list[LearnerAction]]:
+  if not isinstance(message, TO_LEARNER):
+    return state, [events.Ignored(reason=f"{type(message).__name__} is not for learners")]
+  if message.shard >= len(state.shards):
+    return state, [events.Ignored(reason=f"no shard {message.shard} in this run")]
+  known = state.shards[message.shard].incarnation
+  if message.incarnation < known:
+    return state, [events.Ignored(reason=f"shard {message.shard} is an old incarnation")]
+  if message.learner_incarnation != state.incarnation:
+    return state, [events.Ignored(reason="meant for another incarnation of this learner")]
+  if message.incarnation > known:
+    state = _meet_shard(state, message.shard, message.incarnation)
+  state, recorded = _record(state, message)
+  match message:
+    case Welcome():
+      state, actions = _on_welcome(state, message, sync)
+    case Pull():
+      state, actions = _on_pull(state, message, sync)
+    case RequestValue():
+      state, actions = _on_recall(state, message)
+    case ProvideMoments():
+      state, actions = moments.on_donate(state, message)
+    case ForwardMoments():
+      state, actions = moments.on_inherit(state, message)
+    case Publish():
+      state, actions = _on_publish(state, message, sync)
+    case Refusal():
+      state, actions = _on_refusal(state, message)
+  return state, [*recorded, *actions]
+
+
+def _record(state: LearnerState, message: Message) -> tuple[LearnerState, list[LearnerAction]]:
+  """Whoever hears of a newer snapshot records what it is before it takes that message in.
+
+  So nothing that came after the sender's record is in mine (Lai and Yang 1987): the marker rides on
+  the messages. What is under way at the cut counts as lost; the protocol sends it again.
+  """
+  number = getattr(message, "snapshot", 0)
+  if number <= state.snapshot:
+    return state, []
+  state = replace(state, snapshot=number)
+  return state, [TakeSnapshot(number, state)] if state.joined and state.trains else []
+
+
+def _meet_shard(state: LearnerState, shard: int, incarnation: int) -> LearnerState:
+  """A new incarnation of a shard fences the old one: what that one asked for is void."""
+  shards = list(state.shards)
+  shards[shard] = replace(shards[shard], incarnation=incarnation)
+
+  def forget(f: FragmentClock) -> FragmentClock:
+    return replace(f, pull=None) if f.shard == shard else f
+
+  fragments = tuple(map(forget, state.fragments))
+  return replace(state, shards=tuple(shards), fragments=fragments)
+
+
+def _on_welcome(
+  state: LearnerState, welcome: Welcome, sync: SyncConfig
+) -> tuple[LearnerState, list[LearnerAction]]:
+  """What I have as new as my shard is fresh; the rest follows."""
+  rounds = dict(zip(welcome.fragments, welcome.rounds))
+
+  def compared(p: int, f: FragmentClock) -> FragmentClock:
+    has = (
+      f.known is not None and f.shard == welcome.shard and f.newest >= rounds.get(p, f.newest + 1)
+    )
+    return replace(f, fresh=f.fresh or has)
+
+  fragments = tuple(compared(p, f) for p, f in enumerate(state.fragments))
+  # In lock-step who has missed something hears the clock with that.
+  clock = state.clock if sync.blocking else max(state.clock, welcome.clock)
+  return replace(state, fragments=fragments, clock=clock), []
+
+
+def _owned(
+  state: LearnerState, message: Pull | RequestValue | Publish | Refusal
+) -> FragmentClock | None:
+  if not 0 <= message.fragment < len(state.fragments):
+    return None
+  f = state.fragments[message.fragment]
+  return f if f.shard == message.shard else None
+
+
+def _on_pull(
+  state: LearnerState, pull: Pull, sync: SyncConfig
+) -> tuple[LearnerState, list[LearnerAction]]:
+  f = _owned(state, pull)
+  if f is None or pull.base_version < f.received or not state.trains:
+    return state, []  # of a round that is over
+  outstanding = f.outstanding
+  sent = outstanding.push if outstanding else None
+  newest = max(f.pull.round if f.pull else -1, sent.round if sent else -1)
+  if pull.round < newest:
+    return state, []  # rounds only go up: this one was abandoned, and my push for a newer counts
+  if sent and sent.round == pull.round:
+    return state, [Resend(sent)]
+  if outstanding and sent and sync.blocking and sent.base_version == pull.base_version:
+    # A restarted shard asks anew. In lock-step the step of a cut is fixed: it is the same push.
+    again = replace(outstanding, push=replace(sent, round=pull.round))
+    return set_fragment(state, pull.fragment, outstanding=again), [Resend(again.push)]
+  return set_fragment(state, pull.fragment, pull=pull), []
+
+
+def _on_recall(
+  state: LearnerState, recall: RequestValue
+) -> tuple[LearnerState, list[LearnerAction]]:
+  f = _owned(state, recall)
+  if f is None or f.known is None:
+    return state, []
+  value = Value(
+    learner=state.learner,
+    incarnation=state.incarnation,
+    fragment=recall.fragment,
+    version=f.known.version,
+    round=f.known.round,
+    merged_tokens=f.known.merged_tokens,
+    participants=f.known.participants,
+    merged_rounds=f.known.merged_rounds,
+    snapshot=state.snapshot,
+    count=state.seen[state.learner],
+    seal=f.known.seal,
+  )
+  return state, [SendValue(value)]
+
+
+def _on_publish(
+  state: LearnerState, publish: Publish, sync: SyncConfig
+) -> tuple[LearnerState, list[LearnerAction]]:
+  f = _owned(state, publish)
+  if f is None:
+    return state, []
+  usable = publish.base_round in (NOTHING, f.newest)
+  if publish.round <= f.newest or not usable:
+    return state, []  # a duplicate, or an update to a version I do not have: it comes again whole
+  merged = publish.merged_round(state.learner)
+  included = f.outstanding is not None and merged == f.outstanding.push.round
+  mode = "overwrite" if f.known is None or not state.trains else sync.apply
+  if f.known is not None and not included and merged > f.known.merged_round(state.learner):
+    # A push has been merged that I do not remember: I am back with what I had recorded once, or a
+    # shard is back with a value that it had lost. My progress is in the new version already.
+    mode = "overwrite"
+  # In lock-step everybody keeps count for itself, from 0 if nothing was missed.
+  counts = sync.blocking and (state.joined or included or publish.round == INITIAL)
+  clock = state.clock if counts else max(state.clock, publish.clock)
+  seen = causality.join(state.seen, {causality.shard_key(publish.shard): publish.count})
+  state = replace(state, clock=clock, seen=seen)
+  header = replace(publish, payload=None)
+  state = set_fragment(state, publish.fragment, known=header, fresh=True)
+  return _stage(state, publish, mode, f.outstanding if included else None)
+
+
+def _stage(
+  state: LearnerState, publish: Publish, mode: str, merged: Outstanding | None
+) -> tuple[LearnerState, list[LearnerAction]]:
+  header = replace(publish, payload=None)
+  incoming = (*state.fragments[publish.fragment].incoming, Incoming(header, mode, merged))
+  state = set_fragment(
+    state, publish.fragment, received=publish.version, outstanding=None, incoming=incoming
+  )
+  return state, [Stage(publish, mode, included=merged is not None)]
+
+
+def _on_refusal(state: LearnerState, refusal: Refusal) -> tuple[LearnerState, list[LearnerAction]]:
+  """My push was rejected: go back to the base, as an update of nothing to the version I have."""
+  note = events.Refused(
+    shard=refusal.shard,
+    shard_incarnation=refusal.incarnation,
+    fragment=refusal.fragment,
+    round=refusal.round,
+    rejoin=refusal.rejoin,
+    reason=refusal.reason,
+  )
+  if refusal.rejoin:
+    return state, [note, Rejoin(refusal.reason)]
+  f = _owned(state, refusal)
+  if f is None or f.outstanding is None or f.outstanding.push.round != refusal.round:
+    return state, [note]
+  back = Publish(
+    shard=refusal.shard,
+    incarnation=refusal.incarnation,
+    learner_incarnation=state.incarnation,
+    fragment=refusal.fragment,
+    round=f.newest,
+    version=f.received,
+    base_version=f.received,
+    base_round=f.newest,
+    clock=state.clock,
+    merged_tokens=f.merged_tokens,
+    participants=(),
+    merged_rounds=(),
+    snapshot=0,
+    count=0,
+    seal="",
+    codec="",
+  )
+  state, actions = _stage(state, back, "overwrite", None)
+  return state, [note, *actions]
+
+
+HELLO_SECONDS = 0.5  # between two hellos to a shard that has not answered, doubling ...
+HELLO_SECONDS_MOST = 8.0  # ... up to this
+
+
+def init(
+  learner: int,
+  incarnation: int,
+  owners: tuple[int, ...],
+  target_tokens: int,
+  trains: bool = True,
+  donor_seconds: float = 0.0,
+) -> LearnerState:
+  """A learner that has nothing yet. `owners[p]` is the shard of fragment p; () trains alone.
+
+  In a run under way it waits at most `donor_seconds` for a peer's moments before its first step.
+  """
+  return LearnerState(
+    learner=learner,
+    incarnation=incarnation,
+    shards=tuple(ShardView() for _ in range(max(owners, default=-1) + 1)),
+    fragments=tuple(FragmentClock(shard) for shard in owners),
+    target_tokens=target_tokens,
+    trains=trains,
+    donor_seconds=donor_seconds,
+    seen={learner: causality.count(incarnation, 0)},
+  )
+
+
+def revive(
+  saved: LearnerState, incarnation: int, owners: tuple[int, ...], target_tokens: int
+) -> LearnerState:
+  """A learner that goes on from what it recorded once: with its own unmerged progress and counters.
+
+  It makes no step before every shard has said what is newer; shards may have changed their number.
+  """
+
+  def mine(f: FragmentClock, shard: int) -> FragmentClock:
+    sent = f.outstanding
+    if sent is not None:
+      sent = replace(sent, push=replace(sent.push, incarnation=incarnation))
+    incoming = tuple(replace(entry, ready=True) for entry in f.incoming)
+    return replace(f, shard=shard, fresh=False, outstanding=sent, pull=None, incoming=incoming)
+
+  new = init(saved.learner, incarnation, owners, target_tokens, saved.trains)
+  return replace(
+    saved,
+    incarnation=incarnation,
+    shards=new.shards,
+    fragments=tuple(map(mine, saved.fragments, owners)),
+    target_tokens=target_tokens,
+    seen=causality.join(saved.seen, new.seen),
+    cuts=0,
+    donations=0,
+    wants=(),
+    leaving=False,
+    done=False,
+  )
+
+
+def can_step(state: LearnerState, sync: SyncConfig) -> bool:
+  """May the next inner step start? Always, once joined, unless the run is in lock-step."""
+  if not state.joined or state.done or state.leaving or not state.trains or state.wants:
+    return False
+  return not (sync.blocking and state.fragments and waiting_for(state, sync))
+
+
+def waiting_for(state: LearnerState, sync: SyncConfig) -> str:
+  """Lock-step only: why the next step must not start yet, or ''."""
+  for p, f in enumerate(state.fragments):
+    if f.merged_tokens >= state.target_tokens:
+      continue  # complete: nobody asks for it any more
+    sent = f.outstanding or next((i.merged for i in f.incoming if i.merged), None)
+    if sent is not None and state.step - sent.at_step >= sync.overlap_steps:
+      return f"fragment {p}: its new version"
+    if sent is None and not f.incoming and f.since >= due_after(p, f.version, sync):
+      return f"fragment {p}: the pull"
+  return ""
+
+
+def reports(state: LearnerState) -> list[LearnerAction]:
+  """What the runtime sends at the end of every step boundary, and as a sign of life."""
+  sends: list[LearnerAction] = []
+  owned: list[list[FragmentClock]] = [[] for _ in state.shards]
+  for f in state.fragments:
+    owned[f.shard].append(f)
+  for shard, mine in enumerate(owned):
+    report = Report(
+      learner=state.learner,
+      incarnation=state.incarnation,
+      clock=state.clock,
+      step_seconds=state.step_seconds,
+      versions=tuple(f.version for f in mine),
+      rounds=tuple(f.round for f in mine),
+      since=tuple(_due_steps(state, f) for f in mine),
+      leaving=state.leaving,
+      snapshot=state.snapshot,
+    )
+    sends.append(Send(shard, report))
+  return sends
+
+
+def _due_steps(state: LearnerState, f: FragmentClock) -> int:
+  """Who leaves makes no further step: whatever it has is due, and nothing else."""
+  if not state.leaving:
+    return f.since
+  return max(f.since, 1) if f.steps else 0
+
+
+def learner_on(
+  state: LearnerState, event: LearnerEvent, sync: SyncConfig
+) -> tuple[LearnerState, list[LearnerAction]]:
+  """The learner's reducer. Call it between inner steps only: what it decides happens there."""
+  if state.done:
+    return state, []
+  before = state.joined
+  match event:
+    case Tick(now):
+      state, actions = _say_hello(state, now)
+      state, asked = moments.ask(state, now)
+      actions += asked
+    case Taken():
+      state, actions = moments.taken(state, event)
+    case StepDone():
+      state, actions = _count_step(state, event), []
+    case Staged(fragment, version):
+      state, actions = _mark_ready(state, fragment, version), []
+    case Received(message):
+      state, actions = on_message(state, message, sync)
+  state, applied = _apply_ready(state, sync)
+  joined = []
+  if state.joined and not before:
+    joined = [events.Joined(clock=state.clock)]
+    state = moments.want(state, event.now)
+  state, answered = _answer_pulls(state)
+  state, finished = _finish(state)
+  return state, [*actions, *applied, *joined, *answered, *finished]
+
+
+def _say_hello(state: LearnerState, now: float) -> tuple[LearnerState, list[LearnerAction]]:
+  lacking = _lacking(state)
+  if not lacking:
+    return state, []
+  shards = list(state.shards)
+  actions: list[LearnerAction] = []
+  for number, view in enumerate(shards):
+    if number in lacking and now >= view.next_hello_at:
+      pause = min(HELLO_SECONDS * 2**view.hellos, HELLO_SECONDS_MOST)
+      shards[number] = replace(view, hellos=view.hellos + 1, next_hello_at=now + pause)
+      rounds = tuple(f.round for f in state.fragments if f.shard == number)
+      actions.append(Send(number, Hello(state.learner, state.incarnation, rounds)))
+  return replace(state, shards=tuple(shards)), actions
+
+
+def next_wake(state: LearnerState) -> float:
+  """When a `Tick` does something even if no message comes, seconds; inf: never."""
+  lacking = _lacking(state)
+  times = [state.shards[s].next_hello_at for s in lacking]
+  if state.wants:
+    times += [state.ask_at, state.wants_until]
+  return min(times, default=math.inf)
+
+
+def _lacking(state: LearnerState) -> set[int]:
+  """Shards that have not welcomed it, or not sent all it needs."""
+  lacking = {f.shard for f in state.fragments if not f.fresh}
+  lacking.update(s for s, view in enumerate(state.shards) if view.incarnation < 0)
+  return lacking
+
+
+def _count_step(state: LearnerState, event: StepDone) -> LearnerState:
+  def one_more(f: FragmentClock) -> FragmentClock:
+    return replace(f, since=f.since + 1, steps=f.steps + 1, tokens=f.tokens + event.tokens)
+
+  return replace(
+    state,
+    step=state.step + 1,
+    clock=state.clock + 1,
+    trained_tokens=state.trained_tokens + event.tokens,
+    step_seconds=smooth(state.step_seconds, event.seconds),
+    fragments=tuple(map(one_more, state.fragments)),
+  )
+
+
+def _mark_ready(state: LearnerState, fragment: int, version: int) -> LearnerState:
+  """Staging keeps the order of publishes, so the oldest unready one is the one that is staged."""
+  incoming = list(state.fragments[fragment].incoming)
+  for i, entry in enumerate(incoming):
+    if not entry.ready:
+      if entry.publish.version != version:
+        raise RuntimeError(f"staged version {version}, expected {entry.publish.version}")
+      incoming[i] = replace(entry, ready=True)
+      break
+  return set_fragment(state, fragment, incoming=tuple(incoming))
+
+
+def _apply_ready(state: LearnerState, sync: SyncConfig) -> tuple[LearnerState, list[LearnerAction]]:
+  actions: list[LearnerAction] = []
+  for p in range(len(state.fragments)):
+    while (entry := next(iter(state.fragments[p].incoming), None)) and entry.ready:
+      early = entry.merged and state.step - entry.merged.at_step < sync.overlap_steps
+      if sync.blocking and early and not state.leaving:  # who leaves never gets to that step
+        break
+      f = _received(state.fragments[p], entry, state.step)
+      state = set_fragment(state, p, **f)
+      new, included = entry.publish, entry.merged is not None
+      actions.append(Apply(p, new.version, new.round, entry.mode, included))
+  return state, actions
+
+
+def _received(f: FragmentClock, entry: Incoming, step: int) -> dict:
+  """The fragment's counters after one version was applied: every token has one fate."""
+  mine = entry.merged.push.tokens if entry.merged else 0
+  since = step - entry.merged.at_step if entry.merged else 0
+  steps = f.steps - (entry.merged.push.steps if entry.merged else 0)
+  tokens, discarded = f.tokens - mine, 0
+  if entry.mode != "rebase":
+    steps, tokens, discarded = 0, 0, tokens
+  return {
+    "version": entry.publish.version,
+    "round": entry.publish.round,
+    "merged_tokens": entry.publish.merged_tokens,
+    "since": since,
+    "steps": steps,
+    "tokens": tokens,
+    "acknowledged_tokens": f.acknowledged_tokens + mine,
+    "discarded_tokens": f.discarded_tokens + discarded,
+    "incoming": f.incoming[1:],
+  }
+
+
+def _answer_pulls(state: LearnerState) -> tuple[LearnerState, list[LearnerAction]]:
+  actions: list[LearnerAction] = []
+  for p, f in enumerate(state.fragments):
+    if f.pull is None or f.incoming:
+      continue
+    if f.pull.base_version < f.version:
+      state = set_fragment(state, p, pull=None)
+    elif f.pull.base_version == f.version and f.steps > 0:
+      mine = causality.count(state.incarnation, state.cuts + 1)
+      seen = causality.join(state.seen, {state.learner: mine})
+      state = replace(state, seen=seen, cuts=state.cuts + 1)
+      push = Push(
+        learner=state.learner,
+        incarnation=state.incarnation,
+        fragment=p,
+        round=f.pull.round,
+        base_version=f.version,
+        steps=f.steps,
+        tokens=f.tokens,
+        clock=state.clock,
+        snapshot=state.snapshot,
+        count=mine,
+        codec="",  # the runtime's business, like the payload
+      )
+      state = set_fragment(state, p, pull=None, outstanding=Outstanding(push, state.step))
+      actions.append(CopyOut(push))
+  return state, actions
+
+
+def _finish(state: LearnerState) -> tuple[LearnerState, list[LearnerAction]]:
+  if state.leaving and not any(_holds_up(state, f) for f in state.fragments):
+    return leave(state, "left, and everything it had is merged")
+  reached = state.merged_tokens if state.fragments else state.trained_tokens
+  if not state.joined or reached < state.target_tokens:
+    return state, []
+  return leave(state, f"{reached} tokens are merged" if state.fragments else "trained its share")
+
+
+def _holds_up(state: LearnerState, f: FragmentClock) -> bool:
+  """Whether a leaving learner still waits for this fragment; not if it is complete or lacking."""
+  unfinished = f.version >= 0 and f.merged_tokens < state.target_tokens
+  return unfinished and bool(f.tokens or f.outstanding or f.incoming)
+
+
+def drain(state: LearnerState) -> LearnerState:
+  """Make no more steps, and leave as soon as everything trained is merged."""
+  return replace(state, leaving=True)
+
+
+def unmerged_tokens(state: LearnerState) -> int:
+  """Trained in this incarnation and lost if it ended now: of the fragment that lacks most."""
+  return max((f.tokens for f in state.fragments if _holds_up(state, f)), default=0)
+
+
+def leave(state: LearnerState, reason: str) -> tuple[LearnerState, list[LearnerAction]]:
+  """Say goodbye to every shard and stop."""
+  goodbye = functools.partial(Goodbye, state.learner, state.incarnation)
+  sends = [Send(shard, goodbye()) for shard in range(len(state.shards))]
+  return replace(state, done=True), [
+    *sends,
+    events.Stopped(reason=reason, unmerged_tokens=unmerged_tokens(state)),
+  ]

@@ -1,0 +1,177 @@
+"""Inner optimizer moments of a healthy learner, for one that joins a run under way. PURE.
+
+Learners have no open ports, so the moments of a fragment travel from donor to joiner through the
+shard that owns it. A shard has one donation under way at a time, asks those first that have given
+least, and gives what it gets to all who wait: many joiners cost a donor no more than one.
+"""
+
+from __future__ import annotations
+
+from ddiloco.config import SyncConfig
+from ddiloco.protocol import beliefs, events
+from ddiloco.protocol.actions import (
+  ApplyMoments,
+  LearnerAction,
+  Send,
+  SendMoments,
+  SyncerAction,
+  TakeMoments,
+  Taken,
+)
+from ddiloco.protocol.learner_state import LearnerState
+from ddiloco.protocol.messages import (
+  EVALUATOR,
+  ForwardMoments,
+  Moments,
+  ProvideMoments,
+  RequestMoments,
+)
+from ddiloco.protocol.syncer_state import Member, MomentTransfer, SyncerState, ignored
+from ddiloco.protocol.values import replace
+
+ASK_SECONDS = 1.0  # between two asks of a joiner
+
+# --- a shard --------------------------------------------------------------------------------------
+
+
+def on_ask(
+  state: SyncerState, ask: RequestMoments, now: float, sync: SyncConfig
+) -> tuple[SyncerState, list[SyncerAction]]:
+  """Somebody waits for moments of these fragments; asked again and again until it has them."""
+  mine = {f.index for f in state.fragments}
+  asking = {**state.asking, ask.learner: tuple(sorted(mine.intersection(ask.fragments)))}
+  return _next(replace(state, asking=asking), now, sync)
+
+
+def on_moments(
+  state: SyncerState, moments: Moments, now: float, sync: SyncConfig
+) -> tuple[SyncerState, list[SyncerAction]]:
+  """A donation has arrived: to everybody who waits for it."""
+  under_way = state.donation
+  if under_way is None or (under_way.donor, under_way.fragment) != (
+    moments.learner,
+    moments.fragment,
+  ):
+    return state, [ignored(moments, "nobody asked for it any more")]
+  if moments.count > state.clock + beliefs.slack_steps(sync):
+    reason = f"claims {moments.count} optimizer steps, the run has made {state.clock}"
+    return state, [ignored(moments, reason)]
+  actions: list[SyncerAction] = []
+  asking = dict(state.asking)
+  for learner, fragments in sorted(state.asking.items()):
+    member = state.members.get(learner)
+    if member is None or moments.fragment not in fragments:
+      continue
+    asking[learner] = tuple(p for p in fragments if p != moments.fragment)
+    inherit = ForwardMoments(
+      shard=state.shard,
+      incarnation=state.incarnation,
+      learner_incarnation=member.incarnation,
+      fragment=moments.fragment,
+      donor=moments.learner,
+      donor_incarnation=moments.incarnation,
+      donation=moments.donation,
+      clock=moments.clock,
+      count=moments.count,
+      payload=moments.payload,
+    )
+    actions.append(Send(learner, inherit))
+  given = {**state.given, moments.learner: state.given.get(moments.learner, 0) + 1}
+  state = replace(state, asking=asking, donation=None, given=given)
+  state, more = _next(state, now, sync)
+  return state, [*actions, *more]
+
+
+def _next(
+  state: SyncerState, now: float, sync: SyncConfig
+) -> tuple[SyncerState, list[SyncerAction]]:
+  """Asks the next donor, unless one is at it and has still time."""
+  late = state.donation is not None and now >= state.donation.until
+  if state.donation is not None and not late:
+    return state, []
+  wanted = sorted({p for m, ps in state.asking.items() if m in state.members for p in ps})
+  last = state.donation.donor if late and state.donation else None
+  donors = [m for m, member in state.members.items() if _can_give(state, m, member)]
+  if not wanted or not donors:
+    return replace(state, donation=None), []
+  donor = min(donors, key=lambda m: (m == last, state.given.get(m, 0), m))
+  member = state.members[donor]
+  patience = max(sync.liveness_seconds, 10 * member.step_seconds, 3 * member.delivery_seconds)
+  donation = MomentTransfer(wanted[0], donor, now + patience)
+  ask = ProvideMoments(state.shard, state.incarnation, member.incarnation, wanted[0])
+  return replace(state, donation=donation), [Send(donor, ask)]
+
+
+def _can_give(state: SyncerState, learner: int, member: Member) -> bool:
+  healthy = not (member.lost or member.quarantined or member.leaving or member.rejections)
+  trains = learner != EVALUATOR and member.step_seconds > 0 and min(member.versions) >= 0
+  return healthy and trains and not state.asking.get(learner)
+
+
+# --- a learner ------------------------------------------------------------------------------------
+
+
+def want(state: LearnerState, now: float) -> LearnerState:
+  """It has just joined: in a run under way it waits a while for a peer's moments, if told to."""
+  if not (state.donor_seconds and state.trains and state.clock and state.shards):
+    return state
+  return replace(
+    state,
+    wants=tuple(range(len(state.fragments))),
+    wants_until=now + state.donor_seconds,
+    ask_at=now,
+    welcome_clock=state.clock,
+  )
+
+
+def ask(state: LearnerState, now: float) -> tuple[LearnerState, list[LearnerAction]]:
+  """Asks the shards for what it still waits for; gives up when its time is over."""
+  if not state.wants:
+    return state, []
+  if now >= state.wants_until:
+    note = events.NoDonor(fragments=state.wants)
+    return replace(state, wants=()), [note]
+  if now < state.ask_at:
+    return state, []
+  actions: list[LearnerAction] = []
+  for shard in range(len(state.shards)):
+    mine = tuple(p for p in state.wants if state.fragments[p].shard == shard)
+    if mine:
+      actions.append(Send(shard, RequestMoments(state.learner, state.incarnation, mine)))
+  return replace(state, ask_at=now + ASK_SECONDS), actions
+
+
+def on_donate(
+  state: LearnerState, donate: ProvideMoments
+) -> tuple[LearnerState, list[LearnerAction]]:
+  """Copies the moments of one fragment at this step boundary, as for a push; costs no step."""
+  fits = 0 <= donate.fragment < len(state.fragments)
+  if not (fits and state.trains and state.joined) or state.wants or state.leaving:
+    return state, []
+  state = replace(state, donations=state.donations + 1)
+  moments = Moments(
+    learner=state.learner,
+    incarnation=state.incarnation,
+    fragment=donate.fragment,
+    donation=state.donations,
+    clock=state.clock,
+    count=0,  # the runtime's business, like the payload
+  )
+  return state, [SendMoments(donate.shard, moments)]
+
+
+def on_inherit(
+  state: LearnerState, inherit: ForwardMoments
+) -> tuple[LearnerState, list[LearnerAction]]:
+  """Moments older than what I was welcomed to are of no use; a straggler gave them."""
+  if inherit.fragment not in state.wants or inherit.clock < state.welcome_clock:
+    return state, []
+  return state, [TakeMoments(inherit)]
+
+
+def taken(state: LearnerState, event: Taken) -> tuple[LearnerState, list[LearnerAction]]:
+  """They lie on the devices now."""
+  if event.fragment not in state.wants:
+    return state, []
+  wants = tuple(p for p in state.wants if p != event.fragment)
+  return replace(state, wants=wants), [ApplyMoments(event.fragment, event.content)]

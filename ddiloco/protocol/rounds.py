@@ -1,0 +1,369 @@
+"""One sync of one fragment: due, pull, push, commit, publish. PURE."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+
+from ddiloco.config import SyncConfig
+from ddiloco.protocol import beliefs, causality, events, quorum
+from ddiloco.protocol.actions import (
+  Abandon,
+  Accept,
+  Commit,
+  Received,
+  Send,
+  SyncerAction,
+  backed_off,
+  smooth,
+)
+from ddiloco.protocol.messages import EVALUATOR, NOTHING, Pull, Push, Refusal
+from ddiloco.protocol.syncer_state import (
+  FragmentState,
+  Round,
+  SyncerState,
+  complete,
+  could_push,
+  ignored,
+  is_due,
+  member_note,
+  newest,
+  publish_to,
+  set_fragment,
+  set_member,
+  settled,
+  touch,
+  without,
+)
+from ddiloco.protocol.values import put, replace
+
+
+def _value_due_at(state: SyncerState, p: int, sync: SyncConfig) -> float:
+  """Until when a fragment waits for newer values that learners were asked for; -inf: for none.
+
+  Each learner is waited for once: one that has no such value does not hold the fragment up for
+  ever.
+  """
+  if not state.recalls:
+    return -math.inf
+  patience = max(sync.liveness_seconds, 3 * state.delivery_seconds)
+  born = state.incarnation << 24
+  last = next(f.last_round for f in state.fragments if f.index == p)
+  asked = [
+    each.asked_at
+    for (q, _), each in state.recalls.items()
+    if q == p and each.times == 1 and last < each.round < born
+  ]
+  return max(asked, default=-math.inf) + patience
+
+
+def may_start_at(state: SyncerState, sync: SyncConfig) -> float:
+  """When the rounds of touched fragments may start at last, though no message comes."""
+  due = (_value_due_at(state, state.fragments[i].index, sync) for i in state.touched)
+  return max(state.settle_at, min(due, default=-math.inf))
+
+
+def start_rounds(
+  state: SyncerState, now: float, sync: SyncConfig
+) -> tuple[SyncerState, list[SyncerAction]]:
+  """Of touched fragments of which a quorum is due; all who could push are asked."""
+  actions: list[SyncerAction] = []
+  if not state.touched or not settled(state, now):
+    return state, actions
+  waiting: list[int] = []
+  for i in sorted(state.touched):
+    f = state.fragments[i]
+    if f.round is not None or complete(state, f):
+      continue
+    if now < _value_due_at(state, f.index, sync):
+      waiting.append(i)
+      continue
+    available = {m: member for m, member in state.members.items() if could_push(m, member, i, f)}
+    if sum(is_due(member, i, f, sync) for member in available.values()) < sync.min_quorum:
+      continue
+    asked = tuple(sorted(available))
+    # Unique over the shard's incarnations, so that nothing of a dead one is mistaken for ours. With
+    # incarnations that count seconds this stays below 2^53, which JSON readers keep exactly.
+    round_id = (state.incarnation << 24) + state.rounds
+    step_seconds = statistics.median_low(member.step_seconds for member in available.values())
+    paces = ((m, v.step_seconds) for m, v in state.members.items() if not v.lost and m >= 0)
+    state = replace(state, beliefs=beliefs.refreshed(state.beliefs, paces, step_seconds))
+    current = Round(round_id, now, asked, step_seconds, state.clock, pulled_at=now, look_at=now)
+    current = replace(current, look_at=now + _pull_patience(state, current, sync))
+    f = replace(f, round=current)
+    state = set_fragment(replace(state, rounds=state.rounds + 1), i, f)
+    actions += [_pull(state, f, current, m) for m in asked]
+    actions.append(events.Round(fragment=f.index, round=round_id, version=f.version, asked=asked))
+  return replace(state, touched=tuple(waiting)), actions
+
+
+def _pull(state: SyncerState, f: FragmentState, current: Round, learner: int) -> Send:
+  to = state.members[learner].incarnation
+  return Send(
+    learner,
+    Pull(state.shard, state.incarnation, to, f.index, current.id, f.version, state.snapshot),
+  )
+
+
+def on_push(
+  state: SyncerState, push: Push, event: Received, sync: SyncConfig
+) -> tuple[SyncerState, list[SyncerAction]]:
+  """Keeps the first valid push of each asked learner; everything else is refused or counted."""
+  i = next((i for i, f in enumerate(state.fragments) if f.index == push.fragment), None)
+  if i is None:
+    return state, [ignored(push, f"fragment {push.fragment} is not mine")]
+  member, f = state.members.get(push.learner), state.fragments[i]
+  if member is None or member.incarnation != push.incarnation:
+    return state, [ignored(push, "an unknown learner or incarnation")]
+  current = f.round
+  if current is None or push.round != current.id:
+    return state, [ignored(push, "late: its round is over")]
+  if push.learner in current.pushes or push.learner in current.refused:
+    return state, [ignored(push, "a duplicate")]
+  if push.learner not in current.pending:
+    return state, [ignored(push, "nobody asked for it any more")]
+  fault = event.fault or ("" if abs(event.norm) < float("inf") else f"not finite ({event.norm})")
+  if push.base_version != f.version:
+    fault = f"based on version {push.base_version}, the fragment is at {f.version}"
+  else:
+    since = f.merged_clocks.get(push.learner, 0)
+    possible = max(0, state.clock - since) + beliefs.slack_steps(sync)
+    fault = beliefs.push_fault(push.steps, push.tokens, possible, state.step_tokens) or fault
+  if fault:
+    refused = {**current.refused, push.learner: fault}
+    current = replace(current, refused=refused, pending=without(current.pending, push.learner))
+    return touch(set_fragment(state, i, replace(f, round=current)), [i]), []
+  me = push.learner
+  pairs = {(min(m, me), max(m, me)): product for m, product in event.products.items()}
+  current = replace(
+    current,
+    pushes={**current.pushes, push.learner: replace(push, payload=None)},
+    norms={**current.norms, push.learner: event.norm},
+    products={**current.products, **pairs},
+    pending=without(current.pending, push.learner),
+  )
+  if current.quorum_at is None and len(current.pushes) >= sync.min_quorum:
+    seconds = smooth(state.quorum_seconds, _quorum_seconds(state, current, event.now))
+    state = replace(state, quorum_seconds=seconds)
+    current = replace(current, quorum_at=event.now)
+  state = touch(set_fragment(state, i, replace(f, round=current)), [i])
+  state = replace(state, seen=causality.join(state.seen, {push.learner: push.count}))
+  return state, [Accept(f.index, current.id, push.learner, event.content)]
+
+
+def _quorum_seconds(state: SyncerState, current: Round, now: float) -> float:
+  """How long this round took to its quorum. Where a message was lost, the wait for it is no measure
+  of the link: patience that learned from its own length would grow without end."""
+  if current.pulls == 1:
+    return max(0.0, now - current.started_at)
+  return max(state.quorum_seconds, now - current.pulled_at)
+
+
+def _pull_patience(state: SyncerState, current: Round, sync: SyncConfig) -> float:
+  return backed_off(max(sync.liveness_seconds, 3 * state.quorum_seconds), current.pulls - 1)
+
+
+def advance_rounds(
+  state: SyncerState, now: float, sync: SyncConfig
+) -> tuple[SyncerState, list[SyncerAction]]:
+  """Ends those that something has come for, or whose time it is to look at, if they can end."""
+  actions: list[SyncerAction] = []
+  for i, f in enumerate(state.fragments):
+    if f.round is None or not (i in state.touched or now >= f.round.look_at):
+      continue
+    current = f.round
+    grace = quorum.grace_seconds(
+      current.step_seconds, state.quorum_seconds, state.sync_seconds, sync
+    )
+    pending, count = current.pending, len(current.pushes)
+    decision = quorum.decide(now, count, pending, current.quorum_at, grace, sync)
+    current = replace(current, reason=decision.reason)
+    if decision.verdict == "wait":
+      again = now >= current.pulled_at + _pull_patience(state, current, sync)
+      if again:
+        current = replace(current, pulled_at=now, pulls=current.pulls + 1)
+      look_at = min(
+        current.pulled_at + _pull_patience(state, current, sync),
+        math.inf if decision.wake_at is None else decision.wake_at,
+        now + sync.liveness_seconds,  # patience is learned: it may have become less until then
+      )
+      current = replace(current, look_at=look_at)
+      state = set_fragment(state, i, replace(f, round=current))
+      if again:  # a pull or a push got lost; the same push comes again
+        actions += [_pull(state, f, current, m) for m in pending]
+      continue
+    state, ended = _end_round(state, i, current, now, sync)
+    actions += ended
+  return state, actions
+
+
+def _end_round(
+  state: SyncerState, i: int, current: Round, now: float, sync: SyncConfig
+) -> tuple[SyncerState, list[SyncerAction]]:
+  """Screens, commits if what is left is still a quorum, and tells everybody."""
+  f = before = state.fragments[i]
+  usual = _usual_norm(state, i)
+  past = {m: _past_norm(state, m, i) or usual for m in current.norms}
+  steps = {m: beliefs.counted_steps(p.steps, sync) for m, p in current.pushes.items()}
+  rejected = quorum.screen(current.norms, steps, past, sync.max_norm_ratio)
+  candidates = sorted(m for m in current.pushes if m not in rejected)
+  opposing = quorum.opposing(current.products, candidates)
+  state, contrary = _count_opposing(state, candidates, opposing, sync)
+  rejected = {**current.refused, **rejected, **contrary}
+  merged = sorted(m for m in current.pushes if m not in rejected)
+  actions: list[SyncerAction] = []
+  if len(merged) >= sync.min_quorum:
+    actions += _commit(state, i, current, merged, rejected, opposing, now)
+    me = causality.shard_key(state.shard)
+    mine = causality.count(state.incarnation, state.commits + 1)
+    seen = causality.join(state.seen, {me: mine})
+    state = replace(state, seen=seen, commits=state.commits + 1)
+    f = replace(
+      f,
+      version=f.version + 1,
+      merged_tokens=f.merged_tokens + sum(current.pushes[m].tokens for m in merged),
+      merged_rounds={**f.merged_rounds, **dict.fromkeys(merged, current.id)},
+      merged_clocks={**f.merged_clocks, **dict.fromkeys(merged, current.clock)},
+      last_round=current.id,
+      clock=current.clock,
+      participants=tuple(merged),
+    )
+  else:
+    reason = f"{len(merged)} of {sync.min_quorum} needed were left: {current.reason}"
+    actions.append(Abandon(f.index, current.id))
+    actions.append(
+      events.Abandoned(fragment=f.index, round=current.id, reason=reason, rejected=rejected)
+    )
+  state = touch(set_fragment(state, i, replace(f, round=None)), [i])
+  for m in merged:
+    state = _credit(state, m, i, current.norms[m] / steps[m])
+  for m, reason in rejected.items():
+    state, refusal = _reject(state, m, i, current.id, reason, sync)
+    actions += refusal
+  header = newest(state, i)
+  for m in sorted(state.members):
+    member = state.members[m]
+    if member.sent[i] < f.version and not member.lost:
+      follows = member.sent[i] == before.version == f.version - 1
+      base_round = before.last_round if follows else NOTHING
+      state, publish = publish_to(state, i, m, now, header, base_round)
+      actions.append(publish)
+  return state, actions
+
+
+def _commit(
+  state: SyncerState,
+  i: int,
+  current: Round,
+  merged: list[int],
+  rejected: Mapping[int, str],
+  opposing: Mapping[int, float],
+  now: float,
+) -> list[SyncerAction]:
+  f = state.fragments[i]
+  pushes = [current.pushes[m] for m in merged]
+  tokens = tuple(p.tokens for p in pushes)
+  commit = Commit(
+    fragment=f.index,
+    round=current.id,
+    version=f.version + 1,
+    learners=tuple(merged),
+    steps=tuple(p.steps for p in pushes),
+    tokens=tokens,
+  )
+  note = events.Commit(
+    fragment=f.index,
+    round=current.id,
+    version=f.version + 1,
+    base_round=f.last_round,
+    learners=tuple(merged),
+    incarnations=tuple(p.incarnation for p in pushes),
+    steps=sum(p.steps for p in pushes),
+    rejected=dict(rejected),
+    opposing={m: round(cosine, 4) for m, cosine in opposing.items()},
+    missing=_missing(state, i, current),
+    reason=current.reason,
+    tokens=sum(tokens),
+    merged_tokens=f.merged_tokens + sum(tokens),
+    quorum_seconds=(current.quorum_at or now) - current.started_at,
+    grace_seconds=now - (current.quorum_at or now),
+  )
+  return [commit, note]
+
+
+def _missing(state: SyncerState, i: int, current: Round) -> dict[int, str]:
+  """Why each member that trains had no part in this round, in plain words."""
+  reasons = {}
+  for learner, m in sorted(state.members.items()):
+    if learner == EVALUATOR or learner in current.pushes or learner in current.refused:
+      continue
+    if m.lost:
+      reasons[learner] = "lost"
+    elif m.quarantined:
+      reasons[learner] = "quarantined"
+    elif learner in current.pending:
+      reasons[learner] = "did not answer within the grace window"
+    elif m.versions[i] < state.fragments[i].version:
+      reasons[learner] = f"had not received version {state.fragments[i].version} yet"
+    else:
+      reasons[learner] = "had made no step since its last sync when the round began"
+  return reasons
+
+
+def _past_norm(state: SyncerState, learner: int, i: int) -> float:
+  """Of a learner's accepted updates, per step. 0: it has none yet."""
+  member = state.members.get(learner)
+  return member.norms[i] if member is not None else 0.0
+
+
+def _usual_norm(state: SyncerState, i: int) -> float:
+  """Of everybody's accepted updates, per step: the measure for who is new. 0: nobody has any."""
+  norms = [member.norms[i] for member in state.members.values() if member.norms[i]]
+  return statistics.median(norms) if norms else 0.0
+
+
+def _credit(state: SyncerState, learner: int, i: int, norm_per_step: float) -> SyncerState:
+  member = state.members.get(learner)
+  if member is None:
+    return state
+  norms = put(member.norms, i, smooth(member.norms[i], norm_per_step))
+  farewells = member.farewells + member.leaving
+  member = replace(member, norms=norms, rejections=0, farewells=farewells)
+  return set_member(state, learner, member)
+
+
+def _count_opposing(
+  state: SyncerState, learners: list[int], opposing: Mapping[int, float], sync: SyncConfig
+) -> tuple[SyncerState, dict[int, str]]:
+  """Whose update points against all others', again and again: from then on it is rejected.
+
+  Counted by learner and not by incarnation, so that to start afresh changes nothing.
+  """
+  opposed = {m: times for m, times in state.opposed.items() if m not in learners or m in opposing}
+  rejected = {}
+  for m, cosine in opposing.items():
+    opposed[m] = times = opposed.get(m, 0) + 1
+    if times >= sync.quarantine_after:
+      rejected[m] = f"opposes all others (cosine {cosine:.2f}), {times} times in a row"
+  return (replace(state, opposed=opposed) if opposed != state.opposed else state), rejected
+
+
+def _reject(
+  state: SyncerState, learner: int, i: int, round_id: int, reason: str, sync: SyncConfig
+) -> tuple[SyncerState, list[SyncerAction]]:
+  """The learner goes back to its base; rejected again and again, it must start afresh."""
+  member = state.members.get(learner)
+  if member is None:
+    return state, []
+  rejections = member.rejections + 1
+  quarantined = rejections >= sync.quarantine_after
+  fragment = state.fragments[i].index
+  refusal = Refusal(
+    state.shard, state.incarnation, member.incarnation, fragment, round_id, quarantined, reason
+  )
+  actions: list[SyncerAction] = [Send(learner, refusal)]
+  member = replace(member, rejections=rejections, quarantined=quarantined)
+  if quarantined:
+    actions.append(member_note(learner, "quarantined", f"rejected {rejections} times: {reason}"))
+  return set_member(state, learner, member), actions

@@ -1,0 +1,451 @@
+"""When roles start, start again, join, leave and are given up, and when a run is hopeless. PURE.
+
+The one policy of every engine and of the simulator: a reducer `(state, event) -> (state, actions)`,
+`supervise`. Engines tell it what they see of their roles and perform what it says; they differ in
+how a role is started, ended and observed, and in who performs planned faults: where a role strikes
+its own (threads, virtual time), the state is given the joins alone.
+
+Deaths count only while they follow each other closely. A role that has worked for a healthy while
+begins to count anew: a run of a month may lose the same role a hundred times, and what ends the run
+is a role that cannot stay up, not one that is old.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from ddiloco.config import Fault, RunConfig
+from ddiloco.protocol.values import replace
+
+LONGEST_PAUSE_SECONDS = (
+  60.0  # pauses double up to this, or stay at `restart_seconds` if that is more
+)
+HEALTHY_PAUSES = (
+  10  # a healthy while, in longest pauses: who works so long is there 90 % of its time
+)
+HEALTHY_SECONDS = 60.0  # at least: a wrong first step or round shows within that
+DUTY_SECONDS = 0.1  # one turn of a slowed process: it runs for a part of it and stands for the rest
+DOWN, UP, LEFT, GONE = "down", "up", "left", "gone"
+
+# --- events ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Tick:
+  """Time has passed."""
+
+  now: float
+  clock: int = 0  # the run's, in steps
+  seconds: float = 0.0  # since training began
+
+
+@dataclasses.dataclass(frozen=True)
+class Working:
+  """A role was heard to do its work in this life: from the first time on it may be healthy."""
+
+  role: str
+  now: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Exited:
+  """A life has ended otherwise than in good order."""
+
+  role: str
+  now: float
+  reason: str = ""
+  kill: Fault | None = None  # planned, and performed by the role itself
+  afresh: bool = False  # what it had is bad: its next life begins with nothing
+  for_good: bool = False  # another life would end the same way
+
+
+@dataclasses.dataclass(frozen=True)
+class Left:
+  """A role has ended in good order, or when nobody needs it any more: it never starts again."""
+
+  role: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Requested:
+  """A fault was asked for while the run goes on."""
+
+  fault: Fault
+
+
+@dataclasses.dataclass(frozen=True)
+class Dismiss:
+  """All roles whose names begin like this are to end in good order; those that are down stay so."""
+
+  kind: str
+
+
+Event = Tick | Working | Exited | Left | Requested | Dismiss
+
+# --- actions --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+  """Start the role's next life."""
+
+  role: str
+  life: int  # how often it was started before
+  afresh: bool  # with nothing: what its last life had is bad
+
+
+@dataclasses.dataclass(frozen=True)
+class Strike:
+  """A planned fault is due: perform it on its role, which is up. `Hold` follows where it stands."""
+
+  fault: Fault
+
+
+@dataclasses.dataclass(frozen=True)
+class Hold:
+  """Stop the role's process where it is, or let it go on."""
+
+  role: str
+  held: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Terminate:
+  """Ask the role to end in good order."""
+
+  role: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Lost:
+  """Say that a life has ended, and why."""
+
+  role: str
+  reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined:
+  """Say that a learner joins; its start follows."""
+
+  fault: Fault
+
+
+@dataclasses.dataclass(frozen=True)
+class Hopeless:
+  """The run can never reach its end any more. Said once."""
+
+  reason: str
+
+
+Action = Start | Strike | Hold | Terminate | Lost | Joined | Hopeless
+
+# --- state ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Holds:
+  """The stalls and slow times of one process. `now` is any one clock's, in seconds."""
+
+  stalled_until: float = -math.inf
+  slow_since: float = -math.inf
+  slow_until: float = -math.inf
+  slow_factor: float = 1.0
+
+  def add(self, fault: Fault, now: float) -> Holds:
+    """A stall or a slowness begins."""
+    until = now + fault.seconds
+    if fault.action == "stall":
+      return replace(self, stalled_until=max(self.stalled_until, until))
+    return replace(self, slow_since=now, slow_until=until, slow_factor=fault.factor)
+
+  def active(self, now: float) -> bool:
+    """Whether anything is going on, so that `held` may change soon."""
+    return now < max(self.stalled_until, self.slow_until)
+
+  def held(self, now: float) -> bool:
+    """Whether the process should stand still: stalled, or in the idle part of a duty cycle."""
+    if now < self.stalled_until:
+      return True
+    if now >= self.slow_until:
+      return False
+    return (now - self.slow_since) % DUTY_SECONDS >= DUTY_SECONDS / self.slow_factor
+
+
+@dataclasses.dataclass(frozen=True)
+class Role:
+  """One role over all its lives. Nothing follows the phases LEFT and GONE."""
+
+  phase: str = DOWN  # or UP, LEFT (in good order), GONE (given up, or killed for good)
+  lives: int = 0  # how often it was started
+  deaths: int = 0  # in a row, with no healthy while between them; planned ones are never counted
+  start_at: float = -math.inf  # when it is started, if it is down
+  started_at: float = -math.inf  # its newest life
+  working_since: float = math.inf  # in this life; inf: it has not begun to
+  afresh: bool = False  # its next life begins with nothing
+  faults: tuple[Fault, ...] = ()  # planned for it, and not struck yet
+  kill: Fault | None = None  # performed, until its end is seen
+  holds: Holds = Holds()  # of this life
+  held: bool = False  # it stands still because of them
+  leaves_at: float = math.inf  # when it is asked to end
+  told: bool = False  # this life was asked to end
+  dismissed: bool = False  # it is not started again
+
+  @property
+  def ended(self) -> bool:
+    """It never starts again."""
+    return self.phase in (LEFT, GONE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Supervisor:
+  """All roles of a run."""
+
+  run: RunConfig  # how often and how soon roles are started again
+  quorum: int = 0  # learners that must not be gone
+  shortest_life_seconds: float = 0.0  # between two starts of a role
+  roles: Mapping[str, Role] = dataclasses.field(default_factory=dict)  # in the order of starts
+  joins: tuple[Fault, ...] = ()  # of learners that have not come yet
+  planned: tuple[Fault, ...] = ()  # what else was planned
+  hopeless: str = ""  # why the run is; "": it is not
+
+
+def init(
+  run: RunConfig,
+  roles: Iterable[str],
+  planned: Sequence[Fault] = (),
+  quorum: int = 0,
+  shortest_life_seconds: float = 0.0,
+) -> Supervisor:
+  """All roles are down, and start at the first `Tick`; `planned` are joins, and what to strike."""
+  joins = tuple(fault for fault in planned if fault.action == "join")
+  others = tuple(fault for fault in planned if fault.action != "join")
+  first = {name: Role(faults=_of(name, others)) for name in roles}
+  return Supervisor(run, quorum, shortest_life_seconds, first, joins, others)
+
+
+def add_running(state: Supervisor, name: str) -> Supervisor:
+  """A role whose first life somebody else has started."""
+  return _put(state, name, Role(phase=UP, lives=1))
+
+
+def members(state: Supervisor, kind: str = "") -> dict[str, Role]:
+  """The roles whose names begin like this."""
+  return {name: role for name, role in state.roles.items() if name.startswith(kind)}
+
+
+def pressing(state: Supervisor, now: float) -> bool:
+  """Whether a role is held up on purpose, so that the next `Tick` should come soon."""
+  return any(role.phase == UP and role.holds.active(now) for role in state.roles.values())
+
+
+def next_wake(state: Supervisor) -> float:
+  """When a restart or a departure is due next; inf: none is foreseen."""
+  times = [role.start_at for role in state.roles.values() if role.phase == DOWN]
+  stays = [role for role in state.roles.values() if role.phase == UP and not role.told]
+  return min([*times, *(role.leaves_at for role in stays)], default=math.inf)
+
+
+# --- the reducer ----------------------------------------------------------------------------------
+
+
+def supervise(state: Supervisor, event: Event) -> tuple[Supervisor, list[Action]]:
+  """(the state from now on, what the engine has to do, in order).
+
+  What is said of a role that has ended, or never was, changes nothing.
+  """
+  actions: list[Action] = []
+  match event:
+    case Tick():
+      state = _welcome(state, event, actions)
+      for name, role in state.roles.items():
+        state = _put(state, name, _turn(name, role, event, actions))
+    case Requested(fault) if fault.action == "join":
+      state = replace(state, joins=(*state.joins, fault))
+    case Requested(fault):
+      state = _change(state, fault.role, lambda role: _plan(role, fault))
+    case Working(name, now):
+      state = _change(state, name, lambda role: _note_work(role, now))
+    case Left(name):
+      state = _change(state, name, _leave)
+    case Exited():
+      after = _change(state, event.role, lambda role: _lose(state, role, event, actions))
+      state = _judge(after, actions)
+    case Dismiss(kind):
+      for name, role in members(state, kind).items():
+        state = _put(state, name, _dismiss(name, role, actions))
+  return state, actions
+
+
+def _welcome(state: Supervisor, tick: Tick, actions: list[Action]) -> Supervisor:
+  """The learners that join now; one that is there already goes on as it is."""
+  while state.joins:
+    fault, joins = strike(state.joins, tick.clock, tick.seconds)
+    if fault is None:
+      break
+    state = replace(state, joins=joins)
+    if fault.role not in state.roles:
+      leaves_at = tick.now + fault.seconds if fault.seconds >= 0 else math.inf
+      newcomer = Role(faults=_of(fault.role, state.planned), leaves_at=leaves_at)
+      state = _put(state, fault.role, newcomer)
+      actions.append(Joined(fault))
+  return state
+
+
+def _turn(name: str, role: Role, tick: Tick, actions: list[Action]) -> Role:
+  """What is due for one role."""
+  now = tick.now
+  if role.phase == DOWN and now >= role.start_at:
+    actions.append(Start(name, role.lives, role.afresh))
+    return replace(
+      role,
+      phase=UP,
+      lives=role.lives + 1,
+      started_at=now,
+      working_since=math.inf,
+      afresh=False,
+      told=False,
+    )
+  if role.phase != UP:
+    return role
+  while role.faults and role.kill is None:  # what follows a kill is for the next life
+    fault, left = strike(role.faults, tick.clock, tick.seconds)
+    if fault is None:
+      break
+    actions.append(Strike(fault))
+    role = replace(role, faults=left)
+    if fault.action == "kill":
+      role = replace(role, kill=fault)
+    elif fault.action in ("stall", "slow"):
+      role = replace(role, holds=role.holds.add(fault, now))
+  if now >= role.leaves_at and not role.told:
+    role = _terminate(name, role, actions)
+  if role.holds.held(now) != role.held:
+    role = replace(role, held=not role.held)
+    actions.append(Hold(name, role.held))
+  return role
+
+
+def _terminate(name: str, role: Role, actions: list[Action]) -> Role:
+  """It has to hear that it should end: nothing holds it any more."""
+  actions.append(Terminate(name))
+  return replace(role, told=True, holds=Holds(), held=False)
+
+
+def _dismiss(name: str, role: Role, actions: list[Action]) -> Role:
+  if role.phase == UP:
+    return replace(_terminate(name, role, actions), dismissed=True)
+  return _leave(role) if role.phase == DOWN else role
+
+
+def _lose(state: Supervisor, role: Role, event: Exited, actions: list[Action]) -> Role:
+  """A life is over: the role's next one is planned, or there is none."""
+  kill, deaths, reason = event.kill or role.kill, role.deaths, event.reason
+  pause: float | None
+  if kill is not None:
+    pause, reason = kill.seconds if kill.seconds >= 0 else None, killed(kill)
+  else:
+    worked_seconds = max(0.0, event.now - role.working_since)
+    deaths, pause = after_exit(deaths, worked_seconds, state.run)
+    pause = None if event.for_good else pause
+  actions.append(Lost(event.role, reason))
+  role = replace(role, deaths=deaths, kill=None, afresh=event.afresh, holds=Holds(), held=False)
+  if pause is None or role.dismissed:
+    return replace(role, phase=GONE if pause is None else LEFT)
+  earliest = role.started_at + state.shortest_life_seconds
+  return replace(role, phase=DOWN, start_at=max(event.now + pause, earliest))
+
+
+def _judge(state: Supervisor, actions: list[Action]) -> Supervisor:
+  """Whether a shard, or every possible quorum, is gone for good: nothing would ever merge."""
+  if state.hopeless:
+    return state
+  shards = [name for name, role in members(state, "syncer/").items() if role.phase == GONE]
+  left = sum(role.phase != GONE for role in members(state, "learner/").values())
+  if shards:
+    reason = f"{shards[0]} is gone for good, and nobody else merges its fragments"
+  elif left < state.quorum:
+    reason = f"{left} learners are left, and {state.quorum} are needed"
+  else:
+    return state
+  actions.append(Hopeless(reason))
+  return replace(state, hopeless=reason)
+
+
+def _plan(role: Role, fault: Fault) -> Role:
+  return replace(role, faults=(*role.faults, fault))
+
+
+def _note_work(role: Role, now: float) -> Role:
+  return replace(role, working_since=min(role.working_since, now))
+
+
+def _leave(role: Role) -> Role:
+  return replace(role, phase=LEFT, holds=Holds(), held=False)
+
+
+def _change(state: Supervisor, name: str, change: Callable[[Role], Role]) -> Supervisor:
+  """With another value of a role that there is and that has not ended."""
+  role = state.roles.get(name)
+  return state if role is None or role.ended else _put(state, name, change(role))
+
+
+def _put(state: Supervisor, name: str, role: Role) -> Supervisor:
+  same = state.roles.get(name) is role
+  return state if same else replace(state, roles={**state.roles, name: role})
+
+
+def _of(name: str, faults: Sequence[Fault]) -> tuple[Fault, ...]:
+  return tuple(fault for fault in faults if fault.role == name)
+
+
+# --- rules ----------------------------------------------------------------------------------------
+
+
+def after_exit(deaths: int, worked_seconds: float, run: RunConfig) -> tuple[int, float | None]:
+  """(deaths in a row from now on, seconds until the role is started again, None: it is given up).
+
+  Args:
+    deaths: in a row, before this one.
+    worked_seconds: for how long it did its work in the life that ended, 0 if it never began to:
+      one that compiles for ten minutes and dies at its first step was never healthy.
+    run: what the run allows.
+  """
+  deaths = 1 if worked_seconds >= healthy_seconds(run) else deaths + 1
+  return deaths, pause_seconds(deaths, run) if deaths <= run.max_restarts else None
+
+
+def pause_seconds(deaths: int, run: RunConfig) -> float:
+  """Before the next life, after so many deaths in a row."""
+  most = max(LONGEST_PAUSE_SECONDS, run.restart_seconds)
+  return min(most, run.restart_seconds * 2.0 ** min(deaths - 1, 100))
+
+
+def healthy_seconds(run: RunConfig) -> float:
+  """How long a life has to work before the deaths ahead of it are forgotten."""
+  longest = pause_seconds(max(1, run.max_restarts), run)
+  return max(HEALTHY_SECONDS, HEALTHY_PAUSES * longest)
+
+
+def strike(
+  plan: tuple[Fault, ...], clock: int, seconds: float
+) -> tuple[Fault | None, tuple[Fault, ...]]:
+  """(the first fault of the plan that is due, the plan without it).
+
+  Args:
+    plan: what has not struck yet.
+    clock: the run's, in steps.
+    seconds: since training began.
+  """
+  for i, fault in enumerate(plan):
+    due = clock >= fault.at_step if fault.at_step >= 0 else seconds >= fault.at_seconds
+    if due:
+      return fault, plan[:i] + plan[i + 1 :]
+  return None, plan
+
+
+def killed(kill: Fault) -> str:
+  """Why a life ended that was killed by plan."""
+  return f"killed by plan, back in {kill.seconds:g} s"

@@ -1,0 +1,162 @@
+"""What a syncer shard decides: membership, due fragments, rounds, commits. PURE.
+
+Read with `roles/syncer.py`, which performs the actions. A shard owns some fragments outright: a
+round lives and ends inside it (`protocol/rounds.py`), and shards agree on nothing with each other.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ddiloco.config import SyncConfig
+from ddiloco.protocol import causality, members, rounds
+from ddiloco.protocol.actions import (
+  Merged,
+  Received,
+  Saved,
+  SyncerAction,
+  SyncerEvent,
+  TakeSnapshot,
+  smooth,
+)
+from ddiloco.protocol.beliefs import Beliefs
+from ddiloco.protocol.messages import EVALUATOR, Push, Report
+from ddiloco.protocol.syncer_state import (
+  FragmentState,
+  Member,
+  SyncerState,
+  believe_clock,
+  complete,
+  ignored,
+)
+from ddiloco.protocol.values import replace
+
+
+def init(
+  shard: int,
+  incarnation: int,
+  fragments: tuple[FragmentState, ...],
+  target_tokens: int,
+  settle_at: float = -math.inf,
+  planned_learners: int = 0,
+  step_tokens: int = 0,
+  first_round: int = 0,
+  began_at: float = 0.0,
+) -> SyncerState:
+  """A shard that owns these fragments: new ones, or the newest committed ones of its past.
+
+  Before `settle_at` it starts no round unless all it knew are back: they may have newer values. One
+  that knew nobody waits for the planned learners 0, 1, ...: at the start of a run all are new.
+  Snapshots that its values may depend on already are not recorded again.
+
+  Args:
+    shard: its number.
+    incarnation: of the shard.
+    fragments: what it owns, as of their newest commits.
+    target_tokens: to merge into every fragment.
+    settle_at: when it stops waiting for those that may have newer values.
+    planned_learners: of the run.
+    step_tokens: of the largest step of any learner; 0: not known, so tokens have no bound.
+    first_round: rounds before are of an earlier run, whose values are not taken here.
+    began_at: when the run began, seconds on this shard's clock: its steps had as long as that.
+  """
+  snapshot = max((f.snapshot for f in fragments), default=0)
+  return SyncerState(
+    shard=shard,
+    incarnation=incarnation,
+    fragments=tuple(replace(f, snapshot=snapshot) for f in fragments),
+    target_tokens=target_tokens,
+    step_tokens=step_tokens,
+    first_round=first_round,
+    beliefs=Beliefs(reach_at=began_at),
+    clock=max((f.clock for f in fragments), default=0),
+    snapshot=snapshot,
+    seen={causality.shard_key(shard): causality.count(incarnation, 0)},
+    began={f.index: f.last_round for f in fragments},
+    settle_at=settle_at,
+    planned_learners=planned_learners,
+  )
+
+
+def finished(state: SyncerState, now: float, silence_seconds: float) -> bool:
+  """Whether nobody needs this shard any more: all is merged, all have left or are long silent."""
+  return all(complete(state, f) for f in state.fragments) and not any(
+    now - m.heard_at < silence_seconds for m in state.members.values()
+  )
+
+
+def syncer_on(
+  state: SyncerState, event: SyncerEvent, sync: SyncConfig
+) -> tuple[SyncerState, list[SyncerAction]]:
+  """The shard's reducer. Messages are taken in one by one; a `Tick` after them decides."""
+  match event:
+    case Merged(_, seconds):
+      return replace(state, sync_seconds=smooth(state.sync_seconds, seconds)), []
+    case Received():
+      return _take_in(state, event, sync)
+    case Saved():
+      return replace(state, saving=False), []
+  state, lost = members.lose_silent(state, min(event.now, event.heard_until), sync)
+  state, moved = rounds.advance_rounds(state, event.now, sync)
+  state, started = rounds.start_rounds(state, event.now, sync)
+  begun: list[SyncerAction] = []
+  if state.shard == 0 and not state.saving:
+    state, begun = _record(state, state.clock // max(1, sync.snapshot_steps), sync)
+  return state, [*lost, *moved, *started, *begun]
+
+
+def _take_in(
+  state: SyncerState, event: Received, sync: SyncConfig
+) -> tuple[SyncerState, list[SyncerAction]]:
+  message = event.message
+  if fault := members.fault_of(state, message):
+    return state, [ignored(message, fault)]
+  number = getattr(message, "snapshot", 0)
+  if isinstance(message, Report):
+    state = believe_clock(state, message, event.now, sync)
+  if _from_the_future(state, number, sync):
+    return state, [ignored(message, "names a snapshot that the run has not reached")]
+  state, recorded = _record(state, number, sync)
+  if isinstance(message, Push):
+    state, actions = rounds.on_push(state, message, event, sync)
+  else:
+    state, actions = members.on_message(state, event, sync)
+  return state, [*recorded, *actions]
+
+
+def _from_the_future(state: SyncerState, snapshot: int, sync: SyncConfig) -> bool:
+  """Whether this snapshot cannot have begun; believed, it would be the last one.
+
+  Snapshots begin by the run's clock, which no two of us see exactly alike.
+  """
+  return snapshot * sync.snapshot_steps > state.clock + 2 * sync.sync_period
+
+
+def _record(
+  state: SyncerState, snapshot: int, sync: SyncConfig
+) -> tuple[SyncerState, list[SyncerAction]]:
+  """A new snapshot: begun here by the run's clock, or heard of from somebody who has recorded it.
+
+  From now on every message of this shard says so, and who hears it records as well. Only shard 0
+  begins, once the one before is done: if everybody skipped what comes while it is busy, each would
+  skip others, and no snapshot would ever be whole.
+  """
+  if snapshot <= state.snapshot or not sync.snapshot_steps:
+    return state, []
+  fragments = tuple(replace(f, snapshot=snapshot) for f in state.fragments)
+  state = replace(state, snapshot=snapshot, fragments=fragments)
+  here = tuple(m for m, v in sorted(state.members.items()) if _has_all(m, v))
+  return replace(state, saving=True), [TakeSnapshot(snapshot, state, here)]
+
+
+def _has_all(learner: int, member: Member) -> bool:
+  return learner != EVALUATOR and not member.lost and min(member.versions, default=-1) >= 0
+
+
+def next_wake(state: SyncerState, sync: SyncConfig) -> float | None:
+  """When a `Tick` is needed even if no message comes."""
+  times = [f.round.look_at for f in state.fragments if f.round is not None]
+  if state.touched:
+    times.append(rounds.may_start_at(state, sync))
+  wake_at = min([state.silent_at, *times])
+  return wake_at if math.isfinite(wake_at) else None

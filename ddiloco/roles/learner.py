@@ -1,0 +1,168 @@
+"""A learner at work: the training loop of one island, and nothing it ever waits for.
+
+Each incarnation: compile, say hello, receive every fragment, then step after step; between two
+steps the boundary of `roles.exchange` answers pulls and applies published versions.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from ddiloco.chaos.faults import Faults
+from ddiloco.checkpoint.restore import ResumeState, learner_part
+from ddiloco.checkpoint.saver import Saver
+from ddiloco.config import Config
+from ddiloco.core.fragments import Plan
+from ddiloco.network.transport import Endpoint
+from ddiloco.observe.eventlog import Recorder
+from ddiloco.protocol import events, learner
+from ddiloco.protocol.actions import StepDone
+from ddiloco.protocol.learner_state import LearnerState, schedule_step
+from ddiloco.roles.exchange import Exchange
+
+Batches = Callable[[int], Iterator[Any]]
+
+
+class Learner:
+  """One incarnation of a learner.
+
+  Args:
+    beginning: what it starts with (`checkpoint.restore`); the island holds the rest of it.
+    config: the run's.
+    plan: how the model is cut.
+    island: devices, compiled step and parameters (`training.island.Island`); outlives incarnations.
+    batches: `batches(position)` iterates over this learner's batches from there on.
+    endpoint: its connection.
+    recorder: event log.
+    saver: writes its parts of snapshots; None: nobody does.
+  """
+
+  def __init__(
+    self,
+    beginning: ResumeState,
+    config: Config,
+    plan: Plan,
+    island,
+    batches: Batches,
+    endpoint: Endpoint,
+    recorder: Recorder,
+    saver: Saver | None = None,
+  ):
+    self.config = config
+    self.island = island
+    self.batches = batches
+    self.recorder = recorder
+    self._saver = saver
+    self._pace_seconds = config.islands.island(beginning.state.learner).pace_seconds
+    self._planned_tokens = config.planned_tokens_per_step()
+    self._step_tokens = config.tokens_per_step(beginning.state.learner)
+    state = self._began = beginning.state
+    # Data is read on from where it was when this state was recorded, as far as the run is now.
+    self._ahead = beginning.position - state.clock
+    self._fresh = beginning.fresh
+    self._joined: LearnerState | None = None  # when it opened its data, at `_position`
+    self._position = 0
+    save = None if saver is None else self._save
+    self.exchange = Exchange(state, config, plan, island, endpoint, recorder, save)
+    self.exchange.restore(beginning.arrays)
+
+  def run(
+    self,
+    faults: Faults,
+    stopped: Callable[[], bool],
+    drain_seconds: float = 0.0,
+    at_once: Callable[[], bool] = lambda: False,
+  ) -> None:
+    """Trains until the run's tokens are merged or `stopped()`; then it has `drain_seconds` to leave
+    without losing what is not merged yet, unless it is to end `at_once()`.
+
+    Raises:
+      Killed: by plan.
+      Quarantined: a shard found this learner's updates bad; restart it.
+    """
+    exchange, batches = self.exchange, None
+    exchange.poison = lambda: faults.poison
+    self.recorder.record(
+      events.Started(
+        **self.island.describe(),
+        learners=self.config.islands.num_learners,
+        planned_steps=self.config.planned_steps(),
+      )
+    )
+    last = time.monotonic()
+    blocked = 0.0
+    give_up_at: float | None = None  # once told to stop
+    try:
+      while not exchange.state.done:
+        faults.check(exchange.state.clock)
+        if stopped() and give_up_at is None:
+          give_up_at = time.monotonic() + drain_seconds
+          exchange.drain()
+        if give_up_at is not None and (at_once() or time.monotonic() >= give_up_at):
+          exchange.leave("the run was stopped")
+        elif learner.can_step(exchange.state, self.config.sync):
+          batches = batches or self._open()
+          last, blocked = self._step(next(batches), faults, last, blocked), 0.0
+        else:
+          before = time.monotonic()
+          exchange.wait()
+          blocked += time.monotonic() - before
+          if exchange.state.step == self._began.step:
+            last, blocked = time.monotonic(), 0.0  # joining, not blocked
+    finally:
+      if batches is not None:
+        batches.close()
+      exchange.close()
+
+  def _open(self) -> Iterator[Any]:
+    """This learner's batches, from the run's present clock on."""
+    state = self.exchange.state
+    self._joined, self._position = state, state.clock + self._ahead
+    return self.batches(self._position)
+
+  def _next_position(self, state: LearnerState) -> int:
+    """The number of the batch that the step after `state` trains on."""
+    if self._joined is None:
+      return state.clock + self._ahead
+    return self._position + state.step - self._joined.step
+
+  def _rate_scale(self, state: LearnerState) -> float:
+    """Fresh moments in the middle of a run take a few steps to settle (Adam's first are large)."""
+    warmup = self.config.checkpoint.warmup_steps
+    if not (self._fresh and self._joined.clock and warmup):
+      return 1.0
+    return min(1.0, (state.step - self._joined.step + 1) / warmup)
+
+  def _save(self, snapshot: int, state: LearnerState, arrays: Mapping[str, Any]) -> None:
+    self._saver.save(snapshot, learner_part(state, self._next_position(state)), arrays)
+
+  def _step(self, batch: Any, faults: Faults, last: float, blocked: float) -> float:
+    """One inner step and the boundary after it; returns when the step ended."""
+    state = self.exchange.state
+    started = time.monotonic()
+    position, rate_scale = self._next_position(state), self._rate_scale(state)
+    at = schedule_step(state, self._planned_tokens)
+    metrics = self.island.step(batch, at, rate_scale)
+    if (early := self._pace_seconds - (time.monotonic() - started)) > 0:
+      time.sleep(early)
+    faults.drag(time.monotonic() - started)
+    ended = time.monotonic()
+    trained = self._step_tokens
+    self.recorder.record(  # before what the boundary makes of it: the log is the order of things
+      events.Step(
+        step=state.step + 1,
+        clock=state.clock + 1,
+        position=position,
+        tokens=trained,
+        seconds=ended - started,
+        gap_seconds=ended - last,
+        blocked_seconds=blocked,
+        schedule_step=at,
+        rate_scale=rate_scale,
+        **(metrics or {}),
+      )
+    )
+    self.exchange.boundary(StepDone(ended, trained, ended - started))
+    return ended

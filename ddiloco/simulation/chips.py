@@ -1,0 +1,367 @@
+"""Failing chips, up to millions of them: the fleet, its failures, and where its time goes."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Any
+
+import numpy as np
+
+from ddiloco.checks import coerce, require
+
+# --- A fleet of chips that fail, and every assumption about what a failure costs
+# [paper]: "Decoupled DiLoCo for Resilient Distributed Pre-training" (arXiv 2604.21428) says so.
+# [inferred]: the paper does not say; these are the round values with which one set of assumptions
+# gives all of its Table 1 (`scripts/reproduce_table1.py` also shows what each of them is good for).
+
+SECONDS_PER_DAY = 86_400.0
+SECONDS_PER_YEAR = 365.25 * SECONDS_PER_DAY
+MOST_FAILURES = 10_000_000  # about 3 GB while they are worked through
+
+
+def _field(default: Any, text: str) -> Any:
+  """A field with its unit, meaning and source, which the command line shows too."""
+  return dataclasses.field(default=default, metadata={"help": text})
+
+
+@dataclasses.dataclass(frozen=True)
+class Fleet:
+  """Chips, how they fail, and what a failure costs. Wrong values raise ConfigError by name."""
+
+  chips: int = _field(1_200_000, "Chips of the whole fleet.")
+  learners: int = _field(8, "Learners that share the chips equally and never wait for each other.")
+  days: float = _field(30.0, "Simulated time, days.")
+  seed: int = _field(0, "Of the failures; the same ones strike whatever the number of learners.")
+  mtbi_chip_years: float = _field(
+    1.0, "Mean time between interruptions of one chip, years; Poisson [paper]."
+  )
+  chips_per_slice: int = _field(
+    256, "Chips that go and come back together [inferred: a whole TPU v6e slice, Google's manual]."
+  )
+  notice_seconds: float = _field(
+    2.0, "Training goes on this long after a failure: the step under way is finished [inferred]."
+  )
+  downscale_pause_seconds: float = _field(
+    22.0, "A learner stands still this long to go on without the failed slices [inferred]."
+  )
+  upscale_pause_seconds: float = _field(
+    22.0, "A learner stands still this long to take recovered slices in [inferred: as long]."
+  )
+  recovery_seconds: float = _field(
+    120.0, "From a failure until its slice could work again [inferred]."
+  )
+  rejoin_wait_seconds: float = _field(
+    180.0, "A recovered slice waits this long for some pause to end before it asks for one of its"
+    " own [inferred: 2 to 3 minutes]."
+  )  # fmt: skip
+  inelastic_pause_seconds: float = _field(
+    80.0, "Without elasticity: all stand still this long until the failed slice is replaced and"
+    " the last checkpoint is restored [inferred]."
+  )  # fmt: skip
+
+  def __post_init__(self):
+    hints = typing.get_type_hints(Fleet)
+    for field in dataclasses.fields(self):
+      coerce(hints[field.name], getattr(self, field.name), field.name)
+    for name in ("chips", "learners", "days", "mtbi_chip_years", "chips_per_slice"):
+      value = getattr(self, name)
+      require(value > 0, name, value, "must be greater than 0", "set a positive value")
+    for name in [f.name for f in dataclasses.fields(self) if f.name.endswith("_seconds")]:
+      value = getattr(self, name)
+      require(value >= 0, name, value, "must not be negative", "set 0 or more")
+    require(self.seed >= 0, "seed", self.seed, "must not be negative", "set 0 or more")
+    require(
+      self.learners <= self.chips,
+      "learners",
+      self.learners,
+      f"must not be more than chips = {self.chips}",
+      "give every learner a chip",
+    )
+    require(
+      self.expected_failures <= MOST_FAILURES,
+      "days",
+      self.days,
+      f"means {self.expected_failures:,.0f} failures, more than {MOST_FAILURES:,}",
+      "simulate fewer days",
+    )
+
+  @property
+  def seconds(self) -> float:
+    """The simulated time."""
+    return self.days * SECONDS_PER_DAY
+
+  @property
+  def expected_failures(self) -> float:
+    """Mean number of failures of the whole fleet in the simulated time."""
+    return self.seconds * self.chips / (self.mtbi_chip_years * SECONDS_PER_YEAR)
+
+  @property
+  def slices_per_learner(self) -> int:
+    """Whole slices of a learner: as near as possible to `chips_per_slice`, and at least one."""
+    return max(1, round(self.chips / self.learners / self.chips_per_slice))
+
+
+# --- Which failures strike, and when learners stand still because of them. No loop over events
+# All learners lie one after the other on one axis of time, each on a stretch of its own with a
+# margin behind it, so that one pass works through all of them: learner m's second t is at m * span
+# + t. What happens next after an event depends on that event alone, so that a history is the orbit
+# of the first event under "the next one that counts", found in log2(n) steps by doubling.
+
+
+@dataclasses.dataclass(frozen=True)
+class History:
+  """What happens to jobs on the axis of `num_jobs` stretches of `span` seconds.
+
+  Pauses do not overlap within a job and are in order. Nothing is clipped to the simulated time.
+  """
+
+  num_jobs: int
+  slices_per_job: int
+  span: float
+  num_failures: int
+  pause_starts: np.ndarray  # [pauses] f64
+  pause_ends: np.ndarray  # [pauses] f64
+  is_upscale: np.ndarray  # [pauses] bool; the others shrink or restart the job
+  absent_from: np.ndarray  # [absences] f64; one slice each
+  absent_until: np.ndarray  # [absences] f64
+
+
+def strike(fleet: Fleet) -> tuple[np.ndarray, np.ndarray]:
+  """Seconds of all failures, ascending, and where in the fleet: a share in [0, 1). Both f64 [n].
+
+  Depends on chips, days, seed and the rate alone: the same failures strike however the chips are
+  shared out.
+  """
+  rng = np.random.default_rng(fleet.seed)
+  count = rng.poisson(fleet.expected_failures)
+  return np.sort(rng.uniform(0.0, fleet.seconds, count)), rng.uniform(0.0, 1.0, count)
+
+
+def inelastic_history(fleet: Fleet) -> History:
+  """One job over all chips that needs all of them: each failure stops and restarts it."""
+  times, _ = strike(fleet)
+  struck = times[_orbit(_first_after(times, times + _inelastic_hold(fleet)))]
+  starts = struck + fleet.notice_seconds
+  none = np.zeros(0)
+  ends = starts + fleet.inelastic_pause_seconds
+  span = fleet.seconds + _inelastic_hold(fleet) + 1.0
+  quiet = np.zeros(len(starts), bool)
+  return History(1, 1, span, len(times), starts, ends, quiet, none, none)
+
+
+def elastic_history(fleet: Fleet) -> History:
+  """`fleet.learners` jobs, each of which shrinks by the failed slices and later grows again.
+
+  A learner of one slice cannot shrink: it stands still until its slice is back.
+  """
+  times, places = strike(fleet)
+  count = fleet.slices_per_learner
+  slices = (places * (fleet.learners * count)).astype(np.int64)
+  span = fleet.seconds + 2.0 * _longest(fleet)
+  kept = _strikes_on_present(times, slices, fleet.recovery_seconds, span)
+  failures = np.sort(times[kept] + (slices[kept] // count) * span)
+  if count == 1:
+    return _waiting_for_its_only_slice(fleet, failures, span, len(times))
+  starts, ends, upscale = _pauses(fleet, failures)
+  absorbed_by = np.searchsorted(ends, failures, side="left")
+  rejoins_at = np.searchsorted(ends, failures + fleet.recovery_seconds, side="left")
+  return History(
+    num_jobs=fleet.learners,
+    slices_per_job=count,
+    span=span,
+    num_failures=len(times),
+    pause_starts=starts,
+    pause_ends=ends,
+    is_upscale=upscale,
+    absent_from=np.maximum(failures, starts[absorbed_by]),
+    absent_until=ends[rejoins_at],
+  )
+
+
+def _pauses(fleet: Fleet, failures: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """(starts, ends, is_upscale) of all pauses, in order.
+
+  Two things can begin a pause: a failure, and a recovered slice that has waited long enough. After
+  a pause that ends at E these are the first failure after E and the first end of patience of a
+  slice that has recovered after E; all that were ready before came back at E.
+  """
+  num_failures = len(failures)
+  recovered = failures + fleet.recovery_seconds
+  patience = recovered + fleet.rejoin_wait_seconds
+  stops = np.concatenate([failures + fleet.notice_seconds, patience])
+  ends = np.concatenate(
+    [stops[:num_failures] + fleet.downscale_pause_seconds, patience + fleet.upscale_pause_seconds]
+  )
+  failure = _first_after(failures, ends)
+  impatient = _first_after(recovered, ends)
+  failed_at = np.append(failures, np.inf)[failure]
+  asked_at = np.append(patience, np.inf)[impatient]
+  following = np.where(failed_at <= asked_at, failure, num_failures + impatient)
+  following[np.isinf(failed_at) & np.isinf(asked_at)] = len(stops)
+  chosen = _orbit(following)
+  return stops[chosen], ends[chosen], chosen >= num_failures
+
+
+def _waiting_for_its_only_slice(
+  fleet: Fleet, failures: np.ndarray, span: float, num_failures: int
+) -> History:
+  """Learners of one slice: away until it has recovered, then a pause to take it in."""
+  away = max(fleet.recovery_seconds, fleet.notice_seconds) + fleet.upscale_pause_seconds
+  struck = failures[_orbit(_first_after(failures, failures + away))]
+  stops, back = struck + fleet.notice_seconds, struck + away
+  upscale = np.ones(len(struck), bool)
+  return History(fleet.learners, 1, span, num_failures, stops, back, upscale, stops, back)
+
+
+def _strikes_on_present(
+  times: np.ndarray, slices: np.ndarray, recovery_seconds: float, span: float
+) -> np.ndarray:
+  """Indices of the failures that count: those on chips of a slice under repair change nothing."""
+  order = np.lexsort((times, slices))
+  axis = times[order] + slices[order] * span
+  return order[_orbit(_first_after(axis, axis + recovery_seconds))]
+
+
+def _first_after(times: np.ndarray, moments: np.ndarray) -> np.ndarray:
+  """For each moment the index of the first of `times` after it; len(times) if there is none."""
+  return np.searchsorted(times, moments, side="right")
+
+
+def _orbit(following: np.ndarray) -> np.ndarray:
+  """Indices 0, following[0], following[following[0]], ... below n = len(following), in order.
+
+  following: [n] int; n stands for the end, which every orbit must reach.
+  """
+  end = len(following)
+  jump = np.append(following, end)
+  orbit = np.zeros(1, np.int64)
+  while orbit[-1] != end:
+    orbit = np.concatenate([orbit, jump[orbit]])
+    jump = jump[jump]
+  return orbit[orbit != end]
+
+
+def _inelastic_hold(fleet: Fleet) -> float:
+  return fleet.notice_seconds + fleet.inelastic_pause_seconds
+
+
+def _longest(fleet: Fleet) -> float:
+  """Seconds by which one failure can reach beyond the simulated time."""
+  return 1.0 + sum(
+    (
+      fleet.notice_seconds,
+      fleet.downscale_pause_seconds,
+      fleet.upscale_pause_seconds,
+      fleet.recovery_seconds,
+      fleet.rejoin_wait_seconds,
+    )
+  )
+
+
+# --- Where the chips' time went: every chip-second is useful, paused or absent
+
+
+@dataclasses.dataclass(frozen=True)
+class ChipTime:
+  """Chip-seconds by what became of them, over all learners, and what happened meanwhile.
+
+  useful + downscale + upscale + restart + absent = total. A slice that is away counts as absent
+  also while its learner stands still.
+  """
+
+  total: float
+  useful: float
+  downscale: float  # standing still to go on with fewer slices
+  upscale: float  # standing still to take slices in again
+  restart: float  # standing still until everything has started again (not elastic)
+  absent: float  # of slices from when their learner goes on without them until they are back
+  uptime: float  # share of time in which at least one learner trains
+  failures: int
+  pauses: int
+
+  @property
+  def goodput(self) -> float:
+    """Share of all chip time that trained."""
+    return self.useful / self.total
+
+
+def inelastic(fleet: Fleet) -> ChipTime:
+  """Data-parallel over all chips, which needs all of them. `fleet.learners` has no meaning."""
+  history = inelastic_history(fleet)
+  return _account(fleet, history, shrinking="restart")
+
+
+def decoupled(fleet: Fleet) -> ChipTime:
+  """`fleet.learners` learners, each data-parallel and elastic, none waiting for another."""
+  return _account(fleet, elastic_history(fleet), shrinking="downscale")
+
+
+def elastic(fleet: Fleet) -> ChipTime:
+  """Elastic data-parallel over all chips: one learner."""
+  return decoupled(dataclasses.replace(fleet, learners=1))
+
+
+def _account(fleet: Fleet, history: History, shrinking: str) -> ChipTime:
+  """Adds up a history. `shrinking`: what pauses that are no upscale pauses are called."""
+  slice_chips = fleet.chips / (history.num_jobs * history.slices_per_job)
+  times, (inside, absent, shrinks, grows) = _levels(fleet, history)
+  lengths = np.diff(times) * inside
+  away = np.minimum(absent, history.slices_per_job)
+  present = history.slices_per_job - away
+  still = (shrinks + grows) > 0
+  spent = {
+    "useful": present * ~still,
+    shrinking: present * (shrinks > 0),
+    "upscale": present * (grows > 0),
+    "absent": away,
+  }
+  seconds = dict.fromkeys(("downscale", "upscale", "restart"), 0.0)
+  seconds |= {name: slice_chips * float(lengths @ count) for name, count in spent.items()}
+  trains = inside.astype(bool) & ~still & (present > 0)
+  return ChipTime(
+    total=fleet.chips * fleet.seconds,
+    uptime=_any_share(times, trains, history, fleet.seconds),
+    failures=history.num_failures,
+    pauses=int(np.sum(history.pause_starts % history.span < fleet.seconds)),
+    **seconds,
+  )
+
+
+def _levels(fleet: Fleet, history: History) -> tuple[np.ndarray, list[np.ndarray]]:
+  """Times [t] at which anything changes, and what holds between them, each [t - 1] int.
+
+  That is: is it inside the simulated time, slices that are absent, is it a pause of the one kind,
+  or of the other.
+  """
+  stretches = np.arange(history.num_jobs) * history.span
+  pauses = (history.pause_starts, history.pause_ends)
+  intervals = [
+    (stretches, stretches + fleet.seconds),
+    (history.absent_from, history.absent_until),
+    tuple(edge[~history.is_upscale] for edge in pauses),
+    tuple(edge[history.is_upscale] for edge in pauses),
+  ]
+  edges = [np.concatenate(pair) for pair in intervals]
+  times = np.concatenate(edges)
+  order = np.argsort(times, kind="stable")
+  levels, first = [], 0
+  for edge in edges:
+    change = np.zeros(len(times), np.int32)
+    change[first : first + len(edge) // 2] = 1
+    change[first + len(edge) // 2 : first + len(edge)] = -1
+    levels.append(np.cumsum(change[order])[:-1])
+    first += len(edge)
+  return times[order], levels
+
+
+def _any_share(times: np.ndarray, trains: np.ndarray, history: History, seconds: float) -> float:
+  """Share of the simulated time in which at least one job trains; trains: [t - 1] bool."""
+  change = np.diff(trains.astype(np.int32), prepend=0, append=0)
+  at = np.flatnonzero(change)
+  half_a_margin = (history.span - seconds) / 2  # so that rounding leads to no other job's stretch
+  moments = times[at] - np.floor((times[at] + half_a_margin) / history.span) * history.span
+  order = np.argsort(moments, kind="stable")
+  training = np.cumsum(change[at][order])
+  lengths = np.diff(moments[order], append=seconds)
+  return float(lengths @ (training > 0)) / seconds

@@ -1,0 +1,1 @@
+"""The event log as proof: checked, replayed bit by bit, read as text."""

@@ -1,0 +1,465 @@
+"""Performs a trace: whose state each operation changes, and what must hold before it. PURE.
+
+What a value is made of belongs to an algebra: `trace/check.py` knows which inner steps are in it,
+`trace/replay.py` computes it as the run did. Rounds, versions and tokens are followed here, for
+both. What does not hold is a problem of the `Proof`, and the trace is performed to its end anyway.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ddiloco.protocol import events
+from ddiloco.protocol.values import replace
+from ddiloco.trace import operations as ops
+from ddiloco.trace.operations import INITIAL, Entry, Incarnation, Key, Problem, Trace, round_name
+
+# --- What moves between roles ---------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Pushed:
+  """What a learner sends for a round: its steps beyond a base."""
+
+  learner: int
+  incarnation: int
+  round: int
+  base_round: int
+  steps: int
+  tokens: int
+  content: Any  # the algebra's
+
+
+@dataclasses.dataclass(frozen=True)
+class Version:
+  """A fragment's value: its base and what was merged into that."""
+
+  fragment: int
+  round: int
+  version: int
+  base_round: int | None = None
+  merged_tokens: int = 0
+  pushes: frozenset[tuple[int, int]] = frozenset()  # learner, incarnation
+  content: Any = None  # the algebra's
+
+
+class Proof:
+  """What all roles share: what is wrong, and the pedigree of every version by its round."""
+
+  def __init__(self) -> None:
+    self.problems: list[Problem] = []
+    self.versions: dict[tuple[int, int], Version] = {}  # fragment, round; without content
+
+  def say(self, entry: Entry, text: str) -> None:
+    """It is wrong, and this operation shows it."""
+    self.problems.append(Problem(entry.role, entry.incarnation, entry.line, text))
+
+  def add(self, version: Version) -> Version:
+    """Notes a new version; returns it."""
+    self.versions[version.fragment, version.round] = replace(version, content=None)
+    return version
+
+  def ancestor(self, version: Version, round_id: int) -> Version | None:
+    """The version or the one of its bases that this round made, if any."""
+    at: Version | None = version
+    while at is not None and at.round > round_id:
+      base = at.base_round
+      at = None if base is None or base >= at.round else self.versions.get((at.fragment, base))
+    return at if at is not None and at.round == round_id else None
+
+
+class LearnerAlgebra:
+  """A learner's parameters, optimizer and exchange. What a subclass leaves out has no effect."""
+
+  def begin(self, incarnation: Incarnation) -> None:
+    """An incarnation starts, with nothing."""
+
+  def step(self, entry: Entry, op: events.Step) -> None:
+    """One inner step."""
+
+  def cut(self, op: events.Cut) -> tuple[int, int, Any]:
+    """(steps, tokens, content) of a push of what is not merged yet."""
+    return op.steps, op.tokens, None
+
+  def stage(self, op: events.Stage, version: Version | None, included: Pushed | None) -> Any:
+    """What `apply` needs of a version that includes this push; without one: back to the base."""
+
+  def apply(self, fragment: int, staged: Any, mode: str) -> None:
+    """Puts into the parameters what was staged."""
+
+  def record(self, entry: Entry, fragments: Mapping[int, Held]) -> Any:
+    """What `restore` takes."""
+
+  def restore(self, state: Any) -> None:
+    """Takes over what was recorded."""
+
+  def donate(self, fragment: int) -> Any:
+    """A copy of the inner optimizer's moments."""
+
+  def inherit(self, fragment: int, moments: Any) -> None:
+    """Takes over what was donated."""
+
+
+class ShardAlgebra:
+  """A shard's values and outer optimizer. What a subclass leaves out has no effect."""
+
+  def own(self, op: events.Owns, version: Version, momentum: Version | None) -> Any:
+    """The content of a fragment with this value and that one's momentum (None: without)."""
+
+  def commit(self, entry: Entry, base: Version, new: Version, pushes: Sequence[Pushed]) -> Any:
+    """The content of `new`: the outer step on `base` with these pushes."""
+
+  def record(self, entry: Entry, owned: Mapping[int, Version]) -> None:
+    """The shard's part of a snapshot."""
+
+
+# --- Roles ----------------------------------------------------------------------------------------
+
+Say = Callable[[str], None]
+
+
+class TraceRole:
+  """One role over all its incarnations."""
+
+  def __init__(self, proof: Proof):
+    self.proof = proof
+
+  def begin(self, incarnation: Incarnation) -> None:
+    """It starts once, though what it restores it has before; killed at once it says nothing."""
+    self._snapshots: set[int] = set()
+    entries = incarnation.entries
+    starts = [e for e in entries if isinstance(e.operation, events.Started)]
+    others = [e for e in entries if not isinstance(e.operation, events.Started | events.Restored)]
+    if incarnation.number >= 0 and (len(starts) > 1 or (others and not starts)):
+      where = (starts or others)[-1]
+      self.proof.say(where, f"this incarnation says {len(starts)} times that it started")
+
+  def perform(self, entry: Entry, given: Sequence[Any]) -> Sequence[Any]:
+    """Performs an operation with what it `needs` (None: missing); returns what it `makes`."""
+    match entry.operation:
+      case events.Recorded(snapshot=snapshot):
+        self._snapshots.add(snapshot)
+      case events.Saved(snapshot=snapshot):
+        if snapshot not in self._snapshots:
+          self.proof.say(entry, f"snapshot {snapshot} was saved, but never recorded")
+    return self._perform(entry, given, lambda text: self.proof.say(entry, text))
+
+  def _perform(self, entry: Entry, given: Sequence[Any], say: Say) -> Sequence[Any]:
+    raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+  """One fragment, as a learner has it."""
+
+  round: int = INITIAL - 1  # nothing yet
+  version: int = -1
+  push: Pushed | None = None  # the newest, until a value answers it
+  staged: tuple[tuple[events.Stage, Any], ...] = ()  # values on their way, and their contents
+
+  @property
+  def newest(self) -> int:
+    """Round of the newest value, also if it is still on its way."""
+    return self.staged[-1][0].round if self.staged else self.round
+
+
+_NO_STEP = events.Step(step=-1, clock=-1, position=-1, tokens=0, seconds=0.0, gap_seconds=0.0)
+
+
+class LearnerRole(TraceRole):
+  """A learner, or the evaluator, which only receives."""
+
+  def __init__(self, proof: Proof, algebra: LearnerAlgebra):
+    super().__init__(proof)
+    self.algebra = algebra
+
+  def begin(self, incarnation: Incarnation) -> None:
+    super().begin(incarnation)
+    self.algebra.begin(incarnation)
+    self._fragments: dict[int, Held] = {}
+    self._newest_step = _NO_STEP
+    self._answered: dict[int, int] = {}  # fragment -> the last round it has pushed for
+
+  def _perform(self, entry: Entry, given: Sequence[Any], say: Say) -> Sequence[Any]:
+    match entry.operation:
+      case events.Restored():
+        if given[0] is not None:
+          state, fragments = given[0]
+          self._fragments = dict(fragments)
+          self.algebra.restore(state)
+      case events.Step() as op:
+        self._step(op, say)
+        self.algebra.step(entry, op)
+      case events.Cut() as op:
+        return (self._cut(op, entry, say),)
+      case events.Resend() as op:
+        return (self._resend(op, entry, say),)
+      case events.Stage() as op:
+        self._stage(op, given[0], say)
+      case events.Apply() as op:
+        self._apply(op, say)
+      case events.Recorded():
+        return ((self.algebra.record(entry, self._fragments), dict(self._fragments)),)
+      case events.Donated(fragment=fragment):
+        return (self.algebra.donate(fragment),)
+      case events.Inherited(fragment=fragment):
+        self.algebra.inherit(fragment, given[0])
+    return ()
+
+  def _step(self, op: events.Step, say: Say) -> None:
+    before, self._newest_step = self._newest_step, op
+    if before.step >= 0 and op.step != before.step + 1:
+      say(f"step {op.step} follows step {before.step}")
+    if op.clock <= before.clock:
+      say(f"the clock went back from {before.clock} to {op.clock}")
+    if op.position <= before.position:
+      say(f"batch {op.position} follows batch {before.position}")
+    if op.tokens < 1:
+      say(f"a step of {op.tokens} tokens")
+
+  def _cut(self, op: events.Cut, entry: Entry, say: Say) -> Pushed:
+    held = self._fragments.get(op.fragment)
+    if held is None or held.staged:
+      say(f"cuts fragment {op.fragment}, while it has none or a newer one is on its way")
+    held = held or Held(op.base_round, op.version)
+    steps, tokens, content = self.algebra.cut(op)
+    push = Pushed(entry.number, entry.incarnation, op.round, op.base_round, steps, tokens, content)
+    if (op.base_round, op.version) != (held.round, held.version):
+      base = f"version {held.version} of {round_name(held.round)}"
+      say(f"cut on version {op.version} of {round_name(op.base_round)}, but its base is {base}")
+    if (op.steps, op.tokens) != (steps, tokens):
+      text = f"{steps} steps and {tokens} tokens are not merged"
+      say(f"cut says {op.steps} steps and {op.tokens} tokens, but {text}")
+    return self._answer(op.fragment, held, push, say)
+
+  def _resend(self, op: events.Resend, entry: Entry, say: Say) -> Pushed | None:
+    held = self._fragments.get(op.fragment)
+    if held is None or held.push is None or held.push.round != op.old_round:
+      say(f"sends the push for {round_name(op.old_round)} again, which is not its newest")
+      return None
+    push = replace(held.push, incarnation=entry.incarnation, round=op.round)
+    return self._answer(op.fragment, held, push, say)
+
+  def _answer(self, fragment: int, held: Held, push: Pushed, say: Say) -> Pushed:
+    before = self._answered.get(fragment, INITIAL)
+    if push.round <= before:
+      say(f"answers {round_name(push.round)} after {round_name(before)}")
+    self._answered[fragment] = push.round
+    self._fragments[fragment] = replace(held, push=push)
+    return push
+
+  def _stage(self, op: events.Stage, version: Version | None, say: Say) -> None:
+    held = self._fragments.get(op.fragment, Held())
+    if version is not None and op.version != version.version:
+      say(f"has {round_name(op.round)} as version {op.version}, it is {version.version}")
+    if op.round < held.newest or (op.round == held.newest and op.mode != "overwrite"):
+      say(f"takes {round_name(op.round)} after {round_name(held.newest)}")
+    if op.included and held.push is None:
+      say("takes a version that is said to include its push, but it has none")
+    if held.push is not None and version is not None:
+      self._agree(op, version, held.push, say)
+    if op.mode != "overwrite" and held.newest < INITIAL:
+      say(f"takes {round_name(op.round)} by {op.mode}, but has nothing of fragment {op.fragment}")
+    rejected = op.round == held.newest  # its push was: it goes back to what it has
+    included = held.push if op.included else None
+    staged = op, self.algebra.stage(op, None if rejected else version, included)
+    self._fragments[op.fragment] = replace(held, push=None, staged=(*held.staged, staged))
+
+  def _agree(self, op: events.Stage, version: Version, push: Pushed, say: Say) -> None:
+    """Rebase keeps what is not included and gives up what is: both must be true."""
+    at = self.proof.ancestor(version, push.round)
+    merged = at is not None and (push.learner, push.incarnation) in at.pushes
+    what = f"its push for {round_name(push.round)}"
+    if op.included and not merged:
+      say(f"{round_name(op.round)} does not include {what}, but is said to")
+    if merged and not op.included and op.mode == "rebase":
+      say(
+        f"{round_name(op.round)} includes {what}, but is said not to: its steps would count twice"
+      )
+
+  def _apply(self, op: events.Apply, say: Say) -> None:
+    held = self._fragments.get(op.fragment)
+    if held is None or not held.staged:
+      say(f"applies {round_name(op.round)} of fragment {op.fragment}, which was not staged")
+      return
+    (staged, content), *rest = held.staged
+    if _taken(op) != _taken(staged):
+      say(f"applies another value than was staged: {op}, not {staged}")
+    self.algebra.apply(op.fragment, content, staged.mode)
+    self._fragments[op.fragment] = replace(
+      held, round=staged.round, version=staged.version, staged=tuple(rest)
+    )
+
+
+def _taken(op: events.Stage | events.Apply) -> tuple[Any, ...]:
+  return op.fragment, op.version, op.round, op.mode, op.included
+
+
+class ShardRole(TraceRole):
+  """A shard: the fragments it owns, and the outer steps it takes on them."""
+
+  def __init__(self, proof: Proof, algebra: ShardAlgebra):
+    super().__init__(proof)
+    self.algebra = algebra
+    self._last_round: dict[int, int] = {}  # of all incarnations
+
+  def begin(self, incarnation: Incarnation) -> None:
+    super().begin(incarnation)
+    self._owned: dict[int, Version] = {}
+
+  def _perform(self, entry: Entry, given: Sequence[Any], say: Say) -> Sequence[Any]:
+    match entry.operation:
+      case events.Owns() as op:
+        self._own(op, *given, say=say)
+      case events.Commit() as op:
+        version = self._commit(op, entry, given, say)
+        return version, version  # its value and its momentum
+      case events.Recorded():
+        self.algebra.record(entry, self._owned)
+        return (None,)
+    return ()
+
+  def _own(
+    self, op: events.Owns, version: Version | None, momentum: Version | None = None, *, say: Say
+  ) -> None:
+    version = version or Version(op.fragment, op.round, op.version)  # missing: said already
+    before = self._owned.get(op.fragment)
+    if op.version != version.version:
+      say(f"owns {round_name(op.round)} as version {op.version}, it is {version.version}")
+    if op.momentum_round > op.round:
+      say(f"has the momentum of a later round than {round_name(op.round)}")
+    if before is not None and op.version < before.version:
+      say(f"version {op.version} follows {before.version} in the same incarnation")
+    content = self.algebra.own(op, version, momentum)
+    self._owned[op.fragment] = replace(version, content=content)
+
+  def _commit(self, op: events.Commit, entry: Entry, given: Sequence[Any], say: Say) -> Version:
+    base = self._owned.get(op.fragment)
+    if base is None:
+      say(f"commits fragment {op.fragment}, which it does not own")
+      base = Version(op.fragment, op.base_round, op.version - 1)
+    elif op.base_round != base.round:
+      say(f"commits on {round_name(op.base_round)}, but has {round_name(base.round)}")
+    if op.version != base.version + 1:
+      say(f"version {op.version} follows {base.version}")
+    last = max(base.round, self._last_round.get(op.fragment, INITIAL))
+    if op.round <= last:
+      say(f"{round_name(op.round)} of fragment {op.fragment} comes after a later one")
+    if (op.fragment, op.round) in self.proof.versions:
+      say(f"{round_name(op.round)} of fragment {op.fragment} was committed twice")
+    pushes = [push for push in given if push is not None]
+    tokens = base.merged_tokens + sum(push.tokens for push in pushes)
+    who = frozenset(zip(op.learners, op.incarnations))
+    new = Version(op.fragment, op.round, op.version, base.round, tokens, who)
+    self._compare(op, base, new, pushes, say)
+    new = replace(new, content=self.algebra.commit(entry, base, new, pushes))
+    self._last_round[op.fragment] = max(op.round, last)
+    self._owned[op.fragment] = new
+    return self.proof.add(new)
+
+  def _compare(
+    self, op: events.Commit, base: Version, new: Version, pushes: list[Pushed], say: Say
+  ) -> None:
+    """What the commit says of its pushes, with what they are."""
+    for push in pushes:
+      if push.base_round != base.round:
+        text = f"learner {push.learner} cut its push on {round_name(push.base_round)}"
+        say(f"commits on {round_name(op.base_round)}, but {text}")
+    if len(pushes) < len(op.learners):
+      return  # a push is missing: said already
+    said = {"steps": op.steps, "tokens": op.tokens, "merged_tokens": op.merged_tokens}
+    true = sum(p.steps for p in pushes), sum(p.tokens for p in pushes), new.merged_tokens
+    for (name, told), made in zip(said.items(), true):
+      if told != made:
+        say(f"commit says {told} {name}, the pushes make it {made}")
+
+
+# --- All roles ------------------------------------------------------------------------------------
+
+Turn = Incarnation | Entry  # of a role: its next incarnation begins, or an operation
+
+
+class Schedule:
+  """Which role may go on: the one whose next operation needs only what is made, or never will be.
+
+  What is taken for the last time is forgotten, so that a replay needs hardly more memory than its
+  run had.
+
+  Args:
+    trace: of a run.
+    made: what exists already: initial values.
+    proof: told of what an operation needs and no other makes before it.
+  """
+
+  def __init__(self, trace: Trace, made: Mapping[Key, Any], proof: Proof):
+    entries = trace.entries()
+    self._uses = collections.Counter(key for entry in entries for key in ops.needs(entry))
+    self._ever = {*made, *(key for entry in entries for key in ops.makes(entry))}
+    self._made: dict[Key, Any] = {}
+    self._proof = proof
+    self._turns: dict[str, collections.deque[Turn]] = {}
+    for role, incarnations in trace.roles.items():
+      turns = self._turns[role] = collections.deque()
+      for incarnation in incarnations:
+        turns += (incarnation, *incarnation.entries)
+    self.put(made)
+
+  @property
+  def left(self) -> int:
+    """How many turns are left of all roles: incarnations that begin, and operations."""
+    return sum(map(len, self._turns.values()))
+
+  def may_go(self, role: str) -> bool:
+    """Whether the role has a next turn, and needs to wait for nothing."""
+    turns = self._turns[role]
+    if not turns or isinstance(turns[0], Incarnation):
+      return bool(turns)
+    return not any(key in self._ever and key not in self._made for key in ops.needs(turns[0]))
+
+  def waiting(self) -> str:
+    """A role that has turns left."""
+    return next(role for role, turns in self._turns.items() if turns)
+
+  def next(self, role: str) -> tuple[Turn, list[Any]]:
+    """The role's next turn, and all that it needs."""
+    turn = self._turns[role].popleft()
+    given: list[Any] = []
+    if isinstance(turn, Incarnation):
+      return turn, given
+    for key in ops.needs(turn):
+      if key not in self._made:
+        self._proof.say(turn, f"needs {key}, which nobody made")
+      given.append(self._made.get(key))
+      self._uses[key] -= 1
+      if not self.wanted(key):
+        self._made.pop(key, None)
+    return turn, given
+
+  def wanted(self, key: Key) -> bool:
+    """Whether it will still be taken."""
+    return self._uses[key] > 0
+
+  def put(self, made: Mapping[Key, Any]) -> None:
+    """These exist now."""
+    self._made |= {key: thing for key, thing in made.items() if self.wanted(key)}
+
+
+def perform(role: TraceRole, turn: Turn, given: list[Any]) -> dict[Key, Any]:
+  """Performs one turn of a role; returns what it makes."""
+  if isinstance(turn, Incarnation):
+    role.begin(turn)
+    return {}
+  return dict(zip(ops.makes(turn), role.perform(turn, given)))
+
+
+def perform_all(schedule: Schedule, roles: Mapping[str, TraceRole]) -> None:
+  """Performs everything, one role after the other as far as each can go."""
+  while schedule.left:
+    able = [role for role in roles if schedule.may_go(role)]
+    for role in able or [schedule.waiting()]:  # each waits for another: no run can be like this
+      schedule.put(perform(roles[role], *schedule.next(role)))
+      while schedule.may_go(role):
+        schedule.put(perform(roles[role], *schedule.next(role)))

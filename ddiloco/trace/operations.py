@@ -1,0 +1,166 @@
+"""The trace of a run: the events that moved the model, in order. PURE.
+
+An operation is an event of such a kind. Every role's event log has the order in which things
+happened to it; between roles only data counts: an operation may be performed when what it `needs`
+was made by another. So a trace has no global clock, and performing it in any such order gives the
+same bits. `trace/interpreter.py` performs it, for `trace/check.py` with symbols as values, for
+`trace/replay.py` with arrays and a thread a role.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from ddiloco.protocol import events
+
+INITIAL = -1  # the round of an initial value
+
+Operation = (
+  events.Started
+  | events.Restored
+  | events.Step
+  | events.Cut
+  | events.Resend
+  | events.Stage
+  | events.Apply
+  | events.Recorded
+  | events.Saved
+  | events.Donated
+  | events.Inherited
+  | events.Owns
+  | events.Commit
+)
+
+# --- what operations need and make ----------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+  """Something that one operation makes and others need.
+
+  Of a fragment after a round: its "value" (and what learners are sent of it) and the "momentum".
+  Of one incarnation of a role: its "push" for a round, the inner moments that it gave to a peer as
+  a "donation", and its "state", as it recorded it for a snapshot.
+  """
+
+  kind: str
+  number: int  # of the round, donation or snapshot
+  fragment: int = -1  # that it is of; a state is of all
+  role: str = ""  # that made it; shards' values are known by their round
+  incarnation: int = -1
+
+  def __str__(self) -> str:
+    fragment, who = f"fragment {self.fragment}", f"(incarnation {self.incarnation})"
+    learner = f"{self.role.replace('-', ' ')} {who}"
+    match self.kind:
+      case "push":
+        return f"the push of {learner} of {fragment} for {round_name(self.number)}"
+      case "donation":
+        return f"donation {self.number} of {fragment} by {learner}"
+      case "state":
+        return f"what {self.role} {who} recorded for snapshot {self.number}"
+    return f"the {self.kind} of {fragment} after {round_name(self.number)}"
+
+
+def round_name(round_id: int) -> str:
+  return "no round (initial)" if round_id == INITIAL else f"round {round_id}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+  """One line of the trace."""
+
+  role: str
+  number: int  # of the learner or shard
+  incarnation: int
+  line: int  # in the role's event log, from 1
+  time: float  # seconds since the run started, by the role's own clock
+  operation: Operation
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+  """What is wrong with a trace, and where."""
+
+  role: str
+  incarnation: int
+  line: int
+  text: str
+
+  def __str__(self) -> str:
+    return f"{self.role}, incarnation {self.incarnation}, line {self.line}: {self.text}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Incarnation:
+  """One incarnation of a role: its entries in order."""
+
+  role: str
+  number: int
+  incarnation: int
+  entries: tuple[Entry, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+  """All incarnations of all roles; `problems` is what of the logs makes no trace."""
+
+  roles: Mapping[str, tuple[Incarnation, ...]]
+  problems: tuple[Problem, ...] = ()
+
+  def entries(self) -> list[Entry]:
+    """Of all roles; in order only within each."""
+    return [e for role in self.roles for e in self.entries_of(role)]
+
+  def entries_of(self, role: str) -> list[Entry]:
+    """Of one role, in order."""
+    return [e for incarnation in self.roles[role] for e in incarnation.entries]
+
+  def devices(self) -> dict[int, int]:
+    """How many each learner's largest island has, in order of learners."""
+    most: dict[int, int] = {}
+    for entry in self.entries():
+      if entry.role.startswith("learner") and isinstance(entry.operation, events.Started):
+        most[entry.number] = max(most.get(entry.number, 0), entry.operation.devices)
+    return dict(sorted(most.items()))
+
+  def fragments(self) -> list[int]:
+    """Those that are mentioned."""
+    found = (getattr(e.operation, "fragment", None) for e in self.entries())
+    return sorted({p for p in found if p is not None})
+
+
+def needs(entry: Entry) -> tuple[Key, ...]:
+  """What must have been made before the operation is performed, in a fixed order."""
+  match entry.operation:
+    case events.Restored(snapshot=snapshot, of_incarnation=incarnation):
+      return (Key("state", snapshot, role=entry.role, incarnation=incarnation),)
+    case events.Stage() as op:
+      return (Key("value", op.round, op.fragment),)
+    case events.Inherited() as op:
+      donor = f"learner-{op.learner}"
+      return (Key("donation", op.donation, op.fragment, donor, op.incarnation_of_donor),)
+    case events.Owns() as op:
+      momentum = Key("momentum", op.momentum_round, op.fragment)
+      value = Key("value", op.round, op.fragment)
+      return (value,) if op.momentum_round == INITIAL else (value, momentum)
+    case events.Commit() as op:
+      whose = zip(op.learners, op.incarnations)
+      return tuple(Key("push", op.round, op.fragment, f"learner-{m}", i) for m, i in whose)
+  return ()
+
+
+def makes(entry: Entry) -> tuple[Key, ...]:
+  """What exists once the operation was performed, in a fixed order."""
+  mine = entry.role, entry.incarnation
+  match entry.operation:
+    case events.Cut() | events.Resend() as op:
+      return (Key("push", op.round, op.fragment, *mine),)
+    case events.Recorded(snapshot=snapshot):
+      return (Key("state", snapshot, -1, *mine),)
+    case events.Donated() as op:
+      return (Key("donation", op.donation, op.fragment, *mine),)
+    case events.Commit() as op:
+      return Key("value", op.round, op.fragment), Key("momentum", op.round, op.fragment)
+  return ()

@@ -1,0 +1,466 @@
+"""Replay: a run's trace performed again with arrays, its roles side by side, compared bit by bit.
+
+What a run did follows from its trace alone: which batch each step took, which steps each push held,
+which pushes each commit merged, and when each version was applied. How fast a role was, what it
+waited for and what was sent twice leaves nothing in any value. So a replay needs no clock and no
+network, only the run's own arithmetic: `core/delta.py`, `core/commit.py`, `training/island.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from ddiloco.checkpoint import weights
+from ddiloco.checkpoint.snapshots import fingerprint
+from ddiloco.config import ChaosConfig, Config, IslandsConfig
+from ddiloco.core import codec, commit
+from ddiloco.core.commit import Committed, new_fragment
+from ddiloco.core.delta import Deltas
+from ddiloco.core.fragments import Plan, gather
+from ddiloco.protocol import actions, events
+from ddiloco.roles import initial
+from ddiloco.trace.check import check
+from ddiloco.trace.interpreter import (
+  Held,
+  LearnerAlgebra,
+  LearnerRole,
+  Proof,
+  Pushed,
+  Schedule,
+  ShardAlgebra,
+  ShardRole,
+  TraceRole,
+  Turn,
+  Version,
+  perform,
+)
+from ddiloco.trace.operations import INITIAL, Entry, Incarnation, Key, Trace, makes
+from ddiloco.training import data, devices
+from ddiloco.training.island import Island
+from ddiloco.workdir import saved_config
+
+PATIENCE_SECONDS = 3600.0  # without any role making anything
+
+# --- What a replay is compared with: the losses and the saved digests that are on the trace
+
+
+class ReplayDiff:
+  """Collects from all threads what was compared, and what is different."""
+
+  def __init__(self, trace: Trace):
+    self._saved = {
+      (e.role, e.incarnation, e.operation.snapshot): e.operation.arrays
+      for e in trace.entries()
+      if isinstance(e.operation, events.Saved)
+    }
+    self._lock = threading.Lock()
+    self.compared = {"losses": 0, "digests": 0, "values": 0}
+    self.different = {"losses": 0, "digests": 0, "values": 0}
+    self._first: tuple[float, str] | None = None
+
+  @property
+  def first(self) -> str:
+    """The first difference in order of time, or ''."""
+    return self._first[1] if self._first else ""
+
+  def count(self, what: str, time: float, differences: list[str], compared: int) -> None:
+    """So many were compared, and these were different, at this time of the run."""
+    with self._lock:
+      self.compared[what] += compared
+      self.different[what] += len(differences)
+      if differences and (self._first is None or time < self._first[0]):
+        self._first = time, differences[0]
+
+  def step(self, entry: Entry, op: events.Step, metrics: Mapping[str, float] | None) -> None:
+    """Compares the loss that a step showed, where both have one."""
+    if op.loss is None or metrics is None:
+      return
+    loss = metrics["loss"]
+    same = loss == op.loss or (math.isnan(loss) and math.isnan(op.loss))
+    text = f"{_where(entry)}: the loss of step {op.step} is {loss!r}, it was {op.loss!r}"
+    self.count("losses", entry.time, [] if same else [text], 1)
+
+  def saved(self, entry: Entry) -> Mapping[str, int]:
+    """The digests of what is recorded here; none if it was never saved."""
+    assert isinstance(entry.operation, events.Recorded)
+    return self._saved.get((entry.role, entry.incarnation, entry.operation.snapshot), {})
+
+  def state(self, entry: Entry, arrays: Mapping[str, np.ndarray]) -> None:
+    """Compares a recorded state with the digests of what was saved of it, if it was."""
+    assert isinstance(entry.operation, events.Recorded)
+    saved, differences = self.saved(entry), []
+    for name in sorted(saved):
+      mine = fingerprint(arrays[name])["crc32"] if name in arrays else "missing"
+      if mine != saved[name]:
+        text = f"{name} of snapshot {entry.operation.snapshot} is {mine}, {saved[name]} was saved"
+        differences.append(f"{_where(entry)}: {text}")
+    self.count("digests", entry.time, differences, len(saved))
+
+
+def _where(entry: Entry) -> str:
+  return f"{entry.role}, incarnation {entry.incarnation}, line {entry.line}"
+
+
+# --- The algebra ----------------------------------------------------------------------------------
+
+Home = tuple[Any, Callable[[int], np.ndarray]]  # a compiled island, and its batch of a position
+
+
+class LearnerArrays(LearnerAlgebra):
+  """A learner; its island trains as the run's did. The content of a push is its payload.
+
+  Args:
+    config: the run's.
+    home: where an incarnation lives that started like this.
+    diff: told of every loss and every recorded state.
+    wanted: whether a made thing will be needed.
+    alone: parameters to begin with where there are no shards; None: they send them.
+  """
+
+  def __init__(
+    self,
+    config: Config,
+    home: Callable[[events.Started], Home],
+    diff: ReplayDiff,
+    wanted: Callable[[Key], bool],
+    alone: Mapping[str, np.ndarray] | None,
+  ):
+    self._config, self._home = config, home
+    self._diff, self._wanted, self._alone = diff, wanted, alone
+    self.island: Any = None
+
+  def begin(self, incarnation: Incarnation) -> None:
+    self._deltas = Deltas(self._config.sync)
+    operations = [e.operation for e in incarnation.entries]
+    started = next((op for op in operations if isinstance(op, events.Started)), None)
+    if started is None:
+      return  # killed before it did anything
+    self.island, self._batch = self._home(started)
+    if self._alone is None:
+      self.island.reset()
+    else:
+      self.island.load(self._alone)
+
+  def step(self, entry: Entry, op: events.Step) -> None:
+    at = op.clock - 1 if op.schedule_step is None else op.schedule_step
+    metrics = self.island.step(self._batch(op.position), at, op.rate_scale)
+    self._diff.step(entry, op, metrics)
+
+  def cut(self, op: events.Cut) -> tuple[int, int, np.ndarray]:
+    local = self.island.to_host(self.island.cut(op.fragment), op.fragment)
+    return op.steps, op.tokens, self._deltas.push(op.fragment, local, op.factor)
+
+  def stage(self, op: events.Stage, version: Version | None, included: Pushed | None) -> np.ndarray:
+    if version is None:
+      return self._deltas.back(op.fragment)
+    return self._deltas.stage(op.fragment, version.content.view, op.mode, op.included)
+
+  def apply(self, fragment: int, staged: np.ndarray, mode: str) -> None:
+    self.island.apply(fragment, self.island.stage(fragment, staged), self._deltas.keep(mode))
+
+  def record(self, entry: Entry, fragments: Mapping[int, Held]) -> dict[str, np.ndarray]:
+    if not (self._wanted(makes(entry)[0]) or self._diff.saved(entry)):
+      return {}
+    captured = {name: np.asarray(value) for name, value in self.island.capture().items()}
+    arrays = {**captured, **self._deltas.arrays()}
+    for p, held in fragments.items():
+      arrays |= {f"staged/{p}/{i}": flat for i, (_, flat) in enumerate(held.staged)}
+      if held.push is not None:
+        arrays[f"outbox/{p}"] = np.frombuffer(held.push.content, np.uint8)
+    self._diff.state(entry, arrays)
+    return arrays
+
+  def restore(self, state: dict[str, np.ndarray]) -> None:
+    if self.island is None:
+      return  # it never got further
+    self.island.restore({name: state[name] for name in self.island.shardings()})
+    self._deltas.restore(state)
+
+  def donate(self, fragment: int) -> tuple[np.ndarray, int]:
+    moments = self.island.cut_moments(fragment)
+    return self.island.moments_to_host(moments, fragment), int(self.island.count())
+
+  def inherit(self, fragment: int, moments: tuple[np.ndarray, int]) -> None:
+    flat, count = moments  # flat f32 [moments * size], and the optimizer's count
+    self.island.apply_moments(fragment, self.island.stage_moments(fragment, flat), count)
+
+
+class EvaluatorArrays(LearnerAlgebra):
+  """The evaluator: has what it received last, in any incarnation."""
+
+  def __init__(self) -> None:
+    self.views: dict[int, np.ndarray] = {}
+
+  def stage(self, op: events.Stage, version: Version | None, included: Pushed | None) -> None:
+    if version is not None:
+      self.views[op.fragment] = version.content.view
+
+
+class ShardArrays(ShardAlgebra):
+  """A shard: merges the pushes that it merged, onto what it had. Content is `Committed`."""
+
+  def __init__(self, config: Config, plan: Plan, diff: ReplayDiff):
+    self._config, self._plan, self._diff = config, plan, diff
+    self.newest: dict[int, Committed] = {}  # of every fragment, over all incarnations
+
+  def own(self, op: events.Owns, version: Version, momentum: Version | None) -> Committed:
+    found: Committed = version.content
+    if op.momentum_round != op.round:
+      older = None if momentum is None else momentum.content.momentum
+      found = dataclasses.replace(found, value=found.view, momentum=older)
+    self.newest[op.fragment] = found
+    return found
+
+  def commit(
+    self, entry: Entry, base: Version, new: Version, pushes: Sequence[Pushed]
+  ) -> Committed:
+    fragment = self._plan.fragments[new.fragment]
+    arrivals = commit.Arrivals(fragment, new.round)
+    for push in pushes:
+      delta = codec.decode(push.content, fragment.size, self._config.sync.push_codec)
+      arrivals.add(push.learner, delta, arrivals.measure(delta))
+    what = actions.Commit(
+      new.fragment,
+      new.round,
+      new.version,
+      learners=tuple(push.learner for push in pushes),
+      steps=tuple(push.steps for push in pushes),
+      tokens=tuple(push.tokens for push in pushes),
+    )
+    found, *_ = commit.commit(fragment, base.content, arrivals, what, self._config)
+    self.newest[new.fragment] = found
+    return found
+
+  def record(self, entry: Entry, owned: Mapping[int, Version]) -> None:
+    arrays: dict[str, np.ndarray] = {}
+    for p, version in owned.items():
+      found: Committed = version.content
+      arrays |= {f"{p}/value": found.value, f"{p}/view": found.view}
+      if found.momentum is not None:
+        arrays[f"{p}/momentum"] = found.momentum
+    self._diff.state(entry, arrays)
+
+
+# --- Where a replayed learner lives: the same kind of island and the same data as in its run
+
+
+def live_config(config: Config, learner: int, started: events.Started) -> Config:
+  """The config as that incarnation had it: its islands may differ from the saved ones."""
+  data_axis, fsdp, tensor = started.mesh
+  mine = {"devices": started.devices, "data": data_axis, "fsdp": fsdp, "tensor": tensor}
+  mine |= {"batch_size": started.batch_size}
+  islands = dataclasses.replace(
+    config.islands,
+    num_learners=started.learners or config.islands.num_learners,
+    overrides={**config.islands.overrides, str(learner): mine},
+  )
+  decay_steps = config.inner.decay_steps or started.planned_steps or config.planned_steps()
+  inner = dataclasses.replace(config.inner, decay_steps=decay_steps)
+  return dataclasses.replace(config, islands=islands, inner=inner, chaos=ChaosConfig())
+
+
+class ReplayIslands:
+  """Islands and data of all learners of a trace, each compiled when its learner's thread asks.
+
+  Args:
+    config: the run's.
+    trace: its trace.
+    visible: devices to use; learners take theirs in order of their numbers.
+
+  Raises:
+    ConfigError: there are too few devices.
+  """
+
+  def __init__(self, config: Config, trace: Trace, visible: Sequence[Any]):
+    self._config, self._plan = config, initial.make_plan(config)
+    self._corpus = data.open_data(config.data)
+    counts = trace.devices()
+    overrides = {
+      str(i): {"devices": count, "data": 1, "fsdp": -1, "tensor": 1}
+      for i, count in enumerate(counts.values())
+    }
+    islands = IslandsConfig(num_learners=len(counts), overrides=overrides)
+    self._devices = dict(zip(counts, devices.partition(visible, islands)))
+    self._made: dict[int, tuple[events.Started, Home]] = {}
+
+  def __call__(self, learner: int, started: events.Started) -> Home:
+    """The island and data for an incarnation that started like this; the same again if it can be.
+
+    Raises:
+      ConfigError: it cannot be the same here.
+    """
+    before = self._made.pop(learner, None)
+    if before is None or before[0] != started:
+      before = started, self._make(learner, started)
+    self._made[learner] = before
+    return before[1]
+
+  def batches(self, learner: int, started: events.Started) -> Callable[[int], np.ndarray]:
+    """Its batch of a position."""
+    config = live_config(self._config, learner, started)
+    return data.Stream(self._corpus, config, learner).batch
+
+  def _make(self, learner: int, started: events.Started) -> Home:
+    config = live_config(self._config, learner, started)
+    island = Island(config, learner, self._devices[learner][: started.devices], self._plan)
+    island.compile()
+    return island, self.batches(learner, started)
+
+
+# --- The replay, and its verdict -----------------------------------------------------------------
+
+
+class Replay:
+  """A trace performed on islands of this process.
+
+  Args:
+    config: the run's.
+    trace: its trace.
+    homes: the island and the data of (a learner, what it said when it started), called beside
+      what other roles do.
+
+  Raises:
+    ValueError: the trace has problems; the text is the first. Without any no role waits in vain.
+  """
+
+  def __init__(self, config: Config, trace: Trace, homes: Callable[[int, events.Started], Home]):
+    checked = check(trace)
+    if checked.problems:
+      raise ValueError(f"the trace does not fit together: {checked.problems[0]}")
+    self.counts, self.diff = checked.counts, ReplayDiff(trace)
+    self._plan, first = initial.make_plan(config), initial.initial_params(config)
+    proof, made = Proof(), {}
+    for p, fragment in enumerate(self._plan.fragments):
+      content = new_fragment(fragment, gather(fragment, first))
+      made[Key("value", INITIAL, p)] = proof.add(Version(p, INITIAL, 0, content=content))
+    self._schedule = Schedule(trace, made, proof)
+    alone = None if config.sync.num_shards else first
+    self._learners: list[LearnerArrays] = []
+    self._shards: list[ShardArrays] = []
+    self._evaluator = EvaluatorArrays()
+    self._roles: dict[str, TraceRole] = {}
+    for role, incarnations in trace.roles.items():
+      if role.startswith("learner"):
+        home = functools.partial(homes, incarnations[0].number)
+        mine = LearnerArrays(config, home, self.diff, self._schedule.wanted, alone)
+        self._learners.append(mine)
+        self._roles[role] = LearnerRole(proof, mine)
+      elif role.startswith("syncer"):
+        self._shards.append(ShardArrays(config, self._plan, self.diff))
+        self._roles[role] = ShardRole(proof, self._shards[-1])
+      else:
+        self._roles[role] = LearnerRole(proof, self._evaluator)
+
+  def run(self, progress: Callable[[int, int], None] = lambda done, of: None) -> None:
+    """Performs all of it; `progress` is told now and then how many turns are done, of all.
+
+    Raises:
+      Exception: what failed in a role's thread.
+    """
+    schedule, of = self._schedule, self._schedule.left
+    results: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+    busy: set[str] = set()
+    while True:
+      for name in self._roles:
+        if name not in busy and schedule.may_go(name):
+          busy.add(name)
+          turn = name, *schedule.next(name), results
+          threading.Thread(target=self._perform, args=turn, daemon=True).start()
+      if not busy:
+        break
+      try:
+        name, made = results.get(timeout=PATIENCE_SECONDS)
+      except queue.Empty:
+        text = f"nothing was made for {PATIENCE_SECONDS:g} s; {', '.join(sorted(busy))}"
+        raise TimeoutError(f"{text} did not come to an end") from None
+      if isinstance(made, BaseException):
+        raise made
+      busy.remove(name)
+      schedule.put(made)
+      progress(of - schedule.left - len(busy), of)
+    assert not schedule.left, "roles wait for each other, and `check` has let it pass"
+
+  def _perform(self, name: str, turn: Turn, given: list[Any], results: queue.SimpleQueue) -> None:
+    """In a thread of its own, which ends with the turn: Ctrl-C and a failure wait for none."""
+    try:
+      results.put((name, perform(self._roles[name], turn, given)))
+    except BaseException as error:  # raised by `run`
+      results.put((name, error))
+
+  def compare_result(self, result: Mapping[str, np.ndarray]) -> None:
+    """Compares the global model that the run left, fragment by fragment.
+
+    It is what the shards had at the end, or what the evaluator had received by then: values with a
+    lossy publish codec's rounding. Without shards it is the model of one of the islands.
+    """
+    if not self._shards:
+      models = [each.island.params_on_host() for each in self._learners if each.island]
+      same = any(all(_same(mine[name], result[name]) for name in result) for mine in models)
+      self.diff.count("values", math.inf, [] if same else ["the result is no island's"], 1)
+      return
+    differences = []
+    for p, fragment in enumerate(self._plan.fragments):
+      newest = max(
+        (shard.newest[p] for shard in self._shards if p in shard.newest),
+        key=lambda committed: committed.state.last_round,
+      )
+      known = [newest.value, newest.view, self._evaluator.views.get(p, newest.view)]
+      if not any(_same(gather(fragment, result), value) for value in known):
+        differences.append(f"fragment {p} of the result is another than the replay's")
+    self.diff.count("values", math.inf, differences, len(self._plan.fragments))
+
+
+def _same(a: np.ndarray, b: np.ndarray) -> bool:
+  """Bit by bit, so that NaN equals itself and -0 does not equal 0."""
+  return a.shape == b.shape and np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def replay_run(
+  workdir: Path,
+  trace: Trace,
+  progress: Callable[[int, int], None] = lambda done, of: None,
+  homes: Callable[..., Any] | None = None,
+) -> tuple[dict[str, Any], str]:
+  """Replays a run and compares it with all that it left behind.
+
+  Args:
+    workdir: of the run.
+    trace: its trace, without problems.
+    progress: told now and then how many turns are done, of all.
+    homes: islands and data (see `Replay`); None: new ones on the devices of this process.
+
+  Returns:
+    (counts and "identical": whether nothing was different, and anything compared; the first
+    difference, or "").
+
+  Raises:
+    ConfigError: the result cannot be read, or there are too few devices.
+  """
+  started = time.monotonic()
+  config = saved_config(workdir)
+  replay = Replay(config, trace, homes or ReplayIslands(config, trace, jax.devices()))
+  replay.run(progress)
+  if (workdir / "result").exists():
+    replay.compare_result(weights.load(workdir / "result", "result"))
+  compared, different = replay.diff.compared, replay.diff.different
+  counts = {name: replay.counts.get(name, 0) for name in ("steps", "commits")}
+  return {
+    "identical": sum(different.values()) == 0 < sum(compared.values()),
+    **counts,
+    "learners": replay.counts["learners"],
+    "incarnations": replay.counts["incarnations"],
+    **{f"{name}_compared": compared[name] for name in compared},
+    **{f"{name}_different": different[name] for name in different},
+    "seconds": round(time.monotonic() - started, 1),
+  }, replay.diff.first

@@ -1,0 +1,248 @@
+"""The directory that is a run's identity. Knows no JAX: it is asked before devices exist."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import IO
+
+from ddiloco.config import Config, ConfigError, from_dict
+
+OUTCOME = "outcome.json"  # what the report knows beside the events
+STARTED = "started"  # when the run began, unix seconds: the zero of all its event times
+COMPILED = "compiled"  # programs, for learners that start again
+FAULTS = "faults.jsonl"  # faults that somebody asks for while the run goes on, a line each
+LOCK = "lock"  # held by whoever trains here
+ROLES = "roles.lock"  # held together by all roles that live here
+LOOK_SECONDS = 0.1
+END_SECONDS = 5.0  # for the roles of a supervisor that was killed to end
+CHECKPOINTS = "checkpoints"
+ISLANDS = "islands"  # of a run without shards, what each of them has learned
+OURS = (
+  *("alone", COMPILED, CHECKPOINTS, ISLANDS, "events", "logs", "tensorboard", "report", "result"),
+  *(OUTCOME, STARTED, FAULTS, "config.json"),
+)
+# What each role of a run may have its own way; all the rest of the config must be the same.
+FREE_SECTIONS = ("islands", "network", "checkpoint", "run", "chaos")
+# What may change beside these when a run goes on: how long it is, and what islands meet at.
+MAY_CHANGE = ("run.total_tokens", "sync.num_shards", "sync.min_quorum", "sync.snapshot_steps")
+
+
+@contextlib.contextmanager
+def held(workdir: Path) -> Iterator[None]:
+  """While it lasts nobody else trains in this workdir; ends with the process at the latest.
+
+  Raises:
+    ConfigError: somebody does, or the directory cannot be written.
+  """
+  try:
+    workdir.mkdir(parents=True, exist_ok=True)
+    file = (workdir / LOCK).open("a")
+  except OSError as error:
+    raise _not_writable(workdir, error) from error
+  with file:
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+      raise ConfigError(
+        f"--workdir={workdir}: somebody trains in it at this moment. Fix: end that run, or choose"
+        " another directory."
+      ) from error
+    except OSError as error:  # a file system without locks
+      raise _not_writable(workdir, error) from error
+    yield  # what fails in here is not about the lock
+
+
+def live_in(workdir: Path) -> IO[str] | None:
+  """Says that a role lives here, until what it returns is closed, or the process ends.
+
+  The kernel keeps that in mind, also for other machines on NFS. A file system that knows no locks
+  is no reason not to live: nobody can train there, and so overwrite, either.
+  """
+  try:
+    file = (workdir / ROLES).open("a+")
+    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+  except OSError:
+    return None
+  return file
+
+
+@contextlib.contextmanager
+def _deserted(workdir: Path) -> Iterator[None]:
+  """While it lasts no role lives here.
+
+  Raises:
+    ConfigError: some do.
+  """
+  if not (workdir / ROLES).exists():  # none ever did
+    yield
+    return
+  until = time.monotonic() + END_SECONDS
+  with (workdir / ROLES).open("a+") as file:
+    while True:
+      try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        break
+      except BlockingIOError as error:
+        if time.monotonic() >= until:
+          raise ConfigError(
+            f"--workdir={workdir}: roles of its run live (ddiloco learner, syncer or evaluator),"
+            " and --overwrite would delete their files. Fix: end them first, or choose another"
+            " directory."
+          ) from error
+        time.sleep(LOOK_SECONDS)
+    yield
+
+
+def check(workdir: Path, config: Config, overwrite: bool) -> bool:
+  """Whether a run in `workdir` would go on; changes nothing.
+
+  Raises:
+    ConfigError: the run there is over, or another one.
+  """
+  if overwrite or not (workdir / "config.json").exists():
+    return False
+  saved = saved_config(workdir)
+  _refuse_another(workdir, config, saved, MAY_CHANGE)
+  longer = config.run.total_tokens > saved.run.total_tokens
+  if (workdir / OUTCOME).exists() and _finished(workdir / OUTCOME) and not longer:
+    raise ConfigError(
+      f"--workdir={workdir}: its run is finished. Fix: choose another directory, add --overwrite to"
+      " replace that run, or go on with a greater --config.run.total_tokens."
+    )
+  return True
+
+
+def _finished(outcome: Path) -> bool:
+  try:
+    return json.loads(outcome.read_text()).get("reason") == "finished"
+  except (OSError, UnicodeDecodeError, json.JSONDecodeError, AttributeError):
+    return False  # torn by a kill: it was not finished then
+
+
+def claim(workdir: Path, config: Config, overwrite: bool) -> bool:
+  """Makes the workdir this run's own; returns whether a run in it goes on.
+
+  To overwrite removes what an earlier run left there; foreign files stay. Not while roles of that
+  run live, started by hand: they would go on without their files.
+  """
+  goes_on = check(workdir, config, overwrite)
+  try:
+    workdir.mkdir(parents=True, exist_ok=True)
+    if overwrite:
+      with _deserted(workdir):
+        for path in (workdir / name for name in OURS):
+          shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    _write(workdir / "config.json", config.to_json() + "\n")
+    (workdir / OUTCOME).unlink(missing_ok=True)
+    start_time(workdir)
+  except OSError as error:
+    raise _not_writable(workdir, error) from error
+  return goes_on
+
+
+def start_time(workdir: Path) -> float:
+  """When the run in `workdir` began, in unix seconds: now, if nobody has been here."""
+  workdir.mkdir(parents=True, exist_ok=True)
+  _write_once(workdir / STARTED, f"{time.time()}\n")
+  return float((workdir / STARTED).read_text())
+
+
+def _not_writable(workdir: Path, error: OSError) -> ConfigError:
+  return ConfigError(
+    f"--workdir={workdir}: cannot be written ({error}). Fix: choose a directory you may write to."
+  )
+
+
+def saved_config(workdir: Path) -> Config:
+  """The config a run was started with.
+
+  Raises:
+    ConfigError: there is no run in `workdir`.
+  """
+  path = workdir / "config.json"
+  try:
+    return from_dict(json.loads(path.read_text()))
+  except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    raise ConfigError(
+      f"--workdir={workdir}: holds no run ({error}). Fix: name the directory of a run."
+    ) from error
+
+
+def join(workdir: Path, config: Config) -> float:
+  """Enters the workdir of a run that several processes share, on one machine or one file system.
+
+  Whoever comes first leaves its config and the time; restarted roles find them again.
+
+  Returns:
+    When the run began, in unix seconds; event times count from there.
+
+  Raises:
+    ConfigError: the directory cannot be written, or holds a run with another config.
+  """
+  try:
+    workdir.mkdir(parents=True, exist_ok=True)
+    _write_once(workdir / "config.json", config.to_json() + "\n")
+    started = start_time(workdir)
+  except (OSError, ValueError) as error:
+    raise ConfigError(
+      f"--workdir={workdir}: cannot be used ({error}). Fix: choose a directory you may write to,"
+      " or an empty one."
+    ) from error
+  _refuse_another(workdir, config, saved_config(workdir))
+  return started
+
+
+def _write_once(path: Path, text: str) -> None:
+  """Writes a new file, whole or not at all; one that is there stays as it is."""
+  if path.exists():
+    return
+  mine = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+  mine.write_text(text)
+  try:
+    os.link(mine, path)
+  except FileExistsError:
+    return  # somebody was quicker: theirs counts
+  finally:
+    mine.unlink()
+
+
+def _write(path: Path, text: str) -> None:
+  """Writes a file, whole or not at all."""
+  mine = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+  mine.write_text(text)
+  mine.replace(path)
+
+
+def _refuse_another(
+  workdir: Path, mine: Config, saved: Config, may_change: Collection[str] = ()
+) -> None:
+  """Every field outside `FREE_SECTIONS`, and the run's length and start, must be as saved."""
+  pairs = [
+    (f"run.{name}", getattr(mine.run, name), getattr(saved.run, name))
+    for name in ("total_tokens", "init_from")
+  ]
+  for field in dataclasses.fields(Config):
+    ours, theirs = getattr(mine, field.name), getattr(saved, field.name)
+    if field.name in FREE_SECTIONS:
+      continue
+    if not dataclasses.is_dataclass(ours):
+      pairs.append((field.name, ours, theirs))
+      continue
+    for inner in dataclasses.fields(ours):
+      name = inner.name
+      pairs.append((f"{field.name}.{name}", getattr(ours, name), getattr(theirs, name)))
+  for name, ours, theirs in pairs:
+    if ours != theirs and name not in may_change:
+      raise ConfigError(
+        f"{name} = {ours!r}: the run in --workdir={workdir} has {theirs!r}. Fix: use the same"
+        f" --config (--config={workdir / 'config.json'} is it), or another --workdir."
+      )

@@ -1,0 +1,205 @@
+"""The journey of one fragment's delta, file by file: from an island's step to the new version.
+
+  python scripts/journey.py [--brief]
+
+Prints every stop in order: the file, the function, and what happens there; then every file with its
+lines. A file counts that works on the delta, on a message that carries it or decides on it, or on
+its round; not the settings, the event log, and what only starts and ends roles. With --brief only
+the files. Last line: {"files", "lines", "lines_of_stops", "most_files", "most_lines"}, of which
+`lines_of_stops` are those of the functions alone; exit status 1 if there are more files or lines
+than there should be. `tests/test_journey.py` keeps the list true.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import ddiloco
+
+ROOT = Path(ddiloco.__file__).parent
+MOST_FILES, MOST_LINES = 16, 3500
+
+
+@dataclasses.dataclass(frozen=True)
+class Stop:
+  """One place on the way.
+
+  Attributes:
+    file: under ddiloco/.
+    function: of it, as "name" or "Class.name".
+    what: happens here, in one sentence.
+    leads: a name that this file and the next stop's both use: the call, the message or the action
+      by which the delta gets there.
+  """
+
+  file: str
+  function: str
+  what: str
+  leads: str
+
+
+JOURNEY = (
+  # The learner reports, and the owner of the fragment asks for it.
+  Stop("training/island.py", "Island.step",
+       "An inner step moves the island's parameters away from the base of each fragment.", "step"),
+  Stop("roles/learner.py", "Learner._step",
+       "The loop says that a step is done; between two steps lies the boundary.", "boundary"),
+  Stop("roles/exchange.py", "Exchange.boundary",
+       "The exchange feeds what happened and what arrived to the reducer.", "learner_on"),
+  Stop("protocol/learner.py", "reports",
+       "The reducer counts the step and reports the steps since the last sync.", "Report"),
+  Stop("protocol/messages.py", "Report",
+       "A report is a message of a few integers for each fragment.", "Report"),
+  Stop("protocol/members.py", "_on_report",
+       "The owner believes as much of the report as is possible, and sees who is due.", "touch"),
+  Stop("protocol/syncer_state.py", "is_due",
+       "A fragment is due where a learner has made H steps since its last sync.", "is_due"),
+  Stop("protocol/rounds.py", "start_rounds",
+       "When a quorum is due, a round starts: every available learner is sent a pull.", "Pull"),
+  # The learner cuts the fragment and pushes what it has.
+  Stop("protocol/learner.py", "_answer_pulls",
+       "At the next boundary the learner decides to answer: copy the fragment out.",
+       "Outstanding"),
+  Stop("protocol/learner_state.py", "Outstanding",
+       "The state remembers the push until a publish answers it.", "Push"),
+  Stop("protocol/actions.py", "CopyOut",
+       "What reducers decide is an action; a role performs it.", "CopyOut"),
+  Stop("roles/exchange.py", "Exchange._cut",
+       "The step thread starts the copy and hands the rest to the background thread.", "cut"),
+  Stop("training/island.py", "Island.cut",
+       "The fragment's pieces are copied on the devices and set out for the host.",
+       "compile_fragment"),
+  Stop("training/programs.py", "compile_fragment",
+       "One compiled program copies all pieces of a fragment.", "Fragment"),
+  Stop("core/fragments.py", "split_flat",
+       "The plan says where in a flat vector of the host each piece lies.", "split_flat"),
+  Stop("training/island.py", "Island.to_host",
+       "The background thread waits for the pieces and puts them there.", "to_host"),
+  Stop("roles/exchange.py", "Exchange._push",
+       "The background thread makes the payload, flushes the log and sends.", "push"),
+  Stop("core/delta.py", "Deltas.push",
+       "delta = base - local; what of it will arrive is remembered.", "encode"),
+  Stop("core/codec.py", "encode",
+       "The delta is rounded to the wire codec.", "encode"),
+  # Over the network.
+  Stop("protocol/wire.py", "encode",
+       "The push becomes a checked header; the payload stays as it is.", "encode"),
+  Stop("network/endpoint.py", "NetworkEndpoint.send",
+       "The role's thread queues header and payload for the network thread.", "post"),
+  Stop("network/io_thread.py", "IoThread._move_control",
+       "The network thread takes what is queued: control now, payloads in chunks.", "send_bulk"),
+  Stop("network/peers.py", "Peer.pump_chunks",
+       "Chunks leave over one of the connections to that shard.", "Outgoing"),
+  Stop("network/transfers.py", "Outgoing.next",
+       "The message is cut into chunks, which are kept until they are acknowledged.", "Chunk"),
+  Stop("network/frames.py", "encode",
+       "A chunk says its session, transfer and place.", "MAX_FRAME_BYTES"),
+  Stop("network/sockets.py", "send",
+       "ZeroMQ carries it, encrypted if there are keys.", "receive"),
+  Stop("network/io_thread.py", "IoThread._receive_chunks",
+       "The shard's network thread receives chunks.", "sender"),
+  Stop("network/admission.py", "Admission.sender",
+       "The connection that it came over says whose it is.", "Accepted"),
+  Stop("network/peers.py", "Peer.accept_chunk",
+       "The peer acknowledges the chunk, or asks for it later.", "check_header"),
+  Stop("network/handshake.py", "check_header",
+       "A header that cannot be this peer's is refused before its payload comes.", "header"),
+  Stop("network/transfers.py", "Incoming.accept",
+       "Chunks become a whole message again.", "MalformedMessage"),
+  Stop("network/io_thread.py", "IoThread._on_chunk",
+       "A whole message goes to the inbox, with the time of its arrival.", "put"),
+  Stop("network/transport.py", "Inbox.receive",
+       "Senders take turns; the header is decoded and checked.", "Delivery"),
+  # The shard merges.
+  Stop("roles/syncer.py", "Syncer._event",
+       "The shard decodes the delta and measures it.", "Arrivals"),
+  Stop("core/commit.py", "Arrivals.measure",
+       "Its norm, and its products with the pushes that came before.", "squared_norms"),
+  Stop("core/merge.py", "squared_norms",
+       "Both are sums over each piece.", "products"),
+  Stop("roles/syncer.py", "Syncer.handle",
+       "The measured push goes to the reducer.", "syncer_on"),
+  Stop("protocol/syncer.py", "_take_in",
+       "The shard takes in all that is there, then a tick decides.", "on_push"),
+  Stop("protocol/rounds.py", "on_push",
+       "The first valid push of each asked learner is kept.", "push_fault"),
+  Stop("protocol/beliefs.py", "push_fault",
+       "More steps or tokens than are possible are a fault.", "beliefs"),
+  Stop("protocol/rounds.py", "advance_rounds",
+       "The round ends when all have answered, or there is a quorum and the grace is over.",
+       "decide"),
+  Stop("protocol/quorum.py", "decide",
+       "Merge, wait or abandon, with the reason; bad updates are screened.", "screen"),
+  Stop("protocol/rounds.py", "_commit",
+       "The reducer decides which pushes make the new version.", "Commit"),
+  Stop("roles/syncer.py", "Syncer._commit",
+       "The shard performs the commit.", "commit"),
+  Stop("core/commit.py", "commit",
+       "Weights, merge, outer step, and what of it learners are sent.", "coefficients"),
+  Stop("core/merge.py", "commit",
+       "One pass over the pushes merges them and takes the outer step.", "update"),
+  Stop("core/outer.py", "update",
+       "SGD with momentum on the merged delta.", "momentum"),
+  Stop("core/commit.py", "_published",
+       "Learners are sent the value, or with a lossy codec its rounded update.", "Committed"),
+  Stop("checkpoint/buddy.py", "Replication.when_safe",
+       "The new version goes out when another shard has a copy of it.", "when_safe"),
+  Stop("roles/syncer.py", "Syncer._with_payload",
+       "The publish gets its seal and its payload, and takes the same way back.", "Sealer"),
+  Stop("network/keys.py", "Sealer.seal",
+       "The seal proves later whose value this is.", "Publish"),
+  # The learner applies.
+  Stop("protocol/learner.py", "_on_publish",
+       "The learner decides what the version means for its own parameters.", "Stage"),
+  Stop("roles/exchange.py", "Exchange._stage",
+       "The background thread decodes it and brings it to the devices.", "stage"),
+  Stop("core/delta.py", "Deltas.stage",
+       "What is added: the new value, less what the parameters know of it.", "included"),
+  Stop("protocol/learner.py", "_apply_ready",
+       "What is staged is applied at the next boundary, and every token has one fate.", "Apply"),
+  Stop("roles/exchange.py", "Exchange._apply",
+       "local <- keep * local + staged.", "apply"),
+  Stop("training/island.py", "Island.apply",
+       "The compiled program writes it into the parameters, in place.", ""),
+)  # fmt: skip
+
+
+def files() -> dict[str, int]:
+  """Every file of the journey, in order of its first stop, with its lines."""
+  return {stop.file: (ROOT / stop.file).read_text().count("\n") for stop in JOURNEY}
+
+
+def stop_lines() -> int:
+  """Lines of the functions at the stops, each counted once."""
+  total = 0
+  for file in files():
+    wanted = {stop.function for stop in JOURNEY if stop.file == file}
+    for node in ast.parse((ROOT / file).read_text()).body:
+      inside = node.body if isinstance(node, ast.ClassDef) else ()
+      named = {getattr(node, "name", ""): node}
+      named |= {f"{node.name}.{each.name}": each for each in inside if hasattr(each, "name")}
+      total += sum(named[n].end_lineno - named[n].lineno + 1 for n in wanted & named.keys())
+  return total
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+  parser.add_argument("--brief", action="store_true", help="only the files")
+  options = parser.parse_args()
+  found = files()
+  for number, stop in enumerate(() if options.brief else JOURNEY, 1):
+    print(f"{number:3}  {stop.file}  {stop.function}: {stop.what}")
+  for number, (file, lines) in enumerate(found.items(), 1):
+    print(f"{number:3}  {lines:4} lines  {file}")
+  total = {"files": len(found), "lines": sum(found.values()), "lines_of_stops": stop_lines()}
+  print(json.dumps({**total, "most_files": MOST_FILES, "most_lines": MOST_LINES}))
+  return int(total["files"] > MOST_FILES or total["lines"] > MOST_LINES)
+
+
+if __name__ == "__main__":
+  sys.exit(main())

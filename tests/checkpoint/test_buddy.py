@@ -1,0 +1,284 @@
+"""Copies on a buddy shard: nobody hears of what one process alone knows, and a kill loses none."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from ddiloco.checkpoint.buddy import Copies, Replication, pack, unpack
+from ddiloco.core import fragments
+from ddiloco.core.commit import Committed
+from ddiloco.network.transport import Counters, syncer_address
+from ddiloco.protocol.messages import Recover, Recovered, Replica, Replicated
+from ddiloco.protocol.syncer_state import FragmentState
+from tests.roles import toy
+from tests.roles.fleet import bits
+
+SYNC = {"num_shards": 2, "num_fragments": 4, "sync_period": 6, "overlap_steps": 2}
+PLAN = fragments.make_plan(toy.SPECS, toy.config(2, 10, **SYNC).sync)
+
+
+def committed(p: int, version: int, seed: int = 0, view: bool = True, momentum: bool = True):
+  random = np.random.default_rng([p, version, seed])
+  value, seen, speed = random.standard_normal((3, PLAN.sizes[p])).astype(np.float32)
+  value[0] = np.float32("nan")  # bits, not numbers
+  state = FragmentState(
+    p, version, 700 + version, {0: 9, 3: 1 << 50}, {0: 8, 3: 40}, 1 << 50, 40, (0, 3)
+  )
+  return Committed(state, value, seen if view else value, speed if momentum else None)
+
+
+class Outbox:
+  """An endpoint that only keeps what is sent."""
+
+  def __init__(self):
+    self.counters = Counters()
+    self.sent: list[tuple[str, object]] = []
+
+  def send(self, to, message) -> int:
+    self.sent.append((to, message))
+    return 1
+
+  def take(self) -> list[tuple[str, object]]:
+    taken, self.sent = self.sent, []
+    return taken
+
+
+# --- the message ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("view", [True, False])
+@pytest.mark.parametrize("momentum", [True, False])
+def test_a_commit_survives_the_way_bit_by_bit(view, momentum):
+  before = committed(1, 5, view=view, momentum=momentum)
+  replica = pack(before, shard=1, incarnation=9)
+  # As out of a frame: read only, and nobody's memory but its own.
+  payload = memoryview(np.asarray(replica.payload).tobytes())
+  after = unpack(dataclasses.replace(replica, payload=payload), PLAN)
+  assert bits(after) == bits(before)
+  assert (after.view is after.value) == (not view), "no second copy of the same values"
+  if momentum:
+    after.momentum[:] += 1  # the next commit updates it in place
+
+
+def test_the_next_commit_does_not_change_what_was_sent():
+  c = committed(1, 5)
+  replica = pack(c, 1, 9)
+  sent = bytes(replica.payload)
+  c.momentum[:] = 0
+  assert bytes(replica.payload) == sent
+
+
+@pytest.mark.parametrize(
+  "wrong",
+  [
+    {"fragment": 99},
+    {"fragment": -1},
+    {"fragment": 0},
+    {"has_view": False},
+    {"payload": b""},
+    {"payload": b"123"},
+    {"merged_rounds": (1, 2, 3)},
+  ],
+  ids=str,
+)
+def test_what_cannot_be_a_commit_of_this_plan_is_none(wrong):
+  assert PLAN.sizes[0] != PLAN.sizes[1]
+  assert unpack(dataclasses.replace(pack(committed(1, 5), 1, 9), **wrong), PLAN) is None
+
+
+# --- the buddy ------------------------------------------------------------------------------------
+
+
+def given_back(copies: Copies, box: Outbox, owner: int, incarnation: int) -> dict[int, int]:
+  """Fragment -> version; the list of what is held comes with it."""
+  box.take()
+  copies.on(Recover(owner, incarnation))
+  sent = [m for to, m in box.take() if to == syncer_address(owner)]
+  replicas = {m.fragment: m.version for m in sent if isinstance(m, Replica)}
+  [listed] = [m for m in sent if isinstance(m, Recovered)]
+  assert set(listed.fragments) == set(replicas) and listed.asked_by == incarnation
+  return replicas
+
+
+def test_a_buddy_keeps_the_newest_and_says_so():
+  box = Outbox()
+  copies = Copies(1, 50, box)
+  for version in (3, 5, 4):
+    copies.on(pack(committed(1, version), 0, 9))
+    assert box.take() == [("syncer/0", Replicated(1, 50, 1, version))]
+  copies.on(pack(committed(2, 1), 0, 9))
+  copies.on(pack(committed(0, 8), 3, 9))  # of another neighbour
+  assert given_back(copies, box, 0, 10) == {1: 5, 2: 1}
+  assert given_back(copies, box, 3, 10) == {0: 8}
+  assert given_back(copies, box, 2, 10) == {}
+
+
+def test_a_new_life_of_the_owner_counts_even_from_an_older_version_on():
+  box = Outbox()
+  copies = Copies(1, 50, box)
+  copies.on(pack(committed(1, 7), 0, 9))
+  copies.on(pack(committed(1, 2), 0, 10))  # it could not reach its buddy, and began anew
+  assert given_back(copies, box, 0, 11) == {1: 2}
+
+
+def test_what_a_dead_owner_sent_is_ignored():
+  """Control overtakes fragments: the new owner was told of version 7, and goes on from there."""
+  box = Outbox()
+  copies = Copies(1, 50, box)
+  copies.on(pack(committed(1, 7), 0, 9))
+  assert given_back(copies, box, 0, 10) == {1: 7}
+  copies.on(pack(committed(1, 8), 0, 9))
+  copies.on(Recover(0, 9))
+  assert box.take() == [], "no confirmation either: the new owner could take it for its own"
+  assert given_back(copies, box, 0, 10) == {1: 7}
+
+
+def test_nobody_replaces_the_fragments_of_another_shard():
+  box = Outbox()
+  copies = Copies(1, 50, box)
+  copies.on(pack(committed(1, 7), 0, 9))
+  copies.on(dataclasses.replace(pack(committed(1, 8), 0, 9), shard=2))
+  assert box.take() == [("syncer/0", Replicated(1, 50, 1, 7))]
+  assert given_back(copies, box, 0, 10) == {1: 7}
+
+
+# --- the owner ------------------------------------------------------------------------------------
+
+
+class Owner:
+  """The owner's side alone, its buddy played by hand, its clock turned by hand."""
+
+  def __init__(self, monkeypatch, patience_seconds=2.0):
+    self.now = 100.0
+    monkeypatch.setattr("ddiloco.checkpoint.buddy.time.monotonic", lambda: self.now)
+    self.box, self.events, self.done = Outbox(), [], []
+    recorder = toy.ListRecorder(self.events)
+    self.side = Replication(Copies(0, 9, self.box), 1, patience_seconds, recorder)
+
+  def commit(self, p: int, version: int) -> None:
+    self.side.committed(committed(p, version))
+    self.side.when_safe(p, version, lambda: self.done.append((p, version)))
+
+  def confirm(self, p: int, version: int, incarnation: int = 50, shard: int = 1) -> None:
+    self.side.on(Replicated(shard, incarnation, p, version))
+
+  def later(self, seconds: float) -> None:
+    self.now += seconds
+    self.side.tick()
+
+  def sent(self) -> list[tuple[int, int]]:
+    return [(m.fragment, m.version) for to, m in self.box.take() if to == "syncer/1"]
+
+  def kinds(self) -> list[str]:
+    return [e.kind for e in self.events]
+
+
+def test_nobody_hears_of_a_version_before_the_buddy_has_it(monkeypatch):
+  owner = Owner(monkeypatch)
+  owner.commit(0, 1)
+  owner.commit(2, 1)
+  assert owner.sent() == [(0, 1), (2, 1)] and owner.done == []
+  owner.confirm(0, 0)
+  owner.confirm(0, 1, shard=3)
+  assert owner.done == [], "another version, another shard"
+  owner.side.when_safe(0, 1, lambda: owner.done.append("newcomer"))
+  owner.confirm(0, 1)
+  assert owner.done == [(0, 1), "newcomer"], "in order"
+  owner.side.when_safe(0, 1, lambda: owner.done.append("late"))
+  assert owner.done[-1] == "late", "at once: the buddy has it"
+  owner.confirm(2, 1)
+  assert (2, 1) in owner.done and owner.side.missing() == [] and owner.events == []
+
+
+def test_what_the_buddy_had_before_is_published_meanwhile(monkeypatch):
+  owner = Owner(monkeypatch)
+  owner.commit(0, 1)
+  owner.confirm(0, 1)
+  owner.commit(0, 2)
+  owner.side.when_safe(3, 0, lambda: owner.done.append("initial value"))
+  assert owner.done == [(0, 1), "initial value"]
+
+
+def test_a_silent_buddy_holds_up_nobody_for_long_and_it_is_said_once(monkeypatch):
+  owner = Owner(monkeypatch)
+  owner.commit(0, 1)
+  owner.later(1.9)
+  assert owner.done == []
+  owner.later(0.2)
+  assert owner.done == [(0, 1)] and owner.kinds() == ["unreplicated"]
+  for version in range(2, 6):
+    owner.commit(0, version)
+    owner.later(5.0)
+    assert owner.done[-1] == (0, version), "at once"
+  assert owner.kinds() == ["unreplicated"] and owner.side.missing() == [0]
+  owner.commit(2, 1)
+  owner.sent()
+  owner.confirm(0, 5)  # it is back: it gets everything it may lack
+  assert owner.kinds() == ["unreplicated", "replicated"] and owner.sent() == [(2, 1)]
+  owner.commit(0, 6)
+  assert owner.done[-1] != (0, 6), "and is waited for again"
+  owner.later(60.0)
+  assert owner.kinds() == ["unreplicated", "replicated", "unreplicated"]
+
+
+def test_patience_follows_the_measured_time_of_a_copy(monkeypatch):
+  owner = Owner(monkeypatch)
+  for version in range(1, 4):  # a slow line: every copy takes 1.5 s
+    owner.commit(0, version)
+    owner.later(1.5)
+    owner.confirm(0, version)
+  owner.commit(0, 4)
+  owner.later(8.0)
+  assert owner.events == [] and owner.done[-1] == (0, 3)
+  owner.later(8.0)
+  assert owner.kinds() == ["unreplicated"]
+
+
+def test_a_restarted_buddy_gets_everything_again(monkeypatch):
+  owner = Owner(monkeypatch)
+  for p in (0, 1, 2):
+    owner.commit(p, 1)
+    owner.confirm(p, 1)
+  owner.commit(1, 2)
+  owner.sent()
+  owner.confirm(1, 2, incarnation=60)
+  assert sorted(owner.sent()) == [(0, 1), (2, 1)]
+  owner.confirm(0, 1, incarnation=50)
+  assert owner.side.missing() == [0, 2], "what the dead one said does not count"
+  for p in (0, 2):
+    owner.confirm(p, 1, incarnation=60)
+  assert owner.side.missing() == [] and owner.done == [(0, 1), (1, 1), (2, 1), (1, 2)]
+
+
+def test_a_buddy_that_is_back_with_an_old_copy_gets_the_newest(monkeypatch):
+  """Else that one stays behind until its next commit, and waiting for others is in vain."""
+  owner = Owner(monkeypatch)
+  owner.commit(0, 1)
+  owner.later(2.1)
+  owner.commit(0, 2)  # lost on the way
+  owner.sent()
+  owner.confirm(0, 1)  # the answer to the first comes now
+  assert owner.kinds() == ["unreplicated", "replicated"]
+  assert owner.sent() == [(0, 2)] and owner.side.missing() == [0]
+  owner.commit(2, 1)
+  owner.later(1.9)
+  assert owner.done[-1] == (0, 2), "waits for both copies, which have their time"
+  owner.confirm(0, 2)
+  owner.confirm(2, 1)
+  assert owner.done[-1] == (2, 1) and owner.kinds() == ["unreplicated", "replicated"]
+
+
+def test_waiting_versions_go_out_in_their_order_with_one_event(monkeypatch):
+  owner = Owner(monkeypatch)
+  for p in (2, 0, 1):
+    owner.commit(p, 1)
+    owner.side.when_safe(p, 1, lambda p=p: owner.done.append((p, "again")))
+  assert owner.done == []
+  owner.confirm(0, 1)
+  assert owner.done == [(0, 1), (0, "again")]
+  owner.later(2.1)
+  assert owner.done[2:] == [(2, 1), (2, "again"), (1, 1), (1, "again")]
+  assert [(e.kind, e.fragments) for e in owner.events] == [("unreplicated", (1, 2))]

@@ -1,0 +1,248 @@
+"""A shard dies within a commit and comes back from its buddy: not a bit of the run differs."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import defaultdict
+
+import numpy as np
+import pytest
+
+from ddiloco.core import fragments
+from ddiloco.network.transport import Hub, QueueEndpoint, learner_address, syncer_address
+from ddiloco.protocol.events import Lost
+from ddiloco.protocol.messages import Publish, Replica, Replicated
+from tests.roles import toy
+from tests.roles.fleet import PATIENCE_SECONDS, Fleet, bits
+from tests.roles.test_syncer import Shard
+
+SYNC = {"num_shards": 2, "num_fragments": 4, "sync_period": 6, "overlap_steps": 2}
+# In lock-step without overlap the run is the same bits whenever what happens: a round that died
+# with its shard gets the very same pushes again.
+LOCK_STEP = {
+  "num_shards": 2,
+  "num_fragments": 4,
+  "sync_period": 6,
+  "overlap_steps": 0,
+  "min_quorum": 2,
+  "blocking": True,
+  "outer": {"learning_rate": 0.7, "momentum": 0.9},
+}
+
+
+class Died(Exception):
+  """This shard's process is gone."""
+
+
+class Mortal(QueueEndpoint):
+  """A shard's end of the hub: checks the order of what it sends, and dies when it is told to."""
+
+  def __init__(self, hub: MortalHub, address: str):
+    super().__init__(hub, address)
+    self.hub = hub
+    self.copied: dict[int, int] = defaultdict(int)  # fragment -> newest version the buddy confirmed
+    self.published: dict[int, int] = defaultdict(int)  # fragment -> newest version anybody got
+
+  def receive(self, timeout_seconds: float):
+    arrived = super().receive(timeout_seconds)
+    if arrived and isinstance(arrived[1], Replicated):
+      self.copied[arrived[1].fragment] = max(arrived[1].version, self.copied[arrived[1].fragment])
+    return arrived
+
+  def send(self, to, message) -> int:
+    if isinstance(message, Replica) and f"syncer/{message.owner}" == self.address:
+      self._perhaps_die("before the copy", message)
+      size = super().send(to, message)
+      self._perhaps_die("after the copy", message)
+      return size
+    if not isinstance(message, Publish):
+      return super().send(to, message)
+    p, version = message.fragment, message.version
+    assert version <= self.copied[p], f"{to} gets {p} at {version}, the buddy has {self.copied[p]}"
+    size = super().send(to, message)
+    self.published[p] = max(version, self.published[p])
+    self.hub.published += version > 0
+    self._perhaps_die("after the first publish", message)
+    return size
+
+  def _perhaps_die(self, moment: str, message: Replica | Publish) -> None:
+    plan = self.hub.deaths.get(self.address)
+    if plan and plan[0] == moment and message.version >= plan[1]:
+      del self.hub.deaths[self.address]
+      self.hub.died[self.address] = (self, message.fragment, message.version)
+      raise Died(moment)
+
+
+class MortalHub(Hub):
+  def __init__(self, run_id: str, plan_id: str):
+    super().__init__(run_id, plan_id)
+    self.deaths: dict[str, tuple[str, int]] = {}  # address -> when, from which version on
+    self.died: dict[str, tuple[Mortal, int, int]] = {}  # address -> who, in which commit
+    self.published = 0
+
+  def connect(self, address: str) -> QueueEndpoint:
+    if not address.startswith("syncer/"):
+      return super().connect(address)
+    endpoint = Mortal(self, address)
+    with self._lock:
+      old, self._endpoints[address] = self._endpoints.get(address), endpoint
+    if old is not None:
+      old.close()
+    return endpoint
+
+
+class Mortals(Fleet):
+  """Shards that die as their endpoints say; nothing of theirs is left but what the buddy has."""
+
+  def __init__(self, config):
+    super().__init__(config, patience_seconds=PATIENCE_SECONDS)
+    self.hub = MortalHub("toy", self.plan.plan_id)
+
+  def _serve(self, s: int, incarnation: int, kill: threading.Event) -> None:
+    with contextlib.suppress(Died):  # like a killed process: no goodbye, its endpoint still open
+      super()._serve(s, incarnation, kill)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_shard_that_dies_within_a_commit_loses_no_round(seed):
+  config = toy.config(2, 120, **LOCK_STEP, publish_codec=("f32", "int8")[seed])
+  undisturbed = toy.run(config)
+  random = np.random.default_rng(seed)
+  fleet, lives = Mortals(config), {0: 1, 1: 1}
+  for s in (0, 1):
+    fleet.shard(s, 1)
+  learners = [fleet.learner(m) for m in (0, 1)]
+  version = 0
+  try:
+    for moment in ("before the copy", "after the copy", "after the first publish"):
+      victim, version = int(random.integers(2)), version + int(random.integers(2, 5))
+      address = syncer_address(victim)
+      fleet.hub.deaths[address] = (moment, version)
+      fleet.until(lambda: address in fleet.hub.died)  # noqa: B023
+      [thread] = [t for t in fleet.threads if t.name == address and t.is_alive()] or [None]
+      if thread is not None:
+        thread.join(PATIENCE_SECONDS)
+      dead, p, version = fleet.hub.died.pop(address)
+      past = fleet.stores[victim].commits
+      del fleet.found[victim]
+      lives[victim] += 1
+      fleet.shard(victim, lives[victim])
+      fleet.until(lambda: victim in fleet.found)  # noqa: B023
+      found = fleet.found[victim]
+      print(f"{seed=}: {address} died {moment}, fragment {p} version {version}")
+      assert sorted(found) == [victim, victim + 2]
+      for q, c in found.items():
+        assert bits(c) == past[q, c.state.version], f"fragment {q}: not what was committed"
+        assert c.state.version >= dead.published[q], f"fragment {q}: somebody has heard of more"
+      # The question may overtake the copy that was just sent, as nobody has heard of that version.
+      allowed = {"before the copy": [version - 1], "after the copy": [version - 1, version]}
+      assert found[p].state.version in allowed.get(moment, [version])
+    for thread in learners:
+      thread.join(PATIENCE_SECONDS)
+    assert not any(thread.is_alive() for thread in learners)
+  finally:
+    fleet.end()
+  ends = [fleet.stores[f.index % 2].load(f.index) for f in fleet.plan.fragments]
+  assert [c.state.version for c in ends] == undisturbed.versions and min(undisturbed.versions) > 12
+  params = {s.name: np.zeros(s.shape, np.float32) for s in toy.SPECS}
+  for fragment, c in zip(fleet.plan.fragments, ends):
+    fragments.scatter(fragment, c.value, params)
+  for name, value in undisturbed.params.items():
+    assert params[name].tobytes() == value.tobytes(), f"{name}: a round was lost or merged twice"
+  assert fleet.hub.published > 100
+  for m in (0, 1):
+    assert fleet.of(learner_address(m), "refused") == []
+  for s in (0, 1):
+    kinds = {e.kind for e in fleet.events[syncer_address(s)]}
+    assert "commit" in kinds and not kinds & {"lost", "unreplicated"}
+
+
+@pytest.mark.parametrize("publish_codec", ["f32", "int8"])
+def test_a_killed_shard_comes_back_from_its_buddy_bit_by_bit(publish_codec):
+  config = toy.config(
+    2,
+    400,
+    **SYNC,
+    publish_codec=publish_codec,
+    outer={"learning_rate": 0.7, "momentum": 0.9},
+    max_norm_ratio=1e9,  # a restarted shard has no past norms, and toy updates vary much
+  )
+  fleet = Fleet(config)
+  for s in (0, 1):
+    fleet.shard(s, 1)
+  learners = [fleet.learner(m) for m in (0, 1)]
+  lives: list[tuple[int, dict]] = []
+  try:
+    for life, victim in enumerate((0, 1, 0), start=2):
+      count = len(fleet.of(syncer_address(victim), "commit"))
+      fleet.until(lambda: len(fleet.of(syncer_address(victim), "commit")) >= count + 6)  # noqa: B023
+      fleet.kills[victim].set()
+      [thread] = [t for t in fleet.threads if t.name == syncer_address(victim) and t.is_alive()]
+      thread.join(PATIENCE_SECONDS)
+      past, heard = fleet.stores[victim].commits, newest_heard(fleet)
+      del fleet.found[victim]
+      fleet.shard(victim, life)
+      fleet.until(lambda: victim in fleet.found)  # noqa: B023
+      for p, c in fleet.found[victim].items():
+        assert bits(c) == past[p, c.state.version], f"fragment {p}"
+        assert c.state.version >= heard[p], "somebody has heard of more"
+        lives.append((p, c.state.version))
+    for thread in learners:
+      thread.join(PATIENCE_SECONDS)
+    assert not any(thread.is_alive() for thread in learners)
+  finally:
+    fleet.end()
+  assert max(v for _, v in lives) > 3, "it had something to come back with"
+  for m in (0, 1):
+    assert fleet.of(learner_address(m), "refused") == []
+    assert "tokens are merged" in fleet.of(learner_address(m), "stopped")[0].reason
+    applied = defaultdict(list)
+    for e in fleet.of(learner_address(m), "apply"):
+      applied[e.fragment].append(e.version)
+    for p, versions in applied.items():
+      assert versions == sorted(set(versions)), "versions never go back"
+      assert versions[-1] == fleet.stores[p % 2].load(p).state.version, "the same end for all"
+  for s in (0, 1):
+    kinds = {e.kind for e in fleet.events[syncer_address(s)]}
+    assert kinds & {"lost", "unreplicated"} == set()
+
+
+def newest_heard(fleet: Fleet) -> dict[int, int]:
+  newest: dict[int, int] = defaultdict(int)
+  for m in (0, 1):
+    for e in fleet.of(learner_address(m), "apply"):
+      newest[e.fragment] = max(newest[e.fragment], e.version)
+  return newest
+
+
+def test_a_run_goes_on_without_a_buddy_and_says_so():
+  fleet = Fleet(toy.config(2, 600, **SYNC), patience_seconds=0.4)
+  fleet.shard(0, 1)
+  other = fleet.shard(1, 1)
+  learners = [fleet.learner(m) for m in (0, 1)]
+  try:
+    fleet.until(lambda: len(fleet.of("syncer/0", "commit")) >= 4)
+    fleet.kills[1].set()
+    other.join(PATIENCE_SECONDS)
+    fleet.until(lambda: fleet.of("syncer/0", "unreplicated"))
+    count = len(fleet.of("syncer/0", "commit"))
+    fleet.until(lambda: len(fleet.of("syncer/0", "commit")) >= count + 4)
+    fleet.shard(1, 2)
+    fleet.until(lambda: fleet.of("syncer/0", "replicated"))
+    for thread in learners:
+      thread.join(PATIENCE_SECONDS)
+    assert not any(thread.is_alive() for thread in learners)
+  finally:
+    fleet.end()
+  assert not fleet.of("syncer/0", "lost")
+
+
+def test_a_shard_keeps_in_mind_the_newest_version_that_is_lost():
+  shard = Shard(2)
+  assert shard.syncer.lost == {}
+  for learner, versions in ((0, {0: 3}), (1, {0: 2}), (1, {1: 5})):
+    shard.syncer._note(Lost(learner=learner, versions=versions, reason=""))
+  assert shard.syncer.lost == {0: 3, 1: 5}
+  lost = [(e.learner, e.versions) for e in shard.events if e.kind == "lost"]
+  assert lost == [(0, {0: 3}), (1, {0: 2}), (1, {1: 5})]

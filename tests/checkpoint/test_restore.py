@@ -1,0 +1,368 @@
+"""What a role begins with: states as JSON and back, shards' fragments, a learner's own part."""
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+
+from ddiloco.checkpoint.restore import (
+  ResumeState,
+  begin_learner,
+  learner_part,
+  new_learner,
+  new_syncer,
+  open_storage,
+  restore_fragments,
+  syncer_part,
+)
+from ddiloco.checkpoint.snapshots import Storage
+from ddiloco.config import ConfigError, from_dict
+from ddiloco.core import fragments
+from ddiloco.core.commit import Committed, MemoryStore
+from ddiloco.core.fragments import owned_by
+from ddiloco.protocol import causality, learner
+from ddiloco.protocol.learner_state import LearnerState
+from ddiloco.protocol.syncer_state import FragmentState
+from ddiloco.protocol.values import from_json
+from ddiloco.roles import initial
+from tests.roles import toy
+
+CONFIG = toy.config(2, 100, num_shards=2, num_fragments=4, snapshot_steps=10)
+PLAN = fragments.make_plan(toy.SPECS, CONFIG.sync)
+ALL = range(4)
+
+# --- shards ---------------------------------------------------------------------------------------
+
+
+def committed(p, snapshot, with_view=False, with_momentum=True):
+  """Fragment p as it was when this snapshot was taken."""
+  values = np.random.default_rng([p, snapshot])
+  value, view, momentum = values.standard_normal((3, PLAN.fragments[p].size), np.float32)
+  state = FragmentState(
+    p,
+    version=10 * snapshot + p,
+    merged_tokens=99 * snapshot,
+    merged_rounds={0: 7, 1: 8},
+    merged_clocks={0: 5, 1: 6},
+    last_round=1000 * snapshot + p,
+    clock=snapshot,
+    participants=(0, 1),
+    snapshot=snapshot,
+  )
+  return Committed(
+    state,
+    value,
+    view if with_view else value,
+    momentum if with_momentum else None,
+    1000 * snapshot + p - 100 * (p == 2),  # one whose value was given back by a learner
+  )
+
+
+def save_shard(storage, snapshot, shard, shards, clock=0, **kinds):
+  """A shard's part as `roles.syncer` makes it."""
+  mine = {p: committed(p, snapshot, **kinds) for p in owned_by(shard, shards, len(PLAN.fragments))}
+  store, arrays = MemoryStore(), {}
+  for p, each in mine.items():
+    store.save(each)
+    arrays[f"{p}/value"] = each.value
+    if each.view is not each.value:
+      arrays[f"{p}/view"] = each.view
+    if each.momentum is not None:
+      arrays[f"{p}/momentum"] = each.momentum
+  config = dataclasses.replace(CONFIG, sync=dataclasses.replace(CONFIG.sync, num_shards=shards))
+  state = new_syncer(config, shard, snapshot, store)
+  state = dataclasses.replace(state, clock=clock, seen={**state.seen, 0: 50 + shard, 1: 60 - shard})
+  part = syncer_part(state, {p: each.momentum_round for p, each in mine.items()})
+  storage.save(snapshot, f"syncer-{shard}", snapshot, part, arrays)
+
+
+def save_shards(storage, snapshot, shards=2, **kinds):
+  for shard in range(shards):
+    save_shard(storage, snapshot, shard, shards, clock=10 * snapshot + shard, **kinds)
+  storage.commit(snapshot, [f"syncer-{shard}" for shard in range(shards)])
+
+
+def assert_same(found, expected):
+  assert found.keys() == {each.state.index for each in expected}
+  for each in expected:
+    mine = found[each.state.index]
+    assert mine.state == each.state and mine.momentum_round == each.momentum_round
+    for name in ("value", "view", "momentum"):
+      a, b = getattr(mine, name), getattr(each, name)
+      assert a is b is None or (a.dtype, a.tobytes()) == (b.dtype, b.tobytes()), name
+
+
+@pytest.fixture
+def said():
+  return []
+
+
+@pytest.fixture
+def storage(tmp_path, said, monkeypatch):
+  monkeypatch.setattr("ddiloco.checkpoint.restore.warn", said.append)
+  return Storage(tmp_path, PLAN.plan_id, said.append)
+
+
+KINDS = [{}, {"with_view": True}, {"with_momentum": False}]
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids=["plain", "lossy", "no momentum"])
+@pytest.mark.parametrize("before, after", [(2, 2), (1, 3), (3, 2), (4, 1)])
+def test_any_number_of_shards_takes_over_what_others_had(storage, said, before, after, kinds):
+  save_shards(storage, 3, before, **kinds)
+  for shard in range(after):
+    wanted = owned_by(shard, after, 4)
+    restored = restore_fragments(storage, PLAN, wanted)
+    assert_same(restored.fragments, [committed(p, 3, **kinds) for p in wanted])
+    assert restored.snapshot == 3
+    owners = {p % before for p in wanted}
+    assert restored.clock == max(30 + s for s in owners)
+    known = {0: max(50 + s for s in owners), 1: max(60 - s for s in owners)}
+    known |= {causality.shard_key(s): causality.count(3, 0) for s in owners}
+    assert restored.seen == known
+  assert not said
+
+
+def test_one_fragment_is_found_too(storage):
+  save_shards(storage, 3, 2)
+  assert_same(restore_fragments(storage, PLAN, [2]).fragments, [committed(2, 3)])
+
+
+def test_a_shard_goes_on_where_the_run_was(storage):
+  save_shards(storage, 3, 2)
+  restored = restore_fragments(storage, PLAN, owned_by(0, 2, 4))
+  store = MemoryStore()
+  for each in restored.fragments.values():
+    store.save(each)
+  state = restored.resume(new_syncer(CONFIG, 0, 777, store))
+  assert (state.clock, state.snapshot, state.incarnation) == (30, 3, 777)
+  assert [f.version for f in state.fragments] == [30, 32]
+  me = causality.shard_key(0)
+  assert state.seen == {**restored.seen, me: causality.count(777, 0)}, "both lives are known"
+
+
+def test_the_newest_snapshot_that_has_all_of_them(storage, said):
+  save_shards(storage, 1)
+  save_shards(storage, 2)
+  save_shard(storage, 3, 0, 2)
+  storage.commit(3, ["syncer-0"])
+  for shard in (0, 1):
+    save_shard(storage, 4, shard, 2)  # never committed
+  assert restore_fragments(storage, PLAN, [0, 2]).snapshot == 3
+  assert not said
+  restored = restore_fragments(storage, PLAN, ALL)
+  assert restored.snapshot == 2
+  assert_same(restored.fragments, [committed(p, 2) for p in ALL])
+  assert len(said) == 1 and "3 skipped" in said[0] and "lacks fragments [1, 3]" in said[0]
+
+
+def flip_values(storage, path):
+  raw = committed(0, 2).value.tobytes()
+  holding = [p for p in path.rglob("*") if p.is_file() and raw in p.read_bytes()]
+  assert holding
+  for victim in holding:
+    content = bytearray(victim.read_bytes())
+    content[content.index(raw) + 5] ^= 1
+    victim.write_bytes(content)
+
+
+def cut_meta(storage, path):
+  meta = path / "syncer-1" / "meta.json"
+  meta.write_bytes(meta.read_bytes()[:-10])
+
+
+def lose_manifest_s_end(storage, path):
+  (path / "manifest.json").write_text("{")
+
+
+def replace_part(storage, path):
+  save_shard(storage, 2, 1, 2, clock=12345)
+
+
+def save_state(change):
+  """A part that is whole, but whose state is none."""
+
+  def damage(storage, path):
+    part = storage.load(2, "syncer-1")
+    storage.save(2, "syncer-1", 2, change(dict(part.state)), part.arrays)
+    storage.commit(2, ["syncer-0", "syncer-1"])
+
+  return damage
+
+
+def without(name):
+  return lambda state: {k: v for k, v in state.items() if k != name}
+
+
+DAMAGES = {
+  "flipped": flip_values,
+  "torn meta": cut_meta,
+  "torn manifest": lose_manifest_s_end,
+  "replaced": replace_part,
+  "no clock": save_state(without("clock")),
+  "no momentum_rounds": save_state(without("momentum_rounds")),
+  "fragments": save_state(lambda state: {**state, "fragments": [{"index": 1}]}),
+  "no list": save_state(lambda state: {**state, "fragments": 7}),
+  "seen": save_state(lambda state: {**state, "seen": [3]}),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_damaged_ones_are_named_and_skipped(storage, said, tmp_path, damage):
+  save_shards(storage, 1)
+  save_shards(storage, 2)
+  damage(storage, tmp_path / "00000002")
+  restored = restore_fragments(storage, PLAN, ALL)
+  assert restored.snapshot == 1
+  assert_same(restored.fragments, [committed(p, 1) for p in ALL])
+  assert len(said) == 1 and "skipped" in said[0] and "2" in said[0], said
+
+
+def test_another_plan_and_an_empty_folder_have_nothing(storage, said, tmp_path):
+  assert restore_fragments(storage, PLAN, ALL) is None and not said
+  save_shards(Storage(tmp_path, "another", pytest.fail), 1)
+  assert restore_fragments(storage, PLAN, ALL) is None
+  assert len(said) == 1 and "belongs to another plan" in said[0]
+
+
+def test_a_folder_that_cannot_be_read_is_a_warning(storage, said, tmp_path):
+  path = tmp_path / "file"
+  path.write_text("")
+  nothing = Storage(path / "inside", PLAN.plan_id, said.append)
+  assert restore_fragments(nothing, PLAN, ALL) is None
+
+
+# --- learners -------------------------------------------------------------------------------------
+
+
+class Island(toy.ToyIsland):
+  """Says how it began."""
+
+  began = ""
+
+  def compile(self):
+    return 0.0
+
+  def reset(self):
+    self.began = "anew"
+
+  def restore(self, arrays):
+    super().restore(arrays)
+    self.began = "restored"
+
+
+def begin(storage, incarnation=9, number=1, rejoin="own"):
+  """(how it begins, its island, the events)."""
+  settings = dataclasses.replace(CONFIG.checkpoint, rejoin=rejoin)
+  config = dataclasses.replace(CONFIG, checkpoint=settings)
+  events, island = [], Island(number, PLAN)
+  new = new_learner(config, PLAN, number, incarnation)
+  began = begin_learner(new, config, PLAN, island, storage, toy.ListRecorder(events))
+  return began, island, events
+
+
+def save_learner(storage, snapshot=3, number=1, change=lambda state: state, lose=()):
+  """A part of an island that has made four steps; its arrays."""
+  island = Island(number, PLAN)
+  for position in range(4):
+    island.step(np.full((1, 2), position), position)
+  state = learner.init(number, 2, (0, 1, 0, 1), 1)
+  state = dataclasses.replace(state, clock=40, step=4, trained_tokens=4)
+  arrays = {**island.capture(), "base/2": np.arange(3, dtype=np.float32)}
+  kept = {name: value for name, value in arrays.items() if name not in lose}
+  storage.save(snapshot, f"learner-{number}", 2, change(learner_part(state, 44)), kept)
+  storage.commit(snapshot, [f"learner-{number}"])
+  return arrays
+
+
+def test_a_learner_comes_back_with_its_own_newest_part(storage, said):
+  save_learner(storage, 2, change=lambda state: {**state, "position": 1})
+  arrays = save_learner(storage, 3)
+  began, island, events = begin(storage)
+  assert island.began == "restored" and not began.fresh and not said
+  captured = island.capture()
+  for name, value in captured.items():
+    assert value.tobytes() == np.asarray(arrays[name]).tobytes(), name
+  assert began.position == 44 and began.arrays.keys() == {"base/2"}
+  state = began.state
+  assert (state.clock, state.step, state.trained_tokens) == (40, 4, 4)
+  assert state.incarnation == 9 and state.target_tokens == CONFIG.run.total_tokens
+  assert not state.joined, "shards say first what is newer"
+  (restored,) = events
+  assert restored.kind == "restored"
+  assert (restored.snapshot, restored.of_incarnation) == (3, 2) and restored.seconds >= 0
+
+
+def assert_afresh(began, island, events):
+  assert began == ResumeState(new_learner(CONFIG, PLAN, 1, 9))
+  assert began.fresh and island.began == "anew" and not events
+
+
+@pytest.mark.parametrize("how", ["fresh policy", "no storage", "nobody saved", "only others"])
+def test_a_learner_begins_afresh(storage, said, how):
+  save_learner(storage, number=1 if how in ("fresh policy", "no storage") else 0)
+  if how == "nobody saved":
+    storage.prune(1)
+  chosen = None if how == "no storage" else storage
+  assert_afresh(*begin(chosen, rejoin="fresh" if how == "fresh policy" else "own"))
+  assert not said
+
+
+MISFITS = {
+  "field": lambda part: {**part, "learner": without("clock")(part["learner"])},
+  "unknown": lambda part: {**part, "learner": {**part["learner"], "colour": 3}},
+  "type": lambda part: {**part, "learner": {**part["learner"], "clock": "soon"}},
+  "no learner": without("learner"),
+  "no position": without("position"),
+  "position": lambda part: {**part, "position": "there"},
+  "another": lambda part: {**part, "learner": {**part["learner"], "learner": 0}},
+  "plan": lambda part: {
+    **part,
+    "learner": {**part["learner"], "fragments": part["learner"]["fragments"][:3]},
+  },
+  "a list": lambda part: {**part, "learner": [part["learner"]]},
+}
+
+
+@pytest.mark.parametrize("change", MISFITS.values(), ids=MISFITS)
+def test_a_part_that_does_not_fit_is_named_and_the_learner_starts_afresh(storage, said, change):
+  save_learner(storage, change=change)
+  assert_afresh(*begin(storage))
+  assert len(said) == 1 and "learner-1: its part of snapshot 3 does not fit" in said[0], said
+  assert "starts afresh" in said[0]
+
+
+def test_a_part_of_another_plan_is_named_and_the_learner_starts_afresh(storage, said, tmp_path):
+  save_learner(Storage(tmp_path, "another", pytest.fail))
+  assert_afresh(*begin(storage))
+  assert len(said) == 1 and "belongs to another plan" in said[0] and "00000003" in said[0]
+
+
+def test_a_damaged_part_is_skipped_for_an_older_one(storage, said, tmp_path):
+  save_learner(storage, 2, change=lambda state: {**state, "position": 17})
+  save_learner(storage, 3)
+  (tmp_path / "00000003" / "learner-1" / "meta.json").write_text("{}")
+  began, island, events = begin(storage)
+  assert island.began == "restored" and began.position == 17 and events[0].snapshot == 2
+  assert len(said) == 1 and "00000003/learner-1" in said[0]
+
+
+def test_random_states_of_a_learner_survive_a_part(storage):
+  """Through storage itself, with everything a learner may have under way."""
+  seed = random.randrange(2**32)
+  print(f"seed {seed}")
+  state = learner.init(1, 2, (0, 1, 0, 1), 1)
+  rng = random.Random(seed)
+  state = dataclasses.replace(
+    state, step_seconds=rng.random(), seen={1: rng.randrange(2**60), -2: 5}
+  )
+  storage.save(1, "learner-1", 2, learner_part(state, rng.randrange(2**50)), {})
+  part = storage.load(1, "learner-1")
+  assert from_json(LearnerState, part.state["learner"]) == state
+
+
+def test_a_place_that_nothing_here_can_reach_is_refused_at_once(tmp_path):
+  config = from_dict({"checkpoint": {"path": "nowhere://bucket/run"}})
+  with pytest.raises(ConfigError, match=r"checkpoint.path = 'nowhere://bucket/run'.*Fix: "):
+    open_storage(config, initial.make_plan(config), tmp_path)

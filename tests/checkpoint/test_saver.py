@@ -1,0 +1,542 @@
+"""Parts are written beside the work, and shard 0 commits what is a consistent snapshot."""
+
+import os
+import sys
+import threading
+import time
+import weakref
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddiloco.checkpoint.saver import Saver, consistent
+from ddiloco.checkpoint.snapshots import Storage
+from ddiloco.observe.eventlog import NullRecorder
+from ddiloco.protocol import causality
+from ddiloco.protocol.events import Event
+
+PATIENCE_SECONDS = 30.0  # of these tests with what must come
+SHARDS = ("syncer-0", "syncer-1")
+
+
+class Events(NullRecorder):
+  """Keeps events, and lets one wait for them."""
+
+  def __init__(self):
+    self._events: list[Event] = []
+    self._news = threading.Condition()
+
+  def record(self, event):
+    with self._news:
+      self._events.append(event)
+      self._news.notify_all()
+
+  def of(self, kind, count=1):
+    """All of this kind, when there are so many."""
+    with self._news:
+      found = lambda: [e for e in self._events if e.kind == kind]  # noqa: E731
+      there = self._news.wait_for(lambda: len(found()) >= count, PATIENCE_SECONDS)
+      assert there, f"waited in vain for {count} {kind!r}: {self._events}"
+      return found()
+
+  def none(self, *kinds):
+    with self._news:
+      return not [e for e in self._events if e.kind in kinds]
+
+
+class Gated(Storage):
+  """Says when a save or a look at the parts is under way; saves wait until they are let go."""
+
+  def __init__(self, path):
+    super().__init__(path, "plan", pytest.fail)
+    self.under_way, self.looks, self.go = (
+      threading.Event(),
+      threading.Semaphore(0),
+      threading.Event(),
+    )
+    self.go.set()
+
+  def save(self, *arguments):
+    self.under_way.set()
+    assert self.go.wait(PATIENCE_SECONDS)
+    return super().save(*arguments)
+
+  def metas(self, snapshot):
+    found = super().metas(snapshot)
+    self.looks.release()
+    return found
+
+  def looked(self, times=2):
+    """Waits for so many looks that end after now."""
+    for _ in range(times):
+      assert self.looks.acquire(timeout=PATIENCE_SECONDS)
+
+
+@pytest.fixture
+def storage(tmp_path):
+  return Gated(tmp_path / "checkpoints")
+
+
+@pytest.fixture
+def savers(storage):
+  """Makes savers with event lists; they end with the test."""
+  made = []
+
+  def make(role="syncer-0"):
+    events = Events()
+    made.append(Saver(storage, role, 0, events))
+    return made[-1], events
+
+  yield make
+  storage.go.set()
+  for saver in made:
+    saver.close(PATIENCE_SECONDS)
+    assert not saver._thread.is_alive()
+
+
+def state(role, own=0, **seen):
+  """What a role recorded: its own count, and what it knows of others ("learner_1": 5)."""
+  names = {name.replace("_", "-"): count for name, count in seen.items()}
+  clock = {key(name): count for name, count in {role: own, **names}.items()}
+  return {"key": key(role), "seen": {str(who): count for who, count in clock.items()}}
+
+
+def key(role):
+  kind, number = role.split("-")
+  return int(number) if kind == "learner" else causality.shard_key(int(number))
+
+
+# --- saving ---------------------------------------------------------------------------------------
+
+
+def test_a_part_is_saved_in_the_background_with_its_checksums(storage, savers):
+  saver, events = savers("learner-3")
+  values, then = np.arange(5, dtype=np.float32), threading.Event()
+  saver.save(7, {"x": 1}, {"params/a": values}, lambda snapshot: snapshot == 7 and then.set())
+  assert then.wait(PATIENCE_SECONDS)
+  (saved,) = events.of("saved")
+  crc = zlib.crc32(values.tobytes())
+  assert (saved.snapshot, saved.bytes, saved.arrays) == (7, 20, {"params/a": crc})
+  assert saved.seconds > 0
+  part = storage.load(7, "learner-3")
+  assert part.state == {"x": 1} and part.incarnation == 0
+  np.testing.assert_array_equal(part.arrays["params/a"], values)
+
+
+def test_a_snapshot_that_comes_while_one_is_written_goes_without_this_role(storage, savers, capsys):
+  saver, events = savers()
+  storage.go.clear()
+  saver.save(1, {}, {})
+  assert storage.under_way.wait(PATIENCE_SECONDS)
+  started = time.monotonic()
+  saver.save(2, {}, {})
+  saver.save(3, {}, {})
+  assert time.monotonic() - started < 1, "nobody waits for the disk"
+  unsaved = events.of("unsaved", 2)
+  assert [e.snapshot for e in unsaved] == [2, 3]
+  assert all("not done yet" in e.reason for e in unsaved)
+  storage.go.set()
+  events.of("saved")
+  wait_until(lambda: not saver._busy)
+  saver.save(4, {}, {})
+  assert [e.snapshot for e in events.of("saved", 2)] == [1, 4]
+  assert storage.parts(2) == storage.parts(3) == {}
+  assert "WARNING" not in capsys.readouterr().err, "nothing is wrong"
+
+
+def test_a_snapshot_is_done_only_when_what_follows_is(storage, savers):
+  """Shard 0 waits for parts: were it to begin the next one, this one would go without learners."""
+  saver, events = savers()
+  inside, go = threading.Event(), threading.Event()
+
+  def then(snapshot):
+    inside.set()
+    assert go.wait(PATIENCE_SECONDS)
+
+  saver.save(1, {}, {}, then)
+  assert inside.wait(PATIENCE_SECONDS)
+  saver.save(2, {}, {})
+  assert [e.snapshot for e in events.of("unsaved")] == [2]
+  go.set()
+  wait_until(lambda: not saver._busy)
+  saver.save(3, {}, {})
+  assert [e.snapshot for e in events.of("saved", 2)] == [1, 3]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
+def test_only_the_thread_that_saves_steps_back(storage, savers, monkeypatch):
+  priorities = {}
+
+  def save(self, *arguments):
+    mine = threading.get_native_id()
+    priorities["saver"] = os.getpriority(os.PRIO_PROCESS, mine)
+    thread = threading.Thread(target=lambda: priorities.update(its_child=os.getpriority(0, 0)))
+    thread.start()
+    thread.join()
+    raise OSError("enough")
+
+  monkeypatch.setattr(Gated, "save", save)
+  before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+  saver, events = savers()
+  saver.save(1, {}, {})
+  events.of("unsaved")
+  assert priorities["saver"] == priorities["its_child"] > before
+  assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
+
+
+def test_copies_of_the_state_are_freed_before_anything_is_waited_for(storage, savers, monkeypatch):
+  saver, events = savers()
+  freed = {}
+
+  def saved(number, fails):
+    values = np.ones(3, np.float32)
+    reference, done = weakref.ref(values), threading.Event()
+
+    def then(snapshot):
+      freed[number] = reference() is None
+      done.set()
+
+    with monkeypatch.context() as patch:
+      if fails:
+        patch.setattr(Gated, "save", lambda *_: (_ for _ in ()).throw(OSError("full")))
+      saver.save(number, {}, {"a": values}, then)
+      del values
+      assert done.wait(PATIENCE_SECONDS) if not fails else events.of("unsaved")
+    wait_until(lambda: not saver._busy)
+    return reference
+
+  saved(1, fails=False)
+  assert freed == {1: True}
+  failed = saved(2, fails=True)
+  saved(3, fails=False)
+  assert failed() is None
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), ValueError("odd"), RuntimeError("xla")])
+def test_what_cannot_be_written_is_one_warning_and_the_role_goes_on(
+  storage, savers, capsys, monkeypatch, error
+):
+  saver, events = savers("learner-1")
+
+  def refuse(*_):
+    raise error
+
+  with monkeypatch.context() as patch:
+    patch.setattr(Gated, "save", refuse)
+    for snapshot in (1, 2):
+      saver.save(snapshot, {}, {}, lambda _: pytest.fail("it is not written"))
+      events.of("unsaved", snapshot)
+      wait_until(lambda: not saver._busy)
+  said = capsys.readouterr().err.splitlines()
+  assert len(said) == 2
+  for snapshot, line in enumerate(said, start=1):
+    assert "WARNING" in line and f"learner-1: its part of snapshot {snapshot} is not saved" in line
+    assert str(error) in line and "goes on" in line
+  assert all(str(error) in e.reason for e in events.of("unsaved"))
+  saver.save(3, {}, {})
+  assert events.of("saved")[0].snapshot == 3
+
+
+def wait_until(true):
+  """For what no event tells: a moment after one."""
+  deadline = time.monotonic() + PATIENCE_SECONDS
+  while not true():
+    assert time.monotonic() < deadline
+    time.sleep(0.001)
+
+
+def test_a_real_file_in_the_way_is_an_oserror_too(storage, savers, tmp_path, capsys):
+  (tmp_path / "checkpoints").write_text("no folder")
+  saver, events = savers()
+  saver.save(1, {}, {"a": np.ones(3)})
+  (unsaved,) = events.of("unsaved")
+  assert str(tmp_path) in unsaved.reason and str(tmp_path) in capsys.readouterr().err
+  (tmp_path / "checkpoints").unlink()
+  wait_until(lambda: not saver._busy)
+  saver.save(2, {}, {"a": np.ones(3)})
+  events.of("saved")
+
+
+# --- committing -----------------------------------------------------------------------------------
+
+
+def commit(saver, snapshot, learners=(), patience_seconds=PATIENCE_SECONDS, keep=9, own=0, **seen):
+  """Shard 0 saves its part, and then waits for the rest."""
+  saver.save(
+    snapshot,
+    state("syncer-0", own, **seen),
+    {},
+    lambda n: saver.commit_when_complete(n, SHARDS, lambda: learners, patience_seconds, keep),
+  )
+
+
+def test_it_is_committed_once_all_parts_are_there(storage, savers):
+  saver, events = savers()
+  commit(saver, 1, ["learner-0", "learner-1"])
+  for role in ("learner-1", "syncer-1", "learner-0"):
+    storage.looked()
+    assert storage.committed() == [] and events.none("snapshot", "uncommitted")
+    storage.save(1, role, 0, state(role), {})
+  (snapshot,) = events.of("snapshot")
+  assert snapshot.roles == ("learner-0", "learner-1", *SHARDS)
+  assert storage.manifest(1)["parts"] == storage.parts(1)
+
+
+def test_it_waits_for_learners_only_while_they_live(storage, savers):
+  saver, events = savers()
+  live = ["learner-0", "learner-1"]
+  commit(saver, 1, live)
+  for role in ("learner-0", "syncer-1"):
+    storage.save(1, role, 0, state(role), {})
+  storage.looked(3)
+  assert storage.committed() == []
+  live.remove("learner-1")
+  assert events.of("snapshot")[0].roles == ("learner-0", *SHARDS)
+
+
+def test_a_learner_that_died_after_it_had_saved_is_part_of_it(storage, savers):
+  saver, events = savers()
+  live = ["learner-5"]
+  commit(saver, 1, live)
+  storage.looked()
+  storage.save(1, "learner-5", 0, state("learner-5"), {})
+  storage.looked()
+  live.clear()
+  storage.save(1, "syncer-1", 0, state("syncer-1"), {})
+  assert events.of("snapshot")[0].roles == ("learner-5", *SHARDS)
+
+
+def test_a_learner_that_has_not_come_back_is_no_part_of_it(storage, savers):
+  """It has saved one of the same number, in a life of the run that was never committed."""
+  saver, events = savers()
+  for role in ("learner-5", "syncer-1"):
+    storage.save(1, role, 0, state(role), {})
+  commit(saver, 1)
+  assert events.of("snapshot")[0].roles == SHARDS
+
+
+def test_a_new_life_forgets_what_was_never_committed(storage, savers, capsys, monkeypatch):
+  for n in (1, 2, 3):
+    for role in ("learner-0", *SHARDS):
+      storage.save(n, role, 0, state(role), {})
+  storage.commit(2, SHARDS)
+  saver, events = savers("learner-0")
+  saver.save(4, {}, {})
+  events.of("saved")
+  assert [n for n in range(5) if "learner-0" in storage.parts(n)] == [2, 4]
+  assert all(storage.parts(n).keys() >= set(SHARDS) for n in (1, 2, 3)), "others are left alone"
+
+  def denied(*_):
+    raise OSError("denied")
+
+  monkeypatch.setattr(Gated, "forget", denied)
+  saver, events = savers("syncer-1")
+  saver.save(5, {}, {})
+  events.of("saved")
+  assert "syncer-1" in capsys.readouterr().err
+
+
+def test_a_learner_that_does_not_answer_is_waited_for_with_patience(storage, savers):
+  saver, events = savers()
+  storage.save(1, "syncer-1", 0, state("syncer-1"), {})
+  commit(saver, 1, ["learner-0"], patience_seconds=0.3)
+  (snapshot,) = events.of("snapshot")
+  assert snapshot.roles == SHARDS and snapshot.seconds >= 0.3
+
+
+def test_without_every_shard_there_is_no_snapshot(storage, savers):
+  saver, events = savers()
+  storage.save(1, "learner-0", 0, state("learner-0"), {})
+  commit(saver, 1, ["learner-0"], patience_seconds=0.2)
+  (uncommitted,) = events.of("uncommitted")
+  assert uncommitted.missing == ("syncer-1",)
+  assert storage.committed() == [] and "syncer-0" in storage.parts(1)
+
+
+def test_the_next_snapshot_goes_without_shard_0_while_this_one_is_not_committed(storage, savers):
+  saver, events = savers()
+  commit(saver, 1, ["learner-0"])
+  storage.save(1, "syncer-1", 0, state("syncer-1"), {})
+  storage.looked()
+  commit(saver, 2, ["learner-0"])
+  assert events.of("unsaved")[0].snapshot == 2
+  storage.save(1, "learner-0", 0, state("learner-0"), {})
+  assert events.of("snapshot")[0].roles == ("learner-0", *SHARDS)
+
+
+def test_a_former_lifes_part_of_a_learner_does_not_count(storage, savers):
+  """The shard has merged its push 5, of which that part knows nothing."""
+  saver, events = savers()
+  storage.save(1, "syncer-1", 0, state("syncer-1"), {})
+  storage.save(1, "learner-0", 0, state("learner-0", own=4), {})
+  commit(saver, 1, ["learner-0"], own=1, learner_0=5)
+  storage.looked(3)
+  assert storage.committed() == [], "the new part is waited for"
+  storage.save(1, "learner-0", 1, state("learner-0", own=5, syncer_0=1), {})
+  assert events.of("snapshot")[0].roles == ("learner-0", *SHARDS)
+  wait_until(lambda: not saver._busy)
+  storage.save(2, "syncer-1", 0, state("syncer-1"), {})
+  storage.save(2, "learner-0", 0, state("learner-0", own=6, syncer_0=2), {})
+  commit(saver, 2, ["learner-0"], patience_seconds=0.2, own=1, learner_0=5)
+  assert events.of("snapshot", 2)[1].roles == SHARDS, "it knows what shard 0 did later"
+  assert "learner-0" not in storage.manifest(2)["parts"]
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_former_lifes_part_of_a_shard_is_waited_out(storage, savers, replaced):
+  saver, events = savers()
+  storage.save(1, "syncer-1", 0, state("syncer-1", own=3), {})
+  commit(saver, 1, patience_seconds=PATIENCE_SECONDS if replaced else 0.3, syncer_1=7)
+  if replaced:
+    storage.looked(3)
+    assert storage.committed() == []
+    storage.save(1, "syncer-1", 1, state("syncer-1", own=8), {})
+    assert events.of("snapshot")[0].roles == SHARDS
+  else:
+    assert "syncer-1" in events.of("uncommitted")[0].missing
+    assert storage.committed() == []
+
+
+def test_old_ones_are_deleted(storage, savers):
+  saver, events = savers()
+  for n in range(1, 6):
+    if n != 3:  # never complete
+      storage.save(n, "syncer-1", 0, state("syncer-1"), {})
+    commit(saver, n, keep=2, patience_seconds=0.1 if n == 3 else PATIENCE_SECONDS)
+    events.of("uncommitted" if n == 3 else "snapshot", 1 if n == 3 else n - (n > 3))
+    wait_until(lambda: not saver._busy)
+  saver.close(PATIENCE_SECONDS)
+  assert storage.committed() == [5, 4]
+  assert all(storage.parts(n) == {} for n in (1, 2, 3))
+
+
+def test_a_snapshot_that_cannot_be_committed_is_said_and_the_next_one_is(
+  storage, savers, monkeypatch, capsys
+):
+  saver, events = savers()
+
+  def full(*_):
+    raise OSError("disk full")
+
+  for n in (1, 2):
+    storage.save(n, "syncer-1", 0, state("syncer-1"), {})
+  with monkeypatch.context() as patch:
+    patch.setattr(Gated, "commit", full)
+    commit(saver, 1)
+    assert "disk full" in events.of("uncommitted")[0].reason
+    wait_until(lambda: not saver._busy)
+  said = capsys.readouterr().err
+  assert "snapshot 1 is not committed: disk full" in said and said.count("WARNING") == 1
+  commit(saver, 2)
+  events.of("snapshot")
+  assert storage.committed() == [2]
+
+
+# --- the end --------------------------------------------------------------------------------------
+
+
+def test_to_close_does_not_wait_for_a_stuck_disk_and_half_a_part_does_not_count(
+  storage, savers, capsys
+):
+  saver, events = savers()
+  storage.go.clear()
+  commit(saver, 1)
+  assert storage.under_way.wait(PATIENCE_SECONDS)
+  started = time.monotonic()
+  saver.close(0.1)
+  assert time.monotonic() - started < 10
+  assert storage.parts(1) == {} and storage.committed() == []
+  assert events.none("saved", "snapshot")
+  assert "save syncer-0 has not ended" in capsys.readouterr().err
+
+
+def test_to_close_lets_a_part_be_finished_in_time(storage, savers):
+  saver, events = savers()
+  saver.save(1, {}, {"a": np.ones(1000)})
+  saver.close(PATIENCE_SECONDS)
+  assert storage.parts(1).keys() == {"syncer-0"} and not events.none("saved")
+
+
+def test_what_has_nothing_yet_saves_nothing(storage, savers):
+  """A shard that asks learners for what it has lost must not be in a snapshot with nothing."""
+  saver, events = savers()
+  lacks = ["it has nothing to save yet"]
+  saver.hold = lambda: lacks[0] if lacks else ""
+  saver.save(1, {}, {}, lambda _: pytest.fail("it is not saved"))
+  assert events.of("unsaved")[0].reason == lacks[0] and not saver.busy
+  lacks.clear()
+  saver.save(2, {}, {})
+  events.of("saved")
+  assert storage.parts(1) == {} and storage.parts(2).keys() == {"syncer-0"}
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_to_close_ends_the_wait_for_others(storage, savers, complete):
+  saver, events = savers()
+  if complete:
+    storage.save(1, "syncer-1", 0, state("syncer-1"), {})
+  commit(saver, 1, ["learner-0"], patience_seconds=3600.0)
+  storage.looked()
+  saver.close(PATIENCE_SECONDS)
+  assert not saver._thread.is_alive()
+  assert storage.committed() == ([1] if complete else [])
+  assert events.none("snapshot" if not complete else "uncommitted")
+
+
+# --- consistent cuts ------------------------------------------------------------------------------
+
+ROLES = ("learner-0", "learner-1", "learner-2", *SHARDS)
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=5, max_size=5), min_size=5, max_size=5))
+def test_what_is_committed_is_always_a_consistent_cut(counts):
+  states = {
+    role: {"key": key(role), "seen": {str(key(r)): n for r, n in zip(ROLES, known)}}
+    for role, known in zip(ROLES, counts)
+  }
+  roles = consistent(states, set(SHARDS))
+  assert not roles or set(SHARDS) <= roles <= set(ROLES)
+  clocks = {r: dict(zip(map(key, ROLES), known)) for r, known in zip(ROLES, counts)}
+  assert not causality.violations({key(r): clocks[r] for r in roles})
+  of_shards = {key(r): clocks[r] for r in SHARDS}
+  assert bool(roles) == (not causality.violations(of_shards))
+
+
+def test_who_fits_is_in_and_who_does_not_is_out():
+  fits = {r: state(r, own=5, learner_0=0) for r in ROLES[1:]}
+  assert consistent(fits, SHARDS) == set(ROLES[1:])
+  late = {**fits, "learner-0": state("learner-0", own=9, syncer_0=6)}
+  assert consistent(late, SHARDS) == set(ROLES[1:])
+
+
+def test_a_learner_that_is_too_old_does_not_take_others_with_it():
+  states = {r: state(r, own=5) for r in SHARDS} | {"learner-0": state("learner-0", own=4)}
+  states["learner-1"] = state("learner-1", own=5, learner_0=5)
+  assert consistent(states, SHARDS) == {"learner-1", *SHARDS}
+
+
+# --- who is away for long -------------------------------------------------------------------------
+
+
+def test_the_newest_part_of_who_is_away_outlives_its_snapshot(storage):
+  for n in range(1, 7):
+    roles = [*SHARDS, *(["learner-0"] if n <= 2 else []), *(["learner-1"] if n in (1, 5) else [])]
+    for role in roles:
+      storage.save(n, role, n, state(role), {"a": np.full(3, n)})
+    storage.commit(n, roles)
+    storage.prune(2)
+  assert {n: set(storage.parts(n)) for n in range(1, 7)} == {
+    **{1: set(), 2: {"learner-0"}, 3: set(), 4: set()},
+    **{5: {"learner-1", *SHARDS}, 6: set(SHARDS)},
+  }
+  assert storage.find("learner-0").snapshot == 2 and storage.find("learner-1").snapshot == 5
+  assert storage.find("syncer-0").snapshot == 6
+  storage.save(7, "learner-0", 7, state("learner-0"), {})
+  for role in SHARDS:
+    storage.save(7, role, 7, state(role), {})
+  storage.commit(7, ["learner-0", *SHARDS])
+  storage.prune(2)
+  assert storage.parts(2) == {} and storage.committed() == [7, 6, 5], "5 has learner 1's newest"

@@ -1,0 +1,378 @@
+"""What is saved comes back bit by bit, on any mesh; what is incomplete or foreign does not."""
+
+import logging
+import threading
+import warnings
+
+import fsspec
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from etils.epath import backend, gpath
+from fsspec.implementations.memory import MemoryFileSystem
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ddiloco.checkpoint import snapshots as arrays_lib
+from ddiloco.checkpoint.snapshots import Damaged, Storage
+
+STATE = {"clock": 17, "rounds": {"0": [2**52, 3]}, "rate": 1e-3, "none": None, "text": "α"}
+
+
+def make(path, plan_id="plan", warnings=None):
+  def warn(text):
+    assert warnings is not None, f"nothing to warn of, but: {text}"
+    warnings.append(text)
+
+  return Storage(path, plan_id, warn)
+
+
+def some(seed=0):
+  """Values that a careless copy would change, and shapes that a careless one would lose."""
+  random = np.random.default_rng(seed)
+  odd = np.array([0x7FC12345, 0x80000000, 0xFF800001, 1, 0, 0x7F800000], np.uint32)
+  f32_8x4x2 = random.standard_normal((8, 4, 2), np.float32)
+  return {
+    "layers/attention/query": f32_8x4x2,
+    "layers.attention/query": f32_8x4x2[::-1, :, 1],  # not contiguous
+    "layers": np.asfortranarray(f32_8x4x2[:, :, 0]),
+    "odd": odd.view(np.float32),
+    "minus zero": np.full((3,), -0.0, np.float32),
+    "zero": np.zeros((1, 5), np.float32),
+    "nothing": np.zeros((0, 3), np.int32),
+    "flat/bf16": random.standard_normal((5, 3), np.float32).astype(jnp.bfloat16),
+    "flat/int32": random.integers(-(2**31), 2**31, (300,), np.int32),
+    "int64": np.asarray(-(2**62) - 1),
+    "bool": np.array([True, False]),
+    "scalar/f32": np.asarray(3.25, np.float32),
+    "scalar/numpy's own": np.float32(1 / 3),
+    "scalar/bf16": np.asarray(-1.5, jnp.bfloat16),
+    "jax": jnp.arange(7, dtype=jnp.int32),
+  }
+
+
+def assert_same(found, expected):
+  assert found.keys() == expected.keys()
+  for name, value in expected.items():
+    value = np.asarray(value)
+    assert found[name].dtype == value.dtype, name
+    assert found[name].shape == value.shape, name
+    assert np.asarray(found[name]).tobytes() == value.tobytes(), name
+
+
+def test_arrays_and_state_come_back_bit_by_bit(tmp_path):
+  storage = make(tmp_path / "checkpoints")
+  meta = storage.save(7, "learner-3", 12345, STATE, some())
+  part = storage.load(7, "learner-3")
+  assert_same(part.arrays, some())
+  assert all(type(value) is np.ndarray for value in part.arrays.values())
+  assert part.state == STATE
+  assert (part.role, part.snapshot, part.incarnation) == ("learner-3", 7, 12345)
+  assert part.digest == meta["digest"] and meta == storage.meta(7, "learner-3")
+
+
+@pytest.mark.parametrize("arrays", [{}, {"nothing": np.zeros((2, 0), jnp.bfloat16)}])
+def test_a_part_may_have_no_values_at_all(tmp_path, arrays):
+  make(tmp_path).save(0, "evaluator", 1, {}, arrays)
+  assert_same(make(tmp_path).load(0, "evaluator").arrays, arrays)
+
+
+@pytest.mark.parametrize("name", ["", "a/", "/a", "a//b"])
+def test_names_that_storage_could_mix_up_are_refused_before_anything_is_touched(tmp_path, name):
+  storage = make(tmp_path)
+  storage.save(0, "syncer-0", 1, {}, some())
+  with pytest.raises(ValueError, match=f"array {name!r}"):
+    storage.save(0, "syncer-0", 2, {}, {"a": np.ones(3), name: np.zeros(3)})
+  assert_same(storage.load(0, "syncer-0").arrays, some())
+
+
+@pytest.mark.parametrize("role", ["", "learner/3", "..", "manifest.json"])
+def test_roles_that_are_no_folders_are_refused(tmp_path, role):
+  with pytest.raises(ValueError, match="must be letters"):
+    make(tmp_path).save(0, role, 1, {}, {})
+
+
+def test_only_the_named_arrays_are_read(tmp_path):
+  storage = make(tmp_path)
+  storage.save(0, "learner-0", 1, {}, some())
+  names = ("flat/bf16", "nothing")
+  assert_same(
+    storage.load(0, "learner-0", names=names).arrays, {name: some()[name] for name in names}
+  )
+  assert storage.load(0, "learner-0", names=()).arrays == {}
+  with pytest.raises(KeyError, match="else"):
+    storage.load(0, "learner-0", names=("flat/bf16", "else"))
+
+
+AXES = ("data", "fsdp", "tensor")
+MESHES = {8: (2, 2, 2), 4: (1, 2, 2), 2: (1, 1, 2), 1: (1, 1, 1)}
+SPECS = {"f32": P("fsdp", "tensor"), "bf16": P(None, ("data", "fsdp")), "int32": P("tensor")}
+EXCHANGED = {"f32": P("tensor", ("fsdp", "data")), "bf16": P("fsdp", "data"), "int32": P()}
+
+
+def over(mesh, specs):
+  return {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+
+
+def mesh_of(devices, axes=AXES):
+  return Mesh(np.array(jax.devices()[-devices:]).reshape(MESHES[devices]), axes)
+
+
+def matrices():
+  random = np.random.default_rng(5)
+  values = random.standard_normal((3, 16, 8), np.float32)
+  values[0, 0, :3] = [np.nan, -0.0, np.inf]
+  return {
+    "f32": values[0],
+    "bf16": values[1].astype(jnp.bfloat16),
+    "int32": values[2].view(np.int32),
+  }
+
+
+@pytest.mark.parametrize("devices", MESHES)
+@pytest.mark.parametrize("before", MESHES)
+def test_one_mesh_writes_and_another_reads(tmp_path, before, devices):
+  storage, arrays = make(tmp_path), matrices()
+  storage.save(0, "learner-0", 1, {}, jax.device_put(arrays, over(mesh_of(before), SPECS)))
+  shardings = over(mesh_of(devices, AXES[::-1]), EXCHANGED)
+  part = storage.load(0, "learner-0", {**shardings, "unknown": shardings["f32"]})
+  assert_same(part.arrays, arrays)
+  for name, sharding in shardings.items():
+    assert isinstance(part.arrays[name], jax.Array)
+    assert part.arrays[name].sharding == sharding
+  mixed = storage.load(0, "learner-0", {"f32": shardings["f32"]}).arrays
+  assert_same(mixed, arrays)
+  assert type(mixed["int32"]) is np.ndarray
+
+
+def test_what_jax_would_round_is_not_laid_out_in_silence(tmp_path):
+  storage = make(tmp_path)
+  storage.save(0, "learner-0", 1, {}, {"count": np.asarray([2**40])})
+  with pytest.raises(ValueError, match="'count': JAX makes int32 of int64"):
+    storage.load(0, "learner-0", over(mesh_of(1), {"count": P()}))
+
+
+def test_saving_again_replaces_the_part(tmp_path):
+  told = []
+  storage = make(tmp_path, warnings=told)
+  for snapshot in (1, 2):
+    storage.save(snapshot, "learner-0", 1, {"of": snapshot}, some(snapshot))
+    storage.commit(snapshot, ["learner-0"])
+  storage.save(2, "learner-0", 2, {"of": 3}, {"w": np.ones(4)})
+  assert_same(storage.load(2, "learner-0").arrays, {"w": np.ones(4)})
+  # It is not the part that was committed, so the whole that fits together is the one before.
+  assert_same(storage.find("learner-0").arrays, some(1))
+  assert len(told) == 1 and "00000002/learner-0: is not the part" in told[0]
+  storage.commit(2, ["learner-0"])
+  assert storage.find("learner-0").state == {"of": 3}
+
+
+def test_a_snapshot_is_there_when_it_is_committed_and_not_before(tmp_path):
+  storage = make(tmp_path)
+  assert storage.committed() == [] and storage.find("syncer-0") is None
+  digests = {
+    role: storage.save(1, role, 1, {}, some(n))["digest"]
+    for n, role in enumerate(("syncer-0", "learner-0", "learner-10"))
+  }
+  assert storage.parts(1) == digests and storage.parts(2) == {}
+  assert storage.committed() == [] and storage.find("syncer-0") is None
+  storage.commit(1, ["syncer-0", "learner-10"])
+  assert storage.committed() == [1]
+  assert storage.manifest(1)["parts"] == {r: digests[r] for r in ("syncer-0", "learner-10")}
+  assert storage.find("learner-10").digest == digests["learner-10"]
+  assert storage.find("learner-0") is None, "it was not part of the snapshot"
+
+
+def test_what_is_not_complete_cannot_be_committed(tmp_path):
+  storage = make(tmp_path)
+  storage.save(1, "syncer-0", 1, {}, some())
+  with pytest.raises(Damaged, match=r"00000001/learner-0/meta.json: is missing"):
+    storage.commit(1, ["syncer-0", "learner-0"])
+  assert storage.committed() == []
+  with pytest.raises(Damaged, match=r"manifest.json: is missing"):
+    storage.manifest(1)
+
+
+def test_a_role_that_was_away_is_found_where_it_was_last(tmp_path):
+  storage = make(tmp_path)
+  for snapshot, roles in ((9, ["syncer-0", "learner-0"]), (10, ["syncer-0"]), (11, ["syncer-0"])):
+    for role in roles:
+      storage.save(snapshot, role, 1, {"of": snapshot}, {})
+    storage.commit(snapshot, roles)
+  assert storage.committed() == [11, 10, 9]
+  assert storage.find("syncer-0").snapshot == 11
+  assert storage.find("learner-0").snapshot == 9
+
+
+def test_another_plan_is_refused_by_name(tmp_path):
+  make(tmp_path).save(1, "learner-0", 1, {}, some())
+  make(tmp_path).commit(1, ["learner-0"])
+  told = []
+  other = make(tmp_path, "other plan", told)
+  with pytest.raises(Damaged, match=r"another plan: 'plan', not 'other plan'"):
+    other.load(1, "learner-0")
+  assert other.find("learner-0") is None and other.parts(1) == {}
+  assert len(told) == 1 and "00000001/manifest.json" in told[0]
+
+
+def test_another_format_is_refused_by_name(tmp_path, monkeypatch):
+  with monkeypatch.context() as then:
+    then.setattr(arrays_lib, "FORMAT", 1)
+    make(tmp_path).save(1, "learner-0", 1, {}, some())
+    make(tmp_path).commit(1, ["learner-0"])
+  told = []
+  now = make(tmp_path, warnings=told)
+  with pytest.raises(Damaged, match="belongs to another format: 1, not 2"):
+    now.load(1, "learner-0")
+  assert now.find("learner-0") is None and len(told) == 1
+
+
+def test_pruning_keeps_the_newest_and_what_is_under_way(tmp_path):
+  storage = make(tmp_path)
+  storage.prune(keep=2)
+  for snapshot in range(1, 9):
+    storage.save(snapshot, "syncer-0", 1, {}, {"w": np.ones(3)})
+    if snapshot not in (2, 5, 8):
+      storage.commit(snapshot, ["syncer-0"])
+  storage.prune(keep=3)
+  assert storage.committed() == [7, 6, 4]
+  assert sorted(path.name for path in tmp_path.iterdir()) == [
+    "00000004",
+    "00000006",
+    "00000007",
+    "00000008",
+  ]
+  with pytest.raises(ValueError, match="at least 1"):
+    storage.prune(keep=0)
+
+
+def test_saving_is_silent_needs_no_main_thread_and_leaves_none(tmp_path, caplog):
+  """Roles of the threads engine save beside each other."""
+  before, failures = set(threading.enumerate()), []
+  sharded = jax.device_put(matrices(), over(mesh_of(8), SPECS))
+
+  def role(name, number):
+    try:
+      storage = make(tmp_path)
+      for snapshot in range(3):
+        storage.save(snapshot, name, number, {"n": snapshot}, {**sharded, **some(number)})
+        storage.save(snapshot, name, number, {"n": snapshot}, {**sharded, **some(snapshot)})
+        assert_same(
+          storage.load(snapshot, name, over(mesh_of(4), SPECS)).arrays,
+          {**matrices(), **some(snapshot)},
+        )
+    except Exception as error:
+      failures.append(error)
+
+  with warnings.catch_warnings(), caplog.at_level(logging.WARNING):
+    warnings.simplefilter("error")
+    threads = [threading.Thread(target=role, args=(f"learner-{n}", n)) for n in range(4)]
+    for thread in threads:
+      thread.start()
+    for thread in threads:
+      thread.join()
+  assert not failures, failures
+  assert set(threading.enumerate()) == before
+  assert caplog.messages == []
+
+
+def test_a_relative_path_is_taken_from_here(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  storage = make("checkpoints")
+  monkeypatch.chdir("/")
+  storage.save(0, "syncer-0", 1, {}, some())
+  assert_same(make(tmp_path / "checkpoints").load(0, "syncer-0").arrays, some())
+
+
+class Bucket(MemoryFileSystem):
+  """Objects instead of files, under gs://."""
+
+  protocol = ("gs", "gcs")
+  store = {}
+  pseudo_dirs = [""]
+
+  @classmethod
+  def _strip_protocol(cls, path):
+    return "/" + path.removeprefix("gs://").strip("/")
+
+
+def test_a_bucket_is_used_like_a_folder(monkeypatch):
+  bucket, written, asked = Bucket(), {}, set()
+  bucket.store.clear()
+
+  def filesystem(self, path):
+    asked.add(str(path))
+    return bucket
+
+  monkeypatch.setattr(type(backend.fsspec_backend), "fs", filesystem)
+  monkeypatch.setattr(gpath, "_is_tf_installed", lambda: False)
+  # TensorStore speaks to gs:// itself; what it is told is what can be seen from here.
+  monkeypatch.setattr(arrays_lib, "write", lambda path, a: written.update({str(path): dict(a)}))
+  monkeypatch.setattr(arrays_lib, "read", lambda path, wanted: written[str(path)])
+  storage = make("gs://bucket/runs/one")
+  assert storage.find("learner-3") is None
+  for snapshot in (1, 2, 3):
+    storage.save(snapshot, "learner-3", 1, STATE, some(0))
+    storage.save(snapshot, "learner-3", 1, STATE, some(snapshot))
+    storage.commit(snapshot, ["learner-3"])
+  storage.prune(keep=2)
+  assert storage.committed() == [3, 2]
+  assert storage.find("learner-3").state == STATE
+  assert storage.parts(3) == storage.manifest(3)["parts"]
+  assert_same(storage.load(2, "learner-3").arrays, some(2))
+  assert "gs://bucket/runs/one/00000003/learner-3/arrays" in written
+  assert all(path.startswith("gs://bucket/runs/one") for path in asked), asked
+  assert sorted(bucket.store) == [
+    f"/bucket/runs/one/0000000{snapshot}/{file}"
+    for snapshot in (2, 3)
+    for file in ("learner-3/meta.json", "manifest.json")
+  ]
+
+
+def test_listings_of_a_bucket_are_never_remembered():
+  """Else nobody would see the others' parts: fsspec's file systems keep what they listed."""
+
+  class Store(fsspec.AbstractFileSystem):
+    protocol = ("gs", "gcs")
+    cachable = False
+
+  assert not Store().dircache.use_listings_cache
+
+
+def test_what_was_never_committed_is_forgotten(tmp_path):
+  warnings: list[str] = []
+  storage = Storage(tmp_path / "checkpoints", "plan", warnings.append)
+  storage.forget("learner-0")  # nothing there yet
+  for snapshot in (1, 2, 3):
+    for role in ("syncer-0", "learner-0"):
+      storage.save(snapshot, role, 0, {}, {"x": np.arange(3, dtype=np.float32)})
+    if snapshot < 3:
+      storage.commit(snapshot, ["syncer-0", "learner-0"])
+  storage.forget("learner-0")
+  assert storage.parts(3).keys() == {"syncer-0"}, "its own part alone"
+  assert storage.committed() == [2, 1]
+  assert storage.parts(2).keys() == {"syncer-0", "learner-0"}
+  storage.forget()
+  assert storage.parts(3) == {} and storage.parts(1).keys() == {"syncer-0", "learner-0"}
+  assert storage.committed() == [2, 1], "what was committed is nobody's to forget"
+  assert warnings == []
+
+
+def test_a_snapshot_that_the_run_does_not_go_on_from_is_set_aside_whole(tmp_path):
+  """Its number comes again, and somebody may want to know what is wrong with it."""
+  storage = make(tmp_path)
+  for again in range(2):
+    for snapshot in (1, 2, 3):
+      storage.save(snapshot, "syncer-0", again, {}, some(snapshot))
+      if snapshot < 3:
+        storage.commit(snapshot, ["syncer-0"])
+    (moved,) = storage.set_aside(newer_than=1)
+    assert moved == str(tmp_path / ("00000002.aside" + "1" * again))
+    assert storage.committed() == [1] and storage.parts(3), "what is not committed stays"
+    storage.prune(keep=1)
+  copies = sorted(path.name for path in tmp_path.iterdir() if "aside" in path.name)
+  assert copies == ["00000002.aside", "00000002.aside1"]
+  (tmp_path / "00000002.aside").rename(tmp_path / "00000002")  # as who knows better would do
+  assert storage.committed() == [2, 1]
+  assert_same(storage.find("syncer-0").arrays, some(2))

@@ -1,0 +1,238 @@
+"""A disk or a network that fails for a while: tried again, passed over, and nothing is deleted.
+
+What one role cannot read others can: no fault of a reader may cost anybody a committed snapshot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+
+import numpy as np
+import pytest
+from etils.epath import backend
+
+from ddiloco.checkpoint import records, weights
+from ddiloco.checkpoint import snapshots as arrays_lib
+from ddiloco.checkpoint.restore import restore_fragments
+from ddiloco.checkpoint.saver import Saver
+from ddiloco.checkpoint.snapshots import Damaged, Storage
+from tests.checkpoint.test_restore import PLAN, save_shards
+from tests.checkpoint.test_saver import Events
+from tests.checkpoint.test_snapshots_kill import denied, disk_of
+
+ROLES = ("learner-0", "learner-1", "syncer-0")
+PASSING = [errno.EIO, errno.ESTALE, errno.EACCES, errno.EMFILE, errno.ETIMEDOUT]
+
+
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch):
+  monkeypatch.setattr(records, "PAUSES_SECONDS", (0.0, 0.0, 0.0))
+
+
+@pytest.fixture
+def path(tmp_path):
+  """Two committed snapshots of three roles."""
+  for snapshot in (1, 2):
+    storage = Storage(tmp_path, "plan", pytest.fail)
+    for role in ROLES:
+      storage.save(snapshot, role, snapshot, {"of": snapshot}, {"a": np.full(9, snapshot)})
+    storage.commit(snapshot, ROLES)
+  return tmp_path
+
+
+def fail(monkeypatch, what, code, times=10**9):
+  """So many calls of the file system fail that would read or list a path that has `what` in it."""
+  left = [times]
+  kind = type(backend.os_backend)
+
+  def failing(real, error):
+    def call(*arguments, **more):
+      if left[0] and any(what in str(argument) for argument in arguments):
+        left[0] -= 1
+        raise error
+      return real(*arguments, **more)
+
+    return call
+
+  refused = OSError(code, os.strerror(code))
+  # As TensorStore says it.
+  said = f"Error reading: {os.strerror(code)} [os_error_code='{code}'] [tensorstore_spec='...']"
+  for name in ("open", "listdir"):
+    monkeypatch.setattr(kind, name, failing(getattr(kind, name), refused))
+  monkeypatch.setattr(arrays_lib, "read", failing(arrays_lib.read, ValueError(said)))
+
+
+@pytest.mark.parametrize("code", PASSING, ids=errno.errorcode.get)
+@pytest.mark.parametrize("what", ["00000002", "manifest.json", "learner-0/meta.json", "arrays"])
+def test_what_fails_for_a_moment_is_read_again(path, monkeypatch, code, what):
+  storage = Storage(path, "plan", pytest.fail)
+  fail(monkeypatch, what, code, times=2)
+  assert storage.find("learner-0").snapshot == 2
+
+
+@pytest.mark.parametrize("code", PASSING, ids=errno.errorcode.get)
+def test_a_folder_that_cannot_be_listed_is_not_taken_for_an_empty_one(path, monkeypatch, code):
+  storage, told = Storage(path, "plan", pytest.fail), []
+  with monkeypatch.context() as patch:
+    fail(patch, path.name, code)
+    for ask in (storage.committed, storage.forget, lambda: storage.prune(1), storage.metas):
+      with pytest.raises(OSError, match=re.escape(os.strerror(code))):
+        ask(*([2] if ask == storage.metas else []))
+    assert Storage(path, "plan", told.append).find("learner-0") is None
+  assert len(told) == 1 and "cannot be searched" in told[0]
+  assert storage.find("learner-0").snapshot == 2
+
+
+@pytest.mark.parametrize("code", PASSING, ids=errno.errorcode.get)
+@pytest.mark.parametrize("what", ["00000002", "manifest.json", "syncer-0/meta.json", "arrays"])
+def test_one_roles_read_error_takes_no_snapshot_from_anybody(path, monkeypatch, code, what):
+  """Whatever it does at its start and when it prunes, the others find what they had."""
+  told = []
+  with monkeypatch.context() as patch:
+    mine = Storage(path, "plan", told.append)
+    fail(patch, f"00000002/{what}" if "/" in what or "." in what else what, code)
+    part = mine.find("syncer-0")
+    assert part is None or part.snapshot == 1, "passed over"
+    for does in (lambda: mine.forget("syncer-0"), lambda: mine.prune(1)):
+      with contextlib.suppress(OSError):
+        does()
+  assert told, "and said"
+  others = Storage(path, "plan", pytest.fail)
+  assert {role: others.find(role).snapshot for role in ROLES} == dict.fromkeys(ROLES, 2)
+
+
+def test_who_may_not_read_for_a_while_passes_over_and_deletes_nothing(path):
+  """A real refusal: the folder belongs to somebody else."""
+  told, mine = [], Storage(path, "plan", pytest.fail)
+  mine._warn = told.append
+  with denied(path / "00000002", 0o000):
+    assert mine.find("syncer-0") is None
+    with pytest.raises(PermissionError):
+      mine.prune(1)
+  assert told and "Permission denied" in told[0]
+  assert mine.committed() == [2, 1] and mine.find("syncer-0").snapshot == 2
+
+
+def test_fragments_are_restored_from_an_older_snapshot_and_the_newest_stays(tmp_path, monkeypatch):
+  storage, tried = Storage(tmp_path, PLAN.plan_id, pytest.fail), []
+  monkeypatch.setattr("ddiloco.checkpoint.restore.warn", lambda text: None)
+  for snapshot in (1, 2):
+    save_shards(storage, snapshot)
+  with monkeypatch.context() as patch:
+    fail(patch, "00000002/syncer-1/meta.json", errno.EIO)
+    assert restore_fragments(storage, PLAN, range(4), tried).snapshot == 1
+  assert len(tried) == 1 and "00000002/syncer-1" in tried[0] and "Input/output error" in tried[0]
+  assert restore_fragments(storage, PLAN, range(4)).snapshot == 2
+
+
+def test_what_belongs_to_another_run_is_never_pruned(path):
+  """Two runs that were given one checkpoint.path by mistake."""
+  told = []
+  other = Storage(path, "another plan", told.append)
+  for snapshot in (3, 4):
+    other.save(snapshot, "syncer-0", 1, {}, {})
+    other.commit(snapshot, ["syncer-0"])
+  other.prune(keep=1)
+  assert other.committed() == [4, 2, 1]
+  assert len(told) == 2 and all("belongs to another plan" in text for text in told)
+  assert Storage(path, "plan", lambda text: None).find("learner-0").snapshot == 2
+
+
+# --- at the same moment ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["forgets, then commits", "commits, then forgets"])
+def test_a_role_that_forgets_while_its_snapshot_is_committed(path, monkeypatch, order):
+  """Its new life deletes what it takes for left over; shard 0 has just counted it in."""
+  mine, shard0 = Storage(path, "plan", pytest.fail), Storage(path, "plan", pytest.fail)
+  for role in ROLES:
+    mine.save(3, role, 3, {}, {})
+  first, then = (mine, shard0) if order.startswith("forgets") else (shard0, mine)
+  do = {id(mine): lambda: mine.forget("learner-0"), id(shard0): lambda: shard0.commit(3, ROLES)}
+
+  def between(real, *arguments):
+    """The other one comes in the middle: after this one has looked, before it has written."""
+    monkeypatch.undo()
+    found = real(*arguments)
+    if then is mine:
+      mine.forget("learner-0")
+    else:
+      with contextlib.suppress(Damaged):
+        shard0.commit(3, ROLES)
+    return found
+
+  name = "_digests" if first is shard0 else "is_committed"
+  real = getattr(first, name)
+
+  def patched(*arguments):
+    if arguments[0] != 3:
+      return real(*arguments)
+    return between(real, *arguments)
+
+  monkeypatch.setattr(first, name, patched)
+  with contextlib.suppress(Damaged):
+    do[id(first)]()
+  if 3 in mine.committed():
+    assert mine.parts(3) == mine.manifest(3)["parts"], "what is vouched for is there"
+  assert mine.find("syncer-0").snapshot in (2, 3)
+
+
+def test_forgetting_leaves_others_parts_of_what_is_being_written(path):
+  storage = Storage(path, "plan", pytest.fail)
+  for role in ROLES:
+    storage.save(3, role, 3, {}, {})
+  storage.forget("learner-0")
+  assert storage.parts(3).keys() == {"learner-1", "syncer-0"}
+
+
+def test_a_new_life_never_replaces_its_part_of_a_committed_snapshot(path):
+  """A shard that came back with nothing hears of snapshot 2, and is asked for its part of it."""
+  storage, events = Storage(path, "plan", pytest.fail), Events()
+  saver = Saver(storage, "syncer-0", 7, events)
+  saver.save(2, {"of": "nothing"}, {"a": np.zeros(9)}, lambda _: pytest.fail("it is not written"))
+  (unsaved,) = events.of("unsaved")
+  saver.close(30.0)
+  assert "committed already" in unsaved.reason
+  assert storage.find("syncer-0").state == {"of": 2}
+
+
+# --- what cannot be written -----------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Orbax
+@pytest.mark.parametrize("size_bytes", [0, 300_000])
+def test_a_limit_on_file_sizes_is_one_plain_oserror_and_leaves_no_half(tmp_path, size_bytes):
+  storage = Storage(tmp_path / "checkpoints", "plan", pytest.fail)
+  arrays = {"a": np.random.default_rng(0).standard_normal(300_000)}
+  with pytest.raises(OSError) as refused, disk_of(size_bytes):
+    storage.save(2, "learner-0", 2, {}, arrays)
+  assert refused.value.errno == errno.EFBIG
+  assert str(tmp_path / "checkpoints/00000002/learner-0") in str(refused.value)
+  assert "tensorstore" not in str(refused.value).lower() and len(str(refused.value)) < 300
+  assert not list((tmp_path / "checkpoints").rglob("learner-0")), "no half is left"
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT], ids=errno.errorcode.get)
+def test_a_full_disk_or_quota_is_an_oserror_with_its_number(tmp_path, monkeypatch, code):
+  said = f"RESOURCE_EXHAUSTED: Failed to write [os_error_code='{code}'] [tensorstore_spec='...']"
+
+  def refuse(*_):
+    raise ValueError(said)
+
+  monkeypatch.setattr(arrays_lib, "write", refuse)
+  with pytest.raises(OSError) as refused:
+    Storage(tmp_path, "plan", pytest.fail).save(2, "learner-0", 2, {}, {"a": np.ones(3)})
+  assert refused.value.errno == code and str(tmp_path) in str(refused.value)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Orbax
+def test_a_result_that_cannot_be_written_is_an_oserror_and_the_one_before_stays(tmp_path):
+  params = {"a": np.random.default_rng(0).standard_normal(300_000).astype(np.float32)}
+  weights.save(tmp_path / "result", {"a": params["a"][:9]})
+  with pytest.raises(OSError) as refused, disk_of(100_000):
+    weights.save(tmp_path / "result", params)
+  assert refused.value.errno == errno.EFBIG and str(tmp_path / "result") in str(refused.value)
+  assert weights.load(tmp_path / "result")["a"].size == 9

@@ -1,0 +1,267 @@
+"""Weights at rest come back bit by bit, also to others; what is missing or damaged is said."""
+
+import json
+import os
+import shutil
+import stat
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import safetensors
+import safetensors.numpy
+
+from ddiloco.checkpoint import weights
+from ddiloco.config import ConfigError
+
+SHAPES = {"embedding": (7, 4), "layers/attention/query": (2, 4, 2, 2), "final_norm/scale": (4,)}
+FORMS = ["result", "model.safetensors"]
+
+
+def params(seed: int = 0) -> dict[str, np.ndarray]:
+  random = np.random.default_rng(seed)
+  return {name: random.standard_normal(shape, np.float32) for name, shape in SHAPES.items()}
+
+
+def assert_same(a, b) -> None:
+  assert a.keys() == b.keys()
+  for name in a:
+    assert np.asarray(a[name]).dtype == np.float32
+    assert np.asarray(a[name]).tobytes() == b[name].tobytes()
+
+
+@pytest.fixture(params=FORMS)
+def path(request, tmp_path):
+  return tmp_path / request.param
+
+
+def start(path):
+  return weights.start(str(path), SHAPES, "run.init_from")
+
+
+def refused(path) -> str:
+  """What `start` says; `check` says the same if the header tells it."""
+  with pytest.raises(ConfigError) as error:
+    start(path)
+  text = str(error.value)
+  assert text.startswith("run.init_from = ") and str(path) in text and ". Fix: " in text
+  return text
+
+
+def test_what_is_saved_comes_back_bitwise(path):
+  assert str(weights.save(path, params())) == str(path)
+  assert_same(weights.load(path), params())
+  assert_same(start(path), params())
+  assert list(start(path)) == list(SHAPES)
+  assert weights.leaves(path) == {n: weights.Leaf(s, "float32") for n, s in SHAPES.items()}
+
+
+def test_plain_libraries_read_it(tmp_path):
+  with ocp.StandardCheckpointer() as plain:
+    assert_same(plain.restore(weights.save(tmp_path / "result", params())), params())
+  path = weights.save(tmp_path / "model.safetensors", params(), {"format": "ddiloco"})
+  assert_same(safetensors.numpy.load_file(path), params())
+  with safetensors.safe_open(path, framework="np") as file:
+    assert file.metadata() == {"format": "ddiloco"}
+
+
+def test_what_plain_libraries_write_is_read(tmp_path):
+  safetensors.numpy.save_file(params(), tmp_path / "model.safetensors")
+  assert_same(start(tmp_path / "model.safetensors"), params())
+  flat = {tuple(name.split("/")): value for name, value in params().items()}
+  nested: dict = {}
+  for (*folders, last), value in flat.items():
+    inside = nested
+    for folder in folders:
+      inside = inside.setdefault(folder, {})
+    inside[last] = jnp.asarray(value)
+  with ocp.StandardCheckpointer() as plain:
+    plain.save(tmp_path / "nested", nested)
+  assert_same(start(tmp_path / "nested"), params())
+
+
+def test_arrays_of_another_mesh_are_read_on_the_host(tmp_path):
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+  value = np.arange(16, dtype=np.float32)
+  with ocp.StandardCheckpointer() as plain:
+    plain.save(tmp_path / "sharded", {"a": jax.device_put(value, split)})
+  loaded = weights.load(tmp_path / "sharded")["a"]
+  assert type(loaded) is np.ndarray
+  np.testing.assert_array_equal(loaded, value)
+
+
+def test_views_and_scalars_are_written_as_they_look(path):
+  odd = {"turned": np.arange(6, dtype=np.float32).reshape(2, 3).T, "one": np.asarray(np.float32(3))}
+  loaded = weights.load(weights.save(path, odd))
+  for name in odd:
+    assert loaded[name].shape == odd[name].shape
+    np.testing.assert_array_equal(loaded[name], odd[name])
+
+
+def test_saving_again_replaces(path):
+  weights.save(path, params(0))
+  weights.save(path, params(1))
+  assert_same(weights.load(path), params(1))
+  assert [p.name for p in path.parent.iterdir()] == [path.name], "nothing half-written stays"
+
+
+def test_a_relative_path_is_taken_from_here(path, monkeypatch):
+  monkeypatch.chdir(path.parent)
+  weights.save(path.name, params())
+  assert_same(weights.load(path), params())
+
+
+def test_folders_above_are_made_and_the_file_is_as_readable_as_others(tmp_path):
+  path = weights.save(tmp_path / "a" / "b" / "model.safetensors", params())
+  (tmp_path / "other").touch()
+  assert stat.S_IMODE(os.stat(path).st_mode) == stat.S_IMODE((tmp_path / "other").stat().st_mode)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("there", [True, False])
+def test_a_torn_write_leaves_nothing_under_the_name(tmp_path, monkeypatch, error, there):
+  path = tmp_path / "model.safetensors"
+  if there:
+    weights.save(path, params(0))
+  whole = safetensors.numpy.save_file
+
+  def torn(tensors, file, metadata):
+    whole(tensors, file, metadata)
+    file.write_bytes(file.read_bytes()[:99])
+    raise error
+
+  monkeypatch.setattr(safetensors.numpy, "save_file", torn)
+  with pytest.raises(type(error)):
+    weights.save(path, params(1))
+  assert [p.name for p in tmp_path.iterdir()] == ([path.name] if there else [])
+  if there:
+    assert_same(weights.load(path), params(0))
+
+
+def test_a_path_that_cannot_be_written_is_an_os_error(tmp_path):
+  (tmp_path / "file").touch()
+  for name in FORMS:
+    with pytest.raises(OSError):
+      weights.save(tmp_path / "file" / name, params())
+  (tmp_path / "model.safetensors").mkdir()
+  with pytest.raises(OSError):
+    weights.save(tmp_path / "model.safetensors", params())
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def test_what_is_missing_is_said(path):
+  with pytest.raises(ConfigError, match=r"^result = .*does not exist. Fix: finish a run"):
+    weights.load(path, "result")
+  assert "does not exist" in refused(path)
+
+
+def files(path):
+  return sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax, giving up
+def test_every_damage_is_found_or_harmless(path):
+  """Each file in turn deleted, emptied and cut in half: an error, or the right values."""
+  weights.save(path, params())
+  contents = {p: p.read_bytes() for p in files(path)}
+  seen = set()
+  for victim, content in contents.items():
+    for damage, left in ("delete", None), ("empty", b""), ("halve", content[: len(content) // 2]):
+      shutil.rmtree(path, ignore_errors=True)
+      for p, whole in contents.items():
+        p.parent.mkdir(parents=True, exist_ok=True)
+        p.write_bytes(whole)
+      victim.unlink() if left is None else victim.write_bytes(left)
+      try:
+        assert_same(weights.load(path), params())
+      except ConfigError as error:
+        seen.add((victim, damage))
+        assert str(path) in str(error) and "Fix: " in str(error), (victim, damage)
+  assert len(seen) >= 3, "nothing was noticed at all"
+
+
+@pytest.mark.parametrize("length", range(0, 400, 13))
+def test_a_file_cut_anywhere_is_refused(tmp_path, length):
+  path = weights.save(tmp_path / "model.safetensors", params())
+  content = path.read_bytes()
+  assert len(content) > 400
+  path.write_bytes(content[:length])
+  assert "cannot be read" in refused(path)
+  with pytest.raises(ConfigError, match="cannot be read"):
+    weights.check(str(path), SHAPES, "run.init_from")
+
+
+def test_what_is_no_weights_is_refused(tmp_path):
+  for name in ("empty", "folder.safetensors"):
+    (tmp_path / name).mkdir()
+  for name in ("file", "text.safetensors"):
+    (tmp_path / name).write_text("hello")
+  for name in ("empty", "folder.safetensors", "file", "text.safetensors"):
+    assert "cannot be read" in refused(tmp_path / name), name
+
+
+def test_the_workdir_of_a_run_is_its_result(tmp_path):
+  (tmp_path / "config.json").touch()
+  assert "is a run that has left no result yet" in refused(tmp_path)
+  weights.save(tmp_path / "result", params())
+  assert_same(start(tmp_path), params())
+
+
+@pytest.mark.parametrize(
+  "changes, text",
+  [
+    ({"embedding": (8, 4)}, "(embedding has shape (8, 4), where the model has (7, 4))"),
+    ({"embedding": None}, "(embedding (7, 4) is missing)"),
+    ({"extra/bias": (3,)}, "(extra/bias (3,) is none of the model's)"),
+    (
+      {"a": (1,), "b": (1,), "c": (1,), "d": (1,)},
+      "(a (1,) is none of the model's; b (1,) is none of the model's; c (1,) is none of the"
+      " model's; 1 more)",
+    ),
+  ],
+)
+def test_another_model_is_refused_by_its_first_odd_tensors(path, changes, text):
+  shapes = {n: s for n, s in (SHAPES | changes).items() if s is not None}
+  weights.save(path, {name: np.zeros(shape, np.float32) for name, shape in shapes.items()})
+  assert f"is of another model {text}. Fix: use the config.model" in refused(path)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
+def test_every_float_becomes_f32(path, dtype):
+  stored = {name: value.astype(dtype) for name, value in params().items()}
+  weights.save(path, stored)
+  assert_same(start(path), {name: value.astype(np.float32) for name, value in stored.items()})
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, bool])
+def test_what_is_not_float_is_refused_by_the_header_alone(path, dtype):
+  weights.save(path, params() | {"final_norm/scale": np.ones(4, dtype)})
+  text = refused(path)
+  assert "final_norm/scale is of type " in text and "must be one of float64, float32" in text
+  with pytest.raises(ConfigError, match="is of type"):
+    weights.check(str(path), SHAPES, "run.init_from")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, np.float64(1e300)])
+def test_what_is_not_finite_is_refused(path, value):
+  scale = np.asarray([1, value, 2, value], np.float64 if np.isfinite(value) else np.float32)
+  weights.save(path, params() | {"final_norm/scale": scale})
+  weights.check(str(path), SHAPES, "run.init_from")  # no header tells
+  assert "final_norm/scale has 2 values that are not finite in float32. Fix: " in refused(path)
+
+
+def test_the_metadata_of_both_forms_are_the_same(tmp_path):
+  said = {"format": "ddiloco", "model": json.dumps({"num_layers": 2})}
+  with safetensors.safe_open(
+    weights.save(tmp_path / "model.safetensors", params(), said), framework="np"
+  ) as file:
+    assert file.metadata() == said
+  with ocp.StandardCheckpointer() as plain:
+    path = weights.save(tmp_path / "result", params(), said)
+    assert plain.metadata(path).custom_metadata == said

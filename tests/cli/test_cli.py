@@ -1,0 +1,329 @@
+"""What is typed wrong is said on stderr in plain words, with status 2, before a device is used."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ddiloco
+from ddiloco import cli, environment
+from ddiloco.checkpoint import weights
+from ddiloco.config import from_dict
+from ddiloco.engines import session
+from ddiloco.models import transformer
+from ddiloco.workdir import claim, saved_config
+
+ROOT = Path(__file__).parent.parent.parent
+QUICKSTART = str(ROOT / "configs" / "quickstart.py")
+TRAIN = ["train", f"--config={QUICKSTART}"]
+COMMANDS = {
+  "train": ["config", "workdir", "dry_run", "overwrite", "cpu"],
+  "generate": ["workdir", "prompt", "tokens", "temperature", "seed"],
+  "evaluate": ["workdir"],
+  "report": ["workdir"],
+}
+
+
+@pytest.fixture(autouse=True)
+def no_device(monkeypatch):
+  """These calls share the tests' process, whose devices are made already."""
+  monkeypatch.setattr(environment, "prepare", lambda **settings: None)
+
+
+@pytest.fixture
+def refused(capsys, tmp_path):
+  """Runs a command that must be refused; returns what it says."""
+
+  def run(*arguments: object) -> str:
+    before = snapshot(tmp_path)
+    assert cli.main([str(a) for a in arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("ddiloco") and "Traceback" not in err
+    assert snapshot(tmp_path) == before, "a refusal changes nothing"
+    return err
+
+  return run
+
+
+def snapshot(folder: Path) -> dict[str, bytes | None]:
+  return {str(p): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_every_command_has_help(command, flag, capsys):
+  assert cli.main([command, flag]) == 0
+  out, err = capsys.readouterr()
+  assert out.startswith(f"ddiloco {command}: ") and err == ""
+  for name in COMMANDS[command]:
+    assert f"--{name}:" in out or f"--[no]{name}:" in out
+  assert not {"absl", "flagfile", "undefok", "pdb"} & set(out.replace(".", " ").split())
+
+
+def test_usage_and_version(capsys):
+  assert cli.main(["--help"]) == 0
+  out = capsys.readouterr().out
+  assert all(f"ddiloco {command}" in out for command in COMMANDS)
+  assert cli.main([]) == 2
+  assert cli.main(["--version"]) == 0
+  assert capsys.readouterr().out.endswith(f"ddiloco {ddiloco.__version__}\n")
+
+
+def test_an_unknown_command_shows_the_usage(refused):
+  text = refused("trian")
+  assert "no command 'trian'" in text and "ddiloco train" in text
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_workdir_is_needed(refused, command):
+  config = [f"--config={QUICKSTART}"] if command == "train" else []
+  assert "--workdir: is needed. Fix: " in refused(command, *config)
+
+
+def test_the_config_is_needed(refused):
+  assert "--config: is needed. Fix: " in refused("train", "--workdir=x")
+  assert "--config: is needed" in refused("train", "--workdir=x", "--config.seed=1")
+  assert "--config: is needed" in refused("train", "--workdir=x", "--config=")
+
+
+@pytest.mark.parametrize(
+  "text, parts",
+  [
+    (None, ["No such file"]),
+    ("def get_config(:\n", ["SyntaxError", "line 1"]),
+    ("x = 1\n", ["no get_config()"]),
+    ("def get_config():\n  return 1 / 0\n", ["line 2", "ZeroDivisionError"]),
+    ("import nowhere\n", ["line 1", "No module named 'nowhere'"]),
+    ("def get_config():\n  pass\n", ["returned None", "default()"]),
+    ("def get_config():\n  return {}\n", ["returned {}", "default()"]),
+    (
+      "from ddiloco import config\n"
+      "def get_config():\n  c = config.default()\n  c.sync.min_qurum = 3\n  return c\n",
+      ["sync.min_qurum = 3", "did you mean 'min_quorum'"],
+    ),
+    (
+      "from ddiloco import config\n"
+      "def get_config():\n  c = config.default()\n  c.sync.min_quorum = 'x'\n  return c\n",
+      ["line 4", "min_quorum"],
+    ),
+  ],
+)
+def test_a_bad_experiment_file_is_named_with_its_line(refused, tmp_path, text, parts):
+  file = tmp_path / "experiment.py"
+  if text is not None:
+    file.write_text(text)
+  said = refused("train", f"--config={file}", f"--workdir={tmp_path / 'run'}")
+  assert all(part in said for part in parts), said
+  assert ". Fix: " in said
+
+
+def test_a_preset_that_is_not_there(refused):
+  dense = ROOT / "configs" / "dense.py"
+  assert "dense.py has 100k, 1m" in refused("train", f"--config={dense}:7m", "--workdir=x")
+  assert "get_config()" in refused("train", f"--config={QUICKSTART}:7m", "--workdir=x")
+
+
+@pytest.mark.parametrize(
+  "arguments, parts",
+  [
+    (["--config.sync.min_qurum=2"], ["sync.min_qurum = '2'", "did you mean 'min_quorum'"]),
+    (["--config.snyc.min_quorum", "2"], ["snyc", "did you mean 'sync'"]),
+    (["--config.nothing=2"], ["nothing", "known fields are seed, model"]),
+    (["--config.islands.overrides.2.devices=2"], ["islands.overrides", "experiment file"]),
+    (["--config.sync.min_quorum=abc"], ["--config.sync.min_quorum=abc"]),
+    (["--config.sync.min_quorum"], ["--config.sync.min_quorum"]),
+    (["--config.sync=3"], ["--config.sync=3"]),
+    (["--config.sync.min_quorum=9"], ["sync.min_quorum = 9", "at most 4"]),
+    (["--config.outer.momentum=nan"], ["outer.momentum = nan", "finite"]),
+    (["--config.chaos.faults=3"], ["chaos.faults[0]"]),
+    (["--wrokdir=x"], ["wrokdir", "workdir"]),
+    (["--dry_run=maybe"], ["--dry_run=maybe"]),
+    (["stray"], ["'stray'", "--NAME=VALUE"]),
+  ],
+)
+def test_wrong_flags_and_fields(refused, tmp_path, arguments, parts):
+  text = refused(*TRAIN, f"--workdir={tmp_path / 'run'}", *arguments)
+  assert all(part in text for part in parts), text
+
+
+@pytest.mark.parametrize("flag", ["--tokens=0", "--tokens=x", "--temperature=-1", "--promt=x"])
+def test_wrong_flags_of_generate(refused, flag):
+  assert flag.lstrip("-").split("=")[0] in refused("generate", "--workdir=x", flag)
+
+
+def test_config_as_two_words_and_several_changes(monkeypatch, tmp_path):
+  seen = []
+  monkeypatch.setattr(session, "train", lambda config, *a, **k: seen.append(config) or 0)
+  arguments = ["--config.sync.min_quorum=2", "--config.sync.push_codec", "int4", "--config.seed=5"]
+  assert cli.main(["train", "--config", QUICKSTART, f"--workdir={tmp_path}", *arguments]) == 0
+  assert (seen[0].sync.min_quorum, seen[0].sync.push_codec, seen[0].seed) == (2, "int4", 5)
+  assert seen[0].model.num_layers == 2, "the file's own lines hold"
+
+
+def test_an_interrupt_outside_a_run_is_no_traceback(monkeypatch, tmp_path, capsys):
+  def interrupt(*_, **__):
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(session, "train", interrupt)
+  assert cli.main([*TRAIN, f"--workdir={tmp_path}"]) == 130
+  assert capsys.readouterr().err == "ddiloco train: interrupted\n"
+
+
+# --- workdirs -----------------------------------------------------------------------------------
+
+SMALL = {
+  "model": {"num_layers": 1, "model_dim": 8, "num_heads": 1, "num_kv_heads": 1, "head_dim": 4,
+            "mlp_dim": 8},
+  "data": {"source": "synthetic", "sequence_length": 8},
+}  # fmt: skip
+
+
+@pytest.fixture
+def finished(tmp_path) -> Path:
+  """What a run leaves that generate, evaluate and report need."""
+  config = from_dict(SMALL)
+  (tmp_path / "config.json").write_text(config.to_json())
+  random = np.random.default_rng(0)
+  params = {
+    name: 0.01 * random.standard_normal(leaf.shape, np.float32)
+    for name, leaf in transformer.shapes(config.model).items()
+  }
+  weights.save(tmp_path / "result", params)
+  return tmp_path
+
+
+def test_a_workdir_under_a_file_is_refused(refused, tmp_path):
+  (tmp_path / "file").write_text("x")
+  assert "cannot be written" in refused(*TRAIN, f"--workdir={tmp_path / 'file' / 'run'}")
+  assert "cannot be written" in refused(*TRAIN, f"--workdir={tmp_path / 'file'}")
+
+
+def test_a_workdir_with_another_run_is_left_alone(refused, finished):
+  said = refused(*TRAIN, f"--workdir={finished}")
+  assert "the run in --workdir=" in said and ". Fix: use the same --config" in said
+
+
+def test_a_finished_run_is_not_trained_again(refused, finished):
+  (finished / "outcome.json").write_text('{"reason": "finished"}')
+  said = refused("train", f"--config={finished / 'config.json'}", f"--workdir={finished}")
+  assert "its run is finished" in said and "--overwrite" in said
+
+
+def test_overwrite_replaces_our_own_files_only(finished):
+  (finished / "notes.txt").write_text("mine")
+  (finished / "mine").mkdir()
+  for folder in ("events", "report", "tensorboard", "alone"):
+    (finished / folder).mkdir()
+    (finished / folder / "old").write_text("x")
+  assert not claim(finished, saved_config(finished), overwrite=True), "nothing goes on"
+  left = ["config.json", "mine", "notes.txt", "started"]
+  assert sorted(p.name for p in finished.iterdir()) == left
+  assert (finished / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("command", ["generate", "evaluate", "report"])
+@pytest.mark.parametrize("content", [None, b"{", b"\xff\xfe", b"[]", b'{"sync": {"x": 1}}'])
+def test_a_folder_without_a_run_is_refused(refused, tmp_path, command, content):
+  if content is not None:
+    (tmp_path / "config.json").write_bytes(content)
+  assert ". Fix: " in refused(command, f"--workdir={tmp_path}")
+  if content is None:
+    assert "holds no run" in refused(command, f"--workdir={tmp_path / 'nowhere'}")
+
+
+@pytest.mark.parametrize("command", ["generate", "evaluate"])
+def test_a_run_without_a_result_is_refused(refused, tmp_path, command):
+  (tmp_path / "config.json").write_text(from_dict(SMALL).to_json())
+  assert "does not exist. Fix: finish a run" in refused(command, f"--workdir={tmp_path}")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax, giving up
+@pytest.mark.parametrize("command", ["generate", "evaluate"])
+def test_a_damaged_result_is_refused(refused, finished, command):
+  for path in (finished / "result").rglob("*"):
+    if path.is_file() and path.stat().st_size > 200:
+      path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+  text = refused(command, f"--workdir={finished}")
+  assert "cannot be read" in text and "Fix: " in text
+
+
+@pytest.mark.parametrize("command", ["generate", "evaluate"])
+def test_a_result_of_another_model_is_refused(refused, finished, command):
+  other = from_dict({**SMALL, "model": {**SMALL["model"], "model_dim": 16}})
+  (finished / "config.json").write_text(other.to_json())
+  text = refused(command, f"--workdir={finished}")
+  assert "embedding" in text and "Fix: " in text
+
+
+@pytest.mark.parametrize("command", [("generate", "--tokens=3"), ("evaluate",), ("report",)])
+def test_commands_in_a_process_of_their_own(finished, command):
+  """As a user types them: nothing has prepared the environment for them."""
+  name, *more = command
+  run = [sys.executable, "-m", "ddiloco", name, f"--workdir={finished}", *more]
+  done = subprocess.run(run, env=environment.bare(), capture_output=True, text=True, timeout=100)
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.strip()
+
+
+def test_evaluate_and_generate_a_result(finished, capsys):
+  assert cli.main(["evaluate", f"--workdir={finished}"]) == 0
+  said = json.loads(capsys.readouterr().out)
+  assert said["loss"] == pytest.approx(np.log(256), rel=0.1)
+  assert said["bits_per_token"] == pytest.approx(said["loss"] / np.log(2))
+  texts = []
+  for _ in range(2):
+    arguments = ["--prompt=ab", "--tokens=5", "--temperature=0.5", "--seed=3"]
+    assert cli.main(["generate", f"--workdir={finished}", *arguments]) == 0
+    texts.append(capsys.readouterr().out)
+  assert texts[0] == texts[1] and texts[0].startswith("ab") and len(texts[0]) > 3
+
+
+def test_report_of_a_run_that_was_cut_off(finished, capsys, refused):
+  assert cli.main(["report", f"--workdir={finished}"]) == 0
+  page = Path(capsys.readouterr().out.strip())
+  assert page == finished / "report" / "index.html" and page.exists()
+  (finished / "outcome.json").write_text('{"reason": "fin')
+  assert "outcome.json" in refused("report", f"--workdir={finished}")
+
+
+# --- whole processes ----------------------------------------------------------------------------
+
+
+def process(*arguments: str, code: str = "") -> subprocess.CompletedProcess:
+  command = [sys.executable, *(["-c", code] if code else ["-m", "ddiloco"]), *arguments]
+  clean = {k: v for k, v in environment.bare().items() if k != "PYTHONPATH"}
+  return subprocess.run(command, capture_output=True, text=True, env=clean, timeout=100)
+
+
+@pytest.mark.slow
+def test_python_m_ddiloco_needs_no_path():
+  done = process("--version")
+  assert (done.returncode, done.stdout) == (0, f"ddiloco {ddiloco.__version__}\n")
+
+
+@pytest.mark.slow
+def test_a_dry_run_prints_the_plan_and_touches_no_device(tmp_path):
+  code = (
+    "import sys; from ddiloco import cli; status = cli.main(sys.argv[1:])\n"
+    "from jax._src import xla_bridge\n"
+    "assert not xla_bridge._backends, 'a device was touched'\n"
+    "sys.exit(status)"
+  )
+  run = tmp_path / "run"
+  done = process(*TRAIN, f"--workdir={run}", "--dry_run", code=code)
+  assert done.returncode == 0, done.stderr
+  assert '"min_quorum": 1' in done.stdout
+  for part in ("parameters", "island 3", "fragments: 6", "shard 1: owns fragments 1, 3, 5"):
+    assert part in done.stdout
+  assert not run.exists()
+
+
+@pytest.mark.slow
+def test_what_is_wrong_with_the_data_is_said_without_a_traceback(tmp_path):
+  nothing = ["--config.data.source=text", f"--config.data.path={tmp_path}/*.txt"]
+  done = process(*TRAIN, f"--workdir={tmp_path / 'run'}", "--cpu", *nothing)
+  assert done.returncode == 2 and "data.path" in done.stderr and "Fix: " in done.stderr
+  assert "Traceback" not in done.stderr and not (tmp_path / "run").exists()

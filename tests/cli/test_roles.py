@@ -1,0 +1,192 @@
+"""The commands that make a process one role: what is wrong is said with status 2, at once."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ddiloco import cli, environment
+from ddiloco.config import from_dict
+from ddiloco.engines import learner_process, session, syncer_process
+
+ROOT = Path(__file__).parent.parent.parent
+QUICKSTART = f"--config={ROOT / 'configs' / 'quickstart.py'}"
+SYNCERS = "--syncers=tcp://127.0.0.1:7000,tcp://127.0.0.1:7002"
+ALL = [QUICKSTART, SYNCERS]
+NEEDED = {
+  "learner": ["--learner=0"],
+  "syncer": ["--shard=0", "--bind=tcp://127.0.0.1:7000"],
+  "evaluator": [],
+}
+FLAGS = {
+  "learner": ["config", "workdir", "syncers", "run_id", "keys", "http", "attached", "learner"],
+  "syncer": ["config", "workdir", "syncers", "run_id", "keys", "http", "shard", "bind"],
+  "evaluator": ["config", "workdir", "syncers", "run_id", "keys", "http", "attached"],
+}
+
+
+@pytest.fixture(autouse=True)
+def prepared(monkeypatch):
+  """What the environment was told; the tests' own is made already."""
+  calls = []
+  monkeypatch.setattr(environment, "prepare", lambda **settings: calls.append(settings))
+  return calls
+
+
+@pytest.fixture
+def place(monkeypatch):
+  """(number, place) that the role was called with, instead of running it."""
+  seen = []
+
+  def run(config, *arguments):
+    seen.append(arguments)
+    return 7
+
+  monkeypatch.setattr(learner_process, "run_learner", run)
+  monkeypatch.setattr(syncer_process, "run_syncer", run)
+  monkeypatch.setattr(learner_process, "run_evaluator", run)
+  return seen
+
+
+@pytest.fixture
+def refused(capsys, tmp_path):
+  def run(*arguments: str) -> str:
+    assert cli.main([*arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("ddiloco") and "Traceback" not in err
+    assert not list(tmp_path.iterdir()), "a refusal changes nothing"
+    return err
+
+  return run
+
+
+@pytest.mark.parametrize("command", FLAGS)
+def test_every_role_has_help(command, capsys):
+  assert cli.main([command, "--help"]) == 0
+  out = capsys.readouterr().out
+  assert out.startswith(f"ddiloco {command}: ")
+  for name in FLAGS[command]:
+    assert f"--{name}:" in out or f"--[no]{name}:" in out
+  cli.main(["--help"])
+  assert f"ddiloco {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", FLAGS)
+def test_what_every_role_needs(refused, command, tmp_path):
+  workdir = f"--workdir={tmp_path / 'run'}"
+  assert "--workdir: is needed" in refused(command, *ALL, *NEEDED[command])
+  assert "--config: is needed" in refused(command, SYNCERS, workdir, *NEEDED[command])
+  assert "--syncers: is needed" in refused(command, QUICKSTART, workdir, *NEEDED[command])
+  for flag in NEEDED[command]:
+    name = flag.partition("=")[0]
+    others = [each for each in NEEDED[command] if each != flag]
+    assert f"{name}: is needed. Fix: give {name}=" in refused(command, *ALL, workdir, *others)
+
+
+@pytest.mark.parametrize(
+  "arguments, part",
+  [
+    (["learner", "--learner=-1"], "learner"),
+    (["learner", "--learner=x"], "learner"),
+    (["syncer", "--shard=9", "--bind=tcp://127.0.0.1:0"], "--shard=9: the config has"),
+    (["evaluator", "--config.sync.num_shards=3"], "names 2 shards"),
+    (["evaluator", "--config.sync.num_shards=0"], "sync.num_shards = 0"),
+    (["syncer", "--shard=0", "--bind=tcp://0.0.0.0:7000"], "needs keys"),
+    (["syncer", "--shard=0", "--bind=127.0.0.1:7000"], "tcp://HOST:PORT"),
+    (["evaluator", "--keys=nowhere"], "--keys"),
+  ],
+)
+def test_wrong_values_are_refused_before_anything_is_done(refused, tmp_path, arguments, part):
+  said = refused(*arguments, *ALL, f"--workdir={tmp_path / 'run'}")
+  assert part in said and ("Fix: " in said or said.startswith("ddiloco learner: flag --learner="))
+
+
+def test_syncers_beyond_this_machine_need_keys(refused, tmp_path):
+  far = "--syncers=tcp://127.0.0.1:7000,tcp://10.0.0.1:7000"
+  said = refused("evaluator", QUICKSTART, far, f"--workdir={tmp_path / 'run'}")
+  assert "--syncers" in said and "needs keys" in said
+
+
+def test_a_learner_gets_the_devices_of_its_island(place, prepared, tmp_path):
+  changes = ["--config.islands.devices=4", "--config.islands.batch_size=8"]
+  arguments = ["learner", *ALL, "--learner=11", f"--workdir={tmp_path / 'run'}", "--cpu", *changes]
+  assert cli.main(arguments) == 7
+  ((number, where),) = place
+  assert number == 11 and where.workdir == tmp_path / "run" and where.run_id == "run"
+  assert where.syncers == ("tcp://127.0.0.1:7000", "tcp://127.0.0.1:7002")
+  assert (where.bind, where.keys, where.http) == ("", None, "")
+  assert prepared == [{"num_cpu_devices": 4, "cpu_only": True}]
+
+
+def test_a_shard_needs_no_accelerator(place, prepared, tmp_path):
+  workdir = f"--workdir={tmp_path / 'run'}"
+  more = ["--run_id=big", "--keys=k", "--http=127.0.0.1:0"]
+  assert cli.main(["syncer", *ALL, *NEEDED["syncer"], workdir, *more]) == 7
+  ((number, where),) = place
+  assert number == 0 and where.bind == "tcp://127.0.0.1:7000"
+  assert (where.run_id, where.keys, where.http) == ("big", Path("k"), "127.0.0.1:0")
+  assert prepared == [{"num_cpu_devices": 1, "cpu_only": True}]
+
+
+# --- train ----------------------------------------------------------------------------------------
+
+
+def test_engines_by_name(monkeypatch, tmp_path, refused):
+  seen = []
+  monkeypatch.setattr(session, "train", lambda *a, **k: seen.append(k["engine"]) or 0)
+  workdir = f"--workdir={tmp_path / 'run'}"
+  assert cli.main(["train", QUICKSTART, workdir]) == 0
+  assert cli.main(["train", QUICKSTART, workdir, "--engine=processes"]) == 0
+  assert seen == ["threads", "processes"]
+
+
+def test_who_supervises_leaves_the_accelerators_to_the_others(monkeypatch, tmp_path, prepared):
+  monkeypatch.setattr(session, "train", lambda *a, **k: 0)
+  for engine in ("threads", "processes"):
+    cli.main(["train", QUICKSTART, f"--workdir={tmp_path / 'run'}", f"--engine={engine}"])
+  assert [call["supervises"] for call in prepared] == [False, True]
+
+
+def test_an_unknown_engine_and_one_that_is_not_installed(refused, monkeypatch, tmp_path):
+  train = ["train", QUICKSTART, f"--workdir={tmp_path / 'run'}", "--config.data.source=synthetic"]
+  assert "must be one of threads, processes, ray" in refused(*train, "--engine=thread")
+  monkeypatch.setitem(session.ENGINES, "ray", ("no_such_package.engine", "RayEngine"))
+  assert "Fix: pip install 'ddiloco[ray]'" in refused(*train, "--engine=ray")
+
+
+def test_the_saved_config_of_a_run_is_a_config(monkeypatch, tmp_path, refused):
+  config = from_dict(
+    {
+      "seed": 5,
+      "islands": {"overrides": {"2": {"devices": 2}}, "resources": {"TPU": 4}},
+      "chaos": {"faults": [{"action": "kill", "role": "learner/2", "at_step": 3}]},
+    }
+  )
+  run = tmp_path / "run"
+  run.mkdir()
+  (run / "config.json").write_text(config.to_json())
+  seen = []
+  monkeypatch.setattr(session, "train", lambda config, *a, **k: seen.append(config) or 0)
+  arguments = ["train", f"--config={run / 'config.json'}", f"--workdir={tmp_path / 'again'}"]
+  assert cli.main(arguments) == 0
+  assert cli.main([*arguments, "--config.seed=6", "--config.sync.min_quorum=2"]) == 0
+  assert seen[0] == config
+  assert (seen[1].seed, seen[1].sync.min_quorum) == (6, 2)
+
+
+@pytest.mark.parametrize(
+  "text, part",
+  [
+    (None, "cannot be read"),
+    ("{", "cannot be read"),
+    (json.dumps({"sync": {"min_qurum": 3}}), "did you mean 'min_quorum'"),
+    (json.dumps([1]), "must be a mapping"),
+  ],
+)
+def test_a_bad_saved_config(capsys, tmp_path, text, part):
+  file = tmp_path / "config.json"
+  if text is not None:
+    file.write_text(text)
+  assert cli.main(["train", f"--config={file}", f"--workdir={tmp_path / 'run'}"]) == 2
+  err = capsys.readouterr().err
+  assert part in err and "Fix: " in err and "Traceback" not in err

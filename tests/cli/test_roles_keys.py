@@ -1,0 +1,69 @@
+"""`ddiloco keys` makes keys, says what to copy where, and needs no device for it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from ddiloco import cli
+from ddiloco.network.keys import Keys
+
+ROLES = ["learner/0", "learner/1", "syncer/0", "evaluator"]
+
+
+def test_makes_keys_and_says_what_to_copy_where(tmp_path, capsys):
+  folder = tmp_path / "keys"
+  command = ["keys", f"--keys={folder}", "--learners=2", "--shards=1"]
+  assert cli.main(command) == 0
+  out, err = capsys.readouterr()
+  assert err == "" and "made keys of learner-0, learner-1, syncer-0, evaluator." in out
+  assert f"Copy {folder}/public to every host" in out
+  assert f"{folder}/secret/learner-0.key_secret  ->  DIR/secret/ on the host of learner/0" in out
+  public = {role: Keys.load(folder, role).public for role in ROLES}
+  assert len(set(public.values())) == len(ROLES)
+
+  assert cli.main(command) == 0
+  assert "none was made" in capsys.readouterr().out
+  assert cli.main(["keys", f"--keys={folder}", "--learners=3", "--shards=1"]) == 0
+  assert "made keys of learner-2." in capsys.readouterr().out
+  assert {role: Keys.load(folder, role).public for role in ROLES} == public
+
+
+def test_help(capsys):
+  assert cli.main(["keys", "--help"]) == 0
+  out = capsys.readouterr().out
+  assert out.startswith("ddiloco keys: Makes CURVE keys")
+  assert all(f"--{flag}:" in out for flag in ("keys", "learners", "shards"))
+  assert "workdir" not in out
+  assert cli.main(["--help"]) == 0
+  assert "ddiloco keys " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+  "arguments, says",
+  [
+    (["--learners=2", "--shards=1"], "--keys: is needed. Fix: give --keys=DIR"),
+    (["--keys={tmp}/k", "--shards=1"], "--learners: is needed. Fix: give --learners=8"),
+    (["--keys={tmp}/k", "--learners=2"], "--shards: is needed. Fix: give --shards=2"),
+    (["--keys={tmp}/k", "--learners=-1", "--shards=1"], "learners"),
+    (["--keys={tmp}/k", "--learners=many", "--shards=1"], "learners"),
+    (["--keys={tmp}/k", "--learners=2", "--shards=1", "more"], "'more': is not a flag"),
+    (["--keys={tmp}/file", "--learners=2", "--shards=1"], "cannot be written"),
+  ],
+)
+def test_what_is_typed_wrong_is_said_and_makes_nothing(arguments, says, tmp_path, capsys):
+  (tmp_path / "file").touch()
+  assert cli.main(["keys", *[a.format(tmp=tmp_path) for a in arguments]]) == 2
+  out, err = capsys.readouterr()
+  assert out == "" and err.startswith("ddiloco keys: ") and says in err and "Traceback" not in err
+  assert not (tmp_path / "k").exists()
+
+
+def test_the_command_imports_no_jax(tmp_path):
+  code = (
+    "import sys; from ddiloco import cli;"
+    f"status = cli.main(['keys', '--keys={tmp_path}', '--learners=1', '--shards=1']);"
+    "sys.exit(status or 'jax' in sys.modules)"
+  )
+  subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)
+  assert Keys.load(tmp_path, "syncer/0").address == "syncer/0"

@@ -1,0 +1,84 @@
+"""`ddiloco dashboard` and `train --dashboard`: flags, refusals, and the page in the package."""
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.parse
+from pathlib import Path
+
+import pytest
+
+from ddiloco import cli, environment
+from ddiloco.dashboard.server import Where
+from ddiloco.engines import session
+from tests.observe.conftest import make_run, write_log
+
+ROOT = Path(__file__).parent.parent.parent
+TOKEN = "a-token-of-some-length"
+
+
+def fails(capsys, *arguments: object) -> str:
+  assert cli.main([str(a) for a in arguments]) == 2
+  return capsys.readouterr().err
+
+
+def test_a_finished_run_is_served_until_sigterm(tmp_path):
+  write_log(tmp_path, make_run())
+  command = [sys.executable, "-m", "ddiloco", "dashboard", f"--workdir={tmp_path}"]
+  with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    line = process.stdout.readline()
+    url = urllib.parse.urlsplit(line.split(": ", 1)[1].split()[0])
+    assert line.startswith(f"Dashboard of {tmp_path}: http://127.0.0.1:"), line
+    connection = http.client.HTTPConnection(url.hostname, url.port, timeout=20)
+    connection.request("GET", "/api/status")
+    assert json.loads(connection.getresponse().read())["phase"] in ("empty", "over")
+    connection.close()
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(20) == 0
+
+
+def test_what_is_wrong_is_said_with_its_fix(capsys, tmp_path):
+  assert "is no directory" in fails(capsys, "dashboard", f"--workdir={tmp_path / 'no'}")
+  assert "--workdir: is needed" in fails(capsys, "dashboard")
+  here = f"--workdir={tmp_path}"
+  assert "needs a token. Fix: add --token=" in fails(capsys, "dashboard", here, "--bind=0.0.0.0:0")
+  assert "must be HOST:PORT" in fails(capsys, "dashboard", here, "--bind=8080")
+  assert "at least 16" in fails(capsys, "dashboard", here, "--token=short")
+  assert "cannot be read" in fails(capsys, "dashboard", here, f"--token=@{tmp_path / 'no'}")
+  (tmp_path / "empty").write_text("\n")
+  assert "is empty" in fails(capsys, "dashboard", here, f"--token=@{tmp_path / 'empty'}")
+
+
+@pytest.fixture
+def trained(monkeypatch):
+  """What `train` was asked for, without training."""
+  calls = []
+  monkeypatch.setattr(environment, "prepare", lambda **settings: None)
+  monkeypatch.setattr(session, "train", lambda *a, **more: calls.append(more) or 0)
+  return calls
+
+
+def test_train_says_where_it_can_be_watched(trained, tmp_path):
+  (tmp_path / "token").write_text(f"{TOKEN}\n")
+  usual = ["train", f"--config={ROOT / 'configs' / 'quickstart.py'}", f"--workdir={tmp_path}"]
+  assert cli.main(usual) == 0
+  assert cli.main([*usual, "--dashboard=127.0.0.1:0"]) == 0
+  more = ["--dashboard=0.0.0.0:80", f"--token=@{tmp_path / 'token'}", "--allow_faults"]
+  assert cli.main([*usual, *more]) == 0
+  assert [call["dashboard"] for call in trained] == [
+    None,
+    Where("127.0.0.1:0", "", False, "--dashboard"),
+    Where("0.0.0.0:80", TOKEN, True, "--dashboard"),
+  ]
+
+
+def test_the_page_is_in_the_package(tmp_path):
+  """What is installed has the page: it is data, which only `package_data` names."""
+  build = [sys.executable, "setup.py", "-q", "build_py", f"--build-lib={tmp_path}"]
+  subprocess.run([*build, "egg_info", f"--egg-base={tmp_path}"], cwd=ROOT, check=True, timeout=100)
+  here = {path.name for path in (ROOT / "ddiloco" / "dashboard" / "page").iterdir()}
+  there = {path.name for path in (tmp_path / "ddiloco" / "dashboard" / "page").iterdir()}
+  assert here == there and {"index.html", "page.css", "app.js"} <= here

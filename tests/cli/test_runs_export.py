@@ -1,0 +1,177 @@
+"""`ddiloco export` writes what others read, and replaces nothing that it was not told to."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import safetensors
+import safetensors.numpy
+
+from ddiloco import cli, environment
+from ddiloco.checkpoint import weights
+from ddiloco.config import from_dict
+from ddiloco.roles import initial
+
+SMALL = {
+  "model": {"num_layers": 2, "model_dim": 8, "num_heads": 1, "num_kv_heads": 1, "head_dim": 4,
+            "mlp_dim": 8},
+  "data": {"source": "synthetic", "sequence_length": 8},
+}  # fmt: skip
+CONFIG = from_dict(SMALL)
+FORMS = ["model.safetensors", "model"]
+
+
+@pytest.fixture(autouse=True)
+def no_device(monkeypatch):
+  """These calls share the tests' process, whose devices are made already."""
+  monkeypatch.setattr(environment, "prepare", lambda **settings: None)
+
+
+@pytest.fixture(scope="module")
+def params() -> dict[str, np.ndarray]:
+  return initial.initial_params(CONFIG)
+
+
+@pytest.fixture
+def workdir(tmp_path, params) -> Path:
+  """What a finished run leaves that matters here."""
+  folder = tmp_path / "run"
+  (folder / "report").mkdir(parents=True)
+  (folder / "config.json").write_text(CONFIG.to_json())
+  (folder / "report" / "summary.json").write_text('{"merged_tokens": 12345}')
+  weights.save(folder / "result", params)
+  return folder
+
+
+def export(workdir: Path, to: object, *more: str) -> int:
+  return cli.main(["export", f"--workdir={workdir}", f"--to={to}", *more])
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+  return {str(p): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@pytest.fixture
+def refused(workdir, tmp_path, capsys):
+  """An export that must be refused; returns what it says."""
+
+  def run(to: object, *more: str) -> str:
+    before = contents(tmp_path)
+    assert export(workdir, to, *more) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("ddiloco export: ") and "Traceback" not in err
+    assert str(to) in err and ". Fix: " in err
+    assert contents(tmp_path) == before, "a refusal changes nothing"
+    return err
+
+  return run
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_one_line_says_what_was_written(workdir, params, tmp_path, capsys, form):
+  to = tmp_path / "out" / form
+  assert export(workdir, to) == 0
+  count = sum(value.size for value in params.values())
+  said = f"{to}: {len(params)} tensors, {count:,} parameters, {4 * count:,} bytes\n"
+  assert capsys.readouterr() == (said, "")
+
+
+def test_plain_libraries_read_the_weights_and_what_they_are(workdir, params, tmp_path):
+  file, folder = (tmp_path / form for form in FORMS)
+  assert export(workdir, file) == export(workdir, folder) == 0
+  with ocp.StandardCheckpointer() as plain:
+    found = [safetensors.numpy.load_file(file), plain.restore(folder)]
+    also_said = plain.metadata(folder).custom_metadata
+  for each in found:
+    assert each.keys() == params.keys()
+    for name in params:
+      assert np.asarray(each[name]).dtype == np.float32
+      assert np.asarray(each[name]).tobytes() == params[name].tobytes()
+  with safetensors.safe_open(file, framework="np") as opened:
+    said = opened.metadata()
+  assert said == also_said
+  assert (said["format"], said["tokenizer"], said["merged_tokens"]) == ("ddiloco", "bytes", "12345")
+  assert from_dict({"model": json.loads(said["model"])}).model == CONFIG.model
+
+
+def test_without_a_report_nothing_is_said_of_tokens(workdir, tmp_path):
+  (workdir / "report" / "summary.json").write_text("{")
+  assert export(workdir, tmp_path / "model.safetensors") == 0
+  with safetensors.safe_open(tmp_path / "model.safetensors", framework="np") as opened:
+    assert opened.metadata().keys() == {"format", "model", "tokenizer"}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_there_is_replaced_only_with_overwrite(workdir, params, tmp_path, refused, form):
+  to = tmp_path / form
+  weights.save(to, {"old": np.ones(3, np.float32)})
+  assert "exists. Fix: choose another path, or add --overwrite" in refused(to)
+  assert export(workdir, to, "--overwrite") == 0
+  assert weights.load(to).keys() == params.keys()
+
+
+def test_foreign_things_are_never_replaced(tmp_path, refused):
+  home, file = tmp_path / "home", tmp_path / "notes"
+  (home / "letters").mkdir(parents=True)
+  (home / "letters" / "dear").write_text("me")
+  file.write_text("mine")
+  (tmp_path / "folder.safetensors").mkdir()
+  for to in (home, tmp_path, file, tmp_path / "folder.safetensors"):
+    assert "it is left alone, also with --overwrite" in refused(to, "--overwrite")
+    assert "it is left alone" in refused(to)
+
+
+def test_paths_that_cannot_be_are_refused(tmp_path, refused):
+  (tmp_path / "file").touch()
+  for form in FORMS:
+    assert "cannot be written (" in refused(tmp_path / "file" / form)
+    assert "cannot be written (" in refused(f"/proc/nothing/{form}")
+  assert "can only be local" in refused("gs://bucket/model.safetensors")
+
+
+def test_a_full_disk_is_said(workdir, tmp_path, refused, monkeypatch):
+  def full(*_):
+    raise OSError(28, "No space left on device")
+
+  monkeypatch.setattr(safetensors.numpy, "save_file", full)
+  assert "No space left on device). Fix: " in refused(tmp_path / "model.safetensors")
+
+
+def test_where_to_is_needed_and_a_result(workdir, tmp_path, capsys):
+  assert cli.main(["export", f"--workdir={workdir}"]) == 2
+  assert "--to: is needed. Fix: " in capsys.readouterr().err
+  assert cli.main(["export", "--to=x"]) == 2
+  assert "--workdir: is needed. Fix: " in capsys.readouterr().err
+  (tmp_path / "empty").mkdir()
+  assert export(tmp_path / "empty", tmp_path / "x") == 2
+  assert "holds no run" in capsys.readouterr().err
+  (tmp_path / "empty" / "config.json").write_text(CONFIG.to_json())
+  assert export(tmp_path / "empty", tmp_path / "x") == 2
+  assert "does not exist. Fix: finish a run" in capsys.readouterr().err
+  assert not (tmp_path / "x").exists()
+
+
+def test_help(capsys):
+  assert cli.main(["export", "--help"]) == 0
+  out = capsys.readouterr().out
+  assert out.startswith("ddiloco export: Writes the global model")
+  assert "layers/attention/query" in out and "first axis is the layer" in " ".join(out.split())
+  assert all(f"--{flag}:" in out for flag in ("workdir", "to", "[no]overwrite"))
+  assert cli.main(["--help"]) == 0
+  assert "ddiloco export " in capsys.readouterr().out
+
+
+def test_in_a_process_of_its_own(workdir, params, tmp_path):
+  """As a user types it: nothing has prepared the environment for it."""
+  to = tmp_path / "model.safetensors"
+  command = ["-m", "ddiloco", "export", f"--workdir={workdir}", f"--to={to}"]
+  done = subprocess.run(
+    [sys.executable, *command], env=environment.bare(), capture_output=True, text=True, timeout=100
+  )
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.startswith(f"{to}: ")
+  assert safetensors.numpy.load_file(to).keys() == params.keys()

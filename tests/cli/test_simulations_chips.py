@@ -1,0 +1,88 @@
+"""`ddiloco simulate` says where the chips' time goes, and needs no device for it."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ddiloco import cli
+from ddiloco.simulation import chips
+from ddiloco.simulation.chips import Fleet
+
+SMALL = ["--chips=300000", "--days=2", "--learners=4"]
+
+
+@pytest.mark.parametrize("command", [["simulate"], ["simulate", "chips"]], ids=" ".join)
+def test_the_table_is_what_the_simulator_says(command, capsys):
+  assert cli.main([*command, *SMALL, "--seed=3", "--upscale_pause_seconds=5"]) == 0
+  out, err = capsys.readouterr()
+  fleet = Fleet(chips=300_000, days=2, learners=4, seed=3, upscale_pause_seconds=5)
+  spent = chips.decoupled(fleet)
+  lines = out.splitlines()
+  assert err == "" and lines[0].startswith("300,000 chips, 2 days")
+  assert f"{spent.failures:,} failures" in lines[0] and "(seed 3)" in lines[0]
+  heads = ["goodput", "uptime", "downscale", "upscale", "restart", "absent"]
+  assert lines[2].split() == heads
+  rows = {line[:27].strip(): line[27:].split() for line in lines[3:]}
+  assert list(rows) == [
+    "data-parallel, not elastic",
+    "data-parallel, elastic",
+    "decoupled, 4 learners",
+  ]
+  assert rows["decoupled, 4 learners"] == [
+    f"{spent.goodput:.2%}",
+    f"{spent.uptime:.2%}",
+    f"{spent.downscale / spent.total:.2%}",
+    f"{spent.upscale / spent.total:.2%}",
+    "–",
+    f"{spent.absent / spent.total:.2%}",
+  ]
+
+
+def test_json(capsys):
+  assert cli.main(["simulate", *SMALL, "--json"]) == 0
+  found = json.loads(capsys.readouterr().out)
+  fleet = Fleet(chips=300_000, days=2, learners=4)
+  assert found["fleet"] == dataclasses.asdict(fleet)
+  assert found["elastic"]["goodput"] == chips.elastic(fleet).goodput
+  assert found["inelastic"]["restart"] == pytest.approx(1 - found["inelastic"]["goodput"])
+  for row in ("inelastic", "elastic", "decoupled"):
+    assert sum(v for k, v in found[row].items() if k != "uptime") == pytest.approx(1)
+
+
+def test_help_has_every_assumption_with_its_source(capsys):
+  assert cli.main(["simulate", "--help"]) == 0
+  out = capsys.readouterr().out
+  assert out.startswith("ddiloco simulate chips: Chips that fail")
+  assert all(f"--{field.name}:" in out for field in dataclasses.fields(Fleet))
+  assert "[paper]" in out and "[inferred]" in out
+  assert cli.main(["--help"]) == 0
+  assert "ddiloco simulate " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+  "arguments, says",
+  [
+    (["learner"], "'learner': cannot be simulated. Fix: give one of chips"),
+    (["chips", "more"], "'more': is not a flag"),
+    (["--chips=0"], "chips = 0: must be greater than 0. Fix: set a positive value."),
+    (["--days=nan"], "days = nan: must be a finite number"),
+    (["--days=1e6"], "days = 1000000.0: means 3,285,420,"),
+    (["--learners=many"], "learners"),
+    (["--pause=3"], "pause"),
+  ],
+)
+def test_what_is_typed_wrong_is_said(arguments, says, capsys):
+  assert cli.main(["simulate", *arguments]) == 2
+  out, err = capsys.readouterr()
+  assert out == "" and err.startswith("ddiloco simulate") and says in err and "Traceback" not in err
+
+
+def test_the_command_imports_no_jax():
+  code = (
+    "import sys; from ddiloco import cli; status = cli.main(['simulate', '--days=0.1']);"
+    "sys.exit(status or 'jax' in sys.modules)"
+  )
+  subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)

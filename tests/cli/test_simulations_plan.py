@@ -1,0 +1,138 @@
+"""`ddiloco plan`: readable, fast without a model, and clear about what was typed wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddiloco import cli
+from ddiloco.config import from_dict
+from ddiloco.engines import session
+from ddiloco.roles import initial
+
+ROOT = Path(__file__).parent.parent.parent
+CONFIG = f"--config={ROOT / 'configs' / 'wan.py'}"
+LINK = ["--gbps=0.2", "--latency_ms=60", "--step_seconds=0.3"]
+SIZE = ["plan", "--parameters=12e9", "--islands=4", "--codec=int4"]
+
+
+def planned(capsys, *arguments: str) -> dict:
+  assert cli.main(["plan", *arguments, "--json"]) == 0
+  out, err = capsys.readouterr()
+  assert err == ""
+  return json.loads(out)
+
+
+def test_a_configs_plan_is_of_its_real_fragments(capsys):
+  found = planned(capsys, CONFIG, *LINK)
+  values = cli_config()
+  sizes = initial.make_plan(values).sizes
+  assert found["parameters"] == sum(sizes) and found["hidden"] is True
+  assert found["bytes_per_step"] == 2 * 4 * sum(sizes) / values.sync.sync_period
+  assert found["findings"] == []
+
+
+def cli_config():
+  import runpy
+
+  return from_dict(runpy.run_path(str(ROOT / "configs" / "wan.py"))["get_config"]())
+
+
+def test_the_dry_run_says_the_same_traffic(capsys):
+  found = planned(capsys, CONFIG, *LINK)
+  assert f"traffic: about {found['bytes_per_step']:,.0f} bytes per step" in session.describe(
+    cli_config()
+  )
+
+
+def test_text_names_what_does_not_fit(capsys):
+  assert cli.main([*SIZE, "--gbps=2", "--latency_ms=30", "--step_seconds=4"]) == 0
+  out, err = capsys.readouterr()
+  assert err == "" and all(len(line) <= 100 for line in out.splitlines())
+  for part in ("12,000,000,000 parameters", "tau = 2", "Fix: ", "sync.sync_period", "joining"):
+    assert part in out
+  assert "Everything fits." not in out
+  fields = ["--config.sync.num_fragments=96", "--config.sync.overlap_steps=3"]
+  shards = ["--config.sync.num_shards=4", "--shard_gbps=50"]
+  assert cli.main([*SIZE, "--gbps=2", "--step_seconds=4", *fields, *shards]) == 0
+  assert capsys.readouterr().out.endswith("Everything fits.\n")
+
+
+def test_a_step_follows_from_chips_and_tokens(capsys):
+  chips = ["--gbps=2", "--chips=64", "--chip_teraflops=459", "--mfu=0.4", "--tokens=262144"]
+  model = ["--parameters=12e9", "--islands=4"]
+  by_chips = planned(capsys, *model, *chips)
+  seconds = 6 * 12e9 * 262144 / (64 * 459e12 * 0.4)
+  assert by_chips == planned(capsys, *model, "--gbps=2", f"--step_seconds={seconds!r}")
+
+
+def test_a_configs_step_counts_its_own_flops_and_tokens(capsys):
+  chips = [CONFIG, "--gbps=0.2", "--chips=1", "--chip_teraflops=0.001"]
+  tokens = cli_config().tokens_per_step(0)
+  whole = planned(capsys, *chips)
+  assert whole == planned(capsys, *chips, f"--tokens={tokens}")
+  twice = planned(capsys, *chips, f"--tokens={2 * tokens}")
+  assert twice["average_gbps"] == pytest.approx(whole["average_gbps"] / 2)
+
+
+def test_what_no_bandwidth_reaches_is_null(capsys):
+  found = planned(capsys, CONFIG, *LINK, "--latency_ms=500")
+  assert found["peak_gbps"] is None and not found["hidden"] and found["findings"]
+
+
+@pytest.mark.parametrize(
+  ("arguments", "said"),
+  [
+    (["--gbps=2", "--step_seconds=1"], "--config"),
+    ([CONFIG, "--step_seconds=1"], "--gbps"),
+    ([CONFIG, "--gbps=2"], "--step_seconds"),
+    ([CONFIG, "--gbps=0", "--step_seconds=1"], "--gbps=0"),
+    ([CONFIG, "--gbps=nan", "--step_seconds=1"], "--gbps=nan"),
+    ([CONFIG, "--gbps=2", "--step_seconds=-1"], "--step_seconds=-1"),
+    ([CONFIG, *LINK, "--latency_ms=-3"], "--latency_ms=-3"),
+    ([CONFIG, *LINK, "--codec=int3"], "sync.push_codec"),
+    ([CONFIG, *LINK, "--islands=0"], "islands.num_learners"),
+    ([CONFIG, *LINK, "--config.sync.num_shards=0"], "sync.num_shards = 0"),
+    ([CONFIG, *LINK, "--config.sync.num_fragmens=3"], "num_fragments"),
+    ([CONFIG, *LINK, "--parameters=inf"], "--parameters=inf"),
+    ([CONFIG, *LINK, "--parameters=3"], "--parameters=3"),
+    ([CONFIG, "--gbps=2", "--chips=4"], "--chip_teraflops"),
+    ([CONFIG, "--gbps=2", "--chips=4", "--chip_teraflops=9", "--mfu=0"], "--mfu=0"),
+    (["--parameters=1e9", "--gbps=2", "--chips=4", "--chip_teraflops=9"], "--tokens"),
+  ],
+)
+def test_what_is_typed_wrong_is_named(arguments, said, capsys):
+  assert cli.main(["plan", *arguments]) == 2
+  out, err = capsys.readouterr()
+  assert out == "" and said in err and "Fix: " in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_lists_its_flags(flag, capsys):
+  assert cli.main(["plan", flag]) == 0
+  out = capsys.readouterr().out
+  assert out.startswith("ddiloco plan: ")
+  for name in ("config", "parameters", "islands", "gbps", "latency_ms", "step_seconds", "codec"):
+    assert f"--{name}:" in out
+  assert "--[no]json:" in out and "workdir" not in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["model", "config"])
+def test_no_device_is_touched_and_a_size_alone_needs_no_jax(what):
+  code = (
+    "import sys\nfrom ddiloco import cli\nstatus = cli.main(sys.argv[1:])\n"
+    "if 'jax' in sys.modules:\n"
+    "  from jax._src import xla_bridge\n"
+    "  assert not xla_bridge._backends, 'a device was touched'\n"
+    "print('jax' in sys.modules)\nsys.exit(status)"
+  )
+  arguments = [*SIZE, *LINK] if what == "model" else ["plan", CONFIG, *LINK]
+  command = [sys.executable, "-c", code, *arguments]
+  done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.splitlines()[-1] == str(what == "config")

@@ -1,0 +1,114 @@
+"""`ddiloco trace` prints all operations in order and what does not fit; `replay` refuses that."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddiloco import cli, environment
+from ddiloco.config import Config
+from tests.trace.traces import Logs, find, good
+
+
+@pytest.fixture(autouse=True)
+def no_device(monkeypatch):
+  """These calls share the tests' process, whose devices are made already."""
+  monkeypatch.setattr(environment, "prepare", lambda **settings: pytest.fail("no device is needed"))
+
+
+def write(workdir: Path, logs: Logs) -> Path:
+  (workdir / "events").mkdir(parents=True)
+  (workdir / "config.json").write_text(Config().to_json())
+  for role, events in logs.items():
+    lines = "".join(json.dumps(event) + "\n" for event in events)
+    (workdir / "events" / f"{role}.jsonl").write_text(lines)
+  return workdir
+
+
+def run(capsys, *arguments: object) -> tuple[int, list[str]]:
+  status = cli.main([str(a) for a in arguments])
+  out, err = capsys.readouterr()
+  assert err == ""
+  return status, out.splitlines()
+
+
+def test_a_good_trace_is_printed_in_order_and_its_invariants_hold(tmp_path, capsys):
+  logs = good()
+  status, lines = run(capsys, "trace", f"--workdir={write(tmp_path, logs)}")
+  assert status == 0
+  end = lines.index("Invariants: all hold")
+  printed = [line for line in lines[:end] if line]
+  moved = [e for events in logs.values() for e in events if e["kind"] != "stopped"]
+  assert len(printed) == len(moved)
+  times = [float(line.split(" s ")[0]) for line in printed]
+  assert times == sorted(times)
+  assert any(
+    re.search(r"learner-1\.1 +cut +fragment 0 round 3: 5 steps, 50 tokens", x) for x in printed
+  )
+  assert any("restored from snapshot 1 of incarnation 0" in line for line in printed)
+  assert any("16 steps of 2 learners in 3 incarnations" in line for line in lines[end:])
+  assert not any("\x1b" in line for line in lines), "plain when piped"
+
+
+def test_one_role_is_printed_in_its_own_order_and_all_are_checked(tmp_path, capsys):
+  logs = good()
+  logs["learner-1"][3]["time"] = 0.0  # another host's clock
+  find(logs, "syncer-0", "commit", round=2)["version"] = 7
+  status, lines = run(capsys, "trace", f"--workdir={write(tmp_path, logs)}", "--role=learner-1")
+  printed = lines[: lines.index("Invariants: VIOLATED") - 1]
+  assert status == 1 and all(" learner-1." in line for line in printed)
+  steps = [int(line.split("step ")[1].split(":")[0]) for line in printed if "step " in line]
+  assert steps == [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3]
+  violated = [line for line in lines if line.startswith("violated: ")]
+  assert violated[0].startswith("violated: syncer-0, incarnation 0, line 6: version 7 follows 2")
+
+
+def test_a_broken_trace_is_not_replayed(tmp_path, capsys):
+  logs = good()
+  logs["learner-1"].remove(find(logs, "learner-1", "cut", round=3))
+  status, lines = run(capsys, "replay", f"--workdir={write(tmp_path, logs)}", "--cpu")
+  assert status == 1
+  assert any("needs the push of learner 1 (incarnation 1)" in line for line in lines)
+
+
+def test_a_torn_end_is_no_problem(tmp_path, capsys):
+  workdir = write(tmp_path, good())
+  with (workdir / "events" / "learner-1.jsonl").open("a") as log:
+    log.write('{"time": 99.0, "role": "learner-1", "incar')
+  assert run(capsys, "trace", f"--workdir={workdir}")[0] == 0
+
+
+@pytest.mark.parametrize("command", ["trace", "replay"])
+def test_what_is_no_run_is_said(command, tmp_path, capsys):
+  assert cli.main([command, f"--workdir={tmp_path}"]) == 2
+  assert "holds no run" in capsys.readouterr().err
+  (tmp_path / "config.json").write_text(Config().to_json())
+  assert cli.main([command, f"--workdir={tmp_path}"]) == 2
+  assert "its run has no events" in capsys.readouterr().err
+
+
+def test_an_unknown_role_is_said(tmp_path, capsys):
+  write(tmp_path, good())
+  assert cli.main(["trace", f"--workdir={tmp_path}", "--role=learner-9"]) == 2
+  assert "Fix: use one of learner-0, learner-1, syncer-0" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_enough_may_go(tmp_path):
+  """`ddiloco trace | head`: no traceback, and no JAX was needed for it."""
+  logs = good()
+  tail = [{**logs["learner-1"][-2], "step": 3 + i, "clock": 13 + i} for i in range(1, 3000)]
+  logs["learner-1"] += [{**e, "position": e["clock"]} for e in tail]
+  code = (
+    "import sys; from ddiloco import cli; status = cli.main(); assert 'jax' not in sys.modules;"
+  )
+  command = [sys.executable, "-c", f"{code} sys.exit(status)", "trace"]
+  with subprocess.Popen(
+    [*command, f"--workdir={write(tmp_path, logs)}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+  ) as process:
+    assert process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(60) == 0

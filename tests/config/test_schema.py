@@ -1,0 +1,337 @@
+"""Every rule of the config says field, value, rule and fix; what goes in comes out again."""
+
+import dataclasses
+import json
+import math
+import re
+import runpy
+import typing
+from pathlib import Path
+
+import ml_collections
+import pytest
+
+from ddiloco import config as config_lib
+from ddiloco.config import Config, ConfigError, Fault, IslandConfig, default, from_dict
+from tests import golden_configs
+
+CONFIGS = Path(__file__).parent.parent.parent / "configs"
+SECTIONS = ("model", "data", "inner", "islands", "sync", "outer", "run")
+
+
+def nested(path: str, value) -> dict:
+  """{"a": {"b": value}} of "a.b"."""
+  for name in reversed(path.split(".")):
+    value = {name: value}
+  return value
+
+
+def refusal(values) -> str:
+  with pytest.raises(ConfigError) as caught:
+    from_dict(values)
+  return str(caught.value)
+
+
+def test_defaults_are_valid_and_the_config_dict_says_the_same():
+  assert from_dict({}) == Config() == from_dict(default())
+
+
+@pytest.mark.parametrize(
+  "path, value, rule",
+  [
+    *[(f"model.{f}", 0, "greater than 0") for f in
+      ("vocab_size", "num_layers", "model_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim",
+       "rope_theta", "norm_epsilon", "capacity_factor")],
+    ("model.num_experts", -1, "not be negative"),
+    ("model.load_balance_weight", -0.5, "not be negative"),
+    ("model.compute_dtype", "float23", "one of float32, bfloat16"),
+    ("model.num_kv_heads", 3, "divide model.num_heads (4)"),
+    ("model.head_dim", 15, "even"),
+    ("data.source", "stdlob", "one of stdlib, text, tokens, synthetic"),
+    ("data.token_dtype", "uint8", "one of uint16, uint32"),
+    ("data.sequence_length", 0, "greater than 0"),
+    ("data.heldout_sequences", -3, "greater than 0"),
+    ("data.heldout_share", 0.0, "between 0 and 1"),
+    ("data.heldout_share", 1.0, "between 0 and 1"),
+    ("data.path", "x.txt", "needed for sources text and tokens"),
+    ("data.tokenizer", "sentencepiece:", "sentencepiece:FILE"),
+    ("data.tokenizer", "words", "sentencepiece:FILE"),
+    *[(f"inner.{f}", 0, "greater than 0") for f in
+      ("learning_rate", "epsilon", "accumulation_steps")],
+    *[(f"inner.{f}", -1, "not be negative") for f in
+      ("warmup_steps", "decay_steps", "weight_decay", "clip_norm")],
+    ("inner.b1", 1.0, "[0, 1)"),
+    ("inner.b2", -0.1, "[0, 1)"),
+    ("inner.final_share", 1.5, "[0, 1]"),
+    ("islands.devices", -1, "not be negative"),
+    ("islands.batch_size", 0, "greater than 0"),
+    ("islands.num_learners", 0, "greater than 0"),
+    ("sync.num_shards", -1, "not be negative"),
+    ("sync.num_shards", 9, "not exceed sync.num_fragments (8)"),
+    ("sync.overlap_steps", -1, "not be negative"),
+    ("sync.overlap_steps", 24, "smaller than sync.sync_period (24)"),
+    ("sync.max_rows", -1, "not be negative"),
+    *[(f"sync.{f}", 0, "greater than 0") for f in
+      ("num_fragments", "sync_period", "min_quorum", "liveness_steps", "liveness_seconds",
+       "quarantine_after")],
+    ("sync.min_quorum", 5, "not exceed islands.num_learners (4)"),
+    ("sync.fragmentation", "balance", "one of balanced, layer, tensor, strided"),
+    ("sync.apply", "overwrit", "one of overwrite, mix, rebase"),
+    ("sync.merge", "mean", "one of rda, average"),
+    ("sync.push_codec", "fp8", "one of f32, bf16, int8, int4"),
+    ("sync.publish_codec", "fp8", "one of f32, bf16, int8, int4"),
+    ("sync.grace_safety", 1.0, "[0, 1)"),
+    ("sync.mix_alpha", 1.1, "[0, 1]"),
+    ("sync.max_norm_ratio", 1.0, "greater than 1"),
+    ("sync.error_feedback", True, "built into apply = 'rebase'"),
+    ("outer.learning_rate", 0.0, "greater than 0"),
+    ("outer.momentum", 1.0, "[0, 1)"),
+    ("run.total_tokens", 0, "greater than 0"),
+    *[(f"run.{f}", -1, "not be negative") for f in
+      ("evaluations", "sample_tokens", "restart_seconds", "max_restarts")],
+  ],
+)  # fmt: skip
+def test_a_broken_rule_names_field_value_rule_and_fix(path, value, rule):
+  shown = float(value) if _type_of(path) is float else value
+  text = refusal(nested(path, value))
+  assert text.startswith(f"{path} = {shown!r}: ") and rule in text
+  assert re.search(r"\. Fix: .+\.$", text)
+
+
+def _type_of(path: str) -> type:
+  cls: typing.Any = Config
+  for name in path.split("."):
+    cls = typing.get_type_hints(cls)[name]
+  return cls
+
+
+@pytest.mark.parametrize(
+  "values, field, rule",
+  [
+    ({"model": {"num_experts": 2, "experts_per_token": 3}}, "model.experts_per_token", "1 and"),
+    ({"model": {"num_experts": 2, "experts_per_token": 0}}, "model.experts_per_token", "1 and"),
+    ({"data": {"source": "text"}}, "data.path", "source is 'text'"),
+    ({"islands": {"data": -1}}, "islands.(data, fsdp, tensor)", "at most one of them -1"),
+    ({"islands": {"tensor": 0}}, "islands.(data, fsdp, tensor)", "must be positive"),
+    ({"islands": {"devices": 3, "tensor": 2}}, "islands.devices", "match the mesh axes"),
+    ({"islands": {"devices": 4, "fsdp": 2}}, "islands.devices", "match the mesh axes"),
+    ({"islands": {"devices": 4, "batch_size": 6}}, "islands.batch_size", "accumulation_steps = 4"),
+    ({"inner": {"accumulation_steps": 3}}, "islands.batch_size", "accumulation_steps = 3"),
+    ({"islands": {"overrides": {"01": {}}}}, "islands.overrides", "learner numbers"),
+    ({"islands": {"overrides": {1: {}}}}, "islands.overrides", "learner numbers"),
+    ({"islands": {"overrides": {"²": {}}}}, "islands.overrides", "learner numbers"),
+    ({"islands": {"overrides": {"1": 3}}}, "islands.overrides.1", "mapping"),
+    ({"islands": {"overrides": 3}}, "islands.overrides", "mapping"),
+    ({"islands": {"overrides": {"1": {"fsdp": 2}}}}, "islands.devices", "match the mesh axes"),
+    ({"islands": {"overrides": {"1": {"devices": "2"}}}}, "islands.overrides.1.devices", "int"),
+  ],
+)
+def test_rules_that_need_two_fields(values, field, rule):
+  text = refusal(values)
+  assert text.startswith(f"{field} = ") and rule in text and ". Fix: " in text
+
+
+@pytest.mark.parametrize(
+  "changes, field, rule",
+  [
+    ({"action": "kil"}, "chaos.faults.action", "one of kill, stall, slow"),
+    ({"role": "engine"}, "chaos.faults.role", "must name a role"),
+    ({"role": "learner/x"}, "chaos.faults.role", "must name a role"),
+    ({"role": "learner/01"}, "chaos.faults.role", "must name a role"),
+    ({"role": "learner/4"}, "chaos.faults.role", "the run has 4"),
+    ({"role": "syncer/2"}, "chaos.faults.role", "the run has 2"),
+    ({"at_seconds": 2.0}, "chaos.faults.(at_step, at_seconds)", "exactly one"),
+    ({"at_step": -1}, "chaos.faults.(at_step, at_seconds)", "exactly one"),
+    ({"action": "stall", "seconds": -1}, "chaos.faults.seconds", "not be negative"),
+    ({"seconds": -2}, "chaos.faults.seconds", "not be negative"),
+    ({"factor": 0.5}, "chaos.faults.factor", "at least 1"),
+    ({"share": 0.0}, "chaos.faults.share", "(0, 1]"),
+    ({"delay_seconds": -1.0}, "chaos.faults.delay_seconds", "not be negative"),
+    ({"bits_per_second": 0.0}, "chaos.faults.bits_per_second", "greater than 0"),
+    ({"peers": ("engine",)}, "chaos.faults.peers", "must name a role"),
+    ({"role": "region/us"}, "chaos.faults.role", "none of chaos.regions"),
+    ({"action": "join"}, "chaos.faults.role", "there from the start"),
+    ({"action": "join", "role": "learner/5"}, "chaos.faults.role", "join in order"),
+    ({"action": "join", "role": "syncer/2"}, "chaos.faults.role", "there from the start"),
+    ({"at_step": 1.5}, "chaos.faults[0].at_step", "of type int"),
+    ({"when": 3}, "chaos.faults[0].when", "no such field"),
+  ],
+)
+def test_rules_of_faults(changes, field, rule):
+  good = {"action": "kill", "role": "learner/2", "at_step": 10}
+  assert from_dict({"chaos": {"faults": [good]}}).chaos.faults == (Fault(**good),)
+  text = refusal({"chaos": {"faults": [{**good, **changes}]}})
+  assert text.startswith(f"{field} = ") and rule in text and ". Fix: " in text
+
+
+def test_a_fault_of_a_region_strikes_its_roles_and_its_links_to_the_outside():
+  regions = {"east": ["learner/2", "syncer/1"]}
+  cut = {"action": "cut", "role": "region/east", "at_seconds": 1.0}
+  chaos = from_dict({"chaos": {"regions": regions, "faults": [cut]}}).chaos
+  assert [f.role for f in chaos.of_roles()] == ["learner/2", "syncer/1"]
+  assert {f.peers for f in chaos.of_roles()} == {("!learner/2", "!syncer/1")}
+  text = refusal({"chaos": {"regions": {"east": ["learner"]}}})
+  assert text.startswith("chaos.regions.east = ") and "must name a role" in text
+  text = refusal({"chaos": {"regions": {"east": ["learner/9"]}, "faults": [cut]}})
+  assert text.startswith("chaos.faults.role = 'learner/9'")
+
+
+def test_a_learner_that_joins_may_be_struck_too():
+  join = {"action": "join", "role": "learner/4", "at_step": 5, "seconds": -1}
+  kill = {"action": "kill", "role": "learner/4", "at_step": 10}
+  assert from_dict({"chaos": {"faults": [join, kill]}}).num_islands() == 5
+
+
+def test_a_fault_without_a_needed_field_names_it():
+  assert "chaos.faults[0]" in (text := refusal({"chaos": {"faults": [{"action": "kill"}]}}))
+  assert "'role'" in text
+  assert "drop this fault" in refusal(
+    {
+      "sync": {"num_shards": 0},
+      "chaos": {"faults": [{"action": "kill", "role": "syncer/0", "at_step": 1}]},
+    }
+  )
+
+
+@pytest.mark.parametrize(
+  "path, close",
+  [
+    ("modle", "model"),
+    *[(f"{section}.sed", "") for section in SECTIONS],
+    ("chaos.fault", "faults"),
+    ("sync.min_qurum", "min_quorum"),
+    ("islands.overrides.1.batchsize", "batch_size"),
+    ("islands.overrides.1.num_learners", ""),
+  ],
+)
+def test_unknown_fields_are_refused_at_every_level(path, close):
+  text = refusal(nested(path, 3))
+  assert text.startswith(f"{path} = 3: there is no such field. Fix: ")
+  assert (f"did you mean '{close}'" if close else "Fix: ") in text
+
+
+def test_a_path_is_checked_before_anything_is_parsed():
+  config_lib.check_field("sync.min_quorum", "2")
+  config_lib.check_field("islands.overrides", "{}")
+  for path, rule in (
+    ("sync.min_qurum", "did you mean 'min_quorum'"),
+    ("snyc.min_quorum", "did you mean 'sync'"),
+    ("sync.min_quorum.x", "sync.min_quorum has no fields"),
+    ("islands.overrides.2.devices", "in the experiment file"),
+  ):
+    with pytest.raises(ConfigError, match=re.escape(rule)):
+      config_lib.check_field(path, "2")
+
+
+def _scalar_fields():
+  for section in SECTIONS:
+    for name, hint in typing.get_type_hints(typing.get_type_hints(Config)[section]).items():
+      if hint in (int, float, bool, str):
+        yield f"{section}.{name}", hint
+
+
+@pytest.mark.parametrize("path, hint", list(_scalar_fields()))
+def test_wrong_types_are_refused_for_every_field(path, hint):
+  wrong = {
+    int: (True, 1.0, "1", None, [1]),
+    float: (True, "1", None, math.nan, math.inf, -math.inf),
+    bool: (1, 0.0, "true", None),
+    str: (1, True, None, b"x"),
+  }[hint]
+  for value in wrong:
+    text = refusal(nested(path, value))
+    assert text.startswith(f"{path} = {value!r}: must be ")
+
+
+def test_a_whole_number_is_a_float_too():
+  rate = from_dict({"outer": {"learning_rate": 1}}).outer.learning_rate
+  assert rate == 1.0 and isinstance(rate, float)
+
+
+@pytest.mark.parametrize("values", [3, None, [("seed", 1)], {3: 4}, {"sync": 3}, {"chaos": []}])
+def test_anything_but_nested_mappings_is_refused(values):
+  assert ". Fix: " in refusal(values)
+
+
+def everything() -> dict:
+  return {
+    "seed": 3,
+    "model": {"num_experts": 4, "remat": True},
+    "islands": {"overrides": {"2": {"devices": 4, "fsdp": 2, "data": 2}}},
+    "chaos": {
+      "faults": [
+        {"action": "kill", "role": "learner/1", "at_step": 5, "seconds": -1},
+        {"action": "slow", "role": "syncer/1", "at_seconds": 1, "factor": 3},
+      ]
+    },
+  }
+
+
+def test_dict_config_dict_and_json_round_trips():
+  frozen = from_dict(everything())
+  assert from_dict(dataclasses.asdict(frozen)) == frozen
+  assert from_dict(json.loads(frozen.to_json())) == frozen
+  assert from_dict(ml_collections.ConfigDict(everything())) == frozen
+  c = default()
+  c.seed, c.model.num_experts, c.model.remat = 3, 4, True
+  c.islands.overrides = everything()["islands"]["overrides"]
+  # A tuple may hold ConfigDicts as well: `to_dict` does not reach into it.
+  c.chaos.faults = tuple(map(ml_collections.ConfigDict, everything()["chaos"]["faults"]))
+  assert from_dict(c) == frozen
+  assert from_dict(json.loads(from_dict(c).to_json())) == frozen
+
+
+def test_a_config_cannot_be_changed():
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    Config().seed = 3  # type: ignore[misc]
+
+
+def test_overrides_change_one_island_only():
+  override = {"1": {"devices": 4, "fsdp": 2, "tensor": 2, "batch_size": 6}}
+  c = from_dict({"islands": {"num_learners": 3, "overrides": override}})
+  assert c.islands.island(0) == c.islands.island(2) == IslandConfig()
+  assert c.islands.island(1) == IslandConfig(4, 1, 2, 2, 6)
+  assert c.islands.island(1).data_shards(4) == 2
+  assert [c.tokens_per_step(m) for m in range(3)] == [8 * 128, 6 * 128, 8 * 128]
+  assert c.planned_steps() == math.ceil(4_000_000 / (22 * 128))
+
+
+def test_the_mesh_takes_what_the_devices_leave():
+  assert IslandConfig(devices=0, data=2, fsdp=-1, tensor=2).mesh_shape(12) == (2, 3, 2)
+  with pytest.raises(ConfigError, match="must multiply to the island's 6 devices"):
+    IslandConfig(devices=0, data=2, fsdp=-1, tensor=2).mesh_shape(6)
+
+
+def test_without_shards_a_quorum_means_nothing():
+  assert from_dict({"sync": {"num_shards": 0, "min_quorum": 9}}).sync.min_quorum == 9
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "chaos").glob("*.py")), ids=lambda p: p.stem)
+def test_fault_plans_fit_the_quickstart_and_say_how_to_use_them(path):
+  module = runpy.run_path(str(path))
+  config = runpy.run_path(str(CONFIGS / "quickstart.py"))["get_config"]()
+  config.chaos = module["get_config"]()
+  frozen = from_dict(config)
+  assert frozen.chaos.faults and from_dict(json.loads(frozen.to_json())) == frozen
+  doc = module["__doc__"]
+  assert f"--config.chaos=configs/chaos/{path.name}" in doc and re.search(
+    r"^Expect: +\S", doc, re.M
+  )
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.py")), ids=lambda path: path.stem)
+def test_experiment_files_load_validate_and_say_how_to_run_them(path):
+  module = runpy.run_path(str(path))
+  frozen = from_dict(module["get_config"]())
+  assert from_dict(json.loads(frozen.to_json())) == frozen
+  doc = module["__doc__"]
+  assert re.search(r"^Command: +\S", doc, re.M) and re.search(r"^Hardware: +\S", doc, re.M)
+  assert f"configs/{path.name}" in doc, "the command names the file itself"
+
+
+def test_every_config_says_what_it_said_before():
+  """A changed default is seen: `python -m tests.golden_configs` writes the texts anew."""
+  texts = golden_configs.texts()
+  assert {path.name for path in golden_configs.GOLDEN.glob("*.txt")} == set(texts)
+  for name, text in texts.items():
+    assert (golden_configs.GOLDEN / name).read_text() == text, name

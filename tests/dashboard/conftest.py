@@ -1,0 +1,5 @@
+"""The run that `tests/observe/conftest.py` makes up."""
+
+from tests.observe.conftest import fake_clock, make, run_events
+
+__all__ = ["fake_clock", "make", "run_events"]

@@ -1,0 +1,246 @@
+"""The page in a real browser: what a reader sees of a run, during and after it."""
+
+import json
+import time
+
+import pytest
+
+from ddiloco.dashboard.server import Dashboard, Refused, Where
+from ddiloco.workdir import FAULTS, STARTED
+from tests.dashboard.browser import CHROMIUM, Browser
+from tests.made_events import changed
+from tests.observe.conftest import KILL, make_run, write_log
+
+pytestmark = [
+  pytest.mark.skipif(not CHROMIUM, reason="no chromium (or google-chrome) on the PATH"),
+  pytest.mark.slow,
+]
+TOKEN = "a-token-of-some-length"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+  browser = Browser(tmp_path_factory.mktemp("profile"))
+  yield browser
+  browser.close()
+
+
+@pytest.fixture(autouse=True)
+def fresh(browser):
+  """Every test begins wide, light, and with nothing kept."""
+  browser.size(1200, 900)
+  browser.scheme("light")
+  browser.complaints.clear()
+  yield
+  browser.open("about:blank")
+
+
+def run(workdir, until=1e9, **changes):
+  """A run, or its beginning: four islands, number 2 killed on the way and back."""
+  events = [event for event in make_run() if event.time <= until]
+  events[0] = changed(events[0], **changes)
+  write_log(workdir, events)
+  if until < 1e9:
+    (workdir / STARTED).write_text(f"{time.time() - until - 1}")
+  return workdir
+
+
+def show(browser, dashboard, phase):
+  browser.open(dashboard.url)
+  browser.until(f"document.body.dataset.phase === {json.dumps(phase)}")
+
+
+def test_a_run_that_is_over(browser, tmp_path):
+  with Dashboard(run(tmp_path)) as dashboard:
+    show(browser, dashboard, "over")
+    assert browser.text("#name") == "quickstart" and browser.text("#phase") == "over"
+    assert "The run is over: all tokens merged" in browser.text("#banner")
+    assert browser.text("#over-time-says") == "1 kill and 1 restart"
+    lanes = browser.ask("[...document.querySelectorAll('#chart .name')].map(n => n.textContent)")
+    assert lanes[:6] == ["island 0", "island 1", "island 2", "island 3", "shard 0", "shard 1"]
+    titles = browser.ask("[...document.querySelectorAll('#chart title')].map(n => n.textContent)")
+    assert any(title == "island 2: down, 0:20 to 0:24" for title in titles)
+    assert sum("kill" in title for title in titles) == 1
+    assert browser.ask("document.querySelectorAll('#chart .curve[d^=M]').length") == 4
+    assert browser.ask("document.querySelectorAll('#chart .heldout[d^=M]').length") == 1
+    assert "killed on purpose" in browser.text("#legend") and "down" in browser.text("#legend")
+    assert "in the global model" in browser.text("#goodput") and "down" in browser.text("#goodput")
+    assert browser.ask("document.querySelectorAll('#versions tbody tr').length") == 4
+    assert "there was a quorum, and its grace was over" in browser.text("#outcomes")
+    assert "island 3: no answer within the grace window" in browser.text("#outcomes")
+    assert "shard 1" in browser.text("#links") and "MB" in browser.text("#links")
+    assert "the run is over" in browser.text("#notes")
+    assert browser.text("#waiting-says") == "Nobody waits: there is no run under way."
+    assert browser.text("#fault-form") == ""
+    assert browser.complaints == []
+
+
+def test_a_run_under_way_with_an_island_down(browser, tmp_path):
+  with Dashboard(run(tmp_path, until=KILL + 3)) as dashboard:
+    show(browser, dashboard, "running")
+    assert "down: 2" in browser.text("#over-time-says")
+    assert browser.ask("document.querySelectorAll('#chart rect.down').length") == 1
+    assert "left" in browser.text("#elapsed") and browser.text("#banner") == ""
+    assert browser.ask("document.querySelector('.track').ariaValueNow") not in ("0", "100", None)
+    first = browser.text("#elapsed")
+    browser.until(f"document.querySelector('#elapsed').innerText !== {json.dumps(first)}")
+    assert browser.complaints == []
+
+
+def test_nothing_is_known_yet_and_then_a_run_begins(browser, tmp_path):
+  with Dashboard(tmp_path) as dashboard:
+    show(browser, dashboard, "empty")
+    assert "Nothing is known yet" in browser.text("#banner") and browser.text("main") == ""
+    run(tmp_path, until=0.0)
+    browser.until("document.body.dataset.phase === 'starting'")
+    assert "all 4 islands: joining" in browser.text("#over-time-says")
+    assert "not known yet" in browser.ask("document.querySelector('#chart').textContent")
+
+
+def test_the_server_is_gone_and_comes_back(browser, tmp_path, monkeypatch):
+  with Dashboard(run(tmp_path, until=30.0)) as dashboard:
+    show(browser, dashboard, "running")
+    status = dashboard._run.status
+
+    def gone():
+      raise Refused(503, "gone")
+
+    monkeypatch.setattr(dashboard._run, "status", gone)
+    browser.until("document.body.dataset.phase === 'gone'")
+    assert browser.text("#phase") == "server gone"
+    assert "The server does not answer since" in browser.text("#banner")
+    assert "may well go on" in browser.text("#banner")
+    assert "island 2" in browser.ask("document.querySelector('#chart').textContent"), "it stays"
+    monkeypatch.setattr(dashboard._run, "status", status)
+    browser.until("document.body.dataset.phase !== 'gone'")
+    assert browser.text("#banner") == ""
+
+
+def test_the_token_is_asked_for_kept_and_not_left_in_the_url(browser, tmp_path):
+  with Dashboard(run(tmp_path), Where(token=TOKEN)) as dashboard:
+    browser.open(dashboard.url)
+    browser.until("document.activeElement.id === 'token'")
+    assert browser.text("main") == ""
+    browser.ask("document.querySelector('#token').value = 'wrong'")
+    browser.press("Enter")
+    browser.until("document.querySelector('#token-wrong').checkVisibility()")
+    browser.ask(f"document.querySelector('#token').value = {TOKEN!r}")
+    browser.press("Enter")
+    browser.until("document.body.dataset.phase === 'over'")
+    browser.open("about:blank")
+  with Dashboard(tmp_path, Where(token=TOKEN)) as dashboard:
+    browser.open(f"{dashboard.url}?token={TOKEN}")
+    browser.until("document.body.dataset.phase === 'over'")
+    assert browser.ask("location.href") == dashboard.url
+    browser.open(dashboard.url)
+    browser.until("document.body.dataset.phase === 'over'")
+
+
+def test_a_fault_is_injected_by_keyboard(browser, tmp_path):
+  where = Where(token=TOKEN, allow_faults=True)
+  with Dashboard(run(tmp_path, until=30.0), where) as dashboard:
+    browser.open(f"{dashboard.url}?token={TOKEN}")
+    browser.until("document.querySelector('#fault-form').checkVisibility()")
+    browser.ask("document.querySelector('#fault-role').value = 'learner/3'")
+    browser.ask("document.querySelector('#fault-seconds').focus()")
+    browser.press("Enter")
+    browser.until("document.querySelector('#fault-says').innerText.startsWith('Asked for')")
+    fault = json.loads((tmp_path / FAULTS).read_text())
+    assert (fault["action"], fault["role"], fault["seconds"]) == ("kill", "learner/3", 5)
+
+
+def test_the_chart_has_a_cursor_for_the_keyboard(browser, tmp_path):
+  with Dashboard(run(tmp_path)) as dashboard:
+    show(browser, dashboard, "over")
+    browser.ask("document.querySelector('#chart').focus()")
+    browser.press("Home")
+    assert browser.text("#readout").startswith("0:00")
+    for _ in range(35):
+      browser.press("ArrowRight")
+    assert "island 2 down" in browser.text("#readout") and "held-out" in browser.text("#readout")
+    browser.press("Escape")
+    assert browser.text("#readout").startswith("Point at the chart")
+
+
+def test_everything_can_be_reached_with_tab(browser, tmp_path):
+  with Dashboard(run(tmp_path)) as dashboard:
+    show(browser, dashboard, "over")
+    seen = []
+    for _ in range(12):
+      browser.press("Tab")
+      seen.append(browser.ask("document.activeElement.id || document.activeElement.className"
+                              " || document.activeElement.tagName"))  # fmt: skip
+    order = ["skip", "theme", "chart", "SUMMARY", "versions"]
+    places = [seen.index(name) for name in order]
+    assert places == sorted(places), seen
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1200, 800, 390])
+def test_it_is_readable_wide_and_narrow_light_and_dark(browser, tmp_path, scheme, width):
+  browser.size(width, 900)
+  browser.scheme(scheme)
+  with Dashboard(run(tmp_path)) as dashboard:
+    show(browser, dashboard, "over")
+    overflow = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    assert browser.ask(overflow) <= 0, "nothing sticks out at the side"
+    page, ink = browser.ask(
+      "['backgroundColor', 'color'].map(name => getComputedStyle(document.body)[name])"
+    )
+    brightness = [sum(map(int, c[c.index("(") + 1 : -1].split(",")[:3])) for c in (page, ink)]
+    assert (brightness[0] > brightness[1] + 500) == (scheme == "light")
+    assert (brightness[1] > brightness[0] + 500) == (scheme == "dark")
+    small = browser.ask(
+      "[...document.querySelectorAll('main *')]"
+      ".filter(e => e.innerText?.trim() && !e.children.length"
+      " && getComputedStyle(e).fontSize.replace('px', '') < 12).length"
+    )
+    assert small == 0
+    browser.screenshot(tmp_path / f"{scheme}-{width}.png")
+    assert (tmp_path / f"{scheme}-{width}.png").stat().st_size > 10_000
+
+
+def test_the_theme_can_be_chosen_and_is_kept(browser, tmp_path):
+  with Dashboard(run(tmp_path)) as dashboard:
+    show(browser, dashboard, "over")
+    browser.ask("document.querySelector('#theme').click()")
+    browser.ask("document.querySelector('#theme').click()")
+    assert browser.text("#theme") == "Theme: dark"
+    show(browser, dashboard, "over")
+    assert browser.ask("document.documentElement.dataset.theme") == "dark"
+    assert "14" in browser.ask("getComputedStyle(document.body).backgroundColor")
+    browser.ask("document.querySelector('#theme').click()")
+
+
+def test_what_is_in_a_log_stays_text(browser, tmp_path):
+  evil = "<img src=x onerror=alert(1)>"
+  run(tmp_path, name=evil)
+  with (tmp_path / "events" / "engine.jsonl").open("a") as file:
+    more = {"time": 60.2, "role": "engine", "incarnation": 0, "kind": "exit"}
+    file.write(json.dumps(more | {"target": "learner/1", "reason": evil}) + "\n")
+  with Dashboard(tmp_path) as dashboard:
+    show(browser, dashboard, "over")
+    assert browser.text("#name") == evil
+    assert browser.ask("document.querySelectorAll('img').length") == 0
+    assert browser.complaints == []
+
+
+def alone(event):
+  """A commit of island 0 alone, instead of what it was."""
+  late = dict.fromkeys((1, 2, 3), "no answer within the grace window")
+  return changed(event, participants={0: 1.0}, rejected={}, missing=late)
+
+
+def test_rounds_of_one_that_repeat_are_said_at_the_top(browser, tmp_path):
+  """A minimum quorum of 1 must not silently become solo runs."""
+  events = [event for event in make_run() if event.time <= 18.0]
+  events = [alone(e) if e.kind == "commit" and e.time > 6 else e for e in events]
+  write_log(tmp_path, events)
+  (tmp_path / STARTED).write_text(f"{time.time() - 19.0}")
+  with Dashboard(tmp_path) as dashboard:
+    show(browser, dashboard, "running")
+    said = browser.until("document.querySelector('#banner').innerText.includes('alone')") and (
+      browser.text("#banner")
+    )
+    assert "rounds merged island 0 alone, of 4" in said and "sync.min_quorum" in said
+    browser.screenshot(tmp_path / "alone.png")

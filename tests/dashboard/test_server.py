@@ -1,0 +1,330 @@
+"""The dashboard's server: the page, the numbers, who gets what, and faults for the run."""
+
+import contextlib
+import http.client
+import json
+import socket
+import threading
+import time
+import urllib.parse
+
+import pytest
+
+from ddiloco.chaos.requests import FaultRequests
+from ddiloco.config import Config, ConfigError, Fault
+from ddiloco.dashboard import server as module
+from ddiloco.dashboard.server import Dashboard, Where
+from ddiloco.network.webserver import MAX_CONNECTIONS
+from ddiloco.workdir import OUTCOME, STARTED
+
+SECONDS = 20
+TOKEN = "a-token-of-some-length"
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
+
+
+def log(workdir, *events, role="engine"):
+  (workdir / "events").mkdir(parents=True, exist_ok=True)
+  with (workdir / "events" / f"{role}.jsonl").open("a") as file:
+    for time_, kind, fields in events:
+      event = {"time": time_, "role": role, "incarnation": 0, "kind": kind, **fields}
+      file.write(json.dumps(event) + "\n")
+
+
+RUN = {"name": "r", "num_learners": 3, "num_shards": 1, "num_fragments": 2, "total_tokens": 1000}
+STEP = {"step": 1, "clock": 1, "position": 0, "tokens": 8, "loss": 2.5}
+STEP |= {"seconds": 0.1, "gap_seconds": 0.1}
+
+
+@pytest.fixture
+def workdir(tmp_path):
+  """A run under way."""
+  (tmp_path / STARTED).write_text(f"{time.time() - 6.0}\n")
+  log(tmp_path, (0.0, "run_started", RUN))
+  log(tmp_path, (5.0, "step", STEP), role="learner-0")
+  return tmp_path
+
+
+@pytest.fixture
+def serve(workdir):
+  """Starts a dashboard of the workdir; ends when the test does."""
+  with contextlib.ExitStack() as stack:
+    yield lambda **where: stack.enter_context(Dashboard(workdir, Where(**where)))
+
+
+def ask(dashboard, path, method="GET", headers=None, body=None):
+  url = urllib.parse.urlsplit(dashboard.url)
+  connection = http.client.HTTPConnection(url.hostname, url.port, timeout=SECONDS)
+  with contextlib.closing(connection):
+    connection.request(method, path, body, headers or {})
+    answer = connection.getresponse()
+    return answer.status, answer.read().decode(), dict(answer.getheaders())
+
+
+def status(dashboard, headers=None):
+  code, text, _ = ask(dashboard, "/api/status", headers=headers)
+  assert code == 200, text
+  return json.loads(text)
+
+
+def until(condition):
+  """The first true value of `condition()`."""
+  end = time.monotonic() + SECONDS
+  while time.monotonic() < end:
+    if value := condition():
+      return value
+    time.sleep(0.02)
+  raise AssertionError("it never came true")
+
+
+def known(dashboard, phase="running", headers=None):
+  """The status, once the log has been read."""
+  return until(lambda: (s := status(dashboard, headers))["phase"] == phase and s)
+
+
+# --- what is served -------------------------------------------------------------------------------
+
+
+def test_the_page_needs_nothing_from_elsewhere(serve):
+  dashboard = serve()
+  code, page, headers = ask(dashboard, "/")
+  assert code == 200 and headers["Content-Type"] == "text/html; charset=utf-8"
+  assert "default-src 'none'" in headers["Content-Security-Policy"]
+  assert headers["X-Content-Type-Options"] == "nosniff"
+  for path, kind in (("page.css", "text/css"), ("app.js", "text/javascript")):
+    assert f'"{path}"' in page
+    code, text, headers = ask(dashboard, f"/{path}")
+    assert code == 200 and headers["Content-Type"].startswith(kind)
+    assert "//cdn" not in text and "https://" not in text
+  outside = page.replace("http://www.w3.org/2000/svg", "")  # a name, not an address
+  assert "http://" not in outside and "https://" not in outside
+
+
+def test_status_metrics_and_health(serve):
+  dashboard = serve()
+  found = known(dashboard)
+  assert found["name"] == "r" and found["islands"][0]["loss"] == 2.5
+  assert 5.9 < found["seconds"] < 60 and found["allow_faults"] is False
+  code, text, headers = ask(dashboard, "/metrics")
+  assert code == 200 and headers["Content-Type"].startswith("text/plain; version=0.0.4")
+  assert 'ddiloco_island_loss{island="0"} 2.5' in text
+  code, text, headers = ask(dashboard, "/healthz")
+  assert code == 200 and "came round" in text and headers["Cache-Control"] == "no-store"
+  assert ask(dashboard, "/healthz", "HEAD")[:2] == (200, "")
+
+
+def test_it_follows_the_log_and_says_when_the_run_is_over(serve, workdir):
+  dashboard = serve()
+  known(dashboard)
+  log(workdir, (6.5, "step", STEP | {"step": 2, "loss": 1.5}), role="learner-0")
+  until(lambda: status(dashboard)["islands"][0]["loss"] == 1.5)
+  (workdir / OUTCOME).write_text('{"reason": "stopped"}')
+  assert "can go on" in known(dashboard, "over")["text"]
+
+
+def test_nothing_is_known_of_an_empty_workdir(tmp_path):
+  with Dashboard(tmp_path / "not yet") as dashboard:
+    found = status(dashboard)
+    assert found["phase"] == "empty" and found["name"] == "not yet"
+    assert ask(dashboard, "/metrics")[0] == 200
+    log(tmp_path / "not yet", (0.0, "run_started", RUN))
+    until(lambda: status(dashboard)["name"] == "r")
+
+
+def test_a_new_run_in_the_workdir_replaces_the_old_one(serve, workdir):
+  dashboard = serve()
+  known(dashboard)
+  for path in (workdir / "events").iterdir():
+    path.unlink()
+  (workdir / STARTED).write_text(f"{time.time()}\n")
+  log(workdir, (0.0, "run_started", RUN | {"name": "other"}))
+  found = until(lambda: (s := status(dashboard))["name"] == "other" and s)
+  assert found["islands"][0]["loss"] is None
+
+
+def test_what_the_config_says_is_used(serve, workdir):
+  (workdir / "config.json").write_text(Config().to_json())
+  (workdir / "events" / "engine.jsonl").unlink()
+  found = known(serve())
+  assert len(found["islands"]) == Config().islands.num_learners
+  assert found["total_tokens"] == Config().run.total_tokens
+
+
+def test_events_that_cannot_be_read_are_counted(serve, workdir, capsys):
+  log(workdir, (5.5, "commit", {}), (5.6, "commit", {"fragment": "x"}), role="syncer-0")
+  dashboard = serve()
+  found = until(lambda: (s := status(dashboard))["odd_events"] == 2 and s)
+  assert found["islands"][0]["loss"] == 2.5
+  assert capsys.readouterr().err.count("WARNING") == 1
+
+
+# --- who gets what --------------------------------------------------------------------------------
+
+
+def test_off_loopback_a_token_is_needed_before_the_port_is_open(workdir):
+  with pytest.raises(ConfigError, match=r"--dashboard: 0\.0\.0\.0 can be reached from other"):
+    Dashboard(workdir, Where("0.0.0.0:0", flag="--dashboard"))
+  with pytest.raises(ConfigError, match="--bind = 'nowhere': must be HOST:PORT"):
+    Dashboard(workdir, Where("nowhere"))
+
+
+def test_without_the_token_there_are_no_numbers(serve):
+  dashboard = serve(token=TOKEN)
+  for path in ("/api/status", "/metrics", "/api/status?token=wrong", "/metrics?token="):
+    code, text, headers = ask(dashboard, path)
+    assert code == 401 and headers["WWW-Authenticate"] == "Bearer"
+    assert TOKEN not in text and "island" not in text
+  assert ask(dashboard, "/")[0] == ask(dashboard, "/healthz")[0] == 200
+  assert known(dashboard, headers=BEARER)["name"] == "r"
+  assert ask(dashboard, f"/metrics?token={TOKEN}")[0] == 200
+  assert TOKEN not in dashboard.url
+
+
+def test_off_loopback_it_serves_who_has_the_token(serve):
+  dashboard = serve(bind="0.0.0.0:0", token=TOKEN)
+  headers = {"Host": "training.example.org"}
+  assert ask(dashboard, "/api/status", headers=headers)[0] == 401
+  assert ask(dashboard, "/api/status", headers=headers | BEARER)[0] == 200
+
+
+def test_another_name_for_this_machine_is_refused(serve):
+  """A page of evil.com, whose name was made to point here, must not read a run."""
+  dashboard = serve()
+  for path in ("/", "/api/status", "/healthz"):
+    assert ask(dashboard, path, headers={"Host": "evil.com"})[0] == 421
+
+
+@pytest.mark.parametrize(
+  "path",
+  ["/nothing", "/..", "/../../etc/passwd", "/%2e%2e/page.css", "/index.html", "/page",
+   "/api/", "/api/status/", "*", "/page.css%00"],
+)  # fmt: skip
+def test_there_is_nothing_else(serve, path):
+  code, text, _ = ask(serve(), path)
+  assert code == 404 and "Traceback" not in text
+
+
+@pytest.mark.parametrize("method", ["PUT", "DELETE", "OPTIONS", "PATCH", "CONNECT", "NONE"])
+def test_other_methods_are_refused(serve, method):
+  assert ask(serve(), "/api/status", method)[0] == 501
+
+
+def test_the_wrong_method_says_which_is_right(serve):
+  dashboard = serve()
+  code, _, headers = ask(dashboard, "/api/status", "POST", body="{}")
+  assert code == 405 and headers["Allow"] == "GET, HEAD"
+  code, _, headers = ask(dashboard, "/api/fault")
+  assert code == 405 and headers["Allow"] == "POST"
+
+
+@pytest.mark.parametrize(
+  ("request_", "code"),
+  [
+    (b"GET / HTTP/1.1\r\n\r\n", 400),
+    (b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400),
+    (b"nonsense\r\n\r\n", 400),
+    (b"POST /api/fault HTTP/1.1\r\nHost: localhost\r\n\r\n", 411),
+    (b"POST /api/fault HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n", 411),
+    (b"POST /api/fault HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999\r\n\r\n", 413),
+    (b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: " + b"9" * 99 + b"\r\n\r\n", 413),
+    (b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 411),
+    (b"GET /api/status?" + b"a=1&" * 50 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
+  ],
+)  # fmt: skip
+def test_bad_requests_get_a_4xx_and_never_a_traceback(serve, request_, code, capsys):
+  dashboard = serve(token=TOKEN)
+  url = urllib.parse.urlsplit(dashboard.url)
+  with socket.create_connection((url.hostname, url.port), timeout=SECONDS) as connection:
+    connection.sendall(request_)
+    connection.shutdown(socket.SHUT_WR)
+    answer = b""
+    while data := connection.recv(4096):
+      answer += data
+  head = answer.split(b"\r\n")[0] if answer.startswith(b"HTTP") else answer[:100]
+  assert str(code).encode() in head or (code == 400 and b"Bad" in answer), answer
+  assert b"Traceback" not in answer and "Traceback" not in capsys.readouterr().err
+  assert ask(dashboard, "/healthz")[0] == 200
+
+
+def test_slow_clients_hold_up_nobody(serve):
+  dashboard = serve()
+  url = urllib.parse.urlsplit(dashboard.url)
+  with contextlib.ExitStack() as stack:
+    for i in range(2 * MAX_CONNECTIONS):
+      connection = stack.enter_context(socket.create_connection((url.hostname, url.port), SECONDS))
+      with contextlib.suppress(OSError):
+        connection.sendall(b"GET /api/status HTTP/1.1\r\nHost: 127.0.0.1\r\n" + b"\r\n" * (i % 2))
+    start = time.monotonic()
+    known(dashboard)
+    assert time.monotonic() - start < SECONDS / 2
+  mine = [t for t in threading.enumerate() if "process_request_thread" in t.name]
+  assert len(mine) <= 2 * MAX_CONNECTIONS
+
+
+# --- faults ---------------------------------------------------------------------------------------
+
+KILL = {"action": "kill", "role": "learner/2", "seconds": 3.0}
+
+
+def inject(dashboard, fault=KILL, token=TOKEN, **headers):
+  url = urllib.parse.urlsplit(dashboard.url)
+  usual = {
+    "Authorization": f"Bearer {token}",
+    "Origin": f"http://{url.netloc}",
+    "Content-Type": "application/json",
+  }
+  body = json.dumps(fault)
+  return ask(dashboard, "/api/fault", "POST", usual | headers, body)
+
+
+def asked(workdir):
+  """As the run would read it."""
+  return list(FaultRequests(workdir).poll())
+
+
+def test_faults_are_refused_unless_they_are_allowed(serve, workdir):
+  code, text, _ = inject(serve(token=TOKEN))
+  assert code == 403 and "--allow_faults" in text and asked(workdir) == []
+
+
+def test_a_fault_is_left_for_the_run(serve, workdir, monkeypatch):
+  monkeypatch.setattr(module, "FAULT_SECONDS", 0.0)
+  dashboard = serve(token=TOKEN, allow_faults=True)
+  assert known(dashboard, headers=BEARER)["allow_faults"] is True
+  code, text, _ = inject(dashboard)
+  assert code == 202 and json.loads(text)["asked"].items() >= KILL.items()
+  assert inject(dashboard, {"action": "stall", "role": "syncer/0"})[0] == 202
+  (when, first), (_, second) = asked(workdir)
+  assert abs(when - time.time()) < SECONDS
+  assert first == Fault(**KILL, at_seconds=0.0) and second.role == "syncer/0"
+
+
+def test_a_fault_needs_the_token_and_this_servers_own_page(serve, workdir):
+  dashboard = serve(token=TOKEN, allow_faults=True)
+  known(dashboard, headers=BEARER)
+  assert inject(dashboard, token="wrong")[0] == 401
+  assert inject(dashboard, Authorization="")[0] == 401
+  assert inject(dashboard, Origin="http://evil.com")[0] == 403
+  assert inject(dashboard, **{"Sec-Fetch-Site": "cross-site"})[0] == 403
+  assert inject(dashboard, **{"Content-Type": "text/plain"})[0] == 415
+  assert inject(dashboard, {"action": "kill", "role": "learner/9"})[0] == 400
+  assert inject(dashboard, {"action": "explode", "role": "learner/1"})[0] == 400
+  assert asked(workdir) == []
+
+
+def test_without_a_token_one_is_made_up_where_faults_are_allowed(serve, workdir):
+  dashboard = serve(allow_faults=True)
+  token = urllib.parse.parse_qs(urllib.parse.urlsplit(dashboard.url).query)["token"][0]
+  assert len(token) > 20 and ask(dashboard, "/api/status")[0] == 401
+  known(dashboard, headers={"Authorization": f"Bearer {token}"})
+  assert inject(dashboard, token=token)[0] == 202 and len(asked(workdir)) == 1
+
+
+def test_faults_come_one_a_second_and_only_into_a_run_under_way(serve, workdir, monkeypatch):
+  monkeypatch.setattr(module, "FAULT_SECONDS", 1e6)
+  dashboard = serve(token=TOKEN, allow_faults=True)
+  known(dashboard, headers=BEARER)
+  dashboard._fault_at = -1e9
+  assert [inject(dashboard)[0] for _ in range(2)] == [202, 429]
+  (workdir / OUTCOME).write_text('{"reason": "finished"}')
+  known(dashboard, "over", BEARER)
+  assert inject(dashboard)[0] == 409 and len(asked(workdir)) == 1

@@ -1,0 +1,152 @@
+"""The page's JSON: true at every moment of a run, and small however long the run is."""
+
+import json
+import random
+
+import pytest
+
+from ddiloco.config import Config
+from ddiloco.dashboard.status import SILENT_SECONDS, STARTING_SECONDS
+from ddiloco.dashboard.status import status as status_of
+from ddiloco.observe.report import summarise
+from ddiloco.observe.run_state import RunState
+from ddiloco.observe.series import MOST_EVALUATIONS
+from ddiloco.protocol.events import decode
+
+
+def status(events, now=None, config=None, reason=""):
+  run = RunState(config).read(events)
+  return status_of(run, run.time if now is None else now, config and config.sync, reason)
+
+
+def test_it_says_what_the_summary_says(run_events):
+  found, summary = status(run_events), summarise(run_events)
+  for ours, theirs in (
+    ("name", "name"), ("commits", "commits"), ("total_tokens", "total_tokens"),
+    ("tokens_done", "merged_tokens"),
+  ):  # fmt: skip
+    assert found[ours] == summary[theirs], ours
+  assert found["heldout_loss"] == pytest.approx(summary["heldout_loss_last"], abs=1e-4)
+  for island in found["islands"]:
+    theirs = summary["learners"][str(island["number"])]
+    assert island["tokens"] == theirs["tokens"] and island["restarts"] == theirs["lives"] - 1
+    share = summary["participation"][str(island["number"])]
+    assert island["participation"] == pytest.approx(share, abs=1e-3)
+  assert [island["restarts"] for island in found["islands"]] == [0, 0, 1, 0]
+  assert sum(link["sent_bytes"] for link in found["links"]) == summary["bytes_sent"]
+
+
+def test_it_is_json_at_every_moment_of_a_run(run_events):
+  made, sizes = RunState(), []
+  for i, event in enumerate(run_events):
+    made.add(event)
+    if i % 20 == 0:
+      sizes.append(len(json.dumps(status_of(made, event.time), allow_nan=False)))
+  assert len(sizes) > 50 and max(sizes) < 40_000
+
+
+def test_the_phases_of_a_run(make, run_events):
+  assert status([], 5.0)["phase"] == "empty"
+  starting = [make.run_started()]
+  assert status(starting, STARTING_SECONDS - 1)["phase"] == "starting"
+  assert status(starting, STARTING_SECONDS + 1)["phase"] == "silent"
+  during = [event for event in run_events if event.time < 30]
+  assert status(during)["phase"] == "running"
+  silent = status(during, 30 + SILENT_SECONDS + 5)
+  assert silent["phase"] == "silent" and silent["text"].startswith("Nobody has written for 1:05")
+  assert silent["seconds"] < 30.1, "the picture ends where the log does"
+  assert {island["state"] for island in silent["islands"]} == {"unknown"}
+  over = status(run_events, 1000.0)
+  assert (over["phase"], over["seconds"]) == ("over", 60.3)
+  assert {island["state"] for island in over["islands"]} == {"left"}
+  assert status(during, 31.0, reason="finished")["phase"] == "over", "its outcome says so"
+
+
+def test_why_it_ended_is_said_in_a_sentence(make):
+  for reason, words in (
+    ("finished", "merged all its tokens"), ("stopped", "can go on"), ("failed", "gone for good"),
+    ("a whim", "a whim"),
+  ):  # fmt: skip
+    events = [make.run_started(), make.event(9.0, "engine", "run_finished", reason=reason)]
+    assert words in status(events)["text"]
+
+
+def test_single_roles_without_an_engine_are_over_when_all_have_left(make):
+  config = Config()
+  events = [make.step(1.0, m, 1) for m in range(config.islands.num_learners)]
+  assert status(events, 2.0, config)["phase"] == "running"
+  events += [make.event(3.0, e.role, "stopped", reason="done") for e in events]
+  events += [make.step(3.1, 0, 2)]  # told late
+  assert status(events, 4.0, config)["phase"] == "running"
+  assert status(events, 100.0, config)["phase"] == "over"
+  assert status(events, 100.0, config)["total_tokens"] == config.run.total_tokens
+
+
+def test_a_run_that_goes_on_is_not_over(make, run_events):
+  events = [*run_events, make.changed(make.run_started(), time=100.0), make.step(110.0, 0, 1, 2)]
+  assert status(events, 110.5)["phase"] == "running"
+
+
+def test_a_log_that_is_written_a_moment_late_stalls_nobody(make):
+  events = [make.run_started(num_learners=2, num_shards=0)]
+  events += [make.step(5.0 + 0.1 * i, 0, i + 1) for i in range(50)]
+  events += [make.step(5.0 + 0.1 * i, 1, i + 1) for i in range(30)]
+  found = status(sorted(events, key=lambda e: e.time), 10.0)
+  assert [island["state"] for island in found["islands"]] == ["running", "running"]
+  found = status(sorted(events, key=lambda e: e.time), 12.5)
+  assert [island["state"] for island in found["islands"]] == ["running", "stalled"]
+
+
+def test_versions_are_a_grid(make):
+  events = [make.run_started()]
+  events += [make.commit(2.0, fragment=p, version=5) for p in range(3)]
+  events += [make.event(2.5, "learner-1", "apply", fragment=2, version=4, round=9, mode="rebase")]
+  found = status(events)
+  assert found["fragments"] == [5, 5, 5, None]
+  assert found["islands"][1]["versions"] == [None, None, 4, None]
+
+
+def test_goodput_and_its_causes_add_up_to_all_time(run_events):
+  account = status(run_events)["goodput"]
+  assert account["goodput"] + sum(account["causes"].values()) == pytest.approx(1, abs=1e-3)
+  assert account["causes"]["down"] > 0 and set(account["islands"]) == {"0", "1", "2", "3"}
+
+
+def test_every_evaluation_is_on_the_curve_until_there_are_too_many(make):
+  def evaluations(count):
+    return [
+      make.event(i / 10, "evaluator", "evaluation", loss=9.0 - i / 1000) for i in range(count)
+    ]
+
+  assert status(evaluations(3))["curves"]["heldout"] == [(0.0, 9.0), (0.1, 8.999), (0.2, 8.998)]
+  curve = status(evaluations(5000))["curves"]["heldout"]
+  assert MOST_EVALUATIONS / 2 <= len(curve) <= MOST_EVALUATIONS
+  assert curve[0] == (0.0, 9.0) and curve[-1] == (499.9, 4.001) and curve == sorted(curve)
+
+
+def test_a_loss_that_is_no_number_is_none(make):
+  events = [make.run_started(), make.step(1.0, 0, 1, loss=float("nan"))]
+  assert status(events)["islands"][0]["loss"] is None
+
+
+@pytest.mark.parametrize("fields", ["", ',"fragment":0'])
+def test_events_it_does_not_know_are_counted_and_change_no_more(make, fields):
+  odd = decode(b'{"time":2.0,"kind":"commit","role":"syncer-0"%s}' % fields.encode())
+  found = status([make.run_started(), make.step(1.0, 0, 1), odd], 3.0)
+  assert (found["commits"], found["odd_events"]) == (0, 1)
+
+
+@pytest.mark.parametrize("seed", [1])
+def test_a_long_run_of_many_islands_stays_small(make, seed):
+  print("seed", seed)
+  rng = random.Random(seed)
+  events = [make.run_started(num_learners=64, num_fragments=48)]
+  for i in range(400):
+    m = rng.randrange(64)
+    events += [
+      make.step(1000.0 * i, m, i + 1),
+      make.commit(1000.0 * i + 1, fragment=i % 48, version=i, participants={m: 1.0}),
+      make.event(1000.0 * i + 2, "engine", "fault", target=f"learner-{m}", action="stall"),
+    ]
+  text = json.dumps(status(events), allow_nan=False, separators=(",", ":"))
+  assert len(text) < 150_000

@@ -1,0 +1,119 @@
+"""What every engine does around its roles, with roles that are functions: turns, lives, the end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from ddiloco.chaos.faults import Killed
+from ddiloco.config import Fault
+from ddiloco.engines.engine import Engine, RunResult
+from ddiloco.observe.eventlog import Recorder, read_events
+from ddiloco.protocol.supervisor import GONE, LEFT, Dismiss, members
+from ddiloco.roles.exchange import Quarantined
+from tests.engines.test_threads import make_config
+
+pytestmark = pytest.mark.timeout(60)
+NAME = "learner/0"
+
+
+class Toy(Engine):
+  """One role; each of its lives is a function of `lives`, or an error that its start raises."""
+
+  def __init__(self, workdir: Path, *lives, **sections):
+    super().__init__(make_config(learners=1, **sections), workdir, lambda params: 0.0)
+    self.lives = list(lives)
+    self.starts: list[tuple[int, bool]] = []
+    self.began = time.monotonic()
+
+  def _begin(self) -> None:
+    self._recorder = self._record("engine", 0)
+
+  def _record(self, role: str, incarnation: int) -> Recorder:
+    return Recorder(self.workdir, role.replace("/", "-"), incarnation, self.began)
+
+  def _roles(self) -> list[str]:
+    return [NAME]
+
+  def _seconds(self) -> float:
+    return 0.0
+
+  def _start(self, name: str, life: int, afresh: bool) -> None:
+    self.starts.append((life, afresh))
+    what = self.lives.pop(0)
+    if isinstance(what, Exception):
+      raise what
+    self._start_thread(name, life, lambda incarnation, recorder: what())
+
+  def _over(self) -> str | None:
+    (role,) = members(self._state).values()
+    return {LEFT: "finished", GONE: "failed"}.get(role.phase)
+
+  def _end(self, reason: str) -> None:
+    return
+
+  def _outcome(self, reason: str) -> RunResult:
+    return RunResult(reason, {}, {}, {})
+
+  def reasons(self) -> list[str]:
+    return [e.reason for e in read_events(self.workdir) if e.kind == "exit"]
+
+
+def raises(error: Exception):
+  def live() -> None:
+    raise error
+
+  return live
+
+
+def test_what_lives_die_of_is_said_and_the_next_one_begins(tmp_path):
+  kill = Fault("kill", NAME, at_step=0, seconds=0.0)
+  deaths = [ValueError("no cable"), Killed(kill), Quarantined("not finite")]
+  engine = Toy(tmp_path, *map(raises, deaths), lambda: None)
+  assert engine.run().reason == "finished"
+  assert engine.starts == [(0, False), (1, False), (2, False), (3, True)]
+  said = ["ValueError: no cable", "killed by plan, back in 0 s", "quarantined: not finite"]
+  assert engine.reasons() == said
+  events = read_events(tmp_path)
+  assert [e.kind for e in events if e.role == "learner-0"] == ["crash"], "of what went wrong"
+  kinds = [e.kind for e in events if e.role == "engine"]
+  assert kinds == ["run_started", *["exit", "restart"] * 3, "run_finished"]
+
+
+def test_a_start_that_fails_is_a_death_and_holds_up_nothing(tmp_path, capsys):
+  engine = Toy(tmp_path, OSError("no memory"), RuntimeError("no room"), lambda: None)
+  assert engine.run().reason == "finished"
+  assert engine.reasons() == ["cannot be started: no memory", "cannot be started: no room"]
+  said = capsys.readouterr().err
+  assert "RuntimeError: no room" in said and "no memory" not in said, "that is no defect"
+
+
+def test_a_role_that_cannot_stay_up_ends_the_run_and_why_is_said(tmp_path, capsys):
+  lives = [raises(ValueError("broken"))] * 2
+  engine = Toy(tmp_path, *lives, run={"max_restarts": 1, "restart_seconds": 0.0})
+  assert engine.run().reason == "failed"
+  said = "the run cannot reach its end any more: 0 learners are left, and 1 are needed"
+  assert capsys.readouterr().err.count(said) == 1
+
+
+def test_waiting_for_roles_has_a_limit_and_goes_on_with_their_lives(tmp_path):
+  go_on = threading.Event()
+
+  class Waits(Toy):
+    late: tuple = ()
+
+    def _over(self) -> str | None:
+      return "stopped"
+
+    def _end(self, reason: str) -> None:
+      self.late = (self._wait([NAME], 0.1), self._wait([NAME], 60.0, lambda: True))
+      go_on.set()
+      self.late += (self._wait([NAME, "learner/9"], 60.0),)
+      self._feed(Dismiss(""))
+
+  engine = Waits(tmp_path, lambda: go_on.wait(60))
+  assert engine.run().reason == "stopped"
+  assert engine.late == ([NAME], [NAME], [])

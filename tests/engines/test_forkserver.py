@@ -1,0 +1,132 @@
+"""Processes forked from one that has imported everything are as if they had been started."""
+
+import json
+import os
+import signal
+import sys
+import textwrap
+from multiprocessing import forkserver as server
+from pathlib import Path
+
+import pytest
+
+from ddiloco.engines import forkserver
+from ddiloco.engines.children import processes_of
+
+SLEEPS = "print('here', flush=True); import time; time.sleep(100)"
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+  """Starts `python -m MODULE ARGUMENTS` with this code as the module; kills it in the end."""
+  monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+  monkeypatch.syspath_prepend(tmp_path)
+  started = []
+
+  def start(code: str, *arguments: str) -> tuple[forkserver.Forked, Path]:
+    name = f"module_{len(started)}"
+    (tmp_path / f"{name}.py").write_text(textwrap.dedent(code))
+    log = tmp_path / f"{name}.log"
+    started.append(forkserver.spawn([sys.executable, "-m", name, *arguments], log))
+    return started[-1], log
+
+  yield start
+  for process in started:
+    process.kill()
+    process.wait()
+    process.stdin.close()
+
+
+def said(log: Path, process: forkserver.Forked, word: str) -> str:
+  while word not in (text := log.read_text()):
+    assert process.poll() is None, text
+  return text
+
+
+def test_it_has_the_streams_folder_environment_and_session_of_its_own(start, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setenv("ONLY_NOW", "seen")
+  process, log = start("""
+    import json, os, sys
+    print(json.dumps([sys.argv[1:], os.getcwd(), os.environ["ONLY_NOW"], os.getsid(0), __name__]))
+    print("and this", file=sys.stderr)
+    sys.exit(7)
+  """, "--one=1", "two")  # fmt: skip
+  assert process.wait() == process.poll() == 7
+  first, second = sorted(log.read_text().splitlines())
+  assert json.loads(first) == [["--one=1", "two"], str(tmp_path), "seen", process.pid, "__main__"]
+  assert second == "and this"
+  assert os.getsid(0) != process.pid
+
+
+def test_what_is_imported_need_not_be_imported_again(start):
+  process, log = start("""
+    import sys
+    print("jax" in sys.modules, "ddiloco.training.island" in sys.modules)
+    import jax
+    print(jax._src.xla_bridge.backends_are_initialized())
+  """)
+  assert process.wait() == 0
+  assert log.read_text().split() == ["True", "True", "False"]
+
+
+def test_it_is_told_by_the_end_of_its_input(start):
+  process, log = start("import sys; print('here', flush=True); print(len(sys.stdin.read()))")
+  said(log, process, "here")
+  process.stdin.close()
+  assert process.wait() == 0
+  assert log.read_text().split() == ["here", "0"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_signals(start, number):
+  process, log = start(SLEEPS)
+  said(log, process, "here")
+  assert process.poll() is None
+  process.send_signal(number)
+  assert process.wait() == (1 if number == signal.SIGINT else -number)
+  process.send_signal(number)  # nobody is there: nothing happens
+
+
+def test_its_command_line_names_it(start, tmp_path):
+  process, log = start(SLEEPS, "--learner=2", f"--workdir={tmp_path}")
+  said(log, process, "here")
+  assert processes_of(tmp_path, "--learner=2") == [process.pid]
+  assert processes_of(tmp_path, "--learner=3") == []
+  assert processes_of(tmp_path.parent) == []
+
+
+def test_an_exception_is_in_its_log(start):
+  process, log = start("raise ValueError('of its own')")
+  assert process.wait() == 1
+  assert "ValueError: of its own" in log.read_text()
+
+
+def test_a_log_that_cannot_be_written_is_said_at_once(tmp_path):
+  with pytest.raises(OSError):
+    forkserver.spawn([sys.executable, "-m", "json.tool"], tmp_path / "missing" / "log")
+
+
+def test_the_fork_server_outlives_what_a_service_manager_sends_to_all(start):
+  """Roles that bring out their work must not end with it."""
+  process, log = start("import sys; print('here', flush=True); print(sys.stdin.readline())")
+  said(log, process, "here")
+  for number in (signal.SIGINT, signal.SIGTERM):
+    os.kill(server._forkserver._forkserver_pid, number)
+  again, _ = start("print('again')")
+  assert again.wait() == 0, "the server is there"
+  assert process.poll() is None
+  process.stdin.close()
+  assert process.wait() == 0
+
+
+def test_another_fork_server_takes_over(start):
+  """One that was killed (out of memory) counts as the end of all it has started."""
+  process, log = start("import sys; print('here', flush=True); sys.stdin.read()")
+  said(log, process, "here")
+  os.kill(server._forkserver._forkserver_pid, signal.SIGKILL)
+  assert process.wait() == 255
+  process.stdin.close()  # as a supervisor does: so it really ends
+  again, log = start("print('again')")
+  assert again.wait() == 0
+  assert log.read_text() == "again\n"

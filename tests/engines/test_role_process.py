@@ -1,0 +1,293 @@
+"""What stands around a role of its own process: signals, probes, fencing, exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+
+from ddiloco.config import ConfigError, from_dict
+from ddiloco.engines import role_process
+from ddiloco.engines.role_process import FINISHED, INTERRUPTED, LOST, RoleRunner, unreached
+from ddiloco.engines.role_spec import RoleSpec
+from ddiloco.observe.eventlog import read_events
+from ddiloco.protocol import events
+
+SYNCERS = ("tcp://127.0.0.1:7000", "tcp://127.0.0.1:7002")
+
+
+class Endpoint:
+  """Stands for `NetworkEndpoint`."""
+
+  def __init__(self, address, incarnation, run, settings, bind=None, keys=None):
+    self.address, self.incarnation, self.run, self.bind = address, incarnation, run, bind
+    self.dialed: dict[str, str] = {}
+    self.fenced = ""
+    self.outnumbered = (0, 0)
+    self.state = "up"
+    self.woken = False
+    self.closed_with: float | None = None
+
+  def dial(self, address, url):
+    self.dialed[address] = url
+
+  def links(self):
+    return {peer: {"state": self.state, "reason": "nobody there"} for peer in self.dialed}
+
+  def wake(self):
+    self.woken = True
+
+  def close(self, linger_seconds=1.0):
+    self.closed_with = linger_seconds
+
+
+@pytest.fixture(autouse=True)
+def terminates():
+  """Gives this process its own SIGTERM back: a role that has ended ignores it."""
+  before = signal.getsignal(signal.SIGTERM)
+  yield
+  signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+  monkeypatch.setattr(role_process, "LOOK_SECONDS", 0.01)
+  monkeypatch.setattr(role_process, "PROGRESS_SECONDS", 0.05)
+  monkeypatch.setattr(role_process, "NetworkEndpoint", Endpoint)
+
+
+@pytest.fixture
+def make(tmp_path):
+  def runner(address="learner/3", http="", bind="", **network) -> RoleRunner:
+    config = from_dict({"network": network, "sync": {"num_shards": 2}})
+    return RoleRunner(address, config, RoleSpec(tmp_path / "r", "r", SYNCERS, bind=bind, http=http))
+
+  return runner
+
+
+def until(runner: RoleRunner):
+  """A role that goes on until it is told to end."""
+
+  def role() -> int:
+    deadline = time.monotonic() + 20
+    while not runner.stopped():
+      assert time.monotonic() < deadline, "nobody told it to end"
+      time.sleep(0.002)
+    return FINISHED
+
+  return role
+
+
+def test_a_role_that_ends_by_itself(make, capsys):
+  with make() as runner:
+    assert runner.run(lambda: FINISHED) == FINISHED
+    assert runner.run(lambda: LOST) == LOST
+  assert (
+    f"learner/3: starts in run 'r', incarnation {runner.incarnation}" in capsys.readouterr().out
+  )
+
+
+def test_it_dials_every_shard_and_a_shard_its_buddy(make):
+  with make() as runner:
+    endpoint = runner.dial()
+    assert endpoint.dialed == {"syncer/0": SYNCERS[0], "syncer/1": SYNCERS[1]}
+    assert (endpoint.address, endpoint.bind) == ("learner/3", None)
+    assert endpoint.run.run_id == "r" and len(endpoint.run.plan_id) == 16
+    assert endpoint.run.max_payload_bytes == 12 * max(runner.plan.sizes)
+  assert endpoint.closed_with == runner.config.network.drain_seconds
+  with make("syncer/1", bind=SYNCERS[1]) as runner:
+    endpoint = runner.listen(1)
+    assert endpoint.dialed == {"syncer/0": SYNCERS[0]} and endpoint.bind == SYNCERS[1]
+
+
+def test_a_port_that_is_taken_ends_the_shard(make, monkeypatch, capsys):
+  def taken(*_, **__):
+    raise OSError("Address already in use")
+
+  monkeypatch.setattr(role_process, "NetworkEndpoint", taken)
+  with make("syncer/0", bind=SYNCERS[0]) as runner:
+    assert runner.run(lambda: runner.listen(0)) == LOST
+  assert f"cannot listen at {SYNCERS[0]}" in capsys.readouterr().out
+
+
+def test_a_role_whose_messages_are_dropped_says_so_now_and_then(make, capsys, tmp_path):
+  with make() as runner:
+    endpoint = runner.dial()
+    links, drops = endpoint.links, [(0, "")]
+    endpoint.endpoint.links = lambda: {p: {**v, "drops": drops[0]} for p, v in links().items()}
+
+    def role() -> int:
+      for count in range(1, 50):
+        drops[0] = (count, "clock is out of range")
+        time.sleep(0.005)
+      return FINISHED
+
+    assert runner.run(role) == FINISHED
+  out = capsys.readouterr().out
+  assert "messages of this role: clock is out of range" in out and "syncer/0 has dropped" in out
+  assert out.count("syncer/0 has dropped") < 20, "not a line for each"
+  events = [e for e in read_events(tmp_path / "r") if e.kind == "dropped"]
+  assert {e.peer for e in events} == {"syncer/0", "syncer/1"}
+  assert all(e.reason == "clock is out of range" and e.count > 0 for e in events)
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 0), (signal.SIGINT, INTERRUPTED)])
+def test_a_signal_lets_the_role_end_in_good_order(make, capsys, number, status):
+  before = signal.getsignal(signal.SIGINT)
+  with make() as runner:
+    os.kill(os.getpid(), number)
+    assert runner.run(until(runner)) == status
+    assert runner.pause(100.0), "a pause ends at once"
+    time.sleep(0.05)  # for the line
+  assert "was asked to end" in capsys.readouterr().out
+  assert signal.getsignal(signal.SIGINT) == before
+  os.kill(os.getpid(), signal.SIGTERM)  # too late to change how it ended
+
+
+def test_lost_work_counts_more_than_a_signal(make):
+  with make() as runner:
+    os.kill(os.getpid(), signal.SIGINT)
+    assert runner.run(lambda: LOST) == LOST
+
+
+def test_a_second_interrupt_ends_at_once(make, capsys):
+  def stubborn() -> int:
+    for _ in range(2):
+      os.kill(os.getpid(), signal.SIGINT)
+      time.sleep(0.01)
+    raise AssertionError("it should have ended")
+
+  with make() as runner:
+    endpoint = runner.dial()
+    assert runner.run(stubborn) == INTERRUPTED
+  assert endpoint.closed_with == 0.0, "nothing is waited for"
+  assert "ends at once" in capsys.readouterr().out
+
+
+def test_a_fenced_role_ends_and_says_so(make, capsys):
+  with make() as runner:
+    endpoint = runner.dial()
+    endpoint.fenced = "a newer incarnation of learner/3 is here"
+    assert runner.run(until(runner)) == LOST
+    assert endpoint.woken
+  out = capsys.readouterr().out
+  assert "may not speak any more: a newer incarnation" in out and "Fix: " in out
+  assert endpoint.closed_with == 0.0
+
+
+def test_who_reaches_nobody_gives_up(make, capsys):
+  with make(give_up_seconds=0.2) as runner:
+    runner.dial().endpoint.state = "connecting"
+    began = time.monotonic()
+    assert runner.run(until(runner)) == LOST
+    assert time.monotonic() - began >= 0.2
+  out = capsys.readouterr().out
+  assert "has reached no shard for 0.2 s: syncer/0 is connecting (nobody there)" in out
+  assert "Fix: check --syncers" in out
+
+
+def test_who_reaches_one_goes_on(make):
+  with make(give_up_seconds=0.05) as runner:
+    runner.dial()
+    time.sleep(0.3)
+    assert not runner.stopped()
+
+
+def test_a_crash_is_logged_and_has_a_status(make, capsys, tmp_path):
+  def broken() -> int:
+    raise ValueError("no cable")
+
+  with make() as runner:
+    assert runner.run(broken) == LOST
+  out, err = capsys.readouterr()
+  assert "crashed: ValueError: no cable" in out and "Traceback" in err
+  (event,) = [e for e in read_events(tmp_path / "r") if e.kind == "crash"]
+  assert "no cable" in event.trace and event.role == "learner-3"
+
+
+def test_bad_usage_is_for_the_command_line_to_say(make):
+  def wrong() -> int:
+    raise ConfigError("--x: no. Fix: y")
+
+  with make() as runner, pytest.raises(ConfigError):
+    runner.run(wrong)
+
+
+def test_a_role_that_starts_again_is_a_new_incarnation(make, tmp_path):
+  with make() as runner:
+    first = runner.incarnation
+    runner.recorder.record(events.Started())
+    runner.reborn()
+    runner.recorder.record(events.Started())
+    assert runner.incarnation > first
+  assert [e.incarnation for e in read_events(tmp_path / "r")] == [first, runner.incarnation]
+
+
+def test_restarts_continue_the_runs_clock(make, tmp_path):
+  with make() as runner:
+    runner.recorder.record(events.Started())
+  with make() as again:
+    assert again.started == runner.started
+    time.sleep(0.02)
+    again.recorder.record(events.Started())
+  first, second = (e.time for e in read_events(tmp_path / "r"))
+  assert 0 <= first < second < 60
+
+
+def ask(url: str) -> tuple[int, str]:
+  try:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+      return answer.status, answer.read().decode()
+  except urllib.error.HTTPError as error:
+    return error.code, error.read().decode()
+
+
+def wait_for(what):
+  deadline = time.monotonic() + 10
+  while not what():
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
+
+
+def test_probes_tell_what_it_waits_for(make, capsys):
+  with make(http="127.0.0.1:0") as runner:
+    url = capsys.readouterr().out.split("probes at ")[1].split()[0]
+    runner.stopped()
+    runner.ready = lambda: "syncer/1 is connecting"
+    wait_for(lambda: "syncer/1" in ask(f"{url}/readyz")[1])
+    assert ask(f"{url}/readyz")[0] == 503 and ask(f"{url}/livez")[0] == 200
+    runner.ready, runner.progress = lambda: "", lambda: "clock 7"
+    wait_for(lambda: ask(f"{url}/readyz")[0] == 200)
+    runner.dial()
+    status = json.loads(ask(f"{url}/status")[1])
+    assert status["role"] == "learner/3" and status["progress"] == "clock 7"
+    assert status["links"]["syncer/0"]["state"] == "up"
+
+
+def test_lines_of_progress_and_at_once_what_matters(make, capsys):
+  with make() as runner:
+    runner.ready = lambda: "compiling"
+    wait_for(lambda: "learner/3: waits: compiling" in capsys.readouterr().out)
+    runner.ready, runner.progress = lambda: "", lambda: "clock 7"
+    wait_for(lambda: "learner/3: clock 7" in capsys.readouterr().out)
+    runner.recorder.record(events.Joined(clock=5, seconds=1.0))
+    assert "island 3 joined at clock 5" in capsys.readouterr().out
+    runner.recorder.record(
+      events.Step(step=1, clock=6, position=5, tokens=1, seconds=1.0, gap_seconds=1.0)
+    )
+    assert "step" not in capsys.readouterr().out
+
+
+def test_unreached_names_who_and_why():
+  links = {
+    "syncer/1": {"state": "refused", "reason": "another run"},
+    "syncer/0": {"state": "up", "reason": ""},
+    "syncer/2": {"state": "connecting", "reason": ""},
+  }
+  assert unreached(links) == "syncer/1 is refused (another run); syncer/2 is connecting"
+  assert unreached({}) == ""

@@ -1,0 +1,270 @@
+"""The result is saved before anything is evaluated; what fails afterwards loses nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from ddiloco.checkpoint import weights
+from ddiloco.checkpoint.snapshots import Storage
+from ddiloco.config import Config
+from ddiloco.engines import session
+from ddiloco.engines.engine import RunResult
+from ddiloco.roles import initial
+from ddiloco.training import data
+from ddiloco.workdir import OUTCOME, check
+from tests.engines.test_threads import Ran, make_config
+
+
+def config_of(**run) -> Config:
+  config = make_config(learners=2, steps=60)
+  run = {"evaluations": 1, "sample_tokens": 0, **run}
+  return dataclasses.replace(config, run=dataclasses.replace(config.run, **run))
+
+
+CONFIG = config_of()
+
+
+def params(value: float) -> dict[str, np.ndarray]:
+  shapes = initial.shapes(CONFIG.model)
+  return {name: np.full(shape, value, np.float32) for name, shape in shapes.items()}
+
+
+def first(tree) -> float:
+  return float(next(iter(tree.values())).ravel()[0])
+
+
+def out_of_memory(_) -> float:
+  raise MemoryError("no room for 7 GiB of logits")
+
+
+def conclude(workdir, outcome, loss, config=CONFIG, compare=dict) -> dict:
+  session.conclude(config, workdir, outcome, loss, 0.0, compare)
+  return json.loads((workdir / OUTCOME).read_text())
+
+
+def test_the_result_is_there_before_the_first_loss_is_asked_for(tmp_path):
+  seen = []
+
+  def loss(tree) -> float:
+    seen.append(first(session.load_result(tmp_path, CONFIG)))
+    seen.append(json.loads((tmp_path / OUTCOME).read_text())["reason"])
+    return 1.0
+
+  known = conclude(tmp_path, RunResult("finished", params(3), {}, {0: 5}), loss)
+  assert seen == [3.0, "finished"] * 2
+  assert known["loss_untrained"] == known["loss_merged"] == 1.0
+
+
+def test_a_failed_evaluation_loses_nothing_and_is_named(tmp_path, capsys):
+  known = conclude(
+    tmp_path, RunResult("finished", params(3), {}, {0: 5}, "one step"), out_of_memory
+  )
+  assert first(session.load_result(tmp_path, CONFIG)) == 3.0
+  assert known["reason"] == "finished" and known["lost"] == "one step"
+  assert "loss_merged" not in known and "loss_untrained" not in known
+  said = capsys.readouterr().out
+  for what in ("the untrained model's loss", "the result's loss"):
+    assert f"WARNING: {what} is left out: MemoryError: no room for 7 GiB of logits." in said
+    assert what in known["left_out"]
+  assert (tmp_path / "report" / "index.html").exists()
+
+
+def test_a_failed_comparison_or_sample_loses_nothing(tmp_path, monkeypatch, capsys):
+  def broken(*_, **__):
+    raise RuntimeError("no device")
+
+  monkeypatch.setattr(session, "sample", broken)
+  config = config_of(sample_tokens=3)
+  known = conclude(
+    tmp_path, RunResult("finished", params(3), {}, {}), lambda _: 2.0, config, broken
+  )
+  assert known["loss_merged"] == 2.0
+  said = capsys.readouterr().out
+  assert "the comparison is left out: RuntimeError: no device" in said
+  assert "the sample is left out: RuntimeError: no device" in said
+
+
+def test_with_no_evaluations_nothing_is_evaluated(tmp_path, capsys):
+  never = lambda *_: pytest.fail("it is evaluated")  # noqa: E731
+  config = config_of(evaluations=0)
+  known = conclude(tmp_path, RunResult("finished", params(3), {}, {0: 5}), never, config, never)
+  assert first(session.load_result(tmp_path, config)) == 3.0
+  assert not [name for name in known if "loss" in name] and "left_out" not in known
+  assert "loss" not in capsys.readouterr().out
+  assert (tmp_path / "report" / "index.html").exists()
+
+
+def test_a_run_of_the_engine_with_no_evaluations_evaluates_nothing(tmp_path, monkeypatch):
+  monkeypatch.setattr(
+    session, "held_out_loss", lambda *_: lambda params: pytest.fail("it is evaluated")
+  )
+  config = config_of(evaluations=0)
+  corpus = data.open_corpus(config.data)
+  ran = Ran(config, corpus, tmp_path)
+  assert ran.outcome.reason == "finished"
+  assert not ran.of("evaluation") and not ran.of("started", "evaluator")
+
+
+ALONE = {0: params(7), 3: params(2), 4: params(5)}
+
+
+def test_of_islands_that_trained_alone_all_are_saved_and_the_best_is_the_result(tmp_path):
+  """Which one is best takes a loss, and that may fail."""
+  before = {}
+
+  def loss(tree) -> float:
+    before.update({m: first(weights.load(tmp_path / "islands" / f"learner-{m}")) for m in ALONE})
+    return first(tree)
+
+  known = conclude(tmp_path, RunResult("finished", ALONE[0], ALONE, {}), loss)
+  assert before == {0: 7.0, 3: 2.0, 4: 5.0}
+  assert first(session.load_result(tmp_path, CONFIG)) == 2.0
+  assert known["loss_merged"] == 2.0 and known["result_of_learner"] == 3
+
+
+@pytest.mark.parametrize("evaluations", [0, 1])
+def test_of_islands_that_cannot_be_compared_none_is_lost(tmp_path, evaluations):
+  config = config_of(evaluations=evaluations)
+  conclude(tmp_path, RunResult("finished", ALONE[0], ALONE, {}), out_of_memory, config)
+  assert first(session.load_result(tmp_path, config)) == 7.0
+  kept = {m: first(weights.load(tmp_path / "islands" / f"learner-{m}")) for m in ALONE}
+  assert kept == {0: 7.0, 3: 2.0, 4: 5.0}
+
+
+# --- the exit status ------------------------------------------------------------------------------
+
+
+class Runner:
+  steps = {0: 5}
+
+  def __init__(self, outcome: RunResult):
+    self._outcome = outcome
+
+  def run(self, listeners):
+    return self._outcome
+
+
+def train(workdir, outcome, loss) -> int:
+  workdir.mkdir(exist_ok=True)
+  (workdir / "config.json").write_text(CONFIG.to_json())
+  return session._train(Runner(outcome), CONFIG, workdir, None, loss)
+
+
+@pytest.mark.parametrize(
+  "reason, lost, status",
+  [("finished", "", 0), ("finished", "7 tokens", 1), ("stopped", "", 130), ("failed", "", 1)],
+)
+def test_the_exit_status_is_about_the_training(tmp_path, reason, lost, status):
+  outcome = RunResult(reason, params(3), {}, {0: 5}, lost)
+  assert train(tmp_path / "run", outcome, out_of_memory) == status
+  assert first(session.load_result(tmp_path / "run", CONFIG)) == 3.0
+
+
+def test_a_result_that_cannot_be_saved_is_said_and_the_run_can_go_on(tmp_path, monkeypatch, capsys):
+  def full(*_, **__):
+    raise OSError(28, "No space left on device", str(tmp_path))
+
+  monkeypatch.setattr(weights, "save", full)
+  never = lambda _: pytest.fail("it is evaluated")  # noqa: E731
+  assert train(tmp_path / "run", RunResult("finished", params(3), {}, {0: 5}), never) == 1
+  said = capsys.readouterr().out
+  assert (
+    "The run's end is not saved: [Errno 28] No space left on device" in said and "Fix: " in said
+  )
+  assert not (tmp_path / "run" / OUTCOME).exists()
+  assert check(tmp_path / "run", CONFIG, overwrite=False), "the same command goes on"
+
+
+# --- the last checkpoint --------------------------------------------------------------------------
+
+
+def test_the_last_checkpoints_close_fails(tmp_path, monkeypatch, capsys):
+  """Others lost the end of their runs there: the one before counts, and nothing is deleted."""
+  config = make_config(
+    learners=2, steps=120, sync={"snapshot_steps": 40, "min_quorum": 2}, run={"evaluations": 0}
+  )
+  corpus, plan = data.open_corpus(config.data), initial.make_plan(config)
+  storage = Storage(tmp_path / "checkpoints", plan.plan_id, pytest.fail)
+  whole, close = [], ocp.Checkpointer.close
+
+  def fails(self):
+    close(self)
+    if whole:
+      raise RuntimeError("the bucket hung up")
+
+  monkeypatch.setattr(ocp.Checkpointer, "close", fails)
+
+  def listen(event) -> bool:
+    if event.kind == "snapshot" and not whole:
+      whole.append(event.snapshot)
+    return False
+
+  ran = Ran(config, corpus, tmp_path, stop_after=listen)
+  assert ran.outcome.reason == "finished" and not ran.of("exit")
+  assert storage.committed() == whole and set(storage.manifest(whole[0])["parts"]) == {
+    *("learner-0", "learner-1", "syncer-0", "syncer-1")
+  }
+  assert all(storage.load(whole[0], role) for role in storage.manifest(whole[0])["parts"])
+  unsaved = [e for e in ran.of("unsaved") if "the bucket hung up" in e.reason]
+  assert unsaved and all(storage.parts(e.snapshot) == {} for e in unsaved)
+  said = capsys.readouterr().err
+  assert "is not saved: " in said and "the bucket hung up" in said and "The run goes on." in said
+  monkeypatch.undo()
+  longer = dataclasses.replace(
+    config, run=dataclasses.replace(config.run, total_tokens=2 * 150 * 16)
+  )
+  assert Ran(longer, corpus, tmp_path).outcome.reason == "finished"
+  assert f"goes on from snapshot {whole[0]}." in capsys.readouterr().out
+
+
+def test_the_results_close_fails_and_the_result_before_stays(tmp_path, monkeypatch, capsys):
+  workdir = tmp_path / "run"
+  weights.save(workdir / "result", params(1))
+  with monkeypatch.context() as patch:
+    close = ocp.StandardCheckpointer.close
+
+    def fails(self):
+      close(self)
+      raise RuntimeError("the bucket hung up")
+
+    patch.setattr(ocp.StandardCheckpointer, "close", fails)
+    assert train(workdir, RunResult("finished", params(3), {}, {0: 5}), out_of_memory) == 1
+  assert first(session.load_result(workdir, CONFIG)) == 1.0
+  assert "The run's end is not saved: " in capsys.readouterr().out
+  assert [p.name for p in workdir.iterdir() if p.name.startswith(".")] == []
+
+
+# --- while the run goes on ------------------------------------------------------------------------
+
+
+def test_an_evaluation_that_fails_is_named_and_the_run_goes_on(tmp_path, monkeypatch, capsys):
+  config = config_of(evaluations=6)
+  corpus = data.open_corpus(config.data)
+  asked = []
+
+  def sometimes(tree) -> float:
+    asked.append(1)
+    if len(asked) == 1:
+      raise MemoryError("no room")
+    return 2.0
+
+  from ddiloco.engines import threads
+
+  real = threads.ThreadsEngine.__init__
+
+  def init(self, config, workdir, corpus, loss, islands=None):
+    real(self, config, workdir, corpus, sometimes, islands)
+
+  monkeypatch.setattr(threads.ThreadsEngine, "__init__", init)
+  ran = Ran(config, corpus, tmp_path)
+  assert ran.outcome.reason == "finished" and not ran.exits("evaluator")
+  (missing,) = ran.of("unevaluated")
+  assert missing.reason == "MemoryError: no room" and missing.role == "evaluator"
+  evaluated = ran.of("evaluation")
+  assert evaluated and evaluated[-1].merged_tokens >= config.run.total_tokens
+  assert "held-out loss at 0 merged tokens is missing: MemoryError" in capsys.readouterr().err

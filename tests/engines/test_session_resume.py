@@ -1,0 +1,272 @@
+"""What a run goes on from is said as it is; one whose snapshots are gone is not begun anew.
+
+The threads engine with islands in NumPy; where the processes engine decides, no process is needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+
+import pytest
+
+from ddiloco.checkpoint import records, restore
+from ddiloco.checkpoint.restore import Unfounded
+from ddiloco.checkpoint.snapshots import Storage
+from ddiloco.config import Config, ConfigError
+from ddiloco.engines.processes import ProcessesEngine
+from ddiloco.observe.eventlog import newest_event, read_events
+from ddiloco.protocol import events, syncer
+from ddiloco.protocol.syncer_state import FragmentState, Round, SyncerState
+from ddiloco.roles import initial
+from ddiloco.training import data
+from ddiloco.workdir import claim
+from tests.engines.test_threads import TOKENS, Ran, make_config
+
+EVERYBODY = {"learner-0", "learner-1", "syncer-0", "syncer-1"}
+
+
+@pytest.fixture(scope="module")
+def corpus() -> data.Corpus:
+  return data.open_corpus(make_config().data)
+
+
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch):
+  monkeypatch.setattr(records, "PAUSES_SECONDS", ())
+  monkeypatch.setattr(restore, "warn", lambda text: None)
+
+
+def endless(**sync) -> Config:
+  return make_config(
+    learners=2,
+    steps=10**6,
+    sync={"snapshot_steps": 40, "min_quorum": 2, **sync},
+    run={"evaluations": 0},
+    checkpoint={"keep": 3},
+  )
+
+
+@pytest.fixture(scope="module")
+def stopped(corpus, tmp_path_factory):
+  """A run that was stopped when it had two snapshots of everybody."""
+  workdir, whole = tmp_path_factory.mktemp("stopped") / "run", []
+
+  def enough(event) -> bool:
+    if event.kind == "snapshot" and set(event.roles) == EVERYBODY:
+      whole.append(event.snapshot)
+    return len(whole) >= 2
+
+  assert Ran(endless(), corpus, workdir, stop_after=enough).outcome.reason == "stopped"
+  return workdir
+
+
+@pytest.fixture
+def workdir(stopped, tmp_path):
+  shutil.copytree(stopped, tmp_path / "run")
+  return tmp_path / "run"
+
+
+def storage_of(workdir) -> Storage:
+  plan = initial.make_plan(endless())
+  return Storage(workdir / "checkpoints", plan.plan_id, lambda text: None)
+
+
+def soon_over(workdir, config: Config) -> Config:
+  clock = max(e.clock for e in read_events(workdir) if e.kind == "step")
+  run = dataclasses.replace(config.run, total_tokens=2 * (clock + 60) * TOKENS)
+  return dataclasses.replace(config, run=run)
+
+
+def by_threads(corpus, config, workdir):
+  Ran(config, corpus, workdir)
+
+
+def by_processes(corpus, config, workdir):
+  ProcessesEngine(config, workdir, corpus, lambda params: 0.0).run()
+
+
+def refused(corpus, config, workdir, engine) -> str:
+  """The text; nothing was changed."""
+  files = lambda: {p: p.read_bytes() for p in workdir.rglob("*") if p.is_file()}  # noqa: E731
+  before = files()
+  with pytest.raises(ConfigError) as error:
+    engine(corpus, config, workdir)
+  assert files() == before
+  return str(error.value)
+
+
+ENGINES = pytest.mark.parametrize("engine", [by_threads, by_processes])
+
+
+@ENGINES
+def test_a_run_whose_checkpoints_are_gone_is_refused(corpus, workdir, engine, capsys):
+  """A disk that is not mounted: the newest event log still knows how far it had come."""
+  newest = storage_of(workdir).committed()[0]
+  shutil.rmtree(workdir / "checkpoints")
+  text = refused(corpus, endless(), workdir, engine)
+  assert f"up to number {newest}, and none can be read" in text
+  assert f"there is none in {workdir / 'checkpoints'}" in text
+  assert "Fix: bring" in text and "--overwrite" in text
+  assert "goes on" not in capsys.readouterr().out
+
+
+@ENGINES
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_each_is_named(
+  corpus, workdir, engine
+):
+  committed = storage_of(workdir).committed()
+  assert len(committed) >= 2
+  for path in (workdir / "checkpoints").glob("0*/syncer-1/meta.json"):
+    path.write_text("{")
+  text = refused(corpus, endless(), workdir, engine)
+  assert all(f"{n:08d}/syncer-1/meta.json" in text for n in committed)
+  assert storage_of(workdir).committed() == committed
+
+
+@ENGINES
+def test_a_run_whose_checkpoints_lie_elsewhere_is_refused(corpus, workdir, engine, tmp_path):
+  """checkpoint.path was left out, or leads to another disk by now."""
+  settings = dataclasses.replace(endless().checkpoint, path=str(tmp_path / "other"))
+  config = dataclasses.replace(endless(), checkpoint=settings)
+  assert str(tmp_path / "other") in refused(corpus, config, workdir, engine)
+
+
+@pytest.mark.parametrize(
+  "engine, change",
+  [
+    (by_threads, {"snapshot_steps": 0}),
+    (by_threads, {"num_shards": 0}),
+    (by_processes, {"snapshot_steps": 0}),
+  ],
+)
+def test_a_run_that_would_not_look_at_its_checkpoints_is_refused(corpus, workdir, engine, change):
+  text = refused(corpus, endless(**change), workdir, engine)
+  assert "none is looked for" in text
+
+
+def test_the_events_alone_do_not_matter_if_snapshots_can_be_read(corpus, workdir, capsys):
+  config = soon_over(workdir, endless())
+  shutil.rmtree(workdir / "events")
+  newest = storage_of(workdir).committed()[0]
+  assert Ran(config, corpus, workdir).outcome.reason == "finished"
+  assert f"goes on from snapshot {newest}." in capsys.readouterr().out
+
+
+def test_it_goes_on_from_an_older_one_and_the_newest_is_set_aside_and_said(corpus, workdir, capsys):
+  newest, older, *_ = storage_of(workdir).committed()
+  path = workdir / "checkpoints" / f"{newest:08d}"
+  (path / "syncer-1/meta.json").write_text("{")
+  saved = {p.relative_to(path): p.read_bytes() for p in path.rglob("*") if p.is_file()}
+  ran = Ran(soon_over(workdir, endless()), corpus, workdir)
+  assert ran.outcome.reason == "finished"
+  aside = path.with_name(f"{path.name}.aside")
+  said = capsys.readouterr().out
+  assert f"goes on from snapshot {older}. Passed over and set aside: {aside}." in said
+  assert saved == {p.relative_to(aside): p.read_bytes() for p in aside.rglob("*") if p.is_file()}
+  assert newest in storage_of(workdir).committed(), "its number came again, and is whole"
+
+
+def test_to_overwrite_begins_anew(corpus, workdir, capsys):
+  shutil.rmtree(workdir / "checkpoints")
+  config = make_config(learners=2, steps=30, sync={"snapshot_steps": 40}, run={"evaluations": 0})
+  claim(workdir, config, overwrite=True)
+  assert Ran(config, corpus, workdir).outcome.reason == "finished"
+  assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+  "sync, why",
+  [
+    ({"snapshot_steps": 10**6}, "it was ended before its first snapshot was complete"),
+    ({"snapshot_steps": 0}, "sync.snapshot_steps = 0 makes no snapshots"),
+  ],
+)
+def test_a_run_ended_before_its_first_snapshot_begins_again_and_says_so(
+  corpus, tmp_path, capsys, sync, why
+):
+  """As after a kill in minute two: the same command works, and does not say that it goes on."""
+  ran = Ran(endless(**sync), corpus, tmp_path, stop_after=lambda e: e.kind == "commit")
+  assert ran.of("commit") and capsys.readouterr().out == ""
+  again = Ran(soon_over(tmp_path, endless(**sync)), corpus, tmp_path)
+  assert again.outcome.reason == "finished"
+  said = capsys.readouterr().out
+  assert f"begins again from its initial values: {why}" in said and "goes on" not in said
+
+
+# --- a single shard -------------------------------------------------------------------------------
+
+
+def shard(*fragments) -> SyncerState:
+  """Of (fragment, version, whether a round is under way)."""
+  under_way = Round(7, 0.0, (0,), 0.1, 0, 0.0, 1.0)
+  states = (FragmentState(p, v, round=under_way if going else None) for p, v, going in fragments)
+  return dataclasses.replace(syncer.init(0, 1, (), 100), fragments=tuple(states))
+
+
+def test_a_shard_with_nothing_asks_and_waits_but_begins_no_round_from_nothing():
+  unfounded = Unfounded((0, 2), "its run has snapshots, and none can be read.")
+  assert unfounded.empty(shard((0, 0, False), (2, 0, False), (4, 0, False))) == [0, 2]
+  assert not unfounded.refusal(shard((0, 0, False), (2, 0, False), (4, 5, True)))
+  given_back = shard((0, 9, True), (2, 0, False))
+  assert unfounded.empty(given_back) == [2] and not unfounded.refusal(given_back)
+  said = unfounded.refusal(shard((0, 9, True), (2, 0, True)))
+  assert "fragments [2] anew" in said and "none can be read. Fix: " in said
+  assert not Unfounded((), "").refusal(shard((0, 0, True))), "a new run begins with nothing"
+
+
+def test_of_a_log_that_cannot_be_read_nothing_is_concluded(workdir, monkeypatch):
+  def denied(*_):
+    raise PermissionError(13, "Permission denied", "syncer-0.jsonl")
+
+  monkeypatch.setattr(restore, "newest_event", denied)
+  text = restore.lost_snapshots(endless(), workdir, storage_of(workdir), [])
+  assert "its events, which would tell" in text and "syncer-0.jsonl" in text
+
+
+# --- the newest event -----------------------------------------------------------------------------
+
+
+def test_the_newest_event_is_found_from_the_end_whatever_a_kill_has_torn(tmp_path):
+  (tmp_path / "events").mkdir()
+  log, other = tmp_path / "events" / "syncer-0.jsonl", tmp_path / "events" / "syncer-1.jsonl"
+  assert newest_event(tmp_path, events.Snapshot) is None
+  log.write_text("")
+  more = '"roles":[],"seconds":1.0'
+  lines = [
+    f'{{"time":{n},"role":"syncer-0","kind":"snapshot","snapshot":{n},{more}}}\n' for n in (1, 2)
+  ]
+  log.write_text(
+    "".join(lines)
+    + '{"time":3,"role":"syncer-0","kind":"note","text":"\\"kind\\":\\"snapshot\\""}\n'
+  )
+  assert newest_event(tmp_path, events.Snapshot).snapshot == 2
+  log.write_text("".join(lines) + '{"time":4,"role":"syncer-0","kind":"snapshot","snap')
+  assert newest_event(tmp_path, events.Snapshot).snapshot == 2
+  other.write_text(f'{{"time":9,"role":"syncer-1","kind":"snapshot","snapshot":7,{more}}}')
+  assert newest_event(tmp_path, events.Snapshot).snapshot == 7
+  assert newest_event(tmp_path, events.Snapshot, "syncer-0").snapshot == 2
+  assert newest_event(tmp_path, events.Commit) is None
+
+
+# --- the result of a run that was stopped early ---------------------------------------------------
+
+
+def test_a_run_stopped_before_its_evaluator_had_the_model_leaves_that_of_the_newest_snapshot(
+  corpus, workdir
+):
+  """And not the initial values, in place of a better result that is there."""
+  config = endless()
+  engine = ProcessesEngine(config, workdir, corpus, lambda params: 0.0)
+  found = engine._newest_params()
+  plan = initial.make_plan(config)
+  restored = restore.restore_fragments(storage_of(workdir), plan, range(len(plan.fragments)))
+  values = {p: c.value for p, c in restored.fragments.items()}
+  expected = initial.assemble(plan, config, values)
+  assert {n: v.tobytes() for n, v in found.items()} == {n: v.tobytes() for n, v in expected.items()}
+  shutil.rmtree(workdir / "checkpoints")
+  first = initial.initial_params(config)
+  assert {n: v.tobytes() for n, v in engine._newest_params().items()} != {
+    n: v.tobytes() for n, v in found.items()
+  }
+  assert engine._newest_params().keys() == first.keys()

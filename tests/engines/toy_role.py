@@ -1,0 +1,91 @@
+"""One role of a toy run as a process: `python -m tests.engines.toy_role learner 2 --dir=DIR ...`.
+
+Signals, network, protocol, copies, exit status: all is what `ddiloco learner` and `ddiloco syncer`
+run. Only the model is a toy in NumPy, and JAX is never imported, so that a role is there at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import types
+from pathlib import Path
+
+import ddiloco.roles
+from ddiloco.config import Config, from_dict
+from ddiloco.core import fragments
+from ddiloco.engines.role_spec import RoleSpec, end_with_parent
+from tests.roles import toy
+
+STEP_SECONDS = 0.015
+
+# The model's shapes and initial values are all that the roles know of JAX.
+initial = types.ModuleType("ddiloco.roles.initial")
+initial.make_plan = lambda config: fragments.make_plan(toy.SPECS, config.sync)
+initial.contract = lambda config, plan: plan.plan_id
+initial.initial_params = lambda config: toy.initial_params()
+sys.modules[initial.__name__] = ddiloco.roles.initial = initial
+
+from ddiloco.engines import learner_process  # noqa: E402
+from ddiloco.engines.role_process import RoleRunner  # noqa: E402
+from ddiloco.engines.syncer_process import run_syncer  # noqa: E402
+from ddiloco.network import handshake  # noqa: E402
+from ddiloco.network.transport import learner_address  # noqa: E402
+
+
+class Island(toy.ToyIsland):
+  """Outlives incarnations, as the real one."""
+
+  def compile(self) -> float:
+    return 0.0
+
+  def reset(self) -> None:
+    for value in (*self.params.values(), *self.mean.values()):
+      value[...] = 0.0
+    self.updates = 0
+
+
+class Stream:
+  """Batches of the toy problem."""
+
+  iterate = staticmethod(toy.batches)
+
+
+def run_learner(config: Config, number: int, place: RoleSpec) -> int:
+  """As `learner_process.run_learner`, on a toy island."""
+  with RoleRunner(learner_address(number), config, place) as runner:
+    island = Island(number, runner.plan, STEP_SECONDS)
+    return runner.run(lambda: learner_process.live(runner, number, island, Stream()))
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser()
+  parser.add_argument("kind", choices=("learner", "syncer"))
+  parser.add_argument("number", type=int)
+  parser.add_argument("--dir", type=Path, required=True)
+  parser.add_argument("--syncers", required=True)
+  parser.add_argument("--bind", default="")
+  parser.add_argument("--keys", type=Path)
+  parser.add_argument("--config", required=True)
+  parser.add_argument("--late_clock_seconds", type=int, default=0)  # this host's clock is wrong
+  flags = parser.parse_args()
+  end_with_parent()
+  if late := flags.late_clock_seconds:
+    now = handshake.seconds_since_2020
+    handshake.seconds_since_2020 = lambda: now() - late
+  place = RoleSpec(
+    flags.dir, flags.dir.name, tuple(flags.syncers.split(",")), flags.bind, flags.keys
+  )
+  config = from_dict(json.loads(flags.config))
+  run = run_learner if flags.kind == "learner" else run_syncer
+  status = run(config, flags.number, place)
+  snapshots = config.sync.snapshot_steps  # Orbax writes them
+  assert snapshots or "jax" not in sys.modules, (
+    "a toy role has no use for JAX, and takes seconds to import it"
+  )
+  return status
+
+
+if __name__ == "__main__":
+  sys.exit(main())

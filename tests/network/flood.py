@@ -1,0 +1,50 @@
+"""A listed learner that only floods a shard with control: `python -m tests.network.flood URL ...`.
+
+Every message is whole and well-formed, in its own name, and of the incarnation it greeted as. Says
+every second how many it has sent; nothing makes it read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from pathlib import Path
+
+import zmq
+
+from ddiloco.network import frames
+from ddiloco.network.handshake import control_route, seconds_since_2020
+from ddiloco.network.keys import Keys
+from ddiloco.protocol import messages, wire
+
+SESSION = b"floods!!"
+
+
+def main(url: str, keys: str, run_id: str, plan_id: str, learner: int, fragments: int) -> None:
+  address, incarnation = f"learner/{learner}", seconds_since_2020()
+  socket = zmq.Context().socket(zmq.DEALER)
+  socket.setsockopt(zmq.ROUTING_ID, control_route(SESSION))
+  if keys:
+    Keys.load(Path(keys), address).unlock(socket, "syncer/0")
+  socket.connect(url)
+  greeting = frames.Greeting(run_id, plan_id, address, incarnation, SESSION, b"", 0, 1 << 20, 1)
+  socket.send(frames.encode(greeting))
+  none = (-1,) * fragments
+  say = [
+    messages.Hello(learner, incarnation, ()),
+    messages.Report(learner, incarnation, 1, 0.01, none, none, (0,) * fragments, False, 0),
+    messages.RequestMoments(learner, incarnation, tuple(range(fragments))),
+    messages.Goodbye(learner, incarnation),
+  ]
+  data = [frames.encode(frames.Control(wire.encode(m, run_id, plan_id)[0])) for m in say]
+  next_line = time.monotonic() + 1.0
+  for count in itertools.count():
+    socket.send(data[count % len(data)])
+    if not count % 1000 and time.monotonic() >= next_line:
+      next_line += 1.0
+      print(count, flush=True)
+
+
+if __name__ == "__main__":
+  main(*sys.argv[1:5], *map(int, sys.argv[5:]))

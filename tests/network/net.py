@@ -1,0 +1,100 @@
+"""Network endpoints of one process on loopback, found by their address like those of a `Hub`."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ddiloco.config import NetworkConfig
+from ddiloco.network.endpoint import NetworkEndpoint, Run
+from ddiloco.network.keys import Keys, make_keys
+
+QUICK = NetworkConfig(chunk_bytes=1 << 16, hello_seconds=0.1, patience_seconds=0.3)
+SECONDS = 20.0
+
+
+class Net:
+  """`connect` waits until the new endpoint can talk to all that are there already."""
+
+  def __init__(
+    self,
+    run_id: str,
+    plan_id: str,
+    max_bulk_bytes: int = 1 << 30,
+    secure: bool = False,
+    settings: NetworkConfig = QUICK,
+  ):
+    self.run = Run(run_id, plan_id, max_payload_bytes=1 << 30, queue_bytes=max_bulk_bytes)
+    self.settings = settings
+    self.endpoints: dict[str, NetworkEndpoint] = {}
+    self.all: list[NetworkEndpoint] = []
+    self.urls: dict[str, str] = {}  # where shards listen, or what stands before them
+    self._incarnations: dict[str, int] = {}
+    self._folder = tempfile.TemporaryDirectory() if secure else None
+    if self._folder:
+      make_keys(Path(self._folder.name), learners=4, shards=2)
+
+  def url(self, address: str) -> str:
+    if address not in self.urls:
+      self.urls[address] = f"tcp://127.0.0.1:{free_pair()}"
+    return self.urls[address]
+
+  def open(self, address: str, incarnation: int, **changes) -> NetworkEndpoint:
+    """An endpoint that knows nobody yet; a shard listens."""
+    keys = Keys.load(Path(self._folder.name), address) if self._folder else None
+    endpoint = NetworkEndpoint(
+      address,
+      incarnation,
+      dataclasses.replace(self.run, **changes),
+      self.settings,
+      bind=self.url(address) if address.startswith("syncer/") else None,
+      keys=keys,
+    )
+    self.all.append(endpoint)
+    return endpoint
+
+  def connect(self, address: str) -> NetworkEndpoint:
+    incarnation = self._incarnations[address] = self._incarnations.get(address, -1) + 1
+    if address.startswith("syncer/") and address in self.endpoints:
+      self.endpoints[address].close()  # or its ports are taken
+    endpoint = self.endpoints[address] = self.open(address, incarnation)
+    if not address.startswith("syncer/"):
+      endpoint.dial("syncer/0", self.url("syncer/0"))
+    shard = self.endpoints.get("syncer/0")
+    if shard is not None:
+      for each in self.endpoints.values():
+        if each is not shard:
+          self.wait_up(each, "syncer/0")
+    return endpoint
+
+  def wait_up(self, endpoint: NetworkEndpoint, peer: str) -> None:
+    self.wait_until(lambda: endpoint.links()[peer]["state"] == "up")
+
+  def wait_until(self, done: Callable[[], bool], patience_seconds: float = SECONDS) -> None:
+    deadline = time.monotonic() + patience_seconds
+    while not done():
+      assert time.monotonic() < deadline, {e.address: e.links() for e in self.all}
+      time.sleep(0.002)
+
+  def close(self) -> None:
+    for endpoint in self.all:
+      endpoint.close(linger_seconds=0)
+    if self._folder:
+      self._folder.cleanup()
+
+
+def free_pair() -> int:
+  """A port that is free now, and so is the next one."""
+  while True:
+    with socket.socket() as first, socket.socket() as second:
+      first.bind(("127.0.0.1", 0))
+      port = first.getsockname()[1]
+      try:
+        second.bind(("127.0.0.1", port + 1))
+        return port
+      except OSError:
+        continue

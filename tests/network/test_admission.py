@@ -1,0 +1,328 @@
+"""Who is let in may lose that right, say too much, read nothing, or say nothing at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+
+from ddiloco import environment
+from ddiloco.chaos.proxy import Link
+from ddiloco.network import frames
+from ddiloco.network.keys import make_keys, public_file, secret_file
+from ddiloco.network.sockets import LEAST_STRANGERS, STRANGER_SECONDS, Connections
+from ddiloco.protocol.messages import Recovered, RequestMoments
+from tests import says
+from tests.network.net import QUICK, Net
+
+SECONDS = 20.0
+SYNCER = "syncer/0"
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "keys"])
+def any_net(request):
+  net = Net("run", "plan", secure=request.param)
+  yield net
+  net.close()
+
+
+@pytest.fixture
+def net():
+  net = Net("run", "plan", secure=True)
+  yield net
+  net.close()
+
+
+def file_of(net: Net, address: str) -> Path:
+  return public_file(Path(net._folder.name), address)
+
+
+# --- keys that are taken away ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["removed", "replaced"])
+def test_a_key_that_is_no_longer_listed_is_cut_off_while_its_connection_is_open(net, how):
+  shard, learner, other = (net.connect(a) for a in (SYNCER, "learner/0", "learner/1"))
+  learner.send(SYNCER, says.hello(0, 0))
+  assert shard.receive(SECONDS)
+  file = file_of(net, "learner/0")
+  kept = file.read_text()
+  if how == "removed":
+    file.unlink()
+  else:
+    make_keys(Path(net._folder.name) / "new", learners=1, shards=0)
+    shutil.copy(public_file(Path(net._folder.name) / "new", "learner/0"), file)
+  net.wait_until(lambda: learner.links()[SYNCER]["state"] == "refused")
+  assert "the key of learner/0 is not listed" in learner.links()[SYNCER]["reason"]
+  assert not learner.fenced, "nobody else has its place"
+  assert list(shard.links()) == ["learner/1"] and shard.counters.refused
+  learner.send(SYNCER, says.hello(0, 0))
+  other.send(SYNCER, says.hello(1, 0))
+  assert shard.receive(SECONDS)[0] == "learner/1"
+  assert shard.receive(0.2) is None
+
+  file.write_text(kept)
+  net.wait_up(learner, SYNCER)
+  assert shard.receive(SECONDS)[0] == "learner/0", "what it had to say, it says when it may again"
+
+
+def test_a_folder_of_keys_that_is_away_for_a_moment_cuts_nobody_off(net):
+  shard, learner = net.connect(SYNCER), net.connect("learner/0")
+  folder = Path(net._folder.name)
+  (folder / "public").rename(folder / "away")
+  assert shard.receive(2.5) is None
+  learner.send(SYNCER, says.hello(0, 0))
+  assert shard.receive(SECONDS)[0] == "learner/0" and shard.counters.refused == 0
+  (folder / "away").rename(folder / "public")
+
+
+def test_a_shard_whose_key_was_replaced_is_not_spoken_to_any_more(net, monkeypatch):
+  monkeypatch.setattr("ddiloco.network.io_thread.KEYS_SECONDS", 0.2)
+  shard, learner = net.connect(SYNCER), net.connect("learner/0")
+  folder = Path(net._folder.name)
+  make_keys(folder / "new", learners=0, shards=1)
+  shutil.copy(public_file(folder / "new", SYNCER), file_of(net, SYNCER))
+  net.wait_until(lambda: learner.links()[SYNCER]["state"] != "up")
+  learner.send(SYNCER, says.hello(0, 0))
+  assert shard.receive(0.5) is None, "it may be in the hands of whoever stole the old key"
+  net.wait_until(lambda: "another key" in learner.links()[SYNCER]["reason"])
+  shard.close()
+  shutil.copy(secret_file(folder / "new", SYNCER), secret_file(folder, SYNCER))
+  again = net.open(SYNCER, 1)
+  assert again.receive(SECONDS)[0] == "learner/0"
+
+
+# --- what is dropped is said ----------------------------------------------------------------------
+
+
+def test_a_role_whose_frames_are_dropped_is_told_so_and_why(any_net):
+  shard, learner = any_net.connect(SYNCER), any_net.connect("learner/0")
+  assert learner.links()[SYNCER]["drops"] == (0, "")
+
+  def damaged(header: bytes) -> bytes:
+    return header[:-1] + bytes([header[-1] ^ 1])
+
+  payload = np.zeros(100, np.uint8)
+  for number in range(5):
+    learner.send(SYNCER, RequestMoments(0, 0, (number,)), damaged)
+    learner.send(SYNCER, says.push(0, 0, 0, number, 0, 1, 1, 0, "f32", payload), damaged)
+  learner.send(SYNCER, says.hello(0, 0))
+  assert shard.receive(SECONDS)[1] == says.hello(0, 0)
+  any_net.wait_until(lambda: learner.links()[SYNCER]["drops"][0] == 10)
+  assert "CRC" in learner.links()[SYNCER]["drops"][1]
+  shard.send("learner/0", says.pull(0, 0, 0, 0, 1, 0), damaged)
+  assert learner.receive(0.5) is None
+  any_net.wait_until(lambda: shard.links()["learner/0"]["drops"][0] == 1)
+
+
+def test_a_message_of_another_incarnation_than_was_greeted_is_dropped_and_its_sender_told(any_net):
+  shard, learner = any_net.open(SYNCER, 4), any_net.open("learner/0", 7)
+  learner.dial(SYNCER, any_net.url(SYNCER))
+  any_net.wait_up(learner, SYNCER)
+  payload = np.zeros(100, np.uint8)
+  for incarnation in (6, 8, 1 << 40):
+    learner.send(SYNCER, says.hello(0, incarnation))
+    learner.send(SYNCER, says.push(0, incarnation, 0, 1, 0, 1, 1, 0, "f32", payload))
+  learner.send(SYNCER, says.hello(0, 7))
+  assert shard.receive(SECONDS)[1] == says.hello(0, 7)
+  assert shard.receive(0.1) is None
+  any_net.wait_until(lambda: learner.links()[SYNCER]["drops"][0] == 6)
+  assert "greeted as incarnation 7" in learner.links()[SYNCER]["drops"][1]
+  for incarnation in (3, 5, 4):
+    shard.send("learner/0", says.pull(0, incarnation, 7, 0, 1, 0))
+  assert learner.receive(SECONDS)[1].incarnation == 4
+  assert learner.counters.malformed == 2
+
+
+# --- who does not read ----------------------------------------------------------------------------
+
+
+def test_a_peer_that_does_not_read_costs_no_memory_for_ever():
+  net = Net("run", "plan")
+  shard = net.connect(SYNCER)
+  session, context = b"abcdefgh", zmq.Context()
+  with context.socket(zmq.DEALER) as peer:
+    peer.linger = 0
+    for option, value in ((zmq.RCVHWM, 1), (zmq.RCVBUF, 4096), (zmq.ROUTING_ID, b"c" + session)):
+      peer.setsockopt(option, value)
+    peer.connect(net.url(SYNCER))
+    greeting = frames.Greeting("run", "plan", "learner/0", 0, session, b"", 0, 1 << 16, 1)
+    peer.send(frames.encode(greeting))
+    net.wait_until(lambda: shard.links().get("learner/0", {}).get("state") == "up")
+    large = Recovered(0, 0, 0, tuple(range(50_000)))
+    for _ in range(2000):
+      shard.send("learner/0", large)
+      peer.send(frames.encode(frames.Beat()))  # and is not silent
+    net.wait_until(lambda: shard.counters.undelivered > 300)
+  context.term()
+  net.close()
+
+
+# --- who stood still ------------------------------------------------------------------------------
+
+SLEEPER = """
+import json, sys
+from ddiloco.config import NetworkConfig
+from ddiloco.network.endpoint import NetworkEndpoint, Run
+from tests.network.test_endpoint import push
+url, settings = sys.argv[1], NetworkConfig(**json.loads(sys.argv[2]))
+learner = NetworkEndpoint("learner/0", 0, Run("run", "plan", 1 << 30, 1 << 30), settings)
+learner.dial("syncer/0", url)
+while learner.links()["syncer/0"]["state"] != "up":
+  learner.receive(0.01)
+learner.send("syncer/0", push(1, 2_000_000))
+sys.stdin.readline()
+print(learner.counters.undelivered)
+learner.close()
+"""
+
+
+def test_a_process_that_was_stopped_does_not_take_its_own_pause_for_its_peers_silence():
+  quick = dataclasses.replace(QUICK, silence_seconds=4.0, window_bytes=1 << 17)
+  net = Net("run", "plan", settings=quick)
+  shard = net.connect(SYNCER)
+  host, port = net.url(SYNCER).removeprefix("tcp://").split(":")
+  with Link((host, int(port)), bits_per_second=8e6) as link:
+    process = subprocess.Popen(
+      [sys.executable, "-c", SLEEPER, f"tcp://127.0.0.1:{link.port}"]
+      + [json.dumps(dataclasses.asdict(quick))],
+      **{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True},
+      env=environment.bare(),
+    )
+    try:
+      net.wait_until(lambda: link.bytes.forward > 500_000)
+      process.send_signal(signal.SIGSTOP)
+      net.wait_until(lambda: "silent" in shard.links()["learner/0"]["reason"])
+      assert shard.receive(1.5) is None
+      process.send_signal(signal.SIGCONT)
+      arrived = shard.receive(SECONDS)
+      assert arrived and arrived.message.round == 1, "it went on with what it was sending"
+      assert process.communicate("\n", timeout=SECONDS)[0].strip() == "0"
+    finally:
+      process.kill()
+  net.close()
+
+
+# --- who says nothing -----------------------------------------------------------------------------
+
+
+def test_connections_of_nobody_are_cut_off_after_a_while_and_when_they_are_too_many():
+  doors = Connections(most=40)
+  for descriptor in range(30):
+    doors.came(descriptor, now=0.0)
+  assert doors.unwanted(1.0) == list(range(10)), "half of the room is for members"
+  for descriptor in range(10, 20):
+    doors.belongs(descriptor, b"a")
+  doors.belongs(99, b"never heard of")
+  doors.came(50, now=STRANGER_SECONDS)
+  assert doors.unwanted(STRANGER_SECONDS) == []
+  assert doors.unwanted(STRANGER_SECONDS + 1) == list(range(20, 30))
+  doors.gone(10)
+  doors.forget(b"a", now=2 * STRANGER_SECONDS)
+  assert doors.unwanted(2 * STRANGER_SECONDS + 1) == [50]
+  assert doors.unwanted(3 * STRANGER_SECONDS + 1) == list(range(11, 20)), "whose session is over"
+
+
+def test_some_strangers_may_knock_however_many_members_there_are():
+  doors = Connections(most=10)
+  for descriptor in range(30):
+    doors.came(descriptor, 0.0)
+    doors.belongs(descriptor, b"a")
+  for descriptor in range(30, 30 + 2 * LEAST_STRANGERS):
+    doors.came(descriptor, 0.0)
+  assert doors.unwanted(0.0) == list(range(30, 30 + LEAST_STRANGERS))
+
+
+RAISES = """
+import resource
+from ddiloco.network.sockets import raise_limit
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 300))
+assert raise_limit() == 300 and resource.getrlimit(resource.RLIMIT_NOFILE) == (300, 300)
+assert raise_limit() == 300
+print("fine")
+"""
+
+
+def test_a_process_takes_as_many_descriptors_as_the_system_lets_it_have():
+  assert (
+    subprocess.check_output([sys.executable, "-c", RAISES], env=environment.bare()) == b"fine\n"
+  )
+
+
+CROWDED = """
+import os, resource, sys, time
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+from tests import says
+from tests.network.net import Net
+net = Net("run", "plan", secure=sys.argv[1] == "keys")
+shard, early = net.connect("syncer/0"), net.connect("learner/0")
+print(net.url("syncer/0"), flush=True)
+sys.stdin.readline()  # they all have come
+deadline = time.monotonic() + 20.0
+while True:  # a burst may have them all, until it is cut off a moment later
+  try:
+    if len(os.listdir("/proc/self/fd")) < 200:
+      break
+  except OSError:
+    pass
+  assert time.monotonic() < deadline, "no descriptors are left for files"
+  time.sleep(0.01)
+while True:  # and once more: those that were still on their way in come when others go
+  try:
+    late = net.connect("learner/1")
+    break
+  except OSError:
+    assert time.monotonic() < deadline, "no descriptors are left for a member"
+for m, learner in enumerate((early, late)):
+  learner.send("syncer/0", says.hello(m, 0))
+  sender, _, _ = shard.receive(20.0)
+  assert sender == f"learner/{m}", sender
+  shard.send(sender, says.pull(0, 0, 0, 0, 1, 0))
+  assert learner.receive(20.0), sender
+kept = [open(os.devnull) for _ in range(32)]
+print("fine", len(os.listdir("/proc/self/fd")) - 32, flush=True)
+net.close()
+"""
+
+IDLERS = """
+import socket, sys, time
+port, held = int(sys.argv[1]), []
+for number in range(316):
+  try:
+    held.append(socket.create_connection(("127.0.0.1", port + number % 2), timeout=2.0))
+    if number % 3 == 0:
+      held[-1].sendall(b"\\xff" + bytes(8) + b"\\x7f")  # begins to speak ZeroMQ, and stops
+  except OSError:
+    pass
+print(len(held), flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("keys", ["plain", "keys"])
+def test_hundreds_of_idle_connections_keep_no_member_out_and_leave_room_for_files(keys):
+  """316 of them, to a process that may have 256 descriptors and cannot raise that."""
+  pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+  python = [sys.executable, "-c"]
+  shard = subprocess.Popen([*python, CROWDED, keys], **pipes, env=environment.bare())
+  idlers = None
+  try:
+    port = shard.stdout.readline().strip().rpartition(":")[2]
+    idlers = subprocess.Popen([*python, IDLERS, port], **pipes, env=environment.bare())
+    assert int(idlers.stdout.readline()) > 200, "most could connect, if only for a moment"
+    said, _ = shard.communicate("\n", timeout=60)
+    assert said.startswith("fine"), said
+    assert int(said.split()[1]) < 200
+  finally:
+    for process in (shard, idlers):
+      if process is not None:
+        process.kill()
+        process.communicate()

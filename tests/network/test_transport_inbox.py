@@ -1,0 +1,199 @@
+"""What waits for a role: in turn, within bounds, and with the time at which it came."""
+
+import collections
+import random
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from ddiloco.network import transport
+from ddiloco.network.transport import BULK_AFTER, MAX_CONTROL, Counters, Inbox
+from ddiloco.protocol import wire
+from ddiloco.protocol.messages import Goodbye, Hello, Message, Push, Report, RequestMoments
+from tests import says
+
+
+class Box:
+  """An inbox and what it was told."""
+
+  def __init__(self, **options):
+    self.counters, self.dropped = Counters(), []
+    drop = lambda *what: self.dropped.append(what)  # noqa: E731
+    self.inbox = Inbox("run", "plan", self.counters, dropped=drop, **options)
+
+  def put(self, message: Message, incarnation: int | None = None, sender: str = "") -> bool:
+    header, payload = wire.encode(message, "run", "plan")
+    sender = sender or transport.claimed_sender(message)
+    return self.inbox.put(sender, header, payload, wire.frame_bytes(header, payload), incarnation)
+
+  def all(self) -> list[Message]:
+    found = []
+    while (got := self.inbox.receive(0.0)) is not None:
+      found.append(got.message)
+    return found
+
+
+def report(m: int, clock: int, incarnation: int = 0) -> Report:
+  return says.report(m, incarnation, clock, 0.1, (1,), (clock,))
+
+
+def push(m: int, number: int, size: int = 8) -> Push:
+  return says.push(m, 0, 0, number, 0, 1, 1, 0, "f32", np.zeros(size, np.uint8))
+
+
+def test_a_flood_of_one_peer_costs_each_of_the_others_one_turn():
+  box = Box()
+  for number in range(MAX_CONTROL):
+    box.put(RequestMoments(0, 0, (number,)))
+  for m in (1, 2):
+    for number in range(3):
+      box.put(RequestMoments(m, 0, (number,)))
+  got = [(m.learner, m.fragments[0]) for m in box.all()]
+  assert [got.index((m, 2)) for m in (1, 2)] == [7, 8], "in turn with the flood, from the first on"
+  for m, count in ((0, MAX_CONTROL), (1, 3), (2, 3)):
+    assert [n for learner, n in got if learner == m] == list(range(count)), "each in its order"
+
+
+def test_what_waits_from_one_peer_is_bounded_in_number_and_in_bytes_and_drops_are_counted():
+  box = Box(max_bulk_bytes=1000)
+  for number in range(3 * MAX_CONTROL):
+    box.put(RequestMoments(0, 0, (number,)))
+    box.put(push(0, number, size=300))
+  assert box.inbox.waiting == MAX_CONTROL + 2, "and two pushes of 300 bytes and their headers"
+  assert box.counters.overflowed == 5 * MAX_CONTROL - 2 == len(box.dropped)
+  assert box.put(Goodbye(1, 0)), "another peer has room of its own"
+  got = box.all()
+  assert [m.round for m in got if isinstance(m, Push)] == [0, 1], "the others may come again"
+  asked = [m.fragments[0] for m in got if isinstance(m, RequestMoments)]
+  assert asked == list(range(2 * MAX_CONTROL, 3 * MAX_CONTROL)), "of control the newest counts"
+  assert box.dropped[-1] == ("learner/0", "too many of its messages wait here")
+
+
+def test_large_messages_of_control_are_bounded_by_their_bytes():
+  box = Box()
+  for number in range(200):
+    box.put(RequestMoments(2, 0, (number, *range(1 << 15))))
+  got = [m.fragments[0] for m in box.all()]
+  assert 10 < len(got) < 100 and got == list(range(200 - len(got), 200))
+  assert box.counters.overflowed == 200 - len(got)
+
+
+def test_one_message_is_let_in_however_large_it_is():
+  box = Box(max_bulk_bytes=1000)
+  assert box.put(push(0, 1, size=5000)) and not box.put(push(0, 2, size=10))
+  assert box.all()[0].round == 1
+  assert box.put(push(0, 3, size=10))
+
+
+def test_memory_does_not_grow_with_the_length_of_a_flood():
+  box = Box()
+  header, _ = wire.encode(RequestMoments(0, 0, tuple(range(100))), "run", "plan")
+
+  def flood(count: int) -> int:
+    for _ in range(count):
+      box.inbox.put("learner/0", bytes(bytearray(header)), None, len(header))
+    return tracemalloc.get_traced_memory()[0]
+
+  box.dropped = collections.deque(maxlen=1)
+  tracemalloc.start()
+  try:
+    first = flood(2 * MAX_CONTROL)
+    assert flood(20 * MAX_CONTROL) - first < 50_000
+  finally:
+    tracemalloc.stop()
+
+
+def test_of_a_learners_reports_only_the_newest_waits():
+  box = Box()
+  for clock in range(5 * MAX_CONTROL):
+    assert box.put(report(0, clock))
+    assert box.put(report(1, clock))
+  box.put(push(0, 1))
+  assert [(m.learner, m.clock) for m in box.all()[:2]] == [(m, 5 * MAX_CONTROL - 1) for m in (0, 1)]
+  assert box.counters.overflowed == 0
+
+
+def test_a_report_does_not_overtake_what_its_learner_said_before_it():
+  box = Box()
+  for message in (
+    report(0, 1),
+    Hello(0, 1, ()),
+    report(0, 2, 1),
+    RequestMoments(0, 1, ()),
+    report(0, 3, 1),
+  ):
+    box.put(message)
+  got = box.all()
+  assert [type(m).__name__ for m in got] == ["Hello", "RequestMoments", "Report"]
+  assert got[-1].clock == 3
+
+
+def test_control_does_not_starve_bulk_and_is_hardly_held_up_by_it():
+  box = Box()
+  for m in range(50):
+    box.put(push(m, 0))
+  for m in range(50):
+    for number in range(100):
+      box.put(RequestMoments(m, 0, (number,)))
+  kinds = [type(m).__name__ for m in box.all()]
+  places = [place for place, kind in enumerate(kinds) if kind == "Push"]
+  assert len(places) == 50
+  assert places == [BULK_AFTER + place * (BULK_AFTER + 1) for place in range(50)]
+
+
+def test_messages_have_the_time_at_which_they_came():
+  box = Box()
+  before = time.monotonic()
+  for m in range(3):
+    box.put(push(m, 0))
+  after = time.monotonic()
+  time.sleep(0.05)  # the role is busy
+  times = [box.inbox.receive(0.0).at for _ in range(3)]
+  assert before <= min(times) and max(times) <= after
+
+
+def test_a_role_is_not_kept_by_a_flood_of_what_is_no_message():
+  box = Box()
+  for sender in range(12):
+    for _ in range(MAX_CONTROL):
+      box.inbox.put(f"learner/{sender}", b"garbage", None, 7)
+  assert box.inbox.receive(0.0) is None
+  assert box.inbox.waiting, "it looked at some, and may do something else now"
+  while box.inbox.waiting:
+    box.inbox.receive(0.0)
+  assert box.counters.malformed == 12 * MAX_CONTROL
+
+
+def test_who_greeted_as_one_incarnation_does_not_speak_as_another():
+  box = Box()
+  for message in (Hello(0, 6, ()), report(0, 1, 7), push(0, 1), says.pull(0, 8, 0, 0, 1, 0)):
+    box.put(message, incarnation=7)
+  assert box.all() == [report(0, 1, 7)]
+  assert box.counters.malformed == 3
+  assert any("greeted as incarnation 7 and speaks as 6" in reason for _, reason in box.dropped)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nothing_is_lost_doubled_or_reordered_whatever_comes(seed):
+  chance, box = random.Random(seed), Box()
+  sent, got = collections.defaultdict(list), collections.defaultdict(list)
+
+  def receive() -> None:
+    if (delivery := box.inbox.receive(0.0)) is not None:
+      message = delivery.message
+      number = message.round if isinstance(message, Push) else message.fragments[0]
+      got[message.learner, type(message)].append(number)
+
+  for number in range(2000):
+    m = chance.choice([0, 0, 0, 1, 2])
+    message = push(m, number) if chance.random() < 0.2 else RequestMoments(m, 0, (number,))
+    if box.put(message):
+      sent[m, type(message)].append(number)
+    if box.inbox.waiting > 100:  # less than what is too much
+      for _ in range(chance.randrange(100)):
+        receive()
+  while box.inbox.waiting:
+    receive()
+  assert got == sent

@@ -1,0 +1,109 @@
+"""What the small HTTP server does beyond health's tests: bodies, and answers that fail."""
+
+import contextlib
+import http.client
+import socket
+import time
+import urllib.parse
+
+import pytest
+
+from ddiloco.checks import ConfigError
+from ddiloco.network import webserver
+from ddiloco.network.webserver import BODY_BYTES, Answer, Request, WebServer, parse_address
+
+SECONDS = 20
+
+
+@pytest.fixture
+def serve():
+  with contextlib.ExitStack() as stack:
+
+    def serve(answer, methods=("GET", "POST")):
+      server = WebServer("127.0.0.1:0", answer, "--test", methods)
+      server.start()
+      stack.callback(server.close)
+      return urllib.parse.urlsplit(server.url)
+
+    yield serve
+
+
+def echo(request: Request) -> Answer:
+  text = f"{request.method} {request.path} {request.query} {len(request.body)}"
+  return Answer(200, text, headers={"X-More": "yes"})
+
+
+def ask(url, method, path, body=None):
+  connection = http.client.HTTPConnection(url.hostname, url.port, timeout=SECONDS)
+  with contextlib.closing(connection):
+    connection.request(method, path, body)
+    answer = connection.getresponse()
+    return answer.status, answer.read().decode(), dict(answer.getheaders())
+
+
+def raw(url, *parts: bytes) -> bytes:
+  with socket.create_connection((url.hostname, url.port), timeout=SECONDS) as connection:
+    for part in parts:
+      connection.sendall(part)
+    answer = b""
+    while data := connection.recv(4096):
+      answer += data
+    return answer
+
+
+def test_path_query_and_body(serve):
+  url = serve(echo)
+  assert ask(url, "GET", "/a?b=1&c")[:2] == (200, "GET /a b=1&c 0")
+  code, text, headers = ask(url, "POST", "/a", b"x" * BODY_BYTES)
+  assert (code, text) == (200, f"POST /a  {BODY_BYTES}")
+  assert headers["X-More"] == "yes" and headers["Server"] == "ddiloco"
+  assert ask(url, "HEAD", "/a")[1] == ""
+
+
+def test_a_body_may_come_in_pieces_and_no_more_of_it_is_read(serve):
+  head = b"POST / HTTP/1.1\r\nContent-Length: 6\r\n\r\n"
+  assert raw(serve(echo), head + b"ab", b"cd", b"ef").endswith(b"POST /  6")
+  assert raw(serve(echo), head + b"abcdefGET / HTTP/1.1\r\n\r\n").count(b"HTTP/1") == 1
+
+
+def test_a_body_that_is_late_or_too_long_is_not_waited_for(serve, monkeypatch):
+  monkeypatch.setattr(webserver, "REQUEST_SECONDS", 0.3)
+  head = b"POST / HTTP/1.1\r\nContent-Length: 6\r\n\r\n"
+  assert raw(serve(echo), head + b"ab") == b""
+  assert ask(serve(echo), "POST", "/", b"x" * (BODY_BYTES + 1))[0] == 413
+
+
+def test_what_is_not_among_its_methods_is_refused(serve):
+  assert ask(serve(echo, ("GET",)), "POST", "/", b"x")[0] == 501
+
+
+def test_an_answer_that_fails_is_printed_here_and_not_there(serve, capsys):
+  def fail(request):
+    raise KeyError("secret")
+
+  code, text, _ = ask(serve(fail), "GET", "/")
+  assert (code, text) == (500, "Internal Server Error\n")
+  end, printed = time.monotonic() + SECONDS, ""
+  while "KeyError: 'secret'" not in printed and time.monotonic() < end:  # its thread goes on
+    printed += capsys.readouterr().err
+  assert "KeyError: 'secret'" in printed
+
+
+def test_addresses():
+  assert parse_address("127.0.0.1:80", "--x") == ("127.0.0.1", 80)
+  assert parse_address("[::1]:0", "--x") == ("::1", 0)
+  for wrong in ("", "80", ":80", "a:", "a:65536", "a:-1", "a:8o"):
+    with pytest.raises(ConfigError, match=r"--x = .*must be HOST:PORT\. Fix: write --x="):
+      parse_address(wrong, "--x")
+
+
+def test_the_url_of_an_ipv6_address_has_brackets():
+  if not socket.has_ipv6:
+    pytest.skip("no IPv6 here")
+  try:
+    server = WebServer("[::1]:0", echo, "--test")
+  except ConfigError as error:
+    pytest.skip(f"no IPv6 loopback here: {error}")
+  server.start()
+  assert ask(urllib.parse.urlsplit(server.url), "GET", "/")[0] == 200
+  server.close()

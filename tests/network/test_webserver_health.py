@@ -1,0 +1,276 @@
+"""Probes get true answers at once, whoever else is connected, and the role never waits for them."""
+
+import contextlib
+import http.client
+import json
+import math
+import os
+import socket
+import threading
+import time
+import types
+import urllib.parse
+
+import pytest
+
+from ddiloco.checks import ConfigError
+from ddiloco.network import webserver
+from ddiloco.network import webserver as module
+from ddiloco.network.webserver import MAX_CONNECTIONS, Health
+
+SECONDS = 20  # until a test gives up on an answer
+
+
+@pytest.fixture
+def serve():
+  """Starts a role's Health on a free port."""
+  started = []
+
+  def serve(*status) -> Health:
+    health = Health(*status)
+    assert health.serve("127.0.0.1:0") == health.url
+    started.append(health)
+    return health
+
+  yield serve
+  for health in started:
+    health.close()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+  """The time that Health sees; starts at 1000."""
+  clock = types.SimpleNamespace(now=1000.0)
+  monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
+  return clock
+
+
+def ask(health: Health, path: str, method: str = "GET", **more) -> tuple[int, str, dict]:
+  connection = http.client.HTTPConnection(address(health)[0], address(health)[1], timeout=SECONDS)
+  with contextlib.closing(connection):
+    connection.request(method, path, **more)
+    answer = connection.getresponse()
+    return answer.status, answer.read().decode(), dict(answer.getheaders())
+
+
+def address(health: Health) -> tuple[str, int]:
+  url = urllib.parse.urlsplit(health.url)
+  return url.hostname, url.port
+
+
+def connect(health: Health) -> socket.socket:
+  return socket.create_connection(address(health), timeout=SECONDS)
+
+
+def ended(connection: socket.socket) -> bytes:
+  """What comes until the other side ends the connection."""
+  text = b""
+  with contextlib.suppress(ConnectionResetError):
+    while data := connection.recv(4096):
+      text += data
+  return text
+
+
+# --- what is said ---------------------------------------------------------------------------------
+
+
+def test_a_role_that_compiles_is_alive_and_not_ready(clock):
+  health = Health()
+  clock.now += 3000
+  assert health.livez() == (200, "starting for 3000 s (allowed: 3600 s)")
+  assert health.readyz() == (503, "starting")
+  clock.now += 600
+  assert health.livez()[0] == 503, "not for ever"
+
+
+def test_alive_as_long_as_the_main_loop_comes_round(clock):
+  health = Health()
+  health.beat()
+  clock.now += 59
+  assert health.livez() == (200, "the main loop last came round 59 s ago (allowed: 60 s)")
+  clock.now += 1
+  assert health.livez() == (503, "the main loop last came round 60 s ago (allowed: 60 s)")
+  health.beat()
+  assert health.livez()[0] == 200
+
+
+def test_ten_usual_steps_may_pass(clock):
+  health = Health()
+  health.beat()
+  health.allow_seconds = 30.0
+  clock.now += 299
+  assert health.livez()[0] == 200
+  clock.now += 2
+  assert health.livez()[0] == 503
+  health.allow_seconds = 0.01
+  health.beat()
+  clock.now += 59
+  assert health.livez()[0] == 200, "fast steps do not make it impatient"
+
+
+def test_ready_is_what_the_role_says_while_it_lives(clock):
+  health = Health()
+  health.beat()
+  health.ready()
+  assert health.readyz() == (200, "ready")
+  health.not_ready("no shard answers")
+  assert health.readyz() == (503, "no shard answers") and health.livez()[0] == 200
+  health.ready("3 of 4 shards")
+  assert health.readyz() == (200, "3 of 4 shards")
+  clock.now += 100
+  assert health.readyz() == health.livez() and health.readyz()[0] == 503
+
+
+# --- over HTTP ------------------------------------------------------------------------------------
+
+
+def test_the_three_pages(serve):
+  health = serve(lambda: {"step": 7, "loss": math.nan, "links": [{"rtt": math.inf}, (1.5, None)]})
+  code, text, headers = ask(health, "/livez")
+  assert code == 200 and text.startswith("starting for 0 s")
+  assert headers["Content-Type"].startswith("text/plain") and headers["Cache-Control"] == "no-store"
+  assert ask(health, "/readyz")[:2] == (503, "starting\n")
+  health.beat()
+  health.ready()
+  assert ask(health, "/readyz?verbose=1")[:2] == (200, "ready\n")
+  code, text, headers = ask(health, "/status")
+  assert code == 200 and headers["Content-Type"] == "application/json"
+  assert json.loads(text) == {"step": 7, "loss": None, "links": [{"rtt": None}, [1.5, None]]}
+
+
+def test_head_is_get_without_the_text(serve):
+  health = serve()
+  for path in ("/livez", "/readyz", "/status"):
+    got, head = ask(health, path), ask(health, path, "HEAD")
+    assert head[0] == got[0] and head[1] == ""
+    assert head[2]["Content-Length"] == got[2]["Content-Length"]
+
+
+@pytest.mark.parametrize("path", ["/", "/etc/passwd", "/../../etc/passwd", "/livez/", "/status/x"])
+def test_there_is_nothing_else(serve, path):
+  code, text, headers = ask(serve(), path)
+  assert (code, text) == (404, "there are /livez, /readyz and /status\n")
+  assert "Python" not in str(headers)
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "XYZ"])
+def test_other_methods_are_refused(serve, method):
+  code, text, _ = ask(serve(lambda: {"secret": 1}), "/status", method)
+  assert code == 501 and "secret" not in text
+
+
+def test_a_status_that_fails_is_said_without_its_insides(serve):
+  def broken():
+    raise KeyError("/home/somebody/secret")
+
+  for status in (broken, lambda: {"thread": threading.current_thread()}, lambda: {1j: 2}):
+    health = serve(status)
+    code, text, _ = ask(health, "/status")
+    assert code == 500 and "secret" not in text and "Thread" not in text
+    assert "failed" in json.loads(text)["error"]
+    assert ask(health, "/livez")[0] == 200
+
+
+@pytest.mark.parametrize("listen", ["", "8080", ":8080", "127.0.0.1:", "127.0.0.1:65536", "a:-1"])
+def test_a_listen_address_that_is_none_is_said(listen):
+  with pytest.raises(ConfigError, match=r"--http = .*must be HOST:PORT. Fix: write --http="):
+    Health().serve(listen)
+
+
+def test_a_taken_port_is_said(serve):
+  _, port = address(serve())
+  with pytest.raises(ConfigError, match=rf"--http = '127.0.0.1:{port}': cannot be opened .*Fix: "):
+    Health().serve(f"127.0.0.1:{port}")
+
+
+def test_close_frees_the_port_and_may_come_twice(serve):
+  health = serve()
+  host, port = address(health)
+  health.close()
+  health.close()
+  with pytest.raises(ConnectionRefusedError):
+    connect(health)
+  again = Health()
+  again.serve(f"{host}:{port}")
+  again.close()
+
+
+# --- hostile and hanging clients ------------------------------------------------------------------
+
+
+def test_clients_that_hang_hold_up_nobody_and_are_cut_off(serve):
+  """More than may be connected; each says something and then nothing."""
+  health = serve()
+  hanging = [connect(health) for _ in range(3 * MAX_CONNECTIONS)]
+  for connection in hanging:
+    with contextlib.suppress(OSError):
+      connection.sendall(b"GET /livez HTTP/1.1\r\nHost: ")
+  assert ask(health, "/livez")[0] == 200
+  for oldest in hanging[:MAX_CONNECTIONS]:
+    assert ended(oldest) == b""
+  assert ask(health, "/livez")[0] == 200
+  mine = [t for t in threading.enumerate() if "process_request_thread" in t.name]
+  assert len(mine) <= 2 * MAX_CONNECTIONS
+  start = time.monotonic()
+  for _ in range(1000):
+    health.beat()
+    health.not_ready("busy")
+  assert time.monotonic() - start < 1, "the role does not notice"
+  for connection in hanging:
+    connection.close()
+
+
+def test_a_request_that_drips_is_over_when_its_time_is(serve, monkeypatch):
+  monkeypatch.setattr(webserver, "REQUEST_SECONDS", 0.3)
+  with connect(serve()) as connection:
+    start = time.monotonic()
+    with contextlib.suppress(OSError):
+      while time.monotonic() - start < SECONDS:
+        connection.sendall(b"x")
+        connection.settimeout(0.05)
+        with contextlib.suppress(TimeoutError):
+          if not connection.recv(10):
+            break
+    assert 0.2 < time.monotonic() - start < SECONDS / 2
+
+
+def test_a_request_that_does_not_end_is_cut_off(serve, monkeypatch):
+  monkeypatch.setattr(webserver, "REQUEST_SECONDS", 10 * SECONDS)
+  with connect(serve()) as connection:
+    with contextlib.suppress(ConnectionError):
+      connection.sendall(b"X-More: " + b"x" * (webserver.REQUEST_BYTES + 1000))
+    assert ended(connection) == b""
+
+
+@pytest.mark.parametrize(
+  "request_", [b"\r\n\r\n", b"GET\r\n\r\n", b"\x16\x03\x01\x02\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n",
+               b"GET /livez HTTP/1.1\r\nbad header\r\n\r\n", os.urandom(900) + b"\r\n\r\n", b""],
+)  # fmt: skip
+def test_garbage_ends_its_own_connection_only(serve, request_, capsys):
+  health = serve()
+  with connect(health) as connection:
+    connection.sendall(request_)
+    connection.shutdown(socket.SHUT_WR)
+    answer = ended(connection)
+  assert b"Traceback" not in answer and b"Python" not in answer and len(answer) < 1000
+  assert ask(health, "/livez")[0] == 200
+  assert capsys.readouterr().err == ""
+
+
+def test_a_status_that_hangs_holds_up_no_probe(serve):
+  go, asked = threading.Event(), threading.Event()
+
+  def status():
+    asked.set()
+    go.wait(SECONDS)
+    return {}
+
+  health = serve(status)
+  with connect(health) as connection:
+    connection.sendall(b"GET /status HTTP/1.1\r\n\r\n")
+    assert asked.wait(SECONDS)
+    assert ask(health, "/status")[:2] == (503, '{"error": "the role is busy"}\n')
+    assert ask(health, "/livez")[0] == 200
+    go.set()
+    assert ended(connection).endswith(b"{}\n")
+  assert ask(health, "/status")[0] == 200

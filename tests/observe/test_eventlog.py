@@ -1,0 +1,222 @@
+"""The recorder: what is on disk, what a kill or a bad disk does to it, and that nobody waits."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+
+import numpy as np
+import pytest
+
+from ddiloco.observe.eventlog import EventLog, NullRecorder, Recorder, parse_role, read_events
+from ddiloco.protocol import events
+from tests.made_events import made
+
+
+def _refuse(constant):
+  raise AssertionError(f"{constant} is not JSON")
+
+
+def _lines(workdir, role="learner-0"):
+  text = (workdir / "events" / f"{role}.jsonl").read_text()
+  return [json.loads(line, parse_constant=_refuse) for line in text.splitlines()]
+
+
+def step(number, **fields):
+  lengths = {"seconds": 0.1, "gap_seconds": 0.1} | fields
+  return events.Step(step=number, clock=number, position=0, tokens=8, **lengths)
+
+
+def test_lines_on_disk(tmp_path, fake_clock):
+  with Recorder(tmp_path, "learner-0", 3, start_time=100.0, clock=fake_clock) as recorder:
+    fake_clock.now = 100.5
+    recorder.record(events.Joined(clock=7, seconds=0.25))
+    fake_clock.now = 102.0
+    recorder.record(events.Lost(learner=1, versions={2: 5}, reason="late"))
+  common = {"role": "learner-0", "incarnation": 3}
+  assert _lines(tmp_path) == [
+    {"time": 0.5, **common, "kind": "joined", "clock": 7, "seconds": 0.25},
+    {"time": 2.0, **common, "kind": "lost", "learner": 1, "versions": {"2": 5}, "reason": "late"},
+  ]
+  assert recorder.lost_events == 0
+
+
+def test_roles_are_read_together_in_order_of_time(tmp_path, fake_clock):
+  for role, times in (("learner-0", (1.0, 4.0)), ("syncer-0", (0.5, 3.0))):
+    with Recorder(tmp_path, role, 0, start_time=0.0, clock=fake_clock) as recorder:
+      for fake_clock.now in times:
+        recorder.record(events.Traffic(sent_bytes=1, received_bytes=2))
+  assert [event.time for event in read_events(tmp_path)] == [0.5, 1.0, 3.0, 4.0]
+
+
+def test_no_folder_is_no_events(tmp_path):
+  assert read_events(tmp_path / "nothing") == EventLog() == []
+
+
+def test_a_new_incarnation_appends_after_a_torn_line(tmp_path):
+  with Recorder(tmp_path, "learner-0", 0, start_time=0.0) as recorder:
+    recorder.record(step(1))
+  path = tmp_path / "events" / "learner-0.jsonl"
+  with path.open("a") as file:
+    file.write('{"time": 1.0, "role": "learner-0", "ki')  # killed inside this write
+  with Recorder(tmp_path, "learner-0", 1, start_time=0.0) as recorder:
+    recorder.record(step(2))
+  found = read_events(tmp_path)
+  assert [(event.incarnation, event.step) for event in found] == [(0, 1), (1, 2)]
+  assert found.torn_lines == 1
+
+
+def test_a_log_cut_anywhere_gives_its_whole_lines(tmp_path):
+  folder = tmp_path / "events"
+  folder.mkdir()
+  lines = [b'{"time":%d,"role":"learner-0","kind":"restart","target":"x"}\n' % k for k in range(3)]
+  whole = b"".join(lines)
+  for cut in range(len(whole) + 1):
+    (folder / "learner-0.jsonl").write_bytes(whole[:cut])
+    found = read_events(tmp_path)
+    complete, rest = divmod(cut, len(lines[0]))
+    only_newline_missing = rest == len(lines[0]) - 1
+    assert len(found) == complete + only_newline_missing
+    assert found.torn_lines == (rest > 0 and not only_newline_missing)
+
+
+@pytest.mark.parametrize(
+  "line", [b"[1]", b"\xff\x00", b'{"time":"x","role":"a","kind":"b"}', b"{}"]
+)
+def test_lines_that_are_no_events_are_counted(tmp_path, line):
+  (tmp_path / "events").mkdir()
+  (tmp_path / "events" / "engine.jsonl").write_bytes(line + b"\n")
+  found = read_events(tmp_path)
+  assert (list(found), found.torn_lines) == ([], 1)
+
+
+def test_not_finite_numbers_are_valid_json_and_come_back(tmp_path):
+  with Recorder(tmp_path, "learner-0", 0, start_time=0.0) as recorder:
+    recorder.record(step(1, loss=math.nan, grad_norm=math.inf, seconds=-math.inf))
+  (line,) = _lines(tmp_path)
+  assert (line["loss"], line["grad_norm"], line["seconds"]) == ("nan", "inf", "-inf")
+  (event,) = read_events(tmp_path)
+  assert math.isnan(event.loss)
+  assert event.grad_norm == math.inf
+  assert event.seconds == -math.inf
+
+
+def test_values_json_does_not_know(tmp_path):
+  with Recorder(tmp_path, "learner-0", 0, start_time=0.0) as recorder:
+    recorder.record(step(np.int64(3), loss=np.float32(1.5), grad_norm=np.float32("nan")))
+    recorder.record(events.Crash(trace=tmp_path))
+    recorder.record(events.Started(mesh=(1, 2)))
+  first, second, third = _lines(tmp_path)
+  assert (first["loss"], first["step"], first["grad_norm"]) == (1.5, 3, "nan")
+  assert (second["trace"], third["mesh"]) == (str(tmp_path), [1, 2])
+
+
+def test_listeners_get_the_same_dict(tmp_path):
+  first, second = [], []
+  with Recorder(
+    tmp_path, "engine", 0, start_time=0.0, listeners=(first.append, second.append)
+  ) as recorder:
+    recorder.record(events.Restart(target="learner/2"))
+  assert first[0] is second[0]
+  assert first[0].target == "learner/2"
+
+
+def test_a_listener_that_raises_is_dropped_loudly_once(tmp_path, capsys):
+  calls, heard = [], []
+
+  def broken(event):
+    calls.append(event)
+    raise RuntimeError("no screen")
+
+  with Recorder(
+    tmp_path, "engine", 0, start_time=0.0, listeners=(broken, heard.append)
+  ) as recorder:
+    recorder.record(events.Started())
+    recorder.record(events.Started())
+  assert (len(calls), len(heard), len(read_events(tmp_path))) == (1, 2, 2)
+  assert capsys.readouterr().err.count("no screen") == 1
+
+
+def test_a_denied_path_is_one_warning_and_the_run_goes_on(tmp_path, capsys):
+  (tmp_path / "file").write_text("not a folder")
+  recorder = Recorder(tmp_path / "file", "learner-0", 0, start_time=0.0)
+  for number in range(3):
+    recorder.record(step(number))
+  recorder.record(events.Stopped(reason="done"))
+  recorder.close()
+  assert recorder.lost_events == 4
+  assert capsys.readouterr().err.count("WARNING") == 1
+
+
+def test_a_full_disk_tears_one_line_and_is_counted(tmp_path, capsys, monkeypatch):
+  recorder = Recorder(tmp_path, "learner-0", 0, start_time=0.0)
+  write, first = os.write, threading.Event()
+
+  def nearly_full(file, data):
+    if data.startswith(b"\n"):
+      return write(file, data)  # there is room again
+    first.set()
+    return write(file, data[: data.index(b"\n") + 5])
+
+  monkeypatch.setattr(os, "write", nearly_full)
+  for number in range(3):
+    recorder._drain.put(made(0.0, "learner-0", "step", step=number))
+  recorder._drain.wake()
+  assert first.wait(10)
+  recorder.record(events.Stopped(reason="over"))
+  recorder.close()
+  found = read_events(tmp_path)
+  written = [getattr(event, "step", event.kind) for event in found]
+  assert written == [0, "stopped"] and found.torn_lines == 1
+  assert recorder.lost_events == 2
+  assert "is the disk full?" in capsys.readouterr().err
+
+
+def test_a_stuck_disk_does_not_hold_the_caller(tmp_path, monkeypatch):
+  write, stuck, free = os.write, threading.Event(), threading.Event()
+
+  def hang(file, data):
+    stuck.set()
+    assert free.wait(10)
+    return write(file, data)
+
+  monkeypatch.setattr(os, "write", hang)
+  recorder = Recorder(tmp_path, "learner-0", 0, start_time=0.0)
+  recorder.record(events.Started())
+  assert stuck.wait(10)
+  for number in range(1000):  # every one returns although the disk does not
+    recorder.record(step(number))
+  assert not recorder.path.read_bytes()
+  free.set()
+  recorder.close()
+  assert len(read_events(tmp_path)) == 1001
+
+
+def test_events_after_close_are_counted_not_raised(tmp_path):
+  recorder = Recorder(tmp_path, "learner-0", 0, start_time=0.0)
+  recorder.close()
+  recorder.close()
+  recorder.record(step(0))
+  assert recorder.lost_events == 1
+
+
+def test_the_null_recorder_has_the_same_face():
+  public = {name for name in dir(Recorder) if not name.startswith("_")}
+  assert public <= {name for name in dir(NullRecorder()) if not name.startswith("_")}
+  with NullRecorder() as recorder:
+    recorder.record(step(1))
+
+
+@pytest.mark.parametrize(
+  "role, parts",
+  [
+    ("learner-2", ("learner", 2)),
+    ("learner/12", ("learner", 12)),
+    ("engine", ("engine", -1)),
+    ("", ("", -1)),
+  ],
+)
+def test_parse_role(role, parts):
+  assert parse_role(role) == parts

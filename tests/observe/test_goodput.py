@@ -1,0 +1,254 @@
+"""The goodput ledger: scenarios with known answers, and no second lost or doubled."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from ddiloco.observe.goodput import CAUSES, Ledger
+from ddiloco.protocol.events import Event
+from tests.made_events import made
+
+END = 100.0
+
+
+class Log:
+  """Writes the events of a run in which steps take a second, and keeps them in order."""
+
+  def __init__(self, learners: int = 1, fragments: int = 2, shards: int = 1):
+    self.events: list[Event] = []
+    fields = {"num_learners": learners, "num_fragments": fragments, "num_shards": shards}
+    self.add(0.0, "engine", "run_started", **fields)
+
+  def add(self, time: float, role: str, kind: str, **fields) -> None:
+    self.events.append(made(time, role, kind, **fields))
+
+  def start(self, time: float, m: int = 0, devices: int = 1) -> None:
+    self.add(time, f"learner-{m}", "started", devices=devices)
+    self.add(time, f"learner-{m}", "joined")
+
+  def steps(self, first: int, last: int, at: float, m: int = 0, **fields) -> float:
+    """Steps `first` to `last`, from `at` on; returns when the last ended."""
+    for number in range(first, last + 1):
+      gap = fields.get("gap_seconds", 1.0)
+      at += gap
+      defaults = {"seconds": 1.0, "gap_seconds": gap, "blocked_seconds": 0.0}
+      self.add(at, f"learner-{m}", "step", step=number, **{**defaults, **fields})
+    return at
+
+  def merge(self, time: float, p: int, round_id: int, base: int, steps: dict[int, int], bad=()):
+    """Every learner of `steps` cuts so many steps; the round commits but for the `bad` ones."""
+    for m, count in steps.items():
+      self.add(time, f"learner-{m}", "cut", fragment=p, round=round_id, steps=count)
+    good = {str(m): 1.0 for m in steps if m not in bad}
+    fields = {"fragment": p, "round": round_id, "base_round": base, "participants": good}
+    self.add(time, "syncer-0", "commit", **fields, rejected={str(m): "far" for m in bad})
+
+  def report(self):
+    ledger = Ledger()
+    for event in sorted(self.events, key=lambda e: e.time):
+      ledger.take(event)
+    goodput = ledger.report()
+    assert goodput.goodput + sum(goodput.causes.values()) == pytest.approx(1.0)
+    assert min(goodput.causes.values()) >= 0 and set(goodput.causes) == set(CAUSES)
+    return goodput
+
+
+def test_a_step_counts_for_each_fragment_that_merged_it():
+  log = Log(fragments=2)
+  log.start(0.0)
+  end = log.steps(1, 10, 0.0)
+  log.merge(end, 0, 7, -1, {0: 10})
+  assert log.report().goodput == pytest.approx(0.5)
+  log.merge(end, 1, 8, -1, {0: 4})  # an overwrite would have cut the rest of them
+  goodput = log.report()
+  assert goodput.goodput == pytest.approx(0.5 + 0.2)
+  assert goodput.learners[0].participation == 1.0
+
+
+def test_what_is_not_merged_is_pending_and_is_discarded_with_its_life():
+  log = Log(fragments=1)
+  log.start(0.0)
+  log.merge(log.steps(1, 4, 0.0), 0, 7, -1, {0: 4})
+  end = log.steps(5, 10, 4.0)
+  assert log.report().causes["pending"] == pytest.approx(0.6)
+  log.add(end + 2, "engine", "exit", target="learner/0")
+  log.add(end + 6, "engine", "restart", target="learner/0")
+  log.start(end + 8)  # 2 s of imports
+  log.steps(1, 2, end + 8)
+  log.merge(end + 10, 0, 8, 7, {0: 2})
+  goodput = log.report()
+  share = {cause: round(20 * s, 6) for cause, s in goodput.causes.items() if s}
+  # Six steps, and two seconds in the middle of one, went with the first life.
+  assert share == {"discarded": 8, "down": 4, "rejoin": 2}
+  assert goodput.goodput == pytest.approx(6 / 20)
+  assert goodput.uptime == pytest.approx(12 / 20)
+  assert goodput.learners[0].liveness == pytest.approx(12 / 20)
+
+
+def test_a_revived_learner_may_still_merge_the_steps_of_the_life_it_goes_on_from():
+  log = Log(fragments=1)
+  log.start(0.0)
+  log.steps(1, 10, 0.0)
+  log.add(10.0, "engine", "exit", target="learner/0")
+  log.add(10.0, "engine", "restart", target="learner/0")
+  log.start(10.0)
+  end = log.steps(7, 8, 10.0)  # its part was recorded after step 6
+  log.merge(end, 0, 7, -1, {0: 8})
+  goodput = log.report()
+  assert goodput.goodput == pytest.approx(8 / 12)
+  assert goodput.causes["discarded"] == pytest.approx(4 / 12)
+
+
+def test_an_overwrite_gives_up_what_it_covers():
+  log = Log(fragments=1)
+  log.start(0.0)
+  log.steps(1, 6, 0.0)
+  log.add(6.0, "learner-0", "apply", fragment=0, mode="overwrite")
+  log.merge(log.steps(7, 10, 6.0), 0, 7, -1, {0: 4})
+  goodput = log.report()
+  assert goodput.goodput == pytest.approx(0.4) and goodput.causes["discarded"] == pytest.approx(0.6)
+
+
+def test_a_rejected_update_is_no_goodput():
+  log = Log(learners=2, fragments=1)
+  for m in range(2):
+    log.start(0.0, m)
+    log.steps(1, 10, 0.0, m)
+  log.merge(10.0, 0, 7, -1, {0: 10, 1: 10}, bad=(1,))
+  goodput = log.report()
+  assert goodput.goodput == pytest.approx(0.5) and goodput.causes["rejected"] == pytest.approx(0.5)
+  assert [goodput.learners[m].goodput for m in range(2)] == pytest.approx([1.0, 0.0])
+  assert [goodput.learners[m].participation for m in range(2)] == [1.0, 0.0]
+
+
+def test_what_a_restored_shard_rolled_back_counts_again_only_when_it_is_recalled():
+  log = Log(fragments=1)
+  log.start(0.0)
+  log.merge(log.steps(1, 5, 0.0), 0, 7, -1, {0: 5})
+  log.merge(log.steps(6, 10, 5.0), 0, 8, 7, {0: 5})
+  assert log.report().goodput == pytest.approx(1.0)
+  log.add(10.0, "syncer-0", "owns", fragment=0, round=7)
+  goodput = log.report()
+  assert goodput.goodput == pytest.approx(0.5) and goodput.causes["discarded"] == pytest.approx(0.5)
+  log.add(10.0, "syncer-0", "recalled", fragment=0, round=8)
+  assert log.report().goodput == pytest.approx(1.0)
+
+
+def test_chips_are_the_weights():
+  log = Log(learners=2, fragments=1)
+  log.start(0.0, 0, devices=3)
+  log.start(0.0, 1)
+  for m in range(2):
+    log.steps(1, 10, 0.0, m)
+  log.merge(10.0, 0, 7, -1, {0: 10})
+  assert log.report().goodput == pytest.approx(0.75)
+
+
+def test_the_beginning_is_split_into_start_up_and_compile():
+  log = Log(fragments=1)
+  log.add(9.0, "learner-0", "compiled", target="learner/0", seconds=4.0)
+  log.start(10.0, devices=2)
+  log.merge(log.steps(1, 10, 10.0), 0, 7, -1, {0: 10})
+  goodput = log.report()
+  assert goodput.causes["start_up"] == pytest.approx(6 / 20)
+  assert goodput.causes["compile"] == pytest.approx(4 / 20)
+  assert goodput.goodput_training == pytest.approx(1.0) and goodput.uptime == 1.0
+
+
+def test_blocked_saving_and_standing_still_have_names():
+  log = Log(fragments=1)
+  log.start(0.0)
+  log.steps(1, 20, 0.0)
+  log.steps(21, 21, 20.0, gap_seconds=3.0, blocked_seconds=2.0)
+  log.add(23.0, "learner-0", "recorded", seconds=0.5)
+  log.steps(22, 22, 23.0, gap_seconds=2.0)  # half of its second was no copying
+  log.steps(23, 23, 25.0, gap_seconds=31.0)  # stopped between two steps
+  log.steps(24, 24, 56.0, gap_seconds=31.0, seconds=31.0)  # and in the middle of one
+  log.merge(87.0, 0, 7, -1, {0: 24})
+  goodput = log.report()
+  seconds = {cause: round(87 * share, 6) for cause, share in goodput.causes.items() if share}
+  assert seconds == {"blocked": 2, "save": 0.5, "stalled": 59, "other": 1.5}
+  assert goodput.goodput == pytest.approx(24 / 87)
+
+
+def test_where_nobody_syncs_a_step_counts_until_it_is_done_again():
+  log = Log(shards=0, fragments=0)
+  log.start(0.0)
+  log.steps(1, 10, 0.0)
+  log.add(10.0, "engine", "exit", target="learner/0")
+  log.add(10.0, "engine", "restart", target="learner/0")
+  log.start(10.0)
+  log.steps(5, 14, 10.0)
+  goodput = log.report()
+  assert goodput.goodput == pytest.approx(14 / 20)
+  assert goodput.causes["discarded"] == pytest.approx(6 / 20)
+
+
+def test_a_whole_run_that_was_killed_was_down():
+  log = Log(fragments=1)
+  log.start(0.0)
+  log.merge(log.steps(1, 10, 0.0), 0, 7, -1, {0: 10})
+  log.add(15.0, "engine", "run_started", num_learners=1, num_fragments=1, num_shards=1)
+  log.start(16.0)
+  log.steps(1, 4, 16.0)
+  log.merge(20.0, 0, 8, 7, {0: 4})
+  goodput = log.report()
+  assert goodput.causes["down"] == pytest.approx(5 / 20)
+  assert goodput.goodput == pytest.approx(14 / 20)
+
+
+def test_while_it_runs_time_goes_on_and_afterwards_it_does_not():
+  log = Log(fragments=1)
+  log.start(0.0)
+  log.merge(log.steps(1, 10, 0.0), 0, 7, -1, {0: 10})
+  ledger = Ledger()
+  for event in log.events:
+    ledger.take(event)
+  assert ledger.report(20.0).goodput == pytest.approx(0.5)
+  ledger.take(made(10.0, "engine", "run_finished", reason="finished"))
+  assert ledger.report(20.0).goodput == pytest.approx(1.0)
+
+
+def test_roles_that_nobody_supervises_have_a_ledger_too():
+  log = Log(fragments=2)
+  log.events.clear()  # no engine says that a run has started
+  for p in range(2):
+    log.add(0.0, "syncer-0", "owns", fragment=p, round=-1)
+  log.start(1.0)
+  log.merge(log.steps(1, 10, 1.0), 0, 7, -1, {0: 10})
+  goodput = log.report()
+  assert goodput.goodput == pytest.approx(0.5) and goodput.chip_seconds == pytest.approx(10.0)
+
+
+def test_nothing_is_known_of_an_empty_run():
+  assert math.isnan(Ledger().report().goodput) and math.isnan(Ledger().report().uptime)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_all_chip_time_is_accounted_for_whatever_happens(seed):
+  """Random lives of three islands: the accounts add up to the time there was, to the second."""
+  rng = random.Random(seed)
+  log, chips, last, rounds = Log(learners=3), [rng.randint(1, 4) for _ in range(3)], {}, {}
+  for m in range(3):
+    now, step = rng.uniform(0, 3), 0
+    while now < END - 10:
+      log.start(now, m, devices=chips[m])
+      step = rng.randint(0, step)
+      for _ in range(rng.randint(0, 20)):
+        now, step = log.steps(step + 1, step + 1, now, m, gap_seconds=rng.uniform(1, 2)), step + 1
+        if rng.random() < 0.3:
+          p, covers = rng.randrange(2), rng.randint(1, 3)
+          base = rounds.get(p, -1)
+          rounds[p] = len(log.events)
+          log.merge(now, p, rounds[p], base, {m: covers}, bad=(m,) if rng.random() < 0.1 else ())
+      log.add(now := now + rng.random(), "engine", "exit", target=f"learner/{m}")
+      log.add(now := now + rng.random(), "engine", "restart", target=f"learner/{m}")
+    last[m] = now
+  log.add(END + 50, "engine", "run_finished", reason="finished")
+  goodput = log.report()
+  assert goodput.chip_seconds == pytest.approx((END + 50) * sum(chips))
+  for m in range(3):
+    assert goodput.learners[m].chip_seconds == pytest.approx((END + 50) * chips[m])

@@ -1,0 +1,169 @@
+"""A barrier without limit: every wait has a limit, a name and a line that says it was exceeded."""
+
+from __future__ import annotations
+
+import ast
+import concurrent.futures
+import threading
+from pathlib import Path
+
+import pytest
+
+import ddiloco
+from ddiloco.observe import guards
+
+ROOT = Path(ddiloco.__file__).parent
+WAITS = {"join", "wait", "wait_for", "get", "result", "acquire", "communicate", "accept", "recv"}
+NEEDS = {"wait_for": 2}  # arguments, of which the last is the limit; of the others one is enough
+# Waits without a limit of their own, and why each is none that anybody is held up by.
+ALLOWED = {
+  ("checkpoint/saver.py", "self._jobs.get()"): "a worker waits for work; `close` ends it",
+  ("roles/exchange.py", "self._jobs.get()"): "a worker waits for work; `close` ends it",
+  ("roles/evaluator.py", "self.exchange.wait()"): "ours: one turn of WAIT_SECONDS",
+  ("roles/learner.py", "exchange.wait()"): "ours: one turn of WAIT_SECONDS",
+  ("chaos/proxy.py", "listener.accept()"): "called when somebody is at the door",
+  ("cli/runs.py", "ended.wait()"): "serves until it is told to end; that is its work",
+}
+
+
+def unlimited(path: Path) -> list[str]:
+  """The waits of a file that may take for ever, as they are written there."""
+  found = []
+  for node in ast.walk(ast.parse(path.read_text())):
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+      continue
+    name, limits = node.func.attr, [k for k in node.keywords if k.arg and "timeout" in k.arg]
+    if name not in WAITS or any(not none(k.value) for k in limits):
+      continue
+    needs = 99 if ast.unparse(node.func) in ("ray.get", "ray.wait") else NEEDS.get(name, 1)
+    given = len(node.args) + sum(not none(k.value) for k in node.keywords)
+    if given < needs or (node.args and none(node.args[-1])):
+      found.append(ast.unparse(node))
+  return found
+
+
+def none(node: ast.expr) -> bool:
+  return isinstance(node, ast.Constant) and node.value is None
+
+
+def test_a_barrier_without_limit():
+  """None is written anywhere but for those that are listed, each with its reason."""
+  found = {
+    (str(path.relative_to(ROOT)), wait)
+    for path in sorted(ROOT.rglob("*.py"))
+    for wait in unlimited(path)
+  }
+  assert not found - set(ALLOWED), "give it a limit, a name and a line (observe/guards.py)"
+  assert not set(ALLOWED) - found, "is not there any more: take it off the list"
+
+
+def test_the_search_finds_what_it_is_for(tmp_path):
+  code = tmp_path / "code.py"
+  code.write_text(
+    "thread.join()\nthread.join(None)\nthread.join(timeout=None)\nqueue.get()\nray.get(urls)\n"
+    "turns.wait_for(lambda: done)\nfuture.result()\nlock.acquire()\nprocess.wait()\n"
+    "', '.join(names)\nthread.join(5)\nthread.join(timeout=5)\nray.get(urls, timeout=5)\n"
+    "turns.wait_for(lambda: done, 5)\nknown.get(name)\n"
+  )
+  assert len(unlimited(code)) == 9
+
+
+# --- what is said ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stuck():
+  """A thread that ends with the test."""
+  end = threading.Event()
+  thread = threading.Thread(target=end.wait, args=(60,), name="save learner-3", daemon=True)
+  thread.start()
+  yield thread
+  end.set()
+  thread.join(10)
+
+
+def said(capsys) -> str:
+  (line,) = capsys.readouterr().err.splitlines()
+  return line
+
+
+def test_a_thread_that_does_not_end_is_named_and_left_behind(stuck, capsys):
+  assert not guards.ended(stuck, 0.01)
+  assert "save learner-3 has not ended within 0.01 s" in said(capsys)
+  done = threading.Thread(target=int)
+  done.start()
+  assert guards.ended(done, 10) and not capsys.readouterr().err
+
+
+def test_a_process_that_cannot_be_killed_is_named_and_left_behind(capsys):
+  class Process:
+    status = None
+
+    def poll(self):
+      return self.status
+
+  process = Process()
+  assert guards.exited(process, 0.02, "learner/3") is None
+  assert "learner/3 has not ended within 0.02 s" in said(capsys)
+  process.status = -9
+  assert guards.exited(process, 0.02, "learner/3") == -9
+
+
+def test_a_result_that_does_not_come_is_named(capsys):
+  future = concurrent.futures.Future()
+  with pytest.raises(TimeoutError, match=r"measuring is not done within 0.01 s"):
+    guards.result(future, 0.01, "measuring")
+  assert "measuring is not done" in said(capsys)
+  future.set_result(7)
+  assert guards.result(future, 0.01, "measuring") == 7
+  broken = concurrent.futures.Future()
+  broken.set_exception(ZeroDivisionError())
+  with pytest.raises(ZeroDivisionError):
+    guards.result(broken, 0.01, "measuring")
+
+
+def test_an_exchange_whose_copy_is_stuck_can_be_closed(monkeypatch, capsys, stuck):
+  from ddiloco.roles import exchange
+
+  monkeypatch.setattr(exchange, "CLOSE_SECONDS", 0.01)
+  closing = object.__new__(exchange.Exchange)
+  closing._count_traffic = lambda always: None
+  closing._jobs, closing._worker = exchange.queue.Queue(), stuck
+  closing.close()
+  assert "has not ended within 0.01 s" in said(capsys)
+
+
+def test_a_saver_that_hangs_in_its_disk_can_be_closed(monkeypatch, capsys, tmp_path):
+  from ddiloco.checkpoint import saver
+  from ddiloco.observe.eventlog import NullRecorder
+
+  end = threading.Event()
+
+  class Storage:
+    def forget(self, role):
+      end.wait(60)
+
+  monkeypatch.setattr(saver, "LOOK_SECONDS_MOST", 0.01)
+  hangs = saver.Saver(Storage(), "learner-3", 0, NullRecorder())
+  hangs.close(0.01)
+  assert "save learner-3 has not ended" in said(capsys)
+  end.set()
+
+
+def test_a_killed_child_that_does_not_go_away_holds_nobody_up(monkeypatch, capsys, tmp_path):
+  from ddiloco.engines import children
+
+  class Stuck:
+    stdin = None
+
+    def poll(self):
+      return None
+
+    def kill(self):
+      return None
+
+  monkeypatch.setattr(children, "KILL_SECONDS", 0.02)
+  child = children.Child("learner/3", [], tmp_path, lambda *_: Stuck())
+  child.start()
+  child.kill()
+  assert "learner/3, which was killed, has not ended" in said(capsys) and not child.running

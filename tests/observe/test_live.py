@@ -1,0 +1,134 @@
+"""What is seen: a terminal gets a picture that fits, anything else gets plain lines."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from ddiloco.observe.live import LiveView, plain_line, render
+from ddiloco.observe.run_state import RunState
+
+
+def _at(events, time):
+  view = RunState()
+  for event in events:
+    if event.time <= time:
+      view.add(event)
+  return view
+
+
+def _text(view, now, width):
+  console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True)
+  console.print(render(view, now, width))
+  return console.export_text()
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_a_frame_shows_the_run_and_fits(run_events, width):
+  text = _text(_at(run_events, 25.0), 25.0, width)
+  lines = text.splitlines()
+  assert max(map(len, lines)) <= width
+  assert "quickstart" in lines[0] and "0:25 elapsed" in lines[0] and "held-out loss 1.9" in lines[0]
+  assert "of 2.0M tokens merged" in lines[1]
+  (killed,) = [line for line in lines if line.startswith("● 2")]
+  assert killed.split()[2:5] == ["joining", "1", "0"]  # state, life, step
+  assert "silent for 2." in killed
+  assert sum(line.startswith("● ") for line in lines) == 4
+  assert sum(line.startswith("■ ") for line in lines) == 2
+  assert "all 3 asked have answered" in text
+  assert "0:20  island 2: planned kill" in text
+
+
+def test_a_frame_before_anything_happened():
+  assert "ddiloco" in _text(RunState(), 0.0, 80)
+
+
+def test_a_frame_without_shards_counts_trained_tokens(make):
+  events = [make.run_started(num_shards=0, num_fragments=0), make.step(1.0, 0, 1)]
+  text = _text(_at(events, 2.0), 2.0, 80)
+  assert "tokens trained" in text and "shard" not in text
+
+
+def test_plain_line(run_events):
+  view = _at(run_events, 25.0)
+  line = plain_line(view, 25.0)
+  assert line.startswith("[0:25]  33%")
+  assert "held-out loss 1.944" in line
+  assert "2 joining" in line and f"0 running step {view.islands[0].clock}" in line
+  assert plain_line(RunState(), 0.0) == "[0:00]   0%"
+
+
+def _run_live(console, events, clock, **options):
+  with LiveView(console, start_time=0.0, clock=clock, **options) as live:
+    for event in events:
+      clock.now = event.time
+      live(event)
+  return console.file.getvalue()
+
+
+def test_without_a_terminal_there_are_plain_lines_and_all_notes(run_events, fake_clock):
+  console = Console(file=io.StringIO(), width=100)
+  text = _run_live(console, [e for e in run_events if e.time < 23.0], fake_clock)
+  assert "\x1b" not in text and "\r" not in text
+  lines = text.splitlines()
+  assert "[0:20] island 2: planned kill (restart after 4 s)" in lines
+  assert "[0:20] island 2 is down: killed by the fault plan" in lines
+  assert sum("joined at clock 0" in line for line in lines) == 4
+  assert lines[-1].startswith("[0:22]") and "2 lost" in lines[-1]
+
+
+def test_important_events_do_not_wait_for_the_next_progress_line(make, fake_clock):
+  shown = io.StringIO()
+  console = Console(file=shown, width=100)
+  live = LiveView(console, start_time=0.0, clock=fake_clock, plain_seconds=1e9)
+  live.start()
+  drain = live._drain
+  live(make.run_started())
+  live(make.event(1.0, "engine", "restart", target="learner/1"))
+  drain.close()  # what was put is consumed; nothing but the note may have been printed
+  assert shown.getvalue() == "[0:01] island 1 restarts\n"
+  live.stop()
+
+
+def test_progress_lines_come_at_their_interval(make, fake_clock):
+  console = Console(file=io.StringIO(), width=100)
+  live = LiveView(console, start_time=0.0, clock=fake_clock, plain_seconds=10.0)
+  for now in (0.0, 9.0, 10.0, 15.0, 19.9, 20.1, 31.0):
+    fake_clock.now = now
+    live._consume([])
+  lines = console.file.getvalue().splitlines()
+  assert [line[:6] for line in lines] == ["[0:10]", "[0:20]", "[0:31]"]
+
+
+def test_on_a_terminal_the_last_frame_stays(run_events, fake_clock):
+  console = Console(file=io.StringIO(), width=100, height=40, force_terminal=True)
+  text = _run_live(console, run_events, fake_clock)
+  assert "\x1b" in text
+  assert "all tokens merged" in text.rsplit("quickstart", 1)[1]
+  assert text.rstrip().endswith("\x1b[?25h")  # the cursor is back
+
+
+def test_the_start_time_may_come_with_the_first_event(make, fake_clock):
+  console = Console(file=io.StringIO(), width=100)
+  fake_clock.now = 500.0
+  live = LiveView(console, clock=fake_clock)
+  live.start()
+  live(make.step(3.0, 0, 1))
+  fake_clock.now = 504.0
+  live.stop()
+  assert console.file.getvalue().startswith("[0:07]")
+
+
+def test_a_closed_output_is_one_warning(make, capsys, fake_clock):
+  file = io.StringIO()
+  live = LiveView(Console(file=file, width=100), start_time=0.0, clock=fake_clock)
+  live.start()
+  drain = live._drain
+  file.close()
+  live(make.event(1.0, "engine", "restart", target="learner/1"))
+  drain.close()
+  live.stop()
+  assert drain.failures >= 1
+  assert capsys.readouterr().err.count("WARNING") == 1

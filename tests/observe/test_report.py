@@ -1,0 +1,161 @@
+"""The report of a whole run, of a torn one, of next to nothing: always complete and readable."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import math
+import struct
+import subprocess
+import sys
+
+import pytest
+
+from ddiloco.observe import plots
+from ddiloco.observe.report import PICTURES, key_numbers, numbers, page, write_report
+from ddiloco.observe.run_state import RunState
+
+
+class _Page(html.parser.HTMLParser):
+  """Collects what a page refers to, and checks that its tags are closed in order."""
+
+  def __init__(self, text):
+    super().__init__()
+    self.links, self.open = [], []
+    self.feed(text)
+    assert not self.open
+
+  def handle_starttag(self, tag, attrs):
+    self.links += [value for name, value in attrs if name in ("src", "href")]
+    if tag not in ("meta", "img"):
+      self.open.append(tag)
+
+  def handle_endtag(self, tag):
+    assert self.open.pop() == tag
+
+
+def _check(folder):
+  """Every file is there, refers to nothing outside, and pictures have a size and content."""
+  assert sorted(path.name for path in folder.iterdir()) == sorted(
+    [*PICTURES, "index.html", "summary.json"]
+  )
+  text = (folder / "index.html").read_text()
+  assert set(_Page(text).links) == {*PICTURES, "summary.json"}
+  assert "http" not in text
+  for name in PICTURES:
+    data = (folder / name).read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", data[16:24])
+    assert 1400 <= width <= 1480 and 250 <= height <= 1200, (name, width, height)
+    assert len(data) > 4000, name
+  return json.loads((folder / "summary.json").read_text())
+
+
+def test_a_whole_run(tmp_path, make, run_events):
+  make.write_log(tmp_path, run_events)
+  extra = {
+    "loss_untrained": 5.545,
+    "loss_merged": 1.553,
+    "loss_best_island_alone": 1.92,
+    "seconds": 75.0,
+    "sample": "def <b>(x)",
+    "odd": math.inf,
+  }
+  folder = write_report(tmp_path, extra)
+  assert folder == tmp_path / "report"
+  summary = _check(folder)
+  assert summary["seconds"] == 75.0 and summary["commits"] == 87
+  assert summary["odd"] == "inf"
+  assert 1.0 <= summary["survivor_max_gap_ratio"] < 1.2
+  for name in PICTURES:
+    assert (folder / name).stat().st_size > 30_000, name
+  text = (folder / "index.html").read_text()
+  assert "def &lt;b&gt;(x)" in text
+  for shown in ("1.553", "1.920", "5.545", "1:15", "× its median step"):
+    assert shown in text
+
+
+def test_an_empty_folder(tmp_path):
+  summary = _check(write_report(tmp_path, {}))
+  assert summary["seconds"] is None
+
+
+def test_a_run_that_crashed_while_an_island_was_down(tmp_path, make, run_events):
+  make.write_log(tmp_path, [event for event in run_events if event.time < 22.0])
+  with (tmp_path / "events" / "learner-0.jsonl").open("a") as file:
+    file.write('{"time": 22.0, "ro')
+  summary = _check(write_report(tmp_path))
+  assert summary["torn_lines"] == 1 and summary["finished"] is None
+  assert "it did not end in good order" in (tmp_path / "report" / "index.html").read_text()
+
+
+def test_one_learner_alone_without_a_syncer(tmp_path, make):
+  start = make.run_started(num_learners=1, num_shards=0, num_fragments=0)
+  steps = [make.step(k / 10, 0, k, loss=3.0 if k % 5 else math.nan) for k in range(1, 40)]
+  make.write_log(tmp_path, [start, *steps])
+  summary = _check(write_report(tmp_path, {"loss_best_island_alone": math.nan}))
+  assert summary["commits"] == 0 and summary["participation"] == {"0": None}
+  assert _check(write_report(tmp_path, summary)) == summary  # again, with what was read back
+
+
+def test_key_numbers_leave_out_what_is_unknown():
+  assert dict(key_numbers({})) == {
+    "faults and restarts": "0 and 0",
+    "how the run ended": "it did not end in good order",
+  }
+  assert dict(key_numbers({"loss_merged": "nan", "blocked_seconds": 0.0})).keys() == {
+    "faults and restarts",
+    "how the run ended",
+    "time learners were blocked",
+  }
+
+
+def test_names_are_escaped():
+  text = page({"name": "<script>alert(1)</script>"})
+  assert "<script" not in text
+  _Page(text)
+
+
+@pytest.mark.parametrize("library", ["matplotlib", "tensorboardX", "jax"])
+def test_heavy_libraries_are_not_imported_by_importing(library):
+  code = (
+    "import sys, ddiloco.observe.eventlog, ddiloco.observe.tensorboard, ddiloco.observe.live, "
+    f"ddiloco.observe.report; sys.exit({library!r} in sys.modules)"
+  )
+  assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_event_that_cannot_be_read_is_counted_and_the_rest_is_shown(tmp_path, make, run_events):
+  make.write_log(tmp_path, run_events)
+  for role, odd in (("syncer-0", '"kind":"commit"'), ("engine", '"kind":"exit","target":7')):
+    with (tmp_path / "events" / f"{role}.jsonl").open("a") as file:
+      file.write(f'{{{odd},"time":30.0,"role":"{role}"}}\n')
+  summary = _check(write_report(tmp_path))
+  assert (summary["odd_events"], summary["finished"]) == (2, "all tokens merged")
+  text = (tmp_path / "report" / "index.html").read_text()
+  assert "lines of the log that cannot be read</th><td>2" in text
+
+
+def test_what_pictures_of_a_long_run_leave_out_is_counted_and_said(make, monkeypatch):
+  run = RunState()
+  run.add(make.run_started(num_learners=1, num_shards=1))
+  for n in range(1, 3000):
+    run.add(make.step(float(n), 0, n))
+    run.add(make.commit(n + 0.5, round=n, participants={"0": 1.0}))
+    run.add(make.event(n + 0.7, "syncer-0", "traffic", sent_bytes=n, received_bytes=n))
+    if n % 10 == 0:
+      run.add(make.event(n + 0.8, "engine", "fault", target="learner/0", action="kill"))
+      run.add(make.event(n + 0.9, "learner-0", "started", n))
+  said = []
+  monkeypatch.setattr(plots, "say_left_out", lambda axes, *texts: said.append(texts))
+  monkeypatch.setattr(plots, "say_left_out", lambda axes, *texts: said.append(texts))
+  with plots.styled():
+    for figure in (plots.timeline_figure, plots.participation_figure, plots.loss_figure):
+      figure(run)
+  marks, spans, commits = said[0]
+  assert marks == f"the newest 200 of {run.tracks.num_marks:,} marks"
+  assert commits == "of 2,999 commits 1 in 4" and said[1] == (commits,) and said[2] == ("",)
+  assert "short spans are part of others" in spans
+  found = numbers(run)
+  assert len(found["kills"]) == 200 and found["kills_left_out"] == 99
+  assert found["commits"] == 2999 and found["learners"]["0"]["steps"] == 2999

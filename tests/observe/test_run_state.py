@@ -1,0 +1,250 @@
+"""The fold of events into what is shown: golden sequences, and that it is pure."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from ddiloco.observe.island_state import RECENT_COMMITS
+from ddiloco.observe.run_state import RECENT_NOTES, RunState
+from ddiloco.observe.style import clock_time, compact, island_colour
+from ddiloco.protocol.events import Odd
+
+
+def _fold(events, run=None):
+  run = run or RunState()
+  for event in events:
+    run.add(event)
+  return run
+
+
+def _states(events, learner):
+  """The learner's states in order, repeats left out."""
+  view, states = RunState(), []
+  for event in events:
+    view.add(event)
+    state = view.islands[learner].state
+    if not states or states[-1] != state:
+      states.append(state)
+  return states
+
+
+def test_the_life_of_a_killed_island(run_events):
+  assert _states(run_events, 2) == [
+    "starting",
+    "joining",
+    "running",
+    "lost",
+    "restarting",
+    "joining",
+    "running",
+    "left",
+  ]
+  assert _states(run_events, 0) == ["starting", "joining", "running", "left"]
+
+
+def test_numbers_of_a_whole_run(run_events):
+  view = _fold(run_events)
+  steps = [event for event in run_events if event.kind == "step"]
+  mine = [event for event in steps if event.role == "learner-2"]
+  island = view.islands[2]
+  assert island.tokens == sum(event.tokens for event in mine)
+  assert (island.step, island.clock, island.incarnation) == (
+    mine[-1].step,
+    mine[-1].clock,
+    1,
+  )
+  assert sum(shard.commits for shard in view.shards.values()) == sum(
+    event.kind == "commit" for event in run_events
+  )
+  assert sum(shard.rejected for shard in view.shards.values()) == 1
+  assert view.finished == "all tokens merged"
+  assert view.time == run_events[-1].time
+  assert view.tokens_done == sum(view.merged_tokens.values()) / 4
+
+
+def test_kill_and_rejoin_are_noted(make):
+  events = [
+    make.run_started(),
+    make.event(0.5, "learner-2", "joined", clock=0, seconds=0.2),
+    make.event(2.0, "engine", "fault", target="learner/2", action="kill", detail="back after 5 s"),
+    make.event(2.0, "engine", "exit", target="learner/2", reason="killed by plan"),
+    make.event(4.0, "syncer-0", "member", learner=2, state="lost", reason="silent"),
+    make.event(7.0, "engine", "restart", target="learner/2"),
+    make.event(7.1, "learner-2", "started", 1, devices=1, mesh=[1, 1, 1], batch_size=8),
+    make.event(7.5, "learner-2", "joined", 1, clock=30, seconds=0.4),
+    make.commit(8.0, participants={0: 0.5, 2: 0.5}),
+    make.commit(9.0, participants={0: 0.5, 2: 0.5}),
+  ]
+  view = _fold(events)
+  assert [(note.time, note.text) for note in view.notes] == [
+    (0.5, "island 2 joined at clock 0 after 0.2 s"),
+    (2.0, "island 2: planned kill (back after 5 s)"),
+    (2.0, "island 2 is down: killed by plan"),
+    (7.0, "island 2 restarts"),
+    (7.5, "island 2 joined at clock 30 after 0.4 s"),
+    (8.0, "island 2 is merged again"),
+  ]
+  assert view.num_notes == 6
+  assert view.islands[2].missed_reason == "silent"
+
+
+def test_participation_counts_the_recent_commits(make):
+  view = _fold([make.run_started(num_learners=3)])
+  for number in range(RECENT_COMMITS + 10):
+    there = {0: 1.0} if number % 4 else {0: 0.5, 1: 0.5}
+    view.add(make.commit(float(number), participants=there, missing={2: "no answer"}))
+  assert view.islands[0].participation == 1.0
+  assert view.islands[1].participation == 0.25
+  assert view.islands[2].participation == 0.0
+  assert len(view.islands[2].took_part) == RECENT_COMMITS
+  assert (view.islands[2].missed_reason, view.islands[2].missed_time) == ("no answer", 41.0)
+  assert math.isnan(_fold([make.run_started()]).islands[0].participation)
+
+
+def test_learner_numbers_may_be_text_as_json_makes_them(make):
+  commit = make.commit(
+    1.0, participants={"0": 0.5, "1": 0.5}, rejected={"2": "norm 9"}, missing={"3": "slow"}
+  )
+  view = _fold([make.run_started(), commit])
+  assert [list(view.islands[m].took_part) for m in range(4)] == [[True], [True], [False], [False]]
+  assert view.islands[3].missed_reason == "slow"
+  assert view.shards[0].rejected == 1
+  assert view.notes[-1].text == "update of island 2 rejected: norm 9"
+
+
+def test_silence_is_a_stall_only_once_it_steps(make):
+  joined = make.event(1.0, "learner-0", "joined", clock=0, seconds=0.5)
+  view = _fold([make.run_started(), joined])
+  assert view.islands[0].state_at(20.0) == "running"  # its first step compiles
+  view = _fold([make.step(21.0, 0, 1, seconds=0.1), make.step(21.1, 0, 2, seconds=0.5)], view)
+  assert view.islands[0].state_at(26.0) == "running"  # ten steps of half a second
+  assert view.islands[0].state_at(26.2) == "stalled"
+  assert _fold([make.step(27.0, 0, 3)], view).islands[0].state_at(27.5) == "running"
+
+
+def test_a_planned_stall_shows_at_once_and_ends_with_the_next_step(make):
+  fault = make.event(2.0, "engine", "fault", target="learner/0", action="stall", detail="")
+  view = _fold([make.run_started(), make.step(1.9, 0, 1), fault])
+  assert view.islands[0].state == "stalled"
+  assert _fold([make.step(7.0, 0, 2)], view).islands[0].state == "running"
+
+
+def test_a_quarantined_island_stays_so_until_it_rejoins(make):
+  member = make.event(2.0, "syncer-1", "member", learner=0, state="quarantined", reason="3 bad")
+  view = _fold([make.run_started(), make.step(1.9, 0, 1), member, make.step(2.1, 0, 2)])
+  assert view.islands[0].state == "quarantined"
+  joined = make.event(3.0, "learner-0", "joined", 1, clock=9, seconds=0.1)
+  assert _fold([joined], view).islands[0].state == "running"
+
+
+def test_lost_to_a_shard_while_it_steps_is_a_reason_not_a_state(make):
+  events = [make.run_started(), make.step(1.8, 0, 1), make.step(1.9, 0, 2)]
+  member = make.event(2.0, "syncer-1", "member", learner=0, state="lost", reason="cut off")
+  island = _fold([*events, member]).islands[0]
+  assert (island.state, island.missed_reason) == ("running", "cut off")
+  late = make.changed(member, time=30.0)
+  assert _fold([*events, late]).islands[0].state == "lost"
+
+
+def test_both_shards_tell_of_one_loss_in_one_note(make):
+  events = [
+    make.event(2.0 + shard / 10, f"syncer-{shard}", "member", learner=1, state="lost", reason="x")
+    for shard in range(2)
+  ]
+  view = _fold([make.run_started(), *events])
+  assert [note.text for note in view.notes] == ["the syncer counts island 1 as lost: x"]
+
+
+def test_words_of_an_older_life_are_ignored(make):
+  view = _fold([make.run_started(), make.step(5.0, 1, 4, incarnation=2)])
+  assert _fold([make.step(5.1, 1, 900, incarnation=1)], view).islands[1].step == 4
+
+
+def test_an_exit_in_good_order_is_no_loss(make):
+  stopped = make.event(5.0, "learner-1", "stopped", reason="the run is over")
+  exited = make.event(5.1, "engine", "exit", target="learner/1", reason="done")
+  view = _fold([make.run_started(), stopped, exited])
+  assert view.islands[1].state == "left"
+  assert len(view.notes) == 1
+
+
+def test_a_shard_can_die_and_return(make):
+  kill = make.event(2.0, "engine", "fault", target="syncer/1", action="kill", detail="")
+  view = _fold([make.run_started(), make.event(0.1, "syncer-1", "started", fragments=[1, 3]), kill])
+  assert (view.shards[1].state, view.shards[1].fragments) == ("lost", (1, 3))
+  view = _fold(
+    [
+      make.event(3.0, "engine", "restart", target="syncer/1"),
+      make.event(3.1, "syncer-1", "started", 1, fragments=[1, 3]),
+    ],
+    view,
+  )
+  assert (view.shards[1].state, view.shards[1].incarnation) == ("running", 1)
+
+
+def test_the_evaluator_is_no_island(make):
+  member = make.event(1.0, "syncer-0", "member", learner=-1, state="lost", reason="")
+  commit = make.commit(2.0, missing={-1: "never trains"})
+  started = make.event(0.1, "evaluator", "started")
+  assert set(_fold([make.run_started(), started, member, commit]).islands) == {0, 1, 2, 3}
+
+
+def test_progress_is_merged_tokens_or_without_shards_trained_ones(make):
+  start = make.run_started(num_fragments=4, total_tokens=1000)
+  view = _fold([start, make.commit(10.0, fragment=0, merged_tokens=800)])
+  assert view.progress == 0.2  # 800 of one fragment, none of three
+  alone = make.run_started(num_shards=0, num_fragments=0, total_tokens=1000)
+  view = _fold([alone, make.step(1.0, 0, 1, tokens=100), make.step(3.0, 1, 1, tokens=100)])
+  assert view.progress == 0.2
+  assert view.seconds_left(3.0) == pytest.approx(2.0 * 0.8 / 0.2)
+  assert math.isnan(RunState().seconds_left(1.0))
+  assert RunState().progress == 0.0
+
+
+def test_steps_without_metrics_and_unknown_kinds(make):
+  bare = make.step(1.0, 0, 1, loss=None, grad_norm=None)
+  view = _fold([bare, Odd(time=2.0, role="learner-0", said="something_new", reason="")])
+  assert view.islands[0].step == 1 and math.isnan(view.islands[0].loss)
+  assert view.time == 2.0 and view.odd_events == 1
+
+
+def test_notes_are_few(make):
+  events = [
+    make.event(10.0 * k, "engine", "restart", target=f"learner/{k}")
+    for k in range(RECENT_NOTES + 3)
+  ]
+  view = _fold(events)
+  assert len(view.notes) == RECENT_NOTES and view.num_notes == RECENT_NOTES + 3
+
+
+@pytest.mark.parametrize(
+  "value, text",
+  [(0, "0"), (950, "950"), (12_345, "12.3k"), (999_960, "1.0M"), (4e6, "4.0M"), (math.nan, "–")],
+)
+def test_compact(value, text):
+  assert compact(value) == text
+
+
+@pytest.mark.parametrize(
+  "seconds, text",
+  [(0, "0:00"), (7.9, "0:07"), (754, "12:34"), (3723, "1:02:03"), (math.nan, "–"), (-1, "0:00")],
+)
+def test_clock_time(seconds, text):
+  assert clock_time(seconds) == text
+
+
+def test_eight_islands_have_eight_colours():
+  assert len({island_colour(m) for m in range(8)}) == 8
+  assert island_colour(8) == island_colour(0)
+
+
+def test_an_update_that_opposes_all_others_is_said_before_it_is_rejected(make):
+  merged = make.commit(1.0, opposing={"2": -0.31})
+  again = make.commit(2.0, opposing={"2": -0.31}, rejected={"2": "opposes all others"})
+  said = [note.text for note in _fold([make.run_started(), merged, again]).notes]
+  assert said[-2:] == [
+    "update of island 2 points against all others'",
+    "update of island 2 rejected: opposes all others",
+  ]

@@ -1,0 +1,84 @@
+"""A minimum quorum of 1 must not silently become solo runs: rounds of one that repeat are said."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from ddiloco.dashboard.status import status
+from ddiloco.observe.live import render
+from ddiloco.observe.report import key_numbers, summarise
+from ddiloco.observe.run_state import RunState
+
+LATE = "no answer within the grace window"
+
+
+@pytest.fixture
+def rounds(make):
+  """The events of a run of four fragments and three islands, and its rounds: who was in each."""
+
+  def rounds(*who, learners=3):
+    start = make.run_started(num_learners=learners, num_fragments=4, num_shards=1)
+    events = [start, *(make.step(1.0, m, 1) for m in range(learners))]
+    for n, taking in enumerate(who):
+      missing = {str(m): LATE for m in range(learners) if m not in taking}
+      fields = {"fragment": n % 4, "round": n, "version": n // 4 + 1, "missing": missing}
+      events += [make.step(2.0 + n, m, n + 2) for m in range(learners)]
+      participants = {str(m): 1 / len(taking) for m in taking}
+      events.append(make.commit(2.0 + n, participants=participants, **fields))
+    return events
+
+  return rounds
+
+
+def view_of(events):
+  view = RunState()
+  for event in events:
+    view.add(event)
+  return view
+
+
+def test_a_minimum_quorum_of_1_must_not_silently_become_solo_runs(rounds):
+  events = rounds((0, 1, 2), *[(0,)] * 4)
+  said = view_of(events).solo
+  assert "4 of the last 4 rounds merged island 0 alone, of 3" in said
+  assert f"island 1: {LATE}; island 2: {LATE}" in said and "sync.min_quorum" in said
+  found = status(RunState().read(events), events[-1].time + 1)
+  assert found["phase"] == "running" and found["solo"] == said
+  assert [note["text"] for note in found["notes"] if note["tone"] == "bad"] == [said]
+  screen = Console(file=io.StringIO(), width=100)
+  screen.print(render(view_of(events), 8.0))
+  assert "rounds merged island 0 alone" in screen.file.getvalue()
+
+
+def test_it_is_over_when_several_are_merged_again(rounds):
+  events = rounds(*[(0,)] * 6, (0, 1))
+  view = view_of(events)
+  assert view.solo == "" and view.notes[-1].text == "rounds merge several islands again"
+  assert view.notes[-1].tone == "good"
+
+
+def test_each_on_its_own_is_as_bad(rounds):
+  assert "merged one island at a time alone, of 3" in view_of(rounds((0,), (1,), (2,), (0,))).solo
+
+
+def test_the_report_counts_them(rounds):
+  found = summarise(rounds((0, 1, 2), *[(0,)] * 7, (0, 1)))
+  assert found["solo_rounds"] == 4, "from the fourth in a row on"
+  assert dict(key_numbers(found))["commits that repeated one island alone"] == "4"
+  assert "solo_rounds" not in summarise(rounds(*[(0, 1)] * 9))
+
+
+def test_where_nobody_else_is_expected_it_is_as_it_should_be(make, rounds):
+  assert view_of(rounds(*[(0,)] * 9, learners=1)).solo == ""
+  left = [make.event(1.5, f"learner-{m}", "stopped", reason="drained") for m in (1, 2)]
+  events = rounds(*[(0,)] * 3)
+  assert view_of(events).solo == "", "three are not many"
+  more = [
+    make.commit(9.0 + n, fragment=n, round=9 + n, participants={"0": 1.0}, missing={})
+    for n in range(4)
+  ]
+  assert view_of([*events, *left, *more]).solo == ""
+  assert view_of([*events, *more]).solo != ""

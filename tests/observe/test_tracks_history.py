@@ -1,0 +1,170 @@
+"""Spans, kills and survivors' pauses, from logs made by hand."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+
+from ddiloco.observe.run_state import RunState
+from ddiloco.observe.tracks import Kill, Kills
+
+
+def role_spans(events):
+  """By role, [start, end, state]."""
+  run = RunState().read(events)
+  return dict(sorted(run.tracks.spans(run.islands, run.time, run.time).items()))
+
+
+def followed(events):
+  found = Kills()
+  for event in events:
+    found.add(event)
+  return found
+
+
+def kills(events):
+  return [watch.kill for watch in followed(events).found]
+
+
+def _steps(make, learner, times, gap=0.1, first=1):
+  """Step events at these times; the gap is from the time before, else `gap`."""
+  result, previous = [], None
+  for number, time in enumerate(times, first):
+    passed = gap if previous is None else time - previous
+    result.append(make.step(time, learner, number, gap_seconds=passed))
+    previous = time
+  return result
+
+
+def _sorted(*groups):
+  return sorted((e for group in groups for e in group), key=lambda event: event.time)
+
+
+def _kill(make, time, learner, joined=None, merged=None):
+  events = [make.event(time, "engine", "fault", target=f"learner/{learner}", action="kill")]
+  if joined:
+    events.append(make.event(joined - 1, "engine", "restart", target=f"learner/{learner}"))
+    role = f"learner-{learner}"
+    events.append(make.event(joined - 0.5, role, "started", 1, devices=1, mesh=[1], batch_size=1))
+    events.append(make.event(joined, role, "joined", 1, clock=5, seconds=0.5))
+  if merged:
+    events.append(make.commit(merged, participants={learner: 1.0}))
+  return events
+
+
+def test_spans_of_the_synthetic_run(run_events):
+  spans = role_spans(run_events)
+  assert list(spans) == ["learner-0", "learner-1", "learner-2", "learner-3", "syncer-0", "syncer-1"]
+  killed = [(state, start, end) for start, end, state in spans["learner-2"]]
+  assert killed == [
+    ("joining", 0.0, 3.3),
+    ("running", 3.3, 20.0),
+    ("down", 20.0, 24.0),
+    ("joining", 24.0, 27.0),
+    ("running", 27.0, 60.0),
+  ]
+  assert [state for _, _, state in spans["syncer-0"]] == ["joining", "running"]
+  assert spans["syncer-0"][-1][1] == pytest.approx(run_events[-1].time)
+
+
+def test_spans_touch_and_never_overlap(run_events):
+  for spans in role_spans(run_events).values():
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(spans))
+    assert all(end > start for start, end, _ in spans)
+
+
+def test_silence_inside_running_is_stalled(make):
+  joined = make.event(0.5, "learner-0", "joined", clock=0, seconds=0.5)
+  events = _sorted(
+    [make.run_started(num_learners=1), joined], _steps(make, 0, [1, 1.1, 1.2, 9, 9.1])
+  )
+  assert role_spans(events)["learner-0"] == [
+    [0.0, 0.5, "joining"],
+    [0.5, 1.2, "running"],
+    [1.2, 9, "stalled"],
+    [9, 9.1, "running"],
+  ]
+
+
+def test_no_events_no_spans():
+  assert role_spans([]) == {}
+  assert kills([]) == []
+
+
+def test_a_kill_is_followed_to_its_first_merge(make):
+  late_push = make.commit(10.2, participants={2: 1.0})  # pushed before the kill
+  events = _sorted([late_push], _kill(make, 10.0, 2, joined=15.0, merged=17.0))
+  (kill,) = kills(events)
+  assert kill == Kill(2, 10.0, restarted=14.0, joined=15.0, merged=17.0)
+  assert kill.window_end == 17.0
+
+
+def test_a_kill_without_return_is_watched_thirty_seconds(make):
+  (kill,) = kills(_kill(make, 10.0, 2))
+  assert math.isnan(kill.joined) and math.isnan(kill.merged)
+  assert kill.window_end == 40.0
+
+
+def test_only_planned_kills_of_learners_count(make):
+  events = [
+    make.event(1.0, "engine", "fault", target="syncer/0", action="kill"),
+    make.event(2.0, "engine", "fault", target="learner/0", action="stall"),
+    make.event(3.0, "engine", "exit", target="learner/0", reason="crash"),
+  ]
+  assert kills(events) == []
+
+
+def test_median_gap_leaves_out_the_compile(make):
+  gaps = ((1, 9.0), (2, 1.0), (3, 2.0), (4, 3.0))
+  steps = [make.step(float(k), 0, k, gap_seconds=g) for k, g in gaps]
+  assert followed(steps).medians[0].value == 2.0
+  assert math.isnan(followed(steps[:1]).medians[0].value)
+
+
+def _ratio(events):
+  found = followed(events)
+  return found.ratio(found.found[0], events[-1].time)
+
+
+def test_the_longest_pause_in_the_window_over_the_own_median(make):
+  slow = [1, 2, 3, 4, 10, 11, 12, 13]  # a pause of 6 s, median gap 1 s
+  fast = [k / 2 for k in range(1, 30)]
+  kill = _kill(make, 5.0, 2, joined=8.0, merged=11.5)
+  events = _sorted(_steps(make, 0, slow), _steps(make, 1, fast), _steps(make, 2, [1, 2, 3]), kill)
+  assert _ratio(events) == pytest.approx(6.0)
+
+
+def test_pauses_outside_the_window_do_not_count(make):
+  times = [1, 2, 8, 9, 10, 11, 12, 13, 14, 22, 23]  # pauses of 6 s before and 8 s after
+  kill = _kill(make, 9.5, 2, joined=11.0, merged=12.5)
+  assert _ratio(_sorted(_steps(make, 0, times), kill)) == pytest.approx(1.0)
+
+
+def test_a_survivor_that_never_steps_again_counts_to_the_end_of_the_window(make):
+  kill = _kill(make, 5.0, 2, joined=8.0, merged=15.0)
+  events = _sorted(_steps(make, 0, [1, 2, 3, 4, 5]), kill)
+  assert _ratio(events) == pytest.approx(10.0)
+  stopped = [make.event(5.5, "learner-0", "stopped", reason="done")]
+  assert _ratio(_sorted(events, stopped)) == pytest.approx(0.5)  # silent until it left
+
+
+@pytest.mark.parametrize("action", ["kill", "stall", "slow"])
+def test_an_island_with_a_fault_of_its_own_is_no_witness(make, action):
+  kill = _kill(make, 5.0, 2, joined=8.0, merged=11.0)
+  events = _sorted(
+    _steps(make, 0, [1, 2, 3, 4, 10, 11]),
+    _steps(make, 1, range(1, 13)),
+    [make.event(6.0, "engine", "fault", target="learner/0", action=action)],
+    kill,
+  )
+  assert _ratio(events) == pytest.approx(1.0)
+
+
+def test_an_island_that_was_down_at_the_kill_is_no_witness(make):
+  exited = make.event(3.5, "engine", "exit", target="learner/0", reason="crash")
+  events = _sorted(
+    _steps(make, 0, [1, 2, 3]), [exited], _kill(make, 5.0, 2, joined=8.0, merged=11.0)
+  )
+  assert math.isnan(_ratio(events))

@@ -1,0 +1,63 @@
+"""What became of faults, from events whose answer is known."""
+
+from __future__ import annotations
+
+import math
+
+from ddiloco.observe.tracks import longest_stall_seconds, lost_rounds, recoveries, unplanned
+from tests.made_events import made as event
+
+
+def fault(time, target, action="stall", seconds=2.0):
+  return event(time, "engine", "fault", target=target, action=action, seconds=seconds)
+
+
+def commit(time, shard, fragment, round_id, base, *learners):
+  fields = {"fragment": fragment, "round": round_id, "base_round": base}
+  taking = {str(m): 1.0 for m in learners}
+  return event(time, f"syncer-{shard}", "commit", participants=taking, **fields)
+
+
+def test_a_role_is_back_with_the_first_commit_after_its_fault_is_over():
+  events = [
+    fault(10.0, "learner/0"),
+    commit(11.0, 0, 0, 1, -1, 0, 1),  # it still lasts
+    commit(13.0, 0, 0, 2, 1, 1),  # without it
+    commit(14.5, 0, 0, 3, 2, 0, 1),
+    fault(15.0, "syncer/1"),
+    commit(18.0, 0, 0, 4, 3, 0),
+    commit(19.0, 1, 1, 1, -1, 0),
+    fault(20.0, "learner/1", "kill", -1.0),
+  ]
+  first, second, third = recoveries(events)
+  assert (first.seconds, second.seconds) == (4.5, 4.0)
+  assert math.isnan(third.seconds) and third.action == "kill"
+
+
+def test_the_longest_time_in_which_nobody_steps():
+  steps = [(1.0, 1.0), (2.0, 1.0), (2.5, 1.0), (9.5, 0.5), (9.6, 4.0)]
+  events = [event(end, "learner-0", "step", seconds=seconds) for end, seconds in steps]
+  assert (
+    longest_stall_seconds(events) == 6.5
+  )  # nobody knew by then that the last one was on its way
+  assert longest_stall_seconds([]) == 0.0
+
+
+def test_rounds_are_lost_unless_the_last_value_was_made_from_them():
+  events = [commit(1, 0, 0, 1, -1), commit(2, 0, 0, 2, 1), commit(3, 0, 1, 3, -1)]
+  assert lost_rounds(events) == []
+  back = [*events, event(4, "syncer-0", "owns", fragment=0, round=1)]
+  assert lost_rounds(back) == [(0, 2)]
+  assert lost_rounds([*back, commit(5, 0, 0, 9, 1)]) == [(0, 2)]
+  assert lost_rounds([*back, event(5, "syncer-0", "recalled", fragment=0, round=2)]) == []
+
+
+def test_only_a_fault_of_its_own_explains_an_exit():
+  poison = fault(0.5, "learner/1", "poison")
+  planned = event(1, "engine", "exit", target="learner/0", reason="killed by plan, back in 2 s")
+  bad = event(2, "engine", "exit", target="learner/1", reason="quarantined: norm 9 is over 10 x 1")
+  other = event(3, "engine", "exit", target="learner/2", reason="exit status 1: crashed")
+  crash = event(3, "learner-2", "crash", trace="...")
+  assert unplanned([poison, planned, bad]) == []
+  assert unplanned([planned, bad]) == [bad]
+  assert unplanned([other, crash]) == [other, crash]

@@ -1,0 +1,371 @@
+"""What a shard believes of a member: each bound by itself. `test_liar.py` has them all at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from ddiloco.config import SyncConfig
+from ddiloco.protocol import beliefs, events, learner, syncer
+from ddiloco.protocol.actions import Commit, InstallValue, Received, Send, Tick
+from ddiloco.protocol.beliefs import Beliefs
+from ddiloco.protocol.events import Event
+from ddiloco.protocol.messages import (
+  NOTHING,
+  ForwardMoments,
+  Goodbye,
+  Moments,
+  ProvideMoments,
+  Publish,
+  Pull,
+  RequestMoments,
+  RequestValue,
+  Value,
+)
+from ddiloco.protocol.syncer_state import FragmentState
+from tests import says
+from tests.protocol.test_syncer_scripts import ALONE, Script, push, report
+
+SYNC = SyncConfig(num_shards=1, num_fragments=2, sync_period=10, overlap_steps=2, min_quorum=2)
+HUGE = 1 << 39
+
+
+def shard(num_learners: int = 4, **init) -> syncer.SyncerState:
+  """One that has learners with steps of 1 s, all of which have made a step."""
+  fragments = (FragmentState(0), FragmentState(1))
+  state = syncer.init(0, 0, fragments, 1 << 60, **{"step_tokens": 10, **init})
+  for m in range(num_learners):
+    state = told(state, says.hello(m, 0), 0.0)
+    state = told(state, says.report(m, 0, 1, 1.0, (0, 0), (1, 1)), 1.0)
+  return state
+
+
+def told(state, message, now: float, **measured):
+  return says.shard_on(state, Received(message, now, **measured), SYNC)[0]
+
+
+def actions_of(state, message, now: float, **measured) -> list:
+  return says.shard_on(state, Received(message, now, **measured), SYNC)[1]
+
+
+# --- the run's clock ------------------------------------------------------------------------------
+
+
+def test_one_learner_does_not_move_the_clock_beyond_what_others_could():
+  state = shard()
+  for now in range(2, 102):
+    state = told(state, says.report(3, 0, HUGE, 1e-9, (0, 0), (1, 1)), float(now))
+  slack = beliefs.slack_steps(SYNC)
+  assert 100 < state.clock <= slack + 100 * beliefs.LEAD
+
+
+def test_what_two_say_is_believed_at_once():
+  """As after a restart: however long the shard was away."""
+  state = told(shard(), says.report(0, 0, 5_000, 1.0, (0, 0), (1, 1)), 2.0)
+  assert state.clock < 50
+  assert told(state, says.report(1, 0, 4_990, 1.0, (0, 0), (1, 1)), 2.0).clock == 4_990
+
+
+def test_a_learner_that_is_alone_makes_the_clock_by_itself():
+  state = syncer.init(0, 0, (FragmentState(0), FragmentState(1)), 1 << 60)
+  for step in range(1, 200):
+    state = told(state, says.report(7, 0, step, 0.5, (0, 0), (1, 1)), 0.5 * step)
+    assert state.clock == step
+
+
+def test_a_run_makes_no_more_steps_than_its_tokens_need_many_times_over():
+  state = shard(1, step_tokens=10)
+  state = dataclasses.replace(state, target_tokens=1_000)
+  assert told(state, says.report(0, 0, HUGE, 1e-9, (0, 0), (1, 1)), 1e9).clock == 1_600
+
+
+def test_a_restarted_shard_knows_the_clock_of_its_newest_commit():
+  values = (FragmentState(0, clock=700), FragmentState(1, clock=640))
+  assert syncer.init(0, 3, values, 1 << 60).clock == 700
+
+
+# --- a learner's own numbers ----------------------------------------------------------------------
+
+
+def test_steps_of_a_million_years_do_not_keep_a_silent_learner():
+  state = told(shard(), says.report(0, 0, 1, 1e300, (0, 0), (1, 1)), 2.0)
+  assert state.members[0].step_seconds <= beliefs.LONGEST_STEP_SECONDS
+  silent = 2.0 + SYNC.liveness_steps * beliefs.LONGEST_STEP_SECONDS + 1.0
+  assert says.shard_on(state, Tick(silent), SYNC)[0].members[0].lost
+
+
+def test_a_fragment_is_not_due_more_often_than_the_run_makes_steps():
+  """A learner that always says it has made its steps would have everybody push at every step."""
+  state = Script(ALONE).state
+  for m in (0, 1):
+    state, _ = says.shard_on(state, Received(report(m, (0, 0), (1, 1)), 0.1), ALONE)
+  rounds = 0
+  for k in range(300):
+    now = 0.2 + 0.001 * k
+    lie = says.report(0, 0, 1, 0.1, (state.fragments[0].version, 0), (1 << 50, 0))
+    lie = dataclasses.replace(lie, rounds=tuple(f.last_round for f in state.fragments))
+    state, actions = says.shard_on(state, Received(lie, now), ALONE)
+    for pull in [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, Pull)]:
+      rounds += 1
+      answer = push(0, pull.round, base=pull.base_version, fragment=pull.fragment)
+      state, _ = says.shard_on(state, Received(answer, now, norm=1.0), ALONE)
+  assert rounds <= 3, rounds
+
+
+def test_a_learner_that_leaves_again_and_again_is_not_waited_for():
+  state, commits = Script(ALONE).state, 0
+  for k in range(100):
+    f = state.fragments[0]
+    last = says.report(0, 0, k + 1, 0.1, (f.version, 0), (1, 0), leaving=True)
+    last = dataclasses.replace(last, rounds=(f.last_round, -1))
+    state, actions = says.shard_on(state, Received(last, 0.1 * k), ALONE)
+    for pull in [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, Pull)]:
+      answer = push(0, pull.round, base=pull.base_version)
+      state, made = says.shard_on(state, Received(answer, 0.1 * k, norm=1.0), ALONE)
+      commits += any(isinstance(a, Commit) for a in made)
+  assert commits < 60, "then it is due like the others"
+
+
+@pytest.mark.parametrize(
+  "steps, tokens, fault",
+  [
+    (4, 40, ""),
+    (4, 41, "claims 41 tokens in 4 steps, at most 10 a step are possible"),
+    (0, 10, "holds 0 steps and 10 tokens"),
+    (10**15, 10**15, "claims 1000000000000000 steps since its last merge, at most 29 are possible"),
+    (29, 290, ""),
+  ],
+)
+def test_a_push_holds_what_its_learner_can_have_made(steps, tokens, fault):
+  """At clock 1, with 2 x 10 + 8 steps of slack."""
+  state = shard()
+  for m in range(2):
+    state = told(state, says.report(m, 0, 1, 1.0, (0, 0), (9, 9)), 1.1)
+  current = state.fragments[0].round
+  sent = says.push(0, 0, 0, current.id, 0, steps, tokens, 1, "")
+  state = syncer.syncer_on(state, Received(sent, 1.2, norm=1.0), SYNC)[0]
+  assert state.fragments[0].round.refused == ({0: fault} if fault else {})
+
+
+def test_what_was_merged_once_is_not_claimed_again():
+  """The steps since the round of its last merge are what bounds the next push."""
+  state = shard()
+  merged = dataclasses.replace(state.fragments[0], merged_clocks={0: 1}, clock=1)
+  state = dataclasses.replace(state, fragments=(merged, state.fragments[1]), clock=500)
+  for m in range(2):
+    state = told(state, says.report(m, 0, 500, 1.0, (0, 0), (500, 500)), 500.0)
+  current = state.fragments[0].round
+  for m, most in ((0, 499 + 28), (1, 500 + 28)):
+    lie = says.push(m, 0, 0, current.id, 0, most + 1, most + 1, 1, "")
+    assert (
+      syncer.syncer_on(state, Received(lie, 500.1, norm=1.0), SYNC)[0].fragments[0].round.refused
+    )
+
+
+@pytest.mark.parametrize("steps, worth", [(1, 1), (30, 30), (60, 15), (3_000, 0.3)])
+def test_stale_work_weighs_less_the_staler_it_is(steps, worth):
+  assert beliefs.worth_steps(steps, SYNC) == pytest.approx(worth)
+
+
+# --- values that come back ------------------------------------------------------------------------
+
+
+def test_a_fresh_empty_member_never_becomes_the_source_of_truth():
+  """Neither by having nothing, nor by saying that it has something it cannot prove."""
+  values = tuple(FragmentState(p, 5, 50, {0: 4}, {0: 4}, 4, 4, (0,)) for p in range(2))
+  state = syncer.init(0, 9, values, 1 << 60)
+  before = state.fragments
+  for rounds, versions in (
+    ((NOTHING, NOTHING), (-1, -1)),
+    ((-1, -1), (0, 0)),
+    ((7, 7), (99, 99)),  # newer, it says
+  ):
+    fresh = says.report(3, 1, 9, 0.1, versions, (0, 0), rounds=rounds)
+    state, actions = says.shard_on(state, Received(fresh, 1.0), ALONE)
+    for recall in [
+      a.message for a in actions if isinstance(getattr(a, "message", 0), RequestValue)
+    ]:
+      empty = Value(3, 1, recall.fragment, 99, 7, 10**9, (3,), (3, 7), 0, 0, "00")
+      fault = "is no value of this shard: its seal does not fit"
+      state, answered = says.shard_on(state, Received(empty, 1.1, fault=fault), ALONE)
+      assert not any(isinstance(a, InstallValue) for a in answered)
+      assert [a.reason for a in answered if isinstance(a, Event)] == [fault]
+  assert state.fragments == before
+
+
+def test_a_new_run_takes_no_value_of_an_old_one():
+  first = 1_000 << 24
+  state = syncer.init(0, 2_000, (FragmentState(0),), 1 << 60, first_round=first)
+  for made, asked in ((first - 1, False), (first, True), ((2_000 << 24) - 1, True)):
+    old = says.report(0, 0, 9, 0.1, (3,), (2,), rounds=(made,))
+    _, actions = says.shard_on(state, Received(old, 1.0), ALONE)
+    assert any(isinstance(getattr(a, "message", 0), RequestValue) for a in actions) == asked
+
+
+def test_a_learner_that_never_gives_what_it_says_it_has_keeps_no_other_from_giving():
+  shard = Script(ALONE, incarnation=1)
+  [asked] = shard.feed(says.report(0, 0, 9, 0.1, (9, 0), (2, 2), rounds=(99, -1)))
+  [also] = shard.feed(says.report(1, 0, 9, 0.1, (3, 0), (2, 2), rounds=(7, -1)), 0.01)
+  assert (asked.to, also.to) == (0, 1)
+  true = Value(1, 0, 0, 3, 7, 90, (1,), (1, 7), snapshot=0, count=0, seal="")
+  assert InstallValue(0, 7) in shard.feed(true, 0.1)
+
+
+def test_a_false_alarm_of_lost_work_is_said_once():
+  shard = Script(ALONE, incarnation=1)
+  f = dataclasses.replace(shard.state.fragments[0], version=1, last_round=(1 << 24) + 1)
+  shard.state = dataclasses.replace(shard.state, fragments=(f, shard.state.fragments[1]))
+  said = 0
+  for made in range(5, 50):
+    claim = says.report(0, 0, 9, 0.1, (9, 0), (2, 2), rounds=(made, -1))
+    shard.state, actions = says.shard_on(shard.state, Received(claim, 1.0), ALONE)
+    said += sum(isinstance(a, events.Lost) for a in actions)
+  assert said == 1
+
+
+# --- moments --------------------------------------------------------------------------------------
+
+
+def asked_donor(state) -> tuple[syncer.SyncerState, int]:
+  state, actions = says.shard_on(state, Received(RequestMoments(3, 0, (0,)), 2.0), SYNC)
+  [donate] = [a for a in actions if isinstance(a, Send) and isinstance(a.message, ProvideMoments)]
+  return state, donate.to
+
+
+def test_the_donor_of_moments_dies_in_the_middle():
+  """Another one is asked, and what the dead one had sent changes nothing."""
+  state, donor = asked_donor(shard())
+  state = told(state, Goodbye(donor, 0), 2.1)
+  later = 2.0 + max(SYNC.liveness_seconds, 10.0) + 0.1
+  for m in {0, 1, 2, 3} - {donor}:
+    state = told(state, says.report(m, 0, 2, 1.0, (0, 0), (1, 1)), later - 0.1)
+  state, actions = says.shard_on(state, Received(RequestMoments(3, 0, (0,)), later), SYNC)
+  [donate] = [a for a in actions if isinstance(a, Send) and isinstance(a.message, ProvideMoments)]
+  assert donate.to != donor
+  assert not any(
+    isinstance(getattr(a, "message", 0), ForwardMoments)
+    for a in actions_of(state, Moments(donor, 0, 0, 1, 2, 2, b""), later)
+  )
+  given = actions_of(state, Moments(donate.to, 0, 0, 1, 2, 2, b""), later + 0.1)
+  assert [a.to for a in given if isinstance(getattr(a, "message", 0), ForwardMoments)] == [3]
+
+
+def test_moments_of_more_steps_than_the_run_has_made_are_not_handed_on():
+  state, donor = asked_donor(shard())
+  actions = actions_of(state, Moments(donor, 0, 0, 1, 2, 1 << 40, b""), 2.1)
+  assert not any(isinstance(getattr(a, "message", 0), ForwardMoments) for a in actions)
+  assert "claims 1099511627776 optimizer steps" in actions[0].reason
+
+
+def test_asked_for_twice_is_asked_for_once():
+  state = told(shard(), RequestMoments(3, 0, (0, 0, 0, 1, 1, 77)), 2.0)
+  assert state.asking[3] == (0, 1)
+
+
+# --- updates against all others -------------------------------------------------------------------
+
+
+def round_of(state, clock: int, products: dict[int, dict[int, float]]) -> tuple:
+  """One round of fragment 0 in which all push; returns the state and the commit's note."""
+  now = float(clock)
+  for m in products:
+    f = state.fragments[0]
+    said = says.report(m, state.members[m].incarnation, clock, 1.0, (f.version, 0), (99, 0))
+    said = dataclasses.replace(said, rounds=(f.last_round, -1))
+    state = syncer.syncer_on(state, Received(said, now), SYNC)[0]
+  state = syncer.syncer_on(state, Tick(now), SYNC)[0]
+  current = state.fragments[0].round
+  for m, each in products.items():
+    sent = says.push(m, state.members[m].incarnation, 0, current.id, f.version, 9, 90, clock, "")
+    event = Received(sent, now + 0.1, norm=1.0, products=each)
+    state = syncer.syncer_on(state, event, SYNC)[0]
+  state, actions = syncer.syncer_on(state, Tick(now + 0.2), SYNC)
+  [note] = [a for a in actions if isinstance(a, events.Commit)]
+  return state, note
+
+
+def agree(flipped: int | None, cosine: float = 0.3) -> dict[int, dict[int, float]]:
+  """Inner products as they arrive, of unit updates; one has its sign flipped."""
+  found: dict[int, dict[int, float]] = {}
+  for m in range(4):
+    sign = [-1.0 if flipped in (m, k) and m != k else 1.0 for k in range(m)]
+    found[m] = {**{k: sign[k] * cosine for k in range(m)}, m: 1.0}
+  return found
+
+
+def test_an_update_that_opposes_all_others_is_said_and_when_repeated_rejected():
+  state, notes = shard(), []
+  for k in range(4):
+    state, note = round_of(state, 20 * (k + 1), agree(flipped=2))
+    notes.append(note)
+  assert [set(n.opposing) for n in notes] == [{2}] * 4
+  assert [set(n.rejected) for n in notes] == [set(), set(), {2}, {2}]
+  reason = notes[2].rejected[2]
+  assert reason == "opposes all others (cosine -0.30), 3 times in a row"
+  state, note = round_of(state, 200, agree(flipped=None))
+  assert not note.opposing and not note.rejected and not state.opposed, "it agrees again"
+
+
+def test_to_start_afresh_does_not_make_an_opponent_forgotten():
+  state = shard()
+  for k in range(2):
+    state, note = round_of(state, 20 * (k + 1), agree(flipped=2))
+  assert not note.rejected
+  state = told(state, says.hello(2, 1, (state.fragments[0].last_round, -1)), 50.0)
+  _, note = round_of(state, 80, agree(flipped=2))
+  assert set(note.rejected) == {2}
+
+
+def test_updates_that_agree_on_nothing_oppose_none():
+  for cosine in (0.0, 0.02):
+    _, note = round_of(shard(), 20, agree(flipped=2, cosine=cosine))
+    assert not note.opposing
+
+
+# --- patience -------------------------------------------------------------------------------------
+
+
+def test_one_who_says_late_that_it_has_a_version_keeps_no_other_waiting():
+  """Its hour is no measure of how long publishes take."""
+  state = shard()
+  state = dataclasses.replace(state, delivery_seconds=0.5)
+  late = dataclasses.replace(
+    state.members[0], versions=(-1, -1), sent=(0, 0), sent_at=(2.0, 2.0), waiting_since=(2.0, 2.0)
+  )
+  state = dataclasses.replace(state, members={**state.members, 0: late})
+  state = told(state, says.report(0, 0, 2, 1.0, (0, 0), (1, 1)), 3_600.0)
+  assert state.delivery_seconds < 1.1
+
+
+def test_a_wait_for_what_was_lost_is_no_measure_of_the_link():
+  state = dataclasses.replace(shard(), quorum_seconds=0.2)
+  for m in range(2):
+    state = told(state, says.report(m, 0, 1, 1.0, (0, 0), (9, 9)), 1.1)
+  round_id, again = state.fragments[0].round.id, state.fragments[0].round.look_at
+  state = syncer.syncer_on(state, Tick(again), SYNC)[0]
+  assert state.fragments[0].round.pulls == 2
+  for m in range(2):
+    sent = says.push(m, 0, 0, round_id, 0, 9, 90, 1, "")
+    state = syncer.syncer_on(state, Received(sent, again + 0.1, norm=1.0), SYNC)[0]
+  assert state.quorum_seconds == pytest.approx(0.2)
+
+
+def test_learners_count_for_themselves_only():
+  """A count is the sender's own: no message has a place for another's."""
+  assert not [
+    f.name for kind in (Value, Publish) for f in dataclasses.fields(kind) if f.name == "seen"
+  ]
+  one = learner.init(0, 0, (0,), 1_000)
+  whole = says.publish(0, 0, 0, 0, -1, 0, -1, 0, 0, (), (), "")
+  state, _ = learner.learner_on(one, Received(dataclasses.replace(whole, count=7), 0.0), SYNC)
+  assert set(state.seen) == {0, -2}
+
+
+def test_ranks_of_claims_and_paces_are_short():
+  known = Beliefs(reach_at=0.0)
+  for m in range(100):
+    known = beliefs.noted_pace(known, m, 1.0 + m)
+    known, _ = beliefs.raised_clock(known, 0, m, 10 + m, 1.0, math.inf, SYNC, 100)
+  assert len(known.claims) == 2 and len(known.paces) == 3

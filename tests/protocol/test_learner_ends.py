@@ -1,0 +1,234 @@
+"""How things end: the same versions everywhere, and who leaves takes no work along."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from ddiloco.protocol import learner, syncer
+from ddiloco.protocol.actions import Send, Staged, StepDone, Tick, backed_off
+from ddiloco.protocol.events import Event
+from ddiloco.protocol.messages import Goodbye, Publish, Pull, Value
+from ddiloco.protocol.syncer_state import FragmentState
+from tests.protocol.test_syncer_scripts import ALONE, SYNC, Script, join, push, report
+from tests.protocol.test_syncer_worlds import STORM_SECONDS, calm, notes, random_world
+from tests.protocol.virtual import Weather, World
+from tests.says import hello
+
+MOST_SECONDS = 80.0
+STAGED = Staged(0, 1, 0.2)
+
+
+def until_all_are_done(world: World) -> None:
+  while not all(a.state.done for a in world.learners()):
+    assert world.now < MOST_SECONDS, "still waiting to end"
+    world.run(world.now + 0.5)
+
+
+# --- the end of the run ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("blocking", [False, True], ids=["free", "lock-step"])
+def test_the_run_ends_at_the_same_versions_everywhere(block, blocking):
+  """Storms, kills, slow and fast: who finished has of every fragment what its shard ends with."""
+  for seed in range(block * 10, block * 10 + 10):
+    target = 300 + 100 * (seed % 4)
+    world = random_world(seed, target_tokens=target, blocking=blocking)
+    world.run(STORM_SECONDS + 1.0)  # whoever was killed is back
+    world.weather = Weather()
+    try:
+      until_all_are_done(world)
+      ended = {p: f.version for p, f in world.store.items()}
+      world.run(world.now + 5.0)
+    except Exception as error:
+      raise AssertionError(f"world {seed}: {error!r}\n{world.sync}") from error
+    assert {p: f.version for p, f in world.store.items()} == ended, f"{seed=}"
+    for actor in world.learners():
+      versions = {p: f.version for p, f in enumerate(actor.state.fragments)}
+      assert versions == ended, f"{seed=} learner {actor.number}"
+    for p, f in world.store.items():
+      assert f.merged_tokens >= target, f"{seed=}"
+      commits = [c for _, c in world.commits(p)]
+      assert f.merged_tokens - sum(commits[-1].tokens) < target, "one round more than needed"
+
+
+def test_a_fragment_that_is_complete_is_never_pulled_again():
+  shard = Script(ALONE)
+  done = FragmentState(0, 3, merged_tokens=50, last_round=2)
+  shard.state = syncer.init(0, 1, (done, FragmentState(1)), 50)
+  sends = shard.feed(report(0, (3, 0), (9, 9)), 1.0)
+  pulled = [a.message.fragment for a in sends if isinstance(a.message, Pull)]
+  assert pulled == [1]
+
+
+def test_lock_step_does_not_wait_for_the_pull_of_a_complete_fragment():
+  lock_step = dataclasses.replace(SYNC, blocking=True)
+  one = Script(lock_step, role="learner")
+  join(one)
+  assert not learner.waiting_for(one.state, lock_step)
+  one.feed(StepDone(0.1, 10, 0.1))
+  assert learner.waiting_for(one.state, lock_step) == "fragment 0: the pull"
+  complete = dataclasses.replace(one.state.fragments[0], merged_tokens=10_000)
+  one.state = dataclasses.replace(one.state, fragments=(complete, one.state.fragments[1]))
+  assert not learner.waiting_for(one.state, lock_step)
+
+
+def test_a_shard_is_finished_when_all_is_merged_and_everybody_has_left():
+  shard = Script(ALONE)
+  shard.state = syncer.init(0, 0, (FragmentState(0), FragmentState(1)), 10)
+  shard.feed(hello(0, 0))
+  for p in (0, 1):
+    since = tuple(int(p == q) * 2 for q in (0, 1))
+    versions = tuple(int(q < p) for q in (0, 1))
+    [pull] = [a.message for a in shard.feed(report(0, versions, since)) if _is(a, Pull)]
+    assert not syncer.finished(shard.state, 0.0, 30.0)
+    shard.feed(push(0, pull.round, fragment=p), norm=1.0)
+  assert [f.merged_tokens for f in shard.state.fragments] == [10, 10]
+  assert not syncer.finished(shard.state, 0.0, 30.0), "learner 0 has not got it yet"
+  assert syncer.finished(shard.state, 31.0, 30.0), "silent for too long"
+  shard.feed(Goodbye(0, 0))
+  assert syncer.finished(shard.state, 0.0, 30.0)
+
+
+def _is(action, kind: type) -> bool:
+  return isinstance(action, Send) and isinstance(action.message, kind)
+
+
+# --- leaving --------------------------------------------------------------------------------------
+
+
+def drained(world: World, role: tuple[str, int], within_seconds: float) -> None:
+  """Waits until it has left, and checks that the model has every step it ever made."""
+  actor, told_at = world.actors[role], world.now
+  while not actor.state.done:
+    assert world.now < told_at + within_seconds, f"has not left: {actor.state}"
+    world.run(world.now + 0.1)
+  assert learner.unmerged_tokens(actor.state) == 0
+  for p, f in enumerate(actor.state.fragments):
+    if world.store[p].merged_tokens >= world.target_tokens:
+      continue
+    discarded = actor.parameters.copies[p].discarded
+    lost = world.ledger.lost_steps(actor, p)
+    assert lost == len(discarded), f"fragment {p}: a step was taken along"
+    assert f.tokens == 0 and (lost == 0 or world.sync.apply != "rebase")
+
+
+@pytest.mark.parametrize("apply", ["rebase", "overwrite", "mix"])
+@pytest.mark.parametrize("seconds", [0.05, 0.5, 2.0, 2.3, 2.6, 3.1])
+def test_who_leaves_takes_no_work_along(apply, seconds):
+  for seed in range(6):
+    world = calm(seed=seed, jitter=0.3, apply=apply)
+    world.run(seconds + seed / 40)
+    steps = world.actors["learner", 1].state.step
+    world.actors["learner", 1].drain()
+    drained(world, ("learner", 1), 1.0)
+    assert world.actors["learner", 1].state.step <= steps + 1, "no step after the one under way"
+    before = len(world.commits())
+    world.run(world.now + 2.0)
+    assert len(world.commits()) > before, "the others go on"
+    assert not any(a.idle_seconds for a in world.learners()), "one waited"
+
+
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_who_leaves_a_lock_step_run_takes_no_work_along(overlap):
+  for seed in range(12):
+    world = calm(seed=seed, jitter=0.3, blocking=True, overlap_steps=overlap, min_quorum=2)
+    world.run(1.5 + seed / 10)
+    world.actors["learner", 1].drain()
+    drained(world, ("learner", 1), 3.0)
+
+
+def test_who_leaves_still_needs_a_quorum():
+  world = calm(min_quorum=3)
+  world.run(2.0)
+  world.actors["learner", 1].drain()
+  drained(world, ("learner", 1), 2.0)  # as the others become due, and before they are too few
+
+
+def test_who_leaves_in_a_storm_leaves_when_it_is_over():
+  for seed in range(60):
+    world = random_world(seed, min_quorum=1)
+    role = ("learner", seed % len(world.pace.step_seconds))
+    world.run(1.0)
+    if (actor := world.actors.get(role)) is None:
+      continue
+    actor.drain()
+    world.run(STORM_SECONDS)
+    world.weather = Weather()
+    while actor.alive and not actor.state.done:
+      assert world.now < STORM_SECONDS + 25.0, f"{seed=}: has not left"
+      world.run(world.now + 0.5)
+
+
+def test_nobody_there_to_merge_it_is_said():
+  world = calm(num_shards=1)
+  world.run(2.0)
+  world.kill(("syncer", 0))
+  actor = world.actors["learner", 0]
+  actor.drain()
+  world.run(4.0)
+  assert not actor.state.done and not actor.stepping
+  left = max(f.tokens for f in actor.state.fragments)
+  assert learner.unmerged_tokens(actor.state) == left > 0
+  _, actions = learner.leave(actor.state, "enough")
+  [stopped] = [a for a in actions if isinstance(a, Event)]
+  assert (stopped.reason, stopped.unmerged_tokens) == ("enough", left)
+
+
+def test_who_has_not_joined_or_trains_alone_leaves_at_once():
+  for owners in ((0, 0), ()):
+    state = learner.drain(learner.init(0, 0, owners, 10_000))
+    state, actions = learner.learner_on(state, Tick(0.0), SYNC)
+    assert state.done and [a.kind for a in actions if isinstance(a, Event)] == ["stopped"]
+    assert sum(_is(a, Goodbye) for a in actions) == (1 if owners else 0)
+
+
+def test_the_rest_of_a_complete_fragment_holds_up_nobody():
+  one = Script(role="learner")
+  whole = join(one)
+  one.feed(StepDone(0.1, 10, 0.1))
+  one.state = learner.drain(one.state)
+  assert not one.state.done and learner.unmerged_tokens(one.state) == 10
+  for p in (0, 1):
+    final = dataclasses.replace(whole, fragment=p, version=1, round=0, merged_tokens=10_000)
+    [stage] = one.feed(final)
+    assert isinstance(stage.publish, Publish)
+    one.feed(dataclasses.replace(STAGED, fragment=p))
+  assert one.state.done and learner.unmerged_tokens(one.state) == 0
+  assert one.state.fragments[0].tokens == 10
+
+
+def test_a_leaving_learner_reports_what_it_has_not_since_when():
+  """After a version that went on without it, `since` is 0 and its steps are still to be merged."""
+  one = Script(role="learner")
+  whole = join(one)
+  one.feed(StepDone(0.1, 10, 0.1))
+  one.feed(dataclasses.replace(whole, version=1, round=0))
+  one.feed(dataclasses.replace(STAGED, version=1))
+  assert [a.message.since for a in learner.reports(one.state)] == [(0, 1)]
+  one.state = learner.drain(one.state)
+  assert [a.message.since for a in learner.reports(one.state)] == [(1, 1)]
+  assert all(a.message.leaving for a in learner.reports(one.state))
+
+
+# --- bounds ---------------------------------------------------------------------------------------
+
+
+def test_patience_doubles_but_not_for_ever():
+  assert [backed_off(2.0, n) for n in range(6)] == [2, 4, 8, 16, 30, 30]
+  assert backed_off(45.0, 9) == 45 and backed_off(0.5, 10**6) <= 30
+
+
+def test_a_shard_that_has_lost_commits_says_so_if_nobody_gives_them_back():
+  world = calm()
+  world.run(3.0)
+  had = world.store[0].version
+  assert had > 0
+  world.weather = Weather(lost_kinds=(Value,))
+  world.kill(("learner", 0))
+  world.restore(("syncer", 0), None)
+  world.start(("learner", 0))  # it alone goes on from what there is
+  world.run(4.5, stop=lambda: bool(notes(world, "lost")))
+  assert had - 1 <= notes(world, "lost")[0][1].versions[0] <= had

@@ -1,0 +1,68 @@
+"""The schedule of learning rates follows what is merged, with however many learners."""
+
+import dataclasses
+import itertools
+
+from ddiloco.config import SyncConfig
+from ddiloco.protocol.learner import init
+from ddiloco.protocol.learner_state import schedule_step
+from ddiloco.simulation.observers import Observer
+from ddiloco.simulation.world import STEP_TOKENS, Pace, World
+
+PLANNED = 240  # steps, of four learners
+TOGETHER = 4 * STEP_TOKENS
+
+
+class Schedules(Observer):
+  """Where every learner is in the schedule, and the clock, after every step of its."""
+
+  def __init__(self):
+    self.seen: dict[int, list[tuple[int, int]]] = {}
+
+  def stepped(self, actor, done, gap_seconds, blocked):
+    seen = self.seen.setdefault(actor.role[1], [])
+    seen.append((schedule_step(actor.state, TOGETHER), actor.state.clock))
+
+
+def run(step_seconds, kills=(), **sync) -> dict[int, list[tuple[int, int]]]:
+  """A whole run of four planned learners; `kills` = (learner, at seconds, for seconds)."""
+  settings = {"num_fragments": 3, "num_shards": 2, "sync_period": 6, "overlap_steps": 2, **sync}
+  schedules = Schedules()
+  pace = Pace(step_seconds, jitter=0.05)
+  world = World(SyncConfig(**settings), pace, 0, PLANNED * TOGETHER, schedules)
+  for learner, at, seconds in kills:
+    world.at(at, world.kill, ("learner", learner), seconds)
+  world.run(1e4, stop=lambda: not world.working)
+  assert not world.working, "it has ended"
+  return schedules.seen
+
+
+def test_in_lock_step_it_is_the_clock():
+  seen = run((0.1,) * 4, blocking=True, min_quorum=4, apply="overwrite", overlap_steps=0)
+  assert all(at == clock for steps in seen.values() for at, clock in steps)
+  assert len(seen[0]) >= PLANNED
+
+
+def test_alone_it_is_the_steps():
+  assert schedule_step(dataclasses.replace(init(0, 1, (), 100), step=7), TOGETHER) == 7
+
+
+def test_with_learners_down_it_ends_when_the_run_does():
+  """By the clock it would be over long before."""
+  seen = run((0.1,) * 4, kills=[(1, 2.0, 12.0), (2, 8.0, 8.0), (3, 3.0, 15.0)])
+  for steps in seen.values():
+    last, clock = steps[-1]
+    assert abs(last - PLANNED) <= 12 and clock > 1.2 * PLANNED
+
+
+def test_with_more_learners_than_planned_it_still_ends():
+  seen = run((0.1,) * 8)
+  for steps in seen.values():
+    last, clock = steps[-1]
+    assert abs(last - PLANNED) <= 12 and clock < 0.7 * PLANNED
+
+
+def test_it_never_jumps_by_more_than_a_sync():
+  seen = run((0.1, 0.1, 0.13, 0.2), kills=[(1, 4.0, 5.0)])
+  for steps in (seen[0], seen[2], seen[3]):  # whoever comes back skips what the others have done
+    assert max(abs(b - a) for (a, _), (b, _) in itertools.pairwise(steps[5:])) <= 6

@@ -1,0 +1,357 @@
+"""Snapshots, revivals and lost values, message by message: exact histories, and what liars say."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from ddiloco.config import SyncConfig
+from ddiloco.protocol import causality, events, learner, syncer
+from ddiloco.protocol.actions import (
+  Abandon,
+  Apply,
+  InstallValue,
+  Received,
+  Resend,
+  Saved,
+  Send,
+  Stage,
+  Staged,
+  StepDone,
+  TakeSnapshot,
+  Tick,
+)
+from ddiloco.protocol.messages import NOTHING, Publish, Report, RequestValue, Value
+from ddiloco.protocol.syncer_state import FragmentState
+from tests import says
+from tests.protocol.test_syncer_scripts import ALONE, SYNC, Script, join, push, report
+from tests.protocol.test_syncer_worlds import calm
+from tests.says import hello, welcome
+
+OFTEN = dataclasses.replace(ALONE, snapshot_steps=10)
+FUTURE = 1 << 60
+
+
+# --- values that were lost ------------------------------------------------------------------------
+
+
+def test_a_shard_that_lost_commits_takes_them_back_from_a_learner():
+  shard = Script(ALONE, incarnation=1)
+  newer = says.report(0, 0, 9, 0.1, (3, 0), (2, 2), rounds=(7, -1))
+  [sent] = shard.feed(newer)
+  assert sent == Send(0, RequestValue(0, 1, 0, 0))
+  assert shard.feed(newer) == [], "asked once, and again only after a while"
+  assert shard.feed(newer, 1.5) == [sent]
+  value = Value(0, 0, 0, version=3, round=7, merged_tokens=90, participants=(0, 2),
+    merged_rounds=(0, 7, 2, 5), snapshot=0, count=0, seal="")  # fmt: skip
+  assert shard.feed(value, content="it") == [Abandon(0, -1), InstallValue(0, 7, "it")]
+  f = shard.state.fragments[0]
+  assert (f.version, f.last_round, f.merged_tokens, f.merged_rounds) == (3, 7, 90, {0: 7, 2: 5})
+  assert shard.feed(value) == [], "a duplicate"
+  sends = shard.feed(newer, 2.0)
+  assert [a.message.fragment for a in sends] == [0, 1] and not shard.state.recalls
+  # Learner 2 lags: it is sent version 3, which says that its push of round 5 is in it.
+  sends = shard.feed(says.report(2, 0, 9, 0.1, (1, 0), (1, 1), rounds=(4, -1)), 30.0)
+  [publish] = [a.message for a in sends if isinstance(a, Send) and isinstance(a.message, Publish)]
+  assert (publish.version, publish.round, publish.merged_round(2)) == (3, 7, 5)
+
+
+def test_what_comes_too_late_to_be_given_back_is_said_to_be_lost():
+  shard = Script(ALONE, incarnation=1)
+  shard.feed(says.report(0, 0, 9, 0.1, (0, 0), (2, 0)))
+  shard.feed(push(0, 1 << 24), norm=1.0)
+  assert shard.state.fragments[0].version == 1
+  late = says.report(2, 0, 9, 0.1, (3, 0), (1, 1), rounds=(7, -1))
+  shard.state, actions = says.shard_on(shard.state, Received(late, 1.0), ALONE)
+  [lost] = [a for a in actions if isinstance(a, events.Lost)]
+  assert lost.versions == {0: 3}
+  [publish] = [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, Publish)]
+  assert publish.version == 1 and publish.base_version == -1, "whole: its base was another one"
+
+
+def test_a_shard_without_its_newest_values_waits_for_those_it_knew():
+  newest = {"version": 4, "merged_tokens": 40, "merged_rounds": {0: 3, 1: 3}, "last_round": 3}
+  known = (FragmentState(0, **newest, participants=(0, 1)), FragmentState(1))
+  for here, started in (((0,), False), ((0, 1), True)):
+    state = syncer.init(0, 1, known, 1 << 60, settle_at=50.0)
+    for m in here:
+      ready = says.report(m, 0, 9, 0.1, (4, 0), (2, 2))
+      state, _ = says.shard_on(state, Received(ready, 10.0), ALONE)
+    assert any(f.round for f in state.fragments) == started
+  state, _ = says.shard_on(syncer.init(0, 1, known, 1 << 60, 50.0), Received(ready, 50.0), ALONE)
+  assert state.fragments[0].round, "time is up"
+
+
+def test_a_new_shard_waits_for_all_planned_learners_and_no_longer():
+  """At the start of a run nobody has anything; of a shard that lost all it had, somebody may."""
+  new = syncer.init(0, 5, (FragmentState(0), FragmentState(1)), 1 << 60, 50.0, planned_learners=2)
+  ready = [says.report(m, 0, 9, 0.1, (0, 0), (2, 2)) for m in (0, 1, 2)]
+  has = says.report(1, 0, 9, 0.1, (3, 0), (2, 2), rounds=(7, -1))
+  for reports, started in (
+    ((ready[0], ready[1]), True),
+    ((ready[0], ready[2]), False),
+    ((ready[0], has), False),  # it is asked for its value first
+  ):
+    state = new
+    for each in reports:
+      state, _ = says.shard_on(state, Received(each, 10.0), ALONE)
+    assert any(f.round for f in state.fragments) == started
+
+
+# --- recording ------------------------------------------------------------------------------------
+
+
+def records(script: Script, event) -> list[TakeSnapshot]:
+  reducer = says.shard_on if script.shard else learner.learner_on
+  script.state, actions = reducer(script.state, Received(event, 0.0, norm=1.0), script.sync)
+  found = [a for a in actions if isinstance(a, TakeSnapshot)]
+  assert not found or actions[0] in found or actions[-1] in found
+  return found
+
+
+def test_a_shard_records_before_it_takes_in_who_has_recorded_and_by_its_clock():
+  shard = Script(OFTEN)
+  shard.feed(report(0, (0, 0), (1, 1), clock=9))
+  before = shard.state
+  [first] = records(shard, dataclasses.replace(push(0, 0), snapshot=1, clock=10))
+  assert first.snapshot == 1 and first.learners == (0,)
+  assert first.state.fragments[0].round.pushes == {} == before.fragments[0].round.pushes
+  assert shard.state.fragments[0].version == 1
+  assert not records(shard, report(0, (0, 0), (1, 1), clock=19)), "recorded once"
+  assert not records(shard, report(0, (0, 0), (1, 1), clock=25)), "the one before is not saved yet"
+  shard.state, actions = says.shard_on(shard.state, Saved(0.0), OFTEN)
+  [begun] = [a for a in actions if isinstance(a, TakeSnapshot)]
+  assert (begun.snapshot, begun.state.clock) == (2, 25)
+  assert not records(Script(ALONE), report(0, (0, 0), (1, 1), clock=199))
+  other = Script(OFTEN)
+  other.state = dataclasses.replace(other.state, shard=1)
+  assert not records(other, report(0, (0, 0), (1, 1), clock=25)), "shard 0 begins them all"
+
+
+def test_a_shard_records_nothing_again_that_its_values_may_depend_on():
+  values = (FragmentState(0, snapshot=3), FragmentState(1, snapshot=5))
+  shard = Script(OFTEN)
+  shard.state = syncer.init(0, 1, values, 1 << 60, began_at=-1000.0)
+  old = dataclasses.replace(report(0, (0, 0), (1, 1), clock=59), snapshot=5)
+  assert not records(shard, old)
+  [new] = records(shard, dataclasses.replace(old, clock=60, snapshot=6))
+  assert {f.snapshot for f in new.state.fragments} == {6}
+
+
+def test_a_learner_records_before_it_takes_the_message_in():
+  one = Script(role="learner")
+  whole = join(one)
+  before = one.state
+  newer = dataclasses.replace(whole, version=1, round=0, snapshot=4)
+  assert records(one, newer) == [TakeSnapshot(4, dataclasses.replace(before, snapshot=4))]
+  assert one.state.fragments[0].received == 1
+  assert one.feed(newer) == []
+  fresh = Script(role="learner")
+  [stage] = fresh.feed(dataclasses.replace(whole, snapshot=4))
+  assert isinstance(stage, Stage) and fresh.state.snapshot == 4, "it has nothing to record"
+
+
+# --- revived learners -----------------------------------------------------------------------------
+
+
+def revived(*steps, sync: SyncConfig = SYNC) -> Script:
+  """A learner that was recorded after these events, as incarnation 1."""
+  one = Script(sync, role="learner")
+  join(one)
+  for event in steps:
+    one.feed(event)
+  one.state = learner.revive(one.state, 1, (0, 0), 10_000)
+  return one
+
+
+STEP = StepDone(0.1, 10, 0.1)
+MERGED = says.publish(0, 0, 1, 0, 7, 1, -1, 60, 30, (0,), (0, 7), "")
+
+
+def test_a_revived_learner_waits_until_its_shard_has_said_what_is_newer():
+  one = revived(STEP)
+  assert not one.state.joined and one.state.step == 1 and one.state.fragments[0].steps == 1
+  assert one.state.seen[0] == causality.count(1, 0) > causality.count(0, 10**6), "or no cut is one"
+  assert one.feed(Tick(0.0)) == [Send(0, hello(0, 1, (-1, -1)))]
+  one.feed(says.pull(0, 0, 1, 0, 3, 0))  # overtakes the welcome, which is lost
+  assert not one.state.joined and one.feed(Tick(9.0)), "it goes on saying hello"
+  one.feed(dataclasses.replace(welcome(0, 0, 1, 60, (0, 1)), rounds=(7, -1)))
+  assert [f.fresh for f in one.state.fragments] == [False, True] and one.state.clock == 60
+  one.feed(MERGED)
+  assert learner.can_step(one.state, SYNC)
+
+
+@pytest.mark.parametrize(
+  "steps, merged, fate",
+  [
+    ((STEP,), (), (1, 0, 0)),  # nothing of mine was merged since: all goes on
+    ((STEP,), (0, 7), (0, 0, 10)),  # a push that I do not remember: it had my step
+    ((STEP, says.pull(0, 0, 0, 0, 7, 0), STEP), (0, 7), (1, 10, 0)),  # my push, and one step more
+    ((STEP, says.pull(0, 0, 0, 0, 5, 0), STEP), (0, 7), (0, 0, 20)),  # a later push, with all
+    ((STEP, says.pull(0, 0, 0, 0, 5, 0), STEP), (), (2, 0, 0)),  # my push was never merged
+  ],
+)
+@pytest.mark.parametrize("welcomed", [False, True])
+def test_what_became_of_the_steps_of_a_revived_learner(steps, merged, fate, welcomed):
+  """A stale welcome, or a round that was open with a push of the dead, changes nothing."""
+  one = revived(*steps)
+  if welcomed:
+    one.feed(welcome(0, 0, 1, 50, (0, 1)))
+    assert one.state.joined
+  one.feed(dataclasses.replace(MERGED, merged_rounds=merged))
+  [apply] = [a for a in one.feed(Staged(0, 1, 0.2)) if isinstance(a, Apply)]
+  f = one.state.fragments[0]
+  assert (f.steps, f.acknowledged_tokens, f.discarded_tokens) == fate
+  assert apply.mode == ("overwrite" if fate[2] else "rebase")
+
+
+def test_a_welcome_to_or_from_the_dead_makes_nothing_fresh():
+  one = revived(STEP)
+  one.feed(welcome(0, 1, 1, 50, ()))  # incarnation 1 of the shard owns nothing yet
+  for stale in (welcome(0, 0, 1, 99, (0, 1)), welcome(0, 1, 0, 99, (0, 1))):
+    assert one.feed(stale) == [] and not one.state.joined
+  one.feed(welcome(0, 1, 1, 50, (1,)))
+  assert [f.fresh for f in one.state.fragments] == [False, True]
+
+
+def test_what_was_on_its_way_when_recorded_does_not_count_as_heard_from_the_shard():
+  whole = says.publish(0, 0, 0, 0, 5, 1, -1, 50, 30, (1,), (), "")
+  one = revived(STEP, whole)
+  one.feed(Tick(0.0))
+  f = one.state.fragments[0]
+  assert f.round == 5 and not f.fresh and f.steps == 1
+
+
+def test_lock_step_answers_a_new_pull_with_the_same_push_and_keeps_its_own_clock():
+  lock_step = dataclasses.replace(SYNC, blocking=True, overlap_steps=1)
+  one = revived(STEP, says.pull(0, 0, 0, 0, 5, 0), sync=lock_step)
+  cut = one.state.fragments[0].outstanding.push
+  assert (cut.incarnation, cut.round, cut.clock) == (1, 5, 1)
+  later = dataclasses.replace(MERGED, merged_rounds=(0, 5))
+  also = Script(lock_step, role="learner")
+  also.state = one.state
+  [again] = one.feed(says.pull(0, 1, 1, 0, 1 << 24, 0))
+  assert again == Resend(says.plain(dataclasses.replace(cut, round=1 << 24)))
+  assert one.state.fragments[0].outstanding.at_step == 1
+  # Or its push was merged before all died: the version comes late, but at the step it is due.
+  also.feed(dataclasses.replace(welcome(0, 0, 1, 60, (0, 1)), rounds=(7, -1)))
+  also.feed(later)
+  assert also.feed(Staged(0, 1, 0.2)) == [] and learner.can_step(also.state, lock_step)
+  assert also.state.clock == 1
+  [apply, *_] = also.feed(STEP)
+  assert apply == Apply(0, 1, 7, "rebase", True)
+
+
+# --- version numbers that come twice --------------------------------------------------------------
+
+
+def test_an_update_to_another_value_of_the_same_version_is_not_taken():
+  one = Script(role="learner")
+  whole = join(one)
+  lost = dataclasses.replace(whole, version=1, round=3)
+  one.feed(lost)
+  update = dataclasses.replace(whole, incarnation=1, version=2, round=9, base_version=1)
+  for base_round, taken in ((5, False), (3, True)):
+    actions = one.feed(dataclasses.replace(update, base_round=base_round))
+    assert bool(actions) == taken
+  other = dataclasses.replace(update, version=1, round=12, base_version=-1, base_round=NOTHING)
+  assert one.feed(other), "newer is what a later round made, whatever its version"
+  assert one.feed(dataclasses.replace(other, version=9, round=11)) == []
+
+
+def test_who_has_another_value_of_the_same_version_is_not_asked():
+  shard = Script(ALONE, incarnation=1)
+  shard.state = syncer.init(0, 1, (FragmentState(0, 3, last_round=9), FragmentState(1)), 1 << 60)
+  sends = shard.feed(says.report(0, 0, 9, 0.1, (3, 0), (2, 0), rounds=(7, -1)))
+  assert [(type(a.message), a.message.version) for a in sends] == [(Publish, 3)]
+
+
+# --- liars ----------------------------------------------------------------------------------------
+
+VALUE = Value(
+  0, 0, 0, version=3, round=7, merged_tokens=90, participants=(0, 2), merged_rounds=(0, 7, 2, 5),
+  snapshot=0, count=0, seal="",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  "lie",
+  [
+    {"round": FUTURE},
+    {"round": 1 << 24},  # of this very life, which has made no round yet
+    {"round": -1},
+    {"fragment": 1},  # nobody asked
+    {"fragment": 7},
+    {"merged_rounds": (0, 8)},
+    {"merged_rounds": (0, FUTURE)},
+    {"merged_rounds": (0, 7, 2)},
+    {"snapshot": FUTURE},
+  ],
+  ids=str,
+)
+def test_a_value_that_cannot_be_is_not_adopted(lie):
+  shard = Script(ALONE, incarnation=1)
+  shard.feed(says.report(0, 0, 9, 0.1, (3, 0), (2, 2), rounds=(7, -1)))
+  before = shard.state
+  assert shard.feed(dataclasses.replace(VALUE, **lie)) == [] and shard.state == before
+  assert InstallValue(0, 7) in shard.feed(VALUE)
+
+
+def test_a_value_is_not_adopted_in_place_of_what_was_made_since():
+  shard = Script(ALONE, incarnation=1)
+  shard.feed(says.report(0, 0, 9, 0.1, (3, 0), (2, 2), rounds=(7, -1)))
+  shard.feed(report(1, (0, 0), (2, 0)))
+  assert not shard.state.fragments[0].round, "it waits a while for the value it has asked for"
+  shard.feed(report(1, (0, 0), (2, 0)), 0.9)
+  [pull] = shard.feed(Tick(syncer.next_wake(shard.state, ALONE)))
+  assert pull.message.round == 1 << 24
+  shard.feed(push(1, 1 << 24), 1.0, norm=1.0)
+  assert shard.state.fragments[0].last_round == 1 << 24
+  assert shard.feed(VALUE) == [] and shard.state.fragments[0].version == 1
+
+
+def test_a_report_of_a_round_that_never_was_is_ignored():
+  shard = Script(ALONE, incarnation=1)
+  shard.feed(hello(0, 0))
+  before = shard.state
+  for never in ((FUTURE, -1), (-1, 1 << 24)):
+    lie = says.report(0, 0, 9, 0.1, (3, 3), (2, 2), rounds=never)
+    assert shard.feed(lie) == [] and shard.state == before
+  assert shard.feed(report(0, (0, 0), (2, 2))), "its honest reports count again"
+
+
+@pytest.mark.parametrize("number, believed", [(FUTURE, False), (3, False), (2, True)])
+def test_a_snapshot_that_cannot_have_begun_is_ignored(number, believed):
+  """At clock 16, with one snapshot every 10 steps: 2 may be begun by who is a little ahead."""
+  shard = Script(OFTEN)
+  shard.feed(report(0, (0, 0), (1, 1), clock=16))
+  shard.feed(Tick(0.0))
+  before = shard.state
+  for message in (report(0, (0, 0), (2, 2), clock=16), push(0, 0), VALUE):
+    said = dataclasses.replace(message, snapshot=number)
+    assert believed or (shard.feed(said, norm=1.0) == [] and shard.state == before)
+  shard.feed(dataclasses.replace(report(0, (0, 0), (2, 2), clock=16), snapshot=number))
+  assert shard.state.snapshot == (2 if believed else 1)
+
+
+def test_who_takes_no_snapshots_hears_of_none():
+  shard = Script(dataclasses.replace(ALONE, snapshot_steps=0))
+  assert not records(shard, dataclasses.replace(report(0, (0, 0), (1, 1)), snapshot=FUTURE))
+  assert shard.state.snapshot == 0
+
+
+def test_snapshots_go_on_beside_a_liar():
+  world, deliver = calm(snapshot_steps=5), None
+  deliver = world._deliver
+
+  def lie(to, message):
+    if isinstance(message, Report) and message.learner == 1 and world.now > 1.0:
+      message = dataclasses.replace(message, snapshot=FUTURE)
+    deliver(to, message)
+
+  world._deliver = lie
+  world.run(6.0)
+  assert max(world.cuts) >= 10
+  assert all(a.state.snapshot < 15 for a in world.actors.values())
+  assert ("learner", 1) not in world.cuts[max(world.cuts)], "nobody counts on it"

@@ -1,0 +1,308 @@
+"""Every message survives the wire; everything else is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import msgpack
+
+from ddiloco.protocol.messages import (
+  KINDS,
+  ForwardMoments,
+  Goodbye,
+  Hello,
+  Moments,
+  ProvideMoments,
+  Publish,
+  Pull,
+  Push,
+  Recover,
+  Recovered,
+  Refusal,
+  Replica,
+  Replicated,
+  Report,
+  RequestMoments,
+  RequestValue,
+  Value,
+  Welcome,
+)
+from ddiloco.protocol.wire import (
+  MAX_HEADER_BYTES,
+  SEAL_BYTES,
+  WIRE_FORMAT,
+  MalformedMessage,
+  decode,
+  encode,
+  frame_bytes,
+  seal,
+)
+
+RUN, PLAN = "run-2026-01-31-abcdef", "0123456789abcdef"
+LEAST = {  # of numbers that may be negative
+  **dict.fromkeys(("rounds", "base_round"), -2),
+  **dict.fromkeys(("learner", "versions", "base_version", "round", "fragment", "participants"), -1),
+  **dict.fromkeys(("last_round", "merged_rounds", "merged_clocks", "momentum_round"), -1),
+}
+BYTES = bytes(range(64))
+EXAMPLES = [
+  Hello(3, 1, (2**33, -1, -2)),
+  Hello(-1, 0, ()),
+  Report(3, 1, 17, 0.25, (4, -1), (2**33, -2), (2, 0), False, 3),
+  Push(3, 1, 5, 2**33, 7, 24, 24_576, 900, 3, 2**52, "int4", BYTES),
+  Value(3, 1, 5, 8, 2**33, 10**9, (0, 3), (0, 2**33, 3, 7), 3, 2**52, "ab12", BYTES),
+  RequestMoments(3, 1, (0, 5)),
+  Moments(3, 1, 5, 2, 900, 880, BYTES),
+  Goodbye(3, 1),
+  Welcome(1, 0, 2, 900, (1, 3, 5), (-1, 2**33, 7), 3),
+  Pull(1, 0, 2, 5, 2**33, 7, 3),
+  RequestValue(1, 0, 2, 5),
+  ProvideMoments(1, 0, 2, 5),
+  ForwardMoments(1, 0, 2, 5, 3, 1, 2, 900, 880, BYTES),
+  Publish(1, 0, 2, 5, 2**33, 8, 7, 9, 900, 10**9, (0, 3), (0, 2**33), 3, 7, "ab12", "bf16", BYTES),
+  Publish(1, 0, 2, 5, -1, 0, -1, -2, 0, 0, (), (), 0, 0, "", "f32", BYTES),
+  Refusal(1, 0, 2, -1, -1, True, "norm 1e+06 is over 10 x 1"),
+  Replica(
+    1,
+    7,
+    1,
+    5,
+    8,
+    10**9,
+    2**33,
+    900,
+    -1,
+    (0, 3),
+    (0, 2**33, 3, 2**33),
+    (0, 900),
+    3,
+    False,
+    True,
+    BYTES,
+  ),
+  Replicated(2, 7, 5, 8),
+  Recover(1, 8),
+  Recovered(2, 7, 8, (1, 3, 5)),
+]
+
+
+def header_of(message) -> list:
+  """[format, run id, plan id, kind, fields...]: flat, so that each can be changed."""
+  *envelope, (kind, fields) = msgpack.decode(encode(message, RUN, PLAN)[0][:-SEAL_BYTES])
+  return [*envelope, kind, *fields]
+
+
+def packed(header: list) -> bytes:
+  return msgpack.encode((*header[:3], (header[3], header[4:])))
+
+
+def read(header: list | bytes, payload=None):
+  header = header if isinstance(header, bytes) else packed(header)
+  return decode(seal(header), payload, RUN, PLAN)
+
+
+def test_examples_cover_every_kind():
+  assert {type(m).__name__ for m in EXAMPLES} == set(KINDS)
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda m: type(m).__name__)
+def test_round_trip(message):
+  header, payload = encode(message, RUN, PLAN)
+  assert decode(header, payload, RUN, PLAN) == message
+  assert payload is getattr(message, "payload", None), "no copy"
+  assert frame_bytes(header, payload) == len(header) + (len(BYTES) if payload else 0)
+
+
+def test_headers_are_small():
+  for message in EXAMPLES:
+    header, _ = encode(message, RUN, PLAN)
+    assert len(header) < 200, message
+
+
+def field_cases():
+  """(message, field, wrong value) for every field of every kind."""
+  for message in EXAMPLES:
+    for f in dataclasses.fields(message):
+      good = getattr(message, f.name)
+      if f.name == "payload":
+        continue
+      wrong: list = [None, [[]], {"a": 1}]
+      if type(good) is int:
+        wrong += [True, 1.0, "1", LEAST.get(f.name, 0) - 1, 1 << 62]
+      elif type(good) is float:
+        wrong += [1, True, math.nan, math.inf, -0.5, "0.5"]
+      elif type(good) is tuple:
+        wrong += [7, "ab", [0, True], [1.0], [LEAST.get(f.name, 0) - 1], [1 << 62]]
+      elif type(good) is bool:
+        wrong += [0, 1, "True"]
+      elif type(good) is str:
+        wrong += [7, b"f32", True]
+      yield from ((message, f.name, value) for value in wrong)
+
+
+def test_what_no_honest_peer_says_is_refused():
+  """Else one report would push the run's clock to its end, or one number cost gigabytes."""
+  for message, field, most in [
+    (Hello(3, 1, (2**33, -1, -2)), "learner", (1 << 16) - 1),
+    (Report(3, 1, 17, 0.25, (4,), (3,), (2,), False, 3), "clock", (1 << 40) - 1),
+    (
+      Publish(1, 0, 2, 5, 9, 8, 7, 6, 900, 10, (0, 3), (0, 9), 3, 7, "", "f32", BYTES),
+      "participants",
+      (65_535,),
+    ),
+  ]:
+    more = (65_536,) if field == "participants" else most + 1
+    good = dataclasses.replace(message, **{field: most})
+    assert read(header_of(good), getattr(message, "payload", None)) == good
+    with pytest.raises(MalformedMessage, match=f"{field} = "):
+      bad = dataclasses.replace(message, **{field: more})
+      read(header_of(bad), getattr(message, "payload", None))
+
+
+def test_every_wrong_field_is_refused_and_named():
+  cases = list(field_cases())
+  assert len(cases) > 300
+  for message, name, value in cases:
+    header, payload = header_of(message), getattr(message, "payload", None)
+    names = [f.name for f in dataclasses.fields(message) if f.name != "payload"]
+    header[4 + names.index(name)] = value
+    with pytest.raises(MalformedMessage, match=f"{type(message).__name__}.{name} = "):
+      read(header, payload)
+
+
+@pytest.mark.parametrize("kind", ["Hello", "Report", "Push", "Goodbye", "Welcome", "Publish"])
+def test_only_what_may_be_minus_one_is(kind):
+  message = next(m for m in EXAMPLES if type(m).__name__ == kind)
+  with pytest.raises(MalformedMessage, match=f"{kind}.incarnation = -1"):
+    read(header_of(dataclasses.replace(message, incarnation=-1)), BYTES)
+
+
+@pytest.mark.parametrize(
+  "place, value, text",
+  [
+    (0, WIRE_FORMAT + 1, "format is"),
+    (0, True, "format is True, this run has"),
+    (0, 1.0, "format is 1.0, this run has"),
+    (1, "another", "run id is 'another', this run has"),
+    (2, "another", "plan id is 'another', this run has"),
+    (2, None, "plan id is None"),
+    (3, "Helo", "unknown kind 'Helo'"),
+    (3, 7, "Expected `str`, got `int`"),
+    (3, ["Hello"], "Expected `str`, got `array`"),
+  ],
+)
+def test_wrong_envelope(place, value, text):
+  header = header_of(Hello(3, 1, (2**33, -1, -2)))
+  header[place] = value
+  with pytest.raises(MalformedMessage, match=text):
+    read(header)
+
+
+def test_wrong_frames():
+  good = header_of(Hello(3, 1, (2**33, -1, -2)))
+  for header, text in [
+    (b"", "not a msgpack list"),
+    (b"\xc1", "not a msgpack list"),
+    (packed(good) + b"\x00", "not a msgpack list"),
+    (packed(good)[:-1], "not a msgpack list"),
+    (msgpack.encode({"a": 1}), "not a msgpack list"),
+    (msgpack.encode(good[:3]), "a list of 3 values, not of format"),
+    (msgpack.encode([3, *good[1:]]), f"format is 3, this run has {WIRE_FORMAT}"),
+    (msgpack.encode([*good[:3], good[3:]]), "not a msgpack list of kind and fields"),
+    (packed([*good, 1]), "Hello has 3 fields, got 4"),
+    (packed(good[:-1]), "Hello has 3 fields, got 2"),
+    (bytes(MAX_HEADER_BYTES + 1), "exceeds"),
+    (b"\x91" * 100_000, "not a msgpack list"),
+    (packed(good[:4])[:-1] + b"\x91" * 100_000, "not a msgpack list"),
+    (b"\xdd\xff\xff\xff\xff", "not a msgpack list"),
+    (packed(good[:4])[:-1] + b"\xdd\xff\xff\xff\xff", "not a msgpack list"),
+  ]:
+    with pytest.raises(MalformedMessage, match=text):
+      read(header)
+  with pytest.raises(MalformedMessage, match="Hello carries no payload"):
+    read(good, BYTES)
+
+
+def test_bulk_comes_with_its_payload():
+  bulk = [m for m in EXAMPLES if getattr(m, "payload", None) is not None]
+  assert {type(m) for m in bulk} == {Push, Value, Moments, ForwardMoments, Publish, Replica}
+  for message in bulk:
+    with pytest.raises(MalformedMessage, match=f"{type(message).__name__} without its payload"):
+      read(header_of(message))
+
+
+def test_the_text_of_an_error_stays_short():
+  header = header_of(Welcome(1, 0, 2, 900, (1, 3, 5), (-1, 2**33, 7), 3))
+  header[-1] = [True] * 60_000
+  with pytest.raises(MalformedMessage) as error:
+    read(header)
+  assert len(str(error.value)) < 300
+
+
+def test_a_value_is_written_in_one_way_only():
+  """Whoever reads a header, and whatever it compares, sees the same."""
+  good = packed(header_of(Goodbye(3, 1)))
+  assert good.endswith(b"\x92\x03\x01")
+  for longer in (b"\x92\x03\xcc\x01", b"\xdc\x00\x02\x03\x01"):
+    with pytest.raises(MalformedMessage, match=r"Goodbye(\.incarnation = 1)? is .*written in"):
+      read(good[:-3] + longer)
+
+
+def only_malformed_or_a_message(body: bytes, payload) -> None:
+  """With a right seal, so that what is in it is looked at."""
+  try:
+    message = decode(seal(body), payload, RUN, PLAN)
+  except MalformedMessage as error:
+    assert str(error)
+    return
+  again, same_payload = encode(message, RUN, PLAN)
+  assert decode(again, same_payload, RUN, PLAN) == message
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200), st.sampled_from([None, BYTES]))
+def test_random_bytes(header, payload):
+  only_malformed_or_a_message(header, payload)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.sampled_from(EXAMPLES), st.lists(st.tuples(st.integers(0, 10**6), st.binary(max_size=3))))
+def test_mutated_frames(message, edits):
+  header, payload = encode(message, RUN, PLAN)
+  header = header[:-SEAL_BYTES]
+  for where, new in edits:
+    at = where % (len(header) + 1)
+    header = header[:at] + new + header[at + where % 3 :]
+  only_malformed_or_a_message(header, payload)
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda m: type(m).__name__)
+def test_no_flipped_bit_goes_unnoticed(message):
+  header, payload = encode(message, RUN, PLAN)
+  for bit in range(8 * len(header)):
+    damaged = bytearray(header)
+    damaged[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(MalformedMessage, match="damaged"):
+      decode(bytes(damaged), payload, RUN, PLAN)
+  for length in range(len(header)):
+    with pytest.raises(MalformedMessage, match="damaged"):
+      decode(header[:length], payload, RUN, PLAN)
+
+
+ANYTHING = st.recursive(
+  st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5),
+  lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner),
+  max_leaves=5,
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.sampled_from(EXAMPLES), st.integers(0, 20), ANYTHING)
+def test_any_value_in_any_place(message, place, value):
+  header = header_of(message)
+  header[place % len(header)] = value
+  only_malformed_or_a_message(packed(header), getattr(message, "payload", None))

@@ -1,0 +1,123 @@
+"""Moments for those that join: who is asked, who gets them, and that nobody waits for ever."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from ddiloco.protocol import learner
+from ddiloco.protocol.actions import (
+  ApplyMoments,
+  Send,
+  SendMoments,
+  Staged,
+  StepDone,
+  TakeMoments,
+  Taken,
+  Tick,
+)
+from ddiloco.protocol.messages import ForwardMoments, Moments, ProvideMoments, RequestMoments
+from tests import says
+from tests.protocol.test_syncer_scripts import ALONE, Script, join, report
+
+
+def shard_with(*learners: int) -> Script:
+  shard = Script(ALONE)
+  for m in learners:
+    shard.feed(says.hello(m, 0))
+    shard.feed(report(m, (0, 0), (0, 0)))
+  return shard
+
+
+def donor_of(actions) -> list[tuple[int, int]]:
+  """(donor, fragment) of every donation asked for."""
+  sends = [a for a in actions if isinstance(a, Send) and isinstance(a.message, ProvideMoments)]
+  return [(a.to, a.message.fragment) for a in sends]
+
+
+def moments(m: int, fragment: int, clock: int = 9) -> Moments:
+  return Moments(m, 0, fragment, 1, clock, 7, payload=b"given")
+
+
+def test_one_donation_at_a_time_goes_to_all_who_wait():
+  shard = shard_with(0, 1, 2, 3)
+  assert donor_of(shard.feed(RequestMoments(2, 0, (0, 1)))) == [(0, 0)]
+  assert donor_of(shard.feed(RequestMoments(3, 0, (0, 1)))) == [], "one is under way"
+  actions = shard.feed(moments(0, 0))
+  inherits = [(a.to, a.message) for a in actions if isinstance(a.message, ForwardMoments)]
+  assert [to for to, _ in inherits] == [2, 3]
+  assert all((m.fragment, m.donor, m.clock, m.count) == (0, 0, 9, 7) for _, m in inherits)
+  assert all(m.payload == b"given" for _, m in inherits)
+  # The next fragment is asked of the other one that trains: donors take turns.
+  assert donor_of(actions) == [(1, 1)]
+  actions = shard.feed(moments(1, 1))
+  assert [a.to for a in actions] == [2, 3] and shard.state.donation is None
+  assert shard.feed(moments(1, 1)) == [], "nobody waits any more"
+
+
+def test_a_donor_that_does_not_answer_is_replaced():
+  shard = shard_with(0, 1, 2)
+  assert donor_of(shard.feed(RequestMoments(2, 0, (0,)), 0.0)) == [(0, 0)]
+  assert donor_of(shard.feed(RequestMoments(2, 0, (0,)), 0.5)) == []
+  assert donor_of(shard.feed(RequestMoments(2, 0, (0,)), 1.5)) == [(1, 0)]
+  assert shard.feed(moments(0, 0)) == [], "too late: the other one is at it"
+  assert [a.to for a in shard.feed(moments(1, 0))] == [2]
+
+
+def test_who_joins_leaves_or_was_rejected_is_no_donor():
+  shard = shard_with(0, 1, 2)
+  shard.feed(says.report(0, 0, 1, 0.1, (0, 0), (0, 0), leaving=True))
+  bad = dataclasses.replace(shard.state.members[1], rejections=1)
+  shard.state = dataclasses.replace(shard.state, members={**shard.state.members, 1: bad})
+  assert donor_of(shard.feed(RequestMoments(2, 0, (0,)))) == []
+  assert donor_of(shard.feed(RequestMoments(7, 0, (0,)))) == [], "an unknown one is not listened to"
+  shard.feed(says.hello(3, 0))
+  shard.feed(report(3, (0, 0), (0, 0)))
+  assert donor_of(shard.feed(RequestMoments(2, 0, (0,)))) == [(3, 0)]
+
+
+def test_a_joiner_waits_for_moments_and_takes_none_that_are_older_than_its_welcome():
+  one = Script(role="learner")
+  one.state = dataclasses.replace(one.state, donor_seconds=5.0)
+  whole = says.publish(0, 0, 0, 0, -1, 0, -1, 40, 0, (), (), "")
+  one.feed(Tick(0.0))
+  one.feed(says.welcome(0, 0, 0, 40, (0, 1)))
+  for p in (0, 1):
+    one.feed(dataclasses.replace(whole, fragment=p))
+    one.feed(Staged(p, 0, 10.0))
+  assert one.state.joined and not learner.can_step(one.state, one.sync)
+  [asked] = one.feed(Tick(10.0))
+  assert asked == Send(0, RequestMoments(0, 0, (0, 1)))
+  assert one.feed(Tick(10.1)) == []
+  old = ForwardMoments(0, 0, 0, 0, 3, 0, 1, 39, 7)
+  assert one.feed(old) == [], "from before it was welcomed at clock 40"
+  new = dataclasses.replace(old, clock=40)
+  assert one.feed(new) == [TakeMoments(new)]
+  assert one.feed(Taken(0, 10.2, "staged")) == [ApplyMoments(0, "staged")]
+  assert one.feed(new) == [], "it has them"
+  assert one.feed(Tick(11.5)) == [Send(0, RequestMoments(0, 0, (1,)))]
+  one.feed(Tick(15.0))
+  assert not one.state.wants and learner.can_step(one.state, one.sync), "goes on without the rest"
+  assert one.feed(Taken(1, 15.1)) == []
+
+
+def test_at_the_start_of_a_run_nobody_waits():
+  one = Script(role="learner")
+  one.state = dataclasses.replace(one.state, donor_seconds=math.inf)
+  for p in (0, 1):
+    one.feed(says.publish(0, 0, 0, p, -1, 0, -1, 0, 0, (), (), ""))
+    one.feed(Staged(p, 0, 0.0))
+  assert learner.can_step(one.state, one.sync)
+
+
+def test_a_donor_gives_at_a_step_boundary_and_one_that_waits_itself_does_not():
+  one = Script(role="learner")
+  join(one)
+  one.feed(StepDone(0.1, 10, 0.1))
+  [give] = one.feed(ProvideMoments(0, 0, 0, 1))
+  assert give == SendMoments(0, Moments(0, 0, 1, 1, 41, 0))
+  [give] = one.feed(ProvideMoments(0, 0, 0, 1))
+  assert give.moments.donation == 2
+  assert one.feed(ProvideMoments(0, 0, 0, 9)) == []
+  one.state = dataclasses.replace(one.state, wants=(0,))
+  assert one.feed(ProvideMoments(0, 0, 0, 1)) == []

@@ -1,0 +1,146 @@
+"""Decision table, grace formula and screening, derived by hand."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddiloco.config import SyncConfig
+from ddiloco.protocol.quorum import Decision, decide, grace_seconds, screen
+
+TWO = SyncConfig(min_quorum=2, overlap_steps=2, grace_safety=0.5)
+
+
+@pytest.mark.parametrize(
+  "now, pushed, pending, quorum_at, grace, expected",
+  [
+    (5.0, 0, [0, 1], None, 0.5, Decision("wait", "quorum: 0 of 2 have answered, waiting for 0, 1")),
+    (5.0, 1, [4], None, 0.5, Decision("wait", "quorum: 1 of 2 have answered, waiting for 4")),
+    (5.0, 0, [1], None, 0.5, Decision("abandon", "only 1 of 2 needed are left")),
+    (5.0, 1, [], None, 0.5, Decision("abandon", "only 1 of 2 needed are left")),
+    (5.0, 2, [], 5.0, 0.5, Decision("commit", "all 2 asked have answered")),
+    (9.0, 3, [], 5.0, 0.5, Decision("commit", "all 3 asked have answered")),
+    (5.0, 2, [7], 5.0, 0.5, Decision("wait", "grace: 0.500 s left for 7", 5.5)),
+    (5.25, 3, [7, 8], 5.0, 0.5, Decision("wait", "grace: 0.250 s left for 7, 8", 5.5)),
+    (
+      5.5,
+      2,
+      [7],
+      5.0,
+      0.5,
+      Decision("commit", "quorum of 2, grace of 0.500 s is over without 7"),
+    ),
+    (
+      5.0,
+      2,
+      [7],
+      5.0,
+      0.0,
+      Decision("commit", "quorum of 2, grace of 0.000 s is over without 7"),
+    ),
+    (5.0, 2, [7], None, 0.5, Decision("wait", "grace: 0.500 s left for 7", 5.5)),
+  ],
+)
+def test_decision_table(now, pushed, pending, quorum_at, grace, expected):
+  assert decide(now, pushed, pending, quorum_at, grace, TWO) == expected
+
+
+@pytest.mark.parametrize(
+  "step, quorum, sync, expected",
+  [
+    (1.0, 0.5, 0.5, 0.5),  # slack 2 * 1 - 1 = 1, half of it
+    (1.0, 0.0, 0.0, 1.0),  # slack 2, half of it: exactly one step
+    (1.0, 1.5, 0.75, 0.0),  # no slack left: never negative
+    (0.0, 0.0, 0.0, 0.0),  # nothing measured yet
+    (0.2, 0.1, 0.1, 0.1),
+  ],
+)
+def test_grace_formula(step, quorum, sync, expected):
+  assert grace_seconds(step, quorum, sync, TWO) == pytest.approx(expected)
+
+
+def test_grace_is_at_most_a_step_and_zero_without_overlap_or_safety():
+  long = SyncConfig(overlap_steps=8, grace_safety=0.9)
+  assert grace_seconds(1.0, 0.1, 0.1, long) == 1.0
+  assert grace_seconds(1.0, 0.1, 0.1, SyncConfig(overlap_steps=0)) == 0.0
+  assert grace_seconds(1.0, 0.1, 0.1, SyncConfig(grace_safety=0.0)) == 0.0
+
+
+@pytest.mark.parametrize(
+  "norms, past, expected",
+  [
+    ({0: 1.0, 1: 1.0, 2: 10.0}, {0: 0.0, 1: 0.0, 2: 0.0}, {}),  # exactly the ratio passes
+    ({0: 1.0, 1: 1.0, 2: 10.1}, {0: 0.0, 1: 0.0, 2: 0.0}, {2: "norm 10.1 is over 10 x 1"}),
+    ({0: 1.0, 1: 50.0}, {0: 1.0, 1: 5.0}, {}),  # as it has always been
+    ({0: 1.0, 1: 51.0}, {0: 1.0, 1: 5.0}, {1: "norm 51 is over 10 x 5"}),
+    ({0: 90.0, 1: 99.0}, {0: 1.0, 1: 1.0}, {}),  # all grew together
+    ({3: 1e9}, {3: 0.0}, {}),  # alone and new
+    ({3: 1e9}, {3: 1.0}, {3: "norm 1e+09 is over 10 x 1"}),  # alone, with a past
+    ({0: math.nan, 1: 1.0}, {0: 0.0, 1: 0.0}, {0: "not finite (norm nan)"}),
+    ({0: math.inf, 1: 1e9}, {0: 0.0, 1: 0.0}, {0: "not finite (norm inf)"}),
+    ({0: 0.0, 1: 3.0}, {0: 0.0, 1: 0.0}, {0: "all zeros, after 1 steps"}),  # others no reference
+    ({0: 0.0, 1: 0.0, 2: 0.0, 3: 3.0}, {0: 1.0, 1: 0.0, 2: 0.0, 3: 0.0}, {}),  # most are at rest
+    ({0: 0.0}, {0: 1.0}, {}),  # alone, as at the end of a schedule
+    ({}, {}, {}),
+  ],
+)
+def test_screen(norms, past, expected):
+  assert screen(norms, dict.fromkeys(norms, 1), past, 10.0) == expected
+
+
+def test_a_longer_update_of_more_steps_is_in_proportion():
+  """29 steps that all went one way, beside one step: 29 times as long, and not rejected."""
+  past = {0: 0.0, 1: 1.0}
+  assert screen({0: 1.0, 1: 29.0}, {0: 1, 1: 29}, past, 10.0) == {}
+  assert list(screen({0: 1.0, 1: 29.0}, {0: 1, 1: 1}, past, 10.0)) == [1]
+  # A single step beside 29 that cancelled each other is not too long either.
+  assert screen({0: 1.0, 1: 29**0.5}, {0: 1, 1: 29}, {0: 29**-0.5, 1: 29**-0.5}, 10.0) == {}
+
+
+NORMS = st.one_of(st.floats(0, 100), st.sampled_from([0.0, 1.0, 50.0, math.inf, math.nan]))
+
+
+@given(st.lists(st.tuples(NORMS, st.integers(1, 4), st.floats(0, 10)), max_size=12))
+def test_screening_compares_with_the_median_of_all_others(updates):
+  """As the docstring says it, with one look at everybody for each."""
+  norms, steps, past = ({m: u[i] for m, u in enumerate(updates)} for i in range(3))
+  expected = set()
+  for m, norm in norms.items():
+    others = [
+      other * max(1.0, steps[m] / steps[n])
+      for n, other in norms.items()
+      if n != m and math.isfinite(other)
+    ]
+    usual, own = (statistics.median(others) if others else 0.0), past[m] * steps[m]
+    references = [r for r in (usual, own) if r > 0]
+    too_long = bool(references) and norm > 5.0 * max(references)
+    if not math.isfinite(norm) or (norm == 0 and usual > 0) or too_long:
+      expected.add(m)
+  assert screen(norms, steps, past, 5.0).keys() == expected
+
+
+@given(
+  st.floats(0, 1e6),
+  st.integers(0, 5),
+  st.lists(st.integers(0, 9), unique=True, max_size=5),
+  st.floats(0, 10),
+  st.integers(1, 4),
+)
+def test_a_verdict_always_keeps_quorum_and_patience(now, pushed, pending, grace, min_quorum):
+  sync = SyncConfig(min_quorum=min_quorum)
+  decision = decide(now, pushed, pending, now if pushed >= min_quorum else None, grace, sync)
+  assert decision.reason
+  if decision.verdict == "commit":
+    assert pushed >= min_quorum and (not pending or now + grace <= now)
+  elif decision.verdict == "abandon":
+    assert pushed + len(pending) < min_quorum
+  else:
+    assert pending and (decision.wake_at is None) == (pushed < min_quorum)
+    # Woken then, it commits: no alarm rings for nothing.
+    if decision.wake_at is not None:
+      again = decide(decision.wake_at, pushed, pending, now, grace, sync)
+      assert again.verdict == "commit"

@@ -1,0 +1,461 @@
+"""When roles start, start again, join, leave and are given up: the policy of every engine."""
+
+import ast
+import collections
+import dataclasses
+import random
+from pathlib import Path
+
+import pytest
+
+import ddiloco
+from ddiloco.config import Fault, RunConfig
+from ddiloco.protocol import supervisor
+from ddiloco.protocol.supervisor import (
+  DOWN,
+  DUTY_SECONDS,
+  GONE,
+  LEFT,
+  LONGEST_PAUSE_SECONDS,
+  UP,
+  Dismiss,
+  Exited,
+  Hold,
+  Holds,
+  Hopeless,
+  Joined,
+  Left,
+  Lost,
+  Requested,
+  Start,
+  Strike,
+  Supervisor,
+  Terminate,
+  Tick,
+  Working,
+  after_exit,
+  healthy_seconds,
+  next_wake,
+  pause_seconds,
+  pressing,
+  strike,
+  supervise,
+)
+
+RUN = RunConfig(restart_seconds=1.0, max_restarts=5)
+LEARNER, SHARD = "learner/3", "syncer/0"
+
+
+def lives(run: RunConfig, *worked: float) -> list[float | None]:
+  """The pause after each of these lives of one role."""
+  deaths, pauses = 0, []
+  for seconds in worked:
+    deaths, pause = after_exit(deaths, seconds, run)
+    pauses.append(pause)
+  return pauses
+
+
+class Play:
+  """One state, what it was told, and what it said."""
+
+  def __init__(self, *roles: str, run: RunConfig = RUN, **more):
+    self.state: Supervisor = supervisor.init(run, roles, **more)
+
+  def __call__(self, event) -> list:
+    self.state, actions = supervise(self.state, event)
+    return actions
+
+  def phase(self, name: str = LEARNER) -> str:
+    return self.state.roles[name].phase
+
+
+def kill(**more) -> Fault:
+  return Fault("kill", LEARNER, **more)
+
+
+# --- restarts -------------------------------------------------------------------------------------
+
+
+def test_pauses_double_and_the_death_after_the_last_restart_gives_up():
+  assert lives(RUN, *[0.0] * 6) == [1.0, 2.0, 4.0, 8.0, 16.0, None]
+  assert lives(RunConfig(max_restarts=0), 0.0) == [None]
+
+
+def test_the_sixth_death_in_a_month_does_not_end_the_run():
+  assert lives(RUN, *[5 * 86_400.0] * 100) == [1.0] * 100
+
+
+def test_a_healthy_while_resets_count_and_backoff_and_a_shorter_one_does_not():
+  healthy = healthy_seconds(RUN)
+  assert healthy == 160.0, "ten times the longest pause, 16 s"
+  assert lives(RUN, 0, 0, 0, healthy, 0) == [1.0, 2.0, 4.0, 1.0, 2.0]
+  assert lives(RUN, *[healthy - 1] * 6)[-1] is None
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.05, 1.0, 30.0, 3600.0])
+@pytest.mark.parametrize("restarts", [0, 1, 5, 40, 10**6])
+def test_the_backoff_is_bounded(seconds, restarts):
+  run = RunConfig(restart_seconds=seconds, max_restarts=restarts)
+  most = max(seconds, LONGEST_PAUSE_SECONDS)
+  pauses = [pause_seconds(n, run) for n in (1, 2, 3, 50, 5000, 10**6)]
+  assert pauses == sorted(pauses) and pauses[0] == seconds and pauses[-1] <= most
+  assert 60.0 <= healthy_seconds(run) <= 10 * most
+  # Whoever is healthy between its deaths is there nine tenths of its time, however often it dies.
+  assert healthy_seconds(run) >= 10 * pause_seconds(max(1, restarts), run)
+
+
+def test_a_role_that_cannot_stay_up_is_given_up_also_without_any_pause():
+  run = RunConfig(restart_seconds=0.0, max_restarts=3)
+  assert lives(run, *[1.0] * 4) == [0.0, 0.0, 0.0, None]
+
+
+# --- what is said and done ------------------------------------------------------------------------
+
+
+def test_all_roles_start_at_the_first_tick_in_order_and_once():
+  play = Play(SHARD, LEARNER)
+  assert play(Tick(0.0)) == [Start(SHARD, 0, False), Start(LEARNER, 0, False)]
+  assert play(Tick(1.0)) == []
+
+
+ENDS = [  # (what is told of a life that began at 0 s, what is said, the role's phase after it)
+  (Left(LEARNER), [], LEFT),
+  (Exited(LEARNER, 5.0, "broken"), [Lost(LEARNER, "broken")], DOWN),
+  (Exited(LEARNER, 5.0, "bad usage", for_good=True), [Lost(LEARNER, "bad usage")], GONE),
+  (
+    Exited(LEARNER, 5.0, "its words", kill=kill(at_step=0, seconds=4.0)),
+    [Lost(LEARNER, "killed by plan, back in 4 s")],
+    DOWN,
+  ),
+  (
+    Exited(LEARNER, 5.0, kill=kill(at_step=0, seconds=-1)),
+    [Lost(LEARNER, "killed by plan, back in -1 s")],
+    GONE,
+  ),
+  (Exited("learner/9", 5.0, "nobody"), [], UP),
+  (Left("learner/9"), [], UP),
+  (Working("learner/9", 5.0), [], UP),
+  (Requested(Fault("kill", "learner/9", at_step=0)), [], UP),
+]
+
+
+@pytest.mark.parametrize("event, said, phase", ENDS)
+def test_what_the_end_of_a_life_leads_to(event, said, phase):
+  play = Play(LEARNER)
+  play(Tick(0.0))
+  assert play(event) == said and play.phase() == phase
+  if phase in (LEFT, GONE):
+    assert next_wake(play.state) == float("inf")
+    assert play(Tick(1e9)) == play(Exited(LEARNER, 1e9)) == play(Dismiss("")) == []
+
+
+@pytest.mark.parametrize(
+  "exited, back_at",
+  [
+    (Exited(LEARNER, 5.0), 6.0),
+    (Exited(LEARNER, 5.0, kill=kill(at_step=0, seconds=4.0)), 9.0),
+    (Exited(LEARNER, 0.5, kill=kill(at_step=0, seconds=0.0)), 1.1),  # two lives in one second
+  ],
+)
+def test_a_role_is_back_when_its_pause_is_over_and_not_before(exited, back_at):
+  play = Play(LEARNER, shortest_life_seconds=1.1)
+  play(Tick(0.0))
+  play(exited)
+  assert next_wake(play.state) == back_at
+  assert play(Tick(back_at - 0.01)) == []
+  assert play(Tick(back_at)) == [Start(LEARNER, 1, False)]
+
+
+def test_planned_kills_do_not_count_and_healthy_lives_forget():
+  play, now = Play(LEARNER, run=RunConfig(restart_seconds=1.0, max_restarts=1)), 0.0
+  for _ in range(5):
+    play(Tick(now))
+    play(Exited(LEARNER, now, kill=kill(at_step=0, seconds=0.0)))
+  for _ in range(5):
+    play(Tick(now))
+    play(Working(LEARNER, now + 3.0))
+    play(Working(LEARNER, now + 9.0))
+    now += 3.0 + healthy_seconds(play.state.run)
+    play(Exited(LEARNER, now))
+    assert next_wake(play.state) == now + 1.0, "the first pause"
+    now += 1.0
+  play(Tick(now))
+  play(Exited(LEARNER, now + 1e6))  # it compiled for long, and never did its work
+  assert play.phase() == GONE
+
+
+def test_a_bad_state_is_left_behind_once():
+  play = Play(LEARNER)
+  play(Tick(0.0))
+  play(Exited(LEARNER, 0.0, "quarantined: not finite", afresh=True))
+  assert play(Tick(1.0)) == [Start(LEARNER, 1, True)]
+  play(Exited(LEARNER, 1.0))
+  assert play(Tick(9.0)) == [Start(LEARNER, 2, False)]
+
+
+# --- planned faults -------------------------------------------------------------------------------
+
+
+def test_two_kills_that_are_due_together_take_two_lives():
+  first, second = kill(at_step=10, seconds=4.0), kill(at_step=11, seconds=-1)
+  play = Play(LEARNER, planned=[first, second])
+  play(Tick(0.0))
+  assert play(Tick(1.0, clock=9)) == []
+  assert play(Tick(1.0, clock=11)) == [Strike(first)]
+  assert play(Tick(1.5, clock=11)) == [], "the second kill is for its next life"
+  assert play(Exited(LEARNER, 2.0, "killed by SIGKILL")) == [
+    Lost(LEARNER, "killed by plan, back in 4 s")
+  ]
+  assert play(Tick(5.9, clock=11)) == []
+  assert play(Tick(6.0, clock=11)) == [Start(LEARNER, 1, False)]
+  assert play(Tick(6.1, clock=11)) == [Strike(second)]
+  play(Exited(LEARNER, 6.2))
+  assert play.phase() == GONE
+
+
+def test_a_fault_waits_for_a_role_that_is_down_and_may_be_asked_for_later():
+  play, drop = Play(LEARNER), Fault("drop", LEARNER, at_seconds=0.0)
+  play(Tick(0.0))
+  play(Exited(LEARNER, 0.0))
+  play(Requested(drop))
+  assert play(Tick(0.5)) == [] and play(Tick(1.0)) == [Start(LEARNER, 1, False)]
+  assert play(Tick(1.1)) == [Strike(drop)] and play(Tick(1.2)) == []
+
+
+def test_a_stalled_role_is_held_let_go_and_heard_when_it_should_end():
+  stall = Fault("stall", LEARNER, at_step=5, seconds=2.0)
+  play = Play(LEARNER, planned=[stall, dataclasses.replace(stall, at_step=6, seconds=1e6)])
+  play(Tick(0.0))
+  assert not pressing(play.state, 0.0)
+  assert play(Tick(10.0, clock=5)) == [Strike(stall), Hold(LEARNER, True)]
+  assert pressing(play.state, 11.9) and play(Tick(11.9, clock=5)) == []
+  assert play(Tick(12.0, clock=5)) == [Hold(LEARNER, False)]
+  play(Tick(13.0, clock=6))
+  assert play(Dismiss("learner/")) == [Terminate(LEARNER)]
+  assert play(Tick(14.0, clock=6)) == [] and not pressing(play.state, 14.0)
+
+
+def test_a_new_life_is_not_held_for_what_the_last_one_suffered():
+  play = Play(LEARNER, planned=[Fault("stall", LEARNER, at_step=0, seconds=1e6)])
+  play(Tick(0.0, clock=-1))
+  play(Tick(0.0))
+  play(Exited(LEARNER, 1.0))
+  assert play(Tick(2.0)) == [Start(LEARNER, 1, False)] and play(Tick(2.1)) == []
+
+
+def test_strike_takes_the_first_fault_that_is_due_and_leaves_the_others():
+  late, by_time, early = kill(at_step=50), kill(at_seconds=3.0), kill(at_step=5)
+  plan = (late, by_time, early)
+  assert strike(plan, clock=4, seconds=2.9) == (None, plan)
+  assert strike(plan, clock=5, seconds=0.0) == (early, (late, by_time))
+  assert strike(plan, clock=5, seconds=3.0) == (by_time, (late, early))
+  assert strike((), clock=10**9, seconds=1e9) == (None, ())
+
+
+def test_a_stalled_process_stands_still_until_its_time_is_over():
+  holds = Holds()
+  assert not holds.held(10.0) and not holds.active(10.0)
+  holds = holds.add(Fault("stall", "syncer/0", at_step=1, seconds=2.0), now=10.0)
+  assert holds.held(10.0) and holds.held(11.9) and holds.active(11.9)
+  assert not holds.held(12.0) and not holds.active(12.0)
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0, 5.0])
+def test_a_slow_process_runs_for_one_part_of_factor(factor):
+  holds = Holds()
+  holds = holds.add(Fault("slow", "learner/0", at_step=1, seconds=60.0, factor=factor), now=3.0)
+  times = [3.0 + i * DUTY_SECONDS / 1000 for i in range(100_000)]
+  runs = sum(not holds.held(t) for t in times) / len(times)
+  assert runs == pytest.approx(1 / factor, abs=0.01)
+  assert not holds.held(3.0), "a turn begins with running"
+  assert holds.active(62.9) and not holds.held(63.0) and not holds.active(63.0)
+
+
+def test_a_stall_inside_a_slow_time_comes_first_and_the_slow_time_goes_on():
+  holds = Holds()
+  holds = holds.add(Fault("slow", "learner/0", at_step=1, seconds=60.0, factor=2.0), now=0.0)
+  holds = holds.add(Fault("stall", "learner/0", at_step=1, seconds=1.0), now=1.0)
+  assert all(holds.held(1.0 + i / 1000) for i in range(1000))
+  assert not holds.held(2.01) and holds.active(2.01)
+
+
+# --- joins, departures, the end -------------------------------------------------------------------
+
+
+def test_a_learner_joins_and_is_asked_to_leave_also_when_it_has_died_meanwhile():
+  join = Fault("join", "learner/7", at_step=20, seconds=10.0)
+  fault = Fault("drop", "learner/7", at_step=25)
+  play = Play(LEARNER, planned=[join, fault])
+  play(Tick(0.0))
+  assert play(Tick(3.0, clock=20)) == [Joined(join), Start("learner/7", 0, False)]
+  assert play(Tick(4.0, clock=25)) == [Strike(fault)]
+  assert play(Tick(13.0, clock=30)) == [Terminate("learner/7")]
+  assert play(Tick(14.0, clock=30)) == []
+  play(Exited("learner/7", 15.0))
+  assert play(Tick(16.0, clock=30)) == [Start("learner/7", 1, False)]
+  assert play(Tick(16.1, clock=30)) == [Terminate("learner/7")]
+  assert play(Left("learner/7")) == []
+  play(Requested(join))
+  assert play(Tick(20.0, clock=40)) == [], "who was here before does not come again"
+
+
+def test_who_is_dismissed_does_not_come_back():
+  play = Play(SHARD, LEARNER, "learner/4")
+  play(Tick(0.0))
+  play(Exited("learner/4", 0.5))
+  assert play(Dismiss("learner/")) == [Terminate(LEARNER)]
+  assert play.phase("learner/4") == LEFT
+  assert play(Exited(LEARNER, 1.0, "crashed")) == [Lost(LEARNER, "crashed")]
+  assert play.phase() == LEFT
+  play(Exited(SHARD, 1.0))
+  assert play(Tick(9.0)) == [Start(SHARD, 1, False)], "learners still bring out their work"
+
+
+@pytest.mark.parametrize(
+  "quorum, gone, reason",
+  [
+    (1, ["learner/0"], ""),
+    (2, ["learner/0"], "1 learners are left, and 2 are needed"),
+    (1, ["learner/0", "learner/1"], "0 learners are left, and 1 are needed"),
+    (0, [SHARD], "syncer/0 is gone for good"),
+    (1, ["evaluator"], ""),
+  ],
+)
+def test_a_run_is_hopeless_without_a_shard_or_a_quorum_and_that_is_said_once(quorum, gone, reason):
+  play = Play(SHARD, "learner/0", "learner/1", "evaluator", quorum=quorum)
+  play(Tick(0.0))
+  said = [play(Exited(name, 1.0, "x", for_good=True))[1:] for name in gone]
+  if not reason:
+    assert said == [[]] and not play.state.hopeless
+    return
+  ((hopeless,),) = [actions for actions in said if actions]
+  assert isinstance(hopeless, Hopeless) and hopeless.reason.startswith(reason)
+  assert play.state.hopeless == hopeless.reason
+  for name in ("syncer/0", "learner/1"):
+    again = play(Exited(name, 2.0, "x", for_good=True))
+    assert not any(isinstance(action, Hopeless) for action in again)
+
+
+def test_a_learner_that_left_is_still_counted_and_one_that_joined_counts_too():
+  play = Play("learner/0", "learner/1", quorum=2)
+  play(Tick(0.0))
+  play(Left("learner/0"))
+  play(Requested(Fault("join", "learner/2", at_seconds=0.0, seconds=-1)))
+  play(Tick(1.0))
+  assert play(Exited("learner/1", 1.0, "x", for_good=True)) == [Lost("learner/1", "x")]
+
+
+# --- random sequences -----------------------------------------------------------------------------
+
+
+class World:
+  """Roles that do what they are told, and die at random; checks every action."""
+
+  def __init__(self, seed: int):
+    self.random = rng = random.Random(f"supervised {seed}")
+    self.names = [SHARD, *(f"learner/{m}" for m in range(rng.randint(1, 4)))]
+    self.run = RunConfig(
+      restart_seconds=rng.choice([0.0, 0.1, 3.0]), max_restarts=rng.randint(0, 4)
+    )
+    planned = [self._fault() for _ in range(rng.randint(0, 8))]
+    quorum = rng.randint(0, len(self.names) - 1)
+    self.play = Play(*self.names, run=self.run, planned=planned, quorum=quorum)
+    self.now, self.clock = 0.0, 0
+    self.up: set[str] = set()
+    self.held: set[str] = set()
+    self.dying: set[str] = set()  # a planned kill was performed
+    self.starts: collections.Counter[str] = collections.Counter()
+    self.hopeless = 0
+
+  def _fault(self) -> Fault:
+    rng = self.random
+    action = rng.choice(["kill", "stall", "slow", "drop", "join"])
+    role = f"learner/{rng.randint(5, 7)}" if action == "join" else rng.choice(self.names)
+    seconds = rng.choice([0.0, 1.0, 20.0, *([-1.0] if action in ("kill", "join") else [])])
+    return Fault(action, role, at_step=rng.randint(0, 40), seconds=seconds)
+
+  def tell(self, event) -> None:
+    for action in self.play(event):
+      self.check(action, event)
+    assert self.up == {n for n, r in self.play.state.roles.items() if r.phase == UP}
+    assert self.held == {n for n, r in self.play.state.roles.items() if r.held}
+
+  def check(self, action, event) -> None:
+    match action:
+      case Start(name, life, _):
+        assert name not in self.up, "started twice"
+        assert life == self.starts[name]
+        self.starts[name] += 1
+        self.up.add(name)
+        self.held.discard(name)
+      case Strike(fault):
+        assert fault.role in self.up and fault.role not in self.dying
+        self.dying |= {fault.role} if fault.action == "kill" else set()
+      case Hold(name, held):
+        assert name in self.up and (name in self.held) != held
+        (self.held.add if held else self.held.discard)(name)
+      case Terminate(name):
+        assert name in self.up
+        self.held.discard(name)
+      case Lost(name, _):
+        assert name == event.role
+      case Joined(fault):
+        assert fault.action == "join"
+      case Hopeless():
+        self.hopeless += 1
+
+  def end(self, name: str, good: bool) -> None:
+    self.up.discard(name)
+    self.held.discard(name)
+    self.dying.discard(name)
+    self.tell(
+      Left(name) if good else Exited(name, self.now, "x", for_good=self.random.random() < 0.1)
+    )
+
+  def step(self) -> None:
+    rng = self.random
+    self.now += rng.choice([0.0, 0.01, 0.5, 5.0])
+    self.clock += rng.randint(0, 2)
+    what, name = rng.random(), rng.choice(sorted(self.play.state.roles))
+    if name in self.dying and what < 0.5:
+      self.end(name, good=False)
+    elif name in self.up and what < 0.1:
+      self.end(name, good=rng.random() < 0.2 and name not in self.dying)
+    elif what < 0.2:
+      self.tell(Working(name, self.now))
+    elif what < 0.25:
+      self.tell(Requested(self._fault()))
+    self.tell(Tick(self.now, self.clock, self.now))
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_no_role_is_lost_and_none_started_twice(seed):
+  world = World(seed)
+  for _ in range(120):
+    world.step()
+    down = [r for r in world.play.state.roles.values() if r.phase == DOWN]
+    longest = max(20.0, LONGEST_PAUSE_SECONDS, world.run.restart_seconds)
+    assert all(world.now < role.start_at <= world.now + longest for role in down)
+  assert world.hopeless <= 1 and bool(world.hopeless) == bool(world.play.state.hopeless)
+  world.now += 100.0
+  world.tell(Tick(world.now, world.clock, world.now))
+  for name, role in world.play.state.roles.items():
+    assert role.phase in (UP, LEFT, GONE), f"{name} was never started again"
+  world.tell(Dismiss(""))
+  for name in sorted(world.up):
+    world.end(name, good=True)
+  assert all(role.ended for role in world.play.state.roles.values())
+  assert next_wake(world.play.state) == float("inf")
+
+
+def test_the_policy_is_written_once():
+  """`run.max_restarts` and `run.restart_seconds` are read by the policy alone.
+
+  But for synchronous data-parallel, which restarts for ever after one fixed pause.
+  """
+  readers = set()
+  for path in Path(ddiloco.__file__).parent.rglob("*.py"):
+    for node in ast.walk(ast.parse(path.read_text())):
+      if isinstance(node, ast.Attribute) and node.attr in ("max_restarts", "restart_seconds"):
+        readers.add(f"{path.parent.name}/{path.name}")
+  assert readers == {"protocol/supervisor.py", "baselines/data_parallel.py"}

@@ -1,0 +1,281 @@
+"""Snapshots and what comes back from them, in hundreds of random worlds.
+
+The ledger judges every value and every complete snapshot (`World.save`); here are the disasters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from ddiloco.config import SyncConfig
+from ddiloco.protocol.actions import Apply, Commit, TakeSnapshot
+from ddiloco.protocol.messages import Push
+from ddiloco.protocol.syncer_state import FragmentState
+from tests.protocol.ledger import Delta, Ledger
+from tests.protocol.test_syncer_worlds import STORM_SECONDS, calm, heal, notes, random_world
+from tests.protocol.virtual import Pace, Weather, World
+
+
+def stormy(seed: int, disasters: int = 3, **fixed) -> World:
+  """A random world that takes snapshots often; roles come back with a part, old or new, or none."""
+  rng = random.Random(f"disasters {seed}")
+  world = random_world(seed, **{"snapshot_steps": rng.randint(1, 8), **fixed})
+  for _ in range(disasters):
+    world.at(rng.uniform(0.3, STORM_SECONDS), strike, world, rng)
+  return world
+
+
+def strike(world: World, rng: random.Random) -> None:
+  """Some role dies now and comes back; a shard has lost its copies as well."""
+  role = rng.choice(sorted(world.starts))
+  world.kill(role)
+
+  def back() -> None:
+    if role not in world.actors:
+      snapshot = rng.choice([None, *world.cuts, *list(world.cuts)[-1:] * 3])
+      world.restore(role, snapshot, settle_seconds=rng.choice([0.0, 1.0]))
+
+  world.at(world.now + rng.uniform(0.0, 0.8), back)
+
+
+def judge(world: World, name: object) -> None:
+  try:
+    heal(world)
+  except Exception as error:
+    raise AssertionError(f"world {name}: {error!r}\n{world.sync}") from error
+
+
+@pytest.mark.parametrize("block", range(3))
+def test_storms_with_revivals_and_lost_shards(block):
+  """Nothing is merged twice on the way to any value, snapshots are cuts, and all recover."""
+  complete = recalled = 0
+  for seed in range(block * 40, block * 40 + 40):
+    world = stormy(seed)
+    judge(world, seed)
+    complete += len(world.cuts)
+    recalled += len(notes(world, "recalled"))
+  assert complete > 100 and recalled >= 3, (complete, recalled)
+
+
+@pytest.mark.parametrize("block", range(2))
+def test_all_die_again_and_again_in_a_storm(block):
+  """From the newest complete snapshot, with another number of shards and learners each time."""
+  went_back = 0
+  for seed in range(block * 20, block * 20 + 20):
+    rng = random.Random(f"all die {seed}")
+    world = stormy(seed, disasters=1, snapshot_steps=rng.randint(1, 4))
+    try:
+      for _ in range(3):
+        world.run(world.now + rng.uniform(0.2, 2.0))
+        learners = rng.randint(world.sync.min_quorum, len(world.pace.step_seconds))
+        went_back += bool(world.restore_all(rng.randint(1, world.sync.num_fragments), learners))
+      heal(world)
+    except Exception as error:
+      raise AssertionError(f"world {seed}: {error!r}\n{world.sync}") from error
+  assert went_back >= 8, went_back
+
+
+def test_runs_that_die_still_end_at_the_same_versions():
+  """What is lost is done again: no more and no less is merged than was asked for."""
+  for seed in range(12):
+    world = stormy(seed, target_tokens=600, blocking=seed % 3 == 0)
+    world.run(2.0)
+    world.restore_all()
+    world.run(STORM_SECONDS + 1.0)
+    world.weather = Weather()
+    while not (world.learners() and all(a.state.done for a in world.learners())):
+      assert world.now < 90, f"{seed=}: still waiting to end {world.sync}"
+      world.run(world.now + 0.5)
+    for p, f in world.store.items():
+      assert f.merged_tokens == 10 * len(world.ledger.contents[p, f.last_round]) >= 600
+      ends = {a.state.fragments[p].round for a in world.learners()}
+      assert ends == {f.last_round}, f"{seed=}: fragment {p} ends with {ends}, not {f}"
+
+
+def test_a_learner_goes_on_from_an_old_part_while_others_train():
+  """Its steps of then count once: those merged since are in what it receives, the rest it has."""
+  kept = overwritten = 0
+  for seed in range(12):
+    rng = random.Random(f"old part {seed}")
+    world = calm(seed=seed, jitter=0.4, snapshot_steps=3)
+    world.run(rng.uniform(1.0, 3.0))
+    snapshot = rng.choice(list(world.cuts)[-2:])
+    world.run(world.now + rng.uniform(0.0, 0.6))
+    world.restore(("learner", 1), snapshot)
+    world.run(world.now + 0.3)
+    actor = world.actors["learner", 1]
+    assert actor.state.joined, f"{seed=}: it waits for something"
+    for p, copy in world.cuts[snapshot]["learner", 1].parameters.copies.items():
+      still = set(copy.mine).intersection(actor.parameters.copies[p].mine)
+      kept, overwritten = kept + bool(still), overwritten + (set(copy.mine) > still)
+    heal(world)
+    assert not any(a.idle_seconds for a in world.learners())
+    clocks = [a.state.clock for a in world.learners()]
+    assert max(clocks) - min(clocks) < 12, "its clock is the run's"
+  assert kept > 3 and overwritten > 3, (kept, overwritten)
+
+
+def test_a_shard_that_restarts_takes_no_snapshot_with_what_came_after_it():
+  """Somebody slow records late; meanwhile a shard merges what others made later, and dies."""
+  complete = 0
+  for seed in range(4):
+    rng = random.Random(f"restarts {seed}")
+    sync = SyncConfig(num_shards=2, num_fragments=4, sync_period=3, snapshot_steps=6)
+    sync = dataclasses.replace(sync, overlap_steps=0, grace_safety=0.0)
+    world = World(sync, Pace((0.05, 0.06, 0.9), 0.4), seed)
+    for _ in range(12):
+      shard = ("syncer", rng.randrange(2))
+      world.at(rng.uniform(1.0, 8.0), world.kill, shard, 0.02)
+    world.run(9.0)
+    complete += len(world.cuts)
+  assert complete > 8, complete
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["once", "twice"])
+@pytest.mark.parametrize("nothing", [False, True], ids=["old", "nothing"])
+def test_a_lost_shard_gets_its_values_back(again, nothing):
+  """It and its copies are gone: learners give back what they have, and train on meanwhile."""
+  for seed in range(5):
+    world = calm(seed=seed, jitter=0.4, snapshot_steps=4)
+    for _ in range(1 + again):
+      world.run(world.now + 2.0 + seed / 20)
+      old = None if nothing else list(world.cuts)[-3]
+      world.kill(("syncer", 0))
+      world.run(world.now + 0.3)  # what it has sent arrives
+      had = {p: f.version for p, f in world.store.items()}
+      world.restore(("syncer", 0), old, settle_seconds=1.0)
+      assert any(f.version < had[p] for p, f in world.store.items())
+      world.run(world.now + 0.5)
+      assert all(f.version >= had[p] for p, f in world.store.items()), f"{seed=}: lost"
+    assert notes(world, "recalled") and not notes(world, "lost")
+    heal(world)
+    assert not any(a.idle_seconds for a in world.learners())
+
+
+def test_who_comes_too_late_with_a_value_is_told_so():
+  """A round was made without it: the run goes on from that one, and ends with it."""
+  for seed in range(5):
+    world = calm(seed=seed, snapshot_steps=4, jitter=0.4)
+    world.run(2.0 + seed / 20)
+    snapshot = max(world.cuts)
+    for m in range(3):
+      world.kill(("learner", m))
+    world.restore(("syncer", 0), None)
+    for m in (0, 2):
+      world.start(("learner", m))
+    world.run(world.now + 1.5)
+    world.restore(("learner", 1), snapshot)
+    assert not notes(world, "lost")
+    world.run(world.now + 1.0)
+    assert {f.learner for _, f in notes(world, "lost")} == {1}, f"{seed=}"
+    assert not notes(world, "recalled")
+    heal(world)
+
+
+def test_snapshots_go_on_whatever_happened():
+  """Numbers only grow, and after the storm every one of them is complete again."""
+  for seed in range(12):
+    world = stormy(seed)
+    heal(world)
+    world.training = True
+    for a in world.learners():
+      a._go_on()
+    world.run(world.now + 3.0)
+    before = max(world.cuts, default=0)
+    periods = 3 + 8 // world.sync.snapshot_steps
+    world.run(world.now + periods * world.sync.snapshot_steps * max(world.pace.step_seconds) * 1.3)
+    assert max(world.cuts, default=0) > before, f"{seed=}: no more snapshots, {world.sync}"
+    numbers: dict = {}
+    for _, actor, action in world.history:
+      if isinstance(action, TakeSnapshot):
+        assert action.snapshot > numbers.get(actor, -1), f"{seed=}"
+        numbers[actor] = action.snapshot
+
+
+# --- lock-step ------------------------------------------------------------------------------------
+
+
+class Trace(Ledger):
+  """Also remembers what a run that repeats another one must repeat: steps, cuts, versions."""
+
+  def __init__(self, sync: SyncConfig):
+    super().__init__(sync)
+    self.trace: dict[tuple, object] = {}
+
+  def write(self, what: object, *key) -> None:
+    assert self.trace.setdefault(key, what) == what, f"{key}: {self.trace[key]}, now {what}"
+
+  def step(self, actor) -> None:
+    super().step(actor)
+    self.write(actor.state.clock, "clock", actor.number, len(actor.parameters.trained))
+
+  def cut(self, actor, push: Push) -> Delta:
+    key = actor.number, push.fragment, push.base_version
+    self.write((actor.state.step, push.steps, push.clock), "cut", *key)
+    return super().cut(actor, push)
+
+  def apply(self, actor, apply: Apply) -> None:
+    key = actor.number, apply.fragment, apply.version
+    self.write((actor.state.step, apply.mode, apply.included), "apply", *key)
+    super().apply(actor, apply)
+
+  def commit(self, commit: Commit, state: FragmentState) -> None:
+    key = commit.fragment, commit.version
+    self.write((commit.learners, commit.steps, state.merged_tokens), "commit", *key)
+    super().commit(commit, state)
+
+
+BAD = Weather((0.001, 0.1), drop=0.04, duplicate=0.1, reorder=True)
+
+
+def lock_step(seed: int, weather: Weather) -> World:
+  rng = random.Random(f"lock-step {seed}")
+  learners, fragments = rng.randint(1, 4), rng.randint(1, 5)
+  settings = {
+    "num_shards": rng.randint(1, min(3, fragments)),
+    "num_fragments": fragments,
+    "sync_period": rng.randint(2, 7),
+    "snapshot_steps": rng.randint(1, 9),
+    "liveness_seconds": 3.0,  # who is merely late is waited for
+    "grace_safety": 0.0,
+  }
+  settings |= {"overlap_steps": rng.randint(0, settings["sync_period"] - 1)}
+  sync = SyncConfig(**settings, min_quorum=learners, blocking=True)
+  pace = Pace(tuple(rng.uniform(0.05, 0.15) for _ in range(learners)), 0.4)
+  return World(sync, pace, seed, weather, ledger=Trace(sync))
+
+
+def until_step(world: World, steps: int) -> None:
+  start = world.now
+
+  def there() -> bool:
+    return all(a.state.step >= steps for a in world.learners())
+
+  world.run(start + 400.0, stop=there)
+  assert there(), f"stuck: {[a.state.step for a in world.learners()]}"
+
+
+@pytest.mark.parametrize("block", range(3))
+def test_a_lock_step_run_that_was_killed_repeats_what_it_lost(block):
+  """All die, at any moment, again and again: every step, cut, version and clock is as without."""
+  went_back = 0
+  for seed in range(block * 6, block * 6 + 6):
+    undisturbed, world = lock_step(seed, Weather()), lock_step(seed, BAD if seed % 2 else Weather())
+    until_step(undisturbed, 40)
+    rng = random.Random(f"kills {seed}")
+    try:
+      for _ in range(3):
+        world.run(world.now + rng.uniform(0.2, 2.0))
+        world.restore_all()
+        went_back += bool(world.cuts)
+      until_step(world, 40)
+    except Exception as error:
+      raise AssertionError(f"{seed=}: {error!r}\n{world.sync}") from error
+    expected, found = undisturbed.ledger.trace, world.ledger.trace
+    both = expected.keys() & found.keys()
+    assert {k: found[k] for k in both} == {k: expected[k] for k in both}, f"{seed=}"
+    assert len(both) >= 0.8 * len(expected)
+  assert went_back > 5

@@ -1,0 +1,87 @@
+"""What a message costs a shard hardly grows with its members: there may be thousands."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from ddiloco.config import SyncConfig
+from ddiloco.protocol import syncer
+from ddiloco.protocol.actions import Received
+from ddiloco.protocol.syncer_state import FragmentState, SyncerState
+from tests import says
+
+FRAGMENTS, PERIOD = 4, 1000
+SYNC = SyncConfig(num_shards=1, num_fragments=FRAGMENTS, sync_period=PERIOD, min_quorum=3)
+VERSIONS = (0,) * FRAGMENTS
+
+
+def cost(state: SyncerState, message, **measured) -> int:
+  """Bytecodes that taking it in executes: unlike seconds, the same every time."""
+  count, before = 0, sys.gettrace()
+
+  def trace(frame, event, argument):
+    nonlocal count
+    frame.f_trace_opcodes = True
+    count += event == "opcode"
+    return trace
+
+  sys.settrace(trace)
+  try:
+    on(state, message, **measured)
+  finally:
+    sys.settrace(before)
+  return count
+
+
+def on(state: SyncerState, message, **measured) -> SyncerState:
+  return says.shard_on(state, Received(message, 1.0, **measured), SYNC)[0]
+
+
+def report(learner: int, since: int):
+  return says.report(learner, 0, since, 0.1, VERSIONS, (since,) * FRAGMENTS)
+
+
+def shard_of(members: int) -> SyncerState:
+  """All have everything, and have made a step."""
+  fragments = tuple(FragmentState(p) for p in range(FRAGMENTS))
+  state = syncer.init(0, 0, fragments, 1 << 60)
+  for m in range(members):
+    state = on(on(state, says.hello(m, 0)), report(m, 1))
+  return state
+
+
+@pytest.fixture(scope="module")
+def small() -> SyncerState:
+  return shard_of(10)
+
+
+@pytest.fixture(scope="module")
+def large() -> SyncerState:
+  return shard_of(1000)
+
+
+def test_a_report_costs_the_same(small, large):
+  costs = [cost(state, report(5, 2)) for state in (small, large)]
+  assert 0 < costs[1] < 1.1 * costs[0], costs
+
+
+def test_a_report_costs_the_same_while_rounds_are_open(small, large):
+  costs = []
+  for state in (small, large):
+    for m in range(3):
+      state = on(state, report(m, PERIOD))
+    assert all(f.round is not None for f in state.fragments)
+    costs.append(cost(state, report(5, 2)))
+  assert costs[1] < 1.1 * costs[0], costs
+
+
+def test_a_push_costs_the_same(small, large):
+  costs = []
+  for state in (small, large):
+    for m in range(3):
+      state = on(state, report(m, PERIOD))
+    push = says.push(5, 0, 0, state.fragments[0].round.id, 0, 1, 10, 1, "")
+    costs.append(cost(state, push, norm=1.0))
+  assert 0 < costs[1] < 1.1 * costs[0], costs

@@ -1,0 +1,426 @@
+"""Short scripts derived by hand: exact histories, and what a broken or hostile peer can say."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from ddiloco.config import SyncConfig
+from ddiloco.protocol import learner, syncer
+from ddiloco.protocol.actions import (
+  Accept,
+  Apply,
+  Commit,
+  CopyOut,
+  Merged,
+  Received,
+  Rejoin,
+  Resend,
+  Send,
+  Stage,
+  Staged,
+  StepDone,
+  Taken,
+  Tick,
+)
+from ddiloco.protocol.events import Event
+from ddiloco.protocol.messages import Goodbye, Publish, Push, Refusal, Report
+from ddiloco.protocol.syncer_state import FragmentState
+from tests import says
+from tests.says import hello, welcome
+
+# Two fragments, one shard: fragment 0 is first due after 1 step, fragment 1 after 2, then every 2.
+SYNC = SyncConfig(
+  num_shards=1,
+  num_fragments=2,
+  sync_period=2,
+  overlap_steps=1,
+  min_quorum=2,
+  grace_safety=0.0,
+  liveness_seconds=1.0,
+)
+ALONE = dataclasses.replace(SYNC, min_quorum=1)
+
+
+class Script:
+  """Feeds a reducer one event after the other and keeps its state."""
+
+  def __init__(self, sync: SyncConfig = SYNC, role: str = "shard", incarnation: int = 0):
+    self.sync, self.shard = sync, role == "shard"
+    if self.shard:
+      both = (FragmentState(0), FragmentState(1))
+      self.state = syncer.init(0, incarnation, both, 1 << 60, began_at=-1000.0)
+    else:
+      self.state = learner.init(0, incarnation, (0, 0), target_tokens=10_000)
+
+  def feed(self, event, now: float = 0.0, **measured) -> list:
+    if not isinstance(event, StepDone | Staged | Taken | Tick | Merged):
+      event = Received(event, now, **measured)
+    reducer = says.shard_on if self.shard else learner.learner_on
+    self.state, actions = reducer(self.state, event, self.sync)
+    return [says.plain(a) for a in actions if not isinstance(a, Event)]
+
+
+def report(m: int, versions, since, incarnation: int = 0, clock: int = 1) -> Report:
+  return says.report(m, incarnation, clock, 0.1, versions, since)
+
+
+def push(m: int, round_id: int, base: int = 0, fragment: int = 0, incarnation: int = 0) -> Push:
+  return says.push(m, incarnation, fragment, round_id, base, 1, 10 * (m + 1), 1, "")
+
+
+def initial(to: int, fragment: int) -> Send:
+  return Send(to, says.publish(0, 0, 0, fragment, -1, 0, -1, 0, 0, (), (), ""))
+
+
+def test_golden_shard_two_learners_two_fragments():
+  shard = Script()
+  assert shard.feed(hello(0, 0)) == [Send(0, welcome(0, 0, 0, 0, (0, 1)))]
+  # With the second learner there is a quorum, and the initial values go out to both.
+  everything = [initial(m, p) for m in (0, 1) for p in (0, 1)]
+  assert shard.feed(hello(1, 0)) == [Send(1, welcome(0, 0, 0, 0, (0, 1))), *everything]
+  assert shard.feed(report(0, (0, 0), (1, 1)), 0.1) == []
+  # Both have one step on fragment 0, which is due; fragment 1 needs two.
+  pulls = [Send(m, says.pull(0, 0, 0, 0, 0, 0)) for m in (0, 1)]
+  assert shard.feed(report(1, (0, 0), (1, 1)), 0.1) == pulls
+  assert shard.feed(push(0, 0), 0.12, norm=1.0, content="it") == [Accept(0, 0, 0, "it")]
+  # 10 + 20 tokens; each hears that its push of round 0 is inside.
+  version_1 = says.publish(0, 0, 0, 0, 0, 1, 0, 1, 30, (0, 1), (0, 0, 1, 0), "")
+  assert shard.feed(push(1, 0), 0.13, norm=1.0) == [
+    Accept(0, 0, 1),
+    Commit(0, 0, 1, (0, 1), (1, 1), (10, 20)),
+    Send(0, version_1),
+    Send(1, version_1),
+  ]
+  assert shard.feed(Merged(0.14, 0.01)) == []
+  assert shard.feed(report(0, (1, 0), (1, 2), clock=2), 0.2) == []
+  # Learner 1 has not applied version 1 yet, but fragment 1 is due with both: round 1.
+  pulls = [Send(m, says.pull(0, 0, 0, 1, 1, 0)) for m in (0, 1)]
+  assert shard.feed(report(1, (0, 0), (2, 2), clock=2), 0.2) == pulls
+  # Learner 0 leaves: one is not a quorum, nothing is merged from now on.
+  assert shard.feed(push(1, 1, fragment=1), 0.22, norm=1.0) == [Accept(1, 1, 1)]
+  [abandon] = shard.feed(Goodbye(0, 0), 0.23)
+  assert (abandon.fragment, abandon.round) == (1, 1)
+  assert shard.state.fragments[1].version == 0 and shard.state.fragments[1].round is None
+
+
+def join(script: Script) -> Publish:
+  """Brings a learner to version 0 of both fragments."""
+  whole = says.publish(0, 0, 0, 0, -1, 0, -1, 40, 0, (), (), "")
+  assert script.feed(Tick(0.0)) == [Send(0, hello(0, 0, (-2, -2)))]
+  assert script.feed(welcome(0, 0, 0, 40, (0, 1))) == []
+  for p in (0, 1):
+    publish = dataclasses.replace(whole, fragment=p)
+    assert script.feed(publish) == [Stage(publish, "overwrite", False)]
+    assert not learner.can_step(script.state, script.sync)
+    assert script.feed(Staged(p, 0, 0.0)) == [Apply(p, 0, -1, "overwrite", False)]
+  clock = 0 if script.sync.blocking else 40  # in lock-step all begin together
+  assert learner.can_step(script.state, script.sync) and script.state.clock == clock
+  return whole
+
+
+def test_golden_learner_two_fragments():
+  one = Script(role="learner")
+  whole = join(one)
+  assert one.feed(says.pull(0, 0, 0, 0, 0, 0)) == []  # not a single step to push yet
+  cut = says.push(0, 0, 0, 0, 0, 1, 10, 41, "")
+  assert one.feed(StepDone(0.1, 10, 0.1)) == [CopyOut(cut)]
+  assert one.feed(says.pull(0, 0, 0, 0, 0, 0)) == [Resend(cut)]
+  one.feed(StepDone(0.2, 10, 0.1))
+  # Version 1 contains step 1: step 2 goes back on top and is still to be merged.
+  version_1 = dataclasses.replace(
+    whole, round=0, version=1, base_version=0, clock=44, merged_tokens=30, merged_rounds=(0, 0)
+  )
+  assert one.feed(version_1) == [Stage(version_1, "rebase", True)]
+  assert one.feed(says.pull(0, 0, 0, 0, 2, 1)) == []  # waits for version 1 to be applied
+  assert one.feed(Staged(0, 1, 0.2)) == [
+    Apply(0, 1, 0, "rebase", True),
+    CopyOut(says.push(0, 0, 0, 2, 1, 1, 10, 44, "")),
+  ]
+  f = one.state.fragments[0]
+  assert (f.steps, f.tokens, f.since, f.acknowledged_tokens, f.merged_tokens) == (1, 10, 1, 10, 30)
+  # Round 2 went on without me, version 3 came whole: both unmerged steps stay, nothing is counted.
+  one.feed(StepDone(0.3, 10, 0.1))
+  version_3 = dataclasses.replace(version_1, round=4, version=3, base_version=-1)
+  assert one.feed(version_3) == [Stage(version_3, "rebase", False)]
+  assert one.feed(Staged(0, 3, 0.3)) == [Apply(0, 3, 4, "rebase", False)]
+  f = one.state.fragments[0]
+  assert (f.version, f.steps, f.tokens, f.since, f.discarded_tokens) == (3, 2, 20, 0, 0)
+  assert one.state.fragments[1].steps == 3 and one.state.fragments[1].version == 0
+
+
+def test_refused_push_goes_back_to_the_base():
+  one = Script(role="learner")
+  join(one)
+  one.feed(StepDone(0.1, 10, 0.1))
+  one.feed(says.pull(0, 0, 0, 0, 0, 0))
+  [stage] = one.feed(Refusal(0, 0, 0, 0, 0, False, "not finite"))
+  assert stage.mode == "overwrite" and stage.publish.version == stage.publish.base_version == 0
+  assert one.feed(Staged(0, 0, 0.1)) == [Apply(0, 0, -1, "overwrite", False)]
+  f = one.state.fragments[0]
+  assert (f.steps, f.tokens, f.discarded_tokens) == (0, 0, 10)
+  assert one.feed(Refusal(0, 0, 0, 0, 0, False, "not finite")) == [], "a duplicate"
+  assert one.feed(Refusal(0, 0, 0, -1, -1, True, "quarantined")) == [Rejoin("quarantined")]
+
+
+def test_a_pull_of_an_abandoned_round_does_not_replace_a_newer_push():
+  """Else round 5 merges my push, I believe it did not, and push the same steps again."""
+  one = Script(role="learner")
+  join(one)
+  one.feed(StepDone(0.1, 10, 0.1))
+  assert [type(a) for a in one.feed(says.pull(0, 0, 0, 0, 5, 0))] == [CopyOut]
+  assert one.feed(says.pull(0, 0, 0, 0, 3, 0)) == []
+  assert one.state.fragments[0].outstanding.push.round == 5
+  later = Script(role="learner")
+  join(later)
+  for round_id in (5, 3):
+    assert later.feed(says.pull(0, 0, 0, 1, round_id, 0)) == []
+  [cut] = later.feed(StepDone(0.1, 10, 0.1))
+  assert cut.push.round == 5
+
+
+@pytest.mark.parametrize(
+  "message",
+  [
+    says.pull(0, 0, 0, 0, 0, 0),
+    welcome(0, 0, 0, 999, (0, 1)),
+    says.publish(0, 0, 0, 0, 7, 1, -1, 999, 0, (), (0, 7), ""),
+    Refusal(0, 0, 0, -1, -1, True, "quarantined"),
+  ],
+  ids=lambda message: type(message).__name__,
+)
+def test_what_was_meant_for_a_dead_incarnation_is_ignored(message):
+  one = Script(role="learner", incarnation=1)
+  before = one.state
+  assert one.feed(message) == [] and one.state == before
+  assert one.feed(dataclasses.replace(message, learner_incarnation=1)) or one.state != before
+
+
+def test_a_zombie_shard_is_fenced():
+  one = Script(role="learner")
+  join(one)
+  one.feed(StepDone(0.1, 10, 0.1))
+  one.feed(says.pull(0, 1, 0, 1, 1 << 32, 1))  # incarnation 1 of the shard speaks
+  before = one.state
+  for zombie in (
+    says.pull(0, 0, 0, 0, 9, 0),
+    says.publish(0, 0, 0, 0, 9, 1, -1, 999, 0, (), (0, 9), ""),
+    Refusal(0, 0, 0, 0, 9, False, "old"),
+    welcome(0, 0, 0, 999, (0, 1)),
+  ):
+    assert one.feed(zombie) == [] and one.state == before
+
+
+def test_a_zombie_learner_is_fenced():
+  shard = Script(ALONE)
+  shard.feed(hello(0, 1))
+  before = shard.state
+  for zombie in (
+    hello(0, 0),
+    report(0, (0, 0), (9, 9)),
+    push(0, 0),
+    Goodbye(0, 0),
+  ):
+    assert shard.feed(zombie, norm=1.0) == []
+  assert shard.state == before
+  [pull, _] = shard.feed(report(0, (0, 0), (2, 2), incarnation=1))
+  assert pull.message.learner_incarnation == 1
+  # Its predecessor's push for this very round does not count either.
+  assert shard.feed(push(0, pull.message.round), norm=1.0) == []
+  assert shard.feed(push(0, pull.message.round, incarnation=1), norm=1.0)[0] == Accept(0, 0, 0)
+
+
+def test_a_lost_publish_comes_again_however_often_others_commit():
+  """The wait runs from the first publish that did not arrive, not from the newest one."""
+  shard, resent = Script(ALONE), []
+  for m in (0, 1):
+    shard.feed(hello(m, 0))
+    shard.feed(report(m, (0, 0), (0, 0)), 0.0)
+  for k in range(20):  # learner 0 commits every 0.2 s; learner 1 hears nothing of it
+    now = 0.2 * (k + 1)
+    shard.feed(report(0, (k, 0), (2, 0)), now)
+    shard.feed(push(0, k, base=k), now, norm=1.0)
+    sends = shard.feed(report(1, (0, 0), (0, 0)), now)
+    resent += [a.message for a in sends if a.to == 1 and isinstance(a.message, Publish)]
+  assert resent and resent[0].base_version == -1 and resent[0].version <= 7
+
+
+def resent(sends) -> list[int]:
+  return [a.message.fragment for a in sends if isinstance(a.message, Publish)]
+
+
+def test_what_waits_for_a_slow_link_is_not_sent_again():
+  """Two fragments leave together; that one arrives says that the other may be on its way."""
+  shard, once = Script(ALONE), 0.9 * ALONE.liveness_seconds
+  assert resent(shard.feed(hello(0, 0))[-2:]) == [0, 1]
+  assert resent(shard.feed(report(0, (0, -1), (0, 0)), once)) == []
+  patience = 3 * once  # what the first one took, three times, from its arrival on
+  assert resent(shard.feed(report(0, (0, -1), (0, 0)), once + 0.99 * patience)) == []
+  late = once + 1.01 * patience
+  assert resent(shard.feed(report(0, (0, -1), (0, 0)), late)) == [1]
+  assert resent(shard.feed(report(0, (0, -1), (0, 0)), late + 1.99 * patience)) == []
+  assert resent(shard.feed(report(0, (0, -1), (0, 0)), late + 2.01 * patience)) == [1]
+
+
+def test_of_what_is_overdue_one_is_sent_again_at_a_time():
+  shard, patience = Script(ALONE), 1.01 * ALONE.liveness_seconds
+  shard.feed(hello(0, 0))
+  for k, again in enumerate([[0], [], [1], []]):
+    assert resent(shard.feed(report(0, (-1, -1), (0, 0)), (k + 1) * patience)) == again
+
+
+def test_what_many_wait_for_takes_everybody_s_time():
+  """The fifth of five on one link hears nothing until the others are served."""
+  shard, once = Script(ALONE), 0.9 * ALONE.liveness_seconds
+  for m in range(5):
+    shard.feed(hello(m, 0))
+  for m in range(4):
+    shard.feed(report(m, (0, 0), (0, 0)), (m + 1) * once)
+    assert resent(shard.feed(report(4, (-1, -1), (0, 0)), (m + 1) * once)) == []
+
+
+def test_a_restarted_shard_does_not_mistake_its_age_for_a_slow_network():
+  shard = Script(ALONE, incarnation=1)
+  shard.feed(report(0, (0, 0), (0, 0)), 5000.0)
+  assert shard.state.members[0].delivery_seconds == 0.0
+
+
+def test_the_alarm_never_rings_too_early():
+  for k in range(2000):
+    shard = Script(ALONE)
+    shard.feed(hello(0, 0), 0.1 * k + 0.037)
+    shard.feed(Tick(syncer.next_wake(shard.state, ALONE)))
+    assert shard.state.members[0].lost
+
+
+def test_who_was_not_heard_while_the_shard_took_others_in_is_not_lost():
+  shard = Script(ALONE)
+  shard.feed(hello(0, 0), 0.0)
+  late = syncer.next_wake(shard.state, ALONE)
+  shard.feed(Tick(late + 5.0, heard_until=late - 0.01))
+  assert not shard.state.members[0].lost
+  shard.feed(Tick(late + 6.0, heard_until=late + 6.0))
+  assert shard.state.members[0].lost
+
+
+def test_a_restarted_shard_still_says_what_it_has_merged():
+  shard = Script(ALONE)
+  shard.feed(hello(0, 0))
+  shard.feed(report(0, (0, 0), (1, 1)))
+  shard.feed(push(0, 0), norm=1.0)
+  stored = tuple(dataclasses.replace(f, round=None) for f in shard.state.fragments)
+  shard.state = syncer.init(0, 1, stored, 1 << 60)
+  [publish] = shard.feed(report(0, (0, 0), (1, 1)), 1.0)
+  assert (publish.message.version, publish.message.merged_round(0)) == (1, 0)
+  assert publish.message.base_version == -1, "whole: nobody knows what it has"
+  sends = shard.feed(report(0, (0, 0), (2, 2)), 1.1)
+  assert [a.message.round for a in sends] == [1 << 24], "round ids of the dead are not used again"
+
+
+def test_round_ids_carry_the_incarnation_and_count_up():
+  shard = Script(ALONE, incarnation=5)
+  shard.feed(hello(0, 0))
+  sends = shard.feed(report(0, (0, 0), (2, 2)))
+  assert [(a.message.fragment, a.message.round) for a in sends] == [
+    (0, 83_886_080),
+    (1, 83_886_081),
+  ]
+  late = Script(ALONE, incarnation=200_000_000)  # a process of the year 2026
+  late.feed(hello(0, 0))
+  sends = late.feed(report(0, (0, 0), (2, 2)))
+  assert [a.message.round for a in sends] == [200_000_000 * 2**24 + n for n in (0, 1)]
+  assert all(float(a.message.round) == a.message.round < 2**53 for a in sends), "JSON keeps it"
+
+
+FOREIGN = [
+  welcome(0, 0, 0, 0, (0, 1)),
+  says.pull(0, 0, 0, 0, 0, 0),
+  says.publish(0, 0, 0, 0, 0, 1, 0, 0, 0, (), (), ""),
+  Refusal(0, 0, 0, 0, 0, True, ""),
+  report(0, (0,), (1,)),
+  report(0, (0, 0, 0), (1, 1, 1)),
+  push(0, 0, fragment=7),
+  push(0, 0, fragment=-1),
+  push(5, 0),
+  push(-1, 0),
+  Goodbye(9, 0),
+]
+
+
+@pytest.mark.parametrize("message", FOREIGN, ids=lambda m: type(m).__name__)
+def test_nonsense_changes_nothing_at_a_shard(message):
+  shard = Script(ALONE)
+  shard.feed(hello(0, 0))
+  before = shard.state
+  assert shard.feed(message, norm=1.0) == [] and shard.state == before
+
+
+@pytest.mark.parametrize(
+  "message",
+  [
+    hello(0, 0),
+    report(0, (0, 0), (1, 1)),
+    push(0, 0),
+    says.pull(9, 0, 0, 0, 0, 0),
+    says.pull(0, 0, 0, 7, 0, 0),
+    says.pull(0, 0, 0, -1, 0, 0),
+    says.publish(0, 0, 0, 7, 0, 1, -1, 0, 0, (), (), ""),
+    says.publish(0, 0, 0, 0, 0, 5, 4, 0, 0, (), (), ""),  # an update to a version I lack
+    says.publish(0, 0, 0, 0, -1, 0, -1, 0, 0, (), (), ""),  # a version I have
+    Refusal(0, 0, 0, 0, 3, False, "of no push of mine"),
+  ],
+  ids=lambda m: type(m).__name__,
+)
+def test_nonsense_changes_nothing_at_a_learner(message):
+  one = Script(role="learner")
+  join(one)
+  before = one.state
+  assert one.feed(message) == [] and one.state == before
+
+
+def test_the_evaluator_never_counts_for_a_quorum():
+  shard = Script(ALONE)
+  shard.feed(hello(-1, 0))
+  assert shard.feed(report(-1, (0, 0), (50, 50))) == []
+  assert all(f.round is None for f in shard.state.fragments)
+
+
+@pytest.mark.parametrize("steps, tokens, base", [(0, 10, 0), (1, 0, 0), (1, 10, 5)])
+def test_empty_pushes_and_foreign_bases_are_refused_with_a_reason(steps, tokens, base):
+  shard = Script(ALONE)
+  shard.feed(hello(0, 0))
+  shard.feed(report(0, (0, 0), (1, 1)))
+  bad = dataclasses.replace(push(0, 0, base=base), steps=steps, tokens=tokens)
+  sent = [a.message for a in shard.feed(bad, norm=1.0) if isinstance(a, Send)]
+  [refusal] = [m for m in sent if isinstance(m, Refusal)]
+  assert refusal.reason and shard.state.fragments[0].version == 0
+  assert refusal.reason.startswith("based on version 5" if base else f"holds {steps} steps")
+
+
+def test_one_liar_does_not_stretch_the_grace_window():
+  eager = dataclasses.replace(ALONE, grace_safety=0.5)
+  shard = Script(eager)
+  for m in (0, 1):
+    shard.feed(hello(m, 0))
+  shard.feed(report(0, (0, 0), (0, 1)), 0.0)
+  liar = says.report(1, 0, 1, 1e9, (0, 0), (0, 2))  # claims steps of thirty years
+  assert [a.to for a in shard.feed(liar, 0.0)] == [0, 1]
+  shard.feed(push(0, 0, fragment=1), 0.01, norm=1.0)
+  assert shard.state.fragments[1].version == 0, "grace"
+  shard.feed(Tick(0.2))
+  assert shard.state.fragments[1].version == 1
+
+
+def test_a_learner_that_is_new_and_alone_is_measured_by_what_is_usual_here():
+  shard = Script(ALONE)
+  for m in (0, 1):
+    shard.feed(hello(m, 0))
+  shard.feed(report(0, (0, 0), (2, 0)), 0.1)
+  assert Accept(0, 0, 0) in shard.feed(push(0, 0), 0.1, norm=1.0)
+  shard.feed(report(1, (1, 0), (2, 0)), 0.2)
+  sent = shard.feed(push(1, 1, base=1), 0.2, norm=1e6)
+  refusals = [
+    a.message.reason for a in sent if isinstance(a, Send) and hasattr(a.message, "reason")
+  ]
+  assert refusals == ["norm 1e+06 is over 10 x 1"] and shard.state.fragments[0].version == 1

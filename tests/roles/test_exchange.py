@@ -1,0 +1,302 @@
+"""What a learner's side of the exchange does to bits, with its shard played by hand."""
+
+import collections
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from ddiloco.config import Config, from_dict
+from ddiloco.core import codec, fragments
+from ddiloco.network.transport import Counters, Delivery
+from ddiloco.observe.eventlog import NullRecorder
+from ddiloco.protocol import learner
+from ddiloco.protocol.actions import StepDone
+from ddiloco.protocol.messages import EVALUATOR, Push, Refusal, Report
+from ddiloco.roles import initial
+from ddiloco.roles.evaluator import Evaluator, HostParams
+from ddiloco.roles.exchange import Exchange
+from tests import says
+from tests.roles import toy
+
+PATIENCE_SECONDS = 20.0
+RANDOM = np.random.default_rng(11)
+
+
+class Wire:
+  """An endpoint whose other end is the test."""
+
+  def __init__(self):
+    self.counters = Counters()
+    self.sent = []
+    self.inbox: collections.deque = collections.deque()
+    self.ready = threading.Condition()
+
+  def send(self, to, message) -> int:
+    with self.ready:
+      self.sent.append(message)
+    return 1
+
+  def receive(self, timeout_seconds):
+    with self.ready:
+      if not self.inbox:
+        self.ready.wait(timeout_seconds)
+      at = time.monotonic()
+      return Delivery("syncer/0", self.inbox.popleft(), at) if self.inbox else None
+
+  def wake(self):
+    with self.ready:
+      self.ready.notify_all()
+
+  def close(self):
+    pass
+
+
+class Bench:
+  """One exchange with a toy island, and the messages a shard would send it."""
+
+  def __init__(self, island=None, **sync):
+    settings = {"num_shards": 1, "num_fragments": 2, "sync_period": 4, **sync}
+    self.config: Config = from_dict({"sync": settings})
+    self.plan = fragments.make_plan(toy.SPECS, self.config.sync)
+    self.island = island or toy.ToyIsland(0, self.plan)
+    self.wire = Wire()
+    state = learner.init(0, 0, (0, 0), target_tokens=10**9)
+    self.exchange = Exchange(state, self.config, self.plan, self.island, self.wire, NullRecorder())
+    self.give(says.welcome(0, 0, 0, 0, (0, 1)))
+
+  def give(self, message) -> None:
+    with self.wire.ready:
+      self.wire.inbox.append(message)
+
+  def publish(self, p: int, version: int, flat, merged=-1, base=-1, name="f32") -> None:
+    payload = codec.encode(flat, name)
+    mine, round = (() if merged < 0 else (0, merged)), 100 * version - 1
+    self.give(says.publish(0, 0, 0, p, round, version, base, 0, 0, (), mine, name, payload))
+
+  def pull(self, p: int, round: int, version: int) -> None:
+    self.give(says.pull(0, 0, 0, p, round, version))
+
+  def until(self, done) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not done():
+      assert time.monotonic() < deadline, "nothing happened"
+      self.exchange.wait()
+
+  def version(self, p: int) -> int:
+    return self.exchange.state.fragments[p].version
+
+  def join(self) -> list[np.ndarray]:
+    """Version 0 of both fragments; returns their values."""
+    values = [vector(f.size) for f in self.plan.fragments]
+    for p, value in enumerate(values):
+      self.publish(p, 0, value)
+    self.until(lambda: self.exchange.state.joined)
+    for p, value in enumerate(values):
+      np.testing.assert_array_equal(self.local(p), value)
+    return values
+
+  def train(self) -> None:
+    """One step: every parameter moves by numbers that no float holds exactly."""
+    for value in self.island.params.values():
+      value += RANDOM.standard_normal(value.shape).astype(np.float32) / 7
+    self.exchange.boundary(StepDone(time.monotonic(), 5, 0.1))
+
+  def local(self, p: int) -> np.ndarray:
+    return fragments.gather(self.plan.fragments[p], self.island.params)
+
+  def pushes(self, p: int) -> list[Push]:
+    with self.wire.ready:
+      return [m for m in self.wire.sent if isinstance(m, Push) and m.fragment == p]
+
+  def push(self, p: int, round: int, version: int) -> tuple[Push, np.ndarray]:
+    """Pulls; returns the push and the local value when it was cut."""
+    count = len(self.pushes(p))
+    local = self.local(p)
+    self.pull(p, round, version)
+    self.until(lambda: len(self.pushes(p)) > count)
+    return self.pushes(p)[-1], local
+
+
+def vector(size: int) -> np.ndarray:
+  return RANDOM.standard_normal(size).astype(np.float32)
+
+
+@pytest.fixture
+def bench():
+  made = []
+
+  def make(**settings) -> Bench:
+    made.append(Bench(**settings))
+    return made[-1]
+
+  yield make
+  for each in made:
+    each.exchange.close()
+    assert not each.exchange._worker.is_alive()
+
+
+def bits(x: np.ndarray) -> bytes:
+  return np.ascontiguousarray(x).tobytes()
+
+
+@pytest.mark.parametrize("name", ["f32", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("included", [True, False])
+def test_rebase_keeps_what_the_new_version_does_not_know_bitwise(bench, name, included):
+  b = bench(apply="rebase", push_codec=name)
+  base = b.join()[1]
+  b.train()
+  push, cut = b.push(1, round=3, version=0)
+  assert (push.codec, push.steps, push.tokens, push.base_version) == (name, 1, 5, 0)
+  assert bits(push.payload) == bits(codec.encode(base - cut, name))
+  b.train()  # work that is under way while the round is
+  before, new = b.local(1), vector(base.size)
+  b.publish(1, 1, new, merged=3 if included else -1)
+  b.until(lambda: b.version(1) == 1)
+  sent = codec.decode(push.payload, base.size, name)
+  known = base - sent if included else base
+  assert bits(b.local(1)) == bits(before + (new - known))
+  clock = b.exchange.state.fragments[1]
+  assert (clock.steps, clock.tokens) == ((1, 5) if included else (2, 10))
+  assert clock.acknowledged_tokens == (5 if included else 0)
+  # What the global model lacks of mine is exactly what the next push holds, rounding errors too.
+  push, cut = b.push(1, round=4, version=1)
+  assert bits(push.payload) == bits(codec.encode(new - cut, name))
+  assert push.tokens == clock.tokens
+
+
+@pytest.mark.parametrize("apply", ["overwrite", "mix"])
+def test_overwrite_and_mix_do_what_their_formula_says(bench, apply):
+  b = bench(apply=apply, mix_alpha=0.25)
+  base = b.join()[0]
+  b.train()
+  before, new = b.local(0), vector(base.size)
+  b.publish(0, 1, new)
+  b.until(lambda: b.version(0) == 1)
+  mixed = np.float32(0.25) * before + np.float32(0.75) * new
+  assert bits(b.local(0)) == bits(new if apply == "overwrite" else mixed)
+  assert b.exchange.state.fragments[0].discarded_tokens == 5
+
+
+def test_error_feedback_adds_what_rounding_lost_exactly(bench):
+  b = bench(apply="overwrite", push_codec="int4", error_feedback=True)
+  base, residual = b.join()[0], None
+  for number in range(5):
+    b.train()
+    push, cut = b.push(0, round=number, version=number)
+    delta = base - cut
+    if residual is not None:
+      delta = delta + residual
+    assert bits(push.payload) == bits(codec.encode(delta, "int4"))
+    missed = number == 2  # that round went on without me: its rounding was never suffered
+    if not missed:
+      residual = delta - codec.decode(push.payload, base.size, "int4")
+      assert np.abs(residual).max() > 0, "int4 loses something"
+    base = vector(base.size)
+    b.publish(0, number + 1, base, merged=-1 if missed else number)
+    b.until(lambda number=number: b.version(0) == number + 1)
+    assert bits(b.exchange._deltas.residual[0]) == bits(residual)
+
+
+def test_a_push_that_got_lost_comes_again_as_the_very_same_bytes(bench):
+  b = bench(push_codec="int4")
+  b.join()
+  b.train()
+  first, _ = b.push(0, round=7, version=0)
+  b.train()
+  again, _ = b.push(0, round=7, version=0)
+  assert bits(first.payload) == bits(again.payload)
+  assert (first.round, first.steps, first.tokens, first.clock) == (
+    again.round, again.steps, again.tokens, again.clock,
+  )  # fmt: skip
+  fresh, _ = b.push(0, round=8, version=0)  # that round was abandoned: a newer one has newer work
+  assert fresh.steps == 2 and bits(fresh.payload) != bits(first.payload)
+
+
+def test_a_refusal_restores_the_base_bitwise_and_forgets_the_residual(bench):
+  b = bench(apply="mix", push_codec="int8", error_feedback=True)
+  base = b.join()[0]
+  b.train()
+  b.push(0, round=1, version=0)
+  for value in b.island.params.values():
+    value[:] = np.nan
+  b.give(Refusal(0, 0, 0, 0, 1, False, "not finite (nan)"))
+  b.until(lambda: bits(b.local(0)) == bits(base))
+  assert 0 not in b.exchange._deltas.residual
+  assert np.isnan(b.local(1)).all(), "only that fragment was refused"
+  b.train()
+  push, cut = b.push(0, round=2, version=0)
+  assert bits(push.payload) == bits(codec.encode(base - cut, "int8"))
+
+
+def test_an_update_is_taken_from_what_was_received_not_from_what_was_trained(bench):
+  b = bench(apply="overwrite")
+  base = b.join()[0]
+  b.train()
+  for version in (1, 2):
+    update = codec.encode(vector(base.size), "int8")
+    which = (0, 0, 0, 0, version - 1, version, version - 1, 0, 0, (), ())
+    b.give(says.publish(*which, "int8", update))
+    base = base + codec.decode(update, base.size, "int8")
+  b.until(lambda: b.version(0) == 2)
+  assert bits(b.local(0)) == bits(base)
+
+
+class Broken(toy.ToyIsland):
+  def stage(self, fragment, flat):
+    if fragment == 1:
+      raise MemoryError("no room on the device")
+    return flat
+
+
+def test_what_fails_in_the_background_is_raised_at_the_next_boundary(bench):
+  plan = fragments.make_plan(toy.SPECS, from_dict({"sync": {"num_fragments": 2}}).sync)
+  b = bench(island=Broken(0, plan))
+  b.publish(0, 0, vector(plan.sizes[0]))
+  b.publish(1, 0, vector(plan.sizes[1]))
+  with pytest.raises(RuntimeError, match="no room on the device") as caught:
+    b.until(lambda: b.exchange.state.joined)
+  assert isinstance(caught.value.__cause__, MemoryError)
+  with pytest.raises(RuntimeError, match="background thread"):
+    b.exchange.boundary()
+
+
+def test_a_payload_that_cannot_be_decoded_fails_loudly(bench):
+  b = bench()
+  b.give(says.publish(0, 0, 0, 0, -1, 0, -1, 0, 0, (), (), "f32", np.zeros(3, np.uint8)))
+  with pytest.raises(RuntimeError, match="CodecError"):
+    b.until(lambda: b.exchange.state.joined)
+
+
+def test_the_evaluator_overwrites_whatever_the_learners_do(bench):
+  config = from_dict(
+    {"sync": {"apply": "rebase", "num_shards": 1, "num_fragments": 2}, "model": {"num_layers": 1}}
+  )
+  plan = initial.make_plan(config)
+  wire = Wire()
+  evaluator = Evaluator(config, plan, lambda params: 0.0, wire, NullRecorder())
+  exchange = evaluator.exchange
+  values = [[vector(f.size) for _ in range(2)] for f in plan.fragments]
+  try:
+    wire.inbox.append(says.welcome(0, 0, 0, 0, (0, 1)))
+    for p in range(2):
+      for version in range(2):
+        payload = codec.encode(values[p][version], "f32")
+        wire.inbox.append(
+          says.publish(0, 0, 0, p, version - 1, version, -1, 9, 0, (), (), "f32", payload)
+        )
+    wire.inbox.append(says.pull(0, 0, 0, 0, 5, 1))
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while [f.version for f in exchange.state.fragments] != [1, 1] or wire.inbox:
+      assert time.monotonic() < deadline
+      exchange.wait()
+    for fragment in plan.fragments:
+      held = fragments.gather(fragment, evaluator.store.params)
+      assert bits(held) == bits(values[fragment.index][1])
+    assert not [m for m in wire.sent if isinstance(m, Push)], "it has nothing to push"
+    assert {m.learner for m in wire.sent if isinstance(m, Report)} == {EVALUATOR}
+  finally:
+    exchange.close()
+  with pytest.raises(RuntimeError, match="only overwrites"):
+    HostParams(config, plan).apply(0, values[0][0], keep=1.0)

@@ -1,0 +1,90 @@
+"""What a run starts from: random values by its seed, or exactly the weights it was given."""
+
+import dataclasses
+import os
+
+import numpy as np
+import pytest
+
+from ddiloco.checkpoint import weights
+from ddiloco.config import Config, ConfigError, from_dict
+from ddiloco.models import transformer
+from ddiloco.roles import initial
+
+MODEL = {"num_layers": 2, "model_dim": 8, "num_heads": 1, "num_kv_heads": 1, "head_dim": 4,
+         "mlp_dim": 8}  # fmt: skip
+CONFIG = from_dict({"model": MODEL, "seed": 3})
+
+
+def starting_from(path, config: Config = CONFIG) -> Config:
+  return dataclasses.replace(config, run=dataclasses.replace(config.run, init_from=str(path)))
+
+
+@pytest.fixture(scope="module")
+def params() -> dict[str, np.ndarray]:
+  other = dataclasses.replace(CONFIG, seed=4)
+  return initial.initial_params(other)
+
+
+def same(a, b) -> bool:
+  assert list(a) == list(b)
+  return all(a[name].dtype == b[name].dtype == np.float32 for name in a) and all(
+    a[name].tobytes() == b[name].tobytes() for name in a
+  )
+
+
+def test_random_values_follow_the_seed(params):
+  assert same(initial.initial_params(CONFIG), initial.initial_params(CONFIG))
+  assert not same(initial.initial_params(CONFIG), params)
+  assert initial.shapes(CONFIG.model) == {n: tuple(v.shape) for n, v in params.items()}
+
+
+@pytest.mark.parametrize("form", ["model.safetensors", "checkpoint", "run/result"])
+def test_given_weights_are_what_a_run_starts_from_bitwise(tmp_path, params, form):
+  weights.save(tmp_path / form, params)
+  path = tmp_path / form
+  if form.startswith("run"):
+    path = path.parent
+    (path / "config.json").write_text(CONFIG.to_json())
+  config = starting_from(path)
+  assert initial.checked_start(config) == config
+  assert same(initial.initial_params(config), params)
+  again = tmp_path / "again.safetensors"
+  weights.save(again, initial.initial_params(config))
+  assert same(initial.initial_params(starting_from(again)), params)
+
+
+def test_a_relative_path_becomes_absolute_for_other_processes(tmp_path, params, monkeypatch):
+  weights.save(tmp_path / "model.safetensors", params)
+  monkeypatch.chdir(tmp_path)
+  config = initial.checked_start(starting_from("model.safetensors"))
+  assert config == starting_from(tmp_path / "model.safetensors")
+  assert initial.checked_start(CONFIG) is CONFIG
+
+
+def test_bad_weights_are_refused_before_the_run(tmp_path, params):
+  path = tmp_path / "model.safetensors"
+  with pytest.raises(ConfigError, match=r"^run.init_from = .*does not exist"):
+    initial.checked_start(starting_from(path))
+  weights.save(path, params)
+  deeper = from_dict({"model": MODEL | {"num_layers": 3}})
+  with pytest.raises(ConfigError, match=r"is of another model \(layers/.*, where the model has"):
+    initial.checked_start(starting_from(path, deeper))
+  os.truncate(path, path.stat().st_size - 1)
+  with pytest.raises(ConfigError, match="cannot be read"):
+    initial.checked_start(starting_from(path))
+
+
+def test_values_are_checked_when_they_are_loaded(tmp_path, params):
+  scale = params["final_norm/scale"].copy()
+  scale[1] = np.nan
+  diverged = params | {"final_norm/scale": scale}
+  config = starting_from(weights.save(tmp_path / "model.safetensors", diverged))
+  initial.checked_start(config)
+  with pytest.raises(ConfigError, match=r"final_norm/scale has 1 values that are not finite"):
+    initial.initial_params(config)
+
+
+def test_names_are_the_models(params):
+  assert list(params) == list(transformer.shapes(CONFIG.model))
+  assert {"embedding", "final_norm/scale", "layers/attention/query"} <= params.keys()

@@ -1,0 +1,161 @@
+"""A learner that is told to stop in mid-run: what it had is merged, or said to be lost."""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+
+import pytest
+
+from ddiloco.chaos.faults import Faults
+from ddiloco.checkpoint.restore import ResumeState, new_learner, new_syncer
+from ddiloco.core import fragments
+from ddiloco.core.commit import MemoryStore, new_fragment
+from ddiloco.network.transport import Hub, learner_address, syncer_address
+from ddiloco.protocol.learner import unmerged_tokens
+from ddiloco.roles.learner import Learner
+from ddiloco.roles.syncer import Syncer
+from tests.roles import toy
+
+PATIENCE_SECONDS = 30.0
+SYNC = {"num_shards": 1, "num_fragments": 3, "sync_period": 8, "overlap_steps": 2, "min_quorum": 1}
+
+
+class Run:
+  """A shard and some learners as threads; each can be stopped for itself."""
+
+  def __init__(self, learners: int, **sync):
+    self.config = toy.config(learners, 1_000_000, **{**SYNC, **sync})
+    self.plan = fragments.make_plan(toy.SPECS, self.config.sync)
+    self.hub, self.store = Hub("toy", self.plan.plan_id), MemoryStore()
+    first = toy.initial_params()
+    for f in self.plan.fragments:
+      self.store.save(new_fragment(f, fragments.gather(f, first)))
+    self.events: dict[str, list] = collections.defaultdict(list)
+    self.stops: dict[str, threading.Event] = {}
+    self.threads: dict[str, threading.Thread] = {}
+    self.failures: list[BaseException] = []
+
+  def start(self, name: str, work) -> None:
+    stop = self.stops[name] = threading.Event()
+
+    def guarded():
+      try:
+        work(stop.is_set)
+      except BaseException as error:  # reported by the test's own thread
+        self.failures.append(error)
+
+    self.threads[name] = threading.Thread(target=guarded, name=name, daemon=True)
+    self.threads[name].start()
+
+  def shard(self) -> None:
+    name, faults = syncer_address(0), Faults((), time.monotonic())
+    recorder, endpoint = toy.ListRecorder(self.events[name]), self.hub.connect(name)
+    state = new_syncer(self.config, 0, 0, self.store)
+    role = Syncer(state, self.config, self.plan, endpoint, self.store, recorder)
+    self.start(name, lambda stopped: role.run(faults, stopped))
+
+  def learner(self, m: int, drain_seconds: float) -> Learner:
+    name, island = learner_address(m), toy.ToyIsland(m, self.plan, step_seconds=0.002)
+    recorder, endpoint = toy.ListRecorder(self.events[name]), self.hub.connect(name)
+    beginning = ResumeState(new_learner(self.config, self.plan, m, 0))
+    role = Learner(beginning, self.config, self.plan, island, toy.batches, endpoint, recorder)
+    faults = Faults((), time.monotonic())
+    self.start(name, lambda stopped: role.run(faults, stopped, drain_seconds))
+    return role
+
+  def until(self, happened) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not happened():
+      assert not self.failures, self.failures
+      assert time.monotonic() < deadline, "nothing happened"
+      time.sleep(0.002)
+
+  def stop(self, name: str) -> float:
+    """Returns how long it took to end."""
+    started = time.monotonic()
+    self.stops[name].set()
+    self.threads[name].join(PATIENCE_SECONDS)
+    assert not self.threads[name].is_alive()
+    return time.monotonic() - started
+
+  def of(self, name: str, kind: str) -> list[dict]:
+    return [e for e in list(self.events[name]) if e.kind == kind]
+
+  def merged_tokens(self, m: int) -> list[int]:
+    """Of one learner, by fragment: from its pushes and the shard's commits, nobody's counters."""
+    rounds = {(e.fragment, e.round) for e in self.of("syncer/0", "commit") if m in e.learners}
+    merged = [0] * len(self.plan.fragments)
+    for e in self.of(learner_address(m), "push"):
+      if (e.fragment, e.round) in rounds:
+        merged[e.fragment] += e.tokens
+    return merged
+
+  def __enter__(self) -> Run:
+    self.shard()
+    return self
+
+  def __exit__(self, *_) -> None:
+    for name in reversed(self.threads):  # learners before the shard, which they need
+      self.stop(name)
+    assert not self.failures, self.failures
+
+
+@pytest.mark.parametrize("learners", [1, 2])
+@pytest.mark.parametrize("steps", [21, 30])
+def test_a_stopped_learner_gets_everything_merged_and_ends(learners, steps):
+  with Run(learners) as run:
+    roles = [run.learner(m, drain_seconds=20) for m in range(learners)]
+    run.until(lambda: roles[0].exchange.state.step >= steps)
+    seconds = run.stop("learner/0")
+    state = roles[0].exchange.state
+    trained = state.trained_tokens
+    assert state.done and trained >= steps and unmerged_tokens(state) == 0
+    assert seconds < 10, "it did not sit out its time"
+    [stopped] = run.of("learner/0", "stopped")
+    assert stopped.unmerged_tokens == 0 and "everything it had is merged" in stopped.reason
+    assert run.merged_tokens(0) == [trained] * 3, "every token, in every fragment"
+    run.until(lambda: "left" in [e.state for e in run.of("syncer/0", "member")])
+    if learners == 2:
+      count = len(run.of("syncer/0", "commit"))
+      run.until(lambda: len(run.of("syncer/0", "commit")) >= count + 4)
+      assert roles[1].exchange.state.step > steps and not roles[1].exchange.state.leaving
+
+
+def test_without_time_to_drain_it_leaves_at_once_and_says_what_is_lost():
+  with Run(1, sync_period=30_000) as run:
+    role = run.learner(0, drain_seconds=0)
+    run.until(lambda: role.exchange.state.step >= 20)
+    assert run.stop("learner/0") < 5
+    state = role.exchange.state
+    [stopped] = run.of("learner/0", "stopped")
+    assert stopped.reason == "the run was stopped"
+    # The first fragment is due after 10 000 steps: all of it is lost.
+    assert stopped.unmerged_tokens == state.trained_tokens == unmerged_tokens(state) >= 20
+    assert run.merged_tokens(0) == [0, 0, 0]
+
+
+def test_a_drain_that_cannot_succeed_ends_after_its_time():
+  with Run(1) as run:
+    role = run.learner(0, drain_seconds=0.4)
+    run.until(lambda: role.exchange.state.step >= 10)
+    run.stop("syncer/0")
+    step = role.exchange.state.step
+    run.until(lambda: role.exchange.state.step > step)
+    seconds = run.stop("learner/0")
+    assert 0.4 <= seconds < 5
+    [stopped] = run.of("learner/0", "stopped")
+    assert stopped.reason == "the run was stopped" and stopped.unmerged_tokens > 0
+    lacks = [role.exchange.state.trained_tokens - n for n in run.merged_tokens(0)]
+    assert stopped.unmerged_tokens <= max(lacks), "a push may be merged, and nobody hears of it"
+
+
+def test_who_never_joined_leaves_without_waiting():
+  with Run(1, min_quorum=1) as run:
+    run.stop("syncer/0")
+    role = run.learner(0, drain_seconds=20)
+    run.until(lambda: run.of("learner/0", "started"))
+    assert run.stop("learner/0") < 5
+    assert not role.exchange.state.joined and role.exchange.state.done
+    assert [e.unmerged_tokens for e in run.of("learner/0", "stopped")] == [0]

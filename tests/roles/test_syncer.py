@@ -1,0 +1,252 @@
+"""A shard's bits: what it publishes, what it rejects, and what outlives it."""
+
+import math
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from ddiloco.checkpoint.restore import new_syncer
+from ddiloco.config import from_dict
+from ddiloco.core import codec, fragments
+from ddiloco.core.commit import Committed, MemoryStore, new_fragment
+from ddiloco.network.transport import Counters
+from ddiloco.protocol.actions import Tick
+from ddiloco.protocol.messages import Publish, Pull, Refusal
+from ddiloco.protocol.syncer_state import FragmentState
+from ddiloco.roles.syncer import Syncer
+from tests import says
+from tests.roles import toy
+
+
+class Outbox:
+  """An endpoint that only keeps what is sent."""
+
+  def __init__(self):
+    self.counters = Counters()
+    self.sent: list[tuple[str, object]] = []
+
+  def send(self, to, message) -> int:
+    self.sent.append((to, message))
+    return 1
+
+  def take(self, kind: type) -> list[tuple[int, object]]:
+    """(learner, message) of this kind since the last `take`."""
+    taken = [(int(to.partition("/")[2]), m) for to, m in self.sent if isinstance(m, kind)]
+    self.sent = [(to, m) for to, m in self.sent if not isinstance(m, kind)]
+    return taken
+
+
+class Shard:
+  """One shard over a store, with learners played by hand; they hold what they were published."""
+
+  def __init__(self, learners: int, store=None, incarnation: int = 0, **sections):
+    sync = {"num_shards": 1, "num_fragments": 2, "sync_period": 4, "overlap_steps": 2}
+    sync |= {"liveness_seconds": 1e6, "grace_safety": 0.9, **sections.pop("sync", {})}
+    self.config = from_dict({"islands": {"num_learners": learners}, "sync": sync, **sections})
+    self.plan = fragments.make_plan(toy.SPECS, self.config.sync)
+    self.learners: Sequence[int] = range(learners)
+    self.lives = dict.fromkeys(self.learners, 0)
+    self.held: dict[int, dict[int, tuple[int, np.ndarray]]] = {m: {} for m in self.learners}
+    self.rounds: dict[int, dict[int, int]] = {m: {} for m in self.learners}
+    self.store = store
+    if store is None:
+      self.store, first = MemoryStore(), toy.initial_params()
+      for f in self.plan.fragments:
+        self.store.save(new_fragment(f, fragments.gather(f, first)))
+    self.start(incarnation)
+    for m in self.learners:
+      self.hear(says.hello(m, 0))
+
+  def start(self, incarnation: int) -> None:
+    self.outbox, self.events = Outbox(), []
+    recorder = toy.ListRecorder(self.events)
+    state = new_syncer(self.config, 0, incarnation, self.store)
+    self.syncer = Syncer(state, self.config, self.plan, self.outbox, self.store, recorder)
+
+  def hear(self, message) -> None:
+    """The shard handles one message; every learner takes up what is published."""
+    self.syncer.handle(self.syncer._event(message))
+    self.syncer.handle(Tick(time.monotonic()))
+    for m, publish in self.outbox.take(Publish):
+      assert isinstance(publish, Publish)
+      version, value = self.held[m].get(publish.fragment, (-1, None))
+      decoded = codec.decode(
+        publish.payload, self.plan.fragments[publish.fragment].size, publish.codec
+      )
+      if publish.base_version >= 0:
+        assert publish.base_version == version, "an update to something the learner does not have"
+        decoded = value + decoded
+      self.held[m][publish.fragment] = (publish.version, decoded)
+      self.rounds[m][publish.fragment] = publish.round
+
+  def report(self, m: int, since: int) -> None:
+    """With steps so long that the grace window lasts until everybody has answered."""
+    versions = tuple(self.held[m][f.index][0] for f in self.plan.fragments)
+    rounds = tuple(self.rounds[m][f.index] for f in self.plan.fragments)
+    sinces = tuple(since for _ in versions)
+    self.hear(says.report(m, self.lives[m], 9, 1e3, versions, sinces, rounds=rounds))
+
+  def round(self, deltas: dict[int, dict[int, object]], name="f32") -> list[dict]:
+    """One round of both fragments; `deltas[learner][fragment]` is a vector or a whole payload."""
+    for since in (1, 9):  # everybody can be asked before anybody is due
+      for m in self.learners:
+        self.report(m, since)
+    for m, pull in self.outbox.take(Pull):
+      assert isinstance(pull, Pull)
+      content = deltas[m][pull.fragment]
+      codec_name, payload = content if isinstance(content, tuple) else (name, None)
+      if payload is None:
+        payload = codec.encode(content, name)
+      p, base = pull.fragment, pull.base_version
+      push = says.push(m, self.lives[m], p, pull.round, base, 3, 30 + m, 9, codec_name, payload)
+      self.hear(push)
+    return [e for e in self.events if e.kind in ("commit", "abandoned")]
+
+
+def deltas(plan, learners, seed: int) -> dict:
+  random = np.random.default_rng(seed)
+  return {
+    m: {f.index: random.standard_normal(f.size).astype(np.float32) / 50 for f in plan.fragments}
+    for m in learners
+  }
+
+
+def same(a: np.ndarray, b: np.ndarray) -> bool:
+  return a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize("name", ["f32", "bf16", "int8", "int4"])
+def test_learners_hold_exactly_the_shards_view_round_after_round(name):
+  shard = Shard(3, sync={"publish_codec": name, "push_codec": name, "min_quorum": 3})
+  for number in range(6):
+    if number == 3:  # a new incarnation of the shard sends updates to what learners have
+      shard.start(incarnation=1)
+    if number == 4:  # a new incarnation of a learner gets everything whole
+      shard.held[2], shard.lives[2] = {}, 1
+      shard.hear(says.hello(2, 1))
+      assert {version for version, _ in shard.held[2].values()} == {4}
+    shard.round(deltas(shard.plan, shard.learners, seed=number), name)
+    for f in shard.plan.fragments:
+      committed = shard.syncer.committed[f.index]
+      assert committed.state.version == number + 1
+      for m in shard.learners:
+        version, value = shard.held[m][f.index]
+        assert version == number + 1 and same(value, committed.view)
+      error = np.abs(committed.view - committed.value).max()
+      assert (error == 0) if name == "f32" else (0 < error < 0.02), "errors do not add up"
+
+
+def whole(size: int, value: float) -> np.ndarray:
+  return codec.encode(np.full(size, value, np.float32), "f32")
+
+
+def broken_scale(size: int, scale: float) -> np.ndarray:
+  payload = codec.encode(np.ones(size, np.float32), "int8")
+  payload[:4] = np.frombuffer(np.float32(scale).tobytes(), np.uint8)
+  return payload
+
+
+BAD = {
+  "short": (lambda n: ("f32", whole(n, 1.0)[:-4]), "must be uint8"),
+  "long": (lambda n: ("int8", whole(n, 1.0)), "must be uint8"),
+  "empty": (lambda n: ("f32", np.zeros(0, np.uint8)), "must be uint8"),
+  "codec": (lambda n: ("fp8", whole(n, 1.0)), "must be one of"),
+  "nan": (lambda n: ("f32", whole(n, math.nan)), "not finite"),
+  "inf": (lambda n: ("f32", whole(n, -math.inf)), "not finite"),
+  "exploding": (lambda n: ("f32", whole(n, 1e30)), "is over 10 x"),
+  "overflowing": (lambda n: ("f32", whole(n, 3e38)), "is over 10 x"),
+  "nan scale": (lambda n: ("int8", broken_scale(n, math.nan)), "not finite"),
+  "negative scale": (lambda n: ("int8", broken_scale(n, -1.0)), "negative"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_push_is_rejected_with_its_reason_and_changes_no_bit(kind):
+  make, reason = BAD[kind]
+  shard, clean = (Shard(3, sync={"min_quorum": 2}) for _ in range(2))
+  for number in range(2):  # a bad one after a good one: the past counts as well
+    good = deltas(shard.plan, shard.learners, seed=number)
+    if number == 0:
+      shard.round(good)
+      clean.round(good)
+      continue
+    bad = {**good, 1: {f.index: make(f.size) for f in shard.plan.fragments}}
+    clean.learners = [0, 2]
+    shard.round(bad)
+    clean.round(good)
+  commits = [e for e in shard.events if e.kind == "commit" and e.version == 2]
+  assert len(commits) == len(shard.plan.fragments)
+  for event in commits:
+    assert set(event.participants) == {0, 2} and list(event.rejected) == [1]
+    assert reason in event.rejected[1]
+  for f in shard.plan.fragments:
+    assert same(shard.syncer.committed[f.index].value, clean.syncer.committed[f.index].value)
+  refused = [m for learner, m in shard.outbox.take(Refusal) if learner == 1]
+  assert len(refused) == len(shard.plan.fragments) and reason in refused[0].reason
+
+
+def test_a_round_with_bad_pushes_only_changes_nothing_and_the_next_one_commits():
+  shard = Shard(2, sync={"min_quorum": 2, "quarantine_after": 9})
+  before = {f.index: shard.store.load(f.index) for f in shard.plan.fragments}
+  bad = {m: {f.index: BAD["nan"][0](f.size) for f in shard.plan.fragments} for m in (0, 1)}
+  ended = shard.round(bad)
+  assert {e.kind for e in ended} == {"abandoned"}
+  assert all("not finite" in reason for e in ended for reason in e.rejected.values())
+  assert all(e.rejected for e in ended)
+  for p, committed in before.items():
+    assert shard.store.load(p) is committed
+  shard.round(deltas(shard.plan, shard.learners, seed=0))
+  assert {f.state.version for f in shard.syncer.committed.values()} == {1}
+
+
+def test_momentum_and_versions_survive_a_restart_of_the_shard():
+  settings = {"sync": {"min_quorum": 2, "publish_codec": "int8"}}
+  settings["outer"] = {"learning_rate": 0.7, "momentum": 0.9}
+  steady, restarted = Shard(2, **settings), Shard(2, **settings)
+  for number in range(4):
+    if number == 2:
+      restarted.start(incarnation=1)
+    for shard in (steady, restarted):
+      shard.round(deltas(shard.plan, shard.learners, seed=number))
+  for f in steady.plan.fragments:
+    one, other = (shard.store.load(f.index) for shard in (steady, restarted))
+    assert one.state.version == other.state.version == 4
+    assert same(one.value, other.value) and same(one.momentum, other.momentum)
+    assert same(one.view, other.view)
+    assert one.state.merged_tokens == other.state.merged_tokens == 4 * (30 + 31)
+    assert np.abs(one.momentum).max() > 0
+
+
+def test_what_was_committed_is_never_written_again():
+  """Values travel by reference between threads."""
+  shard = Shard(2, sync={"min_quorum": 2}, outer={"momentum": 0.9})
+  shard.round(deltas(shard.plan, shard.learners, seed=0))
+  kept = [(c.value, c.value.copy(), c.view, c.view.copy()) for c in shard.syncer.committed.values()]
+  pushed = deltas(shard.plan, shard.learners, seed=1)
+  copies = {m: {p: d.copy() for p, d in each.items()} for m, each in pushed.items()}
+  shard.round(pushed)
+  for value, value_copy, view, view_copy in kept:
+    assert same(value, value_copy) and same(view, view_copy)
+  for m, each in pushed.items():
+    assert all(same(each[p], copies[m][p]) for p in each)
+
+
+def test_the_store_keeps_the_newest_commit_of_each_fragment():
+  store = MemoryStore()
+  assert store.load(3) is None
+  value = np.ones(4, np.float32)
+  commits = [Committed(FragmentState(3, version=v), value * v, value * v, None) for v in range(3)]
+  other = Committed(FragmentState(4), value, value, None)
+  for committed in (*commits, other):
+    store.save(committed)
+  assert store.load(3) is commits[2] and store.load(4) is other
+
+
+def test_the_commit_event_says_who_and_why():
+  shard = Shard(2, sync={"min_quorum": 1})
+  (first, _) = shard.round(deltas(shard.plan, shard.learners, seed=0))[:2]
+  weights = first.participants
+  assert set(weights) <= {0, 1} and sum(weights.values()) == pytest.approx(1, abs=1e-5)
+  assert first.version == 1 and first.reason and first.merge_seconds >= 0

@@ -1,0 +1,111 @@
+"""A shard's turn: it takes in everything that is there, at the time it came, and then decides."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+
+from ddiloco.chaos.faults import Faults
+from ddiloco.network.transport import Counters, Delivery, Hub
+from ddiloco.protocol.actions import Received, Tick
+from ddiloco.protocol.messages import RequestMoments
+from ddiloco.roles import syncer as module
+from tests import says
+from tests.roles.test_syncer import Shard
+
+
+class Turns:
+  """A shard over this endpoint; keeps the events that its reducer got."""
+
+  def __init__(self, monkeypatch, endpoint):
+    self.role = Shard(3).syncer
+    self.role.endpoint, self.events = endpoint, []
+    monkeypatch.setattr(self.role, "handle", self.events.append)
+
+  def run(self, ticks: int) -> list:
+    self.role.run(Faults((), 0.0), lambda: self.kinds().count("Tick") >= ticks)
+    return self.events
+
+  def kinds(self) -> list[str]:
+    return [type(event).__name__ for event in self.events]
+
+
+class Scripted:
+  """An endpoint whose `receive` is a test's."""
+
+  def __init__(self, receive, waiting: int = 0):
+    self.counters, self.receive, self.waiting = Counters(), receive, waiting
+
+
+def test_what_came_while_the_shard_was_busy_is_taken_in_at_its_own_time_before_it_decides(
+  monkeypatch,
+):
+  hub = Hub("run", "plan")
+  turns, learners = Turns(monkeypatch, hub.connect("syncer/0")), []
+  times = [time.monotonic()]
+  for m in range(3):
+    learners.append(hub.connect(f"learner/{m}"))
+    learners[-1].send("syncer/0", says.hello(m, 0))
+    learners[-1].send("syncer/0", says.push(m, 0, 0, 1, 0, 1, 1, 0, "f32", np.zeros(4, np.uint8)))
+    times.append(time.monotonic())
+    time.sleep(0.02)  # busy
+  events = turns.run(ticks=1)
+  assert turns.kinds() == ["Received"] * 6 + ["Tick"]
+  for event in events[:6]:
+    m = event.message.learner
+    assert times[m] <= event.now <= times[m + 1], "when it came, not when it was looked at"
+  assert events[-1].now >= times[-1]
+
+
+def test_a_tick_says_up_to_when_all_is_heard(monkeypatch):
+  """What arrives while pushes are taken in is not heard yet, and its sender was not silent."""
+  hub = Hub("run", "plan")
+  turns = Turns(monkeypatch, hub.connect("syncer/0"))
+  hub.connect("learner/0").send("syncer/0", says.hello(0, 0))
+  decoded = turns.role._event
+  slow = lambda *arguments: time.sleep(0.1) or decoded(*arguments)  # noqa: E731
+  monkeypatch.setattr(turns.role, "_event", slow)
+  hello, tick = turns.run(ticks=1)
+  assert hello.now <= tick.heard_until <= tick.now - 0.1
+
+
+def test_a_flood_does_not_put_off_a_decision(monkeypatch):
+  numbers = itertools.count()
+
+  def receive(_seconds: float) -> Delivery:
+    return Delivery("learner/0", RequestMoments(0, 0, (next(numbers),)), time.monotonic())
+
+  turns = Turns(monkeypatch, Scripted(receive, waiting=10))
+  events = turns.run(ticks=5)
+  assert turns.kinds() == (["Received"] * 11 + ["Tick"]) * 5
+  assert all(isinstance(e, Tick | Received) for e in events)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_shard_that_was_stopped_hears_what_was_said_meanwhile_before_it_decides(
+  monkeypatch, stopped
+):
+  """The message is still on its way through the sockets when the process goes on."""
+  monkeypatch.setattr(module, "STOOD_STILL_SECONDS", 0.1)
+  monkeypatch.setattr(module, "LONGEST_WAIT_SECONDS", 0.05)
+  waits = itertools.count()
+
+  def receive(seconds: float) -> Delivery | None:
+    if next(waits) == 0:  # the first turn decides at once, and this is the wait of the second
+      return None
+    if not arrives_at:
+      time.sleep(0.2 if stopped else seconds)
+      arrives_at.append(time.monotonic() + 0.02)
+      return None
+    if time.monotonic() < arrives_at[0] or len(arrives_at) > 1:
+      return None
+    arrives_at.append(0.0)
+    return Delivery("learner/0", says.hello(0, 0), time.monotonic())
+
+  arrives_at: list[float] = []
+  turns = Turns(monkeypatch, Scripted(receive))
+  turns.run(ticks=2)
+  assert turns.kinds() == (["Tick", "Received", "Tick"] if stopped else ["Tick", "Tick"])

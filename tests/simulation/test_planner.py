@@ -1,0 +1,224 @@
+"""A plan fits or it does not, says so in plain words, and its fixes are fixes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from ddiloco.config import ConfigError, SyncConfig
+from ddiloco.core import codec
+from ddiloco.simulation import planner
+from ddiloco.simulation.planner import Setting
+
+# Four regions, a 12B model in 96 fragments, int4, one shard in each region.
+SYNC = SyncConfig(
+  num_shards=4,
+  num_fragments=96,
+  sync_period=24,
+  overlap_steps=4,
+  push_codec="int4",
+  publish_codec="int4",
+)
+REGIONS = Setting((125_000_000,) * 96, SYNC, 4, step_seconds=4, gbps=5, latency_seconds=0.03)
+
+
+def changed(setting: Setting, **fields) -> Setting:
+  """The setting with other fields, of its own or of its sync."""
+  own = {f.name for f in dataclasses.fields(Setting)}
+  sync = dataclasses.replace(setting.sync, **{k: v for k, v in fields.items() if k not in own})
+  return dataclasses.replace(setting, sync=sync, **{k: v for k, v in fields.items() if k in own})
+
+
+@st.composite
+def any_setting(draw):
+  sizes = tuple(draw(st.lists(st.integers(1, 10**9), min_size=1, max_size=8)))
+  sync = SyncConfig(
+    num_fragments=len(sizes),
+    num_shards=draw(st.integers(1, len(sizes))),
+    sync_period=draw(st.integers(5, 100)),
+    overlap_steps=draw(st.integers(0, 4)),
+    blocking=draw(st.booleans()),
+    push_codec=draw(st.sampled_from(codec.CODECS)),
+    publish_codec=draw(st.sampled_from(codec.CODECS)),
+  )
+  return Setting(
+    sizes,
+    sync,
+    islands=draw(st.integers(1, 9)),
+    step_seconds=draw(st.floats(0.01, 20)),
+    gbps=draw(st.floats(0.01, 1000)),
+    latency_seconds=draw(st.floats(0, 0.3)),
+    momentum=draw(st.booleans()),
+    shard_gbps=draw(st.sampled_from([0.0, 1.0, 100.0])),
+  )
+
+
+def test_hand_made_values():
+  sync = SyncConfig(num_shards=2, num_fragments=2, sync_period=10, overlap_steps=3)
+  setting = Setting((1000, 500), sync, 2, 0.1, gbps=1e-3, latency_seconds=0.01, core_gbytes=1e-3)
+  plan = planner.make(setting)
+  # Island 0 pushes fragment 1 (2000 bytes), publishes fragment 0 (4000) and copies it (4000).
+  assert plan.average_gbps == pytest.approx(8 * 10_000 / 1.0 / 1e9)
+  assert plan.link_load == pytest.approx(0.08)
+  assert plan.exchanged.per_step(sync) == 2 * 6000 / 10
+  # Fragment 0: 4000 bytes at 125 kB/s to the shard, to its buddy and back; the last push touches
+  # 4 vectors and the commit 6, at 1 MB/s; two hops of 10 ms for learners, two for the buddy.
+  seconds = (0.1 / 3, 0.032, 0.04, 0.032, 0.032, 0.04)
+  assert dataclasses.astuple(plan.sync) == pytest.approx(seconds)
+  peak = 1e-3 * 0.096 / (0.3 - 0.08 - 0.1 / 3)
+  assert plan.overlap_steps == 3 and plan.peak_gbps == pytest.approx(peak)
+  # Taking in two pushes touches 2 + 4 vectors.
+  assert plan.core_load == pytest.approx(4000 * 12 / 1e6 / 1.0)
+  assert plan.period_steps == 10 and plan.utilisation == 1
+  assert plan.memory.state == 4000 and plan.memory.copies == 4000 + 2000
+  assert plan.memory.rounds == 2 * 8000 + 4000 + 4000
+  alone = planner.make(changed(setting, num_shards=1, core_gbytes=1e-5))  # 4 s: both are under way
+  assert alone.sync.total > 0.5 and alone.memory.rounds == 2 * (2 * 8000 + 4000 + 4000)
+  assert plan.join_seconds == pytest.approx(8 * 6000 / 1e6 + 0.01)
+  assert plan.least_shards == 1 and planner.findings(setting, plan) == []
+
+
+def test_what_is_missing_stretches_the_period_or_makes_lock_step_wait():
+  sync = SyncConfig(num_shards=1, num_fragments=2, sync_period=10, overlap_steps=1)
+  # An island sends 1 MB in a period of 1 s over 4 Mbit/s; the shard's own link is no limit.
+  setting = Setting((125_000, 125_000), sync, 2, 0.1, gbps=0.004, shard_gbps=8.0, core_gbytes=1e6)
+  plan = planner.make(setting)
+  assert plan.link_load == pytest.approx(2)
+  assert plan.sync.total == pytest.approx(2 + 0.1 / 3, rel=1e-3)  # at once again: 20.3 steps
+  assert (plan.period_steps, plan.utilisation) == (pytest.approx(20.33, rel=1e-3), 1)
+  # A push or publish of 0.5 MB takes 1 s: two syncs of 2 s less 0.1 s that tau hides, beside 1 s.
+  plan = planner.make(changed(setting, blocking=True))
+  assert plan.sync.total == pytest.approx(2, rel=1e-3)
+  assert (plan.period_steps, plan.utilisation) == (10, pytest.approx(1 / (1 + 2 * 1.9), rel=1e-3))
+  # In small fragments tau hides every sync, and still there are not enough bytes in a second.
+  small = {"sizes": (12_500,) * 20, "num_fragments": 20, "overlap_steps": 9, "blocking": True}
+  plan = planner.make(changed(setting, **small))
+  assert plan.sync.total < 0.9 and plan.utilisation == pytest.approx(0.5)
+  # Faster links, but so far away that one sync takes longer than the period.
+  far = dataclasses.replace(setting, gbps=8.0, latency_seconds=1.0)
+  plan = planner.make(far)
+  assert plan.link_load < 1 and plan.period_steps == pytest.approx(20.35, rel=1e-3)
+  # Smaller fragments are back sooner, and what counts is the link.
+  plan = planner.make(changed(setting, sizes=(12_500,) * 20, num_fragments=20))
+  assert plan.period_steps == pytest.approx(20)
+
+
+@given(any_setting(), st.floats(1.01, 50))
+@settings(deadline=None)
+def test_more_bandwidth_is_never_worse(setting, factor):
+  slow = planner.make(setting)
+  wide = dataclasses.replace(
+    setting, gbps=setting.gbps * factor, shard_gbps=setting.shard_gbps * factor
+  )
+  fast = planner.make(wide)
+  assert fast.link_load == pytest.approx(slow.link_load / factor)
+  assert fast.sync.total <= slow.sync.total
+  assert fast.utilisation >= slow.utilisation and fast.period_steps <= slow.period_steps
+  assert fast.exchanged == slow.exchanged and fast.core_load == slow.core_load
+
+
+@given(any_setting())
+@settings(deadline=None)
+def test_the_peak_is_the_bandwidth_at_which_tau_just_hides_a_sync(setting):
+  plan = planner.make(setting)
+  assume(math.isfinite(plan.peak_gbps) and plan.peak_gbps > 0)
+  factor = plan.peak_gbps / setting.gbps
+  there = dataclasses.replace(setting, gbps=plan.peak_gbps, shard_gbps=setting.shard_gbps * factor)
+  total = planner.make(there).sync.total
+  assert total == pytest.approx(setting.overlap_seconds, rel=1e-6, abs=1e-9)
+
+
+@given(any_setting())
+@settings(deadline=None)
+def test_utilisation_falls_only_where_learners_wait_and_words_follow_numbers(setting):
+  plan = planner.make(setting)
+  assert 0 < plan.utilisation <= 1
+  if not setting.sync.blocking:
+    assert plan.utilisation == 1
+  fits = (
+    plan.link_load <= 1 and plan.core_load <= 1 and plan.overlap_steps <= setting.sync.overlap_steps
+  )
+  assert fits == (planner.findings(setting, plan) == [])
+  assert fits == (planner.lines(setting, plan)[-1] == "Everything fits.")
+  if plan.least_shards is not None:
+    enough = planner.make(changed(setting, num_shards=plan.least_shards))
+    assert enough.link_load <= 1 and enough.core_load <= 1
+
+
+@given(any_setting())
+@settings(deadline=None)
+def test_its_fixes_are_fixes(setting):
+  plan = planner.make(setting)
+  for finding in planner.findings(setting, plan):
+    for name, value in re.findall(r"sync\.(\w+) (?:=|to) (\d+)", finding):
+      better = planner.make(changed(setting, **{name: int(value)}))
+      if name == "overlap_steps":
+        assert better.sync.total <= setting.step_seconds * int(value) * (1 + 1e-9)
+      elif finding.startswith("The busiest link"):
+        assert better.link_load <= 1 + 1e-9
+      elif finding.startswith("Merging"):
+        assert better.core_load <= 1 + 1e-9
+
+
+def test_smaller_codecs_move_less():
+  needed = [
+    planner.make(changed(REGIONS, push_codec=name, publish_codec=name, num_shards=1)).average_gbps
+    for name in ("int4", "int8", "bf16", "f32")
+  ]
+  assert needed == sorted(needed) and needed[-1] / needed[0] == pytest.approx(32 / 4.125, rel=1e-3)
+
+
+def test_twelve_billion_over_four_regions():
+  """Fits 5 Gbit/s at 4 s a step; on 2 the buddies' copies in f32 are what does not fit."""
+  plan = planner.make(REGIONS)
+  assert planner.findings(REGIONS, plan) == []
+  bare = planner.make(changed(REGIONS, num_shards=4, shard_gbps=50.0, gbps=2.0))
+  assert bare.average_gbps == pytest.approx(12e9 * 4.125 / 24 / 4 / 1e9, rel=1e-3)
+  narrow = changed(REGIONS, gbps=2.0)
+  plan = planner.make(narrow)
+  assert plan.copy_share > 0.5 and plan.link_load > 1
+  text = " ".join(planner.findings(narrow, plan))
+  assert "Copies for buddy shards" in text and "int4 for" not in text
+
+
+def test_what_tau_does_not_hide_is_said_in_plain_words():
+  setting = changed(REGIONS, gbps=2.0, shard_gbps=20.0, overlap_steps=0)
+  text = " ".join(planner.findings(setting, planner.make(setting)))
+  assert re.search(r"tau = 0 steps hide 0 ms of a sync's [\d.]+ s\.", text)
+  assert "Nobody waits, but a version is 2 steps old" in text and "discards" not in text
+  assert "raise sync.overlap_steps to 2" in text
+  overwrite = changed(setting, apply="overwrite")
+  text = " ".join(planner.findings(overwrite, planner.make(overwrite)))
+  assert "overwrite discards those steps" in text
+  blocking = changed(setting, blocking=True)
+  text = " ".join(planner.findings(blocking, planner.make(blocking)))
+  assert "Everybody waits: islands compute" in text
+
+
+def test_a_window_smaller_than_the_link_is_said():
+  setting = changed(REGIONS, latency_seconds=0.5, window_bytes=1 << 20)
+  (text,) = planner.findings(setting, planner.make(setting))
+  assert "network.window_bytes = 1048576" in text and f"set it to {5 * 10**9 // 8}" in text
+
+
+@pytest.mark.parametrize(
+  ("fields", "said"),
+  [
+    ({"gbps": 0.0}, "plan.gbps = 0.0"),
+    ({"islands": 0}, "plan.islands = 0"),
+    ({"latency_seconds": -1.0}, "plan.latency_seconds = -1.0"),
+    ({"step_seconds": math.nan}, "plan.step_seconds = nan"),
+    ({"core_gbytes": 0.0}, "plan.core_gbytes = 0.0"),
+    ({"sizes": (1, 2)}, "plan.sizes = (1, 2)"),
+    ({"num_shards": 0}, "sync.num_shards = 0"),
+  ],
+)
+def test_nonsense_is_refused_by_name(fields, said):
+  with pytest.raises(ConfigError) as caught:
+    changed(REGIONS, **fields)
+  assert said in str(caught.value) and "Fix: " in str(caught.value)

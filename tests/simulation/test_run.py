@@ -1,0 +1,301 @@
+"""Runs in virtual time: they repeat exactly, add up, overlap as on a WAN, and end as real ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+
+import pytest
+
+from ddiloco import config as config_lib
+from ddiloco.chaos.random_plans import random_faults
+from ddiloco.config import ConfigError, Fault
+from ddiloco.observe import tracks
+from ddiloco.observe.goodput import Ledger
+from ddiloco.simulation.run import Run, Setting
+from tests.protocol.ledger import Ledger as StepLedger
+from tests.protocol.virtual import Checks
+
+STEP_SECONDS = 0.1
+TOKENS = 4 * 16  # of a step
+
+
+def make(learners: int = 3, steps: int = 60, faults=(), regions=None, **sync) -> config_lib.Config:
+  c = config_lib.default()
+  c.islands.update(num_learners=learners, batch_size=4)
+  c.data.sequence_length = 16
+  c.sync.update(num_shards=2, num_fragments=4, sync_period=8, liveness_seconds=1.0)
+  c.sync.update(**sync)
+  c.run.update(total_tokens=learners * steps * TOKENS, restart_seconds=0.2, max_restarts=50)
+  c.chaos.faults = tuple(dataclasses.asdict(fault) for fault in faults)
+  c.chaos.regions.update(regions or {})
+  return config_lib.from_dict(c)
+
+
+def setting(**changes) -> Setting:
+  return Setting(**{"sizes": (1000,) * 4, "step_seconds": STEP_SECONDS, **changes})
+
+
+def play(config, **changes) -> tuple[Run, list[dict]]:
+  events: list[dict] = []
+  run = Run(config, setting(**changes), events.append)
+  assert run.finish(3600.0) == "finished"
+  return run, events
+
+
+def of(events: list[dict], kind: str) -> list[dict]:
+  return [event for event in events if event.kind == kind]
+
+
+def account(events: list[dict]):
+  ledger = Ledger()
+  for event in events:
+    ledger.take(event)
+  return ledger.report()
+
+
+# --- without faults -------------------------------------------------------------------------------
+
+
+def test_initial_values_that_take_minutes_are_sent_about_once():
+  """12B parameters over 2 Gbit/s: while anything gets through, the rest is not sent again."""
+  sync = {"num_fragments": 24, "sync_period": 24, "push_codec": "int4", "publish_codec": "int4"}
+  config = make(learners=4, steps=72, liveness_seconds=2.0, **sync)
+  speed = {"step_seconds": 6.0, "gbps": (2.0,), "latency_seconds": (0.03,), "shard_gbps": 100.0}
+  run, events = play(config, sizes=(500_000_000,) * 24, merge_gbytes=400.0, **speed)
+  whole = 4 * 24 * 500_000_000
+  updates = sum(e.version > 0 for e in of(events, "commit")) * whole / 24 / 8
+  for m in range(4):
+    received = run.links.received_bytes["learner", m]
+    assert whole + updates <= received < 2 * whole + updates
+  assert statistics.mean(len(e.learners) for e in of(events, "commit")) > 3.5
+
+
+def test_the_same_seed_is_the_same_run_to_the_last_event():
+  plan = random_faults(3, 30, 5.0, 3, 2)
+  first, second = (play(make(faults=plan), seed=5)[1] for _ in range(2))
+  assert len(first) > 500 and first == second
+  assert play(make(faults=plan), seed=6)[1] != first
+
+
+def test_an_undisturbed_run_ends_with_the_tokens_merged_and_nobody_waits():
+  run, events = play(make())
+  assert all(f.merged_tokens >= run.target_tokens for f in run.store.values())
+  assert not any(event.blocked_seconds for event in of(events, "step"))
+  assert tracks.longest_stall_seconds(events) == 0 and not tracks.lost_rounds(events)
+  found = account(events)
+  assert found.uptime == 1.0 and found.goodput > 0.85
+  assert found.goodput + sum(found.causes.values()) == pytest.approx(1.0)
+  total = sum(e.steps for e in of(events, "commit"))
+  cut = sum(e.steps for e in of(events, "cut"))
+  made = 4 * len(of(events, "step"))  # each step is in four fragments
+  assert total <= cut <= made and total * TOKENS == sum(e.tokens for e in of(events, "commit"))
+
+
+def test_lock_step_waits_for_the_slowest():
+  config = make(min_quorum=3, blocking=True)
+  slow = dataclasses.replace(config.islands, overrides={"2": {"pace_seconds": 2 * STEP_SECONDS}})
+  _, events = play(dataclasses.replace(config, islands=slow))
+  blocked = {m: 0.0 for m in range(3)}
+  for event in of(events, "step"):
+    blocked[int(event.role[-1])] += event.blocked_seconds
+  assert min(blocked[0], blocked[1]) > 0.4 * 60 * STEP_SECONDS
+  assert blocked[2] < 0.1 * blocked[0]
+
+
+# --- links ----------------------------------------------------------------------------------------
+
+
+def sync_seconds(events: list[dict]) -> list[float]:
+  cut_at, found = {}, []
+  for event in events:
+    if event.kind == "cut":
+      cut_at[event.role, event.fragment, event.round] = event.time
+    if event.kind == "apply" and event.included:
+      key = event.role, event.fragment, event.round
+      found.append(event.time - cut_at[key])
+  return sorted(found)
+
+
+def test_a_push_takes_its_bytes_over_the_link_and_the_latency():
+  """One island, a shard at a place of its own: cut, up, merge, down, stage, by hand."""
+  sizes, gbps, latency = (250_000,) * 4, 0.1, 0.03
+  config = make(learners=1, num_shards=1, grace_safety=0.0)
+  _, events = play(
+    config, sizes=sizes, gbps=(gbps,), latency_seconds=(latency,), shard_gbps=1.0, jitter=0.0
+  )
+  first = next(e for e in of(events, "push"))
+  assert first.bytes == 1_000_000
+  commit = next(e for e in of(events, "commit"))
+  way = 8e6 / (gbps * 1e9) + latency  # the island's link is the slower one, both ways
+  assert commit.time - first.time == pytest.approx(way, abs=1e-5)
+  arrives = commit.time + (1 + 4) * 1e6 / 4e9 + way  # after the merge of five vectors
+  [joined] = of(events, "joined")
+
+  def boundary(time: float) -> float:
+    """The first end of a step from then on: learners look at nothing in between."""
+    return joined.time + STEP_SECONDS * math.ceil((time - joined.time) / STEP_SECONDS - 1e-6)
+
+  applied = next(e for e in of(events, "apply") if e.included)
+  assert applied.time == pytest.approx(boundary(boundary(arrives) + 0.004), abs=1e-5)
+
+
+def test_slow_links_make_syncs_longer_but_never_a_step():
+  common = {"sizes": (100_000,) * 4, "jitter": 0.0, "shard_gbps": 100.0}
+  fast = play(make(), **common)[1]
+  slow = play(make(), **common, gbps=(0.01,), latency_seconds=(0.05,))[1]
+  middle = [statistics.median(sync_seconds(events)) for events in (fast, slow)]
+  assert middle[1] > 2 * middle[0], middle
+  steps = {round(e.seconds, 6) for e in of(slow, "step")}
+  assert steps == {STEP_SECONDS} and not any(e.blocked_seconds for e in of(slow, "step"))
+
+
+def test_traffic_is_what_was_pushed_and_published():
+  run, events = play(make())
+  pushed = sum(e.bytes for e in of(events, "push"))
+  sent = sum(run.links.sent_bytes["learner", m] for m in range(3))
+  reports = 64 * 2 * len(of(events, "step"))
+  assert pushed + reports <= sent <= pushed + 1.5 * reports
+  last = {e.role: e.sent_bytes for e in of(events, "traffic")}
+  assert last["learner-1"] == run.links.sent_bytes["learner", 1]
+
+
+# --- faults ---------------------------------------------------------------------------------------
+
+EVERY = [
+  Fault("kill", "learner/1", at_seconds=2.0, seconds=1.0),
+  Fault("kill", "learner/1", at_step=20, seconds=-1),
+  Fault("kill", "syncer/0", at_seconds=2.0, seconds=1.0),
+  Fault("stall", "learner/1", at_seconds=2.0, seconds=1.5),
+  Fault("stall", "syncer/1", at_step=15, seconds=1.5),
+  Fault("slow", "learner/1", at_seconds=2.0, seconds=2.0, factor=3.0),
+  Fault("slow", "syncer/1", at_seconds=2.0, seconds=2.0, factor=3.0),
+  Fault("join", "learner/3", at_seconds=1.0, seconds=3.0),
+  Fault("join", "learner/3", at_step=10, seconds=-1),
+  Fault("cut", "learner/1", at_seconds=2.0, seconds=2.0),
+  Fault("cut", "region/far", at_seconds=2.0, seconds=2.0),
+  Fault("drop", "syncer/0", at_seconds=2.0, seconds=2.0, share=0.7),
+  Fault("delay", "learner/1", at_seconds=2.0, seconds=2.0, delay_seconds=0.4),
+  Fault("duplicate", "learner/1", at_seconds=2.0, seconds=2.0),
+  Fault("reorder", "learner/1", at_seconds=2.0, seconds=2.0, delay_seconds=0.3),
+  Fault("corrupt", "learner/1", at_seconds=2.0, seconds=2.0, share=0.5),
+  Fault("throttle", "learner/1", at_seconds=2.0, seconds=2.0, bits_per_second=1e5),
+  Fault("disk", "learner/1", at_seconds=1.0, seconds=3.0),
+  Fault("poison", "learner/1", at_seconds=2.0, seconds=2.0, factor=1e30),
+]
+
+
+@pytest.mark.parametrize("fault", EVERY, ids=lambda f: f"{f.action} {f.role} {f.at_step}")
+def test_every_kind_strikes_and_the_run_goes_on(fault):
+  config = make(faults=[fault], regions={"far": ("learner/1", "learner/2")}, snapshot_steps=10)
+  _, events = play(config)
+  struck = of(events, "fault")
+  assert len(struck) == len(config.chaos.of_roles())
+  assert {e.target for e in struck} == {f.role for f in config.chaos.of_roles()}
+  if fault.at_seconds >= 0:
+    assert all(0 <= e.time - fault.at_seconds <= 2 * STEP_SECONDS for e in struck)
+  assert not tracks.lost_rounds(events) and not tracks.unplanned(events)
+  others = [e for e in of(events, "step") if e.role == "learner-0"]
+  assert not any(e.blocked_seconds or e.gap_seconds > 0.12 for e in others)
+  good = fault.action == "join" or fault.seconds >= 0
+  assert all(math.isfinite(r.seconds) for r in tracks.recoveries(events)) == good
+  _leaves_its_trace(fault, events)
+
+
+def _leaves_its_trace(fault: Fault, events: list[dict]) -> None:
+  mine = [e for e in of(events, "step") if e.role == fault.role.replace("/", "-")]
+  match fault.action, fault.role.partition("/")[0]:
+    case "kill", _:
+      [gone] = of(events, "exit")
+      back = of(events, "restart")
+      assert gone.target == fault.role and len(back) == (fault.seconds >= 0)
+      assert not back or back[0].time - gone.time == pytest.approx(fault.seconds, abs=1e-5)
+    case "stall", "learner":
+      assert max(e.gap_seconds for e in mine) > fault.seconds
+    case "slow", "learner":
+      assert max(e.seconds for e in mine) >= fault.factor * STEP_SECONDS
+    case "join", _:
+      assert mine and (fault.seconds < 0 or mine[-1].time < 4.5)
+      assert fault.seconds < 0 or any("merged" in e.reason for e in of(events, "stopped"))
+    case "cut", "region":
+      inside = [e for e in of(events, "commit") if 2.5 < e.time < 4.0]
+      assert inside and all(set(e.participants) == {0} for e in inside)
+    case (("cut" | "drop" | "corrupt" | "delay" | "throttle" | "reorder"), "learner"):
+      during = [e for e in of(events, "commit") if 2.2 < e.time < 4.0]
+      assert any(1 not in e.participants for e in during)
+    case "disk", _:
+      assert {e.role for e in of(events, "unsaved")} == {"learner-1"}
+    case "poison", _:
+      assert any("1" in {str(m) for m in e.rejected} for e in of(events, "commit"))
+
+
+def test_a_killed_learner_comes_back_with_its_part_of_the_newest_snapshot():
+  kill = Fault("kill", "learner/1", at_step=40, seconds=0.5)
+  _, events = play(make(faults=[kill], snapshot_steps=10))
+  [restored] = of(events, "restored")
+  assert restored.role == "learner-1" and restored.snapshot >= 2
+  assert restored.snapshot in [e.snapshot for e in of(events, "snapshot")]
+
+
+def test_a_shard_that_is_gone_for_good_fails_the_run():
+  events: list[dict] = []
+  kill = Fault("kill", "syncer/1", at_step=10, seconds=-1)
+  assert Run(make(faults=[kill]), setting(), events.append).finish(100.0) == "failed"
+  assert events[-1].kind == "run_finished" and events[-1].reason == "failed"
+
+
+# --- what a ledger of single steps says -----------------------------------------------------------
+
+
+class Judged(Checks):
+  """The strict ledger of the tests of the protocol, beside the events of the run."""
+
+  def __init__(self, inner, ledger: StepLedger):
+    super().__init__(ledger)
+    self.inner = inner
+
+  def __getattribute__(self, name: str):
+    found = object.__getattribute__(self, name)
+    if name.startswith("_") or not hasattr(Checks, name):
+      return found
+    also = getattr(object.__getattribute__(self, "inner"), name)
+
+    def both(*arguments, **named):
+      payload = found(*arguments, **named)
+      factor = also(*arguments, **named)
+      return payload if payload is not None else factor
+
+    return both
+
+
+@pytest.mark.parametrize("apply", ["rebase", "overwrite"])
+def test_under_random_faults_no_step_is_merged_twice_and_none_vanishes(apply):
+  kinds = ("kill", "stall", "slow", "cut", "drop", "delay", "duplicate", "reorder")
+  plan = random_faults(11, 25, 8.0, 3, 2, kinds)
+  config = make(steps=100, faults=plan, apply=apply, snapshot_steps=12)
+  ledger = StepLedger(config.sync, TOKENS)
+  events: list[dict] = []
+
+  class JudgedRun(Run):
+    @property
+    def observer(self):
+      return self._judged
+
+    @observer.setter
+    def observer(self, events):
+      self._judged = Judged(events, ledger)
+
+  run = JudgedRun(config, setting(), events.append)
+  run.measure = lambda push: {"norm": float(push.steps)}
+  assert run.finish(3600.0) == "finished"
+  assert len(of(events, "fault")) >= 20 and len(ledger.contents) > 50
+  for p, f in run.store.items():
+    assert f.merged_tokens == TOKENS * len(ledger.contents[p, f.last_round])
+
+
+def test_what_cannot_be_simulated_says_so():
+  with pytest.raises(ConfigError, match=r"sync\.num_shards"):
+    Run(make(num_shards=0), setting(), print)
+  with pytest.raises(ConfigError, match=r"gbps.*has 2 values for 3 learners"):
+    Run(make(), setting(gbps=(1.0, 2.0)), print)

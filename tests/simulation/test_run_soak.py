@@ -1,0 +1,55 @@
+"""Five hundred random faults in virtual time, and the same plan in the threads engine."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from ddiloco.chaos.random_plans import random_faults
+from ddiloco.config import ConfigError
+from ddiloco.engines import virtual
+from ddiloco.observe import tracks
+from ddiloco.observe.eventlog import read_events
+from ddiloco.simulation.run import Run
+from tests.simulation.test_run import make, of, setting
+
+FAULTS, LEARNERS, SHARDS, STALL_SECONDS = 500, 4, 2, 5.0
+
+
+@pytest.mark.parametrize("seed", [1])
+def test_five_hundred_random_faults_lose_nothing_and_stop_nobody(seed, capsys):
+  span = 250.0
+  plan = random_faults(seed, FAULTS, span, LEARNERS, SHARDS)
+  config = make(learners=LEARNERS, steps=900, faults=plan, num_fragments=4, snapshot_steps=100)
+  events: list[dict] = []
+  run = Run(config, setting(seed=seed, step_seconds=0.25), events.append)
+  assert run.finish(2000.0) == "finished", f"{seed=}"
+  found = tracks.recoveries(events)
+  print(f"{seed=}: {len(found)} faults in {run.now:.0f} s of virtual time")
+  assert len(found) == FAULTS and {r.action for r in found} == {f.action for f in plan}
+  assert tracks.longest_stall_seconds(events) < STALL_SECONDS
+  assert tracks.lost_rounds(events) == []
+  assert tracks.unplanned(events) == []
+  assert not any(event.blocked_seconds for event in of(events, "step"))
+  back = [r for r in found if math.isfinite(r.seconds)]
+  assert len(back) >= FAULTS - LEARNERS - SHARDS, "only who was struck last may not be back"
+
+
+def test_events_in_a_workdir_are_a_run_that_can_be_read(tmp_path):
+  plan = random_faults(5, 10, 4.0, 3, 2)
+  config = make(faults=plan)
+  said = virtual.simulate(config, setting(), tmp_path / "run")
+  events = read_events(tmp_path / "run")
+  assert events.torn_lines == 0 and said["faults"] == len(plan) == len(of(events, "fault"))
+  assert said["steps"] == len(of(events, "step")) and said["commits"] == len(of(events, "commit"))
+  assert {event.role for event in events} >= {"engine", "syncer-0", "learner-2"}
+  with pytest.raises(ConfigError, match="holds a run"):
+    virtual.simulate(config, setting(), tmp_path / "run")
+  with pytest.raises(ConfigError, match="gbps"):  # and then what is there stays
+    virtual.simulate(config, setting(gbps=(1.0, 2.0)), tmp_path / "run", overwrite=True)
+  assert len(read_events(tmp_path / "run")) == len(events)
+  again = virtual.simulate(config, setting(), tmp_path / "run", overwrite=True)
+  assert {k: v for k, v in again.items() if k != "wall_seconds"} == {
+    k: v for k, v in said.items() if k != "wall_seconds"
+  }

@@ -1,0 +1,247 @@
+"""The user's own model, data and optimizer: found by name, refused by name if they do not fit."""
+
+import dataclasses
+import os
+import textwrap
+
+import jax
+import numpy as np
+import pytest
+from absl import flags
+
+from ddiloco import custom
+from ddiloco.cli import arguments
+from ddiloco.config import Config, ConfigError, default, from_dict
+from ddiloco.models import transformer
+from ddiloco.roles import initial
+from ddiloco.training import data, inner
+
+MODEL = """
+import jax, jax.numpy as jnp, optax
+from flax import nnx
+from ddiloco.models.model import NnxModel
+
+class Line(NnxModel):
+  reports = ("loss",)
+
+  def __init__(self, size):
+    super().__init__(lambda rngs: nnx.Linear(size, 1, rngs=rngs))
+    self.size = size
+
+  def inputs(self, batch_size, sequence_length):
+    x = jax.ShapeDtypeStruct((batch_size, self.size), jnp.float32)
+    return {"x": x, "y": jax.ShapeDtypeStruct((batch_size, 1), jnp.float32)}
+
+  def loss(self, params, batch, constrain=None):
+    loss = jnp.mean((self.module(params)(batch["x"]) - batch["y"]) ** 2)
+    return loss, dict.fromkeys(self.reports, loss)
+
+  def evaluate(self, params, batch):
+    return self.loss(params, batch)[1]
+
+def model(config):
+  return Line(config.options.get("size", 3))
+
+def broken(config):
+  return 1 / 0
+
+def half(config):
+  made = Line(3)
+  made.evaluate = None
+  return made
+
+def nosy(config):
+  made = Line(3)
+  made.reports = ("loss", "wisdom")
+  return made
+
+def silent(config):
+  made = Line(3)
+  made.reports = ()
+  return made
+
+def counting(config):
+  return Line3(lambda rngs: nnx.BatchNorm(3, rngs=rngs))
+
+class Line3(Line):
+  def __init__(self, build):
+    NnxModel.__init__(self, build)
+    self.size = 3
+
+def wide(config):
+  made = Line(3)
+  made.inputs = lambda batch_size, length: jax.ShapeDtypeStruct((7, 3), jnp.float32)
+  return made
+
+def momentum(config):
+  return optax.sgd(1.0, momentum=config.options["momentum"])
+
+def halved(config):
+  cast = lambda updates, params: jax.tree.map(lambda u: u.astype(jnp.float16), updates)
+  return optax.stateless(cast)
+
+def failing(config):
+  return optax.stateless(lambda updates, params: 1 / 0)
+
+def bare(config):
+  made = Line(3)
+  made.loss = lambda params, batch, constrain=None: jnp.zeros(())
+  return made
+
+def mismatched(config):
+  made = Line(3)
+  made.evaluate = lambda params, batch: {"loss": jnp.sum(batch["x"] @ batch["y"])}
+  return made
+
+number = 3
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory) -> str:
+  path = tmp_path_factory.mktemp("own") / "mine.py"
+  path.write_text(MODEL)
+  return str(path)
+
+
+def config(section: str, name: str, **options) -> Config:
+  return from_dict({section: {"custom": name, "options": options}, "sync": {"num_fragments": 2}})
+
+
+def test_a_model_is_found_by_its_name_and_planned_and_made_like_any(file):
+  mine = config("model", f"{file}:model", size=5)
+  assert initial.shapes(mine.model) == {"bias": (1,), "kernel": (5, 1)}
+  assert sum(initial.make_plan(mine).sizes) == 6
+  params = initial.initial_params(mine)
+  assert {n: (v.shape, v.dtype.name) for n, v in params.items()} == {
+    "bias": ((1,), "float32"), "kernel": ((5, 1), "float32"),
+  }  # fmt: skip
+  again = initial.initial_params(dataclasses.replace(mine, seed=1))
+  assert not np.array_equal(params["kernel"], again["kernel"])
+  assert custom.load_model(mine.model) is custom.load_model(mine.model)
+
+
+def test_without_a_name_the_model_is_the_transformer():
+  plain = from_dict({})
+  assert custom.load_model(plain.model) is transformer.language_model(plain.model)
+  custom.check(plain)
+
+
+@pytest.mark.parametrize(
+  ("name", "rule"),
+  [
+    ("broken", r"broken\(\) fails at .*mine.py, line \d+ \(ZeroDivisionError: division by zero\)"),
+    ("half", r"it made a Line, which has no evaluate; every ddiloco.models.model.Model has"),
+    ("momentum", r"momentum\(\) fails at .*KeyError"),
+    ("missing", r"has no function 'missing'. Fix: name one of its functions \(.*model"),
+    ("number", r"has no function 'number'"),
+    ("nosy", r"loss\(\) also reports \['wisdom'\]"),
+    ("silent", r"loss\(\) gives loss = None, must give a float32 scalar"),
+    ("counting", r"shapes\(\) fails at .*are no nnx.Param"),
+    ("bare", r"loss\(\) fails at .*TypeError: cannot unpack"),
+    ("mismatched", r"evaluate\(\) fails at .*mine.py, line \d+ \(TypeError: dot_general"),
+    ("wide", r"its first axis must be the batch"),
+  ],
+)
+def test_what_does_not_fit_is_refused_by_name(file, name, rule):
+  with pytest.raises(ConfigError, match=r"^model.custom = '.*mine.py:" + name + "': .*" + rule):
+    initial.make_plan(config("model", f"{file}:{name}"))
+
+
+def test_a_place_that_is_not_there_is_refused_by_name(tmp_path):
+  with pytest.raises(ConfigError, match=r"nowhere.py is no file. Fix: name a Python file"):
+    initial.make_plan(config("model", f"{tmp_path}/nowhere.py:model"))
+  with pytest.raises(ConfigError, match=r"no_such_module_.*ModuleNotFoundError"):
+    initial.make_plan(config("model", "no_such_module_at_all:model"))
+
+
+@pytest.mark.parametrize("text", ["model", "mine.py", "mine.py:", "my-module:model", ":model"])
+def test_a_name_has_a_place_and_a_function(text):
+  for section in custom.SECTIONS:
+    with pytest.raises(ConfigError, match=rf"^{section}.custom = .*must name a function"):
+      from_dict({section: {"custom": text}})
+
+
+def test_options_are_for_a_custom_part_alone_and_what_json_can_say():
+  with pytest.raises(ConfigError, match=r"^inner.options = .*are for inner.custom alone"):
+    from_dict({"inner": {"options": {"momentum": 0.9}}})
+  with pytest.raises(ConfigError, match=r"^model.options = .*what JSON can say"):
+    from_dict({"model": {"custom": "a:b", "options": {"sizes": (1, 2)}}})
+  free = default()
+  free.model.custom, free.model.options.sizes = "a:b", [1, 2]
+  assert from_dict(free).model.options == {"sizes": [1, 2]}
+
+
+def test_an_optimizer_by_name_takes_the_place_of_adamw(file):
+  mine = config("inner", f"{file}:momentum", momentum=0.5).inner
+  transform = inner.optimizer(mine)
+  updates, _ = transform.update({"w": np.ones(2)}, transform.init({"w": np.zeros(2)}))
+  np.testing.assert_array_equal(updates["w"], [-1, -1])  # a descent of rate 1
+  with pytest.raises(
+    ConfigError,
+    match=r"^inner.custom = .*which has no update; every optax.GradientTransformation has",
+  ):
+    inner.optimizer(config("inner", f"{file}:model").inner)
+  initial.make_plan(config("inner", f"{file}:momentum", momentum=0.5))
+  for name, rule in (("halved", r"update\(\) gives .*float16"), ("failing", "ZeroDivisionError")):
+    with pytest.raises(ConfigError, match=rf"^inner.custom = .*{rule}"):
+      initial.make_plan(config("inner", f"{file}:{name}"))
+
+
+def test_a_path_becomes_absolute_and_does_not_part_roles(file, monkeypatch, tmp_path):
+  folder, name = os.path.split(file)
+  monkeypatch.chdir(folder)
+  relative = config("model", f"{name}:model")
+  assert custom.absolute(relative) == initial.absolute_start(relative)
+  assert custom.absolute(relative).model.custom == f"{file}:model"
+  module = config("model", "package.module:model")
+  assert custom.absolute(module) is module
+  # The same text elsewhere is the same model, another text is another one.
+  contracts = []
+  for text in (MODEL, MODEL + "# changed"):
+    (tmp_path / "copy.py").write_text(text)
+    other = config("model", f"{tmp_path}/copy.py:model")
+    contracts.append(initial.contract(other, initial.make_plan(other)))
+  assert contracts[0] == initial.contract(relative, initial.make_plan(relative)) != contracts[1]
+
+
+def test_parts_in_a_module_are_found_like_in_a_file(tmp_path, monkeypatch):
+  (tmp_path / "mine_as_module.py").write_text(textwrap.dedent(MODEL))
+  monkeypatch.syspath_prepend(tmp_path)
+  mine = config("model", "mine_as_module:model")
+  assert initial.shapes(mine.model) == {"bias": (1,), "kernel": (3, 1)}
+  assert custom.identity(mine.model)[0] == "model" and len(custom.identity(mine.model)[1]) == 16
+  assert custom.identity(from_dict({}).model) == []
+
+
+def test_what_is_no_source_is_refused_by_name(file):
+  with pytest.raises(ConfigError, match=r"^data.custom = .*which has no batches, heldout_batches"):
+    data.open_data(config("data", f"{file}:model").data)
+
+
+def test_inputs_are_traced_not_made(file):
+  mine = config("model", f"{file}:model")
+  model = custom.load_model(mine.model)
+  total, metrics = jax.eval_shape(model.loss, model.shapes(), model.inputs(4, 1))
+  assert total.shape == () and set(metrics) == {"loss"}
+
+
+def test_an_option_that_the_file_gives_can_be_changed_on_the_command_line(tmp_path):
+  (tmp_path / "mine.py").write_text(
+    "from ddiloco import config\n"
+    "def get_config():\n"
+    "  c = config.default()\n"
+    "  c.model.custom, c.model.options = 'a:b', {'width': 3}\n"
+    "  return c\n"
+  )
+  values, given = (
+    flags.FlagValues(),
+    [f"--config={tmp_path}/mine.py", "--config.model.options.width=4"],
+  )
+  _, rest = arguments.config_flag(values, ["train", *given])
+  assert arguments.parse(values, rest, "", needs_workdir=False)
+  assert arguments.final_config(values, "mine.py").model.options == {"width": 4}
+  with pytest.raises(
+    ConfigError, match=r"Did you mean \"width\".* Fix: use an option that .*mine.py"
+  ):
+    arguments.config_flag(flags.FlagValues(), ["train", given[0], "--config.model.options.widht=4"])

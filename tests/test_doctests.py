@@ -1,0 +1,19 @@
+"""The examples in the docstrings of the pure rules, and of `import ddiloco`, are true."""
+
+from __future__ import annotations
+
+import doctest
+
+import pytest
+
+from ddiloco import api
+from ddiloco.core import codec, merge, outer
+from ddiloco.protocol import beliefs, quorum
+
+
+@pytest.mark.parametrize(
+  "module", [api, beliefs, codec, merge, outer, quorum], ids=lambda m: m.__name__
+)
+def test_examples(module):
+  failed, tried = doctest.testmod(module)
+  assert tried and not failed

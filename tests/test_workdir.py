@@ -1,0 +1,163 @@
+"""A workdir that several processes share: one config, one start, whoever comes first."""
+
+import concurrent.futures
+import dataclasses
+import threading
+import time
+
+import pytest
+
+from ddiloco import workdir
+from ddiloco.config import Config, ConfigError, IslandsConfig, RunConfig, from_dict
+from ddiloco.roles import initial
+from tests.engines.toy_world import World
+from tests.roles import toy
+
+CONFIG = from_dict({"seed": 3, "sync": {"num_shards": 2}})
+
+
+def test_the_first_leaves_config_and_time_and_the_others_find_them(tmp_path):
+  before = time.time()
+  started = workdir.join(tmp_path / "run", CONFIG)
+  assert before <= started <= time.time()
+  assert workdir.join(tmp_path / "run", CONFIG) == started
+  assert workdir.saved_config(tmp_path / "run") == CONFIG
+  assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["config.json", "started"]
+
+
+def test_many_at_once_agree(tmp_path):
+  with concurrent.futures.ThreadPoolExecutor(16) as pool:
+    starts = set(pool.map(lambda _: workdir.join(tmp_path / "run", CONFIG), range(64)))
+  assert len(starts) == 1
+  assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["config.json", "started"]
+
+
+def test_what_each_role_may_have_its_own_way(tmp_path):
+  workdir.join(tmp_path, CONFIG)
+  other = dataclasses.replace(
+    CONFIG,
+    islands=IslandsConfig(num_learners=2, batch_size=32),
+    run=dataclasses.replace(CONFIG.run, restart_seconds=9.0),
+    network=dataclasses.replace(CONFIG.network, streams=7),
+  )
+  workdir.join(tmp_path, other)
+
+
+@pytest.mark.parametrize(
+  "changes, text",
+  [
+    ({"seed": 4}, "seed = 4: the run in --workdir="),
+    ({"run": RunConfig(total_tokens=5)}, "run.total_tokens = 5: "),
+    ({"run": RunConfig(init_from="a")}, "run.init_from = 'a': "),
+    ({"sync": dataclasses.replace(CONFIG.sync, sync_period=9)}, "sync.sync_period = 9: "),
+    ({"model": dataclasses.replace(CONFIG.model, num_layers=9)}, "model.num_layers = 9: "),
+  ],
+)
+def test_another_run_in_the_same_workdir_is_refused(tmp_path, changes, text):
+  workdir.join(tmp_path, CONFIG)
+  with pytest.raises(ConfigError) as error:
+    workdir.join(tmp_path, dataclasses.replace(CONFIG, **changes))
+  assert str(error.value).startswith(text) and ". Fix: use the same --config" in str(error.value)
+  assert workdir.saved_config(tmp_path) == CONFIG
+
+
+def test_a_workdir_that_cannot_be_is_refused(tmp_path):
+  (tmp_path / "file").write_text("x")
+  with pytest.raises(ConfigError, match=r"cannot be used .*Fix: "):
+    workdir.join(tmp_path / "file" / "run", CONFIG)
+  (tmp_path / "started").write_text("yesterday")
+  with pytest.raises(ConfigError, match=r"yesterday.*Fix: "):
+    workdir.join(tmp_path, CONFIG)
+
+
+def test_to_overwrite_is_refused_while_roles_live(tmp_path, monkeypatch):
+  """They were started by hand, so nobody holds the lock of who trains."""
+  monkeypatch.setattr(workdir, "END_SECONDS", 0.2)
+  workdir.join(tmp_path, CONFIG)
+  (tmp_path / "events").mkdir()
+  (tmp_path / "events" / "learner-3.jsonl").write_text("mine")
+  roles = [workdir.live_in(tmp_path) for _ in range(2)]
+  for role in roles:
+    with pytest.raises(ConfigError, match=r"roles of its run live .*Fix: end them first"):
+      workdir.claim(tmp_path, CONFIG, overwrite=True)
+    assert (tmp_path / "events" / "learner-3.jsonl").read_text() == "mine"
+    workdir.claim(tmp_path, CONFIG, overwrite=False)
+    role.close()
+  workdir.claim(tmp_path, CONFIG, overwrite=True)
+  assert not (tmp_path / "events").exists()
+
+
+def test_to_overwrite_waits_for_roles_that_are_ending(tmp_path):
+  """As those of a supervisor that was killed: they end when they notice."""
+  workdir.join(tmp_path, CONFIG)
+  role = workdir.live_in(tmp_path)
+  threading.Timer(0.3, role.close).start()
+  workdir.claim(tmp_path, CONFIG, overwrite=True)
+  assert role.closed
+
+
+@pytest.mark.slow
+def test_to_overwrite_is_refused_while_a_real_role_lives(tmp_path, monkeypatch):
+  monkeypatch.setattr(workdir, "END_SECONDS", 0.2)
+  config = toy.config(1, 100, num_shards=1)
+  with World(tmp_path, config) as world:
+    world.start("syncer/0", f"--bind={world.urls[0]}")
+    world.wait_for("started", "syncer/0")
+    with pytest.raises(ConfigError, match="roles of its run live"):
+      workdir.claim(tmp_path, config, overwrite=True)
+    assert (tmp_path / "events" / "syncer-0.jsonl").exists()
+    world.roles["syncer/0"].process.kill()
+    world.roles["syncer/0"].process.wait()
+    workdir.claim(tmp_path, config, overwrite=True)
+    assert not (tmp_path / "events").exists()
+
+
+def agreed(config: Config) -> str:
+  return initial.contract(config, initial.make_plan(config))
+
+
+@pytest.mark.parametrize(
+  "section, field, value, same",
+  [
+    ("sync", "sync_period", 7, False),
+    ("sync", "num_fragments", 3, False),
+    ("model", "rope_theta", 5.0, False),
+    ("inner", "learning_rate", 1.0, False),
+    ("outer", "momentum", 0.5, False),
+    ("data", "sequence_length", 16, False),
+    ("data", "tokenizer", "sentencepiece:x", False),
+    ("run", "total_tokens", 5, False),
+    ("run", "init_from", "a.safetensors", False),
+    ("data", "heldout_sequences", 3, True),
+    ("run", "evaluations", 3, True),
+    ("network", "streams", 3, True),
+    ("islands", "batch_size", 3, True),
+  ],
+)
+def test_the_contract_is_what_all_roles_must_agree_on(section, field, value, same):
+  changed = dataclasses.replace(getattr(CONFIG, section), **{field: value})
+  other = dataclasses.replace(CONFIG, **{section: changed})
+  assert (agreed(other) == agreed(CONFIG)) == same
+
+
+def test_the_contract_is_short_and_knows_the_seed():
+  assert len(agreed(CONFIG)) == 16
+  assert agreed(dataclasses.replace(CONFIG, seed=4)) != agreed(CONFIG)
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), OSError(28, "disk full")])
+def test_what_fails_while_the_workdir_is_held_keeps_its_name(tmp_path, error):
+  """A closed terminal was called a workdir that cannot be written."""
+  with pytest.raises(OSError) as raised, workdir.held(tmp_path):
+    raise error
+  assert raised.value is error
+  with workdir.held(tmp_path):
+    pass  # and nobody holds it any more
+
+
+def test_a_workdir_that_cannot_be_held_says_so(tmp_path):
+  (tmp_path / "file").write_text("")
+  with pytest.raises(ConfigError, match=r"--workdir.*cannot be written"):
+    workdir.held(tmp_path / "file").__enter__()
+  with workdir.held(tmp_path), pytest.raises(ConfigError, match="somebody trains in it"):
+    workdir.held(tmp_path).__enter__()

@@ -1,0 +1,284 @@
+"""Each invariant of a trace: a good one has no problem, and each way to break it is found."""
+
+import copy
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+import ddiloco
+from ddiloco.protocol.events import KINDS
+from ddiloco.trace import reader
+from ddiloco.trace.check import MergedSteps, StepHistory, StepRange, check
+from tests.trace.traces import Logs, find, good, typed
+
+ONE, TWO, SHARD = "learner-0", "learner-1", "syncer-0"
+
+
+def problems(logs: Logs) -> list[str]:
+  return [str(problem) for problem in check(reader.read(typed(logs))).problems]
+
+
+def drop(role: str, kind: str, **fields):
+  def mutate(logs: Logs) -> None:
+    logs[role].remove(find(logs, role, kind, **fields))
+
+  return mutate
+
+
+def change(role: str, kind: str, where: dict, /, **to):
+  def mutate(logs: Logs) -> None:
+    find(logs, role, kind, **where).update(to)
+
+  return mutate
+
+
+def add_after(role: str, kind: str, where: dict, /, **event):
+  def mutate(logs: Logs) -> None:
+    before = find(logs, role, kind, **where)
+    place = logs[role].index(before) + 1
+    logs[role].insert(place, {**before, **event})
+
+  return mutate
+
+
+def lose_fields(role: str, kind: str, *names: str):
+  def mutate(logs: Logs) -> None:
+    for name in names:
+      del find(logs, role, kind)[name]
+
+  return mutate
+
+
+def test_nothing_is_wrong_with_a_good_trace():
+  checked = check(reader.read(typed(good())))
+  assert not checked.problems
+  assert checked.counts == {
+    "steps": 16, "learners": 2, "incarnations": 3, "cuts": 6, "commits": 4, "merged": 5,
+    "ranges": 6, "applies": 8, "snapshots": 2, "restores": 1, "inherited": 1,
+  }  # fmt: skip
+  assert checked.summary[0].startswith("16 steps of 2 learners in 3 incarnations")
+
+
+MUTATIONS = [
+  # (what is broken, how, who must say it, what must be said)
+  ("a step is missing", drop(ONE, "step", step=2), ONE, "step 3 follows step 1"),
+  ("a step was counted twice", add_after(ONE, "step", {"step": 2}), ONE, "step 2 follows step 2"),
+  ("the clock goes back", change(ONE, "step", {"step": 3}, clock=1), ONE, "clock went back"),
+  ("a batch twice", change(ONE, "step", {"step": 3}, position=1), ONE, "batch 1 follows batch 1"),
+  ("no tokens", change(ONE, "step", {"step": 1}, tokens=0), ONE, "a step of 0 tokens"),
+  ("a cut says too many steps", change(ONE, "cut", {"round": 1}, steps=3), ONE,
+   "says 3 steps and 20 tokens, but 2 steps and 20 tokens"),
+  ("a cut says other tokens", change(TWO, "cut", {"round": 0}, tokens=31), TWO, "31 tokens"),
+  ("a cut on another base", change(ONE, "cut", {"round": 2}, base_round=0), ONE,
+   r"cut on version 2 of round 0, but its base is version 2 of round 1"),
+  ("a cut of another version", change(ONE, "cut", {"round": 1}, version=0), ONE,
+   "cut on version 0"),
+  ("rounds go back", change(ONE, "cut", {"round": 1}, round=0), ONE,
+   "answers round 0 after round 0"),
+  ("a cut is missing", drop(TWO, "cut", round=3), SHARD, "nobody made"),
+  ("a commit of another incarnation", change(SHARD, "commit", {"round": 3}, incarnations=[0]),
+   SHARD,
+   r"needs the push of learner 1 \(incarnation 0\) of fragment 0 for round 3, which nobody made"),
+  ("a commit is missing", drop(SHARD, "commit", round=1), ONE, "value of fragment 0 after round 1"),
+  ("a commit on another base", change(SHARD, "commit", {"round": 2}, base_round=0), SHARD,
+   "commits on round 0, but has round 1"),
+  ("a version is left out", change(SHARD, "commit", {"round": 2}, version=4), SHARD,
+   "version 4 follows 2"),
+  ("a round twice", add_after(SHARD, "commit", {"round": 2}), SHARD, "committed twice"),
+  ("commit says other steps", change(SHARD, "commit", {"round": 0}, steps=4), SHARD,
+   "says 4 steps, the pushes make it 5"),
+  ("commit says other tokens", change(SHARD, "commit", {"round": 3}, tokens=1), SHARD,
+   "says 1 tokens, the pushes make it 50"),
+  ("tokens do not add up", change(SHARD, "commit", {"round": 1}, merged_tokens=80), SHARD,
+   "says 80 merged_tokens, the pushes make it 70"),
+  ("an unknown value is applied", change(ONE, "stage", {"round": 1}, round=9), ONE,
+   "after round 9, which nobody made"),
+  ("applied as another version", change(ONE, "stage", {"round": 1}, version=3), ONE,
+   "has round 1 as version 3, it is 2"),
+  ("an older value is applied", change(TWO, "stage", {"round": 2}, round=0, version=1), TWO,
+   "takes round 0 after round 1"),
+  ("a push is included that is not", change(TWO, "stage", {"round": 1}, included=True), TWO,
+   "round 1 does not include its push for round 1, but is said to"),
+  ("a push is not included that is", change(ONE, "stage", {"round": 0}, included=False), ONE,
+   "round 0 includes its push for round 0, but is said not to"),
+  ("applied, but not staged", drop(ONE, "stage", round=1), ONE, "which was not staged"),
+  ("another value applied than staged", change(ONE, "apply", {"round": 1}, mode="mix"), ONE,
+   "applies another value than was staged"),
+  ("a cut while a value is on its way", drop(ONE, "apply", round=0), ONE,
+   "newer one is on its way"),
+  ("owns another version", change(SHARD, "owns", {}, version=1), SHARD,
+   r"owns no round \(initial\) as version 1, it is 0"),
+  ("owns too new a momentum", change(SHARD, "owns", {}, momentum_round=0), SHARD, "later round"),
+  ("owns nothing", drop(SHARD, "owns"), SHARD, "commits fragment 0, which it does not own"),
+  ("the shard goes back", add_after(SHARD, "commit", {"round": 1}, kind="owns", version=1, round=0,
+   momentum_round=-1), SHARD, "version 1 follows 2 in the same incarnation"),
+  ("what is inherited was never donated", drop(ONE, "donated"), TWO,
+   r"needs donation 1 of fragment 0 by learner 0 \(incarnation 0\), which nobody made"),
+  ("what is restored was never recorded", drop(TWO, "recorded"), TWO,
+   r"needs what learner-1 \(incarnation 0\) recorded for snapshot 1, which nobody made"),
+  ("what is saved was never recorded", drop(TWO, "recorded"), TWO, "saved, but never recorded"),
+  ("it never started", drop(TWO, "started"), TWO, "says 0 times that it started"),
+  ("it started twice", add_after(TWO, "started", {}), TWO, "says 2 times that it started"),
+  ("an unknown kind", change(TWO, "stopped", {}, kind="teleported"), TWO,
+   "unknown kind 'teleported'"),
+  ("a field is missing", lose_fields(ONE, "cut", "base_round"), ONE, "cut: .*`base_round`"),
+  ("a field of another type", change(ONE, "stage", {"round": 0}, included=1), ONE,
+   "stage: .*`included`|stage: .*included"),
+  ("an unknown mode", change(ONE, "stage", {"round": 0}, mode="guess"), ONE,
+   "stage: .*'guess'"),
+  ("incarnations are missing", change(SHARD, "commit", {"round": 0}, incarnations=[0]), SHARD,
+   "incarnations"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mutate", "role", "text"), [m[1:] for m in MUTATIONS],
+                         ids=[m[0] for m in MUTATIONS])  # fmt: skip
+def test_every_broken_invariant_is_found(mutate, role, text):
+  logs = copy.deepcopy(good())
+  mutate(logs)
+  said = [p for p in problems(logs) if p.startswith(f"{role}, incarnation ")]
+  assert any(re.search(text, p) for p in said), problems(logs)
+
+
+def test_a_step_merged_twice_on_the_way_to_a_value_is_found():
+  """The restored learner forgets that its steps were merged, and all counts agree with that."""
+  logs = good()
+  logs["syncer-0"].remove(find(logs, SHARD, "commit", round=1))
+  both = {"learners": [0, 1], "incarnations": [0, 0], "steps": 4, "tokens": 40, "merged_tokens": 90}
+  first = find(logs, SHARD, "commit", round=0)
+  logs[SHARD].insert(2, {**first, "round": 1, "version": 2, "base_round": 0, **both})
+  logs[SHARD].sort(key=lambda e: (e["kind"] == "commit", e.get("round", 0)))
+  find(logs, SHARD, "commit", round=2)["merged_tokens"] = 100
+  find(logs, SHARD, "commit", round=3)["merged_tokens"] = 150
+  said = problems(logs)
+  assert any("merges steps 4 to 6 of incarnation 0 of learner 1" in text for text in said), said
+  assert any("round 1 includes its push for round 1, but is said not to" in t for t in said), said
+
+
+def test_the_same_steps_may_be_merged_on_two_branches():
+  """All is lost after round 1 and the shard begins again from round 0: nothing counts twice."""
+  logs = good()
+  again = find(logs, SHARD, "commit", round=1)
+  owns = {"kind": "owns", "fragment": 0, "version": 1, "round": 0, "momentum_round": -1}
+  at = logs[SHARD].index(again) + 1
+  head = {"time": 9.0, "role": SHARD, "incarnation": 1}
+  logs[SHARD] = [
+    *logs[SHARD][:at],
+    {**head, "kind": "started"},
+    {**head, **owns},
+  ]
+  logs[SHARD] += [{**again, **head, "round": 1 << 24}]
+  logs[ONE] = logs[ONE][: logs[ONE].index(find(logs, ONE, "cut", round=1)) + 1]
+  logs[ONE].append({**find(logs, ONE, "cut", round=1), "kind": "resend", "old_round": 1})
+  logs[ONE][-1]["round"] = 1 << 24
+  logs[TWO] = [e for e in logs[TWO] if e["incarnation"] == 0]
+  assert problems(logs) == []
+  logs[SHARD][-2].update(round=1, version=2)  # now round 1 is an ancestor
+  logs[SHARD][-1].update(base_round=1, version=3, merged_tokens=90)
+  assert any("which round 1 has merged some already" in text for text in problems(logs))
+
+
+@pytest.mark.parametrize("cut_off", range(1, 8))
+def test_the_end_of_an_incarnation_may_be_missing(cut_off):
+  """A killed learner's last second is not on disk: fewer steps, a cut that nobody merged."""
+  logs = good()
+  killed = [e for e in logs[TWO] if e["incarnation"] == 0]
+  assert [e["kind"] for e in killed[-5:]] == ["step", "recorded", "saved", "step", "step"]
+  rest = [e for e in logs[TWO] if e["incarnation"] == 1]
+  needed = len(killed) - 4 if cut_off > 2 else len(killed) - cut_off
+  logs[TWO] = killed[:needed] + rest if cut_off <= 2 else killed[:needed]
+  if cut_off > 2:  # without its snapshot it cannot come back as it was
+    logs[SHARD].remove(find(logs, SHARD, "commit", round=3))
+    logs[TWO] = logs[TWO][: len(logs[TWO]) - (cut_off - 3)]
+  assert problems(logs) == []
+
+
+def test_a_torn_line_may_only_be_the_last_of_an_incarnation():
+  logs = good()
+  last = max(i for i, e in enumerate(logs[TWO]) if e["incarnation"] == 0)
+  torn = {**logs, TWO: [*logs[TWO][: last + 1], None, *logs[TWO][last + 1 :]]}
+  assert problems(torn) == []
+  assert problems({**logs, TWO: [*logs[TWO], None]}) == []
+  torn = {**logs, TWO: [*logs[TWO][:last], None, *logs[TWO][last:]]}
+  assert problems(torn) == [
+    f"{TWO}, incarnation 0, line {last + 1}: cannot be read, and more follows"
+  ]
+
+
+def test_problems_name_role_incarnation_and_line():
+  logs = good()
+  event = find(logs, TWO, "cut", round=3)
+  event["tokens"] = 1
+  line = logs[TWO].index(event) + 1
+  assert problems(logs) == [
+    f"{TWO}, incarnation 1, line {line}: cut says 5 steps and 1 tokens, but 5 steps and 50 tokens"
+    " are not merged"
+  ]
+
+
+def test_roles_that_wait_for_each_other_are_no_hang():
+  """LearnerRole 0 applies round 1 before it cuts the push that round 1 consists of."""
+  logs = good()
+  stage, cut = find(logs, ONE, "stage", round=1), find(logs, ONE, "cut", round=1)
+  logs[ONE].remove(stage)
+  logs[ONE].insert(logs[ONE].index(cut), stage)
+  assert any("which nobody made" in text for text in problems(logs))
+
+
+def test_other_roles_and_files_are_no_trace():
+  logs = {**good(), "engine": [{"time": 0.0, "role": "engine", "kind": "anything"}]}
+  assert problems(logs) == []
+  watched = {"time": 0.0, "role": "evaluator", "incarnation": 0, "kind": "stage", "fragment": 0}
+  watched |= {"version": 4, "round": 3, "mode": "overwrite", "included": False}
+  assert problems({**good(), "evaluator": [watched]}) == []
+  assert problems({**good(), "evaluator": [{**watched, "round": 7}]})
+
+
+def test_history_gives_step_ranges_and_tokens():
+  history = StepHistory()
+  for step in range(1, 5):
+    history.add(0, step, step)
+  kept = history.copy()
+  history.add(0, 5, 5)
+  kept.add(2, 1, 100)
+  kept.add(2, 2, 100)
+  assert history.ranges(1, 5) == (StepRange(0, 2, 5),)
+  assert kept.ranges(2, 6) == (StepRange(0, 3, 4), StepRange(2, 1, 2))
+  assert kept.ranges(3, 3) == ()
+  assert (kept.tokens(2, 5), history.tokens(0, 5)) == (3 + 4 + 100, 15)
+
+
+def test_merged_finds_every_overlap():
+  """Against a plain search, for random stretches."""
+  for seed in range(50):
+    source = random.Random(seed)
+    merged, plain = MergedSteps(), []
+    for round_id in range(30):
+      first = source.randrange(60)
+      last = first + source.randrange(12)
+      expected = sorted(r for a, b, r in plain if a <= last and b >= first)
+      assert sorted(merged.rounds(first, last)) == expected, f"{seed=}"
+      merged.add(first, last, round_id)
+      plain.append((first, last, round_id))
+
+
+def test_every_kind_of_event_that_roles_record_is_known():
+  """Or `ddiloco trace` would call a run broken that is not."""
+  classes = set().union(*reader.OF.values(), *reader.BYSTANDERS.values())
+  known = {kind for kind, cls in KINDS.items() if cls in classes}
+  root = Path(ddiloco.__file__).parent
+  rooms = ("roles", "protocol", "core", "checkpoint", "network")
+  code = [path for room in rooms for path in (root / room).glob("*.py")]
+  code += (root / "engines").glob("*_process.py")
+  by_name = {cls.__name__: kind for kind, cls in KINDS.items()}
+  recorded = {
+    by_name[name]
+    for path in code
+    if path.name != "events.py"
+    for name in re.findall(r"\bevents\.([A-Z]\w+)\(", path.read_text())
+    if name in by_name
+  }
+  assert {"step", "cut", "stage", "apply", "commit", "owns", "saved", "member"} <= recorded
+  assert not recorded - known, "say in trace/reader.py whether they move the model"

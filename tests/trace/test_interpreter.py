@@ -1,0 +1,120 @@
+"""Which role may go on, whatever values are made of; what an algebra is asked, in which order."""
+
+from __future__ import annotations
+
+import collections
+
+from ddiloco.trace import reader
+from ddiloco.trace.interpreter import (
+  LearnerAlgebra,
+  LearnerRole,
+  Proof,
+  Schedule,
+  ShardAlgebra,
+  ShardRole,
+  Version,
+  perform,
+  perform_all,
+)
+from ddiloco.trace.operations import INITIAL, Incarnation, Key, makes, needs
+from tests.trace.traces import find, good, typed
+
+INITIAL_VALUE = Key("value", INITIAL, 0)
+
+
+def schedule(logs, made=None) -> tuple[Schedule, Proof]:
+  proof = Proof()
+  made = {INITIAL_VALUE: proof.add(Version(0, INITIAL, 0))} if made is None else made
+  return Schedule(reader.read(typed(logs)), made, proof), proof
+
+
+class Nothing:
+  """Performs turns and makes what they make, out of nothing."""
+
+  def begin(self, incarnation):
+    pass
+
+  def perform(self, entry, given):
+    assert len(given) == len(needs(entry))
+    return [f"{key} of {entry.role}" for key in makes(entry)]
+
+
+def test_a_role_goes_on_when_all_it_needs_is_made():
+  found, _ = schedule(good())
+  turns = found.left
+  turn, given = found.next("syncer-0")
+  assert isinstance(turn, Incarnation) and given == []
+  while found.may_go("syncer-0"):
+    found.put(perform(Nothing(), *found.next("syncer-0")))
+  assert found.left == turns - 3, "it begins, starts and owns; its first commit needs pushes"
+  perform_all(found, collections.defaultdict(Nothing, {role: Nothing() for role in good()}))
+  assert found.left == 0
+
+
+def test_what_is_taken_for_the_last_time_is_forgotten():
+  found, _ = schedule(good(), {INITIAL_VALUE: "initial", Key("value", 12345, 0): "unused"})
+  assert not found.wanted(Key("value", 12345, 0))
+  taken = 0
+  while found.wanted(INITIAL_VALUE):
+    role = next(role for role in good() if found.may_go(role))
+    turn, given = found.next(role)
+    taken += given == ["initial"]
+    found.put(perform(Nothing(), turn, given))
+  assert taken == 3, "by the shard and two learners"
+  perform_all(found, {role: Nothing() for role in good()})
+  assert found._made == {}
+
+
+def test_what_was_never_made_is_said_and_left_out():
+  logs = good()
+  logs["learner-0"].remove(find(logs, "learner-0", "donated"))
+  found, proof = schedule(logs)
+  perform_all(found, {role: Nothing() for role in logs})
+  (problem,) = proof.problems
+  assert "needs donation 1 of fragment 0 by learner 0 (incarnation 0), which nobody made" in str(
+    problem
+  )
+
+
+def test_an_algebra_is_asked_in_the_order_of_the_trace():
+  """One that only listens: what it is told of pushes, of versions and of going back."""
+  told = []
+
+  class Listens(LearnerAlgebra):
+    def cut(self, op):
+      told.append(f"cut {op.round}")
+      return op.steps, op.tokens, f"push {op.round}"
+
+    def stage(self, op, version, included):
+      told.append(f"stage {version and version.round}, {included and included.content}")
+      return f"staged {op.round}"
+
+    def apply(self, fragment, staged, mode):
+      told.append(f"apply {staged}, {mode}")
+
+  class Adds(ShardAlgebra):
+    def commit(self, entry, base, new, pushes):
+      return f"{base.round} + {[push.content for push in pushes]}"
+
+  logs = {role: events for role, events in good().items() if role != "learner-1"}
+  shard, learner = logs["syncer-0"], logs["learner-0"]
+  find(logs, "syncer-0", "commit", round=0).update(learners=[0], incarnations=[0])
+  for event in shard:
+    event.update({k: v - 30 for k, v in event.items() if k == "merged_tokens"})
+  find(logs, "syncer-0", "commit", round=0).update(steps=2, tokens=20)
+  shard.remove(find(logs, "syncer-0", "commit", round=3))
+  back = {"round": 1, "version": 2, "mode": "overwrite", "included": False}
+  place = learner.index(find(logs, "learner-0", "cut", round=2)) + 1
+  event = {**find(logs, "learner-0", "stage", round=1), **back}
+  learner[place:place] = [event, {**event, "kind": "apply"}]
+  shard.remove(find(logs, "syncer-0", "commit", round=2))
+  found, proof = schedule(logs)
+  roles = {"learner-0": LearnerRole(proof, Listens()), "syncer-0": ShardRole(proof, Adds())}
+  perform_all(found, roles)
+  assert proof.problems == []
+  assert told == [
+    "stage -1, None", "apply staged -1, overwrite", "cut 0",
+    "stage 0, push 0", "apply staged 0, rebase", "cut 1",
+    "stage 1, push 1", "apply staged 1, rebase", "cut 2",
+    "stage None, None", "apply staged 1, overwrite",
+  ]  # fmt: skip

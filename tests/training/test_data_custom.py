@@ -1,0 +1,133 @@
+"""Batches of the user's own: what a learner reads is a function of the position alone."""
+
+import sys
+import types
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from ddiloco.config import ConfigError, from_dict
+from ddiloco.models.model import NnxModel
+from ddiloco.training import data
+
+NAME = "own_parts_of_test_data_custom"
+
+
+class Mean(NnxModel):
+  """Learns the mean of numbers."""
+
+  def __init__(self):
+    super().__init__(lambda rngs: nnx.Linear(1, 1, rngs=rngs))
+
+  def inputs(self, batch_size, sequence_length):
+    return {"x": jax.ShapeDtypeStruct((batch_size, 1), jnp.float32)}
+
+  def loss(self, params, batch, constrain=None):
+    loss = jnp.mean((self.module(params)(batch["x"]) - batch["x"]) ** 2)
+    return loss, {"loss": loss}
+
+  def evaluate(self, params, batch):
+    return self.loss(params, batch)[1]
+
+
+def rows(learner: int, position: int) -> dict[str, np.ndarray]:
+  return {"x": np.full((2, 1), 1000 * learner + position, np.float32)}
+
+
+class Numbers:
+  """A source whose batches say whose they are and which; `kind` is what gives them."""
+
+  def __init__(self, kind: str):
+    self.kind = kind
+
+  def batches(self, config, learner):
+    numbers = grain.MapDataset.range(50).map(lambda i: rows(learner, i))
+    if self.kind == "map":
+      return numbers.repeat(2)
+    if self.kind == "iter":
+      return numbers.to_iter_dataset()
+    if self.kind == "filter":  # Grain cannot jump in it
+      return numbers.to_iter_dataset().filter(lambda batch: batch["x"][0, 0] % 2 == 0)
+    return types.SimpleNamespace(**ODD) if self.kind == "odd" else Indexed(self.kind, learner)
+
+  def heldout_batches(self, batch_size):
+    return [rows(9, 0)]
+
+
+class Indexed:
+  def __init__(self, kind: str, learner: int):
+    self.kind, self.learner, self.reads = kind, learner, 0
+
+  def __getitem__(self, position):
+    self.reads += 1
+    batch = rows(self.learner, position + (self.reads if self.kind == "moving" else 0))
+    return {"wide": batch["x"]} if self.kind == "named" else batch
+
+
+ODD = {"no": "positions"}
+
+
+@pytest.fixture(autouse=True)
+def parts(monkeypatch):
+  """The parts in a module of their own, as a user's are."""
+  module = types.ModuleType(NAME)
+  module.model = lambda config: Mean()
+  module.data = lambda config: Numbers(config.options["kind"])
+  monkeypatch.setitem(sys.modules, NAME, module)
+
+
+def stream(kind: str, learner: int = 1) -> data.Stream:
+  config = from_dict(
+    {
+      "model": {"custom": f"{NAME}:model"},
+      "data": {"custom": f"{NAME}:data", "options": {"kind": kind}, "sequence_length": 1},
+      "islands": {"num_learners": 2, "batch_size": 2},
+    }
+  )
+  return data.Stream(data.open_data(config.data), config, learner)
+
+
+def number(batch) -> int:
+  return int(batch["x"][0, 0])
+
+
+@pytest.mark.parametrize(("kind", "step"), [("index", 1), ("map", 1), ("iter", 1), ("filter", 2)])
+def test_every_position_gives_its_batch_however_it_is_come_to(kind, step):
+  one = stream(kind, learner=1)
+  first = 1000
+  for position in (0, 1, 2, 7, 3):
+    assert number(one.batch(position)) == first + step * position
+  with one.iterate(4) as ahead, one.iterate(2) as behind:
+    read = [(number(next(ahead)), number(next(behind))) for _ in range(3)]
+    assert ahead.state == {"position": 7}
+  assert read == [(first + step * (4 + i), first + step * (2 + i)) for i in range(3)]
+  # Saved after any batch, a stream goes on with the next.
+  with one.iterate() as whole:
+    for position in range(5):
+      assert whole.state == {"position": position}
+      with one.iterate(**whole.state) as restored:
+        assert number(next(restored)) == first + step * position
+      next(whole)
+
+
+def test_learners_read_their_own():
+  assert [number(stream("index", m).batch(3)) for m in range(4)] == [3, 1003, 2003, 3003]
+
+
+@pytest.mark.parametrize(
+  ("kind", "rule"),
+  [
+    ("odd", "batches() gives a SimpleNamespace, which has no batches by position"),
+    ("named", "the batch has {'wide': 'float32 (2, 1)'}, the model takes {'x': 'float32 (2, 1)'}"),
+    ("moving", "batch 0 is another one when it is read again (learner=1)"),
+  ],
+)
+def test_what_does_not_fit_is_refused_when_it_is_opened(kind, rule):
+  with pytest.raises(ConfigError) as caught:
+    stream(kind)
+  said = str(caught.value)
+  assert said.startswith(f"data.custom = '{NAME}:data': ") and rule in said

@@ -1,0 +1,145 @@
+"""An island trains a user's own model with a user's own optimizer, on one device and on many."""
+
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from ddiloco.config import from_dict
+from ddiloco.models.model import NnxModel
+from ddiloco.roles import initial
+from ddiloco.training.evaluate import Evaluator
+from ddiloco.training.inner import METRICS
+from ddiloco.training.island import Island
+
+NAME = "own_parts_of_test_island_custom"
+CUBE = {"devices": 8, "data": 2, "fsdp": 2, "tensor": 2}
+
+
+class Net(nnx.Module):
+  """One matrix with named axes, one parameter without."""
+
+  def __init__(self, rngs: nnx.Rngs):
+    table = jax.random.normal(rngs(), (4, 6))
+    self.table = nnx.Param(table, out_sharding=("embed", "mlp"), eager_sharding=False)
+    self.bias = nnx.Param(jnp.zeros(6))
+
+
+class Regression(NnxModel):
+  """Two arrays a batch; activations are pinned by name."""
+
+  def __init__(self):
+    super().__init__(Net)
+
+  def inputs(self, batch_size, sequence_length):
+    f32 = jnp.float32
+    x, y = jax.ShapeDtypeStruct((batch_size, 4), f32), jax.ShapeDtypeStruct((batch_size, 6), f32)
+    return {"x": x, "y": y}
+
+  def loss(self, params, batch, constrain=None):
+    net = self.module(params)
+    out = batch["x"] @ net.table[...] + net.bias[...]
+    out = constrain(out, ("batch", "mlp")) if constrain else out
+    loss = jnp.mean((out - batch["y"]) ** 2)
+    return loss, {"loss": loss}
+
+  def evaluate(self, params, batch):
+    loss = self.loss(params, batch)[0]
+    return {"loss": loss, "root": jnp.sqrt(loss)}
+
+
+@pytest.fixture(autouse=True)
+def parts(monkeypatch):
+  module = types.ModuleType(NAME)
+  module.model = lambda config: Regression()
+  module.inner = lambda config: optax.sgd(1.0, momentum=0.9)
+  monkeypatch.setitem(sys.modules, NAME, module)
+
+
+def make(islands, accumulation_steps: int = 1):
+  config = from_dict(
+    {
+      "model": {"custom": f"{NAME}:model"},
+      "inner": {
+        "custom": f"{NAME}:inner",
+        "warmup_steps": 0,
+        "learning_rate": 0.1,
+        "accumulation_steps": accumulation_steps,
+      },
+      "data": {"sequence_length": 1},
+      "islands": {"num_learners": 1, "batch_size": 8, **islands},
+      "sync": {"num_shards": 1, "num_fragments": 2},
+    }
+  )
+  plan = initial.make_plan(config)
+  return Island(config, 0, jax.devices()[: config.islands.devices], plan), config
+
+
+def batch(seed: int) -> dict[str, np.ndarray]:
+  random = np.random.default_rng(seed)
+  return {
+    "x": random.normal(size=(8, 4)).astype("f4"),
+    "y": random.normal(size=(8, 6)).astype("f4"),
+  }
+
+
+def trained(islands, accumulation_steps: int = 1) -> tuple[Island, list[dict]]:
+  island, config = make(islands, accumulation_steps)
+  island.load(initial.initial_params(config))
+  return island, [island.step(batch(n), n) for n in range(4)]
+
+
+def test_steps_are_the_optimizers_own_by_hand():
+  island, metrics = trained({"devices": 1})
+  assert all(tuple(each) == METRICS and each["load_balance"] == 0 for each in metrics)
+  params = {n: jnp.asarray(v) for n, v in initial.initial_params(make({"devices": 1})[1]).items()}
+  trace = jax.tree.map(jnp.zeros_like, params)
+  for n in range(4):
+    loss, grads = jax.value_and_grad(lambda p, n=n: Regression().loss(p, batch(n))[0])(params)
+    trace = {name: 0.9 * trace[name] + grads[name] for name in params}
+    rate = np.float32(metrics[n]["learning_rate"])
+    params = {name: params[name] - rate * trace[name] for name in params}
+    assert metrics[n]["loss"] == pytest.approx(float(loss), rel=1e-5)
+  for name, value in island.params_on_host().items():
+    np.testing.assert_allclose(value, params[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+def test_a_mesh_and_micro_batches_compute_the_same(accumulation_steps):
+  island, metrics = trained(CUBE, accumulation_steps)
+  plain, wanted = trained({"devices": 1})
+  assert island.shardings()["params/table"].spec == jax.sharding.PartitionSpec("fsdp", "tensor")
+  np.testing.assert_allclose([m["loss"] for m in metrics], [m["loss"] for m in wanted], rtol=1e-5)
+  # Its state goes to another mesh bit by bit, the optimizer's too.
+  arrays = {name: np.asarray(value) for name, value in island.capture().items()}
+  assert island.num_moments == 1 and any("trace/table" in name for name in arrays)
+  plain.restore(arrays)
+  for name, value in plain.capture().items():
+    np.testing.assert_array_equal(np.asarray(value), arrays[name], err_msg=name)
+
+
+def test_another_batch_is_refused_with_what_it_has():
+  island, _ = trained({"devices": 1})
+  with pytest.raises(ValueError, match=r"the batch has .*\(4, 4\).*this island takes .*\(8, 4\)"):
+    island.step({name: value[:4] for name, value in batch(0).items()}, 0)
+  with pytest.raises(ValueError, match="this island takes"):
+    island.step({"x": batch(0)["x"]}, 0)
+
+
+def test_everything_that_the_model_measures_is_told():
+  config = make({"devices": 1})[1]
+  params = initial.initial_params(config)
+  evaluator = Evaluator(config.model, [batch(0), batch(1)], jax.devices()[1])
+  each = [Regression().evaluate(params, batch(n)) for n in (0, 1)]
+  measured = evaluator.measure(params)
+  assert measured == {
+    name: pytest.approx(float(np.mean([e[name] for e in each])), rel=1e-5) for name in each[0]
+  }
+  assert evaluator.loss(params) == measured["loss"]
+  with pytest.raises(ValueError, match="must have the same shape"):
+    Evaluator(config.model, [batch(0), {"x": batch(1)["x"]}], jax.devices()[1])

@@ -1,0 +1,66 @@
+"""Processes that join JAX of several hosts are refused by name: an island lives in one process."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from ddiloco import environment
+from ddiloco.config import ConfigError
+from ddiloco.roles import initial
+from ddiloco.training.devices import require_one_process
+from ddiloco.training.island import Island
+from tests.engines.real import tiny
+
+CHILD = """
+import sys
+from ddiloco import environment
+environment.prepare(num_cpu_devices=1, cpu_only=True)
+import jax
+port, rank = sys.argv[1:]
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(rank), initialization_timeout=60)
+from ddiloco.config import Config, ConfigError
+from ddiloco.roles import initial
+from ddiloco.training.island import Island
+try:
+  Island(Config(), 0, jax.devices()[:2], initial.make_plan(Config()))
+except ConfigError as error:
+  print(f"refused: {error}", flush=True)
+jax.distributed.shutdown()
+"""
+
+
+def test_an_island_of_several_processes_is_refused_before_it_compiles(monkeypatch):
+  monkeypatch.setattr(jax, "process_count", lambda: 4)
+  config = tiny(10)
+  with pytest.raises(ConfigError, match=r"islands.devices = 1: JAX has joined 4 processes"):
+    Island(config, 0, jax.devices()[:1], initial.make_plan(config))
+
+
+def test_the_devices_of_this_process_are_fine():
+  require_one_process(jax.devices())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_processes_that_have_joined_jax_are_both_refused():
+  with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    port = probe.getsockname()[1]
+  children = [
+    subprocess.Popen(
+      [sys.executable, "-c", CHILD, str(port), str(rank)],
+      env=environment.bare(),
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+    for rank in range(2)
+  ]
+  for child in children:
+    said, _ = child.communicate(timeout=240)
+    assert "refused: islands.devices = 2: JAX has joined 2 processes" in said
+    assert "1 of these devices belong to others" in said and "Fix: start one process" in said
