@@ -18,6 +18,7 @@ import time
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from ddiloco.checks import ConfigError
 from ddiloco.config import NetworkConfig
 from ddiloco.network import frames
 from ddiloco.network.admission import Admission
@@ -249,7 +250,10 @@ class IoThread:
       peer.url, peer.attempts, peer.next_hello_at = url, 0, 0.0
     try:
       peer.open(self._sockets, self._session, self._settings.streams)
-    except zmq.ZMQError as error:  # no descriptor is left now; a later attempt may find one
+    except (
+      zmq.ZMQError,
+      ConfigError,
+    ) as error:  # a later attempt may find one
       peer.close()
       peer.reason = f"cannot open a connection to {url} ({error})"
       return

@@ -258,7 +258,10 @@ class _Listed:
       if address is None and time.monotonic() - self._read_at < REREAD_SECONDS:
         return None
       self._read_at = time.monotonic()
-      self._owners, _ = read_public(self._folder)  # what is damaged there is nobody's key
+      try:
+        self._owners, _ = read_public(self._folder)  # what is damaged there is nobody's key
+      except OSError:  # no disk or no descriptor now: refused, and read again for the next one
+        return None
       return self._owners.get(key)
 
   def _still(self, address: str, key: bytes) -> bool:

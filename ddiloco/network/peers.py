@@ -228,6 +228,7 @@ class Dialed(Peer):
 
     Raises:
       zmq.ZMQError: there are no descriptors left; `close` gives back those that were taken.
+      ConfigError: the shard's key cannot be read now.
     """
     self.control = sockets.dial(self.url, CONTROL, control_route(session), self.address)
     self.monitor = self.control.get_monitor_socket(BROKEN)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +18,9 @@ import zmq
 
 from ddiloco import environment
 from ddiloco.chaos.proxy import Link
+from ddiloco.checks import ConfigError
 from ddiloco.network import frames
-from ddiloco.network.keys import make_keys, public_file, secret_file
+from ddiloco.network.keys import Keys, make_keys, public_file, secret_file
 from ddiloco.network.sockets import LEAST_STRANGERS, STRANGER_SECONDS, Connections
 from ddiloco.protocol.messages import Recovered, RequestMoments
 from tests import says
@@ -82,6 +85,24 @@ def test_a_folder_of_keys_that_is_away_for_a_moment_cuts_nobody_off(net):
   learner.send(SYNCER, says.hello(0, 0))
   assert shard.receive(SECONDS)[0] == "learner/0" and shard.counters.refused == 0
   (folder / "away").rename(folder / "public")
+
+
+def test_a_shard_whose_key_cannot_be_read_for_a_moment_is_dialed_again(net, monkeypatch):
+  shard, learner = net.connect(SYNCER), net.open("learner/0", 0)
+  tried = threading.Event()
+
+  def unreadable(keys, server):
+    tried.set()
+    raise ConfigError(f"{server}: Too many open files")
+
+  with monkeypatch.context() as patch:
+    patch.setattr(Keys, "server_key", unreadable)
+    learner.dial(SYNCER, net.url(SYNCER))
+    assert tried.wait(SECONDS)
+    net.wait_until(lambda: "open files" in learner.links()[SYNCER]["reason"])
+  net.wait_up(learner, SYNCER)
+  learner.send(SYNCER, says.hello(0, 0))
+  assert shard.receive(SECONDS)
 
 
 def test_a_shard_whose_key_was_replaced_is_not_spoken_to_any_more(net, monkeypatch):
@@ -275,21 +296,35 @@ while True:  # a burst may have them all, until it is cut off a moment later
     pass
   assert time.monotonic() < deadline, "no descriptors are left for files"
   time.sleep(0.01)
-while True:  # and once more: those that were still on their way in come when others go
-  try:
-    late = net.connect("learner/1")
-    break
-  except OSError:
-    assert time.monotonic() < deadline, "no descriptors are left for a member"
-for m, learner in enumerate((early, late)):
-  learner.send("syncer/0", says.hello(m, 0))
-  sender, _, _ = shard.receive(20.0)
-  assert sender == f"learner/{m}", sender
+print("comes", net._folder.name if net._folder else "", flush=True)
+early.send("syncer/0", says.hello(0, 0))
+for _ in range(2):
+  sender, _, _ = shard.receive(60.0)
   shard.send(sender, says.pull(0, 0, 0, 0, 1, 0))
-  assert learner.receive(20.0), sender
+assert early.receive(20.0)
+sys.stdin.readline()  # the other one has its answer too
 kept = [open(os.devnull) for _ in range(32)]
 print("fine", len(os.listdir("/proc/self/fd")) - 32, flush=True)
 net.close()
+"""
+
+LATE = """
+import pathlib, sys, time
+from tests import says
+from tests.network.net import QUICK
+from ddiloco.network.endpoint import NetworkEndpoint, Run
+from ddiloco.network.keys import Keys
+port, folder = sys.argv[1], sys.argv[2]
+keys = Keys.load(pathlib.Path(folder), "learner/1") if folder else None
+learner = NetworkEndpoint("learner/1", 0, Run("run", "plan", 1 << 30, 1 << 30), QUICK, keys=keys)
+learner.dial("syncer/0", f"tcp://127.0.0.1:{port}")
+deadline = time.monotonic() + 40.0
+while learner.links()["syncer/0"]["state"] != "up":
+  assert time.monotonic() < deadline, learner.links()
+  time.sleep(0.01)
+learner.send("syncer/0", says.hello(1, 0))
+print(learner.receive(20.0).sender, flush=True)
+learner.close(linger_seconds=0)
 """
 
 IDLERS = """
@@ -310,19 +345,27 @@ sys.stdin.readline()
 @pytest.mark.parametrize("keys", ["plain", "keys"])
 def test_hundreds_of_idle_connections_keep_no_member_out_and_leave_room_for_files(keys):
   """316 of them, to a process that may have 256 descriptors and cannot raise that."""
-  pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-  python = [sys.executable, "-c"]
-  shard = subprocess.Popen([*python, CROWDED, keys], **pipes, env=environment.bare())
-  idlers = None
-  try:
+  with contextlib.ExitStack() as stack:
+
+    def start(*program: str) -> subprocess.Popen:
+      pipes = dict.fromkeys(["stdin", "stdout", "stderr"], subprocess.PIPE)
+      process = subprocess.Popen(
+        [sys.executable, "-c", *program], **pipes, text=True, env=environment.bare()
+      )
+      stack.callback(process.communicate)
+      stack.callback(process.kill)
+      return process
+
+    shard = start(CROWDED, keys)
     port = shard.stdout.readline().strip().rpartition(":")[2]
-    idlers = subprocess.Popen([*python, IDLERS, port], **pipes, env=environment.bare())
+    idlers = start(IDLERS, port)
     assert int(idlers.stdout.readline()) > 200, "most could connect, if only for a moment"
-    said, _ = shard.communicate("\n", timeout=60)
-    assert said.startswith("fine"), said
+    shard.stdin.write("\n")
+    shard.stdin.flush()
+    comes, _, folder = shard.stdout.readline().strip().partition(" ")
+    assert comes == "comes", shard.communicate()[1]
+    said, wrong = start(LATE, port, folder).communicate(timeout=100)
+    assert said == "syncer/0\n", wrong
+    said, wrong = shard.communicate("\n", timeout=60)
+    assert said.startswith("fine"), wrong
     assert int(said.split()[1]) < 200
-  finally:
-    for process in (shard, idlers):
-      if process is not None:
-        process.kill()
-        process.communicate()

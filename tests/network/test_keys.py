@@ -1,5 +1,6 @@
 """Only who has a listed key gets in, under its owner's address; everybody else is counted."""
 
+import errno
 import contextlib
 import os
 import random
@@ -298,6 +299,24 @@ def test_strangers_do_not_make_it_read_more_than_once_a_second(folder, monkeypat
     now[0] += 0.01
     assert mine.owner(zmq.curve_keypair()[0]) is None
   assert 8 <= len(reads) <= 10
+
+
+def unreadable(path):
+  raise OSError(errno.EMFILE, "Too many open files", str(path))
+
+
+def test_a_folder_that_cannot_be_read_for_a_moment_is_read_again(folder, monkeypatch):
+  now = [100.0]
+  monkeypatch.setattr(keys, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+  mine = Keys.load(folder, "syncer/0")
+  make_keys(folder, learners=3, shards=1)
+  late = keys.read(public_file(folder, "learner/2"))[0]
+  now[0] += 10
+  with monkeypatch.context() as patch:
+    patch.setattr(keys, "read_public", unreadable)
+    assert mine.owner(late) is None
+  now[0] += 10
+  assert mine.owner(late) == "learner/2"
 
 
 def test_a_folder_that_vanishes_lets_nobody_in(folder):
