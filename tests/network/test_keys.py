@@ -1,7 +1,7 @@
 """Only who has a listed key gets in, under its owner's address; everybody else is counted."""
 
-import errno
 import contextlib
+import errno
 import os
 import random
 import shutil
