@@ -12,14 +12,13 @@ are compiled before the run begins; exchanging gradients takes no time beyond th
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import shutil
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -27,11 +26,12 @@ from ddiloco.baselines import orders
 from ddiloco.baselines.member import PROGRAMS, initial_state, program
 from ddiloco.baselines.orders import END, READY, Lines, Order, line
 from ddiloco.chaos import faults
-from ddiloco.config import Config, ConfigError, Fault
+from ddiloco.config import Config, ConfigError
 from ddiloco.engines import forkserver
 from ddiloco.observe.eventlog import Follower, Recorder
 from ddiloco.observe.guards import exited
-from ddiloco.protocol import events
+from ddiloco.protocol import events, supervisor
+from ddiloco.protocol.supervisor import Event, Exited, Lost, Start, Strike, Tick, Working
 
 # --- One island of data-parallel as the supervisor sees it: its process, over all its lives
 
@@ -39,7 +39,7 @@ KILL_SECONDS = 30.0  # for a process that was killed, or is about to end, to be 
 
 
 class IslandProcess:
-  """`now` is `time.monotonic()` everywhere.
+  """Starts, ends and hears its process; when it starts is for `protocol/supervisor.py` to say.
 
   Attributes:
     ready: it has imported what it needs and waits for orders.
@@ -48,65 +48,44 @@ class IslandProcess:
   Args:
     number: of the learner.
     workdir: its output is appended to WORKDIR/logs/learner-NUMBER.log.
-    faults: planned for it; kills only.
   """
 
-  def __init__(self, number: int, workdir: Path, faults: Sequence[Fault]):
+  def __init__(self, number: int, workdir: Path):
     self.number = number
     self.name = f"learner/{number}"
-    self.lives = 0
     self.ready = False
     self.order = -1
-    self.gone = False  # never comes back
     self._log = workdir / "logs" / f"learner-{number}.log"
     self._command = [
       *(sys.executable, "-m", "ddiloco.baselines.member"),
       *(f"--workdir={workdir}", f"--learner={number}"),
     ]
-    self._faults = tuple(faults)
     self._process: forkserver.Forked | None = None
     self._lines = Lines()
-    self._start_at = 0.0
-
-  @property
-  def alive(self) -> bool:
-    return self._process is not None
-
-  def due_to_start(self, now: float) -> bool:
-    """Whether it is down and its pause is over."""
-    return not self.alive and not self.gone and now >= self._start_at
 
   def start(self) -> None:
     """A new life, in a process group of its own: a kill takes its child as well."""
     self._log.parent.mkdir(parents=True, exist_ok=True)
     self._process = forkserver.spawn(self._command, self._log, answers=True)
     os.set_blocking(self._stream("stdout").fileno(), False)
-    self.lives += 1
 
-  def strike(self, clock: int, seconds: float) -> Fault | None:
-    """The next planned kill if it is due; the caller performs it. One that is dead waits for it."""
-    if not self.alive:
-      return None
-    fault, self._faults = faults.strike(self._faults, clock, seconds)
-    return fault
-
-  def kill(self, back_at: float) -> None:
-    """SIGKILL for the whole island; it may start again at `back_at`."""
+  def kill(self) -> None:
+    """SIGKILL for the whole island."""
     if self._process is None:
       return
     with contextlib.suppress(ProcessLookupError):  # it has ended by itself
       os.killpg(self._process.pid, signal.SIGKILL)
     self._process.kill()  # too young to have a group
-    self.bury(back_at)
+    self.bury()
 
-  def bury(self, back_at: float) -> int:
+  def bury(self) -> int:
     """Its process has ended, or will in a moment; returns the exit status."""
     assert self._process is not None
     status = exited(self._process, KILL_SECONDS, "an island's process")
     self._stream("stdin").close()
     self._stream("stdout").close()
     self._process, self._lines = None, Lines()
-    self.ready, self.order, self._start_at = False, -1, back_at
+    self.ready, self.order = False, -1
     return -signal.SIGKILL if status is None else status
 
   def died(self) -> bool:
@@ -170,10 +149,13 @@ class DataParallel:
     check(config)
     self._config, self._workdir, self._elastic = config, workdir, elastic
     self._everybody = range(config.islands.num_learners)
-    self._islands = [
-      IslandProcess(m, workdir, [f for f in config.chaos.faults if f.role == f"learner/{m}"])
-      for m in self._everybody
-    ]
+    self._islands = [IslandProcess(m, workdir) for m in self._everybody]
+    self._state = supervisor.init(
+      config.run,
+      [island.name for island in self._islands],
+      config.chaos.faults,
+      quorum=1 if elastic else len(self._islands),
+    )
     self._world: tuple[int, ...] = ()  # who trains now
     self._out: set[int] = set()  # who is alive and waits for another world
     self._orders = 0
@@ -213,7 +195,7 @@ class DataParallel:
         reason = self._supervise(over)
       finally:
         for island in self._islands:
-          island.kill(math.inf)
+          island.kill()
       self._recorder.record(events.RunFinished(reason=reason))
     return reason
 
@@ -221,8 +203,7 @@ class DataParallel:
 
   def _prepare(self) -> None:
     """Everybody has imported, and every size of world that there may be has its program."""
-    for island in self._islands:
-      island.start()
+    self._feed(Tick(time.monotonic()))  # starts all
     self._wait("imports", lambda: all(island.ready for island in self._islands))
     sizes = range(1, len(self._islands) + 1) if self._elastic else [len(self._islands)]
     for size in sizes:
@@ -250,30 +231,35 @@ class DataParallel:
         self._follow()
         if over(self._clock, self._seconds()):
           return "finished"
+      self._feed(Tick(now, self._clock, self._seconds()))
       for island in self._islands:
-        self._tend(island, now)
-      left = [island for island in self._islands if not island.gone]
-      if len(left) < (1 if self._elastic else len(self._islands)):
+        if island.died():
+          self._feed(Exited(island.name, now, f"exit status {island.bury()}"))
+        elif island.hear() and island.number in self._world:
+          self._failed(f"the world failed at {island.name}")
+      if self._state.hopeless:
         return "failed"
       self._decide(now)
       time.sleep(TURN_SECONDS)
 
-  def _tend(self, island: IslandProcess, now: float) -> None:
-    """One turn of one island: it starts, ends, is killed, or says something."""
-    if island.due_to_start(now):
-      self._recorder.record(events.Restart(target=island.name))
-      island.start()
-    if (fault := island.strike(self._clock, self._seconds())) is not None:
-      detail = faults.detail(fault, self._clock)
-      self._recorder.record(events.Fault(target=island.name, action="kill", detail=detail))
-      island.gone = fault.seconds < 0
-      island.kill(now + fault.seconds)
-      self._lost(island, str(faults.Killed(fault)))
-    elif island.died():
-      status = island.bury(now + self._config.run.restart_seconds)
-      self._lost(island, f"exit status {status}")
-    elif island.hear() and island.number in self._world:
-      self._failed(f"the world failed at {island.name}")
+  def _feed(self, event: Event) -> None:
+    """Tells the supervisor, and performs what it says."""
+    self._state, actions = supervisor.supervise(self._state, event)
+    for action in actions:
+      match action:
+        case Start(name, life):
+          if life:
+            self._recorder.record(events.Restart(target=name))
+          self._island(name).start()
+        case Strike(fault):
+          self._recorder.record(faults.struck(fault, faults.detail(fault, self._clock)))
+          self._island(fault.role).kill()
+          self._feed(Exited(fault.role, time.monotonic()))
+        case Lost(name, reason):
+          self._lost(self._island(name), reason)
+
+  def _island(self, name: str) -> IslandProcess:
+    return next(island for island in self._islands if island.name == name)
 
   def _lost(self, island: IslandProcess, reason: str) -> None:
     """An island is dead, with what it had in its memory."""
@@ -342,6 +328,8 @@ class DataParallel:
         continue
       self._clock, self._failures = max(self._clock, event.clock), 0
       self._moved_at = max(self._moved_at, time.monotonic())
+      for m in self._world:
+        self._feed(Working(self._islands[m].name, self._moved_at))
       if self._training_since is None:
         self._training_since = self._started + event.time
 
