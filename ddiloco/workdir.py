@@ -23,6 +23,7 @@ FAULTS = "faults.jsonl"  # faults that somebody asks for while the run goes on, 
 LOCK = "lock"  # held by whoever trains here
 ROLES = "roles.lock"  # held together by all roles that live here
 LOOK_SECONDS = 0.1
+COMPILE_SECONDS = 300.0  # for another island of the same kind to compile the programs of both
 END_SECONDS = 5.0  # for the roles of a supervisor that was killed to end
 CHECKPOINTS = "checkpoints"
 ISLANDS = "islands"  # of a run without shards, what each of them has learned
@@ -76,6 +77,32 @@ def live_in(workdir: Path) -> IO[str] | None:
 
 
 @contextlib.contextmanager
+def compiling(workdir: Path, kind: str) -> Iterator[None]:
+  """While it lasts no other process compiles islands of this kind: it finds these programs instead.
+
+  No process waits for longer than COMPILE_SECONDS, since the one that compiles may stand still; a
+  file system without locks makes none wait.
+  """
+  until = time.monotonic() + COMPILE_SECONDS
+  with contextlib.ExitStack() as stack:
+    with contextlib.suppress(OSError):
+      (workdir / COMPILED).mkdir(parents=True, exist_ok=True)
+      file = stack.enter_context((workdir / COMPILED / f"{kind}.lock").open("a"))
+      while not _locked(file) and time.monotonic() < until:
+        time.sleep(LOOK_SECONDS)
+    yield
+
+
+def _locked(file: IO[str]) -> bool:
+  """Whether this process alone has the file now."""
+  try:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError:
+    return False
+  return True
+
+
+@contextlib.contextmanager
 def _deserted(workdir: Path) -> Iterator[None]:
   """While it lasts no role lives here.
 
@@ -87,18 +114,14 @@ def _deserted(workdir: Path) -> Iterator[None]:
     return
   until = time.monotonic() + END_SECONDS
   with (workdir / ROLES).open("a+") as file:
-    while True:
-      try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        break
-      except BlockingIOError as error:
-        if time.monotonic() >= until:
-          raise ConfigError(
-            f"--workdir={workdir}: roles of its run live (ddiloco learner, syncer or evaluator),"
-            " and --overwrite would delete their files. Fix: end them first, or choose another"
-            " directory."
-          ) from error
-        time.sleep(LOOK_SECONDS)
+    while not _locked(file):
+      if time.monotonic() >= until:
+        raise ConfigError(
+          f"--workdir={workdir}: roles of its run live (ddiloco learner, syncer or evaluator),"
+          " and --overwrite would delete their files. Fix: end them first, or choose another"
+          " directory."
+        )
+      time.sleep(LOOK_SECONDS)
     yield
 
 
