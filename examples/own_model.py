@@ -136,7 +136,7 @@ def get_config():
   c.sync.num_fragments, c.sync.sync_period = 4, 8
   c.sync.snapshot_steps = 100
   c.run.total_tokens = ISLANDS * STEPS * BATCH
-  c.chaos.faults = ({"action": "kill", "role": "learner/2", "at_step": 200, "seconds": 1.0},)
+  c.chaos.faults = ({"action": "kill", "role": "learner-2", "at_step": 200, "seconds": 1.0},)
   return c
 
 

@@ -65,13 +65,13 @@ def made_up(seed: int = 0) -> Iterator[Event]:
     if clock % KILL_STEPS == 0:
       gone = chance.randrange(ISLANDS)
       away[gone] = clock + DOWN_STEPS
-      yield _event(now, "engine", "fault", target=f"learner/{gone}", action="kill", seconds=0.0)
-      yield _event(now, "engine", "exit", target=f"learner/{gone}", reason="killed by plan")
+      yield _event(now, "engine", "fault", target=f"learner-{gone}", action="kill", seconds=0.0)
+      yield _event(now, "engine", "exit", target=f"learner-{gone}", reason="killed by plan")
     for m in [m for m, until in away.items() if until == clock]:
       del away[m]
       lives[m], made[m] = lives[m] + 1, max(0, made[m] - clock % SNAPSHOT_STEPS)
       since[m] = [min(each, made[m]) for each in since[m]]
-      yield _event(now - 2.0, "engine", "restart", target=f"learner/{m}")
+      yield _event(now - 2.0, "engine", "restart", target=f"learner-{m}")
       yield from _begins(now - 1.0, m, lives[m], clock)
     here = [m for m in range(ISLANDS) if m not in away]
     yield from _steps(now, here, made, lives, clock, chance)

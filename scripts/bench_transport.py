@@ -33,7 +33,7 @@ from ddiloco.network.transport import Hub
 from ddiloco.protocol.messages import Pull, Push, RequestMoments
 
 RUN = Run("bench", "plan", max_payload_bytes=1 << 30, queue_bytes=2 << 30)
-SHARD, LEARNER = "syncer/0", "learner/0"
+SHARD, LEARNER = "syncer-0", "learner-0"
 SECONDS = 60.0
 
 

@@ -53,8 +53,8 @@ def faults_of(source: random.Random, snapshots: bool) -> list[dict[str, Any]]:
 
   With snapshots steps are slow, so that some are complete before anybody is killed.
   """
-  learners = [f"learner/{m}" for m in range(LEARNERS)]
-  roles = [*learners, *(f"syncer/{s}" for s in range(SHARDS))]
+  learners = [f"learner-{m}" for m in range(LEARNERS)]
+  roles = [*learners, *(f"syncer-{s}" for s in range(SHARDS))]
   kinds = ["kill", *source.choices(["kill", "stall", "slow"], [3, 1, 1], k=source.randint(2, 5))]
   found = []
   for i, action in enumerate(kinds):

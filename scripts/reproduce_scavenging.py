@@ -74,7 +74,7 @@ def decoupled(there: Sequence[Spell], steps: int, seed: int) -> float:
   c.run.total_tokens = steps * ALWAYS * 1024
   c.chaos.faults = tuple(
     dataclasses.asdict(
-      Fault("join", f"learner/{ALWAYS + i}", at_seconds=begin, seconds=end - begin)
+      Fault("join", f"learner-{ALWAYS + i}", at_seconds=begin, seconds=end - begin)
     )
     for i, (begin, end) in enumerate(there)
   )

@@ -53,7 +53,7 @@ class IslandProcess:
 
   def __init__(self, number: int, workdir: Path, faults: Sequence[Fault]):
     self.number = number
-    self.name = f"learner/{number}"
+    self.name = f"learner-{number}"
     self.lives = 0
     self.ready = False
     self.order = -1
@@ -171,7 +171,7 @@ class DataParallel:
     self._config, self._workdir, self._elastic = config, workdir, elastic
     self._everybody = range(config.islands.num_learners)
     self._islands = [
-      IslandProcess(m, workdir, [f for f in config.chaos.faults if f.role == f"learner/{m}"])
+      IslandProcess(m, workdir, [f for f in config.chaos.faults if f.role == f"learner-{m}"])
       for m in self._everybody
     ]
     self._world: tuple[int, ...] = ()  # who trains now
@@ -298,7 +298,7 @@ class DataParallel:
 
   def _begin(self, members: list[int], now: float) -> None:
     for m in sorted(self._out):
-      self._recorder.record(events.Restart(target=f"learner/{m}"))
+      self._recorder.record(events.Restart(target=f"learner-{m}"))
     self._world, self._out, self._moved_at = tuple(members), set(), now
     self._tell(members, train=True)
 
@@ -313,7 +313,7 @@ class DataParallel:
   def _dissolve(self, reason: str) -> None:
     """Everybody who is left ends what they do; the next world begins when all have."""
     for m in self._world:
-      self._recorder.record(events.Exit(target=f"learner/{m}", reason=reason))
+      self._recorder.record(events.Exit(target=f"learner-{m}", reason=reason))
       self._islands[m].tell(None)
     self._out |= set(self._world)
     self._world = ()
@@ -362,7 +362,7 @@ def check(config: Config) -> None:
       " = 1."
     )
   for fault in config.chaos.faults:
-    if fault.action != "kill" or not fault.role.startswith("learner/"):
+    if fault.action != "kill" or not fault.role.startswith("learner-"):
       raise ConfigError(
         f"chaos.faults = {fault.action} of {fault.role}: data-parallel has learners that can be"
         " killed, and nothing else. Fix: drop this fault."

@@ -193,7 +193,7 @@ class Worker:
     with Recorder(self._workdir, name, order.number, order.started, time.time) as recorder:
       world = World(self._config, order.rank, order.size, order.port)
       seconds = world.compile(self._workdir / PROGRAMS)
-      recorder.record(events.Compiled(target=f"learner/{self._learner}", seconds=round(seconds, 3)))
+      recorder.record(events.Compiled(target=f"learner-{self._learner}", seconds=round(seconds, 3)))
       if not order.train:
         return
       world.load(orders.load(Path(order.state)))

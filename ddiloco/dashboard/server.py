@@ -175,8 +175,8 @@ class RunFollower:
       return self._status[1]
 
   def has(self, role: str) -> bool:
-    """Whether the run has this role, "learner/2" or "syncer/0"."""
-    kind, _, number = role.partition("/")
+    """Whether the run has this role, "learner-2" or "syncer-0"."""
+    kind, _, number = role.partition("-")
     with self._lock:
       members = {"learner": self._run.islands, "syncer": self._run.shards}
       return number.isdecimal() and int(number) in members.get(kind, {})

@@ -135,7 +135,7 @@ class ProcessesEngine(Engine):
     """A process has ended: while the run ends, or in good order, its role needs no other."""
     reason, name = child.bury(status), child.name
     kill = self._state.roles[name].kill
-    early = name.startswith("syncer/") and not self._merged()
+    early = name.startswith("syncer-") and not self._merged()
     if kill is None and (self._ending or (status == 0 and not early)):
       if status == LOST:
         self._lost[name] = child.last_words()
@@ -169,7 +169,7 @@ class ProcessesEngine(Engine):
     return 0.0 if self._training_since is None else time.time() - self._training_since
 
   def _over(self) -> str | None:
-    now, learners = time.monotonic(), members(self._state, "learner/").values()
+    now, learners = time.monotonic(), members(self._state, "learner-").values()
     if self._merged():
       return "finished"
     if self.leave.is_set() or self.stop.is_set():
@@ -192,7 +192,7 @@ class ProcessesEngine(Engine):
   def _end(self, reason: str) -> None:
     """Everybody leaves in good order: learners bring out their work while shards still merge it."""
     try:
-      for kind in ("learner/", "syncer/"):
+      for kind in ("learner-", "syncer-"):
         names = list(members(self._state, kind))
         if reason == "finished":  # they know it themselves
           self._wait_for(names, PATIENCE_SECONDS)

@@ -94,7 +94,7 @@ class RoleRunner:
   and prints what matters, and a line of progress every ten seconds.
 
   Args:
-    address: the role's, "learner/3".
+    address: the role's, "learner-3".
     config: the run's.
     place: where it runs.
   """
@@ -108,7 +108,7 @@ class RoleRunner:
     self.started = workdir.join(place.workdir, config)
     self._lives = workdir.live_in(place.workdir)
     now = handshake.seconds_since_2020()
-    self._former = role_spec.newest(place.workdir, now, address.replace("/", "-"))
+    self._former = role_spec.newest(place.workdir, now, address)
     # A shard has its port to itself, so that none of its former lives can be there. Any other role
     # is told by the shards whether one of its own is.
     self.incarnation = role_spec.above(now, [self._former] if place.bind else [])
@@ -288,7 +288,7 @@ class RoleRunner:
   # --- beside it ----------------------------------------------------------------------------------
 
   def _record(self) -> Recorder:
-    name = self.address.replace("/", "-")
+    name = self.address
     return Recorder(
       self.place.workdir, name, self.incarnation, self.started, time.time, [self._listen]
     )

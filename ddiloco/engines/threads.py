@@ -201,7 +201,7 @@ class ThreadsEngine(Engine):
   # --- supervision --------------------------------------------------------------------------------
 
   def _record(self, role: str, incarnation: int) -> Recorder:
-    name = role.replace("/", "-")
+    name = role
     listeners = [*self._listeners, self._note_clock]
     return Recorder(self.workdir, name, incarnation, self._start_time, listeners=listeners)
 
@@ -249,10 +249,10 @@ class ThreadsEngine(Engine):
     if self.leave.is_set() and not self._drains:
       self._drains = True
       self._stop_at = time.monotonic() + self.config.network.drain_seconds + PATIENCE_SECONDS
-      self._feed(Dismiss("learner/"))
+      self._feed(Dismiss("learner-"))
     if time.monotonic() >= self._stop_at:
       self.stop.set()
-    learners = members(self._state, "learner/").values()
+    learners = members(self._state, "learner-").values()
     if self._state.hopeless:
       return "failed"
     if not all(role.ended for role in learners):

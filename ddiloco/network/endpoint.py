@@ -33,7 +33,7 @@ class NetworkEndpoint:
   """One role's connection to the others.
 
   Args:
-    address: who this is, e.g. "learner/3".
+    address: who this is, e.g. "learner-3".
     incarnation: of this role; a greater one fences a smaller one.
     run: the run it belongs to.
     settings: sizes and timeouts.

@@ -75,13 +75,13 @@ def instructions(folder: Path, made: list[str]) -> str:
 
 Copy {folder / "public"} to every host. Roles that run already see what is added there.
 Copy each secret only to the host of its role, and give it to nobody else: who has it is that role.
-  {folder / "secret" / one}.key_secret  ->  DIR/secret/ on the host of {one.replace("-", "/")}
+  {folder / "secret" / one}.key_secret  ->  DIR/secret/ on the host of {one}
 Start every role with --keys=DIR. To shut one out, remove DIR/public/NAME.key on the hosts of
 the syncers, and both of its files here."""
 
 
 def public_file(folder: Path, address: str) -> Path:
-  """Where the public key of the role `address` is, "learner/3"."""
+  """Where the public key of the role `address` is, "learner-3"."""
   return Path(folder) / "public" / f"{_name(address)}.key"
 
 
@@ -91,7 +91,7 @@ def secret_file(folder: Path, address: str) -> Path:
 
 
 def _name(address: str) -> str:
-  return address.replace("/", "-")
+  return address
 
 
 def _make(folder: Path, address: str) -> bool:
@@ -157,7 +157,7 @@ def read_public(folder: Path) -> tuple[dict[bytes, str], list[str]]:
     try:
       known = _NAME.fullmatch(path.stem) is not None
       require(known, "--keys", str(path), "is not named after a role", "remove or rename it")
-      key, address = read(path)[0], path.stem.replace("-", "/")
+      key, address = read(path)[0], path.stem
       other = owners.setdefault(key, address)
       twice |= {key} if other != address else set()
       rule = f"is the same key as that of {other}"
@@ -207,11 +207,11 @@ class Keys:
     return cls(folder, address, public, secret or b"", _Listed(folder, owners))
 
   def server_key(self, peer: str) -> bytes:
-    """The public key to expect of the shard `peer`, "syncer/0"; ConfigError if it has none."""
+    """The public key to expect of the shard `peer`, "syncer-0"; ConfigError if it has none."""
     return read(public_file(self.folder, peer))[0]
 
   def owner(self, public_key: bytes) -> str | None:
-    """Whose key this is, "learner/3", as the folder says now; None: nobody's. Raw or Z85."""
+    """Whose key this is, "learner-3", as the folder says now; None: nobody's. Raw or Z85."""
     if len(public_key) == KEY_BYTES:
       public_key = z85.encode(public_key)
     return self._listed.owner(public_key)

@@ -283,8 +283,8 @@ def read_events(workdir: str | os.PathLike[str]) -> EventLog:
 
 @functools.lru_cache(maxsize=4096)
 def parse_role(role: str) -> tuple[str, int]:
-  """("learner", 2) of "learner-2" or "learner/2"; a role without a number gets -1."""
-  kind, _, number = role.replace("/", "-").partition("-")
+  """("learner", 2) of "learner-2"; a role without a number gets -1."""
+  kind, _, number = role.partition("-")
   return kind, int(number) if number.isdigit() else -1
 
 

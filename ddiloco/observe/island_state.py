@@ -81,7 +81,7 @@ def finite_or(value: float, otherwise: float) -> float:
 
 
 def role_name(role: str) -> str:
-  """ "learner-2" or "learner/2" as people say it: "island 2"; "syncer-0": "shard 0"."""
+  """ "learner-2" as people say it: "island 2"; "syncer-0": "shard 0"."""
   kind, number = parse_role(role)
   name = {"learner": "island", "syncer": "shard"}.get(kind, kind)
   return f"{name} {number}" if number >= 0 else name

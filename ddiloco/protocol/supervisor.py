@@ -362,8 +362,8 @@ def _judge(state: Supervisor, actions: list[Action]) -> Supervisor:
   """Whether a shard, or every possible quorum, is gone for good: nothing would ever merge."""
   if state.hopeless:
     return state
-  shards = [name for name, role in members(state, "syncer/").items() if role.phase == GONE]
-  left = sum(role.phase != GONE for role in members(state, "learner/").values())
+  shards = [name for name, role in members(state, "syncer-").items() if role.phase == GONE]
+  left = sum(role.phase != GONE for role in members(state, "learner-").values())
   if shards:
     reason = f"{shards[0]} is gone for good, and nobody else merges its fragments"
   elif left < state.quorum:

@@ -191,11 +191,11 @@ class Disturbances:
 
 
 def name_of(role: Role) -> str:
-  """ "learner/2" of ("learner", 2)."""
-  return f"{role[0]}/{role[1]}"
+  """ "learner-2" of ("learner", 2)."""
+  return f"{role[0]}-{role[1]}"
 
 
 def role_of(name: str) -> Role:
-  """("learner", 2) of "learner/2"."""
-  kind, _, number = name.partition("/")
+  """("learner", 2) of "learner-2"."""
+  kind, _, number = name.partition("-")
   return kind, int(number)

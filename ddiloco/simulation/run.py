@@ -172,7 +172,7 @@ class Run(World):
     """Runs to the end of the token budget, or for so long; returns the reason why it ended."""
     self.run(most_seconds, self._ended)
     reason, struck = "finished" if self._ended() else "stopped", self.disturbances
-    if struck.hopeless or (reason == "finished" and struck.all_are("learner/", GONE)):
+    if struck.hopeless or (reason == "finished" and struck.all_are("learner-", GONE)):
       reason = "failed"
     self._tell_traffic()
     self.events.supervisor(events.RunFinished(reason=reason))

@@ -49,7 +49,7 @@ def make_config(faults=(), batch_size=4, learners=2, pace_seconds=0.05, **island
 
 def kill(learner, at_seconds, seconds=0.5):
   return {
-    "action": "kill", "role": f"learner/{learner}", "at_seconds": at_seconds, "seconds": seconds
+    "action": "kill", "role": f"learner-{learner}", "at_seconds": at_seconds, "seconds": seconds
   }  # fmt: skip
 
 
@@ -142,7 +142,7 @@ def test_elastic_goes_on_without_the_killed_island_and_takes_it_in_again(
   monkeypatch.setattr(IslandProcess, "due_to_start", due_to_start)
   events = run(make_config([kill(1, 1.0)]), tmp_path, programs, True, over)
   (fault,) = of(events, "fault")
-  (back,) = of(events, "restart", target="learner/1")
+  (back,) = of(events, "restart", target="learner-1")
   returned = next(e for e in of(events, "step", role="learner-1") if e.time > back.time)
   between = [e for e in of(events, "step", role="learner-0") if fault.time < e.time < back.time]
   assert len(between) >= ALONE, "the other one trained meanwhile"
@@ -163,8 +163,8 @@ def test_elastic_goes_on_without_the_killed_island_and_takes_it_in_again(
 def test_inelastic_waits_for_the_killed_island_and_repeats_steps(tmp_path, programs):
   config = make_config([kill(1, 1.0)])
   events = run(config, tmp_path, programs, False, Back(tmp_path, kills=1))
-  (died,) = of(events, "exit", target="learner/1")
-  restart = of(events, "restart", target="learner/0")[0]
+  (died,) = of(events, "exit", target="learner-1")
+  restart = of(events, "restart", target="learner-0")[0]
   before = max(e.step for e in of(events, "step") if e.time < died.time)
   pause = [e for e in of(events, "step") if died.time + 0.5 < e.time < restart.time]
   assert not pause, "nobody trains without the killed island"
@@ -226,8 +226,8 @@ def test_a_world_that_hangs_is_ended(tmp_path, programs, monkeypatch):
   [
     ({"devices": 2}, "of one device each"),
     ({"overrides": {"1": {"batch_size": 2}}}, "all alike"),
-    ({"faults": [{"action": "stall", "role": "learner/1", "at_step": 3}]}, "stall of learner/1"),
-    ({"faults": [{"action": "kill", "role": "syncer/0", "at_step": 3}]}, "kill of syncer/0"),
+    ({"faults": [{"action": "stall", "role": "learner-1", "at_step": 3}]}, "stall of learner-1"),
+    ({"faults": [{"action": "kill", "role": "syncer-0", "at_step": 3}]}, "kill of syncer-0"),
   ],
 )
 def test_what_data_parallel_cannot_have_is_refused(wrong, says, tmp_path):

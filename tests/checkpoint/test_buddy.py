@@ -108,7 +108,7 @@ def test_a_buddy_keeps_the_newest_and_says_so():
   copies = Copies(1, 50, box)
   for version in (3, 5, 4):
     copies.on(pack(committed(1, version), 0, 9))
-    assert box.take() == [("syncer/0", Replicated(1, 50, 1, version))]
+    assert box.take() == [("syncer-0", Replicated(1, 50, 1, version))]
   copies.on(pack(committed(2, 1), 0, 9))
   copies.on(pack(committed(0, 8), 3, 9))  # of another neighbour
   assert given_back(copies, box, 0, 10) == {1: 5, 2: 1}
@@ -141,7 +141,7 @@ def test_nobody_replaces_the_fragments_of_another_shard():
   copies = Copies(1, 50, box)
   copies.on(pack(committed(1, 7), 0, 9))
   copies.on(dataclasses.replace(pack(committed(1, 8), 0, 9), shard=2))
-  assert box.take() == [("syncer/0", Replicated(1, 50, 1, 7))]
+  assert box.take() == [("syncer-0", Replicated(1, 50, 1, 7))]
   assert given_back(copies, box, 0, 10) == {1: 7}
 
 
@@ -170,7 +170,7 @@ class Owner:
     self.side.tick()
 
   def sent(self) -> list[tuple[int, int]]:
-    return [(m.fragment, m.version) for to, m in self.box.take() if to == "syncer/1"]
+    return [(m.fragment, m.version) for to, m in self.box.take() if to == "syncer-1"]
 
   def kinds(self) -> list[str]:
     return [e.kind for e in self.events]

@@ -132,13 +132,13 @@ def test_a_run_goes_on_from_every_snapshot_bit_by_bit(config, tmp_path):
   assert bits(toy.run(config)) == expected, "the run itself has one course only"
   everybody = {f"learner-{m}" for m in range(learners)} | {f"syncer-{s}" for s in range(shards)}
   snapshots = [n for n in storage.committed() if storage.manifest(n)["parts"].keys() == everybody]
-  began = {e.snapshot for e in undisturbed.events["syncer/0"] if e.kind == "recorded"}
+  began = {e.snapshot for e in undisturbed.events["syncer-0"] if e.kind == "recorded"}
   print(f"{len(snapshots)} of {len(began)} snapshots have all roles: {snapshots}")
   assert len(snapshots) >= 6
   for snapshot in snapshots:
     resumed = toy.run(config, resume=only(config, path, snapshot))
     for m in range(learners):
-      assert [e.snapshot for e in resumed.events[f"learner/{m}"] if e.kind == "restored"]
+      assert [e.snapshot for e in resumed.events[f"learner-{m}"] if e.kind == "restored"]
     found = bits(resumed)
     different = [name for name in expected if found.get(name) != expected[name]]
     assert found.keys() == expected.keys() and not different, f"{snapshot=}: {different}"

@@ -141,12 +141,12 @@ def test_a_fault_is_injected_by_keyboard(browser, tmp_path):
   with Dashboard(run(tmp_path, until=30.0), where) as dashboard:
     browser.open(f"{dashboard.url}?token={TOKEN}")
     browser.until("document.querySelector('#fault-form').checkVisibility()")
-    browser.ask("document.querySelector('#fault-role').value = 'learner/3'")
+    browser.ask("document.querySelector('#fault-role').value = 'learner-3'")
     browser.ask("document.querySelector('#fault-seconds').focus()")
     browser.press("Enter")
     browser.until("document.querySelector('#fault-says').innerText.startsWith('Asked for')")
     fault = json.loads((tmp_path / FAULTS).read_text())
-    assert (fault["action"], fault["role"], fault["seconds"]) == ("kill", "learner/3", 5)
+    assert (fault["action"], fault["role"], fault["seconds"]) == ("kill", "learner-3", 5)
 
 
 def test_the_chart_has_a_cursor_for_the_keyboard(browser, tmp_path):
@@ -217,7 +217,7 @@ def test_what_is_in_a_log_stays_text(browser, tmp_path):
   run(tmp_path, name=evil)
   with (tmp_path / "events" / "engine.jsonl").open("a") as file:
     more = {"time": 60.2, "role": "engine", "incarnation": 0, "kind": "exit"}
-    file.write(json.dumps(more | {"target": "learner/1", "reason": evil}) + "\n")
+    file.write(json.dumps(more | {"target": "learner-1", "reason": evil}) + "\n")
   with Dashboard(tmp_path) as dashboard:
     show(browser, dashboard, "over")
     assert browser.text("#name") == evil

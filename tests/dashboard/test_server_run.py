@@ -46,7 +46,7 @@ def test_a_run_is_watched_and_struck_from_its_page(tmp_path, engine):
       return (status()["islands"][island]["participation"] or 0) > 0
 
     wait_for(lambda: status()["phase"] == "running" and merged_by(1), "a commit", process, log, 240)
-    fault = json.dumps({"action": "kill", "role": "learner/1", "seconds": 0.5})
+    fault = json.dumps({"action": "kill", "role": "learner-1", "seconds": 0.5})
     assert ask(url, "/api/fault", token, "POST", fault)[0] == 202
 
     def marks():

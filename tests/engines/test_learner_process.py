@@ -29,7 +29,7 @@ from ddiloco.roles import initial
 from tests.engines.real import PATIENCE_SECONDS, events_of, start, tiny, wait_for
 
 CONFIG = from_dict({"sync": {"num_shards": 2, "num_fragments": 4, "min_quorum": 3}})
-UP = {"syncer/0": {"state": "up"}, "syncer/1": {"state": "up"}}
+UP = {"syncer-0": {"state": "up"}, "syncer-1": {"state": "up"}}
 
 
 def state(versions=(0, 0, 0, 0), tokens=0, merged=0):
@@ -45,9 +45,9 @@ def test_what_a_joining_role_waits_for():
   assert learner_process._joining(state(), UP, CONFIG) == ""
   waits = learner_process._joining(state((0, -1, 0, -1)), UP, CONFIG)
   assert waits.startswith("has 2 of 4 fragments") and "once 3 learners are there" in waits
-  links = {**UP, "syncer/1": {"state": "refused", "reason": "its key is not listed"}}
+  links = {**UP, "syncer-1": {"state": "refused", "reason": "its key is not listed"}}
   waits = learner_process._joining(state((0, -1, 0, -1)), links, CONFIG)
-  assert waits == "syncer/1 is refused (its key is not listed)"
+  assert waits == "syncer-1 is refused (its key is not listed)"
   assert learner_process._joining(state(), links, CONFIG) == "", "once joined it goes on without"
   stale = tuple(dataclasses.replace(f, fresh=False) for f in state().fragments)
   back = dataclasses.replace(state(), fragments=stale)

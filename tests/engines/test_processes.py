@@ -30,7 +30,7 @@ from tests.engines.real import wait_for as wait_long
 
 LINUX = sys.platform == "linux"
 RUN = RunConfig(restart_seconds=10.0, max_restarts=2)
-NAME = "learner/3"
+NAME = "learner-3"
 
 
 def python(code: str) -> list[str]:
@@ -140,7 +140,7 @@ def test_who_ends_in_good_order_is_not_started_again(make):
 
 
 def test_a_shard_that_leaves_too_early_comes_back(make):
-  engine = make("print('bye')", name="syncer/0")
+  engine = make("print('bye')", name="syncer-0")
   engine.tick(0.0)
   assert engine.see_the_end(5.0) == DOWN
   assert engine.reasons == ["exit status 0: bye"]
@@ -267,7 +267,7 @@ def test_who_is_stopped_hears_that_it_should_end(started):
   """
   engine = started(code, Fault("stall", NAME, at_step=0, seconds=1e6))
   engine.tick(0.0)
-  engine._feed(Dismiss("learner/"))
+  engine._feed(Dismiss("learner-"))
   assert engine.see_the_end(1.0) == LEFT and not engine.reasons
 
 
@@ -275,7 +275,7 @@ def test_who_waits_for_its_restart_when_all_ends_stays_away(make):
   engine = make("raise SystemExit(3)")
   engine.tick(0.0)
   engine.see_the_end(0.0)
-  engine._feed(Dismiss("learner/"))
+  engine._feed(Dismiss("learner-"))
   engine.tick(1e9)
   assert engine.phase == LEFT and not engine.child.running
 
@@ -338,7 +338,7 @@ def chaos(tmp_path_factory):
   folder = tmp_path_factory.mktemp("processes")
   kills = [
     {"action": "kill", "role": role, "at_step": 150, "seconds": 0.2}
-    for role in ("learner/1", "syncer/0")
+    for role in ("learner-1", "syncer-0")
   ]
   # With a quorum of two, the run is not over before both are back.
   config = tiny(1000, pace_seconds=0.01, sync={"min_quorum": 2}, chaos={"faults": kills})
@@ -377,7 +377,7 @@ def test_after_kills_of_a_learner_and_a_shard_the_run_finishes(chaos):
 @pytest.mark.slow
 def test_both_came_back_by_themselves_and_were_merged_again(chaos):
   _, workdir, said = chaos
-  assert {e.target for e in events_of(workdir, "restart")} == {"learner/1", "syncer/0"}, said
+  assert {e.target for e in events_of(workdir, "restart")} == {"learner-1", "syncer-0"}, said
   reasons = [e.reason for e in events_of(workdir, "exit")]
   assert reasons == ["killed by plan, back in 0.2 s"] * 2
   first, second = events_of(workdir, "joined", "learner-1")
@@ -392,7 +392,7 @@ def test_both_came_back_by_themselves_and_were_merged_again(chaos):
 def test_the_survivor_never_waited(chaos):
   _, workdir, _ = chaos
   steps = events_of(workdir, "step", "learner-0")
-  (down,) = [e.time for e in events_of(workdir, "fault") if e.target == "learner/1"]
+  (down,) = [e.time for e in events_of(workdir, "fault") if e.target == "learner-1"]
   back = events_of(workdir, "joined", "learner-1")[1].time
   assert sum(down < e.time < back for e in steps) > 20
   assert sum(e.blocked_seconds for e in steps) == 0

@@ -147,7 +147,7 @@ class Story(Ran):
 
     trouble = [(self.victim, step, happens) for step in range(1, 20_000)]
     super().__init__(config, corpus, workdir, trouble, stop_after=self.over)
-    assert self.outcome.reason == "stopped" and len(self.exits(f"learner/{self.victim}")) == 1
+    assert self.outcome.reason == "stopped" and len(self.exits(f"learner-{self.victim}")) == 1
 
   def over(self, event) -> bool:
     role = f"learner-{self.victim}"
@@ -198,7 +198,7 @@ def test_no_warm_up_if_it_is_switched_off(corpus, tmp_path):
 def test_a_quarantined_learner_never_begins_with_its_own_part(corpus, tmp_path):
   """What it saved before it was found out is there, and would be found."""
   ran = Story(corpus, tmp_path, poison, learners=2, rejoin="own")
-  assert ran.exits("learner/1")[0].startswith("quarantined: ")
+  assert ran.exits("learner-1")[0].startswith("quarantined: ")
   assert ran.of("saved", "learner-1") and not ran.of("restored", "learner-1")
   assert ran.islands[1].lives == 2
   again = ran.lives("step")[1]

@@ -51,7 +51,7 @@ class Net:
       incarnation,
       dataclasses.replace(self.run, **changes),
       self.settings,
-      bind=self.url(address) if address.startswith("syncer/") else None,
+      bind=self.url(address) if address.startswith("syncer-") else None,
       keys=keys,
     )
     self.all.append(endpoint)
@@ -59,16 +59,16 @@ class Net:
 
   def connect(self, address: str) -> NetworkEndpoint:
     incarnation = self._incarnations[address] = self._incarnations.get(address, -1) + 1
-    if address.startswith("syncer/") and address in self.endpoints:
+    if address.startswith("syncer-") and address in self.endpoints:
       self.endpoints[address].close()  # or its ports are taken
     endpoint = self.endpoints[address] = self.open(address, incarnation)
-    if not address.startswith("syncer/"):
-      endpoint.dial("syncer/0", self.url("syncer/0"))
-    shard = self.endpoints.get("syncer/0")
+    if not address.startswith("syncer-"):
+      endpoint.dial("syncer-0", self.url("syncer-0"))
+    shard = self.endpoints.get("syncer-0")
     if shard is not None:
       for each in self.endpoints.values():
         if each is not shard:
-          self.wait_up(each, "syncer/0")
+          self.wait_up(each, "syncer-0")
     return endpoint
 
   def wait_up(self, endpoint: NetworkEndpoint, peer: str) -> None:

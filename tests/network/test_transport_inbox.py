@@ -68,7 +68,7 @@ def test_what_waits_from_one_peer_is_bounded_in_number_and_in_bytes_and_drops_ar
   assert [m.round for m in got if isinstance(m, Push)] == [0, 1], "the others may come again"
   asked = [m.fragments[0] for m in got if isinstance(m, RequestMoments)]
   assert asked == list(range(2 * MAX_CONTROL, 3 * MAX_CONTROL)), "of control the newest counts"
-  assert box.dropped[-1] == ("learner/0", "too many of its messages wait here")
+  assert box.dropped[-1] == ("learner-0", "too many of its messages wait here")
 
 
 def test_large_messages_of_control_are_bounded_by_their_bytes():
@@ -93,7 +93,7 @@ def test_memory_does_not_grow_with_the_length_of_a_flood():
 
   def flood(count: int) -> int:
     for _ in range(count):
-      box.inbox.put("learner/0", bytes(bytearray(header)), None, len(header))
+      box.inbox.put("learner-0", bytes(bytearray(header)), None, len(header))
     return tracemalloc.get_traced_memory()[0]
 
   box.dropped = collections.deque(maxlen=1)
@@ -158,7 +158,7 @@ def test_a_role_is_not_kept_by_a_flood_of_what_is_no_message():
   box = Box()
   for sender in range(12):
     for _ in range(MAX_CONTROL):
-      box.inbox.put(f"learner/{sender}", b"garbage", None, 7)
+      box.inbox.put(f"learner-{sender}", b"garbage", None, 7)
   assert box.inbox.receive(0.0) is None
   assert box.inbox.waiting, "it looked at some, and may do something else now"
   while box.inbox.waiting:

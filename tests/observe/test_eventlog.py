@@ -118,9 +118,9 @@ def test_listeners_get_the_same_dict(tmp_path):
   with Recorder(
     tmp_path, "engine", 0, start_time=0.0, listeners=(first.append, second.append)
   ) as recorder:
-    recorder.record(events.Restart(target="learner/2"))
+    recorder.record(events.Restart(target="learner-2"))
   assert first[0] is second[0]
-  assert first[0].target == "learner/2"
+  assert first[0].target == "learner-2"
 
 
 def test_a_listener_that_raises_is_dropped_loudly_once(tmp_path, capsys):
@@ -213,7 +213,7 @@ def test_the_null_recorder_has_the_same_face():
   "role, parts",
   [
     ("learner-2", ("learner", 2)),
-    ("learner/12", ("learner", 12)),
+    ("learner-12", ("learner", 12)),
     ("engine", ("engine", -1)),
     ("", ("", -1)),
   ],

@@ -40,7 +40,7 @@ class Story:
     chance = self.chance
     self.now = max(0.0, self.now + chance.choice([0.0, 0.1, 1.0, 5.0, 40.0, -0.001, -20.0]))
     m, p = chance.randrange(ISLANDS), chance.randrange(FRAGMENTS)
-    name, target = {"role": f"learner-{m}"}, {"role": "engine", "target": f"learner/{m}"}
+    name, target = {"role": f"learner-{m}"}, {"role": "engine", "target": f"learner-{m}"}
     kinds = ("started", "compiled", "exit", "restart", "recorded", "step", "step", "step", "step")
     kinds += ("cut", "resend", "apply", "commit", "owns", "run_started")
     kind = chance.choice(kinds + ("stopped", "run_finished") * self.stops)
@@ -176,8 +176,8 @@ def run(seed: int, length: int, back: int):
         rounds[p] = [-1] if to == -1 else [r for r in rounds[p] if r <= to]
     if chance.random() < 0.05:
       m = chance.randrange(ISLANDS)
-      yield typed({"time": now, "role": "engine", "kind": "exit", "target": f"learner/{m}"})
-      yield typed({"time": now + 1, "role": "engine", "kind": "restart", "target": f"learner/{m}"})
+      yield typed({"time": now, "role": "engine", "kind": "exit", "target": f"learner-{m}"})
+      yield typed({"time": now + 1, "role": "engine", "kind": "restart", "target": f"learner-{m}"})
       now += 2.0
       step[m] = max(0, step[m] - chance.randint(0, back))
       merged[m] = [min(each, step[m]) for each in merged[m]]

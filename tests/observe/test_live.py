@@ -86,7 +86,7 @@ def test_important_events_do_not_wait_for_the_next_progress_line(make, fake_cloc
   live.start()
   drain = live._drain
   live(make.run_started())
-  live(make.event(1.0, "engine", "restart", target="learner/1"))
+  live(make.event(1.0, "engine", "restart", target="learner-1"))
   drain.close()  # what was put is consumed; nothing but the note may have been printed
   assert shown.getvalue() == "[0:01] island 1 restarts\n"
   live.stop()
@@ -127,7 +127,7 @@ def test_a_closed_output_is_one_warning(make, capsys, fake_clock):
   live.start()
   drain = live._drain
   file.close()
-  live(make.event(1.0, "engine", "restart", target="learner/1"))
+  live(make.event(1.0, "engine", "restart", target="learner-1"))
   drain.close()
   live.stop()
   assert drain.failures >= 1

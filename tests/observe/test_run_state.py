@@ -68,10 +68,10 @@ def test_kill_and_rejoin_are_noted(make):
   events = [
     make.run_started(),
     make.event(0.5, "learner-2", "joined", clock=0, seconds=0.2),
-    make.event(2.0, "engine", "fault", target="learner/2", action="kill", detail="back after 5 s"),
-    make.event(2.0, "engine", "exit", target="learner/2", reason="killed by plan"),
+    make.event(2.0, "engine", "fault", target="learner-2", action="kill", detail="back after 5 s"),
+    make.event(2.0, "engine", "exit", target="learner-2", reason="killed by plan"),
     make.event(4.0, "syncer-0", "member", learner=2, state="lost", reason="silent"),
-    make.event(7.0, "engine", "restart", target="learner/2"),
+    make.event(7.0, "engine", "restart", target="learner-2"),
     make.event(7.1, "learner-2", "started", 1, devices=1, mesh=[1, 1, 1], batch_size=8),
     make.event(7.5, "learner-2", "joined", 1, clock=30, seconds=0.4),
     make.commit(8.0, participants={0: 0.5, 2: 0.5}),
@@ -125,7 +125,7 @@ def test_silence_is_a_stall_only_once_it_steps(make):
 
 
 def test_a_planned_stall_shows_at_once_and_ends_with_the_next_step(make):
-  fault = make.event(2.0, "engine", "fault", target="learner/0", action="stall", detail="")
+  fault = make.event(2.0, "engine", "fault", target="learner-0", action="stall", detail="")
   view = _fold([make.run_started(), make.step(1.9, 0, 1), fault])
   assert view.islands[0].state == "stalled"
   assert _fold([make.step(7.0, 0, 2)], view).islands[0].state == "running"
@@ -164,19 +164,19 @@ def test_words_of_an_older_life_are_ignored(make):
 
 def test_an_exit_in_good_order_is_no_loss(make):
   stopped = make.event(5.0, "learner-1", "stopped", reason="the run is over")
-  exited = make.event(5.1, "engine", "exit", target="learner/1", reason="done")
+  exited = make.event(5.1, "engine", "exit", target="learner-1", reason="done")
   view = _fold([make.run_started(), stopped, exited])
   assert view.islands[1].state == "left"
   assert len(view.notes) == 1
 
 
 def test_a_shard_can_die_and_return(make):
-  kill = make.event(2.0, "engine", "fault", target="syncer/1", action="kill", detail="")
+  kill = make.event(2.0, "engine", "fault", target="syncer-1", action="kill", detail="")
   view = _fold([make.run_started(), make.event(0.1, "syncer-1", "started", fragments=[1, 3]), kill])
   assert (view.shards[1].state, view.shards[1].fragments) == ("lost", (1, 3))
   view = _fold(
     [
-      make.event(3.0, "engine", "restart", target="syncer/1"),
+      make.event(3.0, "engine", "restart", target="syncer-1"),
       make.event(3.1, "syncer-1", "started", 1, fragments=[1, 3]),
     ],
     view,
@@ -212,7 +212,7 @@ def test_steps_without_metrics_and_unknown_kinds(make):
 
 def test_notes_are_few(make):
   events = [
-    make.event(10.0 * k, "engine", "restart", target=f"learner/{k}")
+    make.event(10.0 * k, "engine", "restart", target=f"learner-{k}")
     for k in range(RECENT_NOTES + 3)
   ]
   view = _fold(events)

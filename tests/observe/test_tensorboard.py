@@ -53,7 +53,7 @@ def test_scalars_of_a_commit_and_an_evaluation(make):
   }
   evaluation = make.event(1.0, "evaluator", "evaluation", merged_tokens=5000, loss=1.5)
   assert scalars(evaluation) == (5000, {"heldout/loss": 1.5})
-  assert scalars(make.event(1.0, "engine", "restart", target="learner/1")) == (0, {})
+  assert scalars(make.event(1.0, "engine", "restart", target="learner-1")) == (0, {})
 
 
 def test_the_files_hold_them_by_role(tmp_path, make):
@@ -61,7 +61,7 @@ def test_the_files_hold_them_by_role(tmp_path, make):
   for number in range(1, 6):
     board(make.step(float(number), 0, number, loss=float(number)))
     board(make.step(float(number), 1, number, loss=-float(number)))
-  board(make.event(1.0, "engine", "restart", target="learner/1"))
+  board(make.event(1.0, "engine", "restart", target="learner-1"))
   board.close()
   assert sorted(path.name for path in (tmp_path / "tensorboard").iterdir()) == [
     "learner-0",

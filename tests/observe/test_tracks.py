@@ -39,7 +39,7 @@ def test_a_kill_is_one_mark_and_so_are_restart_and_first_merge(run_events):
 
 def test_a_kill_that_is_noticed_late_is_no_crash_but_the_next_exit_is(make):
   def about(time, kind, **more):
-    return make.event(time, "engine", kind, target="learner/1", **more)
+    return make.event(time, "engine", kind, target="learner-1", **more)
 
   events = [make.run_started(), about(5.0, "fault", action="kill"), about(9.0, "exit", reason="x")]
   events += [about(10.0, "restart"), about(11.0, "exit", reason="OSError: no")]
@@ -52,8 +52,8 @@ def test_a_kill_that_is_noticed_late_is_no_crash_but_the_next_exit_is(make):
 def test_an_exit_nobody_planned_is_a_crash(make):
   events = [
     make.run_started(),
-    make.event(5.0, "engine", "exit", target="learner/1", reason="ValueError: no"),
-    make.event(6.0, "engine", "fault", target="syncer/0", action="stall", detail="for 3 s"),
+    make.event(5.0, "engine", "exit", target="learner-1", reason="ValueError: no"),
+    make.event(6.0, "engine", "fault", target="syncer-0", action="stall", detail="for 3 s"),
   ]
   lanes, _ = feed(events)
   assert [(m["time"], m["role"], m["kind"], m["text"]) for m in lanes.marks] == [

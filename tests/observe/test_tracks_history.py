@@ -43,9 +43,9 @@ def _sorted(*groups):
 
 
 def _kill(make, time, learner, joined=None, merged=None):
-  events = [make.event(time, "engine", "fault", target=f"learner/{learner}", action="kill")]
+  events = [make.event(time, "engine", "fault", target=f"learner-{learner}", action="kill")]
   if joined:
-    events.append(make.event(joined - 1, "engine", "restart", target=f"learner/{learner}"))
+    events.append(make.event(joined - 1, "engine", "restart", target=f"learner-{learner}"))
     role = f"learner-{learner}"
     events.append(make.event(joined - 0.5, role, "started", 1, devices=1, mesh=[1], batch_size=1))
     events.append(make.event(joined, role, "joined", 1, clock=5, seconds=0.5))
@@ -109,9 +109,9 @@ def test_a_kill_without_return_is_watched_thirty_seconds(make):
 
 def test_only_planned_kills_of_learners_count(make):
   events = [
-    make.event(1.0, "engine", "fault", target="syncer/0", action="kill"),
-    make.event(2.0, "engine", "fault", target="learner/0", action="stall"),
-    make.event(3.0, "engine", "exit", target="learner/0", reason="crash"),
+    make.event(1.0, "engine", "fault", target="syncer-0", action="kill"),
+    make.event(2.0, "engine", "fault", target="learner-0", action="stall"),
+    make.event(3.0, "engine", "exit", target="learner-0", reason="crash"),
   ]
   assert kills(events) == []
 
@@ -156,14 +156,14 @@ def test_an_island_with_a_fault_of_its_own_is_no_witness(make, action):
   events = _sorted(
     _steps(make, 0, [1, 2, 3, 4, 10, 11]),
     _steps(make, 1, range(1, 13)),
-    [make.event(6.0, "engine", "fault", target="learner/0", action=action)],
+    [make.event(6.0, "engine", "fault", target="learner-0", action=action)],
     kill,
   )
   assert _ratio(events) == pytest.approx(1.0)
 
 
 def test_an_island_that_was_down_at_the_kill_is_no_witness(make):
-  exited = make.event(3.5, "engine", "exit", target="learner/0", reason="crash")
+  exited = make.event(3.5, "engine", "exit", target="learner-0", reason="crash")
   events = _sorted(
     _steps(make, 0, [1, 2, 3]), [exited], _kill(make, 5.0, 2, joined=8.0, merged=11.0)
   )

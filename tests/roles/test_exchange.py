@@ -43,7 +43,7 @@ class Wire:
       if not self.inbox:
         self.ready.wait(timeout_seconds)
       at = time.monotonic()
-      return Delivery("syncer/0", self.inbox.popleft(), at) if self.inbox else None
+      return Delivery("syncer-0", self.inbox.popleft(), at) if self.inbox else None
 
   def wake(self):
     with self.ready:

@@ -33,7 +33,7 @@ class Outbox:
 
   def take(self, kind: type) -> list[tuple[int, object]]:
     """(learner, message) of this kind since the last `take`."""
-    taken = [(int(to.partition("/")[2]), m) for to, m in self.sent if isinstance(m, kind)]
+    taken = [(int(to.partition("-")[2]), m) for to, m in self.sent if isinstance(m, kind)]
     self.sent = [(to, m) for to, m in self.sent if not isinstance(m, kind)]
     return taken
 

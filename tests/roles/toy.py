@@ -235,7 +235,7 @@ def run(
 
   def saver_of(name: str) -> Saver | None:
     if saver is not None:
-      savers.append(saver(name.replace("/", "-"), recorder(name)))
+      savers.append(saver(name, recorder(name)))
     return savers[-1] if saver else None
 
   faults = Faults((), time.monotonic())

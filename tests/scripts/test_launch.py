@@ -38,11 +38,11 @@ with (workdir / "events" / "engine.jsonl").open("a") as file: file.write(json.du
 
 
 def test_a_config_is_a_file_with_some_fields_changed(launch):
-  kill = {"action": "kill", "role": "learner/1", "at_step": 100, "seconds": 0.5}
+  kill = {"action": "kill", "role": "learner-1", "at_step": 100, "seconds": 0.5}
   fields = {"sync.num_fragments": 6, "chaos.faults": (kill,), "outer.momentum": 0.0}
   config = launch.config_of("default", fields)
   assert config.sync.num_fragments == 6 and config.outer.momentum == 0.0
-  assert config.chaos.faults[0].role == "learner/1"
+  assert config.chaos.faults[0].role == "learner-1"
   assert config.model == config_lib.from_dict(config_lib.default()).model
   with pytest.raises(config_lib.ConfigError, match="no such field"):
     launch.config_of("default", {"sync.fragments": 6})

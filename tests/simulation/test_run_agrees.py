@@ -14,13 +14,13 @@ from ddiloco.training import data
 from tests.engines.test_threads import STEP_SECONDS, Ran, fault, make_config
 
 FAULTS = [
-  fault("kill", "learner/1", 60, seconds=0.6),
-  fault("kill", "syncer/0", 100, seconds=0.3),
-  fault("stall", "learner/2", 150, seconds=0.4),
-  fault("slow", "learner/0", 170, seconds=0.3, factor=3.0),
-  fault("cut", "learner/2", 200, seconds=0.3),
-  fault("duplicate", "learner/0", 220, seconds=0.3),
-  fault("join", "learner/3", 120, seconds=-1),
+  fault("kill", "learner-1", 60, seconds=0.6),
+  fault("kill", "syncer-0", 100, seconds=0.3),
+  fault("stall", "learner-2", 150, seconds=0.4),
+  fault("slow", "learner-0", 170, seconds=0.3, factor=3.0),
+  fault("cut", "learner-2", 200, seconds=0.3),
+  fault("duplicate", "learner-0", 220, seconds=0.3),
+  fault("join", "learner-3", 120, seconds=-1),
 ]
 ONLY_REAL = {  # what a virtual run has no part in
   "saved": {"arrays", "bytes"},
