@@ -288,10 +288,8 @@ class RoleRunner:
   # --- beside it ----------------------------------------------------------------------------------
 
   def _record(self) -> Recorder:
-    name = self.address
-    return Recorder(
-      self.place.workdir, name, self.incarnation, self.started, time.time, [self._listen]
-    )
+    who = self.address, self.incarnation
+    return Recorder(self.place.workdir, *who, self.started, time.time, [self._listen])
 
   def _listen(self, event: Event) -> None:
     """Says what the live view would note: joined, refused, stopped, a member lost, ..."""

@@ -201,9 +201,8 @@ class ThreadsEngine(Engine):
   # --- supervision --------------------------------------------------------------------------------
 
   def _record(self, role: str, incarnation: int) -> Recorder:
-    name = role
     listeners = [*self._listeners, self._note_clock]
-    return Recorder(self.workdir, name, incarnation, self._start_time, listeners=listeners)
+    return Recorder(self.workdir, role, incarnation, self._start_time, listeners=listeners)
 
   def _note_clock(self, event: Event) -> None:
     if event.kind == "step":

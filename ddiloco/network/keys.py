@@ -35,8 +35,7 @@ from ddiloco.protocol.messages import Publish, Value
 # DIR/public/NAME.key           on every host: whom to let in, and whom one expects to meet
 # DIR/secret/NAME.key_secret    only on the host of that role, readable by its owner only
 #
-# NAME is the role's address with "-" for "/": learner-3, syncer-0, evaluator. The files are ZeroMQ
-# certificates.
+# NAME is the role's: learner-3, syncer-0, evaluator. The files are ZeroMQ certificates.
 
 KEY_BYTES = 32
 _NAME = re.compile(r"(learner|syncer)-(0|[1-9][0-9]*)|evaluator")
@@ -58,7 +57,7 @@ def make_keys(folder: Path, learners: int, shards: int) -> list[str]:
     (folder / "secret").mkdir(0o700, parents=True, exist_ok=True)
     (folder / "secret").chmod(0o700)
     (folder / "public").mkdir(exist_ok=True)
-    return [_name(address) for address in addresses if _make(folder, address)]
+    return [address for address in addresses if _make(folder, address)]
   except OSError as error:
     raise ConfigError(
       f"--keys = {str(folder)!r}: cannot be written ({error.strerror}: {error.filename})."
@@ -82,16 +81,12 @@ the syncers, and both of its files here."""
 
 def public_file(folder: Path, address: str) -> Path:
   """Where the public key of the role `address` is, "learner-3"."""
-  return Path(folder) / "public" / f"{_name(address)}.key"
+  return Path(folder) / "public" / f"{address}.key"
 
 
 def secret_file(folder: Path, address: str) -> Path:
   """Where its secret key is."""
-  return Path(folder) / "secret" / f"{_name(address)}.key_secret"
-
-
-def _name(address: str) -> str:
-  return address
+  return Path(folder) / "secret" / f"{address}.key_secret"
 
 
 def _make(folder: Path, address: str) -> bool:

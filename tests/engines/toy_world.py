@@ -174,9 +174,8 @@ class World:
 
   def find(self, kind: str, role: str = "", after: float = -1.0, **fields: object) -> Iterator:
     """Events of a kind, in the order they were read."""
-    name = role
     for event in self.events:
-      ours = event.kind == kind and event.role == (name or event.role)
+      ours = event.kind == kind and event.role == (role or event.role)
       same = all(getattr(event, key, None) == value for key, value in fields.items())
       if ours and same and event.time > after:
         yield event
