@@ -236,10 +236,10 @@ def simulate(
   """
   from ddiloco.engines import virtual
   from ddiloco.roles import initial
-  from ddiloco.simulation.run import Setting
+  from ddiloco.simulation.run import Speeds
 
   config = _checked(config)
-  setting = Setting(
+  setting = Speeds(
     sizes=initial.fragment_sizes(config),
     step_seconds=step_seconds,
     gbps=(gbps,),

@@ -33,7 +33,7 @@ from typing import Any
 
 import launch
 
-from ddiloco.checkpoint.records import Damaged
+from ddiloco.checkpoint.signed_json import Damaged
 from ddiloco.checkpoint.snapshots import Storage
 from ddiloco.config import CheckpointConfig, Config, from_dict
 from ddiloco.engines.children import processes_of

@@ -30,7 +30,7 @@ from ddiloco.engines import virtual
 from ddiloco.observe import plots
 from ddiloco.observe.style import FAINT, PALETTE
 from ddiloco.simulation import planner
-from ddiloco.simulation.run import Setting
+from ddiloco.simulation.run import Speeds
 
 # Goodput in %, arXiv 2604.21428: 4 islands of TPU v6e and 4 of v5p, 18 % apart, 10 % variance.
 PUBLISHED = {"K = 8": 84.0, "K = 1": 100.0, "K = 1 + grace": 100.0}
@@ -58,7 +58,7 @@ def make_config(row: str, steps: int) -> config_lib.Config:
 
 def play(row: str, steps: int, seed: int) -> dict[str, Any]:
   """One run's numbers, all in %."""
-  setting = Setting(
+  setting = Speeds(
     sizes=planner.equal_sizes(PARAMETERS, PERIOD),
     step_seconds=1.0,
     jitter=VARIANCE,

@@ -48,7 +48,7 @@ MEET_SECONDS = 60  # for all processes of a world to find each other
 POLL_SECONDS = 0.01
 
 
-class World:
+class ProcessGroup:
   """Joins the world `rank` of `size` meets at `port` of loopback; then `load`, and `step` by step.
 
   Args:
@@ -191,7 +191,7 @@ class Worker:
     """Trains in the order's world; does not return, unless the order is not to train."""
     name = f"learner-{self._learner}"
     with Recorder(self._workdir, name, order.number, order.started, time.time) as recorder:
-      world = World(self._config, order.rank, order.size, order.port)
+      world = ProcessGroup(self._config, order.rank, order.size, order.port)
       seconds = world.compile(self._workdir / PROGRAMS)
       recorder.record(events.Compiled(target=f"learner-{self._learner}", seconds=round(seconds, 3)))
       if not order.train:
@@ -206,7 +206,7 @@ class Worker:
       )
       self._steps(world, order, recorder)
 
-  def _steps(self, world: World, order: Order, recorder: Recorder) -> None:
+  def _steps(self, world: ProcessGroup, order: Order, recorder: Recorder) -> None:
     pace_seconds = self._config.islands.pace_seconds
     memory = orders.folder(self._workdir, recorder.role)
     done, last = order.step, time.monotonic()
@@ -238,7 +238,7 @@ class Worker:
       if order.rank == 0:
         self._checkpoint(world, done, recorder)
 
-  def _checkpoint(self, world: World, done: int, recorder: Recorder) -> None:
+  def _checkpoint(self, world: ProcessGroup, done: int, recorder: Recorder) -> None:
     every = self._config.sync.snapshot_steps
     if every and done % every == 0:
       began = time.monotonic()
@@ -250,7 +250,7 @@ class Worker:
 TURN_SECONDS = 0.01
 
 
-class Member:
+class MemberProcess:
   """Does what it is told on file descriptor 0 and answers on 1. One thread, since it forks.
 
   Args:
@@ -320,7 +320,7 @@ def main() -> None:
   jax.config.update("jax_enable_compilation_cache", False)
   pass
 
-  Member(Worker(arguments.workdir, arguments.learner).train).run()
+  MemberProcess(Worker(arguments.workdir, arguments.learner).train).run()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from ddiloco.checkpoint.records import Damaged
+from ddiloco.checkpoint.signed_json import Damaged
 from ddiloco.config import Config, ConfigError
 from ddiloco.core.commit import Committed, FragmentStore
 from ddiloco.core.fragments import Plan, owned_by, shard_of

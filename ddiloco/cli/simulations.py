@@ -181,9 +181,9 @@ def protocol(arguments: list[str]) -> int:
     return 0
   config = final_config(values, path)
   from ddiloco.engines import virtual
-  from ddiloco.simulation.run import Setting
+  from ddiloco.simulation.run import Speeds
 
-  setting = Setting(
+  setting = Speeds(
     sizes=_sizes(values, config),
     step_seconds=values["step_seconds"].value,
     jitter=values["jitter"].value,

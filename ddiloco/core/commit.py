@@ -79,7 +79,7 @@ class Measured:
     return math.sqrt(float(self.squares.sum()))
 
 
-class Arrivals:
+class ReceivedPushes:
   """The outer gradients of one round so far, in order of arrival."""
 
   def __init__(self, fragment: Fragment, round: int):
@@ -114,7 +114,7 @@ class Arrivals:
 
 
 def commit(
-  fragment: Fragment, old: Committed, arrivals: Arrivals, what: Commit, config: Config
+  fragment: Fragment, old: Committed, arrivals: ReceivedPushes, what: Commit, config: Config
 ) -> tuple[Committed, Update | None, np.ndarray]:
   """The fragment after the outer step on the merged pushes of `what.learners`.
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ddiloco import workdir
-from ddiloco.chaos.endpoint import FaultyEndpoint
 from ddiloco.chaos.faults import Faults
+from ddiloco.chaos.faulty_endpoint import FaultyEndpoint
 from ddiloco.chaos.requests import FaultRequests
 from ddiloco.checkpoint.restore import open_storage
 from ddiloco.checkpoint.saver import Saver
@@ -24,7 +24,7 @@ from ddiloco.engines import role_spec
 from ddiloco.engines.role_spec import Outnumbered, RoleSpec, another_life
 from ddiloco.engines.signals import Heard
 from ddiloco.network import handshake
-from ddiloco.network.endpoint import NetworkEndpoint, Run
+from ddiloco.network.endpoint import NetworkEndpoint, RunIdentity
 from ddiloco.network.keys import Keys, require_keys
 from ddiloco.network.transport import syncer_address
 from ddiloco.network.webserver import Health
@@ -66,7 +66,7 @@ def connect(
   keys: Keys | None = None,
 ) -> NetworkEndpoint:
   """A role's endpoint; it dials nobody yet."""
-  run = Run(
+  run = RunIdentity(
     run_id=place.run_id,
     plan_id=initial.contract(config, plan),
     max_payload_bytes=12 * max(plan.sizes),  # a copy: value, view and momentum, f32

@@ -17,8 +17,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from ddiloco.chaos.endpoint import FaultyEndpoint
 from ddiloco.chaos.faults import Faults
+from ddiloco.chaos.faulty_endpoint import FaultyEndpoint
 from ddiloco.checkpoint.restore import (
   Restored,
   ResumeState,

@@ -18,7 +18,7 @@ from ddiloco.config import Config, ConfigError
 from ddiloco.observe import tracks
 from ddiloco.observe.eventlog import to_line
 from ddiloco.protocol.events import Commit, Event, Step
-from ddiloco.simulation.run import Account, Run, Setting
+from ddiloco.simulation.run import Account, Speeds, VirtualRun
 
 LINES = 1000  # of one role, until they are written
 TELL_SECONDS = 5.0  # between two lines about a long run
@@ -74,7 +74,7 @@ class Progress:
 
 def simulate(
   config: Config,
-  setting: Setting,
+  setting: Speeds,
   workdir: Path | None = None,
   overwrite: bool = False,
   most_seconds: float = math.inf,
@@ -99,7 +99,7 @@ def simulate(
     for take in takers:
       take(event)
 
-  run = Run(config, setting, emit)
+  run = VirtualRun(config, setting, emit)
   with contextlib.ExitStack() as stack:
     takers.pop()
     if workdir is not None:

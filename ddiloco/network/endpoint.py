@@ -20,7 +20,7 @@ import time
 from typing import Any
 
 from ddiloco.config import NetworkConfig
-from ddiloco.network.handshake import Run
+from ddiloco.network.handshake import RunIdentity
 from ddiloco.network.io_thread import IoThread
 from ddiloco.network.keys import Keys
 from ddiloco.network.transport import Counters, Delivery, Inbox, Spoil
@@ -49,7 +49,7 @@ class NetworkEndpoint:
     self,
     address: str,
     incarnation: int,
-    run: Run,
+    run: RunIdentity,
     settings: NetworkConfig,
     bind: str | None = None,
     keys: Keys | None = None,

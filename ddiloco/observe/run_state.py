@@ -25,7 +25,7 @@ from ddiloco.observe.island_state import (
   finite_or,
   role_name,
 )
-from ddiloco.observe.rounds import Rounds
+from ddiloco.observe.round_history import Rounds
 from ddiloco.observe.series import Curves, TrafficTotals
 from ddiloco.observe.tracks import Kills, Tracks
 from ddiloco.protocol import events

@@ -33,7 +33,7 @@ from ddiloco.protocol.actions import (
 )
 from ddiloco.protocol.learner_state import (
   FragmentClock,
-  Incoming,
+  IncomingVersion,
   LearnerState,
   Outstanding,
   ShardView,
@@ -219,7 +219,7 @@ def _stage(
   state: LearnerState, publish: Publish, mode: str, merged: Outstanding | None
 ) -> tuple[LearnerState, list[LearnerAction]]:
   header = replace(publish, payload=None)
-  incoming = (*state.fragments[publish.fragment].incoming, Incoming(header, mode, merged))
+  incoming = (*state.fragments[publish.fragment].incoming, IncomingVersion(header, mode, merged))
   state = set_fragment(
     state, publish.fragment, received=publish.version, outstanding=None, incoming=incoming
   )
@@ -472,7 +472,7 @@ def _apply_ready(state: LearnerState, sync: SyncConfig) -> tuple[LearnerState, l
   return state, actions
 
 
-def _received(f: FragmentClock, entry: Incoming, step: int) -> dict:
+def _received(f: FragmentClock, entry: IncomingVersion, step: int) -> dict:
   """The fragment's counters after one version was applied: every token has one fate."""
   mine = entry.merged.push.tokens if entry.merged else 0
   since = step - entry.merged.at_step if entry.merged else 0

@@ -18,7 +18,7 @@ class Outstanding:
 
 
 @dataclasses.dataclass(frozen=True)
-class Incoming:
+class IncomingVersion:
   """A published version on its way onto the devices."""
 
   publish: Publish  # without payload
@@ -45,7 +45,7 @@ class FragmentClock:
   fresh: bool = False  # its shard has sent me what it had, or had nothing newer than I
   outstanding: Outstanding | None = None
   pull: Pull | None = None  # asked and not answered yet
-  incoming: tuple[Incoming, ...] = ()
+  incoming: tuple[IncomingVersion, ...] = ()
 
   @property
   def newest(self) -> int:

@@ -40,7 +40,7 @@ else:
   Payload = None  # nor of a state at rest, which is read by these hints
 
 
-# --- learner -> shard ---------------------------------------------------------------------------
+# --- learner -> shard -----------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Goodbye:
   incarnation: Count
 
 
-# --- shard -> learner ---------------------------------------------------------------------------
+# --- shard -> learner -----------------------------------------------------------------------------
 # Each names the incarnation it is meant for, so that a restarted learner never takes up what was
 # said to its predecessor.
 
@@ -242,7 +242,7 @@ class Refusal:
   reason: Text
 
 
-# --- shard -> shard -----------------------------------------------------------------------------
+# --- shard -> shard -------------------------------------------------------------------------------
 # A buddy holds a copy of the newest commit of every fragment of its neighbour. `shard` is the
 # sender.
 

@@ -21,7 +21,7 @@ from ddiloco.checkpoint.restore import syncer_part
 from ddiloco.checkpoint.saver import Saver
 from ddiloco.config import Config
 from ddiloco.core import codec, commit
-from ddiloco.core.commit import Arrivals, Committed, FragmentStore, Update
+from ddiloco.core.commit import Committed, FragmentStore, ReceivedPushes, Update
 from ddiloco.core.fragments import Plan
 from ddiloco.network.keys import Sealer
 from ddiloco.network.transport import Delivery, Endpoint, learner_address
@@ -87,7 +87,7 @@ class Syncer:
     self.lost: dict[int, int] = {}  # fragment -> version that somebody had and this shard never
     self.fragments = {f.index: plan.fragments[f.index] for f in state.fragments}
     self.committed: dict[int, Committed] = {p: store.load(p) for p in self.fragments}
-    self.arrivals: dict[int, Arrivals] = {}
+    self.arrivals: dict[int, ReceivedPushes] = {}
     self.update: dict[int, Update] = {}  # fragment -> newest update, encoded
     self._saver = saver
     self._seals: dict[int, tuple[int, str]] = {}  # fragment -> round and seal of its newest value
@@ -225,11 +225,11 @@ class Syncer:
     self.arrivals[accept.fragment] = arrivals
     arrivals.add(accept.learner, *accept.content)
 
-  def _arrivals_of(self, fragment: int, round: int) -> Arrivals:
+  def _arrivals_of(self, fragment: int, round: int) -> ReceivedPushes:
     """What has arrived in this round so far; nothing yet if it has just begun."""
     arrivals = self.arrivals.get(fragment)
     if arrivals is None or arrivals.round != round:
-      return Arrivals(self.fragments[fragment], round)
+      return ReceivedPushes(self.fragments[fragment], round)
     return arrivals
 
   def _commit(self, what: Commit) -> Mapping:

@@ -43,7 +43,7 @@ HEARTBEAT_SECONDS = 0.5  # of a learner that cannot step
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class VirtualPart:
   """What a role has saved of itself for a snapshot."""
 
   incarnation: int
@@ -115,7 +115,7 @@ class Actor:
     assert self.faults is not None
     return cast("Pause", self.faults.stopped)
 
-  def save(self, snapshot: int, part: Part) -> None:
+  def save(self, snapshot: int, part: VirtualPart) -> None:
     """Its part of a snapshot is on disk after a while, unless that is full."""
     world, reason = self.world, ""
     try:
@@ -130,7 +130,7 @@ class Actor:
 class Learner(Actor):
   """Drives `learner_on` as roles/learner.py does: between steps, never during one."""
 
-  def __init__(self, world: World, role: Role, incarnation: int, part: Part | None):
+  def __init__(self, world: World, role: Role, incarnation: int, part: VirtualPart | None):
     super().__init__(world, role, incarnation)
     sync = world.sync
     owners = tuple(shard_of(p, sync.num_shards) for p in range(sync.num_fragments))
@@ -232,7 +232,7 @@ class Learner(Actor):
         shard = self.state.fragments[value.fragment].shard
         self.later(world.pace.cut_seconds, world.send, self, ("syncer", shard), given)
       case TakeSnapshot(snapshot, state):
-        part = Part(self.incarnation, state, self.parameters, dict(self._outbox))
+        part = VirtualPart(self.incarnation, state, self.parameters, dict(self._outbox))
         self.save(snapshot, part)
       case Rejoin(reason):
         world.rejoin(self, reason)
@@ -356,7 +356,7 @@ class Shard(Actor):
       match action:
         case TakeSnapshot(snapshot, state, here):
           learners = tuple((m, state.members[m].incarnation) for m in here)
-          self.save(snapshot, Part(self.incarnation, state, learners=learners))
+          self.save(snapshot, VirtualPart(self.incarnation, state, learners=learners))
           self.later(2 * world.pace.stage_seconds, self._saved)
         case Commit():
           self._busy_until += self.merging_seconds

@@ -196,7 +196,7 @@ class Exchanged:
 
 
 @dataclasses.dataclass(frozen=True)
-class Flow:
+class LinkTraffic:
   """Bytes over one place's link in one period, each way."""
 
   sent_bytes: int
@@ -234,7 +234,7 @@ def owned_sizes(sizes: Sequence[int], shard: int, num_shards: int) -> list[int]:
 
 def flows(
   sizes: Sequence[int], sync: SyncConfig, islands: int, momentum: bool, apart: bool
-) -> list[Flow]:
+) -> list[LinkTraffic]:
   """What crosses every place's link in one period: islands first, then shards that stand apart.
 
   Args:
@@ -266,7 +266,7 @@ def flows(
     to_shards = here * (sum(push_bytes) - push_bytes[place])
     from_shards = here * (sum(publish_bytes) - publish_bytes[place])
     found.append(
-      Flow(
+      LinkTraffic(
         sent_bytes=to_shards + away * publish_bytes[place] + copies_sent[place],
         received_bytes=from_shards + away * push_bytes[place] + copies_received[place],
         copy_bytes=copies_sent[place] + copies_received[place],

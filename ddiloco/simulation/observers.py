@@ -22,12 +22,12 @@ from ddiloco.protocol.events import Event, stamped
 from ddiloco.protocol.learner_state import schedule_step
 from ddiloco.protocol.messages import Push
 from ddiloco.protocol.syncer_state import FragmentState
-from ddiloco.simulation.actors import Actor, Learner, Part, Role, Shard
+from ddiloco.simulation.actors import Actor, Learner, Role, Shard, VirtualPart
 
 # --- What a virtual run tells of itself, and where others may play a part in it
 
 if TYPE_CHECKING:
-  from ddiloco.simulation.actors import Actor, Learner, Part, Role
+  from ddiloco.simulation.actors import Actor, Learner, Role, VirtualPart
 
 
 class Observer:
@@ -37,7 +37,7 @@ class Observer:
   `actor.parameters`, which snapshots take along, and give payloads to cuts and given values.
   """
 
-  def born(self, actor: Actor, part: Part | None) -> None:
+  def born(self, actor: Actor, part: VirtualPart | None) -> None:
     """An incarnation begins, with its part of a snapshot or with nothing."""
 
   def stepped(self, actor: Learner, done: StepDone, gap_seconds: float, blocked: float) -> None:
@@ -59,7 +59,7 @@ class Observer:
   def saved(self, snapshot: int, role: Role, seconds: float, reason: str) -> None:
     """A part of a snapshot is written; not if there is a reason."""
 
-  def complete(self, snapshot: int, cut: Mapping[Role, Part]) -> None:
+  def complete(self, snapshot: int, cut: Mapping[Role, VirtualPart]) -> None:
     """All parts of a snapshot are there."""
 
   def holds(self, state: FragmentState) -> None:
@@ -102,7 +102,7 @@ class Events(Observer):
   def supervisor(self, event: Event) -> None:
     self.say("engine", 0, event)
 
-  def born(self, actor: Actor, part: Part | None) -> None:
+  def born(self, actor: Actor, part: VirtualPart | None) -> None:
     self._incarnations[actor.role] = actor.incarnation
     if isinstance(actor, Shard):
       self._of(actor, events.Started(fragments=tuple(f.index for f in actor.state.fragments)))
@@ -185,7 +185,7 @@ class Events(Observer):
         role, self._incarnations[role], events.Saved(snapshot=snapshot, seconds=seconds, arrays={})
       )
 
-  def complete(self, snapshot: int, cut: Mapping[Role, Part]) -> None:
+  def complete(self, snapshot: int, cut: Mapping[Role, VirtualPart]) -> None:
     first, roles = ("syncer", 0), tuple(sorted(f"{kind}-{n}" for kind, n in cut))
     self.say(
       first, self._incarnations[first], events.Snapshot(snapshot=snapshot, roles=roles, seconds=0.0)

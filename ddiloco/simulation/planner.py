@@ -130,7 +130,7 @@ class Memory:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class ExchangePlan:
   """What the setting needs. Loads are shares of what there is; above 1 it does not fit."""
 
   exchanged: Exchanged
@@ -150,7 +150,7 @@ class Plan:
   least_shards: int | None  # for both: copies make links busier from two shards on
 
 
-def make(setting: Setting) -> Plan:
+def make(setting: Setting) -> ExchangePlan:
   """The plan of one setting."""
   link_load, average_gbps, copy_share = _links(setting, setting.sync)
   core_load = _core_load(setting, setting.sync)
@@ -159,7 +159,7 @@ def make(setting: Setting) -> Plan:
   spare_seconds = setting.overlap_seconds - (sync.total - sync.on_links)
   hidden = spare_seconds > 0
   values = sum(setting.sizes)
-  return Plan(
+  return ExchangePlan(
     exchanged=bandwidth.exchanged(setting.sizes, setting.sync),
     average_gbps=average_gbps,
     peak_gbps=setting.gbps * sync.on_links / spare_seconds if hidden else math.inf,
@@ -267,7 +267,7 @@ def _least_shards(setting: Setting, load: Callable[[SyncConfig], float]) -> int 
 COLUMNS = 100
 
 
-def findings(setting: Setting, plan: Plan) -> list[str]:
+def findings(setting: Setting, plan: ExchangePlan) -> list[str]:
   """What does not fit, each with its fix; empty if everything does."""
   found = [*_on_links(setting, plan), *_cores(setting, plan), *_overlap(setting, plan)]
   if found and plan.copy_share > 0.5:
@@ -285,7 +285,7 @@ def findings(setting: Setting, plan: Plan) -> list[str]:
   return found
 
 
-def lines(setting: Setting, plan: Plan) -> list[str]:
+def lines(setting: Setting, plan: ExchangePlan) -> list[str]:
   """The plan for people, paragraphs of at most 100 columns; `findings` come last."""
   sync, memory = setting.sync, plan.memory
   values = sum(setting.sizes)
@@ -315,7 +315,7 @@ def lines(setting: Setting, plan: Plan) -> list[str]:
   return text + ["", *(found or ["Everything fits."])]
 
 
-def as_json(setting: Setting, plan: Plan) -> dict[str, Any]:
+def as_json(setting: Setting, plan: ExchangePlan) -> dict[str, Any]:
   """The same for programs; what no bandwidth or number reaches is null."""
   content = {
     "parameters": sum(setting.sizes),
@@ -329,11 +329,11 @@ def as_json(setting: Setting, plan: Plan) -> dict[str, Any]:
   return {k: None if v == math.inf else v for k, v in content.items()}
 
 
-def _hidden(setting: Setting, plan: Plan) -> bool:
+def _hidden(setting: Setting, plan: ExchangePlan) -> bool:
   return plan.overlap_steps <= setting.sync.overlap_steps
 
 
-def _on_links(setting: Setting, plan: Plan) -> list[str]:
+def _on_links(setting: Setting, plan: ExchangePlan) -> list[str]:
   if plan.link_load <= 1:
     return []
   sync = setting.sync
@@ -353,7 +353,7 @@ def _on_links(setting: Setting, plan: Plan) -> list[str]:
   ]
 
 
-def _cores(setting: Setting, plan: Plan) -> list[str]:
+def _cores(setting: Setting, plan: ExchangePlan) -> list[str]:
   if plan.core_load <= 1:
     return []
   period = math.ceil(setting.sync.sync_period * plan.core_load)
@@ -364,7 +364,7 @@ def _cores(setting: Setting, plan: Plan) -> list[str]:
   ]
 
 
-def _overlap(setting: Setting, plan: Plan) -> list[str]:
+def _overlap(setting: Setting, plan: ExchangePlan) -> list[str]:
   if _hidden(setting, plan):
     return []
   sync, steps = setting.sync, plan.overlap_steps
@@ -387,7 +387,7 @@ def _more_shards(setting: Setting, least: int | None) -> list[str]:
   return [f"sync.num_shards = {least}"] if enough else []
 
 
-def _least(plan: Plan) -> str:
+def _least(plan: ExchangePlan) -> str:
   if plan.least_shards is not None:
     return f"{plan.least_shards} would do"
   names = {"links": plan.shards_for_links, "cores": plan.shards_for_cores}
@@ -395,7 +395,7 @@ def _least(plan: Plan) -> str:
   return f"enough would be {', '.join(said)}"
 
 
-def _parts(plan: Plan) -> str:
+def _parts(plan: ExchangePlan) -> str:
   parts = dataclasses.asdict(plan.sync)
   return ", ".join(f"{name} {_seconds(value)}" for name, value in parts.items() if value)
 
@@ -419,7 +419,7 @@ def _bytes(count: float) -> str:
   return f"{count:.0f} bytes"
 
 
-def _peak(setting: Setting, plan: Plan) -> str:
+def _peak(setting: Setting, plan: ExchangePlan) -> str:
   if not math.isfinite(plan.peak_gbps):
     return f"no bandwidth would let tau = {setting.sync.overlap_steps} hide a sync"
   return f"tau = {setting.sync.overlap_steps} hides a sync from {plan.peak_gbps:.3g} Gbit/s on"

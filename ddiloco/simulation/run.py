@@ -24,7 +24,7 @@ from ddiloco.protocol import events
 from ddiloco.protocol.events import Event
 from ddiloco.protocol.messages import Message, Publish, Push, Value
 from ddiloco.protocol.supervisor import GONE, LEFT, UP
-from ddiloco.simulation.actors import Part, Role
+from ddiloco.simulation.actors import Role, VirtualPart
 from ddiloco.simulation.bandwidth import F32_BYTES
 from ddiloco.simulation.disturbances import HEADER_BYTES
 from ddiloco.simulation.observers import Events
@@ -40,7 +40,7 @@ from ddiloco.simulation.world import Pace, World
 
 
 @dataclasses.dataclass(frozen=True)
-class Link:
+class LinkRate:
   """One place's, in each direction."""
 
   gbps: float = 0.0  # Gbit/s; 0: no limit
@@ -63,7 +63,7 @@ class Links:
     shards: of shards that stand apart; None: they stand beside islands.
   """
 
-  def __init__(self, islands: Sequence[Link], num_planned: int, shards: Link | None = None):
+  def __init__(self, islands: Sequence[LinkRate], num_planned: int, shards: LinkRate | None = None):
     self.sent_bytes: dict[Role, int] = collections.defaultdict(int)
     self.received_bytes: dict[Role, int] = collections.defaultdict(int)
     self._islands, self._planned, self._shards = islands, num_planned, shards
@@ -94,7 +94,7 @@ class Links:
     self._entering_until[there] = arrived
     return arrived
 
-  def _link(self, place: Role) -> Link:
+  def _link(self, place: Role) -> LinkRate:
     if place[0] == "learner":
       return self._islands[place[1]]
     assert self._shards is not None
@@ -102,7 +102,7 @@ class Links:
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class Speeds:
   """What a config does not say: how fast things are."""
 
   sizes: tuple[int, ...]  # values of every fragment
@@ -120,7 +120,7 @@ class Setting:
     not_negative("simulate", self, "jitter", "shard_gbps", "copy_seconds", "seed")
 
 
-class Run(World):
+class VirtualRun(World):
   """One run of `config`.
 
   Args:
@@ -129,7 +129,7 @@ class Run(World):
     emit: takes every event, in order of time.
   """
 
-  def __init__(self, config: Config, setting: Setting, emit: Callable[[Event], None]):
+  def __init__(self, config: Config, setting: Speeds, emit: Callable[[Event], None]):
     require(
       config.sync.num_shards > 0,
       "sync.num_shards",
@@ -140,8 +140,8 @@ class Run(World):
     count, self.config, self._setting = config.num_islands(), config, setting
     gbps = _each(setting.gbps, count, "gbps")
     latency = _each(setting.latency_seconds, count, "latency_ms")
-    shards = Link(setting.shard_gbps) if setting.shard_gbps else None
-    islands = [Link(rate, late) for rate, late in zip(gbps, latency)]
+    shards = LinkRate(setting.shard_gbps) if setting.shard_gbps else None
+    islands = [LinkRate(rate, late) for rate, late in zip(gbps, latency)]
     self.links = Links(islands, config.islands.num_learners, shards)
     sync = config.sync
     self._push_bytes = [codec.payload_bytes(n, sync.push_codec) for n in setting.sizes]
@@ -182,7 +182,7 @@ class Run(World):
     struck = self.disturbances
     return struck.hopeless or (not self.working and struck.all_are("", UP, LEFT, GONE))
 
-  def save(self, snapshot: int, role: Role, part: Part) -> None:
+  def save(self, snapshot: int, role: Role, part: VirtualPart) -> None:
     super().save(snapshot, role, part)
     if len(self.cuts) > self.config.checkpoint.keep:
       self.forget(self.config.checkpoint.keep)

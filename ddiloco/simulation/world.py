@@ -21,7 +21,7 @@ from ddiloco.protocol import syncer
 from ddiloco.protocol.messages import BULK, Message, Push, Value
 from ddiloco.protocol.syncer_state import FragmentState, SyncerState
 from ddiloco.protocol.values import replace
-from ddiloco.simulation.actors import Actor, Learner, Part, Role, Shard
+from ddiloco.simulation.actors import Actor, Learner, Role, Shard, VirtualPart
 from ddiloco.simulation.disturbances import Disturbances
 from ddiloco.simulation.observers import Observer
 
@@ -71,8 +71,10 @@ class World:
     self.training = True  # False: nobody starts another step
     self.observer = observer or Observer()
     self.store = {p: FragmentState(p) for p in range(sync.num_fragments)}
-    self.parts: dict[tuple[int, Role], Part] = {}  # by snapshot and role
-    self.cuts: dict[int, dict[Role, Part]] = {}  # the complete ones: what a manifest would list
+    self.parts: dict[tuple[int, Role], VirtualPart] = {}  # by snapshot and role
+    self.cuts: dict[
+      int, dict[Role, VirtualPart]
+    ] = {}  # the complete ones: what a manifest would list
     self.measure: Callable[[Push], Mapping] = lambda push: {"norm": 1.0}
     self.value_fault: Callable[[Value], str] = lambda value: ""
     self.actors: dict[Role, Actor] = {}
@@ -104,7 +106,7 @@ class World:
 
   # --- lives --------------------------------------------------------------------------------------
 
-  def start(self, role: Role, part: Part | None = None, settle_seconds: float = 0.0) -> None:
+  def start(self, role: Role, part: VirtualPart | None = None, settle_seconds: float = 0.0) -> None:
     """A new incarnation; what is in flight to or from the old one may still arrive.
 
     What it saved of snapshots that were never complete is of a future that it knows nothing of.
@@ -168,7 +170,7 @@ class World:
     """A shard found this learner's state bad: it starts afresh."""
     self.disturbances.quarantine(actor, reason)
 
-  def own_part(self, role: Role) -> Part | None:
+  def own_part(self, role: Role) -> VirtualPart | None:
     """A killed learner finds this of its own, in the newest complete snapshot that has it."""
     return next(
       (cut[role] for _, cut in sorted(self.cuts.items(), reverse=True) if role in cut), None
@@ -176,7 +178,7 @@ class World:
 
   # --- snapshots ----------------------------------------------------------------------------------
 
-  def save(self, snapshot: int, role: Role, part: Part) -> None:
+  def save(self, snapshot: int, role: Role, part: VirtualPart) -> None:
     """Keeps a part, once; with the last one the snapshot is complete."""
     self.parts.setdefault((snapshot, role), part)
     if snapshot in self.cuts:

@@ -226,7 +226,7 @@ class ShardArrays(ShardAlgebra):
     self, entry: Entry, base: Version, new: Version, pushes: Sequence[Pushed]
   ) -> Committed:
     fragment = self._plan.fragments[new.fragment]
-    arrivals = commit.Arrivals(fragment, new.round)
+    arrivals = commit.ReceivedPushes(fragment, new.round)
     for push in pushes:
       delta = codec.decode(push.content, fragment.size, self._config.sync.push_codec)
       arrivals.add(push.learner, delta, arrivals.measure(delta))

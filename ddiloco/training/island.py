@@ -100,7 +100,7 @@ class Island:
     mesh = [int(n) for n in self.mesh.devices.shape]
     return {"devices": self.mesh.size, "mesh": mesh, "batch_size": self._island.batch_size}
 
-  # --- programs ---------------------------------------------------------------------------------
+  # --- programs -----------------------------------------------------------------------------------
 
   def compile(self) -> float:
     """Compiles everything this island will ever run; returns the seconds it took (0 if done)."""
@@ -160,7 +160,7 @@ class Island:
     whole = piece.shape[:1] == shape[:1]
     return piece_sharding(leaf.sharding, piece.layer, piece.stop - piece.start, whole)
 
-  # --- state ------------------------------------------------------------------------------------
+  # --- state --------------------------------------------------------------------------------------
 
   def reset(self) -> None:
     """Fresh optimizer state, and zeros for parameters: the syncer's arrive through `apply`."""
@@ -211,7 +211,7 @@ class Island:
     """All parameters as NumPy copies (step thread only)."""
     return {name: np.array(self._state[PARAMS + name]) for name in self._leaves}
 
-  # --- step thread ------------------------------------------------------------------------------
+  # --- step thread --------------------------------------------------------------------------------
 
   def step(
     self, batch: Batch, schedule_step: int, rate_scale: float = 1.0
@@ -323,7 +323,7 @@ class Island:
     if programs.waits:
       jax.block_until_ready(leaves)
 
-  # --- background thread ------------------------------------------------------------------------
+  # --- background thread --------------------------------------------------------------------------
 
   def to_host(self, pieces: Sequence[jax.Array], fragment_index: int) -> np.ndarray:
     """What `cut` returned, as the fragment's flat f32 vector; waits until it has arrived."""

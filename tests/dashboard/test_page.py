@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from ddiloco.dashboard.server import Dashboard, Refused, Where
+from ddiloco.dashboard.server import Dashboard, RequestRefused, Where
 from ddiloco.workdir import FAULTS, STARTED
 from tests.dashboard.browser import CHROMIUM, Browser
 from tests.made_events import changed
@@ -103,7 +103,7 @@ def test_the_server_is_gone_and_comes_back(browser, tmp_path, monkeypatch):
     status = dashboard._run.status
 
     def gone():
-      raise Refused(503, "gone")
+      raise RequestRefused(503, "gone")
 
     monkeypatch.setattr(dashboard._run, "status", gone)
     browser.until("document.body.dataset.phase === 'gone'")

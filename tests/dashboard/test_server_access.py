@@ -8,7 +8,7 @@ import pytest
 
 from ddiloco.config import ConfigError, Fault
 from ddiloco.dashboard.server import (
-  Refused,
+  RequestRefused,
   check_token,
   parse_fault,
   require_host,
@@ -29,7 +29,7 @@ def request(query="", body=b"", **headers) -> Request:
 
 
 def refused(call, *arguments, **more) -> int:
-  with pytest.raises(Refused) as info:
+  with pytest.raises(RequestRefused) as info:
     call(*arguments, **more)
   assert TOKEN.encode() not in info.value.answer.text.encode()
   return info.value.answer.code

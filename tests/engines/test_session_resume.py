@@ -10,7 +10,7 @@ import shutil
 
 import pytest
 
-from ddiloco.checkpoint import records, restore
+from ddiloco.checkpoint import restore, signed_json
 from ddiloco.checkpoint.restore import Unfounded
 from ddiloco.checkpoint.snapshots import Storage
 from ddiloco.config import Config, ConfigError
@@ -33,7 +33,7 @@ def corpus() -> data.Corpus:
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch):
-  monkeypatch.setattr(records, "PAUSES_SECONDS", ())
+  monkeypatch.setattr(signed_json, "PAUSES_SECONDS", ())
   monkeypatch.setattr(restore, "warn", lambda text: None)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ddiloco.config import NetworkConfig
-from ddiloco.network.endpoint import NetworkEndpoint, Run
+from ddiloco.network.endpoint import NetworkEndpoint, RunIdentity
 from ddiloco.network.keys import Keys, make_keys
 
 QUICK = NetworkConfig(chunk_bytes=1 << 16, hello_seconds=0.1, patience_seconds=0.3)
@@ -28,7 +28,7 @@ class Net:
     secure: bool = False,
     settings: NetworkConfig = QUICK,
   ):
-    self.run = Run(run_id, plan_id, max_payload_bytes=1 << 30, queue_bytes=max_bulk_bytes)
+    self.run = RunIdentity(run_id, plan_id, max_payload_bytes=1 << 30, queue_bytes=max_bulk_bytes)
     self.settings = settings
     self.endpoints: dict[str, NetworkEndpoint] = {}
     self.all: list[NetworkEndpoint] = []

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ddiloco.chaos.proxy import Link
 from ddiloco.config import NetworkConfig
 from ddiloco.network import frames
-from ddiloco.network.handshake import Run, control_route, objection, seconds_since_2020
+from ddiloco.network.handshake import RunIdentity, control_route, objection, seconds_since_2020
 from ddiloco.network.io_thread import MAX_QUEUED
 from ddiloco.network.peers import Dialed
 from ddiloco.protocol.messages import Goodbye, Hello, Push, RequestMoments
@@ -113,7 +113,7 @@ def test_another_run_is_refused_with_a_reason(net, field, value):
 
 
 def test_why_greetings_are_refused():
-  run = Run("run", "plan", 100, 100)
+  run = RunIdentity("run", "plan", 100, 100)
   good = frames.Greeting("run", "plan", "learner-3", 7, b"12345678", b"", 0, 1 << 20, 2)
   assert objection(run, good, None, None) == ("", False)
   assert objection(run, good, "learner-3", None) == ("", False)
@@ -435,7 +435,7 @@ def test_many_threads_may_send_at_once(net):
 
 FRAMES = [
   frames.Greeting("run", "plan", "learner-1", 5, b"12345678", b"", 3, 1 << 20, 2),
-  frames.Refused(b"12345678", True, "why"),
+  frames.GreetingRefused(b"12345678", True, "why"),
   frames.Unknown(),
   frames.Beat(),
   frames.Dropped(3, "why"),

@@ -26,7 +26,7 @@ from ddiloco.protocol.actions import (
 from ddiloco.protocol.messages import Message
 from ddiloco.protocol.syncer_state import FragmentState
 from ddiloco.simulation import world
-from ddiloco.simulation.actors import Actor, Learner, Part, Role
+from ddiloco.simulation.actors import Actor, Learner, Role, VirtualPart
 from ddiloco.simulation.observers import Observer
 from ddiloco.simulation.world import STEP_TOKENS, Pace
 from tests.protocol.ledger import Ledger
@@ -51,7 +51,7 @@ class Checks(Observer):
   def __init__(self, ledger: Ledger):
     self.ledger = ledger
 
-  def born(self, actor: Actor, part: Part | None) -> None:
+  def born(self, actor: Actor, part: VirtualPart | None) -> None:
     if isinstance(actor, Learner):
       actor.parameters = self.ledger.new() if part is None else part.parameters
 
@@ -84,7 +84,7 @@ class Checks(Observer):
   def published(self, actor: Actor, message: Any) -> None:
     assert message.round == self.ledger.held[message.fragment], "it has no other"
 
-  def complete(self, snapshot: int, cut: Mapping[Role, Part]) -> None:
+  def complete(self, snapshot: int, cut: Mapping[Role, VirtualPart]) -> None:
     seen = {
       n if kind == "learner" else causality.shard_key(n): part.state.seen
       for (kind, n), part in cut.items()

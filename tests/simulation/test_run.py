@@ -13,7 +13,7 @@ from ddiloco.chaos.random_plans import random_faults
 from ddiloco.config import ConfigError, Fault
 from ddiloco.observe import tracks
 from ddiloco.observe.goodput import Ledger
-from ddiloco.simulation.run import Run, Setting
+from ddiloco.simulation.run import Speeds, VirtualRun
 from tests.protocol.ledger import Ledger as StepLedger
 from tests.protocol.virtual import Checks
 
@@ -33,13 +33,13 @@ def make(learners: int = 3, steps: int = 60, faults=(), regions=None, **sync) ->
   return config_lib.from_dict(c)
 
 
-def setting(**changes) -> Setting:
-  return Setting(**{"sizes": (1000,) * 4, "step_seconds": STEP_SECONDS, **changes})
+def setting(**changes) -> Speeds:
+  return Speeds(**{"sizes": (1000,) * 4, "step_seconds": STEP_SECONDS, **changes})
 
 
-def play(config, **changes) -> tuple[Run, list[dict]]:
+def play(config, **changes) -> tuple[VirtualRun, list[dict]]:
   events: list[dict] = []
-  run = Run(config, setting(**changes), events.append)
+  run = VirtualRun(config, setting(**changes), events.append)
   assert run.finish(3600.0) == "finished"
   return run, events
 
@@ -241,7 +241,7 @@ def test_a_killed_learner_comes_back_with_its_part_of_the_newest_snapshot():
 def test_a_shard_that_is_gone_for_good_fails_the_run():
   events: list[dict] = []
   kill = Fault("kill", "syncer-1", at_step=10, seconds=-1)
-  assert Run(make(faults=[kill]), setting(), events.append).finish(100.0) == "failed"
+  assert VirtualRun(make(faults=[kill]), setting(), events.append).finish(100.0) == "failed"
   assert events[-1].kind == "run_finished" and events[-1].reason == "failed"
 
 
@@ -277,7 +277,7 @@ def test_under_random_faults_no_step_is_merged_twice_and_none_vanishes(apply):
   ledger = StepLedger(config.sync, TOKENS)
   events: list[dict] = []
 
-  class JudgedRun(Run):
+  class JudgedRun(VirtualRun):
     @property
     def observer(self):
       return self._judged
@@ -296,6 +296,6 @@ def test_under_random_faults_no_step_is_merged_twice_and_none_vanishes(apply):
 
 def test_what_cannot_be_simulated_says_so():
   with pytest.raises(ConfigError, match=r"sync\.num_shards"):
-    Run(make(num_shards=0), setting(), print)
+    VirtualRun(make(num_shards=0), setting(), print)
   with pytest.raises(ConfigError, match=r"gbps.*has 2 values for 3 learners"):
-    Run(make(), setting(gbps=(1.0, 2.0)), print)
+    VirtualRun(make(), setting(gbps=(1.0, 2.0)), print)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from ddiloco.observe import tracks
-from ddiloco.simulation.run import Run, Setting
+from ddiloco.simulation.run import Speeds, VirtualRun
 from ddiloco.training import data
 from tests.engines.test_threads import STEP_SECONDS, Ran, fault, make_config
 
@@ -36,7 +36,7 @@ def both(tmp_path_factory) -> tuple[list[dict], list[dict]]:
   assert threads.outcome.reason == "finished"
   events: list[dict] = []
   sizes = (1000,) * config.sync.num_fragments
-  assert Run(config, Setting(sizes, step_seconds=STEP_SECONDS), events.append).finish() == (
+  assert VirtualRun(config, Speeds(sizes, step_seconds=STEP_SECONDS), events.append).finish() == (
     "finished"
   )
   return list(threads.events), events

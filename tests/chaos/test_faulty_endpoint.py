@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from ddiloco.chaos.endpoint import FaultyEndpoint
 from ddiloco.chaos.faults import MessageFaults
+from ddiloco.chaos.faulty_endpoint import FaultyEndpoint
 from ddiloco.config import Fault
 from ddiloco.network.transport import Hub
 from ddiloco.protocol.messages import Goodbye, Pull

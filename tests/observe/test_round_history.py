@@ -4,7 +4,7 @@ import pytest
 
 from ddiloco.config import SyncConfig
 from ddiloco.dashboard.status import status
-from ddiloco.observe.rounds import RECENT_ROUNDS
+from ddiloco.observe.round_history import RECENT_ROUNDS
 from ddiloco.observe.run_state import RunState
 
 SYNC = SyncConfig(min_quorum=2, sync_period=12)
