@@ -35,9 +35,9 @@ def get_config(learners: str = "2000") -> ml_collections.ConfigDict:
   c.data.sequence_length = 128
   c.islands.num_learners = count
   c.islands.batch_size = 4
-  c.islands.pace_seconds = 1.0
+  c.islands.min_step_seconds = 1.0
   c.islands.overrides = {
-    str(m): {"pace_seconds": 8.0 if m % 100 == 50 else 2.0}
+    str(m): {"min_step_seconds": 8.0 if m % 100 == 50 else 2.0}
     for m in range(count)
     if m % 3 == 0 or m % 100 == 50
   }

@@ -221,7 +221,7 @@ def simulate(
 
   Args:
     config: the run's.
-    step_seconds: of islands without islands.pace_seconds.
+    step_seconds: of islands without islands.min_step_seconds.
     gbps: Gbit/s of every island's link; 0: no limit.
     latency_seconds: one way.
     workdir: gets the events, for dashboard and report; None: nothing is written.

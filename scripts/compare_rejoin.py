@@ -31,7 +31,7 @@ SMALL = {
   "run.sample_tokens": 0,
 }
 POLICIES = ("own", "peer", "fresh")
-KILL_EVERY = 60  # steps of the run's clock
+KILL_EVERY = 60  # global steps
 DOWN_SECONDS = 0.5
 
 

@@ -48,7 +48,9 @@ def make_config(row: str, steps: int) -> config_lib.Config:
   """One row's run."""
   c = config_lib.default()
   c.islands.num_learners, c.islands.batch_size, c.data.sequence_length = FAST + SLOW, 1, 1024
-  c.islands.overrides.update({str(m): {"pace_seconds": APART} for m in range(FAST, FAST + SLOW)})
+  c.islands.overrides.update(
+    {str(m): {"min_step_seconds": APART} for m in range(FAST, FAST + SLOW)}
+  )
   c.sync.update(num_shards=4, num_fragments=PERIOD, sync_period=PERIOD, overlap_steps=TAU)
   c.sync.update(apply="overwrite", push_codec="bf16", publish_codec="bf16", **ROWS[row])
   c.sync.snapshot_steps = 0

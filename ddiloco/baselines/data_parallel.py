@@ -83,11 +83,11 @@ class IslandProcess:
     os.set_blocking(self._stream("stdout").fileno(), False)
     self.lives += 1
 
-  def strike(self, clock: int, seconds: float) -> Fault | None:
+  def strike(self, global_step: int, seconds: float) -> Fault | None:
     """The next planned kill if it is due; the caller performs it. One that is dead waits for it."""
     if not self.alive:
       return None
-    fault, self._faults = faults.strike(self._faults, clock, seconds)
+    fault, self._faults = faults.strike(self._faults, global_step, seconds)
     return fault
 
   def kill(self, back_at: float) -> None:
@@ -178,7 +178,7 @@ class DataParallel:
     self._out: set[int] = set()  # who is alive and waits for another world
     self._orders = 0
     self._failures = 0
-    self._clock = 0
+    self._global_step = 0
     self._moved_at = 0.0  # when this world began, or made its last step
     self._training_since: float | None = None  # unix seconds
 
@@ -248,7 +248,7 @@ class DataParallel:
       if now >= follow_at:
         follow_at = now + FOLLOW_SECONDS
         self._follow()
-        if over(self._clock, self._seconds()):
+        if over(self._global_step, self._seconds()):
           return "finished"
       for island in self._islands:
         self._tend(island, now)
@@ -263,8 +263,8 @@ class DataParallel:
     if island.due_to_start(now):
       self._recorder.record(events.Restart(target=island.name))
       island.start()
-    if (fault := island.strike(self._clock, self._seconds())) is not None:
-      detail = faults.detail(fault, self._clock)
+    if (fault := island.strike(self._global_step, self._seconds())) is not None:
+      detail = faults.detail(fault, self._global_step)
       self._recorder.record(events.Fault(target=island.name, action="kill", detail=detail))
       island.gone = fault.seconds < 0
       island.kill(now + fault.seconds)
@@ -291,7 +291,7 @@ class DataParallel:
       self._failed("the world hangs")
     if self._world and set(ready) > set(self._world):
       self._dissolve("an island is back")
-    enough = len(ready) if self._elastic and self._clock else len(self._islands)
+    enough = len(ready) if self._elastic and self._global_step else len(self._islands)
     idle = all(island.order < 0 for island in self._islands)
     if not self._world and idle and 0 < enough <= len(ready):
       self._begin(ready, now)
@@ -340,7 +340,7 @@ class DataParallel:
     for event in self._follower.poll():
       if event.kind != "step":
         continue
-      self._clock, self._failures = max(self._clock, event.clock), 0
+      self._global_step, self._failures = max(self._global_step, event.global_step), 0
       self._moved_at = max(self._moved_at, time.monotonic())
       if self._training_since is None:
         self._training_since = self._started + event.time

@@ -125,7 +125,7 @@ class ProcessGroup:
       for name, array in arrays.items()
     }
 
-  def step(self, batch: Batch, clock: int) -> dict[str, float]:
+  def step(self, batch: Batch, global_step: int) -> dict[str, float]:
     """One step on this island's own batch, of everybody together; waits for its end.
 
     Returns:
@@ -136,7 +136,7 @@ class ProcessGroup:
       self._inputs,
       batch,
     )
-    rate = inner.learning_rate(self._config.inner, self._planned_steps, clock)
+    rate = inner.learning_rate(self._config.inner, self._planned_steps, global_step)
     self._state, metrics = self._step(self._state, everybodys, np.float32(rate))
     return dict(zip(inner.METRICS, np.asarray(jax.block_until_ready(metrics)).tolist()))
 
@@ -207,7 +207,7 @@ class Worker:
       self._steps(world, order, recorder)
 
   def _steps(self, world: ProcessGroup, order: Order, recorder: Recorder) -> None:
-    pace_seconds = self._config.islands.pace_seconds
+    min_step_seconds = self._config.islands.min_step_seconds
     memory = orders.folder(self._workdir, recorder.role)
     done, last = order.step, time.monotonic()
     while True:
@@ -215,7 +215,7 @@ class Worker:
       started = time.monotonic()
       metrics = world.step(batch, done)
       # As on islands that do not wait. The exchange is in it: it costs nothing if it fits.
-      if (early := pace_seconds - (time.monotonic() - started)) > 0:
+      if (early := min_step_seconds - (time.monotonic() - started)) > 0:
         time.sleep(early)
       ended = time.monotonic()
       done += 1
@@ -224,7 +224,7 @@ class Worker:
       recorder.record(
         events.Step(
           step=done,
-          clock=done,
+          global_step=done,
           position=done - 1,
           tokens=self._config.tokens_per_step(self._learner),
           seconds=ended - started,
@@ -244,7 +244,7 @@ class Worker:
       began = time.monotonic()
       folder = orders.folder(self._workdir, orders.CHECKPOINT)
       orders.save(folder, done, world.state(), durable=True)
-      recorder.record(events.Recorded(snapshot=done, seconds=time.monotonic() - began))
+      recorder.record(events.Captured(snapshot=done, seconds=time.monotonic() - began))
 
 
 TURN_SECONDS = 0.01

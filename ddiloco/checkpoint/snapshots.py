@@ -6,7 +6,7 @@
 
 Every file is written before the one that vouches for it, so a kill at any moment leaves a part
 without its meta, or a snapshot without its manifest. Orbax waits until values are on the disk;
-records do not wait, and one that a power cut tears does not match its digest.
+signed files do not wait, and one that a power cut tears does not match its digest.
 
 What was committed is deleted when newer snapshots are committed, and for no other reason. Who
 cannot read it tries again, and passes over it: the fault may be the reader's own.
@@ -29,7 +29,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from ddiloco.checkpoint import signed_json
-from ddiloco.checkpoint.signed_json import Damaged, Record, Unreadable
+from ddiloco.checkpoint.signed_json import Damaged, SignedJson, Unreadable
 
 # --- Flat trees name -> array at rest: Orbax writes and reads them, fingerprints prove them
 # A fingerprint is {"shape": [...], "dtype": "float32", "crc32": ...} over the bytes in C order.
@@ -162,7 +162,7 @@ class Storage:
     incarnation: int,
     state: Mapping[str, Any],
     arrays: Arrays,
-  ) -> Record:
+  ) -> SignedJson:
     """Writes a part and returns its meta; replaces what this role saved for this snapshot before.
 
     Args:
@@ -195,7 +195,7 @@ class Storage:
       raise
     return meta
 
-  def meta(self, snapshot: int, role: str) -> Record:
+  def meta(self, snapshot: int, role: str) -> SignedJson:
     """The meta of a complete part: "state", "incarnation", "arrays", "digest", ...
 
     Raises:
@@ -226,7 +226,7 @@ class Storage:
     """
     return self._load(self.meta(snapshot, role), shardings, names)
 
-  def metas(self, snapshot: int) -> dict[str, Record]:
+  def metas(self, snapshot: int) -> dict[str, SignedJson]:
     """Role -> meta of the parts that are complete, whether committed or not.
 
     Raises:
@@ -284,7 +284,7 @@ class Storage:
   def _digests(self, snapshot: int, roles: Collection[str]) -> dict[str, str]:
     return {role: self.meta(snapshot, role)["digest"] for role in sorted(roles)}
 
-  def manifest(self, snapshot: int) -> Record:
+  def manifest(self, snapshot: int) -> SignedJson:
     """The manifest of a committed snapshot; "parts" is role -> digest.
 
     Raises:
@@ -431,12 +431,12 @@ class Storage:
         if _is_role(name) and name not in roles:
           _delete(path / name, META)
 
-  def _expected(self, kind: str, snapshot: int) -> Record:
+  def _expected(self, kind: str, snapshot: int) -> SignedJson:
     return {"format": FORMAT, "kind": kind, "plan": self._plan_id, "snapshot": snapshot}
 
   def _load(
     self,
-    meta: Record,
+    meta: SignedJson,
     shardings: Mapping[str, jax.sharding.Sharding],
     names: Collection[str] | None,
   ) -> Part:

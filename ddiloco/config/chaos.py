@@ -36,11 +36,11 @@ ACTIONS = (*TO_ROLES, *INSIDE)
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-  """One planned fault: what happens to whom, when (run's clock or time), for how long."""
+  """One planned fault: what happens to whom, when (global step or time), for how long."""
 
   action: str  # one of those above
   role: str  # "learner-2", "syncer-0", or "region-NAME": all of chaos.regions.NAME at once
-  at_step: int = -1  # of the run's clock; -1: by time
+  at_step: int = -1  # the global step; -1: by time
   at_seconds: float = -1.0  # since training began; -1: by step
   seconds: float = 5.0  # how long
   factor: float = 2.0

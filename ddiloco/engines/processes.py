@@ -148,12 +148,12 @@ class ProcessesEngine(Engine):
       return ask_for(self.workdir, fault)
     if fault.action == "kill":
       self._children[fault.role].strike(for_good=fault.seconds < 0)
-    self._note_fault(fault, faults.detail(fault, self._clock))
+    self._note_fault(fault, faults.detail(fault, self._global_step))
 
   def _requested(self, fault: Fault) -> None:
     """By the dashboard, or by us of a role that performs it itself."""
     if fault.action in INSIDE:
-      self._note_fault(fault, faults.detail(fault, self._clock))
+      self._note_fault(fault, faults.detail(fault, self._global_step))
     else:
       self._feed(Requested(fault))
 
@@ -223,7 +223,7 @@ class ProcessesEngine(Engine):
     return Recorder(self.workdir, role, incarnation, self._started, time.time)
 
   def _follow(self) -> None:
-    """Hands on what has happened since the last time, and learns the run's clock from it."""
+    """Hands on what has happened since the last time, and learns the global step from it."""
     for event in self._follower.poll():
       if event.kind == "step":
         self._count(event)
@@ -235,7 +235,7 @@ class ProcessesEngine(Engine):
   def _count(self, event: Event) -> None:
     number = parse_role(event.role)[1]
     self.steps[number] = self.steps.get(number, 0) + 1
-    self._clock = max(self._clock, event.clock)
+    self._global_step = max(self._global_step, event.global_step)
     if self._training_since is None:
       self._training_since = self._started + event.time
 

@@ -69,7 +69,7 @@ def connect(
   run = RunIdentity(
     run_id=place.run_id,
     plan_id=initial.contract(config, plan),
-    max_payload_bytes=12 * max(plan.sizes),  # a copy: value, view and momentum, f32
+    max_payload_bytes=12 * max(plan.sizes),  # a copy: value, published value and momentum, f32
     queue_bytes=config.network.queue_bytes or 12 * sum(plan.sizes),
   )
   return NetworkEndpoint(
@@ -292,11 +292,11 @@ class RoleRunner:
     return Recorder(self.place.workdir, *who, self.started, time.time, [self._listen])
 
   def _listen(self, event: Event) -> None:
-    """Says what the live view would note: joined, refused, stopped, a member lost, ..."""
-    known = self._seen.num_notes
+    """Says what the live view would show: joined, refused, stopped, a member lost, ..."""
+    known = self._seen.num_log_events
     self._seen.add(event)
-    if self._seen.num_notes > known:  # one event makes one note at most
-      self.say(self._seen.notes[-1].text)
+    if self._seen.num_log_events > known:  # one event makes one line at most
+      self.say(self._seen.log_events[-1].text)
 
   def _on_signal(self, number: int, _frame: object) -> None:
     if number == signal.SIGINT and self.interrupted:

@@ -201,12 +201,12 @@ class ThreadsEngine(Engine):
   # --- supervision --------------------------------------------------------------------------------
 
   def _record(self, role: str, incarnation: int) -> Recorder:
-    listeners = [*self._listeners, self._note_clock]
+    listeners = [*self._listeners, self._note_global_step]
     return Recorder(self.workdir, role, incarnation, self._start_time, listeners=listeners)
 
-  def _note_clock(self, event: Event) -> None:
+  def _note_global_step(self, event: Event) -> None:
     if event.kind == "step":
-      self._clock = max(self._clock, event.clock)
+      self._global_step = max(self._global_step, event.global_step)
 
   def _connect(self, address: str, faults: Faults) -> FaultyEndpoint:
     endpoint = FaultyEndpoint(self._hub.connect(address), faults.weather)

@@ -7,7 +7,7 @@ after it fragments, each with its own connections, so that control never queues 
   io_thread.py     the thread that owns all sockets: greetings, control, chunks, signs of life
   door.py        who dialed us: let in, looked at again, cut off; connections.py: which connections
   peers.py       one far end each: who it is, how it is reached
-  transfers.py   fragments cut into chunks, acknowledged, sent again, put together
+  transfers.py   fragments split into chunks, acknowledged, sent again, put together
   greetings.py   who may speak, and why not
   frames.py      what the two ends say to each other
   sockets.py     ZeroMQ and its options; keys.py: who may speak

@@ -54,13 +54,13 @@ def stretches(path: Path, start: int, end: int) -> list[tuple[int, int]]:
   A role whose clock is set back begins a new part, so that merging all parts puts its events where
   their times say. Only times are looked at: this is a tenth of the cost of reading the events.
   """
-  cuts, newest = [start], -math.inf
+  starts, newest = [start], -math.inf
   for at, said in _times(path, start, end):
-    if said < newest - SLACK_SECONDS and len(cuts) < MOST_STRETCHES:
-      cuts.append(at)
+    if said < newest - SLACK_SECONDS and len(starts) < MOST_STRETCHES:
+      starts.append(at)
       newest = said
     newest = max(newest, said)
-  return list(zip(cuts, [*cuts[1:], end]))
+  return list(zip(starts, [*starts[1:], end]))
 
 
 def _times(path: Path, start: int, end: int) -> Iterator[tuple[int, float]]:

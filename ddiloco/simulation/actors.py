@@ -94,7 +94,7 @@ class Actor:
       return True
     if self.world.now >= self._held_until:
       try:
-        self.faults.check(self.state.clock)
+        self.faults.check(self.state.global_step)
       except Killed as killed:
         self.world.disturbances.lose(self, killed)
         return False
@@ -273,8 +273,8 @@ class Learner(Actor):
     world.observer.stepped(self, done, gap, self._blocked_seconds)
     self._feed(done)
     self._read()
-    if self.alive and self.state.clock > world.clock:
-      world.clock = self.state.clock
+    if self.alive and self.state.global_step > world.global_step:
+      world.global_step = self.state.global_step
       world.disturbances.advance()
     if self.alive and not self.state.done:
       self._report()
@@ -308,11 +308,11 @@ class Learner(Actor):
 class Shard(Actor):
   """Drives `syncer_on` as roles/syncer.py does; a commit keeps it busy for a while."""
 
-  def __init__(self, world: World, role: Role, incarnation: int, settle_at: float):
+  def __init__(self, world: World, role: Role, incarnation: int, recovery_deadline: float):
     super().__init__(world, role, incarnation)
     owned = owned_by(self.number, world.sync.num_shards, world.sync.num_fragments)
     newest = tuple(world.store[p] for p in owned)
-    self.state = world.new_shard(self.number, incarnation, newest, settle_at)
+    self.state = world.new_shard(self.number, incarnation, newest, recovery_deadline)
     self._busy_until = self._alarm_at = self._rang_at = world.now
     self._rings = 0
     self.merging_seconds = 0.0  # of the newest commit

@@ -1,7 +1,7 @@
 """How much of their time islands compute, given the bandwidth between them. Pure arithmetic.
 
-One formula for every way to train that waits for its exchange. The model's layers are alike and cut
-into fragments by stride; fragment f is layers f, f + P, f + 2P, ... A fragment is due once in
+One formula for every way to train that waits for its exchange. The model's layers are alike and
+split into fragments by stride; fragment f is layers f, f + P, f + 2P, ... A fragment is due once in
 `period_steps`. What is sent leaves layer by layer, as soon as the backward pass has made it, one
 layer after the other over one link; then everybody waits, unless `overlap_steps` further steps are
 over later:
@@ -223,7 +223,7 @@ def exchanged(sizes: Sequence[int], sync: SyncConfig) -> Exchanged:
 
 
 def state_vectors(sync: SyncConfig, momentum: bool) -> int:
-  """f32 vectors a shard keeps of each fragment: value, the learners' view, momentum."""
+  """f32 vectors a shard keeps of each fragment: value, published value, momentum."""
   return 1 + (sync.publish_codec != "f32") + momentum
 
 

@@ -3,11 +3,12 @@
 Pure arithmetic. Assumptions, besides those of `simulation.bandwidth`:
 
 - All islands step alike, none fails, all take part in every round: the most bytes there can be.
-- A sync is measured from the first cut of a fragment to its new version at the learners, which is
-  what `sync.overlap_steps` is about. Learners come to the ends of their steps independently (in
-  lock-step together), so the last of M cuts (M - 1) / (M + 1) of a step later than the first. One
-  fragment at a time has the links it needs. Its pushes arrive together and share the shard's link;
-  so do the copies of its new version. The last push's part of the merge comes after all pushes.
+- A sync is measured from the first copy-out of a fragment to its new version at the learners, which
+  is what `sync.overlap_steps` is about. Learners come to the ends of their steps independently (in
+  lock-step together), so the last of M copy-outs (M - 1) / (M + 1) of a step later than the first.
+  One fragment at a time has the links it needs. Its pushes arrive together and share the shard's
+  link; so do the copies of its new version. The last push's part of the merge comes after all
+  pushes.
 - A shard merges in one thread. A commit of M pushes touches M + 4 vectors, taking in the m-th push
   2 m (decoding, its norms, its products with the others); `core_gbytes` is the GB/s of f32 that one
   core touches so. In five runs of `scripts/bench_merge.py` (4 and 8 learners, beside other load)
@@ -31,7 +32,7 @@ CORE_GBYTES = 4.0
 
 
 def equal_sizes(parameters: int, fragments: int) -> tuple[int, ...]:
-  """Values of each fragment, if a model is cut into equal ones."""
+  """Values of each fragment, if a model is partitioned into equal ones."""
   return tuple((parameters + i) // fragments for i in range(fragments))
 
 
@@ -70,7 +71,7 @@ class Setting:
 
   @classmethod
   def of(cls, config: Config, sizes: tuple[int, ...], **rates: Any) -> Setting:
-    """Of this config's run, cut into fragments of these sizes; `rates` are the other fields."""
+    """Of this config's run, in fragments of these sizes; `rates` are the other fields."""
     return cls(
       sizes=sizes,
       sync=config.sync,
@@ -99,7 +100,7 @@ class Setting:
 class SyncTime:
   """Seconds of one sync of the largest fragment, in order of time."""
 
-  cuts: float  # from the first learner's end of a step to the last one's
+  copy_outs: float  # from the first learner's end of a step to the last one's
   push: float
   merge: float
   copy: float  # to the buddy, before anybody hears of the version
@@ -120,7 +121,7 @@ class SyncTime:
 class Memory:
   """Bytes of the shard that needs most."""
 
-  state: int  # value, learners' view and momentum of its own fragments
+  state: int  # value, published value and momentum of its own fragments
   copies: int  # of its neighbour's, and its own kept to be sent again
   rounds: int  # pushes as received and decoded, and what a commit makes
 
@@ -218,7 +219,7 @@ def _sync_time(setting: Setting) -> SyncTime:
   hops = 2 * min(away, 1) + 2 * copied  # push and publish, copy and its receipt
   touched = 2 * m + m + 4  # the last push, the commit
   return SyncTime(
-    cuts=0.0 if sync.blocking else setting.step_seconds * (m - 1) / (m + 1),
+    copy_outs=0.0 if sync.blocking else setting.step_seconds * (m - 1) / (m + 1),
     push=seconds(one.push_bytes),
     merge=F32_BYTES * size * touched / (setting.core_gbytes * 1e9),
     copy=8 * F32_BYTES * size * vectors / (shard_gbps * 1e9),

@@ -106,12 +106,12 @@ class Speeds:
   """What a config does not say: how fast things are."""
 
   sizes: tuple[int, ...]  # values of every fragment
-  step_seconds: float = 1.0  # of islands without islands.pace_seconds
+  step_seconds: float = 1.0  # of islands without islands.min_step_seconds
   jitter: float = 0.1  # a step lasts up to this share longer
   gbps: tuple[float, ...] = (0.0,)  # of every island's link, one for all or one each; 0: no limit
   latency_seconds: tuple[float, ...] = (0.001,)  # one way; one for all or one each
   shard_gbps: float = 0.0  # of shards that stand apart; 0: they stand beside islands
-  copy_seconds: float = 0.004  # a cut or a new version between devices and host
+  copy_seconds: float = 0.004  # a copy-out or a new version between devices and host
   merge_gbytes: float = CORE_GBYTES  # GB/s of f32 that a shard merges
   seed: int = 0
 
@@ -146,7 +146,9 @@ class VirtualRun(World):
     sync = config.sync
     self._push_bytes = [codec.payload_bytes(n, sync.push_codec) for n in setting.sizes]
     self._publish_bytes = [codec.payload_bytes(n, sync.publish_codec) for n in setting.sizes]
-    paces = [config.islands.island(m).pace_seconds or setting.step_seconds for m in range(count)]
+    paces = [
+      config.islands.island(m).min_step_seconds or setting.step_seconds for m in range(count)
+    ]
     pace = Pace(
       tuple(paces),
       setting.jitter,
@@ -184,7 +186,7 @@ class VirtualRun(World):
 
   def save(self, snapshot: int, role: Role, part: VirtualPart) -> None:
     super().save(snapshot, role, part)
-    if len(self.cuts) > self.config.checkpoint.keep:
+    if len(self.snapshots) > self.config.checkpoint.keep:
       self.forget(self.config.checkpoint.keep)
 
   # --- the network --------------------------------------------------------------------------------
@@ -275,7 +277,7 @@ class Account:
     self.missing: collections.Counter[str] = collections.Counter()  # why learners had no part
     self._ledger = Ledger()
     self._cut_at: dict[tuple[str, int], tuple[int, float]] = {}  # by learner and fragment
-    self.sync_seconds: list[float] = []  # from a cut to the version that has it
+    self.sync_seconds: list[float] = []  # from a copy-out to the version that has it
     self.traffic: dict[str, tuple[int, int]] = {}  # by role: sent and received bytes
 
   def take(self, event: Event) -> None:
@@ -291,7 +293,7 @@ class Account:
         self.commits += 1
         self.reasons[_NUMBER.sub("N", event.reason.partition(" without ")[0])] += 1
         self.missing.update(_NUMBER.sub("N", why) for why in event.missing.values())
-      case events.Cut():
+      case events.CopyOut():
         self._cut_at[event.role, event.fragment] = event.round, event.time
       case events.Apply() if event.included:
         round_id, cut_at = self._cut_at.get((event.role, event.fragment), (None, 0.0))

@@ -70,13 +70,12 @@ def describe(operation: Operation) -> str:
     case events.Step() as op:
       slow = "" if op.rate_scale == 1 else f", rate x {op.rate_scale:.3g}"
       loss = "" if op.loss is None else f", loss {op.loss:.4f}"
-      return (
-        f"step {op.step}: clock {op.clock}, batch {op.position}, {op.tokens} tokens{slow}{loss}"
-      )
-    case events.Cut() as op:
+      where = f"global step {op.global_step}, batch {op.position}"
+      return f"step {op.step}: {where}, {op.tokens} tokens{slow}{loss}"
+    case events.CopyOut() as op:
       base = f"version {op.version} ({_round(op.base_round)})"
       what = f"{op.steps} steps, {op.tokens} tokens on {base}"
-      return f"cut     {_value(op.fragment, op.round)}: {what}"
+      return f"copy_out {_value(op.fragment, op.round)}: {what}"
     case events.Resend() as op:
       return f"resend  {_value(op.fragment, op.round)}: the push for {_round(op.old_round)}"
     case events.Stage() as op:
@@ -84,8 +83,8 @@ def describe(operation: Operation) -> str:
       return f"stage   {_value(op.fragment, op.round)}: version {op.version}, {op.mode}{mine}"
     case events.Apply() as op:
       return f"apply   {_value(op.fragment, op.round)}: version {op.version}"
-    case events.Recorded(snapshot=snapshot):
-      return f"recorded for snapshot {snapshot}"
+    case events.Captured(snapshot=snapshot):
+      return f"captured for snapshot {snapshot}"
     case events.Saved(snapshot=snapshot, arrays=arrays):
       return f"saved snapshot {snapshot}: {len(arrays)} arrays"
     case events.Donated(fragment=fragment, donation=donation):

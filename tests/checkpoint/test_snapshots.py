@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from ddiloco.checkpoint import snapshots as arrays_lib
 from ddiloco.checkpoint.snapshots import Damaged, Storage
 
-STATE = {"clock": 17, "rounds": {"0": [2**52, 3]}, "rate": 1e-3, "none": None, "text": "α"}
+STATE = {"global_step": 17, "rounds": {"0": [2**52, 3]}, "rate": 1e-3, "none": None, "text": "α"}
 
 
 def make(path, plan_id="plan", warnings=None):

@@ -31,7 +31,7 @@ def log(workdir, *events, role="engine"):
 
 
 RUN = {"name": "r", "num_learners": 3, "num_shards": 1, "num_fragments": 2, "total_tokens": 1000}
-STEP = {"step": 1, "clock": 1, "position": 0, "tokens": 8, "loss": 2.5}
+STEP = {"step": 1, "global_step": 1, "position": 0, "tokens": 8, "loss": 2.5}
 STEP |= {"seconds": 0.1, "gap_seconds": 0.1}
 
 

@@ -27,7 +27,7 @@ def ask(url, path, token, method="GET", body=None):
 @pytest.mark.parametrize("engine", ["threads", "processes"])
 def test_a_run_is_watched_and_struck_from_its_page(tmp_path, engine):
   config, log, workdir = tmp_path / "config.json", tmp_path / "log", tmp_path / "run"
-  config.write_text(tiny(10**7, pace_seconds=0.02).to_json())
+  config.write_text(tiny(10**7, min_step_seconds=0.02).to_json())
   process = start(
     *("train", f"--config={config}", f"--workdir={workdir}", "--cpu", f"--engine={engine}"),
     *("--dashboard=127.0.0.1:0", "--allow_faults"),

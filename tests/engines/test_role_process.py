@@ -123,17 +123,19 @@ def test_a_role_whose_messages_are_dropped_says_so_now_and_then(make, capsys, tm
 
     def role() -> int:
       for count in range(1, 50):
-        drops[0] = (count, "clock is out of range")
+        drops[0] = (count, "global_step is out of range")
         time.sleep(0.005)
       return FINISHED
 
     assert runner.run(role) == FINISHED
   out = capsys.readouterr().out
-  assert "messages of this role: clock is out of range" in out and "syncer-0 has dropped" in out
+  assert (
+    "messages of this role: global_step is out of range" in out and "syncer-0 has dropped" in out
+  )
   assert out.count("syncer-0 has dropped") < 20, "not a line for each"
   events = [e for e in read_events(tmp_path / "r") if e.kind == "dropped"]
   assert {e.peer for e in events} == {"syncer-0", "syncer-1"}
-  assert all(e.reason == "clock is out of range" and e.count > 0 for e in events)
+  assert all(e.reason == "global_step is out of range" and e.count > 0 for e in events)
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGTERM, 0), (signal.SIGINT, INTERRUPTED)])
@@ -228,7 +230,7 @@ def test_a_role_that_starts_again_is_a_new_incarnation(make, tmp_path):
   assert [e.incarnation for e in read_events(tmp_path / "r")] == [first, runner.incarnation]
 
 
-def test_restarts_continue_the_runs_clock(make, tmp_path):
+def test_restarts_continue_the_runs_time(make, tmp_path):
   with make() as runner:
     runner.recorder.record(events.Started())
   with make() as again:
@@ -261,11 +263,11 @@ def test_probes_tell_what_it_waits_for(make, capsys):
     runner.ready = lambda: "syncer-1 is connecting"
     wait_for(lambda: "syncer-1" in ask(f"{url}/readyz")[1])
     assert ask(f"{url}/readyz")[0] == 503 and ask(f"{url}/livez")[0] == 200
-    runner.ready, runner.progress = lambda: "", lambda: "clock 7"
+    runner.ready, runner.progress = lambda: "", lambda: "global step 7"
     wait_for(lambda: ask(f"{url}/readyz")[0] == 200)
     runner.dial()
     status = json.loads(ask(f"{url}/status")[1])
-    assert status["role"] == "learner-3" and status["progress"] == "clock 7"
+    assert status["role"] == "learner-3" and status["progress"] == "global step 7"
     assert status["links"]["syncer-0"]["state"] == "up"
 
 
@@ -273,12 +275,12 @@ def test_lines_of_progress_and_at_once_what_matters(make, capsys):
   with make() as runner:
     runner.ready = lambda: "compiling"
     wait_for(lambda: "learner-3: waits: compiling" in capsys.readouterr().out)
-    runner.ready, runner.progress = lambda: "", lambda: "clock 7"
-    wait_for(lambda: "learner-3: clock 7" in capsys.readouterr().out)
-    runner.recorder.record(events.Joined(clock=5, seconds=1.0))
-    assert "island 3 joined at clock 5" in capsys.readouterr().out
+    runner.ready, runner.progress = lambda: "", lambda: "global step 7"
+    wait_for(lambda: "learner-3: global step 7" in capsys.readouterr().out)
+    runner.recorder.record(events.Joined(global_step=5, seconds=1.0))
+    assert "island 3 joined at global step 5" in capsys.readouterr().out
     runner.recorder.record(
-      events.Step(step=1, clock=6, position=5, tokens=1, seconds=1.0, gap_seconds=1.0)
+      events.Step(step=1, global_step=6, position=5, tokens=1, seconds=1.0, gap_seconds=1.0)
     )
     assert "step" not in capsys.readouterr().out
 

@@ -150,7 +150,7 @@ def test_islands_of_one_run_may_differ(tmp_path):
     "2": {"devices": 4, "data": 2, "fsdp": 1, "tensor": 2},
   }
   # One pace for all: here they share two cores, and who is much slower than others is never merged.
-  islands = {"overrides": overrides, "pace_seconds": 0.2}
+  islands = {"overrides": overrides, "min_step_seconds": 0.2}
   config = make_config(3, 60, islands=islands, run={"sample_tokens": 0})
   summary, events = train(config, tmp_path)
   started = {e.role: e for e in events if e.kind == "started" and e.mesh}

@@ -73,8 +73,8 @@ def storage_of(workdir) -> Storage:
 
 
 def soon_over(workdir, config: Config) -> Config:
-  clock = max(e.clock for e in read_events(workdir) if e.kind == "step")
-  run = dataclasses.replace(config.run, total_tokens=2 * (clock + 60) * TOKENS)
+  global_step = max(e.global_step for e in read_events(workdir) if e.kind == "step")
+  run = dataclasses.replace(config.run, total_tokens=2 * (global_step + 60) * TOKENS)
   return dataclasses.replace(config, run=run)
 
 

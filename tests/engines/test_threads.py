@@ -65,7 +65,7 @@ class HostIsland(HostParams):
       self.trouble[self.made]()
     return {"loss": 1.0}
 
-  def cut(self, fragment: int):
+  def copy_out(self, fragment: int):
     piece = self._plan.fragments[fragment]
     return [v.copy() for v in (self.params[p.name] for p in piece.pieces)]
 
@@ -78,7 +78,7 @@ class HostIsland(HostParams):
 
   def apply(self, fragment: int, staged: np.ndarray, keep: float) -> None:
     if keep:
-      staged = np.float32(keep) * self.to_host(self.cut(fragment), fragment) + staged
+      staged = np.float32(keep) * self.to_host(self.copy_out(fragment), fragment) + staged
     super().apply(fragment, staged, 0.0)
 
   def params_on_host(self) -> dict[str, np.ndarray]:

@@ -26,18 +26,18 @@ def _lines(workdir, role="learner-0"):
 
 def step(number, **fields):
   lengths = {"seconds": 0.1, "gap_seconds": 0.1} | fields
-  return events.Step(step=number, clock=number, position=0, tokens=8, **lengths)
+  return events.Step(step=number, global_step=number, position=0, tokens=8, **lengths)
 
 
 def test_lines_on_disk(tmp_path, fake_clock):
   with Recorder(tmp_path, "learner-0", 3, start_time=100.0, clock=fake_clock) as recorder:
     fake_clock.now = 100.5
-    recorder.record(events.Joined(clock=7, seconds=0.25))
+    recorder.record(events.Joined(global_step=7, seconds=0.25))
     fake_clock.now = 102.0
     recorder.record(events.Lost(learner=1, versions={2: 5}, reason="late"))
   common = {"role": "learner-0", "incarnation": 3}
   assert _lines(tmp_path) == [
-    {"time": 0.5, **common, "kind": "joined", "clock": 7, "seconds": 0.25},
+    {"time": 0.5, **common, "kind": "joined", "global_step": 7, "seconds": 0.25},
     {"time": 2.0, **common, "kind": "lost", "learner": 1, "versions": {"2": 5}, "reason": "late"},
   ]
   assert recorder.lost_events == 0

@@ -41,7 +41,7 @@ class Log:
   def merge(self, time: float, p: int, round_id: int, base: int, steps: dict[int, int], bad=()):
     """Every learner of `steps` cuts so many steps; the round commits but for the `bad` ones."""
     for m, count in steps.items():
-      self.add(time, f"learner-{m}", "cut", fragment=p, round=round_id, steps=count)
+      self.add(time, f"learner-{m}", "copy_out", fragment=p, round=round_id, steps=count)
     good = {str(m): 1.0 for m in steps if m not in bad}
     fields = {"fragment": p, "round": round_id, "base_round": base, "participants": good}
     self.add(time, "syncer-0", "commit", **fields, rejected={str(m): "far" for m in bad})
@@ -163,7 +163,7 @@ def test_blocked_saving_and_standing_still_have_names():
   log.start(0.0)
   log.steps(1, 20, 0.0)
   log.steps(21, 21, 20.0, gap_seconds=3.0, blocked_seconds=2.0)
-  log.add(23.0, "learner-0", "recorded", seconds=0.5)
+  log.add(23.0, "learner-0", "captured", seconds=0.5)
   log.steps(22, 22, 23.0, gap_seconds=2.0)  # half of its second was no copying
   log.steps(23, 23, 25.0, gap_seconds=31.0)  # stopped between two steps
   log.steps(24, 24, 56.0, gap_seconds=31.0, seconds=31.0)  # and in the middle of one

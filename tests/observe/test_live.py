@@ -56,7 +56,7 @@ def test_plain_line(run_events):
   line = plain_line(view, 25.0)
   assert line.startswith("[0:25]  33%")
   assert "held-out loss 1.944" in line
-  assert "2 joining" in line and f"0 running step {view.islands[0].clock}" in line
+  assert "2 joining" in line and f"0 running step {view.islands[0].global_step}" in line
   assert plain_line(RunState(), 0.0) == "[0:00]   0%"
 
 
@@ -75,7 +75,7 @@ def test_without_a_terminal_there_are_plain_lines_and_all_notes(run_events, fake
   lines = text.splitlines()
   assert "[0:20] island 2: planned kill (restart after 4 s)" in lines
   assert "[0:20] island 2 is down: killed by the fault plan" in lines
-  assert sum("joined at clock 0" in line for line in lines) == 4
+  assert sum("joined at global step 0" in line for line in lines) == 4
   assert lines[-1].startswith("[0:22]") and "2 lost" in lines[-1]
 
 

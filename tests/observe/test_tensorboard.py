@@ -26,7 +26,9 @@ def _read(folder):
 
 
 def test_scalars_of_a_step(make):
-  step = make.step(1.0, 0, 3, clock=50, loss=2.5, tokens=1024, seconds=0.5, learning_rate=0.01)
+  step = make.step(
+    1.0, 0, 3, global_step=50, loss=2.5, tokens=1024, seconds=0.5, learning_rate=0.01
+  )
   assert scalars(step) == (
     50,
     {
@@ -86,7 +88,7 @@ def test_failure_is_one_warning(tmp_path, make, capsys, bad):
   if bad == "path":
     (tmp_path / "tensorboard").write_text("a file where the folder should be")
   else:
-    step = make.changed(step, clock=10**40)
+    step = make.changed(step, global_step=10**40)
   board = TensorBoard(tmp_path, flush_seconds=0.001)
   for _ in range(5):
     board(step)

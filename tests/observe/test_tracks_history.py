@@ -48,7 +48,7 @@ def _kill(make, time, learner, joined=None, merged=None):
     events.append(make.event(joined - 1, "engine", "restart", target=f"learner-{learner}"))
     role = f"learner-{learner}"
     events.append(make.event(joined - 0.5, role, "started", 1, devices=1, mesh=[1], batch_size=1))
-    events.append(make.event(joined, role, "joined", 1, clock=5, seconds=0.5))
+    events.append(make.event(joined, role, "joined", 1, global_step=5, seconds=0.5))
   if merged:
     events.append(make.commit(merged, participants={learner: 1.0}))
   return events
@@ -76,7 +76,7 @@ def test_spans_touch_and_never_overlap(run_events):
 
 
 def test_silence_inside_running_is_stalled(make):
-  joined = make.event(0.5, "learner-0", "joined", clock=0, seconds=0.5)
+  joined = make.event(0.5, "learner-0", "joined", global_step=0, seconds=0.5)
   events = _sorted(
     [make.run_started(num_learners=1), joined], _steps(make, 0, [1, 1.1, 1.2, 9, 9.1])
   )

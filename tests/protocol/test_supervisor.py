@@ -200,15 +200,15 @@ def test_two_kills_that_are_due_together_take_two_lives():
   first, second = kill(at_step=10, seconds=4.0), kill(at_step=11, seconds=-1)
   play = Play(LEARNER, planned=[first, second])
   play(Tick(0.0))
-  assert play(Tick(1.0, clock=9)) == []
-  assert play(Tick(1.0, clock=11)) == [Strike(first)]
-  assert play(Tick(1.5, clock=11)) == [], "the second kill is for its next life"
+  assert play(Tick(1.0, global_step=9)) == []
+  assert play(Tick(1.0, global_step=11)) == [Strike(first)]
+  assert play(Tick(1.5, global_step=11)) == [], "the second kill is for its next life"
   assert play(Exited(LEARNER, 2.0, "killed by SIGKILL")) == [
     Lost(LEARNER, "killed by plan, back in 4 s")
   ]
-  assert play(Tick(5.9, clock=11)) == []
-  assert play(Tick(6.0, clock=11)) == [Start(LEARNER, 1, False)]
-  assert play(Tick(6.1, clock=11)) == [Strike(second)]
+  assert play(Tick(5.9, global_step=11)) == []
+  assert play(Tick(6.0, global_step=11)) == [Start(LEARNER, 1, False)]
+  assert play(Tick(6.1, global_step=11)) == [Strike(second)]
   play(Exited(LEARNER, 6.2))
   assert play.phase() == GONE
 
@@ -227,17 +227,17 @@ def test_a_stalled_role_is_held_let_go_and_heard_when_it_should_end():
   play = Play(LEARNER, planned=[stall, dataclasses.replace(stall, at_step=6, seconds=1e6)])
   play(Tick(0.0))
   assert not pressing(play.state, 0.0)
-  assert play(Tick(10.0, clock=5)) == [Strike(stall), Hold(LEARNER, True)]
-  assert pressing(play.state, 11.9) and play(Tick(11.9, clock=5)) == []
-  assert play(Tick(12.0, clock=5)) == [Hold(LEARNER, False)]
-  play(Tick(13.0, clock=6))
+  assert play(Tick(10.0, global_step=5)) == [Strike(stall), Hold(LEARNER, True)]
+  assert pressing(play.state, 11.9) and play(Tick(11.9, global_step=5)) == []
+  assert play(Tick(12.0, global_step=5)) == [Hold(LEARNER, False)]
+  play(Tick(13.0, global_step=6))
   assert play(Dismiss("learner-")) == [Terminate(LEARNER)]
-  assert play(Tick(14.0, clock=6)) == [] and not pressing(play.state, 14.0)
+  assert play(Tick(14.0, global_step=6)) == [] and not pressing(play.state, 14.0)
 
 
 def test_a_new_life_is_not_held_for_what_the_last_one_suffered():
   play = Play(LEARNER, planned=[Fault("stall", LEARNER, at_step=0, seconds=1e6)])
-  play(Tick(0.0, clock=-1))
+  play(Tick(0.0, global_step=-1))
   play(Tick(0.0))
   play(Exited(LEARNER, 1.0))
   assert play(Tick(2.0)) == [Start(LEARNER, 1, False)] and play(Tick(2.1)) == []
@@ -246,10 +246,10 @@ def test_a_new_life_is_not_held_for_what_the_last_one_suffered():
 def test_strike_takes_the_first_fault_that_is_due_and_leaves_the_others():
   late, by_time, early = kill(at_step=50), kill(at_seconds=3.0), kill(at_step=5)
   plan = (late, by_time, early)
-  assert strike(plan, clock=4, seconds=2.9) == (None, plan)
-  assert strike(plan, clock=5, seconds=0.0) == (early, (late, by_time))
-  assert strike(plan, clock=5, seconds=3.0) == (by_time, (late, early))
-  assert strike((), clock=10**9, seconds=1e9) == (None, ())
+  assert strike(plan, global_step=4, seconds=2.9) == (None, plan)
+  assert strike(plan, global_step=5, seconds=0.0) == (early, (late, by_time))
+  assert strike(plan, global_step=5, seconds=3.0) == (by_time, (late, early))
+  assert strike((), global_step=10**9, seconds=1e9) == (None, ())
 
 
 def test_a_stalled_process_stands_still_until_its_time_is_over():
@@ -287,16 +287,16 @@ def test_a_learner_joins_and_is_asked_to_leave_also_when_it_has_died_meanwhile()
   fault = Fault("drop", "learner-7", at_step=25)
   play = Play(LEARNER, planned=[join, fault])
   play(Tick(0.0))
-  assert play(Tick(3.0, clock=20)) == [Joined(join), Start("learner-7", 0, False)]
-  assert play(Tick(4.0, clock=25)) == [Strike(fault)]
-  assert play(Tick(13.0, clock=30)) == [Terminate("learner-7")]
-  assert play(Tick(14.0, clock=30)) == []
+  assert play(Tick(3.0, global_step=20)) == [Joined(join), Start("learner-7", 0, False)]
+  assert play(Tick(4.0, global_step=25)) == [Strike(fault)]
+  assert play(Tick(13.0, global_step=30)) == [Terminate("learner-7")]
+  assert play(Tick(14.0, global_step=30)) == []
   play(Exited("learner-7", 15.0))
-  assert play(Tick(16.0, clock=30)) == [Start("learner-7", 1, False)]
-  assert play(Tick(16.1, clock=30)) == [Terminate("learner-7")]
+  assert play(Tick(16.0, global_step=30)) == [Start("learner-7", 1, False)]
+  assert play(Tick(16.1, global_step=30)) == [Terminate("learner-7")]
   assert play(Left("learner-7")) == []
   play(Requested(join))
-  assert play(Tick(20.0, clock=40)) == [], "who was here before does not come again"
+  assert play(Tick(20.0, global_step=40)) == [], "who was here before does not come again"
 
 
 def test_who_is_dismissed_does_not_come_back():
@@ -360,7 +360,7 @@ class World:
     planned = [self._fault() for _ in range(rng.randint(0, 8))]
     quorum = rng.randint(0, len(self.names) - 1)
     self.play = Play(*self.names, run=self.run, planned=planned, quorum=quorum)
-    self.now, self.clock = 0.0, 0
+    self.now, self.global_step = 0.0, 0
     self.up: set[str] = set()
     self.held: set[str] = set()
     self.dying: set[str] = set()  # a planned kill was performed
@@ -415,7 +415,7 @@ class World:
   def step(self) -> None:
     rng = self.random
     self.now += rng.choice([0.0, 0.01, 0.5, 5.0])
-    self.clock += rng.randint(0, 2)
+    self.global_step += rng.randint(0, 2)
     what, name = rng.random(), rng.choice(sorted(self.play.state.roles))
     if name in self.dying and what < 0.5:
       self.end(name, good=False)
@@ -425,7 +425,7 @@ class World:
       self.tell(Working(name, self.now))
     elif what < 0.25:
       self.tell(Requested(self._fault()))
-    self.tell(Tick(self.now, self.clock, self.now))
+    self.tell(Tick(self.now, self.global_step, self.now))
 
 
 @pytest.mark.parametrize("seed", range(300))
@@ -438,7 +438,7 @@ def test_no_role_is_lost_and_none_started_twice(seed):
     assert all(world.now < role.start_at <= world.now + longest for role in down)
   assert world.hopeless <= 1 and bool(world.hopeless) == bool(world.play.state.hopeless)
   world.now += 100.0
-  world.tell(Tick(world.now, world.clock, world.now))
+  world.tell(Tick(world.now, world.global_step, world.now))
   for name, role in world.play.state.roles.items():
     assert role.phase in (UP, LEFT, GONE), f"{name} was never started again"
   world.tell(Dismiss(""))

@@ -1,7 +1,7 @@
 """The virtual world of `ddiloco.simulation` in random weather, with a ledger that judges it.
 
 The ledger plays the parameters and checks what happens to every step; the history keeps every
-action, and a snapshot must be a consistent cut.
+action, and a snapshot must be consistent.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Checks(Observer):
   def on(self, actor: Actor, action: Any, event: Any) -> Any:
     match action:
       case CopyOut(push):
-        return self.ledger.cut(actor, push)
+        return self.ledger.copy_out(actor, push)
       case SendValue(value):
         return self.ledger.give(actor, value)
       case Stage(publish):
@@ -84,14 +84,16 @@ class Checks(Observer):
   def published(self, actor: Actor, message: Any) -> None:
     assert message.round == self.ledger.held[message.fragment], "it has no other"
 
-  def complete(self, snapshot: int, cut: Mapping[Role, VirtualPart]) -> None:
-    seen = {
-      n if kind == "learner" else causality.shard_key(n): part.state.seen
-      for (kind, n), part in cut.items()
+  def complete(self, snapshot: int, states: Mapping[Role, VirtualPart]) -> None:
+    clocks = {
+      n if kind == "learner" else causality.shard_key(n): part.state.vector_clock
+      for (kind, n), part in states.items()
     }
-    assert not causality.violations(seen), f"no cut: {causality.violations(seen)} of {seen}"
-    learners = {r[1]: (v.incarnation, v.parameters) for r, v in cut.items() if r[0] == "learner"}
-    shards = [part for role, part in cut.items() if role[0] == "syncer"]
+    assert not causality.violations(clocks), (
+      f"inconsistent: {causality.violations(clocks)} of {clocks}"
+    )
+    learners = {r[1]: (v.incarnation, v.parameters) for r, v in states.items() if r[0] == "learner"}
+    shards = [part for role, part in states.items() if role[0] == "syncer"]
     fragments = {f.index: (v.incarnation, f) for v in shards for f in v.state.fragments}
     self.ledger.check_cut(learners, fragments)
 

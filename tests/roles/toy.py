@@ -100,7 +100,7 @@ class ToyIsland:
     self.position += 1
     return {"loss": float(np.sum(self.params["scale"] ** 2))}
 
-  def cut(self, fragment: int) -> np.ndarray:
+  def copy_out(self, fragment: int) -> np.ndarray:
     return fragments.gather(self.plan.fragments[fragment], self.params)
 
   def to_host(self, pieces: np.ndarray, fragment: int) -> np.ndarray:
@@ -117,7 +117,7 @@ class ToyIsland:
     mixed = staged if keep == 0 else np.float32(keep) * local + staged
     fragments.scatter(piece, mixed, self.params)
 
-  def cut_moments(self, fragment: int) -> list[np.ndarray]:
+  def copy_out_moments(self, fragment: int) -> list[np.ndarray]:
     return [fragments.gather(self.plan.fragments[fragment], self.mean)]
 
   def count(self) -> int:

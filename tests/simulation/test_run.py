@@ -88,14 +88,16 @@ def test_an_undisturbed_run_ends_with_the_tokens_merged_and_nobody_waits():
   assert found.uptime == 1.0 and found.goodput > 0.85
   assert found.goodput + sum(found.causes.values()) == pytest.approx(1.0)
   total = sum(e.steps for e in of(events, "commit"))
-  cut = sum(e.steps for e in of(events, "cut"))
+  sent = sum(e.steps for e in of(events, "copy_out"))
   made = 4 * len(of(events, "step"))  # each step is in four fragments
-  assert total <= cut <= made and total * TOKENS == sum(e.tokens for e in of(events, "commit"))
+  assert total <= sent <= made and total * TOKENS == sum(e.tokens for e in of(events, "commit"))
 
 
 def test_lock_step_waits_for_the_slowest():
   config = make(min_quorum=3, blocking=True)
-  slow = dataclasses.replace(config.islands, overrides={"2": {"pace_seconds": 2 * STEP_SECONDS}})
+  slow = dataclasses.replace(
+    config.islands, overrides={"2": {"min_step_seconds": 2 * STEP_SECONDS}}
+  )
   _, events = play(dataclasses.replace(config, islands=slow))
   blocked = {m: 0.0 for m in range(3)}
   for event in of(events, "step"):
@@ -110,7 +112,7 @@ def test_lock_step_waits_for_the_slowest():
 def sync_seconds(events: list[dict]) -> list[float]:
   cut_at, found = {}, []
   for event in events:
-    if event.kind == "cut":
+    if event.kind == "copy_out":
       cut_at[event.role, event.fragment, event.round] = event.time
     if event.kind == "apply" and event.included:
       key = event.role, event.fragment, event.round
@@ -119,7 +121,7 @@ def sync_seconds(events: list[dict]) -> list[float]:
 
 
 def test_a_push_takes_its_bytes_over_the_link_and_the_latency():
-  """One island, a shard at a place of its own: cut, up, merge, down, stage, by hand."""
+  """One island, a shard at a place of its own: copy-out, up, merge, down, stage, by hand."""
   sizes, gbps, latency = (250_000,) * 4, 0.1, 0.03
   config = make(learners=1, num_shards=1, grace_safety=0.0)
   _, events = play(

@@ -68,7 +68,7 @@ def test_events_have_the_fields_of_a_real_run(both):
       found[event.kind] |= msgspec.to_builtins(event).keys()
     fields.append(found)
   threads, virtual = fields
-  assert virtual.keys() >= {"run_started", "started", "owns", "joined", "step", "cut", "push"}
+  assert virtual.keys() >= {"run_started", "started", "owns", "joined", "step", "copy_out", "push"}
   assert virtual.keys() >= {"stage", "apply", "round", "commit", "member", "fault", "run_finished"}
   shared = threads.keys() & virtual.keys()
   assert len(shared) >= 17
