@@ -172,7 +172,7 @@ def write(workdir: Path, count: int) -> int:
     role = event.role
     if role not in files:
       files[role] = (workdir / "events" / f"{role}.jsonl").open("wb")
-    written += files[role].write(to_line(event))
+    written += files[role].write(to_line(event, begins=not files[role].tell()))
   for file in files.values():
     file.close()
   return written

@@ -116,7 +116,7 @@ def _checkpointer() -> ocp.Checkpointer:
   return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
 
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 META = "meta.json"
 ARRAYS = "arrays"

@@ -204,7 +204,7 @@ class RunFollower:
       self.health.beat()
       try:
         self._look()
-      except OSError as error:  # a file system that is away for a while
+      except (OSError, ConfigError) as error:  # a file system that is away; logs of another format
         self.health.not_ready(str(error))
       self._ended.wait(POLL_SECONDS)
 

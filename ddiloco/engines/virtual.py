@@ -33,8 +33,9 @@ class Logs:
     self._lines: dict[str, list[bytes]] = {}
 
   def take(self, event: Event) -> None:
+    begins = event.role not in self._lines
     lines = self._lines.setdefault(event.role, [])
-    lines.append(to_line(event))
+    lines.append(to_line(event, begins))
     if len(lines) >= LINES:
       self._write(event.role, lines)
 

@@ -1,8 +1,8 @@
 """What a role writes into its event log: one class for each kind of event. PURE.
 
 An event is written and read through the same class. Its kind is the name of the class in small
-letters (`RunStarted` is "run_started"). The role that records an event leaves `time`, `role` and
-`incarnation` open; its recorder fills them in. On disk an event is one line of JSON, `encode` and
+letters (`RunStarted` is "run_started"). The role that records an event leaves the fields of `Event`
+open; its recorder fills them in. On disk an event is one line of JSON, `encode` and
 `decode` are its two directions: fields that have their default value are left out, and a number
 that is not finite, which JSON has not, is the text "nan", "inf" or "-inf".
 """
@@ -14,6 +14,7 @@ from typing import Any, Literal, Union
 
 import msgspec
 
+LOG_FORMAT = 2  # of kinds and fields; logs of the first had no number
 MOST_SECONDS = 1e11  # three thousand years
 MOST_DEPTH = 16  # of lists and objects in each other; no event has more than four
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -31,6 +32,7 @@ class Event(msgspec.Struct, frozen=True, tag_field="kind", tag=_kind, omit_defau
   time: float = math.nan  # seconds since the run started, by the role's own clock
   role: str = ""  # whose log it is in
   incarnation: int = 0  # of the role
+  format: int = 0  # `LOG_FORMAT`, in the first event that an incarnation writes
 
   @property
   def kind(self) -> str:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ddiloco.config import ConfigError
-from ddiloco.observe.eventlog import lines_of
+from ddiloco.observe.eventlog import lines_of, logs_in
 from ddiloco.observe.style import MUTED, island_colour
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Event
@@ -23,9 +23,12 @@ from ddiloco.workdir import saved_config
 
 
 def read_trace(workdir: str | os.PathLike[str]) -> Trace:
-  """The trace in WORKDIR/events; without the folder an empty one."""
-  paths = (Path(workdir) / "events").glob("*.jsonl")
-  return reader.read({path.stem: _lines(path) for path in paths})
+  """The trace in WORKDIR/events; without the folder an empty one.
+
+  Raises:
+    ConfigError: a log is of another format.
+  """
+  return reader.read({path.stem: _lines(path) for path in logs_in(workdir)})
 
 
 def _lines(path: Path) -> Iterator[Event | None]:
@@ -119,7 +122,8 @@ def open_trace(workdir: Path) -> Trace:
   """The trace of a run.
 
   Raises:
-    ConfigError: there is no run in `workdir`, or nothing happened in it yet.
+    ConfigError: there is no run in `workdir`, nothing happened in it yet, or another version of
+      ddiloco wrote its logs.
   """
   saved_config(workdir)
   trace = read_trace(workdir)

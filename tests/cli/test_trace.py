@@ -10,6 +10,7 @@ import pytest
 
 from ddiloco import cli, environment
 from ddiloco.config import Config
+from ddiloco.protocol.events import LOG_FORMAT
 from tests.trace.traces import Logs, find, good
 
 
@@ -23,6 +24,7 @@ def write(workdir: Path, logs: Logs) -> Path:
   (workdir / "events").mkdir(parents=True)
   (workdir / "config.json").write_text(Config().to_json())
   for role, events in logs.items():
+    events = [{"format": LOG_FORMAT, **event} for event in events]
     lines = "".join(json.dumps(event) + "\n" for event in events)
     (workdir / "events" / f"{role}.jsonl").write_text(lines)
   return workdir

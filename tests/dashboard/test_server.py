@@ -15,6 +15,7 @@ from ddiloco.config import Config, ConfigError, Fault
 from ddiloco.dashboard import server as module
 from ddiloco.dashboard.server import Dashboard, Where
 from ddiloco.network.webserver import MAX_CONNECTIONS
+from ddiloco.protocol.events import LOG_FORMAT
 from ddiloco.workdir import OUTCOME, STARTED
 
 SECONDS = 20
@@ -26,7 +27,8 @@ def log(workdir, *events, role="engine"):
   (workdir / "events").mkdir(parents=True, exist_ok=True)
   with (workdir / "events" / f"{role}.jsonl").open("a") as file:
     for time_, kind, fields in events:
-      event = {"time": time_, "role": role, "incarnation": 0, "kind": kind, **fields}
+      head = {"time": time_, "role": role, "incarnation": 0, "format": LOG_FORMAT, "kind": kind}
+      event = head | fields
       file.write(json.dumps(event) + "\n")
 
 

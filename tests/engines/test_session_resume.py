@@ -232,7 +232,7 @@ def test_the_newest_event_is_found_from_the_end_whatever_a_kill_has_torn(tmp_pat
   log, other = tmp_path / "events" / "syncer-0.jsonl", tmp_path / "events" / "syncer-1.jsonl"
   assert newest_event(tmp_path, events.Snapshot) is None
   log.write_text("")
-  more = '"roles":[],"seconds":1.0'
+  more = f'"roles":[],"seconds":1.0,"format":{events.LOG_FORMAT}'
   lines = [
     f'{{"time":{n},"role":"syncer-0","kind":"snapshot","snapshot":{n},{more}}}\n' for n in (1, 2)
   ]

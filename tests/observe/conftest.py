@@ -192,7 +192,8 @@ def write_log(workdir, events):
   """The events as their roles would have written them."""
   (workdir / "events").mkdir(parents=True, exist_ok=True)
   for role in {each.role for each in events}:
-    lines = [to_line(each) for each in events if each.role == role]
+    mine = [each for each in events if each.role == role]
+    lines = [to_line(each, begins=not i) for i, each in enumerate(mine)]
     (workdir / "events" / f"{role}.jsonl").write_bytes(b"".join(lines))
 
 

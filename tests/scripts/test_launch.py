@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from ddiloco import config as config_lib
+from ddiloco.protocol.events import LOG_FORMAT
 from tests.scripts.commands import SCRIPTS
 
 
@@ -30,9 +31,11 @@ if "--fail" in sys.argv: sys.exit("no cable")
 (workdir / "events").mkdir(parents=True, exist_ok=True)
 (workdir / "config.json").write_text(pathlib.Path(flags["config"]).read_text())
 (workdir / "outcome.json").write_text('{"reason": "finished"}')
-line = {"time": 0.0, "role": "engine", "incarnation": 0, "kind": "run_finished", "reason": ""}
+line = {"time": 0.0, "role": "engine", "incarnation": 0, "kind": "run_finished", "reason": "",
+        "format": LOG_FORMAT}
 with (workdir / "events" / "engine.jsonl").open("a") as file: file.write(json.dumps(line) + "\\n")
 """
+  stand_in = stand_in.replace("LOG_FORMAT", str(LOG_FORMAT))
   monkeypatch.setattr(module, "PROGRAM", (sys.executable, "-S", "-c", stand_in))
   return module
 
