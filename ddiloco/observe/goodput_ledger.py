@@ -120,7 +120,7 @@ class IslandAccount:
     self.sums = StepSums(exact_steps)  # of the steps of this life and those it goes on from
     # By fragment, up to which step all is merged or given up, and the sum of these.
     self.settled: dict[int, tuple[int, float]] = {}
-    self._cuts: dict[int, dict[int, PushedSteps]] = {}  # by fragment and round
+    self._pushed: dict[int, dict[int, PushedSteps]] = {}  # by fragment and round
     self.recent: collections.deque[float] = collections.deque(maxlen=RECENT_STEPS)
     self.live_seconds = 0.0
     self.allocated_seconds = 0.0
@@ -219,7 +219,7 @@ class IslandAccount:
   def overwritten(self, fragment: int) -> None:
     """Local progress of the fragment is gone."""
     self.settle(fragment, self.sums.number)
-    self._cuts.pop(fragment, None)
+    self._pushed.pop(fragment, None)
 
   def answered(self, fragment: int, round_id: int) -> float:
     """The chip-seconds of the push that this round merged or refused; 0.0 if none is known."""
