@@ -276,7 +276,7 @@ class Account:
     self.reasons: collections.Counter[str] = collections.Counter()  # why rounds committed
     self.missing: collections.Counter[str] = collections.Counter()  # why learners had no part
     self._ledger = Ledger()
-    self._cut_at: dict[tuple[str, int], tuple[int, float]] = {}  # by learner and fragment
+    self._copied_out_at: dict[tuple[str, int], tuple[int, float]] = {}  # by learner and fragment
     self.sync_seconds: list[float] = []  # from a copy-out to the version that has it
     self.traffic: dict[str, tuple[int, int]] = {}  # by role: sent and received bytes
 
@@ -294,11 +294,11 @@ class Account:
         self.reasons[_NUMBER.sub("N", event.reason.partition(" without ")[0])] += 1
         self.missing.update(_NUMBER.sub("N", why) for why in event.missing.values())
       case events.CopyOut():
-        self._cut_at[event.role, event.fragment] = event.round, event.time
+        self._copied_out_at[event.role, event.fragment] = event.round, event.time
       case events.Apply() if event.included:
-        round_id, cut_at = self._cut_at.get((event.role, event.fragment), (None, 0.0))
+        round_id, copied_out_at = self._copied_out_at.get((event.role, event.fragment), (None, 0.0))
         if round_id == event.round:
-          self.sync_seconds.append(event.time - cut_at)
+          self.sync_seconds.append(event.time - copied_out_at)
       case events.Traffic():
         self.traffic[event.role] = event.sent_bytes, event.received_bytes
 

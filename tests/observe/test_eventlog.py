@@ -65,7 +65,7 @@ def test_roles_are_read_together_in_order_of_time(tmp_path, fake_clock):
 def test_a_log_of_another_format_is_refused_by_name(tmp_path, number):
   """By whoever reads it, and by a role that would append to it."""
   (tmp_path / "events").mkdir()
-  line = {"time": 0.0, "role": "learner-0", "kind": "joined", "clock": 3, "seconds": 0.1}
+  line = {"time": 0.0, "role": "learner-0", "kind": "joined", "another": 3, "seconds": 0.1}
   line |= {} if number is None else {"format": number}
   (tmp_path / "events" / "learner-0.jsonl").write_text(json.dumps(line) + "\n")
   readers = [
