@@ -1,6 +1,6 @@
 // Every panel but the chart: figures, waiting, goodput, versions, participation, links, log events.
 
-import { byId, bytes, clock, compact, html, join, loss, percent, plural, say } from "./format.js";
+import { byId, bytes, clockTime, compact, html, join, loss, percent, plural, say } from "./format.js";
 import { goodput } from "./goodput.js";
 
 const mean = (values) => (values.length ? values.reduce((a, b) => a + b, 0) / values.length : NaN);
@@ -144,7 +144,7 @@ function waiting(status) {
     html(
       "tr",
       null,
-      html("td", null, clock(round.time)),
+      html("td", null, clockTime(round.time)),
       html("td", { class: "number" }, String(round.fragment)),
       html("td", { class: "number" }, String(round.version ?? "–")),
       html("td", { class: "number" }, `${round.seconds.toFixed(2)} s`),
@@ -323,7 +323,7 @@ function logEvents(status) {
       html(
         "li",
         { class: each.tone },
-        html("time", null, clock(each.time)),
+        html("time", null, clockTime(each.time)),
         html("span", null, each.text),
       ),
     );
