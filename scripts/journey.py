@@ -69,7 +69,7 @@ JOURNEY = (
        "The state remembers the push until a publish answers it.", "Push"),
   Stop("protocol/actions.py", "CopyOut",
        "What reducers decide is an action; a role performs it.", "CopyOut"),
-  Stop("roles/exchange.py", "Exchange._cut",
+  Stop("roles/exchange.py", "Exchange._copy_out",
        "The step thread starts the copy and hands the rest to the background thread.", "copy_out"),
   Stop("training/island.py", "Island.copy_out",
        "The fragment's pieces are copied on the devices and set out for the host.",
