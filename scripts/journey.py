@@ -56,7 +56,7 @@ JOURNEY = (
   Stop("protocol/messages.py", "Report",
        "A report is a message of a few integers for each fragment.", "Report"),
   Stop("protocol/members.py", "_on_report",
-       "The owner believes as much of the report as is possible, and sees who is due.", "mark_dirty"),
+       "The owner believes as much of it as is possible, and sees who is due.", "mark_dirty"),
   Stop("protocol/syncer_state.py", "is_due",
        "A fragment is due where a learner has made H steps since its last sync.", "is_due"),
   Stop("protocol/rounds.py", "start_rounds",
