@@ -43,7 +43,7 @@ def get_config(
 
   c.islands.num_learners = learners
   c.islands.batch_size = 4
-  c.islands.pace_seconds = PACE_SECONDS
+  c.islands.min_step_seconds = PACE_SECONDS
   c.sync.num_shards = 2
   c.sync.num_fragments = 4
   c.sync.sync_period = 4

@@ -21,6 +21,6 @@ def get_config():
   }
   c.run.total_tokens = 1_000_000
   c.chaos.faults = (
-    {"action": "slow", "role": "learner/0", "at_step": 20, "seconds": 3600.0, "factor": 1.5},
+    {"action": "slow", "role": "learner-0", "at_step": 20, "seconds": 3600.0, "factor": 1.5},
   )
   return c

@@ -30,5 +30,5 @@ def get_config():
 
   c.run.total_tokens = 4 * 600 * 4 * 128  # learners x steps x batch x length
   c.run.compare_alone = True
-  c.chaos.faults = ({"action": "kill", "role": "learner/2", "at_step": 250, "seconds": 5.0},)
+  c.chaos.faults = ({"action": "kill", "role": "learner-2", "at_step": 250, "seconds": 5.0},)
   return c

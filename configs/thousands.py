@@ -35,9 +35,9 @@ def get_config(learners: str = "2000") -> ml_collections.ConfigDict:
   c.data.sequence_length = 128
   c.islands.num_learners = count
   c.islands.batch_size = 4
-  c.islands.pace_seconds = 1.0
+  c.islands.min_step_seconds = 1.0
   c.islands.overrides = {
-    str(m): {"pace_seconds": 8.0 if m % 100 == 50 else 2.0}
+    str(m): {"min_step_seconds": 8.0 if m % 100 == 50 else 2.0}
     for m in range(count)
     if m % 3 == 0 or m % 100 == 50
   }
@@ -47,14 +47,14 @@ def get_config(learners: str = "2000") -> ml_collections.ConfigDict:
   c.sync.snapshot_steps = 20
   c.run.total_tokens = STEPS * count * 4 * 128 * 2 // 3  # a third of them are slow, some are down
   east = range(count // 2, count // 2 + count // 100)
-  c.chaos.regions = {"east": tuple(f"learner/{m}" for m in east)}
+  c.chaos.regions = {"east": tuple(f"learner-{m}" for m in east)}
   kills = random_kills("thousands", count / MEAN_SECONDS_BETWEEN_KILLS, STEPS, count, DOWN_SECONDS)
   c.chaos.faults = (
     *(dataclasses.asdict(kill) for kill in kills),
-    {"action": "cut", "role": "region/east", "at_seconds": 20.0, "seconds": 10.0},
-    {"action": "throttle", "role": "learner/7", "at_seconds": 10.0, "bits_per_second": 1e8},
-    {"action": "drop", "role": "learner/8", "at_seconds": 10.0, "seconds": 20.0, "share": 0.2},
-    {"action": "stall", "role": "learner/9", "at_seconds": 15.0, "seconds": 10.0},
-    {"action": "kill", "role": "syncer/1", "at_seconds": 30.0, "seconds": 2.0},
+    {"action": "cut", "role": "region-east", "at_seconds": 20.0, "seconds": 10.0},
+    {"action": "throttle", "role": "learner-7", "at_seconds": 10.0, "bits_per_second": 1e8},
+    {"action": "drop", "role": "learner-8", "at_seconds": 10.0, "seconds": 20.0, "share": 0.2},
+    {"action": "stall", "role": "learner-9", "at_seconds": 15.0, "seconds": 10.0},
+    {"action": "kill", "role": "syncer-1", "at_seconds": 30.0, "seconds": 2.0},
   )
   return c

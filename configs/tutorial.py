@@ -21,7 +21,7 @@ def get_config():
 
   c.islands.num_learners = 4
   c.islands.batch_size = 4
-  c.islands.pace_seconds = 0.02  # as fast on every machine, so that planned times mean the same
+  c.islands.min_step_seconds = 0.02  # as fast on every machine, so that planned times mean the same
   c.data.sequence_length = 64
 
   c.sync.num_shards = 2

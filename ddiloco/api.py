@@ -221,7 +221,7 @@ def simulate(
 
   Args:
     config: the run's.
-    step_seconds: of islands without islands.pace_seconds.
+    step_seconds: of islands without islands.min_step_seconds.
     gbps: Gbit/s of every island's link; 0: no limit.
     latency_seconds: one way.
     workdir: gets the events, for dashboard and report; None: nothing is written.
@@ -236,10 +236,10 @@ def simulate(
   """
   from ddiloco.engines import virtual
   from ddiloco.roles import initial
-  from ddiloco.simulation.run import Setting
+  from ddiloco.simulation.run import Speeds
 
   config = _checked(config)
-  setting = Setting(
+  setting = Speeds(
     sizes=initial.fragment_sizes(config),
     step_seconds=step_seconds,
     gbps=(gbps,),

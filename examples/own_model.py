@@ -132,11 +132,11 @@ def get_config():
   c.inner.custom, c.inner.learning_rate, c.inner.warmup_steps = f"{__file__}:inner", 0.05, 20
 
   c.islands.num_learners, c.islands.batch_size = ISLANDS, BATCH
-  c.islands.pace_seconds = 0.02  # so that a minute's run has time for a kill and a return
+  c.islands.min_step_seconds = 0.02  # so that a minute's run has time for a kill and a return
   c.sync.num_fragments, c.sync.sync_period = 4, 8
   c.sync.snapshot_steps = 100
   c.run.total_tokens = ISLANDS * STEPS * BATCH
-  c.chaos.faults = ({"action": "kill", "role": "learner/2", "at_step": 200, "seconds": 1.0},)
+  c.chaos.faults = ({"action": "kill", "role": "learner-2", "at_step": 200, "seconds": 1.0},)
   return c
 
 

@@ -120,7 +120,7 @@ class Log(NullRecorder):
       case events.Step():
         self.steps.append(Step(now, event.gap_seconds, self._captured))
         self._captured = False
-      case events.Recorded():
+      case events.Captured():
         self.under_way[event.snapshot], self._captured = now, True
       case events.Saved() | events.Unsaved():
         self.saves.append((self.under_way.pop(event.snapshot), now))

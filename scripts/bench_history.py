@@ -58,35 +58,40 @@ def made_up(seed: int = 0) -> Iterator[Event]:
       taken = {"fragment": p, "version": 0, "round": -1, "mode": "overwrite", "included": False}
       yield _event(3.0, f"learner-{m}", "stage", **taken)
       yield _event(3.0, f"learner-{m}", "apply", **taken)
-  clock, away, gone = 0, {}, -1
+  global_step, away, gone = 0, {}, -1
   while True:
-    clock += 1
-    now = 3.0 + clock * STEP_SECONDS
-    if clock % KILL_STEPS == 0:
+    global_step += 1
+    now = 3.0 + global_step * STEP_SECONDS
+    if global_step % KILL_STEPS == 0:
       gone = chance.randrange(ISLANDS)
-      away[gone] = clock + DOWN_STEPS
-      yield _event(now, "engine", "fault", target=f"learner/{gone}", action="kill", seconds=0.0)
-      yield _event(now, "engine", "exit", target=f"learner/{gone}", reason="killed by plan")
-    for m in [m for m, until in away.items() if until == clock]:
+      away[gone] = global_step + DOWN_STEPS
+      yield _event(now, "engine", "fault", target=f"learner-{gone}", action="kill", seconds=0.0)
+      yield _event(now, "engine", "exit", target=f"learner-{gone}", reason="killed by plan")
+    for m in [m for m, until in away.items() if until == global_step]:
       del away[m]
-      lives[m], made[m] = lives[m] + 1, max(0, made[m] - clock % SNAPSHOT_STEPS)
+      lives[m], made[m] = lives[m] + 1, max(0, made[m] - global_step % SNAPSHOT_STEPS)
       since[m] = [min(each, made[m]) for each in since[m]]
-      yield _event(now - 2.0, "engine", "restart", target=f"learner/{m}")
-      yield from _begins(now - 1.0, m, lives[m], clock)
+      yield _event(now - 2.0, "engine", "restart", target=f"learner-{m}")
+      yield from _begins(now - 1.0, m, lives[m], global_step)
     here = [m for m in range(ISLANDS) if m not in away]
-    yield from _steps(now, here, made, lives, clock, chance)
-    p = clock % FRAGMENTS
-    base, round_id = rounds[p], clock
+    yield from _steps(now, here, made, lives, global_step, chance)
+    p = global_step % FRAGMENTS
+    base, round_id = rounds[p], global_step
     shard = f"syncer-{p % SHARDS}"
     opened = {"fragment": p, "round": round_id, "version": versions[p]}
     yield _event(now + 0.1, shard, "round", **opened, asked=here)
     for m in here:
       steps = made[m] - since[m][p]
-      cut = {"version": versions[p], "base_round": base, "steps": steps, "tokens": steps * TOKENS}
+      made_of = {
+        "version": versions[p],
+        "base_round": base,
+        "steps": steps,
+        "tokens": steps * TOKENS,
+      }
       who, pushed = (now + 0.2 + m / 1000, f"learner-{m}"), {"fragment": p, "round": round_id}
-      yield _event(*who, "cut", lives[m], **pushed, **cut)
-      del cut["base_round"]
-      yield _event(*who, "push", lives[m], **pushed, **cut, bytes=10**9)
+      yield _event(*who, "copy_out", lives[m], **pushed, **made_of)
+      del made_of["base_round"]
+      yield _event(*who, "push", lives[m], **pushed, **made_of, bytes=10**9)
     yield _commit(now + 1.0, p, round_id, base, versions[p] + 1, merged, made, since, here)
     versions[p], rounds[p] = versions[p] + 1, round_id
     for m in here:
@@ -95,25 +100,30 @@ def made_up(seed: int = 0) -> Iterator[Event]:
       taken = {"fragment": p, "version": versions[p], "round": round_id, "mode": "rebase"}
       yield _event(*who, "stage", lives[m], **taken, included=True)
       yield _event(*who, "apply", lives[m], **taken, included=True)
-    yield from _now_and_then(now + 3.0, clock, here, lives, merged)
+    yield from _now_and_then(now + 3.0, global_step, here, lives, merged)
 
 
 def _event(time_: float, role: str, kind: str, incarnation: int = 0, **fields: Any) -> Event:
   return KINDS[kind](time=time_, role=role, incarnation=incarnation, **fields)
 
 
-def _begins(now: float, m: int, life: int, clock: int) -> Iterator[Event]:
+def _begins(now: float, m: int, life: int, global_step: int) -> Iterator[Event]:
   fields = {"devices": 64, "mesh": [1, 64, 1], "batch_size": 128, "learners": ISLANDS}
   yield _event(now, f"learner-{m}", "started", life, **fields, planned_steps=10**6)
-  yield _event(now + 0.5, f"learner-{m}", "joined", life, clock=clock, seconds=0.5)
+  yield _event(now + 0.5, f"learner-{m}", "joined", life, global_step=global_step, seconds=0.5)
 
 
-def _steps(now, here, made, lives, clock, chance) -> Iterator[Event]:
+def _steps(now, here, made, lives, global_step, chance) -> Iterator[Event]:
   for m in here:
     made[m] += 1
-    loss = 1.5 + 9.0 / math.sqrt(clock) + chance.gauss(0, 0.03)
+    loss = 1.5 + 9.0 / math.sqrt(global_step) + chance.gauss(0, 0.03)
     seconds = STEP_SECONDS + chance.uniform(-0.1, 0)
-    fields = {"step": made[m], "clock": clock, "position": clock, "loss": round(loss, 6)}
+    fields = {
+      "step": made[m],
+      "global_step": global_step,
+      "position": global_step,
+      "loss": round(loss, 6),
+    }
     fields |= {"grad_norm": 0.123456, "learning_rate": 3.1e-4, "tokens": TOKENS}
     fields |= {"seconds": round(seconds, 6), "gap_seconds": STEP_SECONDS, "blocked_seconds": 0.0}
     yield _event(now + m / 1000, f"learner-{m}", "step", lives[m], **fields)
@@ -132,22 +142,24 @@ def _commit(now, p, round_id, base, version, merged, made, since, here) -> Event
   return _event(now, f"syncer-{p % SHARDS}", "commit", **fields, **timed)
 
 
-def _now_and_then(now, clock, here, lives, merged) -> Iterator[Event]:
+def _now_and_then(now, global_step, here, lives, merged) -> Iterator[Event]:
   roles = [(f"learner-{m}", lives[m]) for m in here] + [(f"syncer-{s}", 0) for s in range(SHARDS)]
-  for role, life in roles if clock % 2 == 0 else ():
-    sent = {"sent_bytes": clock * 10**9, "received_bytes": clock * 10**9}
+  for role, life in roles if global_step % 2 == 0 else ():
+    sent = {"sent_bytes": global_step * 10**9, "received_bytes": global_step * 10**9}
     yield _event(now, role, "traffic", life, **sent)
-  for role, life in roles if clock % SNAPSHOT_STEPS == 0 else ():
-    snapshot = clock // SNAPSHOT_STEPS
-    yield _event(now, role, "recorded", life, snapshot=snapshot, seconds=0.05)
+  for role, life in roles if global_step % SNAPSHOT_STEPS == 0 else ():
+    snapshot = global_step // SNAPSHOT_STEPS
+    yield _event(now, role, "captured", life, snapshot=snapshot, seconds=0.05)
     arrays = {f"layer{i}/kernel": 3_000_000_000 + i for i in range(40)}
     yield _event(now, role, "saved", life, snapshot=snapshot, arrays=arrays)
-  if clock % SNAPSHOT_STEPS == 0:
+  if global_step % SNAPSHOT_STEPS == 0:
     names = [role for role, _ in roles]
     yield _event(now, "syncer-0", "snapshot", snapshot=snapshot, roles=names, seconds=20.0)
-  if clock % 50 == 0:
-    tokens, loss = sum(merged) // FRAGMENTS, 1.5 + 9.0 / math.sqrt(clock)
-    yield _event(now, "evaluator", "evaluation", merged_tokens=tokens, clock=clock, loss=loss)
+  if global_step % 50 == 0:
+    tokens, loss = sum(merged) // FRAGMENTS, 1.5 + 9.0 / math.sqrt(global_step)
+    yield _event(
+      now, "evaluator", "evaluation", merged_tokens=tokens, global_step=global_step, loss=loss
+    )
 
 
 def write(workdir: Path, count: int) -> int:
@@ -160,7 +172,7 @@ def write(workdir: Path, count: int) -> int:
     role = event.role
     if role not in files:
       files[role] = (workdir / "events" / f"{role}.jsonl").open("wb")
-    written += files[role].write(to_line(event))
+    written += files[role].write(to_line(event, begins=not files[role].tell()))
   for file in files.values():
     file.close()
   return written

@@ -66,7 +66,7 @@ def make_config(learners: int, kills: int, every: float, quick: bool) -> Config:
   faults = [
     {
       "action": "kill",
-      "role": f"learner/{learners - 1}",
+      "role": f"learner-{learners - 1}",
       "at_seconds": warm_up + (2 * i + 1) * every,
       "seconds": BACK_SECONDS,
     }
@@ -98,7 +98,7 @@ class Pinned(ProcessesEngine):
   mine: frozenset[int] = frozenset()
 
   def _spawn(self, name: str) -> Spawn:
-    kind, _, number = name.partition("/")
+    kind, _, number = name.partition("-")
     if kind != "learner" or int(number) == self.config.islands.num_learners - 1:
       return forkserver.spawn
 
@@ -160,7 +160,7 @@ def run(config: Config, folder: Path, seconds: float, mine: frozenset[int]) -> N
 def restarts(events: Iterable[Event]) -> list[tuple[float, float]]:
   """(kill, first merged push of the next incarnation) for each kill; inf: not until the next."""
   events = list(events)
-  kills = [(e.time, e.target.replace("/", "-")) for e in events if e.kind == "fault"]
+  kills = [(e.time, e.target) for e in events if e.kind == "fault"]
   spans = []
   for i, (killed, role) in enumerate(kills):
     until = kills[i + 1][0] if i + 1 < len(kills) else math.inf

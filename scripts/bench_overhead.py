@@ -39,7 +39,7 @@ from ddiloco.chaos.faults import Faults
 from ddiloco.checkpoint.restore import ResumeState, new_learner, new_syncer
 from ddiloco.core import fragments
 from ddiloco.core.commit import MemoryStore, new_fragment
-from ddiloco.network.endpoint import NetworkEndpoint, Run
+from ddiloco.network.endpoint import NetworkEndpoint, RunIdentity
 from ddiloco.network.transport import Endpoint, Hub, learner_address, syncer_address
 from ddiloco.observe.eventlog import NullRecorder
 from ddiloco.protocol import events
@@ -130,7 +130,7 @@ class Bench:
   def endpoint(self, address: str, bind: str | None = None) -> NetworkEndpoint:
     """A connection of this process to the others."""
     size = 4 * sum(self.plan.sizes)
-    run = Run("bench", self.plan.plan_id, max_payload_bytes=size, queue_bytes=3 * size)
+    run = RunIdentity("bench", self.plan.plan_id, max_payload_bytes=size, queue_bytes=3 * size)
     return NetworkEndpoint(address, 0, run, self.config.network, bind=bind)
 
   def train(self, endpoint: Endpoint) -> Measured:

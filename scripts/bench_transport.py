@@ -27,13 +27,13 @@ from pathlib import Path
 import numpy as np
 
 from ddiloco.config import NetworkConfig
-from ddiloco.network.endpoint import NetworkEndpoint, Run
+from ddiloco.network.endpoint import NetworkEndpoint, RunIdentity
 from ddiloco.network.keys import Keys, make_keys
 from ddiloco.network.transport import Hub
 from ddiloco.protocol.messages import Pull, Push, RequestMoments
 
-RUN = Run("bench", "plan", max_payload_bytes=1 << 30, queue_bytes=2 << 30)
-SHARD, LEARNER = "syncer/0", "learner/0"
+RUN = RunIdentity("bench", "plan", max_payload_bytes=1 << 30, queue_bytes=2 << 30)
+SHARD, LEARNER = "syncer-0", "learner-0"
 SECONDS = 60.0
 
 

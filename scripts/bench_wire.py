@@ -48,7 +48,7 @@ class Holder:
       value += 1e-3
     return {}
 
-  def cut(self, fragment: int) -> np.ndarray:
+  def copy_out(self, fragment: int) -> np.ndarray:
     return self.values[fragment].copy()
 
   def to_host(self, pieces: np.ndarray, fragment: int) -> np.ndarray:

@@ -71,8 +71,8 @@ def train(name: str, tokens: int, workdir: Path) -> tuple[dict, Path]:
 
 
 def loss_at(folder: Path, step: int) -> float | None:
-  """Held-out loss of the global model at a step of the run's clock; None if never evaluated."""
-  points = [(e.clock, e.loss) for e in read_events(folder) if e.kind == "evaluation"]
+  """Held-out loss of the global model at a global step; None if never evaluated."""
+  points = [(e.global_step, e.loss) for e in read_events(folder) if e.kind == "evaluation"]
   return float(np.interp(step, *zip(*points))) if points else None
 
 

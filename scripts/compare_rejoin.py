@@ -31,7 +31,7 @@ SMALL = {
   "run.sample_tokens": 0,
 }
 POLICIES = ("own", "peer", "fresh")
-KILL_EVERY = 60  # steps of the run's clock
+KILL_EVERY = 60  # global steps
 DOWN_SECONDS = 0.5
 
 
@@ -39,7 +39,7 @@ def faults(steps: int) -> tuple[dict, ...]:
   """Kills of islands 1, 2, 3 in turn, from step 100 on and not in the last tenth of the run."""
   times = range(100, steps * 9 // 10, KILL_EVERY)
   return tuple(
-    {"action": "kill", "role": f"learner/{1 + i % 3}", "at_step": at, "seconds": DOWN_SECONDS}
+    {"action": "kill", "role": f"learner-{1 + i % 3}", "at_step": at, "seconds": DOWN_SECONDS}
     for i, at in enumerate(times)
   )
 

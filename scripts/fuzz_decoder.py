@@ -53,7 +53,7 @@ MAX_MEMORY_MB = 1024
 CHUNK_BYTES, LARGEST_BYTES, QUEUE_BYTES = 16, 64, 128
 EXIT_MALFORMED, EXIT_USAGE = 1, 2
 PROGRESS_SECONDS = 10.0
-NETWORK_RUN = handshake.Run(RUN, PLAN, LARGEST_BYTES, QUEUE_BYTES)
+NETWORK_RUN = handshake.RunIdentity(RUN, PLAN, LARGEST_BYTES, QUEUE_BYTES)
 
 # --- targets: each returns whether the input was accepted -----------------------------------------
 

@@ -1,6 +1,6 @@
 """Kills a whole run with SIGKILL at random moments and starts it again: what is lost or doubled?
 
-`ddiloco train` of a tiny model; moments are uniform over the run's clock, a fifth of them while it
+`ddiloco train` of a tiny model; moments are uniform over the global step, a fifth of them while it
 starts and compiles, some at its very end. After each kill the checkpoints and event logs must fit:
 the newest committed snapshot is undamaged and no older than before, the next life begins with
 exactly that, and on the way to its values no push is counted twice and the tokens add up. In the
@@ -33,7 +33,7 @@ from typing import Any
 
 import launch
 
-from ddiloco.checkpoint.records import Damaged
+from ddiloco.checkpoint.signed_json import Damaged
 from ddiloco.checkpoint.snapshots import Storage
 from ddiloco.config import CheckpointConfig, Config, from_dict
 from ddiloco.engines.children import processes_of
@@ -78,18 +78,21 @@ def config_of(seed: int, steps: int) -> Config:
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-  """When a life is killed: in its start, or when the run's clock has come so far, and a bit."""
+  """When a life is killed: in its start, or when the global step has come so far, and a bit."""
 
-  clock: int  # -1: in the start
-  share: float  # of the seconds that a start takes, or of a second after the clock
+  global_step: int  # -1: in the start
+  share: float  # of the seconds that a start takes, or of a second after the global step
 
 
 def moments(seed: int, kills: int, steps: int) -> list[Moment]:
   """Of all kills, in order; the first of all while it compiles."""
   source = random.Random(f"kills {seed}")
-  clocks = sorted(int(steps * min(1.0, source.uniform(0.0, 1.03))) for _ in range(kills))
+  steps_at = sorted(int(steps * min(1.0, source.uniform(0.0, 1.03))) for _ in range(kills))
   starts = [i == 0 or source.random() < 0.2 for i in range(kills)]
-  return [Moment(-1 if start else clock, source.random()) for clock, start in zip(clocks, starts)]
+  return [
+    Moment(-1 if start else global_step, source.random())
+    for global_step, start in zip(steps_at, starts)
+  ]
 
 
 # --- processes ------------------------------------------------------------------------------------
@@ -130,15 +133,19 @@ def live(workdir: Path, config: Config, engine: str, moment: Moment | None, star
       now = time.monotonic()
       new = follower.poll()
       events += new
-      clocks = [e.clock for e in new if e.kind == "step"]
+      reached = [e.global_step for e in new if e.kind == "step"]
       if (workdir / OUTCOME).exists():
         moment = None  # its result is there: the run is over, and is left to be measured
-      if clocks and stepped is None:
+      if reached and stepped is None:
         stepped = now - began
-      if moment is not None and moment.clock >= 0 and max(clocks, default=-1) >= moment.clock:
+      if (
+        moment is not None
+        and moment.global_step >= 0
+        and max(reached, default=-1) >= moment.global_step
+      ):
         reached = reached or now
       if moment is not None:
-        early = moment.clock < 0 and now >= began + moment.share * start
+        early = moment.global_step < 0 and now >= began + moment.share * start
         if early or (reached is not None and now >= reached + moment.share):
           break
       if now - began > LIFE_SECONDS:
@@ -299,10 +306,11 @@ def one_life(
     start_seconds=life.start_seconds or data["start_seconds"],
     values=versions,
   )
-  clock = max((e.clock for e in life.events if e.kind == "step"), default=None)
+  global_step = max((e.global_step for e in life.events if e.kind == "step"), default=None)
+  when = "its start" if global_step is None else f"global step {global_step}"
   print(
     f"life {data['lives']}: {'killed' if life.status is None else f'exit {life.status}'} at"
-    f" {'its start' if clock is None else f'clock {clock}'}; snapshot {after.snapshot}, versions"
+    f" {when}; snapshot {after.snapshot}, versions"
     f" {list(versions.values())}{''.join(f'; WRONG: {w}' for w in wrong[:3])}",
     flush=True,
   )

@@ -4,7 +4,7 @@
 
 A world has two to four honest learners and one member with a valid key that sends arbitrary
 well-formed messages at arbitrary moments; in half of them a shard dies with its copies. In every
-world commits and snapshots must go on, no honest learner may wait or be refused, and clocks,
+world commits and snapshots must go on, no honest learner may wait or be refused, and global steps,
 versions, tokens, shares and memory must stay within what honest work can make
 (`tests/protocol/liar.py`). A world is its seed: a failure names it, and `--first=SEED --seeds=1`
 runs it again. 10,000 worlds take about 20 minutes on two cores. Last line: JSON; exit status 1 if a

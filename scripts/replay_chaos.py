@@ -53,8 +53,8 @@ def faults_of(source: random.Random, snapshots: bool) -> list[dict[str, Any]]:
 
   With snapshots steps are slow, so that some are complete before anybody is killed.
   """
-  learners = [f"learner/{m}" for m in range(LEARNERS)]
-  roles = [*learners, *(f"syncer/{s}" for s in range(SHARDS))]
+  learners = [f"learner-{m}" for m in range(LEARNERS)]
+  roles = [*learners, *(f"syncer-{s}" for s in range(SHARDS))]
   kinds = ["kill", *source.choices(["kill", "stall", "slow"], [3, 1, 1], k=source.randint(2, 5))]
   found = []
   for i, action in enumerate(kinds):
@@ -123,14 +123,14 @@ class Bench:
     self._homes: dict[tuple[int, Started], Home] = {}
 
   def run(self, config: Config, workdir: Path, stop_at: int | None = None) -> None:
-    """One run to its end, as `ddiloco train` leaves it; stopped at a clock, it is resumed."""
+    """One run to its end, as `ddiloco train` leaves it; stopped at a global step, it is resumed."""
     workdir.mkdir(parents=True)
     (workdir / "config.json").write_text(config.to_json())
     if stop_at is not None:
       engine = self._engine(config, workdir)
 
       def listen(event: Event) -> None:
-        if getattr(event, "clock", 0) >= stop_at:
+        if getattr(event, "global_step", 0) >= stop_at:
           engine.stop.set()
 
       engine.run([listen])

@@ -84,11 +84,11 @@ class Progress:
     self._seconds, self._said = seconds, 0.0
     self._first = math.nan
 
-  def over(self, clock: int, seconds: float) -> bool:
+  def over(self, global_step: int, seconds: float) -> bool:
     """After so many seconds since the first step."""
     if seconds >= 0 and time.monotonic() - self._said >= PROGRESS_SECONDS:
       self._said = time.monotonic()
-      print(f"  {seconds:.0f} of {self._seconds:.0f} s, step {clock}", flush=True)
+      print(f"  {seconds:.0f} of {self._seconds:.0f} s, step {global_step}", flush=True)
     return seconds >= self._seconds
 
 
@@ -102,7 +102,7 @@ class Ends(Progress):
   def __call__(self, event: Event) -> None:
     if event.kind == "step" and math.isnan(self._first):
       self._first = event.time
-    if event.kind == "step" and self.over(event.clock, event.time - self._first):
+    if event.kind == "step" and self.over(event.global_step, event.time - self._first):
       self._engine.stop.set()
 
 

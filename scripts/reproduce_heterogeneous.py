@@ -30,7 +30,7 @@ from ddiloco.engines import virtual
 from ddiloco.observe import plots
 from ddiloco.observe.style import FAINT, PALETTE
 from ddiloco.simulation import planner
-from ddiloco.simulation.run import Setting
+from ddiloco.simulation.run import Speeds
 
 # Goodput in %, arXiv 2604.21428: 4 islands of TPU v6e and 4 of v5p, 18 % apart, 10 % variance.
 PUBLISHED = {"K = 8": 84.0, "K = 1": 100.0, "K = 1 + grace": 100.0}
@@ -48,7 +48,9 @@ def make_config(row: str, steps: int) -> config_lib.Config:
   """One row's run."""
   c = config_lib.default()
   c.islands.num_learners, c.islands.batch_size, c.data.sequence_length = FAST + SLOW, 1, 1024
-  c.islands.overrides.update({str(m): {"pace_seconds": APART} for m in range(FAST, FAST + SLOW)})
+  c.islands.overrides.update(
+    {str(m): {"min_step_seconds": APART} for m in range(FAST, FAST + SLOW)}
+  )
   c.sync.update(num_shards=4, num_fragments=PERIOD, sync_period=PERIOD, overlap_steps=TAU)
   c.sync.update(apply="overwrite", push_codec="bf16", publish_codec="bf16", **ROWS[row])
   c.sync.snapshot_steps = 0
@@ -58,7 +60,7 @@ def make_config(row: str, steps: int) -> config_lib.Config:
 
 def play(row: str, steps: int, seed: int) -> dict[str, Any]:
   """One run's numbers, all in %."""
-  setting = Setting(
+  setting = Speeds(
     sizes=planner.equal_sizes(PARAMETERS, PERIOD),
     step_seconds=1.0,
     jitter=VARIANCE,

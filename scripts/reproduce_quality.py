@@ -47,13 +47,13 @@ PUBLISHED = {"undisturbed": (70.1, 58.7), "chaos": (69.8, 58.6)}
 
 
 def make_config(
-  row: str, seed: int, tokens: int, faults: int, kinds: Sequence[str], pace_seconds: float
+  row: str, seed: int, tokens: int, faults: int, kinds: Sequence[str], min_step_seconds: float
 ) -> Config:
   c = config_lib.default()
   c.seed = seed
   c.model.num_layers = 2
   c.data.sequence_length = LENGTH
-  c.islands.update(num_learners=LEARNERS, batch_size=BATCH, pace_seconds=pace_seconds)
+  c.islands.update(num_learners=LEARNERS, batch_size=BATCH, min_step_seconds=min_step_seconds)
   c.sync.update(num_shards=SHARDS, num_fragments=6, sync_period=12, snapshot_steps=50)
   c.run.update(
     total_tokens=tokens, evaluations=12, sample_tokens=0, max_restarts=OUTLIVED, compare_alone=False

@@ -38,7 +38,7 @@ from ddiloco.observe import plots
 from ddiloco.observe.style import GLOBAL_MODEL, PALETTE
 from ddiloco.simulation import planner
 from ddiloco.simulation.chips import Fleet
-from ddiloco.simulation.run import Setting
+from ddiloco.simulation.run import Speeds
 
 EXTRA = {"+25 %": 1, "+50 %": 2, "+100 %": 4, "+300 %": 12}  # islands
 # Training time relative to +0 %, arXiv 2604.21428.
@@ -74,11 +74,11 @@ def decoupled(there: Sequence[Spell], steps: int, seed: int) -> float:
   c.run.total_tokens = steps * ALWAYS * 1024
   c.chaos.faults = tuple(
     dataclasses.asdict(
-      Fault("join", f"learner/{ALWAYS + i}", at_seconds=begin, seconds=end - begin)
+      Fault("join", f"learner-{ALWAYS + i}", at_seconds=begin, seconds=end - begin)
     )
     for i, (begin, end) in enumerate(there)
   )
-  setting = Setting(
+  setting = Speeds(
     sizes=planner.equal_sizes(PARAMETERS, FRAGMENTS),
     gbps=(5.0,),
     latency_seconds=(0.01,),

@@ -51,7 +51,7 @@ def make_config(faults: int, span_seconds: float, seed: int) -> config_lib.Confi
   c = config_lib.default()
   c.model.update(num_layers=1, model_dim=32, num_heads=2, num_kv_heads=1, head_dim=16, mlp_dim=64)
   c.data.update(source="synthetic", sequence_length=32, heldout_sequences=16)
-  c.islands.update(num_learners=LEARNERS, batch_size=4, pace_seconds=STEP_SECONDS)
+  c.islands.update(num_learners=LEARNERS, batch_size=4, min_step_seconds=STEP_SECONDS)
   c.sync.update(num_shards=SHARDS, num_fragments=4, sync_period=8, liveness_seconds=1.0)
   c.run.update(evaluations=4, sample_tokens=0, restart_seconds=0.2, max_restarts=OUTLIVED)
   steps = (span_seconds + CALM_SECONDS) / STEP_SECONDS

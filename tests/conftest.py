@@ -23,16 +23,10 @@ environment.prepare(num_cpu_devices=8, cpu_only=True)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
   signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LONGEST = (
-  "scripts",
-  "docs",
-  "chaos",
-  "engines",
-  "baselines",
-)  # whole runs of real processes
+LONGEST = ("scripts", "docs", "chaos", "engines", "baselines")  # whole runs of real processes
 
 
 def pytest_collection_modifyitems(items):
   """They go first: what is left for the end is short, so that both of pytest's workers end then."""
-  order = {room: number for number, room in enumerate(LONGEST)}
+  order = {package: number for number, package in enumerate(LONGEST)}
   items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))

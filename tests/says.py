@@ -30,18 +30,17 @@ def hello(learner: int, incarnation: int, rounds: tuple[int, ...] = ()) -> messa
 def report(
   learner: int,
   incarnation: int,
-  clock: int,
+  global_step: int,
   step_seconds: float,
   versions: tuple[int, ...],
-  since: tuple[int, ...],
+  steps_since_sync: tuple[int, ...],
   leaving: bool = False,
   **more,
 ) -> messages.Report:
   rounds = more.pop("rounds", tuple(v - 1 for v in versions))
   snapshot = more.pop("snapshot", 0)
-  return messages.Report(
-    learner, incarnation, clock, step_seconds, versions, rounds, since, leaving, snapshot, **more
-  )
+  who = (learner, incarnation, global_step, step_seconds)
+  return messages.Report(*who, versions, rounds, steps_since_sync, leaving, snapshot, **more)
 
 
 def push(
@@ -52,19 +51,25 @@ def push(
   base_version: int,
   steps: int,
   tokens: int,
-  clock: int,
+  global_step: int,
   codec: str,
   payload=None,
 ) -> messages.Push:
-  who = (learner, incarnation, fragment, round, base_version, steps, tokens, clock)
+  who = (learner, incarnation, fragment, round, base_version, steps, tokens, global_step)
   return messages.Push(*who, snapshot=0, count=0, codec=codec, payload=payload)
 
 
 def welcome(
-  shard: int, incarnation: int, learner_incarnation: int, clock: int, fragments: tuple[int, ...]
+  shard: int,
+  incarnation: int,
+  learner_incarnation: int,
+  global_step: int,
+  fragments: tuple[int, ...],
 ) -> messages.Welcome:
   rounds = tuple(messages.INITIAL for _ in fragments)
-  return messages.Welcome(shard, incarnation, learner_incarnation, clock, fragments, rounds, 0)
+  return messages.Welcome(
+    shard, incarnation, learner_incarnation, global_step, fragments, rounds, 0
+  )
 
 
 def pull(
@@ -87,7 +92,7 @@ def publish(
   round: int,
   version: int,
   base_version: int,
-  clock: int,
+  global_step: int,
   merged_tokens: int,
   participants: tuple[int, ...],
   merged_rounds: tuple[int, ...],
@@ -97,8 +102,8 @@ def publish(
   base_round = messages.NOTHING if base_version < 0 else base_version - 1
   which = (shard, incarnation, learner_incarnation, fragment, round, version, base_version)
   return messages.Publish(
-    *which, base_round, clock, merged_tokens, participants, merged_rounds, snapshot=0, count=0,
-    seal="", codec=codec, payload=payload,
+    *which, base_round, global_step, merged_tokens, participants, merged_rounds,
+    snapshot=0, count=0, seal="", codec=codec, payload=payload,
   )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Imports point downward only, pure rooms stay pure, and files stay small enough to read."""
+"""Imports point downward only, pure packages stay pure, and files stay small enough to read."""
 
 import ast
 import graphlib
@@ -11,7 +11,7 @@ import pytest
 import ddiloco
 
 ROOT = Path(ddiloco.__file__).parent
-# Rooms from the ground up: each may import from those it names, all of which stand before it.
+# Packages from the ground up: each may import from those it names, all of which stand before it.
 ALLOWED = {
   "__init__": set(),
   "checks": set(),
@@ -75,7 +75,7 @@ SAME_IDEA = {
   **dict.fromkeys(
     (
       *("Apply", "Commit", "Resend", "Stage", "Saved", "Push", "Replicated", "Round", "Dropped"),
-      *("Joined", "Lost"),
+      *("Joined", "Lost", "CopyOut", "Member"),
     ),
     "what a role does, hears or keeps, and the event that says so (protocol/events.py)",
   ),
@@ -84,16 +84,9 @@ SAME_IDEA = {
   "Learner": "the role, with real and with virtual time",
   "Tick": "time has passed: for a reducer, and for the supervisor",
 }
-
-# Different ideas under one name: to be renamed, and never more of them.
-ONE_NAME_FOR_TWO = {
-  *("Arrivals", "Evaluator", "Flow", "Incoming", "Link", "Member", "Part", "Plan"),
-  *("Process", "Refused", "Run", "Setting", "Traffic", "World"),
-}
-# Base names of modules that stand in several rooms: a reducer, and the role that it decides for.
+# Base names of modules that stand in several packages: a reducer, and the role that it decides for.
 SAME_BASE = {"learner", "syncer"}
-ONE_BASE_FOR_TWO = {"endpoint", "rounds"}  # to be renamed, and never more of them
-# Purity is a rule of a whole room: no clock, no chance, no files, and of packages only these.
+# Purity is a rule of a whole package: no clock, no chance, no files, and of packages only these.
 PURE = {
   "protocol": {"msgspec", "ddiloco"},  # no arrays: it also runs where there are no parameters
   "core": {"numpy", "ml_dtypes", "ddiloco"},
@@ -117,7 +110,7 @@ def imported(path: Path) -> set[str]:
     if isinstance(node, ast.Import):
       names |= {alias.name for alias in node.names}
     elif isinstance(node, ast.ImportFrom):
-      assert node.level == 0, f"{path}: relative imports hide the room they reach into"
+      assert node.level == 0, f"{path}: relative imports hide the package they reach into"
       names |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
   return names
 
@@ -136,7 +129,7 @@ def imports_at_the_top(path: Path) -> set[str]:
   return names - {"ddiloco", module(path)}
 
 
-def room(path: Path) -> str:
+def package(path: Path) -> str:
   first = path.relative_to(ROOT).parts[0]
   return first.removesuffix(".py")
 
@@ -147,26 +140,26 @@ def name(path: Path) -> str:
 
 @pytest.mark.parametrize("path", FILES, ids=name)
 def test_imports_point_downward(path):
-  here = room(path)
-  assert here in ALLOWED, f"{here} is a new room: say in this test what it may import"
+  here = package(path)
+  assert here in ALLOWED, f"{here} is a new package: say in this test what it may import"
   for module in imported(path):
     parts = module.split(".")
     if parts[0] == "ddiloco" and len(parts) > 1 and parts[1] in ALLOWED:
       assert parts[1] in ALLOWED[here] | {here}, f"{name(path)} imports {module}: that is upward"
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if room(p) in PURE], ids=name)
-def test_pure_rooms_stay_pure(path):
+@pytest.mark.parametrize("path", [p for p in FILES if package(p) in PURE], ids=name)
+def test_pure_packages_stay_pure(path):
   for module in imported(path):
     top = module.split(".")[0]
     assert top not in IMPURE_MODULES, f"{name(path)} imports {module}"
-    assert top in PURE[room(path)] | STANDARD, f"{name(path)} imports {module}"
+    assert top in PURE[package(path)] | STANDARD, f"{name(path)} imports {module}"
   for node in ast.walk(ast.parse(path.read_text())):
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
       assert node.func.id not in IMPURE_CALLS, f"{name(path)}:{node.lineno} calls {node.func.id}"
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if room(p) == "simulation"], ids=name)
+@pytest.mark.parametrize("path", [p for p in FILES if package(p) == "simulation"], ids=name)
 def test_virtual_time_is_the_only_time_of_the_simulator(path):
   """Chance has a seed there; clocks, threads, files and processes it has none."""
   for module in imported(path):
@@ -197,23 +190,23 @@ def test_a_class_name_stands_for_one_idea():
     if isinstance(node, ast.ClassDef)
   )
   for each, paths in places(classes).items():
-    assert each in SAME_IDEA or each in ONE_NAME_FOR_TWO, f"{each} is defined in {paths}"
+    assert each in SAME_IDEA, f"{each} is defined in {paths}"
 
 
 def test_a_base_name_stands_for_one_module():
   modules = ((path.stem, path) for path in FILES if path.stem != "__init__")
   for base, paths in places(modules).items():
-    assert base in SAME_BASE | ONE_BASE_FOR_TWO, f"{base} is the name of {paths}"
+    assert base in SAME_BASE, f"{base} is the name of {paths}"
 
 
-def test_rooms_make_no_circle():
-  rooms = list(ALLOWED)
+def test_packages_make_no_circle():
+  packages = list(ALLOWED)
   for here, below in ALLOWED.items():
-    assert below <= set(rooms[: rooms.index(here)]), f"{here} stands too low"
+    assert below <= set(packages[: packages.index(here)]), f"{here} stands too low"
 
 
 def test_modules_make_no_circle():
-  """Not even inside a room; imports within functions, and for type checkers alone, do not count."""
+  """Not even in a package; imports within functions, and for type checkers alone, do not count."""
   graph = {module(path): imports_at_the_top(path) for path in FILES}
   order = graphlib.TopologicalSorter({m: found & set(graph) for m, found in graph.items()})
   depth: dict[str, int] = {}
@@ -225,7 +218,7 @@ def test_modules_make_no_circle():
 
 @pytest.mark.parametrize("path", FILES, ids=name)
 def test_environment_variables_are_read_in_one_place(path):
-  if room(path) != "environment":
+  if package(path) != "environment":
     assert not re.search(r"\b(environ|getenv|putenv)\b", path.read_text()), name(path)
 
 

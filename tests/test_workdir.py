@@ -103,13 +103,13 @@ def test_to_overwrite_is_refused_while_a_real_role_lives(tmp_path, monkeypatch):
   monkeypatch.setattr(workdir, "END_SECONDS", 0.2)
   config = toy.config(1, 100, num_shards=1)
   with World(tmp_path, config) as world:
-    world.start("syncer/0", f"--bind={world.urls[0]}")
-    world.wait_for("started", "syncer/0")
+    world.start("syncer-0", f"--bind={world.urls[0]}")
+    world.wait_for("started", "syncer-0")
     with pytest.raises(ConfigError, match="roles of its run live"):
       workdir.claim(tmp_path, config, overwrite=True)
     assert (tmp_path / "events" / "syncer-0.jsonl").exists()
-    world.roles["syncer/0"].process.kill()
-    world.roles["syncer/0"].process.wait()
+    world.roles["syncer-0"].process.kill()
+    world.roles["syncer-0"].process.wait()
     workdir.claim(tmp_path, config, overwrite=True)
     assert not (tmp_path / "events").exists()
 

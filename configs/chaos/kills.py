@@ -17,10 +17,10 @@ def get_config() -> ml_collections.ConfigDict:
   """The chaos section of a run with at least 4 learners and 2 shards."""
   c = config.default().chaos
   c.faults = (
-    {"action": "kill", "role": "learner/1", "at_seconds": 10.0, "seconds": 2.0},
-    {"action": "kill", "role": "syncer/0", "at_seconds": 20.0, "seconds": 2.0},
-    {"action": "kill", "role": "learner/2", "at_seconds": 30.0, "seconds": 2.0},
-    {"action": "kill", "role": "learner/3", "at_seconds": 40.0, "seconds": 5.0},
-    {"action": "kill", "role": "syncer/1", "at_seconds": 40.0, "seconds": 2.0},
+    {"action": "kill", "role": "learner-1", "at_seconds": 10.0, "seconds": 2.0},
+    {"action": "kill", "role": "syncer-0", "at_seconds": 20.0, "seconds": 2.0},
+    {"action": "kill", "role": "learner-2", "at_seconds": 30.0, "seconds": 2.0},
+    {"action": "kill", "role": "learner-3", "at_seconds": 40.0, "seconds": 5.0},
+    {"action": "kill", "role": "syncer-1", "at_seconds": 40.0, "seconds": 2.0},
   )
   return c

@@ -19,9 +19,9 @@ def get_config(scale: str = "1") -> ml_collections.ConfigDict:
   """The chaos section of a run with at least 4 learners and 2 shards; all times times `scale`."""
   of = float(scale)
   c = config.default().chaos
-  c.regions.east = ("learner/2", "learner/3", "syncer/1")
+  c.regions.east = ("learner-2", "learner-3", "syncer-1")
   c.faults = (
-    {"action": "cut", "role": "region/east", "at_seconds": 10.0 * of, "seconds": 10.0 * of},
-    {"action": "kill", "role": "region/east", "at_seconds": 40.0 * of, "seconds": 5.0 * of},
+    {"action": "cut", "role": "region-east", "at_seconds": 10.0 * of, "seconds": 10.0 * of},
+    {"action": "kill", "role": "region-east", "at_seconds": 40.0 * of, "seconds": 5.0 * of},
   )
   return c

@@ -16,8 +16,8 @@ def get_config() -> ml_collections.ConfigDict:
   """The chaos section of a run that begins with 4 learners."""
   c = config.default().chaos
   c.faults = (
-    {"action": "join", "role": "learner/4", "at_seconds": 5.0, "seconds": 20.0},
-    {"action": "join", "role": "learner/5", "at_seconds": 10.0, "seconds": 20.0},
-    {"action": "join", "role": "learner/6", "at_seconds": 15.0, "seconds": -1},
+    {"action": "join", "role": "learner-4", "at_seconds": 5.0, "seconds": 20.0},
+    {"action": "join", "role": "learner-5", "at_seconds": 10.0, "seconds": 20.0},
+    {"action": "join", "role": "learner-6", "at_seconds": 15.0, "seconds": -1},
   )
   return c

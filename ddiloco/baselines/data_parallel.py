@@ -52,7 +52,7 @@ class IslandProcess:
 
   def __init__(self, number: int, workdir: Path):
     self.number = number
-    self.name = f"learner/{number}"
+    self.name = f"learner-{number}"
     self.ready = False
     self.order = -1
     self._log = workdir / "logs" / f"learner-{number}.log"
@@ -160,7 +160,7 @@ class DataParallel:
     self._out: set[int] = set()  # who is alive and waits for another world
     self._orders = 0
     self._failures = 0
-    self._clock = 0
+    self._global_step = 0
     self._moved_at = 0.0  # when this world began, or made its last step
     self._training_since: float | None = None  # unix seconds
 
@@ -229,9 +229,9 @@ class DataParallel:
       if now >= follow_at:
         follow_at = now + FOLLOW_SECONDS
         self._follow()
-        if over(self._clock, self._seconds()):
+        if over(self._global_step, self._seconds()):
           return "finished"
-      self._feed(Tick(now, self._clock, self._seconds()))
+      self._feed(Tick(now, self._global_step, self._seconds()))
       for island in self._islands:
         if island.died():
           self._feed(Exited(island.name, now, f"exit status {island.bury()}"))
@@ -252,7 +252,7 @@ class DataParallel:
             self._recorder.record(events.Restart(target=name))
           self._island(name).start()
         case Strike(fault):
-          self._recorder.record(faults.struck(fault, faults.detail(fault, self._clock)))
+          self._recorder.record(faults.struck(fault, faults.detail(fault, self._global_step)))
           self._island(fault.role).kill()
           self._feed(Exited(fault.role, time.monotonic()))
         case Lost(name, reason):
@@ -277,14 +277,14 @@ class DataParallel:
       self._failed("the world hangs")
     if self._world and set(ready) > set(self._world):
       self._dissolve("an island is back")
-    enough = len(ready) if self._elastic and self._clock else len(self._islands)
+    enough = len(ready) if self._elastic and self._global_step else len(self._islands)
     idle = all(island.order < 0 for island in self._islands)
     if not self._world and idle and 0 < enough <= len(ready):
       self._begin(ready, now)
 
   def _begin(self, members: list[int], now: float) -> None:
     for m in sorted(self._out):
-      self._recorder.record(events.Restart(target=f"learner/{m}"))
+      self._recorder.record(events.Restart(target=f"learner-{m}"))
     self._world, self._out, self._moved_at = tuple(members), set(), now
     self._tell(members, train=True)
 
@@ -299,7 +299,7 @@ class DataParallel:
   def _dissolve(self, reason: str) -> None:
     """Everybody who is left ends what they do; the next world begins when all have."""
     for m in self._world:
-      self._recorder.record(events.Exit(target=f"learner/{m}", reason=reason))
+      self._recorder.record(events.Exit(target=f"learner-{m}", reason=reason))
       self._islands[m].tell(None)
     self._out |= set(self._world)
     self._world = ()
@@ -326,7 +326,7 @@ class DataParallel:
     for event in self._follower.poll():
       if event.kind != "step":
         continue
-      self._clock, self._failures = max(self._clock, event.clock), 0
+      self._global_step, self._failures = max(self._global_step, event.global_step), 0
       self._moved_at = max(self._moved_at, time.monotonic())
       for m in self._world:
         self._feed(Working(self._islands[m].name, self._moved_at))
@@ -350,7 +350,7 @@ def check(config: Config) -> None:
       " = 1."
     )
   for fault in config.chaos.faults:
-    if fault.action != "kill" or not fault.role.startswith("learner/"):
+    if fault.action != "kill" or not fault.role.startswith("learner-"):
       raise ConfigError(
         f"chaos.faults = {fault.action} of {fault.role}: data-parallel has learners that can be"
         " killed, and nothing else. Fix: drop this fault."

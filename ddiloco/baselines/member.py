@@ -48,7 +48,7 @@ MEET_SECONDS = 60  # for all processes of a world to find each other
 POLL_SECONDS = 0.01
 
 
-class World:
+class ProcessGroup:
   """Joins the world `rank` of `size` meets at `port` of loopback; then `load`, and `step` by step.
 
   Args:
@@ -125,7 +125,7 @@ class World:
       for name, array in arrays.items()
     }
 
-  def step(self, batch: Batch, clock: int) -> dict[str, float]:
+  def step(self, batch: Batch, global_step: int) -> dict[str, float]:
     """One step on this island's own batch, of everybody together; waits for its end.
 
     Returns:
@@ -136,7 +136,7 @@ class World:
       self._inputs,
       batch,
     )
-    rate = inner.learning_rate(self._config.inner, self._planned_steps, clock)
+    rate = inner.learning_rate(self._config.inner, self._planned_steps, global_step)
     self._state, metrics = self._step(self._state, everybodys, np.float32(rate))
     return dict(zip(inner.METRICS, np.asarray(jax.block_until_ready(metrics)).tolist()))
 
@@ -191,9 +191,9 @@ class Worker:
     """Trains in the order's world; does not return, unless the order is not to train."""
     name = f"learner-{self._learner}"
     with Recorder(self._workdir, name, order.number, order.started, time.time) as recorder:
-      world = World(self._config, order.rank, order.size, order.port)
+      world = ProcessGroup(self._config, order.rank, order.size, order.port)
       seconds = world.compile(self._workdir / PROGRAMS)
-      recorder.record(events.Compiled(target=f"learner/{self._learner}", seconds=round(seconds, 3)))
+      recorder.record(events.Compiled(target=f"learner-{self._learner}", seconds=round(seconds, 3)))
       if not order.train:
         return
       world.load(orders.load(Path(order.state)))
@@ -206,8 +206,8 @@ class Worker:
       )
       self._steps(world, order, recorder)
 
-  def _steps(self, world: World, order: Order, recorder: Recorder) -> None:
-    pace_seconds = self._config.islands.pace_seconds
+  def _steps(self, world: ProcessGroup, order: Order, recorder: Recorder) -> None:
+    min_step_seconds = self._config.islands.min_step_seconds
     memory = orders.folder(self._workdir, recorder.role)
     done, last = order.step, time.monotonic()
     while True:
@@ -215,7 +215,7 @@ class Worker:
       started = time.monotonic()
       metrics = world.step(batch, done)
       # As on islands that do not wait. The exchange is in it: it costs nothing if it fits.
-      if (early := pace_seconds - (time.monotonic() - started)) > 0:
+      if (early := min_step_seconds - (time.monotonic() - started)) > 0:
         time.sleep(early)
       ended = time.monotonic()
       done += 1
@@ -224,7 +224,7 @@ class Worker:
       recorder.record(
         events.Step(
           step=done,
-          clock=done,
+          global_step=done,
           position=done - 1,
           tokens=self._config.tokens_per_step(self._learner),
           seconds=ended - started,
@@ -238,19 +238,19 @@ class Worker:
       if order.rank == 0:
         self._checkpoint(world, done, recorder)
 
-  def _checkpoint(self, world: World, done: int, recorder: Recorder) -> None:
+  def _checkpoint(self, world: ProcessGroup, done: int, recorder: Recorder) -> None:
     every = self._config.sync.snapshot_steps
     if every and done % every == 0:
       began = time.monotonic()
       folder = orders.folder(self._workdir, orders.CHECKPOINT)
       orders.save(folder, done, world.state(), durable=True)
-      recorder.record(events.Recorded(snapshot=done, seconds=time.monotonic() - began))
+      recorder.record(events.Captured(snapshot=done, seconds=time.monotonic() - began))
 
 
 TURN_SECONDS = 0.01
 
 
-class Member:
+class MemberProcess:
   """Does what it is told on file descriptor 0 and answers on 1. One thread, since it forks.
 
   Args:
@@ -320,7 +320,7 @@ def main() -> None:
   jax.config.update("jax_enable_compilation_cache", False)
   pass
 
-  Member(Worker(arguments.workdir, arguments.learner).train).run()
+  MemberProcess(Worker(arguments.workdir, arguments.learner).train).run()
 
 
 if __name__ == "__main__":

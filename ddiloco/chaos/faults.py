@@ -1,7 +1,7 @@
 """Faults on purpose: a plan is data (`config.chaos`). The supervisor's `strike` says what is due.
 
-Two ways to perform it. `Faults`, inside a role's thread: the role asks `check(clock)` between two
-pieces of work; a kill there is abrupt for everybody else (the role's connection is cut first,
+Two ways to perform it. `Faults`, inside a role's thread: the role asks `check(global_step)` between
+two pieces of work; a kill there is abrupt for everybody else (the role's connection is cut first,
 nothing is said or saved, and its state is gone). From outside: the supervisor's policy
 (`protocol/supervisor.py`) says when a process is killed, stands still and goes on. What happens to
 a role's messages, disk and outer gradients (`config.chaos.INSIDE`) is always performed by its own
@@ -132,12 +132,12 @@ def _concerns(fault: Fault, peer: str) -> bool:
   return peer in named or (not named and f"!{peer}" not in fault.peers)
 
 
-def still_planned(plan: Sequence[Fault], clock: int) -> list[Fault]:
-  """The faults of a run that goes on at `clock`: those of steps before it have struck already."""
-  return [fault for fault in plan if fault.at_step < 0 or fault.at_step > clock]
+def still_planned(plan: Sequence[Fault], global_step: int) -> list[Fault]:
+  """Those of a run that goes on at `global_step`: what was planned for steps before has struck."""
+  return [fault for fault in plan if fault.at_step < 0 or fault.at_step > global_step]
 
 
-def detail(fault: Fault, clock: int) -> str:
+def detail(fault: Fault, global_step: int) -> str:
   """What the event log says about a fault that strikes."""
   lasts = "for good" if fault.seconds < 0 else f"for {fault.seconds:g} s"
   how = {
@@ -148,7 +148,7 @@ def detail(fault: Fault, clock: int) -> str:
     **{each: f"{fault.share:.0%} of them" for each in ("drop", "duplicate", "reorder", "corrupt")},
   }.get(fault.action)
   whom = f"with {', '.join(fault.peers)}" if fault.peers else ""
-  return ", ".join(text for text in (f"at step {clock}", how, whom, lasts) if text)
+  return ", ".join(text for text in (f"at step {global_step}", how, whom, lasts) if text)
 
 
 def struck(fault: Fault, said: str) -> events.Fault:
@@ -201,19 +201,19 @@ class Faults:
     """One more."""
     self._waiting = (*self._waiting, fault)
 
-  def check(self, clock: int) -> None:
-    """Strikes what is due at this step of the run's clock or this time.
+  def check(self, global_step: int) -> None:
+    """Strikes what is due at this global step or this time.
 
     Raises:
       Killed: the role must end now, as if its process had been killed.
     """
     while self._waiting:
       waiting = self._waiting
-      fault, left = strike(waiting, clock, self._clock() - self._start_time)
+      fault, left = strike(waiting, global_step, self._clock() - self._start_time)
       if fault is None:
         return
       self._waiting = tuple(left) + self._waiting[len(waiting) :]  # some may have been added
-      self._report(fault, detail(fault, clock))
+      self._report(fault, detail(fault, global_step))
       if fault.action == "kill":
         self.cut()
         raise Killed(fault)

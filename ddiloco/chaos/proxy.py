@@ -324,7 +324,7 @@ CALL_SECONDS = 30.0  # for the link's thread to do what it is asked
 _ATTEMPTS = 100  # to find a free row of ports
 
 
-class Traffic(NamedTuple):
+class PassedBytes(NamedTuple):
   """Payload bytes that went through the link: from those who dial, and back to them."""
 
   forward: int
@@ -410,9 +410,9 @@ class Link:
     self._call(change)
 
   @property
-  def bytes(self) -> Traffic:
+  def bytes(self) -> PassedBytes:
     """What has passed so far."""
-    return Traffic(*(lane.carried_bytes for lane in self._lanes))
+    return PassedBytes(*(lane.carried_bytes for lane in self._lanes))
 
   def _accept(self, listener: socket.socket, target: tuple[str, int]) -> None:
     try:

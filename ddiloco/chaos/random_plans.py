@@ -42,8 +42,8 @@ def random_faults(
     if faults and rng.random() < 0.1:  # together with the one before
       at = faults[-1].at_seconds + rng.uniform(0, 0.2)
     on_shard = num_shards and action in SHARD_KINDS and rng.random() < 0.2
-    role = f"syncer/{rng.randrange(num_shards)}" if on_shard else None
-    faults.append(_fault(rng, action, role or f"learner/{rng.randrange(num_learners)}", at))
+    role = f"syncer-{rng.randrange(num_shards)}" if on_shard else None
+    faults.append(_fault(rng, action, role or f"learner-{rng.randrange(num_learners)}", at))
   return tuple(sorted(faults, key=lambda fault: fault.at_seconds))
 
 
@@ -61,7 +61,7 @@ def random_kills(
   """
   rng, now, faults = random.Random(seed), 0.0, []
   while (now := now + rng.expovariate(per_second)) < span_seconds:
-    role = f"learner/{rng.randrange(num_learners)}"
+    role = f"learner-{rng.randrange(num_learners)}"
     faults.append(Fault("kill", role, at_seconds=round(now, 3), seconds=down_seconds))
   return tuple(faults)
 

@@ -204,9 +204,9 @@ def pack(committed: Committed, shard: int, incarnation: int) -> Replica:
   """A commit as a message; its payload is a copy, since the next commit changes the momentum."""
   state = committed.state
   parts = [committed.value]
-  has_view = committed.view is not committed.value
-  if has_view:
-    parts.append(committed.view)
+  lossy = committed.published_value is not committed.value
+  if lossy:
+    parts.append(committed.published_value)
   if committed.momentum is not None:
     parts.append(committed.momentum)
   return Replica(
@@ -217,13 +217,13 @@ def pack(committed: Committed, shard: int, incarnation: int) -> Replica:
     version=state.version,
     merged_tokens=state.merged_tokens,
     last_round=state.last_round,
-    clock=state.clock,
+    global_step=state.global_step,
     momentum_round=committed.momentum_round,
     participants=state.participants,
     merged_rounds=flat(state.merged_rounds),
-    merged_clocks=flat(state.merged_clocks),
+    merged_global_steps=flat(state.merged_global_steps),
     snapshot=state.snapshot,
-    has_view=has_view,
+    has_published_value=lossy,
     has_momentum=committed.momentum is not None,
     payload=np.concatenate(parts).view(np.uint8),
   )
@@ -231,11 +231,11 @@ def pack(committed: Committed, shard: int, incarnation: int) -> Replica:
 
 def unpack(replica: Replica, plan: Plan) -> Committed | None:
   """The commit in a message, bit by bit as it was; None if it cannot be one of this plan."""
-  odd = len(replica.merged_rounds) % 2 or len(replica.merged_clocks) % 2
+  odd = len(replica.merged_rounds) % 2 or len(replica.merged_global_steps) % 2
   if not 0 <= replica.fragment < len(plan.fragments) or odd:
     return None
   size = plan.fragments[replica.fragment].size
-  count = 1 + replica.has_view + replica.has_momentum
+  count = 1 + replica.has_published_value + replica.has_momentum
   data = np.frombuffer(replica.payload, np.uint8)
   if data.nbytes != 4 * size * count:
     return None
@@ -245,12 +245,12 @@ def unpack(replica: Replica, plan: Plan) -> Committed | None:
     version=replica.version,
     merged_tokens=replica.merged_tokens,
     merged_rounds=dict(pairs(replica.merged_rounds)),
-    merged_clocks=dict(pairs(replica.merged_clocks)),
+    merged_global_steps=dict(pairs(replica.merged_global_steps)),
     last_round=replica.last_round,
-    clock=replica.clock,
+    global_step=replica.global_step,
     participants=replica.participants,
     snapshot=replica.snapshot,
   )
-  view = parts[1] if replica.has_view else parts[0]
+  published = parts[1] if replica.has_published_value else parts[0]
   momentum = parts[-1] if replica.has_momentum else None
-  return Committed(state, parts[0], view, momentum, replica.momentum_round)
+  return Committed(state, parts[0], published, momentum, replica.momentum_round)

@@ -2,7 +2,7 @@
 
 Whatever it is that comes back, the newest committed snapshot that passes its checks counts; what is
 damaged is named and passed over. A learner's parameters may be old: its shards send what is newer,
-and its clock is the run's.
+and its global step is the run's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from ddiloco.checkpoint.records import Damaged
+from ddiloco.checkpoint.signed_json import Damaged
 from ddiloco.config import Config, ConfigError
 from ddiloco.core.commit import Committed, FragmentStore
 from ddiloco.core.fragments import Plan, owned_by, shard_of
@@ -57,8 +57,8 @@ def open_storage(config: Config, plan: Plan, workdir: Path) -> Storage | None:
   return Storage(path or workdir / "checkpoints", plan.plan_id, warn)
 
 
-def newest_clock(config: Config, plan: Plan, workdir: Path) -> int:
-  """About where the run goes on, in steps of its clock; -1 if it begins."""
+def newest_global_step(config: Config, plan: Plan, workdir: Path) -> int:
+  """About the global step at which the run goes on; -1 if it begins."""
   storage = open_storage(config, plan, workdir)
   try:
     committed = [] if storage is None else storage.committed()
@@ -76,7 +76,7 @@ class ResumeState:
 
   state: LearnerState
   arrays: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)  # of the exchange
-  position: int = 0  # of its data, when `state` was recorded
+  position: int = 0  # of its data, when `state` was captured
   fresh: bool = True  # the inner optimizer has no past
 
 
@@ -134,8 +134,8 @@ def begin_learner(
 
 
 def _revived(part: Part, new: LearnerState, config: Config, plan: Plan, island) -> ResumeState:
-  recorded = from_json(LearnerPart, part.state)
-  old = recorded.learner
+  captured = from_json(LearnerPart, part.state)
+  old = captured.learner
   if len(old.fragments) != len(new.fragments) or old.learner != new.learner:
     raise NotAState("it is of another learner or plan")
   mine = {n: value for n, value in part.arrays.items() if n.startswith(("params/", "inner/"))}
@@ -143,23 +143,23 @@ def _revived(part: Part, new: LearnerState, config: Config, plan: Plan, island) 
   rest = {name: value for name, value in part.arrays.items() if name not in mine}
   revived = learner.revive(old, new.incarnation, _owners(config, plan), new.target_tokens)
   revived = dataclasses.replace(revived, donor_seconds=new.donor_seconds)
-  return ResumeState(revived, rest, recorded.position, fresh=False)
+  return ResumeState(revived, rest, captured.position, fresh=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class LearnerPart:
   """What a learner's part of a snapshot has beside its arrays."""
 
-  key: int  # of its vector clock
-  seen: Mapping[int, int]  # that clock
-  clock: int
+  key: int  # its own in vector clocks
+  vector_clock: Mapping[int, int]
+  global_step: int
   position: int  # of its data
   learner: LearnerState
 
 
 def learner_part(state: LearnerState, position: int) -> dict[str, Any]:
   """A learner's state as a part has it; `position` of its data."""
-  return to_json(LearnerPart(state.learner, state.seen, state.clock, position, state))
+  return to_json(LearnerPart(state.learner, state.vector_clock, state.global_step, position, state))
 
 
 # --- shards ---------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def new_syncer(
   shard: int,
   incarnation: int,
   store: FragmentStore,
-  settle_at: float = -math.inf,
+  recovery_deadline: float = -math.inf,
   began_at: float | None = None,
   first_round: int = 0,
 ) -> SyncerState:
@@ -186,7 +186,7 @@ def new_syncer(
     incarnation,
     newest,
     config.run.total_tokens,
-    settle_at,
+    recovery_deadline,
     config.islands.num_learners,
     step_tokens=max(config.tokens_per_step(m) for m in islands),
     first_round=first_round,
@@ -200,22 +200,24 @@ class Restored:
 
   fragments: dict[int, Committed]
   snapshot: int
-  clock: int
-  seen: Mapping[int, int]
+  global_step: int
+  vector_clock: Mapping[int, int]
 
   def resume(self, state: SyncerState) -> SyncerState:
-    """A new shard that has these fragments, where the run was when they were recorded."""
-    seen = causality.join(state.seen, self.seen)
-    return dataclasses.replace(state, clock=self.clock, snapshot=self.snapshot, seen=seen)
+    """A new shard that has these fragments, where the run was when they were captured."""
+    vector_clock = causality.join(state.vector_clock, self.vector_clock)
+    return dataclasses.replace(
+      state, global_step=self.global_step, snapshot=self.snapshot, vector_clock=vector_clock
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class SyncerPart:
   """What a shard's part of a snapshot has beside its arrays."""
 
-  key: int  # of its vector clock
-  seen: Mapping[int, int]  # that clock
-  clock: int
+  key: int  # its own in vector clocks
+  vector_clock: Mapping[int, int]
+  global_step: int
   fragments: tuple[FragmentState, ...]  # without rounds
   momentum_rounds: Mapping[int, int]  # fragment -> the round that made its momentum
 
@@ -224,7 +226,7 @@ def syncer_part(state: SyncerState, momentum_rounds: Mapping[int, int]) -> dict[
   """A shard's state as a part has it."""
   key = causality.shard_key(state.shard)
   fragments = tuple(dataclasses.replace(f, round=None) for f in state.fragments)
-  return to_json(SyncerPart(key, state.seen, state.clock, fragments, momentum_rounds))
+  return to_json(SyncerPart(key, state.vector_clock, state.global_step, fragments, momentum_rounds))
 
 
 def restore_fragments(
@@ -270,14 +272,14 @@ def _newest(storage: Storage, tried: list[str], read: Callable[[int], T]) -> T |
 
 def _restore(storage: Storage, plan: Plan, snapshot: int, wanted: set[int]) -> Restored:
   found: dict[int, Committed] = {}
-  clock, seen = 0, {}
+  global_step, vector_clock = 0, {}
   for state, mine in _shards(storage, plan, snapshot, wanted):
     found |= mine
     if mine:
-      clock = max(clock, state.clock)
-      seen = causality.join(seen, state.seen)
+      global_step = max(global_step, state.global_step)
+      vector_clock = causality.join(vector_clock, state.vector_clock)
   _require_all(found, wanted)
-  return Restored(found, snapshot, clock, seen)
+  return Restored(found, snapshot, global_step, vector_clock)
 
 
 def _check(storage: Storage, plan: Plan, snapshot: int, wanted: set[int]) -> int:
@@ -309,8 +311,9 @@ def _shards(
       value = arrays[f"{p}/value"]
       if value.shape != (plan.fragments[p].size,):
         raise NotAState(f"fragment {p} has {value.shape[0]} values")
-      view, momentum = arrays.get(f"{p}/view", value), arrays.get(f"{p}/momentum")
-      found[p] = Committed(f, value, view, momentum, state.momentum_rounds[p])
+      published = arrays.get(f"{p}/published_value", value)
+      momentum = arrays.get(f"{p}/momentum")
+      found[p] = Committed(f, value, published, momentum, state.momentum_rounds[p])
     yield state, found
 
 
@@ -414,7 +417,7 @@ class Unfounded:
   """Watches a shard that came back without what it had: it must not pass its initial values on.
 
   Learners that live give back what they have, so it asks them. But as long as it has nothing it
-  records nothing, and no round of such a fragment may begin.
+  captures nothing, and no round of such a fragment may begin.
 
   Args:
     fragments: that the shard has nothing of, although the run has had snapshots.

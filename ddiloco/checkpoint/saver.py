@@ -192,21 +192,23 @@ class Saver:
 
 
 def consistent(states: Mapping[str, Mapping[str, Any]], shards: Collection[str]) -> set[str]:
-  """The roles whose recorded states are one consistent cut, by their vector clocks.
+  """The roles whose captured states are one consistent snapshot, by their vector clocks.
 
   Every shard, and each learner that fits. A part that a former life left under the same number does
-  not: a learner's is left out, and with a shard's there is no cut at all until it is replaced.
+  not: a learner's is left out, and with a shard's there is no snapshot at all until it is replaced.
   """
   names = {state["key"]: role for role, state in states.items()}
-  cut = {s["key"]: {int(who): n for who, n in s["seen"].items()} for s in states.values()}
-  while bad := causality.violations(cut):
+  snapshot = {
+    s["key"]: {int(who): n for who, n in s["vector_clock"].items()} for s in states.values()
+  }
+  while bad := causality.violations(snapshot):
     # A learner that others know more of is too old; one that knows more of a shard is too new.
     odd = {whom if names[whom] not in shards else who for who, whom in bad}
     if any(names[key] in shards for key in odd):
       return set()
     for key in odd:
-      del cut[key]
-  return {names[key] for key in cut}
+      del snapshot[key]
+  return {names[key] for key in snapshot}
 
 
 def _lower_priority() -> None:

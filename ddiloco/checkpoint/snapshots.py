@@ -6,7 +6,7 @@
 
 Every file is written before the one that vouches for it, so a kill at any moment leaves a part
 without its meta, or a snapshot without its manifest. Orbax waits until values are on the disk;
-records do not wait, and one that a power cut tears does not match its digest.
+signed files do not wait, and one that a power cut tears does not match its digest.
 
 What was committed is deleted when newer snapshots are committed, and for no other reason. Who
 cannot read it tries again, and passes over it: the fault may be the reader's own.
@@ -28,8 +28,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from ddiloco.checkpoint import records
-from ddiloco.checkpoint.records import Damaged, Record, Unreadable
+from ddiloco.checkpoint import signed_json
+from ddiloco.checkpoint.signed_json import Damaged, SignedJson, Unreadable
 
 # --- Flat trees name -> array at rest: Orbax writes and reads them, fingerprints prove them
 # A fingerprint is {"shape": [...], "dtype": "float32", "crc32": ...} over the bytes in C order.
@@ -116,7 +116,7 @@ def _checkpointer() -> ocp.Checkpointer:
   return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
 
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 META = "meta.json"
 ARRAYS = "arrays"
@@ -162,7 +162,7 @@ class Storage:
     incarnation: int,
     state: Mapping[str, Any],
     arrays: Arrays,
-  ) -> Record:
+  ) -> SignedJson:
     """Writes a part and returns its meta; replaces what this role saved for this snapshot before.
 
     Args:
@@ -173,7 +173,7 @@ class Storage:
       OSError: it cannot be written (full, denied, ...). Nothing of the part is left, if that works.
     """
     part = self._part(snapshot, role)
-    meta = records.sign(
+    meta = signed_json.sign(
       {
         **self._expected("part", snapshot),
         "role": role,
@@ -183,19 +183,19 @@ class Storage:
       }
     )
     try:
-      with records.one_error(part):
+      with signed_json.one_error(part):
         _delete(part, META)
         part.mkdir(parents=True, exist_ok=True)
         write(part / ARRAYS, arrays)
-        records.write(part / META, meta)
+        signed_json.write(part / META, meta)
     except OSError:
       # Room for others' parts. Should that fail too, the first error is the one that tells.
-      with contextlib.suppress(OSError), records.one_error(part):
+      with contextlib.suppress(OSError), signed_json.one_error(part):
         _delete(part, META)
       raise
     return meta
 
-  def meta(self, snapshot: int, role: str) -> Record:
+  def meta(self, snapshot: int, role: str) -> SignedJson:
     """The meta of a complete part: "state", "incarnation", "arrays", "digest", ...
 
     Raises:
@@ -203,7 +203,7 @@ class Storage:
     """
     path = self._part(snapshot, role) / META
     expected = {**self._expected("part", snapshot), "role": role}
-    return records.patiently(lambda: records.read(path, expected))
+    return signed_json.patiently(lambda: signed_json.read(path, expected))
 
   def load(
     self,
@@ -226,7 +226,7 @@ class Storage:
     """
     return self._load(self.meta(snapshot, role), shardings, names)
 
-  def metas(self, snapshot: int) -> dict[str, Record]:
+  def metas(self, snapshot: int) -> dict[str, SignedJson]:
     """Role -> meta of the parts that are complete, whether committed or not.
 
     Raises:
@@ -257,16 +257,16 @@ class Storage:
       OSError: the manifest cannot be written.
     """
     digests = self._digests(snapshot, roles)
-    manifest = records.sign({**self._expected("manifest", snapshot), "parts": digests})
+    manifest = signed_json.sign({**self._expected("manifest", snapshot), "parts": digests})
     path = self._snapshot(snapshot) / MANIFEST
-    with records.one_error(path):
-      records.write(path, manifest)
+    with signed_json.one_error(path):
+      signed_json.write(path, manifest)
     try:
       same = self._digests(snapshot, roles) == digests
     except Damaged as damage:
       same = isinstance(damage, Unreadable)
     if not same:  # a new life of a role has just forgotten its part (`_forget`)
-      with records.one_error(path):
+      with signed_json.one_error(path):
         path.rmtree(missing_ok=True)  # a file too
       raise Damaged(path, "was withdrawn: a part was replaced while it was committed")
 
@@ -284,14 +284,16 @@ class Storage:
   def _digests(self, snapshot: int, roles: Collection[str]) -> dict[str, str]:
     return {role: self.meta(snapshot, role)["digest"] for role in sorted(roles)}
 
-  def manifest(self, snapshot: int) -> Record:
+  def manifest(self, snapshot: int) -> SignedJson:
     """The manifest of a committed snapshot; "parts" is role -> digest.
 
     Raises:
       Damaged: there is none, or it is not what was committed for this snapshot and plan.
     """
     path = self._snapshot(snapshot) / MANIFEST
-    return records.patiently(lambda: records.read(path, self._expected("manifest", snapshot)))
+    return signed_json.patiently(
+      lambda: signed_json.read(path, self._expected("manifest", snapshot))
+    )
 
   def committed(self) -> list[int]:
     """Snapshots that have a manifest, unchecked, the newest first.
@@ -371,7 +373,7 @@ class Storage:
 
   def _forget(self, snapshot: int, role: str) -> None:
     folder = self._snapshot(snapshot)
-    with records.one_error(folder):
+    with signed_json.one_error(folder):
       if not role:
         return _delete(folder, MANIFEST)
       # It may be committed at this very moment. Each of the two writes first and looks afterwards,
@@ -398,7 +400,7 @@ class Storage:
         path, names = self._snapshot(snapshot), self._names(self.path)
         aside = (f"{path.name}.{ASIDE}{n or ''}" for n in range(len(names) + 1))
         target = path.with_name(next(name for name in aside if name not in names))
-        with records.one_error(path):
+        with signed_json.one_error(path):
           path.rename(target)
         moved.append(str(target))
     return moved
@@ -414,7 +416,7 @@ class Storage:
     return self._snapshot(snapshot) / role
 
   def _names(self, path: epath.Path) -> list[str]:
-    return records.patiently(lambda: records.listed(path))
+    return signed_json.patiently(lambda: signed_json.listed(path))
 
   def _snapshots(self) -> list[int]:
     numbers = {int(name) for name in self._names(self.path) if re.fullmatch(r"[0-9]{8,}", name)}
@@ -422,25 +424,25 @@ class Storage:
 
   def _delete_but(self, snapshot: int, roles: Collection[str]) -> None:
     path = self._snapshot(snapshot)
-    with records.one_error(path):
+    with signed_json.one_error(path):
       if not roles:
         _delete(path, MANIFEST)
       for name in self._names(path) if roles else ():
         if _is_role(name) and name not in roles:
           _delete(path / name, META)
 
-  def _expected(self, kind: str, snapshot: int) -> Record:
+  def _expected(self, kind: str, snapshot: int) -> SignedJson:
     return {"format": FORMAT, "kind": kind, "plan": self._plan_id, "snapshot": snapshot}
 
   def _load(
     self,
-    meta: Record,
+    meta: SignedJson,
     shardings: Mapping[str, jax.sharding.Sharding],
     names: Collection[str] | None,
   ) -> Part:
     path = self._part(meta["snapshot"], meta["role"]) / ARRAYS
     wanted = meta["arrays"] if names is None else {name: meta["arrays"][name] for name in names}
-    arrays: dict[str, Any] = records.patiently(lambda: _read_arrays(path, wanted))
+    arrays: dict[str, Any] = signed_json.patiently(lambda: _read_arrays(path, wanted))
     # Checked on the host, then laid out: whatever mesh saved it, the bits are the same.
     layout = {name: shardings[name] for name in arrays if name in shardings}
     placed = jax.device_put({name: arrays[name] for name in layout}, layout)
@@ -456,7 +458,7 @@ def _read_arrays(path: epath.Path, wanted: Mapping[str, Any]) -> dict[str, np.nd
   try:
     return read(path, wanted)
   except Exception as error:  # Orbax and what is below it raise whatever a damage leads them to
-    raise records.not_read(path, "cannot be restored", error) from error
+    raise signed_json.not_read(path, "cannot be restored", error) from error
 
 
 def _is_role(name: str) -> bool:

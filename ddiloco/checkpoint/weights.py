@@ -19,7 +19,7 @@ import safetensors
 import safetensors.numpy
 from etils import epath
 
-from ddiloco.checkpoint import records
+from ddiloco.checkpoint import signed_json
 from ddiloco.checks import ConfigError, require
 
 SUFFIX = ".safetensors"
@@ -74,10 +74,10 @@ def save(
   if target.name.endswith(SUFFIX):
     _save_file(target, params, metadata)
   elif "://" in str(target):  # a bucket renames by copying: Orbax' own marker says what is whole
-    with records.one_error(target):
+    with signed_json.one_error(target):
       _save_checkpoint(target, params, metadata)
   else:
-    with records.one_error(target):
+    with signed_json.one_error(target):
       _save_folder(target, params, metadata)
   return target
 

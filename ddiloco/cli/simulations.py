@@ -22,8 +22,8 @@ from ddiloco.simulation.chips import ChipTime, Fleet, decoupled, elastic, inelas
 def plan(arguments: list[str]) -> int:
   """Says what a run needs of its links and shards, and what to change where it does not fit.
 
-  The run is a config's, cut into its real fragments, or --parameters in equal ones, with the
-  protocol of --config.sync. How long a step takes is given, or follows from chips and tokens:
+  The run is a config's, partitioned into its real fragments, or --parameters in equal ones, with
+  the protocol of --config.sync. How long a step takes is given, or follows from chips and tokens:
 
     ddiloco plan --config=configs/dense.py:12b --gbps=5 --latency_ms=30 --step_seconds=4
     ddiloco plan --parameters=12e9 --islands=4 --gbps=2 --latency_ms=30 --codec=int4 \\
@@ -172,7 +172,7 @@ def protocol(arguments: list[str]) -> int:
       --latency_ms=30 --config.chaos=configs/chaos/soak.py:7 --workdir=runs/virtual
 
   --workdir leaves the events, for `ddiloco dashboard` and `ddiloco report`. An island whose
-  islands.pace_seconds is set steps at that pace. Losses are not simulated.
+  islands.min_step_seconds is set steps at that pace. Losses are not simulated.
   """
   values = flags.FlagValues()
   path, arguments = config_flag(values, arguments)
@@ -181,9 +181,9 @@ def protocol(arguments: list[str]) -> int:
     return 0
   config = final_config(values, path)
   from ddiloco.engines import virtual
-  from ddiloco.simulation.run import Setting
+  from ddiloco.simulation.run import Speeds
 
-  setting = Setting(
+  setting = Speeds(
     sizes=_sizes(values, config),
     step_seconds=values["step_seconds"].value,
     jitter=values["jitter"].value,
@@ -209,7 +209,9 @@ def protocol(arguments: list[str]) -> int:
 def _define_protocol(values: flags.FlagValues) -> None:
   """All flags but --config."""
   define = {"flag_values": values}
-  flags.DEFINE_float("step_seconds", 1.0, "Of islands without islands.pace_seconds.", 0.0, **define)
+  flags.DEFINE_float(
+    "step_seconds", 1.0, "Of islands without islands.min_step_seconds.", 0.0, **define
+  )
   flags.DEFINE_float("jitter", 0.1, "A step lasts up to this share longer.", 0.0, **define)
   flags.DEFINE_string(
     "gbps", "0", "Gbit/s of every island's link, one or a list a,b,c; 0: no limit.", **define
@@ -273,7 +275,8 @@ def _text(found: dict[str, Any]) -> str:
   lines = [
     f"{found['learners']} learners, {found['virtual_seconds']:,.0f} s of virtual time in"
     f" {found['wall_seconds']:.1f} s: {found['reason']}.",
-    f"{found['steps']:,} steps, {found['commits']:,} commits, clock {found['clock']:,}.",
+    f"{found['steps']:,} steps, {found['commits']:,} commits,"
+    f" global step {found['global_step']:,}.",
     "",
     f"goodput        {share(found['goodput'])}   ({_causes(found['causes'])})",
     f"uptime         {share(found['uptime'])}",
@@ -284,7 +287,7 @@ def _text(found: dict[str, Any]) -> str:
   if found["seconds_per_sync"]:
     seconds = found["seconds_per_sync"]
     lines.append(
-      f"a sync         {seconds['median']:.3g} s from cut to apply"
+      f"a sync         {seconds['median']:.3g} s from copy-out to apply"
       f" ({seconds['tenth']:.3g} to {seconds['nine_tenths']:.3g})"
     )
   lines.append(

@@ -117,7 +117,7 @@ def _check_faults(chaos: ChaosConfig, num_learners: int, num_shards: int) -> Non
   faults = chaos.of_roles()
   joining = {fault.role for fault in faults if fault.action == "join"}
   for fault in faults:
-    kind, _, number = fault.role.partition("/")
+    kind, _, number = fault.role.partition("-")
     count = num_learners if kind == "learner" else num_shards
     if fault.action == "join":
       require(
@@ -125,7 +125,7 @@ def _check_faults(chaos: ChaosConfig, num_learners: int, num_shards: int) -> Non
         "chaos.faults.role",
         fault.role,
         f"learners 0 to {count - 1} are there from the start, and others join in order",
-        f"use learner/{count}",
+        f"use learner-{count}",
       )
       continue
     require(
@@ -133,7 +133,7 @@ def _check_faults(chaos: ChaosConfig, num_learners: int, num_shards: int) -> Non
       "chaos.faults.role",
       fault.role,
       f"the run has {count} of that kind",
-      f"use {kind}/0 to {kind}/{count - 1}" if count else "drop this fault",
+      f"use {kind}-0 to {kind}-{count - 1}" if count else "drop this fault",
     )
 
 

@@ -36,27 +36,27 @@ ACTIONS = (*TO_ROLES, *INSIDE)
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-  """One planned fault: what happens to whom, when (run's clock or time), for how long."""
+  """One planned fault: what happens to whom, when (global step or time), for how long."""
 
   action: str  # one of those above
-  role: str  # "learner/2", "syncer/0", or "region/NAME": all of chaos.regions.NAME at once
-  at_step: int = -1  # of the run's clock; -1: by time
+  role: str  # "learner-2", "syncer-0", or "region-NAME": all of chaos.regions.NAME at once
+  at_step: int = -1  # the global step; -1: by time
   at_seconds: float = -1.0  # since training began; -1: by step
   seconds: float = 5.0  # how long
   factor: float = 2.0
   share: float = 1.0
   delay_seconds: float = 0.5
   bits_per_second: float = 1e6
-  peers: tuple[str, ...] = ()  # roles; "!learner/2": all but this one. Empty: all
+  peers: tuple[str, ...] = ()  # roles; "!learner-2": all but this one. Empty: all
 
   def __post_init__(self):
     one_of("chaos.faults", self, "action", *ACTIONS)
     require(
-      _is_role(self.role) or self.role.startswith("region/"),
+      _is_role(self.role) or self.role.startswith("region-"),
       "chaos.faults.role",
       self.role,
       "must name a role or a region",
-      "use 'learner/2', 'syncer/0' or 'region/NAME'",
+      "use 'learner-2', 'syncer-0' or 'region-NAME'",
     )
     for peer in self.peers:
       require(
@@ -64,7 +64,7 @@ class Fault:
         "chaos.faults.peers",
         peer,
         "must name a role",
-        "use 'syncer/0', or '!syncer/0' for all but it",
+        "use 'syncer-0', or '!syncer-0' for all but it",
       )
     require(
       (self.at_step >= 0) != (self.at_seconds >= 0),
@@ -101,10 +101,10 @@ class ChaosConfig:
     for name, roles in self.regions.items():
       for role in roles:
         require(
-          _is_role(role), f"chaos.regions.{name}", role, "must name a role", "use 'learner/2'"
+          _is_role(role), f"chaos.regions.{name}", role, "must name a role", "use 'learner-2'"
         )
     for fault in self.faults:
-      kind, _, name = fault.role.partition("/")
+      kind, _, name = fault.role.partition("-")
       require(
         kind != "region" or name in self.regions,
         "chaos.faults.role",
@@ -124,7 +124,7 @@ class ChaosConfig:
     """
     found: list[Fault] = []
     for fault in self.faults:
-      kind, _, name = fault.role.partition("/")
+      kind, _, name = fault.role.partition("-")
       roles = self.regions[name] if kind == "region" else (fault.role,)
       outside = tuple(f"!{role}" for role in roles) if kind == "region" else ()
       peers = fault.peers or outside
@@ -133,5 +133,5 @@ class ChaosConfig:
 
 
 def _is_role(name: str) -> bool:
-  kind, _, number = name.partition("/")
+  kind, _, number = name.partition("-")
   return kind in ("learner", "syncer") and is_number(number)

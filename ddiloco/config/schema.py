@@ -215,13 +215,13 @@ class IslandConfig:
   fsdp: int = -1
   tensor: int = 1
   batch_size: int = 8  # B, sequences a step
-  pace_seconds: float = 0.0  # a step lasts at least so long: for islands that share their devices
+  min_step_seconds: float = 0.0  # a step lasts so long: for islands that share their devices
   resources: Mapping[str, Any] = dataclasses.field(
     default_factory=dict
   )  # what a cluster (Ray) must give this island, e.g. {"TPU": 4}; empty: nothing is reserved
 
   def __post_init__(self):
-    not_negative("islands", self, "devices", "pace_seconds")
+    not_negative("islands", self, "devices", "min_step_seconds")
     positive("islands", self, "batch_size")
     axes = (self.data, self.fsdp, self.tensor)
     require(
@@ -255,7 +255,7 @@ class IslandConfig:
     return data, fsdp, tensor
 
   def data_shards(self, devices: int) -> int:
-    """Into how many parts the batch is cut: the data and fsdp axes together."""
+    """Into how many parts the batch is split: the data and fsdp axes together."""
     data, fsdp, _ = self.mesh_shape(devices)
     return data * fsdp
 
@@ -316,7 +316,7 @@ class SyncConfig:
   liveness_seconds: float = 2.0  # ... but never sooner than this
   max_norm_ratio: float = 10.0  # an update so much longer than others' and its own past is rejected
   quarantine_after: int = 3  # rejections in a row until a learner must rejoin
-  snapshot_steps: int = 200  # of the run's clock between two snapshots of the whole run; 0: never
+  snapshot_steps: int = 200  # global steps between two snapshots of the whole run; 0: never
 
   def __post_init__(self):
     not_negative("sync", self, "num_shards", "overlap_steps", "max_rows", "snapshot_steps")

@@ -29,7 +29,7 @@ class Committed:
 
   state: FragmentState  # version, merged tokens, who took part; no round under way
   value: np.ndarray  # the global value
-  view: np.ndarray  # what learners were sent: `value`, or what a lossy publish codec made of it
+  published_value: np.ndarray  # what learners were sent: `value`, or what a lossy codec made of it
   momentum: np.ndarray | None  # of the outer optimizer, None without
   momentum_round: int = -1  # that made the momentum; an older one if only the value was given back
 
@@ -60,7 +60,7 @@ def new_fragment(fragment: Fragment, value: np.ndarray) -> Committed:
   return Committed(FragmentState(fragment.index), value, value, None)
 
 
-Update = tuple[str, np.ndarray]  # codec, payload: from the view before to the new one
+Update = tuple[str, np.ndarray]  # codec, payload: from the published value before to the new one
 
 
 FEWEST_COMPARED = 4096  # values; cosines of random directions are below 0.02 then
@@ -79,7 +79,7 @@ class Measured:
     return math.sqrt(float(self.squares.sum()))
 
 
-class Arrivals:
+class ReceivedPushes:
   """The outer gradients of one round so far, in order of arrival."""
 
   def __init__(self, fragment: Fragment, round: int):
@@ -114,7 +114,7 @@ class Arrivals:
 
 
 def commit(
-  fragment: Fragment, old: Committed, arrivals: Arrivals, what: Commit, config: Config
+  fragment: Fragment, old: Committed, arrivals: ReceivedPushes, what: Commit, config: Config
 ) -> tuple[Committed, Update | None, np.ndarray]:
   """The fragment after the outer step on the merged pushes of `what.learners`.
 
@@ -130,9 +130,10 @@ def commit(
   if momentum is not None and old.momentum is not None:
     momentum[:] = old.momentum  # updated in place below, and the old one may be on its way to disk
   value = merge.commit(fragment, old.value, momentum, deltas, factors, config.outer)
-  view, update = _published(fragment, old.view, value, config.sync.publish_codec)
+  name = config.sync.publish_codec
+  published, update = _published(fragment, old.published_value, value, name)
   state = FragmentState(fragment.index, what.version, last_round=what.round)
-  return Committed(state, value, view, momentum, what.round), update, weights
+  return Committed(state, value, published, momentum, what.round), update, weights
 
 
 def learner_weights(what: Commit, config: Config) -> np.ndarray:
@@ -148,7 +149,7 @@ def learner_weights(what: Commit, config: Config) -> np.ndarray:
 
 
 def _published(
-  fragment: Fragment, view: np.ndarray, value: np.ndarray, name: str
+  fragment: Fragment, published: np.ndarray, value: np.ndarray, name: str
 ) -> tuple[np.ndarray, Update | None]:
   """What learners will have: `value`, or with a lossy codec what its rounded update makes of it.
 
@@ -156,5 +157,5 @@ def _published(
   """
   if name == "f32":
     return value, None
-  payload = codec.encode(value - view, name)
-  return view + codec.decode(payload, fragment.size, name), (name, payload)
+  payload = codec.encode(value - published, name)
+  return published + codec.decode(payload, fragment.size, name), (name, payload)

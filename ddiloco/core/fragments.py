@@ -124,8 +124,8 @@ def _rows(
 ) -> list[Piece]:
   rows, rest = (shape[0], shape[1:]) if shape else (1, ())
   average = sync.merge == "average" or (spec.embedding and sync.average_embeddings)
-  cuts = -(-rows // sync.max_rows) if spec.embedding and sync.max_rows and rows else 1
-  bounds = [i * rows // cuts for i in range(cuts + 1)]
+  splits = -(-rows // sync.max_rows) if spec.embedding and sync.max_rows and rows else 1
+  bounds = [i * rows // splits for i in range(splits + 1)]
   return [
     Piece(spec.name, layer, start, stop, (stop - start, *rest) if shape else (), 0, average)
     for start, stop in itertools.pairwise(bounds)

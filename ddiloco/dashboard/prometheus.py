@@ -49,7 +49,7 @@ def _islands(islands: list[Mapping[str, Any]]) -> Iterator[tuple[str, str, str, 
   ]
   yield "island_state", "gauge", "1 for the state the island is in.", states
   for name, kind, key, help_ in (
-    ("island_clock", "gauge", "clock", "Step of the run's clock."),
+    ("island_global_step", "gauge", "global_step", "The global step as this island knows it."),
     ("island_loss", "gauge", "loss", "Training loss of the last step, nats per token."),
     ("island_tokens_total", "counter", "tokens", "Tokens trained in all its lives."),
     ("island_restarts_total", "counter", "restarts", "How often it was started again."),

@@ -46,7 +46,7 @@ _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
 _NUMBERS = ("seconds", "factor", "share", "delay_seconds", "bits_per_second")
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
   """A request that is not answered; `answer` says why, in plain words."""
 
   def __init__(self, code: int, text: str, **headers: str):
@@ -81,9 +81,9 @@ def require_host(request: Request, loopback: bool) -> str:
   hosts = request.headers.get_all("Host", [])
   match = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
   if match is None:
-    raise Refused(400, "one valid Host header is needed")
+    raise RequestRefused(400, "one valid Host header is needed")
   if loopback and not is_loopback(match[1]):
-    raise Refused(421, "this server only answers to localhost")
+    raise RequestRefused(421, "this server only answers to localhost")
   return hosts[0]
 
 
@@ -96,11 +96,11 @@ def require_token(request: Request, token: str, in_url: bool = True) -> None:
     try:
       values = urllib.parse.parse_qs(request.query, max_num_fields=8) if in_url else {}
     except ValueError as error:
-      raise Refused(400, "that is no query") from error
+      raise RequestRefused(400, "that is no query") from error
     given = values.get("token", [""])[0]
   if not hmac.compare_digest(given.strip().encode("utf-8", "replace"), token.encode()):
     text = "a token is needed: Authorization: Bearer TOKEN"
-    raise Refused(401, text, **{"WWW-Authenticate": "Bearer"})
+    raise RequestRefused(401, text, **{"WWW-Authenticate": "Bearer"})
 
 
 def require_same_origin(request: Request, host: str) -> None:
@@ -108,30 +108,30 @@ def require_same_origin(request: Request, host: str) -> None:
   origins = request.headers.get_all("Origin", [])
   site = request.headers.get("Sec-Fetch-Site", "same-origin")
   if origins not in ([f"http://{host}"], [f"https://{host}"]) or site != "same-origin":
-    raise Refused(403, "faults are taken from this server's own page only")
+    raise RequestRefused(403, "faults are taken from this server's own page only")
 
 
 def parse_fault(request: Request) -> Fault:
   """The fault that a body asks for: action, role, and what else one of `chaos.faults` may have."""
   if request.headers.get_content_type() != "application/json":
-    raise Refused(415, "a fault is application/json")
+    raise RequestRefused(415, "a fault is application/json")
   try:
     fields = json.loads(request.body)
   except (ValueError, RecursionError) as error:
-    raise Refused(400, "a fault is a JSON object") from error
+    raise RequestRefused(400, "a fault is a JSON object") from error
   names = {"action", "role"}
   if not isinstance(fields, dict) or not names <= fields.keys() <= {*names, *_NUMBERS}:
-    raise Refused(400, f"a fault has action and role, and may have {', '.join(_NUMBERS)}")
+    raise RequestRefused(400, f"a fault has action and role, and may have {', '.join(_NUMBERS)}")
   for name, value in fields.items():
     kind = str if name in names else (int, float)
     if not isinstance(value, kind) or isinstance(value, bool):
-      raise Refused(400, f"{name} has the wrong type")
+      raise RequestRefused(400, f"{name} has the wrong type")
     if not isinstance(value, str) and not abs(value) < MOST:
-      raise Refused(400, f"{name} must be finite, and less than {MOST:g}")
+      raise RequestRefused(400, f"{name} must be finite, and less than {MOST:g}")
   try:
     return Fault(**fields, at_seconds=0.0)
   except ConfigError as error:
-    raise Refused(400, str(error)) from error
+    raise RequestRefused(400, str(error)) from error
 
 
 # --- A run as its workdir tells it, read by a thread of its own
@@ -175,8 +175,8 @@ class RunFollower:
       return self._status[1]
 
   def has(self, role: str) -> bool:
-    """Whether the run has this role, "learner/2" or "syncer/0"."""
-    kind, _, number = role.partition("/")
+    """Whether the run has this role, "learner-2" or "syncer-0"."""
+    kind, _, number = role.partition("-")
     with self._lock:
       members = {"learner": self._run.islands, "syncer": self._run.shards}
       return number.isdecimal() and int(number) in members.get(kind, {})
@@ -204,7 +204,7 @@ class RunFollower:
       self.health.beat()
       try:
         self._look()
-      except OSError as error:  # a file system that is away for a while
+      except (OSError, ConfigError) as error:  # a file system that is away; logs of another format
         self.health.not_ready(str(error))
       self._ended.wait(POLL_SECONDS)
 
@@ -305,14 +305,16 @@ class Dashboard:
   def _answer(self, request: Request) -> Answer:
     try:
       answer = self._route(request, require_host(request, self._loopback))
-    except Refused as refused:
+    except RequestRefused as refused:
       answer = refused.answer
     return dataclasses.replace(answer, headers=HEADERS | dict(answer.headers))
 
   def _route(self, request: Request, host: str) -> Answer:
     path = request.path
     if request.method != ("POST" if path == "/api/fault" else "GET"):
-      raise Refused(405, "not in this way", Allow="POST" if path == "/api/fault" else "GET, HEAD")
+      raise RequestRefused(
+        405, "not in this way", Allow="POST" if path == "/api/fault" else "GET, HEAD"
+      )
     if path in self._files:
       return self._files[path]
     if path == "/healthz":
@@ -321,7 +323,7 @@ class Dashboard:
     if path == "/api/fault":
       return self._inject(request, host)
     if path not in ("/api/status", "/metrics"):
-      raise Refused(404, "there are /, /api/status, /metrics and /healthz")
+      raise RequestRefused(404, "there are /, /api/status, /metrics and /healthz")
     require_token(request, self._token)
     status = self._run.status()
     if path == "/metrics":
@@ -331,17 +333,17 @@ class Dashboard:
 
   def _inject(self, request: Request, host: str) -> Answer:
     if not self._allow_faults:
-      raise Refused(403, "faults are not allowed here: start it with --allow_faults")
+      raise RequestRefused(403, "faults are not allowed here: start it with --allow_faults")
     require_same_origin(request, host)
     require_token(request, self._token, in_url=False)
     fault = parse_fault(request)
     if not self._run.has(fault.role):
-      raise Refused(400, f"there is no {fault.role} in this run")
+      raise RequestRefused(400, f"there is no {fault.role} in this run")
     if self._run.status()["phase"] in ("over", "silent"):
-      raise Refused(409, "there is no run under way")
+      raise RequestRefused(409, "there is no run under way")
     now = time.monotonic()
     if now - self._fault_at < FAULT_SECONDS:
-      raise Refused(429, "one fault a second", **{"Retry-After": "1"})
+      raise RequestRefused(429, "one fault a second", **{"Retry-After": "1"})
     self._fault_at = now
     ask_for(self._run.workdir, fault)
     return Answer(202, json.dumps({"asked": dataclasses.asdict(fault)}) + "\n", JSON)

@@ -65,8 +65,9 @@ def status(
     "curves": _curves(run),
     "links": run.traffic.as_json(seen),
     "odd_events": run.odd_events,
-    "notes": [
-      {"time": round(note.time, 2), "text": note.text, "tone": note.tone} for note in run.notes
+    "log_events": [
+      {"time": round(log_event.time, 2), "text": log_event.text, "tone": log_event.tone}
+      for log_event in run.log_events
     ],
   }
 
@@ -98,7 +99,7 @@ def _island(run: RunState, m: int, state: str, seen: float, fragments: range) ->
     "state": shown,
     "restarts": max(0, island.lives - 1),
     "step": island.step,
-    "clock": island.clock,
+    "global_step": island.global_step,
     "loss": _number(island.loss),
     "tokens": island.tokens,
     "tokens_per_second": _number(island.tokens_per_second, 1) if shown == "running" else None,

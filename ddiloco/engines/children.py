@@ -111,7 +111,7 @@ class Child:
   """One role's process; when there is one is decided by `protocol/supervisor.py`.
 
   Args:
-    name: its address, "learner/3".
+    name: its address, "learner-3".
     command: what starts it; it must end when its standard input is closed.
     workdir: its output is appended to WORKDIR/logs/NAME.log.
     spawn: starts it.
@@ -119,7 +119,7 @@ class Child:
 
   def __init__(self, name: str, command: list[str], workdir: Path, spawn: Spawn):
     self.name = name
-    self.log = workdir / "logs" / f"{name.replace('/', '-')}.log"
+    self.log = workdir / "logs" / f"{name}.log"
     self._command = command
     self._spawn = spawn
     self._process: Process | None = None

@@ -17,7 +17,7 @@ import numpy as np
 
 from ddiloco.chaos import faults
 from ddiloco.chaos.requests import FaultRequests
-from ddiloco.checkpoint.restore import newest_clock
+from ddiloco.checkpoint.restore import newest_global_step
 from ddiloco.config import Config, Fault
 from ddiloco.core.fragments import Plan
 from ddiloco.engines.signals import terminates
@@ -83,7 +83,7 @@ class Engine:
     self._listeners: Sequence[Listener] = ()
     self._recorder: Recorder
     self._state = supervisor.init(config.run, ())
-    self._clock = 0  # the run's, as far as learners have reported it
+    self._global_step = 0  # the run's, as far as learners have reported it
     self._guard = Guard("the supervisor")  # whose end would be that of all roles
     self._lock = threading.RLock()  # roles that are threads say themselves what becomes of them
     self._news = threading.Event()  # they did
@@ -190,7 +190,7 @@ class Engine:
 
   def _plan(self) -> None:
     """What the supervisor starts with; faults of steps that are over have struck before."""
-    config, began_at = self.config, newest_clock(self.config, self.plan, self.workdir)
+    config, began_at = self.config, newest_global_step(self.config, self.plan, self.workdir)
     self._planned = faults.still_planned(config.chaos.of_roles(), began_at)
     self._requests = FaultRequests(self.workdir, news_only=True)
     self._state = supervisor.init(
@@ -213,7 +213,7 @@ class Engine:
     """Takes in what has happened, and does what is due."""
     for duty in (self._observe, self._hear):
       self._guard(duty)
-    self._feed(Tick(time.monotonic(), self._clock, self._seconds()))
+    self._feed(Tick(time.monotonic(), self._global_step, self._seconds()))
 
   def _sleep(self) -> None:
     """Until the next turn, a pause is over, or a process is to be stopped or to go on."""
@@ -263,7 +263,7 @@ class Engine:
       case Terminate(name):
         self._terminate(name)
       case Joined(fault):
-        self._note_fault(fault, faults.detail(fault, self._clock))
+        self._note_fault(fault, faults.detail(fault, self._global_step))
       case Hopeless(reason) if not self._ending:
         warn(f"the run cannot reach its end any more: {reason}.")
 

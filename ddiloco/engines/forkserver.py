@@ -27,7 +27,7 @@ import setproctitle
 
 from ddiloco import environment
 
-PRELOADED = (  # by name: what is above this room is otherwise none of its business
+PRELOADED = (  # by name: what is above this package is otherwise none of its business
   "ddiloco.engines.forkserver_preload",
   "ddiloco.cli.roles",
   "ddiloco.engines.learner_process",
@@ -116,7 +116,7 @@ def _become(
   stdout: Connection | None,
 ) -> None:
   """Runs in the forked process, until the command's end."""
-  setproctitle.setproctitle(" ".join(command))  # looks for its room beside the environment
+  setproctitle.setproctitle(" ".join(command))  # looks for its place beside the environment
   os.setsid()  # Ctrl-C is for who started us, and told to us
   signal.signal(signal.SIGINT, signal.default_int_handler)
   signal.signal(signal.SIGTERM, signal.SIG_DFL)

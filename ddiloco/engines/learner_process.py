@@ -140,7 +140,7 @@ def _trained(state: LearnerState, config: Config) -> str:
   share = min(1.0, state.merged_tokens / config.run.total_tokens)
   speed = f", {1000 * state.step_seconds:.0f} ms a step" if state.step_seconds else ""
   return (
-    f"clock {state.clock}{speed}, {compact(state.trained_tokens)} tokens trained here;"
+    f"global step {state.global_step}{speed}, {compact(state.trained_tokens)} tokens trained here;"
     f" {share:.0%} of the run is merged"
   )
 

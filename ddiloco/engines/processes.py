@@ -135,7 +135,7 @@ class ProcessesEngine(Engine):
     """A process has ended: while the run ends, or in good order, its role needs no other."""
     reason, name = child.bury(status), child.name
     kill = self._state.roles[name].kill
-    early = name.startswith("syncer/") and not self._merged()
+    early = name.startswith("syncer-") and not self._merged()
     if kill is None and (self._ending or (status == 0 and not early)):
       if status == LOST:
         self._lost[name] = child.last_words()
@@ -148,12 +148,12 @@ class ProcessesEngine(Engine):
       return ask_for(self.workdir, fault)
     if fault.action == "kill":
       self._children[fault.role].strike(for_good=fault.seconds < 0)
-    self._note_fault(fault, faults.detail(fault, self._clock))
+    self._note_fault(fault, faults.detail(fault, self._global_step))
 
   def _requested(self, fault: Fault) -> None:
     """By the dashboard, or by us of a role that performs it itself."""
     if fault.action in INSIDE:
-      self._note_fault(fault, faults.detail(fault, self._clock))
+      self._note_fault(fault, faults.detail(fault, self._global_step))
     else:
       self._feed(Requested(fault))
 
@@ -169,7 +169,7 @@ class ProcessesEngine(Engine):
     return 0.0 if self._training_since is None else time.time() - self._training_since
 
   def _over(self) -> str | None:
-    now, learners = time.monotonic(), members(self._state, "learner/").values()
+    now, learners = time.monotonic(), members(self._state, "learner-").values()
     if self._merged():
       return "finished"
     if self.leave.is_set() or self.stop.is_set():
@@ -192,7 +192,7 @@ class ProcessesEngine(Engine):
   def _end(self, reason: str) -> None:
     """Everybody leaves in good order: learners bring out their work while shards still merge it."""
     try:
-      for kind in ("learner/", "syncer/"):
+      for kind in ("learner-", "syncer-"):
         names = list(members(self._state, kind))
         if reason == "finished":  # they know it themselves
           self._wait_for(names, PATIENCE_SECONDS)
@@ -223,7 +223,7 @@ class ProcessesEngine(Engine):
     return Recorder(self.workdir, role, incarnation, self._started, time.time)
 
   def _follow(self) -> None:
-    """Hands on what has happened since the last time, and learns the run's clock from it."""
+    """Hands on what has happened since the last time, and learns the global step from it."""
     for event in self._follower.poll():
       if event.kind == "step":
         self._count(event)
@@ -235,7 +235,7 @@ class ProcessesEngine(Engine):
   def _count(self, event: Event) -> None:
     number = parse_role(event.role)[1]
     self.steps[number] = self.steps.get(number, 0) + 1
-    self._clock = max(self._clock, event.clock)
+    self._global_step = max(self._global_step, event.global_step)
     if self._training_since is None:
       self._training_since = self._started + event.time
 

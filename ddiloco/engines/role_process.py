@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ddiloco import workdir
-from ddiloco.chaos.endpoint import FaultyEndpoint
 from ddiloco.chaos.faults import Faults
+from ddiloco.chaos.faulty_endpoint import FaultyEndpoint
 from ddiloco.chaos.requests import FaultRequests
 from ddiloco.checkpoint.restore import open_storage
 from ddiloco.checkpoint.saver import Saver
@@ -24,7 +24,7 @@ from ddiloco.engines import role_spec
 from ddiloco.engines.role_spec import Outnumbered, RoleSpec, another_life
 from ddiloco.engines.signals import Heard
 from ddiloco.network import handshake
-from ddiloco.network.endpoint import NetworkEndpoint, Run
+from ddiloco.network.endpoint import NetworkEndpoint, RunIdentity
 from ddiloco.network.keys import Keys, require_keys
 from ddiloco.network.transport import syncer_address
 from ddiloco.network.webserver import Health
@@ -66,10 +66,10 @@ def connect(
   keys: Keys | None = None,
 ) -> NetworkEndpoint:
   """A role's endpoint; it dials nobody yet."""
-  run = Run(
+  run = RunIdentity(
     run_id=place.run_id,
     plan_id=initial.contract(config, plan),
-    max_payload_bytes=12 * max(plan.sizes),  # a copy: value, view and momentum, f32
+    max_payload_bytes=12 * max(plan.sizes),  # a copy: value, published value and momentum, f32
     queue_bytes=config.network.queue_bytes or 12 * sum(plan.sizes),
   )
   return NetworkEndpoint(
@@ -94,7 +94,7 @@ class RoleRunner:
   and prints what matters, and a line of progress every ten seconds.
 
   Args:
-    address: the role's, "learner/3".
+    address: the role's, "learner-3".
     config: the run's.
     place: where it runs.
   """
@@ -108,7 +108,7 @@ class RoleRunner:
     self.started = workdir.join(place.workdir, config)
     self._lives = workdir.live_in(place.workdir)
     now = handshake.seconds_since_2020()
-    self._former = role_spec.newest(place.workdir, now, address.replace("/", "-"))
+    self._former = role_spec.newest(place.workdir, now, address)
     # A shard has its port to itself, so that none of its former lives can be there. Any other role
     # is told by the shards whether one of its own is.
     self.incarnation = role_spec.above(now, [self._former] if place.bind else [])
@@ -288,17 +288,15 @@ class RoleRunner:
   # --- beside it ----------------------------------------------------------------------------------
 
   def _record(self) -> Recorder:
-    name = self.address.replace("/", "-")
-    return Recorder(
-      self.place.workdir, name, self.incarnation, self.started, time.time, [self._listen]
-    )
+    who = self.address, self.incarnation
+    return Recorder(self.place.workdir, *who, self.started, time.time, [self._listen])
 
   def _listen(self, event: Event) -> None:
-    """Says what the live view would note: joined, refused, stopped, a member lost, ..."""
-    known = self._seen.num_notes
+    """Says what the live view would show: joined, refused, stopped, a member lost, ..."""
+    known = self._seen.num_log_events
     self._seen.add(event)
-    if self._seen.num_notes > known:  # one event makes one note at most
-      self.say(self._seen.notes[-1].text)
+    if self._seen.num_log_events > known:  # one event makes one line at most
+      self.say(self._seen.log_events[-1].text)
 
   def _on_signal(self, number: int, _frame: object) -> None:
     if number == signal.SIGINT and self.interrupted:

@@ -28,7 +28,7 @@ from ddiloco.roles import initial
 from ddiloco.simulation import bandwidth
 from ddiloco.training import data, tokenizers
 from ddiloco.training.devices import kept_in
-from ddiloco.training.evaluate import Evaluator, generate, makes_text, refuse_without_text
+from ddiloco.training.evaluate import HeldoutLoss, generate, makes_text, refuse_without_text
 from ddiloco.workdir import COMPILED, ISLANDS, OURS, OUTCOME, check, claim, held, saved_config
 
 EXIT_STATUS = {"finished": 0, "failed": 1, "stopped": 130}
@@ -257,11 +257,11 @@ def held_out_loss(config: Config, corpus: data.Source):
   return evaluator(config, corpus).loss
 
 
-def evaluator(config: Config, corpus: data.Source) -> Evaluator:
+def evaluator(config: Config, corpus: data.Source) -> HeldoutLoss:
   """Measures parameter trees on the held-out data, on a device no island uses."""
   fit = EVALUATION_LOGITS // (config.data.sequence_length * config.model.vocab_size)
   batches = corpus.heldout_batches(max(1, min(EVALUATION_BATCH, fit)))
-  return Evaluator(config.model, batches, jax.local_devices(backend="cpu")[-1])
+  return HeldoutLoss(config.model, batches, jax.local_devices(backend="cpu")[-1])
 
 
 def load_result(workdir: Path, config: Config) -> dict[str, np.ndarray]:

@@ -27,7 +27,7 @@ from ddiloco.protocol.syncer_state import SyncerState, complete
 from ddiloco.roles import initial
 from ddiloco.roles.syncer import Syncer
 
-SETTLE_HELLOS = 18  # a learner that lost its shard tries again after at most 16 of them
+RECOVERY_HELLOS = 18  # a learner that lost its shard tries again after at most 16 of them
 EARLIEST_SECONDS = 86_400  # before the run began by this host's clock: rounds of its shards
 
 
@@ -73,7 +73,7 @@ def _syncer(runner: RoleRunner, shard: int) -> int:
   runner.say(f"serves fragments {', '.join(map(str, owned))} at {endpoint.bound}")
   runner.ready = lambda: ""
   runner.progress = lambda: _served(role, config)
-  over_at = state.settle_at if back else 0.0
+  over_at = state.recovery_deadline if back else 0.0
   faults, silence_seconds = runner.faults, settings.silence_seconds
 
   def over() -> bool:
@@ -157,7 +157,7 @@ def _recover(
     shard,
     runner.incarnation,
     store,
-    settle_at=time.monotonic() + SETTLE_HELLOS * config.network.hello_seconds,
+    recovery_deadline=time.monotonic() + RECOVERY_HELLOS * config.network.hello_seconds,
     began_at=time.monotonic() - age_seconds,
     first_round=max(0, incarnation_at(runner.started) - EARLIEST_SECONDS) << 24,
   )

@@ -17,8 +17,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from ddiloco.chaos.endpoint import FaultyEndpoint
 from ddiloco.chaos.faults import Faults
+from ddiloco.chaos.faulty_endpoint import FaultyEndpoint
 from ddiloco.checkpoint.restore import (
   Restored,
   ResumeState,
@@ -201,13 +201,12 @@ class ThreadsEngine(Engine):
   # --- supervision --------------------------------------------------------------------------------
 
   def _record(self, role: str, incarnation: int) -> Recorder:
-    name = role.replace("/", "-")
-    listeners = [*self._listeners, self._note_clock]
-    return Recorder(self.workdir, name, incarnation, self._start_time, listeners=listeners)
+    listeners = [*self._listeners, self._note_global_step]
+    return Recorder(self.workdir, role, incarnation, self._start_time, listeners=listeners)
 
-  def _note_clock(self, event: Event) -> None:
+  def _note_global_step(self, event: Event) -> None:
     if event.kind == "step":
-      self._clock = max(self._clock, event.clock)
+      self._global_step = max(self._global_step, event.global_step)
 
   def _connect(self, address: str, faults: Faults) -> FaultyEndpoint:
     endpoint = FaultyEndpoint(self._hub.connect(address), faults.weather)
@@ -249,10 +248,10 @@ class ThreadsEngine(Engine):
     if self.leave.is_set() and not self._drains:
       self._drains = True
       self._stop_at = time.monotonic() + self.config.network.drain_seconds + PATIENCE_SECONDS
-      self._feed(Dismiss("learner/"))
+      self._feed(Dismiss("learner-"))
     if time.monotonic() >= self._stop_at:
       self.stop.set()
-    learners = members(self._state, "learner/").values()
+    learners = members(self._state, "learner-").values()
     if self._state.hopeless:
       return "failed"
     if not all(role.ended for role in learners):

@@ -18,7 +18,7 @@ from ddiloco.config import Config, ConfigError
 from ddiloco.observe import tracks
 from ddiloco.observe.eventlog import to_line
 from ddiloco.protocol.events import Commit, Event, Step
-from ddiloco.simulation.run import Account, Run, Setting
+from ddiloco.simulation.run import Account, Speeds, VirtualRun
 
 LINES = 1000  # of one role, until they are written
 TELL_SECONDS = 5.0  # between two lines about a long run
@@ -33,8 +33,9 @@ class Logs:
     self._lines: dict[str, list[bytes]] = {}
 
   def take(self, event: Event) -> None:
+    begins = event.role not in self._lines
     lines = self._lines.setdefault(event.role, [])
-    lines.append(to_line(event))
+    lines.append(to_line(event, begins))
     if len(lines) >= LINES:
       self._write(event.role, lines)
 
@@ -74,7 +75,7 @@ class Progress:
 
 def simulate(
   config: Config,
-  setting: Setting,
+  setting: Speeds,
   workdir: Path | None = None,
   overwrite: bool = False,
   most_seconds: float = math.inf,
@@ -99,7 +100,7 @@ def simulate(
     for take in takers:
       take(event)
 
-  run = Run(config, setting, emit)
+  run = VirtualRun(config, setting, emit)
   with contextlib.ExitStack() as stack:
     takers.pop()
     if workdir is not None:
@@ -117,7 +118,7 @@ def simulate(
     "learners": config.islands.num_learners,
     "virtual_seconds": round(run.now, 3),
     "wall_seconds": round(time.monotonic() - began, 3),
-    "clock": run.clock,
+    "global_step": run.global_step,
     "merged_tokens": min(f.merged_tokens for f in run.store.values()),
     **account.summary(),
     **_of_faults(account.kept),

@@ -1,7 +1,7 @@
 """What islands train: the `Model` protocol, and how a Flax NNX module becomes one.
 
-A model is pure functions over a flat dict of named f32 arrays. The transformer of this room is one;
-`model.custom` names any other (`ddiloco/custom.py`). `examples/own_model.py` is a whole one.
+A model is pure functions over a flat dict of named f32 arrays. The transformer of this package is
+one; `model.custom` names any other (`ddiloco/custom.py`). `examples/own_model.py` is a whole one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Model(Protocol):
     """Shape and dtype (f32) of every parameter by its flat name, in a fixed order."""
 
   def logical_axes(self) -> dict[str, Axes]:
-    """A name or None for every axis of every parameter; they say where the mesh may cut it.
+    """A name or None for every axis of every parameter; they say where the mesh may split it.
 
     Meshes know "embed", "vocab", "heads", "kv_heads", "mlp" and "experts"
     (`training.devices.RULES`). A parameter that begins with "layers" is a stack, one layer a row,

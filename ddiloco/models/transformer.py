@@ -1,6 +1,6 @@
 """The decoder-only transformer, and its functional face: flat dicts of named arrays.
 
-Everything outside this room sees parameters as `{"layers/attention/query": array, ...}`; a leaf
+Everything outside this package sees parameters as `{"layers/attention/query": array, ...}`; a leaf
 whose name begins with "layers/" has a leading axis of length L. To use them as a plain NNX module:
 
     from ddiloco.models import transformer

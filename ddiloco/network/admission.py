@@ -16,7 +16,7 @@ from zmq.utils.monitor import recv_monitor_message
 from ddiloco.config import NetworkConfig
 from ddiloco.network import frames
 from ddiloco.network.frames import SESSION_BYTES, Greeting
-from ddiloco.network.handshake import Run, control_route, objection, refusal, session_of
+from ddiloco.network.handshake import RunIdentity, control_route, objection, refusal, session_of
 from ddiloco.network.keys import Arrivals, Keys
 from ddiloco.network.peers import Accepted, Peer
 from ddiloco.network.sockets import (
@@ -53,7 +53,7 @@ class Admission:
 
   def __init__(
     self,
-    run: Run,
+    run: RunIdentity,
     settings: NetworkConfig,
     counters: Counters,
     keys: Keys | None,
@@ -156,7 +156,7 @@ class Admission:
     peer.put(frames.encode(self._answer(peer, greeting.session)))
 
   def _show_out(self, peer: Accepted, reason: str, fenced: bool) -> None:
-    peer.put(frames.encode(frames.Refused(peer.session, fenced, reason)))
+    peer.put(frames.encode(frames.GreetingRefused(peer.session, fenced, reason)))
     self._give_up(peer)
     del self._by_session[peer.session], self.accepted[peer.address]
     self._connections.forget(peer.session, time.monotonic())

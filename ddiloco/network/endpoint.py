@@ -7,7 +7,7 @@ after it fragments, each with its own connections, so that control never queues 
   io_thread.py     the thread that owns all sockets: greetings, control, chunks, signs of life
   door.py        who dialed us: let in, looked at again, cut off; connections.py: which connections
   peers.py       one far end each: who it is, how it is reached
-  transfers.py   fragments cut into chunks, acknowledged, sent again, put together
+  transfers.py   fragments split into chunks, acknowledged, sent again, put together
   greetings.py   who may speak, and why not
   frames.py      what the two ends say to each other
   sockets.py     ZeroMQ and its options; keys.py: who may speak
@@ -20,7 +20,7 @@ import time
 from typing import Any
 
 from ddiloco.config import NetworkConfig
-from ddiloco.network.handshake import Run
+from ddiloco.network.handshake import RunIdentity
 from ddiloco.network.io_thread import IoThread
 from ddiloco.network.keys import Keys
 from ddiloco.network.transport import Counters, Delivery, Inbox, Spoil
@@ -33,7 +33,7 @@ class NetworkEndpoint:
   """One role's connection to the others.
 
   Args:
-    address: who this is, e.g. "learner/3".
+    address: who this is, e.g. "learner-3".
     incarnation: of this role; a greater one fences a smaller one.
     run: the run it belongs to.
     settings: sizes and timeouts.
@@ -49,7 +49,7 @@ class NetworkEndpoint:
     self,
     address: str,
     incarnation: int,
-    run: Run,
+    run: RunIdentity,
     settings: NetworkConfig,
     bind: str | None = None,
     keys: Keys | None = None,

@@ -39,7 +39,7 @@ class Greeting:
 
 
 @dataclasses.dataclass(frozen=True)
-class Refused:
+class GreetingRefused:
   """You may not speak here, and why."""
 
   session: Session  # yours
@@ -99,7 +99,9 @@ class Chunk:
   header: Header
 
 
-Frame = Greeting | Refused | Unknown | Beat | Dropped | Acknowledged | Wanted | Control | Chunk
+Frame = (
+  Greeting | GreetingRefused | Unknown | Beat | Dropped | Acknowledged | Wanted | Control | Chunk
+)
 _SCHEMA = Schema(typing.get_args(Frame))
 
 

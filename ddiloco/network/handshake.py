@@ -6,7 +6,7 @@ import dataclasses
 import time
 from typing import Protocol
 
-from ddiloco.network.frames import SESSION_BYTES, Greeting, Refused, encode
+from ddiloco.network.frames import SESSION_BYTES, Greeting, GreetingRefused, encode
 from ddiloco.network.transport import open_frame
 
 FUTURE_SECONDS = 86_400  # clocks are wrong by hours; further ahead none is let in, on either side
@@ -15,7 +15,7 @@ CHUNK_BYTES = (4096, 1 << 30)
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class RunIdentity:
   """What a transport must know of its run; every role of it says the same."""
 
   run_id: str
@@ -68,7 +68,7 @@ def ahead(incarnation: int) -> str:
 
 
 def objection(
-  run: Run, greeting: Greeting, owner: str | None, known: tuple[bytes, int] | None
+  run: RunIdentity, greeting: Greeting, owner: str | None, known: tuple[bytes, int] | None
 ) -> tuple[str, bool]:
   """Why a greeting is not accepted, "" if it is; and whether that is for good.
 
@@ -109,12 +109,12 @@ def doubt(incarnation: int, known: int) -> str:
 def refusal(session: bytes, reason: str, newer: Newer | None) -> bytes:
   """The frame that answers a greeting that is not accepted; `newer` has its address, or None."""
   if not newer:
-    return encode(Refused(session, False, reason))
+    return encode(GreetingRefused(session, False, reason))
   silent_seconds = int(time.monotonic() - newer.heard_at)
-  return encode(Refused(session, True, reason, newer.incarnation + 1, silent_seconds))
+  return encode(GreetingRefused(session, True, reason, newer.incarnation + 1, silent_seconds))
 
 
-def check_header(run: Run, sender: str, incarnation: int, header: bytes) -> None:
+def check_header(run: RunIdentity, sender: str, incarnation: int, header: bytes) -> None:
   """Before a payload is let in: its header must be a message of this run in the sender's own name.
 
   Raises:

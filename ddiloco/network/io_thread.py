@@ -23,7 +23,7 @@ from ddiloco.config import NetworkConfig
 from ddiloco.network import frames
 from ddiloco.network.admission import Admission
 from ddiloco.network.frames import SESSION_BYTES, Greeting
-from ddiloco.network.handshake import Run, doubt
+from ddiloco.network.handshake import RunIdentity, doubt
 from ddiloco.network.keys import Keys
 from ddiloco.network.peers import Dialed, Peer
 from ddiloco.network.sockets import Sockets, receive
@@ -47,7 +47,7 @@ class IoThread:
     self,
     address: str,
     incarnation: int,
-    run: Run,
+    run: RunIdentity,
     settings: NetworkConfig,
     inbox: Inbox,
     counters: Counters,
@@ -301,7 +301,7 @@ class IoThread:
     match frame:
       case Greeting():
         self._on_answer(peer, frame)
-      case frames.Refused(session=session, fenced=fenced, reason=reason):
+      case frames.GreetingRefused(session=session, fenced=fenced, reason=reason):
         if session == self._session:
           peer.state, peer.reason = "refused", f"{peer.url}: {reason}"
           if fenced:

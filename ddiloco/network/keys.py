@@ -35,8 +35,7 @@ from ddiloco.protocol.messages import Publish, Value
 # DIR/public/NAME.key           on every host: whom to let in, and whom one expects to meet
 # DIR/secret/NAME.key_secret    only on the host of that role, readable by its owner only
 #
-# NAME is the role's address with "-" for "/": learner-3, syncer-0, evaluator. The files are ZeroMQ
-# certificates.
+# NAME is the role's: learner-3, syncer-0, evaluator. The files are ZeroMQ certificates.
 
 KEY_BYTES = 32
 _NAME = re.compile(r"(learner|syncer)-(0|[1-9][0-9]*)|evaluator")
@@ -58,7 +57,7 @@ def make_keys(folder: Path, learners: int, shards: int) -> list[str]:
     (folder / "secret").mkdir(0o700, parents=True, exist_ok=True)
     (folder / "secret").chmod(0o700)
     (folder / "public").mkdir(exist_ok=True)
-    return [_name(address) for address in addresses if _make(folder, address)]
+    return [address for address in addresses if _make(folder, address)]
   except OSError as error:
     raise ConfigError(
       f"--keys = {str(folder)!r}: cannot be written ({error.strerror}: {error.filename})."
@@ -75,23 +74,19 @@ def instructions(folder: Path, made: list[str]) -> str:
 
 Copy {folder / "public"} to every host. Roles that run already see what is added there.
 Copy each secret only to the host of its role, and give it to nobody else: who has it is that role.
-  {folder / "secret" / one}.key_secret  ->  DIR/secret/ on the host of {one.replace("-", "/")}
+  {folder / "secret" / one}.key_secret  ->  DIR/secret/ on the host of {one}
 Start every role with --keys=DIR. To shut one out, remove DIR/public/NAME.key on the hosts of
 the syncers, and both of its files here."""
 
 
 def public_file(folder: Path, address: str) -> Path:
-  """Where the public key of the role `address` is, "learner/3"."""
-  return Path(folder) / "public" / f"{_name(address)}.key"
+  """Where the public key of the role `address` is, "learner-3"."""
+  return Path(folder) / "public" / f"{address}.key"
 
 
 def secret_file(folder: Path, address: str) -> Path:
   """Where its secret key is."""
-  return Path(folder) / "secret" / f"{_name(address)}.key_secret"
-
-
-def _name(address: str) -> str:
-  return address.replace("/", "-")
+  return Path(folder) / "secret" / f"{address}.key_secret"
 
 
 def _make(folder: Path, address: str) -> bool:
@@ -157,7 +152,7 @@ def read_public(folder: Path) -> tuple[dict[bytes, str], list[str]]:
     try:
       known = _NAME.fullmatch(path.stem) is not None
       require(known, "--keys", str(path), "is not named after a role", "remove or rename it")
-      key, address = read(path)[0], path.stem.replace("-", "/")
+      key, address = read(path)[0], path.stem
       other = owners.setdefault(key, address)
       twice |= {key} if other != address else set()
       rule = f"is the same key as that of {other}"
@@ -207,11 +202,11 @@ class Keys:
     return cls(folder, address, public, secret or b"", _Listed(folder, owners))
 
   def server_key(self, peer: str) -> bytes:
-    """The public key to expect of the shard `peer`, "syncer/0"; ConfigError if it has none."""
+    """The public key to expect of the shard `peer`, "syncer-0"; ConfigError if it has none."""
     return read(public_file(self.folder, peer))[0]
 
   def owner(self, public_key: bytes) -> str | None:
-    """Whose key this is, "learner/3", as the folder says now; None: nobody's. Raw or Z85."""
+    """Whose key this is, "learner-3", as the folder says now; None: nobody's. Raw or Z85."""
     if len(public_key) == KEY_BYTES:
       public_key = z85.encode(public_key)
     return self._listed.owner(public_key)

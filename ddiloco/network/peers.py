@@ -16,7 +16,7 @@ import zmq
 from ddiloco.config import NetworkConfig
 from ddiloco.network import frames
 from ddiloco.network.frames import Beat, Chunk, Control, Dropped, Greeting
-from ddiloco.network.handshake import Run, check_header, control_route, stream_route
+from ddiloco.network.handshake import RunIdentity, check_header, control_route, stream_route
 from ddiloco.network.sockets import BROKEN, BULK, CONTROL, Sockets, send
 from ddiloco.network.transfers import MAX_AHEAD, Incoming, Outgoing
 from ddiloco.protocol.wire import MalformedMessage
@@ -136,7 +136,7 @@ class Peer:
 
   # --- receiving ----------------------------------------------------------------------------------
 
-  def meet(self, greeting: Greeting, run: Run, chunk_bytes: int) -> None:
+  def meet(self, greeting: Greeting, run: RunIdentity, chunk_bytes: int) -> None:
     """From now on this is who the peer is; what was under way to it goes again if need be."""
     if self.incoming is None or self.session != greeting.session:
       check = functools.partial(check_header, run, self.address, greeting.incarnation)

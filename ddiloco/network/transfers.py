@@ -1,4 +1,4 @@
-"""Fragments on their way between two endpoints: cut into chunks, acknowledged, put together.
+"""Fragments on their way between two endpoints: split into chunks, acknowledged, put together.
 
 No sockets and no clocks here: time arrives as a value, so every loss can be tested. A sender has at
 most `window_bytes` under way and sends again what stays unanswered while nothing else comes; a

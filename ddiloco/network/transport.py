@@ -41,12 +41,12 @@ class Delivery(NamedTuple):
 
 def learner_address(learner: int) -> str:
   """Where a learner is reached; learner -1 is the evaluator."""
-  return EVALUATOR_ADDRESS if learner == EVALUATOR else f"learner/{learner}"
+  return EVALUATOR_ADDRESS if learner == EVALUATOR else f"learner-{learner}"
 
 
 def syncer_address(shard: int) -> str:
   """Where a syncer shard is reached."""
-  return f"syncer/{shard}"
+  return f"syncer-{shard}"
 
 
 def claimed_sender(message: Message) -> str:

@@ -2,7 +2,8 @@
 
 A line is one event of `protocol/events.py`. Writing is append-only and whole lines at a time, so
 several incarnations of a role may share a file; what a kill tears is skipped (and counted) by
-`read_events`.
+`read_events`. The first event of an incarnation says the format; a log of another one is
+refused.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
+from ddiloco.config import ConfigError
 from ddiloco.observe.guards import Drain, warn
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Event
@@ -54,13 +58,13 @@ def stretches(path: Path, start: int, end: int) -> list[tuple[int, int]]:
   A role whose clock is set back begins a new part, so that merging all parts puts its events where
   their times say. Only times are looked at: this is a tenth of the cost of reading the events.
   """
-  cuts, newest = [start], -math.inf
+  starts, newest = [start], -math.inf
   for at, said in _times(path, start, end):
-    if said < newest - SLACK_SECONDS and len(cuts) < MOST_STRETCHES:
-      cuts.append(at)
+    if said < newest - SLACK_SECONDS and len(starts) < MOST_STRETCHES:
+      starts.append(at)
       newest = said
     newest = max(newest, said)
-  return list(zip(cuts, [*cuts[1:], end]))
+  return list(zip(starts, [*starts[1:], end]))
 
 
 def _times(path: Path, start: int, end: int) -> Iterator[tuple[int, float]]:
@@ -100,6 +104,35 @@ def _read(path: Path, start: int, end: int) -> bytes:
     return b""  # gone since the folder was listed
 
 
+# --- The format of a log: its kinds of events and their fields
+
+
+def check_format(path: Path) -> None:
+  """Refuses a log that another version of ddiloco has begun. A torn first line says nothing.
+
+  Raises:
+    ConfigError: the first event says another format than `events.LOG_FORMAT`, or none.
+  """
+  try:
+    size = path.stat().st_size if path.is_file() else 0
+    first = events.decode(next(lines_of(path, 0, size), b""))
+  except OSError:
+    return  # who reads it says so
+  if first is not None and first.format != events.LOG_FORMAT:
+    said = f"format {first.format}" if first.format else "a format without a number"
+    raise ConfigError(
+      f"{path}: is an event log of {said}, this version of ddiloco has format"
+      f" {events.LOG_FORMAT}. Fix: read it with the version that wrote it, or give a new --workdir."
+    )
+
+
+def to_line(event: Event, begins: bool = False) -> bytes:
+  """One line of a log, with its end; `begins`: it is a first one, which says the format."""
+  if begins:
+    event = msgspec.structs.replace(event, format=events.LOG_FORMAT)
+  return events.encode(event) + b"\n"
+
+
 Listener = Callable[[Event], None]
 E = TypeVar("E", bound=Event)
 
@@ -114,6 +147,9 @@ class Recorder:
   warning on stderr, the events are counted in `lost_events`, and the run goes on. Listeners get the
   same event on the calling thread: they must be quick; one that raises is warned about and dropped.
   Values are plain Python or NumPy scalars, not changed afterwards.
+
+  Raises:
+    ConfigError: the role has a log of another format here.
   """
 
   def __init__(
@@ -134,8 +170,10 @@ class Recorder:
     self._listeners = tuple(listeners)
     self._file: int | None = None
     self._torn = False  # the last write stopped inside a line
+    self._begins = True  # nothing was written as a whole: the next event says the format
     self._unwritten = 0
     self._warned = self._slow = False
+    check_format(self.path)
     self._drain = Drain(f"events of {role}", self._write, FLUSH_SECONDS)
 
   def record(self, event: Event) -> None:
@@ -183,7 +221,8 @@ class Recorder:
     """On the background thread: the whole batch in one append."""
     if not batch:
       return
-    data = b"".join([to_line(event) for event in batch])
+    first, *rest = batch
+    data = b"".join([to_line(first, self._begins), *map(to_line, rest)])
     written = 0
     try:
       if self._file is None:
@@ -193,7 +232,7 @@ class Recorder:
       written = os.write(self._file, data)
       if written < len(data):
         raise OSError(f"only {written} of {len(data)} bytes were written (is the disk full?)")
-      self._torn = False
+      self._torn = self._begins = False
     except OSError as error:
       self._torn = self._torn or written > 0
       self._unwritten += len(batch) - data[:written].lstrip(b"\n").count(b"\n")
@@ -269,9 +308,24 @@ class EventStream:
 
 
 def stream_events(workdir: str | os.PathLike[str]) -> EventStream:
-  """What all roles have written under WORKDIR/events by now. No folder: no events."""
-  paths = sorted((Path(workdir) / "events").glob("*.jsonl"))
-  return EventStream((path, 0, path.stat().st_size) for path in paths if path.is_file())
+  """What all roles have written under WORKDIR/events by now. No folder: no events.
+
+  Raises:
+    ConfigError: a log is of another format.
+  """
+  return EventStream((path, 0, path.stat().st_size) for path in logs_in(workdir))
+
+
+def logs_in(workdir: str | os.PathLike[str]) -> list[Path]:
+  """The logs under WORKDIR/events, each of this version's format.
+
+  Raises:
+    ConfigError: one is of another format.
+  """
+  paths = sorted(path for path in (Path(workdir) / "events").glob("*.jsonl") if path.is_file())
+  for path in paths:
+    check_format(path)
+  return paths
 
 
 def read_events(workdir: str | os.PathLike[str]) -> EventLog:
@@ -283,14 +337,9 @@ def read_events(workdir: str | os.PathLike[str]) -> EventLog:
 
 @functools.lru_cache(maxsize=4096)
 def parse_role(role: str) -> tuple[str, int]:
-  """("learner", 2) of "learner-2" or "learner/2"; a role without a number gets -1."""
-  kind, _, number = role.replace("/", "-").partition("-")
+  """("learner", 2) of "learner-2"; a role without a number gets -1."""
+  kind, _, number = role.partition("-")
   return kind, int(number) if number.isdigit() else -1
-
-
-def to_line(event: Event) -> bytes:
-  """One line of a log, with its end."""
-  return events.encode(event) + b"\n"
 
 
 # --- The newest event of a kind, found from the end of a log: the log itself is never in memory
@@ -301,6 +350,7 @@ def newest_event(workdir: str | os.PathLike[str], kind: type[E], roles: str = "*
 
   Raises:
     OSError: a log is there and cannot be read.
+    ConfigError: a log is of another format.
   """
   found = [_newest(path, kind) for path in (Path(workdir) / "events").glob(f"{roles}.jsonl")]
   return max((e for e in found if e is not None), key=lambda e: e.time, default=None)
@@ -309,6 +359,7 @@ def newest_event(workdir: str | os.PathLike[str], kind: type[E], roles: str = "*
 def _newest(path: Path, kind: type[E]) -> E | None:
   if not path.stat().st_size:
     return None  # nothing to map
+  check_format(path)
   tag = kind.__struct_config__.tag
   wanted = f'"kind":"{tag}"'.encode()  # as `encode` writes it; inside a text it has backslashes
   with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as log:
@@ -330,11 +381,15 @@ class Follower:
 
   A line is read when its end is there; what a kill has torn is counted in `torn_lines` as soon as
   somebody writes after it. A file that shrank was replaced, and is read from its start.
+
+  Raises:
+    ConfigError: a log that is there already is of another format.
   """
 
   def __init__(self, workdir: str | os.PathLike[str]):
     self.torn_lines = 0
     self._folder = Path(workdir) / "events"
+    logs_in(workdir)
     self._read: dict[Path, int] = {}  # bytes, up to the end of a line
     self._seen: dict[Path, int] = {}  # bytes, up to where there is no end of a line but that one
 

@@ -24,7 +24,7 @@ The right column is the bucket of ml-goodput-measurement that a cause would be i
 | rejected  | made steps that the screen refused                            | WASTED_PROGRESS_...  |
 | pending   | made steps that are not merged yet, or were not at the end    | (none)               |
 | save      | copied its part of a snapshot                                 | CHECKPOINT_SAVE_TIME |
-| other     | read data, cut and applied fragments, ended                   | OTHER                |
+| other     | read data, copied and applied fragments, ended                | OTHER                |
 """
 
 from __future__ import annotations
@@ -202,15 +202,15 @@ class Ledger:
       island.chips = island.chips or 1
       self._trained(*island.step(event))
 
-  def _on_recorded(self, event: events.Recorded) -> None:
+  def _on_captured(self, event: events.Captured) -> None:
     island = self._island(event.role, event.time)
     if island is not None:
       island.capture_seconds += positive(event.seconds)
 
-  def _on_cut(self, event: events.Cut) -> None:
+  def _on_copy_out(self, event: events.CopyOut) -> None:
     island = self._island(event.role, event.time)
     if island is not None:
-      island.cut(event.fragment, event.round, event.steps)
+      island.copy_out(event.fragment, event.round, event.steps)
 
   def _on_resend(self, event: events.Resend) -> None:
     island = self._island(event.role, event.time)
@@ -291,8 +291,8 @@ _HANDLERS: Mapping[type[Event], Callable[[Ledger, Any], None]] = {
   events.Compiled: Ledger._on_compiled,
   events.Started: Ledger._on_started,
   events.Step: Ledger._on_step,
-  events.Recorded: Ledger._on_recorded,
-  events.Cut: Ledger._on_cut,
+  events.Captured: Ledger._on_captured,
+  events.CopyOut: Ledger._on_copy_out,
   events.Resend: Ledger._on_resend,
   events.Apply: Ledger._on_apply,
   events.Commit: Ledger._on_commit,

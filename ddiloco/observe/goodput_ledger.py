@@ -23,7 +23,7 @@ STALL_SECONDS = 2.0
 RECENT_STEPS = 33  # whose median is meant
 EXACT_STEPS = 2048  # of an island, that a new life may go back to: two snapshots are 400
 OLD_STEPS = 512  # before those, at equal distances
-CUTS = 8  # of an island and fragment, that may still be committed; one is under way at a time
+MOST_PUSHED = 8  # of an island and fragment, that may still be committed; one at a time is out
 CHAIN_GAINS = 500_000  # of all fragments together, before the older half of them is summed up ...
 LEAST_ROUNDS = 128  # ... but of a fragment at least so many rounds: two snapshots are 17
 ROUND_GAINS = 8  # what a round costs beside its gains
@@ -120,7 +120,7 @@ class IslandAccount:
     self.sums = StepSums(exact_steps)  # of the steps of this life and those it goes on from
     # By fragment, up to which step all is merged or given up, and the sum of these.
     self.settled: dict[int, tuple[int, float]] = {}
-    self._cuts: dict[int, dict[int, PushedSteps]] = {}  # by fragment and round
+    self._pushed: dict[int, dict[int, PushedSteps]] = {}  # by fragment and round
     self.recent: collections.deque[float] = collections.deque(maxlen=RECENT_STEPS)
     self.live_seconds = 0.0
     self.allocated_seconds = 0.0
@@ -198,36 +198,36 @@ class IslandAccount:
     number, last = self.sums.number, self.sums.last
     self.settled = {p: min(each, (number, last)) for p, each in self.settled.items()}
 
-  def cut(self, fragment: int, round_id: int, steps: int) -> None:
+  def copy_out(self, fragment: int, round_id: int, steps: int) -> None:
     """A push of so many steps."""
     now = self.sums.number
-    cut = PushedSteps(now, self.sums.last - self.sums.at(now - max(0, steps)))
-    self._keep(fragment, round_id, cut)
+    pushed = PushedSteps(now, self.sums.last - self.sums.at(now - max(0, steps)))
+    self._keep(fragment, round_id, pushed)
 
   def resend(self, fragment: int, round_id: int, old_round: int) -> None:
     """The push for another round is sent for this one."""
-    cut = self._cuts.get(fragment, {}).get(old_round)
-    if cut is not None:
-      self._keep(fragment, round_id, cut)
+    pushed = self._pushed.get(fragment, {}).get(old_round)
+    if pushed is not None:
+      self._keep(fragment, round_id, pushed)
 
-  def _keep(self, fragment: int, round_id: int, cut: PushedSteps) -> None:
-    cuts = self._cuts.setdefault(fragment, {})
-    cuts[round_id] = cut
-    if len(cuts) > CUTS:
-      del cuts[min(cuts)]
+  def _keep(self, fragment: int, round_id: int, pushed: PushedSteps) -> None:
+    by_round = self._pushed.setdefault(fragment, {})
+    by_round[round_id] = pushed
+    if len(by_round) > MOST_PUSHED:
+      del by_round[min(by_round)]
 
   def overwritten(self, fragment: int) -> None:
     """Local progress of the fragment is gone."""
     self.settle(fragment, self.sums.number)
-    self._cuts.pop(fragment, None)
+    self._pushed.pop(fragment, None)
 
   def answered(self, fragment: int, round_id: int) -> float:
     """The chip-seconds of the push that this round merged or refused; 0.0 if none is known."""
-    cut = self._cuts.get(fragment, {}).pop(round_id, None)
-    if cut is None:
+    pushed = self._pushed.get(fragment, {}).pop(round_id, None)
+    if pushed is None:
       return 0.0
-    self.settle(fragment, cut.step)
-    return cut.chip_seconds
+    self.settle(fragment, pushed.step)
+    return pushed.chip_seconds
 
   def settle(self, fragment: int, step: int) -> None:
     """Up to this step nothing of the fragment is pending any more."""

@@ -148,7 +148,7 @@ class Drain:
 LOOK_SECONDS = 0.01
 
 
-class Process(Protocol):
+class Pollable(Protocol):
   """What is waited for of a process: a part of `subprocess.Popen`."""
 
   def poll(self) -> int | None: ...
@@ -165,7 +165,7 @@ def ended(thread: threading.Thread, seconds: float, what: str = "") -> bool:
   return not thread.is_alive()
 
 
-def exited(process: Process, seconds: float, what: str) -> int | None:
+def exited(process: Pollable, seconds: float, what: str) -> int | None:
   """The exit status of a process, None if it has not ended within so long, which is said."""
   until = time.monotonic() + seconds
   while (status := process.poll()) is None:

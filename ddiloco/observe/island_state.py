@@ -17,13 +17,13 @@ DOWN = ("lost", "restarting")
 
 @dataclasses.dataclass
 class IslandState:
-  """One learner. `tokens` and `steps` count all its incarnations, `step` and `clock` the newest."""
+  """One learner: `tokens` and `steps` of all its incarnations, `step` and more of the newest."""
 
   state: str = "starting"  # joining, running, stalled, lost, left, quarantined, restarting
   incarnation: int = -1  # the newest that was seen
   lives: int = 0  # incarnations that were seen
   step: int = 0
-  clock: int = 0
+  global_step: int = 0
   steps: int = 0
   loss: float = math.nan
   tokens: int = 0
@@ -67,7 +67,7 @@ class ShardState:
 
 
 @dataclasses.dataclass(frozen=True)
-class Note:
+class LogEvent:
   """Something worth a line: tone is "bad", "good" or "plain"."""
 
   time: float
@@ -81,7 +81,7 @@ def finite_or(value: float, otherwise: float) -> float:
 
 
 def role_name(role: str) -> str:
-  """ "learner-2" or "learner/2" as people say it: "island 2"; "syncer-0": "shard 0"."""
+  """ "learner-2" as people say it: "island 2"; "syncer-0": "shard 0"."""
   kind, number = parse_role(role)
   name = {"learner": "island", "syncer": "shard"}.get(kind, kind)
   return f"{name} {number}" if number >= 0 else name

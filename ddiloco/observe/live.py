@@ -1,8 +1,8 @@
 """The live terminal view: events in from any thread, a picture of the run out on its own thread.
 
-On a terminal: a header with progress, a table of islands, a line per shard, the latest notes.
+On a terminal: a header with progress, a table of islands, a line per shard, the latest log events.
 Anywhere else (a pipe, a log file, CI): plain lines without control codes, one about every ten
-seconds, and one at once for every note (fault, exit, restart, joined, ...).
+seconds, and one at once for every log event (fault, exit, restart, joined, ...).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ddiloco.observe.guards import Drain, warn
-from ddiloco.observe.island_state import IslandState, Note
+from ddiloco.observe.island_state import IslandState, LogEvent
 from ddiloco.observe.run_state import RunState
 from ddiloco.observe.style import clock_time, compact, island_colour, loss_text
 from ddiloco.protocol.events import IMPORTANT, Event
@@ -26,7 +26,7 @@ from ddiloco.protocol.events import IMPORTANT, Event
 FRAME_SECONDS = 1.0  # a frame costs some 5 ms of a core that also trains
 SHORTEST_FRAME_SECONDS = 0.25  # between frames that an important event asks for
 PLAIN_SECONDS = 10.0
-SHOWN_NOTES = 5
+SHOWN_LOG_EVENTS = 5
 _STATE_STYLES = {
   "running": "green",
   "joining": "cyan",
@@ -49,9 +49,9 @@ def render(view: RunState, now: float, width: int = 100) -> RenderableType:
   parts.append(_islands(view, now, gap))
   if view.shards:
     parts += [Text(), _shards(view, gap)]
-  if view.notes:
+  if view.log_events:
     parts.append(Text())
-    parts += [_note_line(note) for note in list(view.notes)[-SHOWN_NOTES:]]
+    parts += [_log_event_line(log_event) for log_event in list(view.log_events)[-SHOWN_LOG_EVENTS:]]
   return Group(*parts)
 
 
@@ -60,7 +60,7 @@ def plain_line(view: RunState, now: float) -> str:
   islands = []
   for learner, island in sorted(view.islands.items()):
     state = island.state_at(now)
-    at = f"step {island.clock}" if island.step or state == "running" else ""
+    at = f"step {island.global_step}" if island.step or state == "running" else ""
     islands.append(f"{learner} {state} {at}".rstrip())
   left = view.seconds_left(now)
   parts = [
@@ -112,7 +112,7 @@ def _islands(view: RunState, now: float, gap: int) -> Table:
   table = _table(gap)
   for name, justify in (("island", "left"), ("state", "left"), ("life", "right")):
     table.add_column(name, justify=justify, no_wrap=True)
-  for name in ("step", "clock", "loss", "tok/s", "merged"):
+  for name in ("step", "global step", "loss", "tok/s", "merged"):
     table.add_column(name, justify="right", no_wrap=True)
   table.add_column("last missed round", ratio=1, no_wrap=True, overflow="ellipsis")
   for learner, island in sorted(view.islands.items()):
@@ -122,7 +122,7 @@ def _islands(view: RunState, now: float, gap: int) -> Table:
       Text(state, style=_STATE_STYLES.get(state, "default")),
       str(max(0, island.lives - 1)),
       str(island.step),
-      str(island.clock),
+      str(island.global_step),
       loss_text(island.loss),
       compact(island.tokens_per_second) if state == "running" else "–",
       f"{island.participation:.0%}" if island.took_part else "–",
@@ -158,9 +158,9 @@ def _shards(view: RunState, gap: int) -> Table:
   return table
 
 
-def _note_line(note: Note) -> Text:
-  line = Text(f"{clock_time(note.time):>7}  ", style="dim", no_wrap=True, overflow="ellipsis")
-  return line.append(note.text, style=_TONE_STYLES[note.tone])
+def _log_event_line(log_event: LogEvent) -> Text:
+  line = Text(f"{clock_time(log_event.time):>7}  ", style="dim", no_wrap=True, overflow="ellipsis")
+  return line.append(log_event.text, style=_TONE_STYLES[log_event.tone])
 
 
 class LiveView:
@@ -241,12 +241,12 @@ class LiveView:
     return 0.0 if self._start_time is None else self._clock() - self._start_time
 
   def _consume(self, batch: list[Event]) -> None:
-    known = self.view.num_notes
+    known = self.view.num_log_events
     for event in batch:
       self.view.add(event)
     now = self._now()
     if self._live is None:
-      self._print_plain(now, self.view.num_notes - known)
+      self._print_plain(now, self.view.num_log_events - known)
     elif now >= self._next_frame:
       self._draw(now)
 
@@ -255,9 +255,9 @@ class LiveView:
       self._live.update(render(self.view, now, self._console.width), refresh=True)
       self._next_frame = now + SHORTEST_FRAME_SECONDS
 
-  def _print_plain(self, now: float, new_notes: int) -> None:
-    for note in list(self.view.notes)[-new_notes:] if new_notes else ():
-      self._say(f"[{clock_time(note.time)}] {note.text}")
+  def _print_plain(self, now: float, new_log_events: int) -> None:
+    for log_event in list(self.view.log_events)[-new_log_events:] if new_log_events else ():
+      self._say(f"[{clock_time(log_event.time)}] {log_event.text}")
     if now >= self._next_plain:
       self._say(plain_line(self.view, now))
       self._next_plain = now + self._plain_seconds

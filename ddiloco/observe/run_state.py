@@ -20,18 +20,18 @@ from ddiloco.observe.island_state import (
   DOWN,
   RECENT_COMMITS,
   IslandState,
-  Note,
+  LogEvent,
   ShardState,
   finite_or,
   role_name,
 )
-from ddiloco.observe.rounds import Rounds
+from ddiloco.observe.round_history import Rounds
 from ddiloco.observe.series import Curves, TrafficTotals
 from ddiloco.observe.tracks import Kills, Tracks
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Event
 
-RECENT_NOTES = 8
+RECENT_LOG_EVENTS = 8
 NOTE_SECONDS = 5.0  # the same text is said once within so long: every shard tells of a member
 LONE_SHARE = 0.9  # so many of the newest rounds with one island each: it is no chance any more
 LEAST_ROUNDS = 4  # that are judged; of more fragments, as many as these, but RECENT_COMMITS at most
@@ -64,8 +64,8 @@ class RunState:
     self.blocked_seconds = 0.0
     self.first_loss = self.heldout_loss = math.nan  # held-out, the first and the newest
     self.lone: deque[int] = deque()  # by recent commit, the only learner in it; -1: several
-    self.notes: deque[Note] = deque(maxlen=RECENT_NOTES)
-    self.num_notes = 0  # ever
+    self.log_events: deque[LogEvent] = deque(maxlen=RECENT_LOG_EVENTS)
+    self.num_log_events = 0  # ever
     self.first_step_time = math.nan
     self.finished = ""  # why the run ended
     self.ledger, self.tracks, self.kills = Ledger(), Tracks(), Kills()
@@ -181,10 +181,13 @@ class RunState:
     return incarnation == island.incarnation
 
   def _note(self, event: Event, text: str, tone: str) -> None:
-    if any(note.text == text and event.time - note.time < NOTE_SECONDS for note in self.notes):
+    if any(
+      log_event.text == text and event.time - log_event.time < NOTE_SECONDS
+      for log_event in self.log_events
+    ):
       return
-    self.notes.append(Note(event.time, text, tone))
-    self.num_notes += 1
+    self.log_events.append(LogEvent(event.time, text, tone))
+    self.num_log_events += 1
 
   # --- events -------------------------------------------------------------------------------------
 
@@ -226,8 +229,8 @@ class RunState:
     if kind == "learner":
       island = self._island_is(number, event.time, "running")
       self._count_life(island, event.incarnation)
-      island.clock, island.step_time = event.clock, event.time
-      text = f"joined at clock {event.clock} after {event.seconds:.1f} s"
+      island.global_step, island.step_time = event.global_step, event.time
+      text = f"joined at global step {event.global_step} after {event.seconds:.1f} s"
       self._note(event, f"{role_name(event.role)} {text}", "good")
 
   def _on_compiled(self, event: events.Compiled) -> None:
@@ -270,15 +273,15 @@ class RunState:
     smoothed = 0.8 * island.tokens_per_second + 0.2 * rate if island.step > 1 else rate
     if math.isnan(self.first_step_time):
       self.first_step_time = event.time
-    island.step, island.clock = event.step, event.clock
+    island.step, island.global_step = event.step, event.global_step
     island.loss = island.loss if event.loss is None else event.loss
     island.tokens += event.tokens
     island.tokens_per_second = finite_or(smoothed, rate)
     island.step_seconds, island.step_time = event.seconds, event.time
 
-  def _on_version(self, event: events.Apply | events.Cut) -> None:
+  def _on_version(self, event: events.Apply | events.CopyOut) -> None:
     kind, m = parse_role(event.role)
-    if kind == "learner":  # a cut of a restored life names the version it builds on
+    if kind == "learner":  # a copy-out of a restored life names the version it builds on
       self._island(m, event.time).versions[event.fragment] = event.version
 
   def _on_refused(self, event: events.Refused) -> None:
@@ -404,7 +407,7 @@ _HANDLERS: Mapping[type[Event], Callable[[RunState, Any], None]] = {
   events.Unsaved: RunState._on_unsaved,
   events.Step: RunState._on_step,
   events.Apply: RunState._on_version,
-  events.Cut: RunState._on_version,
+  events.CopyOut: RunState._on_version,
   events.Refused: RunState._on_refused,
   events.Stopped: RunState._on_stopped,
   events.Member: RunState._on_member,

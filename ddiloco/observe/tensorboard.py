@@ -1,7 +1,7 @@
 """TensorBoard scalars: a listener of events that writes WORKDIR/tensorboard/{role}.
 
 tensorboardX's SummaryWriter hands events to a queue of ten and blocks when it is full (for ever,
-once its thread died of a full disk). So its record writer is driven here from our own background
+once its thread died of a full disk). So its file writer is driven here from our own background
 thread: the training step only queues.
 """
 
@@ -23,7 +23,7 @@ _instance = itertools.count()
 def scalars(event: Event) -> tuple[int, dict[str, float]]:
   """(x, {tag: value}) of an event; no tags if it has nothing to plot.
 
-  Learners against the run's clock (steps); shards and the evaluator against merged tokens.
+  Learners against the global step (steps); shards and the evaluator against merged tokens.
   """
   if isinstance(event, Step):
     measured = {  # not of every step: they are fetched late
@@ -32,7 +32,7 @@ def scalars(event: Event) -> tuple[int, dict[str, float]]:
       "grad_norm": event.grad_norm,
     }
     seconds = event.seconds
-    return event.clock, {
+    return event.global_step, {
       "train/tokens_per_second": event.tokens / seconds if seconds > 0 else 0.0,
       "train/step_seconds": seconds,
       **{f"train/{name}": value for name, value in measured.items() if value is not None},

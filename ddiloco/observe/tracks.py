@@ -282,7 +282,7 @@ class Recovery:
   commit with the learner in it, or of the shard's own. NaN: the run ended before."""
 
   time: float
-  target: str  # "learner/2"
+  target: str  # "learner-2"
   action: str
   planned_seconds: float
   seconds: float

@@ -112,7 +112,7 @@ class CopyOut:
 
 @dataclasses.dataclass(frozen=True)
 class Resend:
-  """Learner: send the push that was cut for this fragment again, now in answer to this round."""
+  """Learner: send the push that was made of this fragment again, now in answer to this round."""
 
   push: Push
 
@@ -173,7 +173,7 @@ class TakeSnapshot:
 
   snapshot: int
   state: Any  # LearnerState or SyncerState
-  learners: tuple[int, ...] = ()  # shard: those that are here to record theirs
+  learners: tuple[int, ...] = ()  # shard: those that are here to capture theirs
 
 
 @dataclasses.dataclass(frozen=True)

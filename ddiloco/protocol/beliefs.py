@@ -1,10 +1,11 @@
 """What a shard believes of what its members say of themselves. PURE.
 
 A member with a valid key may say anything. A shard takes from it only what an honest member could
-have said: a clock that another learner confirms or that one learner alone can have reached, steps
-that fit into the time since its last merge, tokens that fit into its steps. What is claimed beyond
-that is cut down where it steers the shard's own work (clock, due steps, step time), and refused
-where it would count as work done (pushes). docs/design.md, "Whom a shard believes", has the model.
+have said: a global step that another learner confirms or that one learner alone can have reached,
+steps that fit into the time since its last merge, tokens that fit into its steps. What is claimed
+beyond that is cut down where it steers the shard's own work (global step, due steps, step time),
+and refused where it would count as work done (pushes). docs/design.md, "Whom a shard believes", has
+the model.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ SHORTEST_STEP_SECONDS = 1e-4  # no inner step of any use is shorter
 LONGEST_STEP_SECONDS = 600.0  # until the members' usual step is known, and never below ...
 LEAST_CAP_SECONDS = 60.0  # ... this is a step time cut down
 STEP_TIME_RATIO = 16.0  # a member's step is at most so many times the usual one
-LEAD = 4.0  # one learner alone makes the clock run at most so much faster than others' steps
+LEAD = 4.0  # one learner alone makes the global step grow at most so much faster than others' steps
 ALONE_LEAD = 2.0  # the same where there are no two others to compare with
 WASTE = 16  # a run makes at most so many times the steps its tokens need: work may be lost
 COUNTED_PERIODS = 3  # sync periods; what is in a push of more steps is stale
@@ -34,19 +35,19 @@ class Beliefs:
 
   reach_at: float  # when the run began, later when a learner was last found in front
   reach: float = 0.0  # the step that one learner alone can have come to by then
-  claims: Ranking = ()  # the two highest clocks, negative, by different learners
+  claims: Ranking = ()  # the two highest global steps, negative, by different learners
   paces: Ranking = ()  # the three shortest steps in seconds, by different learners
   usual_step_seconds: float = 0.0  # median of those that were asked last; 0: not known yet
 
 
 def slack_steps(sync: SyncConfig) -> int:
-  """Steps by which what different roles see of the run's clock may differ."""
+  """Steps by which what different roles see of the global step may differ."""
   return 2 * sync.sync_period + 8
 
 
-def raised_clock(
+def raised_global_step(
   beliefs: Beliefs,
-  clock: int,
+  global_step: int,
   learner: int,
   claim: int,
   now: float,
@@ -54,24 +55,24 @@ def raised_clock(
   sync: SyncConfig,
   num_learners: int,
 ) -> tuple[Beliefs, int]:
-  """The run's clock after a learner has said how far it is.
+  """The global step after a learner has said how far it is.
 
-  The clock is the highest step that two learners say they have reached, or that the first of them
+  It is the highest step that two learners say they have reached, or that the first of them
   can have reached alone: no learner is believed to be `LEAD` times faster than the others.
 
   Args:
     beliefs: as they were.
-    clock: of the run, as it was.
+    global_step: as it was.
     learner: who says so.
-    claim: its clock.
+    claim: what this learner says.
     now: seconds.
     most_steps: of the whole run.
     sync: the protocol's settings.
     num_learners: that are members, this one too; 0: a shard that has come back does not know yet
       who there is, and believes none alone.
   """
-  if claim <= clock:
-    return beliefs, clock
+  if claim <= global_step:
+    return beliefs, global_step
   claims = _ranked(beliefs.claims, (-claim, learner), 2)
   reach, reach_at = max(beliefs.reach, slack_steps(sync) / 2), beliefs.reach_at
   confirmed = -int(claims[1][0]) if len(claims) > 1 else 0
@@ -80,17 +81,17 @@ def raised_clock(
   if rate > 0:
     reach += max(0.0, now - reach_at) * rate
     reach_at = max(now, reach_at)
-  if confirmed > clock:
-    clock = confirmed
+  if confirmed > global_step:
+    global_step = confirmed
     if confirmed > reach:
       reach, reach_at = float(confirmed), max(now, reach_at)
   if front == learner and num_learners:
-    clock = max(clock, int(min(claim, reach, max(most_steps, clock))))
-  return replace(beliefs, claims=claims, reach=reach, reach_at=reach_at), clock
+    global_step = max(global_step, int(min(claim, reach, max(most_steps, global_step))))
+  return replace(beliefs, claims=claims, reach=reach, reach_at=reach_at), global_step
 
 
 def _rate(paces: Ranking, learner: int, num_learners: int) -> float:
-  """Steps a second that a learner can make the clock go on all alone."""
+  """Steps a second by which one learner alone can raise the global step."""
   others = [seconds for seconds, m in paces if m != learner]
   if len(others) > 1:  # the slower one of the two: the faster one may be a liar
     return LEAD / max(others[1], SHORTEST_STEP_SECONDS)
@@ -130,9 +131,9 @@ def step_seconds(beliefs: Beliefs, claim: float) -> float:
   return min(claim, most)
 
 
-def steps_since(claim: int, clock: int, round_clock: int, sync: SyncConfig) -> int:
+def steps_since(claim: int, global_step: int, round_global_step: int, sync: SyncConfig) -> int:
   """Steps since its last sync: no more than the run has made since that round began."""
-  return min(claim, max(0, clock - round_clock) + sync.overlap_steps + 2)
+  return min(claim, max(0, global_step - round_global_step) + sync.overlap_steps + 2)
 
 
 def push_fault(steps: int, tokens: int, steps_possible: int, step_tokens: int) -> str:

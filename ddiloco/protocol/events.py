@@ -1,8 +1,8 @@
-"""What a role writes into its event log: one record for each kind of event. PURE.
+"""What a role writes into its event log: one class for each kind of event. PURE.
 
 An event is written and read through the same class. Its kind is the name of the class in small
-letters (`RunStarted` is "run_started"). The role that records an event leaves `time`, `role` and
-`incarnation` open; its recorder fills them in. On disk an event is one line of JSON, `encode` and
+letters (`RunStarted` is "run_started"). The role that records an event leaves the fields of `Event`
+open; its recorder fills them in. On disk an event is one line of JSON, `encode` and
 `decode` are its two directions: fields that have their default value are left out, and a number
 that is not finite, which JSON has not, is the text "nan", "inf" or "-inf".
 """
@@ -14,6 +14,7 @@ from typing import Any, Literal, Union
 
 import msgspec
 
+LOG_FORMAT = 2  # of kinds and fields; logs of the first had no number
 MOST_SECONDS = 1e11  # three thousand years
 MOST_DEPTH = 16  # of lists and objects in each other; no event has more than four
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -31,6 +32,7 @@ class Event(msgspec.Struct, frozen=True, tag_field="kind", tag=_kind, omit_defau
   time: float = math.nan  # seconds since the run started, by the role's own clock
   role: str = ""  # whose log it is in
   incarnation: int = 0  # of the role
+  format: int = 0  # `LOG_FORMAT`, in the first event that an incarnation writes
 
   @property
   def kind(self) -> str:
@@ -59,7 +61,7 @@ class Started(Event, frozen=True, kw_only=True):
   fragments: tuple[int, ...] = ()  # of a shard
 
 
-class Recorded(Event, frozen=True, kw_only=True):
+class Captured(Event, frozen=True, kw_only=True):
   """My state as it is now is my part of this snapshot; copying it took so many seconds."""
 
   snapshot: int
@@ -67,7 +69,7 @@ class Recorded(Event, frozen=True, kw_only=True):
 
 
 class Saved(Event, frozen=True, kw_only=True):
-  """The part that was recorded is on disk."""
+  """The part that was captured is on disk."""
 
   snapshot: int
   seconds: float = 0.0
@@ -122,7 +124,7 @@ class Crash(Event, frozen=True, kw_only=True):
 
 
 class Restored(Event, frozen=True, kw_only=True):
-  """My state is what that incarnation recorded for that snapshot."""
+  """My state is what was captured of that incarnation for that snapshot."""
 
   snapshot: int
   of_incarnation: int
@@ -139,7 +141,7 @@ class Compiled(Event, frozen=True, kw_only=True):
 class Joined(Event, frozen=True, kw_only=True):
   """Every fragment has arrived, so many seconds after the incarnation began."""
 
-  clock: int  # of the run, in steps
+  global_step: int
   seconds: float = 0.0
 
 
@@ -147,13 +149,15 @@ class Step(Event, frozen=True, kw_only=True):
   """One inner step has ended."""
 
   step: int  # counted in this incarnation and those it goes on from
-  clock: int  # of the run, after the step
+  global_step: int  # after the step
   position: int  # of the batch
   tokens: int
   seconds: float  # of the step alone
   gap_seconds: float  # since the step before it ended
   blocked_seconds: float = 0.0  # of these, spent waiting for a shard
-  schedule_step: int | None = None  # that the learning rate was for; None: the clock before it
+  schedule_step: int | None = (
+    None  # that the learning rate was for; None: the global step before it
+  )
   rate_scale: float = 1.0
   loss: float | None = None  # nats per token; not of every step, since fetching it waits
   load_balance: float | None = None  # of mixtures of experts
@@ -161,7 +165,7 @@ class Step(Event, frozen=True, kw_only=True):
   learning_rate: float | None = None
 
 
-class Cut(Event, frozen=True, kw_only=True):
+class CopyOut(Event, frozen=True, kw_only=True):
   """My push for this round: what I have of the fragment beyond (fragment, base_round)."""
 
   fragment: int
@@ -174,7 +178,7 @@ class Cut(Event, frozen=True, kw_only=True):
 
 
 class Resend(Event, frozen=True, kw_only=True):
-  """The push that was cut for `old_round` answers `round` now."""
+  """The push that was made for `old_round` answers `round` now."""
 
   fragment: int
   round: int
@@ -368,7 +372,7 @@ class Evaluation(Event, frozen=True, kw_only=True):
   """The held-out loss of the global model, in nats per token."""
 
   merged_tokens: int
-  clock: int
+  global_step: int
   loss: float
 
 
@@ -376,7 +380,7 @@ class Unevaluated(Event, frozen=True, kw_only=True):
   """An evaluation failed."""
 
   merged_tokens: int
-  clock: int
+  global_step: int
   reason: str
 
 

@@ -32,8 +32,8 @@ from ddiloco.protocol.actions import (
   smooth,
 )
 from ddiloco.protocol.learner_state import (
-  FragmentClock,
-  Incoming,
+  IncomingVersion,
+  LearnerFragment,
   LearnerState,
   Outstanding,
   ShardView,
@@ -76,7 +76,7 @@ def on_message(
     return state, [events.Ignored(reason="meant for another incarnation of this learner")]
   if message.incarnation > known:
     state = _meet_shard(state, message.shard, message.incarnation)
-  state, recorded = _record(state, message)
+  state, captured = _capture(state, message)
   match message:
     case Welcome():
       state, actions = _on_welcome(state, message, sync)
@@ -92,14 +92,14 @@ def on_message(
       state, actions = _on_publish(state, message, sync)
     case Refusal():
       state, actions = _on_refusal(state, message)
-  return state, [*recorded, *actions]
+  return state, [*captured, *actions]
 
 
-def _record(state: LearnerState, message: Message) -> tuple[LearnerState, list[LearnerAction]]:
-  """Whoever hears of a newer snapshot records what it is before it takes that message in.
+def _capture(state: LearnerState, message: Message) -> tuple[LearnerState, list[LearnerAction]]:
+  """Whoever hears of a newer snapshot captures its state before it takes that message in.
 
-  So nothing that came after the sender's record is in mine (Lai and Yang 1987): the marker rides on
-  the messages. What is under way at the cut counts as lost; the protocol sends it again.
+  So nothing that came after the sender's capture is in mine (Lai and Yang 1987): the marker rides
+  on the messages. What is under way at the capture counts as lost; the protocol sends it again.
   """
   number = getattr(message, "snapshot", 0)
   if number <= state.snapshot:
@@ -113,7 +113,7 @@ def _meet_shard(state: LearnerState, shard: int, incarnation: int) -> LearnerSta
   shards = list(state.shards)
   shards[shard] = replace(shards[shard], incarnation=incarnation)
 
-  def forget(f: FragmentClock) -> FragmentClock:
+  def forget(f: LearnerFragment) -> LearnerFragment:
     return replace(f, pull=None) if f.shard == shard else f
 
   fragments = tuple(map(forget, state.fragments))
@@ -126,21 +126,23 @@ def _on_welcome(
   """What I have as new as my shard is fresh; the rest follows."""
   rounds = dict(zip(welcome.fragments, welcome.rounds))
 
-  def compared(p: int, f: FragmentClock) -> FragmentClock:
+  def compared(p: int, f: LearnerFragment) -> LearnerFragment:
     has = (
-      f.known is not None and f.shard == welcome.shard and f.newest >= rounds.get(p, f.newest + 1)
+      f.base_header is not None
+      and f.shard == welcome.shard
+      and f.newest >= rounds.get(p, f.newest + 1)
     )
     return replace(f, fresh=f.fresh or has)
 
   fragments = tuple(compared(p, f) for p, f in enumerate(state.fragments))
-  # In lock-step who has missed something hears the clock with that.
-  clock = state.clock if sync.blocking else max(state.clock, welcome.clock)
-  return replace(state, fragments=fragments, clock=clock), []
+  # In lock-step who has missed something hears the global step with that.
+  global_step = state.global_step if sync.blocking else max(state.global_step, welcome.global_step)
+  return replace(state, fragments=fragments, global_step=global_step), []
 
 
 def _owned(
   state: LearnerState, message: Pull | RequestValue | Publish | Refusal
-) -> FragmentClock | None:
+) -> LearnerFragment | None:
   if not 0 <= message.fragment < len(state.fragments):
     return None
   f = state.fragments[message.fragment]
@@ -161,7 +163,7 @@ def _on_pull(
   if sent and sent.round == pull.round:
     return state, [Resend(sent)]
   if outstanding and sent and sync.blocking and sent.base_version == pull.base_version:
-    # A restarted shard asks anew. In lock-step the step of a cut is fixed: it is the same push.
+    # A restarted shard asks anew. In lock-step the step of a push is fixed: it is the same one.
     again = replace(outstanding, push=replace(sent, round=pull.round))
     return set_fragment(state, pull.fragment, outstanding=again), [Resend(again.push)]
   return set_fragment(state, pull.fragment, pull=pull), []
@@ -171,20 +173,20 @@ def _on_recall(
   state: LearnerState, recall: RequestValue
 ) -> tuple[LearnerState, list[LearnerAction]]:
   f = _owned(state, recall)
-  if f is None or f.known is None:
+  if f is None or f.base_header is None:
     return state, []
   value = Value(
     learner=state.learner,
     incarnation=state.incarnation,
     fragment=recall.fragment,
-    version=f.known.version,
-    round=f.known.round,
-    merged_tokens=f.known.merged_tokens,
-    participants=f.known.participants,
-    merged_rounds=f.known.merged_rounds,
+    version=f.base_header.version,
+    round=f.base_header.round,
+    merged_tokens=f.base_header.merged_tokens,
+    participants=f.base_header.participants,
+    merged_rounds=f.base_header.merged_rounds,
     snapshot=state.snapshot,
-    count=state.seen[state.learner],
-    seal=f.known.seal,
+    count=state.vector_clock[state.learner],
+    seal=f.base_header.seal,
   )
   return state, [SendValue(value)]
 
@@ -200,18 +202,24 @@ def _on_publish(
     return state, []  # a duplicate, or an update to a version I do not have: it comes again whole
   merged = publish.merged_round(state.learner)
   included = f.outstanding is not None and merged == f.outstanding.push.round
-  mode = "overwrite" if f.known is None or not state.trains else sync.apply
-  if f.known is not None and not included and merged > f.known.merged_round(state.learner):
-    # A push has been merged that I do not remember: I am back with what I had recorded once, or a
+  mode = "overwrite" if f.base_header is None or not state.trains else sync.apply
+  if (
+    f.base_header is not None
+    and not included
+    and merged > f.base_header.merged_round(state.learner)
+  ):
+    # A push has been merged that I do not remember: I am back with what was captured once, or a
     # shard is back with a value that it had lost. My progress is in the new version already.
     mode = "overwrite"
   # In lock-step everybody keeps count for itself, from 0 if nothing was missed.
   counts = sync.blocking and (state.joined or included or publish.round == INITIAL)
-  clock = state.clock if counts else max(state.clock, publish.clock)
-  seen = causality.join(state.seen, {causality.shard_key(publish.shard): publish.count})
-  state = replace(state, clock=clock, seen=seen)
+  global_step = state.global_step if counts else max(state.global_step, publish.global_step)
+  vector_clock = causality.join(
+    state.vector_clock, {causality.shard_key(publish.shard): publish.count}
+  )
+  state = replace(state, global_step=global_step, vector_clock=vector_clock)
   header = replace(publish, payload=None)
-  state = set_fragment(state, publish.fragment, known=header, fresh=True)
+  state = set_fragment(state, publish.fragment, base_header=header, fresh=True)
   return _stage(state, publish, mode, f.outstanding if included else None)
 
 
@@ -219,7 +227,7 @@ def _stage(
   state: LearnerState, publish: Publish, mode: str, merged: Outstanding | None
 ) -> tuple[LearnerState, list[LearnerAction]]:
   header = replace(publish, payload=None)
-  incoming = (*state.fragments[publish.fragment].incoming, Incoming(header, mode, merged))
+  incoming = (*state.fragments[publish.fragment].incoming, IncomingVersion(header, mode, merged))
   state = set_fragment(
     state, publish.fragment, received=publish.version, outstanding=None, incoming=incoming
   )
@@ -228,7 +236,7 @@ def _stage(
 
 def _on_refusal(state: LearnerState, refusal: Refusal) -> tuple[LearnerState, list[LearnerAction]]:
   """My push was rejected: go back to the base, as an update of nothing to the version I have."""
-  note = events.Refused(
+  logged = events.Refused(
     shard=refusal.shard,
     shard_incarnation=refusal.incarnation,
     fragment=refusal.fragment,
@@ -237,10 +245,10 @@ def _on_refusal(state: LearnerState, refusal: Refusal) -> tuple[LearnerState, li
     reason=refusal.reason,
   )
   if refusal.rejoin:
-    return state, [note, Rejoin(refusal.reason)]
+    return state, [logged, Rejoin(refusal.reason)]
   f = _owned(state, refusal)
   if f is None or f.outstanding is None or f.outstanding.push.round != refusal.round:
-    return state, [note]
+    return state, [logged]
   back = Publish(
     shard=refusal.shard,
     incarnation=refusal.incarnation,
@@ -250,7 +258,7 @@ def _on_refusal(state: LearnerState, refusal: Refusal) -> tuple[LearnerState, li
     version=f.received,
     base_version=f.received,
     base_round=f.newest,
-    clock=state.clock,
+    global_step=state.global_step,
     merged_tokens=f.merged_tokens,
     participants=(),
     merged_rounds=(),
@@ -260,7 +268,7 @@ def _on_refusal(state: LearnerState, refusal: Refusal) -> tuple[LearnerState, li
     codec="",
   )
   state, actions = _stage(state, back, "overwrite", None)
-  return state, [note, *actions]
+  return state, [logged, *actions]
 
 
 HELLO_SECONDS = 0.5  # between two hellos to a shard that has not answered, doubling ...
@@ -283,23 +291,23 @@ def init(
     learner=learner,
     incarnation=incarnation,
     shards=tuple(ShardView() for _ in range(max(owners, default=-1) + 1)),
-    fragments=tuple(FragmentClock(shard) for shard in owners),
+    fragments=tuple(LearnerFragment(shard) for shard in owners),
     target_tokens=target_tokens,
     trains=trains,
     donor_seconds=donor_seconds,
-    seen={learner: causality.count(incarnation, 0)},
+    vector_clock={learner: causality.count(incarnation, 0)},
   )
 
 
 def revive(
   saved: LearnerState, incarnation: int, owners: tuple[int, ...], target_tokens: int
 ) -> LearnerState:
-  """A learner that goes on from what it recorded once: with its own unmerged progress and counters.
+  """A learner that goes on from its captured state: with its own unmerged progress and counters.
 
   It makes no step before every shard has said what is newer; shards may have changed their number.
   """
 
-  def mine(f: FragmentClock, shard: int) -> FragmentClock:
+  def mine(f: LearnerFragment, shard: int) -> LearnerFragment:
     sent = f.outstanding
     if sent is not None:
       sent = replace(sent, push=replace(sent.push, incarnation=incarnation))
@@ -313,8 +321,8 @@ def revive(
     shards=new.shards,
     fragments=tuple(map(mine, saved.fragments, owners)),
     target_tokens=target_tokens,
-    seen=causality.join(saved.seen, new.seen),
-    cuts=0,
+    vector_clock=causality.join(saved.vector_clock, new.vector_clock),
+    pushes_made=0,
     donations=0,
     wants=(),
     leaving=False,
@@ -337,7 +345,7 @@ def waiting_for(state: LearnerState, sync: SyncConfig) -> str:
     sent = f.outstanding or next((i.merged for i in f.incoming if i.merged), None)
     if sent is not None and state.step - sent.at_step >= sync.overlap_steps:
       return f"fragment {p}: its new version"
-    if sent is None and not f.incoming and f.since >= due_after(p, f.version, sync):
+    if sent is None and not f.incoming and f.steps_since_sync >= due_after(p, f.version, sync):
       return f"fragment {p}: the pull"
   return ""
 
@@ -345,18 +353,18 @@ def waiting_for(state: LearnerState, sync: SyncConfig) -> str:
 def reports(state: LearnerState) -> list[LearnerAction]:
   """What the runtime sends at the end of every step boundary, and as a sign of life."""
   sends: list[LearnerAction] = []
-  owned: list[list[FragmentClock]] = [[] for _ in state.shards]
+  owned: list[list[LearnerFragment]] = [[] for _ in state.shards]
   for f in state.fragments:
     owned[f.shard].append(f)
   for shard, mine in enumerate(owned):
     report = Report(
       learner=state.learner,
       incarnation=state.incarnation,
-      clock=state.clock,
+      global_step=state.global_step,
       step_seconds=state.step_seconds,
       versions=tuple(f.version for f in mine),
       rounds=tuple(f.round for f in mine),
-      since=tuple(_due_steps(state, f) for f in mine),
+      steps_since_sync=tuple(_due_steps(state, f) for f in mine),
       leaving=state.leaving,
       snapshot=state.snapshot,
     )
@@ -364,11 +372,11 @@ def reports(state: LearnerState) -> list[LearnerAction]:
   return sends
 
 
-def _due_steps(state: LearnerState, f: FragmentClock) -> int:
+def _due_steps(state: LearnerState, f: LearnerFragment) -> int:
   """Who leaves makes no further step: whatever it has is due, and nothing else."""
   if not state.leaving:
-    return f.since
-  return max(f.since, 1) if f.steps else 0
+    return f.steps_since_sync
+  return max(f.steps_since_sync, 1) if f.steps else 0
 
 
 def learner_on(
@@ -394,7 +402,7 @@ def learner_on(
   state, applied = _apply_ready(state, sync)
   joined = []
   if state.joined and not before:
-    joined = [events.Joined(clock=state.clock)]
+    joined = [events.Joined(global_step=state.global_step)]
     state = moments.want(state, event.now)
   state, answered = _answer_pulls(state)
   state, finished = _finish(state)
@@ -433,13 +441,15 @@ def _lacking(state: LearnerState) -> set[int]:
 
 
 def _count_step(state: LearnerState, event: StepDone) -> LearnerState:
-  def one_more(f: FragmentClock) -> FragmentClock:
-    return replace(f, since=f.since + 1, steps=f.steps + 1, tokens=f.tokens + event.tokens)
+  def one_more(f: LearnerFragment) -> LearnerFragment:
+    return replace(
+      f, steps_since_sync=f.steps_since_sync + 1, steps=f.steps + 1, tokens=f.tokens + event.tokens
+    )
 
   return replace(
     state,
     step=state.step + 1,
-    clock=state.clock + 1,
+    global_step=state.global_step + 1,
     trained_tokens=state.trained_tokens + event.tokens,
     step_seconds=smooth(state.step_seconds, event.seconds),
     fragments=tuple(map(one_more, state.fragments)),
@@ -472,10 +482,10 @@ def _apply_ready(state: LearnerState, sync: SyncConfig) -> tuple[LearnerState, l
   return state, actions
 
 
-def _received(f: FragmentClock, entry: Incoming, step: int) -> dict:
+def _received(f: LearnerFragment, entry: IncomingVersion, step: int) -> dict:
   """The fragment's counters after one version was applied: every token has one fate."""
   mine = entry.merged.push.tokens if entry.merged else 0
-  since = step - entry.merged.at_step if entry.merged else 0
+  steps_since_sync = step - entry.merged.at_step if entry.merged else 0
   steps = f.steps - (entry.merged.push.steps if entry.merged else 0)
   tokens, discarded = f.tokens - mine, 0
   if entry.mode != "rebase":
@@ -484,7 +494,7 @@ def _received(f: FragmentClock, entry: Incoming, step: int) -> dict:
     "version": entry.publish.version,
     "round": entry.publish.round,
     "merged_tokens": entry.publish.merged_tokens,
-    "since": since,
+    "steps_since_sync": steps_since_sync,
     "steps": steps,
     "tokens": tokens,
     "acknowledged_tokens": f.acknowledged_tokens + mine,
@@ -501,9 +511,9 @@ def _answer_pulls(state: LearnerState) -> tuple[LearnerState, list[LearnerAction
     if f.pull.base_version < f.version:
       state = set_fragment(state, p, pull=None)
     elif f.pull.base_version == f.version and f.steps > 0:
-      mine = causality.count(state.incarnation, state.cuts + 1)
-      seen = causality.join(state.seen, {state.learner: mine})
-      state = replace(state, seen=seen, cuts=state.cuts + 1)
+      mine = causality.count(state.incarnation, state.pushes_made + 1)
+      vector_clock = causality.join(state.vector_clock, {state.learner: mine})
+      state = replace(state, vector_clock=vector_clock, pushes_made=state.pushes_made + 1)
       push = Push(
         learner=state.learner,
         incarnation=state.incarnation,
@@ -512,7 +522,7 @@ def _answer_pulls(state: LearnerState) -> tuple[LearnerState, list[LearnerAction
         base_version=f.version,
         steps=f.steps,
         tokens=f.tokens,
-        clock=state.clock,
+        global_step=state.global_step,
         snapshot=state.snapshot,
         count=mine,
         codec="",  # the runtime's business, like the payload
@@ -531,7 +541,7 @@ def _finish(state: LearnerState) -> tuple[LearnerState, list[LearnerAction]]:
   return leave(state, f"{reached} tokens are merged" if state.fragments else "trained its share")
 
 
-def _holds_up(state: LearnerState, f: FragmentClock) -> bool:
+def _holds_up(state: LearnerState, f: LearnerFragment) -> bool:
   """Whether a leaving learner still waits for this fragment; not if it is complete or lacking."""
   unfinished = f.version >= 0 and f.merged_tokens < state.target_tokens
   return unfinished and bool(f.tokens or f.outstanding or f.incoming)

@@ -1,4 +1,4 @@
-"""What a learner knows: its fragments, its shards, its clock. PURE."""
+"""What a learner knows: its fragments, its shards, how far it is. PURE."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Outstanding:
   """My push that no publish has answered yet; at most one per fragment."""
 
   push: Push  # without payload
-  at_step: int  # my own step count when it was cut
+  at_step: int  # my own step count when it was copied out
 
 
 @dataclasses.dataclass(frozen=True)
-class Incoming:
+class IncomingVersion:
   """A published version on its way onto the devices."""
 
   publish: Publish  # without payload
@@ -28,29 +28,29 @@ class Incoming:
 
 
 @dataclasses.dataclass(frozen=True)
-class FragmentClock:
+class LearnerFragment:
   """One fragment, as this learner has it."""
 
   shard: int
   version: int = -1  # in the parameters
   round: int = NOTHING  # that made it: its identity, since version numbers may come twice
   received: int = -1  # newest version accepted; >= version
-  since: int = 0  # steps since the last sync: from its cut if it had my push, else from receipt
+  steps_since_sync: int = 0  # from the copy-out if the sync had my push, else from receipt
   steps: int = 0  # in my parameters and not merged yet
   tokens: int = 0
   merged_tokens: int = 0  # of the whole run, as the shard says
   acknowledged_tokens: int = 0  # mine, merged
   discarded_tokens: int = 0  # mine, lost to an overwrite
-  known: Publish | None = None  # what came with the newest version accepted, without payload
+  base_header: Publish | None = None  # what came with the newest version accepted, without payload
   fresh: bool = False  # its shard has sent me what it had, or had nothing newer than I
   outstanding: Outstanding | None = None
   pull: Pull | None = None  # asked and not answered yet
-  incoming: tuple[Incoming, ...] = ()
+  incoming: tuple[IncomingVersion, ...] = ()
 
   @property
   def newest(self) -> int:
     """The round that made the newest version accepted."""
-    return self.known.round if self.known else NOTHING
+    return self.base_header.round if self.base_header else NOTHING
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,21 +65,22 @@ class LearnerState:
   learner: int
   incarnation: int
   shards: tuple[ShardView, ...]
-  fragments: tuple[FragmentClock, ...]
+  fragments: tuple[LearnerFragment, ...]
   target_tokens: int  # merged by everybody; without shards: trained by me
   trains: bool = True
   step: int = 0  # mine, in this incarnation
-  clock: int = 0  # the run's: of the learner that has come furthest
+  global_step: int = 0  # of the learner that has come furthest
   trained_tokens: int = 0
   step_seconds: float = 0.0
-  snapshot: int = 0  # the newest heard of; my state is recorded for it
-  seen: Mapping[int, int] = dataclasses.field(default_factory=dict)  # `protocol/causality.py`
-  cuts: int = 0  # in this incarnation
+  snapshot: int = 0  # the newest heard of; my state is captured for it
+  # What it has heard of whom (`protocol/causality.py`).
+  vector_clock: Mapping[int, int] = dataclasses.field(default_factory=dict)
+  pushes_made: int = 0  # in this incarnation
   donor_seconds: float = 0.0  # that it waits for a peer's moments, when it joins
   wants: tuple[int, ...] = ()  # fragments whose moments it still waits for
   wants_until: float = 0.0
   ask_at: float = 0.0
-  welcome_clock: int = 0  # the run's, when it joined
+  joined_global_step: int = 0  # the run's, when it joined
   donations: int = 0  # made, in this incarnation
   leaving: bool = False  # makes no more steps, and goes when nothing is left to merge
   done: bool = False
@@ -99,8 +100,8 @@ def schedule_step(state: LearnerState, tokens_per_step: int) -> int:
 
   What is merged, and my own steps on top of it, as if all others kept pace with me: the mean of the
   fragments, rounded down. `tokens_per_step` is that of all planned learners together. In lock-step
-  it is the clock. Where learners are down, slow, or more than planned, it is not: a schedule by the
-  clock would be over too early, or never.
+  it is the global step. Where learners are down, slow, or more than planned, it is not: a schedule
+  by the global step would be over too early, or never.
   """
   if not state.fragments:
     return state.step

@@ -41,12 +41,12 @@ from ddiloco.protocol.syncer_state import (
   forget_pending,
   ignored,
   is_due,
-  member_note,
+  mark_dirty,
+  member_event,
   newest,
   publish_to,
   set_fragment,
   set_member,
-  touch,
 )
 from ddiloco.protocol.values import put, replace
 
@@ -71,7 +71,7 @@ def fault_of(state: SyncerState, message: Message) -> str:
     return "an old incarnation of this learner"
   if not isinstance(message, Report):
     return ""
-  counts = (len(message.versions), len(message.rounds), len(message.since))
+  counts = (len(message.versions), len(message.rounds), len(message.steps_since_sync))
   if counts != (len(state.fragments),) * 3:
     return f"counts {counts[0]} fragments, not mine"
   newer = [r for r, f in zip(message.rounds, state.fragments) if r > f.last_round]
@@ -101,7 +101,7 @@ def on_message(
   if member is None:
     return state, []
   state = forget_pending(set_member(state, message.learner, None), message.learner)
-  return state, [member_note(message.learner, "left", "said goodbye")]
+  return state, [member_event(message.learner, "left", "said goodbye")]
 
 
 def _on_hello(
@@ -117,12 +117,12 @@ def _on_hello(
         f.version if r >= f.last_round else -1 for r, f in zip(hello.rounds, state.fragments)
       )
       member = replace(member, versions=has, sent=has)
-    actions.append(member_note(hello.learner, "joined", f"incarnation {hello.incarnation}"))
+    actions.append(member_event(hello.learner, "joined", f"incarnation {hello.incarnation}"))
   welcome = Welcome(
     state.shard,
     state.incarnation,
     hello.incarnation,
-    state.clock,
+    state.global_step,
     tuple(f.index for f in state.fragments),
     tuple(f.last_round for f in state.fragments),
     state.snapshot,
@@ -149,7 +149,7 @@ def _begun(state: SyncerState, sync: SyncConfig) -> bool:
 
   So in lock-step all learners start at step 0 together.
   """
-  if state.clock > 0 or any(f.version > 0 for f in state.fragments):
+  if state.global_step > 0 or any(f.version > 0 for f in state.fragments):
     return True
   return len(state.members) - (EVALUATOR in state.members) >= sync.min_quorum
 
@@ -167,18 +167,18 @@ def _on_report(
     state = forget_pending(state, report.learner)
     member = _new_member(state, report.incarnation, now)
     member = replace(member, versions=versions, sent=versions)
-    actions.append(member_note(report.learner, "joined", "reported"))
+    actions.append(member_event(report.learner, "joined", "reported"))
   elif member.lost:
-    actions.append(member_note(report.learner, "joined", "heard again"))
+    actions.append(member_event(report.learner, "joined", "heard again"))
     member = replace(member, resends=0, resent_at=-math.inf)
   state, member = _note_delivered(state, member, versions, now, sync)
   member = replace(
     member,
     heard_at=max(now, member.heard_at),
     versions=versions,
-    since=tuple(
-      beliefs.steps_since(s, state.clock, f.clock, sync)
-      for s, f in zip(report.since, state.fragments)
+    steps_since_sync=tuple(
+      beliefs.steps_since(s, state.global_step, f.global_step, sync)
+      for s, f in zip(report.steps_since_sync, state.fragments)
     ),
     step_seconds=beliefs.step_seconds(state.beliefs, report.step_seconds),
     leaving=report.leaving,
@@ -191,7 +191,7 @@ def _on_report(
       state.shard, state.incarnation, report.incarnation, -1, -1, True, "quarantined"
     )
     return state, [*actions, Send(report.learner, refusal)]
-  state = touch(state, _due(state, report.learner, member, sync))
+  state = mark_dirty(state, _due(state, report.learner, member, sync))
   state, sent = _catch_up(state, report.learner, now, sync)
   return state, [*actions, *sent]
 
@@ -291,13 +291,15 @@ def _on_value(
     merged_tokens=value.merged_tokens,
     merged_rounds=merged_rounds,
     last_round=value.round,
-    clock=max(0, state.clock - sync.sync_period),
+    global_step=max(0, state.global_step - sync.sync_period),
     participants=value.participants,
     snapshot=state.snapshot,
   )
   began = {**state.began, f.index: f.last_round}
-  seen = causality.join(state.seen, {value.learner: value.count})
-  state = replace(set_fragment(state, i, f), recalls=recalls, began=began, seen=seen)
+  vector_clock = causality.join(state.vector_clock, {value.learner: value.count})
+  state = replace(
+    set_fragment(state, i, f), recalls=recalls, began=began, vector_clock=vector_clock
+  )
   for learner, m in state.members.items():  # who has it says so; the others get it after a while
     m = replace(
       m,
@@ -369,6 +371,6 @@ def lose_silent(
     if not member.lost and now >= lost_at(member, sync):
       state = set_member(state, learner, replace(member, lost=True))
       state = forget_pending(state, learner)
-      actions.append(member_note(learner, "lost", f"silent for {now - member.heard_at:.2f} s"))
+      actions.append(member_event(learner, "lost", f"silent for {now - member.heard_at:.2f} s"))
   there = [lost_at(member, sync) for member in state.members.values() if not member.lost]
   return replace(state, silent_at=min(there, default=math.inf)), actions

@@ -17,14 +17,14 @@ from msgspec import Meta
 EVALUATOR = -1
 INITIAL, NOTHING = -1, -2  # rounds: what made the initial value; no value at all
 MAX_LEARNERS = 1 << 16  # their numbers are smaller
-MAX_CLOCK = 1 << 40
+MAX_GLOBAL_STEP = 1 << 40
 MAX_NUMBER = 1 << 62
 
 # What a field may hold: `wire.py` and `values.py` refuse everything else.
 Count = Annotated[int, Meta(ge=0, lt=MAX_NUMBER)]
 CountOrNone = Annotated[int, Meta(ge=-1, lt=MAX_NUMBER)]  # -1: there is none
 RoundId = Annotated[int, Meta(ge=NOTHING, lt=MAX_NUMBER)]
-Clock = Annotated[int, Meta(ge=0, lt=MAX_CLOCK)]  # steps: one liar must not end the run
+GlobalStep = Annotated[int, Meta(ge=0, lt=MAX_GLOBAL_STEP)]  # one liar must not end the run
 Learner = Annotated[int, Meta(ge=EVALUATOR, lt=MAX_LEARNERS)]
 Donor = Annotated[int, Meta(ge=0, lt=MAX_LEARNERS)]
 Seconds = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
@@ -40,7 +40,7 @@ else:
   Payload = None  # nor of a state at rest, which is read by these hints
 
 
-# --- learner -> shard ---------------------------------------------------------------------------
+# --- learner -> shard -----------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,13 +58,13 @@ class Report:
 
   learner: Learner
   incarnation: Count
-  clock: Clock  # the run's step as I know it
+  global_step: GlobalStep  # as I know it
   step_seconds: Seconds  # smoothed duration of my inner step
   versions: CountsOrNone  # last version received, -1: none yet
   rounds: RoundIds  # that made them: versions may be counted twice, rounds never
-  since: Counts  # inner steps since the last sync, what the due rule counts
+  steps_since_sync: Counts  # inner steps, what the due rule counts
   leaving: bool  # I make no more steps: take what I have, and I am gone
-  snapshot: Count  # the newest I have recorded my state for
+  snapshot: Count  # the newest that my state is captured for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,9 +78,9 @@ class Push:
   base_version: CountOrNone
   steps: Count  # inner steps in this delta
   tokens: Count  # tokens in this delta
-  clock: Clock
+  global_step: GlobalStep
   snapshot: Count
-  count: Count  # pushes I have cut, for consistent cuts (`protocol/causality.py`)
+  count: Count  # pushes I have made, for consistent snapshots (`protocol/causality.py`)
   codec: Text
   payload: Payload = None
 
@@ -120,7 +120,7 @@ class Moments:
   incarnation: Count
   fragment: CountOrNone
   donation: Count  # how many I had made before in this incarnation, and this one
-  clock: Clock
+  global_step: GlobalStep
   count: Count  # the optimizer's steps so far
   payload: Payload = None  # f32, one vector of the fragment's size after the other
 
@@ -133,7 +133,7 @@ class Goodbye:
   incarnation: Count
 
 
-# --- shard -> learner ---------------------------------------------------------------------------
+# --- shard -> learner -----------------------------------------------------------------------------
 # Each names the incarnation it is meant for, so that a restarted learner never takes up what was
 # said to its predecessor.
 
@@ -145,7 +145,7 @@ class Welcome:
   shard: Count
   incarnation: Count
   learner_incarnation: Count
-  clock: Clock
+  global_step: GlobalStep
   fragments: Counts
   rounds: RoundIds  # that made their newest values
   snapshot: Count
@@ -195,7 +195,7 @@ class ForwardMoments:
   donor: Donor
   donor_incarnation: Count
   donation: Count
-  clock: Clock
+  global_step: GlobalStep
   count: Count
   payload: Payload = None
 
@@ -212,12 +212,12 @@ class Publish:
   version: Count
   base_version: CountOrNone
   base_round: RoundId  # that made the base: version numbers may come twice; -2 if there is none
-  clock: Clock
+  global_step: GlobalStep
   merged_tokens: Count  # merged into this fragment so far
   participants: Learners  # of the round that made this version
   merged_rounds: CountsOrNone  # learner and the last round its push was merged in, in turn
   snapshot: Count
-  count: Count  # commits of this shard, for consistent cuts (`protocol/causality.py`)
+  count: Count  # commits of this shard, for consistent snapshots (`protocol/causality.py`)
   seal: Text  # proves that this value is the shard's (`network/keys.py`); "": it has no key
   codec: Text
   payload: Payload = None
@@ -242,7 +242,7 @@ class Refusal:
   reason: Text
 
 
-# --- shard -> shard -----------------------------------------------------------------------------
+# --- shard -> shard -------------------------------------------------------------------------------
 # A buddy holds a copy of the newest commit of every fragment of its neighbour. `shard` is the
 # sender.
 
@@ -258,15 +258,16 @@ class Replica:
   version: Count
   merged_tokens: Count
   last_round: CountOrNone
-  clock: Clock  # the run's step when its round began
+  global_step: GlobalStep  # when its round began
   momentum_round: (
     CountOrNone  # that made the momentum: an older one if only the value was given back
   )
   participants: Learners
   merged_rounds: CountsOrNone  # learner and its last merged round in turn
-  merged_clocks: CountsOrNone  # learner and the run's step when that round began, in turn
-  snapshot: Count  # the newest its owner had recorded before this commit
-  has_view: bool  # payload, f32: value, then the view if it differs, then the momentum if any
+  merged_global_steps: CountsOrNone  # learner and the global step when that round began, in turn
+  snapshot: Count  # the newest that its owner's state was captured for before this commit
+  # Payload, f32: value, then the published value if it differs, then the momentum if any.
+  has_published_value: bool
   has_momentum: bool
   payload: Payload = None
 

@@ -53,8 +53,8 @@ def on_moments(
     moments.fragment,
   ):
     return state, [ignored(moments, "nobody asked for it any more")]
-  if moments.count > state.clock + beliefs.slack_steps(sync):
-    reason = f"claims {moments.count} optimizer steps, the run has made {state.clock}"
+  if moments.count > state.global_step + beliefs.slack_steps(sync):
+    reason = f"claims {moments.count} optimizer steps, the run has made {state.global_step}"
     return state, [ignored(moments, reason)]
   actions: list[SyncerAction] = []
   asking = dict(state.asking)
@@ -71,7 +71,7 @@ def on_moments(
       donor=moments.learner,
       donor_incarnation=moments.incarnation,
       donation=moments.donation,
-      clock=moments.clock,
+      global_step=moments.global_step,
       count=moments.count,
       payload=moments.payload,
     )
@@ -113,14 +113,14 @@ def _can_give(state: SyncerState, learner: int, member: Member) -> bool:
 
 def want(state: LearnerState, now: float) -> LearnerState:
   """It has just joined: in a run under way it waits a while for a peer's moments, if told to."""
-  if not (state.donor_seconds and state.trains and state.clock and state.shards):
+  if not (state.donor_seconds and state.trains and state.global_step and state.shards):
     return state
   return replace(
     state,
     wants=tuple(range(len(state.fragments))),
     wants_until=now + state.donor_seconds,
     ask_at=now,
-    welcome_clock=state.clock,
+    joined_global_step=state.global_step,
   )
 
 
@@ -129,8 +129,8 @@ def ask(state: LearnerState, now: float) -> tuple[LearnerState, list[LearnerActi
   if not state.wants:
     return state, []
   if now >= state.wants_until:
-    note = events.NoDonor(fragments=state.wants)
-    return replace(state, wants=()), [note]
+    logged = events.NoDonor(fragments=state.wants)
+    return replace(state, wants=()), [logged]
   if now < state.ask_at:
     return state, []
   actions: list[LearnerAction] = []
@@ -154,7 +154,7 @@ def on_donate(
     incarnation=state.incarnation,
     fragment=donate.fragment,
     donation=state.donations,
-    clock=state.clock,
+    global_step=state.global_step,
     count=0,  # the runtime's business, like the payload
   )
   return state, [SendMoments(donate.shard, moments)]
@@ -164,7 +164,7 @@ def on_inherit(
   state: LearnerState, inherit: ForwardMoments
 ) -> tuple[LearnerState, list[LearnerAction]]:
   """Moments older than what I was welcomed to are of no use; a straggler gave them."""
-  if inherit.fragment not in state.wants or inherit.clock < state.welcome_clock:
+  if inherit.fragment not in state.wants or inherit.global_step < state.joined_global_step:
     return state, []
   return state, [TakeMoments(inherit)]
 

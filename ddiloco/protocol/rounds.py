@@ -27,13 +27,13 @@ from ddiloco.protocol.syncer_state import (
   could_push,
   ignored,
   is_due,
-  member_note,
+  mark_dirty,
+  member_event,
   newest,
   publish_to,
+  recovery_over,
   set_fragment,
   set_member,
-  settled,
-  touch,
   without,
 )
 from ddiloco.protocol.values import put, replace
@@ -59,20 +59,20 @@ def _value_due_at(state: SyncerState, p: int, sync: SyncConfig) -> float:
 
 
 def may_start_at(state: SyncerState, sync: SyncConfig) -> float:
-  """When the rounds of touched fragments may start at last, though no message comes."""
-  due = (_value_due_at(state, state.fragments[i].index, sync) for i in state.touched)
-  return max(state.settle_at, min(due, default=-math.inf))
+  """When the rounds of dirty fragments may start at last, though no message comes."""
+  due = (_value_due_at(state, state.fragments[i].index, sync) for i in state.dirty)
+  return max(state.recovery_deadline, min(due, default=-math.inf))
 
 
 def start_rounds(
   state: SyncerState, now: float, sync: SyncConfig
 ) -> tuple[SyncerState, list[SyncerAction]]:
-  """Of touched fragments of which a quorum is due; all who could push are asked."""
+  """Of dirty fragments of which a quorum is due; all who could push are asked."""
   actions: list[SyncerAction] = []
-  if not state.touched or not settled(state, now):
+  if not state.dirty or not recovery_over(state, now):
     return state, actions
   waiting: list[int] = []
-  for i in sorted(state.touched):
+  for i in sorted(state.dirty):
     f = state.fragments[i]
     if f.round is not None or complete(state, f):
       continue
@@ -89,13 +89,15 @@ def start_rounds(
     step_seconds = statistics.median_low(member.step_seconds for member in available.values())
     paces = ((m, v.step_seconds) for m, v in state.members.items() if not v.lost and m >= 0)
     state = replace(state, beliefs=beliefs.refreshed(state.beliefs, paces, step_seconds))
-    current = Round(round_id, now, asked, step_seconds, state.clock, pulled_at=now, look_at=now)
-    current = replace(current, look_at=now + _pull_patience(state, current, sync))
+    current = Round(
+      round_id, now, asked, step_seconds, state.global_step, pulled_at=now, deadline=now
+    )
+    current = replace(current, deadline=now + _pull_patience(state, current, sync))
     f = replace(f, round=current)
     state = set_fragment(replace(state, rounds=state.rounds + 1), i, f)
     actions += [_pull(state, f, current, m) for m in asked]
     actions.append(events.Round(fragment=f.index, round=round_id, version=f.version, asked=asked))
-  return replace(state, touched=tuple(waiting)), actions
+  return replace(state, dirty=tuple(waiting)), actions
 
 
 def _pull(state: SyncerState, f: FragmentState, current: Round, learner: int) -> Send:
@@ -127,13 +129,13 @@ def on_push(
   if push.base_version != f.version:
     fault = f"based on version {push.base_version}, the fragment is at {f.version}"
   else:
-    since = f.merged_clocks.get(push.learner, 0)
-    possible = max(0, state.clock - since) + beliefs.slack_steps(sync)
+    since = f.merged_global_steps.get(push.learner, 0)
+    possible = max(0, state.global_step - since) + beliefs.slack_steps(sync)
     fault = beliefs.push_fault(push.steps, push.tokens, possible, state.step_tokens) or fault
   if fault:
     refused = {**current.refused, push.learner: fault}
     current = replace(current, refused=refused, pending=without(current.pending, push.learner))
-    return touch(set_fragment(state, i, replace(f, round=current)), [i]), []
+    return mark_dirty(set_fragment(state, i, replace(f, round=current)), [i]), []
   me = push.learner
   pairs = {(min(m, me), max(m, me)): product for m, product in event.products.items()}
   current = replace(
@@ -147,8 +149,10 @@ def on_push(
     seconds = smooth(state.quorum_seconds, _quorum_seconds(state, current, event.now))
     state = replace(state, quorum_seconds=seconds)
     current = replace(current, quorum_at=event.now)
-  state = touch(set_fragment(state, i, replace(f, round=current)), [i])
-  state = replace(state, seen=causality.join(state.seen, {push.learner: push.count}))
+  state = mark_dirty(set_fragment(state, i, replace(f, round=current)), [i])
+  state = replace(
+    state, vector_clock=causality.join(state.vector_clock, {push.learner: push.count})
+  )
   return state, [Accept(f.index, current.id, push.learner, event.content)]
 
 
@@ -170,7 +174,7 @@ def advance_rounds(
   """Ends those that something has come for, or whose time it is to look at, if they can end."""
   actions: list[SyncerAction] = []
   for i, f in enumerate(state.fragments):
-    if f.round is None or not (i in state.touched or now >= f.round.look_at):
+    if f.round is None or not (i in state.dirty or now >= f.round.deadline):
       continue
     current = f.round
     grace = quorum.grace_seconds(
@@ -183,12 +187,12 @@ def advance_rounds(
       again = now >= current.pulled_at + _pull_patience(state, current, sync)
       if again:
         current = replace(current, pulled_at=now, pulls=current.pulls + 1)
-      look_at = min(
+      deadline = min(
         current.pulled_at + _pull_patience(state, current, sync),
         math.inf if decision.wake_at is None else decision.wake_at,
         now + sync.liveness_seconds,  # patience is learned: it may have become less until then
       )
-      current = replace(current, look_at=look_at)
+      current = replace(current, deadline=deadline)
       state = set_fragment(state, i, replace(f, round=current))
       if again:  # a pull or a push got lost; the same push comes again
         actions += [_pull(state, f, current, m) for m in pending]
@@ -217,16 +221,16 @@ def _end_round(
     actions += _commit(state, i, current, merged, rejected, opposing, now)
     me = causality.shard_key(state.shard)
     mine = causality.count(state.incarnation, state.commits + 1)
-    seen = causality.join(state.seen, {me: mine})
-    state = replace(state, seen=seen, commits=state.commits + 1)
+    vector_clock = causality.join(state.vector_clock, {me: mine})
+    state = replace(state, vector_clock=vector_clock, commits=state.commits + 1)
     f = replace(
       f,
       version=f.version + 1,
       merged_tokens=f.merged_tokens + sum(current.pushes[m].tokens for m in merged),
       merged_rounds={**f.merged_rounds, **dict.fromkeys(merged, current.id)},
-      merged_clocks={**f.merged_clocks, **dict.fromkeys(merged, current.clock)},
+      merged_global_steps={**f.merged_global_steps, **dict.fromkeys(merged, current.global_step)},
       last_round=current.id,
-      clock=current.clock,
+      global_step=current.global_step,
       participants=tuple(merged),
     )
   else:
@@ -235,7 +239,7 @@ def _end_round(
     actions.append(
       events.Abandoned(fragment=f.index, round=current.id, reason=reason, rejected=rejected)
     )
-  state = touch(set_fragment(state, i, replace(f, round=None)), [i])
+  state = mark_dirty(set_fragment(state, i, replace(f, round=None)), [i])
   for m in merged:
     state = _credit(state, m, i, current.norms[m] / steps[m])
   for m, reason in rejected.items():
@@ -272,7 +276,7 @@ def _commit(
     steps=tuple(p.steps for p in pushes),
     tokens=tokens,
   )
-  note = events.Commit(
+  logged = events.Commit(
     fragment=f.index,
     round=current.id,
     version=f.version + 1,
@@ -289,7 +293,7 @@ def _commit(
     quorum_seconds=(current.quorum_at or now) - current.started_at,
     grace_seconds=now - (current.quorum_at or now),
   )
-  return [commit, note]
+  return [commit, logged]
 
 
 def _missing(state: SyncerState, i: int, current: Round) -> dict[int, str]:
@@ -365,5 +369,5 @@ def _reject(
   actions: list[SyncerAction] = [Send(learner, refusal)]
   member = replace(member, rejections=rejections, quarantined=quarantined)
   if quarantined:
-    actions.append(member_note(learner, "quarantined", f"rejected {rejections} times: {reason}"))
+    actions.append(member_event(learner, "quarantined", f"rejected {rejections} times: {reason}"))
   return set_member(state, learner, member), actions

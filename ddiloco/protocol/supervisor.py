@@ -37,7 +37,7 @@ class Tick:
   """Time has passed."""
 
   now: float
-  clock: int = 0  # the run's, in steps
+  global_step: int = 0
   seconds: float = 0.0  # since training began
 
 
@@ -190,7 +190,7 @@ class Role:
   holds: Holds = Holds()  # of this life
   held: bool = False  # it stands still because of them
   leaves_at: float = math.inf  # when it is asked to end
-  told: bool = False  # this life was asked to end
+  asked_to_end: bool = False  # in this life
   dismissed: bool = False  # it is not started again
 
   @property
@@ -244,7 +244,7 @@ def pressing(state: Supervisor, now: float) -> bool:
 def next_wake(state: Supervisor) -> float:
   """When a restart or a departure is due next; inf: none is foreseen."""
   times = [role.start_at for role in state.roles.values() if role.phase == DOWN]
-  stays = [role for role in state.roles.values() if role.phase == UP and not role.told]
+  stays = [role for role in state.roles.values() if role.phase == UP and not role.asked_to_end]
   return min([*times, *(role.leaves_at for role in stays)], default=math.inf)
 
 
@@ -282,7 +282,7 @@ def supervise(state: Supervisor, event: Event) -> tuple[Supervisor, list[Action]
 def _welcome(state: Supervisor, tick: Tick, actions: list[Action]) -> Supervisor:
   """The learners that join now; one that is there already goes on as it is."""
   while state.joins:
-    fault, joins = strike(state.joins, tick.clock, tick.seconds)
+    fault, joins = strike(state.joins, tick.global_step, tick.seconds)
     if fault is None:
       break
     state = replace(state, joins=joins)
@@ -306,12 +306,12 @@ def _turn(name: str, role: Role, tick: Tick, actions: list[Action]) -> Role:
       started_at=now,
       working_since=math.inf,
       afresh=False,
-      told=False,
+      asked_to_end=False,
     )
   if role.phase != UP:
     return role
   while role.faults and role.kill is None:  # what follows a kill is for the next life
-    fault, left = strike(role.faults, tick.clock, tick.seconds)
+    fault, left = strike(role.faults, tick.global_step, tick.seconds)
     if fault is None:
       break
     actions.append(Strike(fault))
@@ -320,7 +320,7 @@ def _turn(name: str, role: Role, tick: Tick, actions: list[Action]) -> Role:
       role = replace(role, kill=fault)
     elif fault.action in ("stall", "slow"):
       role = replace(role, holds=role.holds.add(fault, now))
-  if now >= role.leaves_at and not role.told:
+  if now >= role.leaves_at and not role.asked_to_end:
     role = _terminate(name, role, actions)
   if role.holds.held(now) != role.held:
     role = replace(role, held=not role.held)
@@ -331,7 +331,7 @@ def _turn(name: str, role: Role, tick: Tick, actions: list[Action]) -> Role:
 def _terminate(name: str, role: Role, actions: list[Action]) -> Role:
   """It has to hear that it should end: nothing holds it any more."""
   actions.append(Terminate(name))
-  return replace(role, told=True, holds=Holds(), held=False)
+  return replace(role, asked_to_end=True, holds=Holds(), held=False)
 
 
 def _dismiss(name: str, role: Role, actions: list[Action]) -> Role:
@@ -362,8 +362,8 @@ def _judge(state: Supervisor, actions: list[Action]) -> Supervisor:
   """Whether a shard, or every possible quorum, is gone for good: nothing would ever merge."""
   if state.hopeless:
     return state
-  shards = [name for name, role in members(state, "syncer/").items() if role.phase == GONE]
-  left = sum(role.phase != GONE for role in members(state, "learner/").values())
+  shards = [name for name, role in members(state, "syncer-").items() if role.phase == GONE]
+  left = sum(role.phase != GONE for role in members(state, "learner-").values())
   if shards:
     reason = f"{shards[0]} is gone for good, and nobody else merges its fragments"
   elif left < state.quorum:
@@ -430,17 +430,17 @@ def healthy_seconds(run: RunConfig) -> float:
 
 
 def strike(
-  plan: tuple[Fault, ...], clock: int, seconds: float
+  plan: tuple[Fault, ...], global_step: int, seconds: float
 ) -> tuple[Fault | None, tuple[Fault, ...]]:
   """(the first fault of the plan that is due, the plan without it).
 
   Args:
     plan: what has not struck yet.
-    clock: the run's, in steps.
+    global_step: of the run.
     seconds: since training began.
   """
   for i, fault in enumerate(plan):
-    due = clock >= fault.at_step if fault.at_step >= 0 else seconds >= fault.at_seconds
+    due = global_step >= fault.at_step if fault.at_step >= 0 else seconds >= fault.at_seconds
     if due:
       return fault, plan[:i] + plan[i + 1 :]
   return None, plan

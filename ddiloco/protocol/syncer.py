@@ -25,7 +25,7 @@ from ddiloco.protocol.syncer_state import (
   FragmentState,
   Member,
   SyncerState,
-  believe_clock,
+  believe_global_step,
   complete,
   ignored,
 )
@@ -37,7 +37,7 @@ def init(
   incarnation: int,
   fragments: tuple[FragmentState, ...],
   target_tokens: int,
-  settle_at: float = -math.inf,
+  recovery_deadline: float = -math.inf,
   planned_learners: int = 0,
   step_tokens: int = 0,
   first_round: int = 0,
@@ -45,16 +45,16 @@ def init(
 ) -> SyncerState:
   """A shard that owns these fragments: new ones, or the newest committed ones of its past.
 
-  Before `settle_at` it starts no round unless all it knew are back: they may have newer values. One
-  that knew nobody waits for the planned learners 0, 1, ...: at the start of a run all are new.
-  Snapshots that its values may depend on already are not recorded again.
+  Before `recovery_deadline` it starts no round unless all it knew are back: they may have newer
+  values. One that knew nobody waits for the planned learners 0, 1, ...: at the start of a run all
+  are new. For snapshots that its values may depend on already its state is not captured again.
 
   Args:
     shard: its number.
     incarnation: of the shard.
     fragments: what it owns, as of their newest commits.
     target_tokens: to merge into every fragment.
-    settle_at: when it stops waiting for those that may have newer values.
+    recovery_deadline: when it stops waiting for those that may have newer values.
     planned_learners: of the run.
     step_tokens: of the largest step of any learner; 0: not known, so tokens have no bound.
     first_round: rounds before are of an earlier run, whose values are not taken here.
@@ -69,11 +69,11 @@ def init(
     step_tokens=step_tokens,
     first_round=first_round,
     beliefs=Beliefs(reach_at=began_at),
-    clock=max((f.clock for f in fragments), default=0),
+    global_step=max((f.global_step for f in fragments), default=0),
     snapshot=snapshot,
-    seen={causality.shard_key(shard): causality.count(incarnation, 0)},
+    vector_clock={causality.shard_key(shard): causality.count(incarnation, 0)},
     began={f.index: f.last_round for f in fragments},
-    settle_at=settle_at,
+    recovery_deadline=recovery_deadline,
     planned_learners=planned_learners,
   )
 
@@ -101,7 +101,7 @@ def syncer_on(
   state, started = rounds.start_rounds(state, event.now, sync)
   begun: list[SyncerAction] = []
   if state.shard == 0 and not state.saving:
-    state, begun = _record(state, state.clock // max(1, sync.snapshot_steps), sync)
+    state, begun = _capture(state, state.global_step // max(1, sync.snapshot_steps), sync)
   return state, [*lost, *moved, *started, *begun]
 
 
@@ -113,33 +113,33 @@ def _take_in(
     return state, [ignored(message, fault)]
   number = getattr(message, "snapshot", 0)
   if isinstance(message, Report):
-    state = believe_clock(state, message, event.now, sync)
+    state = believe_global_step(state, message, event.now, sync)
   if _from_the_future(state, number, sync):
     return state, [ignored(message, "names a snapshot that the run has not reached")]
-  state, recorded = _record(state, number, sync)
+  state, captured = _capture(state, number, sync)
   if isinstance(message, Push):
     state, actions = rounds.on_push(state, message, event, sync)
   else:
     state, actions = members.on_message(state, event, sync)
-  return state, [*recorded, *actions]
+  return state, [*captured, *actions]
 
 
 def _from_the_future(state: SyncerState, snapshot: int, sync: SyncConfig) -> bool:
   """Whether this snapshot cannot have begun; believed, it would be the last one.
 
-  Snapshots begin by the run's clock, which no two of us see exactly alike.
+  Snapshots begin by the global step, of which no two of us see exactly alike.
   """
-  return snapshot * sync.snapshot_steps > state.clock + 2 * sync.sync_period
+  return snapshot * sync.snapshot_steps > state.global_step + 2 * sync.sync_period
 
 
-def _record(
+def _capture(
   state: SyncerState, snapshot: int, sync: SyncConfig
 ) -> tuple[SyncerState, list[SyncerAction]]:
-  """A new snapshot: begun here by the run's clock, or heard of from somebody who has recorded it.
+  """A new snapshot: begun here by the global step, or heard of from a role that has captured.
 
-  From now on every message of this shard says so, and who hears it records as well. Only shard 0
-  begins, once the one before is done: if everybody skipped what comes while it is busy, each would
-  skip others, and no snapshot would ever be whole.
+  From now on every message of this shard says so, and who hears it captures its state as well. Only
+  shard 0 begins, once the one before is done: if everybody skipped what comes while it is busy,
+  each would skip others, and no snapshot would ever be whole.
   """
   if snapshot <= state.snapshot or not sync.snapshot_steps:
     return state, []
@@ -155,8 +155,8 @@ def _has_all(learner: int, member: Member) -> bool:
 
 def next_wake(state: SyncerState, sync: SyncConfig) -> float | None:
   """When a `Tick` is needed even if no message comes."""
-  times = [f.round.look_at for f in state.fragments if f.round is not None]
-  if state.touched:
+  times = [f.round.deadline for f in state.fragments if f.round is not None]
+  if state.dirty:
     times.append(rounds.may_start_at(state, sync))
   wake_at = min([state.silent_at, *times])
   return wake_at if math.isfinite(wake_at) else None

@@ -33,7 +33,7 @@ class Member:
   incarnation: int
   heard_at: float
   versions: tuple[int, ...]  # as reported
-  since: tuple[int, ...]
+  steps_since_sync: tuple[int, ...]
   sent: tuple[int, ...]  # newest version sent, -1: none
   sent_at: tuple[float, ...]  # the oldest that has not shown up in a report
   waiting_since: tuple[float, ...]  # for that, or for what was sent before it
@@ -57,9 +57,9 @@ class Round:
   started_at: float
   pending: tuple[int, ...]  # asked, and neither answered nor gone since
   step_seconds: float  # median of those that were asked
-  clock: int  # the run's, when it began
+  global_step: int  # when it began
   pulled_at: float
-  look_at: float  # again, even if nothing comes for it until then
+  deadline: float  # again, even if nothing comes for it until then
   pulls: int = 1
   pushes: Mapping[int, Push] = dataclasses.field(default_factory=dict)  # accepted, without payload
   norms: Mapping[int, float] = dataclasses.field(default_factory=dict)
@@ -81,13 +81,13 @@ class FragmentState:
   merged_rounds: Mapping[int, int] = dataclasses.field(
     default_factory=dict
   )  # learner -> last round
-  merged_clocks: Mapping[int, int] = dataclasses.field(
+  merged_global_steps: Mapping[int, int] = dataclasses.field(
     default_factory=dict
-  )  # learner -> the run's clock when that round began
+  )  # learner -> the global step when that round began
   last_round: int = -1
-  clock: int = 0  # the run's, when the last round began
+  global_step: int = 0  # when the last round began
   participants: tuple[int, ...] = ()
-  snapshot: int = 0  # the newest recorded before: this value may depend on what came after it
+  snapshot: int = 0  # the newest captured before: this value may depend on what came after it
   round: Round | None = None
 
 
@@ -118,18 +118,20 @@ class SyncerState:
   step_tokens: int = 0  # of the largest step of any learner; 0: not known
   first_round: int = 0  # rounds before are not of this run
   members: Mapping[int, Member] = dataclasses.field(default_factory=dict)
-  clock: int = 0
+  global_step: int = 0
   beliefs: Beliefs = Beliefs(reach_at=0.0)
   rounds: int = 0  # started in this incarnation
-  snapshot: int = 0  # the newest heard of or begun; my state is recorded for it
+  snapshot: int = 0  # the newest heard of or begun; my state is captured for it
   saving: bool = False  # that snapshot is not committed or given up yet; shard 0 waits for it
-  seen: Mapping[int, int] = dataclasses.field(default_factory=dict)  # `protocol/causality.py`
+  # What it has heard of whom (`protocol/causality.py`).
+  vector_clock: Mapping[int, int] = dataclasses.field(default_factory=dict)
   commits: int = 0  # in this incarnation
   began: Mapping[int, int] = dataclasses.field(default_factory=dict)  # fragment -> round, at first
-  settle_at: float = -math.inf  # no round before: learners may have newer values than this shard
+  # No round begins before: learners may have newer values than this shard.
+  recovery_deadline: float = -math.inf
   planned_learners: int = 0  # whom one waits for until then that knew nobody
   silent_at: float = math.inf  # no member is lost to silence before
-  touched: tuple[int, ...] = ()  # whose round may start or end now: positions of fragments
+  dirty: tuple[int, ...] = ()  # whose round may start or end now: positions of fragments
   asking: Mapping[int, tuple[int, ...]] = dataclasses.field(
     default_factory=dict
   )  # learner -> fragments whose moments it waits for
@@ -157,7 +159,7 @@ def could_push(learner: int, member: Member, i: int, f: FragmentState) -> bool:
     learner != EVALUATOR
     and not (member.lost or member.quarantined)
     and member.versions[i] == f.version
-    and member.since[i] >= 1
+    and member.steps_since_sync[i] >= 1
   )
 
 
@@ -167,35 +169,37 @@ def is_due(member: Member, i: int, f: FragmentState, sync: SyncConfig) -> bool:
   What a leaving learner has goes out in one round a fragment, or two; one that always has more is
   not waited for.
   """
-  last_work = member.leaving and member.farewells < MOST_FAREWELLS * len(member.since)
-  return last_work or member.since[i] >= due_after(f.index, f.version, sync)
+  last_work = member.leaving and member.farewells < MOST_FAREWELLS * len(member.steps_since_sync)
+  return last_work or member.steps_since_sync[i] >= due_after(f.index, f.version, sync)
 
 
-def settled(state: SyncerState, now: float) -> bool:
+def recovery_over(state: SyncerState, now: float) -> bool:
   """Whether nobody comes any more who has a newer value: all it knew are here, or time is up.
 
   A learner with newer values is not a member before it has been asked for them
   (`protocol/members.py`).
   """
-  if now >= state.settle_at:
+  if now >= state.recovery_deadline:
     return True
   known = {m for f in state.fragments for m in f.participants}
   awaited = known or set(range(state.planned_learners))
   return bool(awaited) and awaited <= state.members.keys()
 
 
-def believe_clock(state: SyncerState, report: Report, now: float, sync: SyncConfig) -> SyncerState:
-  """The run's clock, after a learner has said how far it is (`beliefs.raised_clock`)."""
+def believe_global_step(
+  state: SyncerState, report: Report, now: float, sync: SyncConfig
+) -> SyncerState:
+  """The global step, after a learner has said how far it is (`beliefs.raised_global_step`)."""
   if report.learner == EVALUATOR:
     return state
   known = beliefs.noted_pace(state.beliefs, report.learner, report.step_seconds)
   most = beliefs.WASTE * state.target_tokens / state.step_tokens if state.step_tokens else math.inf
   here = len(state.members) - (EVALUATOR in state.members) + (report.learner not in state.members)
-  count = here if settled(state, now) else 0
-  known, clock = beliefs.raised_clock(
-    known, state.clock, report.learner, report.clock, now, most, sync, count
+  count = here if recovery_over(state, now) else 0
+  known, global_step = beliefs.raised_global_step(
+    known, state.global_step, report.learner, report.global_step, now, most, sync, count
   )
-  return replace(state, beliefs=known, clock=clock)
+  return replace(state, beliefs=known, global_step=global_step)
 
 
 def set_member(state: SyncerState, learner: int, member: Member | None) -> SyncerState:
@@ -211,10 +215,10 @@ def set_fragment(state: SyncerState, i: int, f: FragmentState) -> SyncerState:
   return replace(state, fragments=put(state.fragments, i, f))
 
 
-def touch(state: SyncerState, positions: Iterable[int]) -> SyncerState:
+def mark_dirty(state: SyncerState, positions: Iterable[int]) -> SyncerState:
   """Something has happened to these fragments: the end of this event looks at their rounds."""
-  new = set(positions).difference(state.touched)
-  return replace(state, touched=(*state.touched, *sorted(new))) if new else state
+  new = set(positions).difference(state.dirty)
+  return replace(state, dirty=(*state.dirty, *sorted(new))) if new else state
 
 
 def without(pending: tuple[int, ...], learner: int) -> tuple[int, ...]:
@@ -230,7 +234,7 @@ def forget_pending(state: SyncerState, learner: int) -> SyncerState:
     if f.round is None or learner not in f.round.pending:
       continue
     f = replace(f, round=replace(f.round, pending=without(f.round.pending, learner)))
-    state = touch(set_fragment(state, i, f), [i])
+    state = mark_dirty(set_fragment(state, i, f), [i])
   return state
 
 
@@ -250,12 +254,12 @@ def newest(state: SyncerState, i: int) -> Publish:
     version=f.version,
     base_version=-1,
     base_round=NOTHING,
-    clock=state.clock,
+    global_step=state.global_step,
     merged_tokens=f.merged_tokens,
     participants=f.participants,
     merged_rounds=flat(f.merged_rounds),
     snapshot=state.snapshot,
-    count=state.seen[shard_key(state.shard)],
+    count=state.vector_clock[shard_key(state.shard)],
     seal="",
     codec="",  # the runtime's business, like the payload
   )
@@ -286,7 +290,7 @@ def publish_to(
   return state, Send(learner, publish)
 
 
-def member_note(learner: int, status: str, reason: str) -> events.Member:
+def member_event(learner: int, status: str, reason: str) -> events.Member:
   return events.Member(learner=learner, state=status, reason=reason)
 
 

@@ -1,7 +1,7 @@
 """What the reducers' states are: frozen values, copied with changes, and as JSON and back. PURE.
 
 JSON is for what outlives a process. It has exactly the fields of the dataclasses, by their type
-hints; anything else is refused, so that a record of another format is never taken for a state.
+hints; anything else is refused, so that a text of another format is never taken for a state.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class HostParams:
     self.params = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
     self._plan = plan
 
-  def cut(self, fragment: int):
+  def copy_out(self, fragment: int):
     raise RuntimeError("the evaluator never pushes")
 
   def to_host(self, pieces, fragment: int) -> np.ndarray:
@@ -51,7 +51,7 @@ class Evaluator:
 
   Args:
     config: the run's.
-    plan: how the model is cut.
+    plan: how the model is partitioned.
     loss: held-out loss of a parameter tree.
     endpoint: its connection.
     recorder: event log.
@@ -114,11 +114,11 @@ class Evaluator:
   def _snapshot(self) -> tuple[dict[str, np.ndarray], int, int]:
     state = self.exchange.state
     params = {name: value.copy() for name, value in self.store.params.items()}
-    return params, state.merged_tokens, state.clock
+    return params, state.merged_tokens, state.global_step
 
-  def _measure(self, params: dict[str, np.ndarray], merged_tokens: int, clock: int) -> None:
+  def _measure(self, params: dict[str, np.ndarray], merged_tokens: int, global_step: int) -> None:
     """One evaluation; one that fails is said, and the model is followed on: it is the result."""
-    at = {"merged_tokens": merged_tokens, "clock": clock}
+    at = {"merged_tokens": merged_tokens, "global_step": global_step}
     try:
       loss = self._loss(params)
     except Exception as error:  # no memory for it, ...

@@ -53,7 +53,7 @@ from ddiloco.protocol.messages import ForwardMoments, Push, Value
 class ParameterStore(Protocol):
   """Between two steps it is asked for copies and told what to put in; neither ever waits."""
 
-  def cut(self, fragment: int) -> Any:
+  def copy_out(self, fragment: int) -> Any:
     """A copy of one fragment, taken now without blocking."""
     ...
 
@@ -75,7 +75,7 @@ class ParameterStore(Protocol):
 
   num_moments: int  # vectors of the inner optimizer that are as large as the parameters
 
-  def cut_moments(self, fragment: int) -> Any:
+  def copy_out_moments(self, fragment: int) -> Any:
     """A copy of one fragment's moments, taken now without blocking."""
     ...
 
@@ -123,7 +123,7 @@ class Exchange:
   Args:
     state: the reducer's first state, from `protocol.learner.init`.
     config: the run's.
-    plan: how the model is cut.
+    plan: how the model is partitioned.
     store: where the parameters live.
     endpoint: this learner's connection.
     recorder: event log.
@@ -240,7 +240,7 @@ class Exchange:
         case Send(to, message):
           self.endpoint.send(syncer_address(to), message)
         case CopyOut(push):
-          self._cut(push)
+          self._copy_out(push)
         case Resend(push):
           self._jobs.put((self._push_again, push))
         case Stage(publish):
@@ -261,7 +261,7 @@ class Exchange:
         case SendValue(value):
           self._jobs.put((self._give, value))
         case TakeSnapshot():
-          self._record(action)
+          self._capture(action)
         case SendMoments():
           self._give_moments(action)
         case TakeMoments(inherit):
@@ -276,12 +276,12 @@ class Exchange:
         case Rejoin(reason):
           raise Quarantined(reason)
 
-  def _cut(self, push: Push) -> None:
-    pieces, factor = self._store.cut(push.fragment), self.poison()
+  def _copy_out(self, push: Push) -> None:
+    pieces, factor = self._store.copy_out(push.fragment), self.poison()
     self._jobs.put((self._push, push, pieces, factor))
     f = self.state.fragments[push.fragment]
     self.recorder.record(
-      events.Cut(
+      events.CopyOut(
         fragment=push.fragment,
         round=push.round,
         version=push.base_version,
@@ -305,20 +305,20 @@ class Exchange:
       )
     )
 
-  def _record(self, record: TakeSnapshot) -> None:
+  def _capture(self, action: TakeSnapshot) -> None:
     """My part of a snapshot: what is on the devices now; the rest when earlier jobs are done."""
     if self._save is None:
       return
     began = time.monotonic()
     captured = self._store.capture()
     seconds = round(time.monotonic() - began, 6)
-    self.recorder.record(events.Recorded(snapshot=record.snapshot, seconds=seconds))
+    self.recorder.record(events.Captured(snapshot=action.snapshot, seconds=seconds))
     stagings = {p: tuple(each) for p, each in self._stagings.items()}
-    self._jobs.put((self._hand_over, record, captured, stagings))
+    self._jobs.put((self._hand_over, action, captured, stagings))
 
   def _give_moments(self, give: SendMoments) -> None:
     p, donation = give.moments.fragment, give.moments.donation
-    pieces, count = self._store.cut_moments(p), self._store.count()
+    pieces, count = self._store.copy_out_moments(p), self._store.count()
     self._jobs.put((self._send_moments, give, pieces, count))
     self.recorder.record(events.Donated(fragment=p, donation=donation))
 
@@ -429,7 +429,7 @@ class Exchange:
 
   def _hand_over(
     self,
-    record: TakeSnapshot,
+    action: TakeSnapshot,
     captured: Mapping[str, Any],
     stagings: Mapping[int, tuple[Staging, ...]],
   ) -> None:
@@ -437,10 +437,10 @@ class Exchange:
     for p, each in stagings.items():
       for i, staging in enumerate(each):
         arrays[f"staged/{p}/{i}"] = staging.flat
-    for p, f in enumerate(record.state.fragments):
+    for p, f in enumerate(action.state.fragments):
       if f.outstanding is not None:
         arrays[f"outbox/{p}"] = np.frombuffer(self._outbox[p].payload, np.uint8)
-    self._save(record.snapshot, record.state, arrays)
+    self._save(action.snapshot, action.state, arrays)
 
   # --- before anything else -----------------------------------------------------------------------
 

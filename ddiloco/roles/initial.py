@@ -1,4 +1,4 @@
-"""The model's shapes, the plan that cuts it, and initial values: the same on every role.
+"""The model's shapes, the plan that partitions it, and initial values: the same on every role.
 
 Initial values are a pure function of the config's seed, or those that `run.init_from` names; either
 way only shards need them, since no role ever hands weights to another except the shards that own
@@ -37,10 +37,10 @@ def tensor_specs(model: ModelConfig) -> list[fragments.TensorSpec]:
 
 
 def make_plan(config: Config) -> fragments.Plan:
-  """How this run's model is cut into fragments.
+  """How this run's model is partitioned into fragments.
 
   Raises:
-    ConfigError: it cannot be cut so, or a custom model or optimizer does not fit.
+    ConfigError: it cannot be partitioned so, or a custom model or optimizer does not fit.
   """
   custom.check(config)
   return fragments.make_plan(tensor_specs(config.model), config.sync)
@@ -135,7 +135,7 @@ def fragment_sizes(config: Config) -> tuple[int, ...]:
   """Values in every fragment of the run's real plan.
 
   Raises:
-    ConfigError: the model cannot be cut so.
+    ConfigError: the model cannot be partitioned so.
   """
   return make_plan(config).sizes
 

@@ -31,7 +31,7 @@ class Learner:
   Args:
     beginning: what it starts with (`checkpoint.restore`); the island holds the rest of it.
     config: the run's.
-    plan: how the model is cut.
+    plan: how the model is partitioned.
     island: devices, compiled step and parameters (`training.island.Island`); outlives incarnations.
     batches: `batches(position)` iterates over this learner's batches from there on.
     endpoint: its connection.
@@ -55,12 +55,12 @@ class Learner:
     self.batches = batches
     self.recorder = recorder
     self._saver = saver
-    self._pace_seconds = config.islands.island(beginning.state.learner).pace_seconds
+    self._min_step_seconds = config.islands.island(beginning.state.learner).min_step_seconds
     self._planned_tokens = config.planned_tokens_per_step()
     self._step_tokens = config.tokens_per_step(beginning.state.learner)
     state = self._began = beginning.state
-    # Data is read on from where it was when this state was recorded, as far as the run is now.
-    self._ahead = beginning.position - state.clock
+    # Data is read on from where it was when this state was captured, as far as the run is now.
+    self._ahead = beginning.position - state.global_step
     self._fresh = beginning.fresh
     self._joined: LearnerState | None = None  # when it opened its data, at `_position`
     self._position = 0
@@ -96,7 +96,7 @@ class Learner:
     give_up_at: float | None = None  # once told to stop
     try:
       while not exchange.state.done:
-        faults.check(exchange.state.clock)
+        faults.check(exchange.state.global_step)
         if stopped() and give_up_at is None:
           give_up_at = time.monotonic() + drain_seconds
           exchange.drain()
@@ -117,21 +117,21 @@ class Learner:
       exchange.close()
 
   def _open(self) -> Iterator[Any]:
-    """This learner's batches, from the run's present clock on."""
+    """This learner's batches, from the present global step on."""
     state = self.exchange.state
-    self._joined, self._position = state, state.clock + self._ahead
+    self._joined, self._position = state, state.global_step + self._ahead
     return self.batches(self._position)
 
   def _next_position(self, state: LearnerState) -> int:
     """The number of the batch that the step after `state` trains on."""
     if self._joined is None:
-      return state.clock + self._ahead
+      return state.global_step + self._ahead
     return self._position + state.step - self._joined.step
 
   def _rate_scale(self, state: LearnerState) -> float:
     """Fresh moments in the middle of a run take a few steps to settle (Adam's first are large)."""
     warmup = self.config.checkpoint.warmup_steps
-    if not (self._fresh and self._joined.clock and warmup):
+    if not (self._fresh and self._joined.global_step and warmup):
       return 1.0
     return min(1.0, (state.step - self._joined.step + 1) / warmup)
 
@@ -145,7 +145,7 @@ class Learner:
     position, rate_scale = self._next_position(state), self._rate_scale(state)
     at = schedule_step(state, self._planned_tokens)
     metrics = self.island.step(batch, at, rate_scale)
-    if (early := self._pace_seconds - (time.monotonic() - started)) > 0:
+    if (early := self._min_step_seconds - (time.monotonic() - started)) > 0:
       time.sleep(early)
     faults.drag(time.monotonic() - started)
     ended = time.monotonic()
@@ -153,7 +153,7 @@ class Learner:
     self.recorder.record(  # before what the boundary makes of it: the log is the order of things
       events.Step(
         step=state.step + 1,
-        clock=state.clock + 1,
+        global_step=state.global_step + 1,
         position=position,
         tokens=trained,
         seconds=ended - started,

@@ -21,7 +21,7 @@ from ddiloco.checkpoint.restore import syncer_part
 from ddiloco.checkpoint.saver import Saver
 from ddiloco.config import Config
 from ddiloco.core import codec, commit
-from ddiloco.core.commit import Arrivals, Committed, FragmentStore, Update
+from ddiloco.core.commit import Committed, FragmentStore, ReceivedPushes, Update
 from ddiloco.core.fragments import Plan
 from ddiloco.network.keys import Sealer
 from ddiloco.network.transport import Delivery, Endpoint, learner_address
@@ -54,7 +54,7 @@ class Syncer:
   Args:
     state: the reducer's first state, from `protocol.syncer.init`; its fragments are the store's.
     config: the run's.
-    plan: how the model is cut; the same on every role.
+    plan: how the model is partitioned; the same on every role.
     endpoint: this shard's connection.
     store: where committed fragments live; must hold the initial values of version 0.
     recorder: event log.
@@ -87,7 +87,7 @@ class Syncer:
     self.lost: dict[int, int] = {}  # fragment -> version that somebody had and this shard never
     self.fragments = {f.index: plan.fragments[f.index] for f in state.fragments}
     self.committed: dict[int, Committed] = {p: store.load(p) for p in self.fragments}
-    self.arrivals: dict[int, Arrivals] = {}
+    self.arrivals: dict[int, ReceivedPushes] = {}
     self.update: dict[int, Update] = {}  # fragment -> newest update, encoded
     self._saver = saver
     self._seals: dict[int, tuple[int, str]] = {}  # fragment -> round and seal of its newest value
@@ -115,14 +115,14 @@ class Syncer:
     Raises:
       Killed: by plan.
     """
-    look_at = -math.inf
+    deadline = -math.inf
     while not stopped():
-      faults.check(self.state.clock)
+      faults.check(self.state.global_step)
       wake_at = syncer.next_wake(self.state, self.config.sync)
-      wake_at = look_at if wake_at is None else min(wake_at, look_at)
+      wake_at = deadline if wake_at is None else min(wake_at, deadline)
       started = self._take_in(wake_at)
       now = time.monotonic()
-      look_at = math.inf if self.replication is None else self.replication.tick()
+      deadline = math.inf if self.replication is None else self.replication.tick()
       self.handle(Tick(now, heard_until=started))
       if self.state.saving and not (self._saver and self._saver.busy):
         self.handle(Saved(time.monotonic()))
@@ -209,7 +209,7 @@ class Syncer:
         case InstallValue(fragment, content=value):
           self._adopt(fragment, value)
         case TakeSnapshot():
-          self._record(action)
+          self._capture(action)
         case Abandon(fragment):
           self.arrivals.pop(fragment, None)
         case events.Commit():  # that was just made
@@ -225,11 +225,11 @@ class Syncer:
     self.arrivals[accept.fragment] = arrivals
     arrivals.add(accept.learner, *accept.content)
 
-  def _arrivals_of(self, fragment: int, round: int) -> Arrivals:
+  def _arrivals_of(self, fragment: int, round: int) -> ReceivedPushes:
     """What has arrived in this round so far; nothing yet if it has just begun."""
     arrivals = self.arrivals.get(fragment)
     if arrivals is None or arrivals.round != round:
-      return Arrivals(self.fragments[fragment], round)
+      return ReceivedPushes(self.fragments[fragment], round)
     return arrivals
 
   def _commit(self, what: Commit) -> Mapping:
@@ -260,7 +260,7 @@ class Syncer:
     """A learner has given back what was lost here; the momentum stays that of an older round."""
     old = self.committed[fragment]
     self.update.pop(fragment, None)
-    self._keep(fragment, dataclasses.replace(old, value=value, view=value))
+    self._keep(fragment, dataclasses.replace(old, value=value, published_value=value))
     self._say_owned(fragment)
     self._announce(fragment)
 
@@ -270,35 +270,35 @@ class Syncer:
     if self.replication is not None:
       self.replication.committed(self.committed[fragment])
 
-  def _record(self, record: TakeSnapshot) -> None:
+  def _capture(self, action: TakeSnapshot) -> None:
     """This shard's part of a snapshot. Vectors are never written again, so nothing is copied."""
     if self._saver is None:
       return
-    self.recorder.record(events.Recorded(snapshot=record.snapshot))
+    self.recorder.record(events.Captured(snapshot=action.snapshot))
     arrays: dict[str, np.ndarray] = {}
     for p, c in self.committed.items():
       arrays[f"{p}/value"] = c.value
-      if c.view is not c.value:
-        arrays[f"{p}/view"] = c.view
+      if c.published_value is not c.value:
+        arrays[f"{p}/published_value"] = c.published_value
       if c.momentum is not None:
         arrays[f"{p}/momentum"] = c.momentum
     rounds = {p: c.momentum_round for p, c in self.committed.items()}
-    part = syncer_part(record.state, rounds)
+    part = syncer_part(action.state, rounds)
     if self.state.shard:
-      self._saver.save(record.snapshot, part, arrays)
+      self._saver.save(action.snapshot, part, arrays)
     else:
-      then = functools.partial(self._commit_snapshot, record)
-      self._saver.save(record.snapshot, part, arrays, then)
+      then = functools.partial(self._commit_snapshot, action)
+      self._saver.save(action.snapshot, part, arrays, then)
 
-  def _commit_snapshot(self, record: TakeSnapshot, snapshot: int) -> None:
+  def _commit_snapshot(self, action: TakeSnapshot, snapshot: int) -> None:
     """In the saver's thread: once everybody who was there and still lives has saved its part."""
-    then, settings = record.state.members, self.config.checkpoint
+    then, settings = action.state.members, self.config.checkpoint
 
     def expected() -> list[str]:
       now = self.state.members
       return [
         f"learner-{m}"
-        for m in record.learners
+        for m in action.learners
         if m in now and not now[m].lost and now[m].incarnation == then[m].incarnation
       ]
 
@@ -322,7 +322,7 @@ class Syncer:
       return ""
     p = publish.fragment
     if self._seals.get(p, (None, ""))[0] != publish.round:
-      self._seals[p] = (publish.round, self.sealer.seal(publish, self.committed[p].view))
+      self._seals[p] = (publish.round, self.sealer.seal(publish, self.committed[p].published_value))
     return self._seals[p][1]
 
   def _with_payload(self, publish: Publish) -> Publish:
@@ -330,7 +330,7 @@ class Syncer:
     update = self.update.get(publish.fragment)
     if publish.base_version >= 0 and update is not None:
       return dataclasses.replace(publish, codec=update[0], payload=update[1])
-    payload = codec.encode(self.committed[publish.fragment].view, "f32")
+    payload = codec.encode(self.committed[publish.fragment].published_value, "f32")
     return dataclasses.replace(publish, base_version=-1, codec="f32", payload=payload)
 
   def _note(self, event: events.Event) -> None:

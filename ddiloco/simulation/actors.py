@@ -43,7 +43,7 @@ HEARTBEAT_SECONDS = 0.5  # of a learner that cannot step
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class VirtualPart:
   """What a role has saved of itself for a snapshot."""
 
   incarnation: int
@@ -94,7 +94,7 @@ class Actor:
       return True
     if self.world.now >= self._held_until:
       try:
-        self.faults.check(self.state.clock)
+        self.faults.check(self.state.global_step)
       except Killed as killed:
         self.world.disturbances.lose(self, killed)
         return False
@@ -115,7 +115,7 @@ class Actor:
     assert self.faults is not None
     return cast("Pause", self.faults.stopped)
 
-  def save(self, snapshot: int, part: Part) -> None:
+  def save(self, snapshot: int, part: VirtualPart) -> None:
     """Its part of a snapshot is on disk after a while, unless that is full."""
     world, reason = self.world, ""
     try:
@@ -130,7 +130,7 @@ class Actor:
 class Learner(Actor):
   """Drives `learner_on` as roles/learner.py does: between steps, never during one."""
 
-  def __init__(self, world: World, role: Role, incarnation: int, part: Part | None):
+  def __init__(self, world: World, role: Role, incarnation: int, part: VirtualPart | None):
     super().__init__(world, role, incarnation)
     sync = world.sync
     owners = tuple(shard_of(p, sync.num_shards) for p in range(sync.num_fragments))
@@ -232,7 +232,7 @@ class Learner(Actor):
         shard = self.state.fragments[value.fragment].shard
         self.later(world.pace.cut_seconds, world.send, self, ("syncer", shard), given)
       case TakeSnapshot(snapshot, state):
-        part = Part(self.incarnation, state, self.parameters, dict(self._outbox))
+        part = VirtualPart(self.incarnation, state, self.parameters, dict(self._outbox))
         self.save(snapshot, part)
       case Rejoin(reason):
         world.rejoin(self, reason)
@@ -273,8 +273,8 @@ class Learner(Actor):
     world.observer.stepped(self, done, gap, self._blocked_seconds)
     self._feed(done)
     self._read()
-    if self.alive and self.state.clock > world.clock:
-      world.clock = self.state.clock
+    if self.alive and self.state.global_step > world.global_step:
+      world.global_step = self.state.global_step
       world.disturbances.advance()
     if self.alive and not self.state.done:
       self._report()
@@ -308,11 +308,11 @@ class Learner(Actor):
 class Shard(Actor):
   """Drives `syncer_on` as roles/syncer.py does; a commit keeps it busy for a while."""
 
-  def __init__(self, world: World, role: Role, incarnation: int, settle_at: float):
+  def __init__(self, world: World, role: Role, incarnation: int, recovery_deadline: float):
     super().__init__(world, role, incarnation)
     owned = owned_by(self.number, world.sync.num_shards, world.sync.num_fragments)
     newest = tuple(world.store[p] for p in owned)
-    self.state = world.new_shard(self.number, incarnation, newest, settle_at)
+    self.state = world.new_shard(self.number, incarnation, newest, recovery_deadline)
     self._busy_until = self._alarm_at = self._rang_at = world.now
     self._rings = 0
     self.merging_seconds = 0.0  # of the newest commit
@@ -356,7 +356,7 @@ class Shard(Actor):
       match action:
         case TakeSnapshot(snapshot, state, here):
           learners = tuple((m, state.members[m].incarnation) for m in here)
-          self.save(snapshot, Part(self.incarnation, state, learners=learners))
+          self.save(snapshot, VirtualPart(self.incarnation, state, learners=learners))
           self.later(2 * world.pace.stage_seconds, self._saved)
         case Commit():
           self._busy_until += self.merging_seconds

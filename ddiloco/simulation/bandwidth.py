@@ -1,7 +1,7 @@
 """How much of their time islands compute, given the bandwidth between them. Pure arithmetic.
 
-One formula for every way to train that waits for its exchange. The model's layers are alike and cut
-into fragments by stride; fragment f is layers f, f + P, f + 2P, ... A fragment is due once in
+One formula for every way to train that waits for its exchange. The model's layers are alike and
+split into fragments by stride; fragment f is layers f, f + P, f + 2P, ... A fragment is due once in
 `period_steps`. What is sent leaves layer by layer, as soon as the backward pass has made it, one
 layer after the other over one link; then everybody waits, unless `overlap_steps` further steps are
 over later:
@@ -196,7 +196,7 @@ class Exchanged:
 
 
 @dataclasses.dataclass(frozen=True)
-class Flow:
+class LinkTraffic:
   """Bytes over one place's link in one period, each way."""
 
   sent_bytes: int
@@ -223,7 +223,7 @@ def exchanged(sizes: Sequence[int], sync: SyncConfig) -> Exchanged:
 
 
 def state_vectors(sync: SyncConfig, momentum: bool) -> int:
-  """f32 vectors a shard keeps of each fragment: value, the learners' view, momentum."""
+  """f32 vectors a shard keeps of each fragment: value, published value, momentum."""
   return 1 + (sync.publish_codec != "f32") + momentum
 
 
@@ -234,7 +234,7 @@ def owned_sizes(sizes: Sequence[int], shard: int, num_shards: int) -> list[int]:
 
 def flows(
   sizes: Sequence[int], sync: SyncConfig, islands: int, momentum: bool, apart: bool
-) -> list[Flow]:
+) -> list[LinkTraffic]:
   """What crosses every place's link in one period: islands first, then shards that stand apart.
 
   Args:
@@ -266,7 +266,7 @@ def flows(
     to_shards = here * (sum(push_bytes) - push_bytes[place])
     from_shards = here * (sum(publish_bytes) - publish_bytes[place])
     found.append(
-      Flow(
+      LinkTraffic(
         sent_bytes=to_shards + away * publish_bytes[place] + copies_sent[place],
         received_bytes=from_shards + away * push_bytes[place] + copies_received[place],
         copy_bytes=copies_sent[place] + copies_received[place],

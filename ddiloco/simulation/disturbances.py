@@ -117,7 +117,7 @@ class Disturbances:
     return [fate for fate in fates if not fate.corrupt]  # a checksum refuses those
 
   def advance(self) -> None:
-    """The run's clock is here now."""
+    """The global step is here now."""
     if self._by_step and self._supervisor.joins:
       self._tick()
 
@@ -153,7 +153,7 @@ class Disturbances:
       self._supervisor = supervisor.add_running(self._supervisor, name)
 
   def _tick(self) -> None:
-    self._feed(Tick(self._world.now, self._world.clock, self._world.now))
+    self._feed(Tick(self._world.now, self._world.global_step, self._world.now))
 
   def _feed(self, event: supervisor.Event) -> None:
     """Tells the supervisor, performs what it says, and lets it know when something is due."""
@@ -177,7 +177,7 @@ class Disturbances:
       case Lost(name, reason):
         world.observer.supervisor(events.Exit(target=name, reason=reason))
       case Joined(fault):
-        self._struck(fault, faults.detail(fault, world.clock))
+        self._struck(fault, faults.detail(fault, world.global_step))
       case Terminate(name):
         self._drain(role_of(name))
 
@@ -191,11 +191,11 @@ class Disturbances:
 
 
 def name_of(role: Role) -> str:
-  """ "learner/2" of ("learner", 2)."""
-  return f"{role[0]}/{role[1]}"
+  """ "learner-2" of ("learner", 2)."""
+  return f"{role[0]}-{role[1]}"
 
 
 def role_of(name: str) -> Role:
-  """("learner", 2) of "learner/2"."""
-  kind, _, number = name.partition("/")
+  """("learner", 2) of "learner-2"."""
+  kind, _, number = name.partition("-")
   return kind, int(number)

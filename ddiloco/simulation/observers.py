@@ -22,12 +22,12 @@ from ddiloco.protocol.events import Event, stamped
 from ddiloco.protocol.learner_state import schedule_step
 from ddiloco.protocol.messages import Push
 from ddiloco.protocol.syncer_state import FragmentState
-from ddiloco.simulation.actors import Actor, Learner, Part, Role, Shard
+from ddiloco.simulation.actors import Actor, Learner, Role, Shard, VirtualPart
 
 # --- What a virtual run tells of itself, and where others may play a part in it
 
 if TYPE_CHECKING:
-  from ddiloco.simulation.actors import Actor, Learner, Part, Role
+  from ddiloco.simulation.actors import Actor, Learner, Role, VirtualPart
 
 
 class Observer:
@@ -37,7 +37,7 @@ class Observer:
   `actor.parameters`, which snapshots take along, and give payloads to cuts and given values.
   """
 
-  def born(self, actor: Actor, part: Part | None) -> None:
+  def born(self, actor: Actor, part: VirtualPart | None) -> None:
     """An incarnation begins, with its part of a snapshot or with nothing."""
 
   def stepped(self, actor: Learner, done: StepDone, gap_seconds: float, blocked: float) -> None:
@@ -59,7 +59,7 @@ class Observer:
   def saved(self, snapshot: int, role: Role, seconds: float, reason: str) -> None:
     """A part of a snapshot is written; not if there is a reason."""
 
-  def complete(self, snapshot: int, cut: Mapping[Role, Part]) -> None:
+  def complete(self, snapshot: int, states: Mapping[Role, VirtualPart]) -> None:
     """All parts of a snapshot are there."""
 
   def holds(self, state: FragmentState) -> None:
@@ -102,7 +102,7 @@ class Events(Observer):
   def supervisor(self, event: Event) -> None:
     self.say("engine", 0, event)
 
-  def born(self, actor: Actor, part: Part | None) -> None:
+  def born(self, actor: Actor, part: VirtualPart | None) -> None:
     self._incarnations[actor.role] = actor.incarnation
     if isinstance(actor, Shard):
       self._of(actor, events.Started(fragments=tuple(f.index for f in actor.state.fragments)))
@@ -124,8 +124,8 @@ class Events(Observer):
       actor,
       events.Step(
         step=actor.state.step + 1,
-        clock=actor.state.clock + 1,
-        position=actor.state.clock,
+        global_step=actor.state.global_step + 1,
+        position=actor.state.global_step,
         tokens=done.tokens,
         seconds=done.seconds,
         gap_seconds=gap_seconds,
@@ -137,7 +137,7 @@ class Events(Observer):
   def on(self, actor: Actor, action: Any, event: Any) -> Any:
     match action:
       case CopyOut():
-        return self._cut(actor, action)
+        return self._copy_out(actor, action)
       case Resend(push):
         old = self._rounds[actor, push.fragment]
         if push.round != old:
@@ -150,7 +150,7 @@ class Events(Observer):
         where = {"fragment": fragment, "version": version, "round": round_id}
         self._of(actor, events.Apply(**where, mode=mode, included=included))
       case TakeSnapshot(snapshot):
-        self._of(actor, events.Recorded(snapshot=snapshot, seconds=0.0))
+        self._of(actor, events.Captured(snapshot=snapshot, seconds=0.0))
       case InstallValue(fragment):
         self._own(actor, next(f for f in actor.state.fragments if f.index == fragment))
       case Commit():
@@ -185,8 +185,8 @@ class Events(Observer):
         role, self._incarnations[role], events.Saved(snapshot=snapshot, seconds=seconds, arrays={})
       )
 
-  def complete(self, snapshot: int, cut: Mapping[Role, Part]) -> None:
-    first, roles = ("syncer", 0), tuple(sorted(f"{kind}-{n}" for kind, n in cut))
+  def complete(self, snapshot: int, states: Mapping[Role, VirtualPart]) -> None:
+    first, roles = ("syncer", 0), tuple(sorted(f"{kind}-{n}" for kind, n in states))
     self.say(
       first, self._incarnations[first], events.Snapshot(snapshot=snapshot, roles=roles, seconds=0.0)
     )
@@ -198,12 +198,12 @@ class Events(Observer):
     where = {"fragment": f.index, "version": f.version, "round": f.last_round}
     self._of(actor, events.Owns(**where, momentum_round=f.last_round))
 
-  def _cut(self, actor: Actor, cut: CopyOut) -> float:
+  def _copy_out(self, actor: Actor, cut: CopyOut) -> float:
     push, factor = cut.push, 1.0 if actor.faults is None else actor.faults.poison
     self._rounds[actor, push.fragment] = push.round
     self._of(
       actor,
-      events.Cut(
+      events.CopyOut(
         fragment=push.fragment,
         round=push.round,
         version=push.base_version,

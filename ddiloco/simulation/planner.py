@@ -3,11 +3,12 @@
 Pure arithmetic. Assumptions, besides those of `simulation.bandwidth`:
 
 - All islands step alike, none fails, all take part in every round: the most bytes there can be.
-- A sync is measured from the first cut of a fragment to its new version at the learners, which is
-  what `sync.overlap_steps` is about. Learners come to the ends of their steps independently (in
-  lock-step together), so the last of M cuts (M - 1) / (M + 1) of a step later than the first. One
-  fragment at a time has the links it needs. Its pushes arrive together and share the shard's link;
-  so do the copies of its new version. The last push's part of the merge comes after all pushes.
+- A sync is measured from the first copy-out of a fragment to its new version at the learners, which
+  is what `sync.overlap_steps` is about. Learners come to the ends of their steps independently (in
+  lock-step together), so the last of M copy-outs (M - 1) / (M + 1) of a step later than the first.
+  One fragment at a time has the links it needs. Its pushes arrive together and share the shard's
+  link; so do the copies of its new version. The last push's part of the merge comes after all
+  pushes.
 - A shard merges in one thread. A commit of M pushes touches M + 4 vectors, taking in the m-th push
   2 m (decoding, its norms, its products with the others); `core_gbytes` is the GB/s of f32 that one
   core touches so. In five runs of `scripts/bench_merge.py` (4 and 8 learners, beside other load)
@@ -31,7 +32,7 @@ CORE_GBYTES = 4.0
 
 
 def equal_sizes(parameters: int, fragments: int) -> tuple[int, ...]:
-  """Values of each fragment, if a model is cut into equal ones."""
+  """Values of each fragment, if a model is partitioned into equal ones."""
   return tuple((parameters + i) // fragments for i in range(fragments))
 
 
@@ -70,7 +71,7 @@ class Setting:
 
   @classmethod
   def of(cls, config: Config, sizes: tuple[int, ...], **rates: Any) -> Setting:
-    """Of this config's run, cut into fragments of these sizes; `rates` are the other fields."""
+    """Of this config's run, in fragments of these sizes; `rates` are the other fields."""
     return cls(
       sizes=sizes,
       sync=config.sync,
@@ -99,7 +100,7 @@ class Setting:
 class SyncTime:
   """Seconds of one sync of the largest fragment, in order of time."""
 
-  cuts: float  # from the first learner's end of a step to the last one's
+  copy_outs: float  # from the first learner's end of a step to the last one's
   push: float
   merge: float
   copy: float  # to the buddy, before anybody hears of the version
@@ -120,7 +121,7 @@ class SyncTime:
 class Memory:
   """Bytes of the shard that needs most."""
 
-  state: int  # value, learners' view and momentum of its own fragments
+  state: int  # value, published value and momentum of its own fragments
   copies: int  # of its neighbour's, and its own kept to be sent again
   rounds: int  # pushes as received and decoded, and what a commit makes
 
@@ -130,7 +131,7 @@ class Memory:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class ExchangePlan:
   """What the setting needs. Loads are shares of what there is; above 1 it does not fit."""
 
   exchanged: Exchanged
@@ -150,7 +151,7 @@ class Plan:
   least_shards: int | None  # for both: copies make links busier from two shards on
 
 
-def make(setting: Setting) -> Plan:
+def make(setting: Setting) -> ExchangePlan:
   """The plan of one setting."""
   link_load, average_gbps, copy_share = _links(setting, setting.sync)
   core_load = _core_load(setting, setting.sync)
@@ -159,7 +160,7 @@ def make(setting: Setting) -> Plan:
   spare_seconds = setting.overlap_seconds - (sync.total - sync.on_links)
   hidden = spare_seconds > 0
   values = sum(setting.sizes)
-  return Plan(
+  return ExchangePlan(
     exchanged=bandwidth.exchanged(setting.sizes, setting.sync),
     average_gbps=average_gbps,
     peak_gbps=setting.gbps * sync.on_links / spare_seconds if hidden else math.inf,
@@ -218,7 +219,7 @@ def _sync_time(setting: Setting) -> SyncTime:
   hops = 2 * min(away, 1) + 2 * copied  # push and publish, copy and its receipt
   touched = 2 * m + m + 4  # the last push, the commit
   return SyncTime(
-    cuts=0.0 if sync.blocking else setting.step_seconds * (m - 1) / (m + 1),
+    copy_outs=0.0 if sync.blocking else setting.step_seconds * (m - 1) / (m + 1),
     push=seconds(one.push_bytes),
     merge=F32_BYTES * size * touched / (setting.core_gbytes * 1e9),
     copy=8 * F32_BYTES * size * vectors / (shard_gbps * 1e9),
@@ -267,7 +268,7 @@ def _least_shards(setting: Setting, load: Callable[[SyncConfig], float]) -> int 
 COLUMNS = 100
 
 
-def findings(setting: Setting, plan: Plan) -> list[str]:
+def findings(setting: Setting, plan: ExchangePlan) -> list[str]:
   """What does not fit, each with its fix; empty if everything does."""
   found = [*_on_links(setting, plan), *_cores(setting, plan), *_overlap(setting, plan)]
   if found and plan.copy_share > 0.5:
@@ -285,7 +286,7 @@ def findings(setting: Setting, plan: Plan) -> list[str]:
   return found
 
 
-def lines(setting: Setting, plan: Plan) -> list[str]:
+def lines(setting: Setting, plan: ExchangePlan) -> list[str]:
   """The plan for people, paragraphs of at most 100 columns; `findings` come last."""
   sync, memory = setting.sync, plan.memory
   values = sum(setting.sizes)
@@ -315,7 +316,7 @@ def lines(setting: Setting, plan: Plan) -> list[str]:
   return text + ["", *(found or ["Everything fits."])]
 
 
-def as_json(setting: Setting, plan: Plan) -> dict[str, Any]:
+def as_json(setting: Setting, plan: ExchangePlan) -> dict[str, Any]:
   """The same for programs; what no bandwidth or number reaches is null."""
   content = {
     "parameters": sum(setting.sizes),
@@ -329,11 +330,11 @@ def as_json(setting: Setting, plan: Plan) -> dict[str, Any]:
   return {k: None if v == math.inf else v for k, v in content.items()}
 
 
-def _hidden(setting: Setting, plan: Plan) -> bool:
+def _hidden(setting: Setting, plan: ExchangePlan) -> bool:
   return plan.overlap_steps <= setting.sync.overlap_steps
 
 
-def _on_links(setting: Setting, plan: Plan) -> list[str]:
+def _on_links(setting: Setting, plan: ExchangePlan) -> list[str]:
   if plan.link_load <= 1:
     return []
   sync = setting.sync
@@ -353,7 +354,7 @@ def _on_links(setting: Setting, plan: Plan) -> list[str]:
   ]
 
 
-def _cores(setting: Setting, plan: Plan) -> list[str]:
+def _cores(setting: Setting, plan: ExchangePlan) -> list[str]:
   if plan.core_load <= 1:
     return []
   period = math.ceil(setting.sync.sync_period * plan.core_load)
@@ -364,7 +365,7 @@ def _cores(setting: Setting, plan: Plan) -> list[str]:
   ]
 
 
-def _overlap(setting: Setting, plan: Plan) -> list[str]:
+def _overlap(setting: Setting, plan: ExchangePlan) -> list[str]:
   if _hidden(setting, plan):
     return []
   sync, steps = setting.sync, plan.overlap_steps
@@ -387,7 +388,7 @@ def _more_shards(setting: Setting, least: int | None) -> list[str]:
   return [f"sync.num_shards = {least}"] if enough else []
 
 
-def _least(plan: Plan) -> str:
+def _least(plan: ExchangePlan) -> str:
   if plan.least_shards is not None:
     return f"{plan.least_shards} would do"
   names = {"links": plan.shards_for_links, "cores": plan.shards_for_cores}
@@ -395,7 +396,7 @@ def _least(plan: Plan) -> str:
   return f"enough would be {', '.join(said)}"
 
 
-def _parts(plan: Plan) -> str:
+def _parts(plan: ExchangePlan) -> str:
   parts = dataclasses.asdict(plan.sync)
   return ", ".join(f"{name} {_seconds(value)}" for name, value in parts.items() if value)
 
@@ -419,7 +420,7 @@ def _bytes(count: float) -> str:
   return f"{count:.0f} bytes"
 
 
-def _peak(setting: Setting, plan: Plan) -> str:
+def _peak(setting: Setting, plan: ExchangePlan) -> str:
   if not math.isfinite(plan.peak_gbps):
     return f"no bandwidth would let tau = {setting.sync.overlap_steps} hide a sync"
   return f"tau = {setting.sync.overlap_steps} hides a sync from {plan.peak_gbps:.3g} Gbit/s on"

@@ -24,7 +24,7 @@ from ddiloco.protocol import events
 from ddiloco.protocol.events import Event
 from ddiloco.protocol.messages import Message, Publish, Push, Value
 from ddiloco.protocol.supervisor import GONE, LEFT, UP
-from ddiloco.simulation.actors import Part, Role
+from ddiloco.simulation.actors import Role, VirtualPart
 from ddiloco.simulation.bandwidth import F32_BYTES
 from ddiloco.simulation.disturbances import HEADER_BYTES
 from ddiloco.simulation.observers import Events
@@ -40,7 +40,7 @@ from ddiloco.simulation.world import Pace, World
 
 
 @dataclasses.dataclass(frozen=True)
-class Link:
+class LinkRate:
   """One place's, in each direction."""
 
   gbps: float = 0.0  # Gbit/s; 0: no limit
@@ -63,7 +63,7 @@ class Links:
     shards: of shards that stand apart; None: they stand beside islands.
   """
 
-  def __init__(self, islands: Sequence[Link], num_planned: int, shards: Link | None = None):
+  def __init__(self, islands: Sequence[LinkRate], num_planned: int, shards: LinkRate | None = None):
     self.sent_bytes: dict[Role, int] = collections.defaultdict(int)
     self.received_bytes: dict[Role, int] = collections.defaultdict(int)
     self._islands, self._planned, self._shards = islands, num_planned, shards
@@ -94,7 +94,7 @@ class Links:
     self._entering_until[there] = arrived
     return arrived
 
-  def _link(self, place: Role) -> Link:
+  def _link(self, place: Role) -> LinkRate:
     if place[0] == "learner":
       return self._islands[place[1]]
     assert self._shards is not None
@@ -102,16 +102,16 @@ class Links:
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class Speeds:
   """What a config does not say: how fast things are."""
 
   sizes: tuple[int, ...]  # values of every fragment
-  step_seconds: float = 1.0  # of islands without islands.pace_seconds
+  step_seconds: float = 1.0  # of islands without islands.min_step_seconds
   jitter: float = 0.1  # a step lasts up to this share longer
   gbps: tuple[float, ...] = (0.0,)  # of every island's link, one for all or one each; 0: no limit
   latency_seconds: tuple[float, ...] = (0.001,)  # one way; one for all or one each
   shard_gbps: float = 0.0  # of shards that stand apart; 0: they stand beside islands
-  copy_seconds: float = 0.004  # a cut or a new version between devices and host
+  copy_seconds: float = 0.004  # a copy-out or a new version between devices and host
   merge_gbytes: float = CORE_GBYTES  # GB/s of f32 that a shard merges
   seed: int = 0
 
@@ -120,7 +120,7 @@ class Setting:
     not_negative("simulate", self, "jitter", "shard_gbps", "copy_seconds", "seed")
 
 
-class Run(World):
+class VirtualRun(World):
   """One run of `config`.
 
   Args:
@@ -129,7 +129,7 @@ class Run(World):
     emit: takes every event, in order of time.
   """
 
-  def __init__(self, config: Config, setting: Setting, emit: Callable[[Event], None]):
+  def __init__(self, config: Config, setting: Speeds, emit: Callable[[Event], None]):
     require(
       config.sync.num_shards > 0,
       "sync.num_shards",
@@ -140,13 +140,15 @@ class Run(World):
     count, self.config, self._setting = config.num_islands(), config, setting
     gbps = _each(setting.gbps, count, "gbps")
     latency = _each(setting.latency_seconds, count, "latency_ms")
-    shards = Link(setting.shard_gbps) if setting.shard_gbps else None
-    islands = [Link(rate, late) for rate, late in zip(gbps, latency)]
+    shards = LinkRate(setting.shard_gbps) if setting.shard_gbps else None
+    islands = [LinkRate(rate, late) for rate, late in zip(gbps, latency)]
     self.links = Links(islands, config.islands.num_learners, shards)
     sync = config.sync
     self._push_bytes = [codec.payload_bytes(n, sync.push_codec) for n in setting.sizes]
     self._publish_bytes = [codec.payload_bytes(n, sync.publish_codec) for n in setting.sizes]
-    paces = [config.islands.island(m).pace_seconds or setting.step_seconds for m in range(count)]
+    paces = [
+      config.islands.island(m).min_step_seconds or setting.step_seconds for m in range(count)
+    ]
     pace = Pace(
       tuple(paces),
       setting.jitter,
@@ -172,7 +174,7 @@ class Run(World):
     """Runs to the end of the token budget, or for so long; returns the reason why it ended."""
     self.run(most_seconds, self._ended)
     reason, struck = "finished" if self._ended() else "stopped", self.disturbances
-    if struck.hopeless or (reason == "finished" and struck.all_are("learner/", GONE)):
+    if struck.hopeless or (reason == "finished" and struck.all_are("learner-", GONE)):
       reason = "failed"
     self._tell_traffic()
     self.events.supervisor(events.RunFinished(reason=reason))
@@ -182,9 +184,9 @@ class Run(World):
     struck = self.disturbances
     return struck.hopeless or (not self.working and struck.all_are("", UP, LEFT, GONE))
 
-  def save(self, snapshot: int, role: Role, part: Part) -> None:
+  def save(self, snapshot: int, role: Role, part: VirtualPart) -> None:
     super().save(snapshot, role, part)
-    if len(self.cuts) > self.config.checkpoint.keep:
+    if len(self.snapshots) > self.config.checkpoint.keep:
       self.forget(self.config.checkpoint.keep)
 
   # --- the network --------------------------------------------------------------------------------
@@ -274,8 +276,8 @@ class Account:
     self.reasons: collections.Counter[str] = collections.Counter()  # why rounds committed
     self.missing: collections.Counter[str] = collections.Counter()  # why learners had no part
     self._ledger = Ledger()
-    self._cut_at: dict[tuple[str, int], tuple[int, float]] = {}  # by learner and fragment
-    self.sync_seconds: list[float] = []  # from a cut to the version that has it
+    self._copied_out_at: dict[tuple[str, int], tuple[int, float]] = {}  # by learner and fragment
+    self.sync_seconds: list[float] = []  # from a copy-out to the version that has it
     self.traffic: dict[str, tuple[int, int]] = {}  # by role: sent and received bytes
 
   def take(self, event: Event) -> None:
@@ -291,12 +293,12 @@ class Account:
         self.commits += 1
         self.reasons[_NUMBER.sub("N", event.reason.partition(" without ")[0])] += 1
         self.missing.update(_NUMBER.sub("N", why) for why in event.missing.values())
-      case events.Cut():
-        self._cut_at[event.role, event.fragment] = event.round, event.time
+      case events.CopyOut():
+        self._copied_out_at[event.role, event.fragment] = event.round, event.time
       case events.Apply() if event.included:
-        round_id, cut_at = self._cut_at.get((event.role, event.fragment), (None, 0.0))
+        round_id, copied_out_at = self._copied_out_at.get((event.role, event.fragment), (None, 0.0))
         if round_id == event.round:
-          self.sync_seconds.append(event.time - cut_at)
+          self.sync_seconds.append(event.time - copied_out_at)
       case events.Traffic():
         self.traffic[event.role] = event.sent_bytes, event.received_bytes
 

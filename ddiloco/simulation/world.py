@@ -21,7 +21,7 @@ from ddiloco.protocol import syncer
 from ddiloco.protocol.messages import BULK, Message, Push, Value
 from ddiloco.protocol.syncer_state import FragmentState, SyncerState
 from ddiloco.protocol.values import replace
-from ddiloco.simulation.actors import Actor, Learner, Part, Role, Shard
+from ddiloco.simulation.actors import Actor, Learner, Role, Shard, VirtualPart
 from ddiloco.simulation.disturbances import Disturbances
 from ddiloco.simulation.observers import Observer
 
@@ -67,12 +67,14 @@ class World:
     self.sync, self.pace, self.seed = sync, pace, seed
     self.target_tokens = target_tokens
     self.now = 0.0
-    self.clock = 0  # the run's, as far as any learner has come
+    self.global_step = 0  # the run's, as far as any learner has come
     self.training = True  # False: nobody starts another step
     self.observer = observer or Observer()
     self.store = {p: FragmentState(p) for p in range(sync.num_fragments)}
-    self.parts: dict[tuple[int, Role], Part] = {}  # by snapshot and role
-    self.cuts: dict[int, dict[Role, Part]] = {}  # the complete ones: what a manifest would list
+    self.parts: dict[tuple[int, Role], VirtualPart] = {}  # by snapshot and role
+    self.snapshots: dict[
+      int, dict[Role, VirtualPart]
+    ] = {}  # the complete ones: what a manifest would list
     self.measure: Callable[[Push], Mapping] = lambda push: {"norm": 1.0}
     self.value_fault: Callable[[Value], str] = lambda value: ""
     self.actors: dict[Role, Actor] = {}
@@ -104,7 +106,9 @@ class World:
 
   # --- lives --------------------------------------------------------------------------------------
 
-  def start(self, role: Role, part: Part | None = None, settle_seconds: float = 0.0) -> None:
+  def start(
+    self, role: Role, part: VirtualPart | None = None, recovery_seconds: float = 0.0
+  ) -> None:
     """A new incarnation; what is in flight to or from the old one may still arrive.
 
     What it saved of snapshots that were never complete is of a future that it knows nothing of.
@@ -112,7 +116,7 @@ class World:
     if role in self.actors:
       return
     if role in self.starts:
-      self.parts = {k: v for k, v in self.parts.items() if k[1] != role or k[0] in self.cuts}
+      self.parts = {k: v for k, v in self.parts.items() if k[1] != role or k[0] in self.snapshots}
       self._awaited.clear()
       self._newest += 1
     self.starts[role] = self._newest
@@ -120,18 +124,18 @@ class World:
       self.working.add(role)
       Learner(self, role, self._newest, part).begin()
     else:
-      Shard(self, role, self._newest, self.now + settle_seconds).begin()
+      Shard(self, role, self._newest, self.now + recovery_seconds).begin()
 
-  def restore(self, role: Role, snapshot: int | None, settle_seconds: float = 0.0) -> None:
+  def restore(self, role: Role, snapshot: int | None, recovery_seconds: float = 0.0) -> None:
     """Starts a role with its part of a complete snapshot, or with nothing at all."""
     self.kill(role)
     if role[0] == "syncer":
       self._put_back(snapshot, owned_by(role[1], self.sync.num_shards, self.sync.num_fragments))
-    self.start(role, self.cuts[snapshot].get(role) if snapshot else None, settle_seconds)
+    self.start(role, self.snapshots[snapshot].get(role) if snapshot else None, recovery_seconds)
 
   def _put_back(self, snapshot: int | None, fragments: Collection[int]) -> None:
     saved = {p: FragmentState(p) for p in fragments}
-    for role, part in self.cuts.get(snapshot or 0, {}).items():
+    for role, part in self.snapshots.get(snapshot or 0, {}).items():
       if role[0] == "syncer":
         saved |= {f.index: f for f in part.state.fragments if f.index in saved}
     for p, f in saved.items():
@@ -145,16 +149,16 @@ class World:
     self._heap = [entry for entry in self._heap if entry[2] != self._deliver]
     heapq.heapify(self._heap)
     self.sync = replace(self.sync, num_shards=num_shards or self.sync.num_shards)
-    snapshot = max(self.cuts, default=None)
-    cut = self.cuts.get(snapshot or 0, {})
-    self.parts = {k: v for k, v in self.parts.items() if k[0] in self.cuts}
+    snapshot = max(self.snapshots, default=None)
+    snapshot_states = self.snapshots.get(snapshot or 0, {})
+    self.parts = {k: v for k, v in self.parts.items() if k[0] in self.snapshots}
     self._awaited.clear()
     self._put_back(snapshot, range(self.sync.num_fragments))
     self._newest += 1
     for s in range(self.sync.num_shards):
       self.start(("syncer", s))
     for m in range(num_learners or len(self.pace.step_seconds)):
-      self.start(("learner", m), cut.get(("learner", m)))
+      self.start(("learner", m), snapshot_states.get(("learner", m)))
     return snapshot
 
   def kill(self, role: Role, for_seconds: float | None = None) -> None:
@@ -168,18 +172,23 @@ class World:
     """A shard found this learner's state bad: it starts afresh."""
     self.disturbances.quarantine(actor, reason)
 
-  def own_part(self, role: Role) -> Part | None:
+  def own_part(self, role: Role) -> VirtualPart | None:
     """A killed learner finds this of its own, in the newest complete snapshot that has it."""
     return next(
-      (cut[role] for _, cut in sorted(self.cuts.items(), reverse=True) if role in cut), None
+      (
+        snapshot_states[role]
+        for _, snapshot_states in sorted(self.snapshots.items(), reverse=True)
+        if role in snapshot_states
+      ),
+      None,
     )
 
   # --- snapshots ----------------------------------------------------------------------------------
 
-  def save(self, snapshot: int, role: Role, part: Part) -> None:
+  def save(self, snapshot: int, role: Role, part: VirtualPart) -> None:
     """Keeps a part, once; with the last one the snapshot is complete."""
     self.parts.setdefault((snapshot, role), part)
-    if snapshot in self.cuts:
+    if snapshot in self.snapshots:
       return
     awaited = self._awaited.get(snapshot)
     if awaited is None:
@@ -194,13 +203,13 @@ class World:
     shards, learners = self._there(snapshot)
     wanted = [*(r for r, i in learners.items() if self._lives(r, i)), *shards]
     if all((snapshot, r) in self.parts for r in wanted):
-      self.cuts[snapshot] = {r: self.parts[snapshot, r] for r in wanted}
-      self.observer.complete(snapshot, self.cuts[snapshot])
+      self.snapshots[snapshot] = {r: self.parts[snapshot, r] for r in wanted}
+      self.observer.complete(snapshot, self.snapshots[snapshot])
 
   def forget(self, keep: int) -> None:
     """Drops all snapshots but the newest complete ones."""
-    self.cuts = dict(sorted(self.cuts.items())[-keep:])
-    oldest = min(self.cuts, default=0)
+    self.snapshots = dict(sorted(self.snapshots.items())[-keep:])
+    oldest = min(self.snapshots, default=0)
     self.parts = {k: v for k, v in self.parts.items() if k[0] >= oldest}
     self._awaited = {n: left for n, left in self._awaited.items() if n >= oldest}
 
@@ -272,12 +281,12 @@ class World:
     return self.pace.merge_seconds
 
   def new_shard(
-    self, shard: int, incarnation: int, newest: tuple[FragmentState, ...], settle_at: float
+    self, shard: int, incarnation: int, newest: tuple[FragmentState, ...], recovery_deadline: float
   ) -> SyncerState:
     """The first state of a shard's incarnation."""
     who, learners = (shard, incarnation, newest), range(len(self.pace.step_seconds))
     most = max(self.pace.step_tokens(m) for m in learners)
-    return syncer.init(*who, self.target_tokens, settle_at, step_tokens=most)
+    return syncer.init(*who, self.target_tokens, recovery_deadline, step_tokens=most)
 
   def learners(self) -> list[Learner]:
     return [a for a in self.actors.values() if isinstance(a, Learner)]

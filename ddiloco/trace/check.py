@@ -1,9 +1,9 @@
 """Checks a trace: performs it with symbols that know which inner steps are in which value. PURE.
 
-What must hold: a value's version is its base's plus one; pushes were cut on the value they were
+What must hold: a value's version is its base's plus one; pushes were made on the value they were
 merged into; no step is merged twice on the way to any value; counts of steps and tokens are those
-of the steps themselves; rounds only grow; clocks never go back within an incarnation; nothing is
-used that was never made. The end of an incarnation may be missing: that is how a kill leaves it.
+of the steps themselves; rounds only grow; global steps never go back within an incarnation; nothing
+is used that was never made. The end of an incarnation may be missing: that is how a kill leaves it.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class LearnerSymbols(LearnerAlgebra):
   def step(self, entry: Entry, op: events.Step) -> None:
     self._history.add(entry.incarnation, op.step, op.tokens)
 
-  def cut(self, op: events.Cut) -> tuple[int, int, Steps]:
+  def copy_out(self, op: events.CopyOut) -> tuple[int, int, Steps]:
     end = len(self._history)
     begin = self._begins.setdefault(op.fragment, end)
     content = Steps(self._history.ranges(begin, end), end)
@@ -149,7 +149,7 @@ class LearnerSymbols(LearnerAlgebra):
     elif staged is not None:
       self._begins[fragment] = staged
 
-  def record(self, entry: Entry, fragments: Mapping[int, Held]) -> Any:
+  def capture(self, entry: Entry, fragments: Mapping[int, Held]) -> Any:
     return self._history.copy(), dict(self._begins)
 
   def restore(self, state: Any) -> None:
@@ -185,10 +185,10 @@ class ShardSymbols(ShardAlgebra):
 
 _COUNTED: Mapping[type, str] = {
   events.Step: "steps",
-  events.Cut: "cuts",
+  events.CopyOut: "pushes",
   events.Commit: "commits",
   events.Apply: "applies",
-  events.Recorded: "snapshots",
+  events.Captured: "snapshots",
   events.Restored: "restores",
   events.Inherited: "inherited",
 }
@@ -199,7 +199,7 @@ class Checked:
   """The result: what was found wrong, and how much was looked at."""
 
   problems: tuple[Problem, ...]
-  counts: Mapping[str, int]  # learners, incarnations, steps, cuts, merged, commits, applies, ...
+  counts: Mapping[str, int]  # learners, incarnations, steps, pushes, merged, commits, applies, ...
 
   @property
   def summary(self) -> tuple[str, ...]:
@@ -207,13 +207,13 @@ class Checked:
     c: Mapping[str, int] = collections.defaultdict(int, self.counts)
     return (
       f"{c['steps']:,} steps of {c['learners']:,} learners in {c['incarnations']:,} incarnations:"
-      " consecutive, clocks never go back, no batch twice in an incarnation",
-      f"{c['cuts']:,} pushes: each holds exactly the steps and tokens that it says",
-      f"{c['commits']:,} commits of {c['merged']:,} pushes on the values these were cut from:"
+      " consecutive, global steps never go back, no batch twice in an incarnation",
+      f"{c['pushes']:,} pushes: each holds exactly the steps and tokens that it says",
+      f"{c['commits']:,} commits of {c['merged']:,} pushes on the values these were made from:"
       " versions grow by one, rounds grow, tokens add up",
       f"{c['ranges']:,} ranges of steps merged, none twice on the way to any value",
       f"{c['applies']:,} versions applied: each exists, and contains the pushes that it must",
-      f"{c['snapshots']:,} states recorded, {c['restores']:,} restored,"
+      f"{c['snapshots']:,} states captured, {c['restores']:,} restored,"
       f" {c['inherited']:,} optimizer states inherited",
     )
 

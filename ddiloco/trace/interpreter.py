@@ -80,7 +80,7 @@ class LearnerAlgebra:
   def step(self, entry: Entry, op: events.Step) -> None:
     """One inner step."""
 
-  def cut(self, op: events.Cut) -> tuple[int, int, Any]:
+  def copy_out(self, op: events.CopyOut) -> tuple[int, int, Any]:
     """(steps, tokens, content) of a push of what is not merged yet."""
     return op.steps, op.tokens, None
 
@@ -90,11 +90,11 @@ class LearnerAlgebra:
   def apply(self, fragment: int, staged: Any, mode: str) -> None:
     """Puts into the parameters what was staged."""
 
-  def record(self, entry: Entry, fragments: Mapping[int, Held]) -> Any:
+  def capture(self, entry: Entry, fragments: Mapping[int, Held]) -> Any:
     """What `restore` takes."""
 
   def restore(self, state: Any) -> None:
-    """Takes over what was recorded."""
+    """Takes over what was captured."""
 
   def donate(self, fragment: int) -> Any:
     """A copy of the inner optimizer's moments."""
@@ -112,7 +112,7 @@ class ShardAlgebra:
   def commit(self, entry: Entry, base: Version, new: Version, pushes: Sequence[Pushed]) -> Any:
     """The content of `new`: the outer step on `base` with these pushes."""
 
-  def record(self, entry: Entry, owned: Mapping[int, Version]) -> None:
+  def capture(self, entry: Entry, owned: Mapping[int, Version]) -> None:
     """The shard's part of a snapshot."""
 
 
@@ -140,11 +140,11 @@ class TraceRole:
   def perform(self, entry: Entry, given: Sequence[Any]) -> Sequence[Any]:
     """Performs an operation with what it `needs` (None: missing); returns what it `makes`."""
     match entry.operation:
-      case events.Recorded(snapshot=snapshot):
+      case events.Captured(snapshot=snapshot):
         self._snapshots.add(snapshot)
       case events.Saved(snapshot=snapshot):
         if snapshot not in self._snapshots:
-          self.proof.say(entry, f"snapshot {snapshot} was saved, but never recorded")
+          self.proof.say(entry, f"snapshot {snapshot} was saved, but never captured")
     return self._perform(entry, given, lambda text: self.proof.say(entry, text))
 
   def _perform(self, entry: Entry, given: Sequence[Any], say: Say) -> Sequence[Any]:
@@ -166,7 +166,7 @@ class Held:
     return self.staged[-1][0].round if self.staged else self.round
 
 
-_NO_STEP = events.Step(step=-1, clock=-1, position=-1, tokens=0, seconds=0.0, gap_seconds=0.0)
+_NO_STEP = events.Step(step=-1, global_step=-1, position=-1, tokens=0, seconds=0.0, gap_seconds=0.0)
 
 
 class LearnerRole(TraceRole):
@@ -193,16 +193,16 @@ class LearnerRole(TraceRole):
       case events.Step() as op:
         self._step(op, say)
         self.algebra.step(entry, op)
-      case events.Cut() as op:
-        return (self._cut(op, entry, say),)
+      case events.CopyOut() as op:
+        return (self._copy_out(op, entry, say),)
       case events.Resend() as op:
         return (self._resend(op, entry, say),)
       case events.Stage() as op:
         self._stage(op, given[0], say)
       case events.Apply() as op:
         self._apply(op, say)
-      case events.Recorded():
-        return ((self.algebra.record(entry, self._fragments), dict(self._fragments)),)
+      case events.Captured():
+        return ((self.algebra.capture(entry, self._fragments), dict(self._fragments)),)
       case events.Donated(fragment=fragment):
         return (self.algebra.donate(fragment),)
       case events.Inherited(fragment=fragment):
@@ -213,26 +213,28 @@ class LearnerRole(TraceRole):
     before, self._newest_step = self._newest_step, op
     if before.step >= 0 and op.step != before.step + 1:
       say(f"step {op.step} follows step {before.step}")
-    if op.clock <= before.clock:
-      say(f"the clock went back from {before.clock} to {op.clock}")
+    if op.global_step <= before.global_step:
+      say(f"the global step went back from {before.global_step} to {op.global_step}")
     if op.position <= before.position:
       say(f"batch {op.position} follows batch {before.position}")
     if op.tokens < 1:
       say(f"a step of {op.tokens} tokens")
 
-  def _cut(self, op: events.Cut, entry: Entry, say: Say) -> Pushed:
+  def _copy_out(self, op: events.CopyOut, entry: Entry, say: Say) -> Pushed:
     held = self._fragments.get(op.fragment)
     if held is None or held.staged:
-      say(f"cuts fragment {op.fragment}, while it has none or a newer one is on its way")
+      say(f"copies out fragment {op.fragment}, while it has none or a newer one is on its way")
     held = held or Held(op.base_round, op.version)
-    steps, tokens, content = self.algebra.cut(op)
+    steps, tokens, content = self.algebra.copy_out(op)
     push = Pushed(entry.number, entry.incarnation, op.round, op.base_round, steps, tokens, content)
     if (op.base_round, op.version) != (held.round, held.version):
       base = f"version {held.version} of {round_name(held.round)}"
-      say(f"cut on version {op.version} of {round_name(op.base_round)}, but its base is {base}")
+      say(
+        f"copied out on version {op.version} of {round_name(op.base_round)}, but its base is {base}"
+      )
     if (op.steps, op.tokens) != (steps, tokens):
       text = f"{steps} steps and {tokens} tokens are not merged"
-      say(f"cut says {op.steps} steps and {op.tokens} tokens, but {text}")
+      say(f"copy-out says {op.steps} steps and {op.tokens} tokens, but {text}")
     return self._answer(op.fragment, held, push, say)
 
   def _resend(self, op: events.Resend, entry: Entry, say: Say) -> Pushed | None:
@@ -317,8 +319,8 @@ class ShardRole(TraceRole):
       case events.Commit() as op:
         version = self._commit(op, entry, given, say)
         return version, version  # its value and its momentum
-      case events.Recorded():
-        self.algebra.record(entry, self._owned)
+      case events.Captured():
+        self.algebra.capture(entry, self._owned)
         return (None,)
     return ()
 
@@ -366,15 +368,15 @@ class ShardRole(TraceRole):
     """What the commit says of its pushes, with what they are."""
     for push in pushes:
       if push.base_round != base.round:
-        text = f"learner {push.learner} cut its push on {round_name(push.base_round)}"
+        text = f"learner {push.learner} copied its push out on {round_name(push.base_round)}"
         say(f"commits on {round_name(op.base_round)}, but {text}")
     if len(pushes) < len(op.learners):
       return  # a push is missing: said already
     said = {"steps": op.steps, "tokens": op.tokens, "merged_tokens": op.merged_tokens}
     true = sum(p.steps for p in pushes), sum(p.tokens for p in pushes), new.merged_tokens
-    for (name, told), made in zip(said.items(), true):
-      if told != made:
-        say(f"commit says {told} {name}, the pushes make it {made}")
+    for (name, logged), made in zip(said.items(), true):
+      if logged != made:
+        say(f"commit says {logged} {name}, the pushes make it {made}")
 
 
 # --- All roles ------------------------------------------------------------------------------------

@@ -20,11 +20,11 @@ Operation = (
   events.Started
   | events.Restored
   | events.Step
-  | events.Cut
+  | events.CopyOut
   | events.Resend
   | events.Stage
   | events.Apply
-  | events.Recorded
+  | events.Captured
   | events.Saved
   | events.Donated
   | events.Inherited
@@ -41,7 +41,7 @@ class Key:
 
   Of a fragment after a round: its "value" (and what learners are sent of it) and the "momentum".
   Of one incarnation of a role: its "push" for a round, the inner moments that it gave to a peer as
-  a "donation", and its "state", as it recorded it for a snapshot.
+  a "donation", and its "state", as captured for a snapshot.
   """
 
   kind: str
@@ -59,7 +59,7 @@ class Key:
       case "donation":
         return f"donation {self.number} of {fragment} by {learner}"
       case "state":
-        return f"what {self.role} {who} recorded for snapshot {self.number}"
+        return f"what {self.role} {who} captured for snapshot {self.number}"
     return f"the {self.kind} of {fragment} after {round_name(self.number)}"
 
 
@@ -155,9 +155,9 @@ def makes(entry: Entry) -> tuple[Key, ...]:
   """What exists once the operation was performed, in a fixed order."""
   mine = entry.role, entry.incarnation
   match entry.operation:
-    case events.Cut() | events.Resend() as op:
+    case events.CopyOut() | events.Resend() as op:
       return (Key("push", op.round, op.fragment, *mine),)
-    case events.Recorded(snapshot=snapshot):
+    case events.Captured(snapshot=snapshot):
       return (Key("state", snapshot, -1, *mine),)
     case events.Donated() as op:
       return (Key("donation", op.donation, op.fragment, *mine),)

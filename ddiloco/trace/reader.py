@@ -12,9 +12,9 @@ from ddiloco.protocol import events
 from ddiloco.protocol.events import Event
 from ddiloco.trace.operations import Entry, Incarnation, Problem, Trace
 
-_EXCHANGED = (events.Cut, events.Resend, events.Donated, events.Inherited)
+_EXCHANGED = (events.CopyOut, events.Resend, events.Donated, events.Inherited)
 _TAKEN = (events.Stage, events.Apply)
-_SAVED = (events.Started, events.Recorded, events.Saved)
+_SAVED = (events.Started, events.Captured, events.Saved)
 OF: Mapping[str, tuple[type[Event], ...]] = {
   "learner": (*_SAVED, events.Restored, events.Step, *_EXCHANGED, *_TAKEN),
   "syncer": (*_SAVED, events.Owns, events.Commit),

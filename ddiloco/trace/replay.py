@@ -92,13 +92,13 @@ class ReplayDiff:
     self.count("losses", entry.time, [] if same else [text], 1)
 
   def saved(self, entry: Entry) -> Mapping[str, int]:
-    """The digests of what is recorded here; none if it was never saved."""
-    assert isinstance(entry.operation, events.Recorded)
+    """The digests of what is captured here; none if it was never saved."""
+    assert isinstance(entry.operation, events.Captured)
     return self._saved.get((entry.role, entry.incarnation, entry.operation.snapshot), {})
 
   def state(self, entry: Entry, arrays: Mapping[str, np.ndarray]) -> None:
-    """Compares a recorded state with the digests of what was saved of it, if it was."""
-    assert isinstance(entry.operation, events.Recorded)
+    """Compares a captured state with the digests of what was saved of it, if it was."""
+    assert isinstance(entry.operation, events.Captured)
     saved, differences = self.saved(entry), []
     for name in sorted(saved):
       mine = fingerprint(arrays[name])["crc32"] if name in arrays else "missing"
@@ -123,7 +123,7 @@ class LearnerArrays(LearnerAlgebra):
   Args:
     config: the run's.
     home: where an incarnation lives that started like this.
-    diff: told of every loss and every recorded state.
+    diff: told of every loss and every captured state.
     wanted: whether a made thing will be needed.
     alone: parameters to begin with where there are no shards; None: they send them.
   """
@@ -153,23 +153,23 @@ class LearnerArrays(LearnerAlgebra):
       self.island.load(self._alone)
 
   def step(self, entry: Entry, op: events.Step) -> None:
-    at = op.clock - 1 if op.schedule_step is None else op.schedule_step
+    at = op.global_step - 1 if op.schedule_step is None else op.schedule_step
     metrics = self.island.step(self._batch(op.position), at, op.rate_scale)
     self._diff.step(entry, op, metrics)
 
-  def cut(self, op: events.Cut) -> tuple[int, int, np.ndarray]:
-    local = self.island.to_host(self.island.cut(op.fragment), op.fragment)
+  def copy_out(self, op: events.CopyOut) -> tuple[int, int, np.ndarray]:
+    local = self.island.to_host(self.island.copy_out(op.fragment), op.fragment)
     return op.steps, op.tokens, self._deltas.push(op.fragment, local, op.factor)
 
   def stage(self, op: events.Stage, version: Version | None, included: Pushed | None) -> np.ndarray:
     if version is None:
       return self._deltas.back(op.fragment)
-    return self._deltas.stage(op.fragment, version.content.view, op.mode, op.included)
+    return self._deltas.stage(op.fragment, version.content.published_value, op.mode, op.included)
 
   def apply(self, fragment: int, staged: np.ndarray, mode: str) -> None:
     self.island.apply(fragment, self.island.stage(fragment, staged), self._deltas.keep(mode))
 
-  def record(self, entry: Entry, fragments: Mapping[int, Held]) -> dict[str, np.ndarray]:
+  def capture(self, entry: Entry, fragments: Mapping[int, Held]) -> dict[str, np.ndarray]:
     if not (self._wanted(makes(entry)[0]) or self._diff.saved(entry)):
       return {}
     captured = {name: np.asarray(value) for name, value in self.island.capture().items()}
@@ -188,7 +188,7 @@ class LearnerArrays(LearnerAlgebra):
     self._deltas.restore(state)
 
   def donate(self, fragment: int) -> tuple[np.ndarray, int]:
-    moments = self.island.cut_moments(fragment)
+    moments = self.island.copy_out_moments(fragment)
     return self.island.moments_to_host(moments, fragment), int(self.island.count())
 
   def inherit(self, fragment: int, moments: tuple[np.ndarray, int]) -> None:
@@ -200,11 +200,11 @@ class EvaluatorArrays(LearnerAlgebra):
   """The evaluator: has what it received last, in any incarnation."""
 
   def __init__(self) -> None:
-    self.views: dict[int, np.ndarray] = {}
+    self.published_values: dict[int, np.ndarray] = {}
 
   def stage(self, op: events.Stage, version: Version | None, included: Pushed | None) -> None:
     if version is not None:
-      self.views[op.fragment] = version.content.view
+      self.published_values[op.fragment] = version.content.published_value
 
 
 class ShardArrays(ShardAlgebra):
@@ -218,7 +218,7 @@ class ShardArrays(ShardAlgebra):
     found: Committed = version.content
     if op.momentum_round != op.round:
       older = None if momentum is None else momentum.content.momentum
-      found = dataclasses.replace(found, value=found.view, momentum=older)
+      found = dataclasses.replace(found, value=found.published_value, momentum=older)
     self.newest[op.fragment] = found
     return found
 
@@ -226,7 +226,7 @@ class ShardArrays(ShardAlgebra):
     self, entry: Entry, base: Version, new: Version, pushes: Sequence[Pushed]
   ) -> Committed:
     fragment = self._plan.fragments[new.fragment]
-    arrivals = commit.Arrivals(fragment, new.round)
+    arrivals = commit.ReceivedPushes(fragment, new.round)
     for push in pushes:
       delta = codec.decode(push.content, fragment.size, self._config.sync.push_codec)
       arrivals.add(push.learner, delta, arrivals.measure(delta))
@@ -242,11 +242,11 @@ class ShardArrays(ShardAlgebra):
     self.newest[new.fragment] = found
     return found
 
-  def record(self, entry: Entry, owned: Mapping[int, Version]) -> None:
+  def capture(self, entry: Entry, owned: Mapping[int, Version]) -> None:
     arrays: dict[str, np.ndarray] = {}
     for p, version in owned.items():
       found: Committed = version.content
-      arrays |= {f"{p}/value": found.value, f"{p}/view": found.view}
+      arrays |= {f"{p}/value": found.value, f"{p}/published_value": found.published_value}
       if found.momentum is not None:
         arrays[f"{p}/momentum"] = found.momentum
     self._diff.state(entry, arrays)
@@ -415,7 +415,11 @@ class Replay:
         (shard.newest[p] for shard in self._shards if p in shard.newest),
         key=lambda committed: committed.state.last_round,
       )
-      known = [newest.value, newest.view, self._evaluator.views.get(p, newest.view)]
+      known = [
+        newest.value,
+        newest.published_value,
+        self._evaluator.published_values.get(p, newest.published_value),
+      ]
       if not any(_same(gather(fragment, result), value) for value in known):
         differences.append(f"fragment {p} of the result is another than the replay's")
     self.diff.count("values", math.inf, differences, len(self._plan.fragments))

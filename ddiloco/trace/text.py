@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ddiloco.config import ConfigError
-from ddiloco.observe.eventlog import lines_of
+from ddiloco.observe.eventlog import lines_of, logs_in
 from ddiloco.observe.style import MUTED, island_colour
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Event
@@ -23,9 +23,12 @@ from ddiloco.workdir import saved_config
 
 
 def read_trace(workdir: str | os.PathLike[str]) -> Trace:
-  """The trace in WORKDIR/events; without the folder an empty one."""
-  paths = (Path(workdir) / "events").glob("*.jsonl")
-  return reader.read({path.stem: _lines(path) for path in paths})
+  """The trace in WORKDIR/events; without the folder an empty one.
+
+  Raises:
+    ConfigError: a log is of another format.
+  """
+  return reader.read({path.stem: _lines(path) for path in logs_in(workdir)})
 
 
 def _lines(path: Path) -> Iterator[Event | None]:
@@ -70,13 +73,12 @@ def describe(operation: Operation) -> str:
     case events.Step() as op:
       slow = "" if op.rate_scale == 1 else f", rate x {op.rate_scale:.3g}"
       loss = "" if op.loss is None else f", loss {op.loss:.4f}"
-      return (
-        f"step {op.step}: clock {op.clock}, batch {op.position}, {op.tokens} tokens{slow}{loss}"
-      )
-    case events.Cut() as op:
+      where = f"global step {op.global_step}, batch {op.position}"
+      return f"step {op.step}: {where}, {op.tokens} tokens{slow}{loss}"
+    case events.CopyOut() as op:
       base = f"version {op.version} ({_round(op.base_round)})"
       what = f"{op.steps} steps, {op.tokens} tokens on {base}"
-      return f"cut     {_value(op.fragment, op.round)}: {what}"
+      return f"copy_out {_value(op.fragment, op.round)}: {what}"
     case events.Resend() as op:
       return f"resend  {_value(op.fragment, op.round)}: the push for {_round(op.old_round)}"
     case events.Stage() as op:
@@ -84,8 +86,8 @@ def describe(operation: Operation) -> str:
       return f"stage   {_value(op.fragment, op.round)}: version {op.version}, {op.mode}{mine}"
     case events.Apply() as op:
       return f"apply   {_value(op.fragment, op.round)}: version {op.version}"
-    case events.Recorded(snapshot=snapshot):
-      return f"recorded for snapshot {snapshot}"
+    case events.Captured(snapshot=snapshot):
+      return f"captured for snapshot {snapshot}"
     case events.Saved(snapshot=snapshot, arrays=arrays):
       return f"saved snapshot {snapshot}: {len(arrays)} arrays"
     case events.Donated(fragment=fragment, donation=donation):
@@ -120,7 +122,8 @@ def open_trace(workdir: Path) -> Trace:
   """The trace of a run.
 
   Raises:
-    ConfigError: there is no run in `workdir`, or nothing happened in it yet.
+    ConfigError: there is no run in `workdir`, nothing happened in it yet, or another version of
+      ddiloco wrote its logs.
   """
   saved_config(workdir)
   trace = read_trace(workdir)

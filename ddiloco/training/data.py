@@ -1,4 +1,4 @@
-"""Grain data: a corpus cut into windows, a fixed held-out split, one disjoint stream per learner.
+"""Grain data: a corpus split into windows, a fixed held-out split, one disjoint stream per learner.
 
 Everything is addressed by index. Window i of a part (one token array) covers its tokens
 [i T, i T + T]: T inputs and, shifted by one, T targets. A learner's batch is a pure function of

@@ -1,8 +1,8 @@
 """Which devices an island lives on, its mesh, and how arrays are laid out over it.
 
-A mesh has three axes: `data` (copies of the parameters), `fsdp` (parameters and batch cut) and
-`tensor` (heads, MLP width and vocabulary cut). Logical axis names, as the model gives them, become
-mesh axes through `RULES` alone.
+A mesh has three axes: `data` (copies of the parameters), `fsdp` (parameters and batch split) and
+`tensor` (heads, MLP width and vocabulary split). Logical axis names, as the model gives them,
+become mesh axes through `RULES` alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Device = Any  # a jax.Device; tests use stand-ins
 
 MESH_AXES = ("data", "fsdp", "tensor")
 
-# Logical axis -> mesh axes that may cut it. An axis that is missing here is never cut.
+# Logical axis -> mesh axes that may split it. An axis that is missing here is never split.
 RULES: dict[str, tuple[str, ...]] = {
   "batch": ("data", "fsdp"),
   "embed": ("fsdp",),
@@ -152,13 +152,13 @@ def param_sharding(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh)
   used: set[str] = set()
   spec: list[Any] = []
   for name, size in zip(axes, shape):
-    cut: list[str] = []
+    split: list[str] = []
     for axis in RULES.get(name, ()) if name else ():
-      parts = mesh.shape[axis] * math.prod(mesh.shape[a] for a in cut)
+      parts = mesh.shape[axis] * math.prod(mesh.shape[a] for a in split)
       if axis not in used and mesh.shape[axis] > 1 and size % parts == 0:
-        cut.append(axis)
-    used.update(cut)
-    spec.append(None if not cut else cut[0] if len(cut) == 1 else tuple(cut))
+        split.append(axis)
+    used.update(split)
+    spec.append(None if not split else split[0] if len(split) == 1 else tuple(split))
   return NamedSharding(mesh, PartitionSpec(*spec))
 
 
@@ -168,7 +168,7 @@ def piece_sharding(
   """The layout of a fragment's piece: its leaf's, without the layer axis of a stacked leaf.
 
   `rows` is the piece's first dimension; where the piece is only some rows of the leaf (`whole_rows`
-  False) and the cut no longer divides them, that axis is kept whole.
+  False) and the split no longer divides them, that axis is kept whole.
   """
   spec = list(leaf.spec)[0 if layer is None else 1 :]
   if spec and spec[0] is not None and not whole_rows:

@@ -18,7 +18,7 @@ from ddiloco.training.data import check_token_ids
 from ddiloco.training.tokenizers import Tokenizer
 
 
-class Evaluator:
+class HeldoutLoss:
   """What a model's `evaluate` says of fixed batches of one shape, on average, on one device.
 
   Computes in f32 whatever the islands train in, so that losses of all islands compare. Compiled

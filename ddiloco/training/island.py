@@ -50,10 +50,10 @@ class Island:
       config: the run's; the island's part is `config.islands.island(learner)`.
       learner: whose island this is.
       devices: all of them, in order.
-      plan: how the model is cut into fragments.
+      plan: how the model is partitioned into fragments.
 
     Raises:
-      ConfigError: the batch cannot be cut evenly over these devices, the mesh does not fit them,
+      ConfigError: the batch cannot be split evenly over these devices, the mesh does not fit them,
         or they are not all of this process.
     """
     require_one_process(devices)
@@ -100,7 +100,7 @@ class Island:
     mesh = [int(n) for n in self.mesh.devices.shape]
     return {"devices": self.mesh.size, "mesh": mesh, "batch_size": self._island.batch_size}
 
-  # --- programs ---------------------------------------------------------------------------------
+  # --- programs -----------------------------------------------------------------------------------
 
   def compile(self) -> float:
     """Compiles everything this island will ever run; returns the seconds it took (0 if done)."""
@@ -160,7 +160,7 @@ class Island:
     whole = piece.shape[:1] == shape[:1]
     return piece_sharding(leaf.sharding, piece.layer, piece.stop - piece.start, whole)
 
-  # --- state ------------------------------------------------------------------------------------
+  # --- state --------------------------------------------------------------------------------------
 
   def reset(self) -> None:
     """Fresh optimizer state, and zeros for parameters: the syncer's arrive through `apply`."""
@@ -211,7 +211,7 @@ class Island:
     """All parameters as NumPy copies (step thread only)."""
     return {name: np.array(self._state[PARAMS + name]) for name in self._leaves}
 
-  # --- step thread ------------------------------------------------------------------------------
+  # --- step thread --------------------------------------------------------------------------------
 
   def step(
     self, batch: Batch, schedule_step: int, rate_scale: float = 1.0
@@ -259,9 +259,9 @@ class Island:
     """
     return self._copy(self._held())
 
-  def cut(self, fragment_index: int) -> list[jax.Array]:
+  def copy_out(self, fragment_index: int) -> list[jax.Array]:
     """Copies the fragment's pieces, on the devices, and starts their way to the host; no wait."""
-    return self._cut(fragment_index, PARAMS)
+    return self._copy_out(fragment_index, PARAMS)
 
   def apply(self, fragment_index: int, staged: Sequence[jax.Array], keep: float) -> None:
     """piece <- staged if keep is 0, else keep * piece + staged; in place, only this fragment.
@@ -276,9 +276,9 @@ class Island:
     """How many f32 values the inner optimizer keeps of every parameter: Adam's mu and nu are 2."""
     return len(self._layout.moments)
 
-  def cut_moments(self, fragment_index: int) -> list[list[jax.Array]]:
-    """`cut` of every moment, in a fixed order; `count()` belongs to it."""
-    return [self._cut(fragment_index, prefix) for prefix in self._layout.moments]
+  def copy_out_moments(self, fragment_index: int) -> list[list[jax.Array]]:
+    """`copy_out` of every moment, in a fixed order; `count()` belongs to it."""
+    return [self._copy_out(fragment_index, prefix) for prefix in self._layout.moments]
 
   def apply_moments(
     self, fragment_index: int, staged: Sequence[Sequence[jax.Array]], count: int
@@ -304,9 +304,9 @@ class Island:
       raise RuntimeError("the island has no state. Fix: call reset(), load() or restore() before")
     return self._state
 
-  def _cut(self, fragment_index: int, prefix: str) -> list[jax.Array]:
+  def _copy_out(self, fragment_index: int, prefix: str) -> list[jax.Array]:
     programs = self._programs[fragment_index]
-    pieces = programs.cut([self._state[prefix + name] for name in programs.names])
+    pieces = programs.copy_out([self._state[prefix + name] for name in programs.names])
     if programs.waits:
       jax.block_until_ready(pieces)
     for piece in pieces:
@@ -323,10 +323,10 @@ class Island:
     if programs.waits:
       jax.block_until_ready(leaves)
 
-  # --- background thread ------------------------------------------------------------------------
+  # --- background thread --------------------------------------------------------------------------
 
   def to_host(self, pieces: Sequence[jax.Array], fragment_index: int) -> np.ndarray:
-    """What `cut` returned, as the fragment's flat f32 vector; waits until it has arrived."""
+    """What `copy_out` returned, as the fragment's flat f32 vector; waits until it has arrived."""
     return self.moments_to_host([pieces], fragment_index)
 
   def stage(self, fragment_index: int, flat: np.ndarray) -> list[jax.Array]:

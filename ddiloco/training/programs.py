@@ -25,13 +25,13 @@ _COLLECTIVE = re.compile(r"all-reduce|all-gather|all-to-all|reduce-scatter|colle
 
 @dataclasses.dataclass(frozen=True)
 class FragmentPrograms:
-  """`cut(leaves) -> pieces` copies; `apply(leaves, staged, keep) -> leaves` writes in place.
+  """`copy_out(leaves) -> pieces` copies; `apply(leaves, staged, keep) -> leaves` writes in place.
 
   `leaves` are those that the fragment touches, in the order of `names`.
   """
 
   names: tuple[str, ...]
-  cut: Callable[[list[jax.Array]], list[jax.Array]]
+  copy_out: Callable[[list[jax.Array]], list[jax.Array]]
   apply: Callable[[list[jax.Array], list[jax.Array], np.float32], list[jax.Array]]
   waits: bool  # block after dispatch
 
@@ -42,7 +42,7 @@ def placed(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtyp
 
 
 def placed_inputs(inputs: Batch, mesh: Mesh) -> Batch:
-  """A batch's arrays, cut over the mesh by their first axis."""
+  """A batch's arrays, split over the mesh by their first axis."""
 
   def place(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     axes = ("batch", *[None] * (len(leaf.shape) - 1))
@@ -85,7 +85,7 @@ def compile_fragment(
   names = tuple(dict.fromkeys(piece.name for piece in pieces))
   slots = [names.index(piece.name) for piece in pieces]
 
-  def cut(leaves: list[jax.Array]) -> list[jax.Array]:
+  def copy_out(leaves: list[jax.Array]) -> list[jax.Array]:
     # An explicit copy, since the next step deletes the leaves and a piece may be a whole leaf. It
     # costs nothing: XLA makes one anyway (jax 0.10), but nothing promises that it always will.
     return [jnp.copy(_rows(piece, leaves[slot])) for piece, slot in zip(pieces, slots)]
@@ -103,14 +103,14 @@ def compile_fragment(
     jax.ShapeDtypeStruct(piece.shape, jnp.float32, sharding=sharding)
     for piece, sharding in zip(pieces, piece_shardings)
   ]
-  cut = jax.jit(cut, out_shardings=list(piece_shardings)).lower(leaves).compile()
+  copy_out = jax.jit(copy_out, out_shardings=list(piece_shardings)).lower(leaves).compile()
   apply = jax.jit(apply, out_shardings=[leaf.sharding for leaf in leaves], donate_argnums=0)
   apply = apply.lower(leaves, staged, keep).compile()
   # On the CPU, islands share a thread pool in which collectives could wait for each other's (see
-  # `Island`), so those are waited for. Only rows of a tensor-cut embedding need any.
+  # `Island`), so those are waited for. Only rows of a tensor-split embedding need any.
   cpu = keep.sharding.mesh.devices.flat[0].platform == "cpu"
-  waits = cpu and any(_COLLECTIVE.search(p.as_text() or "") for p in (cut, apply))
-  return FragmentPrograms(names, cut, apply, waits)
+  waits = cpu and any(_COLLECTIVE.search(p.as_text() or "") for p in (copy_out, apply))
+  return FragmentPrograms(names, copy_out, apply, waits)
 
 
 def _rows(piece: Piece, leaf: jax.Array) -> jax.Array:

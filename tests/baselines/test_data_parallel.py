@@ -28,7 +28,7 @@ ALONE = 4  # steps of the island that is left; one may have been under way when 
 AFTERWARDS = 8  # steps after everybody is back
 
 
-def make_config(faults=(), batch_size=4, learners=2, pace_seconds=0.05, **islands):
+def make_config(faults=(), batch_size=4, learners=2, min_step_seconds=0.05, **islands):
   return from_dict(
     {
       "model": {
@@ -38,7 +38,8 @@ def make_config(faults=(), batch_size=4, learners=2, pace_seconds=0.05, **island
       "data": {"source": "synthetic", "sequence_length": 16, "heldout_sequences": 16},
       "inner": {"learning_rate": 1e-2, "warmup_steps": 5},
       "islands": {
-        "num_learners": learners, "batch_size": batch_size, "pace_seconds": pace_seconds, **islands
+        "num_learners": learners, "batch_size": batch_size,
+        "min_step_seconds": min_step_seconds, **islands
       },
       "sync": {"snapshot_steps": CHECKPOINT_STEPS},
       "run": {"total_tokens": learners * 100 * batch_size * 16},
@@ -49,7 +50,7 @@ def make_config(faults=(), batch_size=4, learners=2, pace_seconds=0.05, **island
 
 def kill(learner, at_seconds, seconds=0.5):
   return {
-    "action": "kill", "role": f"learner/{learner}", "at_seconds": at_seconds, "seconds": seconds
+    "action": "kill", "role": f"learner-{learner}", "at_seconds": at_seconds, "seconds": seconds
   }  # fmt: skip
 
 
@@ -62,7 +63,7 @@ class Back:
     self.killed = 0
     self.after: dict[str, int] = {}
 
-  def __call__(self, clock, seconds):
+  def __call__(self, global_step, seconds):
     for event in self.follower.poll():
       if event.kind == "fault":
         self.killed += 1
@@ -105,8 +106,8 @@ def of(events, kind, **fields):
 @SLOW
 @LONG
 def test_two_processes_train_like_one_with_both_batches(tmp_path, programs):
-  config = make_config(pace_seconds=0.0)
-  events = run(config, tmp_path, programs, False, lambda clock, _: clock >= STEPS)
+  config = make_config(min_step_seconds=0.0)
+  events = run(config, tmp_path, programs, False, lambda global_step, _: global_step >= STEPS)
   losses = []
   for m in range(2):
     steps = of(events, "step", role=f"learner-{m}")[:STEPS]
@@ -148,7 +149,7 @@ def test_elastic_goes_on_without_the_killed_island_and_takes_it_in_again(
   monkeypatch.setattr(IslandProcess, "hear", hear_late)
   events = run(make_config([kill(1, 1.0)]), tmp_path, programs, True, over)
   (fault,) = of(events, "fault")
-  (back,) = of(events, "restart", target="learner/1")
+  (back,) = of(events, "restart", target="learner-1")
   returned = next(e for e in of(events, "step", role="learner-1") if e.time > back.time)
   steps = of(events, "step", role="learner-0")
   between = [e for e in steps if fault.time < e.time < returned.time]
@@ -170,8 +171,8 @@ def test_elastic_goes_on_without_the_killed_island_and_takes_it_in_again(
 def test_inelastic_waits_for_the_killed_island_and_repeats_steps(tmp_path, programs):
   config = make_config([kill(1, 1.0)])
   events = run(config, tmp_path, programs, False, Back(tmp_path, kills=1))
-  (died,) = of(events, "exit", target="learner/1")
-  restart = of(events, "restart", target="learner/0")[0]
+  (died,) = of(events, "exit", target="learner-1")
+  restart = of(events, "restart", target="learner-0")[0]
   before = max(e.step for e in of(events, "step") if e.time < died.time)
   pause = [e for e in of(events, "step") if died.time + 0.5 < e.time < restart.time]
   assert not pause, "nobody trains without the killed island"
@@ -213,14 +214,14 @@ def test_a_world_that_hangs_is_ended(tmp_path, programs, monkeypatch):
   monkeypatch.setattr(data_parallel, "HANG_SECONDS", 10.0)
   follower, stopped, again = Follower(tmp_path), [], []
 
-  def over(clock, seconds):
+  def over(global_step, seconds):
     for event in follower.poll():
       if event.kind == "exit":
         again.append(event)
-    if clock >= STEPS and not stopped:
+    if global_step >= STEPS and not stopped:
       stopped.append(max(processes_of(tmp_path)))
       os.kill(stopped[0], signal.SIGSTOP)  # a child of a member
-    return bool(again) and clock >= 2 * STEPS
+    return bool(again) and global_step >= 2 * STEPS
 
   events = run(make_config(), tmp_path, programs, True, over)
   assert [e.reason for e in of(events, "exit")][:2] == 2 * ["the world hangs"]
@@ -233,8 +234,8 @@ def test_a_world_that_hangs_is_ended(tmp_path, programs, monkeypatch):
   [
     ({"devices": 2}, "of one device each"),
     ({"overrides": {"1": {"batch_size": 2}}}, "all alike"),
-    ({"faults": [{"action": "stall", "role": "learner/1", "at_step": 3}]}, "stall of learner/1"),
-    ({"faults": [{"action": "kill", "role": "syncer/0", "at_step": 3}]}, "kill of syncer/0"),
+    ({"faults": [{"action": "stall", "role": "learner-1", "at_step": 3}]}, "stall of learner-1"),
+    ({"faults": [{"action": "kill", "role": "syncer-0", "at_step": 3}]}, "kill of syncer-0"),
   ],
 )
 def test_what_data_parallel_cannot_have_is_refused(wrong, says, tmp_path):

@@ -10,13 +10,13 @@ from ddiloco.config import Fault
 
 
 def kill(**when) -> Fault:
-  return Fault("kill", "learner/0", **when)
+  return Fault("kill", "learner-0", **when)
 
 
-def strikes(faults: Faults, clock: int) -> float | None:
+def strikes(faults: Faults, global_step: int) -> float | None:
   """Seconds until the restart if this check kills, else None."""
   try:
-    faults.check(clock)
+    faults.check(global_step)
   except Killed as killed:
     return killed.seconds
   return None
@@ -29,10 +29,10 @@ def test_a_kill_by_step_strikes_once_at_the_first_step_that_reaches_it():
   faults = Faults(plan, time.monotonic(), note)
   cuts = []
   faults.cut = lambda: cuts.append(len(log))
-  assert [strikes(faults, clock) for clock in (0, 4)] == [None, None]
+  assert [strikes(faults, global_step) for global_step in (0, 4)] == [None, None]
   assert strikes(faults, 7) == 3.0  # steps 5 and 6 were slept through
   assert cuts == [1], "the connection is cut before the role unwinds, after the fault is logged"
-  assert [strikes(faults, clock) for clock in (0, 5, 7, 100)] == [None] * 4
+  assert [strikes(faults, global_step) for global_step in (0, 5, 7, 100)] == [None] * 4
   assert log == [("kill", "at step 7, for 3 s")]
 
 
@@ -47,19 +47,25 @@ def test_a_kill_by_time_strikes_once_whatever_the_step():
 def test_two_kills_that_are_due_together_take_two_incarnations():
   plan = [kill(at_step=5, seconds=1.0), kill(at_step=6, seconds=2.0), kill(at_step=50, seconds=4.0)]
   faults = Faults(plan, time.monotonic())
-  assert [strikes(faults, clock) for clock in (10, 11, 12, 50, 51)] == [1.0, 2.0, None, 4.0, None]
+  assert [strikes(faults, global_step) for global_step in (10, 11, 12, 50, 51)] == [
+    1.0,
+    2.0,
+    None,
+    4.0,
+    None,
+  ]
 
 
 def test_a_fault_before_the_kill_of_the_same_step_strikes_too():
   log = []
-  plan = [Fault("slow", "learner/0", at_step=5), kill(at_step=5)]
+  plan = [Fault("slow", "learner-0", at_step=5), kill(at_step=5)]
   faults = Faults(plan, time.monotonic(), lambda fault, said: log.append(fault.action))
   assert strikes(faults, 5) == 5.0
   assert log == ["slow", "kill"]
 
 
 def test_a_stall_lasts_its_time_and_not_twice():
-  faults = Faults([Fault("stall", "learner/0", at_step=0, seconds=0.2)], time.monotonic())
+  faults = Faults([Fault("stall", "learner-0", at_step=0, seconds=0.2)], time.monotonic())
   before = time.monotonic()
   faults.check(0)
   assert time.monotonic() - before >= 0.2
@@ -69,8 +75,8 @@ def test_a_stall_lasts_its_time_and_not_twice():
 
 @pytest.mark.timeout(30)
 def test_the_end_of_the_run_ends_a_stall_and_a_drag():
-  plan = [Fault("stall", "syncer/0", at_step=0, seconds=3600.0)]
-  plan += [Fault("slow", "syncer/0", at_step=0, seconds=3600.0, factor=1e6)]
+  plan = [Fault("stall", "syncer-0", at_step=0, seconds=3600.0)]
+  plan += [Fault("slow", "syncer-0", at_step=0, seconds=3600.0, factor=1e6)]
   struck = threading.Event()
   faults = Faults(plan, time.monotonic(), lambda fault, said: struck.set())
   role = threading.Thread(target=lambda: (faults.check(0), faults.drag(1.0)), daemon=True)
@@ -83,7 +89,7 @@ def test_the_end_of_the_run_ends_a_stall_and_a_drag():
 
 
 def test_slow_stretches_every_step_by_its_factor_until_it_ends():
-  faults = Faults([Fault("slow", "learner/0", at_step=3, seconds=60.0, factor=2.5)], 0.0)
+  faults = Faults([Fault("slow", "learner-0", at_step=3, seconds=60.0, factor=2.5)], 0.0)
   waits = []
   faults.stopped.wait = waits.append  # type: ignore[method-assign, assignment]
   faults.check(2)

@@ -9,12 +9,12 @@ import pytest
 from ddiloco.chaos.faults import MessageFate, MessageFaults
 from ddiloco.config import Fault
 
-PEER = "syncer/0"
+PEER = "syncer-0"
 
 
 def weather(action: str, until: float = 100.0, **fields) -> MessageFaults:
-  made = MessageFaults("learner/0", seed=7)
-  made.begin(Fault(action, "learner/0", at_seconds=0.0, **fields), until)
+  made = MessageFaults("learner-0", seed=7)
+  made.begin(Fault(action, "learner-0", at_seconds=0.0, **fields), until)
   return made
 
 
@@ -23,7 +23,7 @@ def fates(w: MessageFaults, now: float, peer: str = PEER, size: int = 1000, bulk
 
 
 def test_in_calm_weather_a_message_arrives_at_once():
-  w = MessageFaults("learner/0")
+  w = MessageFaults("learner-0")
   assert w.calm and fates(w, 3.0) == (MessageFate(3.0),)
 
 
@@ -34,10 +34,10 @@ def test_a_cut_link_carries_nothing_until_it_heals():
 
 
 def test_only_the_named_links_suffer():
-  w = weather("cut", peers=("syncer/0",))
-  assert fates(w, 1.0) == () and fates(w, 1.0, "syncer/1")
-  w = weather("cut", peers=("!syncer/0", "!learner/0"))  # of a region: what leaves it
-  assert fates(w, 1.0) and fates(w, 1.0, "syncer/1") == ()
+  w = weather("cut", peers=("syncer-0",))
+  assert fates(w, 1.0) == () and fates(w, 1.0, "syncer-1")
+  w = weather("cut", peers=("!syncer-0", "!learner-0"))  # of a region: what leaves it
+  assert fates(w, 1.0) and fates(w, 1.0, "syncer-1") == ()
 
 
 def test_a_share_of_messages_is_dropped():
@@ -48,7 +48,7 @@ def test_a_share_of_messages_is_dropped():
 
 def test_delayed_messages_keep_their_order_when_the_delay_ends():
   w = weather("delay", until=10.0, delay_seconds=2.0)
-  w.begin(Fault("drop", "learner/0", at_seconds=0.0, share=1e-9), 20.0)  # it is not calm afterwards
+  w.begin(Fault("drop", "learner-0", at_seconds=0.0, share=1e-9), 20.0)  # it is not calm afterwards
   first, second = fates(w, 9.5)[0], fates(w, 10.5)[0]
   assert first.at == 11.5 and second.at == 11.5
 
@@ -70,14 +70,14 @@ def test_a_throttled_link_carries_so_many_bits_a_second_and_control_does_not_que
   arrivals = [fates(w, 0.0, size=1000, bulk=True)[0].at for _ in range(5)]
   assert arrivals == pytest.approx([1, 2, 3, 4, 5])
   assert fates(w, 0.0, size=10)[0].at == pytest.approx(0.01)
-  assert fates(w, 0.0, "syncer/1", size=1000, bulk=True)[0].at == pytest.approx(1)
+  assert fates(w, 0.0, "syncer-1", size=1000, bulk=True)[0].at == pytest.approx(1)
 
 
 def test_when_a_throttle_ends_nothing_waits_any_more():
   """0.6 s of it must not hold up for a minute what it has begun to carry."""
-  w = MessageFaults("learner/0")
-  w.begin(Fault("throttle", "learner/0", at_seconds=0.0, bits_per_second=8e3), 3.0)
-  w.begin(Fault("throttle", "learner/0", at_seconds=0.0, bits_per_second=4e3), 1.0)
+  w = MessageFaults("learner-0")
+  w.begin(Fault("throttle", "learner-0", at_seconds=0.0, bits_per_second=8e3), 3.0)
+  w.begin(Fault("throttle", "learner-0", at_seconds=0.0, bits_per_second=4e3), 1.0)
   arrivals = [fates(w, 0.0, size=1000, bulk=True)[0].at for _ in range(5)]
   assert arrivals == pytest.approx([1.5, 2.5, 3, 3, 3])
   assert fates(w, 2.9, size=10**9, bulk=True)[0].at == pytest.approx(3)
@@ -87,14 +87,14 @@ def test_when_a_throttle_ends_nothing_waits_any_more():
 
 def test_the_same_seed_has_the_same_weather():
   def make(seed):
-    w = MessageFaults("learner/0", seed)
-    w.begin(Fault("reorder", "learner/0", at_seconds=0.0, share=0.5), math.inf)
+    w = MessageFaults("learner-0", seed)
+    w.begin(Fault("reorder", "learner-0", at_seconds=0.0, share=0.5), math.inf)
     return [tuple(fates(w, float(i))) for i in range(50)]
 
   assert make(1) == make(1) != make(2)
 
 
 def test_spoiled_headers_differ():
-  w, header = MessageFaults("learner/0"), bytes(range(60))
+  w, header = MessageFaults("learner-0"), bytes(range(60))
   assert sum(w.spoil(header) != header for _ in range(100)) >= 90  # two flips may cancel
   assert all(len(w.spoil(header)) == 60 for _ in range(10))

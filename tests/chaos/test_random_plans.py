@@ -17,7 +17,7 @@ def test_a_plan_has_every_kind_and_fits_the_run(seed):
   assert len(faults) == 240 and set(kinds) == set(KINDS)
   assert max(kinds.values()) - min(kinds.values()) <= 1
   assert [f.at_seconds for f in faults] == sorted(f.at_seconds for f in faults)
-  assert {f.role.partition("/")[0] for f in faults} == {"learner", "syncer"}
+  assert {f.role.partition("-")[0] for f in faults} == {"learner", "syncer"}
   from_dict({"islands": {"num_learners": 4}, "sync": {"num_shards": 2}, "chaos": {"faults": ()}})
 
 

@@ -20,14 +20,16 @@ SYNC = {"num_shards": 2, "num_fragments": 4, "sync_period": 6, "overlap_steps": 
 PLAN = fragments.make_plan(toy.SPECS, toy.config(2, 10, **SYNC).sync)
 
 
-def committed(p: int, version: int, seed: int = 0, view: bool = True, momentum: bool = True):
+def committed(
+  p: int, version: int, seed: int = 0, published_value: bool = True, momentum: bool = True
+):
   random = np.random.default_rng([p, version, seed])
   value, seen, speed = random.standard_normal((3, PLAN.sizes[p])).astype(np.float32)
   value[0] = np.float32("nan")  # bits, not numbers
   state = FragmentState(
     p, version, 700 + version, {0: 9, 3: 1 << 50}, {0: 8, 3: 40}, 1 << 50, 40, (0, 3)
   )
-  return Committed(state, value, seen if view else value, speed if momentum else None)
+  return Committed(state, value, seen if published_value else value, speed if momentum else None)
 
 
 class Outbox:
@@ -49,16 +51,18 @@ class Outbox:
 # --- the message ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("view", [True, False])
+@pytest.mark.parametrize("published_value", [True, False])
 @pytest.mark.parametrize("momentum", [True, False])
-def test_a_commit_survives_the_way_bit_by_bit(view, momentum):
-  before = committed(1, 5, view=view, momentum=momentum)
+def test_a_commit_survives_the_way_bit_by_bit(published_value, momentum):
+  before = committed(1, 5, published_value=published_value, momentum=momentum)
   replica = pack(before, shard=1, incarnation=9)
   # As out of a frame: read only, and nobody's memory but its own.
   payload = memoryview(np.asarray(replica.payload).tobytes())
   after = unpack(dataclasses.replace(replica, payload=payload), PLAN)
   assert bits(after) == bits(before)
-  assert (after.view is after.value) == (not view), "no second copy of the same values"
+  assert (after.published_value is after.value) == (not published_value), (
+    "no second copy of the same values"
+  )
   if momentum:
     after.momentum[:] += 1  # the next commit updates it in place
 
@@ -77,7 +81,7 @@ def test_the_next_commit_does_not_change_what_was_sent():
     {"fragment": 99},
     {"fragment": -1},
     {"fragment": 0},
-    {"has_view": False},
+    {"has_published_value": False},
     {"payload": b""},
     {"payload": b"123"},
     {"merged_rounds": (1, 2, 3)},
@@ -108,7 +112,7 @@ def test_a_buddy_keeps_the_newest_and_says_so():
   copies = Copies(1, 50, box)
   for version in (3, 5, 4):
     copies.on(pack(committed(1, version), 0, 9))
-    assert box.take() == [("syncer/0", Replicated(1, 50, 1, version))]
+    assert box.take() == [("syncer-0", Replicated(1, 50, 1, version))]
   copies.on(pack(committed(2, 1), 0, 9))
   copies.on(pack(committed(0, 8), 3, 9))  # of another neighbour
   assert given_back(copies, box, 0, 10) == {1: 5, 2: 1}
@@ -141,7 +145,7 @@ def test_nobody_replaces_the_fragments_of_another_shard():
   copies = Copies(1, 50, box)
   copies.on(pack(committed(1, 7), 0, 9))
   copies.on(dataclasses.replace(pack(committed(1, 8), 0, 9), shard=2))
-  assert box.take() == [("syncer/0", Replicated(1, 50, 1, 7))]
+  assert box.take() == [("syncer-0", Replicated(1, 50, 1, 7))]
   assert given_back(copies, box, 0, 10) == {1: 7}
 
 
@@ -170,7 +174,7 @@ class Owner:
     self.side.tick()
 
   def sent(self) -> list[tuple[int, int]]:
-    return [(m.fragment, m.version) for to, m in self.box.take() if to == "syncer/1"]
+    return [(m.fragment, m.version) for to, m in self.box.take() if to == "syncer-1"]
 
   def kinds(self) -> list[str]:
     return [e.kind for e in self.events]

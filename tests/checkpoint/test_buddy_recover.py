@@ -64,7 +64,7 @@ def test_a_buddy_with_nothing_says_so_at_once_and_one_that_is_away_is_not_waited
   with Buddy(hub):
     assert ask(hub) == {}
   assert time.monotonic() - started < PATIENCE_SECONDS / 2
-  hub.find("syncer/1").close()
+  hub.find("syncer-1").close()
   assert ask(hub, give_up_seconds=0.2) == {}
 
 
@@ -119,7 +119,7 @@ class Late(Outbox):
 
   def send(self, to, message) -> int:
     if isinstance(message, Recover):
-      assert (to, message) == ("syncer/1", Recover(0, 12))
+      assert (to, message) == ("syncer-1", Recover(0, 12))
       self.asked_at.append(self.now - 100.0)
     return super().send(to, message)
 
@@ -128,7 +128,7 @@ class Late(Outbox):
     if self.arrivals and self.arrivals[0][0] <= until - 100.0:
       at, message = self.arrivals.pop(0)
       self.now = max(self.now, 100.0 + at)
-      return "syncer/1", message
+      return "syncer-1", message
     self.now = until
     return None
 

@@ -51,7 +51,7 @@ class Mortal(QueueEndpoint):
     return arrived
 
   def send(self, to, message) -> int:
-    if isinstance(message, Replica) and f"syncer/{message.owner}" == self.address:
+    if isinstance(message, Replica) and f"syncer-{message.owner}" == self.address:
       self._perhaps_die("before the copy", message)
       size = super().send(to, message)
       self._perhaps_die("after the copy", message)
@@ -82,7 +82,7 @@ class MortalHub(Hub):
     self.published = 0
 
   def connect(self, address: str) -> QueueEndpoint:
-    if not address.startswith("syncer/"):
+    if not address.startswith("syncer-"):
       return super().connect(address)
     endpoint = Mortal(self, address)
     with self._lock:
@@ -222,20 +222,20 @@ def test_a_run_goes_on_without_a_buddy_and_says_so():
   other = fleet.shard(1, 1)
   learners = [fleet.learner(m) for m in (0, 1)]
   try:
-    fleet.until(lambda: len(fleet.of("syncer/0", "commit")) >= 4)
+    fleet.until(lambda: len(fleet.of("syncer-0", "commit")) >= 4)
     fleet.kills[1].set()
     other.join(PATIENCE_SECONDS)
-    fleet.until(lambda: fleet.of("syncer/0", "unreplicated"))
-    count = len(fleet.of("syncer/0", "commit"))
-    fleet.until(lambda: len(fleet.of("syncer/0", "commit")) >= count + 4)
+    fleet.until(lambda: fleet.of("syncer-0", "unreplicated"))
+    count = len(fleet.of("syncer-0", "commit"))
+    fleet.until(lambda: len(fleet.of("syncer-0", "commit")) >= count + 4)
     fleet.shard(1, 2)
-    fleet.until(lambda: fleet.of("syncer/0", "replicated"))
+    fleet.until(lambda: fleet.of("syncer-0", "replicated"))
     for thread in learners:
       thread.join(PATIENCE_SECONDS)
     assert not any(thread.is_alive() for thread in learners)
   finally:
     fleet.end()
-  assert not fleet.of("syncer/0", "lost")
+  assert not fleet.of("syncer-0", "lost")
 
 
 def test_a_shard_keeps_in_mind_the_newest_version_that_is_lost():

@@ -38,48 +38,52 @@ ALL = range(4)
 def committed(p, snapshot, with_view=False, with_momentum=True):
   """Fragment p as it was when this snapshot was taken."""
   values = np.random.default_rng([p, snapshot])
-  value, view, momentum = values.standard_normal((3, PLAN.fragments[p].size), np.float32)
+  value, published_value, momentum = values.standard_normal((3, PLAN.fragments[p].size), np.float32)
   state = FragmentState(
     p,
     version=10 * snapshot + p,
     merged_tokens=99 * snapshot,
     merged_rounds={0: 7, 1: 8},
-    merged_clocks={0: 5, 1: 6},
+    merged_global_steps={0: 5, 1: 6},
     last_round=1000 * snapshot + p,
-    clock=snapshot,
+    global_step=snapshot,
     participants=(0, 1),
     snapshot=snapshot,
   )
   return Committed(
     state,
     value,
-    view if with_view else value,
+    published_value if with_view else value,
     momentum if with_momentum else None,
     1000 * snapshot + p - 100 * (p == 2),  # one whose value was given back by a learner
   )
 
 
-def save_shard(storage, snapshot, shard, shards, clock=0, **kinds):
+def save_shard(storage, snapshot, shard, shards, global_step=0, **kinds):
   """A shard's part as `roles.syncer` makes it."""
   mine = {p: committed(p, snapshot, **kinds) for p in owned_by(shard, shards, len(PLAN.fragments))}
   store, arrays = MemoryStore(), {}
   for p, each in mine.items():
     store.save(each)
     arrays[f"{p}/value"] = each.value
-    if each.view is not each.value:
-      arrays[f"{p}/view"] = each.view
+    if each.published_value is not each.value:
+      arrays[f"{p}/published_value"] = each.published_value
     if each.momentum is not None:
       arrays[f"{p}/momentum"] = each.momentum
   config = dataclasses.replace(CONFIG, sync=dataclasses.replace(CONFIG.sync, num_shards=shards))
   state = new_syncer(config, shard, snapshot, store)
-  state = dataclasses.replace(state, clock=clock, seen={**state.seen, 0: 50 + shard, 1: 60 - shard})
+  state = dataclasses.replace(
+    state,
+    global_step=global_step,
+    vector_clock={**state.vector_clock, 0: 50 + shard, 1: 60 - shard},
+  )
   part = syncer_part(state, {p: each.momentum_round for p, each in mine.items()})
   storage.save(snapshot, f"syncer-{shard}", snapshot, part, arrays)
 
 
 def save_shards(storage, snapshot, shards=2, **kinds):
   for shard in range(shards):
-    save_shard(storage, snapshot, shard, shards, clock=10 * snapshot + shard, **kinds)
+    save_shard(storage, snapshot, shard, shards, global_step=10 * snapshot + shard, **kinds)
   storage.commit(snapshot, [f"syncer-{shard}" for shard in range(shards)])
 
 
@@ -88,7 +92,7 @@ def assert_same(found, expected):
   for each in expected:
     mine = found[each.state.index]
     assert mine.state == each.state and mine.momentum_round == each.momentum_round
-    for name in ("value", "view", "momentum"):
+    for name in ("value", "published_value", "momentum"):
       a, b = getattr(mine, name), getattr(each, name)
       assert a is b is None or (a.dtype, a.tobytes()) == (b.dtype, b.tobytes()), name
 
@@ -117,10 +121,10 @@ def test_any_number_of_shards_takes_over_what_others_had(storage, said, before, 
     assert_same(restored.fragments, [committed(p, 3, **kinds) for p in wanted])
     assert restored.snapshot == 3
     owners = {p % before for p in wanted}
-    assert restored.clock == max(30 + s for s in owners)
+    assert restored.global_step == max(30 + s for s in owners)
     known = {0: max(50 + s for s in owners), 1: max(60 - s for s in owners)}
     known |= {causality.shard_key(s): causality.count(3, 0) for s in owners}
-    assert restored.seen == known
+    assert restored.vector_clock == known
   assert not said
 
 
@@ -136,10 +140,12 @@ def test_a_shard_goes_on_where_the_run_was(storage):
   for each in restored.fragments.values():
     store.save(each)
   state = restored.resume(new_syncer(CONFIG, 0, 777, store))
-  assert (state.clock, state.snapshot, state.incarnation) == (30, 3, 777)
+  assert (state.global_step, state.snapshot, state.incarnation) == (30, 3, 777)
   assert [f.version for f in state.fragments] == [30, 32]
   me = causality.shard_key(0)
-  assert state.seen == {**restored.seen, me: causality.count(777, 0)}, "both lives are known"
+  assert state.vector_clock == {**restored.vector_clock, me: causality.count(777, 0)}, (
+    "both lives are known"
+  )
 
 
 def test_the_newest_snapshot_that_has_all_of_them(storage, said):
@@ -177,7 +183,7 @@ def lose_manifest_s_end(storage, path):
 
 
 def replace_part(storage, path):
-  save_shard(storage, 2, 1, 2, clock=12345)
+  save_shard(storage, 2, 1, 2, global_step=12345)
 
 
 def save_state(change):
@@ -200,11 +206,11 @@ DAMAGES = {
   "torn meta": cut_meta,
   "torn manifest": lose_manifest_s_end,
   "replaced": replace_part,
-  "no clock": save_state(without("clock")),
+  "no global step": save_state(without("global_step")),
   "no momentum_rounds": save_state(without("momentum_rounds")),
   "fragments": save_state(lambda state: {**state, "fragments": [{"index": 1}]}),
   "no list": save_state(lambda state: {**state, "fragments": 7}),
-  "seen": save_state(lambda state: {**state, "seen": [3]}),
+  "vector_clock": save_state(lambda state: {**state, "vector_clock": [3]}),
 }
 
 
@@ -268,7 +274,7 @@ def save_learner(storage, snapshot=3, number=1, change=lambda state: state, lose
   for position in range(4):
     island.step(np.full((1, 2), position), position)
   state = learner.init(number, 2, (0, 1, 0, 1), 1)
-  state = dataclasses.replace(state, clock=40, step=4, trained_tokens=4)
+  state = dataclasses.replace(state, global_step=40, step=4, trained_tokens=4)
   arrays = {**island.capture(), "base/2": np.arange(3, dtype=np.float32)}
   kept = {name: value for name, value in arrays.items() if name not in lose}
   storage.save(snapshot, f"learner-{number}", 2, change(learner_part(state, 44)), kept)
@@ -286,7 +292,7 @@ def test_a_learner_comes_back_with_its_own_newest_part(storage, said):
     assert value.tobytes() == np.asarray(arrays[name]).tobytes(), name
   assert began.position == 44 and began.arrays.keys() == {"base/2"}
   state = began.state
-  assert (state.clock, state.step, state.trained_tokens) == (40, 4, 4)
+  assert (state.global_step, state.step, state.trained_tokens) == (40, 4, 4)
   assert state.incarnation == 9 and state.target_tokens == CONFIG.run.total_tokens
   assert not state.joined, "shards say first what is newer"
   (restored,) = events
@@ -310,9 +316,9 @@ def test_a_learner_begins_afresh(storage, said, how):
 
 
 MISFITS = {
-  "field": lambda part: {**part, "learner": without("clock")(part["learner"])},
+  "field": lambda part: {**part, "learner": without("global_step")(part["learner"])},
   "unknown": lambda part: {**part, "learner": {**part["learner"], "colour": 3}},
-  "type": lambda part: {**part, "learner": {**part["learner"], "clock": "soon"}},
+  "type": lambda part: {**part, "learner": {**part["learner"], "global_step": "soon"}},
   "no learner": without("learner"),
   "no position": without("position"),
   "position": lambda part: {**part, "position": "there"},
@@ -355,7 +361,7 @@ def test_random_states_of_a_learner_survive_a_part(storage):
   state = learner.init(1, 2, (0, 1, 0, 1), 1)
   rng = random.Random(seed)
   state = dataclasses.replace(
-    state, step_seconds=rng.random(), seen={1: rng.randrange(2**60), -2: 5}
+    state, step_seconds=rng.random(), vector_clock={1: rng.randrange(2**60), -2: 5}
   )
   storage.save(1, "learner-1", 2, learner_part(state, rng.randrange(2**50)), {})
   part = storage.load(1, "learner-1")

@@ -88,16 +88,16 @@ def bits(result: toy.Result) -> dict[str, object]:
   for c in result.committed:
     p, f = c.state.index, c.state
     found[f"global {p}"] = f.version, f.merged_tokens, f.participants
-    arrays = {"value": c.value, "view": c.view, "momentum": c.momentum}
+    arrays = {"value": c.value, "published_value": c.published_value, "momentum": c.momentum}
     found |= {f"{name} {p}": None if a is None else a.tobytes() for name, a in arrays.items()}
   for m, (island, role) in enumerate(zip(result.islands, result.learners)):
     state = role.exchange.state
     arrays = {**island.capture(), **role.exchange._deltas.arrays()}
     found |= {f"learner {m} {name}": np.asarray(a).tobytes() for name, a in arrays.items()}
-    found[f"learner {m}"] = state.step, state.clock, state.trained_tokens
+    found[f"learner {m}"] = state.step, state.global_step, state.trained_tokens
     for p, f in enumerate(state.fragments):
       counters = f.steps, f.tokens, f.acknowledged_tokens, f.discarded_tokens, f.merged_tokens
-      found[f"learner {m}, fragment {p}"] = f.version, f.since, *counters
+      found[f"learner {m}, fragment {p}"] = f.version, f.steps_since_sync, *counters
   return found
 
 
@@ -132,13 +132,13 @@ def test_a_run_goes_on_from_every_snapshot_bit_by_bit(config, tmp_path):
   assert bits(toy.run(config)) == expected, "the run itself has one course only"
   everybody = {f"learner-{m}" for m in range(learners)} | {f"syncer-{s}" for s in range(shards)}
   snapshots = [n for n in storage.committed() if storage.manifest(n)["parts"].keys() == everybody]
-  began = {e.snapshot for e in undisturbed.events["syncer/0"] if e.kind == "recorded"}
+  began = {e.snapshot for e in undisturbed.events["syncer-0"] if e.kind == "captured"}
   print(f"{len(snapshots)} of {len(began)} snapshots have all roles: {snapshots}")
   assert len(snapshots) >= 6
   for snapshot in snapshots:
     resumed = toy.run(config, resume=only(config, path, snapshot))
     for m in range(learners):
-      assert [e.snapshot for e in resumed.events[f"learner/{m}"] if e.kind == "restored"]
+      assert [e.snapshot for e in resumed.events[f"learner-{m}"] if e.kind == "restored"]
     found = bits(resumed)
     different = [name for name in expected if found.get(name) != expected[name]]
     assert found.keys() == expected.keys() and not different, f"{snapshot=}: {different}"

@@ -17,7 +17,7 @@ from tests.roles import toy
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 LEARNERS = 2
-SHARDS = ["syncer/0", "syncer/1"]
+SHARDS = ["syncer-0", "syncer-1"]
 KILL = signal.SIGKILL
 
 
@@ -35,8 +35,8 @@ def world(tmp_path):
   )
   with World(tmp_path, config) as world:
     world.begin()
-    world.wait_for("snapshot", "syncer/0")
-    world.wait_for("snapshot", "syncer/0", after=next(world.find("snapshot")).time)
+    world.wait_for("snapshot", "syncer-0")
+    world.wait_for("snapshot", "syncer-0", after=next(world.find("snapshot")).time)
     yield world
 
 
@@ -66,18 +66,18 @@ def test_total_loss_of_one_shards_disk_and_its_copies_loses_nothing(world, tmp_p
 
 
 def test_one_shard_alone_loses_its_disk_and_has_all_from_its_buddy(world, tmp_path):
-  at = world.send(KILL, "syncer/1")
+  at = world.send(KILL, "syncer-1")
   lose_disk(world, tmp_path)
-  world.wait_for("started", "syncer/1", at)
-  world.wait_for("commit", "syncer/1", at)
-  assert "has from its buddy: fragments" in world.roles["syncer/1"].said()
+  world.wait_for("started", "syncer-1", at)
+  world.wait_for("commit", "syncer-1", at)
+  assert "has from its buddy: fragments" in world.roles["syncer-1"].said()
   assert set(world.wait_end().values()) == {0}
 
 
 def test_a_fresh_empty_shard_never_becomes_the_source_of_truth(world, tmp_path):
   """All die and the checkpoints are gone: a named refusal, and nothing begins anew."""
   world.may_fail |= set(SHARDS)
-  everybody = [*SHARDS, *(f"learner/{m}" for m in range(LEARNERS))]
+  everybody = [*SHARDS, *(f"learner-{m}" for m in range(LEARNERS))]
   at = world.send(KILL, *everybody)
   lose_disk(world, tmp_path)
   world.wait("the refusal", lambda: any(world.roles[name].status == 1 for name in SHARDS))
@@ -92,7 +92,7 @@ def test_a_fresh_empty_shard_never_becomes_the_source_of_truth(world, tmp_path):
 
 def test_who_kept_a_copy_of_the_checkpoints_goes_on_after_the_refusal(world, tmp_path):
   world.may_fail |= set(SHARDS)
-  everybody = [*SHARDS, *(f"learner/{m}" for m in range(LEARNERS))]
+  everybody = [*SHARDS, *(f"learner-{m}" for m in range(LEARNERS))]
   shutil.copytree(tmp_path / "checkpoints", tmp_path / "copy")
   at = world.send(KILL, *everybody)
   lose_disk(world, tmp_path)
@@ -105,9 +105,9 @@ def test_who_kept_a_copy_of_the_checkpoints_goes_on_after_the_refusal(world, tmp
   for name in SHARDS:
     if world.roles[name].status == 1:
       world.start(name, f"--bind={world.urls[int(name[-1])]}")
-  restarted = world.wait_for("started", "syncer/0", at)
+  restarted = world.wait_for("started", "syncer-0", at)
   world.wait(
     "both from a snapshot",
     lambda: all("has from snapshot" in world.roles[name].said() for name in SHARDS),
   )
-  world.wait_for("commit", "syncer/0", restarted.time)
+  world.wait_for("commit", "syncer-0", restarted.time)

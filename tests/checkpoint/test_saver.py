@@ -101,7 +101,7 @@ def state(role, own=0, **seen):
   """What a role recorded: its own count, and what it knows of others ("learner_1": 5)."""
   names = {name.replace("_", "-"): count for name, count in seen.items()}
   clock = {key(name): count for name, count in {role: own, **names}.items()}
-  return {"key": key(role), "seen": {str(who): count for who, count in clock.items()}}
+  return {"key": key(role), "vector_clock": {str(who): count for who, count in clock.items()}}
 
 
 def key(role):
@@ -486,7 +486,7 @@ def test_to_close_ends_the_wait_for_others(storage, savers, complete):
   assert events.none("snapshot" if not complete else "uncommitted")
 
 
-# --- consistent cuts ------------------------------------------------------------------------------
+# --- consistent snapshots -------------------------------------------------------------------------
 
 ROLES = ("learner-0", "learner-1", "learner-2", *SHARDS)
 
@@ -494,7 +494,7 @@ ROLES = ("learner-0", "learner-1", "learner-2", *SHARDS)
 @given(st.lists(st.lists(st.integers(0, 3), min_size=5, max_size=5), min_size=5, max_size=5))
 def test_what_is_committed_is_always_a_consistent_cut(counts):
   states = {
-    role: {"key": key(role), "seen": {str(key(r)): n for r, n in zip(ROLES, known)}}
+    role: {"key": key(role), "vector_clock": {str(key(r)): n for r, n in zip(ROLES, known)}}
     for role, known in zip(ROLES, counts)
   }
   roles = consistent(states, set(SHARDS))

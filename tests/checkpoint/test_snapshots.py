@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from ddiloco.checkpoint import snapshots as arrays_lib
 from ddiloco.checkpoint.snapshots import Damaged, Storage
 
-STATE = {"clock": 17, "rounds": {"0": [2**52, 3]}, "rate": 1e-3, "none": None, "text": "α"}
+STATE = {"global_step": 17, "rounds": {"0": [2**52, 3]}, "rate": 1e-3, "none": None, "text": "α"}
 
 
 def make(path, plan_id="plan", warnings=None):
@@ -87,7 +87,7 @@ def test_names_that_storage_could_mix_up_are_refused_before_anything_is_touched(
   assert_same(storage.load(0, "syncer-0").arrays, some())
 
 
-@pytest.mark.parametrize("role", ["", "learner/3", "..", "manifest.json"])
+@pytest.mark.parametrize("role", ["", "learner-3", "..", "manifest.json"])
 def test_roles_that_are_no_folders_are_refused(tmp_path, role):
   with pytest.raises(ValueError, match="must be letters"):
     make(tmp_path).save(0, role, 1, {}, {})

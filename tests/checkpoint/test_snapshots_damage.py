@@ -30,7 +30,7 @@ def contents(snapshot, role):
 
 
 def state(snapshot, role):
-  return {"clock": 100 * snapshot, "role": role}
+  return {"global_step": 100 * snapshot, "role": role}
 
 
 def write_run(path, plan_id, snapshots):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from etils.epath import backend
 
-from ddiloco.checkpoint import records, weights
+from ddiloco.checkpoint import signed_json, weights
 from ddiloco.checkpoint import snapshots as arrays_lib
 from ddiloco.checkpoint.restore import restore_fragments
 from ddiloco.checkpoint.saver import Saver
@@ -29,7 +29,7 @@ PASSING = [errno.EIO, errno.ESTALE, errno.EACCES, errno.EMFILE, errno.ETIMEDOUT]
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch):
-  monkeypatch.setattr(records, "PAUSES_SECONDS", (0.0, 0.0, 0.0))
+  monkeypatch.setattr(signed_json, "PAUSES_SECONDS", (0.0, 0.0, 0.0))
 
 
 @pytest.fixture

@@ -172,7 +172,7 @@ def test_an_interrupt_outside_a_run_is_no_traceback(monkeypatch, tmp_path, capsy
   assert capsys.readouterr().err == "ddiloco train: interrupted\n"
 
 
-# --- workdirs -----------------------------------------------------------------------------------
+# --- workdirs -------------------------------------------------------------------------------------
 
 SMALL = {
   "model": {"num_layers": 1, "model_dim": 8, "num_heads": 1, "num_kv_heads": 1, "head_dim": 4,
@@ -289,7 +289,7 @@ def test_report_of_a_run_that_was_cut_off(finished, capsys, refused):
   assert "outcome.json" in refused("report", f"--workdir={finished}")
 
 
-# --- whole processes ----------------------------------------------------------------------------
+# --- whole processes ------------------------------------------------------------------------------
 
 
 def process(*arguments: str, code: str = "") -> subprocess.CompletedProcess:

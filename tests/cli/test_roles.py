@@ -159,7 +159,7 @@ def test_the_saved_config_of_a_run_is_a_config(monkeypatch, tmp_path, refused):
     {
       "seed": 5,
       "islands": {"overrides": {"2": {"devices": 2}}, "resources": {"TPU": 4}},
-      "chaos": {"faults": [{"action": "kill", "role": "learner/2", "at_step": 3}]},
+      "chaos": {"faults": [{"action": "kill", "role": "learner-2", "at_step": 3}]},
     }
   )
   run = tmp_path / "run"

@@ -8,7 +8,7 @@ import pytest
 from ddiloco import cli
 from ddiloco.network.keys import Keys
 
-ROLES = ["learner/0", "learner/1", "syncer/0", "evaluator"]
+ROLES = ["learner-0", "learner-1", "syncer-0", "evaluator"]
 
 
 def test_makes_keys_and_says_what_to_copy_where(tmp_path, capsys):
@@ -18,7 +18,7 @@ def test_makes_keys_and_says_what_to_copy_where(tmp_path, capsys):
   out, err = capsys.readouterr()
   assert err == "" and "made keys of learner-0, learner-1, syncer-0, evaluator." in out
   assert f"Copy {folder}/public to every host" in out
-  assert f"{folder}/secret/learner-0.key_secret  ->  DIR/secret/ on the host of learner/0" in out
+  assert f"{folder}/secret/learner-0.key_secret  ->  DIR/secret/ on the host of learner-0" in out
   public = {role: Keys.load(folder, role).public for role in ROLES}
   assert len(set(public.values())) == len(ROLES)
 
@@ -66,4 +66,4 @@ def test_the_command_imports_no_jax(tmp_path):
     "sys.exit(status or 'jax' in sys.modules)"
   )
   subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)
-  assert Keys.load(tmp_path, "syncer/0").address == "syncer/0"
+  assert Keys.load(tmp_path, "syncer-0").address == "syncer-0"

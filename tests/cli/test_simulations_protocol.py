@@ -74,7 +74,7 @@ def test_a_run_that_fails_has_status_1(tmp_path, capsys):
   plan = tmp_path / "plan.py"
   plan.write_text(
     "from ddiloco import config\n\n\ndef get_config():\n  c = config.default().chaos\n"
-    "  c.faults = ({'action': 'kill', 'role': 'syncer/0', 'at_step': 9, 'seconds': -1},)\n"
+    "  c.faults = ({'action': 'kill', 'role': 'syncer-0', 'at_step': 9, 'seconds': -1},)\n"
     "  return c\n"
   )
   assert cli.main([*SMALL, f"--config.chaos={plan}"]) == 1

@@ -10,6 +10,7 @@ import pytest
 
 from ddiloco import cli, environment
 from ddiloco.config import Config
+from ddiloco.protocol.events import LOG_FORMAT
 from tests.trace.traces import Logs, find, good
 
 
@@ -23,6 +24,7 @@ def write(workdir: Path, logs: Logs) -> Path:
   (workdir / "events").mkdir(parents=True)
   (workdir / "config.json").write_text(Config().to_json())
   for role, events in logs.items():
+    events = [{"format": LOG_FORMAT, **event} for event in events]
     lines = "".join(json.dumps(event) + "\n" for event in events)
     (workdir / "events" / f"{role}.jsonl").write_text(lines)
   return workdir
@@ -46,7 +48,7 @@ def test_a_good_trace_is_printed_in_order_and_its_invariants_hold(tmp_path, caps
   times = [float(line.split(" s ")[0]) for line in printed]
   assert times == sorted(times)
   assert any(
-    re.search(r"learner-1\.1 +cut +fragment 0 round 3: 5 steps, 50 tokens", x) for x in printed
+    re.search(r"learner-1\.1 +copy_out +fragment 0 round 3: 5 steps, 50 tokens", x) for x in printed
   )
   assert any("restored from snapshot 1 of incarnation 0" in line for line in printed)
   assert any("16 steps of 2 learners in 3 incarnations" in line for line in lines[end:])
@@ -68,7 +70,7 @@ def test_one_role_is_printed_in_its_own_order_and_all_are_checked(tmp_path, caps
 
 def test_a_broken_trace_is_not_replayed(tmp_path, capsys):
   logs = good()
-  logs["learner-1"].remove(find(logs, "learner-1", "cut", round=3))
+  logs["learner-1"].remove(find(logs, "learner-1", "copy_out", round=3))
   status, lines = run(capsys, "replay", f"--workdir={write(tmp_path, logs)}", "--cpu")
   assert status == 1
   assert any("needs the push of learner 1 (incarnation 1)" in line for line in lines)
@@ -99,8 +101,8 @@ def test_an_unknown_role_is_said(tmp_path, capsys):
 def test_a_reader_that_has_enough_may_go(tmp_path):
   """`ddiloco trace | head`: no traceback, and no JAX was needed for it."""
   logs = good()
-  tail = [{**logs["learner-1"][-2], "step": 3 + i, "clock": 13 + i} for i in range(1, 3000)]
-  logs["learner-1"] += [{**e, "position": e["clock"]} for e in tail]
+  tail = [{**logs["learner-1"][-2], "step": 3 + i, "global_step": 13 + i} for i in range(1, 3000)]
+  logs["learner-1"] += [{**e, "position": e["global_step"]} for e in tail]
   code = (
     "import sys; from ddiloco import cli; status = cli.main(); assert 'jax' not in sys.modules;"
   )

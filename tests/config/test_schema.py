@@ -136,10 +136,10 @@ def test_rules_that_need_two_fields(values, field, rule):
   [
     ({"action": "kil"}, "chaos.faults.action", "one of kill, stall, slow"),
     ({"role": "engine"}, "chaos.faults.role", "must name a role"),
-    ({"role": "learner/x"}, "chaos.faults.role", "must name a role"),
-    ({"role": "learner/01"}, "chaos.faults.role", "must name a role"),
-    ({"role": "learner/4"}, "chaos.faults.role", "the run has 4"),
-    ({"role": "syncer/2"}, "chaos.faults.role", "the run has 2"),
+    ({"role": "learner-x"}, "chaos.faults.role", "must name a role"),
+    ({"role": "learner-01"}, "chaos.faults.role", "must name a role"),
+    ({"role": "learner-4"}, "chaos.faults.role", "the run has 4"),
+    ({"role": "syncer-2"}, "chaos.faults.role", "the run has 2"),
     ({"at_seconds": 2.0}, "chaos.faults.(at_step, at_seconds)", "exactly one"),
     ({"at_step": -1}, "chaos.faults.(at_step, at_seconds)", "exactly one"),
     ({"action": "stall", "seconds": -1}, "chaos.faults.seconds", "not be negative"),
@@ -149,36 +149,36 @@ def test_rules_that_need_two_fields(values, field, rule):
     ({"delay_seconds": -1.0}, "chaos.faults.delay_seconds", "not be negative"),
     ({"bits_per_second": 0.0}, "chaos.faults.bits_per_second", "greater than 0"),
     ({"peers": ("engine",)}, "chaos.faults.peers", "must name a role"),
-    ({"role": "region/us"}, "chaos.faults.role", "none of chaos.regions"),
+    ({"role": "region-us"}, "chaos.faults.role", "none of chaos.regions"),
     ({"action": "join"}, "chaos.faults.role", "there from the start"),
-    ({"action": "join", "role": "learner/5"}, "chaos.faults.role", "join in order"),
-    ({"action": "join", "role": "syncer/2"}, "chaos.faults.role", "there from the start"),
+    ({"action": "join", "role": "learner-5"}, "chaos.faults.role", "join in order"),
+    ({"action": "join", "role": "syncer-2"}, "chaos.faults.role", "there from the start"),
     ({"at_step": 1.5}, "chaos.faults[0].at_step", "of type int"),
     ({"when": 3}, "chaos.faults[0].when", "no such field"),
   ],
 )
 def test_rules_of_faults(changes, field, rule):
-  good = {"action": "kill", "role": "learner/2", "at_step": 10}
+  good = {"action": "kill", "role": "learner-2", "at_step": 10}
   assert from_dict({"chaos": {"faults": [good]}}).chaos.faults == (Fault(**good),)
   text = refusal({"chaos": {"faults": [{**good, **changes}]}})
   assert text.startswith(f"{field} = ") and rule in text and ". Fix: " in text
 
 
 def test_a_fault_of_a_region_strikes_its_roles_and_its_links_to_the_outside():
-  regions = {"east": ["learner/2", "syncer/1"]}
-  cut = {"action": "cut", "role": "region/east", "at_seconds": 1.0}
+  regions = {"east": ["learner-2", "syncer-1"]}
+  cut = {"action": "cut", "role": "region-east", "at_seconds": 1.0}
   chaos = from_dict({"chaos": {"regions": regions, "faults": [cut]}}).chaos
-  assert [f.role for f in chaos.of_roles()] == ["learner/2", "syncer/1"]
-  assert {f.peers for f in chaos.of_roles()} == {("!learner/2", "!syncer/1")}
+  assert [f.role for f in chaos.of_roles()] == ["learner-2", "syncer-1"]
+  assert {f.peers for f in chaos.of_roles()} == {("!learner-2", "!syncer-1")}
   text = refusal({"chaos": {"regions": {"east": ["learner"]}}})
   assert text.startswith("chaos.regions.east = ") and "must name a role" in text
-  text = refusal({"chaos": {"regions": {"east": ["learner/9"]}, "faults": [cut]}})
-  assert text.startswith("chaos.faults.role = 'learner/9'")
+  text = refusal({"chaos": {"regions": {"east": ["learner-9"]}, "faults": [cut]}})
+  assert text.startswith("chaos.faults.role = 'learner-9'")
 
 
 def test_a_learner_that_joins_may_be_struck_too():
-  join = {"action": "join", "role": "learner/4", "at_step": 5, "seconds": -1}
-  kill = {"action": "kill", "role": "learner/4", "at_step": 10}
+  join = {"action": "join", "role": "learner-4", "at_step": 5, "seconds": -1}
+  kill = {"action": "kill", "role": "learner-4", "at_step": 10}
   assert from_dict({"chaos": {"faults": [join, kill]}}).num_islands() == 5
 
 
@@ -188,7 +188,7 @@ def test_a_fault_without_a_needed_field_names_it():
   assert "drop this fault" in refusal(
     {
       "sync": {"num_shards": 0},
-      "chaos": {"faults": [{"action": "kill", "role": "syncer/0", "at_step": 1}]},
+      "chaos": {"faults": [{"action": "kill", "role": "syncer-0", "at_step": 1}]},
     }
   )
 
@@ -260,8 +260,8 @@ def everything() -> dict:
     "islands": {"overrides": {"2": {"devices": 4, "fsdp": 2, "data": 2}}},
     "chaos": {
       "faults": [
-        {"action": "kill", "role": "learner/1", "at_step": 5, "seconds": -1},
-        {"action": "slow", "role": "syncer/1", "at_seconds": 1, "factor": 3},
+        {"action": "kill", "role": "learner-1", "at_step": 5, "seconds": -1},
+        {"action": "slow", "role": "syncer-1", "at_seconds": 1, "factor": 3},
       ]
     },
   }

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from ddiloco.dashboard.server import Dashboard, Refused, Where
+from ddiloco.dashboard.server import Dashboard, RequestRefused, Where
 from ddiloco.workdir import FAULTS, STARTED
 from tests.dashboard.browser import CHROMIUM, Browser
 from tests.made_events import changed
@@ -69,7 +69,7 @@ def test_a_run_that_is_over(browser, tmp_path):
     assert "there was a quorum, and its grace was over" in browser.text("#outcomes")
     assert "island 3: no answer within the grace window" in browser.text("#outcomes")
     assert "shard 1" in browser.text("#links") and "MB" in browser.text("#links")
-    assert "the run is over" in browser.text("#notes")
+    assert "the run is over" in browser.text("#log-events")
     assert browser.text("#waiting-says") == "Nobody waits: there is no run under way."
     assert browser.text("#fault-form") == ""
     assert browser.complaints == []
@@ -103,7 +103,7 @@ def test_the_server_is_gone_and_comes_back(browser, tmp_path, monkeypatch):
     status = dashboard._run.status
 
     def gone():
-      raise Refused(503, "gone")
+      raise RequestRefused(503, "gone")
 
     monkeypatch.setattr(dashboard._run, "status", gone)
     browser.until("document.body.dataset.phase === 'gone'")
@@ -141,12 +141,12 @@ def test_a_fault_is_injected_by_keyboard(browser, tmp_path):
   with Dashboard(run(tmp_path, until=30.0), where) as dashboard:
     browser.open(f"{dashboard.url}?token={TOKEN}")
     browser.until("document.querySelector('#fault-form').checkVisibility()")
-    browser.ask("document.querySelector('#fault-role').value = 'learner/3'")
+    browser.ask("document.querySelector('#fault-role').value = 'learner-3'")
     browser.ask("document.querySelector('#fault-seconds').focus()")
     browser.press("Enter")
     browser.until("document.querySelector('#fault-says').innerText.startsWith('Asked for')")
     fault = json.loads((tmp_path / FAULTS).read_text())
-    assert (fault["action"], fault["role"], fault["seconds"]) == ("kill", "learner/3", 5)
+    assert (fault["action"], fault["role"], fault["seconds"]) == ("kill", "learner-3", 5)
 
 
 def test_the_chart_has_a_cursor_for_the_keyboard(browser, tmp_path):
@@ -217,7 +217,7 @@ def test_what_is_in_a_log_stays_text(browser, tmp_path):
   run(tmp_path, name=evil)
   with (tmp_path / "events" / "engine.jsonl").open("a") as file:
     more = {"time": 60.2, "role": "engine", "incarnation": 0, "kind": "exit"}
-    file.write(json.dumps(more | {"target": "learner/1", "reason": evil}) + "\n")
+    file.write(json.dumps(more | {"target": "learner-1", "reason": evil}) + "\n")
   with Dashboard(tmp_path) as dashboard:
     show(browser, dashboard, "over")
     assert browser.text("#name") == evil

@@ -15,6 +15,7 @@ from ddiloco.config import Config, ConfigError, Fault
 from ddiloco.dashboard import server as module
 from ddiloco.dashboard.server import Dashboard, Where
 from ddiloco.network.webserver import MAX_CONNECTIONS
+from ddiloco.protocol.events import LOG_FORMAT
 from ddiloco.workdir import OUTCOME, STARTED
 
 SECONDS = 20
@@ -26,12 +27,13 @@ def log(workdir, *events, role="engine"):
   (workdir / "events").mkdir(parents=True, exist_ok=True)
   with (workdir / "events" / f"{role}.jsonl").open("a") as file:
     for time_, kind, fields in events:
-      event = {"time": time_, "role": role, "incarnation": 0, "kind": kind, **fields}
+      head = {"time": time_, "role": role, "incarnation": 0, "format": LOG_FORMAT, "kind": kind}
+      event = head | fields
       file.write(json.dumps(event) + "\n")
 
 
 RUN = {"name": "r", "num_learners": 3, "num_shards": 1, "num_fragments": 2, "total_tokens": 1000}
-STEP = {"step": 1, "clock": 1, "position": 0, "tokens": 8, "loss": 2.5}
+STEP = {"step": 1, "global_step": 1, "position": 0, "tokens": 8, "loss": 2.5}
 STEP |= {"seconds": 0.1, "gap_seconds": 0.1}
 
 
@@ -262,7 +264,7 @@ def test_slow_clients_hold_up_nobody(serve):
 
 # --- faults ---------------------------------------------------------------------------------------
 
-KILL = {"action": "kill", "role": "learner/2", "seconds": 3.0}
+KILL = {"action": "kill", "role": "learner-2", "seconds": 3.0}
 
 
 def inject(dashboard, fault=KILL, token=TOKEN, **headers):
@@ -292,10 +294,10 @@ def test_a_fault_is_left_for_the_run(serve, workdir, monkeypatch):
   assert known(dashboard, headers=BEARER)["allow_faults"] is True
   code, text, _ = inject(dashboard)
   assert code == 202 and json.loads(text)["asked"].items() >= KILL.items()
-  assert inject(dashboard, {"action": "stall", "role": "syncer/0"})[0] == 202
+  assert inject(dashboard, {"action": "stall", "role": "syncer-0"})[0] == 202
   (when, first), (_, second) = asked(workdir)
   assert abs(when - time.time()) < SECONDS
-  assert first == Fault(**KILL, at_seconds=0.0) and second.role == "syncer/0"
+  assert first == Fault(**KILL, at_seconds=0.0) and second.role == "syncer-0"
 
 
 def test_a_fault_needs_the_token_and_this_servers_own_page(serve, workdir):
@@ -306,8 +308,8 @@ def test_a_fault_needs_the_token_and_this_servers_own_page(serve, workdir):
   assert inject(dashboard, Origin="http://evil.com")[0] == 403
   assert inject(dashboard, **{"Sec-Fetch-Site": "cross-site"})[0] == 403
   assert inject(dashboard, **{"Content-Type": "text/plain"})[0] == 415
-  assert inject(dashboard, {"action": "kill", "role": "learner/9"})[0] == 400
-  assert inject(dashboard, {"action": "explode", "role": "learner/1"})[0] == 400
+  assert inject(dashboard, {"action": "kill", "role": "learner-9"})[0] == 400
+  assert inject(dashboard, {"action": "explode", "role": "learner-1"})[0] == 400
   assert asked(workdir) == []
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from ddiloco.config import ConfigError, Fault
 from ddiloco.dashboard.server import (
-  Refused,
+  RequestRefused,
   check_token,
   parse_fault,
   require_host,
@@ -29,7 +29,7 @@ def request(query="", body=b"", **headers) -> Request:
 
 
 def refused(call, *arguments, **more) -> int:
-  with pytest.raises(Refused) as info:
+  with pytest.raises(RequestRefused) as info:
     call(*arguments, **more)
   assert TOKEN.encode() not in info.value.answer.text.encode()
   return info.value.answer.code
@@ -137,9 +137,9 @@ def fault(body, kind="application/json"):
 
 
 def test_a_fault_is_one_of_the_plans():
-  kill = {"action": "kill", "role": "learner/2", "seconds": 5}
+  kill = {"action": "kill", "role": "learner-2", "seconds": 5}
   assert fault(kill) == Fault(**kill, at_seconds=0.0)
-  slow = {"action": "slow", "role": "syncer/0", "factor": 3}
+  slow = {"action": "slow", "role": "syncer-0", "factor": 3}
   assert fault(slow, "application/json; charset=utf-8").factor == 3
 
 
@@ -147,19 +147,19 @@ def test_a_fault_is_one_of_the_plans():
   "body",
   [
     *(b"", b"{", b"\xff", b"[" * 3000, [], "kill", {}, {"action": "kill"}),
-    {"action": "kill", "role": "learner/2", "command": "rm"},
-    {"action": "explode", "role": "learner/2"},
+    {"action": "kill", "role": "learner-2", "command": "rm"},
+    {"action": "explode", "role": "learner-2"},
     {"action": "kill", "role": "../2"},
     {"action": "kill", "role": 2},
-    {"action": ["kill"], "role": "learner/2"},
-    {"action": "stall", "role": "learner/2", "seconds": -5},
-    {"action": "stall", "role": "learner/2", "seconds": True},
-    {"action": "stall", "role": "learner/2", "seconds": None},
-    {"action": "slow", "role": "learner/2", "factor": 0},
-    {"action": "slow", "role": "learner/2", "factor": math.inf},
-    {"action": "slow", "role": "learner/2", "factor": math.nan},
-    {"action": "slow", "role": "learner/2", "factor": 10**400},
-    {"action": "kill", "role": "learner/2", "at_step": 7},
+    {"action": ["kill"], "role": "learner-2"},
+    {"action": "stall", "role": "learner-2", "seconds": -5},
+    {"action": "stall", "role": "learner-2", "seconds": True},
+    {"action": "stall", "role": "learner-2", "seconds": None},
+    {"action": "slow", "role": "learner-2", "factor": 0},
+    {"action": "slow", "role": "learner-2", "factor": math.inf},
+    {"action": "slow", "role": "learner-2", "factor": math.nan},
+    {"action": "slow", "role": "learner-2", "factor": 10**400},
+    {"action": "kill", "role": "learner-2", "at_step": 7},
   ],
 )
 def test_nothing_else_is(body):
@@ -167,4 +167,4 @@ def test_nothing_else_is(body):
 
 
 def test_a_form_cannot_send_one():
-  assert refused(fault, {"action": "kill", "role": "learner/2"}, "text/plain") == 415
+  assert refused(fault, {"action": "kill", "role": "learner-2"}, "text/plain") == 415

@@ -27,7 +27,7 @@ def ask(url, path, token, method="GET", body=None):
 @pytest.mark.parametrize("engine", ["threads", "processes"])
 def test_a_run_is_watched_and_struck_from_its_page(tmp_path, engine):
   config, log, workdir = tmp_path / "config.json", tmp_path / "log", tmp_path / "run"
-  config.write_text(tiny(10**7, pace_seconds=0.02).to_json())
+  config.write_text(tiny(10**7, min_step_seconds=0.02).to_json())
   process = start(
     *("train", f"--config={config}", f"--workdir={workdir}", "--cpu", f"--engine={engine}"),
     *("--dashboard=127.0.0.1:0", "--allow_faults"),
@@ -46,7 +46,7 @@ def test_a_run_is_watched_and_struck_from_its_page(tmp_path, engine):
       return (status()["islands"][island]["participation"] or 0) > 0
 
     wait_for(lambda: status()["phase"] == "running" and merged_by(1), "a commit", process, log, 240)
-    fault = json.dumps({"action": "kill", "role": "learner/1", "seconds": 0.5})
+    fault = json.dumps({"action": "kill", "role": "learner-1", "seconds": 0.5})
     assert ask(url, "/api/fault", token, "POST", fault)[0] == 202
 
     def marks():

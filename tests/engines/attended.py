@@ -33,7 +33,7 @@ def main() -> int:
     looks.release()
     return waits_for
 
-  with RoleRunner("learner/0", config, place) as runner:
+  with RoleRunner("learner-0", config, place) as runner:
     endpoint = runner.dial()
     runner.ready = ready
     answers = os.open(folder / "answers", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -46,7 +46,7 @@ def main() -> int:
           case "ready":
             waits_for = ""
           case "fenced":
-            endpoint.endpoint.fenced = "a newer incarnation of learner/0 is here"
+            endpoint.endpoint.fenced = "a newer incarnation of learner-0 is here"
           case "cut":
             endpoint.endpoint.state = "connecting"
           case "speak":

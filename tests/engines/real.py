@@ -17,7 +17,7 @@ PATIENCE_SECONDS = 90.0
 TOKENS = 2 * 16  # of a step: B = 2, T = 16
 
 
-def tiny(steps: int, learners: int = 2, pace_seconds: float = 0.0, **sections: Any) -> Config:
+def tiny(steps: int, learners: int = 2, min_step_seconds: float = 0.0, **sections: Any) -> Config:
   """Steps of a few milliseconds; `steps` are those of every learner if all live.
 
   With a pace, steps that last leave the cores to processes that start meanwhile.
@@ -32,7 +32,7 @@ def tiny(steps: int, learners: int = 2, pace_seconds: float = 0.0, **sections: A
       },
       "data": {"source": "synthetic", "sequence_length": 16, "heldout_sequences": 16},
       "inner": {"learning_rate": 1e-2, "warmup_steps": 5},
-      "islands": {"num_learners": learners, "batch_size": 2, "pace_seconds": pace_seconds},
+      "islands": {"num_learners": learners, "batch_size": 2, "min_step_seconds": min_step_seconds},
       "sync": sync | sections.pop("sync", {}),
       "run": run | {"total_tokens": learners * steps * TOKENS} | sections.pop("run", {}),
       **sections,

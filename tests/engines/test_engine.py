@@ -17,7 +17,7 @@ from ddiloco.roles.exchange import Quarantined
 from tests.engines.test_threads import make_config
 
 pytestmark = pytest.mark.timeout(60)
-NAME = "learner/0"
+NAME = "learner-0"
 
 
 class Toy(Engine):
@@ -33,7 +33,7 @@ class Toy(Engine):
     self._recorder = self._record("engine", 0)
 
   def _record(self, role: str, incarnation: int) -> Recorder:
-    return Recorder(self.workdir, role.replace("/", "-"), incarnation, self.began)
+    return Recorder(self.workdir, role, incarnation, self.began)
 
   def _roles(self) -> list[str]:
     return [NAME]
@@ -111,7 +111,7 @@ def test_waiting_for_roles_has_a_limit_and_goes_on_with_their_lives(tmp_path):
     def _end(self, reason: str) -> None:
       self.late = (self._wait([NAME], 0.1), self._wait([NAME], 60.0, lambda: True))
       go_on.set()
-      self.late += (self._wait([NAME, "learner/9"], 60.0),)
+      self.late += (self._wait([NAME, "learner-9"], 60.0),)
       self._feed(Dismiss(""))
 
   engine = Waits(tmp_path, lambda: go_on.wait(60))

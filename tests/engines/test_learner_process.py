@@ -29,7 +29,7 @@ from ddiloco.roles import initial
 from tests.engines.real import PATIENCE_SECONDS, events_of, start, tiny, wait_for
 
 CONFIG = from_dict({"sync": {"num_shards": 2, "num_fragments": 4, "min_quorum": 3}})
-UP = {"syncer/0": {"state": "up"}, "syncer/1": {"state": "up"}}
+UP = {"syncer-0": {"state": "up"}, "syncer-1": {"state": "up"}}
 
 
 def state(versions=(0, 0, 0, 0), tokens=0, merged=0):
@@ -45,9 +45,9 @@ def test_what_a_joining_role_waits_for():
   assert learner_process._joining(state(), UP, CONFIG) == ""
   waits = learner_process._joining(state((0, -1, 0, -1)), UP, CONFIG)
   assert waits.startswith("has 2 of 4 fragments") and "once 3 learners are there" in waits
-  links = {**UP, "syncer/1": {"state": "refused", "reason": "its key is not listed"}}
+  links = {**UP, "syncer-1": {"state": "refused", "reason": "its key is not listed"}}
   waits = learner_process._joining(state((0, -1, 0, -1)), links, CONFIG)
-  assert waits == "syncer/1 is refused (its key is not listed)"
+  assert waits == "syncer-1 is refused (its key is not listed)"
   assert learner_process._joining(state(), links, CONFIG) == "", "once joined it goes on without"
   stale = tuple(dataclasses.replace(f, fresh=False) for f in state().fragments)
   back = dataclasses.replace(state(), fragments=stale)
@@ -134,7 +134,7 @@ def test_a_run_put_together_by_hand(tmp_path):
   Learner 0 goes on all the while; it, the shards and the evaluator end by themselves.
   """
   # Long enough for two processes to come and go in it, one after the other.
-  (tmp_path / "config.json").write_text(tiny(2500, learners=1, pace_seconds=0.012).to_json())
+  (tmp_path / "config.json").write_text(tiny(2500, learners=1, min_step_seconds=0.012).to_json())
   workdir, urls = tmp_path / "run", free_urls(2)
   common = [f"--config={tmp_path / 'config.json'}", f"--workdir={workdir}"]
   common += [f"--syncers={','.join(urls)}"]
@@ -199,7 +199,9 @@ def test_a_restarted_shard_settles_also_with_all_of_its_buddys_copies(tmp_path, 
   copies = {}
   for p in owned:
     value = np.zeros(plan.fragments[p].size, np.float32)
-    copies[p] = Committed(FragmentState(p, version=3, last_round=7, clock=9), value, value, None)
+    copies[p] = Committed(
+      FragmentState(p, version=3, last_round=7, global_step=9), value, value, None
+    )
   monkeypatch.setattr(syncer_process, "_ask_buddy", lambda *_: copies)
   runner = types.SimpleNamespace(
     config=CONFIG,
@@ -212,8 +214,8 @@ def test_a_restarted_shard_settles_also_with_all_of_its_buddys_copies(tmp_path, 
   )
   began = time.monotonic()
   _, state, _ = syncer_process._recover(runner, 0, None, owned)
-  patience = syncer_process.SETTLE_HELLOS * CONFIG.network.hello_seconds
-  assert began + patience <= state.settle_at <= time.monotonic() + patience
-  assert (state.clock, state.fragments[0].version) == (9, 3)
+  patience = syncer_process.RECOVERY_HELLOS * CONFIG.network.hello_seconds
+  assert began + patience <= state.recovery_deadline <= time.monotonic() + patience
+  assert (state.global_step, state.fragments[0].version) == (9, 3)
   assert state.beliefs.reach_at <= began - 99, "the run is older than this life"
   assert 0 < state.first_round < state.incarnation << 24

@@ -30,7 +30,7 @@ from tests.engines.real import wait_for as wait_long
 
 LINUX = sys.platform == "linux"
 RUN = RunConfig(restart_seconds=10.0, max_restarts=2)
-NAME = "learner/3"
+NAME = "learner-3"
 
 
 def python(code: str) -> list[str]:
@@ -48,7 +48,7 @@ class Engine(ProcessesEngine):
     self._recorder = self
     self._guard = lambda duty, *arguments: duty(*arguments)
     self._lock, self._told, self._lost = contextlib.nullcontext(), set(), {}
-    self._ending, self._clock = False, 0
+    self._ending, self._global_step = False, 0
     self._children = {name: Child(name, python(code), workdir, spawn)}
     shortest = self.shortest_life_seconds
     self._state = supervisor.init(RUN, [name], faults, shortest_life_seconds=shortest)
@@ -60,9 +60,9 @@ class Engine(ProcessesEngine):
   def _merged(self) -> bool:
     return self.merged
 
-  def tick(self, now: float, clock: int = 0, seconds: float = 0.0) -> None:
+  def tick(self, now: float, global_step: int = 0, seconds: float = 0.0) -> None:
     self.now = now
-    self._feed(Tick(now, clock, seconds))
+    self._feed(Tick(now, global_step, seconds))
 
   def see_the_end(self, now: float) -> str:
     """Waits for the end of the process; the role's phase after it."""
@@ -106,7 +106,7 @@ def started(make):
 
   def start(code: str, *faults: Fault) -> Engine:
     engine = make(code, *faults)
-    engine.tick(0.0, clock=-1, seconds=-1.0)
+    engine.tick(0.0, global_step=-1, seconds=-1.0)
     wait_for(lambda: engine.child.log.read_text(), "its first words")
     return engine
 
@@ -140,7 +140,7 @@ def test_who_ends_in_good_order_is_not_started_again(make):
 
 
 def test_a_shard_that_leaves_too_early_comes_back(make):
-  engine = make("print('bye')", name="syncer/0")
+  engine = make("print('bye')", name="syncer-0")
   engine.tick(0.0)
   assert engine.see_the_end(5.0) == DOWN
   assert engine.reasons == ["exit status 0: bye"]
@@ -199,23 +199,23 @@ def test_when_the_run_ends_nobody_is_restarted_and_lost_work_is_kept_in_mind(mak
 def test_a_planned_kill_is_real_comes_back_and_does_not_count_as_a_crash(started):
   kills = [Fault("kill", NAME, at_step=n, seconds=4.0) for n in (10, 11)]
   engine = started(SLEEP, *kills)
-  engine.tick(1.0, clock=9)
+  engine.tick(1.0, global_step=9)
   assert not engine.said
-  engine.tick(1.0, clock=10)
-  engine.tick(1.0, clock=11)
+  engine.tick(1.0, global_step=10)
+  engine.tick(1.0, global_step=11)
   assert engine.said == [("fault", "kill")], "the second kill is for its next life"
   assert wait_for(engine.child.poll, "its end") == -signal.SIGKILL
   assert engine.see_the_end(2.0) == DOWN
   assert engine.reasons == ["killed by plan, back in 4 s"]
-  engine.tick(6.0, clock=11)
+  engine.tick(6.0, global_step=11)
   assert engine.said[2:] == [("restart", "")]
-  engine.tick(6.0, clock=11)
+  engine.tick(6.0, global_step=11)
   assert engine.said[3:] == [("fault", "kill")]
 
 
 def test_a_kill_for_good(started):
   engine = started(SLEEP, Fault("kill", NAME, at_seconds=3.0, seconds=-1))
-  engine.tick(1.0, clock=10**9, seconds=2.9)
+  engine.tick(1.0, global_step=10**9, seconds=2.9)
   assert engine.child.poll() is None
   engine.tick(1.0, seconds=3.0)
   assert engine.see_the_end(2.0) == GONE
@@ -240,20 +240,20 @@ def state(engine: Engine) -> str:
 @pytest.mark.skipif(not LINUX, reason="looks into /proc")
 def test_a_stall_is_a_real_stop_and_it_goes_on_afterwards(started):
   engine = started(SLEEP, Fault("stall", NAME, at_step=5, seconds=2.0))
-  engine.tick(10.0, clock=5)
+  engine.tick(10.0, global_step=5)
   wait_for(lambda: state(engine) == "T", "the stop")
-  engine.tick(11.9, clock=5)
+  engine.tick(11.9, global_step=5)
   assert state(engine) == "T"
-  engine.tick(12.0, clock=5)
+  engine.tick(12.0, global_step=5)
   wait_for(lambda: state(engine) == "S", "its going on")
 
 
 @pytest.mark.skipif(not LINUX, reason="looks into /proc")
 def test_slow_stops_and_continues_in_turns(started):
   engine = started(SLEEP, Fault("slow", NAME, at_step=5, seconds=2.0, factor=2.0))
-  engine.tick(10.0, clock=5)
+  engine.tick(10.0, global_step=5)
   for now, expected in [(10.01, "S"), (10.07, "T"), (10.11, "S"), (10.17, "T"), (12.0, "S")]:
-    engine.tick(now, clock=5)
+    engine.tick(now, global_step=5)
     wait_for(lambda expected=expected: state(engine) == expected, f"{expected} at {now}")
 
 
@@ -267,7 +267,7 @@ def test_who_is_stopped_hears_that_it_should_end(started):
   """
   engine = started(code, Fault("stall", NAME, at_step=0, seconds=1e6))
   engine.tick(0.0)
-  engine._feed(Dismiss("learner/"))
+  engine._feed(Dismiss("learner-"))
   assert engine.see_the_end(1.0) == LEFT and not engine.reasons
 
 
@@ -275,7 +275,7 @@ def test_who_waits_for_its_restart_when_all_ends_stays_away(make):
   engine = make("raise SystemExit(3)")
   engine.tick(0.0)
   engine.see_the_end(0.0)
-  engine._feed(Dismiss("learner/"))
+  engine._feed(Dismiss("learner-"))
   engine.tick(1e9)
   assert engine.phase == LEFT and not engine.child.running
 
@@ -338,10 +338,10 @@ def chaos(tmp_path_factory):
   folder = tmp_path_factory.mktemp("processes")
   kills = [
     {"action": "kill", "role": role, "at_step": 150, "seconds": 0.2}
-    for role in ("learner/1", "syncer/0")
+    for role in ("learner-1", "syncer-0")
   ]
   # With a quorum of two, the run is not over before both are back.
-  config = tiny(1000, pace_seconds=0.01, sync={"min_quorum": 2}, chaos={"faults": kills})
+  config = tiny(1000, min_step_seconds=0.01, sync={"min_quorum": 2}, chaos={"faults": kills})
   (folder / "config.json").write_text(config.to_json())
   workdir, log = folder / "run", folder / "log"
   run = start(
@@ -377,11 +377,11 @@ def test_after_kills_of_a_learner_and_a_shard_the_run_finishes(chaos):
 @pytest.mark.slow
 def test_both_came_back_by_themselves_and_were_merged_again(chaos):
   _, workdir, said = chaos
-  assert {e.target for e in events_of(workdir, "restart")} == {"learner/1", "syncer/0"}, said
+  assert {e.target for e in events_of(workdir, "restart")} == {"learner-1", "syncer-0"}, said
   reasons = [e.reason for e in events_of(workdir, "exit")]
   assert reasons == ["killed by plan, back in 0.2 s"] * 2
   first, second = events_of(workdir, "joined", "learner-1")
-  assert second.incarnation > first.incarnation and second.clock > first.clock
+  assert second.incarnation > first.incarnation and second.global_step > first.global_step
   lives = {e.incarnation for e in events_of(workdir, "started", "syncer-0")}
   assert len(lives) == 2
   after = [e for e in events_of(workdir, "commit", "syncer-0") if e.incarnation == max(lives)]
@@ -392,7 +392,7 @@ def test_both_came_back_by_themselves_and_were_merged_again(chaos):
 def test_the_survivor_never_waited(chaos):
   _, workdir, _ = chaos
   steps = events_of(workdir, "step", "learner-0")
-  (down,) = [e.time for e in events_of(workdir, "fault") if e.target == "learner/1"]
+  (down,) = [e.time for e in events_of(workdir, "fault") if e.target == "learner-1"]
   back = events_of(workdir, "joined", "learner-1")[1].time
   assert sum(down < e.time < back for e in steps) > 20
   assert sum(e.blocked_seconds for e in steps) == 0
@@ -420,7 +420,7 @@ def test_nobody_is_left_behind(chaos):
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_ctrl_c_brings_out_what_is_there(tmp_path):
-  (tmp_path / "config.json").write_text(tiny(10**7, pace_seconds=0.02).to_json())
+  (tmp_path / "config.json").write_text(tiny(10**7, min_step_seconds=0.02).to_json())
   workdir, log = tmp_path / "run", tmp_path / "log"
   config = f"--config={tmp_path / 'config.json'}"
   run = start("train", "--engine=processes", "--cpu", config, f"--workdir={workdir}", log=log)
@@ -444,7 +444,7 @@ def test_ctrl_c_brings_out_what_is_there(tmp_path):
 @pytest.mark.timeout(200)
 @pytest.mark.skipif(not LINUX, reason="looks into /proc")
 def test_when_the_supervisor_is_killed_nobody_is_left_behind(tmp_path):
-  (tmp_path / "config.json").write_text(tiny(10**7, pace_seconds=0.02).to_json())
+  (tmp_path / "config.json").write_text(tiny(10**7, min_step_seconds=0.02).to_json())
   workdir, log = tmp_path / "run", tmp_path / "log"
   config = f"--config={tmp_path / 'config.json'}"
   run = start("train", "--engine=processes", "--cpu", config, f"--workdir={workdir}", log=log)

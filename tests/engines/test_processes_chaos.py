@@ -73,7 +73,7 @@ def everybody_takes_part(world: World, after: float = -1.0, fragments=None) -> b
 def away(world: World, learner: int) -> float:
   """When the last shard has noticed that it hears nothing."""
   lost = [
-    world.wait_for("member", f"syncer/{s}", learner=learner, state="lost") for s in range(SHARDS)
+    world.wait_for("member", f"syncer-{s}", learner=learner, state="lost") for s in range(SHARDS)
   ]
   return max(event.time for event in lost)
 
@@ -92,7 +92,7 @@ def check_agreement(world: World) -> None:
   tokens = {e.fragment: e.merged_tokens for e in world.find("commit")}
   assert min(tokens.values()) >= world.config.run.total_tokens and len(tokens) == 4, tokens
   for m in range(LEARNERS):
-    applied = {e.fragment: e.version for e in world.find("apply", f"learner/{m}")}
+    applied = {e.fragment: e.version for e in world.find("apply", f"learner-{m}")}
     assert applied == final, f"learner {m} ends with other versions than were committed"
 
 
@@ -119,7 +119,7 @@ def check_versions_grow(world: World) -> None:
 
 def check_undisturbed(world: World, learners) -> None:
   for learner in learners:
-    steps = list(world.find("step", f"learner/{learner}"))
+    steps = list(world.find("step", f"learner-{learner}"))
     assert len(steps) > STEPS / 2
     assert [e.step for e in steps] == list(range(1, len(steps) + 1)), "one life, every step"
     assert not any(e.blocked_seconds for e in steps), "a step was blocked"
@@ -133,7 +133,7 @@ def check_undisturbed(world: World, learners) -> None:
 
 @pytest.mark.parametrize(
   "killed",
-  [("learner/2",), ("syncer/0",), ("learner/2", "syncer/1")],
+  [("learner-2",), ("syncer-0",), ("learner-2", "syncer-1")],
   ids=["learner", "shard", "learner_and_shard"],
 )
 def test_killed_roles_come_back(world, killed):
@@ -145,15 +145,15 @@ def test_killed_roles_come_back(world, killed):
     assert again.incarnation > before
   back = max(world.wait_for("started", name, at).time for name in killed)
   world.wait("everybody's part in every fragment", lambda: everybody_takes_part(world, back))
-  check_the_end(world, [m for m in range(LEARNERS) if f"learner/{m}" not in killed])
+  check_the_end(world, [m for m in range(LEARNERS) if f"learner-{m}" not in killed])
   for name in killed:
-    if name.startswith("syncer/"):
+    if name.startswith("syncer-"):
       assert "has from its buddy: fragments" in world.roles[name].said()
 
 
 def test_two_shards_killed_at_once_get_their_values_back_from_the_learners(world):
   """Who holds the only copies of each other is gone; but learners have what they last received."""
-  shards = [f"syncer/{s}" for s in range(SHARDS)]
+  shards = [f"syncer-{s}" for s in range(SHARDS)]
   begin(world)
   at = world.send(KILL, *shards)
   for name in shards:
@@ -161,7 +161,7 @@ def test_two_shards_killed_at_once_get_their_values_back_from_the_learners(world
   check_the_end(world, range(LEARNERS))
 
 
-@pytest.mark.parametrize("name", ["learner/2", "syncer/1"])
+@pytest.mark.parametrize("name", ["learner-2", "syncer-1"])
 @pytest.mark.parametrize("late", [[18_000], [-18_000, 0]], ids=["back", "ahead_and_corrected"])
 def test_killed_roles_come_back_also_when_their_clock_has_stepped(world_of_clocks, name, late):
   world = world_of_clocks
@@ -177,7 +177,7 @@ def test_killed_roles_come_back_also_when_their_clock_has_stepped(world_of_clock
     world.wait("a greater incarnation", again)
     back = again()[0]
     world.wait("its part in every fragment", lambda back=back: everybody_takes_part(world, back))
-  check_the_end(world, [m for m in range(LEARNERS) if f"learner/{m}" != name])
+  check_the_end(world, [m for m in range(LEARNERS) if f"learner-{m}" != name])
 
 
 # --- silent ---------------------------------------------------------------------------------------
@@ -185,37 +185,37 @@ def test_killed_roles_come_back_also_when_their_clock_has_stepped(world_of_clock
 
 def test_a_stopped_learner_goes_on_where_it_was(world):
   begin(world)
-  world.send(STOP, "learner/2")
+  world.send(STOP, "learner-2")
   away(world, 2)
-  goes_on = world.send(GO_ON, "learner/2")
-  world.wait_for("member", "syncer/0", goes_on, learner=2, state="joined")
+  goes_on = world.send(GO_ON, "learner-2")
+  world.wait_for("member", "syncer-0", goes_on, learner=2, state="joined")
   world.wait("its part in every fragment", lambda: everybody_takes_part(world, goes_on))
   check_the_end(world, [0, 1])
 
 
 def test_a_stopped_shard_goes_on_where_it_was(world):
   begin(world)
-  stopped = world.send(STOP, "syncer/1")
+  stopped = world.send(STOP, "syncer-1")
   world.wait(
     "steps for longer than the liveness deadline",
     lambda: all(
-      any(world.find("step", f"learner/{m}", stopped + 2 * LIVENESS_SECONDS))
+      any(world.find("step", f"learner-{m}", stopped + 2 * LIVENESS_SECONDS))
       for m in range(LEARNERS)
     ),
   )
-  assert any(world.find("commit", "syncer/0", stopped + LIVENESS_SECONDS)), "the other one goes on"
-  goes_on = world.send(GO_ON, "syncer/1")
+  assert any(world.find("commit", "syncer-0", stopped + LIVENESS_SECONDS)), "the other one goes on"
+  goes_on = world.send(GO_ON, "syncer-1")
   world.wait("its commits", lambda: everybody_takes_part(world, goes_on, fragments=world.owned(1)))
   check_the_end(world, range(LEARNERS))
 
 
 def test_a_shard_does_not_take_its_own_pause_for_the_silence_of_learners(world):
   begin(world)
-  stopped = world.send(STOP, "syncer/1")
+  stopped = world.send(STOP, "syncer-1")
   time.sleep(3 * LIVENESS_SECONDS)
-  goes_on = world.send(GO_ON, "syncer/1")
+  goes_on = world.send(GO_ON, "syncer-1")
   world.wait("its commits", lambda: everybody_takes_part(world, goes_on, fragments=world.owned(1)))
-  assert not any(world.find("member", "syncer/1", stopped, state="lost"))
+  assert not any(world.find("member", "syncer-1", stopped, state="lost"))
   check_the_end(world, range(LEARNERS))
 
 
@@ -225,34 +225,34 @@ def test_a_partitioned_island_comes_back_when_the_link_heals(world):
   world.cut(2)
   lost = away(world, 2)
   alone = lost + LIVENESS_SECONDS
-  world.wait("steps of the island alone", lambda: any(world.find("step", "learner/2", alone)))
+  world.wait("steps of the island alone", lambda: any(world.find("step", "learner-2", alone)))
   world.heal(2)
   for s in range(SHARDS):
-    world.wait_for("member", f"syncer/{s}", lost, learner=2, state="joined")
+    world.wait_for("member", f"syncer-{s}", lost, learner=2, state="joined")
   world.wait("its part in every fragment", lambda: everybody_takes_part(world, lost))
   check_the_end(world, range(LEARNERS))  # it trained on, alone
 
 
 def test_two_incarnations_of_a_shard_at_once_no_split(world):
   """One is stopped, another takes its place elsewhere, and the first one goes on: it must end."""
-  world.may_fail.add("syncer/1")
+  world.may_fail.add("syncer-1")
   world.put_front(1)
   begin(world)
-  old = max(e.incarnation for e in world.find("started", "syncer/1"))
-  stopped = world.send(STOP, "syncer/1")
+  old = max(e.incarnation for e in world.find("started", "syncer-1"))
+  stopped = world.send(STOP, "syncer-1")
   (url,) = free_urls(1)
-  world.start("syncer/1", f"--bind={url}", after=" anew")
+  world.start("syncer-1", f"--bind={url}", after=" anew")
   world.put_front(1, url)
-  new = world.wait_for("commit", "syncer/1", stopped)
+  new = world.wait_for("commit", "syncer-1", stopped)
   assert new.incarnation > old
-  goes_on = world.send(GO_ON, "syncer/1")
-  assert world.wait_end(["syncer/1"]) == {"syncer/1": 1}
-  said = world.roles["syncer/1"].said()
+  goes_on = world.send(GO_ON, "syncer-1")
+  assert world.wait_end(["syncer-1"]) == {"syncer-1": 1}
+  said = world.roles["syncer-1"].said()
   assert "incarnation" in said and str(new.incarnation) in said
   world.wait(
     "its successor's commits", lambda: everybody_takes_part(world, goes_on, world.owned(1))
   )
-  check_the_end(world, range(LEARNERS), **{"syncer/1": 1})
+  check_the_end(world, range(LEARNERS), **{"syncer-1": 1})
   for event in world.find("apply", after=goes_on):
     if event.fragment in world.owned(1):
       assert event.round >> 24 > old, "somebody heard who may not speak any more"
@@ -263,32 +263,32 @@ def test_two_incarnations_of_a_shard_at_once_no_split(world):
 
 def test_a_learner_beyond_the_planned_number_joins_and_leaves(world):
   begin(world)
-  world.start("learner/7")
-  world.wait_for("joined", "learner/7")
+  world.start("learner-7")
+  world.wait_for("joined", "learner-7")
   world.wait("its part in a commit", lambda: any(7 in e.learners for e in world.find("commit")))
-  asked = world.send(TERMINATE, "learner/7")
-  assert world.wait_end(["learner/7"]) == {"learner/7": 0}
-  (stopped,) = world.find("stopped", "learner/7")
+  asked = world.send(TERMINATE, "learner-7")
+  assert world.wait_end(["learner-7"]) == {"learner-7": 0}
+  (stopped,) = world.find("stopped", "learner-7")
   assert stopped.unmerged_tokens == 0 and "everything it had is merged" in stopped.reason
   for s in range(SHARDS):
-    world.wait_for("member", f"syncer/{s}", asked, learner=7, state="left")
-  trained = sum(e.tokens for e in world.find("step", "learner/7"))
-  assert trained > 0 and not any(world.find("step", "learner/7", asked + LIVENESS_SECONDS))
+    world.wait_for("member", f"syncer-{s}", asked, learner=7, state="left")
+  trained = sum(e.tokens for e in world.find("step", "learner-7"))
+  assert trained > 0 and not any(world.find("step", "learner-7", asked + LIVENESS_SECONDS))
   check_the_end(world, range(LEARNERS))
 
 
 def test_an_older_incarnation_of_a_learner_is_turned_away(world):
   """A host whose clock is late, and one that was stopped while another took its place."""
-  world.may_fail |= {"learner/2 late", "learner/2"}
+  world.may_fail |= {"learner-2 late", "learner-2"}
   begin(world)
-  late = world.start("learner/2", "--late_clock_seconds=1000", after=" late")
+  late = world.start("learner-2", "--late_clock_seconds=1000", after=" late")
   assert world.wait_end([late.name]) == {late.name: 1}
-  assert "may not speak any more" in late.said() and "learner/2 is here already" in late.said()
-  stopped = world.send(STOP, "learner/2")
-  world.start("learner/2", after=" anew")
-  joined = world.wait_for("joined", "learner/2", stopped)
-  world.send(GO_ON, "learner/2")
-  assert world.wait_end(["learner/2"]) == {"learner/2": 1}
-  old = world.roles["learner/2"].said()
-  assert "a newer incarnation of learner/2 is here" in old and str(joined.incarnation) in old
-  check_the_end(world, [0, 1], **{late.name: 1, "learner/2": 1})
+  assert "may not speak any more" in late.said() and "learner-2 is here already" in late.said()
+  stopped = world.send(STOP, "learner-2")
+  world.start("learner-2", after=" anew")
+  joined = world.wait_for("joined", "learner-2", stopped)
+  world.send(GO_ON, "learner-2")
+  assert world.wait_end(["learner-2"]) == {"learner-2": 1}
+  old = world.roles["learner-2"].said()
+  assert "a newer incarnation of learner-2 is here" in old and str(joined.incarnation) in old
+  check_the_end(world, [0, 1], **{late.name: 1, "learner-2": 1})

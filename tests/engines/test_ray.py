@@ -103,7 +103,7 @@ def marked(mark: str) -> list[str]:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
   folder = tmp_path_factory.mktemp("ray")
-  kill = {"action": "kill", "role": "learner/1", "at_step": 150, "seconds": 0.0}
+  kill = {"action": "kill", "role": "learner-1", "at_step": 150, "seconds": 0.0}
   # With a quorum of two, training starts with both, and is not over before both are back.
   config = tiny(steps=800, sync={"num_shards": 1, "min_quorum": 2}, chaos={"faults": [kill]})
   (folder / "config.json").write_text(config.to_json())
@@ -139,7 +139,7 @@ def test_after_the_kill_of_an_actor_the_run_finishes(run):
 @pytest.mark.slow
 def test_ray_started_it_again_and_the_survivor_never_waited(run):
   _, workdir, said, _ = run
-  assert [e.target for e in events_of(workdir, "restart")] == ["learner/1"], said
+  assert [e.target for e in events_of(workdir, "restart")] == ["learner-1"], said
   assert [e.reason for e in events_of(workdir, "exit")] == ["killed by plan, back in 0 s"]
   first, second = events_of(workdir, "joined", "learner-1")
   assert second.incarnation > first.incarnation

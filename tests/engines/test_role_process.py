@@ -63,7 +63,7 @@ def quick(monkeypatch):
 
 @pytest.fixture
 def make(tmp_path):
-  def runner(address="learner/3", http="", bind="", **network) -> RoleRunner:
+  def runner(address="learner-3", http="", bind="", **network) -> RoleRunner:
     config = from_dict({"network": network, "sync": {"num_shards": 2}})
     return RoleRunner(address, config, RoleSpec(tmp_path / "r", "r", SYNCERS, bind=bind, http=http))
 
@@ -88,21 +88,21 @@ def test_a_role_that_ends_by_itself(make, capsys):
     assert runner.run(lambda: FINISHED) == FINISHED
     assert runner.run(lambda: LOST) == LOST
   assert (
-    f"learner/3: starts in run 'r', incarnation {runner.incarnation}" in capsys.readouterr().out
+    f"learner-3: starts in run 'r', incarnation {runner.incarnation}" in capsys.readouterr().out
   )
 
 
 def test_it_dials_every_shard_and_a_shard_its_buddy(make):
   with make() as runner:
     endpoint = runner.dial()
-    assert endpoint.dialed == {"syncer/0": SYNCERS[0], "syncer/1": SYNCERS[1]}
-    assert (endpoint.address, endpoint.bind) == ("learner/3", None)
+    assert endpoint.dialed == {"syncer-0": SYNCERS[0], "syncer-1": SYNCERS[1]}
+    assert (endpoint.address, endpoint.bind) == ("learner-3", None)
     assert endpoint.run.run_id == "r" and len(endpoint.run.plan_id) == 16
     assert endpoint.run.max_payload_bytes == 12 * max(runner.plan.sizes)
   assert endpoint.closed_with == runner.config.network.drain_seconds
-  with make("syncer/1", bind=SYNCERS[1]) as runner:
+  with make("syncer-1", bind=SYNCERS[1]) as runner:
     endpoint = runner.listen(1)
-    assert endpoint.dialed == {"syncer/0": SYNCERS[0]} and endpoint.bind == SYNCERS[1]
+    assert endpoint.dialed == {"syncer-0": SYNCERS[0]} and endpoint.bind == SYNCERS[1]
 
 
 def test_a_port_that_is_taken_ends_the_shard(make, monkeypatch, capsys):
@@ -110,7 +110,7 @@ def test_a_port_that_is_taken_ends_the_shard(make, monkeypatch, capsys):
     raise OSError("Address already in use")
 
   monkeypatch.setattr(role_process, "NetworkEndpoint", taken)
-  with make("syncer/0", bind=SYNCERS[0]) as runner:
+  with make("syncer-0", bind=SYNCERS[0]) as runner:
     assert runner.run(lambda: runner.listen(0)) == LOST
   assert f"cannot listen at {SYNCERS[0]}" in capsys.readouterr().out
 
@@ -123,17 +123,19 @@ def test_a_role_whose_messages_are_dropped_says_so_now_and_then(make, capsys, tm
 
     def role() -> int:
       for count in range(1, 50):
-        drops[0] = (count, "clock is out of range")
+        drops[0] = (count, "global_step is out of range")
         time.sleep(0.005)
       return FINISHED
 
     assert runner.run(role) == FINISHED
   out = capsys.readouterr().out
-  assert "messages of this role: clock is out of range" in out and "syncer/0 has dropped" in out
-  assert out.count("syncer/0 has dropped") < 20, "not a line for each"
+  assert (
+    "messages of this role: global_step is out of range" in out and "syncer-0 has dropped" in out
+  )
+  assert out.count("syncer-0 has dropped") < 20, "not a line for each"
   events = [e for e in read_events(tmp_path / "r") if e.kind == "dropped"]
-  assert {e.peer for e in events} == {"syncer/0", "syncer/1"}
-  assert all(e.reason == "clock is out of range" and e.count > 0 for e in events)
+  assert {e.peer for e in events} == {"syncer-0", "syncer-1"}
+  assert all(e.reason == "global_step is out of range" and e.count > 0 for e in events)
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGTERM, 0), (signal.SIGINT, INTERRUPTED)])
@@ -172,7 +174,7 @@ def test_a_second_interrupt_ends_at_once(make, capsys):
 def test_a_fenced_role_ends_and_says_so(make, capsys):
   with make() as runner:
     endpoint = runner.dial()
-    endpoint.fenced = "a newer incarnation of learner/3 is here"
+    endpoint.fenced = "a newer incarnation of learner-3 is here"
     assert runner.run(until(runner)) == LOST
     assert endpoint.woken
   out = capsys.readouterr().out
@@ -187,7 +189,7 @@ def test_who_reaches_nobody_gives_up(make, capsys):
     assert runner.run(until(runner)) == LOST
     assert time.monotonic() - began >= 0.2
   out = capsys.readouterr().out
-  assert "has reached no shard for 0.2 s: syncer/0 is connecting (nobody there)" in out
+  assert "has reached no shard for 0.2 s: syncer-0 is connecting (nobody there)" in out
   assert "Fix: check --syncers" in out
 
 
@@ -228,7 +230,7 @@ def test_a_role_that_starts_again_is_a_new_incarnation(make, tmp_path):
   assert [e.incarnation for e in read_events(tmp_path / "r")] == [first, runner.incarnation]
 
 
-def test_restarts_continue_the_runs_clock(make, tmp_path):
+def test_restarts_continue_the_runs_time(make, tmp_path):
   with make() as runner:
     runner.recorder.record(events.Started())
   with make() as again:
@@ -258,36 +260,36 @@ def test_probes_tell_what_it_waits_for(make, capsys):
   with make(http="127.0.0.1:0") as runner:
     url = capsys.readouterr().out.split("probes at ")[1].split()[0]
     runner.stopped()
-    runner.ready = lambda: "syncer/1 is connecting"
-    wait_for(lambda: "syncer/1" in ask(f"{url}/readyz")[1])
+    runner.ready = lambda: "syncer-1 is connecting"
+    wait_for(lambda: "syncer-1" in ask(f"{url}/readyz")[1])
     assert ask(f"{url}/readyz")[0] == 503 and ask(f"{url}/livez")[0] == 200
-    runner.ready, runner.progress = lambda: "", lambda: "clock 7"
+    runner.ready, runner.progress = lambda: "", lambda: "global step 7"
     wait_for(lambda: ask(f"{url}/readyz")[0] == 200)
     runner.dial()
     status = json.loads(ask(f"{url}/status")[1])
-    assert status["role"] == "learner/3" and status["progress"] == "clock 7"
-    assert status["links"]["syncer/0"]["state"] == "up"
+    assert status["role"] == "learner-3" and status["progress"] == "global step 7"
+    assert status["links"]["syncer-0"]["state"] == "up"
 
 
 def test_lines_of_progress_and_at_once_what_matters(make, capsys):
   with make() as runner:
     runner.ready = lambda: "compiling"
-    wait_for(lambda: "learner/3: waits: compiling" in capsys.readouterr().out)
-    runner.ready, runner.progress = lambda: "", lambda: "clock 7"
-    wait_for(lambda: "learner/3: clock 7" in capsys.readouterr().out)
-    runner.recorder.record(events.Joined(clock=5, seconds=1.0))
-    assert "island 3 joined at clock 5" in capsys.readouterr().out
+    wait_for(lambda: "learner-3: waits: compiling" in capsys.readouterr().out)
+    runner.ready, runner.progress = lambda: "", lambda: "global step 7"
+    wait_for(lambda: "learner-3: global step 7" in capsys.readouterr().out)
+    runner.recorder.record(events.Joined(global_step=5, seconds=1.0))
+    assert "island 3 joined at global step 5" in capsys.readouterr().out
     runner.recorder.record(
-      events.Step(step=1, clock=6, position=5, tokens=1, seconds=1.0, gap_seconds=1.0)
+      events.Step(step=1, global_step=6, position=5, tokens=1, seconds=1.0, gap_seconds=1.0)
     )
     assert "step" not in capsys.readouterr().out
 
 
 def test_unreached_names_who_and_why():
   links = {
-    "syncer/1": {"state": "refused", "reason": "another run"},
-    "syncer/0": {"state": "up", "reason": ""},
-    "syncer/2": {"state": "connecting", "reason": ""},
+    "syncer-1": {"state": "refused", "reason": "another run"},
+    "syncer-0": {"state": "up", "reason": ""},
+    "syncer-2": {"state": "connecting", "reason": ""},
   }
-  assert unreached(links) == "syncer/1 is refused (another run); syncer/2 is connecting"
+  assert unreached(links) == "syncer-1 is refused (another run); syncer-2 is connecting"
   assert unreached({}) == ""

@@ -78,11 +78,11 @@ class World:
     place = self.place(bind=bind)
     each = role_process.connect(self.config, self.plan, place, address, incarnation)
     if not bind:
-      each.dial("syncer/0", self.url)
+      each.dial("syncer-0", self.url)
     self.open.append(each)
     return each
 
-  def runner(self, address="learner/0", workdir="run", bind="") -> RoleRunner:
+  def runner(self, address="learner-0", workdir="run", bind="") -> RoleRunner:
     return RoleRunner(address, self.config, self.place(workdir, bind))
 
   def close(self):
@@ -104,7 +104,7 @@ def is_up(endpoint, peer: str) -> bool:
 def join(runner: RoleRunner) -> int:
   """A role that is done as soon as it is let in; `live`s on until then."""
   endpoint = runner.dial()
-  while not is_up(endpoint, "syncer/0"):
+  while not is_up(endpoint, "syncer-0"):
     runner.stopped()
     runner.pause(0.005)
   for _ in range(20):  # what is wrong with its number is seen by then
@@ -118,40 +118,40 @@ def join(runner: RoleRunner) -> int:
 
 def test_a_role_whose_clock_steps_back_by_hours_is_let_in_again(world, clocks, capsys):
   """Its former life is dead; it knows nothing of it, as on another host."""
-  shard = world.endpoint("syncer/0", NOW)
-  former = world.endpoint("learner/0", NOW)
-  wait_for(lambda: is_up(shard, "learner/0") and is_up(former, "syncer/0"))
+  shard = world.endpoint("syncer-0", NOW)
+  former = world.endpoint("learner-0", NOW)
+  wait_for(lambda: is_up(shard, "learner-0") and is_up(former, "syncer-0"))
   former.close(0)
   clocks.here = NOW - 5 * HOUR
   with world.runner() as runner:
     assert runner.incarnation == NOW - 5 * HOUR
     assert runner.run(lambda: join(runner)) == FINISHED, capsys.readouterr().out
     assert runner.incarnation == NOW + 1
-  assert shard._io_thread._admission.accepted["learner/0"].incarnation == NOW + 1
+  assert shard._io_thread._admission.accepted["learner-0"].incarnation == NOW + 1
 
 
 def test_a_live_twin_is_not_pushed_out_by_one_whose_clock_is_late(world, clocks, capsys):
-  shard = world.endpoint("syncer/0", NOW)
-  live = world.endpoint("learner/0", NOW)
-  wait_for(lambda: is_up(shard, "learner/0") and is_up(live, "syncer/0"))
+  shard = world.endpoint("syncer-0", NOW)
+  live = world.endpoint("learner-0", NOW)
+  wait_for(lambda: is_up(shard, "learner-0") and is_up(live, "syncer-0"))
   clocks.here = NOW - 5 * HOUR
   with world.runner() as runner:
     assert runner.run(lambda: join(runner)) == LOST
   out = capsys.readouterr().out
   assert (
-    "may not speak any more" in out and f"incarnation {NOW} of learner/0 is here already" in out
+    "may not speak any more" in out and f"incarnation {NOW} of learner-0 is here already" in out
   )
-  assert not live.fenced and is_up(live, "syncer/0")
+  assert not live.fenced and is_up(live, "syncer-0")
 
 
 def test_a_role_that_is_let_in_by_who_forgot_it_still_grows(world, clocks):
   """The shard has restarted and knows nothing; the learner's own log does."""
-  shard = world.endpoint("syncer/0", NOW)
+  shard = world.endpoint("syncer-0", NOW)
   with world.runner() as runner:
     runner.recorder.record(events.Started())
     runner.run(lambda: join(runner))
   shard.close(0)
-  world.endpoint("syncer/0", NOW + 60)
+  world.endpoint("syncer-0", NOW + 60)
   clocks.here = NOW - 3 * HOUR
   with world.runner() as again:
     assert again.incarnation == NOW - 3 * HOUR
@@ -160,14 +160,14 @@ def test_a_role_that_is_let_in_by_who_forgot_it_still_grows(world, clocks):
 
 
 def test_a_shard_whose_clock_steps_back_comes_after_its_former_lives(world, clocks):
-  with world.runner("syncer/0", bind=world.url) as shard:
+  with world.runner("syncer-0", bind=world.url) as shard:
     shard.recorder.record(events.Started())
     assert shard.incarnation == NOW
   clocks.here = NOW - 10 * HOUR
-  with world.runner("syncer/0", bind=world.url) as again:
+  with world.runner("syncer-0", bind=world.url) as again:
     assert again.incarnation == NOW + 1
   # On another host it learns of them from what they left: a fragment's round names the life.
-  with world.runner("syncer/0", "elsewhere", world.url) as moved:
+  with world.runner("syncer-0", "elsewhere", world.url) as moved:
     assert moved.incarnation == NOW - 10 * HOUR
     lives = []
 
@@ -185,36 +185,36 @@ def test_a_shard_whose_clock_steps_back_comes_after_its_former_lives(world, cloc
 def test_a_number_from_a_clock_that_was_hours_ahead_locks_nobody_out(world, clocks):
   """Let in, and exceeded after the correction, by the role itself and by those it meets."""
   clocks.here = NOW + 10 * HOUR
-  with world.runner("syncer/0", bind=world.url) as wrong:
+  with world.runner("syncer-0", bind=world.url) as wrong:
     wrong.recorder.record(events.Started())
   clocks.here = NOW
-  with world.runner("syncer/0", bind=world.url) as corrected:
+  with world.runner("syncer-0", bind=world.url) as corrected:
     assert corrected.incarnation == NOW + 10 * HOUR + 1
-    knows, new = world.endpoint("learner/0", NOW), world.endpoint("learner/1", NOW)
+    knows, new = world.endpoint("learner-0", NOW), world.endpoint("learner-1", NOW)
     endpoint = corrected.listen(0)
     for learner in (knows, new):
-      wait_for(lambda learner=learner: is_up(learner, "syncer/0"))
+      wait_for(lambda learner=learner: is_up(learner, "syncer-0"))
     assert corrected.incarnation == endpoint.incarnation
 
 
 def test_a_learner_believes_no_shard_from_the_future_and_a_shard_no_learner(world, clocks):
   far = NOW + 2 * FUTURE_SECONDS
-  world.endpoint("syncer/0", far)
-  learner = world.endpoint("learner/0", NOW)
-  wait_for(lambda: learner.links()["syncer/0"]["state"] == "refused")
-  assert "48 h ahead of the clock" in learner.links()["syncer/0"]["reason"]
+  world.endpoint("syncer-0", far)
+  learner = world.endpoint("learner-0", NOW)
+  wait_for(lambda: learner.links()["syncer-0"]["state"] == "refused")
+  assert "48 h ahead of the clock" in learner.links()["syncer-0"]["reason"]
   assert not learner.fenced
-  clocks.hosts["learner/0"] = far  # this host's clock was the wrong one: nothing need be restarted
-  wait_for(lambda: is_up(learner, "syncer/0"))
+  clocks.hosts["learner-0"] = far  # this host's clock was the wrong one: nothing need be restarted
+  wait_for(lambda: is_up(learner, "syncer-0"))
 
 
 def test_who_is_refused_for_its_clock_is_let_in_when_that_is_corrected(world, clocks):
-  world.endpoint("syncer/0", NOW)
-  learner = world.endpoint("learner/0", NOW + 2 * FUTURE_SECONDS)
-  wait_for(lambda: learner.links()["syncer/0"]["state"] == "refused")
-  assert "Fix: set the clock that is wrong" in learner.links()["syncer/0"]["reason"]
-  again = world.endpoint("learner/0", NOW)
-  wait_for(lambda: is_up(again, "syncer/0"))
+  world.endpoint("syncer-0", NOW)
+  learner = world.endpoint("learner-0", NOW + 2 * FUTURE_SECONDS)
+  wait_for(lambda: learner.links()["syncer-0"]["state"] == "refused")
+  assert "Fix: set the clock that is wrong" in learner.links()["syncer-0"]["reason"]
+  again = world.endpoint("learner-0", NOW)
+  wait_for(lambda: is_up(again, "syncer-0"))
 
 
 def test_a_number_nobody_can_have_let_in_binds_nobody(tmp_path):
@@ -254,7 +254,7 @@ def test_what_is_read_of_a_log_is_its_end(tmp_path, monkeypatch):
   with Recorder(tmp_path, "learner-0", 5, 0.0) as recorder:
     recorder.record(events.Started())
     for _ in range(100):
-      recorder.record(events.Restart(target="learner/0"))
+      recorder.record(events.Restart(target="learner-0"))
   monkeypatch.setattr(role_spec, "TAIL_BYTES", 200)
   assert newest(tmp_path, NOW, "learner-0") == 5
 

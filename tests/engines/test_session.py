@@ -51,10 +51,10 @@ def train(config: Config, workdir: Path) -> tuple[dict, list[Event]]:
 def chaos(tmp_path_factory):
   faults = [
     # These two are over when the kills strike, so that there are survivors nothing else happens to.
-    {"action": "stall", "role": "learner/2", "at_step": 20, "seconds": 0.1},
-    {"action": "slow", "role": "learner/0", "at_step": 20, "seconds": 0.1, "factor": 2.0},
-    {"action": "kill", "role": "learner/1", "at_step": 120, "seconds": 0.3},
-    {"action": "kill", "role": "syncer/0", "at_step": 130, "seconds": 0.2},
+    {"action": "stall", "role": "learner-2", "at_step": 20, "seconds": 0.1},
+    {"action": "slow", "role": "learner-0", "at_step": 20, "seconds": 0.1, "factor": 2.0},
+    {"action": "kill", "role": "learner-1", "at_step": 120, "seconds": 0.3},
+    {"action": "kill", "role": "syncer-0", "at_step": 130, "seconds": 0.2},
   ]
   workdir = tmp_path_factory.mktemp("run") / "chaos"
   config = make_config(3, 300, chaos={"faults": faults}, run={"compare_alone": True})
@@ -66,9 +66,9 @@ def test_the_chaotic_run_finishes_and_everybody_came_back(chaos):
   assert summary["reason"] == summary["finished"] == "finished"
   struck = [(e.target, e.action) for e in events if e.kind == "fault"]
   assert sorted(struck) == [
-    ("learner/0", "slow"), ("learner/1", "kill"), ("learner/2", "stall"), ("syncer/0", "kill"),
+    ("learner-0", "slow"), ("learner-1", "kill"), ("learner-2", "stall"), ("syncer-0", "kill"),
   ]  # fmt: skip
-  assert {e.target for e in events if e.kind == "restart"} == {"learner/1", "syncer/0"}
+  assert {e.target for e in events if e.kind == "restart"} == {"learner-1", "syncer-0"}
   rejoined = next(
     e for e in events
     if (e.kind, e.role, e.incarnation) == ("joined", "learner-1", 1)
@@ -80,7 +80,7 @@ def test_the_chaotic_run_finishes_and_everybody_came_back(chaos):
     if e.kind == "commit":
       assert e.version == newest.get(e.fragment, 0) + 1
       newest[e.fragment] = e.version
-  down, back = struck_at(events, "learner/1"), rejoined.time
+  down, back = struck_at(events, "learner-1"), rejoined.time
   for m in (0, 2):
     steps = [e for e in events if e.kind == "step" and e.role == f"learner-{m}"]
     assert sum(down < e.time < back for e in steps) > 5, "survivors go on while it is down"
@@ -150,7 +150,7 @@ def test_islands_of_one_run_may_differ(tmp_path):
     "2": {"devices": 4, "data": 2, "fsdp": 1, "tensor": 2},
   }
   # One pace for all: here they share two cores, and who is much slower than others is never merged.
-  islands = {"overrides": overrides, "pace_seconds": 0.2}
+  islands = {"overrides": overrides, "min_step_seconds": 0.2}
   config = make_config(3, 60, islands=islands, run={"sample_tokens": 0})
   summary, events = train(config, tmp_path)
   started = {e.role: e for e in events if e.kind == "started" and e.mesh}

@@ -44,7 +44,8 @@ def end_of(engine: threads.ThreadsEngine) -> dict[str, bytes]:
   found = {}
   for fragment in engine.plan.fragments:
     c = engine._store.load(fragment.index)
-    for name, array in {"value": c.value, "view": c.view, "momentum": c.momentum}.items():
+    for name in ("value", "published_value", "momentum"):
+      array = getattr(c, name)
       found[f"{name} {fragment.index}"] = array.tobytes()
   for m, island in engine.islands.items():
     found |= {f"learner {m} {n}": np.asarray(a).tobytes() for n, a in island.capture().items()}
@@ -54,7 +55,7 @@ def end_of(engine: threads.ThreadsEngine) -> dict[str, bytes]:
 def steps_of(workdir: Path) -> dict[tuple, tuple]:
   """What each learner's batches gave."""
   steps = [e for e in read_events(workdir) if e.kind == "step"]
-  return {(e.role, e.position): (e.clock, e.loss) for e in steps}
+  return {(e.role, e.position): (e.global_step, e.loss) for e in steps}
 
 
 @pytest.mark.timeout(400)
@@ -169,7 +170,7 @@ def killed(process: subprocess.Popen[bytes]) -> None:
 def test_a_run_goes_on_with_other_numbers_of_learners_and_shards(tmp_path):
   sync = {"num_shards": 2, "num_fragments": 3, "snapshot_steps": 20}
   # At a pace that lets the first run live until somebody else has tried to train in it.
-  run = Run(tmp_path, real.tiny(400, pace_seconds=0.02, sync=sync, checkpoint={"keep": 3}))
+  run = Run(tmp_path, real.tiny(400, min_step_seconds=0.02, sync=sync, checkpoint={"keep": 3}))
   first = run.train()
   try:
     run.until_saved(first, 2)

@@ -10,7 +10,7 @@ import shutil
 
 import pytest
 
-from ddiloco.checkpoint import records, restore
+from ddiloco.checkpoint import restore, signed_json
 from ddiloco.checkpoint.restore import Unfounded
 from ddiloco.checkpoint.snapshots import Storage
 from ddiloco.config import Config, ConfigError
@@ -33,7 +33,7 @@ def corpus() -> data.Corpus:
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch):
-  monkeypatch.setattr(records, "PAUSES_SECONDS", ())
+  monkeypatch.setattr(signed_json, "PAUSES_SECONDS", ())
   monkeypatch.setattr(restore, "warn", lambda text: None)
 
 
@@ -73,8 +73,8 @@ def storage_of(workdir) -> Storage:
 
 
 def soon_over(workdir, config: Config) -> Config:
-  clock = max(e.clock for e in read_events(workdir) if e.kind == "step")
-  run = dataclasses.replace(config.run, total_tokens=2 * (clock + 60) * TOKENS)
+  global_step = max(e.global_step for e in read_events(workdir) if e.kind == "step")
+  run = dataclasses.replace(config.run, total_tokens=2 * (global_step + 60) * TOKENS)
   return dataclasses.replace(config, run=run)
 
 
@@ -232,7 +232,7 @@ def test_the_newest_event_is_found_from_the_end_whatever_a_kill_has_torn(tmp_pat
   log, other = tmp_path / "events" / "syncer-0.jsonl", tmp_path / "events" / "syncer-1.jsonl"
   assert newest_event(tmp_path, events.Snapshot) is None
   log.write_text("")
-  more = '"roles":[],"seconds":1.0'
+  more = f'"roles":[],"seconds":1.0,"format":{events.LOG_FORMAT}'
   lines = [
     f'{{"time":{n},"role":"syncer-0","kind":"snapshot","snapshot":{n},{more}}}\n' for n in (1, 2)
   ]

@@ -91,7 +91,7 @@ def test_a_role_nobody_can_hear_still_gives_up(role):
 
 
 def test_a_duty_that_fails_is_said_once_and_has_its_next_turn(capsys):
-  guard, turns = Guard("who looks after learner/0"), []
+  guard, turns = Guard("who looks after learner-0"), []
 
   def duty(turn: int) -> str:
     turns.append(turn)
@@ -102,7 +102,7 @@ def test_a_duty_that_fails_is_said_once_and_has_its_next_turn(capsys):
   assert [guard(duty, turn, instead="later") for turn in range(4)] == ["later"] * 3 + ["done"]
   assert turns == [0, 1, 2, 3] and guard.failures == 3
   err = capsys.readouterr().err
-  assert err.count("WARNING: who looks after learner/0: duty failed") == 1
+  assert err.count("WARNING: who looks after learner-0: duty failed") == 1
   assert "no space left" in err and "Traceback" in err
 
 
@@ -134,12 +134,12 @@ def test_an_attendant_without_streams_still_guards(monkeypatch, tmp_path):
     raise RuntimeError("the role's state changed while it was read")
 
   with role_process.RoleRunner(
-    "learner/0", from_dict({"sync": {"num_shards": 1}}), place
+    "learner-0", from_dict({"sync": {"num_shards": 1}}), place
   ) as runner:
     runner.ready = ready
     endpoint = runner.dial()
     wait_for(lambda: len(looks) > 5, "looks")
-    endpoint.endpoint.fenced = "a newer incarnation of learner/0 is here"
+    endpoint.endpoint.fenced = "a newer incarnation of learner-0 is here"
     assert runner.run(until(runner)) == role_process.LOST
 
 
@@ -152,7 +152,7 @@ def test_a_child_starts_also_where_nothing_can_be_logged(tmp_path, capsys):
 
   (tmp_path / "logs").write_text("in the way")
   command = [sys.executable, "-S", "-c", "raise SystemExit(3)"]
-  child = Child("learner/3", command, tmp_path, spawn)
+  child = Child("learner-3", command, tmp_path, spawn)
   child.start()
   status = wait_for(lambda: child.poll(), "its end")
   assert child.bury(status) == f"exit status 3: see {child.log}" and not child.running
@@ -164,12 +164,12 @@ def test_a_child_starts_also_where_nothing_can_be_logged(tmp_path, capsys):
 def test_last_words_of_a_log_of_months_are_its_end(tmp_path):
   from ddiloco.engines.children import Child, spawn
 
-  child = Child("learner/3", [], tmp_path, spawn)
+  child = Child("learner-3", [], tmp_path, spawn)
   child.log.parent.mkdir()
   with child.log.open("wb") as file:
     file.truncate(1 << 40)  # a sparse file of a terabyte
     file.seek(0, 2)
-    file.write(b"\n[0:01] learner/3: crashed: no cable\n")
+    file.write(b"\n[0:01] learner-3: crashed: no cable\n")
   assert child.last_words() == "crashed: no cable"
 
 

@@ -29,7 +29,7 @@ def begin(tmp_path, config, *arguments: str, module: str = "ddiloco"):
 
 def drained(tmp_path, engine: str):
   """A run that SIGTERM ended in the middle: (status, outcome, events)."""
-  config = tiny(10**7, pace_seconds=0.02, sync={"snapshot_steps": 20})
+  config = tiny(10**7, min_step_seconds=0.02, sync={"snapshot_steps": 20})
   run, log = begin(tmp_path, config, "train", f"--engine={engine}"), tmp_path / "log"
   try:
     wait_for(lambda: events_of(tmp_path / "run", "snapshot"), "a snapshot", run, log)

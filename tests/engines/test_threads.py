@@ -65,7 +65,7 @@ class HostIsland(HostParams):
       self.trouble[self.made]()
     return {"loss": 1.0}
 
-  def cut(self, fragment: int):
+  def copy_out(self, fragment: int):
     piece = self._plan.fragments[fragment]
     return [v.copy() for v in (self.params[p.name] for p in piece.pieces)]
 
@@ -78,7 +78,7 @@ class HostIsland(HostParams):
 
   def apply(self, fragment: int, staged: np.ndarray, keep: float) -> None:
     if keep:
-      staged = np.float32(keep) * self.to_host(self.cut(fragment), fragment) + staged
+      staged = np.float32(keep) * self.to_host(self.copy_out(fragment), fragment) + staged
     super().apply(fragment, staged, 0.0)
 
   def params_on_host(self) -> dict[str, np.ndarray]:
@@ -162,10 +162,10 @@ def assert_versions_never_go_back(ran: Ran) -> None:
 @pytest.fixture(scope="module")
 def chaos(corpus, tmp_path_factory) -> Ran:
   faults = [
-    fault("kill", "learner/1", 60, seconds=0.6),
-    fault("kill", "syncer/0", 100, seconds=0.3),
-    fault("stall", "learner/2", 150, seconds=0.4),
-    fault("slow", "learner/0", 200, seconds=0.3, factor=3.0),
+    fault("kill", "learner-1", 60, seconds=0.6),
+    fault("kill", "syncer-0", 100, seconds=0.3),
+    fault("stall", "learner-2", 150, seconds=0.4),
+    fault("slow", "learner-0", 200, seconds=0.3, factor=3.0),
   ]
   config = make_config(steps=300, chaos={"faults": faults})
   return Ran(config, corpus, tmp_path_factory.mktemp("chaos"))
@@ -174,10 +174,10 @@ def chaos(corpus, tmp_path_factory) -> Ran:
 def test_kills_a_stall_and_slowness_and_the_run_still_finishes(chaos):
   assert chaos.outcome.reason == "finished"
   assert [(e.target, e.action) for e in chaos.of("fault")] == [
-    ("learner/1", "kill"), ("syncer/0", "kill"), ("learner/2", "stall"), ("learner/0", "slow"),
+    ("learner-1", "kill"), ("syncer-0", "kill"), ("learner-2", "stall"), ("learner-0", "slow"),
   ]  # fmt: skip
-  assert [e.target for e in chaos.of("exit")] == ["learner/1", "syncer/0"]
-  assert {e.target for e in chaos.of("restart")} == {"learner/1", "syncer/0"}
+  assert [e.target for e in chaos.of("exit")] == ["learner-1", "syncer-0"]
+  assert {e.target for e in chaos.of("restart")} == {"learner-1", "syncer-0"}
   joined = [e.incarnation for e in chaos.of("joined", "learner-1")]
   assert joined == [0, 1]
   assert [e.incarnation for e in chaos.of("started", "syncer-0")] == [0, 1]
@@ -223,18 +223,18 @@ def test_the_result_is_what_the_learners_ended_with(chaos):
 def storm(corpus, tmp_path_factory) -> Ran:
   """Everything that can happen to messages, a cut region, and an island that comes and goes."""
   faults = [
-    fault("drop", "learner/0", 20, seconds=0.4, share=0.5),
-    fault("delay", "learner/1", 30, seconds=0.4, delay_seconds=0.05),
-    fault("duplicate", "syncer/0", 40, seconds=0.4, share=0.5),
-    fault("reorder", "learner/2", 50, seconds=0.4, share=0.5, delay_seconds=0.1),
-    fault("corrupt", "learner/0", 60, seconds=0.4, share=0.5),
-    fault("throttle", "learner/1", 70, seconds=0.4, bits_per_second=1e6),
-    fault("join", "learner/3", 60, seconds=2.0),
-    fault("join", "learner/4", 80, seconds=-1),
-    fault("cut", "region/east", 100, seconds=1.0),
-    fault("poison", "learner/0", 140, seconds=1.0, factor=1e30),
+    fault("drop", "learner-0", 20, seconds=0.4, share=0.5),
+    fault("delay", "learner-1", 30, seconds=0.4, delay_seconds=0.05),
+    fault("duplicate", "syncer-0", 40, seconds=0.4, share=0.5),
+    fault("reorder", "learner-2", 50, seconds=0.4, share=0.5, delay_seconds=0.1),
+    fault("corrupt", "learner-0", 60, seconds=0.4, share=0.5),
+    fault("throttle", "learner-1", 70, seconds=0.4, bits_per_second=1e6),
+    fault("join", "learner-3", 60, seconds=2.0),
+    fault("join", "learner-4", 80, seconds=-1),
+    fault("cut", "region-east", 100, seconds=1.0),
+    fault("poison", "learner-0", 140, seconds=1.0, factor=1e30),
   ]
-  regions = {"east": ["learner/1", "syncer/1"]}
+  regions = {"east": ["learner-1", "syncer-1"]}
   config = make_config(steps=600, chaos={"faults": faults, "regions": regions})
   return Ran(config, corpus, tmp_path_factory.mktemp("storm"))
 
@@ -242,14 +242,14 @@ def storm(corpus, tmp_path_factory) -> Ran:
 def test_a_storm_is_survived_without_a_crash_a_block_or_a_lost_round(storm):
   assert storm.outcome.reason == "finished"
   struck = {(e.action, e.target) for e in storm.of("fault")}
-  assert len(struck) == 11 and {("cut", "learner/1"), ("cut", "syncer/1")} <= struck
+  assert len(struck) == 11 and {("cut", "learner-1"), ("cut", "syncer-1")} <= struck
   assert [getattr(each, "reason", each) for each in unplanned(storm.events)] == []
   assert lost_rounds(storm.events) == []
   assert_versions_never_go_back(storm)
   assert sum(e.blocked_seconds for e in storm.of("step")) == 0
   assert longest_stall_seconds(storm.events) < 1.0
   back = {r.target for r in recoveries(storm.events) if r.seconds == r.seconds}
-  assert {"learner/0", "learner/1", "learner/2", "learner/4", "syncer/0", "syncer/1"} <= back
+  assert {"learner-0", "learner-1", "learner-2", "learner-4", "syncer-0", "syncer-1"} <= back
 
 
 def test_corrupt_messages_are_counted_and_poison_is_rejected(storm):
@@ -290,7 +290,7 @@ def test_a_crash_is_restarted_after_a_pause_that_doubles(corpus, tmp_path):
   trouble = [(1, 10, raises(OSError("cable"))), (1, 20, raises(OSError("cable again")))]
   ran = Ran(make_config(steps=150), corpus, tmp_path, trouble)
   assert ran.outcome.reason == "finished"
-  assert ran.exits("learner/1") == ["OSError: cable", "OSError: cable again"]
+  assert ran.exits("learner-1") == ["OSError: cable", "OSError: cable again"]
   exits = [e.time for e in ran.of("exit")]
   restarts = [e.time for e in ran.of("restart")]
   pauses = [after - before for before, after in zip(exits, restarts)]
@@ -307,7 +307,7 @@ def test_a_role_that_always_crashes_is_given_up_and_the_others_go_on(corpus, tmp
   config = make_config(steps=100, run={"max_restarts": 2, "restart_seconds": 0.02})
   ran = Ran(config, corpus, tmp_path, always(2))
   assert ran.outcome.reason == "finished"
-  assert ran.exits("learner/2") == ["ValueError: broken"] * 3
+  assert ran.exits("learner-2") == ["ValueError: broken"] * 3
   assert len(ran.of("restart")) == 2
   assert_versions_never_go_back(ran)
 
@@ -331,14 +331,14 @@ def test_when_all_learners_give_up_the_run_has_failed_and_keeps_what_it_has(
 
 
 def test_who_is_killed_for_good_stays_away_and_the_rest_finishes(corpus, tmp_path):
-  faults = [fault("kill", "learner/0", 30, seconds=-1)]
+  faults = [fault("kill", "learner-0", 30, seconds=-1)]
   ran = Ran(make_config(steps=100, chaos={"faults": faults}), corpus, tmp_path)
   assert ran.outcome.reason == "finished"
   assert not ran.of("restart")
   assert 0 < ran.outcome.steps[0] < 60 and ran.outcome.steps[1] > 100
 
 
-@pytest.mark.parametrize("target, quorum", [("syncer/1", 1), ("learner/0", 3)])
+@pytest.mark.parametrize("target, quorum", [("syncer-1", 1), ("learner-0", 3)])
 def test_a_run_that_can_never_end_any_more_ends_at_once(corpus, tmp_path, target, quorum):
   """A shard gone for good never merges again; nor do too few learners for a quorum."""
   faults = [fault("kill", target, 30, seconds=-1)]
@@ -364,8 +364,8 @@ def test_a_poisoned_island_is_rejected_quarantined_and_starts_afresh(corpus, tmp
   reasons = {r for e in ran.of("commit") + ran.of("abandoned") for r in e.rejected.values()}
   assert reasons and all("not finite" in r for r in reasons)
   assert "quarantined" in {e.state for e in ran.of("member", "syncer")}
-  assert len(ran.exits("learner/1")) >= 1
-  assert ran.exits("learner/1")[0].startswith("quarantined: ")
+  assert len(ran.exits("learner-1")) >= 1
+  assert ran.exits("learner-1")[0].startswith("quarantined: ")
   assert ran.islands[1].lives >= 2
   assert all(np.isfinite(v).all() for v in ran.outcome.params.values())
   assert np.isfinite(ran.islands[1].params["final_norm/scale"]).all(), "it was healed"
@@ -373,7 +373,7 @@ def test_a_poisoned_island_is_rejected_quarantined_and_starts_afresh(corpus, tmp
 
 
 def test_stopping_keeps_what_is_there(corpus, tmp_path):
-  faults = [fault("stall", "learner/1", 5, seconds=3600.0)]
+  faults = [fault("stall", "learner-1", 5, seconds=3600.0)]
   config = make_config(steps=10**6, chaos={"faults": faults})
   started = time.monotonic()
   ran = Ran(config, corpus, tmp_path, stop_after=lambda e: e.kind == "step" and e.step > 60)

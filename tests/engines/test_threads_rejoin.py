@@ -85,7 +85,7 @@ def test_a_learner_comes_back_on_other_devices_bit_by_bit(chain, restored, tmp_p
   *before, last = chain
   for mesh in before:
     assert run(on_mesh(mesh, 10**6), tmp_path) == "stopped"
-  steps = max(e.clock for e in read_events(tmp_path) if e.kind == "step")
+  steps = max(e.global_step for e in read_events(tmp_path) if e.kind == "step")
   assert run(on_mesh(last, steps + 60), tmp_path, to_the_end=True) == "finished"
 
   events = [e for e in read_events(tmp_path) if e.role == "learner-0"]
@@ -116,7 +116,7 @@ def assert_goes_on(events, came_back) -> None:
   """Steps are made from where the part was recorded, and rounds only go up."""
   for event in came_back:
     step = next(e for e in events if e.kind == "step" and e.incarnation == event.incarnation)
-    assert step.clock >= 20 * event.snapshot - 8, "the clock is the run's"
+    assert step.global_step >= 20 * event.snapshot - 8, "the global step is the run's"
   commits = [e for e in events if e.kind == "commit"]
   for p in (0, 1):
     rounds = [e.round for e in commits if e.fragment == p]
@@ -147,7 +147,7 @@ class Story(Ran):
 
     trouble = [(self.victim, step, happens) for step in range(1, 20_000)]
     super().__init__(config, corpus, workdir, trouble, stop_after=self.over)
-    assert self.outcome.reason == "stopped" and len(self.exits(f"learner/{self.victim}")) == 1
+    assert self.outcome.reason == "stopped" and len(self.exits(f"learner-{self.victim}")) == 1
 
   def over(self, event) -> bool:
     role = f"learner-{self.victim}"
@@ -186,7 +186,7 @@ def test_fresh_warms_up_only_in_the_middle_of_a_run(corpus, tmp_path):
   assert not [e for e in first if e.rate_scale != 1.0], "the schedule has a warm-up of its own"
   scales = [e.rate_scale for e in second]
   assert scales[:8] == [(i + 1) / 8 for i in range(8)] and set(scales[8:]) == {1.0}
-  assert second[0].clock > 50, "the clock is the run's"
+  assert second[0].global_step > 50, "the global step is the run's"
 
 
 def test_no_warm_up_if_it_is_switched_off(corpus, tmp_path):
@@ -198,7 +198,7 @@ def test_no_warm_up_if_it_is_switched_off(corpus, tmp_path):
 def test_a_quarantined_learner_never_begins_with_its_own_part(corpus, tmp_path):
   """What it saved before it was found out is there, and would be found."""
   ran = Story(corpus, tmp_path, poison, learners=2, rejoin="own")
-  assert ran.exits("learner/1")[0].startswith("quarantined: ")
+  assert ran.exits("learner-1")[0].startswith("quarantined: ")
   assert ran.of("saved", "learner-1") and not ran.of("restored", "learner-1")
   assert ran.islands[1].lives == 2
   again = ran.lives("step")[1]
@@ -226,8 +226,8 @@ def first_run(corpus, workdir) -> tuple[Config, Storage]:
 
 def shorter(config: Config, workdir, steps: int = 100, **sync) -> Config:
   """The same run, to end soon."""
-  clock = max(e.clock for e in read_events(workdir) if e.kind == "step")
-  run = dataclasses.replace(config.run, total_tokens=2 * (clock + steps) * TOKENS)
+  global_step = max(e.global_step for e in read_events(workdir) if e.kind == "step")
+  run = dataclasses.replace(config.run, total_tokens=2 * (global_step + steps) * TOKENS)
   return dataclasses.replace(config, run=run, sync=dataclasses.replace(config.sync, **sync))
 
 
@@ -239,7 +239,7 @@ def test_a_state_that_is_none_is_named_and_that_learner_starts_afresh(
   roles = storage.manifest(newest)["parts"]
   assert "learner-1" in roles
   part = storage.load(newest, "learner-1")
-  broken = {**part.state, "learner": {**part.state["learner"], "clock": None}}
+  broken = {**part.state, "learner": {**part.state["learner"], "global_step": None}}
   storage.save(newest, "learner-1", part.incarnation, broken, part.arrays)
   storage.commit(newest, roles)
   said = []
@@ -248,7 +248,7 @@ def test_a_state_that_is_none_is_named_and_that_learner_starts_afresh(
   assert ran.outcome.reason == "finished"
   assert [e.role for e in ran.of("restored")] == ["learner-0"]
   assert len(said) == 1 and f"learner-1: its part of snapshot {newest} does not fit" in said[0]
-  assert "$.learner.clock" in said[0]
+  assert "$.learner.global_step" in said[0]
 
 
 def test_snapshots_of_another_plan_are_named_and_the_run_is_refused(corpus, tmp_path, monkeypatch):

@@ -90,13 +90,13 @@ class World:
   def begin(self) -> None:
     """Starts all shards and learners of the config."""
     for shard in range(self.config.sync.num_shards):
-      self.start(f"syncer/{shard}", f"--bind={self.urls[shard]}")
+      self.start(f"syncer-{shard}", f"--bind={self.urls[shard]}")
     for learner in range(self.config.islands.num_learners):
-      self.start(f"learner/{learner}")
+      self.start(f"learner-{learner}")
 
   def start(self, address: str, *flags: str, after: str = "") -> Role:
     """Starts a role; `after` tells a second process of the same address from the first."""
-    kind, _, number = address.partition("/")
+    kind, _, number = address.partition("-")
     links = self._links.get(int(number), []) if kind == "learner" else []
     urls = [f"tcp://{link.host}:{link.port}" for link in links] or list(self.urls)
     for shard, front in self._fronts.items():
@@ -108,7 +108,7 @@ class World:
       *flags,
     ]
     name = address + after
-    log = self._folder / "logs" / f"{name.replace('/', '-')}.log"
+    log = self._folder / "logs" / f"{name}.log"
     role = self.roles[name] = Role(name, command, log, spawn(command, log))
     return role
 
@@ -174,9 +174,8 @@ class World:
 
   def find(self, kind: str, role: str = "", after: float = -1.0, **fields: object) -> Iterator:
     """Events of a kind, in the order they were read."""
-    name = role.replace("/", "-")
     for event in self.events:
-      ours = event.kind == kind and event.role == (name or event.role)
+      ours = event.kind == kind and event.role == (role or event.role)
       same = all(getattr(event, key, None) == value for key, value in fields.items())
       if ours and same and event.time > after:
         yield event

@@ -1,4 +1,4 @@
-"""This room's tests refuse silent rank promotion."""
+"""This package's tests refuse silent rank promotion."""
 
 import jax
 import pytest

@@ -1,4 +1,4 @@
-"""Small models, and a mesh layout, that several tests of this room use."""
+"""Small models, and a mesh layout, that several tests of this package use."""
 
 from __future__ import annotations
 

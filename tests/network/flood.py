@@ -22,11 +22,11 @@ SESSION = b"floods!!"
 
 
 def main(url: str, keys: str, run_id: str, plan_id: str, learner: int, fragments: int) -> None:
-  address, incarnation = f"learner/{learner}", seconds_since_2020()
+  address, incarnation = f"learner-{learner}", seconds_since_2020()
   socket = zmq.Context().socket(zmq.DEALER)
   socket.setsockopt(zmq.ROUTING_ID, control_route(SESSION))
   if keys:
-    Keys.load(Path(keys), address).unlock(socket, "syncer/0")
+    Keys.load(Path(keys), address).unlock(socket, "syncer-0")
   socket.connect(url)
   greeting = frames.Greeting(run_id, plan_id, address, incarnation, SESSION, b"", 0, 1 << 20, 1)
   socket.send(frames.encode(greeting))

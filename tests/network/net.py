@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ddiloco.config import NetworkConfig
-from ddiloco.network.endpoint import NetworkEndpoint, Run
+from ddiloco.network.endpoint import NetworkEndpoint, RunIdentity
 from ddiloco.network.keys import Keys, make_keys
 
 QUICK = NetworkConfig(chunk_bytes=1 << 16, hello_seconds=0.1, patience_seconds=0.3)
@@ -28,7 +28,7 @@ class Net:
     secure: bool = False,
     settings: NetworkConfig = QUICK,
   ):
-    self.run = Run(run_id, plan_id, max_payload_bytes=1 << 30, queue_bytes=max_bulk_bytes)
+    self.run = RunIdentity(run_id, plan_id, max_payload_bytes=1 << 30, queue_bytes=max_bulk_bytes)
     self.settings = settings
     self.endpoints: dict[str, NetworkEndpoint] = {}
     self.all: list[NetworkEndpoint] = []
@@ -51,7 +51,7 @@ class Net:
       incarnation,
       dataclasses.replace(self.run, **changes),
       self.settings,
-      bind=self.url(address) if address.startswith("syncer/") else None,
+      bind=self.url(address) if address.startswith("syncer-") else None,
       keys=keys,
     )
     self.all.append(endpoint)
@@ -59,16 +59,16 @@ class Net:
 
   def connect(self, address: str) -> NetworkEndpoint:
     incarnation = self._incarnations[address] = self._incarnations.get(address, -1) + 1
-    if address.startswith("syncer/") and address in self.endpoints:
+    if address.startswith("syncer-") and address in self.endpoints:
       self.endpoints[address].close()  # or its ports are taken
     endpoint = self.endpoints[address] = self.open(address, incarnation)
-    if not address.startswith("syncer/"):
-      endpoint.dial("syncer/0", self.url("syncer/0"))
-    shard = self.endpoints.get("syncer/0")
+    if not address.startswith("syncer-"):
+      endpoint.dial("syncer-0", self.url("syncer-0"))
+    shard = self.endpoints.get("syncer-0")
     if shard is not None:
       for each in self.endpoints.values():
         if each is not shard:
-          self.wait_up(each, "syncer/0")
+          self.wait_up(each, "syncer-0")
     return endpoint
 
   def wait_up(self, endpoint: NetworkEndpoint, peer: str) -> None:

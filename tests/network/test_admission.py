@@ -27,7 +27,7 @@ from tests import says
 from tests.network.net import QUICK, Net
 
 SECONDS = 20.0
-SYNCER = "syncer/0"
+SYNCER = "syncer-0"
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "keys"])
@@ -53,42 +53,42 @@ def file_of(net: Net, address: str) -> Path:
 
 @pytest.mark.parametrize("how", ["removed", "replaced"])
 def test_a_key_that_is_no_longer_listed_is_cut_off_while_its_connection_is_open(net, how):
-  shard, learner, other = (net.connect(a) for a in (SYNCER, "learner/0", "learner/1"))
+  shard, learner, other = (net.connect(a) for a in (SYNCER, "learner-0", "learner-1"))
   learner.send(SYNCER, says.hello(0, 0))
   assert shard.receive(SECONDS)
-  file = file_of(net, "learner/0")
+  file = file_of(net, "learner-0")
   kept = file.read_text()
   if how == "removed":
     file.unlink()
   else:
     make_keys(Path(net._folder.name) / "new", learners=1, shards=0)
-    shutil.copy(public_file(Path(net._folder.name) / "new", "learner/0"), file)
+    shutil.copy(public_file(Path(net._folder.name) / "new", "learner-0"), file)
   net.wait_until(lambda: learner.links()[SYNCER]["state"] == "refused")
-  assert "the key of learner/0 is not listed" in learner.links()[SYNCER]["reason"]
+  assert "the key of learner-0 is not listed" in learner.links()[SYNCER]["reason"]
   assert not learner.fenced, "nobody else has its place"
-  assert list(shard.links()) == ["learner/1"] and shard.counters.refused
+  assert list(shard.links()) == ["learner-1"] and shard.counters.refused
   learner.send(SYNCER, says.hello(0, 0))
   other.send(SYNCER, says.hello(1, 0))
-  assert shard.receive(SECONDS)[0] == "learner/1"
+  assert shard.receive(SECONDS)[0] == "learner-1"
   assert shard.receive(0.2) is None
 
   file.write_text(kept)
   net.wait_up(learner, SYNCER)
-  assert shard.receive(SECONDS)[0] == "learner/0", "what it had to say, it says when it may again"
+  assert shard.receive(SECONDS)[0] == "learner-0", "what it had to say, it says when it may again"
 
 
 def test_a_folder_of_keys_that_is_away_for_a_moment_cuts_nobody_off(net):
-  shard, learner = net.connect(SYNCER), net.connect("learner/0")
+  shard, learner = net.connect(SYNCER), net.connect("learner-0")
   folder = Path(net._folder.name)
   (folder / "public").rename(folder / "away")
   assert shard.receive(2.5) is None
   learner.send(SYNCER, says.hello(0, 0))
-  assert shard.receive(SECONDS)[0] == "learner/0" and shard.counters.refused == 0
+  assert shard.receive(SECONDS)[0] == "learner-0" and shard.counters.refused == 0
   (folder / "away").rename(folder / "public")
 
 
 def test_a_shard_whose_key_cannot_be_read_for_a_moment_is_dialed_again(net, monkeypatch):
-  shard, learner = net.connect(SYNCER), net.open("learner/0", 0)
+  shard, learner = net.connect(SYNCER), net.open("learner-0", 0)
   tried = threading.Event()
 
   def unreadable(keys, server):
@@ -107,7 +107,7 @@ def test_a_shard_whose_key_cannot_be_read_for_a_moment_is_dialed_again(net, monk
 
 def test_a_shard_whose_key_was_replaced_is_not_spoken_to_any_more(net, monkeypatch):
   monkeypatch.setattr("ddiloco.network.io_thread.KEYS_SECONDS", 0.2)
-  shard, learner = net.connect(SYNCER), net.connect("learner/0")
+  shard, learner = net.connect(SYNCER), net.connect("learner-0")
   folder = Path(net._folder.name)
   make_keys(folder / "new", learners=0, shards=1)
   shutil.copy(public_file(folder / "new", SYNCER), file_of(net, SYNCER))
@@ -118,14 +118,14 @@ def test_a_shard_whose_key_was_replaced_is_not_spoken_to_any_more(net, monkeypat
   shard.close()
   shutil.copy(secret_file(folder / "new", SYNCER), secret_file(folder, SYNCER))
   again = net.open(SYNCER, 1)
-  assert again.receive(SECONDS)[0] == "learner/0"
+  assert again.receive(SECONDS)[0] == "learner-0"
 
 
 # --- what is dropped is said ----------------------------------------------------------------------
 
 
 def test_a_role_whose_frames_are_dropped_is_told_so_and_why(any_net):
-  shard, learner = any_net.connect(SYNCER), any_net.connect("learner/0")
+  shard, learner = any_net.connect(SYNCER), any_net.connect("learner-0")
   assert learner.links()[SYNCER]["drops"] == (0, "")
 
   def damaged(header: bytes) -> bytes:
@@ -139,13 +139,13 @@ def test_a_role_whose_frames_are_dropped_is_told_so_and_why(any_net):
   assert shard.receive(SECONDS)[1] == says.hello(0, 0)
   any_net.wait_until(lambda: learner.links()[SYNCER]["drops"][0] == 10)
   assert "CRC" in learner.links()[SYNCER]["drops"][1]
-  shard.send("learner/0", says.pull(0, 0, 0, 0, 1, 0), damaged)
+  shard.send("learner-0", says.pull(0, 0, 0, 0, 1, 0), damaged)
   assert learner.receive(0.5) is None
-  any_net.wait_until(lambda: shard.links()["learner/0"]["drops"][0] == 1)
+  any_net.wait_until(lambda: shard.links()["learner-0"]["drops"][0] == 1)
 
 
 def test_a_message_of_another_incarnation_than_was_greeted_is_dropped_and_its_sender_told(any_net):
-  shard, learner = any_net.open(SYNCER, 4), any_net.open("learner/0", 7)
+  shard, learner = any_net.open(SYNCER, 4), any_net.open("learner-0", 7)
   learner.dial(SYNCER, any_net.url(SYNCER))
   any_net.wait_up(learner, SYNCER)
   payload = np.zeros(100, np.uint8)
@@ -158,7 +158,7 @@ def test_a_message_of_another_incarnation_than_was_greeted_is_dropped_and_its_se
   any_net.wait_until(lambda: learner.links()[SYNCER]["drops"][0] == 6)
   assert "greeted as incarnation 7" in learner.links()[SYNCER]["drops"][1]
   for incarnation in (3, 5, 4):
-    shard.send("learner/0", says.pull(0, incarnation, 7, 0, 1, 0))
+    shard.send("learner-0", says.pull(0, incarnation, 7, 0, 1, 0))
   assert learner.receive(SECONDS)[1].incarnation == 4
   assert learner.counters.malformed == 2
 
@@ -175,12 +175,12 @@ def test_a_peer_that_does_not_read_costs_no_memory_for_ever():
     for option, value in ((zmq.RCVHWM, 1), (zmq.RCVBUF, 4096), (zmq.ROUTING_ID, b"c" + session)):
       peer.setsockopt(option, value)
     peer.connect(net.url(SYNCER))
-    greeting = frames.Greeting("run", "plan", "learner/0", 0, session, b"", 0, 1 << 16, 1)
+    greeting = frames.Greeting("run", "plan", "learner-0", 0, session, b"", 0, 1 << 16, 1)
     peer.send(frames.encode(greeting))
-    net.wait_until(lambda: shard.links().get("learner/0", {}).get("state") == "up")
+    net.wait_until(lambda: shard.links().get("learner-0", {}).get("state") == "up")
     large = Recovered(0, 0, 0, tuple(range(50_000)))
     for _ in range(2000):
-      shard.send("learner/0", large)
+      shard.send("learner-0", large)
       peer.send(frames.encode(frames.Beat()))  # and is not silent
     net.wait_until(lambda: shard.counters.undelivered > 300)
   context.term()
@@ -195,11 +195,11 @@ from ddiloco.config import NetworkConfig
 from ddiloco.network.endpoint import NetworkEndpoint, Run
 from tests.network.test_endpoint import push
 url, settings = sys.argv[1], NetworkConfig(**json.loads(sys.argv[2]))
-learner = NetworkEndpoint("learner/0", 0, Run("run", "plan", 1 << 30, 1 << 30), settings)
-learner.dial("syncer/0", url)
-while learner.links()["syncer/0"]["state"] != "up":
+learner = NetworkEndpoint("learner-0", 0, Run("run", "plan", 1 << 30, 1 << 30), settings)
+learner.dial("syncer-0", url)
+while learner.links()["syncer-0"]["state"] != "up":
   learner.receive(0.01)
-learner.send("syncer/0", push(1, 2_000_000))
+learner.send("syncer-0", push(1, 2_000_000))
 sys.stdin.readline()
 print(learner.counters.undelivered)
 learner.close()
@@ -221,7 +221,7 @@ def test_a_process_that_was_stopped_does_not_take_its_own_pause_for_its_peers_si
     try:
       net.wait_until(lambda: link.bytes.forward > 500_000)
       process.send_signal(signal.SIGSTOP)
-      net.wait_until(lambda: "silent" in shard.links()["learner/0"]["reason"])
+      net.wait_until(lambda: "silent" in shard.links()["learner-0"]["reason"])
       assert shard.receive(1.5) is None
       process.send_signal(signal.SIGCONT)
       arrived = shard.receive(SECONDS)
@@ -284,8 +284,8 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 from tests import says
 from tests.network.net import Net
 net = Net("run", "plan", secure=sys.argv[1] == "keys")
-shard, early = net.connect("syncer/0"), net.connect("learner/0")
-print(net.url("syncer/0"), flush=True)
+shard, early = net.connect("syncer-0"), net.connect("learner-0")
+print(net.url("syncer-0"), flush=True)
 sys.stdin.readline()  # they all have come
 deadline = time.monotonic() + 20.0
 while True:  # a burst may have them all, until it is cut off a moment later
@@ -297,7 +297,7 @@ while True:  # a burst may have them all, until it is cut off a moment later
   assert time.monotonic() < deadline, "no descriptors are left for files"
   time.sleep(0.01)
 print("comes", net._folder.name if net._folder else "", flush=True)
-early.send("syncer/0", says.hello(0, 0))
+early.send("syncer-0", says.hello(0, 0))
 for _ in range(2):
   sender, _, _ = shard.receive(60.0)
   shard.send(sender, says.pull(0, 0, 0, 0, 1, 0))
@@ -315,14 +315,14 @@ from tests.network.net import QUICK
 from ddiloco.network.endpoint import NetworkEndpoint, Run
 from ddiloco.network.keys import Keys
 port, folder = sys.argv[1], sys.argv[2]
-keys = Keys.load(pathlib.Path(folder), "learner/1") if folder else None
-learner = NetworkEndpoint("learner/1", 0, Run("run", "plan", 1 << 30, 1 << 30), QUICK, keys=keys)
-learner.dial("syncer/0", f"tcp://127.0.0.1:{port}")
+keys = Keys.load(pathlib.Path(folder), "learner-1") if folder else None
+learner = NetworkEndpoint("learner-1", 0, Run("run", "plan", 1 << 30, 1 << 30), QUICK, keys=keys)
+learner.dial("syncer-0", f"tcp://127.0.0.1:{port}")
 deadline = time.monotonic() + 40.0
-while learner.links()["syncer/0"]["state"] != "up":
+while learner.links()["syncer-0"]["state"] != "up":
   assert time.monotonic() < deadline, learner.links()
   time.sleep(0.01)
-learner.send("syncer/0", says.hello(1, 0))
+learner.send("syncer-0", says.hello(1, 0))
 print(learner.receive(20.0).sender, flush=True)
 learner.close(linger_seconds=0)
 """
@@ -365,7 +365,7 @@ def test_hundreds_of_idle_connections_keep_no_member_out_and_leave_room_for_file
     comes, _, folder = shard.stdout.readline().strip().partition(" ")
     assert comes == "comes", shard.communicate()[1]
     said, wrong = start(LATE, port, folder).communicate(timeout=100)
-    assert said == "syncer/0\n", wrong
+    assert said == "syncer-0\n", wrong
     said, wrong = shard.communicate("\n", timeout=60)
     assert said.startswith("fine"), wrong
     assert int(said.split()[1]) < 200

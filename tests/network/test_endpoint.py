@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ddiloco.chaos.proxy import Link
 from ddiloco.config import NetworkConfig
 from ddiloco.network import frames
-from ddiloco.network.handshake import Run, control_route, objection, seconds_since_2020
+from ddiloco.network.handshake import RunIdentity, control_route, objection, seconds_since_2020
 from ddiloco.network.io_thread import MAX_QUEUED
 from ddiloco.network.peers import Dialed
 from ddiloco.protocol.messages import Goodbye, Hello, Push, RequestMoments
@@ -60,68 +60,68 @@ def hello(incarnation: int = 0) -> Hello:
 
 
 def test_a_shard_restarted_on_the_same_address_is_found_again(net):
-  first, learner = net.connect("syncer/0"), net.connect("learner/0")
-  learner.send("syncer/0", hello())
+  first, learner = net.connect("syncer-0"), net.connect("learner-0")
+  learner.send("syncer-0", hello())
   assert first.receive(SECONDS)
   first.close()
-  second = net.open("syncer/0", incarnation=1)
-  net.wait_until(lambda: second.links().get("learner/0", {}).get("state") == "up")
-  learner.send("syncer/0", hello())
-  assert second.receive(SECONDS)[:2] == ("learner/0", hello())
-  second.send("learner/0", says.pull(0, 1, 0, 0, 7, 0))
+  second = net.open("syncer-0", incarnation=1)
+  net.wait_until(lambda: second.links().get("learner-0", {}).get("state") == "up")
+  learner.send("syncer-0", hello())
+  assert second.receive(SECONDS)[:2] == ("learner-0", hello())
+  second.send("learner-0", says.pull(0, 1, 0, 0, 7, 0))
   assert learner.receive(SECONDS)[1].round == 7
 
 
 def test_a_restarted_shard_does_not_wait_for_what_was_meant_for_the_one_before(net):
-  first, learner = net.connect("syncer/0"), net.connect("learner/0")
+  first, learner = net.connect("syncer-0"), net.connect("learner-0")
   first.close()
   for number in (1, 2):
-    learner.send("syncer/0", push(number, 1000))
-  second = net.open("syncer/0", incarnation=1)
+    learner.send("syncer-0", push(number, 1000))
+  second = net.open("syncer-0", incarnation=1)
   net.wait_until(lambda: learner.counters.undelivered == 2)
-  learner.send("syncer/0", push(3, 1000))
+  learner.send("syncer-0", push(3, 1000))
   arrived = second.receive(SECONDS)
   assert arrived and arrived[1].round == 3
 
 
 def test_the_older_of_two_learners_is_told_that_it_is_fenced(net):
-  net.connect("syncer/0")
-  old, new = net.open("learner/0", 4), net.open("learner/0", 5)
+  net.connect("syncer-0")
+  old, new = net.open("learner-0", 4), net.open("learner-0", 5)
   for endpoint in (old, new):
-    endpoint.dial("syncer/0", net.url("syncer/0"))
+    endpoint.dial("syncer-0", net.url("syncer-0"))
   net.wait_until(lambda: old.fenced)
   assert "incarnation" in old.fenced
   assert "5" in old.fenced
-  net.wait_up(new, "syncer/0")
+  net.wait_up(new, "syncer-0")
   assert not new.fenced
-  late = net.open("learner/0", 5)
-  late.dial("syncer/0", net.url("syncer/0"))
+  late = net.open("learner-0", 5)
+  late.dial("syncer-0", net.url("syncer-0"))
   net.wait_until(lambda: late.fenced)
   assert old.receive(0) is None
 
 
 @pytest.mark.parametrize("field, value", [("run_id", "another"), ("plan_id", "another")])
 def test_another_run_is_refused_with_a_reason(net, field, value):
-  shard = net.connect("syncer/0")
-  stranger = net.open("learner/0", 0, **{field: value})
-  stranger.dial("syncer/0", net.url("syncer/0"))
-  net.wait_until(lambda: stranger.links()["syncer/0"]["state"] == "refused")
-  assert "another" in stranger.links()["syncer/0"]["reason"]
-  stranger.send("syncer/0", hello())
+  shard = net.connect("syncer-0")
+  stranger = net.open("learner-0", 0, **{field: value})
+  stranger.dial("syncer-0", net.url("syncer-0"))
+  net.wait_until(lambda: stranger.links()["syncer-0"]["state"] == "refused")
+  assert "another" in stranger.links()["syncer-0"]["reason"]
+  stranger.send("syncer-0", hello())
   assert shard.receive(0.2) is None
   assert shard.counters.refused >= 1
 
 
 def test_why_greetings_are_refused():
-  run = Run("run", "plan", 100, 100)
-  good = frames.Greeting("run", "plan", "learner/3", 7, b"12345678", b"", 0, 1 << 20, 2)
+  run = RunIdentity("run", "plan", 100, 100)
+  good = frames.Greeting("run", "plan", "learner-3", 7, b"12345678", b"", 0, 1 << 20, 2)
   assert objection(run, good, None, None) == ("", False)
-  assert objection(run, good, "learner/3", None) == ("", False)
+  assert objection(run, good, "learner-3", None) == ("", False)
   assert objection(run, good, None, (b"12345678", 7)) == ("", False), "the same endpoint again"
   assert objection(run, good, None, (b"87654321", 6)) == ("", False), "a newer incarnation"
   ahead = seconds_since_2020() + 100_000
   for changes, owner, known, words in [
-    ({}, "learner/2", None, "belongs to learner/2"),
+    ({}, "learner-2", None, "belongs to learner-2"),
     ({}, None, (b"87654321", 7), "is here already"),
     ({}, None, (b"87654321", 8), "is here already"),
     ({"run_id": "b"}, None, None, "this is run 'run', not 'b'"),
@@ -137,16 +137,16 @@ def test_why_greetings_are_refused():
 
 
 def test_a_partition_heals_and_nothing_is_lost(net, link_to):
-  shard = net.connect("syncer/0")
-  link, url = link_to(net.url("syncer/0"), bits_per_second=200e6)
-  learner = net.open("learner/0", 0)
-  learner.dial("syncer/0", url)
-  net.wait_up(learner, "syncer/0")
+  shard = net.connect("syncer-0")
+  link, url = link_to(net.url("syncer-0"), bits_per_second=200e6)
+  learner = net.open("learner-0", 0)
+  learner.dial("syncer-0", url)
+  net.wait_up(learner, "syncer-0")
   message = push(1, 8_000_000)
-  learner.send("syncer/0", message)
+  learner.send("syncer-0", message)
   net.wait_until(lambda: link.bytes.forward > 1_000_000)
   link.cut()
-  learner.send("syncer/0", hello(0))
+  learner.send("syncer-0", hello(0))
   assert shard.receive(0.5) is None
   link.heal()
   got = [shard.receive(SECONDS)[1] for _ in range(2)]
@@ -156,13 +156,13 @@ def test_a_partition_heals_and_nothing_is_lost(net, link_to):
 
 
 def test_broken_connections_are_made_again_and_a_fragment_goes_on_where_it_was(net):
-  shard = net.connect("syncer/0")
-  host, port = net.url("syncer/0").removeprefix("tcp://").split(":")
-  learner, message = net.open("learner/0", 0), push(1, 6_000_000)
+  shard = net.connect("syncer-0")
+  host, port = net.url("syncer-0").removeprefix("tcp://").split(":")
+  learner, message = net.open("learner-0", 0), push(1, 6_000_000)
   with Link((host, int(port)), bits_per_second=100e6) as link:
-    learner.dial("syncer/0", f"tcp://127.0.0.1:{link.port}")
-    net.wait_up(learner, "syncer/0")
-    learner.send("syncer/0", message)
+    learner.dial("syncer-0", f"tcp://127.0.0.1:{link.port}")
+    net.wait_up(learner, "syncer-0")
+    learner.send("syncer-0", message)
     net.wait_until(lambda: link.bytes.forward > 3_000_000)
   with Link((host, int(port)), listen=("127.0.0.1", link.port)) as again:
     _, received, _ = shard.receive(SECONDS)
@@ -171,34 +171,34 @@ def test_broken_connections_are_made_again_and_a_fragment_goes_on_where_it_was(n
 
 
 def test_a_shard_that_has_moved_is_dialed_again(net):
-  here, there = net.connect("syncer/0"), net.open("syncer/1", 0)
-  learner = net.connect("learner/0")
+  here, there = net.connect("syncer-0"), net.open("syncer-1", 0)
+  learner = net.connect("learner-0")
   here.close()
-  moved = net.urls["syncer/0"] = net.urls["syncer/1"]
+  moved = net.urls["syncer-0"] = net.urls["syncer-1"]
   there.close()
-  shard = net.open("syncer/0", 1)
-  learner.dial("syncer/0", moved)
-  net.wait_until(lambda: shard.links().get("learner/0", {}).get("state") == "up")
-  learner.send("syncer/0", hello())
-  assert shard.receive(SECONDS)[:2] == ("learner/0", hello())
+  shard = net.open("syncer-0", 1)
+  learner.dial("syncer-0", moved)
+  net.wait_until(lambda: shard.links().get("learner-0", {}).get("state") == "up")
+  learner.send("syncer-0", hello())
+  assert shard.receive(SECONDS)[:2] == ("learner-0", hello())
 
 
 def test_bulk_data_does_not_starve_heartbeats_at_10_mbit_s(net, link_to):
   """The link is kept busy for as long as it takes: control goes there and back beside it."""
-  shard = net.connect("syncer/0")
-  _, url = link_to(net.url("syncer/0"), bits_per_second=10e6)
-  learner = net.open("learner/0", 0)
-  learner.dial("syncer/0", url)
-  net.wait_up(learner, "syncer/0")
-  learner.send("syncer/0", push(1, 4_000_000))  # 3.2 s of this link
+  shard = net.connect("syncer-0")
+  _, url = link_to(net.url("syncer-0"), bits_per_second=10e6)
+  learner = net.open("learner-0", 0)
+  learner.dial("syncer-0", url)
+  net.wait_up(learner, "syncer-0")
+  learner.send("syncer-0", push(1, 4_000_000))  # 3.2 s of this link
   started = time.monotonic()
   round_trips = []
   for number in range(20):
     before = time.monotonic()
-    learner.send("syncer/0", RequestMoments(0, 0, (number,)))
+    learner.send("syncer-0", RequestMoments(0, 0, (number,)))
     _, message, _ = shard.receive(SECONDS)
     assert message == RequestMoments(0, 0, (number,)), "the fragment came first"
-    shard.send("learner/0", says.pull(0, 0, 0, 0, number, 0))
+    shard.send("learner-0", says.pull(0, 0, 0, 0, number, 0))
     assert learner.receive(SECONDS)[1].round == number
     round_trips.append(time.monotonic() - before)
   assert time.monotonic() - started < 2.5
@@ -214,20 +214,20 @@ def test_bulk_data_does_not_starve_heartbeats_at_10_mbit_s(net, link_to):
 def test_a_member_that_is_slow_by_seconds_is_still_in(link_to, secure):
   """Everything between it and the shard takes a second and a half, and so does every answer."""
   net = Net("run", "plan", secure=secure, settings=NetworkConfig())
-  shard = net.connect("syncer/0")
-  _, url = link_to(net.url("syncer/0"), delay_seconds=1.5)
-  learner, message = net.open("learner/0", 0), push(1, 300_000)
-  learner.dial("syncer/0", url)
-  net.wait_until(lambda: learner.links()["syncer/0"]["state"] == "up", patience_seconds=60.0)
-  learner.send("syncer/0", hello())
-  learner.send("syncer/0", message)
+  shard = net.connect("syncer-0")
+  _, url = link_to(net.url("syncer-0"), delay_seconds=1.5)
+  learner, message = net.open("learner-0", 0), push(1, 300_000)
+  learner.dial("syncer-0", url)
+  net.wait_until(lambda: learner.links()["syncer-0"]["state"] == "up", patience_seconds=60.0)
+  learner.send("syncer-0", hello())
+  learner.send("syncer-0", message)
   # Control and fragments have connections of their own, and either may be up first.
   arrived = {type(each): each for each in (shard.receive(SECONDS)[1], shard.receive(SECONDS)[1])}
   assert arrived[Hello] == hello()
   assert arrived[Push].payload.tobytes() == message.payload.tobytes()
-  shard.send("learner/0", says.pull(0, 0, 0, 0, 7, 0))
+  shard.send("learner-0", says.pull(0, 0, 0, 0, 7, 0))
   assert learner.receive(SECONDS)[1].round == 7
-  assert learner.links()["syncer/0"]["state"] == shard.links()["learner/0"]["state"] == "up"
+  assert learner.links()["syncer-0"]["state"] == shard.links()["learner-0"]["state"] == "up"
   assert not learner.counters.undelivered and not shard.counters.undelivered
   net.close()
 
@@ -235,20 +235,20 @@ def test_a_member_that_is_slow_by_seconds_is_still_in(link_to, secure):
 def test_a_silent_peer_costs_no_memory_for_ever(link_to):
   quick = dataclasses.replace(QUICK, silence_seconds=1.0)
   net = Net("run", "plan", settings=quick)
-  net.connect("syncer/0")
-  link, url = link_to(net.url("syncer/0"))
-  learner = net.open("learner/0", 0)
-  learner.dial("syncer/0", url)
-  net.wait_up(learner, "syncer/0")
+  net.connect("syncer-0")
+  link, url = link_to(net.url("syncer-0"))
+  learner = net.open("learner-0", 0)
+  learner.dial("syncer-0", url)
+  net.wait_up(learner, "syncer-0")
   link.cut()
-  learner.send("syncer/0", push(1, 1_000_000))
+  learner.send("syncer-0", push(1, 1_000_000))
   net.wait_until(lambda: learner.counters.undelivered)
-  assert learner.links()["syncer/0"]["queued_bytes"] == 0
-  assert "silent" in learner.links()["syncer/0"]["reason"]
+  assert learner.links()["syncer-0"]["queued_bytes"] == 0
+  assert "silent" in learner.links()["syncer-0"]["reason"]
   link.heal()
-  net.wait_up(learner, "syncer/0")
-  shard = net.endpoints["syncer/0"]
-  learner.send("syncer/0", push(2, 1_000_000))
+  net.wait_up(learner, "syncer-0")
+  shard = net.endpoints["syncer-0"]
+  learner.send("syncer-0", push(2, 1_000_000))
   message = shard.receive(SECONDS)[1]
   if message.round == 1:  # what had left already when the link was cut arrives when it heals
     message = shard.receive(SECONDS)[1]
@@ -259,11 +259,11 @@ def test_a_silent_peer_costs_no_memory_for_ever(link_to):
 def test_what_had_no_room_comes_as_soon_as_there_is_some():
   """A role that takes late gets everything without waiting for anybody's patience."""
   net = Net("run", "plan", settings=dataclasses.replace(QUICK, patience_seconds=600.0))
-  shard = net.endpoints["syncer/0"] = net.open("syncer/0", 0, queue_bytes=200_000)
-  learner = net.connect("learner/0")
+  shard = net.endpoints["syncer-0"] = net.open("syncer-0", 0, queue_bytes=200_000)
+  learner = net.connect("learner-0")
   size, count = 150_000, 20  # of which one fits
   for i in range(count):
-    learner.send("syncer/0", push(i, size))
+    learner.send("syncer-0", push(i, size))
   net.wait_until(lambda: learner.counters.sent_bytes > size * count)
   net.wait_until(lambda: shard.waiting)
   net.wait_until(lambda: learner.counters.resent == 0 and len(refused(shard)) == count - 1)
@@ -277,74 +277,74 @@ def refused(shard) -> dict:
 
 
 def test_a_peer_that_never_answers_has_a_bounded_queue_however_small_its_messages(net, link_to):
-  net.connect("syncer/0")
-  link, url = link_to(net.url("syncer/0"))
-  learner = net.open("learner/0", 0)
-  learner.dial("syncer/0", url)
-  net.wait_up(learner, "syncer/0")
+  net.connect("syncer-0")
+  link, url = link_to(net.url("syncer-0"))
+  learner = net.open("learner-0", 0)
+  learner.dial("syncer-0", url)
+  net.wait_up(learner, "syncer-0")
   link.cut()
   for i in range(3 * MAX_QUEUED):
-    learner.send("syncer/0", push(i, 4))
+    learner.send("syncer-0", push(i, 4))
     if i % 100 == 0:  # the network thread keeps up
       net.wait_until(lambda: not learner._io_thread._outbox)
   assert 2 * MAX_QUEUED - 100 <= learner.counters.undelivered <= 2 * MAX_QUEUED
 
 
 def test_two_shards_that_dial_each_other(net):
-  a, b = net.open("syncer/0", 0), net.open("syncer/1", 0)
-  a.dial("syncer/1", net.url("syncer/1"))
-  b.dial("syncer/0", net.url("syncer/0"))
-  net.wait_up(a, "syncer/1")
-  net.wait_up(b, "syncer/0")
+  a, b = net.open("syncer-0", 0), net.open("syncer-1", 0)
+  a.dial("syncer-1", net.url("syncer-1"))
+  b.dial("syncer-0", net.url("syncer-0"))
+  net.wait_up(a, "syncer-1")
+  net.wait_up(b, "syncer-0")
   publish = says.publish(0, 0, 0, 0, 1, 1, -1, 0, 0, (), (), "f32", np.arange(100, dtype=np.uint8))
-  a.send("syncer/1", publish)
+  a.send("syncer-1", publish)
   sender, message, _ = b.receive(SECONDS)
-  assert sender == "syncer/0"
+  assert sender == "syncer-0"
   assert bytes(message.payload) == bytes(range(100))
-  b.send("syncer/0", dataclasses.replace(publish, shard=1))
-  assert a.receive(SECONDS)[0] == "syncer/1"
+  b.send("syncer-0", dataclasses.replace(publish, shard=1))
+  assert a.receive(SECONDS)[0] == "syncer-1"
 
 
 def test_a_restarted_shard_is_answered_before_it_has_been_dialed_again(net):
-  a, b = net.open("syncer/0", 0), net.open("syncer/1", 0)
-  a.dial("syncer/1", net.url("syncer/1"))
-  net.wait_up(a, "syncer/1")
+  a, b = net.open("syncer-0", 0), net.open("syncer-1", 0)
+  a.dial("syncer-1", net.url("syncer-1"))
+  net.wait_up(a, "syncer-1")
   b.close()
-  again = net.open("syncer/1", 1)
-  again.dial("syncer/0", net.url("syncer/0"))
-  net.wait_up(again, "syncer/0")
+  again = net.open("syncer-1", 1)
+  again.dial("syncer-0", net.url("syncer-0"))
+  net.wait_up(again, "syncer-0")
   publish = says.publish(0, 0, 0, 0, 1, 1, -1, 0, 0, (), (), "f32", np.arange(100, dtype=np.uint8))
-  a.send("syncer/1", publish)
+  a.send("syncer-1", publish)
   arrived = again.receive(SECONDS)
   assert arrived and bytes(arrived[1].payload) == bytes(range(100))
 
 
 def test_a_goodbye_is_still_delivered_by_close(net):
-  shard, learner = net.connect("syncer/0"), net.connect("learner/0")
-  learner.send("syncer/0", Goodbye(0, 0))
+  shard, learner = net.connect("syncer-0"), net.connect("learner-0")
+  learner.send("syncer-0", Goodbye(0, 0))
   learner.close()
-  assert shard.receive(SECONDS)[:2] == ("learner/0", Goodbye(0, 0))
+  assert shard.receive(SECONDS)[:2] == ("learner-0", Goodbye(0, 0))
 
 
 def test_garbage_on_both_ports_changes_nothing(net):
-  shard, learner = net.connect("syncer/0"), net.connect("learner/0")
-  port = int(net.url("syncer/0").rpartition(":")[2])
+  shard, learner = net.connect("syncer-0"), net.connect("learner-0")
+  port = int(net.url("syncer-0").rpartition(":")[2])
   rng = random.Random(0)
   for i in range(40):
     with socket.create_connection(("127.0.0.1", port + i % 2)) as stranger:
       stranger.sendall(rng.randbytes(rng.choice([1, 12, 64, 5000])))
-  learner.send("syncer/0", hello())
-  assert shard.receive(SECONDS)[:2] == ("learner/0", hello())
+  learner.send("syncer-0", hello())
+  assert shard.receive(SECONDS)[:2] == ("learner-0", hello())
   net.wait_until(lambda: shard.counters.refused >= 10)
-  assert list(shard.links()) == ["learner/0"]
+  assert list(shard.links()) == ["learner-0"]
 
 
 def test_strangers_that_speak_zeromq_change_nothing(net):
   """Odd frames on both ports, from connections that never greeted."""
-  shard, learner = net.connect("syncer/0"), net.connect("learner/0")
-  host, port = net.url("syncer/0").rsplit(":", 1)
+  shard, learner = net.connect("syncer-0"), net.connect("learner-0")
+  host, port = net.url("syncer-0").rsplit(":", 1)
   greeting = frames.encode(
-    frames.Greeting("run", "plan", "learner/9", 0, b"abcdefgh", b"", 0, 1 << 16, 1)
+    frames.Greeting("run", "plan", "learner-9", 0, b"abcdefgh", b"", 0, 1 << 16, 1)
   )
   odd = [
     [b""],
@@ -372,36 +372,36 @@ def test_strangers_that_speak_zeromq_change_nothing(net):
   finally:
     context.term()
   before = shard.counters.received_bytes
-  learner.send("syncer/0", hello())
-  assert shard.receive(SECONDS)[:2] == ("learner/0", hello())
+  learner.send("syncer-0", hello())
+  assert shard.receive(SECONDS)[:2] == ("learner-0", hello())
   net.wait_until(lambda: shard.counters.malformed >= 3)
   assert shard.receive(0.1) is None
   assert shard.counters.received_bytes - before < 200
-  assert list(shard.links()) == ["learner/0"]
+  assert list(shard.links()) == ["learner-0"]
 
 
 def test_an_incarnation_from_the_future_is_refused(net):
-  net.connect("syncer/0")
-  learner = net.open("learner/0", seconds_since_2020() + 100_000)
-  learner.dial("syncer/0", net.url("syncer/0"))
-  net.wait_until(lambda: learner.links()["syncer/0"]["state"] == "refused")
-  assert "clock" in learner.links()["syncer/0"]["reason"]
+  net.connect("syncer-0")
+  learner = net.open("learner-0", seconds_since_2020() + 100_000)
+  learner.dial("syncer-0", net.url("syncer-0"))
+  net.wait_until(lambda: learner.links()["syncer-0"]["state"] == "refused")
+  assert "clock" in learner.links()["syncer-0"]["reason"]
 
 
 def test_nobody_listening_is_said(net):
-  learner = net.open("learner/0", 0)
-  learner.dial("syncer/0", net.url("syncer/0"))
-  net.wait_until(lambda: "nobody answers" in learner.links()["syncer/0"]["reason"])
+  learner = net.open("learner-0", 0)
+  learner.dial("syncer-0", net.url("syncer-0"))
+  net.wait_until(lambda: "nobody answers" in learner.links()["syncer-0"]["reason"])
 
 
 @pytest.mark.parametrize("taken", [0, 1], ids=["control", "fragments"])
 def test_a_taken_port_is_an_os_error_that_names_it(net, taken):
-  port = int(net.url("syncer/0").rpartition(":")[2])
+  port = int(net.url("syncer-0").rpartition(":")[2])
   error = pytest.raises(OSError, match=f"already in use.*{port + taken}")
   with socket.create_server(("127.0.0.1", port + taken)), error as raised:
-    net.open("syncer/0", 1)
+    net.open("syncer-0", 1)
   assert raised.value.errno == errno.EADDRINUSE
-  net.open("syncer/0", 1)  # the other port was let go
+  net.open("syncer-0", 1)  # the other port was let go
 
 
 @pytest.mark.parametrize("secure", [False, True])
@@ -409,9 +409,9 @@ def test_chunks_of_the_usual_size_pass(secure):
   """With keys a chunk grows on the wire; that must not count against the largest one allowed."""
   net = Net("run", "plan", secure=secure, settings=NetworkConfig())
   try:
-    shard, learner = net.connect("syncer/0"), net.connect("learner/0")
+    shard, learner = net.connect("syncer-0"), net.connect("learner-0")
     message = push(1, 3 * NetworkConfig().chunk_bytes + 1)
-    learner.send("syncer/0", message)
+    learner.send("syncer-0", message)
     assert shard.receive(SECONDS)[1].payload.tobytes() == message.payload.tobytes()
     assert learner.counters.resent == 0
   finally:
@@ -419,9 +419,9 @@ def test_chunks_of_the_usual_size_pass(secure):
 
 
 def test_many_threads_may_send_at_once(net):
-  shard, learner = net.connect("syncer/0"), net.connect("learner/0")
+  shard, learner = net.connect("syncer-0"), net.connect("learner-0")
   threads = [
-    threading.Thread(target=lambda: [learner.send("syncer/0", push(1, 100_000)) for _ in range(20)])
+    threading.Thread(target=lambda: [learner.send("syncer-0", push(1, 100_000)) for _ in range(20)])
     for _ in range(4)
   ]
   for thread in threads:
@@ -434,8 +434,8 @@ def test_many_threads_may_send_at_once(net):
 
 
 FRAMES = [
-  frames.Greeting("run", "plan", "learner/1", 5, b"12345678", b"", 3, 1 << 20, 2),
-  frames.Refused(b"12345678", True, "why"),
+  frames.Greeting("run", "plan", "learner-1", 5, b"12345678", b"", 3, 1 << 20, 2),
+  frames.GreetingRefused(b"12345678", True, "why"),
   frames.Unknown(),
   frames.Beat(),
   frames.Dropped(3, "why"),
@@ -486,7 +486,7 @@ def test_settings_are_checked():
 
 def test_sockets_are_renewed_once_every_other_attempt():
   """While nobody listens an attempt lasts many turns; new sockets in each would never connect."""
-  peer = Dialed("syncer/0", "tcp://127.0.0.1:1", NetworkConfig())
+  peer = Dialed("syncer-0", "tcp://127.0.0.1:1", NetworkConfig())
   renewed = []
   for attempt in range(7):
     peer.attempts = attempt
@@ -521,41 +521,41 @@ class Front:
 
 def test_two_incarnations_of_a_shard_at_once_no_split(net):
   """Whichever of the two a learner's connection leads to, it hears the newer one alone."""
-  old = net.open("syncer/0", 5)
-  old_url = net.urls.pop("syncer/0")
-  new = net.open("syncer/0", 6)
+  old = net.open("syncer-0", 5)
+  old_url = net.urls.pop("syncer-0")
+  new = net.open("syncer-0", 6)
   front = Front(old_url)
   try:
-    learner = net.open("learner/0", 1)
-    learner.dial("syncer/0", front.url)
-    net.wait_up(learner, "syncer/0")
-    front.leads_to(net.url("syncer/0"))
-    net.wait_until(lambda: new.links().get("learner/0", {}).get("state") == "up")
+    learner = net.open("learner-0", 1)
+    learner.dial("syncer-0", front.url)
+    net.wait_up(learner, "syncer-0")
+    front.leads_to(net.url("syncer-0"))
+    net.wait_until(lambda: new.links().get("learner-0", {}).get("state") == "up")
     front.leads_to(old_url)  # which has come back, and knows nothing of the newer one
-    net.wait_until(lambda: learner.links()["syncer/0"]["state"] == "refused")
-    assert "incarnation 5 is an old one, 6 was here" in learner.links()["syncer/0"]["reason"]
-    old.send("learner/0", says.pull(0, 1, 0, 0, 7, 0))
-    learner.send("syncer/0", hello(1))
+    net.wait_until(lambda: learner.links()["syncer-0"]["state"] == "refused")
+    assert "incarnation 5 is an old one, 6 was here" in learner.links()["syncer-0"]["reason"]
+    old.send("learner-0", says.pull(0, 1, 0, 0, 7, 0))
+    learner.send("syncer-0", hello(1))
     assert learner.receive(0.5) is None and old.receive(0.0) is None
-    front.leads_to(net.url("syncer/0"))
-    net.wait_up(learner, "syncer/0")
-    learner.send("syncer/0", hello(1))
-    assert new.receive(SECONDS)[:2] == ("learner/0", hello(1))
+    front.leads_to(net.url("syncer-0"))
+    net.wait_up(learner, "syncer-0")
+    learner.send("syncer-0", hello(1))
+    assert new.receive(SECONDS)[:2] == ("learner-0", hello(1))
   finally:
     front.close()
 
 
 def test_the_older_of_two_shards_is_fenced_by_its_buddy_and_its_copies_reach_nobody(net):
-  net.connect("syncer/1")
-  old, new = net.open("syncer/0", 5), None
-  del net.urls["syncer/0"]
-  old.dial("syncer/1", net.url("syncer/1"))
-  net.wait_up(old, "syncer/1")
-  new = net.open("syncer/0", 6)
-  new.dial("syncer/1", net.url("syncer/1"))
+  net.connect("syncer-1")
+  old, new = net.open("syncer-0", 5), None
+  del net.urls["syncer-0"]
+  old.dial("syncer-1", net.url("syncer-1"))
+  net.wait_up(old, "syncer-1")
+  new = net.open("syncer-0", 6)
+  new.dial("syncer-1", net.url("syncer-1"))
   net.wait_until(lambda: old.fenced)
-  assert "a newer incarnation of syncer/0 is here (6)" in old.fenced
+  assert "a newer incarnation of syncer-0 is here (6)" in old.fenced
   assert old.outnumbered == (0, 0), "for good: the newer one lives"
-  buddy = net.endpoints["syncer/1"]
-  old.send("syncer/1", hello())
+  buddy = net.endpoints["syncer-1"]
+  old.send("syncer-1", hello())
   assert buddy.receive(0.3) is None and not new.fenced

@@ -46,7 +46,7 @@ def resident_bytes(pid: int) -> int:
 def test_a_flood_of_control_from_a_listed_key_stops_nobody_and_fills_no_memory(world):
   world.begin()
   world.wait("commits by both", lambda: len(list(world.find("commit"))) >= 4)
-  shard = world.roles["syncer/0"].process
+  shard = world.roles["syncer-0"].process
   plan_id = fragments.make_plan(toy.SPECS, world.config.sync).plan_id
   flood = subprocess.Popen(
     [sys.executable, "-m", "tests.network.flood", world.urls[0], str(world.keys), "run", plan_id]
@@ -76,4 +76,4 @@ def test_a_flood_of_control_from_a_listed_key_stops_nobody_and_fills_no_memory(w
   assert most - before < MOST_BYTES
   assert world.wait_end() == dict.fromkeys(world.roles, 0)
   for m in range(LEARNERS):
-    assert not any(world.find("member", "syncer/0", learner=m, state="lost")), "it was heard"
+    assert not any(world.find("member", "syncer-0", learner=m, state="lost")), "it was heard"

@@ -38,10 +38,10 @@ def folder(tmp_path):
 
 
 class Shard:
-  """A guarded socket of syncer/0, and everything that was said about refusals."""
+  """A guarded socket of syncer-0, and everything that was said about refusals."""
 
   def __init__(self, folder):
-    self.keys = Keys.load(folder, "syncer/0")
+    self.keys = Keys.load(folder, "syncer-0")
     self.context = zmq.Context()
     self.reasons: list[str] = []
     self.gone = 0
@@ -129,7 +129,7 @@ def test_makes_a_pair_for_every_role_that_only_its_user_reads(tmp_path):
   for name in made:
     assert (folder / "secret" / f"{name}.key_secret").stat().st_mode & 0o777 == 0o600
     assert b"secret" not in (folder / "public" / f"{name}.key").read_bytes()
-    assert Keys.load(folder, name.replace("-", "/")).address == name.replace("-", "/")
+    assert Keys.load(folder, name).address == name
   assert (folder / "secret").stat().st_mode & 0o777 == 0o700
 
 
@@ -142,16 +142,16 @@ def test_makes_what_is_missing_and_replaces_nothing(folder):
 
 
 def test_a_secret_that_was_moved_away_is_not_replaced(folder):
-  secret_file(folder, "learner/1").unlink()
+  secret_file(folder, "learner-1").unlink()
   assert make_keys(folder, learners=2, shards=2) == []
-  assert not secret_file(folder, "learner/1").exists()
+  assert not secret_file(folder, "learner-1").exists()
 
 
 def test_a_pair_whose_making_was_cut_off_is_completed(folder):
-  wanted = Keys.load(folder, "learner/1").public
-  public_file(folder, "learner/1").unlink()
+  wanted = Keys.load(folder, "learner-1").public
+  public_file(folder, "learner-1").unlink()
   assert make_keys(folder, learners=2, shards=2) == ["learner-1"]
-  assert Keys.load(folder, "learner/1").public == wanted
+  assert Keys.load(folder, "learner-1").public == wanted
 
 
 MAKER = """
@@ -198,40 +198,40 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path):
 
 
 def _drop_public(folder):
-  public_file(folder, "learner/1").unlink()
+  public_file(folder, "learner-1").unlink()
 
 
 def _drop_secret(folder):
-  secret_file(folder, "learner/1").unlink()
+  secret_file(folder, "learner-1").unlink()
 
 
 def _open_to_group(folder):
-  secret_file(folder, "learner/1").chmod(0o640)
+  secret_file(folder, "learner-1").chmod(0o640)
 
 
 def _other_pair(folder):
-  shutil.copy(public_file(folder, "learner/0"), public_file(folder, "learner/1"))
+  shutil.copy(public_file(folder, "learner-0"), public_file(folder, "learner-1"))
 
 
 def _public_in_place_of_secret(folder):
-  secret_file(folder, "learner/1").write_bytes(public_file(folder, "learner/1").read_bytes())
+  secret_file(folder, "learner-1").write_bytes(public_file(folder, "learner-1").read_bytes())
 
 
 def _half_a_secret(folder):
-  path = secret_file(folder, "learner/1")
+  path = secret_file(folder, "learner-1")
   path.write_bytes(path.read_bytes()[:-20])
 
 
 def _two_roles_one_key(folder):
-  shutil.copy(public_file(folder, "learner/0"), public_file(folder, "learner/7"))
+  shutil.copy(public_file(folder, "learner-0"), public_file(folder, "learner-7"))
 
 
 def _garbage_in_public(folder):
-  public_file(folder, "learner/0").write_bytes(os.urandom(300) + b"\npublic-key\n")
+  public_file(folder, "learner-0").write_bytes(os.urandom(300) + b"\npublic-key\n")
 
 
 def _stranger_in_public(folder):
-  shutil.copy(public_file(folder, "learner/0"), folder / "public" / "learner-00.key")
+  shutil.copy(public_file(folder, "learner-0"), folder / "public" / "learner-00.key")
 
 
 @pytest.mark.parametrize(
@@ -243,22 +243,22 @@ def _stranger_in_public(folder):
     (_other_pair, r"public/learner-1.key': does not belong"),
     (_public_in_place_of_secret, r"learner-1.key_secret': is damaged"),
     (_half_a_secret, r"learner-1.key_secret': is damaged"),
-    (_two_roles_one_key, r"learner-7.key': is the same key as that of learner/0"),
+    (_two_roles_one_key, r"learner-7.key': is the same key as that of learner-0"),
     (_garbage_in_public, r"learner-0.key': is damaged"),
     (_stranger_in_public, r"learner-00.key': is not named after a role"),
   ],
 )
 def test_what_is_wrong_with_the_files_is_said(folder, spoil, says):
-  Keys.load(folder, "learner/1")
+  Keys.load(folder, "learner-1")
   spoil(folder)
   with pytest.raises(ConfigError, match=rf"^--keys = .*{says}"):
-    Keys.load(folder, "learner/1")
+    Keys.load(folder, "learner-1")
 
 
 def test_the_secret_is_not_shown(folder):
-  keys = Keys.load(folder, "learner/1")
+  keys = Keys.load(folder, "learner-1")
   assert keys.secret.decode() not in repr(keys)
-  assert "learner/1" in repr(keys)
+  assert "learner-1" in repr(keys)
 
 
 # --- who is who -----------------------------------------------------------------------------------
@@ -267,32 +267,32 @@ def test_the_secret_is_not_shown(folder):
 def test_owner_follows_the_folder(folder, monkeypatch):
   now = [100.0]
   monkeypatch.setattr(keys, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
-  mine = Keys.load(folder, "syncer/0")
-  public = {a: Keys.load(folder, a).public for a in ("learner/0", "learner/1")}
-  assert mine.owner(public["learner/1"]) == "learner/1"
-  assert mine.owner(z85.decode(public["learner/1"])) == "learner/1", "ZeroMQ asks with raw keys"
+  mine = Keys.load(folder, "syncer-0")
+  public = {a: Keys.load(folder, a).public for a in ("learner-0", "learner-1")}
+  assert mine.owner(public["learner-1"]) == "learner-1"
+  assert mine.owner(z85.decode(public["learner-1"])) == "learner-1", "ZeroMQ asks with raw keys"
   stranger, _ = zmq.curve_keypair()
   assert mine.owner(stranger) is None
 
-  public_file(folder, "learner/1").unlink()
-  assert mine.owner(public["learner/1"]) is None, "at once"
-  assert mine.owner(public["learner/0"]) == "learner/0"
+  public_file(folder, "learner-1").unlink()
+  assert mine.owner(public["learner-1"]) is None, "at once"
+  assert mine.owner(public["learner-0"]) == "learner-0"
 
   now[0] += 10
   make_keys(folder, learners=4, shards=2)
-  late = [keys.read(public_file(folder, f"learner/{m}"))[0] for m in (2, 3)]
-  assert mine.owner(late[0]) == "learner/2"
-  shutil.copy(public_file(folder, "learner/0"), public_file(folder, "learner/9"))
+  late = [keys.read(public_file(folder, f"learner-{m}"))[0] for m in (2, 3)]
+  assert mine.owner(late[0]) == "learner-2"
+  shutil.copy(public_file(folder, "learner-0"), public_file(folder, "learner-9"))
   now[0] += 10
   assert mine.owner(stranger) is None
-  assert mine.owner(public["learner/0"]) is None, "a key of two roles is nobody's"
-  assert mine.owner(late[1]) == "learner/3", "and disturbs no other"
+  assert mine.owner(public["learner-0"]) is None, "a key of two roles is nobody's"
+  assert mine.owner(late[1]) == "learner-3", "and disturbs no other"
 
 
 def test_strangers_do_not_make_it_read_more_than_once_a_second(folder, monkeypatch):
   now, reads = [100.0], []
   monkeypatch.setattr(keys, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
-  mine = Keys.load(folder, "syncer/0")
+  mine = Keys.load(folder, "syncer-0")
   real = keys.read_public
   monkeypatch.setattr(keys, "read_public", lambda f: reads.append(now[0]) or real(f))
   for _ in range(1000):
@@ -308,34 +308,34 @@ def unreadable(path):
 def test_a_folder_that_cannot_be_read_for_a_moment_is_read_again(folder, monkeypatch):
   now = [100.0]
   monkeypatch.setattr(keys, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
-  mine = Keys.load(folder, "syncer/0")
+  mine = Keys.load(folder, "syncer-0")
   make_keys(folder, learners=3, shards=1)
-  late = keys.read(public_file(folder, "learner/2"))[0]
+  late = keys.read(public_file(folder, "learner-2"))[0]
   now[0] += 10
   with monkeypatch.context() as patch:
     patch.setattr(keys, "read_public", unreadable)
     assert mine.owner(late) is None
   now[0] += 10
-  assert mine.owner(late) == "learner/2"
+  assert mine.owner(late) == "learner-2"
 
 
 def test_a_folder_that_vanishes_lets_nobody_in(folder):
-  mine = Keys.load(folder, "syncer/0")
-  learner = Keys.load(folder, "learner/0").public
+  mine = Keys.load(folder, "syncer-0")
+  learner = Keys.load(folder, "learner-0").public
   shutil.rmtree(folder / "public")
   assert mine.owner(learner) is None
   with pytest.raises(ConfigError, match=r"public/syncer-1.key': No such file"):
-    mine.server_key("syncer/1")
+    mine.server_key("syncer-1")
 
 
 # --- the door -------------------------------------------------------------------------------------
 
 
 def test_a_listed_key_comes_in_under_its_owners_address(folder, shard, dial):
-  for address in ("learner/1", "evaluator", "syncer/1"):
+  for address in ("learner-1", "evaluator", "syncer-1"):
     mine = Keys.load(folder, address)
-    assert mine.server_key("syncer/0") == shard.keys.public
-    client, monitor = dial(shard.url, pair(mine), mine.server_key("syncer/0"), address.encode())
+    assert mine.server_key("syncer-0") == shard.keys.public
+    client, monitor = dial(shard.url, pair(mine), mine.server_key("syncer-0"), address.encode())
     assert shard.receive() == (address, address.encode())
     wait_event(monitor, zmq.EVENT_HANDSHAKE_SUCCEEDED)
     client.close()
@@ -348,10 +348,10 @@ def test_a_listed_key_comes_in_under_its_owners_address(folder, shard, dial):
 def test_unlock_dials_only_the_shard_that_was_meant(folder, shard):
   context = zmq.Context()
   with context.socket(zmq.DEALER) as socket:
-    Keys.load(folder, "learner/0").unlock(socket, "syncer/0")
+    Keys.load(folder, "learner-0").unlock(socket, "syncer-0")
     socket.connect(shard.url)
     socket.send(b"hello")
-    assert shard.receive() == ("learner/0", b"hello")
+    assert shard.receive() == ("learner-0", b"hello")
     socket.linger = 0
   context.term()
 
@@ -369,9 +369,9 @@ GARBAGE = {
 
 @pytest.mark.parametrize("garbage", GARBAGE)
 def test_garbage_on_the_port_is_counted_once_and_harms_nobody(folder, shard, dial, garbage):
-  learner = Keys.load(folder, "learner/0")
+  learner = Keys.load(folder, "learner-0")
   listed, _ = dial(shard.url, pair(learner), shard.keys.public)
-  assert shard.receive() == ("learner/0", b"hello")
+  assert shard.receive() == ("learner-0", b"hello")
   with plain_sockets.create_connection(("127.0.0.1", shard.port)) as stranger:
     stranger.settimeout(SECONDS)
     with contextlib.suppress(OSError):  # it may have been cut off already
@@ -381,7 +381,7 @@ def test_garbage_on_the_port_is_counted_once_and_harms_nobody(folder, shard, dia
         pass
   assert len(shard.wait_refused(1)) == 1
   listed.send(b"again")
-  assert shard.receive() == ("learner/0", b"again")
+  assert shard.receive() == ("learner-0", b"again")
   assert shard.receive(timeout_ms=0) is None
   shard.look()
   assert len(shard.reasons) == 1
@@ -394,7 +394,7 @@ def test_no_key_gets_nothing_through(shard, dial):
 
 
 def test_a_wrong_server_key_gets_nothing_through_and_tries_again_by_itself(folder, shard, dial):
-  learner = Keys.load(folder, "learner/0")
+  learner = Keys.load(folder, "learner-0")
   _, monitor = dial(shard.url, pair(learner), zmq.curve_keypair()[0])
   wait_event(monitor, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)  # all that it learns
   wait_event(monitor, zmq.EVENT_CONNECT_RETRIED)
@@ -406,21 +406,21 @@ def test_a_wrong_server_key_gets_nothing_through_and_tries_again_by_itself(folde
 def test_who_is_refused_learns_it_and_must_dial_again(folder, shard, dial):
   """What a transport does on EVENT_HANDSHAKE_FAILED_AUTH: libzmq itself gives up on that peer."""
   make_keys(folder / "other", learners=6, shards=1)
-  late = Keys.load(folder / "other", "learner/5")
+  late = Keys.load(folder / "other", "learner-5")
   socket, monitor = dial(shard.url, pair(late), shard.keys.public)
   assert wait_event(monitor, zmq.EVENT_HANDSHAKE_FAILED_AUTH)["value"] == 400
   wait_event(monitor, zmq.EVENT_DISCONNECTED)
   assert shard.wait_refused(1) == ["127.0.0.1: its key is not listed"]
 
-  shutil.copy(public_file(folder / "other", "learner/5"), public_file(folder, "learner/5"))
+  shutil.copy(public_file(folder / "other", "learner-5"), public_file(folder, "learner-5"))
   time.sleep(keys.REREAD_SECONDS)  # what the shard has read may be as old
   assert not monitor.poll(0), "it does not try again"
   socket.disconnect(shard.url)
   socket.connect(shard.url)  # the same socket will do; what was queued is lost
   socket.send(b"now")
-  assert shard.receive() == ("learner/5", b"now")
+  assert shard.receive() == ("learner-5", b"now")
 
-  public_file(folder, "learner/5").unlink()
+  public_file(folder, "learner-5").unlink()
   socket.disconnect(shard.url)
   socket.connect(shard.url)
   wait_event(monitor, zmq.EVENT_HANDSHAKE_FAILED_AUTH)
@@ -431,12 +431,12 @@ def test_nobody_at_the_door_lets_nobody_in(folder, dial):
   shard = Shard(folder)
   try:
     shard.authenticator.stop()
-    dial(shard.url, pair(Keys.load(folder, "learner/0")), shard.keys.public)
+    dial(shard.url, pair(Keys.load(folder, "learner-0")), shard.keys.public)
     shard.wait_refused(1)
     assert shard.receive(timeout_ms=0) is None
     shard.authenticator.start()
-    dial(shard.url, pair(Keys.load(folder, "learner/0")), shard.keys.public)
-    assert shard.receive() == ("learner/0", b"hello")
+    dial(shard.url, pair(Keys.load(folder, "learner-0")), shard.keys.public)
+    assert shard.receive() == ("learner-0", b"hello")
   finally:
     shard.close()
 
@@ -468,10 +468,10 @@ def test_odd_questions_do_not_end_the_door(folder, shard, dial):
   asker.send_multipart([*head, key])
   assert asker.poll(1000 * SECONDS)
   shown = b"\x03Key\x00\x00\x00\x28" + shard.keys.public
-  assert asker.recv_multipart() == [b"", b"1.0", b"7", b"200", b"OK", b"syncer/0", shown]
+  assert asker.recv_multipart() == [b"", b"1.0", b"7", b"200", b"OK", b"syncer-0", shown]
   asker.close()
-  dial(shard.url, pair(Keys.load(folder, "learner/0")), shard.keys.public)
-  assert shard.receive() == ("learner/0", b"hello")
+  dial(shard.url, pair(Keys.load(folder, "learner-0")), shard.keys.public)
+  assert shard.receive() == ("learner-0", b"hello")
 
 
 def test_stop_is_quick_and_may_come_twice(shard):
@@ -524,7 +524,7 @@ def test_loopback_needs_no_keys(host):
 def test_other_addresses_need_keys(folder, host):
   with pytest.raises(ConfigError, match=r"--bind = 'tcp://.*needs keys. Fix: .*ddiloco keys"):
     require_keys(f"tcp://{host}:7000", None, "--bind")
-  require_keys(f"tcp://{host}:7000", Keys.load(folder, "learner/0"), "--bind")
+  require_keys(f"tcp://{host}:7000", Keys.load(folder, "learner-0"), "--bind")
 
 
 @pytest.mark.parametrize(
@@ -537,6 +537,6 @@ def test_other_addresses_need_keys(folder, host):
   ],
 )  # fmt: skip
 def test_what_is_no_address_is_refused(folder, url):
-  for mine in (None, Keys.load(folder, "learner/0")):
+  for mine in (None, Keys.load(folder, "learner-0")):
     with pytest.raises(ConfigError, match=r"--syncers = .*must be tcp://HOST:PORT.*Fix: "):
       require_keys(url, mine, "--syncers")

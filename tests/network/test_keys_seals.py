@@ -16,7 +16,7 @@ from ddiloco.protocol.messages import Publish, RequestValue, Value
 from tests import says
 from tests.roles.test_syncer import Shard, deltas
 
-SECRET = b"of syncer/0"
+SECRET = b"of syncer-0"
 
 
 class Sealing(Shard):

@@ -35,8 +35,8 @@ class Box:
     return found
 
 
-def report(m: int, clock: int, incarnation: int = 0) -> Report:
-  return says.report(m, incarnation, clock, 0.1, (1,), (clock,))
+def report(m: int, global_step: int, incarnation: int = 0) -> Report:
+  return says.report(m, incarnation, global_step, 0.1, (1,), (global_step,))
 
 
 def push(m: int, number: int, size: int = 8) -> Push:
@@ -68,7 +68,7 @@ def test_what_waits_from_one_peer_is_bounded_in_number_and_in_bytes_and_drops_ar
   assert [m.round for m in got if isinstance(m, Push)] == [0, 1], "the others may come again"
   asked = [m.fragments[0] for m in got if isinstance(m, RequestMoments)]
   assert asked == list(range(2 * MAX_CONTROL, 3 * MAX_CONTROL)), "of control the newest counts"
-  assert box.dropped[-1] == ("learner/0", "too many of its messages wait here")
+  assert box.dropped[-1] == ("learner-0", "too many of its messages wait here")
 
 
 def test_large_messages_of_control_are_bounded_by_their_bytes():
@@ -93,7 +93,7 @@ def test_memory_does_not_grow_with_the_length_of_a_flood():
 
   def flood(count: int) -> int:
     for _ in range(count):
-      box.inbox.put("learner/0", bytes(bytearray(header)), None, len(header))
+      box.inbox.put("learner-0", bytes(bytearray(header)), None, len(header))
     return tracemalloc.get_traced_memory()[0]
 
   box.dropped = collections.deque(maxlen=1)
@@ -107,11 +107,13 @@ def test_memory_does_not_grow_with_the_length_of_a_flood():
 
 def test_of_a_learners_reports_only_the_newest_waits():
   box = Box()
-  for clock in range(5 * MAX_CONTROL):
-    assert box.put(report(0, clock))
-    assert box.put(report(1, clock))
+  for global_step in range(5 * MAX_CONTROL):
+    assert box.put(report(0, global_step))
+    assert box.put(report(1, global_step))
   box.put(push(0, 1))
-  assert [(m.learner, m.clock) for m in box.all()[:2]] == [(m, 5 * MAX_CONTROL - 1) for m in (0, 1)]
+  assert [(m.learner, m.global_step) for m in box.all()[:2]] == [
+    (m, 5 * MAX_CONTROL - 1) for m in (0, 1)
+  ]
   assert box.counters.overflowed == 0
 
 
@@ -127,7 +129,7 @@ def test_a_report_does_not_overtake_what_its_learner_said_before_it():
     box.put(message)
   got = box.all()
   assert [type(m).__name__ for m in got] == ["Hello", "RequestMoments", "Report"]
-  assert got[-1].clock == 3
+  assert got[-1].global_step == 3
 
 
 def test_control_does_not_starve_bulk_and_is_hardly_held_up_by_it():
@@ -158,7 +160,7 @@ def test_a_role_is_not_kept_by_a_flood_of_what_is_no_message():
   box = Box()
   for sender in range(12):
     for _ in range(MAX_CONTROL):
-      box.inbox.put(f"learner/{sender}", b"garbage", None, 7)
+      box.inbox.put(f"learner-{sender}", b"garbage", None, 7)
   assert box.inbox.receive(0.0) is None
   assert box.inbox.waiting, "it looked at some, and may do something else now"
   while box.inbox.waiting:

@@ -21,7 +21,7 @@ FRAGMENTS, SHARDS = 4, 2
 def step_event(time, learner, step, incarnation=0, **changes):
   fields = {
     "step": step,
-    "clock": step,
+    "global_step": step,
     "loss": 3.0,
     "grad_norm": 1.0,
     "learning_rate": 1e-3,
@@ -63,14 +63,14 @@ def run_started(**changes):
   return event(0.0, "engine", "run_started", **{**fields, **changes})
 
 
-def _life(rng, learner, incarnation, start, joined, end, clock):
+def _life(rng, learner, incarnation, start, joined, end, global_step):
   role = f"learner-{learner}"
   yield event(start, role, "started", incarnation, devices=1, mesh=[1, 1, 1], batch_size=8)
-  yield event(joined, role, "joined", incarnation, clock=clock, seconds=joined - start)
+  yield event(joined, role, "joined", incarnation, global_step=global_step, seconds=joined - start)
   time, step, previous = joined + 0.6, 0, joined
   while time < end:
     step += 1
-    clock += 1
+    global_step += 1
     loss = 1.6 + 3.9 * math.exp(-(time - 3.5) / 9) + rng.gauss(0, 0.08)
     if incarnation and step < 12:
       loss += 0.15 * (12 - step) / 12
@@ -79,7 +79,7 @@ def _life(rng, learner, incarnation, start, joined, end, clock):
       learner,
       step,
       incarnation,
-      clock=clock,
+      global_step=global_step,
       loss=loss,
       seconds=0.09,
       gap_seconds=time - previous if step > 1 else 0.6,
@@ -180,7 +180,7 @@ def make_run(seed=7):
         "evaluator",
         "evaluation",
         merged_tokens=int(2_000_000 * (time - 3.2) / 57) if k else 0,
-        clock=9 * k,
+        global_step=9 * k,
         loss=5.545 if k == 0 else 1.55 + 3.6 * math.exp(-(time - 3.2) / 8.5),
       )
     )
@@ -192,7 +192,8 @@ def write_log(workdir, events):
   """The events as their roles would have written them."""
   (workdir / "events").mkdir(parents=True, exist_ok=True)
   for role in {each.role for each in events}:
-    lines = [to_line(each) for each in events if each.role == role]
+    mine = [each for each in events if each.role == role]
+    lines = [to_line(each, begins=not i) for i, each in enumerate(mine)]
     (workdir / "events" / f"{role}.jsonl").write_bytes(b"".join(lines))
 
 

@@ -10,7 +10,16 @@ import threading
 import numpy as np
 import pytest
 
-from ddiloco.observe.eventlog import EventLog, NullRecorder, Recorder, parse_role, read_events
+from ddiloco.config import ConfigError
+from ddiloco.observe.eventlog import (
+  EventLog,
+  Follower,
+  NullRecorder,
+  Recorder,
+  newest_event,
+  parse_role,
+  read_events,
+)
 from ddiloco.protocol import events
 from tests.made_events import made
 
@@ -26,18 +35,19 @@ def _lines(workdir, role="learner-0"):
 
 def step(number, **fields):
   lengths = {"seconds": 0.1, "gap_seconds": 0.1} | fields
-  return events.Step(step=number, clock=number, position=0, tokens=8, **lengths)
+  return events.Step(step=number, global_step=number, position=0, tokens=8, **lengths)
 
 
 def test_lines_on_disk(tmp_path, fake_clock):
   with Recorder(tmp_path, "learner-0", 3, start_time=100.0, clock=fake_clock) as recorder:
     fake_clock.now = 100.5
-    recorder.record(events.Joined(clock=7, seconds=0.25))
+    recorder.record(events.Joined(global_step=7, seconds=0.25))
     fake_clock.now = 102.0
     recorder.record(events.Lost(learner=1, versions={2: 5}, reason="late"))
   common = {"role": "learner-0", "incarnation": 3}
   assert _lines(tmp_path) == [
-    {"time": 0.5, **common, "kind": "joined", "clock": 7, "seconds": 0.25},
+    {"time": 0.5, **common, "kind": "joined", "global_step": 7, "seconds": 0.25}
+    | {"format": events.LOG_FORMAT},
     {"time": 2.0, **common, "kind": "lost", "learner": 1, "versions": {"2": 5}, "reason": "late"},
   ]
   assert recorder.lost_events == 0
@@ -49,6 +59,35 @@ def test_roles_are_read_together_in_order_of_time(tmp_path, fake_clock):
       for fake_clock.now in times:
         recorder.record(events.Traffic(sent_bytes=1, received_bytes=2))
   assert [event.time for event in read_events(tmp_path)] == [0.5, 1.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("number", [None, events.LOG_FORMAT - 1, events.LOG_FORMAT + 1])
+def test_a_log_of_another_format_is_refused_by_name(tmp_path, number):
+  """By whoever reads it, and by a role that would append to it."""
+  (tmp_path / "events").mkdir()
+  line = {"time": 0.0, "role": "learner-0", "kind": "joined", "another": 3, "seconds": 0.1}
+  line |= {} if number is None else {"format": number}
+  (tmp_path / "events" / "learner-0.jsonl").write_text(json.dumps(line) + "\n")
+  readers = [
+    lambda: read_events(tmp_path),
+    lambda: Follower(tmp_path),
+    lambda: newest_event(tmp_path, events.Joined),
+    lambda: Recorder(tmp_path, "learner-0", 1, start_time=0.0),
+  ]
+  text = "format without a number," if number is None else f"format {number},"
+  for read in readers:
+    with pytest.raises(ConfigError, match=f"learner-0.jsonl: .*{text} .*Fix: "):
+      read()
+
+
+def test_every_incarnation_says_the_format_once(tmp_path):
+  for incarnation in range(2):
+    with Recorder(tmp_path, "learner-0", incarnation, start_time=0.0) as recorder:
+      recorder.record(step(1))
+      recorder.flush()
+      recorder.record(step(2))
+  numbers = [line.get("format") for line in _lines(tmp_path)]
+  assert numbers == [events.LOG_FORMAT, None] * 2
 
 
 def test_no_folder_is_no_events(tmp_path):
@@ -71,7 +110,8 @@ def test_a_new_incarnation_appends_after_a_torn_line(tmp_path):
 def test_a_log_cut_anywhere_gives_its_whole_lines(tmp_path):
   folder = tmp_path / "events"
   folder.mkdir()
-  lines = [b'{"time":%d,"role":"learner-0","kind":"restart","target":"x"}\n' % k for k in range(3)]
+  fields = b'"role":"learner-0","kind":"restart","target":"x","format":%d' % events.LOG_FORMAT
+  lines = [b'{"time":%d,%b}\n' % (k, fields) for k in range(3)]
   whole = b"".join(lines)
   for cut in range(len(whole) + 1):
     (folder / "learner-0.jsonl").write_bytes(whole[:cut])
@@ -118,9 +158,9 @@ def test_listeners_get_the_same_dict(tmp_path):
   with Recorder(
     tmp_path, "engine", 0, start_time=0.0, listeners=(first.append, second.append)
   ) as recorder:
-    recorder.record(events.Restart(target="learner/2"))
+    recorder.record(events.Restart(target="learner-2"))
   assert first[0] is second[0]
-  assert first[0].target == "learner/2"
+  assert first[0].target == "learner-2"
 
 
 def test_a_listener_that_raises_is_dropped_loudly_once(tmp_path, capsys):
@@ -213,7 +253,7 @@ def test_the_null_recorder_has_the_same_face():
   "role, parts",
   [
     ("learner-2", ("learner", 2)),
-    ("learner/12", ("learner", 12)),
+    ("learner-12", ("learner", 12)),
     ("engine", ("engine", -1)),
     ("", ("", -1)),
   ],

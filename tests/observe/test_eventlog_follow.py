@@ -12,7 +12,7 @@ from tests.made_events import made
 
 
 def line(time: float, role: str = "learner-0", **fields) -> str:
-  return to_line(made(time, role, "step", **fields)).decode()
+  return to_line(made(time, role, "step", **fields), begins=True).decode()
 
 
 @pytest.fixture

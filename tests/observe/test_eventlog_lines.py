@@ -15,7 +15,7 @@ from tests.made_events import made
 
 
 def line(time, role="learner-0", **fields) -> bytes:
-  return to_line(made(time, role, "step", **fields))
+  return to_line(made(time, role, "step", **fields), begins=True)
 
 
 @pytest.fixture

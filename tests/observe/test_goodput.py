@@ -41,7 +41,7 @@ class Log:
   def merge(self, time: float, p: int, round_id: int, base: int, steps: dict[int, int], bad=()):
     """Every learner of `steps` cuts so many steps; the round commits but for the `bad` ones."""
     for m, count in steps.items():
-      self.add(time, f"learner-{m}", "cut", fragment=p, round=round_id, steps=count)
+      self.add(time, f"learner-{m}", "copy_out", fragment=p, round=round_id, steps=count)
     good = {str(m): 1.0 for m in steps if m not in bad}
     fields = {"fragment": p, "round": round_id, "base_round": base, "participants": good}
     self.add(time, "syncer-0", "commit", **fields, rejected={str(m): "far" for m in bad})
@@ -74,8 +74,8 @@ def test_what_is_not_merged_is_pending_and_is_discarded_with_its_life():
   log.merge(log.steps(1, 4, 0.0), 0, 7, -1, {0: 4})
   end = log.steps(5, 10, 4.0)
   assert log.report().causes["pending"] == pytest.approx(0.6)
-  log.add(end + 2, "engine", "exit", target="learner/0")
-  log.add(end + 6, "engine", "restart", target="learner/0")
+  log.add(end + 2, "engine", "exit", target="learner-0")
+  log.add(end + 6, "engine", "restart", target="learner-0")
   log.start(end + 8)  # 2 s of imports
   log.steps(1, 2, end + 8)
   log.merge(end + 10, 0, 8, 7, {0: 2})
@@ -92,8 +92,8 @@ def test_a_revived_learner_may_still_merge_the_steps_of_the_life_it_goes_on_from
   log = Log(fragments=1)
   log.start(0.0)
   log.steps(1, 10, 0.0)
-  log.add(10.0, "engine", "exit", target="learner/0")
-  log.add(10.0, "engine", "restart", target="learner/0")
+  log.add(10.0, "engine", "exit", target="learner-0")
+  log.add(10.0, "engine", "restart", target="learner-0")
   log.start(10.0)
   end = log.steps(7, 8, 10.0)  # its part was recorded after step 6
   log.merge(end, 0, 7, -1, {0: 8})
@@ -149,7 +149,7 @@ def test_chips_are_the_weights():
 
 def test_the_beginning_is_split_into_start_up_and_compile():
   log = Log(fragments=1)
-  log.add(9.0, "learner-0", "compiled", target="learner/0", seconds=4.0)
+  log.add(9.0, "learner-0", "compiled", target="learner-0", seconds=4.0)
   log.start(10.0, devices=2)
   log.merge(log.steps(1, 10, 10.0), 0, 7, -1, {0: 10})
   goodput = log.report()
@@ -163,7 +163,7 @@ def test_blocked_saving_and_standing_still_have_names():
   log.start(0.0)
   log.steps(1, 20, 0.0)
   log.steps(21, 21, 20.0, gap_seconds=3.0, blocked_seconds=2.0)
-  log.add(23.0, "learner-0", "recorded", seconds=0.5)
+  log.add(23.0, "learner-0", "captured", seconds=0.5)
   log.steps(22, 22, 23.0, gap_seconds=2.0)  # half of its second was no copying
   log.steps(23, 23, 25.0, gap_seconds=31.0)  # stopped between two steps
   log.steps(24, 24, 56.0, gap_seconds=31.0, seconds=31.0)  # and in the middle of one
@@ -178,8 +178,8 @@ def test_where_nobody_syncs_a_step_counts_until_it_is_done_again():
   log = Log(shards=0, fragments=0)
   log.start(0.0)
   log.steps(1, 10, 0.0)
-  log.add(10.0, "engine", "exit", target="learner/0")
-  log.add(10.0, "engine", "restart", target="learner/0")
+  log.add(10.0, "engine", "exit", target="learner-0")
+  log.add(10.0, "engine", "restart", target="learner-0")
   log.start(10.0)
   log.steps(5, 14, 10.0)
   goodput = log.report()
@@ -244,8 +244,8 @@ def test_all_chip_time_is_accounted_for_whatever_happens(seed):
           base = rounds.get(p, -1)
           rounds[p] = len(log.events)
           log.merge(now, p, rounds[p], base, {m: covers}, bad=(m,) if rng.random() < 0.1 else ())
-      log.add(now := now + rng.random(), "engine", "exit", target=f"learner/{m}")
-      log.add(now := now + rng.random(), "engine", "restart", target=f"learner/{m}")
+      log.add(now := now + rng.random(), "engine", "exit", target=f"learner-{m}")
+      log.add(now := now + rng.random(), "engine", "restart", target=f"learner-{m}")
     last[m] = now
   log.add(END + 50, "engine", "run_finished", reason="finished")
   goodput = log.report()

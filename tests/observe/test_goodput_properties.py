@@ -40,9 +40,9 @@ class Story:
     chance = self.chance
     self.now = max(0.0, self.now + chance.choice([0.0, 0.1, 1.0, 5.0, 40.0, -0.001, -20.0]))
     m, p = chance.randrange(ISLANDS), chance.randrange(FRAGMENTS)
-    name, target = {"role": f"learner-{m}"}, {"role": "engine", "target": f"learner/{m}"}
-    kinds = ("started", "compiled", "exit", "restart", "recorded", "step", "step", "step", "step")
-    kinds += ("cut", "resend", "apply", "commit", "owns", "run_started")
+    name, target = {"role": f"learner-{m}"}, {"role": "engine", "target": f"learner-{m}"}
+    kinds = ("started", "compiled", "exit", "restart", "captured", "step", "step", "step", "step")
+    kinds += ("copy_out", "resend", "apply", "commit", "owns", "run_started")
     kind = chance.choice(kinds + ("stopped", "run_finished") * self.stops)
     fields: dict = {"time": self.now, "incarnation": 0, "kind": kind, **name}
     long = chance.choice([0.0, 0.01, 1.0, 3.0, 60.0, 1e4, math.nan, math.inf, -5.0])
@@ -52,14 +52,14 @@ class Story:
       fields |= target
     elif kind == "compiled":
       fields |= {**target, "seconds": long}
-    elif kind == "recorded":
+    elif kind == "captured":
       fields["seconds"] = long
     elif kind == "step":
       self.numbers[m] = chance.choice([self.numbers[m] + 1, 1, chance.randint(0, 50)])
       lengths = {"seconds": long, "gap_seconds": chance.choice([long, 1.0, 7.0])}
       blocked = chance.choice([0.0, 2.0, 300.0])
       fields |= {"step": self.numbers[m], **lengths, "blocked_seconds": blocked}
-    elif kind == "cut":
+    elif kind == "copy_out":
       fields |= {"fragment": p, "round": self.new_round(), "steps": chance.randint(0, 30)}
     elif kind == "resend":
       fields |= {"fragment": p, "round": self.new_round(), "old_round": self.old_round()}
@@ -155,7 +155,7 @@ def run(seed: int, length: int, back: int):
       taking = [m for m in range(ISLANDS) if chance.random() < 0.9]
       for m in taking:
         fields = {"fragment": p, "round": round_id, "steps": step[m] - merged[m][p]}
-        yield typed({"time": now, "role": f"learner-{m}", "kind": "cut", **fields})
+        yield typed({"time": now, "role": f"learner-{m}", "kind": "copy_out", **fields})
       bad = [m for m in taking if chance.random() < 0.05]
       fields = {"fragment": p, "round": round_id, "base_round": rounds[p][-1]}
       fields |= {"participants": {str(m): 1.0 for m in taking if m not in bad}}
@@ -176,8 +176,8 @@ def run(seed: int, length: int, back: int):
         rounds[p] = [-1] if to == -1 else [r for r in rounds[p] if r <= to]
     if chance.random() < 0.05:
       m = chance.randrange(ISLANDS)
-      yield typed({"time": now, "role": "engine", "kind": "exit", "target": f"learner/{m}"})
-      yield typed({"time": now + 1, "role": "engine", "kind": "restart", "target": f"learner/{m}"})
+      yield typed({"time": now, "role": "engine", "kind": "exit", "target": f"learner-{m}"})
+      yield typed({"time": now + 1, "role": "engine", "kind": "restart", "target": f"learner-{m}"})
       now += 2.0
       step[m] = max(0, step[m] - chance.randint(0, back))
       merged[m] = [min(each, step[m]) for each in merged[m]]

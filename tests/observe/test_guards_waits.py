@@ -103,10 +103,10 @@ def test_a_process_that_cannot_be_killed_is_named_and_left_behind(capsys):
       return self.status
 
   process = Process()
-  assert guards.exited(process, 0.02, "learner/3") is None
-  assert "learner/3 has not ended within 0.02 s" in said(capsys)
+  assert guards.exited(process, 0.02, "learner-3") is None
+  assert "learner-3 has not ended within 0.02 s" in said(capsys)
   process.status = -9
-  assert guards.exited(process, 0.02, "learner/3") == -9
+  assert guards.exited(process, 0.02, "learner-3") == -9
 
 
 def test_a_result_that_does_not_come_is_named(capsys):
@@ -163,7 +163,7 @@ def test_a_killed_child_that_does_not_go_away_holds_nobody_up(monkeypatch, capsy
       return None
 
   monkeypatch.setattr(children, "KILL_SECONDS", 0.02)
-  child = children.Child("learner/3", [], tmp_path, lambda *_: Stuck())
+  child = children.Child("learner-3", [], tmp_path, lambda *_: Stuck())
   child.start()
   child.kill()
-  assert "learner/3, which was killed, has not ended" in said(capsys) and not child.running
+  assert "learner-3, which was killed, has not ended" in said(capsys) and not child.running

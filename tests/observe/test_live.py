@@ -56,7 +56,7 @@ def test_plain_line(run_events):
   line = plain_line(view, 25.0)
   assert line.startswith("[0:25]  33%")
   assert "held-out loss 1.944" in line
-  assert "2 joining" in line and f"0 running step {view.islands[0].clock}" in line
+  assert "2 joining" in line and f"0 running step {view.islands[0].global_step}" in line
   assert plain_line(RunState(), 0.0) == "[0:00]   0%"
 
 
@@ -75,7 +75,7 @@ def test_without_a_terminal_there_are_plain_lines_and_all_notes(run_events, fake
   lines = text.splitlines()
   assert "[0:20] island 2: planned kill (restart after 4 s)" in lines
   assert "[0:20] island 2 is down: killed by the fault plan" in lines
-  assert sum("joined at clock 0" in line for line in lines) == 4
+  assert sum("joined at global step 0" in line for line in lines) == 4
   assert lines[-1].startswith("[0:22]") and "2 lost" in lines[-1]
 
 
@@ -86,7 +86,7 @@ def test_important_events_do_not_wait_for_the_next_progress_line(make, fake_cloc
   live.start()
   drain = live._drain
   live(make.run_started())
-  live(make.event(1.0, "engine", "restart", target="learner/1"))
+  live(make.event(1.0, "engine", "restart", target="learner-1"))
   drain.close()  # what was put is consumed; nothing but the note may have been printed
   assert shown.getvalue() == "[0:01] island 1 restarts\n"
   live.stop()
@@ -127,7 +127,7 @@ def test_a_closed_output_is_one_warning(make, capsys, fake_clock):
   live.start()
   drain = live._drain
   file.close()
-  live(make.event(1.0, "engine", "restart", target="learner/1"))
+  live(make.event(1.0, "engine", "restart", target="learner-1"))
   drain.close()
   live.stop()
   assert drain.failures >= 1

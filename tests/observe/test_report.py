@@ -144,7 +144,7 @@ def test_what_pictures_of_a_long_run_leave_out_is_counted_and_said(make, monkeyp
     run.add(make.commit(n + 0.5, round=n, participants={"0": 1.0}))
     run.add(make.event(n + 0.7, "syncer-0", "traffic", sent_bytes=n, received_bytes=n))
     if n % 10 == 0:
-      run.add(make.event(n + 0.8, "engine", "fault", target="learner/0", action="kill"))
+      run.add(make.event(n + 0.8, "engine", "fault", target="learner-0", action="kill"))
       run.add(make.event(n + 0.9, "learner-0", "started", n))
   said = []
   monkeypatch.setattr(plots, "say_left_out", lambda axes, *texts: said.append(texts))

@@ -10,7 +10,7 @@ from ddiloco.observe.eventlog import EventLog
 from ddiloco.observe.goodput import CAUSES
 from ddiloco.observe.report import summarise
 
-# Two islands of one chip for 6 s. The first step of each ends its start-up; nothing was cut.
+# Two islands of one chip for 6 s. The first step of each ends its start-up; nothing was copied out.
 ACCOUNT = {
   "chip_seconds": 12.0,
   "goodput": 0.0,
@@ -31,7 +31,7 @@ def test_golden(make):
     make.run_started(num_learners=2, num_shards=1, num_fragments=2, total_tokens=8000),
     make.event(0.1, "syncer-0", "started", fragments=[0, 1]),
     make.event(0.2, "learner-0", "started", devices=1, mesh=[1, 1, 1], batch_size=8),
-    make.event(0.2, "evaluator", "evaluation", merged_tokens=0, clock=0, loss=5.5),
+    make.event(0.2, "evaluator", "evaluation", merged_tokens=0, global_step=0, loss=5.5),
     make.step(1.0, 0, 1, gap_seconds=9.0, blocked_seconds=0.25),
     make.step(2.0, 0, 2, gap_seconds=0.5, loss=2.0),
     make.step(2.0, 1, 1, gap_seconds=9.0),
@@ -40,7 +40,7 @@ def test_golden(make):
     make.commit(4.0, fragment=1, participants={0: 1.0}, rejected={1: "nan"}, merged_tokens=1024),
     make.event(4.0, "learner-1", "refused", fragment=1, round=2, reason="nan"),
     make.event(4.5, "learner-0", "traffic", sent_bytes=100, received_bytes=10),
-    make.event(5.0, "evaluator", "evaluation", merged_tokens=1536, clock=3, loss=4.5),
+    make.event(5.0, "evaluator", "evaluation", merged_tokens=1536, global_step=3, loss=4.5),
     make.event(6.0, "engine", "run_finished", reason="finished"),
   ]
   assert summarise(EventLog(events, torn_lines=2)) == {

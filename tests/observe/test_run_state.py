@@ -7,7 +7,7 @@ import math
 import pytest
 
 from ddiloco.observe.island_state import RECENT_COMMITS
-from ddiloco.observe.run_state import RECENT_NOTES, RunState
+from ddiloco.observe.run_state import RECENT_LOG_EVENTS, RunState
 from ddiloco.observe.style import clock_time, compact, island_colour
 from ddiloco.protocol.events import Odd
 
@@ -50,9 +50,9 @@ def test_numbers_of_a_whole_run(run_events):
   mine = [event for event in steps if event.role == "learner-2"]
   island = view.islands[2]
   assert island.tokens == sum(event.tokens for event in mine)
-  assert (island.step, island.clock, island.incarnation) == (
+  assert (island.step, island.global_step, island.incarnation) == (
     mine[-1].step,
-    mine[-1].clock,
+    mine[-1].global_step,
     1,
   )
   assert sum(shard.commits for shard in view.shards.values()) == sum(
@@ -67,26 +67,26 @@ def test_numbers_of_a_whole_run(run_events):
 def test_kill_and_rejoin_are_noted(make):
   events = [
     make.run_started(),
-    make.event(0.5, "learner-2", "joined", clock=0, seconds=0.2),
-    make.event(2.0, "engine", "fault", target="learner/2", action="kill", detail="back after 5 s"),
-    make.event(2.0, "engine", "exit", target="learner/2", reason="killed by plan"),
+    make.event(0.5, "learner-2", "joined", global_step=0, seconds=0.2),
+    make.event(2.0, "engine", "fault", target="learner-2", action="kill", detail="back after 5 s"),
+    make.event(2.0, "engine", "exit", target="learner-2", reason="killed by plan"),
     make.event(4.0, "syncer-0", "member", learner=2, state="lost", reason="silent"),
-    make.event(7.0, "engine", "restart", target="learner/2"),
+    make.event(7.0, "engine", "restart", target="learner-2"),
     make.event(7.1, "learner-2", "started", 1, devices=1, mesh=[1, 1, 1], batch_size=8),
-    make.event(7.5, "learner-2", "joined", 1, clock=30, seconds=0.4),
+    make.event(7.5, "learner-2", "joined", 1, global_step=30, seconds=0.4),
     make.commit(8.0, participants={0: 0.5, 2: 0.5}),
     make.commit(9.0, participants={0: 0.5, 2: 0.5}),
   ]
   view = _fold(events)
-  assert [(note.time, note.text) for note in view.notes] == [
-    (0.5, "island 2 joined at clock 0 after 0.2 s"),
+  assert [(note.time, note.text) for note in view.log_events] == [
+    (0.5, "island 2 joined at global step 0 after 0.2 s"),
     (2.0, "island 2: planned kill (back after 5 s)"),
     (2.0, "island 2 is down: killed by plan"),
     (7.0, "island 2 restarts"),
-    (7.5, "island 2 joined at clock 30 after 0.4 s"),
+    (7.5, "island 2 joined at global step 30 after 0.4 s"),
     (8.0, "island 2 is merged again"),
   ]
-  assert view.num_notes == 6
+  assert view.num_log_events == 6
   assert view.islands[2].missed_reason == "silent"
 
 
@@ -111,11 +111,11 @@ def test_learner_numbers_may_be_text_as_json_makes_them(make):
   assert [list(view.islands[m].took_part) for m in range(4)] == [[True], [True], [False], [False]]
   assert view.islands[3].missed_reason == "slow"
   assert view.shards[0].rejected == 1
-  assert view.notes[-1].text == "update of island 2 rejected: norm 9"
+  assert view.log_events[-1].text == "update of island 2 rejected: norm 9"
 
 
 def test_silence_is_a_stall_only_once_it_steps(make):
-  joined = make.event(1.0, "learner-0", "joined", clock=0, seconds=0.5)
+  joined = make.event(1.0, "learner-0", "joined", global_step=0, seconds=0.5)
   view = _fold([make.run_started(), joined])
   assert view.islands[0].state_at(20.0) == "running"  # its first step compiles
   view = _fold([make.step(21.0, 0, 1, seconds=0.1), make.step(21.1, 0, 2, seconds=0.5)], view)
@@ -125,7 +125,7 @@ def test_silence_is_a_stall_only_once_it_steps(make):
 
 
 def test_a_planned_stall_shows_at_once_and_ends_with_the_next_step(make):
-  fault = make.event(2.0, "engine", "fault", target="learner/0", action="stall", detail="")
+  fault = make.event(2.0, "engine", "fault", target="learner-0", action="stall", detail="")
   view = _fold([make.run_started(), make.step(1.9, 0, 1), fault])
   assert view.islands[0].state == "stalled"
   assert _fold([make.step(7.0, 0, 2)], view).islands[0].state == "running"
@@ -135,7 +135,7 @@ def test_a_quarantined_island_stays_so_until_it_rejoins(make):
   member = make.event(2.0, "syncer-1", "member", learner=0, state="quarantined", reason="3 bad")
   view = _fold([make.run_started(), make.step(1.9, 0, 1), member, make.step(2.1, 0, 2)])
   assert view.islands[0].state == "quarantined"
-  joined = make.event(3.0, "learner-0", "joined", 1, clock=9, seconds=0.1)
+  joined = make.event(3.0, "learner-0", "joined", 1, global_step=9, seconds=0.1)
   assert _fold([joined], view).islands[0].state == "running"
 
 
@@ -154,7 +154,7 @@ def test_both_shards_tell_of_one_loss_in_one_note(make):
     for shard in range(2)
   ]
   view = _fold([make.run_started(), *events])
-  assert [note.text for note in view.notes] == ["the syncer counts island 1 as lost: x"]
+  assert [note.text for note in view.log_events] == ["the syncer counts island 1 as lost: x"]
 
 
 def test_words_of_an_older_life_are_ignored(make):
@@ -164,19 +164,19 @@ def test_words_of_an_older_life_are_ignored(make):
 
 def test_an_exit_in_good_order_is_no_loss(make):
   stopped = make.event(5.0, "learner-1", "stopped", reason="the run is over")
-  exited = make.event(5.1, "engine", "exit", target="learner/1", reason="done")
+  exited = make.event(5.1, "engine", "exit", target="learner-1", reason="done")
   view = _fold([make.run_started(), stopped, exited])
   assert view.islands[1].state == "left"
-  assert len(view.notes) == 1
+  assert len(view.log_events) == 1
 
 
 def test_a_shard_can_die_and_return(make):
-  kill = make.event(2.0, "engine", "fault", target="syncer/1", action="kill", detail="")
+  kill = make.event(2.0, "engine", "fault", target="syncer-1", action="kill", detail="")
   view = _fold([make.run_started(), make.event(0.1, "syncer-1", "started", fragments=[1, 3]), kill])
   assert (view.shards[1].state, view.shards[1].fragments) == ("lost", (1, 3))
   view = _fold(
     [
-      make.event(3.0, "engine", "restart", target="syncer/1"),
+      make.event(3.0, "engine", "restart", target="syncer-1"),
       make.event(3.1, "syncer-1", "started", 1, fragments=[1, 3]),
     ],
     view,
@@ -212,11 +212,11 @@ def test_steps_without_metrics_and_unknown_kinds(make):
 
 def test_notes_are_few(make):
   events = [
-    make.event(10.0 * k, "engine", "restart", target=f"learner/{k}")
-    for k in range(RECENT_NOTES + 3)
+    make.event(10.0 * k, "engine", "restart", target=f"learner-{k}")
+    for k in range(RECENT_LOG_EVENTS + 3)
   ]
   view = _fold(events)
-  assert len(view.notes) == RECENT_NOTES and view.num_notes == RECENT_NOTES + 3
+  assert len(view.log_events) == RECENT_LOG_EVENTS and view.num_log_events == RECENT_LOG_EVENTS + 3
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_eight_islands_have_eight_colours():
 def test_an_update_that_opposes_all_others_is_said_before_it_is_rejected(make):
   merged = make.commit(1.0, opposing={"2": -0.31})
   again = make.commit(2.0, opposing={"2": -0.31}, rejected={"2": "opposes all others"})
-  said = [note.text for note in _fold([make.run_started(), merged, again]).notes]
+  said = [note.text for note in _fold([make.run_started(), merged, again]).log_events]
   assert said[-2:] == [
     "update of island 2 points against all others'",
     "update of island 2 rejected: opposes all others",

@@ -47,7 +47,7 @@ def test_a_minimum_quorum_of_1_must_not_silently_become_solo_runs(rounds):
   assert f"island 1: {LATE}; island 2: {LATE}" in said and "sync.min_quorum" in said
   found = status(RunState().read(events), events[-1].time + 1)
   assert found["phase"] == "running" and found["solo"] == said
-  assert [note["text"] for note in found["notes"] if note["tone"] == "bad"] == [said]
+  assert [note["text"] for note in found["log_events"] if note["tone"] == "bad"] == [said]
   screen = Console(file=io.StringIO(), width=100)
   screen.print(render(view_of(events), 8.0))
   assert "rounds merged island 0 alone" in screen.file.getvalue()
@@ -56,8 +56,8 @@ def test_a_minimum_quorum_of_1_must_not_silently_become_solo_runs(rounds):
 def test_it_is_over_when_several_are_merged_again(rounds):
   events = rounds(*[(0,)] * 6, (0, 1))
   view = view_of(events)
-  assert view.solo == "" and view.notes[-1].text == "rounds merge several islands again"
-  assert view.notes[-1].tone == "good"
+  assert view.solo == "" and view.log_events[-1].text == "rounds merge several islands again"
+  assert view.log_events[-1].tone == "good"
 
 
 def test_each_on_its_own_is_as_bad(rounds):

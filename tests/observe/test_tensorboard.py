@@ -26,7 +26,9 @@ def _read(folder):
 
 
 def test_scalars_of_a_step(make):
-  step = make.step(1.0, 0, 3, clock=50, loss=2.5, tokens=1024, seconds=0.5, learning_rate=0.01)
+  step = make.step(
+    1.0, 0, 3, global_step=50, loss=2.5, tokens=1024, seconds=0.5, learning_rate=0.01
+  )
   assert scalars(step) == (
     50,
     {
@@ -53,7 +55,7 @@ def test_scalars_of_a_commit_and_an_evaluation(make):
   }
   evaluation = make.event(1.0, "evaluator", "evaluation", merged_tokens=5000, loss=1.5)
   assert scalars(evaluation) == (5000, {"heldout/loss": 1.5})
-  assert scalars(make.event(1.0, "engine", "restart", target="learner/1")) == (0, {})
+  assert scalars(make.event(1.0, "engine", "restart", target="learner-1")) == (0, {})
 
 
 def test_the_files_hold_them_by_role(tmp_path, make):
@@ -61,7 +63,7 @@ def test_the_files_hold_them_by_role(tmp_path, make):
   for number in range(1, 6):
     board(make.step(float(number), 0, number, loss=float(number)))
     board(make.step(float(number), 1, number, loss=-float(number)))
-  board(make.event(1.0, "engine", "restart", target="learner/1"))
+  board(make.event(1.0, "engine", "restart", target="learner-1"))
   board.close()
   assert sorted(path.name for path in (tmp_path / "tensorboard").iterdir()) == [
     "learner-0",
@@ -86,7 +88,7 @@ def test_failure_is_one_warning(tmp_path, make, capsys, bad):
   if bad == "path":
     (tmp_path / "tensorboard").write_text("a file where the folder should be")
   else:
-    step = make.changed(step, clock=10**40)
+    step = make.changed(step, global_step=10**40)
   board = TensorBoard(tmp_path, flush_seconds=0.001)
   for _ in range(5):
     board(step)

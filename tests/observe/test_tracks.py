@@ -39,7 +39,7 @@ def test_a_kill_is_one_mark_and_so_are_restart_and_first_merge(run_events):
 
 def test_a_kill_that_is_noticed_late_is_no_crash_but_the_next_exit_is(make):
   def about(time, kind, **more):
-    return make.event(time, "engine", kind, target="learner/1", **more)
+    return make.event(time, "engine", kind, target="learner-1", **more)
 
   events = [make.run_started(), about(5.0, "fault", action="kill"), about(9.0, "exit", reason="x")]
   events += [about(10.0, "restart"), about(11.0, "exit", reason="OSError: no")]
@@ -52,8 +52,8 @@ def test_a_kill_that_is_noticed_late_is_no_crash_but_the_next_exit_is(make):
 def test_an_exit_nobody_planned_is_a_crash(make):
   events = [
     make.run_started(),
-    make.event(5.0, "engine", "exit", target="learner/1", reason="ValueError: no"),
-    make.event(6.0, "engine", "fault", target="syncer/0", action="stall", detail="for 3 s"),
+    make.event(5.0, "engine", "exit", target="learner-1", reason="ValueError: no"),
+    make.event(6.0, "engine", "fault", target="syncer-0", action="stall", detail="for 3 s"),
   ]
   lanes, _ = feed(events)
   assert [(m["time"], m["role"], m["kind"], m["text"]) for m in lanes.marks] == [
@@ -66,7 +66,7 @@ def test_an_island_that_falls_silent_is_stalled_from_its_last_step_on(make):
   events = [make.run_started(num_learners=1, num_shards=0)]
   events += [
     make.event(1.0, "learner-0", "started"),
-    make.event(2.0, "learner-0", "joined", clock=0),
+    make.event(2.0, "learner-0", "joined", global_step=0),
   ]
   events += [make.step(3.0 + 0.1 * i, 0, i + 1) for i in range(10)]
   assert spans(events, 5.0)["learner-0"][-1] == [2.0, 5.0, "running"], "two seconds are nothing"
@@ -85,7 +85,7 @@ def test_thousands_of_faults_do_not_make_it_grow(make, seed):
     times = [time := time + rng.uniform(0.01, 5.0) for _ in range(4)]
     events += [
       make.event(times[0], "learner-0", "started", life),
-      make.event(times[1], "learner-0", "joined", life, clock=0),
+      make.event(times[1], "learner-0", "joined", life, global_step=0),
       make.event(times[2], "engine", "fault", target="learner-0", action="kill"),
       make.event(times[3], "engine", "restart", target="learner-0"),
     ]

@@ -43,12 +43,12 @@ def _sorted(*groups):
 
 
 def _kill(make, time, learner, joined=None, merged=None):
-  events = [make.event(time, "engine", "fault", target=f"learner/{learner}", action="kill")]
+  events = [make.event(time, "engine", "fault", target=f"learner-{learner}", action="kill")]
   if joined:
-    events.append(make.event(joined - 1, "engine", "restart", target=f"learner/{learner}"))
+    events.append(make.event(joined - 1, "engine", "restart", target=f"learner-{learner}"))
     role = f"learner-{learner}"
     events.append(make.event(joined - 0.5, role, "started", 1, devices=1, mesh=[1], batch_size=1))
-    events.append(make.event(joined, role, "joined", 1, clock=5, seconds=0.5))
+    events.append(make.event(joined, role, "joined", 1, global_step=5, seconds=0.5))
   if merged:
     events.append(make.commit(merged, participants={learner: 1.0}))
   return events
@@ -76,7 +76,7 @@ def test_spans_touch_and_never_overlap(run_events):
 
 
 def test_silence_inside_running_is_stalled(make):
-  joined = make.event(0.5, "learner-0", "joined", clock=0, seconds=0.5)
+  joined = make.event(0.5, "learner-0", "joined", global_step=0, seconds=0.5)
   events = _sorted(
     [make.run_started(num_learners=1), joined], _steps(make, 0, [1, 1.1, 1.2, 9, 9.1])
   )
@@ -109,9 +109,9 @@ def test_a_kill_without_return_is_watched_thirty_seconds(make):
 
 def test_only_planned_kills_of_learners_count(make):
   events = [
-    make.event(1.0, "engine", "fault", target="syncer/0", action="kill"),
-    make.event(2.0, "engine", "fault", target="learner/0", action="stall"),
-    make.event(3.0, "engine", "exit", target="learner/0", reason="crash"),
+    make.event(1.0, "engine", "fault", target="syncer-0", action="kill"),
+    make.event(2.0, "engine", "fault", target="learner-0", action="stall"),
+    make.event(3.0, "engine", "exit", target="learner-0", reason="crash"),
   ]
   assert kills(events) == []
 
@@ -156,14 +156,14 @@ def test_an_island_with_a_fault_of_its_own_is_no_witness(make, action):
   events = _sorted(
     _steps(make, 0, [1, 2, 3, 4, 10, 11]),
     _steps(make, 1, range(1, 13)),
-    [make.event(6.0, "engine", "fault", target="learner/0", action=action)],
+    [make.event(6.0, "engine", "fault", target="learner-0", action=action)],
     kill,
   )
   assert _ratio(events) == pytest.approx(1.0)
 
 
 def test_an_island_that_was_down_at_the_kill_is_no_witness(make):
-  exited = make.event(3.5, "engine", "exit", target="learner/0", reason="crash")
+  exited = make.event(3.5, "engine", "exit", target="learner-0", reason="crash")
   events = _sorted(
     _steps(make, 0, [1, 2, 3]), [exited], _kill(make, 5.0, 2, joined=8.0, merged=11.0)
   )

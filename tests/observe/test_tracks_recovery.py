@@ -20,14 +20,14 @@ def commit(time, shard, fragment, round_id, base, *learners):
 
 def test_a_role_is_back_with_the_first_commit_after_its_fault_is_over():
   events = [
-    fault(10.0, "learner/0"),
+    fault(10.0, "learner-0"),
     commit(11.0, 0, 0, 1, -1, 0, 1),  # it still lasts
     commit(13.0, 0, 0, 2, 1, 1),  # without it
     commit(14.5, 0, 0, 3, 2, 0, 1),
-    fault(15.0, "syncer/1"),
+    fault(15.0, "syncer-1"),
     commit(18.0, 0, 0, 4, 3, 0),
     commit(19.0, 1, 1, 1, -1, 0),
-    fault(20.0, "learner/1", "kill", -1.0),
+    fault(20.0, "learner-1", "kill", -1.0),
   ]
   first, second, third = recoveries(events)
   assert (first.seconds, second.seconds) == (4.5, 4.0)
@@ -53,10 +53,10 @@ def test_rounds_are_lost_unless_the_last_value_was_made_from_them():
 
 
 def test_only_a_fault_of_its_own_explains_an_exit():
-  poison = fault(0.5, "learner/1", "poison")
-  planned = event(1, "engine", "exit", target="learner/0", reason="killed by plan, back in 2 s")
-  bad = event(2, "engine", "exit", target="learner/1", reason="quarantined: norm 9 is over 10 x 1")
-  other = event(3, "engine", "exit", target="learner/2", reason="exit status 1: crashed")
+  poison = fault(0.5, "learner-1", "poison")
+  planned = event(1, "engine", "exit", target="learner-0", reason="killed by plan, back in 2 s")
+  bad = event(2, "engine", "exit", target="learner-1", reason="quarantined: norm 9 is over 10 x 1")
+  other = event(3, "engine", "exit", target="learner-2", reason="exit status 1: crashed")
   crash = event(3, "learner-2", "crash", trace="...")
   assert unplanned([poison, planned, bad]) == []
   assert unplanned([planned, bad]) == [bad]

@@ -76,7 +76,7 @@ class Ledger:
     copies = {p: dataclasses.replace(c, mine=(*c.mine, step)) for p, c in old.copies.items()}
     actor.parameters = Parameters(copies, (*old.trained, step))
 
-  def cut(self, actor, push: Push) -> Delta:
+  def copy_out(self, actor, push: Push) -> Delta:
     copy = actor.parameters.copies[push.fragment]
     assert push.steps == len(copy.mine) > 0, f"push says {push.steps} steps, holds {copy.mine}"
     assert push.tokens == push.steps * self.tokens_per_step

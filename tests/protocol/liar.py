@@ -103,12 +103,14 @@ class Liar(Actor):
     versions = tuple(f.version for f in owned) if honest else self.several(
       *(f.version for f in owned), least=-1
     )  # fmt: skip
-    since = tuple(rng.choice((1, 24, 1 << 50)) for _ in owned) if honest else self.several(1)
-    clock = self.near(self.world.clock, most=(1 << 40) - 1)
+    steps_since_sync = (
+      tuple(rng.choice((1, 24, 1 << 50)) for _ in owned) if honest else self.several(1)
+    )
+    global_step = self.near(self.world.global_step, most=(1 << 40) - 1)
     seconds, leaving = rng.choice(SECONDS_SAID), rng.random() < 0.1
     snapshot = self.near(self._snapshot(), 0, 0)
-    who = (self.number, self.incarnation, clock, seconds)
-    return Report(*who, versions, rounds, since, leaving, snapshot)
+    who = (self.number, self.incarnation, global_step, seconds)
+    return Report(*who, versions, rounds, steps_since_sync, leaving, snapshot)
 
   def hello(self) -> Hello:
     if self.random.random() < 0.3:
@@ -128,7 +130,7 @@ class Liar(Actor):
       tokens = steps * rng.choice((1, STEP_TOKENS))
     return Push(
       self.number, self.incarnation, p, round_id, base, steps, tokens,
-      self.near(self.world.clock, most=(1 << 40) - 1), self.near(self._snapshot(), 0, 0),
+      self.near(self.world.global_step, most=(1 << 40) - 1), self.near(self._snapshot(), 0, 0),
       self.near(1), "f32", Delta((), -3),
     )  # fmt: skip
 
@@ -149,8 +151,8 @@ class Liar(Actor):
       case 0:
         return RequestMoments(*who, self.several(least=-1))
       case 1:
-        clock, count = self.near(1, most=(1 << 40) - 1), self.near(1)
-        return Moments(*who, self.near(0, least=-1), self.near(0), clock, count, "poison")
+        global_step, count = self.near(1, most=(1 << 40) - 1), self.near(1)
+        return Moments(*who, self.near(0, least=-1), self.near(0), global_step, count, "poison")
       case 2 if rng.random() < 0.2:
         return Goodbye(*who)
     return self.hello()
@@ -273,13 +275,13 @@ def check(seed: int) -> dict[str, int]:
   """
   world = LiarWorld(seed)
   world.run(1.5)
-  clocks = {role: (world.now, actor.state.clock) for role, actor in _honest(world)}
+  clocks = {role: (world.now, actor.state.global_step) for role, actor in _honest(world)}
   world.at(SECONDS, setattr, world, "weather", Weather())
   while world.now < SECONDS + QUIET_SECONDS:
     world.run(world.now + 0.5)
     for role, actor in _honest(world):
       since, before = clocks.get(role, (0.0, 0))
-      _check_clock(world, actor, since, before)
+      _check_global_step(world, actor, since, before)
       _check_state(world, actor)
   # A pull that was lost comes again after a patience that grows with every loss.
   while _late(world) and world.now < SECONDS + MAX_PATIENCE_SECONDS:
@@ -293,7 +295,7 @@ def check(seed: int) -> dict[str, int]:
     "merged": sum(world.honest in c.learners for c in commits),
     "adopted": sum(isinstance(a, InstallValue) for _, _, a in world.history),
     "rejected": sum(bool(f.rejected) for f in _notes(world, "commit")),
-    "snapshots": len(world.cuts),
+    "snapshots": len(world.snapshots),
   }
 
 
@@ -301,7 +303,7 @@ def _honest(world: LiarWorld) -> list:
   return [(role, actor) for role, actor in world.actors.items() if actor is not world.liar]
 
 
-def _check_clock(world: LiarWorld, actor: Actor, since: float, before: int) -> None:
+def _check_global_step(world: LiarWorld, actor: Actor, since: float, before: int) -> None:
   """No clock runs ahead of what the run can have made.
 
   Where at least two honest learners are always members, a liar alone makes it at most `LEAD` times
@@ -310,10 +312,12 @@ def _check_clock(world: LiarWorld, actor: Actor, since: float, before: int) -> N
   sync = world.sync
   fastest = min(world.pace.step_seconds)
   most = beliefs.WASTE * TARGET_TOKENS / STEP_TOKENS + 2 * beliefs.slack_steps(sync)
-  assert actor.state.clock <= most, f"{actor.role}: clock {actor.state.clock}"
+  assert actor.state.global_step <= most, f"{actor.role}: global step {actor.state.global_step}"
   if world.steady and actor.role[0] == "syncer" and not actor.state.shard:
     ahead = beliefs.LEAD * (world.now - since + 2) / fastest + 3 * beliefs.slack_steps(sync)
-    assert actor.state.clock <= before + ahead, f"{actor.role}: {before} to {actor.state.clock}"
+    assert actor.state.global_step <= before + ahead, (
+      f"{actor.role}: {before} to {actor.state.global_step}"
+    )
 
 
 def _check_state(world: LiarWorld, actor: Actor) -> None:
@@ -322,11 +326,11 @@ def _check_state(world: LiarWorld, actor: Actor) -> None:
     return
   state, members = actor.state, world.honest + 1
   assert len(state.members) <= members and len(state.opposed) <= members
-  assert len(state.seen) <= members + world.sync.num_shards
+  assert len(state.vector_clock) <= members + world.sync.num_shards
   assert len(state.recalls) <= members * len(state.fragments)
   assert len(state.asking) <= members and len(state.beliefs.claims) <= 2
   assert all(len(ps) <= len(state.fragments) for ps in state.asking.values())
-  reached = state.clock + 2 * world.sync.sync_period
+  reached = state.global_step + 2 * world.sync.sync_period
   assert state.snapshot * world.sync.snapshot_steps <= reached
   for f in state.fragments:
     assert f.round is None or len(f.round.pushes) <= members
@@ -344,7 +348,7 @@ def _check_progress(world: LiarWorld) -> None:
   late = _late(world)
   assert not late, f"fragments that commit no more: {late}"
   if world.sync.snapshot_steps:
-    numbers = [n for n in world.cuts]
+    numbers = [n for n in world.snapshots]
     assert numbers and max(numbers) * world.sync.snapshot_steps >= 12, f"snapshots {numbers}"
 
 
@@ -358,7 +362,7 @@ def _check_commits(world: LiarWorld, commits: list[Commit]) -> None:
     weights = merge.token_weights(steps, tokens)
     shares = merge.bounded_shares(weights, [STEP_TOKENS] * len(steps))
     assert shares[c.learners.index(world.honest)] <= 0.5 + 1e-9
-  clocks = [a.state.clock for _, a in _honest(world) if a.role[0] == "syncer"]
+  clocks = [a.state.global_step for _, a in _honest(world) if a.role[0] == "syncer"]
   slack = beliefs.slack_steps(world.sync)
   for (p, _), tokens in world.ledger.lied.items():
     rounds = sum(c.fragment == p and world.honest in c.learners for c in commits)

@@ -50,40 +50,40 @@ def actions_of(state, message, now: float, **measured) -> list:
   return says.shard_on(state, Received(message, now, **measured), SYNC)[1]
 
 
-# --- the run's clock ------------------------------------------------------------------------------
+# --- the global step ------------------------------------------------------------------------------
 
 
-def test_one_learner_does_not_move_the_clock_beyond_what_others_could():
+def test_one_learner_does_not_move_the_global_step_beyond_what_others_could():
   state = shard()
   for now in range(2, 102):
     state = told(state, says.report(3, 0, HUGE, 1e-9, (0, 0), (1, 1)), float(now))
   slack = beliefs.slack_steps(SYNC)
-  assert 100 < state.clock <= slack + 100 * beliefs.LEAD
+  assert 100 < state.global_step <= slack + 100 * beliefs.LEAD
 
 
 def test_what_two_say_is_believed_at_once():
   """As after a restart: however long the shard was away."""
   state = told(shard(), says.report(0, 0, 5_000, 1.0, (0, 0), (1, 1)), 2.0)
-  assert state.clock < 50
-  assert told(state, says.report(1, 0, 4_990, 1.0, (0, 0), (1, 1)), 2.0).clock == 4_990
+  assert state.global_step < 50
+  assert told(state, says.report(1, 0, 4_990, 1.0, (0, 0), (1, 1)), 2.0).global_step == 4_990
 
 
-def test_a_learner_that_is_alone_makes_the_clock_by_itself():
+def test_a_learner_that_is_alone_makes_the_global_step_by_itself():
   state = syncer.init(0, 0, (FragmentState(0), FragmentState(1)), 1 << 60)
   for step in range(1, 200):
     state = told(state, says.report(7, 0, step, 0.5, (0, 0), (1, 1)), 0.5 * step)
-    assert state.clock == step
+    assert state.global_step == step
 
 
 def test_a_run_makes_no_more_steps_than_its_tokens_need_many_times_over():
   state = shard(1, step_tokens=10)
   state = dataclasses.replace(state, target_tokens=1_000)
-  assert told(state, says.report(0, 0, HUGE, 1e-9, (0, 0), (1, 1)), 1e9).clock == 1_600
+  assert told(state, says.report(0, 0, HUGE, 1e-9, (0, 0), (1, 1)), 1e9).global_step == 1_600
 
 
 def test_a_restarted_shard_knows_the_clock_of_its_newest_commit():
-  values = (FragmentState(0, clock=700), FragmentState(1, clock=640))
-  assert syncer.init(0, 3, values, 1 << 60).clock == 700
+  values = (FragmentState(0, global_step=700), FragmentState(1, global_step=640))
+  assert syncer.init(0, 3, values, 1 << 60).global_step == 700
 
 
 # --- a learner's own numbers ----------------------------------------------------------------------
@@ -139,7 +139,7 @@ def test_a_learner_that_leaves_again_and_again_is_not_waited_for():
   ],
 )
 def test_a_push_holds_what_its_learner_can_have_made(steps, tokens, fault):
-  """At clock 1, with 2 x 10 + 8 steps of slack."""
+  """At global step 1, with 2 x 10 + 8 steps of slack."""
   state = shard()
   for m in range(2):
     state = told(state, says.report(m, 0, 1, 1.0, (0, 0), (9, 9)), 1.1)
@@ -152,8 +152,8 @@ def test_a_push_holds_what_its_learner_can_have_made(steps, tokens, fault):
 def test_what_was_merged_once_is_not_claimed_again():
   """The steps since the round of its last merge are what bounds the next push."""
   state = shard()
-  merged = dataclasses.replace(state.fragments[0], merged_clocks={0: 1}, clock=1)
-  state = dataclasses.replace(state, fragments=(merged, state.fragments[1]), clock=500)
+  merged = dataclasses.replace(state.fragments[0], merged_global_steps={0: 1}, global_step=1)
+  state = dataclasses.replace(state, fragments=(merged, state.fragments[1]), global_step=500)
   for m in range(2):
     state = told(state, says.report(m, 0, 500, 1.0, (0, 0), (500, 500)), 500.0)
   current = state.fragments[0].round
@@ -267,18 +267,20 @@ def test_asked_for_twice_is_asked_for_once():
 # --- updates against all others -------------------------------------------------------------------
 
 
-def round_of(state, clock: int, products: dict[int, dict[int, float]]) -> tuple:
+def round_of(state, global_step: int, products: dict[int, dict[int, float]]) -> tuple:
   """One round of fragment 0 in which all push; returns the state and the commit's note."""
-  now = float(clock)
+  now = float(global_step)
   for m in products:
     f = state.fragments[0]
-    said = says.report(m, state.members[m].incarnation, clock, 1.0, (f.version, 0), (99, 0))
+    said = says.report(m, state.members[m].incarnation, global_step, 1.0, (f.version, 0), (99, 0))
     said = dataclasses.replace(said, rounds=(f.last_round, -1))
     state = syncer.syncer_on(state, Received(said, now), SYNC)[0]
   state = syncer.syncer_on(state, Tick(now), SYNC)[0]
   current = state.fragments[0].round
   for m, each in products.items():
-    sent = says.push(m, state.members[m].incarnation, 0, current.id, f.version, 9, 90, clock, "")
+    sent = says.push(
+      m, state.members[m].incarnation, 0, current.id, f.version, 9, 90, global_step, ""
+    )
     event = Received(sent, now + 0.1, norm=1.0, products=each)
     state = syncer.syncer_on(state, event, SYNC)[0]
   state, actions = syncer.syncer_on(state, Tick(now + 0.2), SYNC)
@@ -343,7 +345,7 @@ def test_a_wait_for_what_was_lost_is_no_measure_of_the_link():
   state = dataclasses.replace(shard(), quorum_seconds=0.2)
   for m in range(2):
     state = told(state, says.report(m, 0, 1, 1.0, (0, 0), (9, 9)), 1.1)
-  round_id, again = state.fragments[0].round.id, state.fragments[0].round.look_at
+  round_id, again = state.fragments[0].round.id, state.fragments[0].round.deadline
   state = syncer.syncer_on(state, Tick(again), SYNC)[0]
   assert state.fragments[0].round.pulls == 2
   for m in range(2):
@@ -355,17 +357,20 @@ def test_a_wait_for_what_was_lost_is_no_measure_of_the_link():
 def test_learners_count_for_themselves_only():
   """A count is the sender's own: no message has a place for another's."""
   assert not [
-    f.name for kind in (Value, Publish) for f in dataclasses.fields(kind) if f.name == "seen"
+    f.name
+    for kind in (Value, Publish)
+    for f in dataclasses.fields(kind)
+    if f.name == "vector_clock"
   ]
   one = learner.init(0, 0, (0,), 1_000)
   whole = says.publish(0, 0, 0, 0, -1, 0, -1, 0, 0, (), (), "")
   state, _ = learner.learner_on(one, Received(dataclasses.replace(whole, count=7), 0.0), SYNC)
-  assert set(state.seen) == {0, -2}
+  assert set(state.vector_clock) == {0, -2}
 
 
 def test_ranks_of_claims_and_paces_are_short():
   known = Beliefs(reach_at=0.0)
   for m in range(100):
     known = beliefs.noted_pace(known, m, 1.0 + m)
-    known, _ = beliefs.raised_clock(known, 0, m, 10 + m, 1.0, math.inf, SYNC, 100)
+    known, _ = beliefs.raised_global_step(known, 0, m, 10 + m, 1.0, math.inf, SYNC, 100)
   assert len(known.claims) == 2 and len(known.paces) == 3

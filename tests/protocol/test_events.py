@@ -76,6 +76,6 @@ def test_a_field_that_is_missing_is_named():
 
 
 def test_whoever_records_an_event_says_when_and_whose_it_is():
-  step = events.stamped(events.Restart(target="learner/1"), 1.23456789, "engine", 0)
-  assert (step.time, step.role, step.target) == (1.234568, "engine", "learner/1")
-  assert decode(encode(events.Restart(target="learner/1"))) is None, "nobody's"
+  step = events.stamped(events.Restart(target="learner-1"), 1.23456789, "engine", 0)
+  assert (step.time, step.role, step.target) == (1.234568, "engine", "learner-1")
+  assert decode(encode(events.Restart(target="learner-1"))) is None, "nobody's"

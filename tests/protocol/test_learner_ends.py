@@ -80,9 +80,9 @@ def test_a_shard_is_finished_when_all_is_merged_and_everybody_has_left():
   shard.state = syncer.init(0, 0, (FragmentState(0), FragmentState(1)), 10)
   shard.feed(hello(0, 0))
   for p in (0, 1):
-    since = tuple(int(p == q) * 2 for q in (0, 1))
+    steps_since_sync = tuple(int(p == q) * 2 for q in (0, 1))
     versions = tuple(int(q < p) for q in (0, 1))
-    [pull] = [a.message for a in shard.feed(report(0, versions, since)) if _is(a, Pull)]
+    [pull] = [a.message for a in shard.feed(report(0, versions, steps_since_sync)) if _is(a, Pull)]
     assert not syncer.finished(shard.state, 0.0, 30.0)
     shard.feed(push(0, pull.round, fragment=p), norm=1.0)
   assert [f.merged_tokens for f in shard.state.fragments] == [10, 10]
@@ -207,9 +207,9 @@ def test_a_leaving_learner_reports_what_it_has_not_since_when():
   one.feed(StepDone(0.1, 10, 0.1))
   one.feed(dataclasses.replace(whole, version=1, round=0))
   one.feed(dataclasses.replace(STAGED, version=1))
-  assert [a.message.since for a in learner.reports(one.state)] == [(0, 1)]
+  assert [a.message.steps_since_sync for a in learner.reports(one.state)] == [(0, 1)]
   one.state = learner.drain(one.state)
-  assert [a.message.since for a in learner.reports(one.state)] == [(1, 1)]
+  assert [a.message.steps_since_sync for a in learner.reports(one.state)] == [(1, 1)]
   assert all(a.message.leaving for a in learner.reports(one.state))
 
 

@@ -14,14 +14,14 @@ TOGETHER = 4 * STEP_TOKENS
 
 
 class Schedules(Observer):
-  """Where every learner is in the schedule, and the clock, after every step of its."""
+  """Where every learner is in the schedule, and the global step, after every step of its."""
 
   def __init__(self):
     self.seen: dict[int, list[tuple[int, int]]] = {}
 
   def stepped(self, actor, done, gap_seconds, blocked):
     seen = self.seen.setdefault(actor.role[1], [])
-    seen.append((schedule_step(actor.state, TOGETHER), actor.state.clock))
+    seen.append((schedule_step(actor.state, TOGETHER), actor.state.global_step))
 
 
 def run(step_seconds, kills=(), **sync) -> dict[int, list[tuple[int, int]]]:
@@ -37,9 +37,9 @@ def run(step_seconds, kills=(), **sync) -> dict[int, list[tuple[int, int]]]:
   return schedules.seen
 
 
-def test_in_lock_step_it_is_the_clock():
+def test_in_lock_step_it_is_the_global_step():
   seen = run((0.1,) * 4, blocking=True, min_quorum=4, apply="overwrite", overlap_steps=0)
-  assert all(at == clock for steps in seen.values() for at, clock in steps)
+  assert all(at == global_step for steps in seen.values() for at, global_step in steps)
   assert len(seen[0]) >= PLANNED
 
 
@@ -48,18 +48,18 @@ def test_alone_it_is_the_steps():
 
 
 def test_with_learners_down_it_ends_when_the_run_does():
-  """By the clock it would be over long before."""
+  """By the global step it would be over long before."""
   seen = run((0.1,) * 4, kills=[(1, 2.0, 12.0), (2, 8.0, 8.0), (3, 3.0, 15.0)])
   for steps in seen.values():
-    last, clock = steps[-1]
-    assert abs(last - PLANNED) <= 12 and clock > 1.2 * PLANNED
+    last, global_step = steps[-1]
+    assert abs(last - PLANNED) <= 12 and global_step > 1.2 * PLANNED
 
 
 def test_with_more_learners_than_planned_it_still_ends():
   seen = run((0.1,) * 8)
   for steps in seen.values():
-    last, clock = steps[-1]
-    assert abs(last - PLANNED) <= 12 and clock < 0.7 * PLANNED
+    last, global_step = steps[-1]
+    assert abs(last - PLANNED) <= 12 and global_step < 0.7 * PLANNED
 
 
 def test_it_never_jumps_by_more_than_a_sync():

@@ -74,7 +74,7 @@ def test_a_shard_without_its_newest_values_waits_for_those_it_knew():
   newest = {"version": 4, "merged_tokens": 40, "merged_rounds": {0: 3, 1: 3}, "last_round": 3}
   known = (FragmentState(0, **newest, participants=(0, 1)), FragmentState(1))
   for here, started in (((0,), False), ((0, 1), True)):
-    state = syncer.init(0, 1, known, 1 << 60, settle_at=50.0)
+    state = syncer.init(0, 1, known, 1 << 60, recovery_deadline=50.0)
     for m in here:
       ready = says.report(m, 0, 9, 0.1, (4, 0), (2, 2))
       state, _ = says.shard_on(state, Received(ready, 10.0), ALONE)
@@ -110,32 +110,34 @@ def records(script: Script, event) -> list[TakeSnapshot]:
   return found
 
 
-def test_a_shard_records_before_it_takes_in_who_has_recorded_and_by_its_clock():
+def test_a_shard_captures_before_it_takes_in_who_has_captured_and_by_its_global_step():
   shard = Script(OFTEN)
-  shard.feed(report(0, (0, 0), (1, 1), clock=9))
+  shard.feed(report(0, (0, 0), (1, 1), global_step=9))
   before = shard.state
-  [first] = records(shard, dataclasses.replace(push(0, 0), snapshot=1, clock=10))
+  [first] = records(shard, dataclasses.replace(push(0, 0), snapshot=1, global_step=10))
   assert first.snapshot == 1 and first.learners == (0,)
   assert first.state.fragments[0].round.pushes == {} == before.fragments[0].round.pushes
   assert shard.state.fragments[0].version == 1
-  assert not records(shard, report(0, (0, 0), (1, 1), clock=19)), "recorded once"
-  assert not records(shard, report(0, (0, 0), (1, 1), clock=25)), "the one before is not saved yet"
+  assert not records(shard, report(0, (0, 0), (1, 1), global_step=19)), "captured once"
+  assert not records(shard, report(0, (0, 0), (1, 1), global_step=25)), (
+    "the one before is not saved yet"
+  )
   shard.state, actions = says.shard_on(shard.state, Saved(0.0), OFTEN)
   [begun] = [a for a in actions if isinstance(a, TakeSnapshot)]
-  assert (begun.snapshot, begun.state.clock) == (2, 25)
-  assert not records(Script(ALONE), report(0, (0, 0), (1, 1), clock=199))
+  assert (begun.snapshot, begun.state.global_step) == (2, 25)
+  assert not records(Script(ALONE), report(0, (0, 0), (1, 1), global_step=199))
   other = Script(OFTEN)
   other.state = dataclasses.replace(other.state, shard=1)
-  assert not records(other, report(0, (0, 0), (1, 1), clock=25)), "shard 0 begins them all"
+  assert not records(other, report(0, (0, 0), (1, 1), global_step=25)), "shard 0 begins them all"
 
 
 def test_a_shard_records_nothing_again_that_its_values_may_depend_on():
   values = (FragmentState(0, snapshot=3), FragmentState(1, snapshot=5))
   shard = Script(OFTEN)
   shard.state = syncer.init(0, 1, values, 1 << 60, began_at=-1000.0)
-  old = dataclasses.replace(report(0, (0, 0), (1, 1), clock=59), snapshot=5)
+  old = dataclasses.replace(report(0, (0, 0), (1, 1), global_step=59), snapshot=5)
   assert not records(shard, old)
-  [new] = records(shard, dataclasses.replace(old, clock=60, snapshot=6))
+  [new] = records(shard, dataclasses.replace(old, global_step=60, snapshot=6))
   assert {f.snapshot for f in new.state.fragments} == {6}
 
 
@@ -172,12 +174,14 @@ MERGED = says.publish(0, 0, 1, 0, 7, 1, -1, 60, 30, (0,), (0, 7), "")
 def test_a_revived_learner_waits_until_its_shard_has_said_what_is_newer():
   one = revived(STEP)
   assert not one.state.joined and one.state.step == 1 and one.state.fragments[0].steps == 1
-  assert one.state.seen[0] == causality.count(1, 0) > causality.count(0, 10**6), "or no cut is one"
+  assert one.state.vector_clock[0] == causality.count(1, 0) > causality.count(0, 10**6), (
+    "or no snapshot is consistent"
+  )
   assert one.feed(Tick(0.0)) == [Send(0, hello(0, 1, (-1, -1)))]
   one.feed(says.pull(0, 0, 1, 0, 3, 0))  # overtakes the welcome, which is lost
   assert not one.state.joined and one.feed(Tick(9.0)), "it goes on saying hello"
   one.feed(dataclasses.replace(welcome(0, 0, 1, 60, (0, 1)), rounds=(7, -1)))
-  assert [f.fresh for f in one.state.fragments] == [False, True] and one.state.clock == 60
+  assert [f.fresh for f in one.state.fragments] == [False, True] and one.state.global_step == 60
   one.feed(MERGED)
   assert learner.can_step(one.state, SYNC)
 
@@ -223,22 +227,22 @@ def test_what_was_on_its_way_when_recorded_does_not_count_as_heard_from_the_shar
   assert f.round == 5 and not f.fresh and f.steps == 1
 
 
-def test_lock_step_answers_a_new_pull_with_the_same_push_and_keeps_its_own_clock():
+def test_lock_step_answers_a_new_pull_with_the_same_push_and_keeps_its_own_global_step():
   lock_step = dataclasses.replace(SYNC, blocking=True, overlap_steps=1)
   one = revived(STEP, says.pull(0, 0, 0, 0, 5, 0), sync=lock_step)
-  cut = one.state.fragments[0].outstanding.push
-  assert (cut.incarnation, cut.round, cut.clock) == (1, 5, 1)
+  made = one.state.fragments[0].outstanding.push
+  assert (made.incarnation, made.round, made.global_step) == (1, 5, 1)
   later = dataclasses.replace(MERGED, merged_rounds=(0, 5))
   also = Script(lock_step, role="learner")
   also.state = one.state
   [again] = one.feed(says.pull(0, 1, 1, 0, 1 << 24, 0))
-  assert again == Resend(says.plain(dataclasses.replace(cut, round=1 << 24)))
+  assert again == Resend(says.plain(dataclasses.replace(made, round=1 << 24)))
   assert one.state.fragments[0].outstanding.at_step == 1
   # Or its push was merged before all died: the version comes late, but at the step it is due.
   also.feed(dataclasses.replace(welcome(0, 0, 1, 60, (0, 1)), rounds=(7, -1)))
   also.feed(later)
   assert also.feed(Staged(0, 1, 0.2)) == [] and learner.can_step(also.state, lock_step)
-  assert also.state.clock == 1
+  assert also.state.global_step == 1
   [apply, *_] = also.feed(STEP)
   assert apply == Apply(0, 1, 7, "rebase", True)
 
@@ -323,15 +327,15 @@ def test_a_report_of_a_round_that_never_was_is_ignored():
 
 @pytest.mark.parametrize("number, believed", [(FUTURE, False), (3, False), (2, True)])
 def test_a_snapshot_that_cannot_have_begun_is_ignored(number, believed):
-  """At clock 16, with one snapshot every 10 steps: 2 may be begun by who is a little ahead."""
+  """At global step 16, with a snapshot every 10 steps: 2 may be begun by who is a little ahead."""
   shard = Script(OFTEN)
-  shard.feed(report(0, (0, 0), (1, 1), clock=16))
+  shard.feed(report(0, (0, 0), (1, 1), global_step=16))
   shard.feed(Tick(0.0))
   before = shard.state
-  for message in (report(0, (0, 0), (2, 2), clock=16), push(0, 0), VALUE):
+  for message in (report(0, (0, 0), (2, 2), global_step=16), push(0, 0), VALUE):
     said = dataclasses.replace(message, snapshot=number)
     assert believed or (shard.feed(said, norm=1.0) == [] and shard.state == before)
-  shard.feed(dataclasses.replace(report(0, (0, 0), (2, 2), clock=16), snapshot=number))
+  shard.feed(dataclasses.replace(report(0, (0, 0), (2, 2), global_step=16), snapshot=number))
   assert shard.state.snapshot == (2 if believed else 1)
 
 
@@ -352,6 +356,6 @@ def test_snapshots_go_on_beside_a_liar():
 
   world._deliver = lie
   world.run(6.0)
-  assert max(world.cuts) >= 10
+  assert max(world.snapshots) >= 10
   assert all(a.state.snapshot < 15 for a in world.actors.values())
-  assert ("learner", 1) not in world.cuts[max(world.cuts)], "nobody counts on it"
+  assert ("learner", 1) not in world.snapshots[max(world.snapshots)], "nobody counts on it"

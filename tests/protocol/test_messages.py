@@ -46,7 +46,7 @@ RUN, PLAN = "run-2026-01-31-abcdef", "0123456789abcdef"
 LEAST = {  # of numbers that may be negative
   **dict.fromkeys(("rounds", "base_round"), -2),
   **dict.fromkeys(("learner", "versions", "base_version", "round", "fragment", "participants"), -1),
-  **dict.fromkeys(("last_round", "merged_rounds", "merged_clocks", "momentum_round"), -1),
+  **dict.fromkeys(("last_round", "merged_rounds", "merged_global_steps", "momentum_round"), -1),
 }
 BYTES = bytes(range(64))
 EXAMPLES = [
@@ -145,10 +145,10 @@ def field_cases():
 
 
 def test_what_no_honest_peer_says_is_refused():
-  """Else one report would push the run's clock to its end, or one number cost gigabytes."""
+  """Else one report would push the global step to its end, or one number cost gigabytes."""
   for message, field, most in [
     (Hello(3, 1, (2**33, -1, -2)), "learner", (1 << 16) - 1),
-    (Report(3, 1, 17, 0.25, (4,), (3,), (2,), False, 3), "clock", (1 << 40) - 1),
+    (Report(3, 1, 17, 0.25, (4,), (3,), (2,), False, 3), "global_step", (1 << 40) - 1),
     (
       Publish(1, 0, 2, 5, 9, 8, 7, 6, 900, 10, (0, 3), (0, 9), 3, 7, "", "f32", BYTES),
       "participants",

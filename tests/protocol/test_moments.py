@@ -35,8 +35,8 @@ def donor_of(actions) -> list[tuple[int, int]]:
   return [(a.to, a.message.fragment) for a in sends]
 
 
-def moments(m: int, fragment: int, clock: int = 9) -> Moments:
-  return Moments(m, 0, fragment, 1, clock, 7, payload=b"given")
+def moments(m: int, fragment: int, global_step: int = 9) -> Moments:
+  return Moments(m, 0, fragment, 1, global_step, 7, payload=b"given")
 
 
 def test_one_donation_at_a_time_goes_to_all_who_wait():
@@ -46,7 +46,7 @@ def test_one_donation_at_a_time_goes_to_all_who_wait():
   actions = shard.feed(moments(0, 0))
   inherits = [(a.to, a.message) for a in actions if isinstance(a.message, ForwardMoments)]
   assert [to for to, _ in inherits] == [2, 3]
-  assert all((m.fragment, m.donor, m.clock, m.count) == (0, 0, 9, 7) for _, m in inherits)
+  assert all((m.fragment, m.donor, m.global_step, m.count) == (0, 0, 9, 7) for _, m in inherits)
   assert all(m.payload == b"given" for _, m in inherits)
   # The next fragment is asked of the other one that trains: donors take turns.
   assert donor_of(actions) == [(1, 1)]
@@ -90,8 +90,8 @@ def test_a_joiner_waits_for_moments_and_takes_none_that_are_older_than_its_welco
   assert asked == Send(0, RequestMoments(0, 0, (0, 1)))
   assert one.feed(Tick(10.1)) == []
   old = ForwardMoments(0, 0, 0, 0, 3, 0, 1, 39, 7)
-  assert one.feed(old) == [], "from before it was welcomed at clock 40"
-  new = dataclasses.replace(old, clock=40)
+  assert one.feed(old) == [], "from before it was welcomed at global step 40"
+  new = dataclasses.replace(old, global_step=40)
   assert one.feed(new) == [TakeMoments(new)]
   assert one.feed(Taken(0, 10.2, "staged")) == [ApplyMoments(0, "staged")]
   assert one.feed(new) == [], "it has them"

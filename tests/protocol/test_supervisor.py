@@ -43,7 +43,7 @@ from ddiloco.protocol.supervisor import (
 )
 
 RUN = RunConfig(restart_seconds=1.0, max_restarts=5)
-LEARNER, SHARD = "learner/3", "syncer/0"
+LEARNER, SHARD = "learner-3", "syncer-0"
 
 
 def lives(run: RunConfig, *worked: float) -> list[float | None]:
@@ -132,10 +132,10 @@ ENDS = [  # (what is told of a life that began at 0 s, what is said, the role's 
     [Lost(LEARNER, "killed by plan, back in -1 s")],
     GONE,
   ),
-  (Exited("learner/9", 5.0, "nobody"), [], UP),
-  (Left("learner/9"), [], UP),
-  (Working("learner/9", 5.0), [], UP),
-  (Requested(Fault("kill", "learner/9", at_step=0)), [], UP),
+  (Exited("learner-9", 5.0, "nobody"), [], UP),
+  (Left("learner-9"), [], UP),
+  (Working("learner-9", 5.0), [], UP),
+  (Requested(Fault("kill", "learner-9", at_step=0)), [], UP),
 ]
 
 
@@ -200,15 +200,15 @@ def test_two_kills_that_are_due_together_take_two_lives():
   first, second = kill(at_step=10, seconds=4.0), kill(at_step=11, seconds=-1)
   play = Play(LEARNER, planned=[first, second])
   play(Tick(0.0))
-  assert play(Tick(1.0, clock=9)) == []
-  assert play(Tick(1.0, clock=11)) == [Strike(first)]
-  assert play(Tick(1.5, clock=11)) == [], "the second kill is for its next life"
+  assert play(Tick(1.0, global_step=9)) == []
+  assert play(Tick(1.0, global_step=11)) == [Strike(first)]
+  assert play(Tick(1.5, global_step=11)) == [], "the second kill is for its next life"
   assert play(Exited(LEARNER, 2.0, "killed by SIGKILL")) == [
     Lost(LEARNER, "killed by plan, back in 4 s")
   ]
-  assert play(Tick(5.9, clock=11)) == []
-  assert play(Tick(6.0, clock=11)) == [Start(LEARNER, 1, False)]
-  assert play(Tick(6.1, clock=11)) == [Strike(second)]
+  assert play(Tick(5.9, global_step=11)) == []
+  assert play(Tick(6.0, global_step=11)) == [Start(LEARNER, 1, False)]
+  assert play(Tick(6.1, global_step=11)) == [Strike(second)]
   play(Exited(LEARNER, 6.2))
   assert play.phase() == GONE
 
@@ -227,17 +227,17 @@ def test_a_stalled_role_is_held_let_go_and_heard_when_it_should_end():
   play = Play(LEARNER, planned=[stall, dataclasses.replace(stall, at_step=6, seconds=1e6)])
   play(Tick(0.0))
   assert not pressing(play.state, 0.0)
-  assert play(Tick(10.0, clock=5)) == [Strike(stall), Hold(LEARNER, True)]
-  assert pressing(play.state, 11.9) and play(Tick(11.9, clock=5)) == []
-  assert play(Tick(12.0, clock=5)) == [Hold(LEARNER, False)]
-  play(Tick(13.0, clock=6))
-  assert play(Dismiss("learner/")) == [Terminate(LEARNER)]
-  assert play(Tick(14.0, clock=6)) == [] and not pressing(play.state, 14.0)
+  assert play(Tick(10.0, global_step=5)) == [Strike(stall), Hold(LEARNER, True)]
+  assert pressing(play.state, 11.9) and play(Tick(11.9, global_step=5)) == []
+  assert play(Tick(12.0, global_step=5)) == [Hold(LEARNER, False)]
+  play(Tick(13.0, global_step=6))
+  assert play(Dismiss("learner-")) == [Terminate(LEARNER)]
+  assert play(Tick(14.0, global_step=6)) == [] and not pressing(play.state, 14.0)
 
 
 def test_a_new_life_is_not_held_for_what_the_last_one_suffered():
   play = Play(LEARNER, planned=[Fault("stall", LEARNER, at_step=0, seconds=1e6)])
-  play(Tick(0.0, clock=-1))
+  play(Tick(0.0, global_step=-1))
   play(Tick(0.0))
   play(Exited(LEARNER, 1.0))
   assert play(Tick(2.0)) == [Start(LEARNER, 1, False)] and play(Tick(2.1)) == []
@@ -246,16 +246,16 @@ def test_a_new_life_is_not_held_for_what_the_last_one_suffered():
 def test_strike_takes_the_first_fault_that_is_due_and_leaves_the_others():
   late, by_time, early = kill(at_step=50), kill(at_seconds=3.0), kill(at_step=5)
   plan = (late, by_time, early)
-  assert strike(plan, clock=4, seconds=2.9) == (None, plan)
-  assert strike(plan, clock=5, seconds=0.0) == (early, (late, by_time))
-  assert strike(plan, clock=5, seconds=3.0) == (by_time, (late, early))
-  assert strike((), clock=10**9, seconds=1e9) == (None, ())
+  assert strike(plan, global_step=4, seconds=2.9) == (None, plan)
+  assert strike(plan, global_step=5, seconds=0.0) == (early, (late, by_time))
+  assert strike(plan, global_step=5, seconds=3.0) == (by_time, (late, early))
+  assert strike((), global_step=10**9, seconds=1e9) == (None, ())
 
 
 def test_a_stalled_process_stands_still_until_its_time_is_over():
   holds = Holds()
   assert not holds.held(10.0) and not holds.active(10.0)
-  holds = holds.add(Fault("stall", "syncer/0", at_step=1, seconds=2.0), now=10.0)
+  holds = holds.add(Fault("stall", "syncer-0", at_step=1, seconds=2.0), now=10.0)
   assert holds.held(10.0) and holds.held(11.9) and holds.active(11.9)
   assert not holds.held(12.0) and not holds.active(12.0)
 
@@ -263,7 +263,7 @@ def test_a_stalled_process_stands_still_until_its_time_is_over():
 @pytest.mark.parametrize("factor", [1.0, 2.0, 5.0])
 def test_a_slow_process_runs_for_one_part_of_factor(factor):
   holds = Holds()
-  holds = holds.add(Fault("slow", "learner/0", at_step=1, seconds=60.0, factor=factor), now=3.0)
+  holds = holds.add(Fault("slow", "learner-0", at_step=1, seconds=60.0, factor=factor), now=3.0)
   times = [3.0 + i * DUTY_SECONDS / 1000 for i in range(100_000)]
   runs = sum(not holds.held(t) for t in times) / len(times)
   assert runs == pytest.approx(1 / factor, abs=0.01)
@@ -273,8 +273,8 @@ def test_a_slow_process_runs_for_one_part_of_factor(factor):
 
 def test_a_stall_inside_a_slow_time_comes_first_and_the_slow_time_goes_on():
   holds = Holds()
-  holds = holds.add(Fault("slow", "learner/0", at_step=1, seconds=60.0, factor=2.0), now=0.0)
-  holds = holds.add(Fault("stall", "learner/0", at_step=1, seconds=1.0), now=1.0)
+  holds = holds.add(Fault("slow", "learner-0", at_step=1, seconds=60.0, factor=2.0), now=0.0)
+  holds = holds.add(Fault("stall", "learner-0", at_step=1, seconds=1.0), now=1.0)
   assert all(holds.held(1.0 + i / 1000) for i in range(1000))
   assert not holds.held(2.01) and holds.active(2.01)
 
@@ -283,28 +283,28 @@ def test_a_stall_inside_a_slow_time_comes_first_and_the_slow_time_goes_on():
 
 
 def test_a_learner_joins_and_is_asked_to_leave_also_when_it_has_died_meanwhile():
-  join = Fault("join", "learner/7", at_step=20, seconds=10.0)
-  fault = Fault("drop", "learner/7", at_step=25)
+  join = Fault("join", "learner-7", at_step=20, seconds=10.0)
+  fault = Fault("drop", "learner-7", at_step=25)
   play = Play(LEARNER, planned=[join, fault])
   play(Tick(0.0))
-  assert play(Tick(3.0, clock=20)) == [Joined(join), Start("learner/7", 0, False)]
-  assert play(Tick(4.0, clock=25)) == [Strike(fault)]
-  assert play(Tick(13.0, clock=30)) == [Terminate("learner/7")]
-  assert play(Tick(14.0, clock=30)) == []
-  play(Exited("learner/7", 15.0))
-  assert play(Tick(16.0, clock=30)) == [Start("learner/7", 1, False)]
-  assert play(Tick(16.1, clock=30)) == [Terminate("learner/7")]
-  assert play(Left("learner/7")) == []
+  assert play(Tick(3.0, global_step=20)) == [Joined(join), Start("learner-7", 0, False)]
+  assert play(Tick(4.0, global_step=25)) == [Strike(fault)]
+  assert play(Tick(13.0, global_step=30)) == [Terminate("learner-7")]
+  assert play(Tick(14.0, global_step=30)) == []
+  play(Exited("learner-7", 15.0))
+  assert play(Tick(16.0, global_step=30)) == [Start("learner-7", 1, False)]
+  assert play(Tick(16.1, global_step=30)) == [Terminate("learner-7")]
+  assert play(Left("learner-7")) == []
   play(Requested(join))
-  assert play(Tick(20.0, clock=40)) == [], "who was here before does not come again"
+  assert play(Tick(20.0, global_step=40)) == [], "who was here before does not come again"
 
 
 def test_who_is_dismissed_does_not_come_back():
-  play = Play(SHARD, LEARNER, "learner/4")
+  play = Play(SHARD, LEARNER, "learner-4")
   play(Tick(0.0))
-  play(Exited("learner/4", 0.5))
-  assert play(Dismiss("learner/")) == [Terminate(LEARNER)]
-  assert play.phase("learner/4") == LEFT
+  play(Exited("learner-4", 0.5))
+  assert play(Dismiss("learner-")) == [Terminate(LEARNER)]
+  assert play.phase("learner-4") == LEFT
   assert play(Exited(LEARNER, 1.0, "crashed")) == [Lost(LEARNER, "crashed")]
   assert play.phase() == LEFT
   play(Exited(SHARD, 1.0))
@@ -314,15 +314,15 @@ def test_who_is_dismissed_does_not_come_back():
 @pytest.mark.parametrize(
   "quorum, gone, reason",
   [
-    (1, ["learner/0"], ""),
-    (2, ["learner/0"], "1 learners are left, and 2 are needed"),
-    (1, ["learner/0", "learner/1"], "0 learners are left, and 1 are needed"),
-    (0, [SHARD], "syncer/0 is gone for good"),
+    (1, ["learner-0"], ""),
+    (2, ["learner-0"], "1 learners are left, and 2 are needed"),
+    (1, ["learner-0", "learner-1"], "0 learners are left, and 1 are needed"),
+    (0, [SHARD], "syncer-0 is gone for good"),
     (1, ["evaluator"], ""),
   ],
 )
 def test_a_run_is_hopeless_without_a_shard_or_a_quorum_and_that_is_said_once(quorum, gone, reason):
-  play = Play(SHARD, "learner/0", "learner/1", "evaluator", quorum=quorum)
+  play = Play(SHARD, "learner-0", "learner-1", "evaluator", quorum=quorum)
   play(Tick(0.0))
   said = [play(Exited(name, 1.0, "x", for_good=True))[1:] for name in gone]
   if not reason:
@@ -331,18 +331,18 @@ def test_a_run_is_hopeless_without_a_shard_or_a_quorum_and_that_is_said_once(quo
   ((hopeless,),) = [actions for actions in said if actions]
   assert isinstance(hopeless, Hopeless) and hopeless.reason.startswith(reason)
   assert play.state.hopeless == hopeless.reason
-  for name in ("syncer/0", "learner/1"):
+  for name in ("syncer-0", "learner-1"):
     again = play(Exited(name, 2.0, "x", for_good=True))
     assert not any(isinstance(action, Hopeless) for action in again)
 
 
 def test_a_learner_that_left_is_still_counted_and_one_that_joined_counts_too():
-  play = Play("learner/0", "learner/1", quorum=2)
+  play = Play("learner-0", "learner-1", quorum=2)
   play(Tick(0.0))
-  play(Left("learner/0"))
-  play(Requested(Fault("join", "learner/2", at_seconds=0.0, seconds=-1)))
+  play(Left("learner-0"))
+  play(Requested(Fault("join", "learner-2", at_seconds=0.0, seconds=-1)))
   play(Tick(1.0))
-  assert play(Exited("learner/1", 1.0, "x", for_good=True)) == [Lost("learner/1", "x")]
+  assert play(Exited("learner-1", 1.0, "x", for_good=True)) == [Lost("learner-1", "x")]
 
 
 # --- random sequences -----------------------------------------------------------------------------
@@ -353,14 +353,14 @@ class World:
 
   def __init__(self, seed: int):
     self.random = rng = random.Random(f"supervised {seed}")
-    self.names = [SHARD, *(f"learner/{m}" for m in range(rng.randint(1, 4)))]
+    self.names = [SHARD, *(f"learner-{m}" for m in range(rng.randint(1, 4)))]
     self.run = RunConfig(
       restart_seconds=rng.choice([0.0, 0.1, 3.0]), max_restarts=rng.randint(0, 4)
     )
     planned = [self._fault() for _ in range(rng.randint(0, 8))]
     quorum = rng.randint(0, len(self.names) - 1)
     self.play = Play(*self.names, run=self.run, planned=planned, quorum=quorum)
-    self.now, self.clock = 0.0, 0
+    self.now, self.global_step = 0.0, 0
     self.up: set[str] = set()
     self.held: set[str] = set()
     self.dying: set[str] = set()  # a planned kill was performed
@@ -370,7 +370,7 @@ class World:
   def _fault(self) -> Fault:
     rng = self.random
     action = rng.choice(["kill", "stall", "slow", "drop", "join"])
-    role = f"learner/{rng.randint(5, 7)}" if action == "join" else rng.choice(self.names)
+    role = f"learner-{rng.randint(5, 7)}" if action == "join" else rng.choice(self.names)
     seconds = rng.choice([0.0, 1.0, 20.0, *([-1.0] if action in ("kill", "join") else [])])
     return Fault(action, role, at_step=rng.randint(0, 40), seconds=seconds)
 
@@ -415,7 +415,7 @@ class World:
   def step(self) -> None:
     rng = self.random
     self.now += rng.choice([0.0, 0.01, 0.5, 5.0])
-    self.clock += rng.randint(0, 2)
+    self.global_step += rng.randint(0, 2)
     what, name = rng.random(), rng.choice(sorted(self.play.state.roles))
     if name in self.dying and what < 0.5:
       self.end(name, good=False)
@@ -425,7 +425,7 @@ class World:
       self.tell(Working(name, self.now))
     elif what < 0.25:
       self.tell(Requested(self._fault()))
-    self.tell(Tick(self.now, self.clock, self.now))
+    self.tell(Tick(self.now, self.global_step, self.now))
 
 
 @pytest.mark.parametrize("seed", range(300))
@@ -438,7 +438,7 @@ def test_no_role_is_lost_and_none_started_twice(seed):
     assert all(world.now < role.start_at <= world.now + longest for role in down)
   assert world.hopeless <= 1 and bool(world.hopeless) == bool(world.play.state.hopeless)
   world.now += 100.0
-  world.tell(Tick(world.now, world.clock, world.now))
+  world.tell(Tick(world.now, world.global_step, world.now))
   for name, role in world.play.state.roles.items():
     assert role.phase in (UP, LEFT, GONE), f"{name} was never started again"
   world.tell(Dismiss(""))

@@ -35,8 +35,8 @@ def strike(world: World, rng: random.Random) -> None:
 
   def back() -> None:
     if role not in world.actors:
-      snapshot = rng.choice([None, *world.cuts, *list(world.cuts)[-1:] * 3])
-      world.restore(role, snapshot, settle_seconds=rng.choice([0.0, 1.0]))
+      snapshot = rng.choice([None, *world.snapshots, *list(world.snapshots)[-1:] * 3])
+      world.restore(role, snapshot, recovery_seconds=rng.choice([0.0, 1.0]))
 
   world.at(world.now + rng.uniform(0.0, 0.8), back)
 
@@ -55,7 +55,7 @@ def test_storms_with_revivals_and_lost_shards(block):
   for seed in range(block * 40, block * 40 + 40):
     world = stormy(seed)
     judge(world, seed)
-    complete += len(world.cuts)
+    complete += len(world.snapshots)
     recalled += len(notes(world, "recalled"))
   assert complete > 100 and recalled >= 3, (complete, recalled)
 
@@ -102,19 +102,19 @@ def test_a_learner_goes_on_from_an_old_part_while_others_train():
     rng = random.Random(f"old part {seed}")
     world = calm(seed=seed, jitter=0.4, snapshot_steps=3)
     world.run(rng.uniform(1.0, 3.0))
-    snapshot = rng.choice(list(world.cuts)[-2:])
+    snapshot = rng.choice(list(world.snapshots)[-2:])
     world.run(world.now + rng.uniform(0.0, 0.6))
     world.restore(("learner", 1), snapshot)
     world.run(world.now + 0.3)
     actor = world.actors["learner", 1]
     assert actor.state.joined, f"{seed=}: it waits for something"
-    for p, copy in world.cuts[snapshot]["learner", 1].parameters.copies.items():
+    for p, copy in world.snapshots[snapshot]["learner", 1].parameters.copies.items():
       still = set(copy.mine).intersection(actor.parameters.copies[p].mine)
       kept, overwritten = kept + bool(still), overwritten + (set(copy.mine) > still)
     heal(world)
     assert not any(a.idle_seconds for a in world.learners())
-    clocks = [a.state.clock for a in world.learners()]
-    assert max(clocks) - min(clocks) < 12, "its clock is the run's"
+    steps = [a.state.global_step for a in world.learners()]
+    assert max(steps) - min(steps) < 12, "its global step is the run's"
   assert kept > 3 and overwritten > 3, (kept, overwritten)
 
 
@@ -130,7 +130,7 @@ def test_a_shard_that_restarts_takes_no_snapshot_with_what_came_after_it():
       shard = ("syncer", rng.randrange(2))
       world.at(rng.uniform(1.0, 8.0), world.kill, shard, 0.02)
     world.run(9.0)
-    complete += len(world.cuts)
+    complete += len(world.snapshots)
   assert complete > 8, complete
 
 
@@ -142,11 +142,11 @@ def test_a_lost_shard_gets_its_values_back(again, nothing):
     world = calm(seed=seed, jitter=0.4, snapshot_steps=4)
     for _ in range(1 + again):
       world.run(world.now + 2.0 + seed / 20)
-      old = None if nothing else list(world.cuts)[-3]
+      old = None if nothing else list(world.snapshots)[-3]
       world.kill(("syncer", 0))
       world.run(world.now + 0.3)  # what it has sent arrives
       had = {p: f.version for p, f in world.store.items()}
-      world.restore(("syncer", 0), old, settle_seconds=1.0)
+      world.restore(("syncer", 0), old, recovery_seconds=1.0)
       assert any(f.version < had[p] for p, f in world.store.items())
       world.run(world.now + 0.5)
       assert all(f.version >= had[p] for p, f in world.store.items()), f"{seed=}: lost"
@@ -160,7 +160,7 @@ def test_who_comes_too_late_with_a_value_is_told_so():
   for seed in range(5):
     world = calm(seed=seed, snapshot_steps=4, jitter=0.4)
     world.run(2.0 + seed / 20)
-    snapshot = max(world.cuts)
+    snapshot = max(world.snapshots)
     for m in range(3):
       world.kill(("learner", m))
     world.restore(("syncer", 0), None)
@@ -184,10 +184,10 @@ def test_snapshots_go_on_whatever_happened():
     for a in world.learners():
       a._go_on()
     world.run(world.now + 3.0)
-    before = max(world.cuts, default=0)
+    before = max(world.snapshots, default=0)
     periods = 3 + 8 // world.sync.snapshot_steps
     world.run(world.now + periods * world.sync.snapshot_steps * max(world.pace.step_seconds) * 1.3)
-    assert max(world.cuts, default=0) > before, f"{seed=}: no more snapshots, {world.sync}"
+    assert max(world.snapshots, default=0) > before, f"{seed=}: no more snapshots, {world.sync}"
     numbers: dict = {}
     for _, actor, action in world.history:
       if isinstance(action, TakeSnapshot):
@@ -199,7 +199,7 @@ def test_snapshots_go_on_whatever_happened():
 
 
 class Trace(Ledger):
-  """Also remembers what a run that repeats another one must repeat: steps, cuts, versions."""
+  """Also remembers what a run that repeats another one must repeat: steps, copy-outs, versions."""
 
   def __init__(self, sync: SyncConfig):
     super().__init__(sync)
@@ -210,12 +210,12 @@ class Trace(Ledger):
 
   def step(self, actor) -> None:
     super().step(actor)
-    self.write(actor.state.clock, "clock", actor.number, len(actor.parameters.trained))
+    self.write(actor.state.global_step, "global_step", actor.number, len(actor.parameters.trained))
 
-  def cut(self, actor, push: Push) -> Delta:
+  def copy_out(self, actor, push: Push) -> Delta:
     key = actor.number, push.fragment, push.base_version
-    self.write((actor.state.step, push.steps, push.clock), "cut", *key)
-    return super().cut(actor, push)
+    self.write((actor.state.step, push.steps, push.global_step), "copy_out", *key)
+    return super().copy_out(actor, push)
 
   def apply(self, actor, apply: Apply) -> None:
     key = actor.number, apply.fragment, apply.version
@@ -260,7 +260,7 @@ def until_step(world: World, steps: int) -> None:
 
 @pytest.mark.parametrize("block", range(3))
 def test_a_lock_step_run_that_was_killed_repeats_what_it_lost(block):
-  """All die, at any moment, again and again: every step, cut, version and clock is as without."""
+  """All die, at any moment, again and again: every step, copy-out and version is as without."""
   went_back = 0
   for seed in range(block * 6, block * 6 + 6):
     undisturbed, world = lock_step(seed, Weather()), lock_step(seed, BAD if seed % 2 else Weather())
@@ -270,7 +270,7 @@ def test_a_lock_step_run_that_was_killed_repeats_what_it_lost(block):
       for _ in range(3):
         world.run(world.now + rng.uniform(0.2, 2.0))
         world.restore_all()
-        went_back += bool(world.cuts)
+        went_back += bool(world.snapshots)
       until_step(world, 40)
     except Exception as error:
       raise AssertionError(f"{seed=}: {error!r}\n{world.sync}") from error

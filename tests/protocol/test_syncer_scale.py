@@ -39,8 +39,8 @@ def on(state: SyncerState, message, **measured) -> SyncerState:
   return says.shard_on(state, Received(message, 1.0, **measured), SYNC)[0]
 
 
-def report(learner: int, since: int):
-  return says.report(learner, 0, since, 0.1, VERSIONS, (since,) * FRAGMENTS)
+def report(learner: int, steps_since_sync: int):
+  return says.report(learner, 0, steps_since_sync, 0.1, VERSIONS, (steps_since_sync,) * FRAGMENTS)
 
 
 def shard_of(members: int) -> SyncerState:

@@ -62,8 +62,10 @@ class Script:
     return [says.plain(a) for a in actions if not isinstance(a, Event)]
 
 
-def report(m: int, versions, since, incarnation: int = 0, clock: int = 1) -> Report:
-  return says.report(m, incarnation, clock, 0.1, versions, since)
+def report(
+  m: int, versions, steps_since_sync, incarnation: int = 0, global_step: int = 1
+) -> Report:
+  return says.report(m, incarnation, global_step, 0.1, versions, steps_since_sync)
 
 
 def push(m: int, round_id: int, base: int = 0, fragment: int = 0, incarnation: int = 0) -> Push:
@@ -94,10 +96,10 @@ def test_golden_shard_two_learners_two_fragments():
     Send(1, version_1),
   ]
   assert shard.feed(Merged(0.14, 0.01)) == []
-  assert shard.feed(report(0, (1, 0), (1, 2), clock=2), 0.2) == []
+  assert shard.feed(report(0, (1, 0), (1, 2), global_step=2), 0.2) == []
   # Learner 1 has not applied version 1 yet, but fragment 1 is due with both: round 1.
   pulls = [Send(m, says.pull(0, 0, 0, 1, 1, 0)) for m in (0, 1)]
-  assert shard.feed(report(1, (0, 0), (2, 2), clock=2), 0.2) == pulls
+  assert shard.feed(report(1, (0, 0), (2, 2), global_step=2), 0.2) == pulls
   # Learner 0 leaves: one is not a quorum, nothing is merged from now on.
   assert shard.feed(push(1, 1, fragment=1), 0.22, norm=1.0) == [Accept(1, 1, 1)]
   [abandon] = shard.feed(Goodbye(0, 0), 0.23)
@@ -115,8 +117,8 @@ def join(script: Script) -> Publish:
     assert script.feed(publish) == [Stage(publish, "overwrite", False)]
     assert not learner.can_step(script.state, script.sync)
     assert script.feed(Staged(p, 0, 0.0)) == [Apply(p, 0, -1, "overwrite", False)]
-  clock = 0 if script.sync.blocking else 40  # in lock-step all begin together
-  assert learner.can_step(script.state, script.sync) and script.state.clock == clock
+  global_step = 0 if script.sync.blocking else 40  # in lock-step all begin together
+  assert learner.can_step(script.state, script.sync) and script.state.global_step == global_step
   return whole
 
 
@@ -124,13 +126,19 @@ def test_golden_learner_two_fragments():
   one = Script(role="learner")
   whole = join(one)
   assert one.feed(says.pull(0, 0, 0, 0, 0, 0)) == []  # not a single step to push yet
-  cut = says.push(0, 0, 0, 0, 0, 1, 10, 41, "")
-  assert one.feed(StepDone(0.1, 10, 0.1)) == [CopyOut(cut)]
-  assert one.feed(says.pull(0, 0, 0, 0, 0, 0)) == [Resend(cut)]
+  sent = says.push(0, 0, 0, 0, 0, 1, 10, 41, "")
+  assert one.feed(StepDone(0.1, 10, 0.1)) == [CopyOut(sent)]
+  assert one.feed(says.pull(0, 0, 0, 0, 0, 0)) == [Resend(sent)]
   one.feed(StepDone(0.2, 10, 0.1))
   # Version 1 contains step 1: step 2 goes back on top and is still to be merged.
   version_1 = dataclasses.replace(
-    whole, round=0, version=1, base_version=0, clock=44, merged_tokens=30, merged_rounds=(0, 0)
+    whole,
+    round=0,
+    version=1,
+    base_version=0,
+    global_step=44,
+    merged_tokens=30,
+    merged_rounds=(0, 0),
   )
   assert one.feed(version_1) == [Stage(version_1, "rebase", True)]
   assert one.feed(says.pull(0, 0, 0, 0, 2, 1)) == []  # waits for version 1 to be applied
@@ -139,14 +147,20 @@ def test_golden_learner_two_fragments():
     CopyOut(says.push(0, 0, 0, 2, 1, 1, 10, 44, "")),
   ]
   f = one.state.fragments[0]
-  assert (f.steps, f.tokens, f.since, f.acknowledged_tokens, f.merged_tokens) == (1, 10, 1, 10, 30)
+  assert (f.steps, f.tokens, f.steps_since_sync, f.acknowledged_tokens, f.merged_tokens) == (
+    1,
+    10,
+    1,
+    10,
+    30,
+  )
   # Round 2 went on without me, version 3 came whole: both unmerged steps stay, nothing is counted.
   one.feed(StepDone(0.3, 10, 0.1))
   version_3 = dataclasses.replace(version_1, round=4, version=3, base_version=-1)
   assert one.feed(version_3) == [Stage(version_3, "rebase", False)]
   assert one.feed(Staged(0, 3, 0.3)) == [Apply(0, 3, 4, "rebase", False)]
   f = one.state.fragments[0]
-  assert (f.version, f.steps, f.tokens, f.since, f.discarded_tokens) == (3, 2, 20, 0, 0)
+  assert (f.version, f.steps, f.tokens, f.steps_since_sync, f.discarded_tokens) == (3, 2, 20, 0, 0)
   assert one.state.fragments[1].steps == 3 and one.state.fragments[1].version == 0
 
 
@@ -176,8 +190,8 @@ def test_a_pull_of_an_abandoned_round_does_not_replace_a_newer_push():
   join(later)
   for round_id in (5, 3):
     assert later.feed(says.pull(0, 0, 0, 1, round_id, 0)) == []
-  [cut] = later.feed(StepDone(0.1, 10, 0.1))
-  assert cut.push.round == 5
+  [action] = later.feed(StepDone(0.1, 10, 0.1))
+  assert action.push.round == 5
 
 
 @pytest.mark.parametrize(

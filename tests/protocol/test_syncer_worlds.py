@@ -183,7 +183,7 @@ def test_rounds_are_staggered_and_one_at_a_time():
 @pytest.mark.parametrize("num_fragments, overlap", [(1, 0), (4, 2)], ids=["diloco", "streaming"])
 @pytest.mark.parametrize("delay", [(0.001, 0.001), (0.001, 0.3)])
 def test_lock_step_schedule(num_fragments, overlap, delay):
-  """Fragment p is cut at step ceil(H (p+1) / P), then every H, and applied tau steps later."""
+  """Fragment p is copied at step ceil(H (p+1) / P), then every H, and applied tau steps later."""
   sync = SyncConfig(
     num_shards=1,
     num_fragments=num_fragments,
@@ -210,9 +210,9 @@ def test_lock_step_schedule(num_fragments, overlap, delay):
   first = {1: [8], 4: [2, 4, 6, 8]}[num_fragments]
   for made in steps.values():
     for p in range(num_fragments):
-      cuts = [first[p] + 8 * k for k in range(5)]
-      assert made[CopyOut][p][: len(cuts)] == cuts
-      applied = [s + overlap for s in cuts if s + overlap < 43]
+      steps = [first[p] + 8 * k for k in range(5)]
+      assert made[CopyOut][p][: len(steps)] == steps
+      applied = [s + overlap for s in steps if s + overlap < 43]
       assert made[Apply][p][: len(applied)] == applied
   assert all(c.learners == (0, 1, 2) for _, c in world.commits())
 

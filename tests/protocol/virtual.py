@@ -1,7 +1,7 @@
 """The virtual world of `ddiloco.simulation` in random weather, with a ledger that judges it.
 
 The ledger plays the parameters and checks what happens to every step; the history keeps every
-action, and a snapshot must be a consistent cut.
+action, and a snapshot must be consistent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ddiloco.protocol.actions import (
 from ddiloco.protocol.messages import Message
 from ddiloco.protocol.syncer_state import FragmentState
 from ddiloco.simulation import world
-from ddiloco.simulation.actors import Actor, Learner, Part, Role
+from ddiloco.simulation.actors import Actor, Learner, Role, VirtualPart
 from ddiloco.simulation.observers import Observer
 from ddiloco.simulation.world import STEP_TOKENS, Pace
 from tests.protocol.ledger import Ledger
@@ -51,7 +51,7 @@ class Checks(Observer):
   def __init__(self, ledger: Ledger):
     self.ledger = ledger
 
-  def born(self, actor: Actor, part: Part | None) -> None:
+  def born(self, actor: Actor, part: VirtualPart | None) -> None:
     if isinstance(actor, Learner):
       actor.parameters = self.ledger.new() if part is None else part.parameters
 
@@ -61,7 +61,7 @@ class Checks(Observer):
   def on(self, actor: Actor, action: Any, event: Any) -> Any:
     match action:
       case CopyOut(push):
-        return self.ledger.cut(actor, push)
+        return self.ledger.copy_out(actor, push)
       case SendValue(value):
         return self.ledger.give(actor, value)
       case Stage(publish):
@@ -84,14 +84,16 @@ class Checks(Observer):
   def published(self, actor: Actor, message: Any) -> None:
     assert message.round == self.ledger.held[message.fragment], "it has no other"
 
-  def complete(self, snapshot: int, cut: Mapping[Role, Part]) -> None:
-    seen = {
-      n if kind == "learner" else causality.shard_key(n): part.state.seen
-      for (kind, n), part in cut.items()
+  def complete(self, snapshot: int, states: Mapping[Role, VirtualPart]) -> None:
+    clocks = {
+      n if kind == "learner" else causality.shard_key(n): part.state.vector_clock
+      for (kind, n), part in states.items()
     }
-    assert not causality.violations(seen), f"no cut: {causality.violations(seen)} of {seen}"
-    learners = {r[1]: (v.incarnation, v.parameters) for r, v in cut.items() if r[0] == "learner"}
-    shards = [part for role, part in cut.items() if role[0] == "syncer"]
+    assert not causality.violations(clocks), (
+      f"inconsistent: {causality.violations(clocks)} of {clocks}"
+    )
+    learners = {r[1]: (v.incarnation, v.parameters) for r, v in states.items() if r[0] == "learner"}
+    shards = [part for role, part in states.items() if role[0] == "syncer"]
     fragments = {f.index: (v.incarnation, f) for v in shards for f in v.state.fragments}
     self.ledger.check_cut(learners, fragments)
 

@@ -22,7 +22,7 @@ PATIENCE_SECONDS = 20.0
 
 def bits(c: Committed) -> tuple:
   momentum = None if c.momentum is None else c.momentum.tobytes()
-  return c.state, c.value.tobytes(), c.view.tobytes(), momentum
+  return c.state, c.value.tobytes(), c.published_value.tobytes(), momentum
 
 
 class History(MemoryStore):

@@ -43,7 +43,7 @@ class Wire:
       if not self.inbox:
         self.ready.wait(timeout_seconds)
       at = time.monotonic()
-      return Delivery("syncer/0", self.inbox.popleft(), at) if self.inbox else None
+      return Delivery("syncer-0", self.inbox.popleft(), at) if self.inbox else None
 
   def wake(self):
     with self.ready:
@@ -111,7 +111,7 @@ class Bench:
       return [m for m in self.wire.sent if isinstance(m, Push) and m.fragment == p]
 
   def push(self, p: int, round: int, version: int) -> tuple[Push, np.ndarray]:
-    """Pulls; returns the push and the local value when it was cut."""
+    """Pulls; returns the push and the local value when it was copied out."""
     count = len(self.pushes(p))
     local = self.local(p)
     self.pull(p, round, version)
@@ -147,9 +147,9 @@ def test_rebase_keeps_what_the_new_version_does_not_know_bitwise(bench, name, in
   b = bench(apply="rebase", push_codec=name)
   base = b.join()[1]
   b.train()
-  push, cut = b.push(1, round=3, version=0)
+  push, local = b.push(1, round=3, version=0)
   assert (push.codec, push.steps, push.tokens, push.base_version) == (name, 1, 5, 0)
-  assert bits(push.payload) == bits(codec.encode(base - cut, name))
+  assert bits(push.payload) == bits(codec.encode(base - local, name))
   b.train()  # work that is under way while the round is
   before, new = b.local(1), vector(base.size)
   b.publish(1, 1, new, merged=3 if included else -1)
@@ -157,13 +157,13 @@ def test_rebase_keeps_what_the_new_version_does_not_know_bitwise(bench, name, in
   sent = codec.decode(push.payload, base.size, name)
   known = base - sent if included else base
   assert bits(b.local(1)) == bits(before + (new - known))
-  clock = b.exchange.state.fragments[1]
-  assert (clock.steps, clock.tokens) == ((1, 5) if included else (2, 10))
-  assert clock.acknowledged_tokens == (5 if included else 0)
+  fragment = b.exchange.state.fragments[1]
+  assert (fragment.steps, fragment.tokens) == ((1, 5) if included else (2, 10))
+  assert fragment.acknowledged_tokens == (5 if included else 0)
   # What the global model lacks of mine is exactly what the next push holds, rounding errors too.
-  push, cut = b.push(1, round=4, version=1)
-  assert bits(push.payload) == bits(codec.encode(new - cut, name))
-  assert push.tokens == clock.tokens
+  push, local = b.push(1, round=4, version=1)
+  assert bits(push.payload) == bits(codec.encode(new - local, name))
+  assert push.tokens == fragment.tokens
 
 
 @pytest.mark.parametrize("apply", ["overwrite", "mix"])
@@ -184,8 +184,8 @@ def test_error_feedback_adds_what_rounding_lost_exactly(bench):
   base, residual = b.join()[0], None
   for number in range(5):
     b.train()
-    push, cut = b.push(0, round=number, version=number)
-    delta = base - cut
+    push, local = b.push(0, round=number, version=number)
+    delta = base - local
     if residual is not None:
       delta = delta + residual
     assert bits(push.payload) == bits(codec.encode(delta, "int4"))
@@ -207,8 +207,8 @@ def test_a_push_that_got_lost_comes_again_as_the_very_same_bytes(bench):
   b.train()
   again, _ = b.push(0, round=7, version=0)
   assert bits(first.payload) == bits(again.payload)
-  assert (first.round, first.steps, first.tokens, first.clock) == (
-    again.round, again.steps, again.tokens, again.clock,
+  assert (first.round, first.steps, first.tokens, first.global_step) == (
+    again.round, again.steps, again.tokens, again.global_step,
   )  # fmt: skip
   fresh, _ = b.push(0, round=8, version=0)  # that round was abandoned: a newer one has newer work
   assert fresh.steps == 2 and bits(fresh.payload) != bits(first.payload)
@@ -226,8 +226,8 @@ def test_a_refusal_restores_the_base_bitwise_and_forgets_the_residual(bench):
   assert 0 not in b.exchange._deltas.residual
   assert np.isnan(b.local(1)).all(), "only that fragment was refused"
   b.train()
-  push, cut = b.push(0, round=2, version=0)
-  assert bits(push.payload) == bits(codec.encode(base - cut, "int8"))
+  push, local = b.push(0, round=2, version=0)
+  assert bits(push.payload) == bits(codec.encode(base - local, "int8"))
 
 
 def test_an_update_is_taken_from_what_was_received_not_from_what_was_trained(bench):

@@ -85,7 +85,7 @@ class Run:
 
   def merged_tokens(self, m: int) -> list[int]:
     """Of one learner, by fragment: from its pushes and the shard's commits, nobody's counters."""
-    rounds = {(e.fragment, e.round) for e in self.of("syncer/0", "commit") if m in e.learners}
+    rounds = {(e.fragment, e.round) for e in self.of("syncer-0", "commit") if m in e.learners}
     merged = [0] * len(self.plan.fragments)
     for e in self.of(learner_address(m), "push"):
       if (e.fragment, e.round) in rounds:
@@ -108,18 +108,18 @@ def test_a_stopped_learner_gets_everything_merged_and_ends(learners, steps):
   with Run(learners) as run:
     roles = [run.learner(m, drain_seconds=20) for m in range(learners)]
     run.until(lambda: roles[0].exchange.state.step >= steps)
-    seconds = run.stop("learner/0")
+    seconds = run.stop("learner-0")
     state = roles[0].exchange.state
     trained = state.trained_tokens
     assert state.done and trained >= steps and unmerged_tokens(state) == 0
     assert seconds < 10, "it did not sit out its time"
-    [stopped] = run.of("learner/0", "stopped")
+    [stopped] = run.of("learner-0", "stopped")
     assert stopped.unmerged_tokens == 0 and "everything it had is merged" in stopped.reason
     assert run.merged_tokens(0) == [trained] * 3, "every token, in every fragment"
-    run.until(lambda: "left" in [e.state for e in run.of("syncer/0", "member")])
+    run.until(lambda: "left" in [e.state for e in run.of("syncer-0", "member")])
     if learners == 2:
-      count = len(run.of("syncer/0", "commit"))
-      run.until(lambda: len(run.of("syncer/0", "commit")) >= count + 4)
+      count = len(run.of("syncer-0", "commit"))
+      run.until(lambda: len(run.of("syncer-0", "commit")) >= count + 4)
       assert roles[1].exchange.state.step > steps and not roles[1].exchange.state.leaving
 
 
@@ -127,9 +127,9 @@ def test_without_time_to_drain_it_leaves_at_once_and_says_what_is_lost():
   with Run(1, sync_period=30_000) as run:
     role = run.learner(0, drain_seconds=0)
     run.until(lambda: role.exchange.state.step >= 20)
-    assert run.stop("learner/0") < 5
+    assert run.stop("learner-0") < 5
     state = role.exchange.state
-    [stopped] = run.of("learner/0", "stopped")
+    [stopped] = run.of("learner-0", "stopped")
     assert stopped.reason == "the run was stopped"
     # The first fragment is due after 10 000 steps: all of it is lost.
     assert stopped.unmerged_tokens == state.trained_tokens == unmerged_tokens(state) >= 20
@@ -140,12 +140,12 @@ def test_a_drain_that_cannot_succeed_ends_after_its_time():
   with Run(1) as run:
     role = run.learner(0, drain_seconds=0.4)
     run.until(lambda: role.exchange.state.step >= 10)
-    run.stop("syncer/0")
+    run.stop("syncer-0")
     step = role.exchange.state.step
     run.until(lambda: role.exchange.state.step > step)
-    seconds = run.stop("learner/0")
+    seconds = run.stop("learner-0")
     assert 0.4 <= seconds < 5
-    [stopped] = run.of("learner/0", "stopped")
+    [stopped] = run.of("learner-0", "stopped")
     assert stopped.reason == "the run was stopped" and stopped.unmerged_tokens > 0
     lacks = [role.exchange.state.trained_tokens - n for n in run.merged_tokens(0)]
     assert stopped.unmerged_tokens <= max(lacks), "a push may be merged, and nobody hears of it"
@@ -153,9 +153,9 @@ def test_a_drain_that_cannot_succeed_ends_after_its_time():
 
 def test_who_never_joined_leaves_without_waiting():
   with Run(1, min_quorum=1) as run:
-    run.stop("syncer/0")
+    run.stop("syncer-0")
     role = run.learner(0, drain_seconds=20)
-    run.until(lambda: run.of("learner/0", "started"))
-    assert run.stop("learner/0") < 5
+    run.until(lambda: run.of("learner-0", "started"))
+    assert run.stop("learner-0") < 5
     assert not role.exchange.state.joined and role.exchange.state.done
-    assert [e.unmerged_tokens for e in run.of("learner/0", "stopped")] == [0]
+    assert [e.unmerged_tokens for e in run.of("learner-0", "stopped")] == [0]

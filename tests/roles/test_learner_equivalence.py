@@ -143,7 +143,7 @@ def test_no_learner_is_ever_blocked_and_all_tokens_have_one_fate():
     for f in state.fragments:
       assert state.trained_tokens == f.acknowledged_tokens + f.tokens + f.discarded_tokens
       assert f.discarded_tokens == 0
-    steps = [e for e in result.events[f"learner/{m}"] if e.kind == "step"]
+    steps = [e for e in result.events[f"learner-{m}"] if e.kind == "step"]
     assert sum(e.blocked_seconds for e in steps) == 0
 
 
@@ -185,7 +185,7 @@ def test_a_poisoned_learner_is_rejected_and_the_run_goes_on():
   islands[1].poison_at = 30
   result = toy.run(config, islands)
   assert all(np.isfinite(v).all() for v in result.params.values())
-  commits = [e for e in result.events["syncer/0"] if e.kind in ("commit", "abandoned")]
+  commits = [e for e in result.events["syncer-0"] if e.kind in ("commit", "abandoned")]
   reasons = [reason for e in commits for reason in e.rejected.values()]
   assert any("not finite" in reason for reason in reasons)
   assert np.isfinite(islands[1].params["scale"]).all(), "it took the global value back"

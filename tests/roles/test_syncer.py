@@ -33,7 +33,7 @@ class Outbox:
 
   def take(self, kind: type) -> list[tuple[int, object]]:
     """(learner, message) of this kind since the last `take`."""
-    taken = [(int(to.partition("/")[2]), m) for to, m in self.sent if isinstance(m, kind)]
+    taken = [(int(to.partition("-")[2]), m) for to, m in self.sent if isinstance(m, kind)]
     self.sent = [(to, m) for to, m in self.sent if not isinstance(m, kind)]
     return taken
 
@@ -81,18 +81,18 @@ class Shard:
       self.held[m][publish.fragment] = (publish.version, decoded)
       self.rounds[m][publish.fragment] = publish.round
 
-  def report(self, m: int, since: int) -> None:
+  def report(self, m: int, steps_since_sync: int) -> None:
     """With steps so long that the grace window lasts until everybody has answered."""
     versions = tuple(self.held[m][f.index][0] for f in self.plan.fragments)
     rounds = tuple(self.rounds[m][f.index] for f in self.plan.fragments)
-    sinces = tuple(since for _ in versions)
+    sinces = tuple(steps_since_sync for _ in versions)
     self.hear(says.report(m, self.lives[m], 9, 1e3, versions, sinces, rounds=rounds))
 
   def round(self, deltas: dict[int, dict[int, object]], name="f32") -> list[dict]:
     """One round of both fragments; `deltas[learner][fragment]` is a vector or a whole payload."""
-    for since in (1, 9):  # everybody can be asked before anybody is due
+    for steps_since_sync in (1, 9):  # everybody can be asked before anybody is due
       for m in self.learners:
-        self.report(m, since)
+        self.report(m, steps_since_sync)
     for m, pull in self.outbox.take(Pull):
       assert isinstance(pull, Pull)
       content = deltas[m][pull.fragment]
@@ -133,8 +133,8 @@ def test_learners_hold_exactly_the_shards_view_round_after_round(name):
       assert committed.state.version == number + 1
       for m in shard.learners:
         version, value = shard.held[m][f.index]
-        assert version == number + 1 and same(value, committed.view)
-      error = np.abs(committed.view - committed.value).max()
+        assert version == number + 1 and same(value, committed.published_value)
+      error = np.abs(committed.published_value - committed.value).max()
       assert (error == 0) if name == "f32" else (0 < error < 0.02), "errors do not add up"
 
 
@@ -214,7 +214,7 @@ def test_momentum_and_versions_survive_a_restart_of_the_shard():
     one, other = (shard.store.load(f.index) for shard in (steady, restarted))
     assert one.state.version == other.state.version == 4
     assert same(one.value, other.value) and same(one.momentum, other.momentum)
-    assert same(one.view, other.view)
+    assert same(one.published_value, other.published_value)
     assert one.state.merged_tokens == other.state.merged_tokens == 4 * (30 + 31)
     assert np.abs(one.momentum).max() > 0
 
@@ -223,12 +223,15 @@ def test_what_was_committed_is_never_written_again():
   """Values travel by reference between threads."""
   shard = Shard(2, sync={"min_quorum": 2}, outer={"momentum": 0.9})
   shard.round(deltas(shard.plan, shard.learners, seed=0))
-  kept = [(c.value, c.value.copy(), c.view, c.view.copy()) for c in shard.syncer.committed.values()]
+  kept = [
+    (c.value, c.value.copy(), c.published_value, c.published_value.copy())
+    for c in shard.syncer.committed.values()
+  ]
   pushed = deltas(shard.plan, shard.learners, seed=1)
   copies = {m: {p: d.copy() for p, d in each.items()} for m, each in pushed.items()}
   shard.round(pushed)
-  for value, value_copy, view, view_copy in kept:
-    assert same(value, value_copy) and same(view, view_copy)
+  for value, value_copy, published_value, published_copy in kept:
+    assert same(value, value_copy) and same(published_value, published_copy)
   for m, each in pushed.items():
     assert all(same(each[p], copies[m][p]) for p in each)
 

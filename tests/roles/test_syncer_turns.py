@@ -44,12 +44,12 @@ def test_what_came_while_the_shard_was_busy_is_taken_in_at_its_own_time_before_i
   monkeypatch,
 ):
   hub = Hub("run", "plan")
-  turns, learners = Turns(monkeypatch, hub.connect("syncer/0")), []
+  turns, learners = Turns(monkeypatch, hub.connect("syncer-0")), []
   times = [time.monotonic()]
   for m in range(3):
-    learners.append(hub.connect(f"learner/{m}"))
-    learners[-1].send("syncer/0", says.hello(m, 0))
-    learners[-1].send("syncer/0", says.push(m, 0, 0, 1, 0, 1, 1, 0, "f32", np.zeros(4, np.uint8)))
+    learners.append(hub.connect(f"learner-{m}"))
+    learners[-1].send("syncer-0", says.hello(m, 0))
+    learners[-1].send("syncer-0", says.push(m, 0, 0, 1, 0, 1, 1, 0, "f32", np.zeros(4, np.uint8)))
     times.append(time.monotonic())
     time.sleep(0.02)  # busy
   events = turns.run(ticks=1)
@@ -63,8 +63,8 @@ def test_what_came_while_the_shard_was_busy_is_taken_in_at_its_own_time_before_i
 def test_a_tick_says_up_to_when_all_is_heard(monkeypatch):
   """What arrives while pushes are taken in is not heard yet, and its sender was not silent."""
   hub = Hub("run", "plan")
-  turns = Turns(monkeypatch, hub.connect("syncer/0"))
-  hub.connect("learner/0").send("syncer/0", says.hello(0, 0))
+  turns = Turns(monkeypatch, hub.connect("syncer-0"))
+  hub.connect("learner-0").send("syncer-0", says.hello(0, 0))
   decoded = turns.role._event
   slow = lambda *arguments: time.sleep(0.1) or decoded(*arguments)  # noqa: E731
   monkeypatch.setattr(turns.role, "_event", slow)
@@ -76,7 +76,7 @@ def test_a_flood_does_not_put_off_a_decision(monkeypatch):
   numbers = itertools.count()
 
   def receive(_seconds: float) -> Delivery:
-    return Delivery("learner/0", RequestMoments(0, 0, (next(numbers),)), time.monotonic())
+    return Delivery("learner-0", RequestMoments(0, 0, (next(numbers),)), time.monotonic())
 
   turns = Turns(monkeypatch, Scripted(receive, waiting=10))
   events = turns.run(ticks=5)
@@ -103,7 +103,7 @@ def test_a_shard_that_was_stopped_hears_what_was_said_meanwhile_before_it_decide
     if time.monotonic() < arrives_at[0] or len(arrives_at) > 1:
       return None
     arrives_at.append(0.0)
-    return Delivery("learner/0", says.hello(0, 0), time.monotonic())
+    return Delivery("learner-0", says.hello(0, 0), time.monotonic())
 
   arrives_at: list[float] = []
   turns = Turns(monkeypatch, Scripted(receive))

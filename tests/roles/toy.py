@@ -100,7 +100,7 @@ class ToyIsland:
     self.position += 1
     return {"loss": float(np.sum(self.params["scale"] ** 2))}
 
-  def cut(self, fragment: int) -> np.ndarray:
+  def copy_out(self, fragment: int) -> np.ndarray:
     return fragments.gather(self.plan.fragments[fragment], self.params)
 
   def to_host(self, pieces: np.ndarray, fragment: int) -> np.ndarray:
@@ -117,7 +117,7 @@ class ToyIsland:
     mixed = staged if keep == 0 else np.float32(keep) * local + staged
     fragments.scatter(piece, mixed, self.params)
 
-  def cut_moments(self, fragment: int) -> list[np.ndarray]:
+  def copy_out_moments(self, fragment: int) -> list[np.ndarray]:
     return [fragments.gather(self.plan.fragments[fragment], self.mean)]
 
   def count(self) -> int:
@@ -235,7 +235,7 @@ def run(
 
   def saver_of(name: str) -> Saver | None:
     if saver is not None:
-      savers.append(saver(name.replace("/", "-"), recorder(name)))
+      savers.append(saver(name, recorder(name)))
     return savers[-1] if saver else None
 
   faults = Faults((), time.monotonic())

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from ddiloco import config as config_lib
+from ddiloco.protocol.events import LOG_FORMAT
 from tests.scripts.commands import SCRIPTS
 
 
@@ -30,19 +31,21 @@ if "--fail" in sys.argv: sys.exit("no cable")
 (workdir / "events").mkdir(parents=True, exist_ok=True)
 (workdir / "config.json").write_text(pathlib.Path(flags["config"]).read_text())
 (workdir / "outcome.json").write_text('{"reason": "finished"}')
-line = {"time": 0.0, "role": "engine", "incarnation": 0, "kind": "run_finished", "reason": ""}
+line = {"time": 0.0, "role": "engine", "incarnation": 0, "kind": "run_finished", "reason": "",
+        "format": LOG_FORMAT}
 with (workdir / "events" / "engine.jsonl").open("a") as file: file.write(json.dumps(line) + "\\n")
 """
+  stand_in = stand_in.replace("LOG_FORMAT", str(LOG_FORMAT))
   monkeypatch.setattr(module, "PROGRAM", (sys.executable, "-S", "-c", stand_in))
   return module
 
 
 def test_a_config_is_a_file_with_some_fields_changed(launch):
-  kill = {"action": "kill", "role": "learner/1", "at_step": 100, "seconds": 0.5}
+  kill = {"action": "kill", "role": "learner-1", "at_step": 100, "seconds": 0.5}
   fields = {"sync.num_fragments": 6, "chaos.faults": (kill,), "outer.momentum": 0.0}
   config = launch.config_of("default", fields)
   assert config.sync.num_fragments == 6 and config.outer.momentum == 0.0
-  assert config.chaos.faults[0].role == "learner/1"
+  assert config.chaos.faults[0].role == "learner-1"
   assert config.model == config_lib.from_dict(config_lib.default()).model
   with pytest.raises(config_lib.ConfigError, match="no such field"):
     launch.config_of("default", {"sync.fragments": 6})

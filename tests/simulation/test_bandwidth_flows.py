@@ -110,7 +110,7 @@ def test_copies_are_as_large_as_real_ones(publish_codec, momentum):
   kept = new_fragment(fragment, value)
   kept = dataclasses.replace(
     kept,
-    view=value if publish_codec == "f32" else value.copy(),
+    published_value=value if publish_codec == "f32" else value.copy(),
     momentum=value.copy() if momentum else None,
   )
   vectors = bandwidth.state_vectors(sync, momentum)

@@ -13,7 +13,7 @@ from ddiloco.chaos.random_plans import random_faults
 from ddiloco.config import ConfigError, Fault
 from ddiloco.observe import tracks
 from ddiloco.observe.goodput import Ledger
-from ddiloco.simulation.run import Run, Setting
+from ddiloco.simulation.run import Speeds, VirtualRun
 from tests.protocol.ledger import Ledger as StepLedger
 from tests.protocol.virtual import Checks
 
@@ -33,13 +33,13 @@ def make(learners: int = 3, steps: int = 60, faults=(), regions=None, **sync) ->
   return config_lib.from_dict(c)
 
 
-def setting(**changes) -> Setting:
-  return Setting(**{"sizes": (1000,) * 4, "step_seconds": STEP_SECONDS, **changes})
+def setting(**changes) -> Speeds:
+  return Speeds(**{"sizes": (1000,) * 4, "step_seconds": STEP_SECONDS, **changes})
 
 
-def play(config, **changes) -> tuple[Run, list[dict]]:
+def play(config, **changes) -> tuple[VirtualRun, list[dict]]:
   events: list[dict] = []
-  run = Run(config, setting(**changes), events.append)
+  run = VirtualRun(config, setting(**changes), events.append)
   assert run.finish(3600.0) == "finished"
   return run, events
 
@@ -88,14 +88,16 @@ def test_an_undisturbed_run_ends_with_the_tokens_merged_and_nobody_waits():
   assert found.uptime == 1.0 and found.goodput > 0.85
   assert found.goodput + sum(found.causes.values()) == pytest.approx(1.0)
   total = sum(e.steps for e in of(events, "commit"))
-  cut = sum(e.steps for e in of(events, "cut"))
+  sent = sum(e.steps for e in of(events, "copy_out"))
   made = 4 * len(of(events, "step"))  # each step is in four fragments
-  assert total <= cut <= made and total * TOKENS == sum(e.tokens for e in of(events, "commit"))
+  assert total <= sent <= made and total * TOKENS == sum(e.tokens for e in of(events, "commit"))
 
 
 def test_lock_step_waits_for_the_slowest():
   config = make(min_quorum=3, blocking=True)
-  slow = dataclasses.replace(config.islands, overrides={"2": {"pace_seconds": 2 * STEP_SECONDS}})
+  slow = dataclasses.replace(
+    config.islands, overrides={"2": {"min_step_seconds": 2 * STEP_SECONDS}}
+  )
   _, events = play(dataclasses.replace(config, islands=slow))
   blocked = {m: 0.0 for m in range(3)}
   for event in of(events, "step"):
@@ -110,7 +112,7 @@ def test_lock_step_waits_for_the_slowest():
 def sync_seconds(events: list[dict]) -> list[float]:
   cut_at, found = {}, []
   for event in events:
-    if event.kind == "cut":
+    if event.kind == "copy_out":
       cut_at[event.role, event.fragment, event.round] = event.time
     if event.kind == "apply" and event.included:
       key = event.role, event.fragment, event.round
@@ -119,7 +121,7 @@ def sync_seconds(events: list[dict]) -> list[float]:
 
 
 def test_a_push_takes_its_bytes_over_the_link_and_the_latency():
-  """One island, a shard at a place of its own: cut, up, merge, down, stage, by hand."""
+  """One island, a shard at a place of its own: copy-out, up, merge, down, stage, by hand."""
   sizes, gbps, latency = (250_000,) * 4, 0.1, 0.03
   config = make(learners=1, num_shards=1, grace_safety=0.0)
   _, events = play(
@@ -164,31 +166,31 @@ def test_traffic_is_what_was_pushed_and_published():
 # --- faults ---------------------------------------------------------------------------------------
 
 EVERY = [
-  Fault("kill", "learner/1", at_seconds=2.0, seconds=1.0),
-  Fault("kill", "learner/1", at_step=20, seconds=-1),
-  Fault("kill", "syncer/0", at_seconds=2.0, seconds=1.0),
-  Fault("stall", "learner/1", at_seconds=2.0, seconds=1.5),
-  Fault("stall", "syncer/1", at_step=15, seconds=1.5),
-  Fault("slow", "learner/1", at_seconds=2.0, seconds=2.0, factor=3.0),
-  Fault("slow", "syncer/1", at_seconds=2.0, seconds=2.0, factor=3.0),
-  Fault("join", "learner/3", at_seconds=1.0, seconds=3.0),
-  Fault("join", "learner/3", at_step=10, seconds=-1),
-  Fault("cut", "learner/1", at_seconds=2.0, seconds=2.0),
-  Fault("cut", "region/far", at_seconds=2.0, seconds=2.0),
-  Fault("drop", "syncer/0", at_seconds=2.0, seconds=2.0, share=0.7),
-  Fault("delay", "learner/1", at_seconds=2.0, seconds=2.0, delay_seconds=0.4),
-  Fault("duplicate", "learner/1", at_seconds=2.0, seconds=2.0),
-  Fault("reorder", "learner/1", at_seconds=2.0, seconds=2.0, delay_seconds=0.3),
-  Fault("corrupt", "learner/1", at_seconds=2.0, seconds=2.0, share=0.5),
-  Fault("throttle", "learner/1", at_seconds=2.0, seconds=2.0, bits_per_second=1e5),
-  Fault("disk", "learner/1", at_seconds=1.0, seconds=3.0),
-  Fault("poison", "learner/1", at_seconds=2.0, seconds=2.0, factor=1e30),
+  Fault("kill", "learner-1", at_seconds=2.0, seconds=1.0),
+  Fault("kill", "learner-1", at_step=20, seconds=-1),
+  Fault("kill", "syncer-0", at_seconds=2.0, seconds=1.0),
+  Fault("stall", "learner-1", at_seconds=2.0, seconds=1.5),
+  Fault("stall", "syncer-1", at_step=15, seconds=1.5),
+  Fault("slow", "learner-1", at_seconds=2.0, seconds=2.0, factor=3.0),
+  Fault("slow", "syncer-1", at_seconds=2.0, seconds=2.0, factor=3.0),
+  Fault("join", "learner-3", at_seconds=1.0, seconds=3.0),
+  Fault("join", "learner-3", at_step=10, seconds=-1),
+  Fault("cut", "learner-1", at_seconds=2.0, seconds=2.0),
+  Fault("cut", "region-far", at_seconds=2.0, seconds=2.0),
+  Fault("drop", "syncer-0", at_seconds=2.0, seconds=2.0, share=0.7),
+  Fault("delay", "learner-1", at_seconds=2.0, seconds=2.0, delay_seconds=0.4),
+  Fault("duplicate", "learner-1", at_seconds=2.0, seconds=2.0),
+  Fault("reorder", "learner-1", at_seconds=2.0, seconds=2.0, delay_seconds=0.3),
+  Fault("corrupt", "learner-1", at_seconds=2.0, seconds=2.0, share=0.5),
+  Fault("throttle", "learner-1", at_seconds=2.0, seconds=2.0, bits_per_second=1e5),
+  Fault("disk", "learner-1", at_seconds=1.0, seconds=3.0),
+  Fault("poison", "learner-1", at_seconds=2.0, seconds=2.0, factor=1e30),
 ]
 
 
 @pytest.mark.parametrize("fault", EVERY, ids=lambda f: f"{f.action} {f.role} {f.at_step}")
 def test_every_kind_strikes_and_the_run_goes_on(fault):
-  config = make(faults=[fault], regions={"far": ("learner/1", "learner/2")}, snapshot_steps=10)
+  config = make(faults=[fault], regions={"far": ("learner-1", "learner-2")}, snapshot_steps=10)
   _, events = play(config)
   struck = of(events, "fault")
   assert len(struck) == len(config.chaos.of_roles())
@@ -204,8 +206,8 @@ def test_every_kind_strikes_and_the_run_goes_on(fault):
 
 
 def _leaves_its_trace(fault: Fault, events: list[dict]) -> None:
-  mine = [e for e in of(events, "step") if e.role == fault.role.replace("/", "-")]
-  match fault.action, fault.role.partition("/")[0]:
+  mine = [e for e in of(events, "step") if e.role == fault.role]
+  match fault.action, fault.role.partition("-")[0]:
     case "kill", _:
       [gone] = of(events, "exit")
       back = of(events, "restart")
@@ -231,7 +233,7 @@ def _leaves_its_trace(fault: Fault, events: list[dict]) -> None:
 
 
 def test_a_killed_learner_comes_back_with_its_part_of_the_newest_snapshot():
-  kill = Fault("kill", "learner/1", at_step=40, seconds=0.5)
+  kill = Fault("kill", "learner-1", at_step=40, seconds=0.5)
   _, events = play(make(faults=[kill], snapshot_steps=10))
   [restored] = of(events, "restored")
   assert restored.role == "learner-1" and restored.snapshot >= 2
@@ -240,8 +242,8 @@ def test_a_killed_learner_comes_back_with_its_part_of_the_newest_snapshot():
 
 def test_a_shard_that_is_gone_for_good_fails_the_run():
   events: list[dict] = []
-  kill = Fault("kill", "syncer/1", at_step=10, seconds=-1)
-  assert Run(make(faults=[kill]), setting(), events.append).finish(100.0) == "failed"
+  kill = Fault("kill", "syncer-1", at_step=10, seconds=-1)
+  assert VirtualRun(make(faults=[kill]), setting(), events.append).finish(100.0) == "failed"
   assert events[-1].kind == "run_finished" and events[-1].reason == "failed"
 
 
@@ -277,7 +279,7 @@ def test_under_random_faults_no_step_is_merged_twice_and_none_vanishes(apply):
   ledger = StepLedger(config.sync, TOKENS)
   events: list[dict] = []
 
-  class JudgedRun(Run):
+  class JudgedRun(VirtualRun):
     @property
     def observer(self):
       return self._judged
@@ -296,6 +298,6 @@ def test_under_random_faults_no_step_is_merged_twice_and_none_vanishes(apply):
 
 def test_what_cannot_be_simulated_says_so():
   with pytest.raises(ConfigError, match=r"sync\.num_shards"):
-    Run(make(num_shards=0), setting(), print)
+    VirtualRun(make(num_shards=0), setting(), print)
   with pytest.raises(ConfigError, match=r"gbps.*has 2 values for 3 learners"):
-    Run(make(), setting(gbps=(1.0, 2.0)), print)
+    VirtualRun(make(), setting(gbps=(1.0, 2.0)), print)

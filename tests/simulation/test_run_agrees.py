@@ -9,18 +9,18 @@ import msgspec
 import pytest
 
 from ddiloco.observe import tracks
-from ddiloco.simulation.run import Run, Setting
+from ddiloco.simulation.run import Speeds, VirtualRun
 from ddiloco.training import data
 from tests.engines.test_threads import STEP_SECONDS, Ran, fault, make_config
 
 FAULTS = [
-  fault("kill", "learner/1", 60, seconds=0.6),
-  fault("kill", "syncer/0", 100, seconds=0.3),
-  fault("stall", "learner/2", 150, seconds=0.4),
-  fault("slow", "learner/0", 170, seconds=0.3, factor=3.0),
-  fault("cut", "learner/2", 200, seconds=0.3),
-  fault("duplicate", "learner/0", 220, seconds=0.3),
-  fault("join", "learner/3", 120, seconds=-1),
+  fault("kill", "learner-1", 60, seconds=0.6),
+  fault("kill", "syncer-0", 100, seconds=0.3),
+  fault("stall", "learner-2", 150, seconds=0.4),
+  fault("slow", "learner-0", 170, seconds=0.3, factor=3.0),
+  fault("cut", "learner-2", 200, seconds=0.3),
+  fault("duplicate", "learner-0", 220, seconds=0.3),
+  fault("join", "learner-3", 120, seconds=-1),
 ]
 ONLY_REAL = {  # what a virtual run has no part in
   "saved": {"arrays", "bytes"},
@@ -36,7 +36,7 @@ def both(tmp_path_factory) -> tuple[list[dict], list[dict]]:
   assert threads.outcome.reason == "finished"
   events: list[dict] = []
   sizes = (1000,) * config.sync.num_fragments
-  assert Run(config, Setting(sizes, step_seconds=STEP_SECONDS), events.append).finish() == (
+  assert VirtualRun(config, Speeds(sizes, step_seconds=STEP_SECONDS), events.append).finish() == (
     "finished"
   )
   return list(threads.events), events
@@ -68,7 +68,7 @@ def test_events_have_the_fields_of_a_real_run(both):
       found[event.kind] |= msgspec.to_builtins(event).keys()
     fields.append(found)
   threads, virtual = fields
-  assert virtual.keys() >= {"run_started", "started", "owns", "joined", "step", "cut", "push"}
+  assert virtual.keys() >= {"run_started", "started", "owns", "joined", "step", "copy_out", "push"}
   assert virtual.keys() >= {"stage", "apply", "round", "commit", "member", "fault", "run_finished"}
   shared = threads.keys() & virtual.keys()
   assert len(shared) >= 17

@@ -11,7 +11,7 @@ from ddiloco.config import ConfigError
 from ddiloco.engines import virtual
 from ddiloco.observe import tracks
 from ddiloco.observe.eventlog import read_events
-from ddiloco.simulation.run import Run
+from ddiloco.simulation.run import VirtualRun
 from tests.simulation.test_run import make, of, setting
 
 FAULTS, LEARNERS, SHARDS, STALL_SECONDS = 500, 4, 2, 5.0
@@ -23,7 +23,7 @@ def test_five_hundred_random_faults_lose_nothing_and_stop_nobody(seed, capsys):
   plan = random_faults(seed, FAULTS, span, LEARNERS, SHARDS)
   config = make(learners=LEARNERS, steps=900, faults=plan, num_fragments=4, snapshot_steps=100)
   events: list[dict] = []
-  run = Run(config, setting(seed=seed, step_seconds=0.25), events.append)
+  run = VirtualRun(config, setting(seed=seed, step_seconds=0.25), events.append)
   assert run.finish(2000.0) == "finished", f"{seed=}"
   found = tracks.recoveries(events)
   print(f"{seed=}: {len(found)} faults in {run.now:.0f} s of virtual time")

@@ -55,7 +55,7 @@ def test_nothing_is_wrong_with_a_good_trace():
   checked = check(reader.read(typed(good())))
   assert not checked.problems
   assert checked.counts == {
-    "steps": 16, "learners": 2, "incarnations": 3, "cuts": 6, "commits": 4, "merged": 5,
+    "steps": 16, "learners": 2, "incarnations": 3, "pushes": 6, "commits": 4, "merged": 5,
     "ranges": 6, "applies": 8, "snapshots": 2, "restores": 1, "inherited": 1,
   }  # fmt: skip
   assert checked.summary[0].startswith("16 steps of 2 learners in 3 incarnations")
@@ -65,19 +65,21 @@ MUTATIONS = [
   # (what is broken, how, who must say it, what must be said)
   ("a step is missing", drop(ONE, "step", step=2), ONE, "step 3 follows step 1"),
   ("a step was counted twice", add_after(ONE, "step", {"step": 2}), ONE, "step 2 follows step 2"),
-  ("the clock goes back", change(ONE, "step", {"step": 3}, clock=1), ONE, "clock went back"),
+  ("the global step goes back", change(ONE, "step", {"step": 3}, global_step=1), ONE,
+   "the global step went back"),
   ("a batch twice", change(ONE, "step", {"step": 3}, position=1), ONE, "batch 1 follows batch 1"),
   ("no tokens", change(ONE, "step", {"step": 1}, tokens=0), ONE, "a step of 0 tokens"),
-  ("a cut says too many steps", change(ONE, "cut", {"round": 1}, steps=3), ONE,
+  ("a copy-out says too many steps", change(ONE, "copy_out", {"round": 1}, steps=3), ONE,
    "says 3 steps and 20 tokens, but 2 steps and 20 tokens"),
-  ("a cut says other tokens", change(TWO, "cut", {"round": 0}, tokens=31), TWO, "31 tokens"),
-  ("a cut on another base", change(ONE, "cut", {"round": 2}, base_round=0), ONE,
-   r"cut on version 2 of round 0, but its base is version 2 of round 1"),
-  ("a cut of another version", change(ONE, "cut", {"round": 1}, version=0), ONE,
-   "cut on version 0"),
-  ("rounds go back", change(ONE, "cut", {"round": 1}, round=0), ONE,
+  ("a copy-out says other tokens",
+   change(TWO, "copy_out", {"round": 0}, tokens=31), TWO, "31 tokens"),
+  ("a copy-out on another base", change(ONE, "copy_out", {"round": 2}, base_round=0), ONE,
+   r"copied out on version 2 of round 0, but its base is version 2 of round 1"),
+  ("a copy-out of another version", change(ONE, "copy_out", {"round": 1}, version=0), ONE,
+   "copied out on version 0"),
+  ("rounds go back", change(ONE, "copy_out", {"round": 1}, round=0), ONE,
    "answers round 0 after round 0"),
-  ("a cut is missing", drop(TWO, "cut", round=3), SHARD, "nobody made"),
+  ("a copy-out is missing", drop(TWO, "copy_out", round=3), SHARD, "nobody made"),
   ("a commit of another incarnation", change(SHARD, "commit", {"round": 3}, incarnations=[0]),
    SHARD,
    r"needs the push of learner 1 \(incarnation 0\) of fragment 0 for round 3, which nobody made"),
@@ -106,7 +108,7 @@ MUTATIONS = [
   ("applied, but not staged", drop(ONE, "stage", round=1), ONE, "which was not staged"),
   ("another value applied than staged", change(ONE, "apply", {"round": 1}, mode="mix"), ONE,
    "applies another value than was staged"),
-  ("a cut while a value is on its way", drop(ONE, "apply", round=0), ONE,
+  ("a copy-out while a value is on its way", drop(ONE, "apply", round=0), ONE,
    "newer one is on its way"),
   ("owns another version", change(SHARD, "owns", {}, version=1), SHARD,
    r"owns no round \(initial\) as version 1, it is 0"),
@@ -116,14 +118,15 @@ MUTATIONS = [
    momentum_round=-1), SHARD, "version 1 follows 2 in the same incarnation"),
   ("what is inherited was never donated", drop(ONE, "donated"), TWO,
    r"needs donation 1 of fragment 0 by learner 0 \(incarnation 0\), which nobody made"),
-  ("what is restored was never recorded", drop(TWO, "recorded"), TWO,
-   r"needs what learner-1 \(incarnation 0\) recorded for snapshot 1, which nobody made"),
-  ("what is saved was never recorded", drop(TWO, "recorded"), TWO, "saved, but never recorded"),
+  ("what is restored was never captured", drop(TWO, "captured"), TWO,
+   r"needs what learner-1 \(incarnation 0\) captured for snapshot 1, which nobody made"),
+  ("what is saved was never captured", drop(TWO, "captured"), TWO, "saved, but never captured"),
   ("it never started", drop(TWO, "started"), TWO, "says 0 times that it started"),
   ("it started twice", add_after(TWO, "started", {}), TWO, "says 2 times that it started"),
   ("an unknown kind", change(TWO, "stopped", {}, kind="teleported"), TWO,
    "unknown kind 'teleported'"),
-  ("a field is missing", lose_fields(ONE, "cut", "base_round"), ONE, "cut: .*`base_round`"),
+  ("a field is missing", lose_fields(ONE, "copy_out", "base_round"), ONE,
+   "copy_out: .*`base_round`"),
   ("a field of another type", change(ONE, "stage", {"round": 0}, included=1), ONE,
    "stage: .*`included`|stage: .*included"),
   ("an unknown mode", change(ONE, "stage", {"round": 0}, mode="guess"), ONE,
@@ -170,8 +173,8 @@ def test_the_same_steps_may_be_merged_on_two_branches():
     {**head, **owns},
   ]
   logs[SHARD] += [{**again, **head, "round": 1 << 24}]
-  logs[ONE] = logs[ONE][: logs[ONE].index(find(logs, ONE, "cut", round=1)) + 1]
-  logs[ONE].append({**find(logs, ONE, "cut", round=1), "kind": "resend", "old_round": 1})
+  logs[ONE] = logs[ONE][: logs[ONE].index(find(logs, ONE, "copy_out", round=1)) + 1]
+  logs[ONE].append({**find(logs, ONE, "copy_out", round=1), "kind": "resend", "old_round": 1})
   logs[ONE][-1]["round"] = 1 << 24
   logs[TWO] = [e for e in logs[TWO] if e["incarnation"] == 0]
   assert problems(logs) == []
@@ -182,10 +185,10 @@ def test_the_same_steps_may_be_merged_on_two_branches():
 
 @pytest.mark.parametrize("cut_off", range(1, 8))
 def test_the_end_of_an_incarnation_may_be_missing(cut_off):
-  """A killed learner's last second is not on disk: fewer steps, a cut that nobody merged."""
+  """A killed learner's last second is not on disk: fewer steps, a push that nobody merged."""
   logs = good()
   killed = [e for e in logs[TWO] if e["incarnation"] == 0]
-  assert [e["kind"] for e in killed[-5:]] == ["step", "recorded", "saved", "step", "step"]
+  assert [e["kind"] for e in killed[-5:]] == ["step", "captured", "saved", "step", "step"]
   rest = [e for e in logs[TWO] if e["incarnation"] == 1]
   needed = len(killed) - 4 if cut_off > 2 else len(killed) - cut_off
   logs[TWO] = killed[:needed] + rest if cut_off <= 2 else killed[:needed]
@@ -209,21 +212,21 @@ def test_a_torn_line_may_only_be_the_last_of_an_incarnation():
 
 def test_problems_name_role_incarnation_and_line():
   logs = good()
-  event = find(logs, TWO, "cut", round=3)
+  event = find(logs, TWO, "copy_out", round=3)
   event["tokens"] = 1
   line = logs[TWO].index(event) + 1
   assert problems(logs) == [
-    f"{TWO}, incarnation 1, line {line}: cut says 5 steps and 1 tokens, but 5 steps and 50 tokens"
-    " are not merged"
+    f"{TWO}, incarnation 1, line {line}: copy-out says 5 steps and 1 tokens,"
+    " but 5 steps and 50 tokens are not merged"
   ]
 
 
 def test_roles_that_wait_for_each_other_are_no_hang():
-  """LearnerRole 0 applies round 1 before it cuts the push that round 1 consists of."""
+  """LearnerRole 0 applies round 1 before it copies out the push that round 1 consists of."""
   logs = good()
-  stage, cut = find(logs, ONE, "stage", round=1), find(logs, ONE, "cut", round=1)
+  stage, copied = find(logs, ONE, "stage", round=1), find(logs, ONE, "copy_out", round=1)
   logs[ONE].remove(stage)
-  logs[ONE].insert(logs[ONE].index(cut), stage)
+  logs[ONE].insert(logs[ONE].index(copied), stage)
   assert any("which nobody made" in text for text in problems(logs))
 
 
@@ -269,8 +272,8 @@ def test_every_kind_of_event_that_roles_record_is_known():
   classes = set().union(*reader.OF.values(), *reader.BYSTANDERS.values())
   known = {kind for kind, cls in KINDS.items() if cls in classes}
   root = Path(ddiloco.__file__).parent
-  rooms = ("roles", "protocol", "core", "checkpoint", "network")
-  code = [path for room in rooms for path in (root / room).glob("*.py")]
+  packages = ("roles", "protocol", "core", "checkpoint", "network")
+  code = [path for package in packages for path in (root / package).glob("*.py")]
   code += (root / "engines").glob("*_process.py")
   by_name = {cls.__name__: kind for kind, cls in KINDS.items()}
   recorded = {
@@ -280,5 +283,5 @@ def test_every_kind_of_event_that_roles_record_is_known():
     for name in re.findall(r"\bevents\.([A-Z]\w+)\(", path.read_text())
     if name in by_name
   }
-  assert {"step", "cut", "stage", "apply", "commit", "owns", "saved", "member"} <= recorded
+  assert {"step", "copy_out", "stage", "apply", "commit", "owns", "saved", "member"} <= recorded
   assert not recorded - known, "say in trace/reader.py whether they move the model"

@@ -46,7 +46,7 @@ class Traced(World):
     part = arguments[0] if arguments else None
     self._steps[actor] = actor.state.step
     if part is not None:
-      snapshot = next(n for n, cut in self.cuts.items() if cut.get(role) is part)
+      snapshot = next(n for n, parts in self.snapshots.items() if parts.get(role) is part)
       self.record(actor, "restored", snapshot=snapshot, of_incarnation=part.incarnation)
       for p, f in enumerate(actor.state.fragments):
         if f.outstanding:
@@ -70,7 +70,7 @@ class Traced(World):
         where = {"fragment": p, "round": push.round, "version": push.base_version}
         base = actor.state.fragments[p].round
         counts = {"steps": push.steps, "tokens": push.tokens}
-        self.record(actor, "cut", **where, base_round=base, **counts)
+        self.record(actor, "copy_out", **where, base_round=base, **counts)
         self._rounds[actor, p] = push.round
       case Resend(push) if push.round != self._rounds[actor, push.fragment]:
         old = self._rounds[actor, push.fragment]
@@ -83,7 +83,7 @@ class Traced(World):
         where = {"fragment": fragment, "version": version, "round": round_id}
         self.record(actor, "apply", **where, mode=mode, included=included)
       case TakeSnapshot(snapshot):
-        self.record(actor, "recorded", snapshot=snapshot)
+        self.record(actor, "captured", snapshot=snapshot)
       case InstallValue(fragment):
         self.own(actor, next(f for f in actor.state.fragments if f.index == fragment))
       case events.Commit():
@@ -93,8 +93,8 @@ class Traced(World):
   def _catch_up(self, actor: Actor) -> None:
     """The steps since its last action; only their order counts."""
     for step in range(self._steps[actor] + 1, actor.state.step + 1):
-      clock = {"clock": step, "position": step}
-      self.record(actor, "step", step=step, **clock, tokens=self.tokens_per_step)
+      progress = {"global_step": step, "position": step}
+      self.record(actor, "step", step=step, **progress, tokens=self.tokens_per_step)
     self._steps[actor] = actor.state.step
 
 

@@ -81,8 +81,8 @@ def test_an_algebra_is_asked_in_the_order_of_the_trace():
   told = []
 
   class Listens(LearnerAlgebra):
-    def cut(self, op):
-      told.append(f"cut {op.round}")
+    def copy_out(self, op):
+      told.append(f"copy_out {op.round}")
       return op.steps, op.tokens, f"push {op.round}"
 
     def stage(self, op, version, included):
@@ -104,7 +104,7 @@ def test_an_algebra_is_asked_in_the_order_of_the_trace():
   find(logs, "syncer-0", "commit", round=0).update(steps=2, tokens=20)
   shard.remove(find(logs, "syncer-0", "commit", round=3))
   back = {"round": 1, "version": 2, "mode": "overwrite", "included": False}
-  place = learner.index(find(logs, "learner-0", "cut", round=2)) + 1
+  place = learner.index(find(logs, "learner-0", "copy_out", round=2)) + 1
   event = {**find(logs, "learner-0", "stage", round=1), **back}
   learner[place:place] = [event, {**event, "kind": "apply"}]
   shard.remove(find(logs, "syncer-0", "commit", round=2))
@@ -113,8 +113,8 @@ def test_an_algebra_is_asked_in_the_order_of_the_trace():
   perform_all(found, roles)
   assert proof.problems == []
   assert told == [
-    "stage -1, None", "apply staged -1, overwrite", "cut 0",
-    "stage 0, push 0", "apply staged 0, rebase", "cut 1",
-    "stage 1, push 1", "apply staged 1, rebase", "cut 2",
+    "stage -1, None", "apply staged -1, overwrite", "copy_out 0",
+    "stage 0, push 0", "apply staged 0, rebase", "copy_out 1",
+    "stage 1, push 1", "apply staged 1, rebase", "copy_out 2",
     "stage None, None", "apply staged 1, overwrite",
   ]  # fmt: skip

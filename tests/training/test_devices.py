@@ -122,7 +122,7 @@ def mesh():
 def test_param_sharding(mesh, axes, shape, spec):
   sharding = devices.param_sharding(axes, shape, mesh)
   assert sharding.spec == PartitionSpec(*spec)
-  sharding.shard_shape(shape)  # raises where a cut does not divide
+  sharding.shard_shape(shape)  # raises where a split does not divide
 
 
 def test_axes_must_match_the_shape(mesh):

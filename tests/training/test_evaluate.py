@@ -13,7 +13,7 @@ import pytest
 from ddiloco.config import ConfigError, ModelConfig
 from ddiloco.models import transformer
 from ddiloco.models.transformer import next_token_loss
-from ddiloco.training.evaluate import Evaluator
+from ddiloco.training.evaluate import HeldoutLoss
 
 MODEL = ModelConfig(
   vocab_size=32,
@@ -36,7 +36,7 @@ def params():
 
 @pytest.fixture(scope="module")
 def evaluator():
-  return Evaluator(MODEL, BATCHES, jax.devices()[1])
+  return HeldoutLoss(MODEL, BATCHES, jax.devices()[1])
 
 
 def test_is_the_mean_of_the_training_loss(evaluator, params):
@@ -54,7 +54,7 @@ def test_takes_host_device_and_sharded_arrays_and_compiles_once(evaluator, param
   traces = []
   apply = transformer.apply
   monkeypatch.setattr(transformer, "apply", lambda *a: traces.append(1) or apply(*a))
-  evaluator = Evaluator(MODEL, BATCHES, jax.devices()[1])
+  evaluator = HeldoutLoss(MODEL, BATCHES, jax.devices()[1])
   mesh = jax.make_mesh((2,), ("fsdp",), devices=jax.devices()[2:4])
   sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
   sharded = dict(params, embedding=jax.device_put(params["embedding"], sharding))
@@ -66,7 +66,7 @@ def test_takes_host_device_and_sharded_arrays_and_compiles_once(evaluator, param
 
 def test_computes_in_f32_whatever_the_island_trains_in(evaluator, params):
   coarse = dataclasses.replace(MODEL, compute_dtype="bfloat16")
-  assert Evaluator(coarse, BATCHES, jax.devices()[0]).loss(params) == pytest.approx(
+  assert HeldoutLoss(coarse, BATCHES, jax.devices()[0]).loss(params) == pytest.approx(
     evaluator.loss(params), rel=1e-6
   )
   rounded = {name: value.astype(jnp.bfloat16) for name, value in params.items()}
@@ -76,9 +76,9 @@ def test_computes_in_f32_whatever_the_island_trains_in(evaluator, params):
 @pytest.mark.parametrize("batches", [[], [BATCHES[0], BATCHES[0][:1]]])
 def test_refuses_no_batches_and_ragged_ones(batches):
   with pytest.raises(ValueError, match="same shape"):
-    Evaluator(MODEL, batches, jax.devices()[0])
+    HeldoutLoss(MODEL, batches, jax.devices()[0])
 
 
 def test_refuses_tokens_outside_the_vocabulary():
   with pytest.raises(ConfigError, match=r"model.vocab_size = 32.*a 40 in the held-out split"):
-    Evaluator(MODEL, [np.full((1, 9), 40)], jax.devices()[0])
+    HeldoutLoss(MODEL, [np.full((1, 9), 40)], jax.devices()[0])

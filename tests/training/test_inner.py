@@ -16,13 +16,13 @@ TINY = ModelConfig(
 )
 
 
-def _rate(clock, **fields):
+def _rate(global_step, **fields):
   config = InnerConfig(**{"learning_rate": 2.0, "warmup_steps": 10, "final_share": 0.1, **fields})
-  return inner.learning_rate(config, 110, clock)
+  return inner.learning_rate(config, 110, global_step)
 
 
 @pytest.mark.parametrize(
-  ("clock", "expected"),
+  ("global_step", "expected"),
   [
     (0, 0.2),  # 1/10 of the peak: the first step already learns
     (4, 1.0),
@@ -34,8 +34,8 @@ def _rate(clock, **fields):
     (100_000, 0.2),
   ],
 )
-def test_learning_rate_goldens(clock, expected):
-  assert _rate(clock) == pytest.approx(expected, rel=1e-6)
+def test_learning_rate_goldens(global_step, expected):
+  assert _rate(global_step) == pytest.approx(expected, rel=1e-6)
 
 
 def test_learning_rate_settings():

@@ -130,7 +130,7 @@ def test_loss_decreases_on_a_tiny_corpus(single):
   island, _, config = single
   island.load(initial(config))
   tokens = ((np.arange(9) * 3 + np.arange(8)[:, None]) % 32).astype(np.int32)
-  losses = [island.step(tokens, clock)["loss"] for clock in range(60)]
+  losses = [island.step(tokens, global_step)["loss"] for global_step in range(60)]
   assert losses[0] > 3.0
   assert losses[-1] < 0.5 * losses[0]
 
@@ -141,7 +141,7 @@ def test_cut_is_the_fragment_bitwise(any_island):
   island.step(batch(), 0)
   params = island.params_on_host()
   for fragment in plan.fragments:
-    flat = island.to_host(island.cut(fragment.index), fragment.index)
+    flat = island.to_host(island.copy_out(fragment.index), fragment.index)
     assert flat.dtype == np.float32
     np.testing.assert_array_equal(flat, fragments.gather(fragment, params))
 
@@ -150,11 +150,11 @@ def test_a_cut_survives_later_donated_steps(any_island):
   island, plan, config = any_island
   island.load(initial(config))
   before = island.params_on_host()
-  cuts = [island.cut(fragment.index) for fragment in plan.fragments]
-  for clock in range(3):
-    island.step(batch(clock), clock)
+  copies = [island.copy_out(fragment.index) for fragment in plan.fragments]
+  for global_step in range(3):
+    island.step(batch(global_step), global_step)
     island.apply(0, island.stage(0, np.zeros(plan.sizes[0], np.float32)), 0.5)
-  for fragment, pieces in zip(plan.fragments, cuts):
+  for fragment, pieces in zip(plan.fragments, copies):
     flat = island.to_host(pieces, fragment.index)
     np.testing.assert_array_equal(flat, fragments.gather(fragment, before))
     assert not np.array_equal(flat, fragments.gather(fragment, island.params_on_host()))
@@ -190,7 +190,7 @@ def test_overwriting_heals_nan_and_mixing_does_not(any_island):
     np.testing.assert_array_equal(leaf, good[name], err_msg=name)
   island.load(broken)
   island.apply(0, island.stage(0, np.zeros(plan.sizes[0], np.float32)), 1.0)
-  assert np.isnan(island.to_host(island.cut(0), 0)).all()
+  assert np.isnan(island.to_host(island.copy_out(0), 0)).all()
 
 
 def test_reset_and_every_fragment_is_a_fresh_start(any_island):
@@ -222,11 +222,11 @@ def test_nothing_compiles_after_compile(any_island, request):
   assert island.compile() == 0.0
   island.reset()
   island.load(params)
-  for clock in range(3):
-    island.step(batch(clock), clock)
+  for global_step in range(3):
+    island.step(batch(global_step), global_step)
     for index, size in enumerate(plan.sizes):
-      island.to_host(island.cut(index), index)
-      island.apply(index, island.stage(index, np.zeros(size, np.float32)), 0.5 * clock)
+      island.to_host(island.copy_out(index), index)
+      island.apply(index, island.stage(index, np.zeros(size, np.float32)), 0.5 * global_step)
   island.params_on_host()
   assert compiled == []
 
@@ -281,13 +281,13 @@ def test_a_mixture_of_experts_trains():
   island.compile()
   island.load(initial(config))
   before, saved = island.params_on_host(), _on_host(island.capture())
-  metrics = [island.step(batch(), clock) for clock in (5, 6)]
+  metrics = [island.step(batch(), global_step) for global_step in (5, 6)]
   assert metrics[1]["loss"] < metrics[0]["loss"]
   island.restore(saved)
-  assert [island.step(batch(), clock) for clock in (5, 6)] == metrics
+  assert [island.step(batch(), global_step) for global_step in (5, 6)] == metrics
   for name, leaf in island.params_on_host().items():
     assert not np.array_equal(leaf, before[name]), name
-  flat = island.to_host(island.cut(1), 1)
+  flat = island.to_host(island.copy_out(1), 1)
   np.testing.assert_array_equal(flat, fragments.gather(plan.fragments[1], island.params_on_host()))
 
 
@@ -343,18 +343,18 @@ def stress(num_islands=4, num_steps=300):
     island.load(initial(config))
     with concurrent.futures.ThreadPoolExecutor(1) as background:
       moving, saving = None, []
-      for clock in range(num_steps):
-        if clock % 10 == 0:
+      for global_step in range(num_steps):
+        if global_step % 10 == 0:
           saving.append((background.submit(_on_host, island.capture()), island.params_on_host()))
-        metrics = island.step(batch(clock), clock)
-        index = clock // 2 % len(plan.fragments)
-        if clock % 2 == 0:
-          pieces = island.cut(index)
+        metrics = island.step(batch(global_step), global_step)
+        index = global_step // 2 % len(plan.fragments)
+        if global_step % 2 == 0:
+          pieces = island.copy_out(index)
           moving = background.submit(
             lambda p, i: island.stage(i, island.to_host(p, i)), pieces, index
           )
         else:
-          island.apply(index, moving.result(), 0.0 if clock % 3 else 0.001)
+          island.apply(index, moving.result(), 0.0 if global_step % 3 else 0.001)
       for saved, params in saving:
         for name, leaf in params.items():
           np.testing.assert_array_equal(saved.result()["params/" + name], leaf, err_msg=name)

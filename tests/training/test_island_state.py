@@ -73,8 +73,8 @@ def any_island(request):
 
 def trained(island, config, steps=3, seed=0):
   island.load(initial(config, seed))
-  for clock in range(steps):
-    island.step(batch(clock), clock)
+  for global_step in range(steps):
+    island.step(batch(global_step), global_step)
   return island
 
 
@@ -128,7 +128,7 @@ def test_a_restored_island_goes_on_as_if_nothing_had_happened(any_island, pipeli
   monkeypatch.setattr(island, "_pipelined", pipelined)
   trained(island, config)
   captured = island.capture()
-  undisturbed = [island.step(batch(clock), clock) for clock in range(3, 7)]
+  undisturbed = [island.step(batch(global_step), global_step) for global_step in range(3, 7)]
   undisturbed.append(island.finish())
   final = on_host(island.capture())
   saved = on_host(captured)  # only now: four donated steps later
@@ -136,7 +136,7 @@ def test_a_restored_island_goes_on_as_if_nothing_had_happened(any_island, pipeli
   island.reset()
   island.restore(saved)
   assert_same_bits(island.capture(), saved)
-  again = [island.step(batch(clock), clock) for clock in range(3, 7)]
+  again = [island.step(batch(global_step), global_step) for global_step in range(3, 7)]
   again.append(island.finish())
   # The step in flight at the capture is of the first life only.
   assert again[pipelined:] == undisturbed[pipelined:]
@@ -147,16 +147,16 @@ def test_a_restored_island_goes_on_as_if_nothing_had_happened(any_island, pipeli
 @pytest.mark.parametrize("model", ["dense", "mixture"])
 def test_every_mesh_restores_the_bits_of_the_one_before(model):
   saved = None
-  for clock, mesh in enumerate(CHAINS[model]):
+  for global_step, mesh in enumerate(CHAINS[model]):
     island, _, config = cheap(mesh, MOE if model == "mixture" else {}, {"num_fragments": 1})
     if saved is None:
       trained(island, config, steps=2)
     else:
-      island.restore(jax.device_put(saved, island.shardings()) if clock % 2 else saved)
+      island.restore(jax.device_put(saved, island.shardings()) if global_step % 2 else saved)
       assert_same_bits(island.capture(), saved)
       assert {n: leaf.sharding for n, leaf in island._state.items()} == island.shardings()
     before = on_host(island.capture())
-    assert np.isfinite(island.step(batch(clock), clock)["loss"])
+    assert np.isfinite(island.step(batch(global_step), global_step)["loss"])
     saved = on_host(island.capture())
     assert_all_moved(before, saved)
   assert int(saved["inner/1/count"]) == 2 + len(CHAINS[model])
@@ -232,9 +232,9 @@ def send_moments(donor, joiner, plan):
   """As a donor's and a joiner's threads do it; returns what was sent."""
   sent = []
   for p in range(len(plan.fragments)):
-    cut, count = donor.cut_moments(p), donor.count()
-    donor.step(batch(), 5)  # what was cut stays as it was
-    sent.append((donor.moments_to_host(cut, p), int(count)))
+    copies, count = donor.copy_out_moments(p), donor.count()
+    donor.step(batch(), 5)  # what was copied out stays as it was
+    sent.append((donor.moments_to_host(copies, p), int(count)))
     flat, count = sent[-1]
     joiner.apply_moments(p, joiner.stage_moments(p, flat.copy()), count)
   return sent
@@ -311,10 +311,10 @@ def test_moments_of_another_size_are_refused(single):
 )
 def test_any_optimizer_has_names_and_moments(transform, moments, counts):
   mesh = Mesh(np.array(jax.devices()[:2]), ("fsdp",))
-  cut, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("fsdp",), ()))
+  split, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("fsdp",), ()))
   params = {
-    "a/scale": jax.ShapeDtypeStruct((4, 6), jnp.float32, sharding=cut),
-    "b/a/scale": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=cut),
+    "a/scale": jax.ShapeDtypeStruct((4, 6), jnp.float32, sharding=split),
+    "b/a/scale": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=split),
     "scale": jax.ShapeDtypeStruct((), jnp.float32, sharding=whole),
   }
   layout = StateLayout(transform, params, whole)
@@ -322,7 +322,7 @@ def test_any_optimizer_has_names_and_moments(transform, moments, counts):
   for prefix in layout.moments:
     for name, leaf in params.items():
       assert layout.leaves[prefix + name] == leaf
-  assert all(s in (cut, whole) for s in layout.shardings.values())
+  assert all(s in (split, whole) for s in layout.shardings.values())
   zeros = {name: jnp.zeros(leaf.shape) for name, leaf in params.items()}
   state = layout.flat(zeros, transform.init(zeros))
   assert list(state) == list(layout.leaves)
@@ -338,7 +338,7 @@ def test_an_island_with_another_optimizer(monkeypatch, momentum, kept):
   island, plan, config = cheap({"devices": 1}, sync={"num_fragments": 1})
   saved = on_host(trained(island, config).capture())
   assert island.num_moments == kept and int(island.count()) == 0
-  flat = island.moments_to_host(island.cut_moments(0), 0)
+  flat = island.moments_to_host(island.copy_out_moments(0), 0)
   assert flat.shape == (kept * plan.sizes[0],) and flat.any() == bool(kept)
   island.apply_moments(0, island.stage_moments(0, flat), 3)
   assert_same_bits(island.capture(), saved)
@@ -389,6 +389,6 @@ def test_nothing_compiles_for_states_and_moments(any_island, request):
     island.restore(state)
     island.step(batch(), 3, 0.25)
     for p in range(len(plan.fragments)):
-      flat = island.moments_to_host(island.cut_moments(p), p)
+      flat = island.moments_to_host(island.copy_out_moments(p), p)
       island.apply_moments(p, island.stage_moments(p, flat), int(island.count()) + 1)
   assert compiled == []

@@ -1,6 +1,6 @@
 // Polls api/status about once a second and shows it; says when the run is over or the server gone.
 
-import { byId, clock, compact, percent, say } from "./format.js";
+import { byId, clockTime, compact, percent, say } from "./format.js";
 import { drawChart, listen } from "./chart.js";
 import { drawPanels } from "./panels.js";
 import { listenForFaults, showFaults } from "./faults.js";
@@ -125,8 +125,8 @@ function draw(status) {
     byId(id).hidden = Boolean(sessionStorage.getItem(KEY)); // a link sends no token
   say("as-of", `As of ${last.at.toLocaleTimeString()}.`);
   if (empty) return say("elapsed", "");
-  const left = status.seconds_left === null ? "" : ` · about ${clock(status.seconds_left)} left`;
-  say("elapsed", `${clock(status.seconds)} ${status.phase === "over" ? "long" : "elapsed"}${left}`);
+  const left = status.seconds_left === null ? "" : ` · about ${clockTime(status.seconds_left)} left`;
+  say("elapsed", `${clockTime(status.seconds)} ${status.phase === "over" ? "long" : "elapsed"}${left}`);
   const verb = status.merging ? "merged" : "trained";
   say(
     "tokens",

@@ -1,6 +1,6 @@
 // Islands, shards and losses over one time axis, with a cursor for mouse and keyboard.
 
-import { byId, clock, loss, percent, svg, html } from "./format.js";
+import { byId, clockTime, loss, percent, svg, html } from "./format.js";
 import { lanes, patterns } from "./lanes.js";
 import { legend, marks } from "./marks.js";
 
@@ -97,7 +97,7 @@ function axis({ end, x, width, height, bottom, left }) {
         svg(
           "text",
           { x: x(t), y: height - 6, "text-anchor": t && x(t) > 14 ? "middle" : "start" },
-          clock(t),
+          clockTime(t),
         ),
       );
   }
@@ -212,7 +212,7 @@ function moveTo(seconds) {
 
 function readout(status, at) {
   const bin = Math.floor(at / status.curves.width_seconds);
-  const parts = [html("b", null, clock(at))];
+  const parts = [html("b", null, clockTime(at))];
   for (const lane of status.timeline.lanes.filter((each) => each.role.startsWith("learner"))) {
     const number = lane.role.split("-")[1];
     const state = lane.spans.find(([start, end]) => start <= at && at <= end)?.[2] ?? "not there";

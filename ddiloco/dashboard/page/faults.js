@@ -22,8 +22,8 @@ export function showFaults(status) {
     status.allow_faults && ["starting", "running"].includes(status.phase)
   );
   const names = [
-    ...status.islands.map((each) => [`learner/${each.number}`, `island ${each.number}`]),
-    ...status.shards.map((each) => [`syncer/${each.number}`, `shard ${each.number}`]),
+    ...status.islands.map((each) => [`learner-${each.number}`, `island ${each.number}`]),
+    ...status.shards.map((each) => [`syncer-${each.number}`, `shard ${each.number}`]),
   ];
   if (roles === JSON.stringify(names)) return; // what is chosen stays chosen
   roles = JSON.stringify(names);

@@ -26,7 +26,7 @@ export function compact(value) {
 export const bytes = (value) =>
   known(value) ? `${compact(value)}B`.replace(/(\d)B/, "$1 B").replace(/([kMGT])B/, " $1B") : DASH;
 
-export function clock(seconds) {
+export function clockTime(seconds) {
   if (!known(seconds)) return DASH;
   const whole = Math.floor(Math.max(0, seconds));
   const [h, m, s] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60, whole % 60];

@@ -13,7 +13,7 @@ const CAUSES = {
   rejected: ["rejected", "updates that were refused"],
   pending: ["not merged yet", "steps that may still be merged"],
   save: ["snapshots", "copies of the state"],
-  other: ["everything else", "data, cuts, applies"],
+  other: ["everything else", "data, copies, applies"],
 };
 
 export function goodput(account) {

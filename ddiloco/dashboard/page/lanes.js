@@ -1,6 +1,6 @@
 // What each island and shard was doing, a row for each.
 
-import { clock, compact, loss, svg } from "./format.js";
+import { clockTime, compact, loss, svg } from "./format.js";
 
 export function patterns(status) {
   const each = status.islands.map((island) =>
@@ -57,7 +57,7 @@ function span({ x }, row, start, end, state, number, island) {
     height: row.bar,
     rx: 1.5,
   };
-  const title = svg("title", null, `${row.lane.name}: ${state}, ${clock(start)} to ${clock(end)}`);
+  const title = svg("title", null, `${row.lane.name}: ${state}, ${clockTime(start)} to ${clockTime(end)}`);
   if (state === "down") return svg("rect", { ...box, class: "down" }, title);
   if (!island)
     return svg(

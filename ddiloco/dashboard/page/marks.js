@@ -1,6 +1,6 @@
 // Faults and what follows them, and the legend of all that is drawn.
 
-import { byId, clock, html, svg } from "./format.js";
+import { byId, clockTime, html, svg } from "./format.js";
 
 const STATES = ["joining", "running", "stalled", "quarantined", "down"];
 const MARKS = {
@@ -34,7 +34,7 @@ export function marks({ status, x, rows, bottom, many }) {
       "transform",
       `translate(${x(mark.time)} ${row.top + row.bar / 2}) scale(${size})`,
     );
-    glyph.append(svg("title", null, `${clock(mark.time)} ${mark.text}`));
+    glyph.append(svg("title", null, `${clockTime(mark.time)} ${mark.text}`));
     parts.push(glyph);
   }
   return parts;

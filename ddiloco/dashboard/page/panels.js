@@ -1,6 +1,6 @@
-// Every panel but the chart: figures, waiting, goodput, versions, participation, links, notes.
+// Every panel but the chart: figures, waiting, goodput, versions, participation, links, log events.
 
-import { byId, bytes, clock, compact, html, join, loss, percent, plural, say } from "./format.js";
+import { byId, bytes, clockTime, compact, html, join, loss, percent, plural, say } from "./format.js";
 import { goodput } from "./goodput.js";
 
 const mean = (values) => (values.length ? values.reduce((a, b) => a + b, 0) / values.length : NaN);
@@ -20,7 +20,7 @@ export function drawPanels(status) {
   versions(status);
   participation(status);
   links(status);
-  notes(status);
+  logEvents(status);
 }
 
 function figures(status) {
@@ -144,7 +144,7 @@ function waiting(status) {
     html(
       "tr",
       null,
-      html("td", null, clock(round.time)),
+      html("td", null, clockTime(round.time)),
       html("td", { class: "number" }, String(round.fragment)),
       html("td", { class: "number" }, String(round.version ?? "–")),
       html("td", { class: "number" }, `${round.seconds.toFixed(2)} s`),
@@ -274,7 +274,7 @@ function participation(status) {
       ),
       html("td", null, percent(island.participation_recent)),
       html("td", { class: "number" }, percent(status.goodput?.islands[island.number]?.liveness)),
-      html("td", { class: "number" }, compact(island.clock)),
+      html("td", { class: "number" }, compact(island.global_step)),
       html("td", { class: "number" }, loss(island.loss)),
       html("td", { class: "number" }, String(island.restarts)),
     ),
@@ -316,18 +316,18 @@ function links(status) {
   byId("links").replaceChildren(rows.length ? table(head, rows, head.slice(2)) : "");
 }
 
-function notes(status) {
-  const rows = [...status.notes]
+function logEvents(status) {
+  const rows = [...status.log_events]
     .reverse()
-    .map((note) =>
+    .map((each) =>
       html(
         "li",
-        { class: note.tone },
-        html("time", null, clock(note.time)),
-        html("span", null, note.text),
+        { class: each.tone },
+        html("time", null, clockTime(each.time)),
+        html("span", null, each.text),
       ),
     );
-  byId("notes").replaceChildren(
+  byId("log-events").replaceChildren(
     ...(rows.length
       ? rows
       : [

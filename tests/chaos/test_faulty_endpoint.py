@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from ddiloco.chaos.endpoint import FaultyEndpoint
 from ddiloco.chaos.faults import MessageFaults
+from ddiloco.chaos.faulty_endpoint import FaultyEndpoint
 from ddiloco.config import Fault
 from ddiloco.network.transport import Hub
 from ddiloco.protocol.messages import Goodbye, Pull
@@ -23,17 +23,17 @@ class Pair:
 
   def __init__(self):
     hub = Hub("run", "plan")
-    self.weather = MessageFaults("learner/0", seed=3)
-    self.learner = FaultyEndpoint(hub.connect("learner/0"), self.weather)
-    self.shard = hub.connect("syncer/0")
+    self.weather = MessageFaults("learner-0", seed=3)
+    self.learner = FaultyEndpoint(hub.connect("learner-0"), self.weather)
+    self.shard = hub.connect("syncer-0")
 
   def begin(self, action: str, seconds: float = math.inf, **fields) -> None:
-    fault = Fault(action, "learner/0", at_seconds=0.0, **fields)
+    fault = Fault(action, "learner-0", at_seconds=0.0, **fields)
     self.weather.begin(fault, time.monotonic() + seconds)
 
   def send(self, count: int = 1) -> None:
     for i in range(count):
-      self.learner.send("syncer/0", Goodbye(0, i))
+      self.learner.send("syncer-0", Goodbye(0, i))
 
   def got(self, count: int) -> list[int]:
     found = [self.shard.receive(SECONDS) for _ in range(count)]
@@ -51,20 +51,20 @@ def pair():
 def test_in_calm_weather_it_is_the_endpoint_itself(pair):
   pair.send(3)
   assert pair.got(3) == [0, 1, 2]
-  assert pair.learner.counters.sent_bytes and pair.learner.address == "learner/0"
-  pair.shard.send("learner/0", PULL)
-  assert pair.learner.receive(SECONDS)[:2] == ("syncer/0", PULL)
+  assert pair.learner.counters.sent_bytes and pair.learner.address == "learner-0"
+  pair.shard.send("learner-0", PULL)
+  assert pair.learner.receive(SECONDS)[:2] == ("syncer-0", PULL)
 
 
 def test_what_comes_in_suffers_too(pair):
   pair.begin("delay", seconds=0.5, delay_seconds=0.2)
   began = time.monotonic()
-  pair.shard.send("learner/0", PULL)
+  pair.shard.send("learner-0", PULL)
   assert pair.learner.receive(0.05) is None, "it has not arrived yet"
-  assert pair.learner.receive(SECONDS)[:2] == ("syncer/0", PULL)
+  assert pair.learner.receive(SECONDS)[:2] == ("syncer-0", PULL)
   assert time.monotonic() - began >= 0.2
   pair.begin("corrupt")
-  pair.shard.send("learner/0", PULL)
+  pair.shard.send("learner-0", PULL)
   assert pair.learner.receive(0.3) is None and pair.learner.counters.malformed == 1
 
 
@@ -87,7 +87,7 @@ def test_messages_sent_after_a_delay_ends_do_not_overtake(pair):
   pair.begin("delay", seconds=0.1, delay_seconds=0.3)
   pair.send(1)
   time.sleep(0.12)
-  pair.learner.send("syncer/0", Goodbye(0, 1))
+  pair.learner.send("syncer-0", Goodbye(0, 1))
   assert pair.got(2) == [0, 1]
 
 

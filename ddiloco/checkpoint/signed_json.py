@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from etils import epath
 
-Record = dict[str, Any]
+SignedJson = dict[str, Any]
 PAUSES_SECONDS = (0.1, 1.0, 4.0)  # before what could not be read is read again
 T = TypeVar("T")
 
@@ -60,24 +60,24 @@ def _errno(error: Exception) -> int | None:
   return int(found[1]) if found else None
 
 
-def sign(content: Mapping[str, Any]) -> Record:
+def sign(content: Mapping[str, Any]) -> SignedJson:
   """The content as a reader will see it (JSON: lists for tuples), and a digest of that.
 
   Raises:
     TypeError: JSON has no such value.
   """
-  record = json.loads(json.dumps(dict(content)))
-  return {**record, "digest": _digest(record)}
+  signed = json.loads(json.dumps(dict(content)))
+  return {**signed, "digest": _digest(signed)}
 
 
-def write(path: epath.Path, record: Record) -> None:
+def write(path: epath.Path, signed: SignedJson) -> None:
   """Whole or not at all: a rename, or on an object store a copy, which is as atomic."""
   temporary = path.with_name(f"{path.name}.tmp")
-  temporary.write_text(json.dumps(record))
+  temporary.write_text(json.dumps(signed))
   temporary.replace(path)
 
 
-def read(path: epath.Path, expected: Mapping[str, Any]) -> Record:
+def read(path: epath.Path, expected: Mapping[str, Any]) -> SignedJson:
   """The signed record at `path`.
 
   Args:
@@ -87,18 +87,18 @@ def read(path: epath.Path, expected: Mapping[str, Any]) -> Record:
     Damaged: there is none, it was changed, or it is another one; Unreadable: who knows.
   """
   try:
-    record = json.loads(path.read_text())
+    signed = json.loads(path.read_text())
   except FileNotFoundError:
     raise Damaged(path, "is missing") from None
   except Exception as error:  # not text, not JSON, a folder, denied, a disk that fails, ...
     raise not_read(path, "cannot be read", error) from error
-  digest = record.pop("digest", None) if isinstance(record, dict) else None
-  if digest is None or digest != _digest(record):
+  digest = signed.pop("digest", None) if isinstance(signed, dict) else None
+  if digest is None or digest != _digest(signed):
     raise Damaged(path, "is not what was written (its digest differs)")
   for field, value in expected.items():
-    if record.get(field) != value:
-      raise Damaged(path, f"belongs to another {field}: {record.get(field)!r}, not {value!r}")
-  return {**record, "digest": digest}
+    if signed.get(field) != value:
+      raise Damaged(path, f"belongs to another {field}: {signed.get(field)!r}, not {value!r}")
+  return {**signed, "digest": digest}
 
 
 @contextlib.contextmanager
@@ -155,5 +155,5 @@ def brief(error: Exception) -> str:
   return text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}"
 
 
-def _digest(record: Record) -> str:
-  return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+def _digest(signed: SignedJson) -> str:
+  return hashlib.sha256(json.dumps(signed, sort_keys=True).encode()).hexdigest()

@@ -4,7 +4,7 @@ import pytest
 
 from ddiloco.config import SyncConfig
 from ddiloco.dashboard.status import status
-from ddiloco.observe.rounds import RECENT_ROUNDS
+from ddiloco.observe.round_history import RECENT_ROUNDS
 from ddiloco.observe.run_state import RunState
 
 SYNC = SyncConfig(min_quorum=2, sync_period=12)
@@ -123,5 +123,5 @@ def test_versions_by_island_and_fragment_and_a_new_life_has_none(make):
   run = feed(events)
   assert run.versions == {0: 4, 1: 3}
   assert [run.islands[m].versions for m in range(2)] == [{0: 4, 1: 2}, {0: 3}]
-  run = feed([*events, make.event(3.0, "learner-0", "started", 1), apply(0, 1, 3, "cut")])
+  run = feed([*events, make.event(3.0, "learner-0", "started", 1), apply(0, 1, 3, "copy_out")])
   assert [run.islands[m].versions for m in range(2)] == [{1: 3}, {0: 3}]
