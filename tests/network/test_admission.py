@@ -192,10 +192,10 @@ def test_a_peer_that_does_not_read_costs_no_memory_for_ever():
 SLEEPER = """
 import json, sys
 from ddiloco.config import NetworkConfig
-from ddiloco.network.endpoint import NetworkEndpoint, Run
+from ddiloco.network.endpoint import NetworkEndpoint, RunIdentity
 from tests.network.test_endpoint import push
 url, settings = sys.argv[1], NetworkConfig(**json.loads(sys.argv[2]))
-learner = NetworkEndpoint("learner-0", 0, Run("run", "plan", 1 << 30, 1 << 30), settings)
+learner = NetworkEndpoint("learner-0", 0, RunIdentity("run", "plan", 1 << 30, 1 << 30), settings)
 learner.dial("syncer-0", url)
 while learner.links()["syncer-0"]["state"] != "up":
   learner.receive(0.01)
@@ -312,11 +312,11 @@ LATE = """
 import pathlib, sys, time
 from tests import says
 from tests.network.net import QUICK
-from ddiloco.network.endpoint import NetworkEndpoint, Run
+from ddiloco.network.endpoint import NetworkEndpoint, RunIdentity
 from ddiloco.network.keys import Keys
 port, folder = sys.argv[1], sys.argv[2]
 keys = Keys.load(pathlib.Path(folder), "learner-1") if folder else None
-learner = NetworkEndpoint("learner-1", 0, Run("run", "plan", 1 << 30, 1 << 30), QUICK, keys=keys)
+learner = NetworkEndpoint("learner-1", 0, RunIdentity("run", "plan", 1 << 30, 1 << 30), QUICK, keys=keys)
 learner.dial("syncer-0", f"tcp://127.0.0.1:{port}")
 deadline = time.monotonic() + 40.0
 while learner.links()["syncer-0"]["state"] != "up":
