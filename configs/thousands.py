@@ -1,7 +1,7 @@
 """Thousands of islands in virtual time: two generations of chips, stragglers, failures, links.
 
 Command:   ddiloco simulate protocol --config=configs/thousands.py --parameters=100000000 \\
-             --gbps=5 --latency_ms=30 --shard_gbps=10000 --merge_gbytes=4000
+             --gbps=5 --latency_ms=30 --shard_gbps=10000 --merge_gbytes=400000
            Not for training. `configs/thousands.py:300` does the same with 300 islands.
 Hardware:  one core, 3 GiB.
 Time:      6 to 11 minutes of CPU for 2000 islands, 16 s for 200.

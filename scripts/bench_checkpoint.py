@@ -69,6 +69,7 @@ from ddiloco.protocol import events
 from ddiloco.roles import initial
 from ddiloco.roles.learner import Learner
 from ddiloco.roles.syncer import Syncer
+from ddiloco.runtime import Runtime
 from ddiloco.training.island import Island
 from ddiloco.workdir import start_time
 
@@ -178,10 +179,8 @@ def measure_steps(config: Config, folder: Path, block: int, pairs: int) -> tuple
     new_syncer(config, 0, 0, store),
     config,
     plan,
-    hub.connect(syncer_address(0)),
     store,
-    logs["syncer-0"],
-    saver=savers["syncer-0"],
+    Runtime(hub.connect(syncer_address(0)), logs["syncer-0"], savers["syncer-0"]),
   )
   without = dataclasses.replace(config, sync=dataclasses.replace(config.sync, snapshot_steps=0))
   thread = threading.Thread(target=shard.run, args=(faults, stop.is_set), daemon=True)
@@ -197,9 +196,7 @@ def measure_steps(config: Config, folder: Path, block: int, pairs: int) -> tuple
     plan,
     island,
     blocks,
-    hub.connect(learner_address(0)),
-    logs["learner-0"],
-    savers["learner-0"],
+    Runtime(hub.connect(learner_address(0)), logs["learner-0"], savers["learner-0"]),
   )
   learner.run(faults, blocks.stop.is_set)
   stop.set()

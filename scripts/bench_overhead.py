@@ -46,6 +46,7 @@ from ddiloco.protocol import events
 from ddiloco.roles import initial
 from ddiloco.roles.learner import Learner
 from ddiloco.roles.syncer import Syncer
+from ddiloco.runtime import Runtime
 from ddiloco.training.island import Island
 
 FRAGMENTS = 8
@@ -142,7 +143,8 @@ class Bench:
     tokens = [random.integers(0, 256, shape, np.int32) for _ in range(8)]
     loop, steps = Interleaved(island, tokens, self.block, self.pairs), Steps()
     beginning = ResumeState(new_learner(self.config, self.plan, 0, 0))
-    role = Learner(beginning, self.config, self.plan, island, loop, endpoint, steps)
+    runtime = Runtime(endpoint, steps)
+    role = Learner(beginning, self.config, self.plan, island, loop, runtime)
     role.run(Faults((), time.monotonic()), loop.stop.is_set)
     return Measured(steps.gaps, loop.bare, steps.blocked_seconds)
 
@@ -157,7 +159,7 @@ class Shard:
       store.save(new_fragment(fragment, fragments.gather(fragment, first)))
     self._steps, self._stop = Steps(), threading.Event()
     state = new_syncer(config, 0, 0, store)
-    role = Syncer(state, config, plan, endpoint, store, self._steps)
+    role = Syncer(state, config, plan, store, Runtime(endpoint, self._steps))
     serve = (Faults((), time.monotonic()), self._stop.is_set)
     self._thread = threading.Thread(target=role.run, args=serve, daemon=True)
     self._thread.start()

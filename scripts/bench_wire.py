@@ -31,6 +31,7 @@ from ddiloco.observe.eventlog import NullRecorder
 from ddiloco.roles import initial
 from ddiloco.roles.learner import Learner
 from ddiloco.roles.syncer import Syncer
+from ddiloco.runtime import Runtime
 
 
 class Holder:
@@ -97,7 +98,7 @@ def measure(config: config_lib.Config, plan: fragments.Plan) -> tuple[float, flo
   for s in range(config.sync.num_shards):
     endpoint = hub.connect(syncer_address(s))
     state = new_syncer(config, s, 0, store)
-    shard = Syncer(state, config, plan, endpoint, store, NullRecorder())
+    shard = Syncer(state, config, plan, store, Runtime(endpoint, NullRecorder()))
     threads.append(threading.Thread(target=shard.run, args=(faults, stop.is_set), daemon=True))
   endpoints = []
   for m in range(config.islands.num_learners):
@@ -105,7 +106,8 @@ def measure(config: config_lib.Config, plan: fragments.Plan) -> tuple[float, flo
     holder = Holder(plan, m)
     data = batches if m == 0 else _plain(config)
     beginning = ResumeState(new_learner(config, plan, m, 0))
-    role = Learner(beginning, config, plan, holder, data, endpoints[m], NullRecorder())
+    runtime = Runtime(endpoints[m], NullRecorder())
+    role = Learner(beginning, config, plan, holder, data, runtime)
     threads.append(threading.Thread(target=role.run, args=(faults, stop.is_set), daemon=True))
   for thread in threads:
     thread.start()

@@ -25,12 +25,16 @@ ALLOWED = {
   "training": {"config", "core", "models", "custom"},
   "observe": {"config", "protocol"},
   "network": {"checks", "config", "protocol", "observe"},
-  "checkpoint": {"checks", "config", "protocol", "core", "observe", "network"},
+  "runtime": {"config", "core", "observe", "network"},
+  "checkpoint": {"checks", "config", "protocol", "core", "observe", "network", "runtime"},
   "chaos": {"checks", "config", "protocol", "observe", "network", "workdir"},
-  "simulation": {"checks", "config", "protocol", "core", "observe", "chaos"},
   "roles": {
-    *("config", "protocol", "core", "models", "custom", "observe", "network", "checkpoint"),
-    "chaos",
+    *("config", "protocol", "core", "models", "custom", "observe", "network", "runtime"),
+    *("checkpoint", "chaos"),
+  },
+  "simulation": {
+    *("checks", "config", "protocol", "core", "observe", "network", "runtime", "checkpoint"),
+    *("chaos", "roles"),
   },
   "dashboard": {"config", "observe", "network", "chaos", "workdir"},
   "trace": {
@@ -38,7 +42,7 @@ ALLOWED = {
   },
   "engines": {
     *("config", "environment", "workdir", "protocol", "core", "models", "training", "observe"),
-    *("network", "checkpoint", "chaos", "roles", "simulation", "dashboard"),
+    *("network", "runtime", "checkpoint", "chaos", "roles", "simulation", "dashboard"),
   },
   "baselines": {
     *(

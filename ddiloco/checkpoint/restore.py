@@ -103,16 +103,17 @@ def begin_learner(
   island,
   storage: Storage | None,
   recorder: Recorder,
+  now: Callable[[], float] = time.monotonic,
 ) -> ResumeState:
   """Brings the island to where this learner begins: its own newest part, or zeros.
 
-  `state` is that of `new_learner`.
+  `state` is that of `new_learner`; `now` is a clock in seconds.
   """
   island.compile()
   if storage is None or config.checkpoint.rejoin == "fresh":
     island.reset()
     return ResumeState(state)
-  role, began = f"learner-{state.learner}", time.monotonic()
+  role, began = f"learner-{state.learner}", now()
   part = storage.find(role, island.shardings())
   if part is not None:
     try:
@@ -125,7 +126,7 @@ def begin_learner(
         events.Restored(
           snapshot=part.snapshot,
           of_incarnation=part.incarnation,
-          seconds=round(time.monotonic() - began, 3),
+          seconds=round(now() - began, 3),
         )
       )
       return beginning

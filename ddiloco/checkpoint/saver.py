@@ -1,8 +1,7 @@
 """Saves a role's parts of snapshots beside its work; on shard 0 also commits the snapshots.
 
-Saving never holds up the role: one background thread of low priority writes, a snapshot that comes
-while the one before is not done goes without this role, and what cannot be written is a loud
-warning.
+Saving never holds up the role: one worker of low priority writes, a snapshot that comes while the
+one before is not done goes without this role, and what cannot be written is a loud warning.
 A snapshot is committed once the parts of all shards are there, and of all learners that were there
 when it began and still live. Shard 0 looks after that: without it there is no snapshot to commit.
 """
@@ -10,23 +9,22 @@ when it began and still live. Shard 0 looks after that: without it there is no s
 from __future__ import annotations
 
 import os
-import queue
 import sys
 import threading
-import time
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ddiloco.observe.eventlog import Recorder
-from ddiloco.observe.guards import ended, warn
+from ddiloco.observe.guards import warn
 from ddiloco.protocol import causality, events
+from ddiloco.runtime import REAL_TIME, Job, Loop, Time
 
 if TYPE_CHECKING:
   from ddiloco.checkpoint.snapshots import Storage
 
 LOOK_SECONDS = 0.05  # between two looks whether all parts are there, growing ...
 LOOK_SECONDS_MOST = 2.0  # ... up to this
-NICENESS = 10  # of the thread that saves: a tenth of the processor where there is none to spare
+NICENESS = 10  # of the worker's thread: a tenth of the processor where there is none to spare
 
 
 class Saver:
@@ -38,6 +36,7 @@ class Saver:
     incarnation: of the role.
     recorder: event log.
     disk: raises OSError where a planned fault fills the disk.
+    time: where it lives.
   """
 
   def __init__(
@@ -47,18 +46,17 @@ class Saver:
     incarnation: int,
     recorder: Recorder,
     disk: Callable[[], None] = lambda: None,
+    time: Time = REAL_TIME,
   ):
     self.storage = storage
     self.role = role
     self.incarnation = incarnation
     self.recorder = recorder
     self.hold: Callable[[], str] = lambda: ""  # why nothing of this role is to be saved now
-    self._disk = disk
-    self._jobs: queue.Queue = queue.Queue()
+    self._disk, self._time = disk, time
     self._busy = False  # from `save` to the end of its `then`
-    self._closing = threading.Event()
-    self._thread = threading.Thread(target=self._work, name=f"save {role}", daemon=True)
-    self._thread.start()
+    self._worker = time.worker(f"save {role}", _lower_priority, self._say_failed)
+    self._worker.put(self._forget())
 
   @property
   def busy(self) -> bool:
@@ -70,41 +68,49 @@ class Saver:
     snapshot: int,
     state: Mapping[str, Any],
     arrays: Mapping[str, Any],
-    then: Callable[[int], None] = lambda snapshot: None,
+    then: Callable[[int], Job] = lambda snapshot: (),
   ) -> None:
     """Queues this role's part: its state as JSON values, and arrays that nobody changes any more.
 
-    `then(snapshot)` is called in the background once it is written.
+    The job `then(snapshot)` is done in the background once it is written.
     """
     if reason := "the one before is not done yet" if self._busy else self.hold():
       self.recorder.record(events.Unsaved(snapshot=snapshot, reason=reason))
       return
     self._busy = True
-    self._jobs.put((snapshot, state, arrays, then))
+    self._worker.put(self._work(snapshot, state, arrays, then))
 
   def close(self, patience_seconds: float = 0.0) -> None:
-    """Ends the thread; what it is writing has this long. What is half done never counts."""
-    self._jobs.put(None)
-    self._thread.join(patience_seconds)
-    self._closing.set()
-    ended(self._thread, LOOK_SECONDS_MOST)  # what is left of it does not count
+    """Ends the worker; what it is writing has this long. What is half done never counts."""
+    self._worker.close(patience_seconds, LOOK_SECONDS_MOST)  # what is left of it does not count
 
-  def _work(self) -> None:
-    _lower_priority()
+  def _say_failed(self) -> None:
+    warn(f"{self.role}: saves no more: {self._worker.failure!r}. The run goes on.")
+
+  def _forget(self) -> Job:
     try:
       self.storage.forget(self.role)
     except OSError as error:
       warn(f"{self.role}: what it saved before cannot be deleted: {error}. The run goes on.")
-    while (job := self._jobs.get()) is not None:
-      snapshot, state, arrays, then = job
-      written = self._write(snapshot, state, arrays)
-      del job, arrays  # a copy of the state on the devices: free it before waiting for anything
-      if written:
-        then(snapshot)
-      self._busy = False
+    yield None
 
-  def _write(self, snapshot: int, state: Mapping[str, Any], arrays: Mapping[str, Any]) -> bool:
-    started = time.monotonic()
+  def _work(
+    self,
+    snapshot: int,
+    state: Mapping[str, Any],
+    arrays: Mapping[str, Any],
+    then: Callable[[int], Job],
+  ) -> Job:
+    written = yield from self._write(snapshot, state, arrays)
+    del arrays  # a copy of the state on the devices: free it before waiting for anything
+    if written:
+      yield from then(snapshot)
+    self._busy = False
+
+  def _write(
+    self, snapshot: int, state: Mapping[str, Any], arrays: Mapping[str, Any]
+  ) -> Loop[bool]:
+    started = self._time.now()
     self.recorder.flush()  # a life may begin with this part: the log must know how it came to be
     try:
       self._disk()
@@ -112,6 +118,7 @@ class Saver:
         self.recorder.record(events.Unsaved(snapshot=snapshot, reason="it is committed already"))
         return False
       meta = self.storage.save(snapshot, self.role, self.incarnation, state, arrays)
+      yield None
     except Exception as error:  # whatever it is: training goes on without this snapshot
       reason = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
       warn(f"{self.role}: its part of snapshot {snapshot} is not saved: {reason}. The run goes on.")
@@ -120,7 +127,7 @@ class Saver:
     self.recorder.record(
       events.Saved(
         snapshot=snapshot,
-        seconds=round(time.monotonic() - started, 3),
+        seconds=round(self._time.now() - started, 3),
         bytes=sum(array.nbytes for array in arrays.values()),
         arrays={name: each["crc32"] for name, each in meta["arrays"].items()},
       )
@@ -136,7 +143,7 @@ class Saver:
     learners: Callable[[], Collection[str]],
     patience_seconds: float,
     keep: int,
-  ) -> None:
+  ) -> Job:
     """Waits for the parts, commits the snapshot and deletes old ones.
 
     Learners that are not expected at first are no part of it.
@@ -150,7 +157,7 @@ class Saver:
     """
     try:
       self._disk()
-      self._commit(snapshot, set(shards), learners, patience_seconds)
+      yield from self._commit(snapshot, set(shards), learners, patience_seconds)
     except Exception as error:  # whatever it is: training goes on without this snapshot
       reason = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
       warn(f"snapshot {snapshot} is not committed: {reason}. The run goes on.")
@@ -167,25 +174,25 @@ class Saver:
     shards: set[str],
     learners: Callable[[], Collection[str]],
     patience_seconds: float,
-  ) -> None:
-    started, look_seconds = time.monotonic(), LOOK_SECONDS
+  ) -> Job:
+    started, look_seconds = self._time.now(), LOOK_SECONDS
     known = {*shards, *learners()}  # others may have left a part in a former life of the run
     while True:
       # Asked before looking: what is there only later does not count as missing.
-      ending = not self._jobs.empty()
-      late = ending or time.monotonic() - started > patience_seconds
+      late = self._worker.ending or self._time.now() - started > patience_seconds
       metas = self.storage.metas(snapshot)
       states = {role: meta["state"] for role, meta in metas.items() if role in known}
       roles = consistent(states, shards)
       missing = ({*shards, *learners()} if not late else shards) - roles
       if not missing:
         break
-      if late or self._closing.wait(look_seconds):
+      if late:
         self.recorder.record(events.Uncommitted(snapshot=snapshot, missing=tuple(sorted(missing))))
         return
+      yield self._time.now() + look_seconds
       look_seconds = min(2 * look_seconds, LOOK_SECONDS_MOST)
     self.storage.commit(snapshot, roles)
-    seconds = round(time.monotonic() - started, 3)
+    seconds = round(self._time.now() - started, 3)
     self.recorder.record(
       events.Snapshot(snapshot=snapshot, roles=tuple(sorted(roles)), seconds=seconds)
     )

@@ -9,6 +9,7 @@ Nothing here touches a device, a file or JAX. Each module beside this one holds 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import typing
@@ -97,10 +98,15 @@ class Config:
 
   def tokens_per_step(self, learner: int) -> int:
     """Tokens one inner step of this learner trains on (B * T)."""
-    return self.islands.island(learner).batch_size * self.data.sequence_length
+    own = self.islands.overrides.get(str(learner), {})  # checked when it was made
+    return own.get("batch_size", self.islands.batch_size) * self.data.sequence_length
 
   def planned_tokens_per_step(self) -> int:
     """Tokens that one inner step of all planned learners together trains on."""
+    return self._planned_tokens_per_step
+
+  @functools.cached_property
+  def _planned_tokens_per_step(self) -> int:
     return sum(self.tokens_per_step(m) for m in range(self.islands.num_learners))
 
   def planned_steps(self) -> int:

@@ -1,4 +1,4 @@
-"""One commit: pushes in, a fragment's new value out. The shards' arithmetic, which replay shares.
+"""A shard's vectors, and one commit: pushes in, a fragment's new value out, as replay does it too.
 
 What needs one push only (norms, dot products) is done when the push arrives; only `commit` is in a
 round's latency. Sums run over learners in ascending order, so that a commit is bitwise reproducible
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
@@ -17,7 +18,8 @@ from ddiloco.config import Config
 from ddiloco.core import codec, merge, outer
 from ddiloco.core.fragments import Fragment
 from ddiloco.protocol import beliefs
-from ddiloco.protocol.actions import Commit
+from ddiloco.protocol.actions import Accept, Commit, InstallValue, Received
+from ddiloco.protocol.messages import Publish, Push, Value
 from ddiloco.protocol.syncer_state import FragmentState
 
 # --- Committed fragments, and where they live, so that they outlive the shard's incarnation
@@ -159,3 +161,111 @@ def _published(
     return value, None
   payload = codec.encode(value - published, name)
   return published + codec.decode(payload, fragment.size, name), (name, payload)
+
+
+# --- All that a shard has of vectors: what is committed, what has arrived, what goes out
+
+
+class Merger:
+  """The vectors of one shard. Nothing here decides, stores or sends.
+
+  Args:
+    fragments: the shard's, by index.
+    store: holds their newest commits.
+    config: the run's.
+
+  Attributes:
+    committed: by fragment, the newest commit.
+  """
+
+  def __init__(self, fragments: Mapping[int, Fragment], store: FragmentStore, config: Config):
+    self.committed: dict[int, Committed] = {p: _loaded(store, p) for p in fragments}
+    self._fragments, self._config = fragments, config
+    self._arrivals: dict[int, ReceivedPushes] = {}  # of the round under way
+    self._update: dict[int, Update] = {}  # the newest, encoded
+
+  def take_in(self, push: Push, now: float) -> Received:
+    """Decodes a push and measures it, so that the reducer can judge it."""
+    fragment = self._fragments.get(push.fragment)
+    if fragment is None or push.payload is None:
+      return Received(push, now, fault="no payload, or not a fragment of this shard")
+    try:
+      delta = codec.decode(push.payload, fragment.size, push.codec)
+    except codec.CodecError as error:
+      return Received(push, now, fault=str(error))
+    arrivals = self._arrivals_of(push.fragment, push.round)
+    measured = arrivals.measure(delta)
+    products, content = arrivals.products(push.learner, measured), (delta, measured)
+    return Received(push, now, norm=measured.norm, products=products, content=content)
+
+  def take_back(self, value: Value, now: float) -> Received:
+    """Decodes a value that the shard has lost and a learner gives back."""
+    fragment = self._fragments.get(value.fragment)
+    try:
+      flat = codec.decode(value.payload, -1 if fragment is None else fragment.size, "f32")
+    except codec.CodecError as error:
+      return Received(value, now, fault=str(error))
+    if not np.isfinite(flat).all():
+      return Received(value, now, fault="not finite")
+    return Received(value, now, content=flat)
+
+  def accept(self, accept: Accept) -> None:
+    """Keeps a push that was taken in until its round ends."""
+    arrivals = self._arrivals_of(accept.fragment, accept.round)
+    self._arrivals[accept.fragment] = arrivals
+    arrivals.add(accept.learner, *accept.content)
+
+  def _arrivals_of(self, fragment: int, round: int) -> ReceivedPushes:
+    """What has arrived in this round so far; nothing yet if it has just begun."""
+    arrivals = self._arrivals.get(fragment)
+    if arrivals is None or arrivals.round != round:
+      return ReceivedPushes(self._fragments[fragment], round)
+    return arrivals
+
+  def abandon(self, fragment: int) -> None:
+    """Forgets what has arrived in a round that ends without a commit."""
+    self._arrivals.pop(fragment, None)
+
+  def commit(self, what: Commit, state: FragmentState) -> np.ndarray:
+    """Merges; from now on the fragment is what it makes, with this state. Returns the weights."""
+    p = what.fragment
+    new, update, weights = commit(
+      self._fragments[p], self.committed[p], self._arrivals.pop(p), what, self._config
+    )
+    self.committed[p] = dataclasses.replace(new, state=state)
+    if update is not None:
+      self._update[p] = update
+    return weights
+
+  def install(self, what: InstallValue, state: FragmentState) -> None:
+    """Takes a value that a learner gave back; the momentum stays that of an older round."""
+    p, value = what.fragment, what.content
+    self._update.pop(p, None)
+    old = self.committed[p]
+    self.committed[p] = dataclasses.replace(old, state=state, value=value, published_value=value)
+
+  def with_payload(self, publish: Publish) -> Publish:
+    """As an update to the version before if that is asked for, and known; else the whole value."""
+    update = self._update.get(publish.fragment)
+    if publish.base_version >= 0 and update is not None:
+      return dataclasses.replace(publish, codec=update[0], payload=update[1])
+    payload = codec.encode(self.committed[publish.fragment].published_value, "f32")
+    return dataclasses.replace(publish, base_version=-1, codec="f32", payload=payload)
+
+  def arrays(self) -> dict[str, np.ndarray]:
+    """All that is committed, by name: "3/value". Vectors are never written again: no copies."""
+    found: dict[str, np.ndarray] = {}
+    for p, c in self.committed.items():
+      found[f"{p}/value"] = c.value
+      if c.published_value is not c.value:
+        found[f"{p}/published_value"] = c.published_value
+      if c.momentum is not None:
+        found[f"{p}/momentum"] = c.momentum
+    return found
+
+
+def _loaded(store: FragmentStore, fragment: int) -> Committed:
+  found = store.load(fragment)
+  if found is None:
+    raise ValueError(f"fragment {fragment}: not in the store. Fix: save its first value there.")
+  return found

@@ -11,6 +11,7 @@ import numpy as np
 
 from ddiloco.config import SyncConfig
 from ddiloco.core import codec
+from ddiloco.protocol.messages import Publish
 
 
 class Deltas:
@@ -40,6 +41,22 @@ class Deltas:
     if self._sync.error_feedback:
       self.rounding[fragment] = delta - self.sent[fragment]
     return payload
+
+  def receive(self, publish: Publish, size: int, mode: str, included: bool) -> np.ndarray:
+    """What `apply` adds for a published version of a fragment of `size` values; see `stage`.
+
+    Without a payload it says that my push was rejected: see `back`.
+
+    Raises:
+      CodecError: the payload is not what it says.
+    """
+    p = publish.fragment
+    if publish.payload is None:
+      return self.back(p)
+    value = codec.decode(publish.payload, size, publish.codec)
+    if publish.base_version >= 0:
+      value = self.base[p] + value
+    return self.stage(p, value, mode, included)
 
   def stage(self, fragment: int, value: np.ndarray, mode: str, included: bool) -> np.ndarray:
     """What `apply` adds for a new version: overwrite g', mix (1-a) g', rebase g' - ref.
@@ -71,6 +88,25 @@ class Deltas:
   def keep(self, mode: str) -> float:
     """Share of the local value that `apply` keeps."""
     return {"overwrite": 0.0, "mix": self._sync.mix_alpha, "rebase": 1.0}[mode]
+
+  def value(self, fragment: int) -> np.ndarray:
+    """The payload of the global value as last received, f32."""
+    return codec.encode(self.base[fragment], "f32")
+
+  def send_moments(self, flat: np.ndarray) -> np.ndarray:
+    """The payload of inner optimizer moments [num_moments * size], f32."""
+    return codec.encode(flat, "f32")
+
+  def take_moments(self, payload: np.ndarray, size: int) -> np.ndarray:
+    """Moments [size] out of a payload that a peer has sent.
+
+    Raises:
+      CodecError: they are another inner optimizer's, damaged, or not finite.
+    """
+    flat = codec.decode(payload, size, "f32")
+    if not np.isfinite(flat).all():
+      raise codec.CodecError("not finite")
+    return flat
 
   # --- for a snapshot -----------------------------------------------------------------------------
 

@@ -43,6 +43,7 @@ from ddiloco.protocol.supervisor import (
 from ddiloco.roles import initial
 from ddiloco.roles.evaluator import Evaluator
 from ddiloco.roles.exchange import Quarantined
+from ddiloco.runtime import Runtime
 
 TURN_SECONDS = 0.05
 PRESSING_TURN_SECONDS = 0.01  # while a process is held up on purpose
@@ -314,6 +315,7 @@ class Engine:
 
   def _evaluate(self, endpoint: Endpoint, incarnation: int, recorder: Recorder) -> None:
     """One life of the evaluator."""
-    role = Evaluator(self.config, self.plan, self._loss, endpoint, recorder, incarnation)
+    runtime = Runtime(endpoint, recorder)
+    role = Evaluator(self.config, self.plan, self._loss, runtime, incarnation)
     self._evaluated = role
     role.run(lambda: EVALUATOR_ADDRESS in self._told)

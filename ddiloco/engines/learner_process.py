@@ -20,6 +20,7 @@ from ddiloco.protocol.learner import unmerged_tokens
 from ddiloco.protocol.learner_state import LearnerState
 from ddiloco.protocol.supervisor import after_exit
 from ddiloco.roles.exchange import Quarantined
+from ddiloco.runtime import Runtime
 from ddiloco.workdir import COMPILED, compiling
 
 # --- learner --------------------------------------------------------------------------------------
@@ -97,7 +98,8 @@ def _life(runner: RoleRunner, number: int, island, stream, storage) -> int:
   if beginning.arrays:
     runner.say(f"has its part of a snapshot, after {time.monotonic() - began:.1f} s")
   endpoint, saver = runner.dial(), runner.saver()
-  role = Learner(beginning, config, plan, island, stream.iterate, endpoint, recorder, saver)
+  runtime = Runtime(endpoint, recorder, saver)
+  role = Learner(beginning, config, plan, island, stream.iterate, runtime)
   exchange = role.exchange
   runner.ready = lambda: _joining(exchange.state, endpoint.links(), config)
   runner.progress = lambda: _trained(exchange.state, config)
@@ -178,7 +180,8 @@ def _evaluator(runner: RoleRunner) -> int:
   runner.ready = lambda: "reading the held-out data"
   loss = session.held_out_loss(config, data.open_data(config.data))
   endpoint = runner.dial()
-  role = Evaluator(config, runner.plan, loss, endpoint, runner.recorder, runner.incarnation)
+  runtime = Runtime(endpoint, runner.recorder)
+  role = Evaluator(config, runner.plan, loss, runtime, runner.incarnation)
   runner.ready = lambda: _joining(role.exchange.state, endpoint.links(), config)
   runner.progress = lambda: _trained(role.exchange.state, config)
   try:

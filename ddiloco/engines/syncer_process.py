@@ -26,6 +26,7 @@ from ddiloco.protocol import syncer as syncer_rules
 from ddiloco.protocol.syncer_state import SyncerState, complete
 from ddiloco.roles import initial
 from ddiloco.roles.syncer import Syncer
+from ddiloco.runtime import Runtime
 
 RECOVERY_HELLOS = 18  # a learner that lost its shard tries again after at most 16 of them
 EARLIEST_SECONDS = 86_400  # before the run began by this host's clock: rounds of its shards
@@ -62,7 +63,7 @@ def _syncer(runner: RoleRunner, shard: int) -> int:
   runner.come_after(max(rounds, default=-1) >> 24)  # a round names the life that made it
   saver, plan = runner.saver(), runner.plan
   keys, contract = runner.keys, initial.contract(config, plan)
-  role = Syncer(state, config, plan, endpoint, store, recorder, replication, saver)
+  role = Syncer(state, config, plan, store, Runtime(endpoint, recorder, saver), replication)
   role.sealer = Sealer(keys.secret, runner.place.run_id, contract) if keys else None
   if saver is not None:
     saver.hold = lambda: "it has nothing to save yet" if unfounded.empty(role.state) else ""

@@ -46,6 +46,7 @@ from ddiloco.protocol.supervisor import GONE, Dismiss, members
 from ddiloco.roles import initial
 from ddiloco.roles.learner import Learner
 from ddiloco.roles.syncer import Syncer
+from ddiloco.runtime import Runtime
 from ddiloco.training import data, devices
 from ddiloco.training.island import Island
 from ddiloco.workdir import start_time
@@ -160,7 +161,8 @@ class ThreadsEngine(Engine):
         island.load(self._first)  # nobody else has what it had learned
     endpoint, saver = self._connect(name, faults), self._saver(recorder, faults)
     batches = self._streams[m].iterate
-    role = Learner(beginning, config, self.plan, island, batches, endpoint, recorder, saver)
+    runtime = Runtime(endpoint, recorder, saver)
+    role = Learner(beginning, config, self.plan, island, batches, runtime)
     drain_seconds = config.network.drain_seconds if config.sync.num_shards else 0.0
     try:
       role.run(
@@ -183,7 +185,8 @@ class ThreadsEngine(Engine):
       state = self._restored.resume(state)
     saver = self._saver(recorder, faults)
     try:
-      role = Syncer(state, config, self.plan, endpoint, self._store, recorder, saver=saver)
+      runtime = Runtime(endpoint, recorder, saver)
+      role = Syncer(state, config, self.plan, self._store, runtime)
       role.run(faults, self.stop.is_set)
     finally:
       self._close(endpoint, saver)

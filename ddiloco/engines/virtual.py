@@ -118,7 +118,7 @@ def simulate(
     "learners": config.islands.num_learners,
     "virtual_seconds": round(run.now, 3),
     "wall_seconds": round(time.monotonic() - began, 3),
-    "global_step": run.global_step,
+    "global_step": run.step,
     "merged_tokens": min(f.merged_tokens for f in run.store.values()),
     **account.summary(),
     **_of_faults(account.kept),

@@ -9,13 +9,12 @@ import numpy as np
 
 from ddiloco.config import Config
 from ddiloco.core.fragments import Plan, scatter, shard_of
-from ddiloco.network.transport import Endpoint
-from ddiloco.observe.eventlog import Recorder
 from ddiloco.observe.guards import result, warn
 from ddiloco.protocol import events, learner
 from ddiloco.protocol.messages import EVALUATOR
 from ddiloco.roles import initial
-from ddiloco.roles.exchange import Exchange
+from ddiloco.roles.exchange import LOOK_SECONDS, Exchange
+from ddiloco.runtime import Loop, Runtime, drive
 
 MEASURE_SECONDS = 3600.0  # for the measurement under way when the run ends
 
@@ -53,8 +52,7 @@ class Evaluator:
     config: the run's.
     plan: how the model is partitioned.
     loss: held-out loss of a parameter tree.
-    endpoint: its connection.
-    recorder: event log.
+    runtime: what it lives with.
     incarnation: how often it was started before.
   """
 
@@ -63,15 +61,14 @@ class Evaluator:
     config: Config,
     plan: Plan,
     loss: Callable[[dict[str, np.ndarray]], float],
-    endpoint: Endpoint,
-    recorder: Recorder,
+    runtime: Runtime,
     incarnation: int = 0,
   ):
     owners = tuple(shard_of(p, config.sync.num_shards) for p in range(len(plan.fragments)))
     state = learner.init(EVALUATOR, incarnation, owners, config.run.total_tokens, trains=False)
     self.store = HostParams(config, plan)
-    self.exchange = Exchange(state, config, plan, self.store, endpoint, recorder)
-    self.recorder = recorder
+    self.exchange = Exchange(state, config, plan, self.store, runtime)
+    self.recorder = runtime.recorder
     self._loss = loss
     self._evaluations = config.run.evaluations
     self._every = config.run.total_tokens / max(1, self._evaluations)
@@ -82,11 +79,14 @@ class Evaluator:
     Measuring takes its time on a thread of its own: meanwhile versions are received, and the shards
     hear that somebody is here whom they owe the end of the run.
     """
+    drive(self._live(stopped), self.exchange.endpoint, LOOK_SECONDS)
+
+  def _live(self, stopped: Callable[[], bool]) -> Loop[None]:
     due, measured, measuring = 0.0, -1, None
     with concurrent.futures.ThreadPoolExecutor(1, "measure") as background:
       try:
         while not self.exchange.state.done and not stopped():
-          self.exchange.wait()
+          yield from self.exchange.wait()
           if measuring is not None and measuring.done():
             measuring = None
           merged = self.exchange.state.merged_tokens

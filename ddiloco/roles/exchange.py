@@ -1,17 +1,16 @@
-"""A learner's side of the exchange: reducer, host copies, and a background thread that moves bytes.
+"""A learner's side of the exchange: reducer, host copies, and a worker that moves bytes.
 
 Between two inner steps `boundary` feeds what arrived to `protocol.learner` and performs what it
 decides: cheap dispatches only. Copies to the host, differences, encoding, decoding and transfers
-to the devices are jobs of one background thread, in order.
+to the devices are jobs of one worker in the background, in order.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import queue
-import threading
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -20,11 +19,8 @@ import numpy as np
 
 from ddiloco.config import Config
 from ddiloco.core import codec
-from ddiloco.core.delta import Deltas
 from ddiloco.core.fragments import Plan
-from ddiloco.network.transport import Endpoint, syncer_address
-from ddiloco.observe.eventlog import Recorder
-from ddiloco.observe.guards import ended
+from ddiloco.network.transport import syncer_address
 from ddiloco.protocol import events, learner
 from ddiloco.protocol.actions import (
   Apply,
@@ -46,6 +42,7 @@ from ddiloco.protocol.actions import (
 )
 from ddiloco.protocol.learner_state import LearnerState
 from ddiloco.protocol.messages import ForwardMoments, Push, Value
+from ddiloco.runtime import Job, Loop, Runtime
 
 # --- What holds a learner's parameters: an island, or plain arrays in the evaluator and in tests
 
@@ -96,8 +93,8 @@ class ParameterStore(Protocol):
     ...
 
 
-WAIT_SECONDS = 0.05  # between two ticks while there is nothing to do but wait
-CLOSE_SECONDS = 30.0  # for the background thread to finish what it is doing
+LOOK_SECONDS = 0.05  # between two looks at the stop signal while there is nothing to do but wait
+CLOSE_SECONDS = 30.0  # for the worker to finish what it is doing
 HEARTBEAT_SECONDS = 0.5
 TRAFFIC_SECONDS = 1.0
 
@@ -108,7 +105,7 @@ class Quarantined(Exception):
 
 @dataclasses.dataclass
 class Staging:
-  """A published version on its way: the background thread fills it in."""
+  """A published version on its way: the worker fills it in."""
 
   flat: np.ndarray | None = None  # what `apply` adds
   placed: Any = None  # the same on the devices
@@ -125,8 +122,7 @@ class Exchange:
     config: the run's.
     plan: how the model is partitioned.
     store: where the parameters live.
-    endpoint: this learner's connection.
-    recorder: event log.
+    runtime: what this learner lives with.
     save: takes this learner's part of a snapshot, called in the background; None: nobody does.
   """
 
@@ -136,37 +132,28 @@ class Exchange:
     config: Config,
     plan: Plan,
     store: ParameterStore,
-    endpoint: Endpoint,
-    recorder: Recorder,
+    runtime: Runtime,
     save: Save | None = None,
   ):
     self.state = state
     self.config = config
-    self.endpoint = endpoint
-    self.recorder = recorder
+    self.endpoint, self.recorder, self.time = runtime.endpoint, runtime.recorder, runtime.time
     self._sync = config.sync
     self._plan = plan
     self._store = store
     self._save = save
-    self._deltas = Deltas(config.sync)
+    self._deltas = runtime.deltas(config.sync)
     self._outbox: dict[int, Push] = {}
     self._stagings: dict[int, collections.deque[Staging]] = collections.defaultdict(
       collections.deque
     )
     self._finished: queue.SimpleQueue[Staged | Taken] = queue.SimpleQueue()
-    self._jobs: queue.SimpleQueue = queue.SimpleQueue()
-    self._failure: BaseException | None = None
-    self._closing = False
     self.poison: Callable[[], float] = lambda: 1.0  # what a planned fault multiplies pushes with
-    self._started_at = time.monotonic()
-    self._heartbeat_at = 0.0
-    self._traffic_at = 0.0
-    self._worker = threading.Thread(
-      target=self._work, name=f"exchange-{state.learner}", daemon=True
-    )
-    self._worker.start()
+    self._started_at = self.time.now()
+    self._heartbeat_at = self._traffic_at = -math.inf
+    self._worker = self.time.worker(f"exchange-{state.learner}", failed=self.endpoint.wake)
 
-  # --- on the role's own thread, between two inner steps ------------------------------------------
+  # --- in the role's own loop, between two inner steps --------------------------------------------
 
   def boundary(self, *events: LearnerEvent) -> None:
     """Feeds `events`, then everything that has arrived, then reports to the shards."""
@@ -176,18 +163,19 @@ class Exchange:
       self._feed(event)
     self._report()
 
-  def wait(self) -> None:
-    """Nothing to train now: waits a moment for something to arrive, and says that I live."""
-    arrived = self.endpoint.receive(WAIT_SECONDS)
+  def wait(self, until: float = math.inf) -> Loop[None]:
+    """Nothing to train now: waits for something to arrive or to do, and says that I live."""
+    alive_at = self._heartbeat_at + HEARTBEAT_SECONDS
+    arrived = yield min(until, alive_at, learner.next_wake(self.state))
     news = arrived is not None
     if arrived:
       self._feed(Received(arrived.message, arrived.at))
     while (event := self._arrived()) is not None:
       self._feed(event)
       news = True
-    now = time.monotonic()
+    now = self.time.now()
     self._feed(Tick(now))  # after all that has arrived: this process may have stood still
-    if now - self._heartbeat_at >= HEARTBEAT_SECONDS or news:
+    if now >= alive_at or news:
       self._report()
 
   def drain(self) -> None:
@@ -202,15 +190,13 @@ class Exchange:
       self._perform(actions)
 
   def close(self) -> None:
-    """Ends the background thread; what it still had to do is dropped."""
+    """Ends the worker; what it still had to do is dropped."""
     self._count_traffic(always=True)
-    self._closing = True
-    self._jobs.put(None)
-    ended(self._worker, CLOSE_SECONDS)
+    self._worker.close(0.0, CLOSE_SECONDS)
 
   def _arrived(self) -> LearnerEvent | None:
-    if self._failure is not None:
-      raise RuntimeError(f"the background thread failed: {self._failure!r}") from self._failure
+    if failure := self._worker.failure:
+      raise RuntimeError(f"the background thread failed: {failure!r}") from failure
     try:
       return self._finished.get_nowait()
     except queue.Empty:
@@ -224,12 +210,12 @@ class Exchange:
   def _report(self) -> None:
     if self.state.done:
       return
-    self._heartbeat_at = time.monotonic()
+    self._heartbeat_at = self.time.now()
     self._perform(learner.reports(self.state))
     self._count_traffic()
 
   def _count_traffic(self, always: bool = False) -> None:
-    now = time.monotonic()
+    now = self.time.now()
     if always or now - self._traffic_at >= TRAFFIC_SECONDS:
       self._traffic_at = now
       self.recorder.record(events.Traffic(**dataclasses.asdict(self.endpoint.counters)))
@@ -242,11 +228,11 @@ class Exchange:
         case CopyOut(push):
           self._copy_out(push)
         case Resend(push):
-          self._jobs.put((self._push_again, push))
+          self._worker.put(self._push_again(push))
         case Stage(publish):
           staging = Staging()
           self._stagings[publish.fragment].append(staging)
-          self._jobs.put((self._stage, action, staging))
+          self._worker.put(self._stage(action, staging))
           self.recorder.record(
             events.Stage(
               fragment=publish.fragment,
@@ -259,17 +245,17 @@ class Exchange:
         case Apply():
           self._apply(action)
         case SendValue(value):
-          self._jobs.put((self._give, value))
+          self._worker.put(self._give(value))
         case TakeSnapshot():
           self._capture(action)
         case SendMoments():
           self._give_moments(action)
         case TakeMoments(inherit):
-          self._jobs.put((self._take_moments, inherit))
+          self._worker.put(self._take_moments(inherit))
         case ApplyMoments(content=(inherit, staged)):
           self._apply_moments(inherit, staged)
         case events.Joined():
-          seconds = time.monotonic() - self._started_at
+          seconds = self.time.now() - self._started_at
           self.recorder.record(msgspec.structs.replace(action, seconds=round(seconds, 3)))
         case events.Event():
           self.recorder.record(action)
@@ -278,7 +264,7 @@ class Exchange:
 
   def _copy_out(self, push: Push) -> None:
     pieces, factor = self._store.copy_out(push.fragment), self.poison()
-    self._jobs.put((self._push, push, pieces, factor))
+    self._worker.put(self._push(push, pieces, factor))
     f = self.state.fragments[push.fragment]
     self.recorder.record(
       events.CopyOut(
@@ -309,17 +295,17 @@ class Exchange:
     """My part of a snapshot: what is on the devices now; the rest when earlier jobs are done."""
     if self._save is None:
       return
-    began = time.monotonic()
+    began = self.time.now()
     captured = self._store.capture()
-    seconds = round(time.monotonic() - began, 6)
+    seconds = round(self.time.now() - began, 6)
     self.recorder.record(events.Captured(snapshot=action.snapshot, seconds=seconds))
     stagings = {p: tuple(each) for p, each in self._stagings.items()}
-    self._jobs.put((self._hand_over, action, captured, stagings))
+    self._worker.put(self._hand_over(action, captured, stagings))
 
   def _give_moments(self, give: SendMoments) -> None:
     p, donation = give.moments.fragment, give.moments.donation
     pieces, count = self._store.copy_out_moments(p), self._store.count()
-    self._jobs.put((self._send_moments, give, pieces, count))
+    self._worker.put(self._send_moments(give, pieces, count))
     self.recorder.record(events.Donated(fragment=p, donation=donation))
 
   def _apply_moments(self, inherit: ForwardMoments, staged: Any) -> None:
@@ -333,22 +319,13 @@ class Exchange:
       )
     )
 
-  # --- on the background thread -------------------------------------------------------------------
+  # --- by the worker ------------------------------------------------------------------------------
 
-  def _work(self) -> None:
-    while (job := self._jobs.get()) is not None and not self._closing:
-      function, *arguments = job
-      try:
-        function(*arguments)
-      except Exception as error:  # the role's thread raises it at its next boundary
-        self._failure = error
-        self.endpoint.wake()
-        return
-
-  def _push(self, push: Push, pieces: Any, factor: float) -> None:
+  def _push(self, push: Push, pieces: Any, factor: float) -> Job:
     """Encoded and sent; kept until a publish has answered it."""
     p = push.fragment
     payload = self._deltas.push(p, self._store.to_host(pieces, p), factor)
+    yield None
     self._outbox[p] = dataclasses.replace(push, codec=self._sync.push_codec, payload=payload)
     self.recorder.flush()  # nobody merges what the log does not know
     sent_bytes = self._send_push(p)
@@ -363,7 +340,7 @@ class Exchange:
       )
     )
 
-  def _push_again(self, push: Push) -> None:
+  def _push_again(self, push: Push) -> Job:
     kept = self._outbox.get(push.fragment)
     if kept is None or kept.base_version != push.base_version:
       return
@@ -374,57 +351,52 @@ class Exchange:
       self.recorder.flush()
       self._outbox[push.fragment] = dataclasses.replace(kept, round=push.round)
     self._send_push(push.fragment)
+    yield None
 
   def _send_push(self, p: int) -> int:
     shard = self.state.fragments[p].shard
     return self.endpoint.send(syncer_address(shard), self._outbox[p])
 
-  def _give(self, value: Value) -> None:
+  def _give(self, value: Value) -> Job:
     shard = self.state.fragments[value.fragment].shard
-    payload = codec.encode(self._deltas.base[value.fragment], "f32")
+    payload = self._deltas.value(value.fragment)
+    yield None
     self.endpoint.send(syncer_address(shard), dataclasses.replace(value, payload=payload))
 
-  def _send_moments(self, give: SendMoments, pieces: Any, count: Any) -> None:
+  def _send_moments(self, give: SendMoments, pieces: Any, count: Any) -> Job:
     flat = self._store.moments_to_host(pieces, give.moments.fragment)
-    payload = codec.encode(flat, "f32")
+    payload = self._deltas.send_moments(flat)
+    yield None
     self.recorder.flush()  # nobody inherits what the log does not know
     moments = dataclasses.replace(give.moments, count=int(count), payload=payload)
     self.endpoint.send(syncer_address(give.shard), moments)
 
-  def _take_moments(self, inherit: ForwardMoments) -> None:
+  def _take_moments(self, inherit: ForwardMoments) -> Job:
     p = inherit.fragment
     size = self._plan.fragments[p].size * self._store.num_moments
     try:
-      flat = codec.decode(inherit.payload, size, "f32")
-    except codec.CodecError as error:  # another inner optimizer's, or damaged: goes on without
+      flat = self._deltas.take_moments(inherit.payload, size)
+    except codec.CodecError as error:  # it waits for another donor's, or goes on without
       reason = str(error)
       self.recorder.record(
         events.Ignored(message="ForwardMoments", learner=inherit.donor, reason=reason)
       )
       return
-    if not np.isfinite(flat).all():  # it waits for another donor's, or goes on without
-      reason = "not finite"
-      self.recorder.record(
-        events.Ignored(message="ForwardMoments", learner=inherit.donor, reason=reason)
-      )
-      return
     staged = self._store.stage_moments(p, flat)
+    yield None
     header = dataclasses.replace(inherit, payload=None)
-    self._finished.put(Taken(p, time.monotonic(), (header, staged)))
+    self._finished.put(Taken(p, self.time.now(), (header, staged)))
     self.endpoint.wake()
 
-  def _stage(self, action: Stage, staging: Staging) -> None:
+  def _stage(self, action: Stage, staging: Staging) -> Job:
     publish = action.publish
     p = publish.fragment
     self._outbox.pop(p, None)
-    if publish.payload is None:  # my push was rejected
-      staging.flat = self._deltas.back(p)
-    else:
-      decoded = codec.decode(publish.payload, self._plan.fragments[p].size, publish.codec)
-      value = decoded if publish.base_version < 0 else self._deltas.base[p] + decoded
-      staging.flat = self._deltas.stage(p, value, action.mode, action.included)
+    size = self._plan.fragments[p].size
+    staging.flat = self._deltas.receive(publish, size, action.mode, action.included)
     staging.placed = self._store.stage(p, staging.flat)
-    self._finished.put(Staged(p, publish.version, time.monotonic()))
+    yield None
+    self._finished.put(Staged(p, publish.version, self.time.now()))
     self.endpoint.wake()
 
   def _hand_over(
@@ -432,15 +404,16 @@ class Exchange:
     action: TakeSnapshot,
     captured: Mapping[str, Any],
     stagings: Mapping[int, tuple[Staging, ...]],
-  ) -> None:
+  ) -> Job:
     arrays = {**captured, **self._deltas.arrays()}
     for p, each in stagings.items():
       for i, staging in enumerate(each):
         arrays[f"staged/{p}/{i}"] = staging.flat
     for p, f in enumerate(action.state.fragments):
       if f.outstanding is not None:
-        arrays[f"outbox/{p}"] = np.frombuffer(self._outbox[p].payload, np.uint8)
+        arrays[f"outbox/{p}"] = self._outbox[p].payload
     self._save(action.snapshot, action.state, arrays)
+    yield None
 
   # --- before anything else -----------------------------------------------------------------------
 

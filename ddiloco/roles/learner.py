@@ -6,21 +6,19 @@ steps the boundary of `roles.exchange` answers pulls and applies published versi
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ddiloco.chaos.faults import Faults
 from ddiloco.checkpoint.restore import ResumeState, learner_part
-from ddiloco.checkpoint.saver import Saver
 from ddiloco.config import Config
 from ddiloco.core.fragments import Plan
-from ddiloco.network.transport import Endpoint
-from ddiloco.observe.eventlog import Recorder
 from ddiloco.protocol import events, learner
 from ddiloco.protocol.actions import StepDone
 from ddiloco.protocol.learner_state import LearnerState, schedule_step
-from ddiloco.roles.exchange import Exchange
+from ddiloco.roles.exchange import LOOK_SECONDS, Exchange
+from ddiloco.runtime import Loop, Runtime, drive
 
 Batches = Callable[[int], Iterator[Any]]
 
@@ -34,9 +32,7 @@ class Learner:
     plan: how the model is partitioned.
     island: devices, compiled step and parameters (`training.island.Island`); outlives incarnations.
     batches: `batches(position)` iterates over this learner's batches from there on.
-    endpoint: its connection.
-    recorder: event log.
-    saver: writes its parts of snapshots; None: nobody does.
+    runtime: what it lives with.
   """
 
   def __init__(
@@ -46,15 +42,13 @@ class Learner:
     plan: Plan,
     island,
     batches: Batches,
-    endpoint: Endpoint,
-    recorder: Recorder,
-    saver: Saver | None = None,
+    runtime: Runtime,
   ):
     self.config = config
     self.island = island
     self.batches = batches
-    self.recorder = recorder
-    self._saver = saver
+    self.recorder, self.time = runtime.recorder, runtime.time
+    self._saver = runtime.saver
     self._min_step_seconds = config.islands.island(beginning.state.learner).min_step_seconds
     self._planned_tokens = config.planned_tokens_per_step()
     self._step_tokens = config.tokens_per_step(beginning.state.learner)
@@ -64,8 +58,8 @@ class Learner:
     self._fresh = beginning.fresh
     self._joined: LearnerState | None = None  # when it opened its data, at `_position`
     self._position = 0
-    save = None if saver is None else self._save
-    self.exchange = Exchange(state, config, plan, island, endpoint, recorder, save)
+    save = None if runtime.saver is None else self._save
+    self.exchange = Exchange(state, config, plan, island, runtime, save)
     self.exchange.restore(beginning.arrays)
 
   def run(
@@ -75,13 +69,24 @@ class Learner:
     drain_seconds: float = 0.0,
     at_once: Callable[[], bool] = lambda: False,
   ) -> None:
-    """Trains until the run's tokens are merged or `stopped()`; then it has `drain_seconds` to leave
-    without losing what is not merged yet, unless it is to end `at_once()`.
+    """Trains on this thread until the run's tokens are merged or `stopped()`; then it has
+    `drain_seconds` to leave without losing what is not merged yet, unless it is to end `at_once()`.
 
     Raises:
       Killed: by plan.
       Quarantined: a shard found this learner's updates bad; restart it.
     """
+    drive(self.live(faults, stopped, drain_seconds, at_once), self.exchange.endpoint, LOOK_SECONDS)
+
+  def live(
+    self,
+    faults: Faults,
+    stopped: Callable[[], bool],
+    drain_seconds: float,
+    at_once: Callable[[], bool] = lambda: False,
+  ) -> Loop[None]:
+    """The loop of `run`."""
+    now = self.time.now
     exchange, batches = self.exchange, None
     exchange.poison = lambda: faults.poison
     self.recorder.record(
@@ -91,26 +96,27 @@ class Learner:
         planned_steps=self.config.planned_steps(),
       )
     )
-    last = time.monotonic()
-    blocked = 0.0
-    give_up_at: float | None = None  # once told to stop
+    last, blocked = now(), 0.0
+    told, give_up_at = False, math.inf
     try:
       while not exchange.state.done:
         faults.check(exchange.state.global_step)
-        if stopped() and give_up_at is None:
-          give_up_at = time.monotonic() + drain_seconds
+        yield None  # it may have stood still
+        if stopped() and not told:
+          told, give_up_at = True, now() + drain_seconds
           exchange.drain()
-        if give_up_at is not None and (at_once() or time.monotonic() >= give_up_at):
+        if told and (at_once() or now() >= give_up_at):
           exchange.leave("the run was stopped")
         elif learner.can_step(exchange.state, self.config.sync):
           batches = batches or self._open()
-          last, blocked = self._step(next(batches), faults, last, blocked), 0.0
+          last = yield from self._step(next(batches), faults, last, blocked)
+          blocked = 0.0
         else:
-          before = time.monotonic()
-          exchange.wait()
-          blocked += time.monotonic() - before
+          before = now()
+          yield from exchange.wait(give_up_at)
+          blocked += now() - before
           if exchange.state.step == self._began.step:
-            last, blocked = time.monotonic(), 0.0  # joining, not blocked
+            last, blocked = now(), 0.0  # joining, not blocked
     finally:
       if batches is not None:
         batches.close()
@@ -138,17 +144,19 @@ class Learner:
   def _save(self, snapshot: int, state: LearnerState, arrays: Mapping[str, Any]) -> None:
     self._saver.save(snapshot, learner_part(state, self._next_position(state)), arrays)
 
-  def _step(self, batch: Any, faults: Faults, last: float, blocked: float) -> float:
+  def _step(self, batch: Any, faults: Faults, last: float, blocked: float) -> Loop[float]:
     """One inner step and the boundary after it; returns when the step ended."""
+    now = self.time.now
     state = self.exchange.state
-    started = time.monotonic()
+    started = now()
     position, rate_scale = self._next_position(state), self._rate_scale(state)
     at = schedule_step(state, self._planned_tokens)
     metrics = self.island.step(batch, at, rate_scale)
-    if (early := self._min_step_seconds - (time.monotonic() - started)) > 0:
-      time.sleep(early)
-    faults.drag(time.monotonic() - started)
-    ended = time.monotonic()
+    if (early := self._min_step_seconds - (now() - started)) > 0:
+      self.time.sleep(early)
+    faults.drag(now() - started)
+    yield None
+    ended = now()
     trained = self._step_tokens
     self.recorder.record(  # before what the boundary makes of it: the log is the order of things
       events.Step(

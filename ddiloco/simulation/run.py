@@ -2,8 +2,8 @@
 
 What is left out: values and losses; the evaluator; copies between shards (a shard that was killed
 finds what it had committed, as in the threads engine); start-up and compilation, which take no
-time; a peer's moments for those that join. A commit keeps its shard busy for what
-`simulation/planner.py` says of vectors and memory speed.
+time. What a shard and a learner's host do to vectors takes what `simulation/planner.py` says of
+vectors and memory speed.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ from typing import Any
 
 from ddiloco.checks import not_negative, positive, require
 from ddiloco.config import Config
-from ddiloco.core import codec
 from ddiloco.observe.goodput import Goodput, Ledger
 from ddiloco.protocol import events
-from ddiloco.protocol.events import Event
-from ddiloco.protocol.messages import Message, Publish, Push, Value
+from ddiloco.protocol.events import Event, stamped
+from ddiloco.protocol.messages import Message
 from ddiloco.protocol.supervisor import GONE, LEFT, UP
-from ddiloco.simulation.actors import Role, VirtualPart
+from ddiloco.simulation.actor import Actor, Role
 from ddiloco.simulation.bandwidth import F32_BYTES
 from ddiloco.simulation.disturbances import HEADER_BYTES
-from ddiloco.simulation.observers import Events
 from ddiloco.simulation.planner import CORE_GBYTES
 from ddiloco.simulation.world import Pace, World
 
@@ -76,10 +74,11 @@ class Links:
       return role
     return "learner", role[1] % self._planned
 
-  def arrival(self, now: float, sender: Role, to: Role, payload_bytes: int) -> float:
-    """When a message that is sent now arrives."""
-    self.sent_bytes[sender] += payload_bytes + HEADER_BYTES
-    self.received_bytes[to] += payload_bytes + HEADER_BYTES
+  def arrival(self, now: float, sender: Role, to: Role, size: int) -> float:
+    """When a message of so many bytes that is sent now arrives."""
+    self.sent_bytes[sender] += size
+    self.received_bytes[to] += size
+    payload_bytes = size - HEADER_BYTES
     here, there = self.place(sender), self.place(to)
     if here == there:
       return now
@@ -137,110 +136,71 @@ class VirtualRun(World):
       "without shards nobody exchanges anything, so there is no protocol to simulate",
       "use 1 or more",
     )
-    count, self.config, self._setting = config.num_islands(), config, setting
+    count = config.num_islands()
     gbps = _each(setting.gbps, count, "gbps")
     latency = _each(setting.latency_seconds, count, "latency_ms")
     shards = LinkRate(setting.shard_gbps) if setting.shard_gbps else None
     islands = [LinkRate(rate, late) for rate, late in zip(gbps, latency)]
     self.links = Links(islands, config.islands.num_learners, shards)
-    sync = config.sync
-    self._push_bytes = [codec.payload_bytes(n, sync.push_codec) for n in setting.sizes]
-    self._publish_bytes = [codec.payload_bytes(n, sync.publish_codec) for n in setting.sizes]
     paces = [
       config.islands.island(m).min_step_seconds or setting.step_seconds for m in range(count)
     ]
-    pace = Pace(
-      tuple(paces),
-      setting.jitter,
-      cut_seconds=setting.copy_seconds,
-      stage_seconds=setting.copy_seconds,
-      tokens=tuple(config.tokens_per_step(m) for m in range(count)),
+    copy_seconds = setting.copy_seconds
+    pace = Pace(tuple(paces), setting.jitter, cut_seconds=copy_seconds, stage_seconds=copy_seconds)
+    self._setting, self._emit = setting, emit
+    self._say(
+      events.RunStarted(
+        name="virtual",
+        num_learners=config.islands.num_learners,
+        num_shards=config.sync.num_shards,
+        num_fragments=config.sync.num_fragments,
+        total_tokens=config.run.total_tokens,
+      ),
+      0.0,
     )
-    self._planned_steps = config.planned_steps()
-    self.now = 0.0
-    planned_tokens = config.planned_tokens_per_step()
-    self.events = Events(emit, lambda: self.now, planned_tokens, self._describe)
-    self._say_started()
-    target, planned = config.run.total_tokens, config.islands.num_learners
-    super().__init__(sync, pace, setting.seed, target, self.events, planned)
-    self.measure = lambda push: {"norm": push.steps * push.payload}
-    struck = self.disturbances
-    struck.drain_seconds = config.network.drain_seconds
-    struck.plan(config.chaos.of_roles(), config.run, sync.min_quorum)
-    self._traffic_seconds = max(1.0, sync.sync_period * max(paces))
-    self.at(self._traffic_seconds, self._count_traffic)
+    super().__init__(config, pace, setting.seed, setting.sizes, config.chaos.of_roles())
 
   def finish(self, most_seconds: float = math.inf) -> str:
     """Runs to the end of the token budget, or for so long; returns the reason why it ended."""
-    self.run(most_seconds, self._ended)
-    reason, struck = "finished" if self._ended() else "stopped", self.disturbances
+    self.run(most_seconds, self._is_over)
+    reason, struck = "finished" if self._is_over() else "stopped", self.disturbances
     if struck.hopeless or (reason == "finished" and struck.all_are("learner-", GONE)):
       reason = "failed"
-    self._tell_traffic()
-    self.events.supervisor(events.RunFinished(reason=reason))
+    for actor in self.actors.values():
+      actor.die()
+    self._say(events.RunFinished(reason=reason), self.now)
     return reason
 
-  def _ended(self) -> bool:
+  def _is_over(self) -> bool:
     struck = self.disturbances
     return struck.hopeless or (not self.working and struck.all_are("", UP, LEFT, GONE))
 
-  def save(self, snapshot: int, role: Role, part: VirtualPart) -> None:
-    super().save(snapshot, role, part)
-    if len(self.snapshots) > self.config.checkpoint.keep:
-      self.forget(self.config.checkpoint.keep)
+  def tell(self, actor: Actor | None, event: Event) -> None:
+    if actor is None:
+      self._say(event, self.now)
+    else:
+      self._emit(event)
 
-  # --- the network --------------------------------------------------------------------------------
+  def _say(self, event: Event, time: float) -> None:
+    self._emit(stamped(event, time, "engine", 0))
 
-  def size(self, message: Message) -> int:
-    match message:
-      case Push():
-        return self._push_bytes[message.fragment]
-      case Publish() if message.base_version >= 0:
-        return self._publish_bytes[message.fragment]
-      case Publish() | Value():
-        return F32_BYTES * self._setting.sizes[message.fragment]
-    return 0
+  # --- what takes time ----------------------------------------------------------------------------
 
-  def arrivals(self, sender: Role, to: Role, message: Message) -> Sequence[float]:
-    return (self.links.arrival(self.now, sender, to, self.size(message)),)
+  def arrivals(self, sender: Role, to: Role, message: Message, size: int) -> Sequence[float]:
+    return (self.links.arrival(self.now, sender, to, size),)
+
+  def host_seconds(self, fragment: int, vectors: int) -> float:
+    return self._touched(fragment, vectors, CORE_GBYTES)
+
+  def take_in_seconds(self, fragment: int, earlier: int) -> float:
+    return self._touched(fragment, 2 * (earlier + 1), self._setting.merge_gbytes)
 
   def merge_seconds(self, fragment: int, pushes: int) -> float:
-    merged_bytes = (pushes + 4) * F32_BYTES * self._setting.sizes[fragment]
-    return merged_bytes / (self._setting.merge_gbytes * 1e9)
+    return self._touched(fragment, pushes + 4, self._setting.merge_gbytes)
 
-  # --- events -------------------------------------------------------------------------------------
-
-  def _describe(self, learner: int) -> dict[str, Any]:
-    island = self.config.islands.island(learner)
-    devices = island.devices or 1
-    return {
-      "devices": devices,
-      "mesh": list(island.mesh_shape(devices)),
-      "batch_size": island.batch_size,
-      "learners": self.config.islands.num_learners,
-      "planned_steps": self._planned_steps,
-    }
-
-  def _say_started(self) -> None:
-    self.events.supervisor(
-      events.RunStarted(
-        name="virtual",
-        num_learners=self.config.islands.num_learners,
-        num_shards=self.config.sync.num_shards,
-        num_fragments=self.config.sync.num_fragments,
-        total_tokens=self.config.run.total_tokens,
-      )
-    )
-
-  def _count_traffic(self) -> None:
-    self._tell_traffic()
-    self.at(self.now + self._traffic_seconds, self._count_traffic)
-
-  def _tell_traffic(self) -> None:
-    """Counters of a link outlive its role's lives."""
-    for role in self.starts:
-      sent, received = self.links.sent_bytes[role], self.links.received_bytes[role]
-      self.events.say(role, 0, events.Traffic(sent_bytes=sent, received_bytes=received))
+  def _touched(self, fragment: int, vectors: int, gbytes: float) -> float:
+    """How long it takes to touch so many vectors at so many GB/s."""
+    return vectors * F32_BYTES * self.plan.fragments[fragment].size / (gbytes * 1e9)
 
 
 def _each(values: Sequence[float], count: int, name: str) -> Sequence[float]:
@@ -278,7 +238,7 @@ class Account:
     self._ledger = Ledger()
     self._copied_out_at: dict[tuple[str, int], tuple[int, float]] = {}  # by learner and fragment
     self.sync_seconds: list[float] = []  # from a copy-out to the version that has it
-    self.traffic: dict[str, tuple[int, int]] = {}  # by role: sent and received bytes
+    self._traffic: dict[str, dict[int, tuple[int, int]]] = collections.defaultdict(dict)
 
   def take(self, event: Event) -> None:
     """Enters one event; they come in order of time."""
@@ -300,7 +260,15 @@ class Account:
         if round_id == event.round:
           self.sync_seconds.append(event.time - copied_out_at)
       case events.Traffic():
-        self.traffic[event.role] = event.sent_bytes, event.received_bytes
+        self._traffic[event.role][event.incarnation] = event.sent_bytes, event.received_bytes
+
+  @property
+  def traffic(self) -> dict[str, tuple[int, int]]:
+    """By role, the bytes that all its lives have sent and received."""
+    return {
+      role: (sum(sent for sent, _ in lives.values()), sum(taken for _, taken in lives.values()))
+      for role, lives in self._traffic.items()
+    }
 
   def goodput(self) -> Goodput:
     """The ledger's account."""
@@ -311,8 +279,9 @@ class Account:
     found = self.goodput()
     part = [g.participation for g in found.learners.values() if math.isfinite(g.participation)]
     live = [g.liveness for g in found.learners.values() if math.isfinite(g.liveness)]
-    sent = [pair[0] for role, pair in self.traffic.items() if role.startswith("learner")]
-    taken = [pair[1] for role, pair in self.traffic.items() if role.startswith("learner")]
+    traffic = self.traffic
+    sent = [pair[0] for role, pair in traffic.items() if role.startswith("learner")]
+    taken = [pair[1] for role, pair in traffic.items() if role.startswith("learner")]
     return {
       "goodput": round(found.goodput, 5),
       "uptime": round(found.uptime, 5),
@@ -326,7 +295,7 @@ class Account:
       "seconds_per_sync": _middle(self.sync_seconds),
       "learner_sent_bytes": round(statistics.mean(sent)) if sent else 0,
       "learner_received_bytes": round(statistics.mean(taken)) if taken else 0,
-      "busiest_link_bytes": max(map(max, self.traffic.values()), default=0),
+      "busiest_link_bytes": max(map(max, traffic.values()), default=0),
       "committed_because": dict(self.reasons.most_common()),
       "had_no_part_because": dict(self.missing.most_common()),
     }

@@ -6,6 +6,7 @@ run has one course, whatever the threads do.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import shutil
 from collections.abc import Collection
@@ -19,6 +20,7 @@ from ddiloco.checkpoint.saver import Saver
 from ddiloco.checkpoint.snapshots import Storage
 from ddiloco.config import CheckpointConfig, Config
 from ddiloco.core import fragments
+from ddiloco.runtime import Job
 from tests.roles import toy
 
 STEPS = 18
@@ -42,15 +44,16 @@ class PatientSaver(Saver):
     self._busy = False
     super().save(*arguments)
 
-  def commit_when_complete(self, *arguments) -> None:
+  def commit_when_complete(self, *arguments) -> Job:
     self.commits.append(arguments)
+    return ()
 
   def close(self, patience_seconds: float = 0.0) -> None:
     super().close(max(patience_seconds, 60.0))
 
   def commit_all(self, learners: Collection[str]) -> None:
     for snapshot, shards, _, *settings in self.commits:
-      super().commit_when_complete(snapshot, shards, lambda: learners, *settings)
+      collections.deque(super().commit_when_complete(snapshot, shards, lambda: learners, *settings))
 
 
 def lock_step(learners: int, shards: int, num_fragments: int = 3, **sync) -> Config:

@@ -94,7 +94,7 @@ def savers(storage):
   storage.go.set()
   for saver in made:
     saver.close(PATIENCE_SECONDS)
-    assert not saver._thread.is_alive()
+    assert not saver._worker.running
 
 
 def state(role, own=0, **seen):
@@ -115,7 +115,13 @@ def key(role):
 def test_a_part_is_saved_in_the_background_with_its_checksums(storage, savers):
   saver, events = savers("learner-3")
   values, then = np.arange(5, dtype=np.float32), threading.Event()
-  saver.save(7, {"x": 1}, {"params/a": values}, lambda snapshot: snapshot == 7 and then.set())
+
+  def written(snapshot):
+    assert snapshot == 7
+    then.set()
+    return ()
+
+  saver.save(7, {"x": 1}, {"params/a": values}, written)
   assert then.wait(PATIENCE_SECONDS)
   (saved,) = events.of("saved")
   crc = zlib.crc32(values.tobytes())
@@ -155,6 +161,7 @@ def test_a_snapshot_is_done_only_when_what_follows_is(storage, savers):
   def then(snapshot):
     inside.set()
     assert go.wait(PATIENCE_SECONDS)
+    return ()
 
   saver.save(1, {}, {}, then)
   assert inside.wait(PATIENCE_SECONDS)
@@ -198,6 +205,7 @@ def test_copies_of_the_state_are_freed_before_anything_is_waited_for(storage, sa
     def then(snapshot):
       freed[number] = reference() is None
       done.set()
+      return ()
 
     with monkeypatch.context() as patch:
       if fails:
@@ -481,7 +489,7 @@ def test_to_close_ends_the_wait_for_others(storage, savers, complete):
   commit(saver, 1, ["learner-0"], patience_seconds=3600.0)
   storage.looked()
   saver.close(PATIENCE_SECONDS)
-  assert not saver._thread.is_alive()
+  assert not saver._worker.running
   assert storage.committed() == ([1] if complete else [])
   assert events.none("snapshot" if not complete else "uncommitted")
 

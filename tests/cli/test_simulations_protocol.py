@@ -58,7 +58,7 @@ def test_many_islands_with_stragglers_and_faults(capsys, monkeypatch):
   monkeypatch.setattr(virtual, "TELL_SECONDS", 0.0)
   arguments = [
     *("simulate", "protocol", "--config=configs/thousands.py:100", "--parameters=100000000"),
-    *("--gbps=5", "--latency_ms=30", "--shard_gbps=500", "--merge_gbytes=200", "--json"),
+    *("--gbps=5", "--latency_ms=30", "--shard_gbps=500", "--merge_gbytes=20000", "--json"),
   ]
   assert cli.main(arguments) == 0
   out, err = capsys.readouterr()

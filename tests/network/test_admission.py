@@ -316,7 +316,8 @@ from ddiloco.network.endpoint import NetworkEndpoint, RunIdentity
 from ddiloco.network.keys import Keys
 port, folder = sys.argv[1], sys.argv[2]
 keys = Keys.load(pathlib.Path(folder), "learner-1") if folder else None
-learner = NetworkEndpoint("learner-1", 0, RunIdentity("run", "plan", 1 << 30, 1 << 30), QUICK, keys=keys)
+identity = RunIdentity("run", "plan", 1 << 30, 1 << 30)
+learner = NetworkEndpoint("learner-1", 0, identity, QUICK, keys=keys)
 learner.dial("syncer-0", f"tcp://127.0.0.1:{port}")
 deadline = time.monotonic() + 40.0
 while learner.links()["syncer-0"]["state"] != "up":

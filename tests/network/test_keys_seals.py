@@ -142,8 +142,8 @@ def test_a_flood_of_what_is_ignored_is_a_line_a_second(monkeypatch):
   monkeypatch.setattr(time, "monotonic", lambda: now)
   for _ in range(500):
     now += 0.01
-    shard.syncer.handle(shard.syncer._event(says.report(0, 0, 9, 0.1, (), ())))
-  shard.syncer.handle(Tick(now))
+    shard.handle(shard.syncer.received(says.report(0, 0, 9, 0.1, (), ()), now))
+  shard.handle(Tick(now))
   said = [e for e in shard.events if e.kind == "ignored"]
   assert 4 <= len(said) <= 6
   assert sum(e.times for e in said) >= 400

@@ -17,10 +17,8 @@ WAITS = {"join", "wait", "wait_for", "get", "result", "acquire", "communicate", 
 NEEDS = {"wait_for": 2}  # arguments, of which the last is the limit; of the others one is enough
 # Waits without a limit of their own, and why each is none that anybody is held up by.
 ALLOWED = {
-  ("checkpoint/saver.py", "self._jobs.get()"): "a worker waits for work; `close` ends it",
-  ("roles/exchange.py", "self._jobs.get()"): "a worker waits for work; `close` ends it",
-  ("roles/evaluator.py", "self.exchange.wait()"): "ours: one turn of WAIT_SECONDS",
-  ("roles/learner.py", "exchange.wait()"): "ours: one turn of WAIT_SECONDS",
+  ("runtime.py", "self._jobs.get()"): "a worker waits for work; `close` ends it",
+  ("roles/evaluator.py", "self.exchange.wait()"): "a generator: its driver has limits",
   ("chaos/proxy.py", "listener.accept()"): "called when somebody is at the door",
   ("cli/runs.py", "ended.wait()"): "serves until it is told to end; that is its work",
 }
@@ -123,12 +121,15 @@ def test_a_result_that_does_not_come_is_named(capsys):
 
 
 def test_an_exchange_whose_copy_is_stuck_can_be_closed(monkeypatch, capsys, stuck):
+  from ddiloco import runtime
   from ddiloco.roles import exchange
 
   monkeypatch.setattr(exchange, "CLOSE_SECONDS", 0.01)
   closing = object.__new__(exchange.Exchange)
   closing._count_traffic = lambda always: None
-  closing._jobs, closing._worker = exchange.queue.Queue(), stuck
+  closing._worker = object.__new__(runtime.ThreadWorker)
+  closing._worker._closing, closing._worker._thread = threading.Event(), stuck
+  closing._worker._jobs = runtime.queue.SimpleQueue()
   closing.close()
   assert "has not ended within 0.01 s" in said(capsys)
 

@@ -1,9 +1,10 @@
 """Plays the parameters of a virtual run: which inner steps are in which copy of which fragment.
 
-Follows only the actions, never the reducers' own counters, and fails at once when a step is merged
-twice on the way to a value, vanishes, or is counted wrongly. A value is known by the round that
-made it, and a step by its learner, incarnation and number: so rollbacks and revivals need no rule
-of their own. Who is revived has the unmerged steps of the life that recorded them.
+Follows what stand-ins for vectors are told, never the reducers' own counters, and fails at once
+when a step is merged twice on the way to a value, vanishes, or is counted wrongly. A value is known
+by the round that made it, and a step by its learner, incarnation and number: so rollbacks and
+revivals need no rule of their own. Who is revived has the unmerged steps of the life that recorded
+them.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import dataclasses
 from collections.abc import Mapping
 
 from ddiloco.config import SyncConfig
-from ddiloco.protocol.actions import Accept, Apply, Commit, InstallValue
-from ddiloco.protocol.messages import INITIAL, NOTHING, Publish, Push, Value
+from ddiloco.protocol import events
+from ddiloco.protocol.actions import Accept, Commit, InstallValue
+from ddiloco.protocol.messages import INITIAL, NOTHING, Publish
 from ddiloco.protocol.syncer_state import FragmentState
 
 Step = tuple[int, int, int]  # learner, incarnation, number
@@ -30,11 +32,20 @@ class Delta:
 
 
 @dataclasses.dataclass(frozen=True)
+class Staged:
+  """A value on its way into the parameters: what round made it, and what it is to them."""
+
+  round: int
+  mode: str
+  included: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class Copy:
   """One fragment in a learner's parameters: a value, and own steps that are not merged."""
 
   base: int = NOTHING  # round that made the value
-  known: int = NOTHING  # and the newest one received
+  known: int = NOTHING  # and the newest one received; only in a part of a snapshot
   mine: Steps = ()
   cut: Delta | None = None  # the newest push, its steps the first of `mine`
   merged: frozenset[Step] = frozenset()
@@ -76,45 +87,47 @@ class Ledger:
     copies = {p: dataclasses.replace(c, mine=(*c.mine, step)) for p, c in old.copies.items()}
     actor.parameters = Parameters(copies, (*old.trained, step))
 
-  def copy_out(self, actor, push: Push) -> Delta:
-    copy = actor.parameters.copies[push.fragment]
-    assert push.steps == len(copy.mine) > 0, f"push says {push.steps} steps, holds {copy.mine}"
-    assert push.tokens == push.steps * self.tokens_per_step
-    assert push.base_version == self.versions[push.fragment, copy.base]
+  def copy_out(self, actor, p: int) -> Delta:
+    """What a push has of the fragment as it is now."""
+    copy = actor.parameters.copies[p]
     delta = Delta(copy.mine, copy.base)
-    self._change(actor, push.fragment, cut=delta)
+    self._change(actor, p, cut=delta)
     return delta
 
-  def stage(self, actor, publish: Publish) -> None:
-    copy, key = actor.parameters.copies[publish.fragment], (publish.fragment, publish.round)
-    assert self.versions[key] == publish.version
-    update = publish.base_version >= 0 and publish.round != copy.known  # else back to the base
-    assert not update or self.bases[key] == copy.known, "an update to a value it does not have"
-    self._change(actor, publish.fragment, known=publish.round)
+  def check_push(self, actor, said: events.CopyOut) -> None:
+    """What is said of a push that was just cut."""
+    copy = actor.parameters.copies[said.fragment]
+    assert said.steps == len(copy.mine) > 0, f"push says {said.steps} steps, holds {copy.mine}"
+    assert said.tokens == said.steps * self.tokens_per_step
+    assert said.base_round == copy.base
+    assert said.version == self.versions[said.fragment, copy.base]
 
-  def apply(self, actor, apply: Apply) -> None:
-    p = apply.fragment
-    copy, content = actor.parameters.copies[p], self.contents[p, apply.round]
+  def stage(self, known: int, publish: Publish) -> None:
+    """A learner that has the value of round `known` takes up another one."""
+    key = publish.fragment, publish.round
+    assert self.versions[key] == publish.version
+    if publish.payload is None:
+      assert publish.round == known, "it goes back to another base"
+    elif publish.base_version >= 0:
+      assert self.bases[key] == known, "an update to a value it does not have"
+
+  def apply(self, actor, p: int, staged: Staged) -> None:
+    copy, content = actor.parameters.copies[p], self.contents[p, staged.round]
     mine, merged = copy.mine, copy.merged
-    if apply.included:
+    if staged.included:
       taken = copy.cut.steps
       assert content.issuperset(taken), "my newest cut is not in it, but it says so"
       assert mine[: len(taken)] == taken
       mine, merged = mine[len(taken) :], merged.union(taken)
     discarded = copy.discarded
-    if apply.mode != "rebase":
-      lost = [] if apply.mode != "overwrite" else [s for s in mine if s not in content]
-      self.forfeited["refused" if apply.round == copy.base else "overwritten"] += len(lost)
+    if staged.mode != "rebase":
+      lost = [] if staged.mode != "overwrite" else [s for s in mine if s not in content]
+      self.forfeited["refused" if staged.round == copy.base else "overwritten"] += len(lost)
       mine, discarded = (), discarded.union(mine)
     twice = content.intersection(mine)
     assert not twice, f"keeps steps of fragment {p} that are merged already: {sorted(twice)}"
     fate = {"mine": mine, "merged": merged, "discarded": discarded}
-    self._change(actor, p, base=apply.round, cut=None, **fate)
-
-  def give(self, actor, value: Value) -> int:
-    known = actor.parameters.copies[value.fragment].known
-    assert value.round == known and value.version == self.versions[value.fragment, known]
-    return known
+    self._change(actor, p, base=staged.round, cut=None, **fate)
 
   def _change(self, actor, p: int, **changes) -> None:
     copies = dict(actor.parameters.copies)
@@ -138,12 +151,13 @@ class Ledger:
 
   # --- shards -------------------------------------------------------------------------------------
 
-  def accept(self, accept: Accept, push: Push) -> None:
+  def accept(self, accept: Accept, delta: Delta) -> None:
     key = accept.fragment, accept.round, accept.learner
     assert key not in self.accepted, f"accepted twice: {key}"
-    self.accepted[key] = push.payload
+    self.accepted[key] = delta
 
-  def commit(self, commit: Commit, state: FragmentState) -> None:
+  def commit(self, commit: Commit) -> None:
+    """These are merged; `hold` says when it counts."""
     p, base = commit.fragment, self.held[commit.fragment]
     assert len(set(commit.learners)) == len(commit.learners) >= self.sync.min_quorum
     assert (p, commit.round) not in self.contents and commit.round > base, "rounds only grow"
@@ -157,11 +171,9 @@ class Ledger:
     self.contents[p, commit.round], self.bases[p, commit.round] = frozenset(content), base
     self.versions[p, commit.round] = self.versions[p, base] + 1
     assert commit.version == self.versions[p, commit.round]
-    self.hold(state)
 
-  def adopt(self, adopt: InstallValue, given: int, state: FragmentState) -> None:
+  def adopt(self, adopt: InstallValue, given: int) -> None:
     assert adopt.round == given > self.held[adopt.fragment]
-    self.hold(state)
 
   def hold(self, state: FragmentState) -> None:
     """From now on this is what its shard has, and what it says of it must be true."""

@@ -11,10 +11,11 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
+from ddiloco.chaos.faults import Faults
 from ddiloco.config import SyncConfig
 from ddiloco.core import merge
 from ddiloco.protocol import beliefs, wire
-from ddiloco.protocol.actions import MAX_PATIENCE_SECONDS, Accept, Commit, InstallValue
+from ddiloco.protocol.actions import MAX_PATIENCE_SECONDS, Commit
 from ddiloco.protocol.events import Event
 from ddiloco.protocol.messages import (
   Goodbye,
@@ -24,7 +25,6 @@ from ddiloco.protocol.messages import (
   Publish,
   Pull,
   Push,
-  Refusal,
   Report,
   RequestMoments,
   RequestValue,
@@ -32,15 +32,17 @@ from ddiloco.protocol.messages import (
   Welcome,
 )
 from ddiloco.protocol.syncer_state import FragmentState
-from ddiloco.simulation.actors import Actor
-from ddiloco.simulation.world import STEP_TOKENS
+from ddiloco.simulation.actor import Actor
+from ddiloco.simulation.stand_ins import Sized
 from tests.protocol.ledger import Delta, Ledger, Step
-from tests.protocol.virtual import Pace, Weather, World
+from tests.protocol.virtual import STEP_TOKENS, Pace, Weather, World
 
 SECONDS = 6.0  # of lies
+PATIENCE_SECONDS = 1.0  # of a snapshot, with a member that never saves its part
 QUIET_SECONDS = 5.0  # for the others to go on in, with the liar still at it
 TARGET_TOKENS = 100_000
 EXTREMES = (0, 1, 2, 7, 23, 24, 1 << 24, (1 << 24) - 1, (1 << 25) + 3, 1 << 39, (1 << 62) - 1)
+FORGED = Sized(8, "forged")
 SECONDS_SAID = (0.0, 1e-9, 0.1, 1.0, 1e6, 1e300)
 
 
@@ -48,13 +50,12 @@ class Liar(Actor):
   """Speaks to all shards at random moments, and answers them at once."""
 
   def __init__(self, world: LiarWorld, number: int, seed: int):
-    super().__init__(world, ("learner", number), 0)
+    super().__init__(world, ("learner", number), 0, Faults((), 0.0))
     self.random = random.Random(f"liar {seed}")
     self.heard: dict[type, list[Message]] = {}
     self.sent = 0
-    self.state = None
 
-  def receive(self, message: Message) -> None:
+  def deliver(self, message: Message, size: int) -> None:
     self.heard.setdefault(type(message), []).append(message)
     self.heard[type(message)] = self.heard[type(message)][-8:]
     rng = self.random
@@ -106,7 +107,7 @@ class Liar(Actor):
     steps_since_sync = (
       tuple(rng.choice((1, 24, 1 << 50)) for _ in owned) if honest else self.several(1)
     )
-    global_step = self.near(self.world.global_step, most=(1 << 40) - 1)
+    global_step = self.near(self.world.step, most=(1 << 40) - 1)
     seconds, leaving = rng.choice(SECONDS_SAID), rng.random() < 0.1
     snapshot = self.near(self._snapshot(), 0, 0)
     who = (self.number, self.incarnation, global_step, seconds)
@@ -130,8 +131,8 @@ class Liar(Actor):
       tokens = steps * rng.choice((1, STEP_TOKENS))
     return Push(
       self.number, self.incarnation, p, round_id, base, steps, tokens,
-      self.near(self.world.global_step, most=(1 << 40) - 1), self.near(self._snapshot(), 0, 0),
-      self.near(1), "f32", Delta((), -3),
+      self.near(self.world.step, most=(1 << 40) - 1), self.near(self._snapshot(), 0, 0),
+      self.near(1), "f32", Sized(8, Delta((), -3)),
     )  # fmt: skip
 
   def value(self, recall: RequestValue | None = None) -> Value:
@@ -141,9 +142,9 @@ class Liar(Actor):
     if published and self.random.random() < 0.4:  # a true one, perhaps an old one
       m = self.random.choice(published)
       what = (m.version, m.round, m.merged_tokens, m.participants, m.merged_rounds)
-      return Value(*who, *what, m.snapshot, 0, m.seal, m.round)
+      return Value(*who, *what, m.snapshot, 0, m.seal, Sized(8, m.round))
     what = (self.near(3), self.near(5), self.near(100), (0, 1), (0, self.near(3)))
-    return Value(*who, *what, self.near(self._snapshot(), 0), self.near(1), "ab", "forged")
+    return Value(*who, *what, self.near(self._snapshot(), 0), self.near(1), "ab", FORGED)
 
   def other(self) -> Message:
     who, rng = (self.number, self.incarnation), self.random
@@ -152,7 +153,7 @@ class Liar(Actor):
         return RequestMoments(*who, self.several(least=-1))
       case 1:
         global_step, count = self.near(1, most=(1 << 40) - 1), self.near(1)
-        return Moments(*who, self.near(0, least=-1), self.near(0), global_step, count, "poison")
+        return Moments(*who, self.near(0, least=-1), self.near(0), global_step, count, FORGED)
       case 2 if rng.random() < 0.2:
         return Goodbye(*who)
     return self.hello()
@@ -176,7 +177,7 @@ class LiarLedger(Ledger):
     self.liar = liar
     self.lied: dict[tuple[int, int], int] = {(p, -1): 0 for p in range(sync.num_fragments)}
 
-  def commit(self, commit: Commit, state: FragmentState) -> None:
+  def commit(self, commit: Commit) -> None:
     p, base = commit.fragment, self.held[commit.fragment]
     work = list(zip(commit.learners, commit.steps, commit.tokens))
     tokens = sum(t for m, _, t in work if m == self.liar)
@@ -192,7 +193,6 @@ class LiarLedger(Ledger):
     self.contents[p, commit.round], self.bases[p, commit.round] = frozenset(content), base
     self.versions[p, commit.round] = self.versions[p, base] + 1
     assert commit.version == self.versions[p, commit.round], "versions go up one by one"
-    self.hold(state)
 
   def hold(self, state: FragmentState) -> None:
     key = state.index, state.last_round
@@ -205,7 +205,7 @@ class LiarLedger(Ledger):
   def is_true(self, value: Value) -> bool:
     """Whether the value is one that a shard has made: what its seal proves."""
     key = value.fragment, value.round
-    if value.payload != value.round or key not in self.versions:
+    if value.payload.content != value.round or key not in self.versions:
       return False
     honest = len(self.contents[key]) * STEP_TOKENS
     return (value.version, value.merged_tokens) == (self.versions[key], honest + self.lied[key])
@@ -233,7 +233,9 @@ class LiarWorld(World):
     pace = Pace(steps, 0.3, *(rng.choice([0.002, 0.05]) for _ in range(3)))
     weather = Weather(delay_seconds=(0.001, rng.choice([0.01, 0.1])), drop=rng.choice([0.0, 0.1]))
     ledger = LiarLedger(sync, self.honest)
-    super().__init__(sync, pace, seed, weather, TARGET_TOKENS, ledger)
+    super().__init__(
+      sync, pace, seed, weather, TARGET_TOKENS, ledger, patience_seconds=PATIENCE_SECONDS
+    )
     self.value_fault = lambda value: "" if ledger.is_true(value) else "its seal does not fit"
     self.measure = self._measured
     self.liar = Liar(self, self.honest, seed)
@@ -248,10 +250,6 @@ class LiarWorld(World):
 
   def learners(self) -> list:
     return [a for a in super().learners() if a is not self.liar]
-
-  def _lives(self, role, incarnation) -> bool:
-    """Snapshots do not wait for the liar's part for ever; here, not at all."""
-    return role != self.liar.role and super()._lives(role, incarnation)
 
   def _measured(self, push: Push) -> Mapping[str, Any]:
     """Honest updates agree a little; the liar's is anything, or one of theirs with its sign
@@ -293,7 +291,7 @@ def check(seed: int) -> dict[str, int]:
   return {
     "lies": world.liar.sent,
     "merged": sum(world.honest in c.learners for c in commits),
-    "adopted": sum(isinstance(a, InstallValue) for _, _, a in world.history),
+    "adopted": len(_notes(world, "recalled")),
     "rejected": sum(bool(f.rejected) for f in _notes(world, "commit")),
     "snapshots": len(world.snapshots),
   }
@@ -379,8 +377,4 @@ def _check_honest(world: LiarWorld) -> None:
 
 
 def _notes(world: World, kind: str) -> list[Event]:
-  found = [a for _, _, a in world.history if isinstance(a, Event)]
-  return [a for a in found if a.kind == kind]
-
-
-__all__ = ["Accept", "LiarWorld", "Refusal", "check"]
+  return [event for _, _, event in world.history if event.kind == kind]

@@ -6,35 +6,31 @@ import itertools
 from ddiloco.config import SyncConfig
 from ddiloco.protocol.learner import init
 from ddiloco.protocol.learner_state import schedule_step
-from ddiloco.simulation.observers import Observer
-from ddiloco.simulation.world import STEP_TOKENS, Pace, World
+from tests.protocol.virtual import STEP_TOKENS, Pace, World
 
 PLANNED = 240  # steps, of four learners
 TOGETHER = 4 * STEP_TOKENS
 
 
-class Schedules(Observer):
-  """Where every learner is in the schedule, and the global step, after every step of its."""
-
-  def __init__(self):
-    self.seen: dict[int, list[tuple[int, int]]] = {}
-
-  def stepped(self, actor, done, gap_seconds, blocked):
-    seen = self.seen.setdefault(actor.role[1], [])
-    seen.append((schedule_step(actor.state, TOGETHER), actor.state.global_step))
-
-
 def run(step_seconds, kills=(), **sync) -> dict[int, list[tuple[int, int]]]:
-  """A whole run of four planned learners; `kills` = (learner, at seconds, for seconds)."""
+  """A whole run of four planned learners; `kills` = (learner, at seconds, for seconds).
+
+  Returns where every learner is in the schedule, and the clock, after every step of its.
+  """
   settings = {"num_fragments": 3, "num_shards": 2, "sync_period": 6, "overlap_steps": 2, **sync}
-  schedules = Schedules()
   pace = Pace(step_seconds, jitter=0.05)
-  world = World(SyncConfig(**settings), pace, 0, PLANNED * TOGETHER, schedules)
+  world = World(SyncConfig(**settings), pace, 0, target_tokens=PLANNED * TOGETHER, num_learners=4)
+  for m in range(4, len(step_seconds)):
+    world.start(("learner", m))
   for learner, at, seconds in kills:
     world.at(at, world.kill, ("learner", learner), seconds)
   world.run(1e4, stop=lambda: not world.working)
   assert not world.working, "it has ended"
-  return schedules.seen
+  seen: dict[int, list[tuple[int, int]]] = {}
+  for _, actor, event in world.history:
+    if event.kind == "step":
+      seen.setdefault(actor.number, []).append((event.schedule_step, event.global_step - 1))
+  return seen
 
 
 def test_in_lock_step_it_is_the_global_step():

@@ -349,10 +349,10 @@ def test_snapshots_go_on_beside_a_liar():
   world, deliver = calm(snapshot_steps=5), None
   deliver = world._deliver
 
-  def lie(to, message):
+  def lie(to, message, size):
     if isinstance(message, Report) and message.learner == 1 and world.now > 1.0:
       message = dataclasses.replace(message, snapshot=FUTURE)
-    deliver(to, message)
+    deliver(to, message, size)
 
   world._deliver = lie
   world.run(6.0)

@@ -10,9 +10,8 @@ import pytest
 
 from ddiloco.config import SyncConfig
 from ddiloco.protocol import events, learner
-from ddiloco.protocol.actions import Abandon, Apply, Commit, CopyOut, Rejoin
 from ddiloco.protocol.events import Event
-from ddiloco.protocol.messages import TO_LEARNER, TO_SHARD
+from ddiloco.protocol.messages import TO_LEARNER, TO_SHARD, Pull
 from tests.protocol.virtual import Pace, Weather, World
 
 STORM_SECONDS = 3.0
@@ -33,6 +32,7 @@ def random_world(seed: int, target_tokens: int = 1 << 60, **fixed) -> World:
     "apply": rng.choice(["rebase", "rebase", "overwrite", "mix"]),
     "grace_safety": rng.choice([0.0, 0.5, 0.9]),
     "liveness_seconds": 0.5,
+    "publish_codec": random.Random(f"codec {seed}").choice(["f32", "int8"]),
   }
   sync = SyncConfig(**{**settings, **fixed})
   storm = Weather(
@@ -57,11 +57,11 @@ def heal(world: World, within_seconds: float = 25.0) -> None:
   over = max(STORM_SECONDS, world.now)
   world.at(over, setattr, world, "weather", Weather())
   world.run(over + 1.0)
-  before, start = len(world.history), world.now
+  before, start = len(world.commits()), world.now
   wanted = set(range(world.sync.num_fragments))
 
   def commits_go_on() -> bool:
-    return wanted <= {a.fragment for _, _, a in world.history[before:] if isinstance(a, Commit)}
+    return wanted <= {c.fragment for _, c in world.commits()[before:]}
 
   while not (commits_go_on() and all(a.state.joined for a in world.learners())):
     assert world.now < start + within_seconds, "rounds do not commit any more"
@@ -69,10 +69,10 @@ def heal(world: World, within_seconds: float = 25.0) -> None:
   if world.sync.blocking:
     return  # between two steps of a lock-step run nothing is applied
   assert not any(a.idle_seconds for a in world.learners()), "one waited"
-  world.training = False
-  start = world.now
+  world.weather, start = Weather(lost_kinds=(Pull,)), world.now  # no round goes on for ever
   while any(
-    f.version != world.store[p].version
+    f.version != store[p].version
+    for store in (world.store,)
     for a in world.learners()
     for p, f in enumerate(a.state.fragments)
   ):
@@ -84,8 +84,7 @@ def heal(world: World, within_seconds: float = 25.0) -> None:
 
 
 def notes(world: World, kind: str) -> list[tuple[float, Event]]:
-  found = [(t, a) for t, _, a in world.history if isinstance(a, Event)]
-  return [(t, a) for t, a in found if a.kind == kind]
+  return [(t, event) for t, _, event in world.history if event.kind == kind]
 
 
 def calm(num_learners: int = 3, seed: int = 0, jitter: float = 0.1, **settings) -> World:
@@ -176,7 +175,7 @@ def test_rounds_are_staggered_and_one_at_a_time():
         key = actor, action.fragment
         assert key not in open_rounds, f"{seed=}: two rounds of {key} in flight"
         open_rounds[key] = action.round
-      elif isinstance(action, Commit | Abandon):
+      elif isinstance(action, events.Commit | events.Abandoned):
         assert open_rounds.pop((actor, action.fragment)) == action.round
 
 
@@ -193,14 +192,14 @@ def test_lock_step_schedule(num_fragments, overlap, delay):
     blocking=True,
   )
   world = World(sync, Pace((0.1, 0.12, 0.2), 0.3), weather=Weather(delay))
-  steps = {("learner", m): {CopyOut: {}, Apply: {}} for m in range(3)}
+  steps = {("learner", m): {events.CopyOut: {}, events.Apply: {}} for m in range(3)}
 
   def watch():  # the newest action of the history happened at the actor's present step
     for _, actor, action in world.history[watch.seen :]:
-      if isinstance(action, CopyOut):
-        steps[actor.role][CopyOut].setdefault(action.push.fragment, []).append(actor.state.step)
-      elif isinstance(action, Apply) and action.version > 0:
-        steps[actor.role][Apply].setdefault(action.fragment, []).append(actor.state.step)
+      if isinstance(action, events.CopyOut | events.Apply) and (
+        action.version or action.kind == "copy_out"
+      ):
+        steps[actor.role][type(action)].setdefault(action.fragment, []).append(actor.state.step)
     watch.seen = len(world.history)
     return min(a.state.step for a in world.learners()) >= 43
 
@@ -210,10 +209,10 @@ def test_lock_step_schedule(num_fragments, overlap, delay):
   first = {1: [8], 4: [2, 4, 6, 8]}[num_fragments]
   for made in steps.values():
     for p in range(num_fragments):
-      steps = [first[p] + 8 * k for k in range(5)]
-      assert made[CopyOut][p][: len(steps)] == steps
-      applied = [s + overlap for s in steps if s + overlap < 43]
-      assert made[Apply][p][: len(applied)] == applied
+      cuts = [first[p] + 8 * k for k in range(5)]
+      assert made[events.CopyOut][p][: len(cuts)] == cuts
+      applied = [s + overlap for s in cuts if s + overlap < 43]
+      assert made[events.Apply][p][: len(applied)] == applied
   assert all(c.learners == (0, 1, 2) for _, c in world.commits())
 
 
@@ -242,7 +241,7 @@ def test_bad_updates_are_refused_and_their_learner_rejoins(measured, reason, app
   world.measure = lambda push: measured if (push.learner, push.incarnation) == (1, 0) else good
   heal(world)
   assert world.starts["learner", 1] == 1, "told to rejoin once"
-  assert [str(a) for _, _, a in world.history if isinstance(a, Rejoin)]
+  assert any(fields.rejoin for _, fields in notes(world, "refused"))
   refused = [fields for _, fields in notes(world, "refused")]
   assert len(refused) >= 3 and refused[0].reason == reason
   assert any(1 in c.learners for _, c in world.commits()), "takes part again"
@@ -257,7 +256,7 @@ def test_the_run_ends_for_everybody_when_enough_is_merged():
     world.run(STORM_SECONDS + 1.0)  # whoever was killed is back
     world.weather = Weather()
     while not all(a.state.done for a in world.learners()):
-      assert world.now < 80, f"{seed=}: still waiting to end"
+      assert world.now < 240, f"{seed=}: still waiting to end"
       world.run(world.now + 0.5)
     assert all(f.merged_tokens >= 900 for f in world.store.values()), f"{seed=}"
 

@@ -1,37 +1,46 @@
 """The virtual world of `ddiloco.simulation` in random weather, with a ledger that judges it.
 
-The ledger plays the parameters and checks what happens to every step; the history keeps every
-action, and a snapshot must be consistent.
+Where a run has vectors, this world has ghosts: payloads say which inner steps are in them, and the
+ledger checks what happens to each. The history keeps every event, and a snapshot must be a
+consistent snapshot.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from ddiloco.config import SyncConfig
-from ddiloco.protocol import causality
-from ddiloco.protocol.actions import (
-  Accept,
-  Apply,
-  Commit,
-  CopyOut,
-  InstallValue,
-  SendValue,
-  Stage,
-  StepDone,
+from ddiloco.checkpoint.restore import LearnerPart, SyncerPart
+from ddiloco.config import (
+  CheckpointConfig,
+  Config,
+  DataConfig,
+  IslandsConfig,
+  NetworkConfig,
+  RunConfig,
+  SyncConfig,
 )
-from ddiloco.protocol.messages import Message
+from ddiloco.core.commit import Committed, MemoryStore
+from ddiloco.core.fragments import owned_by
+from ddiloco.protocol import causality, events
+from ddiloco.protocol.actions import Accept, Commit, InstallValue, Received
+from ddiloco.protocol.events import Event
+from ddiloco.protocol.messages import NOTHING, Message, Publish, Push, Value
 from ddiloco.protocol.syncer_state import FragmentState
+from ddiloco.protocol.values import from_json
 from ddiloco.simulation import world
-from ddiloco.simulation.actors import Actor, Learner, Role, VirtualPart
-from ddiloco.simulation.observers import Observer
-from ddiloco.simulation.world import STEP_TOKENS, Pace
-from tests.protocol.ledger import Ledger
+from ddiloco.simulation.actor import Actor, Role, role_of
+from ddiloco.simulation.stand_ins import SavedPart, Sized, SizedDeltas, SizedMerger, VirtualIsland
+from ddiloco.simulation.world import Pace
+from tests.protocol.ledger import Ledger, Parameters, Staged
 
-__all__ = ["Checks", "Pace", "Weather", "World"]
+__all__ = ["STEP_TOKENS", "Ghosts", "Pace", "Weather", "World"]
+
+STEP_TOKENS = 10
+FOR_EVER = 1e9  # seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,75 +54,233 @@ class Weather:
   lost_kinds: tuple[type, ...] = ()  # none of these arrives
 
 
-class Checks(Observer):
-  """Shows the ledger every action."""
+# --- Ghosts of vectors ----------------------------------------------------------------------------
+
+
+class GhostIsland(VirtualIsland):
+  """Its parameters are the ledger's."""
+
+  def __init__(self, ghosts: Ghosts, actor: Actor):
+    super().__init__(ghosts, actor.number, f"{ghosts.seed} {actor.role} {actor.incarnation}")
+    self._ledger, self._actor = ghosts.ledger, actor
+
+  def reset(self) -> None:
+    super().reset()
+    self._actor.parameters = self._ledger.new()
+
+  def copy_out(self, fragment: int) -> Any:
+    return self._ledger.copy_out(self._actor, fragment)
+
+  def apply(self, fragment: int, staged: Sized, keep: float) -> None:
+    self._ledger.apply(self._actor, fragment, staged.content)
+    self._actor.changed.add(fragment)
+
+  def capture(self) -> Mapping[str, Sized]:
+    return {**super().capture(), "params/values": Sized(4, self._actor.parameters)}
+
+  def restore(self, arrays: Mapping[str, Sized]) -> None:
+    super().restore(arrays)
+    self._actor.parameters = arrays["params/values"].content
+
+
+class GhostDeltas(SizedDeltas):
+  """Its bases are the rounds that made them."""
+
+  def __init__(self, ghosts: Ghosts):
+    super().__init__(ghosts)
+    self._ledger = ghosts.ledger
+
+  def push(self, fragment: int, local: Any, factor: float = 1.0) -> Any:
+    return dataclasses.replace(super().push(fragment, local, factor), content=local)
+
+  def receive(self, publish: Publish, size: int, mode: str, included: bool) -> Any:
+    p = publish.fragment
+    known = self.base[p].content if p in self.base else NOTHING
+    self._ledger.stage(known, publish)
+    found = super().receive(publish, size, mode, included)
+    self.base[p] = dataclasses.replace(found, content=publish.round)
+    return dataclasses.replace(found, content=Staged(publish.round, mode, included))
+
+  def value(self, fragment: int) -> Any:
+    return self.base[fragment]
+
+
+class GhostMerger(SizedMerger):
+  """Its values are what the ledger says of their rounds."""
+
+  def __init__(self, ghosts: Ghosts, fragments: Mapping[int, Any]):
+    super().__init__(ghosts, fragments, ghosts.kept)
+    self._ghosts, self._ledger = ghosts, ghosts.ledger
+
+  def measure(self, push: Push) -> Mapping[str, Any]:
+    return self._ghosts.measure(push)
+
+  def take_back(self, value: Value, now: float) -> Received:
+    found = super().take_back(value, now)
+    return dataclasses.replace(found, fault=found.fault or self._ghosts.value_fault(value))
+
+  def accept(self, accept: Accept) -> None:
+    super().accept(accept)
+    self._ledger.accept(accept, accept.content.content)
+
+  def commit(self, what: Commit, state: FragmentState) -> Any:
+    self._ledger.commit(what)
+    self._ghosts.merging[what.fragment, what.round] = what
+    return super().commit(what, state)
+
+  def install(self, what: InstallValue, state: FragmentState) -> None:
+    self._ledger.adopt(what, what.content.content)
+    super().install(what, state)
+
+  def with_payload(self, publish: Publish) -> Publish:
+    assert publish.round == self._ledger.held[publish.fragment], "it has no other"
+    return super().with_payload(publish)
+
+
+class GhostStore(MemoryStore):
+  """Shows the ledger what shards have."""
 
   def __init__(self, ledger: Ledger):
-    self.ledger = ledger
+    super().__init__()
+    self._ledger = ledger
 
-  def born(self, actor: Actor, part: VirtualPart | None) -> None:
-    if isinstance(actor, Learner):
-      actor.parameters = self.ledger.new() if part is None else part.parameters
+  def save(self, committed: Committed) -> None:
+    self._ledger.hold(committed.state)
+    super().save(committed)
 
-  def stepped(self, actor: Learner, done: StepDone, gap_seconds: float, blocked: float) -> None:
-    self.ledger.step(actor)
 
-  def on(self, actor: Actor, action: Any, event: Any) -> Any:
-    match action:
-      case CopyOut(push):
-        return self.ledger.copy_out(actor, push)
-      case SendValue(value):
-        return self.ledger.give(actor, value)
-      case Stage(publish):
-        self.ledger.stage(actor, publish)
-      case Apply():
-        self.ledger.apply(actor, action)
-      case Accept():
-        self.ledger.accept(action, event.message)
-      case InstallValue(fragment):
-        self.ledger.adopt(action, event.message.payload, actor.fragment(fragment))
-      case Commit(fragment):
-        self.ledger.commit(action, actor.fragment(fragment))
-    return None
+class Ghosts(world.World):
+  """A world whose vectors are ghosts, judged by a ledger. To be the first base of a class.
 
-  def performed(self, actor: Actor, actions: Sequence[Any]) -> None:
-    for action in actions:
-      if isinstance(action, Apply):
-        self.ledger.check(actor, action.fragment)
+  Attributes:
+    ledger: the judge; set before the world is made.
+    measure: what shards find out about a push.
+    value_fault: what speaks against a value that a learner gives back.
+    cuts: complete snapshots, by number and role.
+  """
 
-  def published(self, actor: Actor, message: Any) -> None:
-    assert message.round == self.ledger.held[message.fragment], "it has no other"
+  ledger: Ledger
 
-  def complete(self, snapshot: int, states: Mapping[Role, VirtualPart]) -> None:
-    clocks = {
-      n if kind == "learner" else causality.shard_key(n): part.state.vector_clock
-      for (kind, n), part in states.items()
+  def __init__(self, *arguments, **named):
+    self.measure: Callable[[Push], Mapping] = lambda push: {"norm": 1.0}
+    self.value_fault: Callable[[Value], str] = lambda value: ""
+    self.merging: dict[tuple[int, int], Commit] = {}
+    self.snapshots: dict[int, dict[Role, Part]] = {}
+    self.history: list[tuple[float, Actor, Event]] = []
+    self._commits: list[tuple[float, Commit]] = []
+    super().__init__(*arguments, **named)
+
+  def new_store(self) -> MemoryStore:
+    return GhostStore(self.ledger)
+
+  def island(self, actor: Actor) -> VirtualIsland:
+    actor.step_times, actor.idle_seconds, actor.changed = [], 0.0, set()
+    return GhostIsland(self, actor)
+
+  def deltas(self, actor: Actor) -> SizedDeltas:
+    return GhostDeltas(self)
+
+  def merger(self, actor: Actor, fragments: Mapping[int, Any]) -> SizedMerger:
+    return GhostMerger(self, fragments)
+
+  def tell(self, actor: Actor | None, event: Event) -> None:
+    super().tell(actor, event)
+    if actor is None:
+      return
+    self.history.append((self.now, actor, event))
+    match event:
+      case events.Step():
+        for p in sorted(actor.changed):
+          self.ledger.check(actor, p)
+        actor.changed.clear()
+        self.ledger.step(actor)
+        actor.step_times.append(self.now)
+        actor.idle_seconds += event.blocked_seconds
+      case events.CopyOut():
+        self.ledger.check_push(actor, event)
+      case events.Commit():
+        self._commits.append((self.now, self.merging[event.fragment, event.round]))
+      case events.Snapshot():
+        self._complete(event)
+
+  def _complete(self, event: events.Snapshot) -> None:
+    """It must be a consistent snapshot."""
+    parts = self.storage.parts[event.snapshot]
+    states = self.snapshots[event.snapshot] = {
+      role_of(name): _part(parts[name]) for name in event.roles
     }
-    assert not causality.violations(clocks), (
-      f"inconsistent: {causality.violations(clocks)} of {clocks}"
-    )
+    seen = {part.state.key: part.state.vector_clock for part in states.values()}
+    assert not causality.violations(seen), f"no cut: {causality.violations(seen)} of {seen}"
     learners = {r[1]: (v.incarnation, v.parameters) for r, v in states.items() if r[0] == "learner"}
     shards = [part for role, part in states.items() if role[0] == "syncer"]
     fragments = {f.index: (v.incarnation, f) for v in shards for f in v.state.fragments}
     self.ledger.check_cut(learners, fragments)
 
-  def holds(self, state: FragmentState) -> None:
-    self.ledger.hold(state)
+  def restore(self, role: Role, snapshot: int | None, recovery_seconds: float = 0.0) -> None:
+    """Starts a role with its part of a complete snapshot, or with nothing at all."""
+    self.kill(role)
+    if role[0] == "syncer":
+      self._put_back(snapshot, owned_by(role[1], self.sync.num_shards, self.sync.num_fragments))
+    self.start(role, snapshot, recovery_seconds)
+
+  def restore_all(self, num_shards: int = 0, num_learners: int = 0) -> int | None:
+    """Kills everybody, the network too; all start from the newest complete snapshot, if any."""
+    for role in list(self.actors):
+      self.kill(role)
+    self._heap = [entry for entry in self._heap if entry[2] != self._deliver]
+    heapq.heapify(self._heap)
+    sync = dataclasses.replace(self.sync, num_shards=num_shards or self.sync.num_shards)
+    self.config = dataclasses.replace(self.config, sync=sync)
+    snapshot = max(self.storage.committed, default=None)
+    self.storage.forget()
+    self._put_back(snapshot, range(sync.num_fragments))
+    self._newest += 1
+    for s in range(sync.num_shards):
+      self.start(("syncer", s))
+    for m in range(num_learners or len(self.pace.step_seconds)):
+      self.start(("learner", m), snapshot)
+    return snapshot
+
+  def _put_back(self, snapshot: int | None, fragments: Collection[int]) -> None:
+    found = {p: FragmentState(p) for p in fragments}
+    for role in self.storage.committed[snapshot] if snapshot else ():
+      if role.startswith("syncer-"):
+        part = from_json(SyncerPart, self.storage.parts[snapshot][role].state)
+        found |= {f.index: f for f in part.fragments if f.index in found}
+    for state in found.values():
+      self.put(state)
+
+  def commits(self, fragment: int | None = None) -> list[tuple[float, Commit]]:
+    return [(t, c) for t, c in self._commits if fragment in (None, c.fragment)]
 
 
-class _Recorded(Checks):
-  """Also keeps the world's history."""
+@dataclasses.dataclass(frozen=True)
+class Part:
+  """A role's part of a complete snapshot."""
 
-  world: World
-
-  def on(self, actor: Actor, action: Any, event: Any) -> Any:
-    payload = super().on(actor, action, event)
-    self.world.history.append((self.world.now, actor, action))
-    return payload
+  incarnation: int
+  state: LearnerPart | SyncerPart
+  parameters: Parameters | None  # a learner's
 
 
-class World(world.World):
-  """A world whose `weather` may change at any time."""
+def _part(saved: SavedPart) -> Part:
+  if "params/values" not in saved.arrays:
+    return Part(saved.incarnation, from_json(SyncerPart, saved.state), None)
+  parameters = saved.arrays["params/values"].content
+  known = {p: saved.arrays[f"base/{p}"].content for p in parameters.copies}
+  copies = {p: dataclasses.replace(c, known=known[p]) for p, c in parameters.copies.items()}
+  parameters = dataclasses.replace(parameters, copies=copies)
+  return Part(saved.incarnation, from_json(LearnerPart, saved.state), parameters)
+
+
+# --- Random weather -------------------------------------------------------------------------------
+
+
+class World(Ghosts):
+  """A world whose `weather` may change at any time.
+
+  `patience_seconds`: how long a snapshot waits for a part of a learner that lives.
+  """
 
   def __init__(
     self,
@@ -123,18 +290,25 @@ class World(world.World):
     weather: Weather = Weather(),
     target_tokens: int = 1 << 60,
     ledger: Ledger | None = None,
+    num_learners: int | None = None,
+    patience_seconds: float = 2.0,
   ):
     self.weather = weather
     self.tokens_per_step = STEP_TOKENS
     self.random = random.Random(f"network {seed}")
     self.ledger = ledger or Ledger(sync, STEP_TOKENS)
-    self.history: list[tuple[float, Actor, object]] = []  # every action that is not a send
     self._last_arrival: dict = {}
-    observer = _Recorded(self.ledger)
-    observer.world = self
-    super().__init__(sync, pace, seed, target_tokens, observer)
+    config = Config(
+      islands=IslandsConfig(num_learners=num_learners or len(pace.step_seconds), batch_size=1),
+      data=DataConfig(sequence_length=STEP_TOKENS),
+      sync=sync,
+      network=NetworkConfig(drain_seconds=FOR_EVER),
+      checkpoint=CheckpointConfig(keep=1 << 20, patience_seconds=patience_seconds),
+      run=RunConfig(total_tokens=target_tokens, restart_seconds=0.0, max_restarts=1 << 30),
+    )
+    super().__init__(config, pace, seed)
 
-  def arrivals(self, sender: Role, to: Role, message: Message) -> Sequence[float]:
+  def arrivals(self, sender: Role, to: Role, message: Message, size: int) -> Sequence[float]:
     w = self.weather
     if isinstance(message, w.lost_kinds) or (w.drop and self.random.random() < w.drop):
       return ()
@@ -147,7 +321,3 @@ class World(world.World):
         arrival = self._last_arrival[pair] = max(arrival, self._last_arrival.get(pair, 0.0))
       found.append(arrival)
     return found
-
-  def commits(self, fragment: int | None = None) -> list[tuple[float, Commit]]:
-    of = [(t, a) for t, _, a in self.history if isinstance(a, Commit)]
-    return [(t, c) for t, c in of if fragment in (None, c.fragment)]

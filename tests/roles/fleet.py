@@ -15,6 +15,7 @@ from ddiloco.core.fragments import owned_by
 from ddiloco.network.transport import Hub, learner_address, syncer_address
 from ddiloco.roles.learner import Learner
 from ddiloco.roles.syncer import Syncer
+from ddiloco.runtime import Runtime
 from tests.roles import toy
 
 PATIENCE_SECONDS = 20.0
@@ -88,9 +89,8 @@ class Fleet:
       new_syncer(self.config, s, incarnation, store),
       self.config,
       self.plan,
-      endpoint,
       store,
-      recorder,
+      Runtime(endpoint, recorder),
       replication,
     )
     for c in found.values():
@@ -103,7 +103,8 @@ class Fleet:
     island = toy.ToyIsland(m, self.plan, step_seconds=0.004)
     recorder, endpoint = toy.ListRecorder(self.events[address]), self.hub.connect(address)
     beginning = ResumeState(new_learner(self.config, self.plan, m, 1))
-    role = Learner(beginning, self.config, self.plan, island, toy.batches, endpoint, recorder)
+    runtime = Runtime(endpoint, recorder)
+    role = Learner(beginning, self.config, self.plan, island, toy.batches, runtime)
     return self.start(address, role.run, Faults((), 0.0), self.stop.is_set)
 
   def of(self, role: str, kind: str) -> list[dict]:

@@ -16,7 +16,8 @@ from ddiloco.protocol.actions import StepDone
 from ddiloco.protocol.messages import EVALUATOR, Push, Refusal, Report
 from ddiloco.roles import initial
 from ddiloco.roles.evaluator import Evaluator, HostParams
-from ddiloco.roles.exchange import Exchange
+from ddiloco.roles.exchange import LOOK_SECONDS, Exchange
+from ddiloco.runtime import Runtime, drive
 from tests import says
 from tests.roles import toy
 
@@ -62,8 +63,8 @@ class Bench:
     self.plan = fragments.make_plan(toy.SPECS, self.config.sync)
     self.island = island or toy.ToyIsland(0, self.plan)
     self.wire = Wire()
-    state = learner.init(0, 0, (0, 0), target_tokens=10**9)
-    self.exchange = Exchange(state, self.config, self.plan, self.island, self.wire, NullRecorder())
+    state, runtime = learner.init(0, 0, (0, 0), 10**9), Runtime(self.wire, NullRecorder())
+    self.exchange = Exchange(state, self.config, self.plan, self.island, runtime)
     self.give(says.welcome(0, 0, 0, 0, (0, 1)))
 
   def give(self, message) -> None:
@@ -82,7 +83,7 @@ class Bench:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not done():
       assert time.monotonic() < deadline, "nothing happened"
-      self.exchange.wait()
+      drive(self.exchange.wait(), self.wire, LOOK_SECONDS)
 
   def version(self, p: int) -> int:
     return self.exchange.state.fragments[p].version
@@ -134,7 +135,7 @@ def bench():
   yield make
   for each in made:
     each.exchange.close()
-    assert not each.exchange._worker.is_alive()
+    assert not each.exchange._worker.running
 
 
 def bits(x: np.ndarray) -> bytes:
@@ -275,7 +276,7 @@ def test_the_evaluator_overwrites_whatever_the_learners_do(bench):
   )
   plan = initial.make_plan(config)
   wire = Wire()
-  evaluator = Evaluator(config, plan, lambda params: 0.0, wire, NullRecorder())
+  evaluator = Evaluator(config, plan, lambda params: 0.0, Runtime(wire, NullRecorder()))
   exchange = evaluator.exchange
   values = [[vector(f.size) for _ in range(2)] for f in plan.fragments]
   try:
@@ -290,7 +291,7 @@ def test_the_evaluator_overwrites_whatever_the_learners_do(bench):
     deadline = time.monotonic() + PATIENCE_SECONDS
     while [f.version for f in exchange.state.fragments] != [1, 1] or wire.inbox:
       assert time.monotonic() < deadline
-      exchange.wait()
+      drive(exchange.wait(), wire, LOOK_SECONDS)
     for fragment in plan.fragments:
       held = fragments.gather(fragment, evaluator.store.params)
       assert bits(held) == bits(values[fragment.index][1])

@@ -16,6 +16,7 @@ from ddiloco.network.transport import Hub, learner_address, syncer_address
 from ddiloco.protocol.learner import unmerged_tokens
 from ddiloco.roles.learner import Learner
 from ddiloco.roles.syncer import Syncer
+from ddiloco.runtime import Runtime
 from tests.roles import toy
 
 PATIENCE_SECONDS = 30.0
@@ -53,14 +54,15 @@ class Run:
     name, faults = syncer_address(0), Faults((), time.monotonic())
     recorder, endpoint = toy.ListRecorder(self.events[name]), self.hub.connect(name)
     state = new_syncer(self.config, 0, 0, self.store)
-    role = Syncer(state, self.config, self.plan, endpoint, self.store, recorder)
+    role = Syncer(state, self.config, self.plan, self.store, Runtime(endpoint, recorder))
     self.start(name, lambda stopped: role.run(faults, stopped))
 
   def learner(self, m: int, drain_seconds: float) -> Learner:
     name, island = learner_address(m), toy.ToyIsland(m, self.plan, step_seconds=0.002)
     recorder, endpoint = toy.ListRecorder(self.events[name]), self.hub.connect(name)
     beginning = ResumeState(new_learner(self.config, self.plan, m, 0))
-    role = Learner(beginning, self.config, self.plan, island, toy.batches, endpoint, recorder)
+    runtime = Runtime(endpoint, recorder)
+    role = Learner(beginning, self.config, self.plan, island, toy.batches, runtime)
     faults = Faults((), time.monotonic())
     self.start(name, lambda stopped: role.run(faults, stopped, drain_seconds))
     return role

@@ -16,6 +16,7 @@ from ddiloco.protocol.actions import Tick
 from ddiloco.protocol.messages import Publish, Pull, Refusal
 from ddiloco.protocol.syncer_state import FragmentState
 from ddiloco.roles.syncer import Syncer
+from ddiloco.runtime import Runtime, drive
 from tests import says
 from tests.roles import toy
 
@@ -63,12 +64,13 @@ class Shard:
     self.outbox, self.events = Outbox(), []
     recorder = toy.ListRecorder(self.events)
     state = new_syncer(self.config, 0, incarnation, self.store)
-    self.syncer = Syncer(state, self.config, self.plan, self.outbox, self.store, recorder)
+    runtime = Runtime(self.outbox, recorder)
+    self.syncer = Syncer(state, self.config, self.plan, self.store, runtime)
 
   def hear(self, message) -> None:
     """The shard handles one message; every learner takes up what is published."""
-    self.syncer.handle(self.syncer._event(message))
-    self.syncer.handle(Tick(time.monotonic()))
+    self.handle(self.syncer.received(message, time.monotonic()))
+    self.handle(Tick(time.monotonic()))
     for m, publish in self.outbox.take(Publish):
       assert isinstance(publish, Publish)
       version, value = self.held[m].get(publish.fragment, (-1, None))
@@ -80,6 +82,9 @@ class Shard:
         decoded = value + decoded
       self.held[m][publish.fragment] = (publish.version, decoded)
       self.rounds[m][publish.fragment] = publish.round
+
+  def handle(self, event) -> None:
+    drive(self.syncer.handle(event), self.outbox, 0.0)
 
   def report(self, m: int, steps_since_sync: int) -> None:
     """With steps so long that the grace window lasts until everybody has answered."""

@@ -23,7 +23,11 @@ class Turns:
   def __init__(self, monkeypatch, endpoint):
     self.role = Shard(3).syncer
     self.role.endpoint, self.events = endpoint, []
-    monkeypatch.setattr(self.role, "handle", self.events.append)
+    monkeypatch.setattr(self.role, "handle", self._handle)
+
+  def _handle(self, event):
+    self.events.append(event)
+    return iter(())
 
   def run(self, ticks: int) -> list:
     self.role.run(Faults((), 0.0), lambda: self.kinds().count("Tick") >= ticks)
@@ -65,9 +69,9 @@ def test_a_tick_says_up_to_when_all_is_heard(monkeypatch):
   hub = Hub("run", "plan")
   turns = Turns(monkeypatch, hub.connect("syncer-0"))
   hub.connect("learner-0").send("syncer-0", says.hello(0, 0))
-  decoded = turns.role._event
+  decoded = turns.role.received
   slow = lambda *arguments: time.sleep(0.1) or decoded(*arguments)  # noqa: E731
-  monkeypatch.setattr(turns.role, "_event", slow)
+  monkeypatch.setattr(turns.role, "received", slow)
   hello, tick = turns.run(ticks=1)
   assert hello.now <= tick.heard_until <= tick.now - 0.1
 

@@ -22,6 +22,7 @@ from ddiloco.observe.eventlog import NullRecorder, Recorder
 from ddiloco.protocol.events import Event
 from ddiloco.roles.learner import Learner
 from ddiloco.roles.syncer import Syncer
+from ddiloco.runtime import Runtime
 
 if TYPE_CHECKING:  # processes of toy roles import this file, and do without JAX
   from ddiloco.checkpoint.snapshots import Storage
@@ -245,16 +246,16 @@ def run(
     state = new_syncer(config, s, incarnation, store)
     state = restored.resume(state) if restored else state
     endpoint, writer = hub.connect(address), saver_of(address)
-    shard = Syncer(state, config, plan, endpoint, store, recorder(address), saver=writer)
+    runtime = Runtime(endpoint, recorder(address), writer)
+    shard = Syncer(state, config, plan, store, runtime)
     shards.append(start(address, lambda shard=shard: shard.run(faults, stop.is_set)))
   learners, threads = [], []
   for m, island in enumerate(islands):
     address = learner_address(m)
     new, endpoint = new_learner(config, plan, m, incarnation), hub.connect(address)
     beginning = begin_learner(new, config, plan, island, resume, recorder(address))
-    role = Learner(
-      beginning, config, plan, island, batches, endpoint, recorder(address), saver_of(address)
-    )
+    runtime = Runtime(endpoint, recorder(address), saver_of(address))
+    role = Learner(beginning, config, plan, island, batches, runtime)
     learners.append(role)
     threads.append(start(address, lambda role=role: role.run(faults, stop.is_set)))
   deadline = time.monotonic() + timeout

@@ -1,0 +1,173 @@
+"""What a role runs in: a clock, workers for what takes long, and somebody who drives its loop.
+
+A role's loop is a generator that says what it waits for, and never waits itself. It yields
+
+- a time, in seconds on its clock, `math.inf` for ever: wait for a message until then. It is resumed
+  with the `Delivery`, or with None when the time has come, somebody has woken the endpoint, or its
+  driver wants it to look around.
+- None: let what it has done so far take its time. It yields None after whatever may have taken
+  some, before anybody hears of the outcome. In real time that has passed already; in virtual time
+  (`simulation/world.py`) it was charged to the clock, and passes now.
+
+So the same loops run on threads and in virtual time. A job of a worker is a generator of the same
+kind, to which no messages come.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping
+from typing import Any, Protocol, TypeVar
+
+from ddiloco.config import Config, SyncConfig
+from ddiloco.core.commit import FragmentStore, Merger
+from ddiloco.core.delta import Deltas
+from ddiloco.core.fragments import Fragment
+from ddiloco.network.transport import Endpoint
+from ddiloco.observe.eventlog import Recorder
+from ddiloco.observe.guards import ended
+
+T = TypeVar("T")
+Loop = Generator[float | None, Any, T]
+Job = Iterable[float | None]
+
+
+class BackgroundWorker(Protocol):
+  """Does jobs in the background, one after the other."""
+
+  failure: Exception | None  # of a job; none after it is done
+
+  def put(self, job: Job) -> None:
+    """One more job, after all others."""
+    ...
+
+  @property
+  def ending(self) -> bool:
+    """It was told to end: a job that waits for others should give up."""
+    ...
+
+  def close(self, patience_seconds: float, most_seconds: float) -> None:
+    """Ends it: what it has to do gets this patience, and what it is doing then the other time."""
+    ...
+
+
+class Time(Protocol):
+  """A clock, and what happens beside it."""
+
+  def now(self) -> float:
+    """Seconds on the role's clock, which is also that of its messages' arrivals."""
+    ...
+
+  def sleep(self, seconds: float) -> None:
+    """Takes so long. In virtual time it passes at the next None of the loop."""
+    ...
+
+  def worker(
+    self,
+    name: str,
+    begin: Callable[[], None] = lambda: None,
+    failed: Callable[[], None] = lambda: None,
+  ) -> BackgroundWorker:
+    """A new worker, which calls `begin` first, and `failed` when a job has failed."""
+    ...
+
+
+class ThreadWorker:
+  """A thread of its own."""
+
+  def __init__(self, name: str, begin: Callable[[], None], failed: Callable[[], None]):
+    self.failure: Exception | None = None
+    self._begin, self._failed = begin, failed
+    self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+    self._told_to_end = False
+    self._closing = threading.Event()
+    self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+    self._thread.start()
+
+  def put(self, job: Job) -> None:
+    self._jobs.put(job)
+
+  @property
+  def ending(self) -> bool:
+    return self._told_to_end
+
+  @property
+  def running(self) -> bool:
+    """Whether the thread has not ended."""
+    return self._thread.is_alive()
+
+  def close(self, patience_seconds: float, most_seconds: float) -> None:
+    self._told_to_end = True
+    if not patience_seconds:
+      self._closing.set()
+    self._jobs.put(None)
+    self._thread.join(patience_seconds)
+    self._closing.set()
+    ended(self._thread, most_seconds)
+
+  def _work(self) -> None:
+    self._begin()
+    while (job := self._jobs.get()) is not None and not self._closing.is_set():
+      try:
+        for until in job:
+          if until is not None:
+            self._closing.wait(max(0.0, until - time.monotonic()))
+      except Exception as error:  # the role's own thread raises it
+        self.failure = error
+        self._failed()
+        return
+
+
+class RealTime:
+  """The machine's clock, threads, and waits that block."""
+
+  def now(self) -> float:
+    return time.monotonic()
+
+  def sleep(self, seconds: float) -> None:
+    time.sleep(seconds)
+
+  def worker(
+    self,
+    name: str,
+    begin: Callable[[], None] = lambda: None,
+    failed: Callable[[], None] = lambda: None,
+  ) -> BackgroundWorker:
+    return ThreadWorker(name, begin, failed)
+
+
+REAL_TIME = RealTime()
+
+
+@dataclasses.dataclass(frozen=True)
+class Runtime:
+  """What a role is given to live with; what computes on vectors has a stand-in in virtual time."""
+
+  endpoint: Endpoint  # its connection
+  recorder: Recorder  # event log
+  saver: Any = None  # `checkpoint.saver.Saver`: writes its parts of snapshots; None: nobody does
+  time: Time = REAL_TIME
+  deltas: Callable[[SyncConfig], Deltas] = Deltas  # a learner's
+  merger: Callable[[Mapping[int, Fragment], FragmentStore, Config], Merger] = Merger  # a shard's
+
+
+def drive(loop: Loop[T], endpoint: Endpoint, look_seconds: float) -> T:
+  """Runs a loop on this thread and the machine's clock; returns what it returns.
+
+  A waiting loop is resumed at least every `look_seconds`, since stop signals wake nobody.
+  """
+  news = None
+  try:
+    while True:
+      until = loop.send(news)
+      if until is None:
+        news = None
+      else:
+        news = endpoint.receive(max(0.0, min(until - time.monotonic(), look_seconds)))
+  except StopIteration as end:
+    return end.value
+  finally:
+    loop.close()

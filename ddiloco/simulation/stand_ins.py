@@ -1,0 +1,290 @@
+"""What stands in virtual time for what touches vectors: sizes and costs, and no values.
+
+Every stand-in has the methods of what it stands for, and spends what they would take. Tests put
+ghosts of values into the payloads, and so follow every inner step (`tests/protocol/ledger.py`).
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import random
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ddiloco.config import Config
+from ddiloco.core import codec
+from ddiloco.core.commit import Committed, FragmentStore, Merger, learner_weights
+from ddiloco.core.delta import Deltas
+from ddiloco.core.fragments import Fragment, Piece, Plan
+from ddiloco.protocol.actions import Accept, Commit, InstallValue, Received
+from ddiloco.protocol.messages import Publish, Push, Value
+from ddiloco.protocol.syncer_state import FragmentState
+from ddiloco.simulation.bandwidth import F32_BYTES
+
+if TYPE_CHECKING:
+  from ddiloco.simulation.world import World
+
+PUSH_VECTORS = 4  # that making a push touches: local and base, the delta, what of it arrives
+STAGE_VECTORS = 3  # that taking up a version touches: payload, base, what is added
+
+
+@dataclasses.dataclass(frozen=True)
+class Sized:
+  """Stands for a vector, or a payload, of so many bytes."""
+
+  nbytes: int
+  content: Any = None  # what a test puts in
+
+
+def plan_of(sizes: Sequence[int]) -> Plan:
+  """A model of fragments with so many values, of one piece each."""
+  pieces = (Piece("values", None, 0, n, (n,), 0, average=False) for n in sizes)
+  return Plan(tuple(Fragment(p, (piece,)) for p, piece in enumerate(pieces)))
+
+
+class VirtualIsland:
+  """Stands for `training.island.Island`: its steps take their time."""
+
+  num_moments = 2
+
+  def __init__(self, world: World, learner: int, seed: str):
+    self._world, self._learner = world, learner
+    self._random = random.Random(seed)
+    self._updates = 0
+
+  def describe(self) -> Mapping[str, Any]:
+    island = self._world.config.islands.island(self._learner)
+    devices = island.devices or 1
+    mesh = list(island.mesh_shape(devices))
+    return {"devices": devices, "mesh": mesh, "batch_size": island.batch_size}
+
+  def compile(self) -> float:
+    return 0.0
+
+  def reset(self) -> None:
+    self._updates = 0
+
+  def shardings(self) -> Mapping[str, Any]:
+    return {}
+
+  def step(self, batch: Any, schedule_step: int, rate_scale: float) -> None:
+    pace = self._world.pace
+    jitter = 1 + pace.jitter * self._random.random()
+    self._world.spend(pace.step_seconds[self._learner] * jitter)
+    self._updates += 1
+
+  def copy_out(self, fragment: int) -> Any:
+    return None
+
+  def to_host(self, pieces: Any, fragment: int) -> Any:
+    self._world.spend(self._world.pace.cut_seconds)
+    return pieces
+
+  def stage(self, fragment: int, flat: Sized) -> Sized:
+    self._world.spend(self._world.pace.stage_seconds)
+    return flat
+
+  def apply(self, fragment: int, staged: Sized, keep: float) -> None:
+    pass
+
+  def capture(self) -> Mapping[str, Sized]:
+    values = sum(self._world.plan.sizes)
+    moments = Sized(self.num_moments * F32_BYTES * values, self._updates)
+    return {"params/values": Sized(F32_BYTES * values), "inner/moments": moments}
+
+  def restore(self, arrays: Mapping[str, Sized]) -> None:
+    self._updates = arrays["inner/moments"].content
+
+  def copy_out_moments(self, fragment: int) -> Sized:
+    return Sized(self.num_moments * F32_BYTES * self._world.plan.fragments[fragment].size)
+
+  def count(self) -> int:
+    return self._updates
+
+  def moments_to_host(self, pieces: Sized, fragment: int) -> Sized:
+    self._world.spend(self._world.pace.cut_seconds)
+    return pieces
+
+  def stage_moments(self, fragment: int, flat: Sized) -> Sized:
+    return self.stage(fragment, flat)
+
+  def apply_moments(self, fragment: int, staged: Sized, count: int) -> None:
+    self._updates = count
+
+
+class SizedDeltas(Deltas):
+  """Stands for `core.delta.Deltas`."""
+
+  def __init__(self, world: World):
+    super().__init__(world.sync)
+    self._world = world
+
+  def push(self, fragment: int, local: Any, factor: float = 1.0) -> Any:
+    self._spend(fragment, PUSH_VECTORS)
+    self.sent[fragment] = Sized(self._bytes(fragment))
+    return Sized(self._world.push_bytes[fragment], factor)
+
+  def receive(self, publish: Publish, size: int, mode: str, included: bool) -> Any:
+    p = publish.fragment
+    self._spend(p, STAGE_VECTORS)
+    self.sent.pop(p, None)
+    self.base[p] = Sized(self._bytes(p))
+    return self.base[p]
+
+  def value(self, fragment: int) -> Any:
+    return Sized(self._bytes(fragment))
+
+  def send_moments(self, flat: Any) -> Any:
+    return flat
+
+  def take_moments(self, payload: Any, size: int) -> Any:
+    return payload
+
+  def _bytes(self, fragment: int) -> int:
+    return F32_BYTES * self._world.plan.fragments[fragment].size
+
+  def _spend(self, fragment: int, vectors: int) -> None:
+    self._world.spend(self._world.host_seconds(fragment, vectors))
+
+
+class SizedMerger(Merger):
+  """Stands for `core.commit.Merger`: an update is as long as its steps, times what poisons it."""
+
+  def __init__(self, world: World, fragments: Mapping[int, Fragment], store: FragmentStore):
+    super().__init__(fragments, store, world.config)
+    self._world = world
+    self._kept: collections.Counter[tuple[int, int]] = collections.Counter()
+    self._updates: set[int] = set()  # fragments whose newest version can go out as an update
+
+  def take_in(self, push: Push, now: float) -> Received:
+    if push.fragment not in self._fragments or push.payload is None:
+      return super().take_in(push, now)  # which says why it is none
+    earlier = self._kept[push.fragment, push.round]
+    self._world.spend(self._world.take_in_seconds(push.fragment, earlier))
+    return Received(push, now, content=push.payload, **self.measure(push))
+
+  def measure(self, push: Push) -> Mapping[str, Any]:
+    """What it finds out about a push; see `Received`."""
+    return {"norm": push.steps * push.payload.content}
+
+  def take_back(self, value: Value, now: float) -> Received:
+    fault = "" if value.fragment in self._fragments else "not a fragment of this shard"
+    return Received(value, now, fault=fault, content=value.payload)
+
+  def accept(self, accept: Accept) -> None:
+    self._kept[accept.fragment, accept.round] += 1
+
+  def abandon(self, fragment: int) -> None:
+    self._kept = collections.Counter({k: n for k, n in self._kept.items() if k[0] != fragment})
+
+  def commit(self, what: Commit, state: FragmentState) -> Any:
+    p = what.fragment
+    self.abandon(p)
+    self._world.spend(self._world.merge_seconds(p, len(what.learners)))
+    self._set(p, state, what.round)
+    if self._world.sync.publish_codec != "f32":
+      self._updates.add(p)
+    return learner_weights(what, self._config)
+
+  def install(self, what: InstallValue, state: FragmentState) -> None:
+    self._updates.discard(what.fragment)
+    self._set(what.fragment, state, self.committed[what.fragment].momentum_round)
+
+  def _set(self, p: int, state: FragmentState, momentum_round: int) -> None:
+    value: Any = Sized(F32_BYTES * self._fragments[p].size)
+    self.committed[p] = Committed(state, value, value, None, momentum_round)
+
+  def with_payload(self, publish: Publish) -> Publish:
+    p = publish.fragment
+    if publish.base_version >= 0 and p in self._updates:
+      payload: Any = Sized(self._world.publish_bytes[p])
+      return dataclasses.replace(publish, codec=self._world.sync.publish_codec, payload=payload)
+    payload = self.committed[p].published_value
+    return dataclasses.replace(publish, base_version=-1, codec="f32", payload=payload)
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedPart:
+  """A role's part of a snapshot; see `checkpoint.snapshots.Part`."""
+
+  snapshot: int
+  incarnation: int
+  state: Mapping[str, Any]
+  arrays: Mapping[str, Sized]
+
+
+class VirtualStorage:
+  """Stands for `checkpoint.snapshots.Storage`: snapshots are in memory, and writing takes time."""
+
+  def __init__(self, world: World):
+    self.parts: dict[int, dict[str, SavedPart]] = {}  # by snapshot and role, "learner-3"
+    self.committed: dict[int, frozenset[str]] = {}  # by snapshot, whose parts are in it
+    self._world = world
+
+  def find(self, role: str, shardings: Mapping[str, Any]) -> SavedPart | None:
+    """Its part of the newest committed snapshot that has one."""
+    snapshot = self.newest_of(role)
+    return None if snapshot is None else self.parts[snapshot][role]
+
+  def newest_of(self, role: str) -> int | None:
+    """The newest committed snapshot that has a part of this role."""
+    return max((n for n, roles in self.committed.items() if role in roles), default=None)
+
+  def only(self, snapshot: int | None) -> VirtualStorage:
+    """As if only this snapshot had ever been committed; None: none."""
+    one = VirtualStorage(self._world)
+    if snapshot is not None:
+      one.parts, one.committed = self.parts, {snapshot: self.committed[snapshot]}
+    return one
+
+  def save(
+    self,
+    snapshot: int,
+    role: str,
+    incarnation: int,
+    state: Mapping[str, Any],
+    arrays: Mapping[str, Sized],
+  ) -> Mapping[str, Any]:
+    world, part = self._world, SavedPart(snapshot, incarnation, state, arrays)
+    world.spend(world.disk_seconds(sum(each.nbytes for each in arrays.values())))
+    world.at(world.clock(), self._is_there, role, part)
+    return {"arrays": {}}
+
+  def _is_there(self, role: str, part: SavedPart) -> None:
+    if self._world.lives(role, part.incarnation):
+      self.parts.setdefault(part.snapshot, {})[role] = part
+
+  def is_committed(self, snapshot: int) -> bool:
+    return snapshot in self.committed
+
+  def metas(self, snapshot: int) -> Mapping[str, Mapping[str, Any]]:
+    return {role: {"state": p.state} for role, p in self.parts.get(snapshot, {}).items()}
+
+  def commit(self, snapshot: int, roles: Collection[str]) -> None:
+    self.committed[snapshot] = frozenset(roles)
+
+  def prune(self, keep: int) -> None:
+    self.committed = dict(sorted(self.committed.items())[-keep:])
+    oldest = min(self.committed, default=0)
+    self.parts = {n: parts for n, parts in self.parts.items() if n >= oldest}
+
+  def forget(self, role: str | None = None) -> None:
+    """Drops this role's parts (None: all) of what was never committed."""
+    for snapshot, parts in self.parts.items():
+      if snapshot not in self.committed:
+        for each in [role] if role is not None else list(parts):
+          parts.pop(each, None)
+
+
+def batches(position: int) -> Iterator[None]:
+  """Endless, and empty."""
+  while True:
+    yield None
+
+
+def payload_sizes(config: Config, plan: Plan) -> tuple[list[int], list[int]]:
+  """Bytes of a push and of an update of every fragment."""
+  sync = config.sync
+  pushes = [codec.payload_bytes(n, sync.push_codec) for n in plan.sizes]
+  return pushes, [codec.payload_bytes(n, sync.publish_codec) for n in plan.sizes]

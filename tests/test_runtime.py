@@ -1,0 +1,114 @@
+"""In real time: loops are driven on a thread, and jobs are done by another one."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+
+import pytest
+
+from ddiloco.runtime import REAL_TIME, drive
+
+PATIENCE_SECONDS = 20.0
+
+
+class Endpoint:
+  """Gives these messages, one a wait, and knows how long it was to wait."""
+
+  def __init__(self, *messages):
+    self.messages, self.timeouts = iter(messages), []
+
+  def receive(self, timeout_seconds: float):
+    self.timeouts.append(timeout_seconds)
+    return next(self.messages)
+
+
+def test_a_loop_is_given_what_comes_and_resumed_to_look_around():
+  def loop():
+    seen = []
+    yield None
+    for until in (math.inf, REAL_TIME.now() - 1.0, REAL_TIME.now() + 1e6):
+      seen.append((yield until))
+    return seen
+
+  endpoint = Endpoint("a", None, "b")
+  assert drive(loop(), endpoint, 0.02) == ["a", None, "b"]
+  assert endpoint.timeouts == [0.02, 0.0, 0.02]
+
+
+def test_a_loop_is_closed_whatever_ends_it():
+  closed = []
+
+  def loop(ends: bool):
+    try:
+      yield math.inf
+      if ends:
+        raise KeyError("why")
+      yield math.inf
+    finally:
+      closed.append(ends)
+
+  with pytest.raises(KeyError):
+    drive(loop(ends=True), Endpoint(None), 0.02)
+  assert closed == [True]
+
+  def broken(timeout_seconds):
+    raise OSError("no sockets any more")
+
+  endpoint = Endpoint()
+  endpoint.receive = broken
+  with pytest.raises(OSError, match="no sockets"):
+    drive(loop(ends=False), endpoint, 0.02)
+  assert closed == [True, False]
+
+
+def test_jobs_are_done_in_order_on_a_thread_of_their_own():
+  done, over = [], threading.Event()
+  worker = REAL_TIME.worker("test", lambda: done.append(threading.current_thread().name))
+
+  def job(name: str):
+    yield None
+    yield REAL_TIME.now() + 0.01
+    done.append(name)
+
+  for name in "abc":
+    worker.put(job(name))
+  worker.put(over.set() for _ in [0])
+  assert over.wait(PATIENCE_SECONDS) and done == ["test", "a", "b", "c"]
+  worker.close(0.0, PATIENCE_SECONDS)
+  assert worker.ending and not worker.running
+
+
+def test_a_job_that_fails_is_the_last_one():
+  failed = threading.Event()
+  worker = REAL_TIME.worker("test", failed=failed.set)
+  worker.put(1 / 0 for _ in [0])
+  worker.put(pytest.fail("it is done") for _ in [0])
+  assert failed.wait(PATIENCE_SECONDS) and isinstance(worker.failure, ZeroDivisionError)
+  worker.close(0.0, PATIENCE_SECONDS)
+  assert not worker.running
+
+
+def test_who_closes_a_worker_has_patience_or_none():
+  looked = []
+
+  def waits_for_others():
+    while not worker.ending:
+      yield REAL_TIME.now() + 0.01
+    looked.append("gave up")
+
+  worker = REAL_TIME.worker("test")
+  worker.put(waits_for_others())
+  worker.close(PATIENCE_SECONDS, PATIENCE_SECONDS)
+  assert looked == ["gave up"] and not worker.running
+
+  go, begun = threading.Event(), threading.Event()
+  worker = REAL_TIME.worker("test")
+  worker.put((begun.set(), go.wait(PATIENCE_SECONDS))[0] for _ in [0])
+  worker.put(looked.append("dropped") for _ in [0])
+  assert begun.wait(PATIENCE_SECONDS)
+  threading.Timer(0.05, go.set).start()
+  started = time.monotonic()
+  worker.close(0.0, PATIENCE_SECONDS)
+  assert looked == ["gave up"] and time.monotonic() - started < PATIENCE_SECONDS
