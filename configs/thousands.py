@@ -4,10 +4,10 @@ Command:   ddiloco simulate protocol --config=configs/thousands.py --parameters=
              --gbps=5 --latency_ms=30 --shard_gbps=10000 --merge_gbytes=400000
            Not for training. `configs/thousands.py:300` does the same with 300 islands.
 Hardware:  one core, 3 GiB.
-Time:      6 to 11 minutes of CPU for 2000 islands, 16 s for 200.
+Time:      6 to 11 minutes of CPU for 2000 islands, 20 s for 200.
 Setting:   2000 islands, a third of them half as fast as the others, one in a hundred eight times
-           slower. Two shards of a thousand cores each, with links to match: a commit is the sum of
-           thousands of outer gradients.
+           slower. Two shards of a hundred thousand cores each, with links to match: a commit is the
+           sum of thousands of outer gradients, and each is compared with all that came before.
 Failures:  kills by a Poisson process, one an island in five minutes, each away for ten seconds; a
            region of twenty loses its links for ten seconds; links of others are throttled or lose
            messages; a shard dies.

@@ -85,7 +85,6 @@ SAME_IDEA = {
   ),
   "Fault": "what is planned, and the event that it strikes",
   "Restored": "what a role starts with, and the event that says so",
-  "Learner": "the role, with real and with virtual time",
   "Tick": "time has passed: for a reducer, and for the supervisor",
 }
 # Base names of modules that stand in several packages: a reducer, and the role that it decides for.
@@ -103,7 +102,7 @@ STANDARD = {
 }  # fmt: skip
 # These know no arrays, files, clocks or chance either.
 PURE_FILES = {f"trace/{name}.py" for name in ("operations", "reader", "interpreter", "check")}
-MOST_DEEP = 13  # checks, config, actions, a shard's reducer, the simulator on top, its engine
+MOST_DEEP = 13  # checks, config, actions, a shard's reducer, its role, the simulator, its engine
 MOST_LINES = 600
 FILES = sorted(ROOT.rglob("*.py"))
 

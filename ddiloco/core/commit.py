@@ -21,6 +21,7 @@ from ddiloco.protocol import beliefs
 from ddiloco.protocol.actions import Accept, Commit, InstallValue, Received
 from ddiloco.protocol.messages import Publish, Push, Value
 from ddiloco.protocol.syncer_state import FragmentState
+from ddiloco.protocol.values import replace
 
 # --- Committed fragments, and where they live, so that they outlive the shard's incarnation
 
@@ -248,9 +249,9 @@ class Merger:
     """As an update to the version before if that is asked for, and known; else the whole value."""
     update = self._update.get(publish.fragment)
     if publish.base_version >= 0 and update is not None:
-      return dataclasses.replace(publish, codec=update[0], payload=update[1])
+      return replace(publish, codec=update[0], payload=update[1])
     payload = codec.encode(self.committed[publish.fragment].published_value, "f32")
-    return dataclasses.replace(publish, base_version=-1, codec="f32", payload=payload)
+    return replace(publish, base_version=-1, codec="f32", payload=payload)
 
   def arrays(self) -> dict[str, np.ndarray]:
     """All that is committed, by name: "3/value". Vectors are never written again: no copies."""

@@ -42,6 +42,7 @@ from ddiloco.protocol.actions import (
 )
 from ddiloco.protocol.learner_state import LearnerState
 from ddiloco.protocol.messages import ForwardMoments, Push, Value
+from ddiloco.protocol.values import replace
 from ddiloco.runtime import Job, Loop, Runtime
 
 # --- What holds a learner's parameters: an island, or plain arrays in the evaluator and in tests
@@ -218,7 +219,7 @@ class Exchange:
     now = self.time.now()
     if always or now - self._traffic_at >= TRAFFIC_SECONDS:
       self._traffic_at = now
-      self.recorder.record(events.Traffic(**dataclasses.asdict(self.endpoint.counters)))
+      self.recorder.record(events.Traffic(**vars(self.endpoint.counters)))
 
   def _perform(self, actions) -> None:
     for action in actions:
@@ -326,7 +327,7 @@ class Exchange:
     p = push.fragment
     payload = self._deltas.push(p, self._store.to_host(pieces, p), factor)
     yield None
-    self._outbox[p] = dataclasses.replace(push, codec=self._sync.push_codec, payload=payload)
+    self._outbox[p] = replace(push, codec=self._sync.push_codec, payload=payload)
     self.recorder.flush()  # nobody merges what the log does not know
     sent_bytes = self._send_push(p)
     self.recorder.record(
@@ -349,7 +350,7 @@ class Exchange:
         events.Resend(fragment=push.fragment, round=push.round, old_round=kept.round)
       )
       self.recorder.flush()
-      self._outbox[push.fragment] = dataclasses.replace(kept, round=push.round)
+      self._outbox[push.fragment] = replace(kept, round=push.round)
     self._send_push(push.fragment)
     yield None
 
@@ -361,14 +362,14 @@ class Exchange:
     shard = self.state.fragments[value.fragment].shard
     payload = self._deltas.value(value.fragment)
     yield None
-    self.endpoint.send(syncer_address(shard), dataclasses.replace(value, payload=payload))
+    self.endpoint.send(syncer_address(shard), replace(value, payload=payload))
 
   def _send_moments(self, give: SendMoments, pieces: Any, count: Any) -> Job:
     flat = self._store.moments_to_host(pieces, give.moments.fragment)
     payload = self._deltas.send_moments(flat)
     yield None
     self.recorder.flush()  # nobody inherits what the log does not know
-    moments = dataclasses.replace(give.moments, count=int(count), payload=payload)
+    moments = replace(give.moments, count=int(count), payload=payload)
     self.endpoint.send(syncer_address(give.shard), moments)
 
   def _take_moments(self, inherit: ForwardMoments) -> Job:
@@ -384,7 +385,7 @@ class Exchange:
       return
     staged = self._store.stage_moments(p, flat)
     yield None
-    header = dataclasses.replace(inherit, payload=None)
+    header = replace(inherit, payload=None)
     self._finished.put(Taken(p, self.time.now(), (header, staged)))
     self.endpoint.wake()
 
@@ -427,4 +428,4 @@ class Exchange:
       if f.outstanding is not None:
         payload = arrays[f"outbox/{p}"]
         name = self._sync.push_codec
-        self._outbox[p] = dataclasses.replace(f.outstanding.push, codec=name, payload=payload)
+        self._outbox[p] = replace(f.outstanding.push, codec=name, payload=payload)

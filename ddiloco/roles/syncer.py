@@ -6,7 +6,6 @@ is done when the push arrives; only `Merger.commit` is in a round's latency.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -36,6 +35,7 @@ from ddiloco.protocol.actions import (
 )
 from ddiloco.protocol.messages import BETWEEN_SHARDS, Message, Publish, Push, Value
 from ddiloco.protocol.syncer_state import FragmentState, SyncerState
+from ddiloco.protocol.values import replace
 from ddiloco.runtime import Job, Loop, Runtime, drive
 
 LONGEST_WAIT_SECONDS = 0.5  # between two looks at faults and the stop signal
@@ -213,7 +213,7 @@ class Syncer:
   def _state_of(self, fragment: int) -> FragmentState:
     """As it outlives this incarnation: without the round under way."""
     state = next(f for f in self.state.fragments if f.index == fragment)
-    return dataclasses.replace(state, round=None)
+    return replace(state, round=None)
 
   def _adopt(self, what: InstallValue) -> None:
     """A learner has given back what was lost here."""
@@ -263,7 +263,7 @@ class Syncer:
     if not isinstance(message, Publish):
       send(message)
       return
-    sealed = dataclasses.replace(message, seal=self._seal(message))
+    sealed = replace(message, seal=self._seal(message))
     publish = self.merger.with_payload(sealed)
     if self.replication is None:
       send(publish)
@@ -298,4 +298,4 @@ class Syncer:
     now = self.time.now()
     if always or now - self._traffic_at >= TRAFFIC_SECONDS:
       self._traffic_at = now
-      self.recorder.record(events.Traffic(**dataclasses.asdict(self.endpoint.counters)))
+      self.recorder.record(events.Traffic(**vars(self.endpoint.counters)))

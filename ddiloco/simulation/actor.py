@@ -128,7 +128,8 @@ class Actor:
     if not self.over:
       self.counters.received_bytes += size
       self._inbox.append(Delivery(claimed_sender(message), message, self.world.now))
-      self.wake()
+      if self._task is not None:
+        self._task.arrived()
 
   def receive(self, timeout_seconds: float) -> Delivery | None:
     return self._inbox.popleft() if self._inbox else None

@@ -20,6 +20,7 @@ from ddiloco.core.fragments import Fragment, Piece, Plan
 from ddiloco.protocol.actions import Accept, Commit, InstallValue, Received
 from ddiloco.protocol.messages import Publish, Push, Value
 from ddiloco.protocol.syncer_state import FragmentState
+from ddiloco.protocol.values import replace
 from ddiloco.simulation.bandwidth import F32_BYTES
 
 if TYPE_CHECKING:
@@ -199,9 +200,9 @@ class SizedMerger(Merger):
     p = publish.fragment
     if publish.base_version >= 0 and p in self._updates:
       payload: Any = Sized(self._world.publish_bytes[p])
-      return dataclasses.replace(publish, codec=self._world.sync.publish_codec, payload=payload)
+      return replace(publish, codec=self._world.sync.publish_codec, payload=payload)
     payload = self.committed[p].published_value
-    return dataclasses.replace(publish, base_version=-1, codec="f32", payload=payload)
+    return replace(publish, base_version=-1, codec="f32", payload=payload)
 
 
 @dataclasses.dataclass(frozen=True)

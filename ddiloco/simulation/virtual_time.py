@@ -55,7 +55,7 @@ class Task:
   """A loop in virtual time.
 
   Args:
-    schedule: its time.
+    time: its.
     loop: what runs.
     receive: takes the next message for it, None if there is none.
     ended: called when the loop has ended, with the exception that ended it, or None; raises what is
@@ -64,25 +64,29 @@ class Task:
 
   def __init__(
     self,
-    schedule: VirtualTime,
+    time: VirtualTime,
     loop: Loop[None],
     receive: Callable[[], Any],
     ended: Callable[[Exception | None], None],
   ):
     self.over = False
-    self._schedule, self._loop, self._receive, self._ended = schedule, loop, receive, ended
+    self._time, self._loop, self._receive, self._ended = time, loop, receive, ended
     self._until: float | None = None  # what it waits for; None: for its work to be over
     self._waits = self._woken = False
     self._planned = 0  # the newest call of `_go_on`: others are of the past
     self._turns = 0
-    self._plan(schedule.clock())
+    self._plan(time.clock())
 
   def wake(self) -> None:
-    """Something has come for it, or somebody wants it to look around."""
+    """Somebody wants it to look around."""
     self._woken = True
+    self.arrived()
+
+  def arrived(self) -> None:
+    """A message has come for it."""
     if self._waits:
       self._waits = False
-      self._plan(self._schedule.now)
+      self._plan(self._time.now)
 
   def end(self) -> None:
     """It was killed."""
@@ -91,18 +95,18 @@ class Task:
       if not self._loop.gi_running:  # else it ends itself
         self._loop.close()
 
-  def _plan(self, time: float) -> None:
+  def _plan(self, at: float) -> None:
     self._planned += 1
-    self._schedule.at(time, self._go_on, self._planned)
+    self._time.at(at, self._go_on, self._planned)
 
   def _go_on(self, planned: int) -> None:
     if planned != self._planned or self.over:
       return
-    schedule, news = self._schedule, None
+    time, news = self._time, None
     if self._until is not None:
       alarm, self._waits = self._waits, False
       news = self._receive()
-      if news is None and not (alarm or self._woken) and self._until > schedule.now:
+      if news is None and not (alarm or self._woken) and self._until > time.now:
         return self._wait(self._until)
       self._woken = False
     try:
@@ -111,29 +115,29 @@ class Task:
         news = None
         if self.over:  # it has led to its own end
           return self._loop.close()
-        if schedule.spent:
+        if time.spent:
           self._turns, self._until = 0, until
-          return self._plan(schedule.clock())
+          return self._plan(time.clock())
         if until is None:
           continue
         news = self._receive()
-        if news is None and not self._woken and until > schedule.now:
+        if news is None and not self._woken and until > time.now:
           return self._wait(until)
         self._woken = False
         self._turns = 0 if news is not None else self._turns + 1
         if self._turns > MOST_TURNS:
-          raise RuntimeError(f"a loop turns without end at {schedule.now} s: it waits for {until}")
+          raise RuntimeError(f"a loop turns without end at {time.now} s: it waits for {until}")
     except StopIteration:
       self._end(None)
     except Exception as error:
       self._end(error)
     finally:
-      schedule.spent = 0.0
+      time.spent = 0.0
 
   def _end(self, error: Exception | None) -> None:
     self.over = True
-    if self._schedule.spent:
-      self._schedule.at(self._schedule.clock(), self._ended, error)
+    if self._time.spent:
+      self._time.at(self._time.clock(), self._ended, error)
     else:
       self._ended(error)
 
@@ -151,10 +155,10 @@ class VirtualWorker:
   failure = None  # what a job raises ends the whole run
   ending = False
 
-  def __init__(self, schedule: VirtualTime):
+  def __init__(self, time: VirtualTime):
     self._jobs: deque[Job] = deque()
     self._idle = False
-    self._task = Task(schedule, self._work(), lambda: None, _raise)
+    self._task = Task(time, self._work(), lambda: None, _raise)
 
   def put(self, job: Job) -> None:
     self._jobs.append(job)

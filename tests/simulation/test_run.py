@@ -248,6 +248,22 @@ def test_a_killed_learner_comes_back_with_its_part_of_the_newest_snapshot():
   assert restored.snapshot in [e.snapshot for e in of(events, "snapshot")]
 
 
+@pytest.mark.parametrize("rejoin", ["peer", "own", "fresh"])
+def test_who_comes_into_a_run_begins_as_the_config_says(rejoin):
+  faults = [
+    Fault("kill", "learner-1", at_step=30, seconds=0.5),
+    Fault("join", "learner-3", at_step=20, seconds=-1),
+  ]
+  config = make(faults=faults, snapshot_steps=10)
+  checkpoint = dataclasses.replace(config.checkpoint, rejoin=rejoin)
+  _, events = play(dataclasses.replace(config, checkpoint=checkpoint))
+  assert len(of(events, "joined")) == 5
+  assert len(of(events, "restored")) == (rejoin != "fresh")
+  moments = [e.role for e in of(events, "inherited")]
+  assert sorted(set(moments)) == (["learner-1", "learner-3"] if rejoin == "peer" else [])
+  assert len(moments) == (8 if rejoin == "peer" else 0), "of every fragment, for both"
+
+
 def test_a_shard_that_is_gone_for_good_fails_the_run():
   events: list[dict] = []
   kill = Fault("kill", "syncer-1", at_step=10, seconds=-1)

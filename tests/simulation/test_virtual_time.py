@@ -21,7 +21,7 @@ class Box:
 
   def put(self, message: str) -> None:
     self.waiting.append(message)
-    self.task.wake()
+    self.task.arrived()
 
   def receive(self) -> str | None:
     return self.waiting.pop(0) if self.waiting else None
