@@ -30,6 +30,7 @@ setup(
   package_data={"ddiloco.dashboard": ["page/*"]},  # the dashboard
   install_requires=[
     "absl-py>=2.1",  # flags of the command line
+    "cryptography>=42",  # makes keys and their certificates; TLS itself is Python's own
     "etils[epath]>=1.7",  # checkpoints on disks and in buckets by the same code
     "flax>=0.12,<0.13",  # NNX models
     "fsspec>=2024.6",  # what epath speaks to buckets with
@@ -42,7 +43,6 @@ setup(
     "numpy>=2.0,<3",
     "optax>=0.2.5,<0.3",  # inner optimizer
     "orbax-checkpoint>=0.11.25,<0.13",
-    "pyzmq>=26,<28",  # queues between processes
     "rich>=13,<16",  # live terminal view
     "setproctitle>=1.3,<2",  # forked roles have their own names in `ps`
     "safetensors>=0.6,<0.9",  # weights in and out, as NumPy arrays

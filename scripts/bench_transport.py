@@ -1,14 +1,17 @@
 """How fast fragments travel on loopback, and how fast control is beside them.
 
 One process sends a fragment of 1, 32 and 256 MB to another, which answers when it has it whole;
-in turn over the in-process queues (a thread instead of a process, payloads by reference), ZeroMQ,
-ZeroMQ with CURVE, and a raw socket that copies the same bytes into memory that is there already.
-Reported are medians; `plain_vs_socket` is the median of the ratios of neighbouring transfers of 32
-MB. Then fragments of 32 MB keep the link busy, and meanwhile a control message goes there and back.
+in turn over the in-process queues (a thread instead of a process, payloads by reference), plain
+connections, connections with keys (one, two and four for a fragment), and a raw socket that copies
+the same bytes into memory that is there already. Reported are medians; `plain_vs_socket` is the
+median of the ratios of neighbouring transfers of 32 MB. Then fragments of 32 MB keep the link busy,
+and meanwhile a control message goes there and back: on loopback, and on a link of 10 Mbit/s (tc tbf
+in a network namespace of its own, which needs root; null without).
 
   python scripts/bench_transport.py [--rounds=12] [--quick]
 
-Last line: {"gbps": {way: {MB: n}} (GB/s), "plain_vs_socket", "control_rtt_ms_under_load"}.
+Last line: {"gbps": {way: {MB: n}} (GB/s), "plain_vs_socket", "secured_gbps" (one connection, 256
+MB), "control_rtt_ms_under_load", "control_rtt_ms_slow_link"}.
 """
 
 from __future__ import annotations
@@ -16,8 +19,11 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import socket
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -29,12 +35,18 @@ import numpy as np
 from ddiloco.config import NetworkConfig
 from ddiloco.network.endpoint import NetworkEndpoint, RunIdentity
 from ddiloco.network.keys import Keys, make_keys
-from ddiloco.network.transport import Hub
+from ddiloco.network.transport import Hub, learner_address
 from ddiloco.protocol.messages import Pull, Push, RequestMoments
 
 RUN = RunIdentity("bench", "plan", max_payload_bytes=1 << 30, queue_bytes=2 << 30)
 SHARD, LEARNER = "syncer-0", "learner-0"
 SECONDS = 60.0
+STREAMS = (1, 2, 4)  # connections for a fragment
+MBIT = 10  # of the slow link
+SLOW = f"""
+ip link set lo mtu 1500 && ip link set lo up &&
+tc qdisc add dev lo root tbf rate {MBIT}mbit burst 10kb latency 1s && exec "$0" "$@"
+"""
 
 
 def serve(endpoint, stop: Callable[[], bool]) -> None:
@@ -44,7 +56,7 @@ def serve(endpoint, stop: Callable[[], bool]) -> None:
     if arrived is not None:
       message = arrived[1]
       number = message.round if isinstance(message, Push) else message.fragments[0]
-      endpoint.send(LEARNER, Pull(0, 0, 0, 0, number, 0, 0))
+      endpoint.send(arrived.sender, Pull(0, 0, 0, 0, number, 0, 0))
 
 
 def serve_socket(listener: socket.socket, most_bytes: int) -> None:
@@ -60,29 +72,29 @@ def serve_socket(listener: socket.socket, most_bytes: int) -> None:
 
 def far_end(pipe, folder: str, most_bytes: int) -> None:
   """The other process: two shards, plain and with keys, and a raw socket."""
-  plain, curve = (
+  plain, secured = (
     NetworkEndpoint(SHARD, 0, RUN, NetworkConfig(), bind="tcp://127.0.0.1:0", keys=keys)
     for keys in (None, Keys.load(Path(folder), SHARD))
   )
   listener = socket.create_server(("127.0.0.1", 0))
-  pipe.send([plain.bound, curve.bound, listener.getsockname()[1]])
+  pipe.send([plain.bound, secured.bound, listener.getsockname()[1]])
   for target, *arguments in (
     (serve, plain, lambda: False),
-    (serve, curve, lambda: False),
+    (serve, secured, lambda: False),
     (serve_socket, listener, most_bytes),
   ):
     threading.Thread(target=target, args=arguments, daemon=True).start()
   pipe.recv()  # until the bench is over
 
 
-def over(endpoint) -> Callable[[np.ndarray], None]:
+def over(endpoint, learner: int = 0) -> Callable[[np.ndarray], None]:
   """Sends a payload over `endpoint` and waits until the shard says that it has it."""
   count = 0
 
   def transfer(payload: np.ndarray) -> None:
     nonlocal count
     count += 1
-    endpoint.send(SHARD, Push(0, 0, 0, count, 0, 1, 1, 0, 0, 0, "f32", payload))
+    endpoint.send(SHARD, Push(learner, 0, 0, count, 0, 1, 1, 0, 0, 0, "f32", payload))
     arrived = endpoint.receive(SECONDS)
     assert arrived is not None and arrived[1].round == count, "the fragment was lost"
 
@@ -98,8 +110,9 @@ def over_socket(connection: socket.socket) -> Callable[[np.ndarray], None]:
   return transfer
 
 
-def dial(url: str, keys: Keys | None) -> NetworkEndpoint:
-  endpoint = NetworkEndpoint(LEARNER, 0, RUN, NetworkConfig(), keys=keys)
+def dial(url: str, keys: Keys | None, streams: int = 2, learner: int = 0) -> NetworkEndpoint:
+  settings = NetworkConfig(streams=streams)
+  endpoint = NetworkEndpoint(learner_address(learner), 0, RUN, settings, keys=keys)
   endpoint.dial(SHARD, url)
   deadline = time.monotonic() + SECONDS
   while endpoint.links()[SHARD]["state"] != "up":
@@ -113,7 +126,7 @@ def control_under_load(endpoint: NetworkEndpoint, payload: np.ndarray, count: in
   answers, seconds, pushes = 0, [], 0
   for number in range(1_000_000, 1_000_000 + count):
     while pushes - answers < 2:
-      endpoint.send(SHARD, Push(0, 0, 0, pushes, 0, 1, 1, 0, 0, (), "f32", payload))
+      endpoint.send(SHARD, Push(0, 0, 0, pushes, 0, 1, 1, 0, 0, 0, "f32", payload))
       pushes += 1
     before = time.perf_counter()
     endpoint.send(SHARD, RequestMoments(0, 0, (number,)))
@@ -125,21 +138,55 @@ def control_under_load(endpoint: NetworkEndpoint, payload: np.ndarray, count: in
   return seconds
 
 
+def slow_link(count: int) -> float | None:
+  """Median milliseconds of a round trip of control on a slow link, beside fragments; None: not
+  without root."""
+  command = ["unshare", "--net", "sh", "-c", SLOW, sys.executable, __file__, f"--slow={count}"]
+  try:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=4 * SECONDS)
+  except OSError as error:
+    print(f"no slow link: {error}")
+    return None
+  if done.returncode:
+    print(f"no slow link: {done.stderr.strip()}")
+    return None
+  return json.loads(done.stdout.splitlines()[-1])
+
+
+def on_slow_link(count: int) -> None:
+  """What `slow_link` runs behind that link: prints milliseconds."""
+  shard = NetworkEndpoint(SHARD, 0, RUN, NetworkConfig(), bind="tcp://127.0.0.1:0")
+  threading.Thread(target=serve, args=(shard, lambda: False), daemon=True).start()
+  learner = dial(shard.bound, None)
+  seconds = control_under_load(learner, np.zeros(32 * 10**6, np.uint8), count)
+  print(f"{[round(1e3 * s, 1) for s in sorted(seconds)[:: max(1, len(seconds) // 10)]]}")
+  print(round(1e3 * statistics.median(seconds), 3))
+  sys.stdout.flush()
+  os._exit(0)
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   parser.add_argument("--rounds", type=int, default=12, help="transfers of each size and way")
   parser.add_argument("--quick", action="store_true", help="a smoke test: numbers mean nothing")
+  parser.add_argument("--slow", type=int, default=0, help=argparse.SUPPRESS)
   args = parser.parse_args()
+  if args.slow:
+    return on_slow_link(args.slow)
   sizes = [1, 32] if args.quick else [1, 32, 256]
-  rounds = 2 if args.quick else args.rounds
+  rounds, count = (2, 20) if args.quick else (args.rounds, 300)
   with tempfile.TemporaryDirectory() as folder:
-    make_keys(Path(folder), learners=1, shards=1)
+    make_keys(Path(folder), learners=1 + len(STREAMS), shards=1)
     context = multiprocessing.get_context("spawn")
     pipe, other = context.Pipe()
     child = context.Process(target=far_end, args=(other, folder, sizes[-1] * 10**6), daemon=True)
     child.start()
-    plain_url, curve_url, port = pipe.recv()
-    plain, curve = dial(plain_url, None), dial(curve_url, Keys.load(Path(folder), LEARNER))
+    plain_url, secured_url, port = pipe.recv()
+    plain = dial(plain_url, None, 1)
+    secured = {
+      streams: dial(secured_url, Keys.load(Path(folder), learner_address(m)), streams, m)
+      for m, streams in enumerate(STREAMS, 1)
+    }
     hub = Hub("bench", "plan")
     shard = hub.connect(SHARD)
     stop = threading.Event()
@@ -148,26 +195,25 @@ def main() -> None:
       "socket": over_socket(socket.create_connection(("127.0.0.1", port))),
       "in_process": over(hub.connect(LEARNER)),
       "plain": over(plain),
-      "curve": over(curve),
+      **{f"secured_{n}": over(each, m) for m, (n, each) in enumerate(secured.items(), 1)},
     }
     rates: dict[str, dict[int, list[float]]] = {way: {} for way in ways}
     for megabytes in sizes:
       payload = np.random.default_rng(0).integers(0, 256, megabytes * 10**6, np.uint8)
-      for count in range(rounds + 1):
+      for turn in range(rounds + 1):
         for way, transfer in ways.items():
           before = time.perf_counter()
           transfer(payload)
           rate = payload.nbytes / (time.perf_counter() - before) / 1e9
-          if count:  # the first one warms up
+          if turn:  # the first one warms up
             rates[way].setdefault(megabytes, []).append(rate)
       shown = {way: f"{statistics.median(rates[way][megabytes]):.2f}" for way in ways}
       print(f"{megabytes:4d} MB, GB/s: {shown}", flush=True)
     ratios = [p / s for p, s in zip(rates["plain"][32], rates["socket"][32])]
-    payload = np.zeros(32 * 10**6, np.uint8)
-    seconds = control_under_load(plain, payload, 20 if args.quick else 300)
+    seconds = control_under_load(plain, np.zeros(32 * 10**6, np.uint8), count)
     stop.set()
-    plain.close(0)
-    curve.close(0)
+    for endpoint in (plain, *secured.values()):
+      endpoint.close(0)
     pipe.send("over")
     child.join(10)
   medians = {
@@ -176,15 +222,14 @@ def main() -> None:
   }
   tenths = [round(1e3 * s, 2) for s in sorted(seconds)[:: len(seconds) // 10]]
   print(f"control under load, tenths: {tenths} ms")
-  print(
-    json.dumps(
-      {
-        "gbps": medians,
-        "plain_vs_socket": round(statistics.median(ratios), 3),
-        "control_rtt_ms_under_load": round(1e3 * statistics.median(seconds), 3),
-      }
-    )
-  )
+  result = {
+    "gbps": medians,
+    "plain_vs_socket": round(statistics.median(ratios), 3),
+    "secured_gbps": medians["secured_1"][str(sizes[-1])],
+    "control_rtt_ms_under_load": round(1e3 * statistics.median(seconds), 3),
+    "control_rtt_ms_slow_link": slow_link(count),
+  }
+  print(json.dumps(result))
 
 
 if __name__ == "__main__":

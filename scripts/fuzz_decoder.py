@@ -2,9 +2,9 @@
 
 Five targets, chosen by the first byte of an input: a protocol message as it is on the wire; the
 same with a right envelope, so that every input reaches the fields; a frame of the transport; a
-fragment in a wire codec; a series of chunks into `network.transfers.Incoming`. The rule for all:
-nothing but `MalformedMessage` and `CodecError` comes out, what decodes encodes back to the same,
-memory stays bounded, chunks make whole messages, once and in order. It starts from real frames.
+fragment in a wire codec; parts of payloads into `network.peers.Incoming`. The rule for all: nothing
+but `MalformedMessage` and `CodecError` comes out, what decodes encodes back to the same, memory
+stays bounded, parts make whole messages, once and in order. It starts from real frames.
 
   pip install -e .[fuzz]
   python scripts/fuzz_decoder.py [--runs=1000000] [--seed=N]
@@ -44,13 +44,14 @@ from msgspec import msgpack
 # What is fuzzed is imported so that atheris sees which way every input goes.
 with atheris.instrument_imports(include=["ddiloco"]) if atheris else contextlib.nullcontext():
   from ddiloco.core import codec
-  from ddiloco.network import frames, handshake, transfers, transport
-  from ddiloco.protocol import messages, wire
+  from ddiloco.network import frames, handshake, io_thread, peers, transport
+  from ddiloco.protocol import messages
+  from ddiloco.protocol import wire as wire_format
 
 RUN, PLAN = "run", "0123456789abcdef"
 MAX_INPUT_BYTES = 320
 MAX_MEMORY_MB = 1024
-CHUNK_BYTES, LARGEST_BYTES, QUEUE_BYTES = 16, 64, 128
+STREAMS, LARGEST_BYTES, QUEUE_BYTES = 3, 64, 128
 EXIT_MALFORMED, EXIT_USAGE = 1, 2
 PROGRESS_SECONDS = 10.0
 NETWORK_RUN = handshake.RunIdentity(RUN, PLAN, LARGEST_BYTES, QUEUE_BYTES)
@@ -61,7 +62,7 @@ NETWORK_RUN = handshake.RunIdentity(RUN, PLAN, LARGEST_BYTES, QUEUE_BYTES)
 def message(data: bytes) -> bool:
   """[with or without payload, with a right seal or as it is; header...]"""
   first = data[0] if data else 0
-  header = wire.seal(data[1:]) if first % 2 else data[1:]
+  header = wire_format.seal(data[1:]) if first % 2 else data[1:]
   return _message(header, b"payload" if first > 127 else None)
 
 
@@ -72,13 +73,13 @@ def fields(data: bytes) -> bool:
   bulk = kind in messages.BULK
   count = len(kind.__dataclass_fields__) - bulk
   start = msgpack.encode((kind.__name__, [None] * count))[:-count]  # a byte for each None
-  header = wire.seal(wire.envelope(RUN, PLAN) + start + data[1:])
+  header = wire_format.seal(wire_format.envelope(RUN, PLAN) + start + data[1:])
   return _message(header, b"payload" if bulk else None)
 
 
 def _message(header: bytes, payload: bytes | None) -> bool:
-  decoded = wire.decode(header, payload, RUN, PLAN)
-  again = wire.decode(*wire.encode(decoded, RUN, PLAN), RUN, PLAN)
+  decoded = wire_format.decode(header, payload, RUN, PLAN)
+  again = wire_format.decode(*wire_format.encode(decoded, RUN, PLAN), RUN, PLAN)
   assert again == decoded, f"{decoded} became {again}"
   if payload is not None:  # what is asked before its bytes are let in
     sender = transport.claimed_sender(decoded)
@@ -89,7 +90,7 @@ def _message(header: bytes, payload: bytes | None) -> bool:
 def frame(data: bytes) -> bool:
   """[frame...]"""
   decoded = frames.decode(data)
-  again = frames.decode(frames.encode(decoded))
+  again = frames.decode(frames.encode(decoded)[frames.PREFIX.size :])
   assert again == decoded, f"{decoded} became {again}"
   return True
 
@@ -120,62 +121,80 @@ def fragment(data: bytes) -> bool:
   return True
 
 
-MOST_STEPS = 32
+MOST_STEPS = 48
 
 
-def chunks(data: bytes) -> bool:
-  """Six bytes for each of up to 32 steps: [what, transfer, offset, total, length, header]."""
-  incoming = transfers.Incoming(CHUNK_BYTES, 0, LARGEST_BYTES, QUEUE_BYTES, _check)
-  untaken: list[tuple[int, int]] = []  # bytes of payload and header
-  last, accepted = -1, False
-  for at in range(0, min(len(data), 6 * MOST_STEPS) - 5, 6):
-    what, ahead, *shape = data[at : at + 6]
-    if what < 192:
-      far = what >= 160
-      _accept(incoming, ahead << what % 54 if far else incoming.expected + ahead - 8, *shape)
-    elif what < 224:
-      incoming.skip_to(incoming.expected + ahead % 8)
-    elif untaken:
-      incoming.taken(*untaken.pop())
-    for header, payload in incoming.deliver():
-      number = int(header)
-      assert number > last, f"transfer {number} came after {last}"
-      assert bytes(payload) == _content(number, 0, len(payload)), "not what was sent"
-      last, accepted = number, True
-      untaken.append((len(payload), len(header)))
-    _bounded(incoming, sum(size for size, _ in untaken))
-  return accepted
+def parts(data: bytes) -> bool:
+  """Four bytes for each of up to 48 steps: [what, how many numbers ahead, total, header]. As over
+  real connections, the numbers of a stream only grow; some parts are lost on the way."""
+  incoming = peers.Incoming(STREAMS, NETWORK_RUN, peers.BufferPool(), _check)
+  wire, taken_from = _Wire(), []  # bytes of header and payload that are not taken
+  newest, at, last = [-1] * STREAMS, [None] * STREAMS, -1
+  for place in range(0, min(len(data), 4 * MOST_STEPS) - 3, 4):
+    what, ahead, total, header = data[place : place + 4]
+    stream = what % STREAMS
+    if what >= 224 and taken_from:
+      incoming.taken(taken_from.pop())
+    elif what >= 192:
+      at[stream] = None  # its connection has broken
+    elif at[stream] is None:
+      number = newest[stream] + 1 + ahead % 4 * (ahead > 127)
+      at[stream] = _offer(incoming, stream, number, total, header, what, wire)
+      newest[stream] = max(newest[stream], number if wire.heard else newest[stream])
+    else:
+      message = incoming.arrived(stream, at[stream])
+      at[stream] = None
+      if message is not None:
+        number = int(message[0])
+        assert number > last, f"message {number} came after {last}"
+        assert bytes(message[1]) == _content(number, len(message[1])), "not what was sent"
+        last = number
+        taken_from.append(len(message[0]) + len(message[1]))
+    held = sum(each.size for each in incoming._assemblies.values())
+    assert incoming.bytes == held + sum(taken_from), "miscounted"
+    assert incoming.bytes <= QUEUE_BYTES + LARGEST_BYTES + 4, "more than agreed"
+  return last >= 0
 
 
-def _accept(incoming, number: int, offset: int, total: int, length: int, header: int) -> None:
-  number, total = max(0, number), total % (LARGEST_BYTES + 16)
-  offset = offset % 8 * CHUNK_BYTES + (offset % 32 == 31)
-  size = max(0, min(CHUNK_BYTES, total - offset)) if length < 224 else length % 32
+class _Wire:
+  """Stands for a connection that waits for room."""
+
+  heard = False  # the frame that was offered has been read
+
+  def wake(self) -> None:
+    return None
+
+
+def _offer(
+  incoming, stream: int, number: int, total: int, header: int, what: int, wire: _Wire
+) -> int | None:
+  """A stream's part of a message begins to arrive; its number if it is let in, and filled here."""
+  total = number * 7 % (LARGEST_BYTES + 16) if total < 192 else total  # mostly all streams agree
   name = b"?" if header % 16 == 15 else b"%d" % number
-  chunk = frames.Chunk(b"12345678", number, offset, total, name)
-  with contextlib.suppress(wire.MalformedMessage):  # what follows it must still arrive
-    incoming.accept(chunk, memoryview(_content(number, offset, size)))
+  place = frames.part(stream, STREAMS, total)
+  size = place.stop - place.start + (what % 32 == 31)
+  wire.heard = True
+  try:
+    memory = incoming.room(stream, frames.Bulk(number, total, name), size, wire)
+  except (wire_format.MalformedMessage, io_thread.Forget):  # what follows must still arrive
+    return None
+  wire.heard = memory is not None
+  if memory is None:
+    return None
+  memory[:] = _content(number, total)[place]
+  return number
 
 
 def _check(header: bytes) -> None:
   if header == b"?":
-    raise wire.MalformedMessage("not from here")
+    raise wire_format.MalformedMessage("not from here")
 
 
-def _bounded(incoming, untaken_bytes: int) -> None:
-  held = sum(len(each.payload) for each in incoming._assemblies.values())
-  held += sum(len(done[1]) for done in incoming._complete.values() if done)
-  assert incoming.bytes == held + untaken_bytes, "miscounted"
-  assert incoming.bytes <= QUEUE_BYTES + LARGEST_BYTES, "more than agreed"
-  numbers = [*incoming._assemblies, *incoming._complete]
-  assert all(n - incoming.expected < transfers.MAX_AHEAD for n in numbers), "no bound"
+def _content(number: int, size: int) -> bytes:
+  return bytes((number + place) % 256 for place in range(size))
 
 
-def _content(number: int, offset: int, size: int) -> bytes:
-  return bytes((number + place) % 256 for place in range(offset, offset + size))
-
-
-TARGETS: tuple[Callable[[bytes], bool], ...] = (message, fields, frame, fragment, chunks)
+TARGETS: tuple[Callable[[bytes], bool], ...] = (message, fields, frame, fragment, parts)
 
 # --- real frames to start from --------------------------------------------------------------------
 
@@ -201,23 +220,27 @@ def seeds() -> list[bytes]:
   """Inputs as the network carries them, at least one of every kind."""
   inputs = []
   for number, kind in enumerate(messages.KINDS.values()):
-    header = wire.encode(example(kind), RUN, PLAN)[0]
-    body = header[: -wire.SEAL_BYTES]
+    header = wire_format.encode(example(kind), RUN, PLAN)[0]
+    body = header[: -wire_format.SEAL_BYTES]
     _, values = msgpack.decode(body)[-1]
     packed = b"".join(map(msgpack.encode, values))
     inputs.append((message, (b"\xfe" if kind in messages.BULK else b"\0") + header))
     inputs.append((message, (b"\xff" if kind in messages.BULK else b"\1") + body))
     inputs.append((fields, bytes([number]) + packed))
-    inputs.append((frame, frames.encode(frames.Control(header))))
-    inputs.append((frame, frames.encode(frames.Chunk(b"12345678", 7, 4096, 9000, header))))
-  inputs += [(frame, frames.encode(example(kind))) for kind in typing.get_args(frames.Frame)]
+    inputs.append((frame, _framed(frames.Control(header))))
+    inputs.append((frame, _framed(frames.Bulk(7, 9000, header))))
+  inputs += [(frame, _framed(example(kind))) for kind in typing.get_args(frames.Frame)]
   values = np.random.default_rng(0).standard_normal(300).astype(np.float32)
   for number, name in enumerate(codec.CODECS):
     inputs.append((fragment, bytes([number, 1]) + codec.encode(values, name).tobytes()))
-  whole = [bytes([0, 8, at, 50, 0, 0]) for at in range(4)]
-  inputs.append((chunks, b"".join([*whole, *whole[::-1], bytes([255] * 6)])))
-  inputs.append((chunks, b"".join(bytes([0, 8 + n, 0, 16, 0, 0]) for n in (2, 1, 3, 0))))
+  inputs.append((parts, bytes([0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0] * 6)))
+  inputs.append((parts, bytes([0, 0, 0, 0] * 4 + [1, 0, 0, 0, 2, 0, 0, 0] * 5 + [255] * 4)))
   return [bytes([TARGETS.index(target)]) + data for target, data in inputs]
+
+
+def _framed(each: frames.Frame) -> bytes:
+  """A frame without its prefix."""
+  return frames.encode(each)[frames.PREFIX.size :]
 
 
 # --- the run --------------------------------------------------------------------------------------
@@ -229,7 +252,7 @@ def try_one(data: bytes) -> bool:
     return False
   try:
     return TARGETS[data[0] % len(TARGETS)](data[1:])
-  except (wire.MalformedMessage, codec.CodecError) as error:
+  except (wire_format.MalformedMessage, codec.CodecError) as error:
     assert len(str(error)) < 1000, "an error repeats what it was sent"
     return False
 

@@ -71,7 +71,7 @@ ALLOWED = {
 }
 IMPURE_MODULES = {
   "asyncio", "io", "logging", "multiprocessing", "os", "pathlib", "queue", "random", "shutil",
-  "socket", "subprocess", "tempfile", "threading", "time", "absl", "grain", "orbax", "rich", "zmq",
+  "socket", "subprocess", "tempfile", "threading", "time", "absl", "grain", "orbax", "rich", "ssl",
 }  # fmt: skip
 IMPURE_CALLS = {"open", "print", "input"}
 # Class names that stand in several files, and why that is the same idea each time.

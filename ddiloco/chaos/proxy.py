@@ -321,7 +321,6 @@ class Connection:
 
 
 CALL_SECONDS = 30.0  # for the link's thread to do what it is asked
-_ATTEMPTS = 100  # to find a free row of ports
 
 
 class PassedBytes(NamedTuple):
@@ -332,17 +331,16 @@ class PassedBytes(NamedTuple):
 
 
 class Link:
-  """A link from local ports to `target`'s ports, of which there are `ports` in a row.
+  """A link from a local port to `target`.
 
   Args:
-    target: (host, first port) where the link leads.
+    target: (host, port) where the link leads.
     delay_seconds: one way.
     bits_per_second: of payload, per direction, for all connections together; 0: unlimited.
-    ports: how many consecutive ports are carried over (ours: control and bulk).
-    listen: (host, first port) of this end; port 0 takes a free row.
+    listen: (host, port) of this end; port 0 takes a free one.
 
   Raises:
-    OSError: the ports to listen on are taken.
+    OSError: the port to listen on is taken.
   """
 
   def __init__(
@@ -350,13 +348,11 @@ class Link:
     target: tuple[str, int],
     delay_seconds: float = 0.0,
     bits_per_second: float = 0.0,
-    ports: int = 2,
     listen: tuple[str, int] = ("127.0.0.1", 0),
   ):
-    host = socket.gethostbyname(target[0])
-    self._targets = [(host, target[1] + i) for i in range(ports)]
-    self._listeners = _listen(listen, ports)
-    self.host, self.port = self._listeners[0].getsockname()
+    self._target = socket.gethostbyname(target[0]), target[1]
+    self._listener = _listen(listen)
+    self.host, self.port = self._listener.getsockname()
     self._loop = asyncio.new_event_loop()
     rate_and_delay = bits_per_second, delay_seconds
     self._lanes = ShapedLink(self._loop, *rate_and_delay), ShapedLink(self._loop, *rate_and_delay)
@@ -365,8 +361,7 @@ class Link:
 
   def start(self) -> Link:
     """Opens the link; returns itself."""
-    for listener, target in zip(self._listeners, self._targets):
-      self._loop.add_reader(listener, self._accept, listener, target)
+    self._loop.add_reader(self._listener, self._accept)
     self._thread.start()
     return self
 
@@ -414,15 +409,15 @@ class Link:
     """What has passed so far."""
     return PassedBytes(*(lane.carried_bytes for lane in self._lanes))
 
-  def _accept(self, listener: socket.socket, target: tuple[str, int]) -> None:
+  def _accept(self) -> None:
     try:
-      near, _ = listener.accept()
+      near, _ = self._listener.accept()
     except (BlockingIOError, ConnectionAbortedError):
       return  # given up before we came to it
     near.setblocking(False)
     near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     self._connections.add(
-      Connection(self._loop, self._lanes, near, target, self._connections.discard)
+      Connection(self._loop, self._lanes, near, self._target, self._connections.discard)
     )
 
   def _cut(self) -> None:
@@ -437,9 +432,8 @@ class Link:
       lane.heal()
 
   def _close(self) -> None:
-    for listener in self._listeners:
-      self._loop.remove_reader(listener)
-      listener.close()
+    self._loop.remove_reader(self._listener)
+    self._listener.close()
     for connection in list(self._connections):
       connection.close(reset=True)
     self._cut()
@@ -459,26 +453,17 @@ class Link:
     done.result(CALL_SECONDS)
 
 
-def _listen(address: tuple[str, int], ports: int) -> list[socket.socket]:
-  """Listening sockets on consecutive ports; port 0: on any free row of them."""
-  host, first = address
-  for attempt in itertools.count(1):
-    opened: list[socket.socket] = []
-    try:
-      for i in range(ports):
-        port = opened[0].getsockname()[1] + i if opened else first
-        opened.append(new_socket())
-        opened[-1].setblocking(False)
-        opened[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        opened[-1].bind((host, port))
-        opened[-1].listen(128)
-      return opened
-    except (OSError, OverflowError):  # overflow: the row would go past port 65535
-      for each in opened:
-        each.close()
-      if first or attempt == _ATTEMPTS:
-        raise
-  raise AssertionError("unreachable")
+def _listen(address: tuple[str, int]) -> socket.socket:
+  listener = new_socket()
+  try:
+    listener.setblocking(False)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(address)
+    listener.listen(128)
+  except BaseException:
+    listener.close()
+    raise
+  return listener
 
 
 def _address(text: str) -> tuple[str, int]:
@@ -491,9 +476,9 @@ def _address(text: str) -> tuple[str, int]:
 def main() -> None:
   parser = argparse.ArgumentParser(
     prog="python -m ddiloco.chaos.proxy",
-    description="Carries two consecutive TCP ports over a link of a set delay and rate.",
+    description="Carries a TCP port over a link of a set delay and rate.",
   )
-  parser.add_argument("--listen", type=_address, required=True, help="HOST:PORT; 0: any free pair")
+  parser.add_argument("--listen", type=_address, required=True, help="HOST:PORT; 0: any free port")
   parser.add_argument("--to", type=_address, required=True, help="HOST:PORT")
   parser.add_argument("--delay_ms", type=float, default=0.0, help="one way")
   parser.add_argument("--mbit", type=float, default=0.0, help="Mbit/s each way; 0: unlimited")

@@ -15,7 +15,7 @@ from ddiloco.engines.role_spec import RoleSpec, end_with_parent
 
 
 def keys(arguments: list[str]) -> int:
-  """Makes CURVE keys for every role, needed where a run leaves this machine.
+  """Makes keys for every role, needed where a run leaves this machine.
 
   Prints what to copy where. With higher numbers it adds keys; it never replaces one.
   """
@@ -66,7 +66,7 @@ def syncer(arguments: list[str]) -> int:
   flags.DEFINE_string(
     "bind",
     None,
-    "Where it listens, tcp://HOST:PORT. Fragments use the port after it: keep both open.",
+    "Where it listens, tcp://HOST:PORT.",
     flag_values=values,
   )
   if not parse(values, arguments, syncer.__doc__):

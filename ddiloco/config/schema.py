@@ -365,34 +365,19 @@ class SyncConfig:
 class NetworkConfig:
   """How messages travel between processes. Every timeout grows with what is measured."""
 
-  streams: int = 2  # TCP connections per learner and shard that fragments are spread over
-  chunk_bytes: int = 1 << 20  # fragments travel in pieces of this size
-  window_bytes: int = 64 << 20  # under way to one peer; at least bandwidth x round trip
+  streams: int = 1  # TCP connections per learner and shard that every fragment is spread over
   queue_bytes: int = 0  # of fragments waiting for or from one peer; 0: three models in f32
   hello_seconds: float = 0.5  # between two attempts to reach a peer, doubling to 16 times this
-  patience_seconds: float = 2.0  # least wait until an unanswered chunk is sent again
+  patience_seconds: float = 2.0  # least wait until a shard's buddy is taken to be away
   silence_seconds: float = 30.0  # what waits for a peer that is silent for so long is dropped
   give_up_seconds: float = 600.0  # a learner that reaches no shard for so long ends, with an error
   drain_seconds: float = 25.0  # a role that is told to end takes at most this long to lose nothing
 
   def __post_init__(self):
-    positive("network", self, "streams", "chunk_bytes", "window_bytes", "hello_seconds")
-    positive("network", self, "patience_seconds", "silence_seconds", "give_up_seconds")
+    positive("network", self, "streams", "hello_seconds", "patience_seconds")
+    positive("network", self, "silence_seconds", "give_up_seconds")
     not_negative("network", self, "queue_bytes", "drain_seconds")
-    require(
-      4096 <= self.chunk_bytes <= 1 << 30,
-      "network.chunk_bytes",
-      self.chunk_bytes,
-      "must lie between 4 KiB and 1 GiB",
-      f"use {1 << 20}",
-    )
-    require(
-      self.window_bytes >= self.chunk_bytes,
-      "network.window_bytes",
-      self.window_bytes,
-      f"must hold at least one chunk (network.chunk_bytes = {self.chunk_bytes})",
-      f"use {16 * self.chunk_bytes}",
-    )
+    require(self.streams <= 64, "network.streams", self.streams, "must be at most 64", "use 8")
 
 
 # --- How long a run is and what it leaves

@@ -214,8 +214,8 @@ class RoleRunner:
       endpoint = self.connect()
     except OSError as error:
       raise Ended(
-        f"cannot listen at {self.place.bind} or the port after it ({error})."
-        " Fix: end who has them, or choose another --bind (and --syncers everywhere)."
+        f"cannot listen at {self.place.bind} ({error})."
+        " Fix: end who has it, or choose another --bind (and --syncers everywhere)."
       ) from error
     count = len(self.place.syncers)
     buddy = (shard + 1) % count

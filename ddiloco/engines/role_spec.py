@@ -71,7 +71,7 @@ def end_with_parent() -> None:
 
 
 def free_urls(count: int, host: str = "127.0.0.1") -> list[str]:
-  """Urls of this machine for so many shards, each with its port and the next one free.
+  """Urls of this machine for so many shards, each with a port that is free now.
 
   Raises:
     OSError: there are not so many.
@@ -80,12 +80,10 @@ def free_urls(count: int, host: str = "127.0.0.1") -> list[str]:
   held: list[socket.socket] = []
   urls: list[str] = []
   try:
-    for port in random.SystemRandom().sample(PORTS[::2], len(PORTS[::2])):
-      pair = [socket.socket(family), socket.socket(family)]
-      held += pair
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+      held.append(socket.socket(family))
       try:
-        for each, number in zip(pair, (port, port + 1)):
-          each.bind((host, number))
+        held[-1].bind((host, port))
       except OSError:
         continue  # somebody is there
       urls.append(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
@@ -94,7 +92,7 @@ def free_urls(count: int, host: str = "127.0.0.1") -> list[str]:
   finally:
     for each in held:
       each.close()
-  raise OSError(f"found no {count} pairs of free ports between {PORTS[0]} and {PORTS[-1]}")
+  raise OSError(f"found no {count} free ports between {PORTS[0]} and {PORTS[-1]}")
 
 
 # --- The number of a role's life: its host's clock, and greater than those of its lives before

@@ -18,7 +18,7 @@ from ddiloco.core.fragments import gather, owned_by
 from ddiloco.engines.role_process import FINISHED, LOST, Ended, RoleRunner
 from ddiloco.engines.role_spec import RoleSpec, check_spec
 from ddiloco.network.handshake import incarnation_at
-from ddiloco.network.keys import Sealer
+from ddiloco.network.seals import Sealer
 from ddiloco.network.transport import syncer_address
 from ddiloco.observe.eventlog import newest_event
 from ddiloco.protocol import events

@@ -1,1 +1,1 @@
-"""How two roles talk: queues in one process, ZeroMQ between processes, and who may speak."""
+"""How two roles talk: queues in one process, TCP and TLS between processes, and who may speak."""

@@ -1,13 +1,15 @@
 """What endpoints of the network transport say to each other, under the protocol's messages.
 
-One msgpack list per frame: [kind, [fields...]]; a chunk of a fragment is followed by its raw bytes
-in a part of its own. `decode` accepts only exactly well-formed frames and raises `MalformedMessage`
-on everything else, like `protocol.wire.decode`.
+On a connection, frame follows frame: `PREFIX` says how long this one is and how many raw bytes of a
+payload come after it; the frame itself is one msgpack list [kind, [fields...]]. `decode` accepts
+only exactly well-formed frames and raises `MalformedMessage` on everything else, like
+`protocol.wire.decode`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import struct
 import typing
 from typing import Annotated
 
@@ -16,42 +18,41 @@ from msgspec import Meta
 from ddiloco.protocol.messages import Count, Text
 from ddiloco.protocol.wire import MAX_HEADER_BYTES, MalformedMessage, Schema
 
+PREFIX = struct.Struct(">IQ")
 MAX_FRAME_BYTES = MAX_HEADER_BYTES + 4096
 SESSION_BYTES = 8
 Session = Annotated[bytes, Meta(max_length=SESSION_BYTES)]
 Header = Annotated[bytes, Meta(max_length=MAX_HEADER_BYTES)]
-Chunks = Annotated[tuple[tuple[Count, Count], ...], Meta(max_length=1 << 15)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Greeting:
-  """I am `address`. Sent until answered; the answer is a greeting too and names my session."""
+  """I am `address`: the first frame of a connection for control; the answer is a greeting too."""
 
   run_id: Text
   plan_id: Text
   address: Text
   incarnation: Count
-  session: Session  # random, of this endpoint: nobody else can speak in it
-  answers: Session  # the session this answers, b"": nobody's
-  oldest: Count  # transfer that I may still send chunks of; all before it are over
-  chunk_bytes: Count  # the smaller one of both ends counts
-  streams: Count  # connections for chunks
+  session: Session  # random, of this endpoint
+  streams: Count  # connections for fragments that whoever dials makes
+
+
+@dataclasses.dataclass(frozen=True)
+class Attach:
+  """I belong to a session: the first frame of a connection for fragments."""
+
+  session: Session  # of who dials
+  stream: Count  # which of its connections
 
 
 @dataclasses.dataclass(frozen=True)
 class GreetingRefused:
   """You may not speak here, and why."""
 
-  session: Session  # yours
   fenced: bool  # for good: a newer incarnation has your address
   reason: Text
   after: Count = 0  # the least incarnation that may have it once the newer one is dead; 0: none
   silent_seconds: Count = 0  # since the newer one was heard
-
-
-@dataclasses.dataclass(frozen=True)
-class Unknown:
-  """I do not know you (any more): greet me again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,20 +69,6 @@ class Dropped:
 
 
 @dataclasses.dataclass(frozen=True)
-class Acknowledged:
-  """These chunks have arrived: transfer and offset of each."""
-
-  chunks: Chunks
-
-
-@dataclasses.dataclass(frozen=True)
-class Wanted:
-  """These chunks had no room here, and have now; pairs as in `Acknowledged`."""
-
-  chunks: Chunks
-
-
-@dataclasses.dataclass(frozen=True)
 class Control:
   """A message of the protocol without payload: its header."""
 
@@ -89,29 +76,26 @@ class Control:
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunk:
-  """A part of a message with payload; its bytes follow. Every chunk can be the first to arrive."""
+class Bulk:
+  """A message with payload. Every stream carries its part of the payload after such a frame."""
 
-  session: Session  # the sender's
-  transfer: Count  # counts the sender's messages with payload to this peer
-  offset: Count
+  number: Count  # counts the sender's messages with payload to this peer
   total: Count  # bytes of the whole payload
   header: Header
 
 
-Frame = (
-  Greeting | GreetingRefused | Unknown | Beat | Dropped | Acknowledged | Wanted | Control | Chunk
-)
+Frame = Greeting | Attach | GreetingRefused | Beat | Dropped | Control | Bulk
 _SCHEMA = Schema(typing.get_args(Frame))
 
 
-def encode(frame: Frame) -> bytes:
-  """The bytes of a frame."""
-  return _SCHEMA.encode(frame)
+def encode(frame: Frame, payload_bytes: int = 0) -> bytes:
+  """A frame as it is sent, before so many bytes of payload."""
+  data = _SCHEMA.encode(frame)
+  return PREFIX.pack(len(data), payload_bytes) + data
 
 
 def decode(data: bytes) -> Frame:
-  """The frame in `data`.
+  """The frame in `data`, which is what came after the prefix.
 
   Raises:
     MalformedMessage: it is none.
@@ -120,3 +104,9 @@ def decode(data: bytes) -> Frame:
     raise MalformedMessage(f"frame of {len(data)} bytes exceeds {MAX_FRAME_BYTES}")
   kind, values = _SCHEMA.decode(data)
   return kind(*values)
+
+
+def part(stream: int, streams: int, total: int) -> slice:
+  """The bytes of a payload that this one of so many streams carries."""
+  size = -(-total // streams)
+  return slice(min(total, stream * size), min(total, (stream + 1) * size))

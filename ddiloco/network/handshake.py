@@ -6,12 +6,11 @@ import dataclasses
 import time
 from typing import Protocol
 
-from ddiloco.network.frames import SESSION_BYTES, Greeting, GreetingRefused, encode
+from ddiloco.network.frames import SESSION_BYTES, Greeting, GreetingRefused
 from ddiloco.network.transport import open_frame
 
 FUTURE_SECONDS = 86_400  # clocks are wrong by hours; further ahead none is let in, on either side
 MAX_STREAMS = 64
-CHUNK_BYTES = (4096, 1 << 30)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,21 +40,6 @@ def seconds_since_2020() -> int:
   return incarnation_at(time.time())
 
 
-def control_route(session: bytes) -> bytes:
-  """The routing id of a session's control connection."""
-  return b"c" + session
-
-
-def stream_route(session: bytes, stream: int) -> bytes:
-  """The routing id of a session's connection number `stream` for fragments."""
-  return b"s" + session + b"%d" % stream
-
-
-def session_of(route: bytes) -> bytes:
-  """Whose connection it is."""
-  return route[1 : 1 + SESSION_BYTES]
-
-
 def ahead(incarnation: int) -> str:
   """Why an incarnation is not let in by this host's clock, "" if it is."""
   seconds = incarnation - seconds_since_2020()
@@ -79,9 +63,11 @@ def objection(
     known: session and incarnation that have its address already.
   """
   address, number = greeting.address, greeting.incarnation
-  low, high = CHUNK_BYTES
-  if not 1 <= greeting.streams <= MAX_STREAMS or not low <= greeting.chunk_bytes <= high:
-    return f"{greeting.streams} streams of {greeting.chunk_bytes} bytes are out of range", False
+  if not 1 <= greeting.streams <= MAX_STREAMS or len(greeting.session) != SESSION_BYTES:
+    return (
+      f"{greeting.streams} streams (1 to {MAX_STREAMS}), or its session, are out of range",
+      False,
+    )
   if owner is not None and owner != address:
     return f"this key belongs to {owner}, not to {address}", False
   if greeting.run_id != run.run_id:
@@ -106,12 +92,12 @@ def doubt(incarnation: int, known: int) -> str:
   return ahead(incarnation)
 
 
-def refusal(session: bytes, reason: str, newer: Newer | None) -> bytes:
-  """The frame that answers a greeting that is not accepted; `newer` has its address, or None."""
+def refusal(reason: str, newer: Newer | None) -> GreetingRefused:
+  """What answers a greeting that is not accepted; `newer` has its address, or None."""
   if not newer:
-    return encode(GreetingRefused(session, False, reason))
+    return GreetingRefused(False, reason)
   silent_seconds = int(time.monotonic() - newer.heard_at)
-  return encode(GreetingRefused(session, True, reason, newer.incarnation + 1, silent_seconds))
+  return GreetingRefused(True, reason, newer.incarnation + 1, silent_seconds)
 
 
 def check_header(run: RunIdentity, sender: str, incarnation: int, header: bytes) -> None:

@@ -1,406 +1,377 @@
-"""The thread behind a network endpoint: it alone touches the sockets.
+"""Threads that own TCP connections, and whole frames over one of them.
 
-Each turn: control first, then a few chunks, then whatever can be sent. A peer is known by its
-greeting, which says its run, address, incarnation and session; who dialed us is at the `Door`. What
-is refused is counted and changes nothing, and who sent it hears of it.
+A connection belongs to one thread, which alone touches its socket; others ask for something by
+`IoThread.call`. The kernel keeps order and holds back a sender that is too fast; OpenSSL encrypts.
+Both work while Python's lock is free for others.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import functools
-import secrets
-import socket as wakeups
+import selectors
+import socket
+import ssl
 import threading
 import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
-import zmq
-from zmq.utils.monitor import recv_monitor_message
-
-from ddiloco.checks import ConfigError
-from ddiloco.config import NetworkConfig
 from ddiloco.network import frames
-from ddiloco.network.admission import Admission
-from ddiloco.network.frames import SESSION_BYTES, Greeting
-from ddiloco.network.handshake import RunIdentity, doubt
-from ddiloco.network.keys import Keys
-from ddiloco.network.peers import Dialed, Peer
-from ddiloco.network.sockets import Sockets, receive
-from ddiloco.network.transport import Counters, Inbox
+from ddiloco.network.pacing import Pacer
 from ddiloco.protocol.wire import MalformedMessage
 
-BEAT_SECONDS = 1.0
-POLL_SECONDS = 0.2
-STOOD_STILL_SECONDS = 1.0  # a turn that took so long did not: the process was stopped
-KEYS_SECONDS = 5.0  # between two looks whether a shard has another key now
-BUSY_POLL_SECONDS = 0.02  # while something waits for a connection
-FRAMES_A_TURN = 256  # of control; then fragments may come in
-MAX_QUEUED = 1024  # messages with payload that are not wholly acknowledged by a peer
-CHUNKS_A_TURN = 8  # of one socket; control may come in between
+TURN_SECONDS = 0.2  # between two looks at the clock, when nothing happens
+READS_A_TURN = 512  # of one connection; then it is somebody else's turn,
+BYTES_A_TURN = 1 << 20  # and at most about so many bytes each way
+CALL_BYTES = 1 << 18  # in one call: while it encrypts these, nobody waits for Python's lock
+UNSENT_BYTES = 1 << 19  # in the kernel and not under way yet: what waits longer waits here
+STRANGER_FRAME_BYTES = 1 << 16  # nobody's frames are longer until it is known whose they are
+SCRATCH = memoryview(bytearray(1 << 16))  # what nobody wants is read into this
+NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+class Forget(Exception):
+  """A payload that nobody wants any more: it is read, and that is all."""
+
+
+class Parcel(NamedTuple):
+  """What is to go out: a frame, and the payload after it."""
+
+  frame: bytes
+  payload: memoryview | None = None
+
+
+class FrameSocket:
+  """A connection that takes and gives whole frames, and never blocks.
+
+  Its owner is asked, in the connection's thread: `next(wire)` for what is to go out (a parcel or
+  None), `sent(wire)` when the kernel has all of that, `room(wire, bulk, size)` for memory where so
+  many bytes of payload go (None: not now, until `wake`; `MalformedMessage` or `Forget`: they are
+  read and forgotten), `arrived(wire, frame)` with a frame whose payload is there,
+  `malformed(wire, reason)` with what is dropped, and `lost(wire, error)` when the connection has
+  broken or the far end has closed it. Only its thread calls what is not said to be for any thread.
+
+  Args:
+    connected: the socket.
+    owner: whom it is for, at first.
+    context: shows and asks for keys, as the accepting side; None: that has been done, or nobody has
+      keys.
+  """
+
+  def __init__(self, connected: socket.socket, owner: Any, context: ssl.SSLContext | None = None):
+    connected.setblocking(False)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+      connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+    if context is not None:
+      connected = context.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)
+    self.owner = owner
+    self.thread: IoThread | None = None
+    self.most_bytes = STRANGER_FRAME_BYTES  # of a frame
+    self.mask = 0  # what the thread waits for
+    self._socket = connected
+    self._pace: Pacer | None = None
+    self._shaking_hands = context is not None
+    self._closed = self._doomed = self._leaves = self._rests = False
+    self._error: Exception | None = None  # why it leaves
+    self._own: collections.deque[bytes] = collections.deque()  # frames of the connection itself
+    self._leaving: collections.deque[memoryview] = collections.deque()  # of one parcel,
+    self._owned = False  # which is the owner's
+    self._parser = self._parse()
+    self._wanted: memoryview | None = next(self._parser)  # memory to fill; None: no room now
+
+  def fileno(self) -> int:
+    return self._socket.fileno()
+
+  def key(self) -> bytes:
+    """The certificate of the far end, DER; b"": it has shown none."""
+    shown = self._socket.getpeercert(True) if isinstance(self._socket, ssl.SSLSocket) else None
+    return shown or b""
+
+  def keep_pace(self) -> None:
+    """It is for fragments: a slow link is not to be flooded."""
+    self._pace = Pacer(self._socket)
+
+  def wake(self) -> None:
+    """Looks again what there is to send, and whether there is room; from any thread."""
+    thread = self.thread
+    if thread is not None:  # else it does so when it joins one
+      thread.call(self._in, thread)
+
+  def _in(self, thread: IoThread) -> None:
+    if self.thread is thread:
+      self.turn(selectors.EVENT_READ | selectors.EVENT_WRITE)
+
+  def rest(self, rests: bool) -> None:
+    """Whether nothing is read for now, so that the kernel holds the far end back."""
+    if self._rests != rests:
+      self._rests = rests
+      self.wake()
+
+  def hang_up(self) -> None:
+    """Ends the connection, soon; from any thread."""
+    self._doomed = True
+    self.wake()
+
+  def say(self, frame: frames.Frame) -> None:
+    """Sends a frame of the connection itself, before what the owner has."""
+    self._own.append(frames.encode(frame))
+    self.wake()
+
+  def leave(self) -> None:
+    """Ends the connection when all is sent. What comes until then is read and forgotten: closing
+    a socket with something unread would take back what was sent."""
+    self._leaves = True
+    self.wake()
+
+  def close(self) -> None:
+    """Ends the connection now, without a word to the owner."""
+    if not self._closed:
+      self._closed = True
+      if self.thread is not None:
+        self.thread.forget(self)
+      self._socket.close()
+
+  def turn(self, ready: int) -> None:
+    """Whatever can be done now."""
+    again, thread = False, self.thread
+    if self._doomed:
+      self.close()
+    try:
+      if self._shaking_hands and not self._closed:
+        self._shake_hands()
+      if ready & selectors.EVENT_READ and not self._closed:
+        again = self._read()
+      if ready & selectors.EVENT_WRITE and not self._closed:
+        self._write()
+    except NOT_NOW:
+      pass
+    except (OSError, MalformedMessage) as error:
+      self.close()
+      self.owner.lost(self, self._error or error)
+    if not self._closed and thread is not None:
+      reads = self._leaves or (self._wanted is not None and not self._rests)
+      thread.watch(
+        self, reads * selectors.EVENT_READ | (selectors.EVENT_WRITE if self._leaving else 0), again
+      )
+
+  def _shake_hands(self) -> None:
+    assert isinstance(self._socket, ssl.SSLSocket)
+    try:
+      self._socket.do_handshake()
+    except NOT_NOW:
+      raise
+    except OSError as error:
+      self._error, self._leaves = error, True  # OpenSSL has told the far end
+    self._shaking_hands = False
+    self._write()
+
+  # --- in -----------------------------------------------------------------------------------------
+
+  def _read(self) -> bool:
+    """Takes in what is there, for one turn; returns whether there may be more."""
+    left = BYTES_A_TURN
+    if self._wanted is None:
+      self._wanted = next(self._parser)
+    for _ in range(READS_A_TURN):
+      wanted = SCRATCH if self._leaves else self._wanted
+      if wanted is None or self._closed or (self._rests and not self._leaves):
+        return False
+      if left <= 0:
+        return True
+      try:
+        count = self._socket.recv_into(wanted[:CALL_BYTES])
+      except NOT_NOW:
+        return False
+      if not count:
+        raise ConnectionResetError("the far end has closed the connection")
+      left -= count
+      if not self._leaves:
+        self._wanted = wanted[count:] or next(self._parser)
+    return True
+
+  def _parse(self) -> Iterator[memoryview | None]:
+    """Yields the memory that is to be filled next, never empty; None while there is no room."""
+    prefix = memoryview(bytearray(frames.PREFIX.size))
+    while True:
+      yield prefix
+      size, payload_bytes = frames.PREFIX.unpack(prefix)
+      if not 0 < size <= self.most_bytes:
+        raise MalformedMessage(f"begins with {bytes(prefix).hex()}, which no frame of ours does")
+      data = bytearray(size)
+      yield memoryview(data)
+      target: memoryview | None = SCRATCH[:0]
+      try:
+        frame = frames.decode(bytes(data))
+        if isinstance(frame, frames.Bulk):
+          while (target := self.owner.room(self, frame, payload_bytes)) is None:
+            yield None
+        elif payload_bytes:
+          raise MalformedMessage(f"a {type(frame).__name__} with {payload_bytes} bytes of payload")
+      except (MalformedMessage, Forget) as error:
+        if isinstance(error, MalformedMessage):
+          self.owner.malformed(self, str(error))
+        for left in range(payload_bytes, 0, -len(SCRATCH)):
+          yield SCRATCH[:left]
+        continue
+      if target:
+        yield target
+      self.owner.arrived(self, frame)
+
+  # --- out ----------------------------------------------------------------------------------------
+
+  def _write(self) -> None:
+    """Sends for one turn, or until the kernel has enough."""
+    left = BYTES_A_TURN
+    if self._leaving and self._pace is not None:
+      self._pace.look(time.monotonic())
+    while left > 0 and self._refill():
+      try:
+        count = self._socket.send(self._leaving[0][:CALL_BYTES])
+      except NOT_NOW:
+        return
+      left -= count
+      self._leaving[0] = self._leaving[0][count:]
+
+  def _refill(self) -> bool:
+    """Whether there is something to send."""
+    while self._leaving and not self._leaving[0]:
+      self._leaving.popleft()
+    if self._leaving:
+      return True
+    if self._owned:
+      self._owned = False
+      self.owner.sent(self)
+    if self._own:
+      self._leaving.append(memoryview(self._own.popleft()))
+    elif (parcel := self.owner.next(self)) is not None:
+      self._owned = True
+      self._leaving.append(memoryview(parcel.frame))
+      if parcel.payload:
+        self._leaving.append(parcel.payload)
+    elif self._leaves:
+      with contextlib.suppress(OSError):  # the far end was quicker
+        self._socket.shutdown(socket.SHUT_WR)
+    return bool(self._leaving)
 
 
 class IoThread:
-  """See `network.endpoint.NetworkEndpoint`, whose hands this is."""
+  """A thread that waits for its connections and serves whichever are ready, in turn.
+
+  Args:
+    name: of the thread.
+    tick: called with the time, every turn and at least every `TURN_SECONDS`.
+    failed: called with what ended the thread.
+  """
 
   def __init__(
     self,
-    address: str,
-    incarnation: int,
-    run: RunIdentity,
-    settings: NetworkConfig,
-    inbox: Inbox,
-    counters: Counters,
-    keys: Keys | None,
+    name: str,
+    tick: Callable[[float], None] = lambda now: None,
+    failed: Callable[[Exception], None] = lambda error: None,
   ):
-    self.fenced, self.outnumbered = "", (0, 0)  # the latter: `after`, `silent_seconds` of `Refused`
-    self._address, self._incarnation, self._run = address, incarnation, run
-    self._settings, self._inbox, self._counters, self._keys = settings, inbox, counters, keys
-    self._session = secrets.token_bytes(SESSION_BYTES)
-    self._sockets = Sockets(settings, keys)
-    self._lock = threading.Lock()
-    self._outbox: collections.deque = collections.deque()  # (peer, header, payload)
-    self._calls: collections.deque = collections.deque()  # what else this thread is to do
-    self._dialed: dict[str, Dialed] = {}
-    self._admission = Admission(run, settings, counters, keys, self._greeting, self._drop_queue)
-    self._dialed_by: dict[zmq.Socket, Dialed] = {}
-    self._monitors: dict[zmq.Socket, Dialed] = {}
-    self._stop_at: float | None = None
-    self._tended_at = time.monotonic()
-    self._keys_at = 0.0
-    self._wake_in, self._wake_out = wakeups.socketpair()
-    self._poller = zmq.Poller()
+    self._selector = selectors.DefaultSelector()
+    self._tick, self._failed = tick, failed
+    self._calls: collections.deque[tuple] = collections.deque()
+    self._again: dict[FrameSocket, None] = {}  # those that had more than one turn's
+    self._wake_in, self._wake_out = socket.socketpair()
+    self._wires: set[FrameSocket] = set()
+    self._over = False
     for end in (self._wake_in, self._wake_out):
       end.setblocking(False)
-    self._poller.register(self._wake_out.fileno(), zmq.POLLIN)
+    self._selector.register(self._wake_out, selectors.EVENT_READ, None)
+    self.thread = threading.Thread(target=self._work, name=name, daemon=True)
 
-  # --- called from the role's threads -------------------------------------------------------------
+  def start(self, over: bool = False) -> None:
+    """Begins; `over`: to end at once."""
+    self._over = over
+    self.thread.start()
 
-  def listen(self, url: str) -> str:
-    """Listens at `url`, before the thread runs; returns it with the real port."""
-    bound = self._admission.open(self._sockets, url)
-    for socket in [*self._admission.sockets, *self._admission.monitors]:
-      self._poller.register(socket, zmq.POLLIN)
-    return bound
-
-  def dial(self, address: str, url: str) -> None:
-    """Connects to a shard; a second time: it is somewhere else now."""
-    if address not in self._dialed:
-      self._dialed[address] = Dialed(address, url, self._settings)
-    self._call(self._redial, address, url)
-
-  def post(self, to: str, header: bytes, payload: memoryview | None) -> bool:
-    """Queues a message; False if nobody is there, or too much waits for that peer already."""
-    peer = self._find(to)
-    if peer is None or self.fenced:
-      return False
-    if payload is not None:
-      if len(peer.outgoing) >= MAX_QUEUED:
-        return False
-      with self._lock:
-        if peer.queued_bytes and peer.queued_bytes + len(payload) > self._run.queue_bytes:
-          return False
-        peer.queued_bytes += len(payload)
-    self._outbox.append((peer, header, payload))
-    self._wake()
-    return True
-
-  def dropped(self, sender: str, reason: str) -> None:
-    """A message of this peer's was dropped; it is to hear of it."""
-    for peer in (self._dialed.get(sender), self._admission.accepted.get(sender)):
-      if peer is not None:
-        peer.count_dropped(reason)
-
-  def stop(self, linger_seconds: float) -> None:
-    """Ends the thread as soon as everything is sent, at the latest after this time."""
-    if self._stop_at is None:
-      self._stop_at = time.monotonic() + linger_seconds
-      self._wake()
-
-  def peers(self) -> list[Peer]:
-    """All far ends."""
-    return [*self._dialed.values(), *self._admission.accepted.values()]
-
-  def _find(self, to: str) -> Peer | None:
-    dialed, accepted = self._dialed.get(to), self._admission.accepted.get(to)
-    if dialed and accepted and (dialed.state != "up" or accepted.incarnation > dialed.incarnation):
-      return accepted  # what we dialed is out of reach, or was its life before
-    return dialed or accepted
-
-  def _call(self, function, *arguments) -> None:
-    self._calls.append((function, *arguments))
-    self._wake()
-
-  def _wake(self) -> None:
-    with contextlib.suppress(BlockingIOError, OSError):  # full: it wakes anyway; closed: it is over
+  def call(self, function: Callable[..., Any], *arguments: Any) -> None:
+    """Calls a function in this thread, soon; from any thread."""
+    self._calls.append((function, arguments))
+    with contextlib.suppress(OSError):  # full: it wakes anyway; closed: it is over
       self._wake_in.send(b"!")
 
-  # --- the thread ---------------------------------------------------------------------------------
+  def listen(self, listener: socket.socket, accept: Callable[[], None] | None) -> None:
+    """Calls `accept` whenever somebody connects; None: not any more."""
+    if accept is not None:
+      self._selector.register(listener, selectors.EVENT_READ, accept)
+    else:
+      self._selector.unregister(listener)
 
-  def work(self) -> None:
-    """The thread's whole life."""
+  def add(self, wire: FrameSocket) -> None:
+    """From now on the connection belongs to this thread; called in it."""
+    self._wires.add(wire)
+    wire.thread = self
+    wire.turn(selectors.EVENT_READ | selectors.EVENT_WRITE)
+
+  def watch(self, wire: FrameSocket, mask: int, again: bool) -> None:
+    """What the connection waits for, and whether it has something left to read."""
+    if again:
+      self._again[wire] = None
+    if mask != wire.mask:
+      if not wire.mask:
+        self._selector.register(wire, mask, wire)
+      elif mask:
+        self._selector.modify(wire, mask, wire)
+      else:
+        self._selector.unregister(wire)
+      wire.mask = mask
+
+  def forget(self, wire: FrameSocket) -> None:
+    """The connection is closed, or goes to another thread."""
+    self._again.pop(wire, None)
+    self._wires.discard(wire)
+    if wire.mask:
+      self._selector.unregister(wire)
+      wire.mask = 0
+    wire.thread = None
+
+  def hand_over(self, wire: FrameSocket, thread: IoThread) -> None:
+    """The connection belongs to another thread from now on; called in this one, not in its turn."""
+    if wire.thread is self:
+      self.forget(wire)
+      thread.call(thread.add, wire)
+
+  def stop(self) -> None:
+    """Ends the thread and its connections."""
+    self._over = True
+    self.call(lambda: None)
+
+  def _work(self) -> None:
     try:
-      while not self._finished():
-        self._turn(dict(self._poller.poll(self._pause_ms())))
+      while not self._over:
+        self._turn()
     except Exception as error:
-      self.fenced = f"its network thread failed: {error!r}"  # the role must not go on unheard
+      self._failed(error)
       raise
     finally:
-      self._inbox.close()
-      for peer in self._dialed.values():
-        peer.close(linger_ms=200)
-      self._admission.close()
-      self._sockets.close()
+      for wire in [*self._wires]:
+        wire.close()
+      self._selector.close()
       self._wake_in.close()
       self._wake_out.close()
 
-  def _finished(self) -> bool:
-    if self._stop_at is None:
-      return False
-    waits = any(
-      p.state == "up" and (p.waiting or len(p.outgoing) or p.answers) for p in self.peers()
-    )
-    return not (self._outbox or waits) or time.monotonic() >= self._stop_at
-
-  def _pause_ms(self) -> int:
-    if self._outbox or self._calls:
-      return 0
-    waits = any(p.waiting or len(p.outgoing) or p.state != "up" for p in self.peers())
-    return int(1000 * (BUSY_POLL_SECONDS if waits else POLL_SECONDS))
-
-  def _turn(self, ready: dict) -> None:
-    if self._wake_out.fileno() in ready:
-      with contextlib.suppress(BlockingIOError):
-        self._wake_out.recv(4096)
+  def _turn(self) -> None:
+    pause = 0.0 if self._calls or self._again else TURN_SECONDS
+    ready = self._selector.select(pause)
+    again, self._again = self._again, {}
     while self._calls:
-      function, *arguments = self._calls.popleft()
+      function, arguments = self._calls.popleft()
       function(*arguments)
-    self._move_control()
-    dialed = [*self._dialed.values()]  # others may dial meanwhile
-    for socket in [*self._admission.sockets[1:], *(s for p in dialed for s in p.streams)]:
-      if socket in ready:
-        self._receive_chunks(socket)
-    for monitor in [m for m in self._monitors if m in ready]:
-      self._on_monitor(monitor)
-    for monitor in [m for m in self._admission.monitors if m in ready]:
-      self._admission.on_monitor(monitor)
-    self._move_control()
-    self._tend_all(time.monotonic())
-
-  def _move_control(self) -> None:
-    """Lets control in and out; fragments that are to go out are only queued."""
-    for socket in [*self._admission.sockets[:1], *(p.control for p in [*self._dialed.values()])]:
-      if socket is not None:
-        self._receive_control(socket)
-    while self._outbox:
-      peer, header, payload = self._outbox.popleft()
-      if payload is None:
-        self._counters.undelivered += peer.send_control(header)
+    for key, mask in ready:
+      if key.data is None:
+        with contextlib.suppress(BlockingIOError):
+          self._wake_out.recv(4096)
+      elif isinstance(key.data, FrameSocket):
+        again.pop(key.data, None)
+        if key.data.thread is self:  # and has not gone to another one just now
+          key.data.turn(mask)
       else:
-        peer.send_bulk(header, payload)
-
-  def _tend_all(self, now: float) -> None:
-    still = now - self._tended_at
-    self._tended_at = now
-    self._admission.look(now)
-    if now >= self._keys_at:
-      self._keys_at = now + KEYS_SECONDS
-      self._look_at_keys()
-    for peer in self.peers():
-      if still > STOOD_STILL_SECONDS:  # what came meanwhile is still on its way through the sockets
-        peer.excuse(still, now)
-      self._tend(peer, now)
-
-  def _tend(self, peer: Peer, now: float) -> None:
-    """What a peer needs from time to time, and whatever can be sent to it."""
-    silent = now - peer.heard_at
-    if silent > self._settings.silence_seconds:
-      if peer.state == "up":
-        peer.state, peer.reason = "connecting", f"silent for {silent:.0f} s"
-      self._drop_queue(peer)
-    if isinstance(peer, Dialed):
-      self._greet(peer, now)
-      peer.beat_streams(now)
-    peer.flush_answers()
-    peer.beat(now, BEAT_SECONDS)
-    peer.flush_control()
-    self._counters.resent += peer.outgoing.resend_overdue(now)
-    if peer.pump_chunks(self._session, now):
-      self._wake()
-
-  def _drop_queue(self, peer: Peer, control: bool = True) -> None:
-    dropped, size = peer.drop_queue(control)
-    self._counters.undelivered += dropped
-    if size:
-      with self._lock:
-        peer.queued_bytes -= size
-
-  # --- dialing ------------------------------------------------------------------------------------
-
-  def _redial(self, address: str, url: str) -> None:
-    """(Re)opens the sockets to a shard; what is under way goes on over the new ones."""
-    peer = self._dialed[address]
-    for socket in peer.sockets():
-      self._poller.unregister(socket)
-      self._dialed_by.pop(socket, None)
-    if self._monitors.pop(peer.monitor, None) is not None:
-      self._poller.unregister(peer.monitor)
-    peer.close()
-    if url != peer.url:
-      peer.url, peer.attempts, peer.next_hello_at = url, 0, 0.0
-    try:
-      peer.open(self._sockets, self._session, self._settings.streams)
-    except (
-      zmq.ZMQError,
-      ConfigError,
-    ) as error:  # a later attempt may find one
-      peer.close()
-      peer.reason = f"cannot open a connection to {url} ({error})"
-      return
-    self._dialed_by |= dict.fromkeys([peer.control, *peer.streams], peer)
-    for socket in [peer.control, *peer.streams]:
-      self._poller.register(socket, zmq.POLLIN)
-    self._monitors[peer.monitor] = peer
-    self._poller.register(peer.monitor, zmq.POLLIN)
-
-  def _look_at_keys(self) -> None:
-    """A shard whose key was replaced is dialed with the new one: the old one may be stolen."""
-    for peer in [*self._dialed.values()]:
-      if self._sockets.other_key(peer.address):
-        peer.forget(f"its key was replaced in {self._keys.folder}")
-        self._drop_queue(peer, control=False)
-        self._redial(peer.address, peer.url)
-
-  def _on_monitor(self, monitor: zmq.Socket) -> None:
-    event, peer = recv_monitor_message(monitor)["event"], self._monitors[monitor]
-    if event == zmq.EVENT_DISCONNECTED:
-      peer.greet_if_up("its connection broke")  # whoever is at the url now may be another one
-    elif peer.state != "up" and event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-      peer.state, peer.reason = "refused", f"{peer.url} does not list this role's key"
-    elif peer.state != "up":
-      peer.reason = f"{peer.url} has another key than the one listed here, or one side has no keys"
-
-  def _greet(self, peer: Dialed, now: float) -> None:
-    quiet = now - peer.heard_at > 3 * BEAT_SECONDS
-    if self.fenced or now < peer.next_hello_at or (peer.state == "up" and not quiet):
-      return
-    if peer.needs_new_sockets():
-      self._redial(peer.address, peer.url)
-    if peer.attempts and peer.state == "connecting" and not peer.session:
-      peer.reason = f"nobody answers at {peer.url}"
-    if peer.put(frames.encode(self._greeting(peer, answers=b""))) or now >= peer.give_up_at:
-      peer.count_attempt(now, self._settings)
-
-  def _greeting(self, peer: Peer, answers: bytes) -> Greeting:
-    run, settings = self._run, self._settings
-    who = (run.run_id, run.plan_id, self._address, self._incarnation, self._session)
-    oldest = peer.outgoing.oldest(peer.next_transfer)
-    return Greeting(*who, answers, oldest, settings.chunk_bytes, settings.streams)
-
-  def _on_dialed(self, peer: Dialed, frame: frames.Frame) -> None:
-    match frame:
-      case Greeting():
-        self._on_answer(peer, frame)
-      case frames.GreetingRefused(session=session, fenced=fenced, reason=reason):
-        if session == self._session:
-          peer.state, peer.reason = "refused", f"{peer.url}: {reason}"
-          if fenced:
-            self.outnumbered, self.fenced = (frame.after, frame.silent_seconds), reason
-            self._inbox.close()
-      case frames.Unknown():
-        if peer.state == "up":
-          peer.greet_again("it does not know this role any more")
-      case _ if peer.state != "refused":
-        self._on_frame(peer, frame)
-
-  def _on_answer(self, peer: Dialed, greeting: Greeting) -> None:
-    if greeting.answers != self._session or greeting.address != peer.address:
-      raise MalformedMessage(f"{greeting.address} answers at {peer.url}, expected {peer.address}")
-    if reason := doubt(greeting.incarnation, peer.incarnation):
-      peer.state, peer.reason = "refused", f"{peer.address} at {peer.url}: {reason}"
-      return
-    if peer.session and greeting.session != peer.session:
-      peer.incarnation = greeting.incarnation  # it may speak before it has answered again
-      self._drop_queue(peer, control=False)  # pushes were meant for the incarnation before
-      peer.forget("it has restarted")  # greeted again, it does not wait for what was dropped
-      return
-    peer.meet(greeting, self._run, min(greeting.chunk_bytes, self._settings.chunk_bytes))
-    peer.attempts = 0
-
-  # --- both ---------------------------------------------------------------------------------------
-
-  def _receive_control(self, socket: zmq.Socket) -> None:
-    for _ in range(FRAMES_A_TURN):
-      parts = receive(socket)
-      if parts is None:
-        return
-      try:
-        if socket in self._admission.sockets:
-          self._on_listening(parts.pop(0).bytes, parts)
-        else:
-          self._on_dialed(self._dialed_by[socket], _only(parts))
-      except MalformedMessage:
-        self._counters.malformed += 1
-
-  def _on_listening(self, route: bytes, parts: list[zmq.Frame]) -> None:
-    frame = _only(parts)
-    if isinstance(frame, Greeting):
-      self._admission.greeted(route, parts[0], frame)
-    elif (peer := self._admission.sender(route, parts[0])) is None:
-      self._admission.unknown(route)
-    else:
-      self._on_frame(peer, frame)
-
-  def _on_frame(self, peer: Peer, frame: frames.Frame) -> None:
-    now = peer.heard_at = time.monotonic()
-    match frame:
-      case frames.Control(header):
-        self._inbox.put(peer.address, header, None, len(header), peer.incarnation)
-      case frames.Dropped(count, reason):
-        peer.drops = (peer.drops[0] + count, reason)
-      case frames.Wanted(chunks):
-        for number, offset in chunks:
-          peer.outgoing.want(number, offset, now)
-      case frames.Acknowledged(chunks):
-        freed = 0
-        for number, offset in chunks:
-          freed += peer.outgoing.acknowledge(number, offset, now)
-        if freed:
-          with self._lock:
-            peer.queued_bytes -= freed
-
-  def _receive_chunks(self, socket: zmq.Socket) -> None:
-    for _ in range(CHUNKS_A_TURN):
-      parts = receive(socket)
-      if parts is None:
-        return
-      try:
-        peer: Peer | None = self._dialed_by.get(socket)
-        if socket in self._admission.sockets:
-          peer = self._admission.sender(parts.pop(0).bytes, parts[0])
-        if peer is not None:  # its greeting comes first; what was sent too early comes again
-          self._on_chunk(peer, parts)
-      except MalformedMessage:
-        self._counters.malformed += 1
-      self._move_control()
-
-  def _on_chunk(self, peer: Peer, parts: list[zmq.Frame]) -> None:
-    chunk = frames.decode(parts[0].bytes)
-    peer.heard_at = time.monotonic()
-    if isinstance(chunk, frames.Beat) and len(parts) == 1:
-      return
-    if not isinstance(chunk, frames.Chunk) or len(parts) != 2:
-      raise MalformedMessage(f"{type(chunk).__name__} in {len(parts)} parts is not a chunk")
-    for header, payload in peer.accept_chunk(chunk, parts[1].buffer):
-      taken = functools.partial(peer.taken, peer.incoming, payload.nbytes, len(header))
-      size = len(header) + payload.nbytes
-      later = functools.partial(self._call, taken)
-      if not self._inbox.put(peer.address, header, payload, size, peer.incarnation, later):
-        taken()
-
-
-def _only(parts: list[zmq.Frame]) -> frames.Frame:
-  """The frame of control in a message."""
-  if len(parts) != 1:
-    raise MalformedMessage(f"a control frame in {len(parts)} parts")
-  return frames.decode(parts[0].bytes)
+        key.data()
+    for wire in again:
+      if wire.thread is self:
+        wire.turn(selectors.EVENT_READ)
+    self._tick(time.monotonic())

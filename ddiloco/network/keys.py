@@ -1,44 +1,41 @@
-"""Who may speak: the CURVE keys of a role, and the door that asks others for theirs.
+"""Who may speak: the keys of a role, and the TLS contexts in which it shows and asks for them.
 
-Whoever is listed in DIR/public (see `certificates.py`) may come in, as that role. Adding a file
-there lets somebody in while the run goes on; removing it shuts them out within seconds.
+Whoever is listed in DIR/public may come in, as that role. Adding a file there lets somebody in
+while the run goes on; removing it shuts them out within seconds.
+
+A key is an Ed25519 key with a certificate that it has signed itself. Nobody vouches for anybody:
+what counts is that a certificate is, byte for byte, the one that is listed for a role.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import hmac
+import datetime
 import ipaddress
-import json
 import os
 import re
-import secrets
-import struct
+import ssl
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-
-import numpy as np
-import zmq
-import zmq.auth
-from zmq.utils import z85
 
 from ddiloco.checks import ConfigError, require
 from ddiloco.network.transport import EVALUATOR_ADDRESS, learner_address, syncer_address
-from ddiloco.protocol.messages import Publish, Value
 
 # --- Key files of the roles: what `ddiloco keys` makes, and reading it without trust
 # DIR/public/NAME.key           on every host: whom to let in, and whom one expects to meet
 # DIR/secret/NAME.key_secret    only on the host of that role, readable by its owner only
 #
-# NAME is the role's: learner-3, syncer-0, evaluator. The files are ZeroMQ certificates.
+# NAME is the role's: learner-3, syncer-0, evaluator. Both are PEM: the certificate, and in the
+# secret file the private key before it.
 
-KEY_BYTES = 32
 _NAME = re.compile(r"(learner|syncer)-(0|[1-9][0-9]*)|evaluator")
+_CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----\s*", re.DOTALL)
+_PRIVATE = re.compile(rb"-----BEGIN PRIVATE KEY-----.*?-----END PRIVATE KEY-----\s*", re.DOTALL)
+_COPY = "copy it from where `ddiloco keys` made it"
+_FOREVER = datetime.datetime(2020, 1, 1), datetime.datetime(9999, 12, 31)  # clocks are wrong
 
 
 def make_keys(folder: Path, learners: int, shards: int) -> list[str]:
@@ -47,7 +44,7 @@ def make_keys(folder: Path, learners: int, shards: int) -> list[str]:
   A key that is there is never replaced. Several of these may run at once, and be killed.
 
   Raises:
-    ConfigError: the folder cannot be written, or a secret key in it is damaged.
+    ConfigError: the folder cannot be written, or a key in it is damaged.
   """
   require(learners >= 0, "--learners", learners, "must not be negative", "give 0 or more")
   require(shards >= 0, "--shards", shards, "must not be negative", "give 0 or more")
@@ -93,24 +90,42 @@ def _make(folder: Path, address: str) -> bool:
   """The secret first: a public key without a secret is one whose secret was moved to its host."""
   public_path, secret_path = public_file(folder, address), secret_file(folder, address)
   if public_path.exists():
+    read(public_path)  # one of an earlier version would be of no use
     return False
   if not secret_path.exists():
-    public, secret = zmq.curve_keypair()
-    _place(secret_path, _certificate(address, public, secret), 0o600)
+    _place(secret_path, _new_pair(address), 0o600)
   public, _ = read(secret_path)  # that of another process, if it was quicker
-  _place(public_path, _certificate(address, public), 0o644)
+  _place(public_path, ssl.DER_cert_to_PEM_cert(public).encode(), 0o644)
   return True
 
 
-def _certificate(address: str, public: bytes, secret: bytes | None = None) -> str:
-  text = f'# CURVE key of {address}\nmetadata\ncurve\n    public-key = "{public.decode()}"\n'
-  return text + (f'    secret-key = "{secret.decode()}"\n' if secret else "")
+def _new_pair(address: str) -> bytes:
+  """A private key and its certificate, PEM."""
+  from cryptography import x509  # only who makes keys needs it
+  from cryptography.hazmat.primitives import serialization
+  from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+  secret = Ed25519PrivateKey.generate()
+  name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"ddiloco {address}")])
+  certificate = (
+    x509.CertificateBuilder()
+    .subject_name(name)
+    .issuer_name(name)
+    .public_key(secret.public_key())
+    .serial_number(x509.random_serial_number())
+    .not_valid_before(_FOREVER[0])
+    .not_valid_after(_FOREVER[1])
+    .sign(secret, None)
+  )
+  pem = serialization.Encoding.PEM
+  plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+  return secret.private_bytes(pem, *plain) + certificate.public_bytes(pem)
 
 
-def _place(path: Path, text: str, mode: int) -> None:
+def _place(path: Path, data: bytes, mode: int) -> None:
   """A whole new file or none; one that is there already stays."""
-  with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", suffix=".part") as file:
-    file.write(text)
+  with tempfile.NamedTemporaryFile("wb", dir=path.parent, prefix=".", suffix=".part") as file:
+    file.write(data)
     file.flush()
     os.fchmod(file.fileno(), mode)
     os.fsync(file.fileno())
@@ -119,33 +134,50 @@ def _place(path: Path, text: str, mode: int) -> None:
 
 
 def read(path: Path) -> tuple[bytes, bytes | None]:
-  """(public key, secret key or None) in a certificate, Z85.
+  """(certificate, DER; private key, PEM, or None) in a key file.
 
   Raises:
-    ConfigError: it is missing, cannot be read, or is damaged.
+    ConfigError: it is missing, cannot be read, is damaged, or is of an earlier version.
   """
-  fix = "copy it from where `ddiloco keys` made it"
+  der, secret = _parse(path)
   try:
-    with path.open("rb"):  # load_certificate does not say why
-      public, secret = zmq.auth.load_certificate(path)
+    _context(ssl.PROTOCOL_TLS_CLIENT, [der])
+  except OSError as error:  # as ssl.SSLError is
+    raise ConfigError(f"--keys = {str(path)!r}: is damaged. Fix: {_COPY}.") from error
+  return der, secret
+
+
+def _parse(path: Path) -> tuple[bytes, bytes | None]:
+  """As `read`; whether the bytes are a certificate is not looked at."""
+  try:
+    data = path.read_bytes()
   except OSError as error:
-    raise ConfigError(f"--keys = {str(path)!r}: {error.strerror}. Fix: {fix}.") from error
-  except (ValueError, IndexError):
-    public = secret = b""
-  good = _is_key(public) and (secret is None or _is_key(secret))
-  require(good, "--keys", str(path), "is damaged", fix)
-  return public, secret
-
-
-def _is_key(text: bytes) -> bool:
+    raise ConfigError(f"--keys = {str(path)!r}: {error.strerror}. Fix: {_COPY}.") from error
+  rule, fix = "is a CURVE key of an earlier version", "make all keys anew with `ddiloco keys`"
+  require(b"public-key =" not in data, "--keys", str(path), rule, fix)
+  certificate, secret = _CERTIFICATE.search(data), _PRIVATE.search(data)
   try:
-    return len(z85.decode(text)) == KEY_BYTES
-  except (KeyError, ValueError, struct.error):
-    return False
+    der = ssl.PEM_cert_to_DER_cert(certificate[0].decode().strip() if certificate else "")
+  except ValueError as error:
+    raise ConfigError(f"--keys = {str(path)!r}: is damaged. Fix: {_COPY}.") from error
+  return der, secret and secret[0]
+
+
+def _context(protocol: int, trusted: list[bytes]) -> ssl.SSLContext:
+  """TLS 1.3 with whoever has one of these certificates, DER, and nobody else."""
+  context = ssl.SSLContext(protocol)
+  context.minimum_version = ssl.TLSVersion.TLSv1_3
+  context.check_hostname = False  # certificates name roles, not hosts
+  context.verify_mode = ssl.CERT_REQUIRED
+  if protocol == ssl.PROTOCOL_TLS_SERVER:
+    context.num_tickets = 0  # every connection shows its key
+  if trusted:
+    context.load_verify_locations(cadata=b"".join(trusted))
+  return context
 
 
 def read_public(folder: Path) -> tuple[dict[bytes, str], list[str]]:
-  """(address of every public key, what is wrong with the others)."""
+  """(address of every certificate, what is wrong with the others)."""
   owners: dict[bytes, str] = {}
   problems, twice = [], set()
   for path in sorted((folder / "public").glob("[!.]*.key")):
@@ -162,16 +194,22 @@ def read_public(folder: Path) -> tuple[dict[bytes, str], list[str]]:
   return {key: address for key, address in owners.items() if key not in twice}, problems
 
 
+# --- Who is who
+
 REREAD_SECONDS = 1.0  # strangers cannot make the folder be read more often
 _URL = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
-_DOOR = "inproc://zeromq.zap.01"  # where ZeroMQ asks (ZAP, rfc.zeromq.org/spec/27)
-_DOMAIN = b"ddiloco"
-KEY_PROPERTY = "Key"  # of every message that came over a connection: its key, Z85
 
 
 @dataclasses.dataclass(frozen=True)
 class Keys:
-  """The keys of one role, and those of everybody it may meet; `secret` and `public` are Z85."""
+  """The key of one role, and those of everybody it may meet.
+
+  Attributes:
+    folder: of the files.
+    address: of the role.
+    public: its certificate, DER.
+    secret: its private key, PEM.
+  """
 
   folder: Path
   address: str
@@ -192,26 +230,24 @@ class Keys:
     mode = path.stat().st_mode & 0o777
     rule = f"is a secret that others may read (mode {mode:04o})"
     require(not mode & 0o077, "--keys", str(path), rule, f"chmod 600 {path}")
-    fits = secret is not None and zmq.curve_public(secret) == public
+    fits = secret is not None and _fits(path)
     require(fits, "--keys", str(path), "is damaged", made)
     fits = read(public_path)[0] == public
     require(fits, "--keys", str(public_path), "does not belong to this role's secret key", made)
     owners, problems = read_public(folder)
     if problems:
       raise ConfigError(problems[0])
-    return cls(folder, address, public, secret or b"", _Listed(folder, owners))
+    return cls(folder, address, public, secret or b"", _Listed(folder, path, owners))
 
   def server_key(self, peer: str) -> bytes:
-    """The public key to expect of the shard `peer`, "syncer-0"; ConfigError if it has none."""
+    """The certificate to expect of the shard `peer`, "syncer-0"; ConfigError if it has none."""
     return read(public_file(self.folder, peer))[0]
 
-  def owner(self, public_key: bytes) -> str | None:
-    """Whose key this is, "learner-3", as the folder says now; None: nobody's. Raw or Z85."""
-    if len(public_key) == KEY_BYTES:
-      public_key = z85.encode(public_key)
-    return self._listed.owner(public_key)
+  def owner(self, certificate: bytes) -> str | None:
+    """Whose key this is, "learner-3", as the folder says now; None: nobody's."""
+    return self._listed.owner(certificate)
 
-  def withdrawn(self, address: str, public_key: bytes) -> bool:
+  def withdrawn(self, address: str, certificate: bytes) -> bool:
     """Whether the folder lists this key as that of `address` no more.
 
     A folder that is away as a whole, or a file that cannot be read now, withdraws nothing: it shuts
@@ -219,30 +255,44 @@ class Keys:
     """
     path = public_file(self.folder, address)
     try:
-      return read(path)[0] != public_key
+      return _parse(path)[0] != certificate
     except ConfigError:
       return path.parent.is_dir() and not path.exists()
 
-  def guard(self, socket: zmq.Socket) -> None:
-    """Before it binds: only who has a listed key gets in; nobody, while no one is at the door."""
-    socket.curve_server = True
-    socket.curve_secretkey, socket.curve_publickey = self.secret, self.public
-    # without these two, ZeroMQ lets everybody in when no authenticator runs
-    socket.zap_domain = _DOMAIN
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+  def context(self) -> ssl.SSLContext:
+    """To accept connections with: from whoever is listed, `owner` says who that is. OSError: a
+    file cannot be read now."""
+    return self._listed.context()
 
-  def unlock(self, socket: zmq.Socket, peer: str) -> None:
-    """Before it connects: speaks as this role, to the shard `peer` and nobody else."""
-    socket.curve_serverkey = self.server_key(peer)
-    socket.curve_secretkey, socket.curve_publickey = self.secret, self.public
+  def context_to(self, certificate: bytes) -> ssl.SSLContext:
+    """To dial with: speaks as this role, to the shard with this certificate and nobody else."""
+    context = _context(ssl.PROTOCOL_TLS_CLIENT, [certificate])
+    _show(context, secret_file(self.folder, self.address))
+    return context
+
+
+def _show(context: ssl.SSLContext, path: Path) -> None:
+  """The key in this file is shown to others."""
+  context.load_cert_chain(path, password=lambda: b"")  # an encrypted one must not ask the terminal
+
+
+def _fits(path: Path) -> bool:
+  """Whether the private key in a file is that of its certificate."""
+  try:
+    _show(_context(ssl.PROTOCOL_TLS_CLIENT, []), path)
+  except OSError:
+    return False
+  return True
 
 
 class _Listed:
   """The public keys in a folder; follows what is added and removed there."""
 
-  def __init__(self, folder: Path, owners: dict[bytes, str]):
-    self._folder, self._owners = folder, owners
+  def __init__(self, folder: Path, own: Path, owners: dict[bytes, str]):
+    self._folder, self._own, self._owners = folder, own, owners
     self._read_at = time.monotonic()
+    self._stamp = self._look()
+    self._context: ssl.SSLContext | None = None
     self._lock = threading.Lock()
 
   def owner(self, key: bytes) -> str | None:
@@ -252,150 +302,54 @@ class _Listed:
         return address
       if address is None and time.monotonic() - self._read_at < REREAD_SECONDS:
         return None
-      self._read_at = time.monotonic()
-      try:
-        self._owners, _ = read_public(self._folder)  # what is damaged there is nobody's key
-      except OSError:  # no disk or no descriptor now: refused, and read again for the next one
-        return None
-      return self._owners.get(key)
+      return self._owners.get(key) if self._reread() else None
+
+  def context(self) -> ssl.SSLContext:
+    """Made anew when something has changed in the folder. OSError: a file cannot be read now."""
+    with self._lock:
+      if time.monotonic() - self._read_at >= REREAD_SECONDS:
+        self._read_at = time.monotonic()
+        if self._look() != self._stamp:
+          self._reread()
+      if self._context is None:
+        self._context = _context(ssl.PROTOCOL_TLS_SERVER, list(self._owners))
+        _show(self._context, self._own)
+      return self._context
+
+  def _reread(self) -> bool:
+    """Whether the folder could be read."""
+    self._read_at = time.monotonic()
+    stamp = self._look()
+    try:
+      self._owners, _ = read_public(self._folder)  # what is damaged there is nobody's key
+    except OSError:  # no disk or no descriptor now: it is read again for the next one
+      return False
+    self._stamp, self._context = stamp, None
+    return True
+
+  def _look(self) -> list[tuple[str, int, int]]:
+    """Names, times and sizes of the files, which change when one of them does."""
+    found = []
+    with contextlib.suppress(OSError):
+      for entry in os.scandir(self._folder / "public"):
+        stat = entry.stat()
+        found.append((entry.name, stat.st_mtime_ns, stat.st_ino))
+    return sorted(found)
 
   def _still(self, address: str, key: bytes) -> bool:
     try:
-      return read(public_file(self._folder, address))[0] == key
+      return _parse(public_file(self._folder, address))[0] == key
     except ConfigError:  # gone, or no key any more
       return False
 
 
-class Authenticator:
-  """Answers ZeroMQ whether a connection may come in, in a thread of its own.
-
-  There can be one per context. It must run before guarded sockets of that context bind, else they
-  turn everybody away. Every message of who came in has the owner's address as its "User-Id".
-
-  Args:
-    context: of the sockets.
-    keys: whom to let in.
-    on_refused: called with the reason, in this thread; must be quick and not raise.
-  """
-
-  def __init__(self, context: zmq.Context, keys: Keys, on_refused: Callable[[str], None]):
-    self._context, self._keys, self._on_refused = context, keys, on_refused
-    self._thread: threading.Thread | None = None
-    self._bell: zmq.Socket | None = None
-
-  def start(self) -> None:
-    """From now on connections are answered."""
-    door, bell_end = self._context.socket(zmq.REP), self._context.socket(zmq.PAIR)
-    self._bell = self._context.socket(zmq.PAIR)
-    for socket in (door, bell_end, self._bell):
-      socket.linger = 0
-    door.bind(_DOOR)
-    ring = f"inproc://authenticator-{secrets.token_hex(8)}"  # the last one is freed some time later
-    self._bell.bind(ring)
-    bell_end.connect(ring)
-    self._thread = threading.Thread(
-      target=self._run, args=(door, bell_end), name="authenticator", daemon=True
-    )
-    self._thread.start()
-
-  def stop(self) -> None:
-    """No connection is let in any more; those that are stay."""
-    if self._thread is None or self._bell is None:
-      return
-    with self._bell:
-      with contextlib.suppress(zmq.Again, zmq.ContextTerminated):  # it has ended by itself
-        self._bell.send(b"", zmq.DONTWAIT)
-      self._thread.join(timeout=5)
-    self._thread = None
-
-  def _run(self, door: zmq.Socket, bell: zmq.Socket) -> None:
-    poller = zmq.Poller()
-    poller.register(door, zmq.POLLIN)
-    poller.register(bell, zmq.POLLIN)
-    with door, bell, contextlib.suppress(zmq.ContextTerminated):
-      while bell not in dict(poller.poll()):
-        with contextlib.suppress(zmq.Again):  # it was something that a REP socket drops
-          self._answer(door, door.recv_multipart(zmq.DONTWAIT))
-      door.unbind(_DOOR)  # now; closing it does so some time later
-
-  def _answer(self, door: zmq.Socket, request: list[bytes]) -> None:
-    address, reason = self._decide(request)
-    # 400 is told to the other side; 300 would leave it waiting until its handshake times out
-    code, text = (b"200", b"OK") if address else (b"400", b"refused")
-    number = request[1] if len(request) > 1 else b""
-    shown = _property(KEY_PROPERTY, z85.encode(request[6])) if address else b""
-    door.send_multipart([b"1.0", number, code, text, (address or "").encode(), shown])
-    if not address:
-      self._on_refused(reason)
-
-  def _decide(self, request: list[bytes]) -> tuple[str | None, str]:
-    """(whose connection this is, why it is refused)."""
-    if len(request) < 6 or request[0] != b"1.0":
-      return None, "a question that is not ZAP 1.0"
-    host = request[3].decode("ascii", "replace")
-    if request[5] != b"CURVE" or len(request) != 7 or len(request[6]) != KEY_BYTES:
-      return None, f"{host}: has no CURVE key"
-    return self._keys.owner(request[6]), f"{host}: its key is not listed"
+# --- Where roles listen
 
 
-def _property(name: str, value: bytes) -> bytes:
-  """As ZeroMQ wants what every message of a connection is to carry (ZMTP metadata)."""
-  return bytes([len(name)]) + name.encode() + len(value).to_bytes(4, "big") + value
-
-
-def make_authenticator(
-  context: zmq.Context, keys: Keys, on_refused: Callable[[str], None]
-) -> Authenticator:
-  """See `Authenticator`; the caller starts and stops it."""
-  return Authenticator(context, keys, on_refused)
-
-
-class Arrivals:
-  """Tells from a listening socket's monitor who came to nothing before anybody asked for a key.
-
-  ZeroMQ does not name the connection whose handshake ended, and says nothing at all of one that
-  never spoke its protocol. So handshakes are taken to be those of the newest connection: a reason
-  may come early or late while a stranger hangs on, and when handshakes overlap, be one too many.
-  """
-
-  EVENTS = (
-    zmq.EVENT_ACCEPTED
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-  )
-
-  def __init__(self) -> None:
-    self._new: dict[int, None] = {}  # file descriptors, oldest first, in or before the handshake
-    self._failed = 0  # their end was told, that they are gone not yet
-
-  def see(self, event: int, value: int) -> str:
-    """One event, in order; why a connection was turned away by it, "" if none was.
-
-    Keys that are not listed give "": the authenticator has counted them.
-    """
-    match event:
-      case zmq.EVENT_ACCEPTED:
-        self._new[value] = None
-      case zmq.EVENT_HANDSHAKE_SUCCEEDED if self._new:
-        self._new.popitem()
-      case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-        self._failed += 1
-      case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-        self._failed += 1
-        return "a handshake without keys, or meant for another key than this shard's"
-      case zmq.EVENT_DISCONNECTED:
-        known = value in self._new
-        self._new.pop(value, None)
-        if self._failed:
-          self._failed -= 1
-          if not known and self._new:
-            self._new.popitem()
-        elif known:
-          return "a connection that does not speak ZeroMQ"
-    return ""
+def host_and_port(url: str) -> tuple[str, int]:
+  """Those of tcp://HOST:PORT; the host without brackets."""
+  host, _, port = url.removeprefix("tcp://").rpartition(":")
+  return host.strip("[]"), int(port)
 
 
 def require_keys(url: str, keys: Keys | None, flag: str) -> None:
@@ -408,8 +362,8 @@ def require_keys(url: str, keys: Keys | None, flag: str) -> None:
   """
   match = _URL.fullmatch(url)
   host = match[1].strip("[]").lower() if match else ""
-  good = match is not None and int(match[2]) < 65535 and (":" not in host or _is_ip(host))
-  rule = "must be tcp://HOST:PORT with a port of at most 65534 (the next port is used too)"
+  good = match is not None and int(match[2]) < 65536 and (":" not in host or _is_ip(host))
+  rule = "must be tcp://HOST:PORT with a port of at most 65535"
   require(good, flag, url, rule, "write it as tcp://127.0.0.1:7000 or tcp://[::1]:7000")
   require(
     is_loopback(host) or keys is not None,
@@ -432,35 +386,3 @@ def _is_ip(host: str) -> bool:
   except ValueError:
     return False
   return True
-
-
-# --- A shard's proof that a value is its own, for the day it gets it back from a learner
-# A shard that dies with its copies takes its newest values from learners (`RequestValue`, `Value`).
-# A learner could send weights of its own instead. So every publish carries a seal: an HMAC, under a
-# key that only the shard has, over the value as learners then have it and over all that is said of
-# it. The learner returns it with the value. Without keys, on loopback, everything is trusted and
-# nothing is sealed.
-
-
-class Sealer:
-  """Seals the values of one shard.
-
-  Args:
-    secret: of the shard, the same in all its lives.
-    run_id: of the run ...
-    plan_id: ... and of what its roles share: a value of another run fits neither.
-  """
-
-  def __init__(self, secret: bytes, run_id: str, plan_id: str):
-    self._secret, self._run = secret, (run_id, plan_id)
-
-  def seal(self, of: Publish | Value, value: np.ndarray) -> str:
-    """The seal of a fragment's value f32 [size], about which `of` speaks."""
-    said = (of.fragment, of.round, of.version, of.merged_tokens, of.participants, of.merged_rounds)
-    digest = hashlib.sha256(np.ascontiguousarray(value).view(np.uint8).data).hexdigest()
-    text = json.dumps([*self._run, *said, digest])
-    return hmac.new(self._secret, text.encode(), hashlib.sha256).hexdigest()
-
-  def fits(self, of: Value, value: np.ndarray) -> bool:
-    """Whether this shard, in one of its lives, has published just this."""
-    return hmac.compare_digest(of.seal, self.seal(of, value))

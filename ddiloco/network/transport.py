@@ -89,7 +89,7 @@ class Counters:
   malformed: int = 0  # not a frame of this run, or in somebody else's name
   overflowed: int = 0  # arrived while too much of the same sender was waiting
   refused: int = 0  # connections turned away: no listed key, another run, fenced, not our protocol
-  resent: int = 0  # chunks of fragments that had to be sent again
+  resent: int = 0  # parts of fragments that left again, since their connection had broken
 
 
 class Endpoint(Protocol):
@@ -188,6 +188,11 @@ class Inbox:
     if dropped:
       self._dropped(sender, "too many of its messages wait here")
     return payload is None or not dropped
+
+  def crowded(self, sender: str) -> bool:
+    """Whether so much control of this sender waits that it should be held back."""
+    with self._ready:
+      return self._control.crowded(sender)
 
   def receive(self, timeout_seconds: float) -> Delivery | None:
     """As `Endpoint.receive`."""
@@ -297,6 +302,13 @@ class _Line:
     queue.add(frame, is_report)
     self.count += 1
     return dropped
+
+  def crowded(self, sender: str) -> bool:
+    """Whether half of a sender's room is taken."""
+    queue = self._queues.get(sender)
+    if queue is None:
+      return False
+    return 2 * len(queue.frames) >= self._max_frames or 2 * queue.bytes >= self._max_bytes
 
   def _full(self, queue: _Queue, frame: _Frame) -> bool:
     most = self._max_bytes - frame.size

@@ -118,7 +118,7 @@ def encode(message: Message, run_id: str, plan_id: str) -> tuple[bytes, Payload]
 def seal(body: bytes) -> bytes:
   """A header: its body and their CRC-32, so that a flipped bit is never taken for a number.
 
-  Payloads have none: links off loopback are authenticated (CURVE), and a sum over all bytes would
+  Payloads have none: links off loopback are authenticated (TLS), and a sum over all bytes would
   cost as much as copying them. What a shard merges is screened.
   """
   return body + zlib.crc32(body).to_bytes(SEAL_BYTES, "big")

@@ -18,7 +18,7 @@ from ddiloco.checkpoint.restore import syncer_part
 from ddiloco.config import Config
 from ddiloco.core.commit import Committed, FragmentStore
 from ddiloco.core.fragments import Plan
-from ddiloco.network.keys import Sealer
+from ddiloco.network.seals import Sealer
 from ddiloco.network.transport import Delivery, learner_address
 from ddiloco.protocol import events, syncer
 from ddiloco.protocol.actions import (

@@ -36,6 +36,9 @@ def equal_sizes(parameters: int, fragments: int) -> tuple[int, ...]:
   return tuple((parameters + i) // fragments for i in range(fragments))
 
 
+CONNECTION_BYTES = 4 << 20  # under way over one TCP connection at most: Linux's default
+
+
 @dataclasses.dataclass(frozen=True)
 class Setting:
   """What is to run, and on what."""
@@ -77,7 +80,7 @@ class Setting:
       sync=config.sync,
       islands=config.islands.num_learners,
       momentum=config.outer.momentum > 0,
-      window_bytes=config.network.window_bytes,
+      window_bytes=config.network.streams * CONNECTION_BYTES,
       **rates,
     )
 
@@ -280,8 +283,10 @@ def findings(setting: Setting, plan: ExchangePlan) -> list[str]:
   window_bytes = 2 * setting.latency_seconds * setting.gbps * 1e9 / 8
   if 0 < setting.window_bytes < window_bytes:
     found.append(
-      f"The link holds {_bytes(window_bytes)} until an answer is back, more than"
-      f" network.window_bytes = {setting.window_bytes}. Fix: set it to {math.ceil(window_bytes)}."
+      f"The link holds {_bytes(window_bytes)} until an answer is back, more than the"
+      f" {_bytes(setting.window_bytes)} that Linux lets one peer have under way. Fix: set"
+      f" network.streams = {math.ceil(window_bytes / CONNECTION_BYTES)}, or raise"
+      " net.ipv4.tcp_wmem and tcp_rmem on both sides."
     )
   return found
 

@@ -127,7 +127,7 @@ def test_a_role_whose_clock_steps_back_by_hours_is_let_in_again(world, clocks, c
     assert runner.incarnation == NOW - 5 * HOUR
     assert runner.run(lambda: join(runner)) == FINISHED, capsys.readouterr().out
     assert runner.incarnation == NOW + 1
-  assert shard._io_thread._admission.accepted["learner-0"].incarnation == NOW + 1
+  assert shard._admission.accepted["learner-0"].incarnation == NOW + 1
 
 
 def test_a_live_twin_is_not_pushed_out_by_one_whose_clock_is_late(world, clocks, capsys):

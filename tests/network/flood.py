@@ -7,29 +7,25 @@ every second how many it has sent; nothing makes it read.
 from __future__ import annotations
 
 import itertools
+import socket
 import sys
 import time
 from pathlib import Path
 
-import zmq
-
 from ddiloco.network import frames
-from ddiloco.network.handshake import control_route, seconds_since_2020
-from ddiloco.network.keys import Keys
+from ddiloco.network.handshake import seconds_since_2020
+from ddiloco.network.keys import Keys, host_and_port
 from ddiloco.protocol import messages, wire
-
-SESSION = b"floods!!"
 
 
 def main(url: str, keys: str, run_id: str, plan_id: str, learner: int, fragments: int) -> None:
   address, incarnation = f"learner-{learner}", seconds_since_2020()
-  socket = zmq.Context().socket(zmq.DEALER)
-  socket.setsockopt(zmq.ROUTING_ID, control_route(SESSION))
+  connection = socket.create_connection(host_and_port(url))
   if keys:
-    Keys.load(Path(keys), address).unlock(socket, "syncer-0")
-  socket.connect(url)
-  greeting = frames.Greeting(run_id, plan_id, address, incarnation, SESSION, b"", 0, 1 << 20, 1)
-  socket.send(frames.encode(greeting))
+    mine = Keys.load(Path(keys), address)
+    connection = mine.context_to(mine.server_key("syncer-0")).wrap_socket(connection)
+  greeting = frames.Greeting(run_id, plan_id, address, incarnation, b"floods!!", 1)
+  connection.sendall(frames.encode(greeting))
   none = (-1,) * fragments
   say = [
     messages.Hello(learner, incarnation, ()),
@@ -40,7 +36,7 @@ def main(url: str, keys: str, run_id: str, plan_id: str, learner: int, fragments
   data = [frames.encode(frames.Control(wire.encode(m, run_id, plan_id)[0])) for m in say]
   next_line = time.monotonic() + 1.0
   for count in itertools.count():
-    socket.send(data[count % len(data)])
+    connection.sendall(data[count % len(data)])
     if not count % 1000 and time.monotonic() >= next_line:
       next_line += 1.0
       print(count, flush=True)

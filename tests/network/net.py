@@ -13,7 +13,7 @@ from ddiloco.config import NetworkConfig
 from ddiloco.network.endpoint import NetworkEndpoint, RunIdentity
 from ddiloco.network.keys import Keys, make_keys
 
-QUICK = NetworkConfig(chunk_bytes=1 << 16, hello_seconds=0.1, patience_seconds=0.3)
+QUICK = NetworkConfig(streams=2, hello_seconds=0.1)
 SECONDS = 20.0
 
 
@@ -36,23 +36,33 @@ class Net:
     self._incarnations: dict[str, int] = {}
     self._folder = tempfile.TemporaryDirectory() if secure else None
     if self._folder:
-      make_keys(Path(self._folder.name), learners=4, shards=2)
+      make_keys(self.folder, learners=4, shards=2)
+
+  @property
+  def folder(self) -> Path:
+    """Of the keys."""
+    assert self._folder is not None
+    return Path(self._folder.name)
+
+  def keys(self, address: str) -> Keys | None:
+    return Keys.load(self.folder, address) if self._folder else None
 
   def url(self, address: str) -> str:
     if address not in self.urls:
-      self.urls[address] = f"tcp://127.0.0.1:{free_pair()}"
+      self.urls[address] = f"tcp://127.0.0.1:{free_port()}"
     return self.urls[address]
 
-  def open(self, address: str, incarnation: int, **changes) -> NetworkEndpoint:
+  def open(
+    self, address: str, incarnation: int, keys: Keys | None = None, **changes
+  ) -> NetworkEndpoint:
     """An endpoint that knows nobody yet; a shard listens."""
-    keys = Keys.load(Path(self._folder.name), address) if self._folder else None
     endpoint = NetworkEndpoint(
       address,
       incarnation,
       dataclasses.replace(self.run, **changes),
       self.settings,
       bind=self.url(address) if address.startswith("syncer-") else None,
-      keys=keys,
+      keys=keys or self.keys(address),
     )
     self.all.append(endpoint)
     return endpoint
@@ -60,7 +70,7 @@ class Net:
   def connect(self, address: str) -> NetworkEndpoint:
     incarnation = self._incarnations[address] = self._incarnations.get(address, -1) + 1
     if address.startswith("syncer-") and address in self.endpoints:
-      self.endpoints[address].close()  # or its ports are taken
+      self.endpoints[address].close()  # or its port is taken
     endpoint = self.endpoints[address] = self.open(address, incarnation)
     if not address.startswith("syncer-"):
       endpoint.dial("syncer-0", self.url("syncer-0"))
@@ -87,14 +97,8 @@ class Net:
       self._folder.cleanup()
 
 
-def free_pair() -> int:
-  """A port that is free now, and so is the next one."""
-  while True:
-    with socket.socket() as first, socket.socket() as second:
-      first.bind(("127.0.0.1", 0))
-      port = first.getsockname()[1]
-      try:
-        second.bind(("127.0.0.1", port + 1))
-        return port
-      except OSError:
-        continue
+def free_port() -> int:
+  """A port that is free now."""
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    return free.getsockname()[1]

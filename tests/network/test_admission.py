@@ -7,6 +7,7 @@ import dataclasses
 import json
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,14 +15,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import zmq
 
 from ddiloco import environment
 from ddiloco.chaos.proxy import Link
 from ddiloco.checks import ConfigError
 from ddiloco.network import frames
-from ddiloco.network.keys import Keys, make_keys, public_file, secret_file
-from ddiloco.network.sockets import LEAST_STRANGERS, STRANGER_SECONDS, Connections
+from ddiloco.network.admission import STRANGER_SECONDS, Admission
+from ddiloco.network.keys import Keys, host_and_port, make_keys, public_file, secret_file
+from ddiloco.network.transport import Counters
 from ddiloco.protocol.messages import Recovered, RequestMoments
 from tests import says
 from tests.network.net import QUICK, Net
@@ -45,7 +46,7 @@ def net():
 
 
 def file_of(net: Net, address: str) -> Path:
-  return public_file(Path(net._folder.name), address)
+  return public_file(net.folder, address)
 
 
 # --- keys that are taken away ---------------------------------------------------------------------
@@ -61,8 +62,8 @@ def test_a_key_that_is_no_longer_listed_is_cut_off_while_its_connection_is_open(
   if how == "removed":
     file.unlink()
   else:
-    make_keys(Path(net._folder.name) / "new", learners=1, shards=0)
-    shutil.copy(public_file(Path(net._folder.name) / "new", "learner-0"), file)
+    make_keys(net.folder / "new", learners=1, shards=0)
+    shutil.copy(public_file(net.folder / "new", "learner-0"), file)
   net.wait_until(lambda: learner.links()[SYNCER]["state"] == "refused")
   assert "the key of learner-0 is not listed" in learner.links()[SYNCER]["reason"]
   assert not learner.fenced, "nobody else has its place"
@@ -79,7 +80,7 @@ def test_a_key_that_is_no_longer_listed_is_cut_off_while_its_connection_is_open(
 
 def test_a_folder_of_keys_that_is_away_for_a_moment_cuts_nobody_off(net):
   shard, learner = net.connect(SYNCER), net.connect("learner-0")
-  folder = Path(net._folder.name)
+  folder = net.folder
   (folder / "public").rename(folder / "away")
   assert shard.receive(2.5) is None
   learner.send(SYNCER, says.hello(0, 0))
@@ -106,9 +107,9 @@ def test_a_shard_whose_key_cannot_be_read_for_a_moment_is_dialed_again(net, monk
 
 
 def test_a_shard_whose_key_was_replaced_is_not_spoken_to_any_more(net, monkeypatch):
-  monkeypatch.setattr("ddiloco.network.io_thread.KEYS_SECONDS", 0.2)
+  monkeypatch.setattr("ddiloco.network.endpoint.KEYS_SECONDS", 0.2)
   shard, learner = net.connect(SYNCER), net.connect("learner-0")
-  folder = Path(net._folder.name)
+  folder = net.folder
   make_keys(folder / "new", learners=0, shards=1)
   shutil.copy(public_file(folder / "new", SYNCER), file_of(net, SYNCER))
   net.wait_until(lambda: learner.links()[SYNCER]["state"] != "up")
@@ -169,21 +170,17 @@ def test_a_message_of_another_incarnation_than_was_greeted_is_dropped_and_its_se
 def test_a_peer_that_does_not_read_costs_no_memory_for_ever():
   net = Net("run", "plan")
   shard = net.connect(SYNCER)
-  session, context = b"abcdefgh", zmq.Context()
-  with context.socket(zmq.DEALER) as peer:
-    peer.linger = 0
-    for option, value in ((zmq.RCVHWM, 1), (zmq.RCVBUF, 4096), (zmq.ROUTING_ID, b"c" + session)):
-      peer.setsockopt(option, value)
-    peer.connect(net.url(SYNCER))
-    greeting = frames.Greeting("run", "plan", "learner-0", 0, session, b"", 0, 1 << 16, 1)
-    peer.send(frames.encode(greeting))
+  with socket.socket() as peer:
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    peer.connect(host_and_port(net.url(SYNCER)))
+    greeting = frames.Greeting("run", "plan", "learner-0", 0, b"abcdefgh", 1)
+    peer.sendall(frames.encode(greeting))
     net.wait_until(lambda: shard.links().get("learner-0", {}).get("state") == "up")
     large = Recovered(0, 0, 0, tuple(range(50_000)))
     for _ in range(2000):
       shard.send("learner-0", large)
-      peer.send(frames.encode(frames.Beat()))  # and is not silent
+      peer.sendall(frames.encode(frames.Beat()))  # and is not silent
     net.wait_until(lambda: shard.counters.undelivered > 300)
-  context.term()
   net.close()
 
 
@@ -199,7 +196,7 @@ learner = NetworkEndpoint("learner-0", 0, RunIdentity("run", "plan", 1 << 30, 1 
 learner.dial("syncer-0", url)
 while learner.links()["syncer-0"]["state"] != "up":
   learner.receive(0.01)
-learner.send("syncer-0", push(1, 2_000_000))
+learner.send("syncer-0", push(1, 20_000_000))
 sys.stdin.readline()
 print(learner.counters.undelivered)
 learner.close()
@@ -207,11 +204,11 @@ learner.close()
 
 
 def test_a_process_that_was_stopped_does_not_take_its_own_pause_for_its_peers_silence():
-  quick = dataclasses.replace(QUICK, silence_seconds=4.0, window_bytes=1 << 17)
+  quick = dataclasses.replace(QUICK, silence_seconds=4.0)
   net = Net("run", "plan", settings=quick)
   shard = net.connect(SYNCER)
   host, port = net.url(SYNCER).removeprefix("tcp://").split(":")
-  with Link((host, int(port)), bits_per_second=8e6) as link:
+  with Link((host, int(port)), bits_per_second=80e6) as link:
     process = subprocess.Popen(
       [sys.executable, "-c", SLEEPER, f"tcp://127.0.0.1:{link.port}"]
       + [json.dumps(dataclasses.asdict(quick))],
@@ -235,36 +232,34 @@ def test_a_process_that_was_stopped_does_not_take_its_own_pause_for_its_peers_si
 # --- who says nothing -----------------------------------------------------------------------------
 
 
+class Idler:
+  """A connection that says nothing."""
+
+  def close(self) -> None:
+    self.closed = True
+
+
 def test_connections_of_nobody_are_cut_off_after_a_while_and_when_they_are_too_many():
-  doors = Connections(most=40)
-  for descriptor in range(30):
-    doors.came(descriptor, now=0.0)
-  assert doors.unwanted(1.0) == list(range(10)), "half of the room is for members"
-  for descriptor in range(10, 20):
-    doors.belongs(descriptor, b"a")
-  doors.belongs(99, b"never heard of")
-  doors.came(50, now=STRANGER_SECONDS)
-  assert doors.unwanted(STRANGER_SECONDS) == []
-  assert doors.unwanted(STRANGER_SECONDS + 1) == list(range(20, 30))
-  doors.gone(10)
-  doors.forget(b"a", now=2 * STRANGER_SECONDS)
-  assert doors.unwanted(2 * STRANGER_SECONDS + 1) == [50]
-  assert doors.unwanted(3 * STRANGER_SECONDS + 1) == list(range(11, 20)), "whose session is over"
-
-
-def test_some_strangers_may_knock_however_many_members_there_are():
-  doors = Connections(most=10)
-  for descriptor in range(30):
-    doors.came(descriptor, 0.0)
-    doors.belongs(descriptor, b"a")
-  for descriptor in range(30, 30 + 2 * LEAST_STRANGERS):
-    doors.came(descriptor, 0.0)
-  assert doors.unwanted(0.0) == list(range(30, 30 + LEAST_STRANGERS))
+  counters = Counters()
+  door = Admission(None, counters, None, None, None, None, None)
+  door._most = 20
+  idlers = [Idler() for _ in range(30)]
+  door._strangers.update(dict.fromkeys(idlers, 0.0))
+  door._cut_off(1.0)
+  assert list(door._strangers) == idlers[10:] and counters.refused == 10, "the oldest go"
+  newer = Idler()
+  door._strangers[newer] = STRANGER_SECONDS
+  del door._strangers[idlers[10]]  # it has greeted
+  door._cut_off(STRANGER_SECONDS)
+  assert len(door._strangers) == 20
+  door._cut_off(STRANGER_SECONDS + 1)
+  assert list(door._strangers) == [newer] and counters.refused == 29
+  assert not hasattr(idlers[10], "closed") and all(i.closed for i in idlers[11:])
 
 
 RAISES = """
 import resource
-from ddiloco.network.sockets import raise_limit
+from ddiloco.network.admission import raise_limit
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 300))
 assert raise_limit() == 300 and resource.getrlimit(resource.RLIMIT_NOFILE) == (300, 300)
 assert raise_limit() == 300
@@ -333,9 +328,9 @@ import socket, sys, time
 port, held = int(sys.argv[1]), []
 for number in range(316):
   try:
-    held.append(socket.create_connection(("127.0.0.1", port + number % 2), timeout=2.0))
+    held.append(socket.create_connection(("127.0.0.1", port), timeout=2.0))
     if number % 3 == 0:
-      held[-1].sendall(b"\\xff" + bytes(8) + b"\\x7f")  # begins to speak ZeroMQ, and stops
+      held[-1].sendall(b"\\x16\\x03\\x01\\x00")  # begins to speak TLS, and stops
   except OSError:
     pass
 print(len(held), flush=True)

@@ -6,27 +6,19 @@ import os
 import random
 import shutil
 import socket as plain_sockets
+import ssl
 import subprocess
 import sys
 import time
 import types
 
 import pytest
-import zmq
-from zmq.utils import z85
-from zmq.utils.monitor import recv_monitor_message
 
 from ddiloco.checks import ConfigError
-from ddiloco.network import keys
-from ddiloco.network.keys import (
-  Arrivals,
-  Keys,
-  make_authenticator,
-  make_keys,
-  public_file,
-  require_keys,
-  secret_file,
-)
+from ddiloco.network import frames, keys
+from ddiloco.network.keys import Keys, make_keys, public_file, require_keys, secret_file
+from tests import says
+from tests.network.net import Net
 
 SECONDS = 20  # until a test gives up on an event
 
@@ -37,85 +29,8 @@ def folder(tmp_path):
   return tmp_path
 
 
-class Shard:
-  """A guarded socket of syncer-0, and everything that was said about refusals."""
-
-  def __init__(self, folder):
-    self.keys = Keys.load(folder, "syncer-0")
-    self.context = zmq.Context()
-    self.reasons: list[str] = []
-    self.gone = 0
-    self.authenticator = make_authenticator(self.context, self.keys, self.reasons.append)
-    self.authenticator.start()
-    self.socket = self.context.socket(zmq.ROUTER)
-    self.keys.guard(self.socket)
-    self.arrivals = Arrivals()
-    self.monitor = self.socket.get_monitor_socket(Arrivals.EVENTS)
-    self.port = self.socket.bind_to_random_port("tcp://127.0.0.1")
-    self.url = f"tcp://127.0.0.1:{self.port}"
-
-  def wait_refused(self, count: int) -> list[str]:
-    deadline = time.monotonic() + SECONDS
-    while len(self.reasons) < count and time.monotonic() < deadline:
-      self.look(timeout_ms=20)
-    assert len(self.reasons) >= count, self.reasons
-    return self.reasons
-
-  def look(self, timeout_ms: int = 0) -> None:
-    while self.monitor.poll(timeout_ms):
-      event = recv_monitor_message(self.monitor)
-      reason = self.arrivals.see(int(event["event"]), int(event["value"]))
-      self.gone += event["event"] == zmq.EVENT_DISCONNECTED
-      self.reasons += [reason] if reason else []
-      timeout_ms = 0
-
-  def receive(self, timeout_ms: int = 1000 * SECONDS) -> tuple[str, bytes] | None:
-    if not self.socket.poll(timeout_ms):
-      return None
-    frame = self.socket.recv_multipart(copy=False)[-1]
-    return frame.get("User-Id"), frame.bytes
-
-  def close(self):
-    self.authenticator.stop()
-    self.context.destroy(0)
-
-
-@pytest.fixture
-def shard(folder):
-  shard = Shard(folder)
-  yield shard
-  shard.close()
-
-
-@pytest.fixture
-def dial():
-  """A DEALER that says hello, with these keys, to the server with this key."""
-  context, dialed = zmq.Context(), []  # a socket that nobody holds is closed
-
-  def dial(url, pair=None, server_key=b"", say=b"hello"):
-    socket = context.socket(zmq.DEALER)
-    socket.reconnect_ivl, socket.linger = 50, 0
-    if pair:
-      (socket.curve_publickey, socket.curve_secretkey), socket.curve_serverkey = pair, server_key
-    dialed.append((socket, socket.get_monitor_socket()))
-    socket.connect(url)
-    socket.send(say)
-    return dialed[-1]
-
-  yield dial
-  context.destroy(0)
-
-
-def pair(keys):
-  return keys.public, keys.secret
-
-
-def wait_event(monitor, *wanted):
-  while monitor.poll(1000 * SECONDS):
-    event = recv_monitor_message(monitor)
-    if event["event"] in wanted:
-      return event
-  raise AssertionError("no such event")
+def new_certificate() -> bytes:
+  return ssl.PEM_cert_to_DER_cert(keys._CERTIFICATE.search(keys._new_pair("a"))[0].decode())
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -185,7 +100,7 @@ def test_makers_that_are_killed_or_run_at_once_leave_whole_pairs(tmp_path):
   assert len(owners) == 101 and problems == []
   for address in owners.values():
     public, secret = keys.read(secret_file(tmp_path, address))
-    assert owners[public] == address and zmq.curve_public(secret) == public
+    assert owners[public] == address and secret and keys._fits(secret_file(tmp_path, address))
     assert secret_file(tmp_path, address).stat().st_mode & 0o777 == 0o600
 
 
@@ -230,6 +145,26 @@ def _garbage_in_public(folder):
   public_file(folder, "learner-0").write_bytes(os.urandom(300) + b"\npublic-key\n")
 
 
+def _curve_key_in_public(folder):
+  text = '# CURVE key of learner-0\nmetadata\ncurve\n    public-key = "Yne@$w-vo<fVvi]a"\n'
+  public_file(folder, "learner-0").write_text(text)
+
+
+def _curve_secret(folder):
+  secret_file(folder, "learner-1").write_text('curve\n    public-key = "a"\n    secret-key = "b"\n')
+
+
+def _anothers_secret(folder):
+  pair = secret_file(folder, "learner-0").read_bytes()
+  own = public_file(folder, "learner-1").read_bytes()
+  secret_file(folder, "learner-1").write_bytes(keys._PRIVATE.search(pair)[0] + own)
+
+
+def _encrypted_secret(folder):
+  path = secret_file(folder, "learner-1")
+  path.write_bytes(path.read_bytes().replace(b" PRIVATE", b" ENCRYPTED PRIVATE"))
+
+
 def _stranger_in_public(folder):
   shutil.copy(public_file(folder, "learner-0"), folder / "public" / "learner-00.key")
 
@@ -243,6 +178,10 @@ def _stranger_in_public(folder):
     (_other_pair, r"public/learner-1.key': does not belong"),
     (_public_in_place_of_secret, r"learner-1.key_secret': is damaged"),
     (_half_a_secret, r"learner-1.key_secret': is damaged"),
+    (_curve_key_in_public, r"learner-0.key': is a CURVE key of an earlier version. Fix: make all"),
+    (_curve_secret, r"learner-1.key_secret': is a CURVE key of an earlier version"),
+    (_anothers_secret, r"learner-1.key_secret': is damaged"),
+    (_encrypted_secret, r"learner-1.key_secret': is damaged"),
     (_two_roles_one_key, r"learner-7.key': is the same key as that of learner-0"),
     (_garbage_in_public, r"learner-0.key': is damaged"),
     (_stranger_in_public, r"learner-00.key': is not named after a role"),
@@ -253,6 +192,13 @@ def test_what_is_wrong_with_the_files_is_said(folder, spoil, says):
   spoil(folder)
   with pytest.raises(ConfigError, match=rf"^--keys = .*{says}"):
     Keys.load(folder, "learner-1")
+
+
+def test_curve_keys_of_an_earlier_version_are_not_taken_for_keys_that_are_there(tmp_path):
+  (tmp_path / "public").mkdir()
+  public_file(tmp_path, "learner-0").write_text('curve\n    public-key = "a"\n')
+  with pytest.raises(ConfigError, match=r"learner-0.key': is a CURVE key of an earlier version"):
+    make_keys(tmp_path, learners=1, shards=1)
 
 
 def test_the_secret_is_not_shown(folder):
@@ -270,8 +216,7 @@ def test_owner_follows_the_folder(folder, monkeypatch):
   mine = Keys.load(folder, "syncer-0")
   public = {a: Keys.load(folder, a).public for a in ("learner-0", "learner-1")}
   assert mine.owner(public["learner-1"]) == "learner-1"
-  assert mine.owner(z85.decode(public["learner-1"])) == "learner-1", "ZeroMQ asks with raw keys"
-  stranger, _ = zmq.curve_keypair()
+  stranger = new_certificate()
   assert mine.owner(stranger) is None
 
   public_file(folder, "learner-1").unlink()
@@ -290,14 +235,14 @@ def test_owner_follows_the_folder(folder, monkeypatch):
 
 
 def test_strangers_do_not_make_it_read_more_than_once_a_second(folder, monkeypatch):
-  now, reads = [100.0], []
+  now, reads, stranger = [100.0], [], new_certificate()
   monkeypatch.setattr(keys, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
   mine = Keys.load(folder, "syncer-0")
   real = keys.read_public
   monkeypatch.setattr(keys, "read_public", lambda f: reads.append(now[0]) or real(f))
   for _ in range(1000):
     now[0] += 0.01
-    assert mine.owner(zmq.curve_keypair()[0]) is None
+    assert mine.owner(stranger) is None
   assert 8 <= len(reads) <= 10
 
 
@@ -331,182 +276,138 @@ def test_a_folder_that_vanishes_lets_nobody_in(folder):
 # --- the door -------------------------------------------------------------------------------------
 
 
-def test_a_listed_key_comes_in_under_its_owners_address(folder, shard, dial):
-  for address in ("learner-1", "evaluator", "syncer-1"):
-    mine = Keys.load(folder, address)
-    assert mine.server_key("syncer-0") == shard.keys.public
-    client, monitor = dial(shard.url, pair(mine), mine.server_key("syncer-0"), address.encode())
-    assert shard.receive() == (address, address.encode())
-    wait_event(monitor, zmq.EVENT_HANDSHAKE_SUCCEEDED)
-    client.close()
-  deadline = time.monotonic() + SECONDS
-  while shard.gone < 3 and time.monotonic() < deadline:
-    shard.look(timeout_ms=20)
-  assert (shard.gone, shard.reasons) == (3, [])
+@pytest.fixture
+def net():
+  net = Net("run", "plan", secure=True)
+  yield net
+  net.close()
 
 
-def test_unlock_dials_only_the_shard_that_was_meant(folder, shard):
-  context = zmq.Context()
-  with context.socket(zmq.DEALER) as socket:
-    Keys.load(folder, "learner-0").unlock(socket, "syncer-0")
-    socket.connect(shard.url)
-    socket.send(b"hello")
-    assert shard.receive() == ("learner-0", b"hello")
-    socket.linger = 0
-  context.term()
+def shake_hands(net, context: ssl.SSLContext | None, say: bytes = b"") -> bytes:
+  """What a shard answers to whoever shows this key, or none, and says so; until it hangs up."""
+  with plain_sockets.create_connection(keys.host_and_port(net.url("syncer-0")), 20) as connection:
+    try:
+      speaker = context.wrap_socket(connection) if context else connection
+      speaker.sendall(say)
+      return b"".join(iter(lambda: speaker.recv(4096), b""))
+    except OSError as error:
+      return str(error).encode()
+
+
+def context_of(folder, address: str, server: bytes) -> ssl.SSLContext:
+  return Keys.load(folder, address).context_to(server)
+
+
+def test_everything_is_tls_1_3_and_each_side_has_shown_its_key(net):
+  shard, learner = net.connect("syncer-0"), net.connect("learner-1")
+  net.wait_until(lambda: all(c.wire for c in learner._dialed["syncer-0"].channels))
+  for peer, theirs in (
+    (learner._dialed["syncer-0"], Keys.load(net.folder, "syncer-0")),
+    (shard._admission.accepted["learner-1"], Keys.load(net.folder, "learner-1")),
+  ):
+    for channel in peer.channels:
+      assert channel.wire._socket.version() == "TLSv1.3"
+      assert channel.wire.key() == theirs.public
 
 
 GARBAGE = {
   "http": b"GET / HTTP/1.0\r\n\r\n",
   "zeros": bytes(200),
   "ones": b"\xff" * 200,
-  "not curve": b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE" + bytes(48) + b"\x04\x26\x05HELLO" * 8,
-  "another mechanism": b"\xff" + bytes(7) + b"\x01\x7f\x03\x00NULL" + bytes(49),
-  "half a greeting": b"\xff" + bytes(7) + b"\x01\x7f\x03\x00",
+  "a plain greeting": frames.encode(frames.Greeting("run", "plan", "learner-1", 0, b"a" * 8, 1)),
+  "half a handshake": b"\x16\x03\x01\x02\x00\x01\x00",
   "nothing": b"",
 }
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
-def test_garbage_on_the_port_is_counted_once_and_harms_nobody(folder, shard, dial, garbage):
-  learner = Keys.load(folder, "learner-0")
-  listed, _ = dial(shard.url, pair(learner), shard.keys.public)
-  assert shard.receive() == ("learner-0", b"hello")
-  with plain_sockets.create_connection(("127.0.0.1", shard.port)) as stranger:
-    stranger.settimeout(SECONDS)
-    with contextlib.suppress(OSError):  # it may have been cut off already
-      stranger.sendall(GARBAGE[garbage])
-      stranger.shutdown(plain_sockets.SHUT_WR)
-      while stranger.recv(4096):
-        pass
-  assert len(shard.wait_refused(1)) == 1
-  listed.send(b"again")
-  assert shard.receive() == ("learner-0", b"again")
-  assert shard.receive(timeout_ms=0) is None
-  shard.look()
-  assert len(shard.reasons) == 1
+def test_garbage_on_the_port_is_counted_once_and_harms_nobody(net, garbage):
+  shard, learner = net.connect("syncer-0"), net.connect("learner-0")
+  place = keys.host_and_port(net.url("syncer-0"))
+  with plain_sockets.create_connection(place, 20) as stranger, contextlib.suppress(OSError):
+    stranger.sendall(GARBAGE[garbage])  # it may be cut off before its end
+    stranger.shutdown(plain_sockets.SHUT_WR)
+    while stranger.recv(4096):
+      pass
+  net.wait_until(lambda: shard.counters.refused == 1)
+  learner.send("syncer-0", says.hello(0, 0))
+  assert shard.receive(SECONDS).sender == "learner-0"
+  assert shard.receive(0.1) is None
+  assert shard.counters.refused == 1 and list(shard.links()) == ["learner-0"]
 
 
-def test_no_key_gets_nothing_through(shard, dial):
-  dial(shard.url)
-  assert "without keys" in shard.wait_refused(1)[0]
-  assert shard.receive(timeout_ms=0) is None
+def test_a_key_that_is_not_listed_gets_nothing_through_until_it_is(net, tmp_path):
+  shard = net.connect("syncer-0")
+  make_keys(tmp_path, learners=6, shards=1)
+  shutil.copy(public_file(net.folder, "syncer-0"), public_file(tmp_path, "syncer-0"))
+  greeting = frames.encode(frames.Greeting("run", "plan", "learner-5", 0, b"a" * 8, 1))
+  stranger = keys._context(ssl.PROTOCOL_TLS_CLIENT, [net.keys("syncer-0").public])
+  keys._show(stranger, secret_file(tmp_path, "learner-5"))
+  said = shake_hands(net, stranger, greeting)
+  assert b"alert" in said.lower(), said
+  net.wait_until(lambda: shard.counters.refused == 1)
+  assert not shard.links()
+  shutil.copy(public_file(tmp_path, "learner-5"), public_file(net.folder, "learner-5"))
+  shutil.copy(secret_file(tmp_path, "learner-5"), secret_file(net.folder, "learner-5"))
+  late = net.connect("learner-5")
+  late.send("syncer-0", says.hello(5, 0))
+  assert shard.receive(SECONDS).sender == "learner-5"
 
 
-def test_a_wrong_server_key_gets_nothing_through_and_tries_again_by_itself(folder, shard, dial):
-  learner = Keys.load(folder, "learner-0")
-  _, monitor = dial(shard.url, pair(learner), zmq.curve_keypair()[0])
-  wait_event(monitor, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)  # all that it learns
-  wait_event(monitor, zmq.EVENT_CONNECT_RETRIED)
-  wait_event(monitor, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
-  assert "another key" in shard.wait_refused(2)[0]
-  assert shard.receive(timeout_ms=0) is None
+def test_who_is_not_listed_is_told_so_and_tries_again_by_itself(net, tmp_path):
+  shard = net.connect("syncer-0")
+  mine = shutil.copytree(net.folder, tmp_path / "mine")
+  kept = public_file(mine, "learner-1")
+  public_file(net.folder, "learner-1").unlink()
+  learner = net.open("learner-1", 0, Keys.load(mine, "learner-1"))
+  learner.dial("syncer-0", net.url("syncer-0"))
+  net.wait_until(lambda: learner.links()["syncer-0"]["state"] == "refused")
+  assert "the key of learner-1 is not listed" in learner.links()["syncer-0"]["reason"]
+  shutil.copy(kept, public_file(net.folder, "learner-1"))
+  net.wait_up(learner, "syncer-0")
+  assert shard.counters.refused
 
 
-def test_who_is_refused_learns_it_and_must_dial_again(folder, shard, dial):
-  """What a transport does on EVENT_HANDSHAKE_FAILED_AUTH: libzmq itself gives up on that peer."""
-  make_keys(folder / "other", learners=6, shards=1)
-  late = Keys.load(folder / "other", "learner-5")
-  socket, monitor = dial(shard.url, pair(late), shard.keys.public)
-  assert wait_event(monitor, zmq.EVENT_HANDSHAKE_FAILED_AUTH)["value"] == 400
-  wait_event(monitor, zmq.EVENT_DISCONNECTED)
-  assert shard.wait_refused(1) == ["127.0.0.1: its key is not listed"]
-
-  shutil.copy(public_file(folder / "other", "learner-5"), public_file(folder, "learner-5"))
-  time.sleep(keys.REREAD_SECONDS)  # what the shard has read may be as old
-  assert not monitor.poll(0), "it does not try again"
-  socket.disconnect(shard.url)
-  socket.connect(shard.url)  # the same socket will do; what was queued is lost
-  socket.send(b"now")
-  assert shard.receive() == ("learner-5", b"now")
-
-  public_file(folder, "learner-5").unlink()
-  socket.disconnect(shard.url)
-  socket.connect(shard.url)
-  wait_event(monitor, zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-  assert len(shard.wait_refused(2)) == 2 and shard.receive(timeout_ms=0) is None
+def test_no_key_gets_nothing_through(net):
+  shard = net.connect("syncer-0")
+  for certificate in (False, True):
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if certificate else None
+    if context:
+      context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    greeting = frames.encode(frames.Greeting("run", "plan", "learner-1", 0, b"a" * 8, 1))
+    said = shake_hands(net, context, greeting)
+    assert b"syncer-0" not in said, "it says nothing to strangers"
+  net.wait_until(lambda: shard.counters.refused == 2)
+  assert not shard.links()
 
 
-def test_nobody_at_the_door_lets_nobody_in(folder, dial):
-  shard = Shard(folder)
-  try:
-    shard.authenticator.stop()
-    dial(shard.url, pair(Keys.load(folder, "learner-0")), shard.keys.public)
-    shard.wait_refused(1)
-    assert shard.receive(timeout_ms=0) is None
-    shard.authenticator.start()
-    dial(shard.url, pair(Keys.load(folder, "learner-0")), shard.keys.public)
-    assert shard.receive() == ("learner-0", b"hello")
-  finally:
-    shard.close()
+def test_a_shard_with_another_key_than_the_listed_one_hears_nothing(net, tmp_path):
+  """It may be anybody who has taken the address."""
+  shard = net.connect("syncer-0")
+  make_keys(tmp_path, learners=1, shards=1)
+  context = context_of(net.folder, "learner-0", Keys.load(tmp_path, "syncer-0").public)
+  assert b"certificate verify failed" in shake_hands(net, context)
+  net.wait_until(lambda: shard.counters.refused == 1)
+  shutil.copy(public_file(tmp_path, "syncer-0"), public_file(net.folder, "syncer-0"))
+  learner = net.open("learner-0", 0)
+  learner.dial("syncer-0", net.url("syncer-0"))
+  net.wait_until(lambda: "has another key" in learner.links()["syncer-0"]["reason"])
 
 
-def test_odd_questions_do_not_end_the_door(folder, shard, dial):
-  key = z85.decode(shard.keys.public)
-  asker = shard.context.socket(zmq.DEALER)
-  asker.connect("inproc://zeromq.zap.01")
-  head = [b"", b"1.0", b"7", b"ddiloco", b"1.2.3.4", b"", b"CURVE"]
-  odd = [
-    [b"", b""],
-    [b"", b"1.0"],
-    head,
-    [*head, b"short"],
-    [*head, key, key],
-    [b"", b"2.0", *head[2:], key],
-    [*head[:4], b"\xff\xfe", b"", b"PLAIN", b"user", b"password"],
-    [*head[:6], b"NULL"],
-    [*head, bytes(32)],
-  ]
-  for question in odd:
-    asker.send_multipart(question)
-    assert asker.poll(1000 * SECONDS), question
-    assert asker.recv_multipart()[3] == b"400", question
-  assert len(shard.wait_refused(len(odd))) == len(odd)
-  for dropped in ([b"no delimiter"], [b""], [b"", b""], [b"x"] * 9):
-    asker.send_multipart(dropped)
-  assert asker.recv_multipart()[3] == b"400", "of the one that is a question"
-  asker.send_multipart([*head, key])
-  assert asker.poll(1000 * SECONDS)
-  shown = b"\x03Key\x00\x00\x00\x28" + shard.keys.public
-  assert asker.recv_multipart() == [b"", b"1.0", b"7", b"200", b"OK", b"syncer-0", shown]
-  asker.close()
-  dial(shard.url, pair(Keys.load(folder, "learner-0")), shard.keys.public)
-  assert shard.receive() == ("learner-0", b"hello")
+def test_a_listed_key_speaks_for_its_owner_alone(net):
+  shard = net.connect("syncer-0")
+  context = context_of(net.folder, "learner-0", net.keys("syncer-0").public)
+  greeting = frames.encode(frames.Greeting("run", "plan", "learner-1", 0, b"a" * 8, 1))
+  assert b"this key belongs to learner-0, not to learner-1" in shake_hands(net, context, greeting)
+  assert not shard.links() and shard.counters.refused == 1
 
 
-def test_stop_is_quick_and_may_come_twice(shard):
-  start = time.monotonic()
-  shard.authenticator.stop()
-  shard.authenticator.stop()
-  assert time.monotonic() - start < 2
-
-
-def test_arrivals_count_exactly_while_strangers_hang_on():
-  """Connections end in one of five ways and stay for a while; file descriptors are used again."""
-  seed = random.randrange(1 << 32)
-  print(f"seed {seed}")
-  chance = random.Random(seed)
-  ends = {  # what is told after a connection was accepted, times it is to be counted
-    "good": (zmq.EVENT_HANDSHAKE_SUCCEEDED, 0),
-    "not listed": (zmq.EVENT_HANDSHAKE_FAILED_AUTH, 0),
-    "plain": (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, 1),
-    "wrong key": (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, 1),
-    "garbage": (None, 1),
-  }
-  for _ in range(200):
-    arrivals, wanted, events, open_, free = Arrivals(), 0, [], [], set(range(8))
-    for _ in range(60):
-      if free and (chance.random() < 0.5 or not open_):
-        fd, (end, count) = free.pop(), ends[chance.choice(sorted(ends))]
-        events += [(zmq.EVENT_ACCEPTED, fd)] + ([(end, 32)] if end else [])
-        open_.append(fd)
-        wanted += count
-      else:
-        fd = open_.pop(chance.randrange(len(open_)))
-        events.append((zmq.EVENT_DISCONNECTED, fd))
-        free.add(fd)
-    events += [(zmq.EVENT_DISCONNECTED, fd) for fd in open_]
-    assert sum(arrivals.see(*event) != "" for event in events) == wanted
+def test_a_connection_for_fragments_must_show_its_sessions_key(net):
+  shard, learner = net.connect("syncer-0"), net.connect("learner-0")
+  context = context_of(net.folder, "learner-1", net.keys("syncer-0").public)
+  attach = frames.encode(frames.Attach(learner._greeting.session, 0))
+  assert shake_hands(net, context, attach) == b""
+  net.wait_until(lambda: shard.counters.refused == 1)
 
 
 # --- which addresses need keys --------------------------------------------------------------------
@@ -530,7 +431,7 @@ def test_other_addresses_need_keys(folder, host):
 @pytest.mark.parametrize(
   "url",
   [
-    "", "127.0.0.1:7000", "tcp://127.0.0.1", "tcp://127.0.0.1:", "tcp://127.0.0.1:65535",
+    "", "127.0.0.1:7000", "tcp://127.0.0.1", "tcp://127.0.0.1:", "tcp://127.0.0.1:65536",
     "tcp://127.0.0.1:-1", "tcp://127.0.0.1:7000/", "tcp://:7000", "ipc:///tmp/x", "tcp://::1:7000",
     "tcp://[fe80::zz]:1", "tcp://[:::]:1", "tcp://127.0.0.1:7000 ", "tcp://1.2.3.4;127.0.0.1:7000",
     "inproc://x", "tcp://127.0.0.1@10.0.0.1:70", "tcp://127.0.0.1:*", "tcp://127.0.0.1:٧",

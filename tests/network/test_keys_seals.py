@@ -10,7 +10,7 @@ import pytest
 
 from ddiloco.core import codec
 from ddiloco.core.commit import MemoryStore, new_fragment
-from ddiloco.network.keys import Sealer
+from ddiloco.network.seals import Sealer
 from ddiloco.protocol.actions import Tick
 from ddiloco.protocol.messages import Publish, RequestValue, Value
 from tests import says

@@ -1,6 +1,7 @@
 """The benchmarks run, and their last line is one JSON object with the promised names."""
 
 import math
+import os
 from importlib.util import find_spec
 
 import pytest
@@ -18,7 +19,7 @@ PROMISED = {
   "bench_kill.py": {"survivor_step_ratio", "survivor_max_gap_ratio", "rejoin_seconds", "kills"},
   "bench_merge.py": {"merge_vs_copy", "int4_encode_gbps", "int4_decode_gbps", "extra_fragments"},
   "bench_overhead.py": {"ratio", "blocked_seconds"},
-  "bench_transport.py": {"gbps", "plain_vs_socket", "control_rtt_ms_under_load"},
+  "bench_transport.py": {"gbps", "plain_vs_socket", "secured_gbps", "control_rtt_ms_under_load"},
   "bench_wire.py": {"bytes_per_step", "versus_data_parallel", "framing_overhead"},
 }
 LINES = [*PROMISED, pytest.param("bench_overhead.py --engine=ray", marks=RAY)]
@@ -37,7 +38,11 @@ def test_quick_run_prints_the_promised_numbers(line):
   if script == "bench_overhead.py":
     assert result["blocked_seconds"] == 0 and result["rounds"] > 0
   if script == "bench_transport.py":
-    assert set(result["gbps"]) == {"socket", "in_process", "plain", "curve"}
+    assert set(result["gbps"]) == {
+      *("socket", "in_process", "plain", "secured_1", "secured_2", "secured_4")
+    }
+    if os.geteuid() == 0:
+      assert math.isfinite(result["control_rtt_ms_slow_link"])
   if script == "bench_wire.py":
     sizes = result["bytes_per_step"]
     assert set(sizes) == set(result["versus_data_parallel"]) == CODECS

@@ -203,7 +203,8 @@ def test_what_tau_does_not_hide_is_said_in_plain_words():
 def test_a_window_smaller_than_the_link_is_said():
   setting = changed(REGIONS, latency_seconds=0.5, window_bytes=1 << 20)
   (text,) = planner.findings(setting, planner.make(setting))
-  assert "network.window_bytes = 1048576" in text and f"set it to {5 * 10**9 // 8}" in text
+  assert "more than the 1.05 MB that" in text
+  assert f"network.streams = {math.ceil(5 * 10**9 / 8 / (4 << 20))}, or" in text
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,141 @@
+"""Parts of payloads may be lost with a connection; messages arrive whole, once, in order."""
+
+import gc
+
+import numpy as np
+import pytest
+
+from ddiloco.network import frames
+from ddiloco.network.handshake import RunIdentity
+from ddiloco.network.io_thread import Forget
+from ddiloco.network.peers import KEPT_SECONDS, LEAST_KEPT_BYTES, BufferPool, Incoming
+from ddiloco.protocol.wire import MalformedMessage
+
+RUN = RunIdentity("run", "plan", max_payload_bytes=1000, queue_bytes=1500)
+
+
+class Wire:
+  woken = 0
+
+  def wake(self) -> None:
+    self.woken += 1
+
+
+def check(header: bytes) -> None:
+  if header == b"bad":
+    raise MalformedMessage("not from here")
+
+
+def incoming(streams: int = 2, run: RunIdentity = RUN) -> Incoming:
+  return Incoming(streams, run, BufferPool(), check)
+
+
+def part(box: Incoming, stream: int, number: int, total: int = 100, wire=None, header=b"h"):
+  """A stream's part comes; what is whole now, or "no room"."""
+  place = frames.part(stream, box._streams, total)
+  bulk = frames.Bulk(number, total, header)
+  memory = box.room(stream, bulk, place.stop - place.start, wire or Wire())
+  if memory is None:
+    return "no room"
+  memory[:] = bytes((number + k) % 256 for k in range(total))[place]
+  return box.arrived(stream, number)
+
+
+def test_a_message_is_whole_with_its_last_part():
+  box = incoming(streams=3)
+  assert part(box, 2, 0) is part(box, 0, 0) is None
+  header, payload = part(box, 1, 0)
+  assert header == b"h" and bytes(payload) == bytes(range(100))
+
+
+def test_one_that_lacks_the_part_of_a_stream_that_is_past_it_is_lost_and_holds_up_nobody():
+  box = incoming()
+  assert part(box, 0, 0) is None
+  assert part(box, 0, 1) is None
+  assert box.bytes == 202
+  assert part(box, 1, 1)[1][0] == 1, "its stream lost the part of 0"
+  assert box.bytes == 101, "what is not taken yet"
+
+
+def test_a_part_that_broke_off_comes_again_from_its_beginning():
+  box = incoming()
+  part(box, 0, 0)
+  box.room(1, frames.Bulk(0, 100, b"h"), 50, Wire())[:10] = bytes(10)
+  assert bytes(part(box, 1, 0)[1]) == bytes(range(100))
+
+
+def test_what_has_no_room_waits_until_something_is_taken():
+  box, wire = incoming(1), Wire()
+  assert part(box, 0, 0, 900) and part(box, 0, 1, 900, wire) == "no room" and not wire.woken
+  box.taken(901)
+  assert wire.woken == 1 and part(box, 0, 1, 900, wire)
+  box = incoming(1, RunIdentity("run", "plan", 1000, queue_bytes=10))
+  assert part(box, 0, 0, 900), "one is let in whatever its size"
+
+
+def test_a_lost_message_makes_room_for_those_that_wait():
+  box, wire = incoming(2), Wire()
+  part(box, 0, 0, 900)
+  assert part(box, 0, 1, 900, wire) == "no room"
+  assert part(box, 1, 1, 900) is None, "stream 1 has lost its part of 0"
+  assert wire.woken == 1 and part(box, 0, 1, 900)
+
+
+@pytest.mark.parametrize(
+  "total, header, why", [(1001, b"h", "exceeds 1000"), (100, b"bad", "not from here")]
+)
+def test_what_may_not_come_is_said_once_and_takes_no_memory(total, header, why):
+  box = incoming()
+  with pytest.raises(MalformedMessage, match=why):
+    part(box, 1, 0, total, header=header)
+  with pytest.raises(Forget):
+    part(box, 0, 0, total, header=header)
+  assert box.bytes == 0 and not box._assemblies
+  assert part(box, 0, 1) is None and part(box, 1, 1), "what follows comes"
+
+
+@pytest.mark.parametrize("size", [0, 49, 51, 100])
+def test_a_part_of_another_size_is_malformed(size):
+  with pytest.raises(MalformedMessage, match="are no part 1 of 100"):
+    incoming().room(1, frames.Bulk(0, 100, b"h"), size, Wire())
+
+
+def test_streams_that_disagree_on_the_total_are_malformed():
+  box = incoming()
+  part(box, 0, 0, 100)
+  with pytest.raises(MalformedMessage, match="102 bytes in all, or 100"):
+    part(box, 1, 0, 102)
+
+
+# --- memory that is used again --------------------------------------------------------------------
+
+
+def address(memory: np.ndarray) -> int:
+  return memory.__array_interface__["data"][0]
+
+
+def test_memory_is_used_again_once_nobody_holds_any_view_of_it():
+  pool = BufferPool()
+  first = pool.take(2 * LEAST_KEPT_BYTES)
+  view = memoryview(first[10:].view(np.uint8)[::2])
+  where = address(first)
+  del first
+  gc.collect()
+  other = pool.take(2 * LEAST_KEPT_BYTES)
+  assert address(other) != where, "somebody still reads it"
+  del view
+  gc.collect()
+  again = pool.take(LEAST_KEPT_BYTES + 5)
+  assert address(again) == where and again.shape == (LEAST_KEPT_BYTES + 5,)
+  assert address(pool.take(LEAST_KEPT_BYTES)) != where
+
+
+def test_memory_that_is_much_too_large_is_not_taken_and_idle_memory_is_freed():
+  pool = BufferPool()
+  pool.take(10 * LEAST_KEPT_BYTES)
+  pool.take(2 * LEAST_KEPT_BYTES)
+  assert len(pool._free) == 2, "neither fits the other"
+  pool.release(pool._free[-1][0] + KEPT_SECONDS / 2)
+  assert len(pool._free) == 2
+  pool.release(pool._free[-1][0] + KEPT_SECONDS)
+  assert not pool._free
