@@ -56,6 +56,7 @@ setup(
     "tokenizers": ["sentencepiece>=0.2", "tokenizers>=0.20"],
     "gcs": ["etils[epath-gcs]>=1.7"],  # checkpoints in gs://
     "tpu": ["jax[tpu]>=0.10,<0.11"],
+    "compile": ["libtpu>=0.0.42,<0.1"],  # `ddiloco compile`, without a TPU: 0.7 GB
     "dev": [*TEST, "pre-commit>=4"],
   },
   entry_points={"console_scripts": ["ddiloco = ddiloco.cli:entry"]},

@@ -4,7 +4,8 @@ Command:   ddiloco train --config=configs/dense.py:1m --workdir=runs/dense-1m --
            from 100m on, with token files of your own:
            ddiloco train --config=configs/dense.py:2b --workdir=runs/dense-2b \
              --config.data.path='data/*.bin' --config.data.tokenizer=sentencepiece:tokenizer.model
-Hardware:  100k, 1m: a laptop. 10m: one accelerator an island. From 100m: a TPU slice an island.
+Hardware:  100k, 1m: a laptop. 10m: one accelerator an island. From 100m: an island is a slice as
+           in TOPOLOGIES; `ddiloco compile --config=configs/dense.py:12b` says what it takes there.
 Time:      not run: no preset has been trained to its end yet.
 Data:      100k, 1m, 10m: this Python's standard library, as bytes. From 100m: token files.
 Expected:  not measured for these presets. "Decoupled DiLoCo" reports dense 2B, 5B and 9B models on
@@ -44,7 +45,7 @@ PRESETS = {
   "100k": Preset(256,     2,  64,   4,  2, 16,  160,   8,   8e-3, 4e6),    # 102,720
   "1m":   Preset(256,     5,  128,  8,  4, 16,  384,   8,   6e-3, 20e6),   # 1,017,216
   "10m":  Preset(256,     12, 256,  8,  4, 32,  768,   16,  3e-3, 200e6),  # 9,509,120
-  "100m": Preset(32_768,  12, 768,  12, 4, 64,  2048,  32,  1e-3, 2e9),    # 100,682,496
+  "100m": Preset(32_768,  12, 768,  12, 4, 64,  2048,  32,  1e-3, 2e9),   # 100,682,496
   "500m": Preset(32_768,  26, 1280, 10, 2, 128, 3584,  32,  6e-4, 10e9),   # 502,073,600
   "1b":   Preset(32_768,  20, 2048, 16, 4, 128, 6144,  64,  4e-4, 20e9),   # 1,031,882,752
   "2b":   Preset(131_072, 24, 2560, 20, 4, 128, 6912,  64,  4e-4, 26e9),   # 1,987,176,960
@@ -53,6 +54,16 @@ PRESETS = {
   "12b":  Preset(262_144, 38, 5120, 40, 8, 128, 14336, 128, 2e-4, 240e9),  # 12,100,961,280
 }
 # fmt: on
+# An island of each: what it fits, as `ddiloco compile` says (docs/accelerators.md).
+TOPOLOGIES = {
+  "100m": "v5e:2x2",
+  "500m": "v5e:2x4",
+  "1b": "v5e:4x4",
+  "2b": "v5p:2x2x2",
+  "5b": "v5p:2x4x4",
+  "9b": "v5p:4x4x4",
+  "12b": "v5p:4x4x4",
+}
 
 
 def get_config(preset: str = "1m") -> ml_collections.ConfigDict:
@@ -77,6 +88,7 @@ def get_config(preset: str = "1m") -> ml_collections.ConfigDict:
   c.model.mlp_dim = row.mlp
   c.islands.batch_size = row.batch
   c.inner.learning_rate = row.learning_rate
+  c.islands.topology = TOPOLOGIES.get(preset, "")
   c.run.total_tokens = int(row.tokens)
   if row.vocab > 256:
     set_large(c)
@@ -88,7 +100,6 @@ def get_config(preset: str = "1m") -> ml_collections.ConfigDict:
 def set_large(c: ml_collections.ConfigDict) -> None:
   """What all models share that need accelerators, token files and a wide-area network."""
   c.model.compute_dtype = "bfloat16"
-  c.model.remat = True
 
   c.data.source = "tokens"
   c.data.path = "data/*.bin"
@@ -102,6 +113,8 @@ def set_large(c: ml_collections.ConfigDict) -> None:
   c.islands.num_learners = 8
   c.islands.devices = 0  # an even share: a whole slice where devices have slices
   c.islands.fsdp = -1
+  c.islands.remat = "full"
+  c.islands.loss_chunks = 8  # of the vocabulary: whole logits would be the largest array of all
 
   c.sync.num_shards = 8
   c.sync.num_fragments = 24

@@ -83,7 +83,6 @@ def get_config(preset: str = "tiny") -> ml_collections.ConfigDict:
 def set_large(c: ml_collections.ConfigDict) -> None:
   """What all models share that need accelerators, token files and a wide-area network."""
   c.model.compute_dtype = "bfloat16"
-  c.model.remat = True
   c.model.capacity_factor = 1.25  # empty slots cost FLOPs too; long sequences even out
 
   c.data.source = "tokens"
@@ -97,7 +96,11 @@ def set_large(c: ml_collections.ConfigDict) -> None:
 
   c.islands.num_learners = 8
   c.islands.devices = 0  # an even share: a whole slice where devices have slices
+  c.islands.topology = "v5p:4x4x4"  # fits, as `ddiloco compile` says (docs/accelerators.md)
+  c.islands.tensor = 4  # whose parts share the experts: whole, a layer's would be 1.5 GB to gather
   c.islands.fsdp = -1
+  c.islands.remat = "full"
+  c.islands.loss_chunks = 8  # of the vocabulary: whole logits would be the largest array of all
 
   c.sync.num_shards = 8
   c.sync.max_rows = 8192  # of the embedding, so that it spreads over fragments

@@ -42,6 +42,16 @@ def prepare(num_cpu_devices: int, cpu_only: bool = False, supervises: bool = Fal
   jax.config.update("jax_num_cpu_devices", num_cpu_devices)
 
 
+def describe_only() -> None:
+  """Readies this process for TPUs that are only described (`training/aot.py`): it uses none.
+
+  Several such processes, and one that does use TPUs, may share a machine.
+  """
+  os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+  os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # nor asks a cloud which TPU this machine has
+  prepare(num_cpu_devices=1, cpu_only=True)
+
+
 def whole() -> dict[str, str]:
   """All of it, for `take_over` in another process."""
   return dict(os.environ)

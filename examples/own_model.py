@@ -23,7 +23,7 @@ from flax import nnx
 from sklearn.datasets import load_digits
 
 import ddiloco
-from ddiloco.models.model import cross_entropy
+from ddiloco.models.loss import cross_entropy
 
 ISLANDS, STEPS, BATCH = 4, 500, 16
 CLASSES = 10
@@ -58,7 +58,7 @@ class Digits(ddiloco.NnxModel):
     image = jax.ShapeDtypeStruct((batch_size, 8, 8), jnp.float32)
     return {"image": image, "label": jax.ShapeDtypeStruct((batch_size,), jnp.int32)}
 
-  def loss(self, params, batch, constrain=None):
+  def loss(self, params, batch, execution=None):
     loss = cross_entropy(self.module(params)(batch["image"]), batch["label"])
     return loss, {"loss": loss}
 

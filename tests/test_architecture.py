@@ -65,7 +65,7 @@ ALLOWED = {
   "cli": {
     "api",
     *("config", "environment", "workdir", "custom", "network", "checkpoint", "roles", "dashboard"),
-    *("trace", "simulation", "engines"),
+    *("training", "trace", "simulation", "engines"),
   },
   "__main__": {"cli"},
 }

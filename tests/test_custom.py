@@ -32,7 +32,7 @@ class Line(NnxModel):
     x = jax.ShapeDtypeStruct((batch_size, self.size), jnp.float32)
     return {"x": x, "y": jax.ShapeDtypeStruct((batch_size, 1), jnp.float32)}
 
-  def loss(self, params, batch, constrain=None):
+  def loss(self, params, batch, execution=None):
     loss = jnp.mean((self.module(params)(batch["x"]) - batch["y"]) ** 2)
     return loss, dict.fromkeys(self.reports, loss)
 
@@ -85,7 +85,7 @@ def failing(config):
 
 def bare(config):
   made = Line(3)
-  made.loss = lambda params, batch, constrain=None: jnp.zeros(())
+  made.loss = lambda params, batch, execution=None: jnp.zeros(())
   return made
 
 def mismatched(config):

@@ -36,7 +36,7 @@ from ddiloco.observe.eventlog import Recorder
 from ddiloco.protocol import events
 from ddiloco.roles import initial
 from ddiloco.training import data, inner
-from ddiloco.training.devices import make_mesh, param_sharding
+from ddiloco.training.devices import make_execution, make_mesh
 from ddiloco.training.programs import StateLayout, placed, placed_inputs
 
 # --- One world of synchronous data-parallel: the processes that train together, a replica in each
@@ -104,10 +104,9 @@ class ProcessGroup:
     return step.lower(self._layout.leaves, self._inputs, rate).compile()
 
   def _traced_step(self) -> Callable[..., Any]:
-    def constrain(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
-      return jax.lax.with_sharding_constraint(x, param_sharding(axes, x.shape, self._mesh))
-
-    train_step = inner.make_train_step(self._model, self._config.inner, constrain)
+    island, dtype = self._config.islands.island(0), self._config.model.compute_dtype
+    execution = make_execution(self._mesh, island, dtype)
+    train_step = inner.make_train_step(self._model, self._config.inner, execution)
 
     def step(state: dict[str, jax.Array], batch: Batch, rate: jax.Array):
       params, opt_state = self._layout.trees(state)
@@ -148,7 +147,7 @@ class ProcessGroup:
 def program(programs: Path, config: Config, size: int) -> Path:
   """The file of the compiled step of this config for worlds of this size."""
   parts = [(dataclasses.asdict(p), custom.identity(p)) for p in (config.model, config.inner)]
-  traced = [*parts, config.islands.batch_size, config.data.sequence_length]
+  traced = [*parts, dataclasses.asdict(config.islands.island(0)), config.data.sequence_length]
   text = json.dumps([jax.__version__, *traced], sort_keys=True)
   return programs / f"world-{size}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.pickle"
 

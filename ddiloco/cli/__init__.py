@@ -17,6 +17,7 @@ from absl import flags
 import ddiloco
 from ddiloco.cli import roles, runs, trace
 from ddiloco.cli.arguments import go_on_unheard
+from ddiloco.cli.compile import compile_islands
 from ddiloco.cli.roles import keys
 from ddiloco.cli.runs import dashboard, export
 from ddiloco.cli.simulations import plan, simulate
@@ -33,6 +34,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
   "report": runs.report,
   "dashboard": dashboard,
   "plan": plan,
+  "compile": compile_islands,
   "trace": trace.trace,
   "replay": trace.replay,
   "export": export,
@@ -54,6 +56,7 @@ USAGE = """ddiloco: one model, trained across islands that may be far apart and 
   ddiloco export    --workdir=DIR --to=PATH                                  the result, for others
   ddiloco simulate  --chips=1200000 --learners=8                             failures at any size
   ddiloco plan      --config=FILE --gbps=2 --step_seconds=1 ...              do links carry it?
+  ddiloco compile   --config=FILE --topology=v5p:4x4x4                       does it fit a TPU?
 
 One process, one role, in the foreground (for systemd, JobSet, ssh):
 

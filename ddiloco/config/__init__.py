@@ -90,6 +90,14 @@ class Config:
         f"must be a multiple of data x fsdp x inner.accumulation_steps = {whole} ({learner=})",
         f"use {max(1, round(island.batch_size / whole)) * whole}",
       )
+      chunks = 1 if self.model.custom else island.loss_chunks
+      require(
+        self.model.vocab_size % chunks == 0,
+        "islands.loss_chunks",
+        chunks,
+        f"must divide model.vocab_size ({self.model.vocab_size}) ({learner=})",
+        f"use {math.gcd(chunks, self.model.vocab_size)}",
+      )
     _check_faults(self.chaos, m, self.sync.num_shards)
 
   def num_islands(self) -> int:

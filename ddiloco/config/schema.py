@@ -74,7 +74,6 @@ class ModelConfig:
   rope_theta: float = 10_000.0
   norm_epsilon: float = 1e-6
   compute_dtype: str = "float32"  # of activations and matmuls; parameters stay f32
-  remat: bool = False  # recompute each layer in the backward pass instead of storing it
 
   def __post_init__(self):
     _check_custom("model", self)
@@ -215,6 +214,11 @@ class IslandConfig:
   fsdp: int = -1
   tensor: int = 1
   batch_size: int = 8  # B, sequences a step
+  # How the step is computed: what it takes of time and memory, not what comes out.
+  attention: str = "auto"  # einsum, splash (TPU), cudnn (GPU, bf16), or the platform's own of them
+  remat: str = "none"  # layers keep all (none), products, attention or no more than inputs (full)
+  loss_chunks: int = 1  # parts of the vocabulary; only one part's logits exist at a time
+  topology: str = ""  # of TPUs, e.g. "v5p:4x4x4": what `ddiloco compile` compiles for
   min_step_seconds: float = 0.0  # a step lasts so long: for islands that share their devices
   resources: Mapping[str, Any] = dataclasses.field(
     default_factory=dict
@@ -222,7 +226,9 @@ class IslandConfig:
 
   def __post_init__(self):
     not_negative("islands", self, "devices", "min_step_seconds")
-    positive("islands", self, "batch_size")
+    positive("islands", self, "batch_size", "loss_chunks")
+    one_of("islands", self, "attention", "auto", "einsum", "splash", "cudnn")
+    one_of("islands", self, "remat", "none", "products", "attention", "full")
     axes = (self.data, self.fsdp, self.tensor)
     require(
       all(a == -1 or a > 0 for a in axes) and axes.count(-1) <= 1,

@@ -33,11 +33,12 @@ def active_params(model: ModelConfig) -> int:
 def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
   """Training FLOPs (forward and backward) of one token, counting matrix products only.
 
-  Two FLOPs a multiply-add; the backward pass costs twice the forward pass. Attention scores and
-  their product with the values count in full, as if nothing were masked, which is the convention of
-  PaLM (arXiv 2204.02311, appendix B): 6 * parameters + 12 * L * H * Q * T for a dense model without
-  norms. Counted are the router, the k chosen experts and the logits. Not counted: the embedding
-  look-up, norms, softmax, optimizer, recomputation under remat, and a mixture's empty slots.
+  Two FLOPs a multiply-add; the backward pass costs twice the forward pass. Of attention's scores
+  and their product with the values only the half that is not masked counts: 6 * parameters +
+  6 * L * H * Q * T for a dense model without norms. (PaLM, arXiv 2204.02311, appendix B, counts
+  both halves: 12.) Counted are the router, the k chosen experts and the logits. Not counted: the
+  embedding look-up, norms, softmax, optimizer, recomputation under remat, and a mixture's empty
+  slots.
 
   Args:
     model: the model.
@@ -46,6 +47,6 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
   d = model.model_dim
   experts = model.experts_per_token if model.num_experts else 1
   weights = _attention_params(model) + d * model.num_experts + experts * 3 * d * model.mlp_dim
-  scores_and_values = 2 * model.num_heads * model.head_dim * sequence_length
+  scores_and_values = model.num_heads * model.head_dim * sequence_length  # halves of two products
   multiply_adds = model.num_layers * (weights + scores_and_values) + d * model.vocab_size
   return 3.0 * 2.0 * multiply_adds

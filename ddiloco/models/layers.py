@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ddiloco.config import ModelConfig
-from ddiloco.models.model import Axes, Constrain
+from ddiloco.models.attention import attend
+from ddiloco.models.execution import Axes, Execution
 
 # Standard deviation of a unit normal that is cut off at two standard deviations.
 _TRUNCATED_STDDEV = 0.87962566103423978
@@ -26,6 +27,15 @@ def parameter(value: jax.Array, axes: Axes) -> nnx.Param:
   Whoever has a mesh maps them to its axes (`training/island.py`, or `nnx.get_partition_spec`).
   """
   return nnx.Param(value, out_sharding=axes, eager_sharding=False)
+
+
+def used(weight: nnx.Param, execution: Execution, dtype: str | jnp.dtype) -> jax.Array:
+  """The weight as a layer multiplies by it: rounded first, then whole along "embed".
+
+  Of a stack of layers it has the axis names of all and the value of one.
+  """
+  value = weight[...].astype(dtype)
+  return execution.gathered(value, weight.get_metadata("out_sharding")[-value.ndim :])
 
 
 def truncated_normal(key: jax.Array, shape: tuple[int, ...], stddev: float) -> jax.Array:
@@ -86,42 +96,21 @@ class Attention(nnx.Module):
     )
 
   def __call__(
-    self, x_BxTxD: jax.Array, rope: tuple[jax.Array, jax.Array], constrain: Constrain
+    self, x_BxTxD: jax.Array, rope: tuple[jax.Array, jax.Array], execution: Execution
   ) -> jax.Array:
     dtype = x_BxTxD.dtype
 
     def project(weight: nnx.Param, heads: str) -> jax.Array:
       # Heads before positions from the start: the score products then need no transposed copies.
-      y = jnp.einsum("BTD,DHQ->BHTQ", x_BxTxD, weight[...].astype(dtype))
-      return constrain(y, ("batch", heads, "time", None))
+      y = jnp.einsum("BTD,DHQ->BHTQ", x_BxTxD, used(weight, execution, dtype))
+      return execution(y, ("batch", heads, "time", None))
 
     query_BxHxTxQ = apply_rope(project(self.query, "heads"), *rope)
     key_BxKxSxQ = apply_rope(project(self.key, "kv_heads"), *rope)
     value_BxKxSxQ = project(self.value, "kv_heads")
-    mixed_BxHxTxQ = causal_attention(query_BxHxTxQ, key_BxKxSxQ, value_BxKxSxQ)
-    mixed_BxHxTxQ = constrain(mixed_BxHxTxQ, ("batch", "heads", "time", None))
-    return jnp.einsum("BHTQ,HQD->BTD", mixed_BxHxTxQ, self.output[...].astype(dtype))
-
-
-def causal_attention(
-  query_BxHxTxQ: jax.Array, key_BxKxSxQ: jax.Array, value_BxKxSxQ: jax.Array
-) -> jax.Array:
-  """Scaled dot-product attention of every position to itself and earlier ones: (B, H, T, Q).
-
-  Query head h reads kv head h // G. Scores and softmax are f32.
-  """
-  b, h, t, q = query_BxHxTxQ.shape
-  k = key_BxKxSxQ.shape[1]
-  # Scaling the queries, not the scores: T*Q products a head instead of T*T.
-  scaled_BxKxGxTxQ = (query_BxHxTxQ * (q**-0.5)).reshape(b, k, h // k, t, q)
-  scores_BxKxGxTxS = jnp.einsum(
-    "BKGTQ,BKSQ->BKGTS", scaled_BxKxGxTxQ, key_BxKxSxQ, preferred_element_type=jnp.float32
-  )
-  visible_TxS = jnp.tril(jnp.ones((t, t), bool))[None, None, None]
-  scores_BxKxGxTxS = jnp.where(visible_TxS, scores_BxKxGxTxS, jnp.finfo(jnp.float32).min)
-  share_BxKxGxTxS = jax.nn.softmax(scores_BxKxGxTxS, axis=-1).astype(query_BxHxTxQ.dtype)
-  mixed_BxKxGxTxQ = jnp.einsum("BKGTS,BKSQ->BKGTQ", share_BxKxGxTxS, value_BxKxSxQ)
-  return mixed_BxKxGxTxQ.reshape(b, h, t, q)
+    mixed_BxHxTxQ = attend(query_BxHxTxQ, key_BxKxSxQ, value_BxKxSxQ, execution)
+    mixed_BxHxTxQ = execution(mixed_BxHxTxQ, ("batch", "heads", "time", None))
+    return jnp.einsum("BHTQ,HQD->BTD", mixed_BxHxTxQ, used(self.output, execution, dtype))
 
 
 class GatedMlp(nnx.Module):
@@ -136,9 +125,9 @@ class GatedMlp(nnx.Module):
       truncated_normal(rngs(), (f, d), residual_stddev(f, model.num_layers)), ("mlp", "embed")
     )
 
-  def __call__(self, x_BxTxD: jax.Array, constrain: Constrain) -> jax.Array:
+  def __call__(self, x_BxTxD: jax.Array, execution: Execution) -> jax.Array:
     dtype = x_BxTxD.dtype
-    gate_BxTxF = jnp.einsum("BTD,DF->BTF", x_BxTxD, self.gate[...].astype(dtype))
-    up_BxTxF = jnp.einsum("BTD,DF->BTF", x_BxTxD, self.up[...].astype(dtype))
-    hidden_BxTxF = constrain(jax.nn.silu(gate_BxTxF) * up_BxTxF, ("batch", "time", "mlp"))
-    return jnp.einsum("BTF,FD->BTD", hidden_BxTxF, self.down[...].astype(dtype))
+    gate_BxTxF = jnp.einsum("BTD,DF->BTF", x_BxTxD, used(self.gate, execution, dtype))
+    up_BxTxF = jnp.einsum("BTD,DF->BTF", x_BxTxD, used(self.up, execution, dtype))
+    hidden_BxTxF = execution(jax.nn.silu(gate_BxTxF) * up_BxTxF, ("batch", "time", "mlp"))
+    return jnp.einsum("BTF,FD->BTD", hidden_BxTxF, used(self.down, execution, dtype))

@@ -11,19 +11,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
-Axes = tuple[str | None, ...]
-Constrain = Callable[[jax.Array, Axes], jax.Array]
+from ddiloco.models.execution import Axes, Execution
+
 Params = Mapping[str, jax.Array]
 Batch = Any  # a tree (an array, a dict, ...) of arrays whose first axis counts examples
-
-
-def unconstrained(x: jax.Array, axes: Axes) -> jax.Array:
-  """The `constrain` of a single device: leaves `x` as it is."""
-  del axes
-  return x
 
 
 @runtime_checkable
@@ -51,12 +44,13 @@ class Model(Protocol):
     """A `jax.ShapeDtypeStruct` for every array of a batch; the first axis is `batch_size`."""
 
   def loss(
-    self, params: Params, batch: Batch, constrain: Constrain | None = None
+    self, params: Params, batch: Batch, execution: Execution | None = None
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """(What is minimised, {"loss": what is reported}): f32 scalars, means over the batch.
 
-    A mixture of experts also reports "load_balance". `constrain(array, axes)` may pin where an
-    activation lies by the names of its axes ("batch" is the first one's); None on one device.
+    A mixture of experts also reports "load_balance". `execution(array, axes)` may pin where an
+    activation lies by the names of its axes ("batch" is the first one's), and it says what the
+    config wants recomputed (`models.execution`); None is one device, and everything stored.
     """
 
   def evaluate(self, params: Params, batch: Batch) -> dict[str, jax.Array]:
@@ -76,7 +70,7 @@ class NnxModel:
         f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
         return {"x": f32(batch_size, 3), "y": f32(batch_size, 1)}
 
-      def loss(self, params, batch, constrain=None):
+      def loss(self, params, batch, execution=None):
         loss = jnp.mean((self.module(params)(batch["x"]) - batch["y"]) ** 2)
         return loss, {"loss": loss}
 
@@ -148,17 +142,3 @@ class NnxModel:
         )
     flat = {path: leaf.replace(params[name]) for name, (path, leaf) in abstract.items()}
     return nnx.merge(graph, nnx.from_flat_state(flat))
-
-
-def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-  """Mean of -log softmax(logits)[target], in nats, computed in f32.
-
-  Args:
-    logits: (..., V).
-    targets: (...), integers.
-  """
-  logits = logits.astype(jnp.float32)
-  log_norm = jax.nn.logsumexp(logits, axis=-1)
-  # A target outside the vocabulary must show up as NaN, not as some other token's loss.
-  chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="fill")
-  return jnp.mean(log_norm - chosen[..., 0])

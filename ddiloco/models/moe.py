@@ -25,8 +25,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ddiloco.config import ModelConfig
-from ddiloco.models.layers import parameter, residual_stddev, truncated_normal
-from ddiloco.models.model import Constrain
+from ddiloco.models.execution import Execution
+from ddiloco.models.layers import parameter, residual_stddev, truncated_normal, used
 
 
 def slots_per_expert(model: ModelConfig, sequence_length: int) -> int:
@@ -120,29 +120,31 @@ class MixtureOfExperts(nnx.Module):
       ("experts", "mlp", "embed"),
     )
 
-  def __call__(self, x_BxTxD: jax.Array, constrain: Constrain) -> tuple[jax.Array, jax.Array]:
+  def __call__(self, x_BxTxD: jax.Array, execution: Execution) -> tuple[jax.Array, jax.Array]:
     b, t, d = x_BxTxD.shape
     e, k = self.model.num_experts, self.model.experts_per_token
     c = slots_per_expert(self.model, t)
     # Routing is f32 throughout: a bf16 softmax flips choices between near-equal experts.
-    score_BxTxE = jnp.einsum("BTD,DE->BTE", x_BxTxD.astype(jnp.float32), self.router[...])
+    score_BxTxE = jnp.einsum(
+      "BTD,DE->BTE", x_BxTxD.astype(jnp.float32), used(self.router, execution, jnp.float32)
+    )
     probability_BxTxE = jax.nn.softmax(score_BxTxE, axis=-1)
     gate_BxTxk, expert_BxTxk = route(probability_BxTxE, k)
     slot_BxN, choice_BxM = assign_slots(expert_BxTxk.reshape(b, t * k), e, c)
 
     slots_BxMxD = move_rows(k, x_BxTxD, choice_BxM, slot_BxN)
-    out_BxExCxD = self._experts(slots_BxMxD.reshape(b, e, c, d), constrain)
+    out_BxExCxD = self._experts(slots_BxMxD.reshape(b, e, c, d), execution)
     out_BxNxD = move_rows(1, out_BxExCxD.reshape(b, e * c, d), slot_BxN, choice_BxM)
     out_BxTxkxD = out_BxNxD.reshape(b, t, k, d)
     mixed_BxTxD = jnp.einsum("BTkD,BTk->BTD", out_BxTxkxD, gate_BxTxk.astype(x_BxTxD.dtype))
     return mixed_BxTxD, load_balance_loss(probability_BxTxE, expert_BxTxk)
 
-  def _experts(self, slots_BxExCxD: jax.Array, constrain: Constrain) -> jax.Array:
+  def _experts(self, slots_BxExCxD: jax.Array, execution: Execution) -> jax.Array:
     dtype = slots_BxExCxD.dtype
-    slots_BxExCxD = constrain(slots_BxExCxD, ("batch", "experts", None, None))
-    gate_BxExCxF = jnp.einsum("BECD,EDF->BECF", slots_BxExCxD, self.gate[...].astype(dtype))
-    up_BxExCxF = jnp.einsum("BECD,EDF->BECF", slots_BxExCxD, self.up[...].astype(dtype))
+    slots_BxExCxD = execution(slots_BxExCxD, ("batch", "experts", None, None))
+    gate_BxExCxF = jnp.einsum("BECD,EDF->BECF", slots_BxExCxD, used(self.gate, execution, dtype))
+    up_BxExCxF = jnp.einsum("BECD,EDF->BECF", slots_BxExCxD, used(self.up, execution, dtype))
     hidden_BxExCxF = jax.nn.silu(gate_BxExCxF) * up_BxExCxF
-    hidden_BxExCxF = constrain(hidden_BxExCxF, ("batch", "experts", None, "mlp"))
-    out_BxExCxD = jnp.einsum("BECF,EFD->BECD", hidden_BxExCxF, self.down[...].astype(dtype))
-    return constrain(out_BxExCxD, ("batch", "experts", None, None))
+    hidden_BxExCxF = execution(hidden_BxExCxF, ("batch", "experts", None, "mlp"))
+    out_BxExCxD = jnp.einsum("BECF,EFD->BECD", hidden_BxExCxF, used(self.down, execution, dtype))
+    return execution(out_BxExCxD, ("batch", "experts", None, None))

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ddiloco.config import ModelConfig
+from ddiloco.models.execution import PLAIN, REMAT, Axes, Execution
 from ddiloco.models.layers import (
   Attention,
   GatedMlp,
@@ -30,15 +31,10 @@ from ddiloco.models.layers import (
   parameter,
   rope_tables,
   truncated_normal,
+  used,
 )
-from ddiloco.models.model import (
-  Axes,
-  Constrain,
-  NnxModel,
-  Params,
-  cross_entropy,
-  unconstrained,
-)
+from ddiloco.models.loss import cross_entropy, cross_entropy_in_chunks
+from ddiloco.models.model import NnxModel, Params
 from ddiloco.models.moe import MixtureOfExperts
 
 __all__ = [
@@ -72,18 +68,18 @@ class Layer(nnx.Module):
       self.mlp = GatedMlp(model, rngs)
 
   def __call__(
-    self, x_BxTxD: jax.Array, rope: tuple[jax.Array, jax.Array], constrain: Constrain
+    self, x_BxTxD: jax.Array, rope: tuple[jax.Array, jax.Array], execution: Execution
   ) -> tuple[jax.Array, jax.Array]:
     """(x after this layer (B, T, D), this layer's load-balance loss; 0 if dense)."""
     stream = ("batch", "time", None)
-    x_BxTxD = x_BxTxD + self.attention(self.attention_norm(x_BxTxD), rope, constrain)
-    x_BxTxD = constrain(x_BxTxD, stream)
+    x_BxTxD = x_BxTxD + self.attention(self.attention_norm(x_BxTxD), rope, execution)
+    x_BxTxD = execution(x_BxTxD, stream)
     inner = self.mlp_norm(x_BxTxD)
     if hasattr(self, "moe"):
-      change, balance = self.moe(inner, constrain)
+      change, balance = self.moe(inner, execution)
     else:
-      change, balance = self.mlp(inner, constrain), jnp.zeros((), jnp.float32)
-    return constrain(x_BxTxD + change, stream), balance
+      change, balance = self.mlp(inner, execution), jnp.zeros((), jnp.float32)
+    return execution(x_BxTxD + change, stream), balance
 
 
 class Transformer(nnx.Module):
@@ -102,33 +98,49 @@ class Transformer(nnx.Module):
     self.final_norm = RMSNorm(model)
 
   def __call__(
-    self, tokens_BxT: jax.Array, constrain: Constrain | None = None
+    self, tokens_BxT: jax.Array, execution: Execution | None = None
   ) -> tuple[jax.Array, jax.Array]:
     """(logits (B, T, V) f32, load-balance loss averaged over layers, unweighted; 0 if dense)."""
-    constrain = constrain or unconstrained
+    execution = execution or PLAIN
+    x_BxTxD, balance = self.states(tokens_BxT, execution)
+    table_VxD = used(self.embedding, execution, self.model.compute_dtype)
+    logits_BxTxV = jnp.einsum("BTD,VD->BTV", x_BxTxD, table_VxD, preferred_element_type=jnp.float32)
+    return execution(logits_BxTxV, ("batch", "time", "vocab")), balance
+
+  def loss(
+    self, tokens_BxT: jax.Array, targets_BxT: jax.Array, execution: Execution
+  ) -> tuple[jax.Array, jax.Array]:
+    """(Cross entropy in nats per token, load-balance loss), in `execution.loss_chunks` parts."""
+    if execution.loss_chunks == 1:
+      logits_BxTxV, balance = self(tokens_BxT, execution)
+      return cross_entropy(logits_BxTxV, targets_BxT), balance
+    x_BxTxD, balance = self.states(tokens_BxT, execution)
+    return cross_entropy_in_chunks(x_BxTxD, self.embedding[...], targets_BxT, execution), balance
+
+  def states(self, tokens_BxT: jax.Array, execution: Execution) -> tuple[jax.Array, jax.Array]:
+    """(What the logits are made of (B, T, D), normed; load-balance loss averaged over layers)."""
     model = self.model
-    table_VxD = self.embedding[...].astype(model.compute_dtype)
-    x_BxTxD = constrain(embed(table_VxD, tokens_BxT), ("batch", "time", None))
+    x_BxTxD = embed(self.embedding[...], tokens_BxT, model.compute_dtype, execution)
     rope = rope_tables(tokens_BxT.shape[1], model.head_dim, model.rope_theta)
     graph, stacked = nnx.split(self.layers)
 
     def step(x_BxTxD: jax.Array, state: nnx.State) -> tuple[jax.Array, jax.Array]:
-      return nnx.merge(graph, state)(x_BxTxD, rope, constrain)
+      return nnx.merge(graph, state)(x_BxTxD, rope, execution)
 
-    if model.remat:
+    policy = REMAT[execution.remat]
+    if policy:
       # Inside a scan nothing can be merged across iterations, so the guard against it only costs.
-      step = jax.checkpoint(step, prevent_cse=False)
+      step = jax.checkpoint(step, prevent_cse=False, policy=policy)
     # A loop costs tiny models a tenth of their step on CPU. Recomputation needs the loop: unrolled,
     # the compiler would find the same values twice and store them after all.
-    unroll = model.num_layers <= _UNROLLED_LAYERS and not model.remat
+    unroll = model.num_layers <= _UNROLLED_LAYERS and not policy
     x_BxTxD, balance_L = jax.lax.scan(step, x_BxTxD, stacked, unroll=unroll)
-    logits_BxTxV = jnp.einsum(
-      "BTD,VD->BTV", self.final_norm(x_BxTxD), table_VxD, preferred_element_type=jnp.float32
-    )
-    return constrain(logits_BxTxV, ("batch", "time", "vocab")), jnp.mean(balance_L)
+    return self.final_norm(x_BxTxD), jnp.mean(balance_L)
 
 
-def embed(table_VxD: jax.Array, tokens_BxT: jax.Array) -> jax.Array:
+def embed(
+  table_VxD: jax.Array, tokens_BxT: jax.Array, dtype: str, execution: Execution = PLAIN
+) -> jax.Array:
   """Rows of the table, scaled by D^(1/4).
 
   The table's stddev is 1/sqrt(D), so that the tied logits start near unit variance. Its rows
@@ -136,7 +148,13 @@ def embed(table_VxD: jax.Array, tokens_BxT: jax.Array) -> jax.Array:
   drown the branches instead and every token starts out predicting itself. Half way was best in 200
   steps of a 115k model on bytes: loss 2.11, against 2.21 unscaled and 2.18 with sqrt(D).
   """
-  return table_VxD[tokens_BxT] * jnp.asarray(table_VxD.shape[1] ** 0.25, table_VxD.dtype)
+  # Each device looks its own columns up for the rows of all, and then rows are exchanged for
+  # columns: the table, the largest of all weights, is never gathered. Rows are rounded one by one
+  # so that the gradients of a frequent token add up in f32.
+  tokens_BxT = execution(tokens_BxT, ("copies", "time"))
+  rows_BxTxD = execution(table_VxD[tokens_BxT].astype(dtype), ("copies", "time", "embed"))
+  x_BxTxD = execution(rows_BxTxD, ("batch", "time", None))
+  return x_BxTxD * jnp.asarray(table_VxD.shape[1] ** 0.25, dtype)
 
 
 # --- The functional face: a model's own functions, by its config
@@ -146,7 +164,7 @@ def next_token_loss(
   model: ModelConfig,
   params: Params,
   tokens_BxT1: jax.Array,
-  constrain: Constrain | None = None,
+  execution: Execution | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """What a learner minimises on windows of T + 1 tokens (inputs [:, :-1], targets [:, 1:]).
 
@@ -155,8 +173,9 @@ def next_token_loss(
     {"loss": cross entropy in nats per token, "load_balance": the auxiliary loss, unweighted}.
     The load-balance loss looks at this learner's own batch only (Decoupled DiLoCo, MoE).
   """
-  logits_BxTxV, load_balance = apply(model, params, tokens_BxT1[:, :-1], constrain)
-  loss = cross_entropy(logits_BxTxV, tokens_BxT1[:, 1:])
+  loss, load_balance = from_params(model, params).loss(
+    tokens_BxT1[:, :-1], tokens_BxT1[:, 1:], execution or PLAIN
+  )
   total = loss + model.load_balance_weight * load_balance
   return total, {"loss": loss, "load_balance": load_balance}
 
@@ -172,9 +191,9 @@ class LanguageModel(NnxModel):
     return jax.ShapeDtypeStruct((batch_size, sequence_length + 1), jnp.int32)
 
   def loss(
-    self, params: Params, batch: jax.Array, constrain: Constrain | None = None
+    self, params: Params, batch: jax.Array, execution: Execution | None = None
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    return next_token_loss(self._config, params, batch, constrain)
+    return next_token_loss(self._config, params, batch, execution)
 
   def evaluate(self, params: Params, batch: jax.Array) -> dict[str, jax.Array]:
     """{"loss": nats per token}."""
@@ -219,7 +238,7 @@ def apply(
   model: ModelConfig,
   params: Params,
   tokens_BxT: jax.Array,
-  constrain: Constrain | None = None,
+  execution: Execution | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Logits of the next token at every position, and the raw auxiliary loss.
 
@@ -227,12 +246,12 @@ def apply(
     model: what the parameters belong to.
     params: flat names to arrays, as from `init`.
     tokens_BxT: integer token ids.
-    constrain: `constrain(array, axes)` may pin an activation's sharding by logical axis names:
-      "batch", "time", "heads", "kv_heads", "mlp", "experts", "vocab", or None for an axis that
-      nobody should split.
+    execution: how devices compute it; by default one device and the reference path. Its layout
+      knows the logical axes "batch", "copies" (a batch that "embed" is cut instead of), "time",
+      "heads", "kv_heads", "mlp", "experts", "vocab", "embed", or None: nobody should split it.
 
   Returns:
     logits (B, T, V) f32, and the load-balance loss averaged over layers (scalar f32, not yet
     multiplied by `model.load_balance_weight`; 0 for a dense model).
   """
-  return from_params(model, params)(tokens_BxT, constrain)
+  return from_params(model, params)(tokens_BxT, execution)

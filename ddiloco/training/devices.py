@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import os
@@ -22,6 +23,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ddiloco.config import ConfigError, IslandConfig, IslandsConfig
+from ddiloco.models.execution import Execution
 
 Device = Any  # a jax.Device; tests use stand-ins
 
@@ -30,6 +32,7 @@ MESH_AXES = ("data", "fsdp", "tensor")
 # Logical axis -> mesh axes that may split it. An axis that is missing here is never split.
 RULES: dict[str, tuple[str, ...]] = {
   "batch": ("data", "fsdp"),
+  "copies": ("data",),  # of a batch whose "embed" axis is cut at the same time
   "embed": ("fsdp",),
   "vocab": ("tensor",),
   "heads": ("tensor",),
@@ -160,6 +163,31 @@ def param_sharding(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh)
     used.update(split)
     spec.append(None if not split else split[0] if len(split) == 1 else tuple(split))
   return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def make_execution(mesh: Mesh, island: IslandConfig, compute_dtype: str) -> Execution:
+  """How this island's devices compute a model.
+
+  `islands.attention = "auto"` is splash attention on TPUs, cuDNN's on GPUs for a model that
+  computes in bf16, and else the reference.
+
+  Raises:
+    ConfigError: the path that the config asks for is not for this platform.
+  """
+  platform = mesh.devices.flat[0].platform
+  own = {"tpu": "splash", "gpu": "cudnn" if compute_dtype == "bfloat16" else "einsum"}
+  best = own.get(platform, "einsum")
+  if island.attention not in ("auto", "einsum", best):
+    raise ConfigError(
+      f"islands.attention = {island.attention!r}: must be einsum or {best} for devices of platform"
+      f" {platform!r} that compute in {compute_dtype}. Fix: use 'auto', which is {best} here."
+    )
+  return Execution(
+    layout=functools.partial(param_sharding, mesh=mesh) if mesh.size > 1 else None,
+    attention=best if island.attention == "auto" else island.attention,
+    remat=island.remat,
+    loss_chunks=island.loss_chunks,
+  )
 
 
 def piece_sharding(

@@ -17,7 +17,8 @@ import optax
 
 from ddiloco import custom
 from ddiloco.config import InnerConfig
-from ddiloco.models.model import Batch, Constrain, Model, Params
+from ddiloco.models.execution import Execution
+from ddiloco.models.model import Batch, Model, Params
 
 METRICS = ("loss", "load_balance", "grad_norm", "learning_rate")
 
@@ -61,7 +62,7 @@ def optimizer(inner: InnerConfig) -> optax.GradientTransformation:
 
 
 def make_train_step(
-  model: Model, inner: InnerConfig, constrain: Constrain | None = None
+  model: Model, inner: InnerConfig, execution: Execution | None = None
 ) -> Callable[..., tuple[dict[str, jax.Array], optax.OptState, dict[str, jax.Array]]]:
   """One inner step: the function `train_step(params, opt_state, batch, rate)`.
 
@@ -76,7 +77,7 @@ def make_train_step(
 
   def value_and_grad(params: Params, batch: Batch):
     def loss(params: Params):
-      return model.loss(params, batch, constrain)
+      return model.loss(params, batch, execution)
 
     (_, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params)
     return grads, metrics

@@ -9,29 +9,21 @@ between two steps. What a donor sends of its moments goes the same two ways.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
-from ddiloco import custom
-from ddiloco.config import Config, ConfigError
-from ddiloco.core.fragments import Piece, Plan, split_flat
+from ddiloco.config import Config
+from ddiloco.core.fragments import Plan, split_flat
 from ddiloco.models.model import Batch
 from ddiloco.training import inner
-from ddiloco.training.devices import make_mesh, param_sharding, piece_sharding, require_one_process
-from ddiloco.training.programs import (
-  PARAMS,
-  FragmentPrograms,
-  StateLayout,
-  compile_fragment,
-  placed,
-  placed_inputs,
-  refuse_misfit,
-)
+from ddiloco.training.devices import make_mesh, require_one_process
+from ddiloco.training.programs import PARAMS, FragmentPrograms, refuse_misfit
+from ddiloco.training.step import IslandStep
 
 
 class Island:
@@ -66,26 +58,10 @@ class Island:
     # other, so there every step is waited for.
     self._pipelined = not self._cpu
     self.mesh = make_mesh(devices, self._island)
-    whole = self._island.data_shards(len(devices)) * config.inner.accumulation_steps
-    if self._island.batch_size % whole:
-      raise ConfigError(
-        f"islands.batch_size = {self._island.batch_size}: must be a multiple of data x fsdp x"
-        f" inner.accumulation_steps = {whole} (learner {learner} has {len(devices)} devices)."
-        f" Fix: use {max(1, round(self._island.batch_size / whole)) * whole}."
-      )
-    self._replicated = NamedSharding(self.mesh, PartitionSpec())
-    self._model = custom.load_model(config.model)
-    axes = self._model.logical_axes()
-    self._leaves = {
-      name: placed(leaf, param_sharding(axes[name], leaf.shape, self.mesh))
-      for name, leaf in self._model.shapes().items()
-    }
-    self._layout = StateLayout(inner.optimizer(config.inner), self._leaves, self._replicated)
-    inputs = self._model.inputs(self._island.batch_size, config.data.sequence_length)
-    self._inputs = placed_inputs(inputs, self.mesh)
-    self._piece_shardings = [
-      [self._piece_sharding(piece) for piece in fragment.pieces] for fragment in plan.fragments
-    ]
+    self._parts = IslandStep(config, learner, self.mesh)
+    self._leaves, self._layout = self._parts.leaves, self._parts.layout
+    self._inputs = self._parts.inputs
+    self._piece_shardings = [self._parts.piece_shardings(f) for f in plan.fragments]
     # Compiled; a state is a dict name -> array with the names of `StateLayout`.
     self._step: Any = None  # (state, batch, learning rate) -> (state, metrics)
     self._fresh: Any = None  # () -> state
@@ -96,9 +72,13 @@ class Island:
     self._in_flight: jax.Array | None = None
 
   def describe(self) -> dict[str, Any]:
-    """For the events: number of devices, mesh [data, fsdp, tensor] and batch size."""
-    mesh = [int(n) for n in self.mesh.devices.shape]
-    return {"devices": self.mesh.size, "mesh": mesh, "batch_size": self._island.batch_size}
+    """For the events: devices, mesh [data, fsdp, tensor], batch size and the path of attention."""
+    return {
+      "devices": self.mesh.size,
+      "mesh": [int(n) for n in self.mesh.devices.shape],
+      "batch_size": self._island.batch_size,
+      "attention": self._parts.execution.attention,
+    }
 
   # --- programs -----------------------------------------------------------------------------------
 
@@ -107,7 +87,7 @@ class Island:
     if self._step is not None:
       return 0.0
     start = time.perf_counter()
-    layout, leaves, replicated = self._layout, self._layout.leaves, self._replicated
+    layout, leaves, replicated = self._layout, self._layout.leaves, self._parts.replicated
     transform = inner.optimizer(self._config.inner)
 
     def fresh() -> dict[str, jax.Array]:
@@ -120,45 +100,16 @@ class Island:
     def counts(count: jax.Array) -> dict[str, jax.Array]:
       return {name: jnp.copy(count).astype(leaves[name].dtype) for name in layout.counts}
 
-    count = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
-    factor = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)
+    count = self._parts.scalar(jnp.int32)
     self._fresh = jax.jit(fresh, out_shardings=layout.shardings).lower().compile()
     self._copy = jax.jit(copy, out_shardings=layout.shardings).lower(leaves).compile()
     self._counts = jax.jit(counts, out_shardings=replicated).lower(count).compile()
+    platform = self.mesh.devices.flat[0].platform
     self._programs = [
-      compile_fragment(fragment, self._leaves, shardings, factor)
-      for fragment, shardings in zip(self._plan.fragments, self._piece_shardings)
+      self._parts.lower_fragment(each).compile(platform) for each in self._plan.fragments
     ]
-    step = jax.jit(
-      self._traced_step(), out_shardings=(layout.shardings, replicated), donate_argnums=0
-    )
-    self._step = step.lower(leaves, self._inputs, factor).compile()
+    self._step = self._parts.lower().compile()
     return time.perf_counter() - start
-
-  def _traced_step(self) -> Callable[..., Any]:
-    mesh = self.mesh
-
-    def constrain(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
-      return jax.lax.with_sharding_constraint(x, param_sharding(axes, x.shape, mesh))
-
-    train_step = inner.make_train_step(
-      self._model, self._config.inner, constrain if mesh.size > 1 else None
-    )
-
-    def island_step(state, batch, rate):
-      params, opt_state = self._layout.trees(state)
-      params, opt_state, metrics = train_step(params, opt_state, batch, rate)
-      # One small array instead of several: one copy to the host per step.
-      small = jnp.stack([metrics[name] for name in inner.METRICS])
-      return self._layout.flat(params, opt_state), small
-
-    return island_step
-
-  def _piece_sharding(self, piece: Piece) -> NamedSharding:
-    leaf = self._leaves[piece.name]
-    shape = leaf.shape[0 if piece.layer is None else 1 :]
-    whole = piece.shape[:1] == shape[:1]
-    return piece_sharding(leaf.sharding, piece.layer, piece.stop - piece.start, whole)
 
   # --- state --------------------------------------------------------------------------------------
 

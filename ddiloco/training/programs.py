@@ -67,13 +67,32 @@ def _kind(leaf: Any) -> tuple[str, tuple[int, ...]]:
   return str(getattr(leaf, "dtype", type(leaf).__name__)), np.shape(leaf)
 
 
-def compile_fragment(
+@dataclasses.dataclass(frozen=True)
+class LoweredFragment:
+  """`FragmentPrograms` before they are compiled."""
+
+  names: tuple[str, ...]
+  copy_out: jax.stages.Lowered
+  apply: jax.stages.Lowered
+
+  def compile(self, platform: str) -> FragmentPrograms:
+    """Compiles both, for devices of this platform."""
+    copy_out, apply = self.copy_out.compile(), self.apply.compile()
+    # On the CPU, islands share a thread pool in which collectives could wait for each other's (see
+    # `Island`), so those are waited for. Only rows of a tensor-cut embedding need any.
+    waits = platform == "cpu" and any(
+      _COLLECTIVE.search(p.as_text() or "") for p in (copy_out, apply)
+    )
+    return FragmentPrograms(self.names, copy_out, apply, waits)
+
+
+def lower_fragment(
   fragment: Fragment,
   params: Mapping[str, jax.ShapeDtypeStruct],
   piece_shardings: Sequence[NamedSharding],
   keep: jax.ShapeDtypeStruct,
-) -> FragmentPrograms:
-  """Compiles both programs of a fragment.
+) -> LoweredFragment:
+  """Lowers both programs of a fragment.
 
   Args:
     fragment: its pieces.
@@ -103,14 +122,9 @@ def compile_fragment(
     jax.ShapeDtypeStruct(piece.shape, jnp.float32, sharding=sharding)
     for piece, sharding in zip(pieces, piece_shardings)
   ]
-  copy_out = jax.jit(copy_out, out_shardings=list(piece_shardings)).lower(leaves).compile()
+  copy_out = jax.jit(copy_out, out_shardings=list(piece_shardings))
   apply = jax.jit(apply, out_shardings=[leaf.sharding for leaf in leaves], donate_argnums=0)
-  apply = apply.lower(leaves, staged, keep).compile()
-  # On the CPU, islands share a thread pool in which collectives could wait for each other's (see
-  # `Island`), so those are waited for. Only rows of a tensor-split embedding need any.
-  cpu = keep.sharding.mesh.devices.flat[0].platform == "cpu"
-  waits = cpu and any(_COLLECTIVE.search(p.as_text() or "") for p in (copy_out, apply))
-  return FragmentPrograms(names, copy_out, apply, waits)
+  return LoweredFragment(names, copy_out.lower(leaves), apply.lower(leaves, staged, keep))
 
 
 def _rows(piece: Piece, leaf: jax.Array) -> jax.Array:

@@ -71,7 +71,7 @@ def test_settings_fit_the_size(module, preset):
     return
   assert 32_000 <= c.model.vocab_size <= 262_144
   assert c.model.vocab_size <= np.iinfo(c.data.token_dtype).max + 1
-  assert c.model.compute_dtype == "bfloat16" and c.model.remat
+  assert c.model.compute_dtype == "bfloat16" and c.islands.remat == "full"
   assert (c.data.sequence_length, c.sync.num_fragments, c.sync.sync_period) == (2048, 24, 24)
 
 

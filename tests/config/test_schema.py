@@ -65,6 +65,10 @@ def test_defaults_are_valid_and_the_config_dict_says_the_same():
     ("inner.final_share", 1.5, "[0, 1]"),
     ("islands.devices", -1, "not be negative"),
     ("islands.batch_size", 0, "greater than 0"),
+    ("islands.attention", "flash", "one of auto, einsum, splash, cudnn"),
+    ("islands.remat", "some", "one of none, products, attention, full"),
+    ("islands.loss_chunks", 0, "greater than 0"),
+    ("islands.loss_chunks", 3, "divide model.vocab_size (256)"),
     ("islands.num_learners", 0, "greater than 0"),
     ("sync.num_shards", -1, "not be negative"),
     ("sync.num_shards", 9, "not exceed sync.num_fragments (8)"),
@@ -256,7 +260,7 @@ def test_anything_but_nested_mappings_is_refused(values):
 def everything() -> dict:
   return {
     "seed": 3,
-    "model": {"num_experts": 4, "remat": True},
+    "model": {"num_experts": 4, "compute_dtype": "bfloat16"},
     "islands": {"overrides": {"2": {"devices": 4, "fsdp": 2, "data": 2}}},
     "chaos": {
       "faults": [
@@ -273,7 +277,7 @@ def test_dict_config_dict_and_json_round_trips():
   assert from_dict(json.loads(frozen.to_json())) == frozen
   assert from_dict(ml_collections.ConfigDict(everything())) == frozen
   c = default()
-  c.seed, c.model.num_experts, c.model.remat = 3, 4, True
+  c.seed, c.model.num_experts, c.model.compute_dtype = 3, 4, "bfloat16"
   c.islands.overrides = everything()["islands"]["overrides"]
   # A tuple may hold ConfigDicts as well: `to_dict` does not reach into it.
   c.chaos.faults = tuple(map(ml_collections.ConfigDict, everything()["chaos"]["faults"]))

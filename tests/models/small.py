@@ -33,6 +33,7 @@ RULES = {
   "mlp": ("tensor",),
   "experts": ("tensor",),
   "batch": ("data", "fsdp"),
+  "copies": ("data",),
 }
 
 
@@ -63,9 +64,9 @@ def filled(build: Callable[[], nnx.Module], seed: int = 0) -> nnx.Module:
   return nnx.merge(graph, jax.tree.map(jnp.asarray, values))
 
 
-def loss(model: ModelConfig, params: dict[str, jax.Array], tokens_BxT: jax.Array, constrain=None):
+def loss(model: ModelConfig, params: dict[str, jax.Array], tokens_BxT: jax.Array, execution=None):
   """(Next-token cross-entropy plus the weighted auxiliary loss, logits)."""
-  logits, balance = transformer.apply(model, params, tokens_BxT, constrain)
+  logits, balance = transformer.apply(model, params, tokens_BxT, execution)
   log_p = jax.nn.log_softmax(logits[:, :-1])
   picked = jnp.take_along_axis(log_p, tokens_BxT[:, 1:, None], axis=-1)
   return -jnp.mean(picked) + model.load_balance_weight * balance, logits

@@ -11,10 +11,11 @@ import pytest
 from flax import nnx
 
 from ddiloco.models import layers
-from ddiloco.models.model import unconstrained
+from ddiloco.models.attention import einsum_attention
+from ddiloco.models.execution import PLAIN
 from tests.models.small import DENSE, filled, normal
 
-attention = jax.jit(layers.causal_attention)
+attention = jax.jit(einsum_attention)
 rope = jax.jit(lambda x, theta: layers.apply_rope(x, *layers.rope_tables(*x.shape[-2:], theta)))
 
 
@@ -110,7 +111,7 @@ def test_gated_mlp_against_plain_numpy():
   gate, up, down = (np.asarray(w[...], np.float64) for w in (mlp.gate, mlp.up, mlp.down))
   wide = np.asarray(x, np.float64)
   hidden = (wide @ gate) / (1 + np.exp(-(wide @ gate))) * (wide @ up)
-  np.testing.assert_allclose(mlp(x, unconstrained), hidden @ down, rtol=1e-4, atol=1e-5)
+  np.testing.assert_allclose(mlp(x, PLAIN), hidden @ down, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("stddev", [0.5, 0.01])

@@ -7,7 +7,8 @@ import pytest
 from flax import nnx
 
 from ddiloco.models import transformer
-from ddiloco.models.model import Model, NnxModel, cross_entropy
+from ddiloco.models.loss import cross_entropy
+from ddiloco.models.model import Model, NnxModel
 from tests.models.small import DENSE
 
 
@@ -35,7 +36,7 @@ class Embedding(NnxModel):
   def inputs(self, batch_size, sequence_length):
     return jax.ShapeDtypeStruct((batch_size,), jnp.int32)
 
-  def loss(self, params, batch, constrain=None):
+  def loss(self, params, batch, execution=None):
     loss = jnp.mean(self.module(params)(batch) ** 2)
     return loss, {"loss": loss}
 

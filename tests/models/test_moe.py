@@ -13,7 +13,7 @@ from flax import nnx
 from hypothesis import strategies as st
 
 from ddiloco.models import layers, moe
-from ddiloco.models.model import unconstrained
+from ddiloco.models.execution import PLAIN
 from tests.models.small import DENSE, MIXTURE, filled, normal
 
 WIDE = dataclasses.replace(MIXTURE, capacity_factor=2.0)  # E / k: nothing can be dropped
@@ -30,7 +30,7 @@ def build(model) -> moe.MixtureOfExperts:
 
 @nnx.jit
 def run(mixture: moe.MixtureOfExperts, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-  return mixture(x, unconstrained)
+  return mixture(x, PLAIN)
 
 
 def per_token_loop(mixture: moe.MixtureOfExperts, x: jax.Array) -> tuple[np.ndarray, int]:
@@ -73,7 +73,7 @@ def test_one_expert_is_the_dense_mlp():
     getattr(mixture, name)[...] = getattr(dense, name)[...][None]
   x = hidden_state(2, 9)
   actual, balance = run(mixture, x)
-  np.testing.assert_allclose(actual, dense(x, unconstrained), rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(actual, dense(x, PLAIN), rtol=1e-5, atol=1e-6)
   np.testing.assert_allclose(balance, 1.0, rtol=1e-6)
 
 
@@ -95,7 +95,7 @@ def test_gradients_equal_those_of_the_dense_form():
   def ours(weights, x):
     for name, value in weights.items():
       state[name] = state[name].replace(value)
-    return jnp.sum(jnp.sin(nnx.merge(graph, state)(x, unconstrained)[0]))
+    return jnp.sum(jnp.sin(nnx.merge(graph, state)(x, PLAIN)[0]))
 
   def theirs(weights, x):
     return jnp.sum(jnp.sin(dense_over_all_experts(WIDE, weights, x)))

@@ -12,7 +12,7 @@ from flax import nnx
 
 from ddiloco.config import ModelConfig
 from ddiloco.models import layers, transformer
-from ddiloco.models.model import unconstrained
+from ddiloco.models.execution import PLAIN, Execution
 from tests.models.small import (
   DENSE,
   MIXTURE,
@@ -64,7 +64,7 @@ def test_scan_equals_layers_by_hand(num_layers, num_experts):
   x = params["embedding"][tokens] * model.model_dim**0.25
   rope, balances = layers.rope_tables(8, model.head_dim, model.rope_theta), []
   graph, stacked = nnx.split(module.layers)
-  run = jax.jit(lambda one, x: nnx.merge(graph, one)(x, rope, unconstrained))
+  run = jax.jit(lambda one, x: nnx.merge(graph, one)(x, rope, PLAIN))
   for index in range(num_layers):
     x, one = run(jax.tree.map(lambda leaf, i=index: np.asarray(leaf)[i], stacked), x)
     balances.append(float(one))
@@ -77,17 +77,21 @@ def test_scan_equals_layers_by_hand(num_layers, num_experts):
 def test_remat_changes_memory_not_values():
   model = DENSE
   params, tokens = fresh(model), random_tokens(model)
-  remat = dataclasses.replace(model, remat=True)
   _, plain = gradient(model, params, tokens)
-  _, again = gradient(remat, params, tokens)
 
-  def stored_for_backward(m) -> int:
-    residuals = jax.eval_shape(lambda p: jax.vjp(lambda p: loss(m, p, tokens)[0], p)[1], params)
+  def stored_for_backward(remat) -> int:
+    def value(p):
+      return loss(model, p, tokens, Execution(remat=remat))[0]
+
+    residuals = jax.eval_shape(lambda p: jax.vjp(value, p)[1], params)
     return sum(leaf.size for leaf in jax.tree.leaves(residuals))
 
-  assert stored_for_backward(remat) < 0.6 * stored_for_backward(model)
-  for name in plain:
-    np.testing.assert_allclose(again[name], plain[name], rtol=1e-4, atol=1e-6, err_msg=name)
+  stored = [stored_for_backward(remat) for remat in ("full", "attention", "products", "none")]
+  assert stored == sorted(set(stored)) and stored[0] < 0.6 * stored[-1]
+  for remat in ("full", "attention", "products"):
+    _, again = gradient(model, params, tokens, Execution(remat=remat))
+    for name in plain:
+      np.testing.assert_allclose(again[name], plain[name], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
 @BOTH
@@ -200,21 +204,26 @@ def test_from_params_names_what_is_wrong():
     transformer.from_params(DENSE, {**params, "embedding": params["embedding"][:-1]})
 
 
-def test_constrain_sees_every_kind_of_activation_with_one_name_per_axis():
+def test_the_layout_is_asked_for_every_kind_of_array_with_one_name_per_axis():
   seen = set()
+  mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
-  def constrain(x, axes):
-    assert x.ndim == len(axes)
+  def record(axes, shape):
+    assert len(shape) == len(axes)
     seen.add(axes)
-    return x
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
   for model in (DENSE, MIXTURE):
 
     def apply(p, t, m=model):
-      return transformer.apply(m, p, t, constrain)
+      return transformer.apply(m, p, t, Execution(layout=record))
 
     jax.eval_shape(apply, transformer.shapes(model), random_tokens(model))
-  assert seen == {
+  weights = {axes for model in (DENSE, MIXTURE) for axes in used_axes(model)}
+  gathered = {tuple(None if axis == "embed" else axis for axis in axes) for axes in weights}
+  assert seen - weights - gathered == {
+    ("copies", "time"),
+    ("copies", "time", "embed"),
     ("batch", "time", None),
     ("batch", "heads", "time", None),
     ("batch", "kv_heads", "time", None),
@@ -225,6 +234,13 @@ def test_constrain_sees_every_kind_of_activation_with_one_name_per_axis():
   }
 
 
+def used_axes(model: ModelConfig):
+  """Of every weight that is multiplied by, without the stack's axis."""
+  for axes in transformer.logical_axes(model).values():
+    if "norm" not in axes:
+      yield tuple(axis for axis in axes if axis != "layers")
+
+
 def place(value: jax.Array, sharding: jax.sharding.NamedSharding) -> jax.Array:
   """`jax.device_put` without compiling a slice for every shape."""
   host = np.asarray(value)
@@ -232,7 +248,7 @@ def place(value: jax.Array, sharding: jax.sharding.NamedSharding) -> jax.Array:
 
 
 def sharded(model: ModelConfig, shape: tuple[int, int, int]):
-  """(parameters, tokens, constrain) laid out over a mesh of eight devices."""
+  """(parameters, tokens, execution) laid out over a mesh of eight devices."""
   auto = (jax.sharding.AxisType.Auto,) * 3
   mesh = jax.make_mesh(shape, ("data", "fsdp", "tensor"), axis_types=auto)
   axes, tokens = transformer.logical_axes(model), random_tokens(model)
@@ -243,10 +259,8 @@ def sharded(model: ModelConfig, shape: tuple[int, int, int]):
   query = params["layers/attention/query"]
   assert query.addressable_shards[0].data.size * shape[1] * shape[2] == query.size
 
-  def constrain(x, names):
-    return jax.lax.with_sharding_constraint(x, layout(mesh, x.shape, names))
-
-  return params, place(tokens, layout(mesh, tokens.shape, ("batch", None))), constrain
+  execution = Execution(layout=lambda names, shape: layout(mesh, shape, names))
+  return params, place(tokens, layout(mesh, tokens.shape, ("batch", None))), execution
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ NEEDS = {"wait_for": 2}  # arguments, of which the last is the limit; of the oth
 ALLOWED = {
   ("runtime.py", "self._jobs.get()"): "a worker waits for work; `close` ends it",
   ("roles/evaluator.py", "self.exchange.wait()"): "a generator: its driver has limits",
-  ("chaos/proxy.py", "listener.accept()"): "called when somebody is at the door",
+  ("chaos/proxy.py", "self._listener.accept()"): "called when a connection is there to be taken",
+  ("network/admission.py", "self._listener.accept()"): "its socket does not block",
   ("cli/runs.py", "ended.wait()"): "serves until it is told to end; that is its work",
 }
 

@@ -26,7 +26,7 @@ class Mean(NnxModel):
   def inputs(self, batch_size, sequence_length):
     return {"x": jax.ShapeDtypeStruct((batch_size, 1), jnp.float32)}
 
-  def loss(self, params, batch, constrain=None):
+  def loss(self, params, batch, execution=None):
     loss = jnp.mean((self.module(params)(batch["x"]) - batch["x"]) ** 2)
     return loss, {"loss": loss}
 

@@ -1,6 +1,8 @@
 import dataclasses
+import types
 
 import jax
+import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
@@ -137,3 +139,38 @@ def test_piece_sharding(mesh):
   assert devices.piece_sharding(table, None, 10, True).spec == PartitionSpec("tensor", "fsdp")
   assert devices.piece_sharding(table, None, 4, False).spec == PartitionSpec("tensor", "fsdp")
   assert devices.piece_sharding(table, None, 3, False).spec == PartitionSpec(None, "fsdp")
+
+
+def _execution(platform: str, dtype: str = "bfloat16", **fields):
+  chip = types.SimpleNamespace(platform=platform)
+  mesh = types.SimpleNamespace(devices=np.array([chip]), size=1)
+  return devices.make_execution(mesh, IslandConfig(**fields), dtype)
+
+
+@pytest.mark.parametrize(
+  ("platform", "dtype", "path"),
+  [
+    ("tpu", "bfloat16", "splash"),
+    ("tpu", "float32", "splash"),
+    ("gpu", "bfloat16", "cudnn"),
+    ("gpu", "float32", "einsum"),  # cuDNN's kernel takes bf16 alone
+    ("cpu", "bfloat16", "einsum"),
+  ],
+)
+def test_attention_by_platform(platform, dtype, path):
+  assert _execution(platform, dtype).attention == path
+  assert _execution(platform, dtype, attention="einsum").attention == "einsum"
+
+
+@pytest.mark.parametrize(
+  ("platform", "dtype", "asked"),
+  [("cpu", "bfloat16", "splash"), ("gpu", "float32", "cudnn"), ("tpu", "bfloat16", "cudnn")],
+)
+def test_a_path_of_another_platform_is_refused(platform, dtype, asked):
+  with pytest.raises(ConfigError, match=f"islands.attention = {asked!r}.*Fix: use 'auto'"):
+    _execution(platform, dtype, attention=asked)
+
+
+def test_an_execution_has_the_islands_settings():
+  found = _execution("cpu", remat="products", loss_chunks=4)
+  assert (found.layout, found.remat, found.loss_chunks) == (None, "products", 4)

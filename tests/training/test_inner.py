@@ -7,7 +7,7 @@ import pytest
 
 from ddiloco.config import InnerConfig, ModelConfig
 from ddiloco.models import transformer
-from ddiloco.models.model import cross_entropy
+from ddiloco.models.loss import cross_entropy
 from ddiloco.models.transformer import LanguageModel
 from ddiloco.training import inner
 
@@ -87,7 +87,7 @@ def test_accumulation_is_the_mean_over_all_rows():
     np.testing.assert_allclose(metrics["loss"], (rows**2.0).mean(), rtol=1e-6)
 
 
-def bigram_loss(model, params, tokens_BxT1, constrain=None):
+def bigram_loss(model, params, tokens_BxT1, execution=None):
   """Stands in for the transformer, which takes seconds to compile."""
   logits_BxTxV = params["embedding"][tokens_BxT1[:, :-1]] @ params["embedding"].T
   loss = cross_entropy(logits_BxTxV, tokens_BxT1[:, 1:])

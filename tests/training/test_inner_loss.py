@@ -11,7 +11,7 @@ import pytest
 
 from ddiloco.config import ModelConfig
 from ddiloco.models import transformer
-from ddiloco.models.model import cross_entropy
+from ddiloco.models.loss import cross_entropy
 from ddiloco.models.transformer import next_token_loss
 
 

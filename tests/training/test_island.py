@@ -86,8 +86,9 @@ def any_island(request):
 
 
 def test_describe(single, cube):
-  assert single[0].describe() == {"devices": 1, "mesh": [1, 1, 1], "batch_size": 8}
-  assert cube[0].describe() == {"devices": 8, "mesh": [2, 2, 2], "batch_size": 8}
+  both = {"batch_size": 8, "attention": "einsum"}
+  assert single[0].describe() == {"devices": 1, "mesh": [1, 1, 1], **both}
+  assert cube[0].describe() == {"devices": 8, "mesh": [2, 2, 2], **both}
 
 
 def test_the_cube_really_is_cut(cube):

@@ -41,10 +41,10 @@ class Regression(NnxModel):
     x, y = jax.ShapeDtypeStruct((batch_size, 4), f32), jax.ShapeDtypeStruct((batch_size, 6), f32)
     return {"x": x, "y": y}
 
-  def loss(self, params, batch, constrain=None):
+  def loss(self, params, batch, execution=None):
     net = self.module(params)
     out = batch["x"] @ net.table[...] + net.bias[...]
-    out = constrain(out, ("batch", "mlp")) if constrain else out
+    out = execution(out, ("batch", "mlp")) if execution else out
     loss = jnp.mean((out - batch["y"]) ** 2)
     return loss, {"loss": loss}
 

@@ -34,7 +34,7 @@ CHAINS = {
 }
 
 
-def every_leaf_loss(model, params, tokens_BxT1, constrain=None):
+def every_leaf_loss(model, params, tokens_BxT1, execution=None):
   """Stands in for the transformer, which takes seconds to compile; moves every parameter."""
   goal = jnp.mean(tokens_BxT1) / 32
   loss = sum(jnp.mean(jnp.square(leaf - goal)) for leaf in params.values())

@@ -1,0 +1,33 @@
+"""12 billion parameters over four regions: two islands of v5p and two of v6e, 64 chips each.
+
+Command:   ddiloco compile --config=configs/regions_12b.py
+           ddiloco plan --config=configs/regions_12b.py --gbps=5 --shard_gbps=25 --latency_ms=30 \\
+             --step_seconds=1.7
+           ddiloco train --config=configs/regions_12b.py --workdir=gs://BUCKET/regions-12b
+Hardware:  islands 0 and 1: v5p:4x4x4; 2 and 3: v6e:8x8; a region each. Twelve shards in one of the
+           regions, of 29 GB each, on machines with 25 Gbit/s between them.
+Time:      not run. A step takes 1.7 s at 40 % of the peak on both: a v6e has twice a v5p's FLOP/s,
+           so its islands take twice the batch. 240e9 tokens are 153,000 steps, three days of them.
+Links:     5 Gbit/s an island each way, half of it used on average (`ddiloco plan`).
+Algorithm: the protocol of configs/dense.py:12b, with int4 pushes, which lost nothing in the paper
+           ("Decoupled DiLoCo", outer-gradient precision), and int8 publishes of the update. 96
+           fragments, so that a sync is over after the three steps of overlap.
+"""
+
+import runpy
+from pathlib import Path
+
+DENSE = Path(__file__).with_name("dense.py")
+
+
+def get_config():
+  c = runpy.run_path(str(DENSE))["get_config"]("12b")
+  c.islands.num_learners = 4
+  fast = {"topology": "v6e:8x8", "batch_size": 256}
+  c.islands.overrides = {"2": fast, "3": fast}
+  c.sync.num_shards = 12
+  c.sync.num_fragments = 96
+  c.sync.overlap_steps = 3
+  c.sync.push_codec = "int4"
+  c.sync.publish_codec = "int8"
+  return c

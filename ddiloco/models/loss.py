@@ -1,0 +1,73 @@
+"""Cross entropy: of whole logits, and of a large vocabulary without them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from ddiloco.models.execution import Execution
+
+
+def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+  """Mean of -log softmax(logits)[target], in nats, computed in f32.
+
+  Args:
+    logits: (..., V).
+    targets: (...), integers.
+  """
+  logits = logits.astype(jnp.float32)
+  log_norm = jax.nn.logsumexp(logits, axis=-1)
+  # A target outside the vocabulary must show up as NaN, not as some other token's loss.
+  chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="fill")
+  return jnp.mean(log_norm - chosen[..., 0])
+
+
+def cross_entropy_in_chunks(
+  x_BxTxD: jax.Array, table_VxD: jax.Array, targets_BxT: jax.Array, execution: Execution
+) -> jax.Array:
+  """`cross_entropy` of the logits x @ table.T, of which only a part exists at any time.
+
+  Chunk i of C has the rows of the table that are i modulo C, so that whoever has some rows has as
+  many of each chunk. Of a chunk's logits a running softmax keeps three numbers a token; the
+  backward pass computes them again. Each chunk of the table is gathered by itself.
+
+  Args:
+    x_BxTxD: final states, in the compute dtype.
+    table_VxD: the embedding, f32; `execution.loss_chunks` divides V.
+    targets_BxT: token ids.
+  """
+  chunks, dtype = execution.loss_chunks, x_BxTxD.dtype
+  v, d = table_VxD.shape
+  table_NxCxD = execution(table_VxD.reshape(v // chunks, chunks, d), ("vocab", None, "embed"))
+  table_CxNxD = execution(table_NxCxD.swapaxes(0, 1), (None, "vocab", "embed"))
+  # Wide here and rounded in each chunk, so that the chunks' gradients add up in f32.
+  wide_BxTxD = x_BxTxD.astype(jnp.float32)
+  row_BxT, chunk_BxT = targets_BxT // chunks, targets_BxT % chunks
+  row_N = jnp.arange(v // chunks, dtype=targets_BxT.dtype)
+
+  def add(carry: tuple[jax.Array, ...], one: tuple[jax.Array, jax.Array]):
+    highest_BxT, total_BxT, chosen_BxT = carry
+    table_NxD, index = one
+    weight_NxD = execution.gathered(table_NxD.astype(dtype), ("vocab", "embed"))
+    logits_BxTxN = jnp.einsum(
+      "BTD,ND->BTN", wide_BxTxD.astype(dtype), weight_NxD, preferred_element_type=jnp.float32
+    )
+    logits_BxTxN = execution(logits_BxTxN, ("batch", "time", "vocab"))
+    # What is subtracted before `exp` changes no result, so it needs no gradient.
+    top_BxT = jax.lax.stop_gradient(jnp.maximum(highest_BxT, jnp.max(logits_BxTxN, axis=-1)))
+    part_BxT = jnp.sum(jnp.exp(logits_BxTxN - top_BxT[..., None]), axis=-1)
+    total_BxT = total_BxT * jnp.exp(highest_BxT - top_BxT) + part_BxT
+    here_BxTxN = (row_BxT[..., None] == row_N[None, None]) & (chunk_BxT == index)[..., None]
+    chosen_BxT = chosen_BxT + jnp.sum(jnp.where(here_BxTxN, logits_BxTxN, 0.0), axis=-1)
+    return (top_BxT, total_BxT, chosen_BxT), None
+
+  zero_BxT = jnp.zeros(targets_BxT.shape, jnp.float32)
+  carry = (jnp.full_like(zero_BxT, -jnp.inf), zero_BxT, zero_BxT)
+  indices_C = jnp.arange(chunks, dtype=targets_BxT.dtype)
+  # Nothing can be merged across a loop's iterations, so the guard against it only costs.
+  body = jax.checkpoint(add, prevent_cse=False)
+  (highest_BxT, total_BxT, chosen_BxT), _ = jax.lax.scan(body, carry, (table_CxNxD, indices_C))
+  # As in `cross_entropy`, a target outside the vocabulary must show up.
+  known_BxT = (targets_BxT >= 0) & (targets_BxT < v)
+  loss_BxT = highest_BxT + jnp.log(total_BxT) - chosen_BxT
+  return jnp.mean(jnp.where(known_BxT, loss_BxT, jnp.nan))

@@ -1,0 +1,305 @@
+"""Compiling an island's programs for TPUs that are not there: what they take, and what they move.
+
+libtpu compiles for a topology that is only described. Everything here is read off the compiled
+programs, except what follows from the model's arithmetic.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from ddiloco.config import Config, ConfigError, IslandConfig
+from ddiloco.core.fragments import Fragment, Plan
+from ddiloco.models import arithmetic
+from ddiloco.training.collectives import CollectiveTotal, by_kind, find_collectives
+from ddiloco.training.devices import make_mesh
+from ddiloco.training.step import IslandStep
+
+# --- Chips, and slices of them
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+  """What a chip has: memory that programs may use, and its peak in bf16."""
+
+  hbm_bytes: int
+  flops_per_second: float
+
+
+_GIB = 1 << 30
+CHIPS = {
+  "v5e": Chip(int(15.75 * _GIB), 197e12),
+  "v5p": Chip(int(95.74 * _GIB), 459e12),
+  "v6e": Chip(int(31.25 * _GIB), 918e12),
+}
+
+
+def chip(topology: str) -> Chip:
+  """The chip that "v5p:4x4x4" is made of.
+
+  Raises:
+    ConfigError: nothing is known of it.
+  """
+  kind = topology.partition(":")[0]
+  if kind not in CHIPS or not re.fullmatch(r"\w+:\d+(x\d+){1,2}", topology):
+    raise ConfigError(
+      f"topology = {topology!r}: must be a chip ({', '.join(CHIPS)}) and a shape. Fix: for example"
+      " v5p:4x4x4, v6e:8x8 or v5e:4x4."
+    )
+  return CHIPS[kind]
+
+
+def devices(topology: str, num_slices: int = 1) -> list[Any]:
+  """The devices of so many slices of this topology, described only.
+
+  Raises:
+    ConfigError: libtpu is not installed, or knows no such topology.
+  """
+  chip(topology)
+  from jax.experimental import topologies
+
+  slices = {"num_slices": num_slices} if num_slices > 1 else {}
+  try:
+    described = topologies.get_topology_desc(topology, "tpu", **slices)
+  except Exception as error:
+    try:
+      import libtpu  # noqa: F401
+    except ImportError:
+      raise ConfigError(
+        f"topology = {topology!r}: compiling for TPUs needs libtpu, which is not installed."
+        " Fix: pip install 'ddiloco[compile]'."
+      ) from error
+    raise ConfigError(
+      f"topology = {topology!r}: libtpu refuses it ({str(error).splitlines()[0]}). Fix: give a"
+      " shape that such chips are sold in, for example v5p:4x4x4 or v6e:8x8."
+    ) from error
+  return list(described.devices)
+
+
+# --- What a compiled program says
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """A compiled program, per device.
+
+  Attributes:
+    hbm_bytes: arguments, results that are not written over them, temporaries and code.
+    argument_bytes: of these, what is there before it starts.
+    cpu_seconds: that compiling it took.
+    collectives: by kind, those that move most first.
+    largest_collective_bytes: of what one collective leaves on a device.
+  """
+
+  name: str
+  hbm_bytes: int
+  argument_bytes: int
+  cpu_seconds: float
+  collectives: tuple[CollectiveTotal, ...]
+  largest_collective_bytes: int
+
+
+# What the compiler says of a program without room: "... for HLO temporaries (99.67G) exceeds ...".
+_WANTED = re.compile(r"(?:temporaries \(|Used )([\d.]+)([KMGT])")
+
+
+def compiled(
+  name: str, lowered: jax.stages.Lowered, num_devices: int, effort: float = 0.0
+) -> Program:
+  """Compiles it; `effort` is the compiler's own, for the program's speed: -1 to 1.
+
+  Raises:
+    NoRoom: it does not fit the devices' memory.
+    AssertionError: a collective reaches beyond the `num_devices` devices of the island.
+  """
+  start = time.process_time()
+  try:
+    program = lowered.compile(compiler_options={"exec_time_optimization_effort": effort})
+  except jax.errors.JaxRuntimeError as error:
+    wanted = _WANTED.search(str(error))
+    if "RESOURCE_EXHAUSTED" not in str(error) or wanted is None:
+      raise
+    raise NoRoom(int(float(wanted[1]) * 1024 ** (1 + "KMGT".index(wanted[2])))) from error
+  seconds = time.process_time() - start
+  memory, text = program.memory_analysis(), program.as_text()
+  assert memory is not None and text is not None
+  found = list(find_collectives(text))
+  for each in found:
+    outside = [d for d in each.devices if d >= num_devices]
+    assert not outside, f"{name}: a collective reaches devices {outside} outside: {each.line}"
+  return Program(
+    name=name,
+    hbm_bytes=memory.argument_size_in_bytes
+    + memory.output_size_in_bytes
+    - memory.alias_size_in_bytes
+    + memory.temp_size_in_bytes
+    + memory.generated_code_size_in_bytes,
+    argument_bytes=memory.argument_size_in_bytes,
+    cpu_seconds=seconds,
+    collectives=by_kind(found),
+    largest_collective_bytes=max((each.bytes for each in found), default=0),
+  )
+
+
+class NoRoom(Exception):
+  """The temporaries of a program need `hbm_bytes` of each device, which is more than it has."""
+
+  def __init__(self, hbm_bytes: int):
+    super().__init__(f"needs {hbm_bytes / _GIB:.1f} GiB a device")
+    self.hbm_bytes = hbm_bytes
+
+
+# --- What an island takes on its slice
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+  """Whether an island fits its chips, and what it takes there; bytes are per chip.
+
+  Attributes:
+    island: what it is, for people.
+    chips: how many.
+    chip: which.
+    parameters: of the whole model.
+    state_bytes: parameters and moments.
+    beside_bytes: what may lie there beside a step: a snapshot's copy of the state, one fragment on
+      its way out and one on its way in.
+    step: the inner step; None if it does not even compile, for want of memory.
+    needed_bytes: of all at the same time.
+    fragments: programs that copy one fragment out and write it.
+    layer_bytes: the weights of one layer, or of one chunk of the embedding, in f32.
+    flops_per_token: see `models.arithmetic.flops_per_token`.
+    tokens: of one step.
+    remedies: what would make it fit; empty if it does.
+  """
+
+  island: str
+  chips: int
+  chip: Chip
+  parameters: int
+  state_bytes: int
+  beside_bytes: int
+  step: Program | None
+  needed_bytes: int
+  fragments: tuple[Program, ...]
+  layer_bytes: int
+  flops_per_token: float
+  tokens: int
+  remedies: tuple[str, ...]
+
+  @property
+  def fits(self) -> bool:
+    """Whether all of it has room."""
+    return self.needed_bytes <= self.chip.hbm_bytes
+
+  @property
+  def gathers_by_layer(self) -> bool:
+    """Whether no exchange of the step leaves a device with more than one layer's weights.
+
+    All kinds count: TPU compilers also gather by an all-reduce of zeros and one's own part.
+    """
+    return self.step is not None and self.step.largest_collective_bytes <= self.layer_bytes
+
+  def step_seconds(self, mfu: float) -> float:
+    """What a step takes if it reaches this share of the chips' peak."""
+    rate = self.chips * self.chip.flops_per_second * mfu
+    return self.flops_per_token * self.tokens / rate
+
+
+def fit(
+  config: Config,
+  learner: int,
+  plan: Plan,
+  topology: str,
+  slice_devices: Sequence[Any],
+  effort: float = 0.0,
+) -> Fit:
+  """Compiles this learner's island for these devices of the topology, all of them.
+
+  Raises:
+    ConfigError: it cannot be made of them.
+    AssertionError: a collective leaves the island.
+  """
+  island = config.islands.island(learner)
+  mesh = make_mesh(slice_devices, island)
+  parts = IslandStep(config, learner, mesh)
+  largest = max(plan.fragments, key=lambda fragment: fragment.size)
+  cut, apply = (getattr(parts.lower_fragment(largest), name) for name in ("cut", "apply"))
+  copies = tuple(
+    compiled(name, lowered, mesh.size, effort)
+    for name, lowered in (("copy out", cut), ("apply", apply))
+  )
+  state = sum(_local_bytes(leaf) for leaf in parts.layout.leaves.values())
+  snapshot = state if config.sync.snapshot_steps else 0
+  beside = snapshot + 2 * 4 * _local_size(parts, largest)
+  step, needed = None, 0
+  try:
+    step = compiled("step", parts.lower(), mesh.size, effort)
+    needed = step.hbm_bytes + beside
+  except NoRoom as error:
+    needed = state + error.hbm_bytes + beside
+  layers = [leaf for name, leaf in parts.leaves.items() if name.startswith("layers/")]
+  layer = sum(math.prod(leaf.shape) for leaf in layers) // config.model.num_layers
+  table = config.model.vocab_size * config.model.model_dim // island.loss_chunks
+  shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
+  found = Fit(
+    island=f"{topology}, mesh {shape or 'of one chip'}, {island.batch_size} x"
+    f" {config.data.sequence_length} tokens a step, attention {parts.execution.attention}, remat"
+    f" {island.remat}, loss in {island.loss_chunks} chunks",
+    chips=mesh.size,
+    chip=chip(topology),
+    parameters=sum(math.prod(leaf.shape) for leaf in parts.leaves.values()),
+    state_bytes=state,
+    beside_bytes=beside,
+    step=step,
+    needed_bytes=needed,
+    fragments=copies,
+    layer_bytes=4 * max(layer, table),
+    flops_per_token=arithmetic.flops_per_token(config.model, config.data.sequence_length),
+    tokens=config.tokens_per_step(learner),
+    remedies=(),
+  )
+  return found if found.fits else dataclasses.replace(found, remedies=_remedies(found, island))
+
+
+def _local_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+  assert leaf.sharding is not None
+  return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+def _local_size(parts: IslandStep, fragment: Fragment) -> int:
+  """Values of the fragment's pieces on one device."""
+  shardings = parts.piece_shardings(fragment)
+  return sum(
+    math.prod(sharding.shard_shape(piece.shape))
+    for piece, sharding in zip(fragment.pieces, shardings)
+  )
+
+
+def _remedies(found: Fit, island: IslandConfig) -> tuple[str, ...]:
+  """What to try, the cheapest first; what they give is seen by compiling again."""
+  fixed = found.beside_bytes + found.state_bytes + found.state_bytes // 3  # with the gradients
+  if fixed > 0.9 * found.chip.hbm_bytes:
+    chips = math.ceil(found.chips * fixed / (0.8 * found.chip.hbm_bytes))
+    cut = "islands.data = 1, " if island.data > 1 else ""
+    return (f"mesh: parameters, moments and gradients alone are too much: {cut}{chips} chips",)
+  remedies = []
+  if island.remat != "full":
+    remedies.append("remat: islands.remat = 'full'")
+  if island.loss_chunks == 1:
+    remedies.append("loss: islands.loss_chunks = 8")
+  rows = island.data_shards(found.chips)
+  share = (0.9 * found.chip.hbm_bytes - fixed) / (found.needed_bytes - fixed)
+  batch = int(island.batch_size * share) // rows * rows
+  if batch:
+    remedies.append(f"batch: islands.batch_size = {batch}, or as many inner.accumulation_steps")
+  else:
+    remedies.append(f"mesh: fewer rows a step than its {rows} parts: raise islands.tensor")
+  return tuple(remedies)

@@ -1,0 +1,100 @@
+"""The step of one island, as its mesh is given it: shapes, layouts and the program, no arrays.
+
+The devices of the mesh may be ones that are only described: `ddiloco compile` has no TPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ddiloco import custom
+from ddiloco.config import Config, ConfigError
+from ddiloco.core.fragments import Fragment
+from ddiloco.training import inner
+from ddiloco.training.devices import make_execution, param_sharding, piece_sharding
+from ddiloco.training.programs import (
+  LoweredFragment,
+  StateLayout,
+  lower_fragment,
+  placed,
+  placed_inputs,
+)
+
+
+class IslandStep:
+  """What an island holds, where it lies, and its programs.
+
+  Attributes:
+    mesh: with axes data, fsdp and tensor.
+    execution: how the mesh computes the model.
+    leaves: name -> every parameter's shape, dtype and sharding.
+    layout: the whole state, of which the parameters are a part.
+    inputs: the batch.
+    replicated: the layout of scalars.
+  """
+
+  def __init__(self, config: Config, learner: int, mesh: Mesh):
+    """Of the island that `config.islands.island(learner)` describes.
+
+    Raises:
+      ConfigError: the batch cannot be cut evenly over the mesh, or the mesh cannot compute it so.
+    """
+    self._config, self.mesh = config, mesh
+    island = config.islands.island(learner)
+    whole = island.data_shards(mesh.size) * config.inner.accumulation_steps
+    if island.batch_size % whole:
+      raise ConfigError(
+        f"islands.batch_size = {island.batch_size}: must be a multiple of data x fsdp x"
+        f" inner.accumulation_steps = {whole} (learner {learner} has {mesh.size} devices)."
+        f" Fix: use {max(1, round(island.batch_size / whole)) * whole}."
+      )
+    self.replicated = NamedSharding(mesh, PartitionSpec())
+    self.execution = make_execution(mesh, island, config.model.compute_dtype)
+    self._model = custom.load_model(config.model)
+    axes = self._model.logical_axes()
+    self.leaves = {
+      name: placed(leaf, param_sharding(axes[name], leaf.shape, mesh))
+      for name, leaf in self._model.shapes().items()
+    }
+    self.layout = StateLayout(inner.optimizer(config.inner), self.leaves, self.replicated)
+    inputs = self._model.inputs(island.batch_size, config.data.sequence_length)
+    self.inputs = placed_inputs(inputs, mesh)
+
+  def scalar(self, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    """A number that every device has."""
+    return jax.ShapeDtypeStruct((), dtype, sharding=self.replicated)
+
+  def lower(self) -> jax.stages.Lowered:
+    """(state, batch, learning rate) -> (state, metrics), in place; to be compiled."""
+    train_step = inner.make_train_step(self._model, self._config.inner, self.execution)
+
+    def island_step(state, batch, rate):
+      params, opt_state = self.layout.trees(state)
+      params, opt_state, metrics = train_step(params, opt_state, batch, rate)
+      # One small array instead of several: one copy to the host per step.
+      small = jnp.stack([metrics[name] for name in inner.METRICS])
+      return self.layout.flat(params, opt_state), small
+
+    step = jax.jit(
+      island_step, out_shardings=(self.layout.shardings, self.replicated), donate_argnums=0
+    )
+    return step.lower(self.layout.leaves, self.inputs, self.scalar())
+
+  def piece_shardings(self, fragment: Fragment) -> list[NamedSharding]:
+    """Where each of the fragment's pieces lies, once it is out of its leaf."""
+    found = []
+    for piece in fragment.pieces:
+      leaf = self.leaves[piece.name]
+      shape = leaf.shape[0 if piece.layer is None else 1 :]
+      whole = piece.shape[:1] == shape[:1]
+      found.append(piece_sharding(leaf.sharding, piece.layer, piece.stop - piece.start, whole))
+    return found
+
+  def lower_fragment(self, fragment: Fragment) -> LoweredFragment:
+    """What copies the fragment out, and what writes it."""
+    shardings = self.piece_shardings(fragment)
+    return lower_fragment(fragment, self.leaves, shardings, self.scalar())

@@ -1,0 +1,158 @@
+"""What presets take on TPUs, compiled ahead of time for chips that are not there: a table.
+
+    python scripts/aot_report.py [--only=12b] [--largest] [--mfu=0.4] [--rows=runs/aot.json]
+                                 [--docs=docs/accelerators.md]
+
+Every row is `ddiloco compile --json` in a process of its own: a preset on its own topology, or on
+one of `ALSO`; `configs/regions_12b.py` with each kind of its islands. `--largest` adds to each 12B
+row the largest batch that leaves 10 % of the memory free, found by compiling. Rows are kept in the
+file `--rows`, so that `--only` (a part of a row's name) compiles some of them anew; `--docs` writes
+the table of all of them into that page. Needs libtpu; one to four minutes a row on two cores.
+
+Last line: {"rows": how many, "all_fit", "by_layer", "slowest_compile_seconds" (of CPU)}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+# (config, topology); "" is the config's own.
+DENSE = [(f"dense.py:{p}", "") for p in ("100m", "500m", "1b", "2b", "5b", "9b", "12b")]
+ALSO = [("dense.py:12b", "v6e:8x8"), ("moe.py:3.8b", ""), ("moe.py:3.8b", "v6e:8x8")]
+ROWS = [*DENSE, *ALSO, ("regions_12b.py", "")]
+LARGEST = {("dense.py:12b", ""), ("dense.py:12b", "v6e:8x8")}
+FREE = 0.1  # of the memory, at the largest batch
+TRIES = 4
+BEGIN, END = "<!-- aot_report: begin -->", "<!-- aot_report: end -->"
+_GIB = 1 << 30
+
+
+def compiled(config: str, topology: str, mfu: float, batch: int = 0) -> list[dict[str, Any]]:
+  """A row for each kind of island of this config."""
+  command = [sys.executable, "-m", "ddiloco", "compile", f"--config=configs/{config}", "--json"]
+  command += [f"--mfu={mfu}"]
+  command += [f"--topology={topology}"] if topology else []
+  command += [f"--config.islands.batch_size={batch}"] if batch else []
+  done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+  if done.returncode not in (0, 1) or not done.stdout:
+    raise SystemExit(f"{' '.join(command)}: status {done.returncode}")
+  return [{"config": config, **row} for row in json.loads(done.stdout.splitlines()[-1])]
+
+
+def largest(config: str, topology: str, mfu: float, start: dict[str, Any]) -> dict[str, Any]:
+  """The row of the largest batch that leaves `FREE` of the memory: by compiling along secants.
+
+  Memory grows with the batch in a straight line. Its first point is a guess from below: state and
+  gradients with no batch at all.
+  """
+  rows = start["chips"]  # the presets' meshes cut the batch over all chips
+  limit = (1 - FREE) * start["chip"]["hbm_bytes"]
+  before = (0, start["beside_bytes"] + start["state_bytes"] * 4 / 3)
+  best, refused = start, math.inf
+  here = (batch_of(start), start["needed_bytes"])
+  for _ in range(TRIES):
+    per_row = (here[1] - before[1]) / (here[0] - before[0])
+    batch = here[0] + math.floor((limit - here[1]) / per_row / rows) * rows
+    batch = int(min(batch, refused - rows))
+    if batch <= batch_of(best):
+      break
+    (tried,) = compiled(config, topology, mfu, batch)
+    before, here = here, (batch, tried["needed_bytes"])
+    if tried["needed_bytes"] <= limit:
+      best = tried
+    else:
+      refused = batch
+  return {**best, "largest": True}
+
+
+def batch_of(row: dict[str, Any]) -> int:
+  return row["tokens"] // 2048
+
+
+def name(row: dict[str, Any]) -> str:
+  preset = row["config"].removesuffix(".py").replace(".py:", " ")
+  return f"{preset}, {row['island'].split(',')[0]}" + (", largest" if row.get("largest") else "")
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+  """Markdown."""
+  columns = (
+    ("preset, slice", name),
+    ("mesh", lambda r: r["island"].split(", ")[1].removeprefix("mesh ")),
+    ("batch", lambda r: f"{batch_of(r)} x 2048"),
+    ("step, GiB a chip", lambda r: f"{step_bytes(r) / _GIB:.1f}"),
+    (
+      "all, GiB",
+      lambda r: f"{r['needed_bytes'] / _GIB:.1f} of {r['chip']['hbm_bytes'] / _GIB:.1f}",
+    ),
+    ("fits", lambda r: "yes" if r["fits"] else "**no**"),
+    ("gathers", lambda r: "by layer" if r["gathers_by_layer"] else "**more**"),
+    ("PFLOP a step", lambda r: f"{r['flops_per_token'] * r['tokens'] / 1e15:.2f}"),
+    ("a step, s", lambda r: f"{r['step_seconds']:.2f}"),
+    ("compiling, CPU s", lambda r: f"{seconds(r):.0f}"),
+  )
+  lines = ["| " + " | ".join(title for title, _ in columns) + " |", "|---" * len(columns) + "|"]
+  lines += ["| " + " | ".join(said(row) for _, said in columns) + " |" for row in rows]
+  return "\n".join(lines)
+
+
+def step_bytes(row: dict[str, Any]) -> float:
+  return row["needed_bytes"] - row["beside_bytes"]
+
+
+def seconds(row: dict[str, Any]) -> float:
+  programs = [*row["fragments"], *([row["step"]] if row["step"] else [])]
+  return sum(program["cpu_seconds"] for program in programs)
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--only", default="")
+  parser.add_argument("--largest", action="store_true")
+  parser.add_argument("--mfu", type=float, default=0.4)
+  parser.add_argument("--rows", type=Path, default=ROOT / "runs" / "aot.json")
+  parser.add_argument("--docs", type=Path)
+  options = parser.parse_args()
+  kept = (
+    {name(row): row for row in json.loads(options.rows.read_text())}
+    if (options.rows.exists())
+    else {}
+  )
+  for config, topology in ROWS:
+    if options.only not in f"{config} {topology}":
+      continue
+    found = compiled(config, topology, options.mfu)
+    if options.largest and (config, topology) in LARGEST:
+      found.append(largest(config, topology, options.mfu, found[0]))
+    for row in found:
+      kept[name(row)] = row
+      print(f"{name(row)}: {step_bytes(row) / _GIB:.2f} GiB a chip", flush=True)
+    options.rows.parent.mkdir(parents=True, exist_ok=True)
+    options.rows.write_text(json.dumps(list(kept.values()), indent=1))
+  rows = [kept[each] for each in sorted(kept)]
+  print("\n" + table(rows) + "\n")
+  if options.docs:
+    before, _, rest = options.docs.read_text().partition(BEGIN)
+    after = rest.partition(END)[2]
+    options.docs.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{after}")
+  print(
+    json.dumps(
+      {
+        "rows": len(rows),
+        "all_fit": all(row["fits"] for row in rows),
+        "by_layer": all(row["gathers_by_layer"] for row in rows),
+        "slowest_compile_seconds": max(map(seconds, rows), default=0.0),
+      }
+    )
+  )
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,141 @@
+"""`ddiloco compile`: what it asks for, says and refuses; with libtpu, a small island of chips."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from ddiloco import cli, environment
+from ddiloco.cli.compile import lines
+from ddiloco.config import ConfigError
+from ddiloco.training import aot
+from ddiloco.training.collectives import CollectiveTotal
+
+ROOT = Path(__file__).parents[2]
+TINY = ["--config=configs/dense.py:100k", "--config.islands.batch_size=8"]
+needs_libtpu = pytest.mark.skipif(
+  importlib.util.find_spec("libtpu") is None, reason="libtpu, 0.7 GB, is not installed here"
+)
+
+STEP = aot.Program("step", 6 << 30, 2 << 30, 50.0, (CollectiveTotal("all-gather", 76, 4 << 30),), 9)
+
+
+def made(**changed) -> aot.Fit:
+  values = {
+    "island": "v5p:4x4x4",
+    "chips": 64,
+    "chip": aot.CHIPS["v5p"],
+    "parameters": 12_000_000_000,
+    "state_bytes": 2 << 30,
+    "beside_bytes": 2 << 30,
+    "step": STEP,
+    "needed_bytes": 8 << 30,
+    "fragments": (),
+    "layer_bytes": 10,
+    "flops_per_token": 72e9,
+    "tokens": 128 * 2048,
+    "remedies": (),
+    **changed,
+  }
+  return aot.Fit(**values)
+
+
+def test_a_step_takes_its_flops_over_what_the_chips_reach():
+  assert made().step_seconds(0.5) == pytest.approx(72e9 * 128 * 2048 / (64 * 459e12 * 0.5))
+
+
+def test_it_says_whether_it_fits_and_what_is_gathered():
+  text = "\n".join(lines([0, 1], made(), 0.5))
+  assert "island 0, 1: v5p:4x4x4" in text and "8.00 of 95.74 GiB a chip: fits, 92% free" in text
+  assert "gathered one layer at a time" in text and "76 all-gather 4.29 GB" in text
+  text = "\n".join(lines([0], made(layer_bytes=8), 0.5))
+  assert "MORE THAN A LAYER" in text
+
+
+def test_what_does_not_fit_comes_with_remedies():
+  config_island = aot.IslandConfig(devices=0, batch_size=128)
+  wide = made(needed_bytes=200 << 30, chip=aot.CHIPS["v6e"])
+  found = aot._remedies(wide, config_island)
+  assert any("remat" in each for each in found) and any("loss_chunks" in each for each in found)
+  huge = made(state_bytes=60 << 30, needed_bytes=200 << 30, chip=aot.CHIPS["v6e"])
+  assert "mesh" in aot._remedies(huge, config_island)[0]
+  text = "\n".join(lines([0], made(needed_bytes=200 << 30, step=None, remedies=found), 0.4))
+  assert "DOES NOT FIT" in text and "to make it fit: remat" in text
+
+
+@pytest.mark.parametrize("topology", ["v7:2x2", "v5p", "v5p-8", "v5p:2x2x2x2", "v6e:ax2"])
+def test_unknown_topologies_are_refused(topology):
+  with pytest.raises(ConfigError, match="v5p:4x4x4"):
+    aot.chip(topology)
+
+
+@pytest.mark.parametrize(
+  ("flags", "said"),
+  [([], "islands.topology"), (["--topology=v5p:2x2x1", "--mfu=2"], "--mfu=2")],
+)
+def test_wrong_flags_are_refused(flags, said, capsys, monkeypatch):
+  monkeypatch.setattr(environment, "describe_only", lambda: None)
+  assert cli.main(["compile", *TINY, *flags]) == 2
+  assert said in capsys.readouterr().err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is here")
+def test_without_libtpu_it_says_what_to_install(capsys, monkeypatch):
+  monkeypatch.setattr(environment, "describe_only", lambda: None)
+  assert cli.main(["compile", *TINY, "--topology=v5p:2x2x1"]) == 2
+  assert "ddiloco[compile]" in capsys.readouterr().err
+
+
+class Refused:
+  """A lowered program that has no room."""
+
+  def __init__(self, text: str):
+    self.text = text
+
+  def compile(self, compiler_options):
+    raise jax.errors.JaxRuntimeError(self.text)
+
+
+def test_a_program_without_room_says_what_it_needs():
+  said = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO"
+  with pytest.raises(aot.NoRoom) as error:
+    aot.compiled("step", Refused(f"{said} temporaries (99.5G) exceeds available HBM (15.75G)."), 4)
+  assert error.value.hbm_bytes == 99.5 * (1 << 30)
+  with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+    aot.compiled("step", Refused("INTERNAL: something else"), 4)
+
+
+def test_a_model_of_the_users_own_is_refused(capsys, monkeypatch):
+  monkeypatch.setattr(environment, "describe_only", lambda: None)
+  flags = ["--config=examples/own_model.py", "--topology=v5p:2x2x1"]
+  assert cli.main(["compile", *flags]) == 2
+  assert "model.custom" in capsys.readouterr().err
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_small_island_of_real_chips():
+  """In a process of its own: libtpu stays loaded."""
+  command = [sys.executable, "-m", "ddiloco", "compile", *TINY, "--topology=v5e:2x2", "--json"]
+  done = subprocess.run(
+    [*command, "--config.islands.devices=0", "--config.model.compute_dtype=bfloat16"],
+    cwd=ROOT,
+    env=environment.bare(),
+    capture_output=True,
+    text=True,
+    timeout=550,
+    check=True,
+  )
+  (found,) = json.loads(done.stdout.splitlines()[-1])
+  assert found["islands"] == [0, 1, 2, 3] and found["fits"] and found["gathers_by_layer"]
+  assert found["chips"] == 4 and found["parameters"] == 102_720
+  kinds = {each["kind"] for each in found["step"]["collectives"]}
+  assert kinds & {"all-gather", "all-reduce"}
+  assert "attention splash" in found["island"]

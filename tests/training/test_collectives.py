@@ -1,0 +1,63 @@
+"""The exchanges of a compiled program, read from texts of the forms that compilers write."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddiloco.training.collectives import CollectiveTotal, by_kind, find_collectives
+
+LOOP = """HloModule step
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+%scatter.1 (input: bf16[64,128]) -> bf16[16,128] {
+  %all-reduce.1 = bf16[64,128]{1,0:T(8,128)(2,1)} all-reduce(%input), replica_groups={{0,1},{2,3}}
+}
+
+%condition (state: (s32[], bf16[64,128])) -> pred[] {
+  %bound = s32[]{:T(128)} constant(12)
+  ROOT %less = pred[] compare(%i, %bound), direction=LT
+}
+
+%body (state: (s32[], bf16[64,128])) -> (s32[], bf16[64,128]) {
+  %gather = bf16[1,64,128]{2,1,0} all-gather(%w), replica_groups=mesh['a'=1,'b'=4] {'b'}
+  %part = bf16[16,128] fusion(%gather), kind=kCustom, calls=%scatter.1
+}
+
+ENTRY %main (p: f32[4]) -> f32[4] {
+  %loop = (s32[], bf16[64,128]) while(%start), condition=%condition, body=%body
+  %pair = (f32[8]{0}, f32[32]{0}) all-gather-start(%p), replica_groups=[1,4]<=[4], dimensions={0}
+  %turn = s32[10]{0} collective-permute(%p), source_target_pairs={{0,1},{1,0}}
+}
+"""
+
+
+def test_loops_calls_and_every_form_of_groups():
+  found = {each.kind: each for each in find_collectives(LOOP) if each.times == 1}
+  assert found["all-gather"].bytes == 32 * 4  # the result alone
+  assert found["all-gather"].devices == {0, 1, 2, 3}
+  assert found["collective-permute"].devices == {0, 1}
+  looped = {each.kind: each for each in find_collectives(LOOP) if each.times == 12}
+  assert looped["all-gather"].bytes == looped["all-reduce"].bytes == 64 * 128 * 2
+  assert looped["all-reduce"].devices == looped["all-gather"].devices == {0, 1, 2, 3}
+
+
+def test_what_moves_most_comes_first():
+  assert by_kind(list(find_collectives(LOOP))) == (
+    CollectiveTotal("all-gather", 13, 12 * 64 * 128 * 2 + 128),
+    CollectiveTotal("all-reduce", 12, 12 * 64 * 128 * 2),
+    CollectiveTotal("collective-permute", 1, 40),
+  )
+
+
+def test_groups_of_one_device_move_nothing():
+  text = LOOP.replace("replica_groups={{0,1},{2,3}}", "replica_groups={{0},{1},{2},{3}}")
+  assert "all-reduce" not in {each.kind for each in find_collectives(text)}
+
+
+def test_what_goes_to_other_hosts_is_refused():
+  text = LOOP.replace("%turn = s32[10]{0} collective-permute(", "%far = (f32[4], u32[]) send(")
+  with pytest.raises(ValueError, match="sends to another"):
+    list(find_collectives(text))
