@@ -449,13 +449,10 @@ def test_no_role_is_lost_and_none_started_twice(seed):
 
 
 def test_the_policy_is_written_once():
-  """`run.max_restarts` and `run.restart_seconds` are read by the policy alone.
-
-  But for synchronous data-parallel, which restarts for ever after one fixed pause.
-  """
+  """`run.max_restarts` and `run.restart_seconds` are read by the policy alone."""
   readers = set()
   for path in Path(ddiloco.__file__).parent.rglob("*.py"):
     for node in ast.walk(ast.parse(path.read_text())):
       if isinstance(node, ast.Attribute) and node.attr in ("max_restarts", "restart_seconds"):
         readers.add(f"{path.parent.name}/{path.name}")
-  assert readers == {"protocol/supervisor.py", "baselines/data_parallel.py"}
+  assert readers == {"protocol/supervisor.py"}
