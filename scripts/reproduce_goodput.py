@@ -42,9 +42,10 @@ from ddiloco.baselines.data_parallel import DataParallel
 from ddiloco.config import Config, from_dict
 from ddiloco.engines.processes import ProcessesEngine
 from ddiloco.observe import plots
-from ddiloco.observe.eventlog import Event, EventLog, parse_role, read_events
+from ddiloco.observe.eventlog import Event, EventLog, read_events
 from ddiloco.observe.goodput import CAUSES, Goodput, Ledger
 from ddiloco.observe.style import GLOBAL_MODEL, island_colour
+from ddiloco.protocol.events import parse_role
 from ddiloco.training import data
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from ddiloco.observe.eventlog import Event, parse_role, read_events
+from ddiloco.observe.eventlog import Event, read_events
+from ddiloco.protocol.events import parse_role
 
 
 def utilisation(steps: list[Event]) -> float | None:

@@ -9,10 +9,11 @@ import math
 from typing import Any
 
 from ddiloco.config import SyncConfig
-from ddiloco.observe.eventlog import FLUSH_SECONDS, parse_role
+from ddiloco.observe.eventlog import FLUSH_SECONDS
 from ddiloco.observe.island_state import IslandState, phase, role_name
 from ddiloco.observe.run_state import RunState
 from ddiloco.observe.style import clock_time, island_colour
+from ddiloco.protocol.events import parse_role
 
 LAG_SECONDS = 2 * FLUSH_SECONDS  # an event may be so old when it is read: nobody stalls by that
 SILENT_SECONDS = 60.0  # nothing new for so long: nobody is there who writes ...

@@ -27,8 +27,9 @@ from ddiloco.engines.role_process import connect, load_keys
 from ddiloco.engines.role_spec import RoleSpec, above, free_urls, newest
 from ddiloco.network import handshake
 from ddiloco.network.transport import EVALUATOR_ADDRESS, learner_address, syncer_address
-from ddiloco.observe.eventlog import Event, Follower, Recorder, parse_role
+from ddiloco.observe.eventlog import Event, Follower, Recorder
 from ddiloco.observe.guards import ended, warn
+from ddiloco.protocol.events import parse_role
 from ddiloco.protocol.supervisor import Dismiss, Exited, Left, Requested, Working, members
 from ddiloco.roles import initial
 from ddiloco.training import data

@@ -38,9 +38,10 @@ from ddiloco.engines.engine import PATIENCE_SECONDS, Engine, RunResult
 from ddiloco.engines.signals import beside
 from ddiloco.network import handshake
 from ddiloco.network.transport import EVALUATOR_ADDRESS, Hub, learner_address, syncer_address
-from ddiloco.observe.eventlog import Event, Recorder, parse_role
+from ddiloco.observe.eventlog import Event, Recorder
 from ddiloco.observe.guards import ended
 from ddiloco.protocol import events
+from ddiloco.protocol.events import parse_role
 from ddiloco.protocol.learner import unmerged_tokens
 from ddiloco.protocol.supervisor import GONE, Dismiss, members
 from ddiloco.roles import initial

@@ -8,7 +8,6 @@ refused.
 
 from __future__ import annotations
 
-import functools
 import heapq
 import math
 import mmap
@@ -333,13 +332,6 @@ def read_events(workdir: str | os.PathLike[str]) -> EventLog:
   stream = stream_events(workdir)
   events = list(stream)
   return EventLog(events, stream.torn_lines)
-
-
-@functools.lru_cache(maxsize=4096)
-def parse_role(role: str) -> tuple[str, int]:
-  """("learner", 2) of "learner-2"; a role without a number gets -1."""
-  kind, _, number = role.partition("-")
-  return kind, int(number) if number.isdigit() else -1
 
 
 # --- The newest event of a kind, found from the end of a log: the log itself is never in memory

@@ -35,10 +35,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ddiloco.observe.eventlog import parse_role
 from ddiloco.observe.goodput_ledger import CHAIN_GAINS, EXACT_STEPS, Chain, IslandAccount, positive
 from ddiloco.protocol import events
-from ddiloco.protocol.events import Event
+from ddiloco.protocol.events import Event, parse_role
 
 CAUSES = (
   *("start_up", "compile", "down", "rejoin", "blocked", "stalled"),

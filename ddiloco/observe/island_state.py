@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections import deque
 
-from ddiloco.observe.eventlog import parse_role
+from ddiloco.protocol.events import parse_role
 
 RECENT_COMMITS = 32  # over which the shown participation counts
 STALL_STEPS = 10.0  # silent for so many of its own steps, and at least STALL_SECONDS: stalled

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ddiloco.observe.eventlog import parse_role
 from ddiloco.observe.island_state import role_name
 from ddiloco.observe.run_state import RunState
 from ddiloco.observe.series import MOST_CURVES, Series, Thinned
 from ddiloco.observe.style import FAINT, GLOBAL_MODEL, MUTED, island_colour, shard_colour
+from ddiloco.protocol.events import parse_role
 
 if TYPE_CHECKING:
   from matplotlib.axes import Axes

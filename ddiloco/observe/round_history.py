@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ddiloco.config import SyncConfig
-from ddiloco.observe.eventlog import parse_role
 from ddiloco.observe.island_state import DOWN, IslandState
 from ddiloco.protocol import events, quorum
-from ddiloco.protocol.events import Event
+from ddiloco.protocol.events import Event, parse_role
 
 RECENT_ROUNDS = 12
 MOST_REASONS = 8

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ddiloco.config import Config
-from ddiloco.observe.eventlog import parse_role
 from ddiloco.observe.goodput import Ledger
 from ddiloco.observe.guards import warn
 from ddiloco.observe.island_state import (
@@ -29,7 +28,7 @@ from ddiloco.observe.round_history import Rounds
 from ddiloco.observe.series import Curves, TrafficTotals
 from ddiloco.observe.tracks import Kills, Tracks
 from ddiloco.protocol import events
-from ddiloco.protocol.events import Event
+from ddiloco.protocol.events import Event, parse_role
 
 RECENT_LOG_EVENTS = 8
 NOTE_SECONDS = 5.0  # the same text is said once within so long: every shard tells of a member

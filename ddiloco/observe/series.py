@@ -11,9 +11,9 @@ from collections import Counter, deque
 from collections.abc import Collection
 from typing import Any
 
-from ddiloco.observe.eventlog import parse_role
 from ddiloco.observe.island_state import role_name
 from ddiloco.protocol import events
+from ddiloco.protocol.events import parse_role
 
 FIRST_WIDTH_SECONDS = 0.25
 PAGE_VALUES = 4000  # of one kind of curve on the page, all islands together

@@ -11,7 +11,6 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ddiloco.observe.eventlog import parse_role
 from ddiloco.observe.island_state import IslandState, phase, role_name
 from ddiloco.observe.series import Median
 from ddiloco.protocol.events import (
@@ -27,6 +26,7 @@ from ddiloco.protocol.events import (
   Started,
   Step,
   Stopped,
+  parse_role,
 )
 
 MOST_SPANS = 200  # of one role; beyond that its shortest are drawn as part of their neighbours

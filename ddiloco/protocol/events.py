@@ -9,6 +9,7 @@ that is not finite, which JSON has not, is the text "nan", "inf" or "-inf".
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, Literal, Union
 
@@ -45,6 +46,18 @@ class Odd(Event, frozen=True, kw_only=True):
 
   said: str  # the kind that the line names
   reason: str  # what is wrong with it
+
+
+@functools.lru_cache(maxsize=4096)
+def parse_role(role: str) -> tuple[str, int]:
+  """("learner", 2) of "learner-2"; a role without a number gets -1."""
+  kind, _, number = role.partition("-")
+  return kind, int(number) if number.isdigit() else -1
+
+
+def format_role(kind: str, number: int) -> str:
+  """ "learner-2" of ("learner", 2)."""
+  return f"{kind}-{number}"
 
 
 # --- any role -------------------------------------------------------------------------------------

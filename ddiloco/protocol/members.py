@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import cast
 
 from ddiloco.config import SyncConfig
-from ddiloco.protocol import beliefs, causality, events, moments
+from ddiloco.protocol import beliefs, causality, events
 from ddiloco.protocol.actions import (
   Abandon,
   InstallValue,
@@ -22,10 +22,8 @@ from ddiloco.protocol.messages import (
   TO_SHARD,
   Hello,
   Message,
-  Moments,
   Refusal,
   Report,
-  RequestMoments,
   RequestValue,
   ToShard,
   Value,
@@ -92,12 +90,6 @@ def on_message(
       return _on_report(state, message, member, now, sync)
     case Value():
       return _on_value(state, message, event, sync)
-    case RequestMoments() if member is not None:
-      return moments.on_ask(state, message, now, sync)
-    case Moments() if member is not None:
-      return moments.on_moments(state, message, now, sync)
-    case RequestMoments() | Moments():
-      return state, [ignored(message, "an unknown learner")]
   if member is None:
     return state, []
   state = forget_pending(set_member(state, message.learner, None), message.learner)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from ddiloco.config import SyncConfig
-from ddiloco.protocol import causality, members, rounds
+from ddiloco.protocol import causality, members, moments, rounds
 from ddiloco.protocol.actions import (
   Merged,
   Received,
@@ -20,7 +20,7 @@ from ddiloco.protocol.actions import (
   smooth,
 )
 from ddiloco.protocol.beliefs import Beliefs
-from ddiloco.protocol.messages import EVALUATOR, Push, Report
+from ddiloco.protocol.messages import EVALUATOR, Moments, Push, Report, RequestMoments
 from ddiloco.protocol.syncer_state import (
   FragmentState,
   Member,
@@ -117,10 +117,18 @@ def _take_in(
   if _from_the_future(state, number, sync):
     return state, [ignored(message, "names a snapshot that the run has not reached")]
   state, captured = _capture(state, number, sync)
-  if isinstance(message, Push):
-    state, actions = rounds.on_push(state, message, event, sync)
-  else:
-    state, actions = members.on_message(state, event, sync)
+  actions: list[SyncerAction]
+  match message:
+    case Push():
+      state, actions = rounds.on_push(state, message, event, sync)
+    case RequestMoments() | Moments() if message.learner not in state.members:
+      actions = [ignored(message, "an unknown learner")]
+    case RequestMoments():
+      state, actions = moments.on_ask(state, message, event.now, sync)
+    case Moments():
+      state, actions = moments.on_moments(state, message, event.now, sync)
+    case _:
+      state, actions = members.on_message(state, event, sync)
   return state, [*captured, *actions]
 
 

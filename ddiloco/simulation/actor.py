@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ddiloco.chaos.faults import Faults
 from ddiloco.network.transport import Counters, Delivery, claimed_sender
 from ddiloco.observe.eventlog import Recorder
-from ddiloco.protocol.events import Event, Step, stamped
+from ddiloco.protocol.events import Event, Step, format_role, parse_role, stamped
 from ddiloco.protocol.messages import Message
 from ddiloco.runtime import Loop, Runtime
 from ddiloco.simulation.virtual_time import Task, VirtualWorker
@@ -18,22 +18,6 @@ if TYPE_CHECKING:
   from ddiloco.simulation.world import World
 
 Role = tuple[str, int]  # ("learner", m) or ("syncer", s)
-
-
-def name_of(role: Role) -> str:
-  """ "learner-2" of ("learner", 2)."""
-  return f"{role[0]}-{role[1]}"
-
-
-def log_of(role: Role) -> str:
-  """ "learner-2" of ("learner", 2): whose event log, and whose part of a snapshot."""
-  return f"{role[0]}-{role[1]}"
-
-
-def role_of(name: str) -> Role:
-  """("learner", 2) of "learner-2", or of "learner-2"."""
-  kind, _, number = name.partition("-")
-  return kind, int(number)
 
 
 class Actor:
@@ -49,7 +33,7 @@ class Actor:
 
   def __init__(self, world: World, role: Role, incarnation: int, faults: Faults):
     self.world, self.number, self.incarnation, self.faults = world, role[1], incarnation, faults
-    self.role, self.name = role, log_of(role)
+    self.role, self.name = role, format_role(*role)
     self.alive, self.asked_to_end = True, False
     self.born_at = world.now
     self.counters = Counters()
@@ -119,7 +103,7 @@ class Actor:
       raise RuntimeError(f"{self.name} sends before its work is over: a None is missing in a loop")
     if not self.alive:
       return 0
-    size = self.world.send(self, role_of(to), message)
+    size = self.world.send(self, parse_role(to), message)
     self.counters.sent_bytes += size
     return size
 

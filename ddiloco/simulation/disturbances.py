@@ -14,6 +14,7 @@ from ddiloco.chaos import faults
 from ddiloco.chaos.faults import Faults, Killed, MessageFate
 from ddiloco.config import Fault
 from ddiloco.protocol import events, supervisor
+from ddiloco.protocol.events import format_role, parse_role
 from ddiloco.protocol.supervisor import (
   Exited,
   Joined,
@@ -26,9 +27,9 @@ from ddiloco.protocol.supervisor import (
   next_wake,
   supervise,
 )
-from ddiloco.simulation.actor import Actor, Role, name_of, role_of
 
 if TYPE_CHECKING:
+  from ddiloco.simulation.actor import Actor, Role
   from ddiloco.simulation.world import World
 
 HEADER_BYTES = 64  # of any message, about
@@ -62,7 +63,7 @@ class Disturbances:
       if fault.action != "join":
         by_role.setdefault(fault.role, []).append(fault)
     for name, of in by_role.items():
-      role = role_of(name)
+      role = parse_role(name)
       planned = self._faults[role] = Faults(of, 0.0, self._struck, name, clock=world.clock)
       planned.stopped = Pause(world)
       for fault in of:
@@ -94,7 +95,7 @@ class Disturbances:
     now, faults = self._world.now, self._faults.get(role)
     if faults is None or faults.weather.calm:
       return (MessageFate(now),)
-    fates = faults.weather.fates(now, name_of(peer), incoming, size > HEADER_BYTES, size)
+    fates = faults.weather.fates(now, format_role(*peer), incoming, size > HEADER_BYTES, size)
     return [fate for fate in fates if not fate.corrupt]  # a checksum refuses those
 
   def advance(self) -> None:
@@ -114,11 +115,11 @@ class Disturbances:
 
   def lose(self, actor: Actor, killed: Killed) -> None:
     """A role has died as planned."""
-    self._exit(actor, Exited(name_of(actor.role), self._world.now, kill=killed.fault))
+    self._exit(actor, Exited(actor.name, self._world.now, kill=killed.fault))
 
   def quarantine(self, actor: Actor, reason: str) -> None:
     """It starts afresh after a pause that doubles, but not for ever."""
-    name, now = name_of(actor.role), self._world.now
+    name, now = actor.name, self._world.now
     self._exit(actor, Exited(name, now, f"quarantined: {reason}", afresh=True))
 
   def _exit(self, actor: Actor, exited: Exited) -> None:
@@ -128,7 +129,7 @@ class Disturbances:
 
   def know(self, role: Role) -> None:
     """The world has started it by itself."""
-    name = name_of(role)
+    name = format_role(*role)
     if name not in self._supervisor.roles:
       self._supervisor = supervisor.add_running(self._supervisor, name)
 
@@ -149,7 +150,7 @@ class Disturbances:
     world = self._world
     match action:
       case Start(name, life, afresh):
-        role = role_of(name)
+        role = parse_role(name)
         if life:
           world.tell(None, events.Restart(target=name))
         nothing = afresh or not life or role[0] == "syncer"
@@ -159,5 +160,5 @@ class Disturbances:
       case Joined(fault):
         self._struck(fault, faults.detail(fault, world.step))
       case Terminate(name):
-        if (actor := world.actors.get(role_of(name))) is not None:
+        if (actor := world.actors.get(parse_role(name))) is not None:
           actor.drain()  # it leaves without losing anything, or when its patience is over

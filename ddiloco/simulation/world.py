@@ -18,13 +18,13 @@ from ddiloco.config import Config, Fault, SyncConfig
 from ddiloco.core.commit import Committed, MemoryStore, Merger
 from ddiloco.core.delta import Deltas
 from ddiloco.core.fragments import Fragment
-from ddiloco.protocol.events import Event
+from ddiloco.protocol.events import Event, format_role, parse_role
 from ddiloco.protocol.messages import BULK, Message
 from ddiloco.protocol.syncer_state import FragmentState
 from ddiloco.roles.exchange import Quarantined
 from ddiloco.roles.learner import Learner
 from ddiloco.roles.syncer import Syncer
-from ddiloco.simulation.actor import Actor, Role, log_of, role_of
+from ddiloco.simulation.actor import Actor, Role
 from ddiloco.simulation.bandwidth import F32_BYTES
 from ddiloco.simulation.disturbances import HEADER_BYTES, Disturbances
 from ddiloco.simulation.stand_ins import (
@@ -211,7 +211,7 @@ class World(VirtualTime):
 
   def lives(self, name: str, incarnation: int) -> bool:
     """Whether this incarnation of "learner-3" lives."""
-    actor = self.actors.get(role_of(name))
+    actor = self.actors.get(parse_role(name))
     return actor is not None and actor.incarnation == incarnation
 
   def kill(self, role: Role, for_seconds: float | None = None) -> None:
@@ -223,7 +223,7 @@ class World(VirtualTime):
 
   def own_snapshot(self, role: Role) -> int | None:
     """The newest complete snapshot that has a part of a learner that was killed."""
-    return self.storage.newest_of(log_of(role))
+    return self.storage.newest_of(format_role(*role))
 
   def learners(self) -> list[Actor]:
     return [actor for role, actor in self.actors.items() if role[0] == "learner"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ddiloco.protocol import events
-from ddiloco.protocol.events import Event
+from ddiloco.protocol.events import Event, parse_role
 from ddiloco.trace.operations import Entry, Incarnation, Problem, Trace
 
 _EXCHANGED = (events.CopyOut, events.Resend, events.Donated, events.Inherited)
@@ -44,7 +44,7 @@ def read(logs: Mapping[str, Iterable[Event | None]]) -> Trace:
   roles: dict[str, tuple[Incarnation, ...]] = {}
   problems: list[Problem] = []
   for role, lines in sorted(logs.items()):
-    kind, number = _parse_role(role)
+    kind, number = parse_role(role)
     if kind not in OF:
       continue
     lives: dict[int, list[Entry]] = {}
@@ -67,11 +67,6 @@ def read(logs: Mapping[str, Iterable[Event | None]]) -> Trace:
         Incarnation(role, number, i, tuple(entries)) for i, entries in sorted(lives.items())
       )
   return Trace(roles, tuple(problems))
-
-
-def _parse_role(role: str) -> tuple[str, int]:
-  kind, _, number = role.partition("-")
-  return kind, int(number) if number.isdigit() else -1
 
 
 def _odd(role: str, event: Event) -> str:

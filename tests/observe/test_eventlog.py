@@ -17,10 +17,10 @@ from ddiloco.observe.eventlog import (
   NullRecorder,
   Recorder,
   newest_event,
-  parse_role,
   read_events,
 )
 from ddiloco.protocol import events
+from ddiloco.protocol.events import parse_role
 from tests.made_events import made
 
 

@@ -27,12 +27,12 @@ from ddiloco.core.commit import Committed, MemoryStore
 from ddiloco.core.fragments import owned_by
 from ddiloco.protocol import causality, events
 from ddiloco.protocol.actions import Accept, Commit, InstallValue, Received
-from ddiloco.protocol.events import Event
+from ddiloco.protocol.events import Event, parse_role
 from ddiloco.protocol.messages import NOTHING, Message, Publish, Push, Value
 from ddiloco.protocol.syncer_state import FragmentState
 from ddiloco.protocol.values import from_json
 from ddiloco.simulation import world
-from ddiloco.simulation.actor import Actor, Role, role_of
+from ddiloco.simulation.actor import Actor, Role
 from ddiloco.simulation.stand_ins import SavedPart, Sized, SizedDeltas, SizedMerger, VirtualIsland
 from ddiloco.simulation.world import Pace
 from tests.protocol.ledger import Ledger, Parameters, Staged
@@ -207,7 +207,7 @@ class Ghosts(world.World):
     """It must be a consistent snapshot."""
     parts = self.storage.parts[event.snapshot]
     states = self.snapshots[event.snapshot] = {
-      role_of(name): _part(parts[name]) for name in event.roles
+      parse_role(name): _part(parts[name]) for name in event.roles
     }
     seen = {part.state.key: part.state.vector_clock for part in states.values()}
     assert not causality.violations(seen), f"no cut: {causality.violations(seen)} of {seen}"
