@@ -133,16 +133,13 @@ def live(workdir: Path, config: Config, engine: str, moment: Moment | None, star
       now = time.monotonic()
       new = follower.poll()
       events += new
-      reached = [e.global_step for e in new if e.kind == "step"]
+      steps_seen = [e.global_step for e in new if e.kind == "step"]
       if (workdir / OUTCOME).exists():
         moment = None  # its result is there: the run is over, and is left to be measured
-      if reached and stepped is None:
+      if steps_seen and stepped is None:
         stepped = now - began
-      if (
-        moment is not None
-        and moment.global_step >= 0
-        and max(reached, default=-1) >= moment.global_step
-      ):
+      newest = max(steps_seen, default=-1)
+      if moment is not None and 0 <= moment.global_step <= newest:
         reached = reached or now
       if moment is not None:
         early = moment.global_step < 0 and now >= began + moment.share * start

@@ -28,6 +28,7 @@ def small(steps: int = STEPS, **sections):
   config.model.options.width = 4
   config.run.total_tokens = config.islands.num_learners * steps * config.islands.batch_size
   config.sync.snapshot_steps, config.run.evaluations = 20, 2
+  config.islands.min_step_seconds = 0.03  # so that a snapshot is complete before the kill
   faults = [{"action": "kill", "role": "learner-2", "at_step": KILLED_AT, "seconds": 0.2}]
   config.chaos.faults = tuple(faults)
   for section, values in sections.items():
