@@ -138,7 +138,7 @@ class ProcessesEngine(Engine):
     kill = self._state.roles[name].kill
     early = name.startswith("syncer-") and not self._merged()
     if kill is None and (self._ending or (status == 0 and not early)):
-      if status == LOST:
+      if status == LOST and not self._merged():  # after the run its work is needed by no role
         self._lost[name] = child.last_words()
       self._feed(Left(name))
     else:
