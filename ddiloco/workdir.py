@@ -23,7 +23,6 @@ FAULTS = "faults.jsonl"  # faults that somebody asks for while the run goes on, 
 LOCK = "lock"  # held by whoever trains here
 ROLES = "roles.lock"  # held together by all roles that live here
 LOOK_SECONDS = 0.1
-COMPILE_SECONDS = 300.0  # for another island of the same kind to compile the programs of both
 END_SECONDS = 5.0  # for the roles of a supervisor that was killed to end
 CHECKPOINTS = "checkpoints"
 ISLANDS = "islands"  # of a run without shards, what each of them has learned
@@ -74,23 +73,6 @@ def live_in(workdir: Path) -> IO[str] | None:
   except OSError:
     return None
   return file
-
-
-@contextlib.contextmanager
-def compiling(workdir: Path, kind: str) -> Iterator[None]:
-  """While it lasts no other process compiles islands of this kind: it finds these programs instead.
-
-  No process waits for longer than COMPILE_SECONDS, since the one that compiles may stand still; a
-  file system without locks makes none wait.
-  """
-  until = time.monotonic() + COMPILE_SECONDS
-  with contextlib.ExitStack() as stack:
-    with contextlib.suppress(OSError):
-      (workdir / COMPILED).mkdir(parents=True, exist_ok=True)
-      file = stack.enter_context((workdir / COMPILED / f"{kind}.lock").open("a"))
-      while not _locked(file) and time.monotonic() < until:
-        time.sleep(LOOK_SECONDS)
-    yield
 
 
 def _locked(file: IO[str]) -> bool:

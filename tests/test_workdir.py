@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import dataclasses
-import errno
 import threading
 import time
 
@@ -14,7 +13,6 @@ from ddiloco.roles import initial
 from tests.engines.toy_world import World
 from tests.roles import toy
 
-SECONDS = 20.0  # until a test gives up on an event
 CONFIG = from_dict({"seed": 3, "sync": {"num_shards": 2}})
 
 
@@ -145,44 +143,6 @@ def test_the_contract_is_what_all_roles_must_agree_on(section, field, value, sam
 def test_the_contract_is_short_and_knows_the_seed():
   assert len(agreed(CONFIG)) == 16
   assert agreed(dataclasses.replace(CONFIG, seed=4)) != agreed(CONFIG)
-
-
-def test_islands_of_a_kind_compile_one_after_the_other(tmp_path, monkeypatch):
-  inside, go_on, order = threading.Event(), threading.Event(), []
-
-  def first():
-    with workdir.compiling(tmp_path, "large"):
-      inside.set()
-      go_on.wait(SECONDS)
-      order.append("first")
-
-  def second():
-    with workdir.compiling(tmp_path, "large"):
-      order.append("second")
-
-  threads = [threading.Thread(target=first), threading.Thread(target=second)]
-  threads[0].start()
-  assert inside.wait(SECONDS)
-  threads[1].start()
-  with workdir.compiling(tmp_path, "small"):
-    order.append("another kind")
-  with monkeypatch.context() as patch:
-    patch.setattr(workdir, "COMPILE_SECONDS", 0.2)
-    with workdir.compiling(tmp_path, "large"):
-      order.append("out of patience")
-  go_on.set()
-  for thread in threads:
-    thread.join(SECONDS)
-  assert order == ["another kind", "out of patience", "first", "second"]
-
-
-def test_a_file_system_without_locks_makes_no_island_wait(tmp_path, monkeypatch):
-  def refuse(*_):
-    raise OSError(errno.ENOLCK, "No locks available")
-
-  monkeypatch.setattr("fcntl.flock", refuse)
-  with workdir.compiling(tmp_path, "large"):
-    pass
 
 
 @pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), OSError(28, "disk full")])

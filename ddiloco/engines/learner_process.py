@@ -7,7 +7,6 @@ is lost; 1: work was lost (the last line says what); 130: Ctrl-C; wrong usage ra
 from __future__ import annotations
 
 import time
-import zlib
 
 from ddiloco.checkpoint.restore import begin_learner, new_learner, open_storage
 from ddiloco.config import Config, ConfigError
@@ -21,7 +20,7 @@ from ddiloco.protocol.learner_state import LearnerState
 from ddiloco.protocol.supervisor import after_exit
 from ddiloco.roles.exchange import Quarantined
 from ddiloco.runtime import Runtime
-from ddiloco.workdir import COMPILED, compiling
+from ddiloco.workdir import COMPILED
 
 # --- learner --------------------------------------------------------------------------------------
 
@@ -49,9 +48,7 @@ def _learner(runner: RoleRunner, number: int) -> int:
     stream = data.Stream(data.open_data(config.data), config, number)
     island = Island(config, number, _devices(config, number, jax.devices()), runner.plan)
     runner.ready = lambda: "compiling"
-    kind = f"{zlib.crc32(repr(config.islands.island(number)).encode()):08x}"
-    with compiling(runner.place.workdir, kind):
-      seconds = island.compile()
+    seconds = island.compile()
     runner.recorder.record(events.Compiled(target=runner.address, seconds=round(seconds, 3)))
     return live(runner, number, island, stream)
 

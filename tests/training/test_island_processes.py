@@ -1,4 +1,4 @@
-"""Islands in processes: those that joined JAX of several hosts are refused, all compile once."""
+"""Processes that join JAX of several hosts are refused by name: an island lives in one process."""
 
 from __future__ import annotations
 
@@ -64,52 +64,3 @@ def test_two_processes_that_have_joined_jax_are_both_refused():
     said, _ = child.communicate(timeout=240)
     assert "refused: islands.devices = 2: JAX has joined 2 processes" in said
     assert "1 of these devices belong to others" in said and "Fix: start one process" in said
-
-
-COMPILES = """
-import collections, sys
-from pathlib import Path
-from ddiloco import environment
-environment.prepare(num_cpu_devices=1, cpu_only=True)
-import jax
-from ddiloco.roles import initial
-from ddiloco.training.devices import kept_in
-from ddiloco.training.island import Island
-from ddiloco.workdir import COMPILED, compiling
-from tests.engines.real import tiny
-counts = collections.Counter()
-jax.monitoring.register_event_listener(lambda event, **_: counts.update([event.split("/")[-1]]))
-workdir, number, config = Path(sys.argv[1]), int(sys.argv[2]), tiny(10)
-print("ready", flush=True)
-sys.stdin.readline()
-with kept_in(workdir / COMPILED):
-  island = Island(config, number, jax.devices(), initial.make_plan(config))
-  with compiling(workdir, "one kind"):
-    counts.clear()
-    island.compile()
-print(counts["cache_hits"], counts["cache_misses"], flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_islands_of_one_kind_that_start_together_compile_once(tmp_path):
-  """The other one finds all programs in the folder of the run."""
-  bare = environment.bare()
-  children = [
-    subprocess.Popen(
-      [sys.executable, "-c", COMPILES, str(tmp_path), str(number)],
-      env={name: value for name, value in bare.items() if "COMPILATION_CACHE" not in name},
-      stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE,
-      text=True,
-    )
-    for number in range(2)
-  ]
-  for child in children:
-    assert child.stdout.readline() == "ready\n"
-  for child in children:
-    child.stdin.write("\n")
-    child.stdin.flush()
-  found = sorted(tuple(map(int, c.communicate(timeout=200)[0].split())) for c in children)
-  (_, compiled), (hits, missed) = found
-  assert compiled > 5 and hits >= compiled and missed == 0, found
