@@ -82,16 +82,11 @@ def made_up(seed: int = 0) -> Iterator[Event]:
     yield _event(now + 0.1, shard, "round", **opened, asked=here)
     for m in here:
       steps = made[m] - since[m][p]
-      made_of = {
-        "version": versions[p],
-        "base_round": base,
-        "steps": steps,
-        "tokens": steps * TOKENS,
-      }
-      who, pushed = (now + 0.2 + m / 1000, f"learner-{m}"), {"fragment": p, "round": round_id}
-      yield _event(*who, "copy_out", lives[m], **pushed, **made_of)
-      del made_of["base_round"]
-      yield _event(*who, "push", lives[m], **pushed, **made_of, bytes=10**9)
+      pushed = {"fragment": p, "round": round_id, "version": versions[p], "steps": steps}
+      pushed["tokens"] = steps * TOKENS
+      who = now + 0.2 + m / 1000, f"learner-{m}"
+      yield _event(*who, "copy_out", lives[m], **pushed, base_round=base)
+      yield _event(*who, "push", lives[m], **pushed, bytes=10**9)
     yield _commit(now + 1.0, p, round_id, base, versions[p] + 1, merged, made, since, here)
     versions[p], rounds[p] = versions[p] + 1, round_id
     for m in here:

@@ -27,7 +27,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -165,6 +165,25 @@ def on_slow_link(count: int) -> None:
   os._exit(0)
 
 
+def measure(
+  ways: Mapping[str, Callable[[np.ndarray], None]], sizes: Sequence[int], rounds: int
+) -> dict[str, dict[int, list[float]]]:
+  """GB/s of every round, by way and size in MB; the ways take turns."""
+  rates: dict[str, dict[int, list[float]]] = {way: {} for way in ways}
+  for megabytes in sizes:
+    payload = np.random.default_rng(0).integers(0, 256, megabytes * 10**6, np.uint8)
+    for turn in range(rounds + 1):
+      for way, transfer in ways.items():
+        before = time.perf_counter()
+        transfer(payload)
+        rate = payload.nbytes / (time.perf_counter() - before) / 1e9
+        if turn:  # the first one warms up
+          rates[way].setdefault(megabytes, []).append(rate)
+    shown = {way: f"{statistics.median(rates[way][megabytes]):.2f}" for way in ways}
+    print(f"{megabytes:4d} MB, GB/s: {shown}", flush=True)
+  return rates
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   parser.add_argument("--rounds", type=int, default=12, help="transfers of each size and way")
@@ -197,18 +216,7 @@ def main() -> None:
       "plain": over(plain),
       **{f"secured_{n}": over(each, m) for m, (n, each) in enumerate(secured.items(), 1)},
     }
-    rates: dict[str, dict[int, list[float]]] = {way: {} for way in ways}
-    for megabytes in sizes:
-      payload = np.random.default_rng(0).integers(0, 256, megabytes * 10**6, np.uint8)
-      for turn in range(rounds + 1):
-        for way, transfer in ways.items():
-          before = time.perf_counter()
-          transfer(payload)
-          rate = payload.nbytes / (time.perf_counter() - before) / 1e9
-          if turn:  # the first one warms up
-            rates[way].setdefault(megabytes, []).append(rate)
-      shown = {way: f"{statistics.median(rates[way][megabytes]):.2f}" for way in ways}
-      print(f"{megabytes:4d} MB, GB/s: {shown}", flush=True)
+    rates = measure(ways, sizes, rounds)
     ratios = [p / s for p, s in zip(rates["plain"][32], rates["socket"][32])]
     seconds = control_under_load(plain, np.zeros(32 * 10**6, np.uint8), count)
     stop.set()
