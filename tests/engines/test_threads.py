@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 
 import numpy as np
@@ -130,8 +131,22 @@ class Ran:
         engine.stop.set()
 
     engine = ThreadsEngine(config, workdir, corpus, lambda params: 2.0, self.islands)
-    self.outcome: RunResult = engine.run([listen])
+    self.longest_pause = 0.0  # seconds between two looks: what this machine does to a bystander
+    over = threading.Event()
+    bystander = threading.Thread(target=self._look, args=(over,))
+    bystander.start()
+    try:
+      self.outcome: RunResult = engine.run([listen])
+    finally:
+      over.set()
+      bystander.join()
     self.events: list[Event] = read_events(workdir)
+
+  def _look(self, over: threading.Event) -> None:
+    before = time.monotonic()
+    while not over.wait(0.01):
+      now = time.monotonic()
+      before, self.longest_pause = now, max(self.longest_pause, now - before)
 
   def of(self, kind: str, role: str = "") -> list[Event]:
     return [e for e in self.events if e.kind == kind and e.role.startswith(role)]
@@ -247,7 +262,7 @@ def test_a_storm_is_survived_without_a_crash_a_block_or_a_lost_round(storm):
   assert lost_rounds(storm.events) == []
   assert_versions_never_go_back(storm)
   assert sum(e.blocked_seconds for e in storm.of("step")) == 0
-  assert longest_stall_seconds(storm.events) < 3.0, "but for the pauses of a busy machine"
+  assert longest_stall_seconds(storm.events) < 1.0 + 2 * storm.longest_pause
   back = {r.target for r in recoveries(storm.events) if r.seconds == r.seconds}
   assert {"learner-0", "learner-1", "learner-2", "learner-4", "syncer-0", "syncer-1"} <= back
 
