@@ -25,7 +25,7 @@ from ddiloco.observe.guards import warn
 from ddiloco.protocol import causality, events, learner, syncer
 from ddiloco.protocol.learner_state import LearnerState
 from ddiloco.protocol.syncer_state import FragmentState, SyncerState
-from ddiloco.protocol.values import NotAState, from_json, to_json
+from ddiloco.protocol.values import NotAState, from_json, readable, to_json
 
 if TYPE_CHECKING:  # it brings Orbax and JAX, which not every role needs
   from ddiloco.checkpoint.snapshots import Part, Storage
@@ -147,6 +147,7 @@ def _revived(part: Part, new: LearnerState, config: Config, plan: Plan, island) 
   return ResumeState(revived, rest, captured.position, fresh=False)
 
 
+@readable
 @dataclasses.dataclass(frozen=True)
 class LearnerPart:
   """What a learner's part of a snapshot has beside its arrays."""
@@ -212,6 +213,7 @@ class Restored:
     )
 
 
+@readable
 @dataclasses.dataclass(frozen=True)
 class SyncerPart:
   """What a shard's part of a snapshot has beside its arrays."""

@@ -375,7 +375,7 @@ class Storage:
     folder = self._snapshot(snapshot)
     with signed_json.one_error(folder):
       if not role:
-        return _delete(folder, MANIFEST)
+        return self._delete_all(snapshot)
       # It may be committed at this very moment. Each of the two writes first and looks afterwards,
       # so at least one of them sees the other, and gives way (`commit`).
       meta, hidden = folder / role / META, folder / role / f"{META}.old"
@@ -426,10 +426,19 @@ class Storage:
     path = self._snapshot(snapshot)
     with signed_json.one_error(path):
       if not roles:
-        _delete(path, MANIFEST)
-      for name in self._names(path) if roles else ():
+        return self._delete_all(snapshot)
+      for name in self._names(path):
         if _is_role(name) and name not in roles:
           _delete(path / name, META)
+
+  def _delete_all(self, snapshot: int) -> None:
+    """At any moment of it nothing that is left looks more complete than it is."""
+    path = self._snapshot(snapshot)
+    _unlink(path / MANIFEST)
+    for name in self._names(path):
+      if _is_role(name):
+        _delete(path / name, META)
+    path.rmtree(missing_ok=True)
 
   def _expected(self, kind: str, snapshot: int) -> SignedJson:
     return {"format": FORMAT, "kind": kind, "plan": self._plan_id, "snapshot": snapshot}
@@ -467,6 +476,10 @@ def _is_role(name: str) -> bool:
 
 def _delete(folder: epath.Path, voucher: str) -> None:
   """Deletes the folder, first of all what makes it look complete."""
-  if (folder / voucher).exists():
-    (folder / voucher).rmtree(missing_ok=True)  # a file too
+  _unlink(folder / voucher)
   folder.rmtree(missing_ok=True)
+
+
+def _unlink(path: epath.Path) -> None:
+  if path.exists():
+    path.rmtree(missing_ok=True)  # a file too

@@ -14,6 +14,7 @@ from typing import Any
 from ddiloco.observe.island_state import IslandState, phase, role_name
 from ddiloco.observe.series import Median
 from ddiloco.protocol.events import (
+  Apply,
   Commit,
   Crash,
   Event,
@@ -23,6 +24,7 @@ from ddiloco.protocol.events import (
   Owns,
   Recalled,
   Restart,
+  Stage,
   Started,
   Step,
   Stopped,
@@ -324,10 +326,17 @@ def longest_stall_seconds(events: Iterable[Event]) -> float:
 
 
 def lost_rounds(events: Iterable[Event]) -> list[tuple[int, int]]:
-  """(fragment, round) of every commit that the fragment's last value was not made from."""
+  """(fragment, round) of every commit that learners had, and the last value was not made from.
+
+  A commit that died with its shard before it left it is not lost: a learner gives up no update
+  before it has a value with it, and pushes it again.
+  """
   bases: dict[tuple[int, int], int] = {}
   heads: dict[int, int] = {}
+  had: set[tuple[int, int]] = set()
   for event in events:
+    if isinstance(event, Stage | Apply):
+      had.add((event.fragment, event.round))
     if isinstance(event, Commit):
       bases[event.fragment, event.round] = event.base_round
     if isinstance(event, Commit | Owns | Recalled):
@@ -335,7 +344,7 @@ def lost_rounds(events: Iterable[Event]) -> list[tuple[int, int]]:
   for fragment, head in heads.items():
     while (fragment, head) in bases:
       head = bases.pop((fragment, head))
-  return sorted(bases)
+  return sorted(bases.keys() & had)
 
 
 def unplanned(events: Sequence[Event]) -> list[Exit | Crash]:

@@ -55,6 +55,16 @@ def to_json(value: Any) -> Any:
   return msgspec.to_builtins(value, str_keys=True)
 
 
+def readable(cls: type[T]) -> type[T]:
+  """Class decorator: several threads may give the class to `from_json` at once.
+
+  msgspec learns a dataclass when it first meets it, and crashes the process if two threads do so at
+  the same time (0.22). Here it meets the class while its module is imported, which one thread does.
+  """
+  msgspec.json.Decoder(cls)
+  return cls
+
+
 def from_json(cls: type[T], value: Any) -> T:
   """The state, a dataclass, that `to_json` was given.
 
@@ -82,4 +92,4 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
       yield f"{path}.{name}", json.dumps(each)
 
 
-__all__ = ["NotAState", "from_json", "put", "replace", "to_json"]
+__all__ = ["NotAState", "from_json", "put", "readable", "replace", "to_json"]

@@ -2,6 +2,8 @@
 
 import dataclasses
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -372,3 +374,29 @@ def test_a_place_that_nothing_here_can_reach_is_refused_at_once(tmp_path):
   config = from_dict({"checkpoint": {"path": "nowhere://bucket/run"}})
   with pytest.raises(ConfigError, match=r"checkpoint.path = 'nowhere://bucket/run'.*Fix: "):
     open_storage(config, initial.make_plan(config), tmp_path)
+
+
+def test_all_learners_of_a_process_may_read_their_parts_at_once():
+  """msgspec crashed the process where several threads were the first to read a part."""
+  program = """
+import sys, threading
+from ddiloco.checkpoint import restore
+from ddiloco.protocol import learner
+from ddiloco.protocol.values import from_json
+
+sys.setswitchinterval(1e-6)
+part = restore.learner_part(learner.init(1, 5, (0, 1, 0), 1000), 3)
+together = threading.Barrier(8)
+
+def read():
+  together.wait()
+  assert from_json(restore.LearnerPart, part).position == 3
+  print("read\\n", end="")
+
+for _ in range(8):
+  threading.Thread(target=read).start()
+"""
+  for _ in range(3):
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stdout) == (0, "read\n" * 8), done.stderr

@@ -181,6 +181,45 @@ def test_a_saver_killed_at_any_time_leaves_what_was_committed(committed, killer,
   assert len({newest for newest, _ in seen}) > 1
 
 
+@pytest.mark.parametrize(
+  "delete, goes", [(lambda storage: storage.prune(1), 1), (Storage.forget, 3)], ids=["old", "unfit"]
+)
+def test_what_is_half_deleted_does_not_look_complete(
+  committed, tmp_path, monkeypatch, delete, goes
+):
+  """Stopped before every single file of it."""
+  remove, left, full = os.unlink, 0, tmp_path / "full"
+  shutil.copytree(committed, full)
+  save_one(Storage(full, "plan", pytest.fail), 2, 2)
+  for role in ROLES:
+    Storage(full, "plan", pytest.fail).save(3, role, 3, {"mine": 3}, contents(3))
+
+  def until_stopped(*args, **kwargs):
+    nonlocal left
+    left -= 1
+    if left < 0:
+      raise OSError("stopped")
+    remove(*args, **kwargs)
+
+  for calls in itertools.count():
+    path, told = tmp_path / str(calls), []
+    shutil.copytree(full, path)
+    storage = Storage(path, "plan", told.append)
+    with monkeypatch.context() as patched, contextlib.suppress(OSError):
+      left = calls
+      patched.setattr(os, "unlink", until_stopped)
+      patched.setattr(os, "remove", until_stopped)
+      delete(storage)
+    for snapshot in (1, 2, 3):
+      for role in storage.parts(snapshot):
+        check(storage.load(snapshot, role))
+    for role in ROLES:
+      check(storage.find(role))
+    if left >= 0:
+      break
+  assert calls > 10 and not (path / f"{goes:08d}").exists()
+
+
 @contextlib.contextmanager
 def disk_of(size_bytes):
   """No file can become longer: what a full disk says, without filling one."""

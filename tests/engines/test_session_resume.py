@@ -164,7 +164,8 @@ def test_it_goes_on_from_an_older_one_and_the_newest_is_set_aside_and_said(corpu
   said = capsys.readouterr().out
   assert f"goes on from snapshot {older}. Passed over and set aside: {aside}." in said
   assert saved == {p.relative_to(aside): p.read_bytes() for p in aside.rglob("*") if p.is_file()}
-  assert newest in storage_of(workdir).committed(), "its number came again, and is whole"
+  # Numbers count steps, so that a slow save leaves some out: its own may be one of them.
+  assert storage_of(workdir).committed()[0] >= newest, "it was saved again"
 
 
 def test_to_overwrite_begins_anew(corpus, workdir, capsys):

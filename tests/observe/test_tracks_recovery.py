@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from ddiloco.observe.tracks import longest_stall_seconds, lost_rounds, recoveries, unplanned
 from tests.made_events import made as event
 
@@ -43,10 +45,15 @@ def test_the_longest_time_in_which_nobody_steps():
   assert longest_stall_seconds([]) == 0.0
 
 
-def test_rounds_are_lost_unless_the_last_value_was_made_from_them():
+@pytest.mark.parametrize("kind", ["stage", "apply"])
+def test_rounds_are_lost_unless_the_last_value_was_made_from_them(kind):
   events = [commit(1, 0, 0, 1, -1), commit(2, 0, 0, 2, 1), commit(3, 0, 1, 3, -1)]
   assert lost_rounds(events) == []
-  back = [*events, event(4, "syncer-0", "owns", fragment=0, round=1)]
+  gone = event(4, "syncer-0", "owns", fragment=0, round=1)
+  assert lost_rounds([*events, gone]) == [], "no learner had it: all its work comes again"
+  had = event(3, "learner-1", kind, fragment=0, round=2)
+  assert lost_rounds([*events, had]) == []
+  back = [*events, had, gone]
   assert lost_rounds(back) == [(0, 2)]
   assert lost_rounds([*back, commit(5, 0, 0, 9, 1)]) == [(0, 2)]
   assert lost_rounds([*back, event(5, "syncer-0", "recalled", fragment=0, round=2)]) == []
