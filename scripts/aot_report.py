@@ -108,7 +108,7 @@ def step_bytes(row: dict[str, Any]) -> float:
 
 
 def seconds(row: dict[str, Any]) -> float:
-  programs = [*row["fragments"], *([row["step"]] if row["step"] else [])]
+  programs = [*row["copies"], *([row["step"]] if row["step"] else [])]
   return sum(program["cpu_seconds"] for program in programs)
 
 

@@ -133,9 +133,10 @@ def lines(learners: list[int], found: Any, mfu: float) -> list[str]:
       f"  weights      gathered {of_layer}: an exchange leaves at most"
       f" {step.largest_collective_bytes / 1e6:,.0f} MB, a layer has {found.layer_bytes / 1e6:,.0f}"
     )
-  for program in (step, *found.fragments) if step is not None else found.fragments:
+  for program in (step, *found.copies) if step is not None else found.copies:
     moved = ", ".join(f"{c.times:,} {c.kind} {c.bytes / 1e9:.3g} GB" for c in program.collectives)
-    seconds = f"{program.cpu_seconds:.0f} s of CPU to compile"
+    several = f" {program.count} programs" if program.count > 1 else ""
+    seconds = f"{program.cpu_seconds:.0f} s of CPU to compile{several}"
     text.append(f"  {program.name:12} {moved or 'no collectives'}; {seconds}")
   text.append("  no collective leaves the island")
   text += [f"  to make it fit: {remedy}" for remedy in found.remedies]

@@ -20,6 +20,7 @@ from ddiloco.core.fragments import Fragment, Plan
 from ddiloco.models import arithmetic
 from ddiloco.training.collectives import CollectiveTotal, by_kind, find_collectives
 from ddiloco.training.devices import make_mesh
+from ddiloco.training.programs import lower_piece
 from ddiloco.training.step import IslandStep
 
 # --- Chips, and slices of them
@@ -88,19 +89,20 @@ def devices(topology: str, num_slices: int = 1) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """A compiled program, per device.
+  """A compiled program, or several of one purpose, per device.
 
   Attributes:
-    hbm_bytes: arguments, results that are not written over them, temporaries and code.
-    argument_bytes: of these, what is there before it starts.
-    cpu_seconds: that compiling it took.
+    hbm_bytes: arguments, results that are not written over them, temporaries and code; of the
+      program that takes most.
+    cpu_seconds: that compiling all took.
+    count: how many programs.
     collectives: by kind, those that move most first.
     largest_collective_bytes: of what one collective leaves on a device.
   """
 
   name: str
   hbm_bytes: int
-  argument_bytes: int
+  count: int
   cpu_seconds: float
   collectives: tuple[CollectiveTotal, ...]
   largest_collective_bytes: int
@@ -111,41 +113,50 @@ _WANTED = re.compile(r"(?:temporaries \(|Used )([\d.]+)([KMGT])")
 
 
 def compiled(
-  name: str, lowered: jax.stages.Lowered, num_devices: int, effort: float = 0.0
+  name: str, all_lowered: Sequence[jax.stages.Lowered], num_devices: int, effort: float = 0.0
 ) -> Program:
-  """Compiles it; `effort` is the compiler's own, for the program's speed: -1 to 1.
+  """Compiles them; `effort` is the compiler's own, for the programs' speed: -1 to 1.
 
   Raises:
-    NoRoom: it does not fit the devices' memory.
+    NoRoom: one does not fit the devices' memory.
     AssertionError: a collective reaches beyond the `num_devices` devices of the island.
   """
-  start = time.process_time()
-  try:
-    program = lowered.compile(compiler_options={"exec_time_optimization_effort": effort})
-  except jax.errors.JaxRuntimeError as error:
-    wanted = _WANTED.search(str(error))
-    if "RESOURCE_EXHAUSTED" not in str(error) or wanted is None:
-      raise
-    raise NoRoom(int(float(wanted[1]) * 1024 ** (1 + "KMGT".index(wanted[2])))) from error
+  most_bytes, found, start = 0, [], time.process_time()
+  programs = [_compile(lowered, effort) for lowered in all_lowered]
   seconds = time.process_time() - start
-  memory, text = program.memory_analysis(), program.as_text()
-  assert memory is not None and text is not None
-  found = list(find_collectives(text))
+  for program in programs:
+    memory, text = program.memory_analysis(), program.as_text()
+    assert memory is not None and text is not None
+    found += find_collectives(text)
+    bytes_of_one = (
+      memory.argument_size_in_bytes
+      + memory.output_size_in_bytes
+      - memory.alias_size_in_bytes
+      + memory.temp_size_in_bytes
+      + memory.generated_code_size_in_bytes
+    )
+    most_bytes = max(most_bytes, bytes_of_one)
   for each in found:
     outside = [d for d in each.devices if d >= num_devices]
     assert not outside, f"{name}: a collective reaches devices {outside} outside: {each.line}"
   return Program(
     name=name,
-    hbm_bytes=memory.argument_size_in_bytes
-    + memory.output_size_in_bytes
-    - memory.alias_size_in_bytes
-    + memory.temp_size_in_bytes
-    + memory.generated_code_size_in_bytes,
-    argument_bytes=memory.argument_size_in_bytes,
+    hbm_bytes=most_bytes,
+    count=len(programs),
     cpu_seconds=seconds,
     collectives=by_kind(found),
     largest_collective_bytes=max((each.bytes for each in found), default=0),
   )
+
+
+def _compile(lowered: jax.stages.Lowered, effort: float) -> jax.stages.Compiled:
+  try:
+    return lowered.compile(compiler_options={"exec_time_optimization_effort": effort})
+  except jax.errors.JaxRuntimeError as error:
+    wanted = _WANTED.search(str(error))
+    if "RESOURCE_EXHAUSTED" not in str(error) or wanted is None:
+      raise
+    raise NoRoom(int(float(wanted[1]) * 1024 ** (1 + "KMGT".index(wanted[2])))) from error
 
 
 class NoRoom(Exception):
@@ -173,7 +184,7 @@ class Fit:
       its way out and one on its way in.
     step: the inner step; None if it does not even compile, for want of memory.
     needed_bytes: of all at the same time.
-    fragments: programs that copy one fragment out and write it.
+    copies: what copies pieces of fragments out, and what writes them; of all fragments.
     layer_bytes: the weights of one layer, or of one chunk of the embedding, in f32.
     flops_per_token: see `models.arithmetic.flops_per_token`.
     tokens: of one step.
@@ -188,7 +199,7 @@ class Fit:
   beside_bytes: int
   step: Program | None
   needed_bytes: int
-  fragments: tuple[Program, ...]
+  copies: tuple[Program, ...]
   layer_bytes: int
   flops_per_token: float
   tokens: int
@@ -231,17 +242,18 @@ def fit(
   mesh = make_mesh(slice_devices, island)
   parts = IslandStep(config, learner, mesh)
   largest = max(plan.fragments, key=lambda fragment: fragment.size)
-  cut, apply = (getattr(parts.lower_fragment(largest), name) for name in ("cut", "apply"))
-  copies = tuple(
-    compiled(name, lowered, mesh.size, effort)
-    for name, lowered in (("copy out", cut), ("apply", apply))
+  kinds = dict.fromkeys(kind for each in plan.fragments for kind in parts.piece_kinds(each))
+  pieces = [lower_piece(kind, parts.replicated) for kind in kinds]
+  copies = (
+    compiled("copy out", [piece.copy_out for piece in pieces], mesh.size, effort),
+    compiled("apply", [piece.apply for piece in pieces], mesh.size, effort),
   )
   state = sum(_local_bytes(leaf) for leaf in parts.layout.leaves.values())
   snapshot = state if config.sync.snapshot_steps else 0
   beside = snapshot + 2 * 4 * _local_size(parts, largest)
   step, needed = None, 0
   try:
-    step = compiled("step", parts.lower(), mesh.size, effort)
+    step = compiled("step", [parts.lower()], mesh.size, effort)
     needed = step.hbm_bytes + beside
   except NoRoom as error:
     needed = state + error.hbm_bytes + beside
@@ -260,7 +272,7 @@ def fit(
     beside_bytes=beside,
     step=step,
     needed_bytes=needed,
-    fragments=copies,
+    copies=copies,
     layer_bytes=4 * max(layer, table),
     flops_per_token=arithmetic.flops_per_token(config.model, config.data.sequence_length),
     tokens=config.tokens_per_step(learner),
@@ -276,11 +288,7 @@ def _local_bytes(leaf: jax.ShapeDtypeStruct) -> int:
 
 def _local_size(parts: IslandStep, fragment: Fragment) -> int:
   """Values of the fragment's pieces on one device."""
-  shardings = parts.piece_shardings(fragment)
-  return sum(
-    math.prod(sharding.shard_shape(piece.shape))
-    for piece, sharding in zip(fragment.pieces, shardings)
-  )
+  return sum(_local_bytes(kind.piece) // 4 for kind in parts.piece_kinds(fragment))
 
 
 def _remedies(found: Fit, island: IslandConfig) -> tuple[str, ...]:

@@ -8,8 +8,9 @@ between two steps. What a donor sends of its moments goes the same two ways.
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +23,14 @@ from ddiloco.core.fragments import Plan, split_flat
 from ddiloco.models.model import Batch
 from ddiloco.training import inner
 from ddiloco.training.devices import make_mesh, require_one_process
-from ddiloco.training.programs import PARAMS, FragmentPrograms, refuse_misfit
+from ddiloco.training.programs import (
+  PARAMS,
+  PieceKind,
+  PiecePrograms,
+  at,
+  lower_piece,
+  refuse_misfit,
+)
 from ddiloco.training.step import IslandStep
 
 
@@ -61,13 +69,14 @@ class Island:
     self._parts = IslandStep(config, learner, self.mesh)
     self._leaves, self._layout = self._parts.leaves, self._parts.layout
     self._inputs = self._parts.inputs
-    self._piece_shardings = [self._parts.piece_shardings(f) for f in plan.fragments]
+    self._kinds = [self._parts.piece_kinds(fragment) for fragment in plan.fragments]
+    self._at = [[at(piece) for piece in fragment.pieces] for fragment in plan.fragments]
     # Compiled; a state is a dict name -> array with the names of `StateLayout`.
     self._step: Any = None  # (state, batch, learning rate) -> (state, metrics)
     self._fresh: Any = None  # () -> state
     self._copy: Any = None  # state -> state
     self._counts: Any = None  # count -> the part of a state that counts updates
-    self._programs: list[FragmentPrograms] = []
+    self._programs: dict[PieceKind, PiecePrograms] = {}
     self._state: dict[str, jax.Array] = {}
     self._in_flight: jax.Array | None = None
 
@@ -105,9 +114,10 @@ class Island:
     self._copy = jax.jit(copy, out_shardings=layout.shardings).lower(leaves).compile()
     self._counts = jax.jit(counts, out_shardings=replicated).lower(count).compile()
     platform = self.mesh.devices.flat[0].platform
-    self._programs = [
-      self._parts.lower_fragment(each).compile(platform) for each in self._plan.fragments
-    ]
+    self._programs = {
+      kind: lower_piece(kind, replicated).compile(platform)
+      for kind in dict.fromkeys(itertools.chain(*self._kinds))
+    }
     self._step = self._parts.lower().compile()
     return time.perf_counter() - start
 
@@ -256,23 +266,30 @@ class Island:
     return self._state
 
   def _copy_out(self, fragment_index: int, prefix: str) -> list[jax.Array]:
-    programs = self._programs[fragment_index]
-    pieces = programs.copy_out([self._state[prefix + name] for name in programs.names])
-    if programs.waits:
-      jax.block_until_ready(pieces)
-    for piece in pieces:
-      piece.copy_to_host_async()
+    pieces = []
+    for name, programs, where in self._moves(fragment_index):
+      pieces.append(programs.copy_out(self._state[prefix + name], where))
+      if programs.waits:
+        jax.block_until_ready(pieces[-1])
+    for out in pieces:
+      out.copy_to_host_async()
     return pieces
 
   def _apply(
     self, fragment_index: int, prefix: str, staged: Sequence[jax.Array], keep: float
   ) -> None:
-    programs = self._programs[fragment_index]
-    names = [prefix + name for name in programs.names]
-    leaves = programs.apply([self._state[n] for n in names], list(staged), np.float32(keep))
-    self._state.update(zip(names, leaves))
-    if programs.waits:
-      jax.block_until_ready(leaves)
+    share = np.float32(keep)
+    for (name, programs, where), value in zip(self._moves(fragment_index), staged, strict=True):
+      leaf = programs.apply(self._state[prefix + name], value, share, where)
+      self._state[prefix + name] = leaf
+      if programs.waits:
+        jax.block_until_ready(leaf)
+
+  def _moves(self, fragment_index: int) -> Iterator[tuple[str, PiecePrograms, np.ndarray]]:
+    """Of each of the fragment's pieces: its leaf's name, its programs, and where it is."""
+    pieces, kinds = self._plan.fragments[fragment_index].pieces, self._kinds[fragment_index]
+    for piece, kind, where in zip(pieces, kinds, self._at[fragment_index]):
+      yield piece.name, self._programs[kind], where
 
   # --- background thread --------------------------------------------------------------------------
 
@@ -284,7 +301,8 @@ class Island:
     """Brings a flat f32 vector onto the devices for `apply`; `flat` must not change afterwards."""
     views = split_flat(self._plan.fragments[fragment_index], flat)
     # Waiting here, beside the step, means that `apply` never waits for a transfer.
-    return jax.block_until_ready(jax.device_put(views, self._piece_shardings[fragment_index]))
+    shardings = [kind.piece.sharding for kind in self._kinds[fragment_index]]
+    return jax.block_until_ready(jax.device_put(views, shardings))
 
   def moments_to_host(
     self, moments: Sequence[Sequence[jax.Array]], fragment_index: int

@@ -1,10 +1,10 @@
-"""Between whole leaves and a fragment's pieces: two compiled programs, and the names of a state."""
+"""Between whole leaves and a fragment's pieces: compiled programs, and the names of a state."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,27 +13,63 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from ddiloco.core.fragments import Fragment, Piece
+from ddiloco.core.fragments import Piece
 from ddiloco.models.model import Batch
-from ddiloco.training.devices import param_sharding
+from ddiloco.training.devices import param_sharding, piece_sharding
 
-# --- What moves one fragment between whole leaves and its pieces: two compiled programs
-# They serve the parameters and everything that lies like them, such as the optimizer's moments.
+# --- What moves one piece between its leaf and a piece of its own: two compiled programs
+# Pieces that differ in their layer or first row only have the same two, so that there are as many
+# programs as the model has kinds of tensors, whatever the number of layers and fragments. They
+# serve the parameters and everything that lies like them, such as the optimizer's moments.
 
 _COLLECTIVE = re.compile(r"all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute")
 
 
 @dataclasses.dataclass(frozen=True)
-class FragmentPrograms:
-  """`copy_out(leaves) -> pieces` copies; `apply(leaves, staged, keep) -> leaves` writes in place.
+class PieceKind:
+  """What the programs of a piece are made for.
 
-  `leaves` are those that the fragment touches, in the order of `names`.
+  Attributes:
+    leaf: f32, with its sharding.
+    piece: f32, with its sharding.
+    layered: the piece is of one layer of the leaf.
+    start: the piece's first row in the leaf; None if every call says it.
   """
 
-  names: tuple[str, ...]
-  copy_out: Callable[[list[jax.Array]], list[jax.Array]]
-  apply: Callable[[list[jax.Array], list[jax.Array], np.float32], list[jax.Array]]
+  leaf: jax.ShapeDtypeStruct
+  piece: jax.ShapeDtypeStruct
+  layered: bool
+  start: int | None
+
+  @classmethod
+  def of(cls, piece: Piece, leaf: jax.ShapeDtypeStruct) -> PieceKind:
+    """Of a piece of this leaf, a shape with its sharding."""
+    assert isinstance(leaf.sharding, NamedSharding)
+    layered = piece.layer is not None
+    spec, shape = list(leaf.sharding.spec)[layered:], leaf.shape[layered:]
+    whole = piece.shape[:1] == shape[:1]
+    # Where devices share the rows, the compiler must know which of them a piece has.
+    fixed = not whole and bool(spec) and spec[0] is not None
+    sharding = piece_sharding(leaf.sharding, piece.layer, piece.stop - piece.start, whole)
+    shaped = jax.ShapeDtypeStruct(piece.shape, jnp.float32, sharding=sharding)
+    return cls(leaf, shaped, layered, piece.start if fixed else None)
+
+
+@dataclasses.dataclass(frozen=True)
+class PiecePrograms:
+  """`copy_out(leaf, at) -> piece` copies; `apply(leaf, staged, keep, at) -> leaf` is in place.
+
+  `at` is i32 [2]: the piece's layer and first row.
+  """
+
+  copy_out: Callable[[jax.Array, np.ndarray], jax.Array]
+  apply: Callable[[jax.Array, jax.Array, np.float32, np.ndarray], jax.Array]
   waits: bool  # block after dispatch
+
+
+def at(piece: Piece) -> np.ndarray:
+  """Where a piece is in its leaf, as the programs are told."""
+  return np.array([piece.layer or 0, piece.start], np.int32)
 
 
 def placed(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -68,14 +104,13 @@ def _kind(leaf: Any) -> tuple[str, tuple[int, ...]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class LoweredFragment:
-  """`FragmentPrograms` before they are compiled."""
+class LoweredPiece:
+  """`PiecePrograms` before they are compiled."""
 
-  names: tuple[str, ...]
   copy_out: jax.stages.Lowered
   apply: jax.stages.Lowered
 
-  def compile(self, platform: str) -> FragmentPrograms:
+  def compile(self, platform: str) -> PiecePrograms:
     """Compiles both, for devices of this platform."""
     copy_out, apply = self.copy_out.compile(), self.apply.compile()
     # On the CPU, islands share a thread pool in which collectives could wait for each other's (see
@@ -83,65 +118,42 @@ class LoweredFragment:
     waits = platform == "cpu" and any(
       _COLLECTIVE.search(p.as_text() or "") for p in (copy_out, apply)
     )
-    return FragmentPrograms(self.names, copy_out, apply, waits)
+    return PiecePrograms(copy_out, apply, waits)
 
 
-def lower_fragment(
-  fragment: Fragment,
-  params: Mapping[str, jax.ShapeDtypeStruct],
-  piece_shardings: Sequence[NamedSharding],
-  keep: jax.ShapeDtypeStruct,
-) -> LoweredFragment:
-  """Lowers both programs of a fragment.
+def lower_piece(kind: PieceKind, replicated: NamedSharding) -> LoweredPiece:
+  """Lowers both programs of a kind; `replicated` is the layout of numbers that every device has."""
+  shape = kind.leaf.shape
+  size = (1, *kind.piece.shape) if kind.layered else kind.piece.shape
 
-  Args:
-    fragment: its pieces.
-    params: name -> f32 leaf with its sharding.
-    piece_shardings: one per piece.
-    keep: the scalar f32, replicated over the same mesh.
-  """
-  pieces = fragment.pieces
-  names = tuple(dict.fromkeys(piece.name for piece in pieces))
-  slots = [names.index(piece.name) for piece in pieces]
+  def start(at: jax.Array) -> list[Any]:
+    """The piece's first value in the leaf, by axis."""
+    found: list[Any] = [at[0]] if kind.layered else []
+    if len(found) < len(shape):
+      whole = size[len(found)] == shape[len(found)]
+      found.append(0 if whole else at[1] if kind.start is None else kind.start)
+    return found + [0] * (len(shape) - len(found))
 
-  def copy_out(leaves: list[jax.Array]) -> list[jax.Array]:
+  def part(leaf: jax.Array, at: jax.Array) -> jax.Array:
+    if size != shape:
+      leaf = jax.lax.dynamic_slice(leaf, start(at), size)
+    return leaf.reshape(kind.piece.shape)
+
+  def copy_out(leaf: jax.Array, at: jax.Array) -> jax.Array:
     # An explicit copy, since the next step deletes the leaves and a piece may be a whole leaf. It
     # costs nothing: XLA makes one anyway (jax 0.10), but nothing promises that it always will.
-    return [jnp.copy(_rows(piece, leaves[slot])) for piece, slot in zip(pieces, slots)]
+    return jnp.copy(part(leaf, at))
 
-  def apply(leaves: list[jax.Array], staged: list[jax.Array], keep: jax.Array):
-    leaves = list(leaves)
-    for piece, slot, value in zip(pieces, slots, staged):
-      # `where`, since 0 * NaN is NaN and an overwrite must heal whatever was there.
-      new = jnp.where(keep == 0, value, keep * _rows(piece, leaves[slot]) + value)
-      leaves[slot] = _put_rows(piece, leaves[slot], new)
-    return leaves
+  def apply(leaf: jax.Array, staged: jax.Array, keep: jax.Array, at: jax.Array) -> jax.Array:
+    # `where`, since 0 * NaN is NaN and an overwrite must heal whatever was there.
+    new = jnp.where(keep == 0, staged, keep * part(leaf, at) + staged).reshape(size)
+    return new if size == shape else jax.lax.dynamic_update_slice(leaf, new, start(at))
 
-  leaves = [params[name] for name in names]
-  staged = [
-    jax.ShapeDtypeStruct(piece.shape, jnp.float32, sharding=sharding)
-    for piece, sharding in zip(pieces, piece_shardings)
-  ]
-  copy_out = jax.jit(copy_out, out_shardings=list(piece_shardings))
-  apply = jax.jit(apply, out_shardings=[leaf.sharding for leaf in leaves], donate_argnums=0)
-  return LoweredFragment(names, copy_out.lower(leaves), apply.lower(leaves, staged, keep))
-
-
-def _rows(piece: Piece, leaf: jax.Array) -> jax.Array:
-  """The piece's part of its leaf."""
-  if piece.layer is not None:
-    leaf = jax.lax.index_in_dim(leaf, piece.layer, keepdims=False)
-  return jax.lax.slice_in_dim(leaf, piece.start, piece.stop) if leaf.ndim else leaf
-
-
-def _put_rows(piece: Piece, leaf: jax.Array, value: jax.Array) -> jax.Array:
-  """The leaf with the piece's part replaced; in place where the leaf's buffer may be reused."""
-  if value.shape == leaf.shape:
-    return value
-  start = [] if piece.layer is None else [piece.layer]
-  value = value if piece.layer is None else value[None]
-  start += [piece.start, *[0] * leaf.ndim][: leaf.ndim - len(start)]
-  return jax.lax.dynamic_update_slice(leaf, value, start)
+  keep = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)
+  where = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=replicated)
+  out = jax.jit(copy_out, out_shardings=kind.piece.sharding)
+  into = jax.jit(apply, out_shardings=kind.leaf.sharding, donate_argnums=0)
+  return LoweredPiece(out.lower(kind.leaf, where), into.lower(kind.leaf, kind.piece, keep, where))
 
 
 # --- The names of an island's state: everything it must remember, as one flat dict of arrays

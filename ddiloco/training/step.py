@@ -15,14 +15,8 @@ from ddiloco import custom
 from ddiloco.config import Config, ConfigError
 from ddiloco.core.fragments import Fragment
 from ddiloco.training import inner
-from ddiloco.training.devices import make_execution, param_sharding, piece_sharding
-from ddiloco.training.programs import (
-  LoweredFragment,
-  StateLayout,
-  lower_fragment,
-  placed,
-  placed_inputs,
-)
+from ddiloco.training.devices import make_execution, param_sharding
+from ddiloco.training.programs import PieceKind, StateLayout, placed, placed_inputs
 
 
 class IslandStep:
@@ -84,17 +78,6 @@ class IslandStep:
     )
     return step.lower(self.layout.leaves, self.inputs, self.scalar())
 
-  def piece_shardings(self, fragment: Fragment) -> list[NamedSharding]:
-    """Where each of the fragment's pieces lies, once it is out of its leaf."""
-    found = []
-    for piece in fragment.pieces:
-      leaf = self.leaves[piece.name]
-      shape = leaf.shape[0 if piece.layer is None else 1 :]
-      whole = piece.shape[:1] == shape[:1]
-      found.append(piece_sharding(leaf.sharding, piece.layer, piece.stop - piece.start, whole))
-    return found
-
-  def lower_fragment(self, fragment: Fragment) -> LoweredFragment:
-    """What copies the fragment out, and what writes it."""
-    shardings = self.piece_shardings(fragment)
-    return lower_fragment(fragment, self.leaves, shardings, self.scalar())
+  def piece_kinds(self, fragment: Fragment) -> list[PieceKind]:
+    """Which programs each of the fragment's pieces needs, and where it lies out of its leaf."""
+    return [PieceKind.of(piece, self.leaves[piece.name]) for piece in fragment.pieces]

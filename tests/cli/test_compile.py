@@ -23,7 +23,7 @@ needs_libtpu = pytest.mark.skipif(
   importlib.util.find_spec("libtpu") is None, reason="libtpu, 0.7 GB, is not installed here"
 )
 
-STEP = aot.Program("step", 6 << 30, 2 << 30, 50.0, (CollectiveTotal("all-gather", 76, 4 << 30),), 9)
+STEP = aot.Program("step", 6 << 30, 1, 50.0, (CollectiveTotal("all-gather", 76, 4 << 30),), 9)
 
 
 def made(**changed) -> aot.Fit:
@@ -36,7 +36,7 @@ def made(**changed) -> aot.Fit:
     "beside_bytes": 2 << 30,
     "step": STEP,
     "needed_bytes": 8 << 30,
-    "fragments": (),
+    "copies": (),
     "layer_bytes": 10,
     "flops_per_token": 72e9,
     "tokens": 128 * 2048,
@@ -105,10 +105,11 @@ class Refused:
 def test_a_program_without_room_says_what_it_needs():
   said = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO"
   with pytest.raises(aot.NoRoom) as error:
-    aot.compiled("step", Refused(f"{said} temporaries (99.5G) exceeds available HBM (15.75G)."), 4)
+    refused = Refused(f"{said} temporaries (99.5G) exceeds available HBM (15.75G).")
+    aot.compiled("step", [refused], 4)
   assert error.value.hbm_bytes == 99.5 * (1 << 30)
   with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
-    aot.compiled("step", Refused("INTERNAL: something else"), 4)
+    aot.compiled("step", [Refused("INTERNAL: something else")], 4)
 
 
 def test_a_model_of_the_users_own_is_refused(capsys, monkeypatch):

@@ -99,8 +99,19 @@ def test_the_cube_really_is_cut(cube):
   assert query.addressable_shards[0].data.shape == (2, 4, 1, 4)
   pieces = [piece for fragment in plan.fragments for piece in fragment.pieces]
   assert sorted(piece.shape[0] for piece in pieces if piece.name == "embedding") == [10, 11, 11]
-  table = [f.index for f in plan.fragments if any(p.name == "embedding" for p in f.pieces)]
-  assert [i for i, programs in enumerate(island._programs) if programs.waits] == table
+  table = island._leaves["embedding"]
+  assert {kind.leaf == table for kind, each in island._programs.items() if each.waits} == {True}
+
+
+def test_programs_grow_with_the_kinds_of_tensors_only():
+  found = set()
+  for layers, parts in ((2, 1), (2, 6), (8, 6), (8, 24)):
+    model = {"num_layers": layers}
+    island, plan, _ = make({"devices": 1}, sync={"num_fragments": parts}, model=model)
+    assert len(plan.fragments) == parts
+    found.add(len(set().union(*island._kinds)))
+  # embedding, its norm; norms, query with key and value, output, gate and up, down of a layer
+  assert found == {7}
 
 
 def test_a_cut_mesh_steps_like_one_device(single, cube):
@@ -251,10 +262,9 @@ def test_the_whole_state_moves_to_another_mesh_and_back(single, cube):
 
 def test_state_is_updated_in_place(single):
   island, plan, _ = single
-  for fragment, programs in zip(plan.fragments, island._programs):
+  for kind, programs in island._programs.items():
     memory = programs.apply.memory_analysis()
-    leaves = sum(island._leaves[name].size * 4 for name in programs.names)
-    assert memory.alias_size_in_bytes == leaves, fragment.index
+    assert memory.alias_size_in_bytes == 4 * kind.leaf.size, kind
   state = 3 * sum(plan.sizes) * 4  # parameters and two moments
   assert island._step.memory_analysis().alias_size_in_bytes >= state
 
@@ -340,7 +350,7 @@ def stress(num_islands=4, num_steps=300):
     )
     island.compile()
     assert "all-reduce" in island._step.as_text()
-    assert any(programs.waits for programs in island._programs) == (learner % 2 == 0)
+    assert any(each.waits for each in island._programs.values()) == (learner % 2 == 0)
     island.load(initial(config))
     with concurrent.futures.ThreadPoolExecutor(1) as background:
       moving, saving = None, []
