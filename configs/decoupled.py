@@ -1,4 +1,4 @@
-"""Decoupled DiLoCo as published (arXiv 2604.21428): nobody waits, a quorum of one, RDA, overwrite.
+"""Decoupled DiLoCo as published (arXiv 2604.21428): no waiting, a quorum of one, RDA, overwrite.
 
 Command:   ddiloco train --config=configs/decoupled.py --workdir=runs/decoupled --cpu
 Hardware:  2 CPU cores; four islands of one fake CPU device.

@@ -3,8 +3,8 @@
 Command:   ddiloco train --config=configs/default.py --workdir=runs/default --cpu
 Hardware:  2 CPU cores; four islands of one fake CPU device.
 Time:      about a minute at the size of scripts/compare_algorithms.py; not timed at full size.
-Algorithm: nobody waits, a quorum of one with an adaptive grace window, token weights, RDA; a new
-           version is put under what the global model has not seen, so that no work is lost.
+Algorithm: no learner waits, a quorum of one with an adaptive grace window, token weights, RDA; a
+           new version is put under what the global model has not seen, so that no work is lost.
 Numbers:   docs/results.md, table "The algorithms".
 """
 

@@ -1,9 +1,9 @@
-"""Synchronous DiLoCo (arXiv 2311.08105): H local steps, then everybody waits, averages, goes on.
+"""Synchronous DiLoCo (arXiv 2311.08105): H local steps, then all wait, average, and go on.
 
 Command:   ddiloco train --config=configs/diloco.py --workdir=runs/diloco --cpu
 Hardware:  2 CPU cores; four islands of one fake CPU device.
 Time:      about a minute at the size of scripts/compare_algorithms.py; not timed at full size.
-Algorithm: one fragment, all learners needed, nobody steps while the sync is under way.
+Algorithm: one fragment, all learners needed, none steps while the sync is under way.
 Numbers:   docs/results.md, table "The algorithms".
 """
 

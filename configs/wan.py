@@ -6,11 +6,11 @@ Command:   scripts/wan.sh --config=configs/wan.py --mbit=200 --delay-ms=60 --wor
 Hardware:  Linux with namespaces; 2 CPU cores, one for each island (shards and links share them).
 Time:      1 min 45 s and 1 min 40 s, of which half a minute is start and end.
 Algorithm: decoupled: the defaults. A fragment of an eighth of the model travels every third step,
-           while everybody goes on.
-           data_parallel: after every step everybody sends all it changed and waits for the average.
+           while all islands go on.
+           data_parallel: after every step each sends all it changed and waits for the average.
            Bytes and waits are those of synchronous data-parallel with its gradients summed on two
            hosts; the arithmetic is not quite, since AdamW's moments stay with the islands.
-Numbers:   utilisation 99 % (nobody waited a moment) against 19 % (1.3 s of waiting a step);
+Numbers:   utilisation 99 % (no island waited a moment) against 19 % (1.3 s of waiting a step);
            0.6 MB against 14.9 MB a step and island; steps of 0.2 s in both.
 """
 

@@ -1,13 +1,13 @@
-"""What a role runs in: a clock, workers for what takes long, and somebody who drives its loop.
+"""What a role runs in: a clock, workers for what takes long, and a driver of its loop.
 
 A role's loop is a generator that says what it waits for, and never waits itself. It yields
 
 - a time, in seconds on its clock, `math.inf` for ever: wait for a message until then. It is resumed
-  with the `Delivery`, or with None when the time has come, somebody has woken the endpoint, or its
-  driver wants it to look around.
-- None: let what it has done so far take its time. It yields None after whatever may have taken
-  some, before anybody hears of the outcome. In real time that has passed already; in virtual time
-  (`simulation/world.py`) it was charged to the clock, and passes now.
+  with the `Delivery`, or with None when the time has come, the endpoint was woken, or its driver
+  wants it to look around.
+- None: let what it has done so far take its time. It yields None after all work that may have taken
+  some, before any other role hears of the outcome. In real time that has passed already; in virtual
+  time (`simulation/world.py`) it was charged to the clock, and passes now.
 
 So the same loops run on threads and in virtual time. A job of a worker is a generator of the same
 kind, to which no messages come.
@@ -144,11 +144,11 @@ REAL_TIME = RealTime()
 
 @dataclasses.dataclass(frozen=True)
 class Runtime:
-  """What a role is given to live with; what computes on vectors has a stand-in in virtual time."""
+  """What a role is given to run with; what computes on vectors has a stand-in in virtual time."""
 
   endpoint: Endpoint  # its connection
   recorder: Recorder  # event log
-  saver: Any = None  # `checkpoint.saver.Saver`: writes its parts of snapshots; None: nobody does
+  saver: Any = None  # `checkpoint.saver.Saver`: writes its parts of snapshots; None: none are
   time: Time = REAL_TIME
   deltas: Callable[[SyncConfig], Deltas] = Deltas  # a learner's
   merger: Callable[[Mapping[int, Fragment], FragmentStore, Config], Merger] = Merger  # a shard's
@@ -157,7 +157,7 @@ class Runtime:
 def drive(loop: Loop[T], endpoint: Endpoint, look_seconds: float) -> T:
   """Runs a loop on this thread and the machine's clock; returns what it returns.
 
-  A waiting loop is resumed at least every `look_seconds`, since stop signals wake nobody.
+  A waiting loop is resumed at least every `look_seconds`, since stop signals wake no loop.
   """
   news = None
   try:

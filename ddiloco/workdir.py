@@ -19,8 +19,8 @@ from ddiloco.config import Config, ConfigError, from_dict
 OUTCOME = "outcome.json"  # what the report knows beside the events
 STARTED = "started"  # when the run began, unix seconds: the zero of all its event times
 COMPILED = "compiled"  # programs, for learners that start again
-FAULTS = "faults.jsonl"  # faults that somebody asks for while the run goes on, a line each
-LOCK = "lock"  # held by whoever trains here
+FAULTS = "faults.jsonl"  # faults that are asked for while the run goes on, a line each
+LOCK = "lock"  # held by the run that trains here
 ROLES = "roles.lock"  # held together by all roles that live here
 LOOK_SECONDS = 0.1
 END_SECONDS = 5.0  # for the roles of a supervisor that was killed to end
@@ -38,10 +38,10 @@ MAY_CHANGE = ("run.total_tokens", "sync.num_shards", "sync.min_quorum", "sync.sn
 
 @contextlib.contextmanager
 def held(workdir: Path) -> Iterator[None]:
-  """While it lasts nobody else trains in this workdir; ends with the process at the latest.
+  """While it lasts no other run trains in this workdir; ends with the process at the latest.
 
   Raises:
-    ConfigError: somebody does, or the directory cannot be written.
+    ConfigError: another run does, or the directory cannot be written.
   """
   try:
     workdir.mkdir(parents=True, exist_ok=True)
@@ -64,8 +64,8 @@ def held(workdir: Path) -> Iterator[None]:
 def live_in(workdir: Path) -> IO[str] | None:
   """Says that a role lives here, until what it returns is closed, or the process ends.
 
-  The kernel keeps that in mind, also for other machines on NFS. A file system that knows no locks
-  is no reason not to live: nobody can train there, and so overwrite, either.
+  The kernel keeps that in mind, also for other machines on NFS. A file system without locks is
+  no reason to refuse: no run can train there, and so none can overwrite.
   """
   try:
     file = (workdir / ROLES).open("a+")
@@ -155,7 +155,7 @@ def claim(workdir: Path, config: Config, overwrite: bool) -> bool:
 
 
 def start_time(workdir: Path) -> float:
-  """When the run in `workdir` began, in unix seconds: now, if nobody has been here."""
+  """When the run in `workdir` began, in unix seconds: now, if it is new."""
   workdir.mkdir(parents=True, exist_ok=True)
   _write_once(workdir / STARTED, f"{time.time()}\n")
   return float((workdir / STARTED).read_text())
@@ -185,7 +185,7 @@ def saved_config(workdir: Path) -> Config:
 def join(workdir: Path, config: Config) -> float:
   """Enters the workdir of a run that several processes share, on one machine or one file system.
 
-  Whoever comes first leaves its config and the time; restarted roles find them again.
+  The first role leaves its config and the time; restarted roles find them again.
 
   Returns:
     When the run began, in unix seconds; event times count from there.
@@ -215,7 +215,7 @@ def _write_once(path: Path, text: str) -> None:
   try:
     os.link(mine, path)
   except FileExistsError:
-    return  # somebody was quicker: theirs counts
+    return  # another process was quicker: its text counts
   finally:
     mine.unlink()
 

@@ -1,4 +1,4 @@
-"""What snapshots cost a learner's steps, how fast parts are saved and restored, who is back when.
+"""What snapshots cost a learner's steps, how fast parts are saved and restored, rejoin times.
 
 Four measurements, all on this machine's CPU, each in a run of its own; repeat it at quiet and at
 busy moments, and compare ratios rather than seconds.

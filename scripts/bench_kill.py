@@ -4,7 +4,7 @@ One run of the processes engine on this machine. Its time is cut into windows of
 at the beginning of every second one the last learner is killed. Each of those is compared with the
 calm windows before and after it, since this machine may be faster or slower a minute later; a step
 lasts from the end of the one before, so pauses count. A returned learner traces and compiles (from
-the run's cache), which on a machine of its own would cost nobody anything: so survivors get cores
+the run's cache), which on a machine of its own would cost others nothing: so survivors get cores
 that the killed learner, the shards and the supervisor do not use (Linux). With only two cores there
 is one survivor. Memory bandwidth stays shared.
 
@@ -92,7 +92,7 @@ def make_config(learners: int, kills: int, every: float, quick: bool) -> Config:
 
 
 class Pinned(ProcessesEngine):
-  """Survivors on `mine`; everybody else where this process is."""
+  """Survivors on `mine`; all other roles where this process is."""
 
   cpu_only = True
   mine: frozenset[int] = frozenset()

@@ -51,7 +51,7 @@ MODEL = {"num_layers": 1, "model_dim": 16, "num_heads": 2, "num_kv_heads": 1, "h
 def faults_of(source: random.Random, snapshots: bool) -> list[dict[str, Any]]:
   """At least one kill of a learner; the rest as it comes.
 
-  With snapshots steps are slow, so that some are complete before anybody is killed.
+  With snapshots steps are slow, so that some are complete before the first kill.
   """
   learners = [f"learner-{m}" for m in range(LEARNERS)]
   roles = [*learners, *(f"syncer-{s}" for s in range(SHARDS))]

@@ -154,7 +154,7 @@ def typical(events: Sequence[Event]) -> tuple[float, float]:
 
 
 def pauses(events: Sequence[Event]) -> list[float]:
-  """Seconds of every time in which nobody was in a step, between the first step and the last."""
+  """Seconds of every time in which no island was in a step, between the first step and the last."""
   found, until = [], math.inf
   steps = [(e.time - e.seconds, e.time) for e in events if e.kind == "step"]
   for begin, end in sorted(steps):

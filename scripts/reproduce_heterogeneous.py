@@ -9,8 +9,8 @@ links of 5 Gbit/s and 10 ms and shards that merge 100 GB/s, for a model of 2 bil
 bf16. With 4 GB/s (one core), tried first, a sync leaves grace little slack: participation was 74 %.
 
 K = 8 is lock-step (`sync.blocking`): learners wait. Otherwise they never do, and a round goes on
-with who is there. Published is goodput; the paper does not say how it counts, so two readings are
-shown: the share of chip time not spent waiting, and that share of which steps reached the model
+with those that are up. Published is goodput; the paper does not say how it counts, so two readings
+are shown: the share of chip time not spent waiting, and that share of which steps reached the model
 when versions overwrite, as in the paper.
 
 Last line: {"goodput": {...}, "merged": {...}, "participation": {...}, "published": {...},

@@ -5,7 +5,7 @@
 
 Decoupled: the protocol's own decisions in virtual time (`ddiloco.simulation`); learners join, get
 every fragment over their link, and leave again without losing what they did. Data-parallel: the
-same comings and goings, in closed form; everybody stands still for PAUSE_SECONDS whenever the
+same comings and goings, in closed form; all islands stand still for PAUSE_SECONDS whenever the
 number of islands changes (a change within a pause starts it anew), and each step takes an equal
 share of the batch.
 

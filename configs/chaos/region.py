@@ -4,8 +4,8 @@ Command:   ddiloco train --config=configs/quickstart.py --config.chaos=configs/c
              --workdir=runs/region [--engine=processes]
            configs/chaos/region.py:0.1 does it ten times as fast, for a run of a few seconds.
 Expect:    while it is cut off its islands train on and merge with the shard they still reach; its
-           shard's fragments wait. Nobody outside blocks for a moment; what the islands did alone is
-           merged when the region is back.
+           shard's fragments wait. No island outside blocks for a moment; what the islands did alone
+           is merged when the region is back.
 """
 
 from __future__ import annotations

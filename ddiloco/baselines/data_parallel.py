@@ -1,6 +1,6 @@
 """Synchronous data-parallel on one machine, a process for each island, and what a failure does.
 
-Inelastic: a failure ends the world for everybody. They wait until the island that died is back, and
+Inelastic: a failure ends the world for all islands. They wait until the one that died is back, and
 all go on from the last checkpoint. Elastic: the others go on at once as a smaller world with the
 state they have; an island that is back is taken in by ending that world for a larger one.
 
@@ -89,7 +89,7 @@ class IslandProcess:
     return -signal.SIGKILL if status is None else status
 
   def died(self) -> bool:
-    """Whether its process has ended and nobody has been told yet."""
+    """Whether its process has ended, which has not been handled yet."""
     return self._process is not None and self._process.poll() is not None
 
   def tell(self, order: Order | None) -> None:
@@ -156,8 +156,8 @@ class DataParallel:
       config.chaos.faults,
       quorum=1 if elastic else len(self._islands),
     )
-    self._world: tuple[int, ...] = ()  # who trains now
-    self._out: set[int] = set()  # who is alive and waits for another world
+    self._world: tuple[int, ...] = ()  # islands that train now
+    self._out: set[int] = set()  # islands that are alive and wait for another world
     self._orders = 0
     self._failures = 0
     self._global_step = 0
@@ -202,7 +202,7 @@ class DataParallel:
   # --- before it begins ---------------------------------------------------------------------------
 
   def _prepare(self) -> None:
-    """Everybody has imported, and every size of world that there may be has its program."""
+    """All islands have imported, and every size of world that there may be has its program."""
     self._feed(Tick(time.monotonic()))  # starts all
     self._wait("imports", lambda: all(island.ready for island in self._islands))
     sizes = range(1, len(self._islands) + 1) if self._elastic else [len(self._islands)]
@@ -289,7 +289,7 @@ class DataParallel:
     self._tell(members, train=True)
 
   def _failed(self, reason: str) -> None:
-    """The world is no good, though nobody is dead."""
+    """The world has failed, though no process is dead."""
     self._failures += 1
     if self._failures > MAX_FAILURES:
       words = self._islands[self._world[0]].last_words()
@@ -297,7 +297,7 @@ class DataParallel:
     self._dissolve(reason)
 
   def _dissolve(self, reason: str) -> None:
-    """Everybody who is left ends what they do; the next world begins when all have."""
+    """All survivors end what they do; the next world begins when all have."""
     for m in self._world:
       self._recorder.record(events.Exit(target=f"learner-{m}", reason=reason))
       self._islands[m].tell(None)
@@ -358,7 +358,7 @@ def check(config: Config) -> None:
 
 
 def _free_port() -> int:
-  """Of this moment; if somebody takes it before the world does, that world fails and is retried."""
+  """Of this moment; if it is taken before the world uses it, that world fails and is retried."""
   with socket.socket() as probe:
     probe.bind(("127.0.0.1", 0))
     return probe.getsockname()[1]

@@ -40,7 +40,7 @@ from ddiloco.training.devices import make_execution, make_mesh
 from ddiloco.training.programs import StateLayout, placed, placed_inputs
 
 # --- One world of synchronous data-parallel: the processes that train together, a replica in each
-# It lasts until somebody dies or comes back; then there is another one, of another size. The model,
+# It lasts until one dies or comes back; then there is another world, of another size. The model,
 # loss and optimizer are those of an island, and so is the step: one program over all processes, in
 # which the compiler averages the gradients (gloo on CPUs).
 
@@ -125,7 +125,7 @@ class ProcessGroup:
     }
 
   def step(self, batch: Batch, global_step: int) -> dict[str, float]:
-    """One step on this island's own batch, of everybody together; waits for its end.
+    """One step of all islands together, this one on its own batch; waits for its end.
 
     Returns:
       {"loss", "load_balance", "grad_norm", "learning_rate"} over all islands' batches.

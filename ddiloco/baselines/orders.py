@@ -92,7 +92,7 @@ def load(path: Path) -> dict[str, np.ndarray]:
 
 
 def newest(workdir: Path) -> tuple[int, Path]:
-  """(step, file) of the newest state that anybody has.
+  """(step, file) of the newest state that any island has.
 
   Raises:
     FileNotFoundError: there is none.

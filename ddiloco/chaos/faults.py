@@ -1,7 +1,7 @@
 """Faults on purpose: a plan is data (`config.chaos`). The supervisor's `strike` says what is due.
 
 Two ways to perform it. `Faults`, inside a role's thread: the role asks `check(global_step)` between
-two pieces of work; a kill there is abrupt for everybody else (the role's connection is cut first,
+two pieces of work; a kill there is abrupt for all other roles (its own connection is cut first,
 nothing is said or saved, and its state is gone). From outside: the supervisor's policy
 (`protocol/supervisor.py`) says when a process is killed, stands still and goes on. What happens to
 a role's messages, disk and outer gradients (`config.chaos.INSIDE`) is always performed by its own
@@ -23,7 +23,7 @@ from ddiloco.protocol import events
 from ddiloco.protocol.supervisor import killed, strike
 
 # --- What planned faults do to the messages of one role: time and chance are given, nothing is sent
-# The same for a thread, a process and a role in virtual time: who sends or receives asks for the
+# The same for a thread, a process and a role in virtual time: its sends and receives ask for the
 # message's `fates`, one for every copy that arrives.
 
 
@@ -67,7 +67,7 @@ class MessageFaults:
 
     Args:
       now: seconds.
-      peer: who is at the other end.
+      peer: the role at the other end.
       incoming: it comes from there, else it goes there.
       bulk: it has a payload; control does not queue behind it.
       size: bytes.

@@ -44,7 +44,7 @@ SLACK_BYTES = 256 << 10  # buffered of one connection on top of what is under wa
 SLACK_SECONDS = 0.02  # the same in time, for fast links
 UNLIMITED = 1e9  # bits per second an unlimited link is taken for in bounding its buffers
 READ_BYTES = 64 << 10
-KERNEL_BYTES = 256 << 10  # or the kernel's buffers would grow to megabytes that nobody counts
+KERNEL_BYTES = 256 << 10  # or the kernel's buffers would grow to uncounted megabytes
 _VECTORS = 64  # buffers handed to the kernel in one call
 
 
@@ -381,7 +381,7 @@ class Link:
     self.stop()
 
   def cut(self) -> None:
-    """Nothing passes from now on, and nobody is told."""
+    """Nothing passes from now on, and neither end is told."""
     self._call(self._cut)
 
   def heal(self) -> None:

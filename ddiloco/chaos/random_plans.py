@@ -29,7 +29,7 @@ def random_faults(
     seed: of chance.
     count: how many.
     span_seconds: of the run, since training began.
-    num_learners: who may be struck ...
+    num_learners: learners that may be struck ...
     num_shards: ... of each kind.
     kinds: actions to choose from, each as often as the others.
   """
@@ -56,7 +56,7 @@ def random_kills(
     seed: of chance.
     per_second: of all islands together, in the mean.
     span_seconds: of the run, since training began.
-    num_learners: who may be struck.
+    num_learners: learners that may be struck.
     down_seconds: until a killed one is started again.
   """
   rng, now, faults = random.Random(seed), 0.0, []

@@ -1,8 +1,8 @@
 """Faults that are asked for while a run goes on: lines of WORKDIR/faults.jsonl.
 
-Whoever may write there asks: the dashboard, a person, and a supervisor that has no other way into a
-role's process. The supervisor performs what is done to roles and logs all; a role performs what
-happens inside it.
+Write access to that file is enough to ask: the dashboard does, a person, and a supervisor without
+another way into a role's process. The supervisor performs what is done to roles and logs all; a
+role performs what happens inside it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def ask_for(workdir: Path, fault: Fault) -> None:
   line = json.dumps({"time": time.time(), **fields}) + "\n"  # unix seconds
   file = os.open(workdir / FAULTS, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
   try:
-    os.write(file, line.encode())  # in one piece, whoever else writes
+    os.write(file, line.encode())  # in one piece, even if others write
   finally:
     os.close(file)
 
 
-# Anybody may write anything into a file: brackets in brackets, numbers without an end.
+# A file may hold anything: brackets in brackets, numbers without an end.
 _NO_FAULT = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 
 

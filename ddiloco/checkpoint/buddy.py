@@ -1,9 +1,9 @@
 """Copies of committed fragments on another shard, so that a killed shard loses no round.
 
 Shard s streams every commit to its buddy, shard (s + 1) mod S, and holds back what it would publish
-of it until the buddy has it: nobody has heard of a version that only one process knows. A restarted
-shard asks its buddy for everything. A buddy that does not answer holds up nobody for long: then
-versions go out alone, which is said, until it is back.
+of it until the buddy has it: no role hears of a version that only one process has. A restarted
+shard asks its buddy for everything. A buddy that does not answer delays publishes only for a short
+while: then versions go out without a copy, which is said, until it is back.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Replication:
 
   Args:
     copies: what this shard holds for its neighbour in turn; its endpoint has dialed the buddy.
-    buddy: who gets the copies of ours.
+    buddy: the shard that gets the copies of ours.
     patience_seconds: least time until the buddy is taken to be away.
     recorder: event log.
   """

@@ -432,7 +432,7 @@ class Unfounded:
     self._lost = lost
 
   def empty(self, state: SyncerState) -> list[int]:
-    """Fragments that nobody has given back yet."""
+    """Fragments that have not been given back yet."""
     return [f.index for f in state.fragments if f.index in self._fragments and not f.version]
 
   def refusal(self, state: SyncerState) -> str:

@@ -70,7 +70,7 @@ class Saver:
     arrays: Mapping[str, Any],
     then: Callable[[int], Job] = lambda snapshot: (),
   ) -> None:
-    """Queues this role's part: its state as JSON values, and arrays that nobody changes any more.
+    """Queues this role's part: its state as JSON values, and arrays that are not changed any more.
 
     The job `then(snapshot)` is done in the background once it is written.
     """
@@ -114,7 +114,7 @@ class Saver:
     self.recorder.flush()  # a life may begin with this part: the log must know how it came to be
     try:
       self._disk()
-      if self.storage.is_committed(snapshot):  # by who lived before us; we know less than they did
+      if self.storage.is_committed(snapshot):  # by an earlier life, which knew more
         self.recorder.record(events.Unsaved(snapshot=snapshot, reason="it is committed already"))
         return False
       meta = self.storage.save(snapshot, self.role, self.incarnation, state, arrays)

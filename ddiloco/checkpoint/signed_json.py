@@ -18,7 +18,7 @@ SignedJson = dict[str, Any]
 PAUSES_SECONDS = (0.1, 1.0, 4.0)  # before what could not be read is read again
 T = TypeVar("T")
 
-# What a file system says of what is there; all else it says is that it cannot look just now.
+# Errors that say what is at a path; all others say that the file system cannot look just now.
 _TELLING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
 _BUSY = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "PERMISSION_DENIED")
 _NETWORK = {"aiohttp", "gcsfs", "google", "requests"}  # packages whose errors are the network's
@@ -84,7 +84,7 @@ def read(path: epath.Path, expected: Mapping[str, Any]) -> SignedJson:
     expected: fields that it must have, with these values.
 
   Raises:
-    Damaged: there is none, it was changed, or it is another one; Unreadable: who knows.
+    Damaged: there is none, it was changed, or it is another one; Unreadable: it may be whole.
   """
   try:
     signed = json.loads(path.read_text())

@@ -120,7 +120,7 @@ FORMAT = 3
 MANIFEST = "manifest.json"
 META = "meta.json"
 ARRAYS = "arrays"
-ASIDE = "aside"  # 00000007.aside: no snapshot any more, and nobody touches it
+ASIDE = "aside"  # 00000007.aside: no snapshot any more, never touched again
 
 # Parts are written by other processes: a remembered listing of gs:// would never show them.
 fsspec.config.conf.setdefault("gs", {})["use_listings_cache"] = False
@@ -278,7 +278,7 @@ class Storage:
     """
     try:
       return MANIFEST in self._names(self._snapshot(snapshot))
-    except NotADirectoryError:  # somebody's file with such a name
+    except NotADirectoryError:  # a foreign file with such a name
       return False
 
   def _digests(self, snapshot: int, roles: Collection[str]) -> dict[str, str]:
@@ -359,10 +359,10 @@ class Storage:
   def forget(self, role: str = "") -> None:
     """Deletes what a role's former lives saved for snapshots that were never committed.
 
-    Else a part of a past that will not be could stand in for one that is still to come.
+    Else a part from an abandoned past could stand in for one that is still to come.
 
     Args:
-      role: whose; of all roles if empty: for who knows that none of them lives.
+      role: whose; empty: all roles', only for a caller that knows that none of them lives.
 
     Raises:
       OSError: the file system cannot be asked, or does not let it.
@@ -389,7 +389,8 @@ class Storage:
   def set_aside(self, newer_than: int) -> list[str]:
     """Renames committed snapshots that the run does not go on from, since something is wrong there.
 
-    Their numbers will come again. For who knows that no role lives. Returns their new paths.
+    Their numbers will come again. Only for a caller that knows that no role lives. Returns their
+    new paths.
 
     Raises:
       OSError: the file system cannot be asked, or does not let it.

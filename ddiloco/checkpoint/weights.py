@@ -111,7 +111,7 @@ def _save_file(
   mine = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
   try:
     mine.touch()
-    mode = os.stat(mine).st_mode  # what the umask allows; the library lets nobody else read it
+    mode = os.stat(mine).st_mode  # what the umask allows; the library lets only the owner read it
     whole = {name: np.asarray(value, order="C") for name, value in params.items()}
     safetensors.numpy.save_file(whole, mine, dict(metadata or {}))
     os.chmod(mine, mode)
@@ -145,7 +145,7 @@ def leaves(path: str | os.PathLike, field: str = "weights") -> dict[str, Leaf]:
   """Shape and dtype of every tensor, from the header alone; a nested tree's names are a/b/c.
 
   Raises:
-    ConfigError: as `locate`, or what is there is no weights, or torn.
+    ConfigError: as `locate`, or the file holds no weights, or is torn.
   """
   target = locate(path, field)
   with _reading(field, target):

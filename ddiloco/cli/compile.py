@@ -1,4 +1,4 @@
-"""The command that says what a run's islands take on TPUs that nobody has paid for yet."""
+"""The command that says what a run's islands take on TPUs, without any TPU."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def keys(arguments: list[str]) -> int:
 def learner(arguments: list[str]) -> int:
   """Trains one island on this process' devices, until the run is over or SIGTERM.
 
-  Joins a run at any time, under any number that nobody else has. Exit status 1: work was lost.
+  Joins a run at any time, under any number that no other learner has. Exit status 1: work was lost.
   """
   values = flags.FlagValues()
   path, arguments = _role_flags(values, arguments)
@@ -83,7 +83,7 @@ def syncer(arguments: list[str]) -> int:
 def evaluator(arguments: list[str]) -> int:
   """Follows the global model, measures it, and leaves result and report in workdir.
 
-  Trains nothing and holds nobody up: a run goes on without it.
+  Trains nothing and delays no other role: a run goes on without it.
   """
   values = flags.FlagValues()
   path, arguments = _role_flags(values, arguments)

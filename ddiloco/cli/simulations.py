@@ -16,7 +16,7 @@ from ddiloco.config import Config, ConfigError, from_dict
 from ddiloco.simulation import planner
 from ddiloco.simulation.chips import ChipTime, Fleet, decoupled, elastic, inelastic
 
-# --- The command that says whether a run fits its links before anybody pays for it
+# --- The command that says whether a run fits its links before it is paid for
 
 
 def plan(arguments: list[str]) -> int:
@@ -29,7 +29,7 @@ def plan(arguments: list[str]) -> int:
     ddiloco plan --parameters=12e9 --islands=4 --gbps=2 --latency_ms=30 --codec=int4 \\
       --chips=64 --chip_teraflops=459 --tokens=262144 --config.sync.num_fragments=96
 
-  Bytes are those of rounds in which everybody takes part; no device is touched.
+  Bytes are those of rounds in which every learner takes part; no device is touched.
   """
   values = flags.FlagValues()
   path, arguments = config_flag(values, arguments)
@@ -338,7 +338,7 @@ def chips(arguments: list[str]) -> int:
   """Chips that fail: how much of their time trains, for one job that needs all of them, one
   elastic job, and learners that never wait for each other. Takes seconds; needs no accelerator.
 
-  goodput: share of all chip time that trains. uptime: share of time in which somebody trains. The
+  goodput: share of all chip time that trains. uptime: share of time in which a learner trains. The
   rest is where the other chip time went. Every assumption is a flag; --json prints one JSON object.
   """
   values = flags.FlagValues()

@@ -35,7 +35,7 @@ def trace(arguments: list[str]) -> int:
     status = 0 if text.print_invariants(found) else 1
     sys.stdout.flush()
     return status
-  except BrokenPipeError:  # piped into head or less, and nobody wants the rest
+  except BrokenPipeError:  # piped into head or less, which closed the pipe
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 

@@ -300,14 +300,14 @@ class IslandsConfig(IslandConfig):
 class SyncConfig:
   """The protocol. Symbols of the paper in brackets; docs/design.md says what was measured."""
 
-  num_shards: int = 2  # syncer shards; 0: nobody syncs, every island trains alone
+  num_shards: int = 2  # syncer shards; 0: no sync, every island trains alone
   num_fragments: int = 8  # P
   fragmentation: str = "balanced"  # balanced, layer, tensor or strided
   max_rows: int = (
     0  # embeddings with more rows are split into pieces of at most this many; 0: never
   )
   sync_period: int = 24  # H: inner steps between two syncs of the same fragment
-  overlap_steps: int = 2  # tau: steps a sync may take without anybody noticing
+  overlap_steps: int = 2  # tau: steps a sync may take without delaying a learner
   min_quorum: int = 1  # K
   grace_safety: float = 0.9  # gamma: share of the slack that waiting for more learners may use
   blocking: bool = False  # True: lock-step (DiLoCo, Streaming DiLoCo); learners then do wait

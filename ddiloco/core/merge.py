@@ -36,7 +36,7 @@ def token_weights(steps: Sequence[float], tokens: Sequence[float]) -> np.ndarray
   """Weights [M] f64 of the learners: c_tokens * (c_tokens / c_steps), normalised to sum 1.
 
   Quantity times quality ("Decoupled DiLoCo"). `steps` and `tokens` [M] count since the learner last
-  received the fragment. A learner without tokens or steps is absent, weight 0; nobody: all 0.
+  received the fragment. A learner without tokens or steps is absent, weight 0; if all are: all 0.
 
   >>> token_weights(steps=[4, 4, 2], tokens=[40, 40, 20]).tolist()  # the third made half the steps
   [0.4, 0.4, 0.2]
@@ -52,8 +52,8 @@ def bounded_shares(weights: np.ndarray, step_tokens: Sequence[int]) -> np.ndarra
   """Weights [M] of which none has more than half, or than its island earns if that is more.
 
   One learner says itself how many steps and tokens it has. Whatever it says, all others together
-  weigh as much, unless its island makes larger steps: then its share is at most that of one step of
-  everybody, `token_weights` of `step_tokens` [M], the tokens of one step of each learner's island.
+  weigh as much, unless its island makes larger steps: then its share is at most what one step of
+  each would give it: `token_weights` of `step_tokens` [M], the tokens of a step on each island.
 
   >>> bounded_shares(np.array([0.98, 0.01, 0.01]), step_tokens=[10, 10, 10]).round(3).tolist()
   [0.5, 0.25, 0.25]

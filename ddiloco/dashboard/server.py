@@ -138,8 +138,8 @@ def parse_fault(request: Request) -> Fault:
 
 POLL_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
-FRESH_SECONDS = 0.5  # a status is made anew when somebody asks and it is older than that
-BATCH_EVENTS = 500  # entered at once; whoever asks meanwhile waits for no more
+FRESH_SECONDS = 0.5  # a status is made anew on request if it is older than that
+BATCH_EVENTS = 500  # entered at once; a request waits for no more than these
 
 
 class RunFollower:
@@ -167,7 +167,7 @@ class RunFollower:
     ended(self._thread, CLOSE_SECONDS)
 
   def status(self) -> dict[str, Any]:
-    """How the run stands now, at most half a second old; nobody may change it."""
+    """How the run stands now, at most half a second old; it must not be changed."""
     with self._lock:
       now = time.monotonic()
       if self._status is None or now - self._status[0] >= FRESH_SECONDS:
@@ -217,7 +217,7 @@ class RunFollower:
       with self._lock:
         self._run.read(batch)
       self.health.beat()
-      if self._ended.wait(0.001):  # lets those in who ask
+      if self._ended.wait(0.001):  # lets requests in
         return
     reason = _reason(self.workdir)
     with self._lock:
@@ -239,7 +239,7 @@ def _started(workdir: Path) -> float | None:
 
 
 def _reason(workdir: Path) -> str:
-  """Why the run ended, as whoever left its result says; "" before that."""
+  """Why the run ended, as said beside its result; "" before that."""
   try:
     return str(json.loads((workdir / OUTCOME).read_text()).get("reason", ""))
   except (FileNotFoundError, NotADirectoryError, ValueError, AttributeError):

@@ -15,8 +15,8 @@ from ddiloco.observe.run_state import RunState
 from ddiloco.observe.style import clock_time, island_colour
 from ddiloco.protocol.events import parse_role
 
-LAG_SECONDS = 2 * FLUSH_SECONDS  # an event may be so old when it is read: nobody stalls by that
-SILENT_SECONDS = 60.0  # nothing new for so long: nobody is there who writes ...
+LAG_SECONDS = 2 * FLUSH_SECONDS  # an event may be so old when it is read: that is no stall
+SILENT_SECONDS = 60.0  # nothing new for so long: no role is there to write ...
 STARTING_SECONDS = 900.0  # ... or so long before the first step, which compiles
 OVER = {
   "finished": "The run is over: it merged all its tokens.",
@@ -175,7 +175,7 @@ def _curves(run: RunState) -> dict[str, Any]:
 
 
 def _shown(island: IslandState, run: str, seen: float) -> str:
-  """A run that is over has no running islands, and of a silent one nobody knows."""
+  """A run that is over has no running islands; those of a silent one are unknown."""
   if island.state == "left":
     return "left"
   if run == "over":

@@ -78,7 +78,7 @@ class Engine:
     self.workdir = workdir
     self.plan: Plan = initial.make_plan(config)
     self.leave = threading.Event()  # learners bring out what they have, and leave
-    self.stop = threading.Event()  # the same; where roles are threads, everybody ends at once
+    self.stop = threading.Event()  # the same; where roles are threads, all end at once
     self.steps: dict[int, int] = {}
     self._loss = loss
     self._listeners: Sequence[Listener] = ()
@@ -115,7 +115,7 @@ class Engine:
       self._plan()
       try:
         reason = self._watch()
-      except KeyboardInterrupt:  # a second one: nobody waits for what is not merged
+      except KeyboardInterrupt:  # a second one: work that is not merged is not waited for
         reason, self._drains = "stopped", False
       self._ending = True
       self._end(reason)
@@ -123,7 +123,7 @@ class Engine:
     return self._outcome(reason)
 
   def _say_started(self) -> None:
-    """All that whoever watches a run needs to know of it."""
+    """All that a reader of the log needs to know of the run."""
     config = self.config
     self._recorder.record(
       events.RunStarted(
@@ -156,7 +156,7 @@ class Engine:
     """Feeds what has become of roles since the last turn, beside those that are threads."""
 
   def _requested(self, fault: Fault) -> None:
-    """Somebody asks for a fault while the run goes on."""
+    """A fault was asked for while the run goes on."""
     raise NotImplementedError
 
   def _over(self) -> str | None:
@@ -285,7 +285,7 @@ class Engine:
   def _start_thread(
     self, name: str, incarnation: int, live: Callable[[int, Recorder], None]
   ) -> None:
-    """Starts a life, `live(incarnation, recorder)`; nobody else notices what it dies of."""
+    """Starts a life, `live(incarnation, recorder)`; what it dies of ends no other thread."""
     arguments = name, incarnation, live
     thread = threading.Thread(target=self._live, args=arguments, name=name, daemon=True)
     self._threads[name] = thread

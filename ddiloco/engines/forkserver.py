@@ -117,7 +117,7 @@ def _become(
 ) -> None:
   """Runs in the forked process, until the command's end."""
   setproctitle.setproctitle(" ".join(command))  # looks for its place beside the environment
-  os.setsid()  # Ctrl-C is for who started us, and told to us
+  os.setsid()  # Ctrl-C is for our parent, which tells us
   signal.signal(signal.SIGINT, signal.default_int_handler)
   signal.signal(signal.SIGTERM, signal.SIG_DFL)
   environment.take_over(variables)

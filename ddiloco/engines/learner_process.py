@@ -145,7 +145,7 @@ def _trained(state: LearnerState, config: Config) -> str:
 
 
 def _left(runner: RoleRunner, state: LearnerState) -> int:
-  """After the run nobody needs what is not merged; in the middle of it that is lost work."""
+  """Unmerged work is not needed after the run; in the middle of it, it is lost work."""
   unmerged = unmerged_tokens(state)
   if state.merged_tokens >= runner.config.run.total_tokens or not unmerged:
     runner.say(f"ends: {_trained(state, runner.config)}; nothing is lost")

@@ -191,7 +191,7 @@ class ProcessesEngine(Engine):
     return role is not None and role.exchange.state.merged_tokens >= self.config.run.total_tokens
 
   def _end(self, reason: str) -> None:
-    """Everybody leaves in good order: learners bring out their work while shards still merge it."""
+    """All roles leave in good order: learners bring out their work while shards still merge it."""
     try:
       for kind in ("learner-", "syncer-"):
         names = list(members(self._state, kind))

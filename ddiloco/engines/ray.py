@@ -6,7 +6,7 @@ actor holds the process of one role, and the supervisor tells it when to run.
 
 On a cluster, ddiloco must be installed on every node and workdir must be a directory that all of
 them share: the event logs and the keys (WORKDIR/keys, made here) are there. A shard stays on its
-node for good, since everybody knows its address: when that node is lost, so is the run.
+node for good, since all roles have its address: when that node is lost, so is the run.
 """
 
 from __future__ import annotations

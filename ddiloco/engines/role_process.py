@@ -65,7 +65,7 @@ def connect(
   incarnation: int,
   keys: Keys | None = None,
 ) -> NetworkEndpoint:
-  """A role's endpoint; it dials nobody yet."""
+  """A role's endpoint; it dials no peer yet."""
   run = RunIdentity(
     run_id=place.run_id,
     plan_id=initial.contract(config, plan),
@@ -122,7 +122,7 @@ class RoleRunner:
     self._said_stop = False
     self._failure = ""
     self._hurry = False
-    self._began = False  # the role listens for signals itself, or somebody may know of it
+    self._began = False  # the role listens for signals itself, or others may know of it
     self._outnumbered: Outnumbered | None = None
     self._waited = False  # for a newer life to fall silent
     self._heard: Heard | None = None
@@ -208,7 +208,7 @@ class RoleRunner:
     """`connect` as a shard, and on to the shards it shares copies with.
 
     Raises:
-      Ended: somebody else has the port.
+      Ended: another process has the port.
     """
     try:
       endpoint = self.connect()
@@ -266,7 +266,7 @@ class RoleRunner:
     """Whether a signal asked the role to end.
 
     Raises:
-      Ended: fenced, or nobody can be reached: nothing it does can reach the run any more.
+      Ended: fenced, or no shard can be reached: nothing it does can reach the run any more.
       Outnumbered: this life cannot go on, the role may.
     """
     self._began = True
@@ -282,7 +282,7 @@ class RoleRunner:
     return self._stop.wait(seconds)
 
   def say(self, text: str) -> None:
-    """One line for whoever watches this process, if anybody can."""
+    """One line on the terminal of this process, if it has one."""
     say(f"[{clock_time(time.time() - self.started)}] {self.address}: {text}")
 
   # --- beside it ----------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ class RoleRunner:
     self._stop.set()
 
   def _look(self) -> None:
-    """Whoever guards a role outlives whatever goes wrong in its own duties."""
+    """The guard of a role outlives all that goes wrong in its own duties."""
     guard = Guard(f"what looks after {self.address}")
     next_line = time.monotonic() + PROGRESS_SECONDS
     while not self._closing.wait(LOOK_SECONDS):
@@ -400,7 +400,7 @@ class RoleRunner:
       self.endpoint.wake()
 
   def _suffer(self) -> None:
-    """Faults inside this role that somebody asked for begin, or go on if they still last."""
+    """Faults inside this role that were asked for begin, or go on if they still last."""
     for when, fault in self._asked.poll():
       left = when + fault.seconds - time.time()
       if fault.role == self.address and fault.action in INSIDE and left > 0:

@@ -1,4 +1,4 @@
-"""Where a role runs, and that it ends with whoever started it. Knows no JAX."""
+"""Where a role runs, and that it ends with the process that started it. Knows no JAX."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PORTS = range(10_000, 32_000)  # below those the system gives to outgoing connec
 
 @dataclasses.dataclass(frozen=True)
 class RoleSpec:
-  """Where a role runs and whom it reaches: all that its process is told beside the config."""
+  """Where a role runs and the peers it reaches: all that its process is told beside the config."""
 
   workdir: Path
   run_id: str
@@ -85,7 +85,7 @@ def free_urls(count: int, host: str = "127.0.0.1") -> list[str]:
       try:
         held[-1].bind((host, port))
       except OSError:
-        continue  # somebody is there
+        continue  # it is taken
       urls.append(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
       if len(urls) == count:
         return urls
@@ -101,7 +101,7 @@ def free_urls(count: int, host: str = "127.0.0.1") -> list[str]:
 
 TAIL_BYTES = 1 << 20  # of a log: its role's newest lives
 WAIT_SECONDS = 3.0  # until a second look at who seems to be there: it may have died a moment ago
-HEARD_SECONDS = 2.5  # who was heard since then lives: a sign of life comes every second
+HEARD_SECONDS = 2.5  # a role heard since then lives: a sign of life comes every second
 
 
 class Outnumbered(Exception):
@@ -130,7 +130,7 @@ def another_life(
     after: the least number that would be let in if the newer life is over; 0: it is not.
     silent_seconds: since that was heard.
     patience_seconds: after which it is over.
-    waited: a while was waited already: whoever lives was heard in it.
+    waited: a while was waited already, in which a live one would have been heard.
   """
   if not after or (waited and silent_seconds < min(HEARD_SECONDS, patience_seconds)):
     return None
@@ -144,8 +144,8 @@ def another_life(
 def newest(workdir: Path, now: int, role: str = "*") -> int:
   """The greatest number that a role of this run, or any, has logged; -1 if there is none.
 
-  One that lies further ahead than anybody lets in was never let in, and need not be exceeded: a
-  clock that was wrong by more must not bind those that are right.
+  A number too far ahead to be let in was never let in, and need not be exceeded: a clock that was
+  wrong by more must not bind those that are right.
   """
   known = -1
   for path in (workdir / "events").glob(f"{role}.jsonl"):
@@ -164,7 +164,7 @@ def _numbers(path: Path) -> Iterable[int]:
       file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
       lines = file.read(TAIL_BYTES).split(b"\n")
   except OSError:
-    return  # what cannot be read binds nobody; others know it too
+    return  # what cannot be read is no bound; others know it too
   for line in lines:
     event = decode(line)
     if event is not None:

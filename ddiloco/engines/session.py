@@ -32,7 +32,7 @@ from ddiloco.training.evaluate import HeldoutLoss, generate, makes_text, refuse_
 from ddiloco.workdir import COMPILED, ISLANDS, OURS, OUTCOME, check, claim, held, saved_config
 
 EXIT_STATUS = {"finished": 0, "failed": 1, "stopped": 130}
-ENGINES = {  # imported when they are asked for: Ray is not everybody's
+ENGINES = {  # imported when they are asked for: Ray may not be installed
   "threads": ("ddiloco.engines.threads", "ThreadsEngine"),
   "processes": ("ddiloco.engines.processes", "ProcessesEngine"),
   "ray": ("ddiloco.engines.ray", "RayEngine"),

@@ -1,4 +1,4 @@
-"""How whoever runs a run hears that it should end, also while a compiler is at work."""
+"""How the process of a run hears that it should end, also while a compiler is at work."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ EARLIEST_SECONDS = 86_400  # before the run began by this host's clock: rounds o
 def run_syncer(config: Config, shard: int, place: RoleSpec) -> int:
   """Owns its fragments until all of them are done and every learner has left, or SIGTERM.
 
-  A restarted shard gets its fragments from its buddy; what nobody has any more is lost, said, and
-  the exit status tells.
+  A restarted shard gets its fragments from its buddy; a fragment that no role has any more is lost,
+  which is said and sets the exit status.
   """
   check_spec(config, place)
   if not 0 <= shard < config.sync.num_shards:

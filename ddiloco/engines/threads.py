@@ -127,7 +127,7 @@ class ThreadsEngine(Engine):
     self._seed(self._first)
 
   def _start_after(self, incarnation: int) -> None:
-    """The run goes on: nobody may pass for who was here before."""
+    """The run goes on: no new life may pass for one of before."""
     now = max(self._first_incarnation, handshake.seconds_since_2020())
     self._first_incarnation = role_spec.above(now, [incarnation])
 
@@ -159,7 +159,7 @@ class ThreadsEngine(Engine):
     else:
       beginning = ResumeState(new)
       if incarnation:
-        island.load(self._first)  # nobody else has what it had learned
+        island.load(self._first)  # no other role has what it had learned
     endpoint, saver = self._connect(name, faults), self._saver(recorder, faults)
     batches = self._streams[m].iterate
     runtime = Runtime(endpoint, recorder, saver)

@@ -85,7 +85,7 @@ def simulate(
   Args:
     config: the run's.
     setting: how fast everything is.
-    workdir: gets the events, for dashboard and report; None: nobody.
+    workdir: gets the events, for dashboard and report; None: they are not kept.
     overwrite: replace a run that is there.
     most_seconds: of virtual time.
 

@@ -100,7 +100,7 @@ def splash_attention(
     interpret=interpret,
   )
 
-  # Positions that fill the last block come after all others: nobody sees them, nobody reads them.
+  # Positions that pad the last block come after all others: no query sees them, none is read.
   def fill(x: jax.Array) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, 0), (0, padded - t), (0, 0))) if padded > t else x
 

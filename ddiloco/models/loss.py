@@ -27,7 +27,7 @@ def cross_entropy_in_chunks(
 ) -> jax.Array:
   """`cross_entropy` of the logits x @ table.T, of which only a part exists at any time.
 
-  Chunk i of C has the rows of the table that are i modulo C, so that whoever has some rows has as
+  Chunk i of C has the rows of the table that are i modulo C, so that a device with some rows has as
   many of each chunk. Of a chunk's logits a running softmax keeps three numbers a token; the
   backward pass computes them again. Each chunk of the table is gathered by itself.
 

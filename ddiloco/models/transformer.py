@@ -221,7 +221,7 @@ def shapes(model: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def init(model: ModelConfig, key: jax.Array) -> dict[str, jax.Array]:
-  """Fresh parameters, a pure function of `key`; under jit, XLA drops the leaves nobody asks for."""
+  """Fresh parameters, a pure function of `key`; under jit, XLA drops the unused leaves."""
   return language_model(model).init(key)
 
 
@@ -248,7 +248,7 @@ def apply(
     tokens_BxT: integer token ids.
     execution: how devices compute it; by default one device and the reference path. Its layout
       knows the logical axes "batch", "copies" (a batch that "embed" is cut instead of), "time",
-      "heads", "kv_heads", "mlp", "experts", "vocab", "embed", or None: nobody should split it.
+      "heads", "kv_heads", "mlp", "experts", "vocab", "embed", or None: not to be split.
 
   Returns:
     logits (B, T, V) f32, and the load-balance loss averaged over layers (scalar f32, not yet

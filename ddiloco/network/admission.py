@@ -1,8 +1,8 @@
-"""The listening side of a network endpoint: who comes in, who stays, who is cut off.
+"""The listening side of a network endpoint: which peers come in, stay and are cut off.
 
-A connection is nobody's until its first frame says whose it is. With keys, that must be who the key
-belongs to, and the key must be listed for as long as the peer is here: removing it from the folder
-ends the connection, not only the next one.
+A connection has no known peer until its first frame names one. With keys, that must be the owner of
+its key, and the key must stay listed while the peer is connected: removing it from the folder ends
+the connection, not only the next one.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ KEYS_A_LOOK = 100  # each is a file to read
 COMERS_A_TURN = 64
 BACKLOG = 1024  # many learners may come at once; the system has a limit of its own
 # Each connection costs a descriptor; when there are none left, no file opens and no member comes
-# in. So this process may have as many as the system allows, and strangers a quarter of them: who
-# has not shown to be somebody after a while, or is one too many of those, is cut off.
-STRANGER_SECONDS = 60.0  # until a connection must be somebody's
+# in. So this process may have as many as the system allows, and strangers (connections without a
+# known peer) a quarter of them. A stranger that takes too long, or is one too many, is cut off.
+STRANGER_SECONDS = 60.0  # until a connection must have a known peer
 MOST_STRANGERS = 1024
 MOST_DESCRIPTORS = 10_240  # where the system names no limit, or one that it does not keep
 
@@ -72,7 +72,7 @@ def bind(url: str) -> tuple[socket.socket, str]:
 
 
 class Admission:
-  """Everybody who dialed us, and the owner of connections that are nobody's yet.
+  """The peers that dialed us, and the owner of connections whose peer is not known yet.
 
   Only the endpoint's thread for control uses it.
 
@@ -80,7 +80,7 @@ class Admission:
     run: the run it belongs to.
     counters: the endpoint's.
     keys: of this role; None: without.
-    caretaker: who looks after the peers.
+    caretaker: looks after the peers.
     answer: our own greeting.
     place: finds a thread for a connection for fragments.
     give_up: forgets what waits for a peer that is gone.
@@ -100,7 +100,7 @@ class Admission:
     self._run, self._counters, self._keys, self._caretaker = run, counters, keys, caretaker
     self._answer, self._place, self._give_up = answer, place, give_up
     self._by_session: dict[bytes, Accepted] = {}
-    self._strangers: dict[FrameSocket, float] = {}  # since when they are nobody's, oldest first
+    self._strangers: dict[FrameSocket, float] = {}  # since when, oldest first
     self._sent_off: set[FrameSocket] = set()  # of these, those that are counted already
     self._most = 0  # of them
     self._listener: socket.socket | None = None
@@ -117,7 +117,7 @@ class Admission:
     return bound
 
   def close(self) -> None:
-    """Nobody comes in any more."""
+    """Accepts no more connections."""
     if self._listener is not None and self._thread is not None:
       self._thread.listen(self._listener, None)
       self._listener.close()
@@ -140,7 +140,7 @@ class Admission:
     self._cut_off(now)
 
   def _cut_off(self, now: float) -> None:
-    """Ends the connections that were nobody's for too long, and the oldest that are too many."""
+    """Ends strangers' connections that are too old, and the oldest that are too many."""
     too_many = len(self._strangers) - self._most
     for number, (wire, since) in enumerate([*self._strangers.items()]):
       if number >= too_many and now - since <= STRANGER_SECONDS:
@@ -238,7 +238,7 @@ class Admission:
   # --- from time to time --------------------------------------------------------------------------
 
   def look(self, now: float) -> None:
-    """Once a second: cuts off whose key is not listed any more, and who has not said who it is."""
+    """Once a second: cuts off peers whose key is not listed any more, and late strangers."""
     if self._listener is None or now < self._look_at:
       return
     self._look_at = now + LOOK_SECONDS

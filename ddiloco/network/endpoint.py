@@ -1,10 +1,10 @@
 """The network transport: the contract of `network.transport` between processes, over TCP and TLS.
 
-Syncer shards listen, everybody dials them: one connection for control, and some for fragments, so
+Syncer shards listen, all other roles dial them: one connection for control, some for fragments, so
 that control never queues behind bulk. With keys each of them is TLS 1.3.
 
-  endpoint.py    what a role sees: queues in, queues out; who is reached, and signs of life
-  admission.py   who dialed us: let in, looked at again, cut off; handshake.py: who may speak
+  endpoint.py    what a role sees: queues in, queues out; reachable peers, and signs of life
+  admission.py   peers that dialed us: let in, checked again, cut off; handshake.py: the rules
   peers.py       one far end each: what waits for it, and what arrives
   io_thread.py   threads that own connections, and whole frames over one
   frames.py      what the two ends say to each other; keys.py: the keys
@@ -51,7 +51,7 @@ class NetworkEndpoint:
   """One role's connection to the others.
 
   Args:
-    address: who this is, e.g. "learner-3".
+    address: of this role, e.g. "learner-3".
     incarnation: of this role; a greater one fences a smaller one.
     run: the run it belongs to.
     settings: sizes and timeouts.
@@ -227,7 +227,7 @@ class NetworkEndpoint:
     self._tend_at, peer = 0.0, channel.peer
     channel.detach()
     if channel.number == CONTROL and peer.state == "up":
-      peer.down("its connection broke")  # whoever is at the url now may be another one
+      peer.down("its connection broke")  # another peer may be at the url now
     elif channel.number == CONTROL and peer.state == "connecting" and isinstance(peer, Dialed):
       refused = isinstance(error, ssl.SSLError) and "ALERT" in str(error.reason)
       if refused:  # the far end looks at our key when the handshake is over for us
@@ -316,7 +316,7 @@ class NetworkEndpoint:
       self._forget(peer, f"has moved to {url}")
 
   def _forget(self, peer: Dialed, reason: str) -> None:
-    """Whoever answers the next greeting may be another one."""
+    """Another peer may answer the next greeting."""
     peer.down(reason)
     peer.hang_up()
     for channel in peer.channels:

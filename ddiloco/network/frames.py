@@ -34,14 +34,14 @@ class Greeting:
   address: Text
   incarnation: Count
   session: Session  # random, of this endpoint
-  streams: Count  # connections for fragments that whoever dials makes
+  streams: Count  # connections for fragments that the dialing side makes
 
 
 @dataclasses.dataclass(frozen=True)
 class Attach:
   """I belong to a session: the first frame of a connection for fragments."""
 
-  session: Session  # of who dials
+  session: Session  # of the dialing side
   stream: Count  # which of its connections
 
 

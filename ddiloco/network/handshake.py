@@ -24,7 +24,7 @@ class RunIdentity:
 
 
 class Newer(Protocol):
-  """A peer with a greater incarnation than who wants its address."""
+  """A peer with a greater incarnation than the one that asks for its address."""
 
   incarnation: int
   heard_at: float
@@ -59,7 +59,7 @@ def objection(
   Args:
     run: this side's.
     greeting: what the far end says.
-    owner: whom the key of its connection belongs to; None: without keys.
+    owner: the role that the key of its connection belongs to; None: without keys.
     known: session and incarnation that have its address already.
   """
   address, number = greeting.address, greeting.incarnation

@@ -22,17 +22,17 @@ from ddiloco.network.pacing import Pacer
 from ddiloco.protocol.wire import MalformedMessage
 
 TURN_SECONDS = 0.2  # between two looks at the clock, when nothing happens
-READS_A_TURN = 512  # of one connection; then it is somebody else's turn,
+READS_A_TURN = 512  # of one connection; then it is another one's turn,
 BYTES_A_TURN = 1 << 20  # and at most about so many bytes each way
-CALL_BYTES = 1 << 18  # in one call: while it encrypts these, nobody waits for Python's lock
+CALL_BYTES = 1 << 18  # in one call: while it encrypts these, it does not hold Python's lock
 UNSENT_BYTES = 1 << 19  # in the kernel and not under way yet: what waits longer waits here
-STRANGER_FRAME_BYTES = 1 << 16  # nobody's frames are longer until it is known whose they are
-SCRATCH = memoryview(bytearray(1 << 16))  # what nobody wants is read into this
+STRANGER_FRAME_BYTES = 1 << 16  # no frame is longer until its sender is known
+SCRATCH = memoryview(bytearray(1 << 16))  # unwanted payloads are read into this
 NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class Forget(Exception):
-  """A payload that nobody wants any more: it is read, and that is all."""
+  """A payload that is not wanted any more: it is read, and dropped."""
 
 
 class Parcel(NamedTuple):
@@ -55,8 +55,8 @@ class FrameSocket:
   Args:
     connected: the socket.
     owner: whom it is for, at first.
-    context: shows and asks for keys, as the accepting side; None: that has been done, or nobody has
-      keys.
+    context: shows and asks for keys, as the accepting side; None: that has been done, or there are
+      no keys.
   """
 
   def __init__(self, connected: socket.socket, owner: Any, context: ssl.SSLContext | None = None):
@@ -295,7 +295,7 @@ class IoThread:
       self._wake_in.send(b"!")
 
   def listen(self, listener: socket.socket, accept: Callable[[], None] | None) -> None:
-    """Calls `accept` whenever somebody connects; None: not any more."""
+    """Calls `accept` at each new connection; None: not any more."""
     if accept is not None:
       self._selector.register(listener, selectors.EVENT_READ, accept)
     else:

@@ -1,10 +1,10 @@
 """Who may speak: the keys of a role, and the TLS contexts in which it shows and asks for them.
 
-Whoever is listed in DIR/public may come in, as that role. Adding a file there lets somebody in
-while the run goes on; removing it shuts them out within seconds.
+The owner of a key listed in DIR/public may come in, as that role. Adding a file there lets a role
+in while the run goes on; removing the file shuts it out within seconds.
 
-A key is an Ed25519 key with a certificate that it has signed itself. Nobody vouches for anybody:
-what counts is that a certificate is, byte for byte, the one that is listed for a role.
+A key is an Ed25519 key with a certificate that it has signed itself. There is no certificate
+authority: a certificate counts if it is, byte for byte, the one that is listed for a role.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ddiloco.checks import ConfigError, require
 from ddiloco.network.transport import EVALUATOR_ADDRESS, learner_address, syncer_address
 
 # --- Key files of the roles: what `ddiloco keys` makes, and reading it without trust
-# DIR/public/NAME.key           on every host: whom to let in, and whom one expects to meet
+# DIR/public/NAME.key           on every host: the roles to let in, and those to expect
 # DIR/secret/NAME.key_secret    only on the host of that role, readable by its owner only
 #
 # NAME is the role's: learner-3, syncer-0, evaluator. Both are PEM: the certificate, and in the
@@ -101,7 +101,7 @@ def _make(folder: Path, address: str) -> bool:
 
 def _new_pair(address: str) -> bytes:
   """A private key and its certificate, PEM."""
-  from cryptography import x509  # only who makes keys needs it
+  from cryptography import x509  # only making keys needs it
   from cryptography.hazmat.primitives import serialization
   from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -164,7 +164,7 @@ def _parse(path: Path) -> tuple[bytes, bytes | None]:
 
 
 def _context(protocol: int, trusted: list[bytes]) -> ssl.SSLContext:
-  """TLS 1.3 with whoever has one of these certificates, DER, and nobody else."""
+  """TLS 1.3 with the owners of these certificates, DER, and no other peer."""
   context = ssl.SSLContext(protocol)
   context.minimum_version = ssl.TLSVersion.TLSv1_3
   context.check_hostname = False  # certificates name roles, not hosts
@@ -194,7 +194,7 @@ def read_public(folder: Path) -> tuple[dict[bytes, str], list[str]]:
   return {key: address for key, address in owners.items() if key not in twice}, problems
 
 
-# --- Who is who
+# --- Which key is whose
 
 REREAD_SECONDS = 1.0  # strangers cannot make the folder be read more often
 _URL = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
@@ -202,7 +202,7 @@ _URL = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 
 @dataclasses.dataclass(frozen=True)
 class Keys:
-  """The key of one role, and those of everybody it may meet.
+  """The key of one role, and those of all roles it may meet.
 
   Attributes:
     folder: of the files.
@@ -244,14 +244,14 @@ class Keys:
     return read(public_file(self.folder, peer))[0]
 
   def owner(self, certificate: bytes) -> str | None:
-    """Whose key this is, "learner-3", as the folder says now; None: nobody's."""
+    """Whose key this is, "learner-3", as the folder says now; None: of no role."""
     return self._listed.owner(certificate)
 
   def withdrawn(self, address: str, certificate: bytes) -> bool:
     """Whether the folder lists this key as that of `address` no more.
 
     A folder that is away as a whole, or a file that cannot be read now, withdraws nothing: it shuts
-    out who comes, but a disk that is away for a moment must not end a run.
+    out newcomers, but a disk that is away for a moment must not end a run.
     """
     path = public_file(self.folder, address)
     try:
@@ -260,12 +260,12 @@ class Keys:
       return path.parent.is_dir() and not path.exists()
 
   def context(self) -> ssl.SSLContext:
-    """To accept connections with: from whoever is listed, `owner` says who that is. OSError: a
+    """To accept connections with: takes every listed key; `owner` says whose one is. OSError: a
     file cannot be read now."""
     return self._listed.context()
 
   def context_to(self, certificate: bytes) -> ssl.SSLContext:
-    """To dial with: speaks as this role, to the shard with this certificate and nobody else."""
+    """To dial with: speaks as this role, and only to the shard with this certificate."""
     context = _context(ssl.PROTOCOL_TLS_CLIENT, [certificate])
     _show(context, secret_file(self.folder, self.address))
     return context
@@ -321,7 +321,7 @@ class _Listed:
     self._read_at = time.monotonic()
     stamp = self._look()
     try:
-      self._owners, _ = read_public(self._folder)  # what is damaged there is nobody's key
+      self._owners, _ = read_public(self._folder)  # a damaged file is no role's key
     except OSError:  # no disk or no descriptor now: it is read again for the next one
       return False
     self._stamp, self._context = stamp, None

@@ -44,7 +44,7 @@ class Channel:
   def __init__(self, peer: Peer, number: int):
     self.peer, self.number = peer, number
     self.wire: FrameSocket | None = None  # the connection at present
-    self.dialing = False  # somebody tries to make one
+    self.dialing = False  # a thread tries to make one
     self.attempts = 0  # in a row, in vain
     self.next_at = 0.0  # the next attempt
     self.answer_until = 0.0  # or else it is made anew
@@ -152,7 +152,7 @@ class Peer:
     address: whose.
     run: the run it belongs to.
     streams: connections for fragments.
-    caretaker: who looks after it.
+    caretaker: looks after it.
   """
 
   def __init__(self, address: str, run: RunIdentity, streams: int, caretaker: NetworkEndpoint):
@@ -264,8 +264,8 @@ class Accepted(Peer):
 
 
 class BufferPool:
-  """Memory that payloads arrive in. What nobody holds any more is used again: the first touch of
-  fresh memory may take longer than receiving what goes there."""
+  """Memory that payloads arrive in. Memory without a reference left is used again: the first touch
+  of fresh memory may take longer than receiving what goes there."""
 
   def __init__(self) -> None:
     self._free: collections.deque[tuple[float, np.ndarray]] = collections.deque()  # since when

@@ -3,11 +3,11 @@
 The contract (`tests/network/test_transport.py` runs it over every transport):
 - `send` never blocks and never fails because of the peer; what cannot be delivered is counted.
 - Control never queues behind bulk (pushes and publishes); each of the two keeps its order.
-- What one peer sends holds up nobody else's messages, and waits within bounds; what is too much is
+- Messages of one peer do not hold up those of another. They wait within bounds; the excess is
   dropped and counted.
 - A newer connection under the same address fences the older one.
 - Malformed frames, and those in another sender's name, are dropped, counted, and change nothing.
-- Payloads are passed on without a copy where possible; nobody writes into one that was sent.
+- Payloads are passed on without a copy where possible; a sent payload is never written to.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def open_frame(
   """The message in a frame that came from this incarnation of `sender` (None: any).
 
   Raises:
-    MalformedMessage: it is none of this run (run id, plan id), or in somebody else's name.
+    MalformedMessage: it is of another run (run id, plan id), or in another sender's name.
   """
   message = wire.decode(header, payload, *run)
   if claimed_sender(message) != sender:
@@ -85,8 +85,8 @@ class Counters:
   sent_bytes: int = 0
   received_bytes: int = 0
   payload_bytes: int = 0  # of both together, what is fragments and not framing or control
-  undelivered: int = 0  # nobody there, or its queue was full
-  malformed: int = 0  # not a frame of this run, or in somebody else's name
+  undelivered: int = 0  # no receiver there, or its queue was full
+  malformed: int = 0  # not a frame of this run, or in another sender's name
   overflowed: int = 0  # arrived while too much of the same sender was waiting
   refused: int = 0  # connections turned away: no listed key, another run, fenced, not our protocol
   resent: int = 0  # parts of fragments that left again, since their connection had broken
@@ -123,7 +123,7 @@ class Endpoint(Protocol):
 class Inbox:
   """What has arrived at an endpoint and waits for its role.
 
-  Every sender has a queue of its own, bounded, and they take turns: whoever sends without end
+  Every sender has a bounded queue of its own, and they take turns: a sender that never stops
   fills its own queue and costs each of the others one turn. Control goes before bulk, but one bulk
   message after `BULK_AFTER` of control: a flood of control must not hold up pushes for ever.
   Of a learner's reports only the newest waits; it says all that those before it said.
@@ -247,7 +247,7 @@ class _Frame:
   payload: messages.Payload
   size: int
   at: float  # when it arrived
-  incarnation: int | None  # of who sent it, as it has greeted us
+  incarnation: int | None  # of its sender, as in its greeting
   taken: Callable[[], None]
 
 
@@ -335,7 +335,7 @@ class Hub:
     self._lock = threading.Lock()
 
   def connect(self, address: str) -> QueueEndpoint:
-    """Opens `address`; whoever had it before is cut off."""
+    """Opens `address`; an endpoint that had it before is cut off."""
     endpoint = QueueEndpoint(self, address)
     with self._lock:
       old = self._endpoints.get(address)

@@ -33,7 +33,7 @@ TEXT = "text/plain; charset=utf-8"
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-  """What somebody asks. `path` is without the query; neither is decoded."""
+  """One request of a client. `path` is without the query; neither is decoded."""
 
   method: str  # GET (also for HEAD) or POST
   path: str
@@ -178,7 +178,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     self._answer(Answer(code, http.HTTPStatus(code).phrase + "\n"))
 
   def log_message(self, format, *args) -> None:
-    """Probes come every few seconds; nobody wants to read that."""
+    """Logs nothing: probes come every few seconds."""
 
   def version_string(self) -> str:
     return "ddiloco"
@@ -231,7 +231,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 # /status   JSON, for people and scripts
 #
 # The answers are given by threads of their own from a few attributes, without a lock the role could
-# wait for. Whoever can reach the port may read; nothing can be changed through it.
+# wait for. Every client that reaches the port may read; nothing can be changed through it.
 
 LIVE_SECONDS = 60.0  # without a beat, at least; more where ten steps take longer
 START_SECONDS = 3600.0  # until the first beat: reading data, compiling

@@ -279,7 +279,7 @@ class EventLog(list[Event]):
 
 
 class EventStream:
-  """The events in some stretches of log files, by time, read while somebody iterates over them.
+  """The events in some stretches of log files, by time, read as they are iterated over.
 
   Memory is bounded by the number of roles, not by the length of the run. A role's own order
   survives but where its clock was set back. `torn_lines` counts what could not be read so far.
@@ -372,7 +372,7 @@ class Follower:
   """Reads WORKDIR/events/*.jsonl as they grow: each whole line once, also of files that are new.
 
   A line is read when its end is there; what a kill has torn is counted in `torn_lines` as soon as
-  somebody writes after it. A file that shrank was replaced, and is read from its start.
+  more is written after it. A file that shrank was replaced, and is read from its start.
 
   Raises:
     ConfigError: a log that is there already is of another format.
@@ -405,7 +405,7 @@ class Follower:
   def _new(self) -> list[tuple[Path, int, int]]:
     """Where there are new lines: (file, first byte, end)."""
     found = []
-    # shards before learners: whoever reads of a commit also reads of the pushes in it
+    # shards before learners: so a commit is never read without the pushes in it
     for path in sorted(self._folder.glob("*.jsonl"), reverse=True):
       try:
         size = path.stat().st_size

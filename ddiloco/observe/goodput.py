@@ -4,7 +4,7 @@ Goodput is the share of allocated chip time that was spent on inner steps whose 
 global model. A step's work is in it fragment by fragment: of P fragments, each that merged the step
 counts for 1/P of its seconds. The global model is the chain of rounds behind every fragment's
 newest value, so what a restored shard has rolled back counts no longer, and counts again if it is
-recalled. Where nobody syncs (no shards), a step counts until a later life of its island does it
+recalled. Without shards, a step counts until a later life of its island does it
 again.
 
 Every other second has one of these causes; they and the useful ones add up to all allocated time.
@@ -79,12 +79,12 @@ class Ledger:
     self._exact_steps, self._chain_gains = exact_steps, chain_gains
     self._islands: dict[int, IslandAccount] = {}
     self.chains: dict[int, Chain] = collections.defaultdict(Chain)
-    self._fragments = 0  # 0: nobody syncs
+    self._fragments = 0  # 0: there is no sync
     self._commits = 0
     self._gaps: list[tuple[float, float]] = []  # the newest times without any training ...
     self._idle = 0.0  # ... and the seconds of all before them, since the first step
     self._first = math.nan  # when the first step began
-    self._covered = math.nan  # up to here somebody trained, but for the gaps
+    self._covered = math.nan  # up to here an island trained, but for the gaps
     self._now = 0.0
     self._ended = False
 
@@ -157,7 +157,7 @@ class Ledger:
     return 1.0 - idle / (end - start) if end > start else 1.0
 
   def _trained(self, start: float, end: float) -> None:
-    """Somebody trained from `start` to `end`, times that only grow at their ends."""
+    """An island trained from `start` to `end`, times that only grow at their ends."""
     if math.isnan(self._covered):
       self._first = self._covered = start
     left = []
@@ -177,7 +177,7 @@ class Ledger:
     self._fragments = event.num_fragments if event.num_shards else 0
     for m in range(event.num_learners):
       island = self._at(m, event.time)
-      if island.lives:  # the run was killed as a whole, and goes on: nobody saw when it died
+      if island.lives:  # the whole run was killed, and goes on: its death was not logged
         island.spend(event.time, "down")
         island.phase = "rejoin"
 
@@ -191,7 +191,7 @@ class Ledger:
   def _on_started(self, event: events.Started) -> None:
     island = self._island(event.role, event.time)
     if island is not None:
-      if island.phase == "training":  # nobody saw it die
+      if island.phase == "training":  # its death was not logged
         island.spend(event.time, "down")
       island.begin(event.time, max(1, event.devices))
 

@@ -133,7 +133,7 @@ class IslandAccount:
     self.since = max(self.since, until)
 
   def _spend(self, seconds: float, cause: str) -> None:
-    if not cause:  # nobody pays for its chips
+    if not cause:  # its chips are not allocated
       return
     self.allocated_seconds += seconds
     if not self.chips:

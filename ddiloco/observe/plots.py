@@ -50,7 +50,7 @@ _STYLE: Mapping[str, Any] = {
 
 @contextmanager
 def styled() -> Iterator[None]:
-  """Every figure of the report is made inside this: its look, and nobody else's settings."""
+  """Every figure of the report is made inside this: its look, free of other settings."""
   import matplotlib
 
   with matplotlib.rc_context():

@@ -100,7 +100,7 @@ class RunState:
 
   @property
   def tokens_done(self) -> float:
-    """Merged tokens, the mean over fragments; where nobody syncs, the tokens trained."""
+    """Merged tokens, the mean over fragments; without shards, the tokens trained."""
     if not self.num_shards:
       return float(sum(island.tokens for island in self.islands.values()))
     return sum(self.merged_tokens.values()) / max(1, self.num_fragments, len(self.merged_tokens))

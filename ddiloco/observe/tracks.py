@@ -133,7 +133,7 @@ KILL_WINDOW_SECONDS = 30.0  # a kill is looked at for so long if the killed one 
 MOST_KILLS = 200
 MOST_WATCHED = 32  # at once; of more the oldest are taken as they are
 _HITS = (Fault, Exit, Restart, Started)  # what makes an island no witness of another's kill
-_OF_TARGETS = (Fault, Exit, Restart)  # whoever the engine says something of
+_OF_TARGETS = (Fault, Exit, Restart)  # what the engine says of another role
 _DOWN = ("kill", "stall", "exit", "restart", "started")  # the last that was said of one
 
 
@@ -159,7 +159,7 @@ class Watch:
   def __init__(self, kill: Kill, witnesses: set[int]):
     self.kill = kill
     self.hit: dict[int, float] = {}  # witnesses that something struck later, and when first
-    # The longest pause that began before a moment: the window's end if nobody comes back, any.
+    # The longest pause that began before a moment: the window's end if no role comes back, any.
     self.soon = dict.fromkeys(witnesses, 0.0)
     self.late = dict.fromkeys(witnesses, 0.0)
     self._past: set[int] = set()  # witnesses that have made a step that began after the window
@@ -348,7 +348,7 @@ def lost_rounds(events: Iterable[Event]) -> list[tuple[int, int]]:
 
 
 def unplanned(events: Sequence[Event]) -> list[Exit | Crash]:
-  """Crashes, and exits that no fault of that role explains: nobody may die of another's fault.
+  """Crashes, and exits that no fault of that role explains: none may die of another's fault.
 
   A kill explains its exit, and poison that a learner was quarantined.
   """

@@ -24,7 +24,8 @@ from ddiloco.protocol.messages import ForwardMoments, Message, Moments, Publish,
 class Tick:
   """Time has passed, and all that has arrived is taken in.
 
-  Taking it in may have lasted; what came meanwhile is not heard yet, and nobody was silent then.
+  Taking it in may have lasted. Messages that came meanwhile are not heard yet, so that time does
+  not count as silence.
   """
 
   now: float

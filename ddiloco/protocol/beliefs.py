@@ -63,7 +63,7 @@ def raised_global_step(
   Args:
     beliefs: as they were.
     global_step: as it was.
-    learner: who says so.
+    learner: that reports it.
     claim: what this learner says.
     now: seconds.
     most_steps: of the whole run.
@@ -162,8 +162,8 @@ def counted_steps(steps: int, sync: SyncConfig) -> int:
 def worth_steps(steps: int, sync: SyncConfig) -> float:
   """The steps of a push that its weight goes by, up to a few sync periods.
 
-  Beyond them each further step makes all of it staler: work of so many times as many steps weighs
-  as many times less. An island that was away for long is heard, and moves nobody far.
+  Beyond them each further step makes the whole push staler: k times as many steps weigh k times
+  less. An island that was away for long is merged, but moves the global model little.
 
   >>> sync = SyncConfig(sync_period=10)
   >>> [worth_steps(steps, sync) for steps in (10, 30, 60, 3000)]

@@ -32,7 +32,7 @@ def join(vector_clock: VectorClock, other: VectorClock) -> VectorClock:
 
 
 def violations(snapshot: Mapping[int, VectorClock]) -> list[tuple[int, int]]:
-  """(who, whom): `who` had heard of something that `whom` did only after its capture.
+  """(who, whom): `who` had heard of an act of `whom` from after `whom`'s capture.
 
   `snapshot` has what each participant had heard, by key. Empty: the snapshot is consistent.
   """

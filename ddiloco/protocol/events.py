@@ -129,7 +129,7 @@ class Traffic(Event, frozen=True, kw_only=True):
 
 
 class Crash(Event, frozen=True, kw_only=True):
-  """An exception nobody expected ends the incarnation."""
+  """An unexpected exception ends the incarnation."""
 
   trace: str
 
@@ -398,7 +398,7 @@ class Unevaluated(Event, frozen=True, kw_only=True):
   reason: str
 
 
-# --- the engine, or whoever starts and watches the roles ------------------------------------------
+# --- the engine, or another supervisor of the roles -----------------------------------------------
 
 
 class RunStarted(Event, frozen=True, kw_only=True):

@@ -1,8 +1,8 @@
 """What a learner decides: joining, answering pulls, applying published versions. PURE.
 
-Read with `roles/learner.py`, which performs the actions. A learner never waits for anybody once
-it has joined, unless `sync.blocking` asks for lock-step. The evaluator is a learner that does not
-train: it only ever receives.
+Read with `roles/learner.py`, which performs the actions. A learner never waits for another role
+once it has joined, unless `sync.blocking` asks for lock-step. The evaluator is a learner that does
+not train: it only ever receives.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def on_message(
 
 
 def _capture(state: LearnerState, message: Message) -> tuple[LearnerState, list[LearnerAction]]:
-  """Whoever hears of a newer snapshot captures its state before it takes that message in.
+  """A role that hears of a newer snapshot captures its state before it takes that message in.
 
   So nothing that came after the sender's capture is in mine (Lai and Yang 1987): the marker rides
   on the messages. What is under way at the capture counts as lost; the protocol sends it again.
@@ -135,7 +135,7 @@ def _on_welcome(
     return replace(f, fresh=f.fresh or has)
 
   fragments = tuple(compared(p, f) for p, f in enumerate(state.fragments))
-  # In lock-step who has missed something hears the global step with that.
+  # In lock-step a learner that missed a version hears the global step with it.
   global_step = state.global_step if sync.blocking else max(state.global_step, welcome.global_step)
   return replace(state, fragments=fragments, global_step=global_step), []
 
@@ -211,7 +211,7 @@ def _on_publish(
     # A push has been merged that I do not remember: I am back with what was captured once, or a
     # shard is back with a value that it had lost. My progress is in the new version already.
     mode = "overwrite"
-  # In lock-step everybody keeps count for itself, from 0 if nothing was missed.
+  # In lock-step every learner keeps count for itself, from 0 if nothing was missed.
   counts = sync.blocking and (state.joined or included or publish.round == INITIAL)
   global_step = state.global_step if counts else max(state.global_step, publish.global_step)
   vector_clock = causality.join(
@@ -341,7 +341,7 @@ def waiting_for(state: LearnerState, sync: SyncConfig) -> str:
   """Lock-step only: why the next step must not start yet, or ''."""
   for p, f in enumerate(state.fragments):
     if f.merged_tokens >= state.target_tokens:
-      continue  # complete: nobody asks for it any more
+      continue  # complete: it is not pulled any more
     sent = f.outstanding or next((i.merged for i in f.incoming if i.merged), None)
     if sent is not None and state.step - sent.at_step >= sync.overlap_steps:
       return f"fragment {p}: its new version"

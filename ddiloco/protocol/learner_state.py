@@ -66,10 +66,10 @@ class LearnerState:
   incarnation: int
   shards: tuple[ShardView, ...]
   fragments: tuple[LearnerFragment, ...]
-  target_tokens: int  # merged by everybody; without shards: trained by me
+  target_tokens: int  # merged from all learners; without shards: trained by me
   trains: bool = True
   step: int = 0  # mine, in this incarnation
-  global_step: int = 0  # of the learner that has come furthest
+  global_step: int = 0  # of the most advanced learner
   trained_tokens: int = 0
   step_seconds: float = 0.0
   snapshot: int = 0  # the newest heard of; my state is captured for it

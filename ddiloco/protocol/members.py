@@ -232,7 +232,7 @@ def _born(state: SyncerState) -> int:
 def _compared(
   state: SyncerState, rounds: tuple[int, ...], versions: tuple[int, ...]
 ) -> tuple[int, ...]:
-  """The versions somebody has, in this shard's numbers: what another past made counts as old."""
+  """A member's versions in this shard's numbers: a version from another past counts as old."""
   return tuple(
     f.version if r == f.last_round else min(v, f.version - 1)
     for r, v, f in zip(rounds, versions, state.fragments)
@@ -292,7 +292,7 @@ def _on_value(
   state = replace(
     set_fragment(state, i, f), recalls=recalls, began=began, vector_clock=vector_clock
   )
-  for learner, m in state.members.items():  # who has it says so; the others get it after a while
+  for learner, m in state.members.items():  # one that has it says so; others get it after a while
     m = replace(
       m,
       versions=put(m.versions, i, -1),
@@ -355,7 +355,7 @@ def _catch_up(
 def lose_silent(
   state: SyncerState, now: float, sync: SyncConfig
 ) -> tuple[SyncerState, list[SyncerAction]]:
-  """Looks only when somebody may be: members are many, and messages too."""
+  """Looks only when a member may be silent: members are many, and so are messages."""
   actions: list[SyncerAction] = []
   if now < state.silent_at:
     return state, actions

@@ -105,7 +105,7 @@ class Value:
 
 @dataclasses.dataclass(frozen=True)
 class RequestMoments:
-  """I come into a run under way: send me somebody's inner optimizer moments of these fragments."""
+  """I come into a run under way: send me a peer's inner optimizer moments of these fragments."""
 
   learner: Learner
   incarnation: Count
@@ -114,7 +114,7 @@ class RequestMoments:
 
 @dataclasses.dataclass(frozen=True)
 class Moments:
-  """My inner optimizer's moments of one fragment, for whoever asked."""
+  """My inner optimizer's moments of one fragment, for the learners that asked."""
 
   learner: Learner
   incarnation: Count
@@ -176,7 +176,7 @@ class RequestValue:
 
 @dataclasses.dataclass(frozen=True)
 class ProvideMoments:
-  """Somebody joins: send me your inner optimizer's moments of this fragment."""
+  """A learner joins: send me your inner optimizer's moments of this fragment."""
 
   shard: Count
   incarnation: Count
@@ -296,7 +296,7 @@ class Recovered:
 
   shard: Count
   incarnation: Count
-  asked_by: Count  # incarnation of the owner; what a dead one asked answers nobody
+  asked_by: Count  # incarnation of the owner; an answer to a dead one is ignored
   fragments: Counts
 
 

@@ -2,7 +2,7 @@
 
 Learners have no open ports, so the moments of a fragment travel from donor to joiner through the
 shard that owns it. A shard has one donation under way at a time, asks those first that have given
-least, and gives what it gets to all who wait: many joiners cost a donor no more than one.
+least, and gives what it gets to all that wait: many joiners cost a donor no more than one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ASK_SECONDS = 1.0  # between two asks of a joiner
 def on_ask(
   state: SyncerState, ask: RequestMoments, now: float, sync: SyncConfig
 ) -> tuple[SyncerState, list[SyncerAction]]:
-  """Somebody waits for moments of these fragments; asked again and again until it has them."""
+  """A learner waits for moments of these fragments; it asks again until it has them."""
   mine = {f.index for f in state.fragments}
   asking = {**state.asking, ask.learner: tuple(sorted(mine.intersection(ask.fragments)))}
   return _next(replace(state, asking=asking), now, sync)
@@ -46,7 +46,7 @@ def on_ask(
 def on_moments(
   state: SyncerState, moments: Moments, now: float, sync: SyncConfig
 ) -> tuple[SyncerState, list[SyncerAction]]:
-  """A donation has arrived: to everybody who waits for it."""
+  """A donation has arrived: it goes to all learners that wait for it."""
   under_way = state.donation
   if under_way is None or (under_way.donor, under_way.fragment) != (
     moments.learner,

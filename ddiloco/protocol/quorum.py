@@ -27,7 +27,7 @@ class Decision:
 def grace_seconds(
   step_seconds: float, quorum_seconds: float, sync_seconds: float, sync: SyncConfig
 ) -> float:
-  """How long to wait for more learners once there is a quorum, without anybody noticing.
+  """How long to wait for more learners once there is a quorum, within what the overlap hides.
 
   slack = tau * step - (quorum + sync); grace = gamma * slack, at least 0 and at most one step
   ("Decoupled DiLoCo", adaptive grace window). All arguments are measured seconds.
@@ -84,9 +84,9 @@ def screen(
 
   An update is rejected if its norm exceeds `ratio` times every reference there is: the median of
   the other participants' norms, and the learner's own past. So a sudden growth that all share
-  passes, and so does a learner that is alone where nobody has a past. More steps may make a longer
-  update: against an update of fewer steps it may be longer by as much. One of zeros has taught
-  nothing where the others moved: its tokens must not count as if it had.
+  passes, and so does a learner that is alone before any has a past. More steps may make a longer
+  update: against an update of fewer steps it may be longer by as much. An update of zeros where the
+  others moved is rejected too: nothing was learned, so its tokens must not count.
 
   Args:
     norms: by learner, of the outer gradients at hand; non-finite ones are always rejected.

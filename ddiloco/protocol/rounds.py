@@ -67,7 +67,7 @@ def may_start_at(state: SyncerState, sync: SyncConfig) -> float:
 def start_rounds(
   state: SyncerState, now: float, sync: SyncConfig
 ) -> tuple[SyncerState, list[SyncerAction]]:
-  """Of dirty fragments of which a quorum is due; all who could push are asked."""
+  """Starts rounds of dirty fragments that a quorum is due for; all that can push are asked."""
   actions: list[SyncerAction] = []
   if not state.dirty or not recovery_over(state, now):
     return state, actions
@@ -205,7 +205,7 @@ def advance_rounds(
 def _end_round(
   state: SyncerState, i: int, current: Round, now: float, sync: SyncConfig
 ) -> tuple[SyncerState, list[SyncerAction]]:
-  """Screens, commits if what is left is still a quorum, and tells everybody."""
+  """Screens, commits if what is left is still a quorum, and publishes to all members."""
   f = before = state.fragments[i]
   usual = _usual_norm(state, i)
   past = {m: _past_norm(state, m, i) or usual for m in current.norms}
@@ -322,7 +322,7 @@ def _past_norm(state: SyncerState, learner: int, i: int) -> float:
 
 
 def _usual_norm(state: SyncerState, i: int) -> float:
-  """Of everybody's accepted updates, per step: the measure for who is new. 0: nobody has any."""
+  """Median over members' accepted updates, per step: the measure for new ones. 0: no update."""
   norms = [member.norms[i] for member in state.members.values() if member.norms[i]]
   return statistics.median(norms) if norms else 0.0
 

@@ -23,7 +23,7 @@ LONGEST_PAUSE_SECONDS = (
   60.0  # pauses double up to this, or stay at `restart_seconds` if that is more
 )
 HEALTHY_PAUSES = (
-  10  # a healthy while, in longest pauses: who works so long is there 90 % of its time
+  10  # a healthy period, in longest pauses: a role that works so long is up 90 % of the time
 )
 HEALTHY_SECONDS = 60.0  # at least: a wrong first step or round shows within that
 DUTY_SECONDS = 0.1  # one turn of a slowed process: it runs for a part of it and stands for the rest
@@ -63,7 +63,7 @@ class Exited:
 
 @dataclasses.dataclass(frozen=True)
 class Left:
-  """A role has ended in good order, or when nobody needs it any more: it never starts again."""
+  """A role has ended in good order, or is needed no more: it never starts again."""
 
   role: str
 
@@ -227,7 +227,7 @@ def init(
 
 
 def add_running(state: Supervisor, name: str) -> Supervisor:
-  """A role whose first life somebody else has started."""
+  """A role whose first life is running already: the supervisor did not start it."""
   return _put(state, name, Role(phase=UP, lives=1))
 
 

@@ -45,9 +45,9 @@ def init(
 ) -> SyncerState:
   """A shard that owns these fragments: new ones, or the newest committed ones of its past.
 
-  Before `recovery_deadline` it starts no round unless all it knew are back: they may have newer
-  values. One that knew nobody waits for the planned learners 0, 1, ...: at the start of a run all
-  are new. For snapshots that its values may depend on already its state is not captured again.
+  Before `recovery_deadline` it starts no round unless all learners it knew are back: they may have
+  newer values. A shard that knew none waits for the planned learners 0, 1, ...: at the start of a
+  run all are new. Its state is not captured for snapshots that its values may already depend on.
 
   Args:
     shard: its number.
@@ -79,7 +79,7 @@ def init(
 
 
 def finished(state: SyncerState, now: float, silence_seconds: float) -> bool:
-  """Whether nobody needs this shard any more: all is merged, all have left or are long silent."""
+  """Whether this shard is needed no more: all is merged, all have left or are long silent."""
   return all(complete(state, f) for f in state.fragments) and not any(
     now - m.heard_at < silence_seconds for m in state.members.values()
   )
@@ -145,9 +145,9 @@ def _capture(
 ) -> tuple[SyncerState, list[SyncerAction]]:
   """A new snapshot: begun here by the global step, or heard of from a role that has captured.
 
-  From now on every message of this shard says so, and who hears it captures its state as well. Only
-  shard 0 begins, once the one before is done: if everybody skipped what comes while it is busy,
-  each would skip others, and no snapshot would ever be whole.
+  From now on every message of this shard says so, and a role that hears it captures its state as
+  well. Only shard 0 begins one, after the one before is done: if each role skipped those that come
+  while it is busy, each would skip different ones, and no snapshot would ever be complete.
   """
   if snapshot <= state.snapshot or not sync.snapshot_steps:
     return state, []

@@ -129,7 +129,7 @@ class SyncerState:
   began: Mapping[int, int] = dataclasses.field(default_factory=dict)  # fragment -> round, at first
   # No round begins before: learners may have newer values than this shard.
   recovery_deadline: float = -math.inf
-  planned_learners: int = 0  # whom one waits for until then that knew nobody
+  planned_learners: int = 0  # awaited until then by a shard that knew no learner
   silent_at: float = math.inf  # no member is lost to silence before
   dirty: tuple[int, ...] = ()  # whose round may start or end now: positions of fragments
   asking: Mapping[int, tuple[int, ...]] = dataclasses.field(
@@ -143,7 +143,7 @@ class SyncerState:
   opposed: Mapping[int, int] = dataclasses.field(
     default_factory=dict
   )  # learner -> its updates in a row that opposed all others; outlives its incarnations
-  delivery_seconds: float = 0.0  # smoothed, of everybody: from sending to the report that has it
+  delivery_seconds: float = 0.0  # smoothed over all members: from sending to the report of it
   quorum_seconds: float = 0.0  # smoothed, from pull to quorum
   sync_seconds: float = 0.0  # smoothed, merge to publish
 
@@ -174,7 +174,7 @@ def is_due(member: Member, i: int, f: FragmentState, sync: SyncConfig) -> bool:
 
 
 def recovery_over(state: SyncerState, now: float) -> bool:
-  """Whether nobody comes any more who has a newer value: all it knew are here, or time is up.
+  """Whether no learner with a newer value is awaited: all that it knew are here, or time is up.
 
   A learner with newer values is not a member before it has been asked for them
   (`protocol/members.py`).
@@ -228,7 +228,7 @@ def without(pending: tuple[int, ...], learner: int) -> tuple[int, ...]:
 
 
 def forget_pending(state: SyncerState, learner: int) -> SyncerState:
-  """Nobody waits for this learner any more; a push it already sent still counts."""
+  """No round waits for this learner any more; a push it already sent still counts."""
 
   for i, f in enumerate(state.fragments):
     if f.round is None or learner not in f.round.pending:
@@ -239,7 +239,7 @@ def forget_pending(state: SyncerState, learner: int) -> SyncerState:
 
 
 def newest(state: SyncerState, i: int) -> Publish:
-  """The newest version of a fragment as it goes to everybody; `publish_to` addresses it.
+  """The newest version of a fragment as all members get it; `publish_to` addresses it.
 
   What is sent always says whose pushes it contains, so that a learner that missed publishes in
   between still knows what of its work is merged; and a shard that lost all gets it back from there.

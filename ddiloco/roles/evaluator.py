@@ -77,7 +77,7 @@ class Evaluator:
     """Until the run's tokens are merged or `stopped()`; then the last measurement.
 
     Measuring takes its time on a thread of its own: meanwhile versions are received, and the shards
-    hear that somebody is here whom they owe the end of the run.
+    hear that a member is here that awaits the end of the run.
     """
     drive(self._live(stopped), self.exchange.endpoint, LOOK_SECONDS)
 

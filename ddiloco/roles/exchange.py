@@ -123,8 +123,8 @@ class Exchange:
     config: the run's.
     plan: how the model is partitioned.
     store: where the parameters live.
-    runtime: what this learner lives with.
-    save: takes this learner's part of a snapshot, called in the background; None: nobody does.
+    runtime: this learner's clock, workers, endpoint, ...
+    save: takes this learner's part of a snapshot, called in the background; None: none is taken.
   """
 
   def __init__(
@@ -328,7 +328,7 @@ class Exchange:
     payload = self._deltas.push(p, self._store.to_host(pieces, p), factor)
     yield None
     self._outbox[p] = replace(push, codec=self._sync.push_codec, payload=payload)
-    self.recorder.flush()  # nobody merges what the log does not know
+    self.recorder.flush()  # no push is merged that the log does not have
     sent_bytes = self._send_push(p)
     self.recorder.record(
       events.Push(
@@ -368,7 +368,7 @@ class Exchange:
     flat = self._store.moments_to_host(pieces, give.moments.fragment)
     payload = self._deltas.send_moments(flat)
     yield None
-    self.recorder.flush()  # nobody inherits what the log does not know
+    self.recorder.flush()  # no moments are inherited that the log does not have
     moments = replace(give.moments, count=int(count), payload=payload)
     self.endpoint.send(syncer_address(give.shard), moments)
 

@@ -76,7 +76,7 @@ class Syncer:
     self.endpoint, self.recorder, self.time = runtime.endpoint, runtime.recorder, runtime.time
     self.store = store
     self.replication = replication
-    self.lost: dict[int, int] = {}  # fragment -> version that somebody had and this shard never
+    self.lost: dict[int, int] = {}  # fragment -> version that a learner had and this shard never
     fragments = {f.index: plan.fragments[f.index] for f in state.fragments}
     self.merger = runtime.merger(fragments, store, config)
     self._saver = runtime.saver
@@ -139,8 +139,8 @@ class Syncer:
     until = max(began, min(until, began + LONGEST_WAIT_SECONDS))
     arrived = yield until
     if self.time.now() - until > STOOD_STILL_SECONDS:
-      # This process was stopped, and who was not heard meanwhile may well have spoken: what they
-      # said has still to come through the sockets.
+      # This process was stopped, and members not heard meanwhile may well have spoken: their
+      # messages have still to come through the sockets.
       self.time.sleep(LONGEST_WAIT_SECONDS)
       yield None
       arrived = arrived or self.endpoint.receive(0.0)
@@ -200,7 +200,7 @@ class Syncer:
           self._note(action)
 
   def _commit(self, what: Commit) -> Loop[Mapping]:
-    """Merges, and stores before anybody hears of it; returns weights and seconds, for the log."""
+    """Merges, and stores before any role hears of it; returns weights and seconds, for the log."""
     started = self.time.now()
     weights = self.merger.commit(what, self._state_of(what.fragment))
     yield None
@@ -242,7 +242,7 @@ class Syncer:
       self._saver.save(action.snapshot, part, arrays, then)
 
   def _commit_snapshot(self, action: TakeSnapshot, snapshot: int) -> Job:
-    """By the saver: once everybody who was there and still lives has saved its part."""
+    """By the saver: once all members of the capture that still live have saved their parts."""
     then, settings = action.state.members, self.config.checkpoint
 
     def expected() -> list[str]:

@@ -3,7 +3,7 @@
 One formula for every way to train that waits for its exchange. The model's layers are alike and
 split into fragments by stride; fragment f is layers f, f + P, f + 2P, ... A fragment is due once in
 `period_steps`. What is sent leaves layer by layer, as soon as the backward pass has made it, one
-layer after the other over one link; then everybody waits, unless `overlap_steps` further steps are
+layer after the other over one link; then all islands wait, unless `overlap_steps` further steps are
 over later:
 
   exposed = max(0, arrival of its last layer - end of the backward pass - overlap_steps * step)
@@ -155,7 +155,7 @@ def required_gbps(workload: Workload, method: Method, share: float) -> float:
 def _exposed_seconds(
   workload: Workload, method: Method, transfer_seconds: float, fragment: int
 ) -> float:
-  """What everybody waits for one sync of a fragment; `transfer_seconds` is the whole model's."""
+  """How long all wait for one sync of a fragment; `transfer_seconds` is the whole model's."""
   layer_seconds = workload.backward_share * workload.step_seconds / workload.layers
   each = transfer_seconds / workload.layers
   count = len(range(fragment, workload.layers, method.fragments))

@@ -106,7 +106,7 @@ class SyncTime:
   copy_outs: float  # from the first learner's end of a step to the last one's
   push: float
   merge: float
-  copy: float  # to the buddy, before anybody hears of the version
+  copy: float  # to the buddy, before any learner hears of the version
   publish: float
   latency: float
 
@@ -213,7 +213,7 @@ def _sync_time(setting: Setting) -> SyncTime:
   away = m if setting.apart else m - 1  # learners whose pushes cross a link
   shard_gbps = setting.shard_gbps or setting.gbps
 
-  def seconds(nbytes: float) -> float:  # the slower of everybody's link and the shard's
+  def seconds(nbytes: float) -> float:  # the slower of an island's link and the shard's
     return 8 * nbytes / 1e9 * max(min(away, 1) / setting.gbps, away / shard_gbps)
 
   places = {s if setting.apart else s % m for s in range(sync.num_shards)}

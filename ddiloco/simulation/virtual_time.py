@@ -2,7 +2,7 @@
 
 A loop (`ddiloco/runtime.py`) runs at one instant until it waits. What its work costs is spent
 meanwhile: its own clock is ahead of the heap's, and the loop goes on when the heap has caught up.
-So a role that works hears nothing, and nobody hears of its work before it is done.
+So a role that works hears nothing, and no other role hears of its work before it is done.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Task:
     self._plan(time.clock())
 
   def wake(self) -> None:
-    """Somebody wants it to look around."""
+    """Asks it to look around."""
     self._woken = True
     self.arrived()
 

@@ -52,7 +52,7 @@ class Pace:
 
 
 class World(VirtualTime):
-  """M learners and S shards. `actors` maps ("learner", m) and ("syncer", s) to who lives now.
+  """M learners and S shards. `actors` maps ("learner", m) and ("syncer", s) to its live actor.
 
   Args:
     config: the run's.

@@ -134,8 +134,8 @@ def open_corpus(data: DataConfig) -> Corpus:
 
   Split: windows form blocks of `block_windows` (16, fewer in a small corpus); a share of the
   blocks, spread evenly over the corpus, is held out. Neighbouring windows share one token, so the
-  first and last window of a held-out block are guards that nobody reads: no held-out token is ever
-  trained on. The split depends on the corpus, T and heldout_share only, not on seed or learners.
+  first and last window of a held-out block are guards that are never read: no held-out token is
+  ever trained on. The split depends only on the corpus, T and heldout_share, not on seed, learners.
 
   Raises:
     DataError: see sources.read_parts; or the corpus is too small for T or for the held-out split.
@@ -298,8 +298,8 @@ class Stream:
 
   Within an epoch the streams of learners 0 to M - 1 share no window. islands.num_learners (M) is a
   hint: a learner m >= M reads stream m % M from another place of the epoch on (half way, a quarter,
-  three quarters, ... by its lap m // M). So it reads what nobody has read, until one of the two
-  comes to where the other began: M learners have then read half the corpus, if nobody else joined.
+  three quarters, ... by its lap m // M). So the windows it reads are unread, until one of the two
+  comes to where the other began: M learners have then read half the corpus, if no other joined.
 
   Every batch is checked against model.vocab_size as it is read; opening a stream also checks the
   tokenizer or, for token files, both ends of each file, so that most mistakes show at once. Of a

@@ -206,7 +206,7 @@ def piece_sharding(
   return NamedSharding(leaf.mesh, PartitionSpec(*spec))
 
 
-# --- Compiled programs outlive the process: whoever starts again finds them in a folder
+# --- Compiled programs outlive the process: a restarted role finds them in a folder
 
 # Everything is kept, however quick it was to compile: a role has a hundred small programs.
 _KEEP_ALL = {
