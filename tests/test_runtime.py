@@ -10,7 +10,7 @@ import pytest
 
 from ddiloco.runtime import REAL_TIME, drive
 
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 90.0
 
 
 class Endpoint:

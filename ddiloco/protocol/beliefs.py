@@ -90,6 +90,15 @@ def raised_global_step(
   return replace(beliefs, claims=claims, reach=reach, reach_at=reach_at), global_step
 
 
+def too_far_ahead(beliefs: Beliefs, global_step: int, sync: SyncConfig) -> int | None:
+  """The learner that says it is further than is believed yet, so that its work would be refused.
+
+  An island that trained while the others still started is asked when their pace is known.
+  """
+  claim, learner = beliefs.claims[0] if beliefs.claims else (0.0, None)
+  return learner if -claim > global_step + sync.sync_period else None
+
+
 def _rate(paces: Ranking, learner: int, num_learners: int) -> float:
   """Steps a second by which one learner alone can raise the global step."""
   others = [seconds for seconds, m in paces if m != learner]

@@ -80,6 +80,9 @@ def start_rounds(
       waiting.append(i)
       continue
     available = {m: member for m, member in state.members.items() if could_push(m, member, i, f)}
+    ahead = beliefs.too_far_ahead(state.beliefs, state.global_step, sync)
+    if ahead is not None:
+      available.pop(ahead, None)
     if sum(is_due(member, i, f, sync) for member in available.values()) < sync.min_quorum:
       continue
     asked = tuple(sorted(available))

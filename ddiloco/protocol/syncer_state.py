@@ -194,12 +194,19 @@ def believe_global_step(
     return state
   known = beliefs.noted_pace(state.beliefs, report.learner, report.step_seconds)
   most = beliefs.WASTE * state.target_tokens / state.step_tokens if state.step_tokens else math.inf
-  here = len(state.members) - (EVALUATOR in state.members) + (report.learner not in state.members)
-  count = here if recovery_over(state, now) else 0
+  here = _num_here(state, report.learner) if recovery_over(state, now) else 0
   known, global_step = beliefs.raised_global_step(
-    known, state.global_step, report.learner, report.global_step, now, most, sync, count
+    known, state.global_step, report.learner, report.global_step, now, most, sync, here
   )
   return replace(state, beliefs=known, global_step=global_step)
+
+
+def _num_here(state: SyncerState, reports: int) -> int:
+  """Learners that are not lost; all of them where it makes no difference, at every report."""
+  if len(state.beliefs.paces) > 2:
+    return len(state.members)
+  lost = (m for m, member in state.members.items() if m == EVALUATOR or member.lost)
+  return len((state.members.keys() | {reports}).difference(lost))
 
 
 def set_member(state: SyncerState, learner: int, member: Member | None) -> SyncerState:

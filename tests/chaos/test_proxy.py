@@ -17,8 +17,7 @@ import pytest
 
 from ddiloco.chaos.proxy import Link
 
-pytestmark = pytest.mark.timeout(30)
-PATIENCE_SECONDS = 10.0
+PATIENCE_SECONDS = 60.0
 
 
 class Server:
@@ -266,12 +265,13 @@ def test_back_pressure_bounds_what_is_buffered(cut):
 
 def test_many_connections_share_evenly():
   number, size = 40, 50_000
-  with served(count, bits_per_second=80e6, delay_seconds=0.01) as (link, _):
+  with served(count, bits_per_second=20e6, delay_seconds=0.01) as (link, _):
     connections = [dial(link) for i in range(number)]
-    seconds = []
+    seconds, together = [], threading.Barrier(number)
 
     def run(connection: socket.socket) -> None:
       with connection:
+        together.wait()
         connection.sendall(bytes(size))
         connection.shutdown(socket.SHUT_WR)
         total, took = struct.unpack("!qd", exactly(connection, 16))
@@ -285,7 +285,7 @@ def test_many_connections_share_evenly():
       thread.join()
     assert len(seconds) == number
     assert link.bytes.forward == number * size
-    assert statistics.median(seconds) > 0.1  # all together take 0.2 s, so none went first
+    assert statistics.median(seconds) > 0.25  # all together take 0.8 s, so none went first
 
 
 def test_a_reset_arrives_as_a_reset():

@@ -18,7 +18,7 @@ from ddiloco.observe.eventlog import NullRecorder
 from ddiloco.protocol import causality
 from ddiloco.protocol.events import Event
 
-PATIENCE_SECONDS = 30.0  # of these tests with what must come
+PATIENCE_SECONDS = 90.0  # of these tests with what must come
 SHARDS = ("syncer-0", "syncer-1")
 
 

@@ -16,7 +16,7 @@ from ddiloco import environment
 
 ROOT = Path(__file__).parent.parent.parent
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()
-SECONDS = 120  # of one command
+SECONDS = 300  # of one command, on a busy machine
 
 
 def commands() -> list[list[str]]:
@@ -34,7 +34,7 @@ def test_every_page_it_points_to_is_there():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_every_command_runs(tmp_path):
   shared = {"JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR", "")}
   if not shared["JAX_COMPILATION_CACHE_DIR"]:

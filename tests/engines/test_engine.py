@@ -6,8 +6,6 @@ import threading
 import time
 from pathlib import Path
 
-import pytest
-
 from ddiloco.chaos.faults import Killed
 from ddiloco.config import Fault
 from ddiloco.engines.engine import Engine, RunResult
@@ -16,7 +14,6 @@ from ddiloco.protocol.supervisor import GONE, LEFT, Dismiss, members
 from ddiloco.roles.exchange import Quarantined
 from tests.engines.test_threads import make_config
 
-pytestmark = pytest.mark.timeout(60)
 NAME = "learner-0"
 
 

@@ -416,7 +416,6 @@ def test_nobody_is_left_behind(chaos):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_ctrl_c_brings_out_what_is_there(tmp_path):
   (tmp_path / "config.json").write_text(tiny(10**7, min_step_seconds=0.02).to_json())
   workdir, log = tmp_path / "run", tmp_path / "log"
@@ -439,7 +438,6 @@ def test_ctrl_c_brings_out_what_is_there(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 @pytest.mark.skipif(not LINUX, reason="looks into /proc")
 def test_when_the_supervisor_is_killed_nobody_is_left_behind(tmp_path):
   (tmp_path / "config.json").write_text(tiny(10**7, min_step_seconds=0.02).to_json())

@@ -92,7 +92,9 @@ def check_agreement(world: World) -> None:
   tokens = {e.fragment: e.merged_tokens for e in world.find("commit")}
   assert min(tokens.values()) >= world.config.run.total_tokens and len(tokens) == 4, tokens
   for m in range(LEARNERS):
-    applied = {e.fragment: e.version for e in world.find("apply", f"learner-{m}")}
+    lives = {e.incarnation for e in world.find("started", f"learner-{m}")}
+    found = world.find("apply", f"learner-{m}", incarnation=max(lives))
+    applied = {e.fragment: e.version for e in found}
     assert applied == final, f"learner {m} ends with other versions than were committed"
 
 

@@ -19,7 +19,6 @@ from ddiloco.engines import session
 from ddiloco.engines.ray_actor import RoleActor
 from tests.engines.real import events_of, start, tiny, wait_for
 
-pytestmark = pytest.mark.timeout(240)
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs ddiloco[ray]")
 
 

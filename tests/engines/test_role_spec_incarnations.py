@@ -21,7 +21,6 @@ from ddiloco.roles import initial
 
 HOUR, NOW = 3600, 200_000_000  # seconds since 2020
 SILENCE_SECONDS = 2.0
-pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture(autouse=True)

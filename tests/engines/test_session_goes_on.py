@@ -169,11 +169,11 @@ def killed(process: subprocess.Popen[bytes]) -> None:
 @pytest.mark.timeout(900)
 def test_a_run_goes_on_with_other_numbers_of_learners_and_shards(tmp_path):
   sync = {"num_shards": 2, "num_fragments": 3, "snapshot_steps": 20}
-  # At a pace that lets the first run live until somebody else has tried to train in it.
   run = Run(tmp_path, real.tiny(400, min_step_seconds=0.02, sync=sync, checkpoint={"keep": 3}))
   first = run.train()
   try:
     run.until_saved(first, 2)
+    first.send_signal(signal.SIGSTOP)  # it must not end before another has tried
     text = run.refused()
     assert "somebody trains in it" in text and "Fix: " in text
   finally:

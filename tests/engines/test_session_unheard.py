@@ -18,7 +18,6 @@ from ddiloco.observe.guards import Guard
 
 SECONDS = 60.0
 FULL = Path("/dev/full")
-pytestmark = pytest.mark.timeout(120)
 
 
 def wait_for(what, name: str):

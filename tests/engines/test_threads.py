@@ -20,7 +20,6 @@ from ddiloco.roles.evaluator import HostParams
 from ddiloco.training import data
 from tests.made_events import changed
 
-pytestmark = pytest.mark.timeout(120)
 STEP_SECONDS = 0.004
 TOKENS = 16  # of a step: B = 2, T = 8
 

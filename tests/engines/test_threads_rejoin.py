@@ -79,7 +79,6 @@ def run(config: Config, workdir, to_the_end: bool = False) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
 def test_a_learner_comes_back_on_other_devices_bit_by_bit(chain, restored, tmp_path):
   *before, last = chain

@@ -23,7 +23,7 @@ from ddiloco.engines.children import spawn
 from ddiloco.engines.role_spec import free_urls
 from ddiloco.observe.eventlog import Event, Follower
 
-PATIENCE_SECONDS = 40.0  # of one wait
+PATIENCE_SECONDS = 100.0  # of one wait
 LOOK_SECONDS = 0.02
 RESTART_SECONDS = 1.0  # so the next incarnation is a greater number
 
@@ -186,14 +186,16 @@ class World:
   def _look(self) -> None:
     now = time.monotonic()
     for role in self.roles.values():
+      status = role.status  # asked once, since it may change at any time
       if role.restart_at is not None and now >= role.restart_at:
         role.restart_at = None
         role.process.stdin.close()
         role.process = spawn(role.command, role.log)
-      elif role.restart_at is None and role.process.poll() == -signal.SIGKILL:
+      elif status == -signal.SIGKILL:
         role.restart_at = now + RESTART_SECONDS
-      bad = role.status not in (None, 0) and role.name not in self.may_fail
-      assert not bad, f"{role.name} ended with status {role.status}{self._all_said()}"
+      else:
+        bad = status not in (None, 0) and role.name not in self.may_fail
+        assert not bad, f"{role.name} ended with status {status}{self._all_said()}"
     self.events += self._follower.poll()
 
   def _all_said(self) -> str:

@@ -68,6 +68,51 @@ def test_what_two_say_is_believed_at_once():
   assert told(state, says.report(1, 0, 4_990, 1.0, (0, 0), (1, 1)), 2.0).global_step == 4_990
 
 
+def test_an_island_that_was_there_long_before_the_others_is_asked_when_their_pace_is_known():
+  """Its work was refused: the shard did not believe how far it had come while it waited."""
+  fragments = (FragmentState(0), FragmentState(1))
+  state = syncer.init(0, 0, fragments, 1 << 60, 60.0, planned_learners=3)
+  alone = SyncConfig(num_shards=1, num_fragments=2, sync_period=10, overlap_steps=2, min_quorum=1)
+  asked, now = [], 0.0
+
+  def tell(message) -> None:
+    nonlocal state
+    state, actions = says.shard_on(state, Received(message, now), alone)
+    for pull in [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, Pull)]:
+      asked.append((actions[0].to, pull.fragment))
+
+  for step in range(300):
+    now = 0.02 * step
+    if step == 0:
+      tell(says.hello(0, 0))
+    if step in (200, 205):
+      tell(says.hello(step // 5 - 39, 0))
+    tell(says.report(0, 0, step, 0.02, (0, 0), (step, step)))
+    for m in (1, 2):
+      if m in state.members and step > 205 + m:
+        mine = step - 205 - m
+        tell(says.report(m, 0, step - 205, 0.02, (0, 0), (mine, mine)))
+    if asked:
+      break
+  current = state.fragments[0].round
+  assert current is not None and 0 in current.pending and state.global_step == step
+  sent = says.push(0, 0, 0, current.id, 0, step, 10 * step, 1, "")
+  state = syncer.syncer_on(state, Received(sent, now, norm=1.0), alone)[0]
+  assert not state.fragments[0].round.refused and 0 in state.fragments[0].round.pushes
+
+
+def test_one_that_outlives_all_others_is_believed():
+  """The others were lost before they made a step."""
+  state = syncer.init(0, 0, (FragmentState(0), FragmentState(1)), 1 << 60)
+  for m in range(3):
+    state = told(state, says.hello(m, 0), 0.0)
+  for step in range(1, 400):
+    now = 0.5 * step
+    state = told(state, says.report(0, 0, step, 0.5, (0, 0), (1, 1)), now)
+    state = syncer.syncer_on(state, Tick(now, heard_until=now), SYNC)[0]
+  assert state.members[1].lost and state.global_step == step
+
+
 def test_a_learner_that_is_alone_makes_the_global_step_by_itself():
   state = syncer.init(0, 0, (FragmentState(0), FragmentState(1)), 1 << 60)
   for step in range(1, 200):

@@ -18,7 +18,7 @@ from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Runtime
 from tests.roles import toy
 
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 90.0
 
 
 def bits(c: Committed) -> tuple:

@@ -21,7 +21,7 @@ from ddiloco.runtime import Runtime, drive
 from tests import says
 from tests.roles import toy
 
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 90.0
 RANDOM = np.random.default_rng(11)
 
 

@@ -19,7 +19,7 @@ from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Runtime
 from tests.roles import toy
 
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 90.0
 SYNC = {"num_shards": 1, "num_fragments": 3, "sync_period": 8, "overlap_steps": 2, "min_quorum": 1}
 
 

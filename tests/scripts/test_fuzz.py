@@ -22,7 +22,6 @@ def run(*arguments: str, code: str = "") -> subprocess.CompletedProcess:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 @pytest.mark.skipif(not importlib.util.find_spec("atheris"), reason="atheris is not installed")
 def test_nothing_that_breaks_the_rule_is_found():
   done = run(f"--runs={INPUTS}")

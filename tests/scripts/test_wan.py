@@ -78,7 +78,6 @@ def wait_for(path: Path, process: subprocess.Popen) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_a_run_over_long_links(tmp_path):
   done = subprocess.run(
     command(tmp_path, "--mbit=100", "--delay-ms=20"), capture_output=True, text=True, timeout=170
