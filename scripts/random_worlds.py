@@ -12,7 +12,7 @@
 A world draws a subset of its family's kinds of faults first, then faults of these kinds; what is
 judged stands beside the tests (`tests/worlds.py`). A world is its family and seed: a failure names
 both, and `--family=NAME --first=SEED --seeds=1` runs it again. Counts say how often each kind of
-fault struck. 10,000 seeds of all families take about two hours on two cores. Last line: JSON; exit
+fault struck. 10,000 seeds of all families take about an hour on two cores. Last line: JSON; exit
 status 1 if a world failed.
 """
 
