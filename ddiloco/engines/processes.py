@@ -229,7 +229,7 @@ class ProcessesEngine(Engine):
       if event.kind == "step":
         self._count(event)
       elif event.kind in AT_WORK:
-        self._feed(Working("{}/{}".format(*parse_role(event.role)), time.monotonic()))
+        self._feed(Working(event.role, time.monotonic()))
       for listener in self._listeners:
         self._guard(listener, event)
 

@@ -104,9 +104,9 @@ def _rate(paces: Ranking, learner: int, num_learners: int) -> float:
   others = [seconds for seconds, m in paces if m != learner]
   if len(others) > 1:  # the slower one of the two: the faster one may be a liar
     return LEAD / max(others[1], SHORTEST_STEP_SECONDS)
-  if num_learners > 2:
-    return 0.0  # until two of the others have said how fast they are
   own = next((seconds for seconds, m in paces if m == learner), 0.0)
+  if num_learners > 2:  # a member that never says how fast it is must not hold up the others
+    return LEAD / max(own, *others, SHORTEST_STEP_SECONDS) if others else 0.0
   return ALONE_LEAD / max(own, SHORTEST_STEP_SECONDS)
 
 

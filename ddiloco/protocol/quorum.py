@@ -78,15 +78,21 @@ def decide(
 
 
 def screen(
-  norms: Mapping[int, float], steps: Mapping[int, int], past: Mapping[int, float], ratio: float
+  norms: Mapping[int, float],
+  steps: Mapping[int, int],
+  past: Mapping[int, float],
+  ratio: float,
+  period: int,
 ) -> dict[int, str]:
   """Which updates are out of all proportion, and why.
 
   An update is rejected if its norm exceeds `ratio` times every reference there is: the median of
   the other participants' norms, and the learner's own past. So a sudden growth that all share
   passes, and so does a learner that is alone before any has a past. More steps may make a longer
-  update: against an update of fewer steps it may be longer by as much. An update of zeros where the
-  others moved is rejected too: nothing was learned, so its tokens must not count.
+  update: against an update of fewer steps it may be longer by as much. Fewer steps need not make a
+  shorter one, since steps cancel out: against its past, an update counts as one of a whole period.
+  An update of zeros where the others moved is rejected too: nothing was learned, so its tokens must
+  not count.
 
   Args:
     norms: by learner, of the outer gradients at hand; non-finite ones are always rejected.
@@ -94,6 +100,7 @@ def screen(
     past: by learner, the smoothed norm per step of its accepted updates of this fragment, or of the
       others' if it is new; 0: there are none.
     ratio: `sync.max_norm_ratio`.
+    period: `sync.sync_period`, in steps.
   """
   rejected = {}
   finite = {m: norm for m, norm in norms.items() if math.isfinite(norm)}
@@ -106,7 +113,7 @@ def screen(
     if not math.isfinite(norm):
       rejected[learner] = f"not finite (norm {norm})"
       continue
-    own = past[learner] * steps[learner]
+    own = past[learner] * max(steps[learner], period)
     usual = _median_without(scaled[steps[learner]], norm)
     references = [r for r in (usual, own) if r > 0]
     if norm == 0 and usual > 0:  # not against its past: a schedule may end at a rate of 0

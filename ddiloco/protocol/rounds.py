@@ -213,7 +213,7 @@ def _end_round(
   usual = _usual_norm(state, i)
   past = {m: _past_norm(state, m, i) or usual for m in current.norms}
   steps = {m: beliefs.counted_steps(p.steps, sync) for m, p in current.pushes.items()}
-  rejected = quorum.screen(current.norms, steps, past, sync.max_norm_ratio)
+  rejected = quorum.screen(current.norms, steps, past, sync.max_norm_ratio, sync.sync_period)
   candidates = sorted(m for m in current.pushes if m not in rejected)
   opposing = quorum.opposing(current.products, candidates)
   state, contrary = _count_opposing(state, candidates, opposing, sync)

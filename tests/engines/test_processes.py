@@ -12,6 +12,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from ddiloco.config import ConfigError, Fault, RunConfig, from_dict
 from ddiloco.engines import processes
 from ddiloco.engines.children import Child, processes_of, spawn
 from ddiloco.engines.processes import SHORTEST_LIFE_SECONDS, ProcessesEngine, free_urls
-from ddiloco.protocol import supervisor
+from ddiloco.protocol import events, supervisor
 from ddiloco.protocol.events import Event
 from ddiloco.protocol.supervisor import DOWN, GONE, LEFT, UP, Dismiss, Tick
 from ddiloco.training import data
@@ -63,6 +64,12 @@ class Engine(ProcessesEngine):
   def tick(self, now: float, global_step: int = 0, seconds: float = 0.0) -> None:
     self.now = now
     self._feed(Tick(now, global_step, seconds))
+
+  def hear(self, event: Event, now: float) -> None:
+    """The event is new in the log."""
+    self.now = now
+    self._follower, self._listeners = SimpleNamespace(poll=lambda: [event]), []
+    self._follow()
 
   def see_the_end(self, now: float) -> str:
     """Waits for the end of the process; the role's phase after it."""
@@ -192,6 +199,24 @@ def test_when_the_run_ends_nobody_is_restarted_and_lost_work_is_kept_in_mind(mak
   engine._ending = True
   assert engine.see_the_end(0.0) == LEFT
   assert not engine.reasons and engine._lost == {NAME: "lost 7 tokens"}
+
+
+def test_who_comes_when_all_is_merged_has_lost_nothing_that_the_run_needs(make):
+  engine = make("print('lost 7 tokens'); raise SystemExit(1)")
+  engine.tick(0.0)
+  engine._ending = engine.merged = True
+  assert engine.see_the_end(0.0) == LEFT
+  assert not engine.reasons and not engine._lost
+
+
+def test_deaths_are_forgotten_after_work_that_the_log_tells_of(make):
+  engine, now = make("raise SystemExit(3)"), 0.0
+  for _ in range(2 * RUN.max_restarts):
+    engine.tick(now)
+    engine.hear(events.Joined(role=NAME, global_step=0), now)
+    now += supervisor.healthy_seconds(RUN)
+    assert engine.see_the_end(now) == DOWN
+    now += RUN.restart_seconds
 
 
 def test_a_planned_kill_is_real_comes_back_and_does_not_count_as_a_crash(started):

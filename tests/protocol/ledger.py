@@ -29,6 +29,7 @@ class Delta:
 
   steps: Steps
   base: int
+  factor: float = 1.0  # what poisons it
 
 
 @dataclasses.dataclass(frozen=True)

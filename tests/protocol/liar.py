@@ -6,6 +6,7 @@ the truth, which is worse. `check` runs a world from its seed and judges what th
 
 from __future__ import annotations
 
+import collections
 import math
 import random
 from collections.abc import Mapping
@@ -32,11 +33,16 @@ from ddiloco.protocol.messages import (
   Welcome,
 )
 from ddiloco.protocol.syncer_state import FragmentState
-from ddiloco.simulation.actor import Actor
+from ddiloco.simulation.actor import Actor, Role
 from ddiloco.simulation.stand_ins import Sized
 from tests.protocol.ledger import Delta, Ledger, Step
 from tests.protocol.virtual import STEP_TOKENS, Pace, Weather, World
+from tests.worlds import swarm
 
+OFTEN = {"report": 3, "push": 1, "value": 1, "other": 1}  # how often it says what
+LIES = tuple(OFTEN)
+KINDS = (*LIES, "drop", "lose_shard")
+GREETINGS = 1 / 7  # of all that it says, since it is not heard without
 SECONDS = 6.0  # of lies
 PATIENCE_SECONDS = 1.0  # of a snapshot, with a member that never saves its part
 QUIET_SECONDS = 5.0  # for the others to go on in, with the liar still at it
@@ -52,31 +58,35 @@ class Liar(Actor):
   def __init__(self, world: LiarWorld, number: int, seed: int):
     super().__init__(world, ("learner", number), 0, Faults((), 0.0))
     self.random = random.Random(f"liar {seed}")
+    # One that says it is far ahead is not even asked for a push.
+    self._boasts = self.random.random() < 0.5
     self.heard: dict[type, list[Message]] = {}
-    self.sent = 0
+    self.sent: collections.Counter[str] = collections.Counter()  # by what it is
+    self._lies = [lie for lie in LIES for _ in range(OFTEN[lie]) if lie in swarm(seed, KINDS)]
 
   def deliver(self, message: Message, size: int) -> None:
     self.heard.setdefault(type(message), []).append(message)
     self.heard[type(message)] = self.heard[type(message)][-8:]
     rng = self.random
-    if isinstance(message, Pull) and rng.random() < 0.8:
-      self.say(message.shard, self.push(message))
-    elif isinstance(message, RequestValue) and rng.random() < 0.8:
-      self.say(message.shard, self.value(message))
+    if isinstance(message, Pull) and "push" in self._lies and rng.random() < 0.8:
+      self.say(message.shard, "push", message)
+    elif isinstance(message, RequestValue) and "value" in self._lies and rng.random() < 0.8:
+      self.say(message.shard, "value", message)
 
   def talk(self) -> None:
     """A burst of messages now, and another one later."""
     rng, sync = self.random, self.world.sync
-    kinds = (self.report, self.report, self.report, self.hello, self.push, self.value, self.other)
     for _ in range(rng.choice((1, 1, 2, 5, 20))):
-      self.say(rng.randrange(sync.num_shards), rng.choice(kinds)())
+      greets = rng.random() < GREETINGS or not self._lies
+      self.say(rng.randrange(sync.num_shards), "hello" if greets else rng.choice(self._lies))
     self.world.at(self.world.now + rng.expovariate(8.0), self.talk)
 
-  def say(self, shard: int, message: Message) -> None:
-    if self.sent % 16 == 0:  # well-formed, or a transport would have dropped it
+  def say(self, shard: int, lie: str, *asked: Message) -> None:
+    message = getattr(self, lie)(*asked)
+    if self.sent.total() % 16 == 0:  # well-formed, or a transport would have dropped it
       header, payload = wire.encode(message, "run", "plan")
       wire.decode(header, b"" if payload is not None else None, "run", "plan")
-    self.sent += 1
+    self.sent[lie] += 1
     self.world.send(self, ("syncer", shard), message)
 
   # --- what it says -------------------------------------------------------------------------------
@@ -107,7 +117,8 @@ class Liar(Actor):
     steps_since_sync = (
       tuple(rng.choice((1, 24, 1 << 50)) for _ in owned) if honest else self.several(1)
     )
-    global_step = self.near(self.world.step, most=(1 << 40) - 1)
+    most = (1 << 40) - 1 if self._boasts else self.world.step
+    global_step = self.near(self.world.step, most=most)
     seconds, leaving = rng.choice(SECONDS_SAID), rng.random() < 0.1
     snapshot = self.near(self._snapshot(), 0, 0)
     who = (self.number, self.incarnation, global_step, seconds)
@@ -215,7 +226,7 @@ class LiarWorld(World):
   """Two to four honest learners, and one that is not."""
 
   def __init__(self, seed: int):
-    rng = random.Random(f"liar world {seed}")
+    rng, kinds = random.Random(f"liar world {seed}"), swarm(seed, KINDS)
     self.honest = rng.randint(2, 4)
     period, shards = rng.randint(2, 6), rng.randint(1, 2)
     sync = SyncConfig(
@@ -231,7 +242,7 @@ class LiarWorld(World):
     )
     steps = tuple(rng.uniform(0.06, 0.2) for _ in range(self.honest))
     pace = Pace(steps, 0.3, *(rng.choice([0.002, 0.05]) for _ in range(3)))
-    weather = Weather(delay_seconds=(0.001, rng.choice([0.01, 0.1])), drop=rng.choice([0.0, 0.1]))
+    weather = Weather(delay_seconds=(0.001, rng.choice([0.01, 0.1])), drop=0.1 * ("drop" in kinds))
     ledger = LiarLedger(sync, self.honest)
     super().__init__(
       sync, pace, seed, weather, TARGET_TOKENS, ledger, patience_seconds=PATIENCE_SECONDS
@@ -242,14 +253,18 @@ class LiarWorld(World):
     self.actors[self.liar.role] = self.liar
     self.at(rng.uniform(0.0, 1.0), self.liar.talk)
     self.steady = self.honest > 2 and not weather.drop
-    if rng.random() < 0.5:  # a shard dies with its copies, and takes back what learners have
+    if "lose_shard" in kinds:
       self.steady = False
-      role = ("syncer", rng.randrange(shards))
-      self.at(rng.uniform(2.0, 4.0), self.restore, role, None, 1.0)
+      self.at(rng.uniform(2.0, 4.0), self._lose, ("syncer", rng.randrange(shards)))
     self._norms = random.Random(f"norms {seed}")
 
   def learners(self) -> list:
     return [a for a in super().learners() if a is not self.liar]
+
+  def _lose(self, role: Role) -> None:
+    """A shard dies with its copies, and takes back what learners have."""
+    self.struck["lose_shard"] += 1
+    self.restore(role, None, 1.0)
 
   def _measured(self, push: Push) -> Mapping[str, Any]:
     """Honest updates agree a little; the liar's is anything, or one of theirs with its sign
@@ -265,7 +280,7 @@ class LiarWorld(World):
     return {"norm": norm, "products": {**flipped, push.learner: norm * norm}}
 
 
-def check(seed: int) -> dict[str, int]:
+def check(seed: int) -> collections.Counter[str]:
   """Runs a world, and judges it; counts what happened.
 
   Raises:
@@ -288,13 +303,16 @@ def check(seed: int) -> dict[str, int]:
   commits = [c for _, c in world.commits()]
   _check_commits(world, commits)
   _check_honest(world)
-  return {
-    "lies": world.liar.sent,
-    "merged": sum(world.honest in c.learners for c in commits),
-    "adopted": len(_notes(world, "recalled")),
-    "rejected": sum(bool(f.rejected) for f in _notes(world, "commit")),
-    "snapshots": len(world.snapshots),
-  }
+  return (
+    world.struck
+    + world.liar.sent
+    + collections.Counter(
+      merged=sum(world.honest in c.learners for c in commits),
+      adopted=len(_notes(world, "recalled")),
+      rejected=sum(bool(f.rejected) for f in _notes(world, "commit")),
+      snapshots=len(world.snapshots),
+    )
+  )
 
 
 def _honest(world: LiarWorld) -> list:

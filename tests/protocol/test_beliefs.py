@@ -1,4 +1,4 @@
-"""What a shard believes of a member: each bound by itself. `test_liar.py` has them all at once."""
+"""What a shard believes of a member: each bound by itself; `liar.py` has them all at once."""
 
 from __future__ import annotations
 
@@ -118,6 +118,22 @@ def test_a_learner_that_is_alone_makes_the_global_step_by_itself():
   for step in range(1, 200):
     state = told(state, says.report(7, 0, step, 0.5, (0, 0), (1, 1)), 0.5 * step)
     assert state.global_step == step
+
+
+def test_a_member_that_never_says_how_fast_it_is_does_not_hold_up_a_fast_one():
+  """The fast one is believed as far as the slow one's speed allows, and not a step further."""
+  paces = ((0.1, 0), (0.3, 1))
+
+  def reached(claim: int, learner: int = 0, paces: beliefs.Ranking = paces) -> int:
+    known = Beliefs(reach_at=0.0, paces=paces)
+    return beliefs.raised_global_step(known, 0, learner, claim, 30.0, math.inf, SYNC, 3)[1]
+
+  assert reached(300) == 300
+  most = beliefs.slack_steps(SYNC) / 2 + 30 * beliefs.LEAD / 0.3
+  assert reached(HUGE) == int(most)
+  assert reached(HUGE, 0, ((1e-9, 0), (0.3, 1))) == int(most), "whatever it says of itself"
+  assert reached(HUGE, 2) == int(most), "the silent one itself"
+  assert reached(300, 0, ((0.1, 0),)) < 30, "no other has said anything yet"
 
 
 def test_a_run_makes_no_more_steps_than_its_tokens_need_many_times_over():

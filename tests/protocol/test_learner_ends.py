@@ -11,47 +11,24 @@ from ddiloco.protocol.actions import Send, Staged, StepDone, Tick, backed_off
 from ddiloco.protocol.events import Event
 from ddiloco.protocol.messages import Goodbye, Publish, Pull, Value
 from ddiloco.protocol.syncer_state import FragmentState
+from tests.protocol import endings
+from tests.protocol.storms import STORM_SECONDS, calm, notes, random_world
 from tests.protocol.test_syncer_scripts import ALONE, SYNC, Script, join, push, report
-from tests.protocol.test_syncer_worlds import STORM_SECONDS, calm, notes, random_world
 from tests.protocol.virtual import Weather, World
 from tests.says import hello
+from tests.worlds import check_all, struck
 
-MOST_SECONDS = 240.0
 STAGED = Staged(0, 1, 0.2)
-
-
-def until_all_are_done(world: World) -> None:
-  while not all(a.state.done for a in world.learners()):
-    assert world.now < MOST_SECONDS, "still waiting to end"
-    world.run(world.now + 0.5)
 
 
 # --- the end of the run ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("block", range(4))
-@pytest.mark.parametrize("blocking", [False, True], ids=["free", "lock-step"])
-def test_the_run_ends_at_the_same_versions_everywhere(block, blocking):
+def test_the_run_ends_at_the_same_versions_everywhere(block):
   """Storms, kills, slow and fast: who finished has of every fragment what its shard ends with."""
-  for seed in range(block * 10, block * 10 + 10):
-    target = 300 + 100 * (seed % 4)
-    world = random_world(seed, target_tokens=target, blocking=blocking)
-    world.run(STORM_SECONDS + 1.0)  # whoever was killed is back
-    world.weather = Weather()
-    try:
-      until_all_are_done(world)
-      ended = {p: f.version for p, f in world.store.items()}
-      world.run(world.now + 5.0)
-    except Exception as error:
-      raise AssertionError(f"world {seed}: {error!r}\n{world.sync}") from error
-    assert {p: f.version for p, f in world.store.items()} == ended, f"{seed=}"
-    for actor in world.learners():
-      versions = {p: f.version for p, f in enumerate(actor.state.fragments)}
-      assert versions == ended, f"{seed=} learner {actor.number}"
-    for p, f in world.store.items():
-      assert f.merged_tokens >= target, f"{seed=}"
-      commits = [c for _, c in world.commits(p)]
-      assert f.merged_tokens - sum(commits[-1].tokens) < target, "one round more than needed"
+  counted = check_all(endings.check, range(block * 20, block * 20 + 20))
+  assert struck(counted, endings.KINDS), counted
 
 
 def test_a_fragment_that_is_complete_is_never_pulled_again():

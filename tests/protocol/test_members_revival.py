@@ -25,8 +25,8 @@ from ddiloco.protocol.actions import (
 from ddiloco.protocol.messages import NOTHING, Publish, Report, RequestValue, Value
 from ddiloco.protocol.syncer_state import FragmentState
 from tests import says
+from tests.protocol.storms import calm
 from tests.protocol.test_syncer_scripts import ALONE, SYNC, Script, join, push, report
-from tests.protocol.test_syncer_worlds import calm
 from tests.says import hello, welcome
 
 OFTEN = dataclasses.replace(ALONE, snapshot_steps=10)

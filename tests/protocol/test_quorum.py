@@ -89,23 +89,33 @@ def test_grace_is_at_most_a_step_and_zero_without_overlap_or_safety():
   ],
 )
 def test_screen(norms, past, expected):
-  assert screen(norms, dict.fromkeys(norms, 1), past, 10.0) == expected
+  assert screen(norms, dict.fromkeys(norms, 1), past, 10.0, 1) == expected
 
 
 def test_a_longer_update_of_more_steps_is_in_proportion():
   """29 steps that all went one way, beside one step: 29 times as long, and not rejected."""
   past = {0: 0.0, 1: 1.0}
-  assert screen({0: 1.0, 1: 29.0}, {0: 1, 1: 29}, past, 10.0) == {}
-  assert list(screen({0: 1.0, 1: 29.0}, {0: 1, 1: 1}, past, 10.0)) == [1]
+  assert screen({0: 1.0, 1: 29.0}, {0: 1, 1: 29}, past, 10.0, 1) == {}
+  assert list(screen({0: 1.0, 1: 29.0}, {0: 1, 1: 1}, past, 10.0, 1)) == [1]
   # A single step beside 29 that cancelled each other is not too long either.
-  assert screen({0: 1.0, 1: 29**0.5}, {0: 1, 1: 29}, {0: 29**-0.5, 1: 29**-0.5}, 10.0) == {}
+  assert screen({0: 1.0, 1: 29**0.5}, {0: 1, 1: 29}, {0: 29**-0.5, 1: 29**-0.5}, 10.0, 1) == {}
+
+
+def test_one_step_alone_after_many_that_cancelled_out_is_in_proportion():
+  """300 steps are 17 times as long as one; were one refused, the next push would have one again."""
+  past = {0: 300**0.5 / 300}
+  assert list(screen({0: 1.0}, {0: 1}, past, 10.0, period=1)) == [0]
+  assert screen({0: 1.0}, {0: 1}, past, 10.0, period=100) == {}
+  assert list(screen({0: 60.0}, {0: 1}, past, 10.0, period=100)) == [0], "more than ten periods"
 
 
 NORMS = st.one_of(st.floats(0, 100), st.sampled_from([0.0, 1.0, 50.0, math.inf, math.nan]))
 
 
-@given(st.lists(st.tuples(NORMS, st.integers(1, 4), st.floats(0, 10)), max_size=12))
-def test_screening_compares_with_the_median_of_all_others(updates):
+@given(
+  st.lists(st.tuples(NORMS, st.integers(1, 4), st.floats(0, 10)), max_size=12), st.integers(1, 4)
+)
+def test_screening_compares_with_the_median_of_all_others(updates, period):
   """As the docstring says it, with one look at everybody for each."""
   norms, steps, past = ({m: u[i] for m, u in enumerate(updates)} for i in range(3))
   expected = set()
@@ -115,12 +125,12 @@ def test_screening_compares_with_the_median_of_all_others(updates):
       for n, other in norms.items()
       if n != m and math.isfinite(other)
     ]
-    usual, own = (statistics.median(others) if others else 0.0), past[m] * steps[m]
+    usual, own = (statistics.median(others) if others else 0.0), past[m] * max(steps[m], period)
     references = [r for r in (usual, own) if r > 0]
     too_long = bool(references) and norm > 5.0 * max(references)
     if not math.isfinite(norm) or (norm == 0 and usual > 0) or too_long:
       expected.add(m)
-  assert screen(norms, steps, past, 5.0).keys() == expected
+  assert screen(norms, steps, past, 5.0, period).keys() == expected
 
 
 @given(

@@ -1,16 +1,13 @@
 """When roles start, start again, join, leave and are given up: the policy of every engine."""
 
 import ast
-import collections
 import dataclasses
-import random
 from pathlib import Path
 
 import pytest
 
 import ddiloco
 from ddiloco.config import Fault, RunConfig
-from ddiloco.protocol import supervisor
 from ddiloco.protocol.supervisor import (
   DOWN,
   DUTY_SECONDS,
@@ -29,7 +26,6 @@ from ddiloco.protocol.supervisor import (
   Requested,
   Start,
   Strike,
-  Supervisor,
   Terminate,
   Tick,
   Working,
@@ -39,11 +35,10 @@ from ddiloco.protocol.supervisor import (
   pause_seconds,
   pressing,
   strike,
-  supervise,
 )
-
-RUN = RunConfig(restart_seconds=1.0, max_restarts=5)
-LEARNER, SHARD = "learner-3", "syncer-0"
+from tests.protocol import supervised
+from tests.protocol.supervised import LEARNER, RUN, SHARD, Play
+from tests.worlds import check_all, struck
 
 
 def lives(run: RunConfig, *worked: float) -> list[float | None]:
@@ -53,20 +48,6 @@ def lives(run: RunConfig, *worked: float) -> list[float | None]:
     deaths, pause = after_exit(deaths, seconds, run)
     pauses.append(pause)
   return pauses
-
-
-class Play:
-  """One state, what it was told, and what it said."""
-
-  def __init__(self, *roles: str, run: RunConfig = RUN, **more):
-    self.state: Supervisor = supervisor.init(run, roles, **more)
-
-  def __call__(self, event) -> list:
-    self.state, actions = supervise(self.state, event)
-    return actions
-
-  def phase(self, name: str = LEARNER) -> str:
-    return self.state.roles[name].phase
 
 
 def kill(**more) -> Fault:
@@ -345,107 +326,10 @@ def test_a_learner_that_left_is_still_counted_and_one_that_joined_counts_too():
   assert play(Exited("learner-1", 1.0, "x", for_good=True)) == [Lost("learner-1", "x")]
 
 
-# --- random sequences -----------------------------------------------------------------------------
-
-
-class World:
-  """Roles that do what they are told, and die at random; checks every action."""
-
-  def __init__(self, seed: int):
-    self.random = rng = random.Random(f"supervised {seed}")
-    self.names = [SHARD, *(f"learner-{m}" for m in range(rng.randint(1, 4)))]
-    self.run = RunConfig(
-      restart_seconds=rng.choice([0.0, 0.1, 3.0]), max_restarts=rng.randint(0, 4)
-    )
-    planned = [self._fault() for _ in range(rng.randint(0, 8))]
-    quorum = rng.randint(0, len(self.names) - 1)
-    self.play = Play(*self.names, run=self.run, planned=planned, quorum=quorum)
-    self.now, self.global_step = 0.0, 0
-    self.up: set[str] = set()
-    self.held: set[str] = set()
-    self.dying: set[str] = set()  # a planned kill was performed
-    self.starts: collections.Counter[str] = collections.Counter()
-    self.hopeless = 0
-
-  def _fault(self) -> Fault:
-    rng = self.random
-    action = rng.choice(["kill", "stall", "slow", "drop", "join"])
-    role = f"learner-{rng.randint(5, 7)}" if action == "join" else rng.choice(self.names)
-    seconds = rng.choice([0.0, 1.0, 20.0, *([-1.0] if action in ("kill", "join") else [])])
-    return Fault(action, role, at_step=rng.randint(0, 40), seconds=seconds)
-
-  def tell(self, event) -> None:
-    for action in self.play(event):
-      self.check(action, event)
-    assert self.up == {n for n, r in self.play.state.roles.items() if r.phase == UP}
-    assert self.held == {n for n, r in self.play.state.roles.items() if r.held}
-
-  def check(self, action, event) -> None:
-    match action:
-      case Start(name, life, _):
-        assert name not in self.up, "started twice"
-        assert life == self.starts[name]
-        self.starts[name] += 1
-        self.up.add(name)
-        self.held.discard(name)
-      case Strike(fault):
-        assert fault.role in self.up and fault.role not in self.dying
-        self.dying |= {fault.role} if fault.action == "kill" else set()
-      case Hold(name, held):
-        assert name in self.up and (name in self.held) != held
-        (self.held.add if held else self.held.discard)(name)
-      case Terminate(name):
-        assert name in self.up
-        self.held.discard(name)
-      case Lost(name, _):
-        assert name == event.role
-      case Joined(fault):
-        assert fault.action == "join"
-      case Hopeless():
-        self.hopeless += 1
-
-  def end(self, name: str, good: bool) -> None:
-    self.up.discard(name)
-    self.held.discard(name)
-    self.dying.discard(name)
-    self.tell(
-      Left(name) if good else Exited(name, self.now, "x", for_good=self.random.random() < 0.1)
-    )
-
-  def step(self) -> None:
-    rng = self.random
-    self.now += rng.choice([0.0, 0.01, 0.5, 5.0])
-    self.global_step += rng.randint(0, 2)
-    what, name = rng.random(), rng.choice(sorted(self.play.state.roles))
-    if name in self.dying and what < 0.5:
-      self.end(name, good=False)
-    elif name in self.up and what < 0.1:
-      self.end(name, good=rng.random() < 0.2 and name not in self.dying)
-    elif what < 0.2:
-      self.tell(Working(name, self.now))
-    elif what < 0.25:
-      self.tell(Requested(self._fault()))
-    self.tell(Tick(self.now, self.global_step, self.now))
-
-
-@pytest.mark.parametrize("seed", range(300))
-def test_no_role_is_lost_and_none_started_twice(seed):
-  world = World(seed)
-  for _ in range(120):
-    world.step()
-    down = [r for r in world.play.state.roles.values() if r.phase == DOWN]
-    longest = max(20.0, LONGEST_PAUSE_SECONDS, world.run.restart_seconds)
-    assert all(world.now < role.start_at <= world.now + longest for role in down)
-  assert world.hopeless <= 1 and bool(world.hopeless) == bool(world.play.state.hopeless)
-  world.now += 100.0
-  world.tell(Tick(world.now, world.global_step, world.now))
-  for name, role in world.play.state.roles.items():
-    assert role.phase in (UP, LEFT, GONE), f"{name} was never started again"
-  world.tell(Dismiss(""))
-  for name in sorted(world.up):
-    world.end(name, good=True)
-  assert all(role.ended for role in world.play.state.roles.values())
-  assert next_wake(world.play.state) == float("inf")
+@pytest.mark.parametrize("block", range(4))
+def test_no_role_is_lost_and_none_started_twice(block):
+  counted = check_all(supervised.check, range(block * 75, block * 75 + 75))
+  assert struck(counted, supervised.KINDS), counted
 
 
 def test_the_policy_is_written_once():

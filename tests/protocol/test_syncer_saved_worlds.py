@@ -13,68 +13,20 @@ import pytest
 from ddiloco.config import SyncConfig
 from ddiloco.protocol import events
 from ddiloco.protocol.actions import Commit
+from tests.protocol import disasters
+from tests.protocol.disasters import stormy
 from tests.protocol.ledger import Ledger, Staged
-from tests.protocol.test_syncer_worlds import STORM_SECONDS, calm, heal, notes, random_world
+from tests.protocol.storms import STORM_SECONDS, calm, heal, notes
 from tests.protocol.virtual import Pace, Weather, World
+from tests.worlds import check_all, struck
 
 
-def stormy(seed: int, disasters: int = 3, **fixed) -> World:
-  """A random world that takes snapshots often; roles come back with a part, old or new, or none."""
-  rng = random.Random(f"disasters {seed}")
-  world = random_world(seed, **{"snapshot_steps": rng.randint(1, 8), **fixed})
-  for _ in range(disasters):
-    world.at(rng.uniform(0.3, STORM_SECONDS), strike, world, rng)
-  return world
-
-
-def strike(world: World, rng: random.Random) -> None:
-  """Some role dies now and comes back; a shard has lost its copies as well."""
-  role = rng.choice(sorted(world.starts))
-  world.kill(role)
-
-  def back() -> None:
-    if role not in world.actors:
-      snapshot = rng.choice([None, *world.snapshots, *list(world.snapshots)[-1:] * 3])
-      world.restore(role, snapshot, recovery_seconds=rng.choice([0.0, 1.0]))
-
-  world.at(world.now + rng.uniform(0.0, 0.8), back)
-
-
-def judge(world: World, name: object) -> None:
-  try:
-    heal(world)
-  except Exception as error:
-    raise AssertionError(f"world {name}: {error!r}\n{world.sync}") from error
-
-
-@pytest.mark.parametrize("block", range(3))
-def test_storms_with_revivals_and_lost_shards(block):
+@pytest.mark.parametrize("block", range(4))
+def test_disasters(block):
   """Nothing is merged twice on the way to any value, snapshots are cuts, and all recover."""
-  complete = recalled = 0
-  for seed in range(block * 40, block * 40 + 40):
-    world = stormy(seed)
-    judge(world, seed)
-    complete += len(world.snapshots)
-    recalled += len(notes(world, "recalled"))
-  assert complete > 100 and recalled >= 3, (complete, recalled)
-
-
-@pytest.mark.parametrize("block", range(2))
-def test_all_die_again_and_again_in_a_storm(block):
-  """From the newest complete snapshot, with another number of shards and learners each time."""
-  went_back = 0
-  for seed in range(block * 20, block * 20 + 20):
-    rng = random.Random(f"all die {seed}")
-    world = stormy(seed, disasters=1, snapshot_steps=rng.randint(1, 4))
-    try:
-      for _ in range(3):
-        world.run(world.now + rng.uniform(0.2, 2.0))
-        learners = rng.randint(world.sync.min_quorum, len(world.pace.step_seconds))
-        went_back += bool(world.restore_all(rng.randint(1, world.sync.num_fragments), learners))
-      heal(world)
-    except Exception as error:
-      raise AssertionError(f"world {seed}: {error!r}\n{world.sync}") from error
-  assert went_back >= 8, went_back
+  counted = check_all(disasters.check, range(block * 40, block * 40 + 40))
+  assert struck(counted, disasters.KINDS), counted
+  assert counted["snapshots"] > 50 and counted["recalled"] and counted["went_back"], counted
 
 
 def test_runs_that_die_still_end_at_the_same_versions():

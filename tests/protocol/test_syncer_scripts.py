@@ -437,4 +437,4 @@ def test_a_learner_that_is_new_and_alone_is_measured_by_what_is_usual_here():
   refusals = [
     a.message.reason for a in sent if isinstance(a, Send) and hasattr(a.message, "reason")
   ]
-  assert refusals == ["norm 1e+06 is over 10 x 1"] and shard.state.fragments[0].version == 1
+  assert refusals == ["norm 1e+06 is over 10 x 2"] and shard.state.fragments[0].version == 1

@@ -10,98 +10,18 @@ import pytest
 
 from ddiloco.config import SyncConfig
 from ddiloco.protocol import events, learner
-from ddiloco.protocol.events import Event
-from ddiloco.protocol.messages import TO_LEARNER, TO_SHARD, Pull
+from ddiloco.protocol.messages import TO_LEARNER, TO_SHARD
+from tests.protocol import storms
+from tests.protocol.storms import STORM_SECONDS, calm, heal, notes, random_world
 from tests.protocol.virtual import Pace, Weather, World
-
-STORM_SECONDS = 3.0
-
-
-def random_world(seed: int, target_tokens: int = 1 << 60, **fixed) -> World:
-  """Any mix of settings, speeds and bad weather; roles die and come back during the storm."""
-  rng = random.Random(seed)
-  num_learners = rng.randint(1, 4)
-  num_fragments = rng.randint(1, 4)
-  period = rng.randint(2, 6)
-  settings = {
-    "num_shards": rng.randint(1, min(2, num_fragments)),
-    "num_fragments": num_fragments,
-    "sync_period": period,
-    "overlap_steps": rng.randint(0, period - 1),
-    "min_quorum": rng.randint(1, num_learners),
-    "apply": rng.choice(["rebase", "rebase", "overwrite", "mix"]),
-    "grace_safety": rng.choice([0.0, 0.5, 0.9]),
-    "liveness_seconds": 0.5,
-    "publish_codec": random.Random(f"codec {seed}").choice(["f32", "int8"]),
-  }
-  sync = SyncConfig(**{**settings, **fixed})
-  storm = Weather(
-    delay_seconds=(0.001, rng.choice([0.01, 0.2, 0.6])),
-    drop=rng.choice([0.0, 0.1, 0.3]),
-    duplicate=rng.choice([0.0, 0.3]),
-    reorder=rng.random() < 0.6,
-  )
-  steps = tuple(rng.uniform(0.06, 0.2) for _ in range(num_learners))
-  pace = Pace(steps, 0.3, *(rng.choice([0.002, 0.05, 0.2]) for _ in range(3)))
-  world = World(sync, pace, seed, storm, target_tokens)
-  learners = [("learner", m) for m in range(num_learners)]
-  shards = [("syncer", s) for s in range(sync.num_shards)]
-  for _ in range(rng.randint(0, 4)):
-    victim = rng.choice(learners + shards)
-    world.at(rng.uniform(0.2, STORM_SECONDS), world.kill, victim, rng.uniform(0.0, 0.8))
-  return world
-
-
-def heal(world: World, within_seconds: float = 25.0) -> None:
-  """After the storm: everybody lives, rounds commit, and all end on the newest versions."""
-  over = max(STORM_SECONDS, world.now)
-  world.at(over, setattr, world, "weather", Weather())
-  world.run(over + 1.0)
-  before, start = len(world.commits()), world.now
-  wanted = set(range(world.sync.num_fragments))
-
-  def commits_go_on() -> bool:
-    return wanted <= {c.fragment for _, c in world.commits()[before:]}
-
-  while not (commits_go_on() and all(a.state.joined for a in world.learners())):
-    assert world.now < start + within_seconds, "rounds do not commit any more"
-    world.run(world.now + 0.5)
-  if world.sync.blocking:
-    return  # between two steps of a lock-step run nothing is applied
-  assert not any(a.idle_seconds for a in world.learners()), "one waited"
-  world.weather, start = Weather(lost_kinds=(Pull,)), world.now  # no round goes on for ever
-  while any(
-    f.version != store[p].version
-    for store in (world.store,)
-    for a in world.learners()
-    for p, f in enumerate(a.state.fragments)
-  ):
-    assert world.now < start + within_seconds, "somebody stays behind the newest versions"
-    world.run(world.now + 0.5)
-  for actor in world.learners():
-    for p in range(world.sync.num_fragments):
-      world.ledger.check(actor, p)
-
-
-def notes(world: World, kind: str) -> list[tuple[float, Event]]:
-  return [(t, event) for t, _, event in world.history if event.kind == kind]
-
-
-def calm(num_learners: int = 3, seed: int = 0, jitter: float = 0.1, **settings) -> World:
-  fixed = {"num_shards": 2, "num_fragments": 3, "sync_period": 6, "liveness_seconds": 0.5}
-  pace = Pace((0.1,) * num_learners, jitter)
-  return World(SyncConfig(**{**fixed, **settings}), pace, seed)
+from tests.worlds import check_all, struck
 
 
 @pytest.mark.parametrize("block", range(10))
 def test_storms(block):
   """Nothing merged twice, nothing vanishes, versions only go up, all recover (see `Ledger`)."""
-  for seed in range(block * 40, block * 40 + 40):
-    world = random_world(seed)
-    try:
-      heal(world)
-    except Exception as error:
-      raise AssertionError(f"world {seed}: {error!r}\n{world.sync}") from error
+  counted = check_all(storms.check, range(block * 40, block * 40 + 40))
+  assert struck(counted, storms.KINDS), counted
 
 
 @pytest.mark.parametrize("kind", [*TO_SHARD, *TO_LEARNER], ids=lambda kind: kind.__name__)

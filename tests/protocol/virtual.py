@@ -7,6 +7,7 @@ consistent snapshot.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import heapq
 import random
@@ -41,6 +42,7 @@ __all__ = ["STEP_TOKENS", "Ghosts", "Pace", "Weather", "World"]
 
 STEP_TOKENS = 10
 FOR_EVER = 1e9  # seconds
+LATE_SECONDS = 0.1  # on its way; a message that takes longer has met bad weather
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +93,8 @@ class GhostDeltas(SizedDeltas):
     self._ledger = ghosts.ledger
 
   def push(self, fragment: int, local: Any, factor: float = 1.0) -> Any:
-    return dataclasses.replace(super().push(fragment, local, factor), content=local)
+    poisoned = dataclasses.replace(local, factor=factor)
+    return dataclasses.replace(super().push(fragment, local, factor), content=poisoned)
 
   def receive(self, publish: Publish, size: int, mode: str, included: bool) -> Any:
     p = publish.fragment
@@ -280,6 +283,9 @@ class World(Ghosts):
   """A world whose `weather` may change at any time.
 
   `patience_seconds`: how long a snapshot waits for a part of a learner that lives.
+
+  Attributes:
+    struck: how often each kind of fault has done something.
   """
 
   def __init__(
@@ -296,6 +302,7 @@ class World(Ghosts):
     self.weather = weather
     self.tokens_per_step = STEP_TOKENS
     self.random = random.Random(f"network {seed}")
+    self.struck: collections.Counter[str] = collections.Counter()
     self.ledger = ledger or Ledger(sync, STEP_TOKENS)
     self._last_arrival: dict = {}
     config = Config(
@@ -308,16 +315,31 @@ class World(Ghosts):
     )
     super().__init__(config, pace, seed)
 
+  def strike(self, kind: str, role: Role, for_seconds: float) -> None:
+    """A role dies if it lives, and starts again after so long."""
+    self.struck[kind] += role in self.actors
+    self.kill(role, for_seconds)
+
   def arrivals(self, sender: Role, to: Role, message: Message, size: int) -> Sequence[float]:
     w = self.weather
     if isinstance(message, w.lost_kinds) or (w.drop and self.random.random() < w.drop):
+      self.struck["drop"] += 1
       return ()
     copies = 2 if w.duplicate and self.random.random() < w.duplicate else 1
-    found = []
-    for _ in range(copies):
-      arrival = self.now + self.random.uniform(*w.delay_seconds)
-      if not w.reorder:
-        pair = sender, to
-        arrival = self._last_arrival[pair] = max(arrival, self._last_arrival.get(pair, 0.0))
-      found.append(arrival)
-    return found
+    self.struck["duplicate"] += copies - 1
+    return [self._arrival((sender, to)) for _ in range(copies)]
+
+  def _arrival(self, pair: tuple[Role, Role]) -> float:
+    """When a message between these two arrives."""
+    delay, newest = (
+      self.random.uniform(*self.weather.delay_seconds),
+      self._last_arrival.get(pair, 0),
+    )
+    self.struck["late"] += delay > LATE_SECONDS
+    arrival = self.now + delay
+    if self.weather.reorder:
+      self.struck["reorder"] += arrival < newest
+    else:
+      arrival = max(arrival, newest)
+    self._last_arrival[pair] = max(arrival, newest)
+    return arrival

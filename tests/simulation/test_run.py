@@ -16,8 +16,7 @@ from ddiloco.observe.goodput import Ledger
 from ddiloco.simulation.disturbances import HEADER_BYTES
 from ddiloco.simulation.run import Speeds, VirtualRun
 from ddiloco.simulation.stand_ins import PUSH_VECTORS, STAGE_VECTORS
-from tests.protocol.ledger import Ledger as StepLedger
-from tests.protocol.virtual import Ghosts
+from tests.simulation.faulted import JudgedRun
 
 STEP_SECONDS = 0.1
 TOKENS = 4 * 16  # of a step
@@ -274,24 +273,17 @@ def test_a_shard_that_is_gone_for_good_fails_the_run():
 # --- what a ledger of single steps says -----------------------------------------------------------
 
 
-class JudgedRun(Ghosts, VirtualRun):
-  """A run whose vectors are ghosts, judged by the strict ledger of the tests of the protocol."""
-
-
 @pytest.mark.parametrize("apply", ["rebase", "overwrite"])
 def test_under_random_faults_no_step_is_merged_twice_and_none_vanishes(apply):
   kinds = ("kill", "stall", "slow", "cut", "drop", "delay", "duplicate", "reorder")
   plan = random_faults(11, 25, 8.0, 3, 2, kinds)
   config = make(steps=100, faults=plan, apply=apply, snapshot_steps=12)
-  ledger = StepLedger(config.sync, TOKENS)
   events: list[dict] = []
-  JudgedRun.ledger = ledger
   run = JudgedRun(config, setting(), events.append)
-  run.measure = lambda push: {"norm": float(push.steps)}
   assert run.finish(3600.0) == "finished"
-  assert len(of(events, "fault")) >= 20 and len(ledger.contents) > 50
+  assert len(of(events, "fault")) >= 20 and len(run.ledger.contents) > 50
   for p, f in run.store.items():
-    assert f.merged_tokens == TOKENS * len(ledger.contents[p, f.last_round])
+    assert f.merged_tokens == TOKENS * len(run.ledger.contents[p, f.last_round])
 
 
 def test_what_cannot_be_simulated_says_so():

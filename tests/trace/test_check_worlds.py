@@ -10,7 +10,7 @@ import pytest
 from ddiloco.protocol.events import Event
 from ddiloco.trace import reader
 from ddiloco.trace.check import check
-from tests.protocol import test_syncer_worlds as test_protocol
+from tests.protocol import storms
 
 
 @pytest.mark.parametrize("block", range(4))
@@ -18,11 +18,11 @@ def test_the_tapes_of_random_worlds_hold(block):
   total = collections.Counter()
   for seed in range(block * 25, block * 25 + 25):
     snapshots = random.Random(seed).choice([0, 3, 8])
-    world = test_protocol.random_world(seed, snapshot_steps=snapshots)
-    world.run(test_protocol.STORM_SECONDS)
+    world = storms.random_world(seed, snapshot_steps=snapshots)
+    world.run(storms.STORM_SECONDS)
     if snapshots:
       world.restore_all()
-      world.run(2 * test_protocol.STORM_SECONDS)
+      world.run(2 * storms.STORM_SECONDS)
     logs: dict[str, list[Event]] = collections.defaultdict(list)
     for _, actor, event in world.history:
       logs[actor.name].append(event)
