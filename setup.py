@@ -55,8 +55,8 @@ setup(
     "fuzz": ["atheris>=2.3"],
     "tokenizers": ["sentencepiece>=0.2", "tokenizers>=0.20"],
     "gcs": ["etils[epath-gcs]>=1.7"],  # checkpoints in gs://
+    # Also for `ddiloco compile` without a TPU: jax names the one libtpu, of 0.7 GB, that fits it.
     "tpu": ["jax[tpu]>=0.10,<0.11"],
-    "compile": ["libtpu>=0.0.42,<0.1"],  # `ddiloco compile`, without a TPU: 0.7 GB
     "dev": [*TEST, "pre-commit>=4"],
   },
   entry_points={"console_scripts": ["ddiloco = ddiloco.cli:entry"]},

@@ -25,7 +25,7 @@ def compile_islands(arguments: list[str]) -> int:
     ddiloco compile --config=configs/regions_12b.py --mfu=0.4 --json
 
   Memory is per chip, with a snapshot's copy of the state beside the step. Takes a minute or more of
-  CPU an island, and needs libtpu (pip install 'ddiloco[compile]'). Exit status 1: one does not fit.
+  CPU an island, and needs libtpu (pip install 'ddiloco[tpu]'). Exit status 1: one does not fit.
   """
   values = flags.FlagValues()
   path, arguments = config_flag(values, arguments)

@@ -75,7 +75,7 @@ def devices(topology: str, num_slices: int = 1) -> list[Any]:
     except ImportError:
       raise ConfigError(
         f"topology = {topology!r}: compiling for TPUs needs libtpu, which is not installed."
-        " Fix: pip install 'ddiloco[compile]'."
+        " Fix: pip install 'ddiloco[tpu]'."
       ) from error
     raise ConfigError(
       f"topology = {topology!r}: libtpu refuses it ({str(error).splitlines()[0]}). Fix: give a"

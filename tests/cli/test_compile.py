@@ -89,7 +89,7 @@ def test_wrong_flags_are_refused(flags, said, capsys, monkeypatch):
 def test_without_libtpu_it_says_what_to_install(capsys, monkeypatch):
   monkeypatch.setattr(environment, "describe_only", lambda: None)
   assert cli.main(["compile", *TINY, "--topology=v5p:2x2x1"]) == 2
-  assert "ddiloco[compile]" in capsys.readouterr().err
+  assert "ddiloco[tpu]" in capsys.readouterr().err
 
 
 class Refused:

@@ -28,7 +28,7 @@ def row(batch: int, gib_a_row: float = 0.1, fixed: float = 3.0) -> dict:
     "flops_per_token": 1e9,
     "step_seconds": 1.0,
     "step": {"cpu_seconds": 50.0},
-    "fragments": [],
+    "copies": [],
   }
 
 
