@@ -1,8 +1,10 @@
 # Sourced by the other scripts: makes .venv beside setup.py and installs ddiloco into it.
 # Usage: . scripts/venv.sh [EXTRA]     for example: . scripts/venv.sh test
+# VENV names another folder, CONSTRAINTS a file of versions for pip.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 extra="${1:-}"
+venv="${VENV:-.venv}"
 python=""
 for candidate in "${PYTHON:-}" python3 python3.13 python3.12 python3.11 python; do
   if [ -n "$candidate" ] && "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
@@ -15,10 +17,11 @@ if [ -z "$python" ]; then
   exit 1
 fi
 # Installed already, for this very setup.py and extra? Then there is nothing to do.
-stamp=".venv/installed-${extra:-base}-$(cksum < setup.py | tr -d ' ')"
+stamp="$venv/installed-${extra:-base}-$(cksum < setup.py | tr -d ' ')"
 if [ ! -f "$stamp" ]; then
-  echo "Installing ddiloco${extra:+[$extra]} into .venv with $($python --version) (about a minute)"
-  [ -x .venv/bin/python ] || "$python" -m venv .venv
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".${extra:+[$extra]}"
+  echo "Installing ddiloco${extra:+[$extra]} into $venv with $($python --version) (about a minute)"
+  [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+    ${CONSTRAINTS:+--constraint="$CONSTRAINTS"} -e ".${extra:+[$extra]}"
   touch "$stamp"
 fi

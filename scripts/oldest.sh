@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# The quick tests of what leans on JAX, with the oldest versions that setup.py allows, in .venv-oldest.
+# The newest ones are in .venv, where scripts/test.sh runs. Other arguments go to pytest.
+VENV=.venv-oldest
+CONSTRAINTS="$(mktemp)"
+trap 'rm -f "$CONSTRAINTS"' EXIT
+for package in flax grain jax msgspec numpy optax orbax-checkpoint; do
+  sed -n "s/^ *\"\($package\)>=\([0-9.]*\).*/\1==\2/p" "$(dirname "$0")/../setup.py"
+done > "$CONSTRAINTS"
+. "$(dirname "$0")/venv.sh" test
+if [ $# -eq 0 ]; then
+  set -- -m "not slow" tests/{checkpoint,config,core,models,protocol,roles,trace,training}
+fi
+"$VENV/bin/python" -m pytest "$@"
