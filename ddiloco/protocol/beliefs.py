@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import math
+import statistics
 from collections.abc import Iterable
 
 from ddiloco.config import SyncConfig
@@ -102,9 +104,10 @@ def too_far_ahead(beliefs: Beliefs, global_step: int, sync: SyncConfig) -> int |
 def _rate(paces: Ranking, learner: int, num_learners: int) -> float:
   """Steps a second by which one learner alone can raise the global step."""
   others = [seconds for seconds, m in paces if m != learner]
-  if len(others) > 1:  # the slower one of the two: the faster one may be a liar
-    return LEAD / max(others[1], SHORTEST_STEP_SECONDS)
   own = next((seconds for seconds, m in paces if m == learner), 0.0)
+  if len(others) > 1:  # the median of three, any one of which may be a lie, of any length
+    middle = statistics.median((own or math.inf, *others[:2]))
+    return LEAD / max(middle, SHORTEST_STEP_SECONDS)
   if num_learners > 2:  # a member that never says how fast it is must not hold up the others
     return LEAD / max(own, *others, SHORTEST_STEP_SECONDS) if others else 0.0
   return ALONE_LEAD / max(own, SHORTEST_STEP_SECONDS)

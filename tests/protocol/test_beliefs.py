@@ -101,6 +101,20 @@ def test_an_island_that_was_there_long_before_the_others_is_asked_when_their_pac
   assert not state.fragments[0].round.refused and 0 in state.fragments[0].round.pushes
 
 
+@pytest.mark.parametrize("said", [1e-9, 1e300])
+def test_no_pace_that_a_third_one_makes_up_holds_up_the_faster_of_two(said):
+  """Nor does it let the global step run away."""
+  state = syncer.init(0, 0, (FragmentState(0), FragmentState(1)), 1 << 60)
+  for m in range(3):
+    state = told(state, says.hello(m, 0), 0.0)
+  for step in range(1, 400):
+    now = 0.5 * step
+    state = told(state, says.report(2, 0, HUGE if said < 1 else 0, said, (0, 0), (1, 1)), now)
+    state = told(state, says.report(0, 0, step, 0.5, (0, 0), (1, 1)), now)
+    state = told(state, says.report(1, 0, step // 3, 1.5, (0, 0), (1, 1)), now)
+    assert step <= state.global_step <= beliefs.slack_steps(SYNC) + beliefs.LEAD * step
+
+
 def test_one_that_outlives_all_others_is_believed():
   """The others were lost before they made a step."""
   state = syncer.init(0, 0, (FragmentState(0), FragmentState(1)), 1 << 60)
