@@ -202,7 +202,10 @@ def believe_global_step(
 
 
 def _num_here(state: SyncerState, reports: int) -> int:
-  """Learners that are not lost; all of them where it makes no difference, at every report."""
+  """How many learners are not lost, the one that reports among them.
+
+  With three paces known only that there are some matters, so that a report takes no look at all.
+  """
   if len(state.beliefs.paces) > 2:
     return len(state.members)
   lost = (m for m, member in state.members.items() if m == EVALUATOR or member.lost)

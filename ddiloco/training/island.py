@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -70,13 +70,14 @@ class Island:
     self._leaves, self._layout = self._parts.leaves, self._parts.layout
     self._inputs = self._parts.inputs
     self._kinds = [self._parts.piece_kinds(fragment) for fragment in plan.fragments]
-    self._at = [[at(piece) for piece in fragment.pieces] for fragment in plan.fragments]
     # Compiled; a state is a dict name -> array with the names of `StateLayout`.
     self._step: Any = None  # (state, batch, learning rate) -> (state, metrics)
     self._fresh: Any = None  # () -> state
     self._copy: Any = None  # state -> state
     self._counts: Any = None  # count -> the part of a state that counts updates
     self._programs: dict[PieceKind, PiecePrograms] = {}
+    # By fragment, of each piece: its leaf's name, what moves it, and where it is in the leaf.
+    self._moves: list[list[tuple[str, PiecePrograms, np.ndarray]]] = []
     self._state: dict[str, jax.Array] = {}
     self._in_flight: jax.Array | None = None
 
@@ -118,6 +119,10 @@ class Island:
       kind: lower_piece(kind, replicated).compile(platform)
       for kind in dict.fromkeys(itertools.chain(*self._kinds))
     }
+    self._moves = [
+      [(p.name, self._programs[kind], at(p)) for p, kind in zip(fragment.pieces, kinds)]
+      for fragment, kinds in zip(self._plan.fragments, self._kinds)
+    ]
     self._step = self._parts.lower().compile()
     return time.perf_counter() - start
 
@@ -267,7 +272,7 @@ class Island:
 
   def _copy_out(self, fragment_index: int, prefix: str) -> list[jax.Array]:
     pieces = []
-    for name, programs, where in self._moves(fragment_index):
+    for name, programs, where in self._moves[fragment_index]:
       pieces.append(programs.copy_out(self._state[prefix + name], where))
       if programs.waits:
         jax.block_until_ready(pieces[-1])
@@ -279,17 +284,11 @@ class Island:
     self, fragment_index: int, prefix: str, staged: Sequence[jax.Array], keep: float
   ) -> None:
     share = np.float32(keep)
-    for (name, programs, where), value in zip(self._moves(fragment_index), staged, strict=True):
+    for (name, programs, where), value in zip(self._moves[fragment_index], staged, strict=True):
       leaf = programs.apply(self._state[prefix + name], value, share, where)
       self._state[prefix + name] = leaf
       if programs.waits:
         jax.block_until_ready(leaf)
-
-  def _moves(self, fragment_index: int) -> Iterator[tuple[str, PiecePrograms, np.ndarray]]:
-    """Of each of the fragment's pieces: its leaf's name, its programs, and where it is."""
-    pieces, kinds = self._plan.fragments[fragment_index].pieces, self._kinds[fragment_index]
-    for piece, kind, where in zip(pieces, kinds, self._at[fragment_index]):
-      yield piece.name, self._programs[kind], where
 
   # --- background thread --------------------------------------------------------------------------
 

@@ -285,7 +285,7 @@ def test_many_connections_share_evenly():
       thread.join()
     assert len(seconds) == number
     assert link.bytes.forward == number * size
-    assert statistics.median(seconds) > 0.25  # all together take 0.8 s, so none went first
+    assert statistics.median(seconds) > 0.4  # all together take 0.8 s, so none went first
 
 
 def test_a_reset_arrives_as_a_reset():

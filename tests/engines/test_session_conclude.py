@@ -17,6 +17,7 @@ from ddiloco.engines.engine import RunResult
 from ddiloco.roles import initial
 from ddiloco.training import data
 from ddiloco.workdir import OUTCOME, check
+from tests.engines.test_session_resume import soon_over
 from tests.engines.test_threads import Ran, make_config
 
 
@@ -212,6 +213,8 @@ def test_the_last_checkpoints_close_fails(tmp_path, monkeypatch, capsys):
   assert all(storage.load(whole[0], role) for role in storage.manifest(whole[0])["parts"])
   unsaved = [e for e in ran.of("unsaved") if "the bucket hung up" in e.reason]
   assert unsaved and all(storage.parts(e.snapshot) == {} for e in unsaved)
+  assert Ran(soon_over(tmp_path, config), corpus, tmp_path).outcome.reason == "finished"
+  assert storage.committed() == whole
   said = capsys.readouterr().err
   assert "is not saved: " in said and "the bucket hung up" in said and "The run goes on." in said
   monkeypatch.undo()

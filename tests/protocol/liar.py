@@ -59,7 +59,7 @@ class Liar(Actor):
     super().__init__(world, ("learner", number), 0, Faults((), 0.0))
     self.random = random.Random(f"liar {seed}")
     # One that says it is far ahead is not even asked for a push.
-    self._boasts = self.random.random() < 0.5
+    self._boasts = self.random.random() < 0.25
     self.heard: dict[type, list[Message]] = {}
     self.sent: collections.Counter[str] = collections.Counter()  # by what it is
     self._lies = [lie for lie in LIES for _ in range(OFTEN[lie]) if lie in swarm(seed, KINDS)]

@@ -23,8 +23,7 @@ from ddiloco.config import (
   RunConfig,
   SyncConfig,
 )
-from ddiloco.observe import tracks
-from ddiloco.observe.goodput import Ledger as Account
+from ddiloco.observe import goodput, tracks
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Event
 from ddiloco.simulation.run import Speeds, VirtualRun
@@ -147,7 +146,7 @@ def _check_events(config: Config, said: list[Event]) -> None:
   """No round is lost, no role dies of another's fault, none waits; time and trace add up."""
   assert not tracks.lost_rounds(said) and not tracks.unplanned(said)
   struck = {fault.role for fault in config.chaos.of_roles()}
-  account, logs = Account(), collections.defaultdict[str, list[Event]](list)
+  account, logs = goodput.Ledger(), collections.defaultdict[str, list[Event]](list)
   for event in said:
     account.take(event)
     logs[event.role].append(event)
