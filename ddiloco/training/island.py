@@ -77,7 +77,7 @@ class Island:
     self._counts: Any = None  # count -> the part of a state that counts updates
     self._programs: dict[PieceKind, PiecePrograms] = {}
     # By fragment, of each piece: its leaf's name, what moves it, and where it is in the leaf.
-    self._moves: list[list[tuple[str, PiecePrograms, np.ndarray]]] = []
+    self._moves: list[list[tuple[str, PiecePrograms, jax.Array]]] = []
     self._state: dict[str, jax.Array] = {}
     self._in_flight: jax.Array | None = None
 
@@ -120,7 +120,10 @@ class Island:
       for kind in dict.fromkeys(itertools.chain(*self._kinds))
     }
     self._moves = [
-      [(p.name, self._programs[kind], at(p)) for p, kind in zip(fragment.pieces, kinds)]
+      [
+        (p.name, self._programs[kind], jax.device_put(at(p), replicated))
+        for p, kind in zip(fragment.pieces, kinds)
+      ]
       for fragment, kinds in zip(self._plan.fragments, self._kinds)
     ]
     self._step = self._parts.lower().compile()
