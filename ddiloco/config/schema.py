@@ -210,6 +210,7 @@ class IslandConfig:
   """One island: its devices, its mesh and its batch. Islands of one run may all differ."""
 
   devices: int = 1  # 0: an even share of what JAX sees (a whole slice where devices have slices)
+  hosts: int = 1  # processes, each with an even share of the devices; one leads (training/hosts.py)
   data: int = 1  # mesh axes; one may be -1: what the devices leave
   fsdp: int = -1
   tensor: int = 1
@@ -226,7 +227,14 @@ class IslandConfig:
 
   def __post_init__(self):
     not_negative("islands", self, "devices", "min_step_seconds")
-    positive("islands", self, "batch_size", "loss_chunks")
+    positive("islands", self, "hosts", "batch_size", "loss_chunks")
+    require(
+      self.devices % self.hosts == 0,
+      "islands.devices",
+      self.devices,
+      f"must be shared evenly by islands.hosts = {self.hosts} processes",
+      f"use {self.hosts * max(1, self.devices // self.hosts)}, or 0: all that each of them sees",
+    )
     one_of("islands", self, "attention", "auto", "einsum", "splash", "cudnn")
     one_of("islands", self, "remat", "none", "products", "attention", "full")
     axes = (self.data, self.fsdp, self.tensor)
