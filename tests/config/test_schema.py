@@ -294,7 +294,7 @@ def test_overrides_change_one_island_only():
   override = {"1": {"devices": 4, "fsdp": 2, "tensor": 2, "batch_size": 6}}
   c = from_dict({"islands": {"num_learners": 3, "overrides": override}})
   assert c.islands.island(0) == c.islands.island(2) == IslandConfig()
-  assert c.islands.island(1) == IslandConfig(4, 1, 2, 2, 6)
+  assert c.islands.island(1) == IslandConfig(devices=4, fsdp=2, tensor=2, batch_size=6)
   assert c.islands.island(1).data_shards(4) == 2
   assert [c.tokens_per_step(m) for m in range(3)] == [8 * 128, 6 * 128, 8 * 128]
   assert c.planned_steps() == math.ceil(4_000_000 / (22 * 128))
