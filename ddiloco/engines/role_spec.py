@@ -29,6 +29,8 @@ class RoleSpec:
   bind: str = ""  # a shard's own
   keys: Path | None = None  # folder; None: loopback only
   http: str = ""  # HOST:PORT of the probes, "": none
+  hosts: str = ""  # where the hosts of an island meet: the url of host 0; "": it has one
+  host: int = 0  # which of them this is
 
 
 def check_spec(config: Config, place: RoleSpec) -> None:
