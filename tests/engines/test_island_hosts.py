@@ -10,7 +10,7 @@ import pytest
 
 from ddiloco.config import ConfigError, from_dict
 from ddiloco.engines.children import LOST, Child, processes_of, spawn
-from ddiloco.engines.hosts import check_hosts
+from ddiloco.engines.island_hosts import check_hosts
 from ddiloco.engines.role_spec import RoleSpec
 from tests.engines.real import events_of, start, tiny, wait_for
 from tests.engines.test_processes import python
