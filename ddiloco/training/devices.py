@@ -124,6 +124,16 @@ def island_devices(island: IslandConfig, visible: Sequence[Device], learner: int
   return [device for host in sorted(hosts) for device in hosts[host][:share]]
 
 
+def host_memory(device: Device) -> str | None:
+  """The kind of host memory that a device copies to directly; None: not one of its own.
+
+  By default a copy to the host goes through one small staging buffer, at a tenth of the speed of
+  the connection (on an H100: 2.7 of 25 GB/s). A CPU's arrays lie in host memory already.
+  """
+  kinds = {memory.kind for memory in device.addressable_memories()}
+  return "pinned_host" if device.platform != "cpu" and "pinned_host" in kinds else None
+
+
 def lost_devices(error: BaseException | None) -> bool:
   """Whether an error is the runtime's, as of a slice that has failed, and not the program's."""
   while error is not None:

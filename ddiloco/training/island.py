@@ -22,7 +22,7 @@ from ddiloco.config import Config
 from ddiloco.core.fragments import Plan, split_flat
 from ddiloco.models.model import Batch
 from ddiloco.training import inner
-from ddiloco.training.devices import make_mesh, require_processes
+from ddiloco.training.devices import host_memory, make_mesh, require_processes
 from ddiloco.training.programs import (
   PARAMS,
   PieceKind,
@@ -66,6 +66,7 @@ class Island:
     # other, so there every step is waited for.
     self._pipelined = not self._cpu
     self.mesh = make_mesh(devices, self._island)
+    self._host_memory = host_memory(devices[0])
     self._parts = IslandStep(config, learner, self.mesh)
     self._leaves, self._layout = self._parts.leaves, self._parts.layout
     self._inputs = self._parts.inputs
@@ -291,9 +292,12 @@ class Island:
       pieces.append(programs.copy_out(self._state[prefix + name], where))
       if programs.waits:
         jax.block_until_ready(pieces[-1])
-    for out in pieces:
-      out.copy_to_host_async()
-    return pieces
+    if self._host_memory is None:
+      for out in pieces:
+        out.copy_to_host_async()
+      return pieces
+    there = [out.sharding.with_memory_kind(self._host_memory) for out in pieces]
+    return jax.device_put(pieces, there)  # one transfer, beside the step
 
   def _apply(
     self, fragment_index: int, prefix: str, staged: Sequence[jax.Array], keep: float
