@@ -29,6 +29,7 @@ class RoleSpec:
   bind: str = ""  # a shard's own
   keys: Path | None = None  # folder; None: loopback only
   http: str = ""  # HOST:PORT of the probes, "": none
+  term_status: int = 0  # exit status after a SIGTERM that cost nothing
 
 
 def check_spec(config: Config, place: RoleSpec) -> None:

@@ -1,0 +1,257 @@
+"""Islands on TPU VMs, done: gcloud makes, watches and deletes what `tpu_vms.py` asks for."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from ddiloco.launch import tpu_vms
+from ddiloco.launch.placement import PlacedIsland, Placement
+from ddiloco.launch.programs import LaunchError, attempt, run, say
+from ddiloco.launch.tpu_vms import Options, Seen, Step
+
+CALL_SECONDS = 120.0  # for a question, or a command on the hosts
+COPY_SECONDS = 300.0
+START_SECONDS = 1200.0  # the image is fetched first
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+  """Of an island's life.
+
+  Attributes:
+    slice_seconds: until a slice that was asked for is there, each time.
+    recreations: of slices that were taken away.
+    watch_seconds: until the role is done.
+    poll_seconds: between two looks.
+  """
+
+  slice_seconds: float
+  recreations: int
+  watch_seconds: float
+  poll_seconds: float
+
+
+@dataclasses.dataclass
+class _Life:
+  """What has become of an island so far."""
+
+  recreations: int = 0
+  waits_until: float | None = None  # for its slice
+  said: str = ""
+  started: bool = False  # the role, by us
+
+
+class Slices:
+  """All islands of a run; each is looked after by a thread of its own.
+
+  Args:
+    placement: of the run.
+    options: checked.
+    files: what each host gets, by path under its folder: config and public keys.
+    secrets: secret keys by role; a host gets that of its own role alone.
+    limits: of every wait.
+  """
+
+  def __init__(
+    self,
+    placement: Placement,
+    options: Options,
+    files: Mapping[str, str],
+    secrets: Mapping[str, str],
+    limits: Limits,
+  ):
+    self._placement, self._options, self._limits = placement, options, limits
+    self._files, self._secrets = files, secrets
+    self._ended = threading.Event()  # one thread cannot go on, or Ctrl-C
+
+  def create(self) -> None:
+    """Until every role runs, or is done already.
+
+    Raises:
+      LaunchError: an island is not there within its limits; the others are.
+    """
+    self._all(lambda island: self._keep(island, until=(Step.RUN, Step.DONE), again=True))
+
+  def watch(self) -> None:
+    """Until every role is done; a slice that was taken away is made anew.
+
+    Raises:
+      LaunchError: an island has failed; the others were looked after to their end.
+    """
+    self._all(lambda island: self._keep(island, until=(Step.DONE,), again=False))
+
+  def status(self) -> list[str]:
+    """A line for each island."""
+
+    def one(island: PlacedIsland) -> str:
+      seen = self._look(island)
+      return f"{island.role} in {island.where}: {seen.slice.lower()}, hosts {_roles(seen)}"
+
+    with concurrent.futures.ThreadPoolExecutor(len(self._placement.islands)) as threads:
+      return list(threads.map(one, self._placement.islands))
+
+  def delete(self) -> list[str]:
+    """Lets roles bring out what they have, and deletes the slices; returns what is left."""
+
+    def one(island: PlacedIsland) -> str:
+      place = self._placement, island, self._options
+      if self._look(island).slice == "READY":
+        script = tpu_vms.stop_script(self._placement)
+        attempt(f"{island.role}: stops", tpu_vms.on_hosts(*place, script), CALL_SECONDS)
+      ran = attempt(
+        f"{island.role}: deletes its slice", tpu_vms.delete(*place), self._limits.slice_seconds
+      )
+      if ran.status != 0 and "NOT_FOUND" not in ran.error:
+        return f"{tpu_vms.slice_name(*place[:2])} in {island.where}: {ran.reason}"
+      left = self._look(island).slice
+      return "" if left == "ABSENT" else f"{tpu_vms.slice_name(*place[:2])}: {left.lower()}"
+
+    with concurrent.futures.ThreadPoolExecutor(len(self._placement.islands)) as threads:
+      return [each for each in threads.map(one, self._placement.islands) if each]
+
+  # --- one island ---------------------------------------------------------------------------------
+
+  def _all(self, one) -> None:
+    islands = self._placement.islands
+    with concurrent.futures.ThreadPoolExecutor(len(islands)) as threads:
+      try:
+        done = [threads.submit(one, island) for island in islands]
+        errors = [each.exception() for each in concurrent.futures.as_completed(done)]
+      except BaseException:
+        self._ended.set()
+        raise
+    wrong = [error for error in errors if error is not None]
+    for error in wrong:
+      if not isinstance(error, LaunchError):
+        raise error
+    if wrong:
+      raise LaunchError("\n".join(map(str, wrong)))
+
+  def _keep(self, island: PlacedIsland, until: tuple[Step, ...], again: bool) -> None:
+    """Does what the island needs until it has got there."""
+    life, limits = _Life(), self._limits
+    deadline = time.monotonic() + limits.watch_seconds
+    while not self._ended.is_set():
+      seen = self._look(island)
+      step = (
+        Step.START if self._starts_again(island, seen, life, again) else tpu_vms.next_step(seen)
+      )
+      self._say(island, life, f"{step.value} ({seen.slice.lower()}, hosts {_roles(seen)})")
+      if step in until:
+        return
+      if step is Step.FAILED:
+        raise LaunchError(
+          f"{island.role}: its role has used up its --max_restarts ({_roles(seen)})."
+          f" Fix: see `sudo docker logs {self._placement.name}` on its hosts, then create again."
+        )
+      if time.monotonic() >= deadline:
+        raise LaunchError(
+          f"{island.role}: is not done within {limits.watch_seconds:g} s; it goes on."
+          " Fix: watch it again, or delete it."
+        )
+      self._do(island, step, seen, life)
+      self._ended.wait(limits.poll_seconds)
+
+  def _starts_again(self, island: PlacedIsland, seen: Seen, life: _Life, again: bool) -> bool:
+    """Whether `create` starts a role that had failed before: once."""
+    return again and not life.started and tpu_vms.next_step(seen) is Step.FAILED
+
+  def _do(self, island: PlacedIsland, step: Step, seen: Seen, life: _Life) -> None:
+    place = self._placement, island, self._options
+    if step in (Step.CREATE, Step.WAIT):
+      self._check_wait(island, seen, life)
+    else:
+      life.waits_until = None
+    if step is Step.CREATE:
+      # One that fails, for want of capacity for example, is asked for again until the limit.
+      ran = attempt(
+        f"{island.role}: asks for its slice", tpu_vms.create(*place), self._limits.slice_seconds
+      )
+      if ran.status != 0:
+        say(f"{island.role}: got no slice, {ran.reason}")
+    elif step is Step.DELETE:
+      life.recreations += 1
+      if life.recreations > self._limits.recreations:
+        raise LaunchError(
+          f"{island.role}: its slice was taken away {life.recreations} times, --recreations ="
+          f" {self._limits.recreations}. Fix: raise that, take another zone, or leave out --spot."
+        )
+      what = f"{island.role}: deletes slice {life.recreations} that was taken away"
+      run(what, tpu_vms.delete(*place), self._limits.slice_seconds)
+    elif step is Step.START:
+      self._start(island, seen)
+      life.started = True
+
+  def _check_wait(self, island: PlacedIsland, seen: Seen, life: _Life) -> None:
+    now = time.monotonic()
+    if life.waits_until is None:
+      life.waits_until = now + self._limits.slice_seconds
+      say(f"{island.role}: waits for its slice (at most {self._limits.slice_seconds:g} s)")
+    elif now >= life.waits_until:
+      raise LaunchError(
+        f"{island.role}: has no slice after {self._limits.slice_seconds:g} s"
+        f" ({seen.slice.lower()}). Fix: raise --slice_minutes, or take another zone."
+      )
+
+  def _start(self, island: PlacedIsland, seen: Seen) -> None:
+    place = self._placement, island, self._options
+    with tempfile.TemporaryDirectory(prefix="ddiloco-launch-") as temporary:
+      folder = Path(temporary) / tpu_vms.STAGED
+      stage(folder, self._files, {f"{island.role}.key_secret": self._secrets[island.role]})
+      what = f"{island.role}: brings config and keys"
+      run(what, tpu_vms.copy(*place, str(folder)), COPY_SECONDS)
+    script = tpu_vms.start_script(*place, seen.leader)
+    run(f"{island.role}: starts", tpu_vms.on_hosts(*place, script), START_SECONDS)
+
+  def _look(self, island: PlacedIsland) -> Seen:
+    """Of the slice and its roles; what cannot be seen now is waited for."""
+    place = self._placement, island, self._options
+    if self._options.queued:
+      request = self._describe(island, "queued-resources")
+      if request.slice != "ACTIVE":
+        return request
+    seen = self._describe(island, "tpu-vm")
+    if seen.slice != "READY":
+      return seen
+    script = tpu_vms.look_script(self._placement)
+    ran = attempt(f"{island.role}: its hosts", tpu_vms.on_hosts(*place, script), CALL_SECONDS)
+    lines = [line.strip() for line in ran.out.splitlines() if line.strip()]
+    if ran.status != 0 or len(lines) != island.shape.hosts:
+      return Seen(f"UNSEEN: {ran.reason}", (), seen.leader)
+    return dataclasses.replace(seen, roles=tuple(lines))
+
+  def _describe(self, island: PlacedIsland, group: str) -> Seen:
+    command = tpu_vms.describe(self._placement, island, self._options, group)
+    ran = attempt(f"{island.role}: its {group}", command, CALL_SECONDS)
+    if ran.status == 0:
+      read = tpu_vms.seen_slice if group == "tpu-vm" else tpu_vms.seen_request
+      return read(ran.out)
+    return Seen("ABSENT" if "NOT_FOUND" in ran.error else f"UNSEEN: {ran.reason}")
+
+  def _say(self, island: PlacedIsland, life: _Life, text: str) -> None:
+    if text != life.said:
+      life.said = text
+      say(f"{island.role}: {text}")
+
+
+def stage(folder: Path, files: Mapping[str, str], secrets: Mapping[str, str]) -> None:
+  """Writes what a host gets; secrets are for their owner's eyes alone."""
+  for path, text in files.items():
+    (folder / path).parent.mkdir(parents=True, exist_ok=True)
+    (folder / path).write_text(text)
+  (folder / "keys" / "secret").mkdir(mode=0o700, parents=True)
+  for name, text in secrets.items():
+    descriptor = os.open(folder / "keys" / "secret" / name, os.O_WRONLY | os.O_CREAT, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+      file.write(text)
+
+
+def _roles(seen: Seen) -> str:
+  return ", ".join(sorted(set(seen.roles))) or "not seen"

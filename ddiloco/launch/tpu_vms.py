@@ -1,0 +1,225 @@
+"""Islands on TPU VMs of Compute Engine: the commands, and what is done next. PURE.
+
+A slice is made, watched and deleted by `gcloud compute tpus tpu-vm`, or, in the older way, asked
+for with `queued-resources`. Its hosts run the role in a container, which Docker starts again when
+it fails. Shards are elsewhere, at urls that the islands reach.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import shlex
+from collections.abc import Sequence
+
+from ddiloco.checks import require
+from ddiloco.launch.placement import PlacedIsland, Placement, host_flags, role_command
+
+FOLDER = "/ddiloco"  # in the container: config and keys
+STAGED = "ddiloco"  # on a host, under the user's home
+WORK = "/work"  # in the container: workdir
+_WORKER = (
+  "http://metadata.google.internal/computeMetadata/v1/instance/attributes/agent-worker-number"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """What is the same for all slices.
+
+  Attributes:
+    image: of the container, with ddiloco and libtpu.
+    syncers: urls of all shards, as the slices reach them.
+    project: of the cloud; "": gcloud's own.
+    spot: slices may be taken away at any time.
+    queued: ask by queued resources.
+    max_restarts: of a host's container after failures, by Docker.
+    host_folder: of a host, where workdir is; what is not shared there ends with the slice.
+    runtime_version: image of the VMs; "": the topology's own.
+  """
+
+  image: str
+  syncers: tuple[str, ...]
+  project: str = ""
+  spot: bool = False
+  queued: bool = False
+  max_restarts: int = 10
+  host_folder: str = "/var/lib/ddiloco"
+  runtime_version: str = ""
+
+
+def check(placement: Placement, options: Options) -> None:
+  """Refuses what cannot work.
+
+  Raises:
+    ConfigError: an option is missing, or does not fit the run.
+  """
+  fix = "build one (docs/launch.md) and give --image=REGION-docker.pkg.dev/PROJECT/REPO/ddiloco:TAG"
+  require(bool(options.image), "--image", options.image, "is what all roles run in", fix)
+  rule = f"must name the {len(placement.shards)} shards of sync.num_shards, which run elsewhere"
+  fix = "start them first (docs/launch.md) and give --syncers=tcp://ADDRESS:7000,..."
+  right = len(options.syncers) == len(placement.shards)
+  require(right, "--syncers", ",".join(options.syncers), rule, fix)
+  for island in placement.islands:
+    fix = "give --place=us-east5-b=0,1, once for each zone"
+    require(bool(island.where), "--place", "", f"{island.role} needs a zone", fix)
+
+
+# --- Commands
+
+
+def _tpu(
+  group: str, verb: str, island: PlacedIsland, name: str, options: Options, *flags: str
+) -> list[str]:
+  project = [f"--project={options.project}"] if options.project else []
+  words = ["gcloud", "compute", "tpus", group, verb, name]
+  return [*words, f"--zone={island.where}", *project, "--quiet", *flags]
+
+
+def slice_name(placement: Placement, island: PlacedIsland) -> str:
+  return f"{placement.name}-{island.role}"
+
+
+def create(placement: Placement, island: PlacedIsland, options: Options) -> list[str]:
+  """Asks for the slice; returns at once with queued resources, else when it is there."""
+  name, shape = slice_name(placement, island), island.shape
+  runtime = options.runtime_version or shape.runtime_version
+  flags = [f"--accelerator-type={shape.accelerator_type}", f"--labels=ddiloco-run={placement.name}"]
+  flags += ["--spot"] if options.spot else []
+  if options.queued:
+    flags += [f"--runtime-version={runtime}", f"--node-id={name}"]
+    return _tpu("queued-resources", "create", island, name, options, *flags)
+  return _tpu("tpu-vm", "create", island, name, options, *flags, f"--version={runtime}")
+
+
+def describe(
+  placement: Placement, island: PlacedIsland, options: Options, group: str = "tpu-vm"
+) -> list[str]:
+  name = slice_name(placement, island)
+  return _tpu(group, "describe", island, name, options, "--format=json")
+
+
+def delete(placement: Placement, island: PlacedIsland, options: Options) -> list[str]:
+  """Takes the slice away, and the request for it."""
+  name = slice_name(placement, island)
+  if options.queued:
+    return _tpu("queued-resources", "delete", island, name, options, "--force")
+  return _tpu("tpu-vm", "delete", island, name, options)
+
+
+def copy(placement: Placement, island: PlacedIsland, options: Options, folder: str) -> list[str]:
+  """Brings the local `folder`, which is called STAGED, into the home of every host."""
+  name = f"{slice_name(placement, island)}:."
+  words = ["gcloud", "compute", "tpus", "tpu-vm", "scp", "--recurse", folder, name]
+  project = [f"--project={options.project}"] if options.project else []
+  return [*words, "--worker=all", f"--zone={island.where}", *project, "--quiet"]
+
+
+def on_hosts(
+  placement: Placement, island: PlacedIsland, options: Options, script: str
+) -> list[str]:
+  """Runs `script` in a shell on every host."""
+  flags = ["--worker=all", f"--command={script}"]
+  name = slice_name(placement, island)
+  return _tpu("tpu-vm", "ssh", island, name, options, *flags)
+
+
+def start_script(placement: Placement, island: PlacedIsland, options: Options, leader: str) -> str:
+  """Starts the role on a host, instead of one that is there; `leader` is the address of host 0."""
+  role = role_command(placement, island.role, options.syncers, FOLDER, f"{WORK}/{placement.name}")
+  command = " ".join([*map(shlex.quote, role), *host_flags(island.shape, '"$host"', leader)])
+  flags = [
+    f"--name={placement.name}",
+    f"--restart=on-failure:{options.max_restarts}",
+    "--privileged",  # the chips are devices of the host
+    "--net=host",
+    f'--volume="$HOME/{STAGED}:{FOLDER}:ro"',
+    f"--volume={shlex.quote(options.host_folder)}:{WORK}",
+    f"--workdir={WORK}",
+  ]
+  registry = options.image.partition("/")[0]
+  login = f"sudo gcloud auth configure-docker {shlex.quote(registry)} --quiet && "
+  known = registry.endswith(".pkg.dev") or registry.endswith("gcr.io")
+  return (
+    f"sudo docker rm --force {placement.name} >/dev/null 2>&1; "
+    f"chmod 700 ~/{STAGED}/keys/secret && chmod 600 ~/{STAGED}/keys/secret/* && "
+    f"{login if known else ''}"
+    f"host=$(curl -sf -H 'Metadata-Flavor: Google' {_WORKER}) && "
+    f"sudo docker run --detach {' '.join(flags)} {shlex.quote(options.image)} {command}"
+  )
+
+
+def look_script(placement: Placement) -> str:
+  """Says in one line how the role is on a host."""
+  inspect = "sudo docker inspect --format='{{.State.Status}} {{.State.ExitCode}}'"
+  return f"{inspect} {placement.name} 2>/dev/null || echo none"
+
+
+def stop_script(placement: Placement) -> str:
+  """Lets the role bring out what it has."""
+  seconds = round(placement.config.network.drain_seconds) + 10
+  return f"sudo docker stop --time={seconds} {placement.name} || true"
+
+
+# --- What is seen, and what is done next
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+  """A slice and the role on it.
+
+  Attributes:
+    slice: its state in the TPU API's own words; "ABSENT": there is none.
+    roles: of the hosts, as `look_script` says: "running 0", "exited 1", "none".
+    leader: address of host 0.
+  """
+
+  slice: str
+  roles: tuple[str, ...] = ()
+  leader: str = ""
+
+
+class Step(enum.Enum):
+  """What an island needs."""
+
+  CREATE = "ask for the slice"
+  WAIT = "wait for the slice"
+  DELETE = "delete the slice, which was taken away"
+  START = "start the role on its hosts"
+  RUN = "it runs"
+  DONE = "it is done"
+  FAILED = "it has failed"
+
+
+_TAKEN = ("PREEMPTED", "TERMINATED", "STOPPED", "HIDDEN", "FAILED", "SUSPENDED")
+
+
+def next_step(seen: Seen) -> Step:
+  """Of one island, from what is seen of it."""
+  if seen.slice == "ABSENT":
+    return Step.CREATE
+  if seen.slice in _TAKEN:
+    return Step.DELETE
+  if seen.slice != "READY":
+    return Step.WAIT
+  roles = set(seen.roles)
+  if not roles or roles & {"none", "created 0"}:
+    return Step.START
+  if roles == {"exited 0"}:
+    return Step.DONE
+  if any(role.startswith(("exited", "dead")) and role != "exited 0" for role in roles):
+    return Step.FAILED
+  return Step.RUN
+
+
+def seen_slice(described: str) -> Seen:
+  """Of `describe --format=json` of a TPU VM, without its roles."""
+  node = json.loads(described)
+  endpoints: Sequence[dict[str, str]] = node.get("networkEndpoints") or [{}]
+  return Seen(node.get("state", "STATE_UNSPECIFIED"), leader=endpoints[0].get("ipAddress", ""))
+
+
+def seen_request(described: str) -> Seen:
+  """Of `describe --format=json` of a queued resource; "ACTIVE" is to be looked at as a TPU VM."""
+  return Seen(json.loads(described).get("state", {}).get("state", "STATE_UNSPECIFIED"))
