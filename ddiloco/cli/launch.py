@@ -12,8 +12,8 @@ from ddiloco.checks import require
 from ddiloco.cli.arguments import config_flag, final_config, parse
 from ddiloco.config import Config, ConfigError
 from ddiloco.launch import clusters, costs, gke, slices, tpu_vms
+from ddiloco.launch.calls import LaunchError, say
 from ddiloco.launch.placement import Placement, place
-from ddiloco.launch.programs import LaunchError, say
 from ddiloco.network.keys import public_file, secret_file
 
 ACTIONS = ("create", "status", "watch", "delete")
@@ -148,7 +148,7 @@ def _gke(arguments: list[str], action: str) -> int:
   if not parse(values, arguments, launch.__doc__, needs_workdir=False):
     return FINISHED
   placement = _placed(values, path)
-  options = gke.Options(
+  options = gke.ClusterOptions(
     image=values["image"].value,
     claim=values["claim"].value,
     namespace=values["namespace"].value,
@@ -177,7 +177,7 @@ def _gke(arguments: list[str], action: str) -> int:
 
 
 def _create_in_clusters(
-  values: flags.FlagValues, placement: Placement, options: gke.Options
+  values: flags.FlagValues, placement: Placement, options: gke.ClusterOptions
 ) -> int:
   dry_run = values["dry_run"].value
   lines = _afford(values, placement, machines=len(placement.shards) + 1)
@@ -200,7 +200,7 @@ def _create_in_clusters(
   return FINISHED
 
 
-def _stays(placement: Placement, options: gke.Options) -> list[str]:
+def _stays(placement: Placement, options: gke.ClusterOptions) -> list[str]:
   """What `delete` leaves alone, since it was not made by `create`."""
   addresses = f", {len(options.shard_addresses)} addresses" if options.shard_addresses else ""
   bucket = placement.config.checkpoint.path
@@ -228,7 +228,7 @@ def _tpu_vms(arguments: list[str], action: str) -> int:
   if not parse(values, arguments, launch.__doc__, needs_workdir=False):
     return FINISHED
   placement = _placed(values, path)
-  options = tpu_vms.Options(
+  options = tpu_vms.SliceOptions(
     image=values["image"].value,
     syncers=tuple(values["syncers"].value),
     project=values["project"].value,
@@ -270,7 +270,7 @@ def _tpu_vms(arguments: list[str], action: str) -> int:
   return FINISHED
 
 
-def _commands(placement: Placement, options: tpu_vms.Options, action: str) -> list[str]:
+def _commands(placement: Placement, options: tpu_vms.SliceOptions, action: str) -> list[str]:
   """What the action runs, island by island; create as if nothing were there yet."""
   found = []
   for island in placement.islands:

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 import yaml
 
 from ddiloco.launch import gke
-from ddiloco.launch.gke import Document, JobSetState, Options
+from ddiloco.launch.calls import LaunchError, Ran, attempt, run, say
+from ddiloco.launch.gke import ClusterOptions, Document, JobSetState
 from ddiloco.launch.placement import Placement
-from ddiloco.launch.programs import LaunchError, Ran, attempt, run, say
 
 CALL_SECONDS = 120.0  # for one question to a cluster
 FINISHED, LOST = 0, 1
@@ -50,7 +50,9 @@ def create(found: Mapping[str, Sequence[Document]]) -> None:
       say(line)
 
 
-def status(placement: Placement, options: Options, only: str | None = None) -> list[JobSetState]:
+def status(
+  placement: Placement, options: ClusterOptions, only: str | None = None
+) -> list[JobSetState]:
   """Of all JobSets of the run, or those of the cluster `only`.
 
   Raises:
@@ -59,12 +61,15 @@ def status(placement: Placement, options: Options, only: str | None = None) -> l
   found: list[JobSetState] = []
   for context in gke.contexts(placement) if only is None else [only]:
     listing = ["get", "jobsets.jobset.x-k8s.io", *_of_run(placement, options), "--output=json"]
-    listed = run(f"{_named(context)}: its JobSets", _kubectl(context, *listing), CALL_SECONDS)
+    what, command = f"{_named(context)}: its JobSets", _kubectl(context, *listing)
+    listed = run(what, command, CALL_SECONDS, looks=True)
     found += gke.states(json.loads(listed))
   return found
 
 
-def watch(placement: Placement, options: Options, limit_seconds: float, poll_seconds: float) -> int:
+def watch(
+  placement: Placement, options: ClusterOptions, limit_seconds: float, poll_seconds: float
+) -> int:
   """Says what changes until every JobSet has ended; the clusters themselves restart what fails.
 
   A cluster that does not answer is asked again. Returns 0 if all completed, 1 if one failed.
@@ -95,7 +100,7 @@ def watch(placement: Placement, options: Options, limit_seconds: float, poll_sec
     time.sleep(poll_seconds)
 
 
-def delete(placement: Placement, options: Options, limit_seconds: float) -> list[str]:
+def delete(placement: Placement, options: ClusterOptions, limit_seconds: float) -> list[str]:
   """Deletes all that `create` made; returns what is left, as kubectl names it."""
   left = []
   for context in gke.contexts(placement):
@@ -117,7 +122,7 @@ def _names(there: Ran, where: str) -> list[str]:
   return [f"{where}: {name}" for name in there.out.split()]
 
 
-def _of_run(placement: Placement, options: Options) -> list[str]:
+def _of_run(placement: Placement, options: ClusterOptions) -> list[str]:
   return [f"--namespace={options.namespace}", f"--selector={gke.RUN}={placement.name}"]
 
 

@@ -32,7 +32,7 @@ _BESIDE_DRAIN_SECONDS = 10  # for a pod to end: the last log lines, a snapshot u
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class ClusterOptions:
   """What is the same for all pods.
 
   Attributes:
@@ -59,7 +59,7 @@ class Options:
   shard_addresses: tuple[str, ...] = ()
 
 
-def check(placement: Placement, options: Options) -> None:
+def check(placement: Placement, options: ClusterOptions) -> None:
   """Refuses what cannot work.
 
   Raises:
@@ -87,7 +87,10 @@ def contexts(placement: Placement) -> list[str]:
 
 
 def documents(
-  placement: Placement, options: Options, public: Mapping[str, str], secrets: Mapping[str, str]
+  placement: Placement,
+  options: ClusterOptions,
+  public: Mapping[str, str],
+  secrets: Mapping[str, str],
 ) -> dict[str, list[Document]]:
   """What each cluster is given, by context.
 
@@ -155,18 +158,20 @@ def redacted(document: Document) -> Document:
 # --- Documents
 
 
-def _metadata(placement: Placement, options: Options, name: str, role: str = "") -> Document:
+def _metadata(placement: Placement, options: ClusterOptions, name: str, role: str = "") -> Document:
   labels = {RUN: placement.name} | ({ROLE: role} if role else {})
   return {"name": f"{placement.name}-{name}", "namespace": options.namespace, "labels": labels}
 
 
-def _text(placement: Placement, options: Options, name: str, files: dict[str, str]) -> Document:
+def _text(
+  placement: Placement, options: ClusterOptions, name: str, files: dict[str, str]
+) -> Document:
   metadata = _metadata(placement, options, name)
   return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": files}
 
 
 def _secret(
-  placement: Placement, options: Options, role: str, secrets: Mapping[str, str]
+  placement: Placement, options: ClusterOptions, role: str, secrets: Mapping[str, str]
 ) -> Document:
   file = f"{role}.key_secret"
   return {
@@ -178,7 +183,7 @@ def _secret(
   }
 
 
-def _services(placement: Placement, options: Options) -> list[Document]:
+def _services(placement: Placement, options: ClusterOptions) -> list[Document]:
   """An internal address of each shard, which all regions of the network reach."""
   annotations = {
     "networking.gke.io/load-balancer-type": "Internal",
@@ -206,7 +211,7 @@ def _services(placement: Placement, options: Options) -> list[Document]:
 
 
 def _island(
-  placement: Placement, options: Options, island: PlacedIsland, at_home: bool
+  placement: Placement, options: ClusterOptions, island: PlacedIsland, at_home: bool
 ) -> Document:
   """One host that fails ends the island's Job, and its JobSet makes all hosts anew."""
   shape, jobset = island.shape, f"{placement.name}-{island.role}"
@@ -236,7 +241,7 @@ def _island(
   return document
 
 
-def _evaluator(placement: Placement, options: Options) -> Document:
+def _evaluator(placement: Placement, options: ClusterOptions) -> Document:
   """In a JobSet of its own: if it is given up, the shards go on."""
   urls = _urls(placement, options, at_home=True)
   command = role_command(placement, "evaluator", urls, FOLDER, _work(placement))
@@ -245,7 +250,7 @@ def _evaluator(placement: Placement, options: Options) -> Document:
 
 
 def _restarted(
-  placement: Placement, options: Options, role: str, job_name: str, job: Document
+  placement: Placement, options: ClusterOptions, role: str, job_name: str, job: Document
 ) -> Document:
   """A JobSet of one Job that is made anew as a whole whenever a pod of it ends badly."""
   rules = [{"action": "FailJob", "onPodConditions": _DISRUPTED}]
@@ -259,7 +264,7 @@ def _restarted(
   return _jobset(placement, options, role, role, policy, {job_name: job})
 
 
-def _shards(placement: Placement, options: Options) -> Document:
+def _shards(placement: Placement, options: ClusterOptions) -> Document:
   """Each shard a Job that makes its pod anew under the same name; the others do not notice."""
   urls = _urls(placement, options, at_home=True)
   apart = {
@@ -288,7 +293,7 @@ def _shards(placement: Placement, options: Options) -> Document:
 
 def _jobset(
   placement: Placement,
-  options: Options,
+  options: ClusterOptions,
   name: str,
   role: str,
   failure_policy: Document,
@@ -311,7 +316,7 @@ def _jobset(
 
 def _job(
   placement: Placement,
-  options: Options,
+  options: ClusterOptions,
   role: str,
   command: Sequence[str],
   resources: Mapping[str, Any],
@@ -368,7 +373,7 @@ def _job(
   }
 
 
-def _shard_resources(options: Options) -> Document:
+def _shard_resources(options: ClusterOptions) -> Document:
   return {"cpu": str(options.shard_cpus), "memory": options.shard_memory}
 
 
@@ -376,7 +381,7 @@ def _work(placement: Placement) -> str:
   return f"{WORK}/{placement.name}"
 
 
-def _urls(placement: Placement, options: Options, at_home: bool) -> list[str]:
+def _urls(placement: Placement, options: ClusterOptions, at_home: bool) -> list[str]:
   """Of the shards: names in their own cluster, addresses from elsewhere."""
   jobset = f"{placement.name}-shards"
   names = [f"{jobset}-shard-{shard}-0-0.{jobset}" for shard in placement.shards]

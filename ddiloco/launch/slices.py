@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ddiloco.launch import tpu_vms
+from ddiloco.launch.calls import LaunchError, attempt, run, say
 from ddiloco.launch.placement import PlacedIsland, Placement
-from ddiloco.launch.programs import LaunchError, attempt, run, say
-from ddiloco.launch.tpu_vms import Options, Seen, Step
+from ddiloco.launch.tpu_vms import Need, Seen, SliceOptions
 
 CALL_SECONDS = 120.0  # for a question, or a command on the hosts
 COPY_SECONDS = 300.0
@@ -62,7 +62,7 @@ class Slices:
   def __init__(
     self,
     placement: Placement,
-    options: Options,
+    options: SliceOptions,
     files: Mapping[str, str],
     secrets: Mapping[str, str],
     limits: Limits,
@@ -77,7 +77,7 @@ class Slices:
     Raises:
       LaunchError: an island is not there within its limits; the others are.
     """
-    self._all(lambda island: self._keep(island, until=(Step.RUN, Step.DONE), again=True))
+    self._all(lambda island: self._keep(island, until=(Need.RUN, Need.DONE), again=True))
 
   def watch(self) -> None:
     """Until every role is done; a slice that was taken away is made anew.
@@ -85,7 +85,7 @@ class Slices:
     Raises:
       LaunchError: an island has failed; the others were looked after to their end.
     """
-    self._all(lambda island: self._keep(island, until=(Step.DONE,), again=False))
+    self._all(lambda island: self._keep(island, until=(Need.DONE,), again=False))
 
   def status(self) -> list[str]:
     """A line for each island."""
@@ -134,19 +134,19 @@ class Slices:
     if wrong:
       raise LaunchError("\n".join(map(str, wrong)))
 
-  def _keep(self, island: PlacedIsland, until: tuple[Step, ...], again: bool) -> None:
+  def _keep(self, island: PlacedIsland, until: tuple[Need, ...], again: bool) -> None:
     """Does what the island needs until it has got there."""
     life, limits = _Life(), self._limits
     deadline = time.monotonic() + limits.watch_seconds
     while not self._ended.is_set():
       seen = self._look(island)
       step = (
-        Step.START if self._starts_again(island, seen, life, again) else tpu_vms.next_step(seen)
+        Need.START if self._starts_again(island, seen, life, again) else tpu_vms.next_need(seen)
       )
       self._say(island, life, f"{step.value} ({seen.slice.lower()}, hosts {_roles(seen)})")
       if step in until:
         return
-      if step is Step.FAILED:
+      if step is Need.FAILED:
         raise LaunchError(
           f"{island.role}: its role has used up its --max_restarts ({_roles(seen)})."
           f" Fix: see `sudo docker logs {self._placement.name}` on its hosts, then create again."
@@ -161,22 +161,22 @@ class Slices:
 
   def _starts_again(self, island: PlacedIsland, seen: Seen, life: _Life, again: bool) -> bool:
     """Whether `create` starts a role that had failed before: once."""
-    return again and not life.started and tpu_vms.next_step(seen) is Step.FAILED
+    return again and not life.started and tpu_vms.next_need(seen) is Need.FAILED
 
-  def _do(self, island: PlacedIsland, step: Step, seen: Seen, life: _Life) -> None:
+  def _do(self, island: PlacedIsland, step: Need, seen: Seen, life: _Life) -> None:
     place = self._placement, island, self._options
-    if step in (Step.CREATE, Step.WAIT):
+    if step in (Need.CREATE, Need.WAIT):
       self._check_wait(island, seen, life)
     else:
       life.waits_until = None
-    if step is Step.CREATE:
+    if step is Need.CREATE:
       # One that fails, for want of capacity for example, is asked for again until the limit.
       ran = attempt(
         f"{island.role}: asks for its slice", tpu_vms.create(*place), self._limits.slice_seconds
       )
       if ran.status != 0:
         say(f"{island.role}: got no slice, {ran.reason}")
-    elif step is Step.DELETE:
+    elif step is Need.DELETE:
       life.recreations += 1
       if life.recreations > self._limits.recreations:
         raise LaunchError(
@@ -185,7 +185,7 @@ class Slices:
         )
       what = f"{island.role}: deletes slice {life.recreations} that was taken away"
       run(what, tpu_vms.delete(*place), self._limits.slice_seconds)
-    elif step is Step.START:
+    elif step is Need.START:
       self._start(island, seen)
       life.started = True
 
@@ -221,7 +221,8 @@ class Slices:
     if seen.slice != "READY":
       return seen
     script = tpu_vms.look_script(self._placement)
-    ran = attempt(f"{island.role}: its hosts", tpu_vms.on_hosts(*place, script), CALL_SECONDS)
+    command = tpu_vms.on_hosts(*place, script)
+    ran = attempt(f"{island.role}: its hosts", command, CALL_SECONDS, looks=True)
     lines = [line.strip() for line in ran.out.splitlines() if line.strip()]
     if ran.status != 0 or len(lines) != island.shape.hosts:
       return Seen(f"UNSEEN: {ran.reason}", (), seen.leader)
@@ -229,7 +230,7 @@ class Slices:
 
   def _describe(self, island: PlacedIsland, group: str) -> Seen:
     command = tpu_vms.describe(self._placement, island, self._options, group)
-    ran = attempt(f"{island.role}: its {group}", command, CALL_SECONDS)
+    ran = attempt(f"{island.role}: its {group}", command, CALL_SECONDS, looks=True)
     if ran.status == 0:
       read = tpu_vms.seen_slice if group == "tpu-vm" else tpu_vms.seen_request
       return read(ran.out)

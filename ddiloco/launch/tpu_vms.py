@@ -25,7 +25,7 @@ _WORKER = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class SliceOptions:
   """What is the same for all slices.
 
   Attributes:
@@ -49,7 +49,7 @@ class Options:
   runtime_version: str = ""
 
 
-def check(placement: Placement, options: Options) -> None:
+def check(placement: Placement, options: SliceOptions) -> None:
   """Refuses what cannot work.
 
   Raises:
@@ -70,10 +70,15 @@ def check(placement: Placement, options: Options) -> None:
 
 
 def _tpu(
-  group: str, verb: str, island: PlacedIsland, name: str, options: Options, *flags: str
+  group: str,
+  verb: str,
+  island: PlacedIsland,
+  names: Sequence[str],
+  options: SliceOptions,
+  *flags: str,
 ) -> list[str]:
   project = [f"--project={options.project}"] if options.project else []
-  words = ["gcloud", "compute", "tpus", group, verb, name]
+  words = ["gcloud", "compute", "tpus", group, verb, *names]
   return [*words, f"--zone={island.where}", *project, "--quiet", *flags]
 
 
@@ -81,7 +86,7 @@ def slice_name(placement: Placement, island: PlacedIsland) -> str:
   return f"{placement.name}-{island.role}"
 
 
-def create(placement: Placement, island: PlacedIsland, options: Options) -> list[str]:
+def create(placement: Placement, island: PlacedIsland, options: SliceOptions) -> list[str]:
   """Asks for the slice; returns at once with queued resources, else when it is there."""
   name, shape = slice_name(placement, island), island.shape
   runtime = options.runtime_version or shape.runtime_version
@@ -89,43 +94,45 @@ def create(placement: Placement, island: PlacedIsland, options: Options) -> list
   flags += ["--spot"] if options.spot else []
   if options.queued:
     flags += [f"--runtime-version={runtime}", f"--node-id={name}"]
-    return _tpu("queued-resources", "create", island, name, options, *flags)
-  return _tpu("tpu-vm", "create", island, name, options, *flags, f"--version={runtime}")
+    return _tpu("queued-resources", "create", island, [name], options, *flags)
+  return _tpu("tpu-vm", "create", island, [name], options, *flags, f"--version={runtime}")
 
 
 def describe(
-  placement: Placement, island: PlacedIsland, options: Options, group: str = "tpu-vm"
+  placement: Placement, island: PlacedIsland, options: SliceOptions, group: str = "tpu-vm"
 ) -> list[str]:
   name = slice_name(placement, island)
-  return _tpu(group, "describe", island, name, options, "--format=json")
+  return _tpu(group, "describe", island, [name], options, "--format=json")
 
 
-def delete(placement: Placement, island: PlacedIsland, options: Options) -> list[str]:
+def delete(placement: Placement, island: PlacedIsland, options: SliceOptions) -> list[str]:
   """Takes the slice away, and the request for it."""
   name = slice_name(placement, island)
   if options.queued:
-    return _tpu("queued-resources", "delete", island, name, options, "--force")
-  return _tpu("tpu-vm", "delete", island, name, options)
+    return _tpu("queued-resources", "delete", island, [name], options, "--force")
+  return _tpu("tpu-vm", "delete", island, [name], options)
 
 
-def copy(placement: Placement, island: PlacedIsland, options: Options, folder: str) -> list[str]:
+def copy(
+  placement: Placement, island: PlacedIsland, options: SliceOptions, folder: str
+) -> list[str]:
   """Brings the local `folder`, which is called STAGED, into the home of every host."""
   name = f"{slice_name(placement, island)}:."
-  words = ["gcloud", "compute", "tpus", "tpu-vm", "scp", "--recurse", folder, name]
-  project = [f"--project={options.project}"] if options.project else []
-  return [*words, "--worker=all", f"--zone={island.where}", *project, "--quiet"]
+  return _tpu("tpu-vm", "scp", island, [folder, name], options, "--recurse", "--worker=all")
 
 
 def on_hosts(
-  placement: Placement, island: PlacedIsland, options: Options, script: str
+  placement: Placement, island: PlacedIsland, options: SliceOptions, script: str
 ) -> list[str]:
   """Runs `script` in a shell on every host."""
   flags = ["--worker=all", f"--command={script}"]
   name = slice_name(placement, island)
-  return _tpu("tpu-vm", "ssh", island, name, options, *flags)
+  return _tpu("tpu-vm", "ssh", island, [name], options, *flags)
 
 
-def start_script(placement: Placement, island: PlacedIsland, options: Options, leader: str) -> str:
+def start_script(
+  placement: Placement, island: PlacedIsland, options: SliceOptions, leader: str
+) -> str:
   """Starts the role on a host, instead of one that is there; `leader` is the address of host 0."""
   role = role_command(placement, island.role, options.syncers, FOLDER, f"{WORK}/{placement.name}")
   command = " ".join([*map(shlex.quote, role), *host_flags(island.shape, '"$host"', leader)])
@@ -180,7 +187,7 @@ class Seen:
   leader: str = ""
 
 
-class Step(enum.Enum):
+class Need(enum.Enum):
   """What an island needs."""
 
   CREATE = "ask for the slice"
@@ -195,22 +202,22 @@ class Step(enum.Enum):
 _TAKEN = ("PREEMPTED", "TERMINATED", "STOPPED", "HIDDEN", "FAILED", "SUSPENDED")
 
 
-def next_step(seen: Seen) -> Step:
+def next_need(seen: Seen) -> Need:
   """Of one island, from what is seen of it."""
   if seen.slice == "ABSENT":
-    return Step.CREATE
+    return Need.CREATE
   if seen.slice in _TAKEN:
-    return Step.DELETE
+    return Need.DELETE
   if seen.slice != "READY":
-    return Step.WAIT
+    return Need.WAIT
   roles = set(seen.roles)
   if not roles or roles & {"none", "created 0"}:
-    return Step.START
+    return Need.START
   if roles == {"exited 0"}:
-    return Step.DONE
+    return Need.DONE
   if any(role.startswith(("exited", "dead")) and role != "exited 0" for role in roles):
-    return Step.FAILED
-  return Step.RUN
+    return Need.FAILED
+  return Need.RUN
 
 
 def seen_slice(described: str) -> Seen:

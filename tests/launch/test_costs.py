@@ -22,7 +22,7 @@ def test_what_has_no_price_is_said_to_have_none_and_is_not_spent():
   text = "\n".join(in_words(found, hours=0))
   assert "64 v6e chips: price not given" in text
   assert "Together 302.40 $ an hour and what has no price; for how long: --hours" in text
-  with pytest.raises(ConfigError, match="--prices = 'v6e chips': has no price.*Fix: "):
+  with pytest.raises(ConfigError, match=r"--prices = 'v6e chips': has no price.*Fix: "):
     require_known(found, hours=10)
   known = costs(MADE, prices_of(["v5p=4", "v6e=2", "shard=0"]), machines=3)
   with pytest.raises(ConfigError, match=r"--hours = 0.0: .*Fix: "):
@@ -31,5 +31,5 @@ def test_what_has_no_price_is_said_to_have_none_and_is_not_spent():
 
 @pytest.mark.parametrize("text", ["v5p", "v5p=", "=3", "v5p=-1", "v5p=nan", "v5p=inf", "v5p=two"])
 def test_what_is_no_price_is_refused(text):
-  with pytest.raises(ConfigError, match="--prices = .*Fix: "):
+  with pytest.raises(ConfigError, match=r"--prices = .*Fix: "):
     prices_of([text])

@@ -13,7 +13,9 @@ from ddiloco.launch import gke
 from ddiloco.launch.clusters import as_yaml
 from tests.launch.placed import placed
 
-OPTIONS = gke.Options(image="image:1", claim="work", service_account="trainer", max_restarts=7)
+OPTIONS = gke.ClusterOptions(
+  image="image:1", claim="work", service_account="trainer", max_restarts=7
+)
 ADDRESSES = ("10.0.0.1", "10.0.0.2")
 PUBLIC = {"learner-0.key": "public\nkey\n"}
 SECRETS = {f"{role}.key_secret": f"secret of {role}" for role in ("learner-0", "syncer-1")}

@@ -65,7 +65,7 @@ def test_what_cannot_be_placed_is_refused(changed, said):
 
 
 def test_a_batch_that_its_chips_cannot_share_is_refused():
-  with pytest.raises(ConfigError, match="islands.batch_size = 6: .*Fix: use 8"):
+  with pytest.raises(ConfigError, match=r"islands.batch_size = 6: .*Fix: use 8"):
     place(
       from_dict({"islands": {"num_learners": 1, "topology": "v6e:2x4", "batch_size": 6}}),
       *("run", (), BUCKET),

@@ -39,13 +39,18 @@ def say(text: str) -> None:
   print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
 
-def attempt(what: str, command: Sequence[str], limit_seconds: float, stdin: str = "") -> Ran:
+def attempt(
+  what: str, command: Sequence[str], limit_seconds: float, stdin: str = "", looks: bool = False
+) -> Ran:
   """Runs `command`, for at most so long; `what` says in the log what it is for.
+
+  One that only `looks`, again and again, is not in the log unless it takes too long.
 
   Raises:
     ConfigError: there is no such program.
   """
-  say(f"{what} (at most {limit_seconds:g} s): {shlex.join(command)}")
+  if not looks:
+    say(f"{what} (at most {limit_seconds:g} s): {shlex.join(command)}")
   try:
     process = subprocess.Popen(
       list(command),
@@ -72,13 +77,15 @@ def attempt(what: str, command: Sequence[str], limit_seconds: float, stdin: str 
   return Ran(process.returncode, out, error_text)
 
 
-def run(what: str, command: Sequence[str], limit_seconds: float, stdin: str = "") -> str:
+def run(
+  what: str, command: Sequence[str], limit_seconds: float, stdin: str = "", looks: bool = False
+) -> str:
   """As `attempt`; returns what the program wrote.
 
   Raises:
     LaunchError: it failed.
   """
-  ran = attempt(what, command, limit_seconds, stdin)
+  ran = attempt(what, command, limit_seconds, stdin, looks)
   if ran.status != 0:
     raise LaunchError(
       f"{what}: {command[0]} failed, {ran.reason}. Fix: what it says, then the same command again."
