@@ -10,7 +10,7 @@ from absl import flags
 
 from ddiloco.checks import require
 from ddiloco.cli.arguments import config_flag, final_config, parse
-from ddiloco.config import Config, ConfigError
+from ddiloco.config import ConfigError
 from ddiloco.launch import clusters, costs, gke, slices, tpu_vms
 from ddiloco.launch.calls import LaunchError, say
 from ddiloco.launch.placement import Placement, place
@@ -73,9 +73,8 @@ def _common_flags(values: flags.FlagValues) -> None:
 
 
 def _placed(values: flags.FlagValues, path: str) -> Placement:
-  config: Config = final_config(values, path)
-  bucket, spot = values["bucket"].value, values["spot"].value
-  return place(config, values["name"].value, values["place"].value, bucket, spot)
+  names = ("name", "place", "bucket", "image", "spot", "max_restarts")
+  return place(final_config(values, path), *(values[name].value for name in names))
 
 
 def _keys(folder: Path, roles: list[str], dry_run: bool) -> tuple[dict[str, str], dict[str, str]]:
@@ -148,43 +147,38 @@ def _gke(arguments: list[str], action: str) -> int:
   if not parse(values, arguments, launch.__doc__, needs_workdir=False):
     return FINISHED
   placement = _placed(values, path)
-  options = gke.ClusterOptions(
-    image=values["image"].value,
+  run = gke.GkeRun(
+    placement,
     claim=values["claim"].value,
     namespace=values["namespace"].value,
     service_account=values["service_account"].value,
-    spot=values["spot"].value,
-    max_restarts=values["max_restarts"].value,
     shard_cpus=values["shard_cpus"].value,
     shard_memory=values["shard_memory"].value,
     shard_addresses=tuple(values["shard_addresses"].value),
   )
-  gke.check(placement, options)
+  run.check()
   if action == "create":
-    return _create_in_clusters(values, placement, options)
+    return _create_in_clusters(values, run)
   if values["dry_run"].value:
-    print(_comments([f"{action} asks the clusters {gke.contexts(placement)} and makes nothing."]))
+    print(_comments([f"{action} asks the clusters {run.contexts()} and makes nothing."]))
     return FINISHED
   if action == "status":
-    print("\n".join(map(str, clusters.status(placement, options))) or "nothing is there")
+    print("\n".join(map(str, clusters.status(run))) or "nothing is there")
     return FINISHED
   if action == "watch":
     limit_seconds = 3600 * values["watch_hours"].value
-    return clusters.watch(placement, options, limit_seconds, values["poll_seconds"].value)
-  left = clusters.delete(placement, options, 60 * values["delete_minutes"].value)
-  print("\n".join([*left, *_stays(placement, options)]))
+    return clusters.watch(run, limit_seconds, values["poll_seconds"].value)
+  left = clusters.delete(run, 60 * values["delete_minutes"].value)
+  print("\n".join([*left, *_stays(run)]))
   return LOST if left else FINISHED
 
 
-def _create_in_clusters(
-  values: flags.FlagValues, placement: Placement, options: gke.ClusterOptions
-) -> int:
+def _create_in_clusters(values: flags.FlagValues, run: gke.GkeRun) -> int:
   dry_run = values["dry_run"].value
+  placement = run.placement
   lines = _afford(values, placement, machines=len(placement.shards) + 1)
   public, secrets = _keys(Path(values["keys"].value), _roles(placement), dry_run)
-  found = gke.documents(
-    placement,
-    options,
+  found = run.documents(
     {f"{role}.key": text for role, text in public.items()},
     {f"{role}.key_secret": text for role, text in secrets.items()},
   )
@@ -193,19 +187,19 @@ def _create_in_clusters(
     say("Now: `ddiloco launch gke watch` with the same flags; `... delete` ends what it costs.")
     return FINISHED
   pools = ["The slices need these node pools, unless clusters make their own nodes (Autopilot):"]
-  print(_comments([*lines, *pools, *gke.node_pools(placement, options.spot)]))
+  print(_comments([*lines, *pools, *run.node_pools()]))
   for context, documents in found.items():
     print(f"# {'-' * 20} kubectl --context={context or 'CURRENT'} apply --server-side -f -\n---")
     print(clusters.as_yaml([gke.redacted(document) for document in documents]), end="")
   return FINISHED
 
 
-def _stays(placement: Placement, options: gke.ClusterOptions) -> list[str]:
+def _stays(run: gke.GkeRun) -> list[str]:
   """What `delete` leaves alone, since it was not made by `create`."""
-  addresses = f", {len(options.shard_addresses)} addresses" if options.shard_addresses else ""
-  bucket = placement.config.checkpoint.path
+  addresses = f", {len(run.shard_addresses)} addresses" if run.shard_addresses else ""
+  bucket = run.placement.config.checkpoint.path
   return [
-    f"Left alone, and paid for: node pools, {bucket}, the claim {options.claim}{addresses}."
+    f"Left alone, and paid for: node pools, {bucket}, the claim {run.claim}{addresses}."
     " docs/launch.md ends with the commands that delete them."
   ]
 
@@ -228,23 +222,19 @@ def _tpu_vms(arguments: list[str], action: str) -> int:
   if not parse(values, arguments, launch.__doc__, needs_workdir=False):
     return FINISHED
   placement = _placed(values, path)
-  options = tpu_vms.SliceOptions(
-    image=values["image"].value,
+  run = tpu_vms.TpuVmRun(
+    placement,
     syncers=tuple(values["syncers"].value),
     project=values["project"].value,
-    spot=values["spot"].value,
     queued=values["queued"].value,
-    max_restarts=values["max_restarts"].value,
     host_folder=values["host_folder"].value,
     runtime_version=values["runtime_version"].value,
   )
-  tpu_vms.check(placement, options)
+  run.check()
   spends = action in ("create", "watch")
   lines = _afford(values, placement, machines=0) if spends else []
   if values["dry_run"].value:
-    print(
-      "\n".join([*([_comments(lines)] if lines else []), *_commands(placement, options, action)])
-    )
+    print("\n".join([*([_comments(lines)] if lines else []), *_commands(run, action)]))
     return FINISHED
   public, secrets = _keys(Path(values["keys"].value), _roles(placement), dry_run=not spends)
   files = {f"keys/public/{role}.key": text for role, text in public.items()}
@@ -255,7 +245,7 @@ def _tpu_vms(arguments: list[str], action: str) -> int:
     watch_seconds=3600 * values["watch_hours"].value,
     poll_seconds=values["poll_seconds"].value,
   )
-  all_slices = slices.Slices(placement, options, files, secrets, limits)
+  all_slices = slices.Slices(run, files, secrets, limits)
   if action == "create":
     all_slices.create()
     say("Now: `ddiloco launch tpu-vms watch` with the same flags; `... delete` ends what it costs.")
@@ -270,25 +260,24 @@ def _tpu_vms(arguments: list[str], action: str) -> int:
   return FINISHED
 
 
-def _commands(placement: Placement, options: tpu_vms.SliceOptions, action: str) -> list[str]:
+def _commands(run: tpu_vms.TpuVmRun, action: str) -> list[str]:
   """What the action runs, island by island; create as if nothing were there yet."""
   found = []
-  for island in placement.islands:
-    place = placement, island, options
-    start = tpu_vms.start_script(*place, leader="ADDRESS-OF-HOST-0")
+  for island in run.placement.islands:
+    start = run.start_script(island, leader="ADDRESS-OF-HOST-0")
     steps = {
       "create": [
-        tpu_vms.create(*place),
-        tpu_vms.describe(*place),
-        tpu_vms.copy(*place, tpu_vms.STAGED),
-        tpu_vms.on_hosts(*place, start),
+        run.create(island),
+        run.describe(island),
+        run.copy(island, tpu_vms.STAGED),
+        run.on_hosts(island, start),
       ],
       "delete": [
-        tpu_vms.on_hosts(*place, tpu_vms.stop_script(placement)),
-        tpu_vms.delete(*place),
+        run.on_hosts(island, run.stop_script()),
+        run.delete(island),
       ],
     }
-    look = [tpu_vms.describe(*place), tpu_vms.on_hosts(*place, tpu_vms.look_script(placement))]
+    look = [run.describe(island), run.on_hosts(island, run.look_script())]
     found.append(f"# {island.role}")
     found += [shlex.join(command) for command in steps.get(action, look)]
   return found

@@ -77,7 +77,7 @@ def attempt(
   return Ran(process.returncode, out, error_text)
 
 
-def run(
+def call(
   what: str, command: Sequence[str], limit_seconds: float, stdin: str = "", looks: bool = False
 ) -> str:
   """As `attempt`; returns what the program wrote.

@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 import yaml
 
 from ddiloco.launch import gke
-from ddiloco.launch.calls import LaunchError, Ran, attempt, run, say
-from ddiloco.launch.gke import ClusterOptions, Document, JobSetState
-from ddiloco.launch.placement import Placement
+from ddiloco.launch.calls import LaunchError, Ran, attempt, call, say
+from ddiloco.launch.gke import Document, GkeRun, JobSetState
 
 CALL_SECONDS = 120.0  # for one question to a cluster
 FINISHED, LOST = 0, 1
@@ -45,31 +44,27 @@ def create(found: Mapping[str, Sequence[Document]]) -> None:
   for context, documents in found.items():
     what = f"{_named(context)}: {len(documents)} objects"
     apply = ["apply", "--server-side", "--field-manager=ddiloco", "--filename=-"]
-    out = run(what, _kubectl(context, *apply), CALL_SECONDS, as_yaml(documents))
+    out = call(what, _kubectl(context, *apply), CALL_SECONDS, as_yaml(documents))
     for line in out.splitlines():
       say(line)
 
 
-def status(
-  placement: Placement, options: ClusterOptions, only: str | None = None
-) -> list[JobSetState]:
+def status(run: GkeRun, only: str | None = None) -> list[JobSetState]:
   """Of all JobSets of the run, or those of the cluster `only`.
 
   Raises:
     LaunchError: a cluster does not answer.
   """
   found: list[JobSetState] = []
-  for context in gke.contexts(placement) if only is None else [only]:
-    listing = ["get", "jobsets.jobset.x-k8s.io", *_of_run(placement, options), "--output=json"]
+  for context in run.contexts() if only is None else [only]:
+    listing = ["get", "jobsets.jobset.x-k8s.io", *_of_run(run), "--output=json"]
     what, command = f"{_named(context)}: its JobSets", _kubectl(context, *listing)
-    listed = run(what, command, CALL_SECONDS, looks=True)
+    listed = call(what, command, CALL_SECONDS, looks=True)
     found += gke.states(json.loads(listed))
   return found
 
 
-def watch(
-  placement: Placement, options: ClusterOptions, limit_seconds: float, poll_seconds: float
-) -> int:
+def watch(run: GkeRun, limit_seconds: float, poll_seconds: float) -> int:
   """Says what changes until every JobSet has ended; the clusters themselves restart what fails.
 
   A cluster that does not answer is asked again. Returns 0 if all completed, 1 if one failed.
@@ -77,12 +72,12 @@ def watch(
   Raises:
     LaunchError: they have not ended within the limit.
   """
-  expected = len(placement.islands) + 2  # the shards, the evaluator
+  expected = len(run.placement.islands) + 2  # the shards, the evaluator
   until, said = time.monotonic() + limit_seconds, dict[str, str]()
-  say(f"{placement.name}: watches {expected} JobSets (at most {limit_seconds / 3600:g} h)")
+  say(f"{run.name}: watches {expected} JobSets (at most {limit_seconds / 3600:g} h)")
   while True:
     try:
-      seen = status(placement, options)
+      seen = status(run)
     except LaunchError as error:
       say(str(error))
       seen = []
@@ -94,17 +89,17 @@ def watch(
       return FINISHED if all(each.end == "Completed" for each in seen) else LOST
     if time.monotonic() >= until:
       raise LaunchError(
-        f"{placement.name}: has not ended within {limit_seconds:g} s; it goes on."
+        f"{run.name}: has not ended within {limit_seconds:g} s; it goes on."
         " Fix: watch it again, or `ddiloco launch gke delete`."
       )
     time.sleep(poll_seconds)
 
 
-def delete(placement: Placement, options: ClusterOptions, limit_seconds: float) -> list[str]:
+def delete(run: GkeRun, limit_seconds: float) -> list[str]:
   """Deletes all that `create` made; returns what is left, as kubectl names it."""
   left = []
-  for context in gke.contexts(placement):
-    where, which = _named(context), [gke.KINDS, *_of_run(placement, options)]
+  for context in run.contexts():
+    where, which = _named(context), [gke.KINDS, *_of_run(run)]
     wait = ["--ignore-not-found", "--wait=true", f"--timeout={limit_seconds:g}s"]
     what = f"{where}: deletes the run"
     done = attempt(what, _kubectl(context, "delete", *which, *wait), limit_seconds + CALL_SECONDS)
@@ -122,8 +117,8 @@ def _names(there: Ran, where: str) -> list[str]:
   return [f"{where}: {name}" for name in there.out.split()]
 
 
-def _of_run(placement: Placement, options: ClusterOptions) -> list[str]:
-  return [f"--namespace={options.namespace}", f"--selector={gke.RUN}={placement.name}"]
+def _of_run(run: GkeRun) -> list[str]:
+  return [f"--namespace={run.namespace}", f"--selector={gke.RUN}={run.name}"]
 
 
 def _named(context: str) -> str:

@@ -32,116 +32,306 @@ _BESIDE_DRAIN_SECONDS = 10  # for a pod to end: the last log lines, a snapshot u
 
 
 @dataclasses.dataclass(frozen=True)
-class ClusterOptions:
-  """What is the same for all pods.
+class GkeRun:
+  """A run in clusters of GKE.
 
   Attributes:
-    image: of the containers, with ddiloco, and libtpu for the islands.
+    placement: who runs where.
     claim: a ReadWriteMany volume claim, in every cluster: workdir is on it.
     namespace: there.
     service_account: that may write the bucket; "": the namespace's own.
-    spot: islands are on spot machines.
-    max_restarts: failures of an island, or of a shard, after which it is given up; what is
-      preempted does not count.
     shard_cpus: of a shard, which has a machine to itself.
     shard_memory: of a shard, "32Gi".
     shard_addresses: reserved internal addresses of the shards, for islands of other clusters.
   """
 
-  image: str
+  placement: Placement
   claim: str
   namespace: str = "default"
   service_account: str = ""
-  spot: bool = False
-  max_restarts: int = 10
   shard_cpus: int = 8
   shard_memory: str = "32Gi"
   shard_addresses: tuple[str, ...] = ()
 
+  @property
+  def name(self) -> str:
+    return self.placement.name
 
-def check(placement: Placement, options: ClusterOptions) -> None:
-  """Refuses what cannot work.
+  def check(self) -> None:
+    """Refuses what cannot work.
 
-  Raises:
-    ConfigError: an option is missing, or does not fit the run.
-  """
-  fix = "build one (docs/launch.md) and give --image=REGION-docker.pkg.dev/PROJECT/REPO/ddiloco:TAG"
-  require(bool(options.image), "--image", options.image, "is what all roles run in", fix)
-  rule = "workdir (event logs, result) must outlive pods, on a volume that many can write"
-  fix = "make a ReadWriteMany claim in every cluster (docs/launch.md) and give --claim=NAME"
-  require(bool(options.claim), "--claim", options.claim, rule, fix)
-  count, given = len(placement.shards), options.shard_addresses
-  rule = f"islands of another cluster need an address of each of the {count} shards"
-  name = f"{placement.name}-shard-{{0..{count - 1}}}" if count > 1 else f"{placement.name}-shard-0"
-  fix = (
-    f"reserve them (gcloud compute addresses create {name} --region=REGION --subnet=SUBNET)"
-    " and give --shard_addresses=ADDRESS,..."
-  )
-  apart = len(contexts(placement)) > 1
-  require(len(given) == count or not (apart or given), "--shard_addresses", given, rule, fix)
-
-
-def contexts(placement: Placement) -> list[str]:
-  """kubectl's names of the clusters; shards and evaluator are in the first one."""
-  return list(dict.fromkeys(island.where for island in placement.islands))
-
-
-def documents(
-  placement: Placement,
-  options: ClusterOptions,
-  public: Mapping[str, str],
-  secrets: Mapping[str, str],
-) -> dict[str, list[Document]]:
-  """What each cluster is given, by context.
-
-  Args:
-    placement: of the run.
-    options: checked.
-    public: the public keys by file name.
-    secrets: the secret keys by file name; each goes to the cluster of its role alone.
-  """
-  home = contexts(placement)[0]
-  found: dict[str, list[Document]] = {}
-  for context in contexts(placement):
-    islands = [island for island in placement.islands if island.where == context]
-    roles = [island.role for island in islands]
-    if context == home:
-      roles += [f"syncer-{s}" for s in placement.shards] + ["evaluator"]
-    found[context] = [
-      _text(placement, options, "config", {"config.json": placement.config.to_json()}),
-      _text(placement, options, "public-keys", dict(public)),
-      *(_secret(placement, options, role, secrets) for role in roles),
-    ]
-    if context == home:
-      found[context] += [*_services(placement, options), _shards(placement, options)]
-      found[context].append(_evaluator(placement, options))
-    found[context] += [_island(placement, options, island, context == home) for island in islands]
-  return found
-
-
-def node_pools(placement: Placement, spot: bool) -> list[str]:
-  """The commands that make the node pools that the islands wait for, one a slice.
-
-  They are for people: clusters that make their own nodes (Autopilot) need none.
-  """
-  commands = []
-  for island in placement.islands:
-    match, shape = _GKE_CONTEXT.fullmatch(island.where), island.shape
-    project, location, cluster = match.groups() if match else ("PROJECT", "LOCATION", "CLUSTER")
-    flags = {
-      "project": project,
-      "cluster": cluster,
-      "location": location,
-      "machine-type": shape.machine_type,
-      "num-nodes": shape.hosts,
-      **({"tpu-topology": shape.topology} if shape.hosts > 1 else {}),
-    }
-    text = " ".join(f"--{name}={value}" for name, value in flags.items())
-    name = f"{placement.name}-{island.role}"
-    commands.append(
-      f"gcloud container node-pools create {name} {text}" + (" --spot" if spot else "")
+    Raises:
+      ConfigError: an option is missing, or does not fit the run.
+    """
+    rule = "workdir (event logs, result) must outlive pods, on a volume that many can write"
+    fix = "make a ReadWriteMany claim in every cluster (docs/launch.md) and give --claim=NAME"
+    require(bool(self.claim), "--claim", self.claim, rule, fix)
+    count, given = len(self.placement.shards), self.shard_addresses
+    rule = f"islands of another cluster need an address of each of the {count} shards"
+    name = f"{self.name}-shard-{{0..{count - 1}}}" if count > 1 else f"{self.name}-shard-0"
+    fix = (
+      f"reserve them (gcloud compute addresses create {name} --region=REGION --subnet=SUBNET)"
+      " and give --shard_addresses=ADDRESS,..."
     )
-  return commands
+    apart = len(self.contexts()) > 1
+    require(len(given) == count or not (apart or given), "--shard_addresses", given, rule, fix)
+
+  def contexts(self) -> list[str]:
+    """kubectl's names of the clusters; shards and evaluator are in the first one."""
+    return list(dict.fromkeys(island.where for island in self.placement.islands))
+
+  def documents(
+    self,
+    public: Mapping[str, str],
+    secrets: Mapping[str, str],
+  ) -> dict[str, list[Document]]:
+    """What each cluster is given, by context.
+
+    Args:
+      public: the public keys by file name.
+      secrets: the secret keys by file name; each goes to the cluster of its role alone.
+    """
+    home = self.contexts()[0]
+    found: dict[str, list[Document]] = {}
+    for context in self.contexts():
+      islands = [island for island in self.placement.islands if island.where == context]
+      roles = [island.role for island in islands]
+      if context == home:
+        roles += [f"syncer-{s}" for s in self.placement.shards] + ["evaluator"]
+      found[context] = [
+        self._text("config", {"config.json": self.placement.config.to_json()}),
+        self._text("public-keys", dict(public)),
+        *(self._secret(role, secrets) for role in roles),
+      ]
+      if context == home:
+        found[context] += [*self._services(), self._shards()]
+        found[context].append(self._evaluator())
+      found[context] += [self._island(island, context == home) for island in islands]
+    return found
+
+  def node_pools(self) -> list[str]:
+    """The commands that make the node pools that the islands wait for, one a slice.
+
+    They are for people: clusters that make their own nodes (Autopilot) need none.
+    """
+    commands = []
+    for island in self.placement.islands:
+      match, shape = _GKE_CONTEXT.fullmatch(island.where), island.shape
+      project, location, cluster = match.groups() if match else ("PROJECT", "LOCATION", "CLUSTER")
+      flags = {
+        "project": project,
+        "cluster": cluster,
+        "location": location,
+        "machine-type": shape.machine_type,
+        "num-nodes": shape.hosts,
+        **({"tpu-topology": shape.topology} if shape.hosts > 1 else {}),
+      }
+      words = [f"--{name}={value}" for name, value in flags.items()]
+      words += ["--spot"] if self.placement.spot else []
+      pool = f"{self.name}-{island.role}"
+      commands.append(f"gcloud container node-pools create {pool} {' '.join(words)}")
+    return commands
+
+  # --- documents ---------------------------------------------------------------------------------
+
+  def _metadata(self, name: str, role: str = "") -> Document:
+    labels = {RUN: self.name} | ({ROLE: role} if role else {})
+    return {"name": f"{self.name}-{name}", "namespace": self.namespace, "labels": labels}
+
+  def _text(self, name: str, files: dict[str, str]) -> Document:
+    metadata = self._metadata(name)
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": files}
+
+  def _secret(self, role: str, secrets: Mapping[str, str]) -> Document:
+    file = f"{role}.key_secret"
+    return {
+      "apiVersion": "v1",
+      "kind": "Secret",
+      "metadata": self._metadata(f"{role}-key", role),
+      "type": "Opaque",
+      "stringData": {file: secrets.get(file, "")},
+    }
+
+  def _services(self) -> list[Document]:
+    """An internal address of each shard, which all regions of the network reach."""
+    annotations = {
+      "networking.gke.io/load-balancer-type": "Internal",
+      "networking.gke.io/internal-load-balancer-allow-global-access": "true",
+    }
+    return [
+      {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {
+          **self._metadata(f"syncer-{shard}", f"syncer-{shard}"),
+          "annotations": annotations,
+        },
+        "spec": {
+          "type": "LoadBalancer",
+          "loadBalancerIP": address,
+          # A shard that waits for learners is not ready, and they must reach it all the same.
+          "publishNotReadyAddresses": True,
+          "selector": {RUN: self.name, ROLE: f"syncer-{shard}"},
+          "ports": [{"name": "ddiloco", "port": SHARD_PORT, "protocol": "TCP"}],
+        },
+      }
+      for shard, address in enumerate(self.shard_addresses)
+    ]
+
+  def _island(self, island: PlacedIsland, at_home: bool) -> Document:
+    """One host that fails ends the island's Job, and its JobSet makes all hosts anew."""
+    shape, jobset = island.shape, f"{self.name}-{island.role}"
+    spot = "cloud.google.com/gke-spot"
+    pod: Document = {
+      "nodeSelector": {
+        "cloud.google.com/gke-tpu-accelerator": shape.gke_accelerator,
+        "cloud.google.com/gke-tpu-topology": shape.topology,
+        **({spot: "true"} if self.placement.spot else {}),
+      }
+    }
+    if self.placement.spot:
+      toleration = {"key": spot, "operator": "Equal", "value": "true", "effect": "NoSchedule"}
+      pod["tolerations"] = [toleration]
+    command = [
+      *self._command(island.role, at_home),
+      *host_flags(shape, "$(JOB_COMPLETION_INDEX)", f"{jobset}-host-0-0.{jobset}"),
+    ]
+    chips = {"google.com/tpu": shape.chips_per_host}
+    job = self._job(island.role, command, chips, pod, shape.hosts)
+    document = self._restarted(island.role, "host", job)
+    if shape.hosts > 1:  # all its pods on one slice, and no other's there
+      exclusive = "alpha.jobset.sigs.k8s.io/exclusive-topology"
+      document["metadata"]["annotations"] = {exclusive: "cloud.google.com/gke-nodepool"}
+    return document
+
+  def _evaluator(self) -> Document:
+    """In a JobSet of its own: if it is given up, the shards go on."""
+    job = self._job("evaluator", self._command("evaluator"), self._shard_resources(), {})
+    return self._restarted("evaluator", "evaluator", job)
+
+  def _restarted(self, role: str, job_name: str, job: Document) -> Document:
+    """A JobSet of one Job that is made anew as a whole whenever a pod of it ends badly."""
+    rules = [{"action": "FailJob", "onPodConditions": _DISRUPTED}]
+    job |= {"backoffLimit": 0, "podFailurePolicy": {"rules": rules}}
+    preempted = {
+      "name": "preempted",
+      "action": "RestartJobSetAndIgnoreMaxRestarts",
+      "onJobFailureReasons": ["PodFailurePolicy"],
+    }
+    policy = {"maxRestarts": self.placement.max_restarts, "rules": [preempted]}
+    return self._jobset(role, role, policy, {job_name: job})
+
+  def _shards(self) -> Document:
+    """Each shard a Job that makes its pod anew under the same name; the others do not notice."""
+    apart = {
+      "topologyKey": "kubernetes.io/hostname",  # machines that do not fail together
+      "labelSelector": {
+        "matchExpressions": [
+          {"key": RUN, "operator": "In", "values": [self.name]},
+          {"key": ROLE, "operator": "In", "values": [f"syncer-{s}" for s in self.placement.shards]},
+        ]
+      },
+    }
+    affinity = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}}
+    jobs = {}
+    for shard in self.placement.shards:
+      role = f"syncer-{shard}"
+      resources, pod = self._shard_resources(), {"affinity": affinity}
+      jobs[f"shard-{shard}"] = {
+        **self._job(role, self._command(role), resources, pod),
+        "backoffLimit": self.placement.max_restarts,
+        "podReplacementPolicy": "Failed",  # never two of one shard
+        "podFailurePolicy": {"rules": [{"action": "Ignore", "onPodConditions": _DISRUPTED}]},
+      }
+    return self._jobset("shards", "shards", {"maxRestarts": 0}, jobs)
+
+  def _jobset(
+    self,
+    name: str,
+    role: str,
+    failure_policy: Document,
+    jobs: Mapping[str, Document],
+  ) -> Document:
+    replicated = [
+      {"name": job, "replicas": 1, "template": {"spec": spec}} for job, spec in jobs.items()
+    ]
+    return {
+      "apiVersion": "jobset.x-k8s.io/v1alpha2",
+      "kind": "JobSet",
+      "metadata": self._metadata(name, role),
+      "spec": {
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+        "failurePolicy": failure_policy,
+        "replicatedJobs": replicated,
+      },
+    }
+
+  def _job(
+    self,
+    role: str,
+    command: Sequence[str],
+    resources: Mapping[str, Any],
+    pod: Document,
+    hosts: int = 1,
+  ) -> Document:
+    """One pod a host, with the role's own key."""
+    drain_seconds = self.placement.config.network.drain_seconds
+    container = {
+      "name": "role",
+      "image": self.placement.image,
+      "command": list(command),
+      "workingDir": WORK,  # what a config names without a leading / is there
+      "ports": [{"containerPort": PROBE_PORT, "name": "probes", "protocol": "TCP"}],
+      # The role itself knows how long its longest step may take.
+      "livenessProbe": {
+        "httpGet": {"path": "/livez", "port": PROBE_PORT},
+        "initialDelaySeconds": 60,  # Python and JAX
+        "periodSeconds": 10,
+        "timeoutSeconds": 5,
+        "failureThreshold": 6,
+      },
+      "resources": {"requests": dict(resources), "limits": dict(resources)},
+      "volumeMounts": [
+        {"name": "work", "mountPath": WORK},
+        {"name": "config", "mountPath": f"{FOLDER}/config", "readOnly": True},
+        {"name": "public-keys", "mountPath": f"{FOLDER}/keys/public", "readOnly": True},
+        {"name": "secret-key", "mountPath": f"{FOLDER}/keys/secret", "readOnly": True},
+      ],
+    }
+    name = self.name
+    volumes = [
+      {"name": "work", "persistentVolumeClaim": {"claimName": self.claim}},
+      {"name": "config", "configMap": {"name": f"{name}-config"}},
+      {"name": "public-keys", "configMap": {"name": f"{name}-public-keys"}},
+      {"name": "secret-key", "secret": {"secretName": f"{name}-{role}-key", "defaultMode": 0o400}},
+    ]
+    if self.service_account:
+      pod = {"serviceAccountName": self.service_account, **pod}
+    return {
+      "parallelism": hosts,
+      "completions": hosts,
+      "completionMode": "Indexed",
+      "template": {
+        "metadata": {"labels": {RUN: name, ROLE: role}},
+        "spec": {
+          "restartPolicy": "Never",  # as podFailurePolicy demands
+          "terminationGracePeriodSeconds": round(drain_seconds) + _BESIDE_DRAIN_SECONDS,
+          "containers": [container],
+          "volumes": volumes,
+          **pod,
+        },
+      },
+    }
+
+  def _shard_resources(self) -> Document:
+    return {"cpu": str(self.shard_cpus), "memory": self.shard_memory}
+
+  def _command(self, role: str, at_home: bool = True) -> list[str]:
+    """The shards have names in their own cluster, and addresses elsewhere."""
+    jobset = f"{self.name}-shards"
+    names = [f"{jobset}-shard-{shard}-0-0.{jobset}" for shard in self.placement.shards]
+    urls = [f"tcp://{host}:{SHARD_PORT}" for host in (names if at_home else self.shard_addresses)]
+    return role_command(self.placement, role, urls, FOLDER, f"{WORK}/{self.name}")
 
 
 def redacted(document: Document) -> Document:
@@ -153,239 +343,6 @@ def redacted(document: Document) -> Document:
     for name, text in document["stringData"].items()
   }
   return {**document, "stringData": shown}
-
-
-# --- Documents
-
-
-def _metadata(placement: Placement, options: ClusterOptions, name: str, role: str = "") -> Document:
-  labels = {RUN: placement.name} | ({ROLE: role} if role else {})
-  return {"name": f"{placement.name}-{name}", "namespace": options.namespace, "labels": labels}
-
-
-def _text(
-  placement: Placement, options: ClusterOptions, name: str, files: dict[str, str]
-) -> Document:
-  metadata = _metadata(placement, options, name)
-  return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": files}
-
-
-def _secret(
-  placement: Placement, options: ClusterOptions, role: str, secrets: Mapping[str, str]
-) -> Document:
-  file = f"{role}.key_secret"
-  return {
-    "apiVersion": "v1",
-    "kind": "Secret",
-    "metadata": _metadata(placement, options, f"{role}-key", role),
-    "type": "Opaque",
-    "stringData": {file: secrets.get(file, "")},
-  }
-
-
-def _services(placement: Placement, options: ClusterOptions) -> list[Document]:
-  """An internal address of each shard, which all regions of the network reach."""
-  annotations = {
-    "networking.gke.io/load-balancer-type": "Internal",
-    "networking.gke.io/internal-load-balancer-allow-global-access": "true",
-  }
-  return [
-    {
-      "apiVersion": "v1",
-      "kind": "Service",
-      "metadata": {
-        **_metadata(placement, options, f"syncer-{shard}", f"syncer-{shard}"),
-        "annotations": annotations,
-      },
-      "spec": {
-        "type": "LoadBalancer",
-        "loadBalancerIP": address,
-        # A shard that waits for learners is not ready, and they must reach it all the same.
-        "publishNotReadyAddresses": True,
-        "selector": {RUN: placement.name, ROLE: f"syncer-{shard}"},
-        "ports": [{"name": "ddiloco", "port": SHARD_PORT, "protocol": "TCP"}],
-      },
-    }
-    for shard, address in enumerate(options.shard_addresses)
-  ]
-
-
-def _island(
-  placement: Placement, options: ClusterOptions, island: PlacedIsland, at_home: bool
-) -> Document:
-  """One host that fails ends the island's Job, and its JobSet makes all hosts anew."""
-  shape, jobset = island.shape, f"{placement.name}-{island.role}"
-  spot = "cloud.google.com/gke-spot"
-  pod: Document = {
-    "nodeSelector": {
-      "cloud.google.com/gke-tpu-accelerator": shape.gke_accelerator,
-      "cloud.google.com/gke-tpu-topology": shape.topology,
-      **({spot: "true"} if options.spot else {}),
-    }
-  }
-  if options.spot:
-    toleration = {"key": spot, "operator": "Equal", "value": "true", "effect": "NoSchedule"}
-    pod["tolerations"] = [toleration]
-  command = [
-    *role_command(
-      placement, island.role, _urls(placement, options, at_home), FOLDER, _work(placement)
-    ),
-    *host_flags(shape, "$(JOB_COMPLETION_INDEX)", f"{jobset}-host-0-0.{jobset}"),
-  ]
-  chips = {"google.com/tpu": shape.chips_per_host}
-  job = _job(placement, options, island.role, command, chips, pod, shape.hosts)
-  document = _restarted(placement, options, island.role, "host", job)
-  if shape.hosts > 1:  # all its pods on one slice, and no other's there
-    exclusive = "alpha.jobset.sigs.k8s.io/exclusive-topology"
-    document["metadata"]["annotations"] = {exclusive: "cloud.google.com/gke-nodepool"}
-  return document
-
-
-def _evaluator(placement: Placement, options: ClusterOptions) -> Document:
-  """In a JobSet of its own: if it is given up, the shards go on."""
-  urls = _urls(placement, options, at_home=True)
-  command = role_command(placement, "evaluator", urls, FOLDER, _work(placement))
-  job = _job(placement, options, "evaluator", command, _shard_resources(options), {})
-  return _restarted(placement, options, "evaluator", "evaluator", job)
-
-
-def _restarted(
-  placement: Placement, options: ClusterOptions, role: str, job_name: str, job: Document
-) -> Document:
-  """A JobSet of one Job that is made anew as a whole whenever a pod of it ends badly."""
-  rules = [{"action": "FailJob", "onPodConditions": _DISRUPTED}]
-  job |= {"backoffLimit": 0, "podFailurePolicy": {"rules": rules}}
-  preempted = {
-    "name": "preempted",
-    "action": "RestartJobSetAndIgnoreMaxRestarts",
-    "onJobFailureReasons": ["PodFailurePolicy"],
-  }
-  policy = {"maxRestarts": options.max_restarts, "rules": [preempted]}
-  return _jobset(placement, options, role, role, policy, {job_name: job})
-
-
-def _shards(placement: Placement, options: ClusterOptions) -> Document:
-  """Each shard a Job that makes its pod anew under the same name; the others do not notice."""
-  urls = _urls(placement, options, at_home=True)
-  apart = {
-    "topologyKey": "kubernetes.io/hostname",  # machines that do not fail together
-    "labelSelector": {
-      "matchExpressions": [
-        {"key": RUN, "operator": "In", "values": [placement.name]},
-        {"key": ROLE, "operator": "In", "values": [f"syncer-{s}" for s in placement.shards]},
-      ]
-    },
-  }
-  affinity = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}}
-  jobs = {}
-  for shard in placement.shards:
-    role = f"syncer-{shard}"
-    command = role_command(placement, role, urls, FOLDER, _work(placement))
-    resources, pod = _shard_resources(options), {"affinity": affinity}
-    jobs[f"shard-{shard}"] = {
-      **_job(placement, options, role, command, resources, pod),
-      "backoffLimit": options.max_restarts,
-      "podReplacementPolicy": "Failed",  # never two of one shard
-      "podFailurePolicy": {"rules": [{"action": "Ignore", "onPodConditions": _DISRUPTED}]},
-    }
-  return _jobset(placement, options, "shards", "shards", {"maxRestarts": 0}, jobs)
-
-
-def _jobset(
-  placement: Placement,
-  options: ClusterOptions,
-  name: str,
-  role: str,
-  failure_policy: Document,
-  jobs: Mapping[str, Document],
-) -> Document:
-  replicated = [
-    {"name": job, "replicas": 1, "template": {"spec": spec}} for job, spec in jobs.items()
-  ]
-  return {
-    "apiVersion": "jobset.x-k8s.io/v1alpha2",
-    "kind": "JobSet",
-    "metadata": _metadata(placement, options, name, role),
-    "spec": {
-      "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-      "failurePolicy": failure_policy,
-      "replicatedJobs": replicated,
-    },
-  }
-
-
-def _job(
-  placement: Placement,
-  options: ClusterOptions,
-  role: str,
-  command: Sequence[str],
-  resources: Mapping[str, Any],
-  pod: Document,
-  hosts: int = 1,
-) -> Document:
-  """One pod a host, with the role's own key."""
-  drain_seconds = placement.config.network.drain_seconds
-  container = {
-    "name": "role",
-    "image": options.image,
-    "command": list(command),
-    "workingDir": WORK,  # what a config names without a leading / is there
-    "ports": [{"containerPort": PROBE_PORT, "name": "probes", "protocol": "TCP"}],
-    # The role itself knows how long its longest step may take.
-    "livenessProbe": {
-      "httpGet": {"path": "/livez", "port": PROBE_PORT},
-      "initialDelaySeconds": 60,  # Python and JAX
-      "periodSeconds": 10,
-      "timeoutSeconds": 5,
-      "failureThreshold": 6,
-    },
-    "resources": {"requests": dict(resources), "limits": dict(resources)},
-    "volumeMounts": [
-      {"name": "work", "mountPath": WORK},
-      {"name": "config", "mountPath": f"{FOLDER}/config", "readOnly": True},
-      {"name": "public-keys", "mountPath": f"{FOLDER}/keys/public", "readOnly": True},
-      {"name": "secret-key", "mountPath": f"{FOLDER}/keys/secret", "readOnly": True},
-    ],
-  }
-  name = placement.name
-  volumes = [
-    {"name": "work", "persistentVolumeClaim": {"claimName": options.claim}},
-    {"name": "config", "configMap": {"name": f"{name}-config"}},
-    {"name": "public-keys", "configMap": {"name": f"{name}-public-keys"}},
-    {"name": "secret-key", "secret": {"secretName": f"{name}-{role}-key", "defaultMode": 0o400}},
-  ]
-  if options.service_account:
-    pod = {"serviceAccountName": options.service_account, **pod}
-  return {
-    "parallelism": hosts,
-    "completions": hosts,
-    "completionMode": "Indexed",
-    "template": {
-      "metadata": {"labels": {RUN: name, ROLE: role}},
-      "spec": {
-        "restartPolicy": "Never",  # as podFailurePolicy demands
-        "terminationGracePeriodSeconds": round(drain_seconds) + _BESIDE_DRAIN_SECONDS,
-        "containers": [container],
-        "volumes": volumes,
-        **pod,
-      },
-    },
-  }
-
-
-def _shard_resources(options: ClusterOptions) -> Document:
-  return {"cpu": str(options.shard_cpus), "memory": options.shard_memory}
-
-
-def _work(placement: Placement) -> str:
-  return f"{WORK}/{placement.name}"
-
-
-def _urls(placement: Placement, options: ClusterOptions, at_home: bool) -> list[str]:
-  """Of the shards: names in their own cluster, addresses from elsewhere."""
-  jobset = f"{placement.name}-shards"
-  names = [f"{jobset}-shard-{shard}-0-0.{jobset}" for shard in placement.shards]
-  return [f"tcp://{host}:{SHARD_PORT}" for host in (names if at_home else options.shard_addresses)]
 
 
 # --- What a cluster says of a run

@@ -39,11 +39,18 @@ class Placement:
     name: of the run, and the beginning of the names of all that is made for it.
     config: of every role; islands know how many devices and hosts they have.
     islands: in the order of learners.
+    image: of the containers, with ddiloco, and libtpu for the islands.
+    spot: islands are on machines that may be taken away at any time, with little notice.
+    max_restarts: failures of an island, or of a shard, after which it is given up; what is
+      taken away does not count.
   """
 
   name: str
   config: Config
   islands: tuple[PlacedIsland, ...]
+  image: str
+  spot: bool
+  max_restarts: int
 
   @property
   def shards(self) -> range:
@@ -51,7 +58,13 @@ class Placement:
 
 
 def place(
-  config: Config, name: str, places: Sequence[str], bucket: str, spot: bool = False
+  config: Config,
+  name: str,
+  places: Sequence[str],
+  bucket: str,
+  image: str,
+  spot: bool = False,
+  max_restarts: int = 10,
 ) -> Placement:
   """Puts every island on a slice of its `islands.topology`.
 
@@ -60,7 +73,7 @@ def place(
     name: of the run.
     places: of `--place`, "WHERE=0,2-3"; empty: all islands where the program's own default is.
     bucket: gs://..., where snapshots go.
-    spot: machines may be taken away at any time, with little notice.
+    image: and the rest as of `Placement`.
 
   Raises:
     ConfigError: something cannot be placed so.
@@ -69,6 +82,8 @@ def place(
   require(_NAME.fullmatch(name) is not None, "--name", name, rule, "for example --name=regions-12b")
   rule = "must be a bucket that all roles reach"
   require(bucket.startswith("gs://"), "--bucket", bucket, rule, "give --bucket=gs://BUCKET/FOLDER")
+  fix = "build one (docs/launch.md) and give --image=REGION-docker.pkg.dev/PROJECT/REPO/NAME:TAG"
+  require(bool(image), "--image", image, "is what all roles run in", fix)
   rule = "roles of their own meet at a syncer shard"
   require(config.sync.num_shards > 0, "sync.num_shards", 0, rule, "set it to 1 or more")
   for section in ("model", "data", "inner"):
@@ -99,7 +114,7 @@ def place(
     checkpoint=dataclasses.replace(config.checkpoint, path=bucket),
   )
   islands = (PlacedIsland(m, where[m], shape) for m, shape in enumerate(shapes))
-  return Placement(name, config, tuple(islands))
+  return Placement(name, config, tuple(islands), image, spot, max_restarts)
 
 
 def _where(places: Sequence[str], count: int) -> list[str]:

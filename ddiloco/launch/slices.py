@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ddiloco.launch import tpu_vms
-from ddiloco.launch.calls import LaunchError, attempt, run, say
-from ddiloco.launch.placement import PlacedIsland, Placement
-from ddiloco.launch.tpu_vms import Need, Seen, SliceOptions
+from ddiloco.launch.calls import LaunchError, attempt, call, say
+from ddiloco.launch.placement import PlacedIsland
+from ddiloco.launch.tpu_vms import Need, Seen, TpuVmRun
 
 CALL_SECONDS = 120.0  # for a question, or a command on the hosts
 COPY_SECONDS = 300.0
@@ -52,8 +52,7 @@ class Slices:
   """All islands of a run; each is looked after by a thread of its own.
 
   Args:
-    placement: of the run.
-    options: checked.
+    run: what is asked for, checked.
     files: what each host gets, by path under its folder: config and public keys.
     secrets: secret keys by role; a host gets that of its own role alone.
     limits: of every wait.
@@ -61,13 +60,12 @@ class Slices:
 
   def __init__(
     self,
-    placement: Placement,
-    options: SliceOptions,
+    run: TpuVmRun,
     files: Mapping[str, str],
     secrets: Mapping[str, str],
     limits: Limits,
   ):
-    self._placement, self._options, self._limits = placement, options, limits
+    self._run, self._limits, self._islands = run, limits, run.placement.islands
     self._files, self._secrets = files, secrets
     self._ended = threading.Event()  # one thread cannot go on, or Ctrl-C
 
@@ -94,35 +92,33 @@ class Slices:
       seen = self._look(island)
       return f"{island.role} in {island.where}: {seen.slice.lower()}, hosts {_roles(seen)}"
 
-    with concurrent.futures.ThreadPoolExecutor(len(self._placement.islands)) as threads:
-      return list(threads.map(one, self._placement.islands))
+    with concurrent.futures.ThreadPoolExecutor(len(self._islands)) as threads:
+      return list(threads.map(one, self._islands))
 
   def delete(self) -> list[str]:
     """Lets roles bring out what they have, and deletes the slices; returns what is left."""
 
     def one(island: PlacedIsland) -> str:
-      place = self._placement, island, self._options
       if self._look(island).slice == "READY":
-        script = tpu_vms.stop_script(self._placement)
-        attempt(f"{island.role}: stops", tpu_vms.on_hosts(*place, script), CALL_SECONDS)
+        script = self._run.stop_script()
+        attempt(f"{island.role}: stops", self._run.on_hosts(island, script), CALL_SECONDS)
       ran = attempt(
-        f"{island.role}: deletes its slice", tpu_vms.delete(*place), self._limits.slice_seconds
+        f"{island.role}: deletes its slice", self._run.delete(island), self._limits.slice_seconds
       )
       if ran.status != 0 and "NOT_FOUND" not in ran.error:
-        return f"{tpu_vms.slice_name(*place[:2])} in {island.where}: {ran.reason}"
+        return f"{self._run.slice_name(island)} in {island.where}: {ran.reason}"
       left = self._look(island).slice
-      return "" if left == "ABSENT" else f"{tpu_vms.slice_name(*place[:2])}: {left.lower()}"
+      return "" if left == "ABSENT" else f"{self._run.slice_name(island)}: {left.lower()}"
 
-    with concurrent.futures.ThreadPoolExecutor(len(self._placement.islands)) as threads:
-      return [each for each in threads.map(one, self._placement.islands) if each]
+    with concurrent.futures.ThreadPoolExecutor(len(self._islands)) as threads:
+      return [each for each in threads.map(one, self._islands) if each]
 
   # --- one island ---------------------------------------------------------------------------------
 
   def _all(self, one) -> None:
-    islands = self._placement.islands
-    with concurrent.futures.ThreadPoolExecutor(len(islands)) as threads:
+    with concurrent.futures.ThreadPoolExecutor(len(self._islands)) as threads:
       try:
-        done = [threads.submit(one, island) for island in islands]
+        done = [threads.submit(one, island) for island in self._islands]
         errors = [each.exception() for each in concurrent.futures.as_completed(done)]
       except BaseException:
         self._ended.set()
@@ -149,7 +145,7 @@ class Slices:
       if step is Need.FAILED:
         raise LaunchError(
           f"{island.role}: its role has used up its --max_restarts ({_roles(seen)})."
-          f" Fix: see `sudo docker logs {self._placement.name}` on its hosts, then create again."
+          f" Fix: see `sudo docker logs {self._run.name}` on its hosts, then create again."
         )
       if time.monotonic() >= deadline:
         raise LaunchError(
@@ -164,7 +160,6 @@ class Slices:
     return again and not life.started and tpu_vms.next_need(seen) is Need.FAILED
 
   def _do(self, island: PlacedIsland, step: Need, seen: Seen, life: _Life) -> None:
-    place = self._placement, island, self._options
     if step in (Need.CREATE, Need.WAIT):
       self._check_wait(island, seen, life)
     else:
@@ -172,7 +167,7 @@ class Slices:
     if step is Need.CREATE:
       # One that fails, for want of capacity for example, is asked for again until the limit.
       ran = attempt(
-        f"{island.role}: asks for its slice", tpu_vms.create(*place), self._limits.slice_seconds
+        f"{island.role}: asks for its slice", self._run.create(island), self._limits.slice_seconds
       )
       if ran.status != 0:
         say(f"{island.role}: got no slice, {ran.reason}")
@@ -184,7 +179,7 @@ class Slices:
           f" {self._limits.recreations}. Fix: raise that, take another zone, or leave out --spot."
         )
       what = f"{island.role}: deletes slice {life.recreations} that was taken away"
-      run(what, tpu_vms.delete(*place), self._limits.slice_seconds)
+      call(what, self._run.delete(island), self._limits.slice_seconds)
     elif step is Need.START:
       self._start(island, seen)
       life.started = True
@@ -201,27 +196,25 @@ class Slices:
       )
 
   def _start(self, island: PlacedIsland, seen: Seen) -> None:
-    place = self._placement, island, self._options
     with tempfile.TemporaryDirectory(prefix="ddiloco-launch-") as temporary:
       folder = Path(temporary) / tpu_vms.STAGED
       stage(folder, self._files, {f"{island.role}.key_secret": self._secrets[island.role]})
       what = f"{island.role}: brings config and keys"
-      run(what, tpu_vms.copy(*place, str(folder)), COPY_SECONDS)
-    script = tpu_vms.start_script(*place, seen.leader)
-    run(f"{island.role}: starts", tpu_vms.on_hosts(*place, script), START_SECONDS)
+      call(what, self._run.copy(island, str(folder)), COPY_SECONDS)
+    script = self._run.start_script(island, seen.leader)
+    call(f"{island.role}: starts", self._run.on_hosts(island, script), START_SECONDS)
 
   def _look(self, island: PlacedIsland) -> Seen:
     """Of the slice and its roles; what cannot be seen now is waited for."""
-    place = self._placement, island, self._options
-    if self._options.queued:
+    if self._run.queued:
       request = self._describe(island, "queued-resources")
       if request.slice != "ACTIVE":
         return request
     seen = self._describe(island, "tpu-vm")
     if seen.slice != "READY":
       return seen
-    script = tpu_vms.look_script(self._placement)
-    command = tpu_vms.on_hosts(*place, script)
+    script = self._run.look_script()
+    command = self._run.on_hosts(island, script)
     ran = attempt(f"{island.role}: its hosts", command, CALL_SECONDS, looks=True)
     lines = [line.strip() for line in ran.out.splitlines() if line.strip()]
     if ran.status != 0 or len(lines) != island.shape.hosts:
@@ -229,7 +222,7 @@ class Slices:
     return dataclasses.replace(seen, roles=tuple(lines))
 
   def _describe(self, island: PlacedIsland, group: str) -> Seen:
-    command = tpu_vms.describe(self._placement, island, self._options, group)
+    command = self._run.describe(island, group)
     ran = attempt(f"{island.role}: its {group}", command, CALL_SECONDS, looks=True)
     if ran.status == 0:
       read = tpu_vms.seen_slice if group == "tpu-vm" else tpu_vms.seen_request

@@ -25,148 +25,126 @@ _WORKER = (
 
 
 @dataclasses.dataclass(frozen=True)
-class SliceOptions:
-  """What is the same for all slices.
+class TpuVmRun:
+  """Islands of a run on TPU VMs.
 
   Attributes:
-    image: of the container, with ddiloco and libtpu.
+    placement: who runs where.
     syncers: urls of all shards, as the slices reach them.
     project: of the cloud; "": gcloud's own.
-    spot: slices may be taken away at any time.
     queued: ask by queued resources.
-    max_restarts: of a host's container after failures, by Docker.
     host_folder: of a host, where workdir is; what is not shared there ends with the slice.
     runtime_version: image of the VMs; "": the topology's own.
   """
 
-  image: str
+  placement: Placement
   syncers: tuple[str, ...]
   project: str = ""
-  spot: bool = False
   queued: bool = False
-  max_restarts: int = 10
   host_folder: str = "/var/lib/ddiloco"
   runtime_version: str = ""
 
+  @property
+  def name(self) -> str:
+    return self.placement.name
 
-def check(placement: Placement, options: SliceOptions) -> None:
-  """Refuses what cannot work.
+  def check(self) -> None:
+    """Refuses what cannot work.
 
-  Raises:
-    ConfigError: an option is missing, or does not fit the run.
-  """
-  fix = "build one (docs/launch.md) and give --image=REGION-docker.pkg.dev/PROJECT/REPO/ddiloco:TAG"
-  require(bool(options.image), "--image", options.image, "is what all roles run in", fix)
-  rule = f"must name the {len(placement.shards)} shards of sync.num_shards, which run elsewhere"
-  fix = "start them first (docs/launch.md) and give --syncers=tcp://ADDRESS:7000,..."
-  right = len(options.syncers) == len(placement.shards)
-  require(right, "--syncers", ",".join(options.syncers), rule, fix)
-  for island in placement.islands:
-    fix = "give --place=us-east5-b=0,1, once for each zone"
-    require(bool(island.where), "--place", "", f"{island.role} needs a zone", fix)
+    Raises:
+      ConfigError: an option is missing, or does not fit the run.
+    """
+    rule = (
+      f"must name the {len(self.placement.shards)} shards of sync.num_shards, which run elsewhere"
+    )
+    fix = "start them first (docs/launch.md) and give --syncers=tcp://ADDRESS:7000,..."
+    right = len(self.syncers) == len(self.placement.shards)
+    require(right, "--syncers", ",".join(self.syncers), rule, fix)
+    for island in self.placement.islands:
+      fix = "give --place=us-east5-b=0,1, once for each zone"
+      require(bool(island.where), "--place", "", f"{island.role} needs a zone", fix)
 
+  # --- commands ----------------------------------------------------------------------------------
 
-# --- Commands
+  def _tpu(
+    self, group: str, verb: str, island: PlacedIsland, names: Sequence[str], *flags: str
+  ) -> list[str]:
+    project = [f"--project={self.project}"] if self.project else []
+    words = ["gcloud", "compute", "tpus", group, verb, *names]
+    return [*words, f"--zone={island.where}", *project, "--quiet", *flags]
 
+  def slice_name(self, island: PlacedIsland) -> str:
+    return f"{self.name}-{island.role}"
 
-def _tpu(
-  group: str,
-  verb: str,
-  island: PlacedIsland,
-  names: Sequence[str],
-  options: SliceOptions,
-  *flags: str,
-) -> list[str]:
-  project = [f"--project={options.project}"] if options.project else []
-  words = ["gcloud", "compute", "tpus", group, verb, *names]
-  return [*words, f"--zone={island.where}", *project, "--quiet", *flags]
+  def create(self, island: PlacedIsland) -> list[str]:
+    """Asks for the slice; returns at once with queued resources, else when it is there."""
+    name, shape = self.slice_name(island), island.shape
+    runtime = self.runtime_version or shape.runtime_version
+    flags = [
+      f"--accelerator-type={shape.accelerator_type}",
+      f"--labels=ddiloco-run={self.name}",
+    ]
+    flags += ["--spot"] if self.placement.spot else []
+    if self.queued:
+      flags += [f"--runtime-version={runtime}", f"--node-id={name}"]
+      return self._tpu("queued-resources", "create", island, [name], *flags)
+    return self._tpu("tpu-vm", "create", island, [name], *flags, f"--version={runtime}")
 
+  def describe(self, island: PlacedIsland, group: str = "tpu-vm") -> list[str]:
+    name = self.slice_name(island)
+    return self._tpu(group, "describe", island, [name], "--format=json")
 
-def slice_name(placement: Placement, island: PlacedIsland) -> str:
-  return f"{placement.name}-{island.role}"
+  def delete(self, island: PlacedIsland) -> list[str]:
+    """Takes the slice away, and the request for it."""
+    name = self.slice_name(island)
+    if self.queued:
+      return self._tpu("queued-resources", "delete", island, [name], "--force")
+    return self._tpu("tpu-vm", "delete", island, [name])
 
+  def copy(self, island: PlacedIsland, folder: str) -> list[str]:
+    """Brings the local `folder`, which is called STAGED, into the home of every host."""
+    name = f"{self.slice_name(island)}:."
+    return self._tpu("tpu-vm", "scp", island, [folder, name], "--recurse", "--worker=all")
 
-def create(placement: Placement, island: PlacedIsland, options: SliceOptions) -> list[str]:
-  """Asks for the slice; returns at once with queued resources, else when it is there."""
-  name, shape = slice_name(placement, island), island.shape
-  runtime = options.runtime_version or shape.runtime_version
-  flags = [f"--accelerator-type={shape.accelerator_type}", f"--labels=ddiloco-run={placement.name}"]
-  flags += ["--spot"] if options.spot else []
-  if options.queued:
-    flags += [f"--runtime-version={runtime}", f"--node-id={name}"]
-    return _tpu("queued-resources", "create", island, [name], options, *flags)
-  return _tpu("tpu-vm", "create", island, [name], options, *flags, f"--version={runtime}")
+  def on_hosts(self, island: PlacedIsland, script: str) -> list[str]:
+    """Runs `script` in a shell on every host."""
+    flags = ["--worker=all", f"--command={script}"]
+    name = self.slice_name(island)
+    return self._tpu("tpu-vm", "ssh", island, [name], *flags)
 
+  def start_script(self, island: PlacedIsland, leader: str) -> str:
+    """Starts the role on a host, instead of one there; `leader` is the address of host 0."""
+    role = role_command(self.placement, island.role, self.syncers, FOLDER, f"{WORK}/{self.name}")
+    command = " ".join([*map(shlex.quote, role), *host_flags(island.shape, '"$host"', leader)])
+    flags = [
+      f"--name={self.name}",
+      f"--restart=on-failure:{self.placement.max_restarts}",
+      "--privileged",  # the chips are devices of the host
+      "--net=host",
+      f'--volume="$HOME/{STAGED}:{FOLDER}:ro"',
+      f"--volume={shlex.quote(self.host_folder)}:{WORK}",
+      f"--workdir={WORK}",
+    ]
+    registry = self.placement.image.partition("/")[0]
+    login = f"sudo gcloud auth configure-docker {shlex.quote(registry)} --quiet && "
+    known = registry.endswith(".pkg.dev") or registry.endswith("gcr.io")
+    return (
+      f"sudo docker rm --force {self.name} >/dev/null 2>&1; "
+      f"chmod 700 ~/{STAGED}/keys/secret && chmod 600 ~/{STAGED}/keys/secret/* && "
+      f"{login if known else ''}"
+      f"host=$(curl -sf -H 'Metadata-Flavor: Google' {_WORKER}) && "
+      f"sudo docker run --detach {' '.join(flags)} {shlex.quote(self.placement.image)} {command}"
+    )
 
-def describe(
-  placement: Placement, island: PlacedIsland, options: SliceOptions, group: str = "tpu-vm"
-) -> list[str]:
-  name = slice_name(placement, island)
-  return _tpu(group, "describe", island, [name], options, "--format=json")
+  def look_script(self) -> str:
+    """Says in one line how the role is on a host."""
+    inspect = "sudo docker inspect --format='{{.State.Status}} {{.State.ExitCode}}'"
+    return f"{inspect} {self.name} 2>/dev/null || echo none"
 
-
-def delete(placement: Placement, island: PlacedIsland, options: SliceOptions) -> list[str]:
-  """Takes the slice away, and the request for it."""
-  name = slice_name(placement, island)
-  if options.queued:
-    return _tpu("queued-resources", "delete", island, [name], options, "--force")
-  return _tpu("tpu-vm", "delete", island, [name], options)
-
-
-def copy(
-  placement: Placement, island: PlacedIsland, options: SliceOptions, folder: str
-) -> list[str]:
-  """Brings the local `folder`, which is called STAGED, into the home of every host."""
-  name = f"{slice_name(placement, island)}:."
-  return _tpu("tpu-vm", "scp", island, [folder, name], options, "--recurse", "--worker=all")
-
-
-def on_hosts(
-  placement: Placement, island: PlacedIsland, options: SliceOptions, script: str
-) -> list[str]:
-  """Runs `script` in a shell on every host."""
-  flags = ["--worker=all", f"--command={script}"]
-  name = slice_name(placement, island)
-  return _tpu("tpu-vm", "ssh", island, [name], options, *flags)
-
-
-def start_script(
-  placement: Placement, island: PlacedIsland, options: SliceOptions, leader: str
-) -> str:
-  """Starts the role on a host, instead of one that is there; `leader` is the address of host 0."""
-  role = role_command(placement, island.role, options.syncers, FOLDER, f"{WORK}/{placement.name}")
-  command = " ".join([*map(shlex.quote, role), *host_flags(island.shape, '"$host"', leader)])
-  flags = [
-    f"--name={placement.name}",
-    f"--restart=on-failure:{options.max_restarts}",
-    "--privileged",  # the chips are devices of the host
-    "--net=host",
-    f'--volume="$HOME/{STAGED}:{FOLDER}:ro"',
-    f"--volume={shlex.quote(options.host_folder)}:{WORK}",
-    f"--workdir={WORK}",
-  ]
-  registry = options.image.partition("/")[0]
-  login = f"sudo gcloud auth configure-docker {shlex.quote(registry)} --quiet && "
-  known = registry.endswith(".pkg.dev") or registry.endswith("gcr.io")
-  return (
-    f"sudo docker rm --force {placement.name} >/dev/null 2>&1; "
-    f"chmod 700 ~/{STAGED}/keys/secret && chmod 600 ~/{STAGED}/keys/secret/* && "
-    f"{login if known else ''}"
-    f"host=$(curl -sf -H 'Metadata-Flavor: Google' {_WORKER}) && "
-    f"sudo docker run --detach {' '.join(flags)} {shlex.quote(options.image)} {command}"
-  )
-
-
-def look_script(placement: Placement) -> str:
-  """Says in one line how the role is on a host."""
-  inspect = "sudo docker inspect --format='{{.State.Status}} {{.State.ExitCode}}'"
-  return f"{inspect} {placement.name} 2>/dev/null || echo none"
-
-
-def stop_script(placement: Placement) -> str:
-  """Lets the role bring out what it has."""
-  seconds = round(placement.config.network.drain_seconds) + 10
-  return f"sudo docker stop --time={seconds} {placement.name} || true"
+  def stop_script(self) -> str:
+    """Lets the role bring out what it has."""
+    seconds = round(self.placement.config.network.drain_seconds) + 10
+    return f"sudo docker stop --time={seconds} {self.name} || true"
 
 
 # --- What is seen, and what is done next

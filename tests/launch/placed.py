@@ -5,7 +5,7 @@ from __future__ import annotations
 from ddiloco.config import Config, from_dict
 from ddiloco.launch.placement import Placement, place
 
-BUCKET = "gs://bucket/run"
+BUCKET, IMAGE = "gs://bucket/run", "us-docker.pkg.dev/p/r/ddiloco:1"
 
 
 def config(topologies: list[str], shards: int = 2, **more) -> Config:
@@ -15,5 +15,5 @@ def config(topologies: list[str], shards: int = 2, **more) -> Config:
 
 
 def placed(topologies: list[str], places: tuple[str, ...] = (), **more) -> Placement:
-  spot = more.pop("spot", False)
-  return place(config(topologies, **more), "run", places, BUCKET, spot)
+  options = {name: more.pop(name) for name in ("spot", "max_restarts") if name in more}
+  return place(config(topologies, **more), "run", places, BUCKET, IMAGE, **options)

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from ddiloco.config import ConfigError
-from ddiloco.launch.calls import LaunchError, attempt, run
+from ddiloco.launch.calls import LaunchError, attempt, call
 
 
 def python(text: str) -> list[str]:
@@ -15,7 +15,7 @@ def python(text: str) -> list[str]:
 
 def test_a_call_has_a_name_a_limit_and_a_line(capsys):
   command = python("import sys; print(sys.stdin.read().upper())")
-  assert run("what it is for", command, 30, "hello") == "HELLO\n"
+  assert call("what it is for", command, 30, "hello") == "HELLO\n"
   assert "] what it is for (at most 30 s): " in capsys.readouterr().err
 
 
@@ -34,7 +34,7 @@ def test_one_that_takes_too_long_is_ended_with_its_children(tmp_path, capsys):
 
 def test_one_that_fails_says_why():
   with pytest.raises(LaunchError, match=r"it: .* failed, status 1: no quota\. Fix: "):
-    run("it", python("raise SystemExit('no quota')"), 30)
+    call("it", python("raise SystemExit('no quota')"), 30)
 
 
 def test_a_program_that_is_not_there_is_named():

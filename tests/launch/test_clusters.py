@@ -11,11 +11,9 @@ from ddiloco.launch.calls import LaunchError
 from tests.launch.placed import placed
 from tests.launch.test_gke import PUBLIC, SECRETS
 
-OPTIONS = gke.ClusterOptions(
-  "image", "work", namespace="ours", shard_addresses=("10.0.0.1", "10.0.0.2")
-)
 MADE = placed(["v6e:2x2"] * 2, ("east=0", "west=1"))
-DOCUMENTS = gke.documents(MADE, OPTIONS, PUBLIC, SECRETS)
+RUN = gke.GkeRun(MADE, "work", namespace="ours", shard_addresses=("10.0.0.1", "10.0.0.2"))
+DOCUMENTS = RUN.documents(PUBLIC, SECRETS)
 NAMES = {"east": ("run-shards", "run-evaluator", "run-learner-0"), "west": ("run-learner-1",)}
 
 
@@ -25,11 +23,9 @@ def test_each_cluster_is_given_its_own_and_twice_is_once(cloud):
   applied = cloud.asked("kubectl")
   assert [words[1] for words in applied] == ["--context=east", "--context=west"] * 2
   assert all("--server-side" in words for words in applied), "no secret in an annotation"
-  states = clusters.status(MADE, OPTIONS)
+  states = clusters.status(RUN)
   assert sorted(each.name for each in states) == sorted(sum(NAMES.values(), ()))
-  assert clusters.status(MADE, OPTIONS, only="west") == [
-    gke.JobSetState("run-learner-1", "", 0, 1, (0, 0))
-  ]
+  assert clusters.status(RUN, only="west") == [gke.JobSetState("run-learner-1", "", 0, 1, (0, 0))]
 
 
 def test_a_cluster_that_refuses_is_named(cloud):
@@ -43,14 +39,14 @@ def test_what_is_deleted_is_gone_and_what_is_not_is_said(cloud):
   foreign = dict(DOCUMENTS["west"][0])
   foreign["metadata"] = {"name": "other-config", "labels": {gke.RUN: "other"}}
   clusters.create({"west": [foreign]})
-  assert clusters.delete(MADE, OPTIONS, 30) == []
+  assert clusters.delete(RUN, 30) == []
   assert [p.name for p in (cloud.folder / "cluster-west").iterdir()] == ["configmap@other-config"]
-  assert clusters.delete(MADE, OPTIONS, 30) == [], "also when nothing is there"
+  assert clusters.delete(RUN, 30) == [], "also when nothing is there"
   clusters.create(DOCUMENTS)
   cloud.has("stuck", "run-learner-1")
-  assert "west: jobset.jobset.x-k8s.io/run-learner-1" in clusters.delete(MADE, OPTIONS, 30)
+  assert "west: jobset.jobset.x-k8s.io/run-learner-1" in clusters.delete(RUN, 30)
   cloud.has("unreachable", "east")
-  assert "east: not known" in clusters.delete(MADE, OPTIONS, 30)[0], "not seen is not gone"
+  assert "east: not known" in clusters.delete(RUN, 30)[0], "not seen is not gone"
 
 
 def watched(cloud, ends: dict[str, dict]) -> int:
@@ -58,7 +54,7 @@ def watched(cloud, ends: dict[str, dict]) -> int:
   for context, names in NAMES.items():
     for name in names:
       cloud.set_status(context, name, ends.get(name, {"terminalState": "Completed"}))
-  return clusters.watch(MADE, OPTIONS, 30, 0.01)
+  return clusters.watch(RUN, 30, 0.01)
 
 
 def test_watching_ends_with_the_run(cloud, capsys):
@@ -83,11 +79,11 @@ def test_watching_outlives_a_cluster_that_does_not_answer(cloud, capsys):
       cloud.set_status(context, name, {"terminalState": "Completed"})
   back = threading.Timer(1.0, (cloud.folder / "unreachable").unlink)
   back.start()
-  assert clusters.watch(MADE, OPTIONS, 30, 0.01) == 0
+  assert clusters.watch(RUN, 30, 0.01) == 0
   assert "Unable to connect" in capsys.readouterr().err
 
 
 def test_watching_has_a_limit(cloud):
   clusters.create(DOCUMENTS)
   with pytest.raises(LaunchError, match=r"run: has not ended within 0.1 s; it goes on. Fix: "):
-    clusters.watch(MADE, OPTIONS, 0.1, 0.01)
+    clusters.watch(RUN, 0.1, 0.01)

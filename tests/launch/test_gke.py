@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import pytest
@@ -13,18 +12,16 @@ from ddiloco.launch import gke
 from ddiloco.launch.clusters import as_yaml
 from tests.launch.placed import placed
 
-OPTIONS = gke.ClusterOptions(
-  image="image:1", claim="work", service_account="trainer", max_restarts=7
-)
+OPTIONS = {"claim": "work", "service_account": "trainer"}
 ADDRESSES = ("10.0.0.1", "10.0.0.2")
 PUBLIC = {"learner-0.key": "public\nkey\n"}
 SECRETS = {f"{role}.key_secret": f"secret of {role}" for role in ("learner-0", "syncer-1")}
 
 
 def rendered(topologies, places=(), options=OPTIONS, **more):
-  made = placed(topologies, places, **more)
-  gke.check(made, options)
-  return gke.documents(made, options, PUBLIC, SECRETS)
+  run = gke.GkeRun(placed(topologies, places, max_restarts=7, **more), **options)
+  run.check()
+  return run.documents(PUBLIC, SECRETS)
 
 
 def by_name(documents):
@@ -38,7 +35,7 @@ def one():
 
 @pytest.fixture(scope="module")
 def two():
-  options = dataclasses.replace(OPTIONS, shard_addresses=ADDRESSES, spot=True)
+  options = OPTIONS | {"shard_addresses": ADDRESSES}
   return rendered(["v6e:4x4", "v6e:2x2"], ("east=0", "west=1"), options, spot=True)
 
 
@@ -199,21 +196,19 @@ def test_yaml_says_the_same(one):
 @pytest.mark.parametrize(
   ("changed", "places", "said"),
   [
-    ({"image": ""}, (), "--image"),
     ({"claim": ""}, (), "--claim"),
     ({}, ("a=0", "b=1"), "--shard_addresses"),
     ({"shard_addresses": ("10.0.0.1",)}, (), "--shard_addresses"),
   ],
 )
 def test_what_is_missing_is_named(changed, places, said):
-  options = dataclasses.replace(OPTIONS, **changed)
   with pytest.raises(ConfigError, match=f"{said} = .*Fix: "):
-    rendered(["v6e:2x2"] * 2, places, options)
+    rendered(["v6e:2x2"] * 2, places, OPTIONS | changed)
 
 
 def test_node_pools_are_those_of_the_slices():
   places = ("gke_proj_us-east5_one=0", "mine=1")
-  first, second = gke.node_pools(placed(["v6e:4x4", "v6e:2x2"], places), spot=True)
+  first, second = gke.GkeRun(placed(["v6e:4x4", "v6e:2x2"], places, spot=True), "work").node_pools()
   assert "--project=proj --cluster=one --location=us-east5" in first
   assert "--machine-type=ct6e-standard-4t --num-nodes=4 --tpu-topology=4x4 --spot" in first
   assert "--cluster=CLUSTER" in second and "topology" not in second

@@ -53,6 +53,7 @@ def test_wrong_places_are_refused(places, said):
     ({"name": "Run"}, "--name"),
     ({"name": "x" * 31}, "--name"),
     ({"bucket": "/tmp/x"}, "--bucket"),
+    ({"image": ""}, "--image"),
     ({"config": config(["v6e:2x2"], shards=0)}, "sync.num_shards"),
     ({"config": config([""])}, "islands.topology of 0"),
     ({"config": config(["v6e:2x2"], model={"custom": "mine.py:model"})}, "model.custom"),
@@ -60,6 +61,7 @@ def test_wrong_places_are_refused(places, said):
 )
 def test_what_cannot_be_placed_is_refused(changed, said):
   given = {"config": config(["v6e:2x2"]), "name": "run", "places": (), "bucket": BUCKET} | changed
+  given = {"image": "image:1", **given}
   with pytest.raises(ConfigError, match=f"{said} = .*Fix: "):
     place(**given)
 
@@ -68,7 +70,7 @@ def test_a_batch_that_its_chips_cannot_share_is_refused():
   with pytest.raises(ConfigError, match=r"islands.batch_size = 6: .*Fix: use 8"):
     place(
       from_dict({"islands": {"num_learners": 1, "topology": "v6e:2x4", "batch_size": 6}}),
-      *("run", (), BUCKET),
+      *("run", (), BUCKET, "image:1"),
     )
 
 

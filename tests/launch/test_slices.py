@@ -9,7 +9,7 @@ import pytest
 
 from ddiloco.launch.calls import LaunchError
 from ddiloco.launch.slices import Limits, Slices
-from tests.launch.test_tpu_vms import MADE, OPTIONS
+from tests.launch.test_tpu_vms import MADE, RUN
 
 LIMITS = Limits(slice_seconds=20.0, recreations=2, watch_seconds=40.0, poll_seconds=0.01)
 FILES = {"config/config.json": "{}", "keys/public/learner-0.key": "public"}
@@ -24,7 +24,7 @@ def islands(cloud):
 
   def make(limits: Limits = LIMITS, **changed) -> Slices:
     made = dataclasses.replace(MADE, islands=tuple(map(one_host, MADE.islands)))
-    return Slices(made, dataclasses.replace(OPTIONS, **changed), FILES, SECRETS, limits)
+    return Slices(dataclasses.replace(RUN, placement=made, **changed), FILES, SECRETS, limits)
 
   return make
 

@@ -13,16 +13,11 @@ import pytest
 from ddiloco.config import ConfigError
 from ddiloco.launch import gke, tpu_vms
 from ddiloco.launch.tpu_vms import Need, Seen, next_need
-from tests.launch.placed import placed
+from tests.launch.placed import IMAGE, placed
 
-OPTIONS = tpu_vms.SliceOptions(
-  image="us-docker.pkg.dev/p/r/ddiloco:1",
-  syncers=("tcp://10.0.0.1:7000", "tcp://10.0.0.2:7000"),
-  project="proj",
-  spot=True,
-)
-MADE = placed(["v5p:2x2x2", "v6e:2x2"], ("us-east5-b=0", "europe-west4-a=1"))
+MADE = placed(["v5p:2x2x2", "v6e:2x2"], ("us-east5-b=0", "europe-west4-a=1"), spot=True)
 FIRST, SECOND = MADE.islands
+RUN = tpu_vms.TpuVmRun(MADE, ("tcp://10.0.0.1:7000", "tcp://10.0.0.2:7000"), "proj")
 
 
 @pytest.mark.skipif(shutil.which("gcloud") is None, reason="gcloud is not installed here")
@@ -31,16 +26,15 @@ FIRST, SECOND = MADE.islands
 def test_gcloud_knows_every_command(queued, tmp_path, monkeypatch):
   """Its own parser reads them, and runs none of them."""
   monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
-  options = dataclasses.replace(OPTIONS, queued=queued)
-  place = MADE, FIRST, options
+  run = dataclasses.replace(RUN, queued=queued)
   commands = [
-    tpu_vms.create(*place),
-    tpu_vms.describe(*place),
-    tpu_vms.describe(*place, "queued-resources"),
-    tpu_vms.delete(*place),
-    tpu_vms.copy(*place, "ddiloco"),
-    tpu_vms.on_hosts(*place, "true"),
-    *map(shlex.split, gke.node_pools(placed(["v6e:4x4"]), spot=True)),
+    run.create(FIRST),
+    run.describe(FIRST),
+    run.describe(FIRST, "queued-resources"),
+    run.delete(FIRST),
+    run.copy(FIRST, "ddiloco"),
+    run.on_hosts(FIRST, "true"),
+    *map(shlex.split, gke.GkeRun(placed(["v6e:4x4"], spot=True), "work").node_pools()),
     ["gcloud", "compute", "tpus", "tpu-vm", "create", "wrong", "--nonsense"],
   ]
   file = tmp_path / "commands.json"
@@ -53,20 +47,22 @@ def test_gcloud_knows_every_command(queued, tmp_path, monkeypatch):
 
 
 def test_a_slice_is_asked_for_by_its_own_names():
-  command = tpu_vms.create(MADE, FIRST, OPTIONS)
+  command = RUN.create(FIRST)
   assert command[:6] == ["gcloud", "compute", "tpus", "tpu-vm", "create", "run-learner-0"]
   assert {"--accelerator-type=v5p-16", "--version=v2-alpha-tpuv5", "--spot"} <= set(command)
   assert {"--zone=us-east5-b", "--project=proj"} <= set(command)
-  queued = tpu_vms.create(MADE, FIRST, dataclasses.replace(OPTIONS, queued=True, spot=False))
+  queued = dataclasses.replace(RUN, queued=True, placement=placed(["v5p:2x2x2"], ("z=0",))).create(
+    FIRST
+  )
   assert {"--node-id=run-learner-0", "--runtime-version=v2-alpha-tpuv5"} <= set(queued)
   assert "--spot" not in queued
-  other = dataclasses.replace(OPTIONS, runtime_version="v3", project="")
-  assert "--version=v3" in tpu_vms.create(MADE, FIRST, other)
+  other = dataclasses.replace(RUN, runtime_version="v3", project="")
+  assert "--version=v3" in other.create(FIRST)
 
 
 def test_the_script_of_a_host_is_one_that_a_shell_reads(tmp_path):
   """A shell runs it, with stand-ins for what is on a host: the role gets all that it is told."""
-  script = tpu_vms.start_script(MADE, FIRST, OPTIONS, "10.1.0.1")
+  script = RUN.start_script(FIRST, "10.1.0.1")
   for name in ("sudo", "curl"):
     path = tmp_path / name
     said = (
@@ -92,11 +88,11 @@ def test_the_script_of_a_host_is_one_that_a_shell_reads(tmp_path):
   words = docker.splitlines()
   assert words[:3] == ["docker", "run", "--detach"] and "--restart=on-failure:10" in words
   assert f"--volume={tmp_path}/ddiloco:/ddiloco:ro" in words
-  role = words[words.index(OPTIONS.image) + 1 :]
+  role = words[words.index(IMAGE) + 1 :]
   assert role[:2] == ["ddiloco", "learner"] and "--learner=0" in role
   assert "--host=1" in role and "--hosts=tcp://10.1.0.1:7001" in role
   assert (secret / "learner-0.key_secret").stat().st_mode & 0o777 == 0o600
-  alone = tpu_vms.start_script(MADE, SECOND, OPTIONS, "10.1.0.1")
+  alone = RUN.start_script(SECOND, "10.1.0.1")
   assert "--host=" not in alone
 
 
@@ -128,11 +124,10 @@ def test_what_an_island_needs_next(seen, step):
 @pytest.mark.parametrize(
   ("changed", "made", "said"),
   [
-    ({"image": ""}, MADE, "--image"),
     ({"syncers": ("tcp://a:1",)}, MADE, "--syncers"),
     ({}, placed(["v6e:2x2"]), "--place"),
   ],
 )
 def test_what_is_missing_is_named(changed, made, said):
   with pytest.raises(ConfigError, match=f"{said} = .*Fix: "):
-    tpu_vms.check(made, dataclasses.replace(OPTIONS, **changed))
+    dataclasses.replace(RUN, placement=made, **changed).check()
