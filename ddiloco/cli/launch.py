@@ -138,6 +138,7 @@ def _gke(arguments: list[str], action: str) -> int:
   flags.DEFINE_string("claim", "", "ReadWriteMany volume claim for workdir.", **define)
   flags.DEFINE_string("namespace", "default", "In every cluster.", **define)
   flags.DEFINE_string("service_account", "", "Of the pods: may write the bucket.", **define)
+  flags.DEFINE_string("cluster_domain", "cluster.local", "Of names in a cluster.", **define)
   flags.DEFINE_list(
     "shard_addresses", [], "Reserved internal addresses, where there are two clusters.", **define
   )
@@ -152,6 +153,7 @@ def _gke(arguments: list[str], action: str) -> int:
     claim=values["claim"].value,
     namespace=values["namespace"].value,
     service_account=values["service_account"].value,
+    cluster_domain=values["cluster_domain"].value,
     shard_cpus=values["shard_cpus"].value,
     shard_memory=values["shard_memory"].value,
     shard_addresses=tuple(values["shard_addresses"].value),

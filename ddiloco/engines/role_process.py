@@ -279,6 +279,10 @@ class RoleRunner:
       raise Ended(self._failure)
     return self._stop.is_set()
 
+  def ask_to_end(self) -> None:
+    """As a signal does; from any thread."""
+    self._stop.set()
+
   def pause(self, seconds: float) -> bool:
     """Waits; True if a signal ended the wait."""
     return self._stop.wait(seconds)

@@ -1,7 +1,8 @@
 """A run on Kubernetes, as documents: JobSets, what they read, and addresses of the shards. PURE.
 
-JobSet's API is jobset.x-k8s.io/v1alpha2. A pod that is preempted or drained has the condition
-DisruptionTarget: such ends are not counted, all others are.
+JobSet's API is jobset.x-k8s.io/v1alpha2. What ends because it was taken away is not counted, all
+other ends are: its pod has the condition DisruptionTarget, or the role says by its exit status that
+it was asked to end. (A role that said 0 then would be taken to be done, and never come back.)
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from ddiloco.checks import require
 from ddiloco.launch.placement import (
   PROBE_PORT,
   SHARD_PORT,
+  TERM_STATUS,
   PlacedIsland,
   Placement,
   host_flags,
@@ -26,7 +28,6 @@ Document = dict[str, Any]
 FOLDER, WORK = "/ddiloco", "/work"  # in every container: config and keys; the shared volume
 RUN, ROLE = "ddiloco/run", "ddiloco/role"  # labels of all that is made
 KINDS = "jobsets.jobset.x-k8s.io,services,configmaps,secrets"  # that a run has
-_DISRUPTED = [{"type": "DisruptionTarget", "status": "True"}]
 _GKE_CONTEXT = re.compile(r"gke_([^_]+)_([^_]+)_(.+)")
 _BESIDE_DRAIN_SECONDS = 10  # for a pod to end: the last log lines, a snapshot under way
 
@@ -40,6 +41,7 @@ class GkeRun:
     claim: a ReadWriteMany volume claim, in every cluster: workdir is on it.
     namespace: there.
     service_account: that may write the bucket; "": the namespace's own.
+    cluster_domain: of the names in a cluster.
     shard_cpus: of a shard, which has a machine to itself.
     shard_memory: of a shard, "32Gi".
     shard_addresses: reserved internal addresses of the shards, for islands of other clusters.
@@ -49,6 +51,7 @@ class GkeRun:
   claim: str
   namespace: str = "default"
   service_account: str = ""
+  cluster_domain: str = "cluster.local"
   shard_cpus: int = 8
   shard_memory: str = "32Gi"
   shard_addresses: tuple[str, ...] = ()
@@ -194,7 +197,7 @@ class GkeRun:
       pod["tolerations"] = [toleration]
     command = [
       *self._command(island.role, at_home),
-      *host_flags(shape, "$(JOB_COMPLETION_INDEX)", f"{jobset}-host-0-0.{jobset}"),
+      *host_flags(shape, "$(JOB_COMPLETION_INDEX)", self._dns(jobset, "host")),
     ]
     chips = {"google.com/tpu": shape.chips_per_host}
     job = self._job(island.role, command, chips, pod, shape.hosts)
@@ -211,8 +214,7 @@ class GkeRun:
 
   def _restarted(self, role: str, job_name: str, job: Document) -> Document:
     """A JobSet of one Job that is made anew as a whole whenever a pod of it ends badly."""
-    rules = [{"action": "FailJob", "onPodConditions": _DISRUPTED}]
-    job |= {"backoffLimit": 0, "podFailurePolicy": {"rules": rules}}
+    job |= {"backoffLimit": 0, "podFailurePolicy": _when_taken_away("FailJob")}
     preempted = {
       "name": "preempted",
       "action": "RestartJobSetAndIgnoreMaxRestarts",
@@ -241,7 +243,7 @@ class GkeRun:
         **self._job(role, self._command(role), resources, pod),
         "backoffLimit": self.placement.max_restarts,
         "podReplacementPolicy": "Failed",  # never two of one shard
-        "podFailurePolicy": {"rules": [{"action": "Ignore", "onPodConditions": _DISRUPTED}]},
+        "podFailurePolicy": _when_taken_away("Ignore"),
       }
     return self._jobset("shards", "shards", {"maxRestarts": 0}, jobs)
 
@@ -276,20 +278,12 @@ class GkeRun:
   ) -> Document:
     """One pod a host, with the role's own key."""
     drain_seconds = self.placement.config.network.drain_seconds
-    container = {
+    container: Document = {
       "name": "role",
       "image": self.placement.image,
       "command": list(command),
       "workingDir": WORK,  # what a config names without a leading / is there
       "ports": [{"containerPort": PROBE_PORT, "name": "probes", "protocol": "TCP"}],
-      # The role itself knows how long its longest step may take.
-      "livenessProbe": {
-        "httpGet": {"path": "/livez", "port": PROBE_PORT},
-        "initialDelaySeconds": 60,  # Python and JAX
-        "periodSeconds": 10,
-        "timeoutSeconds": 5,
-        "failureThreshold": 6,
-      },
       "resources": {"requests": dict(resources), "limits": dict(resources)},
       "volumeMounts": [
         {"name": "work", "mountPath": WORK},
@@ -298,6 +292,14 @@ class GkeRun:
         {"name": "secret-key", "mountPath": f"{FOLDER}/keys/secret", "readOnly": True},
       ],
     }
+    if hosts == 1:  # several watch one another, and end together
+      container["livenessProbe"] = {
+        "httpGet": {"path": "/livez", "port": PROBE_PORT},
+        "initialDelaySeconds": 60,  # Python and JAX
+        "periodSeconds": 10,
+        "timeoutSeconds": 5,
+        "failureThreshold": 6,  # beside what the role itself allows its longest step
+      }
     name = self.name
     volumes = [
       {"name": "work", "persistentVolumeClaim": {"claimName": self.claim}},
@@ -326,12 +328,24 @@ class GkeRun:
   def _shard_resources(self) -> Document:
     return {"cpu": str(self.shard_cpus), "memory": self.shard_memory}
 
+  def _dns(self, jobset: str, job: str) -> str:
+    """Of the first pod of a JobSet's Job; a pod finds its own full name without asking anybody."""
+    return f"{jobset}-{job}-0-0.{jobset}.{self.namespace}.svc.{self.cluster_domain}"
+
   def _command(self, role: str, at_home: bool = True) -> list[str]:
     """The shards have names in their own cluster, and addresses elsewhere."""
     jobset = f"{self.name}-shards"
-    names = [f"{jobset}-shard-{shard}-0-0.{jobset}" for shard in self.placement.shards]
+    names = [self._dns(jobset, f"shard-{shard}") for shard in self.placement.shards]
     urls = [f"tcp://{host}:{SHARD_PORT}" for host in (names if at_home else self.shard_addresses)]
     return role_command(self.placement, role, urls, FOLDER, f"{WORK}/{self.name}")
+
+
+def _when_taken_away(action: str) -> Document:
+  """A Job's policy for pods that ended because they were to."""
+  disrupted = [{"type": "DisruptionTarget", "status": "True"}]
+  asked = {"containerName": "role", "operator": "In", "values": [TERM_STATUS]}
+  rules = [{"onPodConditions": disrupted}, {"onExitCodes": asked}]
+  return {"rules": [{"action": action, **rule} for rule in rules]}
 
 
 def redacted(document: Document) -> Document:

@@ -69,6 +69,7 @@ class Started(Event, frozen=True, kw_only=True):
   devices: int = 0
   mesh: tuple[int, ...] = ()  # data, fsdp, tensor
   batch_size: int = 0  # sequences
+  hosts: int = 1  # processes of the island
   attention: str = ""  # its path: einsum, splash or cudnn
   learners: int = 0  # that its config plans; 0: as the saved config does
   planned_steps: int = 0

@@ -22,7 +22,7 @@ from ddiloco.config import Config
 from ddiloco.core.fragments import Plan, split_flat
 from ddiloco.models.model import Batch
 from ddiloco.training import inner
-from ddiloco.training.devices import make_mesh, require_one_process
+from ddiloco.training.devices import make_mesh, require_processes
 from ddiloco.training.programs import (
   PARAMS,
   PieceKind,
@@ -54,10 +54,10 @@ class Island:
 
     Raises:
       ConfigError: the batch cannot be split evenly over these devices, the mesh does not fit them,
-        or they are not all of this process.
+        or JAX joins other processes than the island's.
     """
-    require_one_process(devices)
     self._island = config.islands.island(learner)
+    require_processes(devices, self._island.hosts)
     self._config, self._plan = config, plan
     self._planned_steps = config.planned_steps()
     self._cpu = devices[0].platform == "cpu"
@@ -154,6 +154,18 @@ class Island:
     """Where every array of the state lies on this mesh, by the names that `capture` gives them."""
     return self._layout.shardings
 
+  def state_leaves(self) -> Mapping[str, jax.ShapeDtypeStruct]:
+    """Every array of the state by name: shape, dtype and where it lies."""
+    return self._layout.leaves
+
+  def piece_leaves(self, fragment_index: int) -> list[jax.ShapeDtypeStruct]:
+    """The same of what `copy_out` returns, and of what `stage` makes."""
+    return [kind.piece for kind in self._kinds[fragment_index]]
+
+  def check(self, arrays: Mapping[str, jax.Array | np.ndarray]) -> None:
+    """Refuses what `restore` would refuse, with a ValueError."""
+    self._layout.check(arrays)
+
   def restore(self, arrays: Mapping[str, jax.Array | np.ndarray]) -> None:
     """Takes over a captured state, of whatever mesh it was, bit by bit; instead of `reset`.
 
@@ -165,7 +177,7 @@ class Island:
     Raises:
       ValueError: names, shapes or dtypes are not this island's; nothing has changed.
     """
-    self._layout.check(arrays)
+    self.check(arrays)
     self.compile()
     ready = {}
     for name, sharding in self._layout.shardings.items():
@@ -303,7 +315,7 @@ class Island:
     """Brings a flat f32 vector onto the devices for `apply`; `flat` must not change afterwards."""
     views = split_flat(self._plan.fragments[fragment_index], flat)
     # Waiting here, beside the step, means that `apply` never waits for a transfer.
-    shardings = [kind.piece.sharding for kind in self._kinds[fragment_index]]
+    shardings = [leaf.sharding for leaf in self.piece_leaves(fragment_index)]
     return jax.block_until_ready(jax.device_put(views, shardings))
 
   def moments_to_host(
@@ -325,14 +337,17 @@ class Island:
     Raises:
       ValueError: it has another size.
     """
+    return [self.stage(fragment_index, row) for row in self.rows_of_moments(fragment_index, flat)]
+
+  def rows_of_moments(self, fragment_index: int, flat: np.ndarray) -> list[np.ndarray]:
+    """Each moment's flat vector; ValueError if it has another size."""
     size = self._plan.fragments[fragment_index].size
     if flat.shape != (self.num_moments * size,):
       raise ValueError(
         f"fragment {fragment_index}: its moments have shape {flat.shape}, but this island keeps"
         f" {self.num_moments} of {size} values each. Fix: take them from a peer of the same run."
       )
-    rows = [flat[start : start + size] for start in range(0, flat.size, size)]
-    return [self.stage(fragment_index, row) for row in rows]
+    return [flat[start : start + size] for start in range(0, flat.size, size)]
 
 
 def _as_floats(metrics: jax.Array) -> dict[str, float]:

@@ -9,9 +9,10 @@ import pytest
 import yaml
 
 from ddiloco import cli
+from ddiloco.launch import gke
 from ddiloco.network.keys import make_keys
 from tests.launch import programs
-from tests.launch.placed import config
+from tests.launch.placed import config, placed
 
 
 @pytest.fixture
@@ -140,3 +141,20 @@ def test_what_the_cloud_refuses_is_said(cloud, flags, capsys):
   cloud.has("unreachable", "east")
   assert cli.main(["launch", "gke", "status", *flags, *GKE]) == 1
   assert "Unable to connect to the server" in capsys.readouterr().err
+
+
+def test_every_role_knows_the_flags_it_is_given(cloud, tmp_path, capsys):
+  """Of an island of several hosts too; what is rendered is what the commands take."""
+  made = placed(["v6e:4x4"])
+  run = gke.GkeRun(made, "work")
+  for document in run.documents({}, {})[""]:
+    if document["kind"] != "JobSet":
+      continue
+    for job in document["spec"]["replicatedJobs"]:
+      (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+      program, command, *given = container["command"]
+      assert program == "ddiloco" and cli.main([command, "--help"]) == 0
+      known = capsys.readouterr().out
+      for flag in given:
+        name = flag[2:].partition("=")[0]
+        assert f"--{name}" in known or name == "config", f"{command} has no --{name}"

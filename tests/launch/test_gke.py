@@ -75,11 +75,12 @@ def test_an_island_restarts_alone_and_preemption_is_not_counted(one):
   job = replicated["template"]["spec"]
   assert replicated["replicas"] == 1 and job["completions"] == job["parallelism"] == 2
   assert job["completionMode"] == "Indexed" and job["backoffLimit"] == 0
-  (pods,) = job["podFailurePolicy"]["rules"]
-  assert pods == {
+  disrupted, asked = job["podFailurePolicy"]["rules"]
+  assert disrupted == {
     "action": "FailJob",
     "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
   }
+  assert asked["action"] == "FailJob" and asked["onExitCodes"]["values"] == [143]
   # What that makes the Job fail of, and nothing else, is not counted.
   assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
   assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
@@ -91,7 +92,9 @@ def test_hosts_of_an_island_meet_at_host_0_on_one_slice(one):
   pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
   (container,) = pod["containers"]
   # <jobset>-<replicated job>-<job's index>-<pod's index>.<jobset>, as JobSet names pods
-  assert "--hosts=tcp://run-learner-0-host-0-0.run-learner-0:7001" in container["command"]
+  where = "run-learner-0-host-0-0.run-learner-0.default.svc.cluster.local"
+  assert f"--hosts=tcp://{where}:7001" in container["command"]
+  assert "livenessProbe" not in container, "hosts watch one another; all but one have no probes"
   assert "--host=$(JOB_COMPLETION_INDEX)" in container["command"]
   assert container["resources"]["limits"] == {"google.com/tpu": 4}
   assert pod["nodeSelector"] == {
@@ -113,11 +116,12 @@ def test_a_shard_restarts_alone_under_its_name(one):
   for shard, each in enumerate(jobset["spec"]["replicatedJobs"]):
     job = each["template"]["spec"]
     assert job["backoffLimit"] == 7 and job["podReplacementPolicy"] == "Failed"
-    assert job["podFailurePolicy"]["rules"][0]["action"] == "Ignore"
+    assert [rule["action"] for rule in job["podFailurePolicy"]["rules"]] == ["Ignore"] * 2
     command = job["template"]["spec"]["containers"][0]["command"]
     assert f"--shard={shard}" in command
-    urls = "tcp://run-shards-shard-0-0-0.run-shards:7000,tcp://run-shards-shard-1-0-0.run-shards"
-    assert f"--syncers={urls}:7000" in command
+    names = [f"run-shards-shard-{s}-0-0.run-shards.default.svc.cluster.local" for s in (0, 1)]
+    assert f"--syncers=tcp://{names[0]}:7000,tcp://{names[1]}:7000" in command
+    assert "livenessProbe" in job["template"]["spec"]["containers"][0]
 
 
 def test_names_are_as_short_as_kubernetes_wants_them():
