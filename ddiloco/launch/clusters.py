@@ -100,7 +100,8 @@ def delete(run: GkeRun, limit_seconds: float) -> list[str]:
   left = []
   for context in run.contexts():
     where, which = _named(context), [gke.KINDS, *_of_run(run)]
-    wait = ["--ignore-not-found", "--wait=true", f"--timeout={limit_seconds:g}s"]
+    # In the foreground: what has pods is gone when they are, and they drain first.
+    wait = ["--ignore-not-found", "--cascade=foreground", f"--timeout={limit_seconds:g}s"]
     what = f"{where}: deletes the run"
     done = attempt(what, _kubectl(context, "delete", *which, *wait), limit_seconds + CALL_SECONDS)
     if done.status != 0:

@@ -121,6 +121,7 @@ class Slices:
         done = [threads.submit(one, island) for island in self._islands]
         errors = [each.exception() for each in concurrent.futures.as_completed(done)]
       except BaseException:
+        say("ends with the calls that are under way; nothing is undone")
         self._ended.set()
         raise
     wrong = [error for error in errors if error is not None]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import threading
 
 import pytest
 
 from ddiloco.launch import clusters, gke
 from ddiloco.launch.calls import LaunchError
+from tests.launch import programs
 from tests.launch.placed import placed
 from tests.launch.test_gke import PUBLIC, SECRETS
 
@@ -47,6 +50,24 @@ def test_what_is_deleted_is_gone_and_what_is_not_is_said(cloud):
   assert "west: jobset.jobset.x-k8s.io/run-learner-1" in clusters.delete(RUN, 30)
   cloud.has("unreachable", "east")
   assert "east: not known" in clusters.delete(RUN, 30)[0], "not seen is not gone"
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed here")
+def test_kubectl_knows_every_flag(tmp_path, monkeypatch):
+  """The real one refuses wrong flags before it looks for a cluster; here it finds none."""
+  cloud = programs.install(tmp_path / "recorded", monkeypatch)
+  clusters.create(DOCUMENTS)
+  clusters.status(RUN)
+  clusters.delete(RUN, 30)
+  asked = {tuple(w for w in words if "context" not in w) for words in cloud.asked("kubectl")}
+  monkeypatch.undo()
+  monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+  monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+  assert len(asked) == 4
+  for words in [*asked, ("kubectl", "get", "pods", "--nonsense")]:
+    command = [*words, "--request-timeout=1s"]
+    done = subprocess.run(command, capture_output=True, text=True, input="{}", timeout=60)
+    assert done.returncode and ("unknown flag" in done.stderr) == ("--nonsense" in words), words
 
 
 def watched(cloud, ends: dict[str, dict]) -> int:
