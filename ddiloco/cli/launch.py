@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from absl import flags
 
@@ -17,7 +18,8 @@ from ddiloco.launch.placement import Placement, place
 from ddiloco.network.keys import public_file, secret_file
 
 ACTIONS = ("create", "status", "watch", "delete")
-FINISHED, LOST, USAGE = 0, 1, 2
+FINISHED, LOST = 0, 1
+_Run = TypeVar("_Run", gke.GkeRun, tpu_vms.TpuVmRun)
 
 
 def launch(arguments: list[str]) -> int:
@@ -72,9 +74,15 @@ def _common_flags(values: flags.FlagValues) -> None:
   flags.DEFINE_bool("yes", False, "Do what costs money.", **define)
 
 
-def _placed(values: flags.FlagValues, path: str) -> Placement:
+def _run(cls: type[_Run], values: flags.FlagValues, path: str) -> _Run:
+  """The run that the flags describe, checked; a field of it is a flag of the same name."""
   names = ("name", "place", "bucket", "image", "spot", "max_restarts")
-  return place(final_config(values, path), *(values[name].value for name in names))
+  placement = place(final_config(values, path), *(values[name].value for name in names))
+  given = {f.name: values[f.name].value for f in dataclasses.fields(cls) if f.name in values}
+  lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+  run = cls(placement, **given | lists)
+  run.check()
+  return run
 
 
 def _keys(folder: Path, roles: list[str], dry_run: bool) -> tuple[dict[str, str], dict[str, str]]:
@@ -147,18 +155,7 @@ def _gke(arguments: list[str], action: str) -> int:
   flags.DEFINE_float("delete_minutes", 10.0, "The longest that delete waits.", 0.0, **define)
   if not parse(values, arguments, launch.__doc__, needs_workdir=False):
     return FINISHED
-  placement = _placed(values, path)
-  run = gke.GkeRun(
-    placement,
-    claim=values["claim"].value,
-    namespace=values["namespace"].value,
-    service_account=values["service_account"].value,
-    cluster_domain=values["cluster_domain"].value,
-    shard_cpus=values["shard_cpus"].value,
-    shard_memory=values["shard_memory"].value,
-    shard_addresses=tuple(values["shard_addresses"].value),
-  )
-  run.check()
+  run = _run(gke.GkeRun, values, path)
   if action == "create":
     return _create_in_clusters(values, run)
   if values["dry_run"].value:
@@ -223,16 +220,8 @@ def _tpu_vms(arguments: list[str], action: str) -> int:
   flags.DEFINE_integer("recreations", 20, "Of a slice that was taken away.", 0, **define)
   if not parse(values, arguments, launch.__doc__, needs_workdir=False):
     return FINISHED
-  placement = _placed(values, path)
-  run = tpu_vms.TpuVmRun(
-    placement,
-    syncers=tuple(values["syncers"].value),
-    project=values["project"].value,
-    queued=values["queued"].value,
-    host_folder=values["host_folder"].value,
-    runtime_version=values["runtime_version"].value,
-  )
-  run.check()
+  run = _run(tpu_vms.TpuVmRun, values, path)
+  placement = run.placement
   spends = action in ("create", "watch")
   lines = _afford(values, placement, machines=0) if spends else []
   if values["dry_run"].value:

@@ -26,8 +26,8 @@ class Limits:
   """Of an island's life.
 
   Attributes:
-    slice_seconds: until a slice that was asked for is there, each time.
-    recreations: of slices that were taken away.
+    slice_seconds: until the role of an island runs that has no slice, each time.
+    recreations: of a slice that was taken away.
     watch_seconds: until the role is done.
     poll_seconds: between two looks.
   """
@@ -43,9 +43,15 @@ class _Life:
   """What has become of an island so far."""
 
   recreations: int = 0
-  waits_until: float | None = None  # for its slice
-  said: str = ""
+  waits_until: float | None = None  # while its role does not run
   started: bool = False  # the role, by us
+  said: str = ""
+
+  def say(self, text: str) -> None:
+    """What has changed."""
+    if text != self.said:
+      self.said = text
+      say(text)
 
 
 class Slices:
@@ -132,18 +138,18 @@ class Slices:
       raise LaunchError("\n".join(map(str, wrong)))
 
   def _keep(self, island: PlacedIsland, until: tuple[Need, ...], again: bool) -> None:
-    """Does what the island needs until it has got there."""
+    """Does what the island needs until it has got there; `again`: also if its role had failed."""
     life, limits = _Life(), self._limits
     deadline = time.monotonic() + limits.watch_seconds
     while not self._ended.is_set():
       seen = self._look(island)
-      step = (
-        Need.START if self._starts_again(island, seen, life, again) else tpu_vms.next_need(seen)
-      )
-      self._say(island, life, f"{step.value} ({seen.slice.lower()}, hosts {_roles(seen)})")
-      if step in until:
+      need = tpu_vms.next_need(seen)
+      if need is Need.FAILED and again and not life.started:
+        need = Need.START
+      life.say(f"{island.role}: {need.value} ({seen.slice.lower()}, hosts {_roles(seen)})")
+      if need in until:
         return
-      if step is Need.FAILED:
+      if need is Need.FAILED:
         raise LaunchError(
           f"{island.role}: its role has used up its --max_restarts ({_roles(seen)})."
           f" Fix: see `sudo docker logs {self._run.name}` on its hosts, then create again."
@@ -153,48 +159,42 @@ class Slices:
           f"{island.role}: is not done within {limits.watch_seconds:g} s; it goes on."
           " Fix: watch it again, or delete it."
         )
-      self._do(island, step, seen, life)
+      self._check(island, need, seen, life)
+      try:
+        self._do(island, need, seen, life)
+      except LaunchError as error:  # no capacity now, no answer, no ssh yet: tried again
+        say(str(error))
       self._ended.wait(limits.poll_seconds)
 
-  def _starts_again(self, island: PlacedIsland, seen: Seen, life: _Life, again: bool) -> bool:
-    """Whether `create` starts a role that had failed before: once."""
-    return again and not life.started and tpu_vms.next_need(seen) is Need.FAILED
-
-  def _do(self, island: PlacedIsland, step: Need, seen: Seen, life: _Life) -> None:
-    if step in (Need.CREATE, Need.WAIT):
-      self._check_wait(island, seen, life)
-    else:
+  def _check(self, island: PlacedIsland, need: Need, seen: Seen, life: _Life) -> None:
+    """LaunchError: the island has not run for too long, or was made anew too often."""
+    now, limits = time.monotonic(), self._limits
+    if need is Need.RUN:
       life.waits_until = None
-    if step is Need.CREATE:
-      # One that fails, for want of capacity for example, is asked for again until the limit.
-      ran = attempt(
-        f"{island.role}: asks for its slice", self._run.create(island), self._limits.slice_seconds
-      )
-      if ran.status != 0:
-        say(f"{island.role}: got no slice, {ran.reason}")
-    elif step is Need.DELETE:
-      life.recreations += 1
-      if life.recreations > self._limits.recreations:
-        raise LaunchError(
-          f"{island.role}: its slice was taken away {life.recreations} times, --recreations ="
-          f" {self._limits.recreations}. Fix: raise that, take another zone, or leave out --spot."
-        )
-      what = f"{island.role}: deletes slice {life.recreations} that was taken away"
-      call(what, self._run.delete(island), self._limits.slice_seconds)
-    elif step is Need.START:
-      self._start(island, seen)
-      life.started = True
-
-  def _check_wait(self, island: PlacedIsland, seen: Seen, life: _Life) -> None:
-    now = time.monotonic()
-    if life.waits_until is None:
-      life.waits_until = now + self._limits.slice_seconds
-      say(f"{island.role}: waits for its slice (at most {self._limits.slice_seconds:g} s)")
+    elif life.waits_until is None:
+      life.waits_until = now + limits.slice_seconds
+      say(f"{island.role}: waits until it runs (at most {limits.slice_seconds:g} s)")
     elif now >= life.waits_until:
       raise LaunchError(
-        f"{island.role}: has no slice after {self._limits.slice_seconds:g} s"
-        f" ({seen.slice.lower()}). Fix: raise --slice_minutes, or take another zone."
+        f"{island.role}: does not run after {limits.slice_seconds:g} s ({seen.slice.lower()})."
+        " Fix: see above what was refused; raise --slice_minutes, or take another zone."
       )
+    if need is Need.DELETE and life.recreations >= limits.recreations:
+      raise LaunchError(
+        f"{island.role}: its slice was taken away once more, --recreations = {limits.recreations}."
+        " Fix: raise that, take another zone, or leave out --spot."
+      )
+
+  def _do(self, island: PlacedIsland, need: Need, seen: Seen, life: _Life) -> None:
+    role, limit = island.role, self._limits.slice_seconds
+    if need is Need.CREATE:
+      call(f"{role}: asks for its slice", self._run.create(island), limit)
+    elif need is Need.DELETE:
+      call(f"{role}: deletes its slice, which was taken away", self._run.delete(island), limit)
+      life.recreations += 1
+    elif need is Need.START:
+      self._start(island, seen)
+      life.started = True
 
   def _start(self, island: PlacedIsland, seen: Seen) -> None:
     with tempfile.TemporaryDirectory(prefix="ddiloco-launch-") as temporary:
@@ -202,8 +202,8 @@ class Slices:
       stage(folder, self._files, {f"{island.role}.key_secret": self._secrets[island.role]})
       what = f"{island.role}: brings config and keys"
       call(what, self._run.copy(island, str(folder)), COPY_SECONDS)
-    script = self._run.start_script(island, seen.leader)
-    call(f"{island.role}: starts", self._run.on_hosts(island, script), START_SECONDS)
+    command = self._run.on_hosts(island, self._run.start_script(island, seen.leader))
+    call(f"{island.role}: starts", command, START_SECONDS)
 
   def _look(self, island: PlacedIsland) -> Seen:
     """Of the slice and its roles; what cannot be seen now is waited for."""
@@ -214,13 +214,12 @@ class Slices:
     seen = self._describe(island, "tpu-vm")
     if seen.slice != "READY":
       return seen
-    script = self._run.look_script()
-    command = self._run.on_hosts(island, script)
+    command = self._run.on_hosts(island, self._run.look_script())
     ran = attempt(f"{island.role}: its hosts", command, CALL_SECONDS, looks=True)
-    lines = [line.strip() for line in ran.out.splitlines() if line.strip()]
-    if ran.status != 0 or len(lines) != island.shape.hosts:
-      return Seen(f"UNSEEN: {ran.reason}", (), seen.leader)
-    return dataclasses.replace(seen, roles=tuple(lines))
+    roles = tpu_vms.seen_roles(ran.out)
+    if ran.status != 0 or len(roles) != island.shape.hosts:
+      return Seen(f"UNSEEN: {ran.reason}", leader=seen.leader)
+    return dataclasses.replace(seen, roles=roles)
 
   def _describe(self, island: PlacedIsland, group: str) -> Seen:
     command = self._run.describe(island, group)
@@ -229,11 +228,6 @@ class Slices:
       read = tpu_vms.seen_slice if group == "tpu-vm" else tpu_vms.seen_request
       return read(ran.out)
     return Seen("ABSENT" if "NOT_FOUND" in ran.error else f"UNSEEN: {ran.reason}")
-
-  def _say(self, island: PlacedIsland, life: _Life, text: str) -> None:
-    if text != life.said:
-      life.said = text
-      say(f"{island.role}: {text}")
 
 
 def stage(folder: Path, files: Mapping[str, str], secrets: Mapping[str, str]) -> None:

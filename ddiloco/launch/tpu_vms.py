@@ -19,6 +19,7 @@ from ddiloco.launch.placement import PlacedIsland, Placement, host_flags, role_c
 FOLDER = "/ddiloco"  # in the container: config and keys
 STAGED = "ddiloco"  # on a host, under the user's home
 WORK = "/work"  # in the container: workdir
+_ROLE = "role: "  # begins the line of a host
 _WORKER = (
   "http://metadata.google.internal/computeMetadata/v1/instance/attributes/agent-worker-number"
 )
@@ -139,7 +140,7 @@ class TpuVmRun:
   def look_script(self) -> str:
     """Says in one line how the role is on a host."""
     inspect = "sudo docker inspect --format='{{.State.Status}} {{.State.ExitCode}}'"
-    return f"{inspect} {self.name} 2>/dev/null || echo none"
+    return f'state=$({inspect} {self.name} 2>/dev/null) || state=none; echo "{_ROLE}$state"'
 
   def stop_script(self) -> str:
     """Lets the role bring out what it has."""
@@ -203,6 +204,12 @@ def seen_slice(described: str) -> Seen:
   node = json.loads(described)
   endpoints: Sequence[dict[str, str]] = node.get("networkEndpoints") or [{}]
   return Seen(node.get("state", "STATE_UNSPECIFIED"), leader=endpoints[0].get("ipAddress", ""))
+
+
+def seen_roles(said: str) -> tuple[str, ...]:
+  """Of what `look_script` said on all hosts; gcloud may say more."""
+  lines = [line for line in said.splitlines() if line.startswith(_ROLE)]
+  return tuple(line.removeprefix(_ROLE).strip() for line in lines)
 
 
 def seen_request(described: str) -> Seen:

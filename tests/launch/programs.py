@@ -71,6 +71,13 @@ def happens():  # the next thing of the plan
   if planned: plan.write_text(" ".join(planned[1:]))
   return planned[0] if planned else ""
 
+def happens_here(verb):  # a planned failure of this verb, now and once
+  path = cloud / f"fails-{verb}-{name}"
+  if path.exists() and "docker run" in flags["command"]:
+    path.unlink()
+    return True
+  return False
+
 def save(): path.write_text(json.dumps(node))
 
 if verb == "create":
@@ -97,13 +104,15 @@ elif verb == "delete":
 elif verb == "scp":
   shutil.copytree(rest[0], cloud / f"home-{name}" / pathlib.Path(rest[0]).name, dirs_exist_ok=True)
 elif verb == "ssh":
+  if happens_here("ssh"): sys.exit("ERROR: ssh exited with [255]")
   script, hosts = flags["command"], int((cloud / "hosts").read_text())
   if "docker run" in script: node["roles"] = ["running 0"] * hosts
   if "docker stop" in script: node["roles"] = ["exited 143"] * hosts
   if "docker inspect" in script:
     event = happens()
     if event not in ("", "same"): node["roles"] = [event.replace("-", " ")] * hosts
-    print("\n".join(node["roles"] or ["none"] * hosts))
+    print("Using ssh batch size of 1.")
+    print("\n".join(f"role: {role}" for role in node["roles"] or ["none"] * hosts))
   save()
 """
 

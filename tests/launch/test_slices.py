@@ -11,7 +11,7 @@ from ddiloco.launch.calls import LaunchError
 from ddiloco.launch.slices import Limits, Slices
 from tests.launch.test_tpu_vms import MADE, RUN
 
-LIMITS = Limits(slice_seconds=20.0, recreations=2, watch_seconds=40.0, poll_seconds=0.01)
+LIMITS = Limits(slice_seconds=100.0, recreations=2, watch_seconds=100.0, poll_seconds=0.01)
 FILES = {"config/config.json": "{}", "keys/public/learner-0.key": "public"}
 SECRETS = {"learner-0": "secret of 0", "learner-1": "secret of 1", "syncer-0": "of a shard"}
 NAMES = ["run-learner-0", "run-learner-1"]
@@ -83,7 +83,7 @@ def test_a_slice_that_is_taken_away_is_made_anew(cloud, islands, capsys):
   islands().watch()
   assert verbs(cloud, "run-learner-0")[:4] == ["delete", "create", "scp", "ssh"]
   assert verbs(cloud, "run-learner-1") == []
-  assert "learner-0: deletes slice 1 that was taken away" in capsys.readouterr().err
+  assert "learner-0: deletes its slice, which was taken away" in capsys.readouterr().err
 
 
 def test_there_is_a_limit_to_making_anew(cloud, islands):
@@ -91,7 +91,7 @@ def test_there_is_a_limit_to_making_anew(cloud, islands):
   cloud.has("plan-run-learner-0", "PREEMPTED same PREEMPTED same PREEMPTED")
   cloud.has("plan-run-learner-1", "same exited-0")
   limits = dataclasses.replace(LIMITS, recreations=1)
-  with pytest.raises(LaunchError, match=r"learner-0: its slice was taken away 2 times.*Fix: "):
+  with pytest.raises(LaunchError, match=r"learner-0: its slice was taken away once more.*Fix: "):
     islands(limits).watch()
 
 
@@ -100,12 +100,20 @@ def test_want_of_capacity_is_waited_out_within_a_limit(cloud, islands, capsys):
   islands().create()
   assert verbs(cloud, "run-learner-0") == ["create"] * 3 + ["scp", "ssh"]
   err = capsys.readouterr().err
-  assert "got no slice, status 1: ERROR: There is no more capacity" in err
-  assert "learner-0: waits for its slice (at most 20 s)" in err
+  assert "asks for its slice: gcloud failed, status 1: ERROR: There is no more capacity" in err
+  assert "learner-0: waits until it runs (at most 100 s)" in err
   (cloud.folder / "slice-run-learner-0").unlink()
   cloud.has("plan-run-learner-0", "full " * 1000)
-  with pytest.raises(LaunchError, match=r"learner-0: has no slice after 0.5 s .absent..*Fix: "):
+  with pytest.raises(LaunchError, match=r"learner-0: does not run after 0.5 s .absent..*Fix: "):
     islands(dataclasses.replace(LIMITS, slice_seconds=0.5)).create()
+
+
+def test_hosts_that_do_not_answer_yet_are_asked_again(cloud, islands, capsys):
+  """As those of a slice that is only just there often do."""
+  cloud.has("fails-ssh-run-learner-0")
+  islands().create()
+  assert verbs(cloud, "run-learner-0") == ["create", "scp", "ssh", "scp", "ssh"]
+  assert "learner-0: starts: gcloud failed, status 1: " in capsys.readouterr().err
 
 
 def test_queued_resources_are_waited_for(cloud, islands):

@@ -92,6 +92,15 @@ def test_the_script_of_a_host_is_one_that_a_shell_reads(tmp_path):
   assert role[:2] == ["ddiloco", "learner"] and "--learner=0" in role
   assert "--host=1" in role and "--hosts=tcp://10.1.0.1:7001" in role
   assert (secret / "learner-0.key_secret").stat().st_mode & 0o777 == 0o600
+  look = subprocess.run(
+    ["sh", "-c", RUN.look_script()], env=environment, check=True, capture_output=True, text=True
+  )
+  assert tpu_vms.seen_roles(f"some noise\n{look.stdout}") == ("",), "what docker said: nothing"
+  (tmp_path / "sudo").write_text("#!/bin/sh\necho\nexit 1\n")
+  look = subprocess.run(
+    ["sh", "-c", RUN.look_script()], env=environment, check=True, capture_output=True, text=True
+  )
+  assert tpu_vms.seen_roles(look.stdout) == ("none",)
   alone = RUN.start_script(SECOND, "10.1.0.1")
   assert "--host=" not in alone
 
