@@ -74,7 +74,7 @@ def watch(run: GkeRun, limit_seconds: float, poll_seconds: float) -> int:
   """
   expected = len(run.placement.islands) + 2  # the shards, the evaluator
   until, said = time.monotonic() + limit_seconds, dict[str, str]()
-  say(f"{run.name}: watches {expected} JobSets (at most {limit_seconds / 3600:g} h)")
+  say(f"{run.name}: watches {expected} JobSets (at most {limit_seconds:g} s)")
   while True:
     try:
       seen = status(run)

@@ -138,7 +138,7 @@ def test_islands_on_tpu_vms_from_create_to_delete(cloud, flags, capsys):
 
 
 def test_what_the_cloud_refuses_is_said(cloud, flags, capsys):
-  cloud.has("unreachable", "east")
+  cloud.has("unreachable-east")
   assert cli.main(["launch", "gke", "status", *flags, *GKE]) == 1
   assert "Unable to connect to the server" in capsys.readouterr().err
 

@@ -10,21 +10,27 @@ import os
 import sys
 from pathlib import Path
 
+import yaml
+
 KUBECTL = r"""
-import json, pathlib, sys, yaml
+import json, pathlib, sys
 cloud = pathlib.Path(CLOUD)
 words = sys.argv[1:]
 flags = dict(w[2:].partition("=")[::2] for w in words if w.startswith("--"))
 plain = [w for w in words if not w.startswith("--")]
 with (cloud / "asked.jsonl").open("a") as file: file.write(json.dumps(["kubectl", *words]) + "\n")
 context = flags.get("context", "")
-if (cloud / "unreachable").exists() and context in (cloud / "unreachable").read_text().split():
+once = cloud / f"unreachable-once-{context}"
+if (cloud / f"unreachable-{context}").exists() or once.exists():
+  once.unlink(missing_ok=True)
   sys.exit("Unable to connect to the server: dial tcp 10.9.9.9:443: i/o timeout")
 folder = cloud / f"cluster-{context}"
 folder.mkdir(exist_ok=True)
 groups = {"JobSet": "jobset.jobset.x-k8s.io"}
 named = lambda d: f"{groups.get(d['kind'], d['kind'].lower())}/{d['metadata']['name']}"
 if plain[0] == "apply":
+  sys.path.append(PACKAGES)
+  import yaml
   for document in yaml.safe_load_all(sys.stdin.read()):
     path = folder / named(document).replace("/", "@")
     if not path.exists(): path.write_text(json.dumps(document))
@@ -151,9 +157,10 @@ def install(folder: Path, monkeypatch) -> Cloud:
   programs, cloud = folder / "bin", folder / "cloud"
   programs.mkdir(parents=True)
   cloud.mkdir()
-  for name, text, fast in (("kubectl", KUBECTL, ""), ("gcloud", GCLOUD, " -S")):
-    path = programs / name
-    path.write_text(f"#!{sys.executable}{fast}\nCLOUD = {str(cloud)!r}\n{text}")
+  packages = str(Path(yaml.__file__).parent.parent)
+  for name, text in (("kubectl", KUBECTL), ("gcloud", GCLOUD)):
+    path, where = programs / name, f"CLOUD, PACKAGES = {str(cloud)!r}, {packages!r}"
+    path.write_text(f"#!{sys.executable} -S\n{where}\n{text}")
     path.chmod(0o755)
   monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
   return Cloud(cloud)
