@@ -57,7 +57,8 @@ def _common_flags(values: flags.FlagValues) -> None:
   flags.DEFINE_multi_string(
     "place",
     [],
-    "WHERE=0,2-3: these islands are in this cluster (a kubectl context) or zone. Once for each.",
+    "WHERE=0,2-3: these islands are in this cluster (a kubectl context) or zone. Once for each;"
+    " shards are where learner 0 is.",
     **define,
   )
   flags.DEFINE_bool("spot", False, "Islands on machines that may be taken away.", **define)
