@@ -84,9 +84,7 @@ class GkeRun:
     return list(dict.fromkeys(island.where for island in self.placement.islands))
 
   def documents(
-    self,
-    public: Mapping[str, str],
-    secrets: Mapping[str, str],
+    self, public: Mapping[str, str], secrets: Mapping[str, str]
   ) -> dict[str, list[Document]]:
     """What each cluster is given, by context.
 
@@ -102,13 +100,13 @@ class GkeRun:
       if context == home:
         roles += [f"syncer-{s}" for s in self.placement.shards] + ["evaluator"]
       found[context] = [
-        self._text("config", {"config.json": self.placement.config.to_json()}),
-        self._text("public-keys", dict(public)),
+        self._object("ConfigMap", "config", data={"config.json": self.placement.config.to_json()}),
+        self._object("ConfigMap", "public-keys", data=dict(public)),
         *(self._secret(role, secrets) for role in roles),
       ]
       if context == home:
-        found[context] += [*self._services(), self._shards()]
-        found[context].append(self._evaluator())
+        found[context] += [self._service(s, url) for s, url in enumerate(self.shard_addresses)]
+        found[context] += [self._shards(), self._evaluator()]
       found[context] += [self._island(island, context == home) for island in islands]
     return found
 
@@ -137,49 +135,34 @@ class GkeRun:
 
   # --- documents ---------------------------------------------------------------------------------
 
-  def _metadata(self, name: str, role: str = "") -> Document:
+  def _object(self, kind: str, name: str, role: str = "", **fields: Any) -> Document:
+    """Of this run; `role`: whose it is."""
     labels = {RUN: self.name} | ({ROLE: role} if role else {})
-    return {"name": f"{self.name}-{name}", "namespace": self.namespace, "labels": labels}
-
-  def _text(self, name: str, files: dict[str, str]) -> Document:
-    metadata = self._metadata(name)
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": files}
+    metadata = {"name": f"{self.name}-{name}", "namespace": self.namespace, "labels": labels}
+    return {"apiVersion": "v1", "kind": kind, "metadata": metadata, **fields}
 
   def _secret(self, role: str, secrets: Mapping[str, str]) -> Document:
     file = f"{role}.key_secret"
-    return {
-      "apiVersion": "v1",
-      "kind": "Secret",
-      "metadata": self._metadata(f"{role}-key", role),
-      "type": "Opaque",
-      "stringData": {file: secrets.get(file, "")},
-    }
+    text = {file: secrets.get(file, "")}
+    return self._object("Secret", f"{role}-key", role, type="Opaque", stringData=text)
 
-  def _services(self) -> list[Document]:
-    """An internal address of each shard, which all regions of the network reach."""
-    annotations = {
+  def _service(self, shard: int, address: str) -> Document:
+    """An internal address of a shard, which all regions of the network reach."""
+    role = f"syncer-{shard}"
+    spec = {
+      "type": "LoadBalancer",
+      "loadBalancerIP": address,
+      # A shard that waits for learners is not ready, and they must reach it all the same.
+      "publishNotReadyAddresses": True,
+      "selector": {RUN: self.name, ROLE: role},
+      "ports": [{"name": "ddiloco", "port": SHARD_PORT, "protocol": "TCP"}],
+    }
+    service = self._object("Service", role, role, spec=spec)
+    service["metadata"]["annotations"] = {
       "networking.gke.io/load-balancer-type": "Internal",
       "networking.gke.io/internal-load-balancer-allow-global-access": "true",
     }
-    return [
-      {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {
-          **self._metadata(f"syncer-{shard}", f"syncer-{shard}"),
-          "annotations": annotations,
-        },
-        "spec": {
-          "type": "LoadBalancer",
-          "loadBalancerIP": address,
-          # A shard that waits for learners is not ready, and they must reach it all the same.
-          "publishNotReadyAddresses": True,
-          "selector": {RUN: self.name, ROLE: f"syncer-{shard}"},
-          "ports": [{"name": "ddiloco", "port": SHARD_PORT, "protocol": "TCP"}],
-        },
-      }
-      for shard, address in enumerate(self.shard_addresses)
-    ]
+    return service
 
   def _island(self, island: PlacedIsland, at_home: bool) -> Document:
     """One host that fails ends the island's Job, and its JobSet makes all hosts anew."""
@@ -221,7 +204,7 @@ class GkeRun:
       "onJobFailureReasons": ["PodFailurePolicy"],
     }
     policy = {"maxRestarts": self.placement.max_restarts, "rules": [preempted]}
-    return self._jobset(role, role, policy, {job_name: job})
+    return self._jobset(role, policy, {job_name: job})
 
   def _shards(self) -> Document:
     """Each shard a Job that makes its pod anew under the same name; the others do not notice."""
@@ -245,28 +228,19 @@ class GkeRun:
         "podReplacementPolicy": "Failed",  # never two of one shard
         "podFailurePolicy": _when_taken_away("Ignore"),
       }
-    return self._jobset("shards", "shards", {"maxRestarts": 0}, jobs)
+    return self._jobset("shards", {"maxRestarts": 0}, jobs)
 
-  def _jobset(
-    self,
-    name: str,
-    role: str,
-    failure_policy: Document,
-    jobs: Mapping[str, Document],
-  ) -> Document:
+  def _jobset(self, name: str, policy: Document, jobs: Mapping[str, Document]) -> Document:
     replicated = [
       {"name": job, "replicas": 1, "template": {"spec": spec}} for job, spec in jobs.items()
     ]
-    return {
-      "apiVersion": "jobset.x-k8s.io/v1alpha2",
-      "kind": "JobSet",
-      "metadata": self._metadata(name, role),
-      "spec": {
-        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-        "failurePolicy": failure_policy,
-        "replicatedJobs": replicated,
-      },
+    spec = {
+      "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+      "failurePolicy": policy,
+      "replicatedJobs": replicated,
     }
+    jobset = self._object("JobSet", name, name, spec=spec)
+    return {**jobset, "apiVersion": "jobset.x-k8s.io/v1alpha2"}
 
   def _job(
     self,

@@ -8,8 +8,9 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from ddiloco.launch import tpu_vms
 from ddiloco.launch.calls import LaunchError, attempt, call, say
@@ -81,7 +82,7 @@ class Slices:
     Raises:
       LaunchError: an island is not there within its limits; the others are.
     """
-    self._all(lambda island: self._keep(island, until=(Need.RUN, Need.DONE), again=True))
+    self._each(lambda island: self._keep(island, until=(Need.RUN, Need.DONE), again=True))
 
   def watch(self) -> None:
     """Until every role is done; a slice that was taken away is made anew.
@@ -89,7 +90,7 @@ class Slices:
     Raises:
       LaunchError: an island has failed; the others were looked after to their end.
     """
-    self._all(lambda island: self._keep(island, until=(Need.DONE,), again=False))
+    self._each(lambda island: self._keep(island, until=(Need.DONE,), again=False))
 
   def status(self) -> list[str]:
     """A line for each island."""
@@ -98,44 +99,41 @@ class Slices:
       seen = self._look(island)
       return f"{island.role} in {island.where}: {seen.slice.lower()}, hosts {_roles(seen)}"
 
-    with concurrent.futures.ThreadPoolExecutor(len(self._islands)) as threads:
-      return list(threads.map(one, self._islands))
+    return self._each(one)
 
   def delete(self) -> list[str]:
     """Lets roles bring out what they have, and deletes the slices; returns what is left."""
 
     def one(island: PlacedIsland) -> str:
+      role, name = island.role, f"{self._run.slice_name(island)} in {island.where}"
       if self._look(island).slice == "READY":
-        script = self._run.stop_script()
-        attempt(f"{island.role}: stops", self._run.on_hosts(island, script), CALL_SECONDS)
-      ran = attempt(
-        f"{island.role}: deletes its slice", self._run.delete(island), self._limits.slice_seconds
-      )
+        stop = self._run.on_hosts(island, self._run.stop_script())
+        attempt(f"{role}: stops", stop, CALL_SECONDS)
+      command = self._run.delete(island)
+      ran = attempt(f"{role}: deletes its slice", command, self._limits.slice_seconds)
       if ran.status != 0 and "NOT_FOUND" not in ran.error:
-        return f"{self._run.slice_name(island)} in {island.where}: {ran.reason}"
+        return f"{name}: {ran.reason}"
       left = self._look(island).slice
-      return "" if left == "ABSENT" else f"{self._run.slice_name(island)}: {left.lower()}"
+      return "" if left == "ABSENT" else f"{name}: {left.lower()}"
 
-    with concurrent.futures.ThreadPoolExecutor(len(self._islands)) as threads:
-      return [each for each in threads.map(one, self._islands) if each]
+    return [left for left in self._each(one) if left]
 
   # --- one island ---------------------------------------------------------------------------------
 
-  def _all(self, one) -> None:
+  def _each(self, one: Callable[[PlacedIsland], Any]) -> list[Any]:
+    """What `one` returns for the islands, all at once; what is wrong with any, after all."""
     with concurrent.futures.ThreadPoolExecutor(len(self._islands)) as threads:
       try:
         done = [threads.submit(one, island) for island in self._islands]
-        errors = [each.exception() for each in concurrent.futures.as_completed(done)]
-      except BaseException:
+        concurrent.futures.wait(done)
+      except BaseException:  # Ctrl-C
         say("ends with the calls that are under way; nothing is undone")
         self._ended.set()
         raise
-    wrong = [error for error in errors if error is not None]
-    for error in wrong:
-      if not isinstance(error, LaunchError):
-        raise error
+    wrong = [str(each.exception()) for each in done if isinstance(each.exception(), LaunchError)]
     if wrong:
-      raise LaunchError("\n".join(map(str, wrong)))
+      raise LaunchError("\n".join(wrong))
+    return [each.result() for each in done]
 
   def _keep(self, island: PlacedIsland, until: tuple[Need, ...], again: bool) -> None:
     """Does what the island needs until it has got there; `again`: also if its role had failed."""
