@@ -70,6 +70,8 @@ def join_hosts(
   """
   import jax
 
+  # It would take SIGTERM from us, which asks a role to bring out its work.
+  jax.config.update("jax_enable_preemption_service", False)
   # The CPU's own; accelerators have their interconnect.
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
   jax.distributed.initialize(

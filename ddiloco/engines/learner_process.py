@@ -12,7 +12,7 @@ import time
 
 from ddiloco.checkpoint.restore import begin_learner, new_learner, open_storage
 from ddiloco.config import Config
-from ddiloco.engines.hosts import Hosts, check_hosts, run_host
+from ddiloco.engines.island_hosts import Hosts, check_hosts, run_host
 from ddiloco.engines.role_process import FINISHED, LOST, Ended, RoleRunner, unreached
 from ddiloco.engines.role_spec import Outnumbered, RoleSpec, check_spec
 from ddiloco.network.host_links import HostsApart

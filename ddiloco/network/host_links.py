@@ -36,7 +36,7 @@ class HostsApart(Exception):
   """The hosts of an island did not come together. The text says who is missing, or why."""
 
 
-class Link:
+class HostLink:
   """One connection. Every call blocks, and raises OSError when the far end is gone."""
 
   def __init__(self, connected: socket.socket):
@@ -91,9 +91,9 @@ class Link:
 class HostLinks:
   """The three connections of this host to another one of its island."""
 
-  orders: Link
-  values: Link
-  life: Link
+  orders: HostLink
+  values: HostLink
+  life: HostLink
 
   def close(self) -> None:
     """All of them."""
@@ -101,7 +101,7 @@ class HostLinks:
       link.close()
 
 
-class Island(msgspec.Struct, frozen=True):
+class IslandIdentity(msgspec.Struct, frozen=True):
   """What all hosts of an island must agree on."""
 
   run_id: str
@@ -110,15 +110,15 @@ class Island(msgspec.Struct, frozen=True):
   hosts: int
 
 
-class Hello(msgspec.Struct, frozen=True):
+class HostHello(msgspec.Struct, frozen=True):
   """A host says who it is, and what this connection is for."""
 
-  island: Island
+  island: IslandIdentity
   host: int
   kind: str
 
 
-class Welcome(msgspec.Struct, frozen=True):
+class HostWelcome(msgspec.Struct, frozen=True):
   """The leader's answer."""
 
   refused: str = ""  # why; "": it is one of us
@@ -138,10 +138,10 @@ class Meeting:
     HostsApart: the port is taken, or the address is not this machine's.
   """
 
-  def __init__(self, url: str, island: Island, coordinator: str, keys: Keys | None):
+  def __init__(self, url: str, island: IslandIdentity, coordinator: str, keys: Keys | None):
     self._island, self._keys = island, keys
-    self._answer = Welcome(coordinator=coordinator)
-    self._links: dict[int, dict[str, Link]] = {h: {} for h in range(1, island.hosts)}
+    self._answer = HostWelcome(coordinator=coordinator)
+    self._links: dict[int, dict[str, HostLink]] = {h: {} for h in range(1, island.hosts)}
     self._changed = threading.Condition()
     host, port = host_and_port(url)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -159,7 +159,8 @@ class Meeting:
   @property
   def missing(self) -> list[int]:
     """Hosts that are not there yet."""
-    return [host for host, links in self._links.items() if len(links) < len(KINDS)]
+    with self._changed:
+      return [host for host, links in self._links.items() if len(links) < len(KINDS)]
 
   def wait(self, seconds: float) -> dict[int, HostLinks]:
     """Host -> its connections, when all are there; nobody else is let in after that.
@@ -197,11 +198,11 @@ class Meeting:
     try:
       if self._keys is not None:
         connected = self._keys.context().wrap_socket(connected, server_side=True)
-      link = Link(connected)
-      hello = msgspec.msgpack.decode(link.receive(HELLO_BYTES), type=Hello)
+      link = HostLink(connected)
+      hello = msgspec.msgpack.decode(link.receive(HELLO_BYTES), type=HostHello)
       with self._changed:
         reason = self._objection(hello, link)
-        link.send(msgspec.msgpack.encode(Welcome(reason) if reason else self._answer))
+        link.send(msgspec.msgpack.encode(HostWelcome(reason) if reason else self._answer))
         if not reason:
           link.set_timeout(None)
           self._links[hello.host][hello.kind] = link
@@ -211,7 +212,7 @@ class Meeting:
       pass
     connected.close()
 
-  def _objection(self, hello: Hello, link: Link) -> str:
+  def _objection(self, hello: HostHello, link: HostLink) -> str:
     if self._keys is not None and link.certificate() != self._keys.public:
       return "the key is another role's"
     mine, theirs = msgspec.structs.asdict(self._island), msgspec.structs.asdict(hello.island)
@@ -227,7 +228,7 @@ class Meeting:
 
 def join(
   url: str,
-  island: Island,
+  island: IslandIdentity,
   host: int,
   keys: Keys | None,
   seconds: float,
@@ -238,10 +239,10 @@ def join(
   Raises:
     HostsApart: it is out of reach for so long, refuses this host, or `stopped()`.
   """
-  until, links = time.monotonic() + seconds, dict[str, Link]()
-  answer = Welcome()
+  until, links = time.monotonic() + seconds, dict[str, HostLink]()
+  answer = HostWelcome()
   for kind in KINDS:
-    hello = msgspec.msgpack.encode(Hello(island, host, kind))
+    hello = msgspec.msgpack.encode(HostHello(island, host, kind))
     links[kind], answer = _patiently(
       functools.partial(_introduce, url, hello, keys), until, url, stopped
     )
@@ -265,14 +266,14 @@ def _patiently(attempt: Callable[[], T], until: float, url: str, stopped: Callab
       time.sleep(PAUSE_SECONDS)
 
 
-def _introduce(url: str, hello: bytes, keys: Keys | None) -> tuple[Link, Welcome]:
+def _introduce(url: str, hello: bytes, keys: Keys | None) -> tuple[HostLink, HostWelcome]:
   connected = socket.create_connection(host_and_port(url), HELLO_SECONDS)
   try:
     if keys is not None:
       connected = keys.context_to(keys.public).wrap_socket(connected)
-    link = Link(connected)
+    link = HostLink(connected)
     link.send(hello)
-    answer = msgspec.msgpack.decode(link.receive(HELLO_BYTES), type=Welcome)
+    answer = msgspec.msgpack.decode(link.receive(HELLO_BYTES), type=HostWelcome)
     link.set_timeout(None)
     return link, answer
   except BaseException:
@@ -283,7 +284,7 @@ def _introduce(url: str, hello: bytes, keys: Keys | None) -> tuple[Link, Welcome
 # --- Signs of life: which host is lost, and which one the others wait for
 
 
-class Beat(msgspec.Struct, frozen=True):
+class HostBeat(msgspec.Struct, frozen=True):
   """What a host has done: orders, and bytes of values moved; what it does, and if it should end."""
 
   done: int
@@ -293,7 +294,7 @@ class Beat(msgspec.Struct, frozen=True):
 
 
 @dataclasses.dataclass
-class Progress:
+class HostProgress:
   """What this host says of itself; written by the threads that work."""
 
   done: int = 0
@@ -305,7 +306,7 @@ class Progress:
 BEAT_SECONDS = 0.5
 
 
-class Watch:
+class HostWatch:
   """Tells once what is wrong with another host of the island.
 
   A host is lost when a connection to it ends or it is silent for too long. On the leader the island
@@ -322,8 +323,8 @@ class Watch:
 
   def __init__(
     self,
-    links: Mapping[int, Link],
-    mine: Progress,
+    links: Mapping[int, HostLink],
+    mine: HostProgress,
     limit_seconds: Callable[[], float],
     lost: Callable[[int | None, str], None],
     asked: Callable[[], None] = lambda: None,
@@ -333,7 +334,7 @@ class Watch:
     self._over = threading.Event()
     now = time.monotonic()
     self._heard = dict.fromkeys(links, now)
-    self._beats: dict[int, Beat] = {}
+    self._beats: dict[int, HostBeat] = {}
     self._moved: tuple[object, float] = (None, now)  # what all had done, and since when
     for host in links:
       threading.Thread(target=self._hear, args=(host,), name=f"host {host}", daemon=True).start()
@@ -346,7 +347,7 @@ class Watch:
   def _hear(self, host: int) -> None:
     try:
       while True:
-        beat = msgspec.msgpack.decode(self._links[host].receive(), type=Beat)
+        beat = msgspec.msgpack.decode(self._links[host].receive(), type=HostBeat)
         self._heard[host], self._beats[host] = time.monotonic(), beat
         if beat.asked_to_end:
           self._asked()
@@ -368,7 +369,7 @@ class Watch:
       self._check_progress(now, limit)
 
   def _beat(self) -> None:
-    message = msgspec.msgpack.encode(Beat(**vars(self._mine)))
+    message = msgspec.msgpack.encode(HostBeat(**vars(self._mine)))
     for host, link in self._links.items():
       try:
         link.send(message)

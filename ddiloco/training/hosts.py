@@ -31,44 +31,44 @@ from ddiloco.training.island import Island
 # --- What the leader says to the others
 
 
-class Order(msgspec.Struct, frozen=True, tag=True):
+class Call(msgspec.Struct, frozen=True, tag=True):
   """A call of the leader's `Island`, to be made by all. `value`: the number of an array or tree."""
 
 
-class Reset(Order, frozen=True):
+class ResetCall(Call, frozen=True):
   """`reset()`; no values are left."""
 
 
-class Restore(Order, frozen=True):
+class RestoreCall(Call, frozen=True):
   """`restore(value)`."""
 
   value: int
 
 
-class Open(Order, frozen=True):
+class OpenCall(Call, frozen=True):
   """The batches of the next steps are those from `position` on."""
 
   position: int
 
 
-class Step(Order, frozen=True):
+class StepCall(Call, frozen=True):
   """`step(next batch, ...)`."""
 
   schedule_step: int
   rate_scale: float
 
 
-class Finish(Order, frozen=True):
+class FinishCall(Call, frozen=True):
   """`finish()`."""
 
 
-class Capture(Order, frozen=True):
+class CaptureCall(Call, frozen=True):
   """value = `capture()`."""
 
   value: int
 
 
-class CopyOut(Order, frozen=True):
+class CopyOutCall(Call, frozen=True):
   """value = `copy_out(fragment)`, or of its moments."""
 
   value: int
@@ -76,7 +76,7 @@ class CopyOut(Order, frozen=True):
   moments: bool = False
 
 
-class Apply(Order, frozen=True):
+class ApplyCall(Call, frozen=True):
   """`apply(fragment, value, keep)`."""
 
   value: int
@@ -84,7 +84,7 @@ class Apply(Order, frozen=True):
   keep: float
 
 
-class ApplyMoments(Order, frozen=True):
+class ApplyMomentsCall(Call, frozen=True):
   """`apply_moments(fragment, value, count)`."""
 
   value: int
@@ -92,28 +92,28 @@ class ApplyMoments(Order, frozen=True):
   count: int
 
 
-class Count(Order, frozen=True):
+class CountCall(Call, frozen=True):
   """`count()`."""
 
 
-class Drop(Order, frozen=True):
+class Drop(Call, frozen=True):
   """These values are not needed any more."""
 
   values: tuple[int, ...]
 
 
-class End(Order, frozen=True):
+class End(Call, frozen=True):
   """The island's work is over."""
 
 
-class Take(Order, frozen=True):
+class Take(Call, frozen=True):
   """Send me your parts of a value; with a name, of one array of a captured state."""
 
   value: int
   name: str = ""
 
 
-class Put(Order, frozen=True):
+class Put(Call, frozen=True):
   """Your parts of a value follow; say when they are on your devices.
 
   Of a fragment's pieces, of its moments, or (fragment -1) of the whole state.
@@ -125,16 +125,16 @@ class Put(Order, frozen=True):
 
 
 ANY = msgspec.msgpack.Decoder(
-  Reset
-  | Restore
-  | Open
-  | Step
-  | Finish
-  | Capture
-  | CopyOut
-  | Apply
-  | ApplyMoments
-  | Count
+  ResetCall
+  | RestoreCall
+  | OpenCall
+  | StepCall
+  | FinishCall
+  | CaptureCall
+  | CopyOutCall
+  | ApplyCall
+  | ApplyMomentsCall
+  | CountCall
   | Drop
   | End
   | Take
@@ -144,7 +144,7 @@ STATE = -1
 DONE = b"done"
 
 
-class Link(Protocol):
+class HostConnection(Protocol):
   """A connection to another host; every call blocks until it is done."""
 
   def send(self, message: bytes) -> None: ...
@@ -157,16 +157,16 @@ class Link(Protocol):
     """Reads those."""
 
 
-class Links(Protocol):
+class HostConnections(Protocol):
   """Those to one other host."""
 
   @property
-  def orders(self) -> Link: ...
+  def orders(self) -> HostConnection: ...
   @property
-  def values(self) -> Link: ...
+  def values(self) -> HostConnection: ...
 
 
-class Progress(Protocol):
+class OwnProgress(Protocol):
   """What this host says of itself."""
 
   done: int  # orders given, or carried out
@@ -219,7 +219,7 @@ def _bytes(array: np.ndarray) -> memoryview:
   return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
 
 
-def _receive(link: Link, part: Part, dtype: Any, progress: Progress) -> np.ndarray:
+def _receive(link: HostConnection, part: Part, dtype: Any, progress: OwnProgress) -> np.ndarray:
   array = np.empty([stop - start for start, stop in part], dtype)
   link.fill(_bytes(array))
   progress.moved_bytes += array.nbytes
@@ -254,7 +254,7 @@ def _shaped(island: Island, fragment: int, moments: bool, arrays: list[jax.Array
 # --- The host that leads
 
 
-class Value:
+class SharedValue:
   """An array or tree on all hosts' devices, by its number; the leader's part of it is here.
 
   When it is no longer referred to here, the other hosts drop theirs.
@@ -268,7 +268,7 @@ class Value:
 class CapturedState(Mapping[str, np.ndarray]):
   """A captured state: each array is collected from all hosts when it is asked for."""
 
-  def __init__(self, value: Value, collect: Callable[[Value, str], np.ndarray]):
+  def __init__(self, value: SharedValue, collect: Callable[[SharedValue, str], np.ndarray]):
     self._value, self._collect = value, collect
 
   def __getitem__(self, name: str) -> np.ndarray:
@@ -291,7 +291,9 @@ class LeadingIsland:
     progress: of this host; `done` counts the orders.
   """
 
-  def __init__(self, island: Island, plan: Plan, links: Mapping[int, Links], progress: Progress):
+  def __init__(
+    self, island: Island, plan: Plan, links: Mapping[int, HostConnections], progress: OwnProgress
+  ):
     self.island, self._plan, self._progress = island, plan, progress
     self._orders = [each.orders for each in links.values()]
     self._values = {host: each.values for host, each in sorted(links.items())}
@@ -309,7 +311,7 @@ class LeadingIsland:
 
   def batches(self, read: Callable[[int], Iterator[Batch]], position: int) -> Iterator[Batch]:
     """`read(position)`, and the other hosts read theirs."""
-    self._order(Open(position))
+    self._order(OpenCall(position))
     return read(position)
 
   def end(self) -> None:
@@ -319,7 +321,7 @@ class LeadingIsland:
   # --- the same calls as of `Island`, on all hosts ------------------------------------------------
 
   def reset(self) -> None:
-    self._order(Reset())
+    self._order(ResetCall())
     self.island.reset()
 
   def shardings(self) -> dict[str, NamedSharding]:
@@ -329,51 +331,51 @@ class LeadingIsland:
   def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
     self.island.check(arrays)
     ready = self._put(STATE, False, [np.asarray(arrays[name]) for name in sorted(arrays)])
-    self._order(Restore(ready.number))
+    self._order(RestoreCall(ready.number))
     self.island.restore(ready.arrays)
 
   def step(
     self, batch: Batch, schedule_step: int, rate_scale: float = 1.0
   ) -> dict[str, float] | None:
-    self._order(Step(schedule_step, rate_scale))
+    self._order(StepCall(schedule_step, rate_scale))
     return self.island.step(batch, schedule_step, rate_scale)
 
   def finish(self) -> dict[str, float] | None:
-    self._order(Finish())
+    self._order(FinishCall())
     return self.island.finish()
 
   def capture(self) -> CapturedState:
     number = next(self._numbers)
-    self._order(Capture(number))
+    self._order(CaptureCall(number))
     return CapturedState(self._value(number, self.island.capture()), self._collect_one)
 
-  def copy_out(self, fragment: int) -> Value:
+  def copy_out(self, fragment: int) -> SharedValue:
     number = next(self._numbers)
-    self._order(CopyOut(number, fragment))
+    self._order(CopyOutCall(number, fragment))
     return self._value(number, self.island.copy_out(fragment))
 
-  def apply(self, fragment: int, staged: Value, keep: float) -> None:
-    self._order(Apply(staged.number, fragment, keep))
+  def apply(self, fragment: int, staged: SharedValue, keep: float) -> None:
+    self._order(ApplyCall(staged.number, fragment, keep))
     self.island.apply(fragment, staged.arrays, keep)
 
   @property
   def num_moments(self) -> int:
     return self.island.num_moments
 
-  def copy_out_moments(self, fragment: int) -> Value:
+  def copy_out_moments(self, fragment: int) -> SharedValue:
     number = next(self._numbers)
-    self._order(CopyOut(number, fragment, moments=True))
+    self._order(CopyOutCall(number, fragment, moments=True))
     return self._value(number, self.island.copy_out_moments(fragment))
 
-  def apply_moments(self, fragment: int, staged: Value, count: int) -> None:
-    self._order(ApplyMoments(staged.number, fragment, count))
+  def apply_moments(self, fragment: int, staged: SharedValue, count: int) -> None:
+    self._order(ApplyMomentsCall(staged.number, fragment, count))
     self.island.apply_moments(fragment, staged.arrays, count)
 
   def count(self) -> jax.Array | np.int32:
-    self._order(Count())
+    self._order(CountCall())
     return self.island.count()
 
-  def _order(self, order: Order) -> None:
+  def _order(self, order: Call) -> None:
     dropped = self._dropped[:]
     del self._dropped[: len(dropped)]  # others may be added meanwhile, at the end
     messages = [msgspec.msgpack.encode(Drop(tuple(dropped)))] if dropped else []
@@ -384,12 +386,12 @@ class LeadingIsland:
     self._progress.doing = _words(order)
     self._progress.done += len(messages)
 
-  def _value(self, number: int, arrays: Any) -> Value:
-    return Value(number, arrays, self._dropped.append)
+  def _value(self, number: int, arrays: Any) -> SharedValue:
+    return SharedValue(number, arrays, self._dropped.append)
 
   # --- background thread --------------------------------------------------------------------------
 
-  def to_host(self, copied: Value, fragment: int) -> np.ndarray:
+  def to_host(self, copied: SharedValue, fragment: int) -> np.ndarray:
     """As of `Island`; every host sends what it has."""
     flat = np.empty(self._plan.fragments[fragment].size, np.float32)
     self._collect(
@@ -397,24 +399,24 @@ class LeadingIsland:
     )
     return flat
 
-  def moments_to_host(self, copied: Value, fragment: int) -> np.ndarray:
+  def moments_to_host(self, copied: SharedValue, fragment: int) -> np.ndarray:
     """As of `Island`."""
     flat = np.empty((len(copied.arrays), self._plan.fragments[fragment].size), np.float32)
     views = [v for row in flat for v in split_flat(self._plan.fragments[fragment], row)]
     self._collect(copied.number, "", list(itertools.chain(*copied.arrays)), views)
     return flat.reshape(-1)
 
-  def stage(self, fragment: int, flat: np.ndarray) -> Value:
+  def stage(self, fragment: int, flat: np.ndarray) -> SharedValue:
     """As of `Island`; every host gets what it is to have."""
     return self._put(fragment, False, split_flat(self._plan.fragments[fragment], flat))
 
-  def stage_moments(self, fragment: int, flat: np.ndarray) -> Value:
+  def stage_moments(self, fragment: int, flat: np.ndarray) -> SharedValue:
     """As of `Island`."""
     rows = self.island.rows_of_moments(fragment, flat)
     views = [v for row in rows for v in split_flat(self._plan.fragments[fragment], row)]
     return self._put(fragment, True, views)
 
-  def _collect_one(self, captured: Value, name: str) -> np.ndarray:
+  def _collect_one(self, captured: SharedValue, name: str) -> np.ndarray:
     array = captured.arrays[name]
     whole = np.empty(array.shape, array.dtype)
     self._collect(captured.number, name, [array], [whole])
@@ -438,7 +440,7 @@ class LeadingIsland:
           for part in parts[host]:
             view[_slices(part)] = _receive(link, part, array.dtype, self._progress)
 
-  def _put(self, fragment: int, moments: bool, arrays: Sequence[np.ndarray]) -> Value:
+  def _put(self, fragment: int, moments: bool, arrays: Sequence[np.ndarray]) -> SharedValue:
     """Brings arrays onto the devices of all hosts; they are there when this returns."""
     leaves, number = _leaves(self.island, fragment, moments), next(self._numbers)
     message = msgspec.msgpack.encode(Put(number, fragment, moments))
@@ -490,7 +492,10 @@ class _Shelf:
 
 
 def follow(
-  island: Island, links: Links, read: Callable[[int], Iterator[Batch]], progress: Progress
+  island: Island,
+  links: HostConnections,
+  read: Callable[[int], Iterator[Batch]],
+  progress: OwnProgress,
 ) -> None:
   """Carries out the leader's orders until it says that the work is over.
 
@@ -513,43 +518,45 @@ def follow(
     order = ANY.decode(links.orders.receive())
     progress.doing = _words(order)
     match order:
-      case Step(schedule_step, rate_scale):
+      case StepCall(schedule_step, rate_scale):
         progress.doing = "waits for its next batch"
         batch = next(batches)
         progress.doing = _words(order)
         island.step(batch, schedule_step, rate_scale)
-      case CopyOut(value, fragment, moments):
+      case CopyOutCall(value, fragment, moments):
         copy_out = island.copy_out_moments if moments else island.copy_out
         shelf.put(value, copy_out(fragment))
-      case Apply(value, fragment, keep):
+      case ApplyCall(value, fragment, keep):
         island.apply(fragment, shelf.get(value), keep)
-      case ApplyMoments(value, fragment, count):
+      case ApplyMomentsCall(value, fragment, count):
         island.apply_moments(fragment, shelf.get(value), count)
-      case Capture(value):
+      case CaptureCall(value):
         shelf.put(value, island.capture())
-      case Count():
+      case CountCall():
         island.count()
       case Drop(values):
         shelf.drop(values)
-      case Open(position):
+      case OpenCall(position):
         batches = read(position)
-      case Restore(value):
+      case RestoreCall(value):
         island.restore(shelf.get(value))
-      case Reset():
+      case ResetCall():
         island.reset()
-      case Finish():
+      case FinishCall():
         island.finish()
     progress.done += 1
     if isinstance(order, End):
       return
 
 
-def _words(order: Order) -> str:
+def _words(order: Call) -> str:
   """What a host does, for one that asks why it is waited for."""
-  return "inside a step" if isinstance(order, Step) else str(order)
+  return "inside a step" if isinstance(order, StepCall) else str(order)
 
 
-def _move_values(island: Island, link: Link, shelf: _Shelf, progress: Progress) -> None:
+def _move_values(
+  island: Island, link: HostConnection, shelf: _Shelf, progress: OwnProgress
+) -> None:
   """Sends what the leader takes, and takes what it puts; until it is gone."""
   host = jax.process_index()
   try:

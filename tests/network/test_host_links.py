@@ -12,20 +12,20 @@ import pytest
 
 from ddiloco.engines.role_spec import free_urls
 from ddiloco.network.host_links import (
-  Beat,
-  Hello,
+  HostBeat,
+  HostHello,
+  HostLink,
+  HostProgress,
   HostsApart,
-  Island,
-  Link,
+  HostWatch,
+  HostWelcome,
+  IslandIdentity,
   Meeting,
-  Progress,
-  Watch,
-  Welcome,
   join,
 )
 from ddiloco.network.keys import Keys, host_and_port, make_keys
 
-ISLAND = Island("run", "digest", learner=3, hosts=3)
+ISLAND = IslandIdentity("run", "digest", learner=3, hosts=3)
 PATIENCE_SECONDS = 20.0
 
 
@@ -57,7 +57,7 @@ def keys_of(tmp_path, address: str) -> Keys:
   return Keys.load(tmp_path, address)
 
 
-def say(link: Link, data: bytes) -> None:
+def say(link: HostLink, data: bytes) -> None:
   link.send(b"first")
   link.write(memoryview(data))
   link.send(b"")
@@ -90,10 +90,10 @@ def test_who_does_not_come_is_named(url):
 @pytest.mark.parametrize(
   ("island", "host", "reason"),
   [
-    (Island("other", "digest", 3, 3), 1, "its run_id is 'other', that of host 0 is 'run'"),
-    (Island("run", "changed", 3, 3), 1, "its config is 'changed'"),
-    (Island("run", "digest", 2, 3), 1, "its learner is 2"),
-    (Island("run", "digest", 3, 4), 1, "its hosts is 4"),
+    (IslandIdentity("other", "digest", 3, 3), 1, "its run_id is 'other', that of host 0 is 'run'"),
+    (IslandIdentity("run", "changed", 3, 3), 1, "its config is 'changed'"),
+    (IslandIdentity("run", "digest", 2, 3), 1, "its learner is 2"),
+    (IslandIdentity("run", "digest", 3, 4), 1, "its hosts is 4"),
     (ISLAND, 3, "there is no host 3 of 3"),
     (ISLAND, 0, "there is no host 0 of 3"),
   ],
@@ -117,12 +117,12 @@ def test_a_second_host_of_the_same_number_is_refused(url):
 def test_another_roles_key_and_no_key_do_not_open_an_island(url, tmp_path):
   mine, other = keys_of(tmp_path, "learner-3"), keys_of(tmp_path, "learner-2")
   meeting = Meeting(url, ISLAND, "", mine)
-  stranger = Link(
+  stranger = HostLink(
     other.context_to(mine.public).wrap_socket(socket.create_connection(host_and_port(url), 5.0))
   )
-  stranger.send(msgspec.msgpack.encode(Hello(ISLAND, 1, "orders")))
-  answer = msgspec.msgpack.decode(stranger.receive(), type=Welcome)
-  assert answer == Welcome("the key is another role's")
+  stranger.send(msgspec.msgpack.encode(HostHello(ISLAND, 1, "orders")))
+  answer = msgspec.msgpack.decode(stranger.receive(), type=HostWelcome)
+  assert answer == HostWelcome("the key is another role's")
   with pytest.raises(HostsApart, match="host 0 is not reached"):
     join(url, ISLAND, 1, None, 0.3)
   assert meeting.missing == [1, 2]
@@ -163,11 +163,11 @@ class Watched:
 
   def __init__(self, limit_seconds: float):
     pairs = {host: socket.socketpair() for host in (1, 2)}
-    self.theirs = {host: Link(b) for host, (_, b) in pairs.items()}
-    self.progress, self.told = Progress(doing="inside a step"), queue.Queue()
+    self.theirs = {host: HostLink(b) for host, (_, b) in pairs.items()}
+    self.progress, self.told = HostProgress(doing="inside a step"), queue.Queue()
     self.asked = threading.Event()
-    mine = {host: Link(a) for host, (a, _) in pairs.items()}
-    self.watch = Watch(
+    mine = {host: HostLink(a) for host, (a, _) in pairs.items()}
+    self.watch = HostWatch(
       mine,
       self.progress,
       lambda: limit_seconds,
@@ -176,13 +176,13 @@ class Watched:
     )
 
   def beat(self, host: int, done: int, doing: str = "inside a step", **more) -> None:
-    self.theirs[host].send(msgspec.msgpack.encode(Beat(done, 0, doing, **more)))
+    self.theirs[host].send(msgspec.msgpack.encode(HostBeat(done, 0, doing, **more)))
 
 
 @pytest.fixture
 def socketpair(monkeypatch):
   """A pair of sockets knows no TCP_NODELAY."""
-  monkeypatch.setattr(Link, "__init__", lambda self, each: setattr(self, "_socket", each))
+  monkeypatch.setattr(HostLink, "__init__", lambda self, each: setattr(self, "_socket", each))
 
 
 def test_a_host_whose_connection_ends_is_named_once(socketpair):

@@ -15,8 +15,7 @@ import numpy as np
 from ddiloco import environment
 from ddiloco.config import Config, from_dict
 from ddiloco.core.fragments import Plan, gather
-from ddiloco.network.host_links import Island as Agreed
-from ddiloco.network.host_links import Meeting, Progress, join
+from ddiloco.network.host_links import HostProgress, IslandIdentity, Meeting, join
 
 HOSTS, DEVICES, PATIENCE_SECONDS = 2, 8, 120.0
 
@@ -88,7 +87,7 @@ def calls(island: Any, plan: Plan, read: Any) -> dict[str, np.ndarray]:
 
 def main(host: int, url: str, coordinator: str, mesh: str, file: str) -> None:
   environment.prepare(num_cpu_devices=DEVICES // HOSTS, cpu_only=True)
-  config, agreed = config_of(mesh, HOSTS), Agreed("run", "", 0, HOSTS)
+  config, agreed = config_of(mesh, HOSTS), IslandIdentity("run", "", 0, HOSTS)
   if host:
     links, coordinator = join(url, agreed, host, None, PATIENCE_SECONDS)
   else:
@@ -104,11 +103,11 @@ def main(host: int, url: str, coordinator: str, mesh: str, file: str) -> None:
   island = Island(config, 0, jax.devices(), plan)
   island.compile()
   if host:
-    progress = Progress()
+    progress = HostProgress()
     hosts.follow(island, links, batches, progress)
     print(f"done {progress.done}")
   else:
-    leading = hosts.LeadingIsland(island, plan, links, progress := Progress())
+    leading = hosts.LeadingIsland(island, plan, links, progress := HostProgress())
     found = calls(leading, plan, lambda position: leading.batches(batches, position))
     assert leading.describe()["hosts"] == HOSTS
     leading.end()

@@ -20,7 +20,7 @@ from ddiloco.config import Config, require
 from ddiloco.engines.role_process import FINISHED, LOST, RoleRunner, load_keys
 from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.network import host_links
-from ddiloco.network.host_links import HostsApart, Meeting, Progress, Watch
+from ddiloco.network.host_links import HostProgress, HostsApart, HostWatch, Meeting
 from ddiloco.network.keys import host_and_port, require_keys
 from ddiloco.network.transport import learner_address
 from ddiloco.observe.guards import say
@@ -58,12 +58,14 @@ def check_hosts(config: Config, number: int, place: RoleSpec) -> None:
     require_keys(place.hosts, load_keys(place, learner_address(number)), "--hosts")
 
 
-def _agreed(config: Config, number: int, place: RoleSpec) -> host_links.Island:
+def _agreed(config: Config, number: int, place: RoleSpec) -> host_links.IslandIdentity:
   digest = hashlib.sha256(config.to_json().encode()).hexdigest()[:16]
-  return host_links.Island(place.run_id, digest, number, config.islands.island(number).hosts)
+  return host_links.IslandIdentity(
+    place.run_id, digest, number, config.islands.island(number).hosts
+  )
 
 
-def _join(coordinator: str, config: Config, island: host_links.Island, host: int) -> None:
+def _join(coordinator: str, config: Config, island: host_links.IslandIdentity, host: int) -> None:
   network = config.network
   silence_seconds = max(LEAST_HEARTBEAT_SECONDS, 3 * network.silence_seconds)
   patience_seconds = network.give_up_seconds
@@ -86,7 +88,7 @@ class Hosts:
 
   def __init__(self, runner: RoleRunner, number: int):
     config, place = runner.config, runner.place
-    self._runner, self.progress = runner, Progress()
+    self._runner, self.progress = runner, HostProgress()
     island = _agreed(config, number, place)
     name = host_and_port(place.hosts)[0]
     coordinator = f"[{name}]:{_free_port(name)}" if ":" in name else f"{name}:{_free_port(name)}"
@@ -95,7 +97,7 @@ class Hosts:
     self.links = meeting.wait(config.network.give_up_seconds)
     _join(coordinator, config, island, 0)
     life = {host: each.life for host, each in self.links.items()}
-    self._watch = Watch(life, self.progress, self._limit_seconds, self._lost, runner.ask_to_end)
+    self._watch = HostWatch(life, self.progress, self._limit_seconds, self._lost, runner.ask_to_end)
 
   def wait_until_compiled(self) -> None:
     """All hosts have compiled their programs."""
@@ -146,7 +148,7 @@ def run_host(config: Config, number: int, place: RoleSpec) -> int:
   Returns the exit status: 1 if host 0 is gone or has refused this one.
   """
   address = f"{learner_address(number)} host {place.host}"
-  progress, began = Progress(), time.time()
+  progress, began = HostProgress(), time.time()
 
   def speak(text: str) -> None:
     say(f"[{time.strftime('%H:%M:%S')}] {address}: {text}")
@@ -171,7 +173,7 @@ def _follow(
   config: Config,
   number: int,
   place: RoleSpec,
-  progress: Progress,
+  progress: HostProgress,
   speak: Callable[[str], None],
   lost: Callable[[int | None, str], None],
 ) -> None:
@@ -183,7 +185,7 @@ def _follow(
     return progress.asked_to_end
 
   links, coordinator = host_links.join(place.hosts, island, place.host, keys, patience, asked)
-  watch = Watch({0: links.life}, progress, lambda: config.network.silence_seconds, lost)
+  watch = HostWatch({0: links.life}, progress, lambda: config.network.silence_seconds, lost)
   _join(coordinator, config, island, place.host)
   import jax
 
@@ -204,7 +206,7 @@ def _follow(
 
 
 @contextlib.contextmanager
-def _asked(progress: Progress) -> Iterator[None]:
+def _asked(progress: HostProgress) -> Iterator[None]:
   """While it lasts, signals to end are noted for host 0."""
 
   def hear(number: int, _frame: object) -> None:
