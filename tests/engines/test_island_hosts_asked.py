@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddiloco.config import from_dict
-from ddiloco.engines import hosts
+from ddiloco.engines import island_hosts
 from ddiloco.engines.role_spec import RoleSpec
 
 
@@ -22,6 +22,6 @@ def test_it_says_by_its_status_whether_it_was_asked(asked, status, monkeypatch):
       os.kill(os.getpid(), signal.SIGTERM)
       assert progress.asked_to_end
 
-  monkeypatch.setattr(hosts, "_follow", follow)
+  monkeypatch.setattr(island_hosts, "_follow", follow)
   place = RoleSpec(Path("w"), "run", (), hosts="tcp://127.0.0.1:7001", host=1, term_status=143)
-  assert hosts.run_host(from_dict({}), 0, place) == status
+  assert island_hosts.run_host(from_dict({}), 0, place) == status
