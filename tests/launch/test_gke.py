@@ -6,6 +6,7 @@ import json
 
 import pytest
 import yaml
+from kubeflow_trainer_api import models
 
 from ddiloco.config import ConfigError, from_dict
 from ddiloco.launch import gke
@@ -41,7 +42,6 @@ def two():
 
 def test_every_document_fits_its_model_and_has_no_field_beside_it(two):
   """The models drop what they do not know, so that only what fits comes back whole."""
-  models = pytest.importorskip("kubeflow_trainer_api.models")
   of_kind = {
     "JobSet": models.JobsetV1alpha2JobSet,
     "ConfigMap": models.IoK8sApiCoreV1ConfigMap,
@@ -57,7 +57,6 @@ def test_every_document_fits_its_model_and_has_no_field_beside_it(two):
 
 def test_the_models_refuse_what_does_not_fit(one):
   """The test above can fail."""
-  models = pytest.importorskip("kubeflow_trainer_api.models")
   wrong = json.loads(json.dumps(one["JobSet", "run-learner-0"]))
   wrong["spec"]["replicatedJobs"][0]["template"]["spec"]["backofLimit"] = 1
   assert models.JobsetV1alpha2JobSet.from_dict(wrong).to_dict() != wrong

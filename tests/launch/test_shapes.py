@@ -52,6 +52,7 @@ def test_the_names_are_those_that_ray_knows():
   tpu = pytest.importorskip("ray._private.accelerators.tpu")
   for topology, *_ in TABLE:
     shape = shape_of(topology)
-    assert tpu.get_chips_per_host(shape.topology, shape.accelerator_type.split("-")[0]) == (
-      shape.chips_per_host if topology != "v5e:1x1" else 1
-    )
+    generation = shape.accelerator_type.split("-")[0]
+    assert tpu.get_chips_per_host(shape.topology, generation) == shape.chips_per_host
+    found = tpu.infer_tpu_pod_type_from_topology(shape.topology, generation)
+    assert found == shape.accelerator_type
