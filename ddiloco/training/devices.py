@@ -124,6 +124,29 @@ def island_devices(island: IslandConfig, visible: Sequence[Device], learner: int
   return [device for host in sorted(hosts) for device in hosts[host][:share]]
 
 
+def lost_devices(error: BaseException | None) -> bool:
+  """Whether an error is the runtime's, as of a slice that has failed, and not the program's."""
+  while error is not None:
+    if isinstance(error, jax.errors.JaxRuntimeError):
+      return True
+    error = error.__cause__
+  return False
+
+
+def answering(devices: Sequence[Device]) -> list[Device] | None:
+  """The same devices as JAX has them now, if all are there and compute; else None.
+
+  A controller of several slices (Pathways) may have others in their place after a slice has failed.
+  """
+  now = {device.id: device for device in jax.devices(devices[0].platform)}
+  found = [now[device.id] for device in devices if device.id in now]
+  try:
+    jax.block_until_ready([jax.device_put(np.float32(1), device) + 1 for device in found])
+  except jax.errors.JaxRuntimeError:
+    return None
+  return found if len(found) == len(devices) else None
+
+
 def require_processes(devices: Sequence[Device], hosts: int) -> None:
   """An island lives in as many processes as it has hosts, and JAX joins those alone.
 
