@@ -129,6 +129,15 @@ def _role_flags(values: flags.FlagValues, arguments: list[str]) -> tuple[str, li
   flags.DEFINE_string(
     "http", "", "HOST:PORT that answers readiness and liveness probes.", flag_values=values
   )
+  flags.DEFINE_integer(
+    "term_status",
+    0,
+    "Exit status of a role that SIGTERM has ended and that lost nothing. Kubernetes takes 0 to mean"
+    " that the run is over: give it 143.",
+    0,
+    255,
+    flag_values=values,
+  )
   flags.DEFINE_bool(
     "attached", False, "End at once when standard input is closed.", flag_values=values
   )
@@ -150,4 +159,5 @@ def _place(values: flags.FlagValues, bind: str = "") -> RoleSpec:
     bind=bind,
     keys=Path(values["keys"].value) if values["keys"].value else None,
     http=values["http"].value,
+    term_status=values["term_status"].value,
   )

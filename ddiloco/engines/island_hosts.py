@@ -166,7 +166,7 @@ def run_host(config: Config, number: int, place: RoleSpec) -> int:
     except OSError as error:
       lost(0, str(error))
   speak(f"ends after {time.time() - began:.0f} s with its island; nothing is lost")
-  return FINISHED
+  return place.term_status if progress.asked_to_end else FINISHED
 
 
 def _follow(
