@@ -98,6 +98,7 @@ class Config:
         f"must divide model.vocab_size ({self.model.vocab_size}) ({learner=})",
         f"use {math.gcd(chunks, self.model.vocab_size)}",
       )
+    _check_images(self.model, self.data)
     _check_faults(self.chaos, m, self.sync.num_shards)
 
   def num_islands(self) -> int:
@@ -124,6 +125,26 @@ class Config:
   def to_json(self) -> str:
     """Every final value, for printing and saving."""
     return json.dumps(dataclasses.asdict(self), indent=2, default=list)
+
+
+def _check_images(model: ModelConfig, data: DataConfig) -> None:
+  """A model with an image before the text has images to train on, and room for text."""
+  if model.custom or not model.image_size:
+    return
+  require(
+    bool(data.custom),
+    "model.image_size",
+    model.image_size,
+    "needs images and captions, and ddiloco's own corpora are text alone",
+    "set data.custom (configs/text_image.py does), or model.image_size = 0",
+  )
+  require(
+    data.sequence_length > model.num_patches,
+    "data.sequence_length",
+    data.sequence_length,
+    f"must leave text some room: an image takes the first {model.num_patches} positions",
+    f"use {2 * model.num_patches}, or larger patches (model.patch_size)",
+  )
 
 
 def _check_faults(chaos: ChaosConfig, num_learners: int, num_shards: int) -> None:

@@ -74,13 +74,30 @@ class ModelConfig:
   rope_theta: float = 10_000.0
   norm_epsilon: float = 1e-6
   compute_dtype: str = "float32"  # of activations and matmuls; parameters stay f32
+  # A row's first positions may be an image's patches (models/images.py); it then needs pairs of
+  # images and captions, which `data.custom` names.
+  image_size: int = 0  # pixels a side; 0: text alone
+  patch_size: int = 2  # pixels a side of what becomes one token
+  image_channels: int = 1  # 3: colour
+
+  @property
+  def num_patches(self) -> int:
+    """P, the positions that an image takes."""
+    return (self.image_size // self.patch_size) ** 2
 
   def __post_init__(self):
     _check_custom("model", self)
     positive("model", self, "vocab_size", "num_layers", "model_dim", "num_heads", "num_kv_heads")
     positive("model", self, "head_dim", "mlp_dim", "rope_theta", "norm_epsilon")
-    positive("model", self, "capacity_factor")
-    not_negative("model", self, "num_experts", "load_balance_weight")
+    positive("model", self, "capacity_factor", "patch_size", "image_channels")
+    not_negative("model", self, "num_experts", "load_balance_weight", "image_size")
+    require(
+      self.image_size % self.patch_size == 0,
+      "model.image_size",
+      self.image_size,
+      f"must be whole patches of model.patch_size ({self.patch_size}) a side",
+      f"use {self.patch_size * max(1, round(self.image_size / self.patch_size))}",
+    )
     one_of("model", self, "compute_dtype", "float32", "bfloat16")
     require(
       self.num_heads % self.num_kv_heads == 0,

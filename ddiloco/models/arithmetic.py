@@ -17,7 +17,13 @@ def _count(model: ModelConfig, experts: int) -> int:
   router = d * model.num_experts
   mlps = experts * 3 * d * model.mlp_dim
   layer = _attention_params(model) + router + mlps + 2 * d
-  return model.vocab_size * d + model.num_layers * layer + d
+  places = d * model.num_patches
+  return model.vocab_size * d + model.num_layers * layer + d + _projection_params(model) + places
+
+
+def _projection_params(model: ModelConfig) -> int:
+  """Of an image's patches; 0 for text alone."""
+  return model.patch_size**2 * model.image_channels * model.model_dim if model.image_size else 0
 
 
 def num_params(model: ModelConfig) -> int:
@@ -38,7 +44,8 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
   6 * L * H * Q * T for a dense model without norms. (PaLM, arXiv 2204.02311, appendix B, counts
   both halves: 12.) Counted are the router, the k chosen experts and the logits. Not counted: the
   embedding look-up, norms, softmax, optimizer, recomputation under remat, and a mixture's empty
-  slots.
+  slots. A patch of an image is a token like any other, which also meets the projection; every row
+  is taken to have an image, since every row's patches are multiplied.
 
   Args:
     model: the model.
@@ -49,4 +56,5 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
   weights = _attention_params(model) + d * model.num_experts + experts * 3 * d * model.mlp_dim
   scores_and_values = model.num_heads * model.head_dim * sequence_length  # halves of two products
   multiply_adds = model.num_layers * (weights + scores_and_values) + d * model.vocab_size
-  return 3.0 * 2.0 * multiply_adds
+  patches = _projection_params(model) * model.num_patches / sequence_length
+  return 3.0 * 2.0 * (multiply_adds + patches)

@@ -8,22 +8,35 @@ import jax.numpy as jnp
 from ddiloco.models.execution import Execution
 
 
-def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+def cross_entropy(
+  logits: jax.Array, targets: jax.Array, counted: jax.Array | None = None
+) -> jax.Array:
   """Mean of -log softmax(logits)[target], in nats, computed in f32.
 
   Args:
     logits: (..., V).
     targets: (...), integers.
+    counted: (...), where the mean is taken; None: everywhere. With none at all it is NaN.
   """
   logits = logits.astype(jnp.float32)
   log_norm = jax.nn.logsumexp(logits, axis=-1)
   # A target outside the vocabulary must show up as NaN, not as some other token's loss.
   chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="fill")
-  return jnp.mean(log_norm - chosen[..., 0])
+  return _mean(log_norm - chosen[..., 0], counted)
+
+
+def _mean(loss: jax.Array, counted: jax.Array | None) -> jax.Array:
+  if counted is None:
+    return jnp.mean(loss)
+  return jnp.sum(jnp.where(counted, loss, 0.0)) / jnp.sum(counted)
 
 
 def cross_entropy_in_chunks(
-  x_BxTxD: jax.Array, table_VxD: jax.Array, targets_BxT: jax.Array, execution: Execution
+  x_BxTxD: jax.Array,
+  table_VxD: jax.Array,
+  targets_BxT: jax.Array,
+  execution: Execution,
+  counted_BxT: jax.Array | None = None,
 ) -> jax.Array:
   """`cross_entropy` of the logits x @ table.T, of which only a part exists at any time.
 
@@ -35,6 +48,8 @@ def cross_entropy_in_chunks(
     x_BxTxD: final states, in the compute dtype.
     table_VxD: the embedding, f32; `execution.loss_chunks` divides V.
     targets_BxT: token ids.
+    execution: how devices compute it.
+    counted_BxT: where the mean is taken; None: everywhere.
   """
   chunks, dtype = execution.loss_chunks, x_BxTxD.dtype
   v, d = table_VxD.shape
@@ -70,4 +85,4 @@ def cross_entropy_in_chunks(
   # As in `cross_entropy`, a target outside the vocabulary must show up.
   known_BxT = (targets_BxT >= 0) & (targets_BxT < v)
   loss_BxT = highest_BxT + jnp.log(total_BxT) - chosen_BxT
-  return jnp.mean(jnp.where(known_BxT, loss_BxT, jnp.nan))
+  return _mean(jnp.where(known_BxT, loss_BxT, jnp.nan), counted_BxT)

@@ -24,6 +24,7 @@ from flax import nnx
 
 from ddiloco.config import ModelConfig
 from ddiloco.models.execution import PLAIN, REMAT, Axes, Execution
+from ddiloco.models.images import Patches, has_image, stand_before
 from ddiloco.models.layers import (
   Attention,
   GatedMlp,
@@ -34,7 +35,7 @@ from ddiloco.models.layers import (
   used,
 )
 from ddiloco.models.loss import cross_entropy, cross_entropy_in_chunks
-from ddiloco.models.model import NnxModel, Params
+from ddiloco.models.model import Batch, NnxModel, Params
 from ddiloco.models.moe import MixtureOfExperts
 
 __all__ = [
@@ -96,31 +97,55 @@ class Transformer(nnx.Module):
     )
     self.layers = stack(jax.random.split(rngs(), model.num_layers))
     self.final_norm = RMSNorm(model)
+    if model.image_size:
+      self.patches = Patches(model, rngs)
 
   def __call__(
-    self, tokens_BxT: jax.Array, execution: Execution | None = None
+    self,
+    tokens_BxT: jax.Array,
+    execution: Execution | None = None,
+    image_BxIxIxC: jax.Array | None = None,
   ) -> tuple[jax.Array, jax.Array]:
     """(logits (B, T, V) f32, load-balance loss averaged over layers, unweighted; 0 if dense)."""
     execution = execution or PLAIN
-    x_BxTxD, balance = self.states(tokens_BxT, execution)
+    x_BxTxD, balance = self.states(tokens_BxT, execution, image_BxIxIxC)
     table_VxD = used(self.embedding, execution, self.model.compute_dtype)
     logits_BxTxV = jnp.einsum("BTD,VD->BTV", x_BxTxD, table_VxD, preferred_element_type=jnp.float32)
     return execution(logits_BxTxV, ("batch", "time", "vocab")), balance
 
   def loss(
-    self, tokens_BxT: jax.Array, targets_BxT: jax.Array, execution: Execution
+    self,
+    tokens_BxT: jax.Array,
+    targets_BxT: jax.Array,
+    execution: Execution,
+    image_BxIxIxC: jax.Array | None = None,
   ) -> tuple[jax.Array, jax.Array]:
-    """(Cross entropy in nats per token, load-balance loss), in `execution.loss_chunks` parts."""
-    if execution.loss_chunks == 1:
-      logits_BxTxV, balance = self(tokens_BxT, execution)
-      return cross_entropy(logits_BxTxV, targets_BxT), balance
-    x_BxTxD, balance = self.states(tokens_BxT, execution)
-    return cross_entropy_in_chunks(x_BxTxD, self.embedding[...], targets_BxT, execution), balance
+    """(Cross entropy in nats per token, load-balance loss), in `execution.loss_chunks` parts.
 
-  def states(self, tokens_BxT: jax.Array, execution: Execution) -> tuple[jax.Array, jax.Array]:
+    With images only targets that are text count: those that are not below 0.
+    """
+    counted_BxT = None if image_BxIxIxC is None else targets_BxT >= 0
+    if execution.loss_chunks == 1:
+      logits_BxTxV, balance = self(tokens_BxT, execution, image_BxIxIxC)
+      return cross_entropy(logits_BxTxV, targets_BxT, counted_BxT), balance
+    x_BxTxD, balance = self.states(tokens_BxT, execution, image_BxIxIxC)
+    table_VxD = self.embedding[...]
+    loss = cross_entropy_in_chunks(x_BxTxD, table_VxD, targets_BxT, execution, counted_BxT)
+    return loss, balance
+
+  def states(
+    self,
+    tokens_BxT: jax.Array,
+    execution: Execution,
+    image_BxIxIxC: jax.Array | None = None,
+  ) -> tuple[jax.Array, jax.Array]:
     """(What the logits are made of (B, T, D), normed; load-balance loss averaged over layers)."""
     model = self.model
     x_BxTxD = embed(self.embedding[...], tokens_BxT, model.compute_dtype, execution)
+    if image_BxIxIxC is not None:
+      patches_BxPxD = self.patches(image_BxIxIxC, execution, model.compute_dtype)
+      x_BxTxD = stand_before(x_BxTxD, patches_BxPxD, tokens_BxT)
+      x_BxTxD = execution(x_BxTxD, ("batch", "time", None))
     rope = rope_tables(tokens_BxT.shape[1], model.head_dim, model.rope_theta)
     graph, stacked = nnx.split(self.layers)
 
@@ -165,8 +190,12 @@ def next_token_loss(
   params: Params,
   tokens_BxT1: jax.Array,
   execution: Execution | None = None,
+  image_BxIxIxC: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """What a learner minimises on windows of T + 1 tokens (inputs [:, :-1], targets [:, 1:]).
+
+  With images the mean is over the batch's text: a caption of few tokens weighs little, and
+  micro-batches with more and less text weigh the same.
 
   Returns:
     total = cross entropy + model.load_balance_weight * load-balance loss, and
@@ -174,34 +203,58 @@ def next_token_loss(
     The load-balance loss looks at this learner's own batch only (Decoupled DiLoCo, MoE).
   """
   loss, load_balance = from_params(model, params).loss(
-    tokens_BxT1[:, :-1], tokens_BxT1[:, 1:], execution or PLAIN
+    tokens_BxT1[:, :-1], tokens_BxT1[:, 1:], execution or PLAIN, image_BxIxIxC
   )
   total = loss + model.load_balance_weight * load_balance
   return total, {"loss": loss, "load_balance": load_balance}
 
 
 class LanguageModel(NnxModel):
-  """The transformer as a `Model`: batches are windows of T + 1 tokens, int32 [B, T + 1]."""
+  """The transformer as a `Model`: batches are windows of T + 1 tokens, int32 [B, T + 1].
+
+  With images they are {"tokens": such windows, "image": uint8 [B, I, I, C]}, as `models.images`
+  says; a row of text alone has an image that is not looked at.
+  """
 
   def __init__(self, config: ModelConfig):
     super().__init__(lambda rngs: Transformer(config, rngs=rngs))
     self._config = config
 
-  def inputs(self, batch_size: int, sequence_length: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((batch_size, sequence_length + 1), jnp.int32)
+  def inputs(self, batch_size: int, sequence_length: int) -> Batch:
+    tokens = jax.ShapeDtypeStruct((batch_size, sequence_length + 1), jnp.int32)
+    if not self._config.image_size:
+      return tokens
+    shape = (batch_size, *2 * (self._config.image_size,), self._config.image_channels)
+    return {"tokens": tokens, "image": jax.ShapeDtypeStruct(shape, jnp.uint8)}
 
   def loss(
-    self, params: Params, batch: jax.Array, execution: Execution | None = None
+    self, params: Params, batch: Batch, execution: Execution | None = None
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    return next_token_loss(self._config, params, batch, execution)
+    tokens_BxT1, image_BxIxIxC = self._parts(batch)
+    return next_token_loss(self._config, params, tokens_BxT1, execution, image_BxIxIxC)
 
-  def evaluate(self, params: Params, batch: jax.Array) -> dict[str, jax.Array]:
-    """{"loss": nats per token}."""
-    return {"loss": cross_entropy(self.logits(params, batch[:, :-1]), batch[:, 1:])}
+  def evaluate(self, params: Params, batch: Batch) -> dict[str, jax.Array]:
+    """{"loss": nats per token}; with images also of the rows without and with one alone."""
+    tokens_BxT1, image_BxIxIxC = self._parts(batch)
+    targets_BxT = tokens_BxT1[:, 1:]
+    logits_BxTxV = self.logits(params, tokens_BxT1[:, :-1], image_BxIxIxC)
+    if image_BxIxIxC is None:
+      return {"loss": cross_entropy(logits_BxTxV, targets_BxT)}
+    counted_BxT, seen_Bx1 = targets_BxT >= 0, has_image(tokens_BxT1)
+    return {
+      "loss": cross_entropy(logits_BxTxV, targets_BxT, counted_BxT),
+      "text_loss": cross_entropy(logits_BxTxV, targets_BxT, counted_BxT & ~seen_Bx1),
+      "image_loss": cross_entropy(logits_BxTxV, targets_BxT, counted_BxT & seen_Bx1),
+    }
 
-  def logits(self, params: Params, tokens_BxT: jax.Array) -> jax.Array:
+  def _parts(self, batch: Batch) -> tuple[jax.Array, jax.Array | None]:
+    return (batch["tokens"], batch["image"]) if self._config.image_size else (batch, None)
+
+  def logits(
+    self, params: Params, tokens_BxT: jax.Array, image_BxIxIxC: jax.Array | None = None
+  ) -> jax.Array:
     """Of the next token at every position: (B, T, V) f32."""
-    return apply(self._config, params, tokens_BxT)[0]
+    return apply(self._config, params, tokens_BxT, None, image_BxIxIxC)[0]
 
 
 @functools.cache
@@ -239,6 +292,7 @@ def apply(
   params: Params,
   tokens_BxT: jax.Array,
   execution: Execution | None = None,
+  image_BxIxIxC: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Logits of the next token at every position, and the raw auxiliary loss.
 
@@ -249,9 +303,10 @@ def apply(
     execution: how devices compute it; by default one device and the reference path. Its layout
       knows the logical axes "batch", "copies" (a batch that "embed" is cut instead of), "time",
       "heads", "kv_heads", "mlp", "experts", "vocab", "embed", or None: not to be split.
+    image_BxIxIxC: of the rows that begin with one; None: all rows are text alone.
 
   Returns:
     logits (B, T, V) f32, and the load-balance loss averaged over layers (scalar f32, not yet
     multiplied by `model.load_balance_weight`; 0 for a dense model).
   """
-  return from_params(model, params)(tokens_BxT, execution)
+  return from_params(model, params)(tokens_BxT, execution, image_BxIxIxC)
