@@ -105,10 +105,12 @@ class Corpus:
   def num_tokens(self) -> int:
     return sum(len(part) for part in self.parts)
 
-  def batches(self, config: Config, learner: int) -> grain.MapDataset[np.ndarray]:
-    """See `Source`, and `Stream` for who reads what."""
+  def batches(
+    self, config: Config, learner: int, batch_size: int = 0
+  ) -> grain.MapDataset[np.ndarray]:
+    """See `Source`, and `Stream` for who reads what. `batch_size` 0 is the island's own."""
     _check_stream(self, config, learner)
-    return _Batches(self, config, learner)
+    return _Batches(self, config, learner, batch_size)
 
   def heldout_batches(self, batch_size: int) -> list[np.ndarray]:
     """See `heldout_batches`."""
@@ -237,37 +239,44 @@ def _bisection(lap: int) -> float:
   return int(bits[::-1], 2) / 2 ** len(bits)
 
 
-class _Batches(grain.MapDataset[np.ndarray]):
-  """Batch number -> tokens [B, T + 1], without end: each epoch is a new permutation.
+class Order:
+  """What of `count` things a learner reads, without end: each epoch is a new permutation.
 
-  In its epoch, learner m of M reads places m, m + M, m + 2M, ... of the permutation of all training
-  windows: what shuffle(seed)[m::M].repeat().batch(B) would give.
+  In its epoch, learner m of M reads places m, m + M, m + 2M, ... of the permutation of all of them:
+  what shuffle(seed)[m::M].repeat() would give.
   """
 
-  def __init__(self, corpus: Corpus, config: Config, learner: int):
-    super().__init__()
-    self._windows = corpus.train
-    self._path = corpus.data.path or corpus.data.source
-    self._seed = config.seed
-    self._vocab_size = config.model.vocab_size
-    self._batch_size = config.islands.island(learner).batch_size
+  def __init__(self, count: int, config: Config, learner: int):
+    self._count, self._seed = count, config.seed
     self._num_streams = config.islands.num_learners
     lap, self._stream = divmod(learner, self._num_streams)
-    self._epoch_windows = len(range(self._stream, len(self._windows), self._num_streams))
-    self._first_place = int(_bisection(lap) * self._epoch_windows)
+    self._epoch = len(range(self._stream, count, self._num_streams))
+    self._first_place = int(_bisection(lap) * self._epoch)
 
-  def __len__(self) -> int:
-    return sys.maxsize // self._batch_size
-
-  def window(self, place: int) -> int:
-    """The training window at a place of this learner's endless sequence."""
-    epoch, within = divmod(self._first_place + place, self._epoch_windows)
+  def __getitem__(self, place: int) -> int:
+    """The thing at a place of this learner's endless sequence."""
+    epoch, within = divmod(self._first_place + place, self._epoch)
     return grain_experimental.index_shuffle(
       self._stream + within * self._num_streams,
-      max_index=len(self._windows) - 1,
+      max_index=self._count - 1,
       seed=_shuffle_seed(self._seed, epoch),
       rounds=4,
     )
+
+
+class _Batches(grain.MapDataset[np.ndarray]):
+  """Batch number -> tokens [B, T + 1] of the training windows, in the learner's `Order`."""
+
+  def __init__(self, corpus: Corpus, config: Config, learner: int, batch_size: int):
+    super().__init__()
+    self._windows = corpus.train
+    self._path = corpus.data.path or corpus.data.source
+    self._vocab_size = config.model.vocab_size
+    self._batch_size = batch_size or config.islands.island(learner).batch_size
+    self._order = Order(len(self._windows), config, learner)
+
+  def __len__(self) -> int:
+    return sys.maxsize // self._batch_size
 
   def __getitem__(self, index):
     if isinstance(index, slice):
@@ -275,7 +284,7 @@ class _Batches(grain.MapDataset[np.ndarray]):
     if index < 0:
       raise IndexError(f"position {index}: must not be negative")
     first = int(index) * self._batch_size
-    indices = [self.window(place) for place in range(first, first + self._batch_size)]
+    indices = [self._order[place] for place in range(first, first + self._batch_size)]
     tokens_BxT1 = self._windows.read(indices)
     check_token_ids(tokens_BxT1, self._vocab_size, f"{self._path} (batch {index})")
     return tokens_BxT1

@@ -38,8 +38,9 @@ class HeldoutLoss:
       )
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *heldout_batches)
     if not model.custom:
-      stacked = stacked.astype(np.int32)
-      check_token_ids(stacked, model.vocab_size, "the held-out split")
+      stacked = stacked if model.image_size else stacked.astype(np.int32)
+      tokens = stacked["tokens"] if model.image_size else stacked
+      check_token_ids(tokens, model.vocab_size, "the held-out split")
     self._device = device
     self._batches = jax.device_put(stacked, device)
     evaluate = custom.load_model(dataclasses.replace(model, compute_dtype="float32")).evaluate

@@ -1,0 +1,209 @@
+"""Pairs of image and caption from real images that a package ships, beside rows of text alone.
+
+    c.data.custom = "ddiloco.training.captions:digits"
+    c.data.options = {
+      "image_size": 8, "patch_size": 2, "image_channels": 1,  # as of the model
+      "image_share": 0.5,  # of the rows of every batch
+    }
+
+The images are scikit-learn's 1797 scans of handwritten digits, 8 x 8 (larger sizes are the same
+pixels enlarged). A caption says the digit and three things that are measured in the pixels, in one
+of several phrasings. Text alone is the corpus that the other fields of `data` name.
+
+A batch is what `models.images` reads: {"image": uint8 [B, I, I, C], "tokens": int32 [B, T + 1]}.
+Rows with an image come first; their tokens are NO_TEXT in the place of every patch, the caption,
+the end token, and NO_TEXT again. Every fifth image is held out and never trained on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ddiloco.config import Config, DataConfig
+from ddiloco.models.images import NO_TEXT
+from ddiloco.training.data import Corpus, Order, check_token_ids, open_corpus
+from ddiloco.training.sources import DataError
+
+WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+# What is measured in an image, and how a third or half of all images each is called.
+STROKES, LEANS = ("thin", "even", "thick"), ("leaning left", "upright", "leaning right")
+WIDTHS = ("narrow", "wide")
+PHRASES = (
+  "a handwritten {digit}, {width}, {lean}, in {stroke} strokes.",
+  "the digit {digit}: {width} and {lean}, with {stroke} strokes.",
+  "{stroke} strokes make a {width} {digit}, {lean}.",
+  "this {digit} is {width}, {lean} and drawn in {stroke} strokes.",
+)
+_SCAN = 8  # pixels a side, values 0 to 16
+_HELD_OUT = 5  # every so many-th image
+_SHAPE = ("image_size", "patch_size", "image_channels")
+
+
+def digits(data: DataConfig) -> Pairs:
+  """What `data.custom` names.
+
+  Raises:
+    DataError: an option is missing or breaks its rule, or scikit-learn is not installed.
+  """
+  return Pairs(data)
+
+
+class Pairs:
+  """A `training.data.Source` of both kinds of rows."""
+
+  def __init__(self, data: DataConfig):
+    self._options = _checked(data)
+    self._corpus: Corpus = open_corpus(dataclasses.replace(data, custom="", options={}))
+    self._length = data.sequence_length
+    self._heldout_rows = data.heldout_sequences
+    self.scans_NxYxX, self.labels_N = _scans(data)
+    self.is_heldout_N = np.arange(len(self.labels_N)) % _HELD_OUT == 0
+    self._words = _measured(self.scans_NxYxX, ~self.is_heldout_N)
+
+  def batches(self, config: Config, learner: int) -> Batches:
+    """See `Source`: of images as of text, learners below M share none in an epoch."""
+    for name in _SHAPE:
+      if (wanted := getattr(config.model, name)) != self._options[name]:
+        rule = f"must be model.{name} ({wanted}), whose patches take a caption's first positions"
+        raise DataError(f"data.options.{name}", self._options[name], rule, "set both")
+    batch_size = config.islands.island(learner).batch_size
+    num_images = self._num_images(batch_size)
+    # Text first: it refuses a learner or a corpus that cannot be.
+    text = self._corpus.batches(config, learner, batch_size - num_images)
+    trained_on = np.flatnonzero(~self.is_heldout_N)
+    order = Order(len(trained_on), config, learner)
+    return Batches(self, text, trained_on, order, num_images, config.model.vocab_size)
+
+  def heldout_batches(self, batch_size: int) -> list[dict[str, np.ndarray]]:
+    """`data.heldout_sequences` rows, rounded to batches that have both kinds: two at least."""
+    size = max(2, min(batch_size, self._heldout_rows))
+    num_images, count = self._num_images(size), max(1, self._heldout_rows // size)
+    heldout = np.flatnonzero(self.is_heldout_N)
+    if count * num_images > len(heldout):
+      rule = f"asks for {count * num_images} held-out images, and there are {len(heldout)}"
+      raise DataError("data.heldout_sequences", self._heldout_rows, rule, "lower it")
+    images = heldout[np.arange(count * num_images) * len(heldout) // (count * num_images)]
+    places = np.arange(count * (size - num_images))
+    windows = places * len(self._corpus.heldout) // len(places)
+    return [
+      self.rows(
+        images[n * num_images :][:num_images],
+        images[n * num_images :][:num_images],
+        self._corpus.heldout.read(windows[n * (size - num_images) :][: size - num_images]),
+      )
+      for n in range(count)
+    ]
+
+  def caption(self, image: int, phrase: int) -> str:
+    """What is said of an image, in one of the phrasings."""
+    words = {name: each[image] for name, each in self._words.items()}
+    return PHRASES[phrase % len(PHRASES)].format(digit=WORDS[self.labels_N[image]], **words)
+
+  def rows(
+    self, images: Sequence[int] | np.ndarray, phrases: Any, text_NxT1: np.ndarray
+  ) -> dict[str, np.ndarray]:
+    """A batch: these images, each with its caption in its phrase, and rows of text alone."""
+    tokens = [self.caption_row(self.caption(i, p)) for i, p in zip(images, phrases)]
+    blank = np.zeros((len(text_NxT1), *self.pixels(images[:1]).shape[1:]), np.uint8)
+    return {
+      "image": np.concatenate([self.pixels(images), blank]),
+      "tokens": np.concatenate([np.stack(tokens), text_NxT1.astype(np.int32)]),
+    }
+
+  def pixels(self, images: Sequence[int] | np.ndarray) -> np.ndarray:
+    """uint8 [N, I, I, C]: the scans, each pixel enlarged to a square."""
+    scale = self._options["image_size"] // _SCAN
+    large = self.scans_NxYxX[np.asarray(images, int)].repeat(scale, 1).repeat(scale, 2)
+    return large[..., None].repeat(self._options["image_channels"], 3)
+
+  def caption_row(self, caption: str) -> np.ndarray:
+    """int32 [T + 1]: no text where the image is, the caption, its end, and no text again."""
+    row_T1 = np.full(self._length + 1, NO_TEXT, np.int32)
+    first = (self._options["image_size"] // self._options["patch_size"]) ** 2
+    tokenizer = self._corpus.tokenizer
+    ids = [*tokenizer.encode(caption), tokenizer.end_token]
+    if first + len(ids) > len(row_T1):
+      rule = f"{first} patches and the {len(ids)} tokens of a caption ({caption!r}) do not fit"
+      fix = f"use at least {first + len(ids) - 1}"
+      raise DataError("data.sequence_length", self._length, rule, fix)
+    row_T1[first : first + len(ids)] = ids
+    return row_T1
+
+  def _num_images(self, batch_size: int) -> int:
+    """Rows with an image of a batch."""
+    found = round(self._options["image_share"] * batch_size)
+    if 0 < found < batch_size:
+      return found
+    rule = f"must leave a batch of {batch_size} rows with an image and rows of text alone"
+    raise DataError("data.options.image_share", self._options["image_share"], rule, "use 0.5")
+
+
+@dataclasses.dataclass(frozen=True)
+class Batches:
+  """One learner's batches: `batches[position]` is a pure function of the position."""
+
+  pairs: Pairs
+  text: Any  # rows of text alone, by position
+  trained_on: np.ndarray  # images
+  order: Order  # of them
+  num_images: int  # of a batch
+  vocab_size: int
+
+  def __getitem__(self, position: int) -> dict[str, np.ndarray]:
+    places = range(position * self.num_images, (position + 1) * self.num_images)
+    images = self.trained_on[[self.order[place] for place in places]]
+    batch = self.pairs.rows(images, places, self.text[position])
+    check_token_ids(batch["tokens"], self.vocab_size, f"the captions (batch {position})")
+    return batch
+
+
+def _checked(data: DataConfig) -> dict[str, Any]:
+  wanted = {**dict.fromkeys(_SHAPE, int), "image_share": float}
+  odd = data.options.keys() ^ wanted.keys()
+  if odd or not all(isinstance(data.options[name], kind) for name, kind in wanted.items()):
+    rule = f"must have {', '.join(_SHAPE)} (whole numbers) and image_share (a float), no more"
+    raise DataError("data.options", dict(data.options), rule, "see configs/text_image.py")
+  size = data.options["image_size"]
+  if size < _SCAN or size % _SCAN:
+    rule = f"must be a multiple of {_SCAN}, of which the scans are"
+    raise DataError("data.options.image_size", size, rule, f"use {_SCAN * max(1, size // _SCAN)}")
+  return dict(data.options)
+
+
+def _scans(data: DataConfig) -> tuple[np.ndarray, np.ndarray]:
+  """(uint8 [N, 8, 8], digits [N])."""
+  try:
+    from sklearn.datasets import load_digits
+  except ImportError as error:
+    rule = f"needs scikit-learn, which ships the images ({error})"
+    raise DataError("data.custom", data.custom, rule, "pip install 'ddiloco[examples]'") from error
+  found = load_digits()
+  return np.round(found.images * (255 / 16)).astype(np.uint8), found.target
+
+
+def _measured(scans_NxYxX: np.ndarray, trained_on_N: np.ndarray) -> dict[str, list[str]]:
+  """By name what is said of every image; how much is thick or wide, training images say."""
+  ink_NxYxX = scans_NxYxX / 255.0
+  total_N = ink_NxYxX.sum((1, 2))
+  place = np.arange(_SCAN, dtype=float)
+  ink_NxX, ink_NxY = ink_NxYxX.sum(1) / total_N[:, None], ink_NxYxX.sum(2) / total_N[:, None]
+  x_NxX = place - (ink_NxX @ place)[:, None]  # from the centre of the ink
+  y_NxY = (ink_NxY @ place)[:, None] - place  # upwards
+  together_N = np.einsum("nyx,ny,nx->n", ink_NxYxX, y_NxY, x_NxX) / total_N
+  lean_N = together_N / (ink_NxY * y_NxY**2).sum(1)  # columns to the right a row upwards
+  width_N = np.sqrt((ink_NxX * x_NxX**2).sum(1))
+
+  def said(values_N: np.ndarray, words: tuple[str, ...]) -> list[str]:
+    shares = np.arange(1, len(words)) / len(words)
+    kinds_N = np.searchsorted(np.quantile(values_N[trained_on_N], shares), values_N)
+    return [words[kind] for kind in kinds_N]
+
+  return {
+    "stroke": said(total_N, STROKES),
+    "lean": said(lean_N, LEANS),
+    "width": said(width_N, WIDTHS),
+  }
