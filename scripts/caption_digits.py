@@ -25,8 +25,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import ddiloco
 from ddiloco import environment
+from ddiloco.api import Run
 from ddiloco.config import Config, ModelConfig
 from ddiloco.models import transformer
 from ddiloco.training import captions, data
@@ -44,9 +44,7 @@ def log_probability(model: ModelConfig, params: Any, tokens: jax.Array, image: j
   return jnp.sum(jnp.where(targets >= 0, chosen, 0.0), axis=1)
 
 
-def scores(
-  model: ModelConfig, params: Any, tokens: np.ndarray, image: np.ndarray
-) -> np.ndarray:
+def scores(model: ModelConfig, params: Any, tokens: np.ndarray, image: np.ndarray) -> np.ndarray:
   """`log_probability` of any number of rows, in parts of one shape."""
   found = []
   for start in range(0, len(tokens), ROWS):
@@ -103,10 +101,12 @@ def main() -> None:
   parser.add_argument("--images", type=int, default=1000, help="held-out ones at most")
   options = parser.parse_args()
   environment.prepare(num_cpu_devices=1, cpu_only=True)
-  run = ddiloco.open_run(options.workdir)
+  run = Run(options.workdir)
   found = measure(run.config, run.params(), options.images)
   for name, share in found["accuracy"].items():
-    print(f"{name:<10} image: names {share:.1%} of the digits, {found['image_loss'][name]:.4f} nats")
+    print(
+      f"{name:<10} image: names {share:.1%} of the digits, {found['image_loss'][name]:.4f} nats"
+    )
   print(json.dumps(found))
 
 

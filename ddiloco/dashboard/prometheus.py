@@ -35,6 +35,8 @@ def _metrics(status: Mapping[str, Any]) -> Iterator[tuple[str, str, str, list[Sa
     ("commits_total", "counter", "commits", "Rounds that were committed."),
   ):
     yield name, kind, help_, [({}, status[key])]
+  others: list[Sample] = [({"measure": n}, v) for n, v in status["heldout_measures"].items()]
+  yield "heldout_measure", "gauge", "What else held-out data say of the global model.", others
   yield from _islands(status["islands"])
   yield from _fragments(status)
   yield from _links(status["links"])

@@ -54,6 +54,7 @@ def status(
     "total_tokens": run.total_tokens,
     "tokens_per_second": round(sum(rate or 0 for rate in rates)) if state == "running" else None,
     "heldout_loss": _number(run.heldout_loss),
+    "heldout_measures": {n: _number(each) for n, each in run.heldout_measures.items()},
     "commits": run.commits,
     "solo": (run.solo if state == "running" else "") or None,
     "merging": bool(run.num_shards or run.shards),

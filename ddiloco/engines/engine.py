@@ -10,7 +10,7 @@ import dataclasses
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -67,20 +67,25 @@ class Engine:
   Args:
     config: the run's.
     workdir: event logs go to `workdir/events`.
-    loss: held-out loss of a parameter tree, for the evaluator.
+    measure: what held-out data say of a parameter tree, for the evaluator.
   """
 
   shortest_life_seconds = 0.0  # between two starts of a role
   strikes_roles = False  # planned faults are struck by the supervisor, not by the roles themselves
 
-  def __init__(self, config: Config, workdir: Path, loss: Callable[[dict[str, np.ndarray]], float]):
+  def __init__(
+    self,
+    config: Config,
+    workdir: Path,
+    measure: Callable[[dict[str, np.ndarray]], Mapping[str, float]],
+  ):
     self.config = config
     self.workdir = workdir
     self.plan: Plan = initial.make_plan(config)
     self.leave = threading.Event()  # learners bring out what they have, and leave
     self.stop = threading.Event()  # the same; where roles are threads, all end at once
     self.steps: dict[int, int] = {}
-    self._loss = loss
+    self._measure = measure
     self._listeners: Sequence[Listener] = ()
     self._recorder: Recorder
     self._state = supervisor.init(config.run, ())
@@ -316,6 +321,6 @@ class Engine:
   def _evaluate(self, endpoint: Endpoint, incarnation: int, recorder: Recorder) -> None:
     """One life of the evaluator."""
     runtime = Runtime(endpoint, recorder)
-    role = Evaluator(self.config, self.plan, self._loss, runtime, incarnation)
+    role = Evaluator(self.config, self.plan, self._measure, runtime, incarnation)
     self._evaluated = role
     role.run(lambda: EVALUATOR_ADDRESS in self._told)

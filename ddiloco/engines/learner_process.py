@@ -197,10 +197,10 @@ def _evaluator(runner: RoleRunner) -> int:
 
   config, began = runner.config, time.monotonic()
   runner.ready = lambda: "reading the held-out data"
-  loss = session.held_out_loss(config, data.open_data(config.data))
+  heldout = session.evaluator(config, data.open_data(config.data))
   endpoint = runner.dial()
   runtime = Runtime(endpoint, runner.recorder)
-  role = Evaluator(config, runner.plan, loss, runtime, runner.incarnation)
+  role = Evaluator(config, runner.plan, heldout.measure, runtime, runner.incarnation)
   runner.ready = lambda: _joining(role.exchange.state, endpoint.links(), config)
   runner.progress = lambda: _trained(role.exchange.state, config)
   try:
@@ -213,7 +213,7 @@ def _evaluator(runner: RoleRunner) -> int:
   finished = state.merged_tokens >= config.run.total_tokens
   outcome = RunResult("finished" if finished else "stopped", role.store.params, {}, {})
   try:
-    session.conclude(config, runner.place.workdir, outcome, loss, began)
+    session.conclude(config, runner.place.workdir, outcome, heldout.loss, began)
   except OSError as error:
     raise Ended(f"the run's end is not saved: {error}. Fix: make room, start it again") from error
   return FINISHED

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +47,7 @@ class ProcessesEngine(Engine):
     config: the run's.
     workdir: event logs go to `workdir/events`, what the processes print to `workdir/logs`.
     corpus: opened training data; the children open their own.
-    loss: held-out loss of a parameter tree, for the evaluator.
+    measure: what held-out data say of a parameter tree, for the evaluator.
   """
 
   shortest_life_seconds, strikes_roles = SHORTEST_LIFE_SECONDS, True
@@ -58,7 +58,7 @@ class ProcessesEngine(Engine):
     config: Config,
     workdir: Path,
     corpus: data.Source,
-    loss: Callable[[dict[str, np.ndarray]], float],
+    measure: Callable[[dict[str, np.ndarray]], Mapping[str, float]],
   ):
     if not config.sync.num_shards:
       raise ConfigError(
@@ -67,7 +67,7 @@ class ProcessesEngine(Engine):
       )
     for m in range(config.num_islands()):
       data.Stream(corpus, config, m)  # refuses what the children would refuse
-    super().__init__(config, workdir, loss)
+    super().__init__(config, workdir, measure)
     self.steps = {m: 0 for m in range(config.islands.num_learners)}
     self._training_since: float | None = None  # unix seconds, of the first step
     self._follow_at = 0.0

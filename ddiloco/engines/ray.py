@@ -50,7 +50,7 @@ class RayEngine(ProcessesEngine):
     config: the run's.
     workdir: event logs go to `workdir/events`, what the roles print to `workdir/logs`.
     corpus: opened training data; the roles open their own.
-    loss: held-out loss of a parameter tree, for the evaluator, which lives in this process.
+    measure: what held-out data say of a parameter tree, for the evaluator, which lives here.
     address: of a Ray cluster, "HOST:PORT" or "auto"; "": a Ray of this machine's own, for this run.
     cpu_only: learners use fake CPU devices.
 
@@ -63,11 +63,11 @@ class RayEngine(ProcessesEngine):
     config: Config,
     workdir: Path,
     corpus: data.Source,
-    loss: Callable[[dict[str, np.ndarray]], float],
+    measure: Callable[[dict[str, np.ndarray]], Mapping[str, float]],
     address: str = "",
     cpu_only: bool = False,
   ):
-    super().__init__(config, workdir.absolute(), corpus, loss)
+    super().__init__(config, workdir.absolute(), corpus, measure)
     self.cpu_only = cpu_only
     self._local = not address
     self._actors: dict[tuple[str, int], Any] = {}  # of each role and host

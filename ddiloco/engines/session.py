@@ -61,18 +61,20 @@ def train(
     _refuse_own_start(config, workdir, overwrite)
     _refuse_others_snapshots(config, overwrite)
   corpus = data.open_data(config.data)
-  loss = held_out_loss(config, corpus)
-  runner = make_engine(engine)(config, workdir, corpus, loss, **(options or {}))
+  heldout = evaluator(config, corpus)
+  runner = make_engine(engine)(config, workdir, corpus, heldout.measure, **(options or {}))
   served = Dashboard(workdir, dashboard) if dashboard else None  # its port is open, or refused
   with held(workdir), kept_in(workdir / COMPILED):
     claim(workdir, config, overwrite)
     with served or contextlib.nullcontext():
       if served:
         print(f"Dashboard: {served.url}")
-      return _train(runner, config, workdir, corpus, loss)
+      return _train(runner, config, workdir, corpus, heldout)
 
 
-def _train(runner: Any, config: Config, workdir: Path, corpus: data.Source, loss) -> int:
+def _train(
+  runner: Any, config: Config, workdir: Path, corpus: data.Source, heldout: HeldoutLoss
+) -> int:
   print(config.to_json())
   began = time.monotonic()
   board = TensorBoard(workdir)
@@ -83,10 +85,10 @@ def _train(runner: Any, config: Config, workdir: Path, corpus: data.Source, loss
   def compare() -> dict[str, float]:
     if not config.run.compare_alone or outcome.reason != "finished":
       return {}
-    return _train_alone(config, workdir, corpus, loss, runner)
+    return _train_alone(config, workdir, corpus, heldout, runner)
 
   try:
-    conclude(config, workdir, outcome, loss, began, compare)
+    conclude(config, workdir, outcome, heldout.loss, began, compare)
   except OSError as error:
     print(f"\nThe run's end is not saved: {error}. Fix: make room; give the same command again.")
     return EXIT_STATUS["failed"]
@@ -94,7 +96,7 @@ def _train(runner: Any, config: Config, workdir: Path, corpus: data.Source, loss
 
 
 def make_engine(name: str) -> Callable[..., Any]:
-  """The engine's class: (config, workdir, corpus, loss) with run(listeners) -> Outcome, and steps.
+  """The engine's class: (config, workdir, corpus, measure), run(listeners) -> RunResult, and steps.
 
   Raises:
     ConfigError: there is none of that name, or what it needs is not installed.
@@ -224,7 +226,7 @@ def _best(outcome: RunResult, loss) -> tuple[int | None, float]:
 
 
 def _train_alone(
-  config: Config, workdir: Path, corpus: data.Source, loss, runner: Any
+  config: Config, workdir: Path, corpus: data.Source, heldout: HeldoutLoss, runner: Any
 ) -> dict[str, float]:
   """Every island alone, without a syncer, for as many steps as the busiest one made together.
 
@@ -243,18 +245,13 @@ def _train_alone(
     chaos=dataclasses.replace(config.chaos, faults=()),
   )
   islands = runner.islands if isinstance(runner, ThreadsEngine) else None
-  engine = ThreadsEngine(alone, workdir / "alone", corpus, loss, islands)
+  engine = ThreadsEngine(alone, workdir / "alone", corpus, heldout.measure, islands)
   with LiveView() as live:
     outcome = engine.run([live])
   if outcome.reason != "finished":
     return {}  # half a comparison is none
-  _, best = _best(outcome, loss)
+  _, best = _best(outcome, heldout.loss)
   return {"loss_best_island_alone": best, "steps_alone": steps}
-
-
-def held_out_loss(config: Config, corpus: data.Source):
-  """A function: held-out loss of a parameter tree, on a device no island uses."""
-  return evaluator(config, corpus).loss
 
 
 def evaluator(config: Config, corpus: data.Source) -> HeldoutLoss:

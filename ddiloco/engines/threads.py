@@ -11,7 +11,7 @@ import concurrent.futures
 import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
@@ -63,7 +63,7 @@ class ThreadsEngine(Engine):
     config: the run's.
     workdir: event logs go to `workdir/events`.
     corpus: opened training data (`training.data.open_data`).
-    loss: held-out loss of a parameter tree, for the evaluator.
+    measure: what held-out data say of a parameter tree, for the evaluator.
     islands: compiled by an earlier run of the same model and islands; None: new ones.
   """
 
@@ -72,10 +72,10 @@ class ThreadsEngine(Engine):
     config: Config,
     workdir: Path,
     corpus: data.Source,
-    loss: Callable[[dict[str, np.ndarray]], float],
+    measure: Callable[[dict[str, np.ndarray]], Mapping[str, float]],
     islands: dict[int, Island] | None = None,
   ):
-    super().__init__(config, workdir, loss)
+    super().__init__(config, workdir, measure)
     # Opened once: a restarted learner has nothing to prepare that could hold up the others.
     self._streams = [data.Stream(corpus, config, m) for m in range(config.num_islands())]
     self._start_time = self._training_since = time.monotonic()

@@ -20,7 +20,7 @@ from rich.text import Text
 from ddiloco.observe.guards import Drain, warn
 from ddiloco.observe.island_state import IslandState, LogEvent
 from ddiloco.observe.run_state import RunState
-from ddiloco.observe.style import clock_time, compact, island_colour, loss_text
+from ddiloco.observe.style import clock_time, compact, island_colour, loss_text, plain
 from ddiloco.protocol.events import IMPORTANT, Event
 
 FRAME_SECONDS = 1.0  # a frame costs some 5 ms of a core that also trains
@@ -66,10 +66,17 @@ def plain_line(view: RunState, now: float) -> str:
   parts = [
     f"[{clock_time(now)}] {view.progress:4.0%}",
     f"{clock_time(left)} left" if math.isfinite(left) and not view.finished else "",
-    f"held-out loss {loss_text(view.heldout_loss)}" if math.isfinite(view.heldout_loss) else "",
+    f"held-out loss {_losses(view)}" if math.isfinite(view.heldout_loss) else "",
     "islands: " + ", ".join(islands) if islands else "",
   ]
   return " · ".join(part for part in parts if part)
+
+
+def _losses(view: RunState) -> str:
+  """The held-out loss; behind it what else the model measures."""
+  others = (f"{plain(name)} {loss_text(each)}" for name, each in view.heldout_measures.items())
+  behind = ", ".join(others)
+  return loss_text(view.heldout_loss) + (f" ({behind})" if behind else "")
 
 
 def _header(view: RunState, now: float) -> Text:
@@ -87,7 +94,7 @@ def _header(view: RunState, now: float) -> Text:
   else:
     text.append(f"   {clock_time(view.seconds_left(now))} left")
   text.append("   held-out loss ")
-  text.append(loss_text(view.heldout_loss), style="bold")
+  text.append(_losses(view), style="bold")
   if running:
     text.append(f"   {compact(sum(running))} tokens/s", style="dim")
   return text

@@ -16,7 +16,7 @@ from typing import Any
 from ddiloco.observe.eventlog import stream_events
 from ddiloco.observe.goodput import Goodput
 from ddiloco.observe.run_state import RunState
-from ddiloco.observe.style import clock_time, compact, loss_text
+from ddiloco.observe.style import clock_time, compact, loss_text, plain
 from ddiloco.protocol.events import Event, Fault, Restart, RunStarted, Snapshot, finite
 
 # --- The key numbers of a run, from its events alone
@@ -62,9 +62,16 @@ def numbers(run: RunState) -> dict[str, Any]:
     "blocked_seconds": _number(run.blocked_seconds),
     "learners": _learners(run),
     **_account(run.ledger.report()),
+    **_measures(run),
     "torn_lines": run.torn_lines,
     **{name: count for name, count in _only_if_any(run) if count},
   }
+
+
+def _measures(run: RunState) -> dict[str, Any]:
+  """What the newest evaluation says beside the loss, if the model measures more."""
+  found = {name: _number(value) for name, value in run.heldout_measures.items()}
+  return {"heldout_measures_last": found} if found else {}
 
 
 def _only_if_any(run: RunState) -> list[tuple[str, int]]:
@@ -194,6 +201,10 @@ def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
   rows = [
     ("held-out loss, untrained", _loss(summary.get("loss_untrained"))),
     ("held-out loss, merged model", _loss(_first(summary, "loss_merged", "heldout_loss_last"))),
+    *(
+      (f"held-out {plain(name)}, merged model", _loss(each))
+      for name, each in summary.get("heldout_measures_last", {}).items()
+    ),
     ("held-out loss, best island alone", _loss(summary.get("loss_best_island_alone"))),
     ("time (min:s)", _with(summary.get("seconds"), clock_time)),
     ("tokens merged", _tokens(summary)),

@@ -62,6 +62,7 @@ class RunState:
     self.solo_rounds = 0  # of one island, again and again
     self.blocked_seconds = 0.0
     self.first_loss = self.heldout_loss = math.nan  # held-out, the first and the newest
+    self.heldout_measures: dict[str, float] = {}  # what else the newest evaluation says
     self.lone: deque[int] = deque()  # by recent commit, the only learner in it; -1: several
     self.log_events: deque[LogEvent] = deque(maxlen=RECENT_LOG_EVENTS)
     self.num_log_events = 0  # ever
@@ -383,7 +384,7 @@ class RunState:
     self._note(event, f"{role_name(event.target)} restarts", "plain")
 
   def _on_evaluation(self, event: events.Evaluation) -> None:
-    self.heldout_loss = event.loss
+    self.heldout_loss, self.heldout_measures = event.loss, event.measures
     if self.kinds[events.Evaluation] == 1:
       self.first_loss = event.loss
     self.curves.add_evaluation(event)

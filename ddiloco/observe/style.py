@@ -42,6 +42,11 @@ def clock_time(seconds: float) -> str:
   return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+def plain(name: str) -> str:
+  """What a model measures, as people say it: "image_loss" is an image loss."""
+  return name.replace("_", " ")
+
+
 def loss_text(loss: float) -> str:
   """A loss with three decimals, a dash before the first one."""
   return f"{loss:.3f}" if math.isfinite(loss) else "–"

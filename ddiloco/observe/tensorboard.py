@@ -47,7 +47,8 @@ def scalars(event: Event) -> tuple[int, dict[str, float]]:
       "sync/merge_seconds": event.merge_seconds,
     }
   if isinstance(event, Evaluation):
-    return event.merged_tokens, {"heldout/loss": event.loss}
+    measured = {"loss": event.loss, **event.measures}
+    return event.merged_tokens, {f"heldout/{name}": value for name, value in measured.items()}
   return 0, {}
 
 

@@ -384,11 +384,12 @@ class Unreplicated(Event, frozen=True, kw_only=True):
 
 
 class Evaluation(Event, frozen=True, kw_only=True):
-  """The held-out loss of the global model, in nats per token."""
+  """The held-out loss of the global model, in nats per token, and what else it measures."""
 
   merged_tokens: int
   global_step: int
   loss: float
+  measures: dict[str, float] = {}
 
 
 class Unevaluated(Event, frozen=True, kw_only=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -51,7 +51,7 @@ class Evaluator:
   Args:
     config: the run's.
     plan: how the model is partitioned.
-    loss: held-out loss of a parameter tree.
+    measure: what held-out data say of a parameter tree: "loss", and what else there is.
     runtime: what it lives with.
     incarnation: how often it was started before.
   """
@@ -60,7 +60,7 @@ class Evaluator:
     self,
     config: Config,
     plan: Plan,
-    loss: Callable[[dict[str, np.ndarray]], float],
+    measure: Callable[[dict[str, np.ndarray]], Mapping[str, float]],
     runtime: Runtime,
     incarnation: int = 0,
   ):
@@ -69,7 +69,7 @@ class Evaluator:
     self.store = HostParams(config, plan)
     self.exchange = Exchange(state, config, plan, self.store, runtime)
     self.recorder = runtime.recorder
-    self._loss = loss
+    self._heldout = measure
     self._evaluations = config.run.evaluations
     self._every = config.run.total_tokens / max(1, self._evaluations)
 
@@ -120,10 +120,11 @@ class Evaluator:
     """One evaluation; one that fails is said, and the model is followed on: it is the result."""
     at = {"merged_tokens": merged_tokens, "global_step": global_step}
     try:
-      loss = self._loss(params)
+      measures = dict(self._heldout(params))
+      loss = measures.pop("loss")
     except Exception as error:  # no memory for it, ...
       reason = f"{type(error).__name__}: {error}"
       warn(f"the held-out loss at {merged_tokens} merged tokens is missing: {reason}. It goes on.")
       self.recorder.record(events.Unevaluated(**at, reason=reason))
     else:
-      self.recorder.record(events.Evaluation(**at, loss=loss))
+      self.recorder.record(events.Evaluation(**at, loss=loss, measures=measures))

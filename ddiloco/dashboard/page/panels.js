@@ -34,7 +34,7 @@ function figures(status) {
   const over = status.phase === "over";
   const restarts = status.islands.reduce((sum, island) => sum + island.restarts, 0);
   const rows = [
-    ["Held-out loss", loss(status.heldout_loss), "nats per token"],
+    ["Held-out loss", loss(status.heldout_loss), measures(status.heldout_measures)],
     over
       ? ["Islands", String(status.islands.length), plural(restarts, "restart")]
       : [
@@ -60,6 +60,14 @@ function figures(status) {
       html("div", null, html("dt", null, name), html("dd", null, value), html("dd", null, more)),
     ),
   );
+}
+
+// What else the model measures, in the place of the loss's unit.
+function measures(values) {
+  const parts = Object.entries(values).map(
+    ([name, value]) => `${name.replaceAll("_", " ")} ${loss(value)}`,
+  );
+  return parts.join(", ") || "nats per token";
 }
 
 function overTime(status) {
