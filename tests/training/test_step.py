@@ -16,12 +16,14 @@ LAYERS = 6  # enough for a loop
 MATRIX = 4 * 64 * 192  # bytes of one of an MLP's three
 
 
-def exchanged(experts: int, **mesh):
+def exchanged(experts: int, image_size: int = 0, **mesh):
   """(The island's step, its collectives)."""
+  model = {"num_layers": LAYERS, "vocab_size": 512, "num_experts": experts}
   config = from_dict(
     {
-      "model": {"num_layers": LAYERS, "vocab_size": 512, "num_experts": experts},
-      "data": {"sequence_length": 4},  # so that no activation is as large as a matrix
+      "model": {**model, "image_size": image_size},
+      # So short that no activation is as large as a matrix.
+      "data": {"sequence_length": 4, "custom": "any.module:pairs" if image_size else ""},
       "islands": {"devices": 8, "batch_size": 8, "remat": "full", "loss_chunks": 4, **mesh},
     }
   )
@@ -36,8 +38,8 @@ def gathered_matrices(found, matrix: int) -> int:
 
 @pytest.mark.parametrize(
   ("experts", "mesh"),
-  [(0, {"fsdp": 8}), (4, {"fsdp": 4, "tensor": 2})],
-  ids=["dense", "mixture"],
+  [(0, {"fsdp": 8}), (4, {"fsdp": 4, "tensor": 2}), (0, {"fsdp": 8, "image_size": 2})],
+  ids=["dense", "mixture", "images"],
 )
 def test_weights_are_gathered_a_layer_at_a_time(experts, mesh):
   parts, found = exchanged(experts, **mesh)
