@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # (config, topology); "" is the config's own.
 DENSE = [(f"dense.py:{p}", "") for p in ("100m", "500m", "1b", "2b", "5b", "9b", "12b")]
 ALSO = [("dense.py:12b", "v6e:8x8"), ("moe.py:3.8b", ""), ("moe.py:3.8b", "v6e:8x8")]
-ROWS = [*DENSE, *ALSO, ("regions_12b.py", "")]
+ROWS = [*DENSE, *ALSO, ("regions_12b.py", ""), ("text_image.py:2b", "")]
 LARGEST = {("dense.py:12b", ""), ("dense.py:12b", "v6e:8x8")}
 FREE = 0.1  # of the memory, at the largest batch
 TRIES = 4

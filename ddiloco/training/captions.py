@@ -25,7 +25,7 @@ import numpy as np
 
 from ddiloco.config import Config, DataConfig
 from ddiloco.models.images import NO_TEXT
-from ddiloco.training.data import Corpus, Order, check_token_ids, open_corpus
+from ddiloco.training.data import Corpus, ReadingOrder, check_token_ids, open_corpus
 from ddiloco.training.sources import DataError
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -75,7 +75,7 @@ class Pairs:
     # Text first: it refuses a learner or a corpus that cannot be.
     text = self._corpus.batches(config, learner, batch_size - num_images)
     trained_on = np.flatnonzero(~self.is_heldout_N)
-    order = Order(len(trained_on), config, learner)
+    order = ReadingOrder(len(trained_on), config, learner)
     return Batches(self, text, trained_on, order, num_images, config.model.vocab_size)
 
   def heldout_batches(self, batch_size: int) -> list[dict[str, np.ndarray]]:
@@ -149,7 +149,7 @@ class Batches:
   pairs: Pairs
   text: Any  # rows of text alone, by position
   trained_on: np.ndarray  # images
-  order: Order  # of them
+  order: ReadingOrder  # of them
   num_images: int  # of a batch
   vocab_size: int
 

@@ -239,7 +239,7 @@ def _bisection(lap: int) -> float:
   return int(bits[::-1], 2) / 2 ** len(bits)
 
 
-class Order:
+class ReadingOrder:
   """What of `count` things a learner reads, without end: each epoch is a new permutation.
 
   In its epoch, learner m of M reads places m, m + M, m + 2M, ... of the permutation of all of them:
@@ -265,7 +265,7 @@ class Order:
 
 
 class _Batches(grain.MapDataset[np.ndarray]):
-  """Batch number -> tokens [B, T + 1] of the training windows, in the learner's `Order`."""
+  """Batch number -> tokens [B, T + 1] of the training windows, in the learner's `ReadingOrder`."""
 
   def __init__(self, corpus: Corpus, config: Config, learner: int, batch_size: int):
     super().__init__()
@@ -273,7 +273,7 @@ class _Batches(grain.MapDataset[np.ndarray]):
     self._path = corpus.data.path or corpus.data.source
     self._vocab_size = config.model.vocab_size
     self._batch_size = batch_size or config.islands.island(learner).batch_size
-    self._order = Order(len(self._windows), config, learner)
+    self._order = ReadingOrder(len(self._windows), config, learner)
 
   def __len__(self) -> int:
     return sys.maxsize // self._batch_size
