@@ -21,7 +21,7 @@ class Toy(Engine):
   """One role; each of its lives is a function of `lives`, or an error that its start raises."""
 
   def __init__(self, workdir: Path, *lives, **sections):
-    super().__init__(make_config(learners=1, **sections), workdir, lambda params: 0.0)
+    super().__init__(make_config(learners=1, **sections), workdir, lambda params: {"loss": 0.0})
     self.lives = list(lives)
     self.starts: list[tuple[int, bool]] = []
     self.began = time.monotonic()

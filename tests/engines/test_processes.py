@@ -348,10 +348,10 @@ def test_what_no_child_could_run_is_refused_on_construction(tmp_path):
   config = from_dict({**TINY, "sync": {"num_shards": 0}})
   corpus = data.open_corpus(config.data)
   with pytest.raises(ConfigError, match=r"sync.num_shards = 0: .*Fix: .*--engine=threads"):
-    ProcessesEngine(config, tmp_path, corpus, lambda params: 0.0)
+    ProcessesEngine(config, tmp_path, corpus, lambda params: {"loss": 0.0})
   config = from_dict({**TINY, "islands": {"batch_size": 10**6}})
   with pytest.raises(ConfigError, match=r"islands\.batch_size"):
-    ProcessesEngine(config, tmp_path, corpus, lambda params: 0.0)
+    ProcessesEngine(config, tmp_path, corpus, lambda params: {"loss": 0.0})
   assert not list(tmp_path.iterdir())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import types
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -152,7 +153,8 @@ class Runner:
 def train(workdir, outcome, loss) -> int:
   workdir.mkdir(exist_ok=True)
   (workdir / "config.json").write_text(CONFIG.to_json())
-  return session._train(Runner(outcome), CONFIG, workdir, None, loss)
+  heldout = types.SimpleNamespace(loss=loss)
+  return session._train(Runner(outcome), CONFIG, workdir, None, heldout)
 
 
 @pytest.mark.parametrize(
@@ -249,17 +251,17 @@ def test_an_evaluation_that_fails_is_named_and_the_run_goes_on(tmp_path, monkeyp
   corpus = data.open_corpus(config.data)
   asked = []
 
-  def sometimes(tree) -> float:
+  def sometimes(tree) -> dict[str, float]:
     asked.append(1)
     if len(asked) == 1:
       raise MemoryError("no room")
-    return 2.0
+    return {"loss": 2.0}
 
   from ddiloco.engines import threads
 
   real = threads.ThreadsEngine.__init__
 
-  def init(self, config, workdir, corpus, loss, islands=None):
+  def init(self, config, workdir, corpus, measure, islands=None):
     real(self, config, workdir, corpus, sometimes, islands)
 
   monkeypatch.setattr(threads.ThreadsEngine, "__init__", init)

@@ -74,7 +74,7 @@ def test_islands_go_on_from_every_snapshot_bit_by_bit(tmp_path, monkeypatch):
   islands = {m: Island(config, m, group, plan) for m, group in enumerate(groups)}
 
   def run(workdir: Path) -> dict[str, bytes]:
-    engine = threads.ThreadsEngine(config, workdir, corpus, lambda params: 0.0, islands)
+    engine = threads.ThreadsEngine(config, workdir, corpus, lambda params: {"loss": 0.0}, islands)
     assert engine.run().reason == "finished"
     return end_of(engine)
 

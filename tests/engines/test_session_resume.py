@@ -83,7 +83,7 @@ def by_threads(corpus, config, workdir):
 
 
 def by_processes(corpus, config, workdir):
-  ProcessesEngine(config, workdir, corpus, lambda params: 0.0).run()
+  ProcessesEngine(config, workdir, corpus, lambda params: {"loss": 0.0}).run()
 
 
 def refused(corpus, config, workdir, engine) -> str:
@@ -258,7 +258,7 @@ def test_a_run_stopped_before_its_evaluator_had_the_model_leaves_that_of_the_new
 ):
   """And not the initial values, in place of a better result that is there."""
   config = endless()
-  engine = ProcessesEngine(config, workdir, corpus, lambda params: 0.0)
+  engine = ProcessesEngine(config, workdir, corpus, lambda params: {"loss": 0.0})
   found = engine._newest_params()
   plan = initial.make_plan(config)
   restored = restore.restore_fragments(storage_of(workdir), plan, range(len(plan.fragments)))

@@ -129,7 +129,7 @@ class Ran:
       if stop_after and stop_after(event):
         engine.stop.set()
 
-    engine = ThreadsEngine(config, workdir, corpus, lambda params: 2.0, self.islands)
+    engine = ThreadsEngine(config, workdir, corpus, lambda params: {"loss": 2.0}, self.islands)
     self.longest_pause = 0.0  # seconds between two looks: what this machine does to a bystander
     over = threading.Event()
     bystander = threading.Thread(target=self._look, args=(over,))

@@ -74,7 +74,7 @@ def run(config: Config, workdir, to_the_end: bool = False) -> str:
 
   corpus = data.open_corpus(config.data)
   with cheap_loss():
-    engine = ThreadsEngine(config, workdir, corpus, lambda params: 0.0)
+    engine = ThreadsEngine(config, workdir, corpus, lambda params: {"loss": 0.0})
     return engine.run([listen]).reason
 
 

@@ -276,7 +276,7 @@ def test_the_evaluator_overwrites_whatever_the_learners_do(bench):
   )
   plan = initial.make_plan(config)
   wire = Wire()
-  evaluator = Evaluator(config, plan, lambda params: 0.0, Runtime(wire, NullRecorder()))
+  evaluator = Evaluator(config, plan, lambda params: {"loss": 0.0}, Runtime(wire, NullRecorder()))
   exchange = evaluator.exchange
   values = [[vector(f.size) for _ in range(2)] for f in plan.fragments]
   try:
