@@ -3,10 +3,10 @@
 Axes in names: B batch, I pixels a side, C channels, P patches, N values of a patch, D model dim.
 
 A row has T positions, whatever is in it. In a row with an image the first P of them are its
-patches, row by row, and the text has T - P; in a row of text alone the text has them all. Which
-one it is says the row's first token: below 0 there is an image (see `training.captions` for such
-batches). Attention is causal over all of it, so every fused kernel serves as it is, and every text
-token sees the whole image.
+patches, row by row, and the text has T - P; in a row of text alone the text has them all. A first
+token below 0 says that the row has an image (`training.captions` makes such batches). Attention is
+causal over all of it, so every fused kernel serves as it is, and every text token sees the whole
+image.
 """
 
 from __future__ import annotations

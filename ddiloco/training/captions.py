@@ -89,14 +89,9 @@ class Pairs:
     images = heldout[np.arange(count * num_images) * len(heldout) // (count * num_images)]
     places = np.arange(count * (size - num_images))
     windows = places * len(self._corpus.heldout) // len(places)
-    return [
-      self.rows(
-        images[n * num_images :][:num_images],
-        images[n * num_images :][:num_images],
-        self._corpus.heldout.read(windows[n * (size - num_images) :][: size - num_images]),
-      )
-      for n in range(count)
-    ]
+    parts = zip(np.split(images, count), np.split(windows, count))
+    # An image's number chooses its phrasing: all of them are held out alike.
+    return [self.rows(mine, mine, self._corpus.heldout.read(text)) for mine, text in parts]
 
   def caption(self, image: int, phrase: int) -> str:
     """What is said of an image, in one of the phrasings."""
