@@ -10,7 +10,7 @@ from typing import Any
 
 from ddiloco.config import SyncConfig
 from ddiloco.observe.eventlog import FLUSH_SECONDS
-from ddiloco.observe.island_state import IslandState, phase, role_name
+from ddiloco.observe.island_state import IslandState, Speed, finite_or, phase, role_name
 from ddiloco.observe.run_state import RunState
 from ddiloco.observe.style import clock_time, island_colour
 from ddiloco.protocol.events import parse_role
@@ -42,7 +42,7 @@ def status(
   seen = now - LAG_SECONDS if state == "running" else now
   fragments = range(max([run.num_fragments, *(p + 1 for p in run.versions)]))
   islands = [_island(run, m, state, seen, fragments) for m in sorted(run.islands)]
-  rates = [i["tokens_per_second"] for i in islands if i["state"] == "running"]
+  speed = run.speed(seen) if state == "running" else None
   return {
     "name": run.name,
     "phase": state,
@@ -52,7 +52,8 @@ def status(
     "progress": round(run.progress, 5),
     "tokens_done": round(run.tokens_done),
     "total_tokens": run.total_tokens,
-    "tokens_per_second": round(sum(rate or 0 for rate in rates)) if state == "running" else None,
+    "tokens_per_second": round(finite_or(speed.tokens_per_second, 0)) if speed else None,
+    **_speed(speed),
     "heldout_loss": _number(run.heldout_loss),
     "commits": run.commits,
     "solo": (run.solo if state == "running" else "") or None,
@@ -104,11 +105,17 @@ def _island(run: RunState, m: int, state: str, seen: float, fragments: range) ->
     "loss": _number(island.loss),
     "tokens": island.tokens,
     "tokens_per_second": _number(island.tokens_per_second, 1) if shown == "running" else None,
+    **_speed(island.speed if shown == "running" else None),
     "step_seconds": _number(island.step_seconds),
     "participation": round(island.commits / run.commits, 4) if run.commits else None,
     "participation_recent": _number(island.participation),
     "versions": [island.versions.get(p) for p in fragments],
   }
+
+
+def _speed(speed: Speed | None) -> dict[str, Any]:
+  per_chip, mfu = (speed.per_chip, speed.mfu) if speed else (math.nan, math.nan)
+  return {"tokens_per_second_per_chip": _number(per_chip, 1), "mfu": _number(mfu)}
 
 
 def _shards(run: RunState) -> list[dict[str, Any]]:

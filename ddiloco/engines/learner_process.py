@@ -99,7 +99,7 @@ def _life(runner: RoleRunner, number: int, island, stream, storage) -> int:
   role = Learner(beginning, config, plan, island, stream.iterate, runtime)
   exchange = role.exchange
   runner.ready = lambda: _joining(exchange.state, endpoint.links(), config)
-  runner.progress = lambda: _trained(exchange.state, config)
+  runner.progress = lambda: _trained(exchange.state, config, runner.speed())
   runner.usual_seconds = lambda: exchange.state.step_seconds
   try:
     role.run(runner.faults, runner.stopped, config.network.drain_seconds)
@@ -135,9 +135,10 @@ def _joining(state: LearnerState, links: dict, config: Config) -> str:
   )
 
 
-def _trained(state: LearnerState, config: Config) -> str:
+def _trained(state: LearnerState, config: Config, fast: str = "") -> str:
   share = min(1.0, state.merged_tokens / config.run.total_tokens)
   speed = f", {1000 * state.step_seconds:.0f} ms a step" if state.step_seconds else ""
+  speed += f", {fast}" if fast else ""
   return (
     f"global step {state.global_step}{speed}, {compact(state.trained_tokens)} tokens trained here;"
     f" {share:.0%} of the run is merged"

@@ -33,7 +33,7 @@ from ddiloco.observe.guards import Guard, ended, say
 from ddiloco.observe.run_state import RunState
 from ddiloco.observe.style import clock_time
 from ddiloco.protocol import events
-from ddiloco.protocol.events import Event
+from ddiloco.protocol.events import Event, parse_role
 from ddiloco.roles import initial
 
 LOOK_SECONDS = 0.5  # between two looks at the role
@@ -284,6 +284,11 @@ class RoleRunner:
   def say(self, text: str) -> None:
     """One line on the terminal of this process, if it has one."""
     say(f"[{clock_time(time.time() - self.started)}] {self.address}: {text}")
+
+  def speed(self) -> str:
+    """How fast the role, a learner, trains, in words; "" before it is known."""
+    island = self._seen.islands.get(parse_role(self.address)[1])
+    return island.speed.text() if island is not None else ""
 
   # --- beside it ----------------------------------------------------------------------------------
 

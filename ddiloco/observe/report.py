@@ -15,6 +15,7 @@ from typing import Any
 
 from ddiloco.observe.eventlog import stream_events
 from ddiloco.observe.goodput import Goodput
+from ddiloco.observe.island_state import Speed
 from ddiloco.observe.run_state import RunState
 from ddiloco.observe.style import clock_time, compact, loss_text
 from ddiloco.protocol.events import Event, Fault, Restart, RunStarted, Snapshot, finite
@@ -35,6 +36,8 @@ def numbers(run: RunState) -> dict[str, Any]:
     `bytes_sent` and `bytes_received` add up all roles, so each message counts once in either;
     `survivor_max_gap_ratio` is the longest pause of a surviving island around a planned kill of
     another (kill to its first merge after rejoining, else 30 s) over its own median step gap.
+    `tokens_per_second_per_chip` and `mfu` (docs/accelerators.md) are those of islands at their
+    median step; a CPU has no MFU.
     `goodput`, `uptime` and the causes in `lost_time` are those of `observe/goodput.py`.
   """
   kinds, (sent, received) = run.kinds, run.traffic.totals()
@@ -58,6 +61,7 @@ def numbers(run: RunState) -> dict[str, Any]:
     "faults": kinds[Fault],
     "snapshots": kinds[Snapshot],
     "restarts": kinds[Restart],
+    **_speed(run.usual_speed),
     **_kills(run),
     "blocked_seconds": _number(run.blocked_seconds),
     "learners": _learners(run),
@@ -109,7 +113,15 @@ def _account(account: Goodput) -> dict[str, Any]:
   }
 
 
+def _speed(speed: Speed) -> dict[str, Any]:
+  return {
+    "tokens_per_second_per_chip": _number(speed.per_chip),
+    "mfu": _number(speed.mfu),
+  }
+
+
 def _learners(run: RunState) -> dict[str, Any]:
+  speeds = run.usual_speeds
   return {
     str(m): {
       "lives": island.lives,
@@ -117,6 +129,7 @@ def _learners(run: RunState) -> dict[str, Any]:
       "tokens": island.tokens,
       "loss": _number(island.loss),
       "median_step_gap_seconds": _number(run.kills.medians[m].value),
+      **_speed(speeds[m]),
       "refused_pushes": island.refused,
     }
     for m, island in sorted(run.islands.items())
@@ -209,6 +222,8 @@ def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     ("goodput", _share(summary.get("goodput"))),
     ("where the rest of the chip time went", _causes(summary)),
     ("uptime", _share(summary.get("uptime"))),
+    ("tokens per second and chip", _with(summary.get("tokens_per_second_per_chip"), compact)),
+    ("MFU", _share(summary.get("mfu"))),
     ("time learners were blocked", _with(summary.get("blocked_seconds"), lambda s: f"{s:.3g} s")),
     ("bytes sent", _with(summary.get("bytes_sent"), lambda b: f"{compact(b)}B")),
     ("lines of the log that cannot be read", _damaged(summary)),
@@ -249,11 +264,13 @@ def _learner_table(summary: Mapping[str, Any]) -> str:
     f"<td>{compact(each['tokens'])}</td><td>{_loss(each['loss']) or '–'}</td>"
     f"<td>{_share(alive.get(m)) or '–'}</td>"
     f"<td>{_with(shares.get(m), lambda share: f'{share:.0%}') or '–'}</td>"
-    f"<td>{_with(each['median_step_gap_seconds'], lambda s: f'{1000 * s:.0f} ms') or '–'}</td></tr>"
+    f"<td>{_with(each['median_step_gap_seconds'], lambda s: f'{1000 * s:.0f} ms') or '–'}</td>"
+    f"<td>{_with(each.get('tokens_per_second_per_chip'), compact) or '–'}</td>"
+    f"<td>{_share(each.get('mfu')) or '–'}</td></tr>"
     for m, each in learners.items()
   )
   names = ("island", "lives", "steps", "tokens", "last loss")
-  names += ("time training", "commits joined", "median step")
+  names += ("time training", "commits joined", "median step", "tokens/s a chip", "MFU")
   header = "".join(f"<th>{name}</th>" for name in names)
   return f'<table class="wide"><tr>{header}</tr>{rows}</table>'
 

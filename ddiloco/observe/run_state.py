@@ -21,8 +21,10 @@ from ddiloco.observe.island_state import (
   IslandState,
   LogEvent,
   ShardState,
+  Speed,
   finite_or,
   role_name,
+  speed,
 )
 from ddiloco.observe.round_history import Rounds
 from ddiloco.observe.series import Curves, TrafficTotals
@@ -132,6 +134,25 @@ class RunState:
       f" others do is not in the global model.{why} sync.min_quorum allows it."
     )
 
+  def speed(self, time: float) -> Speed:
+    """Of all islands that train at that time."""
+    islands = self.islands.values()
+    return speed((i, i.tokens_per_second) for i in islands if i.state_at(time) == "running")
+
+  @property
+  def usual_speeds(self) -> dict[int, Speed]:
+    """Of every island over the run: its tokens a step by its median time from step to step."""
+    return {m: speed([(each, self._usual_rate(m))]) for m, each in sorted(self.islands.items())}
+
+  def _usual_rate(self, m: int) -> float:
+    island, usual = self.islands[m], self.kills.medians[m].value
+    return island.tokens / island.steps / usual if island.steps and usual > 0 else math.nan
+
+  @property
+  def usual_speed(self) -> Speed:
+    """Of all islands together, if each trains as usual."""
+    return speed((island, self._usual_rate(m)) for m, island in self.islands.items())
+
   def seconds_left(self, time: float) -> float:
     """At the pace since the first step; NaN while that says nothing yet."""
     done = self.progress
@@ -222,6 +243,7 @@ class RunState:
       self._count_life(island, event.incarnation)
       island.step, island.tokens_per_second, island.step_time = 0, math.nan, math.nan
       island.versions = {}  # a new life has nothing until it is told
+      island.start(event)
 
   def _on_joined(self, event: events.Joined) -> None:
     kind, number = parse_role(event.role)

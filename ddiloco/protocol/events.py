@@ -70,6 +70,8 @@ class Started(Event, frozen=True, kw_only=True):
   mesh: tuple[int, ...] = ()  # data, fsdp, tensor
   batch_size: int = 0  # sequences
   attention: str = ""  # its path: einsum, splash or cudnn
+  flops_per_token: float = 0.0  # forward and backward; 0: the model does not say
+  peak_flops_per_second: float = 0.0  # of one device; 0: not known
   learners: int = 0  # that its config plans; 0: as the saved config does
   planned_steps: int = 0
   fragments: tuple[int, ...] = ()  # of a shard

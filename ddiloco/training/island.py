@@ -22,7 +22,7 @@ from ddiloco.config import Config
 from ddiloco.core.fragments import Plan, split_flat
 from ddiloco.models.model import Batch
 from ddiloco.training import inner
-from ddiloco.training.devices import make_mesh, require_one_process
+from ddiloco.training.devices import PEAK_FLOPS, make_mesh, require_one_process
 from ddiloco.training.programs import (
   PARAMS,
   PieceKind,
@@ -82,12 +82,15 @@ class Island:
     self._in_flight: jax.Array | None = None
 
   def describe(self) -> dict[str, Any]:
-    """For the events: devices, mesh [data, fsdp, tensor], batch size and the path of attention."""
+    """For the events: devices, mesh [data, fsdp, tensor], batch size, the path of attention, and
+    what an MFU is made of."""
     return {
       "devices": self.mesh.size,
       "mesh": [int(n) for n in self.mesh.devices.shape],
       "batch_size": self._island.batch_size,
       "attention": self._parts.execution.attention,
+      "flops_per_token": self._parts.flops_per_token(),
+      "peak_flops_per_second": PEAK_FLOPS.get(self.mesh.devices.flat[0].device_kind, 0.0),
     }
 
   # --- programs -----------------------------------------------------------------------------------
