@@ -17,6 +17,7 @@ from ddiloco.protocol.events import parse_role
 
 LAG_SECONDS = 2 * FLUSH_SECONDS  # an event may be so old when it is read: that is no stall
 SILENT_SECONDS = 60.0  # nothing new for so long: no role is there to write ...
+SHOWN_REJOINS = 12
 STARTING_SECONDS = 900.0  # ... or so long before the first step, which compiles
 OVER = {
   "finished": "The run is over: it merged all its tokens.",
@@ -41,6 +42,7 @@ def status(
   now = max(now, run.time) if state in ("starting", "running") else run.time
   seen = now - LAG_SECONDS if state == "running" else now
   fragments = range(max([run.num_fragments, *(p + 1 for p in run.versions)]))
+  spans = run.tracks.spans(run.islands, now, seen)
   islands = [_island(run, m, state, seen, fragments) for m in sorted(run.islands)]
   speed = run.speed(seen) if state == "running" else None
   return {
@@ -63,8 +65,11 @@ def status(
     "fragments": [run.versions.get(p) for p in fragments],
     "waiting": _waiting(run, state, sync),
     "goodput": _goodput(run),
-    "timeline": _timeline(run, now, seen),
+    "timeline": _timeline(run, spans),
     "curves": _curves(run),
+    "heat": run.heat.as_json(spans, sorted(run.islands), now),
+    "rejoins": run.rejoins.as_json(SHOWN_REJOINS),
+    "hangs": run.num_hangs,
     "links": run.traffic.as_json(seen),
     "odd_events": run.odd_events,
     "log_events": [
@@ -159,9 +164,8 @@ def _goodput(run: RunState) -> dict[str, Any] | None:
   }
 
 
-def _timeline(run: RunState, now: float, seen: float) -> dict[str, Any]:
+def _timeline(run: RunState, spans: dict[str, list[list]]) -> dict[str, Any]:
   tracks = run.tracks
-  spans = tracks.spans(run.islands, now, seen)
   order = sorted(spans, key=parse_role)
   return {
     "lanes": [{"role": r, "name": role_name(r), "spans": spans[r]} for r in order],

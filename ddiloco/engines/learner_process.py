@@ -36,6 +36,7 @@ def run_learner(config: Config, number: int, place: RoleSpec) -> int:
 
 
 def _learner(runner: RoleRunner, number: int) -> int:
+  runner.recorder.record(events.Launched())
   import jax
 
   from ddiloco.training import data

@@ -16,6 +16,7 @@ from typing import Any
 from ddiloco.observe.eventlog import stream_events
 from ddiloco.observe.goodput import Goodput
 from ddiloco.observe.island_state import Speed
+from ddiloco.observe.rejoins import PHASES
 from ddiloco.observe.run_state import RunState
 from ddiloco.observe.style import clock_time, compact, loss_text
 from ddiloco.protocol.events import Event, Fault, Restart, RunStarted, Snapshot, finite
@@ -64,10 +65,12 @@ def numbers(run: RunState) -> dict[str, Any]:
     **_speed(run.usual_speed),
     **_kills(run),
     "blocked_seconds": _number(run.blocked_seconds),
+    "rejoins": run.rejoins.as_json(),
     "learners": _learners(run),
     **_account(run.ledger.report()),
     "torn_lines": run.torn_lines,
     **{name: count for name, count in _only_if_any(run) if count},
+    **({"hangs": _hangs(run)} if run.num_hangs else {}),
   }
 
 
@@ -75,6 +78,8 @@ def _only_if_any(run: RunState) -> list[tuple[str, int]]:
   return [
     ("odd_events", run.odd_events),  # not as this version writes them
     ("solo_rounds", run.solo_rounds),  # of one island again and again, though there were others
+    ("num_hangs", run.num_hangs),
+    ("rejoins_left_out", run.rejoins.left_out),  # before those in `rejoins`
     ("kills_left_out", run.kills.left_out),  # before those in `kills`
   ]
 
@@ -113,6 +118,14 @@ def _account(account: Goodput) -> dict[str, Any]:
   }
 
 
+def _hangs(run: RunState) -> list[dict[str, Any]]:
+  """The newest, with what every thread was doing."""
+  return [
+    {"role": e.target, "seconds": e.time, "silent_seconds": e.seconds, "stacks": e.stacks}
+    for e in run.hangs
+  ]
+
+
 def _speed(speed: Speed) -> dict[str, Any]:
   return {
     "tokens_per_second_per_chip": _number(speed.per_chip),
@@ -141,6 +154,7 @@ def _number(value: float) -> float | None:
   return round(value, 6) if math.isfinite(value) else None
 
 
+SHOWN_REJOINS = 20
 PICTURES = {  # file: (title, caption)
   "loss.png": (
     "Loss",
@@ -220,6 +234,7 @@ def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     ),
     ("goodput, without the first start-up", _share(summary.get("goodput_training"))),
     ("goodput", _share(summary.get("goodput"))),
+    ("loops that hung", str(summary.get("num_hangs") or "")),
     ("where the rest of the chip time went", _causes(summary)),
     ("uptime", _share(summary.get("uptime"))),
     ("tokens per second and chip", _with(summary.get("tokens_per_second_per_chip"), compact)),
@@ -246,7 +261,8 @@ def page(summary: Mapping[str, Any]) -> str:
   )
   sample = summary.get("sample")
   text = f"<h2>A sample of its text</h2><pre>{html.escape(str(sample))}</pre>" if sample else ""
-  body = f"<h1>{name}</h1><table>{numbers}</table>{_learner_table(summary)}{pictures}{text}"
+  tables = _learner_table(summary) + _rejoin_table(summary) + _hang_texts(summary)
+  body = f"<h1>{name}</h1><table>{numbers}</table>{tables}{pictures}{text}"
   footer = '<p>All numbers: <a href="summary.json">summary.json</a></p>'
   head = f'<meta charset="utf-8"><title>{name}: ddiloco report</title><style>{_CSS}</style>'
   view = '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -273,6 +289,36 @@ def _learner_table(summary: Mapping[str, Any]) -> str:
   names += ("time training", "commits joined", "median step", "tokens/s a chip", "MFU")
   header = "".join(f"<th>{name}</th>" for name in names)
   return f'<table class="wide"><tr>{header}</tr>{rows}</table>'
+
+
+def _rejoin_table(summary: Mapping[str, Any]) -> str:
+  """Where the seconds of every rejoin went, the newest last; a phase that none has is left out."""
+  rejoins = (summary.get("rejoins") or [])[-SHOWN_REJOINS:]
+  if not rejoins:
+    return ""
+  phases = [phase for phase in PHASES if any(phase in each["phases"] for each in rejoins)]
+  names = ("island", "died at", *(phase.replace("_", " ") for phase in phases), "all")
+  rows = "".join(
+    f"<tr><td>{each['learner']}</td><td>{clock_time(each['time'])}</td>"
+    + "".join(f"<td>{_seconds(each['phases'].get(phase))}</td>" for phase in phases)
+    + f"<td>{_seconds(each['seconds']) if each['seconds'] is not None else 'not merged'}</td></tr>"
+    for each in rejoins
+  )
+  header = "".join(f"<th>{name}</th>" for name in names)
+  title = "<h2>Rejoins, from death to merge, in seconds</h2>"
+  return f'{title}<table class="wide"><tr>{header}</tr>{rows}</table>'
+
+
+def _seconds(value: float | None) -> str:
+  return "–" if value is None else f"{value:.2f}"
+
+
+def _hang_texts(summary: Mapping[str, Any]) -> str:
+  return "".join(
+    f"<details><summary>{html.escape(each['role'])} hung at {clock_time(each['seconds'])}:"
+    f" where its threads were</summary><pre>{html.escape(each['stacks'])}</pre></details>"
+    for each in summary.get("hangs") or []
+  )
 
 
 def _damaged(summary: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 from ddiloco.config import Config
 from ddiloco.observe.goodput import Ledger
 from ddiloco.observe.guards import warn
+from ddiloco.observe.heat import Heat
 from ddiloco.observe.island_state import (
   DOWN,
   RECENT_COMMITS,
@@ -26,6 +27,7 @@ from ddiloco.observe.island_state import (
   role_name,
   speed,
 )
+from ddiloco.observe.rejoins import Rejoins
 from ddiloco.observe.round_history import Rounds
 from ddiloco.observe.series import Curves, TrafficTotals
 from ddiloco.observe.tracks import Kills, Tracks
@@ -33,6 +35,7 @@ from ddiloco.protocol import events
 from ddiloco.protocol.events import Event, parse_role
 
 RECENT_LOG_EVENTS = 8
+RECENT_HANGS = 8
 NOTE_SECONDS = 5.0  # the same text is said once within so long: every shard tells of a member
 LONE_SHARE = 0.9  # so many of the newest rounds with one island each: it is no chance any more
 LEAST_ROUNDS = 4  # that are judged; of more fragments, as many as these, but RECENT_COMMITS at most
@@ -71,6 +74,9 @@ class RunState:
     self.finished = ""  # why the run ended
     self.ledger, self.tracks, self.kills = Ledger(), Tracks(), Kills()
     self.rounds, self.traffic, self.curves = Rounds(), TrafficTotals(), Curves()
+    self.heat, self.rejoins = Heat(), Rejoins()
+    self.hangs: deque[events.Hung] = deque(maxlen=RECENT_HANGS)  # the newest
+    self.num_hangs = 0  # ever
     if config is not None:
       self.total_tokens, self.num_shards = config.run.total_tokens, config.sync.num_shards
       for m in range(config.islands.num_learners):
@@ -97,6 +103,7 @@ class RunState:
     self.kills.add(event)
     self.ledger.take(event)
     self.rounds.add(event)
+    self.rejoins.add(event)
 
   # --- what follows from it -----------------------------------------------------------------------
 
@@ -228,6 +235,7 @@ class RunState:
     for s in range(event.num_shards):
       self._shard(s, event.time)
     self.curves.limit(len(self.islands))
+    self.heat.limit(len(self.islands))
 
   def _on_run_finished(self, event: events.RunFinished) -> None:
     self.finished = event.reason or "finished"
@@ -283,6 +291,7 @@ class RunState:
     island.steps += 1
     self.blocked_seconds += event.blocked_seconds
     self.curves.add_step(event, m, island.lives)
+    self.heat.add(event, m)
     if newest:  # else a predecessor's last words
       self._step(event, m, island)
 
@@ -404,6 +413,22 @@ class RunState:
     self._target_is(event.target, event.time, "restarting")
     self._note(event, f"{role_name(event.target)} restarts", "plain")
 
+  def _on_hung(self, event: events.Hung) -> None:
+    self.hangs.append(event)
+    self.num_hangs += 1
+    usual = f"a step takes {event.usual_seconds:.2g} s" if event.usual_seconds else "its first step"
+    text = f"hangs: silent for {event.seconds:.0f} s ({usual}); its log has all stacks"
+    self._note(event, f"{role_name(event.target)} {text}", "bad")
+    self.tracks.mark(event.time, event.target, "hang", f"hangs for {event.seconds:.0f} s")
+
+  def _on_profiled(self, event: events.Profiled) -> None:
+    text = f"{event.steps} steps of {role_name(event.target)} are traced: {event.path}"
+    self._note(event, text, "plain")
+
+  def _on_unprofiled(self, event: events.Unprofiled) -> None:
+    text = f"{role_name(event.target)} could not be traced: {event.reason}"
+    self._note(event, text, "bad")
+
   def _on_evaluation(self, event: events.Evaluation) -> None:
     self.heldout_loss = event.loss
     if self.kinds[events.Evaluation] == 1:
@@ -437,6 +462,9 @@ _HANDLERS: Mapping[type[Event], Callable[[RunState, Any], None]] = {
   events.Fault: RunState._on_fault,
   events.Exit: RunState._on_exit,
   events.Restart: RunState._on_restart,
+  events.Hung: RunState._on_hung,
+  events.Profiled: RunState._on_profiled,
+  events.Unprofiled: RunState._on_unprofiled,
   events.Evaluation: RunState._on_evaluation,
   events.Traffic: RunState._on_traffic,
 }

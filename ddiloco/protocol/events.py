@@ -77,6 +77,10 @@ class Started(Event, frozen=True, kw_only=True):
   fragments: tuple[int, ...] = ()  # of a shard
 
 
+class Launched(Event, frozen=True, kw_only=True):
+  """The process of a learner's incarnation is there; it has no devices yet."""
+
+
 class Captured(Event, frozen=True, kw_only=True):
   """My state as it is now is my part of this snapshot; copying it took so many seconds."""
 
@@ -435,6 +439,32 @@ class Restart(Event, frozen=True, kw_only=True):
   target: str
 
 
+class Profiled(Event, frozen=True, kw_only=True):
+  """A trace of `target`'s process is in `path`, with these steps of it as a whole."""
+
+  target: str
+  path: str  # in the workdir
+  first_step: int  # global
+  steps: int  # fewer than were asked for if it stood still or ended
+  seconds: float  # that were traced
+
+
+class Unprofiled(Event, frozen=True, kw_only=True):
+  """A trace that was asked for could not be taken."""
+
+  target: str
+  reason: str
+
+
+class Hung(Event, frozen=True, kw_only=True):
+  """`target`'s loop has not come round for so long; it is left alone."""
+
+  target: str
+  seconds: float
+  usual_seconds: float  # of one of its steps; 0: it has not made one
+  stacks: str  # of all threads of its process, its own first
+
+
 class RunFinished(Event, frozen=True, kw_only=True):
   """The run is over: finished, stopped or failed."""
 
@@ -443,7 +473,7 @@ class RunFinished(Event, frozen=True, kw_only=True):
 
 IMPORTANT = frozenset(  # on disk at once, since a kill often follows
   {Started, Restored, Joined, Stopped, Refused, Recalled, Crash, Member, Snapshot, Unsaved}
-  | {Fault, Exit, Restart, RunStarted, RunFinished}
+  | {Fault, Exit, Restart, RunStarted, RunFinished, Hung, Profiled, Unprofiled}
 )
 
 

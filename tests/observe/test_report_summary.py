@@ -68,6 +68,7 @@ def test_golden(make):
     "kills": [],
     "survivor_max_gap_ratio": None,
     "blocked_seconds": 0.25,
+    "rejoins": [],
     "learners": {
       "0": {
         "lives": 1,
