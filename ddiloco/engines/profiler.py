@@ -65,22 +65,27 @@ class Profiler:
     self._requests = RequestFile[ProfileRequest](path, lambda f: ProfileRequest(**f), "trace")
     self._began = time.time()
     self._look_at = 0.0
-    self._queue: list[tuple[bool, ProfileRequest]] = []  # (it is older than this process, it)
-    self._thread: threading.Thread | None = None
     self._changed = threading.Condition()
+    self._asked: list[ProfileRequest] = []  # and not begun
+    self._answered = set[ProfileRequest]()  # perhaps, by an earlier process: its steps will tell
+    self._due_at: dict[str, int] = {}  # by role, the global step after which one is to begin
+    self._thread: threading.Thread | None = None
     self._closing = False
     self._at: dict[str, int] = {}  # by role, the global step after its last step
-    self._watched = ""  # the role whose steps are looked at now ...
+    self._traced = ""  # the role whose steps are looked at now ...
     self._ended: list[int] = []  # ... and the global steps after those that ended since
 
   def __call__(self, event: Event) -> None:
     """An event of a role, on its own thread."""
-    if type(event) is events.Step:
-      self._at[event.role] = event.global_step
-      if event.role == self._watched:
-        with self._changed:
-          self._ended.append(event.global_step)
-          self._changed.notify_all()
+    if type(event) is not events.Step:
+      return
+    role, at = event.role, event.global_step
+    self._at[role] = at
+    if role == self._traced or at >= self._due_at.get(role, at + 1):
+      with self._changed:
+        if role == self._traced:
+          self._ended.append(at)
+        self._changed.notify_all()
 
   def look(self) -> None:
     """Hears what is asked for; to be called now and then."""
@@ -89,43 +94,71 @@ class Profiler:
     self._look_at = time.monotonic() + LOOK_SECONDS
     for when, request in self._requests.poll():
       if request.role in self._roles and (when >= self._began or request.from_step):
-        self._queue.append((when < self._began, request))
-    if self._queue and (self._thread is None or not self._thread.is_alive()):
-      self._thread = threading.Thread(target=self._serve, name="profiler", daemon=True)
-      self._thread.start()
+        with self._changed:
+          self._ask(request, when < self._began)
 
   def close(self) -> None:
     """A trace that is being taken ends as it is; others are not begun."""
     with self._changed:
-      self._closing = True
+      self._closing, thread = True, self._thread
       self._changed.notify_all()
-    if self._thread is not None:
-      ended(self._thread, CLOSE_SECONDS)
+    if thread is not None:
+      ended(thread, CLOSE_SECONDS)
+
+  def _ask(self, request: ProfileRequest, old: bool) -> None:
+    self._asked.append(request)
+    self._answered |= {request} if old else set()
+    self._look_out()
+    if self._thread is None:
+      self._thread = threading.Thread(target=self._serve, name="profiler", daemon=True)
+      self._thread.start()
+    self._changed.notify_all()
 
   def _serve(self) -> None:
-    while self._queue and not self._closing:
-      old, request = self._queue.pop(0)
+    """Until nothing is asked for any more."""
+    while (request := self._next()) is not None:
       try:
-        self._serve_one(old, request)
+        self._trace(request)
       except Exception as error:  # somebody traces already, no disk, ...: the run goes on
         reason = f"{type(error).__name__}: {error}"
         self._record().record(events.Unprofiled(target=request.role, reason=reason))
       finally:
-        self._watched = ""
+        self._traced = ""
 
-  def _serve_one(self, old: bool, request: ProfileRequest) -> None:
-    role, first = request.role, request.from_step
+  def _next(self) -> ProfileRequest | None:
+    """Waits for the first request whose steps come next."""
     with self._changed:
-      self._ended, self._watched = [], role
-      if old:  # it may have been answered by an earlier process
-        self._wait(lambda: bool(self._ended))
-        if self._at.get(role, 0) >= first:
-          return
-      # A step that is under way is not whole: one before the first it must have begun.
-      self._wait(lambda: self._at.get(role, 0) >= first - 2)
-      if self._closing:
-        return
-    self._trace(request)
+      while self._asked and not self._closing:
+        for request in list(self._asked):
+          if self._is_due(request):
+            self._traced, self._ended = request.role, []
+            return request
+        self._look_out()
+        self._changed.wait(PATIENCE_SECONDS)
+      self._thread, self._due_at = None, {}
+      return None
+
+  def _look_out(self) -> None:
+    """For the steps at which something is to be done."""
+    self._due_at = {}
+    for each in self._asked:
+      at = 0 if each in self._answered else _begins_after(each)
+      self._due_at[each.role] = min(at, self._due_at.get(each.role, at))
+
+  def _is_due(self, request: ProfileRequest) -> bool:
+    """Whether it is to begin now; one that was answered is forgotten."""
+    at = self._at.get(request.role)
+    if request in self._answered:
+      if at is None:
+        return False
+      self._answered.discard(request)
+      if at >= request.from_step:
+        self._asked.remove(request)
+        return False
+    if (at or 0) < _begins_after(request):
+      return False
+    self._asked.remove(request)
+    return True
 
   def _trace(self, request: ProfileRequest) -> None:
     import jax
@@ -133,7 +166,6 @@ class Profiler:
     path = self._workdir / PROFILES / request.role
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # every Python call would be most of the trace, and slow
-    # In a run without a limit one trace is as good as another of the same second.
     jax.profiler.start_trace(path, profiler_options=options)
     began = time.monotonic()
     with self._changed:
@@ -163,13 +195,13 @@ class Profiler:
         self._changed.wait_for(functools.partial(self._news, known), PATIENCE_SECONDS)
       return self._ended[1 : 1 + steps]
 
-  def _wait(self, until: Callable[[], bool]) -> None:
-    """However long it takes, unless this is closed."""
-    while not (self._closing or until()):
-      self._changed.wait(PATIENCE_SECONDS)
-
   def _news(self, known: int) -> bool:
     return self._closing or len(self._ended) > known
+
+
+def _begins_after(request: ProfileRequest) -> int:
+  """The global step: the one under way then is not whole, and the next is to be."""
+  return max(0, request.from_step - 2)
 
 
 def take_profile(workdir: Path, request: ProfileRequest, wait_seconds: float) -> tuple[bool, str]:
