@@ -16,7 +16,7 @@ from ddiloco.protocol.events import Step
 
 MOST_BINS = 240
 LEAST_BINS = 60
-MOST_CELLS = 60_000  # of all islands: of five hundred 120 each
+MOST_CELLS = 100_000  # of all islands: of five hundred 200 each
 LEVELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # of step times, each a fifth of an octave longer
 PER_OCTAVE = 5
 LEAST_RATIO = 0.5  # of level A, to the median; Z is 16 times the median
