@@ -88,6 +88,7 @@ def live(runner: RoleRunner, number: int, island, stream) -> int:
 def _life(runner: RoleRunner, number: int, island, stream, storage) -> int:
   """One incarnation; without `storage` it begins with nothing."""
   from ddiloco.roles.learner import Learner
+  from ddiloco.training.compile_times import told_what_compiles
 
   config, plan, recorder = runner.config, runner.plan, runner.recorder
   new = new_learner(config, plan, number, runner.incarnation)
@@ -102,8 +103,14 @@ def _life(runner: RoleRunner, number: int, island, stream, storage) -> int:
   runner.ready = lambda: _joining(exchange.state, endpoint.links(), config)
   runner.progress = lambda: _trained(exchange.state, config, runner.speed())
   runner.usual_seconds = lambda: exchange.state.step_seconds
+
+  def compiled(program: str, seconds: float) -> None:
+    seconds = round(seconds, 3)
+    recorder.record(events.Compiled(target=runner.address, seconds=seconds, program=program))
+
   try:
-    role.run(runner.faults, runner.stopped, config.network.drain_seconds)
+    with told_what_compiles(compiled):
+      role.run(runner.faults, runner.stopped, config.network.drain_seconds)
   finally:
     runner.disconnect()
     if saver is not None:

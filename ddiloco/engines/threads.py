@@ -51,6 +51,7 @@ from ddiloco.roles.learner import Learner
 from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Runtime
 from ddiloco.training import data, devices
+from ddiloco.training.compile_times import told_what_compiles
 from ddiloco.training.island import Island
 from ddiloco.workdir import start_time
 
@@ -179,13 +180,12 @@ class ThreadsEngine(Engine):
       self._hangs.beat(name)
       return name in self._told or self.stop.is_set()
 
+    def compiled(program: str, seconds: float) -> None:
+      recorder.record(events.Compiled(target=name, seconds=round(seconds, 3), program=program))
+
     try:
-      role.run(
-        faults,
-        stopped,
-        drain_seconds,
-        self.stop.is_set,
-      )
+      with told_what_compiles(compiled):
+        role.run(faults, stopped, drain_seconds, self.stop.is_set)
       if self._drains and (unmerged := unmerged_tokens(role.exchange.state)):
         self._lost[name] = f"{unmerged} tokens were not merged in network.drain_seconds"
     finally:

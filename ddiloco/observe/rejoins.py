@@ -78,7 +78,7 @@ class Rejoins:
         self._exit(event)
       case events.Restart():
         self._end(parse_role(event.target), "pause", event.time)
-      case events.Compiled():
+      case events.Compiled(program=""):
         who = parse_role(event.target)
         if event.role == event.target:
           self._hear(event)

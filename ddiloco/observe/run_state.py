@@ -40,6 +40,7 @@ NOTE_SECONDS = 5.0  # the same text is said once within so long: every shard tel
 LONE_SHARE = 0.9  # so many of the newest rounds with one island each: it is no chance any more
 LEAST_ROUNDS = 4  # that are judged; of more fragments, as many as these, but RECENT_COMMITS at most
 SHOWN_REASONS = 4
+NOTED_COMPILE_SECONDS = 0.5
 
 
 class RunState:
@@ -263,8 +264,12 @@ class RunState:
       self._note(event, f"{role_name(event.role)} {text}", "good")
 
   def _on_compiled(self, event: events.Compiled) -> None:
-    text = f"{role_name(event.target)} is compiled after {event.seconds:.0f} s"
-    self._note(event, text, "plain")
+    who, seconds = role_name(event.target), event.seconds
+    if not event.program:
+      self._note(event, f"{who} is compiled after {seconds:.0f} s", "plain")
+    elif seconds >= NOTED_COMPILE_SECONDS:
+      text = f"{who} compiled {event.program} in the middle of its work: {seconds:.1f} s"
+      self._note(event, text, "bad")
 
   def _on_restored(self, event: events.Restored) -> None:
     text = f"{role_name(event.role)} has its part of snapshot {event.snapshot}"

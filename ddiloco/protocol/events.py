@@ -152,10 +152,11 @@ class Restored(Event, frozen=True, kw_only=True):
 
 
 class Compiled(Event, frozen=True, kw_only=True):
-  """The programs of `target` are compiled, or were loaded."""
+  """The programs of `target` are compiled, or were loaded; or one more, while it trains."""
 
   target: str
   seconds: float
+  program: str = ""  # of those that were not meant to be compiled by now
 
 
 class Joined(Event, frozen=True, kw_only=True):
