@@ -18,7 +18,7 @@ from ddiloco.observe.guards import say
 from ddiloco.protocol import events
 
 HANG_STEPS = 20.0  # a loop that takes so many usual steps, and run.hang_seconds, hangs
-PAUSED_SECONDS = 5.0  # between two looks: the process itself stood still, and no role hangs
+PAUSED_SECONDS = 5.0  # at most between two looks; else the process itself stood still, and no role
 MOST_CHARACTERS = 40_000  # of stacks; a process may have thousands of threads
 
 
@@ -74,7 +74,7 @@ class HangWatch:
   def look(self) -> None:
     """Says what hangs: once, until the loop has come round."""
     now = self._clock()
-    paused = now - self._looked_at > PAUSED_SECONDS
+    paused = now - self._looked_at > min(PAUSED_SECONDS, self._least_seconds)
     self._looked_at = now
     for role, watched in list(self._watched.items()):
       if paused:  # SIGSTOP, or a laptop that slept: what the role did not do then says nothing

@@ -81,6 +81,14 @@ def test_a_process_that_stood_still_as_a_whole_is_no_hang_of_a_role(fake_clock):
   assert len(role.found) == 1
 
 
+def test_a_short_limit_has_short_pauses(fake_clock):
+  role = Watched(fake_clock, least_seconds=2.0, usual=0.01)
+  role.pass_(1)
+  fake_clock.now += 4.0
+  role.watch.look()
+  assert role.found == []
+
+
 def test_stacks_have_every_thread_by_name_and_the_roles_own_first(monkeypatch):
   end, ready = threading.Event(), threading.Barrier(3)
 
@@ -116,4 +124,9 @@ def test_the_report_shows_what_the_log_says(make, usual, said):
   assert summary["num_hangs"] == 1 and summary["hangs"][0]["stacks"] == "a < b"
   text = page(summary)
   assert "learner-1 hung at 0:50" in text and "a &lt; b" in text
+  from ddiloco.observe import plots
+
+  with plots.styled():
+    legend = plots.timeline_figure(run).legends[0]
+  assert "hung: stacks are in the log" in [text.get_text() for text in legend.get_texts()]
   assert "hangs" not in numbers(RunState().read([make.run_started()]))
