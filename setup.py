@@ -15,6 +15,7 @@ TEST = [
   "sentencepiece>=0.2",
   "tokenizers>=0.20",
   "ray>=2.40,<3",  # its engine is tested like the others
+  "kubeflow-trainer-api>=2.0,<3",  # models of Kubernetes' and JobSet's API
   *EXAMPLES,
 ]
 
@@ -43,6 +44,7 @@ setup(
     "numpy>=2.0,<3",
     "optax>=0.2.5,<0.3",  # inner optimizer
     "orbax-checkpoint>=0.11.25,<0.13",
+    "pyyaml>=6,<7",  # documents of `ddiloco launch gke`
     "rich>=13,<16",  # live terminal view
     "setproctitle>=1.3,<2",  # forked roles have their own names in `ps`
     "safetensors>=0.6,<0.9",  # weights in and out, as NumPy arrays

@@ -3,7 +3,7 @@
 Command:   ddiloco compile --config=configs/regions_12b.py
            ddiloco plan --config=configs/regions_12b.py --gbps=5 --shard_gbps=25 --latency_ms=30 \\
              --step_seconds=1.7
-           ddiloco train --config=configs/regions_12b.py --workdir=gs://BUCKET/regions-12b
+           ddiloco launch gke --config=configs/regions_12b.py --dry_run ...   (docs/launch.md)
 Hardware:  islands 0 and 1: v5p:4x4x4; 2 and 3: v6e:8x8; a region each. Twelve shards in one of the
            regions, of 29 GB each, on machines with 25 Gbit/s between them.
 Time:      not run. A step takes 1.7 s at 40 % of the peak on both: a v6e has twice a v5p's FLOP/s,

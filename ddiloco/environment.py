@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import os
 
+# What makes JAX or libtpu wait for other processes or slices than an island's own.
+_JOINS = (
+  *("MEGASCALE_", "JAX_COORDINATOR_", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_LOCAL_DEVICE_"),
+  *("JAX_PARTITION_INDEX", "JAX_SLICE_INDEX"),
+)
+
 
 def before_import() -> None:
   """What must be in the environment when JAX makes its devices, here or in a child process.
+
+  An island never waits for another one's devices: variables that would join slices or processes
+  are taken away. Which processes belong together is said to JAX by `join_hosts` alone.
 
   NPROC sizes XLA's CPU thread pool. Two meshes of fake CPU devices driven from two threads wait for
   each other inside that pool: with fewer threads than participants a collective never assembles
@@ -14,6 +23,8 @@ def before_import() -> None:
   """
   os.environ.setdefault("NPROC", "32")
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+  for name in [each for each in os.environ if each.startswith(_JOINS)]:
+    del os.environ[name]
 
 
 def prepare(num_cpu_devices: int, cpu_only: bool = False, supervises: bool = False) -> None:
@@ -40,6 +51,39 @@ def prepare(num_cpu_devices: int, cpu_only: bool = False, supervises: bool = Fal
   if supervises or platforms:
     jax.config.update("jax_platforms", "cpu" if supervises else platforms)
   jax.config.update("jax_num_cpu_devices", num_cpu_devices)
+
+
+def join_hosts(
+  coordinator: str, hosts: int, host: int, timeout_seconds: float, silence_seconds: float
+) -> None:
+  """Joins the processes of one island, before JAX makes its devices; waits for all of them.
+
+  All that JAX would look up is said: it asks no scheduler and no metadata of the machine, which
+  would name the hosts of other slices too.
+
+  Args:
+    coordinator: HOST:PORT, where host 0 serves; it listens nowhere else.
+    hosts: how many.
+    host: which of them this is.
+    timeout_seconds: for the others to come.
+    silence_seconds: after which JAX ends the processes of an island that has lost one.
+  """
+  import jax
+
+  # It would take SIGTERM from us, which asks a role to bring out its work.
+  jax.config.update("jax_enable_preemption_service", False)
+  # The CPU's own; accelerators have their interconnect.
+  jax.config.update("jax_cpu_collectives_implementation", "gloo")
+  jax.distributed.initialize(
+    coordinator,
+    hosts,
+    host,
+    cluster_detection_method="deactivate",
+    initialization_timeout=int(timeout_seconds),
+    coordinator_bind_address=coordinator,
+    heartbeat_timeout_seconds=int(silence_seconds),
+    shutdown_timeout_seconds=int(silence_seconds),
+  )
 
 
 def describe_only() -> None:

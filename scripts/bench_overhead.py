@@ -18,12 +18,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import os
 import statistics
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false " + os.environ.get("XLA_FLAGS", "")
 
@@ -65,14 +68,27 @@ def make_config(layers: int) -> config_lib.Config:
   return config_lib.from_dict(c)
 
 
+Step = Callable[[np.ndarray], None]  # on a batch, and waits for it
+
+
+def bare_step(island: Island) -> Step:
+  """The compiled step alone, on a state of its own."""
+  state = [island._fresh()]
+
+  def step(batch: np.ndarray) -> None:
+    state[0], metrics = island._step(state[0], batch, np.float32(1e-3))
+    np.asarray(jax.block_until_ready(metrics))
+
+  return step
+
+
 class Interleaved:
   """Batches for the learner; between two blocks it runs bare steps on the learner's own thread."""
 
-  def __init__(self, island: Island, tokens: list[np.ndarray], block: int, pairs: int):
-    self.island, self.tokens, self.block, self.pairs = island, tokens, block, pairs
+  def __init__(self, step: Step, tokens: list[np.ndarray], block: int, pairs: int):
+    self.step, self.tokens, self.block, self.pairs = step, tokens, block, pairs
     self.bare: list[list[float]] = []
     self.stop = threading.Event()
-    self._state = island._fresh()
 
   def __call__(self, position: int):
     for count in itertools.count():
@@ -87,9 +103,7 @@ class Interleaved:
     time.sleep(0.3)  # lets pushes and publishes under way end, so that they do not slow these steps
     seconds, last = [], time.perf_counter()
     for count in range(self.block):
-      batch = self.tokens[count % len(self.tokens)]
-      self._state, metrics = self.island._step(self._state, batch, np.float32(1e-3))
-      np.asarray(jax.block_until_ready(metrics))
+      self.step(self.tokens[count % len(self.tokens)])
       now = time.perf_counter()
       seconds.append(now - last)
       last = now
@@ -138,13 +152,24 @@ class Bench:
     """The learner: blocks of steps with the exchange and without, in turn."""
     island = Island(self.config, 0, jax.devices()[:1], self.plan)
     island.reset()
+    return self.measure(
+      endpoint, island, Interleaved(bare_step(island), self.tokens(), self.block, self.pairs)
+    )
+
+  def tokens(self) -> list[np.ndarray]:
+    """Batches of nothing in particular."""
     random = np.random.default_rng(0)
     shape = (self.config.islands.batch_size, self.config.data.sequence_length + 1)
-    tokens = [random.integers(0, 256, shape, np.int32) for _ in range(8)]
-    loop, steps = Interleaved(island, tokens, self.block, self.pairs), Steps()
+    return [random.integers(0, 256, shape, np.int32) for _ in range(8)]
+
+  def measure(self, endpoint: Endpoint, island: Any, loop: Interleaved) -> Measured:
+    """A learner on this island, until the blocks are done."""
+    steps = Steps()
     beginning = ResumeState(new_learner(self.config, self.plan, 0, 0))
     runtime = Runtime(endpoint, steps)
-    role = Learner(beginning, self.config, self.plan, island, loop, runtime)
+    batches = getattr(island, "batches", None)
+    read = functools.partial(batches, loop) if batches else loop
+    role = Learner(beginning, self.config, self.plan, island, read, runtime)
     role.run(Faults((), time.monotonic()), loop.stop.is_set)
     return Measured(steps.gaps, loop.bare, steps.blocked_seconds)
 
@@ -235,22 +260,25 @@ def main() -> None:
     args.pairs, args.block = 1, 8
   measured, rounds = ENGINES[args.engine]((args.quick, args.pairs, args.block))
 
-  block, ratios, attached = args.block, [], []
-  for pair in range(1, args.pairs + 1):  # block 0 warms up
+  result = compared(measured, args.pairs, args.block)
+  print(json.dumps({**result, "rounds": rounds, "engine": args.engine}))
+
+
+def compared(measured: Measured, pairs: int, block: int) -> dict[str, float]:
+  """The median ratio of neighbouring blocks, and what it is made of."""
+  ratios, attached = [], []
+  for pair in range(1, pairs + 1):  # block 0 warms up
     gaps = measured.gaps[pair * block : (pair + 1) * block][1:]  # the first follows a bare block
     attached.append(statistics.median(gaps))
     ratios.append(attached[-1] / statistics.median(measured.bare[pair][1:]))
     print(f"pair {pair:3d}: attached {attached[-1] * 1e3:8.3f} ms, ratio {ratios[-1]:.4f}")
-  result = {
+  return {
     "ratio": round(statistics.median(ratios), 4),
     "blocked_seconds": measured.blocked_seconds,
     "step_ms": round(statistics.median(attached) * 1e3, 3),
     "bare_ms": round(statistics.median(itertools.chain(*measured.bare[1:])) * 1e3, 3),
-    "rounds": rounds,
-    "pairs": args.pairs,
-    "engine": args.engine,
+    "pairs": pairs,
   }
-  print(json.dumps(result))
 
 
 ENGINES = {"threads": with_threads, "ray": with_ray}

@@ -32,6 +32,7 @@ ALLOWED = {
     *("config", "protocol", "core", "models", "custom", "observe", "network", "runtime"),
     *("checkpoint", "chaos"),
   },
+  "launch": {"checks", "config"},
   "simulation": {
     *("checks", "config", "protocol", "core", "observe", "network", "runtime", "checkpoint"),
     *("chaos", "roles"),
@@ -65,7 +66,7 @@ ALLOWED = {
   "cli": {
     "api",
     *("config", "environment", "workdir", "custom", "network", "checkpoint", "roles", "dashboard"),
-    *("training", "trace", "simulation", "engines"),
+    *("checks", "training", "trace", "simulation", "engines", "launch"),
   },
   "__main__": {"cli"},
 }

@@ -111,9 +111,13 @@ def _checkpointer() -> ocp.Checkpointer:
   """Saves in the caller's thread, and ends with the call.
 
   Uncompressed: weights hardly shrink, and a learner steps beside this. One database instead of one
-  file per array (OCDBT, Orbax' default) is what object stores like.
+  file per array (OCDBT, Orbax' default) is what object stores like. Only this process takes part,
+  also where JAX has joined others: Orbax would wait for them, inside a program of the devices.
   """
-  return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
+  me = jax.process_index()
+  alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
+  handler = ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=alone)
+  return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
 FORMAT = 3

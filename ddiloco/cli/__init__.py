@@ -18,6 +18,7 @@ import ddiloco
 from ddiloco.cli import roles, runs, trace
 from ddiloco.cli.arguments import go_on_unheard
 from ddiloco.cli.compile import compile_islands
+from ddiloco.cli.launch import launch
 from ddiloco.cli.profile import profile
 from ddiloco.cli.roles import keys
 from ddiloco.cli.runs import dashboard, export
@@ -36,6 +37,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
   "dashboard": dashboard,
   "plan": plan,
   "compile": compile_islands,
+  "launch": launch,
   "profile": profile,
   "trace": trace.trace,
   "replay": trace.replay,
@@ -60,6 +62,7 @@ USAGE = """ddiloco: one model, trained across islands that may be far apart and 
   ddiloco simulate  --chips=1200000 --learners=8                             failures at any size
   ddiloco plan      --config=FILE --gbps=2 --step_seconds=1 ...              do links carry it?
   ddiloco compile   --config=FILE --topology=v5p:4x4x4                       does it fit a TPU?
+  ddiloco launch    gke|tpu-vms --config=FILE --name=RUN --dry_run ...       bring it to a cloud
 
 One process, one role, in the foreground (for systemd, JobSet, ssh):
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from absl import flags
@@ -36,18 +37,31 @@ def keys(arguments: list[str]) -> int:
 def learner(arguments: list[str]) -> int:
   """Trains one island on this process' devices, until the run is over or SIGTERM.
 
+  An island of several hosts is one such process on each: host 0 leads, and speaks with the shards.
+
   Joins a run at any time, under any number that no other learner has. Exit status 1: work was lost.
   """
   values = flags.FlagValues()
   path, arguments = _role_flags(values, arguments)
   flags.DEFINE_integer("learner", None, "Its number.", lower_bound=0, flag_values=values)
+  flags.DEFINE_string(
+    "hosts",
+    "",
+    "Where the hosts of an island meet (islands.hosts > 1): tcp://HOST:PORT of host 0.",
+    flag_values=values,
+  )
+  flags.DEFINE_integer(
+    "host", 0, "Which of them this is; 0 leads.", lower_bound=0, flag_values=values
+  )
   cpu_flag(values)
   if not parse(values, arguments, learner.__doc__):
     return 0
   config, place = final_config(values, path), _place(values)
+  place = dataclasses.replace(place, hosts=values["hosts"].value, host=values["host"].value)
   number = needed(values, "learner", "3, its number")
+  island = config.islands.island(number)
   environment.prepare(
-    num_cpu_devices=config.islands.island(number).devices or 1, cpu_only=values["cpu"].value
+    num_cpu_devices=island.devices // island.hosts or 1, cpu_only=values["cpu"].value
   )
   from ddiloco.engines import learner_process
 
@@ -115,6 +129,15 @@ def _role_flags(values: flags.FlagValues, arguments: list[str]) -> tuple[str, li
   flags.DEFINE_string(
     "http", "", "HOST:PORT that answers readiness and liveness probes.", flag_values=values
   )
+  flags.DEFINE_integer(
+    "term_status",
+    0,
+    "Exit status of a role that SIGTERM has ended and that lost nothing. Kubernetes takes 0 to mean"
+    " that the run is over: give it 143.",
+    0,
+    255,
+    flag_values=values,
+  )
   flags.DEFINE_bool(
     "attached", False, "End at once when standard input is closed.", flag_values=values
   )
@@ -136,4 +159,5 @@ def _place(values: flags.FlagValues, bind: str = "") -> RoleSpec:
     bind=bind,
     keys=Path(values["keys"].value) if values["keys"].value else None,
     http=values["http"].value,
+    term_status=values["term_status"].value,
   )

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -97,8 +98,11 @@ class Command:
       *([f"--keys={keys}"] if keys else []),
     )
 
-  def learner(self, number: int) -> list[str]:
-    return self._line("learner", f"--learner={number}", *(["--cpu"] if self._cpu else []))
+  def learner(self, number: int, hosts: int = 1, hosts_url: str = "") -> list[list[str]]:
+    """A line for each host of its island; several meet at `hosts_url`."""
+    flags = [f"--learner={number}", *(["--cpu"] if self._cpu else [])]
+    own = [(f"--hosts={hosts_url}", f"--host={k}") for k in range(hosts)] if hosts > 1 else [()]
+    return [self._line("learner", *flags, *each) for each in own]
 
   def syncer(self, shard: int, bind: str) -> list[str]:
     return self._line("syncer", f"--shard={shard}", f"--bind={bind}")
@@ -108,54 +112,82 @@ class Command:
 
 
 class Child:
-  """One role's process; when there is one is decided by `protocol/supervisor.py`.
+  """One role's processes, which live and die together; `protocol/supervisor.py` decides when.
+
+  A role has one, and an island of several hosts one on each; what is said of the role is said of
+  the first.
 
   Args:
     name: its address, "learner-3".
-    command: what starts it; it must end when its standard input is closed.
-    workdir: its output is appended to WORKDIR/logs/NAME.log.
-    spawn: starts it.
+    workdir: their output is appended to WORKDIR/logs/NAME.log, and NAME-host-1.log, ...
+    spawns: start each.
   """
 
-  def __init__(self, name: str, command: list[str], workdir: Path, spawn: Spawn):
+  def __init__(self, name: str, workdir: Path, spawns: Sequence[Spawn]):
     self.name = name
-    self.log = workdir / "logs" / f"{name}.log"
-    self._command = command
-    self._spawn = spawn
-    self._process: Process | None = None
+    self._spawns = spawns
+    more = (f"{name}-host-{k}" for k in range(1, len(spawns)))
+    self._logs = [workdir / "logs" / f"{each}.log" for each in (name, *more)]
+    self._processes: list[Process] = []
+    self._apart_at: float | None = None  # when the first of several had ended well
     self._unlogged = False
 
   @property
-  def running(self) -> bool:
-    return self._process is not None
+  def log(self) -> Path:
+    """Of the first."""
+    return self._logs[0]
 
-  def start(self) -> None:
-    """A new life.
+  @property
+  def running(self) -> bool:
+    return bool(self._processes)
+
+  def start(self, commands: Sequence[list[str]]) -> None:
+    """A new life; each process must end when its standard input is closed.
 
     Raises:
       OSError: no process or no memory is left, for example.
     """
-    self._process = self._spawn(self._command, self._where_to_log())
+    self._apart_at = None
+    try:
+      for spawn_one, command, log in zip(self._spawns, commands, self._logs, strict=True):
+        self._processes.append(spawn_one(command, self._where_to_log(log)))
+    except OSError:
+      self.kill()
+      raise
 
   def poll(self) -> int | None:
-    """The exit status if it has ended and `bury` was not called yet."""
-    return None if self._process is None else self._process.poll()
+    """The exit status if it has ended and `bury` was not called yet.
+
+    Several have ended when one of them has failed, or all have ended well.
+    """
+    if not self._processes:
+      return None
+    statuses = [each.poll() for each in self._processes]
+    if failed := [status for status in statuses if status]:
+      return min(failed)  # a signal before the failures that it has caused
+    if None not in statuses:
+      return 0
+    if 0 in statuses:
+      self._apart_at = self._apart_at or time.monotonic()
+      if time.monotonic() - self._apart_at > KILL_SECONDS:
+        return LOST
+    return None
 
   def bury(self, status: int) -> str:
     """Its end is seen; returns the reason in words."""
-    self._close()
+    self._end(for_good=False)
     how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
     return f"{how}: {self.last_words()}"
 
-  def _where_to_log(self) -> Path:
-    """Its log; nowhere if that cannot be written: a role is worth more than what it says."""
+  def _where_to_log(self, log: Path) -> Path:
+    """That log; nowhere if it cannot be written: a role is worth more than what it says."""
     try:
-      self.log.parent.mkdir(parents=True, exist_ok=True)
-      self.log.open("ab").close()
-      return self.log
+      log.parent.mkdir(parents=True, exist_ok=True)
+      log.open("ab").close()
+      return log
     except OSError as error:
       if not self._unlogged:
-        warn(f"{self.log}: cannot be written: {error}. {self.name} runs without a log.")
+        warn(f"{log}: cannot be written: {error}. {self.name} runs without a log.")
       self._unlogged = True
       return Path(os.devnull)
 
@@ -188,20 +220,20 @@ class Child:
 
   def kill(self) -> None:
     """Ends it for good, whatever it is doing, and waits for that."""
-    if self._process is not None:
-      self._send(signal.SIGKILL, for_good=True)
-      exited(self._process, KILL_SECONDS, f"{self.name}, which was killed,")
-      self._close()
+    self._end(for_good=True)
+
+  def _end(self, for_good: bool) -> None:
+    self._send(signal.SIGKILL, for_good)
+    for each in self._processes:
+      exited(each, KILL_SECONDS, f"{self.name}, which was killed,")
+      if each.stdin is not None:
+        each.stdin.close()
+    self._processes = []
 
   def _send(self, number: signal.Signals, for_good: bool = False) -> None:
-    if self._process is None or self._process.poll() is not None:
-      return
-    if for_good:
-      self._process.kill()
-    else:
-      self._process.send_signal(number)
-
-  def _close(self) -> None:
-    if self._process is not None and self._process.stdin is not None:
-      self._process.stdin.close()
-    self._process = None
+    for each in self._processes:
+      if each.poll() is None:
+        if for_good:
+          each.kill()
+        else:
+          each.send_signal(number)

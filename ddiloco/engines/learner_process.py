@@ -6,12 +6,16 @@ is lost; 1: work was lost (the last line says what); 130: Ctrl-C; wrong usage ra
 
 from __future__ import annotations
 
+import functools
+import os
 import time
 
 from ddiloco.checkpoint.restore import begin_learner, new_learner, open_storage
-from ddiloco.config import Config, ConfigError
+from ddiloco.config import Config
+from ddiloco.engines.island_hosts import Hosts, check_hosts, run_host
 from ddiloco.engines.role_process import FINISHED, LOST, Ended, RoleRunner, unreached
 from ddiloco.engines.role_spec import Outnumbered, RoleSpec, check_spec
+from ddiloco.network.host_links import HostsApart
 from ddiloco.network.transport import EVALUATOR_ADDRESS, learner_address
 from ddiloco.observe.style import compact
 from ddiloco.protocol import events
@@ -19,6 +23,7 @@ from ddiloco.protocol.learner import unmerged_tokens
 from ddiloco.protocol.learner_state import LearnerState
 from ddiloco.protocol.supervisor import after_exit
 from ddiloco.roles.exchange import Quarantined
+from ddiloco.roles.learner import Batches
 from ddiloco.runtime import Runtime
 from ddiloco.workdir import COMPILED
 
@@ -31,30 +36,57 @@ def run_learner(config: Config, number: int, place: RoleSpec) -> int:
   Any number will do, also above islands.num_learners: learners come and go while the run goes on.
   """
   check_spec(config, place)
+  check_hosts(config, number, place)
+  if place.host:
+    return run_host(config, number, place)
   with RoleRunner(learner_address(number), config, place) as runner:
-    return runner.run(lambda: _learner(runner, number))
+    status = runner.run(lambda: _learner(runner, number))
+  if place.hosts and status == LOST:
+    os._exit(status)  # JAX would wait for the other hosts
+  return status
 
 
 def _learner(runner: RoleRunner, number: int) -> int:
   runner.recorder.record(events.Launched())
+  if not runner.place.hosts:
+    return _train(runner, number, None)
+  try:
+    hosts = Hosts(runner, number)
+  except HostsApart as error:
+    raise Ended(str(error)) from error
+  status = _train(runner, number, hosts)
+  hosts.part()
+  return status
+
+
+def _train(runner: RoleRunner, number: int, hosts: Hosts | None) -> int:
+  """On this process' devices, and on those of the other `hosts` of the island."""
   import jax
 
   from ddiloco.training import data
-  from ddiloco.training.devices import kept_in
+  from ddiloco.training.devices import island_devices, kept_in
+  from ddiloco.training.hosts import LeadingIsland
   from ddiloco.training.island import Island
 
   config = runner.config
   # A restarted learner finds the programs that it, or another one, has compiled before.
   with kept_in(runner.place.workdir / COMPILED):
     stream = data.Stream(data.open_data(config.data), config, number)
-    island = Island(config, number, _devices(config, number, jax.devices()), runner.plan)
+    devices = island_devices(config.islands.island(number), jax.devices(), number)
+    island = Island(config, number, devices, runner.plan)
     runner.ready = lambda: "compiling"
     seconds = island.compile()
     runner.recorder.record(events.Compiled(target=runner.address, seconds=round(seconds, 3)))
-    return live(runner, number, island, stream)
+    if hosts is None:
+      return live(runner, number, island, stream.iterate)
+    hosts.wait_until_compiled()
+    leading = LeadingIsland(island, runner.plan, hosts.links, hosts.progress)
+    status = live(runner, number, leading, functools.partial(leading.batches, stream.iterate))
+    leading.end()
+    return status
 
 
-def live(runner: RoleRunner, number: int, island, stream) -> int:
+def live(runner: RoleRunner, number: int, island, batches: Batches) -> int:
   """Trains on an island that is ready; quarantined, it starts afresh as a new incarnation.
 
   Returns the exit status.
@@ -67,7 +99,7 @@ def live(runner: RoleRunner, number: int, island, stream) -> int:
   while True:
     began = time.monotonic()
     try:
-      return _life(runner, number, island, stream, storage)
+      return _life(runner, number, island, batches, storage)
     except Quarantined as error:
       storage = None  # what it had was bad: from now on it begins with nothing
       deaths, pause = after_exit(deaths, time.monotonic() - began, config.run)
@@ -85,7 +117,7 @@ def live(runner: RoleRunner, number: int, island, stream) -> int:
         return FINISHED  # it had done nothing
 
 
-def _life(runner: RoleRunner, number: int, island, stream, storage) -> int:
+def _life(runner: RoleRunner, number: int, island, batches: Batches, storage) -> int:
   """One incarnation; without `storage` it begins with nothing."""
   from ddiloco.roles.learner import Learner
   from ddiloco.training.compile_times import told_what_compiles
@@ -98,7 +130,7 @@ def _life(runner: RoleRunner, number: int, island, stream, storage) -> int:
     runner.say(f"has its part of a snapshot, after {time.monotonic() - began:.1f} s")
   endpoint, saver = runner.dial(), runner.saver()
   runtime = Runtime(endpoint, recorder, saver)
-  role = Learner(beginning, config, plan, island, stream.iterate, runtime)
+  role = Learner(beginning, config, plan, island, batches, runtime)
   exchange = role.exchange
   runner.ready = lambda: _joining(exchange.state, endpoint.links(), config)
   runner.progress = lambda: _trained(exchange.state, config, runner.speed())
@@ -116,16 +148,6 @@ def _life(runner: RoleRunner, number: int, island, stream, storage) -> int:
     if saver is not None:
       saver.close(config.network.drain_seconds)
   return _left(runner, exchange.state)
-
-
-def _devices(config: Config, number: int, visible: list) -> list:
-  count = config.islands.island(number).devices or len(visible)
-  if count > len(visible):
-    raise ConfigError(
-      f"islands.devices = {count}: learner {number} sees {len(visible)} devices."
-      " Fix: lower it, or give the process more devices."
-    )
-  return visible[:count]
 
 
 def _joining(state: LearnerState, links: dict, config: Config) -> str:

@@ -107,22 +107,29 @@ class ProcessesEngine(Engine):
     urls = free_urls(self.config.sync.num_shards)
     return RoleSpec(self.workdir, self.workdir.name, tuple(urls))
 
-  def _spawn(self, name: str) -> Spawn:
-    """What starts the process of a role."""
+  def _spawn(self, name: str, host: int) -> Spawn:
+    """What starts a process of a role, on this host of its island."""
     return forkserver.spawn
+
+  def _meeting(self, learner: int) -> str:
+    """Where the hosts of an island meet."""
+    return free_urls(1)[0]
 
   def _start(self, name: str, life: int, afresh: bool) -> None:
     if name == EVALUATOR_ADDRESS:
       return self._start_thread(name, self._first_evaluator + life, self._run_evaluator)
     if name not in self._children:
-      kind, number = parse_role(name)
-      command = (
-        self._command.learner(number)
-        if kind == "learner"
-        else self._command.syncer(number, self._spec.syncers[number])
-      )
-      self._children[name] = Child(name, command, self.workdir, self._spawn(name))
-    self._children[name].start()
+      spawns = [self._spawn(name, host) for host in range(len(self._commands(name)))]
+      self._children[name] = Child(name, self.workdir, spawns)
+    self._children[name].start(self._commands(name))
+
+  def _commands(self, name: str) -> list[list[str]]:
+    """What starts the processes of a role, for its next life."""
+    kind, number = parse_role(name)
+    if kind == "syncer":
+      return [self._command.syncer(number, self._spec.syncers[number])]
+    hosts = self.config.islands.island(number).hosts
+    return self._command.learner(number, hosts, self._meeting(number) if hosts > 1 else "")
 
   def _observe(self) -> None:
     if time.monotonic() >= self._follow_at:

@@ -70,7 +70,7 @@ class RayEngine(ProcessesEngine):
     super().__init__(config, workdir.absolute(), corpus, loss)
     self.cpu_only = cpu_only
     self._local = not address
-    self._actors: dict[str, Any] = {}
+    self._actors: dict[tuple[str, int], Any] = {}  # of each role and host
     self._connected = connect(address)
     if self._local:
       check_resources(config, ray.cluster_resources())
@@ -94,11 +94,12 @@ class RayEngine(ProcessesEngine):
       stay = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
       self._start_actor(syncer_address(shard), {}, scheduling_strategy=stay)
     for m in range(config.num_islands()):
-      self._start_actor(learner_address(m), config.islands.island(m).resources)
+      for host in range(config.islands.island(m).hosts):
+        self._start_actor(learner_address(m), config.islands.island(m).resources, host)
     if self._local:
       return super()._place()
     urls = [
-      self._actors[syncer_address(shard)].free_url.remote(node["NodeManagerAddress"])
+      self._actors[syncer_address(shard), 0].free_url.remote(node["NodeManagerAddress"])
       for shard, node in enumerate(homes)
     ]
     try:
@@ -112,8 +113,10 @@ class RayEngine(ProcessesEngine):
     key_files.make_keys(keys, config.num_islands(), config.sync.num_shards)
     return RoleSpec(self.workdir, self.workdir.name, syncers, keys=keys)
 
-  def _start_actor(self, name: str, resources: Mapping[str, Any], **options: Any) -> None:
-    self._actors[name] = (
+  def _start_actor(
+    self, name: str, resources: Mapping[str, Any], host: int = 0, **options: Any
+  ) -> None:
+    self._actors[name, host] = (
       ray.remote(RoleActor)
       .options(
         max_restarts=-1,  # whether a role is started again is decided by our supervisor alone
@@ -126,8 +129,14 @@ class RayEngine(ProcessesEngine):
       .remote()
     )
 
-  def _spawn(self, name: str) -> Spawn:
-    return functools.partial(RemoteProcess, self._actors[name])
+  def _spawn(self, name: str, host: int) -> Spawn:
+    return functools.partial(RemoteProcess, self._actors[name, host])
+
+  def _meeting(self, learner: int) -> str:
+    if self._local:
+      return super()._meeting(learner)
+    actor = self._actors[learner_address(learner), 0]
+    return ray.get(actor.free_url.remote(""), timeout=PLACE_SECONDS)
 
 
 class RemoteProcess:
@@ -205,7 +214,8 @@ def check_resources(config: Config, available: Mapping[str, float]) -> None:
   """Refuses islands that would wait for ever, since together they ask for more than is there."""
   asked: collections.Counter[str] = collections.Counter()
   for m in range(config.islands.num_learners):
-    asked.update(config.islands.island(m).resources)
+    island = config.islands.island(m)
+    asked.update({name: island.hosts * n for name, n in island.resources.items()})
   for name, count in asked.items():
     if count > available.get(name, 0):
       raise ConfigError(

@@ -1,4 +1,4 @@
-"""What runs inside a Ray actor: one role's process. Knows neither JAX nor Ray."""
+"""What runs inside a Ray actor: one process of a role. Knows no JAX."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ class RoleActor:
     self._process: children.Process | None = None
 
   async def free_url(self, host: str) -> str:
-    """A url for a shard on this machine, whose address is `host`."""
-    return role_spec.free_urls(1, host)[0]
+    """A url on this machine, whose address is `host`; "": as Ray knows it."""
+    from ray.util import get_node_ip_address
+
+    return role_spec.free_urls(1, host or get_node_ip_address())[0]
 
   async def run(self, command: list[str], log: str) -> int:
     """The exit status of `command`, run by this machine's Python; output is appended to `log`."""

@@ -185,13 +185,15 @@ class RoleRunner:
       self.say(str(error))
       return LOST
     except Outnumbered as refusal:
-      return FINISHED if self.begin_anew(refusal) else self.run(role)
+      if not self.begin_anew(refusal):
+        return self.run(role)
+      status = FINISHED
     except Exception as error:  # whatever it is: said, logged, and the status tells
       self.recorder.record(events.Crash(trace=traceback.format_exc()))
       traceback.print_exc()
       self.say(f"crashed: {type(error).__name__}: {error}")
       return LOST
-    return INTERRUPTED if self.interrupted and status == FINISHED else status
+    return self._asked_status() if status == FINISHED and self._stop.is_set() else status
 
   def connect(self) -> FaultyEndpoint:
     """A new connection of the present incarnation, instead of the one before."""
@@ -287,6 +289,10 @@ class RoleRunner:
       raise Ended(self._failure)
     return self._stop.is_set()
 
+  def ask_to_end(self) -> None:
+    """As a signal does; from any thread."""
+    self._stop.set()
+
   def pause(self, seconds: float) -> bool:
     """Waits; True if a signal ended the wait."""
     return self._stop.wait(seconds)
@@ -313,6 +319,10 @@ class RoleRunner:
     self._seen.add(event)
     if self._seen.num_log_events > known:  # one event makes one line at most
       self.say(self._seen.log_events[-1].text)
+
+  def _asked_status(self) -> int:
+    """Of a role that a signal has ended, and that lost nothing."""
+    return INTERRUPTED if self.interrupted else self.place.term_status
 
   def _on_signal(self, number: int, _frame: object) -> None:
     if number == signal.SIGINT and self.interrupted:
@@ -344,7 +354,8 @@ class RoleRunner:
     if not self._began and time.monotonic() >= self._end_at:
       self.say("was asked to end before it had begun; nothing is lost")
       self.recorder.close()
-      os._exit(INTERRUPTED if self._asked_by == signal.SIGINT else FINISHED)
+      self.interrupted = self.interrupted or self._asked_by == signal.SIGINT
+      os._exit(self._asked_status())
     if self._stop.is_set() and not self._said_stop:
       self._said_stop = True
       self.say("was asked to end; brings out what it has (a second Ctrl-C ends it at once)")

@@ -29,6 +29,9 @@ class RoleSpec:
   bind: str = ""  # a shard's own
   keys: Path | None = None  # folder; None: loopback only
   http: str = ""  # HOST:PORT of the probes, "": none
+  term_status: int = 0  # exit status after a SIGTERM that cost nothing
+  hosts: str = ""  # where the hosts of an island meet: the url of host 0; "": it has one
+  host: int = 0  # which of them this is
 
 
 def check_spec(config: Config, place: RoleSpec) -> None:

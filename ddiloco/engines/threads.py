@@ -40,7 +40,7 @@ from ddiloco.engines.signals import beside
 from ddiloco.network import handshake
 from ddiloco.network.transport import EVALUATOR_ADDRESS, Hub, learner_address, syncer_address
 from ddiloco.observe.eventlog import Event, Recorder
-from ddiloco.observe.guards import ended
+from ddiloco.observe.guards import ended, say
 from ddiloco.observe.hangs import HangWatch
 from ddiloco.protocol import events
 from ddiloco.protocol.events import parse_role
@@ -55,6 +55,7 @@ from ddiloco.training.compile_times import told_what_compiles
 from ddiloco.training.island import Island
 from ddiloco.workdir import start_time
 
+DEVICES_SECONDS = 1.0  # between two looks whether a lost slice is back
 EVALUATOR_PATIENCE_SECONDS = 60.0  # to finish a measurement when the learners have ended
 
 
@@ -89,6 +90,7 @@ class ThreadsEngine(Engine):
     groups = devices.partition(jax.devices(), config.islands, config.num_islands())
     islands = islands or {m: Island(config, m, g, self.plan) for m, g in enumerate(groups)}
     self.islands = islands
+    self._lost_slices: set[int] = set()  # islands whose devices have failed
     self._storage = open_storage(config, self.plan, workdir)
     self._restored: Restored | None = None
     self._first_incarnation = 0
@@ -160,7 +162,10 @@ class ThreadsEngine(Engine):
   def _run_learner(
     self, m: int, incarnation: int, faults: Faults, recorder: Recorder, afresh: bool
   ) -> None:
-    island, config, name = self.islands[m], self.config, learner_address(m)
+    config, name = self.config, learner_address(m)
+    if m in self._lost_slices and not self._rebuild(m, faults):
+      return
+    island = self.islands[m]
     new = new_learner(config, self.plan, m, incarnation)
     if config.sync.num_shards:
       storage = None if afresh else self._storage  # what it had was bad
@@ -188,11 +193,31 @@ class ThreadsEngine(Engine):
         role.run(faults, stopped, drain_seconds, self.stop.is_set)
       if self._drains and (unmerged := unmerged_tokens(role.exchange.state)):
         self._lost[name] = f"{unmerged} tokens were not merged in network.drain_seconds"
+    except Exception as error:
+      if devices.lost_devices(error):
+        self._lost_slices.add(m)
+      raise
     finally:
       self._hangs.end(name)
       made = role.exchange.state.step - beginning.state.step
       self.steps[m] = self.steps.get(m, 0) + made
       self._close(endpoint, saver)
+
+  def _rebuild(self, m: int, faults: Faults) -> bool:
+    """A new island once its devices are back; False if the run ends before that.
+
+    Programs and arrays of a slice that has failed are gone with it.
+    """
+    name, lost = learner_address(m), list(self.islands[m].mesh.devices.flat)
+    say(f"{name}: waits until its {len(lost)} devices are back")
+    while (group := devices.answering(lost)) is None:
+      if name in self._told or self.stop.wait(DEVICES_SECONDS):
+        return False
+      faults.check(self._global_step)
+    self.islands[m] = Island(self.config, m, group, self.plan)
+    self._compile(m)
+    self._lost_slices.discard(m)
+    return True
 
   def _run_syncer(self, shard: int, incarnation: int, faults: Faults, recorder: Recorder) -> None:
     config, endpoint = self.config, self._connect(syncer_address(shard), faults)

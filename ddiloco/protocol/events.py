@@ -69,6 +69,7 @@ class Started(Event, frozen=True, kw_only=True):
   devices: int = 0
   mesh: tuple[int, ...] = ()  # data, fsdp, tensor
   batch_size: int = 0  # sequences
+  hosts: int = 1  # processes of the island
   attention: str = ""  # its path: einsum, splash or cudnn
   flops_per_token: float = 0.0  # forward and backward; 0: the model does not say
   peak_flops_per_second: float = 0.0  # of one device; 0: not known

@@ -259,7 +259,7 @@ def live_config(config: Config, learner: int, started: events.Started) -> Config
   """The config as that incarnation had it: its islands may differ from the saved ones."""
   data_axis, fsdp, tensor = started.mesh
   mine = {"devices": started.devices, "data": data_axis, "fsdp": fsdp, "tensor": tensor}
-  mine |= {"batch_size": started.batch_size}
+  mine |= {"batch_size": started.batch_size, "hosts": 1}
   islands = dataclasses.replace(
     config.islands,
     num_learners=started.learners or config.islands.num_learners,

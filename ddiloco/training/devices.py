@@ -118,20 +118,74 @@ def _too_few(what: str, needed: int, available: int, islands: IslandsConfig) -> 
   )
 
 
-def require_one_process(devices: Sequence[Device]) -> None:
-  """An island lives in one process, whose devices hold all of it.
+def island_devices(island: IslandConfig, visible: Sequence[Device], learner: int) -> list[Device]:
+  """Those that an island uses of what its processes see together: of each host the first ones.
 
   Raises:
-    ConfigError: JAX joins several processes, so that some of the island is out of reach.
+    ConfigError: there are too few.
+  """
+  hosts: dict[int, list[Device]] = {}
+  for device in visible:
+    hosts.setdefault(device.process_index, []).append(device)
+  share = (island.devices or len(visible)) // len(hosts)
+  fewest = min(map(len, hosts.values()))
+  if share > fewest:
+    raise ConfigError(
+      f"islands.devices = {island.devices}: learner {learner} sees {len(visible)} devices"
+      f" (islands.hosts = {island.hosts}, the least on one of them: {fewest})."
+      " Fix: lower it, or give the process more devices."
+    )
+  return [device for host in sorted(hosts) for device in hosts[host][:share]]
+
+
+def host_memory(device: Device) -> str | None:
+  """The kind of host memory that a device copies to directly; None: not one of its own.
+
+  By default a copy to the host goes through one small staging buffer, at a tenth of the speed of
+  the connection (on an H100: 2.7 of 25 GB/s). A CPU's arrays lie in host memory already.
+  """
+  kinds = {memory.kind for memory in device.addressable_memories()}
+  return "pinned_host" if device.platform != "cpu" and "pinned_host" in kinds else None
+
+
+def lost_devices(error: BaseException | None) -> bool:
+  """Whether an error is the runtime's, as of a slice that has failed, and not the program's."""
+  while error is not None:
+    if isinstance(error, jax.errors.JaxRuntimeError):
+      return True
+    error = error.__cause__
+  return False
+
+
+def answering(devices: Sequence[Device]) -> list[Device] | None:
+  """The same devices as JAX has them now, if all are there and compute; else None.
+
+  A controller of several slices (Pathways) may have others in their place after a slice has failed.
+  """
+  now = {device.id: device for device in jax.devices(devices[0].platform)}
+  found = [now[device.id] for device in devices if device.id in now]
+  try:
+    jax.block_until_ready([jax.device_put(np.float32(1), device) + 1 for device in found])
+  except jax.errors.JaxRuntimeError:
+    return None
+  return found if len(found) == len(devices) else None
+
+
+def require_processes(devices: Sequence[Device], hosts: int) -> None:
+  """An island lives in as many processes as it has hosts, and JAX joins those alone.
+
+  Raises:
+    ConfigError: JAX joins another number, so that some of the island is out of reach.
   """
   processes = jax.process_count()
   away = sum(device.process_index != jax.process_index() for device in devices)
-  if processes > 1 or away:
+  if processes != hosts or (away and hosts == 1):
     raise ConfigError(
-      f"islands.devices = {len(devices)}: JAX has joined {processes} processes here, and {away} of"
-      " these devices belong to others. An island must live in one process: of the rest it could"
-      " not read its own parameters, and would push garbage. Fix: start one process for each"
-      " island, on one host, without jax.distributed.initialize (on TPUs: a slice of one host)."
+      f"islands.hosts = {hosts}: JAX has joined {processes} processes here, and {away} of this"
+      f" island's {len(devices)} devices belong to others. Of those it could not read its"
+      " parameters, and would push garbage. Fix: set islands.hosts to the island's processes and"
+      " let --engine=processes, or `ddiloco learner --hosts=... --host=...`, join them; do not call"
+      " jax.distributed.initialize."
     )
 
 

@@ -22,7 +22,7 @@ from ddiloco.config import Config
 from ddiloco.core.fragments import Plan, split_flat
 from ddiloco.models.model import Batch
 from ddiloco.training import inner
-from ddiloco.training.devices import PEAK_FLOPS, make_mesh, require_one_process
+from ddiloco.training.devices import PEAK_FLOPS, host_memory, make_mesh, require_processes
 from ddiloco.training.programs import (
   PARAMS,
   PieceKind,
@@ -54,10 +54,10 @@ class Island:
 
     Raises:
       ConfigError: the batch cannot be split evenly over these devices, the mesh does not fit them,
-        or they are not all of this process.
+        or JAX joins other processes than the island's.
     """
-    require_one_process(devices)
     self._island = config.islands.island(learner)
+    require_processes(devices, self._island.hosts)
     self._config, self._plan = config, plan
     self._planned_steps = config.planned_steps()
     self._cpu = devices[0].platform == "cpu"
@@ -66,6 +66,7 @@ class Island:
     # other, so there every step is waited for.
     self._pipelined = not self._cpu
     self.mesh = make_mesh(devices, self._island)
+    self._host_memory = host_memory(devices[0])
     self._parts = IslandStep(config, learner, self.mesh)
     self._leaves, self._layout = self._parts.leaves, self._parts.layout
     self._inputs = self._parts.inputs
@@ -158,6 +159,18 @@ class Island:
     """Where every array of the state lies on this mesh, by the names that `capture` gives them."""
     return self._layout.shardings
 
+  def state_leaves(self) -> Mapping[str, jax.ShapeDtypeStruct]:
+    """Every array of the state by name: shape, dtype and where it lies."""
+    return self._layout.leaves
+
+  def piece_leaves(self, fragment_index: int) -> list[jax.ShapeDtypeStruct]:
+    """The same of what `copy_out` returns, and of what `stage` makes."""
+    return [kind.piece for kind in self._kinds[fragment_index]]
+
+  def check(self, arrays: Mapping[str, jax.Array | np.ndarray]) -> None:
+    """Refuses what `restore` would refuse, with a ValueError."""
+    self._layout.check(arrays)
+
   def restore(self, arrays: Mapping[str, jax.Array | np.ndarray]) -> None:
     """Takes over a captured state, of whatever mesh it was, bit by bit; instead of `reset`.
 
@@ -169,7 +182,7 @@ class Island:
     Raises:
       ValueError: names, shapes or dtypes are not this island's; nothing has changed.
     """
-    self._layout.check(arrays)
+    self.check(arrays)
     self.compile()
     ready = {}
     for name, sharding in self._layout.shardings.items():
@@ -286,9 +299,12 @@ class Island:
         pieces.append(programs.copy_out(self._state[prefix + name], where))
         if programs.waits:
           jax.block_until_ready(pieces[-1])
-      for out in pieces:
-        out.copy_to_host_async()
-    return pieces
+      if self._host_memory is None:
+        for out in pieces:
+          out.copy_to_host_async()
+        return pieces
+      there = [out.sharding.with_memory_kind(self._host_memory) for out in pieces]
+      return jax.device_put(pieces, there)  # one transfer, beside the step
 
   def _apply(
     self, fragment_index: int, prefix: str, staged: Sequence[jax.Array], keep: float
@@ -311,7 +327,7 @@ class Island:
     """Brings a flat f32 vector onto the devices for `apply`; `flat` must not change afterwards."""
     views = split_flat(self._plan.fragments[fragment_index], flat)
     # Waiting here, beside the step, means that `apply` never waits for a transfer.
-    shardings = [kind.piece.sharding for kind in self._kinds[fragment_index]]
+    shardings = [leaf.sharding for leaf in self.piece_leaves(fragment_index)]
     with named("stage", fragment=fragment_index):
       return jax.block_until_ready(jax.device_put(views, shardings))
 
@@ -335,14 +351,17 @@ class Island:
     Raises:
       ValueError: it has another size.
     """
+    return [self.stage(fragment_index, row) for row in self.rows_of_moments(fragment_index, flat)]
+
+  def rows_of_moments(self, fragment_index: int, flat: np.ndarray) -> list[np.ndarray]:
+    """Each moment's flat vector; ValueError if it has another size."""
     size = self._plan.fragments[fragment_index].size
     if flat.shape != (self.num_moments * size,):
       raise ValueError(
         f"fragment {fragment_index}: its moments have shape {flat.shape}, but this island keeps"
         f" {self.num_moments} of {size} values each. Fix: take them from a peer of the same run."
       )
-    rows = [flat[start : start + size] for start in range(0, flat.size, size)]
-    return [self.stage(fragment_index, row) for row in rows]
+    return [flat[start : start + size] for start in range(0, flat.size, size)]
 
 
 named = jax.profiler.TraceAnnotation  # what a trace shows; costs a microsecond where none is taken

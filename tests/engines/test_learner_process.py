@@ -78,16 +78,6 @@ def test_what_is_not_merged_in_the_middle_of_a_run_is_lost(tokens, merged, statu
   assert ("nothing is lost" in line) == (status == FINISHED)
 
 
-def test_an_island_takes_its_devices_of_those_the_process_sees():
-  config = from_dict({"islands": {"devices": 2, "overrides": {"9": {"devices": 0, "fsdp": 1,
-    "data": -1}}}})  # fmt: skip
-  visible = ["a", "b", "c"]
-  assert learner_process._devices(config, 0, visible) == ["a", "b"]
-  assert learner_process._devices(config, 9, visible) == visible
-  with pytest.raises(ConfigError, match=r"islands.devices = 2: learner 0 sees 1 devices.*Fix"):
-    learner_process._devices(config, 0, ["a"])
-
-
 def test_places_that_cannot_work(tmp_path):
   place = RoleSpec(tmp_path / "run", "run", ("tcp://127.0.0.1:7000",))
   with pytest.raises(ConfigError, match=r"names 1 shards, the config has sync.num_shards = 2"):

@@ -50,10 +50,13 @@ class Engine(ProcessesEngine):
     self._guard = lambda duty, *arguments: duty(*arguments)
     self._lock, self._told, self._lost = contextlib.nullcontext(), set(), {}
     self._ending, self._global_step = False, 0
-    self._children = {name: Child(name, python(code), workdir, spawn)}
+    self._children, self._code = {name: Child(name, workdir, [spawn])}, code
     shortest = self.shortest_life_seconds
     self._state = supervisor.init(RUN, [name], faults, shortest_life_seconds=shortest)
     self.name, self.child = name, self._children[name]
+
+  def _commands(self, name: str) -> list[list[str]]:
+    return [python(self._code)]
 
   def record(self, event: Event) -> None:
     self.said.append((event.kind, getattr(event, "reason", getattr(event, "action", ""))))
@@ -176,7 +179,7 @@ def test_a_process_that_cannot_be_started_is_a_death_of_its_role(make):
     raise BlockingIOError(11, "Resource temporarily unavailable")
 
   engine = make("")
-  engine.child._spawn = spawn
+  engine.child._spawns = [spawn]
   engine.tick(10.0)
   assert engine.phase == DOWN and not engine.child.running
   assert engine.reasons == ["cannot be started: [Errno 11] Resource temporarily unavailable"]
@@ -256,7 +259,7 @@ def test_two_lives_never_begin_in_the_same_second(started):
 
 def state(engine: Engine) -> str:
   """R or S: runs or sleeps; T: stopped."""
-  stat = Path(f"/proc/{engine.child._process.pid}/stat").read_text()
+  stat = Path(f"/proc/{engine.child._processes[0].pid}/stat").read_text()
   return stat.rpartition(") ")[2][0]
 
 

@@ -42,6 +42,25 @@ def test_resources_of_an_island_are_options_of_its_actor():
 
 
 @needs_ray
+def test_an_island_may_ask_for_a_tpu_slice_by_ray_s_own_name_for_it():
+  """What Ray's own code calls host 0 of a slice is passed on, and Ray takes it."""
+  import ray
+  from ray._private.accelerators.tpu import infer_tpu_pod_type_from_topology
+
+  from ddiloco.engines.ray import actor_options
+
+  for topology, kind, chips in [("2x4", "v6e", 8), ("2x2x1", "v5p", 4)]:
+    head = f"TPU-{infer_tpu_pod_type_from_topology(topology, kind)}-head"
+    config = from_dict({"islands": {"resources": {"TPU": chips, head: 1}}})
+    options = actor_options(config.islands.island(0).resources)
+    assert options == {"num_cpus": 0, "resources": {"TPU": chips, head: 1}}
+    ray.remote(RoleActor).options(**options)  # Ray refuses here what it does not know
+  assert head == "TPU-v5p-8-head", "v5p counts cores"
+  with pytest.raises(ValueError, match="TPU"):
+    ray.remote(RoleActor).options(resources={"TPU": 3})
+
+
+@needs_ray
 def test_islands_that_this_machine_cannot_hold_together_are_refused():
   from ddiloco.engines.ray import check_resources
 

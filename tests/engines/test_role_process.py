@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -149,6 +150,17 @@ def test_a_signal_lets_the_role_end_in_good_order(make, capsys, number, status):
   assert "was asked to end" in capsys.readouterr().out
   assert signal.getsignal(signal.SIGINT) == before
   os.kill(os.getpid(), signal.SIGTERM)  # too late to change how it ended
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, INTERRUPTED)])
+def test_a_scheduler_can_tell_a_role_that_left_from_one_that_is_done(make, number, status):
+  """Kubernetes would take 0 of a pod that is evicted to mean that the run is over."""
+  with make() as runner:
+    runner.place = dataclasses.replace(runner.place, term_status=143)
+    assert runner.run(lambda: FINISHED) == FINISHED, "it was not asked"
+    os.kill(os.getpid(), number)
+    assert runner.run(until(runner)) == status
+    assert runner.run(lambda: LOST) == LOST
 
 
 def test_lost_work_counts_more_than_a_signal(make):

@@ -151,11 +151,11 @@ def test_a_child_starts_also_where_nothing_can_be_logged(tmp_path, capsys):
 
   (tmp_path / "logs").write_text("in the way")
   command = [sys.executable, "-S", "-c", "raise SystemExit(3)"]
-  child = Child("learner-3", command, tmp_path, spawn)
-  child.start()
+  child = Child("learner-3", tmp_path, [spawn])
+  child.start([command])
   status = wait_for(lambda: child.poll(), "its end")
   assert child.bury(status) == f"exit status 3: see {child.log}" and not child.running
-  child.start()
+  child.start([command])
   child.kill()
   assert capsys.readouterr().err.count("cannot be written") == 1
 
@@ -163,7 +163,7 @@ def test_a_child_starts_also_where_nothing_can_be_logged(tmp_path, capsys):
 def test_last_words_of_a_log_of_months_are_its_end(tmp_path):
   from ddiloco.engines.children import Child, spawn
 
-  child = Child("learner-3", [], tmp_path, spawn)
+  child = Child("learner-3", tmp_path, [spawn])
   child.log.parent.mkdir()
   with child.log.open("wb") as file:
     file.truncate(1 << 40)  # a sparse file of a terabyte

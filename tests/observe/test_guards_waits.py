@@ -165,7 +165,7 @@ def test_a_killed_child_that_does_not_go_away_holds_nobody_up(monkeypatch, capsy
       return None
 
   monkeypatch.setattr(children, "KILL_SECONDS", 0.02)
-  child = children.Child("learner-3", [], tmp_path, lambda *_: Stuck())
-  child.start()
+  child = children.Child("learner-3", tmp_path, [lambda *_: Stuck()])
+  child.start([[]])
   child.kill()
   assert "learner-3, which was killed, has not ended" in said(capsys) and not child.running

@@ -16,6 +16,9 @@ PROMISED = {
     *("rejoin", "resume_seconds"),
   },
   "bench_history.py": {"events_per_second", "peak_mb", "start_mb", "seconds", "bytes", "events"},
+  "bench_hosts.py": {
+    *("ratio", "calls", "other_island_blocked_seconds", "seconds_until_merged_again"),
+  },
   "bench_kill.py": {"survivor_step_ratio", "survivor_max_gap_ratio", "rejoin_seconds", "kills"},
   "bench_merge.py": {"merge_vs_copy", "int4_encode_gbps", "int4_decode_gbps", "extra_fragments"},
   "bench_overhead.py": {"ratio", "blocked_seconds"},
@@ -37,6 +40,9 @@ def test_quick_run_prints_the_promised_numbers(line):
     assert each if isinstance(each, dict) else math.isfinite(each)
   if script == "bench_overhead.py":
     assert result["blocked_seconds"] == 0 and result["rounds"] > 0
+  if script == "bench_hosts.py":
+    assert result["same_step"] and result["calls"] > 0
+    assert result["other_island_blocked_seconds"] == 0 < result["other_island_steps_meanwhile"]
   if script == "bench_transport.py":
     assert set(result["gbps"]) == {
       *("socket", "in_process", "plain", "secured_1", "secured_2", "secured_4")

@@ -174,3 +174,20 @@ def test_a_path_of_another_platform_is_refused(platform, dtype, asked):
 def test_an_execution_has_the_islands_settings():
   found = _execution("cpu", remat="products", loss_chunks=4)
   assert (found.layout, found.remat, found.loss_chunks) == (None, "products", 4)
+
+
+def test_an_island_takes_the_same_share_of_what_each_of_its_processes_sees():
+  seen = [types.SimpleNamespace(process_index=h, id=i) for h in (0, 1) for i in range(3)]
+
+  def taken(count: int, hosts: int, visible) -> list[tuple[int, int]]:
+    island = IslandConfig(devices=count, hosts=hosts)
+    return [(d.process_index, d.id) for d in devices.island_devices(island, visible, 7)]
+
+  assert taken(2, 1, seen[:3]) == [(0, 0), (0, 1)]
+  assert taken(0, 1, seen[:3]) == [(0, 0), (0, 1), (0, 2)]
+  assert taken(4, 2, seen) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+  assert len(taken(0, 2, seen)) == 6
+  with pytest.raises(ConfigError, match=r"islands.devices = 2: learner 7 sees 1 devices.*Fix"):
+    taken(2, 1, seen[:1])
+  with pytest.raises(ConfigError, match=r"islands.devices = 6: learner 7 sees 5 devices.*one.*: 2"):
+    taken(6, 2, seen[:5])

@@ -149,7 +149,15 @@ def test_loss_decreases_on_a_tiny_corpus(single):
   assert losses[-1] < 0.5 * losses[0]
 
 
-def test_cut_is_the_fragment_bitwise(any_island):
+@pytest.fixture(params=[None, "pinned_host"])
+def host_memory(request, monkeypatch, any_island):
+  """As a CPU copies to the host, and as an accelerator does."""
+  assert any_island[0]._host_memory is None
+  monkeypatch.setattr(any_island[0], "_host_memory", request.param)
+  return request.param
+
+
+def test_cut_is_the_fragment_bitwise(any_island, host_memory):
   island, plan, config = any_island
   island.load(initial(config))
   island.step(batch(), 0)
@@ -160,11 +168,14 @@ def test_cut_is_the_fragment_bitwise(any_island):
     np.testing.assert_array_equal(flat, fragments.gather(fragment, params))
 
 
-def test_a_cut_survives_later_donated_steps(any_island):
+def test_a_cut_survives_later_donated_steps(any_island, host_memory):
   island, plan, config = any_island
   island.load(initial(config))
   before = island.params_on_host()
   copies = [island.copy_out(fragment.index) for fragment in plan.fragments]
+  assert {piece.sharding.memory_kind for each in copies for piece in each} <= {
+    host_memory or "device"
+  }
   for global_step in range(3):
     island.step(batch(global_step), global_step)
     island.apply(0, island.stage(0, np.zeros(plan.sizes[0], np.float32)), 0.5)

@@ -1,4 +1,4 @@
-"""Processes that join JAX of several hosts are refused by name: an island lives in one process."""
+"""Processes that JAX has joined are refused by name where they are not the hosts of one island."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from ddiloco import environment
 from ddiloco.config import ConfigError
 from ddiloco.roles import initial
-from ddiloco.training.devices import require_one_process
+from ddiloco.training.devices import require_processes
 from ddiloco.training.island import Island
 from tests.engines.real import tiny
 
@@ -37,12 +37,12 @@ jax.distributed.shutdown()
 def test_an_island_of_several_processes_is_refused_before_it_compiles(monkeypatch):
   monkeypatch.setattr(jax, "process_count", lambda: 4)
   config = tiny(10)
-  with pytest.raises(ConfigError, match=r"islands.devices = 1: JAX has joined 4 processes"):
+  with pytest.raises(ConfigError, match=r"islands.hosts = 1: JAX has joined 4 processes"):
     Island(config, 0, jax.devices()[:1], initial.make_plan(config))
 
 
 def test_the_devices_of_this_process_are_fine():
-  require_one_process(jax.devices())
+  require_processes(jax.devices(), 1)
 
 
 @pytest.mark.slow
@@ -62,5 +62,7 @@ def test_two_processes_that_have_joined_jax_are_both_refused():
   ]
   for child in children:
     said, _ = child.communicate(timeout=240)
-    assert "refused: islands.devices = 2: JAX has joined 2 processes" in said
-    assert "1 of these devices belong to others" in said and "Fix: start one process" in said
+    assert "refused: islands.hosts = 1: JAX has joined 2 processes" in said
+    assert (
+      "1 of this island's 2 devices belong to others" in said and "Fix: set islands.hosts" in said
+    )

@@ -1,0 +1,220 @@
+"""An island of several processes, one on each of its hosts: how they meet, and what ends them.
+
+Host 0 is the learner of the run; the others do what it does (`training/hosts.py`), have no event
+log and speak with no shard. When one of them is lost or stands still, the process of every host
+ends, and says who it was: whoever started them starts all of them again, and no other island waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+from ddiloco import environment
+from ddiloco.config import Config, require
+from ddiloco.engines.role_process import FINISHED, LOST, RoleRunner, load_keys
+from ddiloco.engines.role_spec import RoleSpec
+from ddiloco.network import host_links
+from ddiloco.network.host_links import HostProgress, HostsApart, HostWatch, Meeting
+from ddiloco.network.keys import host_and_port, require_keys
+from ddiloco.network.transport import learner_address
+from ddiloco.observe.guards import say
+from ddiloco.protocol import events
+from ddiloco.roles import initial
+from ddiloco.workdir import COMPILED
+
+SLOW_STEPS = 10  # so many usual steps are no sign that an island stands still
+LEAST_HEARTBEAT_SECONDS = 100.0  # JAX's own limit, which must not strike before ours
+READY = b"ready"
+
+
+def check_hosts(config: Config, number: int, place: RoleSpec) -> None:
+  """Refuses a host that its island has not.
+
+  Raises:
+    ConfigError: the island has several hosts and is not told where they meet, or the reverse.
+  """
+  hosts = config.islands.island(number).hosts
+  require(
+    bool(place.hosts) == (hosts > 1),
+    "--hosts",
+    place.hosts,
+    f"must be given if, and only if, an island has several hosts (islands.hosts = {hosts})",
+    "give tcp://HOST:PORT of host 0 to all of them, or set islands.hosts in the experiment file",
+  )
+  require(
+    place.host < hosts,
+    "--host",
+    place.host,
+    f"must be below islands.hosts = {hosts} (learner {number})",
+    "count hosts from 0",
+  )
+  if place.hosts:
+    require_keys(place.hosts, load_keys(place, learner_address(number)), "--hosts")
+
+
+def _agreed(config: Config, number: int, place: RoleSpec) -> host_links.IslandIdentity:
+  digest = hashlib.sha256(config.to_json().encode()).hexdigest()[:16]
+  return host_links.IslandIdentity(
+    place.run_id, digest, number, config.islands.island(number).hosts
+  )
+
+
+def _join(coordinator: str, config: Config, island: host_links.IslandIdentity, host: int) -> None:
+  network = config.network
+  silence_seconds = max(LEAST_HEARTBEAT_SECONDS, 3 * network.silence_seconds)
+  patience_seconds = network.give_up_seconds
+  environment.join_hosts(coordinator, island.hosts, host, patience_seconds, silence_seconds)
+
+
+# --- host 0 ---------------------------------------------------------------------------------------
+
+
+class Hosts:
+  """The other hosts of this island, joined; for the process that leads.
+
+  Args:
+    runner: of this process.
+    number: the learner's.
+
+  Raises:
+    HostsApart: they have not come.
+  """
+
+  def __init__(self, runner: RoleRunner, number: int):
+    config, place = runner.config, runner.place
+    self._runner, self.progress = runner, HostProgress()
+    island = _agreed(config, number, place)
+    name = host_and_port(place.hosts)[0]
+    coordinator = f"[{name}]:{_free_port(name)}" if ":" in name else f"{name}:{_free_port(name)}"
+    meeting = Meeting(place.hosts, island, coordinator, runner.keys)
+    runner.ready = lambda: f"hosts {meeting.missing} of its island, which have not come"
+    self.links = meeting.wait(config.network.give_up_seconds)
+    _join(coordinator, config, island, 0)
+    life = {host: each.life for host, each in self.links.items()}
+    self._watch = HostWatch(life, self.progress, self._limit_seconds, self._lost, runner.ask_to_end)
+
+  def wait_until_compiled(self) -> None:
+    """All hosts have compiled their programs."""
+    for host, each in self.links.items():
+      self._runner.ready = lambda host=host: f"host {host} of its island, which still compiles"
+      each.values.receive()
+
+  def part(self) -> None:
+    """The island's work is over, and the others know: JAX parts them."""
+    import jax
+
+    self._watch.end()
+    jax.distributed.shutdown()
+
+  def _limit_seconds(self) -> float:
+    return max(
+      self._runner.config.network.silence_seconds, SLOW_STEPS * self._runner.usual_seconds()
+    )
+
+  def _lost(self, host: int | None, reason: str) -> None:
+    """The main thread may wait inside a program for ever: nothing less than the process ends."""
+    runner = self._runner
+    who = "this island" if host is None else f"host {host} of this island"
+    text = f"{who} is lost: {reason}. All its hosts end, to start again together"
+    runner.recorder.record(events.Crash(trace=text))
+    runner.recorder.close()
+    runner.say(text)
+    os._exit(LOST)
+
+
+def _free_port(host: str) -> int:
+  with socket.create_server((host, 0), family=_family(host)) as probe:
+    return probe.getsockname()[1]
+
+
+def _family(host: str) -> socket.AddressFamily:
+  return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+# --- the others -----------------------------------------------------------------------------------
+
+
+def run_host(config: Config, number: int, place: RoleSpec) -> int:
+  """Follows host 0 of its island, until that says that the work is over.
+
+  A signal is handed on: host 0 brings out the island's work, and then lets all go.
+
+  Returns the exit status: 1 if host 0 is gone or has refused this one.
+  """
+  address = f"{learner_address(number)} host {place.host}"
+  progress, began = HostProgress(), time.time()
+
+  def speak(text: str) -> None:
+    say(f"[{time.strftime('%H:%M:%S')}] {address}: {text}")
+
+  def lost(host: int | None, reason: str) -> None:
+    speak(f"host 0 is lost: {reason}; it ends, to start again with it")
+    os._exit(LOST)
+
+  with _asked(progress):
+    try:
+      _follow(config, number, place, progress, speak, lost)
+    except HostsApart as error:
+      speak(str(error))
+      return LOST
+    except OSError as error:
+      lost(0, str(error))
+  speak(f"ends after {time.time() - began:.0f} s with its island; nothing is lost")
+  return place.term_status if progress.asked_to_end else FINISHED
+
+
+def _follow(
+  config: Config,
+  number: int,
+  place: RoleSpec,
+  progress: HostProgress,
+  speak: Callable[[str], None],
+  lost: Callable[[int | None, str], None],
+) -> None:
+  keys = load_keys(place, learner_address(number))
+  island, patience = _agreed(config, number, place), config.network.give_up_seconds
+  speak(f"looks for host 0 at {place.hosts}")
+
+  def asked() -> bool:
+    return progress.asked_to_end
+
+  links, coordinator = host_links.join(place.hosts, island, place.host, keys, patience, asked)
+  watch = HostWatch({0: links.life}, progress, lambda: config.network.silence_seconds, lost)
+  _join(coordinator, config, island, place.host)
+  import jax
+
+  from ddiloco.training import data, hosts
+  from ddiloco.training.devices import island_devices, kept_in
+  from ddiloco.training.island import Island
+
+  with kept_in(place.workdir / COMPILED):
+    stream = data.Stream(data.open_data(config.data), config, number)
+    devices = island_devices(config.islands.island(number), jax.devices(), number)
+    trained = Island(config, number, devices, initial.make_plan(config))
+    progress.doing = "compiles"
+    speak(f"compiled in {trained.compile():.1f} s; follows host 0")
+  links.values.send(READY)
+  hosts.follow(trained, links, stream.iterate, progress)
+  watch.end()
+  jax.distributed.shutdown()
+
+
+@contextlib.contextmanager
+def _asked(progress: HostProgress) -> Iterator[None]:
+  """While it lasts, signals to end are noted for host 0."""
+
+  def hear(number: int, _frame: object) -> None:
+    progress.asked_to_end = True
+
+  before = {number: signal.signal(number, hear) for number in (signal.SIGTERM, signal.SIGINT)}
+  try:
+    yield
+  finally:
+    for number, handler in before.items():
+      signal.signal(number, handler)

@@ -1,0 +1,383 @@
+"""A run on Kubernetes, as documents: JobSets, what they read, and addresses of the shards. PURE.
+
+JobSet's API is jobset.x-k8s.io/v1alpha2. What ends because it was taken away is not counted, all
+other ends are: its pod has the condition DisruptionTarget, or the role says by its exit status that
+it was asked to end. (A role that said 0 then would be taken to be done, and never come back.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ddiloco.checks import require
+from ddiloco.launch.placement import (
+  PROBE_PORT,
+  SHARD_PORT,
+  TERM_STATUS,
+  PlacedIsland,
+  Placement,
+  host_flags,
+  role_command,
+)
+
+Document = dict[str, Any]
+
+FOLDER, WORK = "/ddiloco", "/work"  # in every container: config and keys; the shared volume
+RUN, ROLE = "ddiloco/run", "ddiloco/role"  # labels of all that is made
+KINDS = "jobsets.jobset.x-k8s.io,services,configmaps,secrets"  # that a run has
+_GKE_CONTEXT = re.compile(r"gke_([^_]+)_([^_]+)_(.+)")
+_BESIDE_DRAIN_SECONDS = 10  # for a pod to end: the last log lines, a snapshot under way
+
+
+@dataclasses.dataclass(frozen=True)
+class GkeRun:
+  """A run in clusters of GKE.
+
+  Attributes:
+    placement: who runs where.
+    claim: a ReadWriteMany volume claim, in every cluster: workdir is on it.
+    namespace: there.
+    service_account: that may write the bucket; "": the namespace's own.
+    cluster_domain: of the names in a cluster.
+    shard_cpus: of a shard, which has a machine to itself.
+    shard_memory: of a shard, "32Gi".
+    shard_addresses: reserved internal addresses of the shards, for islands of other clusters.
+  """
+
+  placement: Placement
+  claim: str
+  namespace: str = "default"
+  service_account: str = ""
+  cluster_domain: str = "cluster.local"
+  shard_cpus: int = 8
+  shard_memory: str = "32Gi"
+  shard_addresses: tuple[str, ...] = ()
+
+  @property
+  def name(self) -> str:
+    return self.placement.name
+
+  def check(self) -> None:
+    """Refuses what cannot work.
+
+    Raises:
+      ConfigError: an option is missing, or does not fit the run.
+    """
+    rule = "workdir (event logs, result) must outlive pods, on a volume that many can write"
+    fix = "make a ReadWriteMany claim in every cluster (docs/launch.md) and give --claim=NAME"
+    require(bool(self.claim), "--claim", self.claim, rule, fix)
+    count, given = len(self.placement.shards), self.shard_addresses
+    rule = f"islands of another cluster need an address of each of the {count} shards"
+    name = f"{self.name}-shard-{{0..{count - 1}}}" if count > 1 else f"{self.name}-shard-0"
+    fix = (
+      f"reserve them (gcloud compute addresses create {name} --region=REGION --subnet=SUBNET)"
+      " and give --shard_addresses=ADDRESS,..."
+    )
+    apart = len(self.contexts()) > 1
+    require(len(given) == count or not (apart or given), "--shard_addresses", given, rule, fix)
+
+  def contexts(self) -> list[str]:
+    """kubectl's names of the clusters; shards and evaluator are in the first one."""
+    return list(dict.fromkeys(island.where for island in self.placement.islands))
+
+  def documents(
+    self, public: Mapping[str, str], secrets: Mapping[str, str]
+  ) -> dict[str, list[Document]]:
+    """What each cluster is given, by context.
+
+    Args:
+      public: the public keys by file name.
+      secrets: the secret keys by file name; each goes to the cluster of its role alone.
+    """
+    home = self.contexts()[0]
+    found: dict[str, list[Document]] = {}
+    for context in self.contexts():
+      islands = [island for island in self.placement.islands if island.where == context]
+      roles = [island.role for island in islands]
+      if context == home:
+        roles += [f"syncer-{s}" for s in self.placement.shards] + ["evaluator"]
+      found[context] = [
+        self._object("ConfigMap", "config", data={"config.json": self.placement.config.to_json()}),
+        self._object("ConfigMap", "public-keys", data=dict(public)),
+        *(self._secret(role, secrets) for role in roles),
+      ]
+      if context == home:
+        found[context] += [self._service(s, url) for s, url in enumerate(self.shard_addresses)]
+        found[context] += [self._shards(), self._evaluator()]
+      found[context] += [self._island(island, context == home) for island in islands]
+    return found
+
+  def node_pools(self) -> list[str]:
+    """The commands that make the node pools that the islands wait for, one a slice.
+
+    They are for people: clusters that make their own nodes (Autopilot) need none.
+    """
+    commands = []
+    for island in self.placement.islands:
+      match, shape = _GKE_CONTEXT.fullmatch(island.where), island.shape
+      project, location, cluster = match.groups() if match else ("PROJECT", "LOCATION", "CLUSTER")
+      flags = {
+        "project": project,
+        "cluster": cluster,
+        "location": location,
+        "machine-type": shape.machine_type,
+        "num-nodes": shape.hosts,
+        **({"tpu-topology": shape.topology} if shape.hosts > 1 else {}),
+      }
+      words = [f"--{name}={value}" for name, value in flags.items()]
+      words += ["--spot"] if self.placement.spot else []
+      pool = f"{self.name}-{island.role}"
+      commands.append(f"gcloud container node-pools create {pool} {' '.join(words)}")
+    return commands
+
+  # --- documents ---------------------------------------------------------------------------------
+
+  def _object(self, kind: str, name: str, role: str = "", **fields: Any) -> Document:
+    """Of this run; `role`: whose it is."""
+    labels = {RUN: self.name} | ({ROLE: role} if role else {})
+    metadata = {"name": f"{self.name}-{name}", "namespace": self.namespace, "labels": labels}
+    return {"apiVersion": "v1", "kind": kind, "metadata": metadata, **fields}
+
+  def _secret(self, role: str, secrets: Mapping[str, str]) -> Document:
+    file = f"{role}.key_secret"
+    text = {file: secrets.get(file, "")}
+    return self._object("Secret", f"{role}-key", role, type="Opaque", stringData=text)
+
+  def _service(self, shard: int, address: str) -> Document:
+    """An internal address of a shard, which all regions of the network reach."""
+    role = f"syncer-{shard}"
+    spec = {
+      "type": "LoadBalancer",
+      "loadBalancerIP": address,
+      # A shard that waits for learners is not ready, and they must reach it all the same.
+      "publishNotReadyAddresses": True,
+      "selector": {RUN: self.name, ROLE: role},
+      "ports": [{"name": "ddiloco", "port": SHARD_PORT, "protocol": "TCP"}],
+    }
+    service = self._object("Service", role, role, spec=spec)
+    service["metadata"]["annotations"] = {
+      "networking.gke.io/load-balancer-type": "Internal",
+      "networking.gke.io/internal-load-balancer-allow-global-access": "true",
+    }
+    return service
+
+  def _island(self, island: PlacedIsland, at_home: bool) -> Document:
+    """One host that fails ends the island's Job, and its JobSet makes all hosts anew."""
+    shape, jobset = island.shape, f"{self.name}-{island.role}"
+    spot = "cloud.google.com/gke-spot"
+    pod: Document = {
+      "nodeSelector": {
+        "cloud.google.com/gke-tpu-accelerator": shape.gke_accelerator,
+        "cloud.google.com/gke-tpu-topology": shape.topology,
+        **({spot: "true"} if self.placement.spot else {}),
+      }
+    }
+    if self.placement.spot:
+      toleration = {"key": spot, "operator": "Equal", "value": "true", "effect": "NoSchedule"}
+      pod["tolerations"] = [toleration]
+    command = [
+      *self._command(island.role, at_home),
+      *host_flags(shape, "$(JOB_COMPLETION_INDEX)", self._dns(jobset, "host")),
+    ]
+    chips = {"google.com/tpu": shape.chips_per_host}
+    job = self._job(island.role, command, chips, pod, shape.hosts)
+    document = self._restarted(island.role, "host", job)
+    if shape.hosts > 1:  # all its pods on one slice, and no other's there
+      exclusive = "alpha.jobset.sigs.k8s.io/exclusive-topology"
+      document["metadata"]["annotations"] = {exclusive: "cloud.google.com/gke-nodepool"}
+    return document
+
+  def _evaluator(self) -> Document:
+    """In a JobSet of its own: if it is given up, the shards go on."""
+    job = self._job("evaluator", self._command("evaluator"), self._shard_resources(), {})
+    return self._restarted("evaluator", "evaluator", job)
+
+  def _restarted(self, role: str, job_name: str, job: Document) -> Document:
+    """A JobSet of one Job that is made anew as a whole whenever a pod of it ends badly."""
+    job |= {"backoffLimit": 0, "podFailurePolicy": _when_taken_away("FailJob")}
+    preempted = {
+      "name": "preempted",
+      "action": "RestartJobSetAndIgnoreMaxRestarts",
+      "onJobFailureReasons": ["PodFailurePolicy"],
+    }
+    policy = {"maxRestarts": self.placement.max_restarts, "rules": [preempted]}
+    return self._jobset(role, policy, {job_name: job})
+
+  def _shards(self) -> Document:
+    """Each shard a Job that makes its pod anew under the same name; the others do not notice."""
+    apart = {
+      "topologyKey": "kubernetes.io/hostname",  # machines that do not fail together
+      "labelSelector": {
+        "matchExpressions": [
+          {"key": RUN, "operator": "In", "values": [self.name]},
+          {"key": ROLE, "operator": "In", "values": [f"syncer-{s}" for s in self.placement.shards]},
+        ]
+      },
+    }
+    affinity = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}}
+    jobs = {}
+    for shard in self.placement.shards:
+      role = f"syncer-{shard}"
+      resources, pod = self._shard_resources(), {"affinity": affinity}
+      jobs[f"shard-{shard}"] = {
+        **self._job(role, self._command(role), resources, pod),
+        "backoffLimit": self.placement.max_restarts,
+        "podReplacementPolicy": "Failed",  # never two of one shard
+        "podFailurePolicy": _when_taken_away("Ignore"),
+      }
+    return self._jobset("shards", {"maxRestarts": 0}, jobs)
+
+  def _jobset(self, name: str, policy: Document, jobs: Mapping[str, Document]) -> Document:
+    replicated = [
+      {"name": job, "replicas": 1, "template": {"spec": spec}} for job, spec in jobs.items()
+    ]
+    spec = {
+      "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+      "failurePolicy": policy,
+      "replicatedJobs": replicated,
+    }
+    jobset = self._object("JobSet", name, name, spec=spec)
+    return {**jobset, "apiVersion": "jobset.x-k8s.io/v1alpha2"}
+
+  def _job(
+    self,
+    role: str,
+    command: Sequence[str],
+    resources: Mapping[str, Any],
+    pod: Document,
+    hosts: int = 1,
+  ) -> Document:
+    """One pod a host, with the role's own key."""
+    drain_seconds = self.placement.config.network.drain_seconds
+    container: Document = {
+      "name": "role",
+      "image": self.placement.image,
+      "command": list(command),
+      "workingDir": WORK,  # what a config names without a leading / is there
+      "ports": [{"containerPort": PROBE_PORT, "name": "probes", "protocol": "TCP"}],
+      "resources": {"requests": dict(resources), "limits": dict(resources)},
+      "volumeMounts": [
+        {"name": "work", "mountPath": WORK},
+        {"name": "config", "mountPath": f"{FOLDER}/config", "readOnly": True},
+        {"name": "public-keys", "mountPath": f"{FOLDER}/keys/public", "readOnly": True},
+        {"name": "secret-key", "mountPath": f"{FOLDER}/keys/secret", "readOnly": True},
+      ],
+    }
+    if hosts == 1:  # several watch one another, and end together
+      container["livenessProbe"] = {
+        "httpGet": {"path": "/livez", "port": PROBE_PORT},
+        "initialDelaySeconds": 60,  # Python and JAX
+        "periodSeconds": 10,
+        "timeoutSeconds": 5,
+        "failureThreshold": 6,  # beside what the role itself allows its longest step
+      }
+    name = self.name
+    volumes = [
+      {"name": "work", "persistentVolumeClaim": {"claimName": self.claim}},
+      {"name": "config", "configMap": {"name": f"{name}-config"}},
+      {"name": "public-keys", "configMap": {"name": f"{name}-public-keys"}},
+      {"name": "secret-key", "secret": {"secretName": f"{name}-{role}-key", "defaultMode": 0o400}},
+    ]
+    if self.service_account:
+      pod = {"serviceAccountName": self.service_account, **pod}
+    return {
+      "parallelism": hosts,
+      "completions": hosts,
+      "completionMode": "Indexed",
+      "template": {
+        "metadata": {"labels": {RUN: name, ROLE: role}},
+        "spec": {
+          "restartPolicy": "Never",  # as podFailurePolicy demands
+          "terminationGracePeriodSeconds": round(drain_seconds) + _BESIDE_DRAIN_SECONDS,
+          "containers": [container],
+          "volumes": volumes,
+          **pod,
+        },
+      },
+    }
+
+  def _shard_resources(self) -> Document:
+    return {"cpu": str(self.shard_cpus), "memory": self.shard_memory}
+
+  def _dns(self, jobset: str, job: str) -> str:
+    """Of the first pod of a JobSet's Job; a pod finds its own full name without asking anybody."""
+    return f"{jobset}-{job}-0-0.{jobset}.{self.namespace}.svc.{self.cluster_domain}"
+
+  def _command(self, role: str, at_home: bool = True) -> list[str]:
+    """The shards have names in their own cluster, and addresses elsewhere."""
+    jobset = f"{self.name}-shards"
+    names = [self._dns(jobset, f"shard-{shard}") for shard in self.placement.shards]
+    urls = [f"tcp://{host}:{SHARD_PORT}" for host in (names if at_home else self.shard_addresses)]
+    return role_command(self.placement, role, urls, FOLDER, f"{WORK}/{self.name}")
+
+
+def _when_taken_away(action: str) -> Document:
+  """A Job's policy for pods that ended because they were to."""
+  disrupted = [{"type": "DisruptionTarget", "status": "True"}]
+  asked = {"containerName": "role", "operator": "In", "values": [TERM_STATUS]}
+  rules = [{"onPodConditions": disrupted}, {"onExitCodes": asked}]
+  return {"rules": [{"action": action, **rule} for rule in rules]}
+
+
+def redacted(document: Document) -> Document:
+  """The document as it may be shown: of secrets only their size."""
+  if document["kind"] != "Secret":
+    return document
+  shown = {
+    name: f"({len(text)} bytes, not shown)" if text else "(missing: ddiloco keys makes it)"
+    for name, text in document["stringData"].items()
+  }
+  return {**document, "stringData": shown}
+
+
+# --- What a cluster says of a run
+
+
+@dataclasses.dataclass(frozen=True)
+class JobSetState:
+  """One JobSet, as its status says.
+
+  Attributes:
+    name: its own.
+    end: "Completed", "Failed", or "" while it goes on.
+    ready: Jobs all of whose pods run, or have ended well.
+    jobs: how many there are.
+    restarts: in all, and those that count.
+    reason: why it failed.
+  """
+
+  name: str
+  end: str
+  ready: int
+  jobs: int
+  restarts: tuple[int, int]
+  reason: str = ""
+
+  def __str__(self) -> str:
+    end = self.end or f"{self.ready} of {self.jobs} ready"
+    all_restarts, counted = self.restarts
+    again = f", {all_restarts} restarts, {counted} of them failures" if all_restarts else ""
+    return f"{self.name}: {end}{again}{f' ({self.reason})' if self.reason else ''}"
+
+
+def states(listed: Mapping[str, Any]) -> list[JobSetState]:
+  """Of `kubectl get jobsets -o json`."""
+  found = []
+  for item in listed.get("items", []):
+    status = item.get("status", {})
+    jobs = status.get("replicatedJobsStatus", [])
+    failed = [c for c in status.get("conditions", []) if c["type"] == "Failed"]
+    found.append(
+      JobSetState(
+        name=item["metadata"]["name"],
+        end=status.get("terminalState", ""),
+        ready=sum(each.get("ready", 0) + each.get("succeeded", 0) for each in jobs),
+        jobs=len(item["spec"]["replicatedJobs"]),
+        restarts=(status.get("restarts", 0), status.get("restartsCountTowardsMax", 0)),
+        reason=failed[0].get("message", "") if failed else "",
+      )
+    )
+  return found

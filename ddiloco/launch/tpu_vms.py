@@ -1,0 +1,217 @@
+"""Islands on TPU VMs of Compute Engine: the commands, and what is done next. PURE.
+
+A slice is made, watched and deleted by `gcloud compute tpus tpu-vm`, or, in the older way, asked
+for with `queued-resources`. Its hosts run the role in a container, which Docker starts again when
+it fails. Shards are elsewhere, at urls that the islands reach.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import shlex
+from collections.abc import Sequence
+
+from ddiloco.checks import require
+from ddiloco.launch.placement import PlacedIsland, Placement, host_flags, role_command
+
+FOLDER = "/ddiloco"  # in the container: config and keys
+STAGED = "ddiloco"  # on a host, under the user's home
+WORK = "/work"  # in the container: workdir
+_ROLE = "role: "  # begins the line of a host
+_WORKER = (
+  "http://metadata.google.internal/computeMetadata/v1/instance/attributes/agent-worker-number"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class TpuVmRun:
+  """Islands of a run on TPU VMs.
+
+  Attributes:
+    placement: who runs where.
+    syncers: urls of all shards, as the slices reach them.
+    project: of the cloud; "": gcloud's own.
+    queued: ask by queued resources.
+    host_folder: of a host, where workdir is; what is not shared there ends with the slice.
+    runtime_version: image of the VMs; "": the topology's own.
+  """
+
+  placement: Placement
+  syncers: tuple[str, ...]
+  project: str = ""
+  queued: bool = False
+  host_folder: str = "/var/lib/ddiloco"
+  runtime_version: str = ""
+
+  @property
+  def name(self) -> str:
+    return self.placement.name
+
+  def check(self) -> None:
+    """Refuses what cannot work.
+
+    Raises:
+      ConfigError: an option is missing, or does not fit the run.
+    """
+    rule = (
+      f"must name the {len(self.placement.shards)} shards of sync.num_shards, which run elsewhere"
+    )
+    fix = "start them first (docs/launch.md) and give --syncers=tcp://ADDRESS:7000,..."
+    right = len(self.syncers) == len(self.placement.shards)
+    require(right, "--syncers", ",".join(self.syncers), rule, fix)
+    for island in self.placement.islands:
+      fix = "give --place=us-east5-b=0,1, once for each zone"
+      require(bool(island.where), "--place", "", f"{island.role} needs a zone", fix)
+
+  # --- commands ----------------------------------------------------------------------------------
+
+  def _tpu(
+    self, group: str, verb: str, island: PlacedIsland, names: Sequence[str], *flags: str
+  ) -> list[str]:
+    project = [f"--project={self.project}"] if self.project else []
+    words = ["gcloud", "compute", "tpus", group, verb, *names]
+    return [*words, f"--zone={island.where}", *project, "--quiet", *flags]
+
+  def slice_name(self, island: PlacedIsland) -> str:
+    return f"{self.name}-{island.role}"
+
+  def create(self, island: PlacedIsland) -> list[str]:
+    """Asks for the slice; returns at once with queued resources, else when it is there."""
+    name, shape = self.slice_name(island), island.shape
+    runtime = self.runtime_version or shape.runtime_version
+    flags = [
+      f"--accelerator-type={shape.accelerator_type}",
+      f"--labels=ddiloco-run={self.name}",
+    ]
+    flags += ["--spot"] if self.placement.spot else []
+    if self.queued:
+      flags += [f"--runtime-version={runtime}", f"--node-id={name}"]
+      return self._tpu("queued-resources", "create", island, [name], *flags)
+    return self._tpu("tpu-vm", "create", island, [name], *flags, f"--version={runtime}")
+
+  def describe(self, island: PlacedIsland, group: str = "tpu-vm") -> list[str]:
+    name = self.slice_name(island)
+    return self._tpu(group, "describe", island, [name], "--format=json")
+
+  def delete(self, island: PlacedIsland) -> list[str]:
+    """Takes the slice away, and the request for it."""
+    name = self.slice_name(island)
+    if self.queued:
+      return self._tpu("queued-resources", "delete", island, [name], "--force")
+    return self._tpu("tpu-vm", "delete", island, [name])
+
+  def copy(self, island: PlacedIsland, folder: str) -> list[str]:
+    """Brings the local `folder`, which is called STAGED, into the home of every host."""
+    name = f"{self.slice_name(island)}:."
+    return self._tpu("tpu-vm", "scp", island, [folder, name], "--recurse", "--worker=all")
+
+  def on_hosts(self, island: PlacedIsland, script: str) -> list[str]:
+    """Runs `script` in a shell on every host."""
+    flags = ["--worker=all", f"--command={script}"]
+    name = self.slice_name(island)
+    return self._tpu("tpu-vm", "ssh", island, [name], *flags)
+
+  def start_script(self, island: PlacedIsland, leader: str) -> str:
+    """Starts the role on a host, instead of one there; `leader` is the address of host 0."""
+    role = role_command(self.placement, island.role, self.syncers, FOLDER, f"{WORK}/{self.name}")
+    command = " ".join([*map(shlex.quote, role), *host_flags(island.shape, '"$host"', leader)])
+    flags = [
+      f"--name={self.name}",
+      f"--restart=on-failure:{self.placement.max_restarts}",
+      "--privileged",  # the chips are devices of the host
+      "--net=host",
+      f'--volume="$HOME/{STAGED}:{FOLDER}:ro"',
+      f"--volume={shlex.quote(self.host_folder)}:{WORK}",
+      f"--workdir={WORK}",
+    ]
+    registry = self.placement.image.partition("/")[0]
+    login = f"sudo gcloud auth configure-docker {shlex.quote(registry)} --quiet && "
+    known = registry.endswith(".pkg.dev") or registry.endswith("gcr.io")
+    return (
+      f"sudo docker rm --force {self.name} >/dev/null 2>&1; "
+      f"chmod 700 ~/{STAGED}/keys/secret && chmod 600 ~/{STAGED}/keys/secret/* && "
+      f"{login if known else ''}"
+      f"host=$(curl -sf -H 'Metadata-Flavor: Google' {_WORKER}) && "
+      f"sudo docker run --detach {' '.join(flags)} {shlex.quote(self.placement.image)} {command}"
+    )
+
+  def look_script(self) -> str:
+    """Says in one line how the role is on a host."""
+    inspect = "sudo docker inspect --format='{{.State.Status}} {{.State.ExitCode}}'"
+    return f'state=$({inspect} {self.name} 2>/dev/null) || state=none; echo "{_ROLE}$state"'
+
+  def stop_script(self) -> str:
+    """Lets the role bring out what it has."""
+    seconds = round(self.placement.config.network.drain_seconds) + 10
+    return f"sudo docker stop --time={seconds} {self.name} || true"
+
+
+# --- What is seen, and what is done next
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+  """A slice and the role on it.
+
+  Attributes:
+    slice: its state in the TPU API's own words; "ABSENT": there is none.
+    roles: of the hosts, as `look_script` says: "running 0", "exited 1", "none".
+    leader: address of host 0.
+  """
+
+  slice: str
+  roles: tuple[str, ...] = ()
+  leader: str = ""
+
+
+class Need(enum.Enum):
+  """What an island needs."""
+
+  CREATE = "ask for the slice"
+  WAIT = "wait for the slice"
+  DELETE = "delete the slice, which was taken away"
+  START = "start the role on its hosts"
+  RUN = "it runs"
+  DONE = "it is done"
+  FAILED = "it has failed"
+
+
+_TAKEN = ("PREEMPTED", "TERMINATED", "STOPPED", "HIDDEN", "FAILED", "SUSPENDED")
+
+
+def next_need(seen: Seen) -> Need:
+  """Of one island, from what is seen of it."""
+  if seen.slice == "ABSENT":
+    return Need.CREATE
+  if seen.slice in _TAKEN:
+    return Need.DELETE
+  if seen.slice != "READY":
+    return Need.WAIT
+  roles = set(seen.roles)
+  if not roles or roles & {"none", "created 0"}:
+    return Need.START
+  if roles == {"exited 0"}:
+    return Need.DONE
+  if any(role.startswith(("exited", "dead")) and role != "exited 0" for role in roles):
+    return Need.FAILED
+  return Need.RUN
+
+
+def seen_slice(described: str) -> Seen:
+  """Of `describe --format=json` of a TPU VM, without its roles."""
+  node = json.loads(described)
+  endpoints: Sequence[dict[str, str]] = node.get("networkEndpoints") or [{}]
+  return Seen(node.get("state", "STATE_UNSPECIFIED"), leader=endpoints[0].get("ipAddress", ""))
+
+
+def seen_roles(said: str) -> tuple[str, ...]:
+  """Of what `look_script` said on all hosts; gcloud may say more."""
+  lines = [line for line in said.splitlines() if line.startswith(_ROLE)]
+  return tuple(line.removeprefix(_ROLE).strip() for line in lines)
+
+
+def seen_request(described: str) -> Seen:
+  """Of `describe --format=json` of a queued resource; "ACTIVE" is to be looked at as a TPU VM."""
+  return Seen(json.loads(described).get("state", {}).get("state", "STATE_UNSPECIFIED"))

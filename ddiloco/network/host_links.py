@@ -1,0 +1,393 @@
+"""Connections between the hosts of one island: the one that leads listens, the others dial it.
+
+Each pair has three, in both directions and in order, so that no message waits behind another kind:
+orders, values (arrays), and signs of life. A connection has one thread on each side, which waits.
+With keys each is TLS 1.3 between two owners of the island's own key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import msgspec
+
+from ddiloco.network.keys import Keys, host_and_port
+
+KINDS = ("orders", "values", "life")
+HELLO_BYTES = 1 << 12  # of a stranger
+HELLO_SECONDS = 5.0  # for one that has connected to say who it is
+PAUSE_SECONDS = 0.2  # between two attempts to reach the leader
+MESSAGE_BYTES = 1 << 24
+_LENGTH = struct.Struct("<I")
+
+T = TypeVar("T")
+
+
+class HostsApart(Exception):
+  """The hosts of an island did not come together. The text says who is missing, or why."""
+
+
+class HostLink:
+  """One connection. Every call blocks, and raises OSError when the far end is gone."""
+
+  def __init__(self, connected: socket.socket):
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    self._socket = connected
+
+  def send(self, message: bytes) -> None:
+    """A message, for the far end's `receive`."""
+    self._socket.sendall(_LENGTH.pack(len(message)) + message)
+
+  def write(self, data: memoryview) -> None:
+    """Bytes, for the far end's `fill`."""
+    self._socket.sendall(data)
+
+  def receive(self, most_bytes: int = MESSAGE_BYTES) -> bytes:
+    """The next message."""
+    (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
+    if length > most_bytes:
+      raise ConnectionError(f"a message of {length} bytes, at most {most_bytes} are allowed")
+    return self._exactly(length)
+
+  def fill(self, view: memoryview) -> None:
+    """Reads as many bytes as `view` has into it."""
+    while view:
+      count = self._socket.recv_into(view)
+      if not count:
+        raise ConnectionError("the connection was closed")
+      view = view[count:]
+
+  def _exactly(self, size: int) -> bytes:
+    found = bytearray(size)
+    self.fill(memoryview(found))
+    return bytes(found)
+
+  def set_timeout(self, seconds: float | None) -> None:
+    """Of every call from now on; None waits for ever."""
+    self._socket.settimeout(seconds)
+
+  def certificate(self) -> bytes:
+    """That the far end has shown, DER; b"" without TLS."""
+    shown = self._socket.getpeercert(True) if isinstance(self._socket, ssl.SSLSocket) else None
+    return shown or b""
+
+  def close(self) -> None:
+    """From any thread: wakes the one that waits here."""
+    with contextlib.suppress(OSError):
+      self._socket.shutdown(socket.SHUT_RDWR)
+    self._socket.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class HostLinks:
+  """The three connections of this host to another one of its island."""
+
+  orders: HostLink
+  values: HostLink
+  life: HostLink
+
+  def close(self) -> None:
+    """All of them."""
+    for link in (self.orders, self.values, self.life):
+      link.close()
+
+
+class IslandIdentity(msgspec.Struct, frozen=True):
+  """What all hosts of an island must agree on."""
+
+  run_id: str
+  config: str  # digest of the whole config
+  learner: int
+  hosts: int
+
+
+class HostHello(msgspec.Struct, frozen=True):
+  """A host says who it is, and what this connection is for."""
+
+  island: IslandIdentity
+  host: int
+  kind: str
+
+
+class HostWelcome(msgspec.Struct, frozen=True):
+  """The leader's answer."""
+
+  refused: str = ""  # why; "": it is one of us
+  coordinator: str = ""  # HOST:PORT where the hosts' JAX processes meet
+
+
+class Meeting:
+  """The leader's side: takes the connections of all other hosts, whoever else may call.
+
+  Args:
+    url: where it listens, tcp://HOST:PORT.
+    island: that they must belong to.
+    coordinator: what they are told.
+    keys: of the island's role; None: loopback only.
+
+  Raises:
+    HostsApart: the port is taken, or the address is not this machine's.
+  """
+
+  def __init__(self, url: str, island: IslandIdentity, coordinator: str, keys: Keys | None):
+    self._island, self._keys = island, keys
+    self._answer = HostWelcome(coordinator=coordinator)
+    self._links: dict[int, dict[str, HostLink]] = {h: {} for h in range(1, island.hosts)}
+    self._changed = threading.Condition()
+    host, port = host_and_port(url)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+      self._listener = socket.create_server(
+        ("" if host == "*" else host, port), family=family, backlog=3 * island.hosts
+      )
+    except OSError as error:
+      raise HostsApart(
+        f"--hosts={url}: host 0 cannot listen there ({error})."
+        " Fix: end what has the port, or give an address of this machine."
+      ) from error
+    threading.Thread(target=self._listen, name="hosts meet", daemon=True).start()
+
+  @property
+  def missing(self) -> list[int]:
+    """Hosts that are not there yet."""
+    with self._changed:
+      return [host for host, links in self._links.items() if len(links) < len(KINDS)]
+
+  def wait(self, seconds: float) -> dict[int, HostLinks]:
+    """Host -> its connections, when all are there; nobody else is let in after that.
+
+    Raises:
+      HostsApart: they are not within so long; it says who is missing.
+    """
+    with self._changed:
+      complete = self._changed.wait_for(lambda: not self.missing, seconds)
+    self.close()
+    if not complete:
+      raise HostsApart(
+        f"hosts {self.missing} of {self._island.hosts} have not come within {seconds:g} s. Fix:"
+        " start them with the same --hosts and --config, or raise network.give_up_seconds."
+      )
+    return {host: HostLinks(**links) for host, links in self._links.items()}
+
+  def close(self) -> None:
+    """Listens no more."""
+    with contextlib.suppress(OSError):
+      self._listener.shutdown(socket.SHUT_RDWR)
+    self._listener.close()
+
+  def _listen(self) -> None:
+    while True:
+      try:
+        connected, _ = self._listener.accept()
+      except OSError:  # closed
+        return
+      threading.Thread(target=self._admit, args=(connected,), daemon=True).start()
+
+  def _admit(self, connected: socket.socket) -> None:
+    """One that has connected says who it is, or is dropped."""
+    connected.settimeout(HELLO_SECONDS)
+    try:
+      if self._keys is not None:
+        connected = self._keys.context().wrap_socket(connected, server_side=True)
+      link = HostLink(connected)
+      hello = msgspec.msgpack.decode(link.receive(HELLO_BYTES), type=HostHello)
+      with self._changed:
+        reason = self._objection(hello, link)
+        link.send(msgspec.msgpack.encode(HostWelcome(reason) if reason else self._answer))
+        if not reason:
+          link.set_timeout(None)
+          self._links[hello.host][hello.kind] = link
+          self._changed.notify_all()
+          return
+    except (OSError, msgspec.MsgspecError):
+      pass
+    connected.close()
+
+  def _objection(self, hello: HostHello, link: HostLink) -> str:
+    if self._keys is not None and link.certificate() != self._keys.public:
+      return "the key is another role's"
+    mine, theirs = msgspec.structs.asdict(self._island), msgspec.structs.asdict(hello.island)
+    for name, value in mine.items():
+      if theirs[name] != value:
+        return f"its {name} is {theirs[name]!r}, that of host 0 is {value!r}"
+    if hello.host not in self._links or hello.kind not in KINDS:
+      return f"there is no host {hello.host} of {self._island.hosts}, or no kind {hello.kind!r}"
+    if hello.kind in self._links[hello.host]:
+      return f"host {hello.host} is here already"
+    return ""
+
+
+def join(
+  url: str,
+  island: IslandIdentity,
+  host: int,
+  keys: Keys | None,
+  seconds: float,
+  stopped: Callable[[], bool] = lambda: False,
+) -> tuple[HostLinks, str]:
+  """(connections to the leader, where the JAX processes meet), tried until the leader answers.
+
+  Raises:
+    HostsApart: it is out of reach for so long, refuses this host, or `stopped()`.
+  """
+  until, links = time.monotonic() + seconds, dict[str, HostLink]()
+  answer = HostWelcome()
+  for kind in KINDS:
+    hello = msgspec.msgpack.encode(HostHello(island, host, kind))
+    links[kind], answer = _patiently(
+      functools.partial(_introduce, url, hello, keys), until, url, stopped
+    )
+    if answer.refused:
+      raise HostsApart(f"--hosts={url}: host 0 refuses host {host}: {answer.refused}")
+  return HostLinks(**links), answer.coordinator
+
+
+def _patiently(attempt: Callable[[], T], until: float, url: str, stopped: Callable[[], bool]) -> T:
+  while True:
+    try:
+      return attempt()
+    except (OSError, msgspec.MsgspecError) as error:
+      if stopped():
+        raise HostsApart("was asked to end before the island had met") from error
+      if time.monotonic() > until:
+        raise HostsApart(
+          f"--hosts={url}: host 0 is not reached: {error}. Fix: start it there, with these keys,"
+          " or raise network.give_up_seconds."
+        ) from error
+      time.sleep(PAUSE_SECONDS)
+
+
+def _introduce(url: str, hello: bytes, keys: Keys | None) -> tuple[HostLink, HostWelcome]:
+  connected = socket.create_connection(host_and_port(url), HELLO_SECONDS)
+  try:
+    if keys is not None:
+      connected = keys.context_to(keys.public).wrap_socket(connected)
+    link = HostLink(connected)
+    link.send(hello)
+    answer = msgspec.msgpack.decode(link.receive(HELLO_BYTES), type=HostWelcome)
+    link.set_timeout(None)
+    return link, answer
+  except BaseException:
+    connected.close()
+    raise
+
+
+# --- Signs of life: which host is lost, and which one the others wait for
+
+
+class HostBeat(msgspec.Struct, frozen=True):
+  """What a host has done: orders, and bytes of values moved; what it does, and if it should end."""
+
+  done: int
+  moved_bytes: int
+  doing: str
+  asked_to_end: bool = False
+
+
+@dataclasses.dataclass
+class HostProgress:
+  """What this host says of itself; written by the threads that work."""
+
+  done: int = 0
+  moved_bytes: int = 0
+  doing: str = "begins"
+  asked_to_end: bool = False
+
+
+BEAT_SECONDS = 0.5
+
+
+class HostWatch:
+  """Tells once what is wrong with another host of the island.
+
+  A host is lost when a connection to it ends or it is silent for too long. On the leader the island
+  also stands still when orders are not carried out for too long; it tells which hosts are behind
+  and what they are doing.
+
+  Args:
+    links: host -> connection for signs of life.
+    mine: this host's; on the leader `done` counts the orders given.
+    limit_seconds: how long is too long, asked each time.
+    lost: told `(host or None, reason)`, on a thread of this watch.
+    asked: told that another host was asked to end.
+  """
+
+  def __init__(
+    self,
+    links: Mapping[int, HostLink],
+    mine: HostProgress,
+    limit_seconds: Callable[[], float],
+    lost: Callable[[int | None, str], None],
+    asked: Callable[[], None] = lambda: None,
+  ):
+    self._links, self._mine = dict(links), mine
+    self._limit_seconds, self._lost, self._asked = limit_seconds, lost, asked
+    self._over = threading.Event()
+    now = time.monotonic()
+    self._heard = dict.fromkeys(links, now)
+    self._beats: dict[int, HostBeat] = {}
+    self._moved: tuple[object, float] = (None, now)  # what all had done, and since when
+    for host in links:
+      threading.Thread(target=self._hear, args=(host,), name=f"host {host}", daemon=True).start()
+    threading.Thread(target=self._look, name="hosts", daemon=True).start()
+
+  def end(self) -> None:
+    """What happens to other hosts from now on is no news."""
+    self._over.set()
+
+  def _hear(self, host: int) -> None:
+    try:
+      while True:
+        beat = msgspec.msgpack.decode(self._links[host].receive(), type=HostBeat)
+        self._heard[host], self._beats[host] = time.monotonic(), beat
+        if beat.asked_to_end:
+          self._asked()
+    except (OSError, msgspec.MsgspecError) as error:
+      self._tell(host, f"its connection has ended ({error})")
+
+  def _look(self) -> None:
+    last = time.monotonic()
+    while not self._over.wait(BEAT_SECONDS):
+      now = time.monotonic()
+      if now - last > 4 * BEAT_SECONDS:  # it was this host that stood still
+        self._heard, self._moved = dict.fromkeys(self._heard, now), (None, now)
+      last = now
+      self._beat()
+      limit = self._limit_seconds()
+      host = min(self._heard, key=lambda h: self._heard[h])
+      if now - self._heard[host] > limit:
+        self._tell(host, f"it was not heard for {now - self._heard[host]:.0f} s")
+      self._check_progress(now, limit)
+
+  def _beat(self) -> None:
+    message = msgspec.msgpack.encode(HostBeat(**vars(self._mine)))
+    for host, link in self._links.items():
+      try:
+        link.send(message)
+      except OSError as error:
+        self._tell(host, f"its connection has ended ({error})")
+
+  def _check_progress(self, now: float, limit: float) -> None:
+    given = self._mine.done
+    behind = {h: b.doing for h, b in self._beats.items() if b.done < given}
+    state = given, self._mine.moved_bytes, dict(self._beats)
+    if not behind or state != self._moved[0]:
+      self._moved = state, now
+    elif now - self._moved[1] > limit:
+      what = ", ".join(f"host {h}: {doing}" for h, doing in sorted(behind.items()))
+      host = next(iter(behind)) if len(behind) == 1 else None
+      self._tell(host, f"nothing has moved for {limit:.0f} s; host 0: {self._mine.doing}, {what}")
+
+  def _tell(self, host: int | None, reason: str) -> None:
+    if not self._over.is_set():
+      self._over.set()
+      self._lost(host, reason)

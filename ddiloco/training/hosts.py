@@ -1,0 +1,580 @@
+"""An island of several hosts: one leads, and the others do what it does, in the same order.
+
+Every host has an `Island` over all devices of the island (`jax.distributed` joins their processes)
+and holds the parts of its own. A program runs when all hosts dispatch it, so the leader sends each
+of its calls to the others as an order before it makes it; none of them waits for an answer, only
+for the others inside the program. So all hosts copy out and apply at the same step boundary, and a
+learner on the leader needs not know that there are several.
+
+Values that leave or enter the devices do so on the host that has them: the leader collects the
+parts of a copy, and hands out those of a value, on another connection and beside the steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import msgspec
+import numpy as np
+from jax.sharding import NamedSharding
+
+from ddiloco.core.fragments import Plan, split_flat
+from ddiloco.models.model import Batch
+from ddiloco.training.island import Island
+
+# --- What the leader says to the others
+
+
+class Call(msgspec.Struct, frozen=True, tag=True):
+  """A call of the leader's `Island`, to be made by all. `value`: the number of an array or tree."""
+
+
+class ResetCall(Call, frozen=True):
+  """`reset()`; no values are left."""
+
+
+class RestoreCall(Call, frozen=True):
+  """`restore(value)`."""
+
+  value: int
+
+
+class OpenCall(Call, frozen=True):
+  """The batches of the next steps are those from `position` on."""
+
+  position: int
+
+
+class StepCall(Call, frozen=True):
+  """`step(next batch, ...)`."""
+
+  schedule_step: int
+  rate_scale: float
+
+
+class FinishCall(Call, frozen=True):
+  """`finish()`."""
+
+
+class CaptureCall(Call, frozen=True):
+  """value = `capture()`."""
+
+  value: int
+
+
+class CopyOutCall(Call, frozen=True):
+  """value = `copy_out(fragment)`, or of its moments."""
+
+  value: int
+  fragment: int
+  moments: bool = False
+
+
+class ApplyCall(Call, frozen=True):
+  """`apply(fragment, value, keep)`."""
+
+  value: int
+  fragment: int
+  keep: float
+
+
+class ApplyMomentsCall(Call, frozen=True):
+  """`apply_moments(fragment, value, count)`."""
+
+  value: int
+  fragment: int
+  count: int
+
+
+class CountCall(Call, frozen=True):
+  """`count()`."""
+
+
+class Drop(Call, frozen=True):
+  """These values are not needed any more."""
+
+  values: tuple[int, ...]
+
+
+class End(Call, frozen=True):
+  """The island's work is over."""
+
+
+class Take(Call, frozen=True):
+  """Send me your parts of a value; with a name, of one array of a captured state."""
+
+  value: int
+  name: str = ""
+
+
+class Put(Call, frozen=True):
+  """Your parts of a value follow; say when they are on your devices.
+
+  Of a fragment's pieces, of its moments, or (fragment -1) of the whole state.
+  """
+
+  value: int
+  fragment: int
+  moments: bool = False
+
+
+ANY = msgspec.msgpack.Decoder(
+  ResetCall
+  | RestoreCall
+  | OpenCall
+  | StepCall
+  | FinishCall
+  | CaptureCall
+  | CopyOutCall
+  | ApplyCall
+  | ApplyMomentsCall
+  | CountCall
+  | Drop
+  | End
+  | Take
+  | Put
+)
+STATE = -1
+DONE = b"done"
+
+
+class HostConnection(Protocol):
+  """A connection to another host; every call blocks until it is done."""
+
+  def send(self, message: bytes) -> None: ...
+  def receive(self) -> bytes: ...
+
+  def write(self, data: memoryview) -> None:
+    """Bytes that follow a message."""
+
+  def fill(self, view: memoryview) -> None:
+    """Reads those."""
+
+
+class HostConnections(Protocol):
+  """Those to one other host."""
+
+  @property
+  def orders(self) -> HostConnection: ...
+  @property
+  def values(self) -> HostConnection: ...
+
+
+class OwnProgress(Protocol):
+  """What this host says of itself."""
+
+  done: int  # orders given, or carried out
+  moved_bytes: int
+  doing: str
+
+
+# --- Which host has what: the parts of an array over all hosts' devices
+
+Part = tuple[tuple[int, int], ...]  # (start, stop) along every axis
+
+
+def _part(index: tuple[slice, ...], shape: Sequence[int]) -> Part:
+  return tuple(each.indices(n)[:2] for each, n in zip(index, shape))
+
+
+def _slices(part: Part) -> tuple[slice, ...]:
+  return tuple(slice(*each) for each in part)
+
+
+@functools.cache
+def parts_held(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[int, tuple[Part, ...]]:
+  """Host -> the distinct parts that its devices have, in the same order everywhere."""
+  found: dict[int, dict[Part, None]] = {}
+  for device, index in sharding.devices_indices_map(shape).items():
+    found.setdefault(device.process_index, {})[_part(index, shape)] = None
+  return {host: tuple(sorted(parts)) for host, parts in found.items()}
+
+
+@functools.cache
+def parts_sent(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[int, tuple[Part, ...]]:
+  """Host -> the parts that no host before it has: together the whole array, once."""
+  held, seen = parts_held(sharding, shape), set[Part]()
+  sent = {}
+  for host in sorted(held):
+    sent[host] = tuple(part for part in held[host] if part not in seen)
+    seen.update(held[host])
+  return sent
+
+
+def _own(array: jax.Array, host: int) -> Iterator[tuple[Part, np.ndarray]]:
+  """This host's share of what is sent of an array, on the host."""
+  here = {_part(shard.index, array.shape): shard for shard in array.addressable_shards}
+  for part in parts_sent(array.sharding, array.shape)[host]:
+    yield part, np.asarray(here[part].data)
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+  # Through uint8, since bf16 has no buffer of its own.
+  return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+
+
+def _receive(link: HostConnection, part: Part, dtype: Any, progress: OwnProgress) -> np.ndarray:
+  array = np.empty([stop - start for start, stop in part], dtype)
+  link.fill(_bytes(array))
+  progress.moved_bytes += array.nbytes
+  return array
+
+
+def _place(leaf: jax.ShapeDtypeStruct, parts: Mapping[Part, np.ndarray]) -> jax.Array:
+  """The array of which these are this host's parts."""
+  return jax.make_array_from_callback(
+    leaf.shape, leaf.sharding, lambda index: parts[_part(index, leaf.shape)]
+  )
+
+
+def _leaves(island: Island, fragment: int, moments: bool) -> list[jax.ShapeDtypeStruct]:
+  """The arrays of a value, as `Put` has them: of a state in the order of its names."""
+  if fragment == STATE:
+    return [leaf for _, leaf in sorted(island.state_leaves().items())]
+  pieces = island.piece_leaves(fragment)
+  return pieces * island.num_moments if moments else pieces
+
+
+def _shaped(island: Island, fragment: int, moments: bool, arrays: list[jax.Array]) -> Any:
+  """Those arrays as `Island` takes them."""
+  if fragment == STATE:
+    return dict(zip(sorted(island.state_leaves()), arrays))
+  if not moments:
+    return arrays
+  size = len(island.piece_leaves(fragment))
+  return [arrays[start : start + size] for start in range(0, len(arrays), size)]
+
+
+# --- The host that leads
+
+
+class SharedValue:
+  """An array or tree on all hosts' devices, by its number; the leader's part of it is here.
+
+  When it is no longer referred to here, the other hosts drop theirs.
+  """
+
+  def __init__(self, number: int, arrays: Any, dropped: Callable[[int], None]):
+    self.number, self.arrays = number, arrays
+    weakref.finalize(self, dropped, number).atexit = False
+
+
+class CapturedState(Mapping[str, np.ndarray]):
+  """A captured state: each array is collected from all hosts when it is asked for."""
+
+  def __init__(self, value: SharedValue, collect: Callable[[SharedValue, str], np.ndarray]):
+    self._value, self._collect = value, collect
+
+  def __getitem__(self, name: str) -> np.ndarray:
+    return self._collect(self._value, name)
+
+  def __iter__(self) -> Iterator[str]:
+    return iter(self._value.arrays)
+
+  def __len__(self) -> int:
+    return len(self._value.arrays)
+
+
+class LeadingIsland:
+  """What a learner calls in place of `Island`, on the host that leads.
+
+  Args:
+    island: over the devices of all hosts.
+    plan: how the model is partitioned.
+    links: host -> connections to it, of all others.
+    progress: of this host; `done` counts the orders.
+  """
+
+  def __init__(
+    self, island: Island, plan: Plan, links: Mapping[int, HostConnections], progress: OwnProgress
+  ):
+    self.island, self._plan, self._progress = island, plan, progress
+    self._orders = [each.orders for each in links.values()]
+    self._values = {host: each.values for host, each in sorted(links.items())}
+    self._numbers = itertools.count()
+    self._dropped: list[int] = []
+    self._moving = threading.Lock()  # of values: one at a time on its connections
+
+  def describe(self) -> dict[str, Any]:
+    """As of `Island`, with the number of hosts."""
+    return {**self.island.describe(), "hosts": 1 + len(self._orders)}
+
+  def compile(self) -> float:
+    """Done by every host for itself, before it follows."""
+    return self.island.compile()
+
+  def batches(self, read: Callable[[int], Iterator[Batch]], position: int) -> Iterator[Batch]:
+    """`read(position)`, and the other hosts read theirs."""
+    self._order(OpenCall(position))
+    return read(position)
+
+  def end(self) -> None:
+    """Lets the others go."""
+    self._order(End())
+
+  # --- the same calls as of `Island`, on all hosts ------------------------------------------------
+
+  def reset(self) -> None:
+    self._order(ResetCall())
+    self.island.reset()
+
+  def shardings(self) -> dict[str, NamedSharding]:
+    """None: what is restored comes to this host first, which hands it out."""
+    return {}
+
+  def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
+    self.island.check(arrays)
+    ready = self._put(STATE, False, [np.asarray(arrays[name]) for name in sorted(arrays)])
+    self._order(RestoreCall(ready.number))
+    self.island.restore(ready.arrays)
+
+  def step(
+    self, batch: Batch, schedule_step: int, rate_scale: float = 1.0
+  ) -> dict[str, float] | None:
+    self._order(StepCall(schedule_step, rate_scale))
+    return self.island.step(batch, schedule_step, rate_scale)
+
+  def finish(self) -> dict[str, float] | None:
+    self._order(FinishCall())
+    return self.island.finish()
+
+  def capture(self) -> CapturedState:
+    number = next(self._numbers)
+    self._order(CaptureCall(number))
+    return CapturedState(self._value(number, self.island.capture()), self._collect_one)
+
+  def copy_out(self, fragment: int) -> SharedValue:
+    number = next(self._numbers)
+    self._order(CopyOutCall(number, fragment))
+    return self._value(number, self.island.copy_out(fragment))
+
+  def apply(self, fragment: int, staged: SharedValue, keep: float) -> None:
+    self._order(ApplyCall(staged.number, fragment, keep))
+    self.island.apply(fragment, staged.arrays, keep)
+
+  @property
+  def num_moments(self) -> int:
+    return self.island.num_moments
+
+  def copy_out_moments(self, fragment: int) -> SharedValue:
+    number = next(self._numbers)
+    self._order(CopyOutCall(number, fragment, moments=True))
+    return self._value(number, self.island.copy_out_moments(fragment))
+
+  def apply_moments(self, fragment: int, staged: SharedValue, count: int) -> None:
+    self._order(ApplyMomentsCall(staged.number, fragment, count))
+    self.island.apply_moments(fragment, staged.arrays, count)
+
+  def count(self) -> jax.Array | np.int32:
+    self._order(CountCall())
+    return self.island.count()
+
+  def _order(self, order: Call) -> None:
+    dropped = self._dropped[:]
+    del self._dropped[: len(dropped)]  # others may be added meanwhile, at the end
+    messages = [msgspec.msgpack.encode(Drop(tuple(dropped)))] if dropped else []
+    messages.append(msgspec.msgpack.encode(order))
+    for message in messages:
+      for link in self._orders:
+        link.send(message)
+    self._progress.doing = _words(order)
+    self._progress.done += len(messages)
+
+  def _value(self, number: int, arrays: Any) -> SharedValue:
+    return SharedValue(number, arrays, self._dropped.append)
+
+  # --- background thread --------------------------------------------------------------------------
+
+  def to_host(self, copied: SharedValue, fragment: int) -> np.ndarray:
+    """As of `Island`; every host sends what it has."""
+    flat = np.empty(self._plan.fragments[fragment].size, np.float32)
+    self._collect(
+      copied.number, "", copied.arrays, split_flat(self._plan.fragments[fragment], flat)
+    )
+    return flat
+
+  def moments_to_host(self, copied: SharedValue, fragment: int) -> np.ndarray:
+    """As of `Island`."""
+    flat = np.empty((len(copied.arrays), self._plan.fragments[fragment].size), np.float32)
+    views = [v for row in flat for v in split_flat(self._plan.fragments[fragment], row)]
+    self._collect(copied.number, "", list(itertools.chain(*copied.arrays)), views)
+    return flat.reshape(-1)
+
+  def stage(self, fragment: int, flat: np.ndarray) -> SharedValue:
+    """As of `Island`; every host gets what it is to have."""
+    return self._put(fragment, False, split_flat(self._plan.fragments[fragment], flat))
+
+  def stage_moments(self, fragment: int, flat: np.ndarray) -> SharedValue:
+    """As of `Island`."""
+    rows = self.island.rows_of_moments(fragment, flat)
+    views = [v for row in rows for v in split_flat(self._plan.fragments[fragment], row)]
+    return self._put(fragment, True, views)
+
+  def _collect_one(self, captured: SharedValue, name: str) -> np.ndarray:
+    array = captured.arrays[name]
+    whole = np.empty(array.shape, array.dtype)
+    self._collect(captured.number, name, [array], [whole])
+    return whole
+
+  def _collect(
+    self, number: int, name: str, arrays: Sequence[jax.Array], views: Sequence[np.ndarray]
+  ) -> None:
+    """Writes the arrays of a value into `views`: own parts, and those that others send."""
+    sent = [parts_sent(array.sharding, array.shape) for array in arrays]
+    # A host without a part is not asked: it might hear of it only after the value was dropped.
+    asked = {h: link for h, link in self._values.items() if any(parts[h] for parts in sent)}
+    with self._moving:
+      for link in asked.values():
+        link.send(msgspec.msgpack.encode(Take(number, name)))
+      for array, view in zip(arrays, views, strict=True):
+        for part, data in _own(array, jax.process_index()):
+          view[_slices(part)] = data
+      for host, link in asked.items():
+        for array, view, parts in zip(arrays, views, sent):
+          for part in parts[host]:
+            view[_slices(part)] = _receive(link, part, array.dtype, self._progress)
+
+  def _put(self, fragment: int, moments: bool, arrays: Sequence[np.ndarray]) -> SharedValue:
+    """Brings arrays onto the devices of all hosts; they are there when this returns."""
+    leaves, number = _leaves(self.island, fragment, moments), next(self._numbers)
+    message = msgspec.msgpack.encode(Put(number, fragment, moments))
+    held = [parts_held(leaf.sharding, leaf.shape) for leaf in leaves]
+    with self._moving:
+      for host, link in self._values.items():
+        link.send(message)
+        for array, parts in zip(arrays, held, strict=True):
+          for part in parts[host]:
+            data = _bytes(array[_slices(part)])
+            link.write(data)
+            self._progress.moved_bytes += data.nbytes
+      mine = [
+        # Private: a CPU device may use host memory as it is.
+        _place(leaf, {p: np.array(a[_slices(p)]) for p in parts[jax.process_index()]})
+        for a, leaf, parts in zip(arrays, leaves, held)
+      ]
+      jax.block_until_ready(mine)
+      for link in self._values.values():
+        link.receive()  # it has them
+    return self._value(number, _shaped(self.island, fragment, moments, mine))
+
+
+# --- The hosts that follow
+
+
+class _Shelf:
+  """Values by number, shared by the thread that carries out orders and the one that moves them."""
+
+  def __init__(self) -> None:
+    self._values: dict[int, Any] = {}
+    self._changed = threading.Condition()
+
+  def put(self, number: int, value: Any) -> None:
+    with self._changed:
+      self._values[number] = value
+      self._changed.notify_all()
+
+  def get(self, number: int) -> Any:
+    """Waits until it is there: the order that makes it may be under way."""
+    with self._changed:
+      self._changed.wait_for(lambda: number in self._values)
+      return self._values[number]
+
+  def drop(self, numbers: Iterable[int]) -> None:
+    with self._changed:
+      for number in numbers:
+        self._values.pop(number, None)
+
+
+def follow(
+  island: Island,
+  links: HostConnections,
+  read: Callable[[int], Iterator[Batch]],
+  progress: OwnProgress,
+) -> None:
+  """Carries out the leader's orders until it says that the work is over.
+
+  Args:
+    island: over the devices of all hosts, compiled.
+    links: to the leader.
+    read: this learner's batches from a position on.
+    progress: of this host.
+
+  Raises:
+    OSError: the leader is gone.
+  """
+  shelf = _Shelf()
+  mover = threading.Thread(
+    target=_move_values, args=(island, links.values, shelf, progress), name="values", daemon=True
+  )
+  mover.start()
+  batches: Iterator[Batch] = iter(())
+  while True:
+    order = ANY.decode(links.orders.receive())
+    progress.doing = _words(order)
+    match order:
+      case StepCall(schedule_step, rate_scale):
+        progress.doing = "waits for its next batch"
+        batch = next(batches)
+        progress.doing = _words(order)
+        island.step(batch, schedule_step, rate_scale)
+      case CopyOutCall(value, fragment, moments):
+        copy_out = island.copy_out_moments if moments else island.copy_out
+        shelf.put(value, copy_out(fragment))
+      case ApplyCall(value, fragment, keep):
+        island.apply(fragment, shelf.get(value), keep)
+      case ApplyMomentsCall(value, fragment, count):
+        island.apply_moments(fragment, shelf.get(value), count)
+      case CaptureCall(value):
+        shelf.put(value, island.capture())
+      case CountCall():
+        island.count()
+      case Drop(values):
+        shelf.drop(values)
+      case OpenCall(position):
+        batches = read(position)
+      case RestoreCall(value):
+        island.restore(shelf.get(value))
+      case ResetCall():
+        island.reset()
+      case FinishCall():
+        island.finish()
+    progress.done += 1
+    if isinstance(order, End):
+      return
+
+
+def _words(order: Call) -> str:
+  """What a host does, for one that asks why it is waited for."""
+  return "inside a step" if isinstance(order, StepCall) else str(order)
+
+
+def _move_values(
+  island: Island, link: HostConnection, shelf: _Shelf, progress: OwnProgress
+) -> None:
+  """Sends what the leader takes, and takes what it puts; until it is gone."""
+  host = jax.process_index()
+  try:
+    while True:
+      match ANY.decode(link.receive()):
+        case Take(number, name):
+          value = shelf.get(number)
+          for array in [value[name]] if name else jax.tree.leaves(value):
+            for _, data in _own(array, host):
+              link.write(_bytes(data))
+              progress.moved_bytes += data.nbytes
+        case Put(number, fragment, moments):
+          arrays = []
+          for leaf in _leaves(island, fragment, moments):
+            held = parts_held(leaf.sharding, leaf.shape)[host]
+            parts = {part: _receive(link, part, leaf.dtype, progress) for part in held}
+            arrays.append(_place(leaf, parts))
+          shelf.put(number, _shaped(island, fragment, moments, jax.block_until_ready(arrays)))
+          link.send(DONE)
+  except OSError:
+    return  # the other thread hears it too

@@ -1,0 +1,213 @@
+"""What it costs an island to live in two processes, and what the loss of one costs the others.
+
+Two parts. First one island of two processes with two fake devices each: blocks of steps with a
+syncer attached and without, in turn, as `bench_overhead.py` does; `ratio` is the median over
+neighbouring pairs of blocks. Every host notes its calls with the step they come before, and
+`same_step` says that the notes of both are equal. Then two such islands run with the processes
+engine, and a host of one is killed with SIGKILL in the middle.
+
+  python scripts/bench_hosts.py [--pairs=20] [--block=8] [--quick]
+
+Last line: {"ratio", "same_step", "calls", "step_ms", "bare_ms", "other_island_blocked_seconds",
+"other_island_steps_meanwhile", "seconds_until_merged_again", ...}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import bench_overhead
+import launch
+
+from ddiloco import environment
+from ddiloco.config import Config
+from ddiloco.engines.children import processes_of
+from ddiloco.engines.role_spec import free_urls
+from ddiloco.network import host_links
+from ddiloco.network.transport import Hub, learner_address, syncer_address
+from ddiloco.observe.eventlog import Event, read_events
+from ddiloco.training import hosts
+from ddiloco.training.island import Island
+
+HOSTS, DEVICES, PATIENCE_SECONDS = 2, 4, 180.0
+NOTED = ("step", "copy_out", "apply", "capture", "reset")  # calls that all hosts make together
+
+
+class Bench(bench_overhead.Bench):
+  """One island of two processes."""
+
+  def __init__(self, quick: bool, pairs: int, block: int):
+    super().__init__(quick, pairs, block)
+    islands = {"devices": DEVICES, "hosts": HOSTS, "data": 2, "fsdp": 2, "batch_size": 8}
+    self.config = dataclasses.replace(
+      self.config, islands=dataclasses.replace(self.config.islands, **islands)
+    )
+
+
+# --- One island of two processes: each of them runs this file
+
+
+def noted(island: Any) -> list[tuple[int, str, Any]]:
+  """(steps made before it, call, fragment) of every call from now on."""
+  notes: list[tuple[int, str, Any]] = []
+  made = [0]
+
+  def note(name: str) -> None:
+    call = getattr(island, name)
+
+    def noting(*arguments, **more):
+      notes.append((made[0], name, arguments[0] if name in ("copy_out", "apply") else None))
+      made[0] += name == "step"
+      return call(*arguments, **more)
+
+    setattr(island, name, noting)
+
+  for name in NOTED:
+    note(name)
+  return notes
+
+
+def as_host(
+  host: int, url: str, coordinator: str, folder: Path, quick: bool, pairs: int, block: int
+):
+  """Host 0 measures, the other follows; both leave their notes."""
+  environment.prepare(num_cpu_devices=DEVICES // HOSTS, cpu_only=True)
+  bench = Bench(quick, pairs, block)
+  agreed = host_links.IslandIdentity("bench", "", 0, HOSTS)
+  if host:
+    links, coordinator = host_links.join(url, agreed, host, None, PATIENCE_SECONDS)
+  else:
+    links = host_links.Meeting(url, agreed, coordinator, None).wait(PATIENCE_SECONDS)
+  environment.join_hosts(coordinator, HOSTS, host, PATIENCE_SECONDS, PATIENCE_SECONDS)
+  import jax
+
+  island = Island(bench.config, 0, jax.devices(), bench.plan)
+  island.compile()
+  notes = noted(island)
+  if host:
+    read = lambda position: itertools.cycle(bench.tokens())  # noqa: E731
+    hosts.follow(island, links, read, host_links.HostProgress())
+  else:
+    leading = hosts.LeadingIsland(island, bench.plan, links, host_links.HostProgress())
+    found = measured(bench, leading)
+    leading.end()
+    (folder / "measured.json").write_text(json.dumps(found))
+  (folder / f"notes-{host}.json").write_text(json.dumps(notes))
+  jax.distributed.shutdown()
+
+
+def measured(bench: bench_overhead.Bench, island: Any) -> dict[str, Any]:
+  """On the host that leads: a learner and its syncer."""
+  hub = Hub("bench", bench.plan.plan_id)
+  shard = bench_overhead.Shard(bench, hub.connect(syncer_address(0)))
+  island.reset()
+  step = lambda batch: island.step(batch, 0)  # noqa: E731
+  loop = bench.interleaved(step)
+  found = bench.measure(hub.connect(learner_address(0)), island, loop)
+  return {**bench_overhead.compared(found, bench.pairs, bench.block), "rounds": shard.end()}
+
+
+def two_processes(quick: bool, pairs: int, block: int, folder: Path) -> dict[str, Any]:
+  url, coordinator = free_urls(2)
+  command = [sys.executable, __file__, f"--pairs={pairs}", f"--block={block}"]
+  command += [f"--url={url}", f"--coordinator={coordinator.removeprefix('tcp://')}"]
+  command += [f"--folder={folder}", *(["--quick"] if quick else [])]
+  log = folder / "hosts.log"
+  with log.open("wb") as file:
+    processes = [
+      subprocess.Popen([*command, f"--host={host}"], stdout=file, stderr=file)
+      for host in range(HOSTS)
+    ]
+    statuses = [each.wait() for each in processes]
+  if any(statuses):
+    sys.exit(f"the hosts ended with {statuses}:\n{log.read_text()[-4000:]}")
+  first, second = (json.loads((folder / f"notes-{h}.json").read_text()) for h in range(HOSTS))
+  same = {"same_step": first == second, "calls": len(first)}
+  return {**json.loads((folder / "measured.json").read_text()), **same}
+
+
+# --- Two islands, and a host that is killed
+
+
+def two_islands() -> Config:
+  return launch.config_of(
+    "quickstart",
+    {
+      "islands.num_learners": 2, "islands.devices": DEVICES, "islands.hosts": HOSTS,
+      "islands.data": 2, "islands.fsdp": 2, "islands.batch_size": 8, "model.num_layers": 1,
+      "sync.min_quorum": 1, "sync.snapshot_steps": 20, "run.total_tokens": 1 << 50,
+      "chaos.faults": (), "run.evaluations": 0, "run.compare_alone": False,
+    },
+  )  # fmt: skip
+
+
+def wait_for(what, process: subprocess.Popen) -> Any:
+  until = time.monotonic() + PATIENCE_SECONDS
+  while not (found := what()):
+    if process.poll() is not None or time.monotonic() > until:
+      sys.exit("the run ended, or nothing came of it")
+    time.sleep(0.2)
+  return found
+
+
+def killed_host(folder: Path) -> dict[str, Any]:
+  workdir = folder / "run"
+  run = launch.start(two_islands(), workdir, "--engine=processes")
+
+  def of(kind: str, role: str = "") -> list[Event]:
+    return [e for e in read_events(workdir) if e.kind == kind and e.role.startswith(role)]
+
+  def merged(after: int) -> list[Event]:
+    commits = of("commit")
+    return [e for e in commits if any(m and n > after for m, n in zip(e.learners, e.incarnations))]
+
+  try:
+    wait_for(lambda: workdir.exists() and of("snapshot") and merged(0), run)
+    life = of("started", "learner-1")[-1].incarnation
+    (pid,) = processes_of(workdir, "--learner=1", "--host=1")
+    os.kill(pid, signal.SIGKILL)
+    again = wait_for(lambda: merged(life), run)[0].time
+  finally:
+    run.terminate()
+    run.wait()
+  down = of("crash", "learner-1")[0].time
+  meanwhile = [e for e in of("step", "learner-0") if down <= e.time <= again]
+  return {
+    "other_island_blocked_seconds": round(sum(e.blocked_seconds for e in meanwhile), 6),
+    "other_island_steps_meanwhile": len(meanwhile),
+    "seconds_until_merged_again": round(again - down, 2),
+  }
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--pairs", type=int, default=20)
+  parser.add_argument("--block", type=int, default=8)
+  parser.add_argument("--quick", action="store_true", help="a smaller model and four pairs")
+  for name in ("url", "coordinator", "folder"):
+    parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
+  parser.add_argument("--host", type=int, help=argparse.SUPPRESS)
+  given = parser.parse_args()
+  if given.host is not None:
+    where = given.url, given.coordinator, Path(given.folder)
+    return as_host(given.host, *where, given.quick, given.pairs, given.block)
+  pairs = 4 if given.quick else given.pairs
+  with tempfile.TemporaryDirectory(prefix="ddiloco-hosts-") as folder:
+    found = two_processes(given.quick, pairs, given.block, Path(folder))
+    found |= killed_host(Path(folder))
+  print(json.dumps(found))
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,160 @@
+"""`ddiloco launch`: what it prints, what it refuses to spend, and the clouds it leaves."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+import yaml
+
+from ddiloco import cli
+from ddiloco.launch import gke
+from ddiloco.network.keys import make_keys
+from tests.launch import programs
+from tests.launch.placed import config, placed
+
+
+@pytest.fixture
+def cloud(tmp_path, monkeypatch) -> programs.Cloud:
+  monkeypatch.chdir(tmp_path)
+  cloud = programs.install(tmp_path, monkeypatch)
+  cloud.has("hosts", "1")
+  return cloud
+
+
+@pytest.fixture
+def flags(tmp_path) -> list[str]:
+  """A run of two islands in two places, with keys."""
+  make_keys(tmp_path / "keys", 2, 2)
+  (tmp_path / "config.json").write_text(config(["v6e:2x2", "v6e:2x4"]).to_json())
+  return [
+    *(f"--config={tmp_path / 'config.json'}", "--name=run", "--bucket=gs://bucket/run"),
+    *(f"--keys={tmp_path / 'keys'}", "--image=image:1", "--place=east=0", "--place=west=1"),
+    *("--poll_seconds=0.01", "--prices=v6e=2.5,shard=1", "--hours=10"),
+  ]
+
+
+GKE = ["--claim=work", "--shard_addresses=10.0.0.1,10.0.0.2"]
+TPU_VMS = ["--syncers=tcp://10.0.0.1:7000,tcp://10.0.0.2:7000"]
+
+
+def test_a_dry_run_prints_all_and_touches_nothing(cloud, flags, capsys):
+  assert cli.main(["launch", "gke", *flags, *GKE, "--dry_run"]) == 0
+  out = capsys.readouterr().out
+  found = [each for each in yaml.safe_load_all(out) if each]
+  jobsets = [each["metadata"]["name"] for each in found if each["kind"] == "JobSet"]
+  assert jobsets == ["run-shards", "run-evaluator", "run-learner-0", "run-learner-1"]
+  assert "12 v6e chips: 2.50 $/h each" in out and "330.00 $ in 10 h" in out
+  assert "gcloud container node-pools create run-learner-1" in out
+  assert "PRIVATE KEY" not in out and "bytes, not shown" in out and "BEGIN CERTIFICATE" in out
+  assert cli.main(["launch", "tpu-vms", "create", *flags, *TPU_VMS, "--dry_run"]) == 0
+  lines = capsys.readouterr().out.splitlines()
+  commands = [shlex.split(line) for line in lines if not line.startswith("#")]
+  assert [words[4] for words in commands] == ["create", "describe", "scp", "ssh"] * 2
+  assert cloud.asked() == []
+
+
+@pytest.mark.parametrize("target", ["gke", "tpu-vms"])
+@pytest.mark.parametrize("action", ["status", "watch", "delete"])
+def test_every_action_has_a_dry_run(target, action, cloud, flags, capsys):
+  more = GKE if target == "gke" else TPU_VMS
+  assert cli.main(["launch", target, action, *flags, *more, "--dry_run"]) == 0
+  assert capsys.readouterr().out and cloud.asked() == []
+
+
+@pytest.mark.parametrize(
+  ("changed", "said"),
+  [
+    ([], "--yes: was not given, nothing was made. Fix: "),
+    (["--yes", "--prices=v6e=2.5"], "has no price"),
+    (["--yes", "--hours=0"], "--hours = 0.0"),
+    (["--yes", "--keys=none"], "--keys = 'none': lacks "),
+  ],
+)
+def test_nothing_is_spent_unasked(changed, said, cloud, flags, capsys):
+  assert cli.main(["launch", "gke", *flags, *GKE, *changed]) == 2
+  assert said in capsys.readouterr().err and cloud.asked() == []
+
+
+@pytest.mark.parametrize(
+  ("words", "said"),
+  [
+    ([], "must name where"),
+    (["aws"], "must name where"),
+    (["gke", "explode"], "must be one of create, status, watch, delete"),
+  ],
+)
+def test_what_is_not_there_is_refused(words, said, capsys):
+  assert cli.main(["launch", *words]) == 2
+  assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", [[], ["gke"], ["tpu-vms"], ["tpu-vms", "delete"]])
+def test_help(target, capsys):
+  assert cli.main(["launch", *target, "--help"]) == 0
+  out = capsys.readouterr().out
+  assert "ddiloco launch tpu-vms [create|status|watch|delete]" in out and "--dry_run" in out
+
+
+def test_a_run_on_gke_from_create_to_delete(cloud, flags, capsys):
+  launch = lambda action, *more: cli.main(["launch", "gke", action, *flags, *GKE, *more])  # noqa: E731
+  assert launch("create", "--yes") == 0
+  err = capsys.readouterr().err
+  assert "330.00 $ in 10 h" in err, "what it costs stands in the log"
+  secret = cloud.folder / "cluster-east" / "secret@run-syncer-1-key"
+  (text,) = json.loads(secret.read_text())["stringData"].values()
+  assert text.startswith("-----BEGIN PRIVATE KEY-----") and text not in err
+  assert launch("status") == 0
+  assert "run-shards: 0 of 2 ready" in capsys.readouterr().out
+  for context, name in [("east", n) for n in ("shards", "evaluator", "learner-0")] + [
+    ("west", "learner-1")
+  ]:
+    cloud.set_status(context, f"run-{name}", {"terminalState": "Completed"})
+  assert launch("watch") == 0
+  assert launch("delete") == 0
+  assert "Left alone, and paid for: node pools, gs://bucket/run" in capsys.readouterr().out
+  assert launch("create", "--yes") == 0
+  cloud.has("stuck", "run-learner-1")
+  assert launch("delete") == 1
+  assert "west: jobset.jobset.x-k8s.io/run-learner-1" in capsys.readouterr().out
+
+
+def test_islands_on_tpu_vms_from_create_to_delete(cloud, flags, capsys):
+  def launch(action, *more):
+    return cli.main(["launch", "tpu-vms", action, *flags, *TPU_VMS, *more])
+
+  assert launch("create") == 2
+  assert launch("watch") == 2, "it makes slices anew, which costs"
+  assert cloud.asked() == []
+  assert launch("create", "--yes") == 0
+  assert launch("status") == 0
+  assert "learner-1 in west: ready, hosts running 0" in capsys.readouterr().out
+  for learner in (0, 1):
+    cloud.has(f"plan-run-learner-{learner}", "same exited-0")
+  assert launch("watch", "--yes") == 0
+  assert launch("delete") == 0
+  assert "No slice of run is left." in capsys.readouterr().out and cloud.slices() == {}
+
+
+def test_what_the_cloud_refuses_is_said(cloud, flags, capsys):
+  cloud.has("unreachable-east")
+  assert cli.main(["launch", "gke", "status", *flags, *GKE]) == 1
+  assert "Unable to connect to the server" in capsys.readouterr().err
+
+
+def test_every_role_knows_the_flags_it_is_given(cloud, tmp_path, capsys):
+  """Of an island of several hosts too; what is rendered is what the commands take."""
+  made = placed(["v6e:4x4"])
+  run = gke.GkeRun(made, "work")
+  for document in run.documents({}, {})[""]:
+    if document["kind"] != "JobSet":
+      continue
+    for job in document["spec"]["replicatedJobs"]:
+      (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+      program, command, *given = container["command"]
+      assert program == "ddiloco" and cli.main([command, "--help"]) == 0
+      known = capsys.readouterr().out
+      for flag in given:
+        name = flag[2:].partition("=")[0]
+        assert f"--{name}" in known or name == "config", f"{command} has no --{name}"

@@ -1,0 +1,147 @@
+"""Islands of several processes in a run: a host that is lost or hung costs its own island alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+
+from ddiloco.config import ConfigError, from_dict
+from ddiloco.engines.children import LOST, Child, processes_of, spawn
+from ddiloco.engines.island_hosts import check_hosts
+from ddiloco.engines.role_spec import RoleSpec
+from tests.engines.real import events_of, start, tiny, wait_for
+from tests.engines.test_processes import python
+
+SILENCE_SECONDS = 8.0
+
+
+def hosted(steps: int, **sections):
+  """Two islands of two processes with four fake devices each."""
+  config = tiny(
+    steps, sync={"min_quorum": 1, "liveness_seconds": 3.0, "snapshot_steps": 20}, **sections
+  )
+  islands = {"devices": 8, "hosts": 2, "data": 2, "fsdp": 2, "tensor": 2, "batch_size": 4}
+  values = json.loads(config.to_json())
+  values["islands"] |= islands
+  values["network"]["silence_seconds"] = SILENCE_SECONDS
+  return from_dict(values)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+def test_a_killed_and_a_hung_host_end_their_islands_and_no_other_waits(tmp_path):
+  config, workdir, log = hosted(100_000), tmp_path / "run", tmp_path / "log"
+  (tmp_path / "config.json").write_text(config.to_json())
+  run = start(
+    *("train", f"--config={tmp_path / 'config.json'}", f"--workdir={workdir}"),
+    *("--engine=processes", "--cpu"),
+    log=log,
+  )
+
+  def wait(what, name):
+    return wait_for(what, name, run, log, patience_seconds=120.0)
+
+  def merged(learner: int, life: int) -> bool:
+    commits = (zip(e.learners, e.incarnations) for e in events_of(workdir, "commit"))
+    return any(m == learner and n >= life for each in commits for m, n in each)
+
+  def lose(learner: int, number: int, reason: str) -> None:
+    """Strikes the second host of an island, and waits until the island is merged again."""
+    role = f"learner-{learner}"
+    life = events_of(workdir, "started", role)[-1].incarnation
+    (pid,) = processes_of(workdir, f"--learner={learner}", "--host=1")
+    os.kill(pid, number)
+    (crash,) = wait(lambda: [e for e in events_of(workdir, "crash", role) if e.incarnation == life],
+                    f"the end of {role}")  # fmt: skip
+    assert f"host 1 of this island is lost: {reason}" in crash.trace
+    wait(lambda: merged(learner, life + 1), f"a commit of {role}'s next life")
+    restored = [e for e in events_of(workdir, "restored", role) if e.incarnation > life]
+    assert restored, "it went on from its own state"
+
+  try:
+    wait(lambda: events_of(workdir, "snapshot"), "a snapshot")
+    assert events_of(workdir, "started", "learner-1")[0].hosts == 2
+    lose(1, signal.SIGKILL, "its connection has ended")
+    lose(0, signal.SIGSTOP, "it was not heard for")
+    blocked = [e.blocked_seconds for e in events_of(workdir, "step")]
+    assert sum(blocked) == 0.0, "no island ever waited"
+  finally:
+    run.terminate()
+    assert run.wait(120) == 130, log.read_text()  # as after Ctrl-C
+  assert not processes_of(workdir)
+  assert "Work was lost" not in log.read_text() and "not ended within" not in log.read_text()
+  assert len(events_of(workdir, "restart")) == 2
+
+
+# --- the processes of one role ------------------------------------------------------------------
+
+
+def child_of(tmp_path, *codes: str) -> Child:
+  child = Child("learner-3", tmp_path, [spawn] * len(codes))
+  child.start([python(code) for code in codes])
+  return child
+
+
+SLEEPS = "import time; print('here', flush=True); time.sleep(1000)"
+
+
+def test_one_host_that_fails_is_the_end_of_all_and_the_first_says_why(tmp_path):
+  child = child_of(tmp_path, SLEEPS, "raise SystemExit(1)", SLEEPS)
+  wait_for(lambda: "here" in child.log.read_text(), "its first words")
+  status = wait_for(child.poll, "its end")
+  living = [each.pid for each in child._processes]
+  assert child.bury(status) == "exit status 1: here" and not child.running
+  for pid in living:
+    with pytest.raises(ProcessLookupError):
+      os.kill(pid, 0)
+  assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [
+    "learner-3-host-1.log", "learner-3-host-2.log", "learner-3.log",
+  ]  # fmt: skip
+
+
+def test_all_hosts_that_end_well_are_a_good_end_and_one_that_stays_is_not(tmp_path, monkeypatch):
+  child = child_of(tmp_path, "", "")
+  assert wait_for(lambda: None if child.poll() is None else [child.poll()], "its end") == [0]
+  child.bury(0)
+  monkeypatch.setattr("ddiloco.engines.children.KILL_SECONDS", 0.05)
+  child = child_of(tmp_path, "", SLEEPS)
+  assert wait_for(child.poll, "the end of patience") == LOST
+  monkeypatch.undo()
+  child.bury(LOST)
+
+
+def test_a_signal_is_the_reason_and_not_the_failures_that_follow(tmp_path):
+  child = child_of(tmp_path, "raise SystemExit(1)", SLEEPS)
+  child._processes[1].kill()
+  for each in child._processes:
+    wait_for(lambda each=each: each.poll() is not None, "its end")
+  assert child.poll() == -signal.SIGKILL
+  assert child.bury(child.poll()).startswith("killed by SIGKILL")
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ("hosts", "flags", "message"),
+  [
+    (2, {}, r"--hosts = '': must be given if, and only if, .*islands.hosts = 2.*Fix"),
+    (1, {"hosts": "tcp://127.0.0.1:1"}, r"--hosts = 'tcp://127.0.0.1:1': must be given if"),
+    (2, {"hosts": "tcp://127.0.0.1:1", "host": 2}, r"--host = 2: must be below islands.hosts = 2"),
+    (1, {"host": 1}, r"--host = 1: must be below islands.hosts = 1"),
+    (2, {"hosts": "tcp://10.0.0.1:1"}, r"--hosts = 'tcp://10.0.0.1:1': can be reached from other"),
+    (2, {"hosts": "here"}, r"--hosts = 'here': must be tcp://HOST:PORT"),
+  ],
+)
+def test_flags_that_do_not_fit_the_island_are_refused_by_name(tmp_path, hosts, flags, message):
+  config = from_dict({"islands": {"devices": 2 * hosts, "hosts": hosts}})
+  with pytest.raises(ConfigError, match=message):
+    check_hosts(config, 0, RoleSpec(tmp_path, "run", (), **flags))
+
+
+def test_hosts_share_the_devices_evenly():
+  with pytest.raises(ConfigError, match=r"islands.devices = 3: must be shared evenly .*use 2"):
+    from_dict({"islands": {"devices": 3, "hosts": 2}})

@@ -1,0 +1,27 @@
+"""How a host that follows another one ends when it was asked to."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from ddiloco.config import from_dict
+from ddiloco.engines import island_hosts
+from ddiloco.engines.role_spec import RoleSpec
+
+
+@pytest.mark.parametrize(("asked", "status"), [(True, 143), (False, 0)])
+def test_it_says_by_its_status_whether_it_was_asked(asked, status, monkeypatch):
+  """Else Kubernetes would take a host that is evicted to be done."""
+
+  def follow(config, number, place, progress, speak, lost):
+    if asked:
+      os.kill(os.getpid(), signal.SIGTERM)
+      assert progress.asked_to_end
+
+  monkeypatch.setattr(island_hosts, "_follow", follow)
+  place = RoleSpec(Path("w"), "run", (), hosts="tcp://127.0.0.1:7001", host=1, term_status=143)
+  assert island_hosts.run_host(from_dict({}), 0, place) == status

@@ -1,0 +1,113 @@
+"""One controller of several slices: one that fails is its island's failure alone, and comes back.
+
+The slices are fake CPU devices. While one is "lost", JAX does not list its devices, and whatever
+its island asks of them raises what the runtime raises.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import jax
+import pytest
+
+from ddiloco.config import from_dict
+from ddiloco.engines.threads import ThreadsEngine
+from ddiloco.observe.eventlog import read_events
+from ddiloco.training import data, devices
+from ddiloco.training.island import Island
+
+LOST = "UNAVAILABLE: slice 1 has failed"
+
+
+class FakeSlice:
+  """Two devices that can be lost."""
+
+  def __init__(self, monkeypatch, members):
+    self.ids, self.lost = {device.id for device in members}, threading.Event()
+    every, step, to_host = jax.devices, Island.step, Island.to_host
+    listed = lambda *platform: [d for d in every(*platform) if not self.without(d.id)]  # noqa: E731
+    monkeypatch.setattr(jax, "devices", listed)
+    monkeypatch.setattr(Island, "step", self.failing(step))
+    monkeypatch.setattr(Island, "to_host", self.failing(to_host))
+
+  def without(self, number: int) -> bool:
+    return self.lost.is_set() and number in self.ids
+
+  def failing(self, call):
+    def guarded(island, *arguments, **more):
+      if any(self.without(device.id) for device in island.mesh.devices.flat):
+        raise jax.errors.JaxRuntimeError(LOST)
+      return call(island, *arguments, **more)
+
+    return guarded
+
+
+@pytest.mark.timeout(180)
+def test_a_lost_slice_is_one_islands_failure_and_its_island_is_rebuilt(monkeypatch, tmp_path):
+  config = from_dict(
+    {
+      "model": {
+        "num_layers": 1, "model_dim": 16, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8,
+        "mlp_dim": 32,
+      },
+      "data": {"source": "synthetic", "sequence_length": 8},
+      "islands": {"num_learners": 2, "devices": 2, "batch_size": 2},
+      "sync": {
+        "num_shards": 1, "num_fragments": 2, "sync_period": 8, "min_quorum": 1,
+        "liveness_seconds": 0.5, "snapshot_steps": 20,
+      },
+      "inner": {"decay_steps": 1000},
+      "run": {"total_tokens": 1 << 50, "evaluations": 0, "restart_seconds": 0.05},
+    }
+  )  # fmt: skip
+  corpus = data.open_data(config.data)
+  engine = ThreadsEngine(config, tmp_path, corpus, lambda params: 2.0)
+  first = engine.islands[1]
+  slice_1 = FakeSlice(monkeypatch, list(first.mesh.devices.flat))
+  alone = [0]
+
+  def listen(event) -> None:
+    if event.kind == "snapshot" and event.snapshot == 1:
+      slice_1.lost.set()
+    if event.kind == "step" and event.role == "learner-0" and slice_1.lost.is_set():
+      alone[0] += 1
+      if alone[0] == 60:
+        slice_1.lost.clear()
+    if event.kind == "commit" and event.incarnations[-1] > 0 and 1 in event.learners:
+      engine.stop.set()
+
+  result = engine.run([listen])
+  events = read_events(tmp_path)
+  assert result.reason == "stopped" and alone[0] >= 60, "the other island trained on meanwhile"
+  exits = [(e.target, e.reason) for e in events if e.kind == "exit"]
+  assert len(exits) == 1 and exits[0][0] == "learner-1" and LOST in exits[0][1]
+  assert not any(e.blocked_seconds for e in events if e.kind == "step" and e.role == "learner-0")
+  assert engine.islands[1] is not first, "its programs are compiled anew"
+  assert [e.target for e in events if e.kind == "compiled"].count("learner-1") == 2
+  lives = [e.incarnation for e in events if e.kind == "joined" and e.role == "learner-1"]
+  assert lives == [0, 1]
+  assert [e for e in events if e.kind == "restored" and e.role == "learner-1"]
+
+
+def test_devices_answer_when_all_of_them_are_there(monkeypatch):
+  mine, every = jax.devices()[2:4], jax.devices()
+  assert devices.answering(mine) == mine
+  monkeypatch.setattr(jax, "devices", lambda *_: every[:3])
+  assert devices.answering(mine) is None
+
+  def fail(*_):
+    raise jax.errors.JaxRuntimeError(LOST)
+
+  monkeypatch.undo()
+  monkeypatch.setattr(jax, "device_put", fail)
+  assert devices.answering(mine) is None
+
+
+def test_only_the_runtimes_errors_are_lost_devices():
+  lost = jax.errors.JaxRuntimeError(LOST)
+  behind = RuntimeError("the background thread failed")
+  behind.__cause__ = lost
+  assert devices.lost_devices(lost) and devices.lost_devices(behind)
+  assert not devices.lost_devices(ValueError("a batch of another shape"))
+  assert not devices.lost_devices(None)

@@ -1,0 +1,247 @@
+"""Documents of a run on GKE: they fit the API's own models, and say what a run needs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+from kubeflow_trainer_api import models
+
+from ddiloco.config import ConfigError, from_dict
+from ddiloco.launch import gke
+from ddiloco.launch.clusters import as_yaml
+from tests.launch.placed import placed
+
+OPTIONS = {"claim": "work", "service_account": "trainer"}
+ADDRESSES = ("10.0.0.1", "10.0.0.2")
+PUBLIC = {"learner-0.key": "public\nkey\n"}
+SECRETS = {f"{role}.key_secret": f"secret of {role}" for role in ("learner-0", "syncer-1")}
+
+
+def rendered(topologies, places=(), options=OPTIONS, **more):
+  run = gke.GkeRun(placed(topologies, places, max_restarts=7, **more), **options)
+  run.check()
+  return run.documents(PUBLIC, SECRETS)
+
+
+def by_name(documents):
+  return {(each["kind"], each["metadata"]["name"]): each for each in documents}
+
+
+@pytest.fixture(scope="module")
+def one():
+  return by_name(rendered(["v5p:2x2x2", "v6e:2x2"])[""])
+
+
+@pytest.fixture(scope="module")
+def two():
+  options = OPTIONS | {"shard_addresses": ADDRESSES}
+  return rendered(["v6e:4x4", "v6e:2x2"], ("east=0", "west=1"), options, spot=True)
+
+
+def test_every_document_fits_its_model_and_has_no_field_beside_it(two):
+  """The models drop what they do not know, so that only what fits comes back whole."""
+  of_kind = {
+    "JobSet": models.JobsetV1alpha2JobSet,
+    "ConfigMap": models.IoK8sApiCoreV1ConfigMap,
+    "Secret": models.IoK8sApiCoreV1Secret,
+    "Service": models.IoK8sApiCoreV1Service,
+  }
+  assert {each["kind"] for documents in two.values() for each in documents} == set(of_kind)
+  for documents in two.values():
+    for each in documents:
+      again = of_kind[each["kind"]].from_dict(each).to_dict()
+      assert again == each, each["metadata"]["name"]
+
+
+def test_the_models_refuse_what_does_not_fit(one):
+  """The test above can fail."""
+  wrong = json.loads(json.dumps(one["JobSet", "run-learner-0"]))
+  wrong["spec"]["replicatedJobs"][0]["template"]["spec"]["backofLimit"] = 1
+  assert models.JobsetV1alpha2JobSet.from_dict(wrong).to_dict() != wrong
+  wrong["spec"]["failurePolicy"]["maxRestarts"] = "many"
+  with pytest.raises(ValueError, match="maxRestarts"):
+    models.JobsetV1alpha2JobSet.from_dict(wrong)
+
+
+def test_an_island_restarts_alone_and_preemption_is_not_counted(one):
+  jobset = one["JobSet", "run-learner-0"]
+  policy = jobset["spec"]["failurePolicy"]
+  assert policy["maxRestarts"] == 7
+  (rule,) = policy["rules"]
+  (replicated,) = jobset["spec"]["replicatedJobs"]
+  job = replicated["template"]["spec"]
+  assert replicated["replicas"] == 1 and job["completions"] == job["parallelism"] == 2
+  assert job["completionMode"] == "Indexed" and job["backoffLimit"] == 0
+  disrupted, asked = job["podFailurePolicy"]["rules"]
+  assert disrupted == {
+    "action": "FailJob",
+    "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+  }
+  assert asked["action"] == "FailJob" and asked["onExitCodes"]["values"] == [143]
+  # What that makes the Job fail of, and nothing else, is not counted.
+  assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
+  assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+  assert job["template"]["spec"]["restartPolicy"] == "Never"  # as podFailurePolicy demands
+
+
+def test_hosts_of_an_island_meet_at_host_0_on_one_slice(one):
+  jobset = one["JobSet", "run-learner-0"]
+  pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+  (container,) = pod["containers"]
+  # <jobset>-<replicated job>-<job's index>-<pod's index>.<jobset>, as JobSet names pods
+  where = "run-learner-0-host-0-0.run-learner-0.default.svc.cluster.local"
+  assert f"--hosts=tcp://{where}:7001" in container["command"]
+  assert "livenessProbe" not in container, "hosts watch one another; all but one have no probes"
+  assert "--host=$(JOB_COMPLETION_INDEX)" in container["command"]
+  assert container["resources"]["limits"] == {"google.com/tpu": 4}
+  assert pod["nodeSelector"] == {
+    "cloud.google.com/gke-tpu-accelerator": "tpu-v5p-slice",
+    "cloud.google.com/gke-tpu-topology": "2x2x2",
+  }
+  exclusive = "alpha.jobset.sigs.k8s.io/exclusive-topology"
+  assert jobset["metadata"]["annotations"] == {exclusive: "cloud.google.com/gke-nodepool"}
+  alone = one["JobSet", "run-learner-1"]
+  pod = alone["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+  assert not any(word.startswith("--host") for word in pod["containers"][0]["command"])
+
+
+def test_a_shard_restarts_alone_under_its_name(one):
+  jobset = one["JobSet", "run-shards"]
+  assert jobset["spec"]["failurePolicy"] == {"maxRestarts": 0}, "never all of them at once"
+  names = [each["name"] for each in jobset["spec"]["replicatedJobs"]]
+  assert names == ["shard-0", "shard-1"]
+  for shard, each in enumerate(jobset["spec"]["replicatedJobs"]):
+    job = each["template"]["spec"]
+    assert job["backoffLimit"] == 7 and job["podReplacementPolicy"] == "Failed"
+    assert [rule["action"] for rule in job["podFailurePolicy"]["rules"]] == ["Ignore"] * 2
+    command = job["template"]["spec"]["containers"][0]["command"]
+    assert f"--shard={shard}" in command
+    names = [f"run-shards-shard-{s}-0-0.run-shards.default.svc.cluster.local" for s in (0, 1)]
+    assert f"--syncers=tcp://{names[0]}:7000,tcp://{names[1]}:7000" in command
+    assert "livenessProbe" in job["template"]["spec"]["containers"][0]
+
+
+def test_names_are_as_short_as_kubernetes_wants_them():
+  """The longest name of a run: 63 letters for pods, with Kubernetes' own ending."""
+  longest = f"{'n' * 30}-learner-123-host-0-255-abcde"
+  assert len(longest) <= 63
+
+
+def test_each_cluster_gets_the_keys_of_its_own_roles(two):
+  east, west = by_name(two["east"]), by_name(two["west"])
+  of = lambda found: {name for kind, name in found if kind == "Secret"}  # noqa: E731
+  assert of(west) == {"run-learner-1-key"}
+  shards = {"run-syncer-0-key", "run-syncer-1-key"}
+  assert of(east) == {"run-learner-0-key", "run-evaluator-key"} | shards
+  pods = [
+    job["template"]["spec"]["template"]["spec"]
+    for found in (east, west)
+    for each in found.values()
+    if each["kind"] == "JobSet"
+    for job in each["spec"]["replicatedJobs"]
+  ]
+  for pod in pods:
+    (secret,) = [v["secret"] for v in pod["volumes"] if "secret" in v]
+    assert secret["defaultMode"] == 0o400, "a role refuses a key that others may read"
+    assert "fsGroup" not in pod.get("securityContext", {}), "which would let a group read it"
+
+
+def test_islands_elsewhere_reach_the_shards_at_their_addresses(two):
+  east, west = by_name(two["east"]), by_name(two["west"])
+  for shard, address in enumerate(ADDRESSES):
+    service = east["Service", f"run-syncer-{shard}"]
+    assert service["spec"]["loadBalancerIP"] == address
+    job = east["JobSet", "run-shards"]["spec"]["replicatedJobs"][shard]["template"]["spec"]
+    labels = job["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"].items() <= labels.items()
+  assert not any(kind == "Service" for kind, _ in west)
+
+  def syncers(jobset):
+    pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    (found,) = [w for w in pod["containers"][0]["command"] if w.startswith("--syncers=")]
+    return found
+
+  far = syncers(west["JobSet", "run-learner-1"])
+  assert far == "--syncers=tcp://10.0.0.1:7000,tcp://10.0.0.2:7000"
+  assert "run-shards-shard-0-0-0.run-shards" in syncers(east["JobSet", "run-learner-0"])
+
+
+def test_spot_islands_select_spot_nodes_and_shards_do_not(two):
+  east = by_name(two["east"])
+  text = json.dumps(east["JobSet", "run-learner-0"])
+  assert text.count("cloud.google.com/gke-spot") == 2, "selector and toleration"
+  assert "gke-spot" not in json.dumps(east["JobSet", "run-shards"])
+  pod = east["JobSet", "run-learner-0"]["spec"]["replicatedJobs"][0]["template"]["spec"]
+  assert pod["template"]["spec"]["terminationGracePeriodSeconds"] == 20
+
+
+def test_the_config_that_roles_read_is_whole(one):
+  text = one["ConfigMap", "run-config"]["data"]["config.json"]
+  config = from_dict(json.loads(text))
+  assert config.islands.island(0).hosts == 2 and config.checkpoint.path == "gs://bucket/run"
+
+
+def test_secrets_are_never_shown(one):
+  shown = json.dumps([gke.redacted(each) for each in one.values()])
+  assert "secret of" not in shown and "(19 bytes, not shown)" in shown
+  assert "(missing: ddiloco keys makes it)" in shown, "of learner-1"
+  assert "secret of" in json.dumps(list(one.values()))
+
+
+def test_yaml_says_the_same(one):
+  text = as_yaml(list(one.values()))
+  assert list(yaml.safe_load_all(text)) == list(one.values())
+  assert "&id" not in text and "config.json: |" in text, "for people"
+
+
+@pytest.mark.parametrize(
+  ("changed", "places", "said"),
+  [
+    ({"claim": ""}, (), "--claim"),
+    ({}, ("a=0", "b=1"), "--shard_addresses"),
+    ({"shard_addresses": ("10.0.0.1",)}, (), "--shard_addresses"),
+  ],
+)
+def test_what_is_missing_is_named(changed, places, said):
+  with pytest.raises(ConfigError, match=f"{said} = .*Fix: "):
+    rendered(["v6e:2x2"] * 2, places, OPTIONS | changed)
+
+
+def test_node_pools_are_those_of_the_slices():
+  places = ("gke_proj_us-east5_one=0", "mine=1")
+  first, second = gke.GkeRun(placed(["v6e:4x4", "v6e:2x2"], places, spot=True), "work").node_pools()
+  assert "--project=proj --cluster=one --location=us-east5" in first
+  assert "--machine-type=ct6e-standard-4t --num-nodes=4 --tpu-topology=4x4 --spot" in first
+  assert "--cluster=CLUSTER" in second and "topology" not in second
+
+
+def test_a_cluster_s_answer_is_read():
+  listed = {
+    "items": [
+      {
+        "metadata": {"name": "run-learner-0"},
+        "spec": {"replicatedJobs": [{"name": "host"}]},
+        "status": {
+          "restarts": 3,
+          "restartsCountTowardsMax": 1,
+          "replicatedJobsStatus": [{"name": "host", "ready": 1, "succeeded": 0}],
+        },
+      },
+      {"metadata": {"name": "run-shards"}, "spec": {"replicatedJobs": [{}, {}]}},
+      {
+        "metadata": {"name": "run-evaluator"},
+        "spec": {"replicatedJobs": [{}]},
+        "status": {
+          "terminalState": "Failed",
+          "conditions": [{"type": "Failed", "status": "True", "message": "reached maxRestarts"}],
+        },
+      },
+    ]
+  }
+  assert [str(each) for each in gke.states(listed)] == [
+    "run-learner-0: 1 of 1 ready, 3 restarts, 1 of them failures",
+    "run-shards: 0 of 2 ready",
+    "run-evaluator: Failed (reached maxRestarts)",
+  ]

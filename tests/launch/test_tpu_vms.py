@@ -1,0 +1,142 @@
+"""Commands for TPU VMs, as gcloud itself reads them, and what an island needs next."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import shutil
+import subprocess
+
+import pytest
+
+from ddiloco.config import ConfigError
+from ddiloco.launch import gke, tpu_vms
+from ddiloco.launch.tpu_vms import Need, Seen, next_need
+from tests.launch.placed import IMAGE, placed
+
+MADE = placed(["v5p:2x2x2", "v6e:2x2"], ("us-east5-b=0", "europe-west4-a=1"), spot=True)
+FIRST, SECOND = MADE.islands
+RUN = tpu_vms.TpuVmRun(MADE, ("tcp://10.0.0.1:7000", "tcp://10.0.0.2:7000"), "proj")
+
+
+@pytest.mark.skipif(shutil.which("gcloud") is None, reason="gcloud is not installed here")
+@pytest.mark.slow
+@pytest.mark.parametrize("queued", [False, True])
+def test_gcloud_knows_every_command(queued, tmp_path, monkeypatch):
+  """Its own parser reads them, and runs none of them."""
+  monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
+  run = dataclasses.replace(RUN, queued=queued)
+  commands = [
+    run.create(FIRST),
+    run.describe(FIRST),
+    run.describe(FIRST, "queued-resources"),
+    run.delete(FIRST),
+    run.copy(FIRST, "ddiloco"),
+    run.on_hosts(FIRST, "true"),
+    *map(shlex.split, gke.GkeRun(placed(["v6e:4x4"], spot=True), "work").node_pools()),
+    ["gcloud", "compute", "tpus", "tpu-vm", "create", "wrong", "--nonsense"],
+  ]
+  file = tmp_path / "commands.json"
+  file.write_text(json.dumps([{"command_string": shlex.join(command)} for command in commands]))
+  lint = ["gcloud", "meta", "lint-gcloud-commands", f"--commands-file={file}"]
+  done = subprocess.run(lint, capture_output=True, text=True, timeout=100, check=True)
+  checked = json.loads(done.stdout)
+  assert [each["error_message"] for each in checked[:-1]] == [None] * (len(commands) - 1)
+  assert not checked[-1]["success"], "it can tell"
+
+
+def test_a_slice_is_asked_for_by_its_own_names():
+  command = RUN.create(FIRST)
+  assert command[:6] == ["gcloud", "compute", "tpus", "tpu-vm", "create", "run-learner-0"]
+  assert {"--accelerator-type=v5p-16", "--version=v2-alpha-tpuv5", "--spot"} <= set(command)
+  assert {"--zone=us-east5-b", "--project=proj"} <= set(command)
+  queued = dataclasses.replace(RUN, queued=True, placement=placed(["v5p:2x2x2"], ("z=0",))).create(
+    FIRST
+  )
+  assert {"--node-id=run-learner-0", "--runtime-version=v2-alpha-tpuv5"} <= set(queued)
+  assert "--spot" not in queued
+  other = dataclasses.replace(RUN, runtime_version="v3", project="")
+  assert "--version=v3" in other.create(FIRST)
+
+
+def test_the_script_of_a_host_is_one_that_a_shell_reads(tmp_path):
+  """A shell runs it, with stand-ins for what is on a host: the role gets all that it is told."""
+  script = RUN.start_script(FIRST, "10.1.0.1")
+  for name in ("sudo", "curl"):
+    path = tmp_path / name
+    said = (
+      "echo 1"
+      if name == "curl"
+      else f'printf "%s\\n" "$@" >> {tmp_path}/asked; echo >> {tmp_path}/asked'
+    )
+    path.write_text(f"#!/bin/sh\n{said}\n")
+    path.chmod(0o755)
+  secret = tmp_path / "ddiloco" / "keys" / "secret"
+  secret.mkdir(parents=True)
+  (secret / "learner-0.key_secret").touch()
+  environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path)}
+  subprocess.run(["sh", "-c", script], env=environment, check=True, timeout=30)
+  _, login, docker = (tmp_path / "asked").read_text().strip().split("\n\n")
+  assert login.splitlines() == [
+    "gcloud",
+    "auth",
+    "configure-docker",
+    "us-docker.pkg.dev",
+    "--quiet",
+  ]
+  words = docker.splitlines()
+  assert words[:3] == ["docker", "run", "--detach"] and "--restart=on-failure:10" in words
+  assert f"--volume={tmp_path}/ddiloco:/ddiloco:ro" in words
+  role = words[words.index(IMAGE) + 1 :]
+  assert role[:2] == ["ddiloco", "learner"] and "--learner=0" in role
+  assert "--host=1" in role and "--hosts=tcp://10.1.0.1:7001" in role
+  assert (secret / "learner-0.key_secret").stat().st_mode & 0o777 == 0o600
+  look = subprocess.run(
+    ["sh", "-c", RUN.look_script()], env=environment, check=True, capture_output=True, text=True
+  )
+  assert tpu_vms.seen_roles(f"some noise\n{look.stdout}") == ("",), "what docker said: nothing"
+  (tmp_path / "sudo").write_text("#!/bin/sh\necho\nexit 1\n")
+  look = subprocess.run(
+    ["sh", "-c", RUN.look_script()], env=environment, check=True, capture_output=True, text=True
+  )
+  assert tpu_vms.seen_roles(look.stdout) == ("none",)
+  alone = RUN.start_script(SECOND, "10.1.0.1")
+  assert "--host=" not in alone
+
+
+@pytest.mark.parametrize(
+  ("seen", "step"),
+  [
+    (Seen("ABSENT"), Need.CREATE),
+    (Seen("CREATING"), Need.WAIT),
+    (Seen("WAITING_FOR_RESOURCES"), Need.WAIT),
+    (Seen("REPAIRING"), Need.WAIT),
+    (Seen("UNSEEN: status 1: no answer"), Need.WAIT),
+    (Seen("PREEMPTED"), Need.DELETE),
+    (Seen("TERMINATED"), Need.DELETE),
+    (Seen("SUSPENDED"), Need.DELETE),
+    (Seen("READY", ("none", "none")), Need.START),
+    (Seen("READY", ("running 0", "none")), Need.START),
+    (Seen("READY", ("running 0", "running 0")), Need.RUN),
+    (Seen("READY", ("running 0", "restarting 1")), Need.RUN),
+    (Seen("READY", ("running 0", "exited 0")), Need.RUN),
+    (Seen("READY", ("exited 0", "exited 0")), Need.DONE),
+    (Seen("READY", ("running 0", "exited 1")), Need.FAILED),
+    (Seen("READY", ("exited 143",)), Need.FAILED),
+  ],
+)
+def test_what_an_island_needs_next(seen, step):
+  assert next_need(seen) is step
+
+
+@pytest.mark.parametrize(
+  ("changed", "made", "said"),
+  [
+    ({"syncers": ("tcp://a:1",)}, MADE, "--syncers"),
+    ({}, placed(["v6e:2x2"]), "--place"),
+  ],
+)
+def test_what_is_missing_is_named(changed, made, said):
+  with pytest.raises(ConfigError, match=f"{said} = .*Fix: "):
+    dataclasses.replace(RUN, placement=made, **changed).check()

@@ -1,0 +1,237 @@
+"""Hosts of one island meet whoever else calls, and the one that is lost or waited for is named."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+
+import msgspec
+import pytest
+
+from ddiloco.engines.role_spec import free_urls
+from ddiloco.network.host_links import (
+  HostBeat,
+  HostHello,
+  HostLink,
+  HostProgress,
+  HostsApart,
+  HostWatch,
+  HostWelcome,
+  IslandIdentity,
+  Meeting,
+  join,
+)
+from ddiloco.network.keys import Keys, host_and_port, make_keys
+
+ISLAND = IslandIdentity("run", "digest", learner=3, hosts=3)
+PATIENCE_SECONDS = 20.0
+
+
+@pytest.fixture
+def url() -> str:
+  return free_urls(1)[0]
+
+
+def meet(url: str, keys=None, others=None):
+  """The leader's links, and those of both other hosts."""
+  meeting = Meeting(url, ISLAND, "127.0.0.1:1", keys)
+  joined = {}
+
+  def come(host: int) -> None:
+    joined[host], coordinator = join(url, ISLAND, host, others or keys, PATIENCE_SECONDS)
+    assert coordinator == "127.0.0.1:1"
+
+  threads = [threading.Thread(target=come, args=(host,)) for host in (1, 2)]
+  for thread in threads:
+    thread.start()
+  links = meeting.wait(PATIENCE_SECONDS)
+  for thread in threads:
+    thread.join(PATIENCE_SECONDS)
+  return links, joined
+
+
+def keys_of(tmp_path, address: str) -> Keys:
+  make_keys(tmp_path, 4, 1)
+  return Keys.load(tmp_path, address)
+
+
+def say(link: HostLink, data: bytes) -> None:
+  link.send(b"first")
+  link.write(memoryview(data))
+  link.send(b"")
+
+
+@pytest.mark.parametrize("secured", [False, True])
+def test_messages_and_bytes_arrive_in_order_on_each_kind_of_connection(url, tmp_path, secured):
+  links, joined = meet(url, keys_of(tmp_path, "learner-3") if secured else None)
+  assert sorted(links) == sorted(joined) == [1, 2]
+  for host in links:
+    for kind in ("orders", "values", "life"):
+      mine, theirs = getattr(links[host], kind), getattr(joined[host], kind)
+      data = bytes(range(256)) * 4096
+      sender = threading.Thread(target=say, args=(mine, data))
+      sender.start()
+      assert theirs.receive() == b"first"
+      found = bytearray(len(data))
+      theirs.fill(memoryview(found))
+      assert found == data and theirs.receive() == b""
+      sender.join(PATIENCE_SECONDS)
+
+
+def test_who_does_not_come_is_named(url):
+  meeting = Meeting(url, ISLAND, "", None)
+  join(url, ISLAND, 2, None, PATIENCE_SECONDS)
+  with pytest.raises(HostsApart, match=r"hosts \[1\] of 3 have not come within 0.2 s. Fix"):
+    meeting.wait(0.2)
+
+
+@pytest.mark.parametrize(
+  ("island", "host", "reason"),
+  [
+    (IslandIdentity("other", "digest", 3, 3), 1, "its run_id is 'other', that of host 0 is 'run'"),
+    (IslandIdentity("run", "changed", 3, 3), 1, "its config is 'changed'"),
+    (IslandIdentity("run", "digest", 2, 3), 1, "its learner is 2"),
+    (IslandIdentity("run", "digest", 3, 4), 1, "its hosts is 4"),
+    (ISLAND, 3, "there is no host 3 of 3"),
+    (ISLAND, 0, "there is no host 0 of 3"),
+  ],
+)
+def test_a_host_that_does_not_belong_is_refused_with_the_reason(url, island, host, reason):
+  meeting = Meeting(url, ISLAND, "", None)
+  with pytest.raises(HostsApart, match=reason):
+    join(url, island, host, None, PATIENCE_SECONDS)
+  assert meeting.missing == [1, 2]
+  meeting.close()
+
+
+def test_a_second_host_of_the_same_number_is_refused(url):
+  meeting = Meeting(url, ISLAND, "", None)
+  join(url, ISLAND, 1, None, PATIENCE_SECONDS)
+  with pytest.raises(HostsApart, match="host 1 is here already"):
+    join(url, ISLAND, 1, None, PATIENCE_SECONDS)
+  meeting.close()
+
+
+def test_another_roles_key_and_no_key_do_not_open_an_island(url, tmp_path):
+  mine, other = keys_of(tmp_path, "learner-3"), keys_of(tmp_path, "learner-2")
+  meeting = Meeting(url, ISLAND, "", mine)
+  stranger = HostLink(
+    other.context_to(mine.public).wrap_socket(socket.create_connection(host_and_port(url), 5.0))
+  )
+  stranger.send(msgspec.msgpack.encode(HostHello(ISLAND, 1, "orders")))
+  answer = msgspec.msgpack.decode(stranger.receive(), type=HostWelcome)
+  assert answer == HostWelcome("the key is another role's")
+  with pytest.raises(HostsApart, match="host 0 is not reached"):
+    join(url, ISLAND, 1, None, 0.3)
+  assert meeting.missing == [1, 2]
+  meeting.close()
+
+
+@pytest.mark.parametrize(
+  "garbage", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b"\x04\x00\x00\x00abcd"]
+)
+def test_garbage_on_the_port_keeps_nobody_out(url, garbage):
+  meeting = Meeting(url, ISLAND, "", None)
+  with socket.create_connection(host_and_port(url), 5.0) as stranger:
+    stranger.sendall(garbage)
+    join(url, ISLAND, 1, None, PATIENCE_SECONDS)
+    assert meeting.missing == [2]
+  meeting.close()
+
+
+def test_a_port_that_is_taken_is_an_error_with_a_fix(url):
+  meeting = Meeting(url, ISLAND, "", None)
+  with pytest.raises(HostsApart, match=r"host 0 cannot listen there .*Fix: end what has the port"):
+    Meeting(url, ISLAND, "", None)
+  meeting.close()
+
+
+def test_a_leader_that_never_comes_is_waited_for_that_long_and_a_signal_ends_the_wait(url):
+  with pytest.raises(HostsApart, match="host 0 is not reached"):
+    join(url, ISLAND, 1, None, 0.0)
+  with pytest.raises(HostsApart, match="asked to end"):
+    join(url, ISLAND, 1, None, 1e9, lambda: True)
+
+
+# --- signs of life
+
+
+class Watched:
+  """The watch of a leader with two others, whose beats the test sends by hand."""
+
+  def __init__(self, limit_seconds: float):
+    pairs = {host: socket.socketpair() for host in (1, 2)}
+    self.theirs = {host: HostLink(b) for host, (_, b) in pairs.items()}
+    self.progress, self.told = HostProgress(doing="inside a step"), queue.Queue()
+    self.asked = threading.Event()
+    mine = {host: HostLink(a) for host, (a, _) in pairs.items()}
+    self.watch = HostWatch(
+      mine,
+      self.progress,
+      lambda: limit_seconds,
+      lambda host, reason: self.told.put((host, reason)),
+      self.asked.set,
+    )
+
+  def beat(self, host: int, done: int, doing: str = "inside a step", **more) -> None:
+    self.theirs[host].send(msgspec.msgpack.encode(HostBeat(done, 0, doing, **more)))
+
+
+@pytest.fixture
+def socketpair(monkeypatch):
+  """A pair of sockets knows no TCP_NODELAY."""
+  monkeypatch.setattr(HostLink, "__init__", lambda self, each: setattr(self, "_socket", each))
+
+
+def test_a_host_whose_connection_ends_is_named_once(socketpair):
+  watched = Watched(limit_seconds=1e9)
+  watched.theirs[2].close()
+  host, reason = watched.told.get(timeout=PATIENCE_SECONDS)
+  assert host == 2 and "connection has ended" in reason
+  watched.theirs[1].close()
+  time.sleep(0)  # nothing to wait for: what must not come
+  assert watched.told.empty()
+
+
+def test_a_host_that_falls_silent_is_named_and_one_that_beats_is_not(socketpair):
+  watched, over = Watched(limit_seconds=1.5), time.monotonic() + PATIENCE_SECONDS
+  while watched.told.empty() and time.monotonic() < over:
+    watched.beat(1, 0)
+    time.sleep(0.1)
+  host, reason = watched.told.get_nowait()
+  assert host == 2 and "it was not heard for" in reason
+
+
+def test_who_is_waited_for_is_named_with_what_it_does(socketpair):
+  watched, over = Watched(limit_seconds=1.5), time.monotonic() + PATIENCE_SECONDS
+  watched.progress.done = 7
+  while watched.told.empty() and time.monotonic() < over:
+    watched.beat(1, 7)
+    watched.beat(2, 6, "waits for its next batch")
+    time.sleep(0.1)
+  host, reason = watched.told.get_nowait()
+  assert host == 2 and "host 2: waits for its next batch" in reason
+  assert "nothing has moved" in reason and "host 1" not in reason
+
+
+def test_an_island_that_moves_is_left_alone_however_far_behind(socketpair):
+  watched, until = Watched(limit_seconds=1.0), time.monotonic() + 3.0
+  watched.progress.done, done = 100, 0
+  while time.monotonic() < until:
+    done += 1
+    watched.beat(1, done)
+    watched.beat(2, 0)
+    time.sleep(0.1)
+  assert watched.told.empty()
+
+
+def test_a_host_that_was_asked_to_end_is_heard(socketpair):
+  watched = Watched(limit_seconds=1e9)
+  watched.beat(1, 0)
+  watched.beat(2, 0, asked_to_end=True)
+  assert watched.asked.wait(PATIENCE_SECONDS)
+  watched.watch.end()
+  watched.theirs[1].close()
+  assert watched.told.empty()
