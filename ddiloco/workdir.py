@@ -20,6 +20,8 @@ OUTCOME = "outcome.json"  # what the report knows beside the events
 STARTED = "started"  # when the run began, unix seconds: the zero of all its event times
 COMPILED = "compiled"  # programs, for learners that start again
 FAULTS = "faults.jsonl"  # faults that are asked for while the run goes on, a line each
+PROFILES = "profiles"  # traces of chosen steps, by role: TensorBoard's or xprof's --logdir
+PROFILE_REQUESTS = "profiles.jsonl"  # those that are asked for, a line each
 LOCK = "lock"  # held by the run that trains here
 ROLES = "roles.lock"  # held together by all roles that live here
 LOOK_SECONDS = 0.1
@@ -28,7 +30,7 @@ CHECKPOINTS = "checkpoints"
 ISLANDS = "islands"  # of a run without shards, what each of them has learned
 OURS = (
   *("alone", COMPILED, CHECKPOINTS, ISLANDS, "events", "logs", "tensorboard", "report", "result"),
-  *(OUTCOME, STARTED, FAULTS, "config.json"),
+  *(PROFILES, PROFILE_REQUESTS, OUTCOME, STARTED, FAULTS, "config.json"),
 )
 # What each role of a run may have its own way; all the rest of the config must be the same.
 FREE_SECTIONS = ("islands", "network", "checkpoint", "run", "chaos")

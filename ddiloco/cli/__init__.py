@@ -19,6 +19,7 @@ from ddiloco.cli import roles, runs, trace
 from ddiloco.cli.arguments import go_on_unheard
 from ddiloco.cli.compile import compile_islands
 from ddiloco.cli.launch import launch
+from ddiloco.cli.profile import profile
 from ddiloco.cli.roles import keys
 from ddiloco.cli.runs import dashboard, export
 from ddiloco.cli.simulations import plan, simulate
@@ -37,6 +38,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
   "plan": plan,
   "compile": compile_islands,
   "launch": launch,
+  "profile": profile,
   "trace": trace.trace,
   "replay": trace.replay,
   "export": export,
@@ -53,6 +55,7 @@ USAGE = """ddiloco: one model, trained across islands that may be far apart and 
   ddiloco evaluate  --workdir=DIR                                            held-out loss of it
   ddiloco report    --workdir=DIR                                            draw DIR/report again
   ddiloco dashboard --workdir=DIR [--bind=127.0.0.1:0]                       watch it in a browser
+  ddiloco profile   --workdir=DIR --learner=2 --steps=5                      trace of its next steps
   ddiloco trace     --workdir=DIR [--role=learner-2]                         what happened, checked
   ddiloco replay    --workdir=DIR                                            do it again and compare
   ddiloco export    --workdir=DIR --to=PATH                                  the result, for others

@@ -429,10 +429,14 @@ class RunConfig:
   # (protocol/supervisor.py), and planned faults do not count.
   restart_seconds: float = 1.0
   max_restarts: int = 5
+  # A learner whose loop has not come round for so long, and for 20 of its usual steps, hangs: where
+  # all its threads are is logged, and it is left alone. 0: nobody looks.
+  hang_seconds: float = 60.0
 
   def __post_init__(self):
     positive("run", self, "total_tokens")
     not_negative("run", self, "evaluations", "sample_tokens", "restart_seconds", "max_restarts")
+    not_negative("run", self, "hang_seconds")
 
 
 # --- What outlives a process: where snapshots go, and how a learner that comes back goes on

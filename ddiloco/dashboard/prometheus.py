@@ -31,8 +31,11 @@ def _metrics(status: Mapping[str, Any]) -> Iterator[tuple[str, str, str, list[Sa
     ("run_progress_ratio", "gauge", "progress", "Share of the token budget that is merged."),
     ("run_tokens", "gauge", "tokens_done", "Tokens in the global model."),
     ("run_tokens_per_second", "gauge", "tokens_per_second", "Tokens trained per second now."),
+    ("run_tokens_per_second_per_chip", "gauge", "tokens_per_second_per_chip", "Of chips at work."),
+    ("run_mfu_ratio", "gauge", "mfu", "Model FLOPs utilisation of the chips at work."),
     ("heldout_loss", "gauge", "heldout_loss", "Nats per token of the global model."),
     ("commits_total", "counter", "commits", "Rounds that were committed."),
+    ("hangs_total", "counter", "hangs", "Times that a learner's loop hung."),
   ):
     yield name, kind, help_, [({}, status[key])]
   others: list[Sample] = [({"measure": n}, v) for n, v in status["heldout_measures"].items()]
@@ -54,6 +57,14 @@ def _islands(islands: list[Mapping[str, Any]]) -> Iterator[tuple[str, str, str, 
     ("island_global_step", "gauge", "global_step", "The global step as this island knows it."),
     ("island_loss", "gauge", "loss", "Training loss of the last step, nats per token."),
     ("island_tokens_total", "counter", "tokens", "Tokens trained in all its lives."),
+    ("island_tokens_per_second", "gauge", "tokens_per_second", "Tokens trained per second now."),
+    (
+      "island_tokens_per_second_per_chip",
+      "gauge",
+      "tokens_per_second_per_chip",
+      "Tokens trained per second and chip now.",
+    ),
+    ("island_mfu_ratio", "gauge", "mfu", "Model FLOPs utilisation now; not where it is unknown."),
     ("island_restarts_total", "counter", "restarts", "How often it was started again."),
     ("island_participation_ratio", "gauge", "participation", "Share of all commits it is in."),
   ):

@@ -10,13 +10,14 @@ from typing import Any
 
 from ddiloco.config import SyncConfig
 from ddiloco.observe.eventlog import FLUSH_SECONDS
-from ddiloco.observe.island_state import IslandState, phase, role_name
+from ddiloco.observe.island_state import IslandState, Speed, finite_or, phase, role_name
 from ddiloco.observe.run_state import RunState
 from ddiloco.observe.style import clock_time, island_colour
 from ddiloco.protocol.events import parse_role
 
 LAG_SECONDS = 2 * FLUSH_SECONDS  # an event may be so old when it is read: that is no stall
 SILENT_SECONDS = 60.0  # nothing new for so long: no role is there to write ...
+SHOWN_REJOINS = 12
 STARTING_SECONDS = 900.0  # ... or so long before the first step, which compiles
 OVER = {
   "finished": "The run is over: it merged all its tokens.",
@@ -41,8 +42,9 @@ def status(
   now = max(now, run.time) if state in ("starting", "running") else run.time
   seen = now - LAG_SECONDS if state == "running" else now
   fragments = range(max([run.num_fragments, *(p + 1 for p in run.versions)]))
+  spans = run.tracks.spans(run.islands, now, seen)
   islands = [_island(run, m, state, seen, fragments) for m in sorted(run.islands)]
-  rates = [i["tokens_per_second"] for i in islands if i["state"] == "running"]
+  speed = run.speed(seen) if state == "running" else None
   return {
     "name": run.name,
     "phase": state,
@@ -52,7 +54,8 @@ def status(
     "progress": round(run.progress, 5),
     "tokens_done": round(run.tokens_done),
     "total_tokens": run.total_tokens,
-    "tokens_per_second": round(sum(rate or 0 for rate in rates)) if state == "running" else None,
+    "tokens_per_second": round(finite_or(speed.tokens_per_second, 0)) if speed else None,
+    **_speed(speed),
     "heldout_loss": _number(run.heldout_loss),
     "heldout_measures": {n: _number(each) for n, each in run.heldout_measures.items()},
     "commits": run.commits,
@@ -63,8 +66,11 @@ def status(
     "fragments": [run.versions.get(p) for p in fragments],
     "waiting": _waiting(run, state, sync),
     "goodput": _goodput(run),
-    "timeline": _timeline(run, now, seen),
+    "timeline": _timeline(run, spans),
     "curves": _curves(run),
+    "heat": run.heat.as_json(spans, sorted(run.islands), now),
+    "rejoins": run.rejoins.as_json(SHOWN_REJOINS),
+    "hangs": run.num_hangs,
     "links": run.traffic.as_json(seen),
     "odd_events": run.odd_events,
     "log_events": [
@@ -105,11 +111,17 @@ def _island(run: RunState, m: int, state: str, seen: float, fragments: range) ->
     "loss": _number(island.loss),
     "tokens": island.tokens,
     "tokens_per_second": _number(island.tokens_per_second, 1) if shown == "running" else None,
+    **_speed(island.speed if shown == "running" else None),
     "step_seconds": _number(island.step_seconds),
     "participation": round(island.commits / run.commits, 4) if run.commits else None,
     "participation_recent": _number(island.participation),
     "versions": [island.versions.get(p) for p in fragments],
   }
+
+
+def _speed(speed: Speed | None) -> dict[str, Any]:
+  per_chip, mfu = (speed.per_chip, speed.mfu) if speed else (math.nan, math.nan)
+  return {"tokens_per_second_per_chip": _number(per_chip, 1), "mfu": _number(mfu)}
 
 
 def _shards(run: RunState) -> list[dict[str, Any]]:
@@ -153,9 +165,8 @@ def _goodput(run: RunState) -> dict[str, Any] | None:
   }
 
 
-def _timeline(run: RunState, now: float, seen: float) -> dict[str, Any]:
+def _timeline(run: RunState, spans: dict[str, list[list]]) -> dict[str, Any]:
   tracks = run.tracks
-  spans = tracks.spans(run.islands, now, seen)
   order = sorted(spans, key=parse_role)
   return {
     "lanes": [{"role": r, "name": role_name(r), "spans": spans[r]} for r in order],

@@ -47,6 +47,7 @@ def run_learner(config: Config, number: int, place: RoleSpec) -> int:
 
 
 def _learner(runner: RoleRunner, number: int) -> int:
+  runner.recorder.record(events.Launched())
   if not runner.place.hosts:
     return _train(runner, number, None)
   try:
@@ -119,6 +120,7 @@ def live(runner: RoleRunner, number: int, island, batches: Batches) -> int:
 def _life(runner: RoleRunner, number: int, island, batches: Batches, storage) -> int:
   """One incarnation; without `storage` it begins with nothing."""
   from ddiloco.roles.learner import Learner
+  from ddiloco.training.compile_times import told_what_compiles
 
   config, plan, recorder = runner.config, runner.plan, runner.recorder
   new = new_learner(config, plan, number, runner.incarnation)
@@ -131,10 +133,16 @@ def _life(runner: RoleRunner, number: int, island, batches: Batches, storage) ->
   role = Learner(beginning, config, plan, island, batches, runtime)
   exchange = role.exchange
   runner.ready = lambda: _joining(exchange.state, endpoint.links(), config)
-  runner.progress = lambda: _trained(exchange.state, config)
+  runner.progress = lambda: _trained(exchange.state, config, runner.speed())
   runner.usual_seconds = lambda: exchange.state.step_seconds
+
+  def compiled(program: str, seconds: float) -> None:
+    seconds = round(seconds, 3)
+    recorder.record(events.Compiled(target=runner.address, seconds=seconds, program=program))
+
   try:
-    role.run(runner.faults, runner.stopped, config.network.drain_seconds)
+    with told_what_compiles(compiled):
+      role.run(runner.faults, runner.stopped, config.network.drain_seconds)
   finally:
     runner.disconnect()
     if saver is not None:
@@ -157,9 +165,10 @@ def _joining(state: LearnerState, links: dict, config: Config) -> str:
   )
 
 
-def _trained(state: LearnerState, config: Config) -> str:
+def _trained(state: LearnerState, config: Config, fast: str = "") -> str:
   share = min(1.0, state.merged_tokens / config.run.total_tokens)
   speed = f", {1000 * state.step_seconds:.0f} ms a step" if state.step_seconds else ""
+  speed += f", {fast}" if fast else ""
   return (
     f"global step {state.global_step}{speed}, {compact(state.trained_tokens)} tokens trained here;"
     f" {share:.0%} of the run is merged"

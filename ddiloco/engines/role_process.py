@@ -21,6 +21,7 @@ from ddiloco.config import Config, ConfigError
 from ddiloco.config.chaos import INSIDE
 from ddiloco.core.fragments import Plan
 from ddiloco.engines import role_spec
+from ddiloco.engines.profiler import Profiler
 from ddiloco.engines.role_spec import Outnumbered, RoleSpec, another_life
 from ddiloco.engines.signals import Heard
 from ddiloco.network import handshake
@@ -30,10 +31,11 @@ from ddiloco.network.transport import syncer_address
 from ddiloco.network.webserver import Health
 from ddiloco.observe.eventlog import Recorder
 from ddiloco.observe.guards import Guard, ended, say
+from ddiloco.observe.hangs import HangWatch
 from ddiloco.observe.run_state import RunState
 from ddiloco.observe.style import clock_time
 from ddiloco.protocol import events
-from ddiloco.protocol.events import Event
+from ddiloco.protocol.events import Event, parse_role
 from ddiloco.roles import initial
 
 LOOK_SECONDS = 0.5  # between two looks at the role
@@ -101,6 +103,7 @@ class RoleRunner:
 
   def __init__(self, address: str, config: Config, place: RoleSpec):
     self.address = address
+    self._trains = parse_role(address)[0] == "learner"
     self.config = config
     self.place = place
     self.keys = load_keys(place, address)
@@ -112,6 +115,10 @@ class RoleRunner:
     # A shard has its port to itself, so that none of its former lives can be there. Any other role
     # is told by the shards whether one of its own is.
     self.incarnation = role_spec.above(now, [self._former] if place.bind else [])
+    self._profiler = Profiler(place.workdir, [address], lambda: self.recorder)
+    self._hangs = HangWatch(
+      config.run.hang_seconds, lambda role: self.usual_seconds(), lambda: self.recorder
+    )
     self.recorder = self._record()
     self.endpoint: FaultyEndpoint | None = None
     self.ready: Callable[[], str] = lambda: "starting"  # "": ready; else what it waits for
@@ -150,6 +157,7 @@ class RoleRunner:
   def __exit__(self, *_: object) -> None:
     self._closing.set()
     ended(self._thread, CLOSE_SECONDS)
+    self._profiler.close()
     self.disconnect()
     self.recorder.close()
     self._health.close()
@@ -273,6 +281,8 @@ class RoleRunner:
     """
     self._began = True
     self._health.beat()
+    if self._trains:
+      self._hangs.beat(self.address)
     if self._outnumbered is not None:
       raise self._outnumbered
     if self._failure:
@@ -291,11 +301,17 @@ class RoleRunner:
     """One line on the terminal of this process, if it has one."""
     say(f"[{clock_time(time.time() - self.started)}] {self.address}: {text}")
 
+  def speed(self) -> str:
+    """How fast the role, a learner, trains, in words; "" before it is known."""
+    island = self._seen.islands.get(parse_role(self.address)[1])
+    return island.speed.text() if island is not None else ""
+
   # --- beside it ----------------------------------------------------------------------------------
 
   def _record(self) -> Recorder:
     who = self.address, self.incarnation
-    return Recorder(self.place.workdir, *who, self.started, time.time, [self._listen])
+    listeners = [self._listen, self._profiler]
+    return Recorder(self.place.workdir, *who, self.started, time.time, listeners)
 
   def _listen(self, event: Event) -> None:
     """Says what the live view would show: joined, refused, stopped, a member lost, ..."""
@@ -321,6 +337,8 @@ class RoleRunner:
     while not self._closing.wait(LOOK_SECONDS):
       guard(self._check_links)
       guard(self._suffer)
+      guard(self._hangs.look)
+      guard(self._profiler.look)
       waits_for = guard(self.ready, instead="cannot tell what it waits for")
       guard(self._probe, waits_for)
       guard(self._hear)

@@ -35,11 +35,13 @@ from ddiloco.core import fragments
 from ddiloco.core.commit import MemoryStore, new_fragment
 from ddiloco.engines import role_spec
 from ddiloco.engines.engine import PATIENCE_SECONDS, Engine, RunResult
+from ddiloco.engines.profiler import Profiler
 from ddiloco.engines.signals import beside
 from ddiloco.network import handshake
 from ddiloco.network.transport import EVALUATOR_ADDRESS, Hub, learner_address, syncer_address
 from ddiloco.observe.eventlog import Event, Recorder
 from ddiloco.observe.guards import ended, say
+from ddiloco.observe.hangs import HangWatch
 from ddiloco.protocol import events
 from ddiloco.protocol.events import parse_role
 from ddiloco.protocol.learner import unmerged_tokens
@@ -49,6 +51,7 @@ from ddiloco.roles.learner import Learner
 from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Runtime
 from ddiloco.training import data, devices
+from ddiloco.training.compile_times import told_what_compiles
 from ddiloco.training.island import Island
 from ddiloco.workdir import start_time
 
@@ -92,6 +95,12 @@ class ThreadsEngine(Engine):
     self._restored: Restored | None = None
     self._first_incarnation = 0
     self._faults: dict[str, Faults] = {}
+    self._steps: dict[str, Callable[[], float]] = {}  # by learner, the seconds of a usual step
+    self._hangs = HangWatch(
+      config.run.hang_seconds, lambda name: self._steps[name](), lambda: self._recorder
+    )
+    learners = [learner_address(m) for m in islands]
+    self._profiler = Profiler(workdir, learners, lambda: self._recorder)
     self._stop_at = math.inf  # when patience with that is over
 
   def _begin(self) -> None:
@@ -170,13 +179,18 @@ class ThreadsEngine(Engine):
     runtime = Runtime(endpoint, recorder, saver)
     role = Learner(beginning, config, self.plan, island, batches, runtime)
     drain_seconds = config.network.drain_seconds if config.sync.num_shards else 0.0
+    self._steps[name] = lambda: role.exchange.state.step_seconds
+
+    def stopped() -> bool:
+      self._hangs.beat(name)
+      return name in self._told or self.stop.is_set()
+
+    def compiled(program: str, seconds: float) -> None:
+      recorder.record(events.Compiled(target=name, seconds=round(seconds, 3), program=program))
+
     try:
-      role.run(
-        faults,
-        lambda: name in self._told or self.stop.is_set(),
-        drain_seconds,
-        self.stop.is_set,
-      )
+      with told_what_compiles(compiled):
+        role.run(faults, stopped, drain_seconds, self.stop.is_set)
       if self._drains and (unmerged := unmerged_tokens(role.exchange.state)):
         self._lost[name] = f"{unmerged} tokens were not merged in network.drain_seconds"
     except Exception as error:
@@ -184,6 +198,7 @@ class ThreadsEngine(Engine):
         self._lost_slices.add(m)
       raise
     finally:
+      self._hangs.end(name)
       made = role.exchange.state.step - beginning.state.step
       self.steps[m] = self.steps.get(m, 0) + made
       self._close(endpoint, saver)
@@ -230,7 +245,7 @@ class ThreadsEngine(Engine):
   # --- supervision --------------------------------------------------------------------------------
 
   def _record(self, role: str, incarnation: int) -> Recorder:
-    listeners = [*self._listeners, self._note_global_step]
+    listeners = [*self._listeners, self._note_global_step, self._profiler]
     return Recorder(self.workdir, role, incarnation, self._start_time, listeners=listeners)
 
   def _note_global_step(self, event: Event) -> None:
@@ -268,6 +283,10 @@ class ThreadsEngine(Engine):
     if fault.action != "join" and fault.role in self._faults:
       self._faults[fault.role].plan(fault)
 
+  def _observe(self) -> None:
+    for duty in (self._hangs.look, self._profiler.look):
+      self._guard(duty)
+
   def _seconds(self) -> float:
     return time.monotonic() - self._training_since
 
@@ -296,6 +315,7 @@ class ThreadsEngine(Engine):
     self._feed(Dismiss(""))
     for thread in self._threads.values():
       ended(thread, EVALUATOR_PATIENCE_SECONDS)
+    self._profiler.close()
 
   def _outcome(self, reason: str) -> RunResult:
     if self.config.sync.num_shards:

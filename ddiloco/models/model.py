@@ -24,6 +24,8 @@ class Model(Protocol):
   """What an island, the shards and the evaluator need of a model. Everything is pure.
 
   A model that also has `logits(params, tokens_BxT) -> (B, T, V)` makes text (`ddiloco generate`).
+  One with `flops_per_token(sequence_length) -> float`, forward and backward, is shown with its MFU
+  where the chips' peak is known.
   """
 
   def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:

@@ -14,7 +14,8 @@ The right column is the bucket of ml-goodput-measurement that a cause would be i
 |-----------|---------------------------------------------------------------|----------------------|
 | start_up  | began its first life: imports, devices, waiting for the first | PROGRAM_STARTUP      |
 |           | values                                                        |                      |
-| compile   | compiled, or took a program from the cache                    | PROGRAM_STARTUP      |
+| compile   | compiled, or took a program from the cache; also in the       | PROGRAM_STARTUP      |
+|           | middle of its work                                            |                      |
 | down      | was dead and not yet started again                            | INFRASTRUCTURE_...   |
 | rejoin    | began a later life: imports, restore, every fragment anew     | RECOVERY_FROM_...    |
 | blocked   | waited for a shard (lock-step only)                           | CUSTOM_BADPUT_EVENTS |
@@ -184,9 +185,13 @@ class Ledger:
   def _on_compiled(self, event: events.Compiled) -> None:
     begun = event.time - positive(event.seconds)
     island = self._island(event.target, begun)
-    if island is not None and island.phase != "training":
-      island.spend(begun, island.phase or "other")
-      island.spend(event.time, "compile")
+    if island is None:
+      return
+    if island.phase == "training":  # a program nobody had planned for
+      island.compile_seconds += positive(event.seconds)
+      return
+    island.spend(begun, island.phase or "other")
+    island.spend(event.time, "compile")
 
   def _on_started(self, event: events.Started) -> None:
     island = self._island(event.role, event.time)

@@ -126,6 +126,7 @@ class IslandAccount:
     self.allocated_seconds = 0.0
     self.commits = 0
     self.capture_seconds = 0.0  # within the present gap between two steps
+    self.compile_seconds = 0.0  # the same
 
   def spend(self, until: float, cause: str) -> None:
     """Everything since the last entry until now was `cause`."""
@@ -140,7 +141,8 @@ class IslandAccount:
       self.seconds[cause] += seconds
       return
     self.account[cause] += seconds * self.chips
-    if self.lives <= 1 and cause in ("start_up", "compile"):
+    begins = self.lives <= 1 and self.phase != "training"
+    if begins and cause in ("start_up", "compile"):
       self.first_start += seconds * self.chips
 
   def begin(self, now: float, chips: int) -> None:
@@ -158,7 +160,7 @@ class IslandAccount:
     """Accounts for one step and the time before it; returns the (start, end) it was training.
 
     Of the time since the last entry the step has its `seconds`, and of what is left causes that
-    are known come first: waiting for a shard, copying for a snapshot, standing still.
+    are known come first: waiting for a shard, copying for a snapshot, compiling, standing still.
     """
     now, seconds = max(event.time, self.since), positive(event.seconds)
     if self.phase != "training":
@@ -171,9 +173,11 @@ class IslandAccount:
     left = passed - busy
     blocked = min(positive(event.blocked_seconds), left)
     save = min(self.capture_seconds, left - blocked)
-    idle = left - blocked - save
+    compiled = min(self.compile_seconds, left - blocked - save)
+    idle = left - blocked - save - compiled
     stalled = self._beyond(idle)
-    spent = {"blocked": blocked, "save": save, "stalled": stood + stalled, "other": idle - stalled}
+    spent = {"blocked": blocked, "save": save, "compile": compiled}
+    spent |= {"stalled": stood + stalled, "other": idle - stalled}
     for cause, each in spent.items():
       self._spend(each, cause)
     busy -= stood
@@ -182,7 +186,7 @@ class IslandAccount:
     self.trained += busy * self.chips
     self.sums.add(busy * self.chips)
     self.recent.append(busy)
-    self.since, self.capture_seconds = now, 0.0
+    self.since, self.capture_seconds, self.compile_seconds = now, 0.0, 0.0
     return now - (passed - stood - stalled), now
 
   def _beyond(self, seconds: float) -> float:

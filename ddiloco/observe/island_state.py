@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
+from collections.abc import Iterable
 
-from ddiloco.protocol.events import parse_role
+from ddiloco.observe.style import compact
+from ddiloco.protocol.events import Started, parse_role
 
 RECENT_COMMITS = 32  # over which the shown participation counts
 STALL_STEPS = 10.0  # silent for so many of its own steps, and at least STALL_SECONDS: stalled
@@ -21,6 +23,9 @@ class IslandState:
 
   state: str = "starting"  # joining, running, stalled, lost, left, quarantined, restarting
   incarnation: int = -1  # the newest that was seen
+  chips: int = 0  # its devices; 0: not known yet, as the next two
+  flops_per_token: float = 0.0
+  peak_flops_per_second: float = 0.0  # of a chip
   lives: int = 0  # incarnations that were seen
   step: int = 0
   global_step: int = 0
@@ -40,6 +45,16 @@ class IslandState:
   returning: bool = False  # was down and has not been merged since
   versions: dict[int, int] = dataclasses.field(default_factory=dict)  # that it has, by fragment
 
+  def start(self, event: Started) -> None:
+    """A life of it says what it has."""
+    self.chips, self.flops_per_token = event.devices, event.flops_per_token
+    self.peak_flops_per_second = event.peak_flops_per_second
+
+  @property
+  def speed(self) -> Speed:
+    """Its own, now."""
+    return speed([(self, self.tokens_per_second)])
+
   @property
   def participation(self) -> float:
     """Share of the recent commits it took part in; NaN before the first."""
@@ -52,6 +67,42 @@ class IslandState:
       patience = FIRST_STEP_SECONDS
     silent = time - finite_or(self.step_time, time) > patience
     return "stalled" if self.state == "running" and silent else self.state
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+  """How fast islands train, together; NaN is not known."""
+
+  tokens_per_second: float
+  per_chip: float  # tokens a second
+  mfu: float  # model FLOPs utilisation, 0 to 1; needs every island's FLOPs and its chips' peak
+
+  def text(self) -> str:
+    """In words, without what is not known: 12.3k tokens/s, 1.5k a chip, 41.2% MFU."""
+    parts = [
+      f"{compact(self.tokens_per_second)} tokens/s" if self.tokens_per_second > 0 else "",
+      f"{compact(self.per_chip)} a chip" if self.per_chip > 0 else "",
+      f"{self.mfu:.1%} MFU" if self.mfu > 0 else "",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def speed(islands: Iterable[tuple[IslandState, float]]) -> Speed:
+  """Of islands that train so many tokens a second each; those that are not finite do not train.
+
+  MFU is tokens a second x FLOPs a token over what the chips could do at their peak
+  (`docs/accelerators.md`).
+  """
+  pairs = [(island, rate) for island, rate in islands if math.isfinite(rate)]
+  rate, chips = sum(rate for _, rate in pairs), sum(island.chips for island, _ in pairs)
+  done = [rate * island.flops_per_token for island, rate in pairs]
+  peaks = [island.chips * island.peak_flops_per_second for island, _ in pairs]
+  counted = bool(pairs) and all(island.chips for island, _ in pairs)
+  return Speed(
+    rate if pairs else math.nan,
+    rate / chips if counted else math.nan,
+    sum(done) / sum(peaks) if counted and all(done) and all(peaks) else math.nan,
+  )
 
 
 @dataclasses.dataclass

@@ -67,6 +67,7 @@ def plain_line(view: RunState, now: float) -> str:
     f"[{clock_time(now)}] {view.progress:4.0%}",
     f"{clock_time(left)} left" if math.isfinite(left) and not view.finished else "",
     f"held-out loss {_losses(view)}" if math.isfinite(view.heldout_loss) else "",
+    view.speed(now).text(),
     "islands: " + ", ".join(islands) if islands else "",
   ]
   return " · ".join(part for part in parts if part)
@@ -80,12 +81,6 @@ def _losses(view: RunState) -> str:
 
 
 def _header(view: RunState, now: float) -> Text:
-  rates = [island.tokens_per_second for island in view.islands.values()]
-  running = [
-    rate
-    for rate, island in zip(rates, view.islands.values())
-    if math.isfinite(rate) and island.state_at(now) == "running"
-  ]
   text = Text(no_wrap=True, overflow="ellipsis")
   text.append(view.name or "ddiloco", style="bold")
   text.append(f"   {clock_time(now)} elapsed", style="default")
@@ -95,8 +90,8 @@ def _header(view: RunState, now: float) -> Text:
     text.append(f"   {clock_time(view.seconds_left(now))} left")
   text.append("   held-out loss ")
   text.append(_losses(view), style="bold")
-  if running:
-    text.append(f"   {compact(sum(running))} tokens/s", style="dim")
+  if speed := view.speed(now).text():
+    text.append(f"   {speed}", style="dim")
   return text
 
 
@@ -119,7 +114,8 @@ def _islands(view: RunState, now: float, gap: int) -> Table:
   table = _table(gap)
   for name, justify in (("island", "left"), ("state", "left"), ("life", "right")):
     table.add_column(name, justify=justify, no_wrap=True)
-  for name in ("step", "global step", "loss", "tok/s", "merged"):
+  known = any(math.isfinite(island.speed.mfu) for island in view.islands.values())
+  for name in ("step", "global step", "loss", "tok/s", *(["MFU"] * known), "merged"):
     table.add_column(name, justify="right", no_wrap=True)
   table.add_column("last missed round", ratio=1, no_wrap=True, overflow="ellipsis")
   for learner, island in sorted(view.islands.items()):
@@ -132,10 +128,15 @@ def _islands(view: RunState, now: float, gap: int) -> Table:
       str(island.global_step),
       loss_text(island.loss),
       compact(island.tokens_per_second) if state == "running" else "–",
+      *([_share(island.speed.mfu if state == "running" else math.nan)] * known),
       f"{island.participation:.0%}" if island.took_part else "–",
       _missed(island, now),
     )
   return table
+
+
+def _share(value: float) -> str:
+  return f"{value:.1%}" if math.isfinite(value) else "–"
 
 
 def _missed(island: IslandState, now: float) -> Text:

@@ -309,6 +309,7 @@ MARKS = {  # marker, face colour, legend
   "kill": ("X", "#111111", "fault: kill"),
   "fault": ("v", "#FFFFFF", "other fault"),
   "exit": ("x", "#111111", "crash"),
+  "hang": ("d", "#D55E00", "hung: stacks are in the log"),
   "restart": ("^", "#FFFFFF", "restart"),
   "merged": ("*", "#FFD21F", "first merge after rejoining"),
 }

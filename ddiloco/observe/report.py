@@ -15,6 +15,8 @@ from typing import Any
 
 from ddiloco.observe.eventlog import stream_events
 from ddiloco.observe.goodput import Goodput
+from ddiloco.observe.island_state import Speed
+from ddiloco.observe.rejoins import PHASES
 from ddiloco.observe.run_state import RunState
 from ddiloco.observe.style import clock_time, compact, loss_text, plain
 from ddiloco.protocol.events import Event, Fault, Restart, RunStarted, Snapshot, finite
@@ -35,6 +37,8 @@ def numbers(run: RunState) -> dict[str, Any]:
     `bytes_sent` and `bytes_received` add up all roles, so each message counts once in either;
     `survivor_max_gap_ratio` is the longest pause of a surviving island around a planned kill of
     another (kill to its first merge after rejoining, else 30 s) over its own median step gap.
+    `tokens_per_second_per_chip` and `mfu` (docs/accelerators.md) are those of islands at their
+    median step; a CPU has no MFU.
     `goodput`, `uptime` and the causes in `lost_time` are those of `observe/goodput.py`.
   """
   kinds, (sent, received) = run.kinds, run.traffic.totals()
@@ -58,13 +62,16 @@ def numbers(run: RunState) -> dict[str, Any]:
     "faults": kinds[Fault],
     "snapshots": kinds[Snapshot],
     "restarts": kinds[Restart],
+    **_speed(run.usual_speed),
     **_kills(run),
     "blocked_seconds": _number(run.blocked_seconds),
+    "rejoins": run.rejoins.as_json(),
     "learners": _learners(run),
     **_account(run.ledger.report()),
     **_measures(run),
     "torn_lines": run.torn_lines,
     **{name: count for name, count in _only_if_any(run) if count},
+    **({"hangs": _hangs(run)} if run.num_hangs else {}),
   }
 
 
@@ -78,6 +85,8 @@ def _only_if_any(run: RunState) -> list[tuple[str, int]]:
   return [
     ("odd_events", run.odd_events),  # not as this version writes them
     ("solo_rounds", run.solo_rounds),  # of one island again and again, though there were others
+    ("num_hangs", run.num_hangs),
+    ("rejoins_left_out", run.rejoins.left_out),  # before those in `rejoins`
     ("kills_left_out", run.kills.left_out),  # before those in `kills`
   ]
 
@@ -116,7 +125,23 @@ def _account(account: Goodput) -> dict[str, Any]:
   }
 
 
+def _hangs(run: RunState) -> list[dict[str, Any]]:
+  """The newest, with what every thread was doing."""
+  return [
+    {"role": e.target, "seconds": e.time, "silent_seconds": e.seconds, "stacks": e.stacks}
+    for e in run.hangs
+  ]
+
+
+def _speed(speed: Speed) -> dict[str, Any]:
+  return {
+    "tokens_per_second_per_chip": _number(speed.per_chip),
+    "mfu": _number(speed.mfu),
+  }
+
+
 def _learners(run: RunState) -> dict[str, Any]:
+  speeds = run.usual_speeds
   return {
     str(m): {
       "lives": island.lives,
@@ -124,6 +149,7 @@ def _learners(run: RunState) -> dict[str, Any]:
       "tokens": island.tokens,
       "loss": _number(island.loss),
       "median_step_gap_seconds": _number(run.kills.medians[m].value),
+      **_speed(speeds[m]),
       "refused_pushes": island.refused,
     }
     for m, island in sorted(run.islands.items())
@@ -135,6 +161,7 @@ def _number(value: float) -> float | None:
   return round(value, 6) if math.isfinite(value) else None
 
 
+SHOWN_REJOINS = 20
 PICTURES = {  # file: (title, caption)
   "loss.png": (
     "Loss",
@@ -216,10 +243,13 @@ def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
       "longest pause of a survivor around a kill",
       _with(summary.get("survivor_max_gap_ratio"), lambda r: f"{r:.2f} × its median step"),
     ),
+    ("times that a learner hung", str(summary.get("num_hangs") or "")),
     ("goodput, without the first start-up", _share(summary.get("goodput_training"))),
     ("goodput", _share(summary.get("goodput"))),
     ("where the rest of the chip time went", _causes(summary)),
     ("uptime", _share(summary.get("uptime"))),
+    ("tokens per second and chip", _with(summary.get("tokens_per_second_per_chip"), compact)),
+    ("MFU", _share(summary.get("mfu"))),
     ("time learners were blocked", _with(summary.get("blocked_seconds"), lambda s: f"{s:.3g} s")),
     ("bytes sent", _with(summary.get("bytes_sent"), lambda b: f"{compact(b)}B")),
     ("lines of the log that cannot be read", _damaged(summary)),
@@ -242,7 +272,8 @@ def page(summary: Mapping[str, Any]) -> str:
   )
   sample = summary.get("sample")
   text = f"<h2>A sample of its text</h2><pre>{html.escape(str(sample))}</pre>" if sample else ""
-  body = f"<h1>{name}</h1><table>{numbers}</table>{_learner_table(summary)}{pictures}{text}"
+  tables = _learner_table(summary) + _rejoin_table(summary) + _hang_texts(summary)
+  body = f"<h1>{name}</h1><table>{numbers}</table>{tables}{pictures}{text}"
   footer = '<p>All numbers: <a href="summary.json">summary.json</a></p>'
   head = f'<meta charset="utf-8"><title>{name}: ddiloco report</title><style>{_CSS}</style>'
   view = '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -260,13 +291,45 @@ def _learner_table(summary: Mapping[str, Any]) -> str:
     f"<td>{compact(each['tokens'])}</td><td>{_loss(each['loss']) or '–'}</td>"
     f"<td>{_share(alive.get(m)) or '–'}</td>"
     f"<td>{_with(shares.get(m), lambda share: f'{share:.0%}') or '–'}</td>"
-    f"<td>{_with(each['median_step_gap_seconds'], lambda s: f'{1000 * s:.0f} ms') or '–'}</td></tr>"
+    f"<td>{_with(each['median_step_gap_seconds'], lambda s: f'{1000 * s:.0f} ms') or '–'}</td>"
+    f"<td>{_with(each.get('tokens_per_second_per_chip'), compact) or '–'}</td>"
+    f"<td>{_share(each.get('mfu')) or '–'}</td></tr>"
     for m, each in learners.items()
   )
   names = ("island", "lives", "steps", "tokens", "last loss")
-  names += ("time training", "commits joined", "median step")
+  names += ("time training", "commits joined", "median step", "tokens/s a chip", "MFU")
   header = "".join(f"<th>{name}</th>" for name in names)
   return f'<table class="wide"><tr>{header}</tr>{rows}</table>'
+
+
+def _rejoin_table(summary: Mapping[str, Any]) -> str:
+  """Where the seconds of every rejoin went, the newest last; a phase that none has is left out."""
+  rejoins = (summary.get("rejoins") or [])[-SHOWN_REJOINS:]
+  if not rejoins:
+    return ""
+  phases = [phase for phase in PHASES if any(phase in each["phases"] for each in rejoins)]
+  names = ("island", "died at", *(phase.replace("_", " ") for phase in phases), "all")
+  rows = "".join(
+    f"<tr><td>{each['learner']}</td><td>{clock_time(each['time'])}</td>"
+    + "".join(f"<td>{_seconds(each['phases'].get(phase))}</td>" for phase in phases)
+    + f"<td>{_seconds(each['seconds']) if each['seconds'] is not None else 'not merged'}</td></tr>"
+    for each in rejoins
+  )
+  header = "".join(f"<th>{name}</th>" for name in names)
+  title = "<h2>Rejoins, from death to merge, in seconds</h2>"
+  return f'{title}<table class="wide"><tr>{header}</tr>{rows}</table>'
+
+
+def _seconds(value: float | None) -> str:
+  return "–" if value is None else f"{value:.2f}"
+
+
+def _hang_texts(summary: Mapping[str, Any]) -> str:
+  return "".join(
+    f"<details><summary>{html.escape(each['role'])} hung at {clock_time(each['seconds'])}:"
+    f" where its threads were</summary><pre>{html.escape(each['stacks'])}</pre></details>"
+    for each in summary.get("hangs") or []
+  )
 
 
 def _damaged(summary: Mapping[str, Any]) -> str:

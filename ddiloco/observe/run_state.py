@@ -15,15 +15,19 @@ from typing import Any
 from ddiloco.config import Config
 from ddiloco.observe.goodput import Ledger
 from ddiloco.observe.guards import warn
+from ddiloco.observe.heat import Heat
 from ddiloco.observe.island_state import (
   DOWN,
   RECENT_COMMITS,
   IslandState,
   LogEvent,
   ShardState,
+  Speed,
   finite_or,
   role_name,
+  speed,
 )
+from ddiloco.observe.rejoins import Rejoins
 from ddiloco.observe.round_history import Rounds
 from ddiloco.observe.series import Curves, TrafficTotals
 from ddiloco.observe.tracks import Kills, Tracks
@@ -31,10 +35,12 @@ from ddiloco.protocol import events
 from ddiloco.protocol.events import Event, parse_role
 
 RECENT_LOG_EVENTS = 8
+RECENT_HANGS = 8
 NOTE_SECONDS = 5.0  # the same text is said once within so long: every shard tells of a member
 LONE_SHARE = 0.9  # so many of the newest rounds with one island each: it is no chance any more
 LEAST_ROUNDS = 4  # that are judged; of more fragments, as many as these, but RECENT_COMMITS at most
 SHOWN_REASONS = 4
+NOTED_COMPILE_SECONDS = 0.5
 
 
 class RunState:
@@ -70,6 +76,9 @@ class RunState:
     self.finished = ""  # why the run ended
     self.ledger, self.tracks, self.kills = Ledger(), Tracks(), Kills()
     self.rounds, self.traffic, self.curves = Rounds(), TrafficTotals(), Curves()
+    self.heat, self.rejoins = Heat(), Rejoins()
+    self.hangs: deque[events.Hung] = deque(maxlen=RECENT_HANGS)  # the newest
+    self.num_hangs = 0  # ever
     if config is not None:
       self.total_tokens, self.num_shards = config.run.total_tokens, config.sync.num_shards
       for m in range(config.islands.num_learners):
@@ -96,6 +105,7 @@ class RunState:
     self.kills.add(event)
     self.ledger.take(event)
     self.rounds.add(event)
+    self.rejoins.add(event)
 
   # --- what follows from it -----------------------------------------------------------------------
 
@@ -132,6 +142,25 @@ class RunState:
       f"{count} of the last {len(self.lone)} rounds merged {who} alone, of {len(there)}: what the"
       f" others do is not in the global model.{why} sync.min_quorum allows it."
     )
+
+  def speed(self, time: float) -> Speed:
+    """Of all islands that train at that time."""
+    islands = self.islands.values()
+    return speed((i, i.tokens_per_second) for i in islands if i.state_at(time) == "running")
+
+  @property
+  def usual_speeds(self) -> dict[int, Speed]:
+    """Of every island over the run: its tokens a step by its median time from step to step."""
+    return {m: speed([(each, self._usual_rate(m))]) for m, each in sorted(self.islands.items())}
+
+  def _usual_rate(self, m: int) -> float:
+    island, usual = self.islands[m], self.kills.medians[m].value
+    return island.tokens / island.steps / usual if island.steps and usual > 0 else math.nan
+
+  @property
+  def usual_speed(self) -> Speed:
+    """Of all islands together, if each trains as usual."""
+    return speed((island, self._usual_rate(m)) for m, island in self.islands.items())
 
   def seconds_left(self, time: float) -> float:
     """At the pace since the first step; NaN while that says nothing yet."""
@@ -208,6 +237,7 @@ class RunState:
     for s in range(event.num_shards):
       self._shard(s, event.time)
     self.curves.limit(len(self.islands))
+    self.heat.limit(len(self.islands))
 
   def _on_run_finished(self, event: events.RunFinished) -> None:
     self.finished = event.reason or "finished"
@@ -223,6 +253,7 @@ class RunState:
       self._count_life(island, event.incarnation)
       island.step, island.tokens_per_second, island.step_time = 0, math.nan, math.nan
       island.versions = {}  # a new life has nothing until it is told
+      island.start(event)
 
   def _on_joined(self, event: events.Joined) -> None:
     kind, number = parse_role(event.role)
@@ -234,8 +265,12 @@ class RunState:
       self._note(event, f"{role_name(event.role)} {text}", "good")
 
   def _on_compiled(self, event: events.Compiled) -> None:
-    text = f"{role_name(event.target)} is compiled after {event.seconds:.0f} s"
-    self._note(event, text, "plain")
+    who, seconds = role_name(event.target), event.seconds
+    if not event.program:
+      self._note(event, f"{who} is compiled after {seconds:.0f} s", "plain")
+    elif seconds >= NOTED_COMPILE_SECONDS:
+      text = f"{who} compiled {event.program} in the middle of its work: {seconds:.1f} s"
+      self._note(event, text, "bad")
 
   def _on_restored(self, event: events.Restored) -> None:
     text = f"{role_name(event.role)} has its part of snapshot {event.snapshot}"
@@ -262,6 +297,7 @@ class RunState:
     island.steps += 1
     self.blocked_seconds += event.blocked_seconds
     self.curves.add_step(event, m, island.lives)
+    self.heat.add(event, m)
     if newest:  # else a predecessor's last words
       self._step(event, m, island)
 
@@ -383,6 +419,22 @@ class RunState:
     self._target_is(event.target, event.time, "restarting")
     self._note(event, f"{role_name(event.target)} restarts", "plain")
 
+  def _on_hung(self, event: events.Hung) -> None:
+    self.hangs.append(event)
+    self.num_hangs += 1
+    usual = f"a step takes {event.usual_seconds:.2g} s" if event.usual_seconds else "its first step"
+    text = f"hangs: silent for {event.seconds:.0f} s ({usual}); its log has all stacks"
+    self._note(event, f"{role_name(event.target)} {text}", "bad")
+    self.tracks.mark(event.time, event.target, "hang", f"hangs for {event.seconds:.0f} s")
+
+  def _on_profiled(self, event: events.Profiled) -> None:
+    text = f"{event.steps} steps of {role_name(event.target)} are traced: {event.path}"
+    self._note(event, text, "plain")
+
+  def _on_unprofiled(self, event: events.Unprofiled) -> None:
+    text = f"{role_name(event.target)} could not be traced: {event.reason}"
+    self._note(event, text, "bad")
+
   def _on_evaluation(self, event: events.Evaluation) -> None:
     self.heldout_loss, self.heldout_measures = event.loss, event.measures
     if self.kinds[events.Evaluation] == 1:
@@ -416,6 +468,9 @@ _HANDLERS: Mapping[type[Event], Callable[[RunState, Any], None]] = {
   events.Fault: RunState._on_fault,
   events.Exit: RunState._on_exit,
   events.Restart: RunState._on_restart,
+  events.Hung: RunState._on_hung,
+  events.Profiled: RunState._on_profiled,
+  events.Unprofiled: RunState._on_unprofiled,
   events.Evaluation: RunState._on_evaluation,
   events.Traffic: RunState._on_traffic,
 }

@@ -8,20 +8,24 @@ thread: the training step only queues.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import time
 from pathlib import Path
 from typing import Any
 
 from ddiloco.observe.guards import Drain, warn
-from ddiloco.protocol.events import Commit, Evaluation, Event, Step
+from ddiloco.observe.island_state import IslandState, speed
+from ddiloco.protocol.events import Commit, Evaluation, Event, Started, Step
 
-KINDS = (Step, Commit, Evaluation)
+KINDS = (Started, Step, Commit, Evaluation)
 _instance = itertools.count()
 
 
-def scalars(event: Event) -> tuple[int, dict[str, float]]:
+def scalars(event: Event, started: Started | None = None) -> tuple[int, dict[str, float]]:
   """(x, {tag: value}) of an event; no tags if it has nothing to plot.
+
+  `started` began its incarnation, and says what a step's speed is measured by.
 
   Learners against the global step (steps); shards and the evaluator against merged tokens.
   """
@@ -32,8 +36,15 @@ def scalars(event: Event) -> tuple[int, dict[str, float]]:
       "grad_norm": event.grad_norm,
     }
     seconds = event.seconds
+    rate = event.tokens / seconds if seconds > 0 else 0.0
+    island = IslandState()
+    if started is not None:
+      island.start(started)
+    fast = speed([(island, rate)])
+    known = {"train/tokens_per_second_per_chip": fast.per_chip, "train/mfu": fast.mfu}
     return event.global_step, {
-      "train/tokens_per_second": event.tokens / seconds if seconds > 0 else 0.0,
+      "train/tokens_per_second": rate,
+      **{tag: value for tag, value in known.items() if math.isfinite(value)},
       "train/step_seconds": seconds,
       **{f"train/{name}": value for name, value in measured.items() if value is not None},
     }
@@ -60,6 +71,7 @@ class TensorBoard:
     self._folder = Path(workdir) / "tensorboard"
     self._suffix = f".{os.getpid()}.{next(_instance)}"  # two writers never share a file
     self._writers: dict[str, Any] = {}
+    self._started: dict[str, Started] = {}  # by role, its newest incarnation's
     self._drain = Drain("tensorboard", self._write, flush_seconds)
 
   def __call__(self, event: Event) -> None:
@@ -86,7 +98,11 @@ class TensorBoard:
   def _add(self, wall_time: float, event: Event) -> None:
     from tensorboardX.proto import event_pb2, summary_pb2  # slow to import, and only needed here
 
-    step, values = scalars(event)
+    if isinstance(event, Started):
+      self._started[event.role] = event
+    step, values = scalars(event, self._started.get(event.role))
+    if not values:
+      return
     summary = summary_pb2.Summary(
       value=[summary_pb2.Summary.Value(tag=k, simple_value=float(v)) for k, v in values.items()]
     )

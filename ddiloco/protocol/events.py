@@ -71,9 +71,15 @@ class Started(Event, frozen=True, kw_only=True):
   batch_size: int = 0  # sequences
   hosts: int = 1  # processes of the island
   attention: str = ""  # its path: einsum, splash or cudnn
+  flops_per_token: float = 0.0  # forward and backward; 0: the model does not say
+  peak_flops_per_second: float = 0.0  # of one device; 0: not known
   learners: int = 0  # that its config plans; 0: as the saved config does
   planned_steps: int = 0
   fragments: tuple[int, ...] = ()  # of a shard
+
+
+class Launched(Event, frozen=True, kw_only=True):
+  """The process of a learner's incarnation is there; it has no devices yet."""
 
 
 class Captured(Event, frozen=True, kw_only=True):
@@ -147,10 +153,11 @@ class Restored(Event, frozen=True, kw_only=True):
 
 
 class Compiled(Event, frozen=True, kw_only=True):
-  """The programs of `target` are compiled, or were loaded."""
+  """The programs of `target` are compiled, or were loaded; or one more, while it trains."""
 
   target: str
   seconds: float
+  program: str = ""  # of those that were not meant to be compiled by now
 
 
 class Joined(Event, frozen=True, kw_only=True):
@@ -435,6 +442,32 @@ class Restart(Event, frozen=True, kw_only=True):
   target: str
 
 
+class Profiled(Event, frozen=True, kw_only=True):
+  """A trace of `target`'s process is in `path`, with these steps of it as a whole."""
+
+  target: str
+  path: str  # in the workdir
+  first_step: int  # global
+  steps: int  # fewer than were asked for if it stood still or ended
+  seconds: float  # that were traced
+
+
+class Unprofiled(Event, frozen=True, kw_only=True):
+  """A trace that was asked for could not be taken."""
+
+  target: str
+  reason: str
+
+
+class Hung(Event, frozen=True, kw_only=True):
+  """`target`'s loop has not come round for so long; it is left alone."""
+
+  target: str
+  seconds: float
+  usual_seconds: float  # of one of its steps; 0: it has not made one
+  stacks: str  # of all threads of its process, its own first
+
+
 class RunFinished(Event, frozen=True, kw_only=True):
   """The run is over: finished, stopped or failed."""
 
@@ -443,7 +476,7 @@ class RunFinished(Event, frozen=True, kw_only=True):
 
 IMPORTANT = frozenset(  # on disk at once, since a kill often follows
   {Started, Restored, Joined, Stopped, Refused, Recalled, Crash, Member, Snapshot, Unsaved}
-  | {Fault, Exit, Restart, RunStarted, RunFinished}
+  | {Fault, Exit, Restart, RunStarted, RunFinished, Hung, Profiled, Unprofiled}
 )
 
 

@@ -17,9 +17,8 @@ import jax
 
 from ddiloco.config import Config, ConfigError, IslandConfig
 from ddiloco.core.fragments import Fragment, Plan
-from ddiloco.models import arithmetic
 from ddiloco.training.collectives import CollectiveTotal, by_kind, find_collectives
-from ddiloco.training.devices import make_mesh
+from ddiloco.training.devices import PEAK_FLOPS, make_mesh
 from ddiloco.training.programs import lower_piece
 from ddiloco.training.step import IslandStep
 
@@ -36,9 +35,9 @@ class Chip:
 
 _GIB = 1 << 30
 CHIPS = {
-  "v5e": Chip(int(15.75 * _GIB), 197e12),
-  "v5p": Chip(int(95.74 * _GIB), 459e12),
-  "v6e": Chip(int(31.25 * _GIB), 918e12),
+  "v5e": Chip(int(15.75 * _GIB), PEAK_FLOPS["TPU v5 lite"]),
+  "v5p": Chip(int(95.74 * _GIB), PEAK_FLOPS["TPU v5"]),
+  "v6e": Chip(int(31.25 * _GIB), PEAK_FLOPS["TPU v6 lite"]),
 }
 
 
@@ -274,7 +273,7 @@ def fit(
     needed_bytes=needed,
     copies=copies,
     layer_bytes=4 * max(layer, table),
-    flops_per_token=arithmetic.flops_per_token(config.model, config.data.sequence_length),
+    flops_per_token=parts.flops_per_token(),
     tokens=config.tokens_per_step(learner),
     remedies=(),
   )

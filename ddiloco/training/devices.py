@@ -42,6 +42,20 @@ RULES: dict[str, tuple[str, ...]] = {
   "experts": ("tensor",),
 }
 
+# JAX's `device_kind` -> FLOPs a second of one device at its peak: bf16, without sparsity, as the
+# makers say. A kind that is not here has no MFU.
+PEAK_FLOPS = {
+  "TPU v4": 275e12,
+  "TPU v5 lite": 197e12,
+  "TPU v5": 459e12,  # v5p; so is the next
+  "TPU v5p": 459e12,
+  "TPU v6 lite": 918e12,
+  "NVIDIA A100-SXM4-40GB": 312e12,
+  "NVIDIA A100-SXM4-80GB": 312e12,
+  "NVIDIA H100 80GB HBM3": 989e12,
+  "NVIDIA H200": 989e12,
+}
+
 
 def partition(
   devices: Sequence[Device], islands: IslandsConfig, num_islands: int = 0

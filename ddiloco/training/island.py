@@ -22,7 +22,7 @@ from ddiloco.config import Config
 from ddiloco.core.fragments import Plan, split_flat
 from ddiloco.models.model import Batch
 from ddiloco.training import inner
-from ddiloco.training.devices import host_memory, make_mesh, require_processes
+from ddiloco.training.devices import PEAK_FLOPS, host_memory, make_mesh, require_processes
 from ddiloco.training.programs import (
   PARAMS,
   PieceKind,
@@ -81,14 +81,18 @@ class Island:
     self._moves: list[list[tuple[str, PiecePrograms, jax.Array]]] = []
     self._state: dict[str, jax.Array] = {}
     self._in_flight: jax.Array | None = None
+    self._count = itertools.count(1)  # of steps of this process, for traces
 
   def describe(self) -> dict[str, Any]:
-    """For the events: devices, mesh [data, fsdp, tensor], batch size and the path of attention."""
+    """For the events: devices, mesh [data, fsdp, tensor], batch size, the path of attention, and
+    what an MFU is made of."""
     return {
       "devices": self.mesh.size,
       "mesh": [int(n) for n in self.mesh.devices.shape],
       "batch_size": self._island.batch_size,
       "attention": self._parts.execution.attention,
+      "flops_per_token": self._parts.flops_per_token(),
+      "peak_flops_per_second": PEAK_FLOPS.get(self.mesh.devices.flat[0].device_kind, 0.0),
     }
 
   # --- programs -----------------------------------------------------------------------------------
@@ -214,13 +218,14 @@ class Island:
     refuse_misfit(batch, self._inputs, "this island")
     rate = inner.learning_rate(self._config.inner, self._planned_steps, schedule_step)
     # The compiled call shards host values itself; a device_put of our own costs 0.3 ms more.
-    self._state, metrics = self._step(self._held(), batch, np.float32(rate_scale * rate))
-    if not self._pipelined:
-      # On every device, not only on the one the values are read from.
-      return _as_floats(jax.block_until_ready(metrics))
-    metrics.copy_to_host_async()
-    before, self._in_flight = self._in_flight, metrics
-    return None if before is None else _as_floats(before)
+    with jax.profiler.StepTraceAnnotation("step", step_num=next(self._count)):
+      self._state, metrics = self._step(self._held(), batch, np.float32(rate_scale * rate))
+      if not self._pipelined:
+        # On every device, not only on the one the values are read from.
+        return _as_floats(jax.block_until_ready(metrics))
+      metrics.copy_to_host_async()
+      before, self._in_flight = self._in_flight, metrics
+      return None if before is None else _as_floats(before)
 
   def finish(self) -> dict[str, float] | None:
     """Waits for the step in flight and returns its metrics; None if there is none."""
@@ -239,7 +244,8 @@ class Island:
     Raises:
       RuntimeError: there is no state yet.
     """
-    return self._copy(self._held())
+    with named("capture"):
+      return self._copy(self._held())
 
   def copy_out(self, fragment_index: int) -> list[jax.Array]:
     """Copies the fragment's pieces, on the devices, and starts their way to the host; no wait."""
@@ -288,26 +294,28 @@ class Island:
 
   def _copy_out(self, fragment_index: int, prefix: str) -> list[jax.Array]:
     pieces = []
-    for name, programs, where in self._moves[fragment_index]:
-      pieces.append(programs.copy_out(self._state[prefix + name], where))
-      if programs.waits:
-        jax.block_until_ready(pieces[-1])
-    if self._host_memory is None:
-      for out in pieces:
-        out.copy_to_host_async()
-      return pieces
-    there = [out.sharding.with_memory_kind(self._host_memory) for out in pieces]
-    return jax.device_put(pieces, there)  # one transfer, beside the step
+    with named("copy_out", fragment=fragment_index):
+      for name, programs, where in self._moves[fragment_index]:
+        pieces.append(programs.copy_out(self._state[prefix + name], where))
+        if programs.waits:
+          jax.block_until_ready(pieces[-1])
+      if self._host_memory is None:
+        for out in pieces:
+          out.copy_to_host_async()
+        return pieces
+      there = [out.sharding.with_memory_kind(self._host_memory) for out in pieces]
+      return jax.device_put(pieces, there)  # one transfer, beside the step
 
   def _apply(
     self, fragment_index: int, prefix: str, staged: Sequence[jax.Array], keep: float
   ) -> None:
     share = np.float32(keep)
-    for (name, programs, where), value in zip(self._moves[fragment_index], staged, strict=True):
-      leaf = programs.apply(self._state[prefix + name], value, share, where)
-      self._state[prefix + name] = leaf
-      if programs.waits:
-        jax.block_until_ready(leaf)
+    with named("apply", fragment=fragment_index):
+      for (name, programs, where), value in zip(self._moves[fragment_index], staged, strict=True):
+        leaf = programs.apply(self._state[prefix + name], value, share, where)
+        self._state[prefix + name] = leaf
+        if programs.waits:
+          jax.block_until_ready(leaf)
 
   # --- background thread --------------------------------------------------------------------------
 
@@ -320,7 +328,8 @@ class Island:
     views = split_flat(self._plan.fragments[fragment_index], flat)
     # Waiting here, beside the step, means that `apply` never waits for a transfer.
     shardings = [leaf.sharding for leaf in self.piece_leaves(fragment_index)]
-    return jax.block_until_ready(jax.device_put(views, shardings))
+    with named("stage", fragment=fragment_index):
+      return jax.block_until_ready(jax.device_put(views, shardings))
 
   def moments_to_host(
     self, moments: Sequence[Sequence[jax.Array]], fragment_index: int
@@ -328,11 +337,12 @@ class Island:
     """What `cut_moments` returned, one after the other: flat f32 [num_moments * size]; waits."""
     fragment = self._plan.fragments[fragment_index]
     flat = np.empty((len(moments), fragment.size), np.float32)
-    for row, pieces in zip(flat, moments):
-      for view, piece in zip(split_flat(fragment, row), pieces):
-        for shard in piece.addressable_shards:
-          if shard.replica_id == 0:
-            view[shard.index] = shard.data
+    with named("to_host", fragment=fragment_index):
+      for row, pieces in zip(flat, moments):
+        for view, piece in zip(split_flat(fragment, row), pieces):
+          for shard in piece.addressable_shards:
+            if shard.replica_id == 0:
+              view[shard.index] = shard.data
     return flat.reshape(-1)
 
   def stage_moments(self, fragment_index: int, flat: np.ndarray) -> list[list[jax.Array]]:
@@ -352,6 +362,9 @@ class Island:
         f" {self.num_moments} of {size} values each. Fix: take them from a peer of the same run."
       )
     return [flat[start : start + size] for start in range(0, flat.size, size)]
+
+
+named = jax.profiler.TraceAnnotation  # what a trace shows; costs a microsecond where none is taken
 
 
 def _as_floats(metrics: jax.Array) -> dict[str, float]:

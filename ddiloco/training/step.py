@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ddiloco import custom
 from ddiloco.config import Config, ConfigError
 from ddiloco.core.fragments import Fragment
+from ddiloco.models import arithmetic
 from ddiloco.training import inner
 from ddiloco.training.devices import make_execution, param_sharding
 from ddiloco.training.programs import PieceKind, StateLayout, placed, placed_inputs
@@ -57,6 +58,17 @@ class IslandStep:
     self.layout = StateLayout(inner.optimizer(config.inner), self.leaves, self.replicated)
     inputs = self._model.inputs(island.batch_size, config.data.sequence_length)
     self.inputs = placed_inputs(inputs, mesh)
+
+  def flops_per_token(self) -> float:
+    """Training FLOPs of one token; 0.0 of a custom model that does not say (`models.model.Model`).
+
+    See `models.arithmetic.flops_per_token`.
+    """
+    length = self._config.data.sequence_length
+    if not self._config.model.custom:
+      return arithmetic.flops_per_token(self._config.model, length)
+    own = getattr(self._model, "flops_per_token", None)
+    return float(own(length)) if own is not None else 0.0
 
   def scalar(self, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
     """A number that every device has."""

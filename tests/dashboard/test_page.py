@@ -9,7 +9,7 @@ from ddiloco.dashboard.server import Dashboard, RequestRefused, Where
 from ddiloco.workdir import FAULTS, STARTED
 from tests.dashboard.browser import CHROMIUM, Browser
 from tests.made_events import changed
-from tests.observe.conftest import KILL, make_run, write_log
+from tests.observe.conftest import END, KILL, make_run, write_log
 
 pytestmark = [
   pytest.mark.skipif(not CHROMIUM, reason="no chromium (or google-chrome) on the PATH"),
@@ -72,6 +72,50 @@ def test_a_run_that_is_over(browser, tmp_path):
     assert "the run is over" in browser.text("#log-events")
     assert browser.text("#waiting-says") == "Nobody waits: there is no run under way."
     assert browser.text("#fault-form") == ""
+    assert browser.complaints == []
+
+
+def test_step_times_by_island_and_time(browser, tmp_path):
+  """A canvas: what it shows is looked at by colour, and read at the cursor."""
+  with Dashboard(run(tmp_path)) as dashboard:
+    show(browser, dashboard, "over")
+    assert browser.text("#heat-title") == "Step times"
+    assert "as usual" in browser.text("#heat-legend") and "down" in browser.text("#heat-legend")
+    assert "waiting for a shard" not in browser.text("#heat-legend"), "nobody did"
+
+    def colour(seconds, island):
+      at = f"92 + {seconds} / {END + 0.3} * (c.width - 92 - 14), {18 * island + 8}"
+      return browser.ask(
+        "(c => [...c.getContext('2d').getImageData("
+        f"{at}, 1, 1).data].join())(document.querySelector('#heat-canvas'))"
+      )
+
+    usual, down, joining = colour(10, 0), colour(KILL + 2, 2), colour(KILL + 5.5, 2)
+    assert usual == colour(10, 2) == colour(50, 2) and len({usual, down, joining}) == 3
+    browser.ask("document.querySelector('#heat').focus()")
+    for key in ("Home", "ArrowDown", "ArrowDown", "End", "ArrowLeft"):
+      browser.press(key)
+    said = browser.text("#heat-readout")
+    assert said.startswith("island 2 · 0:59") and "its median" in said and "ms" in said
+    browser.press("Escape")
+    assert browser.text("#heat-readout").startswith("Point at the map")
+    browser.scheme("dark")
+    browser.ask("document.querySelector('#theme').click()")
+    browser.ask("document.querySelector('#theme').click()")
+    assert colour(10, 0) != usual, "a canvas knows no style sheet: it is drawn again"
+    browser.ask("document.querySelector('#theme').click()")
+    assert browser.complaints == []
+
+
+def test_a_rejoin_in_phases(browser, tmp_path):
+  with Dashboard(run(tmp_path)) as dashboard:
+    show(browser, dashboard, "over")
+    assert "from death to merge: 8." in browser.text("#rejoins-says")
+    found = browser.ask("[...document.querySelectorAll('#rejoins .phases i')].map(n => n.title)")
+    assert found[0].startswith("noticed: 0.1 s") and found[1].startswith("pause: 4.0 s (until")
+    assert [each.split(":")[0] for each in found[2:]] == [
+      *("restore", "receive", "first step", "merge"),
+    ]
     assert browser.complaints == []
 
 

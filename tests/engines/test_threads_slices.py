@@ -62,7 +62,7 @@ def test_a_lost_slice_is_one_islands_failure_and_its_island_is_rebuilt(monkeypat
     }
   )  # fmt: skip
   corpus = data.open_data(config.data)
-  engine = ThreadsEngine(config, tmp_path, corpus, lambda params: 2.0)
+  engine = ThreadsEngine(config, tmp_path, corpus, lambda params: {"loss": 2.0})
   first = engine.islands[1]
   slice_1 = FakeSlice(monkeypatch, list(first.mesh.devices.flat))
   alone = [0]

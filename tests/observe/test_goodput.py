@@ -158,6 +158,20 @@ def test_the_beginning_is_split_into_start_up_and_compile():
   assert goodput.goodput_training == pytest.approx(1.0) and goodput.uptime == 1.0
 
 
+def test_a_program_that_is_compiled_in_the_middle_of_training_is_named():
+  log = Log(fragments=1)
+  log.start(0.0)
+  log.steps(1, 4, 0.0)
+  log.add(6.0, "learner-0", "compiled", target="learner-0", seconds=1.5, program="jit(own)")
+  log.steps(5, 5, 4.0, gap_seconds=3.0)  # of its two seconds beside the step
+  log.steps(6, 6, 7.0)
+  log.merge(8.0, 0, 7, -1, {0: 6})
+  goodput = log.report()
+  seconds = {cause: round(8 * share, 6) for cause, share in goodput.causes.items() if share}
+  assert seconds == {"compile": 1.5, "other": 0.5}
+  assert goodput.goodput_training == pytest.approx(6 / 8), "it is no first life's start"
+
+
 def test_blocked_saving_and_standing_still_have_names():
   log = Log(fragments=1)
   log.start(0.0)

@@ -63,9 +63,12 @@ def test_golden(make):
     "faults": 0,
     "snapshots": 0,
     "restarts": 0,
+    "tokens_per_second_per_chip": 1706.666667,
+    "mfu": None,
     "kills": [],
     "survivor_max_gap_ratio": None,
     "blocked_seconds": 0.25,
+    "rejoins": [],
     "learners": {
       "0": {
         "lives": 1,
@@ -73,6 +76,8 @@ def test_golden(make):
         "tokens": 3072,
         "loss": None,
         "median_step_gap_seconds": 0.6,
+        "tokens_per_second_per_chip": 1706.666667,
+        "mfu": None,
         "refused_pushes": 0,
       },
       "1": {
@@ -81,6 +86,8 @@ def test_golden(make):
         "tokens": 1024,
         "loss": 3.0,
         "median_step_gap_seconds": None,
+        "tokens_per_second_per_chip": None,
+        "mfu": None,
         "refused_pushes": 1,
       },
     },

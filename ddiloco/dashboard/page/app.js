@@ -2,6 +2,7 @@
 
 import { byId, clockTime, compact, percent, say } from "./format.js";
 import { drawChart, listen } from "./chart.js";
+import { drawHeat, listenToHeat } from "./heat.js";
 import { drawPanels } from "./panels.js";
 import { listenForFaults, showFaults } from "./faults.js";
 
@@ -136,6 +137,7 @@ function draw(status) {
   track.setAttribute("aria-valuenow", Math.round(100 * status.progress));
   track.firstElementChild.style.width = percent(status.progress, 1);
   drawChart(status);
+  drawHeat(status);
   drawPanels(status);
   showFaults(status);
 }
@@ -148,6 +150,7 @@ function theme(name) {
   document.documentElement.dataset.theme = name;
   byId("theme").textContent = `Theme: ${name}`;
   localStorage.setItem("ddiloco-theme", name);
+  if (last) drawHeat(last.status); // a canvas has no style sheet
 }
 
 byId("theme").addEventListener("click", () =>
@@ -160,5 +163,6 @@ theme(
 );
 
 listen();
+listenToHeat();
 listenForFaults(authorized);
 poll();

@@ -7,6 +7,7 @@ const MARKS = {
   kill: ["killed on purpose", "M-4-4L4 4M4-4L-4 4", true],
   fault: ["another fault", "M-5-4H5L0 5Z"],
   exit: ["crashed", "M-4-4L4 4M4-4L-4 4", true],
+  hang: ["hung: stacks are in its log", "M-4-5H4L-4 5H4Z"],
   restart: ["started again", "M-5 4H5L0-5Z"],
   merged: ["merged again", "M0-6L1.6-1.9 6-1.9 2.5.9 3.8 5.2 0 2.6-3.8 5.2-2.5.9-6-1.9-1.6-1.9Z"],
 };

@@ -2,6 +2,7 @@
 
 import { byId, bytes, clockTime, compact, html, join, loss, percent, plural, say } from "./format.js";
 import { goodput } from "./goodput.js";
+import { rejoins } from "./rejoins.js";
 
 const mean = (values) => (values.length ? values.reduce((a, b) => a + b, 0) / values.length : NaN);
 const islandName = (island) =>
@@ -17,6 +18,7 @@ export function drawPanels(status) {
   overTime(status);
   waiting(status);
   goodput(status.goodput);
+  rejoins(status);
   versions(status);
   participation(status);
   links(status);
@@ -42,7 +44,7 @@ function figures(status) {
           `${up} of ${status.islands.length}`,
           status.tokens_per_second === null
             ? plural(restarts, "restart")
-            : `${compact(status.tokens_per_second)} tokens/s`,
+            : speed(status),
         ],
     [
       "Goodput",
@@ -68,6 +70,13 @@ function measures(values) {
     ([name, value]) => `${name.replaceAll("_", " ")} ${loss(value)}`,
   );
   return parts.join(", ") || "nats per token";
+}
+
+function speed(status) {
+  const chip = status.tokens_per_second_per_chip;
+  const each = chip === null ? "" : `, ${compact(chip)} a chip`;
+  const mfu = status.mfu === null ? "" : `, ${percent(status.mfu, 1)} MFU`;
+  return `${compact(status.tokens_per_second)} tokens/s${each}${mfu}`;
 }
 
 function overTime(status) {
@@ -104,6 +113,7 @@ function struck(marks) {
     ["other fault", count("fault")],
     ["crash", count("exit")],
     ["restart", count("restart")],
+    ["hang", count("hang")],
   ];
   const there = parts
     .filter(([, n]) => n)
@@ -261,8 +271,10 @@ function participation(status) {
       ? `an island is in ${percent(mean(shares))} of ${plural(status.commits, "commit")}, on average`
       : "no commit yet",
   );
-  const numbers = ["restarts", "step", "loss", "live"];
+  const mfu = status.islands.some((island) => island.mfu !== null);
+  const numbers = ["restarts", "step", "loss", "live", "tokens/s a chip", "MFU"];
   const head = ["island", "state", "all commits", "latest", "live", "step", "loss", "restarts"];
+  if (status.phase === "running") head.push("tokens/s a chip", ...(mfu ? ["MFU"] : []));
   const tone = { down: "bad", stalled: "warn", quarantined: "warn", running: "good" };
   const rows = status.islands.map((island) =>
     html(
@@ -285,6 +297,12 @@ function participation(status) {
       html("td", { class: "number" }, compact(island.global_step)),
       html("td", { class: "number" }, loss(island.loss)),
       html("td", { class: "number" }, String(island.restarts)),
+      status.phase === "running"
+        ? html("td", { class: "number" }, compact(island.tokens_per_second_per_chip))
+        : null,
+      status.phase === "running" && mfu
+        ? html("td", { class: "number" }, percent(island.mfu, 1))
+        : null,
     ),
   );
   byId("participation").replaceChildren(table(head, rows, numbers));

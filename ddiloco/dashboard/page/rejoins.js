@@ -1,0 +1,65 @@
+// The ways back of learners: where the seconds from death to merge went.
+
+import { byId, clockTime, html, percent, say } from "./format.js";
+
+const PHASES = {
+  detect: ["noticed", "until somebody noticed that it was dead"],
+  pause: ["pause", "until its next incarnation was started"],
+  away: ["away", "until it was there again, started by somebody else"],
+  process: ["process", "until its process was there, with its imports"],
+  devices: ["devices", "until JAX had its devices, and data were open"],
+  compile: ["compile", "programs compiled, or loaded"],
+  restore: ["restore", "its part of a snapshot"],
+  receive: ["receive", "every fragment"],
+  first_step: ["first step", "until its first step had ended"],
+  merge: ["merge", "until a commit had its push"],
+};
+const seconds = (value) => `${value.toFixed(value < 10 ? 1 : 0)} s`;
+
+export function rejoins(status) {
+  const found = [...status.rejoins].reverse();
+  byId("rejoins-card").hidden = !found.length;
+  if (!found.length) return;
+  const merged = found.filter((each) => each.seconds !== null);
+  const usual = merged.map((each) => each.seconds).sort((a, b) => a - b)[merged.length >> 1];
+  const total = (each) => Object.values(each.phases).reduce((a, b) => a + b, 0);
+  const longest = Math.max(1e-9, ...found.map(total));
+  say(
+    "rejoins-says",
+    merged.length
+      ? `from death to merge: ${seconds(usual)} in the median of the latest ${merged.length}`
+      : "not merged yet",
+  );
+  const rows = found.map((each) => {
+    const parts = Object.entries(each.phases);
+    const said = parts.map(([phase, value]) => `${PHASES[phase]?.[0] ?? phase} ${seconds(value)}`);
+    const stack = html(
+      "span",
+      { class: "phases", role: "img", "aria-label": said.join(", "), "width%": percent(total(each) / longest, 1) },
+      parts.map(([phase, value]) =>
+        html("i", {
+          "data-phase-of": phase,
+          "width%": percent(value / Math.max(1e-9, total(each)), 2),
+          title: `${PHASES[phase]?.[0] ?? phase}: ${seconds(value)} (${PHASES[phase]?.[1] ?? ""})`,
+        }),
+      ),
+    );
+    return html(
+      "tr",
+      null,
+      html("th", { scope: "row" }, `island ${each.learner}`),
+      html("td", null, clockTime(each.time)),
+      html("td", { class: "wide-cell" }, stack),
+      html("td", { class: "number" }, each.seconds === null ? "not yet" : seconds(each.seconds)),
+    );
+  });
+  const head = ["", "died at", "", "merged after"].map((name) => html("th", { scope: "col" }, name));
+  const there = Object.keys(PHASES).filter((phase) => found.some((each) => phase in each.phases));
+  const legend = there.map((phase) =>
+    html("li", { title: PHASES[phase][1] }, html("i", { "data-phase-of": phase }), PHASES[phase][0]),
+  );
+  byId("rejoins").replaceChildren(
+    html("table", null, html("thead", null, html("tr", null, head)), html("tbody", null, rows)),
+    html("ul", { class: "causes phases-legend" }, legend),
+  );
+}

@@ -1,0 +1,236 @@
+"""Traces of chosen steps, for TensorBoard and xprof, taken while a run goes on.
+
+They are asked for by lines of WORKDIR/profiles.jsonl (`ddiloco profile`). The process that has the
+learner takes the trace on a thread of its own, and only looks at its steps: a learner makes them
+as always, and has no part in it. A trace shows the whole process: in the threads engine all
+islands of the run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from ddiloco.config import ConfigError
+from ddiloco.observe.eventlog import Follower
+from ddiloco.observe.guards import ended
+from ddiloco.observe.hangs import Records
+from ddiloco.observe.request_file import RequestFile, append_request
+from ddiloco.protocol import events
+from ddiloco.protocol.events import Event
+from ddiloco.workdir import OUTCOME, PROFILE_REQUESTS, PROFILES
+
+MOST_STEPS = 1000  # of one trace, which takes about a megabyte a step
+LOOK_SECONDS = 0.5
+PATIENCE_SECONDS = 60.0  # for the next step, before the trace ends as it is
+CLOSE_SECONDS = 30.0  # to write a trace
+
+
+@dataclasses.dataclass(frozen=True)
+class ProfileRequest:
+  """So many steps of a learner, from this global step on or, if that is over, from the next."""
+
+  role: str
+  steps: int = 5
+  from_step: int = 0
+
+  def __post_init__(self):
+    for name in ("steps", "from_step"):
+      value, least = getattr(self, name), 1 if name == "steps" else 0
+      if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"--{name}={value}: must be at least {least}. Fix: --{name}=5, say.")
+    if self.steps > MOST_STEPS:
+      raise ConfigError(
+        f"--steps={self.steps}: a trace has at most {MOST_STEPS} steps, which is a gigabyte or so."
+        " Fix: ask for 5."
+      )
+
+
+class Profiler:
+  """Takes the traces of the learners of one process, one after the other.
+
+  Args:
+    workdir: traces go to `workdir/profiles/ROLE`.
+    roles: whose steps may be asked for here.
+    record: what takes the events; asked for each time, since roles have several lives.
+  """
+
+  def __init__(self, workdir: Path, roles: Collection[str], record: Callable[[], Records]):
+    self._workdir, self._roles, self._record = workdir, roles, record
+    path = workdir / PROFILE_REQUESTS
+    self._requests = RequestFile[ProfileRequest](path, lambda f: ProfileRequest(**f), "trace")
+    self._began = time.time()
+    self._look_at = 0.0
+    self._changed = threading.Condition()
+    self._asked: list[ProfileRequest] = []  # and not begun
+    self._answered = set[ProfileRequest]()  # perhaps, by an earlier process: its steps will tell
+    self._due_at: dict[str, int] = {}  # by role, the global step after which one is to begin
+    self._thread: threading.Thread | None = None
+    self._closing = False
+    self._at: dict[str, int] = {}  # by role, the global step after its last step
+    self._traced = ""  # the role whose steps are looked at now ...
+    self._ended: list[int] = []  # ... and the global steps after those that ended since
+
+  def __call__(self, event: Event) -> None:
+    """An event of a role, on its own thread."""
+    if type(event) is not events.Step:
+      return
+    role, at = event.role, event.global_step
+    self._at[role] = at
+    if role == self._traced or at >= self._due_at.get(role, at + 1):
+      with self._changed:
+        if role == self._traced:
+          self._ended.append(at)
+        self._changed.notify_all()
+
+  def look(self) -> None:
+    """Hears what is asked for; to be called now and then."""
+    if time.monotonic() < self._look_at:
+      return
+    self._look_at = time.monotonic() + LOOK_SECONDS
+    for when, request in self._requests.poll():
+      if request.role in self._roles and (when >= self._began or request.from_step):
+        with self._changed:
+          self._ask(request, when < self._began)
+
+  def close(self) -> None:
+    """A trace that is being taken ends as it is; others are not begun."""
+    with self._changed:
+      self._closing, thread = True, self._thread
+      self._changed.notify_all()
+    if thread is not None:
+      ended(thread, CLOSE_SECONDS)
+
+  def _ask(self, request: ProfileRequest, old: bool) -> None:
+    self._asked.append(request)
+    self._answered |= {request} if old else set()
+    self._look_out()
+    if self._thread is None:
+      self._thread = threading.Thread(target=self._serve, name="profiler", daemon=True)
+      self._thread.start()
+    self._changed.notify_all()
+
+  def _serve(self) -> None:
+    """Until nothing is asked for any more."""
+    while (request := self._next()) is not None:
+      try:
+        self._trace(request)
+      except Exception as error:  # somebody traces already, no disk, ...: the run goes on
+        reason = f"{type(error).__name__}: {error}"
+        self._record().record(events.Unprofiled(target=request.role, reason=reason))
+      finally:
+        self._traced = ""
+
+  def _next(self) -> ProfileRequest | None:
+    """Waits for the first request whose steps come next."""
+    with self._changed:
+      while self._asked and not self._closing:
+        for request in list(self._asked):
+          if self._is_due(request):
+            self._traced, self._ended = request.role, []
+            return request
+        self._look_out()
+        self._changed.wait(PATIENCE_SECONDS)
+      self._thread, self._due_at = None, {}
+      return None
+
+  def _look_out(self) -> None:
+    """For the steps at which something is to be done."""
+    self._due_at = {}
+    for each in self._asked:
+      at = 0 if each in self._answered else _begins_after(each)
+      self._due_at[each.role] = min(at, self._due_at.get(each.role, at))
+
+  def _is_due(self, request: ProfileRequest) -> bool:
+    """Whether it is to begin now; one that was answered is forgotten."""
+    at = self._at.get(request.role)
+    if request in self._answered:
+      if at is None:
+        return False
+      self._answered.discard(request)
+      if at >= request.from_step:
+        self._asked.remove(request)
+        return False
+    if (at or 0) < _begins_after(request):
+      return False
+    self._asked.remove(request)
+    return True
+
+  def _trace(self, request: ProfileRequest) -> None:
+    import jax
+
+    path = self._workdir / PROFILES / request.role
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # every Python call would be most of the trace, and slow
+    jax.profiler.start_trace(path, profiler_options=options)
+    began = time.monotonic()
+    with self._changed:
+      self._ended = []
+    try:
+      whole = self._whole_steps(request.steps)
+      seconds = time.monotonic() - began
+    finally:
+      jax.profiler.stop_trace()
+    self._record().record(
+      events.Profiled(
+        target=request.role,
+        path=str(path.relative_to(self._workdir)),
+        first_step=whole[0] if whole else 0,
+        steps=len(whole),
+        seconds=round(seconds, 3),
+      )
+    )
+
+  def _whole_steps(self, steps: int) -> list[int]:
+    """The global steps of so many whole steps; fewer if the next one does not come."""
+    wanted = 1 + steps + 1  # one was under way, and the last may still be on the devices
+    with self._changed:
+      known = -1
+      while known < len(self._ended) < wanted and not self._closing:
+        known = len(self._ended)
+        self._changed.wait_for(functools.partial(self._news, known), PATIENCE_SECONDS)
+      return self._ended[1 : 1 + steps]
+
+  def _news(self, known: int) -> bool:
+    return self._closing or len(self._ended) > known
+
+
+def _begins_after(request: ProfileRequest) -> int:
+  """The global step: the one under way then is not whole, and the next is to be."""
+  return max(0, request.from_step - 2)
+
+
+def take_profile(workdir: Path, request: ProfileRequest, wait_seconds: float) -> tuple[bool, str]:
+  """Asks for a trace, and waits for it: (whether it is there, where it is or why not).
+
+  Raises:
+    ConfigError: there is no such learner, or its run is over.
+  """
+  role, folder = request.role, workdir / "events"
+  if not (folder / f"{role}.jsonl").exists():
+    known = ", ".join(sorted(path.stem for path in folder.glob("learner-*.jsonl")))
+    raise ConfigError(
+      f"--workdir={workdir}: has no events of {role}."
+      f" Fix: give the workdir of a run, and one of its learners ({known or 'there are none'})."
+    )
+  if (workdir / OUTCOME).exists():
+    raise ConfigError(f"--workdir={workdir}: its run is over. Fix: trace a run that goes on.")
+  follower = Follower(workdir)
+  follower.skip()
+  append_request(workdir / PROFILE_REQUESTS, dataclasses.asdict(request))
+  until = time.monotonic() + wait_seconds
+  while time.monotonic() < until:
+    for event in follower.poll():
+      match event:
+        case events.Profiled(target=target) if target == role:
+          which = f"{event.steps} steps from global step {event.first_step} on"
+          return event.steps > 0, f"{workdir / event.path}: {which}, {event.seconds:.1f} s"
+        case events.Unprofiled(target=target) if target == role:
+          return False, f"There is no trace: {event.reason}"
+    time.sleep(LOOK_SECONDS)
+  late = f"the trace is asked for, and not there after {wait_seconds:g} s; it may still come"
+  return False, f"{workdir / PROFILES / role}: {late}"

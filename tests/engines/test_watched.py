@@ -1,0 +1,103 @@
+"""Runs that are watched: hangs with stacks, traces on request, rejoins in phases."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+
+import jax
+import pytest
+
+from ddiloco.cli import main
+from ddiloco.config import Fault
+from ddiloco.engines.profiler import ProfileRequest, take_profile
+from ddiloco.engines.threads import ThreadsEngine
+from ddiloco.observe.eventlog import read_events
+from ddiloco.observe.report import summarise
+from ddiloco.training import data
+from tests.engines.real import events_of, start, tiny, wait_for
+from tests.training.test_island_state import cheap_loss
+
+SECONDS = 60.0
+
+
+def names_in(folder):
+  """What a trace has, by the names of its events."""
+  (file,) = folder.glob("plugins/profile/*/*.xplane.pb")
+  planes = jax.profiler.ProfileData.from_file(str(file)).planes
+  return {event.name for plane in planes for line in plane.lines for event in line.events}
+
+
+def back(workdir):
+  """The rejoins that are over."""
+  return [each for each in summarise(read_events(workdir))["rejoins"] if each["seconds"]]
+
+
+def hangs(workdir, role):
+  return [event for event in events_of(workdir, "hung") if event.target == role]
+
+
+def planned(config, *faults):
+  return dataclasses.replace(config, chaos=dataclasses.replace(config.chaos, faults=faults))
+
+
+def test_threads(tmp_path):
+  stall = Fault("stall", "learner-1", at_step=30, seconds=3.0)
+  kill = Fault("kill", "learner-0", at_step=60, seconds=0.5)
+  config = tiny(100_000, min_step_seconds=0.02, run={"hang_seconds": 0.8})
+  config = planned(config, stall, kill)
+  engine = ThreadsEngine(config, tmp_path, data.open_data(config.data), cheap_loss)
+  run = threading.Thread(target=engine.run, daemon=True)
+  run.start()
+  try:
+    hung, *_ = wait_for(lambda: hangs(tmp_path, "learner-1"), "the hang")
+    assert 0.8 < hung.seconds < 3 and hung.usual_seconds > 0.01
+    first, *_ = hung.stacks.split("\n\n")
+    assert first.startswith("learner-1:") and "faults.check" in first
+    assert "exchange-1" in hung.stacks, "all threads"
+    there, said = take_profile(tmp_path, ProfileRequest("learner-0", steps=12), SECONDS)
+    assert there, said
+    wait_for(lambda: back(tmp_path), "the rejoin")
+  finally:
+    engine.stop.set()
+    run.join(SECONDS)
+  found = names_in(tmp_path / "profiles" / "learner-0")
+  assert {"step", "copy_out", "to_host", "stage", "apply"} <= found
+  (rejoin,) = summarise(read_events(tmp_path))["rejoins"]
+  assert list(rejoin["phases"]) == ["detect", "pause", "restore", "receive", "first_step", "merge"]
+  assert rejoin["phases"]["pause"] >= 0.4
+  assert sum(rejoin["phases"].values()) == pytest.approx(rejoin["seconds"], abs=0.01)
+
+
+@pytest.mark.slow
+def test_processes(tmp_path, capsys):
+  workdir, log = tmp_path / "run", tmp_path / "log"
+  config = tiny(100_000, min_step_seconds=0.05)
+  kill = Fault("kill", "learner-0", at_step=20, seconds=0.5)
+  file = tmp_path / "config.json"
+  file.write_text(planned(config, kill).to_json())
+  run = start("train", "--engine=processes", f"--config={file}", f"--workdir={workdir}", log=log)
+  try:
+    (rejoin,) = wait_for(lambda: back(workdir), "the rejoin", run, log)
+    there = main(["profile", f"--workdir={workdir}", "--learner=1", "--steps=3"])
+    said = capsys.readouterr().out
+    assert there == 0 and "3 steps from global step" in said and "tensorboard" in said, said
+    assert main(["profile", f"--workdir={workdir}", "--learner=9"]) == 2
+    assert "has no events of learner-9" in capsys.readouterr().err
+  finally:
+    run.terminate()
+    run.wait(SECONDS)
+  phases = rejoin["phases"]
+  assert list(phases) == [
+    *("detect", "pause", "process", "devices", "compile", "restore", "receive"),
+    *("first_step", "merge"),
+  ]
+  assert sum(phases.values()) == pytest.approx(rejoin["seconds"], abs=0.01)
+  assert "step" in names_in(workdir / "profiles" / "learner-1")
+  assert main(["profile", f"--workdir={workdir}"]) == 2
+  assert "its run is over" in capsys.readouterr().err
+  summary = json.loads((workdir / "report" / "summary.json").read_text())
+  assert summary["rejoins"][0]["phases"] == phases
+  assert summary["tokens_per_second_per_chip"] > 0 and summary["mfu"] is None, "a CPU has no peak"
+  assert "a chip" in log.read_text() + (workdir / "logs" / "learner-1.log").read_text()

@@ -1,0 +1,107 @@
+"""Tokens a second and chip, and MFU: by the formula where all is known, nowhere else."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+from rich.console import Console
+
+from ddiloco.config import ModelConfig
+from ddiloco.dashboard.prometheus import exposition
+from ddiloco.dashboard.status import status
+from ddiloco.models.arithmetic import flops_per_token
+from ddiloco.observe.live import plain_line, render
+from ddiloco.observe.report import key_numbers, numbers
+from ddiloco.observe.run_state import RunState
+from ddiloco.observe.tensorboard import scalars
+from ddiloco.training.devices import PEAK_FLOPS
+
+# Every step 1024 tokens in 0.5 s on 4 chips: 512 tokens a second and chip.
+FLOPS, PEAK = 6e9, 12.8e12
+MFU = 512 * FLOPS / PEAK
+
+
+def events(make, flops=(FLOPS, FLOPS), peaks=(PEAK, PEAK), steps=4):
+  """Two islands of four chips."""
+  yield make.run_started(num_learners=2)
+  for m, (flop, peak) in enumerate(zip(flops, peaks)):
+    more = {"flops_per_token": flop, "peak_flops_per_second": peak}
+    yield make.event(0.5, f"learner-{m}", "started", devices=4, **more)
+  for n in range(1, steps + 1):
+    for m in range(2):
+      fields = {"tokens": 1024, "seconds": 0.4, "gap_seconds": 0.5}
+      yield make.step(1 + 0.5 * n, m, n, **fields)
+
+
+def test_an_islands_speed_now(make):
+  run = RunState().read(events(make))
+  speed = run.islands[0].speed
+  assert speed.tokens_per_second == pytest.approx(2048)
+  assert speed.per_chip == pytest.approx(512) and speed.mfu == pytest.approx(MFU)
+  assert speed.text() == "2.0k tokens/s, 512 a chip, 24.0% MFU"
+  assert run.speed(3.0).text() == "4.1k tokens/s, 512 a chip, 24.0% MFU"
+  assert run.speed(60.0).text() == "", "all have been silent for long"
+
+
+@pytest.mark.parametrize(
+  "flops, peaks", [((FLOPS, FLOPS), (PEAK, 0.0)), ((FLOPS, 0.0), (PEAK, PEAK))]
+)
+def test_what_is_not_known_of_one_island_is_not_made_up_for_all(make, flops, peaks):
+  run = RunState().read(events(make, flops, peaks))
+  assert math.isnan(run.usual_speed.mfu) and run.usual_speed.per_chip == pytest.approx(512)
+  assert run.usual_speeds[0].mfu == pytest.approx(MFU) and math.isnan(run.usual_speeds[1].mfu)
+  assert "MFU" not in run.speed(3.0).text() and "512 a chip" in run.speed(3.0).text()
+
+
+def test_an_island_of_a_log_that_begins_late_has_no_chips(make):
+  run = RunState().read([make.step(1.0 + n, 0, n) for n in range(3)])
+  assert math.isnan(run.islands[0].speed.per_chip) and run.islands[0].speed.tokens_per_second > 0
+
+
+def test_it_is_in_every_place_that_lists_speeds(make):
+  run = RunState().read(events(make))
+  screen = io.StringIO()
+  Console(file=screen, width=100).print(render(run, 3.0, 100))
+  assert screen.getvalue().count("24.0%") == 3 and "MFU" in screen.getvalue()  # all, and each
+  assert "4.1k tokens/s, 512 a chip, 24.0% MFU" in plain_line(run, 3.0)
+  summary = numbers(run)
+  assert summary["mfu"] == summary["learners"]["1"]["mfu"] == pytest.approx(MFU)
+  assert summary["tokens_per_second_per_chip"] == pytest.approx(512)
+  assert dict(key_numbers(summary))["MFU"] == "24.0%"
+  said = status(run, 3.0)
+  assert said["mfu"] == said["islands"][0]["mfu"] == pytest.approx(MFU)
+  assert said["islands"][1]["tokens_per_second_per_chip"] == 512
+  metrics = exposition(said)
+  assert "ddiloco_run_mfu_ratio 0.24\n" in metrics
+  assert 'ddiloco_island_mfu_ratio{island="1"} 0.24\n' in metrics
+  assert 'ddiloco_island_tokens_per_second_per_chip{island="0"} 512.0\n' in metrics
+
+
+def test_where_the_peak_is_unknown_no_place_has_an_mfu(make):
+  run = RunState().read(events(make, peaks=(0.0, 0.0)))
+  screen = io.StringIO()
+  Console(file=screen, width=100).print(render(run, 3.0, 100))
+  assert "MFU" not in screen.getvalue() and "512 a chip" in screen.getvalue()
+  assert "MFU" not in dict(key_numbers(numbers(run)))
+  assert "mfu_ratio" not in exposition(status(run, 3.0))
+
+
+def test_tensorboard_has_it_for_the_incarnation_that_started(make):
+  started, *_, step = list(events(make))[1:]
+  _, values = scalars(step, started)
+  assert values["train/tokens_per_second_per_chip"] == pytest.approx(1024 / 0.4 / 4)
+  assert values["train/mfu"] == pytest.approx(1024 / 0.4 / 4 * FLOPS / PEAK)
+  assert "train/mfu" not in scalars(step)[1]
+  assert scalars(started)[1] == {}
+
+
+def test_a_dense_model_on_a_known_chip():
+  """6 x parameters that are multiplied + 6 x L x H x Q x T, against the chip's peak."""
+  model = ModelConfig(
+    num_layers=2, model_dim=8, num_heads=2, num_kv_heads=2, head_dim=4, mlp_dim=16
+  )
+  weights = 2 * (4 * 8 * 8 + 3 * 8 * 16) + 8 * model.vocab_size
+  assert flops_per_token(model, 10) == 6 * weights + 6 * 2 * 2 * 4 * 10
+  assert PEAK_FLOPS["TPU v6 lite"] == 918e12 and "cpu" not in PEAK_FLOPS
