@@ -23,7 +23,8 @@ OF: Mapping[str, tuple[type[Event], ...]] = {
 # Events of these roles that moved nothing. Any other kind is an error: a trace hides nothing.
 _ALL = (
   *(events.Joined, events.Stopped, events.Ignored, events.Dropped, events.Crash),
-  *(events.Traffic, events.Unsaved, events.Compiled),
+  *(events.Traffic, events.Unsaved, events.Compiled, events.Hung),
+  *(events.Launched, events.Profiled, events.Unprofiled),
 )
 BYSTANDERS: Mapping[str, tuple[type[Event], ...]] = {
   "learner": (*_ALL, events.Push, events.Refused, events.NoDonor),
