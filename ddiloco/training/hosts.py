@@ -36,7 +36,7 @@ class Call(msgspec.Struct, frozen=True, tag=True):
 
 
 class ResetCall(Call, frozen=True):
-  """`reset()`; no values are left."""
+  """`reset()`."""
 
 
 class RestoreCall(Call, frozen=True):
@@ -537,6 +537,7 @@ def follow(
       case Drop(values):
         shelf.drop(values)
       case OpenCall(position):
+        getattr(batches, "close", lambda: None)()  # whose data is read ahead
         batches = read(position)
       case RestoreCall(value):
         island.restore(shelf.get(value))
