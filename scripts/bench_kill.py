@@ -97,7 +97,7 @@ class Pinned(ProcessesEngine):
   cpu_only = True
   mine: frozenset[int] = frozenset()
 
-  def _spawn(self, name: str) -> Spawn:
+  def _spawn(self, name: str, host: int) -> Spawn:
     kind, _, number = name.partition("-")
     if kind != "learner" or int(number) == self.config.islands.num_learners - 1:
       return forkserver.spawn

@@ -13,10 +13,12 @@ import os
 import signal
 import socket
 import time
+import traceback
 from collections.abc import Callable, Iterator
 
 from ddiloco import environment
-from ddiloco.config import Config, require
+from ddiloco.config import Config, ConfigError, require
+from ddiloco.engines.children import BAD_USAGE
 from ddiloco.engines.role_process import FINISHED, LOST, RoleRunner, load_keys
 from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.network import host_links
@@ -165,6 +167,10 @@ def run_host(config: Config, number: int, place: RoleSpec) -> int:
       return LOST
     except OSError as error:
       lost(0, str(error))
+    except Exception as error:  # JAX would wait for the other hosts before it lets a process end
+      traceback.print_exc()
+      speak(f"{type(error).__name__}: {error}")
+      os._exit(BAD_USAGE if isinstance(error, ConfigError) else LOST)
   speak(f"ends after {time.time() - began:.0f} s with its island; nothing is lost")
   return place.term_status if progress.asked_to_end else FINISHED
 

@@ -11,7 +11,8 @@ import os
 import time
 
 from ddiloco.checkpoint.restore import begin_learner, new_learner, open_storage
-from ddiloco.config import Config
+from ddiloco.config import Config, ConfigError
+from ddiloco.engines.children import BAD_USAGE
 from ddiloco.engines.island_hosts import Hosts, check_hosts, run_host
 from ddiloco.engines.role_process import FINISHED, LOST, Ended, RoleRunner, unreached
 from ddiloco.engines.role_spec import Outnumbered, RoleSpec, check_spec
@@ -54,7 +55,12 @@ def _learner(runner: RoleRunner, number: int) -> int:
     hosts = Hosts(runner, number)
   except HostsApart as error:
     raise Ended(str(error)) from error
-  status = _train(runner, number, hosts)
+  try:
+    status = _train(runner, number, hosts)
+  except ConfigError as error:
+    runner.say(str(error))
+    runner.recorder.close()
+    os._exit(BAD_USAGE)  # as below
   hosts.part()
   return status
 

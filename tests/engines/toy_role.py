@@ -46,17 +46,11 @@ class Island(toy.ToyIsland):
     self.updates = 0
 
 
-class Stream:
-  """Batches of the toy problem."""
-
-  iterate = staticmethod(toy.batches)
-
-
 def run_learner(config: Config, number: int, place: RoleSpec) -> int:
   """As `learner_process.run_learner`, on a toy island."""
   with RoleRunner(learner_address(number), config, place) as runner:
     island = Island(number, runner.plan, STEP_SECONDS)
-    return runner.run(lambda: learner_process.live(runner, number, island, Stream()))
+    return runner.run(lambda: learner_process.live(runner, number, island, toy.batches))
 
 
 def main() -> int:
