@@ -44,15 +44,11 @@ HOSTS, DEVICES, PATIENCE_SECONDS = 2, 4, 180.0
 NOTED = ("step", "copy_out", "apply", "capture", "reset")  # calls that all hosts make together
 
 
-class Bench(bench_overhead.Bench):
-  """One island of two processes."""
-
-  def __init__(self, quick: bool, pairs: int, block: int):
-    super().__init__(quick, pairs, block)
-    islands = {"devices": DEVICES, "hosts": HOSTS, "data": 2, "fsdp": 2, "batch_size": 8}
-    self.config = dataclasses.replace(
-      self.config, islands=dataclasses.replace(self.config.islands, **islands)
-    )
+def one_island(quick: bool) -> Config:
+  """An island of two processes."""
+  config = bench_overhead.make_config(layers=1 if quick else 4)
+  islands = {"devices": DEVICES, "hosts": HOSTS, "data": 2, "fsdp": 2, "batch_size": 8}
+  return dataclasses.replace(config, islands=dataclasses.replace(config.islands, **islands))
 
 
 # --- One island of two processes: each of them runs this file
@@ -79,11 +75,10 @@ def noted(island: Any) -> list[tuple[int, str, Any]]:
 
 
 def as_host(
-  host: int, url: str, coordinator: str, folder: Path, quick: bool, pairs: int, block: int
-):
+  bench: bench_overhead.Bench, host: int, url: str, coordinator: str, folder: Path
+) -> None:
   """Host 0 measures, the other follows; both leave their notes."""
   environment.prepare(num_cpu_devices=DEVICES // HOSTS, cpu_only=True)
-  bench = Bench(quick, pairs, block)
   agreed = host_links.IslandIdentity("bench", "", 0, HOSTS)
   if host:
     links, coordinator = host_links.join(url, agreed, host, None, PATIENCE_SECONDS)
@@ -200,8 +195,8 @@ def main() -> None:
   parser.add_argument("--host", type=int, help=argparse.SUPPRESS)
   given = parser.parse_args()
   if given.host is not None:
-    where = given.url, given.coordinator, Path(given.folder)
-    return as_host(given.host, *where, given.quick, given.pairs, given.block)
+    bench = bench_overhead.Bench(one_island(given.quick), given.pairs, given.block)
+    return as_host(bench, given.host, given.url, given.coordinator, Path(given.folder))
   pairs = 4 if given.quick else given.pairs
   with tempfile.TemporaryDirectory(prefix="ddiloco-hosts-") as folder:
     found = two_processes(given.quick, pairs, given.block, Path(folder))

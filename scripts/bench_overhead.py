@@ -30,14 +30,11 @@ from typing import Any
 
 os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false " + os.environ.get("XLA_FLAGS", "")
 
-from ddiloco import environment
-
-environment.prepare(num_cpu_devices=1, cpu_only=True)
-
 import jax
 import numpy as np
 
 from ddiloco import config as config_lib
+from ddiloco import environment
 from ddiloco.chaos.faults import Faults
 from ddiloco.checkpoint.restore import ResumeState, new_learner, new_syncer
 from ddiloco.core import fragments
@@ -53,6 +50,11 @@ from ddiloco.runtime import Runtime
 from ddiloco.training.island import Island
 
 FRAGMENTS = 8
+
+
+def prepare() -> None:
+  """This process computes on one CPU device."""
+  environment.prepare(num_cpu_devices=1, cpu_only=True)
 
 
 def make_config(layers: int) -> config_lib.Config:
@@ -72,12 +74,15 @@ Step = Callable[[np.ndarray], None]  # on a batch, and waits for it
 
 
 def bare_step(island: Island) -> Step:
-  """The compiled step alone, on a state of its own."""
-  state = [island._fresh()]
+  """The compiled step alone, on a state of its own; as many are in flight as of the island's."""
+  state, before = island._fresh(), None
 
   def step(batch: np.ndarray) -> None:
-    state[0], metrics = island._step(state[0], batch, np.float32(1e-3))
-    np.asarray(jax.block_until_ready(metrics))
+    nonlocal state, before
+    state, metrics = island._step(state, batch, np.float32(1e-3))
+    waited_for, before = (before if island._pipelined else metrics), metrics
+    if waited_for is not None:
+      np.asarray(jax.block_until_ready(waited_for))
 
   return step
 
@@ -137,9 +142,8 @@ class Steps(NullRecorder):
 class Bench:
   """What both sides know: the run, and how it is measured. Made anew in every process."""
 
-  def __init__(self, quick: bool, pairs: int, block: int):
-    self.config = make_config(layers=1 if quick else 4)
-    self.plan = initial.make_plan(self.config)
+  def __init__(self, config: config_lib.Config, pairs: int, block: int):
+    self.config, self.plan = config, initial.make_plan(config)
     self.pairs, self.block = pairs, block
 
   def endpoint(self, address: str, bind: str | None = None) -> NetworkEndpoint:
@@ -200,6 +204,7 @@ class LearnerActor:
   """A Ray actor: the learner in a process of its own."""
 
   def train(self, settings: tuple, url: str) -> Measured:
+    prepare()
     bench = Bench(*settings)
     endpoint = bench.endpoint(learner_address(0))
     endpoint.dial(syncer_address(0), url)
@@ -213,6 +218,7 @@ class ShardActor:
 
   def listen(self, settings: tuple) -> str:
     """Starts it; the url where it is."""
+    prepare()
     bench = Bench(*settings)
     self._endpoint = bench.endpoint(syncer_address(0), bind="tcp://127.0.0.1:0")
     self._shard = Shard(bench, self._endpoint)
@@ -258,7 +264,9 @@ def main() -> None:
   args = parser.parse_args()
   if args.quick:
     args.pairs, args.block = 1, 8
-  measured, rounds = ENGINES[args.engine]((args.quick, args.pairs, args.block))
+  prepare()
+  config = make_config(layers=1 if args.quick else 4)
+  measured, rounds = ENGINES[args.engine]((config, args.pairs, args.block))
 
   result = compared(measured, args.pairs, args.block)
   print(json.dumps({**result, "rounds": rounds, "engine": args.engine}))

@@ -20,9 +20,9 @@ SAID_CHARACTERS = 4000  # of the log of a run that failed
 PROGRAM = (sys.executable, "-m", "ddiloco", "train")
 
 
-def config_of(name: str, fields: Mapping[str, Any]) -> Config:
+def config_of(name: str, fields: Mapping[str, Any], *preset: str) -> Config:
   """configs/NAME.py with some fields changed, as {"sync.num_fragments": 6}."""
-  values = runpy.run_path(str(ROOT / "configs" / f"{name}.py"))["get_config"]()
+  values = runpy.run_path(str(ROOT / "configs" / f"{name}.py"))["get_config"](*preset)
   values.update_from_flattened_dict(dict(fields))
   return from_dict(values)
 
@@ -32,12 +32,16 @@ def log_of(workdir: Path) -> Path:
   return workdir.with_name(f"{workdir.name}.log")
 
 
-def start(config: Config, workdir: Path, *flags: str) -> subprocess.Popen[bytes]:
-  """`ddiloco train` on fake CPU devices, begun now; its config and output are beside `workdir`."""
+def start(config: Config, workdir: Path, *flags: str, cpu: bool = True) -> subprocess.Popen[bytes]:
+  """`ddiloco train`, begun now; its config and output are beside `workdir`.
+
+  `cpu`: on fake CPU devices.
+  """
   workdir.parent.mkdir(parents=True, exist_ok=True)
   file = workdir.with_name(f"{workdir.name}.json")
   file.write_text(config.to_json())
-  command = [*PROGRAM, f"--config={file}", f"--workdir={workdir}", "--cpu", *flags]
+  command = [*PROGRAM, f"--config={file}", f"--workdir={workdir}", *flags]
+  command += ["--cpu"] if cpu else []
   with log_of(workdir).open("ab") as log:
     return subprocess.Popen(command, stdout=log, stderr=log, env=environment.bare())
 

@@ -11,6 +11,7 @@ from tests.scripts import commands
 RAY = pytest.mark.skipif(find_spec("ray") is None, reason="needs ddiloco[ray]")
 CODECS = {"f32", "bf16", "int8", "int4"}
 PROMISED = {
+  "bench_accelerator.py": {"two_islands", "100k", "attention", "overhead", "copies"},
   "bench_checkpoint.py": {
     *("step_ratio", "worst_step_ratio", "save_gbps", "restore_gbps", "copy_gbps"),
     *("rejoin", "resume_seconds"),
@@ -25,7 +26,14 @@ PROMISED = {
   "bench_transport.py": {"gbps", "plain_vs_socket", "secured_gbps", "control_rtt_ms_under_load"},
   "bench_wire.py": {"bytes_per_step", "versus_data_parallel", "framing_overhead"},
 }
-LINES = [*PROMISED, pytest.param("bench_overhead.py --engine=ray", marks=RAY)]
+LINES = [
+  *(f"{name} --cpu" if name == "bench_accelerator.py" else name for name in PROMISED),
+  pytest.param("bench_overhead.py --engine=ray", marks=RAY),
+]
+  "bench_accelerator.py --cpu",
+  *list(PROMISED)[1:],
+  pytest.param("bench_overhead.py --engine=ray", marks=RAY),
+]
 
 
 @pytest.mark.slow

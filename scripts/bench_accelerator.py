@@ -1,0 +1,258 @@
+"""What islands do on this machine's GPU or TPU; says so, and measures nothing, where there is none.
+
+- Two islands of the processes engine share the first device, and one is killed with SIGKILL: the
+  median step of the other around the kill against that before, and the seconds until the killed one
+  is merged again.
+- dense:100m and dense:1b on one device: tokens a second and MFU (models/arithmetic.py), pipelined.
+- The 100m's step with the platform's own attention against the einsum.
+- A learner with a syncer attached against its bare step, in turn (`bench_overhead.py`).
+- Copying a fragment out and in, in GB/s, against one plain array of the same size.
+
+  python scripts/bench_accelerator.py [--steps=20] [--pairs=20] [--cpu] [--quick]
+
+With --cpu it runs on a CPU, to be tested: with --quick, models of a size for that. The last line is
+one JSON object; {"accelerator": null} where there is none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import gc
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import bench_overhead
+import jax
+import launch
+import numpy as np
+
+from ddiloco import environment
+from ddiloco.config import Config
+from ddiloco.observe.eventlog import read_events
+from ddiloco.roles import initial
+from ddiloco.training import devices
+from ddiloco.training.island import Island
+
+# What one device of 40 GB or more holds: (preset, sequences a step, remat, loss chunks).
+PRESETS = [("100m", 32, "none", 8), ("1b", 8, "attention", 8)]
+QUICK = [("100k", 2, "none", 1)]
+KILL_AT_SECONDS, AROUND_SECONDS = 30.0, 10.0
+SHARE_OF_MEMORY = "0.4"  # of the device, for each of two islands
+COPIES = 5
+
+
+def config_of(preset: str, batch: int, remat: str, chunks: int, **islands: Any) -> Config:
+  """A preset on one device, without data of its own."""
+  fields = {
+    "islands.batch_size": batch, "islands.remat": remat, "islands.loss_chunks": chunks,
+    "islands.num_learners": 1, "islands.topology": "", "sync.num_shards": 1,
+    "data.source": "synthetic", "data.tokenizer": "bytes", "run.total_tokens": 1 << 50,
+    **{f"islands.{name}": value for name, value in islands.items()},
+  }  # fmt: skip
+  return launch.config_of("dense", fields, preset)
+
+
+def make_island(config: Config) -> Island:
+  island = Island(config, 0, jax.devices()[:1], initial.make_plan(config))
+  island.reset()
+  return island
+
+
+def batches(config: Config) -> Callable[[], np.ndarray]:
+  shape = (config.islands.batch_size, config.data.sequence_length + 1)
+  random = np.random.default_rng(0)
+  kept = [random.integers(0, config.model.vocab_size, shape, np.int32) for _ in range(4)]
+  return itertools.cycle(kept).__next__
+
+
+def step_seconds(island: Island, config: Config, steps: int) -> float:
+  """Of one step, pipelined as a learner's are."""
+  batch = batches(config)
+  for step in range(3):
+    island.step(batch(), step)
+  island.finish()
+  began = time.perf_counter()
+  for step in range(steps):
+    island.step(batch(), step)
+  jax.block_until_ready(island._state)
+  return (time.perf_counter() - began) / steps
+
+
+# --- the parts
+
+
+def speed(preset: tuple, steps: int) -> dict[str, Any]:
+  """Tokens a second and MFU of one preset."""
+  config = config_of(*preset)
+  island = make_island(config)
+  seconds, tokens = step_seconds(island, config, steps), config.tokens_per_step(0)
+  flops = island.describe()["flops_per_token"]
+  peak = devices.PEAK_FLOPS.get(jax.devices()[0].device_kind)
+  mfu = round(flops * tokens / seconds / peak, 4) if peak else None
+  found = {"step_ms": round(1000 * seconds, 2), "tokens_per_second": round(tokens / seconds)}
+  return {**found, "mfu": mfu, "attention": island.describe()["attention"]}
+
+
+def attention(preset: tuple, steps: int) -> dict[str, Any]:
+  """How much longer a step takes with the einsum."""
+  seconds = {}
+  for path in ("auto", "einsum"):
+    config = config_of(*preset, attention=path)
+    seconds[path] = step_seconds(make_island(config), config, steps)
+  return {"einsum_vs_own": round(seconds["einsum"] / seconds["auto"], 3)}
+
+
+def overhead(preset: tuple, pairs: int) -> dict[str, Any]:
+  """Steps with a syncer attached against bare ones."""
+  config = config_of(*preset)
+  sync = dataclasses.replace(config.sync, num_fragments=8, sync_period=8)  # a fragment a step
+  config = dataclasses.replace(config, sync=sync)
+  measured, rounds = bench_overhead.with_threads((config, pairs, 8))
+  return {**bench_overhead.compared(measured, pairs, 8), "rounds": rounds}
+
+
+def copies(preset: tuple) -> dict[str, Any]:
+  """GB/s of the largest fragment, and of a plain array; medians."""
+  config = config_of(*preset)
+  plan, island = initial.make_plan(config), make_island(config)
+  p = max(range(len(plan.sizes)), key=plan.sizes.__getitem__)
+  gigabytes = 4e-9 * plan.sizes[p]
+  flat = np.zeros(plan.sizes[p], np.float32)
+  device = jax.devices()[0]
+  plain = jax.device_put(flat, device)
+  kind = devices.host_memory(device)
+
+  def plain_out() -> None:
+    if kind is None:
+      np.array(plain)
+    else:
+      sharding = plain.sharding.with_memory_kind(kind)
+      jax.block_until_ready(jax.device_put(plain + 0, sharding))
+
+  def rate(work: Callable[[], Any]) -> float:
+    seconds = []
+    for _ in range(COPIES + 1):
+      began = time.perf_counter()
+      work()
+      seconds.append(time.perf_counter() - began)
+    return round(gigabytes / statistics.median(seconds[1:]), 2)
+
+  return {
+    "fragment_mb": round(1000 * gigabytes, 1),
+    "copy_out_gbps": rate(lambda: jax.block_until_ready(island.copy_out(p))),
+    "copy_out_to_numpy_gbps": rate(lambda: island.to_host(island.copy_out(p), p)),
+    "plain_out_gbps": rate(plain_out),
+    "stage_gbps": rate(lambda: island.stage(p, flat)),
+    "plain_in_gbps": rate(lambda: jax.block_until_ready(jax.device_put(flat, device))),
+  }
+
+
+def killed(preset: str, folder: Path, cpu: bool) -> dict[str, Any]:
+  """Two islands on one device; one is killed."""
+  fault = {"action": "kill", "role": "learner-1", "at_seconds": KILL_AT_SECONDS, "seconds": 0.5}
+  config = launch.config_of(
+    "dense",
+    {
+      "islands.num_learners": 2, "islands.batch_size": 4, "islands.topology": "",
+      "data.source": "synthetic", "data.tokenizer": "bytes", "sync.num_shards": 1,
+      "sync.min_quorum": 1, "sync.snapshot_steps": 50, "run.evaluations": 0,
+      "run.total_tokens": 1 << 50, "chaos.faults": (fault,),
+    },
+    preset,
+  )  # fmt: skip
+  os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = SHARE_OF_MEMORY
+  workdir = folder / "run"
+  run = launch.start(config, workdir, "--engine=processes", cpu=cpu)
+
+  def merged_again() -> float | None:
+    events = read_events(workdir) if workdir.exists() else []
+    lives = [e.incarnation for e in events if e.kind == "started" and e.role == "learner-1"]
+    for e in events:
+      if (
+        e.kind == "commit" and len(lives) > 1 and (1, lives[-1]) in zip(e.learners, e.incarnations)
+      ):
+        return e.time
+    return None
+
+  until = time.monotonic() + 300
+  try:
+    while (again := merged_again()) is None:
+      if run.poll() is not None or time.monotonic() > until:
+        sys.exit(f"two islands on one device: {launch.log_of(workdir).read_text()[-3000:]}")
+      time.sleep(0.5)
+    time.sleep(AROUND_SECONDS)
+  finally:
+    run.terminate()
+    run.wait()
+  events = read_events(workdir)
+  struck = next(e.time for e in events if e.kind == "fault")
+  steps = [e for e in events if e.kind == "step" and e.role == "learner-0"]
+  before = [e.gap_seconds for e in steps if struck - AROUND_SECONDS < e.time < struck]
+  after = [e.gap_seconds for e in steps if struck <= e.time < struck + AROUND_SECONDS]
+  return {
+    "survivor_step_ratio": round(statistics.median(after) / statistics.median(before), 3),
+    "survivor_blocked_seconds": round(sum(e.blocked_seconds for e in steps), 6),
+    "seconds_until_merged_again": round(again - struck, 2),
+  }
+
+
+def has_accelerator() -> bool:
+  """Asked in another process, so that this one does not hold the device yet."""
+  code = "import jax; raise SystemExit(jax.default_backend() == 'cpu')"
+  return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--steps", type=int, default=20)
+  parser.add_argument("--pairs", type=int, default=20)
+  parser.add_argument("--cpu", action="store_true", help="on a CPU, to test this script")
+  parser.add_argument("--quick", action="store_true", help="models of 100 thousand parameters")
+  given = parser.parse_args()
+  if not given.cpu and not has_accelerator():
+    print("No GPU or TPU here: nothing is measured.")
+    print(json.dumps({"accelerator": None}))
+    return
+  presets = QUICK if given.quick else PRESETS
+  steps, pairs = (3, 1) if given.quick else (given.steps, given.pairs)
+  found: dict[str, Any] = {}
+  with tempfile.TemporaryDirectory(prefix="ddiloco-accelerator-") as folder:
+    part = functools.partial(killed, "100k" if given.quick else "10m", Path(folder), given.cpu)
+    found["two_islands"] = report("two islands on one device, a kill", part)
+  environment.prepare(num_cpu_devices=1, cpu_only=given.cpu)
+  found["accelerator"] = jax.devices()[0].device_kind
+  for preset in presets:
+    found[preset[0]] = report(preset[0], functools.partial(speed, preset, steps))
+  first = presets[0]
+  found["attention"] = report("attention", functools.partial(attention, first, steps))
+  found["overhead"] = report("overhead", functools.partial(overhead, first, pairs))
+  found["copies"] = report("copies", functools.partial(copies, presets[-1]))
+  print(json.dumps(found))
+  if any("failed" in part for part in found.values()):
+    sys.exit(1)
+
+
+def report(name: str, part: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+  """What one part finds, printed at once: a later one may fail."""
+  try:
+    found = part()
+  except Exception as error:
+    found = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"}
+  gc.collect()
+  print(f"{name}: {json.dumps(found)}", flush=True)
+  return found
+
+
+if __name__ == "__main__":
+  main()
