@@ -30,10 +30,6 @@ LINES = [
   *(f"{name} --cpu" if name == "bench_accelerator.py" else name for name in PROMISED),
   pytest.param("bench_overhead.py --engine=ray", marks=RAY),
 ]
-  "bench_accelerator.py --cpu",
-  *list(PROMISED)[1:],
-  pytest.param("bench_overhead.py --engine=ray", marks=RAY),
-]
 
 
 @pytest.mark.slow
