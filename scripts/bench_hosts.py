@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +197,11 @@ def main() -> None:
   given = parser.parse_args()
   if given.host is not None:
     bench = bench_overhead.Bench(one_island(given.quick), given.pairs, given.block)
-    return as_host(bench, given.host, given.url, given.coordinator, Path(given.folder))
+    try:
+      return as_host(bench, given.host, given.url, given.coordinator, Path(given.folder))
+    except Exception:  # JAX would wait for the other host before it lets this process end
+      traceback.print_exc()
+      os._exit(1)
   pairs = 4 if given.quick else given.pairs
   with tempfile.TemporaryDirectory(prefix="ddiloco-hosts-") as folder:
     found = two_processes(given.quick, pairs, given.block, Path(folder))

@@ -156,9 +156,11 @@ class Bench:
     """The learner: blocks of steps with the exchange and without, in turn."""
     island = Island(self.config, 0, jax.devices()[:1], self.plan)
     island.reset()
-    return self.measure(
-      endpoint, island, Interleaved(bare_step(island), self.tokens(), self.block, self.pairs)
-    )
+    return self.measure(endpoint, island, self.interleaved(bare_step(island)))
+
+  def interleaved(self, step: Step) -> Interleaved:
+    """Batches, with bare steps in between."""
+    return Interleaved(step, self.tokens(), self.block, self.pairs)
 
   def tokens(self) -> list[np.ndarray]:
     """Batches of nothing in particular."""
