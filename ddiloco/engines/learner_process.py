@@ -70,6 +70,7 @@ def _train(runner: RoleRunner, number: int, hosts: Hosts | None) -> int:
   import jax
 
   from ddiloco.training import data
+  from ddiloco.training.compile_times import told_what_compiles
   from ddiloco.training.devices import island_devices, kept_in
   from ddiloco.training.hosts import LeadingIsland
   from ddiloco.training.island import Island
@@ -83,13 +84,20 @@ def _train(runner: RoleRunner, number: int, hosts: Hosts | None) -> int:
     runner.ready = lambda: "compiling"
     seconds = island.compile()
     runner.recorder.record(events.Compiled(target=runner.address, seconds=round(seconds, 3)))
-    if hosts is None:
-      return live(runner, number, island, stream.iterate)
-    hosts.wait_until_compiled()
-    leading = LeadingIsland(island, runner.plan, hosts.links, hosts.progress)
-    status = live(runner, number, leading, functools.partial(leading.batches, stream.iterate))
-    leading.end()
-    return status
+    with told_what_compiles(functools.partial(_record_compiled, runner)):
+      if hosts is None:
+        return live(runner, number, island, stream.iterate)
+      hosts.wait_until_compiled()
+      leading = LeadingIsland(island, runner.plan, hosts.links, hosts.progress)
+      status = live(runner, number, leading, functools.partial(leading.batches, stream.iterate))
+      leading.end()
+      return status
+
+
+def _record_compiled(runner: RoleRunner, program: str, seconds: float) -> None:
+  """A program was compiled in the middle of training."""
+  compiled = events.Compiled(target=runner.address, seconds=round(seconds, 3), program=program)
+  runner.recorder.record(compiled)
 
 
 def live(runner: RoleRunner, number: int, island, batches: Batches) -> int:
@@ -126,7 +134,6 @@ def live(runner: RoleRunner, number: int, island, batches: Batches) -> int:
 def _life(runner: RoleRunner, number: int, island, batches: Batches, storage) -> int:
   """One incarnation; without `storage` it begins with nothing."""
   from ddiloco.roles.learner import Learner
-  from ddiloco.training.compile_times import told_what_compiles
 
   config, plan, recorder = runner.config, runner.plan, runner.recorder
   new = new_learner(config, plan, number, runner.incarnation)
@@ -142,13 +149,8 @@ def _life(runner: RoleRunner, number: int, island, batches: Batches, storage) ->
   runner.progress = lambda: _trained(exchange.state, config, runner.speed())
   runner.usual_seconds = lambda: exchange.state.step_seconds
 
-  def compiled(program: str, seconds: float) -> None:
-    seconds = round(seconds, 3)
-    recorder.record(events.Compiled(target=runner.address, seconds=seconds, program=program))
-
   try:
-    with told_what_compiles(compiled):
-      role.run(runner.faults, runner.stopped, config.network.drain_seconds)
+    role.run(runner.faults, runner.stopped, config.network.drain_seconds)
   finally:
     runner.disconnect()
     if saver is not None:
