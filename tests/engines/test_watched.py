@@ -100,4 +100,3 @@ def test_processes(tmp_path, capsys):
   summary = json.loads((workdir / "report" / "summary.json").read_text())
   assert summary["rejoins"][0]["phases"] == phases
   assert summary["tokens_per_second_per_chip"] > 0 and summary["mfu"] is None, "a CPU has no peak"
-  assert "a chip" in log.read_text() + (workdir / "logs" / "learner-1.log").read_text()
