@@ -7,23 +7,22 @@ ends, and says who it was: whoever started them starts all of them again, and no
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
-import signal
-import socket
+import ssl
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from ddiloco import environment
 from ddiloco.config import Config, ConfigError, require
 from ddiloco.engines.children import BAD_USAGE
-from ddiloco.engines.role_process import FINISHED, LOST, RoleRunner, load_keys
+from ddiloco.engines.role_process import FINISHED, INTERRUPTED, LOST, RoleRunner, load_keys
 from ddiloco.engines.role_spec import RoleSpec
+from ddiloco.engines.signals import terminates
 from ddiloco.network import host_links
-from ddiloco.network.host_links import HostProgress, HostsApart, HostWatch, Meeting
-from ddiloco.network.keys import host_and_port, require_keys
+from ddiloco.network.host_links import HostProgress, HostsApart, HostWatch, Meeting, free_address
+from ddiloco.network.keys import require_keys
 from ddiloco.network.transport import learner_address
 from ddiloco.observe.guards import say
 from ddiloco.protocol import events
@@ -92,14 +91,12 @@ class Hosts:
     config, place = runner.config, runner.place
     self._runner, self.progress = runner, HostProgress()
     island = _agreed(config, number, place)
-    name = host_and_port(place.hosts)[0]
-    coordinator = f"[{name}]:{_free_port(name)}" if ":" in name else f"{name}:{_free_port(name)}"
-    meeting = Meeting(place.hosts, island, coordinator, runner.keys)
+    meeting = Meeting(place.hosts, island, coordinator := free_address(place.hosts), runner.keys)
     runner.ready = lambda: f"hosts {meeting.missing} of its island, which have not come"
     self.links = meeting.wait(config.network.give_up_seconds)
-    _join(coordinator, config, island, 0)
     life = {host: each.life for host, each in self.links.items()}
     self._watch = HostWatch(life, self.progress, self._limit_seconds, self._lost, runner.ask_to_end)
+    _join(coordinator, config, island, 0)
 
   def wait_until_compiled(self) -> None:
     """All hosts have compiled their programs."""
@@ -130,15 +127,6 @@ class Hosts:
     os._exit(LOST)
 
 
-def _free_port(host: str) -> int:
-  with socket.create_server((host, 0), family=_family(host)) as probe:
-    return probe.getsockname()[1]
-
-
-def _family(host: str) -> socket.AddressFamily:
-  return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
 # --- the others -----------------------------------------------------------------------------------
 
 
@@ -159,20 +147,21 @@ def run_host(config: Config, number: int, place: RoleSpec) -> int:
     speak(f"host 0 is lost: {reason}; it ends, to start again with it")
     os._exit(LOST)
 
-  with _asked(progress):
+  with terminates(progress.asked_to_end):
     try:
       _follow(config, number, place, progress, speak, lost)
     except HostsApart as error:
       speak(str(error))
       return LOST
-    except OSError as error:
-      lost(0, str(error))
+    except KeyboardInterrupt:
+      speak("ends at once, as asked")
+      os._exit(INTERRUPTED)
     except Exception as error:  # JAX would wait for the other hosts before it lets a process end
       traceback.print_exc()
       speak(f"{type(error).__name__}: {error}")
       os._exit(BAD_USAGE if isinstance(error, ConfigError) else LOST)
   speak(f"ends after {time.time() - began:.0f} s with its island; nothing is lost")
-  return place.term_status if progress.asked_to_end else FINISHED
+  return place.term_status if progress.asked_to_end.is_set() else FINISHED
 
 
 def _follow(
@@ -186,10 +175,7 @@ def _follow(
   keys = load_keys(place, learner_address(number))
   island, patience = _agreed(config, number, place), config.network.give_up_seconds
   speak(f"looks for host 0 at {place.hosts}")
-
-  def asked() -> bool:
-    return progress.asked_to_end
-
+  asked = progress.asked_to_end.is_set
   links, coordinator = host_links.join(place.hosts, island, place.host, keys, patience, asked)
   watch = HostWatch({0: links.life}, progress, lambda: config.network.silence_seconds, lost)
   _join(coordinator, config, island, place.host)
@@ -205,22 +191,10 @@ def _follow(
     trained = Island(config, number, devices, initial.make_plan(config))
     progress.doing = "compiles"
     speak(f"compiled in {trained.compile():.1f} s; follows host 0")
-  links.values.send(READY)
-  hosts.follow(trained, links, stream.iterate, progress)
+  try:
+    links.values.send(READY)
+    hosts.follow(trained, links, stream.iterate, progress)
+  except (ConnectionError, ssl.SSLError) as error:
+    lost(0, str(error))
   watch.end()
   jax.distributed.shutdown()
-
-
-@contextlib.contextmanager
-def _asked(progress: HostProgress) -> Iterator[None]:
-  """While it lasts, signals to end are noted for host 0."""
-
-  def hear(number: int, _frame: object) -> None:
-    progress.asked_to_end = True
-
-  before = {number: signal.signal(number, hear) for number in (signal.SIGTERM, signal.SIGINT)}
-  try:
-    yield
-  finally:
-    for number, handler in before.items():
-      signal.signal(number, handler)

@@ -20,6 +20,7 @@ from typing import TypeVar
 
 import msgspec
 
+from ddiloco.network.admission import bind
 from ddiloco.network.keys import Keys, host_and_port
 
 KINDS = ("orders", "values", "life")
@@ -125,6 +126,27 @@ class HostWelcome(msgspec.Struct, frozen=True):
   coordinator: str = ""  # HOST:PORT where the hosts' JAX processes meet
 
 
+def free_address(url: str) -> str:
+  """HOST:PORT on the host of `url`, with a port that is free now.
+
+  Raises:
+    HostsApart: the address is not this machine's.
+  """
+  probe, found = _bind(f"{url.rpartition(':')[0]}:0")
+  probe.close()
+  return found.removeprefix("tcp://")
+
+
+def _bind(url: str) -> tuple[socket.socket, str]:
+  try:
+    return bind(url)
+  except OSError as error:
+    raise HostsApart(
+      f"--hosts={url}: host 0 cannot listen there ({error})."
+      " Fix: end what has the port, or give an address of this machine."
+    ) from error
+
+
 class Meeting:
   """The leader's side: takes the connections of all other hosts, whoever else may call.
 
@@ -143,17 +165,8 @@ class Meeting:
     self._answer = HostWelcome(coordinator=coordinator)
     self._links: dict[int, dict[str, HostLink]] = {h: {} for h in range(1, island.hosts)}
     self._changed = threading.Condition()
-    host, port = host_and_port(url)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-      self._listener = socket.create_server(
-        ("" if host == "*" else host, port), family=family, backlog=3 * island.hosts
-      )
-    except OSError as error:
-      raise HostsApart(
-        f"--hosts={url}: host 0 cannot listen there ({error})."
-        " Fix: end what has the port, or give an address of this machine."
-      ) from error
+    self._listener, _ = _bind(url)
+    self._listener.setblocking(True)  # a thread waits here
     threading.Thread(target=self._listen, name="hosts meet", daemon=True).start()
 
   @property
@@ -300,7 +313,7 @@ class HostProgress:
   done: int = 0
   moved_bytes: int = 0
   doing: str = "begins"
-  asked_to_end: bool = False
+  asked_to_end: threading.Event = dataclasses.field(default_factory=threading.Event)
 
 
 BEAT_SECONDS = 0.5
@@ -369,7 +382,9 @@ class HostWatch:
       self._check_progress(now, limit)
 
   def _beat(self) -> None:
-    message = msgspec.msgpack.encode(HostBeat(**vars(self._mine)))
+    mine = self._mine
+    beat = HostBeat(mine.done, mine.moved_bytes, mine.doing, mine.asked_to_end.is_set())
+    message = msgspec.msgpack.encode(beat)
     for host, link in self._links.items():
       try:
         link.send(message)
