@@ -334,7 +334,7 @@ class Island:
   def moments_to_host(
     self, moments: Sequence[Sequence[jax.Array]], fragment_index: int
   ) -> np.ndarray:
-    """What `copy_out_moments` returned, one after the other: flat f32 [num_moments * size]; waits."""
+    """What `copy_out_moments` returned, in that order: flat f32 [num_moments * size]; waits."""
     fragment = self._plan.fragments[fragment_index]
     flat = np.empty((len(moments), fragment.size), np.float32)
     with named("to_host", fragment=fragment_index):
