@@ -41,6 +41,7 @@ setup(
     "ml_collections>=1.0,<2",  # experiment files
     "ml_dtypes>=0.5",  # bf16 on the host
     "msgspec>=0.19,<1",  # schemas of messages, frames, states and events: typed and fast
+    "numba>=0.61,<1",  # merging a large fragment at the memory's speed
     "numpy>=2.0,<3",
     "optax>=0.2.5,<0.3",  # inner optimizer
     "orbax-checkpoint>=0.11.25,<0.13",

@@ -19,15 +19,22 @@ NaN, for the receiver's screening to find. "Decoupled DiLoCo" trains as well wit
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 BLOCK = 256  # values that share a scale
 CODECS = ("f32", "bf16", "int8", "int4")
-_CHUNK = 256 * BLOCK  # 64k values at a time: the scratch of a chunk stays in the core's own cache
-_LEVELS = {"int8": 127, "int4": 7}
+CHUNK = 256 * BLOCK  # 64k values at a time: the scratch of a chunk stays in the core's own cache
+LEVELS = {"int8": 127, "int4": 7}
+_TYPES = {
+  "f32": np.dtype(np.float32),
+  "bf16": np.dtype(ml_dtypes.bfloat16),
+  "int8": np.dtype(np.int8),
+  "int4": np.dtype(np.uint8),
+}
+_NO_SCALES = np.empty(0, np.float32)
 _SMALLEST_NORMAL = np.finfo(np.float32).tiny
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -51,7 +58,34 @@ def payload_bytes(size: int, codec: str) -> int:
     raise CodecError(f"size {size}: must not be negative")
   scales = 4 * -(-size // BLOCK)
   codes = {"f32": 4 * size, "bf16": 2 * size, "int8": size, "int4": -(-size // 2)}[codec]
-  return codes + (scales if codec in _LEVELS else 0)
+  return codes + (scales if codec in LEVELS else 0)
+
+
+class Encoded(NamedTuple):
+  """A flat f32 vector on the wire."""
+
+  codec: str
+  payload: np.ndarray  # uint8 [payload_bytes(size, codec)]
+
+
+class ChunkPayload(NamedTuple):
+  """The chunk of a payload that holds up to CHUNK values from a multiple of CHUNK on."""
+
+  scales: np.ndarray  # f32, one for each block; none for f32 and bf16
+  codes: np.ndarray  # what is left: f32, bf16 or int8 values, or bytes of two int4 codes
+
+
+def part(encoded: Encoded, size: int, start: int) -> ChunkPayload:
+  """Views of a payload of `size` values: those from `start` on, a multiple of CHUNK."""
+  name, payload = encoded
+  stop = min(start + CHUNK, size)
+  if name not in LEVELS:
+    return ChunkPayload(_NO_SCALES, payload.view(_TYPES[name])[start:stop])
+  all_scales = payload[: 4 * -(-size // BLOCK)].view(np.float32)
+  codes, per_byte = payload[all_scales.nbytes :], 2 if name == "int4" else 1
+  first = start // per_byte
+  codes = codes[first : first + -(-(stop - start) // per_byte)].view(_TYPES[name])
+  return ChunkPayload(all_scales[start // BLOCK : -(-stop // BLOCK)], codes)
 
 
 def encode(x: np.ndarray, codec: str) -> np.ndarray:
@@ -65,19 +99,26 @@ def encode(x: np.ndarray, codec: str) -> np.ndarray:
     raise CodecError(f"encode: x is {x.dtype}{list(x.shape)}, must be a flat float32 vector")
   if codec == "f32":
     return np.ascontiguousarray(x).view(np.uint8)
-  with np.errstate(all="ignore"):  # non-finite values are data here, the receiver judges them
-    if codec == "bf16":
-      return x.astype(ml_dtypes.bfloat16).view(np.uint8)
-    payload = np.empty(nbytes, np.uint8)
-    scratch = np.empty(min(_CHUNK, x.size), np.float32)
-    for values, scales, codes in _chunks(x, payload, codec):
-      quantised = scratch[: values.size]
-      _quantise(values, _LEVELS[codec], scales, quantised)
-      if codec == "int8":
-        np.copyto(codes.view(np.int8), quantised, casting="unsafe")
-      else:
-        _pack(quantised, codes)
+  payload = np.empty(nbytes, np.uint8)
+  scratch = np.empty(min(CHUNK, x.size), np.float32)
+  for start in range(0, x.size, CHUNK):
+    values = x[start : start + CHUNK]
+    there = part(Encoded(codec, payload), x.size, start)
+    encode_chunk(values, codec, there, scratch[: values.size])
   return payload
+
+
+def encode_chunk(values: np.ndarray, codec: str, out: ChunkPayload, scratch: np.ndarray) -> None:
+  """Fills `out` with the values of one chunk; `scratch` has their shape, and no meaning."""
+  with np.errstate(all="ignore"):  # non-finite values are data here, the receiver judges them
+    if codec not in LEVELS:
+      np.copyto(out.codes, values, casting="unsafe")
+      return
+    _quantise(values, LEVELS[codec], out.scales, scratch)
+    if codec == "int8":
+      np.copyto(out.codes, scratch, casting="unsafe")
+    else:
+      _pack(scratch, out.codes)
 
 
 def decode(payload: np.ndarray, size: int, codec: str) -> np.ndarray:
@@ -90,44 +131,47 @@ def decode(payload: np.ndarray, size: int, codec: str) -> np.ndarray:
   Raises:
     CodecError: unknown codec, wrong length, a negative scale, or a code that no encoder writes.
   """
+  encoded = checked(payload, size, codec)
+  if codec == "f32":
+    return encoded.payload.view(np.float32)
+  x = np.empty(size, np.float32)
+  for start in range(0, size, CHUNK):
+    decode_chunk(part(encoded, size, start), codec, x[start : start + CHUNK])
+  return x
+
+
+def checked(payload: np.ndarray, size: int, codec: str) -> Encoded:
+  """A payload of the right length for `size` values, contiguous; what is in it is not looked at.
+
+  Raises:
+    CodecError: unknown codec, or wrong length.
+  """
   nbytes = payload_bytes(size, codec)
   if payload.dtype != np.uint8 or payload.shape != (nbytes,):
     raise CodecError(
       f"{codec} payload of {size} values is {payload.dtype}{list(payload.shape)}, "
       f"must be uint8[{nbytes}]"
     )
-  payload = np.ascontiguousarray(payload)
-  if codec == "f32":
-    return payload.view(np.float32)
+  return Encoded(codec, np.ascontiguousarray(payload))
+
+
+def decode_chunk(there: ChunkPayload, codec: str, out: np.ndarray) -> None:
+  """The values of one chunk, f32.
+
+  Raises:
+    CodecError: a scale is negative, or a code that no encoder writes.
+  """
   with np.errstate(all="ignore"):
-    if codec == "bf16":
-      return payload.view(ml_dtypes.bfloat16).astype(np.float32)
-    x = np.empty(size, np.float32)
-    for values, scales, codes in _chunks(x, payload, codec):
-      if (scales < 0).any():
-        raise CodecError(f"{codec} payload of {size} values: a scale is negative")
-      if codec == "int8":
-        _unpack_int8(codes.view(np.int8), values)
-      else:
-        _unpack_int4(codes, values)
-      _blockwise(np.multiply, values, scales, values)
-  return x
-
-
-def _chunks(
-  x: np.ndarray, payload: np.ndarray, codec: str
-) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-  """Yields matching flat views of up to 64k values: values, scales [blocks], codes [bytes]."""
-  scales = payload[: 4 * -(-x.size // BLOCK)].view(np.float32)
-  codes, per_byte = payload[scales.nbytes :], 2 if codec == "int4" else 1
-  for start in range(0, x.size, _CHUNK):
-    stop = min(start + _CHUNK, x.size)
-    first = start // per_byte
-    yield (
-      x[start:stop],
-      scales[start // BLOCK : -(-stop // BLOCK)],
-      codes[first : first + -(-(stop - start) // per_byte)],
-    )
+    if codec not in LEVELS:
+      np.copyto(out, there.codes)
+      return
+    if (there.scales < 0).any():
+      raise CodecError(f"{codec} payload: a scale is negative")
+    if codec == "int8":
+      _unpack_int8(there.codes, out)
+    else:
+      _unpack_int4(there.codes, out)
+    _blockwise(np.multiply, out, there.scales, out)
 
 
 def _blockwise(

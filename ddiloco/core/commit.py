@@ -1,8 +1,8 @@
 """A shard's vectors, and one commit: pushes in, a fragment's new value out, as replay does it too.
 
-What needs one push only (norms, dot products) is done when the push arrives; only `commit` is in a
-round's latency. Sums run over learners in ascending order, so that a commit is bitwise reproducible
-whatever order pushes arrived in.
+A push stays in the wire codec until the commit that merges it; its norms are taken when it arrives.
+Sums run over learners in ascending order, so that a commit is bitwise reproducible whatever order
+pushes arrived in, and on any number of threads.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from typing import Protocol
 import numpy as np
 
 from ddiloco.config import Config
-from ddiloco.core import codec, merge, outer
+from ddiloco.core import codec, merge, outer, passes
+from ddiloco.core.codec import Encoded
 from ddiloco.core.fragments import Fragment
+from ddiloco.core.passes import Share
 from ddiloco.protocol import beliefs
 from ddiloco.protocol.actions import Accept, Commit, InstallValue, Received
 from ddiloco.protocol.messages import Publish, Push, Value
@@ -63,18 +65,15 @@ def new_fragment(fragment: Fragment, value: np.ndarray) -> Committed:
   return Committed(FragmentState(fragment.index), value, value, None)
 
 
-Update = tuple[str, np.ndarray]  # codec, payload: from the published value before to the new one
-
-
 FEWEST_COMPARED = 4096  # values; cosines of random directions are below 0.02 then
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-  """Of one push, beside those that arrived before it in its round."""
+  """Of one push."""
 
-  squares: np.ndarray  # f64 [pieces], `merge.squared_norms`
-  row: np.ndarray  # f64 [pieces, M], `merge.products`
+  squares: np.ndarray  # f64 [pieces], `passes.squares`
+  sample: np.ndarray  # f32, `passes.sample`: what its direction is compared by
 
   @property
   def norm(self) -> float:
@@ -83,60 +82,73 @@ class Measured:
 
 
 class ReceivedPushes:
-  """The outer gradients of one round so far, in order of arrival."""
+  """The outer gradients of one round so far, as they came."""
 
   def __init__(self, fragment: Fragment, round: int):
     self.round = round
-    self.learners: list[int] = []
-    self.deltas: list[np.ndarray] = []
-    self.gram = merge.empty_gram(fragment)  # f64 [pieces, M, M]
+    self.pushes: dict[int, tuple[Encoded, Measured]] = {}  # by learner
     self._fragment = fragment
+    self._compared = merge.compared_pieces(fragment)
 
-  def measure(self, delta: np.ndarray) -> Measured:
-    """What the round, the screening and the merge need to know of one more push [size] f32."""
-    squares = merge.squared_norms(self._fragment, delta)
-    return Measured(squares, merge.products(self._fragment, self.deltas, delta))
+  def measure(self, push: Encoded, share: Share = map) -> Measured:
+    """What the round, the screening and the merge need to know of one more push.
 
-  def add(self, learner: int, delta: np.ndarray, measured: Measured) -> None:
+    Raises:
+      CodecError: it holds a code that no encoder writes.
+    """
+    squares = passes.squares(self._fragment, push, share)
+    return Measured(squares, passes.sample(self._fragment, push, self._compared))
+
+  def add(self, learner: int, push: Encoded, measured: Measured) -> None:
     """One more push, and what `measure` says of it."""
-    self.gram = merge.extend_gram(self.gram, measured.row, measured.squares)
-    self.learners.append(learner)
-    self.deltas.append(delta)
+    self.pushes[learner] = push, measured
 
   def products(self, learner: int, measured: Measured) -> dict[int, float]:
-    """Inner products with the other learners' pushes and with itself, over all compared pieces.
+    """Inner products of its sample with the other learners' samples and with itself.
 
     None where there are so few values that directions are chance.
     """
-    compared = merge.compared_pieces(self._fragment)
-    if sum(self._fragment.pieces[i].size for i in compared) < FEWEST_COMPARED:
+    if measured.sample.size < FEWEST_COMPARED:
       return {}
-    row = measured.row[compared].sum(axis=0)
-    found = {m: float(product) for m, product in zip(self.learners, row)}
-    return {**found, learner: float(measured.squares[compared].sum())}
+    others = {m: passes.dot(other.sample, measured.sample) for m, (_, other) in self.pushes.items()}
+    return {**others, learner: passes.dot(measured.sample, measured.sample)}
 
 
 def commit(
-  fragment: Fragment, old: Committed, arrivals: ReceivedPushes, what: Commit, config: Config
-) -> tuple[Committed, Update | None, np.ndarray]:
+  fragment: Fragment,
+  old: Committed,
+  arrivals: ReceivedPushes,
+  what: Commit,
+  config: Config,
+  share: Share = map,
+) -> tuple[Committed, Encoded | None, np.ndarray]:
   """The fragment after the outer step on the merged pushes of `what.learners`.
 
   Returns:
     (the new value; its state lacks the counters, which are the protocol's; the update as learners
     get it, None if they get values whole; the learners' weights [M]).
   """
-  order = [arrivals.learners.index(m) for m in what.learners]
+  chosen = [arrivals.pushes[m] for m in what.learners]
   weights = learner_weights(what, config)
-  factors = merge.coefficients(fragment, merge.select_gram(arrivals.gram, order), weights)
-  deltas = [arrivals.deltas[i] for i in order]
-  momentum = outer.init(fragment.size, config.outer)
-  if momentum is not None and old.momentum is not None:
-    momentum[:] = old.momentum  # updated in place below, and the old one may be on its way to disk
-  value = merge.commit(fragment, old.value, momentum, deltas, factors, config.outer)
-  name = config.sync.publish_codec
-  published, update = _published(fragment, old.published_value, value, name)
+  squares = np.stack([measured.squares for _, measured in chosen])
+  directions = merge.Directions(fragment, squares, weights)
+  combined = np.empty(fragment.size, np.float32)
+  found = passes.combine(fragment, [p for p, _ in chosen], directions.units, combined, share)
+  momentum = outer.init(fragment.size, config.outer) if old.momentum is None else old.momentum
+  new = passes.step(
+    fragment,
+    combined,
+    directions.stretch(found),
+    old.value,
+    old.published_value,
+    momentum,
+    config.outer,
+    config.sync.publish_codec,
+    share,
+  )
   state = FragmentState(fragment.index, what.version, last_round=what.round)
-  return Committed(state, value, published, momentum, what.round), update, weights
+  committed = Committed(state, new.value, new.published_value, new.momentum, what.round)
+  return committed, new.update, weights
 
 
 def learner_weights(what: Commit, config: Config) -> np.ndarray:
@@ -149,19 +161,6 @@ def learner_weights(what: Commit, config: Config) -> np.ndarray:
   tokens = [t if s == c else t * c / s for t, s, c in zip(what.tokens, what.steps, steps)]
   step_tokens = [config.tokens_per_step(m) for m in what.learners]
   return merge.bounded_shares(merge.token_weights(steps, tokens), step_tokens)
-
-
-def _published(
-  fragment: Fragment, published: np.ndarray, value: np.ndarray, name: str
-) -> tuple[np.ndarray, Update | None]:
-  """What learners will have: `value`, or with a lossy codec what its rounded update makes of it.
-
-  Rounding errors do not add up: the next update is taken from what learners really have.
-  """
-  if name == "f32":
-    return value, None
-  payload = codec.encode(value - published, name)
-  return published + codec.decode(payload, fragment.size, name), (name, payload)
 
 
 # --- All that a shard has of vectors: what is committed, what has arrived, what goes out
@@ -177,26 +176,33 @@ class Merger:
 
   Attributes:
     committed: by fragment, the newest commit.
+    share: on which threads its passes run.
   """
 
   def __init__(self, fragments: Mapping[int, Fragment], store: FragmentStore, config: Config):
     self.committed: dict[int, Committed] = {p: _loaded(store, p) for p in fragments}
     self._fragments, self._config = fragments, config
     self._arrivals: dict[int, ReceivedPushes] = {}  # of the round under way
-    self._update: dict[int, Update] = {}  # the newest, encoded
+    self._update: dict[int, Encoded] = {}  # the newest
+    self.share: Share = map
+
+  def prepare(self) -> None:
+    """Compiles what its fragments are worked on with, if they are large."""
+    for fragment in self._fragments.values():
+      passes.compile_for(fragment, self._config.outer)
 
   def take_in(self, push: Push, now: float) -> Received:
-    """Decodes a push and measures it, so that the reducer can judge it."""
+    """Measures a push, so that the reducer can judge it."""
     fragment = self._fragments.get(push.fragment)
     if fragment is None or push.payload is None:
       return Received(push, now, fault="no payload, or not a fragment of this shard")
+    arrivals = self._arrivals_of(push.fragment, push.round)
     try:
-      delta = codec.decode(push.payload, fragment.size, push.codec)
+      encoded = codec.checked(push.payload, fragment.size, push.codec)
+      measured = arrivals.measure(encoded, self.share)
     except codec.CodecError as error:
       return Received(push, now, fault=str(error))
-    arrivals = self._arrivals_of(push.fragment, push.round)
-    measured = arrivals.measure(delta)
-    products, content = arrivals.products(push.learner, measured), (delta, measured)
+    products, content = arrivals.products(push.learner, measured), (encoded, measured)
     return Received(push, now, norm=measured.norm, products=products, content=content)
 
   def take_back(self, value: Value, now: float) -> Received:
@@ -230,9 +236,9 @@ class Merger:
   def commit(self, what: Commit, state: FragmentState) -> np.ndarray:
     """Merges; from now on the fragment is what it makes, with this state. Returns the weights."""
     p = what.fragment
-    new, update, weights = commit(
-      self._fragments[p], self.committed[p], self._arrivals.pop(p), what, self._config
-    )
+    arrivals, fragment = self._arrivals.pop(p), self._fragments[p]
+    old, config = self.committed[p], self._config
+    new, update, weights = commit(fragment, old, arrivals, what, config, self.share)
     self.committed[p] = dataclasses.replace(new, state=state)
     if update is not None:
       self._update[p] = update
@@ -249,7 +255,7 @@ class Merger:
     """As an update to the version before if that is asked for, and known; else the whole value."""
     update = self._update.get(publish.fragment)
     if publish.base_version >= 0 and update is not None:
-      return replace(publish, codec=update[0], payload=update[1])
+      return replace(publish, codec=update.codec, payload=update.payload)
     payload = codec.encode(self.committed[publish.fragment].published_value, "f32")
     return replace(publish, base_version=-1, codec="f32", payload=payload)
 

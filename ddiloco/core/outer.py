@@ -8,6 +8,15 @@
 
 DiLoCo (2311.08105) uses Nesterov 0.7/0.9, Streaming DiLoCo (2501.18512) 0.4/0.9. Without momentum
 the step is learning_rate * delta and no state exists at all.
+
+The momentum that is kept is the one that the published step tells, the same formula solved for m:
+
+    m = (published_step / learning_rate + momentum * m) / (1 + momentum)     nesterov
+     or published_step / learning_rate                                       plain momentum
+
+So whoever receives what learners receive has the momentum too, bit by bit: a buddy shard needs no
+copy of it. A lossy codec's rounding of one step is in it, and goes out of it with the next one,
+since what a step lacks is in the step after it.
 """
 
 from __future__ import annotations
@@ -34,7 +43,7 @@ def update(
 
   Args:
     value: [size] f32, the global value; not changed.
-    momentum: [size] f32 from `init`, changed in place; None without momentum.
+    momentum: [size] f32, as of the step before; not changed (see `followed`). None: without.
     delta: [size] f32, the merged outer gradient; not changed unless it is also `out`.
     config: learning rate, momentum, nesterov.
     out: [size] f32 for the result; may be `delta`. None: a new buffer.
@@ -50,13 +59,53 @@ def update(
   step = np.empty_like(value) if scratch is None else scratch
   if momentum is None:
     np.multiply(delta, config.learning_rate, out=step)
-  else:
-    np.multiply(momentum, config.momentum, out=momentum)
-    np.add(momentum, delta, out=momentum)
-    if config.nesterov:
-      np.multiply(momentum, config.momentum, out=step)
-      np.add(step, delta, out=step)
-      np.multiply(step, config.learning_rate, out=step)
-    else:
-      np.multiply(momentum, config.learning_rate, out=step)
+    return np.subtract(value, step, out=out)
+  np.multiply(momentum, config.momentum, out=step)
+  np.add(step, delta, out=step)
+  if config.nesterov:
+    np.multiply(step, config.momentum, out=step)
+    np.add(step, delta, out=step)
+  np.multiply(step, config.learning_rate, out=step)
   return np.subtract(value, step, out=out)
+
+
+def followed(
+  momentum: np.ndarray | None,
+  before: np.ndarray,
+  after: np.ndarray,
+  config: OuterConfig,
+  out: np.ndarray | None = None,
+  scratch: np.ndarray | None = None,
+) -> np.ndarray | None:
+  """The momentum after a step that learners saw as `before` -> `after`; None without momentum.
+
+  Elementwise, like `update`.
+
+  Args:
+    momentum: [size] f32, as of the step before; not changed.
+    before: [size] f32, the published value that the step began from.
+    after: [size] f32, the published value that it led to.
+    config: learning rate, momentum, nesterov.
+    out: [size] f32 for the result. None: a new buffer.
+    scratch: [size] f32 without meaning. None: a new buffer.
+  """
+  if momentum is None:
+    return None
+  old, new = factors(config)
+  out = np.empty_like(momentum) if out is None else out
+  step = np.subtract(before, after, out=scratch)
+  np.multiply(step, new, out=step)
+  np.multiply(momentum, old, out=out)
+  return np.add(out, step, out=out)
+
+
+def factors(config: OuterConfig) -> tuple[float, float]:
+  """What the new momentum has of the old one, and of the published step.
+
+  >>> factors(OuterConfig(learning_rate=0.5, momentum=0.0))
+  (0.0, 2.0)
+  """
+  if not config.nesterov:
+    return 0.0, 1 / config.learning_rate
+  whole = 1 + config.momentum
+  return config.momentum / whole, 1 / (config.learning_rate * whole)

@@ -228,8 +228,8 @@ class ShardArrays(ShardAlgebra):
     fragment = self._plan.fragments[new.fragment]
     arrivals = commit.ReceivedPushes(fragment, new.round)
     for push in pushes:
-      delta = codec.decode(push.content, fragment.size, self._config.sync.push_codec)
-      arrivals.add(push.learner, delta, arrivals.measure(delta))
+      encoded = codec.checked(push.content, fragment.size, self._config.sync.push_codec)
+      arrivals.add(push.learner, encoded, arrivals.measure(encoded))
     what = actions.Commit(
       new.fragment,
       new.round,

@@ -1,17 +1,13 @@
 import itertools
-import time
-import tracemalloc
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddiloco.config import OuterConfig
-from ddiloco.core import merge, outer
+from ddiloco.core import codec, merge, passes
+from ddiloco.core.codec import Encoded
 from ddiloco.core.fragments import Fragment, Piece
-
-NESTEROV = OuterConfig(learning_rate=0.7, momentum=0.9, nesterov=True)
 
 
 def fragment_of(*sizes, average=()):
@@ -26,20 +22,26 @@ def fragment_of(*sizes, average=()):
   )
 
 
-def gram_of(fragment, deltas):
-  gram = merge.empty_gram(fragment)
-  for count, delta in enumerate(deltas):
-    squares = merge.squared_norms(fragment, delta)
-    gram = merge.extend_gram(gram, merge.products(fragment, deltas[:count], delta), squares)
-  return gram
+def exact(delta):
+  return Encoded("f32", codec.encode(delta, "f32"))
 
 
-def coefficients_of(fragment, deltas, weights):
-  return merge.coefficients(fragment, gram_of(fragment, deltas), np.asarray(weights, np.float64))
+def squared_norms(fragment, delta):
+  return passes.squares(fragment, exact(delta))
+
+
+def directions_of(fragment, deltas, weights):
+  squares = np.stack([squared_norms(fragment, d) for d in deltas]) if deltas else np.zeros((0, 2))
+  return merge.Directions(fragment, squares, np.asarray(weights, np.float64))
 
 
 def merged(fragment, deltas, weights):
-  return merge.merged(fragment, deltas, coefficients_of(fragment, deltas, weights))
+  directions = directions_of(fragment, deltas, weights)
+  out = np.empty(fragment.size, np.float32)
+  squares = passes.combine(fragment, [exact(d) for d in deltas], directions.units, out)
+  for piece, stretch in zip(fragment.pieces, directions.stretch(squares)):
+    out[piece.offset : piece.offset + piece.size] *= stretch
+  return out
 
 
 def randoms(num, size, seed=0):
@@ -82,15 +84,14 @@ def test_golden_two_learners_two_pieces():
   # (.6, .8) and (1, 0) average to (.8, .4), norm sqrt(.8). Piece 1 (average): (2, 4) and (6, 0).
   fragment = fragment_of(2, 2, average=[1])
   deltas = [np.array([3, 4, 2, 4], np.float32), np.array([10, 0, 6, 0], np.float32)]
-  gram = gram_of(fragment, deltas)
-  np.testing.assert_array_equal(gram[0], [[25, 30], [30, 100]])
-  np.testing.assert_array_equal(np.diagonal(gram[1]), [20, 36])
+  assert [squared_norms(fragment, d).tolist() for d in deltas] == [[25, 20], [100, 36]]
+  directions = directions_of(fragment, deltas, [0.5, 0.5])
+  np.testing.assert_array_equal(directions.units, np.float32([[1, 0.5], [0.5, 0.5]]))  # x 10 there
   stretch = 7.5 / np.sqrt(0.8)
-  coefs = merge.coefficients(fragment, gram, np.array([0.5, 0.5]))
-  assert coefs.dtype == np.float64
-  np.testing.assert_allclose(coefs, [[stretch * 0.1, 0.5], [stretch * 0.05, 0.5]], rtol=1e-14)
+  found = directions.stretch(np.array([80.0, 0]))  # |10 (.8, .4)|^2
+  np.testing.assert_allclose(found, [stretch / 10, 1], rtol=1e-7)
   expected = [stretch * 0.8, stretch * 0.4, 4, 2]
-  np.testing.assert_allclose(merge.merged(fragment, deltas, coefs), expected, rtol=2e-7)
+  np.testing.assert_allclose(merged(fragment, deltas, [0.5, 0.5]), expected, rtol=2e-7)
 
 
 @pytest.mark.parametrize("num", [1, 2, 3, 8, 16])
@@ -101,10 +102,10 @@ def test_equal_norms_keep_their_norm(num):
     part = delta[piece.offset : piece.offset + piece.size]
     part *= 3 / np.linalg.norm(part.astype(np.float64))
   result = merged(fragment, deltas, np.arange(1, num + 1) / np.arange(1, num + 1).sum())
-  np.testing.assert_allclose(merge.squared_norms(fragment, result), 9, rtol=1e-5)
+  np.testing.assert_allclose(squared_norms(fragment, result), 9, rtol=1e-5)
   if num > 1:
     plain = np.mean(deltas, axis=0)
-    assert (merge.squared_norms(fragment, plain) < 0.75 * 9).all()  # what RDA is there to avoid
+    assert (squared_norms(fragment, plain) < 0.75 * 9).all()  # what RDA is there to avoid
 
 
 @settings(max_examples=50, deadline=None)
@@ -123,15 +124,9 @@ def test_order_of_learners_does_not_matter(num, seed, permutation):
   deltas = randoms(num, fragment.size, seed)
   weights = np.random.default_rng(seed).dirichlet(np.ones(num))
   arrival = [learner for learner in permutation if learner < num]
-  gram = gram_of(fragment, [deltas[learner] for learner in arrival])
   straight = merged(fragment, deltas, weights)
-  # Sorted by learner before the commit, as the shard does: the same bits.
-  order = np.argsort(arrival)
-  coefs = merge.coefficients(fragment, merge.select_gram(gram, order), weights)
-  np.testing.assert_array_equal(merge.merged(fragment, deltas, coefs), straight)
-  # In order of arrival: equal up to rounding.
-  coefs = merge.coefficients(fragment, gram, weights[arrival])
-  unsorted = merge.merged(fragment, [deltas[i] for i in arrival], coefs)
+  # Sums run in the order that is given: equal up to rounding in any, and a shard sorts.
+  unsorted = merged(fragment, [deltas[i] for i in arrival], weights[arrival])
   np.testing.assert_allclose(unsorted, straight, rtol=1e-4, atol=1e-5)
 
 
@@ -164,9 +159,10 @@ def test_zero_inputs():
 def test_weight_zero_is_never_read():
   fragment = fragment_of(2, 2, average=[1])
   one = np.array([3, 4, 1, 2], np.float32)
-  coefs = merge.coefficients(fragment, gram_of(fragment, [one, one]), np.array([1.0, 0.0]))
-  poison = np.full(4, np.nan, np.float32)
-  np.testing.assert_array_equal(merge.merged(fragment, [one, poison], coefs), one)
+  units = directions_of(fragment, [one, one], [1.0, 0.0]).units
+  poison, out = np.full(4, np.nan, np.float32), np.empty(4, np.float32)
+  passes.combine(fragment, [exact(one), exact(poison)], units, out)
+  np.testing.assert_array_equal(out, one)
 
 
 def test_orthogonal_inputs():
@@ -198,79 +194,12 @@ def test_norms_are_finite_exactly_where_the_values_are():
   for extreme in (3e38, 1e-30, 1e-44):
     delta[:] = extreme
     exact = [p.size * float(delta[0]) ** 2 for p in fragment.pieces]
-    np.testing.assert_allclose(merge.squared_norms(fragment, delta), exact, rtol=1e-5)
+    np.testing.assert_allclose(squared_norms(fragment, delta), exact, rtol=1e-5)
   for bad in (np.nan, np.inf, -np.inf):
     delta[:] = 1
     delta[10_000] = bad
-    squares = merge.squared_norms(fragment, delta)
+    squares = squared_norms(fragment, delta)
     assert np.isfinite(squares).tolist() == [True, False, True]
-
-
-def test_dots_are_accurate_over_long_pieces():
-  fragment = fragment_of(300_001, 17)
-  a, b = randoms(2, fragment.size, seed=5)
-  exact = np.array(
-    [float(np.dot(a[s].astype(np.float64), b[s].astype(np.float64))) for s in
-     (slice(0, 300_001), slice(300_001, None))]
-  )  # fmt: skip
-  np.testing.assert_allclose(merge.dots(fragment, a, b), exact, atol=1e-6 * 300_001)
-  squares = merge.squared_norms(fragment, a)
-  np.testing.assert_allclose(squares[0], np.sum(a[:300_001].astype(np.float64) ** 2), rtol=1e-6)
-
-
-CUTS = ((5,), (1 << 16,), (65_535, 2, 65_537), (70_000, 1, 64, 64, 140_000), (131_072, 3))
-
-
-@pytest.mark.parametrize("sizes", CUTS)
-@pytest.mark.parametrize("config", [NESTEROV, OuterConfig(), OuterConfig(0.5, 0.9, False)])
-def test_commit_equals_merged_then_outer_bitwise(sizes, config):
-  fragment = fragment_of(*sizes, average=[1])
-  deltas = randoms(3, fragment.size)
-  deltas[1][: sizes[0]] = 0  # a piece that one learner did not move
-  coefs = coefficients_of(fragment, deltas, [0.5, 0.2, 0.3])
-  value, speed = randoms(2, fragment.size, seed=1)
-  mine, theirs = (speed.copy(), speed.copy()) if config.momentum else (None, None)
-  before = [value.copy(), *[d.copy() for d in deltas]]
-  new = merge.commit(fragment, value, mine, deltas, coefs, config)
-  expected = outer.update(value, theirs, merge.merged(fragment, deltas, coefs), config)
-  np.testing.assert_array_equal(new, expected)
-  if config.momentum:
-    np.testing.assert_array_equal(mine, theirs)
-  for was, now in zip(before, [value, *deltas]):
-    np.testing.assert_array_equal(was, now)
-  assert not any(np.shares_memory(new, other) for other in (value, *deltas))
-  # Independent of our chunks: the plain sum, in the order of the learners.
-  c = coefs.astype(np.float32)
-  spans = [slice(p.offset, p.offset + p.size) for p in fragment.pieces]
-  plain = [[d[s] * c[m, i] for m, d in enumerate(deltas)] for i, s in enumerate(spans)]
-  summed = np.concatenate([sum(parts) for parts in plain])
-  np.testing.assert_array_equal(merge.merged(fragment, deltas, coefs), summed)
-
-
-def test_commit_allocates_the_new_value_and_one_chunk():
-  fragment = fragment_of(1_000_000, 64, 500_000)
-  deltas = randoms(4, fragment.size)
-  coefs = coefficients_of(fragment, deltas, np.ones(4) / 4)
-  value, speed = np.zeros((2, fragment.size), np.float32)
-  tracemalloc.start()
-  new = merge.commit(fragment, value, speed, deltas, coefs, NESTEROV)
-  peak = tracemalloc.get_traced_memory()[1]
-  tracemalloc.stop()
-  assert new.nbytes <= peak <= new.nbytes + 4 * (1 << 16) + 20_000
-
-
-def test_many_tiny_pieces_cost_little():
-  fragment = fragment_of(*[64] * 20, *[1872] * 10)
-  deltas = randoms(4, fragment.size)
-  gram, value = gram_of(fragment, deltas), np.zeros(fragment.size, np.float32)
-  momentum, seconds = outer.init(fragment.size, NESTEROV), []
-  for _ in range(50):
-    start = time.thread_time()
-    coefs = merge.coefficients(fragment, gram, np.ones(4) / 4)
-    value = merge.commit(fragment, value, momentum, deltas, coefs, NESTEROV)
-    seconds.append(time.thread_time() - start)
-  print(f"best {min(seconds) * 1e6:.0f} microseconds")
-  assert min(seconds) < 2e-3  # of this thread, so that a busy machine does not count
 
 
 def test_no_learner_weighs_more_than_all_others_together():

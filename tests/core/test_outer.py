@@ -32,9 +32,11 @@ def test_golden_momentum(nesterov, first, second):
   momentum = outer.init(1, config)
   assert momentum.dtype == np.float32 and not momentum.any()
   value = outer.update(f32(8), momentum, f32(4), config)
-  assert (value[0], momentum[0]) == (first, 4.0)
-  value = outer.update(value, momentum, f32(4), config)
-  assert (value[0], momentum[0]) == (second, 6.0)
+  momentum = outer.followed(momentum, f32(8), value, config)
+  assert (value[0], momentum[0]) == (first, pytest.approx(4.0))
+  before, value = value, outer.update(value, momentum, f32(4), config)
+  momentum = outer.followed(momentum, before, value, config)
+  assert (value[0], momentum[0]) == (second, pytest.approx(6.0))
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -43,20 +45,22 @@ def test_parts_aliasing_and_given_buffers_change_no_bit(momentum, nesterov):
   config = OuterConfig(learning_rate=0.7, momentum=momentum, nesterov=nesterov)
   rng = np.random.default_rng(0)
   value, delta, speed = rng.standard_normal((3, 100)).astype(np.float32)
-  whole_speed = speed.copy() if momentum else None
-  parts_speed = speed.copy() if momentum else None
-  whole = outer.update(value, whole_speed, delta, config)
+  speed = speed if momentum else None
+  whole = outer.update(value, speed, delta, config)
+  followed = outer.followed(speed, value, whole, config)
   parts, scratch = delta.copy(), np.empty(37, np.float32)
+  speeds = np.empty_like(value)
   for start in range(0, 100, 37):
     here = slice(start, min(start + 37, 100))
-    mine = None if parts_speed is None else parts_speed[here]
+    mine = None if speed is None else speed[here]
     out = parts[here]
     result = outer.update(value[here], mine, out, config, out, scratch[: out.size])
     assert result is out
+    outer.followed(mine, value[here], out, config, speeds[here], scratch[: out.size])
   np.testing.assert_array_equal(parts, whole)
   if momentum:
-    np.testing.assert_array_equal(parts_speed, whole_speed)
-    assert not np.array_equal(whole_speed, speed)
+    np.testing.assert_array_equal(speeds, followed)
+    assert not np.array_equal(speed, followed)
 
 
 def test_one_learner_lr_one_without_momentum_lands_on_the_learner():

@@ -1,0 +1,332 @@
+"""The passes over all values of one fragment: measure a push, combine pushes, take the outer step.
+
+A fragment of a large model has half a billion values, and pushes stay as they came, in the wire
+codec, until a commit reads them. So every pass goes chunk by chunk: what it does to the values of
+a chunk stays in the core's own cache. Chunks are shared out, to threads if there are any, in
+segments of fixed size, and sums are added in their order: any number of threads gives the same
+bits.
+
+What is done to a chunk is written twice. Here it is NumPy, which says what is meant. In
+`core/kernels.py` it is compiled, three times as fast, for fragments where that pays for compiling.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from ddiloco.config import OuterConfig
+from ddiloco.core import codec, outer
+from ddiloco.core.codec import CHUNK, Encoded
+from ddiloco.core.fragments import Fragment
+
+COMPILED_FROM = 1 << 22  # values of a fragment; below, compiling takes longer than it saves
+SEGMENT = 16 * CHUNK  # a million values: what a thread takes at a time
+SAMPLED = 1 << 16  # values at most whose directions are compared
+_DOT_CHUNK = 1 << 13  # short enough that BLAS uses one thread, so bits do not depend on the cores
+_DOT_TRUSTED = 1e-30  # below, f32 products may have underflowed; they are taken again in f64
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+  """Values [start, stop) of a fragment, and the runs of its pieces in there."""
+
+  start: int
+  stop: int
+  runs: np.ndarray  # i64 [runs, 3]: from, to (counted from `start`), index of the piece
+
+
+@functools.lru_cache(maxsize=256)
+def segments(fragment: Fragment) -> list[list[Chunk]]:
+  """The chunks of a fragment, in segments."""
+  chunks: list[Chunk] = []
+  runs: list[tuple[int, int, int]] = []
+  for index, piece in enumerate(fragment.pieces):
+    at, end = piece.offset, piece.offset + piece.size
+    while at < end:
+      start = at - at % CHUNK
+      stop = min(end, start + CHUNK)
+      runs.append((at - start, stop - start, index))
+      at = stop
+      if at == start + CHUNK or at == fragment.size:
+        chunks.append(Chunk(start, at, np.array(runs, np.int64)))
+        runs = []
+  each = SEGMENT // CHUNK
+  return [chunks[i : i + each] for i in range(0, len(chunks), each)]
+
+
+class Share(Protocol):
+  """Like `map`; the `map` of a pool of threads shares the work out to them."""
+
+  def __call__(
+    self, work: Callable[[list[Chunk]], Any], each: list[list[Chunk]], /
+  ) -> Iterable[Any]: ...
+
+
+@functools.cache
+def _kernels() -> Any:
+  from ddiloco.core import kernels  # half a second, and 60 MB: for large fragments only
+
+  return kernels
+
+
+def compile_for(fragment: Fragment, config: OuterConfig) -> None:
+  """Compiles what a fragment of this size is worked on with; else the first push waits for it."""
+  if fragment.size >= COMPILED_FROM:
+    _kernels().compile_all(config)
+
+
+def _opened(fragment: Fragment, encoded: Encoded) -> Any:
+  """A payload for the kernels; None where NumPy reads it."""
+  if fragment.size >= COMPILED_FROM and encoded.codec in codec.LEVELS:
+    return _kernels().Opened(encoded, fragment.size)
+  return None
+
+
+# --- One push: its norms, and a sample of it for directions
+
+
+def squares(fragment: Fragment, push: Encoded, share: Share = map) -> np.ndarray:
+  """|delta|^2 of each piece, f64 [pieces]; not finite exactly where a value is not.
+
+  Raises:
+    CodecError: a code that no encoder writes.
+  """
+  opened = _opened(fragment, push)
+
+  def work(segment: list[Chunk]) -> np.ndarray:
+    sums = np.zeros(len(fragment.pieces))
+    scratch = np.empty(CHUNK, np.float32)
+    for chunk in segment:
+      if opened is not None and _kernels().squares(opened, chunk, sums):
+        continue
+      values = scratch[: chunk.stop - chunk.start]
+      codec.decode_chunk(codec.part(push, fragment.size, chunk.start), push.codec, values)
+      for start, stop, piece in chunk.runs.tolist():
+        sums[piece] += _square(values[start:stop])
+    return sums
+
+  with np.errstate(all="ignore"):  # what is not finite is a result here, for the screening
+    return _added(list(share(work, segments(fragment))))
+
+
+def _added(sums: Sequence[np.ndarray]) -> np.ndarray:
+  """In their order."""
+  total = np.zeros_like(sums[0])
+  for each in sums:
+    total += each
+  return total
+
+
+def _square(values: np.ndarray) -> float:
+  return dot(values, values)
+
+
+def dot(a: np.ndarray, b: np.ndarray) -> float:
+  """<a, b> of two flat f32 vectors; not finite exactly where a value is not."""
+  total = 0.0
+  with np.errstate(all="ignore"):
+    for start in range(0, a.size, _DOT_CHUNK):
+      total += float(np.dot(a[start : start + _DOT_CHUNK], b[start : start + _DOT_CHUNK]))
+    if _DOT_TRUSTED < abs(total) < math.inf:
+      return total
+    total = 0.0  # an over- or underflow in f32, or truly zero, NaN or infinite: f64 tells
+    for start in range(0, a.size, _DOT_CHUNK):
+      part = slice(start, start + _DOT_CHUNK)
+      total += float(np.dot(a[part].astype(np.float64), b[part].astype(np.float64)))
+  return total
+
+
+def sample(fragment: Fragment, push: Encoded, compared: Sequence[int]) -> np.ndarray:
+  """Values [at most SAMPLED] f32 of the pieces `compared`, at the same places for every push."""
+  values = []
+  for chunk, runs in _sampled(fragment, tuple(compared)):
+    decoded = np.empty(chunk.stop - chunk.start, np.float32)
+    codec.decode_chunk(codec.part(push, fragment.size, chunk.start), push.codec, decoded)
+    values += [decoded[start:stop] for start, stop in runs]
+  return np.concatenate(values) if values else np.empty(0, np.float32)
+
+
+@functools.lru_cache(maxsize=256)
+def _sampled(
+  fragment: Fragment, compared: tuple[int, ...]
+) -> list[tuple[Chunk, list[tuple[int, int]]]]:
+  """All values of a small fragment; of a large one as many from each of 16 chunks, far apart."""
+  found = []
+  for segment in segments(fragment):
+    for chunk in segment:
+      runs = [(start, stop) for start, stop, piece in chunk.runs.tolist() if piece in compared]
+      if runs:
+        found.append((chunk, runs))
+  if sum(stop - start for _, runs in found for start, stop in runs) <= SAMPLED:
+    return found
+  spread = [found[i * len(found) // 16] for i in range(16)] if len(found) > 16 else found
+  return [(chunk, _first(runs, SAMPLED // len(spread))) for chunk, runs in spread]
+
+
+def _first(runs: list[tuple[int, int]], count: int) -> list[tuple[int, int]]:
+  kept = []
+  for start, stop in runs:
+    stop = min(stop, start + count)
+    kept.append((start, stop))
+    count -= stop - start
+    if not count:
+      break
+  return kept
+
+
+# --- A commit: the pushes' sum, then the outer step on it
+
+
+def combine(
+  fragment: Fragment,
+  pushes: Sequence[Encoded],
+  units: np.ndarray,
+  out: np.ndarray,
+  share: Share = map,
+) -> np.ndarray:
+  """out = sum_m units[m, piece] * push_m; returns its squares, f64 [pieces].
+
+  Sums run in the order of `pushes`, so sort them by learner for results that do not depend on who
+  came first. A push is not read where its unit is 0.
+
+  Args:
+    fragment: whose pieces.
+    pushes: M of them, whose codes were checked by `squares`.
+    units: f32 [M, pieces].
+    out: f32 [size].
+    share: on which threads.
+  """
+  terms = [(push, _opened(fragment, push), mine) for push, mine in zip(pushes, units) if mine.any()]
+
+  def work(segment: list[Chunk]) -> np.ndarray:
+    sums = np.zeros(len(fragment.pieces))
+    scratch = np.empty(CHUNK, np.float32)
+    for chunk in segment:
+      total = out[chunk.start : chunk.stop]
+      total.fill(0)
+      for push, opened, mine in terms:
+        if opened is not None:
+          _kernels().add(opened, chunk, mine, out)
+        else:
+          there = codec.part(push, fragment.size, chunk.start)
+          _add(there, push.codec, chunk.runs, mine, total, scratch)
+      for start, stop, piece in chunk.runs.tolist():
+        sums[piece] += _square(total[start:stop])
+    return sums
+
+  return _added(list(share(work, segments(fragment))))
+
+
+def _add(
+  there: codec.ChunkPayload,
+  name: str,
+  runs: np.ndarray,
+  units: np.ndarray,
+  total: np.ndarray,
+  scratch: np.ndarray,
+) -> None:
+  values = scratch[: total.size]
+  codec.decode_chunk(there, name, values)
+  for start, stop, piece in runs.tolist():
+    if not units[piece]:
+      continue
+    product = values[start:stop]
+    np.multiply(product, units[piece], out=product)
+    np.add(total[start:stop], product, out=total[start:stop])
+
+
+@dataclasses.dataclass(frozen=True)
+class Stepped:
+  """A fragment after an outer step: fresh vectors f32 [size]."""
+
+  value: np.ndarray
+  published_value: np.ndarray  # `value` itself, or what a lossy codec makes of it
+  momentum: np.ndarray | None
+  update: Encoded | None  # from the published value before to this one; None: values go out whole
+
+
+def step(
+  fragment: Fragment,
+  combined: np.ndarray,
+  stretch: np.ndarray,
+  value: np.ndarray,
+  published_value: np.ndarray,
+  momentum: np.ndarray | None,
+  config: OuterConfig,
+  name: str,
+  share: Share = map,
+) -> Stepped:
+  """The outer step on `stretch * combined`, and its update in the wire codec, in one pass.
+
+  Rounding errors do not add up: an update is taken from what learners really have.
+
+  Args:
+    fragment: whose pieces.
+    combined: [size] f32, from `combine`; becomes the new value.
+    stretch: f32 [pieces].
+    value: [size] f32, the global value; not changed, like the next two.
+    published_value: [size] f32, what learners have of it.
+    momentum: [size] f32, as of the step before; None without.
+    config: of the outer optimizer.
+    name: the codec of updates; "f32": learners get the new value itself.
+    share: on which threads.
+  """
+  size, lossy = fragment.size, name != "f32"
+  published = np.empty_like(combined) if lossy else combined
+  speed = None if momentum is None else np.empty_like(momentum)
+  update = Encoded(name, np.empty(codec.payload_bytes(size, name), np.uint8)) if lossy else None
+  stepper = None
+  if size >= COMPILED_FROM and name != "bf16":
+    both = None if momentum is None or speed is None else (momentum, speed)
+    values = stretch, combined, value, (published_value, published), both
+    stepper = _kernels().Stepper(*values, config, update)
+
+  def work(segment: list[Chunk]) -> None:
+    scratch, other = np.empty((2, CHUNK), np.float32)
+    for chunk in segment:
+      if stepper is not None:
+        stepper(chunk)
+        continue
+      here = slice(chunk.start, chunk.stop)
+      there = None if update is None else codec.part(update, size, chunk.start)
+      old = None if momentum is None else momentum[here]
+      new = None if speed is None else speed[here]
+      vectors = combined[here], value[here], published_value[here], old, published[here], new
+      length = chunk.stop - chunk.start
+      _step(chunk.runs, stretch, *vectors, config, name, there, scratch[:length], other[:length])
+
+  list(share(work, segments(fragment)))
+  return Stepped(combined, published, speed, update)
+
+
+def _step(
+  runs: np.ndarray,
+  stretch: np.ndarray,
+  delta: np.ndarray,
+  value: np.ndarray,
+  published: np.ndarray,
+  momentum: np.ndarray | None,
+  new_published: np.ndarray,
+  new_momentum: np.ndarray | None,
+  config: OuterConfig,
+  name: str,
+  update: codec.ChunkPayload | None,
+  scratch: np.ndarray,
+  other: np.ndarray,
+) -> None:
+  """One chunk of `step`; `delta` becomes the new value."""
+  for start, stop, piece in runs.tolist():
+    np.multiply(delta[start:stop], stretch[piece], out=delta[start:stop])
+  outer.update(value, momentum, delta, config, delta, scratch)
+  if update is not None:
+    np.subtract(delta, published, out=other)
+    codec.encode_chunk(other, name, update, scratch)
+    codec.decode_chunk(update, name, other)
+    np.add(published, other, out=new_published)
+  outer.followed(momentum, published, new_published, config, new_momentum, scratch)

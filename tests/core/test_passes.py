@@ -1,0 +1,233 @@
+"""The passes of a commit: NumPy says what is meant, compiled kernels do the same, bit by bit."""
+
+import concurrent.futures
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from ddiloco.config import OuterConfig
+from ddiloco.core import codec, merge, outer, passes
+from ddiloco.core.codec import CHUNK, Encoded
+from tests.core.test_merge import fragment_of, randoms
+
+NESTEROV = OuterConfig(learning_rate=0.7, momentum=0.9, nesterov=True)
+CONFIGS = [NESTEROV, OuterConfig(), OuterConfig(0.5, 0.9, False)]
+CUTS = ((5,), (CHUNK,), (65_535, 2, 65_537), (70_000, 1, 64, 64, 140_000), (131_072, 3))
+LONG = (CHUNK - 1, 2, 300, 17 * CHUNK, 255, 100_001)  # two segments, odd to every border
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+  """`compiled(True)`: from now on by kernels, whatever the size; `compiled(False)`: by NumPy."""
+
+  def choose(kernels):
+    monkeypatch.setattr(passes, "COMPILED_FROM", 0 if kernels else 1 << 60)
+
+  return choose
+
+
+def encoded(deltas, name):
+  return [Encoded(name, codec.encode(delta, name)) for delta in deltas]
+
+
+def all_of(stepped):
+  vectors = stepped.value, stepped.published_value, stepped.momentum, stepped.update
+  return [None if v is None else np.asarray(v[1] if v is stepped.update else v) for v in vectors]
+
+
+def stepped_of(fragment, pushes, config, name, share=map, seed=1):
+  """(squares of the pushes, squares of their sum, the fragment after a step on them)."""
+  squares = np.stack([passes.squares(fragment, p, share) for p in pushes])
+  directions = merge.Directions(fragment, squares, np.arange(1, len(pushes) + 1) / 10)
+  out = np.empty(fragment.size, np.float32)
+  found = passes.combine(fragment, pushes, directions.units, out, share)
+  value, drift, speed = randoms(3, fragment.size, seed)
+  published = value + np.float32(0.01) * drift if name != "f32" else value
+  momentum = speed if config.momentum else None
+  vectors = value, published, momentum
+  stretch = directions.stretch(found)
+  return squares, found, passes.step(fragment, out, stretch, *vectors, config, name, share)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("sizes", CUTS)
+def test_a_step_is_the_outer_optimizers_on_the_plain_sum(sizes, config):
+  fragment = fragment_of(*sizes, average=[1])
+  deltas = randoms(3, fragment.size)
+  deltas[1][: sizes[0]] = 0  # a piece that one learner did not move
+  pushes = encoded(deltas, "f32")
+  value, speed = randoms(2, fragment.size, seed=1)
+  momentum = speed if config.momentum else None
+  before = [v.copy() for v in (value, speed, *deltas)]
+  squares = np.stack([passes.squares(fragment, p) for p in pushes])
+  directions = merge.Directions(fragment, squares, np.array([0.5, 0.2, 0.3]))
+  out = np.empty(fragment.size, np.float32)
+  stretch = directions.stretch(passes.combine(fragment, pushes, directions.units, out))
+  new = passes.step(fragment, out, stretch, value, value, momentum, config, "f32")
+
+  spans = [slice(p.offset, p.offset + p.size) for p in fragment.pieces]
+  units = directions.units
+  parts = [[d[s] * units[m, i] for m, d in enumerate(deltas)] for i, s in enumerate(spans)]
+  summed = np.concatenate([sum(each) * c for each, c in zip(parts, stretch)])
+  expected = outer.update(value, momentum, summed, config)
+  np.testing.assert_array_equal(new.value, expected)
+  assert new.published_value is new.value and new.update is None
+  followed = outer.followed(momentum, value, expected, config)
+  np.testing.assert_array_equal(new.momentum, followed)
+  for was, now in zip(before, (value, speed, *deltas)):
+    np.testing.assert_array_equal(was, now)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("name", ["f32", "bf16", "int8", "int4"])
+def test_kernels_and_threads_change_no_bit(name, config, compiled):
+  fragment = fragment_of(*LONG, average=[3])
+  push_codec = "int4" if name == "int4" else "int8"
+  deltas = randoms(3, fragment.size)
+  deltas[1][: 2 * CHUNK] = 0  # scales of 0
+  pushes = encoded(deltas, push_codec)
+  compiled(False)
+  squares, found, _ = stepped_of(fragment, pushes, config, name)
+  compiled(True)
+  kernel_squares, kernel_found, mine = stepped_of(fragment, pushes, config, name)
+  np.testing.assert_allclose(kernel_squares, squares, rtol=1e-6)
+  np.testing.assert_allclose(kernel_found, found, rtol=1e-6)
+  with concurrent.futures.ThreadPoolExecutor(3) as threads:
+    *sums, threaded = stepped_of(fragment, pushes, config, name, threads.map)
+  for ours, theirs in zip(all_of(mine), all_of(threaded)):
+    np.testing.assert_array_equal(ours, theirs)
+  np.testing.assert_array_equal(sums[1], kernel_found)
+  # With the same norms NumPy and kernels agree in every bit.
+  out, other = np.empty((2, fragment.size), np.float32)
+  units = merge.Directions(fragment, squares, np.array([0.1, 0.2, 0.3])).units
+  stretch = np.float32([0.7, 1.1, 0.0, 1.0, 2.0, 3.0])
+  value, published, speed = randoms(3, fragment.size, seed=2)
+  published = value if name == "f32" else value + np.float32(0.001) * published
+  speed = speed if config.momentum else None
+  rest = stretch, value, published, speed, config, name
+  passes.combine(fragment, pushes, units, out)
+  by_kernels = all_of(passes.step(fragment, out, *rest))
+  compiled(False)
+  passes.combine(fragment, pushes, units, other)
+  by_numpy = all_of(passes.step(fragment, other, *rest))
+  for ours, theirs in zip(by_kernels, by_numpy):
+    if ours is not None:
+      np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("extreme", [0.0, 1e-45, 1e-39, 1e30, 3.4e38])
+def test_kernels_encode_extremes_as_numpy_does(name, extreme, compiled):
+  fragment = fragment_of(3 * 256 + 7)
+  signs = np.sign(randoms(1, fragment.size)[0])
+  zero = np.zeros(fragment.size, np.float32)
+  update = (signs * np.linspace(0, 1, fragment.size) * extreme).astype(np.float32)
+  ones = np.ones(1, np.float32)
+  found = []
+  for kernels in (True, False):
+    compiled(kernels)
+    delta = -update
+    found.append(all_of(passes.step(fragment, delta, ones, zero, zero, None, OuterConfig(), name)))
+  for ours, theirs in zip(*found):
+    if ours is not None:
+      np.testing.assert_array_equal(ours, theirs)
+  assert found[0][3].tobytes() == codec.encode(update, name).tobytes()
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_what_no_encoder_writes_is_found_by_kernels_too(name, compiled):
+  fragment = fragment_of(CHUNK + 301)
+  (good,) = encoded(randoms(1, fragment.size), name)
+  scales = 4 * -(-fragment.size // 256)
+  for at, byte in (
+    (scales - 1, 0x80 | good.payload[scales - 1]),
+    (-5, 0x80 if name == "int8" else 0),
+  ):
+    bad = good.payload.copy()
+    bad[at] = byte
+    texts = []
+    for kernels in (True, False):
+      compiled(kernels)
+      with pytest.raises(codec.CodecError) as caught:
+        passes.squares(fragment, Encoded(name, bad))
+      texts.append(str(caught.value))
+    assert texts[0] == texts[1]
+  compiled(True)
+  payload = good.payload.copy()
+  payload[:4] = np.frombuffer(np.float32(np.nan).tobytes(), np.uint8)
+  assert np.isnan(passes.squares(fragment, Encoded(name, payload))).all()
+
+
+def test_a_payload_at_an_odd_address_is_read_alike(compiled):
+  fragment = fragment_of(CHUNK + 17)
+  (push,) = encoded(randoms(1, fragment.size), "int4")
+  shifted = np.empty(push.payload.size + 1, np.uint8)
+  shifted[1:] = push.payload
+  compiled(True)
+  assert passes.squares(fragment, push) == passes.squares(fragment, Encoded("int4", shifted[1:]))
+
+
+def test_the_sample_is_of_the_same_places_and_not_long():
+  small = fragment_of(10, 5000, 7, average=[1])
+  (push,) = encoded(randoms(1, small.size), "f32")
+  values = codec.decode(push.payload, small.size, "f32")
+  whole = passes.sample(small, push, [0, 2])
+  np.testing.assert_array_equal(whole, np.r_[values[:10], values[5010:]])
+  large = fragment_of(*LONG)
+  pushes = encoded(randoms(2, large.size), "int4")
+  samples = [passes.sample(large, p, [0, 3, 5]) for p in pushes]
+  assert samples[0].size == samples[1].size <= passes.SAMPLED
+  assert samples[0].size > passes.SAMPLED // 2
+  ours = passes.sample(
+    large, Encoded("f32", codec.encode(np.arange(large.size, dtype=np.float32), "f32")), [3]
+  )
+  assert ours.min() >= CHUNK + 301 and ours.max() < 18 * CHUNK + 301
+
+
+def test_momentum_is_what_published_steps_say():
+  """The shard keeps the momentum of its formula; whoever sees only published values has it too."""
+  fragment = fragment_of(1000)
+  exact_momentum = np.zeros(1000)
+  value = published = randoms(1, 1000)[0]
+  momentum = theirs = np.zeros(1000, np.float32)
+  for seed in range(20):
+    (delta,) = randoms(1, 1000, seed + 10)
+    delta += 1
+    exact_momentum = 0.9 * exact_momentum + delta
+    ones = np.ones(1, np.float32)
+    new = passes.step(fragment, delta.copy(), ones, value, published, momentum, NESTEROV, "int8")
+    received = published + codec.decode(new.update.payload, 1000, "int8")
+    theirs = outer.followed(theirs, published, received, NESTEROV)
+    value, published, momentum = new.value, new.published_value, new.momentum
+    np.testing.assert_array_equal(received, published)
+    np.testing.assert_array_equal(theirs, momentum)
+  assert np.abs(momentum - exact_momentum).max() < 0.02 * np.abs(exact_momentum).max()
+
+
+def test_a_commit_allocates_the_new_vectors_and_chunks(compiled):
+  fragment = fragment_of(1_000_000, 64, 500_000)
+  pushes = encoded(randoms(4, fragment.size), "int4")
+  stepped_of(fragment, pushes, NESTEROV, "int4")
+  value = np.zeros(fragment.size, np.float32)
+  directions = np.ones((4, 3), np.float32)
+  tracemalloc.start()
+  out = np.empty(fragment.size, np.float32)
+  passes.combine(fragment, pushes, directions, out)
+  passes.step(fragment, out, np.ones(3, np.float32), value, value, value, NESTEROV, "int4")
+  peak = tracemalloc.get_traced_memory()[1]
+  tracemalloc.stop()
+  vectors = 3 * value.nbytes + codec.payload_bytes(fragment.size, "int4")
+  assert vectors <= peak <= vectors + 4 * 4 * CHUNK
+
+
+def test_many_tiny_pieces_cost_little():
+  fragment = fragment_of(*[64] * 20, *[1872] * 10)
+  pushes, seconds = encoded(randoms(4, fragment.size), "f32"), []
+  for _ in range(50):
+    start = time.thread_time()
+    stepped_of(fragment, pushes, NESTEROV, "f32")
+    seconds.append(time.thread_time() - start)
+  print(f"best {min(seconds) * 1e6:.0f} microseconds")
+  assert min(seconds) < 4e-3  # of this thread, so that a busy machine does not count
