@@ -4,26 +4,42 @@ Shard s streams every commit to its buddy, shard (s + 1) mod S, and holds back w
 of it until the buddy has it: no role hears of a version that only one process has. A restarted
 shard asks its buddy for everything. A buddy that does not answer delays publishes only for a short
 while: then versions go out without a copy, which is said, until it is back.
+
+A copy is what a learner gets: the update in the wire codec, or the value where values go out whole.
+The buddy adds it to the published value that it has, and follows the outer optimizer's momentum by
+it (`core/outer.py`). Only what a lossy codec's rounding keeps back from the learners has no copy.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
 
 import numpy as np
 
+from ddiloco.config import OuterConfig
+from ddiloco.core import codec, outer, passes
+from ddiloco.core.codec import Encoded
 from ddiloco.core.commit import Committed
 from ddiloco.core.fragments import Plan
 from ddiloco.network.transport import Endpoint, syncer_address
 from ddiloco.observe.eventlog import Recorder
 from ddiloco.protocol import events
 from ddiloco.protocol.actions import smooth
-from ddiloco.protocol.messages import Recover, Recovered, Replica, Replicated, flat, pairs
+from ddiloco.protocol.messages import (
+  NOTHING,
+  Recover,
+  Recovered,
+  Replica,
+  Replicated,
+  flat,
+  pairs,
+)
 from ddiloco.protocol.syncer_state import FragmentState
+from ddiloco.runtime import REAL_TIME, Job, Time
 
 ASK_SECONDS = 0.5  # between two requests of a restarted shard, doubling
+LACKS_BASE = -1  # in place of a version: send the fragment whole
 PATIENCE_FACTOR = 8.0  # over the usual time until a copy is confirmed
 
 
@@ -32,36 +48,73 @@ def buddy_of(shard: int, num_shards: int) -> int:
   return (shard + 1) % num_shards
 
 
-class Copies:
-  """What this shard holds for its neighbour: the newest commit of each of its fragments."""
+@dataclasses.dataclass(frozen=True)
+class Copy:
+  """What is held of a fragment: the message it came with, and vectors f32 [size]."""
 
-  def __init__(self, shard: int, incarnation: int, endpoint: Endpoint):
+  said: Replica  # without payload
+  published_value: np.ndarray
+  momentum: np.ndarray | None
+
+
+class Copies:
+  """What this shard holds for its neighbour: the newest commit of each of its fragments.
+
+  Args:
+    shard: its number.
+    incarnation: of this shard.
+    endpoint: its connection.
+    plan: how the model is partitioned.
+    config: of the outer optimizer.
+  """
+
+  def __init__(
+    self, shard: int, incarnation: int, endpoint: Endpoint, plan: Plan, config: OuterConfig
+  ):
     self.shard, self.incarnation, self.endpoint = shard, incarnation, endpoint
-    self._held: dict[tuple[int, int], Replica] = {}  # by owner and fragment
+    self._plan, self._config = plan, config
+    self._held: dict[tuple[int, int], Copy] = {}  # by owner and fragment
     self._lives: dict[int, int] = {}  # owner -> its newest incarnation
 
-  def on(self, message: Replica | Recover) -> None:
+  def on(self, message: Replica | Recover) -> Job:
     """Keeps a copy if it is the newest, or gives back all there are."""
-    mine = {"shard": self.shard, "incarnation": self.incarnation}
-    owner = syncer_address(message.shard)
     if message.incarnation < self._lives.get(message.shard, -1):
       return  # sent by a dead one; what lives now was told something else
     self._lives[message.shard] = message.incarnation
     if isinstance(message, Recover):
-      held = {p: copy for (o, p), copy in sorted(self._held.items()) if o == message.shard}
-      for copy in held.values():
-        self.endpoint.send(owner, dataclasses.replace(copy, **mine))
-      asked_by = message.incarnation
-      self.endpoint.send(owner, Recovered(**mine, asked_by=asked_by, fragments=tuple(held)))
+      yield from self._give_back(message)
     elif message.owner == message.shard:
-      key = (message.owner, message.fragment)
-      known = self._held.get(key)
-      # A newer incarnation of the owner is right also if it had to begin at an older version.
-      rank = (message.incarnation, message.version)
-      if known is None or rank >= (known.incarnation, known.version):
-        self._held[key] = message
-      done = Replicated(**mine, fragment=message.fragment, version=message.version)
-      self.endpoint.send(owner, done)
+      version = self._keep(message)
+      yield None
+      done = Replicated(self.shard, self.incarnation, message.fragment, version)
+      self.endpoint.send(syncer_address(message.shard), done)
+
+  def _give_back(self, message: Recover) -> Job:
+    owner = syncer_address(message.shard)
+    held = {p: copy for (o, p), copy in sorted(self._held.items()) if o == message.shard}
+    for copy in held.values():
+      payload = _whole(copy.published_value, copy.momentum)
+      yield None
+      said = dataclasses.replace(
+        copy.said, shard=self.shard, incarnation=self.incarnation, payload=payload
+      )
+      self.endpoint.send(owner, said)
+    me = self.shard, self.incarnation
+    self.endpoint.send(owner, Recovered(*me, asked_by=message.incarnation, fragments=tuple(held)))
+
+  def _keep(self, message: Replica) -> int:
+    """Returns the version that the owner may take to be kept, or LACKS_BASE."""
+    key = (message.owner, message.fragment)
+    known = self._held.get(key)
+    # A newer incarnation of the owner is right also if it had to begin at an older version.
+    rank = (message.incarnation, message.version)
+    if known is not None and rank < (known.said.incarnation, known.said.version):
+      return message.version
+    copy = unpack(message, self._plan, self._config, known)
+    if copy is None:
+      return LACKS_BASE
+    self._held[key] = copy
+    return message.version
 
 
 class Replication:
@@ -72,6 +125,7 @@ class Replication:
     buddy: the shard that gets the copies of ours.
     patience_seconds: least time until the buddy is taken to be away.
     recorder: event log.
+    time: where the shard lives.
   """
 
   def __init__(
@@ -80,25 +134,48 @@ class Replication:
     buddy: int,
     patience_seconds: float,
     recorder: Recorder,
+    time: Time = REAL_TIME,
   ):
-    self._copies, self._buddy, self._recorder = copies, buddy, recorder
+    self._copies, self._buddy, self._recorder, self._now = copies, buddy, recorder, time.now
     self._patience_seconds = patience_seconds
     self._copy_seconds = 0.0  # smoothed, until a copy is confirmed
-    self._newest: dict[int, Replica] = {}  # of each fragment, what the buddy should have
+    self._newest: dict[int, Committed] = {}  # of each fragment, what the buddy should have
+    self._sent: dict[int, int] = {}  # fragment -> the round whose value this buddy was sent last
+    self._whole: list[int] = []  # fragments that are to be sent whole, one after the other
     self._sent_at: dict[int, float] = {}  # not confirmed: fragment -> when
     self._held: list[tuple[int, int, Callable[[], None]]] = []  # fragment, version, what to do then
     self._buddy_incarnation = -1
     self._away = False
 
-  def committed(self, committed: Committed) -> None:
-    """Sends a copy of a fragment that was just committed."""
-    state = committed.state
-    self._newest[state.index] = pack(committed, self._copies.shard, self._copies.incarnation)
-    self._send(state.index)
+  def committed(self, committed: Committed, update: Encoded | None = None) -> None:
+    """Sends a copy of a fragment that was just committed.
 
-  def _send(self, fragment: int) -> None:
-    self._sent_at[fragment] = time.monotonic()
-    self._copies.endpoint.send(syncer_address(self._buddy), self._newest[fragment])
+    Args:
+      committed: the fragment.
+      update: to its published value from the one before; None: values go out whole.
+    """
+    p = committed.state.index
+    before = self._newest.get(p)
+    self._newest[p] = committed
+    if before is not None and self._sent.get(p) == before.state.last_round:
+      published = committed.published_value.view(np.uint8)
+      self._send(p, before.state.last_round, update or Encoded("f32", published))
+    else:
+      self._send(p)
+
+  def _send(self, fragment: int, base_round: int = NOTHING, change: Encoded | None = None) -> None:
+    """As the change of what that round made; whole without one."""
+    committed, copies = self._newest[fragment], self._copies
+    if change is None:
+      payload = _whole(committed.published_value, committed.momentum)
+      change = Encoded("f32", payload)
+    self._sent_at[fragment] = self._now()
+    self._sent[fragment] = committed.state.last_round
+    replica = header(committed, copies.shard, copies.incarnation)
+    replica = dataclasses.replace(
+      replica, base_round=base_round, codec=change.codec, payload=change.payload
+    )
+    copies.endpoint.send(syncer_address(self._buddy), replica)
 
   def when_safe(self, fragment: int, version: int, do: Callable[[], None]) -> None:
     """Does it as soon as the buddy has this version; at once if it has, or is away."""
@@ -110,36 +187,44 @@ class Replication:
 
   def _waits_for(self, fragment: int, version: int) -> bool:
     newest = self._newest.get(fragment)
-    return fragment in self._sent_at and newest is not None and version >= newest.version
+    return fragment in self._sent_at and newest is not None and version >= newest.state.version
 
-  def on(self, message: Replica | Replicated | Recover | Recovered) -> None:
-    """What another shard says: the neighbour about its copies here, the buddy about ours there."""
+  def on(self, message: Replica | Replicated | Recover | Recovered) -> Job:
+    """What another shard says: the neighbour about its copies here, the buddy about ours there.
+
+    Returns what is to be done about it in the background.
+    """
     match message:
       case Replica() | Recover():
-        self._copies.on(message)
+        return self._copies.on(message)
       case Replicated():
         self._confirmed(message)
+    return ()
 
   def _confirmed(self, message: Replicated) -> None:
     if message.shard != self._buddy or message.incarnation < self._buddy_incarnation:
       return
-    newest = self._newest.get(message.fragment)
-    if newest is not None and message.version == newest.version:
-      sent_at = self._sent_at.pop(message.fragment, None)
+    p, newest = message.fragment, self._newest.get(message.fragment)
+    if newest is not None and message.version == newest.state.version:
+      sent_at = self._sent_at.pop(p, None)
       if sent_at is not None:
-        self._copy_seconds = smooth(self._copy_seconds, time.monotonic() - sent_at)
+        self._copy_seconds = smooth(self._copy_seconds, self._now() - sent_at)
     again = message.incarnation > self._buddy_incarnation >= 0  # it restarted, and has nothing
     if self._away or again:
       self._recorder.record(events.Replicated(buddy=self._buddy))
-      for fragment in self._newest:
-        if fragment != message.fragment or fragment in self._sent_at:
-          self._send(fragment)
+      self._whole = [f for f in self._newest if f != p or f in self._sent_at]
+      self._sent_at |= dict.fromkeys(self._whole, self._now())
+      self._sent = {p: self._sent[p]} if p in self._sent and p not in self._whole else {}
+    elif message.version == LACKS_BASE and newest is not None and p not in self._whole:
+      self._whole.append(p)
     self._away, self._buddy_incarnation = False, message.incarnation
+    if self._whole:  # one at a time: all together are a whole model on the way
+      self._send(self._whole.pop(0))
     self._release()
 
   def tick(self) -> float:
     """Gives up waiting for a buddy that is away; returns when to look again."""
-    now = time.monotonic()
+    now = self._now()
     patience = max(self._patience_seconds, PATIENCE_FACTOR * self._copy_seconds)
     if not self._held:
       return now + patience
@@ -173,6 +258,7 @@ def recover(
   plan: Plan,
   buddy: int,
   keep_on: Callable[[], bool],
+  time: Time = REAL_TIME,
 ) -> dict[int, Committed]:
   """Asks the buddy for this shard's fragments until it has answered or `keep_on()` says no.
 
@@ -182,7 +268,7 @@ def recover(
   expected: set[int] | None = None  # the list overtakes the fragments, which are bulk
   ask_at, pause = 0.0, ASK_SECONDS
   while keep_on() and not (expected is not None and expected <= found.keys()):
-    now = time.monotonic()
+    now = time.now()
     if now >= ask_at:  # also if copies stay away: some were sent to the life before, and dropped
       ask_at, pause = now + pause, 2 * pause
       endpoint.send(syncer_address(buddy), Recover(shard, incarnation))
@@ -190,25 +276,28 @@ def recover(
     message = arrived[1] if arrived else None
     match message:
       case Replica(owner=owner) if owner == shard and message.shard == buddy:
-        committed = unpack(message, plan)
-        if committed is not None:
-          found[message.fragment] = committed
+        copy = unpack(message, plan)
+        if copy is not None:
+          found[message.fragment] = committed_of(copy)
       case Recovered(shard=sender, asked_by=asked_by) if (sender, asked_by) == (buddy, incarnation):
         expected = set(message.fragments)
       case Replica() | Recover():
-        copies.on(message)
+        for _ in copies.on(message):
+          pass
   return found
 
 
-def pack(committed: Committed, shard: int, incarnation: int) -> Replica:
-  """A commit as a message; its payload is a copy, since the next commit changes the momentum."""
+# --- The message
+
+
+def _whole(published_value: np.ndarray, momentum: np.ndarray | None) -> np.ndarray:
+  vectors = [published_value] if momentum is None else [published_value, momentum]
+  return np.concatenate(vectors).view(np.uint8)
+
+
+def header(committed: Committed, shard: int, incarnation: int) -> Replica:
+  """A commit as a message, without its vectors."""
   state = committed.state
-  parts = [committed.value]
-  lossy = committed.published_value is not committed.value
-  if lossy:
-    parts.append(committed.published_value)
-  if committed.momentum is not None:
-    parts.append(committed.momentum)
   return Replica(
     shard=shard,
     incarnation=incarnation,
@@ -223,34 +312,61 @@ def pack(committed: Committed, shard: int, incarnation: int) -> Replica:
     merged_rounds=flat(state.merged_rounds),
     merged_global_steps=flat(state.merged_global_steps),
     snapshot=state.snapshot,
-    has_published_value=lossy,
+    base_round=NOTHING,
+    codec="f32",
     has_momentum=committed.momentum is not None,
-    payload=np.concatenate(parts).view(np.uint8),
   )
 
 
-def unpack(replica: Replica, plan: Plan) -> Committed | None:
-  """The commit in a message, bit by bit as it was; None if it cannot be one of this plan."""
+def pack(committed: Committed, shard: int, incarnation: int) -> Replica:
+  """A commit as a message, whole."""
+  payload = _whole(committed.published_value, committed.momentum)
+  return dataclasses.replace(header(committed, shard, incarnation), payload=payload)
+
+
+def unpack(
+  replica: Replica, plan: Plan, config: OuterConfig | None = None, base: Copy | None = None
+) -> Copy | None:
+  """The copy that a message makes, of `base` if it is a change; None if it cannot be one."""
   odd = len(replica.merged_rounds) % 2 or len(replica.merged_global_steps) % 2
-  if not 0 <= replica.fragment < len(plan.fragments) or odd:
+  if not 0 <= replica.fragment < len(plan.fragments) or odd or replica.payload is None:
     return None
   size = plan.fragments[replica.fragment].size
-  count = 1 + replica.has_published_value + replica.has_momentum
+  said = dataclasses.replace(replica, payload=None, base_round=NOTHING, codec="f32")
   data = np.frombuffer(replica.payload, np.uint8)
-  if data.nbytes != 4 * size * count:
+  if replica.base_round == NOTHING:
+    if data.nbytes != 4 * size * (1 + replica.has_momentum) or replica.codec != "f32":
+      return None
+    vectors = [each.copy() for each in data.view(np.float32).reshape(-1, size)]
+    return Copy(said, vectors[0], vectors[1] if replica.has_momentum else None)
+  if base is None or config is None or base.said.last_round != replica.base_round:
     return None
-  parts = [part.copy() for part in data.view(np.float32).reshape(count, size)]
+  try:
+    change = codec.checked(data, size, replica.codec)
+    published, momentum = passes.follow(
+      plan.fragments[replica.fragment],
+      base.published_value,
+      outer.init(size, config) if base.momentum is None else base.momentum,
+      change,
+      config,
+    )
+  except codec.CodecError:
+    return None
+  return Copy(said, published, momentum)
+
+
+def committed_of(copy: Copy) -> Committed:
+  """The fragment as its shard begins with it again: its value is what learners have."""
+  said, value = copy.said, copy.published_value
   state = FragmentState(
-    replica.fragment,
-    version=replica.version,
-    merged_tokens=replica.merged_tokens,
-    merged_rounds=dict(pairs(replica.merged_rounds)),
-    merged_global_steps=dict(pairs(replica.merged_global_steps)),
-    last_round=replica.last_round,
-    global_step=replica.global_step,
-    participants=replica.participants,
-    snapshot=replica.snapshot,
+    said.fragment,
+    version=said.version,
+    merged_tokens=said.merged_tokens,
+    merged_rounds=dict(pairs(said.merged_rounds)),
+    merged_global_steps=dict(pairs(said.merged_global_steps)),
+    last_round=said.last_round,
+    global_step=said.global_step,
+    participants=said.participants,
+    snapshot=said.snapshot,
   )
-  published = parts[1] if replica.has_published_value else parts[0]
-  momentum = parts[-1] if replica.has_momentum else None
-  return Committed(state, parts[0], published, momentum, replica.momentum_round)
+  return Committed(state, value, value, copy.momentum, said.momentum_round)

@@ -38,6 +38,11 @@ class Committed:
   momentum: np.ndarray | None  # of the outer optimizer, None without
   momentum_round: int = -1  # that made the momentum; an older one if only the value was given back
 
+  @property
+  def exact(self) -> bool:
+    """Whether the value is the optimizer's own, and not what learners were sent of it."""
+    return self.value is not self.published_value or not self.state.version
+
 
 class FragmentStore(Protocol):
   """Keeps the newest commit of every fragment; replaced as a whole, never half."""
@@ -87,6 +92,7 @@ class ReceivedPushes:
   def __init__(self, fragment: Fragment, round: int):
     self.round = round
     self.pushes: dict[int, tuple[Encoded, Measured]] = {}  # by learner
+    self._samples: dict[int, np.ndarray] = {}  # also of those that may not be accepted
     self._fragment = fragment
     self._compared = merge.compared_pieces(fragment)
 
@@ -104,14 +110,14 @@ class ReceivedPushes:
     self.pushes[learner] = push, measured
 
   def products(self, learner: int, measured: Measured) -> dict[int, float]:
-    """Inner products of its sample with the other learners' samples and with itself.
+    """Inner products of its sample with those that were measured before, and with itself.
 
     None where there are so few values that directions are chance.
     """
-    if measured.sample.size < FEWEST_COMPARED:
+    mine = self._samples.setdefault(learner, measured.sample)
+    if mine.size < FEWEST_COMPARED:
       return {}
-    others = {m: passes.dot(other.sample, measured.sample) for m, (_, other) in self.pushes.items()}
-    return {**others, learner: passes.dot(measured.sample, measured.sample)}
+    return {m: passes.dot(each, mine) for m, each in self._samples.items()}
 
 
 def commit(
@@ -186,10 +192,13 @@ class Merger:
     self._update: dict[int, Encoded] = {}  # the newest
     self.share: Share = map
 
-  def prepare(self) -> None:
-    """Compiles what its fragments are worked on with, if they are large."""
-    for fragment in self._fragments.values():
-      passes.compile_for(fragment, self._config.outer)
+  def prepare(self, fragment: int) -> None:
+    """Compiles what this fragment is worked on with, if it is large."""
+    passes.compile_for(self._fragments[fragment], self._config.outer)
+
+  def update(self, fragment: int) -> Encoded | None:
+    """The newest update of its published value; None if its values go out whole."""
+    return self._update.get(fragment)
 
   def take_in(self, push: Push, now: float) -> Received:
     """Measures a push, so that the reducer can judge it."""
@@ -197,6 +206,7 @@ class Merger:
     if fragment is None or push.payload is None:
       return Received(push, now, fault="no payload, or not a fragment of this shard")
     arrivals = self._arrivals_of(push.fragment, push.round)
+    self._arrivals[push.fragment] = arrivals
     try:
       encoded = codec.checked(push.payload, fragment.size, push.codec)
       measured = arrivals.measure(encoded, self.share)
@@ -218,9 +228,7 @@ class Merger:
 
   def accept(self, accept: Accept) -> None:
     """Keeps a push that was taken in until its round ends."""
-    arrivals = self._arrivals_of(accept.fragment, accept.round)
-    self._arrivals[accept.fragment] = arrivals
-    arrivals.add(accept.learner, *accept.content)
+    self._arrivals_of(accept.fragment, accept.round).add(accept.learner, *accept.content)
 
   def _arrivals_of(self, fragment: int, round: int) -> ReceivedPushes:
     """What has arrived in this round so far; nothing yet if it has just begun."""

@@ -330,3 +330,41 @@ def _step(
     codec.decode_chunk(update, name, other)
     np.add(published, other, out=new_published)
   outer.followed(momentum, published, new_published, config, new_momentum, scratch)
+
+
+# --- A copy: what whoever receives a commit's change makes of it
+
+
+def follow(
+  fragment: Fragment,
+  published_value: np.ndarray,
+  momentum: np.ndarray | None,
+  change: Encoded,
+  config: OuterConfig,
+) -> tuple[np.ndarray, np.ndarray | None]:
+  """(published value, momentum) after a step of which this is what learners get.
+
+  Bit by bit what the shard has: an update is added; what is f32 is the new value itself.
+
+  Args:
+    fragment: whose pieces.
+    published_value: [size] f32, before; not changed, like the momentum.
+    momentum: [size] f32, before; None without.
+    change: in the wire codec.
+    config: of the outer optimizer.
+
+  Raises:
+    CodecError: a code that no encoder writes.
+  """
+  new = np.empty(fragment.size, np.float32)
+  speed = new if momentum is None else np.empty_like(new)
+  scratch = np.empty(CHUNK, np.float32)
+  for start in range(0, fragment.size, CHUNK):
+    here = slice(start, min(start + CHUNK, fragment.size))
+    before, after = published_value[here], new[here]
+    codec.decode_chunk(codec.part(change, fragment.size, start), change.codec, after)
+    if change.codec != "f32":
+      np.add(before, after, out=after)
+    old = None if momentum is None else momentum[here]
+    outer.followed(old, before, after, config, speed[here], scratch[: after.size])
+  return new, None if momentum is None else speed

@@ -54,7 +54,7 @@ def _syncer(runner: RoleRunner, shard: int) -> int:
   endpoint = runner.listen(shard)
   runner.ready = lambda: f"looks for fragments {list(owned)}"
   settings, buddy = config.network, buddy_of(shard, config.sync.num_shards)
-  copies = Copies(shard, runner.incarnation, endpoint)
+  copies = Copies(shard, runner.incarnation, endpoint, runner.plan, config.outer)
   replication = None
   if buddy != shard:
     replication = Replication(copies, buddy, settings.patience_seconds, recorder)
@@ -63,8 +63,9 @@ def _syncer(runner: RoleRunner, shard: int) -> int:
   runner.come_after(max(rounds, default=-1) >> 24)  # a round names the life that made it
   saver, plan = runner.saver(), runner.plan
   keys, contract = runner.keys, initial.contract(config, plan)
-  role = Syncer(state, config, plan, store, Runtime(endpoint, recorder, saver), replication)
-  role.sealer = Sealer(keys.secret, runner.place.run_id, contract) if keys else None
+  sealer = Sealer(keys.secret, runner.place.run_id, contract) if keys else None
+  runtime = Runtime(endpoint, recorder, saver)
+  role = Syncer(state, config, plan, store, runtime, replication, sealer)
   if saver is not None:
     saver.hold = lambda: "it has nothing to save yet" if unfounded.empty(role.state) else ""
   back = [committed for committed in role.committed.values() if committed.state.version]
@@ -86,8 +87,10 @@ def _syncer(runner: RoleRunner, shard: int) -> int:
     role.run(faults, over)
     until = time.monotonic() + settings.drain_seconds  # told to end: the buddy gets what it lacks
     if replication is not None and not _complete(role):
-      role.run(faults, lambda: not replication.missing() or time.monotonic() >= until)
+      kept = lambda: role.idle and not replication.missing()  # noqa: E731
+      role.run(faults, lambda: kept() or time.monotonic() >= until)
   finally:
+    role.close()
     runner.disconnect()
     if saver is not None:
       saver.close(settings.drain_seconds)
@@ -97,7 +100,8 @@ def _syncer(runner: RoleRunner, shard: int) -> int:
 
 def _finished(role: Syncer, silence_seconds: float, settled_at: float) -> bool:
   now = time.monotonic()
-  return now >= settled_at and syncer_rules.finished(role.state, now, silence_seconds)
+  over = now >= settled_at and syncer_rules.finished(role.state, now, silence_seconds)
+  return over and role.idle
 
 
 def _complete(role: Syncer) -> bool:

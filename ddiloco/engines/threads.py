@@ -225,11 +225,11 @@ class ThreadsEngine(Engine):
     if self._restored is not None and incarnation == self._first_incarnation:
       state = self._restored.resume(state)
     saver = self._saver(recorder, faults)
+    role = Syncer(state, config, self.plan, self._store, Runtime(endpoint, recorder, saver))
     try:
-      runtime = Runtime(endpoint, recorder, saver)
-      role = Syncer(state, config, self.plan, self._store, runtime)
       role.run(faults, self.stop.is_set)
     finally:
+      role.close()
       self._close(endpoint, saver)
 
   def _saver(self, recorder: Recorder, faults: Faults) -> Saver | None:

@@ -30,13 +30,16 @@ class Sealer:
   def __init__(self, secret: bytes, run_id: str, plan_id: str):
     self._secret, self._run = secret, (run_id, plan_id)
 
-  def seal(self, of: Publish | Value, value: np.ndarray) -> str:
-    """The seal of a fragment's value f32 [size], about which `of` speaks."""
+  def digest(self, value: np.ndarray) -> str:
+    """Of a fragment's value f32 [size], for `seal`: as long as reading all of it."""
+    return hashlib.sha256(np.ascontiguousarray(value).view(np.uint8).data).hexdigest()
+
+  def seal(self, of: Publish | Value, digest: str) -> str:
+    """The seal of a fragment's value with this digest, about which `of` speaks."""
     said = (of.fragment, of.round, of.version, of.merged_tokens, of.participants, of.merged_rounds)
-    digest = hashlib.sha256(np.ascontiguousarray(value).view(np.uint8).data).hexdigest()
     text = json.dumps([*self._run, *said, digest])
     return hmac.new(self._secret, text.encode(), hashlib.sha256).hexdigest()
 
   def fits(self, of: Value, value: np.ndarray) -> bool:
     """Whether this shard, in one of its lives, has published just this."""
-    return hmac.compare_digest(of.seal, self.seal(of, value))
+    return hmac.compare_digest(of.seal, self.seal(of, self.digest(value)))

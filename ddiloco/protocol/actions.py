@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ddiloco.config import SyncConfig
@@ -30,6 +30,7 @@ class Tick:
 
   now: float
   heard_until: float = math.inf  # what arrived up to then is taken in
+  measuring: Collection[int] = ()  # rounds of which a push is there whose values are still read
 
 
 @dataclasses.dataclass(frozen=True)

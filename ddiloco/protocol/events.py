@@ -291,6 +291,7 @@ class Owns(Event, frozen=True, kw_only=True):
   version: int
   round: int
   momentum_round: int
+  exact: bool = True  # False: what learners have, without what a codec's rounding kept back
 
 
 class Member(Event, frozen=True, kw_only=True):

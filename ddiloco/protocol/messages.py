@@ -266,20 +266,22 @@ class Replica:
   merged_rounds: CountsOrNone  # learner and its last merged round in turn
   merged_global_steps: CountsOrNone  # learner and the global step when that round began, in turn
   snapshot: Count  # the newest that its owner's state was captured for before this commit
-  # Payload, f32: value, then the published value if it differs, then the momentum if any.
-  has_published_value: bool
+  # Payload: whole, f32: the published value, then the momentum if any; or what learners get, as a
+  # change of what that round made.
+  base_round: RoundId  # NOTHING: whole
+  codec: Text
   has_momentum: bool
   payload: Payload = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Replicated:
-  """I hold your fragment at this version now."""
+  """I hold your fragment at this version now; -1: I lack what the change was made of."""
 
   shard: Count
   incarnation: Count
   fragment: CountOrNone
-  version: Count
+  version: CountOrNone
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from ddiloco.config import SyncConfig
 from ddiloco.protocol import beliefs, causality, events, quorum
@@ -111,6 +111,22 @@ def _pull(state: SyncerState, f: FragmentState, current: Round, learner: int) ->
   )
 
 
+def awaits(state: SyncerState, push: Push) -> bool:
+  """Whether this push could be part of its round: only then its values are looked at."""
+  member = state.members.get(push.learner)
+  return (
+    member is not None
+    and member.incarnation == push.incarnation
+    and any(
+      f.index == push.fragment
+      and f.round is not None
+      and f.round.id == push.round
+      and push.learner in f.round.pending
+      for f in state.fragments
+    )
+  )
+
+
 def on_push(
   state: SyncerState, push: Push, event: Received, sync: SyncConfig
 ) -> tuple[SyncerState, list[SyncerAction]]:
@@ -172,12 +188,17 @@ def _pull_patience(state: SyncerState, current: Round, sync: SyncConfig) -> floa
 
 
 def advance_rounds(
-  state: SyncerState, now: float, sync: SyncConfig
+  state: SyncerState, now: float, sync: SyncConfig, measuring: Collection[int] = ()
 ) -> tuple[SyncerState, list[SyncerAction]]:
-  """Ends those that something has come for, or whose time it is to look at, if they can end."""
+  """Ends those that something has come for, or whose time it is to look at, if they can end.
+
+  A round of which a push is there, and not measured yet, waits for that: its push has come.
+  """
   actions: list[SyncerAction] = []
   for i, f in enumerate(state.fragments):
     if f.round is None or not (i in state.dirty or now >= f.round.deadline):
+      continue
+    if f.round.id in measuring:
       continue
     current = f.round
     grace = quorum.grace_seconds(

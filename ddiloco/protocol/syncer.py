@@ -97,7 +97,7 @@ def syncer_on(
     case Saved():
       return replace(state, saving=False), []
   state, lost = members.lose_silent(state, min(event.now, event.heard_until), sync)
-  state, moved = rounds.advance_rounds(state, event.now, sync)
+  state, moved = rounds.advance_rounds(state, event.now, sync, event.measuring)
   state, started = rounds.start_rounds(state, event.now, sync)
   begun: list[SyncerAction] = []
   if state.shard == 0 and not state.saving:

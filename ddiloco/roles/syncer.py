@@ -1,16 +1,23 @@
 """A syncer shard at work: receives, lets `protocol.syncer` decide, merges, publishes.
 
-One loop, no device: NumPy on the CPU. What needs one push only (decoding, norms, dot products)
-is done when the push arrives; only `Merger.commit` is in a round's latency.
+The loop only decides, records and sends. What touches the values of a fragment (norms of a push,
+merging, copies for the buddy) is done by one worker beside it, job after job in the order of the
+decisions, so a report is answered while half a billion values are merged. What a decision leads to
+waits for the fragment's job: the log line, the store, the buddy and the publishes, in this order.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import math
+import os
+import queue
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
+import numpy as np
 
 from ddiloco.chaos.faults import Faults
 from ddiloco.checkpoint.buddy import Replication
@@ -18,9 +25,10 @@ from ddiloco.checkpoint.restore import syncer_part
 from ddiloco.config import Config
 from ddiloco.core.commit import Committed, FragmentStore
 from ddiloco.core.fragments import Plan
+from ddiloco.core.passes import COMPILED_FROM
 from ddiloco.network.seals import Sealer
 from ddiloco.network.transport import Delivery, learner_address
-from ddiloco.protocol import events, syncer
+from ddiloco.protocol import events, rounds, syncer
 from ddiloco.protocol.actions import (
   Abandon,
   Accept,
@@ -30,11 +38,12 @@ from ddiloco.protocol.actions import (
   Received,
   Saved,
   Send,
+  SyncerAction,
   TakeSnapshot,
   Tick,
 )
 from ddiloco.protocol.messages import BETWEEN_SHARDS, Message, Publish, Push, Value
-from ddiloco.protocol.syncer_state import FragmentState, SyncerState
+from ddiloco.protocol.syncer_state import FragmentState, SyncerState, ignored
 from ddiloco.protocol.values import replace
 from ddiloco.runtime import Job, Loop, Runtime, drive
 
@@ -42,6 +51,9 @@ LONGEST_WAIT_SECONDS = 0.5  # between two looks at faults and the stop signal
 STOOD_STILL_SECONDS = 1.0  # a wait that took so much longer: the process was stopped
 TRAFFIC_SECONDS = 1.0
 IGNORED_SECONDS = 1.0
+CLOSE_SECONDS = 30.0  # for the worker to finish what it is doing
+
+Done = Callable[[], Loop[None]]  # what the loop does once a job is done
 
 
 class Syncer:
@@ -55,12 +67,11 @@ class Syncer:
     runtime: what it lives with; shard 0's saver also commits snapshots.
     replication: copies on other shards, of and for this one; None: the store outlives this role.
 
+    sealer: proves later that a value is this shard's; None: all members are trusted.
+
   Attributes:
     merger: its vectors.
-    sealer: proves later that a value is this shard's; None: all members are trusted.
   """
-
-  sealer: Sealer | None = None
 
   def __init__(
     self,
@@ -70,6 +81,7 @@ class Syncer:
     store: FragmentStore,
     runtime: Runtime,
     replication: Replication | None = None,
+    sealer: Sealer | None = None,
   ):
     self.state = state
     self.config = config
@@ -80,12 +92,25 @@ class Syncer:
     fragments = {f.index: plan.fragments[f.index] for f in state.fragments}
     self.merger = runtime.merger(fragments, store, config)
     self._saver = runtime.saver
-    self._seals: dict[int, tuple[int, str]] = {}  # fragment -> round and seal of its newest value
+    self._worker = self.time.worker(f"merge-{state.shard}", failed=self.endpoint.wake)
+    self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
+    self._measuring: set[tuple[int, int]] = set()  # round and learner of pushes
+    self._at_work: dict[int, list[SyncerAction]] = {}  # fragment -> what waits for its job
+    self._capturing = False
+    self._drag: Callable[[float], None] = lambda seconds: None
+    self._threads = _threads(config, fragments.values())
+    if self._threads is not None:
+      self.merger.share = self._threads.map
+    self._sealer = sealer
+    self._digests: dict[int, str] = {}  # of the published value of each fragment, for its seal
     self._traffic_at = -math.inf
     self._ignored: dict[tuple, tuple[float, int]] = {}  # when it was said, and how often since
     self.recorder.record(events.Started(fragments=tuple(fragments)))
     for p in fragments:
       self._say_owned(p)
+      self._at_work[p] = []
+    for p in fragments:
+      self._worker.put(self._prepare(p))
 
   @property
   def committed(self) -> Mapping[int, Committed]:
@@ -101,29 +126,44 @@ class Syncer:
         version=committed.state.version,
         round=committed.state.last_round,
         momentum_round=committed.momentum_round,
+        exact=committed.exact or self.config.sync.publish_codec == "f32",
       )
     )
 
+  @property
+  def idle(self) -> bool:
+    """Whether all that was decided is done."""
+    return not self._at_work
+
   def run(self, faults: Faults, stopped: Callable[[], bool]) -> None:
-    """Serves until `stopped()`, on this thread.
+    """Serves until `stopped()`, on this thread; it may be run again until it is closed.
 
     Raises:
       Killed: by plan.
     """
     drive(self.live(faults, stopped), self.endpoint, LONGEST_WAIT_SECONDS)
 
+  def close(self) -> None:
+    """Ends the worker; what it still had to do is dropped, and no role has heard of it."""
+    self._worker.close(0.0, CLOSE_SECONDS)
+    if self._threads is not None:
+      self._threads.shutdown(wait=False)
+
   def live(self, faults: Faults, stopped: Callable[[], bool]) -> Loop[None]:
     """The loop of `run`."""
     deadline, now = -math.inf, self.time.now
+    self._drag = faults.drag
     while not stopped():
       faults.check(self.state.global_step)
       yield None  # it may have stood still
       wake_at = syncer.next_wake(self.state, self.config.sync)
       wake_at = deadline if wake_at is None else min(wake_at, deadline)
       started = yield from self._take_in(wake_at)
+      yield from self.finish()
       deadline = math.inf if self.replication is None else self.replication.tick()
-      yield from self.handle(Tick(now(), heard_until=started))
-      if self.state.saving and not (self._saver and self._saver.busy):
+      measuring = frozenset(round_id for round_id, _ in self._measuring)
+      yield from self.handle(Tick(now(), heard_until=started, measuring=measuring))
+      if self.state.saving and not (self._capturing or (self._saver and self._saver.busy)):
         yield from self.handle(Saved(now()))
       faults.drag(now() - started)
       yield None
@@ -153,93 +193,186 @@ class Syncer:
 
   def _take(self, arrived: Delivery) -> Loop[None]:
     if not isinstance(arrived.message, BETWEEN_SHARDS):
-      received = self.received(arrived.message, arrived.at)
-      yield None
-      yield from self.handle(received)
+      yield from self.take(arrived.message, arrived.at)
     elif self.replication is not None:
-      self.replication.on(arrived.message)
+      self._worker.put(self.replication.on(arrived.message))
 
-  def received(self, message: Message, now: float) -> Received:
-    """The event of a message that arrived `now`; it may have waited since.
+  def take(self, message: Message, now: float) -> Loop[None]:
+    """A message that arrived `now`; it may have waited since. What has values is judged first."""
+    if isinstance(message, Push) and rounds.awaits(self.state, message):
+      yield from self._measure(message, now)
+    elif isinstance(message, Value):
+      self._worker.put(self._take_back(message, now))
+    else:
+      yield from self.handle(Received(message, now))
 
-    What has a payload is decoded and measured, so that the reducer can judge it.
-    """
-    if isinstance(message, Push):
-      return self.merger.take_in(message, now)
-    if not isinstance(message, Value):
-      return Received(message, now)
-    event = self.merger.take_back(message, now)
-    if event.fault or self.sealer is None or self.sealer.fits(message, event.content):
-      return event
-    return Received(message, now, fault="is no value of this shard: its seal does not fit")
+  def _measure(self, push: Push, now: float) -> Loop[None]:
+    key = push.round, push.learner
+    if key in self._measuring:
+      self._note_ignored(ignored(push, "a duplicate"))
+      return
+    self._measuring.add(key)
+    self._worker.put(self._take_in_push(push, now))
+    yield None
 
   def handle(self, event) -> Loop[None]:
     """One event through the reducer, and every action it decides, in order."""
     self.state, actions = syncer.syncer_on(self.state, event, self.config.sync)
-    merged: Mapping = {}
-    for action in actions:
-      match action:
-        case Send(to, message):
-          self._send(to, message)
-        case Accept():
-          self.merger.accept(action)
-        case Commit():
-          merged = yield from self._commit(action)
-        case InstallValue():
-          self._adopt(action)
-        case TakeSnapshot():
-          self._capture(action)
-        case Abandon(fragment):
-          self.merger.abandon(fragment)
-        case events.Commit():  # that was just made
-          self.recorder.record(msgspec.structs.replace(action, **merged))
-          self._announce(action.fragment)
-        case events.Ignored():
-          self._note_ignored(action)
-        case events.Event():
-          self._note(action)
-
-  def _commit(self, what: Commit) -> Loop[Mapping]:
-    """Merges, and stores before any role hears of it; returns weights and seconds, for the log."""
-    started = self.time.now()
-    weights = self.merger.commit(what, self._state_of(what.fragment))
     yield None
-    self.store.save(self.committed[what.fragment])
-    now = self.time.now()
-    self.state, _ = syncer.syncer_on(self.state, Merged(now, now - started), self.config.sync)
+    for action in actions:
+      self._perform(action)
+
+  def finish(self) -> Loop[None]:
+    """What follows from the jobs that are done."""
+    if failure := self._worker.failure:
+      raise RuntimeError(f"the merging thread failed: {failure!r}") from failure
+    while not self._done.empty():
+      yield from self._done.get_nowait()()
+
+  def _perform(self, action: SyncerAction) -> None:
+    p = _fragment_of(action)
+    if p in self._at_work:  # what it is about is not made yet
+      self._at_work[p].append(action)
+      return
+    match action:
+      case Send(to, message):
+        self._send(to, message)
+      case Accept():
+        self._worker.put(self._accept(action))
+      case Commit(fragment):
+        self._at_work[fragment] = []
+        self._worker.put(self._commit(action, self._state_of(fragment)))
+      case InstallValue(fragment):
+        self._at_work[fragment] = []
+        self._worker.put(self._install(action, self._state_of(fragment)))
+      case TakeSnapshot():
+        self._capture(action)
+      case Abandon():
+        self._worker.put(self._abandon(action))
+      case events.Ignored():
+        self._note_ignored(action)
+      case events.Event():
+        self._note(action)
+
+  # --- by the worker, and what the loop does when it is done --------------------------------------
+
+  def _then(self, done: Done) -> None:
+    self._done.put(done)
+    self.endpoint.wake()
+
+  def _digest(self, fragment: int) -> None:
+    if self._sealer is not None:
+      self._digests[fragment] = self._sealer.digest(self.committed[fragment].published_value)
+
+  def _prepare(self, fragment: int) -> Job:
+    self.merger.prepare(fragment)
+    self._digest(fragment)
+    yield None
+    self._then(functools.partial(self._prepared, fragment))
+
+  def _prepared(self, fragment: int) -> Loop[None]:
+    for action in self._at_work.pop(fragment):
+      self._perform(action)
+    yield None
+
+  def _take_in_push(self, push: Push, now: float) -> Job:
+    started = self.time.now()
+    received = self.merger.take_in(push, now)
+    self._drag(self.time.now() - started)
+    yield None
+    self._then(functools.partial(self._taken_in, received))
+
+  def _taken_in(self, received: Received) -> Loop[None]:
+    push = received.message
+    assert isinstance(push, Push)
+    self._measuring.discard((push.round, push.learner))
+    yield from self.handle(received)
+
+  def _take_back(self, value: Value, now: float) -> Job:
+    received, sealer = self.merger.take_back(value, now), self._sealer
+    if not received.fault and sealer is not None and not sealer.fits(value, received.content):
+      received = Received(value, now, fault="is no value of this shard: its seal does not fit")
+    yield None
+    self._then(functools.partial(self.handle, received))
+
+  def _accept(self, accept: Accept) -> Job:
+    self.merger.accept(accept)
+    yield None
+
+  def _abandon(self, what: Abandon) -> Job:
+    self.merger.abandon(what.fragment)
+    yield None
+
+  def _commit(self, what: Commit, state: FragmentState) -> Job:
+    started = self.time.now()
+    weights = self.merger.commit(what, state)
+    self._digest(what.fragment)
+    self._drag(self.time.now() - started)
+    yield None
+    seconds = self.time.now() - started
+    self._then(functools.partial(self._merged, what, weights, seconds))
+
+  def _merged(self, what: Commit, weights: np.ndarray, seconds: float) -> Loop[None]:
+    """Stored and in the log before any other role hears of it."""
+    p = what.fragment
+    self.store.save(self.committed[p])
+    self.state, _ = syncer.syncer_on(self.state, Merged(self.time.now(), seconds), self.config.sync)
     participants = {m: round(float(w), 6) for m, w in zip(what.learners, weights)}
-    return {"participants": participants, "merge_seconds": now - started}
+    first, *rest = self._at_work.pop(p)
+    assert isinstance(first, events.Commit), "its line in the log comes first"
+    self.recorder.record(
+      msgspec.structs.replace(first, participants=participants, merge_seconds=seconds)
+    )
+    self._announce(p)
+    yield None
+    for action in rest:
+      self._perform(action)
+
+  def _install(self, what: InstallValue, state: FragmentState) -> Job:
+    """A learner has given back what was lost here."""
+    self.merger.install(what, state)
+    self._digest(what.fragment)
+    yield None
+    self._then(functools.partial(self._installed, what.fragment))
+
+  def _installed(self, fragment: int) -> Loop[None]:
+    self.store.save(self.committed[fragment])
+    self._say_owned(fragment)
+    self._announce(fragment)
+    yield from self._prepared(fragment)
 
   def _state_of(self, fragment: int) -> FragmentState:
     """As it outlives this incarnation: without the round under way."""
     state = next(f for f in self.state.fragments if f.index == fragment)
     return replace(state, round=None)
 
-  def _adopt(self, what: InstallValue) -> None:
-    """A learner has given back what was lost here."""
-    self.merger.install(what, self._state_of(what.fragment))
-    self.store.save(self.committed[what.fragment])
-    self._say_owned(what.fragment)
-    self._announce(what.fragment)
-
   def _announce(self, fragment: int) -> None:
     """The log first, then the buddy: what others know of is never missing there."""
     self.recorder.flush()
     if self.replication is not None:
-      self.replication.committed(self.committed[fragment])
+      self.replication.committed(self.committed[fragment], self.merger.update(fragment))
 
   def _capture(self, action: TakeSnapshot) -> None:
-    """This shard's part of a snapshot."""
-    if self._saver is None:
-      return
-    self.recorder.record(events.Captured(snapshot=action.snapshot))
-    rounds = {p: c.momentum_round for p, c in self.committed.items()}
-    part, arrays = syncer_part(action.state, rounds), self.merger.arrays()
+    """This shard's part of a snapshot; its values are those of the jobs before this one."""
+    if self._saver is not None:
+      self._capturing = True
+      self._worker.put(self._collect(action))
+
+  def _collect(self, action: TakeSnapshot) -> Job:
+    momentum_rounds = {p: c.momentum_round for p, c in self.committed.items()}
+    part, arrays = syncer_part(action.state, momentum_rounds), self.merger.arrays()
+    yield None
+    self._then(functools.partial(self._collected, action, part, arrays))
+
+  def _collected(self, action: TakeSnapshot, part: Any, arrays: Mapping[str, Any]) -> Loop[None]:
+    self._capturing = False
+    self.recorder.record(events.Captured(snapshot=action.snapshot))  # after the commits in it
     if self.state.shard:
       self._saver.save(action.snapshot, part, arrays)
     else:
       then = functools.partial(self._commit_snapshot, action)
       self._saver.save(action.snapshot, part, arrays, then)
+    yield None
 
   def _commit_snapshot(self, action: TakeSnapshot, snapshot: int) -> Job:
     """By the saver: once all members of the capture that still live have saved their parts."""
@@ -258,25 +391,20 @@ class Syncer:
       snapshot, shards, expected, settings.patience_seconds, settings.keep
     )
 
+  # --- what goes out ------------------------------------------------------------------------------
+
   def _send(self, to: int, message) -> None:
     send = functools.partial(self.endpoint.send, learner_address(to))
     if not isinstance(message, Publish):
       send(message)
       return
-    sealed = replace(message, seal=self._seal(message))
-    publish = self.merger.with_payload(sealed)
+    publish = self.merger.with_payload(message)
+    if self._sealer is not None:
+      publish = replace(publish, seal=self._sealer.seal(publish, self._digests[publish.fragment]))
     if self.replication is None:
       send(publish)
     else:
       self.replication.when_safe(publish.fragment, publish.version, lambda: send(publish))
-
-  def _seal(self, publish: Publish) -> str:
-    if self.sealer is None:
-      return ""
-    p = publish.fragment
-    if self._seals.get(p, (None, ""))[0] != publish.round:
-      self._seals[p] = (publish.round, self.sealer.seal(publish, self.committed[p].published_value))
-    return self._seals[p][1]
 
   def _note(self, event: events.Event) -> None:
     if isinstance(event, events.Lost):
@@ -299,3 +427,24 @@ class Syncer:
     if always or now - self._traffic_at >= TRAFFIC_SECONDS:
       self._traffic_at = now
       self.recorder.record(events.Traffic(**vars(self.endpoint.counters)))
+
+
+def _fragment_of(action: SyncerAction) -> int:
+  """Of which fragment's values an action speaks; none: a number that no fragment has."""
+  match action:
+    case Send(_, Publish(fragment=fragment)):
+      return fragment
+    case Commit() | InstallValue() | Abandon() | events.Commit():
+      return action.fragment
+  return _NO_FRAGMENT
+
+
+_NO_FRAGMENT = 1 << 62
+
+
+def _threads(config: Config, fragments: Any) -> concurrent.futures.ThreadPoolExecutor | None:
+  """That share a fragment's passes; None where one does them: small fragments, or one core."""
+  count = config.sync.merge_threads or len(os.sched_getaffinity(0))
+  if count < 2 or max(f.size for f in fragments) < COMPILED_FROM:
+    return None
+  return concurrent.futures.ThreadPoolExecutor(count, "merge")

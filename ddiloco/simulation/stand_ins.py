@@ -158,6 +158,9 @@ class SizedMerger(Merger):
     self._kept: collections.Counter[tuple[int, int]] = collections.Counter()
     self._updates: set[int] = set()  # fragments whose newest version can go out as an update
 
+  def prepare(self, fragment: int) -> None:
+    pass
+
   def take_in(self, push: Push, now: float) -> Received:
     if push.fragment not in self._fragments or push.payload is None:
       return super().take_in(push, now)  # which says why it is none

@@ -216,6 +216,8 @@ class ShardArrays(ShardAlgebra):
 
   def own(self, op: events.Owns, version: Version, momentum: Version | None) -> Committed:
     found: Committed = version.content
+    if not op.exact:
+      found = dataclasses.replace(found, value=found.published_value)
     if op.momentum_round != op.round:
       older = None if momentum is None else momentum.content.momentum
       found = dataclasses.replace(found, value=found.published_value, momentum=older)

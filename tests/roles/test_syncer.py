@@ -32,6 +32,9 @@ class Outbox:
     self.sent.append((to, message))
     return 1
 
+  def wake(self) -> None:
+    pass
+
   def take(self, kind: type) -> list[tuple[int, object]]:
     """(learner, message) of this kind since the last `take`."""
     taken = [(int(to.partition("-")[2]), m) for to, m in self.sent if isinstance(m, kind)]
@@ -64,13 +67,16 @@ class Shard:
     self.outbox, self.events = Outbox(), []
     recorder = toy.ListRecorder(self.events)
     state = new_syncer(self.config, 0, incarnation, self.store)
-    runtime = Runtime(self.outbox, recorder)
+    runtime = Runtime(self.outbox, recorder, time=toy.AtOnce())
     self.syncer = Syncer(state, self.config, self.plan, self.store, runtime)
+    self.settle()
 
   def hear(self, message) -> None:
     """The shard handles one message; every learner takes up what is published."""
-    self.handle(self.syncer.received(message, time.monotonic()))
+    drive(self.syncer.take(message, time.monotonic()), self.outbox, 0.0)
+    self.settle()
     self.handle(Tick(time.monotonic()))
+    self.settle()
     for m, publish in self.outbox.take(Publish):
       assert isinstance(publish, Publish)
       version, value = self.held[m].get(publish.fragment, (-1, None))
@@ -82,6 +88,11 @@ class Shard:
         decoded = value + decoded
       self.held[m][publish.fragment] = (publish.version, decoded)
       self.rounds[m][publish.fragment] = publish.round
+
+  def settle(self) -> None:
+    """What follows from the jobs of the worker, which are done at once."""
+    while not self.syncer._done.empty():
+      drive(self.syncer.finish(), self.outbox, 0.0)
 
   def handle(self, event) -> None:
     drive(self.syncer.handle(event), self.outbox, 0.0)

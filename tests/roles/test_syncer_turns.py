@@ -42,6 +42,7 @@ class Scripted:
 
   def __init__(self, receive, waiting: int = 0):
     self.counters, self.receive, self.waiting = Counters(), receive, waiting
+    self.wake = lambda: None
 
 
 def test_what_came_while_the_shard_was_busy_is_taken_in_at_its_own_time_before_it_decides(
@@ -69,9 +70,9 @@ def test_a_tick_says_up_to_when_all_is_heard(monkeypatch):
   hub = Hub("run", "plan")
   turns = Turns(monkeypatch, hub.connect("syncer-0"))
   hub.connect("learner-0").send("syncer-0", says.hello(0, 0))
-  decoded = turns.role.received
-  slow = lambda *arguments: time.sleep(0.1) or decoded(*arguments)  # noqa: E731
-  monkeypatch.setattr(turns.role, "received", slow)
+  taken = turns.role.take
+  slow = lambda *arguments: time.sleep(0.1) or taken(*arguments)  # noqa: E731
+  monkeypatch.setattr(turns.role, "take", slow)
   hello, tick = turns.run(ticks=1)
   assert hello.now <= tick.heard_until <= tick.now - 0.1
 

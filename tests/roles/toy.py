@@ -22,7 +22,7 @@ from ddiloco.observe.eventlog import NullRecorder, Recorder
 from ddiloco.protocol.events import Event
 from ddiloco.roles.learner import Learner
 from ddiloco.roles.syncer import Syncer
-from ddiloco.runtime import Runtime
+from ddiloco.runtime import RealTime, Runtime
 
 if TYPE_CHECKING:  # processes of toy roles import this file, and do without JAX
   from ddiloco.checkpoint.snapshots import Storage
@@ -192,6 +192,27 @@ class ListRecorder(NullRecorder):
     self.events.append(event)
 
 
+class _AtOnce:
+  """A worker that does its jobs when it gets them."""
+
+  failure = None
+  ending = False
+
+  def put(self, job) -> None:
+    for _ in job:
+      pass
+
+  def close(self, patience_seconds: float, most_seconds: float) -> None:
+    pass
+
+
+class AtOnce(RealTime):
+  """No job is in the background: tests see what follows from it."""
+
+  def worker(self, name, begin=lambda: None, failed=lambda: None):
+    return _AtOnce()
+
+
 def run(
   config: Config,
   islands: list[ToyIsland] | None = None,
@@ -248,7 +269,14 @@ def run(
     endpoint, writer = hub.connect(address), saver_of(address)
     runtime = Runtime(endpoint, recorder(address), writer)
     shard = Syncer(state, config, plan, store, runtime)
-    shards.append(start(address, lambda shard=shard: shard.run(faults, stop.is_set)))
+
+    def serve(shard=shard) -> None:
+      try:
+        shard.run(faults, stop.is_set)
+      finally:
+        shard.close()
+
+    shards.append(start(address, serve))
   learners, threads = [], []
   for m, island in enumerate(islands):
     address = learner_address(m)
