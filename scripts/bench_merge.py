@@ -1,28 +1,31 @@
-"""Measures what a syncer shard does to one fragment: codec, arrival, merge and outer step.
+"""Measures what a syncer shard does to one fragment: codec, arrival of a push, commit.
 
     python scripts/bench_merge.py [--learners=8] [--values=33554432] [--repeats=7] [--quick]
 
-The commit (merge + outer step) is compared with plain NumPy copies between existing arrays of the
-same total size, taken in turn within one run; medians. Useful bytes of a commit: every input and
-output once, that is M deltas, the value and the momentum in, the value and the momentum out.
-Arrival is what is done while the round waits anyway: decoding one int4 push, its norms, its dot
-products with all others. Everything runs in one thread. The last line is one JSON object. Takes
-about 20 s and (M + 6) x 4 bytes a value.
+Pushes and updates are int4. A commit (merge, outer step with momentum, published update) is
+compared with NumPy copies between existing arrays, of as many bytes, on the same threads (one for
+each core), in turn within one run; medians. The bytes of a commit are every input and output once:
+M pushes, value, published value and momentum in and out, the update. Arrival is what is done to one
+push while the round waits anyway: its norms and a sample of it. The last line is one JSON object.
+Takes about 20 s and (M / 2 + 28) bytes a value.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 import tracemalloc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from ddiloco.config import OuterConfig, SyncConfig
-from ddiloco.core import codec, merge, outer
+from ddiloco.core import codec, merge, passes
+from ddiloco.core.codec import Encoded
 from ddiloco.core.fragments import Fragment, TensorSpec, make_plan
 
 OUTER = OuterConfig(learning_rate=0.7, momentum=0.9, nesterov=True)
@@ -69,48 +72,71 @@ def bench_codec(delta: np.ndarray, repeats: int) -> tuple[float, float, np.ndarr
   return gigabytes / statistics.median(encode), gigabytes / statistics.median(decode), payload
 
 
-def bench_arrival(
-  fragment: Fragment, deltas: list[np.ndarray], payload: np.ndarray
-) -> tuple[float, np.ndarray]:
-  """Seconds of the last, most expensive arrival, and the Gram matrices of all pushes."""
-  gram = merge.empty_gram(fragment)
-  for count, delta in enumerate(deltas):
-    start = time.perf_counter()
-    codec.decode(payload, fragment.size, "int4")
-    squares = merge.squared_norms(fragment, delta)
-    gram = merge.extend_gram(gram, merge.products(fragment, deltas[:count], delta), squares)
-    seconds = time.perf_counter() - start
-  return seconds, gram
+def random_push(values: int) -> Encoded:
+  """An int4 payload: one chunk of random values, again and again."""
+  rng = np.random.default_rng(0)
+  part = rng.standard_normal(min(values, codec.CHUNK), np.float32) * np.float32(1e-3)
+  push = Encoded("int4", np.empty(codec.payload_bytes(values, "int4"), np.uint8))
+  for start in range(0, values, codec.CHUNK):
+    here = part[: min(codec.CHUNK, values - start)]
+    there = codec.part(push, values, start)
+    codec.encode_chunk(here, "int4", there, np.empty_like(here))
+  return push
 
 
-def bench_commit(
-  fragment: Fragment, deltas: list[np.ndarray], gram: np.ndarray, repeats: int
-) -> tuple[float, float, float]:
-  """Median bytes per second of a commit and of a copy, and the extra memory in fragments."""
-  weights = merge.token_weights([24] * len(deltas), [24 * 1024 + m for m in range(len(deltas))])
-  value, momentum = np.ones(fragment.size, np.float32), outer.init(fragment.size, OUTER)
-  momentum += 1e-3  # touched, so that the system has really given the memory
-  target, copies = np.ones_like(value), (len(deltas) + 4) // 2
+def bench_commit(fragment: Fragment, learners: int, repeats: int) -> dict[str, float]:
+  """Seconds of an arrival and of a commit, and both beside a copy of as many bytes."""
+  size, count = fragment.size, len(os.sched_getaffinity(0))
+  passes.compile_for(fragment, OUTER)
+  pushes = [random_push(size) for _ in range(learners)]
+  value = np.full(size, 0.02, np.float32)
+  published, momentum = value - np.float32(1e-5), value * np.float32(0.05)
+  weights = token_weights(learners)
+  moved = learners * pushes[0].payload.nbytes + 6 * value.nbytes + pushes[0].payload.nbytes
+  part = value[: min(size, moved // 8 // count)]
+  copies = max(1, round(moved / 8 / count / part.size))
+  targets = [np.ones_like(part) for _ in range(count)]
+  with ThreadPoolExecutor(count) as threads:
+    share = threads.map
 
-  def commit() -> np.ndarray:
-    factors = merge.coefficients(fragment, gram, weights)
-    return merge.commit(fragment, value, momentum, deltas, factors, OUTER)
+    def arrive() -> np.ndarray:
+      passes.sample(fragment, pushes[0], merge.compared_pieces(fragment))
+      return passes.squares(fragment, pushes[0], share)
 
-  def copy() -> None:
-    for index in range(copies):
-      np.copyto(target, deltas[index % len(deltas)])
+    def commit() -> passes.Stepped:
+      directions = merge.Directions(fragment, squares, weights)
+      out = np.empty(size, np.float32)
+      found = passes.combine(fragment, pushes, directions.units, out, share)
+      vectors = value, published, momentum
+      return passes.step(fragment, out, directions.stretch(found), *vectors, OUTER, "int4", share)
 
-  commit(), copy()
-  pairs = [(seconds_of(copy), seconds_of(commit)) for _ in range(repeats)]
-  copy_seconds, commit_seconds = (statistics.median(column) for column in zip(*pairs))
-  tracemalloc.start()
-  before = tracemalloc.get_traced_memory()[0]
-  commit()
-  extra_bytes = tracemalloc.get_traced_memory()[1] - before
-  tracemalloc.stop()
-  useful_bytes = (len(deltas) + 4) * value.nbytes
-  copied_bytes = 2 * copies * value.nbytes
-  return useful_bytes / commit_seconds, copied_bytes / copy_seconds, extra_bytes / value.nbytes
+    def copy() -> None:
+      list(threads.map(lambda to: [np.copyto(to, part) for _ in range(copies)], targets))
+
+    squares = np.stack([arrive()] * learners)
+    arrival = statistics.median(seconds_of(arrive) for _ in range(repeats))
+    commit(), copy()
+    pairs = [(seconds_of(copy), seconds_of(commit)) for _ in range(repeats)]
+    tracemalloc.start()
+    commit()
+    extra_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+  copied, committed = (statistics.median(column) for column in zip(*pairs))
+  rate = 8 * part.size * copies * count / copied
+  return {
+    "arrival_seconds": arrival,
+    "commit_seconds": committed,
+    "commit_gbps": moved / committed / 1e9,
+    "copy_gbps": rate / 1e9,
+    "commit_vs_copy": moved / committed / rate,
+    "extra_fragments": extra_bytes / value.nbytes,
+    "threads": count,
+  }
+
+
+def token_weights(learners: int) -> np.ndarray:
+  """As of learners that differ a little."""
+  return merge.token_weights([24] * learners, [24 * 1024 + m for m in range(learners)])
 
 
 def main() -> None:
@@ -127,37 +153,27 @@ def main() -> None:
   values, repeats = (200_000, 2) if args.quick else (args.values, args.repeats)
 
   fragment = fragment_of(values)
-  rng = np.random.default_rng(0)
-  deltas = [rng.standard_normal(fragment.size, np.float32) for _ in range(args.learners)]
-  encode_gbps, decode_gbps, payload = bench_codec(deltas[0], repeats)
-  arrival_seconds, gram = bench_arrival(fragment, deltas, payload)
-  commit_rate, copy_rate, extra = bench_commit(fragment, deltas, gram, repeats)
+  delta = np.random.default_rng(0).standard_normal(min(fragment.size, 32 << 20), np.float32)
+  encode_gbps, decode_gbps, _ = bench_codec(delta, repeats)
+  found = bench_commit(fragment, args.learners, repeats)
 
-  megabytes = fragment.size * 4 / 1e6
-  useful_seconds = (args.learners + 4) * fragment.size * 4 / commit_rate
-  print(f"{args.learners} learners, {fragment.size:,} values ({megabytes:.0f} MB)", end=" ")
-  print(f"in {len(fragment.pieces)} pieces, medians of {repeats}")
+  print(
+    f"{args.learners} learners, {fragment.size:,} values in {len(fragment.pieces)} pieces,", end=" "
+  )
+  print(f"{found['threads']} threads, medians of {repeats}")
   for name, text in {
-    "commit (merge + outer)": f"{commit_rate / 1e9:8.2f} GB/s   {useful_seconds * 1e3:8.1f} ms",
-    "plain NumPy copy": f"{copy_rate / 1e9:8.2f} GB/s",
-    "commit / copy": f"{commit_rate / copy_rate:8.2f}        wanted: at least 0.50",
-    "int4 encode": f"{encode_gbps:8.2f} GB/s   wanted: at least 1",
-    "int4 decode": f"{decode_gbps:8.2f} GB/s   wanted: at least 1",
-    "last arrival": f"{arrival_seconds * 1e3:8.1f} ms     decode + norms + dot products",
-    "extra memory": f"{extra:8.3f} fragments: the new value and a fixed 128 KiB of scratch",
+    "commit": f"{found['commit_gbps']:8.2f} GB/s   {found['commit_seconds'] * 1e3:8.1f} ms",
+    "plain NumPy copy": f"{found['copy_gbps']:8.2f} GB/s",
+    "commit / copy": f"{found['commit_vs_copy']:8.2f}        wanted: at least 0.50",
+    "int4 encode": f"{encode_gbps:8.2f} GB/s   one thread",
+    "int4 decode": f"{decode_gbps:8.2f} GB/s   one thread",
+    "arrival": f"{found['arrival_seconds'] * 1e3:8.1f} ms     norms and a sample of one push",
+    "extra memory": f"{found['extra_fragments']:8.3f} fragments: new vectors, update, chunks",
   }.items():
     print(f"  {name:<24}{text}")
-  result = {
-    "merge_vs_copy": round(commit_rate / copy_rate, 3),
-    "int4_encode_gbps": round(encode_gbps, 2),
-    "int4_decode_gbps": round(decode_gbps, 2),
-    "extra_fragments": round(extra, 2),
-    "arrival_seconds": round(arrival_seconds, 4),
-    "commit_seconds": round(useful_seconds, 4),
-    "learners": args.learners,
-    "values": fragment.size,
-  }
-  print(json.dumps(result))
+  rounded = {name: round(value, 4) for name, value in found.items()}
+  codecs = {"int4_encode_gbps": round(encode_gbps, 2), "int4_decode_gbps": round(decode_gbps, 2)}
+  print(json.dumps({**rounded, **codecs, "learners": args.learners, "values": fragment.size}))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,6 @@ from ddiloco.protocol.syncer_state import FragmentState
 from ddiloco.runtime import REAL_TIME, Job, Time
 
 ASK_SECONDS = 0.5  # between two requests of a restarted shard, doubling
-LACKS_BASE = -1  # in place of a version: send the fragment whole
 PATIENCE_FACTOR = 8.0  # over the usual time until a copy is confirmed
 
 
@@ -84,9 +83,10 @@ class Copies:
     if isinstance(message, Recover):
       yield from self._give_back(message)
     elif message.owner == message.shard:
-      version = self._keep(message)
+      kept = self._keep(message)
       yield None
-      done = Replicated(self.shard, self.incarnation, message.fragment, version)
+      me = self.shard, self.incarnation
+      done = Replicated(*me, message.fragment, message.version, kept)
       self.endpoint.send(syncer_address(message.shard), done)
 
   def _give_back(self, message: Recover) -> Job:
@@ -102,19 +102,18 @@ class Copies:
     me = self.shard, self.incarnation
     self.endpoint.send(owner, Recovered(*me, asked_by=message.incarnation, fragments=tuple(held)))
 
-  def _keep(self, message: Replica) -> int:
-    """Returns the version that the owner may take to be kept, or LACKS_BASE."""
+  def _keep(self, message: Replica) -> bool:
+    """Whether this copy, or a newer one, is here now."""
     key = (message.owner, message.fragment)
     known = self._held.get(key)
     # A newer incarnation of the owner is right also if it had to begin at an older version.
     rank = (message.incarnation, message.version)
     if known is not None and rank < (known.said.incarnation, known.said.version):
-      return message.version
+      return True
     copy = unpack(message, self._plan, self._config, known)
-    if copy is None:
-      return LACKS_BASE
-    self._held[key] = copy
-    return message.version
+    if copy is not None:
+      self._held[key] = copy
+    return copy is not None
 
 
 class Replication:
@@ -205,7 +204,7 @@ class Replication:
     if message.shard != self._buddy or message.incarnation < self._buddy_incarnation:
       return
     p, newest = message.fragment, self._newest.get(message.fragment)
-    if newest is not None and message.version == newest.state.version:
+    if newest is not None and message.kept and message.version == newest.state.version:
       sent_at = self._sent_at.pop(p, None)
       if sent_at is not None:
         self._copy_seconds = smooth(self._copy_seconds, self._now() - sent_at)
@@ -215,7 +214,7 @@ class Replication:
       self._whole = [f for f in self._newest if f != p or f in self._sent_at]
       self._sent_at |= dict.fromkeys(self._whole, self._now())
       self._sent = {p: self._sent[p]} if p in self._sent and p not in self._whole else {}
-    elif message.version == LACKS_BASE and newest is not None and p not in self._whole:
+    elif not message.kept and newest is not None and p not in self._whole:
       self._whole.append(p)
     self._away, self._buddy_incarnation = False, message.incarnation
     if self._whole:  # one at a time: all together are a whole model on the way

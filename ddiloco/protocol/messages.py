@@ -276,12 +276,13 @@ class Replica:
 
 @dataclasses.dataclass(frozen=True)
 class Replicated:
-  """I hold your fragment at this version now; -1: I lack what the change was made of."""
+  """I hold your fragment at this version now, or lack what the change was made of."""
 
   shard: Count
   incarnation: Count
   fragment: CountOrNone
-  version: CountOrNone
+  version: Count
+  kept: bool  # False: send it whole
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ round lives and ends inside it (`protocol/rounds.py`), and shards agree on nothi
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 from ddiloco.config import SyncConfig
 from ddiloco.protocol import causality, members, moments, rounds
@@ -161,9 +162,12 @@ def _has_all(learner: int, member: Member) -> bool:
   return learner != EVALUATOR and not member.lost and min(member.versions, default=-1) >= 0
 
 
-def next_wake(state: SyncerState, sync: SyncConfig) -> float | None:
-  """When a `Tick` is needed even if no message comes."""
-  times = [f.round.deadline for f in state.fragments if f.round is not None]
+def next_wake(
+  state: SyncerState, sync: SyncConfig, measuring: Collection[int] = ()
+) -> float | None:
+  """When a `Tick` is needed even if no message comes, nor what is being measured."""
+  current = (f.round for f in state.fragments if f.round is not None)
+  times = [r.deadline for r in current if r.id not in measuring]
   if state.dirty:
     times.append(rounds.may_start_at(state, sync))
   wake_at = min([state.silent_at, *times])

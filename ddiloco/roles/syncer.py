@@ -156,12 +156,12 @@ class Syncer:
     while not stopped():
       faults.check(self.state.global_step)
       yield None  # it may have stood still
-      wake_at = syncer.next_wake(self.state, self.config.sync)
+      wake_at = syncer.next_wake(self.state, self.config.sync, self._rounds_measured())
       wake_at = deadline if wake_at is None else min(wake_at, deadline)
       started = yield from self._take_in(wake_at)
       yield from self.finish()
       deadline = math.inf if self.replication is None else self.replication.tick()
-      measuring = frozenset(round_id for round_id, _ in self._measuring)
+      measuring = self._rounds_measured()
       yield from self.handle(Tick(now(), heard_until=started, measuring=measuring))
       if self.state.saving and not (self._capturing or (self._saver and self._saver.busy)):
         yield from self.handle(Saved(now()))
@@ -169,6 +169,9 @@ class Syncer:
       yield None
       self._count_traffic()
     self._count_traffic(always=True)
+
+  def _rounds_measured(self) -> frozenset[int]:
+    return frozenset(round_id for round_id, _ in self._measuring)
 
   def _take_in(self, until: float) -> Loop[float]:
     """Waits for a message, then takes in all that are there; returns when the wait was over.

@@ -107,7 +107,7 @@ def test_a_buddy_that_gets_what_learners_get_has_value_and_momentum_bit_by_bit(n
     newest, message = change(newest, name, seed)
     assert len(message.payload) == codec.payload_bytes(PLAN.sizes[1], name), "one publish"
     keep(copies, received(message))
-    assert box.take()[-1] == ("syncer-0", Replicated(1, 50, 1, newest.state.version))
+    assert box.take()[-1] == ("syncer-0", Replicated(1, 50, 1, newest.state.version, True))
   keep(copies, Recover(0, 10))
   [(_, whole), _] = box.take()
   expected = dataclasses.replace(newest, value=newest.published_value)
@@ -121,15 +121,15 @@ def test_a_change_of_what_a_buddy_does_not_have_is_not_kept():
   first.value[0] = 0
   second, message = change(first, "int8", 0)
   keep(copies, message)
-  assert box.take() == [("syncer-0", Replicated(1, 50, 1, -1))]
+  assert box.take() == [("syncer-0", Replicated(1, 50, 1, 6, False))]
   keep(copies, pack(first, 0, 9))
   keep(copies, dataclasses.replace(message, payload=message.payload[:-1]))
   _, third = change(second, "int8", 1)
   keep(copies, third)
-  assert [m.version for _, m in box.take()] == [5, -1, -1]
+  assert [m.kept for _, m in box.take()] == [True, False, False]
   keep(copies, message)
   keep(copies, third)
-  assert [m.version for _, m in box.take()] == [6, 7]
+  assert [(m.version, m.kept) for _, m in box.take()] == [(6, True), (7, True)]
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_a_buddy_keeps_the_newest_and_says_so():
   copies = copies_of(box)
   for version in (3, 5, 4):
     keep(copies, pack(committed(1, version), 0, 9))
-    assert box.take() == [("syncer-0", Replicated(1, 50, 1, version))]
+    assert box.take() == [("syncer-0", Replicated(1, 50, 1, version, True))]
   keep(copies, pack(committed(2, 1), 0, 9))
   keep(copies, pack(committed(0, 8), 3, 9))  # of another neighbour
   assert given_back(copies, box, 0, 10) == {1: 5, 2: 1}
@@ -214,7 +214,7 @@ def test_nobody_replaces_the_fragments_of_another_shard():
   copies = copies_of(box)
   keep(copies, pack(committed(1, 7), 0, 9))
   keep(copies, dataclasses.replace(pack(committed(1, 8), 0, 9), shard=2))
-  assert box.take() == [("syncer-0", Replicated(1, 50, 1, 7))]
+  assert box.take() == [("syncer-0", Replicated(1, 50, 1, 7, True))]
   assert given_back(copies, box, 0, 10) == {1: 7}
 
 
@@ -238,7 +238,7 @@ class Owner:
     self.side.when_safe(p, version, lambda: self.done.append((p, version)))
 
   def confirm(self, p: int, version: int, incarnation: int = 50, shard: int = 1) -> None:
-    for _ in self.side.on(Replicated(shard, incarnation, p, version)):
+    for _ in self.side.on(Replicated(shard, incarnation, p, version, True)):
       pass
 
   def later(self, seconds: float) -> None:

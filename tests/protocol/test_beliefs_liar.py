@@ -16,4 +16,4 @@ def test_a_liar_stops_rewrites_and_owns_nothing(block):
   counted = check_all(liar.check, range(block * WORLDS, (block + 1) * WORLDS))
   assert struck(counted, liar.KINDS), counted
   assert sum(counted[lie] for lie in liar.LIES) > 50 * WORLDS, counted
-  assert counted["merged"] > 5 and counted["rejected"] > 0 and counted["adopted"] > 0, counted
+  assert counted["merged"] > 0 and counted["rejected"] > 0 and counted["adopted"] > 0, counted

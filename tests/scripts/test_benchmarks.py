@@ -21,8 +21,12 @@ PROMISED = {
     *("ratio", "calls", "other_island_blocked_seconds", "seconds_until_merged_again"),
   },
   "bench_kill.py": {"survivor_step_ratio", "survivor_max_gap_ratio", "rejoin_seconds", "kills"},
-  "bench_merge.py": {"merge_vs_copy", "int4_encode_gbps", "int4_decode_gbps", "extra_fragments"},
+  "bench_merge.py": {"commit_vs_copy", "int4_encode_gbps", "int4_decode_gbps", "extra_fragments"},
   "bench_overhead.py": {"ratio", "blocked_seconds"},
+  "bench_shard.py": {
+    *("together_merged", "after_pause_merged", "control_ms_while_merging", "commit_vs_copy"),
+    *("sync_seconds", "bytes_per_parameter", "buddy_bytes_vs_publish"),
+  },
   "bench_transport.py": {"gbps", "plain_vs_socket", "secured_gbps", "control_rtt_ms_under_load"},
   "bench_wire.py": {"bytes_per_step", "versus_data_parallel", "framing_overhead"},
 }
@@ -47,6 +51,9 @@ def test_quick_run_prints_the_promised_numbers(line):
   if script == "bench_hosts.py":
     assert result["same_step"] and result["calls"] > 0
     assert result["other_island_blocked_seconds"] == 0 < result["other_island_steps_meanwhile"]
+  if script == "bench_shard.py":
+    assert result["together_merged"] == result["after_pause_merged"] == 1
+    assert result["called_lost"] == 0 and result["buddy_bytes_vs_publish"] <= 1.1
   if script == "bench_transport.py":
     assert set(result["gbps"]) == {
       *("socket", "in_process", "plain", "secured_1", "secured_2", "secured_4")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import runpy
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from ddiloco.checkpoint import buddy as buddies
 from ddiloco.config import SyncConfig
 from ddiloco.core import codec, fragments
-from ddiloco.core.commit import new_fragment
 from ddiloco.core.delta import Deltas
 from ddiloco.core.fragments import TensorSpec
 from ddiloco.simulation import bandwidth
@@ -99,22 +97,6 @@ def test_bytes_are_those_of_real_pushes_and_publishes(name):
   found = bandwidth.exchanged(plan.sizes, sync)
   assert (found.push_bytes, found.publish_bytes) == (pushed, published)
   assert found.per_step(sync) == (pushed + published) / sync.sync_period
-
-
-@pytest.mark.parametrize("publish_codec", ["f32", "bf16"])
-@pytest.mark.parametrize("momentum", [False, True])
-def test_copies_are_as_large_as_real_ones(publish_codec, momentum):
-  sync = SyncConfig(num_fragments=6, publish_codec=publish_codec)
-  fragment = fragments.make_plan(SPECS, sync).fragments[0]
-  value = np.ones(fragment.size, np.float32)
-  kept = new_fragment(fragment, value)
-  kept = dataclasses.replace(
-    kept,
-    published_value=value if publish_codec == "f32" else value.copy(),
-    momentum=value.copy() if momentum else None,
-  )
-  vectors = bandwidth.state_vectors(sync, momentum)
-  assert buddies.pack(kept, 0, 0).payload.nbytes == 4 * vectors * fragment.size
 
 
 @pytest.mark.slow

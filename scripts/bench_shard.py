@@ -1,0 +1,470 @@
+"""What a real syncer shard does with fragments of full size: is all merged, is control answered?
+
+A shard runs in a process of its own, with the outer optimizer's momentum, int4 pushes and int4
+publishes; M learners on loopback are played by this process, message by message. Parts:
+
+- Together: all learners push at the same time, and all pushes are merged (`together_merged`).
+  Meanwhile hellos are answered: the longest answer while the shard measured and merged is
+  `control_ms_while_merging`. From the first push's arrival to the last publish's: `sync_seconds`.
+- After a pause: the shard is stopped for 3 s (SIGSTOP) while pushes arrive; all of them are merged,
+  and no learner is called lost (`after_pause_merged`).
+- Commit: the shard's own arithmetic in this process, in turn with a copy of the same bytes on the
+  same threads, as `bench_merge.py` measures it: `commit_vs_copy`, a ratio of medians.
+- Memory of the shard's process, less what it had before its fragments, per parameter: at rest, and
+  the most ever (`bytes_per_parameter`, `peak_bytes_per_parameter`).
+- Copies: two shards with small fragments; bytes to the buddy over bytes of one learner's publishes,
+  without the first copy of each fragment, which is whole (`buddy_bytes_vs_publish`).
+
+  python scripts/bench_shard.py [--values=508000000] [--fragments=1] [--learners=8] [--quick]
+
+Full size takes about 14 bytes of memory for each value at rest and 26 while it is merged. The last
+line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import bench_merge
+import numpy as np
+
+from ddiloco.chaos.faults import Faults
+from ddiloco.checkpoint.buddy import Copies, Replication
+from ddiloco.checkpoint.restore import new_syncer
+from ddiloco.config import Config, from_dict
+from ddiloco.core import passes
+from ddiloco.core.commit import MemoryStore, new_fragment
+from ddiloco.core.fragments import Fragment, Piece, Plan, owned_by
+from ddiloco.network.endpoint import NetworkEndpoint, RunIdentity
+from ddiloco.network.transport import learner_address, syncer_address
+from ddiloco.protocol.events import Commit, Event, Member
+from ddiloco.protocol.messages import (
+  INITIAL,
+  Hello,
+  Publish,
+  Pull,
+  Push,
+  Replica,
+  Report,
+  Welcome,
+)
+from ddiloco.roles.syncer import Syncer
+from ddiloco.runtime import Runtime
+
+PATIENCE_SECONDS = 300.0
+PAUSE_SECONDS = 3.0
+STEP_SECONDS = 60.0  # as reported: the grace window lasts until all have answered
+
+
+def plan_of(values: int, fragments: int) -> Plan:
+  """Fragments of a matrix and a short vector each."""
+  pieces = lambda: (  # noqa: E731
+    Piece("matrix", None, 0, 1, (values - 128,), 0, average=False),
+    Piece("norm", None, 0, 1, (128,), values - 128, average=False),
+  )
+  return Plan(tuple(Fragment(p, pieces()) for p in range(fragments)))
+
+
+def config_of(learners: int, shards: int, fragments: int) -> Config:
+  sync = {"num_shards": shards, "num_fragments": fragments, "sync_period": 2, "overlap_steps": 1}
+  sync |= {"push_codec": "int4", "publish_codec": "int4", "min_quorum": 1, "grace_safety": 0.9}
+  outer_settings = {"learning_rate": 0.4, "momentum": 0.9}
+  islands = {"num_learners": learners}
+  return from_dict({"islands": islands, "sync": sync, "outer": outer_settings})
+
+
+# --- The shard: a process of its own
+
+
+class Recorder:
+  """Sends commits and losses to the bench."""
+
+  def __init__(self, pipe: Any):
+    self._pipe, self._lock = pipe, threading.Lock()
+
+  def record(self, event: Event) -> None:
+    if isinstance(event, Commit):
+      said: Any = ("commit", event.fragment, event.version, len(event.learners))
+    elif isinstance(event, Member) and event.state == "lost":
+      said = ("lost", event.learner)
+    else:
+      return
+    with self._lock:
+      self._pipe.send(said)
+
+  def flush(self) -> None:
+    pass
+
+
+class Counted:
+  """An endpoint that counts the payloads that it sends: of publishes, and of copies."""
+
+  def __init__(self, endpoint: Any):
+    self._endpoint = endpoint
+    self.bytes = {"publish": 0, "copy": 0, "first_copy": 0}
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._endpoint, name)
+
+  def send(self, to: str, message: Any) -> int:
+    if isinstance(message, Publish) and to == learner_address(0) and message.payload is not None:
+      self.bytes["publish"] += len(message.payload)
+    if isinstance(message, Replica) and message.owner == message.shard:
+      kind = "copy" if message.base_round >= 0 else "first_copy"
+      if to != syncer_address(message.shard):
+        self.bytes[kind] += len(message.payload)
+    return self._endpoint.send(to, message)
+
+
+def resident_bytes(key: str = "VmRSS") -> int:
+  """Of this process; "VmHWM": the most it ever had."""
+  with open("/proc/self/status") as file:
+    return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key))
+
+
+def serve(pipe: Any, shard: int, shards: int, values: int, fragments: int, learners: int) -> None:
+  """A shard until it is told to end; tells where it listens, what it commits, and its memory."""
+  config, plan = config_of(learners, shards, fragments), plan_of(values, fragments)
+  run = identity(plan)
+  endpoint = Counted(
+    NetworkEndpoint(syncer_address(shard), 1, run, config.network, bind="tcp://127.0.0.1:0")
+  )
+  store, owned = MemoryStore(), owned_by(shard, shards, fragments)
+  for p in owned:
+    passes.compile_for(plan.fragments[p], config.outer)
+  before = resident_bytes()
+  for p in owned:
+    store.save(new_fragment(plan.fragments[p], np.full(values, 0.02, np.float32)))
+  replication = None
+  pipe.send(("bound", endpoint.bound, before))
+  if shards > 1:
+    endpoint.dial(syncer_address(1 - shard), pipe.recv())
+    copies = Copies(shard, 1, endpoint, plan, config.outer)
+    replication = Replication(copies, 1 - shard, PATIENCE_SECONDS, Recorder(pipe))
+  state, stop = new_syncer(config, shard, 1, store), threading.Event()
+  role = Syncer(state, config, plan, store, Runtime(endpoint, Recorder(pipe)), replication)
+
+  def listen() -> None:
+    while pipe.recv() != "end":
+      pipe.send(("memory", resident_bytes(), resident_bytes("VmHWM"), dict(endpoint.bytes)))
+    stop.set()
+
+  threading.Thread(target=listen, daemon=True).start()
+  role.run(Faults((), 0.0), stop.is_set)
+  role.close()
+  endpoint.close()
+
+
+def identity(plan: Plan) -> RunIdentity:
+  return RunIdentity("bench", "plan", 12 * max(plan.sizes), 32 * sum(plan.sizes))
+
+
+class Shards:
+  """The processes, and what they have said."""
+
+  def __init__(self, shards: int, values: int, fragments: int, learners: int):
+    context = multiprocessing.get_context("spawn")
+    self.commits: dict[tuple[int, int], int] = {}  # fragment, version -> pushes
+    self.lost: list[int] = []
+    self.pipes, self.processes, self.urls, self.before = [], [], [], []
+    for s in range(shards):
+      pipe, theirs = context.Pipe()
+      sizes = s, shards, values, fragments, learners
+      self.processes.append(context.Process(target=serve, args=(theirs, *sizes), daemon=True))
+      self.processes[-1].start()
+      self.pipes.append(pipe)
+    for pipe in self.pipes:
+      _, url, before = self._next(pipe, "bound")
+      self.urls.append(url)
+      self.before.append(before)
+    if shards > 1:
+      for s, pipe in enumerate(self.pipes):
+        pipe.send(self.urls[1 - s])
+
+  def _next(self, pipe: Any, kind: str) -> tuple:
+    while True:
+      if not pipe.poll(PATIENCE_SECONDS):
+        raise TimeoutError(f"a shard says no {kind!r}")
+      said = pipe.recv()
+      if said[0] == "commit":
+        self.commits[said[1], said[2]] = said[3]
+      elif said[0] == "lost":
+        self.lost.append(said[1])
+      if said[0] == kind:
+        return said
+
+  def committed(self, fragment: int, version: int) -> int:
+    """How many pushes this version merged; waits for it."""
+    while (fragment, version) not in self.commits:
+      self._next(self.pipes[fragment % len(self.pipes)], "commit")
+    return self.commits[fragment, version]
+
+  def memory(self, shard: int = 0) -> tuple[int, int, Mapping[str, int]]:
+    self.pipes[shard].send("memory")
+    return self._next(self.pipes[shard], "memory")[1:]
+
+  def end(self) -> None:
+    for pipe in self.pipes:
+      pipe.send("end")
+    for process in self.processes:
+      process.join(30)
+      process.kill()
+
+
+# --- Learners, played by hand
+
+
+class Learner:
+  """Reports, pushes the same update whenever it is asked, and notes when versions arrive."""
+
+  def __init__(self, number: int, config: Config, plan: Plan, urls: list[str], update: np.ndarray):
+    self.number, self._plan, self._update = number, plan, update
+    self.endpoint = NetworkEndpoint(learner_address(number), 1, identity(plan), config.network)
+    for s, url in enumerate(urls):
+      self.endpoint.dial(syncer_address(s), url)
+    self.rounds = dict.fromkeys(range(len(plan.fragments)), INITIAL)
+    self.versions = dict.fromkeys(range(len(plan.fragments)), 0)
+    self.got_at: dict[tuple[int, int], float] = {}
+    self.answers: list[float] = []  # seconds until a hello was answered
+    self.pushed_at: list[float] = []
+    self.step, self.since = 0, 0
+    self.hold = threading.Event()  # pushes wait for it
+    self.hold.set()
+    self.asked_at: float | None = None
+    self._stop = threading.Event()
+    self._shards = len(urls)
+    self._said = threading.Lock()
+    for s in range(self._shards):
+      self.hello(s)
+    self._thread = threading.Thread(target=self._live, daemon=True)
+    self._thread.start()
+
+  def _of(self, shard: int) -> list[int]:
+    return list(owned_by(shard, self._shards, len(self._plan.fragments)))
+
+  def hello(self, shard: int = 0) -> None:
+    self.asked_at = time.monotonic()
+    rounds = tuple(self.rounds[p] for p in self._of(shard))
+    self.endpoint.send(syncer_address(shard), Hello(self.number, 1, rounds))
+
+  def report(self, since: int) -> None:
+    """It has made so many steps since its last sync, of every fragment."""
+    with self._said:
+      self.step += since - self.since if since > self.since else 0
+      self.since = since
+    for s in range(self._shards):
+      mine = self._of(s)
+      self.endpoint.send(
+        syncer_address(s),
+        Report(
+          learner=self.number,
+          incarnation=1,
+          global_step=self.step,
+          step_seconds=STEP_SECONDS,
+          versions=tuple(self.versions[p] for p in mine),
+          rounds=tuple(self.rounds[p] for p in mine),
+          steps_since_sync=tuple(since for _ in mine),
+          leaving=False,
+          snapshot=0,
+        ),
+      )
+
+  def _live(self) -> None:
+    while not self._stop.is_set():
+      arrived = self.endpoint.receive(0.1)
+      match arrived.message if arrived else None:
+        case Welcome() if self.asked_at is not None:
+          self.answers.append(time.monotonic() - self.asked_at)
+          self.asked_at = None
+        case Pull() as pull:
+          self.hold.wait()
+          self._push(pull)
+        case Publish() as publish:
+          p = publish.fragment
+          self.versions[p], self.rounds[p] = publish.version, publish.round
+          self.got_at[p, publish.version] = time.monotonic()
+
+  def _push(self, pull: Pull) -> None:
+    push = Push(
+      learner=self.number,
+      incarnation=1,
+      fragment=pull.fragment,
+      round=pull.round,
+      base_version=pull.base_version,
+      steps=2,
+      tokens=2 * 1024,
+      global_step=self.step,
+      snapshot=0,
+      count=self.step,
+      codec="int4",
+      payload=self._update,
+    )
+    self.pushed_at.append(time.monotonic())
+    self.endpoint.send(syncer_address(pull.shard), push)
+
+  def close(self) -> None:
+    self._stop.set()
+    self._thread.join(10)
+    self.endpoint.close()
+
+
+class Bench:
+  """One shard and its learners, round after round of all fragments."""
+
+  def __init__(self, shards: int, values: int, fragments: int, learners: int):
+    config, plan = config_of(learners, shards, fragments), plan_of(values, fragments)
+    self.shards = Shards(shards, values, fragments, learners)
+    update = bench_merge.random_push(values).payload
+    self.learners = [Learner(m, config, plan, self.shards.urls, update) for m in range(learners)]
+    self.fragments, self.version = fragments, 0
+
+  def begin(self) -> None:
+    """All learners have made steps: a round of each fragment is due."""
+    for since in (1, 2):  # all can be asked before the first is due
+      for learner in self.learners:
+        learner.report(since)
+      time.sleep(0.2)  # reports of all learners are there, on connections of their own
+
+  def round(self, ask_seconds: float = 0.0) -> tuple[float, list[int]]:
+    """(seconds from the first push to the last publish, pushes merged in each fragment).
+
+    With `ask_seconds` learner 0 says hello that often meanwhile, and notes the answers.
+    """
+    self.version += 1
+    over, asker = threading.Event(), self.learners[0]
+    for learner in self.learners:
+      learner.pushed_at.clear()
+
+    def ask() -> None:
+      while not over.wait(ask_seconds):
+        if asker.pushed_at and asker.asked_at is None:
+          asker.hello()
+
+    if ask_seconds:
+      threading.Thread(target=ask, daemon=True).start()
+    self.begin()
+    merged = [self.shards.committed(p, self.version) for p in range(self.fragments)]
+    seconds = self._delivered() - min(min(each.pushed_at) for each in self.learners)
+    over.set()
+    for learner in self.learners:
+      learner.report(0)
+    return seconds, merged
+
+  def _delivered(self) -> float:
+    until = time.monotonic() + PATIENCE_SECONDS
+    wanted = [(p, self.version) for p in range(self.fragments)]
+    while not all(key in each.got_at for each in self.learners for key in wanted):
+      if time.monotonic() > until:
+        raise TimeoutError(f"version {self.version} did not reach all learners")
+      time.sleep(0.01)
+    return max(each.got_at[key] for each in self.learners for key in wanted)
+
+  def end(self) -> None:
+    for learner in self.learners:
+      learner.close()
+    self.shards.end()
+
+
+# --- The parts
+
+
+def bench_rounds(values: int, fragments: int, learners: int) -> dict[str, Any]:
+  """Together, after a pause, and the memory of it."""
+  bench = Bench(1, values, fragments, learners)
+  try:
+    bench.round()  # the first touches all memory
+    asker = bench.learners[0]
+    asker.answers.clear()
+    seconds, together = bench.round(ask_seconds=0.005)
+    control = sorted(asker.answers)
+    resident, peak, _ = bench.shards.memory()
+    print(f"together: {together} of {learners} merged in {seconds:.2f} s;", end=" ")
+    print(f"hellos answered in {1e3 * control[len(control) // 2]:.1f} ms, at most", end=" ")
+    print(f"{1e3 * control[-1]:.1f} ms ({len(control)})", flush=True)
+    paused = pause(bench)
+    print(f"after a pause of {PAUSE_SECONDS:g} s: {paused} merged, lost: {bench.shards.lost}")
+    parameters = values * fragments
+    return {
+      "together_merged": min(together) / learners,
+      "after_pause_merged": min(paused) / learners,
+      "called_lost": len(bench.shards.lost),
+      "control_ms_while_merging": round(1e3 * control[-1], 1),
+      "control_ms_median": round(1e3 * control[len(control) // 2], 2),
+      "sync_seconds": round(seconds, 3),
+      "bytes_per_parameter": round((resident - bench.shards.before[0]) / parameters, 2),
+      "peak_bytes_per_parameter": round((peak - bench.shards.before[0]) / parameters, 2),
+    }
+  finally:
+    bench.end()
+
+
+def pause(bench: Bench) -> list[int]:
+  """The pushes arrive at a shard that is stopped."""
+  shard = bench.shards.processes[0].pid
+  for learner in bench.learners:
+    learner.hold.clear()
+  bench.version += 1
+  bench.begin()
+  time.sleep(1.0)  # all pulls are there
+  os.kill(shard, signal.SIGSTOP)
+  for learner in bench.learners:
+    learner.hold.set()
+  time.sleep(PAUSE_SECONDS)
+  os.kill(shard, signal.SIGCONT)
+  merged = [bench.shards.committed(p, bench.version) for p in range(bench.fragments)]
+  bench._delivered()
+  return merged
+
+
+def bench_copies(values: int, learners: int) -> dict[str, Any]:
+  """Bytes to a buddy over bytes of one learner's publishes."""
+  bench = Bench(2, values, 2, learners)
+  try:
+    for _ in range(4):
+      bench.round()
+    sent = [bench.shards.memory(s)[2] for s in (0, 1)]
+  finally:
+    bench.end()
+  copies, published = (sum(each[kind] for each in sent) for kind in ("copy", "publish"))
+  per_publish = published / (2 * bench.version)
+  per_copy = copies / (2 * (bench.version - 1))
+  print(f"a copy for the buddy: {per_copy:,.0f} bytes; a publish: {per_publish:,.0f} bytes")
+  return {"buddy_bytes_vs_publish": round(per_copy / per_publish, 3)}
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument("--values", type=int, default=508_000_000, help="of each fragment")
+  parser.add_argument("--fragments", type=int, default=1, help="of the shard (1)")
+  parser.add_argument("--learners", type=int, default=8, help="that push (8)")
+  parser.add_argument("--repeats", type=int, default=5, help="of the commit (5)")
+  parser.add_argument("--quick", action="store_true", help="small fragments: is the script alive?")
+  args = parser.parse_args()
+  if min(args.values - 1000, args.fragments, args.learners, args.repeats) < 1:
+    parser.error("--values must be over 1000, the others at least 1")
+  values = 5_000_000 if args.quick else args.values
+  result = bench_rounds(values, args.fragments, args.learners)
+  fragment = plan_of(min(values, 128_000_000), 1).fragments[0]
+  found = bench_merge.bench_commit(fragment, args.learners, args.repeats)
+  print(f"commit: {found['commit_gbps']:.2f} GB/s; a copy of as many bytes:", end=" ")
+  print(f"{found['copy_gbps']:.2f} GB/s; {found['threads']} threads")
+  names = "commit_vs_copy", "commit_seconds", "arrival_seconds", "threads"
+  result |= {name: round(found[name], 3) for name in names}
+  result |= bench_copies(min(values, 8_000_000), args.learners)
+  result |= {"values": values, "fragments": args.fragments, "learners": args.learners}
+  print(json.dumps(result))
+
+
+if __name__ == "__main__":
+  sys.exit(main())
