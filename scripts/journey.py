@@ -138,7 +138,7 @@ JOURNEY = (
   Stop("core/outer.py", "update",
        "SGD with momentum on the merged delta.", "update"),
   Stop("roles/syncer.py", "Syncer._merged",
-       "The new version is stored, and in the log, before any role hears of it.", "_announce"),
+       "The new version is stored, and in the log, before any role hears of it.", "Replication"),
   Stop("checkpoint/buddy.py", "Replication.when_safe",
        "The new version goes out when another shard has a copy of it.", "when_safe"),
   Stop("roles/syncer.py", "Syncer._send",
