@@ -72,7 +72,13 @@ def _define_plan(values: flags.FlagValues) -> None:
   number("chip_teraflops", None, "Peak of one chip, in 1e12 FLOP/s.")
   number("mfu", 0.5, "Share of the peak that a step reaches.")
   number("tokens", None, "Of an island's step, instead of the config's.")
-  number("core_gbytes", planner.CORE_GBYTES, "GB/s of f32 that one core of a shard merges.")
+  number("core_gbytes", planner.CORE_GBYTES, "GB/s of f32 that a shard merges.")
+  flags.DEFINE_bool(
+    "measure",
+    False,
+    "Measure --core_gbytes on this machine, as a shard would merge: some seconds.",
+    flag_values=values,
+  )
   flags.DEFINE_bool("json", False, "One JSON object instead of text.", flag_values=values)
 
 
@@ -111,8 +117,19 @@ def _setting(values: flags.FlagValues, config: Config) -> planner.Setting:
     gbps=gbps,
     latency_seconds=_not_negative(values, "latency_ms", "30") / 1000,
     shard_gbps=_not_negative(values, "shard_gbps", "100"),
-    core_gbytes=_positive(values, "core_gbytes", "4"),
+    core_gbytes=_core_gbytes(values, config),
   )
+
+
+def _core_gbytes(values: flags.FlagValues, config: Config) -> float:
+  if not values["measure"].value:
+    return _positive(values, "core_gbytes", "4")
+  from ddiloco.simulation import rates
+
+  found = rates.merge_gbytes(config.sync, config.outer)
+  if not values["json"].value:
+    print(f"This machine merges {found:.1f} GB/s of f32 (--core_gbytes={found:.1f}).\n")
+  return found
 
 
 def _step_seconds(values: flags.FlagValues, config: Config, parameters: int | None) -> float:
@@ -225,7 +242,11 @@ def _define_protocol(values: flags.FlagValues) -> None:
     **define,
   )
   flags.DEFINE_float(
-    "merge_gbytes", 4.0, "GB/s of f32 that a shard merges: 4 for each of its cores.", 0.0, **define
+    "merge_gbytes",
+    4.0,
+    "GB/s of f32 that a shard merges (`ddiloco plan --measure`).",
+    0.0,
+    **define,
   )
   flags.DEFINE_integer(
     "parameters", None, "Size of the model, in equal fragments; default: the config's.", **define

@@ -145,6 +145,10 @@ class NetworkEndpoint:
   def waiting(self) -> int:
     return self._inbox.waiting
 
+  def unsent(self, peer: str) -> int:
+    found = self._find(peer)
+    return 0 if found is None else found.queued_bytes
+
   def wake(self) -> None:
     self._inbox.wake()
 

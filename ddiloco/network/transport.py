@@ -111,6 +111,10 @@ class Endpoint(Protocol):
     """How many messages have arrived and are not received yet, about."""
     ...
 
+  def unsent(self, peer: str) -> int:
+    """Bytes of payloads for this peer that have not left yet: none of them is lost."""
+    ...
+
   def wake(self) -> None:
     """Makes a waiting `receive` return None now."""
     ...
@@ -387,6 +391,9 @@ class QueueEndpoint:
   @property
   def waiting(self) -> int:
     return self._inbox.waiting
+
+  def unsent(self, peer: str) -> int:
+    return 0
 
   def wake(self) -> None:
     self._inbox.wake()

@@ -47,6 +47,7 @@ class Received:
   # Inner products with the pushes accepted before in this round, and with itself.
   products: Mapping[int, float] = dataclasses.field(default_factory=dict)
   content: Any = None  # the payload decoded, opaque: the action that keeps it carries it
+  unsent: bool = False  # what was sent to the learner that speaks here is still on its way to it
 
 
 @dataclasses.dataclass(frozen=True)

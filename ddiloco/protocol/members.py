@@ -81,13 +81,13 @@ def fault_of(state: SyncerState, message: Message) -> str:
 def on_message(
   state: SyncerState, event: Received, sync: SyncConfig
 ) -> tuple[SyncerState, list[SyncerAction]]:
-  message, now = cast(ToShard, event.message), event.now  # else `fault_of` has said so
+  message = cast(ToShard, event.message)  # else `fault_of` has said so
   member = state.members.get(message.learner)
   match message:
     case Hello():
-      return _on_hello(state, message, member, now, sync)
+      return _on_hello(state, message, member, event, sync)
     case Report():
-      return _on_report(state, message, member, now, sync)
+      return _on_report(state, message, member, event, sync)
     case Value():
       return _on_value(state, message, event, sync)
   if member is None:
@@ -97,9 +97,10 @@ def on_message(
 
 
 def _on_hello(
-  state: SyncerState, hello: Hello, member: Member | None, now: float, sync: SyncConfig
+  state: SyncerState, hello: Hello, member: Member | None, event: Received, sync: SyncConfig
 ) -> tuple[SyncerState, list[SyncerAction]]:
   actions: list[SyncerAction] = []
+  now = event.now
   new = member is None or hello.incarnation > member.incarnation
   if member is None or new:
     state = forget_pending(state, hello.learner)
@@ -124,7 +125,8 @@ def _on_hello(
   state = _heard(state, hello.learner, replace(member, heard_at=now, lost=False), sync)
   # The newcomer; at the start, all who waited for it.
   for learner in (hello.learner,) if begun else sorted(state.members):
-    state, sent = _catch_up(state, learner, now, sync)
+    unsent = event.unsent and learner == hello.learner
+    state, sent = _catch_up(state, learner, now, sync, unsent)
     actions += sent
   return state, actions
 
@@ -147,8 +149,9 @@ def _begun(state: SyncerState, sync: SyncConfig) -> bool:
 
 
 def _on_report(
-  state: SyncerState, report: Report, member: Member | None, now: float, sync: SyncConfig
+  state: SyncerState, report: Report, member: Member | None, event: Received, sync: SyncConfig
 ) -> tuple[SyncerState, list[SyncerAction]]:
+  now = event.now
   newer = {f.index: r for r, f in zip(report.rounds, state.fragments) if r > f.last_round}
   if newer:
     return _recall(state, report, newer, now, sync)
@@ -184,7 +187,7 @@ def _on_report(
     )
     return state, [*actions, Send(report.learner, refusal)]
   state = mark_dirty(state, _due(state, report.learner, member, sync))
-  state, sent = _catch_up(state, report.learner, now, sync)
+  state, sent = _catch_up(state, report.learner, now, sync, event.unsent)
   return state, [*actions, *sent]
 
 
@@ -326,13 +329,19 @@ def _note_lost(state: SyncerState, report: Report) -> tuple[SyncerState, list[Sy
 
 
 def _catch_up(
-  state: SyncerState, learner: int, now: float, sync: SyncConfig
+  state: SyncerState, learner: int, now: float, sync: SyncConfig, unsent: bool
 ) -> tuple[SyncerState, list[SyncerAction]]:
-  """Sends, whole, what a member should have by now and has not."""
+  """Sends, whole, what a member should have by now and has not.
+
+  What has not left here yet is not lost, however slow the link is: patience begins after that.
+  """
   actions: list[SyncerAction] = []
   member = state.members[learner]
   if member.lost or not _begun(state, sync):
     return state, actions
+  if unsent:
+    member = replace(member, resent_at=now)
+    state = set_member(state, learner, member)
   lacks = [i for i, f in enumerate(state.fragments) if member.versions[i] < f.version]
   since = member.waiting_since
   patience = max(sync.liveness_seconds, 3 * state.delivery_seconds, 3 * member.delivery_seconds)

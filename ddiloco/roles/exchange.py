@@ -351,7 +351,9 @@ class Exchange:
       )
       self.recorder.flush()
       self._outbox[push.fragment] = replace(kept, round=push.round)
-    self._send_push(push.fragment)
+    shard = self.state.fragments[push.fragment].shard
+    if not self.endpoint.unsent(syncer_address(shard)):  # else it may be the very push
+      self._send_push(push.fragment)
     yield None
 
   def _send_push(self, p: int) -> int:

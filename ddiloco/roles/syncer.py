@@ -42,7 +42,7 @@ from ddiloco.protocol.actions import (
   TakeSnapshot,
   Tick,
 )
-from ddiloco.protocol.messages import BETWEEN_SHARDS, Message, Publish, Push, Value
+from ddiloco.protocol.messages import BETWEEN_SHARDS, EVALUATOR, Message, Publish, Push, Value
 from ddiloco.protocol.syncer_state import FragmentState, SyncerState, ignored
 from ddiloco.protocol.values import replace
 from ddiloco.runtime import Job, Loop, Runtime, drive
@@ -207,7 +207,9 @@ class Syncer:
     elif isinstance(message, Value):
       self._worker.put(self._take_back(message, now))
     else:
-      yield from self.handle(Received(message, now))
+      learner = getattr(message, "learner", EVALUATOR)
+      unsent = self.endpoint.unsent(learner_address(learner)) > 0
+      yield from self.handle(Received(message, now, unsent=unsent))
 
   def _measure(self, push: Push, now: float) -> Loop[None]:
     key = push.round, push.learner

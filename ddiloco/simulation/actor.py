@@ -122,6 +122,9 @@ class Actor:
   def waiting(self) -> int:
     return len(self._inbox)
 
+  def unsent(self, peer: str) -> int:
+    return self.world.unsent(self.role, parse_role(peer))
+
   def wake(self) -> None:
     if self._task is not None:
       self._task.wake()

@@ -174,8 +174,7 @@ def _exposed_seconds(
 # does not cross it. With as many shards as islands that is what a sharded all-reduce moves. Shards
 # with a link of their own stand at places M, M + 1, ...
 #
-# With two shards or more, each also sends every commit to its buddy, in f32: the value, what
-# learners have of it if the publish codec is lossy, and the outer momentum if there is one.
+# With two shards or more, each also sends every commit to its buddy, as learners get it.
 #
 # Not counted: headers and control (under 1 % of real fragments, `scripts/bench_wire.py`), and what
 # a joining island gets (the whole model once, in f32).
@@ -227,21 +226,23 @@ def state_vectors(sync: SyncConfig, momentum: bool) -> int:
   return 1 + (sync.publish_codec != "f32") + momentum
 
 
+def commit_vectors(sync: SyncConfig, momentum: bool, pushes: int) -> int:
+  """f32 vectors that a commit touches: a push each, their sum twice, the state in and out."""
+  return pushes + 2 + 2 * state_vectors(sync, momentum)
+
+
 def owned_sizes(sizes: Sequence[int], shard: int, num_shards: int) -> list[int]:
   """Values of the fragments that this shard owns."""
   return [sizes[p] for p in fragments.owned_by(shard, num_shards, len(sizes))]
 
 
-def flows(
-  sizes: Sequence[int], sync: SyncConfig, islands: int, momentum: bool, apart: bool
-) -> list[LinkTraffic]:
+def flows(sizes: Sequence[int], sync: SyncConfig, islands: int, apart: bool) -> list[LinkTraffic]:
   """What crosses every place's link in one period: islands first, then shards that stand apart.
 
   Args:
     sizes: values of every fragment.
     sync: codecs and `num_shards`.
     islands: M, each with one learner.
-    momentum: whether the outer optimizer keeps one.
     apart: shards have links of their own, instead of standing beside islands.
   """
   count = sync.num_shards
@@ -255,10 +256,8 @@ def flows(
     publish_bytes[place] += mine.publish_bytes
     buddy = at[(s + 1) % count]
     if buddy != place:
-      values = sum(owned_sizes(sizes, s, count))
-      copy_bytes = F32_BYTES * values * state_vectors(sync, momentum)
-      copies_sent[place] += copy_bytes
-      copies_received[buddy] += copy_bytes
+      copies_sent[place] += mine.publish_bytes
+      copies_received[buddy] += mine.publish_bytes
   found = []
   for place in range(places):
     here = int(place < islands)  # learners at this place

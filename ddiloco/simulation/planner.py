@@ -9,10 +9,10 @@ Pure arithmetic. Assumptions, besides those of `simulation.bandwidth`:
   One fragment at a time has the links it needs. Its pushes arrive together and share the shard's
   link; so do the copies of its new version. The last push's part of the merge comes after all
   pushes.
-- A shard merges in one thread. A commit of M pushes touches M + 4 vectors, taking in the m-th push
-  2 m (decoding, its norms, its products with the others); `core_gbytes` is the GB/s of f32 that one
-  core touches so. In five runs of `scripts/bench_merge.py` (4 and 8 learners, beside other load)
-  commits read 3.0 to 4.5 GB/s and the last arrival 3.4 to 5.8.
+- A shard takes in a push in one pass over its values. A commit of M pushes touches M + 2 vectors
+  and the fragment's state twice (`bandwidth.commit_vectors`). `core_gbytes` is the GB/s of f32 that
+  its threads touch so: `ddiloco plan --measure` measures it here; without it 4.0 is assumed, which
+  one slow core reaches.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Setting:
   latency_seconds: float = 0.0  # one way, between any two places
   momentum: bool = False  # of the outer optimizer
   shard_gbps: float = 0.0  # of shards that stand on their own; 0: beside the islands
-  core_gbytes: float = CORE_GBYTES  # GB/s of f32 that one core merges
+  core_gbytes: float = CORE_GBYTES  # GB/s of f32 that a shard merges
   window_bytes: int = 0  # under way to one peer at most; 0: any number
 
   def __post_init__(self):
@@ -124,9 +124,9 @@ class SyncTime:
 class Memory:
   """Bytes of the shard that needs most."""
 
-  state: int  # value, published value and momentum of its own fragments
-  copies: int  # of its neighbour's, and its own kept to be sent again
-  rounds: int  # pushes as received and decoded, and what a commit makes
+  state: int  # value, published value and momentum of its own fragments, and the newest update
+  copies: int  # of its neighbour's: published value and momentum
+  rounds: int  # pushes as received, and what a commit makes
 
   @property
   def total(self) -> int:
@@ -142,7 +142,7 @@ class ExchangePlan:
   peak_gbps: float  # an island's, others in proportion, so that tau hides a sync; may be infinite
   link_load: float  # of the busiest link
   copy_share: float  # of the busiest link's bytes
-  core_load: float  # of the busiest shard's core
+  core_load: float  # of what the busiest shard merges with
   sync: SyncTime
   overlap_steps: int  # tau that would hide it
   period_steps: float  # effective H
@@ -186,7 +186,7 @@ def make(setting: Setting) -> ExchangePlan:
 
 def _links(setting: Setting, sync: SyncConfig) -> tuple[float, float, float]:
   """(load, average Gbit/s, share of copies) of the busiest link."""
-  over = bandwidth.flows(setting.sizes, sync, setting.islands, setting.momentum, setting.apart)
+  over = bandwidth.flows(setting.sizes, sync, setting.islands, setting.apart)
   there = [setting.gbps] * setting.islands
   there += [setting.shard_gbps] * (len(over) - setting.islands)
   needed = [8 * flow.busier_bytes / setting.period_seconds / 1e9 for flow in over]
@@ -198,9 +198,9 @@ def _links(setting: Setting, sync: SyncConfig) -> tuple[float, float, float]:
 
 
 def _core_load(setting: Setting, sync: SyncConfig) -> float:
-  """How long the busiest shard merges in a period, over the period."""
+  """How long the busiest shard takes in pushes and merges in a period, over the period."""
   m = setting.islands
-  touched = F32_BYTES * (m * (m + 1) + m + 4)  # taking in 2, 4, ... 2 M vectors, and the commit
+  touched = F32_BYTES * (m + bandwidth.commit_vectors(sync, setting.momentum, m))
   largest = max(
     sum(bandwidth.owned_sizes(setting.sizes, s, sync.num_shards)) for s in range(sync.num_shards)
   )
@@ -218,14 +218,13 @@ def _sync_time(setting: Setting) -> SyncTime:
 
   places = {s if setting.apart else s % m for s in range(sync.num_shards)}
   copied = len(places) > 1  # else the buddy is the shard itself, or its neighbour at one place
-  vectors = bandwidth.state_vectors(sync, setting.momentum) if copied else 0
   hops = 2 * min(away, 1) + 2 * copied  # push and publish, copy and its receipt
-  touched = 2 * m + m + 4  # the last push, the commit
+  touched = 1 + bandwidth.commit_vectors(sync, setting.momentum, m)  # the last push, the commit
   return SyncTime(
     copy_outs=0.0 if sync.blocking else setting.step_seconds * (m - 1) / (m + 1),
     push=seconds(one.push_bytes),
     merge=F32_BYTES * size * touched / (setting.core_gbytes * 1e9),
-    copy=8 * F32_BYTES * size * vectors / (shard_gbps * 1e9),
+    copy=8 * one.publish_bytes * copied / (shard_gbps * 1e9),
     publish=seconds(one.publish_bytes),
     latency=hops * setting.latency_seconds,
   )
@@ -250,12 +249,12 @@ def _memory(setting: Setting, sync: SyncTime) -> Memory:
   every_seconds = setting.period_seconds / len(owned[busiest])  # between two of its rounds
   rounds = min(len(owned[busiest]), math.ceil(sync.total / every_seconds))
   one = bandwidth.exchanged([size], setting.sync)
-  made = F32_BYTES * size * vectors + one.publish_bytes
-  pushes = setting.islands * (F32_BYTES * size + one.push_bytes)
+  lossy = setting.sync.publish_codec != "f32"
+  updates = bandwidth.exchanged(owned[busiest], setting.sync).publish_bytes if lossy else 0
   return Memory(
-    state=F32_BYTES * vectors * state,
-    copies=F32_BYTES * vectors * (state + neighbour) if count > 1 else 0,
-    rounds=rounds * (pushes + made),
+    state=F32_BYTES * vectors * state + updates,
+    copies=F32_BYTES * (1 + setting.momentum) * neighbour if count > 1 else 0,
+    rounds=rounds * (setting.islands * one.push_bytes + F32_BYTES * size * vectors),
   )
 
 
@@ -276,8 +275,8 @@ def findings(setting: Setting, plan: ExchangePlan) -> list[str]:
   found = [*_on_links(setting, plan), *_cores(setting, plan), *_overlap(setting, plan)]
   if found and plan.copy_share > 0.5:
     found.append(
-      f"Copies for buddy shards are {plan.copy_share:.0%} of the busiest link's bytes: they are f32"
-      " whatever the codecs. A single shard has none, and shards that stand together with a network"
+      f"Copies for buddy shards are {plan.copy_share:.0%} of the busiest link's bytes: each is a"
+      " publish more. A single shard has none, and shards that stand together with a network"
       " of their own (--shard_gbps) take them off the islands' links."
     )
   window_bytes = 2 * setting.latency_seconds * setting.gbps * 1e9 / 8
@@ -313,7 +312,7 @@ def lines(setting: Setting, plan: ExchangePlan) -> list[str]:
     f" {plan.period_steps:.3g} steps",
     "shards": f"{sync.num_shards}, each at most {_bytes(memory.total)} of memory (state"
     f" {_bytes(memory.state)}, copies {_bytes(memory.copies)}, rounds {_bytes(memory.rounds)})"
-    f" and {plan.core_load:.0%} of a core; {_least(plan)}",
+    f" and busy {plan.core_load:.0%} of the time; {_least(plan)}",
     "joining": f"an island has the whole model after {_seconds(plan.join_seconds)}",
   }
   text = [_fill(f"{name:<9}{row}", " " * 9) for name, row in rows.items()]
@@ -365,8 +364,8 @@ def _cores(setting: Setting, plan: ExchangePlan) -> list[str]:
   period = math.ceil(setting.sync.sync_period * plan.core_load)
   fixes = [*_more_shards(setting, plan.shards_for_cores), f"sync.sync_period = {period}"]
   return [
-    f"Merging would keep a shard's core busy {plan.core_load:.0%} of the time, and a shard merges"
-    f" with one. Fix: {', or '.join(fixes)}."
+    f"Merging would keep a shard busy {plan.core_load:.0%} of the time, at"
+    f" {setting.core_gbytes:.3g} GB/s. Fix: {', or '.join(fixes)}, or more cores (--measure)."
   ]
 
 

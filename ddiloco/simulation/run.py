@@ -23,6 +23,7 @@ from ddiloco.protocol import events
 from ddiloco.protocol.events import Event, stamped
 from ddiloco.protocol.messages import Message
 from ddiloco.protocol.supervisor import GONE, LEFT, UP
+from ddiloco.simulation import bandwidth
 from ddiloco.simulation.actor import Actor, Role
 from ddiloco.simulation.bandwidth import F32_BYTES
 from ddiloco.simulation.disturbances import HEADER_BYTES
@@ -67,6 +68,7 @@ class Links:
     self._islands, self._planned, self._shards = islands, num_planned, shards
     self._leaving_until: dict[Role, float] = collections.defaultdict(float)  # by place
     self._entering_until: dict[Role, float] = collections.defaultdict(float)
+    self._on_the_way: dict[tuple[Role, Role], tuple[float, int]] = {}  # until when, and the last
 
   def place(self, role: Role) -> Role:
     """Where a role stands: the island's learner, or the shard itself if it stands apart."""
@@ -91,7 +93,13 @@ class Links:
     enters = max(leaves + latency, self._entering_until[there])
     arrived = max(left + latency, enters + self._link(there).seconds(payload_bytes))
     self._entering_until[there] = arrived
+    self._on_the_way[sender, to] = arrived, payload_bytes
     return arrived
+
+  def unsent(self, now: float, sender: Role, to: Role) -> int:
+    """As TCP has it: what has not entered the far end's link waits at the near end."""
+    until, size = self._on_the_way.get((sender, to), (now, 0))
+    return size if until > now else 0
 
   def _link(self, place: Role) -> LinkRate:
     if place[0] == "learner":
@@ -189,14 +197,18 @@ class VirtualRun(World):
   def arrivals(self, sender: Role, to: Role, message: Message, size: int) -> Sequence[float]:
     return (self.links.arrival(self.now, sender, to, size),)
 
+  def unsent(self, sender: Role, to: Role) -> int:
+    return self.links.unsent(self.now, sender, to)
+
   def host_seconds(self, fragment: int, vectors: int) -> float:
     return self._touched(fragment, vectors, CORE_GBYTES)
 
-  def take_in_seconds(self, fragment: int, earlier: int) -> float:
-    return self._touched(fragment, 2 * (earlier + 1), self._setting.merge_gbytes)
+  def take_in_seconds(self, fragment: int) -> float:
+    return self._touched(fragment, 1, self._setting.merge_gbytes)
 
   def merge_seconds(self, fragment: int, pushes: int) -> float:
-    return self._touched(fragment, pushes + 4, self._setting.merge_gbytes)
+    vectors = bandwidth.commit_vectors(self.sync, self.config.outer.momentum > 0, pushes)
+    return self._touched(fragment, vectors, self._setting.merge_gbytes)
 
   def _touched(self, fragment: int, vectors: int, gbytes: float) -> float:
     """How long it takes to touch so many vectors at so many GB/s."""

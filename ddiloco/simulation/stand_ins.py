@@ -6,7 +6,6 @@ ghosts of values into the payloads, and so follow every inner step (`tests/proto
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -155,7 +154,6 @@ class SizedMerger(Merger):
   def __init__(self, world: World, fragments: Mapping[int, Fragment], store: FragmentStore):
     super().__init__(fragments, store, world.config)
     self._world = world
-    self._kept: collections.Counter[tuple[int, int]] = collections.Counter()
     self._updates: set[int] = set()  # fragments whose newest version can go out as an update
 
   def prepare(self, fragment: int) -> None:
@@ -164,8 +162,7 @@ class SizedMerger(Merger):
   def take_in(self, push: Push, now: float) -> Received:
     if push.fragment not in self._fragments or push.payload is None:
       return super().take_in(push, now)  # which says why it is none
-    earlier = self._kept[push.fragment, push.round]
-    self._world.spend(self._world.take_in_seconds(push.fragment, earlier))
+    self._world.spend(self._world.take_in_seconds(push.fragment))
     return Received(push, now, content=push.payload, **self.measure(push))
 
   def measure(self, push: Push) -> Mapping[str, Any]:
@@ -177,14 +174,13 @@ class SizedMerger(Merger):
     return Received(value, now, fault=fault, content=value.payload)
 
   def accept(self, accept: Accept) -> None:
-    self._kept[accept.fragment, accept.round] += 1
+    pass
 
   def abandon(self, fragment: int) -> None:
-    self._kept = collections.Counter({k: n for k, n in self._kept.items() if k[0] != fragment})
+    pass
 
   def commit(self, what: Commit, state: FragmentState) -> Any:
     p = what.fragment
-    self.abandon(p)
     self._world.spend(self._world.merge_seconds(p, len(what.learners)))
     self._set(p, state, what.round)
     if self._world.sync.publish_codec != "f32":

@@ -136,12 +136,16 @@ class World(VirtualTime):
     """When the copies of a message of so many bytes that is sent now arrive."""
     return (self.now,)
 
+  def unsent(self, sender: Role, to: Role) -> int:
+    """Bytes of payloads that are still on their way between these two."""
+    return 0
+
   def host_seconds(self, fragment: int, vectors: int) -> float:
     """How long a learner's host takes to touch so many vectors."""
     return 0.0
 
-  def take_in_seconds(self, fragment: int, earlier: int) -> float:
-    """How long a shard takes in a push that comes after so many others of its round."""
+  def take_in_seconds(self, fragment: int) -> float:
+    """How long a shard takes in a push."""
     return self.pace.merge_seconds / 4
 
   def merge_seconds(self, fragment: int, pushes: int) -> float:

@@ -35,6 +35,9 @@ class Outbox:
   def wake(self) -> None:
     pass
 
+  def unsent(self, peer: str) -> int:
+    return 0
+
   def take(self, kind: type) -> list[tuple[int, object]]:
     """(learner, message) of this kind since the last `take`."""
     taken = [(int(to.partition("-")[2]), m) for to, m in self.sent if isinstance(m, kind)]

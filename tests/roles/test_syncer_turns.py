@@ -43,6 +43,7 @@ class Scripted:
   def __init__(self, receive, waiting: int = 0):
     self.counters, self.receive, self.waiting = Counters(), receive, waiting
     self.wake = lambda: None
+    self.unsent = lambda peer: 0
 
 
 def test_what_came_while_the_shard_was_busy_is_taken_in_at_its_own_time_before_it_decides(
