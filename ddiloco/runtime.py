@@ -16,16 +16,19 @@ kind, to which no messages come.
 from __future__ import annotations
 
 import dataclasses
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 from ddiloco.config import Config, SyncConfig
 from ddiloco.core.commit import FragmentStore, Merger
 from ddiloco.core.delta import Deltas
 from ddiloco.core.fragments import Fragment
+from ddiloco.core.passes import COMPILED_FROM
 from ddiloco.network.transport import Endpoint
 from ddiloco.observe.eventlog import Recorder
 from ddiloco.observe.guards import ended
@@ -152,6 +155,20 @@ class Runtime:
   time: Time = REAL_TIME
   deltas: Callable[[SyncConfig], Deltas] = Deltas  # a learner's
   merger: Callable[[Mapping[int, Fragment], FragmentStore, Config], Merger] = Merger  # a shard's
+
+
+def value_threads(sync: SyncConfig, size: int, share: float = 1.0) -> ThreadPoolExecutor | None:
+  """Threads that share the work on a fragment of so many values; None where one does it.
+
+  Args:
+    sync: its `value_threads`; 0: this share of the cores that this process may use.
+    size: of the largest fragment; small ones are done before threads have begun.
+    share: of the cores.
+  """
+  count = sync.value_threads or int(share * len(os.sched_getaffinity(0)))
+  if count < 2 or size < COMPILED_FROM:
+    return None
+  return ThreadPoolExecutor(count, "values")
 
 
 def drive(loop: Loop[T], endpoint: Endpoint, look_seconds: float) -> T:

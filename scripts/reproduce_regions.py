@@ -6,8 +6,9 @@ The protocol's own decisions in virtual time (`ddiloco.simulation`): four island
 tau = 2, int4 pushes and publishes, twelve shards with links of 25 Gbit/s, 30 ms between any two
 places, every step up to 5 % longer by chance. Two rows: 2 Gbit/s an island with steps of 6 s, and
 5 Gbit/s with steps of 2.4 s. An island joins in the middle. What a shard's work costs is measured
-here first, on this machine (`ddiloco plan --measure`), or given. Beside each figure stands the
-planner's for the same run.
+here first, on this machine (`ddiloco plan --measure`), or given. A learner's host touches 16 GB/s
+of f32 beside its step; with 4, one core, it cannot keep up with a fragment every 2.4 s. Beside each
+figure stands the planner's for the same run.
 
 Data-parallel on the same links: a ring all-reduce of bf16 gradients, every step, overlapped with
 the backward pass (`ddiloco.simulation.bandwidth`); how many times as long a step takes. Published:
@@ -24,14 +25,16 @@ import json
 from typing import Any
 
 from ddiloco import config as config_lib
+from ddiloco.cli import rates
 from ddiloco.config import Config
 from ddiloco.protocol import events
-from ddiloco.simulation import bandwidth, planner, rates
+from ddiloco.simulation import bandwidth, planner
 from ddiloco.simulation.run import Account, Speeds, VirtualRun
 
 PARAMETERS, ISLANDS, PERIOD, TAU, SHARDS = 12_000_000_000, 4, 24, 2, 12
 NEWCOMER = f"learner-{ISLANDS}"
 LATENCY_SECONDS, SHARD_GBPS, JITTER = 0.03, 25.0, 0.05
+HOST_GBYTES = 16.0  # four of a host's many cores, each as fast as the slowest here
 ROWS = {"2 Gbit/s": (2.0, 6.0), "5 Gbit/s": (5.0, 2.4)}
 WAITING = ("blocked", "stalled")
 WANTED = {"utilisation": 99.0, "participation": 95.0, "data_parallel": 20.0}
@@ -77,6 +80,7 @@ def play(gbps: float, step_seconds: float, steps: int, merge_gbytes: float) -> d
     latency_seconds=(LATENCY_SECONDS,),
     shard_gbps=SHARD_GBPS,
     merge_gbytes=merge_gbytes,
+    host_gbytes=HOST_GBYTES,
   )
   reason = VirtualRun(config, setting, watch.take).finish()
   if reason != "finished" or watch.merged is None or watch.came is None:

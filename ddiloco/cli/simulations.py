@@ -124,7 +124,7 @@ def _setting(values: flags.FlagValues, config: Config) -> planner.Setting:
 def _core_gbytes(values: flags.FlagValues, config: Config) -> float:
   if not values["measure"].value:
     return _positive(values, "core_gbytes", "4")
-  from ddiloco.simulation import rates
+  from ddiloco.cli import rates
 
   found = rates.merge_gbytes(config.sync, config.outer)
   if not values["json"].value:
@@ -208,6 +208,7 @@ def protocol(arguments: list[str]) -> int:
     latency_seconds=tuple(ms / 1000 for ms in _numbers(values, "latency_ms")),
     shard_gbps=values["shard_gbps"].value,
     merge_gbytes=values["merge_gbytes"].value,
+    host_gbytes=values["host_gbytes"].value,
     seed=values["seed"].value,
   )
   workdir = values["workdir"].value
@@ -247,6 +248,9 @@ def _define_protocol(values: flags.FlagValues) -> None:
     "GB/s of f32 that a shard merges (`ddiloco plan --measure`).",
     0.0,
     **define,
+  )
+  flags.DEFINE_float(
+    "host_gbytes", 4.0, "GB/s of f32 that a learner's host touches beside its step.", 0.0, **define
   )
   flags.DEFINE_integer(
     "parameters", None, "Size of the model, in equal fragments; default: the config's.", **define

@@ -342,7 +342,7 @@ class SyncConfig:
   average_embeddings: bool = True  # embeddings are averaged also under rda
   push_codec: str = "f32"  # learner to shard: f32, bf16, int8 or int4
   publish_codec: str = "f32"  # shard to learner; a lossy one sends the update, never raw values
-  merge_threads: int = 0  # of a shard; 0: one for each core that it may use. The bits are the same
+  value_threads: int = 0  # that a fragment's work is shared out to; 0: cores, half of a learner's
   error_feedback: bool = False  # learners add what rounding lost to their next push
   liveness_steps: float = 10.0  # silent for so many of its own steps: not available ...
   liveness_seconds: float = 2.0  # ... but never sooner than this
@@ -352,7 +352,7 @@ class SyncConfig:
 
   def __post_init__(self):
     not_negative("sync", self, "num_shards", "overlap_steps", "max_rows", "snapshot_steps")
-    not_negative("sync", self, "merge_threads")
+    not_negative("sync", self, "value_threads")
     positive("sync", self, "num_fragments", "sync_period", "min_quorum", "liveness_steps")
     positive("sync", self, "liveness_seconds", "quarantine_after")
     one_of("sync", self, "fragmentation", "balanced", "layer", "tensor", "strided")

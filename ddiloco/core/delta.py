@@ -7,10 +7,14 @@ here, so that a snapshot may keep it without a copy.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from ddiloco.config import SyncConfig
 from ddiloco.core import codec
+from ddiloco.core.codec import Encoded
+from ddiloco.core.passes import SEGMENT, Share
 from ddiloco.protocol.messages import Publish
 
 
@@ -18,6 +22,7 @@ class Deltas:
   """What a learner knows of every fragment's global value, and of its own pushes."""
 
   def __init__(self, sync: SyncConfig):
+    self.share: Share = map  # on which threads
     self._sync = sync
     self.base: dict[int, np.ndarray] = {}  # what the global model was when last received
     self.sent: dict[int, np.ndarray] = {}  # my outstanding push, as the shard decodes it
@@ -29,18 +34,39 @@ class Deltas:
 
     `factor` other than 1: it is poisoned on purpose.
     """
-    name = self._sync.push_codec
-    delta = self.base[fragment] - local
-    if factor != 1.0:
-      with np.errstate(over="ignore", invalid="ignore"):
-        delta *= np.float32(factor)
-    if self._sync.error_feedback and fragment in self.residual:
-      delta += self.residual[fragment]
-    payload = codec.encode(delta, name)
-    self.sent[fragment] = codec.decode(payload, delta.size, name)
-    if self._sync.error_feedback:
-      self.rounding[fragment] = delta - self.sent[fragment]
-    return payload
+    name, base, size = self._sync.push_codec, self.base[fragment], local.size
+    encoded = Encoded(name, np.empty(codec.payload_bytes(size, name), np.uint8))
+    residual = self.residual.get(fragment) if self._sync.error_feedback else None
+    sent = np.empty(size, np.float32)
+    rounding = np.empty_like(sent) if self._sync.error_feedback else None
+
+    def chunk(start: int) -> None:
+      here = slice(start, start + codec.CHUNK)
+      delta, there = base[here] - local[here], codec.part(encoded, size, start)
+      if factor != 1.0:
+        with np.errstate(over="ignore", invalid="ignore"):
+          delta *= np.float32(factor)
+      if residual is not None:
+        delta += residual[here]
+      codec.encode_chunk(delta, name, there, sent[here])
+      codec.decode_chunk(there, name, sent[here])
+      if rounding is not None:
+        np.subtract(delta, sent[here], out=rounding[here])
+
+    self._chunks(size, chunk)
+    self.sent[fragment] = sent
+    if rounding is not None:
+      self.rounding[fragment] = rounding
+    return encoded.payload
+
+  def _chunks(self, size: int, work: Callable[[int], None]) -> None:
+    """`work` of every chunk, which stays in a core's cache; segments are shared out."""
+
+    def segment(start: int) -> None:
+      for at in range(start, min(start + SEGMENT, size), codec.CHUNK):
+        work(at)
+
+    list(self.share(segment, range(0, size, SEGMENT)))
 
   def receive(self, publish: Publish, size: int, mode: str, included: bool) -> np.ndarray:
     """What `apply` adds for a published version of a fragment of `size` values; see `stage`.
@@ -53,9 +79,19 @@ class Deltas:
     p = publish.fragment
     if publish.payload is None:
       return self.back(p)
-    value = codec.decode(publish.payload, size, publish.codec)
-    if publish.base_version >= 0:
-      value = self.base[p] + value
+    encoded = codec.checked(np.frombuffer(publish.payload, np.uint8), size, publish.codec)
+    base = self.base[p] if publish.base_version >= 0 else None
+    if base is None and publish.codec == "f32":
+      return self.stage(p, encoded.payload.view(np.float32), mode, included)
+    value = np.empty(size, np.float32)
+
+    def chunk(start: int) -> None:
+      new = value[start : start + codec.CHUNK]
+      codec.decode_chunk(codec.part(encoded, size, start), publish.codec, new)
+      if base is not None:
+        np.add(base[start : start + codec.CHUNK], new, out=new)
+
+    self._chunks(size, chunk)
     return self.stage(p, value, mode, included)
 
   def stage(self, fragment: int, value: np.ndarray, mode: str, included: bool) -> np.ndarray:
@@ -75,10 +111,16 @@ class Deltas:
     if mode == "mix":
       return np.float32(1 - self._sync.mix_alpha) * value
     assert base is not None, "a rebase has a base"
-    if included:
-      assert sent is not None, "what is included was sent"
-      return value - (base - sent)
-    return value - base
+    assert sent is not None or not included, "what is included was sent"
+    shift = np.empty_like(value)
+
+    def chunk(start: int) -> None:
+      here = slice(start, start + codec.CHUNK)
+      known = base[here] if sent is None or not included else base[here] - sent[here]
+      np.subtract(value[here], known, out=shift[here])
+
+    self._chunks(value.size, chunk)
+    return shift
 
   def back(self, fragment: int) -> np.ndarray:
     """A push was rejected: its fragment goes back to the base, and owes nothing to rounding."""

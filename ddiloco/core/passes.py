@@ -63,9 +63,7 @@ def segments(fragment: Fragment) -> list[list[Chunk]]:
 class Share(Protocol):
   """Like `map`; the `map` of a pool of threads shares the work out to them."""
 
-  def __call__(
-    self, work: Callable[[list[Chunk]], Any], each: list[list[Chunk]], /
-  ) -> Iterable[Any]: ...
+  def __call__(self, work: Callable[[Any], Any], each: Iterable[Any], /) -> Iterable[Any]: ...
 
 
 @functools.cache

@@ -43,7 +43,7 @@ from ddiloco.protocol.actions import (
 from ddiloco.protocol.learner_state import LearnerState
 from ddiloco.protocol.messages import ForwardMoments, Push, Value
 from ddiloco.protocol.values import replace
-from ddiloco.runtime import Job, Loop, Runtime
+from ddiloco.runtime import Job, Loop, Runtime, value_threads
 
 # --- What holds a learner's parameters: an island, or plain arrays in the evaluator and in tests
 
@@ -144,6 +144,10 @@ class Exchange:
     self._store = store
     self._save = save
     self._deltas = runtime.deltas(config.sync)
+    # Half of the cores at most: the inner step is dispatched from here too.
+    self._threads = value_threads(config.sync, max(plan.sizes, default=0), share=0.5)
+    if self._threads is not None:
+      self._deltas.share = self._threads.map
     self._outbox: dict[int, Push] = {}
     self._stagings: dict[int, collections.deque[Staging]] = collections.defaultdict(
       collections.deque
@@ -194,6 +198,8 @@ class Exchange:
     """Ends the worker; what it still had to do is dropped."""
     self._count_traffic(always=True)
     self._worker.close(0.0, CLOSE_SECONDS)
+    if self._threads is not None:
+      self._threads.shutdown(wait=False)
 
   def _arrived(self) -> LearnerEvent | None:
     if failure := self._worker.failure:

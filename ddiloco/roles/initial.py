@@ -67,7 +67,7 @@ def contract(config: Config, plan: fragments.Plan) -> str:
   agreed["data.options"] = dict(config.data.options)
   for name in ("ModelConfig", "InnerConfig"):
     del agreed[name]["custom"]
-  del agreed["SyncConfig"]["merge_threads"]  # of one machine
+  del agreed["SyncConfig"]["value_threads"]  # of one machine
   text = json.dumps(agreed, sort_keys=True)
   return hashlib.sha256(text.encode()).hexdigest()[:16]
 

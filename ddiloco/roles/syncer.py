@@ -8,10 +8,8 @@ waits for the fragment's job: the log line, the store, the buddy and the publish
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 import math
-import os
 import queue
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,7 +23,6 @@ from ddiloco.checkpoint.restore import syncer_part
 from ddiloco.config import Config
 from ddiloco.core.commit import Committed, FragmentStore
 from ddiloco.core.fragments import Plan
-from ddiloco.core.passes import COMPILED_FROM
 from ddiloco.network.seals import Sealer
 from ddiloco.network.transport import Delivery, learner_address
 from ddiloco.protocol import events, rounds, syncer
@@ -45,7 +42,7 @@ from ddiloco.protocol.actions import (
 from ddiloco.protocol.messages import BETWEEN_SHARDS, EVALUATOR, Message, Publish, Push, Value
 from ddiloco.protocol.syncer_state import FragmentState, SyncerState, ignored
 from ddiloco.protocol.values import replace
-from ddiloco.runtime import Job, Loop, Runtime, drive
+from ddiloco.runtime import Job, Loop, Runtime, drive, value_threads
 
 LONGEST_WAIT_SECONDS = 0.5  # between two looks at faults and the stop signal
 STOOD_STILL_SECONDS = 1.0  # a wait that took so much longer: the process was stopped
@@ -98,7 +95,7 @@ class Syncer:
     self._at_work: dict[int, list[SyncerAction]] = {}  # fragment -> what waits for its job
     self._capturing = False
     self._drag: Callable[[float], None] = lambda seconds: None
-    self._threads = _threads(config, fragments.values())
+    self._threads = value_threads(config.sync, max(f.size for f in fragments.values()))
     if self._threads is not None:
       self.merger.share = self._threads.map
     self._sealer = sealer
@@ -445,11 +442,3 @@ def _fragment_of(action: SyncerAction) -> int:
 
 
 _NO_FRAGMENT = 1 << 62
-
-
-def _threads(config: Config, fragments: Any) -> concurrent.futures.ThreadPoolExecutor | None:
-  """That share a fragment's passes; None where one does them: small fragments, or one core."""
-  count = config.sync.merge_threads or len(os.sched_getaffinity(0))
-  if count < 2 or max(f.size for f in fragments) < COMPILED_FROM:
-    return None
-  return concurrent.futures.ThreadPoolExecutor(count, "merge")

@@ -120,10 +120,11 @@ class Speeds:
   shard_gbps: float = 0.0  # of shards that stand apart; 0: they stand beside islands
   copy_seconds: float = 0.004  # a copy-out or a new version between devices and host
   merge_gbytes: float = CORE_GBYTES  # GB/s of f32 that a shard merges
+  host_gbytes: float = CORE_GBYTES  # GB/s of f32 that a learner's host touches beside the step
   seed: int = 0
 
   def __post_init__(self):
-    positive("simulate", self, "step_seconds", "merge_gbytes")
+    positive("simulate", self, "step_seconds", "merge_gbytes", "host_gbytes")
     not_negative("simulate", self, "jitter", "shard_gbps", "copy_seconds", "seed")
 
 
@@ -201,7 +202,7 @@ class VirtualRun(World):
     return self.links.unsent(self.now, sender, to)
 
   def host_seconds(self, fragment: int, vectors: int) -> float:
-    return self._touched(fragment, vectors, CORE_GBYTES)
+    return self._touched(fragment, vectors, self._setting.host_gbytes)
 
   def take_in_seconds(self, fragment: int) -> float:
     return self._touched(fragment, 1, self._setting.merge_gbytes)

@@ -46,6 +46,9 @@ class Wire:
       at = time.monotonic()
       return Delivery("syncer-0", self.inbox.popleft(), at) if self.inbox else None
 
+  def unsent(self, peer: str) -> int:
+    return 0
+
   def wake(self):
     with self.ready:
       self.ready.notify_all()

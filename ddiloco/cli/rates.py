@@ -33,7 +33,7 @@ def merge_gbytes(sync: SyncConfig, config: OuterConfig) -> float:
   momentum = outer.init(VALUES, config)
   passes.compile_for(fragment, config)
   seconds = []
-  count = sync.merge_threads or len(os.sched_getaffinity(0))
+  count = sync.value_threads or len(os.sched_getaffinity(0))
   with concurrent.futures.ThreadPoolExecutor(count) as threads:
     share = threads.map
     squares = np.stack([passes.squares(fragment, pushes[0], share)] * PUSHES)
