@@ -14,6 +14,8 @@ Data-parallel on the same links: a ring all-reduce of bf16 gradients, every step
 the backward pass (`ddiloco.simulation.bandwidth`); how many times as long a step takes. Published:
 more than 20 times as long ("Decoupled DiLoCo", 12B over four US regions at 2 to 5 Gbit/s).
 
+Participation is that of the four islands that are there from the start.
+
 Last line: {"2 Gbit/s": {"utilisation", "participation", "join_seconds", ...}, "5 Gbit/s": {...},
 "merge_gbytes"}. Takes a minute.
 """
@@ -22,11 +24,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from typing import Any
 
 from ddiloco import config as config_lib
-from ddiloco.cli import rates
 from ddiloco.config import Config
+from ddiloco.engines import rates
 from ddiloco.protocol import events
 from ddiloco.simulation import bandwidth, planner
 from ddiloco.simulation.run import Account, Speeds, VirtualRun
@@ -102,7 +105,10 @@ def play(gbps: float, step_seconds: float, steps: int, merge_gbytes: float) -> d
   return {
     "utilisation": 100 * (1 - waited / began),
     "planned_utilisation": 100 * plan.utilisation,
-    "participation": 100 * found["participation"],
+    "participation": 100
+    * statistics.mean(
+      watch.account.goodput().learners[f"learner-{m}"].participation for m in range(ISLANDS)
+    ),
     "sync_seconds": found["seconds_per_sync"]["median"],
     "planned_sync_seconds": plan.sync.total,
     "hidden": plan.overlap_steps <= TAU,

@@ -124,7 +124,7 @@ def _setting(values: flags.FlagValues, config: Config) -> planner.Setting:
 def _core_gbytes(values: flags.FlagValues, config: Config) -> float:
   if not values["measure"].value:
     return _positive(values, "core_gbytes", "4")
-  from ddiloco.cli import rates
+  from ddiloco.engines import rates
 
   found = rates.merge_gbytes(config.sync, config.outer)
   if not values["json"].value:
