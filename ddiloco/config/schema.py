@@ -421,6 +421,7 @@ class RunConfig:
   total_tokens: int = 4_000_000  # merged into the global model; the run ends there
   init_from: str = ""  # weights to start from, else random: .safetensors, Orbax or a run's workdir
   evaluations: int = 20  # of the global model on the held-out split, over the run; 0: none
+  evaluator_devices: int = 0  # that share the model there (fsdp), no island's; 0: one of the CPU
   compare_alone: bool = False  # afterwards train every island alone on as many of its own steps
   prompt: str = "def "  # of the sample that is printed at the end
   sample_tokens: int = 160
@@ -436,7 +437,7 @@ class RunConfig:
   def __post_init__(self):
     positive("run", self, "total_tokens")
     not_negative("run", self, "evaluations", "sample_tokens", "restart_seconds", "max_restarts")
-    not_negative("run", self, "hang_seconds")
+    not_negative("run", self, "hang_seconds", "evaluator_devices")
 
 
 # --- What outlives a process: where snapshots go, and how a learner that comes back goes on
