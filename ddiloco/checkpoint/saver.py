@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from ddiloco.observe.eventlog import Recorder
@@ -67,10 +67,11 @@ class Saver:
     self,
     snapshot: int,
     state: Mapping[str, Any],
-    arrays: Mapping[str, Any],
+    arrays: MutableMapping[str, Any],
     then: Callable[[int], Job] = lambda snapshot: (),
   ) -> None:
-    """Queues this role's part: its state as JSON values, and arrays that are not changed any more.
+    """Queues this role's part: its state as JSON values, and arrays that are not changed any more;
+    `arrays` is emptied while they are written.
 
     The job `then(snapshot)` is done in the background once it is written.
     """
@@ -98,7 +99,7 @@ class Saver:
     self,
     snapshot: int,
     state: Mapping[str, Any],
-    arrays: Mapping[str, Any],
+    arrays: MutableMapping[str, Any],
     then: Callable[[int], Job],
   ) -> Job:
     written = yield from self._write(snapshot, state, arrays)
@@ -108,8 +109,9 @@ class Saver:
     self._busy = False
 
   def _write(
-    self, snapshot: int, state: Mapping[str, Any], arrays: Mapping[str, Any]
+    self, snapshot: int, state: Mapping[str, Any], arrays: MutableMapping[str, Any]
   ) -> Loop[bool]:
+    size = sum(array.nbytes for array in arrays.values())
     started = self._time.now()
     self.recorder.flush()  # a life may begin with this part: the log must know how it came to be
     try:
@@ -128,7 +130,7 @@ class Saver:
       events.Saved(
         snapshot=snapshot,
         seconds=round(self._time.now() - started, 3),
-        bytes=sum(array.nbytes for array in arrays.values()),
+        bytes=size,
         arrays={name: each["crc32"] for name, each in meta["arrays"].items()},
       )
     )
