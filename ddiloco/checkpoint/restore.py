@@ -360,7 +360,9 @@ def go_on(
   elif storage is not None:
     moved = _set_aside(storage, snapshot)
     passed = f" Passed over and set aside: {', '.join(moved)}." if moved else ""
-    print(f"\nThe run in {workdir} goes on from snapshot {snapshot}.{passed}", flush=True)
+    lacks = _lacking(config, storage, snapshot)
+    without = f" It lacks {', '.join(lacks)}: these take an older part, if any." if lacks else ""
+    print(f"\nThe run in {workdir} goes on from snapshot {snapshot}.{without}{passed}", flush=True)
   if storage is not None:
     try:
       storage.forget()
@@ -374,6 +376,16 @@ def _why(config: Config) -> str:
   if not config.sync.snapshot_steps:
     return "sync.snapshot_steps = 0 makes no snapshots"
   return "it was ended before its first snapshot was complete"
+
+
+def _lacking(config: Config, storage: Storage, snapshot: int) -> list[str]:
+  """Learners of the config that have no part in it."""
+  try:
+    parts = storage.manifest(snapshot)["parts"]
+  except Damaged:  # a moment ago it was not; who needs it says more
+    return []
+  every = (f"learner-{m}" for m in range(config.islands.num_learners))
+  return [role for role in every if role not in parts]
 
 
 def _set_aside(storage: Storage, snapshot: int) -> list[str]:

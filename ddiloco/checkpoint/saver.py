@@ -8,6 +8,7 @@ when it began and still live. Shard 0 looks after that: without it there is no s
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -77,9 +78,30 @@ class Saver:
     """
     if reason := "the one before is not done yet" if self._busy else self.hold():
       self.recorder.record(events.Unsaved(snapshot=snapshot, reason=reason))
+      self._worker.put(self._leave_word(snapshot, reason))
       return
     self._busy = True
     self._worker.put(self._work(snapshot, state, arrays, then))
+
+  def decline(self, snapshot: int, reason: str) -> None:
+    """There will be no part of this role: says so to the log, and to shard 0, which would wait.
+
+    Not of a snapshot that is committed: who hears of one so late was not there.
+    """
+    self._worker.put(self._decline(snapshot, reason))
+
+  def _decline(self, snapshot: int, reason: str) -> Job:
+    with contextlib.suppress(OSError):  # then it is said
+      if self.storage.is_committed(snapshot):
+        return
+    self.recorder.record(events.Unsaved(snapshot=snapshot, reason=reason))
+    yield from self._leave_word(snapshot, reason)
+
+  def _leave_word(self, snapshot: int, reason: str) -> Job:
+    """For shard 0, which else would wait."""
+    with contextlib.suppress(OSError):  # it waits, as long as it has patience
+      self.storage.decline(snapshot, self.role, reason)
+    yield None
 
   def close(self, patience_seconds: float = 0.0) -> None:
     """Ends the worker; what it is writing has this long. What is half done never counts."""
@@ -125,6 +147,7 @@ class Saver:
       reason = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
       warn(f"{self.role}: its part of snapshot {snapshot} is not saved: {reason}. The run goes on.")
       self.recorder.record(events.Unsaved(snapshot=snapshot, reason=reason))
+      yield from self._leave_word(snapshot, reason)
       return False
     self.recorder.record(
       events.Saved(
@@ -154,7 +177,7 @@ class Saver:
       snapshot: which; the own part is written.
       shards: parts it cannot do without.
       learners: parts that are still to be expected: fewer when a learner dies.
-      patience_seconds: for learners that live and do not answer.
+      patience_seconds: for learners that live and whose parts do not grow.
       keep: committed snapshots that stay.
     """
     try:
@@ -179,24 +202,37 @@ class Saver:
   ) -> Job:
     started, look_seconds = self._time.now(), LOOK_SECONDS
     known = {*shards, *learners()}  # others may have left a part in a former life of the run
+    grew_at, sizes = started, self.storage.growth(snapshot, known)
     while True:
       # Asked before looking: what is there only later does not count as missing.
-      late = self._worker.ending or self._time.now() - started > patience_seconds
+      now, ending = self._time.now(), self._worker.ending
+      declined = self.storage.declined(snapshot)
       metas = self.storage.metas(snapshot)
       states = {role: meta["state"] for role, meta in metas.items() if role in known}
       roles = consistent(states, shards)
-      missing = ({*shards, *learners()} if not late else shards) - roles
+      missing = {*shards, *learners()} - declined - roles
+      late = ending or now - grew_at > patience_seconds
+      if late and missing and not ending:  # a part that grows is waited for, however long it takes
+        grown = self.storage.growth(snapshot, known)
+        if any(grown[role] > sizes[role] for role in missing & known):
+          grew_at, sizes, late = now, grown, False
+      if late or declined & shards:
+        missing = shards - roles
       if not missing:
         break
-      if late:
+      if late or declined & shards:
         self.recorder.record(events.Uncommitted(snapshot=snapshot, missing=tuple(sorted(missing))))
         return
       yield self._time.now() + look_seconds
       look_seconds = min(2 * look_seconds, LOOK_SECONDS_MOST)
     self.storage.commit(snapshot, roles)
-    seconds = round(self._time.now() - started, 3)
     self.recorder.record(
-      events.Snapshot(snapshot=snapshot, roles=tuple(sorted(roles)), seconds=seconds)
+      events.Snapshot(
+        snapshot=snapshot,
+        roles=tuple(sorted(roles)),
+        lacks=tuple(sorted(known - roles)),
+        seconds=round(self._time.now() - started, 3),
+      )
     )
 
 

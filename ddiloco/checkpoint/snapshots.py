@@ -145,6 +145,7 @@ WINDOW_BYTES = 128 << 20  # of arrays are on the host at once, beside the larges
 MANIFEST = "manifest.json"
 META = "meta.json"
 ARRAYS = "arrays"
+DECLINED = ".declined"  # 00000007/learner-3.declined: why there will be no part of it
 ASIDE = "aside"  # 00000007.aside: no snapshot any more, never touched again
 
 # Parts are written by other processes: a remembered listing of gs:// would never show them.
@@ -204,6 +205,7 @@ class Storage:
       with signed_json.one_error(part):
         _delete(part, META)
         part.mkdir(parents=True, exist_ok=True)
+        self._note(snapshot, role).unlink(missing_ok=True)
         found, windows = write_all(part / ARRAYS, arrays)
         meta = signed_json.sign(
           {
@@ -253,6 +255,35 @@ class Storage:
       ValueError: JAX cannot hold an array as it was saved (64 bits), or divide it like this.
     """
     return self._load(self.meta(snapshot, role), shardings, names)
+
+  def decline(self, snapshot: int, role: str, reason: str) -> None:
+    """Leaves word that there will be no part of this role, so that nobody waits for it.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    note = self._note(snapshot, role)
+    with signed_json.one_error(note):
+      note.parent.mkdir(parents=True, exist_ok=True)
+      note.write_text(reason)
+
+  def declined(self, snapshot: int) -> set[str]:
+    """The roles that have left word that there will be no part of them.
+
+    Raises:
+      OSError: the file system cannot be asked.
+    """
+    names = self._names(self._snapshot(snapshot))
+    return {name.removesuffix(DECLINED) for name in names if name.endswith(DECLINED)}
+
+  def growth(self, snapshot: int, roles: Collection[str]) -> dict[str, int]:
+    """Role -> bytes that are there of its part, complete or not: while it is written, they grow."""
+    found = dict.fromkeys(roles, 0)
+    for role in roles:
+      with contextlib.suppress(OSError):  # files are renamed meanwhile; the next look tells more
+        for folder, _, names in self._part(snapshot, role).walk():
+          found[role] += sum((folder / name).stat().length for name in names)
+    return found
 
   def metas(self, snapshot: int) -> dict[str, SignedJson]:
     """Role -> meta of the parts that are complete, whether committed or not.
@@ -404,6 +435,7 @@ class Storage:
     with signed_json.one_error(folder):
       if not role:
         return self._delete_all(snapshot)
+      self._note(snapshot, role).unlink(missing_ok=True)
       # It may be committed at this very moment. Each of the two writes first and looks afterwards,
       # so at least one of them sees the other, and gives way (`commit`).
       meta, hidden = folder / role / META, folder / role / f"{META}.old"
@@ -443,6 +475,10 @@ class Storage:
     if not _is_role(role):
       raise ValueError(f"role {role!r}: must be letters, digits and '-' (learner-3), for a folder")
     return self._snapshot(snapshot) / role
+
+  def _note(self, snapshot: int, role: str) -> epath.Path:
+    part = self._part(snapshot, role)
+    return part.with_name(part.name + DECLINED)
 
   def _names(self, path: epath.Path) -> list[str]:
     return signed_json.patiently(lambda: signed_json.listed(path))

@@ -449,7 +449,7 @@ class CheckpointConfig:
 
   path: str = ""  # folder that all roles reach, also gs://...; empty: WORKDIR/checkpoints
   keep: int = 2  # committed snapshots; older ones are deleted
-  patience_seconds: float = 60.0  # a snapshot waits for a learner's part, then goes without it
+  patience_seconds: float = 60.0  # a snapshot goes without a learner's part that grew so long ago
   rejoin: str = "own"  # inner optimizer of a learner that comes back: own, peer or fresh
   warmup_steps: int = 20  # of the learning rate, for one that comes into a run with fresh moments
   donor_seconds: float = 10.0  # that rejoin = peer waits for another learner's moments
