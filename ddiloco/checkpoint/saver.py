@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = 0.05  # between two looks whether all parts are there, growing ...
 LOOK_SECONDS_MOST = 2.0  # ... up to this
+MOST_PATIENCE = 20  # times that, for parts that grow: no learner holds up snapshots for ever
 NICENESS = 10  # of the worker's thread: a tenth of the processor where there is none to spare
 
 
@@ -212,7 +213,8 @@ class Saver:
       roles = consistent(states, shards)
       missing = {*shards, *learners()} - declined - roles
       late = ending or now - grew_at > patience_seconds
-      if late and missing and not ending:  # a part that grows is waited for, however long it takes
+      most = now - started > MOST_PATIENCE * patience_seconds
+      if late and missing and not (ending or most):  # what grows is on its way
         grown = self.storage.growth(snapshot, known)
         if any(grown[role] > sizes[role] for role in missing & known):
           grew_at, sizes, late = now, grown, False

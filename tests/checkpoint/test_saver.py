@@ -1,5 +1,6 @@
 """Parts are written beside the work, and shard 0 commits what is a consistent snapshot."""
 
+import itertools
 import os
 import sys
 import threading
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ddiloco.checkpoint import saver as saver_lib
 from ddiloco.checkpoint.saver import Saver, consistent
 from ddiloco.checkpoint.snapshots import Storage
 from ddiloco.observe.eventlog import NullRecorder
@@ -357,24 +359,34 @@ def test_a_learner_that_does_not_answer_is_waited_for_with_patience(storage, sav
 
 
 def test_a_part_that_still_grows_is_waited_for(storage, savers, monkeypatch):
-  """However long it takes: patience is for parts that do not grow."""
+  """Patience is for parts that do not grow."""
   saver, events = savers()
   storage.save(1, "syncer-1", 0, state("syncer-1"), {})
-  sizes, asked = iter(range(1, 6)), []
+  asked = []
 
   def growth(snapshot, roles):
-    asked.append(next(sizes, 5))
-    if len(asked) == 6:
+    asked.append(snapshot)
+    if len(asked) == 4:
       storage.save(1, "learner-0", 0, state("learner-0"), {})
-    return {role: asked[-1] if role == "learner-0" else 0 for role in roles}
+    return dict.fromkeys(roles, len(asked))
 
   monkeypatch.setattr(storage, "growth", growth)
+  monkeypatch.setattr(saver_lib, "MOST_PATIENCE", 10_000)
+  commit(saver, 1, ["learner-0"], patience_seconds=0.05)
+  (snapshot,) = events.of("snapshot")
+  assert snapshot.roles == ("learner-0", *SHARDS) and snapshot.lacks == ()
+  assert len(asked) == 4 and snapshot.seconds >= 0.1
+
+
+def test_a_part_that_grows_for_ever_holds_up_no_snapshot(storage, savers, monkeypatch):
+  saver, events = savers()
+  storage.save(1, "syncer-1", 0, state("syncer-1"), {})
+  sizes = itertools.count()
+  monkeypatch.setattr(storage, "growth", lambda _, roles: dict.fromkeys(roles, next(sizes)))
+  monkeypatch.setattr(saver_lib, "MOST_PATIENCE", 3)
   commit(saver, 1, ["learner-0"], patience_seconds=0.1)
   (snapshot,) = events.of("snapshot")
-  assert snapshot.roles == SHARDS and snapshot.lacks == ("learner-0",), (
-    "given up as it stands still"
-  )
-  assert asked == [1, 2, 3, 4, 5, 5] and snapshot.seconds >= 0.5
+  assert snapshot.lacks == ("learner-0",) and snapshot.seconds > 0.3
 
 
 def test_the_bytes_of_a_part_under_way_are_its_growth(storage):
