@@ -139,15 +139,16 @@ def train(
 
 
 def ready(config: Config, cpu: bool, supervises: bool = False) -> None:
-  """Makes sure that JAX has devices for all islands and one for the evaluator.
+  """Makes sure that JAX has devices for all islands and for the evaluator.
 
   Raises:
     ConfigError: JAX has made its devices already, and they are too few.
   """
   counts = [config.islands.island(m).devices or 1 for m in range(config.num_islands())]
-  needed = sum(counts)
+  asked = config.run.evaluator_devices
+  needed = sum(counts) + asked  # the evaluator's are no island's
   try:
-    environment.prepare(num_cpu_devices=needed + 1, cpu_only=cpu, supervises=supervises)
+    environment.prepare(num_cpu_devices=needed + (not asked), cpu_only=cpu, supervises=supervises)
   except RuntimeError as error:  # too late: another run of this process, or a program of the user's
     import jax
 

@@ -17,6 +17,7 @@ from typing import IO
 from ddiloco.config import Config, ConfigError, from_dict
 
 OUTCOME = "outcome.json"  # what the report knows beside the events
+RESULT = "result"  # the trained global model
 STARTED = "started"  # when the run began, unix seconds: the zero of all its event times
 COMPILED = "compiled"  # programs, for learners that start again
 FAULTS = "faults.jsonl"  # faults that are asked for while the run goes on, a line each
@@ -29,7 +30,7 @@ END_SECONDS = 5.0  # for the roles of a supervisor that was killed to end
 CHECKPOINTS = "checkpoints"
 ISLANDS = "islands"  # of a run without shards, what each of them has learned
 OURS = (
-  *("alone", COMPILED, CHECKPOINTS, ISLANDS, "events", "logs", "tensorboard", "report", "result"),
+  *("alone", COMPILED, CHECKPOINTS, ISLANDS, "events", "logs", "tensorboard", "report", RESULT),
   *(PROFILES, PROFILE_REQUESTS, OUTCOME, STARTED, FAULTS, "config.json"),
 )
 # What each role of a run may have its own way; all the rest of the config must be the same.

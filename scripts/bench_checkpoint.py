@@ -259,7 +259,7 @@ def measure_bytes(folder: Path, mib: int, times: int) -> dict[str, Any]:
       array.tofile(file)
   seconds: dict[str, list[float]] = {"save": [], "restore": [], "copy": []}
   work: dict[str, Callable[[], object]] = {
-    "save": lambda: storage.save(0, "learner-0", 0, {}, arrays),
+    "save": lambda: storage.save(0, "learner-0", 0, {}, dict(arrays)),
     "restore": lambda: storage.load(0, "learner-0"),
     "copy": lambda: subprocess.run(
       ["dd", f"if={plain}", f"of={folder}/copy", "bs=1M", "conv=fsync", "status=none"], check=True

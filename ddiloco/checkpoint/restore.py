@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from ddiloco.checkpoint.signed_json import Damaged
+from ddiloco.checkpoint.signed_json import Damaged, SignedJson
 from ddiloco.config import Config, ConfigError
 from ddiloco.core.commit import Committed, FragmentStore
 from ddiloco.core.fragments import Plan, owned_by, shard_of
@@ -276,17 +276,17 @@ def _newest(storage: Storage, tried: list[str], read: Callable[[int], T]) -> T |
 def _restore(storage: Storage, plan: Plan, snapshot: int, wanted: set[int]) -> Restored:
   found: dict[int, Committed] = {}
   global_step, vector_clock = 0, {}
-  for state, mine in _shards(storage, plan, snapshot, wanted):
-    found |= mine
-    if mine:
-      global_step = max(global_step, state.global_step)
-      vector_clock = causality.join(vector_clock, state.vector_clock)
+  for state, committed in _shards(storage, plan, snapshot, wanted):
+    found[committed.state.index] = committed
+    global_step = max(global_step, state.global_step)
+    vector_clock = causality.join(vector_clock, state.vector_clock)
   _require_all(found, wanted)
   return Restored(found, snapshot, global_step, vector_clock)
 
 
 def _check(storage: Storage, plan: Plan, snapshot: int, wanted: set[int]) -> int:
-  _require_all({p for _, mine in _shards(storage, plan, snapshot, wanted) for p in mine}, wanted)
+  every = _shards(storage, plan, snapshot, wanted)
+  _require_all({committed.state.index for _, committed in every}, wanted)
   return snapshot
 
 
@@ -297,8 +297,8 @@ def _require_all(found: Collection[int], wanted: set[int]) -> None:
 
 def _shards(
   storage: Storage, plan: Plan, snapshot: int, wanted: set[int]
-) -> Iterator[tuple[SyncerPart, dict[int, Committed]]]:
-  """Of every shard's part the state, and the fragments that are wanted; checked."""
+) -> Iterator[tuple[SyncerPart, Committed]]:
+  """The fragments that are wanted, one by one, each with the state of the shard that saved it."""
   for role, digest in storage.manifest(snapshot)["parts"].items():
     if not role.startswith("syncer-"):
       continue
@@ -306,18 +306,23 @@ def _shards(
     if meta["digest"] != digest:
       raise NotAState(f"{role} is not the part that was committed")
     state = from_json(SyncerPart, meta["state"])
-    mine = {f.index: f for f in state.fragments if f.index in wanted}
-    names = [name for name in meta["arrays"] if int(name.partition("/")[0]) in mine]
-    arrays = storage.load(snapshot, role, names=names).arrays
-    found = {}
-    for p, f in mine.items():
-      value = arrays[f"{p}/value"]
-      if value.shape != (plan.fragments[p].size,):
-        raise NotAState(f"fragment {p} has {value.shape[0]} values")
-      published = arrays.get(f"{p}/published_value", value)
-      momentum = arrays.get(f"{p}/momentum")
-      found[p] = Committed(f, value, published, momentum, state.momentum_rounds[p])
-    yield state, found
+    for f in state.fragments:
+      if f.index in wanted:
+        yield state, _fragment(storage, plan, meta, f, state.momentum_rounds[f.index])
+
+
+def _fragment(
+  storage: Storage, plan: Plan, meta: SignedJson, f: FragmentState, momentum_round: int
+) -> Committed:
+  """What a shard's part has of one fragment, checked."""
+  p = f.index
+  names = [name for name in meta["arrays"] if int(name.partition("/")[0]) == p]
+  arrays = storage.load(meta["snapshot"], meta["role"], names=names).arrays
+  value = arrays[f"{p}/value"]
+  if value.shape != (plan.fragments[p].size,):
+    raise NotAState(f"fragment {p} has {value.shape[0]} values")
+  published = arrays.get(f"{p}/published_value", value)
+  return Committed(f, value, published, arrays.get(f"{p}/momentum"), momentum_round)
 
 
 # --- What a run goes on from: said as it is, or refused. Nothing begins anew in place of what was
@@ -355,7 +360,9 @@ def go_on(
   elif storage is not None:
     moved = _set_aside(storage, snapshot)
     passed = f" Passed over and set aside: {', '.join(moved)}." if moved else ""
-    print(f"\nThe run in {workdir} goes on from snapshot {snapshot}.{passed}", flush=True)
+    lacks = _lacking(config, storage, snapshot)
+    without = f" It lacks {', '.join(lacks)}: these take an older part, if any." if lacks else ""
+    print(f"\nThe run in {workdir} goes on from snapshot {snapshot}.{without}{passed}", flush=True)
   if storage is not None:
     try:
       storage.forget()
@@ -369,6 +376,16 @@ def _why(config: Config) -> str:
   if not config.sync.snapshot_steps:
     return "sync.snapshot_steps = 0 makes no snapshots"
   return "it was ended before its first snapshot was complete"
+
+
+def _lacking(config: Config, storage: Storage, snapshot: int) -> list[str]:
+  """Learners of the config that have no part in it."""
+  try:
+    parts = storage.manifest(snapshot)["parts"]
+  except Damaged:  # a moment ago it was not; who needs it says more
+    return []
+  every = (f"learner-{m}" for m in range(config.islands.num_learners))
+  return [role for role in every if role not in parts]
 
 
 def _set_aside(storage: Storage, snapshot: int) -> list[str]:

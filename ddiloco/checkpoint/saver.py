@@ -8,10 +8,11 @@ when it began and still live. Shard 0 looks after that: without it there is no s
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from ddiloco.observe.eventlog import Recorder
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = 0.05  # between two looks whether all parts are there, growing ...
 LOOK_SECONDS_MOST = 2.0  # ... up to this
+MOST_PATIENCE = 20  # times that, for parts that grow: no learner holds up snapshots for ever
 NICENESS = 10  # of the worker's thread: a tenth of the processor where there is none to spare
 
 
@@ -67,18 +69,40 @@ class Saver:
     self,
     snapshot: int,
     state: Mapping[str, Any],
-    arrays: Mapping[str, Any],
+    arrays: MutableMapping[str, Any],
     then: Callable[[int], Job] = lambda snapshot: (),
   ) -> None:
-    """Queues this role's part: its state as JSON values, and arrays that are not changed any more.
+    """Queues this role's part: its state as JSON values, and arrays that are not changed any more;
+    `arrays` is emptied while they are written.
 
     The job `then(snapshot)` is done in the background once it is written.
     """
     if reason := "the one before is not done yet" if self._busy else self.hold():
       self.recorder.record(events.Unsaved(snapshot=snapshot, reason=reason))
+      self._worker.put(self._leave_word(snapshot, reason))
       return
     self._busy = True
     self._worker.put(self._work(snapshot, state, arrays, then))
+
+  def decline(self, snapshot: int, reason: str) -> None:
+    """There will be no part of this role: says so to the log, and to shard 0, which would wait.
+
+    Not of a snapshot that is committed: who hears of one so late was not there.
+    """
+    self._worker.put(self._decline(snapshot, reason))
+
+  def _decline(self, snapshot: int, reason: str) -> Job:
+    with contextlib.suppress(OSError):  # then it is said
+      if self.storage.is_committed(snapshot):
+        return
+    self.recorder.record(events.Unsaved(snapshot=snapshot, reason=reason))
+    yield from self._leave_word(snapshot, reason)
+
+  def _leave_word(self, snapshot: int, reason: str) -> Job:
+    """For shard 0, which else would wait."""
+    with contextlib.suppress(OSError):  # it waits, as long as it has patience
+      self.storage.decline(snapshot, self.role, reason)
+    yield None
 
   def close(self, patience_seconds: float = 0.0) -> None:
     """Ends the worker; what it is writing has this long. What is half done never counts."""
@@ -98,7 +122,7 @@ class Saver:
     self,
     snapshot: int,
     state: Mapping[str, Any],
-    arrays: Mapping[str, Any],
+    arrays: MutableMapping[str, Any],
     then: Callable[[int], Job],
   ) -> Job:
     written = yield from self._write(snapshot, state, arrays)
@@ -108,8 +132,9 @@ class Saver:
     self._busy = False
 
   def _write(
-    self, snapshot: int, state: Mapping[str, Any], arrays: Mapping[str, Any]
+    self, snapshot: int, state: Mapping[str, Any], arrays: MutableMapping[str, Any]
   ) -> Loop[bool]:
+    size = sum(array.nbytes for array in arrays.values())
     started = self._time.now()
     self.recorder.flush()  # a life may begin with this part: the log must know how it came to be
     try:
@@ -123,12 +148,13 @@ class Saver:
       reason = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
       warn(f"{self.role}: its part of snapshot {snapshot} is not saved: {reason}. The run goes on.")
       self.recorder.record(events.Unsaved(snapshot=snapshot, reason=reason))
+      yield from self._leave_word(snapshot, reason)
       return False
     self.recorder.record(
       events.Saved(
         snapshot=snapshot,
         seconds=round(self._time.now() - started, 3),
-        bytes=sum(array.nbytes for array in arrays.values()),
+        bytes=size,
         arrays={name: each["crc32"] for name, each in meta["arrays"].items()},
       )
     )
@@ -152,7 +178,7 @@ class Saver:
       snapshot: which; the own part is written.
       shards: parts it cannot do without.
       learners: parts that are still to be expected: fewer when a learner dies.
-      patience_seconds: for learners that live and do not answer.
+      patience_seconds: for learners that live and whose parts do not grow.
       keep: committed snapshots that stay.
     """
     try:
@@ -177,24 +203,38 @@ class Saver:
   ) -> Job:
     started, look_seconds = self._time.now(), LOOK_SECONDS
     known = {*shards, *learners()}  # others may have left a part in a former life of the run
+    grew_at, sizes = started, self.storage.growth(snapshot, known)
     while True:
       # Asked before looking: what is there only later does not count as missing.
-      late = self._worker.ending or self._time.now() - started > patience_seconds
+      now, ending = self._time.now(), self._worker.ending
+      declined = self.storage.declined(snapshot)
       metas = self.storage.metas(snapshot)
       states = {role: meta["state"] for role, meta in metas.items() if role in known}
       roles = consistent(states, shards)
-      missing = ({*shards, *learners()} if not late else shards) - roles
+      missing = {*shards, *learners()} - declined - roles
+      late = ending or now - grew_at > patience_seconds
+      most = now - started > MOST_PATIENCE * patience_seconds
+      if late and missing and not (ending or most):  # what grows is on its way
+        grown = self.storage.growth(snapshot, known)
+        if any(grown[role] > sizes[role] for role in missing & known):
+          grew_at, sizes, late = now, grown, False
+      if late or declined & shards:
+        missing = shards - roles
       if not missing:
         break
-      if late:
+      if late or declined & shards:
         self.recorder.record(events.Uncommitted(snapshot=snapshot, missing=tuple(sorted(missing))))
         return
       yield self._time.now() + look_seconds
       look_seconds = min(2 * look_seconds, LOOK_SECONDS_MOST)
     self.storage.commit(snapshot, roles)
-    seconds = round(self._time.now() - started, 3)
     self.recorder.record(
-      events.Snapshot(snapshot=snapshot, roles=tuple(sorted(roles)), seconds=seconds)
+      events.Snapshot(
+        snapshot=snapshot,
+        roles=tuple(sorted(roles)),
+        lacks=tuple(sorted(known - roles)),
+        seconds=round(self._time.now() - started, 3),
+      )
     )
 
 

@@ -2,7 +2,10 @@
 
   CHECKPOINTS/00000007/manifest.json         snapshot 7 is committed: the digests of its parts
   CHECKPOINTS/00000007/learner-3/meta.json   the part is complete: state, and a checksum per array
-  CHECKPOINTS/00000007/learner-3/arrays/     the arrays, an Orbax checkpoint
+  CHECKPOINTS/00000007/learner-3/arrays/0    some of the arrays, an Orbax checkpoint; then 1, 2, ...
+
+Arrays go to the disk and come back a window at a time, so that saving and restoring take no more
+memory of the host than the largest array and `WINDOW_BYTES`, however large the state is.
 
 Every file is written before the one that vouches for it, so a kill at any moment leaves a part
 without its meta, or a snapshot without its manifest. Orbax waits until values are on the disk;
@@ -16,10 +19,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import re
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from typing import Any
 
 import fsspec.config
@@ -46,8 +50,8 @@ def fingerprint(value: jax.Array | np.ndarray) -> Fingerprint:
   return {"shape": list(host.shape), "dtype": host.dtype.name, "crc32": checksum}
 
 
-def fingerprints(arrays: Arrays) -> dict[str, Fingerprint]:
-  """Of every array; also says which names cannot be told apart on storage.
+def refuse_odd_names(arrays: Arrays) -> None:
+  """Refuses names that cannot be told apart on storage.
 
   Raises:
     ValueError: a name has an empty component, as "", "a/" or "/a".
@@ -55,56 +59,72 @@ def fingerprints(arrays: Arrays) -> dict[str, Fingerprint]:
   for name in arrays:
     if not all(name.split("/")):
       raise ValueError(f"array {name!r}: a name is parts joined by '/', none of them empty")
-  return {name: fingerprint(value) for name, value in arrays.items()}
 
 
-def write(path: epath.Path, arrays: Arrays) -> None:
-  """Writes all at once or nothing; sharded arrays as they are, shard by shard.
+def write_all(
+  folder: epath.Path, arrays: MutableMapping[str, jax.Array | np.ndarray]
+) -> tuple[dict[str, Fingerprint], list[list[str]]]:
+  """Writes one window after the other, and takes out of `arrays` what it writes.
+
+  An array is whole on the host for as long as its window is written. Once nobody else refers to it
+  it is free then, and so is what JAX keeps on the host of an array that was read.
 
   Args:
-    path: an absolute directory; replaced if it is there.
+    folder: an absolute directory that is not there yet.
+
+  Returns:
+    Every array's fingerprint, and of each window the names in it.
 
   Raises:
     Exception: it cannot be written; every layer and file system has kinds of its own.
   """
-  stored = {name: value for name, value in arrays.items() if value.size}  # Orbax refuses the others
-  if stored:
-    with _checkpointer() as checkpointer:
-      checkpointer.save(path, args=ocp.args.PyTreeSave(stored), force=True)
+  found: dict[str, Fingerprint] = {}
+  windows: list[list[str]] = []
+  window: dict[str, np.ndarray] = {}
+  names = list(arrays)
+  for name in names:
+    host = np.asarray(arrays.pop(name), order="C")
+    found[name] = fingerprint(host)
+    if host.size:  # Orbax refuses the others
+      window[name] = host
+    del host
+    if window and (name == names[-1] or sum(v.nbytes for v in window.values()) >= WINDOW_BYTES):
+      write(folder / str(len(windows)), window)
+      windows.append(list(window))
+      window = {}
+  return found, windows
+
+
+def write(path: epath.Path, window: dict[str, np.ndarray]) -> None:
+  """Writes one window, all of it or nothing."""
+  with _checkpointer() as checkpointer:
+    checkpointer.save(path, args=ocp.args.PyTreeSave(window), force=True)
 
 
 def read(path: epath.Path, wanted: Mapping[str, Fingerprint]) -> dict[str, np.ndarray]:
-  """The arrays `wanted`, on the host, bit by bit as they were when their fingerprints were taken.
+  """Of one window the arrays `wanted`, on the host, bit by bit as they were when they were written.
 
   Raises:
     Exception: they cannot be read, or are not what their fingerprints say.
   """
-  stored = {name: expected for name, expected in wanted.items() if 0 not in expected["shape"]}
-  found: dict[str, Any] = {}
-  if stored:
-    host = ocp.RestoreArgs(restore_type=np.ndarray)
-    arguments = ocp.args.PyTreeRestore(
-      item=dict.fromkeys(stored, 0),  # comes back as it is where the checkpoint has no such name
-      restore_args=dict.fromkeys(stored, host),
-      partial_restore=True,
-    )
-    checkpointer = _checkpointer()
-    try:
-      found = checkpointer.restore(path, args=arguments)
-    finally:
-      with contextlib.suppress(Exception):  # what has been read is judged by its fingerprints
-        checkpointer.close()
-  arrays = {}
+  host = ocp.RestoreArgs(restore_type=np.ndarray)
+  arguments = ocp.args.PyTreeRestore(
+    item=dict.fromkeys(wanted, 0),  # comes back as it is where the checkpoint has no such name
+    restore_args=dict.fromkeys(wanted, host),
+    partial_restore=True,
+  )
+  checkpointer = _checkpointer()
+  try:
+    found = checkpointer.restore(path, args=arguments)
+  finally:
+    with contextlib.suppress(Exception):  # what has been read is judged by its fingerprints
+      checkpointer.close()
   for name, expected in wanted.items():
-    if name in stored:
-      arrays[name] = found.pop(name)
-    else:
-      arrays[name] = np.empty(expected["shape"], np.dtype(expected["dtype"]))
-    if not isinstance(arrays[name], np.ndarray):
+    if not isinstance(found[name], np.ndarray):
       raise ValueError(f"array {name!r} is missing")
-    if (actual := fingerprint(arrays[name])) != expected:
+    if (actual := fingerprint(found[name])) != expected:
       raise ValueError(f"array {name!r} is {actual}, but {expected} was saved")
-  return arrays
+  return {name: found[name] for name in wanted}
 
 
 def _checkpointer() -> ocp.Checkpointer:
@@ -120,10 +140,12 @@ def _checkpointer() -> ocp.Checkpointer:
   return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
-FORMAT = 3
+FORMAT = 4
+WINDOW_BYTES = 128 << 20  # of arrays are on the host at once, beside the largest
 MANIFEST = "manifest.json"
 META = "meta.json"
 ARRAYS = "arrays"
+DECLINED = ".declined"  # 00000007/learner-3.declined: why there will be no part of it
 ASIDE = "aside"  # 00000007.aside: no snapshot any more, never touched again
 
 # Parts are written by other processes: a remembered listing of gs:// would never show them.
@@ -165,32 +187,36 @@ class Storage:
     role: str,
     incarnation: int,
     state: Mapping[str, Any],
-    arrays: Arrays,
+    arrays: MutableMapping[str, jax.Array | np.ndarray],
   ) -> SignedJson:
     """Writes a part and returns its meta; replaces what this role saved for this snapshot before.
 
     Args:
       state: what JSON can hold; comes back as JSON has it (lists for tuples, names as strings).
       arrays: name -> array, on the host or over any mesh; not to be changed before this returns.
+        Emptied: what is written is let go of, since it may be the last copy of that state.
 
     Raises:
       OSError: it cannot be written (full, denied, ...). Nothing of the part is left, if that works.
     """
     part = self._part(snapshot, role)
-    meta = signed_json.sign(
-      {
-        **self._expected("part", snapshot),
-        "role": role,
-        "incarnation": incarnation,
-        "state": dict(state),
-        "arrays": fingerprints(arrays),
-      }
-    )
+    refuse_odd_names(arrays)
     try:
       with signed_json.one_error(part):
         _delete(part, META)
         part.mkdir(parents=True, exist_ok=True)
-        write(part / ARRAYS, arrays)
+        self._note(snapshot, role).unlink(missing_ok=True)
+        found, windows = write_all(part / ARRAYS, arrays)
+        meta = signed_json.sign(
+          {
+            **self._expected("part", snapshot),
+            "role": role,
+            "incarnation": incarnation,
+            "state": dict(state),
+            "arrays": found,
+            "windows": windows,
+          }
+        )
         signed_json.write(part / META, meta)
     except OSError:
       # Room for others' parts. Should that fail too, the first error is the one that tells.
@@ -229,6 +255,35 @@ class Storage:
       ValueError: JAX cannot hold an array as it was saved (64 bits), or divide it like this.
     """
     return self._load(self.meta(snapshot, role), shardings, names)
+
+  def decline(self, snapshot: int, role: str, reason: str) -> None:
+    """Leaves word that there will be no part of this role, so that nobody waits for it.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    note = self._note(snapshot, role)
+    with signed_json.one_error(note):
+      note.parent.mkdir(parents=True, exist_ok=True)
+      note.write_text(reason)
+
+  def declined(self, snapshot: int) -> set[str]:
+    """The roles that have left word that there will be no part of them.
+
+    Raises:
+      OSError: the file system cannot be asked.
+    """
+    names = self._names(self._snapshot(snapshot))
+    return {name.removesuffix(DECLINED) for name in names if name.endswith(DECLINED)}
+
+  def growth(self, snapshot: int, roles: Collection[str]) -> dict[str, int]:
+    """Role -> bytes that are there of its part, complete or not: while it is written, they grow."""
+    found = dict.fromkeys(roles, 0)
+    for role in roles:
+      with contextlib.suppress(OSError):  # files are renamed meanwhile; the next look tells more
+        for folder, _, names in self._part(snapshot, role).walk():
+          found[role] += sum((folder / name).stat().length for name in names)
+    return found
 
   def metas(self, snapshot: int) -> dict[str, SignedJson]:
     """Role -> meta of the parts that are complete, whether committed or not.
@@ -380,6 +435,7 @@ class Storage:
     with signed_json.one_error(folder):
       if not role:
         return self._delete_all(snapshot)
+      self._note(snapshot, role).unlink(missing_ok=True)
       # It may be committed at this very moment. Each of the two writes first and looks afterwards,
       # so at least one of them sees the other, and gives way (`commit`).
       meta, hidden = folder / role / META, folder / role / f"{META}.old"
@@ -420,6 +476,10 @@ class Storage:
       raise ValueError(f"role {role!r}: must be letters, digits and '-' (learner-3), for a folder")
     return self._snapshot(snapshot) / role
 
+  def _note(self, snapshot: int, role: str) -> epath.Path:
+    part = self._part(snapshot, role)
+    return part.with_name(part.name + DECLINED)
+
   def _names(self, path: epath.Path) -> list[str]:
     return signed_json.patiently(lambda: signed_json.listed(path))
 
@@ -456,21 +516,37 @@ class Storage:
   ) -> Part:
     path = self._part(meta["snapshot"], meta["role"]) / ARRAYS
     wanted = meta["arrays"] if names is None else {name: meta["arrays"][name] for name in names}
-    arrays: dict[str, Any] = signed_json.patiently(lambda: _read_arrays(path, wanted))
-    # Checked on the host, then laid out: whatever mesh saved it, the bits are the same.
-    layout = {name: shardings[name] for name in arrays if name in shardings}
-    placed = jax.device_put({name: arrays[name] for name in layout}, layout)
-    for name, value in placed.items():
-      if value.dtype != arrays[name].dtype:
-        raise ValueError(f"array {name!r}: JAX makes {value.dtype} of {arrays[name].dtype}")
-    arrays.update(placed)
+    arrays: dict[str, Any] = {
+      name: np.empty(each["shape"], np.dtype(each["dtype"]))
+      for name, each in wanted.items()
+      if 0 in each["shape"]
+    }
+    for number, stored in enumerate(meta["windows"]):
+      mine = {name: wanted[name] for name in stored if name in wanted}
+      if mine:
+        window = signed_json.patiently(functools.partial(_read_arrays, path, number, mine))
+        for name in mine:  # one after the other: what is placed is let go of here
+          arrays[name] = _placed(name, window.pop(name), shardings)
+    arrays = {name: arrays[name] for name in wanted}
     fields = {name: meta[name] for name in ("role", "snapshot", "incarnation", "state", "digest")}
     return Part(arrays=arrays, **fields)
 
 
-def _read_arrays(path: epath.Path, wanted: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def _placed(
+  name: str, value: np.ndarray, shardings: Mapping[str, jax.sharding.Sharding]
+) -> jax.Array | np.ndarray:
+  """Laid out after it was checked on the host: whatever mesh saved it, the bits are the same."""
+  if name not in shardings:
+    return value
+  placed = jax.block_until_ready(jax.device_put(value, shardings[name]))
+  if placed.dtype != value.dtype:
+    raise ValueError(f"array {name!r}: JAX makes {placed.dtype} of {value.dtype}")
+  return placed
+
+
+def _read_arrays(path: epath.Path, number: int, wanted: Mapping[str, Any]) -> dict[str, np.ndarray]:
   try:
-    return read(path, wanted)
+    return read(path / str(number), wanted)
   except Exception as error:  # Orbax and what is below it raise whatever a damage leads them to
     raise signed_json.not_read(path, "cannot be restored", error) from error
 

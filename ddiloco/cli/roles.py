@@ -101,10 +101,12 @@ def evaluator(arguments: list[str]) -> int:
   """
   values = flags.FlagValues()
   path, arguments = _role_flags(values, arguments)
+  cpu_flag(values)
   if not parse(values, arguments, evaluator.__doc__):
     return 0
   config, place = final_config(values, path), _place(values)
-  environment.prepare(num_cpu_devices=1, cpu_only=True)
+  devices = config.run.evaluator_devices
+  environment.prepare(num_cpu_devices=devices or 1, cpu_only=values["cpu"].value or not devices)
   from ddiloco.engines import learner_process
 
   return learner_process.run_evaluator(config, place)

@@ -423,6 +423,7 @@ class RunConfig:
   total_tokens: int = 4_000_000  # merged into the global model; the run ends there
   init_from: str = ""  # weights to start from, else random: .safetensors, Orbax or a run's workdir
   evaluations: int = 20  # of the global model on the held-out split, over the run; 0: none
+  evaluator_devices: int = 0  # that share the model there (fsdp), no island's; 0: one of the CPU
   compare_alone: bool = False  # afterwards train every island alone on as many of its own steps
   prompt: str = "def "  # of the sample that is printed at the end
   sample_tokens: int = 160
@@ -438,7 +439,7 @@ class RunConfig:
   def __post_init__(self):
     positive("run", self, "total_tokens")
     not_negative("run", self, "evaluations", "sample_tokens", "restart_seconds", "max_restarts")
-    not_negative("run", self, "hang_seconds")
+    not_negative("run", self, "hang_seconds", "evaluator_devices")
 
 
 # --- What outlives a process: where snapshots go, and how a learner that comes back goes on
@@ -450,7 +451,7 @@ class CheckpointConfig:
 
   path: str = ""  # folder that all roles reach, also gs://...; empty: WORKDIR/checkpoints
   keep: int = 2  # committed snapshots; older ones are deleted
-  patience_seconds: float = 60.0  # a snapshot waits for a learner's part, then goes without it
+  patience_seconds: float = 60.0  # a snapshot goes without a learner's part that grew so long ago
   rejoin: str = "own"  # inner optimizer of a learner that comes back: own, peer or fresh
   warmup_steps: int = 20  # of the learning rate, for one that comes into a run with fresh moments
   donor_seconds: float = 10.0  # that rejoin = peer waits for another learner's moments

@@ -17,6 +17,7 @@ import numpy as np
 
 from ddiloco.chaos import faults
 from ddiloco.chaos.requests import FaultRequests
+from ddiloco.checkpoint import weights
 from ddiloco.checkpoint.restore import newest_global_step
 from ddiloco.config import Config, Fault
 from ddiloco.core.fragments import Plan
@@ -41,9 +42,10 @@ from ddiloco.protocol.supervisor import (
   Working,
 )
 from ddiloco.roles import initial
-from ddiloco.roles.evaluator import Evaluator
+from ddiloco.roles.evaluator import Evaluator, Measure
 from ddiloco.roles.exchange import Quarantined
 from ddiloco.runtime import Runtime
+from ddiloco.workdir import RESULT
 
 TURN_SECONDS = 0.05
 PRESSING_TURN_SECONDS = 0.01  # while a process is held up on purpose
@@ -55,10 +57,11 @@ class RunResult:
   """What a run leaves: the global model, what became of every learner, and why it ended."""
 
   reason: str  # finished, stopped or failed
-  params: dict[str, np.ndarray]  # the global model; without shards that of the first learner left
+  params: Mapping[str, np.ndarray]  # the global model; without shards the first learner's left
   island_params: dict[int, dict[str, np.ndarray]]  # of the learners left; only without shards
   steps: dict[int, int]  # inner steps of every learner over all incarnations
   lost: str = ""  # work that is gone although the run went on
+  saved: bool = False  # `params` are in WORKDIR/result already
 
 
 class Engine:
@@ -67,7 +70,7 @@ class Engine:
   Args:
     config: the run's.
     workdir: event logs go to `workdir/events`.
-    measure: what held-out data say of a parameter tree, for the evaluator.
+    measure: what held-out data say of a parameter tree, for the evaluator; None: never asked.
   """
 
   shortest_life_seconds = 0.0  # between two starts of a role
@@ -77,7 +80,7 @@ class Engine:
     self,
     config: Config,
     workdir: Path,
-    measure: Callable[[dict[str, np.ndarray]], Mapping[str, float]],
+    measure: Measure | None,
   ):
     self.config = config
     self.workdir = workdir
@@ -96,6 +99,7 @@ class Engine:
     self._threads: dict[str, threading.Thread] = {}  # of each role's newest life
     self._told: set[str] = set()  # roles whose threads are asked to end
     self._evaluated: Evaluator | None = None  # of the newest incarnation
+    self._saving = threading.Lock()  # held while the model of the end is saved
     self._drains = False  # asked to end in good order
     self._ending = False  # the run is over, and roles end
     self._lost: dict[str, str] = {}  # work that was not brought out at the end, by role
@@ -125,7 +129,8 @@ class Engine:
       self._ending = True
       self._end(reason)
     self._finish(reason)
-    return self._outcome(reason)
+    with self._saving:
+      return self._outcome(reason)
 
   def _say_started(self) -> None:
     """All that a reader of the log needs to know of the run."""
@@ -321,6 +326,11 @@ class Engine:
   def _evaluate(self, endpoint: Endpoint, incarnation: int, recorder: Recorder) -> None:
     """One life of the evaluator."""
     runtime = Runtime(endpoint, recorder)
-    role = Evaluator(self.config, self.plan, self._measure, runtime, incarnation)
+    role = Evaluator(self.config, self.plan, self._measure, runtime, incarnation, self._save_result)
     self._evaluated = role
     role.run(lambda: EVALUATOR_ADDRESS in self._told)
+
+  def _save_result(self, params: initial.Assembled) -> None:
+    """The model of the end, as the evaluator has it, before it is measured."""
+    with self._saving:
+      weights.save(self.workdir / RESULT, params)

@@ -26,7 +26,7 @@ from ddiloco.protocol.supervisor import after_exit
 from ddiloco.roles.exchange import Quarantined
 from ddiloco.roles.learner import Batches
 from ddiloco.runtime import Runtime
-from ddiloco.workdir import COMPILED
+from ddiloco.workdir import COMPILED, RESULT
 
 # --- learner --------------------------------------------------------------------------------------
 
@@ -207,17 +207,25 @@ def run_evaluator(config: Config, place: RoleSpec) -> int:
 
 
 def _evaluator(runner: RoleRunner) -> int:
+  from ddiloco.checkpoint import weights
   from ddiloco.engines import session
   from ddiloco.engines.engine import RunResult
   from ddiloco.roles.evaluator import Evaluator
   from ddiloco.training import data
 
   config, began = runner.config, time.monotonic()
-  runner.ready = lambda: "reading the held-out data"
-  heldout = session.evaluator(config, data.open_data(config.data))
+  measure = loss = None
+  if config.run.evaluations:
+    runner.ready = lambda: "reading the held-out data"
+    heldout = session.evaluator(config, data.open_data(config.data))
+    measure, loss = heldout.measure, heldout.loss
   endpoint = runner.dial()
   runtime = Runtime(endpoint, runner.recorder)
-  role = Evaluator(config, runner.plan, heldout.measure, runtime, runner.incarnation)
+  result = runner.place.workdir / RESULT
+  role = Evaluator(
+    *(config, runner.plan, measure, runtime, runner.incarnation),
+    save=lambda params: weights.save(result, params) and None,
+  )
   runner.ready = lambda: _joining(role.exchange.state, endpoint.links(), config)
   runner.progress = lambda: _trained(role.exchange.state, config)
   try:
@@ -228,9 +236,10 @@ def _evaluator(runner: RoleRunner) -> int:
   if not state.joined:
     raise Ended("ends before it had received the whole model: there is no result")
   finished = state.merged_tokens >= config.run.total_tokens
-  outcome = RunResult("finished" if finished else "stopped", role.store.params, {}, {})
+  reason = "finished" if finished else "stopped"
+  outcome = RunResult(reason, role.store.params(), {}, {}, saved=role.saved)
   try:
-    session.conclude(config, runner.place.workdir, outcome, heldout.loss, began)
+    session.conclude(config, runner.place.workdir, outcome, loss, began)
   except OSError as error:
     raise Ended(f"the run's end is not saved: {error}. Fix: make room, start it again") from error
   return FINISHED

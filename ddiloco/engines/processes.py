@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +32,7 @@ from ddiloco.observe.guards import ended, warn
 from ddiloco.protocol.events import parse_role
 from ddiloco.protocol.supervisor import Dismiss, Exited, Left, Requested, Working, members
 from ddiloco.roles import initial
+from ddiloco.roles.evaluator import Measure
 from ddiloco.training import data
 
 FOLLOW_SECONDS = 0.2
@@ -58,7 +59,7 @@ class ProcessesEngine(Engine):
     config: Config,
     workdir: Path,
     corpus: data.Source,
-    measure: Callable[[dict[str, np.ndarray]], Mapping[str, float]],
+    measure: Measure | None,
   ):
     if not config.sync.num_shards:
       raise ConfigError(
@@ -257,18 +258,17 @@ class ProcessesEngine(Engine):
 
   def _outcome(self, reason: str) -> RunResult:
     role = self._evaluated
-    if role is not None and role.exchange.state.joined:
-      params = role.store.params
-    else:
-      params = self._newest_params()
+    joined = role is not None and role.exchange.state.joined
+    params = role.store.params() if joined else self._newest_params()
     lost = "; ".join(f"{name}: {what}" for name, what in self._lost.items())
-    return RunResult(reason, params, {}, dict(self.steps), lost)
+    saved = role is not None and role.saved
+    return RunResult(reason, params, {}, dict(self.steps), lost, saved)
 
-  def _newest_params(self) -> dict[str, np.ndarray]:
+  def _newest_params(self) -> Mapping[str, np.ndarray]:
     """The global model of the newest snapshot, for a run whose evaluator never had it whole."""
     storage, everything = open_storage(self.config, self.plan, self.workdir), self.plan.fragments
     restored = storage and restore_fragments(storage, self.plan, range(len(everything)))
     if not restored:
       return initial.initial_params(self.config)
     values = {p: committed.value for p, committed in restored.fragments.items()}
-    return initial.assemble(self.plan, self.config, values)
+    return initial.Assembled(self.plan, self.config, values)

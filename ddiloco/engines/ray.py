@@ -17,11 +17,10 @@ import functools
 import logging
 import signal
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -35,6 +34,7 @@ from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.network import keys as key_files
 from ddiloco.network.transport import learner_address, syncer_address
 from ddiloco.observe.eventlog import Listener
+from ddiloco.roles.evaluator import Measure
 from ddiloco.training import data
 
 OBJECT_STORE_BYTES = 128 << 20  # nothing of ours goes there
@@ -63,7 +63,7 @@ class RayEngine(ProcessesEngine):
     config: Config,
     workdir: Path,
     corpus: data.Source,
-    measure: Callable[[dict[str, np.ndarray]], Mapping[str, float]],
+    measure: Measure | None,
     address: str = "",
     cpu_only: bool = False,
   ):

@@ -29,7 +29,17 @@ from ddiloco.simulation import bandwidth
 from ddiloco.training import data, tokenizers
 from ddiloco.training.devices import kept_in
 from ddiloco.training.evaluate import HeldoutLoss, generate, makes_text, refuse_without_text
-from ddiloco.workdir import COMPILED, ISLANDS, OURS, OUTCOME, check, claim, held, saved_config
+from ddiloco.workdir import (
+  COMPILED,
+  ISLANDS,
+  OURS,
+  OUTCOME,
+  RESULT,
+  check,
+  claim,
+  held,
+  saved_config,
+)
 
 EXIT_STATUS = {"finished": 0, "failed": 1, "stopped": 130}
 ENGINES = {  # imported when they are asked for: Ray may not be installed
@@ -61,8 +71,9 @@ def train(
     _refuse_own_start(config, workdir, overwrite)
     _refuse_others_snapshots(config, overwrite)
   corpus = data.open_data(config.data)
-  heldout = evaluator(config, corpus)
-  runner = make_engine(engine)(config, workdir, corpus, heldout.measure, **(options or {}))
+  heldout = evaluator(config, corpus) if config.run.evaluations else None
+  measure = heldout.measure if heldout is not None else None
+  runner = make_engine(engine)(config, workdir, corpus, measure, **(options or {}))
   served = Dashboard(workdir, dashboard) if dashboard else None  # its port is open, or refused
   with held(workdir), kept_in(workdir / COMPILED):
     claim(workdir, config, overwrite)
@@ -73,7 +84,7 @@ def train(
 
 
 def _train(
-  runner: Any, config: Config, workdir: Path, corpus: data.Source, heldout: HeldoutLoss
+  runner: Any, config: Config, workdir: Path, corpus: data.Source, heldout: HeldoutLoss | None
 ) -> int:
   print(config.to_json())
   began = time.monotonic()
@@ -83,12 +94,12 @@ def _train(
   board.close()
 
   def compare() -> dict[str, float]:
-    if not config.run.compare_alone or outcome.reason != "finished":
+    if heldout is None or not config.run.compare_alone or outcome.reason != "finished":
       return {}
     return _train_alone(config, workdir, corpus, heldout, runner)
 
   try:
-    conclude(config, workdir, outcome, heldout.loss, began, compare)
+    conclude(config, workdir, outcome, heldout and heldout.loss, began, compare)
   except OSError as error:
     print(f"\nThe run's end is not saved: {error}. Fix: make room; give the same command again.")
     return EXIT_STATUS["failed"]
@@ -117,7 +128,7 @@ def conclude(
   config: Config,
   workdir: Path,
   outcome: RunResult,
-  loss: Callable[[Mapping[str, np.ndarray]], float],
+  loss: Callable[[Mapping[str, np.ndarray]], float] | None,
   began: float,
   compare: Callable[[], Mapping[str, Any]] = dict,
 ) -> None:
@@ -130,7 +141,7 @@ def conclude(
     config: the run's. With run.evaluations = 0 nothing is evaluated.
     workdir: of the run.
     outcome: what its engine returned.
-    loss: held-out loss of a parameter tree.
+    loss: held-out loss of a parameter tree; None where nothing is evaluated.
     began: `time.monotonic()` when it started.
     compare: called once the result is safe; gives what it is compared with.
 
@@ -146,7 +157,7 @@ def conclude(
     extra["lost"] = outcome.lost
   _write_outcome(workdir, extra)
   run = config.run
-  if run.evaluations:
+  if run.evaluations and loss is not None:
     _attempt("the untrained model's loss", extra, lambda: _untrained(config, loss))
     _attempt("the result's loss", extra, lambda: _merged(workdir, outcome, loss))
     _attempt("the comparison", extra, compare)
@@ -160,7 +171,8 @@ def conclude(
 
 def _save(workdir: Path, outcome: RunResult) -> None:
   """The result; of islands that trained alone all of them, since the best one is not known yet."""
-  weights.save(workdir / "result", outcome.params)
+  if not outcome.saved:
+    weights.save(workdir / RESULT, outcome.params)
   if len(outcome.island_params) > 1:
     for m, params in outcome.island_params.items():
       weights.save(workdir / ISLANDS / f"learner-{m}", params)
@@ -212,7 +224,7 @@ def _merged(workdir: Path, outcome: RunResult, loss) -> dict[str, Any]:
   best, value = _best(outcome, loss)
   if best is None:
     return {"loss_merged": value}
-  weights.save(workdir / "result", outcome.island_params[best])
+  weights.save(workdir / RESULT, outcome.island_params[best])
   return {"loss_merged": value, "result_of_learner": best}
 
 
@@ -255,10 +267,21 @@ def _train_alone(
 
 
 def evaluator(config: Config, corpus: data.Source) -> HeldoutLoss:
-  """Measures parameter trees on the held-out data, on a device no island uses."""
-  fit = EVALUATION_LOGITS // (config.data.sequence_length * config.model.vocab_size)
-  batches = corpus.heldout_batches(max(1, min(EVALUATION_BATCH, fit)))
-  return HeldoutLoss(config.model, batches, jax.local_devices(backend="cpu")[-1])
+  """Measures parameter trees on the held-out data, on devices no island uses.
+
+  Raises:
+    ConfigError: JAX has fewer than run.evaluator_devices here.
+  """
+  asked = config.run.evaluator_devices
+  devices = jax.devices()[-asked:] if asked else jax.local_devices(backend="cpu")[-1:]
+  if len(devices) < asked:
+    raise ConfigError(
+      f"run.evaluator_devices = {asked}: JAX has {len(devices)} devices in this process."
+      " Fix: lower it, or 0: one device of the CPU."
+    )
+  fit = len(devices) * EVALUATION_LOGITS // (config.data.sequence_length * config.model.vocab_size)
+  batches = corpus.heldout_batches(max(len(devices), min(EVALUATION_BATCH, fit)))
+  return HeldoutLoss(config.model, batches, devices)
 
 
 def load_result(workdir: Path, config: Config) -> dict[str, np.ndarray]:
@@ -267,7 +290,7 @@ def load_result(workdir: Path, config: Config) -> dict[str, np.ndarray]:
   Raises:
     ConfigError: there is none, or it is damaged or of another model.
   """
-  path = workdir / "result"
+  path = workdir / RESULT
   params = weights.load(path, "result")
   weights.require_fit(path, params, initial.shapes(config.model), "result")
   return params

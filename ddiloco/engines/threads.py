@@ -47,6 +47,7 @@ from ddiloco.protocol.events import parse_role
 from ddiloco.protocol.learner import unmerged_tokens
 from ddiloco.protocol.supervisor import GONE, Dismiss, members
 from ddiloco.roles import initial
+from ddiloco.roles.evaluator import Measure
 from ddiloco.roles.learner import Learner
 from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Runtime
@@ -75,7 +76,7 @@ class ThreadsEngine(Engine):
     config: Config,
     workdir: Path,
     corpus: data.Source,
-    measure: Callable[[dict[str, np.ndarray]], Mapping[str, float]],
+    measure: Measure | None,
     islands: dict[int, Island] | None = None,
   ):
     super().__init__(config, workdir, measure)
@@ -87,12 +88,15 @@ class ThreadsEngine(Engine):
     room = receivers * model_bytes + (1 << 30)
     self._hub = Hub(workdir.name, self.plan.plan_id, max_bulk_bytes=room)
     self._store = MemoryStore()
-    groups = devices.partition(jax.devices(), config.islands, config.num_islands())
+    visible = jax.devices()
+    mine = visible[: max(0, len(visible) - config.run.evaluator_devices)]
+    groups = devices.partition(mine, config.islands, config.num_islands())
     islands = islands or {m: Island(config, m, g, self.plan) for m, g in enumerate(groups)}
     self.islands = islands
     self._lost_slices: set[int] = set()  # islands whose devices have failed
     self._storage = open_storage(config, self.plan, workdir)
     self._restored: Restored | None = None
+    self._result: Mapping[int, np.ndarray] = {}  # fragment -> value, as saved in WORKDIR/result
     self._first_incarnation = 0
     self._faults: dict[str, Faults] = {}
     self._steps: dict[str, Callable[[], float]] = {}  # by learner, the seconds of a usual step
@@ -317,12 +321,23 @@ class ThreadsEngine(Engine):
       ended(thread, EVALUATOR_PATIENCE_SECONDS)
     self._profiler.close()
 
+  def _save_result(self, params: initial.Assembled) -> None:
+    """Of the shards, which have it exactly."""
+    params = self._global_params()
+    super()._save_result(params)
+    self._result = params.values_of
+
+  def _global_params(self) -> initial.Assembled:
+    values = {f.index: self._store.load(f.index).value for f in self.plan.fragments}
+    return initial.Assembled(self.plan, self.config, values)
+
   def _outcome(self, reason: str) -> RunResult:
     if self.config.sync.num_shards:
-      values = {f.index: self._store.load(f.index).value for f in self.plan.fragments}
-      params = initial.assemble(self.plan, self.config, values)
+      params = self._global_params()
+      same = [params.values_of[p] is value for p, value in self._result.items()]
       lost = "; ".join(f"{name}: {what}" for name, what in sorted(self._lost.items()))
-      return RunResult(reason, params, {}, dict(self.steps), lost)
+      saved = bool(same) and all(same)
+      return RunResult(reason, params, {}, dict(self.steps), lost, saved)
     gone = {n for n, role in members(self._state).items() if role.phase == GONE}
     left = [m for m in self.islands if learner_address(m) not in gone] or list(self.islands)
     each = {m: self.islands[m].params_on_host() for m in left}

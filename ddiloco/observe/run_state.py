@@ -284,6 +284,15 @@ class RunState:
     text = f"{role_name(event.role)} got {given} back from island {event.learner}"
     self._note(event, text, "good")
 
+  def _on_snapshot(self, event: events.Snapshot) -> None:
+    if event.lacks:
+      missing = ", ".join(map(role_name, event.lacks))
+      self._note(event, f"snapshot {event.snapshot} is committed without {missing}", "bad")
+
+  def _on_uncommitted(self, event: events.Uncommitted) -> None:
+    reason = event.reason or f"it lacks {', '.join(map(role_name, event.missing))}"
+    self._note(event, f"snapshot {event.snapshot} is given up: {reason}", "bad")
+
   def _on_unsaved(self, event: events.Unsaved) -> None:
     text = f"{role_name(event.role)} is not in snapshot {event.snapshot}: {event.reason}"
     self._note(event, text, "bad")
@@ -456,6 +465,8 @@ _HANDLERS: Mapping[type[Event], Callable[[RunState, Any], None]] = {
   events.Restored: RunState._on_restored,
   events.Owns: RunState._on_owns,
   events.Recalled: RunState._on_recalled,
+  events.Snapshot: RunState._on_snapshot,
+  events.Uncommitted: RunState._on_uncommitted,
   events.Unsaved: RunState._on_unsaved,
   events.Step: RunState._on_step,
   events.Apply: RunState._on_version,

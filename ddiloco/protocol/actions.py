@@ -180,6 +180,14 @@ class TakeSnapshot:
 
 
 @dataclasses.dataclass(frozen=True)
+class SkipSnapshot:
+  """Learner: I have no part of this snapshot; nobody is to wait for it."""
+
+  snapshot: int
+  reason: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Rejoin:
   """Learner: my state is bad (quarantined); start afresh as a new incarnation."""
 
@@ -235,6 +243,7 @@ LearnerAction = (
   | Apply
   | SendValue
   | TakeSnapshot
+  | SkipSnapshot
   | Rejoin
   | MomentsAction
 )

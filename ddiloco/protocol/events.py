@@ -365,6 +365,7 @@ class Snapshot(Event, frozen=True, kw_only=True):
   snapshot: int
   roles: tuple[str, ...]
   seconds: float
+  lacks: tuple[str, ...] = ()  # roles that were there when it began, and have no part in it
 
 
 class Uncommitted(Event, frozen=True, kw_only=True):

@@ -22,6 +22,7 @@ from ddiloco.protocol.actions import (
   Resend,
   Send,
   SendValue,
+  SkipSnapshot,
   Stage,
   Staged,
   StepDone,
@@ -105,7 +106,12 @@ def _capture(state: LearnerState, message: Message) -> tuple[LearnerState, list[
   if number <= state.snapshot:
     return state, []
   state = replace(state, snapshot=number)
-  return state, [TakeSnapshot(number, state)] if state.joined and state.trains else []
+  if not state.trains:
+    return state, []
+  if state.joined:
+    return state, [TakeSnapshot(number, state)]
+  lacks = [p for p, f in enumerate(state.fragments) if not f.fresh]
+  return state, [SkipSnapshot(number, f"it has not joined: it waits for fragments {lacks}")]
 
 
 def _meet_shard(state: LearnerState, shard: int, incarnation: int) -> LearnerState:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from ddiloco.config import Config
-from ddiloco.core.fragments import Plan, scatter, shard_of
+from ddiloco.core.fragments import Plan, shard_of
 from ddiloco.observe.guards import result, warn
 from ddiloco.protocol import events, learner
 from ddiloco.protocol.messages import EVALUATOR
@@ -16,16 +16,28 @@ from ddiloco.roles import initial
 from ddiloco.roles.exchange import LOOK_SECONDS, Exchange
 from ddiloco.runtime import Loop, Runtime, drive
 
+Measure = Callable[[Mapping[str, np.ndarray]], Mapping[str, float]]
 MEASURE_SECONDS = 3600.0  # for the measurement under way when the run ends
 
 
-class HostParams:
-  """Parameters as plain arrays on the host: a store for `Exchange` that only receives."""
+class GlobalView:
+  """The newest value of every fragment, on the host: a store for `Exchange` that only receives.
+
+  It keeps the very vectors that the exchange adds updates to (`Deltas.base`), which are not written
+  again: they are the one copy of the model that there is here.
+  """
 
   def __init__(self, config: Config, plan: Plan):
-    shapes = initial.shapes(config.model)
-    self.params = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-    self._plan = plan
+    self.values: dict[int, np.ndarray] = {}
+    self._config, self._plan = config, plan
+
+  def params(self) -> initial.Assembled:
+    """The parameters as they are now, whatever comes later.
+
+    Raises:
+      KeyError: a parameter is asked for of which something has not come yet.
+    """
+    return initial.Assembled(self._plan, self._config, self.values)
 
   def copy_out(self, fragment: int):
     raise RuntimeError("the evaluator never pushes")
@@ -42,7 +54,7 @@ class HostParams:
   def apply(self, fragment: int, staged: np.ndarray, keep: float) -> None:
     if keep:
       raise RuntimeError("the evaluator only overwrites")
-    scatter(self._plan.fragments[fragment], staged, self.params)
+    self.values[fragment] = staged
 
 
 class Evaluator:
@@ -51,55 +63,64 @@ class Evaluator:
   Args:
     config: the run's.
     plan: how the model is partitioned.
-    measure: what held-out data say of a parameter tree: "loss", and what else there is.
+    measure: what held-out data say of a parameter tree: "loss", and what else there is; not called
+      where run.evaluations = 0.
     runtime: what it lives with.
     incarnation: how often it was started before.
+    save: keeps the model of the end of the run; called before that is measured.
   """
 
   def __init__(
     self,
     config: Config,
     plan: Plan,
-    measure: Callable[[dict[str, np.ndarray]], Mapping[str, float]],
+    measure: Measure | None,
     runtime: Runtime,
     incarnation: int = 0,
+    save: Callable[[initial.Assembled], None] = lambda params: None,
   ):
     owners = tuple(shard_of(p, config.sync.num_shards) for p in range(len(plan.fragments)))
     state = learner.init(EVALUATOR, incarnation, owners, config.run.total_tokens, trains=False)
-    self.store = HostParams(config, plan)
+    self.store = GlobalView(config, plan)
     self.exchange = Exchange(state, config, plan, self.store, runtime)
     self.recorder = runtime.recorder
-    self._heldout = measure
-    self._evaluations = config.run.evaluations
+    self.saved = False  # the model of the end of the run is
+    self._heldout, self._save = measure, save
+    self._evaluations = config.run.evaluations if measure is not None else 0
     self._every = config.run.total_tokens / max(1, self._evaluations)
 
   def run(self, stopped: Callable[[], bool]) -> None:
-    """Until the run's tokens are merged or `stopped()`; then the last measurement.
+    """Until the run's tokens are merged or `stopped()`; the model of the end is saved and measured.
 
     Measuring takes its time on a thread of its own: meanwhile versions are received, and the shards
-    hear that a member is here that awaits the end of the run.
+    hear that a member is here that awaits the end of the run. What is measured when it is stopped
+    is not waited for: what the run has come to is to be saved first.
     """
     drive(self._live(stopped), self.exchange.endpoint, LOOK_SECONDS)
 
   def _live(self, stopped: Callable[[], bool]) -> Loop[None]:
     due, measured, measuring = 0.0, -1, None
-    with concurrent.futures.ThreadPoolExecutor(1, "measure") as background:
-      try:
-        while not self.exchange.state.done and not stopped():
-          yield from self.exchange.wait()
-          if measuring is not None and measuring.done():
-            measuring = None
-          merged = self.exchange.state.merged_tokens
-          if self._evaluations and self.joined and merged >= due and measuring is None:
-            measuring = background.submit(self._measure, *self._snapshot())
-            due, measured = (merged // self._every + 1) * self._every, merged
+    background = concurrent.futures.ThreadPoolExecutor(1, "measure")
+    try:
+      while not self.exchange.state.done and not stopped():
+        yield from self.exchange.wait()
+        if measuring is not None and measuring.done():
+          measuring = None
+        merged = self.exchange.state.merged_tokens
+        going_on = self.joined and not self.finished
+        if self._evaluations and going_on and merged >= due and measuring is None:
+          measuring = background.submit(self._measure, *self._now())
+          due, measured = (merged // self._every + 1) * self._every, merged
+      if self.finished:
+        self._save_end()
         if measuring is not None:
           result(measuring, MEASURE_SECONDS, "measuring the held-out loss")
-        if self._evaluations and self.finished and measured < self.exchange.state.merged_tokens:
-          self._measure(*self._snapshot())
-        self.exchange.leave("the run was stopped")
-      finally:
-        self.exchange.close()
+        if self._evaluations and measured < self.exchange.state.merged_tokens:
+          self._measure(*self._now())
+      self.exchange.leave("the run was stopped")
+    finally:
+      background.shutdown(wait=False)
+      self.exchange.close()
 
   @property
   def joined(self) -> bool:
@@ -111,14 +132,22 @@ class Evaluator:
     """Whether it has the model of the end of the run."""
     return self.joined and self.exchange.state.merged_tokens >= self.exchange.state.target_tokens
 
-  def _snapshot(self) -> tuple[dict[str, np.ndarray], int, int]:
+  def _now(self) -> tuple[initial.Assembled, int, int]:
     state = self.exchange.state
-    params = {name: value.copy() for name, value in self.store.params.items()}
-    return params, state.merged_tokens, state.global_step
+    return self.store.params(), state.merged_tokens, state.global_step
 
-  def _measure(self, params: dict[str, np.ndarray], merged_tokens: int, global_step: int) -> None:
+  def _save_end(self) -> None:
+    """Before anything else is done with it; who asked for the run tries again where this fails."""
+    try:
+      self._save(self.store.params())
+      self.saved = True
+    except Exception as error:  # every layer and file system has kinds of its own
+      warn(f"the result is not saved before it is measured: {error}. It goes on.")
+
+  def _measure(self, params: initial.Assembled, merged_tokens: int, global_step: int) -> None:
     """One evaluation; one that fails is said, and the model is followed on: it is the result."""
     at = {"merged_tokens": merged_tokens, "global_step": global_step}
+    assert self._heldout is not None, "there are evaluations"
     try:
       measures = dict(self._heldout(params))
       loss = measures.pop("loss")

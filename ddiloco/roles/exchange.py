@@ -33,6 +33,7 @@ from ddiloco.protocol.actions import (
   Send,
   SendMoments,
   SendValue,
+  SkipSnapshot,
   Stage,
   Staged,
   TakeMoments,
@@ -112,7 +113,7 @@ class Staging:
   placed: Any = None  # the same on the devices
 
 
-Save = Callable[[int, LearnerState, Mapping[str, Any]], None]  # (snapshot, state, arrays by name)
+Save = Callable[[int, LearnerState, dict[str, Any]], None]  # (snapshot, state, arrays by name)
 
 
 class Exchange:
@@ -125,6 +126,7 @@ class Exchange:
     store: where the parameters live.
     runtime: this learner's clock, workers, endpoint, ...
     save: takes this learner's part of a snapshot, called in the background; None: none is taken.
+    decline: told of a snapshot that goes without this learner, and why.
   """
 
   def __init__(
@@ -135,6 +137,7 @@ class Exchange:
     store: ParameterStore,
     runtime: Runtime,
     save: Save | None = None,
+    decline: Callable[[int, str], None] | None = None,
   ):
     self.state = state
     self.config = config
@@ -142,7 +145,7 @@ class Exchange:
     self._sync = config.sync
     self._plan = plan
     self._store = store
-    self._save = save
+    self._save, self._decline = save, decline
     self._deltas = runtime.deltas(config.sync)
     # Half of the cores at most: the inner step is dispatched from here too.
     self._threads = value_threads(config.sync, max(plan.sizes, default=0), share=0.5)
@@ -255,6 +258,8 @@ class Exchange:
           self._worker.put(self._give(value))
         case TakeSnapshot():
           self._capture(action)
+        case SkipSnapshot(snapshot, reason) if self._decline is not None:
+          self._decline(snapshot, reason)
         case SendMoments():
           self._give_moments(action)
         case TakeMoments(inherit):

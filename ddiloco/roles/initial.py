@@ -7,9 +7,11 @@ them. All roles must agree on what they start from, as on the seed.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import hashlib
 import json
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -119,14 +121,34 @@ def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
   return {name: tuple(leaf.shape) for name, leaf in custom.load_model(model).shapes().items()}
 
 
-def assemble(
-  plan: fragments.Plan, config: Config, values: dict[int, np.ndarray]
-) -> dict[str, np.ndarray]:
-  """The parameters [name -> array] from every fragment's flat value."""
-  params = {name: np.zeros(shape, np.float32) for name, shape in shapes(config.model).items()}
-  for fragment in plan.fragments:
-    fragments.scatter(fragment, values[fragment.index], params)
-  return params
+class Assembled(Mapping[str, np.ndarray]):
+  """The parameters [name -> array] of every fragment's flat value.
+
+  A parameter is put together when it is asked for, and is the caller's: who takes one after the
+  other never has a second model in memory.
+  """
+
+  def __init__(self, plan: fragments.Plan, config: Config, values: Mapping[int, np.ndarray]):
+    self.values_of = dict(values)
+    self._shapes = shapes(config.model)
+    self._pieces = collections.defaultdict[str, list[tuple[int, fragments.Piece]]](list)
+    for fragment in plan.fragments:
+      for piece in fragment.pieces:
+        self._pieces[piece.name].append((fragment.index, piece))
+
+  def __getitem__(self, name: str) -> np.ndarray:
+    leaf = {name: np.empty(self._shapes[name], np.float32)}
+    for p, piece in self._pieces[name]:
+      flat = self.values_of[p][piece.offset : piece.offset + piece.size]
+      alone = fragments.Fragment(p, (dataclasses.replace(piece, offset=0),))
+      fragments.scatter(alone, flat, leaf)
+    return leaf[name]
+
+  def __iter__(self) -> Iterator[str]:
+    return iter(self._shapes)
+
+  def __len__(self) -> int:
+    return len(self._shapes)
 
 
 # --- What `ddiloco plan` needs to know of a config's model, without touching a device

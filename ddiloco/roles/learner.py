@@ -7,7 +7,7 @@ steps the boundary of `roles.exchange` answers pulls and applies published versi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ddiloco.chaos.faults import Faults
@@ -59,7 +59,8 @@ class Learner:
     self._joined: LearnerState | None = None  # when it opened its data, at `_position`
     self._position = 0
     save = None if runtime.saver is None else self._save
-    self.exchange = Exchange(state, config, plan, island, runtime, save)
+    decline = None if runtime.saver is None else runtime.saver.decline
+    self.exchange = Exchange(state, config, plan, island, runtime, save, decline)
     self.exchange.restore(beginning.arrays)
 
   def run(
@@ -141,7 +142,7 @@ class Learner:
       return 1.0
     return min(1.0, (state.step - self._joined.step + 1) / warmup)
 
-  def _save(self, snapshot: int, state: LearnerState, arrays: Mapping[str, Any]) -> None:
+  def _save(self, snapshot: int, state: LearnerState, arrays: dict[str, Any]) -> None:
     self._saver.save(snapshot, learner_part(state, self._next_position(state)), arrays)
 
   def _step(self, batch: Any, faults: Faults, last: float, blocked: float) -> Loop[float]:

@@ -220,6 +220,7 @@ class VirtualStorage:
   def __init__(self, world: World):
     self.parts: dict[int, dict[str, SavedPart]] = {}  # by snapshot and role, "learner-3"
     self.committed: dict[int, frozenset[str]] = {}  # by snapshot, whose parts are in it
+    self._declined: dict[int, set[str]] = {}  # by snapshot, who will have no part
     self._world = world
 
   def find(self, role: str, shardings: Mapping[str, Any]) -> SavedPart | None:
@@ -253,10 +254,21 @@ class VirtualStorage:
 
   def _is_there(self, role: str, part: SavedPart) -> None:
     if self._world.lives(role, part.incarnation):
+      self.declined(part.snapshot).discard(role)
       self.parts.setdefault(part.snapshot, {})[role] = part
 
   def is_committed(self, snapshot: int) -> bool:
     return snapshot in self.committed
+
+  def decline(self, snapshot: int, role: str, reason: str) -> None:
+    self._declined.setdefault(snapshot, set()).add(role)
+
+  def declined(self, snapshot: int) -> set[str]:
+    return self._declined.get(snapshot, set())
+
+  def growth(self, snapshot: int, roles: Collection[str]) -> Mapping[str, int]:
+    """A part is there at once, when it is."""
+    return {role: int(role in self.parts.get(snapshot, {})) for role in roles}
 
   def metas(self, snapshot: int) -> Mapping[str, Mapping[str, Any]]:
     return {role: {"state": p.state} for role, p in self.parts.get(snapshot, {}).items()}
@@ -271,6 +283,8 @@ class VirtualStorage:
 
   def forget(self, role: str | None = None) -> None:
     """Drops this role's parts (None: all) of what was never committed."""
+    for who in self._declined.values():
+      who -= {role} if role is not None else set(who)
     for snapshot, parts in self.parts.items():
       if snapshot not in self.committed:
         for each in [role] if role is not None else list(parts):

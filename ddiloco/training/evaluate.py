@@ -12,15 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from ddiloco import custom
-from ddiloco.config import ConfigError, ModelConfig
+from ddiloco.config import ConfigError, IslandConfig, ModelConfig
 from ddiloco.models.model import Batch
 from ddiloco.training.data import check_token_ids
+from ddiloco.training.devices import make_mesh, param_sharding
 from ddiloco.training.tokenizers import Tokenizer
 
 
 class HeldoutLoss:
-  """What a model's `evaluate` says of fixed batches of one shape, on average, on one device.
+  """What a model's `evaluate` says of fixed batches of one shape, on average, on a mesh of its own.
 
+  Parameters and batches lie there as an island's would (`devices.RULES`), cut over all devices.
   Computes in f32 whatever the islands train in, so that losses of all islands compare. Compiled
   once, at the first call.
 
@@ -29,7 +31,9 @@ class HeldoutLoss:
     DataError: a held-out token is not in the vocabulary of a language model.
   """
 
-  def __init__(self, model: ModelConfig, heldout_batches: Sequence[Batch], device: jax.Device):
+  def __init__(
+    self, model: ModelConfig, heldout_batches: Sequence[Batch], devices: Sequence[jax.Device]
+  ):
     shapes = {str(jax.tree.map(np.shape, batch)) for batch in heldout_batches}
     if len(shapes) != 1:
       raise ValueError(
@@ -41,9 +45,18 @@ class HeldoutLoss:
       stacked = stacked if model.image_size else stacked.astype(np.int32)
       tokens = stacked["tokens"] if model.image_size else stacked
       check_token_ids(tokens, model.vocab_size, "the held-out split")
-    self._device = device
-    self._batches = jax.device_put(stacked, device)
-    evaluate = custom.load_model(dataclasses.replace(model, compute_dtype="float32")).evaluate
+    mesh = make_mesh(devices, IslandConfig(devices=len(devices)))
+    evaluated = custom.load_model(dataclasses.replace(model, compute_dtype="float32"))
+    axes, shapes, evaluate = evaluated.logical_axes(), evaluated.shapes(), evaluated.evaluate
+    self.shardings = {
+      name: param_sharding(axes[name], leaf.shape, mesh) for name, leaf in shapes.items()
+    }
+
+    def place(leaf: np.ndarray) -> jax.Array:
+      names = (None, "batch", *[None] * (leaf.ndim - 2))
+      return jax.device_put(leaf, param_sharding(names, leaf.shape, mesh))
+
+    self._batches = jax.tree.map(place, stacked)
 
     def measure(params: Mapping[str, jax.Array], batches: Batch) -> dict[str, jax.Array]:
       each = jax.lax.map(lambda batch: evaluate(params, batch), batches)
@@ -57,12 +70,13 @@ class HeldoutLoss:
     Waits for the result without holding the GIL, so a learner in another thread goes on.
 
     Args:
-      params: flat dict; host arrays, or on any devices and sharding.
+      params: name -> array on the host, or on any devices and sharding; asked for one by one, each
+        when the one before lies on the devices.
     """
-    placed = {
-      name: jax.device_put(value, self._device).astype(jnp.float32)
-      for name, value in params.items()
-    }
+    placed = {}
+    for name, value in params.items():
+      there = jax.device_put(value, self.shardings[name]).astype(jnp.float32)
+      placed[name] = jax.block_until_ready(there)
     measured = self._measure(placed, self._batches)
     return {name: float(value) for name, value in measured.items()}
 

@@ -1,5 +1,6 @@
 """Parts are written beside the work, and shard 0 commits what is a consistent snapshot."""
 
+import itertools
 import os
 import sys
 import threading
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ddiloco.checkpoint import saver as saver_lib
 from ddiloco.checkpoint.saver import Saver, consistent
 from ddiloco.checkpoint.snapshots import Storage
 from ddiloco.observe.eventlog import NullRecorder
@@ -353,6 +355,76 @@ def test_a_learner_that_does_not_answer_is_waited_for_with_patience(storage, sav
   commit(saver, 1, ["learner-0"], patience_seconds=0.3)
   (snapshot,) = events.of("snapshot")
   assert snapshot.roles == SHARDS and snapshot.seconds >= 0.3
+  assert snapshot.lacks == ("learner-0",)
+
+
+def test_a_part_that_still_grows_is_waited_for(storage, savers, monkeypatch):
+  """Patience is for parts that do not grow."""
+  saver, events = savers()
+  storage.save(1, "syncer-1", 0, state("syncer-1"), {})
+  asked = []
+
+  def growth(snapshot, roles):
+    asked.append(snapshot)
+    if len(asked) == 4:
+      storage.save(1, "learner-0", 0, state("learner-0"), {})
+    return dict.fromkeys(roles, len(asked))
+
+  monkeypatch.setattr(storage, "growth", growth)
+  monkeypatch.setattr(saver_lib, "MOST_PATIENCE", 10_000)
+  commit(saver, 1, ["learner-0"], patience_seconds=0.05)
+  (snapshot,) = events.of("snapshot")
+  assert snapshot.roles == ("learner-0", *SHARDS) and snapshot.lacks == ()
+  assert len(asked) == 4 and snapshot.seconds >= 0.1
+
+
+def test_a_part_that_grows_for_ever_holds_up_no_snapshot(storage, savers, monkeypatch):
+  saver, events = savers()
+  storage.save(1, "syncer-1", 0, state("syncer-1"), {})
+  sizes = itertools.count()
+  monkeypatch.setattr(storage, "growth", lambda _, roles: dict.fromkeys(roles, next(sizes)))
+  monkeypatch.setattr(saver_lib, "MOST_PATIENCE", 3)
+  commit(saver, 1, ["learner-0"], patience_seconds=0.1)
+  (snapshot,) = events.of("snapshot")
+  assert snapshot.lacks == ("learner-0",) and snapshot.seconds > 0.3
+
+
+def test_the_bytes_of_a_part_under_way_are_its_growth(storage):
+  assert storage.growth(1, ["learner-0", "syncer-0"]) == {"learner-0": 0, "syncer-0": 0}
+  folder = storage.path / "00000001/learner-0/arrays/0.tmp"
+  folder.mkdir(parents=True)
+  before = storage.growth(1, ["learner-0"])["learner-0"]
+  (folder / "d").write_bytes(bytes(1000))
+  assert storage.growth(1, ["learner-0"])["learner-0"] == before + 1000
+
+
+def test_who_says_that_there_is_no_part_of_it_is_not_waited_for(storage, savers):
+  saver, events = savers()
+  learner, said = savers("learner-0")
+  storage.save(1, "syncer-1", 0, state("syncer-1"), {})
+  commit(saver, 1, ["learner-0"])
+  storage.looked()
+  learner.decline(1, "it waits for fragments [1]")
+  (snapshot,) = events.of("snapshot")
+  assert (snapshot.roles, snapshot.lacks) == (SHARDS, ("learner-0",))
+  assert said.of("unsaved")[0].reason == "it waits for fragments [1]"
+  learner.decline(1, "it is new")
+  learner.save(2, state("learner-0"), {})
+  said.of("saved")
+  assert len(said.of("unsaved")) == 1, "of a snapshot that is committed nothing is to be said"
+
+
+def test_a_shard_that_has_no_part_ends_the_wait_and_word_of_a_former_life_does_not(storage, savers):
+  saver, events = savers()
+  storage.decline(1, "syncer-1", "full")
+  commit(saver, 1, ["learner-0"])
+  assert events.of("uncommitted")[0].missing == ("syncer-1",)
+  storage.decline(2, "learner-0", "busy")
+  storage.decline(2, "syncer-1", "busy")
+  storage.forget("learner-0")
+  assert storage.declined(2) == {"syncer-1"}
+  storage.save(2, "syncer-1", 0, state("syncer-1"), {})
+  assert storage.declined(2) == set()
 
 
 def test_without_every_shard_there_is_no_snapshot(storage, savers):

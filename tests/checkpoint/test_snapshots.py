@@ -1,13 +1,19 @@
 """What is saved comes back bit by bit, on any mesh; what is incomplete or foreign does not."""
 
 import logging
+import os
+import subprocess
+import sys
 import threading
 import warnings
+import weakref
+from pathlib import Path
 
 import fsspec
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from etils.epath import backend, gpath
 from fsspec.implementations.memory import MemoryFileSystem
@@ -17,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from ddiloco.checkpoint import snapshots as arrays_lib
 from ddiloco.checkpoint.snapshots import Damaged, Storage
 
+ROOT = Path(__file__).parents[2]
 STATE = {"global_step": 17, "rounds": {"0": [2**52, 3]}, "rate": 1e-3, "none": None, "text": "α"}
 
 
@@ -74,7 +81,7 @@ def test_arrays_and_state_come_back_bit_by_bit(tmp_path):
 
 @pytest.mark.parametrize("arrays", [{}, {"nothing": np.zeros((2, 0), jnp.bfloat16)}])
 def test_a_part_may_have_no_values_at_all(tmp_path, arrays):
-  make(tmp_path).save(0, "evaluator", 1, {}, arrays)
+  make(tmp_path).save(0, "evaluator", 1, {}, dict(arrays))
   assert_same(make(tmp_path).load(0, "evaluator").arrays, arrays)
 
 
@@ -321,7 +328,7 @@ def test_a_bucket_is_used_like_a_folder(monkeypatch):
   assert storage.find("learner-3").state == STATE
   assert storage.parts(3) == storage.manifest(3)["parts"]
   assert_same(storage.load(2, "learner-3").arrays, some(2))
-  assert "gs://bucket/runs/one/00000003/learner-3/arrays" in written
+  assert "gs://bucket/runs/one/00000003/learner-3/arrays/0" in written
   assert all(path.startswith("gs://bucket/runs/one") for path in asked), asked
   assert sorted(bucket.store) == [
     f"/bucket/runs/one/0000000{snapshot}/{file}"
@@ -376,3 +383,46 @@ def test_a_snapshot_that_the_run_does_not_go_on_from_is_set_aside_whole(tmp_path
   (tmp_path / "00000002.aside").rename(tmp_path / "00000002")  # as who knows better would do
   assert storage.committed() == [2, 1]
   assert_same(storage.find("syncer-0").arrays, some(2))
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_saving_and_restoring_take_a_window_of_memory_beside_the_state(tmp_path):
+  """Measured in processes of their own, on arrays that are cut over eight devices."""
+  mib, count = 512, 32
+  bar = 2 * arrays_lib.WINDOW_BYTES / 2**20 + 3 * mib / count
+  # So that the C library gives back what is freed: its hoard is not what is measured.
+  variables = {**os.environ, "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "1000000"}
+
+  def rose(what: str) -> float:
+    command = [sys.executable, "-m", "tests.checkpoint.peak_memory", tmp_path, what]
+    command += [str(mib), str(count)]
+    return float(subprocess.check_output(command, env=variables, cwd=ROOT, timeout=120))
+
+  assert rose("save") < bar
+  assert rose("load") < mib + bar
+
+
+def test_what_is_written_is_let_go_of(tmp_path, monkeypatch):
+  """The capture of a state may be its only copy beside the one that trains on."""
+  monkeypatch.setattr(arrays_lib, "WINDOW_BYTES", 100)
+  arrays = {str(i): np.full(20, i, np.float32) for i in range(5)}
+  alive = [weakref.ref(each) for each in arrays.values()]
+  seen, real = [], ocp.Checkpointer.save
+
+  def save(self, *arguments, **more):
+    seen.append(sum(ref() is not None for ref in alive))
+    return real(self, *arguments, **more)
+
+  monkeypatch.setattr(ocp.Checkpointer, "save", save)
+  storage = make(tmp_path)
+  meta = storage.save(0, "learner-0", 1, {}, arrays)
+  assert meta["windows"] == [["0", "1"], ["2", "3"], ["4"]]
+  assert not arrays and seen == [5, 3, 1]
+  assert_same(
+    storage.load(0, "learner-0").arrays, {str(i): np.full(20, i, np.float32) for i in range(5)}
+  )
+  assert storage.load(0, "learner-0", names=["4", "1"]).arrays.keys() == {"4", "1"}

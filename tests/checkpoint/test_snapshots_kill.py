@@ -49,7 +49,7 @@ def save_one(storage, snapshot, incarnation):
   arrays = contents(incarnation)
   arrays["large"] = jax.device_put(arrays["large"], NamedSharding(mesh, P("fsdp")))
   for role in ROLES:
-    storage.save(snapshot, role, incarnation, {"mine": incarnation}, arrays)
+    storage.save(snapshot, role, incarnation, {"mine": incarnation}, dict(arrays))
   storage.commit(snapshot, ROLES)
 
 

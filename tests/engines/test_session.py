@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from ddiloco import environment
-from ddiloco.config import Config, from_dict
+from ddiloco.config import Config, ConfigError, from_dict
 from ddiloco.engines import session
 from ddiloco.models import transformer
 from ddiloco.observe.eventlog import Event, read_events
@@ -159,6 +159,28 @@ def test_islands_of_one_run_may_differ(tmp_path):
   joint = [e.participants for e in events if e.kind == "commit" and len(e.participants) > 1]
   assert {m for each in joint for m in each} == {0, 1, 2}
   assert summary["loss_merged"] < summary["loss_untrained"]
+
+
+def test_the_evaluator_has_devices_of_its_own(tmp_path):
+  config = make_config(2, 30, run={"sample_tokens": 0, "evaluator_devices": 4})
+  taken = []
+
+  class Heldout(session.HeldoutLoss):
+    def __init__(self, model, batches, devices):
+      super().__init__(model, batches, devices)
+      taken.extend(devices)
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(session, "HeldoutLoss", Heldout)
+    summary, events = train(config, tmp_path)
+  assert taken == jax.devices()[-4:]
+  assert summary["loss_merged"] < summary["loss_untrained"]
+  assert any(e.kind == "evaluation" for e in events)
+  greedy = make_config(2, 30, run={"evaluator_devices": 7})
+  with pytest.raises(ConfigError, match=r"islands\.devices"):
+    train(greedy, tmp_path / "greedy")
+  with pytest.raises(ConfigError, match=r"run\.evaluator_devices = 9: JAX has 8 devices"):
+    train(make_config(2, 30, run={"evaluator_devices": 9}), tmp_path / "more")
 
 
 def test_an_interrupt_leaves_result_and_report(tmp_path):

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
+import subprocess
+import sys
 import types
+from pathlib import Path
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -15,11 +19,14 @@ from ddiloco.checkpoint.snapshots import Storage
 from ddiloco.config import Config
 from ddiloco.engines import session
 from ddiloco.engines.engine import RunResult
+from ddiloco.observe.eventlog import read_events
 from ddiloco.roles import initial
 from ddiloco.training import data
 from ddiloco.workdir import OUTCOME, check
 from tests.engines.test_session_resume import soon_over
 from tests.engines.test_threads import Ran, make_config
+
+ROOT = Path(__file__).parents[2]
 
 
 def config_of(**run) -> Config:
@@ -101,12 +108,9 @@ def test_with_no_evaluations_nothing_is_evaluated(tmp_path, capsys):
   assert (tmp_path / "report" / "index.html").exists()
 
 
-def test_a_run_of_the_engine_with_no_evaluations_evaluates_nothing(tmp_path, monkeypatch):
-  measure = lambda *_: pytest.fail("it is evaluated")  # noqa: E731
-  monkeypatch.setattr(session.HeldoutLoss, "measure", measure)
+def test_a_run_of_the_engine_with_no_evaluations_evaluates_nothing(tmp_path):
   config = config_of(evaluations=0)
-  corpus = data.open_corpus(config.data)
-  ran = Ran(config, corpus, tmp_path)
+  ran = Ran(config, data.open_corpus(config.data), tmp_path, measure=None)
   assert ran.outcome.reason == "finished"
   assert not ran.of("evaluation") and not ran.of("started", "evaluator")
 
@@ -246,7 +250,56 @@ def test_the_results_close_fails_and_the_result_before_stays(tmp_path, monkeypat
 # --- while the run goes on ------------------------------------------------------------------------
 
 
-def test_an_evaluation_that_fails_is_named_and_the_run_goes_on(tmp_path, monkeypatch, capsys):
+class FailsAtTheEnd:
+  """Measures until the result is there; then `fail` is called."""
+
+  def __init__(self, result, fail):
+    self.result, self.fail = result, fail
+
+  def __call__(self, tree) -> dict[str, float]:
+    if self.result.exists():
+      self.fail()
+    return {"loss": 2.0}
+
+
+def test_the_model_of_the_end_is_saved_before_the_evaluator_measures_it(tmp_path):
+  config, failed = config_of(), []
+
+  def fail():
+    failed.append(weights.load(tmp_path / "result"))
+    raise MemoryError("no room")
+
+  ran = Ran(
+    config,
+    data.open_corpus(config.data),
+    tmp_path,
+    measure=FailsAtTheEnd(tmp_path / "result", fail),
+  )
+  assert ran.outcome.reason == "finished" and ran.outcome.saved
+  (found,) = failed
+  assert found.keys() == ran.outcome.params.keys()
+  assert all(found[name].tobytes() == each.tobytes() for name, each in ran.outcome.params.items())
+  assert ran.of("unevaluated")[-1].merged_tokens >= config.run.total_tokens
+
+
+def test_a_process_that_is_killed_while_it_measures_the_end_has_left_the_result(tmp_path):
+  code = """
+import os, signal, sys
+from pathlib import Path
+from tests import conftest
+from tests.engines import test_session_conclude as this
+config, workdir = this.config_of(), Path(sys.argv[1])
+kill = lambda: os.kill(os.getpid(), signal.SIGKILL)
+this.Ran(config, this.data.open_corpus(config.data), workdir,
+         measure=this.FailsAtTheEnd(workdir / "result", kill))
+"""
+  done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=240, cwd=ROOT)
+  assert done.returncode == -signal.SIGKILL
+  assert not [e for e in read_events(tmp_path) if e.kind == "run_finished"]
+  assert session.load_result(tmp_path, CONFIG).keys() == params(0).keys()
+
+
+def test_an_evaluation_that_fails_is_named_and_the_run_goes_on(tmp_path, capsys):
   config = config_of(evaluations=6)
   corpus = data.open_corpus(config.data)
   asked = []
@@ -257,15 +310,7 @@ def test_an_evaluation_that_fails_is_named_and_the_run_goes_on(tmp_path, monkeyp
       raise MemoryError("no room")
     return {"loss": 2.0}
 
-  from ddiloco.engines import threads
-
-  real = threads.ThreadsEngine.__init__
-
-  def init(self, config, workdir, corpus, measure, islands=None):
-    real(self, config, workdir, corpus, sometimes, islands)
-
-  monkeypatch.setattr(threads.ThreadsEngine, "__init__", init)
-  ran = Ran(config, corpus, tmp_path)
+  ran = Ran(config, corpus, tmp_path, measure=sometimes)
   assert ran.outcome.reason == "finished" and not ran.exits("evaluator")
   (missing,) = ran.of("unevaluated")
   assert missing.reason == "MemoryError: no room" and missing.role == "evaluator"

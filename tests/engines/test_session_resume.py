@@ -263,7 +263,7 @@ def test_a_run_stopped_before_its_evaluator_had_the_model_leaves_that_of_the_new
   plan = initial.make_plan(config)
   restored = restore.restore_fragments(storage_of(workdir), plan, range(len(plan.fragments)))
   values = {p: c.value for p, c in restored.fragments.items()}
-  expected = initial.assemble(plan, config, values)
+  expected = initial.Assembled(plan, config, values)
   assert {n: v.tobytes() for n, v in found.items()} == {n: v.tobytes() for n, v in expected.items()}
   shutil.rmtree(workdir / "checkpoints")
   first = initial.initial_params(config)

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from ddiloco.config import Config, from_dict
+from ddiloco.core.fragments import scatter
 from ddiloco.engines.engine import RunResult
 from ddiloco.engines.threads import ThreadsEngine
 from ddiloco.observe.eventlog import Event, read_events
 from ddiloco.observe.goodput import Ledger
 from ddiloco.observe.tracks import longest_stall_seconds, lost_rounds, recoveries, unplanned
 from ddiloco.roles import initial
-from ddiloco.roles.evaluator import HostParams
 from ddiloco.training import data
 from tests.made_events import changed
 
@@ -24,11 +24,13 @@ STEP_SECONDS = 0.004
 TOKENS = 16  # of a step: B = 2, T = 8
 
 
-class HostIsland(HostParams):
+class HostIsland:
   """An island without a device: every step moves every value, and takes `STEP_SECONDS`."""
 
   def __init__(self, config: Config, learner: int, plan):
-    super().__init__(config, plan)
+    shapes = initial.shapes(config.model)
+    self.params = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    self._plan = plan
     self.learner = learner
     self.made = 0
     self.lives = 0
@@ -76,10 +78,13 @@ class HostIsland(HostParams):
       flat.append((rows[p.start : p.stop] if rows.ndim else rows).ravel())
     return np.concatenate(flat).astype(np.float32)
 
+  def stage(self, fragment: int, flat: np.ndarray) -> np.ndarray:
+    return flat
+
   def apply(self, fragment: int, staged: np.ndarray, keep: float) -> None:
     if keep:
       staged = np.float32(keep) * self.to_host(self.copy_out(fragment), fragment) + staged
-    super().apply(fragment, staged, 0.0)
+    scatter(self._plan.fragments[fragment], staged, self.params)
 
   def params_on_host(self) -> dict[str, np.ndarray]:
     return self.params
@@ -114,10 +119,16 @@ def corpus() -> data.Corpus:
   return data.open_corpus(make_config().data)
 
 
+def always_two(params) -> dict[str, float]:
+  return {"loss": 2.0}
+
+
 class Ran:
   """One run of the engine, and what it left in the event logs."""
 
-  def __init__(self, config: Config, corpus, workdir, trouble=(), stop_after=None):
+  def __init__(
+    self, config: Config, corpus, workdir, trouble=(), stop_after=None, measure=always_two
+  ):
     plan = initial.make_plan(config)
     learners = range(config.num_islands())
     self.islands = {m: HostIsland(config, m, plan) for m in learners}
@@ -129,7 +140,7 @@ class Ran:
       if stop_after and stop_after(event):
         engine.stop.set()
 
-    engine = ThreadsEngine(config, workdir, corpus, lambda params: {"loss": 2.0}, self.islands)
+    engine = ThreadsEngine(config, workdir, corpus, measure, self.islands)
     self.longest_pause = 0.0  # seconds between two looks: what this machine does to a bystander
     over = threading.Event()
     bystander = threading.Thread(target=self._look, args=(over,))

@@ -9,6 +9,7 @@ import pytest
 from ddiloco.observe.island_state import RECENT_COMMITS
 from ddiloco.observe.run_state import RECENT_LOG_EVENTS, RunState
 from ddiloco.observe.style import clock_time, compact, island_colour
+from ddiloco.protocol import events
 from ddiloco.protocol.events import Odd
 
 
@@ -247,4 +248,20 @@ def test_an_update_that_opposes_all_others_is_said_before_it_is_rejected(make):
   assert said[-2:] == [
     "update of island 2 points against all others'",
     "update of island 2 rejected: opposes all others",
+  ]
+
+
+def test_what_a_snapshot_lacks_is_said():
+  common = {"role": "syncer-0", "time": 1.0}
+  whole = events.Snapshot(**common, snapshot=1, roles=("learner-0", "syncer-0"), seconds=0.1)
+  lacking = events.Snapshot(
+    **common, snapshot=2, roles=("syncer-0",), seconds=60.0, lacks=("learner-0",)
+  )
+  lost = events.Uncommitted(**common, snapshot=3, missing=("syncer-1",))
+  full = events.Uncommitted(**common, snapshot=4, reason="no room")
+  said = [each.text for each in _fold([whole, lacking, lost, full]).log_events]
+  assert said == [
+    "snapshot 2 is committed without island 0",
+    "snapshot 3 is given up: it lacks shard 1",
+    "snapshot 4 is given up: no room",
   ]

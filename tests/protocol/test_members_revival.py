@@ -16,6 +16,7 @@ from ddiloco.protocol.actions import (
   Resend,
   Saved,
   Send,
+  SkipSnapshot,
   Stage,
   Staged,
   StepDone,
@@ -150,8 +151,10 @@ def test_a_learner_records_before_it_takes_the_message_in():
   assert one.state.fragments[0].received == 1
   assert one.feed(newer) == []
   fresh = Script(role="learner")
-  [stage] = fresh.feed(dataclasses.replace(whole, snapshot=4))
+  [skip, stage] = fresh.feed(dataclasses.replace(whole, snapshot=4))
   assert isinstance(stage, Stage) and fresh.state.snapshot == 4, "it has nothing to record"
+  lacks = list(range(len(fresh.state.fragments)))
+  assert skip == SkipSnapshot(0, f"it has not joined: it waits for fragments {lacks}")
 
 
 # --- revived learners -----------------------------------------------------------------------------

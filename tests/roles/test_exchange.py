@@ -15,7 +15,7 @@ from ddiloco.protocol import learner
 from ddiloco.protocol.actions import StepDone
 from ddiloco.protocol.messages import EVALUATOR, Push, Refusal, Report
 from ddiloco.roles import initial
-from ddiloco.roles.evaluator import Evaluator, HostParams
+from ddiloco.roles.evaluator import Evaluator, GlobalView
 from ddiloco.roles.exchange import LOOK_SECONDS, Exchange
 from ddiloco.runtime import Runtime, drive
 from tests import says
@@ -296,11 +296,11 @@ def test_the_evaluator_overwrites_whatever_the_learners_do(bench):
       assert time.monotonic() < deadline
       drive(exchange.wait(), wire, LOOK_SECONDS)
     for fragment in plan.fragments:
-      held = fragments.gather(fragment, evaluator.store.params)
+      held = fragments.gather(fragment, evaluator.store.params())
       assert bits(held) == bits(values[fragment.index][1])
     assert not [m for m in wire.sent if isinstance(m, Push)], "it has nothing to push"
     assert {m.learner for m in wire.sent if isinstance(m, Report)} == {EVALUATOR}
   finally:
     exchange.close()
   with pytest.raises(RuntimeError, match="only overwrites"):
-    HostParams(config, plan).apply(0, values[0][0], keep=1.0)
+    GlobalView(config, plan).apply(0, values[0][0], keep=1.0)

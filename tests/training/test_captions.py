@@ -147,7 +147,7 @@ def test_larger_images_are_the_same_enlarged(pairs):
 
 
 def test_the_evaluator_takes_them(pairs):
-  measured = HeldoutLoss(CONFIG.model, pairs.heldout_batches(16), jax.devices()[1])
+  measured = HeldoutLoss(CONFIG.model, pairs.heldout_batches(16), jax.devices()[1:2])
   zero = {name: np.zeros(shape, np.float32) for name, shape in initial.shapes(CONFIG.model).items()}
   found = measured.measure(zero)
   assert found.keys() == {"loss", "text_loss", "image_loss"}

@@ -134,7 +134,7 @@ def test_another_batch_is_refused_with_what_it_has():
 def test_everything_that_the_model_measures_is_told():
   config = make({"devices": 1})[1]
   params = initial.initial_params(config)
-  evaluator = HeldoutLoss(config.model, [batch(0), batch(1)], jax.devices()[1])
+  evaluator = HeldoutLoss(config.model, [batch(0), batch(1)], jax.devices()[1:2])
   each = [Regression().evaluate(params, batch(n)) for n in (0, 1)]
   measured = evaluator.measure(params)
   assert measured == {
@@ -142,4 +142,4 @@ def test_everything_that_the_model_measures_is_told():
   }
   assert evaluator.loss(params) == measured["loss"]
   with pytest.raises(ValueError, match="must have the same shape"):
-    HeldoutLoss(config.model, [batch(0), {"x": batch(1)["x"]}], jax.devices()[1])
+    HeldoutLoss(config.model, [batch(0), {"x": batch(1)["x"]}], jax.devices()[1:2])
