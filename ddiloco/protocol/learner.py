@@ -367,6 +367,7 @@ def reports(state: LearnerState) -> list[LearnerAction]:
       steps_since_sync=tuple(_due_steps(state, f) for f in mine),
       leaving=state.leaving,
       snapshot=state.snapshot,
+      idle_seconds=state.idle_seconds,
     )
     sends.append(Send(shard, report))
   return sends
@@ -395,10 +396,14 @@ def learner_on(
       state, actions = moments.taken(state, event)
     case StepDone():
       state, actions = _count_step(state, event), []
-    case Staged(fragment, version):
+    case Staged(fragment, version, now):
       state, actions = _mark_ready(state, fragment, version), []
-    case Received(message):
+      ready_for = max(0.0, state.stepped_at - now)
+      state = replace(state, idle_seconds=state.waited_seconds + ready_for)
+    case Received(message, now):
       state, actions = on_message(state, message, sync)
+      if any(isinstance(action, Stage) for action in actions):
+        state = replace(state, waited_seconds=max(0.0, state.stepped_at - now))
   state, applied = _apply_ready(state, sync)
   joined = []
   if state.joined and not before:
@@ -452,6 +457,8 @@ def _count_step(state: LearnerState, event: StepDone) -> LearnerState:
     global_step=state.global_step + 1,
     trained_tokens=state.trained_tokens + event.tokens,
     step_seconds=smooth(state.step_seconds, event.seconds),
+    stepped_at=event.now,
+    idle_seconds=0.0,
     fragments=tuple(map(one_more, state.fragments)),
   )
 

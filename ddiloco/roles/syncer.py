@@ -26,8 +26,8 @@ from ddiloco.protocol.actions import (
   Accept,
   Commit,
   InstallValue,
-  Merged,
   Received,
+  Resumed,
   Saved,
   Send,
   TakeSnapshot,
@@ -143,6 +143,7 @@ class Syncer:
       # messages have still to come through the sockets.
       self.time.sleep(LONGEST_WAIT_SECONDS)
       yield None
+      yield from self.handle(Resumed(self.time.now()))
       arrived = arrived or self.endpoint.receive(0.0)
     started, left = self.time.now(), self.endpoint.waiting
     while arrived is not None:
@@ -205,10 +206,8 @@ class Syncer:
     weights = self.merger.commit(what, self._state_of(what.fragment))
     yield None
     self.store.save(self.committed[what.fragment])
-    now = self.time.now()
-    self.state, _ = syncer.syncer_on(self.state, Merged(now, now - started), self.config.sync)
     participants = {m: round(float(w), 6) for m, w in zip(what.learners, weights)}
-    return {"participants": participants, "merge_seconds": now - started}
+    return {"participants": participants, "merge_seconds": self.time.now() - started}
 
   def _state_of(self, fragment: int) -> FragmentState:
     """As it outlives this incarnation: without the round under way."""
