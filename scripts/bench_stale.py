@@ -19,8 +19,6 @@ them, and the mean. Rules other than the one that is kept are there to be compar
   unbounded the same, with the weight of its steps and tokens
   age       the weight times exp(-0.1 t) and a cosine gate that is shut at 8, t the periods missed:
             the factor of CGAD (arXiv 2605.09126), its constants chosen here
-  direction before it is merged, a stale push loses the part that is against the others' mean, as in
-            HeLoCo (arXiv 2606.00271) the part against the outer momentum
 
 Last line: {PROBLEM: {AWAY: {RULE: {"worst": relative, "mean": relative, "loss", "without",
 "share": of the stale pushes in their merges, "discarded": share of the tokens made while away}}},
@@ -31,11 +29,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 from unittest import mock
 
@@ -49,6 +46,7 @@ from ddiloco.core.commit import Committed, Merger
 from ddiloco.core.delta import Deltas
 from ddiloco.core.fragments import Fragment, Plan, gather, scatter
 from ddiloco.protocol import beliefs, events, learner
+from ddiloco.protocol.actions import Commit
 from ddiloco.protocol.events import Event
 from ddiloco.protocol.syncer_state import FragmentState
 from ddiloco.simulation.actor import Actor
@@ -83,12 +81,11 @@ class Valued(World):
   Args:
     problem: what is trained.
     fault: that cuts one island off.
-    rule: what is done with stale work.
     seed: of data and paces.
   """
 
   def __init__(self, problem: Problem, fault: Fault, seed: int):
-    self._problem, self.cut_off = problem, fault
+    self._problem = problem
     self.losses: dict[int, float] = {}  # by global step
     self.shares: list[float] = []  # of pushes of stale work in their merges
     pace = Pace((STEP_SECONDS,) * ISLANDS)
@@ -235,3 +232,122 @@ class Trainer(VirtualIsland):
 
 # --- What could be done with stale work
 
+
+def gate(steps: int, period: int) -> float:
+  """exp(-0.1 t), and half a cosine that reaches 0 at 8 missed periods."""
+  missed = max(0.0, steps / period - 1)
+  return math.exp(-0.1 * missed) * (0.5 + 0.5 * math.cos(math.pi * min(1.0, missed / 8)))
+
+
+def aged_weights(what: Commit, config: Config) -> np.ndarray:
+  """Of a commit, times the gate."""
+  weights = merge.token_weights(what.steps, what.tokens)
+  weights = weights * [gate(steps, config.sync.sync_period) for steps in what.steps]
+  return weights / weights.sum()
+
+
+Patches = list[tuple[Any, str, Any]]
+REBASE: Patches = [(learner, "STALE_PERIODS", math.inf)]
+RULES: dict[str, Patches] = {
+  "kept": [],
+  "rebase": REBASE,
+  "unbounded": [
+    *REBASE,
+    (beliefs, "worth_steps", lambda steps, sync: steps),
+    (merge, "bounded_shares", lambda weights, step_tokens: weights),
+  ],
+  "age": [*REBASE, (commit, "learner_weights", aged_weights)],
+}
+
+
+@contextlib.contextmanager
+def ruled(name: str) -> Iterator[None]:
+  """Within it stale work is treated by this rule."""
+  with contextlib.ExitStack() as stack:
+    for where, what, instead in RULES[name]:
+      stack.enter_context(mock.patch.object(where, what, instead))
+    yield
+
+
+def run(problem: Problem, rule: str, before: int, away: int, after: int, seed: int) -> Valued:
+  """The world at the end. `away` 0: for good."""
+  seconds = away * STEP_SECONDS if away else 1e9
+  cut = Fault("cut", f"learner-{AWAY}", at_step=before, seconds=seconds)
+  with ruled(rule):
+    world = Valued(problem, cut, seed)
+    world.run(math.inf, lambda: world.step >= after)
+  return world
+
+
+def compare(here: Valued, without: Valued, before: int, back: int, tokens_per_step: int) -> dict:
+  """What came of the return at step `back`."""
+  ratios = [loss / without.losses[at] - 1 for at, loss in here.losses.items() if at > back]
+  state = here.actors["learner", AWAY].state
+  discarded = statistics.mean(f.discarded_tokens for f in state.fragments)
+  return {
+    "worst": round(max(ratios), 5),
+    "mean": round(statistics.mean(ratios), 5),
+    "loss": round(max(here.losses.items())[1], 5),
+    "without": round(without.losses[max(here.losses)], 5),
+    "share": round(max(here.shares, default=0.0), 4),
+    "discarded": round(discarded / (tokens_per_step * (back - before)), 3),
+  }
+
+
+def make_problem(name: str, seed: int) -> Problem:
+  fields = {
+    "seed": seed,
+    "chaos.faults": (),
+    "sync.snapshot_steps": 0,
+    "sync.sync_period": 24,
+    "sync.num_fragments": 8 if name == "regression" else 6,
+    "run.total_tokens": 1 << 40,
+    "run.compare_alone": False,
+    "network.give_up_seconds": 1e9,
+    "inner.decay_steps": 1 << 20,
+    "inner.final_share": 1.0,  # the rate does not depend on who is there
+  }
+  if name == "text":
+    return Text(launch.config_of("quickstart", fields), seed)
+  return Regression(launch.config_of("quickstart", {**fields, "inner.learning_rate": 5e-3}), seed)
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser.add_argument("--problems", default="regression,text")
+  parser.add_argument("--away", default="600,2000", help="steps")
+  parser.add_argument("--before", type=int, default=200, help="steps until it goes")
+  parser.add_argument("--after", type=int, default=200, help="steps from its return to the end")
+  parser.add_argument("--rules", default="kept", help=", ".join(RULES))
+  parser.add_argument("--seed", type=int, default=0)
+  parser.add_argument("--quick", action="store_true", help="a smoke test: numbers mean little")
+  options = parser.parse_args()
+  if options.quick:
+    options.away, options.before, options.after = "220", 30, 60
+  rules = options.rules.split(",")
+  if unknown := set(rules).difference(RULES):
+    parser.error(f"--rules: {', '.join(sorted(unknown))} is none of {', '.join(RULES)}")
+  environment.prepare(1, cpu_only=True)
+  result: dict[str, Any] = {}
+  for name in options.problems.split(","):
+    problem, per_step = make_problem(name, options.seed), 0
+    per_step = problem.config.tokens_per_step(AWAY)
+    lengths = [int(each) for each in options.away.split(",")]
+    end = options.before + max(lengths) + options.after
+    without = run(problem, "kept", options.before, 0, end, options.seed)
+    result[name] = {}
+    for away in lengths:
+      back, found = options.before + away, {}
+      for rule in rules:
+        here = run(problem, rule, options.before, away, back + options.after, options.seed)
+        found[rule] = compare(here, without, options.before, back, per_step)
+        print(f"{name}, away for {away} steps, {rule}: {found[rule]}", flush=True)
+      result[name][str(away)] = found
+  kept = [
+    found["kept"]["worst"] for each in result.values() for found in each.values() if "kept" in found
+  ]
+  print(json.dumps({**result, "worst": max(kept, default=math.nan)}))
+
+
+if __name__ == "__main__":
+  main()

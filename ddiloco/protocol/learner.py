@@ -211,6 +211,9 @@ def _on_publish(
     # A push has been merged that I do not remember: I am back with what was captured once, or a
     # shard is back with a value that it had lost. My progress is in the new version already.
     mode = "overwrite"
+  if not included and f.steps > STALE_PERIODS * sync.sync_period:
+    # The others went the same way meanwhile: to add my way to theirs would go it twice.
+    mode = "overwrite"
   # In lock-step every learner keeps count for itself, from 0 if nothing was missed.
   counts = sync.blocking and (state.joined or included or publish.round == INITIAL)
   global_step = state.global_step if counts else max(state.global_step, publish.global_step)
@@ -271,6 +274,7 @@ def _on_refusal(state: LearnerState, refusal: Refusal) -> tuple[LearnerState, li
   return state, [logged, *actions]
 
 
+STALE_PERIODS = 8  # sync periods; more work than that is not taken over to a version without it
 HELLO_SECONDS = 0.5  # between two hellos to a shard that has not answered, doubling ...
 HELLO_SECONDS_MOST = 8.0  # ... up to this
 
