@@ -1,7 +1,7 @@
 """What the work of an island that was away for long does to the global model when it comes back.
 
     python scripts/bench_stale.py [--problems=regression,text] [--away=600,2000] [--before=200]
-      [--after=200] [--rules=kept,...] [--seed=0] [--quick]
+      [--after=200] [--period=24] [--rules=kept,...] [--seed=0] [--quick]
 
 Four islands train together for `before` steps. Then one is cut off from all shards, and trains on
 alone; after `away` steps it is heard again, and pushes all it has made. The same run without its
@@ -32,7 +32,7 @@ import contextlib
 import json
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 from unittest import mock
 
@@ -80,16 +80,16 @@ class Valued(World):
 
   Args:
     problem: what is trained.
-    fault: that cuts one island off.
+    faults: what strikes.
     seed: of data and paces.
   """
 
-  def __init__(self, problem: Problem, fault: Fault, seed: int):
+  def __init__(self, problem: Problem, faults: Sequence[Fault], seed: int):
     self._problem = problem
     self.losses: dict[int, float] = {}  # by global step
     self.shares: list[float] = []  # of pushes of stale work in their merges
     pace = Pace((STEP_SECONDS,) * ISLANDS)
-    super().__init__(problem.config, pace, seed, faults=(fault,))
+    super().__init__(problem.config, pace, seed, faults=faults)
 
   def new_plan(self, sizes) -> Plan:
     return self._problem.plan
@@ -109,9 +109,13 @@ class Valued(World):
 
   def reach(self, step: int) -> None:
     if step > self.step and step % EVERY == 0:
-      found = [self.kept.load(p) for p in range(self.sync.num_fragments)]
-      self.losses[step] = self._problem.loss([each.value for each in found if each is not None])
+      self.losses[step] = self.loss()
     super().reach(step)
+
+  def loss(self) -> float:
+    """Of the global model."""
+    found = [self.kept.load(p) for p in range(self.sync.num_fragments)]
+    return self._problem.loss([each.value for each in found if each is not None])
 
   def tell(self, actor: Actor | None, event: Event) -> None:
     if isinstance(event, events.Commit) and AWAY in event.learners:
@@ -274,7 +278,7 @@ def run(problem: Problem, rule: str, before: int, away: int, after: int, seed: i
   seconds = away * STEP_SECONDS if away else 1e9
   cut = Fault("cut", f"learner-{AWAY}", at_step=before, seconds=seconds)
   with ruled(rule):
-    world = Valued(problem, cut, seed)
+    world = Valued(problem, (cut,), seed)
     world.run(math.inf, lambda: world.step >= after)
   return world
 
@@ -294,12 +298,12 @@ def compare(here: Valued, without: Valued, before: int, back: int, tokens_per_st
   }
 
 
-def make_problem(name: str, seed: int) -> Problem:
+def make_problem(name: str, seed: int, period: int) -> Problem:
   fields = {
     "seed": seed,
     "chaos.faults": (),
     "sync.snapshot_steps": 0,
-    "sync.sync_period": 24,
+    "sync.sync_period": period,
     "sync.num_fragments": 8 if name == "regression" else 6,
     "run.total_tokens": 1 << 40,
     "run.compare_alone": False,
@@ -318,19 +322,20 @@ def main() -> None:
   parser.add_argument("--away", default="600,2000", help="steps")
   parser.add_argument("--before", type=int, default=200, help="steps until it goes")
   parser.add_argument("--after", type=int, default=200, help="steps from its return to the end")
+  parser.add_argument("--period", type=int, default=24, help="sync.sync_period, steps")
   parser.add_argument("--rules", default="kept", help=", ".join(RULES))
   parser.add_argument("--seed", type=int, default=0)
   parser.add_argument("--quick", action="store_true", help="a smoke test: numbers mean little")
   options = parser.parse_args()
   if options.quick:
-    options.away, options.before, options.after = "220", 30, 60
+    options.away, options.before, options.after, options.period = "110", 20, 40, 12
   rules = options.rules.split(",")
   if unknown := set(rules).difference(RULES):
     parser.error(f"--rules: {', '.join(sorted(unknown))} is none of {', '.join(RULES)}")
   environment.prepare(1, cpu_only=True)
   result: dict[str, Any] = {}
   for name in options.problems.split(","):
-    problem, per_step = make_problem(name, options.seed), 0
+    problem = make_problem(name, options.seed, options.period)
     per_step = problem.config.tokens_per_step(AWAY)
     lengths = [int(each) for each in options.away.split(",")]
     end = options.before + max(lengths) + options.after

@@ -23,6 +23,7 @@ PROMISED = {
   "bench_kill.py": {"survivor_step_ratio", "survivor_max_gap_ratio", "rejoin_seconds", "kills"},
   "bench_merge.py": {"merge_vs_copy", "int4_encode_gbps", "int4_decode_gbps", "extra_fragments"},
   "bench_overhead.py": {"ratio", "blocked_seconds"},
+  "bench_stale.py": {"regression", "text", "worst"},
   "bench_transport.py": {"gbps", "plain_vs_socket", "secured_gbps", "control_rtt_ms_under_load"},
   "bench_wire.py": {"bytes_per_step", "versus_data_parallel", "framing_overhead"},
 }
@@ -47,6 +48,9 @@ def test_quick_run_prints_the_promised_numbers(line):
   if script == "bench_hosts.py":
     assert result["same_step"] and result["calls"] > 0
     assert result["other_island_blocked_seconds"] == 0 < result["other_island_steps_meanwhile"]
+  if script == "bench_stale.py":
+    found = [each["kept"] for name in ("regression", "text") for each in result[name].values()]
+    assert all(each["discarded"] > 0.9 and each["worst"] < 0.01 for each in found)
   if script == "bench_transport.py":
     assert set(result["gbps"]) == {
       *("socket", "in_process", "plain", "secured_1", "secured_2", "secured_4")
