@@ -274,7 +274,7 @@ def _on_refusal(state: LearnerState, refusal: Refusal) -> tuple[LearnerState, li
   return state, [logged, *actions]
 
 
-STALE_PERIODS = 8  # sync periods; more work than that is not taken over to a version without it
+STALE_PERIODS = 4  # sync periods; more work than that is not taken over to a version without it
 HELLO_SECONDS = 0.5  # between two hellos to a shard that has not answered, doubling ...
 HELLO_SECONDS_MOST = 8.0  # ... up to this
 
