@@ -211,7 +211,8 @@ def _on_publish(
     # A push has been merged that I do not remember: I am back with what was captured once, or a
     # shard is back with a value that it had lost. My progress is in the new version already.
     mode = "overwrite"
-  if not included and f.steps > STALE_PERIODS * sync.sync_period:
+  periods = min(publish.version - f.received, f.steps / sync.sync_period)
+  if not included and periods > STALE_PERIODS:
     # The others went the same way meanwhile: to add my way to theirs would go it twice.
     mode = "overwrite"
   # In lock-step every learner keeps count for itself, from 0 if nothing was missed.
@@ -274,7 +275,7 @@ def _on_refusal(state: LearnerState, refusal: Refusal) -> tuple[LearnerState, li
   return state, [logged, *actions]
 
 
-STALE_PERIODS = 4  # sync periods; more work than that is not taken over to a version without it
+STALE_PERIODS = 4  # so many without the others, and they without me: then my work is not taken over
 HELLO_SECONDS = 0.5  # between two hellos to a shard that has not answered, doubling ...
 HELLO_SECONDS_MOST = 8.0  # ... up to this
 

@@ -18,8 +18,8 @@ def version(number: int, merged_rounds: tuple[int, ...] = ()):
   return says.publish(0, 0, 0, 0, number - 1, number, -1, 0, 0, (), merged_rounds, "")
 
 
-def come_back(steps: int, pushed: bool, merged: bool):
-  """After so many steps on version 0 a learner gets version 5. Its state, and how it is applied."""
+def come_back(steps: int, pushed: bool, merged: bool, newest: int = STALE_PERIODS + 1):
+  """After so many steps on version 0 a learner gets another; its state, and how it is applied."""
   one = learner.init(7, 0, (0,), target_tokens=10_000)
   applied = []
 
@@ -34,9 +34,9 @@ def come_back(steps: int, pushed: bool, merged: bool):
   for _ in range(steps):
     feed(StepDone(1.0, 10, 1.0))
   if pushed:
-    feed(Received(says.pull(0, 0, 0, 0, 4, 0), 1.0))
-  feed(Received(version(5, (7, 4) if merged else ()), 1.0))
-  feed(Staged(0, 5, 1.0))
+    feed(Received(says.pull(0, 0, 0, 0, newest - 1, 0), 1.0))
+  feed(Received(version(newest, (7, newest - 1) if merged else ()), 1.0))
+  feed(Staged(0, newest, 1.0))
   return one.fragments[0], applied[-1].mode
 
 
@@ -51,6 +51,12 @@ def test_older_work_is_discarded_and_booked(pushed):
   f, mode = come_back(MOST + 1, pushed, merged=False)
   assert (mode, f.steps, f.tokens, f.steps_since_sync) == ("overwrite", 0, 0, 0)
   assert f.discarded_tokens == 10 * (MOST + 1)
+
+
+def test_work_of_which_the_others_have_done_little_is_taken_over():
+  """It trained while they still started, or while the shard was away."""
+  f, mode = come_back(10 * MOST, pushed=False, merged=False, newest=STALE_PERIODS)
+  assert (mode, f.steps) == ("rebase", 10 * MOST)
 
 
 def test_what_is_merged_is_not_stale():
