@@ -4,12 +4,12 @@
       [--after=200] [--period=24] [--rules=kept,...] [--seed=0] [--quick]
 
 Four islands train together for `before` steps. Then one is cut off from all shards, and trains on
-alone; after `away` steps it is heard again, and pushes all it has made. The same run without its
+alone; after `away` steps it is heard again, and has all it has made. The same run without its
 return is what it is compared with: up to then the two are equal, bit for bit. Roles, reducers,
 deltas, merges and outer steps are those of every run, in virtual time, and their vectors are real.
 
-regression: least squares, 4096 weights, eigenvalues from 0.01 to 1, noise in the labels; its best
-loss is known. text: the model of configs/quickstart.py.
+regression: least squares, 4096 weights, eigenvalues from 0.01 to 1, noise in the labels; its loss
+is what lies above the best one, which is known. text: the model of configs/quickstart.py.
 
 Printed are the losses in the steps after the return against those of the other run: the worst of
 them, and the mean. Rules other than the one that is kept are there to be compared with it:
@@ -125,7 +125,7 @@ class Valued(World):
         self.shares.append(event.participants[AWAY])
 
 
-# --- Least squares: loss 1/2 E (y - x w)^2, y = x w* + noise, so at best half the noise's variance
+# --- Least squares: 1/2 E (y - x w)^2 with y = x w* + noise, less half the noise's variance
 
 
 class Regression:
@@ -145,7 +145,7 @@ class Regression:
 
   def loss(self, values: list[np.ndarray]) -> float:
     away = (np.concatenate(values) - self.best) * self.scales
-    return 0.5 * LABEL_NOISE**2 + 0.5 * float(away @ away)
+    return 0.5 * float(away @ away)
 
 
 class Sampler(VirtualIsland):
