@@ -106,9 +106,7 @@ def play(gbps: float, step_seconds: float, steps: int, merge_gbytes: float) -> d
     "utilisation": 100 * (1 - waited / began),
     "planned_utilisation": 100 * plan.utilisation,
     "participation": 100
-    * statistics.mean(
-      watch.account.goodput().learners[f"learner-{m}"].participation for m in range(ISLANDS)
-    ),
+    * statistics.mean(watch.account.goodput().learners[m].participation for m in range(ISLANDS)),
     "sync_seconds": found["seconds_per_sync"]["median"],
     "planned_sync_seconds": plan.sync.total,
     "hidden": plan.overlap_steps <= TAU,

@@ -78,11 +78,10 @@ class Taken:
 
 
 @dataclasses.dataclass(frozen=True)
-class Merged:
-  """The shard's runtime performed a commit; how long merge, outer step and encoding took."""
+class Resumed:
+  """The shard's process was stopped until now: times that began before measure nobody else."""
 
   now: float
-  seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +92,7 @@ class Saved:
 
 
 LearnerEvent = Tick | Received | StepDone | Staged | Taken
-SyncerEvent = Tick | Received | Merged | Saved
+SyncerEvent = Tick | Received | Resumed | Saved
 
 # --- actions; of an event of events.py, among them: record it in the event log --------------------
 

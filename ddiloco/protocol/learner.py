@@ -217,6 +217,10 @@ def _on_publish(
     # A push has been merged that I do not remember: I am back with what was captured once, or a
     # shard is back with a value that it had lost. My progress is in the new version already.
     mode = "overwrite"
+  periods = min(publish.version - f.received, f.steps / sync.sync_period)
+  if not included and periods > STALE_PERIODS:
+    # The others went the same way meanwhile: to add my way to theirs would go it twice.
+    mode = "overwrite"
   # In lock-step every learner keeps count for itself, from 0 if nothing was missed.
   counts = sync.blocking and (state.joined or included or publish.round == INITIAL)
   global_step = state.global_step if counts else max(state.global_step, publish.global_step)
@@ -277,6 +281,7 @@ def _on_refusal(state: LearnerState, refusal: Refusal) -> tuple[LearnerState, li
   return state, [logged, *actions]
 
 
+STALE_PERIODS = 4  # so many without the others, and they without me: then my work is not taken over
 HELLO_SECONDS = 0.5  # between two hellos to a shard that has not answered, doubling ...
 HELLO_SECONDS_MOST = 8.0  # ... up to this
 
@@ -373,6 +378,7 @@ def reports(state: LearnerState) -> list[LearnerAction]:
       steps_since_sync=tuple(_due_steps(state, f) for f in mine),
       leaving=state.leaving,
       snapshot=state.snapshot,
+      idle_seconds=state.idle_seconds,
     )
     sends.append(Send(shard, report))
   return sends
@@ -401,10 +407,14 @@ def learner_on(
       state, actions = moments.taken(state, event)
     case StepDone():
       state, actions = _count_step(state, event), []
-    case Staged(fragment, version):
+    case Staged(fragment, version, now):
       state, actions = _mark_ready(state, fragment, version), []
-    case Received(message):
+      ready_for = max(0.0, state.stepped_at - now)
+      state = replace(state, idle_seconds=state.waited_seconds + ready_for)
+    case Received(message, now):
       state, actions = on_message(state, message, sync)
+      if any(isinstance(action, Stage) for action in actions):
+        state = replace(state, waited_seconds=max(0.0, state.stepped_at - now))
   state, applied = _apply_ready(state, sync)
   joined = []
   if state.joined and not before:
@@ -458,6 +468,8 @@ def _count_step(state: LearnerState, event: StepDone) -> LearnerState:
     global_step=state.global_step + 1,
     trained_tokens=state.trained_tokens + event.tokens,
     step_seconds=smooth(state.step_seconds, event.seconds),
+    stepped_at=event.now,
+    idle_seconds=0.0,
     fragments=tuple(map(one_more, state.fragments)),
   )
 

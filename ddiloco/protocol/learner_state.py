@@ -72,6 +72,9 @@ class LearnerState:
   global_step: int = 0  # of the most advanced learner
   trained_tokens: int = 0
   step_seconds: float = 0.0
+  stepped_at: float = 0.0  # when the newest step was over
+  waited_seconds: float = 0.0  # that the newest publish waited for the end of a step
+  idle_seconds: float = 0.0  # that, and what it waited once it was staged
   snapshot: int = 0  # the newest heard of; my state is captured for it
   # What it has heard of whom (`protocol/causality.py`).
   vector_clock: Mapping[int, int] = dataclasses.field(default_factory=dict)

@@ -166,6 +166,7 @@ def _on_report(
   elif member.lost:
     actions.append(member_event(report.learner, "joined", "heard again"))
     member = replace(member, resends=0, resent_at=-math.inf)
+  member = _note_sync(state, member, versions, now, report.idle_seconds)
   state, member = _note_delivered(state, member, versions, now, sync)
   member = replace(
     member,
@@ -216,6 +217,22 @@ def _note_delivered(
     delivery_seconds = smooth(member.delivery_seconds, waited)
     member = replace(member, delivery_seconds=delivery_seconds, resends=0, resent_at=-math.inf)
   return state, member
+
+
+def _note_sync(
+  state: SyncerState, member: Member, versions: tuple[int, ...], now: float, idle_seconds: float
+) -> Member:
+  """How long new versions took from the decision to commit until they lay ready at this learner.
+
+  It takes up publishes, and applies what is staged, at the ends of its steps: for how long they
+  waited for that it says itself. Only a version that follows the one it had, and was sent once,
+  counts; and none that was on its way while this shard stood still.
+  """
+  for v, old, sent, at in zip(versions, member.versions, member.sent, member.sent_at):
+    if 0 <= old == v - 1 and v == sent and not member.resends and at >= state.awake_since:
+      seconds = max(0.0, now - at - idle_seconds)
+      member = replace(member, sync_seconds=smooth(member.sync_seconds, seconds))
+  return member
 
 
 def _due(state: SyncerState, learner: int, member: Member, sync: SyncConfig) -> list[int]:

@@ -65,6 +65,7 @@ class Report:
   steps_since_sync: Counts  # inner steps, what the due rule counts
   leaving: bool  # I make no more steps: take what I have, and I am gone
   snapshot: Count  # the newest that my state is captured for
+  idle_seconds: Seconds = 0.0  # that the newest version waited here for the ends of my steps
 
 
 @dataclasses.dataclass(frozen=True)

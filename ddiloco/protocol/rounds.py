@@ -90,10 +90,14 @@ def start_rounds(
     # incarnations that count seconds this stays below 2^53, which JSON readers keep exactly.
     round_id = (state.incarnation << 24) + state.rounds
     step_seconds = statistics.median_low(member.step_seconds for member in available.values())
+    known = [member.sync_seconds for member in available.values() if member.sync_seconds]
+    sync_seconds = statistics.median_low(known) if known else 0.0
     paces = ((m, v.step_seconds) for m, v in state.members.items() if not v.lost and m >= 0)
     state = replace(state, beliefs=beliefs.refreshed(state.beliefs, paces, step_seconds))
     current = Round(
-      round_id, now, asked, step_seconds, state.global_step, pulled_at=now, deadline=now
+      *(round_id, now, asked, step_seconds, sync_seconds, state.global_step),
+      pulled_at=now,
+      deadline=now,
     )
     current = replace(current, deadline=now + _pull_patience(state, current, sync))
     f = replace(f, round=current)
@@ -177,7 +181,10 @@ def on_push(
 
 def _quorum_seconds(state: SyncerState, current: Round, now: float) -> float:
   """How long this round took to its quorum. Where a message was lost, the wait for it is no measure
-  of the link: patience that learned from its own length would grow without end."""
+  of the link: patience that learned from its own length would grow without end. Nor is a round in
+  which this shard itself stood still."""
+  if current.started_at < state.awake_since:
+    return state.quorum_seconds
   if current.pulls == 1:
     return max(0.0, now - current.started_at)
   return max(state.quorum_seconds, now - current.pulled_at)
@@ -202,7 +209,7 @@ def advance_rounds(
       continue
     current = f.round
     grace = quorum.grace_seconds(
-      current.step_seconds, state.quorum_seconds, state.sync_seconds, sync
+      current.step_seconds, state.quorum_seconds, current.sync_seconds, sync
     )
     pending, count = current.pending, len(current.pushes)
     decision = quorum.decide(now, count, pending, current.quorum_at, grace, sync)

@@ -12,13 +12,12 @@ from collections.abc import Collection
 from ddiloco.config import SyncConfig
 from ddiloco.protocol import causality, members, moments, rounds
 from ddiloco.protocol.actions import (
-  Merged,
   Received,
+  Resumed,
   Saved,
   SyncerAction,
   SyncerEvent,
   TakeSnapshot,
-  smooth,
 )
 from ddiloco.protocol.beliefs import Beliefs
 from ddiloco.protocol.messages import EVALUATOR, Moments, Push, Report, RequestMoments
@@ -91,10 +90,10 @@ def syncer_on(
 ) -> tuple[SyncerState, list[SyncerAction]]:
   """The shard's reducer. Messages are taken in one by one; a `Tick` after them decides."""
   match event:
-    case Merged(_, seconds):
-      return replace(state, sync_seconds=smooth(state.sync_seconds, seconds)), []
     case Received():
       return _take_in(state, event, sync)
+    case Resumed(now):
+      return replace(state, awake_since=now), []
     case Saved():
       return replace(state, saving=False), []
   state, lost = members.lose_silent(state, min(event.now, event.heard_until), sync)

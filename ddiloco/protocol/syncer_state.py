@@ -40,6 +40,7 @@ class Member:
   norms: tuple[float, ...]  # smoothed norm per step of accepted pushes, 0: none yet
   step_seconds: float = 0.0
   delivery_seconds: float = 0.0  # smoothed, without any sign of a publish until a report has it
+  sync_seconds: float = 0.0  # smoothed, from a commit's decision until its version lies ready here
   resends: int = 0  # in a row without progress
   resent_at: float = -math.inf  # the newest of these
   rejections: int = 0  # in a row
@@ -57,6 +58,7 @@ class Round:
   started_at: float
   pending: tuple[int, ...]  # asked, and neither answered nor gone since
   step_seconds: float  # median of those that were asked
+  sync_seconds: float  # the same, of those of whom it is known
   global_step: int  # when it began
   pulled_at: float
   deadline: float  # again, even if nothing comes for it until then
@@ -145,7 +147,7 @@ class SyncerState:
   )  # learner -> its updates in a row that opposed all others; outlives its incarnations
   delivery_seconds: float = 0.0  # smoothed over all members: from sending to the report of it
   quorum_seconds: float = 0.0  # smoothed, from pull to quorum
-  sync_seconds: float = 0.0  # smoothed, merge to publish
+  awake_since: float = -math.inf  # this shard's process did not stand still since
 
 
 def complete(state: SyncerState, f: FragmentState) -> bool:

@@ -31,8 +31,8 @@ from ddiloco.protocol.actions import (
   Accept,
   Commit,
   InstallValue,
-  Merged,
   Received,
+  Resumed,
   Saved,
   Send,
   SyncerAction,
@@ -183,6 +183,7 @@ class Syncer:
       # messages have still to come through the sockets.
       self.time.sleep(LONGEST_WAIT_SECONDS)
       yield None
+      yield from self.handle(Resumed(self.time.now()))
       arrived = arrived or self.endpoint.receive(0.0)
     started, left = self.time.now(), self.endpoint.waiting
     while arrived is not None:
@@ -318,7 +319,6 @@ class Syncer:
     """Stored and in the log before any other role hears of it."""
     p = what.fragment
     self.store.save(self.committed[p])
-    self.state, _ = syncer.syncer_on(self.state, Merged(self.time.now(), seconds), self.config.sync)
     participants = {m: round(float(w), 6) for m, w in zip(what.learners, weights)}
     first, *rest = self._at_work.pop(p)
     assert isinstance(first, events.Commit), "its line in the log comes first"

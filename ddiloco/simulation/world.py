@@ -17,7 +17,7 @@ from ddiloco.checkpoint.saver import Saver
 from ddiloco.config import Config, Fault, SyncConfig
 from ddiloco.core.commit import Committed, MemoryStore, Merger
 from ddiloco.core.delta import Deltas
-from ddiloco.core.fragments import Fragment
+from ddiloco.core.fragments import Fragment, Plan
 from ddiloco.protocol.events import Event, format_role, parse_role
 from ddiloco.protocol.messages import BULK, Message
 from ddiloco.protocol.syncer_state import FragmentState
@@ -72,7 +72,7 @@ class World(VirtualTime):
   ):
     super().__init__()
     self.config, self.pace, self.seed = config, pace, seed
-    self.plan = plan_of(sizes or (1,) * config.sync.num_fragments)
+    self.plan = self.new_plan(sizes or (1,) * config.sync.num_fragments)
     self.push_bytes, self.publish_bytes = payload_sizes(config, self.plan)
     self.step = 0  # the global step, as far as any learner has come
     self.drain_seconds = config.network.drain_seconds
@@ -112,6 +112,10 @@ class World(VirtualTime):
     self.kept.save(Committed(state, value, value, None, state.last_round))
 
   # --- what a world has other ideas about ---------------------------------------------------------
+
+  def new_plan(self, sizes: Sequence[int]) -> Plan:
+    """How the model is partitioned."""
+    return plan_of(sizes)
 
   def new_store(self) -> MemoryStore:
     """Where shards keep what they have committed."""
@@ -242,8 +246,8 @@ class World(VirtualTime):
 
   def send(self, sender: Actor, to: Role, message: Message) -> int:
     """Through the sender's weather, the network, and the receiver's weather; returns its bytes."""
-    payload = message.payload.nbytes if isinstance(message, BULK) and message.payload else 0
-    size = HEADER_BYTES + payload
+    payload = message.payload if isinstance(message, BULK) else None
+    size = HEADER_BYTES + (0 if payload is None else payload.nbytes)
     self._suffer(sender.role, to, False, size, self._travel, (sender.role, to, message, size))
     return size
 

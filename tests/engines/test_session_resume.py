@@ -200,7 +200,7 @@ def test_a_run_ended_before_its_first_snapshot_begins_again_and_says_so(
 
 def shard(*fragments) -> SyncerState:
   """Of (fragment, version, whether a round is under way)."""
-  under_way = Round(7, 0.0, (0,), 0.1, 0, 0.0, 1.0)
+  under_way = Round(7, 0.0, (0,), 0.1, 0.0, 0, 0.0, 1.0)
   states = (FragmentState(p, v, round=under_way if going else None) for p, v, going in fragments)
   return dataclasses.replace(syncer.init(0, 1, (), 100), fragments=tuple(states))
 

@@ -13,7 +13,6 @@ from ddiloco.protocol.actions import (
   Apply,
   Commit,
   CopyOut,
-  Merged,
   Received,
   Rejoin,
   Resend,
@@ -55,7 +54,7 @@ class Script:
       self.state = learner.init(0, incarnation, (0, 0), target_tokens=10_000)
 
   def feed(self, event, now: float = 0.0, **measured) -> list:
-    if not isinstance(event, StepDone | Staged | Taken | Tick | Merged):
+    if not isinstance(event, StepDone | Staged | Taken | Tick):
       event = Received(event, now, **measured)
     reducer = says.shard_on if self.shard else learner.learner_on
     self.state, actions = reducer(self.state, event, self.sync)
@@ -95,7 +94,6 @@ def test_golden_shard_two_learners_two_fragments():
     Send(0, version_1),
     Send(1, version_1),
   ]
-  assert shard.feed(Merged(0.14, 0.01)) == []
   assert shard.feed(report(0, (1, 0), (1, 2), global_step=2), 0.2) == []
   # Learner 1 has not applied version 1 yet, but fragment 1 is due with both: round 1.
   pulls = [Send(m, says.pull(0, 0, 0, 1, 1, 0)) for m in (0, 1)]

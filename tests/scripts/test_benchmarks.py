@@ -27,6 +27,7 @@ PROMISED = {
     *("together_merged", "after_pause_merged", "control_ms_while_merging", "commit_vs_copy"),
     *("sync_seconds", "bytes_per_parameter", "buddy_bytes_vs_publish"),
   },
+  "bench_stale.py": {"regression", "text", "worst"},
   "bench_transport.py": {"gbps", "plain_vs_socket", "secured_gbps", "control_rtt_ms_under_load"},
   "bench_wire.py": {"bytes_per_step", "versus_data_parallel", "framing_overhead"},
 }
@@ -54,6 +55,9 @@ def test_quick_run_prints_the_promised_numbers(line):
   if script == "bench_shard.py":
     assert result["together_merged"] == result["after_pause_merged"] == 1
     assert result["called_lost"] == 0 and result["buddy_bytes_vs_publish"] <= 1.1
+  if script == "bench_stale.py":
+    found = [each["kept"] for name in ("regression", "text") for each in result[name].values()]
+    assert all(each["discarded"] > 0.9 and each["worst"] < 0.01 for each in found)
   if script == "bench_transport.py":
     assert set(result["gbps"]) == {
       *("socket", "in_process", "plain", "secured_1", "secured_2", "secured_4")

@@ -1,0 +1,358 @@
+"""What the work of an island that was away for long does to the global model when it comes back.
+
+    python scripts/bench_stale.py [--problems=regression,text] [--away=600,2000] [--before=200]
+      [--after=200] [--period=24] [--rules=kept,...] [--seed=0] [--quick]
+
+Four islands train together for `before` steps. Then one is cut off from all shards, and trains on
+alone; after `away` steps it is heard again, and has all it has made. The same run without its
+return is what it is compared with: up to then the two are equal, bit for bit. Roles, reducers,
+deltas, merges and outer steps are those of every run, in virtual time, and their vectors are real.
+
+regression: least squares, 4096 weights, eigenvalues from 0.01 to 1, noise in the labels; its loss
+is what lies above the best one, which is known. text: the model of configs/quickstart.py.
+
+Printed are the losses in the steps after the return against those of the other run: the worst of
+them, and the mean. Rules other than the one that is kept are there to be compared with it:
+
+  kept      as every run does
+  rebase    whatever was made meanwhile is pushed, and weighs less by its steps (`worth_steps`)
+  unbounded the same, with the weight of its steps and tokens
+  age       the weight times exp(-0.1 t) and a cosine gate that is shut at 8, t the periods missed:
+            the factor of CGAD (arXiv 2605.09126), its constants chosen here
+
+Last line: {PROBLEM: {AWAY: {RULE: {"worst": relative, "mean": relative, "loss", "without",
+"share": of the stale pushes in their merges, "discarded": share of the tokens made while away}}},
+"worst": of the rule that is kept}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+from unittest import mock
+
+import launch
+import numpy as np
+
+from ddiloco import environment
+from ddiloco.config import Config, Fault
+from ddiloco.core import commit, merge
+from ddiloco.core.commit import Committed, Merger
+from ddiloco.core.delta import Deltas
+from ddiloco.core.fragments import Fragment, Plan, gather, scatter
+from ddiloco.protocol import beliefs, events, learner
+from ddiloco.protocol.actions import Commit
+from ddiloco.protocol.events import Event
+from ddiloco.protocol.syncer_state import FragmentState
+from ddiloco.simulation.actor import Actor
+from ddiloco.simulation.stand_ins import VirtualIsland, plan_of
+from ddiloco.simulation.world import Pace, World
+
+ISLANDS, AWAY = 4, 3  # how many, and which one is away
+STEP_SECONDS = 0.1  # of virtual time
+EVERY = 10  # steps from one look at the loss to the next
+WEIGHTS, BATCH, LABEL_NOISE = 4096, 16, 1.0
+
+
+class Problem(Protocol):
+  """What is trained."""
+
+  config: Config
+  plan: Plan
+  initial: list[np.ndarray]  # by fragment
+
+  def island(self, world: World, number: int, seed: str) -> Any:
+    """What trains it, in virtual time."""
+    ...
+
+  def loss(self, values: list[np.ndarray]) -> float:
+    """Of these fragments."""
+    ...
+
+
+class Valued(World):
+  """A world with real vectors.
+
+  Args:
+    problem: what is trained.
+    faults: what strikes.
+    seed: of data and paces.
+  """
+
+  def __init__(self, problem: Problem, faults: Sequence[Fault], seed: int):
+    self._problem = problem
+    self.losses: dict[int, float] = {}  # by global step
+    self.shares: list[float] = []  # of pushes of stale work in their merges
+    pace = Pace((STEP_SECONDS,) * ISLANDS)
+    super().__init__(problem.config, pace, seed, faults=faults)
+
+  def new_plan(self, sizes) -> Plan:
+    return self._problem.plan
+
+  def put(self, state: FragmentState) -> None:
+    value = self._problem.initial[state.index]
+    self.kept.save(Committed(state, value, value, None))
+
+  def island(self, actor: Actor) -> Any:
+    return self._problem.island(self, actor.number, f"{self.seed} {actor.role}")
+
+  def deltas(self, actor: Actor) -> Deltas:
+    return Deltas(self.sync)
+
+  def merger(self, actor: Actor, fragments: Mapping[int, Fragment]) -> Merger:
+    return Merger(fragments, self.kept, self.config)
+
+  def reach(self, step: int) -> None:
+    if step > self.step and step % EVERY == 0:
+      self.losses[step] = self.loss()
+    super().reach(step)
+
+  def loss(self) -> float:
+    """Of the global model."""
+    found = [self.kept.load(p) for p in range(self.sync.num_fragments)]
+    return self._problem.loss([each.value for each in found if each is not None])
+
+  def tell(self, actor: Actor | None, event: Event) -> None:
+    if isinstance(event, events.Commit) and AWAY in event.learners:
+      state = self.actors["learner", AWAY].state
+      f = state.fragments[event.fragment]
+      if f.outstanding is not None and f.outstanding.push.steps > 2 * self.sync.sync_period:
+        self.shares.append(event.participants[AWAY])
+
+
+# --- Least squares: 1/2 E (y - x w)^2 with y = x w* + noise, less half the noise's variance
+
+
+class Regression:
+  """Every island draws its own samples of one distribution."""
+
+  def __init__(self, config: Config, seed: int):
+    self.config = config
+    per_fragment = WEIGHTS // config.sync.num_fragments
+    self.plan = plan_of((per_fragment,) * config.sync.num_fragments)
+    chance = np.random.default_rng(seed)
+    self.scales = np.exp(chance.uniform(math.log(0.1), 0.0, WEIGHTS)).astype(np.float32)
+    self.best = chance.normal(size=WEIGHTS).astype(np.float32) / math.sqrt(WEIGHTS / 8)
+    self.initial = [np.zeros(per_fragment, np.float32) for _ in self.plan.fragments]
+
+  def island(self, world: World, number: int, seed: str) -> Any:
+    return Sampler(self, world, number, seed)
+
+  def loss(self, values: list[np.ndarray]) -> float:
+    away = (np.concatenate(values) - self.best) * self.scales
+    return 0.5 * float(away @ away)
+
+
+class Sampler(VirtualIsland):
+  """Stochastic gradient descent on fresh samples."""
+
+  def __init__(self, problem: Regression, world: World, learner: int, seed: str):
+    super().__init__(world, learner, seed)
+    self._problem = problem
+    self._chance = np.random.default_rng(list(seed.encode()))
+    self._values = [value.copy() for value in problem.initial]
+
+  def step(self, batch: Any, schedule_step: int, rate_scale: float) -> None:
+    super().step(batch, schedule_step, rate_scale)
+    problem, values = self._problem, np.concatenate(self._values)
+    x = self._chance.standard_normal((BATCH, WEIGHTS), np.float32) * problem.scales
+    noise = LABEL_NOISE * self._chance.standard_normal(BATCH, np.float32)
+    gradient = (x @ (values - problem.best) - noise) @ x / BATCH
+    values -= problem.config.inner.learning_rate * gradient
+    self._values = np.split(values, len(self._values))
+
+  def copy_out(self, fragment: int) -> np.ndarray:
+    return self._values[fragment]
+
+  def apply(self, fragment: int, staged: np.ndarray, keep: float) -> None:
+    self._values[fragment] = np.float32(keep) * self._values[fragment] + staged
+
+
+# --- The small text model
+
+
+class Text:
+  """Compiled once for every island, and used in every run."""
+
+  def __init__(self, config: Config, seed: int):
+    import jax
+
+    from ddiloco.roles import initial
+    from ddiloco.training.data import Stream, open_data
+    from ddiloco.training.evaluate import HeldoutLoss
+    from ddiloco.training.island import Island
+
+    self.config, self.plan = config, initial.make_plan(config)
+    self._first = initial.initial_params(config)
+    self.initial = [gather(f, self._first) for f in self.plan.fragments]
+    source, device = open_data(config.data), jax.devices()[:1]
+    self._streams = [Stream(source, config, m) for m in range(ISLANDS)]
+    self._islands = [Island(config, m, device, self.plan) for m in range(ISLANDS)]
+    self._heldout = HeldoutLoss(config.model, source.heldout_batches(16), device[0])
+
+  def island(self, world: World, number: int, seed: str) -> Any:
+    return Trainer(self._islands[number], self._streams[number], world, number, seed)
+
+  def loss(self, values: list[np.ndarray]) -> float:
+    params = {name: np.array(value) for name, value in self._first.items()}
+    for fragment, flat in zip(self.plan.fragments, values):
+      scatter(fragment, flat, params)
+    return self._heldout.loss(params)
+
+
+class Trainer(VirtualIsland):
+  """A real island whose steps take virtual time."""
+
+  def __init__(self, island: Any, stream: Any, world: World, learner: int, seed: str):
+    super().__init__(world, learner, seed)
+    self._island, self._stream = island, stream
+    self._batches = stream.iterate()
+
+  def reset(self) -> None:
+    super().reset()
+    self._island.reset()
+
+  def step(self, batch: Any, schedule_step: int, rate_scale: float) -> None:
+    super().step(batch, schedule_step, rate_scale)
+    self._island.step(next(self._batches), schedule_step, rate_scale)
+
+  def copy_out(self, fragment: int) -> Any:
+    return self._island.copy_out(fragment)
+
+  def to_host(self, pieces: Any, fragment: int) -> np.ndarray:
+    return self._island.to_host(super().to_host(pieces, fragment), fragment)
+
+  def stage(self, fragment: int, flat: Any) -> Any:
+    return self._island.stage(fragment, super().stage(fragment, flat))
+
+  def apply(self, fragment: int, staged: Any, keep: float) -> None:
+    self._island.apply(fragment, staged, keep)
+
+
+# --- What could be done with stale work
+
+
+def gate(steps: int, period: int) -> float:
+  """exp(-0.1 t), and half a cosine that reaches 0 at 8 missed periods."""
+  missed = max(0.0, steps / period - 1)
+  return math.exp(-0.1 * missed) * (0.5 + 0.5 * math.cos(math.pi * min(1.0, missed / 8)))
+
+
+def aged_weights(what: Commit, config: Config) -> np.ndarray:
+  """Of a commit, times the gate."""
+  weights = merge.token_weights(what.steps, what.tokens)
+  weights = weights * [gate(steps, config.sync.sync_period) for steps in what.steps]
+  return weights / weights.sum()
+
+
+Patches = list[tuple[Any, str, Any]]
+REBASE: Patches = [(learner, "STALE_PERIODS", math.inf)]
+RULES: dict[str, Patches] = {
+  "kept": [],
+  "rebase": REBASE,
+  "unbounded": [
+    *REBASE,
+    (beliefs, "worth_steps", lambda steps, sync: steps),
+    (merge, "bounded_shares", lambda weights, step_tokens: weights),
+  ],
+  "age": [*REBASE, (commit, "learner_weights", aged_weights)],
+}
+
+
+@contextlib.contextmanager
+def ruled(name: str) -> Iterator[None]:
+  """Within it stale work is treated by this rule."""
+  with contextlib.ExitStack() as stack:
+    for where, what, instead in RULES[name]:
+      stack.enter_context(mock.patch.object(where, what, instead))
+    yield
+
+
+def run(problem: Problem, rule: str, before: int, away: int, after: int, seed: int) -> Valued:
+  """The world at the end. `away` 0: for good."""
+  seconds = away * STEP_SECONDS if away else 1e9
+  cut = Fault("cut", f"learner-{AWAY}", at_step=before, seconds=seconds)
+  with ruled(rule):
+    world = Valued(problem, (cut,), seed)
+    world.run(math.inf, lambda: world.step >= after)
+  return world
+
+
+def compare(here: Valued, without: Valued, before: int, back: int, tokens_per_step: int) -> dict:
+  """What came of the return at step `back`."""
+  ratios = [loss / without.losses[at] - 1 for at, loss in here.losses.items() if at > back]
+  state = here.actors["learner", AWAY].state
+  discarded = statistics.mean(f.discarded_tokens for f in state.fragments)
+  return {
+    "worst": round(max(ratios), 5),
+    "mean": round(statistics.mean(ratios), 5),
+    "loss": round(max(here.losses.items())[1], 5),
+    "without": round(without.losses[max(here.losses)], 5),
+    "share": round(max(here.shares, default=0.0), 4),
+    "discarded": round(discarded / (tokens_per_step * (back - before)), 3),
+  }
+
+
+def make_problem(name: str, seed: int, period: int) -> Problem:
+  fields = {
+    "seed": seed,
+    "chaos.faults": (),
+    "sync.snapshot_steps": 0,
+    "sync.sync_period": period,
+    "sync.num_fragments": 8 if name == "regression" else 6,
+    "run.total_tokens": 1 << 40,
+    "run.compare_alone": False,
+    "network.give_up_seconds": 1e9,
+    "inner.decay_steps": 1 << 20,
+    "inner.final_share": 1.0,  # the rate does not depend on who is there
+  }
+  if name == "text":
+    return Text(launch.config_of("quickstart", fields), seed)
+  return Regression(launch.config_of("quickstart", {**fields, "inner.learning_rate": 5e-3}), seed)
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser.add_argument("--problems", default="regression,text")
+  parser.add_argument("--away", default="600,2000", help="steps")
+  parser.add_argument("--before", type=int, default=200, help="steps until it goes")
+  parser.add_argument("--after", type=int, default=200, help="steps from its return to the end")
+  parser.add_argument("--period", type=int, default=24, help="sync.sync_period, steps")
+  parser.add_argument("--rules", default="kept", help=", ".join(RULES))
+  parser.add_argument("--seed", type=int, default=0)
+  parser.add_argument("--quick", action="store_true", help="a smoke test: numbers mean little")
+  options = parser.parse_args()
+  if options.quick:
+    options.away, options.before, options.after, options.period = "110", 20, 40, 12
+  rules = options.rules.split(",")
+  if unknown := set(rules).difference(RULES):
+    parser.error(f"--rules: {', '.join(sorted(unknown))} is none of {', '.join(RULES)}")
+  environment.prepare(1, cpu_only=True)
+  result: dict[str, Any] = {}
+  for name in options.problems.split(","):
+    problem = make_problem(name, options.seed, options.period)
+    per_step = problem.config.tokens_per_step(AWAY)
+    lengths = [int(each) for each in options.away.split(",")]
+    end = options.before + max(lengths) + options.after
+    without = run(problem, "kept", options.before, 0, end, options.seed)
+    result[name] = {}
+    for away in lengths:
+      back, found = options.before + away, {}
+      for rule in rules:
+        here = run(problem, rule, options.before, away, back + options.after, options.seed)
+        found[rule] = compare(here, without, options.before, back, per_step)
+        print(f"{name}, away for {away} steps, {rule}: {found[rule]}", flush=True)
+      result[name][str(away)] = found
+  kept = [
+    found["kept"]["worst"] for each in result.values() for found in each.values() if "kept" in found
+  ]
+  print(json.dumps({**result, "worst": max(kept, default=math.nan)}))
+
+
+if __name__ == "__main__":
+  main()

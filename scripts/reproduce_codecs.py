@@ -1,0 +1,68 @@
+"""What rounding costs: the small text model with lossy pushes and publishes, and with exact ones.
+
+    python scripts/reproduce_codecs.py [--seeds=3] [--steps=600] [--codecs=int4] [--quick]
+
+Four islands, the model of configs/quickstart.py, in virtual time with real vectors (see
+bench_stale.py): both runs of a seed have the same data and the same pace, so that the codecs are
+all that differs. A run ends when its tokens are merged.
+
+Last line: {"loss": {CODEC: [held-out loss, by seed]}, "difference": {CODEC: of the means, relative
+to f32}, "steps": n}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+
+import bench_stale
+import launch
+
+from ddiloco import environment
+
+ISLANDS = bench_stale.ISLANDS
+
+
+def final_loss(codec: str, seed: int, steps: int) -> float:
+  """Held-out, of the global model, with this codec both ways."""
+  fields = {
+    "seed": seed,
+    "chaos.faults": (),
+    "sync.snapshot_steps": 0,
+    "sync.push_codec": codec,
+    "sync.publish_codec": codec,
+    "run.compare_alone": False,
+  }
+  config = launch.config_of("quickstart", fields)
+  tokens = ISLANDS * steps * config.tokens_per_step(0)
+  config = launch.config_of("quickstart", {**fields, "run.total_tokens": tokens})
+  world = bench_stale.Valued(bench_stale.Text(config, seed), (), seed)
+  world.run(math.inf, lambda: not world.working)
+  return world.loss()
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser.add_argument("--seeds", type=int, default=3)
+  parser.add_argument("--steps", type=int, default=600, help="of every island")
+  parser.add_argument("--codecs", default="int4", help="of bf16, int8 and int4, with commas")
+  parser.add_argument("--quick", action="store_true", help="a smoke test: numbers mean little")
+  options = parser.parse_args()
+  if options.quick:
+    options.seeds, options.steps = 1, 30
+  environment.prepare(1, cpu_only=True)
+  lossy = options.codecs.split(",")
+  loss: dict[str, list[float]] = {codec: [] for codec in ("f32", *lossy)}
+  for seed in range(options.seeds):
+    for codec, each in loss.items():
+      each.append(round(final_loss(codec, seed, options.steps), 5))
+      print(f"seed {seed}, {codec} both ways: loss {each[-1]:.4f}", flush=True)
+  exact = statistics.mean(loss["f32"])
+  difference = {codec: round(statistics.mean(loss[codec]) / exact - 1, 5) for codec in lossy}
+  print(json.dumps({"loss": loss, "difference": difference, "steps": options.steps}))
+
+
+if __name__ == "__main__":
+  main()
