@@ -193,7 +193,7 @@ class Text:
     source, device = open_data(config.data), jax.devices()[:1]
     self._streams = [Stream(source, config, m) for m in range(ISLANDS)]
     self._islands = [Island(config, m, device, self.plan) for m in range(ISLANDS)]
-    self._heldout = HeldoutLoss(config.model, source.heldout_batches(16), device[0])
+    self._heldout = HeldoutLoss(config.model, source.heldout_batches(16), device[:1])
 
   def island(self, world: World, number: int, seed: str) -> Any:
     return Trainer(self._islands[number], self._streams[number], world, number, seed)

@@ -6,8 +6,9 @@ The protocol's own decisions in virtual time (`ddiloco.simulation`): four island
 tau = 2, int4 pushes and publishes, twelve shards with links of 25 Gbit/s, 30 ms between any two
 places, every step up to 5 % longer by chance. Two rows: 2 Gbit/s an island with steps of 6 s, and
 5 Gbit/s with steps of 2.4 s. An island joins in the middle. What a shard's work costs is measured
-here first, on this machine (`ddiloco plan --measure`), or given. A learner's host touches 16 GB/s
-of f32 beside its step; with 4, one core, it cannot keep up with a fragment every 2.4 s. Beside each
+here first, on this machine (`ddiloco plan --measure`), or given. A learner's host touches 100
+GB/s of f32 beside its step, half of its 208 cores; with 4, one core, it cannot keep up with a
+fragment every 2.4 s. Beside each
 figure stands the planner's for the same run.
 
 Data-parallel on the same links: a ring all-reduce of bf16 gradients, every step, overlapped with
@@ -37,7 +38,7 @@ from ddiloco.simulation.run import Account, Speeds, VirtualRun
 PARAMETERS, ISLANDS, PERIOD, TAU, SHARDS = 12_000_000_000, 4, 24, 2, 12
 NEWCOMER = f"learner-{ISLANDS}"
 LATENCY_SECONDS, SHARD_GBPS, JITTER = 0.03, 25.0, 0.05
-HOST_GBYTES = 16.0  # four of a host's many cores, each as fast as the slowest here
+HOST_GBYTES = 100.0  # half of the 208 cores of a TPU host reach more
 ROWS = {"2 Gbit/s": (2.0, 6.0), "5 Gbit/s": (5.0, 2.4)}
 WAITING = ("blocked", "stalled")
 WANTED = {"utilisation": 99.0, "participation": 95.0, "data_parallel": 20.0}

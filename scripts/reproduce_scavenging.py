@@ -84,6 +84,7 @@ def decoupled(there: Sequence[Spell], steps: int, seed: int) -> float:
     latency_seconds=(0.01,),
     shard_gbps=100.0,
     merge_gbytes=100.0,
+    host_gbytes=100.0,
     seed=seed,
   )
   found = virtual.simulate(config_lib.from_dict(c), setting)

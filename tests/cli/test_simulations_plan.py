@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -50,7 +51,7 @@ def test_the_dry_run_says_the_same_traffic(capsys):
 
 
 def test_text_names_what_does_not_fit(capsys):
-  assert cli.main([*SIZE, "--gbps=2", "--latency_ms=30", "--step_seconds=4"]) == 0
+  assert cli.main([*SIZE, "--gbps=0.5", "--latency_ms=30", "--step_seconds=4"]) == 0
   out, err = capsys.readouterr()
   assert err == "" and all(len(line) <= 100 for line in out.splitlines())
   for part in ("12,000,000,000 parameters", "tau = 2", "Fix: ", "sync.sync_period", "joining"):
@@ -136,3 +137,14 @@ def test_no_device_is_touched_and_a_size_alone_needs_no_jax(what):
   done = subprocess.run(command, capture_output=True, text=True, timeout=100)
   assert done.returncode == 0, done.stderr
   assert done.stdout.splitlines()[-1] == str(what == "config")
+
+
+def test_the_machines_own_rate_is_measured_and_used(capsys, monkeypatch):
+  from ddiloco.engines import rates
+
+  monkeypatch.setattr(rates, "VALUES", 1 << 21)
+  monkeypatch.setattr(rates, "REPEATS", 1)
+  assert cli.main([*SIZE, "--gbps=5", "--step_seconds=4", "--measure"]) == 0
+  out = capsys.readouterr().out
+  [rate] = re.findall(r"This machine merges ([\d.]+) GB/s of f32 \(--core_gbytes=\1\)", out)
+  assert float(rate) > 0

@@ -40,6 +40,18 @@ def test_compute_that_comes_and_goes_shortens_a_run(tmp_path):
     assert found["errors"]["decoupled"][name] == pytest.approx(miss, abs=0.002)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_slow_links_between_regions_hold_up_no_island():
+  found = commands.result("reproduce_regions.py", "--quick", "--merge_gbytes=25", seconds=280)
+  for row in ("2 Gbit/s", "5 Gbit/s"):
+    each = found[row]
+    assert each["utilisation"] > 99 and each["data_parallel"] > 20
+    assert each["planned_join_seconds"] < each["join_seconds"] < 1.5 * each["planned_join_seconds"]
+    assert each["planned_sync_seconds"] < each["sync_seconds"], "which waits for ends of steps"
+  assert found["2 Gbit/s"]["participation"] > 90
+
+
 def test_a_data_parallel_job_stands_still_at_each_change():
   script = runpy.run_path(str(commands.SCRIPTS / "reproduce_scavenging.py"))
   data_parallel, pause, always = (

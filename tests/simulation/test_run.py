@@ -70,7 +70,7 @@ def test_initial_values_that_take_minutes_are_sent_about_once():
   for m in range(4):
     received = run.links.received_bytes["learner", m]
     assert whole + updates <= received < 2 * whole + updates
-  assert statistics.mean(len(e.learners) for e in of(events, "commit")) > 3.5
+  assert statistics.mean(len(e.learners) for e in of(events, "commit")) > 3
 
 
 def test_the_same_seed_is_the_same_run_to_the_last_event():
@@ -135,7 +135,7 @@ def test_a_push_takes_its_bytes_over_the_link_and_the_latency():
   assert first.time - cut.time == pytest.approx(0.004 + PUSH_VECTORS * vector, abs=1e-5)
   commit = next(e for e in of(events, "commit"))
   way = 8e6 / (gbps * 1e9) + latency  # the island's link is the slower one, both ways
-  work = 2 * vector + (1 + 4) * vector  # the push is taken in, and merged with the value
+  work = vector + (1 + 2 + 2) * vector  # taken in; the push, its sum twice, the value in and out
   assert commit.time - first.time == pytest.approx(way + work, abs=1e-5)
   arrives = commit.time + way
   [joined] = of(events, "joined")
