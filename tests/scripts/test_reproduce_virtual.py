@@ -34,7 +34,7 @@ def test_compute_that_comes_and_goes_shortens_a_run(tmp_path):
   found = last_line("reproduce_scavenging.py", tmp_path / "s.png")
   times = found["decoupled"]
   assert list(times) == list(found["published"]["decoupled"])
-  assert times["+300 %"] < times["+100 %"] < 1
+  assert max(times["+100 %"], times["+300 %"]) < 0.95, "one seed and 100 steps say no more"
   for name, value in times.items():
     miss = value - found["published"]["decoupled"][name]
     assert found["errors"]["decoupled"][name] == pytest.approx(miss, abs=0.002)
