@@ -169,6 +169,7 @@ class Saver:
     learners: Callable[[], Collection[str]],
     patience_seconds: float,
     keep: int,
+    may_lack: bool = True,
   ) -> Job:
     """Waits for the parts, commits the snapshot and deletes old ones.
 
@@ -180,10 +181,12 @@ class Saver:
       learners: parts that are still to be expected: fewer when a learner dies.
       patience_seconds: for learners that live and whose parts do not grow.
       keep: committed snapshots that stay.
+      may_lack: whether learners that live may decline, for instance since they are busy. A run in
+        lock-step, which repeats bit by bit what it lost, needs them all.
     """
     try:
       self._disk()
-      yield from self._commit(snapshot, set(shards), learners, patience_seconds)
+      yield from self._commit(snapshot, set(shards), learners, patience_seconds, may_lack)
     except Exception as error:  # whatever it is: training goes on without this snapshot
       reason = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
       warn(f"snapshot {snapshot} is not committed: {reason}. The run goes on.")
@@ -200,6 +203,7 @@ class Saver:
     shards: set[str],
     learners: Callable[[], Collection[str]],
     patience_seconds: float,
+    may_lack: bool,
   ) -> Job:
     started, look_seconds = self._time.now(), LOOK_SECONDS
     known = {*shards, *learners()}  # others may have left a part in a former life of the run
@@ -218,11 +222,12 @@ class Saver:
         grown = self.storage.growth(snapshot, known)
         if any(grown[role] > sizes[role] for role in missing & known):
           grew_at, sizes, late = now, grown, False
-      if late or declined & shards:
-        missing = shards - roles
+      refused = declined & (shards if may_lack else {*shards, *learners()})
+      if late or refused:
+        missing = (shards | refused) - roles
       if not missing:
         break
-      if late or declined & shards:
+      if late or refused:
         self.recorder.record(events.Uncommitted(snapshot=snapshot, missing=tuple(sorted(missing))))
         return
       yield self._time.now() + look_seconds

@@ -389,8 +389,9 @@ class Syncer:
       ]
 
     shards = [f"syncer-{s}" for s in range(self.config.sync.num_shards)]
+    patience_seconds, may_lack = settings.patience_seconds, not self.config.sync.blocking
     return self._saver.commit_when_complete(
-      snapshot, shards, expected, settings.patience_seconds, settings.keep
+      snapshot, shards, expected, patience_seconds, settings.keep, may_lack
     )
 
   # --- what goes out ------------------------------------------------------------------------------

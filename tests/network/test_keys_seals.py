@@ -13,6 +13,7 @@ from ddiloco.core.commit import MemoryStore, new_fragment
 from ddiloco.network.seals import Sealer
 from ddiloco.protocol.actions import Tick
 from ddiloco.protocol.messages import Publish, RequestValue, Value
+from ddiloco.runtime import drive
 from tests import says
 from tests.roles.test_syncer import Shard, deltas
 
@@ -22,9 +23,12 @@ SECRET = b"of syncer-0"
 class Sealing(Shard):
   """A shard with a key."""
 
-  def start(self, incarnation: int) -> None:
-    super().start(incarnation)
-    self.syncer.sealer = Sealer(SECRET, "run", "plan")
+  sealer = Sealer(SECRET, "run", "plan")
+
+
+def seal(secret: bytes, run: str, plan: str, of: Value, value: np.ndarray) -> str:
+  sealer = Sealer(secret, run, plan)
+  return sealer.seal(of, sealer.digest(value))
 
 
 def published(shard: Shard) -> dict[int, Publish]:
@@ -113,7 +117,7 @@ def test_weights_of_a_learners_choice_are_refused(lost):
 def test_a_value_that_another_key_has_sealed_is_refused(lost):
   again, sent, held = lost
   forged = value_of(sent, held)
-  forged = dataclasses.replace(forged, seal=Sealer(b"mine", "run", "plan").seal(forged, held))
+  forged = dataclasses.replace(forged, seal=seal(b"mine", "run", "plan", forged, held))
   again.hear(forged)
   assert again.store.load(0).state.version == 0
 
@@ -121,14 +125,14 @@ def test_a_value_that_another_key_has_sealed_is_refused(lost):
 def test_a_seal_is_of_one_run_and_one_fragment():
   value = np.arange(6, dtype=np.float32)
   of = value_of(says.publish(0, 0, 0, 0, 7, 3, -1, 9, 90, (0,), (0, 7), ""), value)
-  one = Sealer(SECRET, "run", "plan").seal(of, value)
-  assert one == Sealer(SECRET, "run", "plan").seal(of, value.copy())
+  one = seal(SECRET, "run", "plan", of, value)
+  assert one == seal(SECRET, "run", "plan", of, value.copy())
   others = [
-    Sealer(SECRET, "another", "plan").seal(of, value),
-    Sealer(SECRET, "run", "another").seal(of, value),
-    Sealer(SECRET, "run", "plan").seal(dataclasses.replace(of, fragment=1), value),
-    Sealer(SECRET, "run", "plan").seal(dataclasses.replace(of, round=8), value),
-    Sealer(SECRET, "run", "plan").seal(of, -value),
+    seal(SECRET, "another", "plan", of, value),
+    seal(SECRET, "run", "another", of, value),
+    seal(SECRET, "run", "plan", dataclasses.replace(of, fragment=1), value),
+    seal(SECRET, "run", "plan", dataclasses.replace(of, round=8), value),
+    seal(SECRET, "run", "plan", of, -value),
   ]
   assert len({one, *others}) == 6
 
@@ -142,7 +146,7 @@ def test_a_flood_of_what_is_ignored_is_a_line_a_second(monkeypatch):
   monkeypatch.setattr(time, "monotonic", lambda: now)
   for _ in range(500):
     now += 0.01
-    shard.handle(shard.syncer.received(says.report(0, 0, 9, 0.1, (), ()), now))
+    drive(shard.syncer.take(says.report(0, 0, 9, 0.1, (), ()), now), shard.outbox, 0.0)
   shard.handle(Tick(now))
   said = [e for e in shard.events if e.kind == "ignored"]
   assert 4 <= len(said) <= 6

@@ -133,7 +133,7 @@ def test_an_exchange_whose_copy_is_stuck_can_be_closed(monkeypatch, capsys, stuc
 
   monkeypatch.setattr(exchange, "CLOSE_SECONDS", 0.01)
   closing = object.__new__(exchange.Exchange)
-  closing._count_traffic = lambda always: None
+  closing._count_traffic, closing._threads = lambda always: None, None
   closing._worker = object.__new__(runtime.ThreadWorker)
   closing._worker._closing, closing._worker._thread = threading.Event(), stuck
   closing._worker._jobs = runtime.queue.SimpleQueue()

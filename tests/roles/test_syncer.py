@@ -11,6 +11,7 @@ from ddiloco.checkpoint.restore import new_syncer
 from ddiloco.config import from_dict
 from ddiloco.core import codec, fragments
 from ddiloco.core.commit import Committed, MemoryStore, new_fragment
+from ddiloco.network.seals import Sealer
 from ddiloco.network.transport import Counters
 from ddiloco.protocol.actions import Tick
 from ddiloco.protocol.messages import Publish, Pull, Refusal
@@ -48,6 +49,8 @@ class Outbox:
 class Shard:
   """One shard over a store, with learners played by hand; they hold what they were published."""
 
+  sealer: Sealer | None = None
+
   def __init__(self, learners: int, store=None, incarnation: int = 0, **sections):
     sync = {"num_shards": 1, "num_fragments": 2, "sync_period": 4, "overlap_steps": 2}
     sync |= {"liveness_seconds": 1e6, "grace_safety": 0.9, **sections.pop("sync", {})}
@@ -71,7 +74,8 @@ class Shard:
     recorder = toy.ListRecorder(self.events)
     state = new_syncer(self.config, 0, incarnation, self.store)
     runtime = Runtime(self.outbox, recorder, time=toy.AtOnce())
-    self.syncer = Syncer(state, self.config, self.plan, self.store, runtime)
+    roles = state, self.config, self.plan, self.store, runtime
+    self.syncer = Syncer(*roles, sealer=self.sealer)
     self.settle()
 
   def hear(self, message) -> None:

@@ -114,4 +114,4 @@ def test_a_shard_that_was_stopped_hears_what_was_said_meanwhile_before_it_decide
   arrives_at: list[float] = []
   turns = Turns(monkeypatch, Scripted(receive))
   turns.run(ticks=2)
-  assert turns.kinds() == (["Tick", "Received", "Tick"] if stopped else ["Tick", "Tick"])
+  assert turns.kinds() == (["Tick", "Resumed", "Received", "Tick"] if stopped else ["Tick", "Tick"])
