@@ -208,9 +208,9 @@ def advance_rounds(
     if f.round.id in measuring:
       continue
     current = f.round
-    grace = quorum.grace_seconds(
-      current.step_seconds, state.quorum_seconds, current.sync_seconds, sync
-    )
+    # Under rebase a version that comes late costs no work: there more learners are worth more.
+    way_back = 0.0 if sync.apply == "rebase" else current.sync_seconds
+    grace = quorum.grace_seconds(current.step_seconds, state.quorum_seconds, way_back, sync)
     pending, count = current.pending, len(current.pushes)
     decision = quorum.decide(now, count, pending, current.quorum_at, grace, sync)
     current = replace(current, reason=decision.reason)

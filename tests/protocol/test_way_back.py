@@ -14,6 +14,7 @@ from tests import says
 
 # Three learners of one fragment that make a step a second: the round commits with two, or later.
 SYNC = SyncConfig(
+  apply="overwrite",
   num_shards=1,
   num_fragments=1,
   sync_period=4,
