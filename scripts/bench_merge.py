@@ -16,19 +16,24 @@ import argparse
 import json
 import os
 import statistics
-import time
 import tracemalloc
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from ddiloco.config import OuterConfig, SyncConfig
-from ddiloco.core import codec, merge, passes
-from ddiloco.core.codec import Encoded
+from ddiloco.config import SyncConfig, from_dict
+from ddiloco.core import codec
+from ddiloco.core.commit import ReceivedPushes
 from ddiloco.core.fragments import Fragment, TensorSpec, make_plan
+from ddiloco.engines import rates
+from ddiloco.engines.rates import seconds_of
 
-OUTER = OuterConfig(learning_rate=0.7, momentum=0.9, nesterov=True)
+CONFIG = from_dict(
+  {
+    "sync": {"push_codec": "int4", "publish_codec": "int4"},
+    "outer": {"learning_rate": 0.7, "momentum": 0.9},
+  }
+)
 
 
 def fragment_of(values: int) -> Fragment:
@@ -56,13 +61,6 @@ def fragment_of(values: int) -> Fragment:
   return make_plan(specs, sync).fragments[0]
 
 
-def seconds_of(work: Callable[[], object]) -> float:
-  """Seconds that one call takes."""
-  start = time.perf_counter()
-  work()
-  return time.perf_counter() - start
-
-
 def bench_codec(delta: np.ndarray, repeats: int) -> tuple[float, float, np.ndarray]:
   """Median GB/s of f32 that int4 encodes and decodes, and the payload."""
   payload = codec.encode(delta, "int4")
@@ -72,48 +70,23 @@ def bench_codec(delta: np.ndarray, repeats: int) -> tuple[float, float, np.ndarr
   return gigabytes / statistics.median(encode), gigabytes / statistics.median(decode), payload
 
 
-def random_push(values: int) -> Encoded:
-  """An int4 payload: one chunk of random values, again and again."""
-  rng = np.random.default_rng(0)
-  part = rng.standard_normal(min(values, codec.CHUNK), np.float32) * np.float32(1e-3)
-  push = Encoded("int4", np.empty(codec.payload_bytes(values, "int4"), np.uint8))
-  for start in range(0, values, codec.CHUNK):
-    here = part[: min(codec.CHUNK, values - start)]
-    there = codec.part(push, values, start)
-    codec.encode_chunk(here, "int4", there, np.empty_like(here))
-  return push
-
-
 def bench_commit(fragment: Fragment, learners: int, repeats: int) -> dict[str, float]:
   """Seconds of an arrival and of a commit, and both beside a copy of as many bytes."""
   size, count = fragment.size, len(os.sched_getaffinity(0))
-  passes.compile_for(fragment, OUTER)
-  pushes = [random_push(size) for _ in range(learners)]
-  value = np.full(size, 0.02, np.float32)
-  published, momentum = value - np.float32(1e-5), value * np.float32(0.05)
-  weights = token_weights(learners)
-  moved = learners * pushes[0].payload.nbytes + 6 * value.nbytes + pushes[0].payload.nbytes
-  part = value[: min(size, moved // 8 // count)]
+  push = rates.random_push(size, "int4")
+  moved = (learners + 1) * push.payload.nbytes + 6 * 4 * size
+  part = np.ones(min(size, moved // 8 // count), np.float32)
   copies = max(1, round(moved / 8 / count / part.size))
   targets = [np.ones_like(part) for _ in range(count)]
   with ThreadPoolExecutor(count) as threads:
-    share = threads.map
+    commit = rates.commits(fragment, CONFIG, learners, threads.map)
 
-    def arrive() -> np.ndarray:
-      passes.sample(fragment, pushes[0], merge.compared_pieces(fragment))
-      return passes.squares(fragment, pushes[0], share)
-
-    def commit() -> passes.Stepped:
-      directions = merge.Directions(fragment, squares, weights)
-      out = np.empty(size, np.float32)
-      found = passes.combine(fragment, pushes, directions.units, out, share)
-      vectors = value, published, momentum
-      return passes.step(fragment, out, directions.stretch(found), *vectors, OUTER, "int4", share)
+    def arrive() -> None:
+      ReceivedPushes(fragment, 0).measure(push, threads.map)
 
     def copy() -> None:
       list(threads.map(lambda to: [np.copyto(to, part) for _ in range(copies)], targets))
 
-    squares = np.stack([arrive()] * learners)
     arrival = statistics.median(seconds_of(arrive) for _ in range(repeats))
     commit(), copy()
     pairs = [(seconds_of(copy), seconds_of(commit)) for _ in range(repeats)]
@@ -129,14 +102,9 @@ def bench_commit(fragment: Fragment, learners: int, repeats: int) -> dict[str, f
     "commit_gbps": moved / committed / 1e9,
     "copy_gbps": rate / 1e9,
     "commit_vs_copy": moved / committed / rate,
-    "extra_fragments": extra_bytes / value.nbytes,
+    "extra_fragments": extra_bytes / part.itemsize / size,
     "threads": count,
   }
-
-
-def token_weights(learners: int) -> np.ndarray:
-  """As of learners that differ a little."""
-  return merge.token_weights([24] * learners, [24 * 1024 + m for m in range(learners)])
 
 
 def main() -> None:

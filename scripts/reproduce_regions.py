@@ -139,8 +139,7 @@ def main() -> None:
     parser.error(f"--steps must be at least {3 * PERIOD}, --merge_gbytes positive")
   steps, rate = 96 if args.quick else args.steps, args.merge_gbytes
   if rate is None:
-    config = make_config(steps, 0.0)
-    rate = rates.merge_gbytes(config.sync, config.outer)
+    rate = rates.merge_gbytes(make_config(steps, 0.0))
   print(
     f"{PARAMETERS / 1e9:g}B parameters, {ISLANDS} islands; a shard merges {rate:.1f} GB/s of f32"
   )

@@ -126,7 +126,7 @@ def _core_gbytes(values: flags.FlagValues, config: Config) -> float:
     return _positive(values, "core_gbytes", "4")
   from ddiloco.engines import rates
 
-  found = rates.merge_gbytes(config.sync, config.outer)
+  found = rates.merge_gbytes(config)
   if not values["json"].value:
     print(f"This machine merges {found:.1f} GB/s of f32 (--core_gbytes={found:.1f}).\n")
   return found

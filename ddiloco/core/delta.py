@@ -37,7 +37,7 @@ class Deltas:
     name, base, size = self._sync.push_codec, self.base[fragment], local.size
     encoded = Encoded(name, np.empty(codec.payload_bytes(size, name), np.uint8))
     residual = self.residual.get(fragment) if self._sync.error_feedback else None
-    sent = np.empty(size, np.float32)
+    sent = encoded.payload.view(np.float32) if name == "f32" else np.empty(size, np.float32)
     rounding = np.empty_like(sent) if self._sync.error_feedback else None
 
     def chunk(start: int) -> None:

@@ -10,6 +10,7 @@ Compiled code is kept beside this file, or in the user's cache folder, for the n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -53,49 +54,35 @@ def add(push: Opened, chunk: Any, units: np.ndarray, out: np.ndarray) -> None:
   _add(push.scales, push.codes, push.int4, chunk.start, chunk.stop, chunk.runs, units, out)
 
 
-class Stepper:
-  """One outer step of a fragment, chunk by chunk; see `passes.step`."""
-
-  def __init__(
-    self,
-    stretch: np.ndarray,
-    combined: np.ndarray,
-    value: np.ndarray,
-    published: tuple[np.ndarray, np.ndarray],  # before and after
-    momentum: tuple[np.ndarray, np.ndarray] | None,  # before and after
-    config: OuterConfig,
-    update: Encoded | None,
-  ):
-    rates = np.array([config.learning_rate, config.momentum, *outer.factors(config)], np.float32)
-    kind = 0 if momentum is None else 2 if config.nesterov else 1
-    old, new = momentum if momentum is not None else (_NONE, _NONE)
-    self._vectors = stretch, combined, value, *published, old, new, rates, kind
-    self._levels, self._update = np.float32(0), (_NONE, _NONE.view(np.uint8), False)
-    if update is not None:
-      opened = Opened(update, combined.size)
-      self._levels = np.float32(codec.LEVELS[update.codec])
-      self._update = opened.scales, opened.codes, opened.int4
-
-  def __call__(self, chunk: Any) -> None:
-    _step(chunk.start, chunk.stop, chunk.runs, *self._vectors, self._levels, *self._update)
-
-
 _NONE = np.empty(0, np.float32)
 
 
-def compile_all(config: OuterConfig) -> None:
-  """Compiles everything, or loads what was compiled."""
-  size = 2 * BLOCK
-  one, vector = np.ones(1, np.float32), np.ones(size, np.float32)
-  runs = np.array([[0, size, 0]], np.int64)
-  push = Opened(Encoded("int8", codec.encode(vector, "int8")), size)
-  where = push.scales, push.codes, push.int4, 0, size, runs
-  _squares(*where, np.zeros(1))
-  _add(*where, one, vector)
-  update = Encoded("int8", codec.encode(vector, "int8"))
-  momentum = None if not config.momentum else (vector, vector)
-  stepper = Stepper(one, vector, vector, (vector, vector), momentum, config, update)
-  _step(0, size, runs, *stepper._vectors, stepper._levels, *stepper._update)
+def stepper(
+  vectors: Any, stretch: np.ndarray, config: OuterConfig, update: Encoded | None
+) -> Callable[[Any], None]:
+  """Takes one outer step of a fragment, chunk by chunk; see `passes.step`."""
+  rates = np.array([config.learning_rate, config.momentum, *outer.factors(config)], np.float32)
+  kind = 0 if vectors.momentum is None else 2 if config.nesterov else 1
+  arrays = tuple(_NONE if each is None else each for each in vectors)
+  wire = _NONE, _NONE.view(np.uint8), False, np.float32(0)
+  if update is not None:
+    opened = Opened(update, vectors.value.size)
+    wire = opened.scales, opened.codes, opened.int4, np.float32(codec.LEVELS[update.codec])
+
+  def step(chunk: Any) -> None:
+    _step((chunk.start, chunk.stop), chunk.runs, stretch, arrays, rates, kind, wire)
+
+  return step
+
+
+def compile_all(chunk: Any, vectors: Any, config: OuterConfig) -> None:
+  """Compiles everything, or loads what was compiled, by working on this chunk of one piece."""
+  one, value = np.ones(1, np.float32), vectors.value
+  encoded = Encoded("int8", codec.encode(value, "int8"))
+  push = Opened(encoded, value.size)
+  squares(push, chunk, np.zeros(1))
+  add(push, chunk, one, value)
+  stepper(vectors, one, config, encoded)(chunk)
 
 
 @_compiled
@@ -184,24 +171,10 @@ def _add(scales, codes, int4, start, stop, runs, units, total):
 
 
 @_compiled
-def _step(
-  start,
-  stop,
-  runs,
-  stretch,
-  combined,
-  value,
-  published,
-  new_published,
-  momentum,
-  new_momentum,
-  rates,
-  kind,
-  levels,
-  scales,
-  codes,
-  int4,
-):
+def _step(span, runs, stretch, arrays, rates, kind, wire):
+  start, stop = span
+  combined, value, published, new_published, momentum, new_momentum = arrays
+  scales, codes, int4, levels = wire
   size = stop - start
   delta, old = combined[start:stop], value[start:stop]
   before, after = published[start:stop], new_published[start:stop]

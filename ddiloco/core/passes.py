@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -76,7 +76,10 @@ def _kernels() -> Any:
 def compile_for(fragment: Fragment, config: OuterConfig) -> None:
   """Compiles what a fragment of this size is worked on with; else the first push waits for it."""
   if fragment.size >= COMPILED_FROM:
-    _kernels().compile_all(config)
+    size = 2 * codec.BLOCK
+    one, speed = np.ones(size, np.float32), outer.init(size, config)
+    chunk = Chunk(0, size, np.array([[0, size, 0]], np.int64))
+    _kernels().compile_all(chunk, Vectors(one, one, one, one, speed, speed), config)
 
 
 def _opened(fragment: Fragment, encoded: Encoded) -> Any:
@@ -106,7 +109,7 @@ def squares(fragment: Fragment, push: Encoded, share: Share = map) -> np.ndarray
       values = scratch[: chunk.stop - chunk.start]
       codec.decode_chunk(codec.part(push, fragment.size, chunk.start), push.codec, values)
       for start, stop, piece in chunk.runs.tolist():
-        sums[piece] += _square(values[start:stop])
+        sums[piece] += dot(values[start:stop], values[start:stop])
     return sums
 
   with np.errstate(all="ignore"):  # what is not finite is a result here, for the screening
@@ -119,10 +122,6 @@ def _added(sums: Sequence[np.ndarray]) -> np.ndarray:
   for each in sums:
     total += each
   return total
-
-
-def _square(values: np.ndarray) -> float:
-  return dot(values, values)
 
 
 def dot(a: np.ndarray, b: np.ndarray) -> float:
@@ -215,7 +214,7 @@ def combine(
           there = codec.part(push, fragment.size, chunk.start)
           _add(there, push.codec, chunk.runs, mine, total, scratch)
       for start, stop, piece in chunk.runs.tolist():
-        sums[piece] += _square(total[start:stop])
+        sums[piece] += dot(total[start:stop], total[start:stop])
     return sums
 
   return _added(list(share(work, segments(fragment))))
@@ -279,55 +278,57 @@ def step(
   published = np.empty_like(combined) if lossy else combined
   speed = None if momentum is None else np.empty_like(momentum)
   update = Encoded(name, np.empty(codec.payload_bytes(size, name), np.uint8)) if lossy else None
-  stepper = None
-  if size >= COMPILED_FROM and name != "bf16":
-    both = None if momentum is None or speed is None else (momentum, speed)
-    values = stretch, combined, value, (published_value, published), both
-    stepper = _kernels().Stepper(*values, config, update)
+  vectors = Vectors(combined, value, published_value, published, momentum, speed)
+  compiled = size >= COMPILED_FROM and name != "bf16"
+  step_chunk = _kernels().stepper(vectors, stretch, config, update) if compiled else None
 
   def work(segment: list[Chunk]) -> None:
-    scratch, other = np.empty((2, CHUNK), np.float32)
     for chunk in segment:
-      if stepper is not None:
-        stepper(chunk)
-        continue
-      here = slice(chunk.start, chunk.stop)
-      there = None if update is None else codec.part(update, size, chunk.start)
-      old = None if momentum is None else momentum[here]
-      new = None if speed is None else speed[here]
-      vectors = combined[here], value[here], published_value[here], old, published[here], new
-      length = chunk.stop - chunk.start
-      _step(chunk.runs, stretch, *vectors, config, name, there, scratch[:length], other[:length])
+      if step_chunk is not None:
+        step_chunk(chunk)
+      else:
+        _step(chunk, vectors, stretch, config, update)
 
   list(share(work, segments(fragment)))
   return Stepped(combined, published, speed, update)
 
 
+class Vectors(NamedTuple):
+  """What a step reads and writes, each f32 [size]."""
+
+  delta: np.ndarray  # the sum of the pushes; becomes the new value
+  value: np.ndarray
+  published: np.ndarray
+  new_published: np.ndarray
+  momentum: np.ndarray | None
+  new_momentum: np.ndarray | None
+
+  def part(self, start: int, stop: int) -> Vectors:
+    """Views of these values."""
+    views: Any = (None if each is None else each[start:stop] for each in self)
+    return Vectors(*views)
+
+
 def _step(
-  runs: np.ndarray,
+  chunk: Chunk,
+  vectors: Vectors,
   stretch: np.ndarray,
-  delta: np.ndarray,
-  value: np.ndarray,
-  published: np.ndarray,
-  momentum: np.ndarray | None,
-  new_published: np.ndarray,
-  new_momentum: np.ndarray | None,
   config: OuterConfig,
-  name: str,
-  update: codec.ChunkPayload | None,
-  scratch: np.ndarray,
-  other: np.ndarray,
+  update: Encoded | None,
 ) -> None:
-  """One chunk of `step`; `delta` becomes the new value."""
-  for start, stop, piece in runs.tolist():
+  """One chunk of `step`."""
+  here = vectors.part(chunk.start, chunk.stop)
+  delta, scratch = here.delta, np.empty_like(here.delta)
+  for start, stop, piece in chunk.runs.tolist():
     np.multiply(delta[start:stop], stretch[piece], out=delta[start:stop])
-  outer.update(value, momentum, delta, config, delta, scratch)
+  outer.update(here.value, here.momentum, delta, config, delta, scratch)
   if update is not None:
-    np.subtract(delta, published, out=other)
-    codec.encode_chunk(other, name, update, scratch)
-    codec.decode_chunk(update, name, other)
-    np.add(published, other, out=new_published)
-  outer.followed(momentum, published, new_published, config, new_momentum, scratch)
+    there, change = codec.part(update, vectors.value.size, chunk.start), delta - here.published
+    codec.encode_chunk(change, update.codec, there, scratch)
+    codec.decode_chunk(there, update.codec, change)
+    np.add(here.published, change, out=here.new_published)
+  before_and_after = here.published, here.new_published
+  outer.followed(here.momentum, *before_and_after, config, here.new_momentum, scratch)
 
 
 # --- A copy: what whoever receives a commit's change makes of it

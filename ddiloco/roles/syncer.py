@@ -63,7 +63,6 @@ class Syncer:
     store: where committed fragments live; must hold the initial values of version 0.
     runtime: what it lives with; shard 0's saver also commits snapshots.
     replication: copies on other shards, of and for this one; None: the store outlives this role.
-
     sealer: proves later that a value is this shard's; None: all members are trusted.
 
   Attributes:
@@ -202,7 +201,7 @@ class Syncer:
     """A message that arrived `now`; it may have waited since. What has values is judged first."""
     if isinstance(message, Push) and rounds.awaits(self.state, message):
       yield from self._measure(message, now)
-    elif isinstance(message, Value):
+    elif isinstance(message, Value) and (message.fragment, message.learner) in self.state.recalls:
       self._worker.put(self._take_back(message, now))
     else:
       learner = getattr(message, "learner", EVALUATOR)
@@ -271,9 +270,10 @@ class Syncer:
     self.merger.prepare(fragment)
     self._digest(fragment)
     yield None
-    self._then(functools.partial(self._prepared, fragment))
+    self._then(functools.partial(self._go_on, fragment))
 
-  def _prepared(self, fragment: int) -> Loop[None]:
+  def _go_on(self, fragment: int) -> Loop[None]:
+    """What waited for the fragment's job; no job is under way for it now."""
     for action in self._at_work.pop(fragment):
       self._perform(action)
     yield None
@@ -320,15 +320,13 @@ class Syncer:
     p = what.fragment
     self.store.save(self.committed[p])
     participants = {m: round(float(w), 6) for m, w in zip(what.learners, weights)}
-    first, *rest = self._at_work.pop(p)
+    first = self._at_work[p].pop(0)
     assert isinstance(first, events.Commit), "its line in the log comes first"
     self.recorder.record(
       msgspec.structs.replace(first, participants=participants, merge_seconds=seconds)
     )
     self._announce(p)
-    yield None
-    for action in rest:
-      self._perform(action)
+    yield from self._go_on(p)
 
   def _install(self, what: InstallValue, state: FragmentState) -> Job:
     """A learner has given back what was lost here."""
@@ -341,7 +339,7 @@ class Syncer:
     self.store.save(self.committed[fragment])
     self._say_owned(fragment)
     self._announce(fragment)
-    yield from self._prepared(fragment)
+    yield from self._go_on(fragment)
 
   def _state_of(self, fragment: int) -> FragmentState:
     """As it outlives this incarnation: without the round under way."""
