@@ -79,7 +79,7 @@ class Taken:
 
 @dataclasses.dataclass(frozen=True)
 class Resumed:
-  """The shard's process was stopped until now: times that began before measure nobody else."""
+  """The shard's process was stopped until now: times that began before measure no link."""
 
   now: float
 
@@ -180,7 +180,7 @@ class TakeSnapshot:
 
 @dataclasses.dataclass(frozen=True)
 class SkipSnapshot:
-  """Learner: I have no part of this snapshot; nobody is to wait for it."""
+  """Learner: I have no part of this snapshot; no role is to wait for it."""
 
   snapshot: int
   reason: str

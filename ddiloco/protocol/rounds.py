@@ -95,7 +95,12 @@ def start_rounds(
     paces = ((m, v.step_seconds) for m, v in state.members.items() if not v.lost and m >= 0)
     state = replace(state, beliefs=beliefs.refreshed(state.beliefs, paces, step_seconds))
     current = Round(
-      *(round_id, now, asked, step_seconds, sync_seconds, state.global_step),
+      id=round_id,
+      started_at=now,
+      pending=asked,
+      step_seconds=step_seconds,
+      sync_seconds=sync_seconds,
+      global_step=state.global_step,
       pulled_at=now,
       deadline=now,
     )
