@@ -7,6 +7,7 @@ trained is merged and saved.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
@@ -103,13 +104,17 @@ def entry() -> None:
   if sys.argv[1:2] and sys.argv[1] in WORKERS:
     go_on_unheard()
   status = main()
-  if status == INTERRUPTED:
-    _end_now(status)
-  sys.exit(status)
+  if status != INTERRUPTED:  # what is under way may compile, and cannot be interrupted
+    atexit._run_exitfuncs()
+  _end_now(status)
 
 
 def _end_now(status: int) -> None:
-  """Ends the process without waiting for threads: one may compile, and cannot be interrupted."""
+  """Ends the process without taking Python apart.
+
+  A thread of XLA that gives back an array meanwhile would end it with "exception not rethrown" or a
+  segmentation fault, and work well done would count as a crash.
+  """
   for stream in (sys.stdout, sys.stderr):
     with contextlib.suppress(OSError, ValueError, AttributeError):
       stream.flush()

@@ -6,6 +6,7 @@ python -m tests.training.two_hosts HOST URL COORDINATOR MESH FILE
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -114,6 +115,10 @@ def main(host: int, url: str, coordinator: str, mesh: str, file: str) -> None:
     np.savez(file, **found)
     print(f"done {progress.done}")
   jax.distributed.shutdown()
+  # As every role ends. A thread of XLA that gives back a NumPy array while Python shuts down would
+  # end the process with "exception not rethrown".
+  sys.stdout.flush()
+  os._exit(0)
 
 
 if __name__ == "__main__":
