@@ -155,6 +155,9 @@ class Runtime:
   time: Time = REAL_TIME
   deltas: Callable[[SyncConfig], Deltas] = Deltas  # a learner's
   merger: Callable[[Mapping[int, Fragment], FragmentStore, Config], Merger] = Merger  # a shard's
+  # Initial values by fragment, made by a learner itself where they are large. A `ConfigError`, or a
+  # fragment that is not among them: they have to be sent.
+  initial: Callable[[], Mapping[int, Any]] = dict
 
 
 def value_threads(sync: SyncConfig, size: int, share: float = 1.0) -> ThreadPoolExecutor | None:

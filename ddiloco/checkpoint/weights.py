@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -159,8 +159,8 @@ def leaves(path: str | os.PathLike, field: str = "weights") -> dict[str, Leaf]:
     }
 
 
-def load(path: str | os.PathLike, field: str = "weights") -> dict[str, np.ndarray]:
-  """The tensors as they were written, on the host, whatever devices wrote them.
+def load(path: str | os.PathLike, field: str = "weights", only: str = "") -> dict[str, np.ndarray]:
+  """The tensors as they were written, or `only` this one, on the host, whatever devices wrote them.
 
   Raises:
     ConfigError: as `leaves`.
@@ -168,12 +168,17 @@ def load(path: str | os.PathLike, field: str = "weights") -> dict[str, np.ndarra
   target = locate(path, field)
   with _reading(field, target):
     if target.name.endswith(SUFFIX):
-      return safetensors.numpy.load_file(target)
+      with safetensors.safe_open(target, framework="np") as file:
+        return {name: file.get_tensor(name) for name in ([only] if only else file.keys())}
     tree = _orbax_tree(target)
     host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+    item = jax.tree_util.tree_map_with_path(
+      lambda path, leaf: leaf if only in ("", _name(path)) else ocp.PLACEHOLDER, tree
+    )
     with ocp.PyTreeCheckpointer() as checkpointer:
-      restored = checkpointer.restore(target, restore_args=host)
-    return {name: np.asarray(value) for name, value in _flat(restored).items()}
+      arguments = ocp.args.PyTreeRestore(item=item, restore_args=host)
+      restored = _flat(checkpointer.restore(target, arguments))
+    return {name: np.asarray(restored[name]) for name in ([only] if only else restored)}
 
 
 def require_fit(
@@ -223,19 +228,19 @@ def check(path: str, shapes: Mapping[str, tuple[int, ...]], field: str) -> None:
     )
 
 
-def start(path: str, shapes: Mapping[str, tuple[int, ...]], field: str) -> dict[str, np.ndarray]:
-  """Weights to start a run from: name -> f32 array, in the order of `shapes`.
+def start(
+  path: str, shapes: Mapping[str, tuple[int, ...]], field: str, wanted: Container[str]
+) -> Iterator[tuple[str, np.ndarray]]:
+  """Weights to start a run from: name and f32 array, one after the other, in the order of `shapes`.
 
   Raises:
     ConfigError: as `check`, or a value is not finite in f32.
   """
   check(path, shapes, field)
-  loaded = load(path, field)
-  params = {}
-  for name in shapes:
+  for name in filter(wanted.__contains__, shapes):
     with np.errstate(over="ignore"):  # said below
-      params[name] = loaded.pop(name).astype(np.float32, copy=False)
-    bad = params[name].size - int(np.isfinite(params[name]).sum())
+      value = load(path, field, name)[name].astype(np.float32, copy=False)
+    bad = value.size - int(np.isfinite(value).sum())
     require(
       not bad,
       field,
@@ -243,7 +248,7 @@ def start(path: str, shapes: Mapping[str, tuple[int, ...]], field: str) -> dict[
       f"{name} has {bad} values that are not finite in float32",
       "use weights from before they diverged",
     )
-  return params
+    yield name, value
 
 
 def _file_leaf(header: Any) -> Leaf:
@@ -262,7 +267,11 @@ def _orbax_tree(target: epath.Path) -> Any:
 
 def _flat(tree: Any) -> dict[str, Any]:
   flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-  return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in flat}
+  return {_name(path): leaf for path, leaf in flat}
+
+
+def _name(path: Any) -> str:
+  return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 @contextlib.contextmanager

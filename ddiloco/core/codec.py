@@ -18,6 +18,7 @@ NaN, for the receiver's screening to find. "Decoupled DiLoCo" trains as well wit
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from typing import NamedTuple
 
@@ -59,6 +60,11 @@ def payload_bytes(size: int, codec: str) -> int:
   scales = 4 * -(-size // BLOCK)
   codes = {"f32": 4 * size, "bf16": 2 * size, "int8": size, "int4": -(-size // 2)}[codec]
   return codes + (scales if codec in LEVELS else 0)
+
+
+def digest(x: np.ndarray) -> bytes:
+  """SHA-256 of the vector `x`: 32 bytes that say whether another has the same bits."""
+  return hashlib.sha256(np.ascontiguousarray(x).view(np.uint8).data).digest()
 
 
 class Encoded(NamedTuple):

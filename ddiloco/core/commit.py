@@ -21,7 +21,7 @@ from ddiloco.core.fragments import Fragment
 from ddiloco.core.passes import Share
 from ddiloco.protocol import beliefs
 from ddiloco.protocol.actions import Accept, Commit, InstallValue, Received
-from ddiloco.protocol.messages import Publish, Push, Value
+from ddiloco.protocol.messages import INITIAL, MADE, Publish, Push, Value
 from ddiloco.protocol.syncer_state import FragmentState
 from ddiloco.protocol.values import replace
 
@@ -70,6 +70,7 @@ def new_fragment(fragment: Fragment, value: np.ndarray) -> Committed:
   return Committed(FragmentState(fragment.index), value, value, None)
 
 
+MADE_FROM = 1 << 22  # values of an initial fragment that are made sooner than sent
 FEWEST_COMPARED = 4096  # values; cosines of random directions are below 0.02 then
 
 
@@ -190,11 +191,19 @@ class Merger:
     self._fragments, self._config = fragments, config
     self._arrivals: dict[int, ReceivedPushes] = {}  # of the round under way
     self._update: dict[int, Encoded] = {}  # the newest
+    self._initial: dict[int, np.ndarray] = {}  # digests of the initial values that are made
     self.share: Share = map
 
   def prepare(self, fragment: int) -> None:
     """Compiles what this fragment is worked on with, if it is large."""
     passes.compile_for(self._fragments[fragment], self._config.outer)
+    committed = self.committed[fragment]
+    if committed.state.last_round == INITIAL and self._is_made(fragment):
+      self._initial[fragment] = np.frombuffer(codec.digest(committed.value), np.uint8)
+
+  def _is_made(self, fragment: int) -> bool:
+    """Whether its initial value is worth making instead of sending."""
+    return self._fragments[fragment].size >= MADE_FROM
 
   def update(self, fragment: int) -> Encoded | None:
     """The newest update of its published value; None if its values go out whole."""
@@ -260,7 +269,12 @@ class Merger:
     self.committed[p] = dataclasses.replace(old, state=state, value=value, published_value=value)
 
   def with_payload(self, publish: Publish) -> Publish:
-    """As an update to the version before if that is asked for, and known; else the whole value."""
+    """As an update to the version before if that is asked for, and known; else the whole value.
+
+    Of an initial value that its receiver makes, the digest: `MADE`.
+    """
+    if publish.codec == MADE and publish.fragment in self._initial:
+      return replace(publish, payload=self._initial[publish.fragment])
     update = self._update.get(publish.fragment)
     if publish.base_version >= 0 and update is not None:
       return replace(publish, codec=update.codec, payload=update.payload)

@@ -16,6 +16,7 @@ from ddiloco.core import codec
 from ddiloco.core.codec import Encoded
 from ddiloco.core.passes import SEGMENT, Share
 from ddiloco.protocol.messages import Publish
+from ddiloco.protocol.values import replace
 
 
 class Deltas:
@@ -67,6 +68,12 @@ class Deltas:
         work(at)
 
     list(self.share(segment, range(0, size, SEGMENT)))
+
+  def made(self, publish: Publish, value: np.ndarray) -> Publish | None:
+    """A published initial value with this one as its payload; None if it has other bits."""
+    if bytes(publish.payload) != codec.digest(value):
+      return None
+    return replace(publish, codec="f32", payload=codec.encode(value, "f32"))
 
   def receive(self, publish: Publish, size: int, mode: str, included: bool) -> np.ndarray:
     """What `apply` adds for a published version of a fragment of `size` values; see `stage`.

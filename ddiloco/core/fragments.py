@@ -7,6 +7,7 @@ Balanced tensor fragmentation is the one of "Decoupled DiLoCo"; the others are f
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import hashlib
@@ -77,6 +78,15 @@ class Plan:
   def sizes(self) -> tuple[int, ...]:
     """Values in each fragment."""
     return tuple(fragment.size for fragment in self.fragments)
+
+  def parts_by_name(self, indices: Iterable[int]) -> Mapping[str, list[tuple[Fragment, Piece]]]:
+    """Of each tensor, its pieces in these fragments; each also as a fragment of its own."""
+    found = collections.defaultdict[str, list[tuple[Fragment, Piece]]](list)
+    for p in indices:
+      for piece in self.fragments[p].pieces:
+        alone = Fragment(p, (dataclasses.replace(piece, offset=0),))
+        found[piece.name].append((alone, piece))
+    return found
 
 
 def make_plan(specs: Sequence[TensorSpec], sync: SyncConfig) -> Plan:
@@ -198,9 +208,12 @@ def _view(piece: Piece, params: Mapping[str, np.ndarray]) -> np.ndarray:
   return leaf[piece.start : piece.stop] if leaf.ndim else leaf
 
 
-def gather(fragment: Fragment, params: Mapping[str, np.ndarray]) -> np.ndarray:
-  """The fragment's values out of `params` (name -> leaf), as a new flat float32 vector [size]."""
-  flat = np.empty(fragment.size, np.float32)
+def gather(
+  fragment: Fragment, params: Mapping[str, np.ndarray], out: np.ndarray | None = None
+) -> np.ndarray:
+  """The fragment's values out of `params` (name -> leaf), as a flat float32 vector [size]: `out`,
+  or a new one."""
+  flat = np.empty(fragment.size, np.float32) if out is None else out
   for piece, view in zip(fragment.pieces, split_flat(fragment, flat)):
     view[...] = _view(piece, params)
   return flat

@@ -325,10 +325,14 @@ class Engine:
 
   def _evaluate(self, endpoint: Endpoint, incarnation: int, recorder: Recorder) -> None:
     """One life of the evaluator."""
-    runtime = Runtime(endpoint, recorder)
+    runtime = Runtime(endpoint, recorder, initial=self._initial_values)
     role = Evaluator(self.config, self.plan, self._measure, runtime, incarnation, self._save_result)
     self._evaluated = role
     role.run(lambda: EVALUATOR_ADDRESS in self._told)
+
+  def _initial_values(self) -> Mapping[int, np.ndarray]:
+    """By fragment, as far as they can be had here."""
+    return initial.initial_values(self.config, self.plan, range(len(self.plan.fragments)))
 
   def _save_result(self, params: initial.Assembled) -> None:
     """The model of the end, as the evaluator has it, before it is measured."""

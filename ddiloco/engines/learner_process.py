@@ -142,7 +142,7 @@ def _life(runner: RoleRunner, number: int, island, batches: Batches, storage) ->
   if beginning.arrays:
     runner.say(f"has its part of a snapshot, after {time.monotonic() - began:.1f} s")
   endpoint, saver = runner.dial(), runner.saver()
-  runtime = Runtime(endpoint, recorder, saver)
+  runtime = Runtime(endpoint, recorder, saver, initial=runner.initial_values)
   role = Learner(beginning, config, plan, island, batches, runtime)
   exchange = role.exchange
   runner.ready = lambda: _joining(exchange.state, endpoint.links(), config)
@@ -220,7 +220,7 @@ def _evaluator(runner: RoleRunner) -> int:
     heldout = session.evaluator(config, data.open_data(config.data))
     measure, loss = heldout.measure, heldout.loss
   endpoint = runner.dial()
-  runtime = Runtime(endpoint, runner.recorder)
+  runtime = Runtime(endpoint, runner.recorder, initial=runner.initial_values)
   result = runner.place.workdir / RESULT
   role = Evaluator(
     *(config, runner.plan, measure, runtime, runner.incarnation),

@@ -8,8 +8,10 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import numpy as np
 
 from ddiloco import workdir
 from ddiloco.chaos.faults import Faults
@@ -232,6 +234,14 @@ class RoleRunner:
     if buddy != shard:
       endpoint.dial(syncer_address(buddy), self.place.syncers[buddy])
     return endpoint
+
+  def initial_values(self) -> Mapping[int, np.ndarray]:
+    """Flat initial values of all fragments, made here.
+
+    Raises:
+      ConfigError: `run.init_from` cannot be read on this machine.
+    """
+    return initial.initial_values(self.config, self.plan, range(len(self.plan.fragments)))
 
   def saver(self) -> Saver | None:
     """Writes the role's parts of snapshots, if the run makes any."""

@@ -14,7 +14,7 @@ from ddiloco.checkpoint.restore import (
 )
 from ddiloco.config import Config, ConfigError
 from ddiloco.core.commit import Committed, MemoryStore, new_fragment
-from ddiloco.core.fragments import gather, owned_by
+from ddiloco.core.fragments import owned_by
 from ddiloco.engines.role_process import FINISHED, LOST, Ended, RoleRunner
 from ddiloco.engines.role_spec import RoleSpec, check_spec
 from ddiloco.network.handshake import incarnation_at
@@ -141,9 +141,8 @@ def _recover(
     found |= restored.fragments
     runner.say(f"has from snapshot {restored.snapshot}: fragments {missing}")
   elif missing:
-    params = initial.initial_params(config)
-    for p in missing:
-      found[p] = new_fragment(plan.fragments[p], gather(plan.fragments[p], params))
+    for p, value in initial.initial_values(config, plan, missing).items():
+      found[p] = new_fragment(plan.fragments[p], value)
     if lost := lost_snapshots(config, runner.place.workdir, storage, tried):
       unfounded = Unfounded(missing, lost)
       runner.say(f"has nothing of fragments {missing}, and asks the learners: {lost}")

@@ -31,7 +31,6 @@ from ddiloco.checkpoint.restore import (
 )
 from ddiloco.checkpoint.saver import Saver
 from ddiloco.config import Config, Fault
-from ddiloco.core import fragments
 from ddiloco.core.commit import MemoryStore, new_fragment
 from ddiloco.engines import role_spec
 from ddiloco.engines.engine import PATIENCE_SECONDS, Engine, RunResult
@@ -136,28 +135,29 @@ class ThreadsEngine(Engine):
     return restored
 
   def _compile_all(self) -> None:
-    self._first = initial.initial_params(self.config)
     with concurrent.futures.ThreadPoolExecutor() as pool:
       list(pool.map(self._compile, self.islands))
-    self._seed(self._first)
+    self._seed()
 
   def _start_after(self, incarnation: int) -> None:
     """The run goes on: no new life may pass for one of before."""
     now = max(self._first_incarnation, handshake.seconds_since_2020())
     self._first_incarnation = role_spec.above(now, [incarnation])
 
-  def _seed(self, first: dict[str, np.ndarray]) -> None:
+  def _seed(self) -> None:
     """Version 0, or the newest snapshot, goes into the store; without shards, into the islands."""
     if self._restored is not None:
       for committed in self._restored.fragments.values():
         self._store.save(committed)
         self._start_after(committed.state.last_round >> 24)  # the snapshots may be all that is left
     elif self.config.sync.num_shards:
-      for fragment in self.plan.fragments:
-        self._store.save(new_fragment(fragment, fragments.gather(fragment, first)))
+      every = range(len(self.plan.fragments))
+      for p, value in initial.initial_values(self.config, self.plan, every).items():
+        self._store.save(new_fragment(self.plan.fragments[p], value))
     else:
+      self._first = initial.initial_params(self.config)
       for island in self.islands.values():
-        island.load(first)
+        island.load(self._first)
 
   def _compile(self, m: int) -> None:
     seconds = self.islands[m].compile()
@@ -180,7 +180,7 @@ class ThreadsEngine(Engine):
         island.load(self._first)  # no other role has what it had learned
     endpoint, saver = self._connect(name, faults), self._saver(recorder, faults)
     batches = self._streams[m].iterate
-    runtime = Runtime(endpoint, recorder, saver)
+    runtime = Runtime(endpoint, recorder, saver, initial=self._initial_values)
     role = Learner(beginning, config, self.plan, island, batches, runtime)
     drain_seconds = config.network.drain_seconds if config.sync.num_shards else 0.0
     self._steps[name] = lambda: role.exchange.state.step_seconds
@@ -320,6 +320,11 @@ class ThreadsEngine(Engine):
     for thread in self._threads.values():
       ended(thread, EVALUATOR_PATIENCE_SECONDS)
     self._profiler.close()
+
+  def _initial_values(self) -> Mapping[int, np.ndarray]:
+    """Those that the shards still have."""
+    all_committed = (self._store.load(p) for p in range(len(self.plan.fragments)))
+    return {c.state.index: c.value for c in all_committed if not c.state.version}
 
   def _save_result(self, params: initial.Assembled) -> None:
     """Of the shards, which have it exactly."""

@@ -69,6 +69,13 @@ class Staged:
 
 
 @dataclasses.dataclass(frozen=True)
+class Unmade:
+  """The initial values cannot be made here, or not with the same bits: they must be sent."""
+
+  now: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Taken:
   """A peer's moments of this fragment now lie on the island's devices, ready to be applied."""
 
@@ -91,7 +98,7 @@ class Saved:
   now: float
 
 
-LearnerEvent = Tick | Received | StepDone | Staged | Taken
+LearnerEvent = Tick | Received | StepDone | Staged | Taken | Unmade
 SyncerEvent = Tick | Received | Resumed | Saved
 
 # --- actions; of an event of events.py, among them: record it in the event log --------------------

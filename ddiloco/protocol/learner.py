@@ -29,6 +29,7 @@ from ddiloco.protocol.actions import (
   Taken,
   TakeSnapshot,
   Tick,
+  Unmade,
   due_after,
   smooth,
 )
@@ -405,6 +406,9 @@ def learner_on(
       actions += asked
     case Taken():
       state, actions = moments.taken(state, event)
+    case Unmade():
+      shards = tuple(replace(view, hellos=0, next_hello_at=0.0) for view in state.shards)
+      state, actions = _say_hello(replace(state, whole=True, shards=shards), event.now)
     case StepDone():
       state, actions = _count_step(state, event), []
     case Staged(fragment, version, now):
@@ -436,7 +440,7 @@ def _say_hello(state: LearnerState, now: float) -> tuple[LearnerState, list[Lear
       pause = min(HELLO_SECONDS * 2**view.hellos, HELLO_SECONDS_MOST)
       shards[number] = replace(view, hellos=view.hellos + 1, next_hello_at=now + pause)
       rounds = tuple(f.round for f in state.fragments if f.shard == number)
-      actions.append(Send(number, Hello(state.learner, state.incarnation, rounds)))
+      actions.append(Send(number, Hello(state.learner, state.incarnation, rounds, state.whole)))
   return replace(state, shards=tuple(shards)), actions
 
 

@@ -85,6 +85,7 @@ class LearnerState:
   ask_at: float = 0.0
   joined_global_step: int = 0  # the run's, when it joined
   donations: int = 0  # made, in this incarnation
+  whole: bool = False  # it needs initial values sent, since it cannot make them
   leaving: bool = False  # makes no more steps, and goes when nothing is left to merge
   done: bool = False
 

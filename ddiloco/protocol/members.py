@@ -111,6 +111,8 @@ def _on_hello(
       )
       member = replace(member, versions=has, sent=has)
     actions.append(member_event(hello.learner, "joined", f"incarnation {hello.incarnation}"))
+  if hello.whole and not member.whole:  # what it was to make counts as never sent
+    member = replace(member, whole=True, sent=member.versions)
   welcome = Welcome(
     state.shard,
     state.incarnation,

@@ -16,6 +16,7 @@ from msgspec import Meta
 
 EVALUATOR = -1
 INITIAL, NOTHING = -1, -2  # rounds: what made the initial value; no value at all
+MADE = "made"  # codec of an initial value that whoever gets it makes: the payload is its digest
 MAX_LEARNERS = 1 << 16  # their numbers are smaller
 MAX_GLOBAL_STEP = 1 << 40
 MAX_NUMBER = 1 << 62
@@ -50,6 +51,7 @@ class Hello:
   learner: Learner
   incarnation: Count
   rounds: RoundIds  # that made what I have, as in `Report`; (): I have nothing
+  whole: bool = False  # I cannot make the initial values that you have: send them
 
 
 @dataclasses.dataclass(frozen=True)

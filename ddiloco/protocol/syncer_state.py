@@ -13,6 +13,8 @@ from ddiloco.protocol.beliefs import Beliefs
 from ddiloco.protocol.causality import shard_key
 from ddiloco.protocol.messages import (
   EVALUATOR,
+  INITIAL,
+  MADE,
   NOTHING,
   TO_SHARD,
   Message,
@@ -48,6 +50,7 @@ class Member:
   farewells: int = 0  # pushes merged since it said that it leaves, over all fragments
   lost: bool = False
   quarantined: bool = False
+  whole: bool = False  # it cannot make initial values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,7 +276,7 @@ def newest(state: SyncerState, i: int) -> Publish:
     snapshot=state.snapshot,
     count=state.vector_clock[shard_key(state.shard)],
     seal="",
-    codec="",  # the runtime's business, like the payload
+    codec="",  # the runtime's business, like the payload; `MADE`: the value may be left out
   )
 
 
@@ -293,6 +296,7 @@ def publish_to(
     learner_incarnation=member.incarnation,
     base_version=f.version - 1 if update else -1,
     base_round=base_round,
+    codec=MADE if f.last_round == INITIAL and not member.whole else "",
   )
   if not update or member.versions[i] >= member.sent[i]:  # else an older one is awaited longer
     sent_at, waiting_since = put(member.sent_at, i, now), put(member.waiting_since, i, now)

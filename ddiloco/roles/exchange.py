@@ -17,10 +17,10 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from ddiloco.config import Config
+from ddiloco.config import Config, ConfigError
 from ddiloco.core import codec
 from ddiloco.core.fragments import Plan
-from ddiloco.network.transport import syncer_address
+from ddiloco.network.transport import Delivery, syncer_address
 from ddiloco.protocol import events, learner
 from ddiloco.protocol.actions import (
   Apply,
@@ -40,9 +40,10 @@ from ddiloco.protocol.actions import (
   Taken,
   TakeSnapshot,
   Tick,
+  Unmade,
 )
 from ddiloco.protocol.learner_state import LearnerState
-from ddiloco.protocol.messages import ForwardMoments, Push, Value
+from ddiloco.protocol.messages import MADE, ForwardMoments, Publish, Push, Value
 from ddiloco.protocol.values import replace
 from ddiloco.runtime import Job, Loop, Runtime, value_threads
 
@@ -151,11 +152,14 @@ class Exchange:
     self._threads = value_threads(config.sync, max(plan.sizes, default=0), share=0.5)
     if self._threads is not None:
       self._deltas.share = self._threads.map
+    self._make = runtime.initial
+    self._made: Mapping[int, Any] = {}  # initial values, until it has joined
+    self._making: set[int] = set()  # fragments whose initial value was published, without it
     self._outbox: dict[int, Push] = {}
     self._stagings: dict[int, collections.deque[Staging]] = collections.defaultdict(
       collections.deque
     )
-    self._finished: queue.SimpleQueue[Staged | Taken] = queue.SimpleQueue()
+    self._finished: queue.SimpleQueue[Staged | Taken | Received | Unmade] = queue.SimpleQueue()
     self.poison: Callable[[], float] = lambda: 1.0  # what a planned fault multiplies pushes with
     self._started_at = self.time.now()
     self._heartbeat_at = self._traffic_at = -math.inf
@@ -176,8 +180,8 @@ class Exchange:
     alive_at = self._heartbeat_at + HEARTBEAT_SECONDS
     arrived = yield min(until, alive_at, learner.next_wake(self.state))
     news = arrived is not None
-    if arrived:
-      self._feed(Received(arrived.message, arrived.at))
+    if arrived and (received := self._received(arrived)):
+      self._feed(received)
     while (event := self._arrived()) is not None:
       self._feed(event)
       news = True
@@ -210,8 +214,20 @@ class Exchange:
     try:
       return self._finished.get_nowait()
     except queue.Empty:
-      arrived = self.endpoint.receive(0.0)
-      return Received(arrived.message, arrived.at) if arrived else None
+      while arrived := self.endpoint.receive(0.0):
+        if received := self._received(arrived):
+          return received
+      return None
+
+  def _received(self, arrived: Delivery) -> Received | None:
+    """A message for the reducer; an initial value without its payload is completed first."""
+    message = arrived.message
+    if not isinstance(message, Publish) or message.codec != MADE:
+      return Received(message, arrived.at)
+    if message.fragment not in self._making:
+      self._making.add(message.fragment)
+      self._worker.put(self._complete(message))
+    return None
 
   def _feed(self, event: LearnerEvent) -> None:
     self.state, actions = learner.learner_on(self.state, event, self._sync)
@@ -267,6 +283,7 @@ class Exchange:
         case ApplyMoments(content=(inherit, staged)):
           self._apply_moments(inherit, staged)
         case events.Joined():
+          self._made = {}
           seconds = self.time.now() - self._started_at
           self.recorder.record(msgspec.structs.replace(action, seconds=round(seconds, 3)))
         case events.Event():
@@ -332,6 +349,25 @@ class Exchange:
     )
 
   # --- by the worker ------------------------------------------------------------------------------
+
+  def _complete(self, publish: Publish) -> Job:
+    """Makes the initial values, and checks this one: other machines might compute other bits."""
+    p, reason = publish.fragment, "it is another one here, or none"
+    if p not in self._made:
+      try:
+        self._made = self._make()
+      except ConfigError as error:
+        reason = str(error)
+    value = self._made.get(p)
+    complete = None if value is None else self._deltas.made(publish, value)
+    yield None
+    if complete is None:
+      text = f"the initial value of fragment {p} has to be sent: {reason}"
+      self.recorder.record(events.Ignored(message="Publish", reason=text))
+    now = self.time.now()
+    self._finished.put(Unmade(now) if complete is None else Received(complete, now))
+    self._making.discard(p)
+    self.endpoint.wake()
 
   def _push(self, push: Push, pieces: Any, factor: float) -> Job:
     """Encoded and sent; kept until a publish has answered it."""

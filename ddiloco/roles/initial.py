@@ -1,17 +1,17 @@
 """The model's shapes, the plan that partitions it, and initial values: the same on every role.
 
-Initial values are a pure function of the config's seed, or those that `run.init_from` names; either
-way only shards need them, since no role ever hands weights to another except the shards that own
-them. All roles must agree on what they start from, as on the seed.
+Initial values are a pure function of the config's seed, or those that `run.init_from` names. Shards
+have those of their fragments; learners make theirs as well, and get them from the shards only where
+they are small, or where this machine computes or reads others.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Collection, Container, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -105,15 +105,63 @@ def initial_params(config: Config) -> dict[str, np.ndarray]:
   Raises:
     ConfigError: `run.init_from` cannot be read, does not fit or is not finite.
   """
+  return dict(_parameters(config, shapes(config.model)))
+
+
+def initial_values(
+  config: Config, plan: fragments.Plan, wanted: Collection[int]
+) -> dict[int, np.ndarray]:
+  """Flat initial values of these fragments, f32 [size], with a few parameters more in memory.
+
+  Raises:
+    ConfigError: as `initial_params`.
+  """
+  parts, flats = plan.parts_by_name(wanted), dict[int, np.ndarray]()
+  for p in wanted:
+    flats[p] = np.empty(plan.fragments[p].size, np.float32)
+  for name, value in _parameters(config, parts):
+    for part, piece in parts[name]:
+      here = flats[part.index][piece.offset : piece.offset + piece.size]
+      fragments.gather(part, {name: value}, out=here)
+  return flats
+
+
+GROUP_BYTES = 1 << 30  # parameters that are drawn by one program
+
+
+def _parameters(config: Config, wanted: Container[str]) -> Iterator[tuple[str, np.ndarray]]:
+  """The initial value of each parameter that is `wanted`, in model order."""
+  all_shapes = shapes(config.model)
   if config.run.init_from:
-    return weights.start(config.run.init_from, shapes(config.model), "run.init_from")
-  with jax.default_device(jax.local_devices(backend="cpu")[0]):
-    key = jax.random.key(config.seed)
-    lowered = jax.jit(custom.load_model(config.model).init).lower(key)
-    # Runs once: optimizing the random bits of every leaf takes longer than drawing them.
-    init = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
-    made = init(key)
-    return {name: np.asarray(made[name]) for name in shapes(config.model)}
+    yield from weights.start(config.run.init_from, all_shapes, "run.init_from", wanted)
+    return
+  init = custom.load_model(config.model).init
+  # The groups do not depend on what is wanted: another program might round otherwise.
+  for names in _groups(all_shapes):
+    if not any(name in wanted for name in names):
+      continue
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+      key = jax.random.key(config.seed)
+      lowered = jax.jit(lambda key, names=names: [init(key)[name] for name in names]).lower(key)
+      # Runs once: optimizing the random bits of every leaf takes longer than drawing them.
+      draw = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
+      drawn = draw(key)
+    for i, name in enumerate(names):
+      if name in wanted:
+        yield name, np.asarray(drawn[i])
+      drawn[i] = None
+
+
+def _groups(all_shapes: Mapping[str, tuple[int, ...]]) -> Iterator[list[str]]:
+  """Names of parameters that have up to `GROUP_BYTES` together, or one."""
+  names, nbytes = list[str](), 0
+  for name, shape in all_shapes.items():
+    nbytes += 4 * math.prod(shape)
+    if names and nbytes > GROUP_BYTES:
+      yield names
+      names, nbytes = [], 4 * math.prod(shape)
+    names.append(name)
+  yield names
 
 
 def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -131,17 +179,13 @@ class Assembled(Mapping[str, np.ndarray]):
   def __init__(self, plan: fragments.Plan, config: Config, values: Mapping[int, np.ndarray]):
     self.values_of = dict(values)
     self._shapes = shapes(config.model)
-    self._pieces = collections.defaultdict[str, list[tuple[int, fragments.Piece]]](list)
-    for fragment in plan.fragments:
-      for piece in fragment.pieces:
-        self._pieces[piece.name].append((fragment.index, piece))
+    self._parts = plan.parts_by_name(range(len(plan.fragments)))
 
   def __getitem__(self, name: str) -> np.ndarray:
     leaf = {name: np.empty(self._shapes[name], np.float32)}
-    for p, piece in self._pieces[name]:
-      flat = self.values_of[p][piece.offset : piece.offset + piece.size]
-      alone = fragments.Fragment(p, (dataclasses.replace(piece, offset=0),))
-      fragments.scatter(alone, flat, leaf)
+    for part, piece in self._parts[name]:
+      flat = self.values_of[part.index][piece.offset : piece.offset + piece.size]
+      fragments.scatter(part, flat, leaf)
     return leaf[name]
 
   def __iter__(self) -> Iterator[str]:

@@ -60,6 +60,7 @@ class Actor:
       time=self,
       deltas=lambda sync: self.world.deltas(self),
       merger=lambda fragments, store, config: self.world.merger(self, fragments),
+      initial=self.world.initial_values,
     )
 
   def begin(self, loop: Loop[None], ended: Callable[[Exception | None], None]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ddiloco.config import Config
 from ddiloco.core import codec
@@ -17,7 +17,7 @@ from ddiloco.core.commit import Committed, FragmentStore, Merger, learner_weight
 from ddiloco.core.delta import Deltas
 from ddiloco.core.fragments import Fragment, Piece, Plan
 from ddiloco.protocol.actions import Accept, Commit, InstallValue, Received
-from ddiloco.protocol.messages import Publish, Push, Value
+from ddiloco.protocol.messages import INITIAL, MADE, Publish, Push, Value
 from ddiloco.protocol.syncer_state import FragmentState
 from ddiloco.protocol.values import replace
 from ddiloco.simulation.bandwidth import F32_BYTES
@@ -25,7 +25,9 @@ from ddiloco.simulation.bandwidth import F32_BYTES
 if TYPE_CHECKING:
   from ddiloco.simulation.world import World
 
+DIGEST_BYTES = 32
 PUSH_VECTORS = 4  # that making a push touches: local and base, the delta, what of it arrives
+MADE_VECTORS = 2  # that an initial value touches: written, and read for its digest
 STAGE_VECTORS = 3  # that taking up a version touches: payload, base, what is added
 
 
@@ -125,6 +127,10 @@ class SizedDeltas(Deltas):
     self.sent[fragment] = Sized(self._bytes(fragment))
     return Sized(self._world.push_bytes[fragment], factor)
 
+  def made(self, publish: Publish, value: Any) -> Publish:
+    self._spend(publish.fragment, MADE_VECTORS)
+    return replace(publish, codec="f32", payload=value)
+
   def receive(self, publish: Publish, size: int, mode: str, included: bool) -> Any:
     p = publish.fragment
     self._spend(p, STAGE_VECTORS)
@@ -157,7 +163,8 @@ class SizedMerger(Merger):
     self._updates: set[int] = set()  # fragments whose newest version can go out as an update
 
   def prepare(self, fragment: int) -> None:
-    pass
+    if self.committed[fragment].state.last_round == INITIAL and self._is_made(fragment):
+      self._initial[fragment] = cast(Any, Sized(DIGEST_BYTES))
 
   def take_in(self, push: Push, now: float) -> Received:
     if push.fragment not in self._fragments or push.payload is None:
@@ -197,6 +204,8 @@ class SizedMerger(Merger):
 
   def with_payload(self, publish: Publish) -> Publish:
     p = publish.fragment
+    if publish.codec == MADE and p in self._initial:
+      return super().with_payload(publish)
     if publish.base_version >= 0 and p in self._updates:
       payload: Any = Sized(self._world.publish_bytes[p])
       return replace(publish, codec=self._world.sync.publish_codec, payload=payload)

@@ -111,6 +111,10 @@ class World(VirtualTime):
     value = Sized(F32_BYTES * self.plan.fragments[state.index].size)
     self.kept.save(Committed(state, value, value, None, state.last_round))
 
+  def initial_values(self) -> Mapping[int, Sized]:
+    """What learners make themselves."""
+    return {p: Sized(F32_BYTES * size) for p, size in enumerate(self.plan.sizes)}
+
   # --- what a world has other ideas about ---------------------------------------------------------
 
   def new_plan(self, sizes: Sequence[int]) -> Plan:

@@ -39,7 +39,7 @@ def path(request, tmp_path):
 
 
 def start(path):
-  return weights.start(str(path), SHAPES, "run.init_from")
+  return dict(weights.start(str(path), SHAPES, "run.init_from", SHAPES))
 
 
 def refused(path) -> str:

@@ -23,7 +23,7 @@ from ddiloco.protocol.actions import (
   TakeSnapshot,
   Tick,
 )
-from ddiloco.protocol.messages import NOTHING, Publish, Report, RequestValue, Value
+from ddiloco.protocol.messages import MADE, NOTHING, Publish, Report, RequestValue, Value
 from ddiloco.protocol.syncer_state import FragmentState
 from tests import says
 from tests.protocol.storms import calm
@@ -362,3 +362,20 @@ def test_snapshots_go_on_beside_a_liar():
   assert max(world.snapshots) >= 10
   assert all(a.state.snapshot < 15 for a in world.actors.values())
   assert ("learner", 1) not in world.snapshots[max(world.snapshots)], "nobody counts on it"
+
+
+# --- initial values -------------------------------------------------------------------------------
+
+
+def codecs(actions) -> list[str]:
+  sent = (action.message for action in actions if isinstance(action, Send))
+  return [message.codec for message in sent if isinstance(message, Publish)]
+
+
+def test_initial_values_are_left_out_unless_a_learner_says_that_it_cannot_make_them():
+  shard = Script(ALONE)
+  assert codecs(shard.feed(hello(0, 0))) == [MADE, MADE]
+  unable = dataclasses.replace(hello(0, 0), whole=True)
+  assert codecs(shard.feed(unable, 0.1)) == ["", ""], "at once: it waits for them"
+  assert codecs(shard.feed(unable, 0.2)) == [], "they are on their way"
+  assert codecs(shard.feed(hello(0, 1), 0.3)) == [MADE, MADE], "another life, another machine"

@@ -7,13 +7,13 @@ import time
 import numpy as np
 import pytest
 
-from ddiloco.config import Config, from_dict
+from ddiloco.config import Config, ConfigError, from_dict
 from ddiloco.core import codec, fragments
 from ddiloco.network.transport import Counters, Delivery
 from ddiloco.observe.eventlog import NullRecorder
 from ddiloco.protocol import learner
 from ddiloco.protocol.actions import StepDone
-from ddiloco.protocol.messages import EVALUATOR, Push, Refusal, Report
+from ddiloco.protocol.messages import EVALUATOR, MADE, Hello, Push, Refusal, Report
 from ddiloco.roles import initial
 from ddiloco.roles.evaluator import Evaluator, GlobalView
 from ddiloco.roles.exchange import LOOK_SECONDS, Exchange
@@ -60,13 +60,14 @@ class Wire:
 class Bench:
   """One exchange with a toy island, and the messages a shard would send it."""
 
-  def __init__(self, island=None, **sync):
+  def __init__(self, island=None, initial=dict, **sync):
     settings = {"num_shards": 1, "num_fragments": 2, "sync_period": 4, **sync}
     self.config: Config = from_dict({"sync": settings})
     self.plan = fragments.make_plan(toy.SPECS, self.config.sync)
     self.island = island or toy.ToyIsland(0, self.plan)
     self.wire = Wire()
-    state, runtime = learner.init(0, 0, (0, 0), 10**9), Runtime(self.wire, NullRecorder())
+    state = learner.init(0, 0, (0, 0), 10**9)
+    runtime = Runtime(self.wire, NullRecorder(), initial=initial)
     self.exchange = Exchange(state, self.config, self.plan, self.island, runtime)
     self.give(says.welcome(0, 0, 0, 0, (0, 1)))
 
@@ -78,6 +79,10 @@ class Bench:
     payload = codec.encode(flat, name)
     mine, round = (() if merged < 0 else (0, merged)), 100 * version - 1
     self.give(says.publish(0, 0, 0, p, round, version, base, 0, 0, (), mine, name, payload))
+
+  def publish_digest(self, p: int, of: np.ndarray) -> None:
+    digest = np.frombuffer(codec.digest(of), np.uint8)
+    self.give(says.publish(0, 0, 0, p, -1, 0, -1, 0, 0, (), (), MADE, digest))
 
   def pull(self, p: int, round: int, version: int) -> None:
     self.give(says.pull(0, 0, 0, p, round, version))
@@ -304,3 +309,35 @@ def test_the_evaluator_overwrites_whatever_the_learners_do(bench):
     exchange.close()
   with pytest.raises(RuntimeError, match="only overwrites"):
     GlobalView(config, plan).apply(0, values[0][0], keep=1.0)
+
+
+def test_an_initial_value_is_made_here_if_it_is_the_one_that_the_shard_has():
+  values, made = [], []
+
+  def make():
+    made.append(1)
+    return dict(enumerate(values))
+
+  bench = Bench(initial=make)
+  values.extend(vector(f.size) for f in bench.plan.fragments)
+  for p, value in enumerate(values):
+    bench.publish_digest(p, value)
+    bench.publish_digest(p, value)  # it was resent meanwhile
+  bench.until(lambda: bench.exchange.state.joined)
+  for p, value in enumerate(values):
+    np.testing.assert_array_equal(bench.local(p), value)
+  assert len(made) == 1, "all fragments at once"
+  assert not any(isinstance(m, Hello) and m.whole for m in bench.wire.sent)
+
+
+def unreadable():
+  raise ConfigError("run.init_from: is not on this machine")
+
+
+@pytest.mark.parametrize("make", [dict, unreadable, "others"])
+def test_an_initial_value_that_cannot_be_made_is_asked_for(make):
+  bench = Bench(initial=(lambda: {0: vector(bench.plan.sizes[0])}) if make == "others" else make)
+  bench.publish_digest(0, vector(bench.plan.sizes[0]))
+  bench.until(lambda: any(isinstance(m, Hello) and m.whole for m in bench.wire.sent))
+  assert not bench.exchange.state.fragments[0].fresh
+  bench.join()

@@ -8,6 +8,7 @@ import pytest
 
 from ddiloco.checkpoint import weights
 from ddiloco.config import Config, ConfigError, from_dict
+from ddiloco.core import fragments
 from ddiloco.models import transformer
 from ddiloco.roles import initial
 
@@ -88,3 +89,17 @@ def test_values_are_checked_when_they_are_loaded(tmp_path, params):
 def test_names_are_the_models(params):
   assert list(params) == list(transformer.shapes(CONFIG.model))
   assert {"embedding", "final_norm/scale", "layers/attention/query"} <= params.keys()
+
+
+@pytest.mark.parametrize("form", ["", "model.safetensors", "checkpoint"])
+def test_a_role_makes_the_initial_values_that_it_needs(tmp_path, params, form, monkeypatch):
+  config = CONFIG
+  if form:
+    weights.save(tmp_path / form, params)
+    config = starting_from(tmp_path / form)
+  monkeypatch.setattr(initial, "GROUP_BYTES", 2000)  # several programs
+  plan, whole = initial.make_plan(config), initial.initial_params(config)
+  found = initial.initial_values(config, plan, (1, 2))
+  assert found.keys() == {1, 2}
+  for p, value in found.items():
+    assert value.tobytes() == fragments.gather(plan.fragments[p], whole).tobytes()
