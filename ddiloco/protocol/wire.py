@@ -21,7 +21,7 @@ from msgspec import msgpack
 
 from ddiloco.protocol.messages import BULK, KINDS, Message, Payload, Report, Text
 
-WIRE_FORMAT = 5
+WIRE_FORMAT = 6
 SEAL_BYTES = 4  # at the end of every header
 MAX_HEADER_BYTES = 1 << 20
 SHOWN_BYTES = 256  # a wrong value that is longer is not repeated in the error

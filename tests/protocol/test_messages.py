@@ -51,7 +51,7 @@ LEAST = {  # of numbers that may be negative
 BYTES = bytes(range(64))
 EXAMPLES = [
   Hello(3, 1, (2**33, -1, -2)),
-  Hello(-1, 0, ()),
+  Hello(-1, 0, (), True),
   Report(3, 1, 17, 0.25, (4, -1), (2**33, -2), (2, 0), False, 3),
   Push(3, 1, 5, 2**33, 7, 24, 24_576, 900, 3, 2**52, "int4", BYTES),
   Value(3, 1, 5, 8, 2**33, 10**9, (0, 3), (0, 2**33, 3, 7), 3, 2**52, "ab12", BYTES),
@@ -214,8 +214,8 @@ def test_wrong_frames():
     (msgpack.encode(good[:3]), "a list of 3 values, not of format"),
     (msgpack.encode([3, *good[1:]]), f"format is 3, this run has {WIRE_FORMAT}"),
     (msgpack.encode([*good[:3], good[3:]]), "not a msgpack list of kind and fields"),
-    (packed([*good, 1]), "Hello has 3 fields, got 4"),
-    (packed(good[:-1]), "Hello has 3 fields, got 2"),
+    (packed([*good, 1]), "Hello has 4 fields, got 5"),
+    (packed(good[:-1]), "Hello has 4 fields, got 3"),
     (bytes(MAX_HEADER_BYTES + 1), "exceeds"),
     (b"\x91" * 100_000, "not a msgpack list"),
     (packed(good[:4])[:-1] + b"\x91" * 100_000, "not a msgpack list"),
