@@ -100,7 +100,7 @@ def syncer_on(
   state, moved = rounds.advance_rounds(state, event.now, sync, event.measuring)
   state, started = rounds.start_rounds(state, event.now, sync)
   begun: list[SyncerAction] = []
-  if state.shard == 0 and not state.saving:
+  if state.shard == 0 and not state.saving and _enough_here(state, sync):
     state, begun = _capture(state, state.global_step // max(1, sync.snapshot_steps), sync)
   return state, [*lost, *moved, *started, *begun]
 
@@ -153,8 +153,16 @@ def _capture(
     return state, []
   fragments = tuple(replace(f, snapshot=snapshot) for f in state.fragments)
   state = replace(state, snapshot=snapshot, fragments=fragments)
-  here = tuple(m for m, v in sorted(state.members.items()) if _has_all(m, v))
-  return replace(state, saving=True), [TakeSnapshot(snapshot, state, here)]
+  return replace(state, saving=True), [TakeSnapshot(snapshot, state, _here(state))]
+
+
+def _enough_here(state: SyncerState, sync: SyncConfig) -> bool:
+  """In lock-step the run cannot go on from a snapshot without the learners that a round needs."""
+  return not sync.blocking or len(_here(state)) >= sync.min_quorum
+
+
+def _here(state: SyncerState) -> tuple[int, ...]:
+  return tuple(m for m, v in sorted(state.members.items()) if _has_all(m, v))
 
 
 def _has_all(learner: int, member: Member) -> bool:

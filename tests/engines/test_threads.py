@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from ddiloco.config import Config, from_dict
+from ddiloco.core import commit
 from ddiloco.core.fragments import scatter
 from ddiloco.engines.engine import RunResult
 from ddiloco.engines.threads import ThreadsEngine
@@ -426,3 +427,16 @@ def test_islands_alone_finish_without_a_syncer(corpus, tmp_path):
   assert list(ran.outcome.island_params) == [0], "who gave up has no result"
   assert ran.outcome.steps[0] == 40
   assert not ran.of("commit") and not ran.of("push")
+
+
+@pytest.mark.parametrize("able", [True, False])
+def test_large_initial_values_are_made_by_learners_that_can(corpus, tmp_path, monkeypatch, able):
+  """A process reads `run.init_from`, or computes; where it cannot, the shards send the values."""
+  monkeypatch.setattr(commit, "MADE_FROM", 1)
+  if not able:
+    monkeypatch.setattr(ThreadsEngine, "_initial_values", lambda self: {})
+  ran = Ran(make_config(steps=20), corpus, tmp_path)
+  assert ran.outcome.reason == "finished"
+  said = {e.role for e in ran.of("ignored") if "has to be sent" in e.reason}
+  everyone = {"evaluator", "learner-0", "learner-1", "learner-2"}
+  assert said == (set() if able else everyone)

@@ -21,10 +21,11 @@ from ddiloco.protocol.actions import (
   Staged,
   StepDone,
   Taken,
+  TakeSnapshot,
   Tick,
 )
 from ddiloco.protocol.events import Event
-from ddiloco.protocol.messages import Goodbye, Publish, Push, Refusal, Report
+from ddiloco.protocol.messages import MADE, Goodbye, Publish, Push, Refusal, Report
 from ddiloco.protocol.syncer_state import FragmentState
 from tests import says
 from tests.says import hello, welcome
@@ -72,7 +73,7 @@ def push(m: int, round_id: int, base: int = 0, fragment: int = 0, incarnation: i
 
 
 def initial(to: int, fragment: int) -> Send:
-  return Send(to, says.publish(0, 0, 0, fragment, -1, 0, -1, 0, 0, (), (), ""))
+  return Send(to, says.publish(0, 0, 0, fragment, -1, 0, -1, 0, 0, (), (), MADE))
 
 
 def test_golden_shard_two_learners_two_fragments():
@@ -436,3 +437,16 @@ def test_a_learner_that_is_new_and_alone_is_measured_by_what_is_usual_here():
     a.message.reason for a in sent if isinstance(a, Send) and hasattr(a.message, "reason")
   ]
   assert refusals == ["norm 1e+06 is over 10 x 2"] and shard.state.fragments[0].version == 1
+
+
+def test_in_lock_step_a_snapshot_begins_once_a_quorum_is_back():
+  """Without the learners that a round needs, the run could not go on from it."""
+  sync = dataclasses.replace(SYNC, blocking=True, snapshot_steps=1)
+
+  def taken(actions) -> list[tuple[int, ...]]:
+    return [action.learners for action in actions if isinstance(action, TakeSnapshot)]
+
+  shard = Script(sync)
+  shard.feed(hello(0, 0)), shard.feed(hello(1, 0))
+  assert not taken(shard.feed(report(0, (0, 0), (1, 1), global_step=3), 0.1))
+  assert taken(shard.feed(report(1, (0, 0), (1, 1), global_step=3), 0.1)) == [(0, 1)]
