@@ -139,7 +139,7 @@ def serve(pipe: Any, shard: int, shards: int, values: int, fragments: int, learn
   endpoint = Counted(
     NetworkEndpoint(syncer_address(shard), 1, run, config.network, bind="tcp://127.0.0.1:0")
   )
-  store, owned = MemoryStore(), owned_by(shard, shards, fragments)
+  store, owned = MemoryStore(outlives=False), owned_by(shard, shards, fragments)
   for p in owned:
     passes.compile_for(plan.fragments[p], config.outer)
   before = resident_bytes()

@@ -110,7 +110,11 @@ class Copies:
     rank = (message.incarnation, message.version)
     if known is not None and rank < (known.said.incarnation, known.said.version):
       return True
-    copy = unpack(message, self._plan, self._config, known)
+    try:
+      copy = unpack(message, self._plan, self._config, known)
+    except codec.CodecError:  # half of it is made
+      self._held.pop(key, None)
+      copy = None
     if copy is not None:
       self._held[key] = copy
     return copy is not None
@@ -142,29 +146,37 @@ class Replication:
     self._sent: dict[int, int] = {}  # fragment -> the round whose value this buddy was sent last
     self._whole: list[int] = []  # fragments that are to be sent whole, one after the other
     self._sent_at: dict[int, float] = {}  # not confirmed: fragment -> when
+    self._changing: set[int] = set()
     self._held: list[tuple[int, int, Callable[[], None]]] = []  # fragment, version, what to do then
     self._buddy_incarnation = -1
     self._away = False
 
-  def committed(self, committed: Committed, update: Encoded | None = None) -> None:
+  def changes(self, fragment: int) -> None:
+    """Its vectors are written from now on until `committed`: they cannot be sent meanwhile."""
+    self._changing.add(fragment)
+
+  def committed(self, committed: Committed, change: Encoded | None = None) -> None:
     """Sends a copy of a fragment that was just committed.
 
     Args:
       committed: the fragment.
-      update: to its published value from the one before; None: values go out whole.
+      change: what learners get of it; None: there was no version before.
     """
     p = committed.state.index
     before = self._newest.get(p)
     self._newest[p] = committed
+    self._changing.discard(p)
     if before is not None and self._sent.get(p) == before.state.last_round:
-      published = committed.published_value.view(np.uint8)
-      self._send(p, before.state.last_round, update or Encoded("f32", published))
+      self._send(p, before.state.last_round, change)
     else:
       self._send(p)
 
   def _send(self, fragment: int, base_round: int = NOTHING, change: Encoded | None = None) -> None:
     """As the change of what that round made; whole without one."""
     committed, copies = self._newest[fragment], self._copies
+    if fragment in self._changing:  # it goes out whole when that is done
+      self._sent.pop(fragment, None)
+      return
     if change is None:
       payload = _whole(committed.published_value, committed.momentum)
       change = Encoded("f32", payload)
@@ -326,7 +338,13 @@ def pack(committed: Committed, shard: int, incarnation: int) -> Replica:
 def unpack(
   replica: Replica, plan: Plan, config: OuterConfig | None = None, base: Copy | None = None
 ) -> Copy | None:
-  """The copy that a message makes, of `base` if it is a change; None if it cannot be one."""
+  """The copy that a message makes, of `base` if it is a change; None if it cannot be one.
+
+  A change is made in the vectors of `base`, which is of no use any more.
+
+  Raises:
+    CodecError: the change has a code that no encoder writes.
+  """
   odd = len(replica.merged_rounds) % 2 or len(replica.merged_global_steps) % 2
   if not 0 <= replica.fragment < len(plan.fragments) or odd or replica.payload is None:
     return None
@@ -340,18 +358,13 @@ def unpack(
     return Copy(said, vectors[0], vectors[1] if replica.has_momentum else None)
   if base is None or config is None or base.said.last_round != replica.base_round:
     return None
+  momentum = outer.init(size, config) if base.momentum is None else base.momentum
   try:
     change = codec.checked(data, size, replica.codec)
-    published, momentum = passes.follow(
-      plan.fragments[replica.fragment],
-      base.published_value,
-      outer.init(size, config) if base.momentum is None else base.momentum,
-      change,
-      config,
-    )
   except codec.CodecError:
     return None
-  return Copy(said, published, momentum)
+  passes.follow(plan.fragments[replica.fragment], base.published_value, momentum, change, config)
+  return Copy(said, base.published_value, momentum)
 
 
 def committed_of(copy: Copy) -> Committed:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -18,7 +19,7 @@ from ddiloco.config import Config
 from ddiloco.core import codec, merge, outer, passes
 from ddiloco.core.codec import Encoded
 from ddiloco.core.fragments import Fragment
-from ddiloco.core.passes import Share
+from ddiloco.core.passes import Share, Vectors
 from ddiloco.protocol import beliefs
 from ddiloco.protocol.actions import Accept, Commit, InstallValue, Received
 from ddiloco.protocol.messages import INITIAL, MADE, Publish, Push, Value
@@ -30,7 +31,11 @@ from ddiloco.protocol.values import replace
 
 @dataclasses.dataclass(frozen=True)
 class Committed:
-  """One fragment after its newest commit. Vectors are flat f32 [size] and never written again."""
+  """One fragment after its newest commit. Vectors are flat f32 [size].
+
+  They are not written again, unless the store does not outlive its shard and nothing else reads
+  them (`Merger.commit`).
+  """
 
   state: FragmentState  # version, merged tokens, who took part; no round under way
   value: np.ndarray  # the global value
@@ -47,6 +52,8 @@ class Committed:
 class FragmentStore(Protocol):
   """Keeps the newest commit of every fragment; replaced as a whole, never half."""
 
+  outlives: bool  # the shard: what it has must be whole also if a commit fails half-way
+
   def load(self, fragment: int) -> Committed | None: ...
 
   def save(self, committed: Committed) -> None: ...
@@ -55,7 +62,8 @@ class FragmentStore(Protocol):
 class MemoryStore:
   """Lives as long as the process: enough for roles that are threads of it."""
 
-  def __init__(self) -> None:
+  def __init__(self, outlives: bool = True) -> None:
+    self.outlives = outlives
     self._fragments: dict[int, Committed] = {}  # one operation on a dict is never half done
 
   def load(self, fragment: int) -> Committed | None:
@@ -128,8 +136,11 @@ def commit(
   what: Commit,
   config: Config,
   share: Share = map,
+  in_place: bool = False,
 ) -> tuple[Committed, Encoded | None, np.ndarray]:
   """The fragment after the outer step on the merged pushes of `what.learners`.
+
+  In place, its vectors are written over the old ones; if it fails, neither means anything.
 
   Returns:
     (the new value; its state lacks the counters, which are the protocol's; the update as learners
@@ -139,23 +150,18 @@ def commit(
   weights = learner_weights(what, config)
   squares = np.stack([measured.squares for _, measured in chosen])
   directions = merge.Directions(fragment, squares, weights)
-  combined = np.empty(fragment.size, np.float32)
-  found = passes.combine(fragment, [p for p, _ in chosen], directions.units, combined, share)
+  total = passes.Sum(fragment, [push for push, _ in chosen], directions.units)
+  stretch = directions.stretch(passes.sum_squares(total, share))
   momentum = outer.init(fragment.size, config.outer) if old.momentum is None else old.momentum
-  new = passes.step(
-    fragment,
-    combined,
-    directions.stretch(found),
-    old.value,
-    old.published_value,
-    momentum,
-    config.outer,
-    config.sync.publish_codec,
-    share,
-  )
+  before, name = Vectors(old.value, old.published_value, momentum), config.sync.publish_codec
+  after = None
+  if in_place:
+    apart = name != "f32" and old.value is old.published_value
+    after = before._replace(value=np.empty_like(old.value)) if apart else before
+  new, update = passes.step(total, stretch, before, config.outer, name, share, after)
   state = FragmentState(fragment.index, what.version, last_round=what.round)
   committed = Committed(state, new.value, new.published_value, new.momentum, what.round)
-  return committed, new.update, weights
+  return committed, update, weights
 
 
 def learner_weights(what: Commit, config: Config) -> np.ndarray:
@@ -192,6 +198,9 @@ class Merger:
     self._arrivals: dict[int, ReceivedPushes] = {}  # of the round under way
     self._update: dict[int, Encoded] = {}  # the newest
     self._initial: dict[int, np.ndarray] = {}  # digests of the initial values that are made
+    self._in_place = not store.outlives
+    # By fragment, what others read; only its own commit takes any out.
+    self._lent: dict[int, list[weakref.ref[np.ndarray]]] = {p: [] for p in fragments}
     self.share: Share = map
 
   def prepare(self, fragment: int) -> None:
@@ -205,9 +214,13 @@ class Merger:
     """Whether its initial value is worth making instead of sending."""
     return self._fragments[fragment].size >= MADE_FROM
 
-  def update(self, fragment: int) -> Encoded | None:
-    """The newest update of its published value; None if its values go out whole."""
-    return self._update.get(fragment)
+  def change(self, fragment: int) -> Encoded:
+    """What learners get of its newest version: the update, or the value if that goes out whole."""
+    update = self._update.get(fragment)
+    if update is not None:
+      return update
+    published = self.committed[fragment].published_value
+    return Encoded("f32", codec.encode(self._lend(fragment, published), "f32"))
 
   def take_in(self, push: Push, now: float) -> Received:
     """Measures a push, so that the reducer can judge it."""
@@ -251,11 +264,18 @@ class Merger:
     self._arrivals.pop(fragment, None)
 
   def commit(self, what: Commit, state: FragmentState) -> np.ndarray:
-    """Merges; from now on the fragment is what it makes, with this state. Returns the weights."""
+    """Merges; from now on the fragment is what it makes, with this state. Returns the weights.
+
+    A shard that alone has the vectors writes over them: fresh memory for a commit is as much as the
+    fragment, and touching it takes longer than the arithmetic.
+    """
     p = what.fragment
+    self._lent[p] = [view for view in self._lent[p] if view() is not None]
+    in_place = self._in_place and not self._lent[p]
+    self._update.pop(p, None)
     arrivals, fragment = self._arrivals.pop(p), self._fragments[p]
     old, config = self.committed[p], self._config
-    new, update, weights = commit(fragment, old, arrivals, what, config, self.share)
+    new, update, weights = commit(fragment, old, arrivals, what, config, self.share, in_place)
     self.committed[p] = dataclasses.replace(new, state=state)
     if update is not None:
       self._update[p] = update
@@ -278,19 +298,29 @@ class Merger:
     update = self._update.get(publish.fragment)
     if publish.base_version >= 0 and update is not None:
       return replace(publish, codec=update.codec, payload=update.payload)
-    payload = codec.encode(self.committed[publish.fragment].published_value, "f32")
+    p = publish.fragment
+    payload = codec.encode(self._lend(p, self.committed[p].published_value), "f32")
     return replace(publish, base_version=-1, codec="f32", payload=payload)
 
   def arrays(self) -> dict[str, np.ndarray]:
-    """All that is committed, by name: "3/value". Vectors are never written again: no copies."""
+    """All that is committed, by name: "3/value". No copies: see `_lend`."""
     found: dict[str, np.ndarray] = {}
     for p, c in self.committed.items():
-      found[f"{p}/value"] = c.value
+      found[f"{p}/value"] = self._lend(p, c.value)
       if c.published_value is not c.value:
-        found[f"{p}/published_value"] = c.published_value
+        found[f"{p}/published_value"] = self._lend(p, c.published_value)
       if c.momentum is not None:
-        found[f"{p}/momentum"] = c.momentum
+        found[f"{p}/momentum"] = self._lend(p, c.momentum)
     return found
+
+  def _lend(self, fragment: int, vector: np.ndarray) -> np.ndarray:
+    """A view for others to read: until it and all views of it are gone, commits go elsewhere."""
+    if not self._in_place:
+      return vector
+    # Through a memoryview: NumPy lets a view of a view refer to the array at the end of the chain.
+    view = np.frombuffer(vector.data, np.float32)
+    self._lent[fragment].append(weakref.ref(view))
+    return view
 
 
 def _loaded(store: FragmentStore, fragment: int) -> Committed:

@@ -49,28 +49,31 @@ def squares(push: Opened, chunk: Any, sums: np.ndarray) -> bool:
   return not odd
 
 
-def add(push: Opened, chunk: Any, units: np.ndarray, out: np.ndarray) -> None:
-  """out += units[piece] * the push, for one chunk of `out` [size]."""
-  _add(push.scales, push.codes, push.int4, chunk.start, chunk.stop, chunk.runs, units, out)
+def add(push: Opened, chunk: Any, units: np.ndarray, total: np.ndarray) -> None:
+  """total [chunk] += units[piece] * the push."""
+  _add(push.scales, push.codes, push.int4, chunk.start, chunk.stop, chunk.runs, units, total)
 
 
 _NONE = np.empty(0, np.float32)
 
 
 def stepper(
-  vectors: Any, stretch: np.ndarray, config: OuterConfig, update: Encoded | None
-) -> Callable[[Any], None]:
-  """Takes one outer step of a fragment, chunk by chunk; see `passes.step`."""
+  old: Any, new: Any, stretch: np.ndarray, config: OuterConfig, update: Encoded | None
+) -> Callable[[Any, np.ndarray], None]:
+  """Takes one outer step of a fragment, chunk by chunk; see `passes.step`.
+
+  What it returns is given a chunk, and rows f32 [3, chunk]: the sum of the pushes, and scratch.
+  """
   rates = np.array([config.learning_rate, config.momentum, *outer.factors(config)], np.float32)
-  kind = 0 if vectors.momentum is None else 2 if config.nesterov else 1
-  arrays = tuple(_NONE if each is None else each for each in vectors)
+  kind = 0 if old.momentum is None else 2 if config.nesterov else 1
+  arrays = tuple(_NONE if each is None else each for each in (*old, *new))
   wire = _NONE, _NONE.view(np.uint8), False, np.float32(0)
   if update is not None:
-    opened = Opened(update, vectors.value.size)
+    opened = Opened(update, old.value.size)
     wire = opened.scales, opened.codes, opened.int4, np.float32(codec.LEVELS[update.codec])
 
-  def step(chunk: Any) -> None:
-    _step((chunk.start, chunk.stop), chunk.runs, stretch, arrays, rates, kind, wire)
+  def step(chunk: Any, rows: np.ndarray) -> None:
+    _step((chunk.start, chunk.stop), chunk.runs, stretch, rows, arrays, rates, kind, wire)
 
   return step
 
@@ -82,7 +85,7 @@ def compile_all(chunk: Any, vectors: Any, config: OuterConfig) -> None:
   push = Opened(encoded, value.size)
   squares(push, chunk, np.zeros(1))
   add(push, chunk, one, value)
-  stepper(vectors, one, config, encoded)(chunk)
+  stepper(vectors, vectors, one, config, encoded)(chunk, np.ones((3, value.size), np.float32))
 
 
 @_compiled
@@ -154,7 +157,7 @@ def _add(scales, codes, int4, start, stop, runs, units, total):
       continue
     while at < end:
       to = _run(at, end, half)
-      scale, out = scales[(start + at) // BLOCK], total[start + at : start + to]
+      scale, out = scales[(start + at) // BLOCK], total[at:to]
       if not int4:
         part = codes[first + at : first + to]
         for i in range(out.size):
@@ -171,13 +174,17 @@ def _add(scales, codes, int4, start, stop, runs, units, total):
 
 
 @_compiled
-def _step(span, runs, stretch, arrays, rates, kind, wire):
+def _step(span, runs, stretch, rows, arrays, rates, kind, wire):
   start, stop = span
-  combined, value, published, new_published, momentum, new_momentum = arrays
+  value, published, momentum, new_value, new_published, new_momentum = arrays
   scales, codes, int4, levels = wire
   size = stop - start
-  delta, old = combined[start:stop], value[start:stop]
-  before, after = published[start:stop], new_published[start:stop]
+  # What is read is in scratch: loops over vectors that may be the same one are not vectorised.
+  delta, before, speeds = rows[0], rows[1], rows[2]
+  old, after = value[start:stop], delta
+  before[:] = published[start:stop]
+  if kind:
+    speeds[:] = momentum[start:stop]
   rate, mu = rates[0], rates[1]
   for r in range(runs.shape[0]):
     a, b, piece = runs[r]
@@ -186,7 +193,7 @@ def _step(span, runs, stretch, arrays, rates, kind, wire):
       for i in range(mine.size):
         mine[i] = was[i] - mine[i] * long * rate
     else:
-      speed = momentum[start + a : start + b]
+      speed = speeds[a:b]
       if kind == 1:
         for i in range(mine.size):
           mine[i] = was[i] - (speed[i] * mu + mine[i] * long) * rate
@@ -201,11 +208,13 @@ def _step(span, runs, stretch, arrays, rates, kind, wire):
     else:
       codes = codes[start:stop]
     scales = scales[start // BLOCK : (stop + BLOCK - 1) // BLOCK]
+    after = new_published[start:stop]
     _publish(delta, before, after, scales, codes, int4, levels)
+  new_value[start:stop] = delta
   if kind:
-    speed, new = momentum[start:stop], new_momentum[start:stop]
+    new = new_momentum[start:stop]
     for i in range(size):
-      new[i] = speed[i] * rates[2] + (before[i] - after[i]) * rates[3]
+      new[i] = speeds[i] * rates[2] + (before[i] - after[i]) * rates[3]
 
 
 @_compiled

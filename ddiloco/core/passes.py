@@ -79,7 +79,7 @@ def compile_for(fragment: Fragment, config: OuterConfig) -> None:
     size = 2 * codec.BLOCK
     one, speed = np.ones(size, np.float32), outer.init(size, config)
     chunk = Chunk(0, size, np.array([[0, size, 0]], np.int64))
-    _kernels().compile_all(chunk, Vectors(one, one, one, one, speed, speed), config)
+    _kernels().compile_all(chunk, Vectors(one, one, speed), config)
 
 
 def _opened(fragment: Fragment, encoded: Encoded) -> Any:
@@ -177,17 +177,11 @@ def _first(runs: list[tuple[int, int]], count: int) -> list[tuple[int, int]]:
   return kept
 
 
-# --- A commit: the pushes' sum, then the outer step on it
+# --- A commit: the length of the pushes' sum, then the outer step on it
 
 
-def combine(
-  fragment: Fragment,
-  pushes: Sequence[Encoded],
-  units: np.ndarray,
-  out: np.ndarray,
-  share: Share = map,
-) -> np.ndarray:
-  """out = sum_m units[m, piece] * push_m; returns its squares, f64 [pieces].
+class Sum:
+  """sum_m units[m, piece] * push_m, chunk by chunk; never as a whole vector.
 
   Sums run in the order of `pushes`, so sort them by learner for results that do not depend on who
   came first. A push is not read where its unit is 0.
@@ -196,28 +190,37 @@ def combine(
     fragment: whose pieces.
     pushes: M of them, whose codes were checked by `squares`.
     units: f32 [M, pieces].
-    out: f32 [size].
-    share: on which threads.
   """
-  terms = [(push, _opened(fragment, push), mine) for push, mine in zip(pushes, units) if mine.any()]
+
+  def __init__(self, fragment: Fragment, pushes: Sequence[Encoded], units: np.ndarray):
+    self.fragment = fragment
+    self._terms = [(p, _opened(fragment, p), mine) for p, mine in zip(pushes, units) if mine.any()]
+
+  def read(self, chunk: Chunk, total: np.ndarray, scratch: np.ndarray) -> None:
+    """Writes a chunk of it into `total` [chunk] f32; `scratch` is as long, without meaning."""
+    total.fill(0)
+    for push, opened, mine in self._terms:
+      if opened is not None:
+        _kernels().add(opened, chunk, mine, total)
+      else:
+        there = codec.part(push, self.fragment.size, chunk.start)
+        _add(there, push.codec, chunk.runs, mine, total, scratch)
+
+
+def sum_squares(total: Sum, share: Share = map) -> np.ndarray:
+  """|sum|^2 of each piece, f64 [pieces]."""
+  pieces = len(total.fragment.pieces)
 
   def work(segment: list[Chunk]) -> np.ndarray:
-    sums = np.zeros(len(fragment.pieces))
-    scratch = np.empty(CHUNK, np.float32)
+    sums, rows = np.zeros(pieces), np.empty((2, CHUNK), np.float32)
     for chunk in segment:
-      total = out[chunk.start : chunk.stop]
-      total.fill(0)
-      for push, opened, mine in terms:
-        if opened is not None:
-          _kernels().add(opened, chunk, mine, out)
-        else:
-          there = codec.part(push, fragment.size, chunk.start)
-          _add(there, push.codec, chunk.runs, mine, total, scratch)
+      values, scratch = rows[:, : chunk.stop - chunk.start]
+      total.read(chunk, values, scratch)
       for start, stop, piece in chunk.runs.tolist():
-        sums[piece] += dot(total[start:stop], total[start:stop])
+        sums[piece] += dot(values[start:stop], values[start:stop])
     return sums
 
-  return _added(list(share(work, segments(fragment))))
+  return _added(list(share(work, segments(total.fragment))))
 
 
 def _add(
@@ -228,80 +231,21 @@ def _add(
   total: np.ndarray,
   scratch: np.ndarray,
 ) -> None:
-  values = scratch[: total.size]
-  codec.decode_chunk(there, name, values)
+  codec.decode_chunk(there, name, scratch)
   for start, stop, piece in runs.tolist():
     if not units[piece]:
       continue
-    product = values[start:stop]
+    product = scratch[start:stop]
     np.multiply(product, units[piece], out=product)
     np.add(total[start:stop], product, out=total[start:stop])
 
 
-@dataclasses.dataclass(frozen=True)
-class Stepped:
-  """A fragment after an outer step: fresh vectors f32 [size]."""
-
-  value: np.ndarray
-  published_value: np.ndarray  # `value` itself, or what a lossy codec makes of it
-  momentum: np.ndarray | None
-  update: Encoded | None  # from the published value before to this one; None: values go out whole
-
-
-def step(
-  fragment: Fragment,
-  combined: np.ndarray,
-  stretch: np.ndarray,
-  value: np.ndarray,
-  published_value: np.ndarray,
-  momentum: np.ndarray | None,
-  config: OuterConfig,
-  name: str,
-  share: Share = map,
-) -> Stepped:
-  """The outer step on `stretch * combined`, and its update in the wire codec, in one pass.
-
-  Rounding errors do not add up: an update is taken from what learners really have.
-
-  Args:
-    fragment: whose pieces.
-    combined: [size] f32, from `combine`; becomes the new value.
-    stretch: f32 [pieces].
-    value: [size] f32, the global value; not changed, like the next two.
-    published_value: [size] f32, what learners have of it.
-    momentum: [size] f32, as of the step before; None without.
-    config: of the outer optimizer.
-    name: the codec of updates; "f32": learners get the new value itself.
-    share: on which threads.
-  """
-  size, lossy = fragment.size, name != "f32"
-  published = np.empty_like(combined) if lossy else combined
-  speed = None if momentum is None else np.empty_like(momentum)
-  update = Encoded(name, np.empty(codec.payload_bytes(size, name), np.uint8)) if lossy else None
-  vectors = Vectors(combined, value, published_value, published, momentum, speed)
-  compiled = size >= COMPILED_FROM and name != "bf16"
-  step_chunk = _kernels().stepper(vectors, stretch, config, update) if compiled else None
-
-  def work(segment: list[Chunk]) -> None:
-    for chunk in segment:
-      if step_chunk is not None:
-        step_chunk(chunk)
-      else:
-        _step(chunk, vectors, stretch, config, update)
-
-  list(share(work, segments(fragment)))
-  return Stepped(combined, published, speed, update)
-
-
 class Vectors(NamedTuple):
-  """What a step reads and writes, each f32 [size]."""
+  """What an outer step goes from, and what it leads to; each f32 [size]."""
 
-  delta: np.ndarray  # the sum of the pushes; becomes the new value
   value: np.ndarray
-  published: np.ndarray
-  new_published: np.ndarray
-  momentum: np.ndarray | None
-  new_momentum: np.ndarray | None
+  published_value: np.ndarray  # what learners have of it; `value` itself where it goes out whole
+  momentum: np.ndarray | None  # None without
 
   def part(self, start: int, stop: int) -> Vectors:
     """Views of these values."""
@@ -309,26 +253,78 @@ class Vectors(NamedTuple):
     return Vectors(*views)
 
 
+def step(
+  total: Sum,
+  stretch: np.ndarray,
+  old: Vectors,
+  config: OuterConfig,
+  name: str,
+  share: Share = map,
+  new: Vectors | None = None,
+) -> tuple[Vectors, Encoded | None]:
+  """The outer step on `stretch * total`, and its update in the wire codec, in one pass.
+
+  Rounding errors do not add up: an update is taken from what learners really have.
+
+  Args:
+    total: of the pushes.
+    stretch: f32 [pieces].
+    old: as of the step before.
+    config: of the outer optimizer.
+    name: the codec of updates; "f32": learners get the new value itself.
+    share: on which threads.
+    new: where the new vectors go; they may be the old ones. None: fresh ones.
+
+  Returns:
+    (the new vectors, the update from the published value before; None: values go out whole).
+  """
+  fragment, size, lossy = total.fragment, total.fragment.size, name != "f32"
+  if new is None:
+    value, momentum = np.empty(size, np.float32), old.momentum
+    speed = None if momentum is None else np.empty(size, np.float32)
+    new = Vectors(value, np.empty(size, np.float32) if lossy else value, speed)
+  update = Encoded(name, np.empty(codec.payload_bytes(size, name), np.uint8)) if lossy else None
+  compiled = size >= COMPILED_FROM and name != "bf16"
+  step_chunk = _kernels().stepper(old, new, stretch, config, update) if compiled else None
+
+  def work(segment: list[Chunk]) -> None:
+    rows = np.empty((3, CHUNK), np.float32)
+    for chunk in segment:
+      here = rows[:, : chunk.stop - chunk.start]
+      total.read(chunk, here[0], here[1])
+      if step_chunk is not None:
+        step_chunk(chunk, here)
+      else:
+        _step(chunk, here, old, new, stretch, config, update)
+
+  list(share(work, segments(fragment)))
+  return new, update
+
+
 def _step(
   chunk: Chunk,
-  vectors: Vectors,
+  rows: np.ndarray,
+  old: Vectors,
+  new: Vectors,
   stretch: np.ndarray,
   config: OuterConfig,
   update: Encoded | None,
 ) -> None:
-  """One chunk of `step`."""
-  here = vectors.part(chunk.start, chunk.stop)
-  delta, scratch = here.delta, np.empty_like(here.delta)
+  """One chunk of `step`; `rows` f32 [3, chunk]: the sum, and scratch."""
+  delta, before, scratch = rows
+  was, now = old.part(chunk.start, chunk.stop), new.part(chunk.start, chunk.stop)
   for start, stop, piece in chunk.runs.tolist():
     np.multiply(delta[start:stop], stretch[piece], out=delta[start:stop])
-  outer.update(here.value, here.momentum, delta, config, delta, scratch)
+  before[:] = was.published_value  # which may be written over
+  outer.update(was.value, was.momentum, delta, config, delta, scratch)
+  now.value[:] = delta
   if update is not None:
-    there, change = codec.part(update, vectors.value.size, chunk.start), delta - here.published
-    codec.encode_chunk(change, update.codec, there, scratch)
-    codec.decode_chunk(there, update.codec, change)
-    np.add(here.published, change, out=here.new_published)
-  before_and_after = here.published, here.new_published
-  outer.followed(here.momentum, *before_and_after, config, here.new_momentum, scratch)
+    there = codec.part(update, old.value.size, chunk.start)
+    np.subtract(delta, before, out=delta)
+    codec.encode_chunk(delta, update.codec, there, scratch)
+    codec.decode_chunk(there, update.codec, delta)
+    np.add(before, delta, out=now.published_value)
+  outer.followed(was.momentum, before, now.published_value, config, now.momentum, scratch)
 
 
 # --- A copy: what whoever receives a commit's change makes of it
@@ -340,30 +336,29 @@ def follow(
   momentum: np.ndarray | None,
   change: Encoded,
   config: OuterConfig,
-) -> tuple[np.ndarray, np.ndarray | None]:
-  """(published value, momentum) after a step of which this is what learners get.
+) -> None:
+  """Takes the step of which this is what learners get.
 
   Bit by bit what the shard has: an update is added; what is f32 is the new value itself.
 
   Args:
     fragment: whose pieces.
-    published_value: [size] f32, before; not changed, like the momentum.
-    momentum: [size] f32, before; None without.
+    published_value: [size] f32, before; becomes the new one.
+    momentum: [size] f32, before; becomes the new one. None without.
     change: in the wire codec.
     config: of the outer optimizer.
 
   Raises:
-    CodecError: a code that no encoder writes.
+    CodecError: a code that no encoder writes; the vectors mean nothing then.
   """
-  new = np.empty(fragment.size, np.float32)
-  speed = new if momentum is None else np.empty_like(new)
-  scratch = np.empty(CHUNK, np.float32)
+  rows = np.empty((3, CHUNK), np.float32)
   for start in range(0, fragment.size, CHUNK):
     here = slice(start, min(start + CHUNK, fragment.size))
-    before, after = published_value[here], new[here]
+    before, after, scratch = rows[:, : here.stop - start]
     codec.decode_chunk(codec.part(change, fragment.size, start), change.codec, after)
+    before[:] = published_value[here]
     if change.codec != "f32":
       np.add(before, after, out=after)
-    old = None if momentum is None else momentum[here]
-    outer.followed(old, before, after, config, speed[here], scratch[: after.size])
-  return new, None if momentum is None else speed
+    published_value[here] = after
+    if momentum is not None:
+      outer.followed(momentum[here], before, after, config, momentum[here], scratch)

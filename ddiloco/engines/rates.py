@@ -49,7 +49,7 @@ def commits(fragment: Fragment, config: Config, pushes: int, share: Share) -> Ca
   learners = tuple(range(pushes))
   steps, tokens = (24,) * pushes, tuple(24 * 1024 + m for m in learners)
   what = Commit(0, 0, 1, learners, steps, tokens)
-  return lambda: commit(fragment, old, arrivals, what, config, share)
+  return lambda: commit(fragment, old, arrivals, what, config, share, in_place=True)
 
 
 def seconds_of(work: Callable[[], object]) -> float:

@@ -151,7 +151,7 @@ def _recover(
         f"begins fragments {missing} again, unless a learner has them: no snapshot of this run was"
         " ever complete"
       )
-  store = MemoryStore()
+  store = MemoryStore(outlives=False)
   for committed in found.values():
     store.save(committed)
   # Also with its buddy's copies: it may have gone on without a buddy that was cut off from it.

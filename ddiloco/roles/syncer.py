@@ -242,6 +242,8 @@ class Syncer:
       case Accept():
         self._worker.put(self._accept(action))
       case Commit(fragment):
+        if self.replication is not None:
+          self.replication.changes(fragment)
         self._at_work[fragment] = []
         self._worker.put(self._commit(action, self._state_of(fragment)))
       case InstallValue(fragment):
@@ -350,7 +352,7 @@ class Syncer:
     """The log first, then the buddy: what others know of is never missing there."""
     self.recorder.flush()
     if self.replication is not None:
-      self.replication.committed(self.committed[fragment], self.merger.update(fragment))
+      self.replication.committed(self.committed[fragment], self.merger.change(fragment))
 
   def _capture(self, action: TakeSnapshot) -> None:
     """This shard's part of a snapshot; its values are those of the jobs before this one."""

@@ -227,8 +227,8 @@ def state_vectors(sync: SyncConfig, momentum: bool) -> int:
 
 
 def commit_vectors(sync: SyncConfig, momentum: bool, pushes: int) -> int:
-  """f32 vectors that a commit touches: a push each, their sum twice, the state in and out."""
-  return pushes + 2 + 2 * state_vectors(sync, momentum)
+  """f32 vectors that a commit touches: a push each, twice, and the state in and out."""
+  return 2 * pushes + 2 * state_vectors(sync, momentum)
 
 
 def owned_sizes(sizes: Sequence[int], shard: int, num_shards: int) -> list[int]:

@@ -86,12 +86,13 @@ def change(before: Committed, name: str, seed: int) -> tuple[Committed, Replica]
   fragment = PLAN.fragments[before.state.index]
   delta = np.random.default_rng(seed).standard_normal(fragment.size).astype(np.float32)
   ones = np.ones(len(fragment.pieces), np.float32)
-  vectors = before.value, before.published_value, before.momentum
-  new = passes.step(fragment, delta, ones, *vectors, OUTER, name)
+  total = passes.Sum(fragment, [Encoded("f32", codec.encode(delta, "f32"))], ones[None])
+  old = passes.Vectors(before.value, before.published_value, before.momentum)
+  new, update = passes.step(total, ones, old, OUTER, name)
   version, last = before.state.version + 1, before.state.last_round
   state = replace(before.state, version=version, last_round=last + 1)
   after = Committed(state, new.value, new.published_value, new.momentum)
-  sent = new.update or Encoded("f32", codec.encode(new.published_value, "f32"))
+  sent = update or Encoded("f32", codec.encode(new.published_value, "f32"))
   said = dataclasses.replace(header(after, 0, 9), base_round=last, codec=sent.codec)
   return after, dataclasses.replace(said, payload=sent.payload)
 

@@ -35,11 +35,20 @@ def directions_of(fragment, deltas, weights):
   return merge.Directions(fragment, squares, np.asarray(weights, np.float64))
 
 
+def whole(total):
+  """A sum as one vector."""
+  out = np.empty(total.fragment.size, np.float32)
+  for chunk in itertools.chain(*passes.segments(total.fragment)):
+    here = out[chunk.start : chunk.stop]
+    total.read(chunk, here, np.empty_like(here))
+  return out
+
+
 def merged(fragment, deltas, weights):
   directions = directions_of(fragment, deltas, weights)
-  out = np.empty(fragment.size, np.float32)
-  squares = passes.combine(fragment, [exact(d) for d in deltas], directions.units, out)
-  for piece, stretch in zip(fragment.pieces, directions.stretch(squares)):
+  total = passes.Sum(fragment, [exact(d) for d in deltas], directions.units)
+  out = whole(total)
+  for piece, stretch in zip(fragment.pieces, directions.stretch(passes.sum_squares(total))):
     out[piece.offset : piece.offset + piece.size] *= stretch
   return out
 
@@ -160,9 +169,9 @@ def test_weight_zero_is_never_read():
   fragment = fragment_of(2, 2, average=[1])
   one = np.array([3, 4, 1, 2], np.float32)
   units = directions_of(fragment, [one, one], [1.0, 0.0]).units
-  poison, out = np.full(4, np.nan, np.float32), np.empty(4, np.float32)
-  passes.combine(fragment, [exact(one), exact(poison)], units, out)
-  np.testing.assert_array_equal(out, one)
+  poison = np.full(4, np.nan, np.float32)
+  total = passes.Sum(fragment, [exact(one), exact(poison)], units)
+  np.testing.assert_array_equal(whole(total), one)
 
 
 def test_orthogonal_inputs():

@@ -10,6 +10,7 @@ import pytest
 from ddiloco.config import OuterConfig
 from ddiloco.core import codec, merge, outer, passes
 from ddiloco.core.codec import CHUNK, Encoded
+from ddiloco.core.passes import Sum, Vectors
 from tests.core.test_merge import fragment_of, randoms
 
 NESTEROV = OuterConfig(learning_rate=0.7, momentum=0.9, nesterov=True)
@@ -33,22 +34,25 @@ def encoded(deltas, name):
 
 
 def all_of(stepped):
-  vectors = stepped.value, stepped.published_value, stepped.momentum, stepped.update
-  return [None if v is None else np.asarray(v[1] if v is stepped.update else v) for v in vectors]
+  new, update = stepped
+  return [*new, None if update is None else np.asarray(update.payload)]
+
+
+def one_push(fragment, delta):
+  """The sum of this one, exactly."""
+  return Sum(fragment, encoded([delta], "f32"), np.ones((1, len(fragment.pieces)), np.float32))
 
 
 def stepped_of(fragment, pushes, config, name, share=map, seed=1):
   """(squares of the pushes, squares of their sum, the fragment after a step on them)."""
   squares = np.stack([passes.squares(fragment, p, share) for p in pushes])
   directions = merge.Directions(fragment, squares, np.arange(1, len(pushes) + 1) / 10)
-  out = np.empty(fragment.size, np.float32)
-  found = passes.combine(fragment, pushes, directions.units, out, share)
+  total = Sum(fragment, pushes, directions.units)
+  found = passes.sum_squares(total, share)
   value, drift, speed = randoms(3, fragment.size, seed)
   published = value + np.float32(0.01) * drift if name != "f32" else value
-  momentum = speed if config.momentum else None
-  vectors = value, published, momentum
-  stretch = directions.stretch(found)
-  return squares, found, passes.step(fragment, out, stretch, *vectors, config, name, share)
+  old = Vectors(value, published, speed if config.momentum else None)
+  return squares, found, passes.step(total, directions.stretch(found), old, config, name, share)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -63,9 +67,9 @@ def test_a_step_is_the_outer_optimizers_on_the_plain_sum(sizes, config):
   before = [v.copy() for v in (value, speed, *deltas)]
   squares = np.stack([passes.squares(fragment, p) for p in pushes])
   directions = merge.Directions(fragment, squares, np.array([0.5, 0.2, 0.3]))
-  out = np.empty(fragment.size, np.float32)
-  stretch = directions.stretch(passes.combine(fragment, pushes, directions.units, out))
-  new = passes.step(fragment, out, stretch, value, value, momentum, config, "f32")
+  total = Sum(fragment, pushes, directions.units)
+  stretch = directions.stretch(passes.sum_squares(total))
+  new, update = passes.step(total, stretch, Vectors(value, value, momentum), config, "f32")
 
   spans = [slice(p.offset, p.offset + p.size) for p in fragment.pieces]
   units = directions.units
@@ -73,7 +77,7 @@ def test_a_step_is_the_outer_optimizers_on_the_plain_sum(sizes, config):
   summed = np.concatenate([sum(each) * c for each, c in zip(parts, stretch)])
   expected = outer.update(value, momentum, summed, config)
   np.testing.assert_array_equal(new.value, expected)
-  assert new.published_value is new.value and new.update is None
+  assert new.published_value is new.value and update is None
   followed = outer.followed(momentum, value, expected, config)
   np.testing.assert_array_equal(new.momentum, followed)
   for was, now in zip(before, (value, speed, *deltas)):
@@ -100,21 +104,25 @@ def test_kernels_and_threads_change_no_bit(name, config, compiled):
     np.testing.assert_array_equal(ours, theirs)
   np.testing.assert_array_equal(sums[1], kernel_found)
   # With the same norms NumPy and kernels agree in every bit.
-  out, other = np.empty((2, fragment.size), np.float32)
   units = merge.Directions(fragment, squares, np.array([0.1, 0.2, 0.3])).units
   stretch = np.float32([0.7, 1.1, 0.0, 1.0, 2.0, 3.0])
   value, published, speed = randoms(3, fragment.size, seed=2)
   published = value if name == "f32" else value + np.float32(0.001) * published
-  speed = speed if config.momentum else None
-  rest = stretch, value, published, speed, config, name
-  passes.combine(fragment, pushes, units, out)
-  by_kernels = all_of(passes.step(fragment, out, *rest))
-  compiled(False)
-  passes.combine(fragment, pushes, units, other)
-  by_numpy = all_of(passes.step(fragment, other, *rest))
-  for ours, theirs in zip(by_kernels, by_numpy):
-    if ours is not None:
-      np.testing.assert_array_equal(ours, theirs)
+  old = Vectors(value, published, speed if config.momentum else None)
+  found = {}
+  for kernels in (True, False):
+    compiled(kernels)
+    total = Sum(fragment, pushes, units)
+    found[kernels] = all_of(passes.step(total, stretch, old, config, name))
+    kept = Vectors(*(None if v is None else v.copy() for v in old))
+    if name == "f32":
+      kept = kept._replace(published_value=kept.value)
+    found[kernels, "in place"] = all_of(passes.step(total, stretch, kept, config, name, new=kept))
+    assert found[kernels, "in place"][0] is kept.value
+  for each in found.values():
+    for ours, theirs in zip(found[True], each, strict=True):
+      if ours is not None:
+        np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
@@ -128,8 +136,8 @@ def test_kernels_encode_extremes_as_numpy_does(name, extreme, compiled):
   found = []
   for kernels in (True, False):
     compiled(kernels)
-    delta = -update
-    found.append(all_of(passes.step(fragment, delta, ones, zero, zero, None, OuterConfig(), name)))
+    total, old = one_push(fragment, -update), Vectors(zero, zero, None)
+    found.append(all_of(passes.step(total, ones, old, OuterConfig(), name)))
   for ours, theirs in zip(*found):
     if ours is not None:
       np.testing.assert_array_equal(ours, theirs)
@@ -197,8 +205,9 @@ def test_momentum_is_what_published_steps_say():
     delta += 1
     exact_momentum = 0.9 * exact_momentum + delta
     ones = np.ones(1, np.float32)
-    new = passes.step(fragment, delta.copy(), ones, value, published, momentum, NESTEROV, "int8")
-    received = published + codec.decode(new.update.payload, 1000, "int8")
+    old = Vectors(value, published, momentum)
+    new, update = passes.step(one_push(fragment, delta), ones, old, NESTEROV, "int8")
+    received = published + codec.decode(update.payload, 1000, "int8")
     theirs = outer.followed(theirs, published, received, NESTEROV)
     value, published, momentum = new.value, new.published_value, new.momentum
     np.testing.assert_array_equal(received, published)
@@ -206,19 +215,20 @@ def test_momentum_is_what_published_steps_say():
   assert np.abs(momentum - exact_momentum).max() < 0.02 * np.abs(exact_momentum).max()
 
 
-def test_a_commit_allocates_the_new_vectors_and_chunks(compiled):
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_step_allocates_the_new_vectors_if_any_and_chunks(in_place):
   fragment = fragment_of(1_000_000, 64, 500_000)
   pushes = encoded(randoms(4, fragment.size), "int4")
   stepped_of(fragment, pushes, NESTEROV, "int4")
-  value = np.zeros(fragment.size, np.float32)
-  directions = np.ones((4, 3), np.float32)
+  old = Vectors(*np.zeros((3, fragment.size), np.float32))
+  units, ones = np.ones((4, 3), np.float32), np.ones(3, np.float32)
   tracemalloc.start()
-  out = np.empty(fragment.size, np.float32)
-  passes.combine(fragment, pushes, directions, out)
-  passes.step(fragment, out, np.ones(3, np.float32), value, value, value, NESTEROV, "int4")
+  total = Sum(fragment, pushes, units)
+  passes.sum_squares(total)
+  passes.step(total, ones, old, NESTEROV, "int4", new=old if in_place else None)
   peak = tracemalloc.get_traced_memory()[1]
   tracemalloc.stop()
-  vectors = 3 * value.nbytes + codec.payload_bytes(fragment.size, "int4")
+  vectors = 3 * old.value.nbytes * (not in_place) + codec.payload_bytes(fragment.size, "int4")
   assert vectors <= peak <= vectors + 4 * 4 * CHUNK
 
 
