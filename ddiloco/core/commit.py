@@ -270,8 +270,8 @@ class Merger:
     fragment, and touching it takes longer than the arithmetic.
     """
     p = what.fragment
-    self._lent[p] = [view for view in self._lent[p] if view() is not None]
-    in_place = self._in_place and not self._lent[p]
+    in_place = self._in_place and all(view() is None for view in self._lent[p])
+    self._lent[p] = []  # what is read still is not what will be here
     self._update.pop(p, None)
     arrivals, fragment = self._arrivals.pop(p), self._fragments[p]
     old, config = self.committed[p], self._config

@@ -1,5 +1,6 @@
 """A shard's bits: what it publishes, what it rejects, and what outlives it."""
 
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -51,7 +52,7 @@ class Shard:
 
   sealer: Sealer | None = None
 
-  def __init__(self, learners: int, store=None, incarnation: int = 0, **sections):
+  def __init__(self, learners: int, store=None, incarnation=0, outlives=True, **sections):
     sync = {"num_shards": 1, "num_fragments": 2, "sync_period": 4, "overlap_steps": 2}
     sync |= {"liveness_seconds": 1e6, "grace_safety": 0.9, **sections.pop("sync", {})}
     self.config = from_dict({"islands": {"num_learners": learners}, "sync": sync, **sections})
@@ -62,7 +63,7 @@ class Shard:
     self.rounds: dict[int, dict[int, int]] = {m: {} for m in self.learners}
     self.store = store
     if store is None:
-      self.store, first = MemoryStore(), toy.initial_params()
+      self.store, first = MemoryStore(outlives), toy.initial_params()
       for f in self.plan.fragments:
         self.store.save(new_fragment(f, fragments.gather(f, first)))
     self.start(incarnation)
@@ -257,6 +258,33 @@ def test_what_was_committed_is_never_written_again():
     assert same(value, value_copy) and same(published_value, published_copy)
   for m, each in pushed.items():
     assert all(same(each[p], copies[m][p]) for p in each)
+
+
+@pytest.mark.parametrize("name", codec.CODECS)
+def test_a_shard_that_alone_has_its_vectors_writes_over_them_and_over_nothing_lent(name):
+  """The same bits as with fresh memory for every commit, wherever they are written."""
+  sync = {"min_quorum": 2, "publish_codec": name, "push_codec": "int8"}
+  both = [
+    Shard(2, outlives=outlives, sync=sync, outer={"momentum": 0.9}) for outlives in (True, False)
+  ]
+  alone = both[1]
+  where: list[list[int]] = []
+  lent: list[tuple[np.ndarray, bytes]] = []
+  for seed in range(6):
+    for shard in both:
+      shard.round(deltas(shard.plan, shard.learners, seed), name="f32")
+    for c, d in zip(*(shard.syncer.committed.values() for shard in both)):
+      assert c.state == d.state
+      assert same(c.value, d.value) and same(c.published_value, d.published_value)
+      assert same(c.momentum, d.momentum)
+    assert all(value.tobytes() == was for value, was in lent), "still as when they were lent"
+    where.append([c.value.ctypes.data for c in alone.syncer.committed.values()])
+    if seed == 3:  # a snapshot
+      lent = [(v[1:], v[1:].tobytes()) for v in alone.syncer.merger.arrays().values()]
+  if name == "f32":  # values go out as they are, and these learners keep them
+    assert all(a != b for a, b in itertools.pairwise(where))
+  else:
+    assert where[1] == where[2] == where[3] != where[4] == where[5]
 
 
 def test_the_store_keeps_the_newest_commit_of_each_fragment():
