@@ -194,17 +194,20 @@ class Sum:
 
   def __init__(self, fragment: Fragment, pushes: Sequence[Encoded], units: np.ndarray):
     self.fragment = fragment
-    self._terms = [(p, _opened(fragment, p), mine) for p, mine in zip(pushes, units) if mine.any()]
+    self._terms = [(push, mine) for push, mine in zip(pushes, units) if mine.any()]
+    opened = [_opened(fragment, push) for push, _ in self._terms]
+    together = len({push.codec for push, _ in self._terms}) == 1 and opened[0] is not None
+    self._compiled = _kernels().Pushes(opened, units[units.any(axis=1)]) if together else None
 
   def read(self, chunk: Chunk, total: np.ndarray, scratch: np.ndarray) -> None:
     """Writes a chunk of it into `total` [chunk] f32; `scratch` is as long, without meaning."""
+    if self._compiled is not None:
+      self._compiled.read(chunk, total)
+      return
     total.fill(0)
-    for push, opened, mine in self._terms:
-      if opened is not None:
-        _kernels().add(opened, chunk, mine, total)
-      else:
-        there = codec.part(push, self.fragment.size, chunk.start)
-        _add(there, push.codec, chunk.runs, mine, total, scratch)
+    for push, mine in self._terms:
+      there = codec.part(push, self.fragment.size, chunk.start)
+      _add(there, push.codec, chunk.runs, mine, total, scratch)
 
 
 def sum_squares(total: Sum, share: Share = map) -> np.ndarray:
