@@ -181,7 +181,7 @@ def _first(runs: list[tuple[int, int]], count: int) -> list[tuple[int, int]]:
 
 
 class Sum:
-  """sum_m units[m, piece] * push_m, chunk by chunk; never as a whole vector.
+  """sum_m units[m, piece] * push_m, chunk by chunk; of a large fragment never as a whole vector.
 
   Sums run in the order of `pushes`, so sort them by learner for results that do not depend on who
   came first. A push is not read where its unit is 0.
@@ -198,16 +198,23 @@ class Sum:
     opened = [_opened(fragment, push) for push, _ in self._terms]
     together = len({push.codec for push, _ in self._terms}) == 1 and opened[0] is not None
     self._compiled = _kernels().Pushes(opened, units[units.any(axis=1)]) if together else None
+    self._keeps = fragment.size < COMPILED_FROM  # to add up again takes longer there
+    self._kept: dict[int, np.ndarray] = {}  # by the chunk's start
 
   def read(self, chunk: Chunk, total: np.ndarray, scratch: np.ndarray) -> None:
     """Writes a chunk of it into `total` [chunk] f32; `scratch` is as long, without meaning."""
     if self._compiled is not None:
       self._compiled.read(chunk, total)
       return
+    if (kept := self._kept.get(chunk.start)) is not None:
+      total[:] = kept
+      return
     total.fill(0)
     for push, mine in self._terms:
       there = codec.part(push, self.fragment.size, chunk.start)
       _add(there, push.codec, chunk.runs, mine, total, scratch)
+    if self._keeps:
+      self._kept[chunk.start] = total.copy()
 
 
 def sum_squares(total: Sum, share: Share = map) -> np.ndarray:

@@ -229,6 +229,7 @@ def test_a_step_allocates_the_new_vectors_if_any_and_chunks(in_place):
   peak = tracemalloc.get_traced_memory()[1]
   tracemalloc.stop()
   vectors = 3 * old.value.nbytes * (not in_place) + codec.payload_bytes(fragment.size, "int4")
+  vectors += old.value.nbytes  # the sum: the fragment is small
   assert vectors <= peak <= vectors + 4 * 4 * CHUNK
 
 
