@@ -255,7 +255,7 @@ class NetworkEndpoint:
     if now >= self._keys_at:
       self._keys_at = now + KEYS_SECONDS
       self._look_at_keys()
-      self.buffers.release(now)
+    self.buffers.release(now)
     for peer in self._peers():
       if still > STOOD_STILL_SECONDS:  # what came meanwhile is still on its way through the kernel
         peer.heard_at = min(now, peer.heard_at + still)

@@ -217,6 +217,7 @@ class FrameSocket:
         continue
       if target:
         yield target
+      target = None  # else the payload's memory is held until the next one comes
       self.owner.arrived(self, frame)
 
   # --- out ----------------------------------------------------------------------------------------

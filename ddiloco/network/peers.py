@@ -35,7 +35,7 @@ MAX_QUEUED = 1024  # messages with payload for a peer
 MAX_UNTAKEN = 1024  # of a peer's, that arrive or are not taken yet
 MAX_REASON = 300  # characters
 LEAST_KEPT_BYTES = 1 << 20  # smaller memory is no cost
-KEPT_SECONDS = 30.0  # rounds come more often than that
+KEPT_SECONDS = 3.0  # the pushes of a round come together; between rounds memory is for others
 
 
 class Channel:
