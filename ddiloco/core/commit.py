@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import weakref
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -155,13 +154,18 @@ def commit(
   momentum = outer.init(fragment.size, config.outer) if old.momentum is None else old.momentum
   before, name = Vectors(old.value, old.published_value, momentum), config.sync.publish_codec
   after = None
-  if in_place:
+  if in_place and _writable(before):
     apart = name != "f32" and old.value is old.published_value
     after = before._replace(value=np.empty_like(old.value)) if apart else before
   new, update = passes.step(total, stretch, before, config.outer, name, share, after)
   state = FragmentState(fragment.index, what.version, last_round=what.round)
   committed = Committed(state, new.value, new.published_value, new.momentum, what.round)
   return committed, update, weights
+
+
+def _writable(vectors: Vectors) -> bool:
+  """Not so where they came out of a file or a message."""
+  return all(each is None or each.flags.writeable for each in vectors)
 
 
 def learner_weights(what: Commit, config: Config) -> np.ndarray:
@@ -199,8 +203,7 @@ class Merger:
     self._update: dict[int, Encoded] = {}  # the newest
     self._initial: dict[int, np.ndarray] = {}  # digests of the initial values that are made
     self._in_place = not store.outlives
-    # By fragment, what others read; only its own commit takes any out.
-    self._lent: dict[int, list[weakref.ref[np.ndarray]]] = {p: [] for p in fragments}
+    self._lent: set[int] = set()  # fragments whose vectors others may read
     self.share: Share = map
 
   def prepare(self, fragment: int) -> None:
@@ -219,8 +222,7 @@ class Merger:
     update = self._update.get(fragment)
     if update is not None:
       return update
-    published = self.committed[fragment].published_value
-    return Encoded("f32", codec.encode(self._lend(fragment, published), "f32"))
+    return Encoded("f32", codec.encode(self._lend(fragment).published_value, "f32"))
 
   def take_in(self, push: Push, now: float) -> Received:
     """Measures a push, so that the reducer can judge it."""
@@ -246,7 +248,7 @@ class Merger:
       return Received(value, now, fault=str(error))
     if not np.isfinite(flat).all():
       return Received(value, now, fault="not finite")
-    return Received(value, now, content=flat)
+    return Received(value, now, content=flat.copy())  # the message has the memory it came in
 
   def accept(self, accept: Accept) -> None:
     """Keeps a push that was taken in until its round ends."""
@@ -270,8 +272,8 @@ class Merger:
     fragment, and touching it takes longer than the arithmetic.
     """
     p = what.fragment
-    in_place = self._in_place and all(view() is None for view in self._lent[p])
-    self._lent[p] = []  # what is read still is not what will be here
+    in_place = self._in_place and p not in self._lent
+    self._lent.discard(p)  # what was lent is not what will be here
     self._update.pop(p, None)
     arrivals, fragment = self._arrivals.pop(p), self._fragments[p]
     old, config = self.committed[p], self._config
@@ -299,28 +301,25 @@ class Merger:
     if publish.base_version >= 0 and update is not None:
       return replace(publish, codec=update.codec, payload=update.payload)
     p = publish.fragment
-    payload = codec.encode(self._lend(p, self.committed[p].published_value), "f32")
+    payload = codec.encode(self._lend(p).published_value, "f32")
     return replace(publish, base_version=-1, codec="f32", payload=payload)
 
   def arrays(self) -> dict[str, np.ndarray]:
     """All that is committed, by name: "3/value". No copies: see `_lend`."""
     found: dict[str, np.ndarray] = {}
-    for p, c in self.committed.items():
-      found[f"{p}/value"] = self._lend(p, c.value)
+    for p in self.committed:
+      c = self._lend(p)
+      found[f"{p}/value"] = c.value
       if c.published_value is not c.value:
-        found[f"{p}/published_value"] = self._lend(p, c.published_value)
+        found[f"{p}/published_value"] = c.published_value
       if c.momentum is not None:
-        found[f"{p}/momentum"] = self._lend(p, c.momentum)
+        found[f"{p}/momentum"] = c.momentum
     return found
 
-  def _lend(self, fragment: int, vector: np.ndarray) -> np.ndarray:
-    """A view for others to read: until it and all views of it are gone, commits go elsewhere."""
-    if not self._in_place:
-      return vector
-    # Through a memoryview: NumPy lets a view of a view refer to the array at the end of the chain.
-    view = np.frombuffer(vector.data, np.float32)
-    self._lent[fragment].append(weakref.ref(view))
-    return view
+  def _lend(self, fragment: int) -> Committed:
+    """The newest commit, for others to read as long as they like: the next one goes elsewhere."""
+    self._lent.add(fragment)
+    return self.committed[fragment]
 
 
 def _loaded(store: FragmentStore, fragment: int) -> Committed:
