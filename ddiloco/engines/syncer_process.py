@@ -68,10 +68,11 @@ def _syncer(runner: RoleRunner, shard: int) -> int:
   role = Syncer(state, config, plan, store, runtime, replication, sealer)
   if saver is not None:
     saver.hold = lambda: "it has nothing to save yet" if unfounded.empty(role.state) else ""
-  back = [committed for committed in role.committed.values() if committed.state.version]
+  back = any(committed.state.version for committed in role.committed.values())
   if replication is not None:  # a buddy that has restarted as well has them from here
-    for committed in back:
-      replication.committed(committed)
+    for committed in role.committed.values():
+      if committed.state.version:
+        replication.committed(committed)
   runner.say(f"serves fragments {', '.join(map(str, owned))} at {endpoint.bound}")
   runner.ready = lambda: ""
   runner.progress = lambda: _served(role, config)
