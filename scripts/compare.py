@@ -134,7 +134,7 @@ METHODS: dict[str, Method] = {
   "K = 1 + grace, two slow": dataclasses.replace(variant(), slowness=SLOW),
   "M = 8, average": variant(8, sync__merge="average"),
   "Streaming, M = 4": Method("streaming_diloco", {"sync.num_fragments": 2}),
-  "Decoupled as published, M = 4": Method("decoupled"),
+  "Decoupled as published, M = 4": Method("decoupled", {"sync.num_fragments": 12}),
   "one island alone": Method("data_parallel", how="alone", of="data-parallel"),
   "default, M = 2": Method(learners=2),
   "default, M = 16": Method(learners=16),
