@@ -16,7 +16,7 @@ steps, however many there are. The best point is then run with other seeds: of d
 and paces. Rows that are not tuned are variants of one that is, at its point.
 
 Every run that has ended is a line of WORKDIR/runs.jsonl and is not run again. With --table nothing
-is run, and what is there is printed. Last line else: {"runs": n, "relative": {SIZE: {ROW: x}}}.
+is run, and what is there is printed. Else the last line is {"relative": {SIZE: {ROW: x}}}, in %.
 """
 
 from __future__ import annotations
@@ -255,7 +255,6 @@ class Runs:
   def __init__(self, workdir: Path, trains: bool):
     self._file, self._trains = workdir / "runs.jsonl", trains
     self._done: dict[str, dict[str, Any]] = {}
-    self.made = 0
     workdir.mkdir(parents=True, exist_ok=True)
     if self._file.exists():
       for line in self._file.read_text().splitlines():
@@ -270,7 +269,6 @@ class Runs:
       with self._file.open("a") as file:
         file.write(json.dumps(found) + "\n")
       self._done[run.key] = found
-      self.made += 1
       print(
         f"{run.size} {row} {run.point} seed {run.seed}:"
         f" {found['loss']:.4f} in {found['seconds']:.0f} s",
@@ -436,19 +434,26 @@ def main() -> None:
     if unknown := set(given).difference(known):
       parser.error(f"--{flag}: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
   environment.prepare(1, cpu_only=True)
-  workdir = options.workdir.absolute()
-  runs, seeds = Runs(workdir, trains=not options.table), 1 if options.quick else options.seeds
-  comparisons = [Comparison(size, runs, seeds, tunes=not options.quick) for size in sizes]
+  workdir, seeds = options.workdir.absolute(), 1 if options.quick else options.seeds
+
+  def comparisons(trains: bool) -> list[Comparison]:
+    runs = Runs(workdir, trains)
+    return [Comparison(size, runs, seeds, tunes=not options.quick) for size in sizes]
+
+  if not options.table:
+    with kept_in(workdir / "programs"):
+      for each in comparisons(trains=True):
+        for row in only or [r for r, m in METHODS.items() if each.size in (*m.sizes, "quick")]:
+          each.row(row)
+  known = comparisons(trains=False)  # also what other processes have run meanwhile
   if options.table:
-    print("\n".join(table(comparisons)))
+    print("\n".join(table(known)))
     return
-  relative: dict[str, dict[str, float]] = {}
-  with kept_in(workdir / "programs"):
-    for each in comparisons:
-      rows = only or [r for r, m in METHODS.items() if each.size in (*m.sizes, "quick")]
-      found = {row: each.relative(each.row(row)) for row in ["data-parallel", *rows]}
-      relative[each.size] = {r: round(statistics.mean(f), 3) for r, f in found.items() if f}
-  print(json.dumps({"runs": runs.made, "relative": relative}))
+  relative = {}
+  for each in known:
+    found = {row: each.relative(each.row(row)) for row in METHODS}
+    relative[each.size] = {r: round(statistics.mean(f), 3) for r, f in found.items() if f}
+  print(json.dumps({"relative": relative}))
 
 
 if __name__ == "__main__":
