@@ -1,7 +1,7 @@
 """The algorithms side by side, at equal tokens: held-out loss relative to data-parallel's.
 
     python scripts/compare.py [--workdir=runs/compare] [--sizes=33k,115k,250k] [--only=NAME,...]
-      [--seeds=3] [--table] [--quick]
+      [--seeds=3] [--table] [--picture=FILE] [--quick]
 
 All train one language model on bytes of this Python's standard library, on equally many tokens, and
 are judged on the same 65,536 held-out ones. Those that exchange do so in virtual time
@@ -9,356 +9,36 @@ are judged on the same 65,536 held-out ones. Those that exchange do so in virtua
 step varies by up to a tenth) unless a row says otherwise, and links take no time.
 
 Every tuned method has the same budget of seven runs with seed 0, one coordinate after the other,
-each from the best point so far: the inner learning rate (4e-3, 8e-3, 16e-3), the sequences of all
-islands together in a step (16, 8, 32), and the outer learning rate times 0.7 and 1.4; a method
+each from the best point so far: the inner learning rate (8e-3, 16e-3, 32e-3), the sequences of all
+islands together in a step (16, 8, 4), and the outer learning rate times 0.7 and 1.4; a method
 without an outer step has its inner rate times these. Learning rates decay over exactly the run's
 steps, however many there are. The best point is then run with other seeds: of data, initial values
 and paces. Rows that are not tuned are variants of one that is, at its point.
 
-Every run that has ended is a line of WORKDIR/runs.jsonl and is not run again. With --table nothing
-is run, and what is there is printed. Else the last line is {"relative": {SIZE: {ROW: x}}}, in %.
+Every run that has ended is a line of WORKDIR/runs.jsonl and is not run again. With --table or
+--picture nothing is run: what is there is printed, or drawn. Else the last line is
+{"relative": {SIZE: {ROW: x}}}, in % of data-parallel's loss.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import functools
 import json
-import os
-import platform
 import statistics
-import subprocess
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import launch
-import outer_gradients
-from outer_gradients import Observer, Seen
-from virtual_training import Text, Valued
+from compared import BATCH, METHODS, QUICK, QUICK_ROWS, SEQUENCE, SIZES, Comparison, Runs
 
 from ddiloco import environment
-from ddiloco.config import Config
+from ddiloco.observe import plots
+from ddiloco.observe.style import MUTED, PALETTE
 from ddiloco.training.devices import kept_in
 
-# --- What is compared
-
-SEQUENCE, BATCH = 64, 16  # tokens; sequences of all islands together in a step
-RATES, BATCHES, FACTORS = (4e-3, 8e-3, 16e-3), (16, 8, 32), (0.7, 1.4)
-HELDOUT = 1024  # sequences
-
-
-def model(layers: int, width: int) -> dict[str, Any]:
-  """A model's fields, four heads wide."""
-  return {
-    "model.num_layers": layers,
-    "model.model_dim": width,
-    "model.head_dim": width // 4,
-    "model.mlp_dim": 3 * width,
-  }
-
-
-# By name: the model, and the steps of a run at the middle batch.
-SIZES: dict[str, tuple[dict[str, Any], int]] = {
-  "33k": (model(2, 32), 624),
-  "115k": (model(2, 64), 960),
-  "250k": (model(2, 96), 960),
-}
-QUICK = (model(2, 32), 48)
-
-
-@dataclasses.dataclass(frozen=True)
-class Method:
-  """One row.
-
-  Attributes:
-    base: of the config.
-    fields: of the config, changed; after tuning.
-    learners: M.
-    of: the row whose tuned point it takes; empty: it is tuned itself.
-    how: exchange; together: data-parallel, one island with everybody's batch; alone: one island
-      with its own share of the tokens.
-    slowness: of the islands.
-    sizes: where it is run.
-  """
-
-  base: str = "default"
-  fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  learners: int = 4
-  of: str = ""
-  how: str = "exchange"
-  slowness: tuple[float, ...] = ()
-  sizes: tuple[str, ...] = ("33k",)
-
-
-def outer(rate: float, momentum: float) -> dict[str, float]:
-  """Outer Nesterov SGD."""
-  return {"outer.learning_rate": rate, "outer.momentum": momentum}
-
-
-def variant(learners: int = 4, **fields: Any) -> Method:
-  """Of the default; a field's name has __ for its dot."""
-  changed = {name.replace("__", "."): value for name, value in fields.items()}
-  return Method(fields=changed, learners=learners, of=f"default, M = {learners}")
-
-
-ALL = ("33k", "115k", "250k")
-SLOW = (1.0, 1.0, 1.2, 1.2)
-BOTH_WAYS = {"sync__push_codec": "int4", "sync__publish_codec": "int4"}
-METHODS: dict[str, Method] = {
-  "data-parallel": Method("data_parallel", how="together", sizes=ALL),
-  "default, M = 4": Method(sizes=ALL),
-  "DiLoCo, M = 1": Method("diloco", learners=1, sizes=ALL),
-  "DiLoCo, M = 4": Method("diloco", sizes=("33k", "115k")),
-  "average": variant(sync__merge="average"),
-  "overwrite": variant(sync__apply="overwrite"),
-  "outer 1/0.3": variant(outer__momentum=0.3),
-  "outer 0.7/0.5": variant(outer__learning_rate=0.7, outer__momentum=0.5),
-  "outer 0.4/0.9": variant(outer__learning_rate=0.4, outer__momentum=0.9),
-  "average, outer 1/0.3": variant(sync__merge="average", outer__momentum=0.3),
-  "average, outer 0.7/0.5": variant(
-    sync__merge="average", outer__learning_rate=0.7, outer__momentum=0.5
-  ),
-  "average, outer 0.4/0.9": variant(
-    sync__merge="average", outer__learning_rate=0.4, outer__momentum=0.9
-  ),
-  "H = 12": variant(sync__sync_period=12),
-  "H = 48": variant(sync__sync_period=48),
-  "one fragment": variant(sync__num_fragments=1, sync__num_shards=1),
-  "default, M = 8": Method(learners=8, sizes=("33k", "115k")),
-  "int4 both ways": variant(**BOTH_WAYS),
-  "K = M, two slow": dataclasses.replace(variant(sync__min_quorum=4), slowness=SLOW),
-  "K = 1, two slow": dataclasses.replace(variant(sync__grace_safety=0.0), slowness=SLOW),
-  "K = 1 + grace, two slow": dataclasses.replace(variant(), slowness=SLOW),
-  "M = 8, average": variant(8, sync__merge="average"),
-  "Streaming, M = 4": Method("streaming_diloco", {"sync.num_fragments": 2}),
-  "Decoupled as published, M = 4": Method("decoupled", {"sync.num_fragments": 12}),
-  "one island alone": Method("data_parallel", how="alone", of="data-parallel"),
-  "default, M = 2": Method(learners=2),
-  "default, M = 16": Method(learners=16),
-  "M = 16, average": variant(16, sync__merge="average"),
-  "default, M = 1": Method(learners=1, sizes=()),  # data-parallel, bit by bit
-}
-
-
-# --- One run
-
-
-@dataclasses.dataclass(frozen=True)
-class Point:
-  """What is tuned. `factor`: of the outer learning rate; of the inner one where there is none."""
-
-  rate: float = 8e-3
-  batch: int = BATCH
-  factor: float = 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-  """All that its outcome depends on."""
-
-  size: str
-  base: str
-  fields: Mapping[str, Any]
-  learners: int
-  how: str
-  slowness: tuple[float, ...]
-  point: Point
-  seed: int
-
-  @property
-  def key(self) -> str:
-    """Equal for runs of the same outcome."""
-    return json.dumps(dataclasses.asdict(self), sort_keys=True)
-
-  def config(self) -> Config:
-    """Of the run."""
-    (fields, steps), point = QUICK if self.size == "quick" else SIZES[self.size], self.point
-    islands = 1 if self.how == "together" else self.learners
-    base = launch.config_of(self.base, {})
-    rate, outer_rate = point.rate, base.outer.learning_rate * point.factor
-    if self.how != "exchange":
-      rate, outer_rate = point.rate * point.factor, base.outer.learning_rate
-    tokens = steps * BATCH * SEQUENCE
-    if self.how == "alone":
-      tokens, islands = tokens // self.learners, 1
-    batch = point.batch // (self.learners if self.how == "alone" else islands)
-    values = {
-      **fields,
-      "seed": self.seed,
-      "data.sequence_length": SEQUENCE,
-      "data.heldout_sequences": HELDOUT,
-      "islands.num_learners": islands,
-      "islands.batch_size": batch,
-      "islands.devices": 1,
-      "inner.learning_rate": rate,
-      "outer.learning_rate": outer_rate,
-      "sync.snapshot_steps": 0,
-      "network.drain_seconds": 1e3,
-      "run.total_tokens": tokens,
-    }
-    if base.sync.blocking:
-      values["sync.min_quorum"] = islands
-    return launch.config_of(self.base, {**values, **self.fields})
-
-
-class Observed(Valued):
-  """A world whose commits are looked at."""
-
-  def __init__(self, text: Text, seed: int, slowness: tuple[float, ...]):
-    self.seen: list[Seen] = []
-    super().__init__(text, seed, slowness=slowness)
-
-  def merger(self, actor, fragments) -> Observer:
-    return Observer(fragments, self.kept, self.config).watch(self.seen)
-
-
-def train(run: Run) -> dict[str, Any]:
-  """What came of a run."""
-  config = run.config()
-  text, began = Text(config), time.monotonic()
-  if run.how != "exchange":
-    loss = text.trained_alone(config.planned_steps())
-    return {"loss": loss, "seconds": time.monotonic() - began}
-  world = Observed(text, run.seed, run.slowness)
-  actors = [world.actors["learner", m] for m in range(run.learners)]
-  loss = world.train()
-  states = [actor.state for actor in actors]
-  trained = sum(state.trained_tokens for state in states)
-  share = {
-    name: statistics.mean(
-      sum(getattr(state.fragments[p], f"{name}_tokens") for state in states) / trained
-      for p in range(config.sync.num_fragments)
-    )
-    for name in ("acknowledged", "discarded")
-  }
-  return {
-    "loss": loss,
-    "seconds": time.monotonic() - began,
-    "trained_tokens": trained,
-    "merged": round(share["acknowledged"], 4),
-    "discarded": round(share["discarded"], 4),
-    "commits": len(world.seen),
-    **outer_gradients.summary(world.seen),
-    "course": outer_gradients.course(world.seen),
-  }
-
-
-# --- All runs, those that have ended and those to come
-
-
-class Runs:
-  """The lines of WORKDIR/runs.jsonl."""
-
-  def __init__(self, workdir: Path, trains: bool):
-    self._file, self._trains = workdir / "runs.jsonl", trains
-    self._done: dict[str, dict[str, Any]] = {}
-    workdir.mkdir(parents=True, exist_ok=True)
-    if self._file.exists():
-      for line in self._file.read_text().splitlines():
-        found = json.loads(line)
-        self._done[found["key"]] = found
-
-  def __call__(self, run: Run, row: str) -> dict[str, Any] | None:
-    """What came of a run: of an earlier one, or of one that is made now; None: not allowed to."""
-    if run.key not in self._done and self._trains:
-      found = {"key": run.key, "row": row, **dataclasses.asdict(run), **train(run)}
-      found |= {"commit": commit_of_sources(), "machine": machine(), "time": time.time()}
-      with self._file.open("a") as file:
-        file.write(json.dumps(found) + "\n")
-      self._done[run.key] = found
-      print(
-        f"{run.size} {row} {run.point} seed {run.seed}:"
-        f" {found['loss']:.4f} in {found['seconds']:.0f} s",
-        flush=True,
-      )
-    return self._done.get(run.key)
-
-
-@functools.cache
-def commit_of_sources() -> str:
-  """Of git; with a + if files have changed since."""
-  command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-  return subprocess.run(command, cwd=launch.ROOT, capture_output=True, text=True).stdout.strip()
-
-
-def machine() -> str:
-  """Its processor, and how many."""
-  lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-  names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-  return f"{os.cpu_count()} x {names[0] if names else platform.machine()}"
-
-
-def coordinates(best: Point, learners: int) -> Iterator[list[Point]]:
-  """The points to try next to the best so far; `send` says which of all so far it is."""
-  best = yield [dataclasses.replace(best, rate=rate) for rate in RATES]
-  batches = [batch for batch in BATCHES if batch >= learners]
-  best = yield [dataclasses.replace(best, batch=batch) for batch in batches]
-  yield [dataclasses.replace(best, factor=factor) for factor in (1.0, *FACTORS)]
-
-
-class Comparison:
-  """All rows of one size.
-
-  Args:
-    size: its name.
-    runs: of all sizes.
-    seeds: how many of each row at its point.
-    tunes: False: every row is at the middle of the grid.
-  """
-
-  def __init__(self, size: str, runs: Runs, seeds: int, tunes: bool = True):
-    self.size, self._runs, self._seeds, self._tunes = size, runs, seeds, tunes
-    self._points: dict[str, Point | None] = {}
-
-  def run(self, row: str, point: Point, seed: int) -> dict[str, Any] | None:
-    """One run of a row."""
-    m = METHODS[row]
-    run = Run(self.size, m.base, m.fields, m.learners, m.how, m.slowness, point, seed)
-    return self._runs(run, row)
-
-  def point(self, row: str) -> Point | None:
-    """The best of the row's grid; None if it is not there."""
-    if row not in self._points:
-      self._points[row] = self._tuned(row)
-    return self._points[row]
-
-  def _tuned(self, row: str) -> Point | None:
-    if METHODS[row].of:
-      return self.point(METHODS[row].of)
-    best = Point(batch=max(BATCH, METHODS[row].learners))
-    if not self._tunes:
-      return best
-    losses: dict[Point, float] = {}
-    steps = coordinates(best, METHODS[row].learners)
-    points = next(steps)
-    while True:
-      for point in points:
-        found = self.run(row, point, 0)
-        if found is None:
-          return None
-        losses[point] = found["loss"]
-      best = min(losses, key=losses.__getitem__)
-      try:
-        points = steps.send(best)
-      except StopIteration:
-        return best
-
-  def row(self, row: str) -> list[dict[str, Any]]:
-    """Its runs at its point, by seed, as many as there are."""
-    point = self.point(row)
-    if point is None:
-      return []
-    found = [self.run(row, point, seed) for seed in range(self._seeds)]
-    return [each for each in found if each is not None]
-
-  def relative(self, found: list[dict[str, Any]], to: str = "data-parallel") -> list[float]:
-    """How much more its loss is than another row's of the same seed, in %."""
-    other = {each["seed"]: each["loss"] for each in self.row(to)}
-    return [100 * (f["loss"] / other[f["seed"]] - 1) for f in found if f["seed"] in other]
-
+if TYPE_CHECKING:
+  from matplotlib.axes import Axes
 
 # --- What it says
 
@@ -417,6 +97,72 @@ def line(comparison: Comparison, row: str, found: list[dict[str, Any]]) -> str:
   return f"| {' | '.join(cells)} |"
 
 
+# --- And how it looks
+
+# Relative loss in % by M of DiLoCo against data-parallel, both tuned, 35M parameters (2503.09799).
+PUBLISHED = {4: 2.0, 8: 3.9}
+BY_ISLANDS = {
+  "default": {m: f"default, M = {m}" for m in (2, 4, 8, 16)},
+  "average": {4: "average", 8: "M = 8, average", 16: "M = 16, average"},
+  "DiLoCo": {m: f"DiLoCo, M = {m}" for m in (1, 4)},
+}
+
+
+def draw(comparisons: list[Comparison], path: Path) -> None:
+  """Loss over M and over size, and what the outer gradients are like while a run goes on."""
+  with plots.styled():
+    figure, (islands, sizes, course) = plots.new_figure(11.0, rows=3)
+    _draw_islands(islands, comparisons[0])
+    _draw_sizes(sizes, comparisons)
+    _draw_course(course, comparisons[0])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plots.save(figure, path)
+
+
+def _draw_islands(axes: Axes, comparison: Comparison) -> None:
+  axes.set_title(f"Loss against tuned data-parallel by islands, {comparison.size} parameters")
+  for colour, (label, rows) in zip(PALETTE, BY_ISLANDS.items()):
+    found = {m: comparison.relative(comparison.row(row)) for m, row in rows.items()}
+    _errorbars(axes, {m: each for m, each in found.items() if each}, label, colour)
+  axes.plot(list(PUBLISHED), list(PUBLISHED.values()), "--", color=MUTED, label="published, 35M")
+  axes.set_xscale("log", base=2)
+  axes.set_xticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
+  axes.set_xlabel("islands")
+  axes.set_ylabel("%")
+  axes.legend()
+
+
+def _draw_sizes(axes: Axes, comparisons: list[Comparison]) -> None:
+  axes.set_title("Loss against tuned data-parallel by parameters, M = 4")
+  for colour, (label, rows) in zip(PALETTE, BY_ISLANDS.items()):
+    found = {i: c.relative(c.row(rows[4])) for i, c in enumerate(comparisons)}
+    _errorbars(axes, {i: each for i, each in found.items() if each}, label, colour)
+  axes.axhline(PUBLISHED[4], ls="--", color=MUTED, label="published, 35M")
+  axes.set_xticks(range(len(comparisons)), [c.size for c in comparisons])
+  axes.set_ylabel("%")
+  axes.legend()
+
+
+def _errorbars(axes: Axes, found: dict[int, list[float]], label: str, colour: str) -> None:
+  if found:
+    means = [statistics.mean(each) for each in found.values()]
+    spreads = [statistics.stdev(each) if len(each) > 1 else 0.0 for each in found.values()]
+    axes.errorbar(list(found), means, spreads, fmt="o-", capsize=4, color=colour, label=label)
+
+
+def _draw_course(axes: Axes, comparison: Comparison) -> None:
+  axes.set_title("Outer gradients of a run from its beginning to its end, M = 4, seed 0")
+  for colour, row in zip(PALETTE, ("default, M = 4", "average", "DiLoCo, M = 4")):
+    for found in comparison.row(row)[:1]:
+      for style, name in (("-", "cosine"), ("--", "length"), (":", "rho")):
+        parts = [(i + 0.5, v) for i, v in enumerate(found["course"][name]) if v is not None]
+        if parts:
+          axes.plot(*zip(*parts), style, color=colour, label=f"{name}, {row.partition(',')[0]}")
+  axes.set_xlabel("tenth of the run")
+  axes.set_ylim(0, 1.3)
+  axes.legend(ncols=3)
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -426,6 +172,7 @@ def main() -> None:
   parser.add_argument("--only", default="", help="names of rows, separated by ';'")
   parser.add_argument("--seeds", type=int, default=3)
   parser.add_argument("--table", action="store_true", help="runs nothing")
+  parser.add_argument("--picture", type=Path, default=None, help="draws; runs nothing")
   parser.add_argument("--quick", action="store_true", help="a smoke test: numbers mean little")
   options = parser.parse_args()
   only = [name for name in options.only.split(";") if name]
@@ -440,14 +187,18 @@ def main() -> None:
     runs = Runs(workdir, trains)
     return [Comparison(size, runs, seeds, tunes=not options.quick) for size in sizes]
 
-  if not options.table:
+  if not (options.table or options.picture):
     with kept_in(workdir / "programs"):
       for each in comparisons(trains=True):
-        for row in only or [r for r, m in METHODS.items() if each.size in (*m.sizes, "quick")]:
+        here = [r for r, m in METHODS.items() if each.size in m.sizes]
+        for row in only or here or QUICK_ROWS:
           each.row(row)
   known = comparisons(trains=False)  # also what other processes have run meanwhile
+  if options.picture:
+    draw(known, options.picture)
   if options.table:
     print("\n".join(table(known)))
+  if options.table or options.picture:
     return
   relative = {}
   for each in known:
