@@ -11,9 +11,10 @@ step varies by up to a tenth) unless a row says otherwise, and links take no tim
 Every tuned method has the same budget of seven runs with seed 0, one coordinate after the other,
 each from the best point so far: the inner learning rate (8e-3, 16e-3, 32e-3), the sequences of all
 islands together in a step (16, 8, 4), and the outer learning rate times 0.7 and 1.4; a method
-without an outer step has its inner rate times these. Learning rates decay over exactly the run's
-steps, however many there are. The best point is then run with other seeds: of data, initial values
-and paces. Rows that are not tuned are variants of one that is, at its point.
+without an outer step has its inner rate times these. Larger models begin where the next smaller
+one has ended, and try the three inner rates. Learning rates decay over exactly the run's steps,
+however many there are. The best point is then run with other seeds: of data, initial values and
+paces. Rows that are not tuned are variants of one that is, at its point.
 
 Every run that has ended is a line of WORKDIR/runs.jsonl and is not run again. With --table or
 --picture nothing is run: what is there is printed, or drawn. Else the last line is
@@ -103,7 +104,7 @@ def line(comparison: Comparison, row: str, found: list[dict[str, Any]]) -> str:
 PUBLISHED = {4: 2.0, 8: 3.9}
 BY_ISLANDS = {
   "default": {m: f"default, M = {m}" for m in (2, 4, 8, 16)},
-  "average": {4: "average", 8: "M = 8, average", 16: "M = 16, average"},
+  "overwrite": {m: f"overwrite, M = {m}" for m in (4, 8)},
   "DiLoCo": {m: f"DiLoCo, M = {m}" for m in (1, 4)},
 }
 
@@ -152,7 +153,7 @@ def _errorbars(axes: Axes, found: dict[int, list[float]], label: str, colour: st
 
 def _draw_course(axes: Axes, comparison: Comparison) -> None:
   axes.set_title("Outer gradients of a run from its beginning to its end, M = 4, seed 0")
-  for colour, row in zip(PALETTE, ("default, M = 4", "average", "DiLoCo, M = 4")):
+  for colour, row in zip(PALETTE, ("default, M = 4", "overwrite, M = 4", "DiLoCo, M = 4")):
     for found in comparison.row(row)[:1]:
       for style, name in (("-", "cosine"), ("--", "length"), (":", "rho")):
         parts = [(i + 0.5, v) for i, v in enumerate(found["course"][name]) if v is not None]
@@ -184,8 +185,13 @@ def main() -> None:
   workdir, seeds = options.workdir.absolute(), 1 if options.quick else options.seeds
 
   def comparisons(trains: bool) -> list[Comparison]:
-    runs = Runs(workdir, trains)
-    return [Comparison(size, runs, seeds, tunes=not options.quick) for size in sizes]
+    runs, smaller = Runs(workdir, trains), None
+    if options.quick:
+      return [Comparison("quick", runs, seeds, tunes=False)]
+    found = {}
+    for size in SIZES:
+      found[size] = smaller = Comparison(size, runs, seeds, smaller=smaller)
+    return [found[size] for size in sizes]
 
   if not (options.table or options.picture):
     with kept_in(workdir / "programs"):

@@ -10,7 +10,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ def model(layers: int, width: int) -> dict[str, Any]:
   }
 
 
-# By name: the model, and the steps of a run at the middle batch.
+# By name, from small to large: the model, and the steps of a run of batches of BATCH.
 SIZES: dict[str, tuple[dict[str, Any], int]] = {
   "33k": (model(2, 32), 624),
   "115k": (model(2, 64), 960),
@@ -84,46 +84,43 @@ def variant(learners: int = 4, **fields: Any) -> Method:
 
 ALL = ("33k", "115k", "250k")
 SLOW = (1.0, 1.0, 1.2, 1.2)
+OVERWRITE = {"sync.apply": "overwrite"}
 MUON = {"inner.custom": "muon:optimizer"}
 BOTH_WAYS = {"sync__push_codec": "int4", "sync__publish_codec": "int4"}
 METHODS: dict[str, Method] = {
   "data-parallel": Method("data_parallel", how="together", sizes=ALL),
-  "default, M = 4": Method(sizes=ALL),
-  "DiLoCo, M = 1": Method("diloco", learners=1, sizes=ALL),
-  "DiLoCo, M = 4": Method("diloco", sizes=("33k", "115k")),
-  "average": variant(sync__merge="average"),
-  "overwrite": variant(sync__apply="overwrite"),
-  "outer 1/0.3": variant(outer__momentum=0.3),
-  "outer 0.7/0.5": variant(outer__learning_rate=0.7, outer__momentum=0.5),
-  "outer 0.4/0.9": variant(outer__learning_rate=0.4, outer__momentum=0.9),
-  "average, outer 1/0.3": variant(sync__merge="average", outer__momentum=0.3),
-  "average, outer 0.7/0.5": variant(
-    sync__merge="average", outer__learning_rate=0.7, outer__momentum=0.5
-  ),
-  "average, outer 0.4/0.9": variant(
-    sync__merge="average", outer__learning_rate=0.4, outer__momentum=0.9
-  ),
-  "H = 12": variant(sync__sync_period=12),
-  "H = 48": variant(sync__sync_period=48),
-  "one fragment": variant(sync__num_fragments=1, sync__num_shards=1),
-  "default, M = 8": Method(learners=8, sizes=("33k", "115k")),
-  "int4 both ways": variant(**BOTH_WAYS),
-  "K = M, two slow": dataclasses.replace(variant(sync__min_quorum=4), slowness=SLOW),
-  "K = 1, two slow": dataclasses.replace(variant(sync__grace_safety=0.0), slowness=SLOW),
-  "K = 1 + grace, two slow": dataclasses.replace(variant(), slowness=SLOW),
-  "M = 8, average": variant(8, sync__merge="average"),
   "data-parallel, Muon": Method("data_parallel", MUON, how="together"),
-  "default, Muon inside, M = 4": Method(fields=MUON),
+  "one island alone": Method("data_parallel", how="alone", of="data-parallel"),
+  "DiLoCo, M = 1": Method("diloco", learners=1),
+  "DiLoCo, M = 4": Method("diloco", sizes=("33k", "115k")),
   "Streaming, M = 4": Method("streaming_diloco", {"sync.num_fragments": 2}),
   "Decoupled as published, M = 4": Method("decoupled", {"sync.num_fragments": 12}),
-  "one island alone": Method("data_parallel", how="alone", of="data-parallel"),
-  "default, M = 2": Method(learners=2),
-  "default, M = 16": Method(learners=16),
-  "M = 16, average": variant(16, sync__merge="average"),
   "default, M = 1": Method(learners=1, sizes=()),  # data-parallel, bit by bit
+  "default, M = 2": Method(learners=2),
+  "default, M = 4": Method(sizes=ALL),
+  "default, M = 8": Method(learners=8),
+  "default, M = 16": Method(learners=16),
+  "overwrite, M = 4": Method(fields=OVERWRITE, sizes=ALL),
+  "overwrite, M = 8": Method(fields=OVERWRITE, learners=8),
+  "default, Muon inside, M = 4": Method(fields=MUON),
+  "default, average": variant(sync__merge="average"),
+  "default, average, outer 0.7/0.5": variant(
+    sync__merge="average", outer__learning_rate=0.7, outer__momentum=0.5
+  ),
+  "default, outer 0.7/0.5": variant(outer__learning_rate=0.7, outer__momentum=0.5),
+  "default, outer 0.4/0.9": variant(outer__learning_rate=0.4, outer__momentum=0.9),
+  "default, H = 6": variant(sync__sync_period=6),
+  "default, H = 12": variant(sync__sync_period=12),
+  "default, H = 48": variant(sync__sync_period=48),
+  "default, one fragment": variant(sync__num_fragments=1, sync__num_shards=1),
+  "default, tau = 1": variant(sync__overlap_steps=1),
+  "default, int4 both ways": variant(**BOTH_WAYS),
+  "default, K = M, two slow": dataclasses.replace(variant(sync__min_quorum=4), slowness=SLOW),
+  "default, K = 1, two slow": dataclasses.replace(variant(sync__grace_safety=0.0), slowness=SLOW),
+  "default, K = 1 + grace, two slow": dataclasses.replace(variant(), slowness=SLOW),
+  "default, average, M = 8": variant(8, sync__merge="average"),
+  "default, average, M = 16": variant(16, sync__merge="average"),
 }
-
-
 QUICK_ROWS = ("data-parallel", "default, M = 4", "default, M = 1", "DiLoCo, M = 4")
 
 
@@ -240,6 +237,9 @@ class Runs:
     self._file, self._trains = workdir / "runs.jsonl", trains
     self._done: dict[str, dict[str, Any]] = {}
     workdir.mkdir(parents=True, exist_ok=True)
+    self._read()
+
+  def _read(self) -> None:
     if self._file.exists():
       for line in self._file.read_text().splitlines():
         found = json.loads(line)
@@ -247,6 +247,8 @@ class Runs:
 
   def __call__(self, run: Run, row: str) -> dict[str, Any] | None:
     """What came of a run: of an earlier one, or of one that is made now; None: not allowed to."""
+    if run.key not in self._done:
+      self._read()  # another process may have made it meanwhile
     if run.key not in self._done and self._trains:
       found = {"key": run.key, "row": row, **dataclasses.asdict(run), **train(run)}
       found |= {"commit": commit_of_sources(), "machine": machine(), "time": time.time()}
@@ -275,9 +277,11 @@ def machine() -> str:
   return f"{os.cpu_count()} x {names[0] if names else platform.machine()}"
 
 
-def coordinates(best: Point, learners: int) -> Iterator[list[Point]]:
+def coordinates(best: Point, learners: int, rates_alone: bool) -> Generator[list[Point], Point]:
   """The points to try next to the best so far; `send` says which of all so far it is."""
   best = yield [dataclasses.replace(best, rate=rate) for rate in RATES]
+  if rates_alone:
+    return
   batches = [batch for batch in BATCHES if batch >= learners]
   best = yield [dataclasses.replace(best, batch=batch) for batch in batches]
   yield [dataclasses.replace(best, factor=factor) for factor in (1.0, *FACTORS)]
@@ -290,11 +294,20 @@ class Comparison:
     size: its name.
     runs: of all sizes.
     seeds: how many of each row at its point.
-    tunes: False: every row is at the middle of the grid.
+    tunes: False: every row is at the first point of the grid.
+    smaller: the size below, whose point a row of this one begins at; then only rates are tried.
   """
 
-  def __init__(self, size: str, runs: Runs, seeds: int, tunes: bool = True):
+  def __init__(
+    self,
+    size: str,
+    runs: Runs,
+    seeds: int,
+    tunes: bool = True,
+    smaller: Comparison | None = None,
+  ):
     self.size, self._runs, self._seeds, self._tunes = size, runs, seeds, tunes
+    self._smaller = smaller
     self._points: dict[str, Point | None] = {}
 
   def run(self, row: str, point: Point, seed: int) -> dict[str, Any] | None:
@@ -312,11 +325,11 @@ class Comparison:
   def _tuned(self, row: str) -> Point | None:
     if METHODS[row].of:
       return self.point(METHODS[row].of)
-    best = Point(batch=max(BATCH, METHODS[row].learners))
-    if not self._tunes:
+    best = self._smaller.point(row) if self._smaller else Point()
+    if best is None or not self._tunes:
       return best
     losses: dict[Point, float] = {}
-    steps = coordinates(best, METHODS[row].learners)
+    steps = coordinates(best, METHODS[row].learners, rates_alone=self._smaller is not None)
     points = next(steps)
     while True:
       for point in points:
