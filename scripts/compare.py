@@ -8,9 +8,9 @@ are judged on the same 65,536 held-out ones. Those that exchange do so in virtua
 (virtual_training.py): a run is a pure function of its config and seed. Islands are equally fast (a
 step varies by up to a tenth) unless a row says otherwise, and links take no time.
 
-Every tuned method has the same budget of seven runs with seed 0, one coordinate after the other,
+Every tuned method has the same budget of six runs with seed 0, one coordinate after the other,
 each from the best point so far: the inner learning rate (8e-3, 16e-3, 32e-3), the sequences of all
-islands together in a step (16, 8, 4), and the outer learning rate times 0.7 and 1.4; a method
+islands together in a step (16, 8), and the outer learning rate times 0.7 and 1.4; a method
 without an outer step has its inner rate times these. Larger models begin where the next smaller
 one has ended, and try the three inner rates. Learning rates decay over exactly the run's steps,
 however many there are. The best point is then run with other seeds: of data, initial values and
@@ -104,7 +104,7 @@ def line(comparison: Comparison, row: str, found: list[dict[str, Any]]) -> str:
 PUBLISHED = {4: 2.0, 8: 3.9}
 BY_ISLANDS = {
   "default": {m: f"default, M = {m}" for m in (2, 4, 8, 16)},
-  "overwrite": {m: f"overwrite, M = {m}" for m in (4, 8)},
+  "default, averaging, outer 0.5/0.9": {4: "average, outer 0.5/0.9"},
   "DiLoCo": {m: f"DiLoCo, M = {m}" for m in (1, 4)},
 }
 
@@ -153,7 +153,7 @@ def _errorbars(axes: Axes, found: dict[int, list[float]], label: str, colour: st
 
 def _draw_course(axes: Axes, comparison: Comparison) -> None:
   axes.set_title("Outer gradients of a run from its beginning to its end, M = 4, seed 0")
-  for colour, row in zip(PALETTE, ("default, M = 4", "overwrite, M = 4", "DiLoCo, M = 4")):
+  for colour, row in zip(PALETTE, ("default, M = 4", "average, outer 0.5/0.9", "DiLoCo, M = 4")):
     for found in comparison.row(row)[:1]:
       for style, name in (("-", "cosine"), ("--", "length"), (":", "rho")):
         parts = [(i + 0.5, v) for i, v in enumerate(found["course"][name]) if v is not None]

@@ -24,7 +24,7 @@ from ddiloco.config import Config
 # --- What is compared
 
 SEQUENCE, BATCH = 64, 16  # tokens; sequences of all islands together in a step
-RATES, BATCHES, FACTORS = (8e-3, 16e-3, 32e-3), (16, 8, 4), (0.7, 1.4)
+RATES, BATCHES, FACTORS = (8e-3, 16e-3, 32e-3), (16, 8), (0.7, 1.4)
 HELDOUT = 1024  # sequences
 
 
@@ -73,7 +73,7 @@ class Method:
 
 def outer(rate: float, momentum: float) -> dict[str, float]:
   """Outer Nesterov SGD."""
-  return {"outer.learning_rate": rate, "outer.momentum": momentum}
+  return {"outer__learning_rate": rate, "outer__momentum": momentum}
 
 
 def variant(learners: int = 4, **fields: Any) -> Method:
@@ -84,9 +84,8 @@ def variant(learners: int = 4, **fields: Any) -> Method:
 
 ALL = ("33k", "115k", "250k")
 SLOW = (1.0, 1.0, 1.2, 1.2)
-OVERWRITE = {"sync.apply": "overwrite"}
+OVERWRITE, AVERAGE = {"sync__apply": "overwrite"}, {"sync__merge": "average"}
 MUON = {"inner.custom": "muon:optimizer"}
-BOTH_WAYS = {"sync__push_codec": "int4", "sync__publish_codec": "int4"}
 METHODS: dict[str, Method] = {
   "data-parallel": Method("data_parallel", how="together", sizes=ALL),
   "data-parallel, Muon": Method("data_parallel", MUON, how="together"),
@@ -100,26 +99,25 @@ METHODS: dict[str, Method] = {
   "default, M = 4": Method(sizes=ALL),
   "default, M = 8": Method(learners=8),
   "default, M = 16": Method(learners=16),
-  "overwrite, M = 4": Method(fields=OVERWRITE, sizes=ALL),
-  "overwrite, M = 8": Method(fields=OVERWRITE, learners=8),
   "default, Muon inside, M = 4": Method(fields=MUON),
-  "default, average": variant(sync__merge="average"),
-  "default, average, outer 0.7/0.5": variant(
-    sync__merge="average", outer__learning_rate=0.7, outer__momentum=0.5
-  ),
-  "default, outer 0.7/0.5": variant(outer__learning_rate=0.7, outer__momentum=0.5),
-  "default, outer 0.4/0.9": variant(outer__learning_rate=0.4, outer__momentum=0.9),
-  "default, H = 6": variant(sync__sync_period=6),
-  "default, H = 12": variant(sync__sync_period=12),
-  "default, H = 48": variant(sync__sync_period=48),
-  "default, one fragment": variant(sync__num_fragments=1, sync__num_shards=1),
-  "default, tau = 1": variant(sync__overlap_steps=1),
-  "default, int4 both ways": variant(**BOTH_WAYS),
-  "default, K = M, two slow": dataclasses.replace(variant(sync__min_quorum=4), slowness=SLOW),
-  "default, K = 1, two slow": dataclasses.replace(variant(sync__grace_safety=0.0), slowness=SLOW),
-  "default, K = 1 + grace, two slow": dataclasses.replace(variant(), slowness=SLOW),
-  "default, average, M = 8": variant(8, sync__merge="average"),
-  "default, average, M = 16": variant(16, sync__merge="average"),
+  "overwrite": variant(**OVERWRITE),
+  "average": variant(**AVERAGE),
+  "outer 0.3/0.9": variant(**outer(0.3, 0.9)),
+  "average, outer 0.5/0.9": variant(**AVERAGE, **outer(0.5, 0.9)),
+  "average, outer 0.7/0.5": variant(**AVERAGE, **outer(0.7, 0.5)),
+  "overwrite, outer 0.3/0.9": variant(**OVERWRITE, **outer(0.3, 0.9)),
+  "overwrite, average, outer 0.5/0.9": variant(**OVERWRITE, **AVERAGE, **outer(0.5, 0.9)),
+  "H = 6": variant(sync__sync_period=6),
+  "H = 12": variant(sync__sync_period=12),
+  "H = 48": variant(sync__sync_period=48),
+  "one fragment": variant(sync__num_fragments=1, sync__num_shards=1),
+  "tau = 1": variant(sync__overlap_steps=1),
+  "int4 both ways": variant(sync__push_codec="int4", sync__publish_codec="int4"),
+  "K = M, two slow": dataclasses.replace(variant(sync__min_quorum=4), slowness=SLOW),
+  "K = 1, two slow": dataclasses.replace(variant(sync__grace_safety=0.0), slowness=SLOW),
+  "K = 1 + grace, two slow": dataclasses.replace(variant(), slowness=SLOW),
+  "average, M = 8": variant(8, **AVERAGE),
+  "average, M = 16": variant(16, **AVERAGE),
 }
 QUICK_ROWS = ("data-parallel", "default, M = 4", "default, M = 1", "DiLoCo, M = 4")
 
