@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import json
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import launch
+import numpy as np
 import outer_gradients
 from outer_gradients import Observer, Seen
 from virtual_training import Text, Valued
@@ -188,10 +190,15 @@ class Observed(Valued):
 
   def __init__(self, text: Text, seed: int, slowness: tuple[float, ...]):
     self.seen: list[Seen] = []
+    self.newest: dict[int, collections.deque[np.ndarray]] = {}
     super().__init__(text, seed, slowness=slowness)
 
   def merger(self, actor, fragments) -> Observer:
-    return Observer(fragments, self.kept, self.config).watch(self.seen)
+    return Observer(fragments, self.kept, self.config).watch(self.seen, self.newest)
+
+  def loss_of_newest(self) -> float:
+    """Of the mean of every fragment's newest few versions."""
+    return self.problem.loss([np.mean(self.newest[p], axis=0) for p in sorted(self.newest)])
 
 
 def train(run: Run) -> dict[str, Any]:
@@ -215,6 +222,7 @@ def train(run: Run) -> dict[str, Any]:
   }
   return {
     "loss": loss,
+    "loss_of_newest": world.loss_of_newest(),
     "seconds": time.monotonic() - began,
     "trained_tokens": trained,
     "merged": round(share["acknowledged"], 4),

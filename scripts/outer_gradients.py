@@ -10,6 +10,7 @@ steps    of a push, mean
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import statistics
@@ -24,6 +25,7 @@ from ddiloco.protocol.actions import Commit
 from ddiloco.protocol.syncer_state import FragmentState
 
 PARTS = 10  # of a run, by its commits
+VERSIONS = 5  # newest ones of a fragment, of which the mean is tried
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,15 +43,16 @@ class Seen:
 class Observer(Merger):
   """A merger that looks at every commit it makes.
 
-  `seen`: where it puts what it sees.
+  `seen`: where it puts what it sees; `newest`: and, by fragment, the newest few versions.
   """
 
   seen: list[Seen]
+  newest: dict[int, collections.deque[np.ndarray]]
   _before: dict[int, np.ndarray]  # by fragment, the newest merged outer gradient
 
-  def watch(self, seen: list[Seen]) -> Observer:
+  def watch(self, seen: list[Seen], newest: dict[int, collections.deque[np.ndarray]]) -> Observer:
     """This merger, from now on."""
-    self.seen, self._before = seen, {}
+    self.seen, self.newest, self._before = seen, newest, {}
     return self
 
   def commit(self, what: Commit, state: FragmentState) -> np.ndarray:
@@ -71,6 +74,7 @@ class Observer(Merger):
       )
     )
     self._before[p] = merged
+    self.newest.setdefault(p, collections.deque(maxlen=VERSIONS)).append(self.committed[p].value)
     return weights
 
 
