@@ -8,11 +8,11 @@ are judged on the same 65,536 held-out ones. Those that exchange do so in virtua
 (virtual_training.py): a run is a pure function of its config and seed. Islands are equally fast (a
 step varies by up to a tenth) unless a row says otherwise, and links take no time.
 
-Every tuned method has the same budget of six runs with seed 0, one coordinate after the other,
-each from the best point so far: the inner learning rate (8e-3, 16e-3, 32e-3), the sequences of all
+Every tuned method has the same budget of seven runs with seed 0, one coordinate after the other,
+each from the best point so far: the inner learning rate (4e-3 to 32e-3), the sequences of all
 islands together in a step (16, 8), and the outer learning rate times 0.7 and 1.4; a method
 without an outer step has its inner rate times these. Larger models begin where the next smaller
-one has ended, and try the three inner rates. Learning rates decay over exactly the run's steps,
+one has ended, and try the four inner rates. Learning rates decay over exactly the run's steps,
 however many there are. The best point is then run with other seeds: of data, initial values and
 paces. Rows that are not tuned are variants of one that is, at its point.
 

@@ -26,7 +26,7 @@ from ddiloco.config import Config
 # --- What is compared
 
 SEQUENCE, BATCH = 64, 16  # tokens; sequences of all islands together in a step
-RATES, BATCHES, FACTORS = (8e-3, 16e-3, 32e-3), (16, 8), (0.7, 1.4)
+RATES, BATCHES, FACTORS = (4e-3, 8e-3, 16e-3, 32e-3), (16, 8), (0.7, 1.4)
 HELDOUT = 1024  # sequences
 
 

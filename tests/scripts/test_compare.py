@@ -52,12 +52,12 @@ def test_every_method_is_tuned_with_the_same_number_of_runs(script):
     made.clear()
     best = comparison.point(row)
     assert best == compared.Point(16e-3, 8, 1.4)
-    assert len({run.key for run in made}) == 6
+    assert len({run.key for run in made}) == 7
   assert comparison.point("average") == comparison.point("default, M = 4")
   larger = compared.Comparison("115k", runs, seeds=2, smaller=comparison)
   made.clear()
   assert larger.point("default, M = 4") == best
-  assert len(made) == 3 and {run.point.batch for run in made} == {8}
+  assert len(made) == 4 and {run.point.batch for run in made} == {8}
   assert comparison.relative([{"seed": 1, "loss": 2.0}], to="data-parallel")
 
 
