@@ -104,33 +104,46 @@ def line(comparison: Comparison, row: str, found: list[dict[str, Any]]) -> str:
 PUBLISHED = {4: 2.0, 8: 3.9}
 BY_ISLANDS = {
   "default": {m: f"default, M = {m}" for m in (2, 4, 8, 16)},
-  "default, averaging, outer 0.5/0.9": {4: "average, outer 0.5/0.9"},
   "DiLoCo": {m: f"DiLoCo, M = {m}" for m in (1, 4)},
+}
+BY_PERIOD = {
+  "default": {6: "H = 6", 12: "H = 12", 24: "default, M = 4", 48: "H = 48"},
+  "DiLoCo": {24: "DiLoCo, M = 4"},
 }
 
 
 def draw(comparisons: list[Comparison], path: Path) -> None:
-  """Loss over M and over size, and what the outer gradients are like while a run goes on."""
+  """Loss over M, size and H, and what the outer gradients are like while a run goes on."""
+  first = comparisons[0]
   with plots.styled():
-    figure, (islands, sizes, course) = plots.new_figure(11.0, rows=3)
-    _draw_islands(islands, comparisons[0])
+    figure, (islands, sizes, periods, course) = plots.new_figure(14.0, rows=4)
+    islands.set_title(f"Loss against tuned data-parallel by islands, {first.size} parameters")
+    _draw_rows(islands, first, BY_ISLANDS, "islands")
+    islands.plot(list(PUBLISHED), list(PUBLISHED.values()), "--", color=MUTED, label=CITED)
+    islands.legend()
     _draw_sizes(sizes, comparisons)
-    _draw_course(course, comparisons[0])
+    periods.set_title(f"By steps between two syncs of a fragment, M = 4, {first.size} parameters")
+    _draw_rows(periods, first, BY_PERIOD, "H")
+    periods.legend()
+    _draw_course(course, first)
     path.parent.mkdir(parents=True, exist_ok=True)
     plots.save(figure, path)
 
 
-def _draw_islands(axes: Axes, comparison: Comparison) -> None:
-  axes.set_title(f"Loss against tuned data-parallel by islands, {comparison.size} parameters")
-  for colour, (label, rows) in zip(PALETTE, BY_ISLANDS.items()):
-    found = {m: comparison.relative(comparison.row(row)) for m, row in rows.items()}
-    _errorbars(axes, {m: each for m, each in found.items() if each}, label, colour)
-  axes.plot(list(PUBLISHED), list(PUBLISHED.values()), "--", color=MUTED, label="published, 35M")
+CITED = "published: DiLoCo, 35M"
+
+
+def _draw_rows(
+  axes: Axes, comparison: Comparison, lines: dict[str, dict[int, str]], name: str
+) -> None:
+  places = sorted({x for rows in lines.values() for x in rows})
+  for colour, (label, rows) in zip(PALETTE, lines.items()):
+    found = {x: comparison.relative(comparison.row(row)) for x, row in rows.items()}
+    _errorbars(axes, {x: each for x, each in found.items() if each}, label, colour)
   axes.set_xscale("log", base=2)
-  axes.set_xticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
-  axes.set_xlabel("islands")
+  axes.set_xticks(places, [str(x) for x in places])
+  axes.set_xlabel(name)
   axes.set_ylabel("%")
-  axes.legend()
 
 
 def _draw_sizes(axes: Axes, comparisons: list[Comparison]) -> None:
@@ -138,7 +151,7 @@ def _draw_sizes(axes: Axes, comparisons: list[Comparison]) -> None:
   for colour, (label, rows) in zip(PALETTE, BY_ISLANDS.items()):
     found = {i: c.relative(c.row(rows[4])) for i, c in enumerate(comparisons)}
     _errorbars(axes, {i: each for i, each in found.items() if each}, label, colour)
-  axes.axhline(PUBLISHED[4], ls="--", color=MUTED, label="published, 35M")
+  axes.axhline(PUBLISHED[4], ls="--", color=MUTED, label=CITED)
   axes.set_xticks(range(len(comparisons)), [c.size for c in comparisons])
   axes.set_ylabel("%")
   axes.legend()
@@ -153,7 +166,7 @@ def _errorbars(axes: Axes, found: dict[int, list[float]], label: str, colour: st
 
 def _draw_course(axes: Axes, comparison: Comparison) -> None:
   axes.set_title("Outer gradients of a run from its beginning to its end, M = 4, seed 0")
-  for colour, row in zip(PALETTE, ("default, M = 4", "average, outer 0.5/0.9", "DiLoCo, M = 4")):
+  for colour, row in zip(PALETTE, ("default, M = 4", "H = 6", "DiLoCo, M = 4")):
     for found in comparison.row(row)[:1]:
       for style, name in (("-", "cosine"), ("--", "length"), (":", "rho")):
         parts = [(i + 0.5, v) for i, v in enumerate(found["course"][name]) if v is not None]
