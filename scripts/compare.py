@@ -1,6 +1,6 @@
 """The algorithms side by side, at equal tokens: held-out loss relative to data-parallel's.
 
-    python scripts/compare.py [--workdir=runs/compare] [--sizes=33k,115k,250k] [--only=NAME,...]
+    python scripts/compare.py [--workdir=runs/compare] [--sizes=33k;115k] [--only=ROW;...]
       [--seeds=3] [--table] [--picture=FILE] [--quick]
 
 All train one language model on bytes of this Python's standard library, on equally many tokens, and
@@ -11,10 +11,12 @@ step varies by up to a tenth) unless a row says otherwise, and links take no tim
 Every tuned method has the same budget of seven runs with seed 0, one coordinate after the other,
 each from the best point so far: the inner learning rate (4e-3 to 32e-3), the sequences of all
 islands together in a step (16, 8), and the outer learning rate times 0.7 and 1.4; a method
-without an outer step has its inner rate times these. Larger models begin where the next smaller
-one has ended, and try the four inner rates. Learning rates decay over exactly the run's steps,
-however many there are. The best point is then run with other seeds: of data, initial values and
-paces. Rows that are not tuned are variants of one that is, at its point.
+without an outer step has its inner rate times these. Larger models and longer runs begin where a
+smaller one has ended, and try the four inner rates. Learning rates decay over exactly the run's
+steps, however many there are. The best point is then run with other seeds: of data, initial values
+and paces. Rows that are not tuned are variants of one that is, at its point. "Mean of 5" is what
+the mean of every fragment's newest five versions makes of the loss; outer_gradients.py says what
+the last columns mean.
 
 Every run that has ended is a line of WORKDIR/runs.jsonl and is not run again. With --table or
 --picture nothing is run: what is there is printed, or drawn. Else the last line is
@@ -31,7 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import launch
-from compared import BATCH, METHODS, QUICK, QUICK_ROWS, SEQUENCE, SIZES, Comparison, Runs
+from compared import METHODS, QUICK, QUICK_ROWS, SIZES, Comparison, Runs
 
 from ddiloco import environment
 from ddiloco.observe import plots
@@ -54,20 +56,19 @@ def table(comparisons: Iterable[Comparison]) -> Iterator[str]:
   """Lines of Markdown."""
   head = (
     *("row", "rate, batch, factor", "loss", "against data-parallel, %", "seeds"),
-    *("merged %", "discarded %", "cosine", "length", "rho"),
+    *("mean of 5, %", "merged %", "discarded %", "cosine", "length", "rho"),
   )
   for comparison in comparisons:
-    fields, steps = SIZES.get(comparison.size, QUICK)
-    tokens = steps * BATCH * SEQUENCE
+    size = SIZES.get(comparison.size, QUICK)
     rows = {row: comparison.row(row) for row in METHODS}
     commits = sorted({each["commit"] for found in rows.values() for each in found})
     if not commits:
       continue
     machines = sorted({each["machine"] for found in rows.values() for each in found})
     yield (
-      f"`python scripts/compare.py --sizes={comparison.size}`: {comparison.size} parameters"
-      f" ({fields['model.num_layers']} layers, width {fields['model.model_dim']}),"
-      f" {tokens:,} tokens of the standard library's source as bytes."
+      f"`python scripts/compare.py --sizes='{comparison.size}'`: {comparison.size.split(',')[0]}"
+      f" parameters ({size.layers} layers, width {size.width}),"
+      f" {size.tokens:,} tokens of the standard library's source as bytes."
       f" Machine: {', '.join(machines)}; sources: {', '.join(commits)}."
     )
     yield ""
@@ -91,6 +92,8 @@ def line(comparison: Comparison, row: str, found: list[dict[str, Any]]) -> str:
     spread(relative, 2) if relative and row != "data-parallel" else "",
     str(len(found)),
   ]
+  means = [100 * (f["loss_of_newest"] / f["loss"] - 1) for f in found if "loss_of_newest" in f]
+  cells.append(spread(means, 2) if means else "")
   for name, digits in (("merged", 1), ("discarded", 1), ("cosine", 2), ("length", 2), ("rho", 2)):
     known = [each[name] for each in found if each.get(name) is not None]
     scale = 100 if digits == 1 else 1
@@ -182,7 +185,7 @@ def main() -> None:
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   parser.add_argument("--workdir", type=Path, default=launch.ROOT / "runs" / "compare")
-  parser.add_argument("--sizes", default=",".join(SIZES))
+  parser.add_argument("--sizes", default=";".join(SIZES), help="separated by ';'")
   parser.add_argument("--only", default="", help="names of rows, separated by ';'")
   parser.add_argument("--seeds", type=int, default=3)
   parser.add_argument("--table", action="store_true", help="runs nothing")
@@ -190,7 +193,7 @@ def main() -> None:
   parser.add_argument("--quick", action="store_true", help="a smoke test: numbers mean little")
   options = parser.parse_args()
   only = [name for name in options.only.split(";") if name]
-  sizes = ["quick"] if options.quick else options.sizes.split(",")
+  sizes = ["quick"] if options.quick else options.sizes.split(";")
   for flag, given, known in (("only", only, METHODS), ("sizes", sizes, {**SIZES, "quick": QUICK})):
     if unknown := set(given).difference(known):
       parser.error(f"--{flag}: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
@@ -198,12 +201,12 @@ def main() -> None:
   workdir, seeds = options.workdir.absolute(), 1 if options.quick else options.seeds
 
   def comparisons(trains: bool) -> list[Comparison]:
-    runs, smaller = Runs(workdir, trains), None
+    runs = Runs(workdir, trains)
     if options.quick:
       return [Comparison("quick", runs, seeds, tunes=False)]
-    found = {}
-    for size in SIZES:
-      found[size] = smaller = Comparison(size, runs, seeds, smaller=smaller)
+    found: dict[str, Comparison] = {}
+    for name, size in SIZES.items():
+      found[name] = Comparison(name, runs, seeds, smaller=found.get(size.after))
     return [found[size] for size in sizes]
 
   if not (options.table or options.picture):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import json
 import os
 import platform
@@ -30,23 +29,46 @@ RATES, BATCHES, FACTORS = (4e-3, 8e-3, 16e-3, 32e-3), (16, 8), (0.7, 1.4)
 HELDOUT = 1024  # sequences
 
 
-def model(layers: int, width: int) -> dict[str, Any]:
-  """A model's fields, four heads wide."""
-  return {
-    "model.num_layers": layers,
-    "model.model_dim": width,
-    "model.head_dim": width // 4,
-    "model.mlp_dim": 3 * width,
-  }
+@dataclasses.dataclass(frozen=True)
+class Size:
+  """A model, and how long it is trained.
+
+  Attributes:
+    layers: of the model.
+    width: of the model.
+    steps: of a run of batches of BATCH.
+    after: the size whose points its own tuning begins at; empty: it has the whole grid.
+  """
+
+  layers: int
+  width: int
+  steps: int
+  after: str = ""
+
+  @property
+  def tokens(self) -> int:
+    """Of a run."""
+    return self.steps * BATCH * SEQUENCE
+
+  @property
+  def fields(self) -> dict[str, Any]:
+    """Of the config: four heads, and a hidden layer of three widths."""
+    return {
+      "model.num_layers": self.layers,
+      "model.model_dim": self.width,
+      "model.head_dim": self.width // 4,
+      "model.mlp_dim": 3 * self.width,
+    }
 
 
-# By name, from small to large: the model, and the steps of a run of batches of BATCH.
-SIZES: dict[str, tuple[dict[str, Any], int]] = {
-  "33k": (model(2, 32), 624),
-  "115k": (model(2, 64), 960),
-  "250k": (model(2, 96), 960),
+# By parameters.
+SIZES: dict[str, Size] = {
+  "33k": Size(2, 32, 624),
+  "33k, long": Size(2, 32, 2496, after="33k"),
+  "115k": Size(2, 64, 960, after="33k"),
+  "250k": Size(2, 96, 960, after="115k"),
 }
-QUICK = (model(2, 32), 48)
+QUICK = Size(2, 32, 48)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +106,7 @@ def variant(learners: int = 4, **fields: Any) -> Method:
   return Method(fields=changed, learners=learners, of=f"default, M = {learners}")
 
 
-ALL = ("33k", "115k", "250k")
+ALL = tuple(SIZES)
 SLOW = (1.0, 1.0, 1.2, 1.2)
 OVERWRITE, AVERAGE = {"sync__apply": "overwrite"}, {"sync__merge": "average"}
 MUON = {"inner.custom": "muon:optimizer"}
@@ -156,18 +178,18 @@ class Run:
 
   def config(self) -> Config:
     """Of the run."""
-    (fields, steps), point = QUICK if self.size == "quick" else SIZES[self.size], self.point
+    size, point = SIZES.get(self.size, QUICK), self.point
     islands = 1 if self.how == "together" else self.learners
     base = launch.config_of(self.base, {})
     rate, outer_rate = point.rate, base.outer.learning_rate * point.factor
     if self.how != "exchange":
       rate, outer_rate = point.rate * point.factor, base.outer.learning_rate
-    tokens = steps * BATCH * SEQUENCE
+    tokens = size.tokens
     if self.how == "alone":
       tokens, islands = tokens // self.learners, 1
     batch = point.batch // (self.learners if self.how == "alone" else islands)
     values = {
-      **fields,
+      **size.fields,
       "seed": self.seed,
       "data.sequence_length": SEQUENCE,
       "data.heldout_sequences": HELDOUT,
@@ -241,7 +263,7 @@ class Runs:
 
   def __init__(self, workdir: Path, trains: bool):
     self._file, self._trains = workdir / "runs.jsonl", trains
-    self._done: dict[str, dict[str, Any]] = {}
+    self._commit, self._done = commit_of_sources(), dict[str, dict[str, Any]]()
     workdir.mkdir(parents=True, exist_ok=True)
     self._read()
 
@@ -257,7 +279,7 @@ class Runs:
       self._read()  # another process may have made it meanwhile
     if run.key not in self._done and self._trains:
       found = {"key": run.key, "row": row, **dataclasses.asdict(run), **train(run)}
-      found |= {"commit": commit_of_sources(), "machine": machine(), "time": time.time()}
+      found |= {"commit": self._commit, "machine": machine(), "time": time.time()}
       with self._file.open("a") as file:
         file.write(json.dumps(found) + "\n")
       self._done[run.key] = found
@@ -269,7 +291,6 @@ class Runs:
     return self._done.get(run.key)
 
 
-@functools.cache
 def commit_of_sources() -> str:
   """Of git; with a + if files have changed since."""
   command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
@@ -301,7 +322,7 @@ class Comparison:
     runs: of all sizes.
     seeds: how many of each row at its point.
     tunes: False: every row is at the first point of the grid.
-    smaller: the size below, whose point a row of this one begins at; then only rates are tried.
+    smaller: the size whose point a row of this one begins at; then only rates are tried.
   """
 
   def __init__(

@@ -30,8 +30,7 @@ def test_every_row_is_a_config_of_equal_tokens(script):
       run = compared.Run(
         size, row.base, row.fields, row.learners, row.how, row.slowness, compared.Point(), 2
       )
-      config, (_, steps) = run.config(), compared.SIZES[size]
-      tokens = steps * compared.BATCH * compared.SEQUENCE
+      config, tokens = run.config(), compared.SIZES[size].tokens
       made = config.planned_steps() * config.planned_tokens_per_step()
       assert made == (tokens // row.learners if row.how == "alone" else tokens), name
       assert config.seed == 2 and (not row.of or row.of in compared.METHODS), name
