@@ -55,7 +55,8 @@ def spread(values: list[float], digits: int) -> str:
 def table(comparisons: Iterable[Comparison]) -> Iterator[str]:
   """Lines of Markdown."""
   head = (
-    *("row", "rate, batch, factor", "loss", "against data-parallel, %", "seeds"),
+    *("row", "rate, batch, factor", "loss", "against data-parallel, %"),
+    *("against its tuned row, %", "seeds"),
     *("mean of 5, %", "merged %", "discarded %", "cosine", "length", "rho"),
   )
   for comparison in comparisons:
@@ -84,12 +85,14 @@ def line(comparison: Comparison, row: str, found: list[dict[str, Any]]) -> str:
   """One row of Markdown."""
   point = comparison.point(row)
   assert point is not None
-  relative = comparison.relative(found)
+  relative, of = comparison.relative(found), METHODS[row].of
+  own = comparison.relative(found, to=of) if of.startswith("default") else []
   cells = [
     row,
-    f"{point.rate:g}, {point.batch}, {point.factor:g}" if not METHODS[row].of else "",
+    f"{point.rate:g}, {point.batch}, {point.factor:g}" if not of else "",
     spread([each["loss"] for each in found], 3),
     spread(relative, 2) if relative and row != "data-parallel" else "",
+    spread(own, 2) if own else "",
     str(len(found)),
   ]
   means = [100 * (f["loss_of_newest"] / f["loss"] - 1) for f in found if "loss_of_newest" in f]
