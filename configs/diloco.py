@@ -2,7 +2,7 @@
 
 Command:   ddiloco train --config=configs/diloco.py --workdir=runs/diloco --cpu
 Hardware:  2 CPU cores; four islands of one fake CPU device.
-Time:      about a minute at the size of scripts/compare_algorithms.py; not timed at full size.
+Time:      about a minute with 115k parameters and 600 steps; not timed at full size.
 Algorithm: one fragment, all learners needed, none steps while the sync is under way.
 Numbers:   docs/results.md, table "The algorithms".
 """

@@ -32,90 +32,40 @@ import contextlib
 import json
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any
 from unittest import mock
 
 import launch
 import numpy as np
+from virtual_training import STEP_SECONDS, Problem, Text, Valued
 
 from ddiloco import environment
 from ddiloco.config import Config, Fault
 from ddiloco.core import commit, merge
-from ddiloco.core.commit import Committed, Merger
-from ddiloco.core.delta import Deltas
-from ddiloco.core.fragments import Fragment, Plan, gather, scatter
 from ddiloco.protocol import beliefs, events, learner
 from ddiloco.protocol.actions import Commit
 from ddiloco.protocol.events import Event
-from ddiloco.protocol.syncer_state import FragmentState
 from ddiloco.simulation.actor import Actor
 from ddiloco.simulation.stand_ins import VirtualIsland, plan_of
-from ddiloco.simulation.world import Pace, World
 
-ISLANDS, AWAY = 4, 3  # how many, and which one is away
-STEP_SECONDS = 0.1  # of virtual time
+AWAY = 3  # which of four islands
 EVERY = 10  # steps from one look at the loss to the next
 WEIGHTS, BATCH, LABEL_NOISE = 4096, 16, 1.0
 
 
-class Problem(Protocol):
-  """What is trained."""
-
-  config: Config
-  plan: Plan
-  initial: list[np.ndarray]  # by fragment
-
-  def island(self, world: World, number: int, seed: str) -> Any:
-    """What trains it, in virtual time."""
-    ...
-
-  def loss(self, values: list[np.ndarray]) -> float:
-    """Of these fragments."""
-    ...
-
-
-class Valued(World):
-  """A world with real vectors.
-
-  Args:
-    problem: what is trained.
-    faults: what strikes.
-    seed: of data and paces.
-  """
+class Watched(Valued):
+  """It looks at the loss now and then, and at the weight of stale work."""
 
   def __init__(self, problem: Problem, faults: Sequence[Fault], seed: int):
-    self._problem = problem
     self.losses: dict[int, float] = {}  # by global step
     self.shares: list[float] = []  # of pushes of stale work in their merges
-    pace = Pace((STEP_SECONDS,) * ISLANDS)
-    super().__init__(problem.config, pace, seed, faults=faults)
-
-  def new_plan(self, sizes) -> Plan:
-    return self._problem.plan
-
-  def put(self, state: FragmentState) -> None:
-    value = self._problem.initial[state.index]
-    self.kept.save(Committed(state, value, value, None))
-
-  def island(self, actor: Actor) -> Any:
-    return self._problem.island(self, actor.number, f"{self.seed} {actor.role}")
-
-  def deltas(self, actor: Actor) -> Deltas:
-    return Deltas(self.sync)
-
-  def merger(self, actor: Actor, fragments: Mapping[int, Fragment]) -> Merger:
-    return Merger(fragments, self.kept, self.config)
+    super().__init__(problem, seed, faults)
 
   def reach(self, step: int) -> None:
     if step > self.step and step % EVERY == 0:
       self.losses[step] = self.loss()
     super().reach(step)
-
-  def loss(self) -> float:
-    """Of the global model."""
-    found = [self.kept.load(p) for p in range(self.sync.num_fragments)]
-    return self._problem.loss([each.value for each in found if each is not None])
 
   def tell(self, actor: Actor | None, event: Event) -> None:
     if isinstance(event, events.Commit) and AWAY in event.learners:
@@ -140,7 +90,7 @@ class Regression:
     self.best = chance.normal(size=WEIGHTS).astype(np.float32) / math.sqrt(WEIGHTS / 8)
     self.initial = [np.zeros(per_fragment, np.float32) for _ in self.plan.fragments]
 
-  def island(self, world: World, number: int, seed: str) -> Any:
+  def island(self, world: Valued, number: int, seed: str) -> Any:
     return Sampler(self, world, number, seed)
 
   def loss(self, values: list[np.ndarray]) -> float:
@@ -151,7 +101,7 @@ class Regression:
 class Sampler(VirtualIsland):
   """Stochastic gradient descent on fresh samples."""
 
-  def __init__(self, problem: Regression, world: World, learner: int, seed: str):
+  def __init__(self, problem: Regression, world: Valued, learner: int, seed: str):
     super().__init__(world, learner, seed)
     self._problem = problem
     self._chance = np.random.default_rng(list(seed.encode()))
@@ -171,67 +121,6 @@ class Sampler(VirtualIsland):
 
   def apply(self, fragment: int, staged: np.ndarray, keep: float) -> None:
     self._values[fragment] = np.float32(keep) * self._values[fragment] + staged
-
-
-# --- The small text model
-
-
-class Text:
-  """Compiled once for every island, and used in every run."""
-
-  def __init__(self, config: Config, seed: int):
-    import jax
-
-    from ddiloco.roles import initial
-    from ddiloco.training.data import Stream, open_data
-    from ddiloco.training.evaluate import HeldoutLoss
-    from ddiloco.training.island import Island
-
-    self.config, self.plan = config, initial.make_plan(config)
-    self._first = initial.initial_params(config)
-    self.initial = [gather(f, self._first) for f in self.plan.fragments]
-    source, device = open_data(config.data), jax.devices()[:1]
-    self._streams = [Stream(source, config, m) for m in range(ISLANDS)]
-    self._islands = [Island(config, m, device, self.plan) for m in range(ISLANDS)]
-    self._heldout = HeldoutLoss(config.model, source.heldout_batches(16), device[:1])
-
-  def island(self, world: World, number: int, seed: str) -> Any:
-    return Trainer(self._islands[number], self._streams[number], world, number, seed)
-
-  def loss(self, values: list[np.ndarray]) -> float:
-    params = {name: np.array(value) for name, value in self._first.items()}
-    for fragment, flat in zip(self.plan.fragments, values):
-      scatter(fragment, flat, params)
-    return self._heldout.loss(params)
-
-
-class Trainer(VirtualIsland):
-  """A real island whose steps take virtual time."""
-
-  def __init__(self, island: Any, stream: Any, world: World, learner: int, seed: str):
-    super().__init__(world, learner, seed)
-    self._island, self._stream = island, stream
-    self._batches = stream.iterate()
-
-  def reset(self) -> None:
-    super().reset()
-    self._island.reset()
-
-  def step(self, batch: Any, schedule_step: int, rate_scale: float) -> None:
-    super().step(batch, schedule_step, rate_scale)
-    self._island.step(next(self._batches), schedule_step, rate_scale)
-
-  def copy_out(self, fragment: int) -> Any:
-    return self._island.copy_out(fragment)
-
-  def to_host(self, pieces: Any, fragment: int) -> np.ndarray:
-    return self._island.to_host(super().to_host(pieces, fragment), fragment)
-
-  def stage(self, fragment: int, flat: Any) -> Any:
-    return self._island.stage(fragment, super().stage(fragment, flat))
-
-  def apply(self, fragment: int, staged: Any, keep: float) -> None:
-    self._island.apply(fragment, staged, keep)
 
 
 # --- What could be done with stale work
@@ -273,17 +162,17 @@ def ruled(name: str) -> Iterator[None]:
     yield
 
 
-def run(problem: Problem, rule: str, before: int, away: int, after: int, seed: int) -> Valued:
+def run(problem: Problem, rule: str, before: int, away: int, after: int, seed: int) -> Watched:
   """The world at the end. `away` 0: for good."""
   seconds = away * STEP_SECONDS if away else 1e9
   cut = Fault("cut", f"learner-{AWAY}", at_step=before, seconds=seconds)
   with ruled(rule):
-    world = Valued(problem, (cut,), seed)
+    world = Watched(problem, (cut,), seed)
     world.run(math.inf, lambda: world.step >= after)
   return world
 
 
-def compare(here: Valued, without: Valued, before: int, back: int, tokens_per_step: int) -> dict:
+def compare(here: Watched, without: Watched, before: int, back: int, tokens_per_step: int) -> dict:
   """What came of the return at step `back`."""
   ratios = [loss / without.losses[at] - 1 for at, loss in here.losses.items() if at > back]
   state = here.actors["learner", AWAY].state
@@ -312,7 +201,7 @@ def make_problem(name: str, seed: int, period: int) -> Problem:
     "inner.final_share": 1.0,  # the rate does not depend on who is there
   }
   if name == "text":
-    return Text(launch.config_of("quickstart", fields), seed)
+    return Text(launch.config_of("quickstart", fields))
   return Regression(launch.config_of("quickstart", {**fields, "inner.learning_rate": 5e-3}), seed)
 
 

@@ -3,8 +3,8 @@
     python scripts/reproduce_codecs.py [--seeds=3] [--steps=600] [--codecs=int4] [--quick]
 
 Four islands, the model of configs/quickstart.py, in virtual time with real vectors (see
-bench_stale.py): both runs of a seed have the same data and the same pace, so that the codecs are
-all that differs. A run ends when its tokens are merged.
+virtual_training.py): both runs of a seed have the same data and the same pace, so that the codecs
+are all that differs.
 
 Last line: {"loss": {CODEC: [held-out loss, by seed]}, "difference": {CODEC: of the means, relative
 to f32}, "steps": n}.
@@ -14,15 +14,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 
-import bench_stale
 import launch
+from virtual_training import Text, Valued
 
 from ddiloco import environment
-
-ISLANDS = bench_stale.ISLANDS
 
 
 def final_loss(codec: str, seed: int, steps: int) -> float:
@@ -36,11 +33,9 @@ def final_loss(codec: str, seed: int, steps: int) -> float:
     "run.compare_alone": False,
   }
   config = launch.config_of("quickstart", fields)
-  tokens = ISLANDS * steps * config.tokens_per_step(0)
+  tokens = steps * config.planned_tokens_per_step()
   config = launch.config_of("quickstart", {**fields, "run.total_tokens": tokens})
-  world = bench_stale.Valued(bench_stale.Text(config, seed), (), seed)
-  world.run(math.inf, lambda: not world.working)
-  return world.loss()
+  return Valued(Text(config), seed).train()
 
 
 def main() -> None:

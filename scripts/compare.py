@@ -1,0 +1,236 @@
+"""The algorithms side by side, at equal tokens: held-out loss relative to data-parallel's.
+
+    python scripts/compare.py [--workdir=runs/compare] [--sizes=33k;115k] [--only=ROW;...]
+      [--seeds=3] [--table] [--picture=FILE] [--quick]
+
+All train one language model on bytes of this Python's standard library, on equally many tokens, and
+are judged on the same 65,536 held-out ones. Those that exchange do so in virtual time
+(virtual_training.py): a run is a pure function of its config and seed. Islands are equally fast (a
+step varies by up to a tenth) unless a row says otherwise, and links take no time.
+
+Every tuned method has the same budget of seven runs with seed 0, one coordinate after the other,
+each from the best point so far: the inner learning rate (4e-3 to 32e-3), the sequences of all
+islands together in a step (16, 8), and the outer learning rate times 0.7 and 1.4; a method
+without an outer step has its inner rate times these. Larger models and longer runs begin where a
+smaller one has ended, and try the four inner rates. Learning rates decay over exactly the run's
+steps, however many there are. The best point is then run with other seeds: of data, initial values
+and paces. Rows that are not tuned are variants of one that is, at its point. "Mean of 5" is what
+the mean of every fragment's newest five versions makes of the loss; outer_gradients.py says what
+the last columns mean.
+
+Every run that has ended is a line of WORKDIR/runs.jsonl and is not run again. With --table or
+--picture nothing is run: what is there is printed, or drawn. Else the last line is
+{"relative": {SIZE: {ROW: x}}}, in % of data-parallel's loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import launch
+from compared import METHODS, QUICK, QUICK_ROWS, SIZES, Comparison, Runs
+
+from ddiloco import environment
+from ddiloco.observe import plots
+from ddiloco.observe.style import MUTED, PALETTE
+from ddiloco.training.devices import kept_in
+
+if TYPE_CHECKING:
+  from matplotlib.axes import Axes
+
+# --- What it says
+
+
+def spread(values: list[float], digits: int) -> str:
+  """Mean and standard deviation."""
+  text = f"{statistics.mean(values):{'+' if digits < 3 else ''}.{digits}f}"
+  return text + (f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else "")
+
+
+def table(comparisons: Iterable[Comparison]) -> Iterator[str]:
+  """Lines of Markdown."""
+  head = (
+    *("row", "rate, batch, factor", "loss", "against data-parallel, %"),
+    *("against its tuned row, %", "seeds"),
+    *("mean of 5, %", "merged %", "discarded %", "cosine", "length", "rho"),
+  )
+  for comparison in comparisons:
+    size = SIZES.get(comparison.size, QUICK)
+    rows = {row: comparison.row(row) for row in METHODS}
+    commits = sorted({each["commit"] for found in rows.values() for each in found})
+    if not commits:
+      continue
+    machines = sorted({each["machine"] for found in rows.values() for each in found})
+    yield (
+      f"`python scripts/compare.py --sizes='{comparison.size}'`: {comparison.size.split(',')[0]}"
+      f" parameters ({size.layers} layers, width {size.width}),"
+      f" {size.tokens:,} tokens of the standard library's source as bytes."
+      f" Machine: {', '.join(machines)}; sources: {', '.join(commits)}."
+    )
+    yield ""
+    yield f"| {' | '.join(head)} |"
+    yield "|" + "---|" * len(head)
+    for row, found in rows.items():
+      if found:
+        yield line(comparison, row, found)
+    yield ""
+
+
+def line(comparison: Comparison, row: str, found: list[dict[str, Any]]) -> str:
+  """One row of Markdown."""
+  point = comparison.point(row)
+  assert point is not None
+  relative, of = comparison.relative(found), METHODS[row].of
+  own = comparison.relative(found, to=of) if of.startswith("default") else []
+  cells = [
+    row,
+    f"{point.rate:g}, {point.batch}, {point.factor:g}" if not of else "",
+    spread([each["loss"] for each in found], 3),
+    spread(relative, 2) if relative and row != "data-parallel" else "",
+    spread(own, 2) if own else "",
+    str(len(found)),
+  ]
+  means = [100 * (f["loss_of_newest"] / f["loss"] - 1) for f in found if "loss_of_newest" in f]
+  cells.append(spread(means, 2) if means else "")
+  for name, digits in (("merged", 1), ("discarded", 1), ("cosine", 2), ("length", 2), ("rho", 2)):
+    known = [each[name] for each in found if each.get(name) is not None]
+    scale = 100 if digits == 1 else 1
+    cells.append(f"{scale * statistics.mean(known):.{digits}f}" if known else "")
+  return f"| {' | '.join(cells)} |"
+
+
+# --- And how it looks
+
+# Relative loss in % by M of DiLoCo against data-parallel, both tuned, 35M parameters (2503.09799).
+PUBLISHED = {4: 2.0, 8: 3.9}
+BY_ISLANDS = {
+  "default": {m: f"default, M = {m}" for m in (2, 4, 8, 16)},
+  "DiLoCo": {m: f"DiLoCo, M = {m}" for m in (1, 4)},
+}
+BY_PERIOD = {
+  "default": {6: "H = 6", 12: "H = 12", 24: "default, M = 4", 48: "H = 48"},
+  "DiLoCo": {24: "DiLoCo, M = 4"},
+}
+
+
+def draw(comparisons: list[Comparison], path: Path) -> None:
+  """Loss over M, size and H, and what the outer gradients are like while a run goes on."""
+  first = comparisons[0]
+  with plots.styled():
+    figure, (islands, sizes, periods, course) = plots.new_figure(14.0, rows=4)
+    islands.set_title(f"Loss against tuned data-parallel by islands, {first.size} parameters")
+    _draw_rows(islands, first, BY_ISLANDS, "islands")
+    islands.plot(list(PUBLISHED), list(PUBLISHED.values()), "--", color=MUTED, label=CITED)
+    islands.legend()
+    _draw_sizes(sizes, comparisons)
+    periods.set_title(f"By steps between two syncs of a fragment, M = 4, {first.size} parameters")
+    _draw_rows(periods, first, BY_PERIOD, "H")
+    periods.legend()
+    _draw_course(course, first)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plots.save(figure, path)
+
+
+CITED = "published: DiLoCo, 35M"
+
+
+def _draw_rows(
+  axes: Axes, comparison: Comparison, lines: dict[str, dict[int, str]], name: str
+) -> None:
+  places = sorted({x for rows in lines.values() for x in rows})
+  for colour, (label, rows) in zip(PALETTE, lines.items()):
+    found = {x: comparison.relative(comparison.row(row)) for x, row in rows.items()}
+    _errorbars(axes, {x: each for x, each in found.items() if each}, label, colour)
+  axes.set_xscale("log", base=2)
+  axes.set_xticks(places, [str(x) for x in places])
+  axes.set_xlabel(name)
+  axes.set_ylabel("%")
+
+
+def _draw_sizes(axes: Axes, comparisons: list[Comparison]) -> None:
+  axes.set_title("Loss against tuned data-parallel by parameters, M = 4")
+  for colour, (label, rows) in zip(PALETTE, BY_ISLANDS.items()):
+    found = {i: c.relative(c.row(rows[4])) for i, c in enumerate(comparisons)}
+    _errorbars(axes, {i: each for i, each in found.items() if each}, label, colour)
+  axes.axhline(PUBLISHED[4], ls="--", color=MUTED, label=CITED)
+  axes.set_xticks(range(len(comparisons)), [c.size for c in comparisons])
+  axes.set_ylabel("%")
+  axes.legend()
+
+
+def _errorbars(axes: Axes, found: dict[int, list[float]], label: str, colour: str) -> None:
+  if found:
+    means = [statistics.mean(each) for each in found.values()]
+    spreads = [statistics.stdev(each) if len(each) > 1 else 0.0 for each in found.values()]
+    axes.errorbar(list(found), means, spreads, fmt="o-", capsize=4, color=colour, label=label)
+
+
+def _draw_course(axes: Axes, comparison: Comparison) -> None:
+  axes.set_title("Outer gradients of a run from its beginning to its end, M = 4, seed 0")
+  for colour, row in zip(PALETTE, ("default, M = 4", "H = 6", "DiLoCo, M = 4")):
+    for found in comparison.row(row)[:1]:
+      for style, name in (("-", "cosine"), ("--", "length"), (":", "rho")):
+        parts = [(i + 0.5, v) for i, v in enumerate(found["course"][name]) if v is not None]
+        if parts:
+          axes.plot(*zip(*parts), style, color=colour, label=f"{name}, {row.partition(',')[0]}")
+  axes.set_xlabel("tenth of the run")
+  axes.set_ylim(0, 1.3)
+  axes.legend(ncols=3)
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument("--workdir", type=Path, default=launch.ROOT / "runs" / "compare")
+  parser.add_argument("--sizes", default=";".join(SIZES), help="separated by ';'")
+  parser.add_argument("--only", default="", help="names of rows, separated by ';'")
+  parser.add_argument("--seeds", type=int, default=3)
+  parser.add_argument("--table", action="store_true", help="runs nothing")
+  parser.add_argument("--picture", type=Path, default=None, help="draws; runs nothing")
+  parser.add_argument("--quick", action="store_true", help="a smoke test: numbers mean little")
+  options = parser.parse_args()
+  only = [name for name in options.only.split(";") if name]
+  sizes = ["quick"] if options.quick else options.sizes.split(";")
+  for flag, given, known in (("only", only, METHODS), ("sizes", sizes, {**SIZES, "quick": QUICK})):
+    if unknown := set(given).difference(known):
+      parser.error(f"--{flag}: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
+  environment.prepare(1, cpu_only=True)
+  workdir, seeds = options.workdir.absolute(), 1 if options.quick else options.seeds
+
+  def comparisons(trains: bool) -> list[Comparison]:
+    runs = Runs(workdir, trains)
+    if options.quick:
+      return [Comparison("quick", runs, seeds, tunes=False)]
+    found: dict[str, Comparison] = {}
+    for name, size in SIZES.items():
+      found[name] = Comparison(name, runs, seeds, smaller=found.get(size.after))
+    return [found[size] for size in sizes]
+
+  if not (options.table or options.picture):
+    with kept_in(workdir / "programs"):
+      for each in comparisons(trains=True):
+        here = [r for r, m in METHODS.items() if each.size in m.sizes]
+        for row in only or here or QUICK_ROWS:
+          each.row(row)
+  known = comparisons(trains=False)  # also what other processes have run meanwhile
+  if options.picture:
+    draw(known, options.picture)
+  if options.table:
+    print("\n".join(table(known)))
+  if options.table or options.picture:
+    return
+  relative = {}
+  for each in known:
+    found = {row: each.relative(each.row(row)) for row in METHODS}
+    relative[each.size] = {r: round(statistics.mean(f), 3) for r, f in found.items() if f}
+  print(json.dumps({"relative": relative}))
+
+
+if __name__ == "__main__":
+  main()

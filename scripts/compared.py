@@ -1,0 +1,384 @@
+"""The rows of scripts/compare.py: what each is, its runs, and how its point is chosen."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from typing import Any
+
+import launch
+import numpy as np
+import outer_gradients
+from outer_gradients import Observer, Seen
+from virtual_training import Text, Valued
+
+from ddiloco.config import Config
+
+# --- What is compared
+
+SEQUENCE, BATCH = 64, 16  # tokens; sequences of all islands together in a step
+RATES, BATCHES, FACTORS = (4e-3, 8e-3, 16e-3, 32e-3), (16, 8), (0.7, 1.4)
+HELDOUT = 1024  # sequences
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+  """A model, and how long it is trained.
+
+  Attributes:
+    layers: of the model.
+    width: of the model.
+    steps: of a run of batches of BATCH.
+    after: the size whose points its own tuning begins at; empty: it has the whole grid.
+  """
+
+  layers: int
+  width: int
+  steps: int
+  after: str = ""
+
+  @property
+  def tokens(self) -> int:
+    """Of a run."""
+    return self.steps * BATCH * SEQUENCE
+
+  @property
+  def fields(self) -> dict[str, Any]:
+    """Of the config: four heads, and a hidden layer of three widths."""
+    return {
+      "model.num_layers": self.layers,
+      "model.model_dim": self.width,
+      "model.head_dim": self.width // 4,
+      "model.mlp_dim": 3 * self.width,
+    }
+
+
+# By parameters.
+SIZES: dict[str, Size] = {
+  "33k": Size(2, 32, 624),
+  "33k, long": Size(2, 32, 2496, after="33k"),
+  "115k": Size(2, 64, 960, after="33k"),
+  "250k": Size(2, 96, 960, after="115k"),
+}
+QUICK = Size(2, 32, 48)
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+  """One row.
+
+  Attributes:
+    base: of the config.
+    fields: of the config, changed; after tuning.
+    learners: M.
+    of: the row whose tuned point it takes; empty: it is tuned itself.
+    how: exchange; together: data-parallel, one island with everybody's batch; alone: one island
+      with its own share of the tokens.
+    slowness: of the islands.
+    sizes: where it is run.
+  """
+
+  base: str = "default"
+  fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  learners: int = 4
+  of: str = ""
+  how: str = "exchange"
+  slowness: tuple[float, ...] = ()
+  sizes: tuple[str, ...] = ("33k",)
+
+
+def outer(rate: float, momentum: float) -> dict[str, float]:
+  """Outer Nesterov SGD."""
+  return {"outer__learning_rate": rate, "outer__momentum": momentum}
+
+
+def variant(learners: int = 4, **fields: Any) -> Method:
+  """Of the default; a field's name has __ for its dot."""
+  changed = {name.replace("__", "."): value for name, value in fields.items()}
+  return Method(fields=changed, learners=learners, of=f"default, M = {learners}")
+
+
+ALL = tuple(SIZES)
+SLOW = (1.0, 1.0, 1.2, 1.2)
+OVERWRITE, AVERAGE = {"sync__apply": "overwrite"}, {"sync__merge": "average"}
+MUON = {"inner.custom": "muon:optimizer"}
+METHODS: dict[str, Method] = {
+  "data-parallel": Method("data_parallel", how="together", sizes=ALL),
+  "data-parallel, Muon": Method("data_parallel", MUON, how="together"),
+  "one island alone": Method("data_parallel", how="alone", of="data-parallel"),
+  "DiLoCo, M = 1": Method("diloco", learners=1),
+  "DiLoCo, M = 4": Method("diloco", sizes=("33k", "115k")),
+  "Streaming, M = 4": Method("streaming_diloco", {"sync.num_fragments": 2}),
+  "Decoupled as published, M = 4": Method("decoupled", {"sync.num_fragments": 12}),
+  "default, M = 1": Method(learners=1, sizes=()),  # data-parallel, bit by bit
+  "default, M = 2": Method(learners=2),
+  "default, M = 4": Method(sizes=ALL),
+  "default, M = 8": Method(learners=8),
+  "default, M = 16": Method(learners=16),
+  "default, Muon inside, M = 4": Method(fields=MUON),
+  "overwrite": variant(**OVERWRITE),
+  "average": variant(**AVERAGE),
+  "outer 0.3/0.9": variant(**outer(0.3, 0.9)),
+  "average, outer 0.5/0.9": variant(**AVERAGE, **outer(0.5, 0.9)),
+  "average, outer 0.7/0.5": variant(**AVERAGE, **outer(0.7, 0.5)),
+  "overwrite, outer 0.3/0.9": variant(**OVERWRITE, **outer(0.3, 0.9)),
+  "overwrite, average, outer 0.5/0.9": variant(**OVERWRITE, **AVERAGE, **outer(0.5, 0.9)),
+  "H = 6": variant(sync__sync_period=6),
+  "H = 12": variant(sync__sync_period=12),
+  "H = 48": variant(sync__sync_period=48),
+  "one fragment": variant(sync__num_fragments=1, sync__num_shards=1),
+  "tau = 1": variant(sync__overlap_steps=1),
+  "int4 both ways": variant(sync__push_codec="int4", sync__publish_codec="int4"),
+  "K = M, two slow": dataclasses.replace(variant(sync__min_quorum=4), slowness=SLOW),
+  "K = 1, two slow": dataclasses.replace(variant(sync__grace_safety=0.0), slowness=SLOW),
+  "K = 1 + grace, two slow": dataclasses.replace(variant(), slowness=SLOW),
+  "average, M = 8": variant(8, **AVERAGE),
+  "average, M = 16": variant(16, **AVERAGE),
+}
+QUICK_ROWS = ("data-parallel", "default, M = 4", "default, M = 1", "DiLoCo, M = 4")
+
+
+# --- One run
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+  """What is tuned. `factor`: of the outer learning rate; of the inner one where there is none."""
+
+  rate: float = 8e-3
+  batch: int = BATCH
+  factor: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """All that its outcome depends on."""
+
+  size: str
+  base: str
+  fields: Mapping[str, Any]
+  learners: int
+  how: str
+  slowness: tuple[float, ...]
+  point: Point
+  seed: int
+
+  @property
+  def key(self) -> str:
+    """Equal for runs of the same outcome."""
+    return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+  def config(self) -> Config:
+    """Of the run."""
+    size, point = SIZES.get(self.size, QUICK), self.point
+    islands = 1 if self.how == "together" else self.learners
+    base = launch.config_of(self.base, {})
+    rate, outer_rate = point.rate, base.outer.learning_rate * point.factor
+    if self.how != "exchange":
+      rate, outer_rate = point.rate * point.factor, base.outer.learning_rate
+    tokens = size.tokens
+    if self.how == "alone":
+      tokens, islands = tokens // self.learners, 1
+    batch = point.batch // (self.learners if self.how == "alone" else islands)
+    values = {
+      **size.fields,
+      "seed": self.seed,
+      "data.sequence_length": SEQUENCE,
+      "data.heldout_sequences": HELDOUT,
+      "islands.num_learners": islands,
+      "islands.batch_size": batch,
+      "islands.devices": 1,
+      "inner.learning_rate": rate,
+      "outer.learning_rate": outer_rate,
+      "sync.snapshot_steps": 0,
+      "network.drain_seconds": 1e3,
+      "run.total_tokens": tokens,
+    }
+    if base.sync.blocking:
+      values["sync.min_quorum"] = islands
+    return launch.config_of(self.base, {**values, **self.fields})
+
+
+class Observed(Valued):
+  """A world whose commits are looked at."""
+
+  def __init__(self, text: Text, seed: int, slowness: tuple[float, ...]):
+    self.seen: list[Seen] = []
+    self.newest: dict[int, collections.deque[np.ndarray]] = {}
+    super().__init__(text, seed, slowness=slowness)
+
+  def merger(self, actor, fragments) -> Observer:
+    return Observer(fragments, self.kept, self.config).watch(self.seen, self.newest)
+
+  def loss_of_newest(self) -> float:
+    """Of the mean of every fragment's newest few versions."""
+    return self.problem.loss([np.mean(self.newest[p], axis=0) for p in sorted(self.newest)])
+
+
+def train(run: Run) -> dict[str, Any]:
+  """What came of a run."""
+  config = run.config()
+  text, began = Text(config), time.monotonic()
+  if run.how != "exchange":
+    loss = text.trained_alone(config.planned_steps())
+    return {"loss": loss, "seconds": time.monotonic() - began}
+  world = Observed(text, run.seed, run.slowness)
+  actors = [world.actors["learner", m] for m in range(run.learners)]
+  loss = world.train()
+  states = [actor.state for actor in actors]
+  trained = sum(state.trained_tokens for state in states)
+  share = {
+    name: statistics.mean(
+      sum(getattr(state.fragments[p], f"{name}_tokens") for state in states) / trained
+      for p in range(config.sync.num_fragments)
+    )
+    for name in ("acknowledged", "discarded")
+  }
+  return {
+    "loss": loss,
+    "loss_of_newest": world.loss_of_newest(),
+    "seconds": time.monotonic() - began,
+    "trained_tokens": trained,
+    "merged": round(share["acknowledged"], 4),
+    "discarded": round(share["discarded"], 4),
+    "commits": len(world.seen),
+    **outer_gradients.summary(world.seen),
+    "course": outer_gradients.course(world.seen),
+  }
+
+
+# --- All runs, those that have ended and those to come
+
+
+class Runs:
+  """The lines of WORKDIR/runs.jsonl."""
+
+  def __init__(self, workdir: Path, trains: bool):
+    self._file, self._trains = workdir / "runs.jsonl", trains
+    self._commit, self._done = commit_of_sources(), dict[str, dict[str, Any]]()
+    workdir.mkdir(parents=True, exist_ok=True)
+    self._read()
+
+  def _read(self) -> None:
+    if self._file.exists():
+      for line in self._file.read_text().splitlines():
+        found = json.loads(line)
+        self._done[found["key"]] = found
+
+  def __call__(self, run: Run, row: str) -> dict[str, Any] | None:
+    """What came of a run: of an earlier one, or of one that is made now; None: not allowed to."""
+    if run.key not in self._done:
+      self._read()  # another process may have made it meanwhile
+    if run.key not in self._done and self._trains:
+      found = {"key": run.key, "row": row, **dataclasses.asdict(run), **train(run)}
+      found |= {"commit": self._commit, "machine": machine(), "time": time.time()}
+      with self._file.open("a") as file:
+        file.write(json.dumps(found) + "\n")
+      self._done[run.key] = found
+      print(
+        f"{run.size} {row} {run.point} seed {run.seed}:"
+        f" {found['loss']:.4f} in {found['seconds']:.0f} s",
+        flush=True,
+      )
+    return self._done.get(run.key)
+
+
+def commit_of_sources() -> str:
+  """Of git; with a + if files have changed since."""
+  command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+  return subprocess.run(command, cwd=launch.ROOT, capture_output=True, text=True).stdout.strip()
+
+
+def machine() -> str:
+  """Its processor, and how many."""
+  lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+  names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+  return f"{os.cpu_count()} x {names[0] if names else platform.machine()}"
+
+
+def coordinates(best: Point, learners: int, rates_alone: bool) -> Generator[list[Point], Point]:
+  """The points to try next to the best so far; `send` says which of all so far it is."""
+  best = yield [dataclasses.replace(best, rate=rate) for rate in RATES]
+  if rates_alone:
+    return
+  batches = [batch for batch in BATCHES if batch >= learners]
+  best = yield [dataclasses.replace(best, batch=batch) for batch in batches]
+  yield [dataclasses.replace(best, factor=factor) for factor in (1.0, *FACTORS)]
+
+
+class Comparison:
+  """All rows of one size.
+
+  Args:
+    size: its name.
+    runs: of all sizes.
+    seeds: how many of each row at its point.
+    tunes: False: every row is at the first point of the grid.
+    smaller: the size whose point a row of this one begins at; then only rates are tried.
+  """
+
+  def __init__(
+    self,
+    size: str,
+    runs: Runs,
+    seeds: int,
+    tunes: bool = True,
+    smaller: Comparison | None = None,
+  ):
+    self.size, self._runs, self._seeds, self._tunes = size, runs, seeds, tunes
+    self._smaller = smaller
+    self._points: dict[str, Point | None] = {}
+
+  def run(self, row: str, point: Point, seed: int) -> dict[str, Any] | None:
+    """One run of a row."""
+    m = METHODS[row]
+    run = Run(self.size, m.base, m.fields, m.learners, m.how, m.slowness, point, seed)
+    return self._runs(run, row)
+
+  def point(self, row: str) -> Point | None:
+    """The best of the row's grid; None if it is not there."""
+    if row not in self._points:
+      self._points[row] = self._tuned(row)
+    return self._points[row]
+
+  def _tuned(self, row: str) -> Point | None:
+    if METHODS[row].of:
+      return self.point(METHODS[row].of)
+    best = self._smaller.point(row) if self._smaller else Point()
+    if best is None or not self._tunes:
+      return best
+    losses: dict[Point, float] = {}
+    steps = coordinates(best, METHODS[row].learners, rates_alone=self._smaller is not None)
+    points = next(steps)
+    while True:
+      for point in points:
+        found = self.run(row, point, 0)
+        if found is None:
+          return None
+        losses[point] = found["loss"]
+      best = min(losses, key=losses.__getitem__)
+      try:
+        points = steps.send(best)
+      except StopIteration:
+        return best
+
+  def row(self, row: str) -> list[dict[str, Any]]:
+    """Its runs at its point, by seed, as many as there are."""
+    point = self.point(row)
+    if point is None:
+      return []
+    found = [self.run(row, point, seed) for seed in range(self._seeds)]
+    return [each for each in found if each is not None]
+
+  def relative(self, found: list[dict[str, Any]], to: str = "data-parallel") -> list[float]:
+    """How much more its loss is than another row's of the same seed, in %."""
+    other = {each["seed"]: each["loss"] for each in self.row(to)}
+    return [100 * (f["loss"] / other[f["seed"]] - 1) for f in found if f["seed"] in other]

@@ -1,0 +1,124 @@
+"""What the islands' outer gradients are like, commit by commit, for scripts/compare.py.
+
+cosine   mean over the pairs of pushes of a commit: how much of them is common
+length   |merged| / mean |push|: with the average sqrt(c + (1 - c) / M) for M equal pushes of
+         cosine c; about 1 under radial-directional averaging, which keeps the length
+rho      cosine of a fragment's merged outer gradient with the one before: what momentum adds up
+pushes   in the commit
+steps    of a push, mean
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ddiloco.config import OuterConfig
+from ddiloco.core import codec
+from ddiloco.core.commit import Committed, Merger
+from ddiloco.protocol.actions import Commit
+from ddiloco.protocol.syncer_state import FragmentState
+
+PARTS = 10  # of a run, by its commits
+VERSIONS = 5  # newest ones of a fragment, of which the mean is tried
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+  """One commit; None: not to be said of it, or of a vector of zeros."""
+
+  fragment: int
+  pushes: int
+  steps: float
+  cosine: float | None
+  length: float | None
+  rho: float | None
+
+
+class Observer(Merger):
+  """A merger that looks at every commit it makes.
+
+  `seen`: where it puts what it sees; `newest`: and, by fragment, the newest few versions.
+  """
+
+  seen: list[Seen]
+  newest: dict[int, collections.deque[np.ndarray]]
+  _before: dict[int, np.ndarray]  # by fragment, the newest merged outer gradient
+
+  def watch(self, seen: list[Seen], newest: dict[int, collections.deque[np.ndarray]]) -> Observer:
+    """This merger, from now on."""
+    self.seen, self.newest, self._before = seen, newest, {}
+    return self
+
+  def commit(self, what: Commit, state: FragmentState) -> np.ndarray:
+    p = what.fragment
+    old, size = self.committed[p], self.committed[p].value.size
+    arrived = self._arrivals[p].pushes
+    pushes = [codec.decode(arrived[m][0].payload, size, arrived[m][0].codec) for m in what.learners]
+    weights = super().commit(what, state)
+    merged = merged_gradient(old, self.committed[p], self._config.outer)
+    norms = [float(np.linalg.norm(push)) for push in pushes]
+    self.seen.append(
+      Seen(
+        fragment=p,
+        pushes=len(pushes),
+        steps=statistics.mean(what.steps),
+        cosine=mean_cosine(pushes),
+        length=float(np.linalg.norm(merged)) / statistics.mean(norms) if any(norms) else None,
+        rho=cosine(merged, self._before[p]) if p in self._before else None,
+      )
+    )
+    self._before[p] = merged
+    self.newest.setdefault(p, collections.deque(maxlen=VERSIONS)).append(self.committed[p].value)
+    return weights
+
+
+def merged_gradient(old: Committed, new: Committed, outer: OuterConfig) -> np.ndarray:
+  """What the outer step was made of: `core.outer.update`, solved for the merged delta."""
+  step = (old.value - new.value) / np.float32(outer.learning_rate)
+  if not outer.momentum:
+    return step
+  momentum = np.zeros_like(step) if old.momentum is None else old.momentum
+  if not outer.nesterov:
+    return step - outer.momentum * momentum
+  return (step - outer.momentum**2 * momentum) / (1 + outer.momentum)
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> float | None:
+  """Of two vectors; None if one has no direction."""
+  lengths = float(np.linalg.norm(a)) * float(np.linalg.norm(b))
+  return float(a @ b) / lengths if lengths else None
+
+
+def mean_cosine(vectors: Sequence[np.ndarray]) -> float | None:
+  """Over all pairs; None if there are none."""
+  return mean(cosine(a, b) for a, b in itertools.combinations(vectors, 2))
+
+
+def mean(values) -> float | None:
+  """Of those that are not None."""
+  known = [value for value in values if value is not None]
+  return round(statistics.mean(known), 4) if known else None
+
+
+NAMES = ("cosine", "length", "rho", "pushes", "steps")
+
+
+def summary(seen: Sequence[Seen]) -> dict[str, float | None]:
+  """The mean of each over all commits."""
+  return {name: mean(getattr(each, name) for each in seen) for name in NAMES}
+
+
+def course(seen: Sequence[Seen]) -> Mapping[str, list[float | None]]:
+  """The means of the run's parts, one after the other."""
+  cuts = [round(i * len(seen) / PARTS) for i in range(PARTS + 1)]
+  parts = [seen[a:b] for a, b in itertools.pairwise(cuts)]
+  return {
+    name: [mean(getattr(each, name) for each in part) for part in parts]
+    for name in ("cosine", "length", "rho")
+  }

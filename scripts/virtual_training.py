@@ -1,0 +1,239 @@
+"""Training in virtual time, for the scripts beside this file: roles unchanged, and real vectors.
+
+Roles, reducers, deltas, merges and outer steps are those of every run; islands are real ones, whose
+steps take virtual time. So a run is a pure function of its config, seed and pace, whatever else the
+machine does, and what differs between two runs is what their configs say.
+
+An island makes its quota of steps and leaves, and everybody's learning rates come to the end of
+their schedule with it: all runs of one budget train on equally many tokens, merged or not.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from ddiloco.config import (
+  Config,
+  Fault,
+  IslandsConfig,
+  OuterConfig,
+  RunConfig,
+  SyncConfig,
+  from_dict,
+)
+from ddiloco.core.commit import Committed, Merger
+from ddiloco.core.delta import Deltas
+from ddiloco.core.fragments import Fragment, Plan, gather, scatter
+from ddiloco.protocol.syncer_state import FragmentState
+from ddiloco.roles import initial
+from ddiloco.simulation.actor import Actor
+from ddiloco.simulation.stand_ins import VirtualIsland
+from ddiloco.simulation.world import Pace, World
+from ddiloco.training import inner
+from ddiloco.training.data import Stream, open_data
+from ddiloco.training.evaluate import HeldoutLoss
+from ddiloco.training.island import Island
+
+STEP_SECONDS = 0.1  # of virtual time
+HELDOUT_ROWS = 64  # at once
+
+
+class Problem(Protocol):
+  """What is trained."""
+
+  config: Config
+  plan: Plan
+  initial: list[np.ndarray]  # by fragment
+
+  def island(self, world: Any, number: int, seed: str) -> Any:
+    """What trains it, in virtual time."""
+    ...
+
+  def loss(self, values: list[np.ndarray]) -> float:
+    """Of these fragments."""
+    ...
+
+
+class Valued(World):
+  """A world with real vectors.
+
+  Args:
+    problem: what is trained.
+    seed: of paces, and of data that a problem makes itself.
+    faults: what strikes.
+    slowness: by learner, how many times as long its steps take; empty: all are equal.
+  """
+
+  def __init__(
+    self,
+    problem: Problem,
+    seed: int,
+    faults: Sequence[Fault] = (),
+    slowness: Sequence[float] = (),
+  ):
+    self.problem = problem
+    learners = problem.config.islands.num_learners
+    times = np.array(slowness or (1.0,) * learners)
+    total = learners * problem.config.planned_steps()
+    self.quotas = [round(total * share) for share in (1 / times) / (1 / times).sum()]  # of steps
+    pace = Pace(tuple(STEP_SECONDS * times))
+    super().__init__(problem.config, pace, seed, faults=faults)
+
+  def new_plan(self, sizes: Sequence[int]) -> Plan:
+    return self.problem.plan
+
+  def put(self, state: FragmentState) -> None:
+    value = self.problem.initial[state.index]
+    self.kept.save(Committed(state, value, value, None))
+
+  def island(self, actor: Actor) -> Any:
+    return self.problem.island(self, actor.number, f"{self.seed} {actor.role}")
+
+  def deltas(self, actor: Actor) -> Deltas:
+    return Deltas(self.sync)
+
+  def merger(self, actor: Actor, fragments: Mapping[int, Fragment]) -> Merger:
+    return Merger(fragments, self.kept, self.config)
+
+  def loss(self) -> float:
+    """Of the global model."""
+    found = [self.kept.load(p) for p in range(self.sync.num_fragments)]
+    return self.problem.loss([each.value for each in found if each is not None])
+
+  def train(self) -> float:
+    """Until all islands have left; the loss then."""
+    self.run(math.inf, lambda: not self.working)
+    return self.loss()
+
+
+# --- A language model, or whatever else a config says
+
+
+class Text:
+  """The model and the data of a config; a seed is that of its config."""
+
+  def __init__(self, config: Config):
+    self.config, self.plan = config, initial.make_plan(config)
+    self._first = initial.initial_params(config)
+    self.initial = [gather(f, self._first) for f in self.plan.fragments]
+
+  def island(self, world: Valued, number: int, seed: str) -> Trainer:
+    return Trainer(self.config, world, number, seed)
+
+  def loss(self, values: list[np.ndarray]) -> float:
+    params = {name: np.array(value) for name, value in self._first.items()}
+    for fragment, flat in zip(self.plan.fragments, values):
+      scatter(fragment, flat, params)
+    return heldout_loss(self.config, params)
+
+  def trained_alone(self, steps: int) -> float:
+    """The loss of one island without any exchange, after its whole schedule of so many steps."""
+    island, stream = new_island(self.config), _stream(self.config, 0)
+    island.load(self._first)
+    for step in range(steps):
+      rate = inner.learning_rate(self.config.inner, steps, step)
+      island.step(stream.batch(step), 0, rate)
+    return heldout_loss(self.config, island.params_on_host())
+
+
+class Trainer(VirtualIsland):
+  """A real island whose steps take virtual time, until it has made its quota."""
+
+  def __init__(self, config: Config, world: Valued, learner: int, seed: str):
+    super().__init__(world, learner, seed)
+    self._config, self._number, self._valued = config, learner, world
+    self._island, self._stream = new_island(config), _stream(config, learner)
+    self._made = 0
+
+  def reset(self) -> None:
+    super().reset()
+    self._island.reset()
+
+  def step(self, batch: Any, schedule_step: int, rate_scale: float) -> None:
+    super().step(batch, schedule_step, rate_scale)
+    quota, planned = self._valued.quotas[self._number], self._config.planned_steps()
+    rate = inner.learning_rate(self._config.inner, planned, self._made * planned // quota)
+    self._island.step(self._stream.batch(self._made), 0, rate_scale * rate)
+    self._made += 1
+    if self._made == quota:
+      self._valued.actors["learner", self._number].asked_to_end = True
+
+  def copy_out(self, fragment: int) -> Any:
+    return self._island.copy_out(fragment)
+
+  def to_host(self, pieces: Any, fragment: int) -> np.ndarray:
+    return self._island.to_host(super().to_host(pieces, fragment), fragment)
+
+  def stage(self, fragment: int, flat: Any) -> Any:
+    return self._island.stage(fragment, super().stage(fragment, flat))
+
+  def apply(self, fragment: int, staged: Any, keep: float) -> None:
+    self._island.apply(fragment, staged, keep)
+
+
+# --- What is compiled or read once, and used by all runs of this process
+
+
+def new_island(config: Config) -> Island:
+  """An island of this config whose learning rate is 1: `rate_scale` is the rate."""
+  whole = config.sync
+  sync = SyncConfig(
+    num_shards=1,
+    num_fragments=whole.num_fragments,
+    fragmentation=whole.fragmentation,
+    max_rows=whole.max_rows,
+    average_embeddings=whole.average_embeddings,
+  )
+  constant = {"learning_rate": 1.0, "warmup_steps": 0, "decay_steps": 1, "final_share": 1.0}
+  same = dataclasses.replace(
+    config,
+    seed=0,
+    inner=dataclasses.replace(config.inner, **constant),
+    islands=IslandsConfig(num_learners=1, batch_size=config.islands.batch_size),
+    sync=sync,
+    outer=OuterConfig(),
+    run=RunConfig(),
+  )
+  return copy.copy(_compiled(same.to_json()))  # the same programs, and a state of its own
+
+
+@functools.cache
+def _compiled(config_json: str) -> Island:
+  config = from_dict(json.loads(config_json))
+  island = Island(config, 0, jax.devices()[:1], initial.make_plan(config))
+  island.compile()
+  return island
+
+
+@functools.cache
+def _source(data_json: str) -> Any:
+  return open_data(from_dict({"data": json.loads(data_json)}).data)
+
+
+def _stream(config: Config, learner: int) -> Stream:
+  return Stream(_source(_json(config.data)), config, learner)
+
+
+@functools.cache
+def _heldout(model_json: str, data_json: str) -> HeldoutLoss:
+  model = from_dict({"model": json.loads(model_json)}).model
+  batches = _source(data_json).heldout_batches(HELDOUT_ROWS)
+  return HeldoutLoss(model, batches, jax.devices()[:1])
+
+
+def heldout_loss(config: Config, params: Mapping[str, np.ndarray]) -> float:
+  """Nats per token of the config's held-out sequences."""
+  return _heldout(_json(config.model), _json(config.data)).loss(params)
+
+
+def _json(section: Any) -> str:
+  return json.dumps(dataclasses.asdict(section))

@@ -1,0 +1,102 @@
+"""The comparison of algorithms: its rows, their tuning, what it sees of a run, and a short one."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+
+import numpy as np
+import pytest
+
+from ddiloco.config import OuterConfig
+from ddiloco.core import outer
+from ddiloco.core.commit import Committed
+from ddiloco.protocol.syncer_state import FragmentState
+from tests.scripts import commands
+
+
+@pytest.fixture
+def script(monkeypatch):
+  """A module of the folder, as scripts beside it see it."""
+  monkeypatch.syspath_prepend(str(commands.SCRIPTS))
+  return importlib.import_module
+
+
+def test_every_row_is_a_config_of_equal_tokens(script):
+  compared = script("compared")
+  for name, row in compared.METHODS.items():
+    for size in {"33k", *row.sizes}:
+      run = compared.Run(
+        size, row.base, row.fields, row.learners, row.how, row.slowness, compared.Point(), 2
+      )
+      config, tokens = run.config(), compared.SIZES[size].tokens
+      made = config.planned_steps() * config.planned_tokens_per_step()
+      assert made == (tokens // row.learners if row.how == "alone" else tokens), name
+      assert config.seed == 2 and (not row.of or row.of in compared.METHODS), name
+
+
+def test_every_method_is_tuned_with_the_same_number_of_runs(script):
+  compared = script("compared")
+  made = []
+
+  def runs(run, row):
+    """Best at 16e-3, small batches, and an outer rate of 1.4."""
+    made.append(run)
+    point = run.point
+    return {"loss": abs(point.rate - 16e-3) + point.batch / 100 - point.factor, "seed": run.seed}
+
+  comparison = compared.Comparison("33k", runs, seeds=2)
+  for row in ("data-parallel", "default, M = 4"):
+    made.clear()
+    best = comparison.point(row)
+    assert best == compared.Point(16e-3, 8, 1.4)
+    assert len({run.key for run in made}) == 7
+  assert comparison.point("average") == comparison.point("default, M = 4")
+  larger = compared.Comparison("115k", runs, seeds=2, smaller=comparison)
+  made.clear()
+  assert larger.point("default, M = 4") == best
+  assert len(made) == 4 and {run.point.batch for run in made} == {8}
+  assert comparison.relative([{"seed": 1, "loss": 2.0}], to="data-parallel")
+
+
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, True), (0.9, True), (0.5, False)])
+def test_the_merged_gradient_is_what_the_outer_step_was_made_of(script, momentum, nesterov):
+  gradients, chance = script("outer_gradients"), np.random.default_rng(0)
+  value, before, delta = (chance.normal(size=64).astype(np.float32) for _ in range(3))
+  config = OuterConfig(learning_rate=0.7, momentum=momentum, nesterov=nesterov)
+  moving = before if momentum else None
+  old = Committed(FragmentState(0), value, value, moving)
+  new = dataclasses.replace(old, value=outer.update(value, moving, delta, config))
+  np.testing.assert_allclose(gradients.merged_gradient(old, new, config), delta, atol=1e-5)
+
+
+def test_what_is_seen_of_a_run_in_parts(script):
+  gradients = script("outer_gradients")
+  east, north = np.float32([1, 0]), np.float32([0, 2])
+  assert gradients.mean_cosine([east, north, east]) == pytest.approx(1 / 3, abs=1e-4)
+  assert gradients.mean_cosine([east]) is None and gradients.cosine(east, 0 * north) is None
+  seen = [gradients.Seen(0, 2, 24.0, i / 20, 1.0, None if i < 5 else 0.5) for i in range(20)]
+  assert gradients.summary(seen) == {
+    **{"cosine": 0.475, "length": 1.0, "rho": 0.5},
+    **{"pushes": 2, "steps": 24.0},
+  }
+  course = gradients.course(seen)
+  assert course["cosine"][0] == 0.025 and course["rho"][:3] == [None, None, 0.5]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_short_comparison(tmp_path):
+  """One island that exchanges with a shard, at outer learning rate 1, is data-parallel."""
+  line = f"compare.py --quick --workdir={tmp_path}"
+  relative = commands.result(line, seconds=380)["relative"]["quick"]
+  assert relative["data-parallel"] == relative["default, M = 1"] == 0
+  assert 0 < relative["default, M = 4"] < 30
+  runs = (tmp_path / "runs.jsonl").read_text().splitlines()
+  assert len(runs) == 4 and all(json.loads(run)["loss"] > 0 for run in runs)
+  again = commands.said(line, "--table", f"--picture={tmp_path / 'c.png'}")
+  assert "| default, M = 4 |" in again and "Machine:" in again
+  assert (tmp_path / "c.png").stat().st_size > 10_000
+  assert commands.result(line)["relative"]["quick"] == relative
+  assert len((tmp_path / "runs.jsonl").read_text().splitlines()) == 4, "nothing is run again"
