@@ -21,7 +21,7 @@ from ddiloco.simulation.actor import Role
 from ddiloco.simulation.disturbances import HEADER_BYTES
 from ddiloco.simulation.virtual_time import VirtualTime
 
-LEAST_BYTES = 1e-3  # less is rounding
+LEAST_SECONDS = 1e-6  # what takes less is over
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Links:
     self._advance()
     now = self._time.now
     for pair, queue in list(self._waiting.items()):
-      while queue and queue[0].left_bytes < LEAST_BYTES:
+      while queue and queue[0].left_bytes <= LEAST_SECONDS * queue[0].rate:
         over = queue.popleft()
         self._time.at(now + over.latency_seconds, over.arrived)
       if not queue:

@@ -410,18 +410,21 @@ def lines(setting: Setting, plan: ExchangePlan) -> list[str]:
     f" {sync.sync_period} steps ({_seconds(setting.period_seconds)})",
     "traffic": f"a step and island {_bytes(each.per_step(sync))} ({codecs}); data-parallel in bf16:"
     f" {_bytes(2 * gradients)}",
-    "links": f"the busiest needs {plan.average_gbps:.3g} Gbit/s on average, {plan.link_load:.0%} of"
+    "links": f"the busiest needs {_rate(plan.average_gbps)} on average, {plan.link_load:.0%} of"
     f" what it has; {_peak(setting, plan)}",
     "a sync": f"{_seconds(plan.sync.total)}: {_parts(plan)}; tau = {sync.overlap_steps} hides"
     f" {_seconds(setting.overlap_seconds)}",
+    "a version": f"is applied {_seconds(plan.applied_steps * setting.step_seconds)} after a"
+    f" learner's copy-out, or {plan.applied_steps:.2g} steps: it is taken up at the end of one, and"
+    " applied at the end of a later one",
     "pace": f"islands compute {plan.utilisation:.0%} of the time; a fragment syncs every"
-    f" {plan.period_steps:.3g} steps",
+    f" {plan.period_steps:.3g} steps, with {plan.participation:.0%} of the islands",
     "shards": f"{sync.num_shards}, each at most {_bytes(memory.total)} of memory (state"
     f" {_bytes(memory.state)}, copies {_bytes(memory.copies)}, rounds {_bytes(memory.rounds)})"
     f" and busy {plan.core_load:.0%} of the time; {_least(plan)}",
     "joining": f"an island has the whole model after {_seconds(plan.join_seconds)}",
   }
-  text = [_fill(f"{name:<9}{row}", " " * 9) for name, row in rows.items()]
+  text = [_fill(f"{name:<11}{row}", " " * 11) for name, row in rows.items()]
   found = [_fill(f"- {finding}", "  ") for finding in findings(setting, plan)]
   return text + ["", *(found or ["Everything fits."])]
 
@@ -457,9 +460,9 @@ def _on_links(setting: Setting, plan: ExchangePlan) -> list[str]:
   smaller = dataclasses.replace(sync, push_codec="int4", publish_codec="int4")
   if smaller != sync:
     needed = make(dataclasses.replace(setting, sync=smaller)).average_gbps
-    fixes.append(f"int4 for push_codec and publish_codec ({needed:.3g} Gbit/s)")
+    fixes.append(f"int4 for push_codec and publish_codec ({_rate(needed)})")
   return [
-    f"The busiest link needs {plan.average_gbps:.3g} Gbit/s where there are {there:.3g}: {effect}."
+    f"The busiest link needs {_rate(plan.average_gbps)} where there are {_rate(there)}: {effect}."
     f" Fix: {', or '.join([*_more_shards(setting, plan.shards_for_links), *fixes])}."
   ]
 
@@ -490,7 +493,7 @@ def _overlap(setting: Setting, plan: ExchangePlan) -> list[str]:
   if _hidden(setting, plan):
     return []
   sync, steps = setting.sync, plan.overlap_steps
-  effect = f"Nobody waits, but a version is {steps} steps old when it is applied"
+  effect = f"Nobody waits, but a version is {plan.applied_steps:.2g} steps old when it is applied"
   if sync.apply == "overwrite":
     effect += ", and overwrite discards those steps"
   if sync.blocking:
@@ -517,9 +520,27 @@ def _least(plan: ExchangePlan) -> str:
   return f"enough would be {', '.join(said)}"
 
 
+_PARTS = {
+  "copy_outs": "until the last island has copied out",
+  "encode": "making a push",
+  "push": "pushes",
+  "merge": "merging",
+  "copy": "the copy for the buddy shard",
+  "publish": "publishes",
+  "stage": "staging",
+  "latency": "latency",
+}
+
+
 def _parts(plan: ExchangePlan) -> str:
+  """Those that matter."""
   parts = dataclasses.asdict(plan.sync)
-  return ", ".join(f"{name} {_seconds(value)}" for name, value in parts.items() if value)
+  shown = (name for name in parts if parts[name] > 0.01 * plan.sync.total)
+  return ", ".join(f"{_PARTS[name]} {_seconds(parts[name])}" for name in shown)
+
+
+def _rate(gbps: float) -> str:
+  return f"{gbps:.3g} Gbit/s" if gbps >= 0.1 else f"{1000 * gbps:.3g} Mbit/s"
 
 
 def _fill(text: str, indent: str) -> str:
@@ -544,4 +565,4 @@ def _bytes(count: float) -> str:
 def _peak(setting: Setting, plan: ExchangePlan) -> str:
   if not math.isfinite(plan.peak_gbps):
     return f"no bandwidth would let tau = {setting.sync.overlap_steps} hide a sync"
-  return f"tau = {setting.sync.overlap_steps} hides a sync from {plan.peak_gbps:.3g} Gbit/s on"
+  return f"tau = {setting.sync.overlap_steps} hides a sync from {_rate(plan.peak_gbps)} on"

@@ -83,7 +83,7 @@ def test_hand_made_values():
   assert plan.host_load == pytest.approx(7 * 6000 / 4e9 / 1.0)
   # Asked a moment after it is due, who was not the one to report copies out in half a step or so.
   assert 10.2 < plan.period_steps < 10.8 and plan.utilisation == 1
-  assert 2.7 < plan.applied_steps < 3.1 and plan.participation == 1
+  assert 2.7 < plan.applied_steps < 3.1 and 0.85 < plan.participation < 1
   assert plan.memory.state == 4000 and plan.memory.copies == 2000
   assert plan.memory.rounds == 2 * 4000 + 4000
   lossy = changed(setting, publish_codec="int8", momentum=True)
@@ -203,7 +203,8 @@ def test_what_tau_does_not_hide_is_said_in_plain_words():
   setting = changed(REGIONS, gbps=2.0, shard_gbps=20.0, overlap_steps=0)
   text = " ".join(planner.findings(setting, planner.make(setting)))
   assert re.search(r"tau = 0 steps hide 0 ms of a sync's [\d.]+ s\.", text)
-  assert "Nobody waits, but a version is 2 steps old" in text and "discards" not in text
+  assert re.search(r"Nobody waits, but a version is [23](\.\d)? steps old", text)
+  assert "discards" not in text
   assert "raise sync.overlap_steps to 2" in text
   overwrite = changed(setting, apply="overwrite")
   text = " ".join(planner.findings(overwrite, planner.make(overwrite)))
