@@ -44,15 +44,18 @@ WAITING = ("blocked", "stalled")
 WANTED = {"utilisation": 99.0, "participation": 95.0, "data_parallel": 20.0}
 
 
-def make_config(steps: int, joins_at: float) -> Config:
+def make_config(steps: int, joins_at: float, step_seconds: float = 1.0) -> Config:
   """One run; a fifth island comes at that time, in seconds."""
   c = config_lib.default()
   c.islands.num_learners, c.islands.batch_size, c.data.sequence_length = ISLANDS, 1, 1024
   c.sync.update(num_shards=SHARDS, num_fragments=PERIOD, sync_period=PERIOD, overlap_steps=TAU)
   c.sync.update(push_codec="int4", publish_codec="int4", min_quorum=1, grace_safety=0.9)
   c.sync.snapshot_steps = 0
+  # Who is asked answers at the end of its step: asked again before that, it sends its push twice.
+  c.sync.liveness_seconds = 3 * step_seconds
   c.outer.update(learning_rate=0.4, momentum=0.9)
   c.run.total_tokens = steps * ISLANDS * 1024
+  c.run.evaluations = 0  # an evaluator would get every version too
   c.chaos.faults = ({"action": "join", "role": NEWCOMER, "at_seconds": joins_at, "seconds": -1},)
   return config_lib.from_dict(c)
 
@@ -75,7 +78,7 @@ class Watch:
 
 def play(gbps: float, step_seconds: float, steps: int, merge_gbytes: float) -> dict[str, Any]:
   """One row: what the run did, and what the planner says of it."""
-  config, watch = make_config(steps, steps / 2 * step_seconds), Watch()
+  config, watch = make_config(steps, steps / 2 * step_seconds, step_seconds), Watch()
   setting = Speeds(
     sizes=planner.equal_sizes(PARAMETERS, PERIOD),
     step_seconds=step_seconds,
@@ -101,6 +104,7 @@ def play(gbps: float, step_seconds: float, steps: int, merge_gbytes: float) -> d
       latency_seconds=LATENCY_SECONDS,
       shard_gbps=SHARD_GBPS,
       core_gbytes=merge_gbytes,
+      host_gbytes=HOST_GBYTES,
     )
   )
   return {
@@ -108,8 +112,9 @@ def play(gbps: float, step_seconds: float, steps: int, merge_gbytes: float) -> d
     "planned_utilisation": 100 * plan.utilisation,
     "participation": 100
     * statistics.mean(watch.account.goodput().learners[m].participation for m in range(ISLANDS)),
-    "sync_seconds": found["seconds_per_sync"]["median"],
-    "planned_sync_seconds": plan.sync.total,
+    "sync_seconds": found["seconds_per_sync"]["mean"],
+    "planned_sync_seconds": plan.applied_steps * step_seconds * (1 + JITTER / 2),
+    "planned_participation": 100 * plan.participation,
     "hidden": plan.overlap_steps <= TAU,
     "join_seconds": watch.merged - watch.came,
     "planned_join_seconds": plan.join_seconds,
@@ -149,7 +154,8 @@ def main() -> None:
     for text, value in {
       "compute utilisation": f"{found['utilisation']:.2f} %   wanted: at least 99;"
       f" planned {found['planned_utilisation']:.2f}",
-      "participation": f"{found['participation']:.1f} %   wanted: at least 95",
+      "participation": f"{found['participation']:.1f} %   wanted: at least 95;"
+      f" planned {found['planned_participation']:.1f}",
       "a sync": f"{found['sync_seconds']:.1f} s   planned {found['planned_sync_seconds']:.1f};"
       f" tau hides {TAU * ROWS[name][1]:.1f}",
       "until a newcomer is merged": f"{found['join_seconds']:.0f} s   of that the model on its way:"

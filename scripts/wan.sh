@@ -2,21 +2,24 @@
 # WAN in a box: islands and syncer shards in network namespaces, joined by slow and long links.
 #
 #   scripts/wan.sh [--config=configs/wan.py[:PRESET]] [--islands=M] [--shards=S] [--mbit=200]
-#                  [--delay-ms=60] [--workdir=runs/wan] [--overwrite] [--config.FIELD=VALUE ...]
+#                  [--delay-ms=60] [--repeats=1] [--workdir=runs/wan] [--overwrite]
+#                  [--config.FIELD=VALUE ...]
 #
 # --islands, --shards  how many; the config's numbers unless given
 # --mbit               rate of every island's and every shard's link, each way (tc tbf on both ends)
-# --delay-ms           ONE WAY between island and shard, so a round trip takes twice as long
+# --delay-ms           ONE WAY between any two of them, so a round trip takes twice as long
+# --repeats            runs, one after the other; several are in WORKDIR/1, WORKDIR/2, ...
 # --workdir            of the run; one that holds a run is refused without --overwrite
 # --config.FIELD       changes a field of the config, for all roles
 #
 # Every island and every shard is a namespace of its own behind a link of its own to one switch. The
-# delay comes from ddiloco.chaos.proxy between an island and the switch (netem is missing in many
-# kernels). The evaluator stands at the switch and shards copy to each other, both without delay. An
-# island's XLA uses one thread. All of it lives in namespaces that end with this script, also when it
+# delay comes from ddiloco.chaos.proxy between an island, or a shard with copies for its buddy, and
+# the switch (netem is missing in many kernels). The evaluator stands at the switch, without delay.
+# An island's XLA uses one thread. All of it lives in namespaces that end with this script, also when it
 # is killed, so that nothing is left behind and several runs do not meet.
 #
-# Last line: JSON, see scripts/wan_summary.py. Exit status 77 (skipped): no right to make namespaces
+# In the end a table shows the runs beside what the planner and a virtual run say of them. Last line:
+# JSON, see scripts/wan_summary.py. Exit status 77 (skipped): no right to make namespaces
 # here, or no tc tbf in the kernel; 1: a role failed, whose log is shown. Logs: WORKDIR/logs.
 set -euo pipefail
 
@@ -27,7 +30,7 @@ wrong() { printf 'wan.sh: %s\n' "$*" >&2; exit 2; }
 self="$(realpath "$0")" given=("$@")
 inside=""
 if [ "${1:-}" = "--inside" ]; then inside=1; shift; fi
-config="" islands="" shards="" mbit=200 delay_ms=60 workdir="" overwrite=""
+config="" islands="" shards="" mbit=200 delay_ms=60 repeats=1 workdir="" overwrite=""
 fields=()
 for argument in "$@"; do
   value="${argument#*=}"
@@ -39,6 +42,7 @@ for argument in "$@"; do
     --shards=*) shards="$value" ;;
     --mbit=*) mbit="$value" ;;
     --delay-ms=*) delay_ms="$value" ;;
+    --repeats=*) repeats="$value" ;;
     --workdir=*) workdir="$(realpath -m "$value")" ;;
     --overwrite) overwrite=1 ;;
     *) wrong "$argument: is not an option. Fix: see scripts/wan.sh --help." ;;
@@ -47,6 +51,7 @@ done
 number='^[1-9][0-9]?$'
 [[ -z "$islands" || "$islands" =~ $number ]] || wrong "--islands=$islands: must be 1 to 99. Fix: use 2."
 [[ -z "$shards" || "$shards" =~ $number ]] || wrong "--shards=$shards: must be 1 to 99. Fix: use 2."
+[[ "$repeats" =~ $number ]] || wrong "--repeats=$repeats: must be 1 to 99. Fix: use 3."
 [[ "$mbit" =~ ^[1-9][0-9]*$ ]] || wrong "--mbit=$mbit: must be a whole number above 0. Fix: use 200."
 [[ "$delay_ms" =~ ^[0-9]+(\.[0-9]+)?$ ]] || wrong "--delay-ms=$delay_ms: must be a number. Fix: use 60."
 
@@ -62,21 +67,31 @@ if [ -z "$inside" ]; then
   tbf="tc qdisc add dev lo root tbf rate 1mbit burst 10kb latency 1s"
   "${box[@]}" sh -c "ip link set lo up && $tbf" 2> /dev/null || skip "this kernel has no tc tbf"
   [ -x "$(dirname "$self")/../.venv/bin/ddiloco" ] || (. "$(dirname "$self")/venv.sh" "")
-  setpriv --pdeathsig=KILL "${box[@]}" bash "$self" --inside "${given[@]}" < /dev/null &
-  child=$!
   trap 'kill -KILL "$child" 2> /dev/null || true' EXIT
   trap 'say "interrupted; ends all roles" >&2; exit 130' INT
   trap 'exit 143' TERM
-  status=0
-  wait "$child" || status=$?
-  exit "$status"
+  cd "$(dirname "$self")/.."
+  workdir="${workdir:-$PWD/runs/wan}" workdirs=() child=""
+  for ((run = 1; run <= repeats; run++)); do
+    own="$workdir"
+    [ "$repeats" = 1 ] || own="$workdir/$run"
+    workdirs+=(--workdir="$own")
+    ended=0
+    setpriv --pdeathsig=KILL "${box[@]}" bash "$self" --inside "${given[@]}" --workdir="$own" \
+      ${config:+--config="$config"} < /dev/null &
+    child=$!
+    wait "$child" || ended=$?
+    child=""
+    [ "$ended" = 0 ] || exit "$ended"
+  done
+  exec .venv/bin/python scripts/wan_summary.py "${workdirs[@]}" --mbit="$mbit" --delay_ms="$delay_ms"
 fi
 
 # From here on this is process 1 of the box, and its network namespace is the switch.
 trap 'exit 130' INT
 trap 'exit 143' TERM
 cd "$(dirname "$self")/.."
-config="${config:-configs/wan.py}" workdir="${workdir:-$PWD/runs/wan}"
+config="${config:-configs/wan.py}"
 [ -z "$islands" ] || fields+=("--config.islands.num_learners=$islands")
 [ -z "$shards" ] || fields+=("--config.sync.num_shards=$shards")
 if [ -e "$workdir/config.json" ]; then
@@ -88,10 +103,10 @@ mkdir -p "$workdir/logs"
 run=(.venv/bin/ddiloco)
 role=(--config="$config" --workdir="$workdir" --keys="$workdir/keys" "${fields[@]}")
 description="$("${run[@]}" train --dry_run --cpu --config="$config" --workdir="$workdir" "${fields[@]}")"
-read -r islands shards < <(.venv/bin/python -c '
+read -r islands shards evaluations < <(.venv/bin/python -c '
 import json, sys
 config, _ = json.JSONDecoder().raw_decode(sys.stdin.read())
-print(config["islands"]["num_learners"], config["sync"]["num_shards"])' <<< "$description")
+print(config["islands"]["num_learners"], config["sync"]["num_shards"], config["run"]["evaluations"])' <<< "$description")
 say "$islands islands and $shards shards, links of $mbit Mbit/s and $delay_ms ms one way"
 grep -E '^(model|run|traffic):' <<< "$description" | sed 's/^/[wan] /'
 "${run[@]}" keys --keys="$workdir/keys" --learners="$islands" --shards="$shards" > "$workdir/logs/keys.log"
@@ -125,6 +140,12 @@ start() {  # ROLE COMMAND...: in the background, with its log
   name_of[$!]="$1"
 }
 
+lag() {  # NODE SHARD: a way from there to a shard that takes its time
+  at "$1" .venv/bin/python -m ddiloco.chaos.proxy --delay_ms="$delay_ms" \
+    --listen="127.0.0.1:$((7000 + 10 * $2))" --to="10.0.0.$((100 + $2)):7000" \
+    > "$workdir/logs/link-$1-$2.log" 2>&1 &
+}
+
 direct="" delayed=""
 for ((s = 0; s < shards; s++)); do
   node "shard$s" "10.0.0.$((100 + s))"
@@ -134,19 +155,21 @@ done
 for ((m = 0; m < islands; m++)); do
   node "island$m" "10.0.0.$((10 + m))"
   for ((s = 0; s < shards; s++)); do
-    at "island$m" .venv/bin/python -m ddiloco.chaos.proxy --delay_ms="$delay_ms" \
-      --listen="127.0.0.1:$((7000 + 10 * s))" --to="10.0.0.$((100 + s)):7000" \
-      > "$workdir/logs/link-$m-$s.log" 2>&1 &
+    lag "island$m" "$s"
   done
+done
+for ((s = 0; s < shards; s++)); do
+  lag "shard$s" "$(((s + 1) % shards))"
 done
 
 # --- the roles ------------------------------------------------------------------------------------
 
 for ((s = 0; s < shards; s++)); do
-  start "syncer-$s" at "shard$s" "${run[@]}" syncer "${role[@]}" --shard="$s" --syncers="$direct" \
+  # It dials its buddy only; its own address is where it listens.
+  start "syncer-$s" at "shard$s" "${run[@]}" syncer "${role[@]}" --shard="$s" --syncers="$delayed" \
     --bind="tcp://10.0.0.$((100 + s)):7000"
 done
-start evaluator "${run[@]}" evaluator "${role[@]}" --syncers="$direct"
+[ "$evaluations" = 0 ] || start evaluator "${run[@]}" evaluator "${role[@]}" --syncers="$direct"
 flags="${XLA_FLAGS:-} --xla_cpu_multi_thread_eigen=false"
 for ((m = 0; m < islands; m++)); do
   start "learner-$m" at "island$m" env NPROC=1 XLA_FLAGS="$flags" "${run[@]}" learner "${role[@]}" \
@@ -173,4 +196,3 @@ while [ "${#name_of[@]}" -gt 0 ]; do
   say "$name has finished"
 done
 "${run[@]}" report --workdir="$workdir"
-exec .venv/bin/python scripts/wan_summary.py --workdir="$workdir" --mbit="$mbit" --delay_ms="$delay_ms"

@@ -1,24 +1,58 @@
-"""What a run over long links has come to, from its event logs: the last line of `scripts/wan.sh`.
+"""What runs over long links have come to, beside the planner's and the simulator's figures.
 
-  python scripts/wan_summary.py --workdir=DIR --mbit=200 --delay_ms=60
+  python scripts/wan_summary.py --workdir=DIR [--workdir=DIR ...] --mbit=200 --delay_ms=60
 
-Last line, JSON, by learner: `utilisation`: the share of the time between the end of its first step
-and the end of its last that went into inner steps. `blocked_seconds`: of that time, how long the
-protocol made it wait. `bytes`: sent and received, all connections together. `step_seconds`: median.
-For the run: `loss` on held-out data (null if no evaluator saw the end), `mbit`, `delay_ms` one way.
+`scripts/wan.sh` ends with it. Every workdir holds a run of the same config over the same links; its
+event logs are read. The planner (`ddiloco plan`) and a run in virtual time (`ddiloco simulate
+protocol`) get the same config, links and mean step. The same function measures real and virtual
+runs, from all learners' first steps to the first learner's last:
+
+  round_seconds: from the beginning of a round at the shard to its commit.
+  delivery_seconds: from the commit until a learner takes the version up, at the end of a step.
+  sync_seconds: from a learner's copy-out to its apply of the version.
+  mbit: Mbit/s of a learner, sent and received.
+  participation: share of the learners whose pushes a commit has.
+  first_version_seconds: from the first step of all to the first commit.
+
+Last line, JSON: `planned`, `virtual`, `real` (a list) with these, `error_percent`: of the planner
+and the virtual run against the mean of the real ones. Besides, of the last real run, by learner:
+`utilisation`: the share of the time between the end of its first step and the end of its last that
+went into inner steps. `blocked_seconds`: of that time, how long the protocol made it wait. `bytes`:
+sent and received, all connections together. `step_seconds`: median. For that run: `loss` on
+held-out data (null if no evaluator saw the end), `mbit`, `delay_ms` one way.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import math
 import statistics
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ddiloco.config import Config, from_dict
 from ddiloco.observe.eventlog import Event, read_events
+from ddiloco.protocol import events
+from ddiloco.protocol.actions import due_after
 from ddiloco.protocol.events import parse_role
+from ddiloco.roles import initial
+from ddiloco.simulation import planner
+from ddiloco.simulation.run import Speeds, VirtualRun
+
+JITTER = 0.02  # of virtual steps
+SEEDS = 5  # virtual runs; the mean of them is told
+TITLES = {
+  "round_seconds": "a round, until it commits, s",
+  "delivery_seconds": "until the version is taken up, s",
+  "sync_seconds": "a sync, copy-out to apply, s",
+  "mbit": "of a learner, Mbit/s",
+  "participation": "participation",
+  "first_version_seconds": "until the first version, s",
+}
 
 
 def utilisation(steps: list[Event]) -> float | None:
@@ -36,6 +70,7 @@ def moved_bytes(traffic: list[Event]) -> int:
 
 
 def summarise(workdir: Path) -> dict[str, Any]:
+  """By learner, what its steps and bytes say."""
   steps: dict[str, list[Event]] = defaultdict(list)
   traffic: dict[str, list[Event]] = defaultdict(list)
   for event in read_events(workdir):
@@ -58,19 +93,142 @@ def summarise(workdir: Path) -> dict[str, Any]:
   }
 
 
+def measure(run: Sequence[Event], learners: int) -> dict[str, float]:
+  """The numbers of `TITLES`, and `step_seconds` from step to step, of a run's events.
+
+  Raises:
+    SystemExit: the run has too few rounds to say.
+  """
+  steps = _by_role(run, events.Step)
+  first = {role: each[0].time - each[0].seconds for role, each in steps.items()}
+  begin, end = max(first.values()), min(each[-1].time for each in steps.values())
+  begun = {_key(e): e.time for e in run if isinstance(e, events.Round) and e.time >= begin}
+  commits = {_key(e): e for e in run if isinstance(e, events.Commit)}
+  whole = {key for key in begun if key in commits}
+  copied = {(e.role, *_key(e)): e.time for e in run if isinstance(e, events.CopyOut)}
+  applied = [e for e in run if isinstance(e, events.Apply) and _key(e) in whole and e.time <= end]
+  taken = [e for e in run if isinstance(e, events.Stage) and _key(e) in whole and e.time <= end]
+  merged = [e for e in applied if e.included]
+  whole &= {_key(e) for e in applied}
+  if len(whole) < 2 or not merged:
+    raise SystemExit(f"{len(whole)} whole rounds are too few to measure: let it run for longer")
+  counts = _by_role([e for e in run if begin <= e.time <= end], events.Traffic)
+  return {
+    "step_seconds": statistics.mean(
+      (each[-1].time - each[0].time) / (len(each) - 1) for each in steps.values()
+    ),
+    "round_seconds": statistics.mean(commits[r].time - begun[r] for r in whole),
+    "delivery_seconds": statistics.mean(e.time - commits[_key(e)].time for e in taken),
+    "sync_seconds": statistics.mean(e.time - copied[e.role, *_key(e)] for e in merged),
+    "mbit": statistics.mean(_mbit(each) for each in counts.values() if len(each) > 1),
+    "participation": statistics.mean(len(commits[r].learners) for r in whole) / learners,
+    "first_version_seconds": min(e.time for e in commits.values()) - min(first.values()),
+    "rounds": len(whole),
+  }
+
+
+def _key(event: Any) -> tuple[int, int]:
+  return event.fragment, event.round  # shards may count alike
+
+
+def _by_role(run: Sequence[Event], kind: type[Event]) -> dict[str, list[Any]]:
+  found: dict[str, list[Any]] = defaultdict(list)
+  for event in run:
+    if isinstance(event, kind) and event.role.startswith("learner-"):
+      found[event.role].append(event)
+  return found
+
+
+def _mbit(counts: list[events.Traffic]) -> float:
+  first, last = counts[0], counts[-1]
+  moved = last.sent_bytes + last.received_bytes - first.sent_bytes - first.received_bytes
+  return 8e-6 * moved / (last.time - first.time)
+
+
+def plan(config: Config, sizes: tuple[int, ...], step: float, links: dict) -> dict[str, float]:
+  """The planner's."""
+  setting = planner.Setting.of(config, sizes, step_seconds=step, **links)
+  made = planner.make(setting)
+  moved = made.exchanged.push_bytes + made.exchanged.publish_bytes
+  due = min(due_after(p, 0, config.sync) for p in range(config.sync.num_fragments))
+  return {
+    "round_seconds": made.round_seconds,
+    "delivery_seconds": made.delivery_seconds,
+    "sync_seconds": made.applied_steps * step,
+    "mbit": 8e-6 * moved / (made.period_steps * step / made.utilisation),
+    "participation": made.participation,
+    "first_version_seconds": due * step + links["latency_seconds"] + made.round_seconds,
+  }
+
+
+def play(config: Config, sizes: tuple[int, ...], step: float, links: dict) -> dict[str, float]:
+  """The virtual runs', on average."""
+  islands = dataclasses.replace(config.islands, min_step_seconds=0.0)
+  config, each = dataclasses.replace(config, islands=islands), []
+  for seed in range(SEEDS):
+    found: list[Event] = []
+    speeds = Speeds(
+      sizes,
+      step_seconds=step / (1 + JITTER / 2),
+      jitter=JITTER,
+      gbps=(links["gbps"],),
+      latency_seconds=(links["latency_seconds"],),
+      shard_gbps=links["shard_gbps"],
+      late_seconds=step,  # ends of steps do not fall together
+      seed=seed,
+    )
+    VirtualRun(config, speeds, found.append).finish()
+    each.append(measure(found, config.islands.num_learners))
+  return {name: statistics.mean(run[name] for run in each) for name in each[0]}
+
+
+def compare(workdirs: Sequence[Path], mbit: float, delay_ms: float) -> dict[str, Any]:
+  """Planned, virtual and real."""
+  config = from_dict(json.loads((workdirs[0] / "config.json").read_text()))
+  sizes, gbps = initial.fragment_sizes(config), mbit / 1e3
+  links = {"gbps": gbps, "shard_gbps": gbps, "latency_seconds": delay_ms / 1e3}
+  learners = config.islands.num_learners
+  real = [measure(sorted(read_events(w), key=lambda e: e.time), learners) for w in workdirs]
+  step = statistics.mean(run["step_seconds"] for run in real)
+  planned, virtual = plan(config, sizes, step, links), play(config, sizes, step, links)
+  mean = {name: statistics.mean(run[name] for run in real) for name in TITLES}
+  errors = {
+    who: {name: round(100 * (said[name] / mean[name] - 1), 1) for name in TITLES if mean[name]}
+    for who, said in (("planned", planned), ("virtual", virtual))
+  }
+  print(f"\nsteps of {step:.3g} s; {' + '.join(str(r['rounds']) for r in real)} rounds")
+  heads = ["planned", "virtual", *(f"run {n}" for n in range(1, len(real) + 1)), "mean"]
+  print(f"{'':34}" + "".join(f"{head:>10}" for head in [*heads, "planned", "virtual"]))
+  for name, title in TITLES.items():
+    cells = [planned[name], virtual[name], *(run[name] for run in real), mean[name]]
+    off = [errors[who].get(name, math.nan) for who in ("planned", "virtual")]
+    print(
+      f"{title:34}" + "".join(f"{x:>10.3g}" for x in cells) + "".join(f"{x:>+9.1f}%" for x in off)
+    )
+  rounded = [{k: round(v, 4) for k, v in each.items()} for each in (planned, virtual, *real)]
+  return {
+    "planned": rounded[0],
+    "virtual": rounded[1],
+    "real": rounded[2:],
+    "error_percent": errors,
+  }
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-  parser.add_argument("--workdir", type=Path, required=True)
+  parser.add_argument("--workdir", type=Path, required=True, action="append")
   parser.add_argument("--mbit", type=float, required=True)
   parser.add_argument("--delay_ms", type=float, required=True)
   args = parser.parse_args()
-  result = summarise(args.workdir)
+  result = summarise(args.workdir[-1])
   for m, share in result["utilisation"].items():
     print(
       f"island {m}: {result['steps'][m]} steps of {1e3 * result['step_seconds'][m]:.0f} ms,"
       f" {'?' if share is None else f'{share:.1%}'} of the time in steps,"
       f" blocked {result['blocked_seconds'][m]:g} s, {result['bytes'][m] / 1e6:.1f} MB moved"
     )
+  if (args.workdir[0] / "config.json").exists():
+    result |= compare(args.workdir, args.mbit, args.delay_ms)
   print(json.dumps({**result, "mbit": args.mbit, "delay_ms": args.delay_ms}))
 
 

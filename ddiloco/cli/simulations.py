@@ -73,6 +73,7 @@ def _define_plan(values: flags.FlagValues) -> None:
   number("mfu", 0.5, "Share of the peak that a step reaches.")
   number("tokens", None, "Of an island's step, instead of the config's.")
   number("core_gbytes", planner.CORE_GBYTES, "GB/s of f32 that a shard merges.")
+  number("host_gbytes", planner.CORE_GBYTES, "GB/s that a learner's host touches beside its step.")
   flags.DEFINE_bool(
     "measure",
     False,
@@ -118,6 +119,7 @@ def _setting(values: flags.FlagValues, config: Config) -> planner.Setting:
     latency_seconds=_not_negative(values, "latency_ms", "30") / 1000,
     shard_gbps=_not_negative(values, "shard_gbps", "100"),
     core_gbytes=_core_gbytes(values, config),
+    host_gbytes=_positive(values, "host_gbytes", "100"),
   )
 
 

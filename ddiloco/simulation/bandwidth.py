@@ -180,6 +180,16 @@ def _exposed_seconds(
 # a joining island gets (the whole model once, in f32).
 
 F32_BYTES = 4
+PUSH_VECTORS = 4  # that making a push touches: local and base, the delta, what of it arrives
+STAGE_VECTORS = 3  # that taking up a version touches: payload, base, what is added
+# What an Ethernet frame of 1,514 bytes carries of a fragment: without its headers (14 bytes and 52
+# of IP and TCP), and TLS's 22 for 16,384.
+PAYLOAD_SHARE = 1448 / 1514 * 16384 / (16384 + 22)
+
+
+def payload_bytes_per_second(gbps: float) -> float:
+  """Of fragments, over a link of so many Gbit/s."""
+  return PAYLOAD_SHARE * gbps * 1e9 / 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,7 +246,9 @@ def owned_sizes(sizes: Sequence[int], shard: int, num_shards: int) -> list[int]:
   return [sizes[p] for p in fragments.owned_by(shard, num_shards, len(sizes))]
 
 
-def flows(sizes: Sequence[int], sync: SyncConfig, islands: int, apart: bool) -> list[LinkTraffic]:
+def flows(
+  sizes: Sequence[int], sync: SyncConfig, islands: int, apart: bool, listeners: int = 0
+) -> list[LinkTraffic]:
   """What crosses every place's link in one period: islands first, then shards that stand apart.
 
   Args:
@@ -244,6 +256,7 @@ def flows(sizes: Sequence[int], sync: SyncConfig, islands: int, apart: bool) -> 
     sync: codecs and `num_shards`.
     islands: M, each with one learner.
     apart: shards have links of their own, instead of standing beside islands.
+    listeners: members somewhere else that get every version and push nothing: the evaluator.
   """
   count = sync.num_shards
   at = [islands + s if apart else s % islands for s in range(count)]
@@ -266,7 +279,7 @@ def flows(sizes: Sequence[int], sync: SyncConfig, islands: int, apart: bool) -> 
     from_shards = here * (sum(publish_bytes) - publish_bytes[place])
     found.append(
       LinkTraffic(
-        sent_bytes=to_shards + away * publish_bytes[place] + copies_sent[place],
+        sent_bytes=to_shards + (away + listeners) * publish_bytes[place] + copies_sent[place],
         received_bytes=from_shards + away * push_bytes[place] + copies_received[place],
         copy_bytes=copies_sent[place] + copies_received[place],
       )

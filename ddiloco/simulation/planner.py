@@ -2,17 +2,22 @@
 
 Pure arithmetic. Assumptions, besides those of `simulation.bandwidth`:
 
-- All islands step alike, none fails, all take part in every round: the most bytes there can be.
-- A sync is measured from the first copy-out of a fragment to its new version at the learners, which
-  is what `sync.overlap_steps` is about. Learners come to the ends of their steps independently (in
-  lock-step together), so the last of M copy-outs (M - 1) / (M + 1) of a step later than the first.
-  One fragment at a time has the links it needs. Its pushes arrive together and share the shard's
-  link; so do the copies of its new version. The last push's part of the merge comes after all
-  pushes.
-- A shard takes in a push in one pass over its values. A commit of M pushes touches M + 2 vectors
-  and the fragment's state twice (`bandwidth.commit_vectors`). `core_gbytes` is the GB/s of f32 that
-  its threads touch so: `ddiloco plan --measure` measures it here; without it 4.0 is assumed, which
-  one slow core reaches.
+- All islands step alike, none fails. Their ends of steps are spread evenly, at random; in lock-step
+  they fall together.
+- A round begins with the report of a learner, at the end of its step. So when it is asked, it has
+  nearly a whole step before it, less the latency there and back; the others are anywhere in theirs.
+  Each copies out at the end of its step, and the commit waits for the last one (`_copy_outs`).
+- One fragment at a time has the links it needs. Pushes that are under way together share the
+  shard's link; so do the copies of its new version, one for every learner and the evaluator. The
+  last push's part of the merge comes after all pushes.
+- A learner looks for a new version at the end of a step, brings it to its devices during the next
+  one or more, and applies it at an end again (`typical_round.py`).
+- A learner's host touches `PUSH_VECTORS` vectors to make a push and `STAGE_VECTORS` to take up a
+  version, `host_gbytes` GB/s of f32. A shard takes in a push in one pass over its values. A commit
+  of M pushes touches M + 2 vectors and the fragment's state twice (`bandwidth.commit_vectors`).
+  `core_gbytes` is the GB/s of f32 that its threads touch so: `ddiloco plan --measure` measures it
+  here; without it 4.0 is assumed for both, which one slow core reaches.
+- Links are full duplex; `bandwidth.PAYLOAD_SHARE` of what they carry is fragments.
 """
 
 from __future__ import annotations
@@ -26,7 +31,8 @@ from typing import Any
 from ddiloco.checks import not_negative, positive, require
 from ddiloco.config import Config, SyncConfig
 from ddiloco.simulation import bandwidth
-from ddiloco.simulation.bandwidth import F32_BYTES, Exchanged
+from ddiloco.simulation.bandwidth import F32_BYTES, PUSH_VECTORS, STAGE_VECTORS, Exchanged
+from ddiloco.simulation.typical_round import RoundCosts, TypicalRound, typical
 
 CORE_GBYTES = 4.0
 
@@ -52,10 +58,12 @@ class Setting:
   momentum: bool = False  # of the outer optimizer
   shard_gbps: float = 0.0  # of shards that stand on their own; 0: beside the islands
   core_gbytes: float = CORE_GBYTES  # GB/s of f32 that a shard merges
+  host_gbytes: float = CORE_GBYTES  # GB/s of f32 that a learner's host touches beside its steps
+  evaluator: bool = False  # one more member that gets every version, at a place of its own
   window_bytes: int = 0  # under way to one peer at most; 0: any number
 
   def __post_init__(self):
-    positive("plan", self, "islands", "step_seconds", "gbps", "core_gbytes")
+    positive("plan", self, "islands", "step_seconds", "gbps", "core_gbytes", "host_gbytes")
     not_negative("plan", self, "latency_seconds", "shard_gbps", "window_bytes")
     require(
       self.sync.num_shards > 0,
@@ -80,6 +88,7 @@ class Setting:
       sync=config.sync,
       islands=config.islands.num_learners,
       momentum=config.outer.momentum > 0,
+      evaluator=config.run.evaluations > 0,
       window_bytes=config.network.streams * CONNECTION_BYTES,
       **rates,
     )
@@ -101,13 +110,15 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class SyncTime:
-  """Seconds of one sync of the largest fragment, in order of time."""
+  """Seconds of one sync of the largest fragment, in order of time, without waits at the end."""
 
   copy_outs: float  # from the first learner's end of a step to the last one's
+  encode: float  # by a learner's host: the push
   push: float
   merge: float
   copy: float  # to the buddy, before any learner hears of the version
   publish: float
+  stage: float  # by a learner's host: what the version changes there
   latency: float
 
   @property
@@ -143,8 +154,13 @@ class ExchangePlan:
   link_load: float  # of the busiest link
   copy_share: float  # of the busiest link's bytes
   core_load: float  # of what the busiest shard merges with
+  host_load: float  # of what a learner's host does beside its steps
   sync: SyncTime
   overlap_steps: int  # tau that would hide it
+  applied_steps: float  # from a learner's copy-out to its apply, on average
+  round_seconds: float  # from a round's beginning to its commit
+  delivery_seconds: float  # from the commit to the learners' taking it up
+  participation: float  # share of learners in a round: grace may end before the last push is there
   period_steps: float  # effective H
   utilisation: float  # share of the time that islands compute
   join_seconds: float  # until a joining island has the model
@@ -157,24 +173,30 @@ class ExchangePlan:
 def make(setting: Setting) -> ExchangePlan:
   """The plan of one setting."""
   link_load, average_gbps, copy_share = _links(setting, setting.sync)
-  core_load = _core_load(setting, setting.sync)
+  core_load, host_load = _core_load(setting, setting.sync), _host_load(setting)
   sync = _sync_time(setting)
-  period_steps, utilisation = _pace(setting, sync, max(link_load, core_load))
-  spare_seconds = setting.overlap_seconds - (sync.total - sync.on_links)
-  hidden = spare_seconds > 0
+  usual = _round(setting, sync)
+  load = max(link_load, core_load, host_load)
+  period_steps, utilisation = _pace(setting, sync, usual, load)
   values = sum(setting.sizes)
   return ExchangePlan(
     exchanged=bandwidth.exchanged(setting.sizes, setting.sync),
     average_gbps=average_gbps,
-    peak_gbps=setting.gbps * sync.on_links / spare_seconds if hidden else math.inf,
+    peak_gbps=_peak_gbps(setting, sync),
     link_load=link_load,
     copy_share=copy_share,
     core_load=core_load,
+    host_load=host_load,
     sync=sync,
     overlap_steps=math.ceil(sync.total / setting.step_seconds),
+    applied_steps=usual.applied_steps,
+    round_seconds=usual.round_seconds,
+    delivery_seconds=usual.delivery_seconds,
+    participation=usual.participation,
     period_steps=period_steps,
     utilisation=utilisation,
-    join_seconds=8 * F32_BYTES * values / (setting.gbps * 1e9) + setting.latency_seconds,
+    join_seconds=F32_BYTES * values / bandwidth.payload_bytes_per_second(setting.gbps)
+    + setting.latency_seconds,
     memory=_memory(setting, sync),
     shards_for_links=_least_shards(setting, lambda sync: _links(setting, sync)[0]),
     shards_for_cores=_least_shards(setting, lambda sync: _core_load(setting, sync)),
@@ -186,10 +208,13 @@ def make(setting: Setting) -> ExchangePlan:
 
 def _links(setting: Setting, sync: SyncConfig) -> tuple[float, float, float]:
   """(load, average Gbit/s, share of copies) of the busiest link."""
-  over = bandwidth.flows(setting.sizes, sync, setting.islands, setting.apart)
+  over = bandwidth.flows(
+    setting.sizes, sync, setting.islands, setting.apart, int(setting.evaluator)
+  )
   there = [setting.gbps] * setting.islands
   there += [setting.shard_gbps] * (len(over) - setting.islands)
-  needed = [8 * flow.busier_bytes / setting.period_seconds / 1e9 for flow in over]
+  on_wire = 8 / bandwidth.PAYLOAD_SHARE  # bits that carry a byte
+  needed = [on_wire * flow.busier_bytes / setting.period_seconds / 1e9 for flow in over]
   busiest = max(range(len(over)), key=lambda place: needed[place] / there[place])
   flow = over[busiest]
   both = flow.sent_bytes + flow.received_bytes
@@ -207,35 +232,111 @@ def _core_load(setting: Setting, sync: SyncConfig) -> float:
   return touched * largest / (setting.core_gbytes * 1e9) / setting.period_seconds
 
 
+def _host_load(setting: Setting) -> float:
+  """The same of a learner's host with all its pushes and versions."""
+  touched = F32_BYTES * (PUSH_VECTORS + STAGE_VECTORS) * sum(setting.sizes)
+  return touched / (setting.host_gbytes * 1e9) / setting.period_seconds
+
+
+def _away(setting: Setting) -> int:
+  """Learners whose pushes of a fragment cross a link."""
+  return setting.islands if setting.apart else setting.islands - 1
+
+
+def _copy_outs(setting: Setting) -> list[float]:
+  """When learners copy out, in steps since they were asked, ascending: where they are on average.
+
+  The learner whose report began the round has a whole step before it, less the latency.
+  """
+  if setting.sync.blocking:
+    return [0.0] * setting.islands
+  latency = setting.latency_seconds if _away(setting) else 0.0
+  asker = 1 - math.fmod(2 * latency / setting.step_seconds, 1.0)
+  return sorted([asker, *(k / setting.islands for k in range(1, setting.islands))])
+
+
+def _pushes(setting: Setting) -> list[tuple[float, float]]:
+  """When all pushes are there, if from some copy-out on there is no gap on the shard's link, or on
+  the last one's own: the latest of these. Each as (when that is, from the last copy-out on: 0 or
+  less; seconds on the link)."""
+  m, away, at = setting.islands, _away(setting), _copy_outs(setting)
+  if not away:
+    return [(0.0, 0.0)]
+  push_bytes = bandwidth.exchanged([max(setting.sizes)], setting.sync).push_bytes
+  each = push_bytes / bandwidth.payload_bytes_per_second(setting.shard_gbps or setting.gbps)
+  begun = [(at[k] - at[-1]) * setting.step_seconds for k in range(m - away, m)]
+  alone = push_bytes / bandwidth.payload_bytes_per_second(setting.gbps)
+  return [(0.0, alone), *((before, (away - k) * each) for k, before in enumerate(begun))]
+
+
 def _sync_time(setting: Setting) -> SyncTime:
   sync, size, m = setting.sync, max(setting.sizes), setting.islands
-  one = bandwidth.exchanged([size], sync)
-  away = m if setting.apart else m - 1  # learners whose pushes cross a link
-  shard_gbps = setting.shard_gbps or setting.gbps
-
-  def seconds(nbytes: float) -> float:  # the slower of an island's link and the shard's
-    return 8 * nbytes / 1e9 * max(min(away, 1) / setting.gbps, away / shard_gbps)
-
+  one, away, step = bandwidth.exchanged([size], sync), _away(setting), setting.step_seconds
+  rate = bandwidth.payload_bytes_per_second(setting.gbps)
+  shard_rate = bandwidth.payload_bytes_per_second(setting.shard_gbps or setting.gbps)
+  at = _copy_outs(setting)
+  listeners = away + setting.evaluator
+  publish = max(bool(away) / rate, listeners / shard_rate) * one.publish_bytes if away else 0.0
   places = {s if setting.apart else s % m for s in range(sync.num_shards)}
   copied = len(places) > 1  # else the buddy is the shard itself, or its neighbour at one place
   hops = 2 * min(away, 1) + 2 * copied  # push and publish, copy and its receipt
   touched = 1 + bandwidth.commit_vectors(sync, setting.momentum, m)  # the last push, the commit
+  vector = F32_BYTES * size / 1e9
   return SyncTime(
-    copy_outs=0.0 if sync.blocking else setting.step_seconds * (m - 1) / (m + 1),
-    push=seconds(one.push_bytes),
-    merge=F32_BYTES * size * touched / (setting.core_gbytes * 1e9),
-    copy=8 * one.publish_bytes * copied / (shard_gbps * 1e9),
-    publish=seconds(one.publish_bytes),
+    copy_outs=(at[-1] - at[0]) * step,
+    encode=PUSH_VECTORS * vector / setting.host_gbytes,
+    push=max(begun + seconds for begun, seconds in _pushes(setting)),
+    merge=touched * vector / setting.core_gbytes,
+    copy=copied * one.publish_bytes / shard_rate,
+    publish=publish,
+    stage=STAGE_VECTORS * vector / setting.host_gbytes,
     latency=hops * setting.latency_seconds,
   )
 
 
-def _pace(setting: Setting, sync: SyncTime, load: float) -> tuple[float, float]:
+def _peak_gbps(setting: Setting, sync: SyncTime) -> float:
+  """Of an island's link, others in proportion, so that tau just hides a sync; may be infinite."""
+  rest, least = sync.total - sync.on_links, 0.0
+  for begun, seconds in _pushes(setting):
+    spare = setting.overlap_seconds - rest - begun
+    least = max(least, (seconds + sync.copy + sync.publish) / spare if spare > 0 else math.inf)
+  return setting.gbps * least
+
+
+def _round(setting: Setting, sync: SyncTime) -> TypicalRound:
+  config, step = setting.sync, setting.step_seconds
+  period = float(config.sync_period)
+  if config.blocking:  # all copy out at once, and who waits looks at once
+    after = sync.publish + sync.copy + sync.latency / 2
+    before = sync.total - after - sync.stage
+    return TypicalRound(max(config.overlap_steps, sync.total / step), 1.0, period, before, after)
+  push_bytes = bandwidth.exchanged([max(setting.sizes)], config).push_bytes
+  shard_rate = bandwidth.payload_bytes_per_second(setting.shard_gbps or setting.gbps)
+  costs = RoundCosts(
+    islands=setting.islands,
+    away=_away(setting),
+    step=step,
+    latency=setting.latency_seconds,
+    encode=sync.encode,
+    push=push_bytes / bandwidth.payload_bytes_per_second(setting.gbps),
+    shard_push=push_bytes / shard_rate,
+    merge=sync.merge,
+    copy=sync.copy + (2 * setting.latency_seconds if sync.copy else 0.0),
+    publish=sync.publish,
+    stage=sync.stage,
+  )
+  return typical(costs, config)
+
+
+def _pace(
+  setting: Setting, sync: SyncTime, usual: TypicalRound, load: float
+) -> tuple[float, float]:
   """(effective H in steps, utilisation)."""
-  period = setting.sync.sync_period
-  if not setting.sync.blocking:  # a fragment's next round begins when this one is over
-    return max(period * max(1.0, load), sync.total / setting.step_seconds), 1.0
-  waits = setting.sync.num_fragments * max(0.0, sync.total - setting.overlap_seconds)
+  config = setting.sync
+  period = config.sync_period
+  if not config.blocking:
+    return max(usual.period_steps, period * load), 1.0
+  waits = config.num_fragments * max(0.0, sync.total - setting.overlap_seconds)
   seconds = max(setting.period_seconds + waits, setting.period_seconds * load)
   return float(period), setting.period_seconds / seconds
 
@@ -272,7 +373,12 @@ COLUMNS = 100
 
 def findings(setting: Setting, plan: ExchangePlan) -> list[str]:
   """What does not fit, each with its fix; empty if everything does."""
-  found = [*_on_links(setting, plan), *_cores(setting, plan), *_overlap(setting, plan)]
+  found = [
+    *_on_links(setting, plan),
+    *_cores(setting, plan),
+    *_hosts(setting, plan),
+    *_overlap(setting, plan),
+  ]
   if found and plan.copy_share > 0.5:
     found.append(
       f"Copies for buddy shards are {plan.copy_share:.0%} of the busiest link's bytes: each is a"
@@ -304,18 +410,21 @@ def lines(setting: Setting, plan: ExchangePlan) -> list[str]:
     f" {sync.sync_period} steps ({_seconds(setting.period_seconds)})",
     "traffic": f"a step and island {_bytes(each.per_step(sync))} ({codecs}); data-parallel in bf16:"
     f" {_bytes(2 * gradients)}",
-    "links": f"the busiest needs {plan.average_gbps:.3g} Gbit/s on average, {plan.link_load:.0%} of"
+    "links": f"the busiest needs {_rate(plan.average_gbps)} on average, {plan.link_load:.0%} of"
     f" what it has; {_peak(setting, plan)}",
     "a sync": f"{_seconds(plan.sync.total)}: {_parts(plan)}; tau = {sync.overlap_steps} hides"
     f" {_seconds(setting.overlap_seconds)}",
+    "a version": f"is applied {_seconds(plan.applied_steps * setting.step_seconds)} after a"
+    f" learner's copy-out, or {plan.applied_steps:.2g} steps: it is taken up at the end of one, and"
+    " applied at the end of a later one",
     "pace": f"islands compute {plan.utilisation:.0%} of the time; a fragment syncs every"
-    f" {plan.period_steps:.3g} steps",
+    f" {plan.period_steps:.3g} steps, with {plan.participation:.0%} of the islands",
     "shards": f"{sync.num_shards}, each at most {_bytes(memory.total)} of memory (state"
     f" {_bytes(memory.state)}, copies {_bytes(memory.copies)}, rounds {_bytes(memory.rounds)})"
     f" and busy {plan.core_load:.0%} of the time; {_least(plan)}",
     "joining": f"an island has the whole model after {_seconds(plan.join_seconds)}",
   }
-  text = [_fill(f"{name:<9}{row}", " " * 9) for name, row in rows.items()]
+  text = [_fill(f"{name:<11}{row}", " " * 11) for name, row in rows.items()]
   found = [_fill(f"- {finding}", "  ") for finding in findings(setting, plan)]
   return text + ["", *(found or ["Everything fits."])]
 
@@ -351,9 +460,9 @@ def _on_links(setting: Setting, plan: ExchangePlan) -> list[str]:
   smaller = dataclasses.replace(sync, push_codec="int4", publish_codec="int4")
   if smaller != sync:
     needed = make(dataclasses.replace(setting, sync=smaller)).average_gbps
-    fixes.append(f"int4 for push_codec and publish_codec ({needed:.3g} Gbit/s)")
+    fixes.append(f"int4 for push_codec and publish_codec ({_rate(needed)})")
   return [
-    f"The busiest link needs {plan.average_gbps:.3g} Gbit/s where there are {there:.3g}: {effect}."
+    f"The busiest link needs {_rate(plan.average_gbps)} where there are {_rate(there)}: {effect}."
     f" Fix: {', or '.join([*_more_shards(setting, plan.shards_for_links), *fixes])}."
   ]
 
@@ -369,11 +478,22 @@ def _cores(setting: Setting, plan: ExchangePlan) -> list[str]:
   ]
 
 
+def _hosts(setting: Setting, plan: ExchangePlan) -> list[str]:
+  if plan.host_load <= 1:
+    return []
+  period = math.ceil(setting.sync.sync_period * plan.host_load)
+  return [
+    f"Pushes and new versions would keep a learner's host busy {plan.host_load:.0%} of the time,"
+    f" at {setting.host_gbytes:.3g} GB/s. Fix: sync.sync_period = {period}, or more cores"
+    " (--host_gbytes)."
+  ]
+
+
 def _overlap(setting: Setting, plan: ExchangePlan) -> list[str]:
   if _hidden(setting, plan):
     return []
   sync, steps = setting.sync, plan.overlap_steps
-  effect = f"Nobody waits, but a version is {steps} steps old when it is applied"
+  effect = f"Nobody waits, but a version is {plan.applied_steps:.2g} steps old when it is applied"
   if sync.apply == "overwrite":
     effect += ", and overwrite discards those steps"
   if sync.blocking:
@@ -400,9 +520,27 @@ def _least(plan: ExchangePlan) -> str:
   return f"enough would be {', '.join(said)}"
 
 
+_PARTS = {
+  "copy_outs": "until the last island has copied out",
+  "encode": "making a push",
+  "push": "pushes",
+  "merge": "merging",
+  "copy": "the copy for the buddy shard",
+  "publish": "publishes",
+  "stage": "staging",
+  "latency": "latency",
+}
+
+
 def _parts(plan: ExchangePlan) -> str:
+  """Those that matter."""
   parts = dataclasses.asdict(plan.sync)
-  return ", ".join(f"{name} {_seconds(value)}" for name, value in parts.items() if value)
+  shown = (name for name in parts if parts[name] > 0.01 * plan.sync.total)
+  return ", ".join(f"{_PARTS[name]} {_seconds(parts[name])}" for name in shown)
+
+
+def _rate(gbps: float) -> str:
+  return f"{gbps:.3g} Gbit/s" if gbps >= 0.1 else f"{1000 * gbps:.3g} Mbit/s"
 
 
 def _fill(text: str, indent: str) -> str:
@@ -427,4 +565,4 @@ def _bytes(count: float) -> str:
 def _peak(setting: Setting, plan: ExchangePlan) -> str:
   if not math.isfinite(plan.peak_gbps):
     return f"no bandwidth would let tau = {setting.sync.overlap_steps} hide a sync"
-  return f"tau = {setting.sync.overlap_steps} hides a sync from {plan.peak_gbps:.3g} Gbit/s on"
+  return f"tau = {setting.sync.overlap_steps} hides a sync from {_rate(plan.peak_gbps)} on"

@@ -1,7 +1,7 @@
 """A config's run in virtual time: its islands' paces, its links, its fault plan, its events.
 
-What is left out: values and losses; the evaluator; copies between shards (a shard that was killed
-finds what it had committed, as in the threads engine); start-up and compilation, which take no
+What is left out: values and losses; the evaluator; what a shard that was killed asks its buddy for
+(it finds what it had committed, as in the threads engine); start-up and compilation, which take no
 time. What a shard and a learner's host do to vectors takes what `simulation/planner.py` says of
 vectors and memory speed.
 """
@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import math
 import re
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ddiloco.checkpoint.buddy import Replication, buddy_of
 from ddiloco.checks import not_negative, positive, require
 from ddiloco.config import Config
 from ddiloco.observe.goodput import Goodput, Ledger
@@ -26,86 +28,10 @@ from ddiloco.protocol.supervisor import GONE, LEFT, UP
 from ddiloco.simulation import bandwidth
 from ddiloco.simulation.actor import Actor, Role
 from ddiloco.simulation.bandwidth import F32_BYTES
-from ddiloco.simulation.disturbances import HEADER_BYTES
+from ddiloco.simulation.links import LinkRate, Links
 from ddiloco.simulation.planner import CORE_GBYTES
+from ddiloco.simulation.stand_ins import SizedCopies, SizedReplication
 from ddiloco.simulation.world import Pace, World
-
-# --- The links of a virtual run: how long a message takes, and what every role has moved
-# Every island has one link, full duplex; what it carries goes one after the other. Shard s stands
-# beside island s mod M and shares its link, or at a place of its own; what stays at one place does
-# not cross a link. Control has a connection of its own and never queues behind fragments; it takes
-# the latency only. A payload leaves when those that were sent before it have left, and arrives when
-# those that were sent there before it have arrived.
-
-
-@dataclasses.dataclass(frozen=True)
-class LinkRate:
-  """One place's, in each direction."""
-
-  gbps: float = 0.0  # Gbit/s; 0: no limit
-  latency_seconds: float = 0.001  # one way, from an island to any other place
-
-  def __post_init__(self):
-    not_negative("links", self, "gbps", "latency_seconds")
-
-  def seconds(self, size_bytes: int) -> float:
-    """How long it is busy with so many bytes."""
-    return 8 * size_bytes / (self.gbps * 1e9) if self.gbps else 0.0
-
-
-class Links:
-  """All links of a run.
-
-  Args:
-    islands: one for every learner, those that join later included.
-    num_planned: learners that are there from the start: shards stand beside these.
-    shards: of shards that stand apart; None: they stand beside islands.
-  """
-
-  def __init__(self, islands: Sequence[LinkRate], num_planned: int, shards: LinkRate | None = None):
-    self.sent_bytes: dict[Role, int] = collections.defaultdict(int)
-    self.received_bytes: dict[Role, int] = collections.defaultdict(int)
-    self._islands, self._planned, self._shards = islands, num_planned, shards
-    self._leaving_until: dict[Role, float] = collections.defaultdict(float)  # by place
-    self._entering_until: dict[Role, float] = collections.defaultdict(float)
-    self._on_the_way: dict[tuple[Role, Role], tuple[float, int]] = {}  # until when, and the last
-
-  def place(self, role: Role) -> Role:
-    """Where a role stands: the island's learner, or the shard itself if it stands apart."""
-    if role[0] == "learner" or self._shards is not None:
-      return role
-    return "learner", role[1] % self._planned
-
-  def arrival(self, now: float, sender: Role, to: Role, size: int) -> float:
-    """When a message of so many bytes that is sent now arrives."""
-    self.sent_bytes[sender] += size
-    self.received_bytes[to] += size
-    payload_bytes = size - HEADER_BYTES
-    here, there = self.place(sender), self.place(to)
-    if here == there:
-      return now
-    island = sender if sender[0] == "learner" else to
-    latency = self._islands[island[1]].latency_seconds
-    if not payload_bytes:
-      return now + latency
-    leaves = max(now, self._leaving_until[here])
-    left = self._leaving_until[here] = leaves + self._link(here).seconds(payload_bytes)
-    enters = max(leaves + latency, self._entering_until[there])
-    arrived = max(left + latency, enters + self._link(there).seconds(payload_bytes))
-    self._entering_until[there] = arrived
-    self._on_the_way[sender, to] = arrived, payload_bytes
-    return arrived
-
-  def unsent(self, now: float, sender: Role, to: Role) -> int:
-    """As TCP has it: what has not entered the far end's link waits at the near end."""
-    until, size = self._on_the_way.get((sender, to), (now, 0))
-    return size if until > now else 0
-
-  def _link(self, place: Role) -> LinkRate:
-    if place[0] == "learner":
-      return self._islands[place[1]]
-    assert self._shards is not None
-    return self._shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,11 +47,12 @@ class Speeds:
   copy_seconds: float = 0.004  # a copy-out or a new version between devices and host
   merge_gbytes: float = CORE_GBYTES  # GB/s of f32 that a shard merges
   host_gbytes: float = CORE_GBYTES  # GB/s of f32 that a learner's host touches beside the step
+  late_seconds: float = 0.0  # a life's first step takes up to this longer: learners spread
   seed: int = 0
 
   def __post_init__(self):
     positive("simulate", self, "step_seconds", "merge_gbytes", "host_gbytes")
-    not_negative("simulate", self, "jitter", "shard_gbps", "copy_seconds", "seed")
+    not_negative("simulate", self, "jitter", "shard_gbps", "copy_seconds", "late_seconds", "seed")
 
 
 class VirtualRun(World):
@@ -148,14 +75,20 @@ class VirtualRun(World):
     count = config.num_islands()
     gbps = _each(setting.gbps, count, "gbps")
     latency = _each(setting.latency_seconds, count, "latency_ms")
-    shards = LinkRate(setting.shard_gbps) if setting.shard_gbps else None
+    shards = LinkRate(setting.shard_gbps, max(latency)) if setting.shard_gbps else None
     islands = [LinkRate(rate, late) for rate, late in zip(gbps, latency)]
-    self.links = Links(islands, config.islands.num_learners, shards)
+    self.links = Links(self, islands, config.islands.num_learners, shards)
     paces = [
       config.islands.island(m).min_step_seconds or setting.step_seconds for m in range(count)
     ]
     copy_seconds = setting.copy_seconds
-    pace = Pace(tuple(paces), setting.jitter, cut_seconds=copy_seconds, stage_seconds=copy_seconds)
+    pace = Pace(
+      tuple(paces),
+      setting.jitter,
+      cut_seconds=copy_seconds,
+      stage_seconds=copy_seconds,
+      late_seconds=setting.late_seconds,
+    )
     self._setting, self._emit = setting, emit
     self._say(
       events.RunStarted(
@@ -195,11 +128,21 @@ class VirtualRun(World):
 
   # --- what takes time ----------------------------------------------------------------------------
 
-  def arrivals(self, sender: Role, to: Role, message: Message, size: int) -> Sequence[float]:
-    return (self.links.arrival(self.now, sender, to, size),)
+  def travel(self, sender: Role, to: Role, message: Message, size: int) -> None:
+    arrived = functools.partial(self.enter, sender, to, message, size)
+    self.links.carry(sender, to, size, arrived)
 
   def unsent(self, sender: Role, to: Role) -> int:
-    return self.links.unsent(self.now, sender, to)
+    return self.links.unsent(sender, to)
+
+  def replication(self, actor: Actor) -> Replication | None:
+    count = self.sync.num_shards
+    if count == 1:
+      return None
+    copies = SizedCopies(actor.number, actor.incarnation, actor, self.plan, self.config.outer)
+    patience_seconds = self.config.network.patience_seconds
+    buddy = buddy_of(actor.number, count)
+    return SizedReplication(copies, buddy, patience_seconds, actor, actor)
 
   def host_seconds(self, fragment: int, vectors: int) -> float:
     return self._touched(fragment, vectors, self._setting.host_gbytes)
@@ -320,6 +263,7 @@ def _middle(values: list[float]) -> dict[str, float] | None:
   ordered = sorted(values)
   tenths = ordered[len(ordered) // 10], ordered[len(ordered) * 9 // 10]
   return {
+    "mean": round(statistics.mean(ordered), 4),
     "median": round(statistics.median(ordered), 4),
     "tenth": round(tenths[0], 4),
     "nine_tenths": round(tenths[1], 4),

@@ -11,24 +11,24 @@ import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+from ddiloco.checkpoint.buddy import Copies, Replication
 from ddiloco.config import Config
 from ddiloco.core import codec
+from ddiloco.core.codec import Encoded
 from ddiloco.core.commit import Committed, FragmentStore, Merger, learner_weights
 from ddiloco.core.delta import Deltas
 from ddiloco.core.fragments import Fragment, Piece, Plan
 from ddiloco.protocol.actions import Accept, Commit, InstallValue, Received
-from ddiloco.protocol.messages import INITIAL, MADE, Publish, Push, Value
+from ddiloco.protocol.messages import INITIAL, MADE, NOTHING, Publish, Push, Replica, Value
 from ddiloco.protocol.syncer_state import FragmentState
 from ddiloco.protocol.values import replace
-from ddiloco.simulation.bandwidth import F32_BYTES
+from ddiloco.simulation.bandwidth import F32_BYTES, PUSH_VECTORS, STAGE_VECTORS
 
 if TYPE_CHECKING:
   from ddiloco.simulation.world import World
 
 DIGEST_BYTES = 32
-PUSH_VECTORS = 4  # that making a push touches: local and base, the delta, what of it arrives
 MADE_VECTORS = 2  # that an initial value touches: written, and read for its digest
-STAGE_VECTORS = 3  # that taking up a version touches: payload, base, what is added
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +37,10 @@ class Sized:
 
   nbytes: int
   content: Any = None  # what a test puts in
+
+  def view(self, dtype: Any) -> Sized:
+    """Its bytes."""
+    return self
 
 
 def plan_of(sizes: Sequence[int]) -> Plan:
@@ -53,6 +57,8 @@ class VirtualIsland:
   def __init__(self, world: World, learner: int, seed: str):
     self._world, self._learner = world, learner
     self._random = random.Random(seed)
+    late_seconds = world.pace.late_seconds
+    self._late_seconds = late_seconds * self._random.random() if late_seconds else 0.0
     self._updates = 0
 
   def describe(self) -> Mapping[str, Any]:
@@ -73,7 +79,8 @@ class VirtualIsland:
   def step(self, batch: Any, schedule_step: int, rate_scale: float) -> None:
     pace = self._world.pace
     jitter = 1 + pace.jitter * self._random.random()
-    self._world.spend(pace.step_seconds[self._learner] * jitter)
+    late_seconds, self._late_seconds = self._late_seconds, 0.0
+    self._world.spend(pace.step_seconds[self._learner] * jitter + late_seconds)
     self._updates += 1
 
   def copy_out(self, fragment: int) -> Any:
@@ -211,6 +218,27 @@ class SizedMerger(Merger):
       return replace(publish, codec=self._world.sync.publish_codec, payload=payload)
     payload = self.committed[p].published_value
     return replace(publish, base_version=-1, codec="f32", payload=payload)
+
+  def update(self, fragment: int) -> Encoded | None:
+    if fragment not in self._updates:
+      return None
+    payload: Any = Sized(self._world.publish_bytes[fragment])
+    return Encoded(self._world.sync.publish_codec, payload)
+
+
+class SizedCopies(Copies):
+  """Stands for `checkpoint.buddy.Copies`."""
+
+  def _keep(self, message: Replica) -> bool:
+    return True
+
+
+class SizedReplication(Replication):
+  """Stands for `checkpoint.buddy.Replication`; a whole value goes without its momentum."""
+
+  def _send(self, fragment: int, base_round: int = NOTHING, change: Encoded | None = None) -> None:
+    whole = Encoded("f32", self._newest[fragment].published_value)
+    super()._send(fragment, base_round, change or whole)
 
 
 @dataclasses.dataclass(frozen=True)

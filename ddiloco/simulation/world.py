@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from ddiloco.chaos.faults import Faults, Killed
+from ddiloco.checkpoint.buddy import Replication
 from ddiloco.checkpoint.restore import begin_learner, new_learner, new_syncer
 from ddiloco.checkpoint.saver import Saver
 from ddiloco.config import Config, Fault, SyncConfig
@@ -49,6 +50,7 @@ class Pace:
   cut_seconds: float = 0.004  # a copy from the devices to the host
   stage_seconds: float = 0.004  # and back; a part of a snapshot takes as long
   merge_seconds: float = 0.004  # a commit, and of that a quarter to take in a push
+  late_seconds: float = 0.0  # a life's first step takes up to this longer
 
 
 class World(VirtualTime):
@@ -140,6 +142,10 @@ class World(VirtualTime):
     """What a shard has of values."""
     return SizedMerger(self, fragments, self.kept)
 
+  def replication(self, actor: Actor) -> Replication | None:
+    """What keeps a shard's commits at its buddy; None: nothing does."""
+    return None
+
   def arrivals(self, sender: Role, to: Role, message: Message, size: int) -> Sequence[float]:
     """When the copies of a message of so many bytes that is sent now arrive."""
     return (self.now,)
@@ -199,7 +205,11 @@ class World(VirtualTime):
   def _start_shard(self, actor: Actor, recovery_deadline: float) -> None:
     config, number, incarnation = self.config, actor.number, actor.incarnation
     state = new_syncer(config, number, incarnation, self.kept, recovery_deadline, began_at=0.0)
-    actor.life = Syncer(state, config, self.plan, self.kept, actor.runtime(self._saver(actor)))
+    replication, runtime = self.replication(actor), actor.runtime(self._saver(actor))
+    actor.life = Syncer(state, config, self.plan, self.kept, runtime, replication)
+    for committed in actor.life.committed.values():
+      if replication is not None and committed.state.version:
+        replication.committed(committed)
     loop = actor.life.live(actor.faults, lambda: actor.asked_to_end)
     actor.begin(loop, lambda error: self._ended(actor, error))
 
@@ -252,17 +262,16 @@ class World(VirtualTime):
     """Through the sender's weather, the network, and the receiver's weather; returns its bytes."""
     payload = message.payload if isinstance(message, BULK) else None
     size = HEADER_BYTES + (0 if payload is None else payload.nbytes)
-    self._suffer(sender.role, to, False, size, self._travel, (sender.role, to, message, size))
+    self._suffer(sender.role, to, False, size, self.travel, (sender.role, to, message, size))
     return size
 
-  def _travel(self, sender: Role, to: Role, message: Message, size: int) -> None:
+  def travel(self, sender: Role, to: Role, message: Message, size: int) -> None:
+    """Through the network."""
     for arrival in self.arrivals(sender, to, message, size):
-      if self.disturbances.calm:
-        self.at(arrival, self._deliver, to, message, size)
-      else:
-        self.at(arrival, self._enter, sender, to, message, size)
+      self.at(arrival, self.enter, sender, to, message, size)
 
-  def _enter(self, sender: Role, to: Role, message: Message, size: int) -> None:
+  def enter(self, sender: Role, to: Role, message: Message, size: int) -> None:
+    """A message has arrived where its receiver is."""
     self._suffer(to, sender, True, size, self._deliver, (to, message, size))
 
   def _suffer(

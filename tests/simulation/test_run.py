@@ -14,9 +14,9 @@ from ddiloco.config import ConfigError, Fault
 from ddiloco.core import commit
 from ddiloco.observe import tracks
 from ddiloco.observe.goodput import Ledger
+from ddiloco.simulation.bandwidth import PAYLOAD_SHARE, PUSH_VECTORS, STAGE_VECTORS
 from ddiloco.simulation.disturbances import HEADER_BYTES
 from ddiloco.simulation.run import Speeds, VirtualRun
-from ddiloco.simulation.stand_ins import PUSH_VECTORS, STAGE_VECTORS
 from tests.simulation.faulted import JudgedRun
 
 STEP_SECONDS = 0.1
@@ -140,7 +140,7 @@ def test_a_push_takes_its_bytes_over_the_link_and_the_latency():
   vector = 1e6 / 4e9  # seconds to touch one, on the learner's host and on the shard's
   assert first.time - cut.time == pytest.approx(0.004 + PUSH_VECTORS * vector, abs=1e-5)
   commit = next(e for e in of(events, "commit"))
-  way = 8e6 / (gbps * 1e9) + latency  # the island's link is the slower one, both ways
+  way = 8e6 / (PAYLOAD_SHARE * gbps * 1e9) + latency  # the island's link is slower, both ways
   work = vector + (1 + 2 + 2) * vector  # taken in; the push, its sum twice, the value in and out
   assert commit.time - first.time == pytest.approx(way + work, abs=1e-5)
   arrives = commit.time + way

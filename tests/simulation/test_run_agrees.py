@@ -72,7 +72,7 @@ def test_events_have_the_fields_of_a_real_run(both):
   assert virtual.keys() >= {"stage", "apply", "round", "commit", "member", "fault", "run_finished"}
   shared = threads.keys() & virtual.keys()
   assert len(shared) >= 17
-  for kind in shared - {"traffic", "ignored"}:
+  for kind in shared - {"traffic", "ignored", "snapshot"}:  # where chance fills some fields
     missing = threads[kind] - virtual[kind] - ONLY_REAL.get(kind, set())
     assert not missing, f"{kind} lacks {missing}"
     assert virtual[kind] <= threads[kind], f"{kind}: {virtual[kind] - threads[kind]}"

@@ -1,0 +1,106 @@
+"""The planner against virtual runs over a grid: a sync, its period, participation."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import statistics
+
+import pytest
+
+from ddiloco import config as config_lib
+from ddiloco.protocol.events import Commit, Event
+from ddiloco.simulation import planner
+from ddiloco.simulation.run import Account, Speeds, VirtualRun
+
+JITTER = 0.2  # so that ends of steps are soon spread
+WITHIN = 0.1
+MB = 262_144  # values
+
+
+def make(learners: int, steps: int, values: dict) -> config_lib.Config:
+  c = config_lib.default()
+  c.islands.update(num_learners=learners, batch_size=1)
+  c.data.sequence_length = 16
+  c.sync.update(num_fragments=4, num_shards=1, snapshot_steps=0, liveness_seconds=60.0)
+  c.sync.update(values)
+  c.run.update(total_tokens=learners * steps * 16, evaluations=0)
+  return config_lib.from_dict(c)
+
+
+GRID = {
+  # name: learners, step seconds, size in MB, Mbit/s of islands, of shards (0: beside), ms, sync
+  "links alone, two islands": (2, 0.5, 1, 10, 100, 0, {"sync_period": 40, "overlap_steps": 20}),
+  "the same, far apart": (2, 0.5, 1, 10, 100, 120, {"sync_period": 40, "overlap_steps": 20}),
+  "two hops in a step or more": (3, 0.1, 1, 20, 200, 130, {"sync_period": 60, "overlap_steps": 30}),
+  "steps alone": (4, 2.0, 1, 1000, 10_000, 10, {"sync_period": 12, "overlap_steps": 4}),
+  "one island": (1, 1.0, 1, 10, 100, 50, {"sync_period": 10, "overlap_steps": 4}),
+  "eight, the shard's link is narrow": (
+    *(8, 1.0, 1, 100, 20, 20),
+    {"sync_period": 60, "overlap_steps": 20},
+  ),
+  "shards beside islands": (2, 1.0, 1, 10, 0, 50, {"sync_period": 48, "overlap_steps": 12}),
+  "two of them, with copies": (
+    *(2, 1.0, 1, 10, 0, 100),
+    {"sync_period": 48, "overlap_steps": 16, "num_shards": 2},
+  ),
+  "four, apart, with copies, int4": (
+    *(4, 0.5, 4, 5, 20, 60),
+    {
+      **{"sync_period": 48, "overlap_steps": 16, "num_shards": 2},
+      **{"push_codec": "int4", "publish_codec": "int4"},
+    },
+  ),
+  "eight, large steps, int8": (
+    *(8, 4.0, 4, 20, 100, 30),
+    {"sync_period": 24, "overlap_steps": 6, "push_codec": "int8", "publish_codec": "bf16"},
+  ),
+  "a quorum of all": (
+    *(4, 1.0, 1, 10, 100, 50),
+    {"sync_period": 24, "overlap_steps": 2, "min_quorum": 4},
+  ),
+  "lock-step": (
+    *(4, 1.0, 4, 20, 100, 50),
+    {"sync_period": 24, "overlap_steps": 1, "min_quorum": 4, "blocking": True},
+  ),
+}
+
+
+def both(name: str) -> dict[str, tuple[float, float]]:
+  """By quantity, the planner's and the virtual run's."""
+  learners, step, mb, mbit, shard_mbit, ms, sync = GRID[name]
+  config = make(learners, 12 * sync["sync_period"], sync)
+  rates = {"gbps": mbit / 1e3, "shard_gbps": shard_mbit / 1e3}
+  sizes, account = (mb * MB,) * config.sync.num_fragments, Account()
+  speeds = Speeds(
+    sizes,
+    step_seconds=step / (1 + JITTER / 2),
+    jitter=JITTER,
+    gbps=(rates["gbps"],),
+    latency_seconds=(ms / 1e3,),
+    shard_gbps=rates["shard_gbps"],
+    copy_seconds=0.0,
+  )
+  committed: dict[int, list[float]] = collections.defaultdict(list)
+
+  def take(event: Event) -> None:
+    account.take(event)
+    if isinstance(event, Commit):
+      committed[event.fragment].append(event.time)
+
+  assert VirtualRun(config, speeds, take).finish() == "finished"
+  found = account.summary()
+  setting = planner.Setting.of(config, sizes, step_seconds=step, latency_seconds=ms / 1e3, **rates)
+  plan = planner.make(setting)
+  gaps = [b - a for times in committed.values() for a, b in itertools.pairwise(times[:-2])]
+  return {
+    "sync seconds": (plan.applied_steps * step, found["seconds_per_sync"]["mean"]),
+    "period seconds": (plan.period_steps * step / plan.utilisation, statistics.mean(gaps)),
+    "participation": (plan.participation, found["participation"]),
+  }
+
+
+@pytest.mark.parametrize("name", GRID)
+def test_planner_and_virtual_run_agree(name):
+  for what, (planned, found) in both(name).items():
+    assert planned == pytest.approx(found, rel=WITHIN), what
