@@ -369,7 +369,10 @@ class Syncer:
   def _collected(self, action: TakeSnapshot, part: Any, arrays: Mapping[str, Any]) -> Loop[None]:
     self._capturing = False
     self.recorder.record(events.Captured(snapshot=action.snapshot))  # after the commits in it
-    if self.state.shard:
+    sync = self.config.sync
+    # Begun by others: in lock-step no run can go on from it without those that a round needs.
+    useless = sync.blocking and len(action.learners) < sync.min_quorum
+    if self.state.shard or useless:
       self._saver.save(action.snapshot, part, arrays)
     else:
       then = functools.partial(self._commit_snapshot, action)

@@ -219,9 +219,9 @@ class SizedMerger(Merger):
     payload = self.committed[p].published_value
     return replace(publish, base_version=-1, codec="f32", payload=payload)
 
-  def update(self, fragment: int) -> Encoded | None:
+  def change(self, fragment: int) -> Encoded:
     if fragment not in self._updates:
-      return None
+      return Encoded("f32", self.committed[fragment].published_value)
     payload: Any = Sized(self._world.publish_bytes[fragment])
     return Encoded(self._world.sync.publish_codec, payload)
 

@@ -24,7 +24,9 @@ STEP_SECONDS = 0.015
 initial = types.ModuleType("ddiloco.roles.initial")
 initial.make_plan = lambda config: fragments.make_plan(toy.SPECS, config.sync)
 initial.contract = lambda config, plan: plan.plan_id
-initial.initial_params = lambda config: toy.initial_params()
+initial.initial_values = lambda config, plan, wanted: {
+  p: fragments.gather(plan.fragments[p], toy.initial_params()) for p in wanted
+}
 sys.modules[initial.__name__] = ddiloco.roles.initial = initial
 
 from ddiloco.engines import learner_process  # noqa: E402

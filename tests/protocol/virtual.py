@@ -230,7 +230,8 @@ class Ghosts(world.World):
     """Kills everybody, the network too; all start from the newest complete snapshot, if any."""
     for role in list(self.actors):
       self.kill(role)
-    self._heap = [entry for entry in self._heap if entry[2] != self._deliver]
+    under_way = (self.travel, self.enter, self._deliver)
+    self._heap = [entry for entry in self._heap if entry[2] not in under_way]
     heapq.heapify(self._heap)
     sync = dataclasses.replace(self.sync, num_shards=num_shards or self.sync.num_shards)
     self.config = dataclasses.replace(self.config, sync=sync)
