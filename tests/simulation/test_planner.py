@@ -72,7 +72,7 @@ def test_hand_made_values():
   # Fragment 0: 4000 bytes to the shard, to its buddy and back. One learner copies out in the middle
   # of a step; whose report began the round, 10 ms there and back before the end of one. The host
   # touches 4 vectors at 4 GB/s, and 3 at the end; taking in the last push touches a vector and the
-  # commit 6 (2 pushes, their sum twice, the value in and out), at 1 MB/s. Two hops of 10 ms for
+  # commit 6 (2 pushes twice, the value in and out), at 1 MB/s. Two hops of 10 ms for
   # learners, two for the buddy.
   way = 4000 / rate
   seconds = (0.03, 4e-6, way, 0.028, way, way, 3e-6, 0.04)
