@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import heapq
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ddiloco.checks import not_negative
 from ddiloco.simulation import bandwidth
 from ddiloco.simulation.actor import Role
 from ddiloco.simulation.disturbances import HEADER_BYTES
 from ddiloco.simulation.virtual_time import VirtualTime
-
-LEAST_SECONDS = 1e-6  # what takes less is over
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,15 +39,22 @@ class LinkRate:
     return bandwidth.payload_bytes_per_second(self.gbps) if self.gbps else math.inf
 
 
+End = tuple[Role, bool]  # of a link: its place, and whether what moves comes in there
+
+
 @dataclasses.dataclass(eq=False)
 class Transfer:
   """A fragment on its way."""
 
-  left_bytes: float
+  left_bytes: float  # at `since`
   latency_seconds: float
   arrived: Callable[[], None]
-  link_ends: tuple[tuple[Role, bool], tuple[Role, bool]]  # place, whether it comes in there
+  pair: tuple[Role, Role]  # from, to
+  ends: tuple[End, End]
   rate: float = 0.0  # bytes a second, at present
+  since: float = 0.0
+  held_by: End | None = None  # the link that keeps it from moving faster
+  planned: int = 0  # the newest of its ends that were planned; others are of the past
 
 
 class Links:
@@ -72,8 +78,9 @@ class Links:
     self.received_bytes: dict[Role, int] = collections.defaultdict(int)
     self._time, self._islands, self._planned, self._shards = time, islands, num_planned, shards
     self._waiting: dict[tuple[Role, Role], collections.deque[Transfer]] = {}  # the first one moves
-    self._shared_at = 0.0  # when rates were found
-    self._planned_call = 0  # the newest call of `_share`: others are of the past
+    self._moving: dict[End, dict[Transfer, None]] = collections.defaultdict(dict)
+    self._used: dict[End, float] = collections.defaultdict(float)  # bytes a second
+    self._changed: dict[Transfer, None] = {}  # whose rates are to be found at this very moment
 
   def place(self, role: Role) -> Role:
     """Where a role stands: the island's learner, or the shard itself if it stands apart."""
@@ -92,16 +99,21 @@ class Links:
     latency = self._link(self.place(island)).latency_seconds
     if size <= HEADER_BYTES:
       return self._time.at(now + latency, arrived)
-    transfer = Transfer(size - HEADER_BYTES, latency, arrived, ((here, False), (there, True)))
-    queue = self._waiting.setdefault((sender, to), collections.deque())
+    pair, ends = (sender, to), ((here, False), (there, True))
+    transfer = Transfer(size - HEADER_BYTES, latency, arrived, pair, ends)
+    queue = self._waiting.setdefault(pair, collections.deque())
     queue.append(transfer)
     if len(queue) == 1:
-      self._plan(now)
+      self._begin(transfer)
 
   def unsent(self, sender: Role, to: Role) -> int:
     """Bytes of payloads that wait at the near end or move."""
-    self._advance()
-    return math.ceil(sum(each.left_bytes for each in self._waiting.get((sender, to), ())))
+    return math.ceil(sum(map(self._left, self._waiting.get((sender, to), ()))))
+
+  def _left(self, transfer: Transfer) -> float:
+    """Bytes that have not moved yet."""
+    seconds = self._time.now - transfer.since
+    return max(0.0, transfer.left_bytes - (transfer.rate * seconds if seconds else 0.0))
 
   def _link(self, place: Role) -> LinkRate:
     if place[0] == "learner":
@@ -109,51 +121,101 @@ class Links:
     assert self._shards is not None
     return self._shards
 
-  def _plan(self, at: float) -> None:
-    self._planned_call += 1
-    self._time.at(at, self._share, self._planned_call)
+  def _begin(self, transfer: Transfer) -> None:
+    transfer.since = self._time.now
+    for end in transfer.ends:
+      self._moving[end][transfer] = None
+    self._change(transfer)
 
-  def _advance(self) -> None:
-    now = self._time.now
-    for queue in self._waiting.values():
-      first = queue[0]
-      first.left_bytes = max(0.0, first.left_bytes - first.rate * (now - self._shared_at))
-    self._shared_at = now
-
-  def _share(self, planned: int) -> None:
-    """Something has begun or ended: who has moved so far, who moves how fast from now on."""
-    if planned != self._planned_call:
+  def _over(self, transfer: Transfer, planned: int) -> None:
+    if planned != transfer.planned:
       return
-    self._advance()
     now = self._time.now
-    for pair, queue in list(self._waiting.items()):
-      while queue and queue[0].left_bytes <= LEAST_SECONDS * queue[0].rate:
-        over = queue.popleft()
-        self._time.at(now + over.latency_seconds, over.arrived)
-      if not queue:
-        del self._waiting[pair]
-    moving = [queue[0] for queue in self._waiting.values()]
-    self._find_rates(moving)
-    if moving:
-      self._plan(now + min(each.left_bytes / each.rate for each in moving))
+    self._time.at(now + transfer.latency_seconds, transfer.arrived)
+    for end in transfer.ends:
+      del self._moving[end][transfer]
+      self._used[end] -= transfer.rate
+      if not self._moving[end]:
+        del self._moving[end], self._used[end]
+      for other in self._moving.get(end, ()):
+        if other.held_by == end:
+          self._change(other)
+    queue = self._waiting[transfer.pair]
+    queue.popleft()
+    if queue:
+      self._begin(queue[0])
+    else:
+      del self._waiting[transfer.pair]
 
-  def _find_rates(self, moving: Iterable[Transfer]) -> None:
-    """The narrowest link's transfers have an even share of it; then the same with what is left."""
-    over: dict[tuple[Role, bool], dict[Transfer, None]] = collections.defaultdict(dict)
-    for each in moving:
-      each.rate = math.inf
-      for end in each.link_ends:
+  def _change(self, transfer: Transfer) -> None:
+    if not self._changed:
+      self._time.at(self._time.now, self._share)  # after all that begins or ends now
+    self._changed[transfer] = None
+
+  def _share(self) -> None:
+    """Finds the rates of those that changed, and of all whose rates follow from theirs."""
+    found, self._changed = {t: None for t in self._changed if t in self._moving[t.ends[0]]}, {}
+    while found:
+      rates = self._found(found)
+      follow = self._followers(found, rates)
+      if not follow:
+        break
+      found |= follow
+    now = self._time.now
+    for transfer, (rate, held_by) in rates.items() if found else ():
+      transfer.left_bytes = self._left(transfer)
+      for end in transfer.ends:
+        self._used[end] += rate - transfer.rate
+      transfer.since, transfer.rate, transfer.held_by = now, rate, held_by
+      transfer.planned += 1
+      over_at = now + transfer.left_bytes / rate
+      self._time.at(over_at, self._over, transfer, transfer.planned)
+
+  def _found(self, those: Iterable[Transfer]) -> dict[Transfer, tuple[float, End | None]]:
+    """The rate of each, and what holds it, where all others keep theirs.
+
+    The narrowest link's transfers have an even share of it; then the same with what is left.
+    """
+    over: dict[End, dict[Transfer, None]] = collections.defaultdict(dict)
+    left: dict[End, float] = {}
+    for each in those:
+      for end in each.ends:
         over[end][each] = None
-    left = {end: self._link(end[0]).bytes_per_second for end in over}
-    while over:
-      narrowest = min(over, key=lambda end: left[end] / len(over[end]))
-      rate = left[narrowest] / len(over[narrowest])
-      if math.isinf(rate):
-        return
+        if end not in left:
+          capacity = self._link(end[0]).bytes_per_second
+          left[end] = capacity if math.isinf(capacity) else capacity - self._used[end]
+        if not math.isinf(left[end]):
+          left[end] += each.rate
+    narrow = [(max(0.0, left[end]) / len(each), end) for end, each in over.items()]
+    heapq.heapify(narrow)
+    rates: dict[Transfer, tuple[float, End | None]] = {}
+    while narrow:
+      rate, narrowest = heapq.heappop(narrow)
+      if narrowest not in over or rate < max(0.0, left[narrowest]) / len(over[narrowest]):
+        continue  # all have their rates, or there is a newer entry
       for each in list(over[narrowest]):
-        each.rate = rate
-        for end in each.link_ends:
-          left[end] -= rate
+        rates[each] = rate, None if math.isinf(rate) else narrowest
+        for end in each.ends:
+          if not math.isinf(left[end]):
+            left[end] -= rate
           del over[end][each]
           if not over[end]:
             del over[end]
+          elif end != narrowest:
+            heapq.heappush(narrow, (max(0.0, left[end]) / len(over[end]), end))
+    return rates
+
+  def _followers(
+    self, found: Mapping[Transfer, None], rates: Mapping[Transfer, tuple[float, End | None]]
+  ) -> dict[Transfer, None]:
+    """Others that would have to give, at a link that holds one with less."""
+    least: dict[End, float] = {}
+    for rate, held_by in rates.values():
+      if held_by is not None:
+        least[held_by] = min(rate, least.get(held_by, math.inf))
+    return {
+      other: None
+      for end, rate in least.items()
+      for other in self._moving[end]
+      if other not in found and other.rate > rate * (1 + 1e-9)
+    }
