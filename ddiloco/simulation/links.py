@@ -39,6 +39,8 @@ class LinkRate:
     return bandwidth.payload_bytes_per_second(self.gbps) if self.gbps else math.inf
 
 
+CLOSE = 1e-9  # rates that differ by less are the same
+
 End = tuple[Role, bool]  # of a link: its place, and whether what moves comes in there
 
 
@@ -80,6 +82,7 @@ class Links:
     self._waiting: dict[tuple[Role, Role], collections.deque[Transfer]] = {}  # the first one moves
     self._moving: dict[End, dict[Transfer, None]] = collections.defaultdict(dict)
     self._used: dict[End, float] = collections.defaultdict(float)  # bytes a second
+    self._holds: dict[End | None, int] = collections.defaultdict(int)  # how many transfers
     self._changed: dict[Transfer, None] = {}  # whose rates are to be found at this very moment
 
   def place(self, role: Role) -> Role:
@@ -135,9 +138,10 @@ class Links:
     for end in transfer.ends:
       del self._moving[end][transfer]
       self._used[end] -= transfer.rate
+      self._holds[end] -= transfer.held_by == end
       if not self._moving[end]:
         del self._moving[end], self._used[end]
-      for other in self._moving.get(end, ()):
+      for other in self._moving.get(end, ()) if self._holds[end] else ():
         if other.held_by == end:
           self._change(other)
     queue = self._waiting[transfer.pair]
@@ -166,6 +170,8 @@ class Links:
       transfer.left_bytes = self._left(transfer)
       for end in transfer.ends:
         self._used[end] += rate - transfer.rate
+      self._holds[transfer.held_by] -= 1
+      self._holds[held_by] += 1
       transfer.since, transfer.rate, transfer.held_by = now, rate, held_by
       transfer.planned += 1
       over_at = now + transfer.left_bytes / rate
@@ -208,14 +214,21 @@ class Links:
   def _followers(
     self, found: Mapping[Transfer, None], rates: Mapping[Transfer, tuple[float, End | None]]
   ) -> dict[Transfer, None]:
-    """Others that would have to give, at a link that holds one with less."""
-    least: dict[End, float] = {}
-    for rate, held_by in rates.values():
-      if held_by is not None:
-        least[held_by] = min(rate, least.get(held_by, math.inf))
-    return {
-      other: None
-      for end, rate in least.items()
-      for other in self._moving[end]
-      if other not in found and other.rate > rate * (1 + 1e-9)
-    }
+    """Others that have to give, or may have more now, at a link that holds them or one of these."""
+    at: dict[End, list[Transfer]] = collections.defaultdict(list)
+    for each in found:
+      for end in each.ends:
+        at[end].append(each)
+    follow: dict[Transfer, None] = {}
+    for end, here in at.items():
+      held = [rates[each][0] for each in here if rates[each][1] == end]
+      if not held and not self._holds[end]:
+        continue  # wide enough before, and still
+      most, least = max(rates[each][0] for each in here), min(held, default=math.inf)
+      used = self._used[end] + sum(rates[each][0] - each.rate for each in here)
+      free = used < self._link(end[0]).bytes_per_second * (1 - CLOSE)
+      for other in self._moving[end]:
+        gains = other.held_by == end and (free or other.rate < most * (1 - CLOSE))
+        if other not in found and (gains or other.rate > least * (1 + CLOSE)):
+          follow[other] = None
+    return follow

@@ -1,0 +1,72 @@
+"""Virtual links: whoever moves has a fair share of every link it needs, at any moment."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from ddiloco.simulation.bandwidth import payload_bytes_per_second
+from ddiloco.simulation.disturbances import HEADER_BYTES
+from ddiloco.simulation.links import LinkRate, Links
+from ddiloco.simulation.virtual_time import VirtualTime
+
+
+def capacity(links: Links, end) -> float:
+  return links._link(end[0]).bytes_per_second
+
+
+def assert_fair(links: Links) -> None:
+  """Each link carries no more than it can, and each transfer is held by a full one that gives no
+  other more: that is max-min fairness, and there is only one such allocation."""
+  moving = {transfer for each in links._moving.values() for transfer in each}
+  for end, each in links._moving.items():
+    total = sum(transfer.rate for transfer in each)
+    assert total <= capacity(links, end) * (1 + 1e-6) or math.isinf(total)
+  for transfer in moving:
+    if math.isinf(transfer.rate):
+      assert all(math.isinf(capacity(links, end)) for end in transfer.ends)
+      continue
+    held = [
+      end
+      for end in transfer.ends
+      if sum(t.rate for t in links._moving[end]) >= capacity(links, end) * (1 - 1e-6)
+      and transfer.rate >= max(t.rate for t in links._moving[end]) * (1 - 1e-6)
+    ]
+    assert held, "it could have more and nobody with less would have to give"
+
+
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("seed", range(20))
+def test_rates_are_max_min_fair_whatever_begins_and_ends(seed, apart):
+  chance, time = random.Random(seed), VirtualTime()
+  islands = [LinkRate(chance.choice((0.0, 0.5, 1.0, 2.0, 8.0)), 0.01) for _ in range(6)]
+  shards = LinkRate(chance.choice((0.0, 1.0, 4.0, 100.0)), 0.01) if apart else None
+  links, arrived = Links(time, islands, 6, shards), []
+  sent = 0
+  for _ in range(60):
+    learner, shard = ("learner", chance.randrange(6)), ("syncer", chance.randrange(3))
+    pair = (learner, shard) if chance.random() < 0.5 else (shard, learner)
+    size = HEADER_BYTES + chance.choice((1, 10, 1000)) * 1_000_000
+    time.at(chance.random() * 20.0, links.carry, *pair, size, lambda: arrived.append(time.now))
+    sent += 1
+  for moment in range(200):
+    time.run(moment * 0.11)
+    assert_fair(links)
+  time.run(math.inf)
+  assert len(arrived) == sent and not links._waiting and not links._moving
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_transfer_alone_takes_its_bytes_and_the_latency_and_two_take_twice_as_long(count):
+  time, arrived = VirtualTime(), []
+  links = Links(time, [LinkRate(1.0, 0.25)] * count, count, LinkRate(1.0))
+  size = HEADER_BYTES + round(payload_bytes_per_second(1.0))
+  for m in range(count):
+    links.carry(("learner", m), ("syncer", 0), size, lambda: arrived.append(time.now))
+  time.run(0.5)
+  left = size * (1 - 0.5 / count)
+  assert links.unsent(("learner", 0), ("syncer", 0)) == pytest.approx(left, rel=1e-3)
+  time.run(math.inf)
+  assert arrived == pytest.approx([count + 0.25] * count)
