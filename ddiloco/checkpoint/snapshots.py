@@ -32,7 +32,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from ddiloco.checkpoint import signed_json
+from ddiloco.checkpoint import signed_json, weights
 from ddiloco.checkpoint.signed_json import Damaged, SignedJson, Unreadable
 
 # --- Flat trees name -> array at rest: Orbax writes and reads them, fingerprints prove them
@@ -97,7 +97,7 @@ def write_all(
 
 def write(path: epath.Path, window: dict[str, np.ndarray]) -> None:
   """Writes one window, all of it or nothing."""
-  with _checkpointer() as checkpointer:
+  with weights.ONE_SAVE, _checkpointer() as checkpointer:
     checkpointer.save(path, args=ocp.args.PyTreeSave(window), force=True)
 
 

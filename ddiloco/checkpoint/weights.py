@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import threading
 from collections.abc import Container, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -29,6 +30,9 @@ _FLOATS = {
   "F16": "float16",
   "BF16": "bfloat16",
 }  # as a safetensors header names what numpy calls so
+# The parts of an Orbax save find each other by a number of the whole process: two saves that begin
+# at the same moment, in two threads, may wait for each other's signals for ever.
+ONE_SAVE = threading.Lock()
 _SHOWN = 3  # tensors that do not fit are named, at most
 
 
@@ -85,7 +89,7 @@ def save(
 def _save_checkpoint(
   target: epath.Path, params: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None
 ) -> None:
-  with ocp.StandardCheckpointer() as checkpointer:
+  with ONE_SAVE, ocp.StandardCheckpointer() as checkpointer:
     checkpointer.save(target, dict(params), force=True, custom_metadata=dict(metadata or {}))
 
 

@@ -9,9 +9,11 @@ import contextlib
 import errno
 import os
 import re
+import threading
 
 import numpy as np
 import pytest
+from etils import epath
 from etils.epath import backend
 
 from ddiloco.checkpoint import signed_json, weights
@@ -236,3 +238,24 @@ def test_a_result_that_cannot_be_written_is_an_oserror_and_the_one_before_stays(
     weights.save(tmp_path / "result", params)
   assert refused.value.errno == errno.EFBIG and str(tmp_path / "result") in str(refused.value)
   assert weights.load(tmp_path / "result")["a"].size == 9
+
+
+def test_saves_of_several_threads_do_not_wait_for_each_other_for_ever(tmp_path):
+  """Roles that are threads save their parts while the result is saved."""
+  array = np.ones(100, np.float32)
+
+  def save_result() -> None:
+    for i in range(20):
+      weights.save(tmp_path / f"result{i}", {"x": array})
+
+  def save_parts(role: int) -> None:
+    for i in range(20):
+      arrays_lib.write(epath.Path(tmp_path / f"{role}-{i}"), {"x": array})
+
+  threads = [threading.Thread(target=save_result, daemon=True)]
+  threads += [threading.Thread(target=save_parts, args=(m,), daemon=True) for m in range(2)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join(60.0)
+  assert not any(thread.is_alive() for thread in threads)
