@@ -316,4 +316,6 @@ def test_an_evaluation_that_fails_is_named_and_the_run_goes_on(tmp_path, capsys)
   assert missing.reason == "MemoryError: no room" and missing.role == "evaluator"
   evaluated = ran.of("evaluation")
   assert evaluated and evaluated[-1].merged_tokens >= config.run.total_tokens
-  assert "held-out loss at 0 merged tokens is missing: MemoryError" in capsys.readouterr().err
+  # Rounds may have been merged before the evaluator had the whole model.
+  said = f"held-out loss at {missing.merged_tokens} merged tokens is missing: MemoryError"
+  assert said in capsys.readouterr().err
