@@ -146,7 +146,7 @@ class Replication:
     self._sent: dict[int, int] = {}  # fragment -> the round whose value this buddy was sent last
     self._whole: list[int] = []  # fragments that are to be sent whole, one after the other
     self._sent_at: dict[int, float] = {}  # not confirmed: fragment -> when
-    self._changing: set[int] = set()
+    self._changing: set[int] = set()  # fragments whose next commit is being made
     self._held: list[tuple[int, int, Callable[[], None]]] = []  # fragment, version, what to do then
     self._buddy_incarnation = -1
     self._away = False
