@@ -4,7 +4,7 @@
   median step of the other around the kill against that before, and the seconds until the killed one
   is merged again.
 - dense:100m and dense:1b on one device: tokens a second and MFU (models/arithmetic.py), pipelined.
-- The 100m's step with the platform's own attention against the einsum.
+- The 100m's step with the platform's own attention against the einsum, and the error of both.
 - A learner with a syncer attached against its bare step, in turn (`bench_overhead.py`).
 - Copying a fragment out and in, in GB/s, against one plain array of the same size.
 
@@ -34,18 +34,21 @@ from typing import Any
 
 import bench_overhead
 import jax
+import jax.numpy as jnp
 import launch
 import numpy as np
 
 from ddiloco import environment
-from ddiloco.config import Config
+from ddiloco.config import Config, IslandConfig, ModelConfig
+from ddiloco.models.attention import attend
+from ddiloco.models.execution import PLAIN, Execution
 from ddiloco.observe.eventlog import read_events
 from ddiloco.roles import initial
 from ddiloco.training import devices
 from ddiloco.training.island import Island
 
 # What one device of 40 GB or more holds: (preset, sequences a step, remat, loss chunks).
-PRESETS = [("100m", 32, "none", 8), ("1b", 8, "attention", 8)]
+PRESETS = [("100m", 16, "attention", 8), ("1b", 8, "attention", 8)]
 QUICK = [("100k", 2, "none", 1)]
 KILL_AT_SECONDS, AROUND_SECONDS = 30.0, 10.0
 SHARE_OF_MEMORY = "0.4"  # of the device, for each of two islands
@@ -57,15 +60,17 @@ def config_of(preset: str, batch: int, remat: str, chunks: int, **islands: Any) 
   fields = {
     "islands.batch_size": batch, "islands.remat": remat, "islands.loss_chunks": chunks,
     "islands.num_learners": 1, "islands.topology": "", "sync.num_shards": 1,
-    "data.source": "synthetic", "data.tokenizer": "bytes", "run.total_tokens": 1 << 50,
+    "data.source": "synthetic", "data.path": "", "data.tokenizer": "bytes",
+    "run.total_tokens": 1 << 50,
     **{f"islands.{name}": value for name, value in islands.items()},
   }  # fmt: skip
   return launch.config_of("dense", fields, preset)
 
 
 def make_island(config: Config) -> Island:
+  """With initial values: products of zeros take a GPU less power, and so less time."""
   island = Island(config, 0, jax.devices()[:1], initial.make_plan(config))
-  island.reset()
+  island.load(initial.initial_params(config))
   return island
 
 
@@ -105,19 +110,55 @@ def speed(preset: tuple, steps: int) -> dict[str, Any]:
 
 
 def attention(preset: tuple, steps: int) -> dict[str, Any]:
-  """How much longer a step takes with the einsum."""
+  """How much longer a step takes with the einsum, and how far each is from f32 arithmetic."""
   seconds = {}
-  for path in ("auto", "einsum"):
-    config = config_of(*preset, attention=path)
+  name, batch, *others = preset
+  for path in ("auto", "einsum"):  # fewer sequences, since the einsum keeps its scores
+    config = config_of(name, min(batch, 4), *others, attention=path)
     seconds[path] = step_seconds(make_island(config), config, steps)
-  return {"einsum_vs_own": round(seconds["einsum"] / seconds["auto"], 3)}
+  ratio = round(seconds["einsum"] / seconds["auto"], 3)
+  return {"einsum_vs_own": ratio, **{path: error_of(path, config.model) for path in seconds}}
+
+
+def error_of(path: str, model: ModelConfig) -> dict[str, float]:
+  """|found - exact| / |exact| of the output and of each gradient, the largest over three lengths.
+
+  The inputs are normal, rounded to the model's type; exact is the einsum in f32.
+  """
+  island = IslandConfig(attention=path)
+  execution = devices.make_execution(
+    devices.make_mesh(jax.devices()[:1], island), island, model.compute_dtype
+  )
+
+  @functools.partial(jax.jit, static_argnums=1)
+  def outcome(arrays: tuple[jax.Array, ...], execution: Execution) -> list[jax.Array]:
+    def total(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+      mixed = attend(*arrays, execution)
+      return jnp.sum(jnp.sin(mixed.astype(jnp.float32))), mixed
+
+    gradients, mixed = jax.grad(total, argnums=(0, 1, 2), has_aux=True)(*arrays)
+    return [each.astype(jnp.float32) for each in (mixed, *gradients)]
+
+  worst = dict.fromkeys(("output", "query", "key", "value"), 0.0)
+  for positions in (2048, 512, 200):  # the last is no multiple of a block
+    heads = (model.num_heads, model.num_kv_heads, model.num_kv_heads)
+    arrays = tuple(
+      jax.random.normal(jax.random.key(n), (2, k, positions, model.head_dim), model.compute_dtype)
+      for n, k in enumerate(heads)
+    )
+    with jax.default_matmul_precision("highest"):
+      exact = outcome(tuple(x.astype(jnp.float32) for x in arrays), PLAIN)
+    for name, one, other in zip(worst, outcome(arrays, execution), exact):
+      error = float(jnp.linalg.norm(one - other) / jnp.linalg.norm(other))
+      worst[name] = max(worst[name], round(error, 6))
+  return worst
 
 
 def overhead(preset: tuple, pairs: int) -> dict[str, Any]:
   """Steps with a syncer attached against bare ones."""
   config = config_of(*preset)
-  sync = dataclasses.replace(config.sync, num_fragments=8, sync_period=8)  # a fragment a step
-  config = dataclasses.replace(config, sync=sync)
+  period = config.sync.num_fragments  # a fragment a step
+  config = dataclasses.replace(config, sync=dataclasses.replace(config.sync, sync_period=period))
   measured, rounds = bench_overhead.with_threads((config, pairs, 8))
   return {**bench_overhead.compared(measured, pairs, 8), "rounds": rounds}
 
@@ -171,9 +212,10 @@ def killed(preset: str, folder: Path, cpu: bool) -> dict[str, Any]:
     },
     preset,
   )  # fmt: skip
-  os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = SHARE_OF_MEMORY
   workdir = folder / "run"
+  os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = SHARE_OF_MEMORY  # of each of the two
   run = launch.start(config, workdir, "--engine=processes", cpu=cpu)
+  del os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"]
 
   def merged_again() -> float | None:
     events = read_events(workdir) if workdir.exists() else []

@@ -50,6 +50,7 @@ from ddiloco.runtime import Runtime
 from ddiloco.training.island import Island
 
 FRAGMENTS = 8
+SETTLE_SECONDS = 0.3
 
 
 def prepare() -> None:
@@ -74,8 +75,8 @@ Step = Callable[[np.ndarray], None]  # on a batch, and waits for it
 
 
 def bare_step(island: Island) -> Step:
-  """The compiled step alone, on a state of its own; as many are in flight as of the island's."""
-  state, before = island._fresh(), None
+  """The compiled step alone, on a copy of the state; as many are in flight as of the island's."""
+  state, before = island.capture(), None
 
   def step(batch: np.ndarray) -> None:
     nonlocal state, before
@@ -105,12 +106,15 @@ class Interleaved:
       yield self.tokens[count % len(self.tokens)]
 
   def _bare_block(self) -> list[float]:
-    time.sleep(0.3)  # lets pushes and publishes under way end, so that they do not slow these steps
+    # The first steps do not count: pushes and publishes under way end meanwhile, and a device that
+    # rested instead would be faster for a while.
     seconds, last = [], time.perf_counter()
-    for count in range(self.block):
-      self.step(self.tokens[count % len(self.tokens)])
+    settled, batches = last + SETTLE_SECONDS, itertools.cycle(self.tokens)
+    while len(seconds) < self.block:
+      self.step(next(batches))
       now = time.perf_counter()
-      seconds.append(now - last)
+      if last >= settled:
+        seconds.append(now - last)
       last = now
     return seconds
 
@@ -155,7 +159,8 @@ class Bench:
   def train(self, endpoint: Endpoint) -> Measured:
     """The learner: blocks of steps with the exchange and without, in turn."""
     island = Island(self.config, 0, jax.devices()[:1], self.plan)
-    island.reset()
+    # Not zeros: their products take a GPU less power, and so the bare steps less time.
+    island.load(initial.initial_params(self.config))
     return self.measure(endpoint, island, self.interleaved(bare_step(island)))
 
   def interleaved(self, step: Step) -> Interleaved:

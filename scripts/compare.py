@@ -1,12 +1,13 @@
 """The algorithms side by side, at equal tokens: held-out loss relative to data-parallel's.
 
     python scripts/compare.py [--workdir=runs/compare] [--sizes=33k;115k] [--only=ROW;...]
-      [--seeds=3] [--table] [--picture=FILE] [--quick]
+      [--seeds=3] [--accelerator] [--table] [--picture=FILE] [--quick]
 
 All train one language model on bytes of this Python's standard library, on equally many tokens, and
 are judged on the same 65,536 held-out ones. Those that exchange do so in virtual time
 (virtual_training.py): a run is a pure function of its config and seed. Islands are equally fast (a
-step varies by up to a tenth) unless a row says otherwise, and links take no time.
+step varies by up to a tenth) unless a row says otherwise, and links take no time. The sizes 1m and
+10m are for an accelerator.
 
 Every tuned method has the same budget of seven runs with seed 0, one coordinate after the other,
 each from the best point so far: the inner learning rate (4e-3 to 32e-3), the sequences of all
@@ -188,7 +189,8 @@ def main() -> None:
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   parser.add_argument("--workdir", type=Path, default=launch.ROOT / "runs" / "compare")
-  parser.add_argument("--sizes", default=";".join(SIZES), help="separated by ';'")
+  parser.add_argument("--sizes", default="33k;115k", help="separated by ';'")
+  parser.add_argument("--accelerator", action="store_true", help="on this machine's, not its CPU")
   parser.add_argument("--only", default="", help="names of rows, separated by ';'")
   parser.add_argument("--seeds", type=int, default=3)
   parser.add_argument("--table", action="store_true", help="runs nothing")
@@ -200,7 +202,7 @@ def main() -> None:
   for flag, given, known in (("only", only, METHODS), ("sizes", sizes, {**SIZES, "quick": QUICK})):
     if unknown := set(given).difference(known):
       parser.error(f"--{flag}: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
-  environment.prepare(1, cpu_only=True)
+  environment.prepare(1, cpu_only=not options.accelerator)
   workdir, seeds = options.workdir.absolute(), 1 if options.quick else options.seeds
 
   def comparisons(trains: bool) -> list[Comparison]:

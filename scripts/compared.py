@@ -10,10 +10,11 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import launch
 import numpy as np
 import outer_gradients
@@ -24,9 +25,9 @@ from ddiloco.config import Config
 
 # --- What is compared
 
-SEQUENCE, BATCH = 64, 16  # tokens; sequences of all islands together in a step
+BATCH = 16  # sequences of all islands together in a step
 RATES, BATCHES, FACTORS = (4e-3, 8e-3, 16e-3, 32e-3), (16, 8), (0.7, 1.4)
-HELDOUT = 1024  # sequences
+HELDOUT = 65_536  # tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,19 +37,20 @@ class Size:
   Attributes:
     layers: of the model.
     width: of the model.
-    steps: of a run of batches of BATCH.
+    tokens: of a run.
     after: the size whose points its own tuning begins at; empty: it has the whole grid.
+    sequence: tokens.
+    batch: sequences of all islands together in a step; 0: as tuned.
+    rates: inner learning rates that are tried.
   """
 
   layers: int
   width: int
-  steps: int
+  tokens: int
   after: str = ""
-
-  @property
-  def tokens(self) -> int:
-    """Of a run."""
-    return self.steps * BATCH * SEQUENCE
+  sequence: int = 64
+  batch: int = 0
+  rates: tuple[float, ...] = RATES
 
   @property
   def fields(self) -> dict[str, Any]:
@@ -58,17 +60,22 @@ class Size:
       "model.model_dim": self.width,
       "model.head_dim": self.width // 4,
       "model.mlp_dim": 3 * self.width,
+      "data.sequence_length": self.sequence,
+      "data.heldout_sequences": HELDOUT // self.sequence,
     }
 
 
 # By parameters.
 SIZES: dict[str, Size] = {
-  "33k": Size(2, 32, 624),
-  "33k, long": Size(2, 32, 2496, after="33k"),
-  "115k": Size(2, 64, 960, after="33k"),
-  "250k": Size(2, 96, 960, after="115k"),
+  "33k": Size(2, 32, 638_976),
+  "33k, long": Size(2, 32, 2_555_904, after="33k"),
+  "115k": Size(2, 64, 983_040, after="33k"),
+  "250k": Size(2, 96, 983_040, after="115k"),
+  # For an accelerator: their steps have as many tokens as keep one busy.
+  "1m": Size(5, 128, 10_240_000, "33k", 128, 32, (1e-3, 2e-3, 4e-3, 8e-3)),
+  "10m": Size(12, 256, 49_152_000, "33k", 256, 64, (5e-4, 1e-3, 2e-3, 4e-3)),
 }
-QUICK = Size(2, 32, 48)
+QUICK = Size(2, 32, 49_152)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +113,7 @@ def variant(learners: int = 4, **fields: Any) -> Method:
   return Method(fields=changed, learners=learners, of=f"default, M = {learners}")
 
 
-ALL = tuple(SIZES)
+ALL, LARGE = tuple(SIZES), ("33k", "115k", "1m", "10m")
 SLOW = (1.0, 1.0, 1.2, 1.2)
 OVERWRITE, AVERAGE = {"sync__apply": "overwrite"}, {"sync__merge": "average"}
 MUON = {"inner.custom": "muon:optimizer"}
@@ -115,7 +122,7 @@ METHODS: dict[str, Method] = {
   "data-parallel, Muon": Method("data_parallel", MUON, how="together"),
   "one island alone": Method("data_parallel", how="alone", of="data-parallel"),
   "DiLoCo, M = 1": Method("diloco", learners=1),
-  "DiLoCo, M = 4": Method("diloco", sizes=("33k", "115k")),
+  "DiLoCo, M = 4": Method("diloco", sizes=LARGE),
   "Streaming, M = 4": Method("streaming_diloco", {"sync.num_fragments": 2}),
   "Decoupled as published, M = 4": Method("decoupled", {"sync.num_fragments": 12}),
   "default, M = 1": Method(learners=1, sizes=()),  # data-parallel, bit by bit
@@ -191,8 +198,6 @@ class Run:
     values = {
       **size.fields,
       "seed": self.seed,
-      "data.sequence_length": SEQUENCE,
-      "data.heldout_sequences": HELDOUT,
       "islands.num_learners": islands,
       "islands.batch_size": batch,
       "islands.devices": 1,
@@ -298,15 +303,19 @@ def commit_of_sources() -> str:
 
 
 def machine() -> str:
-  """Its processor, and how many."""
+  """Its accelerator, or its processor and how many."""
+  if jax.default_backend() != "cpu":
+    return jax.devices()[0].device_kind
   lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
   names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
   return f"{os.cpu_count()} x {names[0] if names else platform.machine()}"
 
 
-def coordinates(best: Point, learners: int, rates_alone: bool) -> Generator[list[Point], Point]:
+def coordinates(
+  best: Point, learners: int, rates: Sequence[float], rates_alone: bool
+) -> Generator[list[Point], Point]:
   """The points to try next to the best so far; `send` says which of all so far it is."""
-  best = yield [dataclasses.replace(best, rate=rate) for rate in RATES]
+  best = yield [dataclasses.replace(best, rate=rate) for rate in rates]
   if rates_alone:
     return
   batches = [batch for batch in BATCHES if batch >= learners]
@@ -355,8 +364,10 @@ class Comparison:
     best = self._smaller.point(row) if self._smaller else Point()
     if best is None or not self._tunes:
       return best
+    size, learners = SIZES.get(self.size, QUICK), METHODS[row].learners
+    best = dataclasses.replace(best, batch=size.batch or best.batch)
     losses: dict[Point, float] = {}
-    steps = coordinates(best, METHODS[row].learners, rates_alone=self._smaller is not None)
+    steps = coordinates(best, learners, size.rates, rates_alone=self._smaller is not None)
     points = next(steps)
     while True:
       for point in points:

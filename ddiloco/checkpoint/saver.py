@@ -23,8 +23,8 @@ from ddiloco.runtime import REAL_TIME, Job, Loop, Time
 if TYPE_CHECKING:
   from ddiloco.checkpoint.snapshots import Storage
 
-LOOK_SECONDS = 0.05  # between two looks whether all parts are there, growing ...
-LOOK_SECONDS_MOST = 2.0  # ... up to this
+# Between two looks whether all parts are there: a share of the time that it has taken so far.
+LOOK_SECONDS, LOOK_SHARE, LOOK_SECONDS_MOST = 0.05, 0.2, 2.0
 MOST_PATIENCE = 20  # times that, for parts that grow: no learner holds up snapshots for ever
 NICENESS = 10  # of the worker's thread: a tenth of the processor where there is none to spare
 
@@ -205,7 +205,7 @@ class Saver:
     patience_seconds: float,
     may_lack: bool,
   ) -> Job:
-    started, look_seconds = self._time.now(), LOOK_SECONDS
+    started = self._time.now()
     known = {*shards, *learners()}  # others may have left a part in a former life of the run
     grew_at, sizes = started, self.storage.growth(snapshot, known)
     while True:
@@ -230,8 +230,8 @@ class Saver:
       if late or refused:
         self.recorder.record(events.Uncommitted(snapshot=snapshot, missing=tuple(sorted(missing))))
         return
-      yield self._time.now() + look_seconds
-      look_seconds = min(2 * look_seconds, LOOK_SECONDS_MOST)
+      look_seconds = LOOK_SHARE * (self._time.now() - started)
+      yield self._time.now() + min(max(look_seconds, LOOK_SECONDS), LOOK_SECONDS_MOST)
     self.storage.commit(snapshot, roles)
     self.recorder.record(
       events.Snapshot(

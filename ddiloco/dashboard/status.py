@@ -106,6 +106,8 @@ def _island(run: RunState, m: int, state: str, seen: float, fragments: range) ->
     "colour": island_colour(m),
     "state": shown,
     "restarts": max(0, island.lives - 1),
+    "chips": island.chips,
+    "chip_kinds": list(island.chip_kinds),
     "step": island.step,
     "global_step": island.global_step,
     "loss": _number(island.loss),

@@ -34,7 +34,7 @@ from ddiloco.models.layers import (
   truncated_normal,
   used,
 )
-from ddiloco.models.loss import cross_entropy, cross_entropy_in_chunks
+from ddiloco.models.loss import cross_entropy, cross_entropy_in_chunks, project
 from ddiloco.models.model import Batch, NnxModel, Params
 from ddiloco.models.moe import MixtureOfExperts
 
@@ -110,7 +110,7 @@ class Transformer(nnx.Module):
     execution = execution or PLAIN
     x_BxTxD, balance = self.states(tokens_BxT, execution, image_BxIxIxC)
     table_VxD = used(self.embedding, execution, self.model.compute_dtype)
-    logits_BxTxV = jnp.einsum("BTD,VD->BTV", x_BxTxD, table_VxD, preferred_element_type=jnp.float32)
+    logits_BxTxV = project(x_BxTxD, table_VxD)
     return execution(logits_BxTxV, ("batch", "time", "vocab")), balance
 
   def loss(

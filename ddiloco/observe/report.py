@@ -145,6 +145,8 @@ def _learners(run: RunState) -> dict[str, Any]:
   return {
     str(m): {
       "lives": island.lives,
+      "chips": island.chips,
+      "chip_kinds": list(island.chip_kinds),
       "steps": island.steps,
       "tokens": island.tokens,
       "loss": _number(island.loss),
@@ -287,7 +289,8 @@ def _learner_table(summary: Mapping[str, Any]) -> str:
     return ""
   shares, alive = summary.get("participation") or {}, summary.get("liveness") or {}
   rows = "".join(
-    f"<tr><td>{html.escape(m)}</td><td>{each['lives']}</td><td>{each['steps']}</td>"
+    f"<tr><td>{html.escape(m)}</td><td>{html.escape(', then '.join(each['chip_kinds']))}</td>"
+    f"<td>{each['lives']}</td><td>{each['steps']}</td>"
     f"<td>{compact(each['tokens'])}</td><td>{_loss(each['loss']) or '–'}</td>"
     f"<td>{_share(alive.get(m)) or '–'}</td>"
     f"<td>{_with(shares.get(m), lambda share: f'{share:.0%}') or '–'}</td>"
@@ -296,7 +299,7 @@ def _learner_table(summary: Mapping[str, Any]) -> str:
     f"<td>{_share(each.get('mfu')) or '–'}</td></tr>"
     for m, each in learners.items()
   )
-  names = ("island", "lives", "steps", "tokens", "last loss")
+  names = ("island", "chips", "lives", "steps", "tokens", "last loss")
   names += ("time training", "commits joined", "median step", "tokens/s a chip", "MFU")
   header = "".join(f"<th>{name}</th>" for name in names)
   return f'<table class="wide"><tr>{header}</tr>{rows}</table>'

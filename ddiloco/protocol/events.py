@@ -67,6 +67,7 @@ class Started(Event, frozen=True, kw_only=True):
   """An incarnation begins: a learner with its devices, or a shard with its fragments."""
 
   devices: int = 0
+  device_kind: str = ""  # as JAX names it: "TPU v5p", "NVIDIA H100 80GB HBM3", "cpu"
   mesh: tuple[int, ...] = ()  # data, fsdp, tensor
   batch_size: int = 0  # sequences
   hosts: int = 1  # processes of the island

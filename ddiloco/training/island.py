@@ -86,13 +86,15 @@ class Island:
   def describe(self) -> dict[str, Any]:
     """For the events: devices, mesh [data, fsdp, tensor], batch size, the path of attention, and
     what an MFU is made of."""
+    kind = self.mesh.devices.flat[0].device_kind
     return {
       "devices": self.mesh.size,
+      "device_kind": kind,
       "mesh": [int(n) for n in self.mesh.devices.shape],
       "batch_size": self._island.batch_size,
       "attention": self._parts.execution.attention,
       "flops_per_token": self._parts.flops_per_token(),
-      "peak_flops_per_second": PEAK_FLOPS.get(self.mesh.devices.flat[0].device_kind, 0.0),
+      "peak_flops_per_second": PEAK_FLOPS.get(kind, 0.0),
     }
 
   # --- programs -----------------------------------------------------------------------------------

@@ -17,11 +17,11 @@ from ddiloco.roles import initial
 from ddiloco.trace.replay import replay_run
 from ddiloco.trace.text import open_trace
 from ddiloco.training.island import Island
+from tests.strikes import killed_once_saved
 
 pytest.importorskip("sklearn")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-STEPS, KILLED_AT = 110, 70
-KILL = {"action": "kill", "role": "learner-2", "at_step": KILLED_AT, "seconds": 0.2}
+STEPS = 110
 
 
 def small(steps: int = STEPS, **sections):
@@ -32,8 +32,8 @@ def small(steps: int = STEPS, **sections):
   config.islands.batch_size = 4
   config.run.update(evaluations=2, compare_alone=False, sample_tokens=16)
   config.sync.snapshot_steps = 20
-  config.islands.min_step_seconds = 0.05  # so that a snapshot is complete before the kill
-  config.chaos.faults = (KILL,)
+  config.islands.min_step_seconds = 0.05  # so that a snapshot is complete long before the end
+  config.chaos.faults = ()
   for section, values in sections.items():
     config[section].update(values)
   each = config.islands.batch_size * config.data.sequence_length
@@ -43,7 +43,9 @@ def small(steps: int = STEPS, **sections):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> ddiloco.Run:
-  return ddiloco.train(small(), tmp_path_factory.mktemp("images") / "run", cpu=True)
+  workdir = tmp_path_factory.mktemp("images") / "run"
+  with killed_once_saved(workdir, "learner-2"):
+    return ddiloco.train(small(), workdir, cpu=True)
 
 
 def test_it_learns_and_the_killed_island_comes_back_with_what_it_had(run):
@@ -54,7 +56,8 @@ def test_it_learns_and_the_killed_island_comes_back_with_what_it_had(run):
   restored = [e for e in read_events(run.workdir) if e.kind == "restored"]
   assert [e.role for e in restored] == ["learner-2"]
   told = [e for e in read_events(run.workdir) if e.kind == "step" and e.role == "learner-2"]
-  assert max(e.global_step for e in told if e.incarnation == 1) > KILLED_AT
+  lives = [[e.global_step for e in told if e.incarnation == life] for life in (0, 1)]
+  assert max(lives[1]) > max(lives[0])
 
 
 def test_rows_of_text_and_of_images_are_told_apart_wherever_a_loss_is(run):
@@ -98,7 +101,7 @@ def test_islands_as_processes_where_one_is_killed(tmp_path):
     islands={"num_learners": 2, "min_step_seconds": 0.25},
     sync={"snapshot_steps": 0},
     checkpoint={"rejoin": "peer"},
-    chaos={"faults": ({**KILL, "role": "learner-1", "at_step": 20},)},
+    chaos={"faults": ({"action": "kill", "role": "learner-1", "at_step": 20, "seconds": 0.2},)},
   )
   run = ddiloco.train(config, tmp_path / "run", engine="processes", cpu=True)
   summary = run.summary()

@@ -30,7 +30,7 @@ def test_golden(make):
   events = [
     make.run_started(num_learners=2, num_shards=1, num_fragments=2, total_tokens=8000),
     make.event(0.1, "syncer-0", "started", fragments=[0, 1]),
-    make.event(0.2, "learner-0", "started", devices=1, mesh=[1, 1, 1], batch_size=8),
+    make.event(0.2, "learner-0", "started", devices=1, device_kind="TPU v5p", batch_size=8),
     make.event(0.2, "evaluator", "evaluation", merged_tokens=0, global_step=0, loss=5.5),
     make.step(1.0, 0, 1, gap_seconds=9.0, blocked_seconds=0.25),
     make.step(2.0, 0, 2, gap_seconds=0.5, loss=2.0),
@@ -72,6 +72,8 @@ def test_golden(make):
     "learners": {
       "0": {
         "lives": 1,
+        "chips": 1,
+        "chip_kinds": ["TPU v5p"],
         "steps": 3,
         "tokens": 3072,
         "loss": None,
@@ -82,6 +84,8 @@ def test_golden(make):
       },
       "1": {
         "lives": 1,
+        "chips": 0,
+        "chip_kinds": [],
         "steps": 1,
         "tokens": 1024,
         "loss": 3.0,

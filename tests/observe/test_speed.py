@@ -79,6 +79,19 @@ def test_it_is_in_every_place_that_lists_speeds(make):
   assert 'ddiloco_island_tokens_per_second_per_chip{island="0"} 512.0\n' in metrics
 
 
+def test_an_island_that_came_back_on_other_devices_names_both(make):
+  started = [
+    make.event(0.1 + n, "learner-0", "started", incarnation=n, devices=n + 1, device_kind=kind)
+    for n, kind in enumerate(("TPU v5p", "NVIDIA H100 80GB HBM3"))
+  ]
+  run = RunState().read([make.run_started(num_learners=1), *started])
+  kinds = ["TPU v5p", "NVIDIA H100 80GB HBM3"]
+  (island,) = status(run, 2.0)["islands"]
+  assert (island["chips"], island["chip_kinds"]) == (2, kinds)
+  summary = numbers(run)["learners"]["0"]
+  assert (summary["chips"], summary["chip_kinds"]) == (2, kinds)
+
+
 def test_where_the_peak_is_unknown_no_place_has_an_mfu(make):
   run = RunState().read(events(make, peaks=(0.0, 0.0)))
   screen = io.StringIO()

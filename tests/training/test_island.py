@@ -87,7 +87,8 @@ def any_island(request):
 
 
 def test_describe(single, cube):
-  both = {"batch_size": 8, "attention": "einsum", "peak_flops_per_second": 0.0}  # of a CPU
+  both = {"batch_size": 8, "attention": "einsum"}
+  both |= {"device_kind": "cpu", "peak_flops_per_second": 0.0}
   both["flops_per_token"] = flops_per_token(single[2].model, single[2].data.sequence_length)
   assert single[0].describe() == {"devices": 1, "mesh": [1, 1, 1], **both}
   assert cube[0].describe() == {"devices": 8, "mesh": [2, 2, 2], **both}

@@ -274,6 +274,8 @@ function participation(status) {
   const mfu = status.islands.some((island) => island.mfu !== null);
   const numbers = ["restarts", "step", "loss", "live", "tokens/s a chip", "MFU"];
   const head = ["island", "state", "all commits", "latest", "live", "step", "loss", "restarts"];
+  const kinds = status.islands.some((island) => island.chip_kinds.length);
+  if (kinds) head.push("chips");
   if (status.phase === "running") head.push("tokens/s a chip", ...(mfu ? ["MFU"] : []));
   const tone = { down: "bad", stalled: "warn", quarantined: "warn", running: "good" };
   const rows = status.islands.map((island) =>
@@ -297,6 +299,9 @@ function participation(status) {
       html("td", { class: "number" }, compact(island.global_step)),
       html("td", { class: "number" }, loss(island.loss)),
       html("td", { class: "number" }, String(island.restarts)),
+      kinds
+        ? html("td", { class: "muted" }, `${island.chips} ${island.chip_kinds.join(", then ")}`)
+        : null,
       status.phase === "running"
         ? html("td", { class: "number" }, compact(island.tokens_per_second_per_chip))
         : null,

@@ -1,0 +1,182 @@
+"""One run on two kinds of device, where each island is killed and comes back on the other's.
+
+Island 0 starts on this machine's accelerator and island 1 on its CPU, each as a process of its own
+(`ddiloco learner`), with one shard. Once both are merged, island 0 is killed with SIGKILL and comes
+back on the CPU, with its part of the newest snapshot; then island 1 on the accelerator. At the end
+all are asked to leave, and the trace is checked: nothing was lost or merged twice.
+
+  python scripts/mixed_hardware.py [--workdir=runs/mixed] [--commits=40] [--cpu]
+
+With --cpu, or where there is no accelerator, both sides are CPUs, which tests this script. The last
+line is JSON: of each life {"island", "device_kind", "steps", "step_ms", "restored_snapshot",
+"tokens", "loss", "seconds_until_merged"}, and of the run {"kinds", "blocked_seconds", "trace",
+"lives"}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import launch
+
+from ddiloco import workdir as workdirs
+from ddiloco.engines.children import Command, Process, spawn
+from ddiloco.engines.role_spec import free_urls
+from ddiloco.observe.eventlog import Event, read_events
+from ddiloco.trace import text
+
+PATIENCE_SECONDS = 300.0  # for an island to compile, to join and to be merged
+ISLANDS = 2
+
+
+class Roles:
+  """The processes of one run."""
+
+  def __init__(self, workdir: Path, cpu: bool):
+    config = launch.config_of(
+      "dense",
+      {
+        "islands.num_learners": ISLANDS, "islands.batch_size": 8, "sync.num_shards": 1,
+        "islands.overrides": {"1": {"batch_size": 2}},  # what a CPU makes in that time
+        "sync.min_quorum": 1, "sync.snapshot_steps": 50, "run.evaluations": 0,
+        "run.total_tokens": 1 << 50,
+      },
+      "1m",
+    )  # fmt: skip
+    self.workdir, self._cpu = workdir, cpu
+    workdirs.join(workdir, config)
+    self._urls = free_urls(1)
+    (workdir / "logs").mkdir(exist_ok=True)
+    self._processes: dict[str, Process] = {}
+    self._spawn("syncer-0", self._command(False).syncer(0, self._urls[0]))
+
+  def _command(self, cpu: bool) -> Command:
+    return Command(self.workdir, self._urls, cpu=cpu)
+
+  def _spawn(self, name: str, command: list[str]) -> None:
+    self._processes[name] = spawn(command, self.workdir / "logs" / f"{name}.log")
+
+  def start(self, island: int, accelerator: bool) -> None:
+    (command,) = self._command(self._cpu or not accelerator).learner(island)
+    self._spawn(f"learner-{island}", command)
+
+  def kill(self, island: int) -> None:
+    process = self._processes.pop(f"learner-{island}")
+    process.kill()
+    self._gone(process)
+
+  def end(self) -> None:
+    """Learners leave when their work is merged; then the shard may."""
+    for name in sorted(self._processes):  # learners first
+      process = self._processes[name]
+      process.send_signal(signal.SIGTERM)
+      self._gone(process)
+
+  def of(self, kind: str, role: str = "") -> list[Event]:
+    return [e for e in read_events(self.workdir) if e.kind == kind and e.role.startswith(role)]
+
+  def merged(self, island: int, life: int) -> list[Event]:
+    return [e for e in self.of("commit") if (island, life) in zip(e.learners, e.incarnations)]
+
+  def wait_merged(self, island: int, lives: int, commits: int) -> None:
+    """Until this life of an island, counted from 1, is in so many commits."""
+
+    def enough() -> bool:
+      started = self.of("started", f"learner-{island}")
+      return len(started) >= lives and (
+        len(self.merged(island, started[lives - 1].incarnation)) >= commits
+      )
+
+    self.wait(enough)
+
+  def wait(self, what: Callable[[], Any]) -> None:
+    until = time.monotonic() + PATIENCE_SECONDS
+    while not what():
+      ended = [name for name, process in self._processes.items() if process.poll() is not None]
+      if ended or time.monotonic() > until:
+        for process in self._processes.values():
+          process.kill()
+        logs = self.workdir / "logs"
+        sys.exit(f"{ended or 'nothing'} ended, and what was waited for did not come: see {logs}")
+      time.sleep(0.2)
+
+  def _gone(self, process: Process) -> None:
+    until = time.monotonic() + PATIENCE_SECONDS
+    while process.poll() is None:
+      if time.monotonic() > until:
+        process.kill()
+        sys.exit("a process does not end")
+      time.sleep(0.05)
+
+
+def swap(roles: Roles, commits: int) -> None:
+  """The run: both islands, then each on the other's device."""
+  roles.start(0, accelerator=True)
+  roles.start(1, accelerator=False)
+  roles.wait_merged(0, 1, commits)
+  roles.wait_merged(1, 1, commits)
+  for island, accelerator in ((0, False), (1, True)):
+    roles.wait(lambda: any(len(e.roles) > ISLANDS for e in roles.of("snapshot")))
+    roles.kill(island)
+    roles.start(island, accelerator)
+    roles.wait_merged(island, 2, commits)
+  roles.end()
+
+
+def lives(roles: Roles) -> list[dict[str, Any]]:
+  """What each life of each island was."""
+  steps, restored = roles.of("step"), roles.of("restored")
+  found = []
+  for started in roles.of("started", "learner"):
+    me = lambda e: (e.role, e.incarnation) == (started.role, started.incarnation)  # noqa: B023, E731
+    island, own = int(started.role.removeprefix("learner-")), [e for e in steps if me(e)]
+    back = [e.snapshot for e in restored if me(e)]
+    first = min((e.time for e in roles.merged(island, started.incarnation)), default=math.nan)
+    found.append(
+      {
+        "island": island,
+        "device_kind": started.device_kind,
+        "restored_snapshot": back[0] if back else None,
+        "steps": len(own),
+        "step_ms": round(1000 * statistics.median(e.gap_seconds for e in own), 2),
+        "tokens": sum(e.tokens for e in own),
+        "loss": round([e.loss for e in own if e.loss is not None][-1], 4),
+        "seconds_until_merged": round(first - started.time, 2),
+      }
+    )
+  return found
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--workdir", type=Path, default=Path("runs/mixed"), help="must be new")
+  parser.add_argument("--commits", type=int, default=40, help="that each life takes part in")
+  parser.add_argument("--cpu", action="store_true", help="both on CPUs")
+  given = parser.parse_args()
+  if given.workdir.exists():
+    sys.exit(f"--workdir={given.workdir}: exists. Fix: delete it, or give another.")
+  roles = Roles(given.workdir, given.cpu)
+  swap(roles, given.commits)
+  found = lives(roles)
+  for each in found:
+    print(json.dumps(each))
+  proof = text.print_invariants(text.open_trace(given.workdir))
+  blocked = round(sum(e.blocked_seconds for e in roles.of("step")), 6)
+  kinds = sorted({each["device_kind"] for each in found})
+  print(json.dumps({"kinds": kinds, "blocked_seconds": blocked, "trace": proof, "lives": found}))
+  subprocess.run([sys.executable, "-m", "ddiloco", "report", f"--workdir={given.workdir}"])
+  sys.exit(0 if proof else 1)
+
+
+if __name__ == "__main__":
+  main()
