@@ -36,7 +36,7 @@ setup(
     "flax>=0.12.2,<0.13",  # NNX models
     "fsspec>=2024.6",  # what epath speaks to buckets with
     "grain>=0.2.11,<0.3",  # index-addressed data
-    "jax>=0.10,<0.11",
+    "jax>=0.10,<0.13",
     "matplotlib>=3.8,<4",  # the report's pictures
     "ml_collections>=1.0,<2",  # experiment files
     "ml_dtypes>=0.5",  # bf16 on the host
@@ -59,7 +59,7 @@ setup(
     "tokenizers": ["sentencepiece>=0.2", "tokenizers>=0.20"],
     "gcs": ["etils[epath-gcs]>=1.7"],  # checkpoints in gs://
     # Also for `ddiloco compile` without a TPU: jax names the one libtpu, of 0.7 GB, that fits it.
-    "tpu": ["jax[tpu]>=0.10,<0.11"],
+    "tpu": ["jax[tpu]>=0.10,<0.13"],
     "dev": [*TEST, "pre-commit>=4"],
   },
   entry_points={"console_scripts": ["ddiloco = ddiloco.cli:entry"]},

@@ -20,7 +20,6 @@ import json
 import math
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -33,6 +32,7 @@ from ddiloco import workdir as workdirs
 from ddiloco.engines.children import Command, Process, spawn
 from ddiloco.engines.role_spec import free_urls
 from ddiloco.observe.eventlog import Event, read_events
+from ddiloco.observe.report import write_report
 from ddiloco.trace import text
 
 PATIENCE_SECONDS = 300.0  # for an island to compile, to join and to be merged
@@ -171,10 +171,10 @@ def main() -> None:
   for each in found:
     print(json.dumps(each))
   proof = text.print_invariants(text.open_trace(given.workdir))
+  print(f"Report: {write_report(given.workdir)}")
   blocked = round(sum(e.blocked_seconds for e in roles.of("step")), 6)
   kinds = sorted({each["device_kind"] for each in found})
   print(json.dumps({"kinds": kinds, "blocked_seconds": blocked, "trace": proof, "lives": found}))
-  subprocess.run([sys.executable, "-m", "ddiloco", "report", f"--workdir={given.workdir}"])
   sys.exit(0 if proof else 1)
 
 

@@ -37,13 +37,12 @@ def compile_islands(arguments: list[str]) -> int:
   flags.DEFINE_float(
     "mfu", 0.4, "Share of the peak that steps are assumed to reach.", 0.0, **define
   )
-  flags.DEFINE_float(
-    "effort",
-    -1.0,
-    "Of the compiler for the programs' speed: 0 is what islands run, and searches minutes long for"
-    " the quickest tiles; -1 takes about as much memory, and a third of the time.",
-    -1.0,
-    1.0,
+  flags.DEFINE_enum(
+    "level",
+    "O0",
+    ["O0", "O1", "O2", "O3", "UNKNOWN"],
+    "Of the compiler's search for quick programs: UNKNOWN is what islands run, and searches minutes"
+    " long for the quickest tiles; O0 takes about as much memory, and a third of the time.",
     **define,
   )
   flags.DEFINE_bool("json", False, "Print one JSON object instead of text.", **define)
@@ -53,8 +52,8 @@ def compile_islands(arguments: list[str]) -> int:
   if not 0 < values["mfu"].value <= 1:
     raise ConfigError(f"--mfu={values['mfu'].value:g}: must lie in (0, 1]. Fix: give --mfu=0.4.")
   environment.describe_only()
-  slices, effort = values["num_slices"].value, values["effort"].value
-  found = fits(config, values["topology"].value, slices, effort)
+  slices, level = values["num_slices"].value, values["level"].value
+  found = fits(config, values["topology"].value, slices, level)
   mfu = values["mfu"].value
   if values["json"].value:
     print(json.dumps([{"islands": m, **as_json(each, mfu)} for m, each in found]))
@@ -63,9 +62,7 @@ def compile_islands(arguments: list[str]) -> int:
   return 0 if all(each.fits for _, each in found) else 1
 
 
-def fits(
-  config: Config, topology: str, num_slices: int, effort: float
-) -> list[tuple[list[int], Any]]:
+def fits(config: Config, topology: str, num_slices: int, level: str) -> list[tuple[list[int], Any]]:
   """(Learners, what their islands take: a `training.aot.Fit`); islands that are alike are one."""
   from ddiloco.roles import initial
   from ddiloco.training import aot, devices
@@ -93,7 +90,7 @@ def fits(
     described = aot.devices(shape, num_slices)
     if num_slices > 1:
       described = devices.partition(described, config.islands)[learners[0]]
-    found.append((learners, aot.fit(config, learners[0], plan, shape, described, effort)))
+    found.append((learners, aot.fit(config, learners[0], plan, shape, described, level)))
   return found
 
 

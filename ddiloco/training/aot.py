@@ -6,11 +6,12 @@ programs, except what follows from the model's arithmetic.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -112,16 +113,17 @@ _WANTED = re.compile(r"(?:temporaries \(|Used )([\d.]+)([KMGT])")
 
 
 def compiled(
-  name: str, all_lowered: Sequence[jax.stages.Lowered], num_devices: int, effort: float = 0.0
+  name: str, all_lowered: Sequence[jax.stages.Lowered], num_devices: int, level: str = "UNKNOWN"
 ) -> Program:
-  """Compiles them; `effort` is the compiler's own, for the programs' speed: -1 to 1.
+  """Compiles them; `level` is XLA's optimization level, "O0" to "O3", or "UNKNOWN": as islands do.
 
   Raises:
     NoRoom: one does not fit the devices' memory.
     AssertionError: a collective reaches beyond the `num_devices` devices of the island.
   """
   most_bytes, found, start = 0, [], time.process_time()
-  programs = [_compile(lowered, effort) for lowered in all_lowered]
+  with _optimized(level):
+    programs = [_compile(lowered) for lowered in all_lowered]
   seconds = time.process_time() - start
   for program in programs:
     memory, text = program.memory_analysis(), program.as_text()
@@ -148,9 +150,19 @@ def compiled(
   )
 
 
-def _compile(lowered: jax.stages.Lowered, effort: float) -> jax.stages.Compiled:
+@contextlib.contextmanager
+def _optimized(level: str) -> Iterator[None]:
+  before = jax.config.jax_optimization_level
+  jax.config.update("jax_optimization_level", level)
   try:
-    return lowered.compile(compiler_options={"exec_time_optimization_effort": effort})
+    yield
+  finally:
+    jax.config.update("jax_optimization_level", before)
+
+
+def _compile(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+  try:
+    return lowered.compile()
   except jax.errors.JaxRuntimeError as error:
     wanted = _WANTED.search(str(error))
     if "RESOURCE_EXHAUSTED" not in str(error) or wanted is None:
@@ -229,7 +241,7 @@ def fit(
   plan: Plan,
   topology: str,
   slice_devices: Sequence[Any],
-  effort: float = 0.0,
+  level: str = "UNKNOWN",
 ) -> Fit:
   """Compiles this learner's island for these devices of the topology, all of them.
 
@@ -244,15 +256,15 @@ def fit(
   kinds = dict.fromkeys(kind for each in plan.fragments for kind in parts.piece_kinds(each))
   pieces = [lower_piece(kind, parts.replicated) for kind in kinds]
   copies = (
-    compiled("copy out", [piece.copy_out for piece in pieces], mesh.size, effort),
-    compiled("apply", [piece.apply for piece in pieces], mesh.size, effort),
+    compiled("copy out", [piece.copy_out for piece in pieces], mesh.size, level),
+    compiled("apply", [piece.apply for piece in pieces], mesh.size, level),
   )
   state = sum(_local_bytes(leaf) for leaf in parts.layout.leaves.values())
   snapshot = state if config.sync.snapshot_steps else 0
   beside = snapshot + 2 * 4 * _local_size(parts, largest)
   step, needed = None, 0
   try:
-    step = compiled("step", [parts.lower()], mesh.size, effort)
+    step = compiled("step", [parts.lower()], mesh.size, level)
     needed = step.hbm_bytes + beside
   except NoRoom as error:
     needed = state + error.hbm_bytes + beside

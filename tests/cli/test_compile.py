@@ -98,7 +98,7 @@ class Refused:
   def __init__(self, text: str):
     self.text = text
 
-  def compile(self, compiler_options):
+  def compile(self):
     raise jax.errors.JaxRuntimeError(self.text)
 
 
