@@ -13,7 +13,7 @@ it (`core/outer.py`). Only what a lossy codec's rounding keeps back from the lea
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -120,6 +120,12 @@ class Copies:
     return copy is not None
 
 
+def at_once(job: Job) -> None:
+  """Does it here and now."""
+  for _ in job:
+    pass
+
+
 class Replication:
   """The owner's side: sends commits to the buddy, and holds publishes back until it has them.
 
@@ -129,6 +135,9 @@ class Replication:
     patience_seconds: least time until the buddy is taken to be away.
     recorder: event log.
     time: where the shard lives.
+
+  Attributes:
+    background: where jobs on values are done, one after the other.
   """
 
   def __init__(
@@ -139,6 +148,7 @@ class Replication:
     recorder: Recorder,
     time: Time = REAL_TIME,
   ):
+    self.background: Callable[[Job], None] = at_once
     self._copies, self._buddy, self._recorder, self._now = copies, buddy, recorder, time.now
     self._patience_seconds = patience_seconds
     self._copy_seconds = 0.0  # smoothed, until a copy is confirmed
@@ -150,6 +160,22 @@ class Replication:
     self._held: list[tuple[int, int, Callable[[], None]]] = []  # fragment, version, what to do then
     self._buddy_incarnation = -1
     self._away = False
+
+  def begin(self, found: Iterable[Committed]) -> None:
+    """A life begins with these: a buddy that has restarted as well has them from here."""
+    for committed in found:
+      self._newest[committed.state.index] = committed
+    self._all_whole(self._newest)
+
+  def _all_whole(self, fragments: Iterable[int]) -> None:
+    """One at a time, the next when that is confirmed: all together are a whole model on the way."""
+    self._whole = list(fragments)
+    self._sent_at |= dict.fromkeys(self._whole, self._now())
+    self._next_whole()
+
+  def _next_whole(self) -> None:
+    if self._whole:
+      self._send(self._whole[0])
 
   def changes(self, fragment: int) -> None:
     """Its vectors are written from now on until `committed`: they cannot be sent meanwhile."""
@@ -174,19 +200,25 @@ class Replication:
   def _send(self, fragment: int, base_round: int = NOTHING, change: Encoded | None = None) -> None:
     """As the change of what that round made; whole without one."""
     committed, copies = self._newest[fragment], self._copies
+    if fragment in self._whole:
+      self._whole.remove(fragment)
     if fragment in self._changing:  # it goes out whole when that is done
       self._sent.pop(fragment, None)
       return
-    if change is None:
-      payload = _whole(committed.published_value, committed.momentum)
-      change = Encoded("f32", payload)
     self._sent_at[fragment] = self._now()
     self._sent[fragment] = committed.state.last_round
+    if change is None:  # gigabytes are copied, which the loop must not wait for
+      return self.background(self._send_whole(committed))
     replica = header(committed, copies.shard, copies.incarnation)
     replica = dataclasses.replace(
       replica, base_round=base_round, codec=change.codec, payload=change.payload
     )
     copies.endpoint.send(syncer_address(self._buddy), replica)
+
+  def _send_whole(self, committed: Committed) -> Job:
+    replica = pack(committed, self._copies.shard, self._copies.incarnation)
+    yield None
+    self._copies.endpoint.send(syncer_address(self._buddy), replica)
 
   def when_safe(self, fragment: int, version: int, do: Callable[[], None]) -> None:
     """Does it as soon as the buddy has this version; at once if it has, or is away."""
@@ -223,14 +255,15 @@ class Replication:
     again = message.incarnation > self._buddy_incarnation >= 0  # it restarted, and has nothing
     if self._away or again:
       self._recorder.record(events.Replicated(buddy=self._buddy))
-      self._whole = [f for f in self._newest if f != p or f in self._sent_at]
-      self._sent_at |= dict.fromkeys(self._whole, self._now())
-      self._sent = {p: self._sent[p]} if p in self._sent and p not in self._whole else {}
-    elif not message.kept and newest is not None and p not in self._whole:
-      self._whole.append(p)
-    self._away, self._buddy_incarnation = False, message.incarnation
-    if self._whole:  # one at a time: all together are a whole model on the way
-      self._send(self._whole.pop(0))
+      has = p in self._newest and p not in self._sent_at
+      self._sent = {p: self._sent[p]} if has and p in self._sent else {}
+      self._away, self._buddy_incarnation = False, message.incarnation
+      self._all_whole(f for f in self._newest if f != p or not has)
+    else:
+      if not message.kept and newest is not None and p not in self._whole:
+        self._whole.append(p)
+      self._buddy_incarnation = message.incarnation
+      self._next_whole()
     self._release()
 
   def tick(self) -> float:

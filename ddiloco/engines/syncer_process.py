@@ -69,10 +69,8 @@ def _syncer(runner: RoleRunner, shard: int) -> int:
   if saver is not None:
     saver.hold = lambda: "it has nothing to save yet" if unfounded.empty(role.state) else ""
   back = any(committed.state.version for committed in role.committed.values())
-  if replication is not None:  # a buddy that has restarted as well has them from here
-    for committed in role.committed.values():
-      if committed.state.version:
-        replication.committed(committed)
+  if replication is not None:
+    replication.begin(c for c in role.committed.values() if c.state.version)
   runner.say(f"serves fragments {', '.join(map(str, owned))} at {endpoint.bound}")
   runner.ready = lambda: ""
   runner.progress = lambda: _served(role, config)

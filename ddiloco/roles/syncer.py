@@ -89,6 +89,8 @@ class Syncer:
     self.merger = runtime.merger(fragments, store, config)
     self._saver = runtime.saver
     self._worker = self.time.worker(f"merge-{state.shard}", failed=self.endpoint.wake)
+    if replication is not None:
+      replication.background = self._worker.put
     self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
     self._measuring: set[tuple[int, int]] = set()  # round and learner of pushes
     self._at_work: dict[int, list[SyncerAction]] = {}  # fragment -> what waits for its job

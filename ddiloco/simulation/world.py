@@ -207,9 +207,8 @@ class World(VirtualTime):
     state = new_syncer(config, number, incarnation, self.kept, recovery_deadline, began_at=0.0)
     replication, runtime = self.replication(actor), actor.runtime(self._saver(actor))
     actor.life = Syncer(state, config, self.plan, self.kept, runtime, replication)
-    for committed in actor.life.committed.values():
-      if replication is not None and committed.state.version:
-        replication.committed(committed)
+    if replication is not None:
+      replication.begin(c for c in actor.life.committed.values() if c.state.version)
     loop = actor.life.live(actor.faults, lambda: actor.asked_to_end)
     actor.begin(loop, lambda error: self._ended(actor, error))
 

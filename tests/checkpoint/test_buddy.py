@@ -7,7 +7,15 @@ import dataclasses
 import numpy as np
 import pytest
 
-from ddiloco.checkpoint.buddy import Copies, Replication, committed_of, header, pack, unpack
+from ddiloco.checkpoint.buddy import (
+  Copies,
+  Replication,
+  at_once,
+  committed_of,
+  header,
+  pack,
+  unpack,
+)
 from ddiloco.config import OuterConfig
 from ddiloco.core import codec, fragments, passes
 from ddiloco.core.codec import Encoded
@@ -268,6 +276,23 @@ def test_nobody_hears_of_a_version_before_the_buddy_has_it():
   assert owner.done[-1] == "late", "at once: the buddy has it"
   owner.confirm(2, 1)
   assert (2, 1) in owner.done and owner.side.missing() == [] and owner.events == []
+
+
+def test_a_life_sends_its_fragments_one_by_one_and_copies_them_in_the_background():
+  owner, jobs = Owner(), []
+  owner.side.background = jobs.append
+  owner.side.begin([committed(p, 3) for p in (0, 2, 3)])
+  assert owner.sent() == [] and owner.side.missing() == [0, 2, 3]
+  for p in (0, 2):
+    at_once(jobs.pop())
+    assert owner.sent() == [(p, 3)] and not jobs, "the next one waits for its confirmation"
+    owner.confirm(p, 3)
+  owner.commit(3, 4)  # in place of what was still to be sent
+  for job in jobs:
+    at_once(job)
+  assert owner.sent()[-1] == (3, 4)
+  owner.confirm(3, 4)
+  assert owner.sent() == [] and owner.side.missing() == [] and owner.done == [(3, 4)]
 
 
 def test_what_the_buddy_had_before_is_published_meanwhile():

@@ -93,8 +93,7 @@ class Fleet:
       Runtime(endpoint, recorder),
       replication,
     )
-    for c in found.values():
-      replication.committed(c)
+    replication.begin(found.values())
     role.run(Faults((), 0.0), lambda: self.stop.is_set() or kill.is_set())
     role.close()
     endpoint.close()
