@@ -56,8 +56,8 @@ def held(workdir: Path) -> Iterator[None]:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
       raise ConfigError(
-        f"--workdir={workdir}: somebody trains in it at this moment. Fix: end that run, or choose"
-        " another directory."
+        f"--workdir={workdir}: another process trains in it at this moment. Fix: end that run, or"
+        " choose another directory."
       ) from error
     except OSError as error:  # a file system without locks
       raise _not_writable(workdir, error) from error

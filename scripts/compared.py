@@ -87,7 +87,7 @@ class Method:
     fields: of the config, changed; after tuning.
     learners: M.
     of: the row whose tuned point it takes; empty: it is tuned itself.
-    how: exchange; together: data-parallel, one island with everybody's batch; alone: one island
+    how: exchange; together: data-parallel, one island with the batch of all; alone: one island
       with its own share of the tokens.
     slowness: of the islands.
     sizes: where it is run.

@@ -198,7 +198,7 @@ def table(reports: dict[str, Goodput], logs: dict[str, EventLog]) -> str:
       row(f"  {cause}", shares)
   rows.append(("kills", [f"{len(kills(log)):11}" for log in logs.values()]))
   standing = [pauses(log) for log in logs.values()]
-  rows.append(("pauses of everybody", [f"{len(each):11}" for each in standing]))
+  rows.append(("pauses of all islands", [f"{len(each):11}" for each in standing]))
   middle = [f"{statistics.median(each):11.2f}" if each else f"{'-':>11}" for each in standing]
   rows.append(("  their median s", middle))
   rows.append(("step, median s", [f"{typical(log)[0]:11.3f}" for log in logs.values()]))

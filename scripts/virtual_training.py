@@ -4,7 +4,7 @@ Roles, reducers, deltas, merges and outer steps are those of every run; islands 
 steps take virtual time. So a run is a pure function of its config, seed and pace, whatever else the
 machine does, and what differs between two runs is what their configs say.
 
-An island makes its quota of steps and leaves, and everybody's learning rates come to the end of
+An island makes its quota of steps and leaves, and all learning rates come to the end of
 their schedule with it: all runs of one budget train on equally many tokens, merged or not.
 """
 

@@ -63,7 +63,7 @@ if [ -z "$inside" ]; then
   done
   box=(unshare --net --pid --fork --kill-child --mount-proc)
   [ "$(id -u)" = 0 ] || box+=(--user --map-root-user)
-  "${box[@]}" true 2> /dev/null || skip "making namespaces needs root, or user namespaces for everybody"
+  "${box[@]}" true 2> /dev/null || skip "making namespaces needs root, or user namespaces for all users"
   tbf="tc qdisc add dev lo root tbf rate 1mbit burst 10kb latency 1s"
   "${box[@]}" sh -c "ip link set lo up && $tbf" 2> /dev/null || skip "this kernel has no tc tbf"
   [ -x "$(dirname "$self")/../.venv/bin/ddiloco" ] || (. "$(dirname "$self")/venv.sh" "")

@@ -66,7 +66,7 @@ def write_all(
 ) -> tuple[dict[str, Fingerprint], list[list[str]]]:
   """Writes one window after the other, and takes out of `arrays` what it writes.
 
-  An array is whole on the host for as long as its window is written. Once nobody else refers to it
+  An array is whole on the host for as long as its window is written. Once nothing else refers to it
   it is free then, and so is what JAX keeps on the host of an array that was read.
 
   Args:
@@ -257,7 +257,7 @@ class Storage:
     return self._load(self.meta(snapshot, role), shardings, names)
 
   def decline(self, snapshot: int, role: str, reason: str) -> None:
-    """Leaves word that there will be no part of this role, so that nobody waits for it.
+    """Leaves word that there will be no part of this role, so that no role waits for it.
 
     Raises:
       OSError: it cannot be written.

@@ -261,7 +261,7 @@ def _define_protocol(values: flags.FlagValues) -> None:
   flags.DEFINE_float(
     "seconds", None, "Of virtual time at most; default: until all tokens are merged.", 0.0, **define
   )
-  flags.DEFINE_string("workdir", "", "Gets the events; empty: nobody does.", **define)
+  flags.DEFINE_string("workdir", "", "Gets the events; empty: they are not kept.", **define)
   flags.DEFINE_bool("overwrite", False, "Replace the run that is in workdir.", **define)
   flags.DEFINE_bool("json", False, "Print one JSON object instead of text.", **define)
 

@@ -433,7 +433,7 @@ class RunConfig:
   restart_seconds: float = 1.0
   max_restarts: int = 5
   # A learner whose loop has not come round for so long, and for 20 of its usual steps, hangs: where
-  # all its threads are is logged, and it is left alone. 0: nobody looks.
+  # all its threads are is logged, and it is left alone. 0: it is not watched.
   hang_seconds: float = 60.0
 
   def __post_init__(self):

@@ -14,8 +14,8 @@ The momentum that is kept is the one that the published step tells, the same for
     m = (published_step / learning_rate + momentum * m) / (1 + momentum)     nesterov
      or published_step / learning_rate                                       plain momentum
 
-So whoever receives what learners receive has the momentum too, bit by bit: a buddy shard needs no
-copy of it. A lossy codec's rounding of one step is in it, and goes out of it with the next one,
+So a role that receives what learners receive has the momentum too, bit by bit: a buddy shard needs
+no copy of it. A lossy codec's rounding of one step is in it, and goes out of it with the next one,
 since what a step lacks is in the step after it.
 """
 

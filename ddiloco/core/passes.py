@@ -337,7 +337,7 @@ def _step(
   outer.followed(was.momentum, before, now.published_value, config, now.momentum, scratch)
 
 
-# --- A copy: what whoever receives a commit's change makes of it
+# --- A copy: what the receiver of a commit's change makes of it
 
 
 def follow(

@@ -91,7 +91,7 @@ def _phase(run: RunState, now: float, reason: str) -> tuple[str, str]:
   if silent > SILENT_SECONDS and all(i.state == "left" for i in run.islands.values()):
     return "over", "The run is over: every island has left."
   if silent > (SILENT_SECONDS if started else STARTING_SECONDS):
-    ago = f"Nobody has written for {clock_time(silent)} (min:s)"
+    ago = f"No role has written for {clock_time(silent)} (min:s)"
     return "silent", f"{ago}: the run was killed, or it writes where this cannot read."
   if not started:
     return "starting", "The run is starting: islands load, compile and say hello."
@@ -143,7 +143,7 @@ def _shards(run: RunState) -> list[dict[str, Any]]:
 def _waiting(run: RunState, state: str, sync: SyncConfig | None) -> dict[str, Any]:
   panel = run.rounds.as_json()
   if state in ("over", "silent"):
-    return panel | {"text": "Nobody waits: there is no run under way.", "open": 0}
+    return panel | {"text": "No role waits: there is no run under way.", "open": 0}
   if not run.num_shards and not run.shards:
     return panel | {"text": "There is no syncer: every island trains alone."}
   # As of the newest event: what came after it is not known.

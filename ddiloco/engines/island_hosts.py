@@ -2,7 +2,7 @@
 
 Host 0 is the learner of the run; the others do what it does (`training/hosts.py`), have no event
 log and speak with no shard. When one of them is lost or stands still, the process of every host
-ends, and says who it was: whoever started them starts all of them again, and no other island waits.
+ends, and says which it was: what started them starts all of them again, and no other island waits.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class Profiler:
     while (request := self._next()) is not None:
       try:
         self._trace(request)
-      except Exception as error:  # somebody traces already, no disk, ...: the run goes on
+      except Exception as error:  # a trace is being taken already, no disk, ...: the run goes on
         reason = f"{type(error).__name__}: {error}"
         self._record().record(events.Unprofiled(target=request.role, reason=reason))
       finally:

@@ -227,7 +227,7 @@ class RoleRunner:
     except OSError as error:
       raise Ended(
         f"cannot listen at {self.place.bind} ({error})."
-        " Fix: end who has it, or choose another --bind (and --syncers everywhere)."
+        " Fix: end the process that has it, or choose another --bind (and --syncers everywhere)."
       ) from error
     count = len(self.place.syncers)
     buddy = (shard + 1) % count

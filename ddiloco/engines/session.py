@@ -249,11 +249,11 @@ def _train_alone(
 
   steps = max(runner.steps.values())
   print(f"For comparison: every island alone, without a syncer, for {steps} steps each.")
-  everybody = sum(config.tokens_per_step(m) for m in range(config.islands.num_learners))
+  together = sum(config.tokens_per_step(m) for m in range(config.islands.num_learners))
   alone = dataclasses.replace(
     config,
     sync=dataclasses.replace(config.sync, num_shards=0),
-    run=dataclasses.replace(config.run, total_tokens=steps * everybody),
+    run=dataclasses.replace(config.run, total_tokens=steps * together),
     chaos=dataclasses.replace(config.chaos, faults=()),
   )
   islands = runner.islands if isinstance(runner, ThreadsEngine) else None

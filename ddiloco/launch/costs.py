@@ -84,7 +84,7 @@ def in_words(found: Sequence[Cost], hours: float) -> list[str]:
 
 
 def require_known(found: Sequence[Cost], hours: float) -> None:
-  """Refuses to spend what nobody has counted.
+  """Refuses to spend what has not been counted.
 
   Raises:
     ConfigError: a price or the hours are missing.

@@ -303,7 +303,7 @@ class GkeRun:
     return {"cpu": str(self.shard_cpus), "memory": self.shard_memory}
 
   def _dns(self, jobset: str, job: str) -> str:
-    """Of the first pod of a JobSet's Job; a pod finds its own full name without asking anybody."""
+    """Of the first pod of a JobSet's Job; a pod finds its own full name without asking for it."""
     return f"{jobset}-{job}-0-0.{jobset}.{self.namespace}.svc.{self.cluster_domain}"
 
   def _command(self, role: str, at_home: bool = True) -> list[str]:

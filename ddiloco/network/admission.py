@@ -162,7 +162,7 @@ class Admission:
     return None
 
   def room(self, wire: FrameSocket, frame: Bulk, size: int) -> memoryview | None:
-    raise MalformedMessage("a fragment of nobody's")
+    raise MalformedMessage("a fragment that no shard has")
 
   def malformed(self, wire: FrameSocket, reason: str) -> None:
     self._counters.malformed += 1

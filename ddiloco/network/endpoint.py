@@ -220,7 +220,7 @@ class NetworkEndpoint:
           self.outnumbered, self.fenced = (after, silent_seconds), reason
           self._inbox.close()
       case _:
-        self._count_malformed(peer, f"a {type(frame).__name__} that nobody asked for")
+        self._count_malformed(peer, f"a {type(frame).__name__} that was not asked for")
 
   def on_lost(self, channel: Channel, wire: FrameSocket, error: Exception) -> None:
     self._control.call(self._lost, channel, wire, error)
@@ -346,7 +346,7 @@ class NetworkEndpoint:
         return
       channel.hang_up()
       if peer.state == "connecting":
-        peer.reason = f"nobody answers at {peer.url}"
+        peer.reason = f"nothing answers at {peer.url}"
     if channel.dialing or now < channel.next_at:
       return
     pause = self._settings.hello_seconds * 2 ** min(channel.attempts, MAX_DOUBLINGS)
@@ -420,13 +420,13 @@ def connect(
   try:
     connected = socket.create_connection(host_and_port(url), timeout_seconds)
   except (OSError, UnicodeError) as error:  # the latter: a name that cannot be one
-    report(None, f"nobody answers at {url} ({error})")
+    report(None, f"nothing answers at {url} ({error})")
     return
   try:
     report(context.wrap_socket(connected) if context is not None else connected, "")
   except TimeoutError:
     connected.close()
-    report(None, f"nobody answers at {url}")
+    report(None, f"nothing answers at {url}")
   except OSError as error:  # as ssl.SSLError is
     connected.close()
     other = f"{url} has another key than the one listed here, or one side has no keys"

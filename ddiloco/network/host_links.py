@@ -148,7 +148,7 @@ def _bind(url: str) -> tuple[socket.socket, str]:
 
 
 class Meeting:
-  """The leader's side: takes the connections of all other hosts, whoever else may call.
+  """The leader's side: takes the connections of all other hosts, and no others.
 
   Args:
     url: where it listens, tcp://HOST:PORT.
@@ -176,7 +176,7 @@ class Meeting:
       return [host for host, links in self._links.items() if len(links) < len(KINDS)]
 
   def wait(self, seconds: float) -> dict[int, HostLinks]:
-    """Host -> its connections, when all are there; nobody else is let in after that.
+    """Host -> its connections, when all are there; no other is let in after that.
 
     Raises:
       HostsApart: they are not within so long; it says who is missing.

@@ -70,7 +70,7 @@ def instructions(folder: Path, made: list[str]) -> str:
   return f"""{folder}: made keys of {", ".join(made)}.
 
 Copy {folder / "public"} to every host. Roles that run already see what is added there.
-Copy each secret only to the host of its role, and give it to nobody else: who has it is that role.
+Copy each secret only to the host of its role, and nowhere else: a process that has it is that role.
   {folder / "secret" / one}.key_secret  ->  DIR/secret/ on the host of {one}
 Start every role with --keys=DIR. To shut one out, remove DIR/public/NAME.key on the hosts of
 the syncers, and both of its files here."""

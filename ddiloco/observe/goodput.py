@@ -187,7 +187,7 @@ class Ledger:
     island = self._island(event.target, begun)
     if island is None:
       return
-    if island.phase == "training":  # a program nobody had planned for
+    if island.phase == "training":  # a program that was not planned for
       island.compile_seconds += positive(event.seconds)
       return
     island.spend(begun, island.phase or "other")

@@ -4,7 +4,7 @@ PURE. A phase lasts from the end of the one before it to the event that ends it:
 
 | phase      | ends with                                           | told by                       |
 |------------|-----------------------------------------------------|-------------------------------|
-| detect     | somebody has noticed that it is dead                | `exit`, after a planned kill  |
+| detect     | its supervisor has noticed that it is dead         | `exit`, after a planned kill  |
 | pause      | its next incarnation is started                     | `restart`                     |
 | away       | (instead of both, where no engine starts it) it is  | `launched` or `started`       |
 |            | there again                                         |                               |
@@ -71,7 +71,7 @@ class Rejoins:
     """One event; those that no phase begins or ends with are signs of life at most."""
     match event:
       case events.RunStarted():
-        self._open, self._seen = {}, {}  # all of it begins, or goes on: that is nobody's rejoin
+        self._open, self._seen = {}, {}  # all of it begins, or goes on: that is no rejoin
       case events.Fault(action="kill"):
         self._dies(event.target, event.time)
       case events.Exit():

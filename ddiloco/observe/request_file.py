@@ -1,6 +1,7 @@
 """What is asked of a run while it goes on: lines of JSON in a file of its workdir.
 
-Write access to the file is enough to ask. Whoever can do what is asked for reads it now and then.
+Write access to the file is enough to ask. The process that can do what is asked for reads it now
+and then.
 """
 
 from __future__ import annotations

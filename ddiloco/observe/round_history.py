@@ -16,7 +16,7 @@ from ddiloco.protocol.events import Event, parse_role
 RECENT_ROUNDS = 12
 MOST_REASONS = 8
 OUTCOMES = {  # how the syncer's reason begins: what it comes to
-  "all ": "everybody who was asked had answered",
+  "all ": "all that were asked had answered",
   "quorum of ": "there was a quorum, and its grace was over",
   "only ": "given up: too few could still answer",
 }

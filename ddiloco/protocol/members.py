@@ -289,7 +289,7 @@ def _on_value(
   now = event.now
   i = next((i for i, f in enumerate(state.fragments) if f.index == value.fragment), None)
   if i is None or (value.fragment, value.learner) not in state.recalls:
-    return state, [ignored(value, "nobody asked for it")]
+    return state, [ignored(value, "it was not asked for")]
   f = state.fragments[i]
   merged_rounds = dict(pairs(value.merged_rounds))
   if event.fault:

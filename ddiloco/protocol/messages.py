@@ -16,7 +16,7 @@ from msgspec import Meta
 
 EVALUATOR = -1
 INITIAL, NOTHING = -1, -2  # rounds: what made the initial value; no value at all
-MADE = "made"  # codec of an initial value that whoever gets it makes: the payload is its digest
+MADE = "made"  # codec of an initial value that its receiver makes: the payload is its digest
 MAX_LEARNERS = 1 << 16  # their numbers are smaller
 MAX_GLOBAL_STEP = 1 << 40
 MAX_NUMBER = 1 << 62

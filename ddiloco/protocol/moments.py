@@ -52,7 +52,7 @@ def on_moments(
     moments.learner,
     moments.fragment,
   ):
-    return state, [ignored(moments, "nobody asked for it any more")]
+    return state, [ignored(moments, "it is no longer asked for")]
   if moments.count > state.global_step + beliefs.slack_steps(sync):
     reason = f"claims {moments.count} optimizer steps, the run has made {state.global_step}"
     return state, [ignored(moments, reason)]

@@ -152,7 +152,7 @@ def on_push(
   if push.learner in current.pushes or push.learner in current.refused:
     return state, [ignored(push, "a duplicate")]
   if push.learner not in current.pending:
-    return state, [ignored(push, "nobody asked for it any more")]
+    return state, [ignored(push, "it is no longer asked for")]
   fault = event.fault or ("" if abs(event.norm) < float("inf") else f"not finite ({event.norm})")
   if push.base_version != f.version:
     fault = f"based on version {push.base_version}, the fragment is at {f.version}"

@@ -365,7 +365,7 @@ def _judge(state: Supervisor, actions: list[Action]) -> Supervisor:
   shards = [name for name, role in members(state, "syncer-").items() if role.phase == GONE]
   left = sum(role.phase != GONE for role in members(state, "learner-").values())
   if shards:
-    reason = f"{shards[0]} is gone for good, and nobody else merges its fragments"
+    reason = f"{shards[0]} is gone for good, and no other shard merges its fragments"
   elif left < state.quorum:
     reason = f"{left} learners are left, and {state.quorum} are needed"
   else:

@@ -493,11 +493,13 @@ def _overlap(setting: Setting, plan: ExchangePlan) -> list[str]:
   if _hidden(setting, plan):
     return []
   sync, steps = setting.sync, plan.overlap_steps
-  effect = f"Nobody waits, but a version is {plan.applied_steps:.2g} steps old when it is applied"
+  effect = (
+    f"No learner waits, but a version is {plan.applied_steps:.2g} steps old when it is applied"
+  )
   if sync.apply == "overwrite":
     effect += ", and overwrite discards those steps"
   if sync.blocking:
-    effect = f"Everybody waits: islands compute {plan.utilisation:.0%} of the time"
+    effect = f"All islands wait: they compute {plan.utilisation:.0%} of the time"
   fix = "use more, smaller fragments, fewer bytes (int4) or more bandwidth"
   if steps < sync.sync_period:
     fix = f"raise sync.overlap_steps to {steps}, or use more, smaller fragments"

@@ -69,7 +69,7 @@ class VirtualRun(World):
       config.sync.num_shards > 0,
       "sync.num_shards",
       config.sync.num_shards,
-      "without shards nobody exchanges anything, so there is no protocol to simulate",
+      "without shards nothing is exchanged, so there is no protocol to simulate",
       "use 1 or more",
     )
     count = config.num_islands()

@@ -50,7 +50,7 @@ class TypicalRound:
 
 
 def typical(costs: RoundCosts, sync: SyncConfig) -> TypicalRound:
-  """Of rounds in which nothing fails and nobody waits (`sync.blocking` is not set)."""
+  """Of rounds in which nothing fails and no learner waits (`sync.blocking` is not set)."""
   chance = random.Random(0)
   drawn = [_copied_out(costs, chance) for _ in range(DRAWS)]
   least = min(sync.min_quorum, costs.islands)

@@ -433,7 +433,7 @@ class Schedule:
       return turn, given
     for key in ops.needs(turn):
       if key not in self._made:
-        self._proof.say(turn, f"needs {key}, which nobody made")
+        self._proof.say(turn, f"needs {key}, which was never made")
       given.append(self._made.get(key))
       self._uses[key] -= 1
       if not self.wanted(key):

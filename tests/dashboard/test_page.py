@@ -70,7 +70,7 @@ def test_a_run_that_is_over(browser, tmp_path):
     assert "island 3: no answer within the grace window" in browser.text("#outcomes")
     assert "shard 1" in browser.text("#links") and "MB" in browser.text("#links")
     assert "the run is over" in browser.text("#log-events")
-    assert browser.text("#waiting-says") == "Nobody waits: there is no run under way."
+    assert browser.text("#waiting-says") == "No role waits: there is no run under way."
     assert browser.text("#fault-form") == ""
     assert browser.complaints == []
 

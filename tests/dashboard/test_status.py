@@ -53,7 +53,7 @@ def test_the_phases_of_a_run(make, run_events):
   during = [event for event in run_events if event.time < 30]
   assert status(during)["phase"] == "running"
   silent = status(during, 30 + SILENT_SECONDS + 5)
-  assert silent["phase"] == "silent" and silent["text"].startswith("Nobody has written for 1:05")
+  assert silent["phase"] == "silent" and silent["text"].startswith("No role has written for 1:05")
   assert silent["seconds"] < 30.1, "the picture ends where the log does"
   assert {island["state"] for island in silent["islands"]} == {"unknown"}
   over = status(run_events, 1000.0)

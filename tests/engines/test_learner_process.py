@@ -105,7 +105,7 @@ def test_a_port_that_is_really_taken_is_one_line_with_the_fix(tmp_path):
   assert "Traceback" not in said, said
   (line,) = [line for line in said.splitlines() if "cannot listen" in line]
   assert urls[0] in line and "already in use" in line and str(port) in line
-  assert "Fix: end who has it, or choose another --bind" in line
+  assert "Fix: end the process that has it, or choose another --bind" in line
 
 
 def is_ready(url: str) -> bool:

@@ -65,10 +65,11 @@ def test_a_lost_slice_is_one_islands_failure_and_its_island_is_rebuilt(monkeypat
   engine = ThreadsEngine(config, tmp_path, corpus, lambda params: {"loss": 2.0})
   first = engine.islands[1]
   slice_1 = FakeSlice(monkeypatch, list(first.mesh.devices.flat))
-  alone = [0]
+  alone, saved = [0], []
 
   def listen(event) -> None:
-    if event.kind == "snapshot" and event.snapshot == 1:
+    if event.kind == "snapshot" and "learner-1" in event.roles and not saved:
+      saved.append(event.snapshot)
       slice_1.lost.set()
     if event.kind == "step" and event.role == "learner-0" and slice_1.lost.is_set():
       alone[0] += 1

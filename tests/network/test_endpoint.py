@@ -352,7 +352,7 @@ ODD = {
   + b"data",
   "a huge frame": frames.PREFIX.pack(frames.MAX_FRAME_BYTES, 0),
   "a huge payload": frames.encode(frames.Bulk(0, 1 << 40, b"header"), 1 << 40) + b"data",
-  "a fragment of nobody's": frames.encode(frames.Bulk(0, 4, b"header"), 4) + b"data",
+  "a fragment that no shard has": frames.encode(frames.Bulk(0, 4, b"header"), 4) + b"data",
   "nobody's session": frames.encode(frames.Attach(b"a" * 8, 0)),
 }
 
@@ -380,7 +380,9 @@ def test_odd_frames_of_a_member_are_dropped_and_it_goes_on(net):
   shard = net.connect("syncer-0")
   port = int(net.url("syncer-0").rpartition(":")[2])
   greeting = frames.Greeting("run", "plan", "learner-0", 0, b"a" * 8, 1)
-  odd = [ODD[name] for name in ("no msgpack", "a greeting with payload", "a fragment of nobody's")]
+  odd = [
+    ODD[name] for name in ("no msgpack", "a greeting with payload", "a fragment that no shard has")
+  ]
   good = frames.encode(frames.Control(wire.encode(hello(), "run", "plan")[0]))
   with socket.create_connection(("127.0.0.1", port), timeout=SECONDS) as member:
     member.sendall(b"".join([frames.encode(greeting), *odd, frames.encode(greeting), good]))

@@ -91,7 +91,7 @@ def test_what_rounds_came_to_is_counted_in_plain_words(make):
   ]  # fmt: skip
   panel = feed(events).rounds.as_json()
   assert [(each["text"], each["count"]) for each in panel["outcomes"]] == [
-    ("everybody who was asked had answered", 5),
+    ("all that were asked had answered", 5),
     ("there was a quorum, and its grace was over", 1),
     ("given up: too few could still answer", 1),
   ]

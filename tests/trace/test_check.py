@@ -82,7 +82,7 @@ MUTATIONS = [
   ("a copy-out is missing", drop(TWO, "copy_out", round=3), SHARD, "nobody made"),
   ("a commit of another incarnation", change(SHARD, "commit", {"round": 3}, incarnations=[0]),
    SHARD,
-   r"needs the push of learner 1 \(incarnation 0\) of fragment 0 for round 3, which nobody made"),
+   r"needs the push of learner 1 \(incarnation 0\) of fragment 0 for round 3, which was never"),
   ("a commit is missing", drop(SHARD, "commit", round=1), ONE, "value of fragment 0 after round 1"),
   ("a commit on another base", change(SHARD, "commit", {"round": 2}, base_round=0), SHARD,
    "commits on round 0, but has round 1"),
@@ -96,7 +96,7 @@ MUTATIONS = [
   ("tokens do not add up", change(SHARD, "commit", {"round": 1}, merged_tokens=80), SHARD,
    "says 80 merged_tokens, the pushes make it 70"),
   ("an unknown value is applied", change(ONE, "stage", {"round": 1}, round=9), ONE,
-   "after round 9, which nobody made"),
+   "after round 9, which was never made"),
   ("applied as another version", change(ONE, "stage", {"round": 1}, version=3), ONE,
    "has round 1 as version 3, it is 2"),
   ("an older value is applied", change(TWO, "stage", {"round": 2}, round=0, version=1), TWO,
@@ -117,9 +117,9 @@ MUTATIONS = [
   ("the shard goes back", add_after(SHARD, "commit", {"round": 1}, kind="owns", version=1, round=0,
    momentum_round=-1), SHARD, "version 1 follows 2 in the same incarnation"),
   ("what is inherited was never donated", drop(ONE, "donated"), TWO,
-   r"needs donation 1 of fragment 0 by learner 0 \(incarnation 0\), which nobody made"),
+   r"needs donation 1 of fragment 0 by learner 0 \(incarnation 0\), which was never made"),
   ("what is restored was never captured", drop(TWO, "captured"), TWO,
-   r"needs what learner-1 \(incarnation 0\) captured for snapshot 1, which nobody made"),
+   r"needs what learner-1 \(incarnation 0\) captured for snapshot 1, which was never made"),
   ("what is saved was never captured", drop(TWO, "captured"), TWO, "saved, but never captured"),
   ("it never started", drop(TWO, "started"), TWO, "says 0 times that it started"),
   ("it started twice", add_after(TWO, "started", {}), TWO, "says 2 times that it started"),
@@ -227,7 +227,7 @@ def test_roles_that_wait_for_each_other_are_no_hang():
   stage, copied = find(logs, ONE, "stage", round=1), find(logs, ONE, "copy_out", round=1)
   logs[ONE].remove(stage)
   logs[ONE].insert(logs[ONE].index(copied), stage)
-  assert any("which nobody made" in text for text in problems(logs))
+  assert any("which was never made" in text for text in problems(logs))
 
 
 def test_other_roles_and_files_are_no_trace():

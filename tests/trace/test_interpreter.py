@@ -71,7 +71,7 @@ def test_what_was_never_made_is_said_and_left_out():
   found, proof = schedule(logs)
   perform_all(found, {role: Nothing() for role in logs})
   (problem,) = proof.problems
-  assert "needs donation 1 of fragment 0 by learner 0 (incarnation 0), which nobody made" in str(
+  assert "needs donation 1 of fragment 0 by learner 0 (incarnation 0), which was never made" in str(
     problem
   )
 

@@ -53,7 +53,7 @@ function figures(status) {
         ? `${percent(account.goodput_training, 1)} without start-up`
         : "of the chip time",
     ],
-    ["Uptime", percent(account.uptime, 1), "somebody was training"],
+    ["Uptime", percent(account.uptime, 1), "some island was training"],
     ["Participation", percent(mean(shares)), "of the latest commits"],
     ["Sent", bytes(sent), over ? `${plural(status.commits, "commit")}` : `${bytes(rate)}/s now`],
   ];
@@ -172,7 +172,7 @@ function waiting(status) {
         { class: "text" },
         Object.entries(round.absent)
           .map(([m, why]) => `island ${m}: ${why}`)
-          .join("; ") || "nobody",
+          .join("; ") || "none",
       ),
     ),
   );
@@ -202,7 +202,7 @@ function versions(status) {
   if (!count) {
     say(
       "versions-says",
-      status.merging ? "no fragment has been committed yet" : "nobody syncs in this run",
+      status.merging ? "no fragment has been committed yet" : "no island syncs in this run",
     );
     return box.replaceChildren();
   }
@@ -249,7 +249,7 @@ function versions(status) {
       ? "no island has a version yet"
       : late.size
         ? `more than one version behind: ${numbered([...late])}`
-        : "nobody is more than one version behind",
+        : "no island is more than one version behind",
   );
   box.replaceChildren(
     html(

@@ -3,9 +3,9 @@
 import { byId, clockTime, html, percent, say } from "./format.js";
 
 const PHASES = {
-  detect: ["noticed", "until somebody noticed that it was dead"],
+  detect: ["noticed", "until its supervisor noticed that it was dead"],
   pause: ["pause", "until its next incarnation was started"],
-  away: ["away", "until it was there again, started by somebody else"],
+  away: ["away", "until it was there again, started from outside"],
   process: ["process", "until its process was there, with its imports"],
   devices: ["devices", "until JAX had its devices, and data were open"],
   compile: ["compile", "programs compiled, or loaded"],
