@@ -159,5 +159,5 @@ def test_a_workdir_that_cannot_be_held_says_so(tmp_path):
   (tmp_path / "file").write_text("")
   with pytest.raises(ConfigError, match=r"--workdir.*cannot be written"):
     workdir.held(tmp_path / "file").__enter__()
-  with workdir.held(tmp_path), pytest.raises(ConfigError, match="somebody trains in it"):
+  with workdir.held(tmp_path), pytest.raises(ConfigError, match="another process trains in it"):
     workdir.held(tmp_path).__enter__()

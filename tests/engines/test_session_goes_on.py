@@ -175,7 +175,7 @@ def test_a_run_goes_on_with_other_numbers_of_learners_and_shards(tmp_path):
     run.until_saved(first, 2)
     first.send_signal(signal.SIGSTOP)  # it must not end before another has tried
     text = run.refused()
-    assert "somebody trains in it" in text and "Fix: " in text
+    assert "another process trains in it" in text and "Fix: " in text
   finally:
     killed(first)
   newest, older, *_ = run.storage.committed()

@@ -79,7 +79,7 @@ MUTATIONS = [
    "copied out on version 0"),
   ("rounds go back", change(ONE, "copy_out", {"round": 1}, round=0), ONE,
    "answers round 0 after round 0"),
-  ("a copy-out is missing", drop(TWO, "copy_out", round=3), SHARD, "nobody made"),
+  ("a copy-out is missing", drop(TWO, "copy_out", round=3), SHARD, "never made"),
   ("a commit of another incarnation", change(SHARD, "commit", {"round": 3}, incarnations=[0]),
    SHARD,
    r"needs the push of learner 1 \(incarnation 0\) of fragment 0 for round 3, which was never"),
