@@ -248,6 +248,7 @@ class RunState:
     if kind == "syncer":
       shard = self._shard_is(number, event.time, "running")
       shard.incarnation, shard.fragments = event.incarnation, event.fragments
+      self.num_shards = max(self.num_shards, number + 1)  # roles may be started one by one
     elif kind == "learner":
       island = self._island_is(number, event.time, "joining")
       self._count_life(island, event.incarnation)

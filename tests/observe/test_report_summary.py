@@ -100,6 +100,17 @@ def test_golden(make):
   }
 
 
+def test_roles_that_were_started_one_by_one_have_merged_tokens(make):
+  events = [
+    make.event(0.1, "syncer-0", "started", fragments=[0, 1]),
+    make.event(0.2, "learner-0", "started", devices=1),
+    make.commit(3.5, merged_tokens=2048),
+    make.commit(4.0, fragment=1, merged_tokens=1024),
+  ]
+  summary = summarise(EventLog(events, torn_lines=0))
+  assert (summary["num_shards"], summary["merged_tokens"]) == (1, 1536)
+
+
 def test_the_synthetic_run(run_events):
   summary = summarise(run_events)
   (kill,) = summary["kills"]
