@@ -99,6 +99,10 @@ class Roles:
 
     self.wait(enough)
 
+  def wait_saved(self, island: int) -> None:
+    """Until a snapshot has its part."""
+    self.wait(lambda: any(f"learner-{island}" in e.roles for e in self.of("snapshot")))
+
   def wait(self, what: Callable[[], Any]) -> None:
     until = time.monotonic() + PATIENCE_SECONDS
     while not what():
@@ -126,7 +130,7 @@ def swap(roles: Roles, commits: int) -> None:
   roles.wait_merged(0, 1, commits)
   roles.wait_merged(1, 1, commits)
   for island, accelerator in ((0, False), (1, True)):
-    roles.wait(lambda: any(len(e.roles) > ISLANDS for e in roles.of("snapshot")))
+    roles.wait_saved(island)
     roles.kill(island)
     roles.start(island, accelerator)
     roles.wait_merged(island, 2, commits)

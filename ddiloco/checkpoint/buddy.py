@@ -326,8 +326,7 @@ def recover(
       case Recovered(shard=sender, asked_by=asked_by) if (sender, asked_by) == (buddy, incarnation):
         expected = set(message.fragments)
       case Replica() | Recover():
-        for _ in copies.on(message):
-          pass
+        at_once(copies.on(message))
   return found
 
 

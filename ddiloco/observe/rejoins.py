@@ -4,7 +4,7 @@ PURE. A phase lasts from the end of the one before it to the event that ends it:
 
 | phase      | ends with                                           | told by                       |
 |------------|-----------------------------------------------------|-------------------------------|
-| detect     | its supervisor has noticed that it is dead         | `exit`, after a planned kill  |
+| detect     | its supervisor has noticed that it is dead          | `exit`, after a planned kill  |
 | pause      | its next incarnation is started                     | `restart`                     |
 | away       | (instead of both, where no engine starts it) it is  | `launched` or `started`       |
 |            | there again                                         |                               |

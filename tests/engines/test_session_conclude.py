@@ -301,10 +301,9 @@ this.Ran(config, this.data.open_corpus(config.data), workdir,
 
 def test_an_evaluation_that_fails_is_named_and_the_run_goes_on(tmp_path, capsys):
   config = config_of(evaluations=6)
+  # So that the evaluator has the model before the end.
   islands = dataclasses.replace(config.islands, min_step_seconds=0.05)
-  config = dataclasses.replace(
-    config, islands=islands
-  )  # the evaluator has the model before the end
+  config = dataclasses.replace(config, islands=islands)
   corpus = data.open_corpus(config.data)
   asked = []
 
