@@ -478,3 +478,4 @@ def test_when_the_supervisor_is_killed_nobody_is_left_behind(tmp_path):
     run.kill()
     run.wait()
   wait_long(lambda: not processes_of(workdir), "the end of its children")
+  assert processes_of(workdir) == []

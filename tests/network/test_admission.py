@@ -181,6 +181,7 @@ def test_a_peer_that_does_not_read_costs_no_memory_for_ever():
       shard.send("learner-0", large)
       peer.sendall(frames.encode(frames.Beat()))  # and is not silent
     net.wait_until(lambda: shard.counters.undelivered > 300)
+    assert shard.counters.undelivered > 300
   net.close()
 
 

@@ -403,6 +403,7 @@ def test_nobody_listening_is_said(net):
   learner = net.open("learner-0", 0)
   learner.dial("syncer-0", net.url("syncer-0"))
   net.wait_until(lambda: "nothing answers" in learner.links()["syncer-0"]["reason"])
+  assert learner.links()["syncer-0"]["state"] == "connecting"
 
 
 def test_a_taken_port_is_an_os_error_that_names_it(net):
