@@ -174,10 +174,10 @@ def killed_host(folder: Path) -> dict[str, Any]:
     (pid,) = processes_of(workdir, "--learner=1", "--host=1")
     os.kill(pid, signal.SIGKILL)
     again = wait_for(lambda: merged(life), run)[0].time
+    down = wait_for(lambda: of("crash", "learner-1"), run)[0].time
   finally:
     run.terminate()
     run.wait()
-  down = of("crash", "learner-1")[0].time
   meanwhile = [e for e in of("step", "learner-0") if down <= e.time <= again]
   return {
     "other_island_blocked_seconds": round(sum(e.blocked_seconds for e in meanwhile), 6),

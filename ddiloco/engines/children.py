@@ -15,6 +15,7 @@ from ddiloco.observe.guards import exited, warn
 
 BAD_USAGE, LOST = 2, 1
 KILL_SECONDS = 30.0  # for a process that was killed to be gone: one may be stuck in its disk
+WORDS_SECONDS = 5.0  # for the other hosts of an island to say what they know of a failed one
 LAST_WORDS_BYTES = 1 << 16  # a log of months is large
 
 
@@ -129,7 +130,7 @@ class Child:
     more = (f"{name}-host-{k}" for k in range(1, len(spawns)))
     self._logs = [workdir / "logs" / f"{each}.log" for each in (name, *more)]
     self._processes: list[Process] = []
-    self._apart_at: float | None = None  # when the first of several had ended well
+    self._apart_at: float | None = None  # when the first of several had ended
     self._unlogged = False
 
   @property
@@ -158,20 +159,19 @@ class Child:
   def poll(self) -> int | None:
     """The exit status if it has ended and `bury` was not called yet.
 
-    Several have ended when one of them has failed, or all have ended well.
+    Several have ended when all of them have, or when those that remain do not follow the first: all
+    hosts of an island end by themselves when one of them is lost, and the first then logs the loss.
     """
-    if not self._processes:
-      return None
     statuses = [each.poll() for each in self._processes]
-    if failed := [status for status in statuses if status]:
-      return min(failed)  # a signal before the failures that it has caused
-    if None not in statuses:
-      return 0
-    if 0 in statuses:
-      self._apart_at = self._apart_at or time.monotonic()
-      if time.monotonic() - self._apart_at > KILL_SECONDS:
-        return LOST
-    return None
+    ended = [status for status in statuses if status is not None]
+    if not ended:
+      return None
+    worst = min(filter(None, ended), default=0)  # a signal before the failures that it has caused
+    if len(ended) == len(statuses):
+      return worst
+    self._apart_at = self._apart_at or time.monotonic()
+    patience = WORDS_SECONDS if worst else KILL_SECONDS
+    return worst or LOST if time.monotonic() - self._apart_at > patience else None
 
   def bury(self, status: int) -> str:
     """Its end is seen; returns the reason in words."""

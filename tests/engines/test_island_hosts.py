@@ -88,7 +88,20 @@ def child_of(tmp_path, *codes: str) -> Child:
 SLEEPS = "import time; print('here', flush=True); time.sleep(1000)"
 
 
-def test_one_host_that_fails_is_the_end_of_all_and_the_first_says_why(tmp_path):
+def test_the_hosts_that_remain_may_say_what_they_know_before_their_end(tmp_path):
+  says = "print('here', flush=True); import sys; sys.stdin.read(1); sys.exit('host 1 is lost')"
+  child = child_of(tmp_path, says, SLEEPS)
+  wait_for(lambda: "here" in child.log.read_text(), "its first words")
+  child._processes[1].kill()
+  wait_for(lambda: child._processes[1].poll() is not None, "the end of the second")
+  assert child.poll() is None, "the first has not ended"
+  child._processes[0].stdin.close()
+  assert wait_for(child.poll, "its end") == -signal.SIGKILL
+  assert child.bury(-signal.SIGKILL) == "killed by SIGKILL: host 1 is lost"
+
+
+def test_one_host_that_fails_is_the_end_of_all_and_the_first_says_why(tmp_path, monkeypatch):
+  monkeypatch.setattr("ddiloco.engines.children.WORDS_SECONDS", 0.05)
   child = child_of(tmp_path, SLEEPS, "raise SystemExit(1)", SLEEPS)
   wait_for(lambda: "here" in child.log.read_text(), "its first words")
   status = wait_for(child.poll, "its end")

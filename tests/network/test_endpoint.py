@@ -539,10 +539,12 @@ def test_two_incarnations_of_a_shard_at_once_no_split(net):
     net.wait_up(learner, "syncer-0")
     front.leads_to(net.url("syncer-0"))
     net.wait_until(lambda: new.links().get("learner-0", {}).get("state") == "up")
+    new.send("learner-0", says.pull(0, 6, 1, 0, 7, 0))
+    assert learner.receive(SECONDS), "the learner has heard the newer one"
     front.leads_to(old_url)  # which has come back, and knows nothing of the newer one
     net.wait_until(lambda: learner.links()["syncer-0"]["state"] == "refused")
     assert "incarnation 5 is an old one, 6 was here" in learner.links()["syncer-0"]["reason"]
-    old.send("learner-0", says.pull(0, 1, 0, 0, 7, 0))
+    old.send("learner-0", says.pull(0, 5, 1, 0, 7, 0))
     learner.send("syncer-0", hello(1))
     assert learner.receive(0.5) is None and old.receive(0.0) is None
     front.leads_to(net.url("syncer-0"))
@@ -559,11 +561,14 @@ def test_the_older_of_two_shards_is_fenced_by_its_buddy_and_its_copies_reach_nob
   del net.urls["syncer-0"]
   old.dial("syncer-1", net.url("syncer-1"))
   net.wait_up(old, "syncer-1")
+  publish = says.publish(0, 5, 0, 0, 1, 1, -1, 0, 0, (), (), "f32", np.arange(100, dtype=np.uint8))
+  buddy = net.endpoints["syncer-1"]
+  old.send("syncer-1", publish)
+  assert buddy.receive(SECONDS), "as long as there is no newer one"
   new = net.open("syncer-0", 6)
   new.dial("syncer-1", net.url("syncer-1"))
   net.wait_until(lambda: old.fenced)
   assert "a newer incarnation of syncer-0 is here (6)" in old.fenced
   assert old.outnumbered == (0, 0), "for good: the newer one lives"
-  buddy = net.endpoints["syncer-1"]
-  old.send("syncer-1", hello())
+  old.send("syncer-1", publish)
   assert buddy.receive(0.3) is None and not new.fenced
