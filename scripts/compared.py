@@ -113,24 +113,25 @@ def variant(learners: int = 4, **fields: Any) -> Method:
   return Method(fields=changed, learners=learners, of=f"default, M = {learners}")
 
 
-ALL, LARGE = tuple(SIZES), ("33k", "115k", "1m", "10m")
+ALL, LARGE = tuple(SIZES), ("33k", "33k, long", "115k", "1m", "10m")
+LONG = ("33k", "33k, long")
 SLOW = (1.0, 1.0, 1.2, 1.2)
 OVERWRITE, AVERAGE = {"sync__apply": "overwrite"}, {"sync__merge": "average"}
 MUON = {"inner.custom": "muon:optimizer"}
 METHODS: dict[str, Method] = {
   "data-parallel": Method("data_parallel", how="together", sizes=ALL),
-  "data-parallel, Muon": Method("data_parallel", MUON, how="together"),
+  "data-parallel, Muon": Method("data_parallel", MUON, how="together", sizes=LONG),
   "one island alone": Method("data_parallel", how="alone", of="data-parallel"),
-  "DiLoCo, M = 1": Method("diloco", learners=1),
+  "DiLoCo, M = 1": Method("diloco", learners=1, sizes=LONG),
   "DiLoCo, M = 4": Method("diloco", sizes=LARGE),
   "Streaming, M = 4": Method("streaming_diloco", {"sync.num_fragments": 2}),
   "Decoupled as published, M = 4": Method("decoupled", {"sync.num_fragments": 12}),
   "default, M = 1": Method(learners=1, sizes=()),  # data-parallel, bit by bit
   "default, M = 2": Method(learners=2),
   "default, M = 4": Method(sizes=ALL),
-  "default, M = 8": Method(learners=8),
+  "default, M = 8": Method(learners=8, sizes=LONG),
   "default, M = 16": Method(learners=16),
-  "default, Muon inside, M = 4": Method(fields=MUON),
+  "default, Muon inside, M = 4": Method(fields=MUON, sizes=LONG),
   "overwrite": variant(**OVERWRITE),
   "average": variant(**AVERAGE),
   "outer 0.3/0.9": variant(**outer(0.3, 0.9)),
