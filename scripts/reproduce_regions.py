@@ -52,7 +52,6 @@ def make_config(steps: int, joins_at: float, step_seconds: float = 1.0) -> Confi
   c.sync.update(push_codec="int4", publish_codec="int4", min_quorum=1, grace_safety=0.9)
   c.sync.snapshot_steps = 0
   # Who is asked answers at the end of its step: asked again before that, it sends its push twice.
-  c.sync.liveness_seconds = 3 * step_seconds
   c.outer.update(learning_rate=0.4, momentum=0.9)
   c.run.total_tokens = steps * ISLANDS * 1024
   c.run.evaluations = 0  # an evaluator would get every version too

@@ -113,6 +113,12 @@ def _rate(paces: Ranking, learner: int, num_learners: int) -> float:
   return ALONE_LEAD / max(own, SHORTEST_STEP_SECONDS)
 
 
+def usual_pace(beliefs: Beliefs) -> float:
+  """Seconds of a step of the faster members, 0 if it is not known: no one alone makes it longer."""
+  paces = [seconds for seconds, _ in beliefs.paces]
+  return step_seconds(beliefs, statistics.median_low(paces)) if paces else 0.0
+
+
 def _ranked(ranking: Ranking, new: tuple[float, int], count: int) -> Ranking:
   """The ranking with a learner's new value instead of its old one; the smallest come first."""
   others = tuple(entry for entry in ranking if entry[1] != new[1])

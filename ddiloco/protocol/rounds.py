@@ -196,7 +196,9 @@ def _quorum_seconds(state: SyncerState, current: Round, now: float) -> float:
 
 
 def _pull_patience(state: SyncerState, current: Round, sync: SyncConfig) -> float:
-  return backed_off(max(sync.liveness_seconds, 3 * state.quorum_seconds), current.pulls - 1)
+  step = beliefs.usual_pace(state.beliefs)  # at the end of which a pull is answered
+  usual = 3 * max(state.quorum_seconds, step)
+  return backed_off(max(sync.liveness_seconds, usual), current.pulls - 1)
 
 
 def advance_rounds(

@@ -429,6 +429,23 @@ def test_a_wait_for_what_was_lost_is_no_measure_of_the_link():
   assert state.quorum_seconds == pytest.approx(0.2)
 
 
+@pytest.mark.parametrize("said", [1e-9, 0.0, 50.0, 1e300])
+def test_a_pull_is_not_repeated_before_it_can_be_answered_whatever_one_member_says(said):
+  """Answers leave at the ends of steps, here of 6 s; a second pull would double the push."""
+  state = shard(0)
+  for m, seconds in enumerate((6.0, 6.0, 6.0, said)):
+    state = told(state, says.hello(m, 0), 0.0)
+    state = told(state, says.report(m, 0, 1, seconds, (0, 0), (9, 9)), 1.0)
+  round = state.fragments[0].round
+  assert round is not None and round.pulled_at == 1.0
+  repeated = [
+    now / 10
+    for now in range(10, 400)
+    if (state := syncer.syncer_on(state, Tick(now / 10), SYNC)[0]).fragments[0].round.pulls == 2
+  ]
+  assert 18.0 <= repeated[0] - 1.0 <= 18.0 + SYNC.liveness_seconds
+
+
 def test_learners_count_for_themselves_only():
   """A count is the sender's own: no message has a place for another's."""
   assert not [
