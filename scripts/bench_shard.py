@@ -407,6 +407,7 @@ def bench_rounds(values: int, fragments: int, learners: int) -> dict[str, Any]:
       "after_pause_merged": min(paused) / learners,
       "called_lost": len(bench.shards.lost),
       "control_ms_while_merging": round(1e3 * control[-1], 1),
+      "control_ms_99_percent": round(1e3 * control[len(control) * 99 // 100], 1),
       "control_ms_median": round(1e3 * control[len(control) // 2], 2),
       "sync_seconds": round(seconds, 3),
       "bytes_per_parameter": round((resident - bench.shards.before[0]) / parameters, 2),
