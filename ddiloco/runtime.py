@@ -182,40 +182,39 @@ def drive(loop: Loop[T], endpoint: Endpoint, look_seconds: float) -> T:
   A waiting loop is resumed at least every `look_seconds`, since stop signals wake no loop.
   """
   news = None
-  with _short_collections():
-    try:
-      while True:
-        until = loop.send(news)
-        if until is None:
-          news = None
-        else:
-          news = endpoint.receive(max(0.0, min(until - time.monotonic(), look_seconds)))
-    except StopIteration as end:
-      return end.value
-    finally:
-      loop.close()
+  try:
+    while True:
+      until = loop.send(news)
+      if until is None:
+        news = None
+      else:
+        news = endpoint.receive(max(0.0, min(until - time.monotonic(), look_seconds)))
+  except StopIteration as end:
+    return end.value
+  finally:
+    loop.close()
 
 
-_driven, _driven_lock = 0, threading.Lock()  # loops of this process
+_roles, _roles_lock = 0, threading.Lock()  # that live in this process
 
 
 @contextlib.contextmanager
-def _short_collections() -> Iterator[None]:
+def short_collections() -> Iterator[None]:
   """While a role lives, Python's garbage collector does not look at what was there before it.
 
   A collection holds the interpreter's lock while it looks at all objects, a tenth of a second with
   JAX and its programs loaded. No step can be dispatched then, and no message answered.
   """
-  global _driven
-  with _driven_lock:
-    _driven += 1
-    if _driven == 1:
+  global _roles
+  with _roles_lock:
+    _roles += 1
+    if _roles == 1:
       gc.collect()
       gc.freeze()
   try:
     yield
   finally:
-    with _driven_lock:
-      _driven -= 1
-      if not _driven:
+    with _roles_lock:
+      _roles -= 1
+      if not _roles:
         gc.unfreeze()

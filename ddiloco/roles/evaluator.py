@@ -14,7 +14,7 @@ from ddiloco.protocol import events, learner
 from ddiloco.protocol.messages import EVALUATOR
 from ddiloco.roles import initial
 from ddiloco.roles.exchange import LOOK_SECONDS, Exchange
-from ddiloco.runtime import Loop, Runtime, drive
+from ddiloco.runtime import Loop, Runtime, drive, short_collections
 
 Measure = Callable[[Mapping[str, np.ndarray]], Mapping[str, float]]
 MEASURE_SECONDS = 3600.0  # for the measurement under way when the run ends
@@ -96,7 +96,8 @@ class Evaluator:
     hear that a member is here that awaits the end of the run. What is measured when it is stopped
     is not waited for: what the run has come to is to be saved first.
     """
-    drive(self._live(stopped), self.exchange.endpoint, LOOK_SECONDS)
+    with short_collections():
+      drive(self._live(stopped), self.exchange.endpoint, LOOK_SECONDS)
 
   def _live(self, stopped: Callable[[], bool]) -> Loop[None]:
     due, measured, measuring = 0.0, -1, None

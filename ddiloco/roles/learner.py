@@ -18,7 +18,7 @@ from ddiloco.protocol import events, learner
 from ddiloco.protocol.actions import StepDone
 from ddiloco.protocol.learner_state import LearnerState, schedule_step
 from ddiloco.roles.exchange import LOOK_SECONDS, Exchange
-from ddiloco.runtime import Loop, Runtime, drive
+from ddiloco.runtime import Loop, Runtime, drive, short_collections
 
 Batches = Callable[[int], Iterator[Any]]
 
@@ -77,7 +77,10 @@ class Learner:
       Killed: by plan.
       Quarantined: a shard found this learner's updates bad; restart it.
     """
-    drive(self.live(faults, stopped, drain_seconds, at_once), self.exchange.endpoint, LOOK_SECONDS)
+    with short_collections():
+      drive(
+        self.live(faults, stopped, drain_seconds, at_once), self.exchange.endpoint, LOOK_SECONDS
+      )
 
   def live(
     self,

@@ -42,7 +42,7 @@ from ddiloco.protocol.actions import (
 from ddiloco.protocol.messages import BETWEEN_SHARDS, EVALUATOR, Message, Publish, Push, Value
 from ddiloco.protocol.syncer_state import FragmentState, SyncerState, ignored
 from ddiloco.protocol.values import replace
-from ddiloco.runtime import Job, Loop, Runtime, drive, value_threads
+from ddiloco.runtime import Job, Loop, Runtime, drive, short_collections, value_threads
 
 LONGEST_WAIT_SECONDS = 0.5  # between two looks at faults and the stop signal
 STOOD_STILL_SECONDS = 1.0  # a wait that took so much longer: the process was stopped
@@ -139,7 +139,8 @@ class Syncer:
     Raises:
       Killed: by plan.
     """
-    drive(self.live(faults, stopped), self.endpoint, LONGEST_WAIT_SECONDS)
+    with short_collections():
+      drive(self.live(faults, stopped), self.endpoint, LONGEST_WAIT_SECONDS)
 
   def close(self) -> None:
     """Ends the worker; what it still had to do is dropped, and no role has heard of it."""
