@@ -117,7 +117,7 @@ ALL, LARGE = tuple(SIZES), ("33k", "33k, long", "115k", "1m", "10m")
 LONG = ("33k", "33k, long")
 SLOW = (1.0, 1.0, 1.2, 1.2)
 OVERWRITE, AVERAGE = {"sync__apply": "overwrite"}, {"sync__merge": "average"}
-MUON = {"inner.custom": "muon:optimizer"}
+MUON, TWELVE = {"inner.custom": "muon:optimizer"}, {"sync.num_fragments": 12}
 METHODS: dict[str, Method] = {
   "data-parallel": Method("data_parallel", how="together", sizes=ALL),
   "data-parallel, Muon": Method("data_parallel", MUON, how="together", sizes=LONG),
@@ -125,7 +125,8 @@ METHODS: dict[str, Method] = {
   "DiLoCo, M = 1": Method("diloco", learners=1, sizes=LONG),
   "DiLoCo, M = 4": Method("diloco", sizes=LARGE),
   "Streaming, M = 4": Method("streaming_diloco", {"sync.num_fragments": 2}),
-  "Decoupled as published, M = 4": Method("decoupled", {"sync.num_fragments": 12}),
+  "Decoupled as published, M = 4": Method("decoupled", TWELVE, sizes=(*LONG, "115k")),
+  "Decoupled, Muon inside, M = 4": Method("decoupled", TWELVE | MUON, sizes=LONG),
   "default, M = 1": Method(learners=1, sizes=()),  # data-parallel, bit by bit
   "default, M = 2": Method(learners=2),
   "default, M = 4": Method(sizes=ALL),
