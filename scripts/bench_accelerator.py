@@ -50,7 +50,7 @@ from ddiloco.training.island import Island
 # What one device of 40 GB or more holds: (preset, sequences a step, remat, loss chunks).
 PRESETS = [("100m", 16, "attention", 8), ("1b", 8, "attention", 8)]
 QUICK = [("100k", 2, "none", 1)]
-KILL_AT_SECONDS, AROUND_SECONDS = 30.0, 10.0
+KILL_AT_SECONDS, AROUND_SECONDS = 30.0, 10.0  # --quick: a third
 SHARE_OF_MEMORY = "0.4"  # of the device, for each of two islands
 COPIES = 5
 
@@ -199,9 +199,10 @@ def copies(preset: tuple) -> dict[str, Any]:
   }
 
 
-def killed(preset: str, folder: Path, cpu: bool) -> dict[str, Any]:
+def killed(preset: str, folder: Path, cpu: bool, quick: bool) -> dict[str, Any]:
   """Two islands on one device; one is killed."""
-  fault = {"action": "kill", "role": "learner-1", "at_seconds": KILL_AT_SECONDS, "seconds": 0.5}
+  kill_at, around = (s / 3 if quick else s for s in (KILL_AT_SECONDS, AROUND_SECONDS))
+  fault = {"action": "kill", "role": "learner-1", "at_seconds": kill_at, "seconds": 0.5}
   config = launch.config_of(
     "dense",
     {
@@ -233,15 +234,15 @@ def killed(preset: str, folder: Path, cpu: bool) -> dict[str, Any]:
       if run.poll() is not None or time.monotonic() > until:
         sys.exit(f"two islands on one device: {launch.log_of(workdir).read_text()[-3000:]}")
       time.sleep(0.5)
-    time.sleep(AROUND_SECONDS)
+    time.sleep(around)
   finally:
     run.terminate()
     run.wait()
   events = read_events(workdir)
   struck = next(e.time for e in events if e.kind == "fault")
   steps = [e for e in events if e.kind == "step" and e.role == "learner-0"]
-  before = [e.gap_seconds for e in steps if struck - AROUND_SECONDS < e.time < struck]
-  after = [e.gap_seconds for e in steps if struck <= e.time < struck + AROUND_SECONDS]
+  before = [e.gap_seconds for e in steps if struck - around < e.time < struck]
+  after = [e.gap_seconds for e in steps if struck <= e.time < struck + around]
   return {
     "survivor_step_ratio": round(statistics.median(after) / statistics.median(before), 3),
     "survivor_blocked_seconds": round(sum(e.blocked_seconds for e in steps), 6),
@@ -270,7 +271,8 @@ def main() -> None:
   steps, pairs = (3, 1) if given.quick else (given.steps, given.pairs)
   found: dict[str, Any] = {}
   with tempfile.TemporaryDirectory(prefix="ddiloco-accelerator-") as folder:
-    part = functools.partial(killed, "100k" if given.quick else "10m", Path(folder), given.cpu)
+    preset = "100k" if given.quick else "10m"
+    part = functools.partial(killed, preset, Path(folder), given.cpu, given.quick)
     found["two_islands"] = report("two islands on one device, a kill", part)
   environment.prepare(num_cpu_devices=1, cpu_only=given.cpu)
   found["accelerator"] = jax.devices()[0].device_kind

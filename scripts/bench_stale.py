@@ -187,7 +187,7 @@ def compare(here: Watched, without: Watched, before: int, back: int, tokens_per_
   }
 
 
-def make_problem(name: str, seed: int, period: int) -> Problem:
+def make_problem(name: str, seed: int, period: int, quick: bool) -> Problem:
   fields = {
     "seed": seed,
     "chaos.faults": (),
@@ -201,7 +201,7 @@ def make_problem(name: str, seed: int, period: int) -> Problem:
     "inner.final_share": 1.0,  # the rate does not depend on who is there
   }
   if name == "text":
-    return Text(launch.config_of("quickstart", fields))
+    return Text(launch.config_of("tutorial" if quick else "quickstart", fields))
   return Regression(launch.config_of("quickstart", {**fields, "inner.learning_rate": 5e-3}), seed)
 
 
@@ -224,7 +224,7 @@ def main() -> None:
   environment.prepare(1, cpu_only=True)
   result: dict[str, Any] = {}
   for name in options.problems.split(","):
-    problem = make_problem(name, options.seed, options.period)
+    problem = make_problem(name, options.seed, options.period, options.quick)
     per_step = problem.config.tokens_per_step(AWAY)
     lengths = [int(each) for each in options.away.split(",")]
     end = options.before + max(lengths) + options.after
