@@ -68,7 +68,7 @@ class Size:
 # By parameters.
 SIZES: dict[str, Size] = {
   "33k": Size(2, 32, 638_976),
-  "33k, long": Size(2, 32, 2_555_904, after="33k"),
+  "33k, long": Size(2, 32, 2_555_904, after="33k", rates=(2e-3, 4e-3, 8e-3, 16e-3)),
   "115k": Size(2, 64, 983_040, after="33k"),
   "250k": Size(2, 96, 983_040, after="115k"),
   # For an accelerator: their steps have as many tokens as keep one busy.
@@ -118,6 +118,13 @@ LONG = ("33k", "33k, long")
 SLOW = (1.0, 1.0, 1.2, 1.2)
 OVERWRITE, AVERAGE = {"sync__apply": "overwrite"}, {"sync__merge": "average"}
 MUON, TWELVE = {"inner.custom": "muon:optimizer"}, {"sync.num_fragments": 12}
+ASYNCHRONOUS = {  # as the default: eight fragments, each of which may take two steps
+  "sync.blocking": False,
+  "sync.num_shards": 2,
+  "sync.num_fragments": 8,
+  "sync.overlap_steps": 2,
+  "sync.min_quorum": 1,
+}
 METHODS: dict[str, Method] = {
   "data-parallel": Method("data_parallel", how="together", sizes=ALL),
   "data-parallel, Muon": Method("data_parallel", MUON, how="together", sizes=LONG),
@@ -127,6 +134,10 @@ METHODS: dict[str, Method] = {
   "Streaming, M = 4": Method("streaming_diloco", {"sync.num_fragments": 2}),
   "Decoupled as published, M = 4": Method("decoupled", TWELVE, sizes=(*LONG, "115k")),
   "Decoupled, Muon inside, M = 4": Method("decoupled", TWELVE | MUON, sizes=LONG),
+  "DiLoCo without waiting, M = 4": Method("diloco", ASYNCHRONOUS, sizes=LONG),
+  "DiLoCo without waiting, rebase, M = 4": Method(
+    "diloco", ASYNCHRONOUS | {"sync.apply": "rebase"}, sizes=LONG
+  ),
   "default, M = 1": Method(learners=1, sizes=()),  # data-parallel, bit by bit
   "default, M = 2": Method(learners=2),
   "default, M = 4": Method(sizes=ALL),
