@@ -35,6 +35,7 @@ def _metrics(status: Mapping[str, Any]) -> Iterator[tuple[str, str, str, list[Sa
     ("run_mfu_ratio", "gauge", "mfu", "Model FLOPs utilisation of the chips at work."),
     ("heldout_loss", "gauge", "heldout_loss", "Nats per token of the global model."),
     ("commits_total", "counter", "commits", "Rounds that were committed."),
+    ("agreement", "gauge", "agreement", "Mean cosine of two islands' updates, lately."),
     ("hangs_total", "counter", "hangs", "Times that a learner's loop hung."),
   ):
     yield name, kind, help_, [({}, status[key])]

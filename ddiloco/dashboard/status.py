@@ -59,6 +59,7 @@ def status(
     "heldout_loss": _number(run.heldout_loss),
     "heldout_measures": {n: _number(each) for n, each in run.heldout_measures.items()},
     "commits": run.commits,
+    "agreement": _number(run.agreement),
     "solo": (run.solo if state == "running" else "") or None,
     "merging": bool(run.num_shards or run.shards),
     "islands": islands,
@@ -184,6 +185,7 @@ def _curves(run: RunState) -> dict[str, Any]:
     "heldout": list(run.curves.heldout),
     "loss": {str(m): series.means(f"loss {m}") for m in islands},
     "participation": {str(m): series.means(f"participation {m}", 2) for m in islands},
+    "agreement": series.means("agreement", 3),
     "commits": {str(s): series.counts(f"commits {s}") for s in sorted(run.shards)},
   }
 

@@ -177,18 +177,20 @@ def _smooth(values: np.ndarray, half: int) -> np.ndarray:
 
 
 def participation_figure(run: RunState) -> Figure:
-  """Who took part in each commit: a row of ticks per island; below, the merge weights over time."""
+  """Who took part in each commit: a row of ticks per island; below over time, the merge weights,
+  and the mean cosine of two updates."""
   learners = sorted(run.islands)
   commits = run.curves.commits.items
-  height = 3.6 + 0.36 * max(1, len(learners))
-  ratios = [0.55 + 0.36 * max(1, len(learners)), 2.2]
-  figure, (rows, shares) = new_figure(
-    height, rows=2, sharex=bool(commits), gridspec_kw={"height_ratios": ratios}
+  height = 5.0 + 0.36 * max(1, len(learners))
+  ratios = [0.55 + 0.36 * max(1, len(learners)), 2.2, 1.4]
+  figure, (rows, shares, agreement) = new_figure(
+    height, rows=3, sharex=bool(commits), gridspec_kw={"height_ratios": ratios}
   )
   rows.set_title("Participation in every commit")
   if not commits:
     say_empty(rows, "no commits in the log")
     shares.set_axis_off()
+    agreement.set_axis_off()
     return figure
   say_left_out(rows, every(run.curves.commits, "commits"))
   for row, learner in enumerate(learners):
@@ -207,7 +209,22 @@ def participation_figure(run: RunState) -> Figure:
   rows.text(1.055, 0.0, "share of all commits", **place)
   rows.set_xlim(0, run.time)
   _share_bars(shares, learners, run.curves.weights)
+  _agreement_line(agreement, run.curves.page)
   return figure
+
+
+def _agreement_line(axes: Axes, curves: Series) -> None:
+  """The mean cosine of two islands' updates over time."""
+  means = curves.means("agreement")
+  known = [(i, value) for i, value in enumerate(means) if value is not None]
+  if not known:
+    say_empty(axes, "no commit had two updates that could be compared")
+    return
+  bins, values = np.array(known, float).T
+  axes.plot((bins + 0.5) * curves.width_seconds, values, color=GLOBAL_MODEL, lw=1.4)
+  axes.axhline(0.0, color=MUTED, lw=0.8)
+  axes.set_ylabel("cosine of\ntwo updates")
+  axes.set_xlabel("seconds since the run started")
 
 
 def _commit_ticks(axes: Axes, row: int, learner: int, commits: Sequence[Mapping[str, Any]]) -> None:
@@ -238,7 +255,6 @@ def _share_bars(axes: Axes, learners: Sequence[int], weights: Series) -> None:
   axes.set_ylim(0, 1)
   axes.set_yticks([0, 0.25, 0.5, 0.75, 1.0], ["0%", "25%", "50%", "75%", "100%"])
   axes.set_ylabel("weight in the merge")
-  axes.set_xlabel("seconds since the run started")
   axes.grid(False, axis="x")
 
 

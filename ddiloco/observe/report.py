@@ -54,6 +54,7 @@ def numbers(run: RunState) -> dict[str, Any]:
     "trained_tokens": sum(island.tokens for island in run.islands.values()),
     "commits": run.commits,
     "participation": {str(m): _participation(run, m) for m in sorted(run.islands)},
+    "agreement": _number(run.agreement),
     "rejected_updates": run.rejected,
     "bytes_sent": sent,
     "bytes_received": received,
@@ -177,7 +178,8 @@ PICTURES = {  # file: (title, caption)
     "Participation",
     "Above, one tick per commit: tall and coloured if the island took part, short and grey if it "
     "did not, a cross if its update was rejected; at the right its share of all commits. Below, "
-    "the islands' weights in the merge.",
+    "the islands' weights in the merge, and the mean cosine of two islands' updates: what both "
+    "have learned, against the noise of their batches.",
   ),
   "traffic.png": (
     "Traffic",
@@ -239,6 +241,7 @@ def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     ("tokens merged", _tokens(summary)),
     ("commits", _with(summary.get("commits"), str)),
     ("commits that repeated one island alone", str(summary.get("solo_rounds") or "")),
+    ("mean cosine of two updates, at last", _with(summary.get("agreement"), lambda c: f"{c:.2f}")),
     ("updates rejected", _with(summary.get("rejected_updates"), str)),
     ("faults and restarts", f"{summary.get('faults', 0)} and {summary.get('restarts', 0)}"),
     (

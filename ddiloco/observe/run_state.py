@@ -8,6 +8,7 @@ fragments, not on how long the run is.
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -70,6 +71,7 @@ class RunState:
     self.first_loss = self.heldout_loss = math.nan  # held-out, the first and the newest
     self.heldout_measures: dict[str, float] = {}  # what else the newest evaluation says
     self.lone: deque[int] = deque()  # by recent commit, the only learner in it; -1: several
+    self._agreements: deque[float] = deque(maxlen=RECENT_COMMITS)
     self.log_events: deque[LogEvent] = deque(maxlen=RECENT_LOG_EVENTS)
     self.num_log_events = 0  # ever
     self.first_step_time = math.nan
@@ -120,6 +122,11 @@ class RunState:
   def progress(self) -> float:
     """Share of the run that is done, 0 to 1."""
     return min(1.0, self.tokens_done / self.total_tokens) if self.total_tokens else 0.0
+
+  @property
+  def agreement(self) -> float:
+    """Mean cosine of two islands' updates in the recent commits; NaN where there are none."""
+    return statistics.fmean(self._agreements) if self._agreements else math.nan
 
   @property
   def solo(self) -> str:
@@ -377,6 +384,8 @@ class RunState:
     for m in event.opposing.keys() - event.rejected.keys():
       self._note(event, f"update of island {m} points against all others'", "bad")
     self.curves.add_commit(event, self.islands)
+    if event.agreement is not None:
+      self._agreements.append(event.agreement)
     solo = self.solo
     self.solo_rounds += len(taking) == 1 and bool(solo)
     if solo and not before:

@@ -215,7 +215,7 @@ class Curves:
   """What the page draws over time, and the report over tokens and time."""
 
   def __init__(self) -> None:
-    self.page = Series()  # over time: "loss M", "participation M", "commits S"
+    self.page = Series()  # over time: "loss M", "participation M", "commits S", "agreement"
     self.heldout: list[tuple[float, float]] = []  # (time, loss)
     self.loss = Series(LOSS_BINS, 1.0)  # over the tokens of all islands, by learner and life
     self.evaluations = Thinned(MOST_POINTS)  # (tokens merged, loss)
@@ -242,6 +242,8 @@ class Curves:
     """A commit of a run with these islands."""
     time, taking = event.time, event.participants
     self.page.add(f"commits {parse_role(event.role)[1]}", time)
+    if event.agreement is not None:
+      self.page.add("agreement", time, event.agreement)
     for m in islands:
       self.page.add(f"participation {m}", time, float(m in taking))
     kept = {"time": time, "participants": set(taking), "rejected": set(event.rejected)}

@@ -56,6 +56,7 @@ def scalars(event: Event, started: Started | None = None) -> tuple[int, dict[str
       "sync/quorum_seconds": event.quorum_seconds,
       "sync/grace_seconds": event.grace_seconds,
       "sync/merge_seconds": event.merge_seconds,
+      **({} if event.agreement is None else {"sync/agreement": event.agreement}),
     }
   if isinstance(event, Evaluation):
     measured = {"loss": event.loss, **event.measures}

@@ -327,6 +327,7 @@ class Commit(Event, frozen=True, kw_only=True):
   participants: dict[int, float] = {}  # by learner, its weight in the merge
   rejected: dict[int, str] = {}  # by learner, why
   opposing: dict[int, float] = {}  # by learner, the cosine with the others' sum
+  agreement: float | None = None  # mean cosine of two of these pushes, of a sample of their values
   missing: dict[int, str] = {}  # by learner, why it is not in the round
   reason: str = ""  # why the round ended when it did
   quorum_seconds: float = 0.0  # from its beginning to its quorum

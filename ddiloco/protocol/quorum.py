@@ -6,6 +6,7 @@ Every verdict comes with its reason in plain words, which logs, live view and da
 from __future__ import annotations
 
 import bisect
+import collections
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -133,6 +134,31 @@ def _median_without(ordered: Sequence[float], value: float) -> float:
   return (ordered[low] + ordered[high]) / 2
 
 
+def agreement(products: Mapping[tuple[int, int], float], learners: Sequence[int]) -> float | None:
+  """The mean cosine of two updates; None of fewer than two. The arguments are those of `opposing`.
+
+  What several islands learned in common is in all of their updates, and the noise of their batches
+  is not: updates of cosine 0 have an average half as long as one of four, and equal ones as long.
+
+  >>> agreement({(0, 0): 4.0, (1, 1): 1.0, (0, 1): 1.0}, [0, 1])
+  0.5
+  """
+  found = _cosines(products, learners)
+  return sum(found.values()) / len(found) if found else None
+
+
+def _cosines(
+  products: Mapping[tuple[int, int], float], learners: Sequence[int]
+) -> dict[tuple[int, int], float]:
+  """By pair of these learners."""
+  norms = {m: math.sqrt(products[m, m]) for m in learners if products.get((m, m), 0.0) > 0}
+  return {
+    (a, b): product / (norms[a] * norms[b])
+    for (a, b), product in products.items()
+    if a != b and a in norms and b in norms
+  }
+
+
 def opposing(
   products: Mapping[tuple[int, int], float], learners: Sequence[int]
 ) -> dict[int, float]:
@@ -150,16 +176,13 @@ def opposing(
   >>> opposing({**agree, (0, 2): -0.2, (1, 2): -0.2}, [0, 1, 2])
   {2: -0.2}
   """
-  norms = {m: math.sqrt(products[m, m]) for m in learners if products.get((m, m), 0.0) > 0}
-  others = len(norms) - 1
+  towards: dict[int, float] = collections.defaultdict(float)  # sum of the cosines with all others
+  for (a, b), cosine in _cosines(products, learners).items():
+    towards[a] += cosine
+    towards[b] += cosine
+  others = len(towards) - 1
   if others < 2:
     return {}
-  towards = dict.fromkeys(norms, 0.0)  # sum of the cosines with all others
-  for (a, b), product in products.items():
-    if a != b and a in norms and b in norms:
-      cosine = product / (norms[a] * norms[b])
-      towards[a] += cosine
-      towards[b] += cosine
   total = sum(towards.values())  # of all pairs, twice
   found = {}
   for m, toward in towards.items():

@@ -306,6 +306,7 @@ def _commit(
   f = state.fragments[i]
   pushes = [current.pushes[m] for m in merged]
   tokens = tuple(p.tokens for p in pushes)
+  agreement = quorum.agreement(current.products, merged)
   commit = Commit(
     fragment=f.index,
     round=current.id,
@@ -324,6 +325,7 @@ def _commit(
     steps=sum(p.steps for p in pushes),
     rejected=dict(rejected),
     opposing={m: round(cosine, 4) for m, cosine in opposing.items()},
+    agreement=None if agreement is None else round(agreement, 4),
     missing=_missing(state, i, current),
     reason=current.reason,
     tokens=sum(tokens),

@@ -104,6 +104,17 @@ def test_participation_counts_the_recent_commits(make):
   assert math.isnan(_fold([make.run_started()]).islands[0].participation)
 
 
+def test_agreement_is_the_mean_of_the_recent_commits_that_could_compare(make):
+  run = RunState()
+  assert math.isnan(run.agreement)
+  for number in range(RECENT_COMMITS + 10):
+    run.add(make.commit(float(number), agreement=0.9 if number < 10 else 0.25))
+  run.add(make.commit(99.0, participants={0: 1.0}))
+  assert run.agreement == 0.25
+  curve = run.curves.page.means("agreement")
+  assert curve[0] == 0.9 and curve[-1] == 0.25
+
+
 def test_learner_numbers_may_be_text_as_json_makes_them(make):
   commit = make.commit(
     1.0, participants={"0": 0.5, "1": 0.5}, rejected={"2": "norm 9"}, missing={"3": "slow"}

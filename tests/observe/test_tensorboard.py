@@ -53,6 +53,7 @@ def test_scalars_of_a_commit_and_an_evaluation(make):
     "sync/grace_seconds": 0.02,
     "sync/merge_seconds": 0.004,
   }
+  assert scalars(make.changed(commit, agreement=0.25))[1] == {**values, "sync/agreement": 0.25}
   evaluation = make.event(1.0, "evaluator", "evaluation", merged_tokens=5000, loss=1.5)
   assert scalars(evaluation) == (5000, {"heldout/loss": 1.5})
   assert scalars(make.event(1.0, "engine", "restart", target="learner-1")) == (0, {})

@@ -378,6 +378,7 @@ def test_an_update_that_opposes_all_others_is_said_and_when_repeated_rejected():
     state, note = round_of(state, 20 * (k + 1), agree(flipped=2))
     notes.append(note)
   assert [set(n.opposing) for n in notes] == [{2}] * 4
+  assert [n.agreement for n in notes] == [0.0, 0.0, 0.3, 0.3], "of those that are merged"
   assert [set(n.rejected) for n in notes] == [set(), set(), {2}, {2}]
   reason = notes[2].rejected[2]
   assert reason == "opposes all others (cosine -0.30), 3 times in a row"

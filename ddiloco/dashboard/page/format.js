@@ -6,6 +6,7 @@ const known = (value) => typeof value === "number" && Number.isFinite(value);
 export const percent = (share, digits = 0) =>
   known(share) ? `${(100 * share).toFixed(digits)}%` : DASH;
 export const loss = (value) => (known(value) ? value.toFixed(3) : DASH);
+export const cosine = (value) => (known(value) ? value.toFixed(2) : DASH);
 
 export function compact(value) {
   if (!known(value)) return DASH;

@@ -1,6 +1,18 @@
 // Every panel but the chart: figures, waiting, goodput, versions, participation, links, log events.
 
-import { byId, bytes, clockTime, compact, html, join, loss, percent, plural, say } from "./format.js";
+import {
+  byId,
+  bytes,
+  clockTime,
+  compact,
+  cosine,
+  html,
+  join,
+  loss,
+  percent,
+  plural,
+  say,
+} from "./format.js";
 import { goodput } from "./goodput.js";
 import { rejoins } from "./rejoins.js";
 
@@ -54,7 +66,13 @@ function figures(status) {
         : "of the chip time",
     ],
     ["Uptime", percent(account.uptime, 1), "some island was training"],
-    ["Participation", percent(mean(shares)), "of the latest commits"],
+    [
+      "Participation",
+      percent(mean(shares)),
+      status.agreement === null
+        ? "of the latest commits"
+        : `cosine of updates ${cosine(status.agreement)}`,
+    ],
     ["Sent", bytes(sent), over ? `${plural(status.commits, "commit")}` : `${bytes(rate)}/s now`],
   ];
   byId("figures").replaceChildren(
