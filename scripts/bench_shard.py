@@ -31,7 +31,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import bench_merge
@@ -238,6 +238,7 @@ class Learner:
     self.versions = dict.fromkeys(range(len(plan.fragments)), 0)
     self.got_at: dict[tuple[int, int], float] = {}
     self.answers: list[float] = []  # seconds until a hello was answered
+    self.welcomes = 0  # that have come
     self.pushed_at: list[float] = []
     self._pushed_round = -1
     self.step, self.since = 0, 0
@@ -286,9 +287,11 @@ class Learner:
     while not self._stop.is_set():
       arrived = self.endpoint.receive(0.1)
       match arrived.message if arrived else None:
-        case Welcome() if self.asked_at is not None:
-          self.answers.append(time.monotonic() - self.asked_at)
-          self.asked_at = None
+        case Welcome():
+          self.welcomes += 1
+          if self.asked_at is not None:
+            self.answers.append(time.monotonic() - self.asked_at)
+            self.asked_at = None
         case Pull() as pull:
           self.hold.wait()
           self._push(pull)
@@ -334,13 +337,26 @@ class Bench:
     update = rates.random_push(values, "int4").payload
     self.learners = [Learner(m, config, plan, self.shards.urls, update) for m in range(learners)]
     self.fragments, self.version = fragments, 0
+    self._wait(lambda: all(each.welcomes >= shards for each in self.learners), "a welcome")
 
   def begin(self) -> None:
     """All learners have made steps: a round of each fragment is due."""
-    for since in (1, 2):  # all can be asked before the first is due
-      for learner in self.learners:
-        learner.report(since)
-      time.sleep(0.2)  # reports of all learners are there, on connections of their own
+    shards = len(self.shards.urls)
+    wanted = [each.welcomes + shards for each in self.learners]
+    for learner in self.learners:  # all can be asked before the first is due
+      learner.report(1)
+      for s in range(shards):
+        learner.hello(s)  # the answer says that the report has been taken in
+    self._wait(lambda: all(e.welcomes >= n for e, n in zip(self.learners, wanted)), "a welcome")
+    for learner in self.learners:
+      learner.report(2)
+
+  def _wait(self, done: Callable[[], bool], what: str) -> None:
+    until = time.monotonic() + PATIENCE_SECONDS
+    while not done():
+      if time.monotonic() > until:
+        raise TimeoutError(f"{what} did not reach all learners")
+      time.sleep(0.01)
 
   def round(self, ask_seconds: float = 0.0) -> tuple[float, list[int]]:
     """(seconds from the first push to the last publish, pushes merged in each fragment).
@@ -368,12 +384,9 @@ class Bench:
     return seconds, merged
 
   def _delivered(self) -> float:
-    until = time.monotonic() + PATIENCE_SECONDS
     wanted = [(p, self.version) for p in range(self.fragments)]
-    while not all(key in each.got_at for each in self.learners for key in wanted):
-      if time.monotonic() > until:
-        raise TimeoutError(f"version {self.version} did not reach all learners")
-      time.sleep(0.01)
+    arrived = lambda: all(key in e.got_at for e in self.learners for key in wanted)  # noqa: E731
+    self._wait(arrived, f"version {self.version}")
     return max(each.got_at[key] for each in self.learners for key in wanted)
 
   def end(self) -> None:
