@@ -44,14 +44,13 @@ WAITING = ("blocked", "stalled")
 WANTED = {"utilisation": 99.0, "participation": 95.0, "data_parallel": 20.0}
 
 
-def make_config(steps: int, joins_at: float, step_seconds: float = 1.0) -> Config:
+def make_config(steps: int, joins_at: float) -> Config:
   """One run; a fifth island comes at that time, in seconds."""
   c = config_lib.default()
   c.islands.num_learners, c.islands.batch_size, c.data.sequence_length = ISLANDS, 1, 1024
   c.sync.update(num_shards=SHARDS, num_fragments=PERIOD, sync_period=PERIOD, overlap_steps=TAU)
   c.sync.update(push_codec="int4", publish_codec="int4", min_quorum=1, grace_safety=0.9)
   c.sync.snapshot_steps = 0
-  # Who is asked answers at the end of its step: asked again before that, it sends its push twice.
   c.outer.update(learning_rate=0.4, momentum=0.9)
   c.run.total_tokens = steps * ISLANDS * 1024
   c.run.evaluations = 0  # an evaluator would get every version too
@@ -77,7 +76,7 @@ class Watch:
 
 def play(gbps: float, step_seconds: float, steps: int, merge_gbytes: float) -> dict[str, Any]:
   """One row: what the run did, and what the planner says of it."""
-  config, watch = make_config(steps, steps / 2 * step_seconds, step_seconds), Watch()
+  config, watch = make_config(steps, steps / 2 * step_seconds), Watch()
   setting = Speeds(
     sizes=planner.equal_sizes(PARAMETERS, PERIOD),
     step_seconds=step_seconds,

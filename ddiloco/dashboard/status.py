@@ -185,7 +185,6 @@ def _curves(run: RunState) -> dict[str, Any]:
     "heldout": list(run.curves.heldout),
     "loss": {str(m): series.means(f"loss {m}") for m in islands},
     "participation": {str(m): series.means(f"participation {m}", 2) for m in islands},
-    "agreement": series.means("agreement", 3),
     "commits": {str(s): series.counts(f"commits {s}") for s in sorted(run.shards)},
   }
 

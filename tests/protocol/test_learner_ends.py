@@ -115,6 +115,7 @@ def test_who_leaves_a_lock_step_run_takes_no_work_along(overlap):
     world.run(1.5 + seed / 10)
     world.actors["learner", 1].drain()
     drained(world, ("learner", 1), 3.0)
+    assert world.actors["learner", 1].state.done
 
 
 def test_who_leaves_still_needs_a_quorum():
@@ -122,6 +123,7 @@ def test_who_leaves_still_needs_a_quorum():
   world.run(2.0)
   world.actors["learner", 1].drain()
   drained(world, ("learner", 1), 2.0)  # as the others become due, and before they are too few
+  assert world.actors["learner", 1].state.done
 
 
 def test_who_leaves_in_a_storm_leaves_when_it_is_over():

@@ -32,6 +32,7 @@ def test_recovers_from_losing_every_message_of_a_kind(kind, min_quorum):
     world.at(start, setattr, world, "weather", Weather(lost_kinds=(kind,)))
     world.at(1.5, world.kill, ("learner", 2), 0.3)
     heal(world)
+    assert all(a.state.joined for a in world.learners())
 
 
 def test_survivors_do_not_notice_a_kill():
@@ -142,6 +143,7 @@ def test_lock_step_survives_a_rejoin():
     world.at(0.5 + seed / 5, world.kill, ("learner", seed % 3), 0.4)
     world.run(2.5)
     heal(world)
+    assert all(a.state.joined for a in world.learners())
 
 
 @pytest.mark.parametrize(

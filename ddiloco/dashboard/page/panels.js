@@ -71,7 +71,7 @@ function figures(status) {
       percent(mean(shares)),
       status.agreement === null
         ? "of the latest commits"
-        : `cosine of updates ${cosine(status.agreement)}`,
+        : `of commits; cosine of updates ${cosine(status.agreement)}`,
     ],
     ["Sent", bytes(sent), over ? `${plural(status.commits, "commit")}` : `${bytes(rate)}/s now`],
   ];
