@@ -21,4 +21,5 @@ def get_config():
   c.sync.apply = "overwrite"
   c.outer.learning_rate = 0.4
   c.outer.momentum = 0.9
+  c.outer.decay_share = 0.0
   return c

@@ -22,4 +22,5 @@ def get_config():
   c.sync.merge = "average"
   c.outer.learning_rate = 0.7
   c.outer.momentum = 0.9
+  c.outer.decay_share = 0.0
   return c

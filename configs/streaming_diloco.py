@@ -26,4 +26,5 @@ def get_config():
   c.sync.push_codec = "int4"
   c.outer.learning_rate = 0.4
   c.outer.momentum = 0.9
+  c.outer.decay_share = 0.0
   return c

@@ -16,8 +16,7 @@ times 0.7 and 1.4; a method without an outer step has its inner rate times these
 longer runs begin where a smaller one has ended, and try the four inner rates. Learning rates decay
 over exactly the run's steps, however many there are. The best point is then run with other seeds:
 of data, initial values and paces. Rows that are not tuned are variants of one that is, at its
-point. "Mean of 5" is what the mean of every fragment's newest five versions makes of the loss;
-outer_gradients.py says what the last columns mean.
+point. outer_gradients.py says what the last columns mean.
 
 Every run that has ended is a line of WORKDIR/runs.jsonl and is not run again. With --table or
 --picture nothing is run: what is there is printed, or drawn. Else the last line is
@@ -58,7 +57,7 @@ def table(comparisons: Iterable[Comparison]) -> Iterator[str]:
   head = (
     *("row", "rate, batch, factor", "loss", "against data-parallel, %"),
     *("against its tuned row, %", "seeds"),
-    *("mean of 5, %", "merged %", "discarded %", "cosine", "length", "rho"),
+    *("merged %", "discarded %", "cosine", "length", "rho"),
   )
   for comparison in comparisons:
     size = SIZES.get(comparison.size, QUICK)
@@ -96,8 +95,6 @@ def line(comparison: Comparison, row: str, found: list[dict[str, Any]]) -> str:
     spread(own, 2) if own else "",
     str(len(found)),
   ]
-  means = [100 * (f["loss_of_newest"] / f["loss"] - 1) for f in found if "loss_of_newest" in f]
-  cells.append(spread(means, 2) if means else "")
   for name, digits in (("merged", 1), ("discarded", 1), ("cosine", 2), ("length", 2), ("rho", 2)):
     known = [each[name] for each in found if each.get(name) is not None]
     scale = 100 if digits == 1 else 1

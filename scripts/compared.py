@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import json
 import os
@@ -16,7 +15,6 @@ from typing import Any
 
 import jax
 import launch
-import numpy as np
 import outer_gradients
 from outer_gradients import Observer, Seen
 from virtual_training import Text, Valued
@@ -116,7 +114,8 @@ def variant(learners: int = 4, **fields: Any) -> Method:
 ALL, LARGE = tuple(SIZES), ("33k", "33k, long", "115k", "1m", "10m")
 LONG = ("33k", "33k, long")
 SLOW = (1.0, 1.0, 1.2, 1.2)
-OVERWRITE, AVERAGE = {"sync__apply": "overwrite"}, {"sync__merge": "average"}
+PLAIN = {"outer.learning_rate": 1.0, "outer.momentum": 0.0, "outer.decay_share": 0.0}
+AVERAGE = {"sync__merge": "average"}
 MUON, TWELVE = {"inner.custom": "muon:optimizer"}, {"sync.num_fragments": 12}
 ASYNCHRONOUS = {  # as the default: eight fragments, each of which may take two steps
   "sync.blocking": False,
@@ -135,22 +134,19 @@ METHODS: dict[str, Method] = {
   "Decoupled as published, M = 4": Method("decoupled", TWELVE, sizes=(*LONG, "115k")),
   "Decoupled, Muon inside, M = 4": Method("decoupled", TWELVE | MUON, sizes=LONG),
   "DiLoCo without waiting, M = 4": Method("diloco", ASYNCHRONOUS, sizes=LONG),
-  "DiLoCo without waiting, rebase, M = 4": Method(
-    "diloco", ASYNCHRONOUS | {"sync.apply": "rebase"}, sizes=LONG
-  ),
-  "default, M = 1": Method(learners=1, sizes=()),  # data-parallel, bit by bit
+  # Data-parallel, bit by bit.
+  "exchange alone, M = 1": Method(fields=PLAIN, learners=1, of="data-parallel", sizes=()),
+  "default, M = 1": Method(learners=1, sizes=LONG),
   "default, M = 2": Method(learners=2),
   "default, M = 4": Method(sizes=ALL),
   "default, M = 8": Method(learners=8, sizes=LONG),
   "default, M = 16": Method(learners=16),
   "default, Muon inside, M = 4": Method(fields=MUON, sizes=LONG),
-  "overwrite": variant(**OVERWRITE),
+  "default, overwrite, M = 4": Method(fields={"sync.apply": "overwrite"}, sizes=(*LONG, "115k")),
+  "outer 0.7/0": variant(**outer(0.7, 0.0)),
+  "outer 0.4/0.8": variant(**outer(0.4, 0.8)),
+  "outer rate constant": variant(outer__decay_share=0.0),
   "average": variant(**AVERAGE),
-  "outer 0.3/0.9": variant(**outer(0.3, 0.9)),
-  "average, outer 0.5/0.9": variant(**AVERAGE, **outer(0.5, 0.9)),
-  "average, outer 0.7/0.5": variant(**AVERAGE, **outer(0.7, 0.5)),
-  "overwrite, outer 0.3/0.9": variant(**OVERWRITE, **outer(0.3, 0.9)),
-  "overwrite, average, outer 0.5/0.9": variant(**OVERWRITE, **AVERAGE, **outer(0.5, 0.9)),
   "H = 6": variant(sync__sync_period=6),
   "H = 12": variant(sync__sync_period=12),
   "H = 48": variant(sync__sync_period=48),
@@ -163,7 +159,12 @@ METHODS: dict[str, Method] = {
   "average, M = 8": variant(8, **AVERAGE),
   "average, M = 16": variant(16, **AVERAGE),
 }
-QUICK_ROWS = ("data-parallel", "default, M = 4", "default, M = 1", "DiLoCo, M = 4")
+QUICK_ROWS = (
+  "data-parallel",
+  "default, M = 4",
+  "exchange alone, M = 1",
+  "DiLoCo, M = 4",
+)
 
 
 # --- One run
@@ -230,15 +231,10 @@ class Observed(Valued):
 
   def __init__(self, text: Text, seed: int, slowness: tuple[float, ...]):
     self.seen: list[Seen] = []
-    self.newest: dict[int, collections.deque[np.ndarray]] = {}
     super().__init__(text, seed, slowness=slowness)
 
   def merger(self, actor, fragments) -> Observer:
-    return Observer(fragments, self.kept, self.config).watch(self.seen, self.newest)
-
-  def loss_of_newest(self) -> float:
-    """Of the mean of every fragment's newest few versions."""
-    return self.problem.loss([np.mean(self.newest[p], axis=0) for p in sorted(self.newest)])
+    return Observer(fragments, self.kept, self.config).watch(self.seen)
 
 
 def train(run: Run) -> dict[str, Any]:
@@ -262,7 +258,6 @@ def train(run: Run) -> dict[str, Any]:
   }
   return {
     "loss": loss,
-    "loss_of_newest": world.loss_of_newest(),
     "seconds": time.monotonic() - began,
     "trained_tokens": trained,
     "merged": round(share["acknowledged"], 4),

@@ -10,7 +10,6 @@ steps    of a push, mean
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import itertools
 import statistics
@@ -19,13 +18,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ddiloco.config import OuterConfig
-from ddiloco.core import codec
+from ddiloco.core import codec, outer
 from ddiloco.core.commit import Committed, Merger
 from ddiloco.protocol.actions import Commit
 from ddiloco.protocol.syncer_state import FragmentState
 
 PARTS = 10  # of a run, by its commits
-VERSIONS = 5  # newest ones of a fragment, of which the mean is tried
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,16 +41,15 @@ class Seen:
 class Observer(Merger):
   """A merger that looks at every commit it makes.
 
-  `seen`: where it puts what it sees; `newest`: and, by fragment, the newest few versions.
+  `seen`: where it puts what it sees.
   """
 
   seen: list[Seen]
-  newest: dict[int, collections.deque[np.ndarray]]
   _before: dict[int, np.ndarray]  # by fragment, the newest merged outer gradient
 
-  def watch(self, seen: list[Seen], newest: dict[int, collections.deque[np.ndarray]]) -> Observer:
+  def watch(self, seen: list[Seen]) -> Observer:
     """This merger, from now on."""
-    self.seen, self.newest, self._before = seen, newest, {}
+    self.seen, self._before = seen, {}
     return self
 
   def commit(self, what: Commit, state: FragmentState) -> np.ndarray:
@@ -61,7 +58,7 @@ class Observer(Merger):
     arrived = self._arrivals[p].pushes
     pushes = [codec.decode(arrived[m][0].payload, size, arrived[m][0].codec) for m in what.learners]
     weights = super().commit(what, state)
-    merged = merged_gradient(old, self.committed[p], self._config.outer)
+    merged = merged_gradient(old, self.committed[p], outer.at(self._config.outer, what.progress))
     norms = [float(np.linalg.norm(push)) for push in pushes]
     self.seen.append(
       Seen(
@@ -74,19 +71,18 @@ class Observer(Merger):
       )
     )
     self._before[p] = merged
-    self.newest.setdefault(p, collections.deque(maxlen=VERSIONS)).append(self.committed[p].value)
     return weights
 
 
-def merged_gradient(old: Committed, new: Committed, outer: OuterConfig) -> np.ndarray:
+def merged_gradient(old: Committed, new: Committed, config: OuterConfig) -> np.ndarray:
   """What the outer step was made of: `core.outer.update`, solved for the merged delta."""
-  step = (old.value - new.value) / np.float32(outer.learning_rate)
-  if not outer.momentum:
+  step = (old.value - new.value) / np.float32(config.learning_rate)
+  if not config.momentum:
     return step
   momentum = np.zeros_like(step) if old.momentum is None else old.momentum
-  if not outer.nesterov:
-    return step - outer.momentum * momentum
-  return (step - outer.momentum**2 * momentum) / (1 + outer.momentum)
+  if not config.nesterov:
+    return step - config.momentum * momentum
+  return (step - config.momentum**2 * momentum) / (1 + config.momentum)
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> float | None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from ddiloco.config import OuterConfig
+from ddiloco.config import Config
 from ddiloco.core import codec, outer, passes
 from ddiloco.core.codec import Encoded
 from ddiloco.core.commit import Committed
@@ -64,12 +64,10 @@ class Copies:
     incarnation: of this shard.
     endpoint: its connection.
     plan: how the model is partitioned.
-    config: of the outer optimizer.
+    config: the run's.
   """
 
-  def __init__(
-    self, shard: int, incarnation: int, endpoint: Endpoint, plan: Plan, config: OuterConfig
-  ):
+  def __init__(self, shard: int, incarnation: int, endpoint: Endpoint, plan: Plan, config: Config):
     self.shard, self.incarnation, self.endpoint = shard, incarnation, endpoint
     self._plan, self._config = plan, config
     self._held: dict[tuple[int, int], Copy] = {}  # by owner and fragment
@@ -368,7 +366,7 @@ def pack(committed: Committed, shard: int, incarnation: int) -> Replica:
 
 
 def unpack(
-  replica: Replica, plan: Plan, config: OuterConfig | None = None, base: Copy | None = None
+  replica: Replica, plan: Plan, config: Config | None = None, base: Copy | None = None
 ) -> Copy | None:
   """The copy that a message makes, of `base` if it is a change; None if it cannot be one.
 
@@ -390,12 +388,13 @@ def unpack(
     return Copy(said, vectors[0], vectors[1] if replica.has_momentum else None)
   if base is None or config is None or base.said.last_round != replica.base_round:
     return None
-  momentum = outer.init(size, config) if base.momentum is None else base.momentum
+  optimizer = outer.at(config.outer, replica.merged_tokens / config.run.total_tokens)
+  momentum = outer.init(size, optimizer) if base.momentum is None else base.momentum
   try:
     change = codec.checked(data, size, replica.codec)
   except codec.CodecError:
     return None
-  passes.follow(plan.fragments[replica.fragment], base.published_value, momentum, change, config)
+  passes.follow(plan.fragments[replica.fragment], base.published_value, momentum, change, optimizer)
   return Copy(said, base.published_value, momentum)
 
 

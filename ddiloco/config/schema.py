@@ -210,13 +210,22 @@ class InnerConfig:
 class OuterConfig:
   """Outer SGD on the merged outer gradient; momentum 0 is plain SGD."""
 
-  learning_rate: float = 1.0
-  momentum: float = 0.0
+  learning_rate: float = 0.4
+  momentum: float = 0.9
   nesterov: bool = True
+  decay_share: float = 0.25  # of the run's tokens, the last: the rate falls over them; 0: never
+  final_share: float = 0.05  # of the rate, where it ends
 
   def __post_init__(self):
     positive("outer", self, "learning_rate")
-    share("outer", self, "momentum")
+    share("outer", self, "momentum", "decay_share")
+    require(
+      0 < self.final_share <= 1,
+      "outer.final_share",
+      self.final_share,
+      "must lie in (0, 1]: a shard follows the momentum by its steps, so that there must be steps",
+      "use 0.05",
+    )
 
 
 # --- Where it is trained: the islands' devices, meshes and batches

@@ -151,13 +151,14 @@ def commit(
   directions = merge.Directions(fragment, squares, weights)
   total = passes.Sum(fragment, [push for push, _ in chosen], directions.units)
   stretch = directions.stretch(passes.sum_squares(total, share))
-  momentum = outer.init(fragment.size, config.outer) if old.momentum is None else old.momentum
+  optimizer = outer.at(config.outer, what.progress)
+  momentum = outer.init(fragment.size, optimizer) if old.momentum is None else old.momentum
   before, name = Vectors(old.value, old.published_value, momentum), config.sync.publish_codec
   after = None
   if in_place and _writable(before):
     apart = name != "f32" and old.value is old.published_value
     after = before._replace(value=np.empty_like(old.value)) if apart else before
-  new, update = passes.step(total, stretch, before, config.outer, name, share, after)
+  new, update = passes.step(total, stretch, before, optimizer, name, share, after)
   state = FragmentState(fragment.index, what.version, last_round=what.round)
   committed = Committed(state, new.value, new.published_value, new.momentum, what.round)
   return committed, update, weights

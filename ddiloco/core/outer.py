@@ -9,6 +9,10 @@
 DiLoCo (2311.08105) uses Nesterov 0.7/0.9, Streaming DiLoCo (2501.18512) 0.4/0.9. Without momentum
 the step is learning_rate * delta and no state exists at all.
 
+Over the last `decay_share` of the run's tokens the learning rate falls in a straight line to
+`final_share` of itself (`at`). With momentum 0.9 steps go ten times as far as pushes say that point
+one way. The others are noise in the newest value, which only smaller steps take out.
+
 The momentum that is kept is the one that the published step tells, the same formula solved for m:
 
     m = (published_step / learning_rate + momentum * m) / (1 + momentum)     nesterov
@@ -21,6 +25,8 @@ since what a step lacks is in the step after it.
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from ddiloco.config import OuterConfig
@@ -29,6 +35,20 @@ from ddiloco.config import OuterConfig
 def init(size: int, config: OuterConfig) -> np.ndarray | None:
   """The momentum of a fragment of `size` values: zeros [size] f32, or None where none is used."""
   return np.zeros(size, np.float32) if config.momentum else None
+
+
+def at(config: OuterConfig, progress: float) -> OuterConfig:
+  """With the learning rate of the step after which a fragment has this share of the run's tokens.
+
+  >>> config = OuterConfig(learning_rate=0.4, decay_share=0.5, final_share=0.5)
+  >>> [round(at(config, progress).learning_rate, 3) for progress in (0, 0.5, 0.75, 1, 1.1)]
+  [0.4, 0.4, 0.3, 0.2, 0.2]
+  """
+  left = max(0.0, 1 - progress)
+  if left >= config.decay_share:
+    return config
+  share = config.final_share + (1 - config.final_share) * left / config.decay_share
+  return dataclasses.replace(config, learning_rate=config.learning_rate * share)
 
 
 def update(

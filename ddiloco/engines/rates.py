@@ -48,7 +48,7 @@ def commits(fragment: Fragment, config: Config, pushes: int, share: Share) -> Ca
     arrivals.add(learner, push, arrivals.measure(push, share))
   learners = tuple(range(pushes))
   steps, tokens = (24,) * pushes, tuple(24 * 1024 + m for m in learners)
-  what = Commit(0, 0, 1, learners, steps, tokens)
+  what = Commit(0, 0, 1, learners, steps, tokens, progress=0.0)
   return lambda: commit(fragment, old, arrivals, what, config, share, in_place=True)
 
 

@@ -54,7 +54,7 @@ def _syncer(runner: RoleRunner, shard: int) -> int:
   endpoint = runner.listen(shard)
   runner.ready = lambda: f"looks for fragments {list(owned)}"
   settings, buddy = config.network, buddy_of(shard, config.sync.num_shards)
-  copies = Copies(shard, runner.incarnation, endpoint, runner.plan, config.outer)
+  copies = Copies(shard, runner.incarnation, endpoint, runner.plan, config)
   replication = None
   if buddy != shard:
     replication = Replication(copies, buddy, settings.patience_seconds, recorder)

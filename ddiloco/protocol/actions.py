@@ -229,6 +229,7 @@ class Commit:
   learners: tuple[int, ...]  # ascending, so that sums have one order
   steps: tuple[int, ...]
   tokens: tuple[int, ...]
+  progress: float  # share of the run's tokens that the fragment then has
 
 
 @dataclasses.dataclass(frozen=True)

@@ -324,6 +324,7 @@ class Commit(Event, frozen=True, kw_only=True):
   steps: int  # of all pushes together
   tokens: int
   merged_tokens: int  # of the fragment, since the run began
+  progress: float = 0.0  # the same as a share of the run's tokens: the outer rate follows it
   participants: dict[int, float] = {}  # by learner, its weight in the merge
   rejected: dict[int, str] = {}  # by learner, why
   opposing: dict[int, float] = {}  # by learner, the cosine with the others' sum

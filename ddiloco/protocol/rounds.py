@@ -306,6 +306,7 @@ def _commit(
   f = state.fragments[i]
   pushes = [current.pushes[m] for m in merged]
   tokens = tuple(p.tokens for p in pushes)
+  merged_tokens = f.merged_tokens + sum(tokens)
   agreement = quorum.agreement(current.products, merged)
   commit = Commit(
     fragment=f.index,
@@ -314,6 +315,7 @@ def _commit(
     learners=tuple(merged),
     steps=tuple(p.steps for p in pushes),
     tokens=tokens,
+    progress=merged_tokens / state.target_tokens,
   )
   logged = events.Commit(
     fragment=f.index,
@@ -329,7 +331,8 @@ def _commit(
     missing=_missing(state, i, current),
     reason=current.reason,
     tokens=sum(tokens),
-    merged_tokens=f.merged_tokens + sum(tokens),
+    merged_tokens=merged_tokens,
+    progress=commit.progress,
     quorum_seconds=(current.quorum_at or now) - current.started_at,
     grace_seconds=now - (current.quorum_at or now),
   )

@@ -139,7 +139,7 @@ class VirtualRun(World):
     count = self.sync.num_shards
     if count == 1:
       return None
-    copies = SizedCopies(actor.number, actor.incarnation, actor, self.plan, self.config.outer)
+    copies = SizedCopies(actor.number, actor.incarnation, actor, self.plan, self.config)
     patience_seconds = self.config.network.patience_seconds
     buddy = buddy_of(actor.number, count)
     return SizedReplication(copies, buddy, patience_seconds, actor, actor)

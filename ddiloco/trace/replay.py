@@ -227,6 +227,7 @@ class ShardArrays(ShardAlgebra):
   def commit(
     self, entry: Entry, base: Version, new: Version, pushes: Sequence[Pushed]
   ) -> Committed:
+    assert isinstance(entry.operation, events.Commit)
     fragment = self._plan.fragments[new.fragment]
     arrivals = commit.ReceivedPushes(fragment, new.round)
     for push in pushes:
@@ -239,6 +240,7 @@ class ShardArrays(ShardAlgebra):
       learners=tuple(push.learner for push in pushes),
       steps=tuple(push.steps for push in pushes),
       tokens=tuple(push.tokens for push in pushes),
+      progress=entry.operation.progress,
     )
     found, *_ = commit.commit(fragment, base.content, arrivals, what, self._config)
     self.newest[new.fragment] = found

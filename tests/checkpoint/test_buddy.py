@@ -16,7 +16,7 @@ from ddiloco.checkpoint.buddy import (
   pack,
   unpack,
 )
-from ddiloco.config import OuterConfig
+from ddiloco.config import Config, OuterConfig
 from ddiloco.core import codec, fragments, passes
 from ddiloco.core.codec import Encoded
 from ddiloco.core.commit import Committed
@@ -31,7 +31,8 @@ SYNC = {"num_shards": 2, "num_fragments": 4, "sync_period": 6, "overlap_steps": 
 PLAN = fragments.make_plan(toy.SPECS, toy.config(2, 10, **SYNC).sync)
 
 
-OUTER = OuterConfig(learning_rate=0.7, momentum=0.9)
+OUTER = OuterConfig(learning_rate=0.7, momentum=0.9, decay_share=0.0)
+CONFIG = Config(outer=OUTER)
 
 
 def committed(
@@ -166,7 +167,7 @@ def test_what_cannot_be_a_commit_of_this_plan_is_none(wrong):
 
 
 def copies_of(box: Outbox) -> Copies:
-  return Copies(1, 50, box, PLAN, OUTER)
+  return Copies(1, 50, box, PLAN, CONFIG)
 
 
 def keep(copies: Copies, message) -> None:
@@ -239,7 +240,7 @@ class Owner:
     recorder = toy.ListRecorder(self.events)
     clock = toy.AtOnce()
     clock.now = lambda: self.now_is
-    copies = Copies(0, 9, self.box, PLAN, OUTER)
+    copies = Copies(0, 9, self.box, PLAN, CONFIG)
     self.side = Replication(copies, 1, patience_seconds, recorder, clock)
 
   def commit(self, p: int, version: int) -> None:

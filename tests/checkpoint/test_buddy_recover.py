@@ -13,7 +13,7 @@ from ddiloco.core.commit import Committed
 from ddiloco.network.transport import Counters, Hub, syncer_address
 from ddiloco.protocol.messages import Recover, Recovered, Replica
 from tests import says
-from tests.checkpoint.test_buddy import OUTER, PLAN, Outbox, committed, keep
+from tests.checkpoint.test_buddy import CONFIG, PLAN, Outbox, committed, keep
 from tests.roles import toy
 from tests.roles.fleet import PATIENCE_SECONDS, bits
 
@@ -21,7 +21,7 @@ from tests.roles.fleet import PATIENCE_SECONDS, bits
 def ask(hub: Hub, give_up_seconds: float = PATIENCE_SECONDS) -> dict[int, Committed]:
   endpoint = hub.connect(syncer_address(0))
   until = time.monotonic() + give_up_seconds
-  copies = Copies(0, 12, endpoint, PLAN, OUTER)
+  copies = Copies(0, 12, endpoint, PLAN, CONFIG)
   found = recover(endpoint, copies, 0, 12, PLAN, 1, lambda: time.monotonic() < until)
   endpoint.close()
   return found
@@ -33,7 +33,7 @@ class Buddy(threading.Thread):
   def __init__(self, hub: Hub, *held: Committed):
     super().__init__(daemon=True)
     self.endpoint = hub.connect(syncer_address(1))
-    self.copies = Copies(1, 50, self.endpoint, PLAN, OUTER)
+    self.copies = Copies(1, 50, self.endpoint, PLAN, CONFIG)
     for c in held:
       keep(self.copies, pack(c, 0, 11))
     self.ended = threading.Event()
@@ -102,7 +102,7 @@ def test_only_the_buddys_answer_to_this_life_counts():
     back(committed(0, 5)),
   )
   found = recover(
-    wire, Copies(0, 12, wire, PLAN, OUTER), 0, 12, PLAN, 1, lambda: bool(wire.messages)
+    wire, Copies(0, 12, wire, PLAN, CONFIG), 0, 12, PLAN, 1, lambda: bool(wire.messages)
   )
   assert {p: c.state.version for p, c in found.items()} == {0: 5, 2: 4}
   assert Recovered(0, 12, 50, (1,)) in wire.sent, "it gets what I have of it"
@@ -138,7 +138,7 @@ class Late(Outbox):
 
   def recover(self, give_up_seconds: float) -> dict[int, int]:
     """Fragment -> version that it has back."""
-    copies = Copies(0, 12, self, PLAN, OUTER)
+    copies = Copies(0, 12, self, PLAN, CONFIG)
     still = lambda: self.now < 100.0 + give_up_seconds  # noqa: E731
     found = recover(self, copies, 0, 12, PLAN, 1, still, self.clock)
     return {p: c.state.version for p, c in found.items()}

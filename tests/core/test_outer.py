@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -67,3 +69,17 @@ def test_one_learner_lr_one_without_momentum_lands_on_the_learner():
   local, value = f32(0.25, -1.5), f32(1, 2)
   new = outer.update(value, None, value - local, OuterConfig(learning_rate=1.0))
   np.testing.assert_array_equal(new, local)
+
+
+def test_over_the_last_tokens_the_rate_falls_to_a_share_of_itself():
+  config = OuterConfig(learning_rate=0.8, decay_share=0.25, final_share=0.1)
+  rates = [outer.at(config, x).learning_rate for x in (0.0, 0.75, 0.875, 1.0, 1.5)]
+  assert rates == pytest.approx([0.8, 0.8, 0.44, 0.08, 0.08])
+  assert outer.at(config, 0.9) == dataclasses.replace(
+    config, learning_rate=outer.at(config, 0.9).learning_rate
+  )
+  for constant in (
+    dataclasses.replace(config, decay_share=0.0),
+    dataclasses.replace(config, final_share=1.0),
+  ):
+    assert {outer.at(constant, x).learning_rate for x in (0.0, 0.8, 1.0, 2.0)} == {0.8}

@@ -300,12 +300,15 @@ def context_of(folder, address: str, server: bytes) -> ssl.SSLContext:
 
 def test_everything_is_tls_1_3_and_each_side_has_shown_its_key(net):
   shard, learner = net.connect("syncer-0"), net.connect("learner-1")
-  net.wait_until(lambda: all(c.wire for c in learner._dialed["syncer-0"].channels))
-  for peer, theirs in (
-    (learner._dialed["syncer-0"], Keys.load(net.folder, "syncer-0")),
-    (shard._admission.accepted["learner-1"], Keys.load(net.folder, "learner-1")),
+  dialed, accepted = learner._dialed["syncer-0"], shard._admission.accepted
+  net.wait_until(lambda: "learner-1" in accepted)
+  accepted_channels = accepted["learner-1"].channels
+  net.wait_until(lambda: all(c.wire for c in (*dialed.channels, *accepted_channels)))
+  for channels, theirs in (
+    (dialed.channels, Keys.load(net.folder, "syncer-0")),
+    (accepted_channels, Keys.load(net.folder, "learner-1")),
   ):
-    for channel in peer.channels:
+    for channel in channels:
       assert channel.wire._socket.version() == "TLSv1.3"
       assert channel.wire.key() == theirs.public
 

@@ -91,7 +91,7 @@ def test_golden_shard_two_learners_two_fragments():
   version_1 = says.publish(0, 0, 0, 0, 0, 1, 0, 1, 30, (0, 1), (0, 0, 1, 0), "")
   assert shard.feed(push(1, 0), 0.13, norm=1.0) == [
     Accept(0, 0, 1),
-    Commit(0, 0, 1, (0, 1), (1, 1), (10, 20)),
+    Commit(0, 0, 1, (0, 1), (1, 1), (10, 20), 30 / shard.state.target_tokens),
     Send(0, version_1),
     Send(1, version_1),
   ]

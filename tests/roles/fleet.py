@@ -75,7 +75,7 @@ class Fleet:
     address = syncer_address(s)
     endpoint, store = self.hub.connect(address), History()
     recorder = toy.ListRecorder(self.events[address])
-    copies, buddy = Copies(s, incarnation, endpoint, self.plan, self.config.outer), buddy_of(s, 2)
+    copies, buddy = Copies(s, incarnation, endpoint, self.plan, self.config), buddy_of(s, 2)
     replication = Replication(copies, buddy, self.patience_seconds, recorder)
     found = recover(
       endpoint, copies, s, incarnation, self.plan, buddy, lambda: not self.stop.is_set()

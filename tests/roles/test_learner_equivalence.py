@@ -76,7 +76,7 @@ def test_synchronous_diloco_is_its_reference():
     blocking=True,
     apply="overwrite",
     merge="average",
-    outer={"learning_rate": 0.7, "momentum": 0.9},
+    outer={"learning_rate": 0.7, "momentum": 0.9, "decay_share": 0.0},
   )
   result = toy.run(config)
   expected = diloco(learners, rounds * period, period, 0.7, 0.9)
@@ -101,7 +101,7 @@ def test_streaming_diloco_is_its_reference(shards):
     apply="mix",
     mix_alpha=0.5,
     merge="average",
-    outer={"learning_rate": 0.4, "momentum": 0.9},
+    outer={"learning_rate": 0.4, "momentum": 0.9, "decay_share": 0.0},
   )
   result = toy.run(config)
   # The run ends when every fragment has merged its tokens, that is `tau` steps after the last push.
@@ -120,7 +120,14 @@ def test_streaming_diloco_is_its_reference(shards):
 
 def test_one_learner_with_outer_rate_one_is_plain_training():
   """One learner, outer learning rate 1, no momentum, rebase: the exchange must change nothing."""
-  config = toy.config(1, 100, num_shards=2, num_fragments=3, sync_period=4, apply="rebase")
+  config = toy.config(
+    *(1, 100),
+    num_shards=2,
+    num_fragments=3,
+    sync_period=4,
+    apply="rebase",
+    outer={"learning_rate": 1.0, "momentum": 0.0, "decay_share": 0.0},
+  )
   plan = fragments.make_plan(toy.SPECS, config.sync)
   island = toy.ToyIsland(0, plan, step_seconds=0.002)
   result = toy.run(config, [island])

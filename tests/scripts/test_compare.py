@@ -91,7 +91,7 @@ def test_a_short_comparison(tmp_path):
   """One island that exchanges with a shard, at outer learning rate 1, is data-parallel."""
   line = f"compare.py --quick --workdir={tmp_path}"
   relative = commands.result(line, seconds=380)["relative"]["quick"]
-  assert relative["data-parallel"] == relative["default, M = 1"] == 0
+  assert relative["data-parallel"] == relative["exchange alone, M = 1"] == 0
   assert 0 < relative["default, M = 4"] < 30
   runs = (tmp_path / "runs.jsonl").read_text().splitlines()
   assert len(runs) == 4 and all(json.loads(run)["loss"] > 0 for run in runs)

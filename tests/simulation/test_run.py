@@ -141,7 +141,7 @@ def test_a_push_takes_its_bytes_over_the_link_and_the_latency():
   assert first.time - cut.time == pytest.approx(0.004 + PUSH_VECTORS * vector, abs=1e-5)
   commit = next(e for e in of(events, "commit"))
   way = 8e6 / (PAYLOAD_SHARE * gbps * 1e9) + latency  # the island's link is slower, both ways
-  work = vector + (2 + 2) * vector  # taken in; the push twice, the value in and out
+  work = vector + (2 + 4) * vector  # taken in; push twice, value and momentum in and out
   assert commit.time - first.time == pytest.approx(way + work, abs=1e-5)
   arrives = commit.time + way
   [joined] = of(events, "joined")
