@@ -2,8 +2,8 @@
 
 Command:   ddiloco train --config=configs/mixed_islands.py --workdir=runs/mixed --cpu
 Hardware:  2 CPU cores; 1 + 2 + 4 fake CPU devices.
-Algorithm: the defaults (rebase, outer SGD with learning rate 1): islands with more tokens
-           weigh more, a slow one never holds up the others.
+Algorithm: the defaults: islands with more tokens weigh more, a slow one never holds up the
+           others.
 Time:      not timed; a smaller version runs in the tests.
 """
 

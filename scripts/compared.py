@@ -105,10 +105,16 @@ def outer(rate: float, momentum: float) -> dict[str, float]:
   return {"outer__learning_rate": rate, "outer__momentum": momentum}
 
 
-def variant(learners: int = 4, **fields: Any) -> Method:
+def variant(
+  learners: int = 4,
+  sizes: tuple[str, ...] = ("33k",),
+  slowness: tuple[float, ...] = (),
+  **fields: Any,
+) -> Method:
   """Of the default; a field's name has __ for its dot."""
   changed = {name.replace("__", "."): value for name, value in fields.items()}
-  return Method(fields=changed, learners=learners, of=f"default, M = {learners}")
+  of = f"default, M = {learners}"
+  return Method(fields=changed, learners=learners, of=of, slowness=slowness, sizes=sizes)
 
 
 ALL, LARGE = tuple(SIZES), ("33k", "33k, long", "115k", "1m", "10m")
@@ -137,26 +143,26 @@ METHODS: dict[str, Method] = {
   # Data-parallel, bit by bit.
   "exchange alone, M = 1": Method(fields=PLAIN, learners=1, of="data-parallel", sizes=()),
   "default, M = 1": Method(learners=1, sizes=LONG),
-  "default, M = 2": Method(learners=2),
+  "default, M = 2": Method(learners=2, sizes=LONG),
   "default, M = 4": Method(sizes=ALL),
   "default, M = 8": Method(learners=8, sizes=LONG),
   "default, M = 16": Method(learners=16),
   "default, Muon inside, M = 4": Method(fields=MUON, sizes=LONG),
   "default, overwrite, M = 4": Method(fields={"sync.apply": "overwrite"}, sizes=(*LONG, "115k")),
-  "outer 0.7/0": variant(**outer(0.7, 0.0)),
-  "outer 0.4/0.8": variant(**outer(0.4, 0.8)),
-  "outer rate constant": variant(outer__decay_share=0.0),
+  "outer 0.7/0": variant(sizes=LONG, **outer(0.7, 0.0)),
+  "outer 0.4/0.9": variant(sizes=LONG, **outer(0.4, 0.9)),
+  "outer rate constant": variant(sizes=LONG, outer__decay_share=0.0),
   "average": variant(**AVERAGE),
   "H = 6": variant(sync__sync_period=6),
   "H = 12": variant(sync__sync_period=12),
   "H = 48": variant(sync__sync_period=48),
   "one fragment": variant(sync__num_fragments=1, sync__num_shards=1),
   "tau = 1": variant(sync__overlap_steps=1),
-  "int4 both ways": variant(sync__push_codec="int4", sync__publish_codec="int4"),
-  "K = M, two slow": dataclasses.replace(variant(sync__min_quorum=4), slowness=SLOW),
-  "K = 1, two slow": dataclasses.replace(variant(sync__grace_safety=0.0), slowness=SLOW),
-  "K = 1 + grace, two slow": dataclasses.replace(variant(), slowness=SLOW),
-  "average, M = 8": variant(8, **AVERAGE),
+  "int4 both ways": variant(sizes=LONG, sync__push_codec="int4", sync__publish_codec="int4"),
+  "K = M, two slow": variant(sizes=LONG, slowness=SLOW, sync__min_quorum=4),
+  "K = 1, two slow": variant(slowness=SLOW, sync__grace_safety=0.0),
+  "K = 1 + grace, two slow": variant(sizes=LONG, slowness=SLOW),
+  "average, M = 8": variant(8, sizes=LONG, **AVERAGE),
   "average, M = 16": variant(16, **AVERAGE),
 }
 QUICK_ROWS = (

@@ -210,8 +210,8 @@ class InnerConfig:
 class OuterConfig:
   """Outer SGD on the merged outer gradient; momentum 0 is plain SGD."""
 
-  learning_rate: float = 0.4
-  momentum: float = 0.9
+  learning_rate: float = 0.5
+  momentum: float = 0.8
   nesterov: bool = True
   decay_share: float = 0.25  # of the run's tokens, the last: the rate falls over them; 0: never
   final_share: float = 0.05  # of the rate, where it ends

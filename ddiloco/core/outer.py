@@ -10,8 +10,8 @@ DiLoCo (2311.08105) uses Nesterov 0.7/0.9, Streaming DiLoCo (2501.18512) 0.4/0.9
 the step is learning_rate * delta and no state exists at all.
 
 Over the last `decay_share` of the run's tokens the learning rate falls in a straight line to
-`final_share` of itself (`at`). With momentum 0.9 steps go ten times as far as pushes say that point
-one way. The others are noise in the newest value, which only smaller steps take out.
+`final_share` of itself (`at`). With momentum 0.8 steps go five times as far as pushes say that
+point one way. The others are noise in the newest value, which only smaller steps take out.
 
 The momentum that is kept is the one that the published step tells, the same formula solved for m:
 
