@@ -1,9 +1,10 @@
 """What a round takes where learners are anywhere in their steps: the mean of many, drawn by chance.
 
-One fragment, one shard, with the links to themselves. The round begins at time 0 with the report of
-a learner, at the end of its step. Every learner that is asked copies out at the end of its step,
-makes a push and sends it; pushes share the shard's link. The commit waits for all, or for the grace
-window's end. A version is taken up at the end of a learner's step, and applied at a later one.
+One fragment and its shard. The round begins at time 0 with the report of a learner, at the end of
+its step. Every learner that is asked copies out at the end of its step, makes a push and sends it;
+pushes share the shard's link, and a learner's own with those of other fragments that it copied out
+at the same end of a step. The commit waits for all, or for the grace window's end. A version is
+taken up at the end of a learner's step, and applied at a later one.
 
 Pure arithmetic: the draws are the same every time.
 """
@@ -19,6 +20,9 @@ from ddiloco.config import SyncConfig
 from ddiloco.protocol import quorum
 
 DRAWS = 100
+# Fragments are due in turn at first; jitter mixes that up, and pulls put it in order again. In
+# virtual runs half as many are copied out together as chance alone would bring together.
+TOGETHER = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +58,7 @@ def typical(costs: RoundCosts, sync: SyncConfig) -> TypicalRound:
   chance = random.Random(0)
   drawn = [_copied_out(costs, chance) for _ in range(DRAWS)]
   least = min(sync.min_quorum, costs.islands)
-  arrived = [_arrivals(costs, at) for at in drawn]
+  arrived = [_arrivals(costs, at, sync, chance) for at in drawn]
   quorum_seconds = statistics.mean(sorted(each)[least - 1] for each in arrived)
   way_back = costs.merge + costs.copy + costs.publish + costs.latency + costs.stage
   known = 0.0 if sync.apply == "rebase" else way_back
@@ -102,11 +106,21 @@ def _copied_out(costs: RoundCosts, chance: random.Random) -> list[float]:
   return found
 
 
-def _arrivals(costs: RoundCosts, copied_out: list[float]) -> list[float]:
+def _arrivals(
+  costs: RoundCosts, copied_out: list[float], sync: SyncConfig, chance: random.Random
+) -> list[float]:
   """By learner, when its push is at the shard."""
-  begun = [at + costs.encode for at in copied_out]
+  begun = [
+    at + costs.encode + _others(sync, chance) * (costs.encode + costs.push) for at in copied_out
+  ]
   over = dict(shared(begun[: costs.away], costs.push, costs.shard_push))
   return [over[i] + costs.latency if i in over else at for i, at in enumerate(begun)]
+
+
+def _others(sync: SyncConfig, chance: random.Random) -> int:
+  """How many other fragments a learner copies out at the same end of a step."""
+  share = TOGETHER / sync.sync_period
+  return sum(chance.random() < share for _ in range(sync.num_fragments - 1))
 
 
 def shared(begun: list[float], alone: float, narrow: float) -> list[tuple[int, float]]:
