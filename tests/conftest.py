@@ -27,6 +27,6 @@ LONGEST = ("scripts", "docs", "chaos", "engines", "baselines")  # whole runs of 
 
 
 def pytest_collection_modifyitems(items):
-  """They go first: what is left for the end is short, so that both of pytest's workers end then."""
+  """They go first: what is left for the end is short, so that all of pytest's workers end then."""
   order = {package: number for number, package in enumerate(LONGEST)}
   items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))

@@ -21,7 +21,7 @@ from ddiloco.protocol import quorum
 
 DRAWS = 100
 # Fragments are due in turn at first; jitter mixes that up, and pulls put it in order again. In
-# virtual runs half as many are copied out together as chance alone would bring together.
+# virtual runs half as many more are copied out together as chance alone would bring together.
 TOGETHER = 0.5
 
 
@@ -119,8 +119,9 @@ def _arrivals(
 
 def _others(sync: SyncConfig, chance: random.Random) -> int:
   """How many other fragments a learner copies out at the same end of a step."""
-  share = TOGETHER / sync.sync_period
-  return sum(chance.random() < share for _ in range(sync.num_fragments - 1))
+  in_turn, share = sync.num_fragments // sync.sync_period, TOGETHER / sync.sync_period
+  by_chance = sum(chance.random() < share for _ in range(sync.num_fragments - 1))
+  return max(0, in_turn - 1) + by_chance
 
 
 def shared(begun: list[float], alone: float, narrow: float) -> list[tuple[int, float]]:
