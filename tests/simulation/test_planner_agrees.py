@@ -59,6 +59,14 @@ GRID = {
     *(4, 1.0, 1, 10, 100, 50),
     {"sync_period": 24, "overlap_steps": 2, "min_quorum": 4},
   ),
+  "a fragment due in every step": (
+    *(4, 6.0, 4, 33, 400, 30),
+    {"sync_period": 24, "overlap_steps": 2, "num_fragments": 24, "num_shards": 4},
+  ),
+  "three due in every step": (
+    *(4, 6.0, 4, 66, 400, 30),
+    {"sync_period": 16, "overlap_steps": 3, "num_fragments": 48, "num_shards": 4},
+  ),
   "lock-step": (
     *(4, 1.0, 4, 20, 100, 50),
     {"sync_period": 24, "overlap_steps": 1, "min_quorum": 4, "blocking": True},
