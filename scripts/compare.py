@@ -107,7 +107,7 @@ def line(comparison: Comparison, row: str, found: list[dict[str, Any]]) -> str:
 # Relative loss in % by M of DiLoCo against data-parallel, both tuned, 35M parameters (2503.09799).
 PUBLISHED = {4: 2.0, 8: 3.9}
 BY_ISLANDS = {
-  "default": {m: f"default, M = {m}" for m in (2, 4, 8, 16)},
+  "default": {m: f"default, M = {m}" for m in (1, 2, 4, 8, 16)},
   "DiLoCo": {m: f"DiLoCo, M = {m}" for m in (1, 4)},
 }
 BY_PERIOD = {
@@ -121,13 +121,13 @@ def draw(comparisons: list[Comparison], path: Path) -> None:
   first = comparisons[0]
   with plots.styled():
     figure, (islands, sizes, periods, course) = plots.new_figure(14.0, rows=4)
-    islands.set_title(f"Loss against tuned data-parallel by islands, {first.size} parameters")
-    _draw_rows(islands, first, BY_ISLANDS, "islands")
+    islands.set_title("Loss against tuned data-parallel by islands")
+    _draw_rows(islands, comparisons, BY_ISLANDS, "islands")
     islands.plot(list(PUBLISHED), list(PUBLISHED.values()), "--", color=MUTED, label=CITED)
     islands.legend()
     _draw_sizes(sizes, comparisons)
     periods.set_title(f"By steps between two syncs of a fragment, M = 4, {first.size} parameters")
-    _draw_rows(periods, first, BY_PERIOD, "H")
+    _draw_rows(periods, [first], BY_PERIOD, "H")
     periods.legend()
     _draw_course(course, first)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -138,12 +138,14 @@ CITED = "published: DiLoCo, 35M"
 
 
 def _draw_rows(
-  axes: Axes, comparison: Comparison, lines: dict[str, dict[int, str]], name: str
+  axes: Axes, comparisons: list[Comparison], lines: dict[str, dict[int, str]], name: str
 ) -> None:
   places = sorted({x for rows in lines.values() for x in rows})
-  for colour, (label, rows) in zip(PALETTE, lines.items()):
+  each_line = [(c, label, rows) for label, rows in lines.items() for c in comparisons]
+  for colour, (comparison, label, rows) in zip(PALETTE, each_line):
     found = {x: comparison.relative(comparison.row(row)) for x, row in rows.items()}
-    _errorbars(axes, {x: each for x, each in found.items() if each}, label, colour)
+    known = {x: each for x, each in found.items() if each}
+    _errorbars(axes, known, f"{label}, {comparison.size}", colour)
   axes.set_xscale("log", base=2)
   axes.set_xticks(places, [str(x) for x in places])
   axes.set_xlabel(name)
@@ -151,7 +153,7 @@ def _draw_rows(
 
 
 def _draw_sizes(axes: Axes, comparisons: list[Comparison]) -> None:
-  axes.set_title("Loss against tuned data-parallel by parameters, M = 4")
+  axes.set_title("Loss against tuned data-parallel by parameters and length, M = 4")
   for colour, (label, rows) in zip(PALETTE, BY_ISLANDS.items()):
     found = {i: c.relative(c.row(rows[4])) for i, c in enumerate(comparisons)}
     _errorbars(axes, {i: each for i, each in found.items() if each}, label, colour)
