@@ -151,7 +151,7 @@ def serve(pipe: Any, shard: int, shards: int, values: int, fragments: int, learn
   pipe.send(("bound", endpoint.bound, before))
   if shards > 1:
     endpoint.dial(syncer_address(1 - shard), pipe.recv())
-    copies = Copies(shard, 1, endpoint, plan, config.outer)
+    copies = Copies(shard, 1, endpoint, plan, config)
     replication = Replication(copies, 1 - shard, PATIENCE_SECONDS, Recorder(pipe))
   state, stop = new_syncer(config, shard, 1, store), threading.Event()
   role = Syncer(state, config, plan, store, Runtime(endpoint, Recorder(pipe)), replication)
