@@ -1,10 +1,11 @@
 """The model's quality under faults: the same run with and without them, at equal merged tokens.
 
-One small model, four islands and two shards in threads. A chaotic run suffers random faults of all
-kinds (kills, stalls, slowness, every trouble a network has, full disks, poisoned updates), placed
-by step, so that they strike the same share of the work on every machine; then its role is down or
-disturbed for up to three seconds. A seed is a model, an order of the data and a plan. Both runs of
-a seed end when the same number of tokens is merged; what chaos cost is time, and is printed too.
+configs/quickstart.py: one small model, four islands and two shards in threads. A chaotic run
+suffers random faults of all kinds (kills, stalls, slowness, every trouble a network has, full
+disks, poisoned updates), placed by step, so that they strike the same share of the work on every
+machine; then its role is down or disturbed for up to three seconds. A seed is a model, an order of
+the data and a plan. Both runs of a seed end when the same number of tokens is merged; what chaos
+cost is time, and is printed too.
 
   python scripts/reproduce_quality.py [--seeds=3] [--tokens=1228800] [--faults=40]
     [--kinds=kill,stall,...] [--workdir=runs/quality] [--picture=docs/quality.png] [--quick]
@@ -29,7 +30,6 @@ from typing import Any
 
 import launch
 
-from ddiloco import config as config_lib
 from ddiloco.chaos.random_plans import KINDS, random_faults
 from ddiloco.config import Config
 from ddiloco.observe import plots
@@ -38,7 +38,7 @@ from ddiloco.observe.style import GLOBAL_MODEL, PALETTE
 from ddiloco.observe.tracks import recoveries
 
 ROWS = ("undisturbed", "chaos")
-LEARNERS, SHARDS, BATCH, LENGTH = 4, 2, 4, 128
+LEARNERS, SHARDS, BATCH, LENGTH = 4, 2, 4, 128  # of configs/quickstart.py
 PACE_SECONDS = 0.2  # of a step at least: longer than four take on two cores, so that faults decide
 OUTLIVED = 50  # quarantines and crashes that a role may have had
 # Mean benchmark scores (text, vision), 5B on 1T tokens, arXiv 2604.21428: data-parallel without
@@ -49,15 +49,17 @@ PUBLISHED = {"undisturbed": (70.1, 58.7), "chaos": (69.8, 58.6)}
 def make_config(
   row: str, seed: int, tokens: int, faults: int, kinds: Sequence[str], min_step_seconds: float
 ) -> Config:
-  c = config_lib.default()
-  c.seed = seed
-  c.model.num_layers = 2
-  c.data.sequence_length = LENGTH
-  c.islands.update(num_learners=LEARNERS, batch_size=BATCH, min_step_seconds=min_step_seconds)
-  c.sync.update(num_shards=SHARDS, num_fragments=6, sync_period=12, snapshot_steps=50)
-  c.run.update(
-    total_tokens=tokens, evaluations=12, sample_tokens=0, max_restarts=OUTLIVED, compare_alone=False
-  )
+  fields: dict[str, Any] = {
+    "seed": seed,
+    "islands.min_step_seconds": min_step_seconds,
+    "sync.snapshot_steps": 50,
+    "run.total_tokens": tokens,
+    "run.evaluations": 12,
+    "run.sample_tokens": 0,
+    "run.max_restarts": OUTLIVED,
+    "run.compare_alone": False,
+    "chaos.faults": (),
+  }
   if row == "chaos":
     steps = tokens // (LEARNERS * BATCH * LENGTH)
     plan = random_faults(seed, faults, 0.9 * steps, LEARNERS, SHARDS, kinds)
@@ -65,8 +67,8 @@ def make_config(
       dataclasses.replace(fault, at_step=1 + int(fault.at_seconds), at_seconds=-1.0)
       for fault in plan
     ]
-    c.chaos.faults = tuple(dataclasses.asdict(fault) for fault in by_step)
-  return config_lib.from_dict(c)
+    fields["chaos.faults"] = tuple(dataclasses.asdict(fault) for fault in by_step)
+  return launch.config_of("quickstart", fields)
 
 
 def losses(events: EventLog) -> list[tuple[int, float]]:
