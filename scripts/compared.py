@@ -165,12 +165,7 @@ METHODS: dict[str, Method] = {
   "average, M = 8": variant(8, sizes=LONG, **AVERAGE),
   "average, M = 16": variant(16, **AVERAGE),
 }
-QUICK_ROWS = (
-  "data-parallel",
-  "default, M = 4",
-  "exchange alone, M = 1",
-  "DiLoCo, M = 4",
-)
+QUICK_ROWS = ("data-parallel", "default, M = 4", "exchange alone, M = 1", "DiLoCo, M = 4")
 
 
 # --- One run
@@ -290,14 +285,15 @@ class Runs:
     if self._file.exists():
       for line in self._file.read_text().splitlines():
         found = json.loads(line)
-        self._done[found["key"]] = found
+        of_run = {field.name: found[field.name] for field in dataclasses.fields(Run)}
+        self._done[json.dumps(of_run, sort_keys=True)] = found
 
   def __call__(self, run: Run, row: str) -> dict[str, Any] | None:
     """What came of a run: of an earlier one, or of one that is made now; None: not allowed to."""
     if run.key not in self._done:
       self._read()  # another process may have made it meanwhile
     if run.key not in self._done and self._trains:
-      found = {"key": run.key, "row": row, **dataclasses.asdict(run), **train(run)}
+      found = {"row": row, **dataclasses.asdict(run), **train(run)}
       found |= {"commit": self._commit, "machine": machine(), "time": time.time()}
       with self._file.open("a") as file:
         file.write(json.dumps(found) + "\n")

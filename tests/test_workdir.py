@@ -41,6 +41,7 @@ def test_what_each_role_may_have_its_own_way(tmp_path):
     network=dataclasses.replace(CONFIG.network, streams=7),
   )
   workdir.join(tmp_path, other)
+  assert workdir.saved_config(tmp_path) == CONFIG, "the first one stays"
 
 
 @pytest.mark.parametrize(

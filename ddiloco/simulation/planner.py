@@ -7,9 +7,10 @@ Pure arithmetic. Assumptions, besides those of `simulation.bandwidth`:
 - A round begins with the report of a learner, at the end of its step. So when it is asked, it has
   nearly a whole step before it, less the latency there and back; the others are anywhere in theirs.
   Each copies out at the end of its step, and the commit waits for the last one (`_copy_outs`).
-- A learner sends a fragment at a time, now and then two (`typical_round.py`). Pushes that are under
-  way together share the shard's link; so do the copies of its new version, one for every learner
-  and the evaluator. The last push's part of the merge comes after all pushes.
+- A learner sends the fragments that are due in a step together, and now and then one more
+  (`typical_round.py`). Pushes that are under way together share the shard's link; so do the copies
+  of its new version, one for every learner and the evaluator. The last push's part of the merge
+  comes after all pushes.
 - A learner looks for a new version at the end of a step, brings it to its devices during the next
   one or more, and applies it at an end again (`typical_round.py`).
 - A learner's host touches `PUSH_VECTORS` vectors to make a push and `STAGE_VECTORS` to take up a

@@ -17,7 +17,7 @@ from ddiloco.checkpoint.buddy import (
   unpack,
 )
 from ddiloco.config import Config, OuterConfig
-from ddiloco.core import codec, fragments, passes
+from ddiloco.core import codec, fragments, outer, passes
 from ddiloco.core.codec import Encoded
 from ddiloco.core.commit import Committed
 from ddiloco.network.transport import Counters, syncer_address
@@ -31,7 +31,7 @@ SYNC = {"num_shards": 2, "num_fragments": 4, "sync_period": 6, "overlap_steps": 
 PLAN = fragments.make_plan(toy.SPECS, toy.config(2, 10, **SYNC).sync)
 
 
-OUTER = OuterConfig(learning_rate=0.7, momentum=0.9, decay_share=0.0)
+OUTER = OuterConfig(learning_rate=0.7, momentum=0.9, decay_share=0.5)
 CONFIG = Config(outer=OUTER)
 
 
@@ -97,9 +97,11 @@ def change(before: Committed, name: str, seed: int) -> tuple[Committed, Replica]
   ones = np.ones(len(fragment.pieces), np.float32)
   total = passes.Sum(fragment, [Encoded("f32", codec.encode(delta, "f32"))], ones[None])
   old = passes.Vectors(before.value, before.published_value, before.momentum)
-  new, update = passes.step(total, ones, old, OUTER, name)
   version, last = before.state.version + 1, before.state.last_round
-  state = replace(before.state, version=version, last_round=last + 1)
+  tokens = before.state.merged_tokens + CONFIG.run.total_tokens // 5
+  state = replace(before.state, version=version, last_round=last + 1, merged_tokens=tokens)
+  optimizer = outer.at(OUTER, tokens / CONFIG.run.total_tokens)  # its rate falls on the way
+  new, update = passes.step(total, ones, old, optimizer, name)
   after = Committed(state, new.value, new.published_value, new.momentum)
   sent = update or Encoded("f32", codec.encode(new.published_value, "f32"))
   said = dataclasses.replace(header(after, 0, 9), base_round=last, codec=sent.codec)

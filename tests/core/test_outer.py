@@ -67,7 +67,7 @@ def test_parts_aliasing_and_given_buffers_change_no_bit(momentum, nesterov):
 
 def test_one_learner_lr_one_without_momentum_lands_on_the_learner():
   local, value = f32(0.25, -1.5), f32(1, 2)
-  new = outer.update(value, None, value - local, OuterConfig(learning_rate=1.0))
+  new = outer.update(value, None, value - local, OuterConfig(learning_rate=1.0, momentum=0.0))
   np.testing.assert_array_equal(new, local)
 
 

@@ -42,7 +42,8 @@ def test_an_island_of_several_processes_is_refused_before_it_compiles(monkeypatc
 
 
 def test_the_devices_of_this_process_are_fine():
-  require_processes(jax.devices(), 1)
+  assert {device.process_index for device in jax.devices()} == {jax.process_index()}
+  require_processes(jax.devices(), 1)  # raises if not
 
 
 @pytest.mark.slow
