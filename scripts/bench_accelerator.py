@@ -42,7 +42,7 @@ from ddiloco import environment
 from ddiloco.config import Config, IslandConfig, ModelConfig
 from ddiloco.models.attention import attend
 from ddiloco.models.execution import PLAIN, Execution
-from ddiloco.observe.eventlog import read_events
+from ddiloco.observe.eventlog import GrowingLog
 from ddiloco.roles import initial
 from ddiloco.training import devices
 from ddiloco.training.island import Island
@@ -218,13 +218,12 @@ def killed(preset: str, folder: Path, cpu: bool, quick: bool) -> dict[str, Any]:
   run = launch.start(config, workdir, "--engine=processes", cpu=cpu)
   del os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"]
 
+  log = GrowingLog(workdir)
+
   def merged_again() -> float | None:
-    events = read_events(workdir) if workdir.exists() else []
-    lives = [e.incarnation for e in events if e.kind == "started" and e.role == "learner-1"]
-    for e in events:
-      if (
-        e.kind == "commit" and len(lives) > 1 and (1, lives[-1]) in zip(e.learners, e.incarnations)
-      ):
+    lives = [e.incarnation for e in log.events("started", "learner-1")]
+    for e in log.events("commit"):
+      if len(lives) > 1 and (1, lives[-1]) in zip(e.learners, e.incarnations):
         return e.time
     return None
 
@@ -238,7 +237,7 @@ def killed(preset: str, folder: Path, cpu: bool, quick: bool) -> dict[str, Any]:
   finally:
     run.terminate()
     run.wait()
-  events = read_events(workdir)
+  events = log.events()
   struck = next(e.time for e in events if e.kind == "fault")
   steps = [e for e in events if e.kind == "step" and e.role == "learner-0"]
   before = [e.gap_seconds for e in steps if struck - around < e.time < struck]

@@ -63,7 +63,7 @@ from ddiloco.core import fragments
 from ddiloco.core.commit import MemoryStore, new_fragment
 from ddiloco.engines.children import processes_of
 from ddiloco.network.transport import Hub, learner_address, syncer_address
-from ddiloco.observe.eventlog import Event, NullRecorder, read_events
+from ddiloco.observe.eventlog import Event, GrowingLog, NullRecorder
 from ddiloco.observe.guards import warn
 from ddiloco.protocol import events
 from ddiloco.roles import initial
@@ -287,6 +287,7 @@ class Run:
 
   def __init__(self, config: Config, workdir: Path):
     self.workdir, self.log = workdir, launch.log_of(workdir)
+    self._events = GrowingLog(workdir)
     self.began = time.time()
     self._process = launch.start(config, workdir, "--engine=processes")
 
@@ -294,7 +295,7 @@ class Run:
     """The first true `found(events)` of this workdir."""
     print(f"waiting for {what} ...", flush=True)
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while not (result := found(read_events(self.workdir))):
+    while not (result := found(self._events.events())):
       if self._process.poll() is not None or time.monotonic() > deadline:
         raise SystemExit(f"waited in vain for {what}: {self.log.read_text()[-2000:]}")
       time.sleep(0.2)

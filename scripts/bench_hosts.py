@@ -37,7 +37,7 @@ from ddiloco.engines.children import processes_of
 from ddiloco.engines.role_spec import free_urls
 from ddiloco.network import host_links
 from ddiloco.network.transport import Hub, learner_address, syncer_address
-from ddiloco.observe.eventlog import Event, read_events
+from ddiloco.observe.eventlog import Event, GrowingLog
 from ddiloco.training import hosts
 from ddiloco.training.island import Island
 
@@ -161,15 +161,14 @@ def killed_host(folder: Path) -> dict[str, Any]:
   workdir = folder / "run"
   run = launch.start(two_islands(), workdir, "--engine=processes")
 
-  def of(kind: str, role: str = "") -> list[Event]:
-    return [e for e in read_events(workdir) if e.kind == kind and e.role.startswith(role)]
+  of = GrowingLog(workdir).events
 
   def merged(after: int) -> list[Event]:
     commits = of("commit")
     return [e for e in commits if any(m and n > after for m, n in zip(e.learners, e.incarnations))]
 
   try:
-    wait_for(lambda: workdir.exists() and of("snapshot") and merged(0), run)
+    wait_for(lambda: of("snapshot") and merged(0), run)
     life = of("started", "learner-1")[-1].incarnation
     (pid,) = processes_of(workdir, "--learner=1", "--host=1")
     os.kill(pid, signal.SIGKILL)

@@ -85,13 +85,13 @@ def line(comparison: Comparison, row: str, found: list[dict[str, Any]]) -> str:
   """One row of Markdown."""
   point = comparison.point(row)
   assert point is not None
-  relative, of = comparison.relative(found), METHODS[row].of
+  relative, of = comparison.relative(found, to=METHODS[row].beside), METHODS[row].of
   own = comparison.relative(found, to=of) if of.startswith("default") else []
   cells = [
     row,
     f"{point.rate:g}, {point.batch}, {point.factor:g}" if not of else "",
     spread([each["loss"] for each in found], 3),
-    spread(relative, 2) if relative and row != "data-parallel" else "",
+    spread(relative, 2) if relative and row != METHODS[row].beside else "",
     spread(own, 2) if own else "",
     str(len(found)),
   ]
@@ -228,7 +228,7 @@ def main() -> None:
     return
   relative = {}
   for each in known:
-    found = {row: each.relative(each.row(row)) for row in METHODS}
+    found = {row: each.relative(each.row(row), METHODS[row].beside) for row in METHODS}
     relative[each.size] = {r: round(statistics.mean(f), 3) for r, f in found.items() if f}
   print(json.dumps({"relative": relative}))
 

@@ -17,8 +17,9 @@ import jax
 import launch
 import outer_gradients
 from outer_gradients import Observer, Seen
-from virtual_training import Text, Valued
+from virtual_training import STEP_SECONDS, Text, Valued
 
+from ddiloco.chaos.random_plans import random_faults
 from ddiloco.config import Config
 
 # --- What is compared
@@ -26,6 +27,7 @@ from ddiloco.config import Config
 BATCH = 16  # sequences of all islands together in a step
 RATES, BATCHES, FACTORS = (4e-3, 8e-3, 16e-3, 32e-3), (16, 8), (0.7, 1.4)
 HELDOUT = 65_536  # tokens
+SNAPSHOT_STEPS, OUTLIVED = 50, 50  # of runs with faults; quarantines and crashes of a role
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +70,7 @@ SIZES: dict[str, Size] = {
   "33k": Size(2, 32, 638_976),
   "33k, long": Size(2, 32, 2_555_904, after="33k", rates=(2e-3, 4e-3, 8e-3, 16e-3)),
   "115k": Size(2, 64, 983_040, after="33k"),
+  "115k, long": Size(2, 64, 3_932_160, after="115k", rates=(2e-3, 4e-3, 8e-3)),
   "250k": Size(2, 96, 983_040, after="115k"),
   # For an accelerator: their steps have as many tokens as keep one busy.
   "1m": Size(5, 128, 10_240_000, "33k", 128, 32, (1e-3, 2e-3, 4e-3, 8e-3)),
@@ -88,7 +91,9 @@ class Method:
     how: exchange; together: data-parallel, one island with the batch of all; alone: one island
       with its own share of the tokens.
     slowness: of the islands.
+    faults: how many, and of which kinds: arguments of `random_faults`, spread over the whole run.
     sizes: where it is run.
+    beside: the row of data-parallel that it is compared with.
   """
 
   base: str = "default"
@@ -97,7 +102,9 @@ class Method:
   of: str = ""
   how: str = "exchange"
   slowness: tuple[float, ...] = ()
+  faults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   sizes: tuple[str, ...] = ("33k",)
+  beside: str = "data-parallel"
 
 
 def outer(rate: float, momentum: float) -> dict[str, float]:
@@ -109,19 +116,27 @@ def variant(
   learners: int = 4,
   sizes: tuple[str, ...] = ("33k",),
   slowness: tuple[float, ...] = (),
+  faults: Mapping[str, Any] | None = None,
   **fields: Any,
 ) -> Method:
   """Of the default; a field's name has __ for its dot."""
   changed = {name.replace("__", "."): value for name, value in fields.items()}
   of = f"default, M = {learners}"
-  return Method(fields=changed, learners=learners, of=of, slowness=slowness, sizes=sizes)
+  return Method("default", changed, learners, of, "exchange", slowness, faults or {}, sizes)
 
 
-ALL, LARGE = tuple(SIZES), ("33k", "33k, long", "115k", "1m", "10m")
+def kills(rejoin: str) -> Method:
+  """Of the default, an island killed every hundred steps; what it comes back with."""
+  return variant(faults={"count": 12, "kinds": ["kill"]}, checkpoint__rejoin=rejoin)
+
+
+ALL, LARGE = tuple(SIZES), ("33k", "33k, long", "115k", "115k, long", "1m", "10m")
 LONG = ("33k", "33k, long")
 SLOW = (1.0, 1.0, 1.2, 1.2)
 PLAIN = {"outer.learning_rate": 1.0, "outer.momentum": 0.0, "outer.decay_share": 0.0}
 AVERAGE = {"sync__merge": "average"}
+SKEWED = {"data__custom": "skewed:source"}
+MOE = {"model.num_experts": 4, "model.mlp_dim": 48}  # two for each token: as much arithmetic
 MUON, TWELVE = {"inner.custom": "muon:optimizer"}, {"sync.num_fragments": 12}
 ASYNCHRONOUS = {  # as the default: eight fragments, each of which may take two steps
   "sync.blocking": False,
@@ -133,6 +148,7 @@ ASYNCHRONOUS = {  # as the default: eight fragments, each of which may take two 
 METHODS: dict[str, Method] = {
   "data-parallel": Method("data_parallel", how="together", sizes=ALL),
   "data-parallel, Muon": Method("data_parallel", MUON, how="together", sizes=LONG),
+  "data-parallel, MoE": Method("data_parallel", MOE, how="together", sizes=LONG),
   "one island alone": Method("data_parallel", how="alone", of="data-parallel"),
   "DiLoCo, M = 1": Method("diloco", learners=1, sizes=LONG),
   "DiLoCo, M = 4": Method("diloco", sizes=LARGE),
@@ -142,12 +158,13 @@ METHODS: dict[str, Method] = {
   "DiLoCo without waiting, M = 4": Method("diloco", ASYNCHRONOUS, sizes=LONG),
   # Data-parallel, bit by bit.
   "exchange alone, M = 1": Method(fields=PLAIN, learners=1, of="data-parallel", sizes=()),
-  "default, M = 1": Method(learners=1, sizes=LONG),
+  "default, M = 1": Method(learners=1, sizes=(*LONG, "115k, long")),
   "default, M = 2": Method(learners=2, sizes=LONG),
   "default, M = 4": Method(sizes=ALL),
-  "default, M = 8": Method(learners=8, sizes=LONG),
+  "default, M = 8": Method(learners=8, sizes=(*LONG, "115k, long")),
   "default, M = 16": Method(learners=16),
   "default, Muon inside, M = 4": Method(fields=MUON, sizes=LONG),
+  "default, MoE, M = 4": Method(fields=MOE, sizes=LONG, beside="data-parallel, MoE"),
   "default, overwrite, M = 4": Method(fields={"sync.apply": "overwrite"}, sizes=(*LONG, "115k")),
   "outer 0.7/0": variant(sizes=LONG, **outer(0.7, 0.0)),
   "outer 0.4/0.9": variant(sizes=LONG, **outer(0.4, 0.9)),
@@ -162,6 +179,12 @@ METHODS: dict[str, Method] = {
   "K = M, two slow": variant(sizes=LONG, slowness=SLOW, sync__min_quorum=4),
   "K = 1, two slow": variant(slowness=SLOW, sync__grace_safety=0.0),
   "K = 1 + grace, two slow": variant(sizes=LONG, slowness=SLOW),
+  "skewed data": variant(sizes=LONG, **SKEWED),
+  "40 faults": variant(sizes=LONG, faults={"count": 40}),
+  "160 faults": variant(sizes=("33k, long",), faults={"count": 160}),
+  "12 kills, back with own moments": kills("own"),
+  "12 kills, with a peer's": kills("peer"),
+  "12 kills, with fresh ones": kills("fresh"),
   "average, M = 8": variant(8, sizes=LONG, **AVERAGE),
   "average, M = 16": variant(16, **AVERAGE),
 }
@@ -192,6 +215,7 @@ class Run:
   slowness: tuple[float, ...]
   point: Point
   seed: int
+  faults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   @property
   def key(self) -> str:
@@ -224,7 +248,16 @@ class Run:
     }
     if base.sync.blocking:
       values["sync.min_quorum"] = islands
-    return launch.config_of(self.base, {**values, **self.fields})
+    values |= self.fields
+    config = launch.config_of(self.base, values)
+    if not self.faults:
+      return config
+    span = config.planned_steps() * STEP_SECONDS
+    roles = {"num_learners": islands, "num_shards": config.sync.num_shards}
+    plan = random_faults(self.seed, span_seconds=span, **roles, **self.faults)
+    values["sync.snapshot_steps"], values["run.max_restarts"] = SNAPSHOT_STEPS, OUTLIVED
+    values["chaos.faults"] = tuple(dataclasses.asdict(fault) for fault in plan)
+    return launch.config_of(self.base, values)
 
 
 class Observed(Valued):
@@ -232,7 +265,7 @@ class Observed(Valued):
 
   def __init__(self, text: Text, seed: int, slowness: tuple[float, ...]):
     self.seen: list[Seen] = []
-    super().__init__(text, seed, slowness=slowness)
+    super().__init__(text, seed, text.config.chaos.faults, slowness)
 
   def merger(self, actor, fragments) -> Observer:
     return Observer(fragments, self.kept, self.config).watch(self.seen)
@@ -285,7 +318,7 @@ class Runs:
     if self._file.exists():
       for line in self._file.read_text().splitlines():
         found = json.loads(line)
-        of_run = {field.name: found[field.name] for field in dataclasses.fields(Run)}
+        of_run = {field.name: found.get(field.name, {}) for field in dataclasses.fields(Run)}
         self._done[json.dumps(of_run, sort_keys=True)] = found
 
   def __call__(self, run: Run, row: str) -> dict[str, Any] | None:
@@ -359,7 +392,8 @@ class Comparison:
   def run(self, row: str, point: Point, seed: int) -> dict[str, Any] | None:
     """One run of a row."""
     m = METHODS[row]
-    run = Run(self.size, m.base, m.fields, m.learners, m.how, m.slowness, point, seed)
+    of_method = m.base, m.fields, m.learners, m.how, m.slowness
+    run = Run(self.size, *of_method, point, seed, m.faults)
     return self._runs(run, row)
 
   def point(self, row: str) -> Point | None:

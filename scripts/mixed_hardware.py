@@ -31,7 +31,7 @@ import launch
 from ddiloco import workdir as workdirs
 from ddiloco.engines.children import Command, Process, spawn
 from ddiloco.engines.role_spec import free_urls
-from ddiloco.observe.eventlog import Event, read_events
+from ddiloco.observe.eventlog import Event, GrowingLog
 from ddiloco.observe.report import write_report
 from ddiloco.trace import text
 
@@ -58,6 +58,7 @@ class Roles:
     self._urls = free_urls(1)
     (workdir / "logs").mkdir(exist_ok=True)
     self._processes: dict[str, Process] = {}
+    self.of = GrowingLog(workdir).events
     self._spawn("syncer-0", self._command(False).syncer(0, self._urls[0]))
 
   def _command(self, cpu: bool) -> Command:
@@ -81,9 +82,6 @@ class Roles:
       process = self._processes[name]
       process.send_signal(signal.SIGTERM)
       self._gone(process)
-
-  def of(self, kind: str, role: str = "") -> list[Event]:
-    return [e for e in read_events(self.workdir) if e.kind == kind and e.role.startswith(role)]
 
   def merged(self, island: int, life: int) -> list[Event]:
     return [e for e in self.of("commit") if (island, life) in zip(e.learners, e.incarnations)]

@@ -5,7 +5,8 @@ steps take virtual time. So a run is a pure function of its config, seed and pac
 machine does, and what differs between two runs is what their configs say.
 
 An island makes its quota of steps and leaves, and all learning rates come to the end of
-their schedule with it: all runs of one budget train on equally many tokens, merged or not.
+their schedule with it: all runs of one budget train on equally many tokens, merged or not. Steps
+that die with a killed island count as made, and it goes on with the data after them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import jax
 import numpy as np
 
 from ddiloco.config import (
+  ChaosConfig,
   Config,
   Fault,
   IslandsConfig,
@@ -71,6 +73,10 @@ class Valued(World):
     seed: of paces, and of data that a problem makes itself.
     faults: what strikes.
     slowness: by learner, how many times as long its steps take; empty: all are equal.
+
+  Attributes:
+    quotas: by learner, the steps it is to make.
+    made: those it has made, in all its lives.
   """
 
   def __init__(
@@ -84,8 +90,9 @@ class Valued(World):
     learners = problem.config.islands.num_learners
     times = np.array(slowness or (1.0,) * learners)
     total = learners * problem.config.planned_steps()
-    self.quotas = [round(total * share) for share in (1 / times) / (1 / times).sum()]  # of steps
-    pace = Pace(tuple(STEP_SECONDS * times))
+    self.quotas = [round(total * share) for share in (1 / times) / (1 / times).sum()]
+    self.made = [0] * learners
+    pace = Pace(tuple((STEP_SECONDS * times).tolist()))
     super().__init__(problem.config, pace, seed, faults=faults)
 
   def new_plan(self, sizes: Sequence[int]) -> Plan:
@@ -110,9 +117,14 @@ class Valued(World):
     return self.problem.loss([each.value for each in found if each is not None])
 
   def train(self) -> float:
-    """Until all islands have left; the loss then."""
-    self.run(math.inf, lambda: not self.working)
+    """Until all islands have left, none to come back; the loss then."""
+    self.run(math.inf, self._all_left)
     return self.loss()
+
+  def _all_left(self) -> bool:
+    if self.disturbances.hopeless:
+      raise RuntimeError("the run can never end. Fix: plan fewer kills of one role")
+    return not self.working and all(made >= of for made, of in zip(self.made, self.quotas))
 
 
 # --- A language model, or whatever else a config says
@@ -152,7 +164,6 @@ class Trainer(VirtualIsland):
     super().__init__(world, learner, seed)
     self._config, self._number, self._valued = config, learner, world
     self._island, self._stream = new_island(config), _stream(config, learner)
-    self._made = 0
 
   def reset(self) -> None:
     super().reset()
@@ -160,12 +171,13 @@ class Trainer(VirtualIsland):
 
   def step(self, batch: Any, schedule_step: int, rate_scale: float) -> None:
     super().step(batch, schedule_step, rate_scale)
-    quota, planned = self._valued.quotas[self._number], self._config.planned_steps()
-    rate = inner.learning_rate(self._config.inner, planned, self._made * planned // quota)
-    self._island.step(self._stream.batch(self._made), 0, rate_scale * rate)
-    self._made += 1
-    if self._made == quota:
-      self._valued.actors["learner", self._number].asked_to_end = True
+    world, planned = self._valued, self._config.planned_steps()
+    made, quota = world.made[self._number], world.quotas[self._number]
+    rate = inner.learning_rate(self._config.inner, planned, made * planned // quota)
+    self._island.step(self._stream.batch(made), 0, rate_scale * rate)
+    world.made[self._number] += 1
+    if made + 1 >= quota:
+      world.actors["learner", self._number].asked_to_end = True
 
   def copy_out(self, fragment: int) -> Any:
     return self._island.copy_out(fragment)
@@ -178,6 +190,32 @@ class Trainer(VirtualIsland):
 
   def apply(self, fragment: int, staged: Any, keep: float) -> None:
     self._island.apply(fragment, staged, keep)
+
+  def capture(self) -> Mapping[str, Any]:
+    return {name: np.array(value) for name, value in self._island.capture().items()}
+
+  def restore(self, arrays: Mapping[str, Any]) -> None:
+    self._island.restore(arrays)
+
+  @property
+  def num_moments(self) -> int:
+    return self._island.num_moments
+
+  def copy_out_moments(self, fragment: int) -> Any:
+    return self._island.copy_out_moments(fragment)
+
+  def count(self) -> int:
+    return int(self._island.count())
+
+  def moments_to_host(self, pieces: Any, fragment: int) -> np.ndarray:
+    return self._island.moments_to_host(super().moments_to_host(pieces, fragment), fragment)
+
+  def stage_moments(self, fragment: int, flat: Any) -> Any:
+    self._valued.spend(self._valued.pace.stage_seconds)
+    return self._island.stage_moments(fragment, flat)
+
+  def apply_moments(self, fragment: int, staged: Any, count: int) -> None:
+    self._island.apply_moments(fragment, staged, count)
 
 
 # --- What is compiled or read once, and used by all runs of this process
@@ -202,6 +240,7 @@ def new_island(config: Config) -> Island:
     sync=sync,
     outer=OuterConfig(),
     run=RunConfig(),
+    chaos=ChaosConfig(),
   )
   return copy.copy(_compiled(same.to_json()))  # the same programs, and a state of its own
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ddiloco.chaos.requests import ask_for
 from ddiloco.config import Fault
-from ddiloco.observe.eventlog import read_events
+from ddiloco.observe.eventlog import GrowingLog
 
 LOOK_SECONDS = 0.1
 
@@ -20,9 +20,9 @@ def killed_once_saved(workdir: Path, role: str) -> Iterator[None]:
   over = threading.Event()
 
   def strike() -> None:
+    log = GrowingLog(workdir)
     while not over.wait(LOOK_SECONDS):
-      saved = [e for e in read_events(workdir) if e.kind == "snapshot"] if workdir.exists() else []
-      if any(role in e.roles for e in saved):
+      if any(role in e.roles for e in log.events("snapshot")):
         return ask_for(workdir, Fault("kill", role, at_seconds=0.0, seconds=0.2))
 
   thread = threading.Thread(target=strike, name="strike")

@@ -421,3 +421,21 @@ class Follower:
       if end != seen:
         found.append((path, start, end))
     return sorted(found)
+
+
+class GrowingLog:
+  """The log of a run under way, in memory, for those who look at all of it again and again."""
+
+  def __init__(self, workdir: str | os.PathLike[str]):
+    self._follower, self._events = Follower(workdir), list[Event]()
+
+  def events(self, kind: str = "", role: str = "") -> list[Event]:
+    """Those that are there by now, in order of time.
+
+    Args:
+      kind: only events of this one; empty: all.
+      role: only of roles whose names begin so.
+    """
+    self._events += self._follower.poll()
+    self._events.sort(key=lambda e: e.time)
+    return [e for e in self._events if e.kind == (kind or e.kind) and e.role.startswith(role)]

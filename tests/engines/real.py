@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ from typing import Any
 
 from ddiloco import environment
 from ddiloco.config import Config, from_dict
-from ddiloco.observe.eventlog import Event, read_events
+from ddiloco.observe.eventlog import Event, GrowingLog
 
 PATIENCE_SECONDS = 90.0
 TOKENS = 2 * 16  # of a step: B = 2, T = 16
@@ -72,4 +73,10 @@ def wait_for(
 
 
 def events_of(workdir: Path, kind: str, role: str = "") -> list[Event]:
-  return [e for e in read_events(workdir) if e.kind == kind and e.role.startswith(role)]
+  """Those of a run that is never begun anew in this workdir; what was read is not read again."""
+  return _log_of(workdir).events(kind, role)
+
+
+@functools.lru_cache(maxsize=2)
+def _log_of(workdir: Path) -> GrowingLog:
+  return GrowingLog(workdir)

@@ -16,7 +16,7 @@ from ddiloco import environment
 from ddiloco.config import Config, ConfigError, from_dict
 from ddiloco.engines import session
 from ddiloco.models import transformer
-from ddiloco.observe.eventlog import Event, read_events
+from ddiloco.observe.eventlog import Event, GrowingLog, read_events
 from ddiloco.observe.report import PICTURES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -200,7 +200,8 @@ def test_an_interrupt_leaves_result_and_report(tmp_path):
     env=environment.bare(),
   )
   try:
-    while not any(e.kind == "commit" for e in read_events(workdir)):
+    log = GrowingLog(workdir)
+    while not log.events("commit"):
       assert run.poll() is None, run.communicate()[0]
       try:
         run.wait(0.2)

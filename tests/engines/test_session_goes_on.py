@@ -16,7 +16,7 @@ import pytest
 from ddiloco.checkpoint.snapshots import Storage
 from ddiloco.config import Config
 from ddiloco.engines import threads
-from ddiloco.observe.eventlog import Event, read_events
+from ddiloco.observe.eventlog import Event, GrowingLog, read_events
 from ddiloco.roles import initial
 from ddiloco.trace.check import check
 from ddiloco.trace.text import read_trace
@@ -130,8 +130,10 @@ class Run:
   def until_saved(self, process: subprocess.Popen[bytes], more: int) -> None:
     """Waits for so many further snapshots; longest for what is compiled before."""
 
+    log = GrowingLog(self.workdir)
+
     def compiled() -> bool:
-      events = read_events(self.workdir)
+      events = log.events()
       began = [i for i, e in enumerate(events) if e.kind == "run_started"]
       return len(began) > self.lives and any(e.kind == "joined" for e in events[began[-1] :])
 

@@ -58,7 +58,7 @@ class World:
 
   def __init__(self, folder: Path, config: Config, keys: Path | None = None):
     self.config, self.keys = config, keys
-    self.events: list[Event] = []
+    self._events: dict[str, list[Event]] = {}  # by kind
     self.roles: dict[str, Role] = {}
     self.may_fail: set[str] = set()  # roles whose exit status a test looks at itself
     self.longest_pause = 0.0  # seconds between two looks: what this machine does to a bystander
@@ -174,8 +174,8 @@ class World:
 
   def find(self, kind: str, role: str = "", after: float = -1.0, **fields: object) -> Iterator:
     """Events of a kind, in the order they were read."""
-    for event in self.events:
-      ours = event.kind == kind and event.role == (role or event.role)
+    for event in self._events.get(kind, ()):
+      ours = event.role == (role or event.role)
       same = all(getattr(event, key, None) == value for key, value in fields.items())
       if ours and same and event.time > after:
         yield event
@@ -196,7 +196,8 @@ class World:
       else:
         bad = status not in (None, 0) and role.name not in self.may_fail
         assert not bad, f"{role.name} ended with status {status}{self._all_said()}"
-    self.events += self._follower.poll()
+    for event in self._follower.poll():
+      self._events.setdefault(event.kind, []).append(event)
 
   def _all_said(self) -> str:
     return "".join(f"\n--- {r.name} ({r.status}):\n{r.said()}" for r in self.roles.values())

@@ -27,13 +27,46 @@ def test_every_row_is_a_config_of_equal_tokens(script):
   compared = script("compared")
   for name, row in compared.METHODS.items():
     for size in {"33k", *row.sizes}:
-      run = compared.Run(
-        size, row.base, row.fields, row.learners, row.how, row.slowness, compared.Point(), 2
-      )
+      of_row = row.base, row.fields, row.learners, row.how, row.slowness
+      run = compared.Run(size, *of_row, compared.Point(), 2, row.faults)
       config, tokens = run.config(), compared.SIZES[size].tokens
       made = config.planned_steps() * config.planned_tokens_per_step()
       assert made == (tokens // row.learners if row.how == "alone" else tokens), name
+      assert len(config.chaos.faults) == row.faults.get("count", 0)
       assert config.seed == 2 and (not row.of or row.of in compared.METHODS), name
+
+
+def test_skewed_data_are_parts_that_no_two_islands_share(script):
+  compared, skewed = script("compared"), script("skewed")
+  row = compared.METHODS["skewed data"]
+  run = compared.Run("33k", row.base, row.fields, 4, row.how, (), compared.Point(), 0)
+  config = run.config()
+  source = skewed.source(config.data)
+  whole = source.corpus.train
+  starts = []
+  for learner in range(4):
+    batches = source.batches(config, learner)
+    read = [batches._order[place] for place in range(50)]
+    starts.append([batches._windows.locate(index) for index in read])
+  lowest, highest = [min(s) for s in starts], [max(s) for s in starts]
+  assert all(highest[m] < lowest[m + 1] for m in range(3)), "one after the other"
+  assert lowest[0] >= whole.locate(0) and highest[3] <= whole.locate(len(whole) - 1)
+  np.testing.assert_array_equal(source.heldout_batches(64)[0], source.corpus.heldout_batches(64)[0])
+
+
+def test_a_run_under_faults_makes_every_step_once_and_is_the_same_again(script):
+  compared, training = script("compared"), script("virtual_training")
+  row = compared.METHODS["12 kills, back with own moments"]
+  fields = {**row.fields, "run.restart_seconds": 0.5}
+  of_row = row.base, fields, row.learners, row.how, row.slowness
+  config = compared.Run("quick", *of_row, compared.Point(), 0, row.faults | {"count": 4}).config()
+  assert {fault.action for fault in config.chaos.faults} == {"kill"}
+  worlds = [compared.Observed(training.Text(config), 0, ()) for _ in range(2)]
+  losses = [world.train() for world in worlds]
+  assert losses[0] == losses[1]
+  for world in worlds:
+    assert world.made == world.quotas
+    assert max(world.starts.values()) == 4, "each kill is followed by a new incarnation"
 
 
 def test_every_method_is_tuned_with_the_same_number_of_runs(script):
