@@ -318,7 +318,7 @@ class Run:
 
 def measure_rejoin(folder: Path, quick: bool) -> dict[str, Any]:
   """Seconds of a killed learner's way back, and of a whole run's."""
-  sync = {"num_shards": 2, "snapshot_steps": 50 if quick else 200}
+  sync = {"num_shards": 2, "snapshot_steps": 10 if quick else 200}
   config = make_config(2, 64, 2, sync=sync, checkpoint={"patience_seconds": 5.0})
   run = Run(config, folder / "run")
   try:

@@ -51,7 +51,7 @@ class Roles:
         "sync.min_quorum": 1, "sync.snapshot_steps": 50, "run.evaluations": 0,
         "run.total_tokens": 1 << 50,
       },
-      "1m",
+      "100k" if cpu else "1m",
     )  # fmt: skip
     self.workdir, self._cpu = workdir, cpu
     workdirs.join(workdir, config)

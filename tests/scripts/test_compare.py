@@ -54,6 +54,7 @@ def test_skewed_data_are_parts_that_no_two_islands_share(script):
   np.testing.assert_array_equal(source.heldout_batches(64)[0], source.corpus.heldout_batches(64)[0])
 
 
+@pytest.mark.slow
 def test_a_run_under_faults_makes_every_step_once_and_is_the_same_again(script):
   compared, training = script("compared"), script("virtual_training")
   row = compared.METHODS["12 kills, back with own moments"]

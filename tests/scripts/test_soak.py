@@ -10,7 +10,7 @@ from tests.scripts import commands
 @pytest.mark.parametrize("engine", ["threads", "processes"])
 def test_whatever_happens_nobody_stalls_and_nothing_is_lost(engine, tmp_path):
   found = commands.result(
-    f"soak.py --seed=1 --stall_seconds=10 --engine={engine} --faults=24 --minutes=0.6",
+    f"soak.py --seed=1 --stall_seconds=10 --engine={engine} --faults=24 --minutes=0.4",
     f"--workdir={tmp_path / 'soak'}",
     seconds=580,
   )
