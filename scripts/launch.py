@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import runpy
 import subprocess
 import sys
@@ -56,11 +55,6 @@ def train(config: Config, workdir: Path, *flags: str) -> EventLog:
       said = log_of(workdir).read_text(errors="replace")[-SAID_CHARACTERS:]
       sys.exit(f"{workdir.name} failed with status {status}:\n{said}")
   return read_events(workdir)
-
-
-def summary(workdir: Path) -> dict[str, Any]:
-  """The report's numbers."""
-  return json.loads((workdir / "report" / "summary.json").read_text())
 
 
 def done_before(config: Config, workdir: Path) -> bool:

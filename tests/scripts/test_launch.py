@@ -78,13 +78,3 @@ def test_what_was_done_before_is_used_and_another_run_is_refused(launch, tmp_pat
   assert "run: done before, in" in capsys.readouterr().out
   with pytest.raises(SystemExit, match="holds another run"):
     launch.done_before(launch.config_of("default", {"seed": 7}), workdir)
-
-
-def test_every_row_of_a_comparison_is_a_config(launch, monkeypatch):
-  monkeypatch.setitem(sys.modules, "launch", launch)
-  module = load("compare_rejoin")
-  rows = [{"checkpoint.rejoin": row} for row in module.POLICIES]
-  rows.append({"chaos.faults": module.faults(600)})
-  for row in rows:
-    fields = {**module.SMALL, **row, "run.total_tokens": 4 * 600 * 4 * 128, "seed": 2}
-    assert launch.config_of("default", fields).run.sample_tokens == 0
