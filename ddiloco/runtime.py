@@ -32,7 +32,7 @@ from ddiloco.core.delta import Deltas
 from ddiloco.core.fragments import Fragment
 from ddiloco.core.passes import COMPILED_FROM
 from ddiloco.network.transport import Endpoint
-from ddiloco.observe.eventlog import Recorder
+from ddiloco.observe.eventlog import Records
 from ddiloco.observe.guards import ended
 
 T = TypeVar("T")
@@ -152,7 +152,7 @@ class Runtime:
   """What a role is given to run with; what computes on vectors has a stand-in in virtual time."""
 
   endpoint: Endpoint  # its connection
-  recorder: Recorder  # event log
+  recorder: Records  # event log
   saver: Any = None  # `checkpoint.saver.Saver`: writes its parts of snapshots; None: none are
   time: Time = REAL_TIME
   deltas: Callable[[SyncConfig], Deltas] = Deltas  # a learner's

@@ -43,6 +43,7 @@ from ddiloco.config import Config, IslandConfig, ModelConfig
 from ddiloco.models.attention import attend
 from ddiloco.models.execution import PLAIN, Execution
 from ddiloco.observe.eventlog import GrowingLog
+from ddiloco.protocol.events import Commit, Fault, Started, Step
 from ddiloco.roles import initial
 from ddiloco.training import devices
 from ddiloco.training.island import Island
@@ -132,8 +133,8 @@ def error_of(path: str, model: ModelConfig) -> dict[str, float]:
 
   @functools.partial(jax.jit, static_argnums=1)
   def outcome(arrays: tuple[jax.Array, ...], execution: Execution) -> list[jax.Array]:
-    def total(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-      mixed = attend(*arrays, execution)
+    def total(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+      mixed = attend(query, key, value, execution)
       return jnp.sum(jnp.sin(mixed.astype(jnp.float32))), mixed
 
     gradients, mixed = jax.grad(total, argnums=(0, 1, 2), has_aux=True)(*arrays)
@@ -221,8 +222,9 @@ def killed(preset: str, folder: Path, cpu: bool, quick: bool) -> dict[str, Any]:
   log = GrowingLog(workdir)
 
   def merged_again() -> float | None:
-    lives = [e.incarnation for e in log.events("started", "learner-1")]
-    for e in log.events("commit"):
+    events = log.read()
+    lives = [e.incarnation for e in events.of(Started, "learner-1")]
+    for e in events.of(Commit):
       if len(lives) > 1 and (1, lives[-1]) in zip(e.learners, e.incarnations):
         return e.time
     return None
@@ -237,9 +239,8 @@ def killed(preset: str, folder: Path, cpu: bool, quick: bool) -> dict[str, Any]:
   finally:
     run.terminate()
     run.wait()
-  events = log.events()
-  struck = next(e.time for e in events if e.kind == "fault")
-  steps = [e for e in events if e.kind == "step" and e.role == "learner-0"]
+  struck = log.read().of(Fault)[0].time
+  steps = log.read().of(Step, "learner-0")
   before = [e.gap_seconds for e in steps if struck - around < e.time < struck]
   after = [e.gap_seconds for e in steps if struck <= e.time < struck + around]
   return {
@@ -270,8 +271,8 @@ def main() -> None:
   steps, pairs = (3, 1) if given.quick else (given.steps, given.pairs)
   found: dict[str, Any] = {}
   with tempfile.TemporaryDirectory(prefix="ddiloco-accelerator-") as folder:
-    preset = "100k" if given.quick else "10m"
-    part = functools.partial(killed, preset, Path(folder), given.cpu, given.quick)
+    struck = "100k" if given.quick else "10m"
+    part = functools.partial(killed, struck, Path(folder), given.cpu, given.quick)
     found["two_islands"] = report("two islands on one device, a kill", part)
   environment.prepare(num_cpu_devices=1, cpu_only=given.cpu)
   found["accelerator"] = jax.devices()[0].device_kind

@@ -63,9 +63,10 @@ from ddiloco.core import fragments
 from ddiloco.core.commit import MemoryStore, new_fragment
 from ddiloco.engines.children import processes_of
 from ddiloco.network.transport import Hub, learner_address, syncer_address
-from ddiloco.observe.eventlog import Event, GrowingLog, NullRecorder
+from ddiloco.observe.eventlog import E, Event, EventLog, GrowingLog, NullRecorder
 from ddiloco.observe.guards import warn
 from ddiloco.protocol import events
+from ddiloco.protocol.events import Commit, Compiled, Joined, Restart, Restored, Snapshot
 from ddiloco.roles import initial
 from ddiloco.roles.learner import Learner
 from ddiloco.roles.syncer import Syncer
@@ -291,11 +292,11 @@ class Run:
     self.began = time.time()
     self._process = launch.start(config, workdir, "--engine=processes")
 
-  def wait_for(self, what: str, found: Callable[[list[Event]], Any]) -> Any:
+  def wait_for(self, what: str, found: Callable[[EventLog], Any]) -> Any:
     """The first true `found(events)` of this workdir."""
     print(f"waiting for {what} ...", flush=True)
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while not (result := found(self._events.events())):
+    while not (result := found(self._events.read())):
       if self._process.poll() is not None or time.monotonic() > deadline:
         raise SystemExit(f"waited in vain for {what}: {self.log.read_text()[-2000:]}")
       time.sleep(0.2)
@@ -322,36 +323,35 @@ def measure_rejoin(folder: Path, quick: bool) -> dict[str, Any]:
   config = make_config(2, 64, 2, sync=sync, checkpoint={"patience_seconds": 5.0})
   run = Run(config, folder / "run")
   try:
-    run.wait_for("a snapshot", lambda events: later(events, "snapshot", 0.0))
+    run.wait_for("a snapshot", lambda events: later(events, Snapshot, 0.0))
     run.kill_learner(1)
     joined = run.wait_for("the killed learner", lambda events: came_back(events, "learner-1"))
-    run.wait_for("one more snapshot", lambda events: later(events, "snapshot", joined["joined"]))
+    run.wait_for("one more snapshot", lambda events: later(events, Snapshot, joined["joined"]))
   finally:
     run.end()
   again = Run(config, folder / "run")
   try:
     began = again.began - start_time(again.workdir)
-    merged = again.wait_for("a merged push", lambda events: later(events, "commit", began))
+    merged = again.wait_for("a merged push", lambda events: later(events, Commit, began))
   finally:
     again.end()
   rejoin = {name: seconds for name, seconds in joined.items() if name != "joined"}
   return {"rejoin": rejoin, "resume_seconds": round(merged.time - began, 2)}
 
 
-def later(events: list[Event], kind: str, seconds: float) -> Event | None:
+def later(events: EventLog, kind: type[E], seconds: float, role: str = "") -> E | None:
   """The first of this kind after that time of the run; of snapshots, one with learner 1."""
-  found = (e for e in events if e.kind == kind and e.time > seconds)
+  found = (e for e in events.of(kind, role) if e.time > seconds)
   return next((e for e in found if "learner-1" in getattr(e, "roles", ["learner-1"])), None)
 
 
-def came_back(events: list[Event], role: str) -> dict[str, float] | None:
+def came_back(events: EventLog, role: str) -> dict[str, float] | None:
   """How long each part of a restarted learner's way back took; "joined" is when it was there."""
-  restart = next((e.time for e in events if e.kind == "restart"), None)
+  restart = next((e.time for e in events.of(Restart)), None)
   if restart is None:
     return None
-  mine = [e for e in events if e.role == role]
-  found = [later(mine, kind, restart) for kind in ("compiled", "restored", "joined")]
-  compiled, restored, joined = found
+  compiled = later(events, Compiled, restart, role)
+  restored, joined = later(events, Restored, restart, role), later(events, Joined, restart, role)
   if joined is None:
     return None
   if compiled is None or restored is None:

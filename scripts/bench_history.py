@@ -45,17 +45,27 @@ def made_up(seed: int = 0) -> Iterator[Event]:
   chance, made, lives = random.Random(seed), [0] * ISLANDS, [1] * ISLANDS
   versions, rounds, merged = [0] * FRAGMENTS, [-1] * FRAGMENTS, [0] * FRAGMENTS
   since = [[0] * FRAGMENTS for _ in range(ISLANDS)]
-  counts = {"num_learners": ISLANDS, "num_shards": SHARDS, "num_fragments": FRAGMENTS}
+  counts: dict[str, Any] = {
+    "num_learners": ISLANDS,
+    "num_shards": SHARDS,
+    "num_fragments": FRAGMENTS,
+  }
   yield _event(0.0, "engine", "run_started", name="made up", total_tokens=10**13, **counts)
   for s in range(SHARDS):
     yield _event(1.0, f"syncer-{s}", "started", fragments=list(range(s, FRAGMENTS, SHARDS)))
     for p in range(s, FRAGMENTS, SHARDS):
-      owned = {"fragment": p, "version": 0, "round": -1, "momentum_round": -1}
+      owned: dict[str, Any] = {"fragment": p, "version": 0, "round": -1, "momentum_round": -1}
       yield _event(1.0, f"syncer-{s}", "owns", **owned)
   for m in range(ISLANDS):
     yield from _begins(2.0, m, 1, 0)
     for p in range(FRAGMENTS):
-      taken = {"fragment": p, "version": 0, "round": -1, "mode": "overwrite", "included": False}
+      taken: dict[str, Any] = {
+        "fragment": p,
+        "version": 0,
+        "round": -1,
+        "mode": "overwrite",
+        "included": False,
+      }
       yield _event(3.0, f"learner-{m}", "stage", **taken)
       yield _event(3.0, f"learner-{m}", "apply", **taken)
   global_step, away, gone = 0, {}, -1
@@ -82,7 +92,12 @@ def made_up(seed: int = 0) -> Iterator[Event]:
     yield _event(now + 0.1, shard, "round", **opened, asked=here)
     for m in here:
       steps = made[m] - since[m][p]
-      pushed = {"fragment": p, "round": round_id, "version": versions[p], "steps": steps}
+      pushed: dict[str, Any] = {
+        "fragment": p,
+        "round": round_id,
+        "version": versions[p],
+        "steps": steps,
+      }
       pushed["tokens"] = steps * TOKENS
       who = now + 0.2 + m / 1000, f"learner-{m}"
       yield _event(*who, "copy_out", lives[m], **pushed, base_round=base)
@@ -133,7 +148,7 @@ def _commit(now, p, round_id, base, version, merged, made, since, here) -> Event
   fields |= {"participants": {m: 1 / len(here) for m in here}, "missing": missing}
   fields |= {"rejected": {}, "tokens": steps * TOKENS, "merged_tokens": merged[p]}
   fields |= {"reason": f"all {len(here)} asked have answered", "quorum_seconds": 0.6}
-  timed = {"grace_seconds": 0.1, "merge_seconds": 0.2}
+  timed: dict[str, Any] = {"grace_seconds": 0.1, "merge_seconds": 0.2}
   return _event(now, f"syncer-{p % SHARDS}", "commit", **fields, **timed)
 
 

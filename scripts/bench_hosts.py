@@ -37,7 +37,8 @@ from ddiloco.engines.children import processes_of
 from ddiloco.engines.role_spec import free_urls
 from ddiloco.network import host_links
 from ddiloco.network.transport import Hub, learner_address, syncer_address
-from ddiloco.observe.eventlog import Event, GrowingLog
+from ddiloco.observe.eventlog import GrowingLog
+from ddiloco.protocol.events import Commit, Crash, Snapshot, Started, Step
 from ddiloco.training import hosts
 from ddiloco.training.island import Island
 
@@ -48,8 +49,10 @@ NOTED = ("step", "copy_out", "apply", "capture", "reset")  # calls that all host
 def one_island(quick: bool) -> Config:
   """An island of two processes."""
   config = bench_overhead.make_config(layers=1 if quick else 4)
-  islands = {"devices": DEVICES, "hosts": HOSTS, "data": 2, "fsdp": 2, "batch_size": 8}
-  return dataclasses.replace(config, islands=dataclasses.replace(config.islands, **islands))
+  islands = dataclasses.replace(
+    config.islands, devices=DEVICES, hosts=HOSTS, data=2, fsdp=2, batch_size=8
+  )
+  return dataclasses.replace(config, islands=islands)
 
 
 # --- One island of two processes: each of them runs this file
@@ -81,6 +84,7 @@ def as_host(
   """Host 0 measures, the other follows; both leave their notes."""
   environment.prepare(num_cpu_devices=DEVICES // HOSTS, cpu_only=True)
   agreed = host_links.IslandIdentity("bench", "", 0, HOSTS)
+  links: Any
   if host:
     links, coordinator = host_links.join(url, agreed, host, None, PATIENCE_SECONDS)
   else:
@@ -161,23 +165,23 @@ def killed_host(folder: Path) -> dict[str, Any]:
   workdir = folder / "run"
   run = launch.start(two_islands(), workdir, "--engine=processes")
 
-  of = GrowingLog(workdir).events
+  log = GrowingLog(workdir)
 
-  def merged(after: int) -> list[Event]:
-    commits = of("commit")
+  def merged(after: int) -> list[Commit]:
+    commits = log.read().of(Commit)
     return [e for e in commits if any(m and n > after for m, n in zip(e.learners, e.incarnations))]
 
   try:
-    wait_for(lambda: of("snapshot") and merged(0), run)
-    life = of("started", "learner-1")[-1].incarnation
+    wait_for(lambda: log.read().of(Snapshot) and merged(0), run)
+    life = log.read().of(Started, "learner-1")[-1].incarnation
     (pid,) = processes_of(workdir, "--learner=1", "--host=1")
     os.kill(pid, signal.SIGKILL)
     again = wait_for(lambda: merged(life), run)[0].time
-    down = wait_for(lambda: of("crash", "learner-1"), run)[0].time
+    down = wait_for(lambda: log.read().of(Crash, "learner-1"), run)[0].time
   finally:
     run.terminate()
     run.wait()
-  meanwhile = [e for e in of("step", "learner-0") if down <= e.time <= again]
+  meanwhile = [e for e in log.read().of(Step, "learner-0") if down <= e.time <= again]
   return {
     "other_island_blocked_seconds": round(sum(e.blocked_seconds for e in meanwhile), 6),
     "other_island_steps_meanwhile": len(meanwhile),

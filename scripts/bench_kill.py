@@ -33,7 +33,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +48,9 @@ from ddiloco.engines import forkserver
 from ddiloco.engines.children import Spawn
 from ddiloco.engines.processes import ProcessesEngine
 from ddiloco.observe import plots
-from ddiloco.observe.eventlog import Event, read_events
+from ddiloco.observe.eventlog import EventLog, read_events
 from ddiloco.observe.style import GLOBAL_MODEL, PALETTE
+from ddiloco.protocol.events import Commit, Event, Fault, Joined, Push, Restart, Started, Step
 from ddiloco.training import data
 
 WARM_UP_SECONDS = 10.0  # from the first step to the first window
@@ -115,17 +115,17 @@ class Ends:
 
   def __init__(self, engine: ProcessesEngine, seconds: float):
     self.engine, self.seconds = engine, seconds
-    self.events: list[Event] = []
+    self.events = EventLog()
     self.said = time.monotonic()
     self.over = False
     self._all_train_at = math.inf
 
   def __call__(self, event: Event) -> None:
-    kind = event.kind
-    if kind in ("fault", "exit", "restart", "joined", "push", "commit", "started"):
+    if isinstance(event, (Fault, Push, Commit, Started)):
       self.events.append(event)
-    if kind in ("fault", "restart", "joined"):
-      print(f"{event.time:6.1f} s {event.get('target', event.role)} {kind}")
+    if isinstance(event, (Fault, Restart, Joined)):
+      who = event.role if isinstance(event, Joined) else event.target
+      print(f"{event.time:6.1f} s {who} {event.kind}")
     if math.isinf(self._all_train_at) and all(self.engine.steps.values()):
       self._all_train_at = event.time
     lasted = max(0.0, event.time - self._all_train_at)
@@ -133,7 +133,7 @@ class Ends:
       self.said = time.monotonic()
       print(f"{lasted:.0f} of {self.seconds:.0f} s, {sum(self.engine.steps.values())}"
             " steps", flush=True)  # fmt: skip
-    if lasted < self.seconds or kind != "commit" or self.over:
+    if lasted < self.seconds or not isinstance(event, Commit) or self.over:
       return
     waits = any(math.isinf(back) for _, back in restarts(self.events)[-1:])
     if not waits or lasted > self.seconds + REJOIN_SECONDS:
@@ -146,7 +146,7 @@ def run(config: Config, folder: Path, seconds: float, mine: frozenset[int]) -> N
   if launch.done_before(config, folder):
     return
   workdirs.claim(folder, config, overwrite=True)
-  engine = Pinned(config, folder, data.open_corpus(config.data), lambda params: 0.0)
+  engine = Pinned(config, folder, data.open_corpus(config.data), lambda params: {"loss": 0.0})
   engine.mine = mine
   ends = Ends(engine, seconds)
   outcome = engine.run([ends])
@@ -157,33 +157,26 @@ def run(config: Config, folder: Path, seconds: float, mine: frozenset[int]) -> N
 # --- what the events say --------------------------------------------------------------------------
 
 
-def restarts(events: Iterable[Event]) -> list[tuple[float, float]]:
+def restarts(events: EventLog) -> list[tuple[float, float]]:
   """(kill, first merged push of the next incarnation) for each kill; inf: not until the next."""
-  events = list(events)
-  kills = [(e.time, e.target) for e in events if e.kind == "fault"]
+  kills = [(e.time, e.target) for e in events.of(Fault)]
   spans = []
   for i, (killed, role) in enumerate(kills):
     until = kills[i + 1][0] if i + 1 < len(kills) else math.inf
-    later = [e for e in events if killed < e.time < until]
-    lives = {e.incarnation for e in later if e.kind == "started" and e.role == role}
-    pushed = {
-      (e.fragment, e.round)
-      for e in later
-      if e.kind == "push" and e.role == role and e.incarnation in lives
-    }
+    later = EventLog(e for e in events if killed < e.time < until)
+    lives = {e.incarnation for e in later.of(Started, role)}
+    pushed = {(e.fragment, e.round) for e in later.of(Push, role) if e.incarnation in lives}
     number = int(role.partition("-")[2])
     merged = (
-      e.time
-      for e in later
-      if e.kind == "commit" and number in e.learners and (e.fragment, e.round) in pushed
+      e.time for e in later.of(Commit) if number in e.learners and (e.fragment, e.round) in pushed
     )
     spans.append((killed, min(merged, default=math.inf)))
   return spans
 
 
-def steps_of(events: Iterable[Event], learner: int) -> Steps:
+def steps_of(events: EventLog, learner: int) -> Steps:
   """Every step but the first."""
-  times = [e.time for e in events if e.kind == "step" and e.role == f"learner-{learner}"]
+  times = [e.time for e in events.of(Step, f"learner-{learner}")]
   return [(after, after - before) for before, after in itertools.pairwise(times)]
 
 
@@ -221,16 +214,16 @@ def measure(folder: Path, survivors: int, every: float) -> dict[str, Any]:
         ratios[part] += [statistics.median(gaps) / usual] if gaps else []
       longest["with"].append(max(parts["all"]) / usual)
       longest["without"] += [max(gap for _, gap in window) / usual for window in calm]
-  back = [b - a for a, b in spans if math.isfinite(b)]
+  away = [back - killed for killed, back in spans if math.isfinite(back)]
   return {
     "survivor_step_ratio": middle(ratios["all"]),
     "survivor_max_gap_ratio": round(max(longest["with"]), 2),
     "max_gap_ratio_without": round(max(longest["without"]), 2),
-    "rejoin_seconds": middle(back, 2),
+    "rejoin_seconds": middle(away, 2),
     "step_ratio_in_restarts": middle(ratios["in"]),
     "step_ratio_between": middle(ratios["between"]),
     "kills": len(spans),
-    "rejoined": len(back),
+    "rejoined": len(away),
     "survivors": survivors,
     "step_ms": round(1e3 * statistics.median(medians), 2),
   }

@@ -84,11 +84,16 @@ def bench_commit(fragment: Fragment, learners: int, repeats: int) -> dict[str, f
     def arrive() -> None:
       ReceivedPushes(fragment, 0).measure(push, threads.map)
 
+    def copy_to(target: np.ndarray) -> None:
+      for _ in range(copies):
+        np.copyto(target, part)
+
     def copy() -> None:
-      list(threads.map(lambda to: [np.copyto(to, part) for _ in range(copies)], targets))
+      list(threads.map(copy_to, targets))
 
     arrival = statistics.median(seconds_of(arrive) for _ in range(repeats))
-    commit(), copy()
+    commit()
+    copy()
     pairs = [(seconds_of(copy), seconds_of(commit)) for _ in range(repeats)]
     tracemalloc.start()
     commit()

@@ -108,7 +108,7 @@ class Interleaved:
   def _bare_block(self) -> list[float]:
     # The first steps do not count: pushes and publishes under way end meanwhile, and a device that
     # rested instead would be faster for a while.
-    seconds, last = [], time.perf_counter()
+    seconds, last = list[float](), time.perf_counter()
     settled, batches = last + SETTLE_SECONDS, itertools.cycle(self.tokens)
     while len(seconds) < self.block:
       self.step(next(batches))
@@ -252,9 +252,8 @@ def with_ray(settings: tuple) -> tuple[Measured, int]:
 
   connect("")
   try:
-    shard, learner = (
-      ray.remote(actor).options(num_cpus=0).remote() for actor in (ShardActor, LearnerActor)
-    )
+    actors: Any = (ray.remote(actor) for actor in (ShardActor, LearnerActor))
+    shard, learner = (actor.options(num_cpus=0).remote() for actor in actors)
     url = ray.get(shard.listen.remote(settings))
     measured = ray.get(learner.train.remote(settings, url))
     return measured, ray.get(shard.end.remote())

@@ -28,7 +28,6 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -78,7 +77,12 @@ def plan_of(values: int, fragments: int) -> Plan:
 
 
 def config_of(learners: int, shards: int, fragments: int) -> Config:
-  sync = {"num_shards": shards, "num_fragments": fragments, "sync_period": 2, "overlap_steps": 1}
+  sync: dict[str, Any] = {
+    "num_shards": shards,
+    "num_fragments": fragments,
+    "sync_period": 2,
+    "overlap_steps": 1,
+  }
   sync |= {"push_codec": "int4", "publish_codec": "int4", "min_quorum": 1, "grace_safety": 0.9}
   outer_settings = {"learning_rate": 0.4, "momentum": 0.9}
   islands = {"num_learners": learners}
@@ -118,14 +122,14 @@ class Counted:
   def __getattr__(self, name: str) -> Any:
     return getattr(self._endpoint, name)
 
-  def send(self, to: str, message: Any) -> int:
+  def send(self, to: str, message: Any, spoil: Any = None) -> int:
     if isinstance(message, Publish) and to == learner_address(0) and message.payload is not None:
       self.bytes["publish"] += len(message.payload)
     if isinstance(message, Replica) and message.owner == message.shard:
       kind = "copy" if message.base_round >= 0 else "first_copy"
       if to != syncer_address(message.shard):
         self.bytes[kind] += len(message.payload)
-    return self._endpoint.send(to, message)
+    return self._endpoint.send(to, message, spoil)
 
 
 def resident_bytes(key: str = "VmRSS") -> int:
@@ -433,6 +437,7 @@ def bench_rounds(values: int, fragments: int, learners: int) -> dict[str, Any]:
 def pause(bench: Bench) -> list[int]:
   """The pushes arrive at a shard that is stopped."""
   shard = bench.shards.processes[0].pid
+  assert shard is not None, "it has been started"
   for learner in bench.learners:
     learner.hold.clear()
   bench.version += 1
@@ -490,4 +495,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  main()

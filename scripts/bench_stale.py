@@ -119,7 +119,7 @@ class Sampler(VirtualIsland):
   def copy_out(self, fragment: int) -> np.ndarray:
     return self._values[fragment]
 
-  def apply(self, fragment: int, staged: np.ndarray, keep: float) -> None:
+  def apply(self, fragment: int, staged: Any, keep: float) -> None:
     self._values[fragment] = np.float32(keep) * self._values[fragment] + staged
 
 

@@ -29,6 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -104,7 +105,7 @@ def over(endpoint, learner: int = 0) -> Callable[[np.ndarray], None]:
 def over_socket(connection: socket.socket) -> Callable[[np.ndarray], None]:
   def transfer(payload: np.ndarray) -> None:
     connection.sendall(payload.nbytes.to_bytes(8, "big"))
-    connection.sendall(payload)
+    connection.sendall(payload.data)
     assert connection.recv(1) == b"!"
 
   return transfer
@@ -121,6 +122,14 @@ def dial(url: str, keys: Keys | None, streams: int = 2, learner: int = 0) -> Net
   return endpoint
 
 
+def answered(endpoint: NetworkEndpoint) -> int:
+  """The round that the next answer names."""
+  delivery = endpoint.receive(SECONDS)
+  assert delivery is not None, "no answer"
+  answer: Any = delivery.message
+  return answer.round
+
+
 def control_under_load(endpoint: NetworkEndpoint, payload: np.ndarray, count: int) -> list[float]:
   """Seconds of round trips of control, while two fragments are always under way."""
   answers, seconds, pushes = 0, [], 0
@@ -130,7 +139,7 @@ def control_under_load(endpoint: NetworkEndpoint, payload: np.ndarray, count: in
       pushes += 1
     before = time.perf_counter()
     endpoint.send(SHARD, RequestMoments(0, 0, (number,)))
-    while (got := endpoint.receive(SECONDS)[1].round) != number:
+    while (got := answered(endpoint)) != number:
       assert got < 1_000_000
       answers += 1
     seconds.append(time.perf_counter() - before)

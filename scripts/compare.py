@@ -198,9 +198,9 @@ def main() -> None:
   options = parser.parse_args()
   only = [name for name in options.only.split(";") if name]
   sizes = ["quick"] if options.quick else options.sizes.split(";")
-  for flag, given, known in (("only", only, METHODS), ("sizes", sizes, {**SIZES, "quick": QUICK})):
-    if unknown := set(given).difference(known):
-      parser.error(f"--{flag}: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
+  for flag, given, names in (("only", only, METHODS), ("sizes", sizes, {**SIZES, "quick": QUICK})):
+    if unknown := set(given).difference(names):
+      parser.error(f"--{flag}: {', '.join(sorted(unknown))} is none of {', '.join(names)}")
   environment.prepare(1, cpu_only=not options.accelerator)
   workdir, seeds = options.workdir.absolute(), 1 if options.quick else options.seeds
 
@@ -226,10 +226,10 @@ def main() -> None:
     print("\n".join(table(known)))
   if options.table or options.picture:
     return
-  relative = {}
-  for each in known:
-    found = {row: each.relative(each.row(row), METHODS[row].beside) for row in METHODS}
-    relative[each.size] = {r: round(statistics.mean(f), 3) for r, f in found.items() if f}
+  relative: dict[str, dict[str, float]] = {}
+  for comparison in known:
+    found = {row: comparison.relative(comparison.row(row), METHODS[row].beside) for row in METHODS}
+    relative[comparison.size] = {r: round(statistics.mean(f), 3) for r, f in found.items() if f}
   print(json.dumps({"relative": relative}))
 
 

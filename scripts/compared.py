@@ -107,7 +107,7 @@ class Method:
   beside: str = "data-parallel"
 
 
-def outer(rate: float, momentum: float) -> dict[str, float]:
+def outer(rate: float, momentum: float) -> dict[str, Any]:
   """Outer Nesterov SGD."""
   return {"outer__learning_rate": rate, "outer__momentum": momentum}
 
@@ -134,8 +134,7 @@ ALL, LARGE = tuple(SIZES), ("33k", "33k, long", "115k", "115k, long", "1m", "10m
 LONG = ("33k", "33k, long")
 SLOW = (1.0, 1.0, 1.2, 1.2)
 PLAIN = {"outer.learning_rate": 1.0, "outer.momentum": 0.0, "outer.decay_share": 0.0}
-AVERAGE = {"sync__merge": "average"}
-SKEWED = {"data__custom": "skewed:source"}
+AVERAGE: dict[str, Any] = {"sync__merge": "average"}
 MOE = {"model.num_experts": 4, "model.mlp_dim": 48}  # two for each token: as much arithmetic
 MUON, TWELVE = {"inner.custom": "muon:optimizer"}, {"sync.num_fragments": 12}
 ASYNCHRONOUS = {  # as the default: eight fragments, each of which may take two steps
@@ -181,7 +180,7 @@ METHODS: dict[str, Method] = {
   "K = M, two slow": variant(sizes=LONG, slowness=SLOW, sync__min_quorum=4),
   "K = 1, two slow": variant(slowness=SLOW, sync__grace_safety=0.0),
   "K = 1 + grace, two slow": variant(sizes=LONG, slowness=SLOW),
-  "skewed data": variant(sizes=LONG, **SKEWED),
+  "skewed data": variant(sizes=LONG, data__custom="skewed:source"),
   "40 faults": variant(sizes=LONG, faults={"count": 40}),
   "160 faults": variant(sizes=("33k, long",), faults={"count": 160}),
   "12 kills, back with own moments": kills("own"),
@@ -255,8 +254,10 @@ class Run:
     if not self.faults:
       return config
     span = config.planned_steps() * STEP_SECONDS
-    roles = {"num_learners": islands, "num_shards": config.sync.num_shards}
-    plan = random_faults(self.seed, span_seconds=span, **roles, **self.faults)
+    shards = config.sync.num_shards
+    plan = random_faults(
+      self.seed, span_seconds=span, num_learners=islands, num_shards=shards, **self.faults
+    )
     values["sync.snapshot_steps"], values["run.max_restarts"] = SNAPSHOT_STEPS, OUTLIVED
     values["chaos.faults"] = tuple(dataclasses.asdict(fault) for fault in plan)
     return launch.config_of(self.base, values)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import bisect
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -71,7 +72,7 @@ def fields(data: bytes) -> bool:
   kinds = list(messages.KINDS.values())
   kind = kinds[data[0] % len(kinds)] if data else kinds[0]
   bulk = kind in messages.BULK
-  count = len(kind.__dataclass_fields__) - bulk
+  count = len(dataclasses.fields(kind)) - bulk
   start = msgpack.encode((kind.__name__, [None] * count))[:-count]  # a byte for each None
   header = wire_format.seal(wire_format.envelope(RUN, PLAN) + start + data[1:])
   return _message(header, b"payload" if bulk else None)
@@ -128,8 +129,9 @@ def parts(data: bytes) -> bool:
   """Four bytes for each of up to 48 steps: [what, how many numbers ahead, total, header]. As over
   real connections, the numbers of a stream only grow; some parts are lost on the way."""
   incoming = peers.Incoming(STREAMS, NETWORK_RUN, peers.BufferPool(), _check)
-  wire, taken_from = _Wire(), []  # bytes of header and payload that are not taken
-  newest, at, last = [-1] * STREAMS, [None] * STREAMS, -1
+  wire, taken_from = _Wire(), list[int]()  # bytes of header and payload that are not taken
+  newest, last = [-1] * STREAMS, -1
+  at: list[int | None] = [None] * STREAMS  # numbers of messages under way
   for place in range(0, min(len(data), 4 * MOST_STEPS) - 3, 4):
     what, ahead, total, header = data[place : place + 4]
     stream = what % STREAMS
@@ -137,12 +139,12 @@ def parts(data: bytes) -> bool:
       incoming.taken(taken_from.pop())
     elif what >= 192:
       at[stream] = None  # its connection has broken
-    elif at[stream] is None:
+    elif (under_way := at[stream]) is None:
       number = newest[stream] + 1 + ahead % 4 * (ahead > 127)
       at[stream] = _offer(incoming, stream, number, total, header, what, wire)
       newest[stream] = max(newest[stream], number if wire.heard else newest[stream])
     else:
-      message = incoming.arrived(stream, at[stream])
+      message = incoming.arrived(stream, under_way)
       at[stream] = None
       if message is not None:
         number = int(message[0])

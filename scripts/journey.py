@@ -18,6 +18,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import ddiloco
 
@@ -171,11 +172,12 @@ def stop_lines() -> int:
   total = 0
   for file in files():
     wanted = {stop.function for stop in JOURNEY if stop.file == file}
+    named: dict[str, Any] = {}
     for node in ast.parse((ROOT / file).read_text()).body:
-      inside = node.body if isinstance(node, ast.ClassDef) else ()
-      named = {getattr(node, "name", ""): node}
-      named |= {f"{node.name}.{each.name}": each for each in inside if hasattr(each, "name")}
-      total += sum(named[n].end_lineno - named[n].lineno + 1 for n in wanted & named.keys())
+      named[getattr(node, "name", "")] = node
+      if isinstance(node, ast.ClassDef):
+        named |= {f"{node.name}.{getattr(each, 'name', '')}": each for each in node.body}
+    total += sum(named[n].end_lineno - named[n].lineno + 1 for n in wanted & named.keys())
   return total
 
 

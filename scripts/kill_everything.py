@@ -27,7 +27,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,8 @@ from ddiloco.checkpoint.signed_json import Damaged
 from ddiloco.checkpoint.snapshots import Storage
 from ddiloco.config import CheckpointConfig, Config, from_dict
 from ddiloco.engines.children import processes_of
-from ddiloco.observe.eventlog import Event, Follower, read_events
+from ddiloco.observe.eventlog import EventLog, Follower, read_events
+from ddiloco.protocol.events import Commit, Owns, Restored, Snapshot, Step
 from ddiloco.roles import initial
 from ddiloco.trace.check import check
 from ddiloco.trace.text import read_trace
@@ -117,14 +117,14 @@ def kill_all(process: subprocess.Popen, workdir: Path) -> None:
 class Life:
   """What became of one start of the run."""
 
-  events: list[Event]
+  events: EventLog
   status: int | None  # None: killed
   start_seconds: float | None  # until its first step
 
 
 def live(workdir: Path, config: Config, engine: str, moment: Moment | None, start: float) -> Life:
   """Starts the run, and kills it at its moment; `start` is how long a start takes, in seconds."""
-  follower, events = Follower(workdir), []
+  follower, events = Follower(workdir), EventLog()
   follower.poll()  # what happened in lives before
   began, stepped, reached = time.monotonic(), None, None
   process = launch.start(config, workdir, f"--engine={engine}")
@@ -133,7 +133,7 @@ def live(workdir: Path, config: Config, engine: str, moment: Moment | None, star
       now = time.monotonic()
       new = follower.poll()
       events += new
-      steps_seen = [e.global_step for e in new if e.kind == "step"]
+      steps_seen = [e.global_step for e in new if isinstance(e, Step)]
       if (workdir / OUTCOME).exists():
         moment = None  # its result is there: the run is over, and is left to be measured
       if steps_seen and stepped is None:
@@ -174,7 +174,7 @@ class Newest:
 
 def newest(storage: Storage) -> Newest:
   """What a resume must begin with; reads and checks every array."""
-  found, damaged, learners = None, [], {}
+  found, damaged, learners = None, list[str](), dict[str, int]()
   for number, snapshot in enumerate(storage.committed()):
     roles, parts = storage.manifest(snapshot)["parts"], {}
     for role in roles:
@@ -198,14 +198,14 @@ def newest(storage: Storage) -> Newest:
 
 def begun_wrong(life: Life, before: Newest) -> list[str]:
   """What a life began with that is not what the newest snapshot has."""
-  wrong, seen = [], set()
+  wrong, seen = list[str](), set[int | str]()
   for event in life.events:
-    if event.kind == "owns" and (p := event.fragment) not in seen:
+    if isinstance(event, Owns) and (p := event.fragment) not in seen:
       seen.add(p)
       mine = event.version, event.round, event.momentum_round
       if mine != (should := before.values.get(p, (0, -1, -1))):
         wrong.append(f"fragment {p} begins with {mine}, the snapshot has {should}")
-    if event.kind == "restored" and (role := event.role) not in seen:
+    if isinstance(event, Restored) and (role := event.role) not in seen:
       seen.add(role)
       if event.snapshot != (part := before.learners.get(role)):
         wrong.append(f"{role} begins with snapshot {event.snapshot}, its newest is {part}")
@@ -215,8 +215,8 @@ def begun_wrong(life: Life, before: Newest) -> list[str]:
 class Chains:
   """The rounds that lead to a value."""
 
-  def __init__(self, events: Iterable[Event]):
-    self.commits = {(e.fragment, e.round): e for e in events if e.kind == "commit"}
+  def __init__(self, events: EventLog):
+    self.commits = {(e.fragment, e.round): e for e in events.of(Commit)}
 
   def counted_twice(self, fragment: int, round_id: int) -> int:
     """Pushes that are in the value of this round more than once."""
@@ -234,7 +234,7 @@ class Chains:
       return [f"fragment {fragment}: {merged_tokens} tokens merged, its rounds make it {summed}"]
     return []
 
-  def rounds(self, fragment: int, round_id: int) -> list[Event]:
+  def rounds(self, fragment: int, round_id: int) -> list[Commit]:
     """The newest first; ends where the log has no commit."""
     found = []
     while (commit := self.commits.get((fragment, round_id))) is not None:
@@ -242,7 +242,7 @@ class Chains:
       round_id = commit.base_round
     return found
 
-  def last(self, fragment: int) -> Event | None:
+  def last(self, fragment: int) -> Commit | None:
     rounds = [r for p, r in self.commits if p == fragment]
     return self.commits[fragment, max(rounds)] if rounds else None
 
@@ -294,8 +294,8 @@ def one_life(
   record.add(
     lives=data["lives"] + 1,
     kills=data["kills"] + (life.status is None),
-    resumes=data["resumes"] + any(e.kind == "owns" and e.version for e in life.events),
-    snapshots=data["snapshots"] + sum(e.kind == "snapshot" for e in life.events),
+    resumes=data["resumes"] + any(e.version for e in life.events.of(Owns)),
+    snapshots=data["snapshots"] + len(life.events.of(Snapshot)),
     versions_back=data["versions_back"] + back,
     counted_twice=max(data["counted_twice"], twice),
     problems=[*data["problems"], *(w for w in wrong if w not in data["problems"])],
@@ -303,7 +303,7 @@ def one_life(
     start_seconds=life.start_seconds or data["start_seconds"],
     values=versions,
   )
-  global_step = max((e.global_step for e in life.events if e.kind == "step"), default=None)
+  global_step = max((e.global_step for e in life.events.of(Step)), default=None)
   when = "its start" if global_step is None else f"global step {global_step}"
   print(
     f"life {data['lives']}: {'killed' if life.status is None else f'exit {life.status}'} at"

@@ -13,6 +13,7 @@ from ddiloco import environment
 from ddiloco import workdir as workdirs
 from ddiloco.config import Config, from_dict
 from ddiloco.observe.eventlog import EventLog, read_events
+from ddiloco.protocol.events import RunFinished
 
 ROOT = Path(__file__).resolve().parent.parent
 SAID_CHARACTERS = 4000  # of the log of a run that failed
@@ -59,7 +60,7 @@ def train(config: Config, workdir: Path, *flags: str) -> EventLog:
 
 def done_before(config: Config, workdir: Path) -> bool:
   """Whether a run of this config has ended in `workdir`, however it did; another one ends us."""
-  if not any(event.kind == "run_finished" for event in read_events(workdir)):
+  if not read_events(workdir).of(RunFinished):
     return False
   if workdirs.saved_config(workdir) != config:
     sys.exit(f"{workdir}: holds another run. Fix: choose another --workdir.")

@@ -31,8 +31,9 @@ import launch
 from ddiloco import workdir as workdirs
 from ddiloco.engines.children import Command, Process, spawn
 from ddiloco.engines.role_spec import free_urls
-from ddiloco.observe.eventlog import Event, GrowingLog
+from ddiloco.observe.eventlog import EventLog, GrowingLog
 from ddiloco.observe.report import write_report
+from ddiloco.protocol.events import Commit, Restored, Snapshot, Started, Step
 from ddiloco.trace import text
 
 PATIENCE_SECONDS = 300.0  # for an island to compile, to join and to be merged
@@ -58,7 +59,7 @@ class Roles:
     self._urls = free_urls(1)
     (workdir / "logs").mkdir(exist_ok=True)
     self._processes: dict[str, Process] = {}
-    self.of = GrowingLog(workdir).events
+    self._log = GrowingLog(workdir)
     self._spawn("syncer-0", self._command(False).syncer(0, self._urls[0]))
 
   def _command(self, cpu: bool) -> Command:
@@ -83,14 +84,19 @@ class Roles:
       process.send_signal(signal.SIGTERM)
       self._gone(process)
 
-  def merged(self, island: int, life: int) -> list[Event]:
-    return [e for e in self.of("commit") if (island, life) in zip(e.learners, e.incarnations)]
+  @property
+  def log(self) -> EventLog:
+    """All that has happened by now."""
+    return self._log.read()
+
+  def merged(self, island: int, life: int) -> list[Commit]:
+    return [e for e in self.log.of(Commit) if (island, life) in zip(e.learners, e.incarnations)]
 
   def wait_merged(self, island: int, lives: int, commits: int) -> None:
     """Until this life of an island, counted from 1, is in so many commits."""
 
     def enough() -> bool:
-      started = self.of("started", f"learner-{island}")
+      started = self.log.of(Started, f"learner-{island}")
       return len(started) >= lives and (
         len(self.merged(island, started[lives - 1].incarnation)) >= commits
       )
@@ -99,7 +105,7 @@ class Roles:
 
   def wait_saved(self, island: int) -> None:
     """Until a snapshot has its part."""
-    self.wait(lambda: any(f"learner-{island}" in e.roles for e in self.of("snapshot")))
+    self.wait(lambda: any(f"learner-{island}" in e.roles for e in self.log.of(Snapshot)))
 
   def wait(self, what: Callable[[], Any]) -> None:
     until = time.monotonic() + PATIENCE_SECONDS
@@ -137,12 +143,13 @@ def swap(roles: Roles, commits: int) -> None:
 
 def lives(roles: Roles) -> list[dict[str, Any]]:
   """What each life of each island was."""
-  steps, restored = roles.of("step"), roles.of("restored")
+  steps, restored = roles.log.of(Step), roles.log.of(Restored)
   found = []
-  for started in roles.of("started", "learner"):
-    me = lambda e: (e.role, e.incarnation) == (started.role, started.incarnation)  # noqa: B023, E731
-    island, own = int(started.role.removeprefix("learner-")), [e for e in steps if me(e)]
-    back = [e.snapshot for e in restored if me(e)]
+  for started in roles.log.of(Started, "learner"):
+    role, life = started.role, started.incarnation
+    island = int(role.removeprefix("learner-"))
+    own = [e for e in steps if (e.role, e.incarnation) == (role, life)]
+    back = [e.snapshot for e in restored if (e.role, e.incarnation) == (role, life)]
     first = min((e.time for e in roles.merged(island, started.incarnation)), default=math.nan)
     found.append(
       {
@@ -174,7 +181,7 @@ def main() -> None:
     print(json.dumps(each))
   proof = text.print_invariants(text.open_trace(given.workdir))
   print(f"Report: {write_report(given.workdir)}")
-  blocked = round(sum(e.blocked_seconds for e in roles.of("step")), 6)
+  blocked = round(sum(e.blocked_seconds for e in roles.log.of(Step)), 6)
   kinds = sorted({each["device_kind"] for each in found})
   print(json.dumps({"kinds": kinds, "blocked_seconds": blocked, "trace": proof, "lives": found}))
   sys.exit(0 if proof else 1)

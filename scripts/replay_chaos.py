@@ -34,8 +34,8 @@ import jax
 from ddiloco.checkpoint import weights
 from ddiloco.config import Config, from_dict
 from ddiloco.engines.threads import ThreadsEngine
-from ddiloco.observe.eventlog import Event, read_events
-from ddiloco.protocol.events import Started
+from ddiloco.observe.eventlog import read_events
+from ddiloco.protocol.events import Event, Fault, Joined, Started
 from ddiloco.roles import initial
 from ddiloco.trace.replay import Home, ReplayIslands, replay_run
 from ddiloco.trace.text import open_trace
@@ -140,7 +140,7 @@ class Bench:
     weights.save(workdir / "result", outcome.params)
 
   def _engine(self, config: Config, workdir: Path) -> ThreadsEngine:
-    return ThreadsEngine(config, workdir, self.corpus, lambda params: 0.0, self._islands)
+    return ThreadsEngine(config, workdir, self.corpus, lambda params: {"loss": 0.0}, self._islands)
 
   def replay(self, config: Config, workdir: Path) -> tuple[dict[str, Any], str]:
     """(summary, first difference) of what `ddiloco replay` would say of it."""
@@ -163,7 +163,7 @@ def main() -> int:
   parser.add_argument("--seed", type=int, default=0, help="of the first run")
   parser.add_argument("--workdir", type=Path, default=None)
   options = parser.parse_args()
-  bench, total = Bench(), collections.Counter()
+  bench, total = Bench(), collections.Counter[str]()
   with tempfile.TemporaryDirectory() as temporary:
     for seed in range(options.seed, options.seed + options.runs):
       workdir = (options.workdir or Path(temporary)) / f"run-{seed}"
@@ -189,10 +189,8 @@ def main() -> int:
 def counted(workdir: Path, summary: dict[str, Any]) -> dict[str, int]:
   """What the last line adds up."""
   events = read_events(workdir)
-  kinds = collections.Counter(
-    event.kind if event.kind != "fault" else event.action for event in events
-  )
-  rejoins = sum(e.kind == "joined" and e.incarnation > 0 for e in events)
+  kinds = collections.Counter(e.action if isinstance(e, Fault) else e.kind for e in events)
+  rejoins = sum(e.incarnation > 0 for e in events.of(Joined))
   return {
     "identical": int(summary["identical"]),
     "kills": kinds["kill"],

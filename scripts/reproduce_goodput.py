@@ -6,8 +6,8 @@ after the other; a killed island's process is started again a second later. Data
 whatever shared cores would take from it unfairly (see ddiloco/baselines/data_parallel.py). All
 figures come from the event logs, by the goodput ledger.
 
-  python scripts/reproduce_goodput.py [--minutes=5] [--kills_per_minute=6] [--seed=0] [--learners=8]
-    [--workdir=DIR] [--plot=docs/goodput.png] [--quick]
+  python scripts/reproduce_goodput.py [--minutes=5] [--kills_per_minute=12] [--seed=0]
+    [--learners=8] [--workdir=DIR] [--plot=docs/goodput.png] [--quick]
 
 With --workdir everything stays there, and a part that is finished is not run again.
 
@@ -45,7 +45,7 @@ from ddiloco.observe import plots
 from ddiloco.observe.eventlog import Event, EventLog, read_events
 from ddiloco.observe.goodput import CAUSES, Goodput, Ledger
 from ddiloco.observe.style import GLOBAL_MODEL, island_colour
-from ddiloco.protocol.events import parse_role
+from ddiloco.protocol.events import Fault, Step, parse_role
 from ddiloco.training import data
 
 if TYPE_CHECKING:
@@ -101,9 +101,11 @@ class Ends(Progress):
     self._engine = engine
 
   def __call__(self, event: Event) -> None:
-    if event.kind == "step" and math.isnan(self._first):
+    if not isinstance(event, Step):
+      return
+    if math.isnan(self._first):
       self._first = event.time
-    if event.kind == "step" and self.over(event.global_step, event.time - self._first):
+    if self.over(event.global_step, event.time - self._first):
       self._engine.stop.set()
 
 
@@ -115,7 +117,8 @@ def run(part: str, config: Config, folder: Path, seconds: float) -> EventLog:
   shutil.rmtree(folder, ignore_errors=True)
   if part == "decoupled":
     workdirs.claim(folder, config, overwrite=True)
-    engine = ProcessesEngine(config, folder, data.open_corpus(config.data), lambda params: 0.0)
+    corpus = data.open_corpus(config.data)
+    engine = ProcessesEngine(config, folder, corpus, lambda params: {"loss": 0.0})
     engine.cpu_only = True  # also where there are accelerators: all runs share these cores
     ends = Ends(engine, seconds)
     reason = engine.run([ends]).reason
@@ -137,26 +140,26 @@ def account(events: Sequence[Event]) -> Goodput:
   return ledger.report()
 
 
-def first_step(events: Sequence[Event]) -> float:
-  return min(event.time - event.seconds for event in events if event.kind == "step")
+def first_step(events: EventLog) -> float:
+  return min(event.time - event.seconds for event in events.of(Step))
 
 
-def kills(events: Sequence[Event]) -> list[tuple[float, str]]:
+def kills(events: EventLog) -> list[tuple[float, str]]:
   """(seconds since the first step, whom), as they were performed."""
   start = first_step(events)
-  return [(e.time - start, e.target) for e in events if e.kind == "fault"]
+  return [(e.time - start, e.target) for e in events.of(Fault)]
 
 
-def typical(events: Sequence[Event]) -> tuple[float, float]:
+def typical(events: EventLog) -> tuple[float, float]:
   """(median, ninth decile) of the steps' seconds: whether the pace was kept."""
-  steps = sorted(event.seconds for event in events if event.kind == "step")
+  steps = sorted(event.seconds for event in events.of(Step))
   return steps[len(steps) // 2], steps[9 * len(steps) // 10]
 
 
-def pauses(events: Sequence[Event]) -> list[float]:
+def pauses(events: EventLog) -> list[float]:
   """Seconds of every time in which no island was in a step, between the first step and the last."""
   found, until = [], math.inf
-  steps = [(e.time - e.seconds, e.time) for e in events if e.kind == "step"]
+  steps = [(e.time - e.seconds, e.time) for e in events.of(Step)]
   for begin, end in sorted(steps):
     if begin - until > SHORTEST_PAUSE_SECONDS:
       found.append(begin - until)
@@ -237,11 +240,11 @@ def draw(
     plots.save(figure, path)
 
 
-def lanes(axes: Axes, events: Sequence[Event], learners: int, redone: bool) -> None:
+def lanes(axes: Axes, events: EventLog, learners: int, redone: bool) -> None:
   """A row for each island; `redone`: a step that is done again later was lost."""
   start = first_step(events)
   for m in range(learners):
-    steps = [e for e in events if e.kind == "step" and e.role == f"learner-{m}"]
+    steps = events.of(Step, f"learner-{m}")
     lowest, kept = math.inf, []
     for event in reversed(steps):
       kept.append(not redone or event.step < lowest)
@@ -256,7 +259,8 @@ def lanes(axes: Axes, events: Sequence[Event], learners: int, redone: bool) -> N
       axes.broken_barh(bars, (m - 0.38, 0.76), color=island_colour(m), alpha=alpha, lw=0)
   marks = [(at, parse_role(whom)[1]) for at, whom in kills(events)]
   if marks:
-    axes.scatter(*zip(*marks), marker="x", s=26, lw=1.4, color=GLOBAL_MODEL, zorder=5)
+    times, islands = zip(*marks)
+    axes.scatter(times, islands, marker="x", s=26, lw=1.4, color=GLOBAL_MODEL, zorder=5)
   axes.set_yticks([0, learners - 1], ["island 0", f"island {learners - 1}"])
   axes.set_ylim(learners - 0.4, -0.6)
   axes.grid(False, axis="y")
@@ -306,7 +310,9 @@ def whole(options: argparse.Namespace, folder: Path) -> int:
 def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   parser.add_argument("--minutes", type=float, default=5.0, help="of each run, after its start")
-  parser.add_argument("--kills_per_minute", type=float, default=6.0, help="of all islands together")
+  parser.add_argument(
+    "--kills_per_minute", type=float, default=12.0, help="of all islands together"
+  )
   parser.add_argument("--seed", type=int, default=0)
   parser.add_argument("--learners", type=int, default=8)
   parser.add_argument("--workdir", type=Path, help="keeps the runs; default: a temporary folder")

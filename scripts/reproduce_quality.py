@@ -36,6 +36,7 @@ from ddiloco.observe import plots
 from ddiloco.observe.eventlog import EventLog
 from ddiloco.observe.style import GLOBAL_MODEL, PALETTE
 from ddiloco.observe.tracks import recoveries
+from ddiloco.protocol.events import Evaluation, Step
 
 ROWS = ("undisturbed", "chaos")
 LEARNERS, SHARDS, BATCH, LENGTH = 4, 2, 4, 128  # of configs/quickstart.py
@@ -73,12 +74,12 @@ def make_config(
 
 def losses(events: EventLog) -> list[tuple[int, float]]:
   """(merged tokens, held-out loss of the global model) of every evaluation."""
-  return [(e.merged_tokens, e.loss) for e in events if e.kind == "evaluation"]
+  return [(e.merged_tokens, e.loss) for e in events.of(Evaluation)]
 
 
 def span_seconds(events: EventLog) -> float:
   """From the first step to the end."""
-  steps = [e.time for e in events if e.kind == "step"]
+  steps = [e.time for e in events.of(Step)]
   return max(steps) - min(steps)
 
 

@@ -22,6 +22,7 @@ import math
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -111,7 +112,11 @@ def draw(goodput: dict[str, np.ndarray], worst: float, path: Path) -> None:
       axes.plot(CHIPS, ours, color=colour, lw=2, ls="--" if row in NAMES else "-")
       axes.plot(CHIPS, PUBLISHED[row], "o", mfc="white", mec=colour, mew=1.6, ms=7, clip_on=False)
       label = NAMES.get(row, f"{row.removeprefix('M=')} learners")
-      place = {"xytext": (10, -4), "textcoords": "offset points", "annotation_clip": False}
+      place: dict[str, Any] = {
+        "xytext": (10, -4),
+        "textcoords": "offset points",
+        "annotation_clip": False,
+      }
       axes.annotate(label, (CHIPS[-1], ours[-1]), color=colour, weight="bold", **place)
     axes.plot([], [], color="#777777", lw=2, label="simulated here")
     axes.plot([], [], "o", mfc="white", mec="#777777", mew=1.6, ms=7, label="published (Table 1)")

@@ -35,10 +35,11 @@ import launch
 
 from ddiloco import config as config_lib
 from ddiloco.chaos.random_plans import random_faults
-from ddiloco.observe.eventlog import Event, read_events
+from ddiloco.observe.eventlog import EventLog, read_events
 from ddiloco.observe.goodput import Ledger
 from ddiloco.observe.tracks import Recovery, longest_stall_seconds, lost_rounds, recoveries
 from ddiloco.observe.tracks import unplanned as unplanned_of
+from ddiloco.protocol.events import RunFinished, Step
 
 LEARNERS, SHARDS = 4, 2
 STEP_SECONDS = 0.05
@@ -61,7 +62,7 @@ def make_config(faults: int, span_seconds: float, seed: int) -> config_lib.Confi
   return config_lib.from_dict(c)
 
 
-def judge(events: Sequence[Event], planned: int, stall_seconds: float) -> dict[str, Any]:
+def judge(events: EventLog, planned: int, stall_seconds: float) -> dict[str, Any]:
   """The numbers of the last line."""
   found = recoveries(events)
   back = [each.seconds for each in found if math.isfinite(each.seconds)]
@@ -69,7 +70,7 @@ def judge(events: Sequence[Event], planned: int, stall_seconds: float) -> dict[s
   for event in events:
     ledger.take(event)
   account = ledger.report()
-  finished = [event.reason for event in events if event.kind == "run_finished"]
+  finished = [event.reason for event in events.of(RunFinished)]
   return {
     "faults": planned,
     "struck": len(found),
@@ -78,7 +79,7 @@ def judge(events: Sequence[Event], planned: int, stall_seconds: float) -> dict[s
     "longest_stall_seconds": round(stall, 3),
     "lost_rounds": len(lost_rounds(events)),
     "unplanned": len(unplanned_of(events)),
-    "blocked_seconds": sum(e.blocked_seconds for e in events if e.kind == "step"),
+    "blocked_seconds": sum(e.blocked_seconds for e in events.of(Step)),
     "uptime": round(account.uptime, 5),
     "goodput": round(account.goodput_training, 4),
     "recovered": len(back),

@@ -7,7 +7,7 @@ if [ $# -gt 0 ] && [ "$1" != --all ]; then
 fi
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-.venv/bin/mypy # the pure packages; mypy.ini names them
+.venv/bin/mypy # the pure packages and the scripts; mypy.ini names them
 tests=(-m "not slow")
 [ "${1:-}" != --all ] || tests=()
 # In two processes, since many tests wait more than they compute.

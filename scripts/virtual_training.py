@@ -164,6 +164,7 @@ class Trainer(VirtualIsland):
     super().__init__(world, learner, seed)
     self._config, self._number, self._valued = config, learner, world
     self._island, self._stream = new_island(config), _stream(config, learner)
+    self.num_moments = self._island.num_moments
 
   def reset(self) -> None:
     super().reset()
@@ -186,7 +187,8 @@ class Trainer(VirtualIsland):
     return self._island.to_host(super().to_host(pieces, fragment), fragment)
 
   def stage(self, fragment: int, flat: Any) -> Any:
-    return self._island.stage(fragment, super().stage(fragment, flat))
+    self._valued.spend(self._valued.pace.stage_seconds)
+    return self._island.stage(fragment, flat)
 
   def apply(self, fragment: int, staged: Any, keep: float) -> None:
     self._island.apply(fragment, staged, keep)
@@ -197,18 +199,15 @@ class Trainer(VirtualIsland):
   def restore(self, arrays: Mapping[str, Any]) -> None:
     self._island.restore(arrays)
 
-  @property
-  def num_moments(self) -> int:
-    return self._island.num_moments
-
   def copy_out_moments(self, fragment: int) -> Any:
     return self._island.copy_out_moments(fragment)
 
   def count(self) -> int:
     return int(self._island.count())
 
-  def moments_to_host(self, pieces: Any, fragment: int) -> np.ndarray:
-    return self._island.moments_to_host(super().moments_to_host(pieces, fragment), fragment)
+  def moments_to_host(self, pieces: Any, fragment: int) -> Any:
+    self._valued.spend(self._valued.pace.cut_seconds)
+    return self._island.moments_to_host(pieces, fragment)
 
   def stage_moments(self, fragment: int, flat: Any) -> Any:
     self._valued.spend(self._valued.pace.stage_seconds)
@@ -231,11 +230,11 @@ def new_island(config: Config) -> Island:
     max_rows=whole.max_rows,
     average_embeddings=whole.average_embeddings,
   )
-  constant = {"learning_rate": 1.0, "warmup_steps": 0, "decay_steps": 1, "final_share": 1.0}
+  constant: dict[str, Any] = {"learning_rate": 1.0, "warmup_steps": 0, "decay_steps": 1}
   same = dataclasses.replace(
     config,
     seed=0,
-    inner=dataclasses.replace(config.inner, **constant),
+    inner=dataclasses.replace(config.inner, **constant, final_share=1.0),
     islands=IslandsConfig(num_learners=1, batch_size=config.islands.batch_size),
     sync=sync,
     outer=OuterConfig(),

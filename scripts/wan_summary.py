@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from ddiloco.config import Config, from_dict
-from ddiloco.observe.eventlog import Event, read_events
+from ddiloco.observe.eventlog import E, Event, read_events
 from ddiloco.protocol import events
 from ddiloco.protocol.actions import due_after
 from ddiloco.protocol.events import parse_role
@@ -55,7 +55,7 @@ TITLES = {
 }
 
 
-def utilisation(steps: list[Event]) -> float | None:
+def utilisation(steps: list[events.Step]) -> float | None:
   """Of one learner's step events in order of time; None where there are too few to say."""
   if len(steps) < 2 or steps[-1].time <= steps[0].time:
     return None
@@ -63,7 +63,7 @@ def utilisation(steps: list[Event]) -> float | None:
   return round(inside / (steps[-1].time - steps[0].time), 4)
 
 
-def moved_bytes(traffic: list[Event]) -> int:
+def moved_bytes(traffic: list[events.Traffic]) -> int:
   """Sent and received; counters restart with every incarnation."""
   last = {event.incarnation: event for event in traffic}
   return sum(event.sent_bytes + event.received_bytes for event in last.values())
@@ -71,23 +71,19 @@ def moved_bytes(traffic: list[Event]) -> int:
 
 def summarise(workdir: Path) -> dict[str, Any]:
   """By learner, what its steps and bytes say."""
-  steps: dict[str, list[Event]] = defaultdict(list)
-  traffic: dict[str, list[Event]] = defaultdict(list)
-  for event in read_events(workdir):
-    kind, number = parse_role(event.role)
-    if kind == "learner" and event.kind in ("step", "traffic"):
-      (steps if event.kind == "step" else traffic)[str(number)].append(event)
-  outcome = workdir / "outcome.json"
-  learners = sorted(steps, key=int)
+  log = read_events(workdir)
+  traffic, outcome = _by_role(log, events.Traffic), workdir / "outcome.json"
+  steps = {str(parse_role(role)[1]): each for role, each in _by_role(log, events.Step).items()}
+  steps = dict(sorted(steps.items(), key=lambda item: int(item[0])))
   return {
-    "utilisation": {m: utilisation(steps[m]) for m in learners},
+    "utilisation": {m: utilisation(each) for m, each in steps.items()},
     "blocked_seconds": {
-      m: round(sum(step.blocked_seconds for step in steps[m][1:]), 3) for m in learners
+      m: round(sum(step.blocked_seconds for step in each[1:]), 3) for m, each in steps.items()
     },
-    "bytes": {m: moved_bytes(traffic[m]) for m in learners},
-    "steps": {m: len(steps[m]) for m in learners},
+    "bytes": {m: moved_bytes(traffic[f"learner-{m}"]) for m in steps},
+    "steps": {m: len(each) for m, each in steps.items()},
     "step_seconds": {
-      m: round(statistics.median(step.seconds for step in steps[m]), 4) for m in learners
+      m: round(statistics.median(step.seconds for step in each), 4) for m, each in steps.items()
     },
     "loss": json.loads(outcome.read_text()).get("loss_merged") if outcome.exists() else None,
   }
@@ -131,8 +127,9 @@ def _key(event: Any) -> tuple[int, int]:
   return event.fragment, event.round  # shards may count alike
 
 
-def _by_role(run: Sequence[Event], kind: type[Event]) -> dict[str, list[Any]]:
-  found: dict[str, list[Any]] = defaultdict(list)
+def _by_role(run: Sequence[Event], kind: type[E]) -> dict[str, list[E]]:
+  """Those of the learners."""
+  found: dict[str, list[E]] = defaultdict(list)
   for event in run:
     if isinstance(event, kind) and event.role.startswith("learner-"):
       found[event.role].append(event)

@@ -10,6 +10,7 @@ from pathlib import Path
 from ddiloco.chaos.requests import ask_for
 from ddiloco.config import Fault
 from ddiloco.observe.eventlog import GrowingLog
+from ddiloco.protocol.events import Snapshot
 
 LOOK_SECONDS = 0.1
 
@@ -22,7 +23,7 @@ def killed_once_saved(workdir: Path, role: str) -> Iterator[None]:
   def strike() -> None:
     log = GrowingLog(workdir)
     while not over.wait(LOOK_SECONDS):
-      if any(role in e.roles for e in log.events("snapshot")):
+      if any(role in e.roles for e in log.read().of(Snapshot)):
         return ask_for(workdir, Fault("kill", role, at_seconds=0.0, seconds=0.2))
 
   thread = threading.Thread(target=strike, name="strike")

@@ -23,7 +23,7 @@ from ddiloco.core.codec import Encoded
 from ddiloco.core.commit import Committed
 from ddiloco.core.fragments import Plan
 from ddiloco.network.transport import Endpoint, syncer_address
-from ddiloco.observe.eventlog import Recorder
+from ddiloco.observe.eventlog import Records
 from ddiloco.protocol import events
 from ddiloco.protocol.actions import smooth
 from ddiloco.protocol.messages import (
@@ -143,7 +143,7 @@ class Replication:
     copies: Copies,
     buddy: int,
     patience_seconds: float,
-    recorder: Recorder,
+    recorder: Records,
     time: Time = REAL_TIME,
   ):
     self.background: Callable[[Job], None] = at_once

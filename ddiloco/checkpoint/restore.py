@@ -20,7 +20,7 @@ from ddiloco.checkpoint.signed_json import Damaged, SignedJson
 from ddiloco.config import Config, ConfigError
 from ddiloco.core.commit import Committed, FragmentStore
 from ddiloco.core.fragments import Plan, owned_by, shard_of
-from ddiloco.observe.eventlog import Recorder, newest_event
+from ddiloco.observe.eventlog import Records, newest_event
 from ddiloco.observe.guards import warn
 from ddiloco.protocol import causality, events, learner, syncer
 from ddiloco.protocol.learner_state import LearnerState
@@ -102,7 +102,7 @@ def begin_learner(
   plan: Plan,
   island,
   storage: Storage | None,
-  recorder: Recorder,
+  recorder: Records,
   now: Callable[[], float] = time.monotonic,
 ) -> ResumeState:
   """Brings the island to where this learner begins: its own newest part, or zeros.

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
-from ddiloco.observe.eventlog import Recorder
+from ddiloco.observe.eventlog import Records
 from ddiloco.observe.guards import warn
 from ddiloco.protocol import causality, events
 from ddiloco.runtime import REAL_TIME, Job, Loop, Time
@@ -46,7 +46,7 @@ class Saver:
     storage: Storage,
     role: str,
     incarnation: int,
-    recorder: Recorder,
+    recorder: Records,
     disk: Callable[[], None] = lambda: None,
     time: Time = REAL_TIME,
   ):

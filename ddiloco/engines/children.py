@@ -26,7 +26,10 @@ class Closable(Protocol):
 class Process(Protocol):
   """What a child needs of its process: a part of `subprocess.Popen`, which may also be far away."""
 
-  stdin: Closable | None
+  @property
+  def stdin(self) -> Closable | None:
+    """Closed when it is buried."""
+    ...
 
   def poll(self) -> int | None:
     """The exit status, negative for a signal; None while it runs."""

@@ -86,6 +86,7 @@ class Forked:
   """What a supervisor needs of a process (`children.Process`)."""
 
   def __init__(self, process: BaseProcess, stdin: Connection, stdout: Connection | None = None):
+    assert process.pid is not None, "it has been started"
     self.pid = process.pid
     self.stdin, self.stdout = stdin, stdout  # of the process: ours to write and to read
     self._process = process

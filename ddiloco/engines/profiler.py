@@ -16,9 +16,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from ddiloco.config import ConfigError
-from ddiloco.observe.eventlog import Follower
+from ddiloco.observe.eventlog import Follower, Records
 from ddiloco.observe.guards import ended
-from ddiloco.observe.hangs import Records
 from ddiloco.observe.request_file import RequestFile, append_request
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Event

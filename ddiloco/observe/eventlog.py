@@ -16,7 +16,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -136,6 +136,16 @@ Listener = Callable[[Event], None]
 E = TypeVar("E", bound=Event)
 
 FLUSH_SECONDS = 1.0
+
+
+class Records(Protocol):
+  """What a role tells what happens to: its `Recorder`, or what stands for one."""
+
+  def record(self, event: Event) -> None:
+    """Takes an event; does not wait."""
+
+  def flush(self) -> None:
+    """Waits until all before is in the log, for a second at most."""
 
 
 class Recorder:
@@ -276,6 +286,10 @@ class EventLog(list[Event]):
   def __init__(self, events: Iterable[Event] = (), torn_lines: int = 0):
     super().__init__(events)
     self.torn_lines = torn_lines
+
+  def of(self, kind: type[E], role: str = "") -> list[E]:
+    """Those of a kind; of roles whose names begin like this."""
+    return [e for e in self if isinstance(e, kind) and e.role.startswith(role)]
 
 
 class EventStream:
@@ -427,15 +441,11 @@ class GrowingLog:
   """The log of a run under way, in memory, for those who look at all of it again and again."""
 
   def __init__(self, workdir: str | os.PathLike[str]):
-    self._follower, self._events = Follower(workdir), list[Event]()
+    self._follower, self._events = Follower(workdir), EventLog()
 
-  def events(self, kind: str = "", role: str = "") -> list[Event]:
-    """Those that are there by now, in order of time.
-
-    Args:
-      kind: only events of this one; empty: all.
-      role: only of roles whose names begin so.
-    """
+  def read(self) -> EventLog:
+    """All that is there by now."""
     self._events += self._follower.poll()
     self._events.sort(key=lambda e: e.time)
-    return [e for e in self._events if e.kind == (kind or e.kind) and e.role.startswith(role)]
+    self._events.torn_lines = self._follower.torn_lines
+    return self._events

@@ -12,20 +12,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Protocol
 
+from ddiloco.observe.eventlog import Records
 from ddiloco.observe.guards import say
 from ddiloco.protocol import events
 
 HANG_STEPS = 20.0  # a loop that takes so many usual steps, and run.hang_seconds, hangs
 PAUSED_SECONDS = 5.0  # at most between two looks; else the process itself stood still, and no role
 MOST_CHARACTERS = 40_000  # of stacks; a process may have thousands of threads
-
-
-class Records(Protocol):
-  """What takes the event."""
-
-  def record(self, event: events.Event) -> None: ...
 
 
 @dataclasses.dataclass

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from ddiloco.chaos.faults import Faults
 from ddiloco.network.transport import Counters, Delivery, claimed_sender
-from ddiloco.observe.eventlog import Recorder
 from ddiloco.protocol.events import Event, Step, format_role, parse_role, stamped
 from ddiloco.protocol.messages import Message
 from ddiloco.runtime import Loop, Runtime
@@ -55,7 +54,7 @@ class Actor:
     """What its role is given."""
     return Runtime(
       self,
-      cast(Recorder, self),
+      self,
       saver,
       time=self,
       deltas=lambda sync: self.world.deltas(self),

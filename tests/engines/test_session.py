@@ -18,6 +18,7 @@ from ddiloco.engines import session
 from ddiloco.models import transformer
 from ddiloco.observe.eventlog import Event, GrowingLog, read_events
 from ddiloco.observe.report import PICTURES
+from ddiloco.protocol.events import Commit
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 MODEL = {"num_layers": 1, "model_dim": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8,
@@ -201,7 +202,7 @@ def test_an_interrupt_leaves_result_and_report(tmp_path):
   )
   try:
     log = GrowingLog(workdir)
-    while not log.events("commit"):
+    while not log.read().of(Commit):
       assert run.poll() is None, run.communicate()[0]
       try:
         run.wait(0.2)

@@ -133,7 +133,7 @@ class Run:
     log = GrowingLog(self.workdir)
 
     def compiled() -> bool:
-      events = log.events()
+      events = log.read()
       began = [i for i, e in enumerate(events) if e.kind == "run_started"]
       return len(began) > self.lives and any(e.kind == "joined" for e in events[began[-1] :])
 
