@@ -58,7 +58,11 @@ def chaos(tmp_path_factory):
     {"action": "kill", "role": "syncer-0", "at_step": 130, "seconds": 0.2},
   ]
   workdir = tmp_path_factory.mktemp("run") / "chaos"
-  config = make_config(3, 300, chaos={"faults": faults}, run={"compare_alone": True})
+  # Steps take a while, so that no island is at its kill before the others have begun.
+  config = make_config(
+    3, 300, chaos={"faults": faults}, run={"compare_alone": True},
+    islands={"min_step_seconds": 0.005},
+  )  # fmt: skip
   return workdir, config, *train(config, workdir)
 
 
