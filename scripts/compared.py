@@ -20,7 +20,7 @@ from outer_gradients import Observer, Seen
 from virtual_training import STEP_SECONDS, Text, Valued
 
 from ddiloco.chaos.random_plans import random_faults
-from ddiloco.config import Config
+from ddiloco.config import Config, Fault
 
 # --- What is compared
 
@@ -92,6 +92,7 @@ class Method:
       with its own share of the tokens.
     slowness: of the islands.
     faults: how many, and of which kinds: arguments of `random_faults`, spread over the whole run.
+    presence: by learner, from which to which share of the run it takes part; others do all along.
     sizes: where it is run.
     beside: the row of data-parallel that it is compared with.
   """
@@ -103,6 +104,7 @@ class Method:
   how: str = "exchange"
   slowness: tuple[float, ...] = ()
   faults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  presence: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
   sizes: tuple[str, ...] = ("33k",)
   beside: str = "data-parallel"
 
@@ -117,12 +119,15 @@ def variant(
   sizes: tuple[str, ...] = ("33k",),
   slowness: tuple[float, ...] = (),
   faults: Mapping[str, Any] | None = None,
+  presence: Mapping[str, tuple[float, float]] | None = None,
   **fields: Any,
 ) -> Method:
   """Of the default; a field's name has __ for its dot."""
   changed = {name.replace("__", "."): value for name, value in fields.items()}
-  of = f"default, M = {learners}"
-  return Method("default", changed, learners, of, "exchange", slowness, faults or {}, sizes)
+  of, how = f"default, M = {learners}", "exchange"
+  return Method(
+    "default", changed, learners, of, how, slowness, faults or {}, presence or {}, sizes
+  )
 
 
 def kills(rejoin: str) -> Method:
@@ -133,10 +138,20 @@ def kills(rejoin: str) -> Method:
 ALL, LARGE = tuple(SIZES), ("33k", "33k, long", "115k", "115k, long", "1m", "10m")
 LONG = ("33k", "33k, long")
 SLOW = (1.0, 1.0, 1.2, 1.2)
+# Two islands stay, and two others are exchanged for new ones at every quarter of the run.
+COME_AND_GO = {f"learner-{2 + m}": (m // 2 / 4, m // 2 / 4 + 1 / 4) for m in range(8)}
 PLAIN = {"outer.learning_rate": 1.0, "outer.momentum": 0.0, "outer.decay_share": 0.0}
 AVERAGE: dict[str, Any] = {"sync__merge": "average"}
 MOE = {"model.num_experts": 4, "model.mlp_dim": 48}  # two for each token: as much arithmetic
 MUON, TWELVE = {"inner.custom": "muon:optimizer"}, {"sync.num_fragments": 12}
+SCANS: dict[str, Any] = {"image_size": 8, "patch_size": 2, "image_channels": 1}
+IMAGES = {  # half of the rows are an image and its caption
+  **{f"model.{name}": value for name, value in SCANS.items()},
+  "data.custom": "ddiloco.training.captions:digits",
+  "data.options": {**SCANS, "image_share": 0.5},
+  "data.sequence_length": 96,  # 16 patches and the longest caption; divides a run's tokens
+  "data.heldout_sequences": 512,
+}
 ASYNCHRONOUS = {  # as the default: eight fragments, each of which may take two steps
   "sync.blocking": False,
   "sync.num_shards": 2,
@@ -148,6 +163,7 @@ METHODS: dict[str, Method] = {
   "data-parallel": Method("data_parallel", how="together", sizes=ALL),
   "data-parallel, Muon": Method("data_parallel", MUON, how="together", sizes=LONG),
   "data-parallel, MoE": Method("data_parallel", MOE, how="together", sizes=LONG),
+  "data-parallel, text and images": Method("data_parallel", IMAGES, how="together", sizes=LONG),
   "one island alone": Method("data_parallel", how="alone", of="data-parallel"),
   "DiLoCo, M = 1": Method("diloco", learners=1, sizes=LONG),
   "DiLoCo, M = 4": Method("diloco", sizes=LARGE),
@@ -164,6 +180,9 @@ METHODS: dict[str, Method] = {
   "default, M = 16": Method(learners=16),
   "default, Muon inside, M = 4": Method(fields=MUON, sizes=LONG),
   "default, MoE, M = 4": Method(fields=MOE, sizes=LONG, beside="data-parallel, MoE"),
+  "default, text and images, M = 4": Method(
+    fields=IMAGES, sizes=LONG, beside="data-parallel, text and images"
+  ),
   "default, overwrite, M = 4": Method(fields={"sync.apply": "overwrite"}, sizes=(*LONG, "115k")),
   "outer 0.7/0": variant(sizes=LONG, **outer(0.7, 0.0)),
   "outer 0.4/0.9": variant(sizes=LONG, **outer(0.4, 0.9)),
@@ -181,6 +200,7 @@ METHODS: dict[str, Method] = {
   "K = 1, two slow": variant(slowness=SLOW, sync__grace_safety=0.0),
   "K = 1 + grace, two slow": variant(sizes=LONG, slowness=SLOW),
   "skewed data": variant(sizes=LONG, data__custom="skewed:source"),
+  "islands come and go": variant(sizes=LONG, presence=COME_AND_GO),
   "40 faults": variant(sizes=LONG, faults={"count": 40}),
   "160 faults": variant(sizes=("33k, long",), faults={"count": 160}),
   "12 kills, back with own moments": kills("own"),
@@ -217,6 +237,7 @@ class Run:
   point: Point
   seed: int
   faults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  presence: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
 
   @property
   def key(self) -> str:
@@ -251,14 +272,18 @@ class Run:
       values["sync.min_quorum"] = islands
     values |= self.fields
     config = launch.config_of(self.base, values)
-    if not self.faults:
-      return config
     span = config.planned_steps() * STEP_SECONDS
-    shards = config.sync.num_shards
-    plan = random_faults(
-      self.seed, span_seconds=span, num_learners=islands, num_shards=shards, **self.faults
-    )
-    values["sync.snapshot_steps"], values["run.max_restarts"] = SNAPSHOT_STEPS, OUTLIVED
+    plan = [
+      Fault("join", name, at_seconds=begin * span, seconds=-1)
+      for name, (begin, _) in self.presence.items()
+      if begin
+    ]
+    if self.faults:
+      shards = config.sync.num_shards
+      plan += random_faults(
+        self.seed, span_seconds=span, num_learners=islands, num_shards=shards, **self.faults
+      )
+      values["sync.snapshot_steps"], values["run.max_restarts"] = SNAPSHOT_STEPS, OUTLIVED
     values["chaos.faults"] = tuple(dataclasses.asdict(fault) for fault in plan)
     return launch.config_of(self.base, values)
 
@@ -266,9 +291,9 @@ class Run:
 class Observed(Valued):
   """A world whose commits are looked at."""
 
-  def __init__(self, text: Text, seed: int, slowness: tuple[float, ...]):
+  def __init__(self, text: Text, run: Run):
     self.seen: list[Seen] = []
-    super().__init__(text, seed, text.config.chaos.faults, slowness)
+    super().__init__(text, run.seed, text.config.chaos.faults, run.slowness, run.presence)
 
   def merger(self, actor, fragments) -> Observer:
     return Observer(fragments, self.kept, self.config).watch(self.seen)
@@ -281,10 +306,9 @@ def train(run: Run) -> dict[str, Any]:
   if run.how != "exchange":
     loss = text.trained_alone(config.planned_steps())
     return {"loss": loss, "seconds": time.monotonic() - began}
-  world = Observed(text, run.seed, run.slowness)
-  actors = [world.actors["learner", m] for m in range(run.learners)]
+  world = Observed(text, run)
   loss = world.train()
-  states = [actor.state for actor in actors]
+  states = [actor.state for actor in world.learners()]
   trained = sum(state.trained_tokens for state in states)
   share = {
     name: statistics.mean(
@@ -396,7 +420,7 @@ class Comparison:
     """One run of a row."""
     m = METHODS[row]
     of_method = m.base, m.fields, m.learners, m.how, m.slowness
-    run = Run(self.size, *of_method, point, seed, m.faults)
+    run = Run(self.size, *of_method, point, seed, m.faults, m.presence)
     return self._runs(run, row)
 
   def point(self, row: str) -> Point | None:

@@ -5,8 +5,8 @@ steps take virtual time. So a run is a pure function of its config, seed and pac
 machine does, and what differs between two runs is what their configs say.
 
 An island makes its quota of steps and leaves, and all learning rates come to the end of
-their schedule with it: all runs of one budget train on equally many tokens, merged or not. Steps
-that die with a killed island count as made, and it goes on with the data after them.
+their schedule with the run: all runs of one budget train on equally many tokens, merged or not.
+Steps that die with a killed island count as made, and it goes on with the data after them.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from ddiloco.config import (
 from ddiloco.core.commit import Committed, Merger
 from ddiloco.core.delta import Deltas
 from ddiloco.core.fragments import Fragment, Plan, gather, scatter
+from ddiloco.network.transport import learner_address
 from ddiloco.protocol.syncer_state import FragmentState
 from ddiloco.roles import initial
 from ddiloco.simulation.actor import Actor
@@ -73,6 +74,7 @@ class Valued(World):
     seed: of paces, and of data that a problem makes itself.
     faults: what strikes.
     slowness: by learner, how many times as long its steps take; empty: all are equal.
+    presence: by learner, from which to which share of the run it takes part; others do all along.
 
   Attributes:
     quotas: by learner, the steps it is to make.
@@ -85,12 +87,15 @@ class Valued(World):
     seed: int,
     faults: Sequence[Fault] = (),
     slowness: Sequence[float] = (),
+    presence: Mapping[str, tuple[float, float]] | None = None,
   ):
     self.problem = problem
-    learners = problem.config.islands.num_learners
+    config, learners = problem.config, problem.config.num_islands()
     times = np.array(slowness or (1.0,) * learners)
-    total = learners * problem.config.planned_steps()
-    self.quotas = [round(total * share) for share in (1 / times) / (1 / times).sum()]
+    self.presence = [(presence or {}).get(learner_address(m), (0.0, 1.0)) for m in range(learners)]
+    weights = np.array([end - begin for begin, end in self.presence]) / times
+    total = config.islands.num_learners * config.planned_steps()
+    self.quotas = [round(total * share) for share in weights / weights.sum()]
     self.made = [0] * learners
     pace = Pace(tuple((STEP_SECONDS * times).tolist()))
     super().__init__(problem.config, pace, seed, faults=faults)
@@ -174,7 +179,9 @@ class Trainer(VirtualIsland):
     super().step(batch, schedule_step, rate_scale)
     world, planned = self._valued, self._config.planned_steps()
     made, quota = world.made[self._number], world.quotas[self._number]
-    rate = inner.learning_rate(self._config.inner, planned, made * planned // quota)
+    begin, end = world.presence[self._number]
+    now = round(begin * planned) + made * round((end - begin) * planned) // quota
+    rate = inner.learning_rate(self._config.inner, planned, now)
     self._island.step(self._stream.batch(made), 0, rate_scale * rate)
     world.made[self._number] += 1
     if made + 1 >= quota:
@@ -263,7 +270,7 @@ def _stream(config: Config, learner: int) -> Stream:
 
 @functools.cache
 def _heldout(model_json: str, data_json: str) -> HeldoutLoss:
-  model = from_dict({"model": json.loads(model_json)}).model
+  model = from_dict({"model": json.loads(model_json), "data": json.loads(data_json)}).model
   batches = _source(data_json).heldout_batches(HELDOUT_ROWS)
   return HeldoutLoss(model, batches, jax.devices()[:1])
 

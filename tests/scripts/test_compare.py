@@ -28,11 +28,12 @@ def test_every_row_is_a_config_of_equal_tokens(script):
   for name, row in compared.METHODS.items():
     for size in {"33k", *row.sizes}:
       of_row = row.base, row.fields, row.learners, row.how, row.slowness
-      run = compared.Run(size, *of_row, compared.Point(), 2, row.faults)
+      run = compared.Run(size, *of_row, compared.Point(), 2, row.faults, row.presence)
       config, tokens = run.config(), compared.SIZES[size].tokens
       made = config.planned_steps() * config.planned_tokens_per_step()
       assert made == (tokens // row.learners if row.how == "alone" else tokens), name
-      assert len(config.chaos.faults) == row.faults.get("count", 0)
+      joins = [name for name, (begin, _) in row.presence.items() if begin]
+      assert len(config.chaos.faults) == row.faults.get("count", 0) + len(joins)
       assert config.seed == 2 and (not row.of or row.of in compared.METHODS), name
 
 
@@ -60,14 +61,30 @@ def test_a_run_under_faults_makes_every_step_once_and_is_the_same_again(script):
   row = compared.METHODS["12 kills, back with own moments"]
   fields = {**row.fields, "run.restart_seconds": 0.5}
   of_row = row.base, fields, row.learners, row.how, row.slowness
-  config = compared.Run("quick", *of_row, compared.Point(), 0, row.faults | {"count": 4}).config()
+  run = compared.Run("quick", *of_row, compared.Point(), 0, row.faults | {"count": 4})
+  config = run.config()
   assert {fault.action for fault in config.chaos.faults} == {"kill"}
-  worlds = [compared.Observed(training.Text(config), 0, ()) for _ in range(2)]
+  worlds = [compared.Observed(training.Text(config), run) for _ in range(2)]
   losses = [world.train() for world in worlds]
   assert losses[0] == losses[1]
   for world in worlds:
     assert world.made == world.quotas
     assert max(world.starts.values()) == 4, "each kill is followed by a new incarnation"
+
+
+@pytest.mark.slow
+def test_islands_that_come_and_go_share_the_steps_and_none_is_lost(script):
+  compared, training = script("compared"), script("virtual_training")
+  row = compared.METHODS["islands come and go"]
+  of_row = row.base, row.fields, row.learners, row.how, row.slowness
+  run = compared.Run("quick", *of_row, compared.Point(batch=8), 0, row.faults, row.presence)
+  world = compared.Observed(training.Text(run.config()), run)
+  world.train()
+  planned = run.config().planned_steps()
+  assert world.made == world.quotas == 2 * [planned] + 8 * [planned // 4]
+  for actor in world.learners():
+    for fragment in actor.state.fragments:
+      assert fragment.acknowledged_tokens == actor.state.trained_tokens
 
 
 def test_every_method_is_tuned_with_the_same_number_of_runs(script):
