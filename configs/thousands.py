@@ -6,8 +6,8 @@ Command:   ddiloco simulate protocol --config=configs/thousands.py --parameters=
 Hardware:  one core, 3 GiB.
 Time:      6 to 11 minutes of CPU for 2000 islands, 20 s for 200.
 Setting:   2000 islands, a third of them half as fast as the others, one in a hundred eight times
-           slower. Two shards of a hundred thousand cores each, with links to match: a commit is the
-           sum of thousands of outer gradients, and each is compared with all that came before.
+           slower. Two shards of a hundred thousand cores each, with links to match, so that their
+           work is no part of the answer.
 Failures:  kills by a Poisson process, one an island in five minutes, each away for ten seconds; a
            region of twenty loses its links for ten seconds; links of others are throttled or lose
            messages; a shard dies.

@@ -1,6 +1,6 @@
 """Your own model, data and optimizer: a small vision model across four islands that share no image.
 
-Command:   python examples/own_model.py            (or, as any other run:
+Command:   python examples/own_model.py [FOLDER]   (or, as any other run:
            ddiloco train --config=examples/own_model.py --workdir=runs/digits --cpu)
 Hardware:  2 CPU cores; every island is one fake CPU device.
 Time:      about a minute.
@@ -12,7 +12,7 @@ Island 2 is killed on the way and comes back. Then every island trains alone, fo
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 import jax
@@ -177,4 +177,6 @@ def main(folder: Path, config=None) -> dict[str, dict[str, float]]:
 
 
 if __name__ == "__main__":
-  main(Path(sys.argv[1] if sys.argv[1:] else "runs/own_model"))
+  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser.add_argument("folder", nargs="?", type=Path, default="runs/own_model")
+  main(Path(parser.parse_args().folder))

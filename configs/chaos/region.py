@@ -1,8 +1,8 @@
 """A region with two islands and a shard: cut off, and later lost altogether for a while.
 
-Command:   ddiloco train --config=configs/quickstart.py --config.chaos=configs/chaos/region.py \\
-             --workdir=runs/region [--engine=processes]
-           configs/chaos/region.py:0.1 does it ten times as fast, for a run of a few seconds.
+Command:   ddiloco train --config=configs/quickstart.py --workdir=runs/region \\
+             --config.chaos=configs/chaos/region.py:0.2 [--engine=processes]
+           `:1`, the default, cuts at 10 s and kills at 40 s: for runs of over a minute.
 Expect:    while it is cut off its islands train on and merge with the shard they still reach; its
            shard's fragments wait. No island outside blocks for a moment; what the islands did alone
            is merged when the region is back.

@@ -61,6 +61,7 @@ USAGE = """ddiloco: one model, trained across islands that may be far apart and 
   ddiloco replay    --workdir=DIR                                            do it again and compare
   ddiloco export    --workdir=DIR --to=PATH                                  the result, for others
   ddiloco simulate  --chips=1200000 --learners=8                             failures at any size
+  ddiloco simulate  protocol --config=FILE --step_seconds=1                  a run in virtual time
   ddiloco plan      --config=FILE --gbps=2 --step_seconds=1 ...              do links carry it?
   ddiloco compile   --config=FILE --topology=v5p:4x4x4                       does it fit a TPU?
   ddiloco launch    gke|tpu-vms --config=FILE --name=RUN --dry_run ...       bring it to a cloud
@@ -70,7 +71,7 @@ One process, one role, in the foreground (for systemd, JobSet, ssh):
   ddiloco learner   --config=FILE --workdir=DIR --learner=3 --syncers=tcp://HOST:PORT,...
   ddiloco syncer    --config=FILE --workdir=DIR --shard=0 --bind=tcp://HOST:PORT --syncers=...
   ddiloco evaluator --config=FILE --workdir=DIR --syncers=...                leaves DIR/result
-  ddiloco keys      --keys=DIR --learners=8 --shards=2                       to leave this machine
+  ddiloco keys      --keys=DIR --learners=8 --shards=2                       for several machines
 
 `ddiloco COMMAND --help` lists a command's flags. Experiments are files in configs/, or the
 config.json of a run."""

@@ -55,7 +55,9 @@ def workdir_flag(values: flags.FlagValues) -> None:
 
 
 def cpu_flag(values: flags.FlagValues) -> None:
-  flags.DEFINE_bool("cpu", False, "Use fake CPU devices even here.", flag_values=values)
+  flags.DEFINE_bool(
+    "cpu", False, "Use CPU devices, also where JAX finds accelerators.", flag_values=values
+  )
 
 
 def config_flag(values: flags.FlagValues, arguments: list[str]) -> tuple[str, list[str]]:

@@ -63,7 +63,7 @@ def _common_flags(values: flags.FlagValues) -> None:
   )
   flags.DEFINE_bool("spot", False, "Islands on machines that may be taken away.", **define)
   flags.DEFINE_integer(
-    "max_restarts", 10, "Failures of an island until it is given up.", 0, **define
+    "max_restarts", 10, "Failures of an island or shard, after which it is given up.", 0, **define
   )
   flags.DEFINE_list(
     "prices", [], "Dollars an hour of a chip and a shard's machine: v5p=4.2,shard=1.1.", **define

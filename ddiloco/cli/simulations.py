@@ -67,7 +67,11 @@ def _define_plan(values: flags.FlagValues) -> None:
   flags.DEFINE_string(
     "codec", None, "Both ways, instead of the config's: f32, bf16, int8, int4.", flag_values=values
   )
-  number("step_seconds", None, "How long an inner step takes; or give the next four.")
+  number(
+    "step_seconds",
+    None,
+    "How long an inner step takes; else give --chips and --chip_teraflops (and --mfu, --tokens).",
+  )
   number("chips", None, "In one island.")
   number("chip_teraflops", None, "Peak of one chip, in 1e12 FLOP/s.")
   number("mfu", 0.5, "Share of the peak that a step reaches.")
@@ -367,6 +371,7 @@ def chips(arguments: list[str]) -> int:
 
   goodput: share of all chip time that trains. uptime: share of time in which a learner trains. The
   rest is where the other chip time went. Every assumption is a flag; --json prints one JSON object.
+  `ddiloco simulate protocol --help`: a config's run in virtual time, with its faults and links.
   """
   values = flags.FlagValues()
   for field in dataclasses.fields(Fleet):

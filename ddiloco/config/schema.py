@@ -181,7 +181,7 @@ class InnerConfig:
 
   custom: str = ""  # names a function: InnerConfig -> optax.GradientTransformation
   options: Mapping[str, Any] = _options()  # for `custom`
-  learning_rate: float = 8e-3  # islands want a higher one than data-parallel (docs/design.md)
+  learning_rate: float = 8e-3  # for tiny models; larger ones want less (configs/dense.py)
   warmup_steps: int = 50
   decay_steps: int = 0  # cosine to the end; 0: derived from run.total_tokens and all islands
   final_share: float = 0.1  # of learning_rate, at the end of the decay
