@@ -71,7 +71,7 @@ SIZES: dict[str, Size] = {
   "33k, long": Size(2, 32, 2_555_904, after="33k", rates=(2e-3, *RATES)),
   "115k": Size(2, 64, 983_040, after="33k"),
   "115k, long": Size(2, 64, 3_932_160, after="115k", rates=(2e-3, 4e-3, 8e-3, 16e-3)),
-  "250k, long": Size(2, 96, 8_257_536, after="115k, long", rates=(2e-3, 4e-3, 8e-3)),
+  "250k, long": Size(2, 96, 8_257_536, after="115k, long", rates=(1e-3, 2e-3, 4e-3)),
   # For an accelerator: their steps have as many tokens as keep one busy.
   "1m": Size(5, 128, 10_240_000, "33k", 128, 32, (1e-3, 2e-3, 4e-3, 8e-3)),
   "10m": Size(12, 256, 49_152_000, "33k", 256, 64, (5e-4, 1e-3, 2e-3, 4e-3)),
