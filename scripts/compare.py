@@ -124,7 +124,7 @@ def draw(comparisons: list[Comparison], path: Path) -> None:
     islands.set_title("Loss against tuned data-parallel by islands")
     _draw_rows(islands, comparisons, BY_ISLANDS, "islands")
     islands.plot(list(PUBLISHED), list(PUBLISHED.values()), "--", color=MUTED, label=CITED)
-    islands.legend()
+    islands.legend(ncols=2, fontsize="small")
     _draw_sizes(sizes, comparisons)
     periods.set_title(f"By steps between two syncs of a fragment, M = 4, {first.size} parameters")
     _draw_rows(periods, [first], BY_PERIOD, "H")
@@ -135,17 +135,18 @@ def draw(comparisons: list[Comparison], path: Path) -> None:
 
 
 CITED = "published: DiLoCo, 35M"
+STYLES = ("o-", "s--")  # by method; sizes have colours
 
 
 def _draw_rows(
   axes: Axes, comparisons: list[Comparison], lines: dict[str, dict[int, str]], name: str
 ) -> None:
   places = sorted({x for rows in lines.values() for x in rows})
-  each_line = [(c, label, rows) for label, rows in lines.items() for c in comparisons]
-  for colour, (comparison, label, rows) in zip(PALETTE, each_line):
-    found = {x: comparison.relative(comparison.row(row)) for x, row in rows.items()}
-    known = {x: each for x, each in found.items() if each}
-    _errorbars(axes, known, f"{label}, {comparison.size}", colour)
+  for style, (label, rows) in zip(STYLES, lines.items(), strict=True):
+    for colour, comparison in zip(PALETTE, comparisons):
+      found = {x: comparison.relative(comparison.row(row)) for x, row in rows.items()}
+      known = {x: each for x, each in found.items() if each}
+      _errorbars(axes, known, f"{label}, {comparison.size}", colour, style)
   axes.set_xscale("log", base=2)
   axes.set_xticks(places, [str(x) for x in places])
   axes.set_xlabel(name)
@@ -156,18 +157,20 @@ def _draw_sizes(axes: Axes, comparisons: list[Comparison]) -> None:
   axes.set_title("Loss against tuned data-parallel by parameters and length, M = 4")
   for colour, (label, rows) in zip(PALETTE, BY_ISLANDS.items()):
     found = {i: c.relative(c.row(rows[4])) for i, c in enumerate(comparisons)}
-    _errorbars(axes, {i: each for i, each in found.items() if each}, label, colour)
+    _errorbars(axes, {i: each for i, each in found.items() if each}, label, colour, "o")
   axes.axhline(PUBLISHED[4], ls="--", color=MUTED, label=CITED)
   axes.set_xticks(range(len(comparisons)), [c.size for c in comparisons])
   axes.set_ylabel("%")
   axes.legend()
 
 
-def _errorbars(axes: Axes, found: dict[int, list[float]], label: str, colour: str) -> None:
+def _errorbars(
+  axes: Axes, found: dict[int, list[float]], label: str, colour: str, style: str
+) -> None:
   if found:
     means = [statistics.mean(each) for each in found.values()]
     spreads = [statistics.stdev(each) if len(each) > 1 else 0.0 for each in found.values()]
-    axes.errorbar(list(found), means, spreads, fmt="o-", capsize=4, color=colour, label=label)
+    axes.errorbar(list(found), means, spreads, fmt=style, capsize=4, color=colour, label=label)
 
 
 def _draw_course(axes: Axes, comparison: Comparison) -> None:

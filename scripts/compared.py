@@ -159,11 +159,14 @@ ASYNCHRONOUS = {  # as the default: eight fragments, each of which may take two 
   "sync.overlap_steps": 2,
   "sync.min_quorum": 1,
 }
+TEXT_AND_IMAGES = "data-parallel, text and images"  # other data: no loss to compare with text's
 METHODS: dict[str, Method] = {
   "data-parallel": Method("data_parallel", how="together", sizes=ALL),
   "data-parallel, Muon": Method("data_parallel", MUON, how="together", sizes=LONG),
   "data-parallel, MoE": Method("data_parallel", MOE, how="together", sizes=LONG),
-  "data-parallel, text and images": Method("data_parallel", IMAGES, how="together", sizes=LONG),
+  TEXT_AND_IMAGES: Method(
+    "data_parallel", IMAGES, how="together", sizes=LONG, beside=TEXT_AND_IMAGES
+  ),
   "one island alone": Method("data_parallel", how="alone", of="data-parallel"),
   "DiLoCo, M = 1": Method("diloco", learners=1, sizes=LONG),
   "DiLoCo, M = 4": Method("diloco", sizes=ALL),
@@ -180,9 +183,7 @@ METHODS: dict[str, Method] = {
   "default, M = 16": Method(learners=16),
   "default, Muon inside, M = 4": Method(fields=MUON, sizes=LONG),
   "default, MoE, M = 4": Method(fields=MOE, sizes=LONG, beside="data-parallel, MoE"),
-  "default, text and images, M = 4": Method(
-    fields=IMAGES, sizes=LONG, beside="data-parallel, text and images"
-  ),
+  "default, text and images, M = 4": Method(fields=IMAGES, sizes=LONG, beside=TEXT_AND_IMAGES),
   "default, overwrite, M = 4": Method(fields={"sync.apply": "overwrite"}, sizes=(*LONG, "115k")),
   "outer 0.7/0": variant(sizes=LONG, **outer(0.7, 0.0)),
   "outer 0.4/0.9": variant(sizes=LONG, **outer(0.4, 0.9)),

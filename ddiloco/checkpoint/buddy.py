@@ -12,8 +12,11 @@ it (`core/outer.py`). Only what a lossy codec's rounding keeps back from the lea
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 
@@ -38,7 +41,8 @@ from ddiloco.protocol.messages import (
 from ddiloco.protocol.syncer_state import FragmentState
 from ddiloco.runtime import REAL_TIME, Job, Time
 
-ASK_SECONDS = 0.5  # between two requests of a restarted shard, doubling
+ASK_SECONDS = 0.5  # between two requests of a restarted shard, doubling up to ...
+MOST_ASK_SECONDS = 8.0  # ... this: a copy that was lost late is asked for before it gives up
 PATIENCE_FACTOR = 8.0  # over the usual time until a copy is confirmed
 
 
@@ -54,6 +58,23 @@ class Copy:
   said: Replica  # without payload
   published_value: np.ndarray
   momentum: np.ndarray | None
+
+
+@dataclasses.dataclass
+class GivenBack:
+  """Copies that are given back to one life of an owner."""
+
+  asked_by: int  # incarnation of the owner
+  made: bool = False  # all of them are sent; until then more come
+  memory: list[weakref.ref[Any]] = dataclasses.field(default_factory=list)
+
+  @property
+  def under_way(self) -> bool:
+    """Whether some have not left yet: a payload that has left is in nobody's memory any more.
+
+    `Endpoint.unsent` would not tell: of two shards the owner is also who gets copies of this one's.
+    """
+    return not self.made or any(payload() is not None for payload in self.memory)
 
 
 class Copies:
@@ -72,14 +93,32 @@ class Copies:
     self._plan, self._config = plan, config
     self._held: dict[tuple[int, int], Copy] = {}  # by owner and fragment
     self._lives: dict[int, int] = {}  # owner -> its newest incarnation
+    self._answers: dict[int, GivenBack] = {}  # owner -> the newest
 
   def on(self, message: Replica | Recover) -> Job:
-    """Keeps a copy if it is the newest, or gives back all there are."""
+    """Keeps a copy if it is the newest, or gives back all there are.
+
+    Returns what is to be done about it in the background.
+    """
+    # Judged as it arrives: requests that wait behind their answer must not be answered after it.
+    return self._do(message, self._new_answer(message) if isinstance(message, Recover) else None)
+
+  def _new_answer(self, message: Recover) -> GivenBack | None:
+    """None while an earlier answer is under way: two would be the same gigabytes twice."""
+    last = self._answers.get(message.shard)
+    if last is not None:
+      again = message.incarnation == last.asked_by
+      if message.incarnation < last.asked_by or (again and last.under_way):
+        return None
+    answer = self._answers[message.shard] = GivenBack(message.incarnation)
+    return answer
+
+  def _do(self, message: Replica | Recover, answer: GivenBack | None) -> Job:
     if message.incarnation < self._lives.get(message.shard, -1):
       return  # sent by a dead one; what lives now was told something else
     self._lives[message.shard] = message.incarnation
     if isinstance(message, Recover):
-      yield from self._give_back(message)
+      yield from self._give_back(message, answer)
     elif message.owner == message.shard:
       kept = self._keep(message)
       yield None
@@ -87,16 +126,20 @@ class Copies:
       done = Replicated(*me, message.fragment, message.version, kept)
       self.endpoint.send(syncer_address(message.shard), done)
 
-  def _give_back(self, message: Recover) -> Job:
+  def _give_back(self, message: Recover, answer: GivenBack | None) -> Job:
+    """Copies, unless they are on their way already, and which they are."""
     owner = syncer_address(message.shard)
     held = {p: copy for (o, p), copy in sorted(self._held.items()) if o == message.shard}
-    for copy in held.values():
-      payload = _whole(copy.published_value, copy.momentum)
-      yield None
-      said = dataclasses.replace(
-        copy.said, shard=self.shard, incarnation=self.incarnation, payload=payload
-      )
-      self.endpoint.send(owner, said)
+    if answer is not None:
+      for copy in held.values():
+        payload = _whole(copy.published_value, copy.momentum)
+        answer.memory.append(weakref.ref(payload.base))
+        yield None
+        said = dataclasses.replace(
+          copy.said, shard=self.shard, incarnation=self.incarnation, payload=payload
+        )
+        self.endpoint.send(owner, said)
+      answer.made = True
     me = self.shard, self.incarnation
     self.endpoint.send(owner, Recovered(*me, asked_by=message.incarnation, fragments=tuple(held)))
 
@@ -299,20 +342,23 @@ def recover(
   incarnation: int,
   plan: Plan,
   buddy: int,
-  keep_on: Callable[[], bool],
+  keep_on: Callable[[float], bool],
   time: Time = REAL_TIME,
 ) -> dict[int, Committed]:
-  """Asks the buddy for this shard's fragments until it has answered or `keep_on()` says no.
+  """Asks the buddy for this shard's fragments until it has answered or `keep_on` says no.
 
-  Returns what it had, by fragment. Meanwhile the neighbour's requests are served.
+  `keep_on` is called with how many seconds ago the newest copy came, or all began: gigabytes take
+  their time. Returns what the buddy had, by fragment. Meanwhile the neighbour's requests are
+  served.
   """
   found: dict[int, Committed] = {}
   expected: set[int] | None = None  # the list overtakes the fragments, which are bulk
-  ask_at, pause = 0.0, ASK_SECONDS
-  while keep_on() and not (expected is not None and expected <= found.keys()):
+  came: collections.Counter[int] = collections.Counter()  # how often, by fragment
+  heard_at, ask_at, pause = time.now(), 0.0, ASK_SECONDS
+  while keep_on(time.now() - heard_at) and not (expected is not None and expected <= found.keys()):
     now = time.now()
     if now >= ask_at:  # also if copies stay away: some were sent to the life before, and dropped
-      ask_at, pause = now + pause, 2 * pause
+      ask_at, pause = now + pause, min(2 * pause, MOST_ASK_SECONDS)
       endpoint.send(syncer_address(buddy), Recover(shard, incarnation))
     arrived = endpoint.receive(ASK_SECONDS)
     message = arrived[1] if arrived else None
@@ -321,6 +367,11 @@ def recover(
         copy = unpack(message, plan)
         if copy is not None:
           found[message.fragment] = committed_of(copy)
+          came[message.fragment] += 1
+          # A lost one comes with all others a second time. More often is no progress.
+          if came[message.fragment] <= 2:
+            heard_at = time.now()
+          ask_at = time.now() + pause  # they are on their way
       case Recovered(shard=sender, asked_by=asked_by) if (sender, asked_by) == (buddy, incarnation):
         expected = set(message.fragments)
       case Replica() | Recover():

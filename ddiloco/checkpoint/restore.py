@@ -208,8 +208,12 @@ class Restored:
   def resume(self, state: SyncerState) -> SyncerState:
     """A new shard that has these fragments, where the run was when they were captured."""
     vector_clock = causality.join(state.vector_clock, self.vector_clock)
+    # Fragments that its buddy had may be newer: what they are captured for is not captured again.
     return dataclasses.replace(
-      state, global_step=self.global_step, snapshot=self.snapshot, vector_clock=vector_clock
+      state,
+      global_step=max(state.global_step, self.global_step),
+      snapshot=max(state.snapshot, self.snapshot),
+      vector_clock=vector_clock,
     )
 
 
@@ -242,6 +246,19 @@ def restore_fragments(
   """
   tried = [] if tried is None else tried
   return _newest(storage, tried, lambda n: _restore(storage, plan, n, set(wanted)))
+
+
+def newest_rounds(storage: Storage) -> dict[int, int]:
+  """Fragment -> its last round in the newest committed snapshot.
+
+  It reads no arrays, so that they may prove damaged when they are read.
+  """
+
+  def rounds(snapshot: int) -> dict[int, int]:
+    parts = _parts(storage, snapshot)
+    return {f.index: f.last_round for _, part in parts for f in part.fragments}
+
+  return _newest(storage, [], rounds) or {}
 
 
 def newest_whole(storage: Storage, plan: Plan, tried: list[str]) -> int | None:
@@ -299,16 +316,21 @@ def _shards(
   storage: Storage, plan: Plan, snapshot: int, wanted: set[int]
 ) -> Iterator[tuple[SyncerPart, Committed]]:
   """The fragments that are wanted, one by one, each with the state of the shard that saved it."""
+  for meta, state in _parts(storage, snapshot):
+    for f in state.fragments:
+      if f.index in wanted:
+        yield state, _fragment(storage, plan, meta, f, state.momentum_rounds[f.index])
+
+
+def _parts(storage: Storage, snapshot: int) -> Iterator[tuple[SignedJson, SyncerPart]]:
+  """The parts of all shards without their arrays."""
   for role, digest in storage.manifest(snapshot)["parts"].items():
     if not role.startswith("syncer-"):
       continue
     meta = storage.meta(snapshot, role)
     if meta["digest"] != digest:
       raise NotAState(f"{role} is not the part that was committed")
-    state = from_json(SyncerPart, meta["state"])
-    for f in state.fragments:
-      if f.index in wanted:
-        yield state, _fragment(storage, plan, meta, f, state.momentum_rounds[f.index])
+    yield meta, from_json(SyncerPart, meta["state"])
 
 
 def _fragment(

@@ -152,7 +152,13 @@ def _gke(arguments: list[str], action: str) -> int:
     "shard_addresses", [], "Reserved internal addresses, where there are two clusters.", **define
   )
   flags.DEFINE_integer("shard_cpus", 8, "Of each shard, and the evaluator.", 1, **define)
-  flags.DEFINE_string("shard_memory", "32Gi", "Of each (`ddiloco plan` says it).", **define)
+  flags.DEFINE_string("shard_memory", "32Gi", "Of each shard (`ddiloco plan` says it).", **define)
+  flags.DEFINE_string(
+    "evaluator_memory",
+    "",
+    "Of the evaluator, which takes 12 bytes a parameter to save the result; else as a shard.",
+    **define,
+  )
   flags.DEFINE_float("delete_minutes", 10.0, "The longest that delete waits.", 0.0, **define)
   if not parse(values, arguments, launch.__doc__, needs_workdir=False):
     return FINISHED

@@ -80,6 +80,13 @@ def processes_of(workdir: Path, *flags: str) -> list[int]:
   return found
 
 
+def _signal_name(number: int) -> str:
+  try:
+    return signal.Signals(number).name
+  except ValueError:  # a real-time signal has no name of its own
+    return f"signal {number}"
+
+
 class Command:
   """The command lines of a run's roles.
 
@@ -179,7 +186,7 @@ class Child:
   def bury(self, status: int) -> str:
     """Its end is seen; returns the reason in words."""
     self._end(for_good=False)
-    how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+    how = f"killed by {_signal_name(-status)}" if status < 0 else f"exit status {status}"
     return f"{how}: {self.last_words()}"
 
   def _where_to_log(self, log: Path) -> Path:

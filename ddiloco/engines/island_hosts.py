@@ -30,6 +30,7 @@ from ddiloco.roles import initial
 from ddiloco.workdir import COMPILED
 
 SLOW_STEPS = 10  # so many usual steps are no sign that an island stands still
+FIRST_ORDERS = 20  # of an island: programs are loaded, and no usual step is known
 LEAST_HEARTBEAT_SECONDS = 100.0  # JAX's own limit, which must not strike before ours
 READY = b"ready"
 
@@ -95,7 +96,8 @@ class Hosts:
     runner.ready = lambda: f"hosts {meeting.missing} of its island, which have not come"
     self.links = meeting.wait(config.network.give_up_seconds)
     life = {host: each.life for host, each in self.links.items()}
-    self._watch = HostWatch(life, self.progress, self._limit_seconds, self._lost, runner.ask_to_end)
+    limits = self._silent_seconds, self._order_seconds
+    self._watch = HostWatch(life, self.progress, *limits, self._lost, runner.ask_to_end)
     _join(coordinator, config, island, 0)
 
   def wait_until_compiled(self) -> None:
@@ -111,10 +113,15 @@ class Hosts:
     self._watch.end()
     jax.distributed.shutdown()
 
-  def _limit_seconds(self) -> float:
+  def _silent_seconds(self) -> float:
     return max(
       self._runner.config.network.silence_seconds, SLOW_STEPS * self._runner.usual_seconds()
     )
+
+  def _order_seconds(self) -> float:
+    if self.progress.done < FIRST_ORDERS:
+      return self._runner.config.network.give_up_seconds
+    return self._silent_seconds()
 
   def _lost(self, host: int | None, reason: str) -> None:
     """The main thread may wait inside a program for ever: nothing less than the process ends."""
@@ -177,7 +184,8 @@ def _follow(
   speak(f"looks for host 0 at {place.hosts}")
   asked = progress.asked_to_end.is_set
   links, coordinator = host_links.join(place.hosts, island, place.host, keys, patience, asked)
-  watch = HostWatch({0: links.life}, progress, lambda: config.network.silence_seconds, lost)
+  silence = config.network.silence_seconds
+  watch = HostWatch({0: links.life}, progress, lambda: silence, lambda: silence, lost)
   _join(coordinator, config, island, place.host)
   import jax
 

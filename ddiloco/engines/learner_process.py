@@ -23,6 +23,7 @@ from ddiloco.protocol import events
 from ddiloco.protocol.learner import unmerged_tokens
 from ddiloco.protocol.learner_state import LearnerState
 from ddiloco.protocol.supervisor import after_exit
+from ddiloco.roles import initial
 from ddiloco.roles.exchange import Quarantined
 from ddiloco.roles.learner import Batches
 from ddiloco.runtime import Runtime
@@ -138,6 +139,7 @@ def _life(runner: RoleRunner, number: int, island, batches: Batches, storage) ->
   config, plan, recorder = runner.config, runner.plan, runner.recorder
   new = new_learner(config, plan, number, runner.incarnation)
   began = time.monotonic()
+  runner.busy("restoring a snapshot")  # a second life has come round before
   beginning = begin_learner(new, config, plan, island, storage, recorder)
   if beginning.arrays:
     runner.say(f"has its part of a snapshot, after {time.monotonic() - began:.1f} s")
@@ -222,10 +224,12 @@ def _evaluator(runner: RoleRunner) -> int:
   endpoint = runner.dial()
   runtime = Runtime(endpoint, runner.recorder, initial=runner.initial_values)
   result = runner.place.workdir / RESULT
-  role = Evaluator(
-    *(config, runner.plan, measure, runtime, runner.incarnation),
-    save=lambda params: weights.save(result, params) and None,
-  )
+
+  def save(params: initial.Assembled) -> None:
+    runner.busy("saving and measuring the result")
+    weights.save(result, params)
+
+  role = Evaluator(*(config, runner.plan, measure, runtime, runner.incarnation), save=save)
   runner.ready = lambda: _joining(role.exchange.state, endpoint.links(), config)
   runner.progress = lambda: _trained(role.exchange.state, config)
   try:
@@ -238,6 +242,7 @@ def _evaluator(runner: RoleRunner) -> int:
   finished = state.merged_tokens >= config.run.total_tokens
   reason = "finished" if finished else "stopped"
   outcome = RunResult(reason, role.store.params(), {}, {}, saved=role.saved)
+  runner.busy("writing the report")
   try:
     session.conclude(config, runner.place.workdir, outcome, loss, began)
   except OSError as error:

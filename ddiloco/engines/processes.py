@@ -119,10 +119,11 @@ class ProcessesEngine(Engine):
   def _start(self, name: str, life: int, afresh: bool) -> None:
     if name == EVALUATOR_ADDRESS:
       return self._start_thread(name, self._first_evaluator + life, self._run_evaluator)
+    commands = self._commands(name)
     if name not in self._children:
-      spawns = [self._spawn(name, host) for host in range(len(self._commands(name)))]
+      spawns = [self._spawn(name, host) for host in range(len(commands))]
       self._children[name] = Child(name, self.workdir, spawns)
-    self._children[name].start(self._commands(name))
+    self._children[name].start(commands)
 
   def _commands(self, name: str) -> list[list[str]]:
     """What starts the processes of a role, for its next life."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import functools
 import logging
 import signal
 import warnings
@@ -29,7 +28,7 @@ from ddiloco.config import Config, ConfigError
 from ddiloco.engines.children import LOST, Spawn
 from ddiloco.engines.engine import RunResult
 from ddiloco.engines.processes import ProcessesEngine
-from ddiloco.engines.ray_actor import RoleActor
+from ddiloco.engines.ray_actor import MEETING, RoleActor
 from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.network import keys as key_files
 from ddiloco.network.transport import learner_address, syncer_address
@@ -38,6 +37,7 @@ from ddiloco.roles.evaluator import Measure
 from ddiloco.training import data
 
 OBJECT_STORE_BYTES = 128 << 20  # nothing of ours goes there
+LOOPBACK = "127.0.0.1"
 OWN_OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}  # Ray's names for them
 PLACE_SECONDS = 300.0  # for a cluster to start the shards' actors
 END_SECONDS = 10.0  # for an actor to be ended
@@ -71,6 +71,7 @@ class RayEngine(ProcessesEngine):
     self.cpu_only = cpu_only
     self._local = not address
     self._actors: dict[tuple[str, int], Any] = {}  # of each role and host
+    self._meetings: dict[str, Any] = {}  # by learner, the url where its hosts meet, to come
     self._connected = connect(address)
     if self._local:
       check_resources(config, ray.cluster_resources())
@@ -130,24 +131,33 @@ class RayEngine(ProcessesEngine):
     )
 
   def _spawn(self, name: str, host: int) -> Spawn:
-    return functools.partial(RemoteProcess, self._actors[name, host])
+    actor = self._actors[name, host]
+    return lambda command, log: RemoteProcess(actor, command, log, self._meetings.get(name, ""))
 
   def _meeting(self, learner: int) -> str:
-    if self._local:
-      return super()._meeting(learner)
-    actor = self._actors[learner_address(learner), 0]
-    return ray.get(actor.free_url.remote(""), timeout=PLACE_SECONDS)
+    """Ray knows it once host 0 has a node, and tells the actors; nothing waits for it here."""
+    name = learner_address(learner)
+    own = LOOPBACK if self._local else ""
+    self._meetings[name] = self._actors[name, 0].free_url.remote(own)
+    return MEETING
 
 
 class RemoteProcess:
-  """One life of a role in its actor: what `children.Child` needs of a process."""
+  """One life of a role in its actor: what `children.Child` needs of a process.
+
+  Args:
+    actor: it.
+    command: of the process.
+    log: its output is appended to this file, on the actor's machine.
+    meeting: the url where the hosts of its island meet, which may be Ray's promise of it.
+  """
 
   stdin: IO[bytes] | None = None  # the actor has it
 
-  def __init__(self, actor: Any, command: list[str], log: Path):
+  def __init__(self, actor: Any, command: list[str], log: Path, meeting: Any = ""):
     self._actor, self._log = actor, log
     self._status: int | None = None
-    self._end = actor.run.options(max_task_retries=0).remote(command, str(log))
+    self._end = actor.run.options(max_task_retries=0).remote(command, str(log), meeting)
 
   def poll(self) -> int | None:
     """The exit status, negative for a signal; None while it runs."""

@@ -9,6 +9,8 @@ from pathlib import Path
 from ddiloco.engines import children, role_spec
 from ddiloco.observe.guards import exited
 
+MEETING = "{meeting}"  # in a command: where the hosts of its island meet
+
 
 class RoleActor:
   """Holds the process of one role on the machine where Ray put it; the role ends with the actor.
@@ -26,14 +28,18 @@ class RoleActor:
 
     return role_spec.free_urls(1, host or get_node_ip_address())[0]
 
-  async def run(self, command: list[str], log: str) -> int:
-    """The exit status of `command`, run by this machine's Python; output is appended to `log`."""
+  async def run(self, command: list[str], log: str, meeting: str = "") -> int:
+    """The exit status of `command`, run by this machine's Python; output is appended to `log`.
+
+    `meeting`: a url that stands for `MEETING` in the command.
+    """
     if self._process is not None and self._process.poll() is None:
       # The driver believes us dead, as after a broken connection. Two of one role would be fenced.
       self._process.kill()
       exited(self._process, children.KILL_SECONDS, "the role's process before")
     Path(log).parent.mkdir(parents=True, exist_ok=True)
-    process = self._process = children.spawn([sys.executable, *command[1:]], Path(log))
+    arguments = [word.replace(MEETING, meeting) for word in command[1:]]
+    process = self._process = children.spawn([sys.executable, *arguments], Path(log))
     return await asyncio.to_thread(process.wait)
 
   async def signal(self, number: int) -> None:

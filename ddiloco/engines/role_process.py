@@ -119,7 +119,10 @@ class RoleRunner:
     self.incarnation = role_spec.above(now, [self._former] if place.bind else [])
     self._profiler = Profiler(place.workdir, [address], lambda: self.recorder)
     self._hangs = HangWatch(
-      config.run.hang_seconds, lambda role: self.usual_seconds(), lambda: self.recorder
+      config.run.hang_seconds,
+      lambda role: self.usual_seconds(),
+      lambda: self.recorder,
+      look_seconds=LOOK_SECONDS,
     )
     self.recorder = self._record()
     self.endpoint: FaultyEndpoint | None = None
@@ -253,6 +256,7 @@ class RoleRunner:
 
   def disconnect(self) -> None:
     """Closes the connection, after what is queued has had its time to go out."""
+    self._hangs.end(self.address)  # the loop is over; what comes until the next one is no step
     endpoint, self.endpoint = self.endpoint, None
     if endpoint is not None:
       at_once = self._failure or self._hurry or self._outnumbered
@@ -286,7 +290,8 @@ class RoleRunner:
     """Whether a signal asked the role to end.
 
     Raises:
-      Ended: fenced, or no shard can be reached: nothing it does can reach the run any more.
+      Ended: fenced, its network is broken, or no shard can be reached: nothing it does can reach
+        the run any more.
       Outnumbered: this life cannot go on, the role may.
     """
     self._began = True
@@ -298,6 +303,10 @@ class RoleRunner:
     if self._failure:
       raise Ended(self._failure)
     return self._stop.is_set()
+
+  def busy(self, what: str) -> None:
+    """Until `stopped` is asked again, the role does what may take as long as to start."""
+    self._health.busy(what)
 
   def ask_to_end(self) -> None:
     """As a signal does; from any thread."""
@@ -391,6 +400,12 @@ class RoleRunner:
   def _check_links(self) -> None:
     endpoint = self.endpoint
     if endpoint is None:
+      return
+    if endpoint.broken:
+      self._fail(
+        f"cannot speak any more: {endpoint.broken}. What it had not sent is lost. Fix: start it"
+        " again; if that repeats, report it with the trace that stands above."
+      )
       return
     if endpoint.fenced:
       self._on_fenced(endpoint)

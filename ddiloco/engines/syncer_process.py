@@ -9,6 +9,7 @@ from ddiloco.checkpoint.restore import (
   Unfounded,
   lost_snapshots,
   new_syncer,
+  newest_rounds,
   open_storage,
   restore_fragments,
 )
@@ -23,6 +24,7 @@ from ddiloco.network.transport import syncer_address
 from ddiloco.observe.eventlog import newest_event
 from ddiloco.protocol import events
 from ddiloco.protocol import syncer as syncer_rules
+from ddiloco.protocol.messages import NOTHING
 from ddiloco.protocol.syncer_state import SyncerState, complete
 from ddiloco.roles import initial
 from ddiloco.roles.syncer import Syncer
@@ -125,21 +127,29 @@ def _recover(
 ) -> tuple[MemoryStore, SyncerState, Unfounded]:
   """(a store with the newest commit of every fragment, the state to begin with, what has none).
 
-  From the buddy, else from the newest snapshot; what neither has begins anew if there never was a
-  snapshot. Learners that have newer values give them back: the first rounds wait for those, and
-  after lost snapshots there are no others.
+  From the buddy, but from the newest snapshot what only that has, or has newer; what neither has
+  begins anew if there never was a snapshot. Learners that have newer values give them back: the
+  first rounds wait for those, and after lost snapshots there are no others.
   """
   config, plan = runner.config, runner.plan
   found, unfounded = _ask_buddy(runner, shard, copies), Unfounded((), "")
-  missing = [p for p in owned if p not in found]
   restored, tried = None, list[str]()
   storage = open_storage(config, plan, runner.place.workdir)
-  if missing and storage is not None:
-    restored = restore_fragments(storage, plan, missing, tried)
+  # It may have gone on alone, cut off from its buddy, whose copies are older than snapshots then.
+  rounds = newest_rounds(storage) if found and storage is not None else {}
+  wanted = [p for p in owned if p not in found or _newer(rounds.get(p, NOTHING), found[p])]
+  if wanted and storage is not None:
+    restored = restore_fragments(storage, plan, wanted, tried)
   if restored is not None:
-    found |= restored.fragments
-    runner.say(f"has from snapshot {restored.snapshot}: fragments {missing}")
-  elif missing:
+    taken = {
+      p: committed
+      for p, committed in restored.fragments.items()  # of an older one, if the newest is damaged
+      if p not in found or _newer(committed.state.last_round, found[p])
+    }
+    found |= taken
+    if taken:
+      runner.say(f"has from snapshot {restored.snapshot}: fragments {sorted(taken)}")
+  elif missing := [p for p in owned if p not in found]:
     for p, value in initial.initial_values(config, plan, missing).items():
       found[p] = new_fragment(plan.fragments[p], value)
     if lost := lost_snapshots(config, runner.place.workdir, storage, tried):
@@ -167,12 +177,22 @@ def _recover(
   return store, restored.resume(state) if restored is not None else state, unfounded
 
 
+def _newer(last_round: int, than: Committed) -> bool:
+  return last_round > than.state.last_round
+
+
 def _ask_buddy(runner: RoleRunner, shard: int, copies: Copies) -> dict[int, Committed]:
   """What it holds of this shard's fragments; nothing if there is none, or it does not answer."""
   buddy = buddy_of(shard, runner.config.sync.num_shards)
   if buddy == shard:
     return {}
-  until = time.monotonic() + runner.config.network.silence_seconds
+
+  def keep_on(quiet_seconds: float) -> bool:
+    stopped = runner.stopped()
+    # Being asked is no beginning: until the role runs, much else may take minutes without a beat.
+    runner.busy("recovering its fragments")
+    return not stopped and quiet_seconds < runner.config.network.silence_seconds
+
   found = recover(
     copies.endpoint,
     copies,
@@ -180,7 +200,7 @@ def _ask_buddy(runner: RoleRunner, shard: int, copies: Copies) -> dict[int, Comm
     runner.incarnation,
     runner.plan,
     buddy,
-    lambda: not runner.stopped() and time.monotonic() < until,
+    keep_on,
   )
   if found:
     versions = ", ".join(f"{p} at {c.state.version}" for p, c in sorted(found.items()))

@@ -44,6 +44,7 @@ class GkeRun:
     cluster_domain: of the names in a cluster.
     shard_cpus: of a shard, which has a machine to itself.
     shard_memory: of a shard, "32Gi".
+    evaluator_memory: saving the result takes 12 bytes a parameter; "": as a shard has.
     shard_addresses: reserved internal addresses of the shards, for islands of other clusters.
   """
 
@@ -54,6 +55,7 @@ class GkeRun:
   cluster_domain: str = "cluster.local"
   shard_cpus: int = 8
   shard_memory: str = "32Gi"
+  evaluator_memory: str = ""
   shard_addresses: tuple[str, ...] = ()
 
   @property
@@ -192,7 +194,8 @@ class GkeRun:
 
   def _evaluator(self) -> Document:
     """In a JobSet of its own: if it is given up, the shards go on."""
-    job = self._job("evaluator", self._command("evaluator"), self._shard_resources(), {})
+    resources = self._resources(self.evaluator_memory or self.shard_memory)
+    job = self._job("evaluator", self._command("evaluator"), resources, {})
     return self._restarted("evaluator", "evaluator", job)
 
   def _restarted(self, role: str, job_name: str, job: Document) -> Document:
@@ -221,7 +224,7 @@ class GkeRun:
     jobs = {}
     for shard in self.placement.shards:
       role = f"syncer-{shard}"
-      resources, pod = self._shard_resources(), {"affinity": affinity}
+      resources, pod = self._resources(self.shard_memory), {"affinity": affinity}
       jobs[f"shard-{shard}"] = {
         **self._job(role, self._command(role), resources, pod),
         "backoffLimit": self.placement.max_restarts,
@@ -299,8 +302,8 @@ class GkeRun:
       },
     }
 
-  def _shard_resources(self) -> Document:
-    return {"cpu": str(self.shard_cpus), "memory": self.shard_memory}
+  def _resources(self, memory: str) -> Document:
+    return {"cpu": str(self.shard_cpus), "memory": memory}
 
   def _dns(self, jobset: str, job: str) -> str:
     """Of the first pod of a JobSet's Job; a pod finds its own full name without asking for it."""

@@ -75,6 +75,7 @@ class NetworkEndpoint:
     self.counters = Counters()
     self.buffers = BufferPool()
     self.fenced = ""  # why this endpoint may not speak any more; "" if it may
+    self.broken = ""  # why it cannot, whoever else there is; "" if it can
     # (least incarnation that may come after the newer one, seconds since that was heard);
     # (0, 0) if this endpoint is not fenced, or for good.
     self.outnumbered = (0, 0)
@@ -124,7 +125,7 @@ class NetworkEndpoint:
       self.counters.sent_bytes += size
       self.counters.payload_bytes += size - len(header)
       peer = self._find(to)
-      if peer is None or self.fenced:
+      if peer is None or self.fenced or self.broken:
         self.counters.undelivered += 1
       elif payload is None:
         self.counters.undelivered += peer.post_control(header)
@@ -240,8 +241,8 @@ class NetworkEndpoint:
         peer.reason = f"{peer.url} answers no greeting, or one side has no keys ({error})"
 
   def _failed(self, error: Exception) -> None:
-    self.fenced = f"its network thread failed: {error!r}"  # the role must not go on unheard
-    self._inbox.close()
+    self.broken = self.broken or f"its network thread failed: {error!r}"
+    self._inbox.close()  # the role must not go on unheard
 
   # --- the thread for control ---------------------------------------------------------------------
 
@@ -284,7 +285,7 @@ class NetworkEndpoint:
       count, reason = peer.take_untold()
       if count:
         peer.control.wire.say(frames.Dropped(count, reason))
-    if isinstance(peer, Dialed) and not self.fenced:
+    if isinstance(peer, Dialed) and not (self.fenced or self.broken):
       for channel in peer.channels if peer.state == "up" else [peer.control]:
         self._reach(peer, channel, now)
 

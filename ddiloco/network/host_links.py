@@ -164,7 +164,7 @@ class Meeting:
     self._island, self._keys = island, keys
     self._answer = HostWelcome(coordinator=coordinator)
     self._links: dict[int, dict[str, HostLink]] = {h: {} for h in range(1, island.hosts)}
-    self._changed = threading.Condition()
+    self._changed, self._closed = threading.Condition(), threading.Event()
     self._listener, _ = _bind(url)
     self._listener.setblocking(True)  # a thread waits here
     threading.Thread(target=self._listen, name="hosts meet", daemon=True).start()
@@ -193,6 +193,7 @@ class Meeting:
 
   def close(self) -> None:
     """Listens no more."""
+    self._closed.set()
     with contextlib.suppress(OSError):
       self._listener.shutdown(socket.SHUT_RDWR)
     self._listener.close()
@@ -201,8 +202,10 @@ class Meeting:
     while True:
       try:
         connected, _ = self._listener.accept()
-      except OSError:  # closed
-        return
+      except OSError:  # closed; or a caller that is gone already, or too many open files
+        if self._closed.wait(PAUSE_SECONDS):
+          return
+        continue
       threading.Thread(target=self._admit, args=(connected,), daemon=True).start()
 
   def _admit(self, connected: socket.socket) -> None:
@@ -329,7 +332,8 @@ class HostWatch:
   Args:
     links: host -> connection for signs of life.
     mine: this host's; on the leader `done` counts the orders given.
-    limit_seconds: how long is too long, asked each time.
+    silent_seconds: how long a host may be silent, asked each time.
+    order_seconds: how long an order may take while nothing moves, asked each time.
     lost: told `(host or None, reason)`, on a thread of this watch.
     asked: told that another host was asked to end.
   """
@@ -338,12 +342,14 @@ class HostWatch:
     self,
     links: Mapping[int, HostLink],
     mine: HostProgress,
-    limit_seconds: Callable[[], float],
+    silent_seconds: Callable[[], float],
+    order_seconds: Callable[[], float],
     lost: Callable[[int | None, str], None],
     asked: Callable[[], None] = lambda: None,
   ):
     self._links, self._mine = dict(links), mine
-    self._limit_seconds, self._lost, self._asked = limit_seconds, lost, asked
+    self._silent_seconds, self._order_seconds = silent_seconds, order_seconds
+    self._lost, self._asked = lost, asked
     self._over = threading.Event()
     now = time.monotonic()
     self._heard = dict.fromkeys(links, now)
@@ -375,11 +381,10 @@ class HostWatch:
         self._heard, self._moved = dict.fromkeys(self._heard, now), (None, now)
       last = now
       self._beat()
-      limit = self._limit_seconds()
       host = min(self._heard, key=lambda h: self._heard[h])
-      if now - self._heard[host] > limit:
+      if now - self._heard[host] > self._silent_seconds():
         self._tell(host, f"it was not heard for {now - self._heard[host]:.0f} s")
-      self._check_progress(now, limit)
+      self._check_progress(now, self._order_seconds())
 
   def _beat(self) -> None:
     mine = self._mine

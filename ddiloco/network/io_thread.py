@@ -28,6 +28,8 @@ CALL_BYTES = 1 << 18  # in one call: while it encrypts these, it does not hold P
 UNSENT_BYTES = 1 << 19  # in the kernel and not under way yet: what waits longer waits here
 STRANGER_FRAME_BYTES = 1 << 16  # no frame is longer until its sender is known
 SCRATCH = memoryview(bytearray(1 << 16))  # unwanted payloads are read into this
+KEEPALIVE_SECONDS = 20  # without data, until the kernel asks the far end for a sign of life
+DEAD_SECONDS = 120  # without an acknowledgement, until the kernel ends a connection
 NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
@@ -64,6 +66,13 @@ class FrameSocket:
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
       connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+    # A path that has gone without a word (a firewall forgot it) ends the connection within minutes;
+    # else what was given to it would count as under way for a quarter of an hour.
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+      connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS)
+      connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_SECONDS)
+      connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * DEAD_SECONDS)
     if context is not None:
       connected = context.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)
     self.owner = owner

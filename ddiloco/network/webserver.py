@@ -234,7 +234,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 # wait for. Every client that reaches the port may read; nothing can be changed through it.
 
 LIVE_SECONDS = 60.0  # without a beat, at least; more where ten steps take longer
-START_SECONDS = 3600.0  # until the first beat: reading data, compiling
+START_SECONDS = 3600.0  # without any: reading data, compiling, saving the result
 
 
 class Health:
@@ -255,12 +255,17 @@ class Health:
     self._asking = threading.Lock()  # one /status at a time: a stuck one keeps one thread
     self._started = time.monotonic()
     self._beaten: float | None = None
+    self._doing = "starting"  # what takes so long, before the next beat
     self._ready, self._reason = False, "starting"
     self._server: WebServer | None = None
 
   def beat(self) -> None:
     """The role's main loop has come round."""
     self._beaten = time.monotonic()
+
+  def busy(self, what: str) -> None:
+    """Until the next beat the main loop does what may take as long as to start."""
+    self._beaten, self._started, self._doing = None, time.monotonic(), what
 
   def ready(self, reason: str = "") -> None:
     """The role does its work."""
@@ -274,7 +279,7 @@ class Health:
     """(HTTP status, reason)."""
     now, beaten = time.monotonic(), self._beaten
     if beaten is None:
-      seconds, limit, since = now - self._started, START_SECONDS, "starting for"
+      seconds, limit, since = now - self._started, START_SECONDS, f"{self._doing} for"
     else:
       seconds, limit = now - beaten, max(LIVE_SECONDS, 10 * self.allow_seconds)
       since = "the main loop last came round"

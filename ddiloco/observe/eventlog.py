@@ -9,6 +9,7 @@ refused.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import mmap
 import os
@@ -16,7 +17,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -129,7 +130,20 @@ def to_line(event: Event, begins: bool = False) -> bytes:
   """One line of a log, with its end; `begins`: it is a first one, which says the format."""
   if begins:
     event = msgspec.structs.replace(event, format=events.LOG_FORMAT)
-  return events.encode(event) + b"\n"
+  try:
+    return events.encode(event) + b"\n"
+  except UnicodeEncodeError:  # a text with half a character, as of a path that is no UTF-8
+    fields = {name: _escaped(value) for name, value in msgspec.structs.asdict(event).items()}
+    return events.encode(type(event)(**fields)) + b"\n"
+
+
+def _escaped(value: Any) -> Any:
+  """A copy whose texts can be encoded."""
+  if isinstance(value, str):
+    return value.encode(errors="backslashreplace").decode()
+  if isinstance(value, dict):
+    return {_escaped(key): _escaped(each) for key, each in value.items()}
+  return [_escaped(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 Listener = Callable[[Event], None]
@@ -181,7 +195,7 @@ class Recorder:
     self._torn = False  # the last write stopped inside a line
     self._begins = True  # nothing was written as a whole: the next event says the format
     self._unwritten = 0
-    self._warned = self._slow = False
+    self._warned = self._slow = self._odd = False
     check_format(self.path)
     self._drain = Drain(f"events of {role}", self._write, FLUSH_SECONDS)
 
@@ -210,7 +224,8 @@ class Recorder:
 
   @property
   def lost_events(self) -> int:
-    """Events that will never be in the file: disk full, path denied, or recorded after `close`."""
+    """Events that will never be in the file: disk full, path denied, a value that JSON cannot say,
+    or recorded after `close`."""
     return self._unwritten + self._drain.lost
 
   def close(self) -> None:
@@ -228,11 +243,10 @@ class Recorder:
 
   def _write(self, batch: list[Event]) -> None:
     """On the background thread: the whole batch in one append."""
-    if not batch:
+    lines = self._lines(batch)
+    if not lines:
       return
-    first, *rest = batch
-    data = b"".join([to_line(first, self._begins), *map(to_line, rest)])
-    written = 0
+    data, written = b"".join(lines), 0
     try:
       if self._file is None:
         self._file = self._open()
@@ -244,10 +258,25 @@ class Recorder:
       self._torn = self._begins = False
     except OSError as error:
       self._torn = self._torn or written > 0
-      self._unwritten += len(batch) - data[:written].lstrip(b"\n").count(b"\n")
+      self._unwritten += len(lines) - data[:written].lstrip(b"\n").count(b"\n")
       if not self._warned:
         warn(f"cannot write {self.path}: {error}. The run goes on without these events.")
       self._warned = True
+
+  def _lines(self, batch: list[Event]) -> list[bytes]:
+    """Each on its own: one that cannot be said must not take the others of its batch with it."""
+    lines: list[bytes] = []
+    for event in batch:
+      try:
+        lines.append(to_line(event, self._begins and not lines))
+      except Exception as error:
+        self._unwritten += 1
+        if not self._odd:
+          warn(
+            f"{self.path}: an event {event.kind!r} cannot be put into words: {error!r}. It is lost."
+          )
+        self._odd = True
+    return lines
 
   def _open(self) -> int:
     self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -292,6 +321,15 @@ class EventLog(list[Event]):
     return [e for e in self if isinstance(e, kind) and e.role.startswith(role)]
 
 
+class LogPart(NamedTuple):
+  """The bytes `start` to `end` of a log, which are whole lines."""
+
+  path: Path
+  start: int
+  end: int
+  passed: int = 0  # lines that were read before: it could not be read to its end then
+
+
 class EventStream:
   """The events in some stretches of log files, by time, read as they are iterated over.
 
@@ -299,25 +337,46 @@ class EventStream:
   survives but where its clock was set back. `torn_lines` counts what could not be read so far.
   """
 
-  def __init__(self, places: Iterable[tuple[Path, int, int]]):
-    """`places`: (file, first byte, end), at whole lines."""
+  def __init__(
+    self, places: Iterable[LogPart], failed: Callable[[LogPart, OSError], None] | None = None
+  ):
+    """`failed`: told what cannot be read to its end, and the rest is read; None: that raises."""
     self.torn_lines = 0
-    self._places = tuple(places)
+    self._places, self._failed = tuple(places), failed
 
   def __iter__(self) -> Iterator[Event]:
-    parts = [(p, a, b) for p, start, end in self._places for a, b in stretches(p, start, end)]
-    timed = [self._timed(i, *part) for i, part in enumerate(parts)]
+    parts = [part for place in self._places for part in self._parts(place)]
+    timed = [self._timed(i, part) for i, part in enumerate(parts)]
     return (event for _, _, event in heapq.merge(*timed))
 
-  def _timed(self, i: int, *part: Any) -> Iterator[tuple[float, int, Event]]:
+  def _parts(self, place: LogPart) -> list[LogPart]:
+    if place.passed:
+      return [place]  # as it was before, or its lines would be others
+    path, start, end, _ = place
+    try:
+      return [LogPart(path, a, b) for a, b in stretches(path, start, end)]
+    except OSError as error:
+      if self._failed is None:
+        raise
+      self._failed(place, error)
+      return []
+
+  def _timed(self, i: int, part: LogPart) -> Iterator[tuple[float, int, Event]]:
+    path, start, end, passed = part
     newest = -math.inf
-    for line in lines_of(*part):
-      event = events.decode(line)
-      if event is None:
-        self.torn_lines += bool(line)
-        continue
-      newest = max(newest, event.time)
-      yield newest, i, event
+    try:
+      for line in itertools.islice(lines_of(path, start, end), passed, None):
+        passed += 1
+        event = events.decode(line)
+        if event is None:
+          self.torn_lines += bool(line)
+          continue
+        newest = max(newest, event.time)
+        yield newest, i, event
+    except OSError as error:
+      if self._failed is None:
+        raise
+      self._failed(LogPart(path, start, end, passed), error)
 
 
 def stream_events(workdir: str | os.PathLike[str]) -> EventStream:
@@ -326,7 +385,7 @@ def stream_events(workdir: str | os.PathLike[str]) -> EventStream:
   Raises:
     ConfigError: a log is of another format.
   """
-  return EventStream((path, 0, path.stat().st_size) for path in logs_in(workdir))
+  return EventStream(LogPart(path, 0, path.stat().st_size) for path in logs_in(workdir))
 
 
 def logs_in(workdir: str | os.PathLike[str]) -> list[Path]:
@@ -386,7 +445,8 @@ class Follower:
   """Reads WORKDIR/events/*.jsonl as they grow: each whole line once, also of files that are new.
 
   A line is read when its end is there; what a kill has torn is counted in `torn_lines` as soon as
-  more is written after it. A file that shrank was replaced, and is read from its start.
+  more is written after it. A file that shrank was replaced, and is read from its start. One that
+  cannot be read now does not hold up the others: it is read later, from where it was left.
 
   Raises:
     ConfigError: a log that is there already is of another format.
@@ -398,6 +458,8 @@ class Follower:
     logs_in(workdir)
     self._read: dict[Path, int] = {}  # bytes, up to the end of a line
     self._seen: dict[Path, int] = {}  # bytes, up to where there is no end of a line but that one
+    self._late: list[LogPart] = []  # bytes before those that could not be read yet
+    self._told: set[Path] = set()  # files of which that was said
 
   def poll(self) -> list[Event]:
     """What was written since the last poll, in order of time (of one poll: roles flush late)."""
@@ -405,7 +467,7 @@ class Follower:
 
   def stream(self) -> Iterator[Event]:
     """The same one by one, however much it is. What is not asked for does not come again."""
-    stream = EventStream(self._new())
+    stream = EventStream(self._new(), self._put_off)
     torn = self.torn_lines
     for event in stream:
       self.torn_lines = torn + stream.torn_lines
@@ -416,24 +478,41 @@ class Follower:
     """Passes over what is there by now, without reading it."""
     self._new()
 
-  def _new(self) -> list[tuple[Path, int, int]]:
-    """Where there are new lines: (file, first byte, end)."""
-    found = []
+  def _put_off(self, part: LogPart, error: OSError) -> None:
+    self._late.append(part)
+    self._tell(part.path, error)
+
+  def _tell(self, path: Path, error: OSError) -> None:
+    if path not in self._told:
+      self._told.add(path)
+      warn(f"{path}: cannot be read now ({error}). It is tried again, the other logs are read.")
+
+  def _new(self) -> list[LogPart]:
+    """Where there are new lines, and where some were left."""
+    paths = sorted(self._folder.glob("*.jsonl"), reverse=True)
+    found, self._late = self._late, []
+    waiting = {part.path for part in found}
     # shards before learners: so a commit is never read without the pushes in it
-    for path in sorted(self._folder.glob("*.jsonl"), reverse=True):
+    for path in paths:
+      if path in waiting:
+        continue  # what comes after that has its turn when that has been read
       try:
         size = path.stat().st_size
       except OSError:
         continue  # gone since the folder was listed, or out of reach: the others are read
       start = self._read.get(path, 0)
       if size < start:
-        start = self._seen[path] = 0
+        start = self._read[path] = self._seen[path] = 0
       seen = max(start, self._seen.get(path, 0))
-      end = whole_lines_end(path, seen, size)
+      try:
+        end = whole_lines_end(path, seen, size)
+      except OSError as error:
+        self._tell(path, error)
+        continue
       self._seen[path] = size
       self._read[path] = start if end == seen else end
       if end != seen:
-        found.append((path, start, end))
+        found.append(LogPart(path, start, end))
     return sorted(found)
 
 

@@ -60,13 +60,11 @@ class RequestFile(Generic[T]):
     try:
       with self._path.open("rb") as file:
         file.seek(self._at)
-        lines = file.read().splitlines(keepends=True)
+        *lines, _ = file.read().split(b"\n")  # the last is still being written, or empty
     except FileNotFoundError:
       return
     for line in lines:
-      if not line.endswith(b"\n"):
-        return  # still being written
-      self._at += len(line)
+      self._at += len(line) + 1
       try:
         fields = json.loads(line)
         when = float(fields.pop("time"))

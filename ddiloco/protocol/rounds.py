@@ -23,6 +23,7 @@ from ddiloco.protocol.syncer_state import (
   FragmentState,
   Round,
   SyncerState,
+  brings_last_work,
   complete,
   could_push,
   ignored,
@@ -83,7 +84,10 @@ def start_rounds(
     ahead = beliefs.too_far_ahead(state.beliefs, state.global_step, sync)
     if ahead is not None:
       available.pop(ahead, None)
-    if sum(is_due(member, i, f, sync) for member in available.values()) < sync.min_quorum:
+    due = [member for member in available.values() if is_due(member, i, f, sync)]
+    if any(map(brings_last_work, due)) and not sync.blocking:
+      due = list(available.values())  # who leaves cannot wait until a quorum has made its steps
+    if len(due) < sync.min_quorum:
       continue
     asked = tuple(sorted(available))
     # Unique over the shard's incarnations, so that nothing of a dead one is mistaken for ours. With

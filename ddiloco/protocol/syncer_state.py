@@ -168,14 +168,18 @@ def could_push(learner: int, member: Member, i: int, f: FragmentState) -> bool:
   )
 
 
-def is_due(member: Member, i: int, f: FragmentState, sync: SyncConfig) -> bool:
-  """Whether it has made as many steps on it as a sync takes, or makes no more.
+def brings_last_work(member: Member) -> bool:
+  """Whether it makes no more steps, and what it has is to be merged now.
 
-  What a leaving learner has goes out in one round a fragment, or two; one that always has more is
-  not waited for.
+  That takes one round a fragment, or two; one that always has more is not waited for.
   """
-  last_work = member.leaving and member.farewells < MOST_FAREWELLS * len(member.steps_since_sync)
-  return last_work or member.steps_since_sync[i] >= due_after(f.index, f.version, sync)
+  return member.leaving and member.farewells < MOST_FAREWELLS * len(member.steps_since_sync)
+
+
+def is_due(member: Member, i: int, f: FragmentState, sync: SyncConfig) -> bool:
+  """Whether it has made as many steps on it as a sync takes, or makes no more."""
+  enough = member.steps_since_sync[i] >= due_after(f.index, f.version, sync)
+  return enough or brings_last_work(member)
 
 
 def recovery_over(state: SyncerState, now: float) -> bool:

@@ -230,6 +230,30 @@ def test_nobody_replaces_the_fragments_of_another_shard():
   assert given_back(copies, box, 0, 10) == {1: 7}
 
 
+def test_copies_that_are_on_their_way_are_not_sent_twice_and_lost_ones_come_again():
+  """A restarted shard asks again and again while gigabytes of copies leave."""
+  box, jobs = Outbox(), []
+  copies = copies_of(box)
+  for p in (0, 2):
+    keep(copies, pack(committed(p, 7), 0, 9))
+  box.take()
+  jobs = [copies.on(Recover(0, 10)) for _ in range(3)]  # asked while the worker was busy
+  for job in jobs:
+    at_once(job)
+  asks = [Recovered(1, 50, asked_by=10, fragments=(0, 2))] * 3
+  assert [m.fragment for _, m in box.sent if isinstance(m, Replica)] == [0, 2]
+  assert [m for _, m in box.sent if isinstance(m, Recovered)] == asks, "an answer may be lost too"
+  del box.sent[0]  # one has left
+  keep(copies, Recover(0, 10))
+  assert sum(isinstance(m, Replica) for _, m in box.sent) == 1, "the other has not"
+  assert given_back(copies, box, 0, 10) == {0: 7, 2: 7}, "all have left, and were lost"
+  keep(copies, Recover(0, 10))
+  first = box.sent
+  keep(copies, Recover(0, 11))
+  fresh = [m for _, m in box.sent if isinstance(m, Replica)]
+  assert len(fresh) == 4 and first is box.sent, "what is sent to the life before helps nobody"
+
+
 # --- the owner ------------------------------------------------------------------------------------
 
 

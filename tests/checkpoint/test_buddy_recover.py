@@ -14,15 +14,15 @@ from ddiloco.network.transport import Counters, Hub, syncer_address
 from ddiloco.protocol.messages import Recover, Recovered, Replica
 from tests import says
 from tests.checkpoint.test_buddy import CONFIG, PLAN, Outbox, committed, keep
+from tests.network.net import Net
 from tests.roles import toy
 from tests.roles.fleet import PATIENCE_SECONDS, bits
 
 
 def ask(hub: Hub, give_up_seconds: float = PATIENCE_SECONDS) -> dict[int, Committed]:
   endpoint = hub.connect(syncer_address(0))
-  until = time.monotonic() + give_up_seconds
   copies = Copies(0, 12, endpoint, PLAN, CONFIG)
-  found = recover(endpoint, copies, 0, 12, PLAN, 1, lambda: time.monotonic() < until)
+  found = recover(endpoint, copies, 0, 12, PLAN, 1, lambda quiet: quiet < give_up_seconds)
   endpoint.close()
   return found
 
@@ -69,6 +69,28 @@ def test_a_buddy_with_nothing_says_so_at_once_and_one_that_is_away_is_not_waited
   assert ask(hub, give_up_seconds=0.2) == {}
 
 
+@pytest.mark.parametrize("secure", [False, True], ids=["plain", "TLS"])
+def test_what_has_left_over_a_real_connection_is_given_again_when_it_is_asked_for(secure):
+  net = Net("run", PLAN.plan_id, secure=secure)
+  try:
+    asking, holding = net.connect(syncer_address(0)), net.open(syncer_address(1), 50)
+    holding.dial(syncer_address(0), net.url(syncer_address(0)))
+    net.wait_up(holding, syncer_address(0))
+    copies = Copies(1, 50, holding, PLAN, CONFIG)
+    for p in (0, 2):
+      keep(copies, pack(committed(p, 7), 0, 9))
+    for _ in range(2):
+      keep(copies, Recover(0, 10))
+      came = []
+      while came.count(Replica) < 2:
+        arrived = asking.receive(PATIENCE_SECONDS)
+        assert arrived is not None, "it takes the copies before for copies on their way"
+        came.append(type(arrived.message))
+      net.wait_until(lambda: not copies._answers[0].under_way)
+  finally:
+    net.close()
+
+
 class Given:
   """An endpoint to which everything has arrived already."""
 
@@ -102,7 +124,7 @@ def test_only_the_buddys_answer_to_this_life_counts():
     back(committed(0, 5)),
   )
   found = recover(
-    wire, Copies(0, 12, wire, PLAN, CONFIG), 0, 12, PLAN, 1, lambda: bool(wire.messages)
+    wire, Copies(0, 12, wire, PLAN, CONFIG), 0, 12, PLAN, 1, lambda quiet: bool(wire.messages)
   )
   assert {p: c.state.version for p, c in found.items()} == {0: 5, 2: 4}
   assert Recovered(0, 12, 50, (1,)) in wire.sent, "it gets what I have of it"
@@ -139,7 +161,7 @@ class Late(Outbox):
   def recover(self, give_up_seconds: float) -> dict[int, int]:
     """Fragment -> version that it has back."""
     copies = Copies(0, 12, self, PLAN, CONFIG)
-    still = lambda: self.now < 100.0 + give_up_seconds  # noqa: E731
+    still = lambda quiet: quiet < give_up_seconds  # noqa: E731
     found = recover(self, copies, 0, 12, PLAN, 1, still, self.clock)
     return {p: c.state.version for p, c in found.items()}
 
@@ -167,3 +189,25 @@ def test_a_buddy_that_ends_in_the_middle_has_given_what_it_gave():
   half = Late([(0.1, Recovered(1, 50, 12, (0, 2))), (0.2, back(committed(2, 4)))])
   assert half.recover(give_up_seconds=10.0) == {2: 4}
   assert half.now >= 110.0
+
+
+def test_as_long_as_copies_come_it_does_not_give_up_and_hardly_asks():
+  listed = (0.1, Recovered(1, 50, 12, (0, 1, 2, 3)))
+  long = Late([listed, *((2.0 + 8.0 * p, back(committed(p, 7))) for p in range(4))])
+  assert long.recover(give_up_seconds=10.0) == dict.fromkeys(range(4), 7), "26 s in all"
+  assert long.now == pytest.approx(126.0)
+  assert [at for at in long.asked_at if at > 10.0] == [], "as often as a copy comes"
+
+
+def test_copies_that_come_again_and_again_without_the_missing_one_are_no_progress():
+  again = [(5.0 * n, back(committed(2, 4))) for n in range(1, 50)]
+  stuck = Late([(0.1, Recovered(1, 50, 12, (0, 2))), *again])
+  assert stuck.recover(give_up_seconds=12.0) == {2: 4}
+  assert 120.0 <= stuck.now < 130.0, "the second copy is the last that counts"
+
+
+def test_a_copy_that_was_lost_late_is_asked_for_before_it_gives_up():
+  copies = [(4.0 * n, back(committed(n - 1, 7))) for n in (1, 2, 3)]  # 3 stays away
+  late = Late([(0.1, Recovered(1, 50, 12, (0, 1, 2, 3))), *copies, (30.0, back(committed(3, 7)))])
+  assert late.recover(give_up_seconds=20.0) == dict.fromkeys(range(4), 7)
+  assert [at for at in late.asked_at if at > 12.0], "after the last one that came"

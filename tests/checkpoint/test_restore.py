@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import shutil
 import subprocess
 import sys
 
@@ -14,6 +15,7 @@ from ddiloco.checkpoint.restore import (
   learner_part,
   new_learner,
   new_syncer,
+  newest_rounds,
   open_storage,
   restore_fragments,
   syncer_part,
@@ -148,6 +150,31 @@ def test_a_shard_goes_on_where_the_run_was(storage):
   assert state.vector_clock == {**restored.vector_clock, me: causality.count(777, 0)}, (
     "both lives are known"
   )
+
+
+def test_what_its_buddy_had_newer_keeps_its_place_in_the_run(storage):
+  save_shards(storage, 3, 2)
+  restored = restore_fragments(storage, PLAN, [2])
+  store = MemoryStore()
+  store.save(committed(0, 5))  # captured for snapshot 5 by then
+  store.save(restored.fragments[2])
+  fresh = new_syncer(CONFIG, 0, 777, store)
+  fresh = dataclasses.replace(fresh, global_step=57)
+  state = restored.resume(fresh)
+  assert (state.global_step, state.snapshot) == (57, 5), "snapshot 4 is not captured again"
+
+
+def test_last_rounds_are_told_without_reading_arrays(storage, said, tmp_path):
+  assert newest_rounds(storage) == {}
+  save_shards(storage, 2)
+  save_shards(storage, 3)
+  save_shard(storage, 4, 0, 2)  # never committed
+  for arrays in tmp_path.glob("*/*/arrays"):
+    shutil.rmtree(arrays)
+  assert not said and newest_rounds(storage) == {p: 3000 + p for p in ALL}
+  (tmp_path / "00000003" / "manifest.json").write_text("{")
+  assert newest_rounds(storage) == {p: 2000 + p for p in ALL}
+  assert len(said) == 1 and "3" in said[0]
 
 
 def test_the_newest_snapshot_that_has_all_of_them(storage, said):

@@ -16,7 +16,7 @@ from ddiloco import cli
 from ddiloco.checkpoint import weights
 from ddiloco.config import ConfigError, from_dict
 from ddiloco.engines import session
-from ddiloco.engines.ray_actor import RoleActor
+from ddiloco.engines.ray_actor import MEETING, RoleActor
 from tests.engines.real import events_of, start, tiny, wait_for
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs ddiloco[ray]")
@@ -104,6 +104,12 @@ def test_an_actor_never_holds_two_processes_of_its_role(tmp_path):
   assert asyncio.run(two_lives()) == [-signal.SIGKILL, 3]
   assert log.read_text() == "here\nthere\n"
   asyncio.run(actor.signal(signal.SIGTERM))  # nobody is there to hear it
+
+
+def test_an_actor_is_told_where_the_hosts_of_its_island_meet(tmp_path):
+  log, says = tmp_path / "learner-0.log", ["python", "-c", f"print('--hosts={MEETING}')"]
+  assert asyncio.run(RoleActor().run(says, str(log), "tcp://10.0.0.1:7")) == 0
+  assert log.read_text() == "--hosts=tcp://10.0.0.1:7\n"
 
 
 def marked(mark: str) -> list[str]:

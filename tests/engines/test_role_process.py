@@ -28,7 +28,7 @@ class Endpoint:
   def __init__(self, address, incarnation, run, settings, bind=None, keys=None):
     self.address, self.incarnation, self.run, self.bind = address, incarnation, run, bind
     self.dialed: dict[str, str] = {}
-    self.fenced = ""
+    self.fenced = self.broken = ""
     self.outnumbered = (0, 0)
     self.state = "up"
     self.woken = False
@@ -64,8 +64,9 @@ def quick(monkeypatch):
 
 @pytest.fixture
 def make(tmp_path):
-  def runner(address="learner-3", http="", bind="", **network) -> RoleRunner:
-    config = from_dict({"network": network, "sync": {"num_shards": 2}})
+  def runner(address="learner-3", http="", bind="", hang_seconds=60.0, **network) -> RoleRunner:
+    run = {"hang_seconds": hang_seconds}
+    config = from_dict({"network": network, "sync": {"num_shards": 2}, "run": run})
     return RoleRunner(address, config, RoleSpec(tmp_path / "r", "r", SYNCERS, bind=bind, http=http))
 
   return runner
@@ -192,6 +193,29 @@ def test_a_fenced_role_ends_and_says_so(make, capsys):
   out = capsys.readouterr().out
   assert "may not speak any more: a newer incarnation" in out and "Fix: " in out
   assert endpoint.closed_with == 0.0
+
+
+def test_a_role_whose_network_thread_failed_says_that_and_not_that_it_is_fenced(make, capsys):
+  with make() as runner:
+    endpoint = runner.dial()
+    endpoint.endpoint.broken = "its network thread failed: MemoryError()"
+    assert runner.run(until(runner)) == LOST
+    assert endpoint.woken
+  out = capsys.readouterr().out
+  assert "cannot speak any more: its network thread failed: MemoryError()" in out and "Fix: " in out
+  assert "Another process" not in out
+
+
+def test_what_a_role_does_between_two_lives_is_no_hang(make, tmp_path):
+  with make(hang_seconds=0.1) as runner:
+    runner.dial()
+    runner.stopped()
+    runner.disconnect()  # its loop is over
+    runner.pause(0.5)  # as after a quarantine
+    assert not [e for e in read_events(tmp_path / "r") if e.kind == "hung"]
+    runner.dial()
+    runner.stopped()
+    wait_for(lambda: [e for e in read_events(tmp_path / "r") if e.kind == "hung"])
 
 
 def test_who_reaches_nobody_gives_up(make, capsys):

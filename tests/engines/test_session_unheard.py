@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -158,6 +159,15 @@ def test_a_child_starts_also_where_nothing_can_be_logged(tmp_path, capsys):
   child.start([command])
   child.kill()
   assert capsys.readouterr().err.count("cannot be written") == 1
+
+
+def test_a_child_that_a_signal_without_a_name_has_ended_can_be_buried(tmp_path):
+  from ddiloco.engines.children import Child, spawn
+
+  child, number = Child("learner-3", tmp_path, [spawn]), signal.SIGRTMIN + 1
+  child.start([[sys.executable, "-S", "-c", f"import os; os.kill(os.getpid(), {number})"]])
+  status = wait_for(lambda: child.poll(), "its end")
+  assert child.bury(status) == f"killed by signal {number}: see {child.log}" and not child.running
 
 
 def test_last_words_of_a_log_of_months_are_its_end(tmp_path):

@@ -319,6 +319,19 @@ def test_a_restarted_shard_is_answered_before_it_has_been_dialed_again(net):
   assert arrived and bytes(arrived[1].payload) == bytes(range(100))
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_endpoint_whose_thread_has_failed_says_why_and_is_not_fenced(net):
+  learner = net.open("learner-0", 0)
+
+  def fail():
+    raise ValueError("no cable")
+
+  learner._bulk[0].call(fail)
+  net.wait_until(lambda: learner.broken)
+  assert learner.broken == "its network thread failed: ValueError('no cable')"
+  assert not learner.fenced and learner.outnumbered == (0, 0)
+
+
 def test_a_goodbye_is_still_delivered_by_close(net):
   shard, learner = net.connect("syncer-0"), net.connect("learner-0")
   learner.send("syncer-0", Goodbye(0, 0))

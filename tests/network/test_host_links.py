@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import queue
 import socket
 import threading
@@ -141,6 +142,30 @@ def test_garbage_on_the_port_keeps_nobody_out(url, garbage):
   meeting.close()
 
 
+def test_a_caller_that_cannot_be_let_in_keeps_nobody_else_out(url, monkeypatch):
+  accept, failures = socket.socket.accept, [OSError(errno.EMFILE, "Too many open files")] * 2
+
+  def crowded(listener):
+    if failures:
+      raise failures.pop()
+    return accept(listener)
+
+  monkeypatch.setattr(socket.socket, "accept", crowded)
+  links, joined = meet(url)
+  assert not failures and set(links) == set(joined) - {0} == {1, 2}
+  for each in (*links.values(), *joined.values()):
+    each.close()
+
+
+def test_a_meeting_that_is_over_leaves_no_thread(url):
+  meeting = Meeting(url, ISLAND, "127.0.0.1:1", None)
+  listeners = [each for each in threading.enumerate() if each.name == "hosts meet"]
+  meeting.close()
+  for each in listeners:
+    each.join(PATIENCE_SECONDS)
+    assert not each.is_alive()
+
+
 def test_a_port_that_is_taken_is_an_error_with_a_fix(url):
   meeting = Meeting(url, ISLAND, "", None)
   with pytest.raises(HostsApart, match=r"host 0 cannot listen there .*Fix: end what has the port"):
@@ -161,7 +186,7 @@ def test_a_leader_that_never_comes_is_waited_for_that_long_and_a_signal_ends_the
 class Watched:
   """The watch of a leader with two others, whose beats the test sends by hand."""
 
-  def __init__(self, limit_seconds: float):
+  def __init__(self, limit_seconds: float, order_seconds: float | None = None):
     pairs = {host: socket.socketpair() for host in (1, 2)}
     self.theirs = {host: HostLink(b) for host, (_, b) in pairs.items()}
     self.progress, self.told = HostProgress(doing="inside a step"), queue.Queue()
@@ -171,6 +196,7 @@ class Watched:
       mine,
       self.progress,
       lambda: limit_seconds,
+      lambda: limit_seconds if order_seconds is None else order_seconds,
       lambda host, reason: self.told.put((host, reason)),
       self.asked.set,
     )
@@ -214,6 +240,17 @@ def test_who_is_waited_for_is_named_with_what_it_does(socketpair):
   host, reason = watched.told.get_nowait()
   assert host == 2 and "host 2: waits for its next batch" in reason
   assert "nothing has moved" in reason and "host 1" not in reason
+
+
+def test_an_order_may_take_longer_than_a_silence(socketpair):
+  """As the first steps do: programs are loaded, and what is usual is not known."""
+  watched, until = Watched(limit_seconds=0.5, order_seconds=1e9), time.monotonic() + 2.0
+  watched.progress.done = 1
+  while time.monotonic() < until:
+    watched.beat(1, 0)
+    watched.beat(2, 0)
+    time.sleep(0.1)
+  assert watched.told.empty()
 
 
 def test_an_island_that_moves_is_left_alone_however_far_behind(socketpair):

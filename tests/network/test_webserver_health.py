@@ -94,6 +94,20 @@ def test_alive_as_long_as_the_main_loop_comes_round(clock):
   assert health.livez()[0] == 200
 
 
+def test_what_takes_as_long_as_to_start_is_named_until_the_main_loop_comes_round(clock):
+  health = Health()
+  health.beat()
+  clock.now += 50
+  health.busy("saving the result")
+  clock.now += 3000
+  assert health.livez() == (200, "saving the result for 3000 s (allowed: 3600 s)")
+  clock.now += 600
+  assert health.livez()[0] == 503
+  health.beat()
+  clock.now += 60
+  assert health.livez() == (503, "the main loop last came round 60 s ago (allowed: 60 s)")
+
+
 def test_ten_usual_steps_may_pass(clock):
   health = Health()
   health.beat()

@@ -153,6 +153,35 @@ def test_values_json_does_not_know(tmp_path):
   assert (second["trace"], third["mesh"]) == (str(tmp_path), [1, 2])
 
 
+def test_a_text_that_is_no_unicode_is_written_with_escapes(tmp_path):
+  """As the trace of a crash over a file whose name is no UTF-8."""
+  with Recorder(tmp_path, "learner-0", 0, start_time=0.0) as recorder:
+    recorder.record(events.Crash(trace="no such file: caf\udce9"))
+    recorder.record(
+      events.Evaluation(merged_tokens=1, global_step=1, loss=2.0, measures={"\ud800": 3.0})
+    )
+    recorder.flush()
+    recorder.record(step(1))
+  crash, evaluation, after = read_events(tmp_path)
+  assert crash.trace == "no such file: caf\\udce9" and crash.format == events.LOG_FORMAT
+  assert evaluation.measures == {"\\ud800": 3.0} and after.step == 1
+  assert recorder.lost_events == 0
+
+
+def test_an_event_that_cannot_be_said_is_lost_alone(tmp_path, capsys):
+  class Speechless:
+    def __str__(self):
+      raise RuntimeError("no words")
+
+  with Recorder(tmp_path, "learner-0", 0, start_time=0.0) as recorder:
+    for trace in (Speechless(), "first", Speechless(), "last"):
+      event = events.stamped(events.Crash(trace=trace), 0.0, "learner-0", 0)
+      recorder._drain.put(event)  # all in one batch
+  assert [event.trace for event in read_events(tmp_path)] == ["first", "last"]
+  assert recorder.lost_events == 2
+  assert capsys.readouterr().err.count("no words") == 1
+
+
 def test_listeners_get_the_same_dict(tmp_path):
   first, second = [], []
   with Recorder(

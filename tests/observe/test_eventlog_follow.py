@@ -1,11 +1,13 @@
 """Logs are followed while others write them: every whole line once, whatever is torn or new."""
 
+import errno
 import math
 import os
 import random
 
 import pytest
 
+from ddiloco.observe import eventlog
 from ddiloco.observe.eventlog import Follower, Recorder, read_events, to_line
 from ddiloco.protocol import events
 from tests.made_events import made
@@ -108,3 +110,34 @@ def test_a_log_that_vanishes_between_two_looks_is_no_error(tmp_path, log):
   log(line(1.0))
   os.symlink(tmp_path / "gone", tmp_path / "events" / "a.jsonl")
   assert times(follower.poll()) == [1.0]
+
+
+@pytest.mark.parametrize("good_reads", range(12))
+def test_a_log_that_cannot_be_read_for_once_loses_nothing_of_any_role(
+  tmp_path, log, monkeypatch, capsys, good_reads
+):
+  """Its first reads look for the end of lines and for the times, the later ones for events."""
+  monkeypatch.setattr(eventlog, "PIECE_BYTES", 300)
+  follower, read, left = Follower(tmp_path), eventlog._read, [good_reads]
+  late = [2.0, 4.0, 6.0, 3.0, 5.0]  # its clock was set back
+  log("".join(map(line, late)) + line(1.0)[:9] + "\n" + line(8.0))
+  log(line(1.0, "syncer-0") + line(7.0, "syncer-0"), "syncer-0")
+
+  def stale(path, start, end):
+    if path.stem == "learner-0":
+      left[0] -= 1
+      if left[0] == -1:
+        raise OSError(errno.ESTALE, "Stale file handle")
+    return read(path, start, end)
+
+  monkeypatch.setattr(eventlog, "_read", stale)
+  first = follower.poll()
+  assert [e.time for e in first if e.role == "syncer-0"] == [1.0, 7.0], "the others are read"
+  failed = left[0] < 0
+  log(line(9.0))
+  second = follower.poll() + follower.poll()
+  assert sorted(e.time for e in [*first, *second] if e.role == "learner-0") == sorted(
+    [*late, 8.0, 9.0]
+  )
+  assert follower.torn_lines == 1 and follower.poll() == []
+  assert ("Stale file handle" in capsys.readouterr().err) == (failed or left[0] < 0)

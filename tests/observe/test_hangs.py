@@ -89,6 +89,13 @@ def test_a_short_limit_has_short_pauses(fake_clock):
   assert role.found == []
 
 
+def test_a_limit_shorter_than_the_pause_between_two_looks_is_no_pause(fake_clock):
+  role = Watched(fake_clock, least_seconds=0.2, usual=0.001)
+  role.pass_(3)
+  (event,) = role.found
+  assert event.seconds == 0.5
+
+
 def test_stacks_have_every_thread_by_name_and_the_roles_own_first(monkeypatch):
   end, ready = threading.Event(), threading.Barrier(3)
 

@@ -25,7 +25,7 @@ from ddiloco.protocol.actions import (
   Tick,
 )
 from ddiloco.protocol.events import Event
-from ddiloco.protocol.messages import MADE, Goodbye, Publish, Push, Refusal, Report
+from ddiloco.protocol.messages import MADE, Goodbye, Publish, Pull, Push, Refusal, Report
 from ddiloco.protocol.syncer_state import FragmentState
 from tests import says
 from tests.says import hello, welcome
@@ -397,6 +397,24 @@ def test_the_evaluator_never_counts_for_a_quorum():
   shard.feed(hello(-1, 0))
   assert shard.feed(report(-1, (0, 0), (50, 50))) == []
   assert all(f.round is None for f in shard.state.fragments)
+
+
+def asked(actions) -> set[tuple[int, int]]:
+  """(fragment, learner) of every pull."""
+  sends = [(a.to, a.message) for a in actions if isinstance(a, Send)]
+  return {(message.fragment, to) for to, message in sends if isinstance(message, Pull)}
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_the_work_of_one_who_leaves_does_not_wait_until_a_quorum_is_due(blocking):
+  sync = dataclasses.replace(SYNC, sync_period=24, min_quorum=2, blocking=blocking)
+  shard = Script(sync)
+  for m in range(4):
+    shard.feed(hello(m, 0))
+    assert not asked(shard.feed(report(m, (0, 0), (4, 4), global_step=4), 0.4))
+  last = says.report(1, 0, 4, 0.1, (0, 0), (4, 4), leaving=True)
+  found = asked(shard.feed(last, 0.5))
+  assert found == (set() if blocking else {(p, m) for p in (0, 1) for m in range(4)})
 
 
 @pytest.mark.parametrize("steps, tokens, base", [(0, 10, 0), (1, 0, 0), (1, 10, 5)])

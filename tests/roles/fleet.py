@@ -78,7 +78,7 @@ class Fleet:
     copies, buddy = Copies(s, incarnation, endpoint, self.plan, self.config), buddy_of(s, 2)
     replication = Replication(copies, buddy, self.patience_seconds, recorder)
     found = recover(
-      endpoint, copies, s, incarnation, self.plan, buddy, lambda: not self.stop.is_set()
+      endpoint, copies, s, incarnation, self.plan, buddy, lambda quiet: not self.stop.is_set()
     )
     first = toy.initial_params()
     for p in owned_by(s, 2, len(self.plan.fragments)):
