@@ -249,7 +249,10 @@ def test_a_silent_peer_costs_no_memory_for_ever(link_to):
   net.wait_up(learner, "syncer-0")
   shard = net.endpoints["syncer-0"]
   learner.send("syncer-0", push(2, 1_000_000))
-  assert shard.receive(SECONDS)[1].round == 2
+  while (arrived := shard.receive(SECONDS / 10)) is None:
+    # A busy machine may be silent for a second once more; then the protocol would send it again.
+    learner.send("syncer-0", push(2, 1_000_000))
+  assert arrived[1].round == 2
   net.close()
 
 
