@@ -10,13 +10,13 @@ step varies by up to a tenth) unless a row says otherwise, and links take no tim
 10m are for an accelerator.
 
 Every tuned method has the same budget of seven runs with seed 0, one coordinate after the other,
-each from the best point so far: the inner learning rate (4e-3 to 32e-3; half of these where runs
-are longer), the sequences of all islands together in a step (16, 8), and the outer learning rate
-times 0.7 and 1.4; a method without an outer step has its inner rate times these. Larger models and
-longer runs begin where a smaller one has ended, and try the four inner rates. Learning rates decay
-over exactly the run's steps, however many there are. The best point is then run with other seeds:
-of data, initial values and paces. Rows that are not tuned are variants of one that is, at its
-point. outer_gradients.py says what the last columns mean.
+each from the best point so far: the inner learning rate (4e-3 to 32e-3; others where
+`compared.SIZES` says so), the sequences of all islands together in a step (16, 8), and the outer
+learning rate times 0.7 and 1.4; a method without an outer step has its inner rate times these.
+Larger models and longer runs begin where a smaller one has ended, and try the four inner rates.
+Learning rates decay over exactly the run's steps, however many there are. The best point is then
+run with other seeds: of data, initial values and paces. Rows that are not tuned are variants of one
+that is, at its point. outer_gradients.py says what the last columns mean.
 
 Every run that has ended is a line of WORKDIR/runs.jsonl and is not run again. With --table or
 --picture nothing is run: what is there is printed, or drawn. Else the last line is
