@@ -2,9 +2,11 @@
 
 Command:   ddiloco train --config=configs/data_parallel.py --workdir=runs/data_parallel --cpu
 Hardware:  2 CPU cores; the island has 4 fake CPU devices and the batch of all four islands.
-Time:      about a minute with 115k parameters and 600 steps; not timed at full size.
+Time:      120 s: 213,568 parameters, 4 M tokens, 977 steps.
 Algorithm: AdamW on the gradient averaged over all devices at every step.
-Numbers:   docs/results.md, table "The algorithms".
+Numbers:   held-out loss 5.405 untrained, 1.156 at the end (one seed; the five algorithms' configs
+           as they are: data-parallel 1.156, default 1.197, decoupled 1.198, streaming 1.217,
+           DiLoCo 1.233). Tuned, with seeds: docs/results.md, "The algorithms".
 """
 
 from ddiloco import config
