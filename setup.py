@@ -33,9 +33,9 @@ setup(
     "absl-py>=2.1",  # flags of the command line
     "cryptography>=42",  # makes keys and their certificates; TLS itself is Python's own
     "etils[epath]>=1.7",  # checkpoints on disks and in buckets by the same code
-    "flax>=0.12.2,<0.13",  # NNX models
+    "flax>=0.12.4,<0.13",  # NNX models
     "fsspec>=2024.6",  # what epath speaks to buckets with
-    "grain>=0.2.11,<0.3",  # index-addressed data
+    "grain>=0.2.16,<0.3",  # index-addressed data
     "jax>=0.10,<0.13",
     "matplotlib>=3.8,<4",  # the report's pictures
     "ml_collections>=1.0,<2",  # experiment files
@@ -44,7 +44,7 @@ setup(
     "numba>=0.61,<1",  # merging a large fragment at the memory's speed
     "numpy>=2.0,<3",
     "optax>=0.2.5,<0.3",  # inner optimizer
-    "orbax-checkpoint>=0.11.25,<0.13",
+    "orbax-checkpoint>=0.11.26,<0.13",
     "pyyaml>=6,<7",  # documents of `ddiloco launch gke`
     "rich>=13,<16",  # live terminal view
     "setproctitle>=1.3,<2",  # forked roles have their own names in `ps`
