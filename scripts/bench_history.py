@@ -45,29 +45,7 @@ def made_up(seed: int = 0) -> Iterator[Event]:
   chance, made, lives = random.Random(seed), [0] * ISLANDS, [1] * ISLANDS
   versions, rounds, merged = [0] * FRAGMENTS, [-1] * FRAGMENTS, [0] * FRAGMENTS
   since = [[0] * FRAGMENTS for _ in range(ISLANDS)]
-  counts: dict[str, Any] = {
-    "num_learners": ISLANDS,
-    "num_shards": SHARDS,
-    "num_fragments": FRAGMENTS,
-  }
-  yield _event(0.0, "engine", "run_started", name="made up", total_tokens=10**13, **counts)
-  for s in range(SHARDS):
-    yield _event(1.0, f"syncer-{s}", "started", fragments=list(range(s, FRAGMENTS, SHARDS)))
-    for p in range(s, FRAGMENTS, SHARDS):
-      owned: dict[str, Any] = {"fragment": p, "version": 0, "round": -1, "momentum_round": -1}
-      yield _event(1.0, f"syncer-{s}", "owns", **owned)
-  for m in range(ISLANDS):
-    yield from _begins(2.0, m, 1, 0)
-    for p in range(FRAGMENTS):
-      taken: dict[str, Any] = {
-        "fragment": p,
-        "version": 0,
-        "round": -1,
-        "mode": "overwrite",
-        "included": False,
-      }
-      yield _event(3.0, f"learner-{m}", "stage", **taken)
-      yield _event(3.0, f"learner-{m}", "apply", **taken)
+  yield from _all_begin()
   global_step, away, gone = 0, {}, -1
   while True:
     global_step += 1
@@ -88,33 +66,50 @@ def made_up(seed: int = 0) -> Iterator[Event]:
     p = global_step % FRAGMENTS
     base, round_id = rounds[p], global_step
     shard = f"syncer-{p % SHARDS}"
-    opened = {"fragment": p, "round": round_id, "version": versions[p]}
+    opened: dict[str, Any] = {"fragment": p, "round": round_id, "version": versions[p]}
     yield _event(now + 0.1, shard, "round", **opened, asked=here)
     for m in here:
       steps = made[m] - since[m][p]
-      pushed: dict[str, Any] = {
-        "fragment": p,
-        "round": round_id,
-        "version": versions[p],
-        "steps": steps,
-      }
-      pushed["tokens"] = steps * TOKENS
-      who = now + 0.2 + m / 1000, f"learner-{m}"
-      yield _event(*who, "copy_out", lives[m], **pushed, base_round=base)
-      yield _event(*who, "push", lives[m], **pushed, bytes=10**9)
+      done = {**opened, "steps": steps, "tokens": steps * TOKENS}
+      yield from _pushes(now + 0.2 + m / 1000, m, lives[m], base, **done)
     yield _commit(now + 1.0, p, round_id, base, versions[p] + 1, merged, made, since, here)
     versions[p], rounds[p] = versions[p] + 1, round_id
     for m in here:
       since[m][p] = made[m]
-      who = now + 2.0 + m / 1000, f"learner-{m}"
-      taken = {"fragment": p, "version": versions[p], "round": round_id, "mode": "rebase"}
-      yield _event(*who, "stage", lives[m], **taken, included=True)
-      yield _event(*who, "apply", lives[m], **taken, included=True)
+      taken = {**opened, "version": versions[p], "mode": "rebase", "included": True}
+      yield from _takes(now + 2.0 + m / 1000, m, lives[m], **taken)
     yield from _now_and_then(now + 3.0, global_step, here, lives, merged)
 
 
 def _event(time_: float, role: str, kind: str, incarnation: int = 0, **fields: Any) -> Event:
   return KINDS[kind](time=time_, role=role, incarnation=incarnation, **fields)
+
+
+def _all_begin() -> Iterator[Event]:
+  """Roles start, shards have their fragments, and islands get them."""
+  sizes: dict[str, Any] = {"num_learners": ISLANDS, "num_shards": SHARDS}
+  sizes |= {"num_fragments": FRAGMENTS, "total_tokens": 10**13}
+  yield _event(0.0, "engine", "run_started", name="made up", **sizes)
+  for s in range(SHARDS):
+    yield _event(1.0, f"syncer-{s}", "started", fragments=list(range(s, FRAGMENTS, SHARDS)))
+    for p in range(s, FRAGMENTS, SHARDS):
+      owned: dict[str, Any] = {"fragment": p, "version": 0, "round": -1, "momentum_round": -1}
+      yield _event(1.0, f"syncer-{s}", "owns", **owned)
+  for m in range(ISLANDS):
+    yield from _begins(2.0, m, 1, 0)
+    for p in range(FRAGMENTS):
+      first: dict[str, Any] = {"fragment": p, "version": 0, "round": -1}
+      yield from _takes(3.0, m, 0, mode="overwrite", included=False, **first)
+
+
+def _pushes(now: float, m: int, life: int, base: int, **pushed: Any) -> Iterator[Event]:
+  yield _event(now, f"learner-{m}", "copy_out", life, **pushed, base_round=base)
+  yield _event(now, f"learner-{m}", "push", life, **pushed, bytes=10**9)
+
+
+def _takes(now: float, m: int, life: int, **taken: Any) -> Iterator[Event]:
+  yield _event(now, f"learner-{m}", "stage", life, **taken)
+  yield _event(now, f"learner-{m}", "apply", life, **taken)
 
 
 def _begins(now: float, m: int, life: int, global_step: int) -> Iterator[Event]:

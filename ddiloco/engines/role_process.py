@@ -119,10 +119,7 @@ class RoleRunner:
     self.incarnation = role_spec.above(now, [self._former] if place.bind else [])
     self._profiler = Profiler(place.workdir, [address], lambda: self.recorder)
     self._hangs = HangWatch(
-      config.run.hang_seconds,
-      lambda role: self.usual_seconds(),
-      lambda: self.recorder,
-      look_seconds=LOOK_SECONDS,
+      config.run.hang_seconds, lambda role: self.usual_seconds(), lambda: self.recorder
     )
     self.recorder = self._record()
     self.endpoint: FaultyEndpoint | None = None

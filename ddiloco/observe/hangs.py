@@ -18,10 +18,8 @@ from ddiloco.observe.guards import say
 from ddiloco.protocol import events
 
 HANG_STEPS = 20.0  # a loop that takes so many usual steps, and run.hang_seconds, hangs
-LOOK_SECONDS = 0.5  # between two looks, as they are meant to be
-# Between two looks as they are: after a longer time the process itself stood still, and no role.
-# A short limit makes it shorter, but never so short that looks in good time are taken for pauses.
-PAUSED_SECONDS, PAUSED_LOOKS = 5.0, 4
+PAUSED_SECONDS = 5.0  # between two looks; after more the process itself stood still, and no role
+LATE_SECONDS = 2.0  # a short limit makes that shorter, but so late may a look be always
 MOST_CHARACTERS = 40_000  # of stacks; a process may have thousands of threads
 
 
@@ -40,7 +38,6 @@ class HangWatch:
     usual: seconds of a usual step of a role, 0 before it is known.
     record: what takes the events; asked for each time, since roles have several lives.
     clock: seconds.
-    look_seconds: between two looks, as they are meant to be.
   """
 
   def __init__(
@@ -49,13 +46,12 @@ class HangWatch:
     usual: Callable[[str], float],
     record: Callable[[], Records],
     clock: Callable[[], float] = time.monotonic,
-    look_seconds: float = LOOK_SECONDS,
   ):
     self._least_seconds = least_seconds
     self._usual = usual
     self._record = record
     self._clock = clock
-    self._paused_seconds = max(PAUSED_LOOKS * look_seconds, min(PAUSED_SECONDS, least_seconds))
+    self._paused_seconds = max(LATE_SECONDS, min(PAUSED_SECONDS, least_seconds))
     self._watched: dict[str, _Watched] = {}
     self._looked_at = clock()
 

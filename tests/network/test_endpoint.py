@@ -233,7 +233,7 @@ def test_a_member_that_is_slow_by_seconds_is_still_in(link_to, secure):
 
 
 def test_a_silent_peer_costs_no_memory_for_ever(link_to):
-  quick = dataclasses.replace(QUICK, silence_seconds=1.0)
+  quick = dataclasses.replace(QUICK, silence_seconds=3.0)  # a busy machine is silent for a second
   net = Net("run", "plan", settings=quick)
   net.connect("syncer-0")
   link, url = link_to(net.url("syncer-0"))
@@ -249,10 +249,7 @@ def test_a_silent_peer_costs_no_memory_for_ever(link_to):
   net.wait_up(learner, "syncer-0")
   shard = net.endpoints["syncer-0"]
   learner.send("syncer-0", push(2, 1_000_000))
-  while (arrived := shard.receive(SECONDS / 10)) is None:
-    # A busy machine may be silent for a second once more; then the protocol would send it again.
-    learner.send("syncer-0", push(2, 1_000_000))
-  assert arrived[1].round == 2
+  assert shard.receive(SECONDS)[1].round == 2
   net.close()
 
 
