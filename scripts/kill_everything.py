@@ -1,10 +1,10 @@
 """Kills a whole run with SIGKILL at random moments and starts it again: what is lost or doubled?
 
 `ddiloco train` of a tiny model; moments are uniform over the global step, a fifth of them while it
-starts and compiles, some at its very end. After each kill the checkpoints and event logs must fit:
-the newest committed snapshot is undamaged and no older than before, the next life begins with
-exactly that, and on the way to its values no push is counted twice and the tokens add up. In the
-end the run must be finished, with a held-out loss like that of undisturbed runs.
+starts and compiles, some in the second after its last step. After each kill the checkpoints and
+event logs must fit: the newest committed snapshot is undamaged and no older than before, the next
+life begins with exactly that, and on the way to its values no push is counted twice and the tokens
+add up. In the end the run must be finished, with a held-out loss like that of undisturbed runs.
 
   python scripts/kill_everything.py [--kills=50] [--seed=0] [--engine=threads] [--workdir=DIR]
 
@@ -61,7 +61,9 @@ def config_of(seed: int, steps: int) -> Config:
       },
       "data": {"source": "synthetic", "sequence_length": 32, "heldout_sequences": 16},
       "inner": {"learning_rate": 1e-2, "warmup_steps": 5},
-      "islands": {"num_learners": LEARNERS, "batch_size": 8},
+      "islands": {
+        "num_learners": LEARNERS, "batch_size": 8, "min_step_seconds": POLL_SECONDS
+      },
       "sync": {
         "num_shards": 2, "num_fragments": FRAGMENTS, "sync_period": 8, "liveness_seconds": 1.0,
         "snapshot_steps": 20,
@@ -78,10 +80,10 @@ def config_of(seed: int, steps: int) -> Config:
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-  """When a life is killed: in its start, or when the global step has come so far, and a bit."""
+  """When a life is killed: in its start, or when the global step has come so far."""
 
-  global_step: int  # -1: in the start
-  share: float  # of the seconds that a start takes, or of a second after the global step
+  global_step: int  # -1: in the start, at its first step at the latest
+  wait: float  # before the kill: a share of what a start takes; in seconds, after the last step
 
 
 def moments(seed: int, kills: int, steps: int) -> list[Moment]:
@@ -89,9 +91,10 @@ def moments(seed: int, kills: int, steps: int) -> list[Moment]:
   source = random.Random(f"kills {seed}")
   steps_at = sorted(int(steps * min(1.0, source.uniform(0.0, 1.03))) for _ in range(kills))
   starts = [i == 0 or source.random() < 0.2 for i in range(kills)]
+  shares = [source.random() for _ in starts]
   return [
-    Moment(-1 if start else global_step, source.random())
-    for global_step, start in zip(steps_at, starts)
+    Moment(-1, share) if start else Moment(at, share if at == steps else 0.0)
+    for at, start, share in zip(steps_at, starts, shares)
   ]
 
 
@@ -142,8 +145,10 @@ def live(workdir: Path, config: Config, engine: str, moment: Moment | None, star
       if moment is not None and 0 <= moment.global_step <= newest:
         reached = reached or now
       if moment is not None:
-        early = moment.global_step < 0 and now >= began + moment.share * start
-        if early or (reached is not None and now >= reached + moment.share):
+        late = stepped is not None or now >= began + moment.wait * start
+        if (late and moment.global_step < 0) or (
+          reached is not None and now >= reached + moment.wait
+        ):
           break
       if now - began > LIFE_SECONDS:
         raise RuntimeError(f"after {LIFE_SECONDS:g} s the run in {workdir} is not done")
