@@ -176,10 +176,10 @@ METHODS: dict[str, Method] = {
   "DiLoCo without waiting, M = 4": Method("diloco", ASYNCHRONOUS, sizes=LONG),
   # Data-parallel, bit by bit.
   "exchange alone, M = 1": Method(fields=PLAIN, learners=1, of="data-parallel", sizes=()),
-  "default, M = 1": Method(learners=1, sizes=(*LONG, "115k, long")),
+  "default, M = 1": Method(learners=1, sizes=(*LONG, "115k, long", "250k, long")),
   "default, M = 2": Method(learners=2, sizes=LONG),
   "default, M = 4": Method(sizes=ALL),
-  "default, M = 8": Method(learners=8, sizes=(*LONG, "115k, long")),
+  "default, M = 8": Method(learners=8, sizes=(*LONG, "115k, long", "250k, long")),
   "default, M = 16": Method(learners=16),
   "default, Muon inside, M = 4": Method(fields=MUON, sizes=LONG),
   "default, MoE, M = 4": Method(fields=MOE, sizes=LONG, beside="data-parallel, MoE"),
