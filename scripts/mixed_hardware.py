@@ -38,6 +38,11 @@ from ddiloco.trace import text
 
 PATIENCE_SECONDS = 300.0  # for an island to compile, to join and to be merged
 ISLANDS = 2
+# On CPUs alone steps are short and far apart, so that what starts has cores to start on.
+ON_CPUS = {
+  "islands.batch_size": 2, "islands.min_step_seconds": 0.05, "sync.sync_period": 8,
+  "sync.snapshot_steps": 40,
+}  # fmt: skip
 
 
 class Roles:
@@ -50,7 +55,7 @@ class Roles:
         "islands.num_learners": ISLANDS, "islands.batch_size": 8, "sync.num_shards": 1,
         "islands.overrides": {"1": {"batch_size": 2}},  # what a CPU makes in that time
         "sync.min_quorum": 1, "sync.snapshot_steps": 50, "run.evaluations": 0,
-        "run.total_tokens": 1 << 50,
+        "run.total_tokens": 1 << 50, **(ON_CPUS if cpu else {}),
       },
       "100k" if cpu else "1m",
     )  # fmt: skip

@@ -52,7 +52,7 @@ from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Runtime
 from ddiloco.training import data, devices
 from ddiloco.training.compile_times import told_what_compiles
-from ddiloco.training.island import Island
+from ddiloco.training.island import Island, make_islands
 from ddiloco.workdir import start_time
 
 DEVICES_SECONDS = 1.0  # between two looks whether a lost slice is back
@@ -90,7 +90,7 @@ class ThreadsEngine(Engine):
     visible = jax.devices()
     mine = visible[: max(0, len(visible) - config.run.evaluator_devices)]
     groups = devices.partition(mine, config.islands, config.num_islands())
-    islands = islands or {m: Island(config, m, g, self.plan) for m, g in enumerate(groups)}
+    islands = islands or make_islands(config, devices.shared_on_cpu(groups), self.plan)
     self.islands = islands
     self._lost_slices: set[int] = set()  # islands whose devices have failed
     self._storage = open_storage(config, self.plan, workdir)

@@ -26,7 +26,7 @@ from flax import nnx
 
 from ddiloco.config import ModelConfig
 from ddiloco.models.execution import Execution
-from ddiloco.models.layers import parameter, residual_stddev, truncated_normal, used
+from ddiloco.models.layers import Keys, parameter, residual_stddev, truncated_normal, used
 
 
 def slots_per_expert(model: ModelConfig, sequence_length: int) -> int:
@@ -106,17 +106,17 @@ move_rows.defvjp(_move_rows_forward, _move_rows_backward)
 class MixtureOfExperts(nnx.Module):
   """Returns (the gated sum of each token's experts (B, T, D), load-balance loss, a scalar)."""
 
-  def __init__(self, model: ModelConfig, rngs: nnx.Rngs):
+  def __init__(self, model: ModelConfig, keys: Keys):
     d, e, f = model.model_dim, model.num_experts, model.mlp_dim
     self.model = model
     inward = 1 / math.sqrt(d)
     expert_axes = ("experts", "embed", "mlp")
     # The router is tiny: its expert axis has no name, so that no rule splits it.
-    self.router = parameter(truncated_normal(rngs(), (d, e), inward), ("embed", None))
-    self.gate = parameter(truncated_normal(rngs(), (e, d, f), inward), expert_axes)
-    self.up = parameter(truncated_normal(rngs(), (e, d, f), inward), expert_axes)
+    self.router = parameter(truncated_normal(keys(), (d, e), inward), ("embed", None))
+    self.gate = parameter(truncated_normal(keys(), (e, d, f), inward), expert_axes)
+    self.up = parameter(truncated_normal(keys(), (e, d, f), inward), expert_axes)
     self.down = parameter(
-      truncated_normal(rngs(), (e, f, d), residual_stddev(f, model.num_layers)),
+      truncated_normal(keys(), (e, f, d), residual_stddev(f, model.num_layers)),
       ("experts", "mlp", "embed"),
     )
 

@@ -96,6 +96,17 @@ def partition(
   return [given[m] for m in range(len(counts))]
 
 
+def shared_on_cpu(groups: Sequence[Sequence[Device]]) -> list[list[Device]]:
+  """On the CPU, islands of one device live together on the first of theirs.
+
+  Fake devices are the same cores anyway, and what is compiled for one of them runs on no other, so
+  there such islands compile once. Islands of several devices keep theirs: their collectives would
+  wait for each other.
+  """
+  alone = [group[0] for group in groups if len(group) == 1 and group[0].platform == "cpu"]
+  return [[alone[0]] if group[0] in alone else list(group) for group in groups]
+
+
 def _take(groups: list[list[Device]], count: int) -> list[Device]:
   """Removes `count` devices: from the first slice that has so many, else across slices in order."""
   source = next((group for group in groups if len(group) >= count), None)

@@ -9,6 +9,7 @@ between two steps. What a donor sends of its moments goes the same two ways.
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,6 +35,20 @@ from ddiloco.training.programs import (
 from ddiloco.training.step import IslandStep
 
 
+def make_islands(
+  config: Config, groups: Sequence[Sequence[jax.Device]], plan: Plan
+) -> dict[int, Island]:
+  """Every learner's island, on its group of devices; equal ones on the same compile once."""
+  islands: dict[int, Island] = {}
+  for m, group in enumerate(groups):
+    island, devices = config.islands.island(m), list(group)
+    alike = (
+      n for n in islands if config.islands.island(n) == island and list(groups[n]) == devices
+    )
+    islands[m] = Island(config, m, group, plan, islands.get(next(alike, m)))
+  return islands
+
+
 class Island:
   """Trains one copy of the model on its own devices; the sections say which thread calls what."""
 
@@ -43,6 +58,7 @@ class Island:
     learner: int,
     devices: Sequence[jax.Device],
     plan: Plan,
+    like: Island | None = None,
   ):
     """Touches no device memory yet: `compile()`, then `reset()`, `load()` or `restore()` do.
 
@@ -51,6 +67,7 @@ class Island:
       learner: whose island this is.
       devices: all of them, in order.
       plan: how the model is partitioned into fragments.
+      like: an island with the same config and devices, whose programs serve here too.
 
     Raises:
       ConfigError: the batch cannot be split evenly over these devices, the mesh does not fit them,
@@ -58,7 +75,8 @@ class Island:
     """
     self._island = config.islands.island(learner)
     require_processes(devices, self._island.hosts)
-    self._config, self._plan = config, plan
+    self._config, self._plan, self._like = config, plan, like
+    self._compiling = threading.Lock()
     self._planned_steps = config.planned_steps()
     self._cpu = devices[0].platform == "cpu"
     # One step stays in flight, so that Python never holds up the devices. Not so on the CPU: fake
@@ -101,9 +119,22 @@ class Island:
 
   def compile(self) -> float:
     """Compiles everything this island will ever run; returns the seconds it took (0 if done)."""
-    if self._step is not None:
-      return 0.0
-    start = time.perf_counter()
+    with self._compiling:
+      if self._step is not None:
+        return 0.0
+      start = time.perf_counter()
+      if self._like is not None:
+        self._like.compile()
+        self._take_programs(self._like)
+      else:
+        self._compile()
+      return time.perf_counter() - start
+
+  def _take_programs(self, like: Island) -> None:
+    self._fresh, self._copy, self._counts = like._fresh, like._copy, like._counts
+    self._programs, self._moves, self._step = like._programs, like._moves, like._step
+
+  def _compile(self) -> None:
     layout, leaves, replicated = self._layout, self._layout.leaves, self._parts.replicated
     transform = inner.optimizer(self._config.inner)
 
@@ -134,7 +165,6 @@ class Island:
       for fragment, kinds in zip(self._plan.fragments, self._kinds)
     ]
     self._step = self._parts.lower().compile()
-    return time.perf_counter() - start
 
   # --- state --------------------------------------------------------------------------------------
 

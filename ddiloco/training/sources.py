@@ -127,17 +127,22 @@ def stdlib_documents() -> tuple[Document, ...]:
   The same for one Python version: tests, installed packages, what is generated for one machine
   (_sysconfigdata, config-*) and files this user may not read are left out.
   """
-  root = Path(sysconfig.get_path("stdlib"))
-  return tuple((name, _read(str(root / name))) for name in _stdlib_files(root))
+  root = sysconfig.get_path("stdlib")
+  return tuple((name, _read(f"{root}/{name}")) for name in sorted(_stdlib_files(root)))
 
 
-def _stdlib_files(root: Path) -> Iterator[str]:
-  for file in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
-    name = file.relative_to(root)
-    of_machine = any(part.startswith(("_sysconfigdata", "config-")) for part in name.parts)
-    skipped = of_machine or _SKIPPED_FOLDERS & set(name.parts)
-    if not skipped and file.is_file() and os.access(file, os.R_OK):
-      yield name.as_posix()
+def _stdlib_files(root: str) -> Iterator[str]:
+  for folder, folders, files in os.walk(root):
+    folders[:] = [each for each in folders if each not in _SKIPPED_FOLDERS and not _generated(each)]
+    for name in files:
+      file = f"{folder}/{name}"
+      if name.endswith(".py") and not _generated(name) and os.access(file, os.R_OK):
+        yield file[len(root) + 1 :].replace(os.sep, "/")
+
+
+def _generated(name: str) -> bool:
+  """Whether a file or folder is made for one machine."""
+  return name.startswith(("_sysconfigdata", "config-"))
 
 
 @functools.lru_cache(maxsize=1)
