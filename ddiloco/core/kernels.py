@@ -1,15 +1,20 @@
 """The passes of `core/passes.py` over one chunk, compiled by numba: the same operations in the same
 order, so the same bits; only sums of squares are rounded otherwise.
 
-Eight int4 pushes are decoded and added at 1.2 to 2 ns a value and core, where NumPy takes 18 and
-XLA on the CPU 5 (`docs/design.md`, "What a commit computes with"). Nothing here holds the GIL.
-Compiled code is kept beside this file, or in the user's cache folder, for the next process.
+Eight int4 pushes are decoded and added at 0.6 ns a value and core, where NumPy takes 18 and XLA on
+the CPU 5 (`docs/design.md`, "What a commit computes with"). Nothing here holds the GIL. Compiled
+code is kept beside this file, or in the user's cache folder, for the next process.
+
+Loops are written so that they become vector instructions. One that writes one array while it reads
+another that may be the same does not, nor an assignment to a slice. A loop that reads all it needs
+from memory at once waits once.
 
 `scales` and `codes` are a payload's two parts (`core/codec.py`); `start` is where the chunk begins.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,27 +25,32 @@ from ddiloco.config import OuterConfig
 from ddiloco.core import codec, outer
 from ddiloco.core.codec import BLOCK, Encoded
 
+TOGETHER = 4  # pushes that one loop adds: as many sums stay in registers
+TILE = 8 * BLOCK  # what loops over so many values leave for each other stays in the first cache
 _TINY = np.finfo(np.float32).tiny
 _MAX = np.finfo(np.float32).max
 _ROUND = np.float32(3 << 22)  # added and subtracted: the nearest integer, ties to even
 
 
-def _compiled(function: Any) -> Any:
+def _compiled(function: Any, **options: Any) -> Any:
+  options |= {"nogil": True, "error_model": "numpy"}  # a division by 0 is not looked for
   try:
-    return numba.njit(nogil=True, cache=True)(function)
+    return numba.njit(cache=True, **options)(function)
   except RuntimeError:  # no folder to keep it in: compiled again by every process
-    return numba.njit(nogil=True)(function)
+    return numba.njit(**options)(function)
 
 
 class Opened:
-  """A payload of `size` values in int8 or int4, as the kernels read it."""
+  """A payload of `size` values in int8 or int4, as the kernels read it, or write it."""
 
-  def __init__(self, encoded: Encoded, size: int):
+  def __init__(self, encoded: Encoded, size: int, written: bool = False):
     scale_bytes = 4 * -(-size // BLOCK)
     scales = encoded.payload[:scale_bytes].view(np.float32)
     self.scales = np.require(scales, requirements="A")  # a copy if it came unaligned
     self.codes = encoded.payload[scale_bytes:]
     self.int4 = encoded.codec == "int4"
+    # To numba, arrays that may be written and others are two types: each would be compiled anew.
+    self.scales.flags.writeable = self.codes.flags.writeable = written
 
 
 def squares(push: Opened, chunk: Any, sums: np.ndarray) -> bool:
@@ -58,18 +68,17 @@ class Pushes:
   """
 
   def __init__(self, pushes: Sequence[Opened], units: np.ndarray):
-    self._pushes, self._units, self._int4 = pushes, units, pushes[0].int4
+    self._int4, self._groups = pushes[0].int4, []
+    for m in range(0, len(pushes), TOGETHER):
+      group = [pushes[min(m + k, len(pushes) - 1)] for k in range(TOGETHER)]
+      mine = np.zeros((TOGETHER, units.shape[1]), np.float32)  # 0 beyond the last one
+      mine[: len(pushes) - m] = units[m : m + TOGETHER]
+      self._groups.append((tuple(p.scales for p in group), tuple(p.codes for p in group), mine))
 
   def read(self, chunk: Any, total: np.ndarray) -> None:
     """Writes a chunk of their sum into `total` [chunk]."""
-    first, size = chunk.start // (1 + self._int4), -(-total.size // (1 + self._int4))
-    block, blocks = chunk.start // BLOCK, -(-total.size // BLOCK)
-    codes = np.empty((len(self._pushes), size), np.uint8)
-    scales = np.empty((len(self._pushes), blocks), np.float32)
-    for m, push in enumerate(self._pushes):
-      codes[m] = push.codes[first : first + size]
-      scales[m] = push.scales[block : block + blocks]
-    _sum(scales, codes, self._int4, chunk.runs, self._units, total)
+    for number, group in enumerate(self._groups):
+      _add(*group, self._int4, number == 0, chunk.start, chunk.runs, total)
 
 
 _NONE = np.empty(0, np.float32)
@@ -80,18 +89,18 @@ def stepper(
 ) -> Callable[[Any, np.ndarray], None]:
   """Takes one outer step of a fragment, chunk by chunk; see `passes.step`.
 
-  What it returns is given a chunk, and rows f32 [3, chunk]: the sum of the pushes, and scratch.
+  What it returns is given a chunk, and the sum of the pushes there, f32 [chunk], which it spoils.
   """
   rates = np.array([config.learning_rate, config.momentum, *outer.factors(config)], np.float32)
   kind = 0 if old.momentum is None else 2 if config.nesterov else 1
   arrays = tuple(_NONE if each is None else each for each in (*old, *new))
   wire = _NONE, _NONE.view(np.uint8), False, np.float32(0)
   if update is not None:
-    opened = Opened(update, old.value.size)
+    opened = Opened(update, old.value.size, written=True)
     wire = opened.scales, opened.codes, opened.int4, np.float32(codec.LEVELS[update.codec])
 
-  def step(chunk: Any, rows: np.ndarray) -> None:
-    _step((chunk.start, chunk.stop), chunk.runs, stretch, rows, arrays, rates, kind, wire)
+  def step(chunk: Any, total: np.ndarray) -> None:
+    _step(chunk.start, chunk.runs, stretch, total, arrays, rates, kind, wire)
 
   return step
 
@@ -102,8 +111,9 @@ def compile_all(chunk: Any, vectors: Any, config: OuterConfig) -> None:
   encoded = Encoded("int8", codec.encode(value, "int8"))
   push = Opened(encoded, value.size)
   squares(push, chunk, np.zeros(1))
-  Pushes([push, push], np.ones((2, 1), np.float32)).read(chunk, value)
-  stepper(vectors, vectors, one, config, encoded)(chunk, np.ones((3, value.size), np.float32))
+  Pushes([push], one[:, None]).read(chunk, value)
+  add_squares(value, chunk.runs, np.zeros(1))
+  stepper(vectors, vectors, one, config, encoded)(chunk, np.ones_like(value))
 
 
 @_compiled
@@ -164,144 +174,178 @@ def _squares(scales, codes, int4, start, stop, runs, sums):
 
 
 @_compiled
-def _sum(scales, codes, int4, runs, units, total):
-  """Two pushes at a time, block by block: what they add to stays in the first cache."""
-  half = (total.size + 1) // 2 if int4 else total.size
-  mask, middle = np.int32(15), np.int32(8)
-  moving = np.empty(units.shape[0], np.int64)
+def _add(scales, payloads, units, int4, fresh, start, runs, total):
+  """Adds a chunk of four pushes to `total`, or to 0 if that is fresh, tile by tile of the codes."""
+  size, parts = total.size, 2 if int4 else 1
+  half, first = (size + parts - 1) // parts, start // parts
+  codes, (a, b, c, d) = np.empty((8, TILE), np.int8), payloads
+  for low in range(0, half, TILE):
+    high = min(half, low + TILE)
+    here = slice(first + low, first + high)
+    _unpack(a[here], b[here], c[here], d[here], int4, codes)
+    for part in range(parts):
+      at, end = part * half + low, min(part * half + high, size)
+      skipped, run = at, 0
+      while at < end:
+        while runs[run, 1] <= at:
+          run += 1
+        block, piece = at // BLOCK, runs[run, 2]
+        to = min(end, runs[run, 1], (block + 1) * BLOCK)
+        block += start // BLOCK
+        t, u, v, w = units[0, piece], units[1, piece], units[2, piece], units[3, piece]
+        # Where a unit is 0 the scale may be NaN; adding 0 changes no bit of a sum begun with 0.
+        e = scales[0][block] if t != 0 else np.float32(0)
+        f = scales[1][block] if u != 0 else np.float32(0)
+        g = scales[2][block] if v != 0 else np.float32(0)
+        h = scales[3][block] if w != 0 else np.float32(0)
+        out, row, i, j = total[at:to], 4 * part, at - skipped, to - skipped
+        o, p, q, r = codes[row, i:j], codes[row + 1, i:j], codes[row + 2, i:j], codes[row + 3, i:j]
+        if fresh:
+          for i in range(out.size):
+            out[i] = np.float32(0)
+        for i in range(out.size):
+          one, two = np.float32(o[i]) * e * t, np.float32(p[i]) * f * u
+          three, four = np.float32(q[i]) * g * v, np.float32(r[i]) * h * w
+          out[i] = (((out[i] + one) + two) + three) + four
+        at = to
+
+
+@_compiled
+def _unpack(a, b, c, d, int4, codes):
+  """The codes of four pushes as int8; of int4 the low ones in four rows, the high ones below."""
+  mask, shift, middle = np.uint8(15), np.uint8(4), np.int8(8)
+  if int4:
+    for i in range(a.size):
+      codes[0, i], codes[4, i] = np.int8(a[i] & mask) - middle, np.int8(a[i] >> shift) - middle
+      codes[1, i], codes[5, i] = np.int8(b[i] & mask) - middle, np.int8(b[i] >> shift) - middle
+      codes[2, i], codes[6, i] = np.int8(c[i] & mask) - middle, np.int8(c[i] >> shift) - middle
+      codes[3, i], codes[7, i] = np.int8(d[i] & mask) - middle, np.int8(d[i] >> shift) - middle
+  else:
+    for i in range(a.size):
+      codes[0, i], codes[1, i] = np.int8(a[i]), np.int8(b[i])
+      codes[2, i], codes[3, i] = np.int8(c[i]), np.int8(d[i])
+
+
+@functools.partial(_compiled, fastmath={"reassoc", "contract"})
+def add_squares(values, runs, sums):
+  """Adds each piece's sum of squares of a chunk of values to `sums`, in any order."""
   for r in range(runs.shape[0]):
     at, end, piece = runs[r]
-    count = 0
-    for m in range(units.shape[0]):
-      if units[m, piece] != 0:
-        moving[count] = m
-        count += 1
-    while at < end:
-      to, block = _run(at, end, half), at // BLOCK
-      out = total[at:to]
-      out[:] = np.float32(0)
-      shift = np.int32(4) if int4 and at >= half else np.int32(0)
-      first = at - half if shift else at
-      for k in range(0, count, 2):
-        m = moving[k]
-        n = moving[k + 1] if k + 1 < count else m
-        a, b = codes[m, first : first + to - at], codes[n, first : first + to - at]
-        x, y, u, v = scales[m, block], scales[n, block], units[m, piece], units[n, piece]
-        if m == n:
-          if int4:
-            for i in range(out.size):
-              out[i] += np.float32((np.int32(a[i]) >> shift & mask) - middle) * x * u
-          else:
-            for i in range(out.size):
-              out[i] += np.float32(np.int8(a[i])) * x * u
-        elif int4:
-          for i in range(out.size):
-            one = np.float32((np.int32(a[i]) >> shift & mask) - middle) * x * u
-            two = np.float32((np.int32(b[i]) >> shift & mask) - middle) * y * v
-            out[i] = (out[i] + one) + two
-        else:
-          for i in range(out.size):
-            one = np.float32(np.int8(a[i])) * x * u
-            out[i] = (out[i] + one) + np.float32(np.int8(b[i])) * y * v
-      at = to
+    part, total = values[at:end], 0.0
+    for i in range(part.size):
+      total += np.float64(part[i]) * np.float64(part[i])
+    sums[piece] += total
 
 
 @_compiled
-def _step(span, runs, stretch, rows, arrays, rates, kind, wire):
-  start, stop = span
+def _step(start, runs, stretch, delta, arrays, rates, kind, wire):
   value, published, momentum, new_value, new_published, new_momentum = arrays
-  scales, codes, int4, levels = wire
-  size = stop - start
-  # What is read is in scratch: loops over vectors that may be the same one are not vectorised.
-  delta, before, speeds = rows[0], rows[1], rows[2]
-  old, after = value[start:stop], delta
-  before[:] = published[start:stop]
-  if kind:
-    speeds[:] = momentum[start:stop]
-  rate, mu = rates[0], rates[1]
-  for r in range(runs.shape[0]):
-    a, b, piece = runs[r]
-    long, mine, was = stretch[piece], delta[a:b], old[a:b]
-    if kind == 0:
-      for i in range(mine.size):
-        mine[i] = was[i] - mine[i] * long * rate
-    else:
-      speed = speeds[a:b]
-      if kind == 1:
-        for i in range(mine.size):
-          mine[i] = was[i] - (speed[i] * mu + mine[i] * long) * rate
-      else:
-        for i in range(mine.size):
-          merged = mine[i] * long
-          mine[i] = was[i] - ((speed[i] * mu + merged) * mu + merged) * rate
+  scales, payload, int4, levels = wire
+  size, run = delta.size, 0
+  codes, rows = np.empty(size, np.int8), np.empty((3, TILE), np.float32)
+  for tile in range(0, size, TILE):
+    stop, n = min(size, tile + TILE), min(size - tile, TILE)
+    moved, before, speed = rows[0, :n], rows[1, :n], rows[2, :n]
+    at = tile
+    while at < stop:
+      while runs[run, 1] <= at:
+        run += 1
+      to = min(stop, runs[run, 1])
+      there, here = slice(start + at, start + to), slice(at - tile, to - tile)
+      old, new = (
+        (value[there], published[there], momentum[there]),
+        (moved[here], before[here], speed[here]),
+      )
+      _move(delta[at:to], stretch[runs[run, 2]], old, new, rates, kind)
+      at = to
+    there = slice(start + tile, start + stop)
+    _copy(moved, new_value[there])
+    after = moved
+    if levels:
+      after = new_published[there]
+      _publish(moved, before, after, scales[(start + tile) // BLOCK :], codes[tile:stop], levels)
+    if kind:
+      for i in range(speed.size):
+        speed[i] = speed[i] * rates[2] + (before[i] - after[i]) * rates[3]
+      _copy(speed, new_momentum[there])
   if levels:
-    if int4:
-      half = (size + 1) // 2
-      codes = codes[start // 2 : start // 2 + half]
-    else:
-      codes = codes[start:stop]
-    scales = scales[start // BLOCK : (stop + BLOCK - 1) // BLOCK]
-    after = new_published[start:stop]
-    _publish(delta, before, after, scales, codes, int4, levels)
-  new_value[start:stop] = delta
-  if kind:
-    new = new_momentum[start:stop]
-    for i in range(size):
-      new[i] = speeds[i] * rates[2] + (before[i] - after[i]) * rates[3]
+    _pack(codes, int4, start, payload)
 
 
 @_compiled
-def _publish(value, published, new_published, scales, codes, int4, levels):
-  """The update in the wire codec, and what it makes of the published value."""
-  size = value.size
-  half = codes.size if int4 else size
-  difference, quantised = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.int32)
-  bits = difference.view(np.int32)
+def _copy(source, target):
+  for i in range(target.size):
+    target[i] = source[i]
+
+
+@_compiled
+def _move(delta, long, old, new, rates, kind):
+  """The new value, as `outer.update` has it, and copies of what is written over later."""
+  value, published, momentum = old
+  moved, before, speed = new
+  rate, mu = rates[0], rates[1]
+  if kind == 0:
+    for i in range(delta.size):
+      before[i] = published[i]
+      moved[i] = value[i] - delta[i] * long * rate
+  elif kind == 1:
+    for i in range(delta.size):
+      before[i], speed[i] = published[i], momentum[i]
+      moved[i] = value[i] - (momentum[i] * mu + delta[i] * long) * rate
+  else:
+    for i in range(delta.size):
+      before[i], speed[i] = published[i], momentum[i]
+      merged = delta[i] * long
+      moved[i] = value[i] - ((momentum[i] * mu + merged) * mu + merged) * rate
+
+
+@_compiled
+def _publish(value, published, new_published, scales, codes, levels):
+  """The update's scales and codes, and what it makes of the published value; spoils `value`."""
+  bits, scale_bits = value.view(np.int32), scales.view(np.int32)
   highest = np.nextafter(np.float32(_MAX / levels), np.float32(0))
-  if int4 and size % 2:
-    codes[half - 1] = np.uint8(8 << 4)
-  for block in range(scales.size):
-    start = block * BLOCK
-    stop = min(size, start + BLOCK)
-    here, there, new = value[start:stop], published[start:stop], new_published[start:stop]
+  for start in range(0, value.size, BLOCK):
+    here = slice(start, min(value.size, start + BLOCK))
+    difference, magnitudes = value[here], bits[here]
+    there, new, part = published[here], new_published[here], codes[here]
+    for i in range(difference.size):
+      difference[i] -= there[i]
     peak = np.int32(0)
-    for i in range(here.size):
-      difference[i] = here[i] - there[i]
-      peak = max(peak, bits[i] & np.int32(0x7FFFFFFF))
-    scale = _scale(peak, levels, highest)
-    scales[block] = scale
+    for i in range(magnitudes.size):
+      peak = max(peak, magnitudes[i] & np.int32(0x7FFFFFFF))
+    block = start // BLOCK
+    scale_bits[block] = peak
+    scale = scales[block] = _scale(scales[block], levels, highest)
     divisor = scale if scale > 0 else np.float32(np.inf)
     if not scale > 0:
-      for i in range(here.size):  # by infinity: 0; where something is not finite: no code
-        difference[i] = np.float32(0)
-    for i in range(here.size):
+      difference[:] = np.float32(0)  # by infinity: 0; where something is not finite: no code
+    for i in range(difference.size):
       code = (difference[i] / divisor + _ROUND) - _ROUND
-      quantised[i] = np.int32(code)
+      part[i] = np.int8(np.int32(code))
       new[i] = there[i] + code * scale
-    if not int4:
-      part = codes[start:stop]
-      for i in range(part.size):
-        part[i] = np.uint8(quantised[i] & np.int32(255))
-      continue
-    middle = min(max(start, half), stop)
-    low = codes[start:middle]
-    for i in range(low.size):
-      low[i] = np.uint8(quantised[i] + np.int32(8))
-    if size % 2 and start < half <= stop:
-      codes[half - 1] |= np.uint8(8 << 4)
-    if middle < stop:
-      high, skip = codes[middle - half : stop - half], middle - start
-      for i in range(high.size):
-        high[i] |= np.uint8((quantised[skip + i] + np.int32(8)) << np.int32(4))
 
 
 @_compiled
-def _scale(peak_bits, levels, highest):
+def _scale(peak, levels, highest):
   """As `codec._quantise` has it, at the edges of f32 too."""
-  peak = np.array([peak_bits], np.int32).view(np.float32)[0]
   if not np.isfinite(peak):
     return np.float32(np.nan)
   scale = peak / levels
   if scale < _TINY and scale * levels < peak:
     scale = np.nextafter(scale, np.float32(np.inf))
   return min(scale, highest)
+
+
+@_compiled
+def _pack(codes, int4, start, payload):
+  """The codes of a chunk, as they go out."""
+  size = codes.size
+  if not int4:
+    _copy(codes.view(np.uint8), payload[start : start + size])
+    return
+  half = (size + 1) // 2
+  packed, low, high = payload[start // 2 : start // 2 + half], codes[:half], codes[half:]
+  for i in range(high.size):
+    packed[i] = np.uint8(136 + low[i] + 16 * high[i])
+  if size % 2:
+    packed[half - 1] = np.uint8(136 + low[half - 1])

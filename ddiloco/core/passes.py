@@ -108,8 +108,7 @@ def squares(fragment: Fragment, push: Encoded, share: Share = map) -> np.ndarray
         continue
       values = scratch[: chunk.stop - chunk.start]
       codec.decode_chunk(codec.part(push, fragment.size, chunk.start), push.codec, values)
-      for start, stop, piece in chunk.runs.tolist():
-        sums[piece] += dot(values[start:stop], values[start:stop])
+      _add_squares(values, chunk.runs, sums)
     return sums
 
   with np.errstate(all="ignore"):  # what is not finite is a result here, for the screening
@@ -122,6 +121,11 @@ def _added(sums: Sequence[np.ndarray]) -> np.ndarray:
   for each in sums:
     total += each
   return total
+
+
+def _add_squares(values: np.ndarray, runs: np.ndarray, sums: np.ndarray) -> None:
+  for start, stop, piece in runs.tolist():
+    sums[piece] += dot(values[start:stop], values[start:stop])
 
 
 def dot(a: np.ndarray, b: np.ndarray) -> float:
@@ -197,14 +201,14 @@ class Sum:
     self._terms = [(push, mine) for push, mine in zip(pushes, units) if mine.any()]
     opened = [_opened(fragment, push) for push, _ in self._terms]
     together = len({push.codec for push, _ in self._terms}) == 1 and opened[0] is not None
-    self._compiled = _kernels().Pushes(opened, units[units.any(axis=1)]) if together else None
+    self.compiled = _kernels().Pushes(opened, units[units.any(axis=1)]) if together else None
     self._keeps = fragment.size < COMPILED_FROM  # to add up again takes longer there
     self._kept: dict[int, np.ndarray] = {}  # by the chunk's start
 
   def read(self, chunk: Chunk, total: np.ndarray, scratch: np.ndarray) -> None:
     """Writes a chunk of it into `total` [chunk] f32; `scratch` is as long, without meaning."""
-    if self._compiled is not None:
-      self._compiled.read(chunk, total)
+    if self.compiled is not None:
+      self.compiled.read(chunk, total)
       return
     if (kept := self._kept.get(chunk.start)) is not None:
       total[:] = kept
@@ -220,14 +224,14 @@ class Sum:
 def sum_squares(total: Sum, share: Share = map) -> np.ndarray:
   """|sum|^2 of each piece, f64 [pieces]."""
   pieces = len(total.fragment.pieces)
+  add = _add_squares if total.compiled is None else _kernels().add_squares
 
   def work(segment: list[Chunk]) -> np.ndarray:
     sums, rows = np.zeros(pieces), np.empty((2, CHUNK), np.float32)
     for chunk in segment:
       values, scratch = rows[:, : chunk.stop - chunk.start]
       total.read(chunk, values, scratch)
-      for start, stop, piece in chunk.runs.tolist():
-        sums[piece] += dot(values[start:stop], values[start:stop])
+      add(values, chunk.runs, sums)
     return sums
 
   return _added(list(share(work, segments(total.fragment))))
@@ -303,7 +307,7 @@ def step(
       here = rows[:, : chunk.stop - chunk.start]
       total.read(chunk, here[0], here[1])
       if step_chunk is not None:
-        step_chunk(chunk, here)
+        step_chunk(chunk, here[0])
       else:
         _step(chunk, here, old, new, stretch, config, update)
 

@@ -90,7 +90,7 @@ def test_a_step_is_the_outer_optimizers_on_the_plain_sum(sizes, config):
 def test_kernels_and_threads_change_no_bit(name, config, compiled):
   fragment = fragment_of(*LONG, average=[3])
   push_codec = "int4" if name == "int4" else "int8"
-  deltas = randoms(3, fragment.size)
+  deltas = randoms(6, fragment.size)
   deltas[1][: 2 * CHUNK] = 0  # scales of 0
   pushes = encoded(deltas, push_codec)
   compiled(False)
@@ -105,7 +105,7 @@ def test_kernels_and_threads_change_no_bit(name, config, compiled):
     np.testing.assert_array_equal(ours, theirs)
   np.testing.assert_array_equal(sums[1], kernel_found)
   # With the same norms NumPy and kernels agree in every bit.
-  units = merge.Directions(fragment, squares, np.array([0.1, 0.2, 0.3])).units
+  units = merge.Directions(fragment, squares, np.arange(1, 7) / 10).units
   stretch = np.float32([0.7, 1.1, 0.0, 1.0, 2.0, 3.0])
   value, published, speed = randoms(3, fragment.size, seed=2)
   published = value if name == "f32" else value + np.float32(0.001) * published
@@ -176,6 +176,39 @@ def test_a_payload_at_an_odd_address_is_read_alike(compiled):
   shifted[1:] = push.payload
   compiled(True)
   assert passes.squares(fragment, push) == passes.squares(fragment, Encoded("int4", shifted[1:]))
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_what_counts_as_zero_may_be_anything(name, compiled):
+  fragment = fragment_of(300, CHUNK, 5)
+  deltas = randoms(5, fragment.size)
+  deltas[2][:300] = deltas[4][-5:] = np.nan
+  pushes, units = encoded(deltas, name), np.ones((5, 3), np.float32)
+  units[2, :2] = units[4, 1:] = units[0, 0] = 0  # a block with a NaN is all NaN
+  found = []
+  for kernels in (True, False):
+    compiled(kernels)
+    total, scratch = np.empty((2, fragment.size), np.float32)
+    for chunk in passes.segments(fragment)[0]:
+      here = slice(chunk.start, chunk.stop)
+      Sum(fragment, pushes, units).read(chunk, total[here], scratch[here])
+    assert np.isfinite(total).all()
+    found.append(total)
+  np.testing.assert_array_equal(*found)
+
+
+def test_a_payload_that_cannot_be_written_is_not_compiled_for_anew(compiled):
+  kernels = passes._kernels()
+  fragment = fragment_of(CHUNK + 17)
+  compiled(True)
+  counts = []
+  for writable in (True, False):
+    pushes = encoded(randoms(5, fragment.size), "int4")
+    for push in pushes[::2]:
+      push.payload.flags.writeable = writable
+    stepped_of(fragment, pushes, NESTEROV, "int4")
+    counts.append((len(kernels._add.signatures), len(kernels._squares.signatures)))
+  assert counts[0] == counts[1]
 
 
 def test_the_sample_is_of_the_same_places_and_not_long():
