@@ -43,6 +43,7 @@ from ddiloco.training import hosts
 from ddiloco.training.island import Island
 
 HOSTS, DEVICES, PATIENCE_SECONDS = 2, 4, 180.0
+PACE_SECONDS = 0.1  # of a step where a host is killed: what starts again has cores to start on
 NOTED = ("step", "copy_out", "apply", "capture", "reset")  # calls that all hosts make together
 
 
@@ -148,6 +149,7 @@ def two_islands() -> Config:
       "islands.data": 2, "islands.fsdp": 2, "islands.batch_size": 8, "model.num_layers": 1,
       "sync.min_quorum": 1, "sync.snapshot_steps": 20, "run.total_tokens": 1 << 50,
       "chaos.faults": (), "run.evaluations": 0, "run.compare_alone": False,
+      "islands.min_step_seconds": PACE_SECONDS,
     },
   )  # fmt: skip
 

@@ -43,7 +43,7 @@ from ddiloco.protocol.events import RunFinished, Step
 
 LEARNERS, SHARDS = 4, 2
 STEP_SECONDS = 0.05
-CALM_SECONDS = 20.0  # after the last fault, for it to be over
+CALM_SECONDS = 20.0  # at most: after the last fault, for it to be over
 OUTLIVED = 20  # quarantines and crashes that a role may have had by then
 
 
@@ -55,7 +55,7 @@ def make_config(faults: int, span_seconds: float, seed: int) -> config_lib.Confi
   c.islands.update(num_learners=LEARNERS, batch_size=4, min_step_seconds=STEP_SECONDS)
   c.sync.update(num_shards=SHARDS, num_fragments=4, sync_period=8, liveness_seconds=1.0)
   c.run.update(evaluations=4, sample_tokens=0, restart_seconds=0.2, max_restarts=OUTLIVED)
-  steps = (span_seconds + CALM_SECONDS) / STEP_SECONDS
+  steps = (span_seconds + min(CALM_SECONDS, span_seconds / 3)) / STEP_SECONDS
   c.run.total_tokens = round(0.9 * LEARNERS * steps) * 4 * 32  # some of the time they are down
   plan = random_faults(seed, faults, span_seconds, LEARNERS, SHARDS)
   c.chaos.faults = tuple(dataclasses.asdict(fault) for fault in plan)

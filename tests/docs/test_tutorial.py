@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ddiloco import environment
+from tests.scripts.commands import OPTIMIZED
 
 ROOT = Path(__file__).parent.parent.parent
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()
@@ -46,7 +47,7 @@ def test_every_command_runs(tmp_path):
     done = subprocess.run(
       [sys.executable, "-m", "ddiloco", *arguments],
       cwd=ROOT,
-      env=environment.bare() | shared,
+      env=environment.bare() | shared | OPTIMIZED,
       capture_output=True,
       text=True,
       timeout=SECONDS,

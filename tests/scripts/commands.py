@@ -10,6 +10,8 @@ from typing import Any
 
 from ddiloco import environment
 
+# Unlike a test's own process a script makes many steps: there XLA's optimizations pay.
+OPTIMIZED = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
 SCRIPTS = Path(__file__).parent.parent.parent / "scripts"
 
 
@@ -17,9 +19,8 @@ def said(line: str, *arguments: str | Path, seconds: float = 300.0) -> str:
   """What `scripts/LINE ARGUMENTS` prints; it must end well, and in time."""
   script, *words = line.split()
   command = [sys.executable, str(SCRIPTS / script), *words, *map(str, arguments)]
-  done = subprocess.run(
-    command, capture_output=True, text=True, env=environment.bare(), timeout=seconds
-  )
+  env = environment.bare() | OPTIMIZED
+  done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=seconds)
   assert done.returncode == 0, f"status {done.returncode}:\n{done.stdout}{done.stderr}"
   return done.stdout
 
