@@ -52,7 +52,7 @@ from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Runtime
 from ddiloco.training import data, devices
 from ddiloco.training.compile_times import told_what_compiles
-from ddiloco.training.island import Island, make_islands
+from ddiloco.training.island import Island, IslandMaker
 from ddiloco.workdir import start_time
 
 DEVICES_SECONDS = 1.0  # between two looks whether a lost slice is back
@@ -90,7 +90,8 @@ class ThreadsEngine(Engine):
     visible = jax.devices()
     mine = visible[: max(0, len(visible) - config.run.evaluator_devices)]
     groups = devices.partition(mine, config.islands, config.num_islands())
-    islands = islands or make_islands(config, devices.shared_on_cpu(groups), self.plan)
+    groups, make = devices.shared_on_cpu(groups), IslandMaker(self.plan)
+    islands = islands or {m: make(config, m, group) for m, group in enumerate(groups)}
     self.islands = islands
     self._lost_slices: set[int] = set()  # islands whose devices have failed
     self._storage = open_storage(config, self.plan, workdir)

@@ -38,7 +38,7 @@ def used(weight: nnx.Param, execution: Execution, dtype: str | jnp.dtype) -> jax
   return execution.gathered(value, weight.get_metadata("out_sharding")[-value.ndim :])
 
 
-class Keys:
+class KeyStream:
   """One new key a call, those of `nnx.Rngs(key)` called as often.
 
   It counts in Python: each call of NNX's own under a trace prints the program so far (flax 0.12),
@@ -97,7 +97,7 @@ def apply_rope(x_BxHxTxQ: jax.Array, sin_TxQ: jax.Array, cos_TxQ: jax.Array) -> 
 class Attention(nnx.Module):
   """Causal attention; G = H/K query heads share one key and value head (arXiv 2305.13245)."""
 
-  def __init__(self, model: ModelConfig, keys: Keys):
+  def __init__(self, model: ModelConfig, keys: KeyStream):
     d, h, k, q = model.model_dim, model.num_heads, model.num_kv_heads, model.head_dim
     inward = 1 / math.sqrt(d)
     kv_axes = ("embed", "kv_heads", "head_dim")
@@ -132,7 +132,7 @@ class Attention(nnx.Module):
 class GatedMlp(nnx.Module):
   """(silu(x gate) * (x up)) down, SwiGLU (arXiv 2002.05202)."""
 
-  def __init__(self, model: ModelConfig, keys: Keys):
+  def __init__(self, model: ModelConfig, keys: KeyStream):
     d, f = model.model_dim, model.mlp_dim
     inward = 1 / math.sqrt(d)
     self.gate = parameter(truncated_normal(keys(), (d, f), inward), ("embed", "mlp"))

@@ -26,7 +26,7 @@ from flax import nnx
 
 from ddiloco.config import ModelConfig
 from ddiloco.models.execution import Execution
-from ddiloco.models.layers import Keys, parameter, residual_stddev, truncated_normal, used
+from ddiloco.models.layers import KeyStream, parameter, residual_stddev, truncated_normal, used
 
 
 def slots_per_expert(model: ModelConfig, sequence_length: int) -> int:
@@ -106,7 +106,7 @@ move_rows.defvjp(_move_rows_forward, _move_rows_backward)
 class MixtureOfExperts(nnx.Module):
   """Returns (the gated sum of each token's experts (B, T, D), load-balance loss, a scalar)."""
 
-  def __init__(self, model: ModelConfig, keys: Keys):
+  def __init__(self, model: ModelConfig, keys: KeyStream):
     d, e, f = model.model_dim, model.num_experts, model.mlp_dim
     self.model = model
     inward = 1 / math.sqrt(d)

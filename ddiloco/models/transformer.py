@@ -28,7 +28,7 @@ from ddiloco.models.images import Patches, has_image, stand_before
 from ddiloco.models.layers import (
   Attention,
   GatedMlp,
-  Keys,
+  KeyStream,
   RMSNorm,
   parameter,
   rope_tables,
@@ -60,7 +60,7 @@ _UNROLLED_LAYERS = 4
 class Layer(nnx.Module):
   """Pre-norm attention and (mixture of) gated MLP, each added to the residual stream."""
 
-  def __init__(self, model: ModelConfig, keys: Keys):
+  def __init__(self, model: ModelConfig, keys: KeyStream):
     self.attention_norm = RMSNorm(model)
     self.attention = Attention(model, keys)
     self.mlp_norm = RMSNorm(model)
@@ -94,7 +94,7 @@ class Transformer(nnx.Module):
       truncated_normal(rngs(), (model.vocab_size, d), 1 / math.sqrt(d)), ("vocab", "embed")
     )
     stack = nnx.vmap(
-      lambda key: Layer(model, Keys(key)), transform_metadata={nnx.PARTITION_NAME: "layers"}
+      lambda key: Layer(model, KeyStream(key)), transform_metadata={nnx.PARTITION_NAME: "layers"}
     )
     self.layers = stack(jax.random.split(rngs(), model.num_layers))
     self.final_norm = RMSNorm(model)

@@ -47,7 +47,7 @@ from ddiloco.trace.interpreter import (
 )
 from ddiloco.trace.operations import INITIAL, Entry, Incarnation, Key, Trace, makes
 from ddiloco.training import data, devices
-from ddiloco.training.island import Island
+from ddiloco.training.island import IslandMaker
 from ddiloco.workdir import saved_config
 
 PATIENCE_SECONDS = 3600.0  # without any role making anything
@@ -287,7 +287,7 @@ class ReplayIslands:
   """
 
   def __init__(self, config: Config, trace: Trace, visible: Sequence[Any]):
-    self._config, self._plan = config, initial.make_plan(config)
+    self._config, self._make_island = config, IslandMaker(initial.make_plan(config))
     self._corpus = data.open_data(config.data)
     counts = trace.devices()
     overrides = {
@@ -295,7 +295,8 @@ class ReplayIslands:
       for i, count in enumerate(counts.values())
     }
     islands = IslandsConfig(num_learners=len(counts), overrides=overrides)
-    self._devices = dict(zip(counts, devices.partition(visible, islands)))
+    groups = devices.shared_on_cpu(devices.partition(visible, islands))
+    self._devices = dict(zip(counts, groups))
     self._made: dict[int, tuple[events.Started, Home]] = {}
 
   def __call__(self, learner: int, started: events.Started) -> Home:
@@ -317,7 +318,7 @@ class ReplayIslands:
 
   def _make(self, learner: int, started: events.Started) -> Home:
     config = live_config(self._config, learner, started)
-    island = Island(config, learner, self._devices[learner][: started.devices], self._plan)
+    island = self._make_island(config, learner, self._devices[learner][: started.devices])
     island.compile()
     return island, self.batches(learner, started)
 

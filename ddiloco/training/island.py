@@ -9,13 +9,10 @@ between two steps. What a donor sends of its moments goes the same two ways.
 from __future__ import annotations
 
 import itertools
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
@@ -24,29 +21,27 @@ from ddiloco.core.fragments import Plan, split_flat
 from ddiloco.models.model import Batch
 from ddiloco.training import inner
 from ddiloco.training.devices import PEAK_FLOPS, host_memory, make_mesh, require_processes
-from ddiloco.training.programs import (
-  PARAMS,
-  PieceKind,
-  PiecePrograms,
-  at,
-  lower_piece,
-  refuse_misfit,
-)
-from ddiloco.training.step import IslandStep
+from ddiloco.training.programs import PARAMS, refuse_misfit
+from ddiloco.training.step import IslandPrograms, IslandStep
 
 
-def make_islands(
-  config: Config, groups: Sequence[Sequence[jax.Device]], plan: Plan
-) -> dict[int, Island]:
-  """Every learner's island, on its group of devices; equal ones on the same compile once."""
-  islands: dict[int, Island] = {}
-  for m, group in enumerate(groups):
-    island, devices = config.islands.island(m), list(group)
-    alike = (
-      n for n in islands if config.islands.island(n) == island and list(groups[n]) == devices
-    )
-    islands[m] = Island(config, m, group, plan, islands.get(next(alike, m)))
-  return islands
+class IslandMaker:
+  """Makes islands; those that are equal, and on the same devices, share their programs.
+
+  Args:
+    plan: how the model is partitioned into fragments.
+  """
+
+  def __init__(self, plan: Plan):
+    self._plan = plan
+    self._programs: dict[tuple[Any, ...], IslandPrograms] = {}
+
+  def __call__(self, config: Config, learner: int, devices: Sequence[jax.Device]) -> Island:
+    """As `Island`; every call is to have the same config, but for its islands."""
+    kind = repr(config.islands.island(learner)), *devices
+    island = Island(config, learner, devices, self._plan, self._programs.get(kind))
+    self._programs[kind] = island.programs
+    return island
 
 
 class Island:
@@ -58,7 +53,7 @@ class Island:
     learner: int,
     devices: Sequence[jax.Device],
     plan: Plan,
-    like: Island | None = None,
+    programs: IslandPrograms | None = None,
   ):
     """Touches no device memory yet: `compile()`, then `reset()`, `load()` or `restore()` do.
 
@@ -67,7 +62,7 @@ class Island:
       learner: whose island this is.
       devices: all of them, in order.
       plan: how the model is partitioned into fragments.
-      like: an island with the same config and devices, whose programs serve here too.
+      programs: of an island with the same config and devices; None: its own.
 
     Raises:
       ConfigError: the batch cannot be split evenly over these devices, the mesh does not fit them,
@@ -75,8 +70,7 @@ class Island:
     """
     self._island = config.islands.island(learner)
     require_processes(devices, self._island.hosts)
-    self._config, self._plan, self._like = config, plan, like
-    self._compiling = threading.Lock()
+    self._config, self._plan = config, plan
     self._planned_steps = config.planned_steps()
     self._cpu = devices[0].platform == "cpu"
     # One step stays in flight, so that Python never holds up the devices. Not so on the CPU: fake
@@ -88,15 +82,8 @@ class Island:
     self._parts = IslandStep(config, learner, self.mesh)
     self._leaves, self._layout = self._parts.leaves, self._parts.layout
     self._inputs = self._parts.inputs
-    self._kinds = [self._parts.piece_kinds(fragment) for fragment in plan.fragments]
-    # Compiled; a state is a dict name -> array with the names of `StateLayout`.
-    self._step: Any = None  # (state, batch, learning rate) -> (state, metrics)
-    self._fresh: Any = None  # () -> state
-    self._copy: Any = None  # state -> state
-    self._counts: Any = None  # count -> the part of a state that counts updates
-    self._programs: dict[PieceKind, PiecePrograms] = {}
-    # By fragment, of each piece: its leaf's name, what moves it, and where it is in the leaf.
-    self._moves: list[list[tuple[str, PiecePrograms, jax.Array]]] = []
+    self.programs = programs or IslandPrograms(self._parts, plan)
+    # Names -> arrays, those of `StateLayout`.
     self._state: dict[str, jax.Array] = {}
     self._in_flight: jax.Array | None = None
     self._count = itertools.count(1)  # of steps of this process, for traces
@@ -119,52 +106,7 @@ class Island:
 
   def compile(self) -> float:
     """Compiles everything this island will ever run; returns the seconds it took (0 if done)."""
-    with self._compiling:
-      if self._step is not None:
-        return 0.0
-      start = time.perf_counter()
-      if self._like is not None:
-        self._like.compile()
-        self._take_programs(self._like)
-      else:
-        self._compile()
-      return time.perf_counter() - start
-
-  def _take_programs(self, like: Island) -> None:
-    self._fresh, self._copy, self._counts = like._fresh, like._copy, like._counts
-    self._programs, self._moves, self._step = like._programs, like._moves, like._step
-
-  def _compile(self) -> None:
-    layout, leaves, replicated = self._layout, self._layout.leaves, self._parts.replicated
-    transform = inner.optimizer(self._config.inner)
-
-    def fresh() -> dict[str, jax.Array]:
-      params = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in self._leaves.items()}
-      return layout.flat(params, transform.init(params))
-
-    def copy(state: dict[str, jax.Array]) -> dict[str, jax.Array]:
-      return {name: jnp.copy(leaf) for name, leaf in state.items()}
-
-    def counts(count: jax.Array) -> dict[str, jax.Array]:
-      return {name: jnp.copy(count).astype(leaves[name].dtype) for name in layout.counts}
-
-    count = self._parts.scalar(jnp.int32)
-    self._fresh = jax.jit(fresh, out_shardings=layout.shardings).lower().compile()
-    self._copy = jax.jit(copy, out_shardings=layout.shardings).lower(leaves).compile()
-    self._counts = jax.jit(counts, out_shardings=replicated).lower(count).compile()
-    platform = self.mesh.devices.flat[0].platform
-    self._programs = {
-      kind: lower_piece(kind, replicated).compile(platform)
-      for kind in dict.fromkeys(itertools.chain(*self._kinds))
-    }
-    self._moves = [
-      [
-        (p.name, self._programs[kind], jax.device_put(at(p), replicated))
-        for p, kind in zip(fragment.pieces, kinds)
-      ]
-      for fragment, kinds in zip(self._plan.fragments, self._kinds)
-    ]
-    self._step = self._parts.lower().compile()
+    return self.programs.compile()
 
   # --- state --------------------------------------------------------------------------------------
 
@@ -172,7 +114,7 @@ class Island:
     """Fresh optimizer state, and zeros for parameters: the syncer's arrive through `apply`."""
     self.compile()
     self._state, self._in_flight = {}, None  # free the memory first
-    self._state = jax.block_until_ready(self._fresh())
+    self._state = jax.block_until_ready(self.programs.fresh())
 
   def load(self, params: Mapping[str, np.ndarray]) -> None:
     """`reset`, and then these parameters (name -> array): for islands that train alone."""
@@ -197,7 +139,7 @@ class Island:
 
   def piece_leaves(self, fragment_index: int) -> list[jax.ShapeDtypeStruct]:
     """The same of what `copy_out` returns, and of what `stage` makes."""
-    return [kind.piece for kind in self._kinds[fragment_index]]
+    return [kind.piece for kind in self.programs.kinds[fragment_index]]
 
   def check(self, arrays: Mapping[str, jax.Array | np.ndarray]) -> None:
     """Refuses what `restore` would refuse, with a ValueError."""
@@ -223,7 +165,7 @@ class Island:
       # Not `device_put` from one mesh to another: it might compile, and communicate.
       ready[name] = array if here else np.asarray(array)
     self._state, self._in_flight = {}, None  # free the memory first
-    self._state = jax.block_until_ready(self._copy(ready))
+    self._state = jax.block_until_ready(self.programs.copy(ready))
 
   def params_on_host(self) -> dict[str, np.ndarray]:
     """All parameters as NumPy copies (step thread only)."""
@@ -251,7 +193,7 @@ class Island:
     rate = inner.learning_rate(self._config.inner, self._planned_steps, schedule_step)
     # The compiled call shards host values itself; a device_put of our own costs 0.3 ms more.
     with jax.profiler.StepTraceAnnotation("step", step_num=next(self._count)):
-      self._state, metrics = self._step(self._held(), batch, np.float32(rate_scale * rate))
+      self._state, metrics = self.programs.step(self._held(), batch, np.float32(rate_scale * rate))
       if not self._pipelined:
         # On every device, not only on the one the values are read from.
         return _as_floats(jax.block_until_ready(metrics))
@@ -277,7 +219,7 @@ class Island:
       RuntimeError: there is no state yet.
     """
     with named("capture"):
-      return self._copy(self._held())
+      return self.programs.copy(self._held())
 
   def copy_out(self, fragment_index: int) -> list[jax.Array]:
     """Copies the fragment's pieces, on the devices, and starts their way to the host; no wait."""
@@ -306,7 +248,7 @@ class Island:
     """Overwrites the fragment's moments, and the whole optimizer's count of updates; no wait."""
     for prefix, pieces in zip(self._layout.moments, staged, strict=True):
       self._apply(fragment_index, prefix, pieces, 0.0)
-    self._state |= self._counts(np.int32(count))
+    self._state |= self.programs.counts(np.int32(count))
 
   def count(self) -> jax.Array | np.int32:
     """How many updates the optimizer has seen; does not wait: `int()` it in the background.
@@ -314,7 +256,7 @@ class Island:
     0 for an optimizer that does not count.
     """
     for name in self._layout.counts[:1]:
-      count = self._counts(self._held()[name])[name]
+      count = self.programs.counts(self._held()[name])[name]
       count.copy_to_host_async()
       return count
     return np.int32(0)
@@ -327,7 +269,7 @@ class Island:
   def _copy_out(self, fragment_index: int, prefix: str) -> list[jax.Array]:
     pieces = []
     with named("copy_out", fragment=fragment_index):
-      for name, programs, where in self._moves[fragment_index]:
+      for name, programs, where in self.programs.moves[fragment_index]:
         pieces.append(programs.copy_out(self._state[prefix + name], where))
         if programs.waits:
           jax.block_until_ready(pieces[-1])
@@ -343,7 +285,9 @@ class Island:
   ) -> None:
     share = np.float32(keep)
     with named("apply", fragment=fragment_index):
-      for (name, programs, where), value in zip(self._moves[fragment_index], staged, strict=True):
+      for (name, programs, where), value in zip(
+        self.programs.moves[fragment_index], staged, strict=True
+      ):
         leaf = programs.apply(self._state[prefix + name], value, share, where)
         self._state[prefix + name] = leaf
         if programs.waits:

@@ -5,6 +5,9 @@ The devices of the mesh may be ones that are only described: `ddiloco compile` h
 
 from __future__ import annotations
 
+import itertools
+import threading
+import time
 from typing import Any
 
 import jax
@@ -13,11 +16,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ddiloco import custom
 from ddiloco.config import Config, ConfigError
-from ddiloco.core.fragments import Fragment
+from ddiloco.core.fragments import Fragment, Plan
 from ddiloco.models import arithmetic
 from ddiloco.training import inner
 from ddiloco.training.devices import make_execution, param_sharding
-from ddiloco.training.programs import PieceKind, StateLayout, placed, placed_inputs
+from ddiloco.training.programs import (
+  PieceKind,
+  PiecePrograms,
+  StateLayout,
+  at,
+  lower_piece,
+  placed,
+  placed_inputs,
+)
 
 
 class IslandStep:
@@ -30,6 +41,7 @@ class IslandStep:
     layout: the whole state, of which the parameters are a part.
     inputs: the batch.
     replicated: the layout of scalars.
+    transform: the inner optimizer.
   """
 
   def __init__(self, config: Config, learner: int, mesh: Mesh):
@@ -49,13 +61,14 @@ class IslandStep:
       )
     self.replicated = NamedSharding(mesh, PartitionSpec())
     self.execution = make_execution(mesh, island, config.model.compute_dtype)
+    self.transform = inner.optimizer(config.inner)
     self._model = custom.load_model(config.model)
     axes = self._model.logical_axes()
     self.leaves = {
       name: placed(leaf, param_sharding(axes[name], leaf.shape, mesh))
       for name, leaf in self._model.shapes().items()
     }
-    self.layout = StateLayout(inner.optimizer(config.inner), self.leaves, self.replicated)
+    self.layout = StateLayout(self.transform, self.leaves, self.replicated)
     inputs = self._model.inputs(island.batch_size, config.data.sequence_length)
     self.inputs = placed_inputs(inputs, mesh)
 
@@ -93,3 +106,79 @@ class IslandStep:
   def piece_kinds(self, fragment: Fragment) -> list[PieceKind]:
     """Which programs each of the fragment's pieces needs, and where it lies out of its leaf."""
     return [PieceKind.of(piece, self.leaves[piece.name]) for piece in fragment.pieces]
+
+
+class IslandPrograms:
+  """All that an island runs, compiled ahead of time. It has no state, so equal islands share it.
+
+  A state is a dict name -> array with the names of `StateLayout`.
+
+  Args:
+    parts: what the island holds, and where.
+    plan: how the model is partitioned into fragments.
+
+  Attributes:
+    step: (state, batch, learning rate) -> (state, metrics).
+    fresh: () -> state.
+    copy: state -> state.
+    counts: count -> the part of a state that counts updates.
+    kinds: by fragment, the kind of each piece.
+    pieces: by kind, what copies a piece out and writes it back.
+    moves: by fragment, of each piece its leaf's name, what moves it, and where it is in the leaf.
+  """
+
+  step: Any = None
+  fresh: Any = None
+  copy: Any = None
+  counts: Any = None
+
+  def __init__(self, parts: IslandStep, plan: Plan):
+    self.kinds = [parts.piece_kinds(fragment) for fragment in plan.fragments]
+    self.pieces: dict[PieceKind, PiecePrograms] = {}
+    self.moves: list[list[tuple[str, PiecePrograms, jax.Array]]] = []
+    self._parts, self._plan = parts, plan
+    self._compiling = threading.Lock()
+
+  def compile(self) -> float:
+    """Compiles all of it; returns the seconds it took (0 if done)."""
+    with self._compiling:
+      if self.step is not None:
+        return 0.0
+      start = time.perf_counter()
+      self._compile_state()
+      self._compile_pieces()
+      self.step = self._parts.lower().compile()
+      return time.perf_counter() - start
+
+  def _compile_state(self) -> None:
+    layout, replicated = self._parts.layout, self._parts.replicated
+
+    def fresh() -> dict[str, jax.Array]:
+      leaves = self._parts.leaves.items()
+      params = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in leaves}
+      return layout.flat(params, self._parts.transform.init(params))
+
+    def copy(state: dict[str, jax.Array]) -> dict[str, jax.Array]:
+      return {name: jnp.copy(leaf) for name, leaf in state.items()}
+
+    def counts(count: jax.Array) -> dict[str, jax.Array]:
+      return {name: jnp.copy(count).astype(layout.leaves[name].dtype) for name in layout.counts}
+
+    count = self._parts.scalar(jnp.int32)
+    self.fresh = jax.jit(fresh, out_shardings=layout.shardings).lower().compile()
+    self.copy = jax.jit(copy, out_shardings=layout.shardings).lower(layout.leaves).compile()
+    self.counts = jax.jit(counts, out_shardings=replicated).lower(count).compile()
+
+  def _compile_pieces(self) -> None:
+    replicated, platform = self._parts.replicated, self._parts.mesh.devices.flat[0].platform
+    self.pieces = {
+      kind: lower_piece(kind, replicated).compile(platform)
+      for kind in dict.fromkeys(itertools.chain(*self.kinds))
+    }
+    self.moves = [
+      [
+        (p.name, self.pieces[kind], jax.device_put(at(p), replicated))
+        for p, kind in zip(fragment.pieces, kinds)
+      ]
+      for fragment, kinds in zip(self._plan.fragments, self.kinds)
+    ]

@@ -114,6 +114,12 @@ def test_gated_mlp_against_plain_numpy():
   np.testing.assert_allclose(mlp(x, PLAIN), hidden @ down, rtol=1e-4, atol=1e-5)
 
 
+def test_keys_are_those_of_nnx():
+  ours, theirs = layers.KeyStream(jax.random.key(7)), nnx.Rngs(jax.random.key(7))
+  for _ in range(3):
+    np.testing.assert_array_equal(jax.random.key_data(ours()), jax.random.key_data(theirs()))
+
+
 @pytest.mark.parametrize("stddev", [0.5, 0.01])
 def test_truncated_normal_has_its_stddev_and_bounds(stddev):
   x = layers.truncated_normal(jax.random.key(0), (200, 200), stddev)

@@ -44,6 +44,15 @@ def test_configured_counts_in_order():
   ]
 
 
+def test_islands_of_one_cpu_device_share_it():
+  overrides = {"1": {"devices": 4}}
+  islands = IslandsConfig(num_learners=3, devices=1, overrides=overrides)
+  groups = devices.partition(jax.devices(), islands)
+  assert _ids(devices.shared_on_cpu(groups)) == [[0], [1, 2, 3, 4], [0]]
+  others = [[each] for each in _slices(1, 1)]
+  assert devices.shared_on_cpu(others) == others, "an accelerator serves one island"
+
+
 def test_a_share_of_what_the_counts_leave():
   overrides = {"0": {"devices": 4}}
   assert _partition(jax.devices(), num_learners=3, devices=0, overrides=overrides) == [

@@ -1,6 +1,7 @@
 """Run as a script, this file is the stress program of `test_islands_step_concurrently`."""
 
 import concurrent.futures
+import dataclasses
 import os
 import pathlib
 import subprocess
@@ -17,7 +18,7 @@ from ddiloco.models import transformer
 from ddiloco.models.arithmetic import flops_per_token
 from ddiloco.models.transformer import LanguageModel
 from ddiloco.training.inner import METRICS
-from ddiloco.training.island import Island
+from ddiloco.training.island import Island, IslandMaker
 from tests.training.test_inner import bigram_loss
 
 MODEL = {
@@ -103,7 +104,9 @@ def test_the_cube_really_is_cut(cube):
   pieces = [piece for fragment in plan.fragments for piece in fragment.pieces]
   assert sorted(piece.shape[0] for piece in pieces if piece.name == "embedding") == [10, 11, 11]
   table = island._leaves["embedding"]
-  assert {kind.leaf == table for kind, each in island._programs.items() if each.waits} == {True}
+  assert {kind.leaf == table for kind, each in island.programs.pieces.items() if each.waits} == {
+    True
+  }
 
 
 def test_programs_grow_with_the_kinds_of_tensors_only():
@@ -112,7 +115,7 @@ def test_programs_grow_with_the_kinds_of_tensors_only():
     model = {"num_layers": layers}
     island, plan, _ = make({"devices": 1}, sync={"num_fragments": parts}, model=model)
     assert len(plan.fragments) == parts
-    found.add(len(set().union(*island._kinds)))
+    found.add(len(set().union(*island.programs.kinds)))
   # embedding, its norm; norms, query with key and value, output, gate and up, down of a layer
   assert found == {7}
 
@@ -257,6 +260,27 @@ def test_nothing_compiles_after_compile(any_island, request):
   assert compiled == []
 
 
+def test_equal_islands_on_the_same_device_compile_once(single):
+  """The second one takes the first one's programs; who differs in config or devices does not."""
+  _, plan, config = single
+  overrides = {"2": {"batch_size": 4}}
+  islands = dataclasses.replace(config.islands, num_learners=4, overrides=overrides)
+  config = dataclasses.replace(config, islands=islands)
+  first, second = jax.devices()[:2]
+  make_island = IslandMaker(plan)
+  made = [make_island(config, m, [d]) for m, d in enumerate((first, first, first, second))]
+  with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    list(pool.map(Island.compile, [made[1], made[0]]))  # in any order, also at once
+  assert made[0].programs is made[1].programs
+  assert len({id(island.programs) for island in made}) == 3
+  losses = []
+  for m in (0, 1):
+    made[m].load(initial(config))
+  for global_step in range(3):  # in turn: neither sees what the other does
+    losses.append([made[m].step(batch(global_step), global_step) for m in (0, 1)])
+  assert all(mine == other for mine, other in losses) and losses[0] != losses[2]
+
+
 def test_the_whole_state_moves_to_another_mesh_and_back(single, cube):
   """What is cheap to try with the transformer itself; test_island_state.py has the rest."""
   island, _, config = cube
@@ -276,11 +300,11 @@ def test_the_whole_state_moves_to_another_mesh_and_back(single, cube):
 
 def test_state_is_updated_in_place(single):
   island, plan, _ = single
-  for kind, programs in island._programs.items():
+  for kind, programs in island.programs.pieces.items():
     memory = programs.apply.memory_analysis()
     assert memory.alias_size_in_bytes == 4 * kind.leaf.size, kind
   state = 3 * sum(plan.sizes) * 4  # parameters and two moments
-  assert island._step.memory_analysis().alias_size_in_bytes >= state
+  assert island.programs.step.memory_analysis().alias_size_in_bytes >= state
 
 
 def test_pipelined_steps_return_the_metrics_before(single, monkeypatch):
@@ -363,8 +387,8 @@ def stress(num_islands=4, num_steps=300):
       {"devices": 2, **mesh}, sync={"max_rows": 12, "num_fragments": 2}, devices=devices
     )
     island.compile()
-    assert "all-reduce" in island._step.as_text()
-    assert any(each.waits for each in island._programs.values()) == (learner % 2 == 0)
+    assert "all-reduce" in island.programs.step.as_text()
+    assert any(each.waits for each in island.programs.pieces.values()) == (learner % 2 == 0)
     island.load(initial(config))
     with concurrent.futures.ThreadPoolExecutor(1) as background:
       moving, saving = None, []

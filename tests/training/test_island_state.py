@@ -114,12 +114,12 @@ def test_the_state_has_a_name_for_everything(any_island):
 
 
 def test_capturing_only_copies(cube):
-  program = cube[0]._copy
+  program = cube[0].programs.copy
   memory = program.memory_analysis()
   assert memory.alias_size_in_bytes == 0  # or the next step would take it away
   assert memory.temp_size_in_bytes == 0
-  assert "all-" not in cube[0]._copy.as_text()  # on the CPU it would have to be waited for
-  assert "all-" in cube[0]._step.as_text()
+  assert "all-" not in cube[0].programs.copy.as_text()  # on the CPU it would have to be waited for
+  assert "all-" in cube[0].programs.step.as_text()
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
