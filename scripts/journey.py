@@ -74,7 +74,7 @@ JOURNEY = (
        "The step thread starts the copy and hands the rest to the background thread.", "copy_out"),
   Stop("training/island.py", "Island.copy_out",
        "The fragment's pieces are copied on the devices and set out for the host.",
-       "lower_piece"),
+       "copy_out"),
   Stop("training/programs.py", "lower_piece",
        "A compiled program copies each piece; pieces of one kind share it.", "Piece"),
   Stop("core/fragments.py", "split_flat",
