@@ -5,9 +5,9 @@ Eight int4 pushes are decoded and added at 0.6 ns a value and core, where NumPy 
 the CPU 5 (`docs/design.md`, "What a commit computes with"). Nothing here holds the GIL. Compiled
 code is kept beside this file, or in the user's cache folder, for the next process.
 
-Loops are written so that they become vector instructions. One that writes one array while it reads
-another that may be the same does not, nor an assignment to a slice. A loop that reads all it needs
-from memory at once waits once.
+Loops are written so that they become vector instructions. One that reads and writes the same memory
+under two names does not, and nothing says so (commits are in place, so old values go to scratch
+first), nor does an assignment to a slice. A loop that reads all it needs from memory waits once.
 
 `scales` and `codes` are a payload's two parts (`core/codec.py`); `start` is where the chunk begins.
 """
@@ -25,8 +25,8 @@ from ddiloco.config import OuterConfig
 from ddiloco.core import codec, outer
 from ddiloco.core.codec import BLOCK, Encoded
 
-TOGETHER = 4  # pushes that one loop adds: as many sums stay in registers
-TILE = 8 * BLOCK  # what loops over so many values leave for each other stays in the first cache
+TOGETHER = 4  # pushes that one loop adds; `_add` and `_unpack` are written out for four
+TILE = 8 * BLOCK  # values: what one loop leaves for the next stays in the first cache
 _TINY = np.finfo(np.float32).tiny
 _MAX = np.finfo(np.float32).max
 _ROUND = np.float32(3 << 22)  # added and subtracted: the nearest integer, ties to even

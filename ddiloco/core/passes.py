@@ -7,7 +7,7 @@ segments of fixed size, and sums are added in their order: any number of threads
 bits.
 
 What is done to a chunk is written twice. Here it is NumPy, which says what is meant. In
-`core/kernels.py` it is compiled, three times as fast, for fragments where that pays for compiling.
+`core/kernels.py` it is compiled, many times as fast, for fragments where that pays for compiling.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class Sum:
   """sum_m units[m, piece] * push_m, chunk by chunk; of a large fragment never as a whole vector.
 
   Sums run in the order of `pushes`, so sort them by learner for results that do not depend on who
-  came first. A push is not read where its unit is 0.
+  came first. A push adds nothing where its unit is 0, whatever its scale.
 
   Args:
     fragment: whose pieces.

@@ -1,6 +1,6 @@
 """The threads engine: all islands and shards of one process, a thread each.
 
-For a laptop (islands are fake CPU devices) and for Pathways (one controller sees all slices). It
+For a laptop (fake CPU devices) and for Pathways (one controller sees all slices). It
 starts every role, restarts those that die, performs planned faults on them, and ends when the
 learners have.
 """
@@ -136,7 +136,8 @@ class ThreadsEngine(Engine):
     return restored
 
   def _compile_all(self) -> None:
-    with concurrent.futures.ThreadPoolExecutor() as pool:
+    # A thread for each: those that wait for a program of their kind hold up no other kind.
+    with concurrent.futures.ThreadPoolExecutor(len(self.islands)) as pool:
       list(pool.map(self._compile, self.islands))
     self._seed()
 

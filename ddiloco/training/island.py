@@ -37,15 +37,17 @@ class IslandMaker:
     self._programs: dict[tuple[Any, ...], IslandPrograms] = {}
 
   def __call__(self, config: Config, learner: int, devices: Sequence[jax.Device]) -> Island:
-    """As `Island`; every call is to have the same config, but for its islands."""
-    kind = repr(config.islands.island(learner)), *devices
+    """As `Island`; calls may come from several threads, with configs of one run."""
+    # Of what learners' configs differ in, an optimizer of the user's own may read the schedule.
+    own = config.inner if config.inner.custom else None
+    kind = repr((config.islands.island(learner), own)), *devices
     island = Island(config, learner, devices, self._plan, self._programs.get(kind))
-    self._programs[kind] = island.programs
+    island.programs = self._programs.setdefault(kind, island.programs)
     return island
 
 
 class Island:
-  """Trains one copy of the model on its own devices; the sections say which thread calls what."""
+  """Trains one copy of the model on its devices; the sections say which thread calls what."""
 
   def __init__(
     self,

@@ -140,15 +140,16 @@ class IslandPrograms:
     self._compiling = threading.Lock()
 
   def compile(self) -> float:
-    """Compiles all of it; returns the seconds it took (0 if done)."""
+    """Compiles all of it, or waits until another island has; returns the seconds (0 if done)."""
+    if self.step is not None:
+      return 0.0
+    start = time.perf_counter()
     with self._compiling:
-      if self.step is not None:
-        return 0.0
-      start = time.perf_counter()
-      self._compile_state()
-      self._compile_pieces()
-      self.step = self._parts.lower().compile()
-      return time.perf_counter() - start
+      if self.step is None:
+        self._compile_state()
+        self._compile_pieces()
+        self.step = self._parts.lower().compile()
+    return time.perf_counter() - start
 
   def _compile_state(self) -> None:
     layout, replicated = self._parts.layout, self._parts.replicated

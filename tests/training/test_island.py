@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
 
 import jax
 import numpy as np
@@ -17,6 +18,7 @@ from ddiloco.core import fragments
 from ddiloco.models import transformer
 from ddiloco.models.arithmetic import flops_per_token
 from ddiloco.models.transformer import LanguageModel
+from ddiloco.training import island as island_module
 from ddiloco.training.inner import METRICS
 from ddiloco.training.island import Island, IslandMaker
 from tests.training.test_inner import bigram_loss
@@ -260,14 +262,24 @@ def test_nothing_compiles_after_compile(any_island, request):
   assert compiled == []
 
 
-def test_equal_islands_on_the_same_device_compile_once(single):
+def test_equal_islands_on_the_same_device_compile_once(single, monkeypatch):
   """The second one takes the first one's programs; who differs in config or devices does not."""
   _, plan, config = single
   overrides = {"2": {"batch_size": 4}}
   islands = dataclasses.replace(config.islands, num_learners=4, overrides=overrides)
   config = dataclasses.replace(config, islands=islands)
   first, second = jax.devices()[:2]
-  make_island = IslandMaker(plan)
+  make_island, both = IslandMaker(plan), threading.Barrier(2)
+
+  class Late(Island):  # two threads have seen that there is no such island yet
+    def __init__(self, *arguments):
+      super().__init__(*arguments)
+      both.wait(10)
+
+  with monkeypatch.context() as at_once, concurrent.futures.ThreadPoolExecutor(2) as pool:
+    at_once.setattr(island_module, "Island", Late)
+    raced = list(pool.map(lambda m: make_island(config, m, [first]), (0, 1)))
+  assert raced[0].programs is raced[1].programs
   made = [make_island(config, m, [d]) for m, d in enumerate((first, first, first, second))]
   with concurrent.futures.ThreadPoolExecutor(2) as pool:
     list(pool.map(Island.compile, [made[1], made[0]]))  # in any order, also at once
