@@ -40,7 +40,7 @@ from ddiloco.roles import initial
 from ddiloco.trace.replay import Home, ReplayIslands, replay_run
 from ddiloco.trace.text import open_trace
 from ddiloco.training import data, devices
-from ddiloco.training.island import Island
+from ddiloco.training.island import IslandMaker
 
 FACTOR = 6.0  # of slow steps
 STEPS = 150  # of every learner if all live
@@ -117,9 +117,9 @@ class Bench:
   def __init__(self) -> None:
     config = config_of(0)
     self.corpus = data.open_corpus(config.data)
-    groups = devices.partition(jax.devices(), config.islands)
-    plan = initial.make_plan(config)
-    self._islands = {m: Island(config, m, group, plan) for m, group in enumerate(groups)}
+    groups = devices.shared_on_cpu(devices.partition(jax.devices(), config.islands))
+    make = IslandMaker(initial.make_plan(config))
+    self._islands = {m: make(config, m, group) for m, group in enumerate(groups)}
     self._homes: dict[tuple[int, Started], Home] = {}
 
   def run(self, config: Config, workdir: Path, stop_at: int | None = None) -> None:
