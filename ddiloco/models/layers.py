@@ -42,7 +42,7 @@ class KeyStream:
   """One new key a call, those of `nnx.Rngs(key)` called as often.
 
   It counts in Python: each call of NNX's own under a trace prints the program so far (flax 0.12),
-  which was half of the time that a model takes to trace.
+  which was up to half of the time that a model takes to trace.
   """
 
   def __init__(self, key: jax.Array):
