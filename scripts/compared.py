@@ -16,8 +16,9 @@ from typing import Any
 import jax
 import launch
 import outer_gradients
+from ideas import ForgetfulTrainer, Recent, TriedMerger, mean_values
 from outer_gradients import Observer, Seen
-from virtual_training import STEP_SECONDS, Text, Valued
+from virtual_training import STEP_SECONDS, Text, Trainer, Valued
 
 from ddiloco.chaos.random_plans import random_faults
 from ddiloco.config import Config, Fault
@@ -95,6 +96,7 @@ class Method:
     presence: by learner, from which to which share of the run it takes part; others do all along.
     sizes: where it is run.
     beside: the row of data-parallel that it is compared with.
+    ideas: of ideas.py, and their numbers.
   """
 
   base: str = "default"
@@ -107,6 +109,7 @@ class Method:
   presence: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
   sizes: tuple[str, ...] = ("33k",)
   beside: str = "data-parallel"
+  ideas: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 def outer(rate: float, momentum: float) -> dict[str, Any]:
@@ -120,14 +123,24 @@ def variant(
   slowness: tuple[float, ...] = (),
   faults: Mapping[str, Any] | None = None,
   presence: Mapping[str, tuple[float, float]] | None = None,
+  ideas: Mapping[str, float] | None = None,
   **fields: Any,
 ) -> Method:
   """Of the default; a field's name has __ for its dot."""
   changed = {name.replace("__", "."): value for name, value in fields.items()}
   of, how = f"default, M = {learners}", "exchange"
-  return Method(
-    "default", changed, learners, of, how, slowness, faults or {}, presence or {}, sizes
-  )
+  others = faults or {}, presence or {}, sizes, "data-parallel", ideas or {}
+  return Method("default", changed, learners, of, how, slowness, *others)
+
+
+def idea(**ideas: float) -> Method:
+  """The default with something of ideas.py."""
+  return variant(sizes=("33k, long",), ideas=ideas)
+
+
+def both_ways(codec: str) -> Method:
+  """The default with this codec for pushes and for publishes."""
+  return variant(sizes=LONG, sync__push_codec=codec, sync__publish_codec=codec)
 
 
 def kills(rejoin: str) -> Method:
@@ -170,6 +183,7 @@ METHODS: dict[str, Method] = {
   "one island alone": Method("data_parallel", how="alone", of="data-parallel"),
   "DiLoCo, M = 1": Method("diloco", learners=1, sizes=LONG),
   "DiLoCo, M = 4": Method("diloco", sizes=ALL),
+  "DiLoCo, M = 8": Method("diloco", learners=8, sizes=LONG),
   "Streaming, M = 4": Method("streaming_diloco", {"sync.num_fragments": 2}),
   "Decoupled as published, M = 4": Method("decoupled", TWELVE, sizes=(*LONG, "115k")),
   "Decoupled, Muon inside, M = 4": Method("decoupled", TWELVE | MUON, sizes=LONG),
@@ -180,7 +194,7 @@ METHODS: dict[str, Method] = {
   "default, M = 2": Method(learners=2, sizes=LONG),
   "default, M = 4": Method(sizes=ALL),
   "default, M = 8": Method(learners=8, sizes=(*LONG, "115k, long", "250k, long")),
-  "default, M = 16": Method(learners=16),
+  "default, M = 16": Method(learners=16, sizes=LONG),
   "default, Muon inside, M = 4": Method(fields=MUON, sizes=LONG),
   "default, MoE, M = 4": Method(fields=MOE, sizes=LONG, beside="data-parallel, MoE"),
   "default, text and images, M = 4": Method(fields=IMAGES, sizes=LONG, beside=TEXT_AND_IMAGES),
@@ -193,10 +207,13 @@ METHODS: dict[str, Method] = {
   "H = 12": variant(sync__sync_period=12),
   "H = 22": variant(sync__sync_period=22),
   "H = 48": variant(sync__sync_period=48),
+  "mix": variant(sizes=LONG, sync__apply="mix"),
   "overwrite, H = 26": variant(sync__apply="overwrite", sync__sync_period=26),
   "one fragment": variant(sync__num_fragments=1, sync__num_shards=1),
   "tau = 1": variant(sync__overlap_steps=1),
-  "int4 both ways": variant(sizes=LONG, sync__push_codec="int4", sync__publish_codec="int4"),
+  "bf16 both ways": both_ways("bf16"),
+  "int8 both ways": both_ways("int8"),
+  "int4 both ways": both_ways("int4"),
   "K = M, two slow": variant(sizes=LONG, slowness=SLOW, sync__min_quorum=4),
   "K = 1, two slow": variant(slowness=SLOW, sync__grace_safety=0.0),
   "K = 1 + grace, two slow": variant(sizes=LONG, slowness=SLOW),
@@ -208,7 +225,12 @@ METHODS: dict[str, Method] = {
   "12 kills, with a peer's": kills("peer"),
   "12 kills, with fresh ones": kills("fresh"),
   "average, M = 8": variant(8, sizes=LONG, **AVERAGE),
-  "average, M = 16": variant(16, **AVERAGE),
+  "average, M = 16": variant(16, sizes=LONG, **AVERAGE),
+  "momentum begins again": idea(restart=16),
+  "outer rate warms up": idea(warm_up=0.1),
+  "outer rate by rho": idea(steady_step=0.2),
+  "first moments forgotten": idea(forget=1.0),
+  "mean of five versions": idea(mean_of=5),
 }
 QUICK_ROWS = ("data-parallel", "default, M = 4", "exchange alone, M = 1", "DiLoCo, M = 4")
 
@@ -239,6 +261,7 @@ class Run:
   seed: int
   faults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   presence: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+  ideas: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
   @property
   def key(self) -> str:
@@ -294,10 +317,24 @@ class Observed(Valued):
 
   def __init__(self, text: Text, run: Run):
     self.seen: list[Seen] = []
+    self._ideas, self._recent = run.ideas, Recent()
     super().__init__(text, run.seed, text.config.chaos.faults, run.slowness, run.presence)
 
   def merger(self, actor, fragments) -> Observer:
-    return Observer(fragments, self.kept, self.config).watch(self.seen)
+    if not self._ideas:
+      return Observer(fragments, self.kept, self.config).watch(self.seen)
+    merger = TriedMerger(fragments, self.kept, self.config)
+    return merger.follow(self._ideas, self._recent).watch(self.seen)
+
+  def island(self, actor) -> Trainer:
+    if "forget" not in self._ideas:
+      return super().island(actor)
+    island = ForgetfulTrainer(self.config, self, actor.number, f"{self.seed} {actor.role}")
+    island.forgets = self._ideas["forget"]
+    return island
+
+  def loss(self) -> float:
+    return self.problem.loss(mean_values(self._recent)) if self._recent else super().loss()
 
 
 def train(run: Run) -> dict[str, Any]:
@@ -421,7 +458,7 @@ class Comparison:
     """One run of a row."""
     m = METHODS[row]
     of_method = m.base, m.fields, m.learners, m.how, m.slowness
-    run = Run(self.size, *of_method, point, seed, m.faults, m.presence)
+    run = Run(self.size, *of_method, point, seed, m.faults, m.presence, m.ideas)
     return self._runs(run, row)
 
   def point(self, row: str) -> Point | None:
