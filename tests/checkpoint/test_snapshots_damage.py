@@ -188,6 +188,7 @@ def outcome(path, role, case):
   return "named"
 
 
+@pytest.mark.slow
 def test_200_damaged_checkpoints(whole, foreign, tmp_path):
   print(f"seed {SEED}")
   chance, outcomes = random.Random(SEED), collections.defaultdict(collections.Counter)

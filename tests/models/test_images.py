@@ -127,9 +127,9 @@ def test_held_out_rows_are_told_apart():
 @pytest.mark.parametrize(
   ("model", "shape"),
   [
-    (SEEING, (1, 4, 1)),
+    pytest.param(SEEING, (1, 4, 1), marks=pytest.mark.slow),
     (SEEING, (2, 1, 2)),
-    (dataclasses.replace(MIXTURE, image_size=6), (1, 2, 2)),
+    pytest.param(dataclasses.replace(MIXTURE, image_size=6), (1, 2, 2), marks=pytest.mark.slow),
   ],
   ids=["fsdp", "data-tensor", "mixture-fsdp-tensor"],
 )

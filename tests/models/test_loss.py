@@ -70,7 +70,9 @@ def test_over_a_mesh_it_is_the_same():
     np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("model", [DENSE, MIXTURE], ids=["dense", "mixture"])
+@pytest.mark.parametrize(
+  "model", [DENSE, pytest.param(MIXTURE, marks=pytest.mark.slow)], ids=["dense", "mixture"]
+)
 def test_the_models_loss_is_the_same_and_whole_logits_never_exist(model):
   """No array of the forward or the backward pass has B x T x V values or more."""
   model = dataclasses.replace(model, vocab_size=1024)

@@ -74,6 +74,7 @@ def test_scan_equals_layers_by_hand(num_layers, num_experts):
   assert (balance > 0) == bool(num_experts)
 
 
+@pytest.mark.slow
 def test_remat_changes_memory_not_values():
   model = DENSE
   params, tokens = fresh(model), random_tokens(model)

@@ -28,7 +28,8 @@ def test_every_row_is_a_config_of_equal_tokens(script):
   for name, row in compared.METHODS.items():
     for size in {"33k", *row.sizes}:
       of_row = row.base, row.fields, row.learners, row.how, row.slowness
-      run = compared.Run(size, *of_row, compared.Point(), 2, row.faults, row.presence)
+      others = row.faults, row.presence, row.ideas
+      run = compared.Run(size, *of_row, compared.Point(), 2, *others)
       config, tokens = run.config(), compared.SIZES[size].tokens
       made = config.planned_steps() * config.planned_tokens_per_step()
       assert made == (tokens // row.learners if row.how == "alone" else tokens), name
@@ -85,6 +86,37 @@ def test_islands_that_come_and_go_share_the_steps_and_none_is_lost(script):
   for actor in world.learners():
     for fragment in actor.state.fragments:
       assert fragment.acknowledged_tokens == actor.state.trained_tokens
+
+
+@pytest.mark.slow
+def test_ideas_that_say_nothing_change_nothing(script):
+  compared = script("compared")
+  row = compared.METHODS["default, M = 4"]
+  of_row = row.base, row.fields, row.learners, row.how, row.slowness
+
+  def loss(**ideas):
+    run = compared.Run("quick", *of_row, compared.Point(), 0, ideas=ideas)
+    return compared.train(run)["loss"]
+
+  plain = loss()
+  assert loss(restart=1e6, warm_up=1e-9, forget=0.0, mean_of=1) == plain
+  told = [loss(**{name: number}) for name, number in SOMETHING.items()]
+  assert len({plain, *told}) == 1 + len(SOMETHING), told
+
+
+SOMETHING = {"restart": 2, "warm_up": 0.5, "steady_step": 0.9, "forget": 1.0, "mean_of": 3}
+
+
+def test_the_outer_rate_follows_what_updates_have_in_common(script):
+  ideas = script("ideas")
+  assert ideas.gain(0.0, 0.5) == 1 and ideas.gain(0.5, 0.0) == 1.5 and ideas.gain(0.5, 1.0) == 2
+  merger = object.__new__(ideas.TriedMerger)
+  merger.ideas, merger.seen = {"steady_step": 0.5}, []
+  config = OuterConfig(learning_rate=0.4, momentum=0.8)
+  assert merger._outer(config, 0.1) == config, "nothing is seen yet"
+  merger.seen = [script("outer_gradients").Seen(0, 4, 24.0, None, None, rho) for rho in (0.9, None)]
+  slower = merger._outer(config, 0.1).learning_rate
+  assert slower == pytest.approx(0.4 * ideas.gain(0.8, 0.5) / ideas.gain(0.8, 0.9))
 
 
 def test_every_method_is_tuned_with_the_same_number_of_runs(script):

@@ -11,7 +11,7 @@ from ddiloco.roles.initial import make_plan
 from ddiloco.training import aot
 
 
-@pytest.mark.parametrize("fragments", [2, 12])
+@pytest.mark.parametrize("fragments", [pytest.param(2, marks=pytest.mark.slow), 12])
 def test_an_island_and_all_its_programs(fragments):
   config = from_dict(
     {

@@ -333,6 +333,7 @@ def test_pipelined_steps_return_the_metrics_before(single, monkeypatch):
   assert island.finish() is None
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts_trains():
   island, plan, config = make(
     {"devices": 4, "fsdp": 2, "tensor": 2},
@@ -368,6 +369,7 @@ def test_errors_are_named(single):
     make({"devices": 0, "batch_size": 6}, devices=jax.devices()[:4])
 
 
+@pytest.mark.slow
 def test_islands_step_concurrently():
   """In a process of its own, since what goes wrong there aborts or hangs."""
   done = subprocess.run(

@@ -29,6 +29,7 @@ def trained(**islands) -> tuple[Island, list[dict]]:
   return island, [island.step(stream.batch(position), position) for position in range(4)]
 
 
+@pytest.mark.slow
 def test_four_devices_compute_what_one_does():
   plain, wanted = trained(devices=1)
   cut, metrics = trained(devices=4, fsdp=2, tensor=2, remat="full", loss_chunks=4)

@@ -144,7 +144,7 @@ def test_a_restored_island_goes_on_as_if_nothing_had_happened(any_island, pipeli
   assert_same_bits(island.capture(), final)
 
 
-@pytest.mark.parametrize("model", ["dense", "mixture"])
+@pytest.mark.parametrize("model", ["dense", pytest.param("mixture", marks=pytest.mark.slow)])
 def test_every_mesh_restores_the_bits_of_the_one_before(model):
   saved = None
   for global_step, mesh in enumerate(CHAINS[model]):

@@ -38,7 +38,11 @@ def gathered_matrices(found, matrix: int) -> int:
 
 @pytest.mark.parametrize(
   ("experts", "mesh"),
-  [(0, {"fsdp": 8}), (4, {"fsdp": 4, "tensor": 2}), (0, {"fsdp": 8, "image_size": 2})],
+  [
+    (0, {"fsdp": 8}),
+    pytest.param(4, {"fsdp": 4, "tensor": 2}, marks=pytest.mark.slow),
+    (0, {"fsdp": 8, "image_size": 2}),
+  ],
   ids=["dense", "mixture", "images"],
 )
 def test_weights_are_gathered_a_layer_at_a_time(experts, mesh):

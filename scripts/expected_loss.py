@@ -1,0 +1,149 @@
+"""The loss that a config's lab page names: the run in virtual time, with several seeds.
+
+    python scripts/expected_loss.py [--configs='quickstart;default;dense:100k'] [--seeds=3]
+      [--kinds='untrained;alone;together;merged'] [--rates='0.5;1'] [--workdir=runs/expected_loss]
+
+A run is a function of its config and seed alone (virtual_training.py), whatever the machine does
+beside it; the config's own faults strike it. "alone" is one island without exchange for as many
+steps, "together" data-parallel with the batches of all islands, at equal tokens, with the config's
+inner rate times the best of --rates at seed 0. Every run that has ended is a line of
+WORKDIR/runs.jsonl and is not made again.
+
+Last line: {CONFIG: {"merged": [by seed], "alone": [...], "together": [...], "untrained": [...]}}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import launch
+from virtual_training import Text, Valued
+
+from ddiloco import environment
+from ddiloco.config import Config
+from ddiloco.training.devices import kept_in
+
+CONFIGS = "quickstart;default;decoupled;streaming_diloco;diloco;data_parallel;tutorial;dense:100k"
+RATES = "0.35;0.5;0.7;1"
+KINDS = ("untrained", "alone", "together", "merged")
+
+
+def config_of(name: str, seed: int) -> Config:
+  """Of configs/NAME.py or of a preset of it, NAME:PRESET, without what takes time and no part."""
+  module, _, preset = name.partition(":")
+  fields = {"seed": seed, "islands.devices": 1, "network.drain_seconds": 1e3}
+  return launch.config_of(module, fields, *[preset][: bool(preset)])
+
+
+def together(config: Config, rate: float) -> Config:
+  """Data-parallel at the same tokens, its inner learning rate times `rate`."""
+  islands = dataclasses.replace(
+    config.islands,
+    num_learners=1,
+    batch_size=config.islands.batch_size * config.islands.num_learners,
+  )
+  inner = dataclasses.replace(config.inner, learning_rate=config.inner.learning_rate * rate)
+  sync = dataclasses.replace(config.sync, num_shards=0, min_quorum=1)
+  return dataclasses.replace(config, islands=islands, inner=inner, sync=sync, chaos=NO_CHAOS)
+
+
+NO_CHAOS = launch.config_of("default", {}).chaos
+
+
+def loss(kind: str, config: Config) -> float:
+  """Of one run, or of a part of it."""
+  text = Text(config)
+  if kind == "untrained":
+    return text.loss(text.initial)
+  if kind != "merged" or not config.sync.num_shards:
+    return text.trained_alone(config.planned_steps())
+  return Valued(text, config.seed, config.chaos.faults).train()
+
+
+class Runs:
+  """The lines of WORKDIR/runs.jsonl."""
+
+  def __init__(self, workdir: Path):
+    self._file = workdir / "runs.jsonl"
+    workdir.mkdir(parents=True, exist_ok=True)
+    lines = self._file.read_text().splitlines() if self._file.exists() else []
+    self._done = {(each["kind"], each["config"]): each["loss"] for each in map(json.loads, lines)}
+
+  def __call__(self, name: str, kind: str, config: Config) -> float:
+    """Its loss, of an earlier run or of one that is made now."""
+    key = kind, config.to_json()
+    if key not in self._done:
+      began = time.monotonic()
+      self._done[key] = loss(kind, config)
+      line = {"name": name, "kind": kind, "config": key[1], "loss": self._done[key]}
+      with self._file.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+      seconds = time.monotonic() - began
+      print(
+        f"{name} seed {config.seed} {kind}: {self._done[key]:.4f} in {seconds:.0f} s", flush=True
+      )
+    return self._done[key]
+
+
+def expected(
+  name: str, kinds: list[str], seeds: int, rates: list[float], runs: Runs
+) -> dict[str, Any]:
+  """The losses of one config by kind, each by seed."""
+  configs = [config_of(name, seed) for seed in range(seeds)]
+  found: dict[str, Any] = {}
+  for kind in kinds:
+    of_kind = configs
+    if kind == "together":
+      tried = {rate: runs(name, kind, together(configs[0], rate)) for rate in rates}
+      best = min(tried, key=tried.__getitem__)
+      of_kind = [together(config, best) for config in configs]
+      found["rate"] = of_kind[0].inner.learning_rate
+    found[kind] = [runs(name, kind, config) for config in of_kind]
+  return found
+
+
+def said(name: str, found: dict[str, Any]) -> str:
+  """In one line."""
+  parts = [f"{kind} {spread(found[kind])}" for kind in KINDS if kind in found]
+  if "together" in found and "merged" in found:
+    relative = [100 * (m / t - 1) for m, t in zip(found["merged"], found["together"])]
+    parts.append(f"merged against together {spread(relative, 2)} % (rate {found['rate']:g})")
+  return f"{name}: {', '.join(parts)}"
+
+
+def spread(values: list[float], digits: int = 3) -> str:
+  """Mean and standard deviation."""
+  deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+  return f"{statistics.mean(values):.{digits}f}{deviation}"
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument("--configs", default=CONFIGS, help="names of files in configs/, apart by ;")
+  parser.add_argument("--kinds", default=";".join(KINDS), help="of loss, apart by ;")
+  parser.add_argument("--seeds", type=int, default=3)
+  parser.add_argument("--workdir", type=Path, default=Path("runs/expected_loss"))
+  parser.add_argument("--rates", default=RATES, help="of data-parallel, times the config's own")
+  options = parser.parse_args()
+  kinds, rates = options.kinds.split(";"), [float(rate) for rate in options.rates.split(";")]
+  if unknown := set(kinds).difference(KINDS):
+    parser.error(f"--kinds: {', '.join(sorted(unknown))} is none of {', '.join(KINDS)}")
+  environment.prepare(1, cpu_only=True)
+  runs, result = Runs(options.workdir), {}
+  with kept_in(options.workdir / "compiled"):
+    for name in options.configs.split(";"):
+      result[name] = expected(name, kinds, options.seeds, rates, runs)
+      print(said(name, result[name]), flush=True)
+  print(json.dumps(result))
+
+
+if __name__ == "__main__":
+  main()

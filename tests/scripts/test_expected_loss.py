@@ -1,0 +1,48 @@
+"""What lab pages say of loss: the runs that they speak of, and a short one."""
+
+from __future__ import annotations
+
+import importlib
+import json
+
+import pytest
+
+from tests.scripts import commands
+
+
+@pytest.fixture
+def script(monkeypatch):
+  monkeypatch.syspath_prepend(str(commands.SCRIPTS))
+  return importlib.import_module("expected_loss")
+
+
+def test_its_runs_are_those_of_the_config_at_equal_tokens(script):
+  for name in script.CONFIGS.split(";"):
+    config = script.config_of(name, 2)
+    assert config.seed == 2
+    whole = script.together(config, 0.5)
+    assert whole.islands.num_learners == 1 and not whole.sync.num_shards and not whole.chaos.faults
+    tokens = [each.planned_steps() * each.planned_tokens_per_step() for each in (config, whole)]
+    assert tokens[0] == tokens[1] >= config.run.total_tokens
+    assert whole.inner.learning_rate == config.inner.learning_rate / 2
+
+
+def test_a_kind_that_is_none_is_refused(script, monkeypatch, capsys):
+  monkeypatch.setattr("sys.argv", ["expected_loss.py", "--kinds=merged;best"])
+  with pytest.raises(SystemExit):
+    script.main()
+  said = capsys.readouterr().err
+  assert "--kinds: best is none of untrained, alone, together, merged" in said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_tutorials_loss_and_once_only(tmp_path):
+  line = f"expected_loss.py --configs=tutorial --seeds=1 --rates=1 --workdir={tmp_path}"
+  found = commands.result(line, seconds=280)["tutorial"]
+  losses = {kind: found[kind][0] for kind in ("untrained", "alone", "together", "merged")}
+  assert losses["untrained"] > losses["alone"] > losses["merged"] > losses["together"], losses
+  runs = [json.loads(each) for each in (tmp_path / "runs.jsonl").read_text().splitlines()]
+  assert [each["kind"] for each in runs] == ["untrained", "alone", "together", "merged"]
+  assert commands.result(line)["tutorial"] == found
+  assert len((tmp_path / "runs.jsonl").read_text().splitlines()) == 4
