@@ -27,7 +27,7 @@ Settings: TypeAlias = Config | Mapping[str, Any] | ml_collections.ConfigDict
 
 
 def load(source: str | Path) -> ml_collections.ConfigDict:
-  """The config of an experiment file, of a run's workdir, or of a config.json, to be changed.
+  """The config of an experiment file, of a run's workdir, or of a config.json; you may change it.
 
   >>> config = load("configs/dense.py:1m")  # FILE:PRESET passes the preset to get_config
   >>> config.islands.num_learners
@@ -110,8 +110,9 @@ def train(
 ) -> Run:
   """Trains as the config says, to the end, and returns the run; one that is there goes on.
 
-  To be called before JAX is used in this process, which it readies for several islands; several
-  calls in one process are fine if none needs more islands than the first.
+  Call it before this process uses JAX: it sets the number of devices. Several calls in one process
+  are fine if none needs more islands than the first. A run that fails does not raise: see `reason`
+  in its `summary()`.
 
   Args:
     config: the run's; what `load` or `default` gave, or a checked `Config`.
@@ -274,7 +275,7 @@ class Run:
     """The result: parameter name -> f32 array.
 
     Args:
-      learner: of a run without shards, whose islands trained alone, the one whose they are;
+      learner: number of an island, only for a run without shards, whose islands trained alone;
         None: the result, which of such a run is the best island's.
 
     Raises:

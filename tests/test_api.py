@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import jax
 import pytest
 
 import ddiloco
@@ -54,6 +55,7 @@ def test_what_is_not_there_is_named(tmp_path):
 
 
 def test_too_few_devices_are_named_before_the_run(tmp_path):
+  jax.devices()  # something else in this process has used JAX
   config = ddiloco.default()
   config.islands.num_learners = 100
   with pytest.raises(ddiloco.ConfigError, match=r"JAX has made its \d+ devices in this process"):

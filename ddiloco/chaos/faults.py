@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from ddiloco.config import Fault
-from ddiloco.config.chaos import INSIDE
+from ddiloco.config.chaos import INSIDE, TO_MESSAGES
 from ddiloco.protocol import events
 from ddiloco.protocol.supervisor import killed, strike
 
@@ -147,8 +147,15 @@ def detail(fault: Fault, global_step: int) -> str:
     "throttle": f"to {fault.bits_per_second:g} bit/s",
     **{each: f"{fault.share:.0%} of them" for each in ("drop", "duplicate", "reorder", "corrupt")},
   }.get(fault.action)
-  whom = f"with {', '.join(fault.peers)}" if fault.peers else ""
+  whom = _links(fault.peers) if fault.action in TO_MESSAGES else ""
   return ", ".join(text for text in (f"at step {global_step}", how, whom, lasts) if text)
+
+
+def _links(peers: Sequence[str]) -> str:
+  """Which links of a role, in words; "" for all of them."""
+  others = [peer.removeprefix("!") for peer in peers]
+  named = [peer for peer in peers if not peer.startswith("!")]
+  return f"with {'' if named else 'all but '}{', '.join(named or others)}" if peers else ""
 
 
 def struck(fault: Fault, said: str) -> events.Fault:

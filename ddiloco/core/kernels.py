@@ -15,11 +15,13 @@ first), nor does an assignment to a slice. A loop that reads all it needs from m
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numba
 import numpy as np
+from numba.core.caching import NullCache
 
 from ddiloco.config import OuterConfig
 from ddiloco.core import codec, outer
@@ -32,12 +34,17 @@ _MAX = np.finfo(np.float32).max
 _ROUND = np.float32(3 << 22)  # added and subtracted: the nearest integer, ties to even
 
 
+_KERNELS: list[Any] = []
+
+
 def _compiled(function: Any, **options: Any) -> Any:
   options |= {"nogil": True, "error_model": "numpy"}  # a division by 0 is not looked for
   try:
-    return numba.njit(cache=True, **options)(function)
+    kernel = numba.njit(cache=True, **options)(function)
   except RuntimeError:  # no folder to keep it in: compiled again by every process
-    return numba.njit(**options)(function)
+    kernel = numba.njit(**options)(function)
+  _KERNELS.append(kernel)
+  return kernel
 
 
 class Opened:
@@ -106,7 +113,22 @@ def stepper(
 
 
 def compile_all(chunk: Any, vectors: Any, config: OuterConfig) -> None:
-  """Compiles everything, or loads what was compiled, by working on this chunk of one piece."""
+  """Compiles everything, or loads what was compiled, by working on this chunk of one piece.
+
+  What is kept must not end a shard: where it cannot be written or read, nothing is kept.
+  """
+  try:
+    _call_all(chunk, vectors, config)
+  except Exception as error:  # of a full disk, or of a file that a power cut has torn
+    warnings.warn(
+      f"compiled kernels cannot be kept on disk ({error!r}): compiled anew", stacklevel=2
+    )
+    for kernel in _KERNELS:
+      kernel._cache = NullCache()
+    _call_all(chunk, vectors, config)
+
+
+def _call_all(chunk: Any, vectors: Any, config: OuterConfig) -> None:
   one, value = np.ones(1, np.float32), vectors.value
   encoded = Encoded("int8", codec.encode(value, "int8"))
   push = Opened(encoded, value.size)

@@ -72,7 +72,7 @@ class LearnerGoodput:
 class Ledger:
   """Takes a run's events in order of time; `report` at any moment.
 
-  Its size depends on the islands and fragments, not on how long the run is (see `accounts.py`).
+  Its size depends on the islands and fragments, not on the length of the run (`goodput_ledger.py`).
   """
 
   def __init__(self, exact_steps: int = EXACT_STEPS, chain_gains: int = CHAIN_GAINS) -> None:

@@ -343,7 +343,8 @@ class Syncer:
   def _installed(self, fragment: int) -> Loop[None]:
     self.store.save(self.committed[fragment])
     self._say_owned(fragment)
-    self._announce(fragment)
+    # Whole: of a change the buddy would make momentum, and this jump is no outer step.
+    self._announce(fragment, whole=True)
     yield from self._go_on(fragment)
 
   def _state_of(self, fragment: int) -> FragmentState:
@@ -351,11 +352,12 @@ class Syncer:
     state = next(f for f in self.state.fragments if f.index == fragment)
     return replace(state, round=None)
 
-  def _announce(self, fragment: int) -> None:
+  def _announce(self, fragment: int, whole: bool = False) -> None:
     """The log first, then the buddy: what others know of is never missing there."""
     self.recorder.flush()
     if self.replication is not None:
-      self.replication.committed(self.committed[fragment], self.merger.change(fragment))
+      change = None if whole else self.merger.change(fragment)
+      self.replication.committed(self.committed[fragment], change)
 
   def _capture(self, action: TakeSnapshot) -> None:
     """This shard's part of a snapshot; its values are those of the jobs before this one."""

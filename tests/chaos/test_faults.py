@@ -1,5 +1,6 @@
 """Planned faults strike when they are due, each exactly once, whatever becomes of the role."""
 
+import dataclasses
 import threading
 import time
 
@@ -105,6 +106,11 @@ def test_slow_stretches_every_step_by_its_factor_until_it_ends():
 
 def test_the_detail_says_for_how_long():
   assert detail(kill(at_step=5, seconds=-1), 7) == "at step 7, for good"
+  east = ("!learner-2", "!syncer-1")
+  assert detail(kill(at_step=5, peers=east), 5) == "at step 5, for 5 s", "no matter of links"
+  cut = Fault("cut", "learner-2", at_step=5, peers=east)
+  assert detail(cut, 5) == "at step 5, with all but learner-2, syncer-1, for 5 s"
+  assert "with syncer-0, for" in detail(dataclasses.replace(cut, peers=("syncer-0",)), 5)
 
 
 def test_a_run_that_goes_on_is_not_struck_again_by_what_has_struck():

@@ -276,3 +276,23 @@ def test_many_tiny_pieces_cost_little():
     seconds.append(time.thread_time() - start)
   print(f"best {min(seconds) * 1e6:.0f} microseconds")
   assert min(seconds) < 4e-3  # of this thread, so that a busy machine does not count
+
+
+@pytest.mark.parametrize("error", [OSError("no space left"), EOFError("ran out of input")])
+def test_kernels_that_cannot_be_kept_on_disk_are_compiled_anew(monkeypatch, error):
+  from ddiloco.core import kernels
+
+  calls = []
+
+  def call_all(*arguments):
+    calls.append(arguments)
+    if len(calls) == 1:
+      raise error
+
+  monkeypatch.setattr(kernels, "_call_all", call_all)
+  for kernel in kernels._KERNELS:
+    monkeypatch.setattr(kernel, "_cache", kernel._cache)  # as it was, afterwards
+  with pytest.warns(UserWarning, match=str(error)):
+    kernels.compile_all("chunk", "vectors", "config")
+  assert calls == 2 * [("chunk", "vectors", "config")]
+  assert {type(kernel._cache).__name__ for kernel in kernels._KERNELS} == {"NullCache"}

@@ -64,3 +64,6 @@ def test_every_command_runs(tmp_path):
   assert (tmp_path / "runs" / "four.safetensors").exists()
   kill = (tmp_path / "runs" / "kill" / "events" / "engine.jsonl").read_text()
   assert '"kind":"fault"' in kill and '"kind":"restart"' in kill
+  region = (tmp_path / "runs" / "region" / "events" / "engine.jsonl").read_text()
+  for action in ("cut", "kill"):
+    assert region.count(f'"action":"{action}"') == 3, "of two islands and a shard"

@@ -14,7 +14,7 @@ from ddiloco.core import codec, fragments
 from ddiloco.core.commit import Committed, MemoryStore, new_fragment
 from ddiloco.network.seals import Sealer
 from ddiloco.network.transport import Counters
-from ddiloco.protocol.actions import Tick
+from ddiloco.protocol.actions import InstallValue, Tick
 from ddiloco.protocol.messages import Publish, Pull, Refusal
 from ddiloco.protocol.syncer_state import FragmentState
 from ddiloco.roles.syncer import Syncer
@@ -241,6 +241,36 @@ def test_momentum_and_versions_survive_a_restart_of_the_shard():
     assert same(one.published_value, other.published_value)
     assert one.state.merged_tokens == other.state.merged_tokens == 4 * (30 + 31)
     assert np.abs(one.momentum).max() > 0
+
+
+def test_a_value_that_is_given_back_goes_whole_to_the_buddy_and_leaves_the_momentum_alone():
+  """As a change, the buddy would make momentum of the jump, and the shard does not."""
+
+  class Buddy:
+    told: list = []
+
+    def changes(self, fragment: int) -> None:
+      pass
+
+    def committed(self, committed, change) -> None:
+      self.told.append((committed.state.index, change))
+
+    def when_safe(self, fragment, version, do) -> None:
+      do()
+
+  settings = {"sync": {"publish_codec": "int8"}, "outer": {"learning_rate": 0.7, "momentum": 0.9}}
+  shard = Shard(2, **settings)
+  shard.syncer.replication = Buddy()
+  shard.round(deltas(shard.plan, shard.learners, seed=0))
+  assert {p for p, change in Buddy.told if change is not None} == {0, 1}
+  Buddy.told.clear()
+  before = shard.syncer.committed[0]
+  momentum, later = before.momentum.copy(), before.value + np.float32(1)
+  shard.syncer._perform(InstallValue(0, before.state.last_round, later))
+  shard.settle()
+  after = shard.syncer.committed[0]
+  assert same(after.value, later) and same(after.momentum, momentum)
+  assert after.momentum_round == before.momentum_round and Buddy.told == [(0, None)]
 
 
 def test_what_was_committed_is_never_written_again():
