@@ -149,7 +149,7 @@ def claim(workdir: Path, config: Config, overwrite: bool) -> bool:
       with _deserted(workdir):
         for path in (workdir / name for name in OURS):
           shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    _write(workdir / "config.json", config.to_json() + "\n")
+    write_whole(workdir / "config.json", config.to_json() + "\n")
     (workdir / OUTCOME).unlink(missing_ok=True)
     start_time(workdir)
   except OSError as error:
@@ -223,11 +223,14 @@ def _write_once(path: Path, text: str) -> None:
     mine.unlink()
 
 
-def _write(path: Path, text: str) -> None:
-  """Writes a file, whole or not at all."""
+def write_whole(path: Path, text: str) -> None:
+  """Writes a file, whole or not at all; one that is there stays until then."""
   mine = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-  mine.write_text(text)
-  mine.replace(path)
+  try:
+    mine.write_text(text)
+    mine.replace(path)
+  finally:
+    mine.unlink(missing_ok=True)
 
 
 def _refuse_another(

@@ -222,9 +222,10 @@ class Saver:
         grown = self.storage.growth(snapshot, known)
         if any(grown[role] > sizes[role] for role in missing & known):
           grew_at, sizes, late = now, grown, False
-      refused = declined & (shards if may_lack else {*shards, *learners()})
+      needed = shards if may_lack else {*shards, *learners()}
+      refused = declined & needed
       if late or refused:
-        missing = (shards | refused) - roles
+        missing = needed - roles
       if not missing:
         break
       if late or refused:

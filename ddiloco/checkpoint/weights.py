@@ -101,9 +101,14 @@ def _save_folder(
   mine, old = target.with_name(prefix), target.with_name(f"{prefix}.old")
   try:
     _save_checkpoint(mine, params, metadata)
-    if target.exists():
-      target.rename(old)
-    mine.rename(target)
+    try:
+      if target.exists():
+        target.rename(old)
+      mine.rename(target)
+    except BaseException:
+      if old.exists() and not target.exists():
+        old.rename(target)
+      raise
   finally:
     for left in target.parent.glob(f"{prefix}*"):  # Orbax leaves what it was writing
       left.rmtree(missing_ok=True)

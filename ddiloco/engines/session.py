@@ -39,6 +39,7 @@ from ddiloco.workdir import (
   claim,
   held,
   saved_config,
+  write_whole,
 )
 
 EXIT_STATUS = {"finished": 0, "failed": 1, "stopped": 130}
@@ -179,7 +180,7 @@ def _save(workdir: Path, outcome: RunResult) -> None:
 
 
 def _write_outcome(workdir: Path, extra: Mapping[str, Any]) -> None:
-  (workdir / OUTCOME).write_text(json.dumps(extra, indent=2) + "\n")
+  write_whole(workdir / OUTCOME, json.dumps(extra, indent=2) + "\n")
 
 
 def _attempt(what: str, extra: dict[str, Any], make: Callable[[], Mapping[str, Any]]) -> None:

@@ -272,6 +272,8 @@ class NetworkEndpoint:
         peer.down(f"silent for {silent:.0f} s")
         peer.hang_up()
       self._drop_queue(peer)
+      if peer.incoming is not None:
+        peer.incoming.forget()
     elif isinstance(peer, Dialed) and peer.state == "up" and silent > self._quiet_seconds:
       peer.down(f"quiet for {silent:.0f} s")  # a connection may be dead without a sign
       peer.hang_up()

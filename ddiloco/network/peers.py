@@ -393,6 +393,13 @@ class Incoming:
     if lost:
       self._wake()
 
+  def forget(self) -> None:
+    """What has begun to arrive does not go on: its memory is for others."""
+    with self._lock:
+      self.bytes -= sum(each.size for each in self._assemblies.values())
+      self._assemblies.clear()
+      self._wake()
+
   def _passed(self, stream: int, number: int, assembly: _Assembly) -> bool:
     """This stream's part has come; whether all have."""
     assembly.missing.discard(stream)

@@ -273,13 +273,23 @@ def test_a_real_file_in_the_way_is_an_oserror_too(storage, savers, tmp_path, cap
 # --- committing -----------------------------------------------------------------------------------
 
 
-def commit(saver, snapshot, learners=(), patience_seconds=PATIENCE_SECONDS, keep=9, own=0, **seen):
+def commit(
+  saver,
+  snapshot,
+  learners=(),
+  patience_seconds=PATIENCE_SECONDS,
+  keep=9,
+  own=0,
+  may_lack=True,
+  **seen,
+):
   """Shard 0 saves its part, and then waits for the rest."""
+  how = patience_seconds, keep, may_lack
   saver.save(
     snapshot,
     state("syncer-0", own, **seen),
     {},
-    lambda n: saver.commit_when_complete(n, SHARDS, lambda: learners, patience_seconds, keep),
+    lambda n: saver.commit_when_complete(n, SHARDS, lambda: learners, *how),
   )
 
 
@@ -356,6 +366,15 @@ def test_a_learner_that_does_not_answer_is_waited_for_with_patience(storage, sav
   (snapshot,) = events.of("snapshot")
   assert snapshot.roles == SHARDS and snapshot.seconds >= 0.3
   assert snapshot.lacks == ("learner-0",)
+
+
+def test_a_run_in_lock_step_has_no_snapshot_without_a_learner_that_lives(storage, savers):
+  """It could not repeat bit by bit what it lost."""
+  saver, events = savers()
+  storage.save(1, "syncer-1", 0, state("syncer-1"), {})
+  commit(saver, 1, ["learner-0"], patience_seconds=0.3, may_lack=False)
+  (without,) = events.of("uncommitted")
+  assert without.missing == ("learner-0",) and storage.committed() == []
 
 
 def test_a_part_that_still_grows_is_waited_for(storage, savers, monkeypatch):

@@ -142,6 +142,24 @@ def test_a_torn_write_leaves_nothing_under_the_name(tmp_path, monkeypatch, error
     assert_same(weights.load(path), params(0))
 
 
+@pytest.mark.parametrize("error", [OSError(5, "I/O error"), KeyboardInterrupt()], ids=repr)
+def test_a_folder_that_cannot_take_its_place_leaves_the_one_before(tmp_path, monkeypatch, error):
+  path, kind = tmp_path / "result", type(weights.absolute(tmp_path))
+  weights.save(path, params(0))
+  rename = kind.rename
+
+  def fails(self, target):
+    if target.name == "result" and not self.name.endswith(".old"):
+      raise error
+    return rename(self, target)
+
+  monkeypatch.setattr(kind, "rename", fails)
+  with pytest.raises(type(error)):
+    weights.save(path, params(1))
+  assert [p.name for p in tmp_path.iterdir()] == ["result"]
+  assert_same(weights.load(path), params(0))
+
+
 def test_a_path_that_cannot_be_written_is_an_os_error(tmp_path):
   (tmp_path / "file").touch()
   for name in FORMS:

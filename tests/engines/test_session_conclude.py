@@ -69,6 +69,23 @@ def test_the_result_is_there_before_the_first_loss_is_asked_for(tmp_path):
   assert known["loss_untrained"] == known["loss_merged"] == 1.0
 
 
+def test_a_disk_that_is_full_at_the_end_leaves_the_first_outcome(tmp_path, monkeypatch):
+  outcome = RunResult("finished", params(3), {}, {0: 5})
+  write_text = type(tmp_path).write_text
+
+  def fails(self, text) -> int:
+    if '"loss_merged"' in text:
+      write_text(self, text[:9])
+      raise OSError(28, "No space left on device")
+    return write_text(self, text)
+
+  monkeypatch.setattr(type(tmp_path), "write_text", fails)
+  with pytest.raises(OSError):
+    conclude(tmp_path, outcome, lambda tree: 1.0)
+  assert json.loads((tmp_path / OUTCOME).read_text())["reason"] == "finished"
+  assert not list(tmp_path.glob(f"{OUTCOME}.*"))
+
+
 def test_a_failed_evaluation_loses_nothing_and_is_named(tmp_path, capsys):
   known = conclude(
     tmp_path, RunResult("finished", params(3), {}, {0: 5}, "one step"), out_of_memory

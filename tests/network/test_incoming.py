@@ -57,6 +57,16 @@ def test_one_that_lacks_the_part_of_a_stream_that_is_past_it_is_lost_and_holds_u
   assert box.bytes == 101, "what is not taken yet"
 
 
+def test_what_a_peer_began_to_send_and_never_ends_is_forgotten():
+  box, waiting = incoming(run=RunIdentity("run", "plan", 1000, queue_bytes=250)), Wire()
+  assert part(box, 0, 0) is part(box, 0, 1) is None
+  assert part(box, 0, 2, wire=waiting) == "no room"
+  box.forget()
+  assert box.bytes == 0 and waiting.woken
+  assert part(box, 1, 1) is part(box, 0, 2) is None, "of what was forgotten nothing comes out"
+  assert part(box, 1, 2)[1][0] == 2
+
+
 def test_a_part_that_broke_off_comes_again_from_its_beginning():
   box = incoming()
   part(box, 0, 0)
