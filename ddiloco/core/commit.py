@@ -177,7 +177,7 @@ def learner_weights(what: Commit, config: Config) -> np.ndarray:
   """
   steps = [beliefs.worth_steps(s, config.sync) for s in what.steps]
   tokens = [t if s == c else t * c / s for t, s, c in zip(what.tokens, what.steps, steps)]
-  step_tokens = [config.tokens_per_step(m) for m in what.learners]
+  step_tokens = what.step_tokens or [config.tokens_per_step(m) for m in what.learners]
   return merge.bounded_shares(merge.token_weights(steps, tokens), step_tokens)
 
 

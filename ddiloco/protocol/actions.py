@@ -230,6 +230,7 @@ class Commit:
   steps: tuple[int, ...]
   tokens: tuple[int, ...]
   progress: float  # share of the run's tokens that the fragment then has
+  step_tokens: tuple[int, ...] = ()  # of a step of each learner; empty: as the config says
 
 
 @dataclasses.dataclass(frozen=True)

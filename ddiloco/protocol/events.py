@@ -326,6 +326,7 @@ class Commit(Event, frozen=True, kw_only=True):
   merged_tokens: int  # of the fragment, since the run began
   progress: float = 0.0  # the same as a share of the run's tokens: the outer rate follows it
   participants: dict[int, float] = {}  # by learner, its weight in the merge
+  step_tokens: tuple[int, ...] = ()  # of a step of each learner, as the shard has it
   rejected: dict[int, str] = {}  # by learner, why
   opposing: dict[int, float] = {}  # by learner, the cosine with the others' sum
   agreement: float | None = None  # mean cosine of two of these pushes, of a sample of their values

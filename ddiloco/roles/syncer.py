@@ -325,10 +325,13 @@ class Syncer:
     p = what.fragment
     self.store.save(self.committed[p])
     participants = {m: round(float(w), 6) for m, w in zip(what.learners, weights)}
+    step_tokens = tuple(self.config.tokens_per_step(m) for m in what.learners)
     first = self._at_work[p].pop(0)
     assert isinstance(first, events.Commit), "its line in the log comes first"
     self.recorder.record(
-      msgspec.structs.replace(first, participants=participants, merge_seconds=seconds)
+      msgspec.structs.replace(
+        first, participants=participants, step_tokens=step_tokens, merge_seconds=seconds
+      )
     )
     self._announce(p)
     yield from self._go_on(p)

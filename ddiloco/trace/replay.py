@@ -241,6 +241,7 @@ class ShardArrays(ShardAlgebra):
       steps=tuple(push.steps for push in pushes),
       tokens=tuple(push.tokens for push in pushes),
       progress=entry.operation.progress,
+      step_tokens=entry.operation.step_tokens,  # a run may go on with other batches
     )
     found, *_ = commit.commit(fragment, base.content, arrivals, what, self._config)
     self.newest[new.fragment] = found

@@ -11,12 +11,13 @@ import pytest
 from ddiloco.checkpoint.restore import new_syncer
 from ddiloco.config import from_dict
 from ddiloco.core import codec, fragments
-from ddiloco.core.commit import Committed, MemoryStore, new_fragment
+from ddiloco.core.commit import Committed, MemoryStore, learner_weights, new_fragment
 from ddiloco.network.seals import Sealer
 from ddiloco.network.transport import Counters
-from ddiloco.protocol.actions import InstallValue, Tick
+from ddiloco.protocol.actions import Commit, InstallValue, Tick
 from ddiloco.protocol.messages import Publish, Pull, Refusal
 from ddiloco.protocol.syncer_state import FragmentState
+from ddiloco.protocol.values import replace
 from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Runtime, drive
 from tests import says
@@ -334,3 +335,15 @@ def test_the_commit_event_says_who_and_why():
   weights = first.participants
   assert set(weights) <= {0, 1} and sum(weights.values()) == pytest.approx(1, abs=1e-5)
   assert first.version == 1 and first.reason and first.merge_seconds >= 0
+  assert first.step_tokens == (shard.config.tokens_per_step(0),) * len(first.learners)
+
+
+def test_replay_weighs_a_commit_by_the_batches_that_its_shard_knew():
+  """A run may go on with other batches, which bound the weights of its islands."""
+  old = from_dict({})
+  new = from_dict({"islands": {"overrides": {"0": {"batch_size": 2 * old.islands.batch_size}}}})
+  said = tuple(old.tokens_per_step(m) for m in (0, 1))
+  what = Commit(0, 7, 1, learners=(0, 1), steps=(26, 24), tokens=(26, 24), progress=0.0)
+  before, after = (learner_weights(what, config) for config in (old, new))
+  assert not same(before, after)
+  assert same(learner_weights(replace(what, step_tokens=said), new), before)
