@@ -80,13 +80,19 @@ class ResumeState:
   fresh: bool = True  # the inner optimizer has no past
 
 
-def new_learner(config: Config, plan: Plan, number: int, incarnation: int) -> LearnerState:
-  """A learner that has nothing yet."""
+def new_learner(
+  config: Config, plan: Plan, number: int, incarnation: int, afresh: bool = False
+) -> LearnerState:
+  """A learner that has nothing yet.
+
+  `afresh`: after a quarantine. It takes no peer's moments: those may be why it was quarantined.
+  """
   target = config.run.total_tokens
   if not config.sync.num_shards:  # it trains alone, for its share
     target = config.planned_steps() * config.tokens_per_step(number)
   checkpoint = config.checkpoint
-  seconds = checkpoint.donor_seconds if checkpoint.rejoin == "peer" else 0.0
+  asks = checkpoint.rejoin == "peer" and not afresh
+  seconds = checkpoint.donor_seconds if asks else 0.0
   owners = _owners(config, plan)
   return learner.init(number, incarnation, owners, target, donor_seconds=seconds)
 
@@ -193,6 +199,7 @@ def new_syncer(
     step_tokens=max(config.tokens_per_step(m) for m in islands),
     first_round=first_round,
     began_at=time.monotonic() if began_at is None else began_at,
+    passes_moments=config.checkpoint.rejoin == "peer",
   )
 
 

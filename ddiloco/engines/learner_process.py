@@ -109,14 +109,14 @@ def live(runner: RoleRunner, number: int, island, batches: Batches) -> int:
   Raises:
     Ended: it was quarantined once too often in a row.
   """
-  config, deaths = runner.config, 0
+  config, deaths, afresh = runner.config, 0, False
   storage = open_storage(config, runner.plan, runner.place.workdir)
   while True:
     began = time.monotonic()
     try:
-      return _life(runner, number, island, batches, storage)
+      return _life(runner, number, island, batches, storage, afresh)
     except Quarantined as error:
-      storage = None  # what it had was bad: from now on it begins with nothing
+      storage, afresh = None, True  # what it had was bad: from now on it begins with nothing
       deaths, pause = after_exit(deaths, time.monotonic() - began, config.run)
       text = f"was quarantined ({error})"
       if pause is None:
@@ -132,12 +132,12 @@ def live(runner: RoleRunner, number: int, island, batches: Batches) -> int:
         return FINISHED  # it had done nothing
 
 
-def _life(runner: RoleRunner, number: int, island, batches: Batches, storage) -> int:
+def _life(runner: RoleRunner, number: int, island, batches: Batches, storage, afresh: bool) -> int:
   """One incarnation; without `storage` it begins with nothing."""
   from ddiloco.roles.learner import Learner
 
   config, plan, recorder = runner.config, runner.plan, runner.recorder
-  new = new_learner(config, plan, number, runner.incarnation)
+  new = new_learner(config, plan, number, runner.incarnation, afresh)
   began = time.monotonic()
   runner.busy("restoring a snapshot")  # a second life has come round before
   beginning = begin_learner(new, config, plan, island, storage, recorder)

@@ -172,7 +172,7 @@ class ThreadsEngine(Engine):
     if m in self._lost_slices and not self._rebuild(m, faults):
       return
     island = self.islands[m]
-    new = new_learner(config, self.plan, m, incarnation)
+    new = new_learner(config, self.plan, m, incarnation, afresh)
     if config.sync.num_shards:
       storage = None if afresh else self._storage  # what it had was bad
       beginning = begin_learner(new, config, self.plan, island, storage, recorder)

@@ -30,6 +30,9 @@ from ddiloco.protocol.syncer_state import Member, MomentTransfer, SyncerState, i
 from ddiloco.protocol.values import replace
 
 ASK_SECONDS = 1.0  # between two asks of a joiner
+# A learner gets each of a shard's fragments so many times in so many sync periods, whoever it says
+# it is by then: donations use the links of those that give.
+TIMES, STRETCH_PERIODS = 3, 8
 
 # --- a shard --------------------------------------------------------------------------------------
 
@@ -38,7 +41,15 @@ def on_ask(
   state: SyncerState, ask: RequestMoments, now: float, sync: SyncConfig
 ) -> tuple[SyncerState, list[SyncerAction]]:
   """A learner waits for moments of these fragments; it asks again until it has them."""
+  if not state.passes_moments or ask.learner == EVALUATOR:
+    return state, [ignored(ask, "no moments are passed on: checkpoint.rejoin is not 'peer' here")]
   mine = {f.index for f in state.fragments}
+  began, count = state.taken.get(ask.learner, (state.global_step, 0))
+  if state.global_step - began >= STRETCH_PERIODS * sync.sync_period:
+    state = replace(state, taken={m: t for m, t in state.taken.items() if m != ask.learner})
+  elif count >= TIMES * len(mine):
+    state = replace(state, asking={m: ps for m, ps in state.asking.items() if m != ask.learner})
+    return state, [ignored(ask, f"it was given {count} fragments' moments lately")]
   asking = {**state.asking, ask.learner: tuple(sorted(mine.intersection(ask.fragments)))}
   return _next(replace(state, asking=asking), now, sync)
 
@@ -57,12 +68,14 @@ def on_moments(
     reason = f"claims {moments.count} optimizer steps, the run has made {state.global_step}"
     return state, [ignored(moments, reason)]
   actions: list[SyncerAction] = []
-  asking = dict(state.asking)
+  asking, taken = dict(state.asking), dict(state.taken)
   for learner, fragments in sorted(state.asking.items()):
     member = state.members.get(learner)
     if member is None or moments.fragment not in fragments:
       continue
     asking[learner] = tuple(p for p in fragments if p != moments.fragment)
+    began, count = taken.get(learner, (state.global_step, 0))
+    taken[learner] = began, count + 1
     inherit = ForwardMoments(
       shard=state.shard,
       incarnation=state.incarnation,
@@ -77,7 +90,7 @@ def on_moments(
     )
     actions.append(Send(learner, inherit))
   given = {**state.given, moments.learner: state.given.get(moments.learner, 0) + 1}
-  state = replace(state, asking=asking, donation=None, given=given)
+  state = replace(state, asking=asking, taken=taken, donation=None, given=given)
   state, more = _next(state, now, sync)
   return state, [*actions, *more]
 

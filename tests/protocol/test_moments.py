@@ -16,7 +16,15 @@ from ddiloco.protocol.actions import (
   Taken,
   Tick,
 )
-from ddiloco.protocol.messages import ForwardMoments, Moments, ProvideMoments, RequestMoments
+from ddiloco.protocol.events import Ignored
+from ddiloco.protocol.messages import (
+  EVALUATOR,
+  ForwardMoments,
+  Moments,
+  ProvideMoments,
+  RequestMoments,
+)
+from ddiloco.protocol.moments import STRETCH_PERIODS, TIMES, on_ask
 from tests import says
 from tests.protocol.test_syncer_scripts import ALONE, Script, join, report
 
@@ -62,6 +70,39 @@ def test_a_donor_that_does_not_answer_is_replaced():
   assert donor_of(shard.feed(RequestMoments(2, 0, (0,)), 1.5)) == [(1, 0)]
   assert shard.feed(moments(0, 0)) == [], "too late: the other one is at it"
   assert [a.to for a in shard.feed(moments(1, 0))] == [2]
+
+
+def test_one_that_asks_again_and_again_does_not_use_up_the_links_of_others():
+  shard, given = shard_with(0, 1, 2), 0
+  for _ in range(50):
+    actions = shard.feed(RequestMoments(2, 0, (0, 1)))
+    while (donation := shard.state.donation) is not None:
+      actions = shard.feed(moments(donation.donor, donation.fragment))
+      given += sum(a.to == 2 for a in actions if isinstance(a, Send) and is_forward(a.message))
+  assert given == TIMES * 2
+  assert "lately" in refused(shard, 2) and not shard.state.asking
+  later = shard.state.global_step + STRETCH_PERIODS * ALONE.sync_period
+  shard.state = dataclasses.replace(shard.state, global_step=later)
+  assert donor_of(shard.feed(RequestMoments(2, 0, (0,)))), "much later it may have died again"
+
+
+def is_forward(message) -> bool:
+  return isinstance(message, ForwardMoments)
+
+
+def refused(shard: Script, m: int) -> str:
+  """Why a learner's request for moments is not listened to; it changes nothing."""
+  state, actions = on_ask(shard.state, RequestMoments(m, 0, (0,)), 0.0, ALONE)
+  (why,) = actions
+  assert isinstance(why, Ignored) and state.donation is None
+  return why.reason
+
+
+def test_where_learners_come_back_without_a_peers_moments_none_are_passed_on():
+  shard = shard_with(0, 1, 2)
+  assert refused(shard, EVALUATOR)
+  shard.state = dataclasses.replace(shard.state, passes_moments=False)
+  assert "checkpoint.rejoin" in refused(shard, 2)
 
 
 def test_who_joins_leaves_or_was_rejected_is_no_donor():
