@@ -98,7 +98,7 @@ def as_host(
   notes = noted(island)
   if host:
     read = lambda position: itertools.cycle(bench.tokens())  # noqa: E731
-    hosts.follow(island, links, read, host_links.HostProgress())
+    hosts.follow(island, links, read, host_links.HostProgress(), sys.exit)
   else:
     leading = hosts.LeadingIsland(island, bench.plan, links, host_links.HostProgress())
     found = measured(bench, leading)

@@ -207,12 +207,13 @@ class Merger:
     self._lent: set[int] = set()  # fragments whose vectors others may read
     self.share: Share = map
 
-  def prepare(self, fragment: int) -> None:
-    """Compiles what this fragment is worked on with, if it is large."""
-    passes.compile_for(self._fragments[fragment], self._config.outer)
+  def prepare(self, fragment: int) -> str:
+    """Compiles what this fragment is worked on with, if it is large; see `passes.compile_for`."""
+    reason = passes.compile_for(self._fragments[fragment], self._config.outer)
     committed = self.committed[fragment]
     if committed.state.last_round == INITIAL and self._is_made(fragment):
       self._initial[fragment] = np.frombuffer(codec.digest(committed.value), np.uint8)
+    return reason
 
   def _is_made(self, fragment: int) -> bool:
     """Whether its initial value is worth making instead of sending."""

@@ -15,7 +15,6 @@ first), nor does an assignment to a slice. A loop that reads all it needs from m
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -112,20 +111,20 @@ def stepper(
   return step
 
 
-def compile_all(chunk: Any, vectors: Any, config: OuterConfig) -> None:
+def compile_all(chunk: Any, vectors: Any, config: OuterConfig) -> str:
   """Compiles everything, or loads what was compiled, by working on this chunk of one piece.
 
-  What is kept must not end a shard: where it cannot be written or read, nothing is kept.
+  What is kept must not end a shard: where it cannot be written or read, nothing is kept. Returns
+  why that is so; "" if all is well.
   """
   try:
     _call_all(chunk, vectors, config)
   except Exception as error:  # of a full disk, or of a file that a power cut has torn
-    warnings.warn(
-      f"compiled kernels cannot be kept on disk ({error!r}): compiled anew", stacklevel=2
-    )
     for kernel in _KERNELS:
       kernel._cache = NullCache()
     _call_all(chunk, vectors, config)
+    return f"{type(error).__name__}: {error}"
+  return ""
 
 
 def _call_all(chunk: Any, vectors: Any, config: OuterConfig) -> None:

@@ -73,13 +73,18 @@ def _kernels() -> Any:
   return kernels
 
 
-def compile_for(fragment: Fragment, config: OuterConfig) -> None:
-  """Compiles what a fragment of this size is worked on with; else the first push waits for it."""
+def compile_for(fragment: Fragment, config: OuterConfig) -> str:
+  """Compiles what a fragment of this size is worked on with; else the first push waits for it.
+
+  Returns why nothing that is compiled can be kept for the next process; "" if it can.
+  """
   if fragment.size >= COMPILED_FROM:
     size = 2 * codec.BLOCK
     one, speed = np.ones(size, np.float32), outer.init(size, config)
     chunk = Chunk(0, size, np.array([[0, size, 0]], np.int64))
-    _kernels().compile_all(chunk, Vectors(one, one, speed), config)
+    reason: str = _kernels().compile_all(chunk, Vectors(one, one, speed), config)
+    return reason
+  return ""
 
 
 def _opened(fragment: Fragment, encoded: Encoded) -> Any:

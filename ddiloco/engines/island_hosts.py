@@ -199,9 +199,15 @@ def _follow(
     trained = Island(config, number, devices, initial.make_plan(config))
     progress.doing = "compiles"
     speak(f"compiled in {trained.compile():.1f} s; follows host 0")
+
+  def failed(error: Exception) -> None:
+    traceback.print_exception(error)
+    speak(f"cannot move values: {type(error).__name__}: {error}. It ends, to start again")
+    os._exit(LOST)
+
   try:
     links.values.send(READY)
-    hosts.follow(trained, links, stream.iterate, progress)
+    hosts.follow(trained, links, stream.iterate, progress, failed)
   except (ConnectionError, ssl.SSLError) as error:
     lost(0, str(error))
   watch.end()

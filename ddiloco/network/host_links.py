@@ -25,7 +25,8 @@ from ddiloco.network.keys import Keys, host_and_port
 
 KINDS = ("orders", "values", "life")
 HELLO_BYTES = 1 << 12  # of a stranger
-HELLO_SECONDS = 5.0  # for one that has connected to say who it is
+HELLO_SECONDS = 5.0  # for one that has connected to say who it is, all in all
+MOST_CALLERS = 64  # at once, that have not said so yet: each has a thread and a descriptor
 PAUSE_SECONDS = 0.2  # between two attempts to reach the leader
 MESSAGE_BYTES = 1 << 24
 _LENGTH = struct.Struct("<I")
@@ -165,6 +166,7 @@ class Meeting:
     self._answer = HostWelcome(coordinator=coordinator)
     self._links: dict[int, dict[str, HostLink]] = {h: {} for h in range(1, island.hosts)}
     self._changed, self._closed = threading.Condition(), threading.Event()
+    self._callers = threading.BoundedSemaphore(MOST_CALLERS)
     self._listener, _ = _bind(url)
     self._listener.setblocking(True)  # a thread waits here
     threading.Thread(target=self._listen, name="hosts meet", daemon=True).start()
@@ -206,26 +208,41 @@ class Meeting:
         if self._closed.wait(PAUSE_SECONDS):
           return
         continue
-      threading.Thread(target=self._admit, args=(connected,), daemon=True).start()
+      if self._callers.acquire(blocking=False):
+        threading.Thread(target=self._admit, args=(connected,), daemon=True).start()
+      else:
+        connected.close()  # a host of this island calls again
 
   def _admit(self, connected: socket.socket) -> None:
-    """One that has connected says who it is, or is dropped."""
-    connected.settimeout(HELLO_SECONDS)
+    """One that has connected says who it is in time, or is dropped."""
     try:
-      if self._keys is not None:
-        connected = self._keys.context().wrap_socket(connected, server_side=True)
-      link = HostLink(connected)
-      hello = msgspec.msgpack.decode(link.receive(HELLO_BYTES), type=HostHello)
-      with self._changed:
-        reason = self._objection(hello, link)
-        link.send(msgspec.msgpack.encode(HostWelcome(reason) if reason else self._answer))
-        if not reason:
-          link.set_timeout(None)
-          self._links[hello.host][hello.kind] = link
-          self._changed.notify_all()
-          return
+      secured = self._keys.context() if self._keys is not None else None
+      if secured is not None:
+        connected = secured.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)
+      late = threading.Timer(HELLO_SECONDS, _cut_off, (connected,))
+      late.daemon = True
+      late.start()
+      try:
+        self._hear(connected)
+      finally:
+        late.cancel()
     except (OSError, msgspec.MsgspecError):
-      pass
+      connected.close()
+    finally:
+      self._callers.release()
+
+  def _hear(self, connected: socket.socket) -> None:
+    if isinstance(connected, ssl.SSLSocket):
+      connected.do_handshake()
+    link = HostLink(connected)
+    hello = msgspec.msgpack.decode(link.receive(HELLO_BYTES), type=HostHello)
+    with self._changed:
+      reason = self._objection(hello, link)
+      link.send(msgspec.msgpack.encode(HostWelcome(reason) if reason else self._answer))
+      if not reason:
+        self._links[hello.host][hello.kind] = link
+        self._changed.notify_all()
+        return
     connected.close()
 
   def _objection(self, hello: HostHello, link: HostLink) -> str:
@@ -240,6 +257,12 @@ class Meeting:
     if hello.kind in self._links[hello.host]:
       return f"host {hello.host} is here already"
     return ""
+
+
+def _cut_off(connected: socket.socket) -> None:
+  """Wakes the thread that waits there; not through TLS, which only that thread may use."""
+  with contextlib.suppress(OSError):
+    socket.socket.shutdown(connected, socket.SHUT_RDWR)
 
 
 def join(

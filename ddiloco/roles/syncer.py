@@ -25,6 +25,7 @@ from ddiloco.core.commit import Committed, FragmentStore
 from ddiloco.core.fragments import Plan
 from ddiloco.network.seals import Sealer
 from ddiloco.network.transport import Delivery, learner_address
+from ddiloco.observe.guards import warn
 from ddiloco.protocol import events, rounds, syncer
 from ddiloco.protocol.actions import (
   Abandon,
@@ -272,7 +273,8 @@ class Syncer:
       self._digests[fragment] = self._sealer.digest(self.committed[fragment].published_value)
 
   def _prepare(self, fragment: int) -> Job:
-    self.merger.prepare(fragment)
+    if reason := self.merger.prepare(fragment):
+      warn(f"what is compiled for commits cannot be kept on disk: {reason}. The run goes on.")
     self._digest(fragment)
     yield None
     self._then(functools.partial(self._go_on, fragment))

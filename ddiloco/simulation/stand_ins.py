@@ -169,9 +169,10 @@ class SizedMerger(Merger):
     self._world = world
     self._updates: set[int] = set()  # fragments whose newest version can go out as an update
 
-  def prepare(self, fragment: int) -> None:
+  def prepare(self, fragment: int) -> str:
     if self.committed[fragment].state.last_round == INITIAL and self._is_made(fragment):
       self._initial[fragment] = cast(Any, Sized(DIGEST_BYTES))
+    return ""
 
   def take_in(self, push: Push, now: float) -> Received:
     if push.fragment not in self._fragments or push.payload is None:

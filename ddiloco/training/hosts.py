@@ -496,6 +496,7 @@ def follow(
   links: HostConnections,
   read: Callable[[int], Iterator[Batch]],
   progress: OwnProgress,
+  failed: Callable[[Exception], None],
 ) -> None:
   """Carries out the leader's orders until it says that the work is over.
 
@@ -504,15 +505,15 @@ def follow(
     links: to the leader.
     read: this learner's batches from a position on.
     progress: of this host.
+    failed: values cannot be moved any more; by their own thread. It should end the process: the
+      leader waits for them, and this thread may be inside a program for ever.
 
   Raises:
     OSError: the leader is gone.
   """
   shelf = _Shelf()
-  mover = threading.Thread(
-    target=_move_values, args=(island, links.values, shelf, progress), name="values", daemon=True
-  )
-  mover.start()
+  moved = island, links.values, shelf, progress, failed
+  threading.Thread(target=_move_values, args=moved, name="values", daemon=True).start()
   batches: Iterator[Batch] = iter(())
   while True:
     order = ANY.decode(links.orders.receive())
@@ -556,7 +557,11 @@ def _words(order: Call) -> str:
 
 
 def _move_values(
-  island: Island, link: HostConnection, shelf: _Shelf, progress: OwnProgress
+  island: Island,
+  link: HostConnection,
+  shelf: _Shelf,
+  progress: OwnProgress,
+  failed: Callable[[Exception], None],
 ) -> None:
   """Sends what the leader takes, and takes what it puts; until it is gone."""
   host = jax.process_index()
@@ -579,3 +584,5 @@ def _move_values(
           link.send(DONE)
   except OSError:
     return  # the other thread hears it too
+  except Exception as error:  # no memory on a device, or a copy that failed there
+    failed(error)

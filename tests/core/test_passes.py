@@ -292,7 +292,6 @@ def test_kernels_that_cannot_be_kept_on_disk_are_compiled_anew(monkeypatch, erro
   monkeypatch.setattr(kernels, "_call_all", call_all)
   for kernel in kernels._KERNELS:
     monkeypatch.setattr(kernel, "_cache", kernel._cache)  # as it was, afterwards
-  with pytest.warns(UserWarning, match=str(error)):
-    kernels.compile_all("chunk", "vectors", "config")
+  assert str(error) in kernels.compile_all("chunk", "vectors", "config")
   assert calls == 2 * [("chunk", "vectors", "config")]
   assert {type(kernel._cache).__name__ for kernel in kernels._KERNELS} == {"NullCache"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import queue
 import socket
@@ -12,6 +13,7 @@ import msgspec
 import pytest
 
 from ddiloco.engines.role_spec import free_urls
+from ddiloco.network import host_links
 from ddiloco.network.host_links import (
   HostBeat,
   HostHello,
@@ -139,6 +141,27 @@ def test_garbage_on_the_port_keeps_nobody_out(url, garbage):
     stranger.sendall(garbage)
     join(url, ISLAND, 1, None, PATIENCE_SECONDS)
     assert meeting.missing == [2]
+  meeting.close()
+
+
+@pytest.mark.parametrize("secured", [False, True])
+def test_callers_that_never_say_who_they_are_keep_nobody_out_for_long(
+  url, tmp_path, monkeypatch, secured
+):
+  monkeypatch.setattr(host_links, "MOST_CALLERS", 4)
+  monkeypatch.setattr(host_links, "HELLO_SECONDS", 0.5)
+  keys = keys_of(tmp_path, "learner-3") if secured else None
+  meeting = Meeting(url, ISLAND, "", keys)
+  strangers = [socket.create_connection(host_and_port(url), 5.0) for _ in range(12)]
+  strangers[0].sendall(b"\x16\x03")  # the beginning of a greeting, with or without keys
+  links, _ = join(url, ISLAND, 1, keys, PATIENCE_SECONDS)
+  assert meeting.missing == [2]
+  for stranger in strangers:
+    stranger.settimeout(PATIENCE_SECONDS)
+    with contextlib.suppress(ConnectionResetError):
+      assert stranger.recv(1) == b"", "cut off"
+    stranger.close()
+  links.close()
   meeting.close()
 
 

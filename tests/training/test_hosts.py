@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
+import msgspec
 import numpy as np
 import pytest
 
 from ddiloco import environment
 from ddiloco.engines.role_spec import free_urls
+from ddiloco.network.host_links import HostProgress
 from ddiloco.roles import initial
+from ddiloco.training import hosts
 from ddiloco.training.hosts import parts_held, parts_sent
 from ddiloco.training.island import Island
 from tests.training.two_hosts import batches, calls, config_of
@@ -72,6 +76,22 @@ def test_two_processes_are_the_same_island_as_one_whatever_the_environment_says(
     assert found[name].dtype == value.dtype and found[name].shape == value.shape
     np.testing.assert_allclose(found[name], value, rtol=2e-4, atol=2e-6, err_msg=name)
   assert found["count"] == alone["count"] == 7
+
+
+def test_a_host_that_cannot_move_values_says_so():
+  """Or the leader would wait for it, and the island train for ever without a sync."""
+  orders = [msgspec.msgpack.encode(hosts.Take(7))]
+  link = SimpleNamespace(receive=lambda: orders.pop())
+  shelf, told = hosts._Shelf(), []
+  shelf.put(7, None)
+  error = RuntimeError("RESOURCE_EXHAUSTED")
+
+  def get(number):
+    raise error
+
+  shelf.get = get
+  hosts._move_values(None, link, shelf, HostProgress(), told.append)
+  assert told == [error]
 
 
 def test_every_part_of_an_array_is_sent_once_and_by_who_has_it():
