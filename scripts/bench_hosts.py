@@ -98,7 +98,12 @@ def as_host(
   notes = noted(island)
   if host:
     read = lambda position: itertools.cycle(bench.tokens())  # noqa: E731
-    hosts.follow(island, links, read, host_links.HostProgress(), sys.exit)
+
+    def failed(error: Exception) -> None:
+      traceback.print_exception(error)
+      os._exit(1)
+
+    hosts.follow(island, links, read, host_links.HostProgress(), failed)
   else:
     leading = hosts.LeadingIsland(island, bench.plan, links, host_links.HostProgress())
     found = measured(bench, leading)

@@ -105,7 +105,7 @@ def main(host: int, url: str, coordinator: str, mesh: str, file: str) -> None:
   island.compile()
   if host:
     progress = HostProgress()
-    hosts.follow(island, links, batches, progress, sys.exit)
+    hosts.follow(island, links, batches, progress, lambda _: os._exit(1))
     print(f"done {progress.done}")
   else:
     leading = hosts.LeadingIsland(island, plan, links, progress := HostProgress())
