@@ -95,7 +95,7 @@ class Hosts:
     meeting = Meeting(place.hosts, island, coordinator := free_address(place.hosts), runner.keys)
     runner.ready = lambda: f"hosts {meeting.missing} of its island, which have not come"
     self.links = meeting.wait(config.network.give_up_seconds)
-    life = {host: each.life for host, each in self.links.items()}
+    life = {host: each.life(leads=True) for host, each in self.links.items()}
     limits = self._silent_seconds, self._order_seconds
     self._watch = HostWatch(life, self.progress, *limits, self._lost, runner.ask_to_end)
     _join(coordinator, config, island, 0)
@@ -185,7 +185,7 @@ def _follow(
   asked = progress.asked_to_end.is_set
   links, coordinator = host_links.join(place.hosts, island, place.host, keys, patience, asked)
   silence = config.network.silence_seconds
-  watch = HostWatch({0: links.life}, progress, lambda: silence, lambda: silence, lost)
+  watch = HostWatch({0: links.life(leads=False)}, progress, lambda: silence, lambda: silence, lost)
   _join(coordinator, config, island, place.host)
   import jax
 

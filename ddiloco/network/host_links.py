@@ -1,8 +1,8 @@
 """Connections between the hosts of one island: the one that leads listens, the others dial it.
 
-Each pair has three, in both directions and in order, so that no message waits behind another kind:
-orders, values (arrays), and signs of life. A connection has one thread on each side, which waits.
-With keys each is TLS 1.3 between two owners of the island's own key.
+Each pair has four, in order, so that no message waits behind another kind: orders, values (arrays),
+and signs of life, one for each direction. A connection has one thread on each side, which waits:
+OpenSSL wants no two at one. With keys each is TLS 1.3 between two owners of the island's own key.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from ddiloco.network.admission import bind
 from ddiloco.network.keys import Keys, host_and_port
 
-KINDS = ("orders", "values", "life")
+KINDS = ("orders", "values", "leader_lives", "host_lives")
 HELLO_BYTES = 1 << 12  # of a stranger
 HELLO_SECONDS = 5.0  # for one that has connected to say who it is, all in all
 MOST_CALLERS = 64  # at once, that have not said so yet: each has a thread and a descriptor
@@ -91,16 +91,30 @@ class HostLink:
 
 @dataclasses.dataclass(frozen=True)
 class HostLinks:
-  """The three connections of this host to another one of its island."""
+  """The four connections between the host that leads and another one of its island."""
 
   orders: HostLink
   values: HostLink
-  life: HostLink
+  leader_lives: HostLink  # written by the leader
+  host_lives: HostLink  # written by the other
+
+  def life(self, leads: bool) -> LifeLinks:
+    """Where this side hears the other one's signs of life, and says its own."""
+    if leads:
+      return LifeLinks(hears=self.host_lives, says=self.leader_lives)
+    return LifeLinks(hears=self.leader_lives, says=self.host_lives)
 
   def close(self) -> None:
     """All of them."""
-    for link in (self.orders, self.values, self.life):
+    for link in (self.orders, self.values, self.leader_lives, self.host_lives):
       link.close()
+
+
+class LifeLinks(NamedTuple):
+  """The two connections for signs of life, as one side uses them."""
+
+  hears: HostLink
+  says: HostLink
 
 
 class IslandIdentity(msgspec.Struct, frozen=True):
@@ -353,7 +367,7 @@ class HostWatch:
   and what they are doing.
 
   Args:
-    links: host -> connection for signs of life.
+    links: host -> connections for signs of life.
     mine: this host's; on the leader `done` counts the orders given.
     silent_seconds: how long a host may be silent, asked each time.
     order_seconds: how long an order may take while nothing moves, asked each time.
@@ -363,7 +377,7 @@ class HostWatch:
 
   def __init__(
     self,
-    links: Mapping[int, HostLink],
+    links: Mapping[int, LifeLinks],
     mine: HostProgress,
     silent_seconds: Callable[[], float],
     order_seconds: Callable[[], float],
@@ -389,7 +403,7 @@ class HostWatch:
   def _hear(self, host: int) -> None:
     try:
       while True:
-        beat = msgspec.msgpack.decode(self._links[host].receive(), type=HostBeat)
+        beat = msgspec.msgpack.decode(self._links[host].hears.receive(), type=HostBeat)
         self._heard[host], self._beats[host] = time.monotonic(), beat
         if beat.asked_to_end:
           self._asked()
@@ -415,7 +429,7 @@ class HostWatch:
     message = msgspec.msgpack.encode(beat)
     for host, link in self._links.items():
       try:
-        link.send(message)
+        link.says.send(message)
       except OSError as error:
         self._tell(host, f"its connection has ended ({error})")
 

@@ -23,6 +23,7 @@ from ddiloco.network.host_links import (
   HostWatch,
   HostWelcome,
   IslandIdentity,
+  LifeLinks,
   Meeting,
   join,
 )
@@ -71,7 +72,7 @@ def test_messages_and_bytes_arrive_in_order_on_each_kind_of_connection(url, tmp_
   links, joined = meet(url, keys_of(tmp_path, "learner-3") if secured else None)
   assert sorted(links) == sorted(joined) == [1, 2]
   for host in links:
-    for kind in ("orders", "values", "life"):
+    for kind in host_links.KINDS:
       mine, theirs = getattr(links[host], kind), getattr(joined[host], kind)
       data = bytes(range(256)) * 4096
       sender = threading.Thread(target=say, args=(mine, data))
@@ -214,7 +215,7 @@ class Watched:
     self.theirs = {host: HostLink(b) for host, (_, b) in pairs.items()}
     self.progress, self.told = HostProgress(doing="inside a step"), queue.Queue()
     self.asked = threading.Event()
-    mine = {host: HostLink(a) for host, (a, _) in pairs.items()}
+    mine = {host: LifeLinks(HostLink(a), HostLink(a)) for host, (a, _) in pairs.items()}
     self.watch = HostWatch(
       mine,
       self.progress,
