@@ -7,7 +7,8 @@ A run is a function of its config and seed alone (virtual_training.py), whatever
 beside it; the config's own faults strike it. "alone" is one island without exchange for as many
 steps, "together" data-parallel with the batches of all islands, at equal tokens, with the config's
 inner rate times the best of --rates at seed 0. Every run that has ended is a line of
-WORKDIR/runs.jsonl and is not made again.
+WORKDIR/runs.jsonl and is not made again. A run takes half a minute to five minutes of a core; all
+of them take hours.
 
 Last line: {CONFIG: {"merged": [by seed], "alone": [...], "together": [...], "untrained": [...]}}.
 """
@@ -17,12 +18,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import statistics
 import time
 from pathlib import Path
 from typing import Any
 
 import launch
+from compare import spread
 from virtual_training import Text, Valued
 
 from ddiloco import environment
@@ -35,10 +36,10 @@ KINDS = ("untrained", "alone", "together", "merged")
 
 
 def config_of(name: str, seed: int) -> Config:
-  """Of configs/NAME.py or of a preset of it, NAME:PRESET, without what takes time and no part."""
+  """Of configs/NAME.py, or of a preset of it, NAME:PRESET; islands have one device each."""
   module, _, preset = name.partition(":")
   fields = {"seed": seed, "islands.devices": 1, "network.drain_seconds": 1e3}
-  return launch.config_of(module, fields, *[preset][: bool(preset)])
+  return launch.config_of(module, fields, *filter(None, [preset]))
 
 
 def together(config: Config, rate: float) -> Config:
@@ -110,17 +111,11 @@ def expected(
 
 def said(name: str, found: dict[str, Any]) -> str:
   """In one line."""
-  parts = [f"{kind} {spread(found[kind])}" for kind in KINDS if kind in found]
+  parts = [f"{kind} {spread(found[kind], 3)}" for kind in KINDS if kind in found]
   if "together" in found and "merged" in found:
     relative = [100 * (m / t - 1) for m, t in zip(found["merged"], found["together"])]
     parts.append(f"merged against together {spread(relative, 2)} % (rate {found['rate']:g})")
   return f"{name}: {', '.join(parts)}"
-
-
-def spread(values: list[float], digits: int = 3) -> str:
-  """Mean and standard deviation."""
-  deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
-  return f"{statistics.mean(values):.{digits}f}{deviation}"
 
 
 def main() -> None:

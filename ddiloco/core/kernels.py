@@ -33,7 +33,7 @@ _MAX = np.finfo(np.float32).max
 _ROUND = np.float32(3 << 22)  # added and subtracted: the nearest integer, ties to even
 
 
-_KERNELS: list[Any] = []
+_KERNELS: list[Any] = []  # all that is compiled here
 
 
 def _compiled(function: Any, **options: Any) -> Any:

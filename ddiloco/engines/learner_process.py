@@ -116,7 +116,7 @@ def live(runner: RoleRunner, number: int, island, batches: Batches) -> int:
     try:
       return _life(runner, number, island, batches, storage, afresh)
     except Quarantined as error:
-      storage, afresh = None, True  # what it had was bad: from now on it begins with nothing
+      afresh = True  # what it had was bad: from now on it begins with nothing
       deaths, pause = after_exit(deaths, time.monotonic() - began, config.run)
       text = f"was quarantined ({error})"
       if pause is None:
@@ -133,14 +133,15 @@ def live(runner: RoleRunner, number: int, island, batches: Batches) -> int:
 
 
 def _life(runner: RoleRunner, number: int, island, batches: Batches, storage, afresh: bool) -> int:
-  """One incarnation; without `storage` it begins with nothing."""
+  """One incarnation; `afresh`, or without `storage`, it begins with nothing."""
   from ddiloco.roles.learner import Learner
 
   config, plan, recorder = runner.config, runner.plan, runner.recorder
   new = new_learner(config, plan, number, runner.incarnation, afresh)
   began = time.monotonic()
   runner.busy("restoring a snapshot")  # a second life has come round before
-  beginning = begin_learner(new, config, plan, island, storage, recorder)
+  found = None if afresh else storage
+  beginning = begin_learner(new, config, plan, island, found, recorder)
   if beginning.arrays:
     runner.say(f"has its part of a snapshot, after {time.monotonic() - began:.1f} s")
   endpoint, saver = runner.dial(), runner.saver()

@@ -230,9 +230,9 @@ class Meeting:
   def _admit(self, connected: socket.socket) -> None:
     """One that has connected says who it is in time, or is dropped."""
     try:
-      secured = self._keys.context() if self._keys is not None else None
-      if secured is not None:
-        connected = secured.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)
+      if self._keys is not None:
+        how = {"server_side": True, "do_handshake_on_connect": False}
+        connected = self._keys.context().wrap_socket(connected, **how)
       late = threading.Timer(HELLO_SECONDS, _cut_off, (connected,))
       late.daemon = True
       late.start()
@@ -246,6 +246,7 @@ class Meeting:
       self._callers.release()
 
   def _hear(self, connected: socket.socket) -> None:
+    """Takes a host that belongs here, and tells another why it does not; waits for either."""
     if isinstance(connected, ssl.SSLSocket):
       connected.do_handshake()
     link = HostLink(connected)

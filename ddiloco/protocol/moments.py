@@ -44,9 +44,11 @@ def on_ask(
   if not state.passes_moments or ask.learner == EVALUATOR:
     return state, [ignored(ask, "no moments are passed on: checkpoint.rejoin is not 'peer' here")]
   mine = {f.index for f in state.fragments}
-  began, count = state.taken.get(ask.learner, (state.global_step, 0))
+  began, count = state.passed_on.get(ask.learner, (state.global_step, 0))
   if state.global_step - began >= STRETCH_PERIODS * sync.sync_period:
-    state = replace(state, taken={m: t for m, t in state.taken.items() if m != ask.learner})
+    state = replace(
+      state, passed_on={m: each for m, each in state.passed_on.items() if m != ask.learner}
+    )
   elif count >= TIMES * len(mine):
     state = replace(state, asking={m: ps for m, ps in state.asking.items() if m != ask.learner})
     return state, [ignored(ask, f"it was given {count} fragments' moments lately")]
@@ -68,14 +70,14 @@ def on_moments(
     reason = f"claims {moments.count} optimizer steps, the run has made {state.global_step}"
     return state, [ignored(moments, reason)]
   actions: list[SyncerAction] = []
-  asking, taken = dict(state.asking), dict(state.taken)
+  asking, passed_on = dict(state.asking), dict(state.passed_on)
   for learner, fragments in sorted(state.asking.items()):
     member = state.members.get(learner)
     if member is None or moments.fragment not in fragments:
       continue
     asking[learner] = tuple(p for p in fragments if p != moments.fragment)
-    began, count = taken.get(learner, (state.global_step, 0))
-    taken[learner] = began, count + 1
+    began, count = passed_on.get(learner, (state.global_step, 0))
+    passed_on[learner] = began, count + 1
     inherit = ForwardMoments(
       shard=state.shard,
       incarnation=state.incarnation,
@@ -90,7 +92,7 @@ def on_moments(
     )
     actions.append(Send(learner, inherit))
   given = {**state.given, moments.learner: state.given.get(moments.learner, 0) + 1}
-  state = replace(state, asking=asking, taken=taken, donation=None, given=given)
+  state = replace(state, asking=asking, passed_on=passed_on, donation=None, given=given)
   state, more = _next(state, now, sync)
   return state, [*actions, *more]
 

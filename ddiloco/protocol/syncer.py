@@ -42,7 +42,6 @@ def init(
   step_tokens: int = 0,
   first_round: int = 0,
   began_at: float = 0.0,
-  passes_moments: bool = True,
 ) -> SyncerState:
   """A shard that owns these fragments: new ones, or the newest committed ones of its past.
 
@@ -60,7 +59,6 @@ def init(
     step_tokens: of the largest step of any learner; 0: not known, so tokens have no bound.
     first_round: rounds before are of an earlier run, whose values are not taken here.
     began_at: when the run began, seconds on this shard's clock: its steps had as long as that.
-    passes_moments: learners of this run may ask for a peer's.
   """
   snapshot = max((f.snapshot for f in fragments), default=0)
   return SyncerState(
@@ -77,7 +75,6 @@ def init(
     began={f.index: f.last_round for f in fragments},
     recovery_deadline=recovery_deadline,
     planned_learners=planned_learners,
-    passes_moments=passes_moments,
   )
 
 

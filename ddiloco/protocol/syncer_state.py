@@ -143,7 +143,7 @@ class SyncerState:
   donation: MomentTransfer | None = None  # under way; one at a time
   passes_moments: bool = True  # learners of this run may ask for a peer's
   # learner -> (the global step when its present stretch began, fragments it was given in it)
-  taken: Mapping[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+  passed_on: Mapping[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
   given: Mapping[int, int] = dataclasses.field(default_factory=dict)  # donor -> donations
   recalls: Mapping[tuple[int, int], ValueRequest] = dataclasses.field(
     default_factory=dict
