@@ -43,7 +43,7 @@ from virtual_training import STEP_SECONDS, Problem, Text, Valued
 from ddiloco import environment
 from ddiloco.config import Config, Fault
 from ddiloco.core import commit, merge
-from ddiloco.protocol import beliefs, events, learner
+from ddiloco.protocol import events, learner, rules
 from ddiloco.protocol.actions import Commit
 from ddiloco.protocol.events import Event
 from ddiloco.simulation.actor import Actor
@@ -146,7 +146,7 @@ RULES: dict[str, Patches] = {
   "rebase": REBASE,
   "unbounded": [
     *REBASE,
-    (beliefs, "worth_steps", lambda steps, sync: steps),
+    (rules, "worth_steps", lambda steps, sync: steps),
     (merge, "bounded_shares", lambda weights, step_tokens: weights),
   ],
   "age": [*REBASE, (commit, "learner_weights", aged_weights)],

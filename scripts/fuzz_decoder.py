@@ -47,7 +47,6 @@ with atheris.instrument_imports(include=["ddiloco"]) if atheris else contextlib.
   from ddiloco.core import codec
   from ddiloco.network import frames, handshake, io_thread, peers, transport
   from ddiloco.protocol import messages
-  from ddiloco.protocol import wire as wire_format
 
 RUN, PLAN = "run", "0123456789abcdef"
 MAX_INPUT_BYTES = 320
@@ -63,7 +62,7 @@ NETWORK_RUN = handshake.RunIdentity(RUN, PLAN, LARGEST_BYTES, QUEUE_BYTES)
 def message(data: bytes) -> bool:
   """[with or without payload, with a right seal or as it is; header...]"""
   first = data[0] if data else 0
-  header = wire_format.seal(data[1:]) if first % 2 else data[1:]
+  header = messages.seal(data[1:]) if first % 2 else data[1:]
   return _message(header, b"payload" if first > 127 else None)
 
 
@@ -74,13 +73,13 @@ def fields(data: bytes) -> bool:
   bulk = kind in messages.BULK
   count = len(dataclasses.fields(kind)) - bulk
   start = msgpack.encode((kind.__name__, [None] * count))[:-count]  # a byte for each None
-  header = wire_format.seal(wire_format.envelope(RUN, PLAN) + start + data[1:])
+  header = messages.seal(messages.envelope(RUN, PLAN) + start + data[1:])
   return _message(header, b"payload" if bulk else None)
 
 
 def _message(header: bytes, payload: bytes | None) -> bool:
-  decoded = wire_format.decode(header, payload, RUN, PLAN)
-  again = wire_format.decode(*wire_format.encode(decoded, RUN, PLAN), RUN, PLAN)
+  decoded = messages.decode(header, payload, RUN, PLAN)
+  again = messages.decode(*messages.encode(decoded, RUN, PLAN), RUN, PLAN)
   assert again == decoded, f"{decoded} became {again}"
   if payload is not None:  # what is asked before its bytes are let in
     sender = transport.claimed_sender(decoded)
@@ -178,7 +177,7 @@ def _offer(
   wire.heard = True
   try:
     memory = incoming.room(stream, frames.Bulk(number, total, name), size, wire)
-  except (wire_format.MalformedMessage, io_thread.Forget):  # what follows must still arrive
+  except (messages.MalformedMessage, io_thread.Forget):  # what follows must still arrive
     return None
   wire.heard = memory is not None
   if memory is None:
@@ -189,7 +188,7 @@ def _offer(
 
 def _check(header: bytes) -> None:
   if header == b"?":
-    raise wire_format.MalformedMessage("not from here")
+    raise messages.MalformedMessage("not from here")
 
 
 def _content(number: int, size: int) -> bytes:
@@ -222,8 +221,8 @@ def seeds() -> list[bytes]:
   """Inputs as the network carries them, at least one of every kind."""
   inputs = []
   for number, kind in enumerate(messages.KINDS.values()):
-    header = wire_format.encode(example(kind), RUN, PLAN)[0]
-    body = header[: -wire_format.SEAL_BYTES]
+    header = messages.encode(example(kind), RUN, PLAN)[0]
+    body = header[: -messages.SEAL_BYTES]
     _, values = msgpack.decode(body)[-1]
     packed = b"".join(map(msgpack.encode, values))
     inputs.append((message, (b"\xfe" if kind in messages.BULK else b"\0") + header))
@@ -254,7 +253,7 @@ def try_one(data: bytes) -> bool:
     return False
   try:
     return TARGETS[data[0] % len(TARGETS)](data[1:])
-  except (wire_format.MalformedMessage, codec.CodecError) as error:
+  except (messages.MalformedMessage, codec.CodecError) as error:
     assert len(str(error)) < 1000, "an error repeats what it was sent"
     return False
 

@@ -25,7 +25,7 @@ from virtual_training import Trainer
 
 from ddiloco.config import OuterConfig
 from ddiloco.protocol.actions import Commit
-from ddiloco.protocol.syncer_state import FragmentState
+from ddiloco.protocol.states import FragmentState
 
 LATELY = 64  # commits
 Recent = dict[int, collections.deque[np.ndarray]]  # by fragment, its newest values

@@ -21,7 +21,7 @@ from ddiloco.config import OuterConfig
 from ddiloco.core import codec, outer
 from ddiloco.core.commit import Committed, Merger
 from ddiloco.protocol.actions import Commit
-from ddiloco.protocol.syncer_state import FragmentState
+from ddiloco.protocol.states import FragmentState
 
 PARTS = 10  # of a run, by its commits
 

@@ -36,7 +36,7 @@ from ddiloco.core.commit import Committed, Merger
 from ddiloco.core.delta import Deltas
 from ddiloco.core.fragments import Fragment, Plan, gather, scatter
 from ddiloco.network.transport import learner_address
-from ddiloco.protocol.syncer_state import FragmentState
+from ddiloco.protocol.states import FragmentState
 from ddiloco.roles import initial
 from ddiloco.simulation.actor import Actor
 from ddiloco.simulation.stand_ins import VirtualIsland

@@ -38,8 +38,8 @@ from typing import Any
 from ddiloco.config import Config, from_dict
 from ddiloco.observe.eventlog import E, Event, read_events
 from ddiloco.protocol import events
-from ddiloco.protocol.actions import due_after
 from ddiloco.protocol.events import parse_role
+from ddiloco.protocol.rules import due_after
 from ddiloco.roles import initial
 from ddiloco.simulation import planner
 from ddiloco.simulation.run import Speeds, VirtualRun

@@ -11,7 +11,7 @@ import dataclasses
 from ddiloco.config import SyncConfig
 from ddiloco.protocol import messages, syncer
 from ddiloco.protocol.actions import Received, Saved, SyncerAction, Tick
-from ddiloco.protocol.syncer_state import SyncerState
+from ddiloco.protocol.states import SyncerState
 
 
 def shard_on(state: SyncerState, event, sync: SyncConfig) -> tuple[SyncerState, list[SyncerAction]]:

@@ -8,12 +8,10 @@ import pytest
 
 from ddiloco import api
 from ddiloco.core import codec, merge, outer
-from ddiloco.protocol import beliefs, quorum
+from ddiloco.protocol import rules
 
 
-@pytest.mark.parametrize(
-  "module", [api, beliefs, codec, merge, outer, quorum], ids=lambda m: m.__name__
-)
+@pytest.mark.parametrize("module", [api, codec, merge, outer, rules], ids=lambda m: m.__name__)
 def test_examples(module):
   failed, tried = doctest.testmod(module)
   assert tried and not failed

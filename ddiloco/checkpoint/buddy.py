@@ -28,7 +28,6 @@ from ddiloco.core.fragments import Plan
 from ddiloco.network.transport import Endpoint, syncer_address
 from ddiloco.observe.eventlog import Records
 from ddiloco.protocol import events
-from ddiloco.protocol.actions import smooth
 from ddiloco.protocol.messages import (
   NOTHING,
   Recover,
@@ -38,7 +37,8 @@ from ddiloco.protocol.messages import (
   flat,
   pairs,
 )
-from ddiloco.protocol.syncer_state import FragmentState
+from ddiloco.protocol.rules import smooth
+from ddiloco.protocol.states import FragmentState
 from ddiloco.runtime import REAL_TIME, Job, Time
 
 ASK_SECONDS = 0.5  # between two requests of a restarted shard, doubling up to ...

@@ -22,9 +22,8 @@ from ddiloco.core.commit import Committed, FragmentStore
 from ddiloco.core.fragments import Plan, owned_by, shard_of
 from ddiloco.observe.eventlog import Records, newest_event
 from ddiloco.observe.guards import warn
-from ddiloco.protocol import causality, events, learner, syncer
-from ddiloco.protocol.learner_state import LearnerState
-from ddiloco.protocol.syncer_state import FragmentState, SyncerState
+from ddiloco.protocol import events, learner, states, syncer
+from ddiloco.protocol.states import FragmentState, LearnerState, SyncerState
 from ddiloco.protocol.values import NotAState, from_json, readable, to_json
 
 if TYPE_CHECKING:  # it brings Orbax and JAX, which not every role needs
@@ -214,7 +213,7 @@ class Restored:
 
   def resume(self, state: SyncerState) -> SyncerState:
     """A new shard that has these fragments, where the run was when they were captured."""
-    vector_clock = causality.join(state.vector_clock, self.vector_clock)
+    vector_clock = states.join_clocks(state.vector_clock, self.vector_clock)
     # Fragments that its buddy had may be newer: what they are captured for is not captured again.
     return dataclasses.replace(
       state,
@@ -238,7 +237,7 @@ class SyncerPart:
 
 def syncer_part(state: SyncerState, momentum_rounds: Mapping[int, int]) -> dict[str, Any]:
   """A shard's state as a part has it."""
-  key = causality.shard_key(state.shard)
+  key = states.shard_key(state.shard)
   fragments = tuple(dataclasses.replace(f, round=None) for f in state.fragments)
   return to_json(SyncerPart(key, state.vector_clock, state.global_step, fragments, momentum_rounds))
 
@@ -303,7 +302,7 @@ def _restore(storage: Storage, plan: Plan, snapshot: int, wanted: set[int]) -> R
   for state, committed in _shards(storage, plan, snapshot, wanted):
     found[committed.state.index] = committed
     global_step = max(global_step, state.global_step)
-    vector_clock = causality.join(vector_clock, state.vector_clock)
+    vector_clock = states.join_clocks(vector_clock, state.vector_clock)
   _require_all(found, wanted)
   return Restored(found, snapshot, global_step, vector_clock)
 

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from ddiloco.observe.eventlog import Records
 from ddiloco.observe.guards import warn
-from ddiloco.protocol import causality, events
+from ddiloco.protocol import events
+from ddiloco.protocol.states import clock_violations
 from ddiloco.runtime import REAL_TIME, Job, Loop, Time
 
 if TYPE_CHECKING:
@@ -254,7 +255,7 @@ def consistent(states: Mapping[str, Mapping[str, Any]], shards: Collection[str])
   snapshot = {
     s["key"]: {int(who): n for who, n in s["vector_clock"].items()} for s in states.values()
   }
-  while bad := causality.violations(snapshot):
+  while bad := clock_violations(snapshot):
     # A learner that others know more of is too old; one that knows more of a shard is too new.
     odd = {whom if names[whom] not in shards else who for who, whom in bad}
     if any(names[key] in shards for key in odd):

@@ -19,10 +19,10 @@ from ddiloco.core import codec, merge, outer, passes
 from ddiloco.core.codec import Encoded
 from ddiloco.core.fragments import Fragment
 from ddiloco.core.passes import Share, Vectors
-from ddiloco.protocol import beliefs
+from ddiloco.protocol import rules
 from ddiloco.protocol.actions import Accept, Commit, InstallValue, Received
 from ddiloco.protocol.messages import INITIAL, MADE, Publish, Push, Value
-from ddiloco.protocol.syncer_state import FragmentState
+from ddiloco.protocol.states import FragmentState
 from ddiloco.protocol.values import replace
 
 # --- Committed fragments, and where they live, so that they outlive the shard's incarnation
@@ -172,10 +172,10 @@ def _writable(vectors: Vectors) -> bool:
 def learner_weights(what: Commit, config: Config) -> np.ndarray:
   """Weights [M] f64 of the learners of a commit, bounded whatever they claim.
 
-  Stale work weighs less than its steps and tokens say (`beliefs.worth_steps`), and no learner has
+  Stale work weighs less than its steps and tokens say (`rules.worth_steps`), and no learner has
   more than its share (`merge.bounded_shares`).
   """
-  steps = [beliefs.worth_steps(s, config.sync) for s in what.steps]
+  steps = [rules.worth_steps(s, config.sync) for s in what.steps]
   tokens = [t if s == c else t * c / s for t, s, c in zip(what.tokens, what.steps, steps)]
   step_tokens = what.step_tokens or [config.tokens_per_step(m) for m in what.learners]
   return merge.bounded_shares(merge.token_weights(steps, tokens), step_tokens)

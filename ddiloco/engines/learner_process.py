@@ -21,7 +21,7 @@ from ddiloco.network.transport import EVALUATOR_ADDRESS, learner_address
 from ddiloco.observe.style import compact
 from ddiloco.protocol import events
 from ddiloco.protocol.learner import unmerged_tokens
-from ddiloco.protocol.learner_state import LearnerState
+from ddiloco.protocol.states import LearnerState
 from ddiloco.protocol.supervisor import after_exit
 from ddiloco.roles import initial
 from ddiloco.roles.exchange import Quarantined

@@ -25,7 +25,7 @@ from ddiloco.observe.eventlog import newest_event
 from ddiloco.protocol import events
 from ddiloco.protocol import syncer as syncer_rules
 from ddiloco.protocol.messages import NOTHING
-from ddiloco.protocol.syncer_state import SyncerState, complete
+from ddiloco.protocol.states import SyncerState, complete
 from ddiloco.roles import initial
 from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Runtime

@@ -20,7 +20,7 @@ from ddiloco.network.io_thread import FrameSocket, IoThread, Parcel
 from ddiloco.network.keys import Keys, host_and_port
 from ddiloco.network.peers import Accepted
 from ddiloco.network.transport import Counters
-from ddiloco.protocol.wire import MalformedMessage
+from ddiloco.protocol.messages import MalformedMessage
 
 if TYPE_CHECKING:
   from ddiloco.network.endpoint import NetworkEndpoint

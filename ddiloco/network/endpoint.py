@@ -35,7 +35,7 @@ from ddiloco.network.keys import Keys, host_and_port
 from ddiloco.network.peers import CONTROL, BufferPool, Channel, Dialed, Incoming, Peer
 from ddiloco.network.transport import Counters, Delivery, Inbox, Spoil
 from ddiloco.observe.guards import ended
-from ddiloco.protocol import wire as protocol_wire
+from ddiloco.protocol import messages
 from ddiloco.protocol.messages import Message
 
 BEAT_SECONDS = 1.0
@@ -118,9 +118,9 @@ class NetworkEndpoint:
     self._control.call(self._redial, self._dialed[address], url)
 
   def send(self, to: str, message: Message, spoil: Spoil | None = None) -> int:
-    header, payload = protocol_wire.encode(message, self._run.run_id, self._run.plan_id)
+    header, payload = messages.encode(message, self._run.run_id, self._run.plan_id)
     header = header if spoil is None else spoil(header)
-    size = protocol_wire.frame_bytes(header, payload)
+    size = messages.frame_bytes(header, payload)
     if not self._inbox.closed:
       self.counters.sent_bytes += size
       self.counters.payload_bytes += size - len(header)

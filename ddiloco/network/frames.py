@@ -3,7 +3,7 @@
 On a connection, frame follows frame: `PREFIX` says how long this one is and how many raw bytes of a
 payload come after it; the frame itself is one msgpack list [kind, [fields...]]. `decode` accepts
 only exactly well-formed frames and raises `MalformedMessage` on everything else, like
-`protocol.wire.decode`.
+`protocol.messages.decode`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from ddiloco.protocol.messages import Count, Text
-from ddiloco.protocol.wire import MAX_HEADER_BYTES, MalformedMessage, Schema
+from ddiloco.protocol.messages import MAX_HEADER_BYTES, Count, MalformedMessage, Schema, Text
 
 PREFIX = struct.Struct(">IQ")
 MAX_FRAME_BYTES = MAX_HEADER_BYTES + 4096

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from ddiloco.network import frames
 from ddiloco.network.pacing import Pacer
-from ddiloco.protocol.wire import MalformedMessage
+from ddiloco.protocol.messages import MalformedMessage
 
 TURN_SECONDS = 0.2  # between two looks at the clock, when nothing happens
 READS_A_TURN = 512  # of one connection; then it is another one's turn,

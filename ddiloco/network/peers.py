@@ -24,7 +24,7 @@ from ddiloco.network import frames
 from ddiloco.network.frames import Bulk, Control, Greeting
 from ddiloco.network.handshake import RunIdentity, check_header
 from ddiloco.network.io_thread import Forget, FrameSocket, Parcel
-from ddiloco.protocol.wire import MalformedMessage
+from ddiloco.protocol.messages import MalformedMessage
 
 if TYPE_CHECKING:
   from ddiloco.network.endpoint import NetworkEndpoint

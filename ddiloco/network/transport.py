@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from ddiloco.protocol import messages, wire
+from ddiloco.protocol import messages
 from ddiloco.protocol.messages import EVALUATOR, Message
 
 EVALUATOR_ADDRESS = "evaluator"
@@ -68,11 +68,11 @@ def open_frame(
   Raises:
     MalformedMessage: it is of another run (run id, plan id), or in another sender's name.
   """
-  message = wire.decode(header, payload, *run)
+  message = messages.decode(header, payload, *run)
   if claimed_sender(message) != sender:
-    raise wire.MalformedMessage(f"{sender} speaks as {claimed_sender(message)}")
+    raise messages.MalformedMessage(f"{sender} speaks as {claimed_sender(message)}")
   if incarnation not in (None, message.incarnation):
-    raise wire.MalformedMessage(
+    raise messages.MalformedMessage(
       f"{sender} has greeted as incarnation {incarnation} and speaks as {message.incarnation}"
     )
   return message
@@ -151,7 +151,7 @@ class Inbox:
     self.closed = False
     self._run_id, self._plan_id = run_id, plan_id
     self._counters, self._dropped = counters, dropped
-    self._report = wire.report_start(run_id, plan_id)
+    self._report = messages.report_start(run_id, plan_id)
     self._ready = threading.Condition()
     self._control = _Line(MAX_CONTROL, MAX_CONTROL_BYTES, drop_oldest=True)
     self._bulk = _Line(MAX_BULK, max_bulk_bytes, drop_oldest=False)
@@ -213,7 +213,7 @@ class Inbox:
         message = open_frame(
           (self._run_id, self._plan_id), sender, frame.incarnation, frame.header, frame.payload
         )
-      except wire.MalformedMessage as error:
+      except messages.MalformedMessage as error:
         self._counters.malformed += 1
         self._dropped(sender, str(error))
         continue
@@ -370,9 +370,9 @@ class QueueEndpoint:
     self._inbox = Inbox(hub.run_id, hub.plan_id, self.counters, hub.max_bulk_bytes)
 
   def send(self, to: str, message: Message, spoil: Spoil | None = None) -> int:
-    header, payload = wire.encode(message, self._hub.run_id, self._hub.plan_id)
+    header, payload = messages.encode(message, self._hub.run_id, self._hub.plan_id)
     header = header if spoil is None else spoil(header)
-    size = wire.frame_bytes(header, payload)
+    size = messages.frame_bytes(header, payload)
     if self._inbox.closed:
       return size
     self.counters.sent_bytes += size

@@ -10,7 +10,7 @@ from typing import Any
 
 from ddiloco.config import SyncConfig
 from ddiloco.observe.island_state import DOWN, IslandState
-from ddiloco.protocol import events, quorum
+from ddiloco.protocol import events, rules
 from ddiloco.protocol.events import Event, parse_role
 
 RECENT_ROUNDS = 12
@@ -82,7 +82,7 @@ class Rounds:
     grace = self._grace.get(round_.fragment, 0.0)
     enough = len(round_.pushed) >= sync.min_quorum
     at = round_.pushed_at if enough else None
-    decision = quorum.decide(now, len(round_.pushed), pending, at, grace, sync)
+    decision = rules.decide(now, len(round_.pushed), pending, at, grace, sync)
     return decision.reason if decision.verdict == "wait" else f"about to end, {decision.reason}"
 
   def as_json(self) -> dict[str, Any]:

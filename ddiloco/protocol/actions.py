@@ -13,7 +13,6 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ddiloco.config import SyncConfig
 from ddiloco.protocol.events import Event
 from ddiloco.protocol.messages import ForwardMoments, Message, Moments, Publish, Push, Value
 
@@ -256,27 +255,3 @@ LearnerAction = (
   | MomentsAction
 )
 SyncerAction = Send | Event | Accept | InstallValue | Commit | Abandon | TakeSnapshot
-
-MAX_PATIENCE_SECONDS = 30.0
-
-# --- rules both sides share -----------------------------------------------------------------------
-
-
-def due_after(fragment: int, version: int, sync: SyncConfig) -> int:
-  """Inner steps after which a fragment is due; first rounds are spread over one period."""
-  if version > 0:
-    return sync.sync_period
-  return max(1, math.ceil(sync.sync_period * (fragment + 1) / sync.num_fragments))
-
-
-def backed_off(
-  patience_seconds: float, attempts: int, most_seconds: float = MAX_PATIENCE_SECONDS
-) -> float:
-  """How long to wait for an answer after so many attempts in vain: doubling, up to a limit."""
-  most = max(patience_seconds, most_seconds)
-  return min(patience_seconds * 2 ** min(attempts, 5), most)
-
-
-def smooth(old: float, new: float, share: float = 0.2) -> float:
-  """Exponential moving average that starts at its first value."""
-  return new if old == 0 else old + share * (new - old)

@@ -11,7 +11,7 @@ import functools
 import math
 
 from ddiloco.config import SyncConfig
-from ddiloco.protocol import causality, events, moments
+from ddiloco.protocol import events, moments, rules
 from ddiloco.protocol.actions import (
   Apply,
   CopyOut,
@@ -30,16 +30,6 @@ from ddiloco.protocol.actions import (
   TakeSnapshot,
   Tick,
   Unmade,
-  due_after,
-  smooth,
-)
-from ddiloco.protocol.learner_state import (
-  IncomingVersion,
-  LearnerFragment,
-  LearnerState,
-  Outstanding,
-  ShardView,
-  set_fragment,
 )
 from ddiloco.protocol.messages import (
   INITIAL,
@@ -59,14 +49,23 @@ from ddiloco.protocol.messages import (
   Value,
   Welcome,
 )
+from ddiloco.protocol.states import (
+  IncomingVersion,
+  LearnerFragment,
+  LearnerOutcome,
+  LearnerState,
+  Outstanding,
+  ShardView,
+  join_clocks,
+  set_fragment,
+  shard_key,
+)
 from ddiloco.protocol.values import replace
 
 # --- What a learner makes of a message: welcome, pull, recall, publish, refusal
 
 
-def on_message(
-  state: LearnerState, message: Message, sync: SyncConfig
-) -> tuple[LearnerState, list[LearnerAction]]:
+def on_message(state: LearnerState, message: Message, sync: SyncConfig) -> LearnerOutcome:
   if not isinstance(message, TO_LEARNER):
     return state, [events.Ignored(reason=f"{type(message).__name__} is not for learners")]
   if message.shard >= len(state.shards):
@@ -97,7 +96,7 @@ def on_message(
   return state, [*captured, *actions]
 
 
-def _capture(state: LearnerState, message: Message) -> tuple[LearnerState, list[LearnerAction]]:
+def _capture(state: LearnerState, message: Message) -> LearnerOutcome:
   """A role that hears of a newer snapshot captures its state before it takes that message in.
 
   So nothing that came after the sender's capture is in mine (Lai and Yang 1987): the marker rides
@@ -127,9 +126,7 @@ def _meet_shard(state: LearnerState, shard: int, incarnation: int) -> LearnerSta
   return replace(state, shards=tuple(shards), fragments=fragments)
 
 
-def _on_welcome(
-  state: LearnerState, welcome: Welcome, sync: SyncConfig
-) -> tuple[LearnerState, list[LearnerAction]]:
+def _on_welcome(state: LearnerState, welcome: Welcome, sync: SyncConfig) -> LearnerOutcome:
   """What I have as new as my shard is fresh; the rest follows."""
   rounds = dict(zip(welcome.fragments, welcome.rounds))
 
@@ -156,9 +153,7 @@ def _owned(
   return f if f.shard == message.shard else None
 
 
-def _on_pull(
-  state: LearnerState, pull: Pull, sync: SyncConfig
-) -> tuple[LearnerState, list[LearnerAction]]:
+def _on_pull(state: LearnerState, pull: Pull, sync: SyncConfig) -> LearnerOutcome:
   f = _owned(state, pull)
   if f is None or pull.base_version < f.received or not state.trains:
     return state, []  # of a round that is over
@@ -176,9 +171,7 @@ def _on_pull(
   return set_fragment(state, pull.fragment, pull=pull), []
 
 
-def _on_recall(
-  state: LearnerState, recall: RequestValue
-) -> tuple[LearnerState, list[LearnerAction]]:
+def _on_recall(state: LearnerState, recall: RequestValue) -> LearnerOutcome:
   f = _owned(state, recall)
   if f is None or f.base_header is None:
     return state, []
@@ -198,9 +191,7 @@ def _on_recall(
   return state, [SendValue(value)]
 
 
-def _on_publish(
-  state: LearnerState, publish: Publish, sync: SyncConfig
-) -> tuple[LearnerState, list[LearnerAction]]:
+def _on_publish(state: LearnerState, publish: Publish, sync: SyncConfig) -> LearnerOutcome:
   f = _owned(state, publish)
   if f is None:
     return state, []
@@ -225,9 +216,7 @@ def _on_publish(
   # In lock-step every learner keeps count for itself, from 0 if nothing was missed.
   counts = sync.blocking and (state.joined or included or publish.round == INITIAL)
   global_step = state.global_step if counts else max(state.global_step, publish.global_step)
-  vector_clock = causality.join(
-    state.vector_clock, {causality.shard_key(publish.shard): publish.count}
-  )
+  vector_clock = join_clocks(state.vector_clock, {shard_key(publish.shard): publish.count})
   state = replace(state, global_step=global_step, vector_clock=vector_clock)
   header = replace(publish, payload=None)
   state = set_fragment(state, publish.fragment, base_header=header, fresh=True)
@@ -236,7 +225,7 @@ def _on_publish(
 
 def _stage(
   state: LearnerState, publish: Publish, mode: str, merged: Outstanding | None
-) -> tuple[LearnerState, list[LearnerAction]]:
+) -> LearnerOutcome:
   header = replace(publish, payload=None)
   incoming = (*state.fragments[publish.fragment].incoming, IncomingVersion(header, mode, merged))
   state = set_fragment(
@@ -245,7 +234,7 @@ def _stage(
   return state, [Stage(publish, mode, included=merged is not None)]
 
 
-def _on_refusal(state: LearnerState, refusal: Refusal) -> tuple[LearnerState, list[LearnerAction]]:
+def _on_refusal(state: LearnerState, refusal: Refusal) -> LearnerOutcome:
   """My push was rejected: go back to the base, as an update of nothing to the version I have."""
   logged = events.Refused(
     shard=refusal.shard,
@@ -307,7 +296,7 @@ def init(
     target_tokens=target_tokens,
     trains=trains,
     donor_seconds=donor_seconds,
-    vector_clock={learner: causality.count(incarnation, 0)},
+    vector_clock={learner: rules.numbered(incarnation, 0)},
   )
 
 
@@ -333,7 +322,7 @@ def revive(
     shards=new.shards,
     fragments=tuple(map(mine, saved.fragments, owners)),
     target_tokens=target_tokens,
-    vector_clock=causality.join(saved.vector_clock, new.vector_clock),
+    vector_clock=join_clocks(saved.vector_clock, new.vector_clock),
     pushes_made=0,
     donations=0,
     wants=(),
@@ -357,7 +346,9 @@ def waiting_for(state: LearnerState, sync: SyncConfig) -> str:
     sent = f.outstanding or next((i.merged for i in f.incoming if i.merged), None)
     if sent is not None and state.step - sent.at_step >= sync.overlap_steps:
       return f"fragment {p}: its new version"
-    if sent is None and not f.incoming and f.steps_since_sync >= due_after(p, f.version, sync):
+    if (
+      sent is None and not f.incoming and f.steps_since_sync >= rules.due_after(p, f.version, sync)
+    ):
       return f"fragment {p}: the pull"
   return ""
 
@@ -392,9 +383,7 @@ def _due_steps(state: LearnerState, f: LearnerFragment) -> int:
   return max(f.steps_since_sync, 1) if f.steps else 0
 
 
-def learner_on(
-  state: LearnerState, event: LearnerEvent, sync: SyncConfig
-) -> tuple[LearnerState, list[LearnerAction]]:
+def learner_on(state: LearnerState, event: LearnerEvent, sync: SyncConfig) -> LearnerOutcome:
   """The learner's reducer. Call it between inner steps only: what it decides happens there."""
   if state.done:
     return state, []
@@ -429,7 +418,7 @@ def learner_on(
   return state, [*actions, *applied, *joined, *answered, *finished]
 
 
-def _say_hello(state: LearnerState, now: float) -> tuple[LearnerState, list[LearnerAction]]:
+def _say_hello(state: LearnerState, now: float) -> LearnerOutcome:
   lacking = _lacking(state)
   if not lacking:
     return state, []
@@ -471,7 +460,7 @@ def _count_step(state: LearnerState, event: StepDone) -> LearnerState:
     step=state.step + 1,
     global_step=state.global_step + 1,
     trained_tokens=state.trained_tokens + event.tokens,
-    step_seconds=smooth(state.step_seconds, event.seconds),
+    step_seconds=rules.smooth(state.step_seconds, event.seconds),
     stepped_at=event.now,
     idle_seconds=0.0,
     fragments=tuple(map(one_more, state.fragments)),
@@ -490,7 +479,7 @@ def _mark_ready(state: LearnerState, fragment: int, version: int) -> LearnerStat
   return set_fragment(state, fragment, incoming=tuple(incoming))
 
 
-def _apply_ready(state: LearnerState, sync: SyncConfig) -> tuple[LearnerState, list[LearnerAction]]:
+def _apply_ready(state: LearnerState, sync: SyncConfig) -> LearnerOutcome:
   actions: list[LearnerAction] = []
   for p in range(len(state.fragments)):
     while (entry := next(iter(state.fragments[p].incoming), None)) and entry.ready:
@@ -525,7 +514,7 @@ def _received(f: LearnerFragment, entry: IncomingVersion, step: int) -> dict:
   }
 
 
-def _answer_pulls(state: LearnerState) -> tuple[LearnerState, list[LearnerAction]]:
+def _answer_pulls(state: LearnerState) -> LearnerOutcome:
   actions: list[LearnerAction] = []
   for p, f in enumerate(state.fragments):
     if f.pull is None or f.incoming:
@@ -533,8 +522,8 @@ def _answer_pulls(state: LearnerState) -> tuple[LearnerState, list[LearnerAction
     if f.pull.base_version < f.version:
       state = set_fragment(state, p, pull=None)
     elif f.pull.base_version == f.version and f.steps > 0:
-      mine = causality.count(state.incarnation, state.pushes_made + 1)
-      vector_clock = causality.join(state.vector_clock, {state.learner: mine})
+      mine = rules.numbered(state.incarnation, state.pushes_made + 1)
+      vector_clock = join_clocks(state.vector_clock, {state.learner: mine})
       state = replace(state, vector_clock=vector_clock, pushes_made=state.pushes_made + 1)
       push = Push(
         learner=state.learner,
@@ -554,7 +543,7 @@ def _answer_pulls(state: LearnerState) -> tuple[LearnerState, list[LearnerAction
   return state, actions
 
 
-def _finish(state: LearnerState) -> tuple[LearnerState, list[LearnerAction]]:
+def _finish(state: LearnerState) -> LearnerOutcome:
   if state.leaving and not any(_holds_up(state, f) for f in state.fragments):
     return leave(state, "left, and everything it had is merged")
   reached = state.merged_tokens if state.fragments else state.trained_tokens
@@ -579,7 +568,7 @@ def unmerged_tokens(state: LearnerState) -> int:
   return max((f.tokens for f in state.fragments if _holds_up(state, f)), default=0)
 
 
-def leave(state: LearnerState, reason: str) -> tuple[LearnerState, list[LearnerAction]]:
+def leave(state: LearnerState, reason: str) -> LearnerOutcome:
   """Say goodbye to every shard and stop."""
   goodbye = functools.partial(Goodbye, state.learner, state.incarnation)
   sends = [Send(shard, goodbye()) for shard in range(len(state.shards))]

@@ -8,7 +8,7 @@ least, and gives what it gets to all that wait: many joiners cost a donor no mor
 from __future__ import annotations
 
 from ddiloco.config import SyncConfig
-from ddiloco.protocol import beliefs, events
+from ddiloco.protocol import events, rules
 from ddiloco.protocol.actions import (
   ApplyMoments,
   LearnerAction,
@@ -18,7 +18,6 @@ from ddiloco.protocol.actions import (
   TakeMoments,
   Taken,
 )
-from ddiloco.protocol.learner_state import LearnerState
 from ddiloco.protocol.messages import (
   EVALUATOR,
   ForwardMoments,
@@ -26,7 +25,15 @@ from ddiloco.protocol.messages import (
   ProvideMoments,
   RequestMoments,
 )
-from ddiloco.protocol.syncer_state import Member, MomentTransfer, SyncerState, ignored
+from ddiloco.protocol.states import (
+  LearnerOutcome,
+  LearnerState,
+  Member,
+  MomentTransfer,
+  SyncerOutcome,
+  SyncerState,
+  ignored,
+)
 from ddiloco.protocol.values import replace
 
 ASK_SECONDS = 1.0  # between two asks of a joiner
@@ -37,9 +44,7 @@ TIMES, STRETCH_PERIODS = 3, 8
 # --- a shard --------------------------------------------------------------------------------------
 
 
-def on_ask(
-  state: SyncerState, ask: RequestMoments, now: float, sync: SyncConfig
-) -> tuple[SyncerState, list[SyncerAction]]:
+def on_ask(state: SyncerState, ask: RequestMoments, now: float, sync: SyncConfig) -> SyncerOutcome:
   """A learner waits for moments of these fragments; it asks again until it has them."""
   if not state.passes_moments or ask.learner == EVALUATOR:
     return state, [ignored(ask, "no moments are passed on: checkpoint.rejoin is not 'peer' here")]
@@ -56,9 +61,7 @@ def on_ask(
   return _next(replace(state, asking=asking), now, sync)
 
 
-def on_moments(
-  state: SyncerState, moments: Moments, now: float, sync: SyncConfig
-) -> tuple[SyncerState, list[SyncerAction]]:
+def on_moments(state: SyncerState, moments: Moments, now: float, sync: SyncConfig) -> SyncerOutcome:
   """A donation has arrived: it goes to all learners that wait for it."""
   under_way = state.donation
   if under_way is None or (under_way.donor, under_way.fragment) != (
@@ -66,7 +69,7 @@ def on_moments(
     moments.fragment,
   ):
     return state, [ignored(moments, "it is no longer asked for")]
-  if moments.count > state.global_step + beliefs.slack_steps(sync):
+  if moments.count > state.global_step + rules.slack_steps(sync):
     reason = f"claims {moments.count} optimizer steps, the run has made {state.global_step}"
     return state, [ignored(moments, reason)]
   actions: list[SyncerAction] = []
@@ -97,9 +100,7 @@ def on_moments(
   return state, [*actions, *more]
 
 
-def _next(
-  state: SyncerState, now: float, sync: SyncConfig
-) -> tuple[SyncerState, list[SyncerAction]]:
+def _next(state: SyncerState, now: float, sync: SyncConfig) -> SyncerOutcome:
   """Asks the next donor, unless one is at it and has still time."""
   late = state.donation is not None and now >= state.donation.until
   if state.donation is not None and not late:
@@ -139,7 +140,7 @@ def want(state: LearnerState, now: float) -> LearnerState:
   )
 
 
-def ask(state: LearnerState, now: float) -> tuple[LearnerState, list[LearnerAction]]:
+def ask(state: LearnerState, now: float) -> LearnerOutcome:
   """Asks the shards for what it still waits for; gives up when its time is over."""
   if not state.wants:
     return state, []
@@ -156,9 +157,7 @@ def ask(state: LearnerState, now: float) -> tuple[LearnerState, list[LearnerActi
   return replace(state, ask_at=now + ASK_SECONDS), actions
 
 
-def on_donate(
-  state: LearnerState, donate: ProvideMoments
-) -> tuple[LearnerState, list[LearnerAction]]:
+def on_donate(state: LearnerState, donate: ProvideMoments) -> LearnerOutcome:
   """Copies the moments of one fragment at this step boundary, as for a push; costs no step."""
   fits = 0 <= donate.fragment < len(state.fragments)
   if not (fits and state.trains and state.joined) or state.wants or state.leaving:
@@ -175,16 +174,14 @@ def on_donate(
   return state, [SendMoments(donate.shard, moments)]
 
 
-def on_inherit(
-  state: LearnerState, inherit: ForwardMoments
-) -> tuple[LearnerState, list[LearnerAction]]:
+def on_inherit(state: LearnerState, inherit: ForwardMoments) -> LearnerOutcome:
   """Moments older than what I was welcomed to are of no use; a straggler gave them."""
   if inherit.fragment not in state.wants or inherit.global_step < state.joined_global_step:
     return state, []
   return state, [TakeMoments(inherit)]
 
 
-def taken(state: LearnerState, event: Taken) -> tuple[LearnerState, list[LearnerAction]]:
+def taken(state: LearnerState, event: Taken) -> LearnerOutcome:
   """They lie on the devices now."""
   if event.fragment not in state.wants:
     return state, []

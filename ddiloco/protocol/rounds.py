@@ -7,27 +7,20 @@ import statistics
 from collections.abc import Collection, Mapping
 
 from ddiloco.config import SyncConfig
-from ddiloco.protocol import beliefs, causality, events, quorum
-from ddiloco.protocol.actions import (
-  Abandon,
-  Accept,
-  Commit,
-  Received,
-  Send,
-  SyncerAction,
-  backed_off,
-  smooth,
-)
+from ddiloco.protocol import events, rules
+from ddiloco.protocol.actions import Abandon, Accept, Commit, Received, Send, SyncerAction
 from ddiloco.protocol.messages import EVALUATOR, NOTHING, Pull, Push, Refusal
-from ddiloco.protocol.syncer_state import (
+from ddiloco.protocol.states import (
   FragmentState,
   Round,
+  SyncerOutcome,
   SyncerState,
   brings_last_work,
   complete,
   could_push,
   ignored,
   is_due,
+  join_clocks,
   mark_dirty,
   member_event,
   newest,
@@ -35,6 +28,7 @@ from ddiloco.protocol.syncer_state import (
   recovery_over,
   set_fragment,
   set_member,
+  shard_key,
   without,
 )
 from ddiloco.protocol.values import put, replace
@@ -49,7 +43,7 @@ def _value_due_at(state: SyncerState, p: int, sync: SyncConfig) -> float:
   if not state.recalls:
     return -math.inf
   patience = max(sync.liveness_seconds, 3 * state.delivery_seconds)
-  born = state.incarnation << 24
+  born = rules.numbered(state.incarnation, 0)
   last = next(f.last_round for f in state.fragments if f.index == p)
   asked = [
     each.asked_at
@@ -65,9 +59,7 @@ def may_start_at(state: SyncerState, sync: SyncConfig) -> float:
   return max(state.recovery_deadline, min(due, default=-math.inf))
 
 
-def start_rounds(
-  state: SyncerState, now: float, sync: SyncConfig
-) -> tuple[SyncerState, list[SyncerAction]]:
+def start_rounds(state: SyncerState, now: float, sync: SyncConfig) -> SyncerOutcome:
   """Starts rounds of dirty fragments that a quorum is due for; all that can push are asked."""
   actions: list[SyncerAction] = []
   if not state.dirty or not recovery_over(state, now):
@@ -81,7 +73,7 @@ def start_rounds(
       waiting.append(i)
       continue
     available = {m: member for m, member in state.members.items() if could_push(m, member, i, f)}
-    ahead = beliefs.too_far_ahead(state.beliefs, state.global_step, sync)
+    ahead = rules.too_far_ahead(state.beliefs, state.global_step, sync)
     if ahead is not None:
       available.pop(ahead, None)
     due = [member for member in available.values() if is_due(member, i, f, sync)]
@@ -90,14 +82,13 @@ def start_rounds(
     if len(due) < sync.min_quorum:
       continue
     asked = tuple(sorted(available))
-    # Unique over the shard's incarnations, so that nothing of a dead one is mistaken for ours. With
-    # incarnations that count seconds this stays below 2^53, which JSON readers keep exactly.
-    round_id = (state.incarnation << 24) + state.rounds
+    # Unique over the shard's incarnations, so that nothing of a dead one is mistaken for ours.
+    round_id = rules.numbered(state.incarnation, state.rounds)
     step_seconds = statistics.median_low(member.step_seconds for member in available.values())
     known = [member.sync_seconds for member in available.values() if member.sync_seconds]
     sync_seconds = statistics.median_low(known) if known else 0.0
     paces = ((m, v.step_seconds) for m, v in state.members.items() if not v.lost and m >= 0)
-    state = replace(state, beliefs=beliefs.refreshed(state.beliefs, paces, step_seconds))
+    state = replace(state, beliefs=rules.refreshed(state.beliefs, paces, step_seconds))
     current = Round(
       id=round_id,
       started_at=now,
@@ -109,8 +100,7 @@ def start_rounds(
       deadline=now,
     )
     current = replace(current, deadline=now + _pull_patience(state, current, sync))
-    f = replace(f, round=current)
-    state = set_fragment(replace(state, rounds=state.rounds + 1), i, f)
+    state = set_fragment(replace(state, rounds=state.rounds + 1), i, round=current)
     actions += [_pull(state, f, current, m) for m in asked]
     actions.append(events.Round(fragment=f.index, round=round_id, version=f.version, asked=asked))
   return replace(state, dirty=tuple(waiting)), actions
@@ -140,9 +130,7 @@ def awaits(state: SyncerState, push: Push) -> bool:
   )
 
 
-def on_push(
-  state: SyncerState, push: Push, event: Received, sync: SyncConfig
-) -> tuple[SyncerState, list[SyncerAction]]:
+def on_push(state: SyncerState, push: Push, event: Received, sync: SyncConfig) -> SyncerOutcome:
   """Keeps the first valid push of each asked learner; everything else is refused or counted."""
   i = next((i for i, f in enumerate(state.fragments) if f.index == push.fragment), None)
   if i is None:
@@ -162,12 +150,12 @@ def on_push(
     fault = f"based on version {push.base_version}, the fragment is at {f.version}"
   else:
     since = f.merged_global_steps.get(push.learner, 0)
-    possible = max(0, state.global_step - since) + beliefs.slack_steps(sync)
-    fault = beliefs.push_fault(push.steps, push.tokens, possible, state.step_tokens) or fault
+    possible = max(0, state.global_step - since) + rules.slack_steps(sync)
+    fault = rules.push_fault(push.steps, push.tokens, possible, state.step_tokens) or fault
   if fault:
     refused = {**current.refused, push.learner: fault}
     current = replace(current, refused=refused, pending=without(current.pending, push.learner))
-    return mark_dirty(set_fragment(state, i, replace(f, round=current)), [i]), []
+    return mark_dirty(set_fragment(state, i, round=current), [i]), []
   me = push.learner
   pairs = {(min(m, me), max(m, me)): product for m, product in event.products.items()}
   current = replace(
@@ -178,13 +166,11 @@ def on_push(
     pending=without(current.pending, push.learner),
   )
   if current.quorum_at is None and len(current.pushes) >= sync.min_quorum:
-    seconds = smooth(state.quorum_seconds, _quorum_seconds(state, current, event.now))
+    seconds = rules.smooth(state.quorum_seconds, _quorum_seconds(state, current, event.now))
     state = replace(state, quorum_seconds=seconds)
     current = replace(current, quorum_at=event.now)
-  state = mark_dirty(set_fragment(state, i, replace(f, round=current)), [i])
-  state = replace(
-    state, vector_clock=causality.join(state.vector_clock, {push.learner: push.count})
-  )
+  state = mark_dirty(set_fragment(state, i, round=current), [i])
+  state = replace(state, vector_clock=join_clocks(state.vector_clock, {push.learner: push.count}))
   return state, [Accept(f.index, current.id, push.learner, event.content)]
 
 
@@ -200,14 +186,14 @@ def _quorum_seconds(state: SyncerState, current: Round, now: float) -> float:
 
 
 def _pull_patience(state: SyncerState, current: Round, sync: SyncConfig) -> float:
-  step = beliefs.usual_pace(state.beliefs)  # at the end of which a pull is answered
+  step = rules.usual_pace(state.beliefs)  # at the end of which a pull is answered
   usual = 3 * max(state.quorum_seconds, step)
-  return backed_off(max(sync.liveness_seconds, usual), current.pulls - 1)
+  return rules.backed_off(max(sync.liveness_seconds, usual), current.pulls - 1)
 
 
 def advance_rounds(
   state: SyncerState, now: float, sync: SyncConfig, measuring: Collection[int] = ()
-) -> tuple[SyncerState, list[SyncerAction]]:
+) -> SyncerOutcome:
   """Ends those that something has come for, or whose time it is to look at, if they can end.
 
   A round of which a push is there, and not measured yet, waits for that: its push has come.
@@ -221,9 +207,9 @@ def advance_rounds(
     current = f.round
     # Under rebase a version that comes late costs no work: there more learners are worth more.
     way_back = 0.0 if sync.apply == "rebase" else current.sync_seconds
-    grace = quorum.grace_seconds(current.step_seconds, state.quorum_seconds, way_back, sync)
+    grace = rules.grace_seconds(current.step_seconds, state.quorum_seconds, way_back, sync)
     pending, count = current.pending, len(current.pushes)
-    decision = quorum.decide(now, count, pending, current.quorum_at, grace, sync)
+    decision = rules.decide(now, count, pending, current.quorum_at, grace, sync)
     current = replace(current, reason=decision.reason)
     if decision.verdict == "wait":
       again = now >= current.pulled_at + _pull_patience(state, current, sync)
@@ -235,7 +221,7 @@ def advance_rounds(
         now + sync.liveness_seconds,  # patience is learned: it may have become less until then
       )
       current = replace(current, deadline=deadline)
-      state = set_fragment(state, i, replace(f, round=current))
+      state = set_fragment(state, i, round=current)
       if again:  # a pull or a push got lost; the same push comes again
         actions += [_pull(state, f, current, m) for m in pending]
       continue
@@ -246,48 +232,52 @@ def advance_rounds(
 
 def _end_round(
   state: SyncerState, i: int, current: Round, now: float, sync: SyncConfig
-) -> tuple[SyncerState, list[SyncerAction]]:
+) -> SyncerOutcome:
   """Screens, commits if what is left is still a quorum, and publishes to all members."""
-  f = before = state.fragments[i]
+  before = state.fragments[i]
   usual = _usual_norm(state, i)
   past = {m: _past_norm(state, m, i) or usual for m in current.norms}
-  steps = {m: beliefs.counted_steps(p.steps, sync) for m, p in current.pushes.items()}
-  rejected = quorum.screen(current.norms, steps, past, sync.max_norm_ratio, sync.sync_period)
+  steps = {m: rules.counted_steps(p.steps, sync) for m, p in current.pushes.items()}
+  rejected = rules.screen(current.norms, steps, past, sync.max_norm_ratio, sync.sync_period)
   candidates = sorted(m for m in current.pushes if m not in rejected)
-  opposing = quorum.opposing(current.products, candidates)
+  opposing = rules.opposing(current.products, candidates)
   state, contrary = _count_opposing(state, candidates, opposing, sync)
   rejected = {**current.refused, **rejected, **contrary}
   merged = sorted(m for m in current.pushes if m not in rejected)
   actions: list[SyncerAction] = []
   if len(merged) >= sync.min_quorum:
     actions += _commit(state, i, current, merged, rejected, opposing, now)
-    me = causality.shard_key(state.shard)
-    mine = causality.count(state.incarnation, state.commits + 1)
-    vector_clock = causality.join(state.vector_clock, {me: mine})
+    me = shard_key(state.shard)
+    mine = rules.numbered(state.incarnation, state.commits + 1)
+    vector_clock = join_clocks(state.vector_clock, {me: mine})
     state = replace(state, vector_clock=vector_clock, commits=state.commits + 1)
-    f = replace(
-      f,
-      version=f.version + 1,
-      merged_tokens=f.merged_tokens + sum(current.pushes[m].tokens for m in merged),
-      merged_rounds={**f.merged_rounds, **dict.fromkeys(merged, current.id)},
-      merged_global_steps={**f.merged_global_steps, **dict.fromkeys(merged, current.global_step)},
+    state = set_fragment(
+      state,
+      i,
+      version=before.version + 1,
+      merged_tokens=before.merged_tokens + sum(current.pushes[m].tokens for m in merged),
+      merged_rounds={**before.merged_rounds, **dict.fromkeys(merged, current.id)},
+      merged_global_steps={
+        **before.merged_global_steps,
+        **dict.fromkeys(merged, current.global_step),
+      },
       last_round=current.id,
       global_step=current.global_step,
       participants=tuple(merged),
     )
   else:
     reason = f"{len(merged)} of {sync.min_quorum} needed were left: {current.reason}"
-    actions.append(Abandon(f.index, current.id))
+    actions.append(Abandon(before.index, current.id))
     actions.append(
-      events.Abandoned(fragment=f.index, round=current.id, reason=reason, rejected=rejected)
+      events.Abandoned(fragment=before.index, round=current.id, reason=reason, rejected=rejected)
     )
-  state = mark_dirty(set_fragment(state, i, replace(f, round=None)), [i])
+  state = mark_dirty(set_fragment(state, i, round=None), [i])
   for m in merged:
     state = _credit(state, m, i, current.norms[m] / steps[m])
   for m, reason in rejected.items():
     state, refusal = _reject(state, m, i, current.id, reason, sync)
     actions += refusal
-  header = newest(state, i)
+  f, header = state.fragments[i], newest(state, i)
   for m in sorted(state.members):
     member = state.members[m]
     if member.sent[i] < f.version and not member.lost:
@@ -311,7 +301,7 @@ def _commit(
   pushes = [current.pushes[m] for m in merged]
   tokens = tuple(p.tokens for p in pushes)
   merged_tokens = f.merged_tokens + sum(tokens)
-  agreement = quorum.agreement(current.products, merged)
+  agreement = rules.agreement(current.products, merged)
   commit = Commit(
     fragment=f.index,
     round=current.id,
@@ -378,10 +368,9 @@ def _credit(state: SyncerState, learner: int, i: int, norm_per_step: float) -> S
   member = state.members.get(learner)
   if member is None:
     return state
-  norms = put(member.norms, i, smooth(member.norms[i], norm_per_step))
+  norms = put(member.norms, i, rules.smooth(member.norms[i], norm_per_step))
   farewells = member.farewells + member.leaving
-  member = replace(member, norms=norms, rejections=0, farewells=farewells)
-  return set_member(state, learner, member)
+  return set_member(state, learner, norms=norms, rejections=0, farewells=farewells)
 
 
 def _count_opposing(
@@ -402,7 +391,7 @@ def _count_opposing(
 
 def _reject(
   state: SyncerState, learner: int, i: int, round_id: int, reason: str, sync: SyncConfig
-) -> tuple[SyncerState, list[SyncerAction]]:
+) -> SyncerOutcome:
   """The learner goes back to its base; rejected again and again, it must start afresh."""
   member = state.members.get(learner)
   if member is None:
@@ -414,7 +403,7 @@ def _reject(
     state.shard, state.incarnation, member.incarnation, fragment, round_id, quarantined, reason
   )
   actions: list[SyncerAction] = [Send(learner, refusal)]
-  member = replace(member, rejections=rejections, quarantined=quarantined)
   if quarantined:
     actions.append(member_event(learner, "quarantined", f"rejected {rejections} times: {reason}"))
-  return set_member(state, learner, member), actions
+  state = set_member(state, learner, rejections=rejections, quarantined=quarantined)
+  return state, actions

@@ -1,4 +1,4 @@
-"""What a syncer shard decides: membership, due fragments, rounds, commits. PURE.
+"""What a syncer shard decides: membership, snapshots, catching up, and when rounds go on. PURE.
 
 Read with `roles/syncer.py`, which performs the actions. A shard owns some fragments outright: a
 round lives and ends inside it (`protocol/rounds.py`), and shards agree on nothing with each other.
@@ -7,29 +7,59 @@ round lives and ends inside it (`protocol/rounds.py`), and shards agree on nothi
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import cast
 
 from ddiloco.config import SyncConfig
-from ddiloco.protocol import causality, members, moments, rounds
+from ddiloco.protocol import events, moments, rounds, rules
 from ddiloco.protocol.actions import (
+  Abandon,
+  InstallValue,
   Received,
   Resumed,
   Saved,
+  Send,
   SyncerAction,
   SyncerEvent,
   TakeSnapshot,
 )
-from ddiloco.protocol.beliefs import Beliefs
-from ddiloco.protocol.messages import EVALUATOR, Moments, Push, Report, RequestMoments
-from ddiloco.protocol.syncer_state import (
+from ddiloco.protocol.messages import (
+  EVALUATOR,
+  TO_SHARD,
+  Hello,
+  Message,
+  Moments,
+  Push,
+  Refusal,
+  Report,
+  RequestMoments,
+  RequestValue,
+  ToShard,
+  Value,
+  Welcome,
+  pairs,
+)
+from ddiloco.protocol.states import (
   FragmentState,
   Member,
+  SyncerOutcome,
   SyncerState,
+  ValueRequest,
   believe_global_step,
   complete,
+  could_push,
+  forget_pending,
   ignored,
+  is_due,
+  join_clocks,
+  mark_dirty,
+  member_event,
+  newest,
+  publish_to,
+  set_member,
+  shard_key,
 )
-from ddiloco.protocol.values import replace
+from ddiloco.protocol.values import put, replace
 
 
 def init(
@@ -68,10 +98,10 @@ def init(
     target_tokens=target_tokens,
     step_tokens=step_tokens,
     first_round=first_round,
-    beliefs=Beliefs(reach_at=began_at),
+    beliefs=rules.Beliefs(reach_at=began_at),
     global_step=max((f.global_step for f in fragments), default=0),
     snapshot=snapshot,
-    vector_clock={causality.shard_key(shard): causality.count(incarnation, 0)},
+    vector_clock={shard_key(shard): rules.numbered(incarnation, 0)},
     began={f.index: f.last_round for f in fragments},
     recovery_deadline=recovery_deadline,
     planned_learners=planned_learners,
@@ -85,9 +115,7 @@ def finished(state: SyncerState, now: float, silence_seconds: float) -> bool:
   )
 
 
-def syncer_on(
-  state: SyncerState, event: SyncerEvent, sync: SyncConfig
-) -> tuple[SyncerState, list[SyncerAction]]:
+def syncer_on(state: SyncerState, event: SyncerEvent, sync: SyncConfig) -> SyncerOutcome:
   """The shard's reducer. Messages are taken in one by one; a `Tick` after them decides."""
   match event:
     case Received():
@@ -96,7 +124,7 @@ def syncer_on(
       return replace(state, awake_since=now), []
     case Saved():
       return replace(state, saving=False), []
-  state, lost = members.lose_silent(state, min(event.now, event.heard_until), sync)
+  state, lost = lose_silent(state, min(event.now, event.heard_until), sync)
   state, moved = rounds.advance_rounds(state, event.now, sync, event.measuring)
   state, started = rounds.start_rounds(state, event.now, sync)
   begun: list[SyncerAction] = []
@@ -105,11 +133,9 @@ def syncer_on(
   return state, [*lost, *moved, *started, *begun]
 
 
-def _take_in(
-  state: SyncerState, event: Received, sync: SyncConfig
-) -> tuple[SyncerState, list[SyncerAction]]:
+def _take_in(state: SyncerState, event: Received, sync: SyncConfig) -> SyncerOutcome:
   message = event.message
-  if fault := members.fault_of(state, message):
+  if fault := fault_of(state, message):
     return state, [ignored(message, fault)]
   number = getattr(message, "snapshot", 0)
   if isinstance(message, Report):
@@ -128,7 +154,7 @@ def _take_in(
     case Moments():
       state, actions = moments.on_moments(state, message, event.now, sync)
     case _:
-      state, actions = members.on_message(state, event, sync)
+      state, actions = on_message(state, event, sync)
   return state, [*captured, *actions]
 
 
@@ -140,9 +166,7 @@ def _from_the_future(state: SyncerState, snapshot: int, sync: SyncConfig) -> boo
   return snapshot * sync.snapshot_steps > state.global_step + 2 * sync.sync_period
 
 
-def _capture(
-  state: SyncerState, snapshot: int, sync: SyncConfig
-) -> tuple[SyncerState, list[SyncerAction]]:
+def _capture(state: SyncerState, snapshot: int, sync: SyncConfig) -> SyncerOutcome:
   """A new snapshot: begun here by the global step, or heard of from a role that has captured.
 
   From now on every message of this shard says so, and a role that hears it captures its state as
@@ -179,3 +203,346 @@ def next_wake(
     times.append(rounds.may_start_at(state, sync))
   wake_at = min([state.silent_at, *times])
   return wake_at if math.isfinite(wake_at) else None
+
+
+# --- members: hello, reports, silence, goodbye, and catching up ----------------------------------
+
+
+def lost_at(member: Member, sync: SyncConfig) -> float:
+  """When a learner that stays silent stops being available; adapts to its own step time."""
+  return member.heard_at + max(sync.liveness_seconds, sync.liveness_steps * member.step_seconds)
+
+
+def _new_member(state: SyncerState, incarnation: int, now: float) -> Member:
+  none = tuple(-1 for _ in state.fragments)
+  zero = tuple(0.0 for _ in state.fragments)
+  return Member(incarnation, now, none, tuple(0 for _ in none), none, zero, zero, zero)
+
+
+def fault_of(state: SyncerState, message: Message) -> str:
+  """Why a message is not taken in at all, or ""."""
+  if not isinstance(message, TO_SHARD):
+    return "not for shards"
+  member = state.members.get(message.learner)
+  if member is not None and message.incarnation < member.incarnation:
+    return "an old incarnation of this learner"
+  if not isinstance(message, Report):
+    return ""
+  counts = (len(message.versions), len(message.rounds), len(message.steps_since_sync))
+  if counts != (len(state.fragments),) * 3:
+    return f"counts {counts[0]} fragments, not mine"
+  newer = [r for r, f in zip(message.rounds, state.fragments) if r > f.last_round]
+  if any(not state.first_round <= r < _born(state) for r in newer):
+    return "has a value of a round that never was"
+  return ""
+
+
+def on_message(state: SyncerState, event: Received, sync: SyncConfig) -> SyncerOutcome:
+  message = cast(ToShard, event.message)  # else `fault_of` has said so
+  member = state.members.get(message.learner)
+  match message:
+    case Hello():
+      return _on_hello(state, message, member, event, sync)
+    case Report():
+      return _on_report(state, message, member, event, sync)
+    case Value():
+      return _on_value(state, message, event, sync)
+  if member is None:
+    return state, []
+  others = {m: each for m, each in state.members.items() if m != message.learner}
+  state = forget_pending(replace(state, members=others), message.learner)
+  return state, [member_event(message.learner, "left", "said goodbye")]
+
+
+def _on_hello(
+  state: SyncerState, hello: Hello, member: Member | None, event: Received, sync: SyncConfig
+) -> SyncerOutcome:
+  actions: list[SyncerAction] = []
+  now = event.now
+  new = member is None or hello.incarnation > member.incarnation
+  if member is None or new:
+    state = forget_pending(state, hello.learner)
+    member = _new_member(state, hello.incarnation, now)
+    if len(hello.rounds) == len(state.fragments):
+      has = tuple(
+        f.version if r >= f.last_round else -1 for r, f in zip(hello.rounds, state.fragments)
+      )
+      member = replace(member, versions=has, sent=has)
+    actions.append(member_event(hello.learner, "joined", f"incarnation {hello.incarnation}"))
+  if hello.whole and not member.whole:  # what it was to make counts as never sent
+    member = replace(member, whole=True, sent=member.versions)
+  welcome = Welcome(
+    state.shard,
+    state.incarnation,
+    hello.incarnation,
+    state.global_step,
+    tuple(f.index for f in state.fragments),
+    tuple(f.last_round for f in state.fragments),
+    state.snapshot,
+  )
+  actions.append(Send(hello.learner, welcome))
+  begun = _begun(state, sync)
+  state = _heard(state, hello.learner, replace(member, heard_at=now, lost=False), sync)
+  # The newcomer; at the start, all who waited for it.
+  for learner in (hello.learner,) if begun else sorted(state.members):
+    unsent = event.unsent and learner == hello.learner
+    state, sent = _catch_up(state, learner, now, sync, unsent)
+    actions += sent
+  return state, actions
+
+
+def _heard(state: SyncerState, learner: int, member: Member, sync: SyncConfig) -> SyncerState:
+  """Keeps a member that has just been heard, and when it would be the first to fall silent."""
+  silent_at = min(state.silent_at, lost_at(member, sync))
+  return replace(state, members={**state.members, learner: member}, silent_at=silent_at)
+
+
+def _begun(state: SyncerState, sync: SyncConfig) -> bool:
+  """Initial values go out once a quorum is here: until then nothing could be merged anyway.
+
+  So in lock-step all learners start at step 0 together.
+  """
+  if state.global_step > 0 or any(f.version > 0 for f in state.fragments):
+    return True
+  return len(state.members) - (EVALUATOR in state.members) >= sync.min_quorum
+
+
+def _on_report(
+  state: SyncerState, report: Report, member: Member | None, event: Received, sync: SyncConfig
+) -> SyncerOutcome:
+  now = event.now
+  newer = {f.index: r for r, f in zip(report.rounds, state.fragments) if r > f.last_round}
+  if newer:
+    return _recall(state, report, newer, now, sync)
+  state, actions = _note_lost(state, report)
+  versions = _compared(state, report.rounds, report.versions)
+  if member is None or report.incarnation > member.incarnation:
+    # This shard restarted, or the hello was lost: the report says all there is to know.
+    state = forget_pending(state, report.learner)
+    member = _new_member(state, report.incarnation, now)
+    member = replace(member, versions=versions, sent=versions)
+    actions.append(member_event(report.learner, "joined", "reported"))
+  elif member.lost:
+    actions.append(member_event(report.learner, "joined", "heard again"))
+    member = replace(member, resends=0, resent_at=-math.inf)
+  member = _note_sync(state, member, versions, now, report.idle_seconds)
+  state, member = _note_delivered(state, member, versions, now, sync)
+  member = replace(
+    member,
+    heard_at=max(now, member.heard_at),
+    versions=versions,
+    steps_since_sync=tuple(
+      rules.believed_steps_since(s, state.global_step, f.global_step, sync)
+      for s, f in zip(report.steps_since_sync, state.fragments)
+    ),
+    step_seconds=rules.believed_step_seconds(state.beliefs, report.step_seconds),
+    leaving=report.leaving,
+    farewells=member.farewells if report.leaving else 0,
+    lost=False,
+  )
+  state = _heard(state, report.learner, member, sync)
+  if member.quarantined:
+    refusal = Refusal(
+      state.shard, state.incarnation, report.incarnation, -1, -1, True, "quarantined"
+    )
+    return state, [*actions, Send(report.learner, refusal)]
+  state = mark_dirty(state, _due(state, report.learner, member, sync))
+  state, sent = _catch_up(state, report.learner, now, sync, event.unsent)
+  return state, [*actions, *sent]
+
+
+def _note_delivered(
+  state: SyncerState, member: Member, versions: tuple[int, ...], now: float, sync: SyncConfig
+) -> tuple[SyncerState, Member]:
+  """How long publishes take, and which may still be on their way: `versions` is what it has now.
+
+  They come one after the other. While those arrive that were sent before one, or with it, that one
+  is not lost but waits for the link: to send it again would only make the queue longer.
+  """
+  was = list(zip(versions, member.versions, member.sent, member.sent_at, member.waiting_since))
+  came = [(v == sent, at, since) for v, old, sent, at, since in was if v > old]
+  if not came:
+    return state, member
+  first = min(at for _, at, _ in came)
+  waiting_since = tuple(now if v < sent and at >= first else since for v, _, sent, at, since in was)
+  member = replace(member, waiting_since=waiting_since)
+  complete = [(at, since) for newest, at, since in came if newest]
+  if complete:
+    waited = now - min(since for _, since in complete)
+    queued = now - min(at for at, _ in complete)
+    # One member that says so late must not keep all others waiting for what they lack.
+    believed = min(queued, 2 * state.delivery_seconds + sync.liveness_seconds)
+    state = replace(state, delivery_seconds=rules.smooth(state.delivery_seconds, believed))
+    delivery_seconds = rules.smooth(member.delivery_seconds, waited)
+    member = replace(member, delivery_seconds=delivery_seconds, resends=0, resent_at=-math.inf)
+  return state, member
+
+
+def _note_sync(
+  state: SyncerState, member: Member, versions: tuple[int, ...], now: float, idle_seconds: float
+) -> Member:
+  """How long new versions took from the decision to commit until they lay ready at this learner.
+
+  It takes up publishes, and applies what is staged, at the ends of its steps: for how long they
+  waited for that it says itself. Only a version that follows the one it had, and was sent once,
+  counts; and none that was on its way while this shard stood still.
+  """
+  for v, old, sent, at in zip(versions, member.versions, member.sent, member.sent_at):
+    if 0 <= old == v - 1 and v == sent and not member.resends and at >= state.awake_since:
+      seconds = max(0.0, now - at - idle_seconds)
+      member = replace(member, sync_seconds=rules.smooth(member.sync_seconds, seconds))
+  return member
+
+
+def _due(state: SyncerState, learner: int, member: Member, sync: SyncConfig) -> list[int]:
+  """Positions of the fragments of which a round could begin because of this member."""
+  return [
+    i
+    for i, f in enumerate(state.fragments)
+    if f.round is None and could_push(learner, member, i, f) and is_due(member, i, f, sync)
+  ]
+
+
+def _born(state: SyncerState) -> int:
+  """Rounds of this life are at least this number, those of former lives are smaller."""
+  return rules.numbered(state.incarnation, 0)
+
+
+def _compared(
+  state: SyncerState, rounds: tuple[int, ...], versions: tuple[int, ...]
+) -> tuple[int, ...]:
+  """A member's versions in this shard's numbers: a version from another past counts as old."""
+  return tuple(
+    f.version if r == f.last_round else min(v, f.version - 1)
+    for r, v, f in zip(rounds, versions, state.fragments)
+  )
+
+
+def _recall(
+  state: SyncerState, report: Report, rounds: Mapping[int, int], now: float, sync: SyncConfig
+) -> SyncerOutcome:
+  """This shard has lost what these rounds made (it and its copies died together), and this learner
+  has it. Of several that have the same, one is asked; of those that say they have more, each."""
+  actions: list[SyncerAction] = []
+  recalls = dict(state.recalls)
+  for p, r in rounds.items():
+    before = recalls.get((p, report.learner))
+    patience = rules.backed_off(sync.liveness_seconds, before.times - 1) if before else 0.0
+    asked = any(
+      q == p and each.round == r and now < each.asked_at + sync.liveness_seconds
+      for (q, _), each in recalls.items()
+    )
+    if asked or (before and now < before.asked_at + patience):
+      continue
+    recalls[p, report.learner] = ValueRequest(now, before.times + 1 if before else 1, r)
+    recall = RequestValue(state.shard, state.incarnation, report.incarnation, p)
+    actions.append(Send(report.learner, recall))
+  return replace(state, recalls=recalls), actions
+
+
+def _on_value(state: SyncerState, value: Value, event: Received, sync: SyncConfig) -> SyncerOutcome:
+  now = event.now
+  i = next((i for i, f in enumerate(state.fragments) if f.index == value.fragment), None)
+  if i is None or (value.fragment, value.learner) not in state.recalls:
+    return state, [ignored(value, "it was not asked for")]
+  f = state.fragments[i]
+  merged_rounds = dict(pairs(value.merged_rounds))
+  if event.fault:
+    return state, [ignored(value, event.fault)]
+  if len(value.merged_rounds) % 2 or max(merged_rounds.values(), default=-1) > value.round:
+    return state, [ignored(value, "cannot have merged what it says")]
+  recalls = {k: r for k, r in state.recalls.items() if k[0] != f.index or r.round > value.round}
+  if not max(f.last_round, state.first_round - 1) < value.round < _born(state):
+    return state, [ignored(value, "not newer than what is here, or never made")]
+  f = FragmentState(
+    f.index,
+    version=value.version,
+    merged_tokens=value.merged_tokens,
+    merged_rounds=merged_rounds,
+    last_round=value.round,
+    global_step=max(0, state.global_step - sync.sync_period),
+    participants=value.participants,
+    snapshot=state.snapshot,
+  )
+  began = {**state.began, f.index: f.last_round}
+  vector_clock = join_clocks(state.vector_clock, {value.learner: value.count})
+  fragments = put(state.fragments, i, f)
+  state = replace(
+    state, fragments=fragments, recalls=recalls, began=began, vector_clock=vector_clock
+  )
+  for learner, m in state.members.items():  # one that has it says so; others get it after a while
+    state = set_member(
+      state,
+      learner,
+      versions=put(m.versions, i, -1),
+      sent=put(m.sent, i, f.version),
+      sent_at=put(m.sent_at, i, now),
+      waiting_since=put(m.waiting_since, i, now),
+    )
+  return state, [
+    Abandon(f.index, -1),
+    InstallValue(f.index, f.last_round, event.content),
+    events.Recalled(fragment=f.index, version=f.version, round=f.last_round, learner=value.learner),
+  ]
+
+
+def _note_lost(state: SyncerState, report: Report) -> SyncerOutcome:
+  """Says, once a fragment, that a learner had of an earlier life of this shard what came too late
+  to be given back."""
+  had = {
+    f.index: v
+    for f, r, v in zip(state.fragments, report.rounds, report.versions)
+    if max(state.began.get(f.index, -1), state.first_round - 1)
+    < r
+    < min(_born(state), f.last_round)
+  }
+  if not had:
+    return state, []
+  state = replace(state, began={**state.began, **dict.fromkeys(had, _born(state))})
+  reason = "has a version that this shard lost, and went on without"
+  return state, [events.Lost(learner=report.learner, versions=had, reason=reason)]
+
+
+def _catch_up(
+  state: SyncerState, learner: int, now: float, sync: SyncConfig, unsent: bool
+) -> SyncerOutcome:
+  """Sends, whole, what a member should have by now and has not.
+
+  What has not left here yet is not lost, however slow the link is: patience begins after that.
+  """
+  actions: list[SyncerAction] = []
+  member = state.members[learner]
+  if member.lost or not _begun(state, sync):
+    return state, actions
+  if unsent:
+    state = set_member(state, learner, resent_at=now)
+    member = state.members[learner]
+  lacks = [i for i, f in enumerate(state.fragments) if member.versions[i] < f.version]
+  since = member.waiting_since
+  patience = max(sync.liveness_seconds, 3 * state.delivery_seconds, 3 * member.delivery_seconds)
+  for i in sorted(lacks, key=lambda i: since[i]):
+    f, member = state.fragments[i], state.members[learner]
+    # One at a time, and not again before that one shows up or twice the time is over: if it is the
+    # link that is slow, each costs as much as what it is to replace.
+    waited = now - max(since[i], member.resent_at)
+    overdue = waited > rules.backed_off(patience, member.resends, math.inf)
+    if member.sent[i] < f.version or overdue:
+      again = member.sent[i] == f.version
+      state, publish = publish_to(state, i, learner, now, newest(state, i))
+      if again:
+        state = set_member(state, learner, resends=member.resends + 1, resent_at=now)
+      actions.append(publish)
+  return state, actions
+
+
+def lose_silent(state: SyncerState, now: float, sync: SyncConfig) -> SyncerOutcome:
+  """Looks only when a member may be silent: members are many, and so are messages."""
+  actions: list[SyncerAction] = []
+  if now < state.silent_at:
+    return state, actions
+  for learner, member in list(state.members.items()):
+    if not member.lost and now >= lost_at(member, sync):
+      state = forget_pending(set_member(state, learner, lost=True), learner)
+      actions.append(member_event(learner, "lost", f"silent for {now - member.heard_at:.2f} s"))
+  there = [lost_at(member, sync) for member in state.members.values() if not member.lost]
+  return replace(state, silent_at=min(there, default=math.inf)), actions

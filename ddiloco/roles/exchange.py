@@ -42,8 +42,8 @@ from ddiloco.protocol.actions import (
   Tick,
   Unmade,
 )
-from ddiloco.protocol.learner_state import LearnerState
 from ddiloco.protocol.messages import MADE, ForwardMoments, Publish, Push, Value
+from ddiloco.protocol.states import LearnerState
 from ddiloco.protocol.values import replace
 from ddiloco.runtime import Job, Loop, Runtime, value_threads
 

@@ -16,7 +16,7 @@ from ddiloco.config import Config
 from ddiloco.core.fragments import Plan
 from ddiloco.protocol import events, learner
 from ddiloco.protocol.actions import StepDone
-from ddiloco.protocol.learner_state import LearnerState, schedule_step
+from ddiloco.protocol.states import LearnerState, schedule_step
 from ddiloco.roles.exchange import LOOK_SECONDS, Exchange
 from ddiloco.runtime import Loop, Runtime, drive, short_collections
 

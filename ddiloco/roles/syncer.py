@@ -41,7 +41,7 @@ from ddiloco.protocol.actions import (
   Tick,
 )
 from ddiloco.protocol.messages import BETWEEN_SHARDS, EVALUATOR, Message, Publish, Push, Value
-from ddiloco.protocol.syncer_state import FragmentState, SyncerState, ignored
+from ddiloco.protocol.states import FragmentState, SyncerState, ignored
 from ddiloco.protocol.values import replace
 from ddiloco.runtime import Job, Loop, Runtime, drive, short_collections, value_threads
 

@@ -20,7 +20,7 @@ from ddiloco.core.delta import Deltas
 from ddiloco.core.fragments import Fragment, Piece, Plan
 from ddiloco.protocol.actions import Accept, Commit, InstallValue, Received
 from ddiloco.protocol.messages import INITIAL, MADE, NOTHING, Publish, Push, Replica, Value
-from ddiloco.protocol.syncer_state import FragmentState
+from ddiloco.protocol.states import FragmentState
 from ddiloco.protocol.values import replace
 from ddiloco.simulation.bandwidth import F32_BYTES, PUSH_VECTORS, STAGE_VECTORS
 

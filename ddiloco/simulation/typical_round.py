@@ -17,7 +17,7 @@ import random
 import statistics
 
 from ddiloco.config import SyncConfig
-from ddiloco.protocol import quorum
+from ddiloco.protocol import rules
 
 DRAWS = 100
 # Fragments are due in turn at first; jitter mixes that up, and pulls put it in order again. In
@@ -62,7 +62,7 @@ def typical(costs: RoundCosts, sync: SyncConfig) -> TypicalRound:
   quorum_seconds = statistics.mean(sorted(each)[least - 1] for each in arrived)
   way_back = costs.merge + costs.copy + costs.publish + costs.latency + costs.stage
   known = 0.0 if sync.apply == "rebase" else way_back
-  grace = quorum.grace_seconds(costs.step, quorum_seconds, known, sync)
+  grace = rules.grace_seconds(costs.step, quorum_seconds, known, sync)
   taken: list[float] = []  # from copy-out to apply, of participants
   periods: list[float] = []
   rounds: list[float] = []

@@ -21,7 +21,7 @@ from ddiloco.core.delta import Deltas
 from ddiloco.core.fragments import Fragment, Plan
 from ddiloco.protocol.events import Event, format_role, parse_role
 from ddiloco.protocol.messages import BULK, Message
-from ddiloco.protocol.syncer_state import FragmentState
+from ddiloco.protocol.states import FragmentState
 from ddiloco.roles.exchange import Quarantined
 from ddiloco.roles.learner import Learner
 from ddiloco.roles.syncer import Syncer

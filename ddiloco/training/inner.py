@@ -3,7 +3,7 @@
 AdamW, or an optax transform of the user's own. The learning rate follows the run's progress in
 tokens, not the island's own count: a learner that rejoins takes the rate its peers have, and the
 schedule ends when the run does, however many learners there were
-(`protocol.learner_state.schedule_step`).
+(`protocol.states.schedule_step`).
 """
 
 from __future__ import annotations

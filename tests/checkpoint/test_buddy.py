@@ -22,7 +22,7 @@ from ddiloco.core.codec import Encoded
 from ddiloco.core.commit import Committed
 from ddiloco.network.transport import Counters, syncer_address
 from ddiloco.protocol.messages import Recover, Recovered, Replica, Replicated
-from ddiloco.protocol.syncer_state import FragmentState
+from ddiloco.protocol.states import FragmentState
 from ddiloco.protocol.values import replace
 from tests.roles import toy
 from tests.roles.fleet import bits

@@ -25,9 +25,8 @@ from ddiloco.config import ConfigError, from_dict
 from ddiloco.core import fragments
 from ddiloco.core.commit import Committed, MemoryStore
 from ddiloco.core.fragments import owned_by
-from ddiloco.protocol import causality, learner
-from ddiloco.protocol.learner_state import LearnerState
-from ddiloco.protocol.syncer_state import FragmentState
+from ddiloco.protocol import learner, rules, states
+from ddiloco.protocol.states import FragmentState, LearnerState
 from ddiloco.protocol.values import from_json
 from ddiloco.roles import initial
 from tests.roles import toy
@@ -127,7 +126,7 @@ def test_any_number_of_shards_takes_over_what_others_had(storage, said, before, 
     owners = {p % before for p in wanted}
     assert restored.global_step == max(30 + s for s in owners)
     known = {0: max(50 + s for s in owners), 1: max(60 - s for s in owners)}
-    known |= {causality.shard_key(s): causality.count(3, 0) for s in owners}
+    known |= {states.shard_key(s): rules.numbered(3, 0) for s in owners}
     assert restored.vector_clock == known
   assert not said
 
@@ -146,8 +145,8 @@ def test_a_shard_goes_on_where_the_run_was(storage):
   state = restored.resume(new_syncer(CONFIG, 0, 777, store))
   assert (state.global_step, state.snapshot, state.incarnation) == (30, 3, 777)
   assert [f.version for f in state.fragments] == [30, 32]
-  me = causality.shard_key(0)
-  assert state.vector_clock == {**restored.vector_clock, me: causality.count(777, 0)}, (
+  me = states.shard_key(0)
+  assert state.vector_clock == {**restored.vector_clock, me: rules.numbered(777, 0)}, (
     "both lives are known"
   )
 

@@ -17,8 +17,8 @@ from ddiloco.checkpoint import saver as saver_lib
 from ddiloco.checkpoint.saver import Saver, consistent
 from ddiloco.checkpoint.snapshots import Storage
 from ddiloco.observe.eventlog import NullRecorder
-from ddiloco.protocol import causality
 from ddiloco.protocol.events import Event
+from ddiloco.protocol.states import clock_violations, shard_key
 
 PATIENCE_SECONDS = 90.0  # of these tests with what must come
 SHARDS = ("syncer-0", "syncer-1")
@@ -108,7 +108,7 @@ def state(role, own=0, **seen):
 
 def key(role):
   kind, number = role.split("-")
-  return int(number) if kind == "learner" else causality.shard_key(int(number))
+  return int(number) if kind == "learner" else shard_key(int(number))
 
 
 # --- saving ---------------------------------------------------------------------------------------
@@ -599,9 +599,9 @@ def test_what_is_committed_is_always_a_consistent_cut(counts):
   roles = consistent(states, set(SHARDS))
   assert not roles or set(SHARDS) <= roles <= set(ROLES)
   clocks = {r: dict(zip(map(key, ROLES), known)) for r, known in zip(ROLES, counts)}
-  assert not causality.violations({key(r): clocks[r] for r in roles})
+  assert not clock_violations({key(r): clocks[r] for r in roles})
   of_shards = {key(r): clocks[r] for r in SHARDS}
-  assert bool(roles) == (not causality.violations(of_shards))
+  assert bool(roles) == (not clock_violations(of_shards))
 
 
 def test_who_fits_is_in_and_who_does_not_is_out():

@@ -24,7 +24,7 @@ from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.engines.syncer_process import run_syncer
 from ddiloco.network.handshake import seconds_since_2020
 from ddiloco.protocol import learner
-from ddiloco.protocol.syncer_state import FragmentState
+from ddiloco.protocol.states import FragmentState
 from ddiloco.roles import initial
 from tests.engines.real import PATIENCE_SECONDS, events_of, start, tiny, wait_for
 

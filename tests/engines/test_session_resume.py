@@ -17,7 +17,7 @@ from ddiloco.config import Config, ConfigError
 from ddiloco.engines.processes import ProcessesEngine
 from ddiloco.observe.eventlog import newest_event, read_events
 from ddiloco.protocol import events, syncer
-from ddiloco.protocol.syncer_state import FragmentState, Round, SyncerState
+from ddiloco.protocol.states import FragmentState, Round, SyncerState
 from ddiloco.roles import initial
 from ddiloco.training import data
 from ddiloco.workdir import claim

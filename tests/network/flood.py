@@ -15,7 +15,7 @@ from pathlib import Path
 from ddiloco.network import frames
 from ddiloco.network.handshake import seconds_since_2020
 from ddiloco.network.keys import Keys, host_and_port
-from ddiloco.protocol import messages, wire
+from ddiloco.protocol import messages
 
 
 def main(url: str, keys: str, run_id: str, plan_id: str, learner: int, fragments: int) -> None:
@@ -33,7 +33,7 @@ def main(url: str, keys: str, run_id: str, plan_id: str, learner: int, fragments
     messages.RequestMoments(learner, incarnation, tuple(range(fragments))),
     messages.Goodbye(learner, incarnation),
   ]
-  data = [frames.encode(frames.Control(wire.encode(m, run_id, plan_id)[0])) for m in say]
+  data = [frames.encode(frames.Control(messages.encode(m, run_id, plan_id)[0])) for m in say]
   next_line = time.monotonic() + 1.0
   for count in itertools.count():
     connection.sendall(data[count % len(data)])

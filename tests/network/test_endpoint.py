@@ -19,9 +19,8 @@ from ddiloco.config import NetworkConfig
 from ddiloco.network import frames
 from ddiloco.network.handshake import RunIdentity, objection, seconds_since_2020
 from ddiloco.network.peers import MAX_QUEUED
-from ddiloco.protocol import wire
-from ddiloco.protocol.messages import Goodbye, Hello, Push, RequestMoments
-from ddiloco.protocol.wire import MalformedMessage
+from ddiloco.protocol import messages
+from ddiloco.protocol.messages import Goodbye, Hello, MalformedMessage, Push, RequestMoments
 from tests import says
 from tests.network.net import QUICK, Net
 
@@ -396,7 +395,7 @@ def test_odd_frames_of_a_member_are_dropped_and_it_goes_on(net):
   odd = [
     ODD[name] for name in ("no msgpack", "a greeting with payload", "a fragment that no shard has")
   ]
-  good = frames.encode(frames.Control(wire.encode(hello(), "run", "plan")[0]))
+  good = frames.encode(frames.Control(messages.encode(hello(), "run", "plan")[0]))
   with socket.create_connection(("127.0.0.1", port), timeout=SECONDS) as member:
     member.sendall(b"".join([frames.encode(greeting), *odd, frames.encode(greeting), good]))
     assert shard.receive(SECONDS)[:2] == ("learner-0", hello())

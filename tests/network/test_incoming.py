@@ -9,7 +9,7 @@ from ddiloco.network import frames
 from ddiloco.network.handshake import RunIdentity
 from ddiloco.network.io_thread import Forget
 from ddiloco.network.peers import KEPT_SECONDS, LEAST_KEPT_BYTES, BufferPool, Incoming
-from ddiloco.protocol.wire import MalformedMessage
+from ddiloco.protocol.messages import MalformedMessage
 
 RUN = RunIdentity("run", "plan", max_payload_bytes=1000, queue_bytes=1500)
 

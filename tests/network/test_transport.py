@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ddiloco.network.transport import MAX_CONTROL, Hub
-from ddiloco.protocol import wire
+from ddiloco.protocol import messages
 from ddiloco.protocol.messages import Goodbye, Pull, Push, RequestMoments
 from tests import says
 from tests.network.net import Net
@@ -116,9 +116,9 @@ def test_malformed_frames_are_dropped_and_counted():
   hub = Hub("run", "plan")
   a = hub.connect("learner-0")
   a._deliver("syncer-0", b"\xc1garbage", None, 8)
-  header, _ = wire.encode(pull(1), "another run", "plan")
+  header, _ = messages.encode(pull(1), "another run", "plan")
   a._deliver("syncer-0", header, None, len(header))
-  header, _ = wire.encode(pull(2), "run", "plan")
+  header, _ = messages.encode(pull(2), "run", "plan")
   a._deliver("syncer-0", header, None, len(header))
   assert a.receive(SECONDS)[1].round == 2
   assert a.counters.malformed == 2

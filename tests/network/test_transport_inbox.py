@@ -10,7 +10,7 @@ import pytest
 
 from ddiloco.network import transport
 from ddiloco.network.transport import BULK_AFTER, MAX_CONTROL, Counters, Inbox
-from ddiloco.protocol import wire
+from ddiloco.protocol import messages
 from ddiloco.protocol.messages import Goodbye, Hello, Message, Push, Report, RequestMoments
 from tests import says
 
@@ -24,9 +24,11 @@ class Box:
     self.inbox = Inbox("run", "plan", self.counters, dropped=drop, **options)
 
   def put(self, message: Message, incarnation: int | None = None, sender: str = "") -> bool:
-    header, payload = wire.encode(message, "run", "plan")
+    header, payload = messages.encode(message, "run", "plan")
     sender = sender or transport.claimed_sender(message)
-    return self.inbox.put(sender, header, payload, wire.frame_bytes(header, payload), incarnation)
+    return self.inbox.put(
+      sender, header, payload, messages.frame_bytes(header, payload), incarnation
+    )
 
   def all(self) -> list[Message]:
     found = []
@@ -89,7 +91,7 @@ def test_one_message_is_let_in_however_large_it_is():
 
 def test_memory_does_not_grow_with_the_length_of_a_flood():
   box = Box()
-  header, _ = wire.encode(RequestMoments(0, 0, tuple(range(100))), "run", "plan")
+  header, _ = messages.encode(RequestMoments(0, 0, tuple(range(100))), "run", "plan")
 
   def flood(count: int) -> int:
     for _ in range(count):

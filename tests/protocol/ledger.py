@@ -17,7 +17,7 @@ from ddiloco.config import SyncConfig
 from ddiloco.protocol import events
 from ddiloco.protocol.actions import Accept, Commit, InstallValue
 from ddiloco.protocol.messages import INITIAL, NOTHING, Publish
-from ddiloco.protocol.syncer_state import FragmentState
+from ddiloco.protocol.states import FragmentState
 
 Step = tuple[int, int, int]  # learner, incarnation, number
 Steps = tuple[Step, ...]

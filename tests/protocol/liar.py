@@ -15,8 +15,8 @@ from typing import Any
 from ddiloco.chaos.faults import Faults
 from ddiloco.config import SyncConfig
 from ddiloco.core import merge
-from ddiloco.protocol import beliefs, wire
-from ddiloco.protocol.actions import MAX_PATIENCE_SECONDS, Commit
+from ddiloco.protocol import messages, rules
+from ddiloco.protocol.actions import Commit
 from ddiloco.protocol.events import Event
 from ddiloco.protocol.messages import (
   Goodbye,
@@ -32,7 +32,8 @@ from ddiloco.protocol.messages import (
   Value,
   Welcome,
 )
-from ddiloco.protocol.syncer_state import FragmentState
+from ddiloco.protocol.rules import MAX_PATIENCE_SECONDS
+from ddiloco.protocol.states import FragmentState
 from ddiloco.simulation.actor import Actor, Role
 from ddiloco.simulation.stand_ins import Sized
 from tests.protocol.ledger import Delta, Ledger, Step
@@ -84,8 +85,8 @@ class Liar(Actor):
   def say(self, shard: int, lie: str, *asked: Message) -> None:
     message = getattr(self, lie)(*asked)
     if self.sent.total() % 16 == 0:  # well-formed, or a transport would have dropped it
-      header, payload = wire.encode(message, "run", "plan")
-      wire.decode(header, b"" if payload is not None else None, "run", "plan")
+      header, payload = messages.encode(message, "run", "plan")
+      messages.decode(header, b"" if payload is not None else None, "run", "plan")
     self.sent[lie] += 1
     self.world.send(self, ("syncer", shard), message)
 
@@ -327,10 +328,10 @@ def _check_global_step(world: LiarWorld, actor: Actor, since: float, before: int
   """
   sync = world.sync
   fastest = min(world.pace.step_seconds)
-  most = beliefs.WASTE * TARGET_TOKENS / STEP_TOKENS + 2 * beliefs.slack_steps(sync)
+  most = rules.WASTE * TARGET_TOKENS / STEP_TOKENS + 2 * rules.slack_steps(sync)
   assert actor.state.global_step <= most, f"{actor.role}: global step {actor.state.global_step}"
   if world.steady and actor.role[0] == "syncer" and not actor.state.shard:
-    ahead = beliefs.LEAD * (world.now - since + 2) / fastest + 3 * beliefs.slack_steps(sync)
+    ahead = rules.LEAD * (world.now - since + 2) / fastest + 3 * rules.slack_steps(sync)
     assert actor.state.global_step <= before + ahead, (
       f"{actor.role}: {before} to {actor.state.global_step}"
     )
@@ -373,13 +374,13 @@ def _check_commits(world: LiarWorld, commits: list[Commit]) -> None:
   for c in commits:
     if world.honest not in c.learners or len(c.learners) < 2:
       continue
-    steps = [beliefs.worth_steps(s, world.sync) for s in c.steps]
+    steps = [rules.worth_steps(s, world.sync) for s in c.steps]
     tokens = [t * k / s for t, s, k in zip(c.tokens, c.steps, steps)]
     weights = merge.token_weights(steps, tokens)
     shares = merge.bounded_shares(weights, [STEP_TOKENS] * len(steps))
     assert shares[c.learners.index(world.honest)] <= 0.5 + 1e-9
   clocks = [a.state.global_step for _, a in _honest(world) if a.role[0] == "syncer"]
-  slack = beliefs.slack_steps(world.sync)
+  slack = rules.slack_steps(world.sync)
   for (p, _), tokens in world.ledger.lied.items():
     rounds = sum(c.fragment == p and world.honest in c.learners for c in commits)
     assert tokens <= STEP_TOKENS * (max(clocks) + slack * (rounds + 1)), f"fragment {p}: {tokens}"

@@ -7,10 +7,11 @@ import dataclasses
 import pytest
 
 from ddiloco.protocol import learner, syncer
-from ddiloco.protocol.actions import Send, Staged, StepDone, Tick, backed_off
+from ddiloco.protocol.actions import Send, Staged, StepDone, Tick
 from ddiloco.protocol.events import Event
 from ddiloco.protocol.messages import Goodbye, Publish, Pull, Value
-from ddiloco.protocol.syncer_state import FragmentState
+from ddiloco.protocol.rules import backed_off
+from ddiloco.protocol.states import FragmentState
 from tests.protocol import endings
 from tests.protocol.storms import STORM_SECONDS, calm, notes, random_world
 from tests.protocol.test_syncer_scripts import ALONE, SYNC, Script, join, push, report

@@ -5,7 +5,7 @@ import itertools
 
 from ddiloco.config import SyncConfig
 from ddiloco.protocol.learner import init
-from ddiloco.protocol.learner_state import schedule_step
+from ddiloco.protocol.states import schedule_step
 from tests.protocol.virtual import STEP_TOKENS, Pace, World
 
 PLANNED = 240  # steps, of four learners

@@ -12,9 +12,13 @@ from msgspec import msgpack
 
 from ddiloco.protocol.messages import (
   KINDS,
+  MAX_HEADER_BYTES,
+  SEAL_BYTES,
+  WIRE_FORMAT,
   ForwardMoments,
   Goodbye,
   Hello,
+  MalformedMessage,
   Moments,
   ProvideMoments,
   Publish,
@@ -30,12 +34,6 @@ from ddiloco.protocol.messages import (
   RequestValue,
   Value,
   Welcome,
-)
-from ddiloco.protocol.wire import (
-  MAX_HEADER_BYTES,
-  SEAL_BYTES,
-  WIRE_FORMAT,
-  MalformedMessage,
   decode,
   encode,
   frame_bytes,

@@ -9,7 +9,7 @@ import pytest
 from ddiloco.config import SyncConfig
 from ddiloco.protocol import syncer
 from ddiloco.protocol.actions import Received
-from ddiloco.protocol.syncer_state import FragmentState, SyncerState
+from ddiloco.protocol.states import FragmentState, SyncerState
 from tests import says
 
 FRAGMENTS, PERIOD = 4, 1000

@@ -26,7 +26,7 @@ from ddiloco.protocol.actions import (
 )
 from ddiloco.protocol.events import Event
 from ddiloco.protocol.messages import MADE, Goodbye, Publish, Pull, Push, Refusal, Report
-from ddiloco.protocol.syncer_state import FragmentState
+from ddiloco.protocol.states import FragmentState
 from tests import says
 from tests.says import hello, welcome
 

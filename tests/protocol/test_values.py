@@ -11,17 +11,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddiloco.protocol import actions, beliefs, learner_state, messages, syncer, syncer_state
+from ddiloco.protocol import actions, messages, rules, states, syncer
 from ddiloco.protocol.learner import init
-from ddiloco.protocol.learner_state import LearnerState, Outstanding, set_fragment
-from ddiloco.protocol.syncer_state import FragmentState, SyncerState
+from ddiloco.protocol.states import (
+  FragmentState,
+  LearnerState,
+  Outstanding,
+  SyncerState,
+  set_fragment,
+)
 from ddiloco.protocol.values import NotAState, from_json, put, replace, to_json
 from tests import says
 
 STATES = [
   init(2, 7, (0, 1, 0), 100),
-  syncer.init(1, 3, (syncer_state.FragmentState(4),), 100),
-  syncer_state.Member(1, 0.5, (0,), (1,), (0,), (0.0,), (0.0,), (0.0,)),
+  syncer.init(1, 3, (states.FragmentState(4),), 100),
+  states.Member(1, 0.5, (0,), (1,), (0,), (0.0,), (0.0,), (0.0,)),
   messages.Goodbye(3, 4),
 ]
 
@@ -45,7 +50,7 @@ def test_a_field_that_is_none_is_refused():
     replace(STATES[-1], lerner=1)
 
 
-@pytest.mark.parametrize("module", [beliefs, learner_state, messages, actions, syncer_state])
+@pytest.mark.parametrize("module", [rules, states, messages, actions])
 def test_values_of_the_protocol_are_nothing_but_their_fields(module):
   for found in vars(module).values():
     if not dataclasses.is_dataclass(found) or found.__module__ != module.__name__:

@@ -9,7 +9,7 @@ import pytest
 from ddiloco.config import SyncConfig
 from ddiloco.protocol import learner, syncer
 from ddiloco.protocol.actions import Received, Resumed, Staged, StepDone, Tick
-from ddiloco.protocol.syncer_state import FragmentState, SyncerState
+from ddiloco.protocol.states import FragmentState, SyncerState
 from tests import says
 
 # Three learners of one fragment that make a step a second: the round commits with two, or later.

@@ -26,11 +26,11 @@ from ddiloco.config import (
 )
 from ddiloco.core.commit import Committed, MemoryStore
 from ddiloco.core.fragments import owned_by
-from ddiloco.protocol import causality, events
+from ddiloco.protocol import events
 from ddiloco.protocol.actions import Accept, Commit, InstallValue, Received
 from ddiloco.protocol.events import Event, parse_role
 from ddiloco.protocol.messages import NOTHING, Message, Publish, Push, Value
-from ddiloco.protocol.syncer_state import FragmentState
+from ddiloco.protocol.states import FragmentState
 from ddiloco.protocol.values import from_json
 from ddiloco.simulation import world
 from ddiloco.simulation.actor import Actor, Role
@@ -213,7 +213,7 @@ class Ghosts(world.World):
       parse_role(name): _part(parts[name]) for name in event.roles
     }
     seen = {part.state.key: part.state.vector_clock for part in states.values()}
-    assert not causality.violations(seen), f"no cut: {causality.violations(seen)} of {seen}"
+    assert not states.clock_violations(seen), f"no cut: {states.clock_violations(seen)} of {seen}"
     learners = {r[1]: (v.incarnation, v.parameters) for r, v in states.items() if r[0] == "learner"}
     shards = [part for role, part in states.items() if role[0] == "syncer"]
     fragments = {f.index: (v.incarnation, f) for v in shards for f in v.state.fragments}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ddiloco.core import fragments
-from ddiloco.protocol.actions import due_after
+from ddiloco.protocol.rules import due_after
 from tests.roles import toy
 
 

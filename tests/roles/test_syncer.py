@@ -16,7 +16,7 @@ from ddiloco.network.seals import Sealer
 from ddiloco.network.transport import Counters
 from ddiloco.protocol.actions import Commit, InstallValue, Tick
 from ddiloco.protocol.messages import Publish, Pull, Refusal
-from ddiloco.protocol.syncer_state import FragmentState
+from ddiloco.protocol.states import FragmentState
 from ddiloco.protocol.values import replace
 from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Runtime, drive

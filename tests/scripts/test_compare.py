@@ -12,7 +12,7 @@ import pytest
 from ddiloco.config import OuterConfig
 from ddiloco.core import outer
 from ddiloco.core.commit import Committed
-from ddiloco.protocol.syncer_state import FragmentState
+from ddiloco.protocol.states import FragmentState
 from tests.scripts import commands
 
 

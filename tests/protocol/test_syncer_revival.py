@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from ddiloco.config import SyncConfig
-from ddiloco.protocol import causality, events, learner, syncer
+from ddiloco.protocol import events, learner, rules, syncer
 from ddiloco.protocol.actions import (
   Abandon,
   Apply,
@@ -24,7 +24,7 @@ from ddiloco.protocol.actions import (
   Tick,
 )
 from ddiloco.protocol.messages import MADE, NOTHING, Publish, Report, RequestValue, Value
-from ddiloco.protocol.syncer_state import FragmentState
+from ddiloco.protocol.states import FragmentState
 from tests import says
 from tests.protocol.storms import calm
 from tests.protocol.test_syncer_scripts import ALONE, SYNC, Script, join, push, report
@@ -177,7 +177,7 @@ MERGED = says.publish(0, 0, 1, 0, 7, 1, -1, 60, 30, (0,), (0, 7), "")
 def test_a_revived_learner_waits_until_its_shard_has_said_what_is_newer():
   one = revived(STEP)
   assert not one.state.joined and one.state.step == 1 and one.state.fragments[0].steps == 1
-  assert one.state.vector_clock[0] == causality.count(1, 0) > causality.count(0, 10**6), (
+  assert one.state.vector_clock[0] == rules.numbered(1, 0) > rules.numbered(0, 10**6), (
     "or no snapshot is consistent"
   )
   assert one.feed(Tick(0.0)) == [Send(0, hello(0, 1, (-1, -1)))]

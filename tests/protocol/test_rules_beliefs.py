@@ -8,9 +8,8 @@ import math
 import pytest
 
 from ddiloco.config import SyncConfig
-from ddiloco.protocol import beliefs, events, learner, syncer
+from ddiloco.protocol import events, learner, rules, syncer
 from ddiloco.protocol.actions import Commit, InstallValue, Received, Send, Tick
-from ddiloco.protocol.beliefs import Beliefs
 from ddiloco.protocol.events import Event
 from ddiloco.protocol.messages import (
   NOTHING,
@@ -24,7 +23,8 @@ from ddiloco.protocol.messages import (
   RequestValue,
   Value,
 )
-from ddiloco.protocol.syncer_state import FragmentState
+from ddiloco.protocol.rules import Beliefs
+from ddiloco.protocol.states import FragmentState
 from tests import says
 from tests.protocol.test_syncer_scripts import ALONE, Script, push, report
 
@@ -57,8 +57,8 @@ def test_one_learner_does_not_move_the_global_step_beyond_what_others_could():
   state = shard()
   for now in range(2, 102):
     state = told(state, says.report(3, 0, HUGE, 1e-9, (0, 0), (1, 1)), float(now))
-  slack = beliefs.slack_steps(SYNC)
-  assert 100 < state.global_step <= slack + 100 * beliefs.LEAD
+  slack = rules.slack_steps(SYNC)
+  assert 100 < state.global_step <= slack + 100 * rules.LEAD
 
 
 def test_what_two_say_is_believed_at_once():
@@ -112,7 +112,7 @@ def test_no_pace_that_a_third_one_makes_up_holds_up_the_faster_of_two(said):
     state = told(state, says.report(2, 0, HUGE if said < 1 else 0, said, (0, 0), (1, 1)), now)
     state = told(state, says.report(0, 0, step, 0.5, (0, 0), (1, 1)), now)
     state = told(state, says.report(1, 0, step // 3, 1.5, (0, 0), (1, 1)), now)
-    assert step <= state.global_step <= beliefs.slack_steps(SYNC) + beliefs.LEAD * step
+    assert step <= state.global_step <= rules.slack_steps(SYNC) + rules.LEAD * step
 
 
 def test_one_that_outlives_all_others_is_believed():
@@ -138,12 +138,12 @@ def test_a_member_that_never_says_how_fast_it_is_does_not_hold_up_a_fast_one():
   """The fast one is believed as far as the slow one's speed allows, and not a step further."""
   paces = ((0.1, 0), (0.3, 1))
 
-  def reached(claim: int, learner: int = 0, paces: beliefs.Ranking = paces) -> int:
+  def reached(claim: int, learner: int = 0, paces: rules.Ranking = paces) -> int:
     known = Beliefs(reach_at=0.0, paces=paces)
-    return beliefs.raised_global_step(known, 0, learner, claim, 30.0, math.inf, SYNC, 3)[1]
+    return rules.raised_global_step(known, 0, learner, claim, 30.0, math.inf, SYNC, 3)[1]
 
   assert reached(300) == 300
-  most = beliefs.slack_steps(SYNC) / 2 + 30 * beliefs.LEAD / 0.3
+  most = rules.slack_steps(SYNC) / 2 + 30 * rules.LEAD / 0.3
   assert reached(HUGE) == int(most)
   assert reached(HUGE, 0, ((1e-9, 0), (0.3, 1))) == int(most), "whatever it says of itself"
   assert reached(HUGE, 2) == int(most), "the silent one itself"
@@ -166,8 +166,8 @@ def test_a_restarted_shard_knows_the_clock_of_its_newest_commit():
 
 def test_steps_of_a_million_years_do_not_keep_a_silent_learner():
   state = told(shard(), says.report(0, 0, 1, 1e300, (0, 0), (1, 1)), 2.0)
-  assert state.members[0].step_seconds <= beliefs.LONGEST_STEP_SECONDS
-  silent = 2.0 + SYNC.liveness_steps * beliefs.LONGEST_STEP_SECONDS + 1.0
+  assert state.members[0].step_seconds <= rules.LONGEST_STEP_SECONDS
+  silent = 2.0 + SYNC.liveness_steps * rules.LONGEST_STEP_SECONDS + 1.0
   assert says.shard_on(state, Tick(silent), SYNC)[0].members[0].lost
 
 
@@ -241,7 +241,7 @@ def test_what_was_merged_once_is_not_claimed_again():
 
 @pytest.mark.parametrize("steps, worth", [(1, 1), (30, 30), (60, 15), (3_000, 0.3)])
 def test_stale_work_weighs_less_the_staler_it_is(steps, worth):
-  assert beliefs.worth_steps(steps, SYNC) == pytest.approx(worth)
+  assert rules.worth_steps(steps, SYNC) == pytest.approx(worth)
 
 
 # --- values that come back ------------------------------------------------------------------------
@@ -464,6 +464,6 @@ def test_learners_count_for_themselves_only():
 def test_ranks_of_claims_and_paces_are_short():
   known = Beliefs(reach_at=0.0)
   for m in range(100):
-    known = beliefs.noted_pace(known, m, 1.0 + m)
-    known, _ = beliefs.raised_global_step(known, 0, m, 10 + m, 1.0, math.inf, SYNC, 100)
+    known = rules.noted_pace(known, m, 1.0 + m)
+    known, _ = rules.raised_global_step(known, 0, m, 10 + m, 1.0, math.inf, SYNC, 100)
   assert len(known.claims) == 2 and len(known.paces) == 3

@@ -1,16 +1,15 @@
-"""What a syncer shard knows: its members, its fragments, the rounds under way. PURE."""
+"""What a learner knows and what a shard knows: their states, and small questions to them. PURE."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
 from ddiloco.config import SyncConfig
-from ddiloco.protocol import beliefs, events
-from ddiloco.protocol.actions import Send, due_after
-from ddiloco.protocol.beliefs import Beliefs
-from ddiloco.protocol.causality import shard_key
+from ddiloco.protocol import events, rules
+from ddiloco.protocol.actions import LearnerAction, Send, SyncerAction
 from ddiloco.protocol.messages import (
   EVALUATOR,
   INITIAL,
@@ -19,13 +18,160 @@ from ddiloco.protocol.messages import (
   TO_SHARD,
   Message,
   Publish,
+  Pull,
   Push,
   Report,
   flat,
 )
+from ddiloco.protocol.rules import Beliefs
 from ddiloco.protocol.values import put, replace
 
 MOST_FAREWELLS = 3  # rounds a fragment that a leaving learner may start
+
+# --- what each role has heard of each other -------------------------------------------------------
+# Pushes and publishes, the messages that move the model, carry a count of the sender's own: pushes
+# of a learner, commits of a shard. A role keeps the greatest count it has heard from each sender. A
+# set of captured states is a consistent snapshot if no role has heard more of another than that one
+# had done when its state was captured (Mattern 1989). A sender counts for itself only, so a learner
+# that lies can spoil its own part and no other.
+
+VectorClock = Mapping[int, int]  # who -> count; a learner is its number, a shard see `shard_key`
+
+
+def shard_key(shard: int) -> int:
+  """The key of a shard; learners have their numbers, the evaluator is -1."""
+  return -2 - shard
+
+
+def join_clocks(vector_clock: VectorClock, other: VectorClock) -> VectorClock:
+  """The vector clock after hearing of `other`: the greater count of each."""
+  news = {who: count for who, count in other.items() if count > vector_clock.get(who, 0)}
+  return {**vector_clock, **news} if news else vector_clock
+
+
+def clock_violations(snapshot: Mapping[int, VectorClock]) -> list[tuple[int, int]]:
+  """(who, whom): `who` had heard of an act of `whom` from after `whom`'s capture.
+
+  `snapshot` has what each participant had heard, by key. Empty: the snapshot is consistent.
+  """
+  return [
+    (who, whom)
+    for who, vector_clock in sorted(snapshot.items())
+    for whom, known in sorted(vector_clock.items())
+    if whom in snapshot and whom != who and known > snapshot[whom].get(whom, 0)
+  ]
+
+
+# --- a learner ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Outstanding:
+  """My push that no publish has answered yet; at most one per fragment."""
+
+  push: Push  # without payload
+  at_step: int  # my own step count when it was copied out
+
+
+@dataclasses.dataclass(frozen=True)
+class IncomingVersion:
+  """A published version on its way onto the devices."""
+
+  publish: Publish  # without payload
+  mode: str
+  merged: Outstanding | None  # my push that this version contains
+  ready: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnerFragment:
+  """One fragment, as this learner has it."""
+
+  shard: int
+  version: int = -1  # in the parameters
+  round: int = NOTHING  # that made it: its identity, since version numbers may come twice
+  received: int = -1  # newest version accepted; >= version
+  steps_since_sync: int = 0  # from the copy-out if the sync had my push, else from receipt
+  steps: int = 0  # in my parameters and not merged yet
+  tokens: int = 0
+  merged_tokens: int = 0  # of the whole run, as the shard says
+  acknowledged_tokens: int = 0  # mine, merged
+  discarded_tokens: int = 0  # mine, lost to an overwrite
+  base_header: Publish | None = None  # what came with the newest version accepted, without payload
+  fresh: bool = False  # its shard has sent me what it had, or had nothing newer than I
+  outstanding: Outstanding | None = None
+  pull: Pull | None = None  # asked and not answered yet
+  incoming: tuple[IncomingVersion, ...] = ()
+
+  @property
+  def newest(self) -> int:
+    """The round that made the newest version accepted."""
+    return self.base_header.round if self.base_header else NOTHING
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardView:
+  incarnation: int = -1  # newest heard of; -1: not welcomed yet
+  hellos: int = 0
+  next_hello_at: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnerState:
+  learner: int
+  incarnation: int
+  shards: tuple[ShardView, ...]
+  fragments: tuple[LearnerFragment, ...]
+  target_tokens: int  # merged from all learners; without shards: trained by me
+  trains: bool = True
+  step: int = 0  # mine, in this incarnation
+  global_step: int = 0  # of the most advanced learner
+  trained_tokens: int = 0
+  step_seconds: float = 0.0
+  stepped_at: float = 0.0  # when the newest step was over
+  waited_seconds: float = 0.0  # that the newest publish waited for the end of a step
+  idle_seconds: float = 0.0  # that, and what it waited once it was staged
+  snapshot: int = 0  # the newest heard of; my state is captured for it
+  vector_clock: VectorClock = dataclasses.field(default_factory=dict)
+  pushes_made: int = 0  # in this incarnation
+  donor_seconds: float = 0.0  # that it waits for a peer's moments, when it joins
+  wants: tuple[int, ...] = ()  # fragments whose moments it still waits for
+  wants_until: float = 0.0
+  ask_at: float = 0.0
+  joined_global_step: int = 0  # the run's, when it joined
+  donations: int = 0  # made, in this incarnation
+  whole: bool = False  # it needs initial values sent, since it cannot make them
+  leaving: bool = False  # makes no more steps, and goes when nothing is left to merge
+  done: bool = False
+
+  @property
+  def joined(self) -> bool:
+    return all(f.fresh and f.version >= 0 for f in self.fragments)
+
+  @property
+  def merged_tokens(self) -> int:
+    """Of the whole run: what every fragment has merged at least."""
+    return min((f.merged_tokens for f in self.fragments), default=0)
+
+
+LearnerOutcome = tuple[LearnerState, list[LearnerAction]]  # what its reducer returns
+
+
+def schedule_step(state: LearnerState, tokens_per_step: int) -> int:
+  """Where the run is in its schedule of learning rates: the step that has seen as many tokens.
+
+  What is merged, and my own steps on top of it, as if all others kept pace with me: the mean of the
+  fragments, rounded down. `tokens_per_step` is that of all planned learners together. In lock-step
+  it is the global step. Where learners are down, slow, or more than planned, it is not: a schedule
+  by the global step would be over too early, or never.
+  """
+  if not state.fragments:
+    return state.step
+  tokens = sum(f.merged_tokens + f.steps * tokens_per_step for f in state.fragments)
+  return tokens // (len(state.fragments) * tokens_per_step)
+
+
+# --- a shard --------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,8 +274,7 @@ class SyncerState:
   rounds: int = 0  # started in this incarnation
   snapshot: int = 0  # the newest heard of or begun; my state is captured for it
   saving: bool = False  # that snapshot is not committed or given up yet; shard 0 waits for it
-  # What it has heard of whom (`protocol/causality.py`).
-  vector_clock: Mapping[int, int] = dataclasses.field(default_factory=dict)
+  vector_clock: VectorClock = dataclasses.field(default_factory=dict)
   commits: int = 0  # in this incarnation
   began: Mapping[int, int] = dataclasses.field(default_factory=dict)  # fragment -> round, at first
   # No round begins before: learners may have newer values than this shard.
@@ -154,6 +299,9 @@ class SyncerState:
   delivery_seconds: float = 0.0  # smoothed over all members: from sending to the report of it
   quorum_seconds: float = 0.0  # smoothed, from pull to quorum
   awake_since: float = -math.inf  # this shard's process did not stand still since
+
+
+SyncerOutcome = tuple[SyncerState, list[SyncerAction]]  # what its reducer returns
 
 
 def complete(state: SyncerState, f: FragmentState) -> bool:
@@ -181,15 +329,14 @@ def brings_last_work(member: Member) -> bool:
 
 def is_due(member: Member, i: int, f: FragmentState, sync: SyncConfig) -> bool:
   """Whether it has made as many steps on it as a sync takes, or makes no more."""
-  enough = member.steps_since_sync[i] >= due_after(f.index, f.version, sync)
+  enough = member.steps_since_sync[i] >= rules.due_after(f.index, f.version, sync)
   return enough or brings_last_work(member)
 
 
 def recovery_over(state: SyncerState, now: float) -> bool:
   """Whether no learner with a newer value is awaited: all that it knew are here, or time is up.
 
-  A learner with newer values is not a member before it has been asked for them
-  (`protocol/members.py`).
+  A learner with newer values is no member before it was asked for them (`protocol/syncer.py`).
   """
   if now >= state.recovery_deadline:
     return True
@@ -201,13 +348,13 @@ def recovery_over(state: SyncerState, now: float) -> bool:
 def believe_global_step(
   state: SyncerState, report: Report, now: float, sync: SyncConfig
 ) -> SyncerState:
-  """The global step, after a learner has said how far it is (`beliefs.raised_global_step`)."""
+  """The global step, after a learner has said how far it is (`rules.raised_global_step`)."""
   if report.learner == EVALUATOR:
     return state
-  known = beliefs.noted_pace(state.beliefs, report.learner, report.step_seconds)
-  most = beliefs.WASTE * state.target_tokens / state.step_tokens if state.step_tokens else math.inf
+  known = rules.noted_pace(state.beliefs, report.learner, report.step_seconds)
+  most = rules.WASTE * state.target_tokens / state.step_tokens if state.step_tokens else math.inf
   here = _num_here(state, report.learner) if recovery_over(state, now) else 0
-  known, global_step = beliefs.raised_global_step(
+  known, global_step = rules.raised_global_step(
     known, state.global_step, report.learner, report.global_step, now, most, sync, here
   )
   return replace(state, beliefs=known, global_step=global_step)
@@ -224,17 +371,19 @@ def _num_here(state: SyncerState, reports: int) -> int:
   return len((state.members.keys() | {reports}).difference(lost))
 
 
-def set_member(state: SyncerState, learner: int, member: Member | None) -> SyncerState:
-  members = dict(state.members)
-  if member is not None:
-    members[learner] = member
-  else:
-    members.pop(learner, None)
-  return replace(state, members=members)
+def set_member(state: SyncerState, learner: int, **changes: Any) -> SyncerState:
+  """The state with these fields of one member changed."""
+  member = replace(state.members[learner], **changes)
+  return replace(state, members={**state.members, learner: member})
 
 
-def set_fragment(state: SyncerState, i: int, f: FragmentState) -> SyncerState:
-  return replace(state, fragments=put(state.fragments, i, f))
+State = TypeVar("State", LearnerState, SyncerState)
+
+
+def set_fragment(state: State, i: int, **changes: Any) -> State:
+  """The state with these fields of one fragment changed."""
+  fragments = put(state.fragments, i, replace(state.fragments[i], **changes))
+  return replace(state, fragments=fragments)
 
 
 def mark_dirty(state: SyncerState, positions: Iterable[int]) -> SyncerState:
@@ -251,12 +400,11 @@ def without(pending: tuple[int, ...], learner: int) -> tuple[int, ...]:
 
 def forget_pending(state: SyncerState, learner: int) -> SyncerState:
   """No round waits for this learner any more; a push it already sent still counts."""
-
   for i, f in enumerate(state.fragments):
     if f.round is None or learner not in f.round.pending:
       continue
-    f = replace(f, round=replace(f.round, pending=without(f.round.pending, learner)))
-    state = mark_dirty(set_fragment(state, i, f), [i])
+    current = replace(f.round, pending=without(f.round.pending, learner))
+    state = mark_dirty(set_fragment(state, i, round=current), [i])
   return state
 
 
@@ -305,11 +453,11 @@ def publish_to(
     base_round=base_round,
     codec=MADE if f.last_round == INITIAL and not member.whole else "",
   )
+  sent_at, waiting_since = member.sent_at, member.waiting_since
   if not update or member.versions[i] >= member.sent[i]:  # else an older one is awaited longer
-    sent_at, waiting_since = put(member.sent_at, i, now), put(member.waiting_since, i, now)
-    member = replace(member, sent_at=sent_at, waiting_since=waiting_since)
-  member = replace(member, sent=put(member.sent, i, f.version))
-  state = set_member(state, learner, member)
+    sent_at, waiting_since = put(sent_at, i, now), put(waiting_since, i, now)
+  sent = put(member.sent, i, f.version)
+  state = set_member(state, learner, sent=sent, sent_at=sent_at, waiting_since=waiting_since)
   return state, Send(learner, publish)
 
 

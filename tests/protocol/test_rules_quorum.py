@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddiloco.config import SyncConfig
-from ddiloco.protocol.quorum import Decision, decide, grace_seconds, screen
+from ddiloco.protocol.rules import Decision, decide, grace_seconds, screen
 
 TWO = SyncConfig(min_quorum=2, overlap_steps=2, grace_safety=0.5)
 

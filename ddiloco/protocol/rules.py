@@ -1,0 +1,409 @@
+"""The rules by which roles decide, as formulas of numbers: nothing here knows a state. PURE.
+
+What both sides count on; when a round ends, with the reason in plain words, which logs, live view
+and dashboard show; and what a shard believes of what its members say of themselves.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import dataclasses
+import heapq
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+
+from ddiloco.config import SyncConfig
+from ddiloco.protocol.values import replace
+
+MAX_PATIENCE_SECONDS = 30.0
+MOST_NAMES = 8  # of learners in a reason
+AGREEMENT = 0.05  # mean cosine of the others below which their directions are noise
+OPPOSITION = 0.5  # share of that cosine, with the other sign, from which an update opposes them
+SHORTEST_STEP_SECONDS = 1e-4  # no inner step of any use is shorter
+LONGEST_STEP_SECONDS = 600.0  # until the members' usual step is known, and never below ...
+LEAST_CAP_SECONDS = 60.0  # ... this is a step time cut down
+STEP_TIME_RATIO = 16.0  # a member's step is at most so many times the usual one
+LEAD = 4.0  # one learner alone makes the global step grow at most so much faster than others' steps
+ALONE_LEAD = 2.0  # the same where there are no two others to compare with
+WASTE = 16  # a run makes at most so many times the steps its tokens need: work may be lost
+COUNTED_PERIODS = 3  # sync periods; what is in a push of more steps is stale
+
+Ranking = tuple[tuple[float, int], ...]  # (value, learner), best first
+
+# --- both sides -----------------------------------------------------------------------------------
+
+
+def due_after(fragment: int, version: int, sync: SyncConfig) -> int:
+  """Inner steps after which a fragment is due; first rounds are spread over one period."""
+  if version > 0:
+    return sync.sync_period
+  return max(1, math.ceil(sync.sync_period * (fragment + 1) / sync.num_fragments))
+
+
+def backed_off(
+  patience_seconds: float, attempts: int, most_seconds: float = MAX_PATIENCE_SECONDS
+) -> float:
+  """How long to wait for an answer after so many attempts in vain: doubling, up to a limit."""
+  most = max(patience_seconds, most_seconds)
+  return min(patience_seconds * 2 ** min(attempts, 5), most)
+
+
+def numbered(incarnation: int, count: int) -> int:
+  """The `count`-th round, push or commit of an incarnation, greater than any of an earlier one.
+
+  With incarnations that count seconds it stays below 2^53, which JSON readers keep exactly.
+  """
+  return (incarnation << 24) + count
+
+
+def smooth(old: float, new: float, share: float = 0.2) -> float:
+  """Exponential moving average that starts at its first value."""
+  return new if old == 0 else old + share * (new - old)
+
+
+# --- when a round ends, and which pushes are merged -----------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+  verdict: str  # wait, commit or abandon
+  reason: str
+  wake_at: float | None = None  # look again at this time even if nothing happens
+
+
+def grace_seconds(
+  step_seconds: float, quorum_seconds: float, sync_seconds: float, sync: SyncConfig
+) -> float:
+  """How long to wait for more learners once there is a quorum, within what the overlap hides.
+
+  slack = tau * step - (quorum + sync); grace = gamma * slack, at least 0 and at most one step
+  ("Decoupled DiLoCo", adaptive grace window). All arguments are measured seconds.
+
+  >>> grace_seconds(1.0, 0.5, 0.7, SyncConfig(overlap_steps=2, grace_safety=0.5))
+  0.4
+  """
+  slack = sync.overlap_steps * step_seconds - (quorum_seconds + sync_seconds)
+  return min(max(0.0, sync.grace_safety * slack), step_seconds)
+
+
+def decide(
+  now: float,
+  pushed: int,
+  pending: Sequence[int],
+  quorum_at: float | None,
+  grace: float,
+  sync: SyncConfig,
+) -> Decision:
+  """Verdict on one round.
+
+  Args:
+    now: seconds, on the same clock as `quorum_at`.
+    pushed: learners whose push was accepted.
+    pending: learners that were asked, live, and have not answered yet.
+    quorum_at: when `pushed` reached the quorum, None if it has not.
+    grace: seconds to wait after that.
+    sync: the protocol's settings.
+
+  >>> decide(7.0, 2, (5,), quorum_at=6.5, grace=1.0, sync=SyncConfig(min_quorum=2)).reason
+  'grace: 0.500 s left for 5'
+  """
+  names = ", ".join(map(str, pending[:MOST_NAMES]))
+  if len(pending) > MOST_NAMES:
+    names += f" and {len(pending) - MOST_NAMES} more"
+  if pushed < sync.min_quorum:
+    if (left := len(pending) + pushed) < sync.min_quorum:
+      return Decision("abandon", f"only {left} of {sync.min_quorum} needed are left")
+    return Decision(
+      "wait", f"quorum: {pushed} of {sync.min_quorum} have answered, waiting for {names}"
+    )
+  if not pending:
+    return Decision("commit", f"all {pushed} asked have answered")
+  deadline = (quorum_at if quorum_at is not None else now) + grace
+  if now >= deadline:
+    return Decision("commit", f"quorum of {pushed}, grace of {grace:.3f} s is over without {names}")
+  return Decision("wait", f"grace: {deadline - now:.3f} s left for {names}", deadline)
+
+
+def screen(
+  norms: Mapping[int, float],
+  steps: Mapping[int, int],
+  past: Mapping[int, float],
+  ratio: float,
+  period: int,
+) -> dict[int, str]:
+  """Which updates are out of all proportion, and why.
+
+  An update is rejected if its norm exceeds `ratio` times every reference there is: the median of
+  the other participants' norms, and the learner's own past. So a sudden growth that all share
+  passes, and so does a learner that is alone before any has a past. More steps may make a longer
+  update: against an update of fewer steps it may be longer by as much. Fewer steps need not make a
+  shorter one, since steps cancel out: against its past, an update counts as one of a whole period.
+  An update of zeros where the others moved is rejected too: nothing was learned, so its tokens must
+  not count.
+
+  Args:
+    norms: by learner, of the outer gradients at hand; non-finite ones are always rejected.
+    steps: by learner, inner steps in its outer gradient.
+    past: by learner, the smoothed norm per step of its accepted updates of this fragment, or of the
+      others' if it is new; 0: there are none.
+    ratio: `sync.max_norm_ratio`.
+    period: `sync.sync_period`, in steps.
+  """
+  rejected = {}
+  finite = {m: norm for m, norm in norms.items() if math.isfinite(norm)}
+  # Against an update of as many steps all others look alike: sorted once for each such number.
+  scaled = {
+    count: sorted(norm * max(1.0, count / steps[m]) for m, norm in finite.items())
+    for count in {steps[m] for m in finite}
+  }
+  for learner, norm in norms.items():
+    if not math.isfinite(norm):
+      rejected[learner] = f"not finite (norm {norm})"
+      continue
+    own = past[learner] * max(steps[learner], period)
+    usual = _median_without(scaled[steps[learner]], norm)
+    references = [r for r in (usual, own) if r > 0]
+    if norm == 0 and usual > 0:  # not against its past: a schedule may end at a rate of 0
+      rejected[learner] = f"all zeros, after {steps[learner]} steps"
+    elif references and norm > ratio * max(references):
+      rejected[learner] = f"norm {norm:.3g} is over {ratio:g} x {max(references):.3g}"
+  return rejected
+
+
+def _median_without(ordered: Sequence[float], value: float) -> float:
+  """The median of sorted values but one of them; 0 if that was all."""
+  at = bisect.bisect_left(ordered, value)
+  left = len(ordered) - 1
+  if not left:
+    return 0.0
+  low, high = (i + (i >= at) for i in ((left - 1) // 2, left // 2))
+  return (ordered[low] + ordered[high]) / 2
+
+
+def agreement(products: Mapping[tuple[int, int], float], learners: Sequence[int]) -> float | None:
+  """The mean cosine of two updates; None of fewer than two. The arguments are those of `opposing`.
+
+  What several islands learned in common is in all of their updates, and the noise of their batches
+  is not: updates of cosine 0 have an average half as long as one of four, and equal ones as long.
+
+  >>> agreement({(0, 0): 4.0, (1, 1): 1.0, (0, 1): 1.0}, [0, 1])
+  0.5
+  """
+  found = _cosines(products, learners)
+  return sum(found.values()) / len(found) if found else None
+
+
+def _cosines(
+  products: Mapping[tuple[int, int], float], learners: Sequence[int]
+) -> dict[tuple[int, int], float]:
+  """By pair of these learners."""
+  norms = {m: math.sqrt(products[m, m]) for m in learners if products.get((m, m), 0.0) > 0}
+  return {
+    (a, b): product / (norms[a] * norms[b])
+    for (a, b), product in products.items()
+    if a != b and a in norms and b in norms
+  }
+
+
+def opposing(
+  products: Mapping[tuple[int, int], float], learners: Sequence[int]
+) -> dict[int, float]:
+  """Learners whose update points against all others', which agree; with its mean cosine to them.
+
+  Honest outer gradients are nearly orthogonal and agree a little; one with its sign flipped has
+  their cosine with the other sign. Of two, neither can be told to be the wrong one: three are
+  needed.
+
+  Args:
+    products: inner products of two updates, or of one with itself; the smaller learner first.
+    learners: whose updates are compared; those without products are left out.
+
+  >>> agree = {(m, m): 1.0 for m in range(3)} | {(0, 1): 0.2}
+  >>> opposing({**agree, (0, 2): -0.2, (1, 2): -0.2}, [0, 1, 2])
+  {2: -0.2}
+  """
+  towards: dict[int, float] = collections.defaultdict(float)  # sum of the cosines with all others
+  for (a, b), cosine in _cosines(products, learners).items():
+    towards[a] += cosine
+    towards[b] += cosine
+  others = len(towards) - 1
+  if others < 2:
+    return {}
+  total = sum(towards.values())  # of all pairs, twice
+  found = {}
+  for m, toward in towards.items():
+    agreement = (total - 2 * toward) / (others * (others - 1))
+    if agreement > AGREEMENT and toward / others < -OPPOSITION * agreement:
+      found[m] = toward / others
+  return found
+
+
+# --- what a shard believes ------------------------------------------------------------------------
+# A member with a valid key may say anything. A shard takes from it only what an honest member could
+# have said: a global step that another learner confirms or that one learner alone can have reached,
+# steps that fit into the time since its last merge, tokens that fit into its steps. What is claimed
+# beyond that is cut down where it steers the shard's own work (global step, due steps, step time),
+# and refused where it would count as work done (pushes). docs/design.md, "Whom a shard believes",
+# has the model.
+
+
+@dataclasses.dataclass(frozen=True)
+class Beliefs:
+  """What the bounds are taken from; a value of `SyncerState`."""
+
+  reach_at: float  # when the run began, later when a learner was last found in front
+  reach: float = 0.0  # the step that one learner alone can have come to by then
+  claims: Ranking = ()  # the two highest global steps, negative, by different learners
+  paces: Ranking = ()  # the three shortest steps in seconds, by different learners
+  usual_step_seconds: float = 0.0  # median of those that were asked last; 0: not known yet
+
+
+def slack_steps(sync: SyncConfig) -> int:
+  """Steps by which what different roles see of the global step may differ."""
+  return 2 * sync.sync_period + 8
+
+
+def raised_global_step(
+  beliefs: Beliefs,
+  global_step: int,
+  learner: int,
+  claim: int,
+  now: float,
+  most_steps: float,
+  sync: SyncConfig,
+  num_learners: int,
+) -> tuple[Beliefs, int]:
+  """The global step after a learner has said how far it is.
+
+  It is the highest step that two learners say they have reached, or that the first of them
+  can have reached alone: no learner is believed to be `LEAD` times faster than the others.
+
+  Args:
+    beliefs: as they were.
+    global_step: as it was.
+    learner: that reports it.
+    claim: what this learner says.
+    now: seconds.
+    most_steps: of the whole run.
+    sync: the protocol's settings.
+    num_learners: that are members, this one too; 0: a shard that has come back does not know yet
+      who there is, and believes none alone.
+  """
+  if claim <= global_step:
+    return beliefs, global_step
+  claims = _ranked(beliefs.claims, (-claim, learner), 2)
+  reach, reach_at = max(beliefs.reach, slack_steps(sync) / 2), beliefs.reach_at
+  confirmed = -int(claims[1][0]) if len(claims) > 1 else 0
+  front = claims[0][1]
+  rate = _rate(beliefs.paces, front, num_learners) if num_learners else 0.0
+  if rate > 0:
+    reach += max(0.0, now - reach_at) * rate
+    reach_at = max(now, reach_at)
+  if confirmed > global_step:
+    global_step = confirmed
+    if confirmed > reach:
+      reach, reach_at = float(confirmed), max(now, reach_at)
+  if front == learner and num_learners:
+    global_step = max(global_step, int(min(claim, reach, max(most_steps, global_step))))
+  return replace(beliefs, claims=claims, reach=reach, reach_at=reach_at), global_step
+
+
+def too_far_ahead(beliefs: Beliefs, global_step: int, sync: SyncConfig) -> int | None:
+  """The learner that says it is further than is believed yet, so that its work would be refused.
+
+  An island that trained while the others still started is asked when their pace is known.
+  """
+  claim, learner = beliefs.claims[0] if beliefs.claims else (0.0, None)
+  return learner if -claim > global_step + sync.sync_period else None
+
+
+def _rate(paces: Ranking, learner: int, num_learners: int) -> float:
+  """Steps a second by which one learner alone can raise the global step."""
+  others = [seconds for seconds, m in paces if m != learner]
+  own = next((seconds for seconds, m in paces if m == learner), 0.0)
+  if len(others) > 1:  # the median of three, any one of which may be a lie, of any length
+    middle = statistics.median((own or math.inf, *others[:2]))
+    return LEAD / max(middle, SHORTEST_STEP_SECONDS)
+  if num_learners > 2:  # a member that never says how fast it is must not hold up the others
+    return LEAD / max(own, *others, SHORTEST_STEP_SECONDS) if others else 0.0
+  return ALONE_LEAD / max(own, SHORTEST_STEP_SECONDS)
+
+
+def usual_pace(beliefs: Beliefs) -> float:
+  """Seconds of a step of the faster members, 0 if it is not known: no one alone makes it longer."""
+  paces = [seconds for seconds, _ in beliefs.paces]
+  return believed_step_seconds(beliefs, statistics.median_low(paces)) if paces else 0.0
+
+
+def _ranked(ranking: Ranking, new: tuple[float, int], count: int) -> Ranking:
+  """The ranking with a learner's new value instead of its old one; the smallest come first."""
+  others = tuple(entry for entry in ranking if entry[1] != new[1])
+  return tuple(sorted((*others, new)))[:count]
+
+
+def noted_pace(beliefs: Beliefs, learner: int, seconds: float) -> Beliefs:
+  """A learner has said how long its steps take."""
+  if seconds <= 0 or (seconds, learner) in beliefs.paces:
+    return beliefs
+  return replace(beliefs, paces=_ranked(beliefs.paces, (seconds, learner), 3))
+
+
+def refreshed(
+  beliefs: Beliefs, present: Iterable[tuple[int, float]], usual_step_seconds: float
+) -> Beliefs:
+  """Forgets learners that are gone; `present`: (learner, step seconds) of those that are here."""
+  here = {m: seconds for m, seconds in present}
+  paces = heapq.nsmallest(3, ((seconds, m) for m, seconds in here.items() if seconds > 0))
+  claims = tuple(claim for claim in beliefs.claims if claim[1] in here)
+  return replace(beliefs, paces=tuple(paces), claims=claims, usual_step_seconds=usual_step_seconds)
+
+
+def believed_step_seconds(beliefs: Beliefs, claim: float) -> float:
+  """How long a step of this member takes: a learner that never steps is lost in the end."""
+  usual = beliefs.usual_step_seconds
+  most = max(LEAST_CAP_SECONDS, STEP_TIME_RATIO * usual) if usual else LONGEST_STEP_SECONDS
+  return min(claim, most)
+
+
+def believed_steps_since(claim: int, global_step: int, since: int, sync: SyncConfig) -> int:
+  """Steps since its last sync: no more than the run has made `since` that round began."""
+  return min(claim, max(0, global_step - since) + sync.overlap_steps + 2)
+
+
+def push_fault(steps: int, tokens: int, steps_possible: int, step_tokens: int) -> str:
+  """Why a push cannot hold the work it claims, or "".
+
+  Args:
+    steps: inner steps it claims.
+    tokens: in these.
+    steps_possible: since the learner's last push of this fragment was merged.
+    step_tokens: of the largest step of any learner; 0: not known.
+  """
+  if steps < 1 or tokens < 1:
+    return f"holds {steps} steps and {tokens} tokens"
+  if steps > steps_possible:
+    return f"claims {steps} steps since its last merge, at most {steps_possible} are possible"
+  if step_tokens and tokens > steps * step_tokens:
+    return f"claims {tokens} tokens in {steps} steps, at most {step_tokens} a step are possible"
+  return ""
+
+
+def counted_steps(steps: int, sync: SyncConfig) -> int:
+  """The steps of a push that its norm is screened by: those of a few sync periods."""
+  return min(steps, COUNTED_PERIODS * sync.sync_period)
+
+
+def worth_steps(steps: int, sync: SyncConfig) -> float:
+  """The steps of a push that its weight goes by, up to a few sync periods.
+
+  Beyond them each further step makes the whole push staler: k times as many steps weigh k times
+  less. An island that was away for long is merged, but moves the global model little.
+
+  >>> sync = SyncConfig(sync_period=10)
+  >>> [worth_steps(steps, sync) for steps in (10, 30, 60, 3000)]
+  [10, 30, 15.0, 0.3]
+  """
+  most = COUNTED_PERIODS * sync.sync_period
+  return steps if steps <= most else most * most / steps
