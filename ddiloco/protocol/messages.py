@@ -94,7 +94,7 @@ class Push:
   tokens: Count  # tokens in this delta
   global_step: GlobalStep
   snapshot: Count
-  count: Count  # pushes I have made, for consistent snapshots (`protocol/causality.py`)
+  count: Count  # pushes I have made, for consistent snapshots (`protocol/states.py`)
   codec: Text
   payload: Payload = None
 
@@ -231,7 +231,7 @@ class Publish:
   participants: Learners  # of the round that made this version
   merged_rounds: CountsOrNone  # learner and the last round its push was merged in, in turn
   snapshot: Count
-  count: Count  # commits of this shard, for consistent snapshots (`protocol/causality.py`)
+  count: Count  # commits of this shard, for consistent snapshots (`protocol/states.py`)
   seal: Text  # proves that this value is the shard's (`network/keys.py`); "": it has no key
   codec: Text
   payload: Payload = None
