@@ -33,8 +33,8 @@ from ddiloco.protocol.messages import (
   Welcome,
 )
 from ddiloco.protocol.syncer_state import FragmentState
-from ddiloco.simulation.actor import Actor, Role
 from ddiloco.simulation.stand_ins import Sized
+from ddiloco.simulation.world import Actor, Role
 from tests.protocol.ledger import Delta, Ledger, Step
 from tests.protocol.virtual import STEP_TOKENS, Pace, Weather, World
 from tests.worlds import swarm
