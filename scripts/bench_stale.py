@@ -46,8 +46,8 @@ from ddiloco.core import commit, merge
 from ddiloco.protocol import events, learner, rules
 from ddiloco.protocol.actions import Commit
 from ddiloco.protocol.events import Event
-from ddiloco.simulation.actor import Actor
 from ddiloco.simulation.stand_ins import VirtualIsland, plan_of
+from ddiloco.simulation.world import Actor
 
 AWAY = 3  # which of four islands
 EVERY = 10  # steps from one look at the loss to the next

@@ -3,7 +3,7 @@
   python scripts/reproduce_bandwidth.py [--picture=docs/bandwidth.png]
 
 Four tables: the published row of Streaming DiLoCo (arXiv 2501.18512; a 10B model, 0.8 s a step,
-H = 100, fragments of 3 layers) computed by `simulation.bandwidth`; Decoupled's "198 against 0.84
+H = 100, fragments of 3 layers) computed by `utilisation.py`; Decoupled's "198 against 0.84
 Gbit/s between 8 data centres" (arXiv 2604.21428); model sizes and numbers of sites; and a 12B
 model over four regions on 2 to 5 Gbit/s. Nothing is fitted: what the published row does not say is
 assumed in ASSUMED below. No device and no network is used; takes three seconds.
@@ -24,9 +24,7 @@ import json
 import math
 from pathlib import Path
 
-from ddiloco.observe import plots
-from ddiloco.observe.style import GLOBAL_MODEL, MUTED, PALETTE
-from ddiloco.simulation.bandwidth import (
+from utilisation import (
   Method,
   Workload,
   average_gbps,
@@ -34,6 +32,9 @@ from ddiloco.simulation.bandwidth import (
   required_gbps,
   utilisation,
 )
+
+from ddiloco.observe import plots
+from ddiloco.observe.style import GLOBAL_MODEL, MUTED, PALETTE
 
 PERCENT = (50, 80, 90, 95, 99)
 PUBLISHED = {  # Gbit/s

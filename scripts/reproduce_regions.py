@@ -12,7 +12,7 @@ fragment every 2.4 s. Beside each
 figure stands the planner's for the same run.
 
 Data-parallel on the same links: a ring all-reduce of bf16 gradients, every step, overlapped with
-the backward pass (`ddiloco.simulation.bandwidth`); how many times as long a step takes. Published:
+the backward pass (`utilisation.py`); how many times as long a step takes. Published:
 more than 20 times as long ("Decoupled DiLoCo", 12B over four US regions at 2 to 5 Gbit/s).
 
 Participation is that of the four islands that are there from the start.
@@ -28,11 +28,13 @@ import json
 import statistics
 from typing import Any
 
+from utilisation import Method, Workload, utilisation
+
 from ddiloco import config as config_lib
 from ddiloco.config import Config
 from ddiloco.engines import rates
 from ddiloco.protocol import events
-from ddiloco.simulation import bandwidth, planner
+from ddiloco.simulation import planner
 from ddiloco.simulation.run import Account, Speeds, VirtualRun
 
 PARAMETERS, ISLANDS, PERIOD, TAU, SHARDS = 12_000_000_000, 4, 24, 2, 12
@@ -126,8 +128,8 @@ def play(gbps: float, step_seconds: float, steps: int, merge_gbytes: float) -> d
 
 def data_parallel(gbps: float, step_seconds: float) -> float:
   """How many times as long its step takes."""
-  work = bandwidth.Workload(PARAMETERS, step_seconds, ISLANDS, latency_seconds=LATENCY_SECONDS)
-  return 1 / bandwidth.utilisation(work, bandwidth.Method("data-parallel"), gbps)
+  work = Workload(PARAMETERS, step_seconds, ISLANDS, latency_seconds=LATENCY_SECONDS)
+  return 1 / utilisation(work, Method("data-parallel"), gbps)
 
 
 def main() -> None:

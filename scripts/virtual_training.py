@@ -38,9 +38,8 @@ from ddiloco.core.fragments import Fragment, Plan, gather, scatter
 from ddiloco.network.transport import learner_address
 from ddiloco.protocol.states import FragmentState
 from ddiloco.roles import initial
-from ddiloco.simulation.actor import Actor
 from ddiloco.simulation.stand_ins import VirtualIsland
-from ddiloco.simulation.world import Pace, World
+from ddiloco.simulation.world import Actor, Pace, World
 from ddiloco.training import inner
 from ddiloco.training.data import Stream, open_data
 from ddiloco.training.evaluate import HeldoutLoss

@@ -222,8 +222,9 @@ class Merger:
   def change(self, fragment: int) -> Encoded:
     """What learners get of its newest version: the update, or the value if that goes out whole."""
     update = self._update.get(fragment)
-    if update is not None:
-      return update
+    return self._whole(fragment) if update is None else update
+
+  def _whole(self, fragment: int) -> Encoded:
     return Encoded("f32", codec.encode(self._lend(fragment).published_value, "f32"))
 
   def take_in(self, push: Push, now: float) -> Received:
@@ -302,9 +303,8 @@ class Merger:
     update = self._update.get(publish.fragment)
     if publish.base_version >= 0 and update is not None:
       return replace(publish, codec=update.codec, payload=update.payload)
-    p = publish.fragment
-    payload = codec.encode(self._lend(p).published_value, "f32")
-    return replace(publish, base_version=-1, codec="f32", payload=payload)
+    whole = self._whole(publish.fragment)
+    return replace(publish, base_version=-1, codec=whole.codec, payload=whole.payload)
 
   def arrays(self) -> dict[str, np.ndarray]:
     """All that is committed, by name: "3/value". No copies: see `_lend`."""

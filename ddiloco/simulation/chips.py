@@ -141,13 +141,10 @@ def strike(fleet: Fleet) -> tuple[np.ndarray, np.ndarray]:
 def inelastic_history(fleet: Fleet) -> History:
   """One job over all chips that needs all of them: each failure stops and restarts it."""
   times, _ = strike(fleet)
-  struck = times[_orbit(_first_after(times, times + _inelastic_hold(fleet)))]
-  starts = struck + fleet.notice_seconds
-  none = np.zeros(0)
-  ends = starts + fleet.inelastic_pause_seconds
-  span = fleet.seconds + _inelastic_hold(fleet) + 1.0
-  quiet = np.zeros(len(starts), bool)
-  return History(1, 1, span, len(times), starts, ends, quiet, none, none)
+  away = fleet.notice_seconds + fleet.inelastic_pause_seconds
+  stops, back = _stops(fleet, times, away)
+  quiet, none = np.zeros(len(stops), bool), np.zeros(0)
+  return History(1, 1, fleet.seconds + away + 1.0, len(times), stops, back, quiet, none, none)
 
 
 def elastic_history(fleet: Fleet) -> History:
@@ -208,10 +205,15 @@ def _waiting_for_its_only_slice(
 ) -> History:
   """Learners of one slice: away until it has recovered, then a pause to take it in."""
   away = max(fleet.recovery_seconds, fleet.notice_seconds) + fleet.upscale_pause_seconds
-  struck = failures[_orbit(_first_after(failures, failures + away))]
-  stops, back = struck + fleet.notice_seconds, struck + away
-  upscale = np.ones(len(struck), bool)
+  stops, back = _stops(fleet, failures, away)
+  upscale = np.ones(len(stops), bool)
   return History(fleet.learners, 1, span, num_failures, stops, back, upscale, stops, back)
+
+
+def _stops(fleet: Fleet, failures: np.ndarray, away: float) -> tuple[np.ndarray, np.ndarray]:
+  """(starts, ends) of a job's pauses, each so long after its failure; others do not count then."""
+  struck = failures[_orbit(_first_after(failures, failures + away))]
+  return struck + fleet.notice_seconds, struck + away
 
 
 def _strikes_on_present(
@@ -242,21 +244,9 @@ def _orbit(following: np.ndarray) -> np.ndarray:
   return orbit[orbit != end]
 
 
-def _inelastic_hold(fleet: Fleet) -> float:
-  return fleet.notice_seconds + fleet.inelastic_pause_seconds
-
-
 def _longest(fleet: Fleet) -> float:
-  """Seconds by which one failure can reach beyond the simulated time."""
-  return 1.0 + sum(
-    (
-      fleet.notice_seconds,
-      fleet.downscale_pause_seconds,
-      fleet.upscale_pause_seconds,
-      fleet.recovery_seconds,
-      fleet.rejoin_wait_seconds,
-    )
-  )
+  """Seconds by which one failure can reach beyond the simulated time, or more."""
+  return 1.0 + sum(v for name, v in dataclasses.asdict(fleet).items() if name.endswith("_seconds"))
 
 
 # --- Where the chips' time went: every chip-second is useful, paused or absent

@@ -29,9 +29,9 @@ from ddiloco.protocol.supervisor import (
 )
 
 if TYPE_CHECKING:
-  from ddiloco.simulation.actor import Actor, Role
-  from ddiloco.simulation.world import World
+  from ddiloco.simulation.world import Actor, World
 
+Role = tuple[str, int]  # ("learner", m) or ("syncer", s)
 HEADER_BYTES = 64  # of any message, about
 
 
@@ -154,7 +154,7 @@ class Disturbances:
         if life:
           world.tell(None, events.Restart(target=name))
         nothing = afresh or not life or role[0] == "syncer"
-        world.start(role, None if nothing else world.own_snapshot(role))
+        world.start(role, None if nothing else world.storage.newest_of(name))
       case Lost(name, reason):
         world.tell(None, events.Exit(target=name, reason=reason))
       case Joined(fault):

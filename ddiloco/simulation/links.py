@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ddiloco.checks import not_negative
 from ddiloco.simulation import bandwidth
-from ddiloco.simulation.actor import Role
-from ddiloco.simulation.disturbances import HEADER_BYTES
+from ddiloco.simulation.disturbances import HEADER_BYTES, Role
 from ddiloco.simulation.virtual_time import VirtualTime
 
 

@@ -26,12 +26,12 @@ from ddiloco.protocol.events import Event, stamped
 from ddiloco.protocol.messages import Message
 from ddiloco.protocol.supervisor import GONE, LEFT, UP
 from ddiloco.simulation import bandwidth
-from ddiloco.simulation.actor import Actor, Role
 from ddiloco.simulation.bandwidth import F32_BYTES
+from ddiloco.simulation.disturbances import Role
 from ddiloco.simulation.links import LinkRate, Links
 from ddiloco.simulation.planner import CORE_GBYTES
 from ddiloco.simulation.stand_ins import SizedCopies, SizedReplication
-from ddiloco.simulation.world import Pace, World
+from ddiloco.simulation.world import Actor, Pace, World
 
 
 @dataclasses.dataclass(frozen=True)

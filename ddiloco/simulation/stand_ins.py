@@ -12,14 +12,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from ddiloco.checkpoint.buddy import Copies, Replication
-from ddiloco.config import Config
 from ddiloco.core import codec
 from ddiloco.core.codec import Encoded
 from ddiloco.core.commit import Committed, FragmentStore, Merger, learner_weights
 from ddiloco.core.delta import Deltas
 from ddiloco.core.fragments import Fragment, Piece, Plan
 from ddiloco.protocol.actions import Accept, Commit, InstallValue, Received
-from ddiloco.protocol.messages import INITIAL, MADE, NOTHING, Publish, Push, Replica, Value
+from ddiloco.protocol.messages import INITIAL, NOTHING, Publish, Push, Replica, Value
 from ddiloco.protocol.states import FragmentState
 from ddiloco.protocol.values import replace
 from ddiloco.simulation.bandwidth import F32_BYTES, PUSH_VECTORS, STAGE_VECTORS
@@ -131,8 +130,8 @@ class SizedDeltas(Deltas):
 
   def push(self, fragment: int, local: Any, factor: float = 1.0) -> Any:
     self._spend(fragment, PUSH_VECTORS)
-    self.sent[fragment] = Sized(self._bytes(fragment))
-    return Sized(self._world.push_bytes[fragment], factor)
+    self.sent[fragment] = Sized(F32_BYTES * self._size(fragment))
+    return Sized(codec.payload_bytes(self._size(fragment), self._world.sync.push_codec), factor)
 
   def made(self, publish: Publish, value: Any) -> Publish:
     self._spend(publish.fragment, MADE_VECTORS)
@@ -142,11 +141,11 @@ class SizedDeltas(Deltas):
     p = publish.fragment
     self._spend(p, STAGE_VECTORS)
     self.sent.pop(p, None)
-    self.base[p] = Sized(self._bytes(p))
+    self.base[p] = Sized(F32_BYTES * self._size(p))
     return self.base[p]
 
   def value(self, fragment: int) -> Any:
-    return Sized(self._bytes(fragment))
+    return Sized(F32_BYTES * self._size(fragment))
 
   def send_moments(self, flat: Any) -> Any:
     return flat
@@ -154,8 +153,8 @@ class SizedDeltas(Deltas):
   def take_moments(self, payload: Any, size: int) -> Any:
     return payload
 
-  def _bytes(self, fragment: int) -> int:
-    return F32_BYTES * self._world.plan.fragments[fragment].size
+  def _size(self, fragment: int) -> int:
+    return self._world.plan.fragments[fragment].size
 
   def _spend(self, fragment: int, vectors: int) -> None:
     self._world.spend(self._world.host_seconds(fragment, vectors))
@@ -167,7 +166,6 @@ class SizedMerger(Merger):
   def __init__(self, world: World, fragments: Mapping[int, Fragment], store: FragmentStore):
     super().__init__(fragments, store, world.config)
     self._world = world
-    self._updates: set[int] = set()  # fragments whose newest version can go out as an update
 
   def prepare(self, fragment: int) -> str:
     if self.committed[fragment].state.last_round == INITIAL and self._is_made(fragment):
@@ -198,33 +196,22 @@ class SizedMerger(Merger):
     p = what.fragment
     self._world.spend(self._world.merge_seconds(p, len(what.learners)))
     self._set(p, state, what.round)
-    if self._world.sync.publish_codec != "f32":
-      self._updates.add(p)
+    name = self._world.sync.publish_codec
+    if name != "f32":
+      size = self._fragments[p].size
+      self._update[p] = Encoded(name, cast(Any, Sized(codec.payload_bytes(size, name))))
     return learner_weights(what, self._config)
 
   def install(self, what: InstallValue, state: FragmentState) -> None:
-    self._updates.discard(what.fragment)
+    self._update.pop(what.fragment, None)
     self._set(what.fragment, state, self.committed[what.fragment].momentum_round)
 
   def _set(self, p: int, state: FragmentState, momentum_round: int) -> None:
     value: Any = Sized(F32_BYTES * self._fragments[p].size)
     self.committed[p] = Committed(state, value, value, None, momentum_round)
 
-  def with_payload(self, publish: Publish) -> Publish:
-    p = publish.fragment
-    if publish.codec == MADE and p in self._initial:
-      return super().with_payload(publish)
-    if publish.base_version >= 0 and p in self._updates:
-      payload: Any = Sized(self._world.publish_bytes[p])
-      return replace(publish, codec=self._world.sync.publish_codec, payload=payload)
-    payload = self.committed[p].published_value
-    return replace(publish, base_version=-1, codec="f32", payload=payload)
-
-  def change(self, fragment: int) -> Encoded:
-    if fragment not in self._updates:
-      return Encoded("f32", self.committed[fragment].published_value)
-    payload: Any = Sized(self._world.publish_bytes[fragment])
-    return Encoded(self._world.sync.publish_codec, payload)
+  def _whole(self, fragment: int) -> Encoded:
+    return Encoded("f32", self.committed[fragment].published_value)
 
 
 class SizedCopies(Copies):
@@ -333,10 +320,3 @@ def batches(position: int) -> Iterator[None]:
   """Endless, and empty."""
   while True:
     yield None
-
-
-def payload_sizes(config: Config, plan: Plan) -> tuple[list[int], list[int]]:
-  """Bytes of a push and of an update of every fragment."""
-  sync = config.sync
-  pushes = [codec.payload_bytes(n, sync.push_codec) for n in plan.sizes]
-  return pushes, [codec.payload_bytes(n, sync.publish_codec) for n in plan.sizes]

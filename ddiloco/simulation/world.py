@@ -8,8 +8,10 @@ stand-in that knows sizes and costs. Planned faults are decided by the same code
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from ddiloco.chaos.faults import Faults, Killed
 from ddiloco.checkpoint.buddy import Replication
@@ -19,15 +21,16 @@ from ddiloco.config import Config, Fault, SyncConfig
 from ddiloco.core.commit import Committed, MemoryStore, Merger
 from ddiloco.core.delta import Deltas
 from ddiloco.core.fragments import Fragment, Plan
-from ddiloco.protocol.events import Event, format_role, parse_role
+from ddiloco.network.transport import Counters, Delivery, claimed_sender
+from ddiloco.protocol.events import Event, Step, format_role, parse_role, stamped
 from ddiloco.protocol.messages import BULK, Message
 from ddiloco.protocol.states import FragmentState
 from ddiloco.roles.exchange import Quarantined
 from ddiloco.roles.learner import Learner
 from ddiloco.roles.syncer import Syncer
-from ddiloco.simulation.actor import Actor, Role
+from ddiloco.runtime import Loop, Runtime
 from ddiloco.simulation.bandwidth import F32_BYTES
-from ddiloco.simulation.disturbances import HEADER_BYTES, Disturbances
+from ddiloco.simulation.disturbances import HEADER_BYTES, Disturbances, Role
 from ddiloco.simulation.stand_ins import (
   Sized,
   SizedDeltas,
@@ -35,10 +38,9 @@ from ddiloco.simulation.stand_ins import (
   VirtualIsland,
   VirtualStorage,
   batches,
-  payload_sizes,
   plan_of,
 )
-from ddiloco.simulation.virtual_time import VirtualTime
+from ddiloco.simulation.virtual_time import Task, VirtualTime, VirtualWorker
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +53,137 @@ class Pace:
   stage_seconds: float = 0.004  # and back; a part of a snapshot takes as long
   merge_seconds: float = 0.004  # a commit, and of that a quarter to take in a push
   late_seconds: float = 0.0  # a life's first step takes up to this longer
+
+
+class Actor:
+  """One incarnation of a role: its clock, its connection and its recorder, a few lines each.
+
+  Attributes:
+    life: the role itself, `roles.learner.Learner` or `roles.syncer.Syncer`.
+    alive: it was not killed; it may have ended by itself (`over`).
+    asked_to_end: when it has nothing left to do.
+  """
+
+  life: Any = None
+
+  def __init__(self, world: World, role: Role, incarnation: int, faults: Faults):
+    self.world, self.number, self.incarnation, self.faults = world, role[1], incarnation, faults
+    self.role, self.name = role, format_role(*role)
+    self.alive, self.asked_to_end = True, False
+    self.born_at = world.now
+    self.counters = Counters()
+    self._inbox: collections.deque[Delivery] = collections.deque()
+    self._task: Task | None = None
+    self._workers: list[VirtualWorker] = []
+
+  @property
+  def state(self) -> Any:
+    """Of its reducer."""
+    return self.life.exchange.state if self.role[0] == "learner" else self.life.state
+
+  @property
+  def over(self) -> bool:
+    """It has ended."""
+    return self._task is not None and self._task.over
+
+  def runtime(self, saver: Saver | None) -> Runtime:
+    """What its role is given."""
+    return Runtime(
+      self,
+      self,
+      saver,
+      time=self,
+      deltas=lambda sync: self.world.deltas(self),
+      merger=lambda fragments, store, config: self.world.merger(self, fragments),
+      initial=self.world.initial_values,
+    )
+
+  def begin(self, loop: Loop[None], ended: Callable[[Exception | None], None]) -> None:
+    """Lets its role's loop run."""
+    self._task = Task(self.world, loop, lambda: self.receive(0.0), ended)
+
+  def die(self) -> None:
+    """Abruptly: nothing that its role does about that is seen."""
+    self.alive = False
+    if self._task is not None:
+      self._task.end()
+    for worker in self._workers:
+      worker.close()
+
+  def drain(self) -> None:
+    """Tells it to end."""
+    self.asked_to_end = True
+    self.wake()
+
+  # --- a clock ------------------------------------------------------------------------------------
+
+  def now(self) -> float:
+    return self.world.clock()
+
+  def sleep(self, seconds: float) -> None:
+    self.world.spend(seconds)
+
+  def worker(
+    self,
+    name: str,
+    begin: Callable[[], None] = lambda: None,
+    failed: Callable[[], None] = lambda: None,
+  ) -> VirtualWorker:
+    self._workers.append(VirtualWorker(self.world))
+    return self._workers[-1]
+
+  # --- a connection -------------------------------------------------------------------------------
+
+  def send(self, to: str, message: Message) -> int:
+    if self.world.spent:
+      raise RuntimeError(f"{self.name} sends before its work is over: a None is missing in a loop")
+    if not self.alive:
+      return 0
+    size = self.world.send(self, parse_role(to), message)
+    self.counters.sent_bytes += size
+    return size
+
+  def deliver(self, message: Message, size: int) -> None:
+    """A message has arrived."""
+    if not self.over:
+      self.counters.received_bytes += size
+      self._inbox.append(Delivery(claimed_sender(message), message, self.world.now))
+      if self._task is not None:
+        self._task.arrived()
+
+  def receive(self, timeout_seconds: float) -> Delivery | None:
+    return self._inbox.popleft() if self._inbox else None
+
+  @property
+  def waiting(self) -> int:
+    return len(self._inbox)
+
+  def unsent(self, peer: str) -> int:
+    return self.world.unsent(self.role, parse_role(peer))
+
+  def wake(self) -> None:
+    if self._task is not None:
+      self._task.wake()
+
+  def close(self) -> None:
+    self._inbox.clear()
+
+  # --- a recorder ---------------------------------------------------------------------------------
+
+  def record(self, event: Event) -> None:
+    if not self.alive:
+      return
+    world = self.world
+    event = stamped(event, world.clock(), self.name, self.incarnation)
+    if world.spent:
+      world.at(world.clock(), world.tell, self, event)
+    else:
+      world.tell(self, event)
+    if isinstance(event, Step):
+      world.reach(event.global_step)
+
+  def flush(self) -> None:
+    pass
 
 
 class World(VirtualTime):
@@ -75,9 +208,7 @@ class World(VirtualTime):
     super().__init__()
     self.config, self.pace, self.seed = config, pace, seed
     self.plan = self.new_plan(sizes or (1,) * config.sync.num_fragments)
-    self.push_bytes, self.publish_bytes = payload_sizes(config, self.plan)
     self.step = 0  # the global step, as far as any learner has come
-    self.drain_seconds = config.network.drain_seconds
     self.storage = VirtualStorage(self)
     self.kept = self.new_store()  # what shards have committed outlives them
     for p in range(config.sync.num_fragments):
@@ -146,9 +277,9 @@ class World(VirtualTime):
     """What keeps a shard's commits at its buddy; None: nothing does."""
     return None
 
-  def arrivals(self, sender: Role, to: Role, message: Message, size: int) -> Sequence[float]:
-    """When the copies of a message of so many bytes that is sent now arrive."""
-    return (self.now,)
+  def travel(self, sender: Role, to: Role, message: Message, size: int) -> None:
+    """A message of so many bytes goes through the network."""
+    self.at(self.now, self.enter, sender, to, message, size)
 
   def unsent(self, sender: Role, to: Role) -> int:
     """Bytes of payloads that are still on their way between these two."""
@@ -199,7 +330,8 @@ class World(VirtualTime):
     beginning = begin_learner(new, config, plan, island, storage, actor, actor.now)
     runtime = actor.runtime(self._saver(actor))
     actor.life = Learner(beginning, config, plan, island, batches, runtime)
-    loop = actor.life.live(faults, lambda: actor.asked_to_end, self.drain_seconds)
+    drain_seconds = config.network.drain_seconds
+    loop = actor.life.live(faults, lambda: actor.asked_to_end, drain_seconds)
     actor.begin(loop, lambda error: self._ended(actor, error))
 
   def _start_shard(self, actor: Actor, recovery_deadline: float) -> None:
@@ -242,10 +374,6 @@ class World(VirtualTime):
       if for_seconds is not None:
         self.at(self.now + for_seconds, self.start, role)
 
-  def own_snapshot(self, role: Role) -> int | None:
-    """The newest complete snapshot that has a part of a learner that was killed."""
-    return self.storage.newest_of(format_role(*role))
-
   def learners(self) -> list[Actor]:
     return [actor for role, actor in self.actors.items() if role[0] == "learner"]
 
@@ -263,11 +391,6 @@ class World(VirtualTime):
     size = HEADER_BYTES + (0 if payload is None else payload.nbytes)
     self._suffer(sender.role, to, False, size, self.travel, (sender.role, to, message, size))
     return size
-
-  def travel(self, sender: Role, to: Role, message: Message, size: int) -> None:
-    """Through the network."""
-    for arrival in self.arrivals(sender, to, message, size):
-      self.at(arrival, self.enter, sender, to, message, size)
 
   def enter(self, sender: Role, to: Role, message: Message, size: int) -> None:
     """A message has arrived where its receiver is."""

@@ -34,8 +34,8 @@ from ddiloco.protocol.messages import (
 )
 from ddiloco.protocol.rules import MAX_PATIENCE_SECONDS
 from ddiloco.protocol.states import FragmentState
-from ddiloco.simulation.actor import Actor, Role
 from ddiloco.simulation.stand_ins import Sized
+from ddiloco.simulation.world import Actor, Role
 from tests.protocol.ledger import Delta, Ledger, Step
 from tests.protocol.virtual import STEP_TOKENS, Pace, Weather, World
 from tests.worlds import swarm

@@ -11,7 +11,7 @@ import random
 from ddiloco.config import SyncConfig
 from ddiloco.protocol.events import Event
 from ddiloco.protocol.messages import Pull
-from ddiloco.simulation.actor import Role
+from ddiloco.simulation.world import Role
 from tests.protocol.virtual import Pace, Weather, World
 from tests.worlds import swarm
 

@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import heapq
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from ddiloco.checkpoint.restore import LearnerPart, SyncerPart
@@ -33,9 +33,8 @@ from ddiloco.protocol.messages import NOTHING, Message, Publish, Push, Value
 from ddiloco.protocol.states import FragmentState
 from ddiloco.protocol.values import from_json
 from ddiloco.simulation import world
-from ddiloco.simulation.actor import Actor, Role
 from ddiloco.simulation.stand_ins import SavedPart, Sized, SizedDeltas, SizedMerger, VirtualIsland
-from ddiloco.simulation.world import Pace
+from ddiloco.simulation.world import Actor, Pace, Role
 from tests.protocol.ledger import Ledger, Parameters, Staged
 
 __all__ = ["STEP_TOKENS", "Ghosts", "Pace", "Weather", "World"]
@@ -321,14 +320,15 @@ class World(Ghosts):
     self.struck[kind] += role in self.actors
     self.kill(role, for_seconds)
 
-  def arrivals(self, sender: Role, to: Role, message: Message, size: int) -> Sequence[float]:
+  def travel(self, sender: Role, to: Role, message: Message, size: int) -> None:
     w = self.weather
     if isinstance(message, w.lost_kinds) or (w.drop and self.random.random() < w.drop):
       self.struck["drop"] += 1
-      return ()
+      return
     copies = 2 if w.duplicate and self.random.random() < w.duplicate else 1
     self.struck["duplicate"] += copies - 1
-    return [self._arrival((sender, to)) for _ in range(copies)]
+    for _ in range(copies):
+      self.at(self._arrival((sender, to)), self.enter, sender, to, message, size)
 
   def _arrival(self, pair: tuple[Role, Role]) -> float:
     """When a message between these two arrives."""
