@@ -14,7 +14,6 @@ Last line: {"rows": how many, "all_fit", "by_layer", "slowest_compile_seconds" (
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import subprocess
@@ -22,7 +21,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from common import ROOT, parser
+
 # (config, topology); "" is the config's own.
 DENSE = [(f"dense.py:{p}", "") for p in ("100m", "500m", "1b", "2b", "5b", "9b", "12b")]
 ALSO = [("dense.py:12b", "v6e:8x8"), ("moe.py:3.8b", ""), ("moe.py:3.8b", "v6e:8x8")]
@@ -113,18 +113,15 @@ def seconds(row: dict[str, Any]) -> float:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--only", default="")
-  parser.add_argument("--largest", action="store_true")
-  parser.add_argument("--mfu", type=float, default=0.4)
-  parser.add_argument("--rows", type=Path, default=ROOT / "runs" / "aot.json")
-  parser.add_argument("--docs", type=Path)
-  options = parser.parse_args()
-  kept = (
-    {name(row): row for row in json.loads(options.rows.read_text())}
-    if (options.rows.exists())
-    else {}
-  )
+  arguments = parser(__doc__, quick="")
+  arguments.add_argument("--only", default="")
+  arguments.add_argument("--largest", action="store_true")
+  arguments.add_argument("--mfu", type=float, default=0.4)
+  arguments.add_argument("--rows", type=Path, default=ROOT / "runs" / "aot.json")
+  arguments.add_argument("--docs", type=Path)
+  options = arguments.parse_args()
+  before = json.loads(options.rows.read_text()) if options.rows.exists() else []
+  kept = {name(row): row for row in before}
   for config, topology in ROWS:
     if options.only not in f"{config} {topology}":
       continue

@@ -16,7 +16,6 @@ one JSON object; {"accelerator": null} where there is none.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import gc
@@ -31,18 +30,21 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import bench_overhead
+import common
+import in_process
 import jax
 import jax.numpy as jnp
-import launch
 import numpy as np
 
 from ddiloco import environment
 from ddiloco.config import Config, IslandConfig, ModelConfig
+from ddiloco.engines.rates import seconds_of
 from ddiloco.models.attention import attend
 from ddiloco.models.execution import PLAIN, Execution
-from ddiloco.observe.eventlog import GrowingLog
+from ddiloco.observe.eventlog import EventLog
 from ddiloco.protocol.events import Commit, Fault, Started, Step
 from ddiloco.roles import initial
 from ddiloco.training import devices
@@ -65,7 +67,7 @@ def config_of(preset: str, batch: int, remat: str, chunks: int, **islands: Any) 
     "run.total_tokens": 1 << 50,
     **{f"islands.{name}": value for name, value in islands.items()},
   }  # fmt: skip
-  return launch.config_of("dense", fields, preset)
+  return common.config_of("dense", fields, preset)
 
 
 def make_island(config: Config) -> Island:
@@ -75,22 +77,15 @@ def make_island(config: Config) -> Island:
   return island
 
 
-def batches(config: Config) -> Callable[[], np.ndarray]:
-  shape = (config.islands.batch_size, config.data.sequence_length + 1)
-  random = np.random.default_rng(0)
-  kept = [random.integers(0, config.model.vocab_size, shape, np.int32) for _ in range(4)]
-  return itertools.cycle(kept).__next__
-
-
 def step_seconds(island: Island, config: Config, steps: int) -> float:
   """Of one step, pipelined as a learner's are."""
-  batch = batches(config)
+  batches = itertools.cycle(in_process.batches(config))
   for step in range(3):
-    island.step(batch(), step)
+    island.step(next(batches), step)
   island.finish()
   began = time.perf_counter()
   for step in range(steps):
-    island.step(batch(), step)
+    island.step(next(batches), step)
   jax.block_until_ready(island._state)
   return (time.perf_counter() - began) / steps
 
@@ -183,11 +178,7 @@ def copies(preset: tuple) -> dict[str, Any]:
       jax.block_until_ready(jax.device_put(plain + 0, sharding))
 
   def rate(work: Callable[[], Any]) -> float:
-    seconds = []
-    for _ in range(COPIES + 1):
-      began = time.perf_counter()
-      work()
-      seconds.append(time.perf_counter() - began)
+    seconds = [seconds_of(work) for _ in range(COPIES + 1)]  # the first warms up
     return round(gigabytes / statistics.median(seconds[1:]), 2)
 
   return {
@@ -204,7 +195,7 @@ def killed(preset: str, folder: Path, cpu: bool, quick: bool) -> dict[str, Any]:
   """Two islands on one device; one is killed."""
   kill_at, around = (s / 10 if quick else s for s in (KILL_AT_SECONDS, AROUND_SECONDS))
   fault = {"action": "kill", "role": "learner-1", "at_seconds": kill_at, "seconds": 0.5}
-  config = launch.config_of(
+  config = common.config_of(
     "dense",
     {
       "islands.num_learners": 2, "islands.batch_size": 4, "islands.topology": "",
@@ -214,33 +205,21 @@ def killed(preset: str, folder: Path, cpu: bool, quick: bool) -> dict[str, Any]:
     },
     preset,
   )  # fmt: skip
-  workdir = folder / "run"
-  os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = SHARE_OF_MEMORY  # of each of the two
-  run = launch.start(config, workdir, "--engine=processes", cpu=cpu)
-  del os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"]
 
-  log = GrowingLog(workdir)
-
-  def merged_again() -> float | None:
-    events = log.read()
-    lives = [e.incarnation for e in events.of(Started, "learner-1")]
-    for e in events.of(Commit):
+  def merged_again(log: EventLog) -> float | None:
+    lives = [e.incarnation for e in log.of(Started, "learner-1")]
+    for e in log.of(Commit):
       if len(lives) > 1 and (1, lives[-1]) in zip(e.learners, e.incarnations):
         return e.time
     return None
 
-  until = time.monotonic() + 300
-  try:
-    while (again := merged_again()) is None:
-      if run.poll() is not None or time.monotonic() > until:
-        sys.exit(f"two islands on one device: {launch.log_of(workdir).read_text()[-3000:]}")
-      time.sleep(0.5)
+  with mock.patch.dict(os.environ, XLA_PYTHON_CLIENT_MEM_FRACTION=SHARE_OF_MEMORY):
+    run = common.Run(config, folder / "run", cpu=cpu)
+  with run:
+    again = run.wait_for("the killed island", merged_again)
     time.sleep(around)
-  finally:
-    run.terminate()
-    run.wait()
-  struck = log.read().of(Fault)[0].time
-  steps = log.read().of(Step, "learner-0")
+  struck = run.log.of(Fault)[0].time
+  steps = run.log.of(Step, "learner-0")
   before = [e.gap_seconds for e in steps if struck - around < e.time < struck]
   after = [e.gap_seconds for e in steps if struck <= e.time < struck + around]
   return {
@@ -257,11 +236,10 @@ def has_accelerator() -> bool:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = common.parser(__doc__, "models of 100 thousand parameters")
   parser.add_argument("--steps", type=int, default=20)
   parser.add_argument("--pairs", type=int, default=20)
   parser.add_argument("--cpu", action="store_true", help="on a CPU, to test this script")
-  parser.add_argument("--quick", action="store_true", help="models of 100 thousand parameters")
   given = parser.parse_args()
   if not given.cpu and not has_accelerator():
     print("No GPU or TPU here: nothing is measured.")

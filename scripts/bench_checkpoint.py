@@ -27,14 +27,11 @@ Last line: {"save_gbps", "restore_gbps", "copy_gbps", "step_ratio", "mean_step_r
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import dataclasses
 import itertools
 import json
 import os
 import shutil
-import signal
 import statistics
 import subprocess
 import tempfile
@@ -50,41 +47,29 @@ from ddiloco import environment
 
 environment.prepare(num_cpu_devices=1, cpu_only=True)
 
+import common
+import in_process
 import jax
-import launch
 import numpy as np
 
-from ddiloco.chaos.faults import Faults
-from ddiloco.checkpoint.restore import ResumeState, new_learner, new_syncer
 from ddiloco.checkpoint.saver import Saver
 from ddiloco.checkpoint.snapshots import Storage
 from ddiloco.config import Config, from_dict
-from ddiloco.core import fragments
-from ddiloco.core.commit import MemoryStore, new_fragment
-from ddiloco.engines.children import processes_of
 from ddiloco.network.transport import Hub, learner_address, syncer_address
-from ddiloco.observe.eventlog import E, Event, EventLog, GrowingLog, NullRecorder
+from ddiloco.observe.eventlog import E, Event, EventLog, NullRecorder
 from ddiloco.observe.guards import warn
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Commit, Compiled, Joined, Restart, Restored, Snapshot
 from ddiloco.roles import initial
-from ddiloco.roles.learner import Learner
-from ddiloco.roles.syncer import Syncer
-from ddiloco.runtime import Runtime
 from ddiloco.training.island import Island
 from ddiloco.workdir import start_time
 
-PATIENCE_SECONDS = 240.0
-BATCHES = 8  # different ones, again and again
-
 
 def make_config(layers: int, width: int, learners: int, **sections: Any) -> Config:
-  model = {"num_layers": layers, "model_dim": width, "head_dim": 32, "num_heads": width // 32}
-  model |= {"num_kv_heads": width // 32, "mlp_dim": 3 * width}
   sync = {"num_fragments": 4, "sync_period": 24, **sections.pop("sync", {})}
   return from_dict(
     {
-      "model": model,
+      "model": common.small_model(layers, width, heads=width // 32),
       "data": {"source": "synthetic", "sequence_length": 64, "heldout_sequences": 16},
       "islands": {"num_learners": learners, "batch_size": 2},
       "sync": sync,
@@ -139,10 +124,7 @@ class Blocks:
   """
 
   def __init__(self, config: Config, block: int, pairs: int, logs: Sequence[Log]):
-    random = np.random.default_rng(0)
-    shape = (config.islands.batch_size, config.data.sequence_length + 1)
-    vocabulary = config.model.vocab_size
-    self._tokens = [random.integers(0, vocabulary, shape, np.int32) for _ in range(BATCHES)]
+    self._tokens = itertools.cycle(in_process.batches(config))
     self._block, self._pairs, self._logs = block, pairs, logs
     self.turn: Callable[[bool], None] = lambda on: None
     self.stop = threading.Event()
@@ -160,48 +142,40 @@ class Blocks:
           self.stop.set()
       elif begins == self._block // 2:
         self.turn(False)  # one a block
-      yield self._tokens[count % BATCHES]
+      yield next(self._tokens)
 
 
 def measure_steps(config: Config, folder: Path, block: int, pairs: int) -> tuple[Log, Log]:
   """The logs of the learner and of the shard."""
   plan = initial.make_plan(config)
-  hub, store = Hub("bench", plan.plan_id), MemoryStore()
-  first = initial.initial_params(config)
-  for fragment in plan.fragments:
-    store.save(new_fragment(fragment, fragments.gather(fragment, first)))
-  storage, stop = Storage(folder, plan.plan_id, warn), threading.Event()
-  logs, savers = {}, {}
-  for role in ("learner-0", "syncer-0"):
-    logs[role] = Log()
-    savers[role] = Saver(storage, role, 0, logs[role])
-  faults = Faults((), time.monotonic())
-  shard = Syncer(
-    new_syncer(config, 0, 0, store),
-    config,
-    plan,
-    store,
-    Runtime(hub.connect(syncer_address(0)), logs["syncer-0"], savers["syncer-0"]),
-  )
-  without = dataclasses.replace(config, sync=dataclasses.replace(config.sync, snapshot_steps=0))
-  thread = threading.Thread(target=shard.run, args=(faults, stop.is_set), daemon=True)
-  thread.start()
+  hub, storage = Hub("bench", plan.plan_id), Storage(folder, plan.plan_id, warn)
   island = Island(config, 0, jax.devices()[:1], plan)
   island.compile()
   island.reset()
-  blocks = Blocks(config, block, pairs, list(logs.values()))
-  blocks.turn = lambda on: setattr(shard, "config", config if on else without)
-  learner = Learner(
-    ResumeState(new_learner(config, plan, 0, 0)),
+  logs = {role: Log() for role in ("learner-0", "syncer-0")}
+  savers = {role: Saver(storage, role, 0, log) for role, log in logs.items()}
+  shard = in_process.Shard(
     config,
     plan,
+    in_process.store_of(plan, initial.initial_params(config)),
+    hub.connect(syncer_address(0)),
+    recorder=logs["syncer-0"],
+    saver=savers["syncer-0"],
+  )
+  without = dataclasses.replace(config, sync=dataclasses.replace(config.sync, snapshot_steps=0))
+  blocks = Blocks(config, block, pairs, list(logs.values()))
+  blocks.turn = lambda on: setattr(shard.role, "config", config if on else without)
+  in_process.train(
+    config,
+    plan,
+    hub.connect(learner_address(0)),
     island,
     blocks,
-    Runtime(hub.connect(learner_address(0)), logs["learner-0"], savers["learner-0"]),
+    blocks.stop.is_set,
+    recorder=logs["learner-0"],
+    saver=savers["learner-0"],
   )
-  learner.run(faults, blocks.stop.is_set)
-  stop.set()
-  thread.join(10)
+  shard.end()
   for saver in savers.values():
     saver.close(10)
   return logs["learner-0"], logs["syncer-0"]
@@ -226,21 +200,17 @@ def compare_steps(learner: Log, shard: Log, block: int, pairs: int) -> dict[str,
     )
     for name, each in zip(names, found):
       ratios[name] += each
-    said = ", ".join(f"{middle(each, 3)} ({len(each)})" for each in found)
+    said = ", ".join(f"{common.middle(each, 3)} ({len(each)})" for each in found)
     print(f"pair {pair:2d}: {1e3 * usual[-1]:7.1f} ms without; with x {said}")
   return {
-    **{name: middle(each) for name, each in ratios.items()},
-    "step_ms": middle([1e3 * each for each in usual], 2),
-    "save_seconds": middle(learner.save_seconds, 3),
+    **{name: common.middle(each) for name, each in ratios.items()},
+    "step_ms": common.middle([1e3 * each for each in usual], 2),
+    "save_seconds": common.middle(learner.save_seconds, 3),
   }
 
 
 def beside(step: Step, saves: list[tuple[float, float]]) -> bool:
   return any(begun < step.ends and written > step.ends - step.seconds for begun, written in saves)
-
-
-def middle(values: list[float], digits: int = 4) -> float | None:
-  return round(statistics.median(values), digits) if values else None
 
 
 # --- 2. bytes -------------------------------------------------------------------------------------
@@ -276,65 +246,26 @@ def measure_bytes(folder: Path, mib: int, times: int) -> dict[str, Any]:
       f"{size / 1e9:.2f} GB: {', '.join(f'{name} {s[-1]:.2f} s' for name, s in seconds.items())}"
     )
   return {
-    f"{name}_gbps": middle([size / s / 1e9 for s in each[1:]]) for name, each in seconds.items()
+    f"{name}_gbps": common.middle([size / s / 1e9 for s in each[1:]])
+    for name, each in seconds.items()
   }
 
 
 # --- 3. rejoin and 4. resume ----------------------------------------------------------------------
 
 
-class Run:
-  """`ddiloco train --engine=processes` in a workdir, begun now."""
-
-  def __init__(self, config: Config, workdir: Path):
-    self.workdir, self.log = workdir, launch.log_of(workdir)
-    self._events = GrowingLog(workdir)
-    self.began = time.time()
-    self._process = launch.start(config, workdir, "--engine=processes")
-
-  def wait_for(self, what: str, found: Callable[[EventLog], Any]) -> Any:
-    """The first true `found(events)` of this workdir."""
-    print(f"waiting for {what} ...", flush=True)
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not (result := found(self._events.read())):
-      if self._process.poll() is not None or time.monotonic() > deadline:
-        raise SystemExit(f"waited in vain for {what}: {self.log.read_text()[-2000:]}")
-      time.sleep(0.2)
-    return result
-
-  def kill_learner(self, number: int) -> None:
-    """kill -9; the run starts it again at once. Linux."""
-    for pid in processes_of(self.workdir, f"--learner={number}"):
-      with contextlib.suppress(ProcessLookupError):  # it has just ended
-        os.kill(pid, signal.SIGKILL)
-
-  def end(self) -> None:
-    """Tells it to end; it saves what it can, as on SIGTERM anywhere."""
-    self._process.send_signal(signal.SIGTERM)
-    try:
-      self._process.wait(PATIENCE_SECONDS)
-    finally:
-      self._process.kill()
-
-
 def measure_rejoin(folder: Path, quick: bool) -> dict[str, Any]:
   """Seconds of a killed learner's way back, and of a whole run's."""
   sync = {"num_shards": 2, "snapshot_steps": 10 if quick else 200}
   config = make_config(2, 64, 2, sync=sync, checkpoint={"patience_seconds": 5.0})
-  run = Run(config, folder / "run")
-  try:
+  with common.Run(config, folder / "run") as run:
     run.wait_for("a snapshot", lambda events: later(events, Snapshot, 0.0))
-    run.kill_learner(1)
+    run.kill("--learner=1")
     joined = run.wait_for("the killed learner", lambda events: came_back(events, "learner-1"))
     run.wait_for("one more snapshot", lambda events: later(events, Snapshot, joined["joined"]))
-  finally:
-    run.end()
-  again = Run(config, folder / "run")
-  try:
+  with common.Run(config, folder / "run") as again:
     began = again.began - start_time(again.workdir)
     merged = again.wait_for("a merged push", lambda events: later(events, Commit, began))
-  finally:
-    again.end()
   rejoin = {name: seconds for name, seconds in joined.items() if name != "joined"}
   return {"rejoin": rejoin, "resume_seconds": round(merged.time - began, 2)}
 
@@ -366,11 +297,10 @@ def came_back(events: EventLog, role: str) -> dict[str, float] | None:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser = common.parser(__doc__)
   parser.add_argument("--pairs", type=int, default=12, help="pairs of blocks that count")
   parser.add_argument("--block", type=int, default=100, help="steps in a block, one snapshot in it")
   parser.add_argument("--mib", type=int, default=256, help="size of the part that is saved")
-  parser.add_argument("--quick", action="store_true", help="a smoke test: numbers mean nothing")
   args = parser.parse_args()
   if args.quick:
     args.pairs, args.block, args.mib = 1, 8, 8

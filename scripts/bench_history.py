@@ -17,7 +17,6 @@ import argparse
 import json
 import math
 import random
-import re
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import common
 
 from ddiloco.config import Config
 from ddiloco.dashboard.server import RunFollower
@@ -205,10 +206,7 @@ def read(reader: str, workdir: Path) -> None:
 
 def megabytes() -> float:
   """The most memory that this process has had so far."""
-  text = Path("/proc/self/status").read_text()
-  found = re.search(r"VmHWM:\s+(\d+) kB", text)
-  assert found is not None
-  return round(int(found[1]) / 1024, 1)
+  return round(common.memory_bytes("VmHWM") / 2**20, 1)
 
 
 def measured(reader: str, workdir: Path, events: int) -> dict[str, Any]:
@@ -220,10 +218,9 @@ def measured(reader: str, workdir: Path, events: int) -> dict[str, Any]:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = common.parser(__doc__, "20,000 events")
   parser.add_argument("--events", type=int, default=10_000_000)
   parser.add_argument("--readers", default="report,dashboard,resume")
-  parser.add_argument("--quick", action="store_true", help="20,000 events")
   parser.add_argument("--workdir", type=Path, help="for the logs (default: a temporary one)")
   parser.add_argument("--child", choices=READERS, help=argparse.SUPPRESS)
   options = parser.parse_args()

@@ -19,25 +19,23 @@ import dataclasses
 import itertools
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from pathlib import Path
 from typing import Any
 
 import bench_overhead
-import launch
+import common
+import in_process
 
 from ddiloco import environment
 from ddiloco.config import Config
-from ddiloco.engines.children import processes_of
 from ddiloco.engines.role_spec import free_urls
 from ddiloco.network import host_links
 from ddiloco.network.transport import Hub, learner_address, syncer_address
-from ddiloco.observe.eventlog import GrowingLog
+from ddiloco.observe.eventlog import EventLog
 from ddiloco.protocol.events import Commit, Crash, Snapshot, Started, Step
 from ddiloco.training import hosts
 from ddiloco.training.island import Island
@@ -97,7 +95,7 @@ def as_host(
   island.compile()
   notes = noted(island)
   if host:
-    read = lambda position: itertools.cycle(bench.tokens())  # noqa: E731
+    read = lambda position: itertools.cycle(in_process.batches(bench.config))  # noqa: E731
 
     def failed(error: Exception) -> None:
       traceback.print_exception(error)
@@ -147,7 +145,7 @@ def two_processes(quick: bool, pairs: int, block: int, folder: Path) -> dict[str
 
 
 def two_islands() -> Config:
-  return launch.config_of(
+  return common.config_of(
     "quickstart",
     {
       "islands.num_learners": 2, "islands.devices": DEVICES, "islands.hosts": HOSTS,
@@ -159,36 +157,19 @@ def two_islands() -> Config:
   )  # fmt: skip
 
 
-def wait_for(what, process: subprocess.Popen) -> Any:
-  until = time.monotonic() + PATIENCE_SECONDS
-  while not (found := what()):
-    if process.poll() is not None or time.monotonic() > until:
-      sys.exit("the run ended, or nothing came of it")
-    time.sleep(0.2)
-  return found
-
-
 def killed_host(folder: Path) -> dict[str, Any]:
-  workdir = folder / "run"
-  run = launch.start(two_islands(), workdir, "--engine=processes")
-
-  log = GrowingLog(workdir)
-
-  def merged(after: int) -> list[Commit]:
-    commits = log.read().of(Commit)
+  def merged(log: EventLog, after: int) -> list[Commit]:
+    commits = log.of(Commit)
     return [e for e in commits if any(m and n > after for m, n in zip(e.learners, e.incarnations))]
 
-  try:
-    wait_for(lambda: log.read().of(Snapshot) and merged(0), run)
-    life = log.read().of(Started, "learner-1")[-1].incarnation
-    (pid,) = processes_of(workdir, "--learner=1", "--host=1")
-    os.kill(pid, signal.SIGKILL)
-    again = wait_for(lambda: merged(life), run)[0].time
-    down = wait_for(lambda: log.read().of(Crash, "learner-1"), run)[0].time
-  finally:
-    run.terminate()
-    run.wait()
-  meanwhile = [e for e in log.read().of(Step, "learner-0") if down <= e.time <= again]
+  with common.Run(two_islands(), folder / "run") as run:
+    run.wait_for("a snapshot and a merge", lambda log: log.of(Snapshot) and merged(log, 0))
+    life = run.log.of(Started, "learner-1")[-1].incarnation
+    run.kill("--learner=1", "--host=1")
+    again = run.wait_for("its next life", lambda log: merged(log, life))[0].time
+    down = run.wait_for("its end", lambda log: log.of(Crash, "learner-1"))[0].time
+    steps = run.log.of(Step, "learner-0")
+  meanwhile = [e for e in steps if down <= e.time <= again]
   return {
     "other_island_blocked_seconds": round(sum(e.blocked_seconds for e in meanwhile), 6),
     "other_island_steps_meanwhile": len(meanwhile),
@@ -197,10 +178,9 @@ def killed_host(folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = common.parser(__doc__, "a smaller model and four pairs")
   parser.add_argument("--pairs", type=int, default=20)
   parser.add_argument("--block", type=int, default=8)
-  parser.add_argument("--quick", action="store_true", help="a smaller model and four pairs")
   for name in ("url", "coordinator", "folder"):
     parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
   parser.add_argument("--host", type=int, help=argparse.SUPPRESS)

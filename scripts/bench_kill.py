@@ -23,7 +23,6 @@ survivor_step_ratio, for the steps between a kill and that push and for the othe
 
 from __future__ import annotations
 
-import argparse
 import bisect
 import itertools
 import json
@@ -40,14 +39,14 @@ from ddiloco import environment
 
 environment.prepare(num_cpu_devices=1, cpu_only=True, supervises=True)
 
-import launch
+import common
+from common import middle
 
 from ddiloco import workdir as workdirs
 from ddiloco.config import Config, from_dict
 from ddiloco.engines import forkserver
 from ddiloco.engines.children import Spawn
 from ddiloco.engines.processes import ProcessesEngine
-from ddiloco.observe import plots
 from ddiloco.observe.eventlog import EventLog, read_events
 from ddiloco.observe.style import GLOBAL_MODEL, PALETTE
 from ddiloco.protocol.events import Commit, Event, Fault, Joined, Push, Restart, Started, Step
@@ -74,14 +73,7 @@ def make_config(learners: int, kills: int, every: float, quick: bool) -> Config:
   ]
   return from_dict(
     {
-      "model": {
-        "num_layers": 2,
-        "model_dim": width,
-        "num_heads": 2,
-        "num_kv_heads": 2,
-        "head_dim": width // 2,
-        "mlp_dim": 3 * width,
-      },
+      "model": common.small_model(2, width),
       "data": {"source": "synthetic", "sequence_length": 64, "heldout_sequences": 16},
       "islands": {"num_learners": learners, "batch_size": 8},
       "sync": {"num_shards": 2, "num_fragments": 4},
@@ -143,7 +135,7 @@ class Ends:
 
 def run(config: Config, folder: Path, seconds: float, mine: frozenset[int]) -> None:
   """The run, into `folder`; none if it is there already."""
-  if launch.done_before(config, folder):
+  if common.done_before(config, folder):
     return
   workdirs.claim(folder, config, overwrite=True)
   engine = Pinned(config, folder, data.open_corpus(config.data), lambda params: {"loss": 0.0})
@@ -238,8 +230,7 @@ def draw(path: Path, folder: Path, survivors: int, every: float, result: dict[st
     for killed, _ in restarts(events)
     for ended, gap in between(steps_of(events, learner), killed - every, killed + every)
   ]
-  with plots.styled():
-    figure, (axes,) = plots.new_figure(4.2)
+  with common.picture(path, 4.2) as (_, (axes,)):
     axes.plot(*zip(*around), ".", color=PALETTE[0], alpha=0.15, ms=3)
     width = every / 20
     medians = []
@@ -258,23 +249,16 @@ def draw(path: Path, folder: Path, survivors: int, every: float, result: dict[st
     axes.set_xlabel("seconds since the kill")
     axes.set_ylabel("ms from step to step")
     axes.legend(loc="upper left")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    plots.save(figure, path)
-
-
-def middle(values: list[float], digits: int = 4) -> float | None:
-  return round(statistics.median(values), digits) if values else None
 
 
 def main() -> None:
   cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser = common.parser(__doc__)
   parser.add_argument("--kills", type=int, default=6)
   parser.add_argument("--every", type=float, default=20.0, help="seconds of a window")
   parser.add_argument("--learners", type=int, default=max(2, min(4, len(cores))))
   parser.add_argument("--workdir", type=Path, help="keeps the runs; default: a temporary folder")
   parser.add_argument("--picture", type=Path, help="draws it there")
-  parser.add_argument("--quick", action="store_true", help="a smoke test: numbers mean nothing")
   args = parser.parse_args()
   if len(cores) < 2:
     print("scripts/bench_kill.py needs Linux and two cores: survivors must have their own.",

@@ -12,13 +12,13 @@ Takes about 20 s and (M / 2 + 28) bytes a value.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
+import common
 import numpy as np
 
 from ddiloco.config import SyncConfig, from_dict
@@ -113,13 +113,10 @@ def bench_commit(fragment: Fragment, learners: int, repeats: int) -> dict[str, f
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
+  parser = common.parser(__doc__, "tiny sizes: is the script alive?")
   parser.add_argument("--learners", type=int, default=8, help="pushes that are merged (8)")
   parser.add_argument("--values", type=int, default=32 << 20, help="least size of the fragment")
   parser.add_argument("--repeats", type=int, default=7, help="of every measurement (7)")
-  parser.add_argument("--quick", action="store_true", help="tiny sizes: is the script alive?")
   args = parser.parse_args()
   if min(args.learners, args.values, args.repeats) < 1:
     parser.error("--learners, --values and --repeats must be at least 1")

@@ -16,7 +16,6 @@ Last line: {"ratio", "blocked_seconds", "step_ms", "bare_ms", "rounds", "pairs",
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import itertools
@@ -30,23 +29,18 @@ from typing import Any
 
 os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false " + os.environ.get("XLA_FLAGS", "")
 
+import common
+import in_process
 import jax
 import numpy as np
 
 from ddiloco import config as config_lib
 from ddiloco import environment
-from ddiloco.chaos.faults import Faults
-from ddiloco.checkpoint.restore import ResumeState, new_learner, new_syncer
-from ddiloco.core import fragments
-from ddiloco.core.commit import MemoryStore, new_fragment
 from ddiloco.network.endpoint import NetworkEndpoint, RunIdentity
 from ddiloco.network.transport import Endpoint, Hub, learner_address, syncer_address
 from ddiloco.observe.eventlog import NullRecorder
 from ddiloco.protocol import events
 from ddiloco.roles import initial
-from ddiloco.roles.learner import Learner
-from ddiloco.roles.syncer import Syncer
-from ddiloco.runtime import Runtime
 from ddiloco.training.island import Island
 
 FRAGMENTS = 8
@@ -165,23 +159,15 @@ class Bench:
 
   def interleaved(self, step: Step) -> Interleaved:
     """Batches, with bare steps in between."""
-    return Interleaved(step, self.tokens(), self.block, self.pairs)
-
-  def tokens(self) -> list[np.ndarray]:
-    """Batches of nothing in particular."""
-    random = np.random.default_rng(0)
-    shape = (self.config.islands.batch_size, self.config.data.sequence_length + 1)
-    return [random.integers(0, 256, shape, np.int32) for _ in range(8)]
+    return Interleaved(step, in_process.batches(self.config), self.block, self.pairs)
 
   def measure(self, endpoint: Endpoint, island: Any, loop: Interleaved) -> Measured:
     """A learner on this island, until the blocks are done."""
     steps = Steps()
-    beginning = ResumeState(new_learner(self.config, self.plan, 0, 0))
-    runtime = Runtime(endpoint, steps)
     batches = getattr(island, "batches", None)
     read = functools.partial(batches, loop) if batches else loop
-    role = Learner(beginning, self.config, self.plan, island, read, runtime)
-    role.run(Faults((), time.monotonic()), loop.stop.is_set)
+    stop = loop.stop.is_set
+    in_process.train(self.config, self.plan, endpoint, island, read, stop, recorder=steps)
     return Measured(steps.gaps, loop.bare, steps.blocked_seconds)
 
 
@@ -189,21 +175,13 @@ class Shard:
   """The syncer, in a thread of the process it is made in."""
 
   def __init__(self, bench: Bench, endpoint: Endpoint):
-    config, plan, store = bench.config, bench.plan, MemoryStore()
-    first = initial.initial_params(config)
-    for fragment in plan.fragments:
-      store.save(new_fragment(fragment, fragments.gather(fragment, first)))
-    self._steps, self._stop = Steps(), threading.Event()
-    state = new_syncer(config, 0, 0, store)
-    role = Syncer(state, config, plan, store, Runtime(endpoint, self._steps))
-    serve = (Faults((), time.monotonic()), self._stop.is_set)
-    self._thread = threading.Thread(target=role.run, args=serve, daemon=True)
-    self._thread.start()
+    store = in_process.store_of(bench.plan, initial.initial_params(bench.config))
+    self._steps = Steps()
+    self._shard = in_process.Shard(bench.config, bench.plan, store, endpoint, recorder=self._steps)
 
   def end(self) -> int:
     """Stops it; how many rounds it has committed."""
-    self._stop.set()
-    self._thread.join(10)
+    self._shard.end()
     return self._steps.commits
 
 
@@ -262,11 +240,10 @@ def with_ray(settings: tuple) -> tuple[Measured, int]:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser = common.parser(__doc__)
   parser.add_argument("--engine", choices=ENGINES, default="threads", help="where the roles live")
   parser.add_argument("--pairs", type=int, default=40, help="pairs of blocks that count")
   parser.add_argument("--block", type=int, default=FRAGMENTS, help="steps in a block")
-  parser.add_argument("--quick", action="store_true", help="a smoke test: numbers mean nothing")
   args = parser.parse_args()
   if args.quick:
     args.pairs, args.block = 1, 8

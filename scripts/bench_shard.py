@@ -23,7 +23,6 @@ line is one JSON object.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -34,7 +33,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import bench_merge
+import common
 import numpy as np
+from common import memory_bytes
 
 from ddiloco.chaos.faults import Faults
 from ddiloco.checkpoint.buddy import Copies, Replication
@@ -132,12 +133,6 @@ class Counted:
     return self._endpoint.send(to, message, spoil)
 
 
-def resident_bytes(key: str = "VmRSS") -> int:
-  """Of this process; "VmHWM": the most it ever had."""
-  with open("/proc/self/status") as file:
-    return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key))
-
-
 def serve(pipe: Any, shard: int, shards: int, values: int, fragments: int, learners: int) -> None:
   """A shard until it is told to end; tells where it listens, what it commits, and its memory."""
   config, plan = config_of(learners, shards, fragments), plan_of(values, fragments)
@@ -148,7 +143,7 @@ def serve(pipe: Any, shard: int, shards: int, values: int, fragments: int, learn
   store, owned = MemoryStore(outlives=False), owned_by(shard, shards, fragments)
   for p in owned:
     passes.compile_for(plan.fragments[p], config.outer)
-  before = resident_bytes()
+  before = memory_bytes()
   for p in owned:
     store.save(new_fragment(plan.fragments[p], np.full(values, 0.02, np.float32)))
   replication = None
@@ -162,7 +157,7 @@ def serve(pipe: Any, shard: int, shards: int, values: int, fragments: int, learn
 
   def listen() -> None:
     while pipe.recv() != "end":
-      pipe.send(("memory", resident_bytes(), resident_bytes("VmHWM"), dict(endpoint.bytes)))
+      pipe.send(("memory", memory_bytes(), memory_bytes("VmHWM"), dict(endpoint.bytes)))
     stop.set()
 
   threading.Thread(target=listen, daemon=True).start()
@@ -470,14 +465,11 @@ def bench_copies(values: int, learners: int) -> dict[str, Any]:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
+  parser = common.parser(__doc__, "small fragments: is the script alive?")
   parser.add_argument("--values", type=int, default=508_000_000, help="of each fragment")
   parser.add_argument("--fragments", type=int, default=1, help="of the shard (1)")
   parser.add_argument("--learners", type=int, default=8, help="that push (8)")
   parser.add_argument("--repeats", type=int, default=5, help="of the commit (5)")
-  parser.add_argument("--quick", action="store_true", help="small fragments: is the script alive?")
   args = parser.parse_args()
   if min(args.values - 1000, args.fragments, args.learners, args.repeats) < 1:
     parser.error("--values must be over 1000, the others at least 1")

@@ -27,7 +27,6 @@ Last line: {PROBLEM: {AWAY: {RULE: {"worst": relative, "mean": relative, "loss",
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import math
@@ -36,7 +35,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
-import launch
+import common
 import numpy as np
 from virtual_training import STEP_SECONDS, Problem, Text, Valued
 
@@ -201,29 +200,26 @@ def make_problem(name: str, seed: int, period: int, quick: bool) -> Problem:
     "inner.final_share": 1.0,  # the rate does not depend on who is there
   }
   if name == "text":
-    return Text(launch.config_of("tutorial" if quick else "quickstart", fields))
-  return Regression(launch.config_of("quickstart", {**fields, "inner.learning_rate": 5e-3}), seed)
+    return Text(common.config_of("tutorial" if quick else "quickstart", fields))
+  return Regression(common.config_of("quickstart", {**fields, "inner.learning_rate": 5e-3}), seed)
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-  parser.add_argument("--problems", default="regression,text")
+  parser = common.parser(__doc__)
+  problems = common.names_of(("regression", "text"))
+  parser.add_argument("--problems", type=problems, default="regression,text")
   parser.add_argument("--away", default="600,2000", help="steps")
   parser.add_argument("--before", type=int, default=200, help="steps until it goes")
   parser.add_argument("--after", type=int, default=200, help="steps from its return to the end")
   parser.add_argument("--period", type=int, default=24, help="sync.sync_period, steps")
-  parser.add_argument("--rules", default="kept", help=", ".join(RULES))
+  parser.add_argument("--rules", type=common.names_of(RULES), default="kept")
   parser.add_argument("--seed", type=int, default=0)
-  parser.add_argument("--quick", action="store_true", help="a smoke test: numbers mean little")
   options = parser.parse_args()
   if options.quick:
     options.away, options.before, options.after, options.period = "110", 20, 40, 12
-  rules = options.rules.split(",")
-  if unknown := set(rules).difference(RULES):
-    parser.error(f"--rules: {', '.join(sorted(unknown))} is none of {', '.join(RULES)}")
   environment.prepare(1, cpu_only=True)
   result: dict[str, Any] = {}
-  for name in options.problems.split(","):
+  for name in options.problems:
     problem = make_problem(name, options.seed, options.period, options.quick)
     per_step = problem.config.tokens_per_step(AWAY)
     lengths = [int(each) for each in options.away.split(",")]
@@ -232,7 +228,7 @@ def main() -> None:
     result[name] = {}
     for away in lengths:
       back, found = options.before + away, {}
-      for rule in rules:
+      for rule in options.rules:
         here = run(problem, rule, options.before, away, back + options.after, options.seed)
         found[rule] = compare(here, without, options.before, back, per_step)
         print(f"{name}, away for {away} steps, {rule}: {found[rule]}", flush=True)

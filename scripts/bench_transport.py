@@ -31,6 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import common
 import numpy as np
 
 from ddiloco.config import NetworkConfig
@@ -194,9 +195,8 @@ def measure(
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser = common.parser(__doc__)
   parser.add_argument("--rounds", type=int, default=12, help="transfers of each size and way")
-  parser.add_argument("--quick", action="store_true", help="a smoke test: numbers mean nothing")
   parser.add_argument("--slow", type=int, default=0, help=argparse.SUPPRESS)
   args = parser.parse_args()
   if args.slow:

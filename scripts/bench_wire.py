@@ -14,24 +14,19 @@ codecs, of what is not payload (headers and control) over what is.
 
 from __future__ import annotations
 
-import argparse
 import json
 import threading
-import time
+from collections.abc import Callable, Iterator
 
+import common
+import in_process
 import numpy as np
 
 from ddiloco import config as config_lib
-from ddiloco.chaos.faults import Faults
-from ddiloco.checkpoint.restore import ResumeState, new_learner, new_syncer
 from ddiloco.core import codec, fragments
 from ddiloco.core.commit import MemoryStore, new_fragment
 from ddiloco.network.transport import Hub, learner_address, syncer_address
-from ddiloco.observe.eventlog import NullRecorder
 from ddiloco.roles import initial
-from ddiloco.roles.learner import Learner
-from ddiloco.roles.syncer import Syncer
-from ddiloco.runtime import Runtime
 
 
 class Holder:
@@ -77,63 +72,57 @@ def make_config(learners: int, periods: int, name: str, quick: bool) -> config_l
   return config_lib.from_dict(c)
 
 
-def measure(config: config_lib.Config, plan: fragments.Plan) -> tuple[float, float]:
-  """Bytes and payload bytes per step and learner, over whole periods after the join."""
-  hub, store, stop = Hub("bench", plan.plan_id), MemoryStore(), threading.Event()
-  for fragment in plan.fragments:
-    store.save(new_fragment(fragment, np.zeros(fragment.size, np.float32)))
-  faults, period = Faults((), time.monotonic()), config.sync.sync_period
-  marks: list[tuple[int, int, int]] = []  # learner 0's step, bytes and payload after each period
-
-  def batches(position: int):
-    shape = (config.islands.batch_size, config.data.sequence_length + 1)
-    for count in range(position, 1 << 30):
-      if count and count % period == 0:
-        counters = endpoints[0].counters
-        total = counters.sent_bytes + counters.received_bytes
-        marks.append((count, total, counters.payload_bytes))
-      yield np.zeros(shape, np.int32)
-
-  threads = []
-  for s in range(config.sync.num_shards):
-    endpoint = hub.connect(syncer_address(s))
-    state = new_syncer(config, s, 0, store)
-    shard = Syncer(state, config, plan, store, Runtime(endpoint, NullRecorder()))
-    threads.append(threading.Thread(target=shard.run, args=(faults, stop.is_set), daemon=True))
-  endpoints = []
-  for m in range(config.islands.num_learners):
-    endpoints.append(hub.connect(learner_address(m)))
-    holder = Holder(plan, m)
-    data = batches if m == 0 else _plain(config)
-    beginning = ResumeState(new_learner(config, plan, m, 0))
-    runtime = Runtime(endpoints[m], NullRecorder())
-    role = Learner(beginning, config, plan, holder, data, runtime)
-    threads.append(threading.Thread(target=role.run, args=(faults, stop.is_set), daemon=True))
-  for thread in threads:
-    thread.start()
-  for thread in threads[config.sync.num_shards :]:
-    thread.join(300)
-  stop.set()
-  (first_step, first, first_payload), (step, total, payload) = marks[0], marks[-1]
-  steps = step - first_step
-  return (total - first) / steps, (payload - first_payload) / steps
-
-
-def _plain(config: config_lib.Config):
+def batches_of(config: config_lib.Config, count: Callable[[int], None]):
+  """Zeros; `count` is told the number of the batch before each."""
   shape = (config.islands.batch_size, config.data.sequence_length + 1)
 
-  def batches(position: int):
-    while True:
+  def batches(position: int) -> Iterator[np.ndarray]:
+    for number in range(position, 1 << 30):
+      count(number)
       yield np.zeros(shape, np.int32)
 
   return batches
 
 
+def measure(config: config_lib.Config, plan: fragments.Plan) -> tuple[float, float]:
+  """Bytes and payload bytes per step and learner, over whole periods after the join."""
+  hub, store, stop = Hub("bench", plan.plan_id), MemoryStore(), threading.Event()
+  for fragment in plan.fragments:
+    store.save(new_fragment(fragment, np.zeros(fragment.size, np.float32)))
+  marks: list[tuple[int, int, int]] = []  # learner 0's step, bytes and payload after each period
+
+  def mark(step: int) -> None:
+    if step and step % config.sync.sync_period == 0:
+      counters = endpoints[0].counters
+      total = counters.sent_bytes + counters.received_bytes
+      marks.append((step, total, counters.payload_bytes))
+
+  shards = [
+    in_process.Shard(config, plan, store, hub.connect(syncer_address(s)), s)
+    for s in range(config.sync.num_shards)
+  ]
+  learners = range(config.islands.num_learners)
+  endpoints = [hub.connect(learner_address(m)) for m in learners]
+  threads = []
+  for m in learners:
+    read = batches_of(config, (lambda step: None) if m else mark)
+    role = config, plan, endpoints[m], Holder(plan, m), read, stop.is_set, m
+    threads.append(threading.Thread(target=in_process.train, args=role, daemon=True))
+    threads[-1].start()
+  for thread in threads:
+    thread.join(300)
+  stop.set()
+  for shard in shards:
+    shard.end()
+  (first_step, first, first_payload), (step, total, payload) = marks[0], marks[-1]
+  steps = step - first_step
+  return (total - first) / steps, (payload - first_payload) / steps
+
+
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser = common.parser(__doc__, "a small model, one period")
   parser.add_argument("--learners", type=int, default=4)
   parser.add_argument("--periods", type=int, default=8, help="sync periods that count")
-  parser.add_argument("--quick", action="store_true", help="a small model, one period")
   args = parser.parse_args()
   periods = 2 if args.quick else args.periods + 1
   result: dict = {"bytes_per_step": {}, "versus_data_parallel": {}, "framing_overhead": 0.0}

@@ -13,7 +13,6 @@ Last line: {"images": n, "accuracy": {"own": share, "shuffled": share, "blank": 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 from collections import Counter
@@ -21,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import common
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,7 +96,7 @@ def measure(config: Config, params: Mapping[str, np.ndarray], most: int) -> dict
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser = common.parser(__doc__, quick="")
   parser.add_argument("--workdir", type=Path, required=True, help="of a run that has a result")
   parser.add_argument("--images", type=int, default=1000, help="held-out ones at most")
   options = parser.parse_args()

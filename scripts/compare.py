@@ -25,18 +25,17 @@ Every run that has ended is a line of WORKDIR/runs.jsonl and is not run again. W
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import launch
+import common
+from common import spread
 from compared import METHODS, QUICK, QUICK_ROWS, SIZES, Comparison, Runs
 
 from ddiloco import environment
-from ddiloco.observe import plots
 from ddiloco.observe.style import MUTED, PALETTE
 from ddiloco.training.devices import kept_in
 
@@ -44,12 +43,6 @@ if TYPE_CHECKING:
   from matplotlib.axes import Axes
 
 # --- What it says
-
-
-def spread(values: list[float], digits: int) -> str:
-  """Mean and standard deviation."""
-  text = f"{statistics.mean(values):{'+' if digits < 3 else ''}.{digits}f}"
-  return text + (f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else "")
 
 
 def table(comparisons: Iterable[Comparison]) -> Iterator[str]:
@@ -119,8 +112,7 @@ BY_PERIOD = {
 def draw(comparisons: list[Comparison], path: Path) -> None:
   """Loss over M, size and H, and what the outer gradients are like while a run goes on."""
   first = comparisons[0]
-  with plots.styled():
-    figure, (islands, sizes, periods, course) = plots.new_figure(14.0, rows=4)
+  with common.picture(path, 14.0, rows=4) as (_, (islands, sizes, periods, course)):
     islands.set_title("Loss against tuned data-parallel by islands")
     _draw_rows(islands, comparisons, BY_ISLANDS, "islands")
     islands.plot(list(PUBLISHED), list(PUBLISHED.values()), "--", color=MUTED, label=CITED)
@@ -130,8 +122,6 @@ def draw(comparisons: list[Comparison], path: Path) -> None:
     _draw_rows(periods, [first], BY_PERIOD, "H")
     periods.legend()
     _draw_course(course, first)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    plots.save(figure, path)
 
 
 CITED = "published: DiLoCo, 35M"
@@ -187,23 +177,16 @@ def _draw_course(axes: Axes, comparison: Comparison) -> None:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
-  parser.add_argument("--workdir", type=Path, default=launch.ROOT / "runs" / "compare")
-  parser.add_argument("--sizes", default="33k;115k", help="separated by ';'")
+  parser = common.parser(__doc__)
+  parser.add_argument("--workdir", type=Path, default=common.ROOT / "runs" / "compare")
+  sizes, rows = (common.names_of(names, ";") for names in (SIZES, METHODS))
+  parser.add_argument("--sizes", type=sizes, default="33k;115k", help="separated by ';'")
   parser.add_argument("--accelerator", action="store_true", help="on this machine's, not its CPU")
-  parser.add_argument("--only", default="", help="names of rows, separated by ';'")
+  parser.add_argument("--only", type=rows, default="", help="names of rows, separated by ';'")
   parser.add_argument("--seeds", type=int, default=3)
   parser.add_argument("--table", action="store_true", help="runs nothing")
   parser.add_argument("--picture", type=Path, default=None, help="draws; runs nothing")
-  parser.add_argument("--quick", action="store_true", help="a smoke test: numbers mean little")
   options = parser.parse_args()
-  only = [name for name in options.only.split(";") if name]
-  sizes = ["quick"] if options.quick else options.sizes.split(";")
-  for flag, given, names in (("only", only, METHODS), ("sizes", sizes, {**SIZES, "quick": QUICK})):
-    if unknown := set(given).difference(names):
-      parser.error(f"--{flag}: {', '.join(sorted(unknown))} is none of {', '.join(names)}")
   environment.prepare(1, cpu_only=not options.accelerator)
   workdir, seeds = options.workdir.absolute(), 1 if options.quick else options.seeds
 
@@ -214,13 +197,13 @@ def main() -> None:
     found: dict[str, Comparison] = {}
     for name, size in SIZES.items():
       found[name] = Comparison(name, runs, seeds, smaller=found.get(size.after))
-    return [found[size] for size in sizes]
+    return [found[size] for size in options.sizes]
 
   if not (options.table or options.picture):
     with kept_in(workdir / "programs"):
       for each in comparisons(trains=True):
         here = [r for r, m in METHODS.items() if each.size in m.sizes]
-        for row in only or here or QUICK_ROWS:
+        for row in options.only or here or QUICK_ROWS:
           each.row(row)
   known = comparisons(trains=False)  # also what other processes have run meanwhile
   if options.picture:

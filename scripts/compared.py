@@ -13,8 +13,8 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import common
 import jax
-import launch
 import outer_gradients
 from ideas import ForgetfulTrainer, Recent, TriedMerger, mean_values
 from outer_gradients import Observer, Seen
@@ -114,23 +114,12 @@ class Method:
 
 def outer(rate: float, momentum: float) -> dict[str, Any]:
   """Outer Nesterov SGD."""
-  return {"outer__learning_rate": rate, "outer__momentum": momentum}
+  return {"outer.learning_rate": rate, "outer.momentum": momentum}
 
 
-def variant(
-  learners: int = 4,
-  sizes: tuple[str, ...] = ("33k",),
-  slowness: tuple[float, ...] = (),
-  faults: Mapping[str, Any] | None = None,
-  presence: Mapping[str, tuple[float, float]] | None = None,
-  ideas: Mapping[str, float] | None = None,
-  **fields: Any,
-) -> Method:
-  """Of the default; a field's name has __ for its dot."""
-  changed = {name.replace("__", "."): value for name, value in fields.items()}
-  of, how = f"default, M = {learners}", "exchange"
-  others = faults or {}, presence or {}, sizes, "data-parallel", ideas or {}
-  return Method("default", changed, learners, of, how, slowness, *others)
+def variant(fields: Mapping[str, Any] | None = None, learners: int = 4, **more: Any) -> Method:
+  """Of the default, at its point."""
+  return Method("default", fields or {}, learners, f"default, M = {learners}", **more)
 
 
 def idea(**ideas: float) -> Method:
@@ -140,12 +129,12 @@ def idea(**ideas: float) -> Method:
 
 def both_ways(codec: str) -> Method:
   """The default with this codec for pushes and for publishes."""
-  return variant(sizes=LONG, sync__push_codec=codec, sync__publish_codec=codec)
+  return variant({"sync.push_codec": codec, "sync.publish_codec": codec}, sizes=LONG)
 
 
 def kills(rejoin: str) -> Method:
   """Of the default, an island killed every hundred steps; what it comes back with."""
-  return variant(faults={"count": 12, "kinds": ["kill"]}, checkpoint__rejoin=rejoin)
+  return variant({"checkpoint.rejoin": rejoin}, faults={"count": 12, "kinds": ["kill"]})
 
 
 ALL = tuple(SIZES)
@@ -154,7 +143,7 @@ SLOW = (1.0, 1.0, 1.2, 1.2)
 # Two islands stay, and two others are exchanged for new ones at every quarter of the run.
 COME_AND_GO = {f"learner-{2 + m}": (m // 2 / 4, m // 2 / 4 + 1 / 4) for m in range(8)}
 PLAIN = {"outer.learning_rate": 1.0, "outer.momentum": 0.0, "outer.decay_share": 0.0}
-AVERAGE: dict[str, Any] = {"sync__merge": "average"}
+AVERAGE = {"sync.merge": "average"}
 MOE = {"model.num_experts": 4, "model.mlp_dim": 48}  # two for each token: as much arithmetic
 MUON, TWELVE = {"inner.custom": "muon:optimizer"}, {"sync.num_fragments": 12}
 SCANS: dict[str, Any] = {"image_size": 8, "patch_size": 2, "image_channels": 1}
@@ -199,33 +188,33 @@ METHODS: dict[str, Method] = {
   "default, MoE, M = 4": Method(fields=MOE, sizes=LONG, beside="data-parallel, MoE"),
   "default, text and images, M = 4": Method(fields=IMAGES, sizes=LONG, beside=TEXT_AND_IMAGES),
   "default, overwrite, M = 4": Method(fields={"sync.apply": "overwrite"}, sizes=(*LONG, "115k")),
-  "outer 0.7/0": variant(sizes=LONG, **outer(0.7, 0.0)),
-  "outer 0.4/0.9": variant(sizes=LONG, **outer(0.4, 0.9)),
-  "outer rate constant": variant(sizes=LONG, outer__decay_share=0.0),
-  "average": variant(**AVERAGE),
-  "H = 6": variant(sync__sync_period=6),
-  "H = 12": variant(sync__sync_period=12),
-  "H = 22": variant(sync__sync_period=22),
-  "H = 48": variant(sync__sync_period=48),
-  "mix": variant(sizes=LONG, sync__apply="mix"),
-  "overwrite, H = 26": variant(sync__apply="overwrite", sync__sync_period=26),
-  "one fragment": variant(sync__num_fragments=1, sync__num_shards=1),
-  "tau = 1": variant(sync__overlap_steps=1),
+  "outer 0.7/0": variant(outer(0.7, 0.0), sizes=LONG),
+  "outer 0.4/0.9": variant(outer(0.4, 0.9), sizes=LONG),
+  "outer rate constant": variant({"outer.decay_share": 0.0}, sizes=LONG),
+  "average": variant(AVERAGE),
+  "H = 6": variant({"sync.sync_period": 6}),
+  "H = 12": variant({"sync.sync_period": 12}),
+  "H = 22": variant({"sync.sync_period": 22}),
+  "H = 48": variant({"sync.sync_period": 48}),
+  "mix": variant({"sync.apply": "mix"}, sizes=LONG),
+  "overwrite, H = 26": variant({"sync.apply": "overwrite", "sync.sync_period": 26}),
+  "one fragment": variant({"sync.num_fragments": 1, "sync.num_shards": 1}),
+  "tau = 1": variant({"sync.overlap_steps": 1}),
   "bf16 both ways": both_ways("bf16"),
   "int8 both ways": both_ways("int8"),
   "int4 both ways": both_ways("int4"),
-  "K = M, two slow": variant(sizes=LONG, slowness=SLOW, sync__min_quorum=4),
-  "K = 1, two slow": variant(slowness=SLOW, sync__grace_safety=0.0),
+  "K = M, two slow": variant({"sync.min_quorum": 4}, sizes=LONG, slowness=SLOW),
+  "K = 1, two slow": variant({"sync.grace_safety": 0.0}, slowness=SLOW),
   "K = 1 + grace, two slow": variant(sizes=LONG, slowness=SLOW),
-  "skewed data": variant(sizes=LONG, data__custom="skewed:source"),
+  "skewed data": variant({"data.custom": "skewed:source"}, sizes=LONG),
   "islands come and go": variant(sizes=LONG, presence=COME_AND_GO),
   "40 faults": variant(sizes=LONG, faults={"count": 40}),
   "160 faults": variant(sizes=("33k, long",), faults={"count": 160}),
   "12 kills, back with own moments": kills("own"),
   "12 kills, with a peer's": kills("peer"),
   "12 kills, with fresh ones": kills("fresh"),
-  "average, M = 8": variant(8, sizes=LONG, **AVERAGE),
-  "average, M = 16": variant(16, sizes=LONG, **AVERAGE),
+  "average, M = 8": variant(AVERAGE, 8, sizes=LONG),
+  "average, M = 16": variant(AVERAGE, 16, sizes=LONG),
   "momentum begins again": idea(restart=16),
   "outer rate warms up": idea(warm_up=0.1),
   "outer rate by rho": idea(steady_step=0.2),
@@ -247,39 +236,37 @@ class Point:
   factor: float = 1.0
 
 
+# What of a row its runs' outcome depends on.
+OF_ROW = ("base", "fields", "learners", "how", "slowness", "faults", "presence", "ideas")
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
   """All that its outcome depends on."""
 
   size: str
-  base: str
-  fields: Mapping[str, Any]
-  learners: int
-  how: str
-  slowness: tuple[float, ...]
+  method: Method
   point: Point
   seed: int
-  faults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  presence: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
-  ideas: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
-  @property
-  def key(self) -> str:
-    """Equal for runs of the same outcome."""
-    return json.dumps(dataclasses.asdict(self), sort_keys=True)
+  def told(self) -> dict[str, Any]:
+    """As in a line of runs.jsonl."""
+    of_row = {name: getattr(self.method, name) for name in OF_ROW}
+    point = dataclasses.asdict(self.point)
+    return {"size": self.size, **of_row, "point": point, "seed": self.seed}
 
   def config(self) -> Config:
     """Of the run."""
-    size, point = SIZES.get(self.size, QUICK), self.point
-    islands = 1 if self.how == "together" else self.learners
-    base = launch.config_of(self.base, {})
+    size, point, method = SIZES.get(self.size, QUICK), self.point, self.method
+    islands = 1 if method.how == "together" else method.learners
+    base = common.config_of(method.base, {})
     rate, outer_rate = point.rate, base.outer.learning_rate * point.factor
-    if self.how != "exchange":
+    if method.how != "exchange":
       rate, outer_rate = point.rate * point.factor, base.outer.learning_rate
     tokens = size.tokens
-    if self.how == "alone":
-      tokens, islands = tokens // self.learners, 1
-    batch = point.batch // (self.learners if self.how == "alone" else islands)
+    if method.how == "alone":
+      tokens, islands = tokens // method.learners, 1
+    batch = point.batch // (method.learners if method.how == "alone" else islands)
     values = {
       **size.fields,
       "seed": self.seed,
@@ -294,22 +281,22 @@ class Run:
     }
     if base.sync.blocking:
       values["sync.min_quorum"] = islands
-    values |= self.fields
-    config = launch.config_of(self.base, values)
+    values |= method.fields
+    config = common.config_of(method.base, values)
     span = config.planned_steps() * STEP_SECONDS
     plan = [
       Fault("join", name, at_seconds=begin * span, seconds=-1)
-      for name, (begin, _) in self.presence.items()
+      for name, (begin, _) in method.presence.items()
       if begin
     ]
-    if self.faults:
+    if method.faults:
       shards = config.sync.num_shards
       plan += random_faults(
-        self.seed, span_seconds=span, num_learners=islands, num_shards=shards, **self.faults
+        self.seed, span_seconds=span, num_learners=islands, num_shards=shards, **method.faults
       )
       values["sync.snapshot_steps"], values["run.max_restarts"] = SNAPSHOT_STEPS, OUTLIVED
     values["chaos.faults"] = tuple(dataclasses.asdict(fault) for fault in plan)
-    return launch.config_of(self.base, values)
+    return common.config_of(method.base, values)
 
 
 class Observed(Valued):
@@ -317,8 +304,9 @@ class Observed(Valued):
 
   def __init__(self, text: Text, run: Run):
     self.seen: list[Seen] = []
-    self._ideas, self._recent = run.ideas, Recent()
-    super().__init__(text, run.seed, text.config.chaos.faults, run.slowness, run.presence)
+    row, faults = run.method, text.config.chaos.faults
+    self._ideas, self._recent = row.ideas, Recent()
+    super().__init__(text, run.seed, faults, row.slowness, row.presence)
 
   def merger(self, actor, fragments) -> Observer:
     if not self._ideas:
@@ -341,7 +329,7 @@ def train(run: Run) -> dict[str, Any]:
   """What came of a run."""
   config = run.config()
   text, began = Text(config), time.monotonic()
-  if run.how != "exchange":
+  if run.method.how != "exchange":
     loss = text.trained_alone(config.planned_steps())
     return {"loss": loss, "seconds": time.monotonic() - began}
   world = Observed(text, run)
@@ -370,44 +358,38 @@ def train(run: Run) -> dict[str, Any]:
 # --- All runs, those that have ended and those to come
 
 
+def known_by(line: Mapping[str, Any]) -> str:
+  """Equal for runs of the same outcome; older lines do not tell what there was not yet."""
+  told = ("size", *OF_ROW, "point", "seed")
+  return json.dumps({name: line.get(name, {}) for name in told}, sort_keys=True)
+
+
 class Runs:
   """The lines of WORKDIR/runs.jsonl."""
 
   def __init__(self, workdir: Path, trains: bool):
-    self._file, self._trains = workdir / "runs.jsonl", trains
-    self._commit, self._done = commit_of_sources(), dict[str, dict[str, Any]]()
-    workdir.mkdir(parents=True, exist_ok=True)
-    self._read()
-
-  def _read(self) -> None:
-    if self._file.exists():
-      for line in self._file.read_text().splitlines():
-        found = json.loads(line)
-        of_run = {field.name: found.get(field.name, {}) for field in dataclasses.fields(Run)}
-        self._done[json.dumps(of_run, sort_keys=True)] = found
+    self._kept, self._trains = common.Kept(workdir / "runs.jsonl", known_by), trains
+    self._commit = commit_of_sources()
 
   def __call__(self, run: Run, row: str) -> dict[str, Any] | None:
     """What came of a run: of an earlier one, or of one that is made now; None: not allowed to."""
-    if run.key not in self._done:
-      self._read()  # another process may have made it meanwhile
-    if run.key not in self._done and self._trains:
-      found = {"row": row, **dataclasses.asdict(run), **train(run)}
-      found |= {"commit": self._commit, "machine": machine(), "time": time.time()}
-      with self._file.open("a") as file:
-        file.write(json.dumps(found) + "\n")
-      self._done[run.key] = found
-      print(
-        f"{run.size} {row} {run.point} seed {run.seed}:"
-        f" {found['loss']:.4f} in {found['seconds']:.0f} s",
-        flush=True,
-      )
-    return self._done.get(run.key)
+    found = self._kept.get(known_by(run.told()))
+    if found is not None or not self._trains:
+      return found
+    found = {"row": row, **run.told(), **train(run)}
+    found |= {"commit": self._commit, "machine": machine(), "time": time.time()}
+    print(
+      f"{run.size} {row} {run.point} seed {run.seed}:"
+      f" {found['loss']:.4f} in {found['seconds']:.0f} s",
+      flush=True,
+    )
+    return self._kept.add(found)
 
 
 def commit_of_sources() -> str:
   """Of git; with a + if files have changed since."""
   command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-  return subprocess.run(command, cwd=launch.ROOT, capture_output=True, text=True).stdout.strip()
+  return subprocess.run(command, cwd=common.ROOT, capture_output=True, text=True).stdout.strip()
 
 
 def machine() -> str:
@@ -456,10 +438,7 @@ class Comparison:
 
   def run(self, row: str, point: Point, seed: int) -> dict[str, Any] | None:
     """One run of a row."""
-    m = METHODS[row]
-    of_method = m.base, m.fields, m.learners, m.how, m.slowness
-    run = Run(self.size, *of_method, point, seed, m.faults, m.presence, m.ideas)
-    return self._runs(run, row)
+    return self._runs(Run(self.size, METHODS[row], point, seed), row)
 
   def point(self, row: str) -> Point | None:
     """The best of the row's grid; None if it is not there."""

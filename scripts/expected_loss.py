@@ -15,15 +15,14 @@ Last line: {CONFIG: {"merged": [by seed], "alone": [...], "together": [...], "un
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import time
 from pathlib import Path
 from typing import Any
 
-import launch
-from compare import spread
+import common
+from common import spread
 from virtual_training import Text, Valued
 
 from ddiloco import environment
@@ -39,7 +38,7 @@ def config_of(name: str, seed: int) -> Config:
   """Of configs/NAME.py, or of a preset of it, NAME:PRESET; islands have one device each."""
   module, _, preset = name.partition(":")
   fields = {"seed": seed, "islands.devices": 1, "network.drain_seconds": 1e3}
-  return launch.config_of(module, fields, *filter(None, [preset]))
+  return common.config_of(module, fields, *filter(None, [preset]))
 
 
 def together(config: Config, rate: float) -> Config:
@@ -54,7 +53,7 @@ def together(config: Config, rate: float) -> Config:
   return dataclasses.replace(config, islands=islands, inner=inner, sync=sync, chaos=NO_CHAOS)
 
 
-NO_CHAOS = launch.config_of("default", {}).chaos
+NO_CHAOS = common.config_of("default", {}).chaos
 
 
 def loss(kind: str, config: Config) -> float:
@@ -71,25 +70,19 @@ class Runs:
   """The lines of WORKDIR/runs.jsonl."""
 
   def __init__(self, workdir: Path):
-    self._file = workdir / "runs.jsonl"
-    workdir.mkdir(parents=True, exist_ok=True)
-    lines = self._file.read_text().splitlines() if self._file.exists() else []
-    self._done = {(each["kind"], each["config"]): each["loss"] for each in map(json.loads, lines)}
+    self._kept = common.Kept(workdir / "runs.jsonl", lambda each: (each["kind"], each["config"]))
 
   def __call__(self, name: str, kind: str, config: Config) -> float:
     """Its loss, of an earlier run or of one that is made now."""
     key = kind, config.to_json()
-    if key not in self._done:
+    found = self._kept.get(key)
+    if found is None:
       began = time.monotonic()
-      self._done[key] = loss(kind, config)
-      line = {"name": name, "kind": kind, "config": key[1], "loss": self._done[key]}
-      with self._file.open("a") as file:
-        file.write(json.dumps(line) + "\n")
+      line = {"name": name, "kind": kind, "config": key[1], "loss": loss(kind, config)}
+      found = self._kept.add(line)
       seconds = time.monotonic() - began
-      print(
-        f"{name} seed {config.seed} {kind}: {self._done[key]:.4f} in {seconds:.0f} s", flush=True
-      )
-    return self._done[key]
+      print(f"{name} seed {config.seed} {kind}: {found['loss']:.4f} in {seconds:.0f} s", flush=True)
+    return found["loss"]
 
 
 def expected(
@@ -119,23 +112,20 @@ def said(name: str, found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
+  parser = common.parser(__doc__, quick="")
   parser.add_argument("--configs", default=CONFIGS, help="names of files in configs/, apart by ;")
-  parser.add_argument("--kinds", default=";".join(KINDS), help="of loss, apart by ;")
+  kinds = common.names_of(KINDS, ";")
+  parser.add_argument("--kinds", type=kinds, default=";".join(KINDS), help="of loss, apart by ;")
   parser.add_argument("--seeds", type=int, default=3)
   parser.add_argument("--workdir", type=Path, default=Path("runs/expected_loss"))
   parser.add_argument("--rates", default=RATES, help="of data-parallel, times the config's own")
   options = parser.parse_args()
-  kinds, rates = options.kinds.split(";"), [float(rate) for rate in options.rates.split(";")]
-  if unknown := set(kinds).difference(KINDS):
-    parser.error(f"--kinds: {', '.join(sorted(unknown))} is none of {', '.join(KINDS)}")
+  rates = [float(rate) for rate in options.rates.split(";")]
   environment.prepare(1, cpu_only=True)
   runs, result = Runs(options.workdir), {}
   with kept_in(options.workdir / "compiled"):
     for name in options.configs.split(";"):
-      result[name] = expected(name, kinds, options.seeds, rates, runs)
+      result[name] = expected(name, options.kinds, options.seeds, rates, runs)
       print(said(name, result[name]), flush=True)
   print(json.dumps(result))
 

@@ -15,18 +15,16 @@ line is JSON: of each life {"island", "device_kind", "steps", "step_ms", "restor
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import signal
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import launch
+import common
 
 from ddiloco import workdir as workdirs
 from ddiloco.engines.children import Command, Process, spawn
@@ -36,7 +34,6 @@ from ddiloco.observe.report import write_report
 from ddiloco.protocol.events import Commit, Restored, Snapshot, Started, Step
 from ddiloco.trace import text
 
-PATIENCE_SECONDS = 300.0  # for an island to compile, to join and to be merged
 ISLANDS = 2
 # On CPUs alone steps are short and far apart, so that what starts has cores to start on.
 ON_CPUS = {
@@ -49,7 +46,7 @@ class Roles:
   """The processes of one run."""
 
   def __init__(self, workdir: Path, cpu: bool):
-    config = launch.config_of(
+    config = common.config_of(
       "dense",
       {
         "islands.num_learners": ISLANDS, "islands.batch_size": 8, "sync.num_shards": 1,
@@ -78,16 +75,17 @@ class Roles:
     self._spawn(f"learner-{island}", command)
 
   def kill(self, island: int) -> None:
-    process = self._processes.pop(f"learner-{island}")
-    process.kill()
-    self._gone(process)
+    self._end(f"learner-{island}", signal.SIGKILL)
 
   def end(self) -> None:
     """Learners leave when their work is merged; then the shard may."""
     for name in sorted(self._processes):  # learners first
-      process = self._processes[name]
-      process.send_signal(signal.SIGTERM)
-      self._gone(process)
+      self._end(name, signal.SIGTERM)
+
+  def _end(self, name: str, number: signal.Signals) -> None:
+    process = self._processes.pop(name)
+    process.send_signal(number)
+    self.wait(f"the end of {name}", lambda: process.poll() is not None)
 
   @property
   def log(self) -> EventLog:
@@ -106,30 +104,23 @@ class Roles:
         len(self.merged(island, started[lives - 1].incarnation)) >= commits
       )
 
-    self.wait(enough)
+    self.wait(f"island {island} in {commits} commits", enough)
 
   def wait_saved(self, island: int) -> None:
     """Until a snapshot has its part."""
-    self.wait(lambda: any(f"learner-{island}" in e.roles for e in self.log.of(Snapshot)))
+    role = f"learner-{island}"
+    self.wait(f"a part of {role}", lambda: any(role in e.roles for e in self.log.of(Snapshot)))
 
-  def wait(self, what: Callable[[], Any]) -> None:
-    until = time.monotonic() + PATIENCE_SECONDS
-    while not what():
-      ended = [name for name, process in self._processes.items() if process.poll() is not None]
-      if ended or time.monotonic() > until:
-        for process in self._processes.values():
-          process.kill()
-        logs = self.workdir / "logs"
-        sys.exit(f"{ended or 'nothing'} ended, and what was waited for did not come: see {logs}")
-      time.sleep(0.2)
-
-  def _gone(self, process: Process) -> None:
-    until = time.monotonic() + PATIENCE_SECONDS
-    while process.poll() is None:
-      if time.monotonic() > until:
-        process.kill()
-        sys.exit("a process does not end")
-      time.sleep(0.05)
+  def wait(self, what: str, found: Callable[[], Any]) -> None:
+    """Until it is so, or a process has ended that should not; none goes on without this one."""
+    processes = self._processes.values()
+    works = lambda: all(each.poll() is None for each in processes)  # noqa: E731
+    try:
+      common.wait_for(what, found, works, lambda: f"see {self.workdir / 'logs'}")
+    except SystemExit:
+      for each in processes:
+        each.kill()
+      raise
 
 
 def swap(roles: Roles, commits: int) -> None:
@@ -172,7 +163,7 @@ def lives(roles: Roles) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = common.parser(__doc__, quick="")
   parser.add_argument("--workdir", type=Path, default=Path("runs/mixed"), help="must be new")
   parser.add_argument("--commits", type=int, default=40, help="that each life takes part in")
   parser.add_argument("--cpu", action="store_true", help="both on CPUs")

@@ -28,6 +28,8 @@ import pathlib
 import sys
 import time
 
+import common
+
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from tests.protocol import disasters, endings, liar, storms, supervised
@@ -90,9 +92,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
+  parser = common.parser(__doc__, quick="")
   parser.add_argument("--family", choices=["all", *FAMILIES], default="all", help="of worlds")
   parser.add_argument("--seeds", type=int, default=10_000, help="how many worlds of each family")
   parser.add_argument("--first", type=int, default=0, help="the first one's seed")

@@ -14,7 +14,6 @@ run; exit status 1 if any is not identical. Last line: {"runs", "identical", "ki
 
 from __future__ import annotations
 
-import argparse
 import collections
 import json
 import random
@@ -29,6 +28,7 @@ LEARNERS, SHARDS, DEVICES = 3, 2, 4
 if __name__ == "__main__":
   environment.prepare(num_cpu_devices=DEVICES + 1, cpu_only=True)
 
+import common
 import jax
 
 from ddiloco.checkpoint import weights
@@ -45,7 +45,6 @@ from ddiloco.training.island import IslandMaker
 FACTOR = 6.0  # of slow steps
 STEPS = 150  # of every learner if all live
 TOKENS = 2 * 16  # of a step: B = 2, T = 16
-MODEL = {"num_layers": 1, "model_dim": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
 
 
 def faults_of(source: random.Random, snapshots: bool) -> list[dict[str, Any]]:
@@ -90,7 +89,7 @@ def config_of(seed: int) -> Config:
   return from_dict(
     {
       "seed": seed,
-      "model": MODEL | {"mlp_dim": 32},
+      "model": common.small_model(1, 16, kv_heads=1, mlp=2),
       "data": {"source": "synthetic", "sequence_length": 16, "heldout_sequences": 16},
       "inner": {"learning_rate": 1e-2, "warmup_steps": 5},
       "islands": {
@@ -158,7 +157,7 @@ class Bench:
 
 
 def main() -> int:
-  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+  parser = common.parser(__doc__, quick="")
   parser.add_argument("--runs", type=int, default=20)
   parser.add_argument("--seed", type=int, default=0, help="of the first run")
   parser.add_argument("--workdir", type=Path, default=None)

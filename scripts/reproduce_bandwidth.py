@@ -18,12 +18,12 @@ and the published ratio, with what comes closest to its two figures.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
 from pathlib import Path
 
+import common
 from utilisation import (
   Method,
   Workload,
@@ -32,6 +32,8 @@ from utilisation import (
   required_gbps,
   utilisation,
 )
+
+from ddiloco.observe.style import GLOBAL_MODEL, MUTED, PALETTE
 
 from ddiloco.observe import plots
 from ddiloco.observe.style import GLOBAL_MODEL, MUTED, PALETTE
@@ -215,8 +217,7 @@ def draw(path: Path) -> None:
     "streaming_overlap": ("Streaming DiLoCo,\noverlap", PALETTE[5], (1.75, 36)),
     "streaming_overlap_fp4": ("... in FP4", PALETTE[2], (0.105, 52)),
   }
-  with plots.styled():
-    figure, (axes,) = plots.new_figure(5.2)
+  with common.picture(path, 5.2) as (_, (axes,)):
     for key, (label, colour, place) in shown.items():
       size = 10 if key == "diloco" else 7  # one of its points lies under another
       y = [100 * utilisation(ASSUMED, METHODS[key], x) for x in points]
@@ -238,11 +239,10 @@ def draw(path: Path) -> None:
     axes.set_xlabel("Gbit/s between two sites (10B parameters, 0.8 s a step)")
     axes.set_ylabel("time spent computing")
     axes.set_title("Decoupled computes at any bandwidth; data-parallel needs hundreds of Gbit/s")
-    plots.save(figure, path)
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser = common.parser(__doc__, quick="")
   parser.add_argument("--picture", type=Path, default=None, help="where to draw it (nowhere)")
   args = parser.parse_args()
   ours, error, inside = row_table()

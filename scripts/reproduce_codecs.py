@@ -12,11 +12,10 @@ to f32}, "steps": n}.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 
-import launch
+import common
 from virtual_training import Text, Valued
 
 from ddiloco import environment
@@ -32,30 +31,30 @@ def final_loss(codec: str, seed: int, steps: int) -> float:
     "sync.publish_codec": codec,
     "run.compare_alone": False,
   }
-  config = launch.config_of("quickstart", fields)
+  config = common.config_of("quickstart", fields)
   tokens = steps * config.planned_tokens_per_step()
-  config = launch.config_of("quickstart", {**fields, "run.total_tokens": tokens})
+  config = common.config_of("quickstart", {**fields, "run.total_tokens": tokens})
   return Valued(Text(config), seed).train()
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser = common.parser(__doc__)
   parser.add_argument("--seeds", type=int, default=3)
   parser.add_argument("--steps", type=int, default=600, help="of every island")
-  parser.add_argument("--codecs", default="int4", help="of bf16, int8 and int4, with commas")
-  parser.add_argument("--quick", action="store_true", help="a smoke test: numbers mean little")
+  lossy = common.names_of(("bf16", "int8", "int4"))
+  parser.add_argument("--codecs", type=lossy, default="int4", help="with commas")
   options = parser.parse_args()
   if options.quick:
     options.seeds, options.steps = 1, 30
   environment.prepare(1, cpu_only=True)
-  lossy = options.codecs.split(",")
-  loss: dict[str, list[float]] = {codec: [] for codec in ("f32", *lossy)}
+  loss: dict[str, list[float]] = {codec: [] for codec in ("f32", *options.codecs)}
   for seed in range(options.seeds):
     for codec, each in loss.items():
       each.append(round(final_loss(codec, seed, options.steps), 5))
       print(f"seed {seed}, {codec} both ways: loss {each[-1]:.4f}", flush=True)
   exact = statistics.mean(loss["f32"])
-  difference = {codec: round(statistics.mean(loss[codec]) / exact - 1, 5) for codec in lossy}
+  mean = {codec: statistics.mean(loss[codec]) for codec in options.codecs}
+  difference = {codec: round(each / exact - 1, 5) for codec, each in mean.items()}
   print(json.dumps({"loss": loss, "difference": difference, "steps": options.steps}))
 
 

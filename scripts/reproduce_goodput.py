@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import runpy
 import shutil
 import statistics
 import sys
@@ -35,13 +34,12 @@ from ddiloco import environment
 
 environment.prepare(num_cpu_devices=1, cpu_only=True, supervises=True)
 
-import launch
+import common
 
 from ddiloco import workdir as workdirs
 from ddiloco.baselines.data_parallel import DataParallel
-from ddiloco.config import Config, from_dict
+from ddiloco.config import Config
 from ddiloco.engines.processes import ProcessesEngine
-from ddiloco.observe import plots
 from ddiloco.observe.eventlog import Event, EventLog, read_events
 from ddiloco.observe.goodput import CAUSES, Goodput, Ledger
 from ddiloco.observe.style import GLOBAL_MODEL, island_colour
@@ -51,7 +49,6 @@ from ddiloco.training import data
 if TYPE_CHECKING:
   from matplotlib.axes import Axes
 
-ROOT = Path(__file__).parent.parent
 PARTS = ("decoupled", "elastic", "inelastic")
 TITLES = {
   "decoupled": "Decoupled",
@@ -67,12 +64,8 @@ QUICK = {"minutes": 20 / 60, "kills_per_minute": 5.0, "learners": 3, "seed": 53}
 
 def make_config(options: argparse.Namespace) -> Config:
   """Of all three runs, which end by time and not by tokens."""
-  module = runpy.run_path(str(ROOT / "configs" / "goodput.py"))
-  values = module["get_config"](
-    options.seed, options.minutes, options.kills_per_minute, options.learners
-  )
-  values.run.total_tokens = 1 << 40
-  return from_dict(values)
+  given = options.seed, options.minutes, options.kills_per_minute, options.learners
+  return common.config_of("goodput", {"run.total_tokens": 1 << 40}, *given)
 
 
 # --- the runs -------------------------------------------------------------------------------------
@@ -111,7 +104,7 @@ class Ends(Progress):
 
 def run(part: str, config: Config, folder: Path, seconds: float) -> EventLog:
   """The events of one run; those in `folder` if it is finished there."""
-  if launch.done_before(config, folder):
+  if common.done_before(config, folder):
     return read_events(folder)
   print(f"{part}: begins", flush=True)
   shutil.rmtree(folder, ignore_errors=True)
@@ -217,8 +210,8 @@ def draw(
 ) -> None:
   """When which island trained in the three runs, below each other on one time axis."""
   learners = len(next(iter(reports.values())).learners)
-  with plots.styled():
-    figure, panels = plots.new_figure(2.0 + 0.57 * learners, rows=len(PARTS), sharex=True)
+  height = 2.0 + 0.57 * learners
+  with common.picture(path, height, rows=len(PARTS), sharex=True) as (figure, panels):
     numbers = ", ".join(f"{100 * reports[p].goodput_training:.0f} %" for p in PARTS)
     figure.suptitle(
       f"The same {len(kills(logs['decoupled']))} kills, three ways to train: goodput {numbers}",
@@ -237,7 +230,6 @@ def draw(
     panels[-1].set_xlabel(
       "seconds since the first step     (coloured: trains; pale: steps that are lost; x: kill -9)"
     )
-    plots.save(figure, path)
 
 
 def lanes(axes: Axes, events: EventLog, learners: int, redone: bool) -> None:
@@ -308,7 +300,7 @@ def whole(options: argparse.Namespace, folder: Path) -> int:
 
 
 def main() -> int:
-  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+  parser = common.parser(__doc__)
   parser.add_argument("--minutes", type=float, default=5.0, help="of each run, after its start")
   parser.add_argument(
     "--kills_per_minute", type=float, default=12.0, help="of all islands together"
@@ -317,7 +309,6 @@ def main() -> int:
   parser.add_argument("--learners", type=int, default=8)
   parser.add_argument("--workdir", type=Path, help="keeps the runs; default: a temporary folder")
   parser.add_argument("--plot", type=Path, help="draws the picture there")
-  parser.add_argument("--quick", action="store_true", help="a smoke test: numbers mean little")
   options = parser.parse_args()
   if options.quick:
     vars(options).update(QUICK)

@@ -20,15 +20,15 @@ Last line: {"goodput": {...}, "merged": {...}, "participation": {...}, "publishe
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from pathlib import Path
 from typing import Any
 
+import common
+
 from ddiloco import config as config_lib
 from ddiloco.engines import virtual
-from ddiloco.observe import plots
 from ddiloco.observe.style import FAINT, PALETTE
 from ddiloco.simulation import planner
 from ddiloco.simulation.run import Speeds
@@ -93,8 +93,7 @@ def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
     "merged": "work that reached the model (overwriting)",
     "participation": "islands in a round, on average",
   }
-  with plots.styled():
-    figure, (axes,) = plots.new_figure(4.6)
+  with common.picture(path, 4.6) as (_, (axes,)):
     axes.set_title(
       "Lock-step waits, K = 1 takes the work of one; grace takes most of it and never waits"
       f"\n({FAST} fast and {SLOW} slow islands, 18 % apart)"
@@ -114,18 +113,13 @@ def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
     axes.set_ylim(0, 112)
     axes.grid(axis="x", visible=False)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    plots.save(figure, path)
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
+  parser = common.parser(__doc__, "72 steps")
   parser.add_argument("--steps", type=int, default=240, help="of a slow island (240)")
   parser.add_argument("--seed", type=int, default=0)
   parser.add_argument("--picture", default="docs/heterogeneous.png", help="where; empty: none")
-  parser.add_argument("--quick", action="store_true", help="72 steps")
   args = parser.parse_args()
   if args.steps < 2 * PERIOD:
     parser.error(f"--steps={args.steps}: must be at least {2 * PERIOD}, two periods")

@@ -19,7 +19,6 @@ Last line: {"loss": {"undisturbed": [held-out loss, by seed], "chaos": [...]}, "
 
 from __future__ import annotations
 
-import argparse
 import collections
 import dataclasses
 import json
@@ -28,11 +27,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import launch
+import common
 
 from ddiloco.chaos.random_plans import KINDS, random_faults
 from ddiloco.config import Config
-from ddiloco.observe import plots
 from ddiloco.observe.eventlog import EventLog
 from ddiloco.observe.style import GLOBAL_MODEL, PALETTE
 from ddiloco.observe.tracks import recoveries
@@ -69,7 +67,7 @@ def make_config(
       for fault in plan
     ]
     fields["chaos.faults"] = tuple(dataclasses.asdict(fault) for fault in by_step)
-  return launch.config_of("quickstart", fields)
+  return common.config_of("quickstart", fields)
 
 
 def losses(events: EventLog) -> list[tuple[int, float]]:
@@ -85,8 +83,7 @@ def span_seconds(events: EventLog) -> float:
 
 def draw(logs: dict[str, list[EventLog]], path: Path, difference: float) -> None:
   """Held-out loss over merged tokens: a line for every run."""
-  with plots.styled():
-    figure, (axes,) = plots.new_figure(4.8)
+  with common.picture(path, 4.8) as (_, (axes,)):
     for row, colour in zip(ROWS, (GLOBAL_MODEL, PALETTE[0])):
       for i, events in enumerate(logs[row]):
         xs, ys = zip(*losses(events)[1:])
@@ -95,8 +92,6 @@ def draw(logs: dict[str, list[EventLog]], path: Path, difference: float) -> None
     axes.set_xlabel("tokens merged into the global model")
     axes.set_ylabel("held-out loss, nats per token")
     axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    plots.save(figure, path)
 
 
 def summarise(logs: dict[str, list[EventLog]], tokens: int) -> dict[str, Any]:
@@ -117,22 +112,20 @@ def summarise(logs: dict[str, list[EventLog]], tokens: int) -> dict[str, Any]:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser = common.parser(__doc__)
   parser.add_argument("--seeds", type=int, default=3)
   parser.add_argument("--tokens", type=int, default=600 * LEARNERS * BATCH * LENGTH)
   parser.add_argument("--faults", type=int, default=40, help="in each chaotic run")
-  parser.add_argument("--kinds", default=",".join(KINDS), help="of faults, each as often")
-  parser.add_argument("--workdir", type=Path, default=launch.ROOT / "runs" / "quality")
+  known, each = common.names_of(KINDS), "of faults, each as often"
+  parser.add_argument("--kinds", type=known, default=",".join(KINDS), help=each)
+  parser.add_argument("--workdir", type=Path, default=common.ROOT / "runs" / "quality")
   parser.add_argument("--picture", type=Path, help="draws it there")
-  parser.add_argument("--quick", action="store_true", help="a smoke test: numbers mean little")
   options = parser.parse_args()
   if options.quick:
     options.seeds, options.tokens, options.faults = 1, 40 * LEARNERS * BATCH * LENGTH, 6
   if options.seeds < 1 or options.faults < 1 or options.tokens < 20 * LEARNERS * BATCH * LENGTH:
     parser.error("at least one seed, one fault and the tokens of 20 steps")
-  kinds = options.kinds.split(",")
-  if unknown := set(kinds).difference(KINDS):
-    parser.error(f"--kinds: {', '.join(sorted(unknown))} is none of {', '.join(KINDS)}")
+  kinds = options.kinds
   pace = 0.0 if options.quick else PACE_SECONDS
   names = dict(zip(ROWS, ROWS))
   if len(kinds) < len(KINDS):
@@ -141,7 +134,7 @@ def main() -> None:
   for seed in range(options.seeds):
     for row in ROWS:
       config = make_config(row, seed, options.tokens, options.faults, kinds, pace)
-      events = launch.train(config, options.workdir.absolute() / f"{names[row]}-{seed}")
+      events = common.train(config, options.workdir.absolute() / f"{names[row]}-{seed}")
       logs[row].append(events)
       print(
         f"seed {seed}, {row:<12} loss {losses(events)[-1][1]:.4f}, {span_seconds(events):.0f} s,"

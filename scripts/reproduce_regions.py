@@ -23,11 +23,11 @@ Last line: {"2 Gbit/s": {"utilisation", "participation", "join_seconds", ...}, "
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from typing import Any
 
+import common
 from utilisation import Method, Workload, utilisation
 
 from ddiloco import config as config_lib
@@ -133,12 +133,9 @@ def data_parallel(gbps: float, step_seconds: float) -> float:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
+  parser = common.parser(__doc__, "96 steps")
   parser.add_argument("--steps", type=int, default=240, help="that the token budget takes (240)")
   parser.add_argument("--merge_gbytes", type=float, help="of a shard; default: measured here")
-  parser.add_argument("--quick", action="store_true", help="96 steps")
   args = parser.parse_args()
   if args.steps < 3 * PERIOD or (args.merge_gbytes is not None and args.merge_gbytes <= 0):
     parser.error(f"--steps must be at least {3 * PERIOD}, --merge_gbytes positive")

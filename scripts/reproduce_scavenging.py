@@ -22,7 +22,6 @@ Last line: {"decoupled": {"+25 %": time relative to +0 %, ...}, "data_parallel":
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import random
@@ -31,10 +30,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import common
+
 from ddiloco import config as config_lib
 from ddiloco.config import Fault
 from ddiloco.engines import virtual
-from ddiloco.observe import plots
 from ddiloco.observe.style import GLOBAL_MODEL, PALETTE
 from ddiloco.simulation import planner
 from ddiloco.simulation.chips import Fleet
@@ -127,8 +127,7 @@ def play(steps: int, seeds: range) -> dict[str, dict[str, float]]:
 
 def draw(found: dict[str, dict[str, float]], path: Path) -> None:
   """Ours as lines, published as circles."""
-  with plots.styled():
-    figure, (axes,) = plots.new_figure(4.6)
+  with common.picture(path, 4.6) as (_, (axes,)):
     axes.set_title(
       "Islands that come and go shorten a decoupled run; a data-parallel job hardly gains"
     )
@@ -151,18 +150,13 @@ def draw(found: dict[str, dict[str, float]], path: Path) -> None:
     axes.set_ylabel("training time, relative to +0 %")
     axes.set_ylim(bottom=0)
     axes.legend(loc="lower left")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    plots.save(figure, path)
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
+  parser = common.parser(__doc__, "one seed, 100 steps")
   parser.add_argument("--steps", type=int, default=900, help="of four islands alone (900)")
   parser.add_argument("--seeds", type=int, default=2, help="how many (2)")
   parser.add_argument("--picture", default="docs/scavenging.png", help="where; empty: none")
-  parser.add_argument("--quick", action="store_true", help="one seed, 100 steps")
   args = parser.parse_args()
   if args.seeds < 1 or args.steps < 2 * PERIOD:
     parser.error(f"--seeds must be at least 1 and --steps at least {2 * PERIOD}")

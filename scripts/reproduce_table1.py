@@ -15,7 +15,6 @@ slowest row at 2.4M chips, median over the seeds), ...}. Takes 20 s, with --sens
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -24,9 +23,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import common
 import numpy as np
 
-from ddiloco.observe import plots
 from ddiloco.observe.style import GLOBAL_MODEL, PALETTE
 from ddiloco.simulation import chips
 from ddiloco.simulation.chips import Fleet
@@ -101,8 +100,7 @@ def print_sensitivity(days: float) -> None:
 
 def draw(goodput: dict[str, np.ndarray], worst: float, path: Path) -> None:
   """Ours as lines, the published figures as circles."""
-  with plots.styled():
-    figure, (axes,) = plots.new_figure(5.4)
+  with common.picture(path, 5.4) as (_, (axes,)):
     axes.set_title(
       "Chips fail; the more learners, the more of their time still trains"
       f"\n(all 30 published figures within {math.ceil(10 * worst) / 10:.1f} points)"
@@ -127,19 +125,14 @@ def draw(goodput: dict[str, np.ndarray], worst: float, path: Path) -> None:
     axes.set_xlabel("chips, each of which fails once a year on average")
     axes.set_ylabel("goodput, % of chip time")
     axes.set_ylim(0, 102)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    plots.save(figure, path)
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
+  parser = common.parser(__doc__, "one seed, ten days")
   parser.add_argument("--seeds", type=int, default=5, help="how many (5)")
   parser.add_argument("--days", type=float, default=30.0, help="simulated (30)")
   parser.add_argument("--picture", default="docs/table1.png", help="where; empty: none")
   parser.add_argument("--sensitivity", action="store_true", help="change each assumption")
-  parser.add_argument("--quick", action="store_true", help="one seed, ten days")
   args = parser.parse_args()
   if args.seeds < 1 or not args.days > 0:
     parser.error("--seeds must be at least 1 and --days greater than 0")

@@ -19,7 +19,6 @@ status 1 if any of the first three that must be zero is not.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import dataclasses
 import json
@@ -31,7 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import launch
+import common
 
 from ddiloco import config as config_lib
 from ddiloco.chaos.random_plans import random_faults
@@ -50,7 +49,7 @@ OUTLIVED = 20  # quarantines and crashes that a role may have had by then
 def make_config(faults: int, span_seconds: float, seed: int) -> config_lib.Config:
   """A tiny model whose islands step every 50 ms."""
   c = config_lib.default()
-  c.model.update(num_layers=1, model_dim=32, num_heads=2, num_kv_heads=1, head_dim=16, mlp_dim=64)
+  c.model.update(common.small_model(1, 32, kv_heads=1, mlp=2))
   c.data.update(source="synthetic", sequence_length=32, heldout_sequences=16)
   c.islands.update(num_learners=LEARNERS, batch_size=4, min_step_seconds=STEP_SECONDS)
   c.sync.update(num_shards=SHARDS, num_fragments=4, sync_period=8, liveness_seconds=1.0)
@@ -83,7 +82,7 @@ def judge(events: EventLog, planned: int, stall_seconds: float) -> dict[str, Any
     "uptime": round(account.uptime, 5),
     "goodput": round(account.goodput_training, 4),
     "recovered": len(back),
-    "median_recovery_seconds": round(statistics.median(back), 3) if back else None,
+    "median_recovery_seconds": common.middle(back, 3),
     "worst_recovery_seconds": round(max(back), 3) if back else None,
     "finished": finished[-1] if finished else None,
   }
@@ -106,7 +105,7 @@ def table(found: Sequence[Recovery]) -> str:
 
 
 def main() -> int:
-  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser = common.parser(__doc__, quick="")
   parser.add_argument("--faults", type=int, default=500)
   parser.add_argument("--minutes", type=float, default=12.0, help="in which they strike")
   parser.add_argument("--seed", type=int, default=0)
@@ -119,7 +118,7 @@ def main() -> int:
     workdir = args.workdir or Path(folder) / "soak"
     if not (workdir / "outcome.json").exists():
       print(f"{args.faults} faults in {args.minutes:g} minutes, seed {args.seed}", flush=True)
-      launch.start(config, workdir, f"--engine={args.engine}").wait()
+      common.start(config, workdir, f"--engine={args.engine}").wait()
     events = read_events(workdir)
     found = recoveries(events)
     rows = ["time\ttarget\taction\tplanned_seconds\trecovery_seconds"]
@@ -134,7 +133,7 @@ def main() -> int:
     for fragment, round_id in lost_rounds(events):
       print(f"lost: round {round_id} of fragment {fragment}")
     if args.workdir is None and result["finished"] != "finished":
-      print(launch.log_of(workdir).read_text()[-launch.SAID_CHARACTERS :])
+      print(common.last_words(workdir))
   print(table(found))
   print(json.dumps(result))
   bad = result["global_stalls"] or result["lost_rounds"] or result["unplanned"]

@@ -25,7 +25,6 @@ held-out data (null if no evaluator saw the end), `mbit`, `delay_ms` one way.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -34,6 +33,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import common
 
 from ddiloco.config import Config, from_dict
 from ddiloco.observe.eventlog import E, Event, read_events
@@ -215,7 +216,7 @@ def compare(workdirs: Sequence[Path], mbit: float, delay_ms: float) -> dict[str,
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser = common.parser(__doc__, quick="")
   parser.add_argument("--workdir", type=Path, required=True, action="append")
   parser.add_argument("--mbit", type=float, required=True)
   parser.add_argument("--delay_ms", type=float, required=True)

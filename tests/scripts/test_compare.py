@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 
 import numpy as np
@@ -16,20 +15,11 @@ from ddiloco.protocol.states import FragmentState
 from tests.scripts import commands
 
 
-@pytest.fixture
-def script(monkeypatch):
-  """A module of the folder, as scripts beside it see it."""
-  monkeypatch.syspath_prepend(str(commands.SCRIPTS))
-  return importlib.import_module
-
-
 def test_every_row_is_a_config_of_equal_tokens(script):
   compared = script("compared")
   for name, row in compared.METHODS.items():
     for size in {"33k", *row.sizes}:
-      of_row = row.base, row.fields, row.learners, row.how, row.slowness
-      others = row.faults, row.presence, row.ideas
-      run = compared.Run(size, *of_row, compared.Point(), 2, *others)
+      run = compared.Run(size, row, compared.Point(), 2)
       config, tokens = run.config(), compared.SIZES[size].tokens
       made = config.planned_steps() * config.planned_tokens_per_step()
       assert made == (tokens // row.learners if row.how == "alone" else tokens), name
@@ -40,9 +30,7 @@ def test_every_row_is_a_config_of_equal_tokens(script):
 
 def test_skewed_data_are_parts_that_no_two_islands_share(script):
   compared, skewed = script("compared"), script("skewed")
-  row = compared.METHODS["skewed data"]
-  run = compared.Run("33k", row.base, row.fields, 4, row.how, (), compared.Point(), 0)
-  config = run.config()
+  config = compared.Run("33k", compared.METHODS["skewed data"], compared.Point(), 0).config()
   source = skewed.source(config.data)
   whole = source.corpus.train
   starts = []
@@ -60,9 +48,9 @@ def test_skewed_data_are_parts_that_no_two_islands_share(script):
 def test_a_run_under_faults_makes_every_step_once_and_is_the_same_again(script):
   compared, training = script("compared"), script("virtual_training")
   row = compared.METHODS["12 kills, back with own moments"]
-  fields = {**row.fields, "run.restart_seconds": 0.5}
-  of_row = row.base, fields, row.learners, row.how, row.slowness
-  run = compared.Run("quick", *of_row, compared.Point(), 0, row.faults | {"count": 4})
+  fields, faults = {**row.fields, "run.restart_seconds": 0.5}, {**row.faults, "count": 4}
+  row = dataclasses.replace(row, fields=fields, faults=faults)
+  run = compared.Run("quick", row, compared.Point(), 0)
   config = run.config()
   assert {fault.action for fault in config.chaos.faults} == {"kill"}
   worlds = [compared.Observed(training.Text(config), run) for _ in range(2)]
@@ -77,8 +65,7 @@ def test_a_run_under_faults_makes_every_step_once_and_is_the_same_again(script):
 def test_islands_that_come_and_go_share_the_steps_and_none_is_lost(script):
   compared, training = script("compared"), script("virtual_training")
   row = compared.METHODS["islands come and go"]
-  of_row = row.base, row.fields, row.learners, row.how, row.slowness
-  run = compared.Run("quick", *of_row, compared.Point(batch=8), 0, row.faults, row.presence)
+  run = compared.Run("quick", row, compared.Point(batch=8), 0)
   world = compared.Observed(training.Text(run.config()), run)
   world.train()
   planned = run.config().planned_steps()
@@ -92,11 +79,10 @@ def test_islands_that_come_and_go_share_the_steps_and_none_is_lost(script):
 def test_ideas_that_say_nothing_change_nothing(script):
   compared = script("compared")
   row = compared.METHODS["default, M = 4"]
-  of_row = row.base, row.fields, row.learners, row.how, row.slowness
 
   def loss(**ideas):
-    run = compared.Run("quick", *of_row, compared.Point(), 0, ideas=ideas)
-    return compared.train(run)["loss"]
+    tried = dataclasses.replace(row, ideas=ideas)
+    return compared.train(compared.Run("quick", tried, compared.Point(), 0))["loss"]
 
   plain = loss()
   assert loss(restart=1e6, warm_up=1e-9, forget=0.0, mean_of=1) == plain
@@ -134,7 +120,7 @@ def test_every_method_is_tuned_with_the_same_number_of_runs(script):
     made.clear()
     best = comparison.point(row)
     assert best == compared.Point(16e-3, 8, 1.4)
-    assert len({run.key for run in made}) == 7
+    assert len({compared.known_by(run.told()) for run in made}) == 7
   assert comparison.point("average") == comparison.point("default, M = 4")
   larger = compared.Comparison("115k", runs, seeds=2, smaller=comparison)
   made.clear()

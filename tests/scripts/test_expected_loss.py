@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 
 import pytest
@@ -11,26 +10,25 @@ from tests.scripts import commands
 
 
 @pytest.fixture
-def script(monkeypatch):
-  monkeypatch.syspath_prepend(str(commands.SCRIPTS))
-  return importlib.import_module("expected_loss")
+def expected_loss(script):
+  return script("expected_loss")
 
 
-def test_its_runs_are_those_of_the_config_at_equal_tokens(script):
-  for name in script.CONFIGS.split(";"):
-    config = script.config_of(name, 2)
+def test_its_runs_are_those_of_the_config_at_equal_tokens(expected_loss):
+  for name in expected_loss.CONFIGS.split(";"):
+    config = expected_loss.config_of(name, 2)
     assert config.seed == 2
-    whole = script.together(config, 0.5)
+    whole = expected_loss.together(config, 0.5)
     assert whole.islands.num_learners == 1 and not whole.sync.num_shards and not whole.chaos.faults
     tokens = [each.planned_steps() * each.planned_tokens_per_step() for each in (config, whole)]
     assert tokens[0] == tokens[1] >= config.run.total_tokens
     assert whole.inner.learning_rate == config.inner.learning_rate / 2
 
 
-def test_a_kind_that_is_none_is_refused(script, monkeypatch, capsys):
+def test_a_kind_that_is_none_is_refused(expected_loss, monkeypatch, capsys):
   monkeypatch.setattr("sys.argv", ["expected_loss.py", "--kinds=merged;best"])
   with pytest.raises(SystemExit):
-    script.main()
+    expected_loss.main()
   said = capsys.readouterr().err
   assert "--kinds: best is none of untrained, alone, together, merged" in said
 

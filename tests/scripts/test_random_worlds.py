@@ -38,6 +38,7 @@ def check(seed):
   assert seed != 5, "no commits"
   return collections.Counter(kill=1)
 storms.check = check
+sys.path.insert(0, {str(SCRIPT.parent)!r})
 sys.argv = ["random_worlds.py", "--family=storms", "--first=3", "--seeds=4", "--processes=1"]
 import concurrent.futures
 concurrent.futures.ProcessPoolExecutor = concurrent.futures.ThreadPoolExecutor

@@ -1,6 +1,5 @@
 """Table 1 comes out within three points, with fewer days and seeds than the script takes."""
 
-import runpy
 import time
 
 import numpy as np
@@ -12,11 +11,11 @@ from tests.scripts import commands
 
 
 @pytest.mark.slow
-def test_all_cells_are_near_the_published_ones(tmp_path):
+def test_all_cells_are_near_the_published_ones(script, tmp_path):
   picture = tmp_path / "table1.png"
   found = commands.result("reproduce_table1.py --quick", f"--picture={picture}", seconds=110)
   assert picture.stat().st_size > 10_000
-  published = runpy.run_path(str(commands.SCRIPTS / "reproduce_table1.py"))["PUBLISHED"]
+  published = script("reproduce_table1").PUBLISHED
   assert list(found["cells"]) == list(found["uptime"]) == list(published)
   ours, theirs = np.array(list(found["cells"].values())), np.array(list(published.values()))
   misses = np.abs(ours - theirs)

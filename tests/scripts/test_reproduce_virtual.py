@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
 from pathlib import Path
 
 import pytest
@@ -52,11 +51,9 @@ def test_slow_links_between_regions_hold_up_no_island():
     assert each["participation"] > 90, "of 96 steps, with start and end; 95 % and more of 240"
 
 
-def test_a_data_parallel_job_stands_still_at_each_change():
-  script = runpy.run_path(str(commands.SCRIPTS / "reproduce_scavenging.py"))
-  data_parallel, pause, always = (
-    script[name] for name in ("data_parallel", "PAUSE_SECONDS", "ALWAYS")
-  )
+def test_a_data_parallel_job_stands_still_at_each_change(script):
+  module = script("reproduce_scavenging")
+  data_parallel, pause, always = module.data_parallel, module.PAUSE_SECONDS, module.ALWAYS
   assert data_parallel([], 100, 1.0) == pytest.approx(100.0)
   # One more from second 20 to 60: pauses at both, five islands in between, four else.
   left = 100 * always - 20 * always - (40 - pause) * (always + 1)

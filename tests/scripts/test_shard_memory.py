@@ -1,11 +1,8 @@
 """The bytes a parameter of `docs/design.md`, "Merging", on a shard's real process."""
 
-import sys
 import time
 
 import pytest
-
-from tests.scripts.commands import SCRIPTS
 
 VALUES, LEARNERS = 16_000_000, 2
 UPDATE = 0.5 + 4 / 256  # bytes a value in int4
@@ -14,14 +11,10 @@ SLACK = 1.5  # 24 MB of what is no vector; 19 have been seen
 
 
 @pytest.fixture
-def bench_shard(monkeypatch):
-  monkeypatch.syspath_prepend(str(SCRIPTS))
+def bench_shard(script, monkeypatch):
   # Memory that is freed goes back: without it glibc keeps some MB, which are nothing at full size.
   monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(1 << 20))
-  import bench_shard
-
-  yield bench_shard
-  del sys.modules["bench_shard"]
+  return script("bench_shard")
 
 
 @pytest.mark.timeout(300)

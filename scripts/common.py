@@ -1,0 +1,243 @@
+"""What the scripts beside this file share: arguments, runs as a user starts them, what is found."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import runpy
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddiloco import environment
+from ddiloco import workdir as workdirs
+from ddiloco.config import Config, from_dict
+from ddiloco.engines.children import processes_of
+from ddiloco.observe import plots
+from ddiloco.observe.eventlog import EventLog, GrowingLog, read_events
+from ddiloco.protocol.events import RunFinished
+
+if TYPE_CHECKING:
+  from matplotlib.axes import Axes
+  from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parent.parent
+SAID_CHARACTERS = 4000  # of the log of a run that failed
+PATIENCE_SECONDS = 300.0
+PROGRAM = (sys.executable, "-m", "ddiloco", "train")
+
+# --- Arguments
+
+
+def parser(
+  text: str | None, quick: str = "a smoke test: numbers mean little"
+) -> argparse.ArgumentParser:
+  """Its --help says the script's docstring; it knows --quick, unless that is to mean nothing."""
+  found = argparse.ArgumentParser(
+    description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  if quick:
+    found.add_argument("--quick", action="store_true", help=quick)
+  return found
+
+
+def names_of(known: Iterable[str], separator: str = ",") -> Callable[[str], list[str]]:
+  """The type of an argument: some of the known names."""
+
+  def split(text: str) -> list[str]:
+    found = [name for name in text.split(separator) if name]
+    if unknown := set(found).difference(known):
+      unknown_names = ", ".join(sorted(unknown))
+      raise argparse.ArgumentTypeError(f"{unknown_names} is none of {', '.join(known)}")
+    return found
+
+  return split
+
+
+# --- Configs
+
+
+def config_of(name: str, fields: Mapping[str, Any], *preset: Any) -> Config:
+  """configs/NAME.py with some fields changed, as {"sync.num_fragments": 6}."""
+  values = runpy.run_path(str(ROOT / "configs" / f"{name}.py"))["get_config"](*preset)
+  values.update_from_flattened_dict(dict(fields))
+  return from_dict(values)
+
+
+def small_model(
+  layers: int, width: int, heads: int = 2, kv_heads: int = 0, mlp: int = 3
+) -> dict[str, Any]:
+  """A model whose heads share its width; `mlp`: hidden widths of a layer."""
+  return {
+    "num_layers": layers,
+    "model_dim": width,
+    "num_heads": heads,
+    "num_kv_heads": kv_heads or heads,
+    "head_dim": width // heads,
+    "mlp_dim": mlp * width,
+  }
+
+
+# --- Runs in processes of their own
+
+
+def log_of(workdir: Path) -> Path:
+  """Where the output of all starts of a run is."""
+  return workdir.with_name(f"{workdir.name}.log")
+
+
+def last_words(workdir: Path) -> str:
+  """The end of that output."""
+  return log_of(workdir).read_text(errors="replace")[-SAID_CHARACTERS:]
+
+
+def start(config: Config, workdir: Path, *flags: str, cpu: bool = True) -> subprocess.Popen[bytes]:
+  """`ddiloco train`, begun now; its config and output are beside `workdir`.
+
+  `cpu`: on fake CPU devices.
+  """
+  workdir.parent.mkdir(parents=True, exist_ok=True)
+  file = workdir.with_name(f"{workdir.name}.json")
+  file.write_text(config.to_json())
+  command = [*PROGRAM, f"--config={file}", f"--workdir={workdir}", *flags]
+  command += ["--cpu"] if cpu else []
+  with log_of(workdir).open("ab") as log:
+    return subprocess.Popen(command, stdout=log, stderr=log, env=environment.bare())
+
+
+def train(config: Config, workdir: Path, *flags: str) -> EventLog:
+  """The events of a run that has ended well: an earlier one of the same config, or a new one."""
+  outcome = workdir / workdirs.OUTCOME
+  if not (outcome.exists() and workdirs.saved_config(workdir) == config):
+    print(f"--- {workdir.name}: output in {log_of(workdir)}", flush=True)
+    status = start(config, workdir, "--overwrite", *flags).wait()
+    if status:
+      sys.exit(f"{workdir.name} failed with status {status}:\n{last_words(workdir)}")
+  return read_events(workdir)
+
+
+def done_before(config: Config, workdir: Path) -> bool:
+  """Whether a run of this config has ended in `workdir`, however it did; another one ends us."""
+  if not read_events(workdir).of(RunFinished):
+    return False
+  if workdirs.saved_config(workdir) != config:
+    sys.exit(f"{workdir}: holds another run. Fix: choose another --workdir.")
+  print(f"{workdir.name}: done before, in {workdir}", flush=True)
+  return True
+
+
+def wait_for(
+  what: str, found: Callable[[], Any], works: Callable[[], bool], said: Callable[[], str]
+) -> Any:
+  """The first true `found()`; ends the script if nothing `works` any more, or it takes too long.
+
+  `said`: where to look then.
+  """
+  until = time.monotonic() + PATIENCE_SECONDS
+  while not (value := found()):
+    if not works() or time.monotonic() > until:
+      sys.exit(f"waited in vain for {what}: {said()}")
+    time.sleep(0.2)
+  return value
+
+
+class Run:
+  """`ddiloco train --engine=processes`, begun now, and what it has logged so far."""
+
+  def __init__(self, config: Config, workdir: Path, cpu: bool = True):
+    self.workdir, self.began = workdir, time.time()
+    self._log = GrowingLog(workdir)
+    self._process = start(config, workdir, "--engine=processes", cpu=cpu)
+
+  def __enter__(self) -> Run:
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    """Tells it to end; it saves what it can, as on SIGTERM anywhere."""
+    self._process.send_signal(signal.SIGTERM)
+    try:
+      self._process.wait(PATIENCE_SECONDS)
+    finally:
+      self._process.kill()
+
+  @property
+  def log(self) -> EventLog:
+    """All events by now."""
+    return self._log.read()
+
+  def wait_for(self, what: str, found: Callable[[EventLog], Any]) -> Any:
+    """The first true `found(events)`."""
+    print(f"waiting for {what} ...", flush=True)
+    works, said = lambda: self._process.poll() is None, lambda: last_words(self.workdir)
+    return wait_for(what, lambda: found(self.log), works, said)
+
+  def kill(self, *flags: str) -> None:
+    """kill -9 of its processes that were started with these flags; it starts them again. Linux."""
+    for pid in processes_of(self.workdir, *flags):
+      with contextlib.suppress(ProcessLookupError):  # it has just ended
+        os.kill(pid, signal.SIGKILL)
+
+
+# --- What is found
+
+
+class Kept:
+  """Results in a file, a line of JSON each; other processes may add to it.
+
+  `key_of`: what a result is known by.
+  """
+
+  def __init__(self, file: Path, key_of: Callable[[dict[str, Any]], Any]):
+    self._file, self._key_of = file, key_of
+    self._found: dict[Any, dict[str, Any]] = {}
+    file.parent.mkdir(parents=True, exist_ok=True)
+
+  def get(self, key: Any) -> dict[str, Any] | None:
+    """What there is by now."""
+    if key not in self._found and self._file.exists():
+      lines = map(json.loads, self._file.read_text().splitlines())
+      self._found = {self._key_of(each): each for each in lines}
+    return self._found.get(key)
+
+  def add(self, found: dict[str, Any]) -> dict[str, Any]:
+    """One more."""
+    with self._file.open("a") as file:
+      file.write(json.dumps(found) + "\n")
+    self._found[self._key_of(found)] = found
+    return found
+
+
+def middle(values: Sequence[float], digits: int = 4) -> float | None:
+  """The median, rounded; None of none."""
+  return round(statistics.median(values), digits) if values else None
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+  """Mean and standard deviation."""
+  text = f"{statistics.mean(values):{'+' if digits < 3 else ''}.{digits}f}"
+  return text + (f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else "")
+
+
+def memory_bytes(key: str = "VmRSS") -> int:
+  """Of this process; "VmHWM": the most that it ever had. Linux."""
+  lines = Path("/proc/self/status").read_text().splitlines()
+  return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+@contextlib.contextmanager
+def picture(
+  path: Path, height_inches: float, rows: int = 1, **options: Any
+) -> Iterator[tuple[Figure, list[Axes]]]:
+  """A figure in the style of the report, to be drawn on inside this; then it is written."""
+  with plots.styled():
+    figure, axes = plots.new_figure(height_inches, rows, **options)
+    yield figure, axes
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plots.save(figure, path)

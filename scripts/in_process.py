@@ -1,0 +1,83 @@
+"""Real roles in threads of this process, for the benchmarks beside this file."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ddiloco.chaos.faults import Faults
+from ddiloco.checkpoint.restore import ResumeState, new_learner, new_syncer
+from ddiloco.checkpoint.saver import Saver
+from ddiloco.config import Config
+from ddiloco.core.commit import MemoryStore, new_fragment
+from ddiloco.core.fragments import Plan, gather
+from ddiloco.network.transport import Endpoint
+from ddiloco.observe.eventlog import NullRecorder, Records
+from ddiloco.roles.learner import Learner
+from ddiloco.roles.syncer import Syncer
+from ddiloco.runtime import Runtime
+
+BATCHES = 8  # different ones, again and again
+
+
+def batches(config: Config) -> list[np.ndarray]:
+  """Tokens of nothing in particular."""
+  random = np.random.default_rng(0)
+  shape = (config.islands.batch_size, config.data.sequence_length + 1)
+  return [random.integers(0, config.model.vocab_size, shape, np.int32) for _ in range(BATCHES)]
+
+
+def store_of(plan: Plan, params: Mapping[str, np.ndarray]) -> MemoryStore:
+  """Every fragment, with these values."""
+  store = MemoryStore()
+  for fragment in plan.fragments:
+    store.save(new_fragment(fragment, gather(fragment, params)))
+  return store
+
+
+class Shard:
+  """A syncer in a thread of its own, which begins now."""
+
+  def __init__(
+    self,
+    config: Config,
+    plan: Plan,
+    store: MemoryStore,
+    endpoint: Endpoint,
+    number: int = 0,
+    recorder: Records | None = None,
+    saver: Saver | None = None,
+  ):
+    runtime = Runtime(endpoint, recorder or NullRecorder(), saver)
+    self.role = Syncer(new_syncer(config, number, 0, store), config, plan, store, runtime)
+    self._stop = threading.Event()
+    serve = Faults((), time.monotonic()), self._stop.is_set
+    self._thread = threading.Thread(target=self.role.run, args=serve, daemon=True)
+    self._thread.start()
+
+  def end(self) -> None:
+    """Stops it."""
+    self._stop.set()
+    self._thread.join(10)
+
+
+def train(
+  config: Config,
+  plan: Plan,
+  endpoint: Endpoint,
+  island: Any,
+  read: Callable[[int], Any],
+  stop: Callable[[], bool],
+  number: int = 0,
+  recorder: Records | None = None,
+  saver: Saver | None = None,
+) -> None:
+  """A learner, until all is merged or it is to stop; `read` makes batches from a position on."""
+  beginning = ResumeState(new_learner(config, plan, number, 0))
+  runtime = Runtime(endpoint, recorder or NullRecorder(), saver)
+  role = Learner(beginning, config, plan, island, read, runtime)
+  role.run(Faults((), time.monotonic()), stop)
