@@ -4,8 +4,10 @@ Goodput is the share of allocated chip time that was spent on inner steps whose 
 global model. A step's work is in it fragment by fragment: of P fragments, each that merged the step
 counts for 1/P of its seconds. The global model is the chain of rounds behind every fragment's
 newest value, so what a restored shard has rolled back counts no longer, and counts again if it is
-recalled. Without shards, a step counts until a later life of its island does it
-again.
+recalled. Without shards, a step counts until a later life of its island does it again.
+
+The books are bounded, however long a run is: steps and rounds that something may still go back to
+are kept one by one, what is older is summed up.
 
 Every other second has one of these causes; they and the useful ones add up to all allocated time.
 The right column is the bucket of ml-goodput-measurement that a cause would be in.
@@ -33,18 +35,29 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+import statistics
+from array import array
+from collections.abc import Iterable, Mapping
 
-from ddiloco.observe.goodput_ledger import CHAIN_GAINS, EXACT_STEPS, Chain, IslandAccount, positive
+from ddiloco.observe.island_state import STALL_SECONDS, STALL_STEPS
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Event, parse_role
+from ddiloco.protocol.messages import INITIAL
 
 CAUSES = (
   *("start_up", "compile", "down", "rejoin", "blocked", "stalled"),
   *("discarded", "rejected", "pending", "save", "other"),
 )
+RECENT_STEPS = 33  # a step or pause of so many of their medians as `STALL_STEPS` says is a stall
+EXACT_STEPS = 2048  # of an island, that a new life may go back to: two snapshots are 400
+MOST_PUSHED = 8  # of an island and fragment, that may still be committed; one at a time is out
+CHAIN_SUMS = 250_000  # by learner, of all rounds of all fragments together ...
+LEAST_ROUNDS = 128  # ... but of a fragment at least so many rounds: two snapshots are 17
 MOST_GAPS = 64  # without any training, that a step told late may still fill
+OF_ISLAND = (
+  *(events.Started, events.Captured, events.CopyOut, events.Resend, events.Apply),
+  events.Stopped,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +85,12 @@ class LearnerGoodput:
 class Ledger:
   """Takes a run's events in order of time; `report` at any moment.
 
-  Its size depends on the islands and fragments, not on the length of the run (`goodput_ledger.py`).
+  Its size depends on the islands and fragments, not on the length of the run.
   """
 
-  def __init__(self, exact_steps: int = EXACT_STEPS, chain_gains: int = CHAIN_GAINS) -> None:
-    """Both say how much is kept one by one: steps of an island, gains of all chains together."""
-    self._exact_steps, self._chain_gains = exact_steps, chain_gains
+  def __init__(self, exact_steps: int = EXACT_STEPS, chain_sums: float = CHAIN_SUMS) -> None:
+    """Both say how much is kept one by one: steps of an island, sums of all chains together."""
+    self._exact_steps, self._chain_sums = exact_steps, chain_sums
     self._islands: dict[int, IslandAccount] = {}
     self.chains: dict[int, Chain] = collections.defaultdict(Chain)
     self._fragments = 0  # 0: there is no sync
@@ -92,9 +105,26 @@ class Ledger:
   def take(self, event: Event) -> None:
     """Enters one event. Kinds that say nothing about time or merges are ignored."""
     self._now = max(self._now, event.time)
-    handler = _HANDLERS.get(type(event))
-    if handler is not None:
-      handler(self, event)
+    match event:
+      case events.Step():
+        self._take(event, event.role, positive(event.gap_seconds))
+      case events.Compiled():
+        self._take(event, event.target, positive(event.seconds))
+      case events.Exit() | events.Restart():
+        self._take(event, event.target)
+      case _ if isinstance(event, OF_ISLAND):
+        self._take(event, event.role)
+      case events.Commit():
+        self._commit(event)
+      case events.Owns() | events.Recalled():
+        self._know(event.fragment)
+        self.chains[event.fragment].head = event.round
+      case events.RunStarted():
+        self._begin(event)
+      case events.RunFinished():
+        self._ended = True
+        for island in self._islands.values():
+          island.end(event.time)
 
   def report(self, now: float | None = None) -> Goodput:
     """The account up to `now` (seconds since the run started), else up to the newest event."""
@@ -119,17 +149,15 @@ class Ledger:
 
   def _balance(self, m: int, now: float) -> tuple[dict[str, float], float]:
     """(chip-seconds by cause, useful chip-seconds) of one learner."""
-    island, chips = self._islands[m], self._islands[m].chips or 1
+    island = self._islands[m]
     account = dict.fromkeys(CAUSES, 0.0) | island.account
-    for cause, seconds in island.seconds.items():  # its chips are not known yet: as if one
-      account[cause] += seconds
     if island.phase:
       cause = "other" if island.phase == "training" else island.phase
-      account[cause] += max(0.0, now - island.since) * chips
+      account[cause] += max(0.0, now - island.since) * (island.chips or 1)
     if not self._fragments:
       merged, pending = island.sums.last, 0.0
     else:
-      merged = sum(chain.merged.get(m, 0.0) for chain in self.chains.values())
+      merged = sum(chain.merged_of(island.place) for chain in self.chains.values())
       pending = island.pending(self._fragments)
     # A log with holes may say more of a step than there was of it: each second counts once.
     useful = min(merged, island.trained)
@@ -171,139 +199,323 @@ class Ledger:
       self._idle += first[1] - first[0]
     self._gaps, self._covered = left, max(self._covered, end)
 
-  # --- events -------------------------------------------------------------------------------------
-
-  def _on_run_started(self, event: events.RunStarted) -> None:
+  def _begin(self, event: events.RunStarted) -> None:
     self._ended = False
     self._fragments = event.num_fragments if event.num_shards else 0
     for m in range(event.num_learners):
       island = self._at(m, event.time)
       if island.lives:  # the whole run was killed, and goes on: its death was not logged
-        island.spend(event.time, "down")
-        island.phase = "rejoin"
+        island.restart(event.time)
 
-  def _on_compiled(self, event: events.Compiled) -> None:
-    begun = event.time - positive(event.seconds)
-    island = self._island(event.target, begun)
-    if island is None:
-      return
-    if island.phase == "training":  # a program that was not planned for
-      island.compile_seconds += positive(event.seconds)
-      return
-    island.spend(begun, island.phase or "other")
-    island.spend(event.time, "compile")
+  def _take(self, event: Event, role: str, passed: float = 0.0) -> None:
+    """An event of one learner, about the time since so many seconds ago."""
+    kind, m = parse_role(role)
+    if kind == "learner":
+      trained = self._at(m, event.time - passed).take(event)
+      if trained is not None:
+        self._trained(*trained)
 
-  def _on_started(self, event: events.Started) -> None:
-    island = self._island(event.role, event.time)
-    if island is not None:
-      if island.phase == "training":  # its death was not logged
-        island.spend(event.time, "down")
-      island.begin(event.time, max(1, event.devices))
+  def _at(self, m: int, now: float) -> IslandAccount:
+    if m not in self._islands:
+      self._islands[m] = IslandAccount(len(self._islands), now, self._exact_steps)
+    return self._islands[m]
 
-  def _on_step(self, event: events.Step) -> None:
-    island = self._island(event.role, event.time - positive(event.gap_seconds))
-    if island is not None:
-      island.chips = island.chips or 1
-      self._trained(*island.step(event))
-
-  def _on_captured(self, event: events.Captured) -> None:
-    island = self._island(event.role, event.time)
-    if island is not None:
-      island.capture_seconds += positive(event.seconds)
-
-  def _on_copy_out(self, event: events.CopyOut) -> None:
-    island = self._island(event.role, event.time)
-    if island is not None:
-      island.copy_out(event.fragment, event.round, event.steps)
-
-  def _on_resend(self, event: events.Resend) -> None:
-    island = self._island(event.role, event.time)
-    if island is not None:
-      island.resend(event.fragment, event.round, event.old_round)
-
-  def _on_apply(self, event: events.Apply) -> None:
-    island = self._island(event.role, event.time)
-    if island is not None and event.mode != "rebase":
-      island.overwritten(event.fragment)
-
-  def _on_commit(self, event: events.Commit) -> None:
+  def _commit(self, event: events.Commit) -> None:
     p, round_id = event.fragment, event.round
     self._know(p)
     self._commits += 1
     gains = {}
-    for island, m in self._known(event.participants):
+    for island in self._known(event.participants):
       island.commits += 1
-      gains[m] = island.answered(p, round_id) / self._fragments
-    chain = self.chains[p]
-    most = self._chain_gains / self._fragments
-    chain.commit(round_id, event.base_round, gains, most)
-    for island, _ in self._known(event.rejected):
+      gains[island.place] = island.answered(p, round_id) / self._fragments
+    rounds = self._chain_sums / (self._fragments * max(1, len(self._islands)))
+    self.chains[p].commit(round_id, event.base_round, gains, max(LEAST_ROUNDS, rounds))
+    for island in self._known(event.rejected):
       island.account["rejected"] += island.answered(p, round_id) / self._fragments
 
-  def _known(self, learners: Mapping[int, Any]) -> list[tuple[IslandAccount, int]]:
-    return [(self._islands[m], m) for m in learners if m in self._islands]
+  def _known(self, learners: Iterable[int]) -> list[IslandAccount]:
+    return [self._islands[m] for m in learners if m in self._islands]
 
   def _know(self, fragment: int) -> None:
     """Roles that were started one by one have no engine that says how many fragments there are."""
     self._fragments = max(self._fragments, fragment + 1)
 
-  def _on_owns(self, event: events.Owns | events.Recalled) -> None:
-    self._know(event.fragment)
-    self.chains[event.fragment].go_to(event.round)
 
-  def _on_exit(self, event: events.Exit) -> None:
-    island = self._island(event.target, event.time)
-    if island is not None and island.phase:
-      self._dies(island, event.time)
-
-  def _on_restart(self, event: events.Restart) -> None:
-    island = self._island(event.target, event.time)
-    if island is not None:
-      island.spend(event.time, "down")
-      island.phase = "rejoin"
-
-  def _on_stopped(self, event: events.Stopped) -> None:
-    island = self._island(event.role, event.time)
-    if island is not None and island.phase:
-      island.spend(event.time, "other")
-      island.phase = ""
-
-  def _on_run_finished(self, event: events.RunFinished) -> None:
-    for island in self._islands.values():
-      if island.phase:
-        island.spend(event.time, "other" if island.phase == "training" else island.phase)
-        island.phase = ""
-    self._ended = True
-
-  def _dies(self, island: IslandAccount, now: float) -> None:
-    """What it was in the middle of is lost with it."""
-    island.spend(now, "discarded" if island.phase == "training" else island.phase)
-    island.phase = "down"
-
-  def _island(self, name: str, now: float) -> IslandAccount | None:
-    kind, number = parse_role(name)
-    return self._at(number, now) if kind == "learner" else None
-
-  def _at(self, m: int, now: float) -> IslandAccount:
-    if m not in self._islands:
-      self._islands[m] = IslandAccount(now, self._exact_steps)
-    return self._islands[m]
+# --- The books: an account for each island, a chain of rounds for each fragment
 
 
-_HANDLERS: Mapping[type[Event], Callable[[Ledger, Any], None]] = {
-  events.RunStarted: Ledger._on_run_started,
-  events.Compiled: Ledger._on_compiled,
-  events.Started: Ledger._on_started,
-  events.Step: Ledger._on_step,
-  events.Captured: Ledger._on_captured,
-  events.CopyOut: Ledger._on_copy_out,
-  events.Resend: Ledger._on_resend,
-  events.Apply: Ledger._on_apply,
-  events.Commit: Ledger._on_commit,
-  events.Owns: Ledger._on_owns,
-  events.Recalled: Ledger._on_owns,
-  events.Exit: Ledger._on_exit,
-  events.Restart: Ledger._on_restart,
-  events.Stopped: Ledger._on_stopped,
-  events.RunFinished: Ledger._on_run_finished,
-}
+@dataclasses.dataclass(frozen=True)
+class PushedSteps:
+  """What a push covers: some chip-seconds of steps up to `step`, of its learner's numbers."""
+
+  step: int
+  chip_seconds: float
+
+
+class StepSums:
+  """Chip-seconds of an island's steps, summed up: after each of the newest.
+
+  All steps before those are taken as equally long.
+  """
+
+  def __init__(self, exact: int = EXACT_STEPS):
+    self._exact = exact
+    self._first = 0  # the step of the first in `_sums`
+    self._sums = array("d", [0.0])
+
+  @property
+  def number(self) -> int:
+    """Of the newest step."""
+    return self._first + len(self._sums) - 1
+
+  @property
+  def last(self) -> float:
+    """The sum of all steps."""
+    return self._sums[-1]
+
+  def add(self, chip_seconds: float) -> None:
+    """One more step."""
+    self._sums.append(self.last + chip_seconds)
+    if len(self._sums) > 2 * self._exact:
+      self._first += self._exact
+      del self._sums[: self._exact]
+
+  def at(self, step: int) -> float:
+    """The sum up to this step, from none to the newest."""
+    step = min(max(0, step), self.number)
+    if step >= self._first:
+      return self._sums[step - self._first]
+    return self._sums[0] * step / self._first
+
+  def go_to(self, step: int) -> None:
+    """The newest step is this one: later ones are gone, and missing ones took no time."""
+    step = max(0, step)
+    missing = step - self.number
+    if step < self._first or missing > self._exact:  # long ago, or a log with a hole in it
+      self._first, self._sums = step, array("d", [self.at(step)])
+    elif missing > 0:
+      self._sums.extend([self.last] * missing)
+    else:
+      del self._sums[step - self._first + 1 :]
+
+
+class IslandAccount:
+  """One learner over all its lives. Times in seconds, accounts in chip-seconds."""
+
+  def __init__(self, place: int, now: float, exact_steps: int = EXACT_STEPS):
+    self.place = place  # in the order in which islands came
+    self.phase = "start_up"  # what it is doing since `since`; "" when its chips are given back
+    self.since = now  # only grows: while a clock that was set back catches up, no time passes
+    self.lives = 0
+    self.chips = 0  # unknown until its first life says so: until then the account is of one
+    self.account: dict[str, float] = collections.defaultdict(float)
+    self.first_start = 0.0  # of the account: what its first life took to begin
+    self.trained = 0.0  # chip-seconds of all steps of all lives
+    self.sums = StepSums(exact_steps)  # of the steps of this life and those it goes on from
+    self.live_seconds = 0.0
+    self.allocated_seconds = 0.0
+    self.commits = 0
+    # By fragment, up to which step all is merged or given up, and the sum of these.
+    self._settled: dict[int, tuple[int, float]] = {}
+    # By fragment and round.
+    self._pushed: dict[int, dict[int, PushedSteps]] = collections.defaultdict(dict)
+    self._recent: collections.deque[float] = collections.deque(maxlen=RECENT_STEPS)
+    self._capture_seconds = 0.0  # within the present gap between two steps
+    self._compile_seconds = 0.0  # the same
+
+  def take(self, event: Event) -> tuple[float, float] | None:
+    """Enters one event; returns the (start, end) that it was training, of a step."""
+    now = event.time
+    match event:
+      case events.Step():
+        return self._step(event)
+      case events.CopyOut():
+        self._copy_out(event)
+      case events.Resend():
+        pushed = self._pushed[event.fragment].get(event.old_round)
+        if pushed is not None:
+          self._keep(event.fragment, event.round, pushed)
+      case events.Apply():
+        if event.mode != "rebase":  # local progress of the fragment is gone
+          self._settle(event.fragment, self.sums.number)
+          self._pushed.pop(event.fragment, None)
+      case events.Captured():
+        self._capture_seconds += positive(event.seconds)
+      case events.Compiled():
+        self._compile(now, positive(event.seconds))
+      case events.Started():
+        self._start(now, max(1, event.devices))
+      case events.Exit():
+        if self.phase:  # what it was in the middle of is lost with it
+          self._spend_until(now, "discarded" if self.phase == "training" else self.phase)
+          self.phase = "down"
+      case events.Restart():
+        self.restart(now)
+      case events.Stopped():
+        if self.phase:
+          self._spend_until(now, "other")
+          self.phase = ""
+    return None
+
+  def restart(self, now: float) -> None:
+    """Another life begins."""
+    self._spend_until(now, "down")
+    self.phase = "rejoin"
+
+  def end(self, now: float) -> None:
+    """The run is over."""
+    if self.phase:
+      self._spend_until(now, "other" if self.phase == "training" else self.phase)
+      self.phase = ""
+
+  def _spend_until(self, until: float, cause: str) -> None:
+    """Everything since the last entry until now was `cause`."""
+    self._spend(max(0.0, until - self.since), cause)
+    self.since = max(self.since, until)
+
+  def _spend(self, seconds: float, cause: str) -> None:
+    if not cause:  # its chips are not allocated
+      return
+    self.allocated_seconds += seconds
+    self.account[cause] += seconds * (self.chips or 1)
+    begins = self.lives <= 1 and self.phase != "training"
+    if begins and cause in ("start_up", "compile"):
+      self.first_start += seconds * (self.chips or 1)
+
+  def _start(self, now: float, chips: int) -> None:
+    """A life has its devices and says hello."""
+    if self.phase == "training":  # its death was not logged
+      self._spend_until(now, "down")
+    self._spend_until(now, "rejoin" if self.lives else "start_up")
+    if not self.chips:
+      self.first_start *= chips
+      for cause in self.account:
+        self.account[cause] *= chips
+    self.lives += 1
+    self.chips = chips
+    self.phase = "start_up" if self.lives == 1 else "rejoin"
+
+  def _compile(self, now: float, seconds: float) -> None:
+    if self.phase == "training":  # a program that was not planned for
+      self._compile_seconds += seconds
+    else:
+      self._spend_until(now - seconds, self.phase or "other")
+      self._spend_until(now, "compile")
+
+  def _step(self, event: events.Step) -> tuple[float, float]:
+    """Accounts for one step and the time before it.
+
+    Of the time since the last entry the step has its `seconds`, and of what is left causes that
+    are known come first: waiting for a shard, copying for a snapshot, compiling, standing still.
+    """
+    self.chips = self.chips or 1
+    now, seconds = max(event.time, self.since), positive(event.seconds)
+    if self.phase != "training":
+      self._spend_until(now - seconds, self.phase or "other")
+      self._go_on_from(event.step - 1)
+      self.phase = "training"
+    passed = now - self.since
+    busy = min(seconds, passed)
+    stood = self._beyond(busy)
+    left = passed - busy
+    blocked = min(positive(event.blocked_seconds), left)
+    save = min(self._capture_seconds, left - blocked)
+    compiled = min(self._compile_seconds, left - blocked - save)
+    idle = left - blocked - save - compiled
+    stalled = self._beyond(idle)
+    spent = {"blocked": blocked, "save": save, "compile": compiled}
+    spent |= {"stalled": stood + stalled, "other": idle - stalled}
+    for cause, each in spent.items():
+      self._spend(each, cause)
+    busy -= stood
+    self.allocated_seconds += busy
+    self.live_seconds += passed - stood - stalled
+    self.trained += busy * self.chips
+    self.sums.add(busy * self.chips)
+    self._recent.append(busy)
+    self.since, self._capture_seconds, self._compile_seconds = now, 0.0, 0.0
+    return now - (passed - stood - stalled), now
+
+  def _beyond(self, seconds: float) -> float:
+    """How much of it was standing still."""
+    if seconds <= STALL_SECONDS:
+      return 0.0
+    usual = statistics.median(self._recent) if self._recent else math.inf
+    return seconds - usual if seconds > STALL_STEPS * usual else 0.0
+
+  def _go_on_from(self, number: int) -> None:
+    """A new life whose last step is `number`: later ones of the lives before are lost."""
+    self.sums.go_to(number)
+    number, last = self.sums.number, self.sums.last
+    self._settled = {p: min(each, (number, last)) for p, each in self._settled.items()}
+
+  def _copy_out(self, event: events.CopyOut) -> None:
+    now = self.sums.number
+    covered = self.sums.last - self.sums.at(now - max(0, event.steps))
+    self._keep(event.fragment, event.round, PushedSteps(now, covered))
+
+  def _keep(self, fragment: int, round_id: int, pushed: PushedSteps) -> None:
+    by_round = self._pushed[fragment]
+    by_round[round_id] = pushed
+    if len(by_round) > MOST_PUSHED:
+      del by_round[min(by_round)]
+
+  def answered(self, fragment: int, round_id: int) -> float:
+    """The chip-seconds of the push that this round merged or refused; 0.0 if none is known."""
+    pushed = self._pushed[fragment].pop(round_id, None)
+    if pushed is None:
+      return 0.0
+    self._settle(fragment, pushed.step)
+    return pushed.chip_seconds
+
+  def _settle(self, fragment: int, step: int) -> None:
+    """Up to this step nothing of the fragment is pending any more."""
+    step = min(self.sums.number, max(0, step))
+    settled = self._settled.get(fragment, (0, 0.0))
+    self._settled[fragment] = max(settled, (step, self.sums.at(step)))
+
+  def pending(self, fragments: int) -> float:
+    """Chip-seconds of the steps that may still be merged: also a dead island may come back."""
+    settled = sum(value for p, (_, value) in self._settled.items() if p < fragments)
+    return self.sums.last - settled / fragments
+
+
+class Chain:
+  """The values of one fragment, each with what is merged in it of every island.
+
+  Values are kept while something may go back to them: a shard that comes back has at least that of
+  the oldest snapshot that is kept, and else begins anew. One from before them, put in by hand,
+  would count as one without a past.
+  """
+
+  def __init__(self) -> None:
+    self.head = INITIAL  # the round of the newest value: a shard may go back, or recall
+    self._rounds: dict[int, array] = {}  # chip-seconds, by an island's place; the newest rounds
+
+  @property
+  def merged(self) -> array:
+    """Chip-seconds in the newest value, by an island's place."""
+    return self._rounds.get(self.head, array("d"))
+
+  def merged_of(self, place: int) -> float:
+    """Chip-seconds of one island in the newest value."""
+    return self.merged[place] if place < len(self.merged) else 0.0
+
+  def commit(
+    self, round_id: int, base: int, gains: Mapping[int, float], most_rounds: float
+  ) -> None:
+    """A round on a value; by an island's place, what it adds."""
+    merged = self._rounds.get(base, array("d"))[:]
+    merged.extend([0.0] * (max(gains, default=-1) + 1 - len(merged)))
+    for place, gain in gains.items():
+      merged[place] += gain
+    self._rounds.pop(round_id, None)
+    self._rounds[round_id] = merged
+    self.head = round_id
+    while len(self._rounds) > most_rounds:
+      del self._rounds[next(iter(self._rounds))]
+
+
+def positive(seconds: float) -> float:
+  """A length of time from an event; 0.0 if it is none."""
+  return float(seconds) if 0 <= seconds < math.inf else 0.0

@@ -7,9 +7,8 @@ import random
 
 import pytest
 
-from ddiloco.observe import goodput_ledger
-from ddiloco.observe.goodput import CAUSES, MOST_GAPS, Ledger
-from ddiloco.observe.goodput_ledger import StepSums
+from ddiloco.observe import goodput
+from ddiloco.observe.goodput import CAUSES, MOST_GAPS, Ledger, StepSums
 from ddiloco.protocol.events import Event
 from tests.made_events import made
 
@@ -86,17 +85,17 @@ class Story:
 
 def check(ledger, chips):
   """Every second of every island from its beginning on has one cause, and none has less."""
-  goodput = ledger.report()
+  report = ledger.report()
   for m, island in ledger._islands.items():
     until = max(ledger._now, island.since) if island.phase else island.since
     account, useful = ledger._balance(m, ledger._now)
     assert min(useful, *account.values()) >= -1e-9 and set(account) == set(CAUSES)
     assert useful + sum(account.values()) == pytest.approx(until * chips[m], abs=1e-6)
-    alive = goodput.learners[m].liveness
+    alive = report.learners[m].liveness
     assert math.isnan(alive) or -1e-9 <= alive <= 1 + 1e-9
-  shares = goodput.goodput + sum(goodput.causes.values())
-  assert math.isnan(goodput.goodput) or shares == pytest.approx(1.0)
-  assert math.isnan(goodput.uptime) or -1e-9 <= goodput.uptime <= 1 + 1e-9
+  shares = report.goodput + sum(report.causes.values())
+  assert math.isnan(report.goodput) or shares == pytest.approx(1.0)
+  assert math.isnan(report.uptime) or -1e-9 <= report.uptime <= 1 + 1e-9
 
 
 @pytest.mark.parametrize("stops", [False, True])
@@ -186,8 +185,8 @@ def run(seed: int, length: int, back: int):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_ledger_of_bounded_size_says_what_one_that_keeps_everything_says(seed, monkeypatch):
-  monkeypatch.setattr(goodput_ledger, "LEAST_ROUNDS", 24)
-  small, whole = Ledger(exact_steps=64, chain_gains=0), Ledger(10**9, 1e99)
+  monkeypatch.setattr(goodput, "LEAST_ROUNDS", 24)
+  small, whole = Ledger(exact_steps=64, chain_sums=0), Ledger(10**9, 1e99)
   for i, event in enumerate(run(seed, 1500, back=5)):
     small.take(event)
     whole.take(event)
@@ -197,13 +196,13 @@ def test_a_ledger_of_bounded_size_says_what_one_that_keeps_everything_says(seed,
       assert mine.causes == pytest.approx(all_of_it.causes, abs=1e-9)
       assert mine.uptime == pytest.approx(all_of_it.uptime, nan_ok=True)
   rounds = [len(chain._rounds) for chain in small.chains.values()]
-  assert max(rounds) <= 24 * 2 and max(len(c._rounds) for c in whole.chains.values()) > 200
+  assert max(rounds) <= 24 and max(len(c._rounds) for c in whole.chains.values()) > 200
   assert all(len(island.sums._sums) <= 128 for island in small._islands.values())
 
 
 def test_a_value_that_nobody_remembers_begins_a_new_past():
   """Put in by hand from an old snapshot: what was before it counts as discarded."""
-  ledger = Ledger(chain_gains=0)
+  ledger = Ledger(chain_sums=0)
   for event in run(1, 3000, back=2):
     ledger.take(event)
   before = ledger.report(1e5)
@@ -227,7 +226,7 @@ def test_sums_of_steps_are_exact_where_it_matters_and_close_elsewhere(seed):
   newest = range(len(true) - 10, len(true))
   assert [sums.at(step) for step in newest] == pytest.approx([true[step] for step in newest])
   for step in range(0, len(true), 97):
-    assert sums.at(step) == pytest.approx(true[step], rel=2e-3, abs=60 * 0.2)
+    assert sums.at(step) == pytest.approx(true[step], rel=2e-3, abs=30)
   sums.go_to(1000)  # a state from long ago
   assert (sums.number, sums.last) == (1000, pytest.approx(true[1000], rel=0.02))
   sums.add(1.0)
@@ -240,8 +239,7 @@ def test_a_step_number_out_of_nowhere_costs_no_memory():
     sums.add(1.0)
   sums.go_to(10**15)
   assert (sums.number, sums.last) == (10**15, 1000.0)
-  assert len(sums._sums) + len(sums._old) < 1200
-  assert sums.at(500) == pytest.approx(500.0)
+  assert len(sums._sums) < 200
   sums.go_to(0)
   assert (sums.number, sums.last) == (0, 0.0)
 
