@@ -46,18 +46,8 @@ ALLOWED = {
     *("network", "runtime", "checkpoint", "chaos", "roles", "simulation", "dashboard"),
   },
   "baselines": {
-    *(
-      "config",
-      "environment",
-      "protocol",
-      "models",
-      "custom",
-      "training",
-      "observe",
-      "chaos",
-      "roles",
-    ),
-    "engines",
+    *("config", "environment", "workdir", "protocol", "models", "custom", "training", "observe"),
+    *("network", "chaos", "roles", "engines"),
   },
   "api": {
     *("config", "environment", "workdir", "checkpoint", "roles", "observe", "dashboard"),

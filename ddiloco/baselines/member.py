@@ -1,8 +1,8 @@
-"""The process of one island in data-parallel: `python -m ddiloco.baselines.member`.
+"""The process of one island in one world of data-parallel: `python -m ddiloco.baselines.member`.
 
-It imports everything once. For every world it forks a child that trains in it, so that who survives
-a failure need not import again: a new world costs it to meet the others, to load the program and
-its state. Nothing of a dead world is left in the child, and a collective that hangs ends with it.
+It is forked from a server that has imported everything (`engines/forkserver.py`), so that who
+survives a failure need not import again: a new world costs it to meet the others, to load the
+program and its state. Nothing of a dead world is left, and a collective that hangs ends with it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ import hashlib
 import json
 import os
 import pickle
-import select
-import signal
+import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,16 +26,92 @@ from jax.experimental import serialize_executable
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ddiloco import custom, environment
-from ddiloco.baselines import orders
-from ddiloco.baselines.orders import END, READY, Lines, Order, line
-from ddiloco.config import Config, IslandConfig, from_dict
+from ddiloco.config import Config, IslandConfig
+from ddiloco.engines.role_spec import end_with_parent
 from ddiloco.models.model import Batch
+from ddiloco.network.transport import learner_address
 from ddiloco.observe.eventlog import Recorder
 from ddiloco.protocol import events
 from ddiloco.roles import initial
 from ddiloco.training import data, inner
 from ddiloco.training.devices import make_execution, make_mesh
 from ddiloco.training.programs import StateLayout, placed, placed_inputs
+from ddiloco.workdir import saved_config
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+  """Train in this world, until killed."""
+
+  number: int  # counts the run's worlds
+  rank: int
+  size: int
+  meeting: str  # HOST:PORT of rank 0, free
+  started: float  # unix seconds; event times count from there
+  state: str  # file to begin with
+  step: int  # that it is after
+  remember: bool  # keep every step for the next world, as an elastic island's memory does
+  train: bool = True  # else only see that this world's program is there
+
+
+def command(workdir: Path, learner: int, order: Order) -> list[str]:
+  """The command line of a learner's process that does the order."""
+  flags = f"--workdir={workdir}", f"--learner={learner}"
+  order_flag = f"--order={json.dumps(dataclasses.asdict(order))}"
+  return [sys.executable, "-m", "ddiloco.baselines.member", *flags, order_flag]
+
+
+# --- Where data-parallel's state outlives a process: a file for each step that is kept
+# WORKDIR/states/checkpoint is written every `sync.snapshot_steps`; WORKDIR/states/learner-M stands
+# for the memory of an elastic island, which survives everything but the death of its own process.
+
+CHECKPOINT = "checkpoint"
+_DIGITS = 9
+
+
+def folder(workdir: Path, name: str) -> Path:
+  """Of the checkpoints, or of one island's memory ("learner-3")."""
+  return workdir / "states" / name
+
+
+def save(into: Path, step: int, arrays: Mapping[str, np.ndarray], durable: bool = False) -> None:
+  """Keeps the state after `step` steps, whole or not at all, instead of the one before.
+
+  `durable`: it is on the disk when this returns, as checkpoints are; a process's memory is not.
+  """
+  named: dict[str, Any] = dict(arrays)
+  into.mkdir(parents=True, exist_ok=True)
+  path = into / f"{step:0{_DIGITS}}.npz"
+  mine = into / "new"
+  with mine.open("wb") as file:
+    np.savez(file, **named)
+    if durable:
+      file.flush()
+      os.fsync(file.fileno())
+  mine.replace(path)
+  for old in into.glob("*.npz"):
+    if old.name < path.name:
+      old.unlink()
+
+
+def load(path: Path) -> dict[str, np.ndarray]:
+  """What `save` was given."""
+  with np.load(path) as file:
+    return {name: file[name] for name in file.files}
+
+
+def newest(workdir: Path) -> tuple[int, Path]:
+  """(step, file) of the newest state that any island has.
+
+  Raises:
+    FileNotFoundError: there is none.
+  """
+  found = list((workdir / "states").glob("*/*.npz"))
+  if not found:
+    raise FileNotFoundError(f"{workdir / 'states'}: holds no state to begin with")
+  path = max(found, key=lambda path: path.name)
+  return int(path.stem), path
+
 
 # --- One world of synchronous data-parallel: the processes that train together, a replica in each
 # It lasts until one dies or comes back; then there is another world, of another size. The model,
@@ -49,18 +123,12 @@ POLL_SECONDS = 0.01
 
 
 class ProcessGroup:
-  """Joins the world `rank` of `size` meets at `port` of loopback; then `load`, and `step` by step.
+  """Joins the world of `order`; then `load`, and `step` by step. All islands are alike."""
 
-  Args:
-    config: the run's; all islands are alike.
-    rank: of this process, from 0.
-    size: number of processes.
-    port: of rank 0, free.
-  """
-
-  def __init__(self, config: Config, rank: int, size: int, port: int):
+  def __init__(self, config: Config, order: Order):
+    rank, size = order.rank, order.size
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", size, rank, initialization_timeout=MEET_SECONDS)
+    jax.distributed.initialize(order.meeting, size, rank, initialization_timeout=MEET_SECONDS)
     self._config, self._rank, self._size = config, rank, size
     batch = size * config.islands.batch_size
     island = dataclasses.replace(
@@ -173,153 +241,80 @@ def initial_state(config: Config) -> dict[str, np.ndarray]:
 PROGRAMS = "compiled"
 
 
-class Worker:
-  """Everything an island needs that outlives its worlds; touches no device.
-
-  Args:
-    workdir: of the run; `config.json` is there.
-    learner: its number.
-  """
-
-  def __init__(self, workdir: Path, learner: int):
-    self._config = from_dict(json.loads((workdir / "config.json").read_text()))
-    self._workdir, self._learner = workdir, learner
-    self._stream = data.Stream(data.open_data(self._config.data), self._config, learner)
-
-  def train(self, order: Order) -> None:
-    """Trains in the order's world; does not return, unless the order is not to train."""
-    name = f"learner-{self._learner}"
-    with Recorder(self._workdir, name, order.number, order.started, time.time) as recorder:
-      world = ProcessGroup(self._config, order.rank, order.size, order.port)
-      seconds = world.compile(self._workdir / PROGRAMS)
-      recorder.record(events.Compiled(target=f"learner-{self._learner}", seconds=round(seconds, 3)))
-      if not order.train:
-        return
-      world.load(orders.load(Path(order.state)))
-      recorder.record(
-        events.Started(
-          devices=1,
-          learners=self._config.islands.num_learners,
-          planned_steps=self._config.planned_steps(),
-        )
+def train(workdir: Path, learner: int, order: Order) -> None:
+  """Trains in the order's world; does not return, unless the order is not to train."""
+  name, config = learner_address(learner), saved_config(workdir)
+  stream = data.Stream(data.open_data(config.data), config, learner)
+  with Recorder(workdir, name, order.number, order.started, time.time) as recorder:
+    world = ProcessGroup(config, order)
+    seconds = world.compile(workdir / PROGRAMS)
+    recorder.record(events.Compiled(target=name, seconds=round(seconds, 3)))
+    if not order.train:
+      return
+    world.load(load(Path(order.state)))
+    recorder.record(
+      events.Started(
+        devices=1,
+        learners=config.islands.num_learners,
+        planned_steps=config.planned_steps(),
       )
-      self._steps(world, order, recorder)
+    )
+    _steps(config, workdir, world, stream, order, recorder)
 
-  def _steps(self, world: ProcessGroup, order: Order, recorder: Recorder) -> None:
-    min_step_seconds = self._config.islands.min_step_seconds
-    memory = orders.folder(self._workdir, recorder.role)
-    done, last = order.step, time.monotonic()
-    while True:
-      batch = self._stream.batch(done)
-      started = time.monotonic()
-      metrics = world.step(batch, done)
-      # As on islands that do not wait. The exchange is in it: it costs nothing if it fits.
-      if (early := min_step_seconds - (time.monotonic() - started)) > 0:
-        time.sleep(early)
-      ended = time.monotonic()
-      done += 1
-      if order.remember:  # before the log: what counts as done is not lost
-        orders.save(memory, done, world.state())
-      recorder.record(
-        events.Step(
-          step=done,
-          global_step=done,
-          position=done - 1,
-          tokens=self._config.tokens_per_step(self._learner),
-          seconds=ended - started,
-          gap_seconds=ended - last,
-          blocked_seconds=0.0,
-          **metrics,
-        )
+
+def _steps(
+  config: Config,
+  workdir: Path,
+  world: ProcessGroup,
+  stream: data.Stream,
+  order: Order,
+  recorder: Recorder,
+) -> None:
+  done, last = order.step, time.monotonic()
+  while True:
+    batch = stream.batch(done)
+    started = time.monotonic()
+    metrics = world.step(batch, done)
+    # As on islands that do not wait. The exchange is in it: it costs nothing if it fits.
+    if (early := config.islands.min_step_seconds - (time.monotonic() - started)) > 0:
+      time.sleep(early)
+    ended = time.monotonic()
+    done += 1
+    if order.remember:  # before the log: what counts as done is not lost
+      save(folder(workdir, recorder.role), done, world.state())
+    recorder.record(
+      events.Step(
+        step=done,
+        global_step=done,
+        position=done - 1,
+        tokens=config.tokens_per_step(0),
+        seconds=ended - started,
+        gap_seconds=ended - last,
+        blocked_seconds=0.0,
+        **metrics,
       )
-      recorder.flush()  # the process may be killed at any time, also because another one was
-      last = ended
-      if order.rank == 0:
-        self._checkpoint(world, done, recorder)
-
-  def _checkpoint(self, world: ProcessGroup, done: int, recorder: Recorder) -> None:
-    every = self._config.sync.snapshot_steps
-    if every and done % every == 0:
+    )
+    recorder.flush()  # the process may be killed at any time, also because another one was
+    last = ended
+    every = config.sync.snapshot_steps
+    if order.rank == 0 and every and done % every == 0:
       began = time.monotonic()
-      folder = orders.folder(self._workdir, orders.CHECKPOINT)
-      orders.save(folder, done, world.state(), durable=True)
+      save(folder(workdir, CHECKPOINT), done, world.state(), durable=True)
       recorder.record(events.Captured(snapshot=done, seconds=time.monotonic() - began))
 
 
-TURN_SECONDS = 0.01
-
-
-class MemberProcess:
-  """Does what it is told on file descriptor 0 and answers on 1. One thread, since it forks.
-
-  Args:
-    train: what the child of an order does.
-  """
-
-  def __init__(self, train: Callable[[Order], None]):
-    self._train = train
-    self._child = 0  # its process id; 0: none
-    self._number = 0  # of its order
-
-  def run(self) -> None:
-    """Until its input ends."""
-    lines = Lines()
-    os.write(1, line(READY))
-    try:
-      while True:
-        readable, _, _ = select.select([0], [], [], TURN_SECONDS)
-        data = os.read(0, 4096) if readable else None
-        if data == b"":
-          return
-        for message in lines.take(data or b""):
-          self._end()
-          if message != END:
-            self._begin(Order(**message))
-        self._reap(os.WNOHANG)
-    finally:
-      self._end()
-
-  def _begin(self, order: Order) -> None:
-    child = os.fork()
-    if child:
-      self._child, self._number = child, order.number
-      return
-    status = 1
-    try:
-      os.close(0)
-      os.dup2(2, 1)  # 1 is ours to answer on; what gloo prints goes to the log
-      self._train(order)
-      status = 0
-    except BaseException:  # the child must not go on as a second member, whatever it was
-      traceback.print_exc()
-    finally:
-      os._exit(status)
-
-  def _end(self) -> None:
-    if self._child:
-      os.kill(self._child, signal.SIGKILL)
-      self._reap(0)
-
-  def _reap(self, options: int) -> None:
-    if self._child and os.waitpid(self._child, options)[0]:
-      self._child = 0
-      os.write(1, line(self._number))
-
-
 def main() -> None:
-  parser = argparse.ArgumentParser(description="One island of data-parallel.")
+  parser = argparse.ArgumentParser(description="One island of data-parallel, in one world.")
   parser.add_argument("--workdir", type=Path, required=True)
   parser.add_argument("--learner", type=int, required=True)
+  parser.add_argument("--order", type=json.loads, required=True)
   arguments = parser.parse_args()
+  end_with_parent()
   environment.prepare(num_cpu_devices=1, cpu_only=True)
-  import jax
-
   # What one world compiles, another may be handed from a folder that both use; with several
   # processes it then lacks functions ("NOT_FOUND: Function ... not found", JAX 0.10).
   jax.config.update("jax_enable_compilation_cache", False)
-  pass
-
-  MemberProcess(Worker(arguments.workdir, arguments.learner).train).run()
+  train(arguments.workdir, arguments.learner, Order(**arguments.order))
 
 
 if __name__ == "__main__":

@@ -46,13 +46,12 @@ def warm() -> None:
   forkserver.ensure_running()
 
 
-def spawn(command: list[str], log: Path, answers: bool = False) -> Forked:
+def spawn(command: list[str], log: Path) -> Forked:
   """A process like `children.spawn`'s.
 
   Args:
     command: this Python, "-m", a module and its arguments.
     log: its output is appended to it.
-    answers: its standard output is `stdout` instead, and only errors go to the log.
 
   Raises:
     OSError: the log cannot be written, or nothing more can be started.
@@ -61,15 +60,11 @@ def spawn(command: list[str], log: Path, answers: bool = False) -> Forked:
   log.open("ab").close()  # what is wrong with it is said here
   context = multiprocessing.get_context("forkserver")
   stdin, ours = context.Pipe(duplex=False)
-  heard, stdout = context.Pipe(duplex=False) if answers else (None, None)
-  arguments = (command, environment.whole(), Path.cwd(), log, stdin, stdout)
+  arguments = (command, environment.whole(), Path.cwd(), log, stdin)
   process = context.Process(target=_become, args=arguments, daemon=True)
-  try:
+  with stdin:  # theirs
     _start(process)
-  finally:
-    for theirs in filter(None, (stdin, stdout)):
-      theirs.close()
-  return Forked(process, ours, heard)
+  return Forked(process, ours)
 
 
 def _start(process: BaseProcess) -> None:
@@ -85,10 +80,9 @@ def _start(process: BaseProcess) -> None:
 class Forked:
   """What a supervisor needs of a process (`children.Process`)."""
 
-  def __init__(self, process: BaseProcess, stdin: Connection, stdout: Connection | None = None):
+  def __init__(self, process: BaseProcess, stdin: Connection):
     assert process.pid is not None, "it has been started"
-    self.pid = process.pid
-    self.stdin, self.stdout = stdin, stdout  # of the process: ours to write and to read
+    self.pid, self.stdin = process.pid, stdin
     self._process = process
 
   def poll(self) -> int | None:
@@ -109,12 +103,7 @@ class Forked:
 
 
 def _become(
-  command: list[str],
-  variables: dict[str, str],
-  folder: Path,
-  log: Path,
-  stdin: Connection,
-  stdout: Connection | None,
+  command: list[str], variables: dict[str, str], folder: Path, log: Path, stdin: Connection
 ) -> None:
   """Runs in the forked process, until the command's end."""
   setproctitle.setproctitle(" ".join(command))  # looks for its place beside the environment
@@ -123,20 +112,16 @@ def _become(
   signal.signal(signal.SIGTERM, signal.SIG_DFL)
   environment.take_over(variables)
   os.chdir(folder)
-  _take_streams(log, stdin, stdout)
+  _take_streams(log, stdin)
   _, _, module, *arguments = command
   sys.argv = [module, *arguments]
   runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def _take_streams(log: Path, stdin: Connection, stdout: Connection | None) -> None:
+def _take_streams(log: Path, stdin: Connection) -> None:
   """What was handed over, and the log, become descriptors 0 to 2; they may lie there already."""
-  output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-  streams = (stdin.fileno(), stdout.fileno() if stdout else output, output)
-  above = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 3) for each in streams]
-  for each in filter(None, (stdin, stdout)):
-    each.close()
-  os.close(output)
+  with stdin, log.open("ab") as output:
+    above = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 3) for each in (stdin, output, output)]
   for number, each in enumerate(above):
     os.dup2(each, number)
     os.close(each)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ddiloco.baselines import data_parallel
-from ddiloco.baselines.data_parallel import DataParallel, IslandProcess
+from ddiloco.baselines.data_parallel import DataParallel
 from ddiloco.baselines.member import PROGRAMS
 from ddiloco.config import ConfigError, from_dict
 from ddiloco.core.fragments import Plan
@@ -136,17 +136,17 @@ def test_elastic_goes_on_without_the_killed_island_and_takes_it_in_again(
 ):
   over = Back(tmp_path, kills=1)
 
-  hear, waiting = IslandProcess.hear, []
+  decide = DataParallel._decide
 
-  def hear_late(island):
-    """The killed one is not heard to be ready until the other has trained without it."""
-    ended = hear(island)
-    if island.number == 1 and over.killed:
-      waiting.extend([island] if island.ready and not waiting else [])
-      island.ready = bool(waiting) and over.after.get("learner-0", 0) >= ALONE
-    return ended
+  def decide_late(runner, now):
+    """The killed one is not seen to be back until the other has trained without it."""
+    late = over.killed and over.after.get("learner-0", 0) < ALONE
+    hidden = runner._alive & {1} if late else set()
+    runner._alive -= hidden
+    decide(runner, now)
+    runner._alive |= hidden
 
-  monkeypatch.setattr(IslandProcess, "hear", hear_late)
+  monkeypatch.setattr(DataParallel, "_decide", decide_late)
   events = run(make_config([kill(1, 1.0)]), tmp_path, programs, True, over)
   (fault,) = of(events, "fault")
   (back,) = of(events, "restart", target="learner-1")
@@ -221,7 +221,7 @@ def test_a_world_that_hangs_is_ended(tmp_path, programs, monkeypatch):
         again.append(event)
     if global_step >= STEPS and not stopped:
       stopped.append(max(processes_of(tmp_path)))
-      os.kill(stopped[0], signal.SIGSTOP)  # a child of a member
+      os.kill(stopped[0], signal.SIGSTOP)
     return bool(again) and global_step >= 2 * STEPS
 
   events = run(make_config(), tmp_path, programs, True, over)

@@ -19,7 +19,7 @@ SLEEPS = "print('here', flush=True); import time; time.sleep(100)"
 @pytest.fixture
 def start(tmp_path, monkeypatch):
   """Starts `python -m MODULE ARGUMENTS` with this code as the module; kills it in the end."""
-  monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+  monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
   monkeypatch.syspath_prepend(tmp_path)
   started = []
 

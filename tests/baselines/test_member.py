@@ -1,9 +1,11 @@
 """A state is there whole or not at all, and the newest one of all is found."""
 
+import shutil
+
 import numpy as np
 import pytest
 
-from ddiloco.baselines import orders
+from ddiloco.baselines import member
 
 
 def arrays(value):
@@ -11,33 +13,32 @@ def arrays(value):
 
 
 def test_the_newest_state_of_anybody_is_found(tmp_path):
-  checkpoint = orders.folder(tmp_path, orders.CHECKPOINT)
-  orders.save(checkpoint, 7, arrays(7), durable=True)
+  checkpoint = member.folder(tmp_path, member.CHECKPOINT)
+  member.save(checkpoint, 7, arrays(7), durable=True)
   for step in (9, 10, 1000):
-    orders.save(orders.folder(tmp_path, "learner-0"), step, arrays(step))
-  orders.save(orders.folder(tmp_path, "learner-1"), 999, arrays(999))
-  step, path = orders.newest(tmp_path)
+    member.save(member.folder(tmp_path, "learner-0"), step, arrays(step))
+  member.save(member.folder(tmp_path, "learner-1"), 999, arrays(999))
+  step, path = member.newest(tmp_path)
   assert step == 1000
-  found = orders.load(path)
+  found = member.load(path)
   assert found.keys() == arrays(0).keys()
   for name, array in arrays(1000).items():
     np.testing.assert_array_equal(found[name], array)
-  orders.forget(orders.folder(tmp_path, "learner-0"))
-  assert orders.newest(tmp_path)[0] == 999
-  orders.forget(orders.folder(tmp_path, "learner-1"))
-  assert orders.newest(tmp_path)[0] == 7
+  shutil.rmtree(member.folder(tmp_path, "learner-0"))
+  assert member.newest(tmp_path)[0] == 999
+  shutil.rmtree(member.folder(tmp_path, "learner-1"))
+  assert member.newest(tmp_path)[0] == 7
 
 
 def test_only_one_state_is_kept_and_a_torn_one_is_none(tmp_path):
-  folder = orders.folder(tmp_path, "learner-3")
+  folder = member.folder(tmp_path, "learner-3")
   for step in range(3):
-    orders.save(folder, step, arrays(step))
+    member.save(folder, step, arrays(step))
   (folder / "new").write_bytes(b"killed while writing this")
   assert [path.name for path in folder.glob("*.npz")] == ["000000002.npz"]
-  assert orders.newest(tmp_path)[0] == 2
+  assert member.newest(tmp_path)[0] == 2
 
 
 def test_no_state_at_all_is_an_error(tmp_path):
-  orders.forget(orders.folder(tmp_path, "learner-0"))  # was never there
   with pytest.raises(FileNotFoundError, match="no state"):
-    orders.newest(tmp_path)
+    member.newest(tmp_path)
