@@ -35,9 +35,6 @@ from utilisation import (
 
 from ddiloco.observe.style import GLOBAL_MODEL, MUTED, PALETTE
 
-from ddiloco.observe import plots
-from ddiloco.observe.style import GLOBAL_MODEL, MUTED, PALETTE
-
 PERCENT = (50, 80, 90, 95, 99)
 PUBLISHED = {  # Gbit/s
   "data_parallel": (104.8, 222, 222, 268, 471),
