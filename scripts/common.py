@@ -219,9 +219,9 @@ def middle(values: Sequence[float], digits: int = 4) -> float | None:
   return round(statistics.median(values), digits) if values else None
 
 
-def spread(values: Sequence[float], digits: int) -> str:
-  """Mean and standard deviation."""
-  text = f"{statistics.mean(values):{'+' if digits < 3 else ''}.{digits}f}"
+def spread(values: Sequence[float], digits: int, sign: str = "") -> str:
+  """Mean and standard deviation; `sign`: "+" for a mean that is a difference."""
+  text = f"{statistics.mean(values):{sign}.{digits}f}"
   return text + (f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else "")
 
 

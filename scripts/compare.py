@@ -84,8 +84,8 @@ def line(comparison: Comparison, row: str, found: list[dict[str, Any]]) -> str:
     row,
     f"{point.rate:g}, {point.batch}, {point.factor:g}" if not of else "",
     spread([each["loss"] for each in found], 3),
-    spread(relative, 2) if relative and row != METHODS[row].beside else "",
-    spread(own, 2) if own else "",
+    spread(relative, 2, "+") if relative and row != METHODS[row].beside else "",
+    spread(own, 2, "+") if own else "",
     str(len(found)),
   ]
   for name, digits in (("merged", 1), ("discarded", 1), ("cosine", 2), ("length", 2), ("rho", 2)):

@@ -107,7 +107,7 @@ def said(name: str, found: dict[str, Any]) -> str:
   parts = [f"{kind} {spread(found[kind], 3)}" for kind in KINDS if kind in found]
   if "together" in found and "merged" in found:
     relative = [100 * (m / t - 1) for m, t in zip(found["merged"], found["together"])]
-    parts.append(f"merged against together {spread(relative, 2)} % (rate {found['rate']:g})")
+    parts.append(f"merged against together {spread(relative, 2, '+')} % (rate {found['rate']:g})")
   return f"{name}: {', '.join(parts)}"
 
 

@@ -3,19 +3,20 @@
 `ddiloco train` of a tiny model; moments are uniform over the global step, a fifth of them while it
 starts and compiles, some in the second after its last step. After each kill the checkpoints and
 event logs must fit: the newest committed snapshot is undamaged and no older than before, the next
-life begins with exactly that, and in the trace nothing is merged twice and all tokens add up. In
-the end the run must be finished, with a held-out loss like that of undisturbed runs.
+life begins with exactly that, and on the way to its values no push is counted twice and the tokens
+add up. In the end the run must be finished, with a held-out loss like that of undisturbed runs.
 
   python scripts/kill_everything.py [--kills=50] [--seed=0] [--engine=threads] [--workdir=DIR]
 
 With --workdir everything stays there, and a cut-off script goes on where it was. A line for each
 kill; exit status 1 if anything does not hold. Last line: {"kills", "resumes", "snapshots",
-"versions_back", "finished", "loss", "loss_undisturbed", "seconds", "problems"}.
+"versions_back", "counted_twice", "finished", "loss", "loss_undisturbed", "seconds", ...}.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import json
 import os
@@ -213,15 +214,39 @@ def begun_wrong(life: Life, before: Newest) -> list[str]:
   return wrong
 
 
-def told_otherwise(after: Newest, events: EventLog) -> list[str]:
-  """What a snapshot says of its values, and the log otherwise; the trace has how they were made."""
-  commits = {(e.fragment, e.round): (e.version, e.merged_tokens) for e in events.of(Commit)}
-  wrong = []
-  for p, (version, round_id, _) in after.values.items():
-    has = version, after.merged_tokens[p]
-    if has != (logged := commits.get((p, round_id), (0, 0))):
-      wrong.append(f"fragment {p}: the snapshot has version and tokens {has}, the log {logged}")
-  return wrong
+class Chains:
+  """The rounds that lead to a value."""
+
+  def __init__(self, events: EventLog):
+    self.commits = {(e.fragment, e.round): e for e in events.of(Commit)}
+
+  def counted_twice(self, fragment: int, round_id: int) -> int:
+    """Pushes that are in the value of this round more than once."""
+    pushes: collections.Counter = collections.Counter()
+    for commit in self.rounds(fragment, round_id):
+      whose = zip(commit.learners, commit.incarnations)
+      pushes.update((learner, life, commit.round) for learner, life in whose)
+    return sum(count - 1 for count in pushes.values())
+
+  def wrong_tokens(self, fragment: int, round_id: int, merged_tokens: int) -> list[str]:
+    """Why the tokens of all rounds do not make those of the value."""
+    rounds = self.rounds(fragment, round_id)
+    summed = sum(commit.tokens for commit in rounds)
+    if summed != merged_tokens:
+      return [f"fragment {fragment}: {merged_tokens} tokens merged, its rounds make it {summed}"]
+    return []
+
+  def rounds(self, fragment: int, round_id: int) -> list[Commit]:
+    """The newest first; ends where the log has no commit."""
+    found = []
+    while (commit := self.commits.get((fragment, round_id))) is not None:
+      found.append(commit)
+      round_id = commit.base_round
+    return found
+
+  def last(self, fragment: int) -> Commit | None:
+    rounds = [r for p, r in self.commits if p == fragment]
+    return self.commits[fragment, max(rounds)] if rounds else None
 
 
 # --- the whole ------------------------------------------------------------------------------------
@@ -234,7 +259,7 @@ class Record:
     self.path = path
     self.data: dict[str, Any] = {
       "seed": seed, "lives": 0, "kills": 0, "resumes": 0, "snapshots": 0, "versions_back": 0,
-      "problems": [], "seconds": 0.0, "start_seconds": FIRST_START_SECONDS,
+      "counted_twice": 0, "problems": [], "seconds": 0.0, "start_seconds": FIRST_START_SECONDS,
       "values": {},
     }  # fmt: skip
     if path.exists():
@@ -258,11 +283,14 @@ def one_life(
   """A start of the run up to its moment, and everything that must hold after it."""
   data, before, began = record.data, newest(storage), time.monotonic()
   life = live(run, config, engine, moment, data["start_seconds"])
-  after = newest(storage)
+  after, chains = newest(storage), Chains(read_events(run))
   wrong = begun_wrong(life, before)
   wrong += [f"committed, and not whole: {text}" for text in after.damaged]
   wrong += [str(problem) for problem in check(read_trace(run)).problems]
-  wrong += told_otherwise(after, read_events(run))
+  twice = 0
+  for p, (_, round_id, _) in after.values.items():
+    wrong += chains.wrong_tokens(p, round_id, after.merged_tokens[p])
+    twice += chains.counted_twice(p, round_id)
   versions = {str(p): value[0] for p, value in after.values.items()}
   back = sum(versions.get(p, 0) < version for p, version in data["values"].items())
   record.add(
@@ -271,6 +299,7 @@ def one_life(
     resumes=data["resumes"] + any(e.version for e in life.events.of(Owns)),
     snapshots=data["snapshots"] + len(life.events.of(Snapshot)),
     versions_back=data["versions_back"] + back,
+    counted_twice=max(data["counted_twice"], twice),
     problems=[*data["problems"], *(w for w in wrong if w not in data["problems"])],
     seconds=round(data["seconds"] + time.monotonic() - began, 1),
     start_seconds=life.start_seconds or data["start_seconds"],
@@ -305,6 +334,22 @@ def undisturbed(folder: Path, run: Path, seed: int, steps: int, engine: str) -> 
   return loss_of(workdir)
 
 
+def final(record: Record, run: Path, status: int | None) -> None:
+  """Checks the values that the run ends with."""
+  chains, wrong, twice = Chains(read_events(run)), [], 0
+  for p in range(FRAGMENTS):
+    last = chains.last(p)
+    if last is None:
+      wrong.append(f"fragment {p} was never committed")
+      continue
+    wrong += chains.wrong_tokens(p, last.round, last.merged_tokens)
+    twice += chains.counted_twice(p, last.round)
+  finished = status == 0 and json.loads((run / OUTCOME).read_text())["reason"] == "finished"
+  problems = [*record.data["problems"], *wrong]
+  twice = max(record.data["counted_twice"], twice)
+  record.add(finished=finished, counted_twice=twice, problems=problems)
+
+
 def main() -> int:
   parser = common.parser(__doc__, quick="")
   parser.add_argument("--kills", type=int, default=50)
@@ -332,11 +377,10 @@ def whole(options: argparse.Namespace, folder: Path) -> int:
       break
   if life is None or life.status is None:
     life = one_life(record, run, config, storage, options.engine, None)
-  names = ("kills", "resumes", "snapshots", "versions_back")
+  final(record, run, life.status)
+  names = ("kills", "resumes", "snapshots", "versions_back", "counted_twice", "finished")
   result = {name: record.data[name] for name in names}
-  outcome = json.loads((run / OUTCOME).read_text()) if life.status == 0 else {}
-  result["finished"] = outcome.get("reason") == "finished"
-  result["loss"] = outcome.get("loss_merged")
+  result["loss"] = loss_of(run) if result["finished"] else None
   seeds = range(options.seed, options.seed + options.undisturbed)
   result["loss_undisturbed"] = [
     undisturbed(folder, run, seed, steps, options.engine) for seed in seeds
@@ -345,7 +389,8 @@ def whole(options: argparse.Namespace, folder: Path) -> int:
   for problem in record.data["problems"]:
     print(f"WRONG: {problem}")
   print(json.dumps(result))
-  return 0 if result["finished"] and not (result["versions_back"] or result["problems"]) else 1
+  bad = ("versions_back", "counted_twice", "problems")
+  return 0 if result["finished"] and not any(result[name] for name in bad) else 1
 
 
 if __name__ == "__main__":

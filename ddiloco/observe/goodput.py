@@ -32,6 +32,7 @@ The right column is the bucket of ml-goodput-measurement that a cause would be i
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
 import math
@@ -50,6 +51,7 @@ CAUSES = (
 )
 RECENT_STEPS = 33  # a step or pause of so many of their medians as `STALL_STEPS` says is a stall
 EXACT_STEPS = 2048  # of an island, that a new life may go back to: two snapshots are 400
+OLD_STEPS = 512  # before those, at equal distances
 MOST_PUSHED = 8  # of an island and fragment, that may still be committed; one at a time is out
 CHAIN_SUMS = 250_000  # by learner, of all rounds of all fragments together ...
 LEAST_ROUNDS = 128  # ... but of a fragment at least so many rounds: two snapshots are 17
@@ -253,13 +255,15 @@ class PushedSteps:
 
 
 class StepSums:
-  """Chip-seconds of an island's steps, summed up: after each of the newest.
+  """Chip-seconds of an island's steps, summed up: the newest one by one, older ones now and then.
 
-  All steps before those are taken as equally long.
+  Asked for a step between two that are kept, it takes those between them as equally long.
   """
 
   def __init__(self, exact: int = EXACT_STEPS):
     self._exact = exact
+    self._old: list[tuple[int, float]] = []  # (step, sum), at multiples of `_stride`
+    self._stride = 1
     self._first = 0  # the step of the first in `_sums`
     self._sums = array("d", [0.0])
 
@@ -277,26 +281,45 @@ class StepSums:
     """One more step."""
     self._sums.append(self.last + chip_seconds)
     if len(self._sums) > 2 * self._exact:
-      self._first += self._exact
-      del self._sums[: self._exact]
+      self._thin(self._exact)
 
   def at(self, step: int) -> float:
     """The sum up to this step, from none to the newest."""
     step = min(max(0, step), self.number)
     if step >= self._first:
       return self._sums[step - self._first]
-    return self._sums[0] * step / self._first
+    i = bisect.bisect_right(self._old, (step, math.inf))
+    (a, low), (b, high) = self._old[i - 1], [*self._old[i : i + 1], (self._first, self._sums[0])][0]
+    return low + (high - low) * (step - a) / (b - a)
 
   def go_to(self, step: int) -> None:
     """The newest step is this one: later ones are gone, and missing ones took no time."""
     step = max(0, step)
     missing = step - self.number
-    if step < self._first or missing > self._exact:  # long ago, or a log with a hole in it
-      self._first, self._sums = step, array("d", [self.at(step)])
+    if missing > self._exact:  # a log with a hole in it
+      last = self.last
+      self._thin(len(self._sums))
+      self._first, self._sums = step, array("d", [last])
     elif missing > 0:
       self._sums.extend([self.last] * missing)
-    else:
+    elif step >= self._first:
       del self._sums[step - self._first + 1 :]
+    else:
+      self._first, self._sums = step, array("d", [self.at(step)])
+      del self._old[bisect.bisect_left(self._old, (step, -math.inf)) :]
+
+  def _thin(self, count: int) -> None:
+    """Of the first `count` sums only some stay; of all of them, their last does."""
+    steps = range(self._first, self._first + count)
+    keep = [(n, self._sums[n - self._first]) for n in steps if n % self._stride == 0]
+    if count == len(self._sums):
+      keep.append((self.number, self.last))
+    self._old += keep
+    self._first += count
+    del self._sums[:count]
+    while len(self._old) > OLD_STEPS:
+      self._stride *= 2
+      self._old = [each for each in self._old if each[0] % self._stride == 0]
 
 
 class IslandAccount:

@@ -226,7 +226,7 @@ def test_sums_of_steps_are_exact_where_it_matters_and_close_elsewhere(seed):
   newest = range(len(true) - 10, len(true))
   assert [sums.at(step) for step in newest] == pytest.approx([true[step] for step in newest])
   for step in range(0, len(true), 97):
-    assert sums.at(step) == pytest.approx(true[step], rel=2e-3, abs=30)
+    assert sums.at(step) == pytest.approx(true[step], rel=2e-3, abs=60 * 0.2)
   sums.go_to(1000)  # a state from long ago
   assert (sums.number, sums.last) == (1000, pytest.approx(true[1000], rel=0.02))
   sums.add(1.0)
@@ -239,7 +239,8 @@ def test_a_step_number_out_of_nowhere_costs_no_memory():
     sums.add(1.0)
   sums.go_to(10**15)
   assert (sums.number, sums.last) == (10**15, 1000.0)
-  assert len(sums._sums) < 200
+  assert len(sums._sums) + len(sums._old) < 1200
+  assert sums.at(500) == pytest.approx(500.0)
   sums.go_to(0)
   assert (sums.number, sums.last) == (0, 0.0)
 

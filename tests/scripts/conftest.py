@@ -4,11 +4,8 @@ import importlib
 
 import pytest
 
-from tests.scripts.commands import SCRIPTS
-
 
 @pytest.fixture
-def script(monkeypatch):
-  """A module of scripts/ by its name, as the scripts beside it see it."""
-  monkeypatch.syspath_prepend(str(SCRIPTS))
+def script():
+  """A module of scripts/ by its name; pytest.ini says where they are."""
   return importlib.import_module

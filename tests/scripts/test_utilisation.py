@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import runpy
-import types
 
 import pytest
+import utilisation as bandwidth
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from utilisation import Method, Workload
 
 from ddiloco.core import codec
-from tests.scripts import commands
 
-bandwidth = types.SimpleNamespace(**runpy.run_path(str(commands.SCRIPTS / "utilisation.py")))
-Method, Workload = bandwidth.Method, bandwidth.Workload
 WORK = Workload(parameters=10e9, step_seconds=0.8)
 DATA_PARALLEL = Method("data-parallel")
 DECOUPLED = Method("decoupled", 16, 24, 24, 2, waits=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import itertools
 import json
 import shutil
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import replay_chaos as chaos
 
 from ddiloco import cli, environment
 from ddiloco.checkpoint import weights
@@ -21,18 +21,7 @@ from ddiloco.trace.replay import replay_run
 from tests.trace.traces import good, typed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "replay_chaos.py"
 SEEDS = (0, 1, 2)  # scripts/replay_chaos.py runs as many as one likes
-
-
-def load(path: Path):
-  spec = importlib.util.spec_from_file_location(path.stem, path)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
-
-
-chaos = load(SCRIPT)
 
 
 @pytest.fixture(scope="module")
