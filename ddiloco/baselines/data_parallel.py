@@ -13,6 +13,7 @@ time beyond the step's pace.
 from __future__ import annotations
 
 import shutil
+import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -141,14 +142,22 @@ class DataParallel:
         if over(self._global_step, self._seconds()):
           return "finished"
       self._feed(Tick(now, self._global_step, self._seconds()))
-      for m in self._world:
-        if self._islands[m].poll() is not None:
-          self._failed(f"the world failed at {self._islands[m].name}")
-          break
+      self._look(now)
       if self._state.hopeless:
         return "failed"
       self._decide(now)
       time.sleep(TURN_SECONDS)
+
+  def _look(self, now: float) -> None:
+    """A process that was killed is its island's death; what else ends is the world's failure."""
+    ended = {m: self._islands[m].poll() for m in self._world}
+    for m, status in ended.items():
+      if status == -signal.SIGKILL:
+        island = self._islands[m]
+        self._feed(Exited(island.name, now, island.bury(status)))
+    failed = [m for m in self._world if ended[m] is not None]
+    if failed:
+      self._failed(f"the world failed at {self._islands[failed[0]].name}")
 
   def _feed(self, event: Event) -> None:
     """Tells the supervisor, and performs what it says."""

@@ -230,6 +230,26 @@ def test_a_world_that_hangs_is_ended(tmp_path, programs, monkeypatch):
   ledger_of(events)
 
 
+@SLOW
+@LONG
+def test_a_process_killed_from_outside_is_its_islands_death(tmp_path, programs):
+  """As a planned kill is: the supervisor starts the island again."""
+  follower, killed, back = Follower(tmp_path), [], []
+
+  def over(global_step, seconds):
+    back.extend(e for e in follower.poll() if e.kind == "restart" and e.target == "learner-1")
+    if global_step >= STEPS and not killed:
+      killed.extend(processes_of(tmp_path, "--learner=1"))
+      os.kill(killed[0], signal.SIGKILL)
+    return bool(back) and global_step >= 2 * STEPS
+
+  events = run(make_config(), tmp_path, programs, True, over)
+  death, *survivors = of(events, "exit")
+  assert len(killed) == 1 and death.target == "learner-1" and "SIGKILL" in death.reason
+  assert survivors[0].reason == "learner-1 is gone"
+  ledger_of(events)
+
+
 @pytest.mark.parametrize(
   ("wrong", "says"),
   [
