@@ -108,27 +108,30 @@ class DataParallel:
   def _prepare(self) -> None:
     """All islands live, and every size of world that there may be has its program."""
     self._feed(Tick(time.monotonic()))  # starts all
-    deadline = time.monotonic() + START_SECONDS
     sizes = range(1, len(self._islands) + 1) if self._elastic else [len(self._islands)]
     for size in sizes:
-      if not member.program(self._workdir / PROGRAMS, self._config, size).exists():
+      program = member.program(self._workdir / PROGRAMS, self._config, size)
+      if not program.exists():
         self._tell(range(size), train=False)
-        while any(island.running for island in self._islands):
-          self._reap(deadline)
-          time.sleep(TURN_SECONDS)
+        self._await_ends()
+        if not program.exists():
+          raise RuntimeError(f"{program}: was not compiled. {_last_words(self._islands[0])}")
 
-  def _reap(self, deadline: float) -> None:
-    """Buries the processes that have compiled.
+  def _await_ends(self) -> None:
+    """Until all processes have ended; how does not matter, since rank 0 takes its service along.
 
     Raises:
-      RuntimeError: one has failed, or the time is over.
+      RuntimeError: it takes too long.
     """
-    for island in self._islands:
-      status = island.poll()
-      if status or time.monotonic() > deadline:
-        raise RuntimeError(f"{_last_words(island)} (compiles, exit status {status})")
-      if status == 0:
-        island.bury(status)
+    deadline = time.monotonic() + START_SECONDS
+    while running := [island for island in self._islands if island.running]:
+      for island in running:
+        status = island.poll()
+        if status is not None:
+          island.bury(status)
+        elif time.monotonic() > deadline:
+          raise RuntimeError(f"compiling takes too long. {_last_words(island)}")
+      time.sleep(TURN_SECONDS)
 
   # --- while it runs ------------------------------------------------------------------------------
 

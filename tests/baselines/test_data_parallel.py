@@ -1,20 +1,22 @@
 """Data-parallel over real processes: it trains like one island, and comes through kills."""
 
+import contextlib
 import itertools
 import os
 import shutil
 import signal
+import sys
 
 import jax
 import numpy as np
 import pytest
 
-from ddiloco.baselines import data_parallel
+from ddiloco.baselines import data_parallel, member
 from ddiloco.baselines.data_parallel import DataParallel
 from ddiloco.baselines.member import PROGRAMS
 from ddiloco.config import ConfigError, from_dict
 from ddiloco.core.fragments import Plan
-from ddiloco.engines.children import processes_of
+from ddiloco.engines.children import Child, processes_of, spawn
 from ddiloco.observe.eventlog import Follower, read_events
 from ddiloco.observe.goodput import Ledger
 from ddiloco.roles import initial
@@ -60,17 +62,18 @@ class Back:
   def __init__(self, workdir, kills, learners=2):
     self.kills, self.learners = kills, learners
     self.follower = Follower(workdir)
-    self.killed = 0
+    self.killed, self.killed_at = 0, 0.0
     self.after: dict[str, int] = {}
 
   def __call__(self, global_step, seconds):
     for event in self.follower.poll():
       if event.kind == "fault":
-        self.killed += 1
+        self.killed, self.killed_at = self.killed + 1, event.time
         self.after = {}
-      elif event.kind == "step" and self.killed == self.kills:
+      elif event.kind == "step" and self.killed == self.kills and event.time > self.killed_at:
         self.after[event.role] = self.after.get(event.role, 0) + 1
-    return len(self.after) == self.learners and min(self.after.values()) >= AFTERWARDS
+    # One more than is asked for: the end kills one island before the other, within a step.
+    return len(self.after) == self.learners and min(self.after.values()) > AFTERWARDS
 
 
 @pytest.fixture(scope="module")
@@ -248,6 +251,28 @@ def test_a_process_killed_from_outside_is_its_islands_death(tmp_path, programs):
   assert len(killed) == 1 and death.target == "learner-1" and "SIGKILL" in death.reason
   assert survivors[0].reason == "learner-1 is gone"
   ledger_of(events)
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_what_counts_of_a_process_that_compiles_is_the_program(compiles, tmp_path, monkeypatch):
+  """The first of them that ends takes the others' meeting along, and they may abort."""
+  config = make_config()
+  program = member.program(tmp_path / PROGRAMS, config, size=2)
+  program.parent.mkdir()
+  member.save(member.folder(tmp_path, member.CHECKPOINT), 0, {})
+
+  def command(workdir, learner, order):
+    if compiles:
+      program.touch()
+    return [sys.executable, "-c", "import os; os.abort()"]
+
+  monkeypatch.setattr(member, "command", command)
+  runner = DataParallel(config, tmp_path, elastic=False)
+  runner._started = 0.0
+  runner._islands = [Child(f"learner-{m}", tmp_path, [spawn]) for m in range(2)]
+  with contextlib.nullcontext() if compiles else pytest.raises(RuntimeError, match="not compiled"):
+    runner._prepare()
+  assert not any(island.running for island in runner._islands)
 
 
 @pytest.mark.parametrize(
