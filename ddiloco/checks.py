@@ -21,34 +21,34 @@ def require(ok: bool, field: str, value: Any, rule: str, fix: str) -> None:
     raise ConfigError(f"{field} = {value!r}: {rule}. Fix: {fix}.")
 
 
+def must(section: str, config: Any, name: str, ok: bool, rule: str, fix: str) -> None:
+  """`require` of a section's field."""
+  require(ok, f"{section}.{name}", getattr(config, name), rule, fix)
+
+
 def positive(section: str, config: Any, *names: str) -> None:
   for name in names:
-    value = getattr(config, name)
-    require(value > 0, f"{section}.{name}", value, "must be greater than 0", "set a positive value")
+    ok = getattr(config, name) > 0
+    must(section, config, name, ok, "must be greater than 0", "set a positive value")
 
 
 def not_negative(section: str, config: Any, *names: str) -> None:
   for name in names:
-    value = getattr(config, name)
-    require(value >= 0, f"{section}.{name}", value, "must not be negative", "set 0 or more")
+    ok = getattr(config, name) >= 0
+    must(section, config, name, ok, "must not be negative", "set 0 or more")
 
 
 def one_of(section: str, config: Any, name: str, *choices: str) -> None:
   value = getattr(config, name)
   close = difflib.get_close_matches(str(value), choices, 1) or choices[:1]
-  require(
-    value in choices,
-    f"{section}.{name}",
-    value,
-    f"must be one of {', '.join(choices)}",
-    f"for example {close[0]!r}",
-  )
+  rule = f"must be one of {', '.join(choices)}"
+  must(section, config, name, value in choices, rule, f"for example {close[0]!r}")
 
 
 def share(section: str, config: Any, *names: str) -> None:
   for name in names:
-    value = getattr(config, name)
-    require(0 <= value < 1, f"{section}.{name}", value, "must lie in [0, 1)", "set a share below 1")
+    ok = 0 <= getattr(config, name) < 1
+    must(section, config, name, ok, "must lie in [0, 1)", "set a share below 1")
 
 
 def is_number(text: Any) -> bool:

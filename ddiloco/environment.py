@@ -1,8 +1,18 @@
-"""The one place that touches environment variables; call it before JAX makes its devices."""
+"""The one place that touches environment variables; call it before JAX makes its devices.
+
+And what processes say with their exit statuses.
+"""
 
 from __future__ import annotations
 
 import os
+
+# Exit statuses of commands, runs and roles.
+FINISHED = 0  # or left when asked to, and nothing is lost
+LOST = 1  # work was lost, or what a command checks does not hold
+BAD_USAGE = 2  # another start would end the same way
+INTERRUPTED = 130  # by Ctrl-C; of a whole run also by SIGTERM
+TERMINATED = 143  # of a role that left when asked to: to schedulers, 0 says that the run is over
 
 # What makes JAX or libtpu wait for other processes or slices than an island's own.
 _JOINS = (

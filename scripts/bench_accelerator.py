@@ -41,7 +41,7 @@ import numpy as np
 
 from ddiloco import environment
 from ddiloco.config import Config, IslandConfig, ModelConfig
-from ddiloco.engines.rates import seconds_of
+from ddiloco.engines.virtual import seconds_of
 from ddiloco.models.attention import attend
 from ddiloco.models.execution import PLAIN, Execution
 from ddiloco.observe.eventlog import EventLog

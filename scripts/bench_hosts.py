@@ -2,14 +2,16 @@
 
 Two parts. First one island of two processes with two fake devices each: blocks of steps with a
 syncer attached and without, in turn, as `bench_overhead.py` does; `ratio` is the median over
-neighbouring pairs of blocks. Every host notes its calls with the step they come before, and
-`same_step` says that the notes of both are equal. Then two such islands run with the processes
+neighbouring pairs of blocks. The syncer is a process as well, and has only the time that the hosts
+leave: on real islands it has a machine of its own. `rounds_per_step` says that it keeps up all the
+same: one fragment is due in every step. Every host notes its calls with the step they come before,
+and `same_step` says that the notes of both are equal. Then two such islands run with the processes
 engine, and a host of one is killed with SIGKILL in the middle.
 
   python scripts/bench_hosts.py [--pairs=20] [--block=8] [--quick]
 
-Last line: {"ratio", "same_step", "calls", "step_ms", "bare_ms", "other_island_blocked_seconds",
-"other_island_steps_meanwhile", "seconds_until_merged_again", ...}.
+Last line: {"ratio", "rounds_per_step", "same_step", "calls", "step_ms", "bare_ms",
+"other_island_blocked_seconds", "other_island_steps_meanwhile", "seconds_until_merged_again", ...}.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from ddiloco import environment
 from ddiloco.config import Config
 from ddiloco.engines.role_spec import free_urls
 from ddiloco.network import host_links
-from ddiloco.network.transport import Hub, learner_address, syncer_address
+from ddiloco.network.transport import learner_address, syncer_address
 from ddiloco.observe.eventlog import EventLog
 from ddiloco.protocol.events import Commit, Crash, Snapshot, Started, Step
 from ddiloco.training import hosts
@@ -78,7 +80,7 @@ def noted(island: Any) -> list[tuple[int, str, Any]]:
 
 
 def as_host(
-  bench: bench_overhead.Bench, host: int, url: str, coordinator: str, folder: Path
+  bench: bench_overhead.Bench, host: int, url: str, coordinator: str, syncer: str, folder: Path
 ) -> None:
   """Host 0 measures, the other follows; both leave their notes."""
   environment.prepare(num_cpu_devices=DEVICES // HOSTS, cpu_only=True)
@@ -104,41 +106,60 @@ def as_host(
     hosts.follow(island, links, read, host_links.HostProgress(), failed)
   else:
     leading = hosts.LeadingIsland(island, bench.plan, links, host_links.HostProgress())
-    found = measured(bench, leading)
+    found = measured(bench, leading, syncer)
     leading.end()
     (folder / "measured.json").write_text(json.dumps(found))
   (folder / f"notes-{host}.json").write_text(json.dumps(notes))
   jax.distributed.shutdown()
 
 
-def measured(bench: bench_overhead.Bench, island: Any) -> dict[str, Any]:
-  """On the host that leads: a learner and its syncer."""
-  hub = Hub("bench", bench.plan.plan_id)
-  shard = bench_overhead.Shard(bench, hub.connect(syncer_address(0)))
+def measured(bench: bench_overhead.Bench, island: Any, syncer: str) -> dict[str, Any]:
+  """On the host that leads: a learner."""
+  endpoint = bench.endpoint(learner_address(0))
+  endpoint.dial(syncer_address(0), syncer)
   island.reset()
   step = lambda batch: island.step(batch, 0)  # noqa: E731
-  loop = bench.interleaved(step)
-  found = bench.measure(hub.connect(learner_address(0)), island, loop)
-  return {**bench_overhead.compared(found, bench.pairs, bench.block), "rounds": shard.end()}
+  found = bench.measure(endpoint, island, bench.interleaved(step))
+  endpoint.close()
+  result = bench_overhead.compared(found, bench.pairs, bench.block)
+  return {**result, "attached_steps": len(found.gaps)}
+
+
+def as_shard(bench: bench_overhead.Bench, url: str) -> None:
+  """The syncer, until standard input ends; says how many rounds it has committed."""
+  environment.prepare(num_cpu_devices=1, cpu_only=True)
+  endpoint = bench.endpoint(syncer_address(0), bind=url)
+  for thread in os.listdir("/proc/self/task"):  # those it makes from now on do as this one
+    os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
+  shard = bench_overhead.Shard(bench, endpoint)
+  sys.stdin.read()
+  print(shard.end())
+  endpoint.close()
 
 
 def two_processes(quick: bool, pairs: int, block: int, folder: Path) -> dict[str, Any]:
-  url, coordinator = free_urls(2)
+  url, coordinator, syncer = free_urls(3)
   command = [sys.executable, __file__, f"--pairs={pairs}", f"--block={block}"]
   command += [f"--url={url}", f"--coordinator={coordinator.removeprefix('tcp://')}"]
-  command += [f"--folder={folder}", *(["--quick"] if quick else [])]
+  command += [f"--syncer={syncer}", f"--folder={folder}", *(["--quick"] if quick else [])]
   log = folder / "hosts.log"
   with log.open("wb") as file:
+    pipe = subprocess.PIPE
+    shard = subprocess.Popen([*command, "--shard"], stdin=pipe, stdout=pipe, stderr=file)
     processes = [
       subprocess.Popen([*command, f"--host={host}"], stdout=file, stderr=file)
       for host in range(HOSTS)
     ]
     statuses = [each.wait() for each in processes]
+    committed, _ = shard.communicate()
+    statuses.append(shard.returncode)
   if any(statuses):
-    sys.exit(f"the hosts ended with {statuses}:\n{log.read_text()[-4000:]}")
+    sys.exit(f"the hosts and the shard ended with {statuses}:\n{log.read_text()[-4000:]}")
   first, second = (json.loads((folder / f"notes-{h}.json").read_text()) for h in range(HOSTS))
+  found = json.loads((folder / "measured.json").read_text())
+  rounds_per_step = int(committed) / found.pop("attached_steps")
   same = {"same_step": first == second, "calls": len(first)}
-  return {**json.loads((folder / "measured.json").read_text()), **same}
+  return {**found, "rounds_per_step": round(rounds_per_step, 3), **same}
 
 
 # --- Two islands, and a host that is killed
@@ -181,14 +202,19 @@ def main() -> None:
   parser = common.parser(__doc__, "a smaller model and four pairs")
   parser.add_argument("--pairs", type=int, default=20)
   parser.add_argument("--block", type=int, default=8)
-  for name in ("url", "coordinator", "folder"):
+  for name in ("url", "coordinator", "syncer", "folder"):
     parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
   parser.add_argument("--host", type=int, help=argparse.SUPPRESS)
+  parser.add_argument("--shard", action="store_true", help=argparse.SUPPRESS)
   given = parser.parse_args()
-  if given.host is not None:
+  if given.shard or given.host is not None:
     bench = bench_overhead.Bench(one_island(given.quick), given.pairs, given.block)
+  if given.shard:
+    return as_shard(bench, given.syncer)
+  if given.host is not None:
+    where = given.url, given.coordinator, given.syncer, Path(given.folder)
     try:
-      return as_host(bench, given.host, given.url, given.coordinator, Path(given.folder))
+      return as_host(bench, given.host, *where)
     except Exception:  # JAX would wait for the other host before it lets this process end
       traceback.print_exc()
       os._exit(1)

@@ -25,8 +25,8 @@ from ddiloco.config import SyncConfig, from_dict
 from ddiloco.core import codec
 from ddiloco.core.commit import ReceivedPushes
 from ddiloco.core.fragments import Fragment, TensorSpec, make_plan
-from ddiloco.engines import rates
-from ddiloco.engines.rates import seconds_of
+from ddiloco.engines import virtual
+from ddiloco.engines.virtual import seconds_of
 
 CONFIG = from_dict(
   {
@@ -73,13 +73,13 @@ def bench_codec(delta: np.ndarray, repeats: int) -> tuple[float, float, np.ndarr
 def bench_commit(fragment: Fragment, learners: int, repeats: int) -> dict[str, float]:
   """Seconds of an arrival and of a commit, and both beside a copy of as many bytes."""
   size, count = fragment.size, len(os.sched_getaffinity(0))
-  push = rates.random_push(size, "int4")
+  push = virtual.random_push(size, "int4")
   moved = (learners + 1) * push.payload.nbytes + 6 * 4 * size
   part = np.ones(min(size, moved // 8 // count), np.float32)
   copies = max(1, round(moved / 8 / count / part.size))
   targets = [np.ones_like(part) for _ in range(count)]
   with ThreadPoolExecutor(count) as threads:
-    commit = rates.commits(fragment, CONFIG, learners, threads.map)
+    commit = virtual.commits(fragment, CONFIG, learners, threads.map)
 
     def arrive() -> None:
       ReceivedPushes(fragment, 0).measure(push, threads.map)

@@ -44,7 +44,7 @@ from ddiloco.config import Config, from_dict
 from ddiloco.core import passes
 from ddiloco.core.commit import MemoryStore, new_fragment
 from ddiloco.core.fragments import Fragment, Piece, Plan, owned_by
-from ddiloco.engines import rates
+from ddiloco.engines import virtual
 from ddiloco.network.endpoint import NetworkEndpoint, RunIdentity
 from ddiloco.network.peers import KEPT_SECONDS
 from ddiloco.network.transport import learner_address, syncer_address
@@ -333,7 +333,7 @@ class Bench:
   def __init__(self, shards: int, values: int, fragments: int, learners: int):
     config, plan = config_of(learners, shards, fragments), plan_of(values, fragments)
     self.shards = Shards(shards, values, fragments, learners)
-    update = rates.random_push(values, "int4").payload
+    update = virtual.random_push(values, "int4").payload
     self.learners = [Learner(m, config, plan, self.shards.urls, update) for m in range(learners)]
     self.fragments, self.version = fragments, 0
     self._wait(lambda: all(each.welcomes >= shards for each in self.learners), "a welcome")

@@ -20,7 +20,7 @@ from ideas import ForgetfulTrainer, Recent, TriedMerger, mean_values
 from outer_gradients import Observer, Seen
 from virtual_training import STEP_SECONDS, Text, Trainer, Valued
 
-from ddiloco.chaos.random_plans import random_faults
+from ddiloco.chaos.faults import random_faults
 from ddiloco.config import Config, Fault
 
 # --- What is compared
@@ -71,7 +71,7 @@ SIZES: dict[str, Size] = {
   "33k": Size(2, 32, 638_976),
   "33k, long": Size(2, 32, 2_555_904, after="33k", rates=(2e-3, *RATES)),
   "115k": Size(2, 64, 983_040, after="33k"),
-  "115k, long": Size(2, 64, 3_932_160, after="115k", rates=(2e-3, 4e-3, 8e-3, 16e-3)),
+  "115k, long": Size(2, 64, 3_932_160, after="115k", rates=(1e-3, 2e-3, 4e-3, 8e-3, 16e-3)),
   "250k, long": Size(2, 96, 8_257_536, after="115k, long", rates=(1e-3, 2e-3, 4e-3)),
   # For an accelerator: their steps have as many tokens as keep one busy.
   "1m": Size(5, 128, 10_240_000, "33k", 128, 32, (1e-3, 2e-3, 4e-3, 8e-3)),
@@ -184,7 +184,7 @@ METHODS: dict[str, Method] = {
   "default, M = 4": Method(sizes=ALL),
   "default, M = 8": Method(learners=8, sizes=(*LONG, "115k, long", "250k, long")),
   "default, M = 16": Method(learners=16, sizes=LONG),
-  "default, Muon inside, M = 4": Method(fields=MUON, sizes=LONG),
+  "default, Muon inside, M = 4": Method(fields=MUON, sizes=(*LONG, "115k", "115k, long")),
   "default, MoE, M = 4": Method(fields=MOE, sizes=LONG, beside="data-parallel, MoE"),
   "default, text and images, M = 4": Method(fields=IMAGES, sizes=LONG, beside=TEXT_AND_IMAGES),
   "default, overwrite, M = 4": Method(fields={"sync.apply": "overwrite"}, sizes=(*LONG, "115k")),

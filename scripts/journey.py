@@ -144,7 +144,7 @@ JOURNEY = (
        "The new version goes out when another shard has a copy of it.", "when_safe"),
   Stop("roles/syncer.py", "Syncer._send",
        "The publish gets its seal and its payload, and takes the same way back.", "Sealer"),
-  Stop("network/seals.py", "Sealer.seal",
+  Stop("checkpoint/buddy.py", "Sealer.seal",
        "The seal proves later whose value this is.", "Publish"),
   # The learner applies.
   Stop("protocol/learner.py", "_on_publish",

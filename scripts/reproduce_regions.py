@@ -32,7 +32,7 @@ from utilisation import Method, Workload, utilisation
 
 from ddiloco import config as config_lib
 from ddiloco.config import Config
-from ddiloco.engines import rates
+from ddiloco.engines import virtual
 from ddiloco.protocol import events
 from ddiloco.simulation import planner
 from ddiloco.simulation.run import Account, Speeds, VirtualRun
@@ -141,7 +141,7 @@ def main() -> None:
     parser.error(f"--steps must be at least {3 * PERIOD}, --merge_gbytes positive")
   steps, rate = 96 if args.quick else args.steps, args.merge_gbytes
   if rate is None:
-    rate = rates.merge_gbytes(make_config(steps, 0.0))
+    rate = virtual.merge_gbytes(make_config(steps, 0.0))
   print(
     f"{PARAMETERS / 1e9:g}B parameters, {ISLANDS} islands; a shard merges {rate:.1f} GB/s of f32"
   )

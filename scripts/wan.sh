@@ -13,7 +13,7 @@
 # --config.FIELD       changes a field of the config, for all roles
 #
 # Every island and every shard is a namespace of its own behind a link of its own to one switch. The
-# delay comes from ddiloco.chaos.proxy between an island, or a shard with copies for its buddy, and
+# delay comes from scripts/proxy.py between an island, or a shard with copies for its buddy, and
 # the switch (netem is missing in many kernels). The evaluator stands at the switch, without delay.
 # An island's XLA uses one thread. All of it lives in namespaces that end with this script, also when it
 # is killed, so that nothing is left behind and several runs do not meet.
@@ -141,7 +141,7 @@ start() {  # ROLE COMMAND...: in the background, with its log
 }
 
 lag() {  # NODE SHARD: a way from there to a shard that takes its time
-  at "$1" .venv/bin/python -m ddiloco.chaos.proxy --delay_ms="$delay_ms" \
+  at "$1" .venv/bin/python scripts/proxy.py --delay_ms="$delay_ms" \
     --listen="127.0.0.1:$((7000 + 10 * $2))" --to="10.0.0.$((100 + $2)):7000" \
     > "$workdir/logs/link-$1-$2.log" 2>&1 &
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from ddiloco.config import SyncConfig
-from ddiloco.protocol import messages, syncer
+from ddiloco.protocol import events, messages, syncer
 from ddiloco.protocol.actions import Received, Saved, SyncerAction, Tick
 from ddiloco.protocol.states import SyncerState
 
@@ -21,6 +21,12 @@ def shard_on(state: SyncerState, event, sync: SyncConfig) -> tuple[SyncerState, 
     return state, actions
   state, decided = syncer.syncer_on(state, Tick(event.now), sync)
   return state, [*actions, *decided]
+
+
+def applied(fragment: int, version: int, made_by: int, mode: str, included: bool) -> events.Apply:
+  return events.Apply(
+    fragment=fragment, version=version, round=made_by, mode=mode, included=included
+  )
 
 
 def hello(learner: int, incarnation: int, rounds: tuple[int, ...] = ()) -> messages.Hello:

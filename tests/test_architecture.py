@@ -17,13 +17,13 @@ ALLOWED = {
   "checks": set(),
   "environment": set(),
   "config": {"checks"},
-  "workdir": {"config"},
   "protocol": {"config"},
   "core": {"config", "protocol"},
   "models": {"config"},
   "custom": {"config", "models"},
   "training": {"config", "core", "models", "custom"},
   "observe": {"config", "protocol"},
+  "workdir": {"config", "observe"},
   "network": {"checks", "config", "protocol", "observe"},
   "runtime": {"config", "core", "observe", "network"},
   "checkpoint": {"checks", "config", "protocol", "core", "observe", "network", "runtime"},
@@ -32,7 +32,7 @@ ALLOWED = {
     *("config", "protocol", "core", "models", "custom", "observe", "network", "runtime"),
     *("checkpoint", "chaos"),
   },
-  "launch": {"checks", "config"},
+  "launch": {"checks", "environment", "config"},
   "simulation": {
     *("checks", "config", "protocol", "core", "observe", "network", "runtime", "checkpoint"),
     *("chaos", "roles"),
@@ -69,7 +69,7 @@ IMPURE_CALLS = {"open", "print", "input"}
 SAME_IDEA = {
   **dict.fromkeys(
     (
-      *("Apply", "Commit", "Resend", "Stage", "Saved", "Push", "Replicated", "Round", "Dropped"),
+      *("Commit", "Resend", "Stage", "Saved", "Push", "Replicated", "Round", "Dropped"),
       *("Joined", "Lost", "CopyOut", "Member"),
     ),
     "what a role does, hears or keeps, and the event that says so (protocol/events.py)",
@@ -92,7 +92,7 @@ STANDARD = {
   "typing", "zlib",
 }  # fmt: skip
 # These know no arrays, files, clocks or chance either.
-PURE_FILES = {f"trace/{name}.py" for name in ("operations", "reader", "interpreter", "check")}
+PURE_FILES = {f"trace/{name}.py" for name in ("operations", "interpreter", "check")}
 MOST_DEEP = 12  # checks, config, actions, reducers, the exchange, the evaluator, engines, Ray
 MOST_LINES = 600
 FILES = sorted(ROOT.rglob("*.py"))

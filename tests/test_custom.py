@@ -7,10 +7,9 @@ import textwrap
 import jax
 import numpy as np
 import pytest
-from absl import flags
 
 from ddiloco import custom
-from ddiloco.cli import arguments
+from ddiloco.cli.arguments import Flags
 from ddiloco.config import Config, ConfigError, default, from_dict
 from ddiloco.models import transformer
 from ddiloco.roles import initial
@@ -234,14 +233,12 @@ def test_an_option_that_the_file_gives_can_be_changed_on_the_command_line(tmp_pa
     "  c.model.custom, c.model.options = 'a:b', {'width': 3}\n"
     "  return c\n"
   )
-  values, given = (
-    flags.FlagValues(),
-    [f"--config={tmp_path}/mine.py", "--config.model.options.width=4"],
-  )
-  _, rest = arguments.config_flag(values, ["train", *given])
-  assert arguments.parse(values, rest, "", needs_workdir=False)
-  assert arguments.final_config(values, "mine.py").model.options == {"width": 4}
+  file = f"--config={tmp_path}/mine.py"
+  given = Flags(["train", file, "--config.model.options.width=4"])
+  given.add_config()
+  given.parse("")
+  assert given.final_config().model.options == {"width": 4}
   with pytest.raises(
     ConfigError, match=r"Did you mean \"width\".* Fix: use an option that .*mine.py"
   ):
-    arguments.config_flag(flags.FlagValues(), ["train", given[0], "--config.model.options.widht=4"])
+    Flags(["train", file, "--config.model.options.widht=4"]).add_config()

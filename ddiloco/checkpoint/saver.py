@@ -127,7 +127,7 @@ class Saver:
     then: Callable[[int], Job],
   ) -> Job:
     written = yield from self._write(snapshot, state, arrays)
-    del arrays  # a copy of the state on the devices: free it before waiting for anything
+    del arrays  # a copy of an island's whole state: free it before waiting for anything
     if written:
       yield from then(snapshot)
     self._busy = False

@@ -16,37 +16,34 @@ from collections.abc import Callable, Sequence
 from absl import flags
 
 import ddiloco
-from ddiloco.cli import roles, runs, trace
-from ddiloco.cli.arguments import go_on_unheard
+from ddiloco.cli import roles, runs
+from ddiloco.cli.arguments import Helped, go_on_unheard
 from ddiloco.cli.compile import compile_islands
 from ddiloco.cli.launch import launch
-from ddiloco.cli.profile import profile
-from ddiloco.cli.roles import keys
-from ddiloco.cli.runs import dashboard, export
 from ddiloco.cli.simulations import plan, simulate
 from ddiloco.config import ConfigError
+from ddiloco.environment import BAD_USAGE, FINISHED, INTERRUPTED
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
   "train": runs.train,
   "learner": roles.learner,
   "syncer": roles.syncer,
   "evaluator": roles.evaluator,
-  "keys": keys,
+  "keys": roles.keys,
   "generate": runs.generate,
   "evaluate": runs.evaluate,
   "report": runs.report,
-  "dashboard": dashboard,
+  "dashboard": runs.dashboard,
   "plan": plan,
   "compile": compile_islands,
   "launch": launch,
-  "profile": profile,
-  "trace": trace.trace,
-  "replay": trace.replay,
-  "export": export,
+  "profile": runs.profile,
+  "trace": runs.trace,
+  "replay": runs.replay,
+  "export": runs.export,
   "simulate": simulate,
 }
 
-INTERRUPTED = 130
 WORKERS = ("train", "learner", "syncer", "evaluator", "dashboard")  # others only say something
 
 USAGE = """ddiloco: one model, trained across islands that may be far apart and failing.
@@ -82,19 +79,21 @@ def main(argv: Sequence[str] | None = None) -> int:
   arguments = list(sys.argv[1:] if argv is None else argv)
   if not arguments or arguments[0] in ("-h", "--help", "help"):
     print(USAGE)
-    return 0 if arguments else 2
+    return FINISHED if arguments else BAD_USAGE
   if arguments[0] == "--version":
     print(f"ddiloco {ddiloco.__version__}")
-    return 0
+    return FINISHED
   command = COMMANDS.get(arguments[0])
   if command is None:
     print(f"ddiloco: there is no command {arguments[0]!r}.\n\n{USAGE}", file=sys.stderr)
-    return 2
+    return BAD_USAGE
   try:
     return command(arguments)
+  except Helped:
+    return FINISHED
   except (ConfigError, flags.Error) as error:
     print(f"ddiloco {arguments[0]}: {error}", file=sys.stderr)
-    return 2
+    return BAD_USAGE
   except KeyboardInterrupt:  # while compiling or drawing; a run under way ends in good order
     print(f"ddiloco {arguments[0]}: interrupted", file=sys.stderr)
     return INTERRUPTED

@@ -12,6 +12,162 @@ from ddiloco import custom
 from ddiloco.api import experiment
 from ddiloco.config import Config, ConfigError, check_field, default, from_dict
 
+flags.disclaim_key_flags()  # --help lists a flag under the module of the command that adds it
+
+
+class Helped(Exception):
+  """Help was asked for, and has been given."""
+
+
+class Flags:
+  """The flags of one command: added, then parsed, then attributes with what was given.
+
+  Args:
+    arguments: the command's name, and all that was typed after it.
+  """
+
+  def __init__(self, arguments: list[str]):
+    self._arguments = arguments
+    self._values = flags.FlagValues()
+    self._needs_workdir = False
+    self._experiment = ""  # file of --config
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._values, name)
+
+  def __contains__(self, name: str) -> bool:
+    return name in self._values
+
+  def add_text(self, name: str, default: str | None, what: str) -> None:
+    flags.DEFINE_string(name, default, what, self._values)
+
+  def add_list(self, name: str, what: str) -> None:
+    """--NAME=ONE,TWO."""
+    flags.DEFINE_list(name, [], what, self._values)
+
+  def add_repeated(self, name: str, what: str) -> None:
+    """--NAME=ONE --NAME=TWO."""
+    flags.DEFINE_multi_string(name, [], what, self._values)
+
+  def add_choice(self, name: str, choices: list[str], what: str) -> None:
+    """The first is the default."""
+    flags.DEFINE_enum(name, choices[0], choices, what, self._values)
+
+  def add_integer(
+    self,
+    name: str,
+    default: int | None,
+    what: str,
+    least: int | None = None,
+    most: int | None = None,
+  ) -> None:
+    flags.DEFINE_integer(name, default, what, least, most, self._values)
+
+  def add_number(
+    self, name: str, default: float | None, what: str, least: float | None = None
+  ) -> None:
+    flags.DEFINE_float(name, default, what, least, flag_values=self._values)
+
+  def add_switch(self, name: str, what: str) -> None:
+    flags.DEFINE_bool(name, False, what, self._values)
+
+  def add_workdir(self) -> None:
+    """--workdir, which must be given."""
+    self._needs_workdir = True
+    self.add_text("workdir", None, "Directory of the run; it is the run's identity.")
+
+  def add_cpu(self) -> None:
+    self.add_switch("cpu", "Use CPU devices, also where JAX finds accelerators.")
+
+  def add_config(self) -> None:
+    """--config and --config.FIELD."""
+    self._experiment, chaos, self._arguments = _take_config(self._arguments)
+    config = experiment(self._experiment, "config") if self._experiment else default()
+    if chaos:
+      config.chaos = experiment(chaos, "config.chaos")
+    try:
+      config_flags.DEFINE_config_dict(
+        "config",
+        config,
+        "Experiment file, e.g. configs/quickstart.py or configs/dense.py:1m, or a run's"
+        " config.json; --config.FIELD=VALUE changes one of its values, --config.chaos=FILE its"
+        " fault plan.",
+        self._values,
+        sys_argv=self._arguments,
+      )
+    except AttributeError as error:  # of `options`, whose names are the experiment file's own
+      raise ConfigError(
+        f"--config: {error}. Fix: use an option that {self._experiment} gives."
+      ) from error
+    self._values["config"].default_as_str = None  # too long for --help; config/ has all defaults
+
+  def parse(self, doc: str | None) -> None:
+    """Takes what was typed.
+
+    Args:
+      doc: of the command, for --help.
+
+    Raises:
+      ConfigError: a flag or field is wrong, with a suggestion, or --workdir is missing.
+      Helped: by what is printed.
+    """
+    command = self._arguments[0]
+    flags.DEFINE_bool("help", False, "Show this.", short_name="h", flag_values=self._values)
+    if any(a in ("-h", "--help", "-help") for a in self._arguments):
+      print(f"ddiloco {command}: {doc}\nFlags:")
+      print(self._values.get_help(include_special_flags=False))
+      raise Helped
+    try:
+      rest = self._values(self._arguments)
+    except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:
+      raise ConfigError(f"{error}. Fix: see `ddiloco {command} --help` and the file.") from error
+    if rest[1:]:
+      raise ConfigError(f"{rest[1]!r}: is not a flag. Fix: write --NAME=VALUE.")
+    if self._needs_workdir and not self.workdir:
+      raise ConfigError("--workdir: is needed. Fix: give --workdir=DIR, the directory of the run.")
+
+  def needed(self, name: str, example: str) -> Any:
+    """The value of a flag that has no default; `example` says what to give."""
+    value = getattr(self, name)
+    if value is None:
+      raise ConfigError(f"--{name}: is needed. Fix: give --{name}={example}.")
+    return value
+
+  def has_experiment(self) -> bool:
+    """Whether --config was given."""
+    return bool(self._experiment)
+
+  def final_config(self) -> Config:
+    """The experiment file's, with what flags have changed.
+
+    Raises:
+      ConfigError: there is none, or it breaks a rule.
+    """
+    if not self._experiment:
+      raise ConfigError(
+        "--config: is needed. Fix: give --config=configs/quickstart.py, for example."
+      )
+    return custom.absolute(from_dict(self.config))
+
+
+def _take_config(arguments: list[str]) -> tuple[str, str, list[str]]:
+  """(--config, --config.chaos, the other arguments); --config.FIELD is checked and stays."""
+  path, chaos, rest = "", "", []
+  remaining = iter(arguments)
+  for argument in remaining:
+    name, equals, value = argument.lstrip("-").partition("=")
+    if argument.startswith("-") and name == "config":
+      path = value if equals else next(remaining, "")
+      continue
+    if argument.startswith("-") and name == "config.chaos":
+      chaos = value if equals else next(remaining, "")
+      continue
+    if argument.startswith("-") and name.startswith("config."):
+      check_field(name.removeprefix("config."), value)
+    rest.append(argument)
+  return path, chaos, rest
+
+
 # --- Standard output of commands that do work which is worth more than what they say about it
 
 
@@ -46,87 +202,3 @@ def go_on_unheard() -> None:
     stream = getattr(sys, name)
     if stream is not None:
       setattr(sys, name, Unheard(stream))
-
-
-def workdir_flag(values: flags.FlagValues) -> None:
-  flags.DEFINE_string(
-    "workdir", None, "Directory of the run; it is the run's identity.", flag_values=values
-  )
-
-
-def cpu_flag(values: flags.FlagValues) -> None:
-  flags.DEFINE_bool(
-    "cpu", False, "Use CPU devices, also where JAX finds accelerators.", flag_values=values
-  )
-
-
-def config_flag(values: flags.FlagValues, arguments: list[str]) -> tuple[str, list[str]]:
-  """Defines --config and --config.FIELD; returns (the file, the arguments without it)."""
-  path, chaos, arguments = _take_config(arguments)
-  config = experiment(path, "config") if path else default()
-  if chaos:
-    config.chaos = experiment(chaos, "config.chaos")
-  try:
-    config_flags.DEFINE_config_dict(
-      "config",
-      config,
-      "Experiment file, e.g. configs/quickstart.py or configs/dense.py:1m, or a run's config.json;"
-      " --config.FIELD=VALUE changes one of its values, --config.chaos=FILE its fault plan.",
-      values,
-      sys_argv=arguments,
-    )
-  except AttributeError as error:  # of `options`, whose names are the experiment file's own
-    raise ConfigError(f"--config: {error}. Fix: use an option that {path} gives.") from error
-  values["config"].default_as_str = None  # too long for --help; config/ has all defaults
-  return path, arguments
-
-
-def final_config(values: flags.FlagValues, path: str) -> Config:
-  if not path:
-    raise ConfigError("--config: is needed. Fix: give --config=configs/quickstart.py, for example.")
-  return custom.absolute(from_dict(values["config"].value))
-
-
-def _take_config(arguments: list[str]) -> tuple[str, str, list[str]]:
-  """(--config, --config.chaos, the other arguments); --config.FIELD is checked and stays."""
-  path, chaos, rest = "", "", []
-  remaining = iter(arguments)
-  for argument in remaining:
-    name, equals, value = argument.lstrip("-").partition("=")
-    if argument.startswith("-") and name == "config":
-      path = value if equals else next(remaining, "")
-      continue
-    if argument.startswith("-") and name == "config.chaos":
-      chaos = value if equals else next(remaining, "")
-      continue
-    if argument.startswith("-") and name.startswith("config."):
-      check_field(name.removeprefix("config."), value)
-    rest.append(argument)
-  return path, chaos, rest
-
-
-def parse(
-  values: flags.FlagValues, arguments: list[str], doc: str | None, needs_workdir: bool = True
-) -> bool:
-  """Parses; False if help was asked for. Wrong flags and fields raise with a suggestion."""
-  flags.DEFINE_bool("help", False, "Show this.", short_name="h", flag_values=values)
-  if any(a in ("-h", "--help", "-help") for a in arguments):
-    print(f"ddiloco {arguments[0]}: {doc}\nFlags:")
-    print(values.get_help(include_special_flags=False))
-    return False
-  try:
-    rest = values(arguments)
-  except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:
-    raise ConfigError(f"{error}. Fix: see `ddiloco {arguments[0]} --help` and the file.") from error
-  if rest[1:]:
-    raise ConfigError(f"{rest[1]!r}: is not a flag. Fix: write --NAME=VALUE.")
-  if needs_workdir and "workdir" in values and not values["workdir"].value:
-    raise ConfigError("--workdir: is needed. Fix: give --workdir=DIR, the directory of the run.")
-  return True
-
-
-def needed(values: flags.FlagValues, name: str, example: str) -> Any:
-  """The value of a flag that has no default; `example` says what to give."""
-  if values[name].value is None:
-    raise ConfigError(f"--{name}: is needed. Fix: give --{name}={example}.")
-  return values[name].value

@@ -6,11 +6,10 @@ import dataclasses
 import json
 from typing import Any
 
-from absl import flags
-
 from ddiloco import environment
-from ddiloco.cli.arguments import config_flag, final_config, parse
+from ddiloco.cli.arguments import Flags
 from ddiloco.config import Config, ConfigError
+from ddiloco.environment import FINISHED, LOST
 
 _GIB = 1 << 30
 
@@ -24,42 +23,34 @@ def compile_islands(arguments: list[str]) -> int:
     ddiloco compile --config=configs/dense.py:12b --topology=v5p:4x4x4
     ddiloco compile --config=configs/regions_12b.py --mfu=0.4 --json
 
-  Memory is per chip, with a snapshot's copy of the state beside the step. Takes a minute or more of
-  CPU an island, and needs libtpu (pip install 'ddiloco[tpu]'). Exit status 1: one does not fit.
+  Memory is per chip, with the copies for snapshots and syncs beside the step. Takes about a minute
+  of CPU an island, and needs libtpu (pip install 'ddiloco[tpu]'). Exit status 1: one does not fit.
   """
-  values = flags.FlagValues()
-  path, arguments = config_flag(values, arguments)
-  define = {"flag_values": values}
-  flags.DEFINE_string("topology", "", "Of every island, instead of its islands.topology.", **define)
-  flags.DEFINE_integer(
-    "num_slices", 1, "Slices of one controller (Pathways), one an island.", 1, **define
-  )
-  flags.DEFINE_float(
-    "mfu", 0.4, "Share of the peak that steps are assumed to reach.", 0.0, **define
-  )
-  flags.DEFINE_enum(
+  given = Flags(arguments)
+  given.add_config()
+  given.add_text("topology", "", "Of every island, instead of its islands.topology.")
+  given.add_integer("num_slices", 1, "Slices of one controller (Pathways), one an island.", 1)
+  given.add_number("mfu", 0.4, "Share of the peak that steps are assumed to reach.", 0.0)
+  given.add_choice(
     "level",
-    "O0",
     ["O0", "O1", "O2", "O3", "UNKNOWN"],
     "Of the compiler's search for quick programs: UNKNOWN is what islands run, and searches minutes"
     " long for the quickest tiles; O0 takes about as much memory, and a third of the time.",
-    **define,
   )
-  flags.DEFINE_bool("json", False, "Print one JSON object instead of text.", **define)
-  if not parse(values, arguments, compile_islands.__doc__, needs_workdir=False):
-    return 0
-  config = final_config(values, path)
-  if not 0 < values["mfu"].value <= 1:
-    raise ConfigError(f"--mfu={values['mfu'].value:g}: must lie in (0, 1]. Fix: give --mfu=0.4.")
+  given.add_switch("json", "Print one JSON object instead of text.")
+  given.parse(compile_islands.__doc__)
+  config = given.final_config()
+  if not 0 < given.mfu <= 1:
+    raise ConfigError(f"--mfu={given.mfu:g}: must lie in (0, 1]. Fix: give --mfu=0.4.")
   environment.describe_only()
-  slices, level = values["num_slices"].value, values["level"].value
-  found = fits(config, values["topology"].value, slices, level)
-  mfu = values["mfu"].value
-  if values["json"].value:
+  slices, level = given.num_slices, given.level
+  found = fits(config, given.topology, slices, level)
+  mfu = given.mfu
+  if given.json:
     print(json.dumps([{"islands": m, **as_json(each, mfu)} for m, each in found]))
   else:
     print("\n\n".join("\n".join(lines(m, each, mfu)) for m, each in found))
-  return 0 if all(each.fits for _, each in found) else 1
+  return FINISHED if all(each.fits for _, each in found) else LOST
 
 
 def fits(config: Config, topology: str, num_slices: int, level: str) -> list[tuple[list[int], Any]]:
@@ -117,6 +108,7 @@ def lines(learners: list[int], found: Any, mfu: float) -> list[str]:
     f"               {_gib(found.state_bytes)} parameters and moments,"
     f" {_gib(found.needed_bytes - found.state_bytes - found.beside_bytes)} the step beside them,"
     f" {_gib(found.beside_bytes)} copies for snapshots and syncs",
+    f"  host memory  {_gib(found.host_bytes)} GiB a chip while a snapshot is written",
     f"  parameters   {found.parameters:,}",
     f"  FLOPs        {flops / 1e9:.1f} G a token (6 x weights + 6 x layers x heads x head dim x"
     f" length: causal attention halved), {flops * found.tokens / 1e15:.2f} P a step",

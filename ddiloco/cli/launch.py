@@ -5,20 +5,18 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from pathlib import Path
-from typing import Any, TypeVar
-
-from absl import flags
+from typing import TypeVar
 
 from ddiloco.checks import require
-from ddiloco.cli.arguments import config_flag, final_config, parse
+from ddiloco.cli.arguments import Flags
 from ddiloco.config import ConfigError
-from ddiloco.launch import clusters, costs, gke, slices, tpu_vms
-from ddiloco.launch.calls import LaunchError, say
-from ddiloco.launch.placement import Placement, place
+from ddiloco.environment import FINISHED, LOST
+from ddiloco.launch import gke, tpu_vms
+from ddiloco.launch.cloud import Clusters, LaunchError, Limits, Slices, as_yaml, say
+from ddiloco.launch.placement import Placement, cost_lines, costs, place, prices_of, require_prices
 from ddiloco.network.keys import public_file, secret_file
 
 ACTIONS = ("create", "status", "watch", "delete")
-FINISHED, LOST = 0, 1
 _Run = TypeVar("_Run", gke.GkeRun, tpu_vms.TpuVmRun)
 
 
@@ -48,40 +46,35 @@ def launch(arguments: list[str]) -> int:
     return LOST
 
 
-def _common_flags(values: flags.FlagValues) -> None:
-  define: dict[str, Any] = {"flag_values": values}
-  flags.DEFINE_string("name", "", "Of the run; all that is made begins with it.", **define)
-  flags.DEFINE_string("image", "", "Container image with ddiloco[tpu,gcs].", **define)
-  flags.DEFINE_string("bucket", "", "gs://BUCKET/FOLDER of the snapshots.", **define)
-  flags.DEFINE_string("keys", "keys", "Folder that `ddiloco keys` made.", **define)
-  flags.DEFINE_multi_string(
+def _add_common_flags(given: Flags) -> None:
+  given.add_text("name", "", "Of the run; all that is made begins with it.")
+  given.add_text("image", "", "Container image with ddiloco[tpu,gcs].")
+  given.add_text("bucket", "", "gs://BUCKET/FOLDER of the snapshots.")
+  given.add_text("keys", "keys", "Folder that `ddiloco keys` made.")
+  given.add_repeated(
     "place",
-    [],
     "WHERE=0,2-3: these islands are in this cluster (a kubectl context) or zone. Once for each;"
     " shards are where learner 0 is.",
-    **define,
   )
-  flags.DEFINE_bool("spot", False, "Islands on machines that may be taken away.", **define)
-  flags.DEFINE_integer(
-    "max_restarts", 10, "Failures of an island or shard, after which it is given up.", 0, **define
+  given.add_switch("spot", "Islands on machines that may be taken away.")
+  given.add_integer(
+    "max_restarts", 10, "Failures of an island or shard, after which it is given up.", 0
   )
-  flags.DEFINE_list(
-    "prices", [], "Dollars an hour of a chip and a shard's machine: v5p=4.2,shard=1.1.", **define
-  )
-  flags.DEFINE_float("hours", 0.0, "How long you mean to keep it, for its cost.", 0.0, **define)
-  flags.DEFINE_float("watch_hours", 24.0, "The longest that watch watches.", 0.0, **define)
-  flags.DEFINE_float("poll_seconds", 20.0, "Between two looks.", 0.0, **define)
-  flags.DEFINE_bool("dry_run", False, "Print what would be done, and do nothing.", **define)
-  flags.DEFINE_bool("yes", False, "Do what costs money.", **define)
+  given.add_list("prices", "Dollars an hour of a chip and a shard's machine: v5p=4.2,shard=1.1.")
+  given.add_number("hours", 0.0, "How long you mean to keep it, for its cost.", 0.0)
+  given.add_number("watch_hours", 24.0, "The longest that watch watches.", 0.0)
+  given.add_number("poll_seconds", 20.0, "Between two looks.", 0.0)
+  given.add_switch("dry_run", "Print what would be done, and do nothing.")
+  given.add_switch("yes", "Do what costs money.")
 
 
-def _run(cls: type[_Run], values: flags.FlagValues, path: str) -> _Run:
+def _run(cls: type[_Run], given: Flags) -> _Run:
   """The run that the flags describe, checked; a field of it is a flag of the same name."""
   names = ("name", "place", "bucket", "image", "spot", "max_restarts")
-  placement = place(final_config(values, path), *(values[name].value for name in names))
-  given = {f.name: values[f.name].value for f in dataclasses.fields(cls) if f.name in values}
-  lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-  run = cls(placement, **given | lists)
+  placement = place(given.final_config(), *(getattr(given, name) for name in names))
+  fields = {f.name: getattr(given, f.name) for f in dataclasses.fields(cls) if f.name in given}
+  lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+  run = cls(placement, **fields | lists)
   run.check()
   return run
 
@@ -107,27 +100,27 @@ def _roles(placement: Placement) -> list[str]:
   return [*islands, *(f"syncer-{s}" for s in placement.shards), "evaluator"]
 
 
-def _afford(values: flags.FlagValues, placement: Placement, machines: int) -> list[str]:
+def _afford(given: Flags, placement: Placement, machines: int) -> list[str]:
   """What it costs, in lines; said, and agreed to, before anything is made.
 
   Raises:
     ConfigError: without --yes, or without prices.
   """
-  found = costs.costs(placement, costs.prices_of(values["prices"].value), machines)
-  hours = values["hours"].value
+  found = costs(placement, prices_of(given.prices), machines)
+  hours = given.hours
   where = {i.where for i in placement.islands}
   lines = [f"{placement.name}: {len(placement.islands)} islands in {len(where)} places"]
   for island in placement.islands:
     shape = island.shape
     text = f"{shape.kind} {shape.topology}, {shape.hosts} hosts of {shape.chips_per_host} chips"
     lines.append(f"  {island.role} in {island.where or 'the current cluster'}: {text}")
-  lines += costs.in_words(found, hours)
-  if values["dry_run"].value:
+  lines += cost_lines(found, hours)
+  if given.dry_run:
     return lines
   for line in lines:
     say(line)
-  costs.require_known(found, hours)
-  if not values["yes"].value:
+  require_prices(found, hours)
+  if not given.yes:
     raise ConfigError("--yes: was not given, nothing was made. Fix: add it to spend this money.")
   return lines
 
@@ -140,63 +133,59 @@ def _comments(lines: list[str]) -> str:
 
 
 def _gke(arguments: list[str], action: str) -> int:
-  values = flags.FlagValues()
-  path, arguments = config_flag(values, arguments)
-  _common_flags(values)
-  define: dict[str, Any] = {"flag_values": values}
-  flags.DEFINE_string("claim", "", "ReadWriteMany volume claim for workdir.", **define)
-  flags.DEFINE_string("namespace", "default", "In every cluster.", **define)
-  flags.DEFINE_string("service_account", "", "Of the pods: may write the bucket.", **define)
-  flags.DEFINE_string("cluster_domain", "cluster.local", "Of names in a cluster.", **define)
-  flags.DEFINE_list(
-    "shard_addresses", [], "Reserved internal addresses, where there are two clusters.", **define
-  )
-  flags.DEFINE_integer("shard_cpus", 8, "Of each shard, and the evaluator.", 1, **define)
-  flags.DEFINE_string("shard_memory", "32Gi", "Of each shard (`ddiloco plan` says it).", **define)
-  flags.DEFINE_string(
+  given = Flags(arguments)
+  given.add_config()
+  _add_common_flags(given)
+  given.add_text("claim", "", "ReadWriteMany volume claim for workdir.")
+  given.add_text("namespace", "default", "In every cluster.")
+  given.add_text("service_account", "", "Of the pods: may write the bucket.")
+  given.add_text("cluster_domain", "cluster.local", "Of names in a cluster.")
+  given.add_list("shard_addresses", "Reserved internal addresses, where there are two clusters.")
+  given.add_integer("shard_cpus", 8, "Of each shard, and the evaluator.", 1)
+  given.add_text("shard_memory", "32Gi", "Of each shard (`ddiloco plan` says it).")
+  given.add_text(
     "evaluator_memory",
     "",
     "Of the evaluator, which takes 12 bytes a parameter to save the result; else as a shard.",
-    **define,
   )
-  flags.DEFINE_float("delete_minutes", 10.0, "The longest that delete waits.", 0.0, **define)
-  if not parse(values, arguments, launch.__doc__, needs_workdir=False):
-    return FINISHED
-  run = _run(gke.GkeRun, values, path)
+  given.add_number("delete_minutes", 10.0, "The longest that delete waits.", 0.0)
+  given.parse(launch.__doc__)
+  run = _run(gke.GkeRun, given)
   if action == "create":
-    return _create_in_clusters(values, run)
-  if values["dry_run"].value:
+    return _create_in_clusters(given, run)
+  if given.dry_run:
     print(_comments([f"{action} asks the clusters {run.contexts()} and makes nothing."]))
     return FINISHED
+  clusters = Clusters(run)
   if action == "status":
-    print("\n".join(map(str, clusters.status(run))) or "nothing is there")
+    print("\n".join(map(str, clusters.status())) or "nothing is there")
     return FINISHED
   if action == "watch":
-    limit_seconds = 3600 * values["watch_hours"].value
-    return clusters.watch(run, limit_seconds, values["poll_seconds"].value)
-  left = clusters.delete(run, 60 * values["delete_minutes"].value)
+    completed = clusters.watch(3600 * given.watch_hours, given.poll_seconds)
+    return FINISHED if completed else LOST
+  left = clusters.delete(60 * given.delete_minutes)
   print("\n".join([*left, *_stays(run)]))
   return LOST if left else FINISHED
 
 
-def _create_in_clusters(values: flags.FlagValues, run: gke.GkeRun) -> int:
-  dry_run = values["dry_run"].value
+def _create_in_clusters(given: Flags, run: gke.GkeRun) -> int:
+  dry_run = given.dry_run
   placement = run.placement
-  lines = _afford(values, placement, machines=len(placement.shards) + 1)
-  public, secrets = _keys(Path(values["keys"].value), _roles(placement), dry_run)
+  lines = _afford(given, placement, machines=len(placement.shards) + 1)
+  public, secrets = _keys(Path(given.keys), _roles(placement), dry_run)
   found = run.documents(
     {f"{role}.key": text for role, text in public.items()},
     {f"{role}.key_secret": text for role, text in secrets.items()},
   )
   if not dry_run:
-    clusters.create(found)
+    Clusters(run).create(found)
     say("Now: `ddiloco launch gke watch` with the same flags; `... delete` ends what it costs.")
     return FINISHED
   pools = ["The slices need these node pools, unless clusters make their own nodes (Autopilot):"]
   print(_comments([*lines, *pools, *run.node_pools()]))
   for context, documents in found.items():
     print(f"# {'-' * 20} kubectl --context={context or 'CURRENT'} apply --server-side -f -\n---")
-    print(clusters.as_yaml([gke.redacted(document) for document in documents]), end="")
+    print(as_yaml([gke.redacted(document) for document in documents]), end="")
   return FINISHED
 
 
@@ -214,45 +203,43 @@ def _stays(run: gke.GkeRun) -> list[str]:
 
 
 def _tpu_vms(arguments: list[str], action: str) -> int:
-  values = flags.FlagValues()
-  path, arguments = config_flag(values, arguments)
-  _common_flags(values)
-  define: dict[str, Any] = {"flag_values": values}
-  flags.DEFINE_list("syncers", [], "Urls of all shards, as the slices reach them.", **define)
-  flags.DEFINE_string("project", "", "Of the cloud; else gcloud's own.", **define)
-  flags.DEFINE_bool("queued", False, "Ask by queued resources, the older way.", **define)
-  flags.DEFINE_string("host_folder", "/var/lib/ddiloco", "Of a host: its workdirs.", **define)
-  flags.DEFINE_string("runtime_version", "", "Of the VMs; else the topology's own.", **define)
-  flags.DEFINE_float("slice_minutes", 60.0, "The longest wait for a slice.", 0.0, **define)
-  flags.DEFINE_integer("recreations", 20, "Of a slice that was taken away.", 0, **define)
-  if not parse(values, arguments, launch.__doc__, needs_workdir=False):
-    return FINISHED
-  run = _run(tpu_vms.TpuVmRun, values, path)
+  given = Flags(arguments)
+  given.add_config()
+  _add_common_flags(given)
+  given.add_list("syncers", "Urls of all shards, as the slices reach them.")
+  given.add_text("project", "", "Of the cloud; else gcloud's own.")
+  given.add_switch("queued", "Ask by queued resources, the older way.")
+  given.add_text("host_folder", "/var/lib/ddiloco", "Of a host: its workdirs.")
+  given.add_text("runtime_version", "", "Of the VMs; else the topology's own.")
+  given.add_number("slice_minutes", 60.0, "The longest wait for a slice.", 0.0)
+  given.add_integer("recreations", 20, "Of a slice that was taken away.", 0)
+  given.parse(launch.__doc__)
+  run = _run(tpu_vms.TpuVmRun, given)
   placement = run.placement
   spends = action in ("create", "watch")
-  lines = _afford(values, placement, machines=0) if spends else []
-  if values["dry_run"].value:
+  lines = _afford(given, placement, machines=0) if spends else []
+  if given.dry_run:
     print("\n".join([*([_comments(lines)] if lines else []), *_commands(run, action)]))
     return FINISHED
-  public, secrets = _keys(Path(values["keys"].value), _roles(placement), dry_run=not spends)
+  public, secrets = _keys(Path(given.keys), _roles(placement), dry_run=not spends)
   files = {f"keys/public/{role}.key": text for role, text in public.items()}
   files["config/config.json"] = placement.config.to_json()
-  limits = slices.Limits(
-    slice_seconds=60 * values["slice_minutes"].value,
-    recreations=values["recreations"].value,
-    watch_seconds=3600 * values["watch_hours"].value,
-    poll_seconds=values["poll_seconds"].value,
+  limits = Limits(
+    slice_seconds=60 * given.slice_minutes,
+    recreations=given.recreations,
+    watch_seconds=3600 * given.watch_hours,
+    poll_seconds=given.poll_seconds,
   )
-  all_slices = slices.Slices(run, files, secrets, limits)
+  slices = Slices(run, files, secrets, limits)
   if action == "create":
-    all_slices.create()
+    slices.create()
     say("Now: `ddiloco launch tpu-vms watch` with the same flags; `... delete` ends what it costs.")
   elif action == "watch":
-    all_slices.watch()
+    slices.watch()
   elif action == "status":
-    print("\n".join(all_slices.status()))
+    print("\n".join(slices.status()))
   else:
-    left = all_slices.delete()
+    left = slices.delete()
     print("\n".join(left) or f"No slice of {placement.name} is left.")
     return LOST if left else FINISHED
   return FINISHED

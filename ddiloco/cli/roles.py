@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from absl import flags
-
 from ddiloco import environment
-from ddiloco.cli.arguments import config_flag, cpu_flag, final_config, needed, parse, workdir_flag
+from ddiloco.cli.arguments import Flags
 from ddiloco.config import ConfigError
 from ddiloco.engines.role_spec import RoleSpec, end_with_parent
+from ddiloco.environment import FINISHED
 
 # --- The command that makes the roles' keys
 
@@ -20,18 +19,17 @@ def keys(arguments: list[str]) -> int:
 
   Prints what to copy where. With higher numbers it adds keys; it never replaces one.
   """
-  values = flags.FlagValues()
-  flags.DEFINE_string("keys", None, "Directory of the keys.", flag_values=values)
-  flags.DEFINE_integer("learners", None, "How many learners.", lower_bound=0, flag_values=values)
-  flags.DEFINE_integer("shards", None, "How many shards.", lower_bound=0, flag_values=values)
-  if not parse(values, arguments, keys.__doc__):
-    return 0
-  folder = Path(needed(values, "keys", "DIR, the directory of the keys"))
-  learners, shards = needed(values, "learners", "8"), needed(values, "shards", "2")
+  given = Flags(arguments)
+  given.add_text("keys", None, "Directory of the keys.")
+  given.add_integer("learners", None, "How many learners.", least=0)
+  given.add_integer("shards", None, "How many shards.", least=0)
+  given.parse(keys.__doc__)
+  folder = Path(given.needed("keys", "DIR, the directory of the keys"))
+  learners, shards = given.needed("learners", "8"), given.needed("shards", "2")
   from ddiloco.network.keys import instructions, make_keys
 
   print(instructions(folder, make_keys(folder, learners, shards)))
-  return 0
+  return FINISHED
 
 
 def learner(arguments: list[str]) -> int:
@@ -41,31 +39,23 @@ def learner(arguments: list[str]) -> int:
 
   Joins a run at any time, under any number that no other learner has. Exit status 1: work was lost.
   """
-  values = flags.FlagValues()
-  path, arguments = _role_flags(values, arguments)
-  flags.DEFINE_integer("learner", None, "Its number.", lower_bound=0, flag_values=values)
-  flags.DEFINE_string(
-    "hosts",
-    "",
-    "Where the hosts of an island meet (islands.hosts > 1): tcp://HOST:PORT of host 0.",
-    flag_values=values,
+  given = Flags(arguments)
+  _add_role_flags(given)
+  given.add_integer("learner", None, "Its number.", least=0)
+  given.add_text(
+    "hosts", "", "Where the hosts of an island meet (islands.hosts > 1): tcp://HOST:PORT of host 0."
   )
-  flags.DEFINE_integer(
-    "host", 0, "Which of them this is; 0 leads.", lower_bound=0, flag_values=values
-  )
-  cpu_flag(values)
-  if not parse(values, arguments, learner.__doc__):
-    return 0
-  config, place = final_config(values, path), _place(values)
-  place = dataclasses.replace(place, hosts=values["hosts"].value, host=values["host"].value)
-  number = needed(values, "learner", "3, its number")
+  given.add_integer("host", 0, "Which of them this is; 0 leads.", least=0)
+  given.add_cpu()
+  given.parse(learner.__doc__)
+  config, place = given.final_config(), _place(given)
+  place = dataclasses.replace(place, hosts=given.hosts, host=given.host)
+  number = given.needed("learner", "3, its number")
   island = config.islands.island(number)
-  environment.prepare(
-    num_cpu_devices=island.devices // island.hosts or 1, cpu_only=values["cpu"].value
-  )
-  from ddiloco.engines import learner_process
+  environment.prepare(num_cpu_devices=island.devices // island.hosts or 1, cpu_only=given.cpu)
+  from ddiloco.engines import single_roles
 
-  return learner_process.run_learner(config, number, place)
+  return single_roles.run_learner(config, number, place)
 
 
 def syncer(arguments: list[str]) -> int:
@@ -74,22 +64,16 @@ def syncer(arguments: list[str]) -> int:
   --syncers names all shards, this one too: each keeps a copy of what another one commits. Exit
   status 1: fragments were lost.
   """
-  values = flags.FlagValues()
-  path, arguments = _role_flags(values, arguments)
-  flags.DEFINE_integer("shard", None, "Its number.", lower_bound=0, flag_values=values)
-  flags.DEFINE_string(
-    "bind",
-    None,
-    "Where it listens, tcp://HOST:PORT.",
-    flag_values=values,
-  )
-  if not parse(values, arguments, syncer.__doc__):
-    return 0
-  config = final_config(values, path)
-  shard = needed(values, "shard", "0, its number")
-  place = _place(values, bind=needed(values, "bind", "tcp://127.0.0.1:7000"))
+  given = Flags(arguments)
+  _add_role_flags(given)
+  given.add_integer("shard", None, "Its number.", least=0)
+  given.add_text("bind", None, "Where it listens, tcp://HOST:PORT.")
+  given.parse(syncer.__doc__)
+  config = given.final_config()
+  shard = given.needed("shard", "0, its number")
+  place = _place(given, bind=given.needed("bind", "tcp://127.0.0.1:7000"))
   environment.prepare(num_cpu_devices=1, cpu_only=True)
-  from ddiloco.engines.syncer_process import run_syncer
+  from ddiloco.engines.single_roles import run_syncer
 
   return run_syncer(config, shard, place)
 
@@ -99,67 +83,51 @@ def evaluator(arguments: list[str]) -> int:
 
   Trains nothing and delays no other role: a run goes on without it.
   """
-  values = flags.FlagValues()
-  path, arguments = _role_flags(values, arguments)
-  cpu_flag(values)
-  if not parse(values, arguments, evaluator.__doc__):
-    return 0
-  config, place = final_config(values, path), _place(values)
+  given = Flags(arguments)
+  _add_role_flags(given)
+  given.add_cpu()
+  given.parse(evaluator.__doc__)
+  config, place = given.final_config(), _place(given)
   devices = config.run.evaluator_devices
-  environment.prepare(num_cpu_devices=devices or 1, cpu_only=values["cpu"].value or not devices)
-  from ddiloco.engines import learner_process
+  environment.prepare(num_cpu_devices=devices or 1, cpu_only=given.cpu or not devices)
+  from ddiloco.engines import single_roles
 
-  return learner_process.run_evaluator(config, place)
+  return single_roles.run_evaluator(config, place)
 
 
-def _role_flags(values: flags.FlagValues, arguments: list[str]) -> tuple[str, list[str]]:
-  """What every single role is told; returns as `_config_flag` does."""
-  path, arguments = config_flag(values, arguments)
-  workdir_flag(values)
-  flags.DEFINE_list(
-    "syncers", [], "Urls of all syncer shards in order, tcp://HOST:PORT,...", flag_values=values
-  )
-  flags.DEFINE_string(
-    "run_id", "", "Name of the run, the same for all its roles; else workdir's.", flag_values=values
-  )
-  flags.DEFINE_string(
-    "keys",
-    None,
-    "Folder with this role's keys (ddiloco keys); not on loopback.",
-    flag_values=values,
-  )
-  flags.DEFINE_string(
-    "http", "", "HOST:PORT that answers readiness and liveness probes.", flag_values=values
-  )
-  flags.DEFINE_integer(
+def _add_role_flags(given: Flags) -> None:
+  """What every single role is told."""
+  given.add_config()
+  given.add_workdir()
+  given.add_list("syncers", "Urls of all syncer shards in order, tcp://HOST:PORT,...")
+  given.add_text("run_id", "", "Name of the run, the same for all its roles; else workdir's.")
+  given.add_text("keys", None, "Folder with this role's keys (ddiloco keys); not on loopback.")
+  given.add_text("http", "", "HOST:PORT that answers readiness and liveness probes.")
+  given.add_integer(
     "term_status",
     0,
     "Exit status of a role that SIGTERM has ended and that lost nothing. Kubernetes takes 0 to mean"
     " that the run is over: give it 143.",
     0,
     255,
-    flag_values=values,
   )
-  flags.DEFINE_bool(
-    "attached", False, "End at once when standard input is closed.", flag_values=values
-  )
-  return path, arguments
+  given.add_switch("attached", "End at once when standard input is closed.")
 
 
-def _place(values: flags.FlagValues, bind: str = "") -> RoleSpec:
-  workdir = Path(values["workdir"].value)
-  if not values["syncers"].value:
+def _place(given: Flags, bind: str = "") -> RoleSpec:
+  workdir = Path(given.workdir)
+  if not given.syncers:
     raise ConfigError(
       "--syncers: is needed. Fix: give the url of every shard, --syncers=tcp://HOST:PORT,..."
     )
-  if values["attached"].value:
+  if given.attached:
     end_with_parent()
   return RoleSpec(
     workdir=workdir,
-    run_id=values["run_id"].value or workdir.absolute().name,
-    syncers=tuple(values["syncers"].value),
+    run_id=given.run_id or workdir.absolute().name,
+    syncers=tuple(given.syncers),
     bind=bind,
-    keys=Path(values["keys"].value) if values["keys"].value else None,
-    http=values["http"].value,
-    term_status=values["term_status"].value,
+    keys=Path(given.keys) if given.keys else None,
+    http=given.http,
+    term_status=given.term_status,
   )

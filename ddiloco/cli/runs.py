@@ -1,24 +1,94 @@
-"""Commands about whole runs: train, generate, evaluate, report."""
+"""Commands about whole runs: train one, watch it, use what it leaves, prove it."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import signal
+import sys
 import threading
 from pathlib import Path
 from typing import Any
 
-from absl import flags
+from rich.console import Console
+from rich.progress import Progress, TimeElapsedColumn
 
 from ddiloco import environment
 from ddiloco.api import ready
-from ddiloco.cli.arguments import config_flag, cpu_flag, final_config, needed, parse, workdir_flag
+from ddiloco.cli.arguments import Flags
 from ddiloco.config import Config, ConfigError
 from ddiloco.dashboard.server import Dashboard, Where
-from ddiloco.workdir import saved_config
+from ddiloco.engines.profiler import ProfileRequest, take_profile
+from ddiloco.environment import FINISHED, LOST
+from ddiloco.trace import text
+from ddiloco.workdir import PROFILES, saved_config
 
-# --- The command that serves mission control, and its flags, which `train` shares
+
+def train(arguments: list[str]) -> int:
+  """Trains as the config says, shows the run live, and leaves result, events and report in workdir.
+
+  With --dry_run it prints the final config, the islands, the fragments and the bytes they move, and
+  touches no device.
+  """
+  given = Flags(arguments)
+  given.add_config()
+  given.add_workdir()
+  given.add_switch("dry_run", "Print what would run, then exit.")
+  given.add_switch("overwrite", "Replace the run that is in workdir.")
+  given.add_text(
+    "engine",
+    "threads",
+    "threads: all of it in this process; processes: a process for each island and shard; ray: an"
+    " actor for each, on this machine or a cluster.",
+  )
+  given.add_text(
+    "ray_address",
+    "",
+    "With --engine=ray: HOST:PORT of a cluster, or auto; else a Ray of this machine alone. All"
+    " nodes of a cluster must share workdir.",
+  )
+  given.add_text(
+    "dashboard",
+    "",
+    "HOST:PORT that shows the run in a browser; 127.0.0.1:0: any free port. Else there is none.",
+  )
+  _add_access_flags(given)
+  given.add_cpu()
+  given.parse(train.__doc__)
+  config, engine = given.final_config(), given.engine
+  options = _engine_options(given)
+  cpu_only = given.cpu or given.dry_run  # Orbax looks for devices
+  ready(config, cpu_only, supervises=engine != "threads")
+  from ddiloco.engines import session
+
+  workdir = Path(given.workdir)
+  if given.dry_run:
+    print(session.describe(config))
+    return FINISHED
+  return session.train(
+    config,
+    workdir,
+    overwrite=given.overwrite,
+    engine=engine,
+    options=options,
+    dashboard=_where(given, "dashboard") if given.dashboard else None,
+  )
+
+
+def _engine_options(given: Flags) -> dict[str, Any]:
+  """What the engine is told besides config and workdir."""
+  address, engine = given.ray_address, given.engine
+  if engine == "ray":
+    return {"address": address, "cpu_only": given.cpu}
+  if address:
+    raise ConfigError(
+      f"--ray_address={address}: --engine={engine} does not use Ray. Fix: add --engine=ray."
+    )
+  return {}
+
+
+# --- Watch a run: the dashboard, a profile of its next steps
 
 
 def dashboard(arguments: list[str]) -> int:
@@ -26,58 +96,119 @@ def dashboard(arguments: list[str]) -> int:
 
   It reads workdir and nothing else, so it may run anywhere that sees it.
   """
-  values = flags.FlagValues()
-  workdir_flag(values)
-  flags.DEFINE_string("bind", "127.0.0.1:0", "HOST:PORT, port 0: a free one.", flag_values=values)
-  access_flags(values)
-  if not parse(values, arguments, dashboard.__doc__):
-    return 0
-  workdir = Path(values["workdir"].value)
+  given = Flags(arguments)
+  given.add_workdir()
+  given.add_text("bind", "127.0.0.1:0", "HOST:PORT, port 0: a free one.")
+  _add_access_flags(given)
+  given.parse(dashboard.__doc__)
+  workdir = Path(given.workdir)
   if not workdir.is_dir():
     raise ConfigError(f"--workdir={workdir}: is no directory. Fix: name the directory of a run.")
   ended = threading.Event()
   before = signal.signal(signal.SIGTERM, lambda *_: ended.set())
   try:
-    with Dashboard(workdir, where(values, "bind")) as served:
+    with Dashboard(workdir, _where(given, "bind")) as served:
       print(f"Dashboard of {workdir}: {served.url}   (Ctrl-C ends it)", flush=True)
       ended.wait()
   except KeyboardInterrupt:
     print()
   finally:
     signal.signal(signal.SIGTERM, before)
-  return 0
+  return FINISHED
 
 
-def access_flags(values: flags.FlagValues) -> None:
+def _add_access_flags(given: Flags) -> None:
   """--token and --allow_faults."""
-  flags.DEFINE_string(
+  given.add_text(
     "token",
     "",
     "What the dashboard asks for; needed off loopback. @FILE reads it from a file, which hides it"
     " from `ps`.",
-    flag_values=values,
   )
-  flags.DEFINE_bool(
-    "allow_faults", False, "Faults may be injected from the dashboard.", flag_values=values
-  )
+  given.add_switch("allow_faults", "Faults may be injected from the dashboard.")
 
 
-def where(values: flags.FlagValues, flag: str) -> Where:
+def _where(given: Flags, flag: str) -> Where:
   """What the flags say; the address is that of `flag`."""
-  token = values["token"].value
+  token = given.token
   if token.startswith("@"):
     try:
       token = Path(token[1:]).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
       raise ConfigError(f"--token={token}: cannot be read ({error}). Fix: name a file.") from error
     if not token:
-      raise ConfigError(f"--token={values['token'].value}: is empty. Fix: write a token into it.")
-  return Where(values[flag].value, token, values["allow_faults"].value, f"--{flag}")
+      raise ConfigError(f"--token={given.token}: is empty. Fix: write a token into it.")
+  return Where(getattr(given, flag), token, given.allow_faults, f"--{flag}")
 
 
-# --- The command that hands a run's result to other programs
+def profile(arguments: list[str]) -> int:
+  """Traces steps of a learner while its run goes on, for TensorBoard or xprof, and says where.
+
+  The learner is not held up: the process it lives in takes the trace. In the threads engine that is
+  the whole run. Nothing is lost if this command is ended while it waits.
+  Exit status 1: no trace was taken, or not yet.
+  """
+  given = Flags(arguments)
+  given.add_workdir()
+  given.add_integer("learner", 0, "Whose steps.")
+  given.add_integer("steps", 5, "How many of them, as a whole.")
+  given.add_integer("from_step", 0, "The first, as a global step; 0 or one that is over: the next.")
+  given.add_number("wait_seconds", 120.0, "For the trace to be there.")
+  given.parse(profile.__doc__)
+  workdir, role = Path(given.workdir), f"learner-{given.learner}"
+  request = ProfileRequest(role, given.steps, given.from_step)
+  there, said = take_profile(workdir, request, given.wait_seconds)
+  print(said)
+  if there:
+    print(f"To look at it: tensorboard --logdir={workdir / PROFILES} (with xprof installed)")
+  return FINISHED if there else LOST
+
+
+# --- Use what a run leaves
 
 SUMMARY = Path("report", "summary.json")
+
+
+def generate(arguments: list[str]) -> int:
+  """Lets the trained global model of a run continue a prompt."""
+  given = Flags(arguments)
+  given.add_workdir()
+  given.add_text("prompt", "", "Text to continue.")
+  given.add_integer("tokens", 200, "How many tokens.", least=1)
+  given.add_number("temperature", 0.7, "0: greedy.", least=0.0)
+  given.add_integer("seed", 0, "Of the sampling.")
+  given.parse(generate.__doc__)
+  config = saved_config(Path(given.workdir))
+  ready(config, cpu=False)
+  from ddiloco.engines import session
+
+  get = {name: getattr(given, name) for name in ("prompt", "tokens", "temperature", "seed")}
+  print(session.sample(Path(given.workdir), config, **get))
+  return FINISHED
+
+
+def evaluate(arguments: list[str]) -> int:
+  """Prints the held-out loss of the trained global model of a run, as one JSON line."""
+  given = Flags(arguments)
+  given.add_workdir()
+  given.parse(evaluate.__doc__)
+  config = saved_config(Path(given.workdir))
+  ready(config, cpu=False)
+  from ddiloco.engines import session
+
+  print(session.evaluate(Path(given.workdir), config))
+  return FINISHED
+
+
+def report(arguments: list[str]) -> int:
+  """Draws the report of a run again from its event logs; also of one that was cut off."""
+  given = Flags(arguments)
+  given.add_workdir()
+  given.parse(report.__doc__)
+  from ddiloco.engines import session
+
+  print(session.report(Path(given.workdir)))
+  return FINISHED
 
 
 def export(arguments: list[str]) -> int:
@@ -90,25 +221,22 @@ def export(arguments: list[str]) -> int:
 
   To start another run from it: ddiloco train --config.run.init_from=PATH.
   """
-  values = flags.FlagValues()
-  workdir_flag(values)
-  flags.DEFINE_string(
-    "to", None, "What to write: NAME.safetensors, or an Orbax directory.", flag_values=values
-  )
-  flags.DEFINE_bool("overwrite", False, "Replace what is there.", flag_values=values)
-  if not parse(values, arguments, export.__doc__):
-    return 0
-  to = needed(values, "to", "model.safetensors")
-  workdir, overwrite = Path(values["workdir"].value), values["overwrite"].value
+  given = Flags(arguments)
+  given.add_workdir()
+  given.add_text("to", None, "What to write: NAME.safetensors, or an Orbax directory.")
+  given.add_switch("overwrite", "Replace what is there.")
+  given.parse(export.__doc__)
+  to = given.needed("to", "model.safetensors")
+  workdir, overwrite = Path(given.workdir), given.overwrite
   config = saved_config(workdir)
   environment.prepare(num_cpu_devices=1, cpu_only=True)
   from ddiloco.checkpoint import weights
   from ddiloco.engines import session
 
-  refuse_target(to, overwrite)
+  _refuse_target(to, overwrite)
   params = session.load_result(workdir, config)
   try:
-    written = weights.save(to, params, metadata(workdir, config))
+    written = weights.save(to, params, _metadata(workdir, config))
   except Exception as error:  # object stores and Orbax have their own
     raise ConfigError(
       f"--to={to}: cannot be written ({type(error).__name__}: {error})."
@@ -116,10 +244,10 @@ def export(arguments: list[str]) -> int:
     ) from error
   count, size = sum(v.size for v in params.values()), sum(v.nbytes for v in params.values())
   print(f"{written}: {len(params)} tensors, {count:,} parameters, {size:,} bytes")
-  return 0
+  return FINISHED
 
 
-def refuse_target(to: str, overwrite: bool) -> None:
+def _refuse_target(to: str, overwrite: bool) -> None:
   """Refuses to replace anything unasked, and whatever is no weights even then.
 
   Raises:
@@ -152,7 +280,7 @@ def refuse_target(to: str, overwrite: bool) -> None:
     raise ConfigError(f"--to={to}: exists. Fix: choose another path, or add --overwrite.")
 
 
-def metadata(workdir: Path, config: Config) -> dict[str, str]:
+def _metadata(workdir: Path, config: Config) -> dict[str, str]:
   """What a reader of the weights alone should know."""
   known = {
     "format": "ddiloco",
@@ -166,113 +294,55 @@ def metadata(workdir: Path, config: Config) -> dict[str, str]:
   return known | ({"merged_tokens": str(merged)} if merged else {})
 
 
-def train(arguments: list[str]) -> int:
-  """Trains as the config says, shows the run live, and leaves result, events and report in workdir.
+# --- Prove a run: its trace, printed and checked, and performed again
 
-  With --dry_run it prints the final config, the islands, the fragments and the bytes they move, and
-  touches no device.
+
+def trace(arguments: list[str]) -> int:
+  """Prints what moved the model, a line each, and checks that all of it fits together.
+
+  Exit status 1: it does not, and the last lines say what and where. A proof needs every operation
+  at hand: the trace of a long run takes about 0.6 kB of memory an event (6 GB for ten million).
   """
-  values = flags.FlagValues()
-  path, arguments = config_flag(values, arguments)
-  workdir_flag(values)
-  flags.DEFINE_bool("dry_run", False, "Print what would run, then exit.", flag_values=values)
-  flags.DEFINE_bool("overwrite", False, "Replace the run that is in workdir.", flag_values=values)
-  flags.DEFINE_string(
-    "engine",
-    "threads",
-    "threads: all of it in this process; processes: a process for each island and shard; ray: an"
-    " actor for each, on this machine or a cluster.",
-    flag_values=values,
-  )
-  flags.DEFINE_string(
-    "ray_address",
-    "",
-    "With --engine=ray: HOST:PORT of a cluster, or auto; else a Ray of this machine alone. All"
-    " nodes of a cluster must share workdir.",
-    flag_values=values,
-  )
-  flags.DEFINE_string(
-    "dashboard",
-    "",
-    "HOST:PORT that shows the run in a browser; 127.0.0.1:0: any free port. Else there is none.",
-    flag_values=values,
-  )
-  access_flags(values)
-  cpu_flag(values)
-  if not parse(values, arguments, train.__doc__):
-    return 0
-  config, engine = final_config(values, path), values["engine"].value
-  options = _engine_options(values)
-  cpu_only = values["cpu"].value or values["dry_run"].value  # Orbax looks for devices
-  ready(config, cpu_only, supervises=engine != "threads")
-  from ddiloco.engines import session
-
-  workdir = Path(values["workdir"].value)
-  if values["dry_run"].value:
-    print(session.describe(config))
-    return 0
-  return session.train(
-    config,
-    workdir,
-    overwrite=values["overwrite"].value,
-    engine=engine,
-    options=options,
-    dashboard=where(values, "dashboard") if values["dashboard"].value else None,
-  )
+  given = Flags(arguments)
+  given.add_workdir()
+  given.add_text("role", "", "Print only this role's lines, e.g. learner-2.")
+  given.parse(trace.__doc__)
+  found = text.open_trace(Path(given.workdir))
+  try:
+    text.print_trace(found, given.role)
+    status = FINISHED if text.print_invariants(found) else LOST
+    sys.stdout.flush()
+    return status
+  except BrokenPipeError:  # piped into head or less, which closed the pipe
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return FINISHED
 
 
-def generate(arguments: list[str]) -> int:
-  """Lets the trained global model of a run continue a prompt."""
-  values = flags.FlagValues()
-  workdir_flag(values)
-  flags.DEFINE_string("prompt", "", "Text to continue.", flag_values=values)
-  flags.DEFINE_integer("tokens", 200, "How many tokens.", lower_bound=1, flag_values=values)
-  flags.DEFINE_float("temperature", 0.7, "0: greedy.", lower_bound=0.0, flag_values=values)
-  flags.DEFINE_integer("seed", 0, "Of the sampling.", flag_values=values)
-  if not parse(values, arguments, generate.__doc__):
-    return 0
-  config = saved_config(Path(values["workdir"].value))
-  ready(config, cpu=False)
-  from ddiloco.engines import session
+def replay(arguments: list[str]) -> int:
+  """Makes every step and every commit of a run again: all must come out the same, bit by bit.
 
-  get = {name: values[name].value for name in ("prompt", "tokens", "temperature", "seed")}
-  print(session.sample(Path(values["workdir"].value), config, **get))
-  return 0
+  Takes as many devices as the run had, of the same kind, and the memory of its trace. Compares
+  losses, saved states and the result. The last line is JSON; exit status 1: the trace does not fit
+  together, or something is different.
+  """
+  given = Flags(arguments)
+  given.add_workdir()
+  given.add_cpu()
+  given.parse(replay.__doc__)
+  workdir = Path(given.workdir)
+  found = text.open_trace(workdir)
+  if not text.print_invariants(found):
+    return LOST
+  environment.prepare(num_cpu_devices=text.devices_needed(found), cpu_only=given.cpu)
+  from ddiloco.trace.replay import replay_run
 
-
-def evaluate(arguments: list[str]) -> int:
-  """Prints the held-out loss of the trained global model of a run, as one JSON line."""
-  values = flags.FlagValues()
-  workdir_flag(values)
-  if not parse(values, arguments, evaluate.__doc__):
-    return 0
-  config = saved_config(Path(values["workdir"].value))
-  ready(config, cpu=False)
-  from ddiloco.engines import session
-
-  print(session.evaluate(Path(values["workdir"].value), config))
-  return 0
-
-
-def report(arguments: list[str]) -> int:
-  """Draws the report of a run again from its event logs; also of one that was cut off."""
-  values = flags.FlagValues()
-  workdir_flag(values)
-  if not parse(values, arguments, report.__doc__):
-    return 0
-  from ddiloco.engines import session
-
-  print(session.report(Path(values["workdir"].value)))
-  return 0
-
-
-def _engine_options(values: flags.FlagValues) -> dict[str, Any]:
-  """What the engine is told besides config and workdir."""
-  address, engine = values["ray_address"].value, values["engine"].value
-  if engine == "ray":
-    return {"address": address, "cpu_only": values["cpu"].value}
-  if address:
-    raise ConfigError(
-      f"--ray_address={address}: --engine={engine} does not use Ray. Fix: add --engine=ray."
+  columns = (*Progress.get_default_columns(), TimeElapsedColumn())
+  with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    task = bar.add_task("replay", total=None)
+    summary, difference = replay_run(
+      workdir, found, lambda done, of: bar.update(task, completed=done, total=of)
     )
-  return {}
+  if difference:
+    print(f"The first difference: {difference}")
+  print(json.dumps(summary))
+  return FINISHED if summary["identical"] else LOST

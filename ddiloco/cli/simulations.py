@@ -9,10 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from absl import flags
-
-from ddiloco.cli.arguments import config_flag, final_config, needed, parse
+from ddiloco.cli.arguments import Flags
 from ddiloco.config import Config, ConfigError, from_dict
+from ddiloco.environment import FINISHED, LOST
 from ddiloco.simulation import planner
 from ddiloco.simulation.chips import ChipTime, Fleet, decoupled, elastic, inelastic
 
@@ -31,150 +30,144 @@ def plan(arguments: list[str]) -> int:
 
   Bytes are those of rounds in which every learner takes part; no device is touched.
   """
-  values = flags.FlagValues()
-  path, arguments = config_flag(values, arguments)
-  _define_plan(values)
-  if not parse(values, arguments, plan.__doc__):
-    return 0
-  if not path and values["parameters"].value is None:
+  given = Flags(arguments)
+  given.add_config()
+  _add_plan_flags(given)
+  given.parse(plan.__doc__)
+  if not given.has_experiment() and given.parameters is None:
     raise ConfigError(
       "--config: is needed, or --parameters. Fix: give --config=configs/dense.py:12b, for example."
     )
-  setting = _setting(values, _config(values))
+  setting = _setting(given, _config(given))
   made = planner.make(setting)
-  if values["json"].value:
+  if given.json:
     print(json.dumps(planner.as_json(setting, made)))
   else:
     print("\n".join(planner.lines(setting, made)))
-  return 0
+  return FINISHED
 
 
-def _define_plan(values: flags.FlagValues) -> None:
+def _add_plan_flags(given: Flags) -> None:
   """All flags but --config."""
-
-  def number(name: str, default: float | None, text: str) -> None:
-    flags.DEFINE_float(name, default, text, flag_values=values)
-
-  number("parameters", None, "Size of the model, instead of the config's; fragments are equal.")
-  flags.DEFINE_integer("islands", None, "How many, instead of the config's.", flag_values=values)
-  number("gbps", None, "Gbit/s of every island's link, in each direction.")
-  number("latency_ms", 0.0, "One way, between any two places.")
-  number(
+  given.add_number(
+    "parameters", None, "Size of the model, instead of the config's; fragments are equal."
+  )
+  given.add_integer("islands", None, "How many, instead of the config's.")
+  given.add_number("gbps", None, "Gbit/s of every island's link, in each direction.")
+  given.add_number("latency_ms", 0.0, "One way, between any two places.")
+  given.add_number(
     "shard_gbps",
     0.0,
     "Gbit/s of shards that stand on their own; 0: they stand beside the islands and share links.",
   )
-  flags.DEFINE_string(
-    "codec", None, "Both ways, instead of the config's: f32, bf16, int8, int4.", flag_values=values
-  )
-  number(
+  given.add_text("codec", None, "Both ways, instead of the config's: f32, bf16, int8, int4.")
+  given.add_number(
     "step_seconds",
     None,
     "How long an inner step takes; else give --chips and --chip_teraflops (and --mfu, --tokens).",
   )
-  number("chips", None, "In one island.")
-  number("chip_teraflops", None, "Peak of one chip, in 1e12 FLOP/s.")
-  number("mfu", 0.5, "Share of the peak that a step reaches.")
-  number("tokens", None, "Of an island's step, instead of the config's.")
-  number("core_gbytes", planner.CORE_GBYTES, "GB/s of f32 that a shard merges.")
-  number("host_gbytes", planner.CORE_GBYTES, "GB/s that a learner's host touches beside its step.")
-  flags.DEFINE_bool(
-    "measure",
-    False,
-    "Measure --core_gbytes on this machine, as a shard would merge: some seconds.",
-    flag_values=values,
+  given.add_number("chips", None, "In one island.")
+  given.add_number("chip_teraflops", None, "Peak of one chip, in 1e12 FLOP/s.")
+  given.add_number("mfu", 0.5, "Share of the peak that a step reaches.")
+  given.add_number("tokens", None, "Of an island's step, instead of the config's.")
+  given.add_number("core_gbytes", planner.CORE_GBYTES, "GB/s of f32 that a shard merges.")
+  given.add_number(
+    "host_gbytes", planner.CORE_GBYTES, "GB/s that a learner's host touches beside its step."
   )
-  flags.DEFINE_bool("json", False, "One JSON object instead of text.", flag_values=values)
+  given.add_switch(
+    "measure", "Measure --core_gbytes on this machine, as a shard would merge: some seconds."
+  )
+  given.add_switch("json", "One JSON object instead of text.")
 
 
-def _config(values: flags.FlagValues) -> Config:
+def _config(given: Flags) -> Config:
   """The config, with what flags say instead."""
-  config: Any = values["config"].value
-  codec = values["codec"].value
-  if values["islands"].value is not None:
-    config.islands.num_learners = values["islands"].value
+  config: Any = given.config
+  codec = given.codec
+  if given.islands is not None:
+    config.islands.num_learners = given.islands
   if codec is not None:
     config.sync.push_codec = config.sync.publish_codec = codec
   return from_dict(config)
 
 
-def _setting(values: flags.FlagValues, config: Config) -> planner.Setting:
-  gbps = _positive(values, "gbps", "2")
-  sizes: tuple[int, ...] | None = None
-  count = config.sync.num_fragments
-  if values["parameters"].value is not None:
-    parameters = int(_positive(values, "parameters", "12e9"))
-    if parameters < count:
-      raise ConfigError(
-        f"--parameters={parameters}: must be at least sync.num_fragments ({count})."
-        f" Fix: give more, or --config.sync.num_fragments={parameters}."
-      )
-    sizes = planner.equal_sizes(parameters, count)
-  step_seconds = _step_seconds(values, config, sum(sizes) if sizes else None)
-  if sizes is None:
-    from ddiloco.roles import initial  # JAX's shapes: seconds that --parameters does not need
-
-    sizes = initial.fragment_sizes(config)
+def _setting(given: Flags, config: Config) -> planner.Setting:
+  gbps, step_seconds = _positive(given, "gbps", "2"), _step_seconds(given, config)
   return planner.Setting.of(
     config,
-    sizes,
+    _sizes(given, config),
     step_seconds=step_seconds,
     gbps=gbps,
-    latency_seconds=_not_negative(values, "latency_ms", "30") / 1000,
-    shard_gbps=_not_negative(values, "shard_gbps", "100"),
-    core_gbytes=_core_gbytes(values, config),
-    host_gbytes=_positive(values, "host_gbytes", "100"),
+    latency_seconds=_not_negative(given, "latency_ms", "30") / 1000,
+    shard_gbps=_not_negative(given, "shard_gbps", "100"),
+    core_gbytes=_core_gbytes(given, config),
+    host_gbytes=_positive(given, "host_gbytes", "100"),
   )
 
 
-def _core_gbytes(values: flags.FlagValues, config: Config) -> float:
-  if not values["measure"].value:
-    return _positive(values, "core_gbytes", "4")
-  from ddiloco.engines import rates
+def _sizes(given: Flags, config: Config) -> tuple[int, ...]:
+  """Of the fragments: the config's own, or equal ones of --parameters."""
+  if given.parameters is None:
+    from ddiloco.roles import initial  # JAX's shapes: seconds that --parameters does not need
 
-  found = rates.merge_gbytes(config)
-  if not values["json"].value:
+    return initial.fragment_sizes(config)
+  parameters, count = int(_positive(given, "parameters", "12e9")), config.sync.num_fragments
+  if parameters < count:
+    raise ConfigError(
+      f"--parameters={parameters}: must be at least sync.num_fragments ({count})."
+      f" Fix: give more, or --config.sync.num_fragments={parameters}."
+    )
+  return planner.equal_sizes(parameters, count)
+
+
+def _core_gbytes(given: Flags, config: Config) -> float:
+  if not given.measure:
+    return _positive(given, "core_gbytes", "4")
+  from ddiloco.engines import virtual
+
+  found = virtual.merge_gbytes(config)
+  if not given.json:
     print(f"This machine merges {found:.1f} GB/s of f32 (--core_gbytes={found:.1f}).\n")
   return found
 
 
-def _step_seconds(values: flags.FlagValues, config: Config, parameters: int | None) -> float:
+def _step_seconds(given: Flags, config: Config) -> float:
   """As given, or FLOPs of a step over what an island computes in a second."""
-  if values["step_seconds"].value is not None:
-    return _positive(values, "step_seconds", "1")
-  if values["chips"].value is None:
+  if given.step_seconds is not None:
+    return _positive(given, "step_seconds", "1")
+  if given.chips is None:
     raise ConfigError(
       "--step_seconds: is needed, or --chips and --chip_teraflops."
       " Fix: give --step_seconds=1, or what a step takes."
     )
-  rate = _positive(values, "chips", "64") * _positive(values, "chip_teraflops", "459") * 1e12
-  rate *= _positive(values, "mfu", "0.5")
-  if parameters is not None:
-    return 6 * parameters * _positive(values, "tokens", "262144") / rate
+  rate = _positive(given, "chips", "64") * _positive(given, "chip_teraflops", "459") * 1e12
+  rate *= _positive(given, "mfu", "0.5")
+  if given.parameters is not None:
+    return 6 * given.parameters * _positive(given, "tokens", "262144") / rate
   from ddiloco.roles import initial
 
   flops = initial.step_flops(config)
-  if values["tokens"].value is not None:
-    flops *= _positive(values, "tokens", "262144") / config.tokens_per_step(0)
+  if given.tokens is not None:
+    flops *= _positive(given, "tokens", "262144") / config.tokens_per_step(0)
   return flops / rate
 
 
-def _positive(values: flags.FlagValues, name: str, example: str) -> float:
-  value = _finite(values, name, example)
+def _positive(given: Flags, name: str, example: str) -> float:
+  value = _finite(given, name, example)
   if value <= 0:
     raise ConfigError(f"--{name}={value:g}: must be greater than 0. Fix: give --{name}={example}.")
   return value
 
 
-def _not_negative(values: flags.FlagValues, name: str, example: str) -> float:
-  value = _finite(values, name, example)
+def _not_negative(given: Flags, name: str, example: str) -> float:
+  value = _finite(given, name, example)
   if value < 0:
     raise ConfigError(f"--{name}={value:g}: must not be negative. Fix: give --{name}={example}.")
   return value
 
 
-def _finite(values: flags.FlagValues, name: str, example: str) -> float:
-  value: Any = needed(values, name, example)
+def _finite(given: Flags, name: str, example: str) -> float:
+  value: Any = given.needed(name, example)
   if not math.isfinite(value):
     raise ConfigError(f"--{name}={value}: must be finite. Fix: give --{name}={example}.")
   return value
@@ -197,95 +190,70 @@ def protocol(arguments: list[str]) -> int:
   --workdir leaves the events, for `ddiloco dashboard` and `ddiloco report`. An island whose
   islands.min_step_seconds is set steps at that pace. Losses are not simulated.
   """
-  values = flags.FlagValues()
-  path, arguments = config_flag(values, arguments)
-  _define_protocol(values)
-  if not parse(values, arguments, protocol.__doc__, needs_workdir=False):
-    return 0
-  config = final_config(values, path)
+  given = Flags(arguments)
+  given.add_config()
+  _add_protocol_flags(given)
+  given.parse(protocol.__doc__)
+  config = given.final_config()
   from ddiloco.engines import virtual
   from ddiloco.simulation.run import Speeds
 
   setting = Speeds(
-    sizes=_sizes(values, config),
-    step_seconds=values["step_seconds"].value,
-    jitter=values["jitter"].value,
-    gbps=_numbers(values, "gbps"),
-    latency_seconds=tuple(ms / 1000 for ms in _numbers(values, "latency_ms")),
-    shard_gbps=values["shard_gbps"].value,
-    merge_gbytes=values["merge_gbytes"].value,
-    host_gbytes=values["host_gbytes"].value,
-    seed=values["seed"].value,
+    sizes=_sizes(given, config),
+    step_seconds=given.step_seconds,
+    jitter=given.jitter,
+    gbps=_numbers(given, "gbps"),
+    latency_seconds=tuple(ms / 1000 for ms in _numbers(given, "latency_ms")),
+    shard_gbps=given.shard_gbps,
+    merge_gbytes=given.merge_gbytes,
+    host_gbytes=given.host_gbytes,
+    seed=given.seed,
   )
-  workdir = values["workdir"].value
-  most = values["seconds"].value
+  workdir = given.workdir
+  most = given.seconds
   found = virtual.simulate(
     config,
     setting,
     Path(workdir) if workdir else None,
-    values["overwrite"].value,
+    given.overwrite,
     math.inf if most is None else most,
   )
-  print(json.dumps(found) if values["json"].value else _text(found))
-  return 0 if found["reason"] != "failed" else 1
+  print(json.dumps(found) if given.json else _text(found))
+  return FINISHED if found["reason"] != "failed" else LOST
 
 
-def _define_protocol(values: flags.FlagValues) -> None:
+def _add_protocol_flags(given: Flags) -> None:
   """All flags but --config."""
-  define = {"flag_values": values}
-  flags.DEFINE_float(
-    "step_seconds", 1.0, "Of islands without islands.min_step_seconds.", 0.0, **define
-  )
-  flags.DEFINE_float("jitter", 0.1, "A step lasts up to this share longer.", 0.0, **define)
-  flags.DEFINE_string(
-    "gbps", "0", "Gbit/s of every island's link, one or a list a,b,c; 0: no limit.", **define
-  )
-  flags.DEFINE_string("latency_ms", "1", "One way, one for all islands or a list.", **define)
-  flags.DEFINE_float(
+  given.add_number("step_seconds", 1.0, "Of islands without islands.min_step_seconds.", 0.0)
+  given.add_number("jitter", 0.1, "A step lasts up to this share longer.", 0.0)
+  given.add_text("gbps", "0", "Gbit/s of every island's link, one or a list a,b,c; 0: no limit.")
+  given.add_text("latency_ms", "1", "One way, one for all islands or a list.")
+  given.add_number(
     "shard_gbps",
     0.0,
     "Gbit/s of shards that stand on their own; 0: they stand beside the islands and share links.",
     0.0,
-    **define,
   )
-  flags.DEFINE_float(
-    "merge_gbytes",
-    4.0,
-    "GB/s of f32 that a shard merges (`ddiloco plan --measure`).",
-    0.0,
-    **define,
+  given.add_number(
+    "merge_gbytes", 4.0, "GB/s of f32 that a shard merges (`ddiloco plan --measure`).", 0.0
   )
-  flags.DEFINE_float(
-    "host_gbytes", 4.0, "GB/s of f32 that a learner's host touches beside its step.", 0.0, **define
+  given.add_number(
+    "host_gbytes", 4.0, "GB/s of f32 that a learner's host touches beside its step.", 0.0
   )
-  flags.DEFINE_integer(
-    "parameters", None, "Size of the model, in equal fragments; default: the config's.", **define
+  given.add_integer(
+    "parameters", None, "Size of the model, in equal fragments; default: the config's."
   )
-  flags.DEFINE_integer("seed", 0, "Of step times.", 0, **define)
-  flags.DEFINE_float(
-    "seconds", None, "Of virtual time at most; default: until all tokens are merged.", 0.0, **define
+  given.add_integer("seed", 0, "Of step times.", 0)
+  given.add_number(
+    "seconds", None, "Of virtual time at most; default: until all tokens are merged.", 0.0
   )
-  flags.DEFINE_string("workdir", "", "Gets the events; empty: they are not kept.", **define)
-  flags.DEFINE_bool("overwrite", False, "Replace the run that is in workdir.", **define)
-  flags.DEFINE_bool("json", False, "Print one JSON object instead of text.", **define)
+  given.add_text("workdir", "", "Gets the events; empty: they are not kept.")
+  given.add_switch("overwrite", "Replace the run that is in workdir.")
+  given.add_switch("json", "Print one JSON object instead of text.")
 
 
-def _sizes(values: flags.FlagValues, config: Config) -> tuple[int, ...]:
-  parameters, count = values["parameters"].value, config.sync.num_fragments
-  if parameters is None:
-    from ddiloco.roles import initial  # JAX's shapes: seconds that --parameters does not need
-
-    return initial.fragment_sizes(config)
-  if parameters < count:
-    raise ConfigError(
-      f"--parameters={parameters}: must be at least sync.num_fragments ({count})."
-      f" Fix: give --parameters={max(count, 1_000_000)}."
-    )
-  return planner.equal_sizes(parameters, count)
-
-
-def _numbers(values: flags.FlagValues, name: str) -> tuple[float, ...]:
-  text = values[name].value
+def _numbers(given: Flags, name: str) -> tuple[float, ...]:
+  text = getattr(given, name)
   try:
     found = tuple(float(each) for each in text.split(","))
   except ValueError:
@@ -373,15 +341,14 @@ def chips(arguments: list[str]) -> int:
   rest is where the other chip time went. Every assumption is a flag; --json prints one JSON object.
   `ddiloco simulate protocol --help`: a config's run in virtual time, with its faults and links.
   """
-  values = flags.FlagValues()
+  given = Flags(arguments)
   for field in dataclasses.fields(Fleet):
-    define = flags.DEFINE_integer if field.type == "int" else flags.DEFINE_float
-    define(field.name, field.default, field.metadata["help"], flag_values=values)
-  flags.DEFINE_bool("json", False, "Print one JSON object instead of a table.", flag_values=values)
-  if not parse(values, arguments, chips.__doc__):
-    return 0
-  fleet = Fleet(**{field.name: values[field.name].value for field in dataclasses.fields(Fleet)})
-  as_json = values["json"].value
+    add = given.add_integer if field.type == "int" else given.add_number
+    add(field.name, field.default, field.metadata["help"])
+  given.add_switch("json", "Print one JSON object instead of a table.")
+  given.parse(chips.__doc__)
+  fleet = Fleet(**{field.name: getattr(given, field.name) for field in dataclasses.fields(Fleet)})
+  as_json = given.json
   rows: dict[str, ChipTime] = {}
   for name, simulated in (
     ("inelastic", inelastic),
@@ -397,7 +364,7 @@ def chips(arguments: list[str]) -> int:
     found = {name: _shares(spent) for name, spent in rows.items()}
     failures = rows["decoupled"].failures
     print(json.dumps({"fleet": dataclasses.asdict(fleet), "failures": failures, **found}))
-  return 0
+  return FINISHED
 
 
 def _label(name: str, fleet: Fleet) -> str:

@@ -3,7 +3,7 @@
 An experiment file calls `default()`, changes lines, and returns the ConfigDict; the command line
 may change more (`--config.sync.min_quorum=2`). `from_dict` turns it into a `Config`: unknown fields
 are refused, every value is checked, and errors name the field, the value, the rule and the fix.
-Nothing here touches a device, a file or JAX. Each module beside this one holds a few sections.
+Nothing here touches a device, a file or JAX. The sections are in `schema.py`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from typing import Any
 import ml_collections
 
 from ddiloco.checks import ConfigError, build, refuse_unknown, require
-from ddiloco.config.chaos import ChaosConfig, Fault
 from ddiloco.config.schema import (
+  ChaosConfig,
   CheckpointConfig,
   DataConfig,
+  Fault,
   InnerConfig,
   IslandConfig,
   IslandsConfig,

@@ -1,4 +1,4 @@
-"""Every section of a run's settings: what is trained, where, how it is exchanged, how long."""
+"""Every section of a run's settings: what is trained, where, how, how long, and what goes wrong."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ddiloco.checks import build, is_number, not_negative, one_of, positive, require, share
+from ddiloco.checks import build, is_number, must, not_negative, one_of, positive, require, share
 
 # --- What is trained, on what and how: model, data, inner and outer optimizer
 # Model, data and inner optimizer may be the user's own (`ddiloco/custom.py`): a section's `custom`
@@ -91,35 +91,19 @@ class ModelConfig:
     positive("model", self, "head_dim", "mlp_dim", "rope_theta", "norm_epsilon")
     positive("model", self, "capacity_factor", "patch_size", "image_channels")
     not_negative("model", self, "num_experts", "load_balance_weight", "image_size")
-    require(
-      self.image_size % self.patch_size == 0,
-      "model.image_size",
-      self.image_size,
-      f"must be whole patches of model.patch_size ({self.patch_size}) a side",
-      f"use {self.patch_size * max(1, round(self.image_size / self.patch_size))}",
-    )
+    rule = f"must be whole patches of model.patch_size ({self.patch_size}) a side"
+    fix = f"use {self.patch_size * max(1, round(self.image_size / self.patch_size))}"
+    must("model", self, "image_size", self.image_size % self.patch_size == 0, rule, fix)
     one_of("model", self, "compute_dtype", "float32", "bfloat16")
-    require(
-      self.num_heads % self.num_kv_heads == 0,
-      "model.num_kv_heads",
-      self.num_kv_heads,
-      f"must divide model.num_heads ({self.num_heads})",
-      f"use {math.gcd(self.num_heads, self.num_kv_heads)}",
-    )
-    require(
-      self.head_dim % 2 == 0,
-      "model.head_dim",
-      self.head_dim,
-      "must be even (rotary embedding turns pairs)",
-      f"use {self.head_dim + 1}",
-    )
-    require(
-      not self.num_experts or 1 <= self.experts_per_token <= self.num_experts,
-      "model.experts_per_token",
-      self.experts_per_token,
-      f"must lie between 1 and model.num_experts ({self.num_experts})",
-      "lower it, or set model.num_experts = 0 for a dense model",
-    )
+    rule = f"must divide model.num_heads ({self.num_heads})"
+    fix = f"use {math.gcd(self.num_heads, self.num_kv_heads)}"
+    must("model", self, "num_kv_heads", self.num_heads % self.num_kv_heads == 0, rule, fix)
+    rule = "must be even (rotary embedding turns pairs)"
+    must("model", self, "head_dim", self.head_dim % 2 == 0, rule, f"use {self.head_dim + 1}")
+    rule = f"must lie between 1 and model.num_experts ({self.num_experts})"
+    fix = "lower it, or set model.num_experts = 0 for a dense model"
+    good = not self.num_experts or 1 <= self.experts_per_token <= self.num_experts
+    must("model", self, "experts_per_token", good, rule, fix)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,9 +116,8 @@ class DataConfig:
 
   custom: str = ""  # names a function: DataConfig -> training.data.Source
   options: Mapping[str, Any] = _options()  # for `custom`
-  source: str = (
-    "stdlib"  # stdlib: this Python's own library; text: files by glob; tokens; synthetic
-  )
+  # stdlib: this Python's own library; text: files by glob; tokens; synthetic.
+  source: str = "stdlib"
   path: str = ""  # glob for text, file or glob for tokens (.bin)
   token_dtype: str = "uint16"  # of .bin files: uint16 or uint32
   tokenizer: str = "bytes"  # bytes, sentencepiece:FILE.model or huggingface:FILE.json
@@ -147,28 +130,18 @@ class DataConfig:
     one_of("data", self, "source", "stdlib", "text", "tokens", "synthetic")
     one_of("data", self, "token_dtype", "uint16", "uint32")
     positive("data", self, "sequence_length", "heldout_sequences")
-    require(
-      0 < self.heldout_share < 1,
-      "data.heldout_share",
-      self.heldout_share,
-      "must lie between 0 and 1, so that something is held out and something trained on",
-      "use 0.05",
+    rule = "must lie between 0 and 1, so that something is held out and something trained on"
+    must("data", self, "heldout_share", 0 < self.heldout_share < 1, rule, "use 0.05")
+    rule = (
+      f"is needed for sources text and tokens and unused for others (source is {self.source!r})"
     )
-    require(
-      bool(self.path) == (self.source in ("text", "tokens")),
-      "data.path",
-      self.path,
-      f"is needed for sources text and tokens and unused for others (source is {self.source!r})",
-      "set data.path to a glob, or data.source to 'text' or 'tokens'",
-    )
+    fix = "set data.path to a glob, or data.source to 'text' or 'tokens'"
+    must("data", self, "path", bool(self.path) == (self.source in ("text", "tokens")), rule, fix)
     kind, _, file = self.tokenizer.partition(":")
-    require(
-      self.tokenizer == "bytes" or (kind in ("sentencepiece", "huggingface") and bool(file)),
-      "data.tokenizer",
-      self.tokenizer,
-      "must be bytes, sentencepiece:FILE or huggingface:FILE",
-      "use 'bytes', which needs no file",
-    )
+    rule = "must be bytes, sentencepiece:FILE or huggingface:FILE"
+    fix = "use 'bytes', which needs no file"
+    good = self.tokenizer == "bytes" or (kind in ("sentencepiece", "huggingface") and bool(file))
+    must("data", self, "tokenizer", good, rule, fix)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,13 +170,7 @@ class InnerConfig:
     positive("inner", self, "learning_rate", "epsilon", "accumulation_steps")
     not_negative("inner", self, "warmup_steps", "decay_steps", "weight_decay", "clip_norm")
     share("inner", self, "b1", "b2")
-    require(
-      0 <= self.final_share <= 1,
-      "inner.final_share",
-      self.final_share,
-      "must lie in [0, 1]",
-      "use 0.1",
-    )
+    must("inner", self, "final_share", 0 <= self.final_share <= 1, "must lie in [0, 1]", "use 0.1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,13 +186,10 @@ class OuterConfig:
   def __post_init__(self):
     positive("outer", self, "learning_rate")
     share("outer", self, "momentum", "decay_share")
-    require(
-      0 < self.final_share <= 1,
-      "outer.final_share",
-      self.final_share,
-      "must lie in (0, 1]: a shard follows the momentum by its steps, so that there must be steps",
-      "use 0.05",
+    rule = (
+      "must lie in (0, 1]: a shard follows the momentum by its steps, so that there must be steps"
     )
+    must("outer", self, "final_share", 0 < self.final_share <= 1, rule, "use 0.05")
 
 
 # --- Where it is trained: the islands' devices, meshes and batches
@@ -247,20 +211,15 @@ class IslandConfig:
   loss_chunks: int = 1  # parts of the vocabulary; only one part's logits exist at a time
   topology: str = ""  # of TPUs, e.g. "v5p:4x4x4": what `ddiloco compile` compiles for
   min_step_seconds: float = 0.0  # a step lasts so long: for islands that share their devices
-  resources: Mapping[str, Any] = dataclasses.field(
-    default_factory=dict
-  )  # what a cluster (Ray) must give this island, e.g. {"TPU": 4}; empty: nothing is reserved
+  # What a cluster (Ray) must give this island, e.g. {"TPU": 4}; empty: nothing is reserved.
+  resources: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
     not_negative("islands", self, "devices", "min_step_seconds")
     positive("islands", self, "hosts", "batch_size", "loss_chunks")
-    require(
-      self.devices % self.hosts == 0,
-      "islands.devices",
-      self.devices,
-      f"must be shared evenly by islands.hosts = {self.hosts} processes",
-      f"use {self.hosts * max(1, self.devices // self.hosts)}, or 0: all that each of them sees",
-    )
+    rule = f"must be shared evenly by islands.hosts = {self.hosts} processes"
+    fix = f"use {self.hosts * max(1, self.devices // self.hosts)}, or 0: all that each of them sees"
+    must("islands", self, "devices", self.devices % self.hosts == 0, rule, fix)
     one_of("islands", self, "attention", "auto", "einsum", "splash", "cudnn")
     one_of("islands", self, "remat", "none", "products", "attention", "full")
     axes = (self.data, self.fsdp, self.tensor)
@@ -272,13 +231,10 @@ class IslandConfig:
       "use data=1, fsdp=-1, tensor=1",
     )
     known = math.prod(a for a in axes if a != -1)
-    require(
-      not self.devices or (self.devices % known == 0 if -1 in axes else self.devices == known),
-      "islands.devices",
-      self.devices,
-      f"must match the mesh axes data, fsdp, tensor = {axes}",
-      f"use a multiple of {known}, or other axes",
-    )
+    rule = f"must match the mesh axes data, fsdp, tensor = {axes}"
+    fix = f"use a multiple of {known}, or other axes"
+    good = not self.devices or (self.devices % known == 0 if -1 in axes else self.devices == known)
+    must("islands", self, "devices", good, rule, fix)
 
   def mesh_shape(self, devices: int) -> tuple[int, int, int]:
     """(data, fsdp, tensor) for an island that was given `devices` devices."""
@@ -337,9 +293,7 @@ class SyncConfig:
   num_shards: int = 2  # syncer shards; 0: no sync, every island trains alone
   num_fragments: int = 8  # P
   fragmentation: str = "balanced"  # balanced, layer, tensor or strided
-  max_rows: int = (
-    0  # embeddings with more rows are split into pieces of at most this many; 0: never
-  )
+  max_rows: int = 0  # embeddings with more rows are split into pieces of at most these; 0: never
   sync_period: int = 24  # H: inner steps between two syncs of the same fragment
   overlap_steps: int = 2  # tau: steps a sync may take without delaying a learner
   min_quorum: int = 1  # K
@@ -370,37 +324,21 @@ class SyncConfig:
     one_of("sync", self, "push_codec", "f32", "bf16", "int8", "int4")
     one_of("sync", self, "publish_codec", "f32", "bf16", "int8", "int4")
     share("sync", self, "grace_safety")
-    require(
-      0 <= self.mix_alpha <= 1, "sync.mix_alpha", self.mix_alpha, "must lie in [0, 1]", "use 0.5"
+    must("sync", self, "mix_alpha", 0 <= self.mix_alpha <= 1, "must lie in [0, 1]", "use 0.5")
+    rule = "must be greater than 1"
+    must("sync", self, "max_norm_ratio", self.max_norm_ratio > 1, rule, "use 10")
+    rule = (
+      f"must not exceed sync.num_fragments ({self.num_fragments}): a shard owns whole fragments"
     )
-    require(
-      self.max_norm_ratio > 1,
-      "sync.max_norm_ratio",
-      self.max_norm_ratio,
-      "must be greater than 1",
-      "use 10",
-    )
-    require(
-      self.num_shards <= self.num_fragments,
-      "sync.num_shards",
-      self.num_shards,
-      f"must not exceed sync.num_fragments ({self.num_fragments}): a shard owns whole fragments",
-      f"use at most {self.num_fragments}",
-    )
-    require(
-      self.overlap_steps < self.sync_period,
-      "sync.overlap_steps",
-      self.overlap_steps,
-      f"must be smaller than sync.sync_period ({self.sync_period})",
-      f"use at most {self.sync_period - 1}",
-    )
-    require(
-      not (self.error_feedback and self.apply == "rebase"),
-      "sync.error_feedback",
-      True,
-      "is built into apply = 'rebase' (the rounding error stays local and goes out next time)",
-      "set it to False, or apply to 'overwrite' or 'mix'",
-    )
+    fix = f"use at most {self.num_fragments}"
+    must("sync", self, "num_shards", self.num_shards <= self.num_fragments, rule, fix)
+    rule = f"must be smaller than sync.sync_period ({self.sync_period})"
+    fix = f"use at most {self.sync_period - 1}"
+    must("sync", self, "overlap_steps", self.overlap_steps < self.sync_period, rule, fix)
+    rule = "is built into apply = 'rebase' (the rounding error stays local and goes out next time)"
+    fix = "set it to False, or apply to 'overwrite' or 'mix'"
+    good = not (self.error_feedback and self.apply == "rebase")
+    must("sync", self, "error_feedback", good, rule, fix)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -419,7 +357,7 @@ class NetworkConfig:
     positive("network", self, "streams", "hello_seconds", "patience_seconds")
     positive("network", self, "silence_seconds", "give_up_seconds")
     not_negative("network", self, "queue_bytes", "drain_seconds")
-    require(self.streams <= 64, "network.streams", self.streams, "must be at most 64", "use 8")
+    must("network", self, "streams", self.streams <= 64, "must be at most 64", "use 8")
 
 
 # --- How long a run is and what it leaves
@@ -469,3 +407,128 @@ class CheckpointConfig:
     positive("checkpoint", self, "keep", "patience_seconds")
     not_negative("checkpoint", self, "warmup_steps", "donor_seconds")
     one_of("checkpoint", self, "rejoin", "own", "peer", "fresh")
+
+
+# --- Which faults strike a run on purpose: a plan is data, whatever engine performs it
+
+TO_ROLES = ("kill", "stall", "slow", "join")
+TO_MESSAGES = ("cut", "drop", "delay", "duplicate", "reorder", "corrupt", "throttle")
+INSIDE = (*TO_MESSAGES, "disk", "poison")  # performed by the role itself, not from outside
+ACTIONS = (*TO_ROLES, *INSIDE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+  """One planned fault: what happens to whom, when (global step or time), for how long.
+
+  | action    | what happens to the role                                      | its own field     |
+  |-----------|---------------------------------------------------------------|-------------------|
+  | kill      | is dead at once, back after `seconds` (-1: never)             |                   |
+  | stall     | stands still                                                  |                   |
+  | slow      | everything it does takes longer                               | `factor`          |
+  | join      | a learner beyond islands.num_learners comes, leaves again     |                   |
+  |           | after `seconds` (-1: stays)                                   |                   |
+  | cut       | no message reaches it or leaves it                            |                   |
+  | drop      | messages are lost                                             | `share` of them   |
+  | delay     | messages take longer, and keep their order                    | `delay_seconds`   |
+  | duplicate | messages come twice                                           | `share`           |
+  | reorder   | messages are held up for up to `delay_seconds`, others pass   | `share`           |
+  | corrupt   | bits of messages flip                                         | `share`           |
+  | throttle  | its links carry at most `bits_per_second`, each direction     | `bits_per_second` |
+  | disk      | its disk is full: nothing of a snapshot can be written        |                   |
+  | poison    | its outer gradients are multiplied                            | `factor`          |
+
+  All but kill and join end after `seconds`. Those of messages concern the role's links to `peers`,
+  or all of them.
+  """
+
+  action: str  # one of those above
+  role: str  # "learner-2", "syncer-0", or "region-NAME": all of chaos.regions.NAME at once
+  at_step: int = -1  # the global step; -1: by time
+  at_seconds: float = -1.0  # since training began; -1: by step
+  seconds: float = 5.0  # how long
+  factor: float = 2.0
+  share: float = 1.0
+  delay_seconds: float = 0.5
+  bits_per_second: float = 1e6
+  peers: tuple[str, ...] = ()  # roles; "!learner-2": all but this one. Empty: all
+
+  def __post_init__(self):
+    one_of("chaos.faults", self, "action", *ACTIONS)
+    rule = "must name a role or a region"
+    fix = "use 'learner-2', 'syncer-0' or 'region-NAME'"
+    good = _is_role(self.role) or self.role.startswith("region-")
+    must("chaos.faults", self, "role", good, rule, fix)
+    for peer in self.peers:
+      require(
+        _is_role(peer.removeprefix("!")),
+        "chaos.faults.peers",
+        peer,
+        "must name a role",
+        "use 'syncer-0', or '!syncer-0' for all but it",
+      )
+    require(
+      (self.at_step >= 0) != (self.at_seconds >= 0),
+      "chaos.faults.(at_step, at_seconds)",
+      (self.at_step, self.at_seconds),
+      "exactly one of them says when",
+      "set one and leave the other -1",
+    )
+    ends = self.action not in ("kill", "join")
+    rule = "must not be negative (kill and join take -1: for good)"
+    fix = "use 5"
+    good = self.seconds >= 0 or (not ends and self.seconds == -1)
+    must("chaos.faults", self, "seconds", good, rule, fix)
+    least = 0 if self.action == "poison" else 1
+    good = self.factor >= least
+    must("chaos.faults", self, "factor", good, f"must be at least {least}", "use 2")
+    must("chaos.faults", self, "share", 0 < self.share <= 1, "must lie in (0, 1]", "use 0.5")
+    not_negative("chaos.faults", self, "delay_seconds")
+    positive("chaos.faults", self, "bits_per_second")
+
+
+@dataclasses.dataclass(frozen=True)
+class ChaosConfig:
+  """Faults on purpose, as data."""
+
+  faults: tuple[Fault, ...] = ()
+  regions: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)  # name -> roles
+
+  def __post_init__(self):
+    for name, roles in self.regions.items():
+      for role in roles:
+        require(
+          _is_role(role), f"chaos.regions.{name}", role, "must name a role", "use 'learner-2'"
+        )
+    for fault in self.faults:
+      kind, _, name = fault.role.partition("-")
+      require(
+        kind != "region" or name in self.regions,
+        "chaos.faults.role",
+        fault.role,
+        f"is none of chaos.regions ({', '.join(self.regions) or 'there are none'})",
+        "add it there: name -> list of roles",
+      )
+
+  def num_joining(self) -> int:
+    """How many learners are brought in."""
+    return len({fault.role for fault in self.faults if fault.action == "join"})
+
+  def of_roles(self) -> tuple[Fault, ...]:
+    """The faults, those of regions as one for each of their roles.
+
+    What strikes the messages of a region strikes those that leave or enter it.
+    """
+    found: list[Fault] = []
+    for fault in self.faults:
+      kind, _, name = fault.role.partition("-")
+      roles = self.regions[name] if kind == "region" else (fault.role,)
+      outside = tuple(f"!{role}" for role in roles) if kind == "region" else ()
+      peers = fault.peers or outside
+      found += [dataclasses.replace(fault, role=role, peers=peers) for role in roles]
+    return tuple(found)
+
+
+def _is_role(name: str) -> bool:
+  kind, _, number = name.partition("-")
+  return kind in ("learner", "syncer") and is_number(number)

@@ -27,9 +27,9 @@ import urllib.parse
 from pathlib import Path
 from typing import Any
 
-from ddiloco.chaos.requests import ask_for
+from ddiloco.chaos.faults import ask_for
 from ddiloco.config import Config, ConfigError, Fault
-from ddiloco.dashboard.prometheus import KIND, exposition
+from ddiloco.dashboard.status import METRICS_KIND, exposition
 from ddiloco.dashboard.status import status as run_status
 from ddiloco.network.keys import is_loopback
 from ddiloco.network.webserver import Answer, Health, Request, WebServer, parse_address
@@ -327,7 +327,7 @@ class Dashboard:
     require_token(request, self._token)
     status = self._run.status()
     if path == "/metrics":
-      return Answer(200, exposition(status), KIND)
+      return Answer(200, exposition(status), METRICS_KIND)
     status = status | {"allow_faults": self._allow_faults}
     return Answer(200, json.dumps(status, allow_nan=False, separators=(",", ":")) + "\n", JSON)
 

@@ -1,7 +1,8 @@
-"""A role in a process of its own, over all its lives: its command, its log, its signals."""
+"""A role in a process of its own, over all its lives: its command, its log, its signals. No JAX."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -11,9 +12,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from ddiloco.engines.role_spec import free_urls
+from ddiloco.environment import LOST
 from ddiloco.observe.guards import exited, warn
 
-BAD_USAGE, LOST = 2, 1
 KILL_SECONDS = 30.0  # for a process that was killed to be gone: one may be stuck in its disk
 WORDS_SECONDS = 5.0  # for the other hosts of an island to say what they know of a failed one
 LAST_WORDS_BYTES = 1 << 16  # a log of months is large
@@ -247,3 +249,44 @@ class Child:
           each.kill()
         else:
           each.send_signal(number)
+
+
+# --- The same where Ray puts a role: what runs inside its actor
+
+MEETING = "{meeting}"  # in a command: where the hosts of its island meet
+
+
+class RoleActor:
+  """Holds the process of one role on the machine where Ray put it; the role ends with the actor.
+
+  A process of its own, and not the actor itself: it hears signals, a crash of it is its own, and it
+  starts as a role does everywhere else. It sees the devices that Ray reserved for the actor.
+  """
+
+  def __init__(self) -> None:
+    self._process: Process | None = None
+
+  async def free_url(self, host: str) -> str:
+    """A url on this machine, whose address is `host`; "": as Ray knows it."""
+    from ray.util import get_node_ip_address
+
+    return free_urls(1, host or get_node_ip_address())[0]
+
+  async def run(self, command: list[str], log: str, meeting: str = "") -> int:
+    """The exit status of `command`, run by this machine's Python; output is appended to `log`.
+
+    `meeting`: a url that stands for `MEETING` in the command.
+    """
+    if self._process is not None and self._process.poll() is None:
+      # The driver believes us dead, as after a broken connection. Two of one role would be fenced.
+      self._process.kill()
+      exited(self._process, KILL_SECONDS, "the role's process before")
+    Path(log).parent.mkdir(parents=True, exist_ok=True)
+    arguments = [word.replace(MEETING, meeting) for word in command[1:]]
+    process = self._process = spawn([sys.executable, *arguments], Path(log))
+    return await asyncio.to_thread(process.wait)
+
+  async def signal(self, number: int) -> None:
+    """Sends the process a signal, if it runs."""
+    if self._process is not None and self._process.poll() is None:
+      self._process.send_signal(number)

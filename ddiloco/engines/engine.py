@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 
 from ddiloco.chaos import faults
-from ddiloco.chaos.requests import FaultRequests
+from ddiloco.chaos.faults import FaultRequests
 from ddiloco.checkpoint import weights
 from ddiloco.checkpoint.restore import newest_global_step
 from ddiloco.config import Config, Fault
 from ddiloco.core.fragments import Plan
-from ddiloco.engines.signals import terminates
+from ddiloco.engines.role_spec import terminates
 from ddiloco.network.transport import EVALUATOR_ADDRESS, Endpoint
 from ddiloco.observe.eventlog import Listener, Recorder
 from ddiloco.observe.guards import Guard, warn
@@ -62,6 +62,7 @@ class RunResult:
   steps: dict[int, int]  # inner steps of every learner over all incarnations
   lost: str = ""  # work that is gone although the run went on
   saved: bool = False  # `params` are in WORKDIR/result already
+  untrained_loss: float | None = None  # held-out, of what the run started from; None: not measured
 
 
 class Engine:
@@ -329,6 +330,10 @@ class Engine:
     role = Evaluator(self.config, self.plan, self._measure, runtime, incarnation, self._save_result)
     self._evaluated = role
     role.run(lambda: EVALUATOR_ADDRESS in self._told)
+
+  def _untrained_loss(self) -> float | None:
+    """Held-out, of what the run started from, if the evaluator was there in time."""
+    return None if self._evaluated is None else self._evaluated.untrained_loss
 
   def _initial_values(self) -> Mapping[int, np.ndarray]:
     """By fragment, as far as they can be had here."""

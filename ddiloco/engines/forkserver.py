@@ -30,8 +30,7 @@ from ddiloco import environment
 PRELOADED = (  # by name: what is above this package is otherwise none of its business
   "ddiloco.engines.forkserver_preload",
   "ddiloco.cli.roles",
-  "ddiloco.engines.learner_process",
-  "ddiloco.engines.syncer_process",
+  "ddiloco.engines.single_roles",
   "ddiloco.roles.learner",
   "ddiloco.training.data",
   "ddiloco.training.island",

@@ -16,10 +16,9 @@ from collections.abc import Callable
 
 from ddiloco import environment
 from ddiloco.config import Config, ConfigError, require
-from ddiloco.engines.children import BAD_USAGE
-from ddiloco.engines.role_process import FINISHED, INTERRUPTED, LOST, RoleRunner, load_keys
-from ddiloco.engines.role_spec import RoleSpec
-from ddiloco.engines.signals import terminates
+from ddiloco.engines.role_process import RoleRunner, load_keys
+from ddiloco.engines.role_spec import RoleSpec, terminates
+from ddiloco.environment import BAD_USAGE, FINISHED, INTERRUPTED, LOST
 from ddiloco.network import host_links
 from ddiloco.network.host_links import HostProgress, HostsApart, HostWatch, Meeting, free_address
 from ddiloco.network.keys import require_keys

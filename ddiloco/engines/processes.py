@@ -1,6 +1,6 @@
 """The processes engine: every island and shard of one machine a process of its own, on loopback.
 
-It starts the single roles of `engines/learner_process.py`, restarts those that die, performs
+It starts the single roles of `engines/single_roles.py`, restarts those that die, performs
 planned faults with real signals, and follows the global model with an evaluator of its own. One
 thread does all of it, in turns; what the children do is read from their event logs.
 """
@@ -16,16 +16,17 @@ import numpy as np
 
 from ddiloco import workdir
 from ddiloco.chaos import faults
-from ddiloco.chaos.requests import ask_for
+from ddiloco.chaos.faults import ask_for
 from ddiloco.checkpoint.restore import go_on, newest_whole, open_storage, restore_fragments
 from ddiloco.config import Config, ConfigError, Fault
-from ddiloco.config.chaos import INSIDE
+from ddiloco.config.schema import INSIDE
 from ddiloco.engines import forkserver
-from ddiloco.engines.children import BAD_USAGE, LOST, Child, Command, Spawn
+from ddiloco.engines.children import Child, Command, Spawn
 from ddiloco.engines.engine import PATIENCE_SECONDS, Engine, RunResult
 from ddiloco.engines.role_process import connect, load_keys
 from ddiloco.engines.role_spec import RoleSpec, above, free_urls, newest
-from ddiloco.network import handshake
+from ddiloco.environment import BAD_USAGE, LOST
+from ddiloco.network import frames
 from ddiloco.network.transport import EVALUATOR_ADDRESS, learner_address, syncer_address
 from ddiloco.observe.eventlog import Event, Follower, Recorder
 from ddiloco.observe.guards import ended, warn
@@ -86,7 +87,7 @@ class ProcessesEngine(Engine):
   def _prepare(self) -> None:
     self._spec = spec = self._place()
     self._command = Command(spec.workdir, spec.syncers, spec.keys, self.cpu_only)
-    now = handshake.seconds_since_2020()
+    now = frames.seconds_since_2020()
     self._first_evaluator = above(now, [newest(self.workdir, now, EVALUATOR_ADDRESS)])
     self._evaluator_keys = load_keys(spec, EVALUATOR_ADDRESS)
 
@@ -263,7 +264,7 @@ class ProcessesEngine(Engine):
     params = role.store.params() if joined else self._newest_params()
     lost = "; ".join(f"{name}: {what}" for name, what in self._lost.items())
     saved = role is not None and role.saved
-    return RunResult(reason, params, {}, dict(self.steps), lost, saved)
+    return RunResult(reason, params, {}, dict(self.steps), lost, saved, self._untrained_loss())
 
   def _newest_params(self) -> Mapping[str, np.ndarray]:
     """The global model of the newest snapshot, for a run whose evaluator never had it whole."""

@@ -18,10 +18,9 @@ from pathlib import Path
 from ddiloco.config import ConfigError
 from ddiloco.observe.eventlog import Follower, Records
 from ddiloco.observe.guards import ended
-from ddiloco.observe.request_file import RequestFile, append_request
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Event
-from ddiloco.workdir import OUTCOME, PROFILE_REQUESTS, PROFILES
+from ddiloco.workdir import OUTCOME, PROFILE_REQUESTS, PROFILES, RequestFile, append_request
 
 MOST_STEPS = 1000  # of one trace, which takes about a megabyte a step
 LOOK_SECONDS = 0.5

@@ -25,11 +25,11 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ddiloco.config import Config, ConfigError
-from ddiloco.engines.children import LOST, Spawn
+from ddiloco.engines.children import MEETING, RoleActor, Spawn
 from ddiloco.engines.engine import RunResult
 from ddiloco.engines.processes import ProcessesEngine
-from ddiloco.engines.ray_actor import MEETING, RoleActor
 from ddiloco.engines.role_spec import RoleSpec
+from ddiloco.environment import LOST
 from ddiloco.network import keys as key_files
 from ddiloco.network.transport import learner_address, syncer_address
 from ddiloco.observe.eventlog import Listener

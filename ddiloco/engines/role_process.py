@@ -14,26 +14,23 @@ from typing import Any
 import numpy as np
 
 from ddiloco import workdir
-from ddiloco.chaos.faults import Faults
-from ddiloco.chaos.faulty_endpoint import FaultyEndpoint
-from ddiloco.chaos.requests import FaultRequests
+from ddiloco.chaos.faults import FaultRequests, Faults, FaultyEndpoint
 from ddiloco.checkpoint.restore import open_storage
 from ddiloco.checkpoint.saver import Saver
 from ddiloco.config import Config, ConfigError
-from ddiloco.config.chaos import INSIDE
+from ddiloco.config.schema import INSIDE
 from ddiloco.core.fragments import Plan
 from ddiloco.engines import role_spec
 from ddiloco.engines.profiler import Profiler
-from ddiloco.engines.role_spec import Outnumbered, RoleSpec, another_life
-from ddiloco.engines.signals import Heard
-from ddiloco.network import handshake
+from ddiloco.engines.role_spec import Heard, Outnumbered, RoleSpec, another_life
+from ddiloco.environment import FINISHED, INTERRUPTED, LOST
+from ddiloco.network import frames
 from ddiloco.network.endpoint import NetworkEndpoint, RunIdentity
 from ddiloco.network.keys import Keys, require_keys
 from ddiloco.network.transport import syncer_address
 from ddiloco.network.webserver import Health
 from ddiloco.observe.eventlog import Recorder
-from ddiloco.observe.guards import Guard, ended, say
-from ddiloco.observe.hangs import HangWatch
+from ddiloco.observe.guards import Guard, HangWatch, ended, say
 from ddiloco.observe.run_state import RunState
 from ddiloco.observe.style import clock_time
 from ddiloco.protocol import events
@@ -44,7 +41,6 @@ LOOK_SECONDS = 0.5  # between two looks at the role
 PROGRESS_SECONDS = 10.0
 CLOSE_SECONDS = 10.0  # for the runner's thread to end; its terminal may be stuck
 EARLY_SECONDS = 1.0  # for a role that has not begun to end by itself
-FINISHED, LOST, INTERRUPTED = 0, 1, 130  # exit statuses
 
 
 def load_keys(place: RoleSpec, address: str) -> Keys | None:
@@ -112,7 +108,7 @@ class RoleRunner:
     self.plan = initial.make_plan(config)
     self.started = workdir.join(place.workdir, config)
     self._lives = workdir.live_in(place.workdir)
-    now = handshake.seconds_since_2020()
+    now = frames.seconds_since_2020()
     self._former = role_spec.newest(place.workdir, now, address)
     # A shard has its port to itself, so that none of its former lives can be there. Any other role
     # is told by the shards whether one of its own is.
@@ -262,7 +258,7 @@ class RoleRunner:
   def reborn(self, after: int = 0) -> None:
     """The role starts again in this process, as a new incarnation: `after` or later."""
     self.recorder.close()
-    self.incarnation = max(self.incarnation + 1, after, handshake.seconds_since_2020())
+    self.incarnation = max(self.incarnation + 1, after, frames.seconds_since_2020())
     self.recorder = self._record()
 
   def come_after(self, incarnation: int) -> None:

@@ -1,7 +1,8 @@
-"""Where a role runs, and that it ends with the process that started it. Knows no JAX."""
+"""Where a role runs, as which life, and how its process hears that it should end. Knows no JAX."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import random
@@ -9,11 +10,12 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from ddiloco.config import Config, ConfigError
-from ddiloco.network.handshake import FUTURE_SECONDS
+from ddiloco.network.frames import FUTURE_SECONDS
 from ddiloco.protocol.events import decode
 
 PORTS = range(10_000, 32_000)  # below those the system gives to outgoing connections
@@ -51,26 +53,6 @@ def check_spec(config: Config, place: RoleSpec) -> None:
       f"--syncers={','.join(place.syncers)}: names {len(place.syncers)} shards, the config has"
       f" sync.num_shards = {shards}. Fix: give the url of every shard, in order."
     )
-
-
-def end_with_parent() -> None:
-  """Ends this process when the one that started it does, however that ends.
-
-  Its end of our standard input closes then, also after a kill -9. On Linux the kernel sees to it as
-  well, since a stopped process reads nothing.
-  """
-  if sys.platform == "linux":
-    import ctypes
-
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, int(signal.SIGKILL))
-
-  def wait() -> None:
-    while os.read(0, 4096):
-      continue
-    os._exit(1)
-
-  threading.Thread(target=wait, name="parent", daemon=True).start()
 
 
 def free_urls(count: int, host: str = "127.0.0.1") -> list[str]:
@@ -172,3 +154,109 @@ def _numbers(path: Path) -> Iterable[int]:
     event = decode(line)
     if event is not None:
       yield event.incarnation
+
+
+# --- How the process of a run hears that it should end, also while a compiler is at work
+
+POLL_SECONDS = 0.2  # short, so that signals are heard
+
+
+def end_with_parent() -> None:
+  """Ends this process when the one that started it does, however that ends.
+
+  Its end of our standard input closes then, also after a kill -9. On Linux the kernel sees to it as
+  well, since a stopped process reads nothing.
+  """
+  if sys.platform == "linux":
+    import ctypes
+
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, int(signal.SIGKILL))
+
+  def wait() -> None:
+    while os.read(0, 4096):
+      continue
+    os._exit(1)
+
+  threading.Thread(target=wait, name="parent", daemon=True).start()
+
+
+class Heard:
+  """The signals that have come in, also those Python has not been able to tell its main thread yet.
+
+  Use it in the main thread; ask it in any.
+  """
+
+  def __init__(self) -> None:
+    self._read, self._write = os.pipe()
+    os.set_blocking(self._read, False)
+    os.set_blocking(self._write, False)
+    self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+
+  def take(self) -> set[int]:
+    """The numbers of those that have come since the last call."""
+    try:
+      return set(os.read(self._read, 4096))
+    except BlockingIOError:
+      return set()
+
+  def close(self) -> None:
+    """Hears no more; in the main thread."""
+    signal.set_wakeup_fd(self._before)
+    os.close(self._write)
+    os.close(self._read)
+
+
+@contextlib.contextmanager
+def terminates(asked: threading.Event) -> Iterator[None]:
+  """While it lasts SIGTERM and the first Ctrl-C set `asked`, in the main thread alone.
+
+  A second Ctrl-C raises KeyboardInterrupt there. Other threads cannot hear signals.
+  """
+  if threading.current_thread() is not threading.main_thread():
+    yield
+    return
+  interrupted = False
+
+  def hear(number: int, _frame: object) -> None:
+    nonlocal interrupted
+    if number == signal.SIGINT and interrupted:
+      raise KeyboardInterrupt
+    interrupted = interrupted or number == signal.SIGINT
+    asked.set()
+
+  before = {number: signal.signal(number, hear) for number in (signal.SIGTERM, signal.SIGINT)}
+  try:
+    yield
+  finally:
+    for number, handler in before.items():
+      signal.signal(number, handler)
+
+
+def beside(work: Callable[[], Any], asked: threading.Event) -> Any:
+  """What `work()` returns, which has a thread of its own: this one goes on hearing signals.
+
+  Python hears none while its main thread compiles, and nothing can interrupt a compiler. The thread
+  is left behind then and ends with the process.
+
+  Raises:
+    KeyboardInterrupt: Ctrl-C, or `asked` was set meanwhile.
+  """
+  done: list[Any] = []
+  failed: list[BaseException] = []
+
+  def run() -> None:
+    try:
+      done.append(work())
+    except BaseException as error:  # raised where it is waited for
+      failed.append(error)
+
+  thread = threading.Thread(target=run, name="prepares", daemon=True)
+  thread.start()
+  while thread.is_alive():
+    if asked.is_set():
+      raise KeyboardInterrupt
+    thread.join(POLL_SECONDS)
+  if failed:
+    raise failed[0]
+  return done[0]

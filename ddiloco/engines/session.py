@@ -20,15 +20,16 @@ from ddiloco.config import Config, ConfigError
 from ddiloco.core import fragments
 from ddiloco.dashboard.server import Dashboard, Where
 from ddiloco.engines.engine import RunResult
+from ddiloco.environment import FINISHED, INTERRUPTED, LOST
 from ddiloco.models import arithmetic
-from ddiloco.observe.live import LiveView
+from ddiloco.observe.live import LiveView, TensorBoard
 from ddiloco.observe.report import write_report
-from ddiloco.observe.tensorboard import TensorBoard
 from ddiloco.roles import initial
 from ddiloco.simulation import bandwidth
-from ddiloco.training import data, tokenizers
+from ddiloco.training import data
 from ddiloco.training.devices import kept_in
 from ddiloco.training.evaluate import HeldoutLoss, generate, makes_text, refuse_without_text
+from ddiloco.training.tokens import load_tokenizer
 from ddiloco.workdir import (
   COMPILED,
   ISLANDS,
@@ -42,7 +43,7 @@ from ddiloco.workdir import (
   write_whole,
 )
 
-EXIT_STATUS = {"finished": 0, "failed": 1, "stopped": 130}
+EXIT_STATUS = {"finished": FINISHED, "failed": LOST, "stopped": INTERRUPTED}
 ENGINES = {  # imported when they are asked for: Ray may not be installed
   "threads": ("ddiloco.engines.threads", "ThreadsEngine"),
   "processes": ("ddiloco.engines.processes", "ProcessesEngine"),
@@ -104,7 +105,7 @@ def _train(
   except OSError as error:
     print(f"\nThe run's end is not saved: {error}. Fix: make room; give the same command again.")
     return EXIT_STATUS["failed"]
-  return 1 if outcome.lost else EXIT_STATUS[outcome.reason]
+  return LOST if outcome.lost else EXIT_STATUS[outcome.reason]
 
 
 def make_engine(name: str) -> Callable[..., Any]:
@@ -159,7 +160,7 @@ def conclude(
   _write_outcome(workdir, extra)
   run = config.run
   if run.evaluations and loss is not None:
-    _attempt("the untrained model's loss", extra, lambda: _untrained(config, loss))
+    _attempt("the untrained model's loss", extra, lambda: _untrained(config, outcome, loss))
     _attempt("the result's loss", extra, lambda: _merged(workdir, outcome, loss))
     _attempt("the comparison", extra, compare)
   if run.sample_tokens and makes_text(config.model):
@@ -215,9 +216,10 @@ def _refuse_others_snapshots(config: Config, overwrite: bool) -> None:
     )
 
 
-def _untrained(config: Config, loss) -> dict[str, float]:
+def _untrained(config: Config, outcome: RunResult, loss) -> dict[str, float]:
   """Held-out loss of what the run started from; a run is not lost because that is gone by now."""
-  return {"loss_untrained": loss(initial.initial_params(config))}
+  known = outcome.untrained_loss
+  return {"loss_untrained": loss(initial.initial_params(config)) if known is None else known}
 
 
 def _merged(workdir: Path, outcome: RunResult, loss) -> dict[str, Any]:
@@ -309,7 +311,7 @@ def sample(
   return prompt + generate(
     config.model,
     load_result(workdir, config),
-    tokenizers.load(config.data.tokenizer),
+    load_tokenizer(config.data.tokenizer),
     prompt,
     tokens,
     temperature=temperature,

@@ -17,8 +17,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from ddiloco.chaos.faults import Faults
-from ddiloco.chaos.faulty_endpoint import FaultyEndpoint
+from ddiloco.chaos.faults import Faults, FaultyEndpoint
 from ddiloco.checkpoint.restore import (
   Restored,
   ResumeState,
@@ -35,12 +34,11 @@ from ddiloco.core.commit import MemoryStore, new_fragment
 from ddiloco.engines import role_spec
 from ddiloco.engines.engine import PATIENCE_SECONDS, Engine, RunResult
 from ddiloco.engines.profiler import Profiler
-from ddiloco.engines.signals import beside
-from ddiloco.network import handshake
+from ddiloco.engines.role_spec import beside
+from ddiloco.network import frames
 from ddiloco.network.transport import EVALUATOR_ADDRESS, Hub, learner_address, syncer_address
 from ddiloco.observe.eventlog import Event, Recorder
-from ddiloco.observe.guards import ended, say
-from ddiloco.observe.hangs import HangWatch
+from ddiloco.observe.guards import HangWatch, ended, say
 from ddiloco.protocol import events
 from ddiloco.protocol.events import parse_role
 from ddiloco.protocol.learner import unmerged_tokens
@@ -51,7 +49,6 @@ from ddiloco.roles.learner import Learner
 from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Runtime
 from ddiloco.training import data, devices
-from ddiloco.training.compile_times import told_what_compiles
 from ddiloco.training.island import Island, IslandMaker
 from ddiloco.workdir import start_time
 
@@ -110,7 +107,7 @@ class ThreadsEngine(Engine):
   def _begin(self) -> None:
     self._restored = self._resume()
     if (self.workdir / "events").exists():
-      self._start_after(role_spec.newest(self.workdir, handshake.seconds_since_2020()))
+      self._start_after(role_spec.newest(self.workdir, frames.seconds_since_2020()))
     self._start_time = time.monotonic() - (time.time() - start_time(self.workdir))
     self._recorder = self._record("engine", 0)
 
@@ -143,7 +140,7 @@ class ThreadsEngine(Engine):
 
   def _start_after(self, incarnation: int) -> None:
     """The run goes on: no new life may pass for one of before."""
-    now = max(self._first_incarnation, handshake.seconds_since_2020())
+    now = max(self._first_incarnation, frames.seconds_since_2020())
     self._first_incarnation = role_spec.above(now, [incarnation])
 
   def _seed(self) -> None:
@@ -195,7 +192,7 @@ class ThreadsEngine(Engine):
       recorder.record(events.Compiled(target=name, seconds=round(seconds, 3), program=program))
 
     try:
-      with told_what_compiles(compiled):
+      with devices.told_what_compiles(compiled):
         role.run(faults, stopped, drain_seconds, self.stop.is_set)
       if self._drains and (unmerged := unmerged_tokens(role.exchange.state)):
         self._lost[name] = f"{unmerged} tokens were not merged in network.drain_seconds"
@@ -344,7 +341,7 @@ class ThreadsEngine(Engine):
       same = [params.values_of[p] is value for p, value in self._result.items()]
       lost = "; ".join(f"{name}: {what}" for name, what in sorted(self._lost.items()))
       saved = bool(same) and all(same)
-      return RunResult(reason, params, {}, dict(self.steps), lost, saved)
+      return RunResult(reason, params, {}, dict(self.steps), lost, saved, self._untrained_loss())
     gone = {n for n, role in members(self._state).items() if role.phase == GONE}
     left = [m for m in self.islands if learner_address(m) not in gone] or list(self.islands)
     each = {m: self.islands[m].params_on_host() for m in left}

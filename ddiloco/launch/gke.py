@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ddiloco.checks import require
+from ddiloco.environment import TERMINATED
 from ddiloco.launch.placement import (
   PROBE_PORT,
   SHARD_PORT,
-  TERM_STATUS,
   PlacedIsland,
   Placement,
   host_flags,
@@ -320,7 +320,7 @@ class GkeRun:
 def _when_taken_away(action: str) -> Document:
   """A Job's policy for pods that ended because they were to."""
   disrupted = [{"type": "DisruptionTarget", "status": "True"}]
-  asked = {"containerName": "role", "operator": "In", "values": [TERM_STATUS]}
+  asked = {"containerName": "role", "operator": "In", "values": [TERMINATED]}
   rules = [{"onPodConditions": disrupted}, {"onExitCodes": asked}]
   return {"rules": [{"action": action, **rule} for rule in rules]}
 

@@ -1,17 +1,118 @@
-"""Which role runs where, what it is told, and the config that all of them share. PURE."""
+"""Which role runs where, on what, for how much, and the config that all roles share. PURE.
+
+Google Cloud has three names for one slice: GKE selects nodes by accelerator and topology, a node
+pool is made of machines of a type, and the TPU API takes an accelerator type that counts cores.
+Sources: "Plan TPUs in GKE" and "TPU versions" of its documentation, read in November 2026.
+
+There is no table of prices here: they differ by region, agreement and week. Google's are at
+https://cloud.google.com/tpu/pricing and https://cloud.google.com/compute/all-pricing.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from ddiloco.checks import require
 from ddiloco.config import Config
-from ddiloco.launch.shapes import Shape, shape_of
+from ddiloco.environment import TERMINATED
+
+# --- What a TPU topology is in the cloud
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+  """One generation of TPUs."""
+
+  gke_accelerator: str
+  machine: str  # of GKE's node pools, before the chips of a host
+  accelerator: str  # of the TPU API, before the cores
+  runtime: str  # image of TPU VMs
+  cores_per_chip: int
+  dimensions: int
+  one_host: tuple[int, ...]  # chips of slices that are one host
+
+
+KINDS = {
+  "v5e": _Kind(
+    "tpu-v5-lite-podslice", "ct5lp-hightpu", "v5litepod", "v2-alpha-tpuv5-lite", 1, 2, (1, 4, 8)
+  ),
+  "v5p": _Kind("tpu-v5p-slice", "ct5p-hightpu", "v5p", "v2-alpha-tpuv5", 2, 3, (4,)),
+  "v6e": _Kind("tpu-v6e-slice", "ct6e-standard", "v6e", "v2-alpha-tpuv6e", 1, 2, (1, 4, 8)),
+}
+CHIPS_PER_HOST = 4  # of a slice of several hosts
+_TOPOLOGY = re.compile(r"(?P<kind>\w+):(?P<shape>[1-9]\d*(x[1-9]\d*)*)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+  """A slice, as the cloud names it.
+
+  Attributes:
+    kind: "v5p".
+    topology: "4x4x4", chips along each axis.
+    chips: in all.
+    hosts: machines, each with an even share of the chips.
+    gke_accelerator: what GKE's nodes are selected by, beside the topology.
+    machine_type: of a node pool in GKE.
+    accelerator_type: what the TPU API calls the slice; v5p's count two cores a chip.
+    runtime_version: image of its VMs.
+  """
+
+  kind: str
+  topology: str
+  chips: int
+  hosts: int
+  gke_accelerator: str
+  machine_type: str
+  accelerator_type: str
+  runtime_version: str
+
+  @property
+  def chips_per_host(self) -> int:
+    return self.chips // self.hosts
+
+
+def shape_of(topology: str, field: str = "islands.topology") -> Shape:
+  """The slice "v5p:4x4x4": 64 chips on 16 hosts.
+
+  >>> shape_of("v5p:4x4x4").accelerator_type, shape_of("v5p:4x4x4").hosts
+  ('v5p-128', 16)
+
+  Raises:
+    ConfigError: there are no such slices.
+  """
+  match, fix = _TOPOLOGY.fullmatch(topology), "for example v5p:4x4x4, v6e:8x8 or v5e:4x4"
+  name = match["kind"] if match else ""
+  rule = f"must be a chip ({', '.join(KINDS)}) and a shape"
+  require(name in KINDS, field, topology, rule, fix)
+  kind, shape = KINDS[name], topology.partition(":")[2]
+  sides = [int(side) for side in shape.split("x")]
+  rule = f"slices of {name} have {kind.dimensions} dimensions"
+  require(len(sides) == kind.dimensions, field, topology, rule, fix)
+  chips = math.prod(sides)
+  one_host = chips in kind.one_host
+  rule = f"{chips} chips are neither one host nor whole hosts of {CHIPS_PER_HOST}"
+  require(one_host or chips % CHIPS_PER_HOST == 0, field, topology, rule, fix)
+  per_host = chips if one_host else CHIPS_PER_HOST
+  return Shape(
+    kind=name,
+    topology=shape,
+    chips=chips,
+    hosts=chips // per_host,
+    gke_accelerator=kind.gke_accelerator,
+    machine_type=f"{kind.machine}-{per_host}t",
+    accelerator_type=f"{kind.accelerator}-{chips * kind.cores_per_chip}",
+    runtime_version=kind.runtime,
+  )
+
+
+# --- Which role runs where, and what it is told
 
 SHARD_PORT, ISLAND_PORT, PROBE_PORT = 7000, 7001, 8080
-TERM_STATUS = 143  # of a role that left when asked to: no scheduler takes it for the end of the run
 # Of the 15 seconds that GKE gives a pod on a spot machine that is taken away.
 SPOT_DRAIN_SECONDS = 10.0
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,28}[a-z0-9])?")
@@ -160,7 +261,7 @@ def role_command(
     "keys": f"{folder}/keys",
     "syncers": ",".join(syncers),
     "http": f"0.0.0.0:{PROBE_PORT}",
-    "term_status": TERM_STATUS,
+    "term_status": TERMINATED,
   }
   if kind == "learner":
     flags["learner"] = number
@@ -172,3 +273,87 @@ def role_command(
 def host_flags(shape: Shape, host: str, leader: str) -> list[str]:
   """For each host of an island of several: its number, and where host 0 is. Else nothing."""
   return [f"--host={host}", f"--hosts=tcp://{leader}:{ISLAND_PORT}"] if shape.hosts > 1 else []
+
+
+# --- What it takes and costs, by prices that the user gives
+
+NOT_COUNTED = (
+  "Not counted: what crosses regions (`ddiloco plan` says how many bytes), the bucket, the file"
+  " server, load balancers, a cluster's own fee, and whatever waits idle before and after."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+  """One kind of machine.
+
+  Attributes:
+    what: it is.
+    count: chips, or machines.
+    price: of one for an hour, US dollars; None: not known.
+  """
+
+  what: str
+  count: int
+  price: float | None
+
+  @property
+  def hourly(self) -> float | None:
+    return None if self.price is None else self.count * self.price
+
+
+def prices_of(texts: Sequence[str]) -> dict[str, float]:
+  """Of `--prices`: dollars for a chip-hour by chip, and for a shard's machine ("shard").
+
+  Raises:
+    ConfigError: something is no price.
+  """
+  found = {}
+  for text in texts:
+    name, _, value = text.partition("=")
+    try:
+      price = float(value)
+    except ValueError:
+      price = math.nan
+    rule = "must be NAME=DOLLARS an hour, for a chip or for shard"
+    fix = "for example --prices=v5p=4.20,shard=1.10, from your own price list"
+    require(bool(name) and 0 <= price < math.inf, "--prices", text, rule, fix)
+    found[name] = price
+  return found
+
+
+def costs(placement: Placement, prices: Mapping[str, float], machines: int) -> list[Cost]:
+  """Chips by kind, and `machines` for shards and evaluator."""
+  chips: Counter[str] = Counter()
+  for island in placement.islands:
+    chips[island.shape.kind] += island.shape.chips
+  found = [Cost(f"{kind} chips", count, prices.get(kind)) for kind, count in sorted(chips.items())]
+  shards = Cost("machines of shards and evaluator", machines, prices.get("shard"))
+  return [*found, shards] if machines else found
+
+
+def cost_lines(found: Sequence[Cost], hours: float) -> list[str]:
+  """For people, with the sum; what has no price is said to have none."""
+  lines = []
+  for each in found:
+    price = "price not given" if each.price is None else f"{each.price:,.2f} $/h each"
+    hourly = "" if each.hourly is None else f" = {each.hourly:,.2f} $/h"
+    lines.append(f"{each.count:>6} {each.what}: {price}{hourly}")
+  known = [each.hourly for each in found if each.hourly is not None]
+  total = sum(known)
+  partly = "" if len(known) == len(found) else " and what has no price"
+  span = f", {total * hours:,.2f} $ in {hours:g} h" if hours else "; for how long: --hours"
+  return [*lines, f"Together {total:,.2f} $ an hour{partly}{span}.", NOT_COUNTED]
+
+
+def require_prices(found: Sequence[Cost], hours: float) -> None:
+  """Refuses to spend what has not been counted.
+
+  Raises:
+    ConfigError: a price or the hours are missing.
+  """
+  fix = "give --prices=v5p=DOLLARS,shard=DOLLARS for an hour of a chip and of a shard's machine"
+  for each in found:
+    require(each.price is not None, "--prices", each.what, "has no price", fix)
+  fix = "give --hours, how long you mean to keep it; nothing ends by itself then"
+  require(hours > 0, "--hours", hours, "must be greater than 0", fix)

@@ -89,12 +89,13 @@ class NnxModel:
   """
 
   def __init__(self, build: Callable[[nnx.Rngs], nnx.Module]):
-    self._build = build
+    # Traced once, whoever asks for shapes or for values.
+    self._made = jax.jit(lambda key: nnx.split(build(nnx.Rngs(key))), inline=True)
 
   @functools.cached_property
   def _abstract(self) -> tuple[nnx.GraphDef, dict[str, tuple[Any, nnx.Variable]]]:
     """The module's structure; by flat name each variable's path and shape, without a value."""
-    graph, state = nnx.split(nnx.eval_shape(lambda: self._build(nnx.Rngs(0))))
+    graph, state = jax.eval_shape(self._made, jax.eval_shape(lambda: jax.random.key(0)))
     found = {"/".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
     odd = sorted(name for name, (_, leaf) in found.items() if not isinstance(leaf, nnx.Param))
     if odd:
@@ -119,7 +120,7 @@ class NnxModel:
 
   def init(self, key: jax.Array) -> dict[str, jax.Array]:
     """Fresh parameters, a pure function of `key`; under jit, XLA drops what is not asked for."""
-    state = nnx.state(self._build(nnx.Rngs(key)))
+    _, state = self._made(key)
     return {"/".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(state)}
 
   def module(self, params: Params) -> Any:

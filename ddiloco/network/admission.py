@@ -14,8 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ddiloco.network import frames
-from ddiloco.network.frames import Attach, Bulk, Greeting
-from ddiloco.network.handshake import RunIdentity, objection, refusal
+from ddiloco.network.frames import Attach, Bulk, Greeting, RunIdentity, objection, refusal
 from ddiloco.network.io_thread import FrameSocket, IoThread, Parcel
 from ddiloco.network.keys import Keys, host_and_port
 from ddiloco.network.peers import Accepted

@@ -4,10 +4,10 @@ Syncer shards listen, all other roles dial them: one connection for control, som
 that control never queues behind bulk. With keys each of them is TLS 1.3.
 
   endpoint.py    what a role sees: queues in, queues out; reachable peers, and signs of life
-  admission.py   peers that dialed us: let in, checked again, cut off; handshake.py: the rules
+  admission.py   peers that dialed us: let in, checked again, cut off
   peers.py       one far end each: what waits for it, and what arrives
   io_thread.py   threads that own connections, and whole frames over one
-  frames.py      what the two ends say to each other; keys.py: the keys
+  frames.py      what the two ends say to each other, and who may speak; keys.py: the keys
 """
 
 from __future__ import annotations
@@ -28,8 +28,14 @@ from ddiloco.checks import ConfigError
 from ddiloco.config import NetworkConfig
 from ddiloco.network import frames
 from ddiloco.network.admission import Admission
-from ddiloco.network.frames import SESSION_BYTES, Attach, Greeting, GreetingRefused
-from ddiloco.network.handshake import RunIdentity, doubt
+from ddiloco.network.frames import (
+  SESSION_BYTES,
+  Attach,
+  Greeting,
+  GreetingRefused,
+  RunIdentity,
+  doubt,
+)
 from ddiloco.network.io_thread import FrameSocket, IoThread
 from ddiloco.network.keys import Keys, host_and_port
 from ddiloco.network.peers import CONTROL, BufferPool, Channel, Dialed, Incoming, Peer
@@ -206,9 +212,8 @@ class NetworkEndpoint:
         if peer.state == "up":
           self._inbox.put(peer.address, header, None, len(header), peer.incarnation)
           if self._inbox.crowded(peer.address):
-            wire.rest(
-              True
-            )  # until the next look: a flood is not taken in faster than the role does
+            # Until the next look: a flood is not taken in faster than the role does.
+            wire.rest(True)
       case frames.Dropped(count, reason):
         peer.drops = (peer.drops[0] + count, reason)
       case frames.Beat():

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ddiloco.network import frames
-from ddiloco.network.frames import Bulk, Control, Greeting
-from ddiloco.network.handshake import RunIdentity, check_header
+from ddiloco.network.frames import Bulk, Control, Greeting, RunIdentity, check_header
 from ddiloco.network.io_thread import Forget, FrameSocket, Parcel
 from ddiloco.protocol.messages import MalformedMessage
 

@@ -40,7 +40,7 @@ import statistics
 from array import array
 from collections.abc import Iterable, Mapping
 
-from ddiloco.observe.island_state import STALL_SECONDS, STALL_STEPS
+from ddiloco.observe.islands import STALL_SECONDS, STALL_STEPS
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Event, parse_role
 from ddiloco.protocol.messages import INITIAL

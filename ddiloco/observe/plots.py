@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ddiloco.observe.island_state import role_name
+from ddiloco.observe.history import MOST_CURVES, Series, Thinned
+from ddiloco.observe.islands import role_name
 from ddiloco.observe.run_state import RunState
-from ddiloco.observe.series import MOST_CURVES, Series, Thinned
 from ddiloco.observe.style import FAINT, GLOBAL_MODEL, MUTED, island_colour, shard_colour
 from ddiloco.protocol.events import parse_role
 

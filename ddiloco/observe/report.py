@@ -15,8 +15,7 @@ from typing import Any
 
 from ddiloco.observe.eventlog import stream_events
 from ddiloco.observe.goodput import Goodput
-from ddiloco.observe.island_state import Speed
-from ddiloco.observe.rejoins import PHASES
+from ddiloco.observe.islands import PHASES, Speed
 from ddiloco.observe.run_state import RunState
 from ddiloco.observe.style import clock_time, compact, loss_text, plain
 from ddiloco.protocol.events import Event, Fault, Restart, RunStarted, Snapshot, finite

@@ -10,27 +10,24 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from ddiloco.config import Config
 from ddiloco.observe.goodput import Ledger
 from ddiloco.observe.guards import warn
-from ddiloco.observe.heat import Heat
-from ddiloco.observe.island_state import (
+from ddiloco.observe.history import Curves, Heat, Rounds, TrafficTotals
+from ddiloco.observe.islands import (
   DOWN,
   RECENT_COMMITS,
   IslandState,
   LogEvent,
+  Rejoins,
   ShardState,
   Speed,
   finite_or,
   role_name,
   speed,
 )
-from ddiloco.observe.rejoins import Rejoins
-from ddiloco.observe.round_history import Rounds
-from ddiloco.observe.series import Curves, TrafficTotals
 from ddiloco.observe.tracks import Kills, Tracks
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Event, parse_role
@@ -101,9 +98,9 @@ class RunState:
     self.time = max(self.time, event.time)
     self.num_events += 1
     self.kinds[type(event)] += 1
-    handler = _HANDLERS.get(type(event))
+    handler = getattr(self, f"_on_{event.kind}", None)
     if handler is not None:
-      handler(self, event)
+      handler(event)
     self.kills.add(event)
     self.ledger.take(event)
     self.rounds.add(event)
@@ -225,7 +222,7 @@ class RunState:
     self.log_events.append(LogEvent(event.time, text, tone))
     self.num_log_events += 1
 
-  # --- events -------------------------------------------------------------------------------------
+  # --- events: _on_KIND is called with one of its kind --------------------------------------------
 
   def _on_odd(self, event: events.Odd) -> None:
     self._count_odd(event.said, event.reason)
@@ -332,10 +329,12 @@ class RunState:
     island.tokens_per_second = finite_or(smoothed, rate)
     island.step_seconds, island.step_time = event.seconds, event.time
 
-  def _on_version(self, event: events.Apply | events.CopyOut) -> None:
+  def _on_apply(self, event: events.Apply | events.CopyOut) -> None:
     kind, m = parse_role(event.role)
     if kind == "learner":  # a copy-out of a restored life names the version it builds on
       self._island(m, event.time).versions[event.fragment] = event.version
+
+  _on_copy_out = _on_apply
 
   def _on_refused(self, event: events.Refused) -> None:
     kind, m = parse_role(event.role)
@@ -463,35 +462,3 @@ class RunState:
   def _on_traffic(self, event: events.Traffic) -> None:
     self.traffic.add(event)
     self.curves.add_sent(event.role, event.time, self.traffic.sent(event.role))
-
-
-_HANDLERS: Mapping[type[Event], Callable[[RunState, Any], None]] = {
-  events.Odd: RunState._on_odd,
-  events.RunStarted: RunState._on_run_started,
-  events.RunFinished: RunState._on_run_finished,
-  events.Compiled: RunState._on_compiled,
-  events.Started: RunState._on_started,
-  events.Joined: RunState._on_joined,
-  events.Restored: RunState._on_restored,
-  events.Owns: RunState._on_owns,
-  events.Recalled: RunState._on_recalled,
-  events.Snapshot: RunState._on_snapshot,
-  events.Uncommitted: RunState._on_uncommitted,
-  events.Unsaved: RunState._on_unsaved,
-  events.Step: RunState._on_step,
-  events.Apply: RunState._on_version,
-  events.CopyOut: RunState._on_version,
-  events.Refused: RunState._on_refused,
-  events.Stopped: RunState._on_stopped,
-  events.Member: RunState._on_member,
-  events.Commit: RunState._on_commit,
-  events.Abandoned: RunState._on_abandoned,
-  events.Fault: RunState._on_fault,
-  events.Exit: RunState._on_exit,
-  events.Restart: RunState._on_restart,
-  events.Hung: RunState._on_hung,
-  events.Profiled: RunState._on_profiled,
-  events.Unprofiled: RunState._on_unprofiled,
-  events.Evaluation: RunState._on_evaluation,
-  events.Traffic: RunState._on_traffic,
-}

@@ -11,8 +11,8 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ddiloco.observe.island_state import IslandState, phase, role_name
-from ddiloco.observe.series import Median
+from ddiloco.observe.history import Median
+from ddiloco.observe.islands import IslandState, phase, role_name
 from ddiloco.protocol.events import (
   Apply,
   Commit,

@@ -13,7 +13,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ddiloco.protocol.events import Event
+from ddiloco.protocol.events import Event, Mode
 from ddiloco.protocol.messages import ForwardMoments, Message, Moments, Publish, Push, Value
 
 # --- events ---------------------------------------------------------------------------------------
@@ -100,7 +100,9 @@ class Saved:
 LearnerEvent = Tick | Received | StepDone | Staged | Taken | Unmade
 SyncerEvent = Tick | Received | Resumed | Saved
 
-# --- actions; of an event of events.py, among them: record it in the event log --------------------
+# --- actions --------------------------------------------------------------------------------------
+# An event of events.py among them: record it in the event log. Before an `Apply` is recorded, the
+# oldest staged version of its fragment is put into the parameters.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,19 +132,8 @@ class Stage:
   """Learner: decode this publish and bring it onto the devices, in the background."""
 
   publish: Publish
-  mode: str  # overwrite, mix or rebase
+  mode: Mode
   included: bool  # my outstanding push is part of it
-
-
-@dataclasses.dataclass(frozen=True)
-class Apply:
-  """Learner: put the oldest staged version of this fragment into the parameters now."""
-
-  fragment: int
-  version: int
-  round: int  # that made it
-  mode: str
-  included: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,7 +238,6 @@ LearnerAction = (
   | CopyOut
   | Resend
   | Stage
-  | Apply
   | SendValue
   | TakeSnapshot
   | SkipSnapshot

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import cast
 
 from ddiloco.config import SyncConfig
 from ddiloco.protocol import events, moments, rules
 from ddiloco.protocol.actions import (
-  Apply,
   CopyOut,
   LearnerAction,
   LearnerEvent,
@@ -200,7 +200,8 @@ def _on_publish(state: LearnerState, publish: Publish, sync: SyncConfig) -> Lear
     return state, []  # a duplicate, or an update to a version I do not have: it comes again whole
   merged = publish.merged_round(state.learner)
   included = f.outstanding is not None and merged == f.outstanding.push.round
-  mode = "overwrite" if f.base_header is None or not state.trains else sync.apply
+  takes_over = f.base_header is None or not state.trains
+  mode = "overwrite" if takes_over else cast(events.Mode, sync.apply)  # one of them, checked
   if (
     f.base_header is not None
     and not included
@@ -224,7 +225,7 @@ def _on_publish(state: LearnerState, publish: Publish, sync: SyncConfig) -> Lear
 
 
 def _stage(
-  state: LearnerState, publish: Publish, mode: str, merged: Outstanding | None
+  state: LearnerState, publish: Publish, mode: events.Mode, merged: Outstanding | None
 ) -> LearnerOutcome:
   header = replace(publish, payload=None)
   incoming = (*state.fragments[publish.fragment].incoming, IncomingVersion(header, mode, merged))
@@ -235,7 +236,7 @@ def _stage(
 
 
 def _on_refusal(state: LearnerState, refusal: Refusal) -> LearnerOutcome:
-  """My push was rejected: go back to the base, as an update of nothing to the version I have."""
+  """My push was rejected: go back to the base, which is staged again, without its payload."""
   logged = events.Refused(
     shard=refusal.shard,
     shard_incarnation=refusal.incarnation,
@@ -249,25 +250,8 @@ def _on_refusal(state: LearnerState, refusal: Refusal) -> LearnerOutcome:
   f = _owned(state, refusal)
   if f is None or f.outstanding is None or f.outstanding.push.round != refusal.round:
     return state, [logged]
-  back = Publish(
-    shard=refusal.shard,
-    incarnation=refusal.incarnation,
-    learner_incarnation=state.incarnation,
-    fragment=refusal.fragment,
-    round=f.newest,
-    version=f.received,
-    base_version=f.received,
-    base_round=f.newest,
-    global_step=state.global_step,
-    merged_tokens=f.merged_tokens,
-    participants=(),
-    merged_rounds=(),
-    snapshot=0,
-    count=0,
-    seal="",
-    codec="",
-  )
-  state, actions = _stage(state, back, "overwrite", None)
+  assert f.base_header is not None, "a push has a base"
+  state, actions = _stage(state, f.base_header, "overwrite", None)
   return state, [logged, *actions]
 
 
@@ -488,8 +472,14 @@ def _apply_ready(state: LearnerState, sync: SyncConfig) -> LearnerOutcome:
         break
       f = _received(state.fragments[p], entry, state.step)
       state = set_fragment(state, p, **f)
-      new, included = entry.publish, entry.merged is not None
-      actions.append(Apply(p, new.version, new.round, entry.mode, included))
+      applied = events.Apply(
+        fragment=p,
+        version=entry.publish.version,
+        round=entry.publish.round,
+        mode=entry.mode,
+        included=entry.merged is not None,
+      )
+      actions.append(applied)
   return state, actions
 
 

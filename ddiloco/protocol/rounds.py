@@ -54,12 +54,15 @@ def _value_due_at(state: SyncerState, p: int, sync: SyncConfig) -> float:
 
 
 def may_start_at(state: SyncerState, sync: SyncConfig) -> float:
-  """When the rounds of dirty fragments may start at last, though no message comes."""
-  due = (_value_due_at(state, state.fragments[i].index, sync) for i in state.dirty)
-  return max(state.recovery_deadline, min(due, default=-math.inf))
+  """When the rounds of dirty fragments may start at last, though no message comes; inf: never."""
+  idle = (state.fragments[i] for i in state.dirty if state.fragments[i].round is None)
+  due = min((_value_due_at(state, f.index, sync) for f in idle), default=math.inf)
+  return max(state.recovery_deadline, due)
 
 
-def start_rounds(state: SyncerState, now: float, sync: SyncConfig) -> SyncerOutcome:
+def start_rounds(
+  state: SyncerState, now: float, sync: SyncConfig, measuring: Collection[int] = ()
+) -> SyncerOutcome:
   """Starts rounds of dirty fragments that a quorum is due for; all that can push are asked."""
   actions: list[SyncerAction] = []
   if not state.dirty or not recovery_over(state, now):
@@ -67,7 +70,11 @@ def start_rounds(state: SyncerState, now: float, sync: SyncConfig) -> SyncerOutc
   waiting: list[int] = []
   for i in sorted(state.dirty):
     f = state.fragments[i]
-    if f.round is not None or complete(state, f):
+    if f.round is not None:
+      if f.round.id in measuring:
+        waiting.append(i)  # it could not end yet, and who is measured may be gone by then
+      continue
+    if complete(state, f):
       continue
     if now < _value_due_at(state, f.index, sync):
       waiting.append(i)

@@ -78,7 +78,7 @@ class IncomingVersion:
   """A published version on its way onto the devices."""
 
   publish: Publish  # without payload
-  mode: str
+  mode: events.Mode
   merged: Outstanding | None  # my push that this version contains
   ready: bool = False
 
@@ -367,8 +367,8 @@ def _num_here(state: SyncerState, reports: int) -> int:
   """
   if len(state.beliefs.paces) > 2:
     return len(state.members)
-  lost = (m for m, member in state.members.items() if m == EVALUATOR or member.lost)
-  return len((state.members.keys() | {reports}).difference(lost))
+  here = {m for m, member in state.members.items() if m != EVALUATOR and not member.lost}
+  return len(here | {reports})  # it is heard: what it was taken for until now does not count
 
 
 def set_member(state: SyncerState, learner: int, **changes: Any) -> SyncerState:

@@ -126,7 +126,7 @@ def syncer_on(state: SyncerState, event: SyncerEvent, sync: SyncConfig) -> Synce
       return replace(state, saving=False), []
   state, lost = lose_silent(state, min(event.now, event.heard_until), sync)
   state, moved = rounds.advance_rounds(state, event.now, sync, event.measuring)
-  state, started = rounds.start_rounds(state, event.now, sync)
+  state, started = rounds.start_rounds(state, event.now, sync, event.measuring)
   begun: list[SyncerAction] = []
   if state.shard == 0 and not state.saving and _enough_here(state, sync):
     state, begun = _capture(state, state.global_step // max(1, sync.snapshot_steps), sync)
@@ -199,9 +199,7 @@ def next_wake(
   """When a `Tick` is needed even if no message comes, nor what is being measured."""
   current = (f.round for f in state.fragments if f.round is not None)
   times = [r.deadline for r in current if r.id not in measuring]
-  if state.dirty:
-    times.append(rounds.may_start_at(state, sync))
-  wake_at = min([state.silent_at, *times])
+  wake_at = min([state.silent_at, rounds.may_start_at(state, sync), *times])
   return wake_at if math.isfinite(wake_at) else None
 
 

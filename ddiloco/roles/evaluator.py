@@ -11,7 +11,7 @@ from ddiloco.config import Config
 from ddiloco.core.fragments import Plan, shard_of
 from ddiloco.observe.guards import result, warn
 from ddiloco.protocol import events, learner
-from ddiloco.protocol.messages import EVALUATOR
+from ddiloco.protocol.messages import EVALUATOR, INITIAL
 from ddiloco.roles import initial
 from ddiloco.roles.exchange import LOOK_SECONDS, Exchange
 from ddiloco.runtime import Loop, Runtime, drive, short_collections
@@ -85,6 +85,7 @@ class Evaluator:
     self.exchange = Exchange(state, config, plan, self.store, runtime)
     self.recorder = runtime.recorder
     self.saved = False  # the model of the end of the run is
+    self.untrained_loss: float | None = None  # of what the run started from, if it was seen
     self._heldout, self._save = measure, save
     self._evaluations = config.run.evaluations if measure is not None else 0
     self._every = config.run.total_tokens / max(1, self._evaluations)
@@ -133,9 +134,10 @@ class Evaluator:
     """Whether it has the model of the end of the run."""
     return self.joined and self.exchange.state.merged_tokens >= self.exchange.state.target_tokens
 
-  def _now(self) -> tuple[initial.Assembled, int, int]:
+  def _now(self) -> tuple[initial.Assembled, int, int, bool]:
     state = self.exchange.state
-    return self.store.params(), state.merged_tokens, state.global_step
+    untrained = all(fragment.round == INITIAL for fragment in state.fragments)
+    return self.store.params(), state.merged_tokens, state.global_step, untrained
 
   def _save_end(self) -> None:
     """Before anything else is done with it; who asked for the run tries again where this fails."""
@@ -145,7 +147,9 @@ class Evaluator:
     except Exception as error:  # every layer and file system has kinds of its own
       warn(f"the result is not saved before it is measured: {error}. It goes on.")
 
-  def _measure(self, params: initial.Assembled, merged_tokens: int, global_step: int) -> None:
+  def _measure(
+    self, params: initial.Assembled, merged_tokens: int, global_step: int, untrained: bool
+  ) -> None:
     """One evaluation; one that fails is said, and the model is followed on: it is the result."""
     at = {"merged_tokens": merged_tokens, "global_step": global_step}
     assert self._heldout is not None, "there are evaluations"
@@ -157,4 +161,6 @@ class Evaluator:
       warn(f"the held-out loss at {merged_tokens} merged tokens is missing: {reason}. It goes on.")
       self.recorder.record(events.Unevaluated(**at, reason=reason))
     else:
+      if untrained:
+        self.untrained_loss = loss
       self.recorder.record(events.Evaluation(**at, loss=loss, measures=measures))

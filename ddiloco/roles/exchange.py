@@ -23,7 +23,6 @@ from ddiloco.core.fragments import Plan
 from ddiloco.network.transport import Delivery, syncer_address
 from ddiloco.protocol import events, learner
 from ddiloco.protocol.actions import (
-  Apply,
   ApplyMoments,
   CopyOut,
   LearnerEvent,
@@ -268,8 +267,6 @@ class Exchange:
               included=action.included,
             )
           )
-        case Apply():
-          self._apply(action)
         case SendValue(value):
           self._worker.put(self._give(value))
         case TakeSnapshot():
@@ -286,6 +283,8 @@ class Exchange:
           self._made = {}
           seconds = self.time.now() - self._started_at
           self.recorder.record(msgspec.structs.replace(action, seconds=round(seconds, 3)))
+        case events.Apply():
+          self._apply(action)
         case events.Event():
           self.recorder.record(action)
         case Rejoin(reason):
@@ -307,18 +306,10 @@ class Exchange:
       )
     )
 
-  def _apply(self, action: Apply) -> None:
+  def _apply(self, action: events.Apply) -> None:
     staging = self._stagings[action.fragment].popleft()
     self._store.apply(action.fragment, staging.placed, self._deltas.keep(action.mode))
-    self.recorder.record(
-      events.Apply(
-        fragment=action.fragment,
-        version=action.version,
-        round=action.round,
-        mode=action.mode,
-        included=action.included,
-      )
-    )
+    self.recorder.record(action)
 
   def _capture(self, action: TakeSnapshot) -> None:
     """My part of a snapshot: what is on the devices now; the rest when earlier jobs are done."""

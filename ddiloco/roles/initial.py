@@ -8,6 +8,7 @@ they are small, or where this machine computes or reads others.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -135,21 +136,27 @@ def _parameters(config: Config, wanted: Container[str]) -> Iterator[tuple[str, n
   if config.run.init_from:
     yield from weights.start(config.run.init_from, all_shapes, "run.init_from", wanted)
     return
-  init = custom.load_model(config.model).init
   # The groups do not depend on what is wanted: another program might round otherwise.
   for names in _groups(all_shapes):
     if not any(name in wanted for name in names):
       continue
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
       key = jax.random.key(config.seed)
-      lowered = jax.jit(lambda key, names=names: [init(key)[name] for name in names]).lower(key)
-      # Runs once: optimizing the random bits of every leaf takes longer than drawing them.
-      draw = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
-      drawn = draw(key)
+      drawn = _program(config.model, tuple(names))(key)
     for i, name in enumerate(names):
       if name in wanted:
         yield name, np.asarray(drawn[i])
       drawn[i] = None
+
+
+@functools.lru_cache(maxsize=16)
+def _program(model: ModelConfig, names: tuple[str, ...]) -> jax.stages.Compiled:
+  """Draws these parameters from a key."""
+  init = custom.load_model(model).init
+  key = jax.eval_shape(lambda: jax.random.key(0))
+  lowered = jax.jit(lambda key: [init(key)[name] for name in names]).lower(key)
+  # Runs once: optimizing the random bits of every leaf takes longer than drawing them.
+  return lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
 
 
 def _groups(all_shapes: Mapping[str, tuple[int, ...]]) -> Iterator[list[str]]:

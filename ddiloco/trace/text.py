@@ -16,9 +16,8 @@ from ddiloco.observe.eventlog import lines_of, logs_in
 from ddiloco.observe.style import MUTED, island_colour
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Event
-from ddiloco.trace import reader
 from ddiloco.trace.check import check
-from ddiloco.trace.operations import INITIAL, Entry, Operation, Trace
+from ddiloco.trace.operations import INITIAL, Entry, Operation, Trace, read_logs
 from ddiloco.workdir import saved_config
 
 
@@ -28,7 +27,7 @@ def read_trace(workdir: str | os.PathLike[str]) -> Trace:
   Raises:
     ConfigError: a log is of another format.
   """
-  return reader.read({path.stem: _lines(path) for path in logs_in(workdir)})
+  return read_logs({path.stem: _lines(path) for path in logs_in(workdir)})
 
 
 def _lines(path: Path) -> Iterator[Event | None]:

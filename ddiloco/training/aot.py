@@ -94,6 +94,8 @@ class Program:
   Attributes:
     hbm_bytes: arguments, results that are not written over them, temporaries and code; of the
       program that takes most.
+    added_bytes: the same without the arguments; of the program that adds most.
+    host_bytes: results in the host's memory.
     cpu_seconds: that compiling all took.
     count: how many programs.
     collectives: by kind, those that move most first.
@@ -102,6 +104,8 @@ class Program:
 
   name: str
   hbm_bytes: int
+  added_bytes: int
+  host_bytes: int
   count: int
   cpu_seconds: float
   collectives: tuple[CollectiveTotal, ...]
@@ -121,28 +125,31 @@ def compiled(
     NoRoom: one does not fit the devices' memory.
     AssertionError: a collective reaches beyond the `num_devices` devices of the island.
   """
-  most_bytes, found, start = 0, [], time.process_time()
+  found, start = [], time.process_time()
   with _optimized(level):
     programs = [_compile(lowered) for lowered in all_lowered]
   seconds = time.process_time() - start
+  taken, added, host = [], [], []
   for program in programs:
     memory, text = program.memory_analysis(), program.as_text()
     assert memory is not None and text is not None
     found += find_collectives(text)
-    bytes_of_one = (
-      memory.argument_size_in_bytes
-      + memory.output_size_in_bytes
+    added.append(
+      memory.output_size_in_bytes
       - memory.alias_size_in_bytes
       + memory.temp_size_in_bytes
       + memory.generated_code_size_in_bytes
     )
-    most_bytes = max(most_bytes, bytes_of_one)
+    taken.append(memory.argument_size_in_bytes + added[-1])
+    host.append(memory.host_output_size_in_bytes)
   for each in found:
     outside = [d for d in each.devices if d >= num_devices]
     assert not outside, f"{name}: a collective reaches devices {outside} outside: {each.line}"
   return Program(
     name=name,
-    hbm_bytes=most_bytes,
+    hbm_bytes=max(taken),
+    added_bytes=max(added),
+    host_bytes=max(host),
     count=len(programs),
     cpu_seconds=seconds,
     collectives=by_kind(found),
@@ -191,11 +198,13 @@ class Fit:
     chip: which.
     parameters: of the whole model.
     state_bytes: parameters and moments.
-    beside_bytes: what may lie there beside a step: a snapshot's copy of the state, one fragment on
-      its way out and one on its way in.
+    beside_bytes: what may lie there beside a step: what of a snapshot's copy of the state is on the
+      chip, one fragment on its way out and one on its way in.
+    host_bytes: what of a snapshot's copy is in the host's memory.
     step: the inner step; None if it does not even compile, for want of memory.
     needed_bytes: of all at the same time.
-    copies: what copies pieces of fragments out, and what writes them; of all fragments.
+    copies: what copies pieces of fragments out, and what writes them, of all fragments; and what
+      copies the state for a snapshot, if there are any.
     layer_bytes: the weights of one layer, or of one chunk of the embedding, in f32.
     flops_per_token: see `models.arithmetic.flops_per_token`.
     tokens: of one step.
@@ -208,6 +217,7 @@ class Fit:
   parameters: int
   state_bytes: int
   beside_bytes: int
+  host_bytes: int
   step: Program | None
   needed_bytes: int
   copies: tuple[Program, ...]
@@ -255,13 +265,16 @@ def fit(
   largest = max(plan.fragments, key=lambda fragment: fragment.size)
   kinds = dict.fromkeys(kind for each in plan.fragments for kind in parts.piece_kinds(each))
   pieces = [lower_piece(kind, parts.replicated) for kind in kinds]
-  copies = (
+  copies = [
     compiled("copy out", [piece.copy_out for piece in pieces], mesh.size, level),
     compiled("apply", [piece.apply for piece in pieces], mesh.size, level),
-  )
+  ]
+  beside, host = 2 * 4 * _local_size(parts, largest), 0
+  if config.sync.snapshot_steps:
+    snapshot = compiled("snapshot", [parts.lower_copy(parts.host_memory)], mesh.size, level)
+    beside, host = beside + snapshot.added_bytes, snapshot.host_bytes
+    copies.append(snapshot)
   state = sum(_local_bytes(leaf) for leaf in parts.layout.leaves.values())
-  snapshot = state if config.sync.snapshot_steps else 0
-  beside = snapshot + 2 * 4 * _local_size(parts, largest)
   step, needed = None, 0
   try:
     step = compiled("step", [parts.lower()], mesh.size, level)
@@ -281,9 +294,10 @@ def fit(
     parameters=sum(math.prod(leaf.shape) for leaf in parts.leaves.values()),
     state_bytes=state,
     beside_bytes=beside,
+    host_bytes=host,
     step=step,
     needed_bytes=needed,
-    copies=copies,
+    copies=tuple(copies),
     layer_bytes=4 * max(layer, table),
     flops_per_token=parts.flops_per_token(),
     tokens=config.tokens_per_step(learner),

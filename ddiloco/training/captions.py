@@ -26,7 +26,7 @@ import numpy as np
 from ddiloco.config import Config, DataConfig
 from ddiloco.models.images import NO_TEXT
 from ddiloco.training.data import Corpus, ReadingOrder, check_token_ids, open_corpus
-from ddiloco.training.sources import DataError
+from ddiloco.training.tokens import DataError
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 # What is measured in an image, and how a third or half of all images each is called.

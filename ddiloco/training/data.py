@@ -26,9 +26,8 @@ from grain import experimental as grain_experimental
 from ddiloco import custom
 from ddiloco.config import Config, DataConfig
 from ddiloco.models.model import Batch
-from ddiloco.training import tokenizers
 from ddiloco.training.programs import refuse_misfit
-from ddiloco.training.sources import DataError, read_parts
+from ddiloco.training.tokens import DataError, Tokenizer, load_tokenizer, read_parts
 
 _MAX_BLOCK_WINDOWS = 16
 _MIN_BLOCK_WINDOWS = 4  # two of them are guards
@@ -96,7 +95,7 @@ class Corpus:
   """A tokenized corpus. Share it: it is read-only and costs nothing per learner."""
 
   data: DataConfig
-  tokenizer: tokenizers.Tokenizer
+  tokenizer: Tokenizer
   parts: tuple[np.ndarray, ...]
   train: Windows
   heldout: Windows
@@ -140,10 +139,10 @@ def open_corpus(data: DataConfig) -> Corpus:
   ever trained on. The split depends only on the corpus, T and heldout_share, not on seed, learners.
 
   Raises:
-    DataError: see sources.read_parts; or the corpus is too small for T or for the held-out split.
+    DataError: see tokens.read_parts; or the corpus is too small for T or for the held-out split.
     TokenizerError: the tokenizer cannot be loaded.
   """
-  tokenizer = tokenizers.load(data.tokenizer)
+  tokenizer = load_tokenizer(data.tokenizer)
   parts = read_parts(data, tokenizer)
   length = data.sequence_length
   windows_of_part = [max(0, len(part) - 1) // length for part in parts]

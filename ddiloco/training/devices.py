@@ -1,4 +1,4 @@
-"""Which devices an island lives on, its mesh, and how arrays are laid out over it.
+"""Which devices an island lives on, its mesh, how arrays lie on it, and where programs are kept.
 
 A mesh has three axes: `data` (copies of the parameters), `fsdp` (parameters and batch split) and
 `tensor` (heads, MLP width and vocabulary split). Logical axis names, as the model gives them,
@@ -13,7 +13,8 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -315,3 +316,29 @@ def _use(settings: dict[str, object]) -> None:
   for name, value in settings.items():
     jax.config.update(name, value)
   compilation_cache.reset_cache()  # JAX looks at the folder once only
+
+
+# --- What is compiled all the same while a role trains
+
+LEAST_SECONDS = 0.01  # less is no more than a small array's; an event each would only be noise
+_COMPILED = "/jax/core/compile/backend_compile_duration"  # also of programs out of the cache
+
+
+@contextlib.contextmanager
+def told_what_compiles(tell: Callable[[str, float], None]) -> Iterator[None]:
+  """While it lasts, `tell(program, seconds)` for all that the calling thread has compiled.
+
+  While it trains that is nothing, since programs are compiled ahead of time. If it is something all
+  the same, its chips wait; then the log says so, and the goodput ledger has a cause.
+  """
+  me = threading.get_ident()
+
+  def listen(event: str, seconds: float, **more: Any) -> None:
+    if event == _COMPILED and threading.get_ident() == me and seconds >= LEAST_SECONDS:
+      tell(str(more.get("fun_name", "a program")), seconds)
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  try:
+    yield
+  finally:
+    jax.monitoring.unregister_event_duration_listener(listen)

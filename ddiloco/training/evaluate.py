@@ -16,7 +16,7 @@ from ddiloco.config import ConfigError, IslandConfig, ModelConfig
 from ddiloco.models.model import Batch
 from ddiloco.training.data import check_token_ids
 from ddiloco.training.devices import make_mesh, param_sharding
-from ddiloco.training.tokenizers import Tokenizer
+from ddiloco.training.tokens import Tokenizer
 
 
 class HeldoutLoss:

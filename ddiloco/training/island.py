@@ -20,7 +20,7 @@ from ddiloco.config import Config
 from ddiloco.core.fragments import Plan, split_flat
 from ddiloco.models.model import Batch
 from ddiloco.training import inner
-from ddiloco.training.devices import PEAK_FLOPS, host_memory, make_mesh, require_processes
+from ddiloco.training.devices import PEAK_FLOPS, make_mesh, require_processes
 from ddiloco.training.programs import PARAMS, refuse_misfit
 from ddiloco.training.step import IslandPrograms, IslandStep
 
@@ -80,8 +80,8 @@ class Island:
     # other, so there every step is waited for.
     self._pipelined = not self._cpu
     self.mesh = make_mesh(devices, self._island)
-    self._host_memory = host_memory(devices[0])
     self._parts = IslandStep(config, learner, self.mesh)
+    self._host_memory = self._parts.host_memory
     self._leaves, self._layout = self._parts.leaves, self._parts.layout
     self._inputs = self._parts.inputs
     self.programs = programs or IslandPrograms(self._parts, plan)
@@ -209,19 +209,21 @@ class Island:
     return None if before is None else _as_floats(jax.block_until_ready(before))
 
   def capture(self) -> dict[str, jax.Array]:
-    """A copy of the whole state, taken between two steps on the devices; does not wait.
+    """A copy of the whole state, taken between two steps; does not wait, but the next step does.
 
-    Until the caller drops it, it takes as much memory as the state itself: parameters and moments.
-    (One CPU device makes the copy in the calling thread; that is how XLA runs cheap programs.)
+    Until the caller drops it, it takes as much memory as the state itself, parameters and moments:
+    the host's where devices copy to it directly (see `devices.host_memory`), so that there is never
+    a second state on them. (One CPU device makes the copy in the calling thread; that is how XLA
+    runs cheap programs.)
 
     Returns:
-      "params/<name>" and "inner/<path>" -> private array, lying as `shardings()` says.
+      "params/<name>" and "inner/<path>" -> private array, cut as `shardings()` says.
 
     Raises:
       RuntimeError: there is no state yet.
     """
     with named("capture"):
-      return self.programs.copy(self._held())
+      return self.programs.capture(self._held())
 
   def copy_out(self, fragment_index: int) -> list[jax.Array]:
     """Copies the fragment's pieces, on the devices, and starts their way to the host; no wait."""

@@ -19,7 +19,7 @@ from ddiloco.config import Config, ConfigError
 from ddiloco.core.fragments import Fragment, Plan
 from ddiloco.models import arithmetic
 from ddiloco.training import inner
-from ddiloco.training.devices import make_execution, param_sharding
+from ddiloco.training.devices import host_memory, make_execution, param_sharding
 from ddiloco.training.programs import (
   PieceKind,
   PiecePrograms,
@@ -41,6 +41,7 @@ class IslandStep:
     layout: the whole state, of which the parameters are a part.
     inputs: the batch.
     replicated: the layout of scalars.
+    host_memory: see `devices.host_memory`.
     transform: the inner optimizer.
   """
 
@@ -60,6 +61,7 @@ class IslandStep:
         f" Fix: use {max(1, round(island.batch_size / whole)) * whole}."
       )
     self.replicated = NamedSharding(mesh, PartitionSpec())
+    self.host_memory = host_memory(mesh.devices.flat[0])
     self.execution = make_execution(mesh, island, config.model.compute_dtype)
     self.transform = inner.optimizer(config.inner)
     self._model = custom.load_model(config.model)
@@ -103,6 +105,17 @@ class IslandStep:
     )
     return step.lower(self.layout.leaves, self.inputs, self.scalar())
 
+  def lower_copy(self, memory: str | None = None) -> jax.stages.Lowered:
+    """state -> a private copy of it, on the devices or in this kind of host memory."""
+
+    def copy(state: dict[str, jax.Array]) -> dict[str, jax.Array]:
+      return {name: jnp.copy(leaf) for name, leaf in state.items()}
+
+    there = self.layout.shardings
+    if memory is not None:
+      there = {name: each.with_memory_kind(memory) for name, each in there.items()}
+    return jax.jit(copy, out_shardings=there).lower(self.layout.leaves)
+
   def piece_kinds(self, fragment: Fragment) -> list[PieceKind]:
     """Which programs each of the fragment's pieces needs, and where it lies out of its leaf."""
     return [PieceKind.of(piece, self.leaves[piece.name]) for piece in fragment.pieces]
@@ -121,6 +134,7 @@ class IslandPrograms:
     step: (state, batch, learning rate) -> (state, metrics).
     fresh: () -> state.
     copy: state -> state.
+    capture: the same, into the host's memory where the devices copy to it directly.
     counts: count -> the part of a state that counts updates.
     kinds: by fragment, the kind of each piece.
     pieces: by kind, what copies a piece out and writes it back.
@@ -130,6 +144,7 @@ class IslandPrograms:
   step: Any = None
   fresh: Any = None
   copy: Any = None
+  capture: Any = None
   counts: Any = None
 
   def __init__(self, parts: IslandStep, plan: Plan):
@@ -159,15 +174,14 @@ class IslandPrograms:
       params = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in leaves}
       return layout.flat(params, self._parts.transform.init(params))
 
-    def copy(state: dict[str, jax.Array]) -> dict[str, jax.Array]:
-      return {name: jnp.copy(leaf) for name, leaf in state.items()}
-
     def counts(count: jax.Array) -> dict[str, jax.Array]:
       return {name: jnp.copy(count).astype(layout.leaves[name].dtype) for name in layout.counts}
 
     count = self._parts.scalar(jnp.int32)
     self.fresh = jax.jit(fresh, out_shardings=layout.shardings).lower().compile()
-    self.copy = jax.jit(copy, out_shardings=layout.shardings).lower(layout.leaves).compile()
+    self.copy = self.capture = self._parts.lower_copy().compile()
+    if self._parts.host_memory is not None:
+      self.capture = self._parts.lower_copy(self._parts.host_memory).compile()
     self.counts = jax.jit(counts, out_shardings=replicated).lower(count).compile()
 
   def _compile_pieces(self) -> None:

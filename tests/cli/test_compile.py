@@ -23,7 +23,16 @@ needs_libtpu = pytest.mark.skipif(
   importlib.util.find_spec("libtpu") is None, reason="libtpu, 0.7 GB, is not installed here"
 )
 
-STEP = aot.Program("step", 6 << 30, 1, 50.0, (CollectiveTotal("all-gather", 76, 4 << 30),), 9)
+STEP = aot.Program(
+  name="step",
+  hbm_bytes=6 << 30,
+  added_bytes=4 << 30,
+  host_bytes=0,
+  count=1,
+  cpu_seconds=50.0,
+  collectives=(CollectiveTotal("all-gather", 76, 4 << 30),),
+  largest_collective_bytes=9,
+)
 
 
 def made(**changed) -> aot.Fit:
@@ -34,6 +43,7 @@ def made(**changed) -> aot.Fit:
     "parameters": 12_000_000_000,
     "state_bytes": 2 << 30,
     "beside_bytes": 2 << 30,
+    "host_bytes": 3 << 30,
     "step": STEP,
     "needed_bytes": 8 << 30,
     "copies": (),
@@ -53,6 +63,7 @@ def test_a_step_takes_its_flops_over_what_the_chips_reach():
 def test_it_says_whether_it_fits_and_what_is_gathered():
   text = "\n".join(lines([0, 1], made(), 0.5))
   assert "island 0, 1: v5p:4x4x4" in text and "8.00 of 95.74 GiB a chip: fits, 92% free" in text
+  assert "host memory  3.00 GiB a chip" in text
   assert "gathered one layer at a time" in text and "76 all-gather 4.29 GB" in text
   text = "\n".join(lines([0], made(layer_bytes=8), 0.5))
   assert "MORE THAN A LAYER" in text
@@ -140,3 +151,7 @@ def test_a_small_island_of_real_chips():
   kinds = {each["kind"] for each in found["step"]["collectives"]}
   assert kinds & {"all-gather", "all-reduce"}
   assert "attention splash" in found["island"]
+  # A snapshot's copy goes straight to the host: no second state on the chips.
+  assert found["host_bytes"] >= found["state_bytes"]
+  snapshot = found["copies"][-1]
+  assert snapshot["name"] == "snapshot" and snapshot["added_bytes"] < 0.1 * found["state_bytes"]

@@ -7,7 +7,7 @@ import pytest
 
 from ddiloco import cli, environment
 from ddiloco.config import from_dict
-from ddiloco.engines import learner_process, session, syncer_process
+from ddiloco.engines import session, single_roles
 
 ROOT = Path(__file__).parent.parent.parent
 QUICKSTART = f"--config={ROOT / 'configs' / 'quickstart.py'}"
@@ -42,9 +42,9 @@ def place(monkeypatch):
     seen.append(arguments)
     return 7
 
-  monkeypatch.setattr(learner_process, "run_learner", run)
-  monkeypatch.setattr(syncer_process, "run_syncer", run)
-  monkeypatch.setattr(learner_process, "run_evaluator", run)
+  monkeypatch.setattr(single_roles, "run_learner", run)
+  monkeypatch.setattr(single_roles, "run_syncer", run)
+  monkeypatch.setattr(single_roles, "run_evaluator", run)
   return seen
 
 

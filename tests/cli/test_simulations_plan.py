@@ -140,10 +140,10 @@ def test_no_device_is_touched_and_a_size_alone_needs_no_jax(what):
 
 
 def test_the_machines_own_rate_is_measured_and_used(capsys, monkeypatch):
-  from ddiloco.engines import rates
+  from ddiloco.engines import virtual
 
-  monkeypatch.setattr(rates, "VALUES", 1 << 21)
-  monkeypatch.setattr(rates, "REPEATS", 1)
+  monkeypatch.setattr(virtual, "VALUES", 1 << 21)
+  monkeypatch.setattr(virtual, "REPEATS", 1)
   assert cli.main([*SIZE, "--gbps=5", "--step_seconds=4", "--measure"]) == 0
   out = capsys.readouterr().out
   [rate] = re.findall(r"This machine merges ([\d.]+) GB/s of f32 \(--core_gbytes=\1\)", out)

@@ -2,12 +2,10 @@
 
 import pytest
 
-from ddiloco.dashboard.prometheus import exposition
-from ddiloco.dashboard.status import status
-from ddiloco.observe.live import plain_line, render
+from ddiloco.dashboard.status import exposition, status
+from ddiloco.observe.live import plain_line, render, scalars
 from ddiloco.observe.report import key_numbers, summarise
 from ddiloco.observe.run_state import RunState
-from ddiloco.observe.tensorboard import scalars
 
 MEASURES = {"text_loss": 1.5, "image_loss": 0.25}
 

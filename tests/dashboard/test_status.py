@@ -8,9 +8,9 @@ import pytest
 from ddiloco.config import Config
 from ddiloco.dashboard.status import SILENT_SECONDS, STARTING_SECONDS
 from ddiloco.dashboard.status import status as status_of
+from ddiloco.observe.history import MOST_EVALUATIONS
 from ddiloco.observe.report import summarise
 from ddiloco.observe.run_state import RunState
-from ddiloco.observe.series import MOST_EVALUATIONS
 from ddiloco.protocol.events import decode
 
 

@@ -1,6 +1,7 @@
 """What the docs name is there: the glossary's names in the code, the architecture's files."""
 
 import ast
+import collections
 import re
 from pathlib import Path
 
@@ -11,6 +12,18 @@ from tests.test_journey import journey
 
 ROOT = Path(ddiloco.__file__).parent
 DOCS = ROOT.parent / "docs"
+OTHERS = {"dataclasses", "jax", "json", "np", "optax"}  # whose names pages mention
+ENDINGS = {
+  "html",
+  "js",
+  "json",
+  "jsonl",
+  "md",
+  "py",
+  "safetensors",
+  "sh",
+  "yaml",
+}  # a file's, no name
 
 
 def names_in_the_code() -> set[str]:
@@ -58,3 +71,22 @@ def test_files_that_are_named_are_there(page):
   assert not missing, f"{page} names {missing}"
   left_out = set(journey.files()) - named
   assert not left_out, f"{page} does not pass by {sorted(left_out)}"
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md")))
+def test_what_a_page_calls_by_its_module_is_there(page):
+  """`module.name`, `package.module.name`, or `section.field` of the config."""
+  known = collections.defaultdict(set)  # a module, package or section -> words in it
+  for path in ROOT.rglob("*.py"):
+    stem = path.parent.name if path.stem == "__init__" else path.stem
+    known[stem].update(re.findall(r"\w+", path.read_text()))
+    known[path.parent.name].add(stem)
+  for section, fields in ddiloco.default().items():
+    known[section].update(fields if hasattr(fields, "items") else ())
+  for called in re.findall(r"`([a-z_/]+(?:\.\w+)+)(?:\([^`]*\))?`", (DOCS / page).read_text()):
+    holder, *names = called.split("/")[-1].split(".")
+    if names[-1] in ENDINGS or holder in OTHERS:
+      continue
+    for name in names:
+      assert name in known[holder], f"{page} says {called!r}: there is no {name!r} in {holder!r}"
+      holder = name if name in known else holder

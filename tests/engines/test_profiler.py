@@ -12,9 +12,8 @@ import pytest
 from ddiloco.config import ConfigError
 from ddiloco.engines import profiler as profiler_module
 from ddiloco.engines.profiler import Profiler, ProfileRequest, take_profile
-from ddiloco.observe.request_file import append_request
 from ddiloco.protocol import events
-from ddiloco.workdir import OUTCOME, PROFILE_REQUESTS
+from ddiloco.workdir import OUTCOME, PROFILE_REQUESTS, append_request
 from tests.made_events import made
 
 ROLE, SECONDS = "learner-1", 60.0

@@ -16,7 +16,7 @@ from ddiloco import cli
 from ddiloco.checkpoint import weights
 from ddiloco.config import ConfigError, from_dict
 from ddiloco.engines import session
-from ddiloco.engines.ray_actor import MEETING, RoleActor
+from ddiloco.engines.children import MEETING, RoleActor
 from tests.engines.real import events_of, start, tiny, wait_for
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs ddiloco[ray]")

@@ -29,10 +29,10 @@ initial.initial_values = lambda config, plan, wanted: {
 }
 sys.modules[initial.__name__] = ddiloco.roles.initial = initial
 
-from ddiloco.engines import learner_process  # noqa: E402
+from ddiloco.engines import single_roles  # noqa: E402
 from ddiloco.engines.role_process import RoleRunner  # noqa: E402
-from ddiloco.engines.syncer_process import run_syncer  # noqa: E402
-from ddiloco.network import handshake  # noqa: E402
+from ddiloco.engines.single_roles import run_syncer  # noqa: E402
+from ddiloco.network import frames  # noqa: E402
 from ddiloco.network.transport import learner_address  # noqa: E402
 
 
@@ -49,10 +49,10 @@ class Island(toy.ToyIsland):
 
 
 def run_learner(config: Config, number: int, place: RoleSpec) -> int:
-  """As `learner_process.run_learner`, on a toy island."""
+  """As `single_roles.run_learner`, on a toy island."""
   with RoleRunner(learner_address(number), config, place) as runner:
     island = Island(number, runner.plan, STEP_SECONDS)
-    return runner.run(lambda: learner_process.live(runner, number, island, toy.batches))
+    return runner.run(lambda: single_roles.live(runner, number, island, toy.batches))
 
 
 def main() -> int:
@@ -68,8 +68,8 @@ def main() -> int:
   flags = parser.parse_args()
   end_with_parent()
   if late := flags.late_clock_seconds:
-    now = handshake.seconds_since_2020
-    handshake.seconds_since_2020 = lambda: now() - late
+    now = frames.seconds_since_2020
+    frames.seconds_since_2020 = lambda: now() - late
   place = RoleSpec(
     flags.dir, flags.dir.name, tuple(flags.syncers.split(",")), flags.bind, flags.keys
   )

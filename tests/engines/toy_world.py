@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from proxy import Link
+
 from ddiloco import workdir
-from ddiloco.chaos.proxy import Link
 from ddiloco.config import Config
 from ddiloco.core.fragments import owned_by
 from ddiloco.engines.children import spawn

@@ -10,7 +10,7 @@ from kubeflow_trainer_api import models
 
 from ddiloco.config import ConfigError, from_dict
 from ddiloco.launch import gke
-from ddiloco.launch.clusters import as_yaml
+from ddiloco.launch.cloud import as_yaml
 from tests.launch.placed import placed
 
 OPTIONS = {"claim": "work", "service_account": "trainer"}

@@ -1,10 +1,71 @@
-"""Who runs where, and what each role is told."""
+"""Who runs where, on which slices, for how much, and what each role is told."""
 
 import pytest
 
 from ddiloco.config import ConfigError, from_dict
-from ddiloco.launch.placement import host_flags, place, role_command
+from ddiloco.launch.placement import (
+  cost_lines,
+  costs,
+  host_flags,
+  place,
+  prices_of,
+  require_prices,
+  role_command,
+  shape_of,
+)
 from tests.launch.placed import BUCKET, config, placed
+
+# topology, chips, hosts, machine type of GKE, accelerator type of the TPU API
+TABLE = [
+  ("v5e:1x1", 1, 1, "ct5lp-hightpu-1t", "v5litepod-1"),
+  ("v5e:2x2", 4, 1, "ct5lp-hightpu-4t", "v5litepod-4"),
+  ("v5e:2x4", 8, 1, "ct5lp-hightpu-8t", "v5litepod-8"),
+  ("v5e:4x4", 16, 4, "ct5lp-hightpu-4t", "v5litepod-16"),
+  ("v5p:2x2x1", 4, 1, "ct5p-hightpu-4t", "v5p-8"),
+  ("v5p:2x2x2", 8, 2, "ct5p-hightpu-4t", "v5p-16"),
+  ("v5p:4x4x4", 64, 16, "ct5p-hightpu-4t", "v5p-128"),
+  ("v6e:1x1", 1, 1, "ct6e-standard-1t", "v6e-1"),
+  ("v6e:2x4", 8, 1, "ct6e-standard-8t", "v6e-8"),
+  ("v6e:8x8", 64, 16, "ct6e-standard-4t", "v6e-64"),
+  ("v6e:16x16", 256, 64, "ct6e-standard-4t", "v6e-256"),
+]
+
+
+@pytest.mark.parametrize(("topology", "chips", "hosts", "machine", "accelerator"), TABLE)
+def test_a_topology_has_its_names(topology, chips, hosts, machine, accelerator):
+  shape = shape_of(topology)
+  assert (shape.chips, shape.hosts) == (chips, hosts)
+  assert (shape.machine_type, shape.accelerator_type) == (machine, accelerator)
+  assert shape.chips_per_host * hosts == chips and topology.endswith(f":{shape.topology}")
+
+
+@pytest.mark.parametrize(
+  ("topology", "said"),
+  [
+    ("v7:2x2", "must be a chip"),
+    ("v5p", "must be a chip"),
+    ("v5p-8", "must be a chip"),
+    ("v6e:0x4", "must be a chip"),
+    ("v5p:4x4", "3 dimensions"),
+    ("v6e:2x2x2", "2 dimensions"),
+    ("v5p:1x1x1", "neither one host nor whole hosts"),
+    ("v6e:3x3", "neither one host nor whole hosts"),
+  ],
+)
+def test_what_is_no_slice_is_refused(topology, said):
+  with pytest.raises(ConfigError, match=f"islands.topology = '{topology}': .*{said}.*Fix: "):
+    shape_of(topology)
+
+
+def test_the_names_are_those_that_ray_knows():
+  """Ray computes chips of a host and names of slices by itself."""
+  tpu = pytest.importorskip("ray._private.accelerators.tpu")
+  for topology, *_ in TABLE:
+    shape = shape_of(topology)
+    generation = shape.accelerator_type.split("-")[0]
+    assert tpu.get_chips_per_host(shape.topology, generation) == shape.chips_per_host
+    found = tpu.infer_tpu_pod_type_from_topology(shape.topology, generation)
+    assert found == shape.accelerator_type
 
 
 def test_islands_get_the_devices_and_hosts_of_their_slices():
@@ -84,3 +145,32 @@ def test_roles_are_told_what_they_need():
   shape = made.islands[0].shape
   assert host_flags(shape, "1", "leader") == ["--host=1", "--hosts=tcp://leader:7001"]
   assert host_flags(placed(["v6e:2x4"]).islands[0].shape, "0", "leader") == []
+
+
+MADE = placed(["v5p:4x4x4", "v5p:2x2x2", "v6e:8x8"])
+
+
+def test_chips_and_machines_by_the_hour():
+  found = costs(MADE, {"v5p": 4.0, "v6e": 2.5, "shard": 1.0}, machines=3)
+  assert [(each.count, each.hourly) for each in found] == [(72, 288.0), (64, 160.0), (3, 3.0)]
+  text = "\n".join(cost_lines(found, hours=10))
+  assert "Together 451.00 $ an hour, 4,510.00 $ in 10 h." in text and "Not counted" in text
+  require_prices(found, hours=10)
+
+
+def test_what_has_no_price_is_said_to_have_none_and_is_not_spent():
+  found = costs(MADE, prices_of(["v5p=4.2"]), machines=3)
+  text = "\n".join(cost_lines(found, hours=0))
+  assert "64 v6e chips: price not given" in text
+  assert "Together 302.40 $ an hour and what has no price; for how long: --hours" in text
+  with pytest.raises(ConfigError, match=r"--prices = 'v6e chips': has no price.*Fix: "):
+    require_prices(found, hours=10)
+  known = costs(MADE, prices_of(["v5p=4", "v6e=2", "shard=0"]), machines=3)
+  with pytest.raises(ConfigError, match=r"--hours = 0.0: .*Fix: "):
+    require_prices(known, hours=0.0)
+
+
+@pytest.mark.parametrize("text", ["v5p", "v5p=", "=3", "v5p=-1", "v5p=nan", "v5p=inf", "v5p=two"])
+def test_what_is_no_price_is_refused(text):
+  with pytest.raises(ConfigError, match=r"--prices = .*Fix: "):
+    prices_of([text])

@@ -9,12 +9,22 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 from ddiloco.config import NetworkConfig
 from ddiloco.network.endpoint import NetworkEndpoint, RunIdentity
 from ddiloco.network.keys import Keys, make_keys
+from ddiloco.protocol.messages import Push
+from tests import says
 
 QUICK = NetworkConfig(streams=2, hello_seconds=0.1)
 SECONDS = 20.0
+
+
+def push(number: int, size: int) -> Push:
+  """A push of random bytes, the same for the same number."""
+  payload = np.random.default_rng(number).integers(0, 256, size, np.uint8)
+  return says.push(0, 0, 0, number, 0, 1, 1, 0, "f32", payload)
 
 
 class Net:

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from proxy import Link
 
 from ddiloco import environment
-from ddiloco.chaos.proxy import Link
 from ddiloco.checks import ConfigError
 from ddiloco.network import frames
 from ddiloco.network.admission import STRANGER_SECONDS, Admission
@@ -191,7 +191,7 @@ SLEEPER = """
 import json, sys
 from ddiloco.config import NetworkConfig
 from ddiloco.network.endpoint import NetworkEndpoint, RunIdentity
-from tests.network.test_endpoint import push
+from tests.network.net import push
 url, settings = sys.argv[1], NetworkConfig(**json.loads(sys.argv[2]))
 learner = NetworkEndpoint("learner-0", 0, RunIdentity("run", "plan", 1 << 30, 1 << 30), settings)
 learner.dial("syncer-0", url)

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from proxy import Link
 
-from ddiloco.chaos.proxy import Link
 from ddiloco.config import NetworkConfig
 from ddiloco.network import frames
-from ddiloco.network.handshake import RunIdentity, objection, seconds_since_2020
+from ddiloco.network.frames import RunIdentity, objection, seconds_since_2020
 from ddiloco.network.peers import MAX_QUEUED
 from ddiloco.protocol import messages
 from ddiloco.protocol.messages import Goodbye, Hello, MalformedMessage, Push, RequestMoments
 from tests import says
-from tests.network.net import QUICK, Net
+from tests.network.net import QUICK, Net, push
 
 SECONDS = 20.0
 
@@ -47,11 +47,6 @@ def link_to():
   yield make
   for link in links:
     link.stop()
-
-
-def push(number: int, size: int) -> Push:
-  payload = np.random.default_rng(number).integers(0, 256, size, np.uint8)
-  return says.push(0, 0, 0, number, 0, 1, 1, 0, "f32", payload)
 
 
 def hello(incarnation: int = 0) -> Hello:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ddiloco.network import frames
-from ddiloco.network.handshake import RunIdentity
+from ddiloco.network.frames import RunIdentity
 from ddiloco.network.io_thread import Forget
 from ddiloco.network.peers import KEPT_SECONDS, LEAST_KEPT_BYTES, BufferPool, Incoming
 from ddiloco.protocol.messages import MalformedMessage

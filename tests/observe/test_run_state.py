@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from ddiloco.observe.island_state import RECENT_COMMITS
+from ddiloco.observe.islands import RECENT_COMMITS
 from ddiloco.observe.run_state import RECENT_LOG_EVENTS, RunState
 from ddiloco.observe.style import clock_time, compact, island_colour
 from ddiloco.protocol import events
@@ -276,3 +276,8 @@ def test_what_a_snapshot_lacks_is_said():
     "snapshot 3 is given up: it lacks shard 1",
     "snapshot 4 is given up: no room",
   ]
+
+
+def test_every_handler_has_the_name_of_a_kind():
+  handled = {name.removeprefix("_on_") for name in vars(RunState) if name.startswith("_on_")}
+  assert handled and handled <= {"odd", *events.KINDS}

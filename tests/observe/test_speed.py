@@ -9,13 +9,11 @@ import pytest
 from rich.console import Console
 
 from ddiloco.config import ModelConfig
-from ddiloco.dashboard.prometheus import exposition
-from ddiloco.dashboard.status import status
+from ddiloco.dashboard.status import exposition, status
 from ddiloco.models.arithmetic import flops_per_token
-from ddiloco.observe.live import plain_line, render
+from ddiloco.observe.live import plain_line, render, scalars
 from ddiloco.observe.report import key_numbers, numbers
 from ddiloco.observe.run_state import RunState
-from ddiloco.observe.tensorboard import scalars
 from ddiloco.training.devices import PEAK_FLOPS
 
 # Every step 1024 tokens in 0.5 s on 4 chips: 512 tokens a second and chip.

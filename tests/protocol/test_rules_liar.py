@@ -20,3 +20,8 @@ def test_a_liar_stops_rewrites_and_owns_nothing(block):
   assert struck(counted, liar.KINDS), counted
   assert sum(counted[lie] for lie in liar.LIES) > 50 * WORLDS, counted
   assert counted["merged"] > 0 and counted["rejected"] > 0 and counted["adopted"] > 0, counted
+
+
+def test_a_round_ends_whose_only_push_is_from_a_life_that_is_over_when_it_is_measured():
+  """It may not end while that is measured, and by then nothing of it counts any more."""
+  assert liar.check(9953)["snapshots"]

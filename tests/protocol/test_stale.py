@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ddiloco.config import SyncConfig
-from ddiloco.protocol import learner
-from ddiloco.protocol.actions import Apply, Received, Staged, StepDone
+from ddiloco.protocol import events, learner
+from ddiloco.protocol.actions import Received, Staged, StepDone
 from ddiloco.protocol.learner import STALE_PERIODS
 from tests import says
 
@@ -26,7 +26,7 @@ def come_back(steps: int, pushed: bool, merged: bool, newest: int = STALE_PERIOD
   def feed(event) -> None:
     nonlocal one
     one, actions = learner.learner_on(one, event, SYNC)
-    applied.extend(action for action in actions if isinstance(action, Apply))
+    applied.extend(action for action in actions if isinstance(action, events.Apply))
 
   feed(Received(says.welcome(0, 0, 0, 0, (0,)), 0.0))
   feed(Received(version(0), 0.0))

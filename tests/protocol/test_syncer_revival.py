@@ -10,7 +10,6 @@ from ddiloco.config import SyncConfig
 from ddiloco.protocol import events, learner, rules, syncer
 from ddiloco.protocol.actions import (
   Abandon,
-  Apply,
   InstallValue,
   Received,
   Resend,
@@ -207,7 +206,7 @@ def test_what_became_of_the_steps_of_a_revived_learner(steps, merged, fate, welc
     one.feed(welcome(0, 0, 1, 50, (0, 1)))
     assert one.state.joined
   one.feed(dataclasses.replace(MERGED, merged_rounds=merged))
-  [apply] = [a for a in one.feed(Staged(0, 1, 0.2)) if isinstance(a, Apply)]
+  [apply] = [a for a in one.feed(Staged(0, 1, 0.2)) if isinstance(a, events.Apply)]
   f = one.state.fragments[0]
   assert (f.steps, f.acknowledged_tokens, f.discarded_tokens) == fate
   assert apply.mode == ("overwrite" if fate[2] else "rebase")
@@ -247,7 +246,7 @@ def test_lock_step_answers_a_new_pull_with_the_same_push_and_keeps_its_own_globa
   assert also.feed(Staged(0, 1, 0.2)) == [] and learner.can_step(also.state, lock_step)
   assert also.state.global_step == 1
   [apply, *_] = also.feed(STEP)
-  assert apply == Apply(0, 1, 7, "rebase", True)
+  assert apply == says.applied(0, 1, 7, "rebase", True)
 
 
 # --- version numbers that come twice --------------------------------------------------------------

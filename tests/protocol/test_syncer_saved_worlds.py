@@ -229,3 +229,9 @@ def test_a_lock_step_run_that_was_killed_repeats_what_it_lost(block):
     assert {k: found[k] for k in both} == {k: expected[k] for k in both}, f"{seed=}"
     assert len(both) >= 0.8 * len(expected)
   assert went_back > 5
+
+
+@pytest.mark.parametrize("seed", [1905, 2902])
+def test_the_only_learner_is_believed_again_when_it_is_heard_after_a_silence(seed):
+  """All had died, it is ahead of what its shard knows, and was taken for lost meanwhile."""
+  assert disasters.check(seed)["commits"]

@@ -10,7 +10,6 @@ from ddiloco.config import SyncConfig
 from ddiloco.protocol import learner, syncer
 from ddiloco.protocol.actions import (
   Accept,
-  Apply,
   Commit,
   CopyOut,
   Received,
@@ -24,7 +23,7 @@ from ddiloco.protocol.actions import (
   TakeSnapshot,
   Tick,
 )
-from ddiloco.protocol.events import Event
+from ddiloco.protocol.events import Apply, Event
 from ddiloco.protocol.messages import MADE, Goodbye, Publish, Pull, Push, Refusal, Report
 from ddiloco.protocol.states import FragmentState
 from tests import says
@@ -59,7 +58,7 @@ class Script:
       event = Received(event, now, **measured)
     reducer = says.shard_on if self.shard else learner.learner_on
     self.state, actions = reducer(self.state, event, self.sync)
-    return [says.plain(a) for a in actions if not isinstance(a, Event)]
+    return [says.plain(a) for a in actions if isinstance(a, Apply) or not isinstance(a, Event)]
 
 
 def report(
@@ -115,7 +114,7 @@ def join(script: Script) -> Publish:
     publish = dataclasses.replace(whole, fragment=p)
     assert script.feed(publish) == [Stage(publish, "overwrite", False)]
     assert not learner.can_step(script.state, script.sync)
-    assert script.feed(Staged(p, 0, 0.0)) == [Apply(p, 0, -1, "overwrite", False)]
+    assert script.feed(Staged(p, 0, 0.0)) == [says.applied(p, 0, -1, "overwrite", False)]
   global_step = 0 if script.sync.blocking else 40  # in lock-step all begin together
   assert learner.can_step(script.state, script.sync) and script.state.global_step == global_step
   return whole
@@ -142,7 +141,7 @@ def test_golden_learner_two_fragments():
   assert one.feed(version_1) == [Stage(version_1, "rebase", True)]
   assert one.feed(says.pull(0, 0, 0, 0, 2, 1)) == []  # waits for version 1 to be applied
   assert one.feed(Staged(0, 1, 0.2)) == [
-    Apply(0, 1, 0, "rebase", True),
+    says.applied(0, 1, 0, "rebase", True),
     CopyOut(says.push(0, 0, 0, 2, 1, 1, 10, 44, "")),
   ]
   f = one.state.fragments[0]
@@ -157,7 +156,7 @@ def test_golden_learner_two_fragments():
   one.feed(StepDone(0.3, 10, 0.1))
   version_3 = dataclasses.replace(version_1, round=4, version=3, base_version=-1)
   assert one.feed(version_3) == [Stage(version_3, "rebase", False)]
-  assert one.feed(Staged(0, 3, 0.3)) == [Apply(0, 3, 4, "rebase", False)]
+  assert one.feed(Staged(0, 3, 0.3)) == [says.applied(0, 3, 4, "rebase", False)]
   f = one.state.fragments[0]
   assert (f.version, f.steps, f.tokens, f.steps_since_sync, f.discarded_tokens) == (3, 2, 20, 0, 0)
   assert one.state.fragments[1].steps == 3 and one.state.fragments[1].version == 0
@@ -165,12 +164,12 @@ def test_golden_learner_two_fragments():
 
 def test_refused_push_goes_back_to_the_base():
   one = Script(role="learner")
-  join(one)
+  base = join(one)
   one.feed(StepDone(0.1, 10, 0.1))
   one.feed(says.pull(0, 0, 0, 0, 0, 0))
   [stage] = one.feed(Refusal(0, 0, 0, 0, 0, False, "not finite"))
-  assert stage.mode == "overwrite" and stage.publish.version == stage.publish.base_version == 0
-  assert one.feed(Staged(0, 0, 0.1)) == [Apply(0, 0, -1, "overwrite", False)]
+  assert stage == Stage(base, "overwrite", False) and stage.publish.payload is None
+  assert one.feed(Staged(0, 0, 0.1)) == [says.applied(0, 0, -1, "overwrite", False)]
   f = one.state.fragments[0]
   assert (f.steps, f.tokens, f.discarded_tokens) == (0, 0, 10)
   assert one.feed(Refusal(0, 0, 0, 0, 0, False, "not finite")) == [], "a duplicate"

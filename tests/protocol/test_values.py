@@ -90,6 +90,8 @@ def values_of(hint):
     if key is not int:  # what a shard knows for a while only, and no part has
       return st.just({})
     return st.dictionaries(values_of(key), values_of(value), max_size=2)
+  if origin is typing.Literal:
+    return st.sampled_from(arguments)
   if hint is types.NoneType:  # a payload, which is kept elsewhere
     return st.none()
   simple = {int: st.integers(-(2**53), 2**53), float: st.floats(allow_nan=False), str: st.text()}

@@ -30,7 +30,7 @@ from ddiloco.protocol import events
 from ddiloco.protocol.actions import Accept, Commit, InstallValue, Received
 from ddiloco.protocol.events import Event, parse_role
 from ddiloco.protocol.messages import NOTHING, Message, Publish, Push, Value
-from ddiloco.protocol.states import FragmentState
+from ddiloco.protocol.states import FragmentState, clock_violations
 from ddiloco.protocol.values import from_json
 from ddiloco.simulation import world
 from ddiloco.simulation.stand_ins import SavedPart, Sized, SizedDeltas, SizedMerger, VirtualIsland
@@ -169,8 +169,15 @@ class Ghosts(world.World):
     self.merging: dict[tuple[int, int], Commit] = {}
     self.snapshots: dict[int, dict[Role, Part]] = {}
     self.history: list[tuple[float, Actor, Event]] = []
+    self.misjudged: Exception | None = None  # the first snapshot that is none
     self._commits: list[tuple[float, Commit]] = []
     super().__init__(*arguments, **named)
+
+  def run(self, *arguments, **named) -> None:
+    """As of any virtual time; a snapshot that is no cut ends it."""
+    super().run(*arguments, **named)
+    if self.misjudged is not None:
+      raise self.misjudged
 
   def new_store(self) -> MemoryStore:
     return GhostStore(self.ledger)
@@ -203,18 +210,21 @@ class Ghosts(world.World):
       case events.Commit():
         self._commits.append((self.now, self.merging[event.fragment, event.round]))
       case events.Snapshot():
-        self._complete(event)
+        try:
+          self._complete(event)
+        except Exception as error:  # the role that records it goes on whatever comes of it
+          self.misjudged = self.misjudged or error
 
   def _complete(self, event: events.Snapshot) -> None:
     """It must be a consistent snapshot."""
     parts = self.storage.parts[event.snapshot]
-    states = self.snapshots[event.snapshot] = {
+    found = self.snapshots[event.snapshot] = {
       parse_role(name): _part(parts[name]) for name in event.roles
     }
-    seen = {part.state.key: part.state.vector_clock for part in states.values()}
-    assert not states.clock_violations(seen), f"no cut: {states.clock_violations(seen)} of {seen}"
-    learners = {r[1]: (v.incarnation, v.parameters) for r, v in states.items() if r[0] == "learner"}
-    shards = [part for role, part in states.items() if role[0] == "syncer"]
+    seen = {part.state.key: part.state.vector_clock for part in found.values()}
+    assert not clock_violations(seen), f"no cut: {clock_violations(seen)} of {seen}"
+    learners = {r[1]: (v.incarnation, v.parameters) for r, v in found.items() if r[0] == "learner"}
+    shards = [part for role, part in found.items() if role[0] == "syncer"]
     fragments = {f.index: (v.incarnation, f) for v in shards for f in v.state.fragments}
     self.ledger.check_cut(learners, fragments)
 

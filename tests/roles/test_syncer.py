@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from ddiloco.checkpoint.buddy import Sealer
 from ddiloco.checkpoint.restore import new_syncer
 from ddiloco.config import from_dict
 from ddiloco.core import codec, fragments
 from ddiloco.core.commit import Committed, MemoryStore, learner_weights, new_fragment
-from ddiloco.network.seals import Sealer
 from ddiloco.network.transport import Counters
 from ddiloco.protocol.actions import Commit, InstallValue, Tick
 from ddiloco.protocol.messages import Publish, Pull, Refusal

@@ -10,8 +10,8 @@ import math
 import random
 from collections.abc import Callable
 
-from ddiloco.chaos.random_plans import KINDS as ACTIONS
-from ddiloco.chaos.random_plans import random_faults
+from ddiloco.chaos.faults import KINDS as ACTIONS
+from ddiloco.chaos.faults import random_faults
 from ddiloco.config import (
   ChaosConfig,
   CheckpointConfig,
@@ -27,8 +27,8 @@ from ddiloco.observe import goodput, tracks
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Event
 from ddiloco.simulation.run import Speeds, VirtualRun
-from ddiloco.trace import reader
 from ddiloco.trace.check import check as check_trace
+from ddiloco.trace.operations import read_logs
 from tests.protocol.ledger import Ledger
 from tests.protocol.virtual import STEP_TOKENS, Ghosts
 from tests.worlds import swarm
@@ -155,5 +155,5 @@ def _check_events(config: Config, said: list[Event]) -> None:
       assert event.role in struck or event.gap_seconds < MOST_GAP_SECONDS, f"{event.role} paused"
   found = account.report()
   assert math.isclose(found.goodput + sum(found.causes.values()), 1.0, abs_tol=1e-6)
-  checked = check_trace(reader.read(logs))
+  checked = check_trace(read_logs(logs))
   assert not checked.problems, checked.problems[:3]

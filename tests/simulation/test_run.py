@@ -9,7 +9,7 @@ import statistics
 import pytest
 
 from ddiloco import config as config_lib
-from ddiloco.chaos.random_plans import random_faults
+from ddiloco.chaos.faults import random_faults
 from ddiloco.config import ConfigError, Fault
 from ddiloco.core import commit
 from ddiloco.observe import tracks

@@ -9,15 +9,15 @@ import pytest
 
 import ddiloco
 from ddiloco.protocol.events import KINDS
-from ddiloco.trace import reader
 from ddiloco.trace.check import MergedSteps, StepHistory, StepRange, check
+from ddiloco.trace.operations import BYSTANDERS, MOVERS, read_logs
 from tests.trace.traces import Logs, find, good, typed
 
 ONE, TWO, SHARD = "learner-0", "learner-1", "syncer-0"
 
 
 def problems(logs: Logs) -> list[str]:
-  return [str(problem) for problem in check(reader.read(typed(logs))).problems]
+  return [str(problem) for problem in check(read_logs(typed(logs))).problems]
 
 
 def drop(role: str, kind: str, **fields):
@@ -52,7 +52,7 @@ def lose_fields(role: str, kind: str, *names: str):
 
 
 def test_nothing_is_wrong_with_a_good_trace():
-  checked = check(reader.read(typed(good())))
+  checked = check(read_logs(typed(good())))
   assert not checked.problems
   assert checked.counts == {
     "steps": 16, "learners": 2, "incarnations": 3, "pushes": 6, "commits": 4, "merged": 5,
@@ -269,7 +269,7 @@ def test_merged_finds_every_overlap():
 
 def test_every_kind_of_event_that_roles_record_is_known():
   """Or `ddiloco trace` would call a run broken that is not."""
-  classes = set().union(*reader.OF.values(), *reader.BYSTANDERS.values())
+  classes = set().union(*MOVERS.values(), *BYSTANDERS.values())
   known = {kind for kind, cls in KINDS.items() if cls in classes}
   root = Path(ddiloco.__file__).parent
   packages = ("roles", "protocol", "core", "checkpoint", "network")
@@ -284,4 +284,4 @@ def test_every_kind_of_event_that_roles_record_is_known():
     if name in by_name
   }
   assert {"step", "copy_out", "stage", "apply", "commit", "owns", "saved", "member"} <= recorded
-  assert not recorded - known, "say in trace/reader.py whether they move the model"
+  assert not recorded - known, "say in trace/operations.py whether they move the model"

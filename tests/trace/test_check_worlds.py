@@ -8,8 +8,8 @@ import random
 import pytest
 
 from ddiloco.protocol.events import Event
-from ddiloco.trace import reader
 from ddiloco.trace.check import check
+from ddiloco.trace.operations import read_logs
 from tests.protocol import storms
 
 
@@ -26,7 +26,7 @@ def test_the_tapes_of_random_worlds_hold(block):
     logs: dict[str, list[Event]] = collections.defaultdict(list)
     for _, actor, event in world.history:
       logs[actor.name].append(event)
-    checked = check(reader.read(logs))
+    checked = check(read_logs(logs))
     assert not checked.problems, f"world {seed}, {world.sync}:\n" + "\n".join(
       map(str, checked.problems[:5])
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 
-from ddiloco.trace import reader
 from ddiloco.trace.interpreter import (
   LearnerAlgebra,
   LearnerRole,
@@ -16,7 +15,7 @@ from ddiloco.trace.interpreter import (
   perform,
   perform_all,
 )
-from ddiloco.trace.operations import INITIAL, Incarnation, Key, makes, needs
+from ddiloco.trace.operations import INITIAL, Incarnation, Key, makes, needs, read_logs
 from tests.trace.traces import find, good, typed
 
 INITIAL_VALUE = Key("value", INITIAL, 0)
@@ -25,7 +24,7 @@ INITIAL_VALUE = Key("value", INITIAL, 0)
 def schedule(logs, made=None) -> tuple[Schedule, Proof]:
   proof = Proof()
   made = {INITIAL_VALUE: proof.add(Version(0, INITIAL, 0))} if made is None else made
-  return Schedule(reader.read(typed(logs)), made, proof), proof
+  return Schedule(read_logs(typed(logs)), made, proof), proof
 
 
 class Nothing:

@@ -16,7 +16,8 @@ import replay_chaos as chaos
 from ddiloco import cli, environment
 from ddiloco.checkpoint import weights
 from ddiloco.observe.eventlog import read_events
-from ddiloco.trace import reader, replay, text
+from ddiloco.trace import replay, text
+from ddiloco.trace.operations import read_logs
 from ddiloco.trace.replay import replay_run
 from tests.trace.traces import good, typed
 
@@ -190,9 +191,7 @@ def test_a_role_that_hangs_is_named(monkeypatch):
 
   found = replay.Replay.__new__(replay.Replay)
   found._roles = {"learner-0": Hangs()}
-  found._schedule = replay.Schedule(
-    reader.read({"learner-0": typed(good())["learner-0"]}), {}, None
-  )
+  found._schedule = replay.Schedule(read_logs({"learner-0": typed(good())["learner-0"]}), {}, None)
   with pytest.raises(TimeoutError, match=r"made for 0.01 s; learner-0 did not come to an end"):
     found.run()
   end.set()

@@ -25,8 +25,11 @@ def test_an_island_and_all_its_programs(fragments):
   assert found.step is not None and found.fits and found.gathers_by_layer
   assert found.chips == 8 and found.tokens == 8 * 16
   assert found.state_bytes >= 3 * 4 * found.parameters / 8  # parameters and two moments
-  out, into = found.copies
+  out, into, snapshot = found.copies
   assert (out.name, into.name) == ("copy out", "apply") and out.count == into.count <= 8
-  assert not out.collectives and not into.collectives
+  assert snapshot.name == "snapshot" and snapshot.count == 1
+  assert not any(program.collectives for program in found.copies)
+  # A CPU has no memory of another kind: what the program adds is a second state.
+  assert found.beside_bytes > snapshot.added_bytes >= found.state_bytes
   text = "\n".join(lines([0], found, 0.4))
   assert f"s of CPU to compile {out.count} programs" in text and "no collective leaves" in text

@@ -15,7 +15,7 @@ from ddiloco.models.images import NO_TEXT
 from ddiloco.roles import initial
 from ddiloco.training import captions, data
 from ddiloco.training.evaluate import HeldoutLoss
-from ddiloco.training.tokenizers import ByteTokenizer
+from ddiloco.training.tokens import ByteTokenizer
 
 pytest.importorskip("sklearn")
 PATCHES = 16

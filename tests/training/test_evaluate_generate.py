@@ -9,7 +9,7 @@ import pytest
 from ddiloco.config import ConfigError, ModelConfig
 from ddiloco.models import transformer
 from ddiloco.training import evaluate as generate_lib
-from ddiloco.training.tokenizers import ByteTokenizer
+from ddiloco.training.tokens import ByteTokenizer
 
 MODEL = ModelConfig(
   vocab_size=260,  # padded: four ids that no byte has

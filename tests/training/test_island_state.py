@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ddiloco.core import fragments
 from ddiloco.models.transformer import LanguageModel
-from ddiloco.training import inner
+from ddiloco.training import inner, step
 from ddiloco.training.inner import METRICS
 from ddiloco.training.programs import StateLayout
 from tests.training.test_island import CUBE, batch, initial, make
@@ -114,12 +114,26 @@ def test_the_state_has_a_name_for_everything(any_island):
 
 
 def test_capturing_only_copies(cube):
-  program = cube[0].programs.copy
+  program = cube[0].programs.capture
   memory = program.memory_analysis()
   assert memory.alias_size_in_bytes == 0  # or the next step would take it away
   assert memory.temp_size_in_bytes == 0
-  assert "all-" not in cube[0].programs.copy.as_text()  # on the CPU it would have to be waited for
+  assert "all-" not in program.as_text()  # on the CPU it would have to be waited for
   assert "all-" in cube[0].programs.step.as_text()
+
+
+@pytest.mark.parametrize("mesh", [{"devices": 1}, CUBE])
+def test_a_state_is_captured_in_the_hosts_memory_where_devices_copy_to_it(mesh, monkeypatch):
+  monkeypatch.setattr(step, "host_memory", lambda device: "pinned_host")
+  island, _, config = cheap(mesh)
+  captured, before = trained(island, config).capture(), island.params_on_host()
+  assert {leaf.sharding.memory_kind for leaf in captured.values()} == {"pinned_host"}
+  island.step(batch(3), 3)  # in place
+  saved = on_host(captured)
+  assert_same_bits({name: saved["params/" + name] for name in before}, before)
+  island.restore(captured)
+  assert {name: leaf.sharding for name, leaf in island._state.items()} == island.shardings()
+  assert_same_bits(island.capture(), saved)
 
 
 @pytest.mark.parametrize("pipelined", [False, True])

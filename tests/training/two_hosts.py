@@ -97,9 +97,10 @@ def main(host: int, url: str, coordinator: str, mesh: str, file: str) -> None:
   import jax
 
   from ddiloco.roles import initial
-  from ddiloco.training import hosts
+  from ddiloco.training import hosts, step
   from ddiloco.training.island import Island
 
+  step.host_memory = lambda _: "pinned_host"  # as accelerators have it
   plan = initial.make_plan(config)
   island = Island(config, 0, jax.devices(), plan)
   island.compile()

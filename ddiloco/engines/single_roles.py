@@ -1,0 +1,456 @@
+"""One process as one role: a learner, a syncer shard or the evaluator, in the foreground.
+
+For JobSet, systemd, `gcloud ssh` or a shell. Exit status 0: finished, or asked to end and nothing
+is lost; 1: work was lost (the last line says what); 130: Ctrl-C; wrong usage raises `ConfigError`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+
+from ddiloco.checkpoint.buddy import Copies, Replication, Sealer, buddy_of, recover
+from ddiloco.checkpoint.restore import (
+  Unfounded,
+  begin_learner,
+  lost_snapshots,
+  new_learner,
+  new_syncer,
+  newest_rounds,
+  open_storage,
+  restore_fragments,
+)
+from ddiloco.config import Config, ConfigError
+from ddiloco.core.commit import Committed, MemoryStore, new_fragment
+from ddiloco.core.fragments import owned_by
+from ddiloco.engines.island_hosts import Hosts, check_hosts, run_host
+from ddiloco.engines.role_process import Ended, RoleRunner, unreached
+from ddiloco.engines.role_spec import Outnumbered, RoleSpec, check_spec
+from ddiloco.environment import BAD_USAGE, FINISHED, LOST
+from ddiloco.network.frames import incarnation_at
+from ddiloco.network.host_links import HostsApart
+from ddiloco.network.transport import EVALUATOR_ADDRESS, learner_address, syncer_address
+from ddiloco.observe.eventlog import newest_event
+from ddiloco.observe.style import compact
+from ddiloco.protocol import events
+from ddiloco.protocol import syncer as syncer_rules
+from ddiloco.protocol.learner import unmerged_tokens
+from ddiloco.protocol.messages import NOTHING
+from ddiloco.protocol.states import LearnerState, SyncerState, complete
+from ddiloco.protocol.supervisor import after_exit
+from ddiloco.roles import initial
+from ddiloco.roles.exchange import Quarantined
+from ddiloco.roles.learner import Batches
+from ddiloco.roles.syncer import Syncer
+from ddiloco.runtime import Runtime
+from ddiloco.workdir import COMPILED, RESULT
+
+RECOVERY_HELLOS = 18  # a learner that lost its shard tries again after at most 16 of them
+EARLIEST_SECONDS = 86_400  # before the run began by this host's clock: rounds of its shards
+
+# --- learner --------------------------------------------------------------------------------------
+
+
+def run_learner(config: Config, number: int, place: RoleSpec) -> int:
+  """Trains one island on the devices of this process until the run is over, or SIGTERM.
+
+  Any number will do, also above islands.num_learners: learners come and go while the run goes on.
+  """
+  check_spec(config, place)
+  check_hosts(config, number, place)
+  if place.host:
+    return run_host(config, number, place)
+  with RoleRunner(learner_address(number), config, place) as runner:
+    status = runner.run(lambda: _learner(runner, number))
+  if place.hosts and status == LOST:
+    os._exit(status)  # JAX would wait for the other hosts
+  return status
+
+
+def _learner(runner: RoleRunner, number: int) -> int:
+  runner.recorder.record(events.Launched())
+  if not runner.place.hosts:
+    return _train(runner, number, None)
+  try:
+    hosts = Hosts(runner, number)
+  except HostsApart as error:
+    raise Ended(str(error)) from error
+  try:
+    status = _train(runner, number, hosts)
+  except ConfigError as error:
+    runner.say(str(error))
+    runner.recorder.close()
+    os._exit(BAD_USAGE)  # as below
+  hosts.part()
+  return status
+
+
+def _train(runner: RoleRunner, number: int, hosts: Hosts | None) -> int:
+  """On this process' devices, and on those of the other `hosts` of the island."""
+  import jax
+
+  from ddiloco.training import data
+  from ddiloco.training.devices import island_devices, kept_in, told_what_compiles
+  from ddiloco.training.hosts import LeadingIsland
+  from ddiloco.training.island import Island
+
+  config = runner.config
+  # A restarted learner finds the programs that it, or another one, has compiled before.
+  with kept_in(runner.place.workdir / COMPILED):
+    stream = data.Stream(data.open_data(config.data), config, number)
+    devices = island_devices(config.islands.island(number), jax.devices(), number)
+    island = Island(config, number, devices, runner.plan)
+    runner.ready = lambda: "compiling"
+    seconds = island.compile()
+    runner.recorder.record(events.Compiled(target=runner.address, seconds=round(seconds, 3)))
+    with told_what_compiles(functools.partial(_record_compiled, runner)):
+      if hosts is None:
+        return live(runner, number, island, stream.iterate)
+      hosts.wait_until_compiled()
+      leading = LeadingIsland(island, runner.plan, hosts.links, hosts.progress)
+      status = live(runner, number, leading, functools.partial(leading.batches, stream.iterate))
+      leading.end()
+      return status
+
+
+def _record_compiled(runner: RoleRunner, program: str, seconds: float) -> None:
+  """A program was compiled in the middle of training."""
+  compiled = events.Compiled(target=runner.address, seconds=round(seconds, 3), program=program)
+  runner.recorder.record(compiled)
+
+
+def live(runner: RoleRunner, number: int, island, batches: Batches) -> int:
+  """Trains on an island that is ready; quarantined, it starts afresh as a new incarnation.
+
+  Returns the exit status.
+
+  Raises:
+    Ended: it was quarantined once too often in a row.
+  """
+  config, deaths, afresh = runner.config, 0, False
+  storage = open_storage(config, runner.plan, runner.place.workdir)
+  while True:
+    began = time.monotonic()
+    try:
+      return _life(runner, number, island, batches, storage, afresh)
+    except Quarantined as error:
+      afresh = True  # what it had was bad: from now on it begins with nothing
+      deaths, pause = after_exit(deaths, time.monotonic() - began, config.run)
+      text = f"was quarantined ({error})"
+      if pause is None:
+        raise Ended(
+          f"{text} for the {deaths}th time in a row; run.max_restarts allows no more"
+        ) from error
+      runner.say(f"{text}; starts afresh in {pause:g} s")
+      if runner.pause(pause):
+        return FINISHED  # what it had was rejected: there is nothing to lose
+      runner.reborn()
+    except Outnumbered as refusal:
+      if runner.begin_anew(refusal):
+        return FINISHED  # it had done nothing
+
+
+def _life(runner: RoleRunner, number: int, island, batches: Batches, storage, afresh: bool) -> int:
+  """One incarnation; `afresh`, or without `storage`, it begins with nothing."""
+  from ddiloco.roles.learner import Learner
+
+  config, plan, recorder = runner.config, runner.plan, runner.recorder
+  new = new_learner(config, plan, number, runner.incarnation, afresh)
+  began = time.monotonic()
+  runner.busy("restoring a snapshot")  # a second life has come round before
+  found = None if afresh else storage
+  beginning = begin_learner(new, config, plan, island, found, recorder)
+  if beginning.arrays:
+    runner.say(f"has its part of a snapshot, after {time.monotonic() - began:.1f} s")
+  endpoint, saver = runner.dial(), runner.saver()
+  runtime = Runtime(endpoint, recorder, saver, initial=runner.initial_values)
+  role = Learner(beginning, config, plan, island, batches, runtime)
+  exchange = role.exchange
+  runner.ready = lambda: _joining(exchange.state, endpoint.links(), config)
+  runner.progress = lambda: _trained(exchange.state, config, runner.speed())
+  runner.usual_seconds = lambda: exchange.state.step_seconds
+
+  try:
+    role.run(runner.faults, runner.stopped, config.network.drain_seconds)
+  finally:
+    runner.disconnect()
+    if saver is not None:
+      saver.close(config.network.drain_seconds)
+  return _left(runner, exchange.state)
+
+
+def _joining(state: LearnerState, links: dict, config: Config) -> str:
+  """What a learner or the evaluator waits for; "" once it has joined."""
+  if state.joined:
+    return f"waits for a peer's moments of fragments {list(state.wants)}" if state.wants else ""
+  if reason := unreached(links):
+    return reason
+  have = sum(f.fresh for f in state.fragments)
+  if any(f.version >= 0 and not f.fresh for f in state.fragments):
+    return f"is back; {have} of {len(state.fragments)} fragments are as new as their shards'"
+  return (
+    f"has {have} of {len(state.fragments)} fragments (shards give them out once"
+    f" {config.sync.min_quorum} learners are there)"
+  )
+
+
+def _trained(state: LearnerState, config: Config, fast: str = "") -> str:
+  share = min(1.0, state.merged_tokens / config.run.total_tokens)
+  speed = f", {1000 * state.step_seconds:.0f} ms a step" if state.step_seconds else ""
+  speed += f", {fast}" if fast else ""
+  return (
+    f"global step {state.global_step}{speed}, {compact(state.trained_tokens)} tokens trained here;"
+    f" {share:.0%} of the run is merged"
+  )
+
+
+def _left(runner: RoleRunner, state: LearnerState) -> int:
+  """Unmerged work is not needed after the run; in the middle of it, it is lost work."""
+  unmerged = unmerged_tokens(state)
+  if state.merged_tokens >= runner.config.run.total_tokens or not unmerged:
+    runner.say(f"ends: {_trained(state, runner.config)}; nothing is lost")
+    return FINISHED
+  runner.say(
+    f"ends with lost work: {unmerged} of its {state.trained_tokens} tokens were not merged within"
+    f" network.drain_seconds = {runner.config.network.drain_seconds:g}"
+  )
+  return LOST
+
+
+# --- syncer shard ---------------------------------------------------------------------------------
+
+
+def run_syncer(config: Config, shard: int, place: RoleSpec) -> int:
+  """Owns its fragments until all of them are done and every learner has left, or SIGTERM.
+
+  A restarted shard gets its fragments from its buddy; a fragment that no role has any more is lost,
+  which is said and sets the exit status.
+  """
+  check_spec(config, place)
+  if not 0 <= shard < config.sync.num_shards:
+    raise ConfigError(
+      f"--shard={shard}: the config has sync.num_shards = {config.sync.num_shards}."
+      f" Fix: use 0 to {config.sync.num_shards - 1}."
+    )
+  with RoleRunner(syncer_address(shard), config, place) as runner:
+    return runner.run(lambda: _syncer(runner, shard))
+
+
+def _syncer(runner: RoleRunner, shard: int) -> int:
+  config, recorder = runner.config, runner.recorder
+  owned = owned_by(shard, config.sync.num_shards, config.sync.num_fragments)
+  endpoint = runner.listen(shard)
+  runner.ready = lambda: f"looks for fragments {list(owned)}"
+  settings, buddy = config.network, buddy_of(shard, config.sync.num_shards)
+  copies = Copies(shard, runner.incarnation, endpoint, runner.plan, config)
+  replication = None
+  if buddy != shard:
+    replication = Replication(copies, buddy, settings.patience_seconds, recorder)
+  store, state, unfounded = _recover(runner, shard, copies, owned)
+  rounds = (store.load(p).state.last_round for p in owned)
+  runner.come_after(max(rounds, default=-1) >> 24)  # a round names the life that made it
+  saver, plan = runner.saver(), runner.plan
+  keys, contract = runner.keys, initial.contract(config, plan)
+  sealer = Sealer(keys.secret, runner.place.run_id, contract) if keys else None
+  runtime = Runtime(endpoint, recorder, saver)
+  role = Syncer(state, config, plan, store, runtime, replication, sealer)
+  if saver is not None:
+    saver.hold = lambda: "it has nothing to save yet" if unfounded.empty(role.state) else ""
+  back = any(committed.state.version for committed in role.committed.values())
+  if replication is not None:
+    replication.begin(c for c in role.committed.values() if c.state.version)
+  runner.say(f"serves fragments {', '.join(map(str, owned))} at {endpoint.bound}")
+  runner.ready = lambda: ""
+  runner.progress = lambda: _served(role, config)
+  over_at = state.recovery_deadline if back else 0.0
+  faults, silence_seconds = runner.faults, settings.silence_seconds
+
+  def over() -> bool:
+    if refusal := unfounded.refusal(role.state):
+      raise Ended(refusal)
+    return _finished(role, silence_seconds, over_at) or runner.stopped()
+
+  try:
+    role.run(faults, over)
+    until = time.monotonic() + settings.drain_seconds  # told to end: the buddy gets what it lacks
+    if replication is not None and not _complete(role):
+      kept = lambda: role.idle and not replication.missing()  # noqa: E731
+      role.run(faults, lambda: kept() or time.monotonic() >= until)
+  finally:
+    role.close()
+    runner.disconnect()
+    if saver is not None:
+      saver.close(settings.drain_seconds)
+  runner.say(f"ends: {_served(role, config)}")
+  return _shard_status(runner, role)
+
+
+def _finished(role: Syncer, silence_seconds: float, settled_at: float) -> bool:
+  now = time.monotonic()
+  over = now >= settled_at and syncer_rules.finished(role.state, now, silence_seconds)
+  return over and role.idle
+
+
+def _complete(role: Syncer) -> bool:
+  return all(complete(role.state, f) for f in role.state.fragments)
+
+
+def _shard_status(runner: RoleRunner, role: Syncer) -> int:
+  """Lost is what learners had and no shard has any more, and before the end what no buddy has."""
+  had = {p: f"fragment {p} before version {v + 1}" for p, v in sorted(role.lost.items())}
+  if had:
+    runner.say(f"was lost on the way: {', '.join(had.values())}")
+  over = _complete(role)
+  alone = role.replication is None
+  left = [f for f in role.state.fragments if f.version > 0] if alone else role.replication.missing()
+  if not over and left:
+    runner.say("ends with lost work: no other shard has all of its fragments")
+  return LOST if had or (left and not over) else FINISHED
+
+
+def _recover(
+  runner: RoleRunner, shard: int, copies: Copies, owned: tuple[int, ...]
+) -> tuple[MemoryStore, SyncerState, Unfounded]:
+  """(a store with the newest commit of every fragment, the state to begin with, what has none).
+
+  From the buddy, but from the newest snapshot what only that has, or has newer; what neither has
+  begins anew if there never was a snapshot. Learners that have newer values give them back: the
+  first rounds wait for those, and after lost snapshots there are no others.
+  """
+  config, plan = runner.config, runner.plan
+  found, unfounded = _ask_buddy(runner, shard, copies), Unfounded((), "")
+  restored, tried = None, list[str]()
+  storage = open_storage(config, plan, runner.place.workdir)
+  # It may have gone on alone, cut off from its buddy, whose copies are older than snapshots then.
+  rounds = newest_rounds(storage) if found and storage is not None else {}
+  wanted = [p for p in owned if p not in found or _newer(rounds.get(p, NOTHING), found[p])]
+  if wanted and storage is not None:
+    restored = restore_fragments(storage, plan, wanted, tried)
+  if restored is not None:
+    taken = {
+      p: committed
+      for p, committed in restored.fragments.items()  # of an older one, if the newest is damaged
+      if p not in found or _newer(committed.state.last_round, found[p])
+    }
+    found |= taken
+    if taken:
+      runner.say(f"has from snapshot {restored.snapshot}: fragments {sorted(taken)}")
+  elif missing := [p for p in owned if p not in found]:
+    for p, value in initial.initial_values(config, plan, missing).items():
+      found[p] = new_fragment(plan.fragments[p], value)
+    if lost := lost_snapshots(config, runner.place.workdir, storage, tried):
+      unfounded = Unfounded(missing, lost)
+      runner.say(f"has nothing of fragments {missing}, and asks the learners: {lost}")
+    elif newest_event(runner.place.workdir, events.Commit, runner.recorder.role):
+      runner.say(
+        f"begins fragments {missing} again, unless a learner has them: no snapshot of this run was"
+        " ever complete"
+      )
+  store = MemoryStore(outlives=False)
+  for committed in found.values():
+    store.save(committed)
+  # Also with its buddy's copies: it may have gone on without a buddy that was cut off from it.
+  age_seconds = max(0.0, time.time() - runner.started)
+  state = new_syncer(
+    config,
+    shard,
+    runner.incarnation,
+    store,
+    recovery_deadline=time.monotonic() + RECOVERY_HELLOS * config.network.hello_seconds,
+    began_at=time.monotonic() - age_seconds,
+    first_round=max(0, incarnation_at(runner.started) - EARLIEST_SECONDS) << 24,
+  )
+  return store, restored.resume(state) if restored is not None else state, unfounded
+
+
+def _newer(last_round: int, than: Committed) -> bool:
+  return last_round > than.state.last_round
+
+
+def _ask_buddy(runner: RoleRunner, shard: int, copies: Copies) -> dict[int, Committed]:
+  """What it holds of this shard's fragments; nothing if there is none, or it does not answer."""
+  buddy = buddy_of(shard, runner.config.sync.num_shards)
+  if buddy == shard:
+    return {}
+
+  def keep_on(quiet_seconds: float) -> bool:
+    stopped = runner.stopped()
+    # Being asked is no beginning: until the role runs, much else may take minutes without a beat.
+    runner.busy("recovering its fragments")
+    return not stopped and quiet_seconds < runner.config.network.silence_seconds
+
+  found = recover(
+    copies.endpoint,
+    copies,
+    shard,
+    runner.incarnation,
+    runner.plan,
+    buddy,
+    keep_on,
+  )
+  if found:
+    versions = ", ".join(f"{p} at {c.state.version}" for p, c in sorted(found.items()))
+    runner.say(f"has from its buddy: fragments {versions}")
+  return found
+
+
+def _served(role: Syncer, config: Config) -> str:
+  merged = min(f.merged_tokens for f in role.state.fragments)
+  versions = ", ".join(f"{f.index} at {f.version}" for f in role.state.fragments)
+  members = [m for m, member in sorted(role.state.members.items()) if not member.lost and m >= 0]
+  share = min(1.0, merged / config.run.total_tokens)
+  return f"{share:.0%} merged, versions {versions}; {len(members)} learners {members}"
+
+
+# --- evaluator ------------------------------------------------------------------------------------
+
+
+def run_evaluator(config: Config, place: RoleSpec) -> int:
+  """Follows the global model, measures it, and leaves WORKDIR/result and the report at the end."""
+  check_spec(config, place)
+  with RoleRunner(EVALUATOR_ADDRESS, config, place) as runner:
+    return runner.run(lambda: _evaluator(runner))
+
+
+def _evaluator(runner: RoleRunner) -> int:
+  from ddiloco.checkpoint import weights
+  from ddiloco.engines import session
+  from ddiloco.engines.engine import RunResult
+  from ddiloco.roles.evaluator import Evaluator
+  from ddiloco.training import data
+
+  config, began = runner.config, time.monotonic()
+  measure = loss = None
+  if config.run.evaluations:
+    runner.ready = lambda: "reading the held-out data"
+    heldout = session.evaluator(config, data.open_data(config.data))
+    measure, loss = heldout.measure, heldout.loss
+  endpoint = runner.dial()
+  runtime = Runtime(endpoint, runner.recorder, initial=runner.initial_values)
+  result = runner.place.workdir / RESULT
+
+  def save(params: initial.Assembled) -> None:
+    runner.busy("saving and measuring the result")
+    weights.save(result, params)
+
+  role = Evaluator(*(config, runner.plan, measure, runtime, runner.incarnation), save=save)
+  runner.ready = lambda: _joining(role.exchange.state, endpoint.links(), config)
+  runner.progress = lambda: _trained(role.exchange.state, config)
+  try:
+    role.run(runner.stopped)
+  finally:
+    runner.disconnect()
+  state = role.exchange.state
+  if not state.joined:
+    raise Ended("ends before it had received the whole model: there is no result")
+  finished = state.merged_tokens >= config.run.total_tokens
+  reason = "finished" if finished else "stopped"
+  params, untrained_loss = role.store.params(), role.untrained_loss
+  outcome = RunResult(reason, params, {}, {}, saved=role.saved, untrained_loss=untrained_loss)
+  runner.busy("writing the report")
+  try:
+    session.conclude(config, runner.place.workdir, outcome, loss, began)
+  except OSError as error:
+    raise Ended(f"the run's end is not saved: {error}. Fix: make room, start it again") from error
+  return FINISHED

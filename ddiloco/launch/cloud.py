@@ -1,0 +1,467 @@
+"""A run in a cloud, done: kubectl and gcloud are called for what is rendered purely beside this.
+
+`gke.py` says what `Clusters` apply, `tpu_vms.py` what `Slices` ask for.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ddiloco.checks import ConfigError
+from ddiloco.launch import gke, tpu_vms
+from ddiloco.launch.gke import Document, GkeRun, JobSetState
+from ddiloco.launch.placement import PlacedIsland
+from ddiloco.launch.tpu_vms import Need, Seen, TpuVmRun
+
+# --- Programs that are called: each call has a name, a limit and a line in the log
+
+
+class LaunchError(Exception):
+  """The cloud did not do what was asked; the text says what, why, and what to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ran:
+  """What a program left: its exit status, None if it ran past its limit, and what it wrote."""
+
+  status: int | None
+  out: str
+  error: str
+
+  @property
+  def reason(self) -> str:
+    """One line."""
+    said = " ".join((self.error or self.out).split())
+    return f"status {self.status}: {said[-500:]}"
+
+
+def say(text: str) -> None:
+  """A line in the log: standard error, since documents go to standard output."""
+  print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+
+
+def attempt(
+  what: str, command: Sequence[str], limit_seconds: float, stdin: str = "", looks: bool = False
+) -> Ran:
+  """Runs `command`, for at most so long; `what` says in the log what it is for.
+
+  One that only `looks`, again and again, is not in the log unless it takes too long.
+
+  Raises:
+    ConfigError: there is no such program.
+  """
+  if not looks:
+    say(f"{what} (at most {limit_seconds:g} s): {shlex.join(command)}")
+  try:
+    process = subprocess.Popen(
+      list(command),
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+      start_new_session=True,  # gcloud has children, which end with it
+    )
+  except FileNotFoundError as error:
+    raise ConfigError(
+      f"{command[0]}: is not installed here. Fix: install it (Google Cloud's command line has both"
+      " gcloud and kubectl), or use --dry_run, which needs neither."
+    ) from error
+  try:
+    out, error_text = process.communicate(stdin, timeout=limit_seconds)
+  except subprocess.TimeoutExpired:
+    _kill(process)
+    say(f"{what}: gave up after {limit_seconds:g} s")
+    return Ran(None, "", f"took longer than {limit_seconds:g} s")
+  except BaseException:  # Ctrl-C
+    _kill(process)
+    raise
+  return Ran(process.returncode, out, error_text)
+
+
+def call(
+  what: str, command: Sequence[str], limit_seconds: float, stdin: str = "", looks: bool = False
+) -> str:
+  """As `attempt`; returns what the program wrote.
+
+  Raises:
+    LaunchError: it failed.
+  """
+  ran = attempt(what, command, limit_seconds, stdin, looks)
+  if ran.status != 0:
+    raise LaunchError(
+      f"{what}: {command[0]} failed, {ran.reason}. Fix: what it says, then the same command again."
+    )
+  return ran.out
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+  with contextlib.suppress(ProcessLookupError):
+    os.killpg(process.pid, signal.SIGKILL)
+  process.communicate()
+
+
+# --- A run on GKE: the documents of `gke.py`
+
+CALL_SECONDS = 120.0  # for one question, or a command on the hosts of a slice
+
+
+class _Dumper(yaml.SafeDumper):
+  """Writes long texts line by line, and what stands twice, twice."""
+
+  def ignore_aliases(self, data: object) -> bool:
+    return True
+
+
+_Dumper.add_representer(
+  str,
+  lambda dumper, text: dumper.represent_scalar(
+    "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+  ),
+)
+
+
+def as_yaml(documents: Sequence[Document]) -> str:
+  return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=1000)
+
+
+class Clusters:
+  """All clusters of a run on GKE.
+
+  Args:
+    run: what is asked for, checked.
+  """
+
+  def __init__(self, run: GkeRun):
+    self._run = run
+    self._ours = [f"--namespace={run.namespace}", f"--selector={gke.RUN}={run.name}"]
+
+  def create(self, found: Mapping[str, Sequence[Document]]) -> None:
+    """Applies the documents of every cluster; what is there already stays as it is.
+
+    Raises:
+      LaunchError: a cluster refuses them.
+    """
+    for context, documents in found.items():
+      what = f"{_named(context)}: {len(documents)} objects"
+      apply = ["apply", "--server-side", "--field-manager=ddiloco", "--filename=-"]
+      out = call(what, _kubectl(context, *apply), CALL_SECONDS, as_yaml(documents))
+      for line in out.splitlines():
+        say(line)
+
+  def status(self) -> list[JobSetState]:
+    """Of all JobSets of the run.
+
+    Raises:
+      LaunchError: a cluster does not answer.
+    """
+    found: list[JobSetState] = []
+    for context in self._run.contexts():
+      listing = ["get", "jobsets.jobset.x-k8s.io", *self._ours, "--output=json"]
+      what, command = f"{_named(context)}: its JobSets", _kubectl(context, *listing)
+      listed = call(what, command, CALL_SECONDS, looks=True)
+      found += gke.states(json.loads(listed))
+    return found
+
+  def watch(self, limit_seconds: float, poll_seconds: float) -> bool:
+    """Says what changes until every JobSet has ended; the clusters themselves restart what fails.
+
+    A cluster that does not answer is asked again. Returns whether all have completed.
+
+    Raises:
+      LaunchError: they have not ended within the limit.
+    """
+    expected = len(self._run.placement.islands) + 2  # the shards, the evaluator
+    until, said = time.monotonic() + limit_seconds, dict[str, str]()
+    say(f"{self._run.name}: watches {expected} JobSets (at most {limit_seconds:g} s)")
+    while True:
+      try:
+        seen = self.status()
+      except LaunchError as error:
+        say(str(error))
+        seen = []
+      for each in seen:
+        if said.get(each.name) != str(each):
+          said[each.name] = str(each)
+          say(str(each))
+      if len(seen) >= expected and all(each.end for each in seen):
+        return all(each.end == "Completed" for each in seen)
+      if time.monotonic() >= until:
+        raise LaunchError(
+          f"{self._run.name}: has not ended within {limit_seconds:g} s; it goes on."
+          " Fix: watch it again, or `ddiloco launch gke delete`."
+        )
+      time.sleep(poll_seconds)
+
+  def delete(self, limit_seconds: float) -> list[str]:
+    """Deletes all that `create` made; returns what is left, as kubectl names it."""
+    left = []
+    for context in self._run.contexts():
+      where, which = _named(context), [gke.KINDS, *self._ours]
+      # In the foreground: what has pods is gone when they are, and they drain first.
+      wait = ["--ignore-not-found", "--cascade=foreground", f"--timeout={limit_seconds:g}s"]
+      what = f"{where}: deletes the run"
+      done = attempt(what, _kubectl(context, "delete", *which, *wait), limit_seconds + CALL_SECONDS)
+      if done.status != 0:
+        say(f"{what}: {done.reason}")
+      what = f"{where}: what is left"
+      there = attempt(what, _kubectl(context, "get", *which, "--output=name"), CALL_SECONDS)
+      left += _names(there, where)
+    return left
+
+
+def _names(there: Ran, where: str) -> list[str]:
+  if there.status != 0:
+    return [f"{where}: not known ({there.reason})"]
+  return [f"{where}: {name}" for name in there.out.split()]
+
+
+def _named(context: str) -> str:
+  return context or "the current cluster"
+
+
+def _kubectl(context: str, *words: str) -> list[str]:
+  return ["kubectl", *([f"--context={context}"] if context else []), *words]
+
+
+# --- Islands on TPU VMs: the commands of `tpu_vms.py`
+
+COPY_SECONDS = 300.0
+START_SECONDS = 1200.0  # the image is fetched first
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+  """Of an island's life.
+
+  Attributes:
+    slice_seconds: until the role of an island runs that has no slice, each time.
+    recreations: of a slice that was taken away.
+    watch_seconds: until the role is done.
+    poll_seconds: between two looks.
+  """
+
+  slice_seconds: float
+  recreations: int
+  watch_seconds: float
+  poll_seconds: float
+
+
+@dataclasses.dataclass
+class _Life:
+  """What has become of an island so far."""
+
+  recreations: int = 0
+  waits_until: float | None = None  # while its role does not run
+  started: bool = False  # the role, by us
+  said: str = ""
+
+  def say(self, text: str) -> None:
+    """What has changed."""
+    if text != self.said:
+      self.said = text
+      say(text)
+
+
+class Slices:
+  """All islands of a run; each is looked after by a thread of its own.
+
+  Args:
+    run: what is asked for, checked.
+    files: what each host gets, by path under its folder: config and public keys.
+    secrets: secret keys by role; a host gets that of its own role alone.
+    limits: of every wait.
+  """
+
+  def __init__(
+    self,
+    run: TpuVmRun,
+    files: Mapping[str, str],
+    secrets: Mapping[str, str],
+    limits: Limits,
+  ):
+    self._run, self._limits, self._islands = run, limits, run.placement.islands
+    self._files, self._secrets = files, secrets
+    self._ended = threading.Event()  # one thread cannot go on, or Ctrl-C
+
+  def create(self) -> None:
+    """Until every role runs, or is done already.
+
+    Raises:
+      LaunchError: an island is not there within its limits; the others are.
+    """
+    self._each(lambda island: self._keep(island, until=(Need.RUN, Need.DONE), again=True))
+
+  def watch(self) -> None:
+    """Until every role is done; a slice that was taken away is made anew.
+
+    Raises:
+      LaunchError: an island has failed; the others were looked after to their end.
+    """
+    self._each(lambda island: self._keep(island, until=(Need.DONE,), again=False))
+
+  def status(self) -> list[str]:
+    """A line for each island."""
+
+    def one(island: PlacedIsland) -> str:
+      seen = self._look(island)
+      return f"{island.role} in {island.where}: {seen.slice.lower()}, hosts {_roles(seen)}"
+
+    return self._each(one)
+
+  def delete(self) -> list[str]:
+    """Lets roles bring out what they have, and deletes the slices; returns what is left."""
+
+    def one(island: PlacedIsland) -> str:
+      role, name = island.role, f"{self._run.slice_name(island)} in {island.where}"
+      if self._look(island).slice == "READY":
+        stop = self._run.on_hosts(island, self._run.stop_script())
+        attempt(f"{role}: stops", stop, CALL_SECONDS)
+      command = self._run.delete(island)
+      ran = attempt(f"{role}: deletes its slice", command, self._limits.slice_seconds)
+      if ran.status != 0 and "NOT_FOUND" not in ran.error:
+        return f"{name}: {ran.reason}"
+      left = self._look(island).slice
+      return "" if left == "ABSENT" else f"{name}: {left.lower()}"
+
+    return [left for left in self._each(one) if left]
+
+  # --- one island ---------------------------------------------------------------------------------
+
+  def _each(self, one: Callable[[PlacedIsland], Any]) -> list[Any]:
+    """What `one` returns for the islands, all at once; what is wrong with any, after all."""
+    with concurrent.futures.ThreadPoolExecutor(len(self._islands)) as threads:
+      try:
+        done = [threads.submit(one, island) for island in self._islands]
+        concurrent.futures.wait(done)
+      except BaseException:  # Ctrl-C
+        say("ends with the calls that are under way; nothing is undone")
+        self._ended.set()
+        raise
+    wrong = [str(each.exception()) for each in done if isinstance(each.exception(), LaunchError)]
+    if wrong:
+      raise LaunchError("\n".join(wrong))
+    return [each.result() for each in done]
+
+  def _keep(self, island: PlacedIsland, until: tuple[Need, ...], again: bool) -> None:
+    """Does what the island needs until it has got there; `again`: also if its role had failed."""
+    life, limits = _Life(), self._limits
+    deadline = time.monotonic() + limits.watch_seconds
+    while not self._ended.is_set():
+      seen = self._look(island)
+      need = tpu_vms.next_need(seen)
+      if need is Need.FAILED and again and not life.started:
+        need = Need.START
+      life.say(f"{island.role}: {need.value} ({seen.slice.lower()}, hosts {_roles(seen)})")
+      if need in until:
+        return
+      if need is Need.FAILED:
+        raise LaunchError(
+          f"{island.role}: its role has used up its --max_restarts ({_roles(seen)})."
+          f" Fix: see `sudo docker logs {self._run.name}` on its hosts, then create again."
+        )
+      if time.monotonic() >= deadline:
+        raise LaunchError(
+          f"{island.role}: is not done within {limits.watch_seconds:g} s; it goes on."
+          " Fix: watch it again, or delete it."
+        )
+      self._check(island, need, seen, life)
+      try:
+        self._do(island, need, seen, life)
+      except LaunchError as error:  # no capacity now, no answer, no ssh yet: tried again
+        say(str(error))
+      self._ended.wait(limits.poll_seconds)
+
+  def _check(self, island: PlacedIsland, need: Need, seen: Seen, life: _Life) -> None:
+    """LaunchError: the island has not run for too long, or was made anew too often."""
+    now, limits = time.monotonic(), self._limits
+    if need is Need.RUN:
+      life.waits_until = None
+    elif life.waits_until is None:
+      life.waits_until = now + limits.slice_seconds
+      say(f"{island.role}: waits until it runs (at most {limits.slice_seconds:g} s)")
+    elif now >= life.waits_until:
+      raise LaunchError(
+        f"{island.role}: does not run after {limits.slice_seconds:g} s ({seen.slice.lower()})."
+        " Fix: see above what was refused; raise --slice_minutes, or take another zone."
+      )
+    if need is Need.DELETE and life.recreations >= limits.recreations:
+      raise LaunchError(
+        f"{island.role}: its slice was taken away once more, --recreations = {limits.recreations}."
+        " Fix: raise that, take another zone, or leave out --spot."
+      )
+
+  def _do(self, island: PlacedIsland, need: Need, seen: Seen, life: _Life) -> None:
+    role, limit = island.role, self._limits.slice_seconds
+    if need is Need.CREATE:
+      call(f"{role}: asks for its slice", self._run.create(island), limit)
+    elif need is Need.DELETE:
+      call(f"{role}: deletes its slice, which was taken away", self._run.delete(island), limit)
+      life.recreations += 1
+    elif need is Need.START:
+      self._start(island, seen)
+      life.started = True
+
+  def _start(self, island: PlacedIsland, seen: Seen) -> None:
+    with tempfile.TemporaryDirectory(prefix="ddiloco-launch-") as temporary:
+      folder = Path(temporary) / tpu_vms.STAGED
+      stage(folder, self._files, {f"{island.role}.key_secret": self._secrets[island.role]})
+      what = f"{island.role}: brings config and keys"
+      call(what, self._run.copy(island, str(folder)), COPY_SECONDS)
+    command = self._run.on_hosts(island, self._run.start_script(island, seen.leader))
+    call(f"{island.role}: starts", command, START_SECONDS)
+
+  def _look(self, island: PlacedIsland) -> Seen:
+    """Of the slice and its roles; what cannot be seen now is waited for."""
+    if self._run.queued:
+      request = self._describe(island, "queued-resources")
+      if request.slice != "ACTIVE":
+        return request
+    seen = self._describe(island, "tpu-vm")
+    if seen.slice != "READY":
+      return seen
+    command = self._run.on_hosts(island, self._run.look_script())
+    ran = attempt(f"{island.role}: its hosts", command, CALL_SECONDS, looks=True)
+    roles = tpu_vms.seen_roles(ran.out)
+    if ran.status != 0 or len(roles) != island.shape.hosts:
+      return Seen(f"UNSEEN: {ran.reason}", leader=seen.leader)
+    return dataclasses.replace(seen, roles=roles)
+
+  def _describe(self, island: PlacedIsland, group: str) -> Seen:
+    command = self._run.describe(island, group)
+    ran = attempt(f"{island.role}: its {group}", command, CALL_SECONDS, looks=True)
+    if ran.status == 0:
+      read = tpu_vms.seen_slice if group == "tpu-vm" else tpu_vms.seen_request
+      return read(ran.out)
+    return Seen("ABSENT" if "NOT_FOUND" in ran.error else f"UNSEEN: {ran.reason}")
+
+
+def stage(folder: Path, files: Mapping[str, str], secrets: Mapping[str, str]) -> None:
+  """Writes what a host gets; secrets are for their owner's eyes alone."""
+  for path, text in files.items():
+    (folder / path).parent.mkdir(parents=True, exist_ok=True)
+    (folder / path).write_text(text)
+  (folder / "keys" / "secret").mkdir(mode=0o700, parents=True)
+  for name, text in secrets.items():
+    descriptor = os.open(folder / "keys" / "secret" / name, os.O_WRONLY | os.O_CREAT, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+      file.write(text)
+
+
+def _roles(seen: Seen) -> str:
+  return ", ".join(sorted(set(seen.roles))) or "not seen"

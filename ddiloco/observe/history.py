@@ -1,0 +1,502 @@
+"""What a run remembers of its past, small however long it lasts. PURE: nothing here reads a clock.
+
+Curves, what links have carried, the heat map of step times, and rounds.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+import math
+import re
+import statistics
+from array import array
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from ddiloco.config import SyncConfig
+from ddiloco.observe.islands import DOWN, IslandState, role_name
+from ddiloco.protocol import events, rules
+from ddiloco.protocol.events import Event, Step, parse_role
+
+FIRST_WIDTH_SECONDS = 0.25
+PAGE_VALUES = 4000  # of one kind of curve on the page, all islands together
+LOSS_BINS = 480  # of a curve of the report ...
+LOSS_VALUES = 40_000  # ... but no more than so many of all islands together
+MOST_CURVES = 8  # lives of an island that are drawn as lines of their own
+MOST_COMMITS = 1000  # that are drawn, of few islands ...
+COMMIT_MEMBERS = 100_000  # ... or so many members of commits
+MOST_POINTS = 500  # of one role's traffic, and evaluations
+MOST_EVALUATIONS = 240  # that the page shows; of more, every other one is dropped
+WEIGHT_BINS = 60
+
+
+class Series:
+  """Values over time by name, averaged in bins that all names share.
+
+  When a time does not fit into `most` bins any more, all bins become twice as wide: memory and what
+  is sent to a page are bounded, and curves on one time axis stay comparable.
+  """
+
+  def __init__(self, most: int = 240, width_seconds: float = FIRST_WIDTH_SECONDS):
+    self.width_seconds = width_seconds
+    self._most = most
+    self._sums: dict[str, list[float]] = {}
+    self._counts: dict[str, list[int]] = {}
+
+  def add(self, name: str, time: float, value: float = 1.0) -> None:
+    """One value at `time` (seconds, finite); what is not finite leaves a gap."""
+    if not math.isfinite(value):
+      return
+    while (bin_ := int(max(0.0, time) / self.width_seconds)) >= self._most:
+      self._widen()
+    sums, counts = self._sums.setdefault(name, []), self._counts.setdefault(name, [])
+    missing = bin_ + 1 - len(sums)
+    sums.extend([0.0] * missing)
+    counts.extend([0] * missing)
+    sums[bin_] += value
+    counts[bin_] += 1
+
+  def means(self, name: str, digits: int = 4) -> list[float | None]:
+    """By bin, the mean of its values, None where it has none; a bin's time is its middle."""
+    pairs = zip(self._sums.get(name, ()), self._counts.get(name, ()))
+    return [round(total / count, digits) if count else None for total, count in pairs]
+
+  def sums(self, name: str) -> list[float]:
+    """By bin, the sum of its values."""
+    return list(self._sums.get(name, ()))
+
+  def counts(self, name: str) -> list[int]:
+    """By bin, how many values it has."""
+    return list(self._counts.get(name, ()))
+
+  def keep_at_most(self, most: int) -> None:
+    """Fewer bins from now on: the more curves there are, the coarser each may be."""
+    self._most = min(self._most, max(1, most))
+    while any(len(counts) > self._most for counts in self._counts.values()):
+      self._widen()
+
+  def _widen(self) -> None:
+    self.width_seconds *= 2
+    self._sums = {name: _pairs(each) for name, each in self._sums.items()}
+    self._counts = {name: _pairs(each) for name, each in self._counts.items()}
+
+
+def _pairs(values: list) -> list:
+  """The sums of neighbours, two by two."""
+  return [sum(values[i : i + 2]) for i in range(0, len(values), 2)]
+
+
+class Thinned:
+  """Things in order, at most `most` of them: of more, every second one, every fourth, ..."""
+
+  def __init__(self, most: int):
+    self.count = 0  # of all that were added
+    self.stride = 1  # every so many is kept
+    self._most = most
+    self._kept: list[Any] = []
+    self._last: Any = None
+
+  def add(self, item: Any) -> None:
+    """One more."""
+    if self.count % self.stride == 0:
+      self._kept.append(item)
+    self.count += 1
+    self._last = item
+    self.keep_at_most(self._most)
+
+  def keep_at_most(self, most: int) -> None:
+    """No more than so many from now on."""
+    self._most = min(self._most, most)
+    while len(self._kept) > self._most:
+      self._kept = self._kept[::2]
+      self.stride *= 2
+
+  @property
+  def items(self) -> list[Any]:
+    """Those that were kept, and always the newest."""
+    newest = self.count and (self.count - 1) % self.stride
+    return [*self._kept, self._last] if newest else list(self._kept)
+
+
+class Median:
+  """The median of positive numbers: exact of a few, within a thousandth of many."""
+
+  EXACT = 512
+  PER_E_FOLD = 1000.0  # classes of equal ratio
+
+  def __init__(self) -> None:
+    self._few: array | None = array("d")
+    self._classes: Counter[int] = Counter()
+
+  def add(self, value: float) -> None:
+    """One more; what is not finite or not positive is left out."""
+    if not 0 < value < math.inf:
+      return
+    if self._few is None:
+      self._classes[round(self.PER_E_FOLD * math.log(value))] += 1
+      return
+    self._few.append(value)
+    if len(self._few) > self.EXACT:
+      few, self._few = self._few, None
+      for each in few:
+        self.add(each)
+
+  @property
+  def value(self) -> float:
+    """NaN of none."""
+    if self._few is not None:
+      return statistics.median(self._few) if self._few else math.nan
+    classes = sorted(self._classes)
+    counts = list(itertools.accumulate(self._classes[each] for each in classes))
+    middle = classes[bisect.bisect_left(counts, counts[-1] / 2)]
+    return math.exp(middle / self.PER_E_FOLD)
+
+
+# --- What each role has sent and received, and how fast it does now
+
+WINDOW_SECONDS = 10.0  # that the present rate is taken over
+
+
+class TrafficTotals:
+  """Every role has one link; counters restart with each of its incarnations."""
+
+  def __init__(self) -> None:
+    self._before: dict[str, tuple[int, int]] = {}  # by role, what its earlier incarnations moved
+    self._newest: dict[str, tuple[int, int, int]] = {}  # incarnation, sent, received
+    self._recent: dict[str, deque[tuple[float, int, int]]] = {}  # time, sent, received; totals
+
+  def add(self, event: events.Traffic) -> None:
+    """The counters of a role so far; those of an incarnation that was replaced are ignored."""
+    role, incarnation = event.role, event.incarnation
+    sent, received = event.sent_bytes, event.received_bytes
+    old, old_sent, old_received = self._newest.get(role, (incarnation, 0, 0))
+    if incarnation < old:
+      return
+    before = self._before.get(role, (0, 0))
+    if incarnation > old:
+      before = (before[0] + old_sent, before[1] + old_received)
+      self._before[role] = before
+    self._newest[role] = (incarnation, sent, received)
+    recent = self._recent.setdefault(role, deque())
+    recent.append((event.time, before[0] + sent, before[1] + received))
+    while len(recent) > 2 and event.time - recent[1][0] >= WINDOW_SECONDS:
+      recent.popleft()
+
+  def sent(self, role: str) -> int:
+    """Bytes that all incarnations of a role have sent."""
+    return self._recent[role][-1][1]
+
+  def totals(self) -> tuple[int, int]:
+    """(sent, received) bytes of all roles."""
+    newest = [recent[-1] for recent in self._recent.values()]
+    return sum(sent for _, sent, _ in newest), sum(received for _, _, received in newest)
+
+  def as_json(self, now: float) -> list[dict[str, Any]]:
+    """By role: bytes so far, and bytes per second lately (0 for one that has fallen silent)."""
+    rows = []
+    for role, recent in self._recent.items():
+      (began, sent, received), (ended, all_sent, all_received) = recent[0], recent[-1]
+      seconds = ended - began
+      moving = seconds > 0 and now - ended < WINDOW_SECONDS
+      rows.append(
+        {
+          "role": role,
+          "name": role_name(role),
+          "sent_bytes": all_sent,
+          "received_bytes": all_received,
+          "sent_bytes_per_second": round((all_sent - sent) / seconds) if moving else 0,
+          "received_bytes_per_second": round((all_received - received) / seconds) if moving else 0,
+        }
+      )
+    return sorted(rows, key=lambda row: parse_role(row["role"]))
+
+
+# --- Everything of a run that is drawn
+
+
+class Curves:
+  """What the page draws over time, and the report over tokens and time."""
+
+  def __init__(self) -> None:
+    self.page = Series()  # over time: "loss M", "participation M", "commits S", "agreement"
+    self.heldout: list[tuple[float, float]] = []  # (time, loss)
+    self.loss = Series(LOSS_BINS, 1.0)  # over the tokens of all islands, by learner and life
+    self.evaluations = Thinned(MOST_POINTS)  # (tokens merged, loss)
+    self.commits = Thinned(MOST_COMMITS)  # {"time", "participants", "rejected"}
+    self.commit_times: dict[str, Thinned] = {}  # by role
+    self.weights = Series(WEIGHT_BINS)  # in the merge, by learner
+    self.sent: dict[str, Thinned] = {}  # by role, (time, bytes so far)
+    self._tokens = 0
+
+  def limit(self, islands: int) -> None:
+    """The more islands there are, the coarser each may be."""
+    self.page.keep_at_most(max(40, PAGE_VALUES // max(1, islands)))
+    self.loss.keep_at_most(max(40, LOSS_VALUES // max(1, islands)))
+    self.commits.keep_at_most(max(50, COMMIT_MEMBERS // max(1, islands)))
+
+  def add_step(self, event: events.Step, m: int, life: int) -> None:
+    """A step of an island in one of its lives."""
+    self._tokens += event.tokens
+    if event.loss is not None:
+      self.page.add(f"loss {m}", event.time, event.loss)
+      self.loss.add(f"{m} {min(life, MOST_CURVES)}", self._tokens, event.loss)
+
+  def add_commit(self, event: events.Commit, islands: Collection[int]) -> None:
+    """A commit of a run with these islands."""
+    time, taking = event.time, event.participants
+    self.page.add(f"commits {parse_role(event.role)[1]}", time)
+    if event.agreement is not None:
+      self.page.add("agreement", time, event.agreement)
+    for m in islands:
+      self.page.add(f"participation {m}", time, float(m in taking))
+    kept = {"time": time, "participants": set(taking), "rejected": set(event.rejected)}
+    self.commits.add(kept)
+    self.commit_times.setdefault(event.role, Thinned(MOST_COMMITS)).add(time)
+    total = sum(taking.values()) or 1.0
+    for m, weight in taking.items():
+      self.weights.add(str(m), time, weight / total)
+
+  def add_evaluation(self, event: events.Evaluation) -> None:
+    """A held-out loss; one that is not finite is not drawn."""
+    if not math.isfinite(event.loss):
+      return
+    self.evaluations.add((event.merged_tokens, event.loss))
+    self.heldout.append((round(event.time, 2), round(event.loss, 4)))
+    if len(self.heldout) > MOST_EVALUATIONS:
+      del self.heldout[1:-1:2]
+
+  def add_sent(self, role: str, time: float, sent_bytes: int) -> None:
+    """What all incarnations of a role have sent so far."""
+    self.sent.setdefault(role, Thinned(MOST_POINTS)).add((time, sent_bytes))
+
+
+# --- How long every island's steps took over time, beside its own median: the heat map
+# A row is an island, a cell a stretch of time. A cell says the mean step time in it, or what the
+# island did instead of making steps.
+
+MOST_BINS = 240
+LEAST_BINS = 60
+MOST_CELLS = 100_000  # of all islands: of five hundred 200 each
+LEVELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # of step times, each a fifth of an octave longer
+PER_OCTAVE = 5
+LEAST_RATIO = 0.5  # of level A, to the median; Z is 16 times the median
+WAITING = "w"  # at least half of the time between two steps went into waiting for a shard
+STATES = {"joining": "j", "stalled": "s", "quarantined": "q", "down": "d"}
+ABSENT = "."
+
+
+class Heat:
+  """Takes an island's steps; its size depends on the number of islands alone."""
+
+  def __init__(self) -> None:
+    self._cells = Series(MOST_BINS, FIRST_WIDTH_SECONDS)  # "M": seconds; "M w": of these, waiting
+    self._medians: dict[int, Median] = defaultdict(Median)
+
+  def limit(self, islands: int) -> None:
+    """The more islands there are, the longer stretches of time are."""
+    self._cells.keep_at_most(max(LEAST_BINS, MOST_CELLS // max(1, islands)))
+
+  def add(self, event: Step, m: int) -> None:
+    """A step of island `m`; the first of an incarnation says too little of what is usual."""
+    waited = min(event.blocked_seconds, event.gap_seconds)
+    seconds = event.gap_seconds - waited
+    if event.step > 1 and 0 <= seconds < math.inf:
+      self._medians[m].add(seconds)
+      self._cells.add(f"{m}", event.time, seconds)
+      self._cells.add(f"{m} w", event.time, waited)
+
+  def as_json(
+    self, spans: Mapping[str, Sequence[Sequence[Any]]], islands: Sequence[int], now: float
+  ) -> dict[str, Any]:
+    """By island a text with a letter for each stretch, up to `now`.
+
+    `spans`: by role, [start, end, state], of `observe.tracks`.
+    """
+    width = self._cells.width_seconds
+    bins = min(MOST_BINS, math.ceil(max(0.0, now) / width))
+    return {
+      "width_seconds": width,
+      "levels": LEVELS,
+      "least_ratio": LEAST_RATIO,
+      "per_octave": PER_OCTAVE,
+      "median_seconds": {str(m): _rounded(self._medians[m].value) for m in islands},
+      "rows": {str(m): self._row(m, spans.get(f"learner-{m}", ()), bins) for m in islands},
+    }
+
+  def _row(self, m: int, spans: Sequence[Sequence[Any]], bins: int) -> str:
+    """A stretch in which no step ended has that of the step that was under way."""
+    width, median = self._cells.width_seconds, self._medians[m].value
+    seconds, counts = self._cells.sums(f"{m}"), self._cells.counts(f"{m}")
+    waited = self._cells.sums(f"{m} w")
+    row, states, under_way = [ABSENT] * bins, _states(spans, width, bins), ""
+    for i in reversed(range(bins)):
+      if i < len(counts) and counts[i]:
+        under_way = level(seconds[i] / counts[i], median)
+        under_way = WAITING if waited[i] > seconds[i] else under_way
+        row[i] = under_way
+      else:
+        row[i] = (under_way or ABSENT) if states[i] == "running" else STATES.get(states[i], ABSENT)
+      if states[i] != "running":
+        under_way = ""
+    return "".join(row)
+
+
+def level(seconds: float, median: float) -> str:
+  """The letter of a step that takes so long."""
+  if not (seconds > 0 and median > 0):
+    return LEVELS[0]
+  octaves = math.log2(seconds / median / LEAST_RATIO)
+  return LEVELS[min(len(LEVELS) - 1, max(0, round(octaves * PER_OCTAVE)))]
+
+
+def _states(spans: Sequence[Sequence[Any]], width: float, bins: int) -> list[str]:
+  """What the island did in the middle of each stretch."""
+  found, at = [""] * bins, 0
+  for i in range(bins):
+    middle = (i + 0.5) * width
+    while at < len(spans) and spans[at][1] < middle:
+      at += 1
+    if at < len(spans) and spans[at][0] <= middle:
+      found[i] = spans[at][2]
+  return found
+
+
+def _rounded(value: float) -> float | None:
+  return round(value, 6) if math.isfinite(value) else None
+
+
+# --- What the syncer is doing and why: open rounds, closed ones, who was left out
+
+RECENT_ROUNDS = 12
+MOST_REASONS = 8
+OUTCOMES = {  # how the syncer's reason begins: what it comes to
+  "all ": "all that were asked had answered",
+  "quorum of ": "there was a quorum, and its grace was over",
+  "only ": "given up: too few could still answer",
+}
+_NUMBER = re.compile(r"\d+(\.\d+)?(e[+-]?\d+)?")
+
+
+@dataclasses.dataclass
+class _Open:
+  fragment: int
+  since: float  # when it began
+  asked: tuple[int, ...]
+  pushed: set[int] = dataclasses.field(default_factory=set)
+  pushed_at: float = 0.0  # the newest push
+
+
+class Rounds:
+  """Follows every round from its beginning to its end."""
+
+  def __init__(self) -> None:
+    self._open: dict[int, _Open] = {}  # by round
+    self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT_ROUNDS)
+    self._outcomes: Counter[str] = Counter()
+    self._left_out: dict[int, Counter[str]] = {}
+    self._grace: dict[int, float] = {}  # by fragment, of its last round
+    self._closed_at: float | None = None
+
+  def add(self, event: Event) -> None:
+    """One event; kinds that are not about rounds are ignored."""
+    match event:
+      case events.Push():
+        self._push(event)
+      case events.Round():
+        self._begin(event)
+      case events.Commit():
+        self._grace[event.fragment] = event.grace_seconds
+        self._close(event, list(event.participants))
+      case events.Abandoned():
+        self._close(event, [])
+
+  def waiting(self, islands: Mapping[int, IslandState], now: float, sync: SyncConfig | None) -> str:
+    """Why the syncer waits, in plain words, as far as the log says by `now`."""
+    if not self._open and self._closed_at is None:
+      ready = sum(island.state == "running" for island in islands.values())
+      need = f" of the {sync.min_quorum} it needs" if sync else ""
+      return f"The first round begins when enough islands have made a step: {ready}{need} are up."
+    if not self._open:
+      period = f" {sync.sync_period} steps after its last sync" if sync else ""
+      ago = f"the last round ended {max(0.0, now - (self._closed_at or 0.0)):.1f} s ago"
+      return f"No round is open: a fragment falls due{period}; {ago}."
+    first = min(self._open.values(), key=lambda each: each.since)
+    since = max(0.0, now - first.since)
+    more = f" and {len(self._open) - 1} more" if len(self._open) > 1 else ""
+    why = self._reason(first, islands, now, sync)
+    return f"Collecting fragment {first.fragment}{more} for {since:.1f} s; {why}."
+
+  def _reason(
+    self, round_: _Open, islands: Mapping[int, IslandState], now: float, sync: SyncConfig | None
+  ) -> str:
+    gone = {m for m, island in islands.items() if island.state in (*DOWN, "left")}
+    pending = sorted(set(round_.asked) - round_.pushed - gone)
+    if sync is None:
+      return f"waiting for {_islands(pending)}" if pending else "all have answered"
+    grace = self._grace.get(round_.fragment, 0.0)
+    enough = len(round_.pushed) >= sync.min_quorum
+    at = round_.pushed_at if enough else None
+    decision = rules.decide(now, len(round_.pushed), pending, at, grace, sync)
+    return decision.reason if decision.verdict == "wait" else f"about to end, {decision.reason}"
+
+  def as_json(self) -> dict[str, Any]:
+    """Open and recent rounds, and what all rounds came to."""
+    total = max(1, sum(self._outcomes.values()))
+    outcomes = [
+      {"text": text, "count": count, "share": round(count / total, 4)}
+      for text, count in self._outcomes.most_common(MOST_REASONS)
+    ]
+    left_out: list[dict[str, Any]] = [
+      {"island": m, "reason": text, "count": count}
+      for m, reasons in sorted(self._left_out.items())
+      for text, count in reasons.most_common(2)
+    ]
+    return {
+      "open": len(self._open),
+      "recent": list(reversed(self._recent)),
+      "outcomes": outcomes,
+      "left_out": sorted(left_out, key=lambda each: -each["count"])[:MOST_REASONS],
+    }
+
+  def _begin(self, event: events.Round) -> None:
+    p = event.fragment
+    self._open = {r: each for r, each in self._open.items() if each.fragment != p}
+    self._open[event.round] = _Open(p, event.time, event.asked)
+
+  def _push(self, event: events.Push) -> None:
+    open_ = self._open.get(event.round)
+    if open_ is not None:
+      open_.pushed.add(parse_role(event.role)[1])
+      open_.pushed_at = max(open_.pushed_at, event.time)
+
+  def _close(self, event: events.Commit | events.Abandoned, took_part: list[int]) -> None:
+    self._open.pop(event.round, None)
+    self._closed_at = max(self._closed_at or 0.0, event.time)
+    reason = event.reason
+    known = (text for begins, text in OUTCOMES.items() if reason.startswith(begins))
+    self._outcomes[next(known, _NUMBER.sub("…", reason))] += 1
+    committed = isinstance(event, events.Commit)
+    missing = event.missing if committed else {}
+    absent = {m: "counted as lost" if why == "lost" else why for m, why in missing.items()}
+    absent |= {m: f"rejected: {why}" for m, why in event.rejected.items()}
+    for m, why in absent.items():
+      if m >= 0:
+        self._left_out.setdefault(m, Counter())[_NUMBER.sub("…", why)] += 1
+    self._recent.append(
+      {
+        "time": round(event.time, 2),
+        "fragment": event.fragment,
+        "version": event.version if committed else None,
+        "took_part": took_part,
+        "seconds": round(event.quorum_seconds + event.grace_seconds, 3) if committed else 0.0,
+        "reason": reason,
+        "absent": {str(m): why for m, why in absent.items() if m >= 0},
+      }
+    )
+
+
+def _islands(numbers: list[int]) -> str:
+  return ("island " if len(numbers) == 1 else "islands ") + ", ".join(map(str, numbers))

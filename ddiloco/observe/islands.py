@@ -1,0 +1,302 @@
+"""What is known of one island or shard: values that `run_state.py` keeps up to date. PURE.
+
+And the ways back of islands that died, in named phases.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from ddiloco.observe.style import compact
+from ddiloco.protocol import events
+from ddiloco.protocol.events import Event, Started, parse_role
+
+RECENT_COMMITS = 32  # over which the shown participation counts
+STALL_STEPS = 10.0  # silent for so many of its own steps, and at least STALL_SECONDS: stalled
+STALL_SECONDS = 2.0
+FIRST_STEP_SECONDS = 60.0  # the first step compiles
+DOWN = ("lost", "restarting")
+
+
+@dataclasses.dataclass
+class IslandState:
+  """One learner: `tokens` and `steps` of all its incarnations, `step` and more of the newest."""
+
+  state: str = "starting"  # joining, running, stalled, lost, left, quarantined, restarting
+  incarnation: int = -1  # the newest that was seen
+  chips: int = 0  # its devices; 0: not known yet, as the next three
+  chip_kinds: dict[str, None] = dataclasses.field(default_factory=dict)  # of all lives, in order
+  flops_per_token: float = 0.0
+  peak_flops_per_second: float = 0.0  # of a chip
+  lives: int = 0  # incarnations that were seen
+  step: int = 0
+  global_step: int = 0
+  steps: int = 0
+  loss: float = math.nan
+  tokens: int = 0
+  tokens_per_second: float = math.nan
+  step_seconds: float = math.nan
+  step_time: float = math.nan  # when its last step ended
+  commits: int = 0  # that it took part in
+  # In the last commits, oldest first.
+  took_part: deque[bool] = dataclasses.field(default_factory=lambda: deque(maxlen=RECENT_COMMITS))
+  refused: int = 0  # pushes
+  missed_time: float = math.nan
+  missed_reason: str = ""  # why it was not in the last commit it missed
+  returning: bool = False  # was down and has not been merged since
+  versions: dict[int, int] = dataclasses.field(default_factory=dict)  # that it has, by fragment
+
+  def start(self, event: Started) -> None:
+    """A life of it says what it has."""
+    self.chips, self.flops_per_token = event.devices, event.flops_per_token
+    self.chip_kinds |= {event.device_kind: None} if event.device_kind else {}
+    self.peak_flops_per_second = event.peak_flops_per_second
+
+  @property
+  def speed(self) -> Speed:
+    """Its own, now."""
+    return speed([(self, self.tokens_per_second)])
+
+  @property
+  def participation(self) -> float:
+    """Share of the recent commits it took part in; NaN before the first."""
+    return sum(self.took_part) / len(self.took_part) if self.took_part else math.nan
+
+  def state_at(self, time: float) -> str:
+    """`state`, or "stalled" if it should be running and has been silent for too long."""
+    patience = max(STALL_SECONDS, STALL_STEPS * finite_or(self.step_seconds, 0.0))
+    if not self.step:
+      patience = FIRST_STEP_SECONDS
+    silent = time - finite_or(self.step_time, time) > patience
+    return "stalled" if self.state == "running" and silent else self.state
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+  """How fast islands train, together; NaN is not known."""
+
+  tokens_per_second: float
+  per_chip: float  # tokens a second
+  mfu: float  # model FLOPs utilisation, 0 to 1; needs every island's FLOPs and its chips' peak
+
+  def text(self) -> str:
+    """In words, without what is not known: 12.3k tokens/s, 1.5k a chip, 41.2% MFU."""
+    parts = [
+      f"{compact(self.tokens_per_second)} tokens/s" if self.tokens_per_second > 0 else "",
+      f"{compact(self.per_chip)} a chip" if self.per_chip > 0 else "",
+      f"{self.mfu:.1%} MFU" if self.mfu > 0 else "",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def speed(islands: Iterable[tuple[IslandState, float]]) -> Speed:
+  """Of islands that train so many tokens a second each; those that are not finite do not train.
+
+  MFU is tokens a second x FLOPs a token over what the chips could do at their peak
+  (`docs/accelerators.md`).
+  """
+  pairs = [(island, rate) for island, rate in islands if math.isfinite(rate)]
+  rate, chips = sum(rate for _, rate in pairs), sum(island.chips for island, _ in pairs)
+  done = [rate * island.flops_per_token for island, rate in pairs]
+  peaks = [island.chips * island.peak_flops_per_second for island, _ in pairs]
+  counted = bool(pairs) and all(island.chips for island, _ in pairs)
+  return Speed(
+    rate if pairs else math.nan,
+    rate / chips if counted else math.nan,
+    sum(done) / sum(peaks) if counted and all(done) and all(peaks) else math.nan,
+  )
+
+
+@dataclasses.dataclass
+class ShardState:
+  """One syncer shard."""
+
+  state: str = "starting"  # running, lost, restarting
+  incarnation: int = -1
+  fragments: tuple[int, ...] = ()
+  commits: int = 0
+  rejected: int = 0
+  last_reason: str = ""  # why the last round was committed when it was
+
+
+@dataclasses.dataclass(frozen=True)
+class LogEvent:
+  """Something worth a line: tone is "bad", "good" or "plain"."""
+
+  time: float
+  text: str
+  tone: str
+
+
+def finite_or(value: float, otherwise: float) -> float:
+  """`value`, unless it is not finite."""
+  return value if math.isfinite(value) else otherwise
+
+
+def role_name(role: str) -> str:
+  """ "learner-2" as people say it: "island 2"; "syncer-0": "shard 0"."""
+  kind, number = parse_role(role)
+  name = {"learner": "island", "syncer": "shard"}.get(kind, kind)
+  return f"{name} {number}" if number >= 0 else name
+
+
+def phase(state: str) -> str:
+  """A role's state as a timeline shows it: joining, running, stalled, down, ...; "": not there."""
+  known = {"lost": "down", "restarting": "joining", "starting": "joining", "left": ""}
+  return known.get(state, state)
+
+
+# --- A learner that comes back: where the seconds from its death to its merge went
+
+PHASES = (
+  *("detect", "pause", "away", "process", "devices", "compile", "restore", "receive"),
+  *("first_step", "merge"),
+)
+MOST_REJOINS = 200  # the newest are kept
+
+
+@dataclasses.dataclass
+class WayBack:
+  """One way back. `merged`: when it was part of the run again; NaN before, and if it never was."""
+
+  learner: int
+  died: float
+  phases: dict[str, float] = dataclasses.field(default_factory=dict)  # seconds, in their order
+  merged: float = math.nan
+  reached: float = 0.0  # the end of its last phase
+
+  @property
+  def seconds(self) -> float:
+    """From its death to its merge."""
+    return self.merged - self.died
+
+  def end(self, phase: str, time: float) -> None:
+    """The phase ends; of two that say the same the first counts, and time does not go back."""
+    if phase not in self.phases:
+      self.phases[phase] = max(0.0, time - self.reached)
+      self.reached = max(self.reached, time)
+
+
+class Rejoins:
+  """Ways back in named phases. Takes a run's events in order of time.
+
+  A phase lasts from the end of the one before it to the event that ends it:
+
+  | phase      | ends with                                          | told by                      |
+  |------------|----------------------------------------------------|------------------------------|
+  | detect     | its supervisor has noticed that it is dead         | `exit`, after a planned kill |
+  | pause      | its next incarnation is started                    | `restart`                    |
+  | away       | (instead of both, where no engine starts it) it is | `launched` or `started`      |
+  |            | there again                                        |                              |
+  | process    | its process is there, with its imports             | `launched`                   |
+  | devices    | JAX has its devices, and data are open             | `compiled`, less its seconds |
+  | compile    | its programs are compiled, or were in the cache    | `compiled`                   |
+  | restore    | its part of a snapshot is on the devices           | `started`                    |
+  | receive    | every fragment has arrived                         | `joined`                     |
+  | first_step | its first step has ended                           | `step`                       |
+  | merge      | a commit has its push                              | `commit`                     |
+
+  A phase that an engine has not, as a thread has no process, is not there.
+  """
+
+  def __init__(self, most: int = MOST_REJOINS):
+    self.found: deque[WayBack] = deque(maxlen=most)
+    self.left_out = 0  # before these
+    self._open: dict[int, WayBack] = {}
+    self._seen: dict[int, tuple[int, float]] = {}  # incarnation and time of its last own word
+
+  def add(self, event: Event) -> None:
+    """One event; those that no phase begins or ends with are signs of life at most."""
+    match event:
+      case events.RunStarted():
+        self._open, self._seen = {}, {}  # all of it begins, or goes on: that is no rejoin
+      case events.Fault(action="kill"):
+        self._dies(event.target, event.time)
+      case events.Exit():
+        self._exit(event)
+      case events.Restart():
+        self._end(parse_role(event.target), "pause", event.time)
+      case events.Compiled(program=""):
+        who = parse_role(event.target)
+        if event.role == event.target:
+          self._hear(event)
+        self._end(who, "devices", event.time - max(0.0, event.seconds))
+        self._end(who, "compile", event.time)
+      case events.Commit():
+        for m in event.participants:
+          self._merged(m, event.time)
+      case _ if event.role.startswith("learner-"):
+        self._hear(event)
+
+  def as_json(self, most: int = MOST_REJOINS) -> list[dict[str, Any]]:
+    """The newest, oldest first; seconds are None of one that is not merged."""
+    return [
+      {
+        "learner": each.learner,
+        "time": round(each.died, 3),
+        "seconds": round(each.seconds, 3) if math.isfinite(each.seconds) else None,
+        "phases": {phase: round(seconds, 3) for phase, seconds in each.phases.items()},
+      }
+      for each in list(self.found)[-most:]
+    ]
+
+  def _dies(self, target: str, time: float) -> WayBack | None:
+    kind, m = parse_role(target)
+    if kind != "learner" or m not in self._seen:  # one that never was there does not come back
+      return None
+    if len(self.found) == self.found.maxlen:
+      self.left_out += 1
+    self._open[m] = WayBack(m, time, reached=time)
+    self.found.append(self._open[m])
+    return self._open[m]
+
+  def _exit(self, event: events.Exit) -> None:
+    """Noticed: after a planned kill, of which the moment is known, or else after its last word."""
+    kind, m = parse_role(event.target)
+    if kind != "learner" or m not in self._seen:
+      return
+    open_ = self._open.get(m)
+    if open_ is None or open_.phases:
+      open_ = self._dies(event.target, min(event.time, self._seen[m][1]))
+    if open_ is not None:
+      open_.end("detect", event.time)
+
+  def _hear(self, event: Event) -> None:
+    """A word of a learner's own."""
+    who = parse_role(event.role)
+    m, (incarnation, last) = who[1], self._seen.get(who[1], (event.incarnation, event.time))
+    if event.incarnation < incarnation:
+      return  # a predecessor's last words
+    if event.incarnation > incarnation and m not in self._open:
+      self._dies(event.role, last)
+    self._seen[m] = event.incarnation, max(last, event.time)
+    open_ = self._open.get(m)
+    if open_ is None or event.time < open_.died:
+      return
+    match event:
+      case events.Launched() | events.Started() if not open_.phases:
+        open_.end("away", event.time)
+      case events.Launched():
+        open_.end("process", event.time)
+      case events.Started():
+        open_.end("restore", event.time)
+      case events.Joined():
+        open_.end("receive", event.time)
+      case events.Step() if "receive" in open_.phases:
+        open_.end("first_step", event.time)
+
+  def _end(self, who: tuple[str, int], phase: str, time: float) -> None:
+    kind, m = who
+    if kind == "learner" and m in self._open:
+      self._open[m].end(phase, time)
+
+  def _merged(self, m: int, time: float) -> None:
+    open_ = self._open.get(m)
+    if open_ is not None and "first_step" in open_.phases:
+      open_.end("merge", time)
+      open_.merged = time
+      del self._open[m]

@@ -1,0 +1,324 @@
+"""Where tokens come from: tokenizers, and sources, each of which becomes token arrays ("parts").
+
+Text is bytes by default, or what a SentencePiece or Hugging Face file makes of it. It is tokenized
+into memory, every document followed by the tokenizer's end token. Token files stay on disk: each
+.bin file is one memory-mapped part and only the pages that are read are loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import glob
+import importlib
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+import numpy as np
+
+from ddiloco.config import ConfigError, DataConfig
+
+# --- tokenizers -----------------------------------------------------------------------------------
+
+# Names under which tokenizer files keep their end-of-text token, most common first.
+END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
+
+
+class TokenizerError(ConfigError):
+  """A tokenizer cannot be loaded. The text names the setting, its value, the rule and the fix."""
+
+  def __init__(self, value: str, rule: str, fix: str):
+    super().__init__(f"data.tokenizer = {value!r}: {rule}. Fix: {fix}.")
+
+
+class Tokenizer(Protocol):
+  """What the data and the sampler need. Ids lie in [0, vocab_size)."""
+
+  vocab_size: int
+  end_token: int  # follows every document; also what an empty prompt starts from
+
+  def encode(self, text: str) -> np.ndarray:
+    """Token ids of `text`, without any special token, in the smallest fitting unsigned type."""
+    ...
+
+  def decode(self, ids: Iterable[int]) -> str:
+    """The text of `ids`; what is not text becomes the replacement character, never an error."""
+    ...
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+  """The smallest unsigned type that holds every id below `vocab_size`."""
+  return np.min_scalar_type(vocab_size - 1)
+
+
+class ByteTokenizer:
+  """UTF-8 bytes are the tokens; byte 0, which text never contains, ends a document."""
+
+  vocab_size = 256
+  end_token = 0
+
+  def encode(self, text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("utf-8"), np.uint8)
+
+  def decode(self, ids: Iterable[int]) -> str:
+    # Byte 255 never occurs in UTF-8: an id that is no byte shows up as the replacement character.
+    return bytes(i if 0 <= i < 256 else 255 for i in map(int, ids)).decode("utf-8", "replace")
+
+
+class SentencePieceTokenizer:
+  """A SentencePiece .model file (package `sentencepiece`)."""
+
+  def __init__(self, file: str):
+    setting = f"sentencepiece:{file}"
+    package = _import("sentencepiece", setting)
+    _check_file(file, setting)
+    try:
+      self._processor: Any = package.SentencePieceProcessor(model_file=file)
+    except (OSError, RuntimeError) as error:
+      raise _corrupt(setting, "a SentencePiece model", error) from error
+    self.vocab_size = int(self._processor.vocab_size())
+    ids = (self._processor.eos_id(), self._processor.bos_id())
+    found = [i for i in ids if i >= 0]
+    if not found:
+      raise TokenizerError(
+        setting,
+        "the model has neither an end nor a begin token to separate documents with",
+        "train it with eos_id >= 0",
+      )
+    self.end_token = found[0]
+
+  def encode(self, text: str) -> np.ndarray:
+    return np.asarray(self._processor.encode(text), token_dtype(self.vocab_size))
+
+  def decode(self, ids: Iterable[int]) -> str:
+    return self._processor.decode(_known(ids, self.vocab_size))
+
+
+class HuggingFaceTokenizer:
+  """A tokenizer.json file (package `tokenizers`)."""
+
+  def __init__(self, file: str):
+    setting = f"huggingface:{file}"
+    package = _import("tokenizers", setting)
+    _check_file(file, setting)
+    try:
+      self._tokenizer: Any = package.Tokenizer.from_file(file)
+    except Exception as error:  # the package raises plain Exception and nothing finer
+      raise _corrupt(setting, "a Hugging Face tokenizer.json", error) from error
+    # Truncation and padding settings stored in the file would silently cut documents.
+    self._tokenizer.no_truncation()
+    self._tokenizer.no_padding()
+    ids = self._tokenizer.get_vocab(with_added_tokens=True)
+    self.vocab_size = max(ids.values(), default=-1) + 1  # ids may have gaps
+    found = [ids[name] for name in END_TOKENS if name in ids]
+    if not found:
+      raise TokenizerError(
+        setting,
+        f"the file has none of the end-of-text tokens {', '.join(END_TOKENS)}",
+        "add one as a special token and save the file again",
+      )
+    self.end_token = found[0]
+
+  def encode(self, text: str) -> np.ndarray:
+    ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+    return np.asarray(ids, token_dtype(self.vocab_size))
+
+  def decode(self, ids: Iterable[int]) -> str:
+    return self._tokenizer.decode(_known(ids, self.vocab_size), skip_special_tokens=True)
+
+
+def load_tokenizer(setting: str) -> Tokenizer:
+  """The tokenizer that `data.tokenizer` names: bytes, sentencepiece:FILE or huggingface:FILE.
+
+  Raises:
+    TokenizerError: the optional package is not installed, or the file is missing or corrupt.
+  """
+  kind, _, file = setting.partition(":")
+  if setting == "bytes":
+    return ByteTokenizer()
+  if kind == "sentencepiece" and file:
+    return SentencePieceTokenizer(file)
+  if kind == "huggingface" and file:
+    return HuggingFaceTokenizer(file)
+  raise TokenizerError(
+    setting, "must be bytes, sentencepiece:FILE or huggingface:FILE", "use 'bytes'"
+  )
+
+
+def _import(package: str, setting: str) -> ModuleType:
+  try:
+    return importlib.import_module(package)
+  except ImportError as error:
+    raise TokenizerError(
+      setting,
+      f"needs the optional package {package!r} ({error})",
+      "pip install 'ddiloco[tokenizers]', or use 'bytes'",
+    ) from error
+
+
+def _check_file(file: str, setting: str) -> None:
+  if not Path(file).is_file():
+    raise TokenizerError(
+      setting, f"there is no file {file!r}", "give the path of an existing tokenizer file"
+    )
+
+
+def _corrupt(setting: str, what: str, error: Exception) -> TokenizerError:
+  rule = f"the file is not {what} ({type(error).__name__}: {str(error).strip()})"
+  return TokenizerError(setting, rule, "check the file, or copy it again")
+
+
+def _known(ids: Iterable[int], vocab_size: int) -> list[int]:
+  """A model's vocabulary may be padded beyond the tokenizer's; such ids have no text."""
+  return [i for i in map(int, ids) if 0 <= i < vocab_size]
+
+
+# --- sources --------------------------------------------------------------------------------------
+
+Document = tuple[str, bytes]  # where it is from (for errors), its content
+
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_SYNTHETIC_SEED = 20_260_421  # fixed: the corpus is the same for every run and learner
+_SYNTHETIC_DOCUMENTS = 2048
+_SYNTHETIC_LENGTH = 1023  # bytes a document; with its end token 2 Mi tokens in all
+_SYNTHETIC_ALPHABET = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz ,.:;\n", np.uint8)
+
+
+class DataError(ConfigError):
+  """Data break their rule. The text names field or file, the value, the rule and the fix."""
+
+  def __init__(self, field: str, value: Any, rule: str, fix: str):
+    super().__init__(f"{field} = {value!r}: {rule}. Fix: {fix}.")
+
+
+def read_parts(data: DataConfig, tokenizer: Tokenizer) -> tuple[np.ndarray, ...]:
+  """The source's tokens as 1-D unsigned arrays, the same for every call.
+
+  Raises:
+    DataError: nothing matches the glob, or a file is unreadable, empty, not UTF-8 (unless
+      tokens are bytes) or not a whole number of tokens long.
+  """
+  if data.source == "tokens":
+    return tuple(_map_file(file, data.token_dtype) for file in _matches(data.path))
+  if data.source == "text":
+    documents: Iterable[Document] = ((file, _read(file)) for file in _matches(data.path))
+  elif data.source == "stdlib":
+    documents = stdlib_documents()
+  else:
+    documents = synthetic_documents()
+  tokens = _tokenize(documents, tokenizer)
+  if not len(tokens):
+    raise DataError("data.path", data.path, "every matching file is empty", "give files with text")
+  return (tokens,)
+
+
+def _tokenize(documents: Iterable[Document], tokenizer: Tokenizer) -> np.ndarray:
+  end = np.array([tokenizer.end_token], token_dtype(tokenizer.vocab_size))
+  pieces = []
+  for name, content in documents:
+    if content:
+      pieces += [_encode(name, content, tokenizer), end]
+  return np.concatenate(pieces) if pieces else end[:0]
+
+
+def _encode(name: str, content: bytes, tokenizer: Tokenizer) -> np.ndarray:
+  if isinstance(tokenizer, ByteTokenizer):
+    return np.frombuffer(content, np.uint8)
+  try:
+    return tokenizer.encode(content.decode("utf-8"))
+  except UnicodeDecodeError as error:
+    raise DataError(
+      "data.path",
+      name,
+      f"this tokenizer needs UTF-8 text, and byte {error.start} is not ({error.reason})",
+      "narrow the glob, convert the file, or use data.tokenizer = 'bytes', which reads any file",
+    ) from error
+
+
+def _matches(pattern: str) -> list[str]:
+  """Files matching a glob (** spans folders), sorted, so that the order is always the same."""
+  found = glob.glob(os.path.expanduser(pattern), recursive=True)
+  files = sorted(file for file in found if not os.path.isdir(file))
+  if not files:
+    raise DataError("data.path", pattern, "no file matches this glob", "check the path")
+  return files
+
+
+def _unreadable(file: str, error: OSError) -> DataError:
+  rule = f"this file cannot be read ({error.strerror or error})"
+  return DataError("data.path", file, rule, "check its permissions or narrow the glob")
+
+
+def _read(file: str) -> bytes:
+  try:
+    return Path(file).read_bytes()
+  except OSError as error:
+    raise _unreadable(file, error) from error
+
+
+def _map_file(file: str, dtype_name: str) -> np.ndarray:
+  """A .bin file of little-endian ids as a read-only memory-mapped array."""
+  dtype = np.dtype(dtype_name).newbyteorder("<")
+  try:
+    num_bytes = os.stat(file).st_size
+    if not num_bytes:
+      raise DataError("data.path", file, "this token file is empty", "remove it or write it again")
+    if num_bytes % dtype.itemsize:
+      raise DataError(
+        "data.path",
+        file,
+        f"its {num_bytes} bytes are no multiple of {dtype.itemsize}, the size of a {dtype_name}",
+        "check data.token_dtype, or copy the file again if it was cut off",
+      )
+    # A plain view of the map: slicing the memmap subclass itself costs much more per window.
+    return np.memmap(file, dtype, mode="r").view(np.ndarray)
+  except OSError as error:
+    raise _unreadable(file, error) from error
+
+
+@functools.lru_cache(maxsize=1)
+def stdlib_documents() -> tuple[Document, ...]:
+  """Every .py file of the running Python's own library, in order of path; about 12 MB.
+
+  The same for one Python version: tests, installed packages, what is generated for one machine
+  (_sysconfigdata, config-*) and files this user may not read are left out.
+  """
+  root = sysconfig.get_path("stdlib")
+  return tuple((name, _read(f"{root}/{name}")) for name in sorted(_stdlib_files(root)))
+
+
+def _stdlib_files(root: str) -> Iterator[str]:
+  for folder, folders, files in os.walk(root):
+    folders[:] = [each for each in folders if each not in _SKIPPED_FOLDERS and not _generated(each)]
+    for name in files:
+      file = f"{folder}/{name}"
+      if name.endswith(".py") and not _generated(name) and os.access(file, os.R_OK):
+        yield file[len(root) + 1 :].replace(os.sep, "/")
+
+
+def _generated(name: str) -> bool:
+  """Whether a file or folder is made for one machine."""
+  return name.startswith(("_sysconfigdata", "config-"))
+
+
+@functools.lru_cache(maxsize=1)
+def synthetic_documents() -> tuple[Document, ...]:
+  """Order-2 Markov text over 32 symbols: two symbols predict the next up to about 0.8 nats.
+
+  Each pair of symbols has four likely successors (70, 20, 7 and 3 %), drawn once with a fixed
+  seed; knowing no context costs about 3.4 nats, so there is something to learn.
+  """
+  rng = np.random.Generator(np.random.PCG64(_SYNTHETIC_SEED))
+  symbols = len(_SYNTHETIC_ALPHABET)
+  successors_SxSx4 = rng.integers(symbols, size=(symbols, symbols, 4))
+  shape = (_SYNTHETIC_LENGTH, _SYNTHETIC_DOCUMENTS)
+  rank_TxN = np.searchsorted([0.7, 0.9, 0.97], rng.random(shape), side="right")
+  text_TxN = np.empty(shape, np.int64)
+  text_TxN[:2] = rng.integers(symbols, size=(2, _SYNTHETIC_DOCUMENTS))
+  for t in range(2, _SYNTHETIC_LENGTH):  # all documents at once, one position after the other
+    text_TxN[t] = successors_SxSx4[text_TxN[t - 2], text_TxN[t - 1], rank_TxN[t]]
+  text_NxT = _SYNTHETIC_ALPHABET[text_TxN.T]
+  return tuple((f"synthetic/{n}", row.tobytes()) for n, row in enumerate(text_NxT))

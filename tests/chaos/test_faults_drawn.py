@@ -1,0 +1,26 @@
+"""Plans drawn by chance are valid, of all kinds, and the same for the same seed."""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+
+from ddiloco.chaos.faults import KINDS, random_faults
+from ddiloco.config import from_dict
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_plan_has_every_kind_and_fits_the_run(seed):
+  faults = random_faults(seed, 240, 100.0, 4, 2)
+  kinds = collections.Counter(fault.action for fault in faults)
+  assert len(faults) == 240 and set(kinds) == set(KINDS)
+  assert max(kinds.values()) - min(kinds.values()) <= 1
+  assert [f.at_seconds for f in faults] == sorted(f.at_seconds for f in faults)
+  assert {f.role.partition("-")[0] for f in faults} == {"learner", "syncer"}
+  from_dict({"islands": {"num_learners": 4}, "sync": {"num_shards": 2}, "chaos": {"faults": ()}})
+
+
+def test_the_same_seed_is_the_same_plan():
+  assert random_faults(1, 50, 60.0, 4, 2) == random_faults(1, 50, 60.0, 4, 2)
+  assert random_faults(1, 50, 60.0, 4, 2) != random_faults(2, 50, 60.0, 4, 2)

@@ -1,0 +1,210 @@
+"""Single roles: what they say and how they end; then a run put together by hand, of real ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import socket
+import time
+import types
+import urllib.error
+import urllib.request
+
+import numpy as np
+import pytest
+
+from ddiloco.config import ConfigError, from_dict
+from ddiloco.core.commit import Committed
+from ddiloco.core.fragments import owned_by
+from ddiloco.engines import single_roles
+from ddiloco.engines.processes import free_urls
+from ddiloco.engines.role_process import FINISHED, LOST
+from ddiloco.engines.role_spec import RoleSpec
+from ddiloco.engines.single_roles import run_syncer
+from ddiloco.network.frames import seconds_since_2020
+from ddiloco.protocol import learner
+from ddiloco.protocol.states import FragmentState
+from ddiloco.roles import initial
+from tests.engines.real import PATIENCE_SECONDS, events_of, start, tiny, wait_for
+
+CONFIG = from_dict({"sync": {"num_shards": 2, "num_fragments": 4, "min_quorum": 3}})
+UP = {"syncer-0": {"state": "up"}, "syncer-1": {"state": "up"}}
+
+
+def state(versions=(0, 0, 0, 0), tokens=0, merged=0):
+  fresh = learner.init(3, 5, (0, 1, 0, 1), CONFIG.run.total_tokens)
+  fragments = tuple(
+    dataclasses.replace(f, version=v, fresh=v >= 0, tokens=tokens, merged_tokens=merged)
+    for f, v in zip(fresh.fragments, versions)
+  )
+  return dataclasses.replace(fresh, fragments=fragments, trained_tokens=100)
+
+
+def test_what_a_joining_role_waits_for():
+  assert single_roles._joining(state(), UP, CONFIG) == ""
+  waits = single_roles._joining(state((0, -1, 0, -1)), UP, CONFIG)
+  assert waits.startswith("has 2 of 4 fragments") and "once 3 learners are there" in waits
+  links = {**UP, "syncer-1": {"state": "refused", "reason": "its key is not listed"}}
+  waits = single_roles._joining(state((0, -1, 0, -1)), links, CONFIG)
+  assert waits == "syncer-1 is refused (its key is not listed)"
+  assert single_roles._joining(state(), links, CONFIG) == "", "once joined it goes on without"
+  stale = tuple(dataclasses.replace(f, fresh=False) for f in state().fragments)
+  back = dataclasses.replace(state(), fragments=stale)
+  assert single_roles._joining(back, UP, CONFIG).startswith("is back; 0 of 4 fragments")
+  waits = single_roles._joining(dataclasses.replace(state(), wants=(1, 3)), UP, CONFIG)
+  assert waits == "waits for a peer's moments of fragments [1, 3]"
+
+
+class Said:
+  config = CONFIG
+
+  def __init__(self):
+    self.lines = []
+
+  def say(self, text):
+    self.lines.append(text)
+
+
+@pytest.mark.parametrize(
+  "tokens, merged, status",
+  [(0, 0, FINISHED), (7, 0, LOST), (7, CONFIG.run.total_tokens, FINISHED)],
+)
+def test_what_is_not_merged_in_the_middle_of_a_run_is_lost(tokens, merged, status):
+  said = Said()
+  assert single_roles._left(said, state(tokens=tokens, merged=merged)) == status
+  (line,) = said.lines
+  assert ("7 of its 100 tokens were not merged" in line) == (status == LOST)
+  assert ("nothing is lost" in line) == (status == FINISHED)
+
+
+def test_places_that_cannot_work(tmp_path):
+  place = RoleSpec(tmp_path / "run", "run", ("tcp://127.0.0.1:7000",))
+  with pytest.raises(ConfigError, match=r"names 1 shards, the config has sync.num_shards = 2"):
+    single_roles.run_learner(CONFIG, 0, place)
+  with pytest.raises(ConfigError, match=r"--shard=2: .*Fix: use 0 to 1"):
+    run_syncer(CONFIG, 2, dataclasses.replace(place, syncers=place.syncers * 2))
+  assert not (tmp_path / "run").exists()
+
+
+def test_a_port_that_is_really_taken_is_one_line_with_the_fix(tmp_path):
+  (tmp_path / "config.json").write_text(tiny(10).to_json())
+  workdir, urls, log = tmp_path / "run", free_urls(2), tmp_path / "log"
+  port = int(urls[0].rpartition(":")[2])
+  with socket.create_server(("127.0.0.1", port)):
+    process = start(
+      *("syncer", f"--config={tmp_path / 'config.json'}", f"--workdir={workdir}", "--shard=0"),
+      *(f"--syncers={','.join(urls)}", f"--bind={urls[0]}"),
+      log=log,
+    )
+    try:
+      assert process.wait(PATIENCE_SECONDS) == LOST
+    finally:
+      process.kill()
+  said = log.read_text()
+  assert "Traceback" not in said, said
+  (line,) = [line for line in said.splitlines() if "cannot listen" in line]
+  assert urls[0] in line and "already in use" in line and str(port) in line
+  assert "Fix: end the process that has it, or choose another --bind" in line
+
+
+def is_ready(url: str) -> bool:
+  try:
+    return urllib.request.urlopen(f"{url}/readyz", timeout=10).status == 200
+  except urllib.error.HTTPError:
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_put_together_by_hand(tmp_path):
+  """A learner nobody planned joins late; its own successor fences it, and leaves in good order.
+
+  Learner 0 goes on all the while; it, the shards and the evaluator end by themselves.
+  """
+  # Long enough for two processes to come and go in it, one after the other.
+  (tmp_path / "config.json").write_text(tiny(2500, learners=1, min_step_seconds=0.012).to_json())
+  workdir, urls = tmp_path / "run", free_urls(2)
+  common = [f"--config={tmp_path / 'config.json'}", f"--workdir={workdir}"]
+  common += [f"--syncers={','.join(urls)}"]
+  started = {}
+
+  def role(name, *arguments):
+    log = tmp_path / name
+    started[name] = start(*arguments, *common, log=log)
+    return started[name], log
+
+  def ended(name) -> tuple[int, str]:
+    status = started[name].wait(4 * PATIENCE_SECONDS)
+    return status, (tmp_path / name).read_text()
+
+  try:
+    for s, url in enumerate(urls):
+      role(f"syncer-{s}", "syncer", f"--shard={s}", f"--bind={url}")
+    role("evaluator", "evaluator")
+    zero, log = role("zero", "learner", "--learner=0", "--cpu", "--http=127.0.0.1:0")
+    wait_for(lambda: events_of(workdir, "started", "learner-0"), "a start of 0", zero, log)
+    first, said = role("first", "learner", "--learner=7", "--cpu")
+    wait_for(lambda: events_of(workdir, "commit"), "the first commit", zero, log)
+    url = log.read_text().split("probes at ")[1].split()[0]
+    wait_for(lambda: is_ready(url), "readiness of 0", zero, log)
+
+    log = said
+    wait_for(lambda: events_of(workdir, "push", "learner-7"), "a push of 7", first, log)
+    second, log = role("second", "learner", "--learner=7", "--cpu")
+    assert ended("first")[0] == 1
+    assert "may not speak any more" in ended("first")[1]
+    incarnation = max(e.incarnation for e in events_of(workdir, "started", "learner-7"))
+    wait_for(
+      lambda: [e for e in events_of(workdir, "push", "learner-7") if e.incarnation == incarnation],
+      "a push of its successor",
+      second,
+      log,
+    )
+    second.send_signal(signal.SIGTERM)
+    assert ended("second")[0] == 0, ended("second")[1]
+    assert "nothing is lost" in ended("second")[1]
+    assert zero.poll() is None, "the run goes on"
+
+    for name in ("zero", "evaluator", "syncer-0", "syncer-1"):
+      status, said = ended(name)
+      assert status == 0, f"{name}:\n{said}"
+  finally:
+    for process in started.values():
+      process.kill()
+  merged = {m for e in events_of(workdir, "commit") for m in e.participants}
+  assert merged == {0, 7}
+  assert sum(e.blocked_seconds for e in events_of(workdir, "step", "learner-0")) == 0
+  outcome = json.loads((workdir / "outcome.json").read_text())
+  assert outcome["reason"] == "finished"
+  assert outcome["loss_merged"] < outcome["loss_untrained"] - 0.5
+  assert (workdir / "result").is_dir() and (workdir / "report" / "index.html").exists()
+
+
+def test_a_restarted_shard_settles_also_with_all_of_its_buddys_copies(tmp_path, monkeypatch):
+  """The buddy may have been cut off from it while it went on: learners have newer values then."""
+  plan = initial.make_plan(CONFIG)
+  owned = owned_by(0, CONFIG.sync.num_shards, CONFIG.sync.num_fragments)
+  copies = {}
+  for p in owned:
+    value = np.zeros(plan.fragments[p].size, np.float32)
+    copies[p] = Committed(
+      FragmentState(p, version=3, last_round=7, global_step=9), value, value, None
+    )
+  monkeypatch.setattr(single_roles, "_ask_buddy", lambda *_: copies)
+  runner = types.SimpleNamespace(
+    config=CONFIG,
+    plan=plan,
+    place=RoleSpec(tmp_path, "run", ()),
+    started=time.time() - 100,
+    incarnation=seconds_since_2020(),
+    recorder=types.SimpleNamespace(role="syncer-0"),
+    say=lambda text: None,
+  )
+  began = time.monotonic()
+  _, state, _ = single_roles._recover(runner, 0, None, owned)
+  patience = single_roles.RECOVERY_HELLOS * CONFIG.network.hello_seconds
+  assert began + patience <= state.recovery_deadline <= time.monotonic() + patience
+  assert (state.global_step, state.fragments[0].version) == (9, 3)
+  assert state.beliefs.reach_at <= began - 99, "the run is older than this life"
+  assert 0 < state.first_round < state.incarnation << 24

@@ -1,0 +1,127 @@
+"""What a restarted shard begins with: its buddy's copies, a newer snapshot, and its time for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import time
+import types
+
+import pytest
+
+from ddiloco.checkpoint.buddy import Copies, pack
+from ddiloco.core.commit import Committed
+from ddiloco.core.fragments import owned_by
+from ddiloco.engines import single_roles
+from ddiloco.engines.role_spec import RoleSpec
+from ddiloco.network.frames import seconds_since_2020
+from ddiloco.network.webserver import START_SECONDS, Health
+from ddiloco.protocol.messages import Recovered
+from tests.checkpoint import test_restore
+from tests.checkpoint.test_restore import PLAN, assert_same, committed
+
+CONFIG = test_restore.CONFIG
+OWNED = owned_by(0, 2, 4)
+
+
+class Runner:
+  """Stands for `RoleRunner`, with the health of a real one."""
+
+  def __init__(self, workdir):
+    self.config, self.plan, self.place = CONFIG, PLAN, RoleSpec(workdir, "run", ())
+    self.started, self.incarnation = time.time() - 100, seconds_since_2020()
+    self.recorder = types.SimpleNamespace(role="syncer-0")
+    self.health, self.lines = Health(), list[str]()
+    self.say, self.busy = self.lines.append, self.health.busy
+
+  def stopped(self) -> bool:
+    self.health.beat()
+    return False
+
+
+@pytest.fixture
+def runner(tmp_path):
+  return Runner(tmp_path)
+
+
+def begin(runner, copies: dict[int, Committed], monkeypatch) -> tuple[dict, object]:
+  """(the fragments, the state) of a shard whose buddy has these."""
+  monkeypatch.setattr(single_roles, "_ask_buddy", lambda *_: dict(copies))
+  store, state, _ = single_roles._recover(runner, 0, None, OWNED)
+  return {p: store.load(p) for p in OWNED}, state
+
+
+@pytest.fixture
+def storage(runner):
+  return single_roles.open_storage(CONFIG, PLAN, runner.place.workdir)
+
+
+def test_a_newer_snapshot_beats_a_copy_from_before_the_buddy_was_cut_off(
+  runner, storage, monkeypatch
+):
+  test_restore.save_shards(storage, 3)
+  found, state = begin(runner, {0: committed(0, 2), 2: committed(2, 4)}, monkeypatch)
+  assert_same(found, [committed(0, 3), committed(2, 4)])
+  assert state.snapshot == 4, "of the newest fragment"
+  assert runner.lines == ["has from snapshot 3: fragments [0]"]
+
+
+def test_as_old_a_snapshot_is_not_read(runner, storage, monkeypatch):
+  test_restore.save_shards(storage, 3)
+  monkeypatch.setattr(single_roles, "restore_fragments", pytest.fail)
+  copies = {p: committed(p, 3 + (p == 2)) for p in OWNED}
+  found, _ = begin(runner, copies, monkeypatch)
+  assert_same(found, copies.values())
+
+
+def test_a_damaged_snapshot_does_not_bring_back_what_is_older_than_the_copy(
+  runner, storage, monkeypatch
+):
+  for snapshot in (1, 3):
+    test_restore.save_shards(storage, snapshot)
+  shutil.rmtree(runner.place.workdir / "checkpoints" / "00000003" / "syncer-0" / "arrays")
+  copies = {p: committed(p, 2) for p in OWNED}
+  found, _ = begin(runner, copies, monkeypatch)
+  assert_same(found, copies.values())
+  assert runner.lines == []
+
+
+# --- its time for it ------------------------------------------------------------------------------
+
+
+class Trickling:
+  """An endpoint on which the buddy's messages arrive one after the other."""
+
+  def __init__(self, gap_seconds: float, *messages):
+    self.gap_seconds, self.messages = gap_seconds, list(messages)
+
+  def send(self, to, message) -> int:
+    return 1
+
+  def receive(self, timeout_seconds: float):
+    time.sleep(min(self.gap_seconds, timeout_seconds))
+    return ("syncer-1", self.messages.pop(0)) if self.messages else None
+
+
+def ask(runner, endpoint) -> dict[int, Committed]:
+  copies = Copies(0, runner.incarnation, endpoint, PLAN, runner.config)
+  return single_roles._ask_buddy(runner, 0, copies)
+
+
+def test_a_shard_that_asked_its_buddy_has_still_not_begun(runner):
+  """Initial values or a snapshot of billions of parameters take minutes without a sign of life."""
+  assert ask(runner, Trickling(0.0, Recovered(1, 50, runner.incarnation, ()))) == {}
+  code, text = runner.health.livez()
+  assert code == 200 and text.startswith("recovering its fragments for"), text
+  assert f"{START_SECONDS:.0f} s" in text
+
+
+def test_silence_ends_the_asking_and_not_the_time_that_copies_take(runner):
+  network = dataclasses.replace(CONFIG.network, silence_seconds=1.0)
+  runner.config = dataclasses.replace(CONFIG, network=network)
+  held = [dataclasses.replace(pack(committed(p, 3), 0, 9), shard=1) for p in range(4)]
+  listed = Recovered(1, 50, runner.incarnation, tuple(range(4)))
+  assert ask(runner, Trickling(0.4, *held, listed)).keys() == set(range(4)), "2 s in all"
+  began = time.monotonic()
+  assert ask(runner, Trickling(0.4, *held[:1], listed)).keys() == {0}
+  assert 1.0 < time.monotonic() - began < 10.0

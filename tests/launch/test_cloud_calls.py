@@ -1,0 +1,44 @@
+"""Programs that are run: their limit, their line in the log, and what they leave."""
+
+import os
+import sys
+import time
+
+import pytest
+
+from ddiloco.config import ConfigError
+from ddiloco.launch.cloud import LaunchError, attempt, call
+
+
+def python(text: str) -> list[str]:
+  return [sys.executable, "-S", "-c", text]
+
+
+def test_a_call_has_a_name_a_limit_and_a_line(capsys):
+  command = python("import sys; print(sys.stdin.read().upper())")
+  assert call("what it is for", command, 30, "hello") == "HELLO\n"
+  assert "] what it is for (at most 30 s): " in capsys.readouterr().err
+
+
+def test_one_that_takes_too_long_is_ended_with_its_children(tmp_path, capsys):
+  child = tmp_path / "child"
+  sleep = f"import os, pathlib, time; pathlib.Path({str(child)!r}).write_text(str(os.getpid()));"
+  sleep += "time.sleep(300)"
+  text = f"import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', {sleep!r}])"
+  ran = attempt("too slow", python(text), 3)
+  assert ran.status is None and "longer than 3 s" in ran.error
+  assert "too slow: gave up after 3 s" in capsys.readouterr().err
+  until = time.monotonic() + 30
+  with pytest.raises(ProcessLookupError):
+    while time.monotonic() < until:
+      os.kill(int(child.read_text()), 0)
+
+
+def test_one_that_fails_says_why():
+  with pytest.raises(LaunchError, match=r"it: .* failed, status 1: no quota\. Fix: "):
+    call("it", python("raise SystemExit('no quota')"), 30)
+
+
+def test_a_program_that_is_not_there_is_named():
+  with pytest.raises(ConfigError, match=r"kubectl-none: is not installed here\. Fix: .*--dry_run"):
+    attempt("it", ["kubectl-none"], 30)

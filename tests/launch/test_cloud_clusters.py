@@ -1,0 +1,110 @@
+"""A run on GKE from create to delete, with a kubectl that keeps clusters in a folder."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import pytest
+
+from ddiloco.launch import gke
+from ddiloco.launch.cloud import Clusters, LaunchError
+from tests.launch import programs
+from tests.launch.placed import placed
+from tests.launch.test_gke import PUBLIC, SECRETS
+
+MADE = placed(["v6e:2x2"] * 2, ("east=0", "west=1"))
+RUN = gke.GkeRun(MADE, "work", namespace="ours", shard_addresses=("10.0.0.1", "10.0.0.2"))
+CLUSTERS = Clusters(RUN)
+DOCUMENTS = RUN.documents(PUBLIC, SECRETS)
+NAMES = {"east": ("run-shards", "run-evaluator", "run-learner-0"), "west": ("run-learner-1",)}
+
+
+def test_each_cluster_is_given_its_own_and_twice_is_once(cloud):
+  for _ in range(2):
+    CLUSTERS.create(DOCUMENTS)
+  applied = cloud.asked("kubectl")
+  assert [words[1] for words in applied] == ["--context=east", "--context=west"] * 2
+  assert all("--server-side" in words for words in applied), "no secret in an annotation"
+  states = CLUSTERS.status()
+  assert sorted(each.name for each in states) == sorted(sum(NAMES.values(), ()))
+  assert [each for each in states if each.name in NAMES["west"]] == [
+    gke.JobSetState("run-learner-1", "", 0, 1, (0, 0))
+  ]
+
+
+def test_a_cluster_that_refuses_is_named(cloud):
+  cloud.has("unreachable-west")
+  with pytest.raises(LaunchError, match=r"west: .*Unable to connect.*Fix: "):
+    CLUSTERS.create(DOCUMENTS)
+
+
+def test_what_is_deleted_is_gone_and_what_is_not_is_said(cloud):
+  CLUSTERS.create(DOCUMENTS)
+  foreign = dict(DOCUMENTS["west"][0])
+  foreign["metadata"] = {"name": "other-config", "labels": {gke.RUN: "other"}}
+  CLUSTERS.create({"west": [foreign]})
+  assert CLUSTERS.delete(30) == []
+  assert [p.name for p in (cloud.folder / "cluster-west").iterdir()] == ["configmap@other-config"]
+  assert CLUSTERS.delete(30) == [], "also when nothing is there"
+  CLUSTERS.create(DOCUMENTS)
+  cloud.has("stuck", "run-learner-1")
+  assert "west: jobset.jobset.x-k8s.io/run-learner-1" in CLUSTERS.delete(30)
+  cloud.has("unreachable-east")
+  assert "east: not known" in CLUSTERS.delete(30)[0], "not seen is not gone"
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed here")
+def test_kubectl_knows_every_flag(tmp_path, monkeypatch):
+  """The real one refuses wrong flags before it looks for a cluster; here it finds none."""
+  cloud = programs.install(tmp_path / "recorded", monkeypatch)
+  CLUSTERS.create(DOCUMENTS)
+  CLUSTERS.status()
+  CLUSTERS.delete(30)
+  asked = {tuple(w for w in words if "context" not in w) for words in cloud.asked("kubectl")}
+  monkeypatch.undo()
+  monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+  monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+  assert len(asked) == 4
+  for words in [*asked, ("kubectl", "get", "pods", "--nonsense")]:
+    command = [*words, "--request-timeout=1s"]
+    done = subprocess.run(command, capture_output=True, text=True, input="{}", timeout=60)
+    assert done.returncode and ("unknown flag" in done.stderr) == ("--nonsense" in words), words
+
+
+def watched(cloud, ends: dict[str, dict]) -> bool:
+  CLUSTERS.create(DOCUMENTS)
+  for context, names in NAMES.items():
+    for name in names:
+      cloud.set_status(context, name, ends.get(name, {"terminalState": "Completed"}))
+  return CLUSTERS.watch(100, 0.01)
+
+
+def test_watching_ends_with_the_run(cloud, capsys):
+  assert watched(cloud, {})
+  err = capsys.readouterr().err
+  assert "run: watches 4 JobSets (at most 100 s)" in err
+  assert "run-learner-1: Completed" in err
+
+
+def test_watching_tells_failure(cloud, capsys):
+  message = [{"type": "Failed", "status": "True", "message": "reached max restarts"}]
+  failed = {"terminalState": "Failed", "conditions": message, "restarts": 11}
+  assert not watched(cloud, {"run-learner-0": failed})
+  assert "run-learner-0: Failed, 11 restarts, 0 of them failures" in capsys.readouterr().err
+
+
+def test_watching_outlives_a_cluster_that_does_not_answer(cloud, capsys):
+  CLUSTERS.create(DOCUMENTS)
+  cloud.has("unreachable-once-west")
+  for context, names in NAMES.items():
+    for name in names:
+      cloud.set_status(context, name, {"terminalState": "Completed"})
+  assert CLUSTERS.watch(100, 0.01)
+  assert "Unable to connect" in capsys.readouterr().err
+
+
+def test_watching_has_a_limit(cloud):
+  CLUSTERS.create(DOCUMENTS)
+  with pytest.raises(LaunchError, match=r"run: has not ended within 0.1 s; it goes on. Fix: "):
+    CLUSTERS.watch(0.1, 0.01)

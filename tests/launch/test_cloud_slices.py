@@ -1,0 +1,165 @@
+"""Islands on TPU VMs from create to delete, with a gcloud that keeps slices in a folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from ddiloco.launch.cloud import LaunchError, Limits, Slices
+from tests.launch.test_tpu_vms import MADE, RUN
+
+LIMITS = Limits(slice_seconds=100.0, recreations=2, watch_seconds=100.0, poll_seconds=0.01)
+FILES = {"config/config.json": "{}", "keys/public/learner-0.key": "public"}
+SECRETS = {"learner-0": "secret of 0", "learner-1": "secret of 1", "syncer-0": "of a shard"}
+NAMES = ["run-learner-0", "run-learner-1"]
+
+
+@pytest.fixture
+def islands(cloud):
+  """Made with changed options and limits; each slice has two hosts here, or one."""
+  cloud.has("hosts", "1")
+
+  def make(limits: Limits = LIMITS, **changed) -> Slices:
+    made = dataclasses.replace(MADE, islands=tuple(map(one_host, MADE.islands)))
+    return Slices(dataclasses.replace(RUN, placement=made, **changed), FILES, SECRETS, limits)
+
+  return make
+
+
+def one_host(island):
+  return dataclasses.replace(island, shape=dataclasses.replace(island.shape, hosts=1))
+
+
+def verbs(cloud, name: str) -> list[str]:
+  """What was done with a slice; looking is left out."""
+  found = []
+  for words in cloud.asked("gcloud"):
+    text = json.dumps(words)
+    if name in text and not ("describe" in words or "docker inspect" in text):
+      found.append(words[4])
+  return found
+
+
+def test_slices_are_made_and_their_roles_started(cloud, islands, capsys):
+  islands().create()
+  assert list(cloud.slices()) == NAMES
+  for name in NAMES:
+    assert verbs(cloud, name) == ["create", "scp", "ssh"]
+  home = cloud.folder / "home-run-learner-0" / "ddiloco"
+  assert (home / "config" / "config.json").read_text() == "{}"
+  (secret,) = (home / "keys" / "secret").iterdir()
+  assert secret.name == "learner-0.key_secret" and secret.read_text() == "secret of 0"
+  err = capsys.readouterr().err
+  assert "learner-0: it runs (ready, hosts running 0)" in err
+  assert "secret of" not in err + json.dumps(cloud.asked())
+
+
+def test_twice_is_once(cloud, islands):
+  islands().create()
+  cloud.forget()
+  islands().create()
+  assert [verbs(cloud, name) for name in NAMES] == [[], []]
+
+
+def test_create_goes_on_where_it_stopped(cloud, islands):
+  """Of one island there is the slice alone; the other has all."""
+  islands().create()
+  path = cloud.folder / "slice-run-learner-0"
+  path.write_text(json.dumps(json.loads(path.read_text()) | {"roles": []}))
+  cloud.forget()
+  islands().create()
+  assert [verbs(cloud, name) for name in NAMES] == [["scp", "ssh"], []]
+
+
+def test_a_slice_that_is_taken_away_is_made_anew(cloud, islands, capsys):
+  islands().create()
+  cloud.forget()
+  # Of learner 0: taken away, deleted; made (its plan's next line); seen, and then done.
+  cloud.has("plan-run-learner-0", "PREEMPTED same same same same exited-0")
+  cloud.has("plan-run-learner-1", "same exited-0")
+  islands().watch()
+  assert verbs(cloud, "run-learner-0")[:4] == ["delete", "create", "scp", "ssh"]
+  assert verbs(cloud, "run-learner-1") == []
+  assert "learner-0: deletes its slice, which was taken away" in capsys.readouterr().err
+
+
+def test_there_is_a_limit_to_making_anew(cloud, islands):
+  islands().create()
+  cloud.has("plan-run-learner-0", "PREEMPTED same PREEMPTED same PREEMPTED")
+  cloud.has("plan-run-learner-1", "same exited-0")
+  limits = dataclasses.replace(LIMITS, recreations=1)
+  with pytest.raises(LaunchError, match=r"learner-0: its slice was taken away once more.*Fix: "):
+    islands(limits).watch()
+
+
+def test_want_of_capacity_is_waited_out_within_a_limit(cloud, islands, capsys):
+  cloud.has("plan-run-learner-0", "full full")
+  islands().create()
+  assert verbs(cloud, "run-learner-0") == ["create"] * 3 + ["scp", "ssh"]
+  err = capsys.readouterr().err
+  assert "asks for its slice: gcloud failed, status 1: ERROR: There is no more capacity" in err
+  assert "learner-0: waits until it runs (at most 100 s)" in err
+  (cloud.folder / "slice-run-learner-0").unlink()
+  cloud.has("plan-run-learner-0", "full " * 1000)
+  with pytest.raises(LaunchError, match=r"learner-0: does not run after 0.5 s .absent..*Fix: "):
+    islands(dataclasses.replace(LIMITS, slice_seconds=0.5)).create()
+
+
+def test_hosts_that_do_not_answer_yet_are_asked_again(cloud, islands, capsys):
+  """As those of a slice that is only just there often do."""
+  cloud.has("fails-ssh-run-learner-0")
+  islands().create()
+  assert verbs(cloud, "run-learner-0") == ["create", "scp", "ssh", "scp", "ssh"]
+  assert "learner-0: starts: gcloud failed, status 1: " in capsys.readouterr().err
+
+
+def test_queued_resources_are_waited_for(cloud, islands):
+  cloud.has("plan-run-learner-0", "same same same active")
+  cloud.has("plan-run-learner-1", "same active")
+  islands(queued=True).create()
+  groups = {words[3] for words in cloud.asked("gcloud") if words[4] == "create"}
+  assert groups == {"queued-resources"}
+  assert [verbs(cloud, name) for name in NAMES] == [["create", "scp", "ssh"]] * 2
+
+
+def test_a_role_that_failed_ends_the_watch_and_create_starts_it_again(cloud, islands):
+  islands().create()
+  cloud.has("plan-run-learner-0", "same exited-1")
+  cloud.has("plan-run-learner-1", "same same same exited-0")
+  with pytest.raises(
+    LaunchError, match=r"learner-0: .*--max_restarts .exited 1.*Fix: .*docker logs"
+  ):
+    islands().watch()
+  assert json.loads((cloud.folder / "slice-run-learner-1").read_text())["roles"] == ["exited 0"]
+  cloud.forget()
+  islands().create()
+  assert verbs(cloud, "run-learner-0") == ["scp", "ssh"] and verbs(cloud, "run-learner-1") == []
+
+
+def test_watching_has_a_limit(cloud, islands):
+  islands().create()
+  with pytest.raises(LaunchError, match=r"learner-1: is not done within 0.2 s; it goes on. Fix: "):
+    islands(dataclasses.replace(LIMITS, watch_seconds=0.2)).watch()
+
+
+def test_the_state_of_all_is_told(cloud, islands):
+  islands().create()
+  (cloud.folder / "slice-run-learner-1").unlink()
+  assert islands().status() == [
+    "learner-0 in us-east5-b: ready, hosts running 0",
+    "learner-1 in europe-west4-a: absent, hosts not seen",
+  ]
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_delete_drains_first_and_says_what_is_left(cloud, islands, queued):
+  for name in NAMES:
+    cloud.has(f"plan-{name}", "active active active")
+  islands(queued=queued).create()
+  cloud.forget()
+  assert islands(queued=queued).delete() == []
+  assert cloud.slices() == {}
+  assert verbs(cloud, "run-learner-0") == ["ssh", "delete"], "its role is asked to end first"
+  assert islands(queued=queued).delete() == [], "also when nothing is there"

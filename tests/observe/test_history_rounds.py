@@ -1,0 +1,127 @@
+"""Why the syncer waits, in its own words, and what each island has."""
+
+import pytest
+
+from ddiloco.config import SyncConfig
+from ddiloco.dashboard.status import status
+from ddiloco.observe.history import RECENT_ROUNDS
+from ddiloco.observe.run_state import RunState
+
+SYNC = SyncConfig(min_quorum=2, sync_period=12)
+
+
+def feed(events):
+  run = RunState()
+  for event in events:
+    run.add(event)
+  return run
+
+
+@pytest.fixture
+def begun(make):
+  """Four islands run, fragment 3 was asked for at 10.0."""
+  events = [make.run_started()]
+  events += [make.step(9.0, m, 5) for m in range(4)]
+  round_ = make.event(10.0, "syncer-1", "round", fragment=3, round=7, version=0, asked=[0, 1, 2])
+  return [*events, round_]
+
+
+def push(make, time, learner):
+  return make.event(time, f"learner-{learner}", "push", fragment=3, round=7, version=0)
+
+
+def says(events, now, sync=SYNC):
+  run = feed(events)
+  if not run.num_shards:
+    return status(run, now, sync)["waiting"]["text"]
+  return run.rounds.waiting(run.islands, now, sync)
+
+
+def test_the_words_are_those_of_the_decision(make, begun):
+  assert says(begun, 10.5) == (
+    "Collecting fragment 3 for 0.5 s; quorum: 0 of 2 have answered, waiting for 0, 1, 2."
+  )
+  begun += [push(make, 10.6, 1)]
+  assert "quorum: 1 of 2 have answered, waiting for 0, 2." in says(begun, 10.7)
+  begun += [push(make, 10.8, 0), push(make, 10.9, 2)]
+  assert (
+    says(begun, 11.0) == "Collecting fragment 3 for 1.0 s; about to end, all 3 asked have answered."
+  )
+
+
+def test_grace_is_waited_for_as_long_as_the_last_round_had(make, begun):
+  before = make.commit(8.0, 1, fragment=3, round=3, grace_seconds=0.4)
+  events = [*begun[:-1], before, begun[-1], push(make, 10.1, 0), push(make, 10.2, 1)]
+  assert says(events, 10.3).endswith("grace: 0.300 s left for 2.")
+
+
+def test_nobody_waits_for_who_is_known_to_be_dead(make, begun):
+  begun += [make.event(10.1, "engine", "exit", target="learner-2", reason="killed")]
+  assert says(begun, 10.2).endswith("waiting for 0, 1.")
+  begun += [make.event(10.1, "engine", "exit", target="learner-1", reason="killed")]
+  assert "about to end, only " in says(begun, 10.2)
+
+
+def test_without_the_settings_it_says_who_is_missing(begun):
+  assert says(begun, 10.5, None).endswith("waiting for islands 0, 1, 2.")
+
+
+def test_before_the_first_round_and_between_two(make, begun):
+  assert says([make.run_started(num_shards=0)], 1.0).startswith("There is no syncer")
+  assert "0 of the 2 it needs" in says([make.run_started()], 1.0)
+  assert "4 of the 2 it needs" in says(begun[:-1], 9.0)
+  committed = make.commit(11.0, 1, fragment=3, round=7)
+  assert says([*begun, committed], 12.5) == (
+    "No round is open: a fragment falls due 12 steps after its last sync; the last round ended"
+    " 1.5 s ago."
+  )
+
+
+def test_what_rounds_came_to_is_counted_in_plain_words(make):
+  late = "did not answer within the grace window"
+  events = [make.commit(i, reason=f"all {i} asked have answered") for i in range(1, 4)]
+  events += [
+    make.commit(5.0, reason="quorum of 3, grace of 0.081 s is over without 3", missing={3: late}),
+    make.commit(6.0, missing={2: "lost"}, rejected={3: "norm 41.2 is over 10 x 1.31"}),
+    make.commit(7.0, rejected={3: "norm 99.9 is over 10 x 2.7"}),
+    make.event(
+      8.0, "syncer-0", "abandoned", fragment=1, round=9, rejected={},
+      reason="only 1 of 2 needed are left",
+    ),
+  ]  # fmt: skip
+  panel = feed(events).rounds.as_json()
+  assert [(each["text"], each["count"]) for each in panel["outcomes"]] == [
+    ("all that were asked had answered", 5),
+    ("there was a quorum, and its grace was over", 1),
+    ("given up: too few could still answer", 1),
+  ]
+  assert sum(each["share"] for each in panel["outcomes"]) == pytest.approx(1, abs=1e-3)
+  assert {(each["island"], each["reason"], each["count"]) for each in panel["left_out"]} == {
+    (3, late, 1),
+    (2, "counted as lost", 1),
+    (3, "rejected: norm … is over … x …", 2),
+  }
+  newest = panel["recent"][0]
+  assert (newest["time"], newest["version"], newest["took_part"]) == (8.0, None, [])
+  assert panel["recent"][1]["absent"] == {"3": "rejected: norm 99.9 is over 10 x 2.7"}
+
+
+def test_recent_rounds_are_few(make):
+  run = feed([make.commit(float(i), round=i) for i in range(500)])
+  panel = run.rounds.as_json()
+  assert len(panel["recent"]) == RECENT_ROUNDS and panel["recent"][0]["time"] == 499.0
+  assert run.commits == 500
+  assert {m: island.commits for m, island in run.islands.items()} == {0: 500, 1: 500}
+
+
+def test_versions_by_island_and_fragment_and_a_new_life_has_none(make):
+  def apply(learner, fragment, version, kind="apply"):
+    return make.event(2.0, f"learner-{learner}", kind, fragment=fragment, version=version, round=1)
+
+  events = [make.commit(1.0, fragment=0, version=4), make.commit(1.0, fragment=1, version=3)]
+  events += [apply(0, 0, 4), apply(0, 1, 2), apply(1, 0, 3)]
+  run = feed(events)
+  assert run.versions == {0: 4, 1: 3}
+  assert [run.islands[m].versions for m in range(2)] == [{0: 4, 1: 2}, {0: 3}]
+  run = feed([*events, make.event(3.0, "learner-0", "started", 1), apply(0, 1, 3, "copy_out")])
+  assert [run.islands[m].versions for m in range(2)] == [{1: 3}, {0: 3}]

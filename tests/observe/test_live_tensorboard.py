@@ -1,0 +1,99 @@
+"""TensorBoard: which scalars an event gives, what is in the files, and that failing is harmless."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+from tensorboardX.proto import event_pb2
+
+from ddiloco.observe.live import TensorBoard, scalars
+
+
+def _read(folder):
+  """[(step, {tag: value})] of all event files in a folder, parsed from the record format."""
+  records = []
+  for path in sorted(folder.glob("*tfevents*")):
+    data, at = path.read_bytes(), 0
+    while at < len(data):
+      (size,) = struct.unpack_from("<Q", data, at)  # then a crc of 4 bytes, data, a crc of 4 bytes
+      message = event_pb2.Event.FromString(data[at + 12 : at + 12 + size])
+      at += 16 + size
+      if message.HasField("summary"):
+        values = {value.tag: value.simple_value for value in message.summary.value}
+        records.append((message.step, values))
+  return records
+
+
+def test_scalars_of_a_step(make):
+  step = make.step(
+    1.0, 0, 3, global_step=50, loss=2.5, tokens=1024, seconds=0.5, learning_rate=0.01
+  )
+  assert scalars(step) == (
+    50,
+    {
+      "train/loss": 2.5,
+      "train/tokens_per_second": 2048.0,
+      "train/step_seconds": 0.5,
+      "train/learning_rate": 0.01,
+      "train/grad_norm": 1.0,
+    },
+  )
+  bare = make.changed(step, loss=None, grad_norm=None, learning_rate=None)
+  assert sorted(scalars(bare)[1]) == ["train/step_seconds", "train/tokens_per_second"]
+
+
+def test_scalars_of_a_commit_and_an_evaluation(make):
+  commit = make.commit(1.0, participants={0: 1.0}, rejected={1: "big"}, missing={2: "", 3: ""})
+  step, values = scalars(commit)
+  assert step == 2048
+  assert values == {
+    "sync/participation": 0.25,
+    "sync/quorum_seconds": 0.05,
+    "sync/grace_seconds": 0.02,
+    "sync/merge_seconds": 0.004,
+  }
+  assert scalars(make.changed(commit, agreement=0.25))[1] == {**values, "sync/agreement": 0.25}
+  evaluation = make.event(1.0, "evaluator", "evaluation", merged_tokens=5000, loss=1.5)
+  assert scalars(evaluation) == (5000, {"heldout/loss": 1.5})
+  assert scalars(make.event(1.0, "engine", "restart", target="learner-1")) == (0, {})
+
+
+def test_the_files_hold_them_by_role(tmp_path, make):
+  board = TensorBoard(tmp_path)
+  for number in range(1, 6):
+    board(make.step(float(number), 0, number, loss=float(number)))
+    board(make.step(float(number), 1, number, loss=-float(number)))
+  board(make.event(1.0, "engine", "restart", target="learner-1"))
+  board.close()
+  assert sorted(path.name for path in (tmp_path / "tensorboard").iterdir()) == [
+    "learner-0",
+    "learner-1",
+  ]
+  for role, sign in (("learner-0", 1), ("learner-1", -1)):
+    records = _read(tmp_path / "tensorboard" / role)
+    assert [(step, v["train/loss"]) for step, v in records] == [(k, sign * k) for k in range(1, 6)]
+
+
+def test_two_boards_never_share_a_file(tmp_path, make):
+  for _ in range(2):
+    board = TensorBoard(tmp_path)
+    board(make.step(1.0, 0, 1))
+    board.close()
+  assert len(_read(tmp_path / "tensorboard" / "learner-0")) == 2
+
+
+@pytest.mark.parametrize("bad", ["path", "event"])
+def test_failure_is_one_warning(tmp_path, make, capsys, bad):
+  step = make.step(1.0, 0, 1)
+  if bad == "path":
+    (tmp_path / "tensorboard").write_text("a file where the folder should be")
+  else:
+    step = make.changed(step, global_step=10**40)
+  board = TensorBoard(tmp_path, flush_seconds=0.001)
+  for _ in range(5):
+    board(step)
+  board.close()
+  board(step)
+  assert board.failed
+  assert capsys.readouterr().err.count("WARNING") == 1

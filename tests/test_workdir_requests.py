@@ -1,0 +1,55 @@
+"""Requests are read once each, whatever else stands in their file."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddiloco.workdir import RequestFile, append_request
+
+
+@pytest.fixture
+def path(tmp_path):
+  return tmp_path / "asked.jsonl"
+
+
+def read(requests: RequestFile) -> list[int]:
+  return [request for _, request in requests.poll()]
+
+
+def test_each_is_read_once_and_half_a_line_waits_for_its_other_half(path):
+  requests = RequestFile(path, lambda fields: fields["n"], "number")
+  assert read(requests) == []
+  append_request(path, {"n": 1})
+  assert read(requests) == [1] and read(requests) == []
+  with path.open("ab") as file:
+    file.write(b'{"time": 0, ')
+  assert read(requests) == []
+  with path.open("ab") as file:
+    file.write(b'"n": 2}\n')
+  assert read(requests) == [2] and read(requests) == []
+
+
+@pytest.mark.parametrize(
+  "odd, asked",
+  [
+    (b"one\rtwo\n", []),
+    (b"\r\n", []),
+    (b"\xff\n", []),
+    (b'{"time": 0,\r"n": 2}\r\n', [2]),
+  ],
+)
+def test_an_odd_line_does_not_hide_those_after_it(path, odd, asked, capsys):
+  requests = RequestFile(path, lambda fields: fields["n"], "number")
+  append_request(path, {"n": 1})
+  with path.open("ab") as file:
+    file.write(odd)
+  append_request(path, {"n": 3})
+  assert read(requests) == [1, *asked, 3] and read(requests) == []
+  assert ("asks for no number" in capsys.readouterr().err) != bool(asked)
+
+
+def test_what_is_there_already_is_no_news_where_only_news_are_wanted(path):
+  append_request(path, {"n": 1})
+  requests = RequestFile(path, lambda fields: fields["n"], "number", news_only=True)
+  append_request(path, {"n": 2})
+  assert read(requests) == [2]

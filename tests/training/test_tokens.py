@@ -1,0 +1,156 @@
+"""Tokenizers, loaded from real files that the tests train themselves."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddiloco.config import ConfigError, DataConfig
+from ddiloco.training import data as data_lib
+from ddiloco.training import tokens
+
+SENTENCES = [f"learner {i} sends fragment {i * 7 % 11} to its shard" for i in range(200)]
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_file(tmp_path_factory):
+  package = pytest.importorskip("sentencepiece")
+  model = io.BytesIO()
+  package.SentencePieceTrainer.train(
+    sentence_iterator=iter(SENTENCES), model_writer=model, vocab_size=45, minloglevel=2
+  )
+  path = tmp_path_factory.mktemp("sp") / "tiny.model"
+  path.write_bytes(model.getvalue())
+  return path
+
+
+@pytest.fixture(scope="module")
+def huggingface_file(tmp_path_factory):
+  package = pytest.importorskip("tokenizers")
+  tokenizer = package.Tokenizer(package.models.BPE())
+  tokenizer.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  tokenizer.decoder = package.decoders.ByteLevel()
+  trainer = package.trainers.BpeTrainer(
+    vocab_size=300,
+    special_tokens=["<|endoftext|>"],
+    initial_alphabet=package.pre_tokenizers.ByteLevel.alphabet(),
+    show_progress=False,
+  )
+  tokenizer.train_from_iterator(SENTENCES, trainer)
+  tokenizer.enable_truncation(max_length=4)  # must not cut documents
+  path = tmp_path_factory.mktemp("hf") / "tiny.json"
+  tokenizer.save(str(path))
+  return path
+
+
+@given(st.text())
+def test_bytes_round_trip(text):
+  tokenizer = tokens.load_tokenizer("bytes")
+  ids = tokenizer.encode(text)
+  assert ids.dtype == np.uint8 and len(ids) == len(text.encode())
+  assert tokenizer.decode(ids) == text
+
+
+def test_bytes_decode_what_is_not_text():
+  tokenizer = tokens.ByteTokenizer()
+  assert (tokenizer.vocab_size, tokenizer.end_token) == (256, 0)
+  assert tokenizer.decode([0x61, 0xC3, 0x62]) == "a\ufffdb"  # a cut-off two-byte character
+  assert tokenizer.decode(np.array([97, 999, 98])) == "a\ufffdb"  # an id that is no byte
+
+
+def test_token_dtype():
+  assert [tokens.token_dtype(n) for n in (256, 257, 65_536, 65_537)] == [
+    np.uint8,
+    np.uint16,
+    np.uint16,
+    np.uint32,
+  ]
+
+
+def test_sentencepiece(sentencepiece_file):
+  tokenizer = tokens.load_tokenizer(f"sentencepiece:{sentencepiece_file}")
+  ids = tokenizer.encode(SENTENCES[3])
+  assert tokenizer.vocab_size == 45 and tokenizer.end_token == 2
+  assert ids.dtype == np.uint8 and 0 < len(ids) < len(SENTENCES[3])
+  assert tokenizer.decode(ids) == SENTENCES[3]
+  assert tokenizer.decode([*ids, 999]) == SENTENCES[3]  # a padded vocabulary
+
+
+def test_huggingface(huggingface_file):
+  tokenizer = tokens.load_tokenizer(f"huggingface:{huggingface_file}")
+  ids = tokenizer.encode(SENTENCES[3])
+  assert tokenizer.end_token == 0 and 256 < tokenizer.vocab_size <= 300
+  assert ids.dtype == np.uint16 and 4 < len(ids) < len(SENTENCES[3])
+  assert tokenizer.decode(ids) == SENTENCES[3]
+  assert tokenizer.decode([*ids, tokenizer.end_token, 999]) == SENTENCES[3]
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "huggingface"])
+def test_a_corpus_of_subwords(kind, tmp_path, request):
+  file = request.getfixturevalue(f"{kind}_file")
+  for i in range(20):
+    (tmp_path / f"{i:02}.txt").write_text("\n".join(SENTENCES[i * 10 : i * 10 + 10]))
+  data = DataConfig(
+    source="text",
+    path=str(tmp_path / "*.txt"),
+    tokenizer=f"{kind}:{file}",
+    sequence_length=8,
+    heldout_sequences=2,
+  )
+  corpus = data_lib.open_corpus(data)
+  (tokens,) = corpus.parts
+  end = corpus.tokenizer.end_token
+  assert (tokens == end).sum() == 20 and tokens[-1] == end
+  first = tokens[: int(np.argmax(tokens == end))]
+  assert corpus.tokenizer.decode(first).split() == "\n".join(SENTENCES[:10]).split()
+
+
+@pytest.mark.parametrize(
+  ("kind", "package"), [("sentencepiece", "sentencepiece"), ("huggingface", "tokenizers")]
+)
+def test_missing_package_missing_file_and_corrupt_file(kind, package, tmp_path, monkeypatch):
+  pytest.importorskip(package)
+  corrupt = tmp_path / "corrupt"
+  corrupt.write_bytes(b"\x93 not a tokenizer")
+  for file, rule in ((tmp_path / "gone", "there is no file"), (corrupt, "the file is not a")):
+    with pytest.raises(ConfigError) as caught:
+      tokens.load_tokenizer(f"{kind}:{file}")
+    text = str(caught.value)
+    assert f"data.tokenizer = '{kind}:{file}'" in text and rule in text and "Fix:" in text
+  monkeypatch.setitem(sys.modules, package, None)
+  with pytest.raises(tokens.TokenizerError, match=r"pip install 'ddiloco\[tokenizers\]'"):
+    tokens.load_tokenizer(f"{kind}:{corrupt}")
+
+
+def test_tokenizers_without_an_end_token(tmp_path):
+  sentencepiece = pytest.importorskip("sentencepiece")
+  model = io.BytesIO()
+  sentencepiece.SentencePieceTrainer.train(
+    sentence_iterator=iter(SENTENCES),
+    model_writer=model,
+    vocab_size=45,
+    minloglevel=2,
+    eos_id=-1,
+    bos_id=-1,
+  )
+  (tmp_path / "tiny.model").write_bytes(model.getvalue())
+  with pytest.raises(tokens.TokenizerError, match="eos_id"):
+    tokens.load_tokenizer(f"sentencepiece:{tmp_path / 'tiny.model'}")
+
+
+def test_huggingface_file_without_an_end_token(huggingface_file, tmp_path):
+  content = json.loads(huggingface_file.read_text().replace("<|endoftext|>", "<strange>"))
+  (tmp_path / "tiny.json").write_text(json.dumps(content))
+  with pytest.raises(tokens.TokenizerError, match="end-of-text"):
+    tokens.load_tokenizer(f"huggingface:{tmp_path / 'tiny.json'}")
+
+
+def test_unknown_setting():
+  with pytest.raises(tokens.TokenizerError, match="must be bytes, sentencepiece:FILE"):
+    tokens.load_tokenizer("words")

@@ -1,0 +1,102 @@
+"""The four sources, and what bad files get."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ddiloco.config import ConfigError, DataConfig
+from ddiloco.training import data as data_lib
+from ddiloco.training import tokens as tokens_lib
+
+
+def text_data(path, **fields) -> DataConfig:
+  return DataConfig(source="text", path=str(path), **fields)
+
+
+def error_of(call, *args) -> str:
+  with pytest.raises(ConfigError) as caught:
+    call(*args)
+  assert "Fix:" in str(caught.value)
+  return str(caught.value)
+
+
+def test_text_files_are_documents_separated_by_byte_zero(tmp_path):
+  (tmp_path / "deep").mkdir()
+  (tmp_path / "b.txt").write_bytes(b"second \xff\xfe")  # not UTF-8: bytes are read all the same
+  (tmp_path / "a.txt").write_bytes(b"first")
+  (tmp_path / "deep" / "c.txt").write_bytes(b"third" * 200)
+  (tmp_path / "empty.txt").write_bytes(b"")
+  data = DataConfig(
+    source="text",
+    path=str(tmp_path / "**" / "*.txt"),
+    sequence_length=4,
+    heldout_sequences=1,
+    heldout_share=0.1,
+  )
+  corpus = data_lib.open_corpus(data)
+  text = corpus.parts[0].tobytes()
+  assert text == b"first\0second \xff\xfe\0" + b"third" * 200 + b"\0"
+  assert corpus.num_tokens == len(text)
+
+
+def test_stdlib_corpus_is_large_and_deterministic():
+  documents = tokens_lib.stdlib_documents()
+  assert sum(len(content) for _, content in documents) > 5_000_000
+  names = [name for name, _ in documents]
+  assert names == sorted(names) and "dataclasses.py" in names
+  assert not [n for n in names if "site-packages" in n or n.startswith(("test/", "_sysconfigdata"))]
+  data = DataConfig()
+  one, other = data_lib.open_corpus(data), data_lib.open_corpus(data)
+  np.testing.assert_array_equal(one.parts[0], other.parts[0])
+  assert b"class " in one.parts[0].tobytes()
+
+
+def test_synthetic_is_deterministic_and_learnable():
+  data = DataConfig(source="synthetic")
+  (tokens,) = data_lib.open_corpus(data).parts
+  tokens_lib.synthetic_documents.cache_clear()
+  np.testing.assert_array_equal(tokens, data_lib.open_corpus(data).parts[0])
+  assert len(tokens) == 2048 * 1024 and (tokens[1023::1024] == 0).all()
+
+  def entropy(*columns: np.ndarray) -> float:
+    code = np.zeros(len(columns[0]), np.int64)
+    for column in columns:
+      code = code * 256 + column
+    share = np.unique(code, return_counts=True)[1] / len(code)
+    return float(-(share * np.log(share)).sum())
+
+  text = tokens.reshape(2048, 1024)[:, :-1]
+  a, b, c = (text[:, i : i + 1000].ravel() for i in (0, 1, 2))
+  assert entropy(c) > 3.0
+  assert 0.7 < entropy(a, b, c) - entropy(a, b) < 0.95
+  assert entropy(b, c) - entropy(b) > 2.0, "one symbol of context must not be enough"
+
+
+def test_no_file_matches(tmp_path):
+  text = error_of(data_lib.open_corpus, text_data(tmp_path / "*.md"))
+  assert "data.path" in text and "*.md" in text and "no file matches" in text
+
+
+def test_all_files_empty(tmp_path):
+  (tmp_path / "a.txt").touch()
+  assert "empty" in error_of(data_lib.open_corpus, text_data(tmp_path / "*.txt"))
+
+
+def test_unreadable_file(tmp_path):
+  (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
+  text = error_of(data_lib.open_corpus, text_data(tmp_path / "*.txt"))
+  assert "gone.txt" in text and "cannot be read" in text
+
+
+def test_not_utf8_for_a_tokenizer_that_needs_text(tmp_path):
+  class Words:
+    vocab_size, end_token = 10, 0
+
+    def encode(self, text):
+      return np.ones(len(text.split()), np.uint8)
+
+  (tmp_path / "a.txt").write_bytes(b"fine text")
+  (tmp_path / "b.txt").write_bytes(b"no \xff text")
+  text = error_of(tokens_lib.read_parts, text_data(tmp_path / "*.txt"), Words())
+  assert "b.txt" in text and "byte 3" in text and "'bytes'" in text
