@@ -15,7 +15,7 @@ Data:      scikit-learn's scans of handwritten digits (pip install 'ddiloco[exam
            stand where pairs of your own belong: a function that makes a `ddiloco.Source` of them.
 
 An image's patches are the first tokens of its row, and the loss counts text alone
-(ddiloco/models/images.py). Half of the rows have an image. Held-out loss is told of all, of
+(ddiloco/models/layers.py). Half of the rows have an image. Held-out loss is told of all, of
 rows with an image ("image_loss") and of text alone ("text_loss"). Island 2 is killed on the way.
 """
 

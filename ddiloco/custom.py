@@ -134,6 +134,16 @@ def _inputs(config: Config, batch_size: int) -> Any:
   return inputs
 
 
+def flops_per_token(config: Config) -> float:
+  """Training FLOPs, forward and backward, of one token.
+
+  0.0 of a model of the user's own that does not say (`models.model.Model`). Of ddiloco's own see
+  `models.transformer.flops_per_token`.
+  """
+  own = getattr(load_model(config.model), "flops_per_token", None)
+  return float(own(config.data.sequence_length)) if own is not None else 0.0
+
+
 def load_optimizer(config: InnerConfig) -> optax.GradientTransformation:
   """The user's own optax transform; only where `config.custom` names one.
 

@@ -23,7 +23,7 @@ from flax import nnx
 from sklearn.datasets import load_digits
 
 import ddiloco
-from ddiloco.models.loss import cross_entropy
+from ddiloco.models.transformer import cross_entropy
 
 ISLANDS, STEPS, BATCH = 4, 500, 16
 CLASSES = 10

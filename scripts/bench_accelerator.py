@@ -3,7 +3,7 @@
 - Two islands of the processes engine share the first device, and one is killed with SIGKILL: the
   median step of the other around the kill against that before, and the seconds until the killed one
   is merged again.
-- dense:100m and dense:1b on one device: tokens a second and MFU (models/arithmetic.py), pipelined.
+- dense:100m and dense:1b on one device: tokens a second and MFU (models/transformer.py), pipelined.
 - The 100m's step with the platform's own attention against the einsum, and the error of both.
 - A learner with a syncer attached against its bare step, in turn (`bench_overhead.py`).
 - Copying a fragment out and in, in GB/s, against one plain array of the same size.
@@ -42,8 +42,8 @@ import numpy as np
 from ddiloco import environment
 from ddiloco.config import Config, IslandConfig, ModelConfig
 from ddiloco.engines.virtual import seconds_of
-from ddiloco.models.attention import attend
-from ddiloco.models.execution import PLAIN, Execution
+from ddiloco.models.layers import attend
+from ddiloco.models.model import PLAIN, Execution
 from ddiloco.observe.eventlog import EventLog
 from ddiloco.protocol.events import Commit, Fault, Started, Step
 from ddiloco.roles import initial

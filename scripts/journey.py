@@ -75,7 +75,7 @@ JOURNEY = (
   Stop("training/island.py", "Island.copy_out",
        "The fragment's pieces are copied on the devices and set out for the host.",
        "copy_out"),
-  Stop("training/programs.py", "lower_piece",
+  Stop("training/island.py", "lower_piece",
        "A compiled program copies each piece; pieces of one kind share it.", "Piece"),
   Stop("core/fragments.py", "split_flat",
        "The plan says where in a flat vector of the host each piece lies.", "split_flat"),

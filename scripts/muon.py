@@ -11,7 +11,7 @@ from optax.contrib import MuonDimensionNumbers, muon
 
 from ddiloco.config import InnerConfig
 from ddiloco.models.model import Params
-from ddiloco.training.inner import decayed
+from ddiloco.training.step import decayed
 
 ADAMS_RMS = 0.2  # of an update's values, by experience (arXiv 2502.16982)
 HIDDEN = {  # axes in, axes out; the first of each is its layer

@@ -40,10 +40,10 @@ from ddiloco.protocol.states import FragmentState
 from ddiloco.roles import initial
 from ddiloco.simulation.stand_ins import VirtualIsland
 from ddiloco.simulation.world import Actor, Pace, World
-from ddiloco.training import inner
 from ddiloco.training.data import Stream, open_data
 from ddiloco.training.evaluate import HeldoutLoss
 from ddiloco.training.island import Island
+from ddiloco.training.step import learning_rate
 
 STEP_SECONDS = 0.1  # of virtual time
 HELDOUT_ROWS = 64  # at once
@@ -156,7 +156,7 @@ class Text:
     island, stream = new_island(self.config), _stream(self.config, 0)
     island.load(self._first)
     for step in range(steps):
-      rate = inner.learning_rate(self.config.inner, steps, step)
+      rate = learning_rate(self.config.inner, steps, step)
       island.step(stream.batch(step), 0, rate)
     return heldout_loss(self.config, island.params_on_host())
 
@@ -180,7 +180,7 @@ class Trainer(VirtualIsland):
     made, quota = world.made[self._number], world.quotas[self._number]
     begin, end = world.presence[self._number]
     now = round(begin * planned) + made * round((end - begin) * planned) // quota
-    rate = inner.learning_rate(self._config.inner, planned, now)
+    rate = learning_rate(self._config.inner, planned, now)
     self._island.step(self._stream.batch(made), 0, rate_scale * rate)
     world.made[self._number] += 1
     if made + 1 >= quota:

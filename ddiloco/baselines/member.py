@@ -1,6 +1,6 @@
 """The process of one island in one world of data-parallel: `python -m ddiloco.baselines.member`.
 
-It is forked from a server that has imported everything (`engines/forkserver.py`), so that who
+It is forked from a server that has imported everything (`engines/children.py`), so that who
 survives a failure need not import again: a new world costs it to meet the others, to load the
 program and its state. Nothing of a dead world is left, and a collective that hangs ends with it.
 """
@@ -33,9 +33,9 @@ from ddiloco.network.transport import learner_address
 from ddiloco.observe.eventlog import Recorder
 from ddiloco.protocol import events
 from ddiloco.roles import initial
-from ddiloco.training import data, inner
-from ddiloco.training.devices import make_execution, make_mesh
-from ddiloco.training.programs import StateLayout, placed, placed_inputs
+from ddiloco.training import data
+from ddiloco.training.devices import make_execution, make_mesh, placed, placed_inputs
+from ddiloco.training.step import METRICS, StateLayout, learning_rate, make_train_step, optimizer
 from ddiloco.workdir import saved_config
 
 
@@ -174,12 +174,12 @@ class ProcessGroup:
   def _traced_step(self) -> Callable[..., Any]:
     island, dtype = self._config.islands.island(0), self._config.model.compute_dtype
     execution = make_execution(self._mesh, island, dtype)
-    train_step = inner.make_train_step(self._model, self._config.inner, execution)
+    train_step = make_train_step(self._model, self._config.inner, execution)
 
     def step(state: dict[str, jax.Array], batch: Batch, rate: jax.Array):
       params, opt_state = self._layout.trees(state)
       params, opt_state, metrics = train_step(params, opt_state, batch, rate)
-      small = jnp.stack([metrics[name] for name in inner.METRICS])
+      small = jnp.stack([metrics[name] for name in METRICS])
       return self._layout.flat(params, opt_state), small
 
     return step
@@ -203,9 +203,9 @@ class ProcessGroup:
       self._inputs,
       batch,
     )
-    rate = inner.learning_rate(self._config.inner, self._planned_steps, global_step)
+    rate = learning_rate(self._config.inner, self._planned_steps, global_step)
     self._state, metrics = self._step(self._state, everybodys, np.float32(rate))
-    return dict(zip(inner.METRICS, np.asarray(jax.block_until_ready(metrics)).tolist()))
+    return dict(zip(METRICS, np.asarray(jax.block_until_ready(metrics)).tolist()))
 
   def state(self) -> dict[str, np.ndarray]:
     """The whole state on the host."""
@@ -224,14 +224,14 @@ def layout(config: Config, sharding: NamedSharding) -> StateLayout:
   """The names and shapes of the state, every array lying as `sharding` says."""
   shapes = custom.load_model(config.model).shapes()
   leaves = {name: placed(leaf, sharding) for name, leaf in shapes.items()}
-  return StateLayout(inner.optimizer(config.inner), leaves, sharding)
+  return StateLayout(optimizer(config.inner), leaves, sharding)
 
 
 def initial_state(config: Config) -> dict[str, np.ndarray]:
   """What every run of this config begins with: the islands' parameters, and fresh moments."""
   params = initial.initial_params(config)
   mesh = make_mesh(jax.local_devices(backend="cpu")[:1], IslandConfig())
-  moments = inner.optimizer(config.inner).init(params)
+  moments = optimizer(config.inner).init(params)
   state = layout(config, NamedSharding(mesh, PartitionSpec())).flat(params, moments)
   return {name: np.asarray(array) for name, array in state.items()}
 

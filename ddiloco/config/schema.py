@@ -74,7 +74,7 @@ class ModelConfig:
   rope_theta: float = 10_000.0
   norm_epsilon: float = 1e-6
   compute_dtype: str = "float32"  # of activations and matmuls; parameters stay f32
-  # A row's first positions may be an image's patches (models/images.py); it then needs pairs of
+  # A row's first positions may be an image's patches (models/layers.py); it then needs pairs of
   # images and captions, which `data.custom` names.
   image_size: int = 0  # pixels a side; 0: text alone
   patch_size: int = 2  # pixels a side of what becomes one token

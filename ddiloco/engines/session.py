@@ -21,7 +21,6 @@ from ddiloco.core import fragments
 from ddiloco.dashboard.server import Dashboard, Where
 from ddiloco.engines.engine import RunResult
 from ddiloco.environment import FINISHED, INTERRUPTED, LOST
-from ddiloco.models import arithmetic
 from ddiloco.observe.live import LiveView, TensorBoard
 from ddiloco.observe.report import write_report
 from ddiloco.roles import initial
@@ -371,7 +370,7 @@ def describe(config: Config) -> str:
   plan, config = initial.make_plan(config), initial.checked_start(config)
   lines = [config.to_json(), "", f"model: {sum(plan.sizes):,} parameters"]
   if not config.model.custom:
-    flops = arithmetic.flops_per_token(config.model, config.data.sequence_length)
+    flops = initial.step_flops(config) / config.tokens_per_step(0)
     lines[-1] += f", {flops:.3g} FLOPs per token"
   steps = config.planned_steps()
   lines.append(f"run: {config.run.total_tokens:,} tokens, {steps:,} steps of every island")

@@ -23,27 +23,29 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ddiloco.config import ModelConfig
-from ddiloco.models.execution import PLAIN, REMAT, Axes, Execution
-from ddiloco.models.images import Patches, has_image, stand_before
 from ddiloco.models.layers import (
   Attention,
   GatedMlp,
   KeyStream,
+  MixtureOfExperts,
+  Patches,
   RMSNorm,
+  has_image,
   parameter,
   rope_tables,
+  stand_before,
   truncated_normal,
   used,
 )
-from ddiloco.models.loss import cross_entropy, cross_entropy_in_chunks, project
-from ddiloco.models.model import Batch, NnxModel, Params
-from ddiloco.models.moe import MixtureOfExperts
+from ddiloco.models.model import PLAIN, REMAT, Axes, Batch, Execution, NnxModel, Params
 
 __all__ = [
   "LanguageModel",
   "Layer",
   "Transformer",
   "apply",
+  "cross_entropy",
+  "flops_per_token",
   "from_params",
   "init",
   "language_model",
@@ -183,6 +185,113 @@ def embed(
   return x_BxTxD * jnp.asarray(table_VxD.shape[1] ** 0.25, dtype)
 
 
+# --- Cross entropy: of whole logits, and of a large vocabulary without them
+
+
+def cross_entropy(
+  logits: jax.Array, targets: jax.Array, counted: jax.Array | None = None
+) -> jax.Array:
+  """Mean of -log softmax(logits)[target], in nats, computed in f32.
+
+  Args:
+    logits: (..., V).
+    targets: (...), integers.
+    counted: (...), where the mean is taken; None: everywhere. With none at all it is NaN.
+  """
+  logits = logits.astype(jnp.float32)
+  log_norm = jax.nn.logsumexp(logits, axis=-1)
+  # A target outside the vocabulary must show up as NaN, not as some other token's loss.
+  chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="fill")
+  return _mean(log_norm - chosen[..., 0], counted)
+
+
+@jax.custom_vjp
+def project(x_BxTxD: jax.Array, table_NxD: jax.Array) -> jax.Array:
+  """Logits x @ table.T: (B, T, N), f32, of two arrays in the compute dtype.
+
+  Their gradient is rounded to that dtype too. Left wide, it would make both products of the
+  backward pass f32 products: on an H100 an eighth of a 100M model's step.
+  """
+  return jnp.einsum("BTD,ND->BTN", x_BxTxD, table_NxD, preferred_element_type=jnp.float32)
+
+
+def _project(x_BxTxD: jax.Array, table_NxD: jax.Array):
+  return project(x_BxTxD, table_NxD), (x_BxTxD, table_NxD)
+
+
+def _project_back(saved: tuple[jax.Array, jax.Array], gradient_BxTxN: jax.Array):
+  x_BxTxD, table_NxD = saved
+  gradient_BxTxN = gradient_BxTxN.astype(x_BxTxD.dtype)
+  product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+  of_x = product("BTN,ND->BTD", gradient_BxTxN, table_NxD)
+  of_table = product("BTN,BTD->ND", gradient_BxTxN, x_BxTxD)
+  return of_x.astype(x_BxTxD.dtype), of_table.astype(table_NxD.dtype)
+
+
+project.defvjp(_project, _project_back)
+
+
+def _mean(loss: jax.Array, counted: jax.Array | None) -> jax.Array:
+  if counted is None:
+    return jnp.mean(loss)
+  return jnp.sum(jnp.where(counted, loss, 0.0)) / jnp.sum(counted)
+
+
+def cross_entropy_in_chunks(
+  x_BxTxD: jax.Array,
+  table_VxD: jax.Array,
+  targets_BxT: jax.Array,
+  execution: Execution,
+  counted_BxT: jax.Array | None = None,
+) -> jax.Array:
+  """`cross_entropy` of the logits x @ table.T, of which only a part exists at any time.
+
+  Chunk i of C has the rows of the table that are i modulo C, so that a device with some rows has as
+  many of each chunk. Of a chunk's logits a running softmax keeps three numbers a token; the
+  backward pass computes them again. Each chunk of the table is gathered by itself.
+
+  Args:
+    x_BxTxD: final states, in the compute dtype.
+    table_VxD: the embedding, f32; `execution.loss_chunks` divides V.
+    targets_BxT: token ids.
+    execution: how devices compute it.
+    counted_BxT: where the mean is taken; None: everywhere.
+  """
+  chunks, dtype = execution.loss_chunks, x_BxTxD.dtype
+  v, d = table_VxD.shape
+  table_NxCxD = execution(table_VxD.reshape(v // chunks, chunks, d), ("vocab", None, "embed"))
+  table_CxNxD = execution(table_NxCxD.swapaxes(0, 1), (None, "vocab", "embed"))
+  # Wide here and rounded in each chunk, so that the chunks' gradients add up in f32.
+  wide_BxTxD = x_BxTxD.astype(jnp.float32)
+  row_BxT, chunk_BxT = targets_BxT // chunks, targets_BxT % chunks
+  row_N = jnp.arange(v // chunks, dtype=targets_BxT.dtype)
+
+  def add(carry: tuple[jax.Array, ...], one: tuple[jax.Array, jax.Array]):
+    highest_BxT, total_BxT, chosen_BxT = carry
+    table_NxD, index = one
+    weight_NxD = execution.gathered(table_NxD.astype(dtype), ("vocab", "embed"))
+    logits_BxTxN = project(wide_BxTxD.astype(dtype), weight_NxD)
+    logits_BxTxN = execution(logits_BxTxN, ("batch", "time", "vocab"))
+    # What is subtracted before `exp` changes no result, so it needs no gradient.
+    top_BxT = jax.lax.stop_gradient(jnp.maximum(highest_BxT, jnp.max(logits_BxTxN, axis=-1)))
+    part_BxT = jnp.sum(jnp.exp(logits_BxTxN - top_BxT[..., None]), axis=-1)
+    total_BxT = total_BxT * jnp.exp(highest_BxT - top_BxT) + part_BxT
+    here_BxTxN = (row_BxT[..., None] == row_N[None, None]) & (chunk_BxT == index)[..., None]
+    chosen_BxT = chosen_BxT + jnp.sum(jnp.where(here_BxTxN, logits_BxTxN, 0.0), axis=-1)
+    return (top_BxT, total_BxT, chosen_BxT), None
+
+  zero_BxT = jnp.zeros(targets_BxT.shape, jnp.float32)
+  carry = (jnp.full_like(zero_BxT, -jnp.inf), zero_BxT, zero_BxT)
+  indices_C = jnp.arange(chunks, dtype=targets_BxT.dtype)
+  # Nothing can be merged across a loop's iterations, so the guard against it only costs.
+  body = jax.checkpoint(add, prevent_cse=False)
+  (highest_BxT, total_BxT, chosen_BxT), _ = jax.lax.scan(body, carry, (table_CxNxD, indices_C))
+  # As in `cross_entropy`, a target outside the vocabulary must show up.
+  known_BxT = (targets_BxT >= 0) & (targets_BxT < v)
+  loss_BxT = highest_BxT + jnp.log(total_BxT) - chosen_BxT
+  return _mean(jnp.where(known_BxT, loss_BxT, jnp.nan), counted_BxT)
+
+
 # --- The functional face: a model's own functions, by its config
 
 
@@ -213,7 +322,7 @@ def next_token_loss(
 class LanguageModel(NnxModel):
   """The transformer as a `Model`: batches are windows of T + 1 tokens, int32 [B, T + 1].
 
-  With images they are {"tokens": such windows, "image": uint8 [B, I, I, C]}, as `models.images`
+  With images they are {"tokens": such windows, "image": uint8 [B, I, I, C]}, as `models.layers`
   says; a row of text alone has an image that is not looked at.
   """
 
@@ -256,6 +365,10 @@ class LanguageModel(NnxModel):
   ) -> jax.Array:
     """Of the next token at every position: (B, T, V) f32."""
     return apply(self._config, params, tokens_BxT, None, image_BxIxIxC)[0]
+
+  def flops_per_token(self, sequence_length: int) -> float:
+    """Forward and backward, as `flops_per_token` of the config counts them."""
+    return flops_per_token(self._config, sequence_length)
 
 
 @functools.cache
@@ -311,3 +424,30 @@ def apply(
     multiplied by `model.load_balance_weight`; 0 for a dense model).
   """
   return from_params(model, params)(tokens_BxT, execution, image_BxIxIxC)
+
+
+def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
+  """Training FLOPs (forward and backward) of one token, counting matrix products only.
+
+  Two FLOPs a multiply-add; the backward pass costs twice the forward pass. Of attention's scores
+  and their product with the values only the half that is not masked counts: 6 * parameters +
+  6 * L * H * Q * T for a dense model without norms. (PaLM, arXiv 2204.02311, appendix B, counts
+  both halves: 12.) Counted are the router, the k chosen experts and the logits. Not counted: the
+  embedding look-up, norms, softmax, optimizer, recomputation under remat, and a mixture's empty
+  slots. A patch of an image is a token like any other, which also meets the projection; every row
+  is taken to have an image, since every row's patches are multiplied.
+
+  Args:
+    model: the model.
+    sequence_length: T, positions in a sequence.
+  """
+  d, heads, kv_heads = model.model_dim, model.num_heads, model.num_kv_heads
+  experts = model.experts_per_token if model.num_experts else 1
+  attention = 2 * d * model.head_dim * (heads + kv_heads)  # queries and output; keys and values
+  weights = attention + d * model.num_experts + experts * 3 * d * model.mlp_dim
+  scores_and_values = heads * model.head_dim * sequence_length  # halves of two products
+  multiply_adds: float = model.num_layers * (weights + scores_and_values) + d * model.vocab_size
+  if model.image_size:
+    projection = model.patch_size**2 * model.image_channels * d
+    multiply_adds += projection * model.num_patches / sequence_length
+  return 3.0 * 2.0 * multiply_adds

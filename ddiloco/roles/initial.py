@@ -22,7 +22,6 @@ from ddiloco import custom
 from ddiloco.checkpoint import weights
 from ddiloco.config import Config, ConfigError, ModelConfig
 from ddiloco.core import fragments
-from ddiloco.models import arithmetic
 
 
 def tensor_specs(model: ModelConfig) -> list[fragments.TensorSpec]:
@@ -225,5 +224,4 @@ def step_flops(config: Config) -> float:
       f"model.custom = {config.model.custom!r}: the FLOPs of its step are not known."
       " Fix: give --step_seconds, what a step takes, instead of --chips."
     )
-  per_token = arithmetic.flops_per_token(config.model, config.data.sequence_length)
-  return per_token * config.tokens_per_step(0)
+  return custom.flops_per_token(config) * config.tokens_per_step(0)

@@ -16,11 +16,11 @@ from typing import Any
 
 import jax
 
+from ddiloco import custom
 from ddiloco.config import Config, ConfigError, IslandConfig
 from ddiloco.core.fragments import Fragment, Plan
-from ddiloco.training.collectives import CollectiveTotal, by_kind, find_collectives
 from ddiloco.training.devices import PEAK_FLOPS, make_mesh
-from ddiloco.training.programs import lower_piece
+from ddiloco.training.island import lower_piece, piece_kinds
 from ddiloco.training.step import IslandStep
 
 # --- Chips, and slices of them
@@ -206,7 +206,7 @@ class Fit:
     copies: what copies pieces of fragments out, and what writes them, of all fragments; and what
       copies the state for a snapshot, if there are any.
     layer_bytes: the weights of one layer, or of one chunk of the embedding, in f32.
-    flops_per_token: see `models.arithmetic.flops_per_token`.
+    flops_per_token: see `custom.flops_per_token`.
     tokens: of one step.
     remedies: what would make it fit; empty if it does.
   """
@@ -263,7 +263,7 @@ def fit(
   mesh = make_mesh(slice_devices, island)
   parts = IslandStep(config, learner, mesh)
   largest = max(plan.fragments, key=lambda fragment: fragment.size)
-  kinds = dict.fromkeys(kind for each in plan.fragments for kind in parts.piece_kinds(each))
+  kinds = dict.fromkeys(kind for each in plan.fragments for kind in piece_kinds(each, parts.leaves))
   pieces = [lower_piece(kind, parts.replicated) for kind in kinds]
   copies = [
     compiled("copy out", [piece.copy_out for piece in pieces], mesh.size, level),
@@ -299,7 +299,7 @@ def fit(
     needed_bytes=needed,
     copies=tuple(copies),
     layer_bytes=4 * max(layer, table),
-    flops_per_token=parts.flops_per_token(),
+    flops_per_token=custom.flops_per_token(config),
     tokens=config.tokens_per_step(learner),
     remedies=(),
   )
@@ -313,7 +313,7 @@ def _local_bytes(leaf: jax.ShapeDtypeStruct) -> int:
 
 def _local_size(parts: IslandStep, fragment: Fragment) -> int:
   """Values of the fragment's pieces on one device."""
-  return sum(_local_bytes(kind.piece) // 4 for kind in parts.piece_kinds(fragment))
+  return sum(_local_bytes(kind.piece) // 4 for kind in piece_kinds(fragment, parts.leaves))
 
 
 def _remedies(found: Fit, island: IslandConfig) -> tuple[str, ...]:
@@ -336,3 +336,151 @@ def _remedies(found: Fit, island: IslandConfig) -> tuple[str, ...]:
   else:
     remedies.append(f"mesh: fewer rows a step than its {rows} parts: raise islands.tensor")
   return tuple(remedies)
+
+
+# --- The exchanges between a program's devices, read from its text
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectiveTotal:
+  """One kind of exchange between devices in one program.
+
+  `times` counts loops; `bytes` is what each device holds of the results, all times together.
+  """
+
+  kind: str
+  times: int
+  bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+  """One collective of a program's text; `times` says how often its loops run it."""
+
+  kind: str
+  bytes: int
+  times: int
+  devices: frozenset[int]
+  line: str
+
+
+_KIND = r"all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
+_COLLECTIVE = re.compile(rf"= (?P<shape>.*?) (?P<kind>{_KIND})(?P<start>-start)?\((?P<rest>.*)$")
+_FAR = re.compile(r"= .*? (?:send|recv)(?:-done)?\(")  # between slices, by the network of hosts
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%(?P<name>\S+) \(.*\{$")
+_CALL = re.compile(r"(?:calls|to_apply|body|condition|branch_computations)=\{?(%[\w.\-, %]+)")
+_WHILE = re.compile(r" while\(.*condition=%(?P<condition>[\w.\-]+), body=%(?P<body>[\w.\-]+)")
+_ARRAY = re.compile(r"(?P<type>[a-z]+\d*\w*)\[(?P<dims>[\d,]*)\]")
+_BITS = {"pred": 8, "bf16": 16, "s4": 4, "u4": 4}
+
+
+def find_collectives(text: str) -> Iterator[Collective]:
+  """Every collective of an optimized program's text.
+
+  Raises:
+    ValueError: it talks to other hosts by send and recv, which stay in no mesh.
+  """
+  bodies = _computations(text)
+  times = _times(bodies, text)
+  for name, lines in bodies.items():
+    for line in lines:
+      if _FAR.search(line) and "is_host_transfer=true" not in line:
+        raise ValueError(f"a program of one island sends to another: {line.strip()[:200]}")
+      found = _COLLECTIVE.search(line)
+      devices = _devices(found["rest"]) if found else None
+      if found and devices:  # else every device is alone in its group
+        yield Collective(
+          kind=found["kind"],
+          bytes=_bytes(found["shape"], started=bool(found["start"])),
+          times=times.get(name, 1),
+          devices=devices,
+          line=line.strip()[:200],
+        )
+
+
+def _computations(text: str) -> dict[str, list[str]]:
+  """Computation -> its lines."""
+  found: dict[str, list[str]] = {}
+  lines: list[str] = []
+  for line in text.splitlines():
+    start = _COMPUTATION.match(line)
+    if start:
+      lines = found[start["name"]] = []
+    elif line.startswith(" "):
+      lines.append(line)
+  return found
+
+
+def _times(bodies: dict[str, list[str]], text: str) -> dict[str, int]:
+  """Computation -> how often it runs in one run of the program."""
+  entry = re.search(r"^ENTRY %(\S+)", text, re.MULTILINE)
+  assert entry is not None, "a program has an entry"
+  times: dict[str, int] = {}
+
+  def visit(name: str, factor: int) -> None:
+    times[name] = times.get(name, 0) + factor
+    for line in bodies.get(name, ()):
+      loop = _WHILE.search(line)
+      if loop:
+        visit(loop["body"], factor * _trips(bodies[loop["condition"]]))
+        continue
+      for called in _CALL.findall(line):
+        for each in re.findall(r"%([\w.\-]+)", called):
+          if each in bodies:
+            visit(each, factor)
+
+  visit(entry[1], 1)
+  return times
+
+
+def _trips(condition: Sequence[str]) -> int:
+  """How often a loop runs that counts from 0: the bound that its condition compares with."""
+  bounds = [int(n) for line in condition for n in re.findall(r"constant\((\d+)\)", line)]
+  return max(bounds, default=1)
+
+
+def _bytes(shape: str, started: bool) -> int:
+  """Of the results; what starts an exchange names its operands first, and its handles last."""
+  sizes = []
+  for array in _ARRAY.finditer(re.sub(r"\{[^}]*\}", "", shape)):
+    digits = re.search(r"\d+", array["type"])
+    bits = _BITS.get(array["type"]) or (int(digits[0]) if digits else 0)
+    sizes.append(math.prod(int(n) for n in array["dims"].split(",") if n) * bits // 8)
+  if started and len(sizes) > 1:
+    sizes = [size for size in sizes if size > 4]
+    sizes = sizes[len(sizes) // 2 :]
+  return sum(sizes)
+
+
+def _devices(rest: str) -> frozenset[int]:
+  """Which devices exchange something, of whatever form the groups are written in.
+
+  Raises:
+    ValueError: it is a form that this does not know.
+  """
+  listed = re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}", rest)
+  if listed:
+    groups = [group.split(",") for group in re.findall(r"[\d,]+", listed[1].replace("},", "} "))]
+    return frozenset(int(n) for group in groups if len(group) > 1 for n in group)
+  iota = re.search(r"replica_groups=\[\d+,(?P<size>\d+)\]<=\[(?P<all>[\d,]+)\]", rest)
+  if iota:
+    count = math.prod(int(n) for n in iota["all"].split(","))
+    return frozenset(range(count if int(iota["size"]) > 1 else 0))
+  mesh = re.search(r"replica_groups=mesh\[(?P<axes>[^\]]*)\]", rest)
+  if mesh:
+    return frozenset(range(math.prod(int(n) for n in re.findall(r"=(\d+)", mesh["axes"]))))
+  raise ValueError(f"a collective whose devices cannot be read: {rest[:300]}")
+
+
+def by_kind(found: Sequence[Collective]) -> tuple[CollectiveTotal, ...]:
+  """Those that move most first."""
+  kinds = {each.kind for each in found}
+  collectives = [
+    CollectiveTotal(
+      kind=kind,
+      times=sum(each.times for each in found if each.kind == kind),
+      bytes=sum(each.times * each.bytes for each in found if each.kind == kind),
+    )
+    for kind in kinds
+  ]
+  return tuple(sorted(collectives, key=lambda each: -each.bytes))

@@ -10,7 +10,7 @@ The images are scikit-learn's 1797 scans of handwritten digits, 8 x 8 (larger si
 pixels enlarged). A caption says the digit and three things that are measured in the pixels, in one
 of several phrasings. Text alone is the corpus that the other fields of `data` name.
 
-A batch is what `models.images` reads: {"image": uint8 [B, I, I, C], "tokens": int32 [B, T + 1]}.
+A batch is what `models.layers` reads: {"image": uint8 [B, I, I, C], "tokens": int32 [B, T + 1]}.
 Rows with an image come first; their tokens are NO_TEXT in the place of every patch, the caption,
 the end token, and NO_TEXT again. Every fifth image is held out and never trained on.
 """
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from ddiloco.config import Config, DataConfig
-from ddiloco.models.images import NO_TEXT
+from ddiloco.models.layers import NO_TEXT
 from ddiloco.training.data import Corpus, ReadingOrder, check_token_ids, open_corpus
 from ddiloco.training.tokens import DataError
 

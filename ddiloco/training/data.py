@@ -26,7 +26,7 @@ from grain import experimental as grain_experimental
 from ddiloco import custom
 from ddiloco.config import Config, DataConfig
 from ddiloco.models.model import Batch
-from ddiloco.training.programs import refuse_misfit
+from ddiloco.training.devices import refuse_misfit
 from ddiloco.training.tokens import DataError, Tokenizer, load_tokenizer, read_parts
 
 _MAX_BLOCK_WINDOWS = 16

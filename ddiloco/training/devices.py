@@ -24,7 +24,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ddiloco.config import ConfigError, IslandConfig, IslandsConfig
-from ddiloco.models.execution import Execution
+from ddiloco.models.model import Batch, Execution
 
 Device = Any  # a jax.Device; tests use stand-ins
 
@@ -243,6 +243,37 @@ def param_sharding(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh)
     used.update(split)
     spec.append(None if not split else split[0] if len(split) == 1 else tuple(split))
   return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def placed(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+  """The leaf's shape and dtype, lying there."""
+  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def placed_inputs(inputs: Batch, mesh: Mesh) -> Batch:
+  """A batch's arrays, split over the mesh by their first axis."""
+
+  def place(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    axes = ("batch", *[None] * (len(leaf.shape) - 1))
+    return placed(leaf, param_sharding(axes, leaf.shape, mesh))
+
+  return jax.tree.map(place, inputs)
+
+
+def refuse_misfit(batch: Batch, inputs: Batch, taker: str) -> None:
+  """Refuses a batch that has other arrays than `inputs`, or arrays of other shapes or types.
+
+  Raises:
+    ValueError: says what the batch has, and what `taker` takes.
+  """
+  found, taken = ([_kind(leaf) for leaf in jax.tree.leaves(each)] for each in (batch, inputs))
+  if found != taken or jax.tree.structure(batch) != jax.tree.structure(inputs):
+    has, takes = (jax.tree.map(lambda x: "{} {}".format(*_kind(x)), t) for t in (batch, inputs))
+    raise ValueError(f"the batch has {has}, {taker} takes {takes}")
+
+
+def _kind(leaf: Any) -> tuple[str, tuple[int, ...]]:
+  return str(getattr(leaf, "dtype", type(leaf).__name__)), np.shape(leaf)
 
 
 def make_execution(mesh: Mesh, island: IslandConfig, compute_dtype: str) -> Execution:

@@ -8,21 +8,224 @@ between two steps. What a donor sends of its moments goes the same two ways.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from ddiloco import custom
 from ddiloco.config import Config
-from ddiloco.core.fragments import Plan, split_flat
+from ddiloco.core.fragments import Fragment, Piece, Plan, split_flat
 from ddiloco.models.model import Batch
-from ddiloco.training import inner
-from ddiloco.training.devices import PEAK_FLOPS, make_mesh, require_processes
-from ddiloco.training.programs import PARAMS, refuse_misfit
-from ddiloco.training.step import IslandPrograms, IslandStep
+from ddiloco.training.devices import (
+  PEAK_FLOPS,
+  make_mesh,
+  piece_sharding,
+  refuse_misfit,
+  require_processes,
+)
+from ddiloco.training.step import METRICS, PARAMS, IslandStep, learning_rate
+
+# --- What moves one piece between its leaf and a piece of its own: two compiled programs
+# Pieces that differ in their layer or first row only have the same two, so that there are as many
+# programs as the model has kinds of tensors, whatever the number of layers and fragments. They
+# serve the parameters and everything that lies like them, such as the optimizer's moments.
+
+_COLLECTIVE = re.compile(r"all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute")
+
+
+@dataclasses.dataclass(frozen=True)
+class PieceKind:
+  """What the programs of a piece are made for.
+
+  Attributes:
+    leaf: f32, with its sharding.
+    piece: f32, with its sharding.
+    layered: the piece is of one layer of the leaf.
+    start: the piece's first row in the leaf; None if every call says it.
+  """
+
+  leaf: jax.ShapeDtypeStruct
+  piece: jax.ShapeDtypeStruct
+  layered: bool
+  start: int | None
+
+  @classmethod
+  def of(cls, piece: Piece, leaf: jax.ShapeDtypeStruct) -> PieceKind:
+    """Of a piece of this leaf, a shape with its sharding."""
+    assert isinstance(leaf.sharding, NamedSharding)
+    layered = piece.layer is not None
+    spec, shape = list(leaf.sharding.spec)[layered:], leaf.shape[layered:]
+    whole = piece.shape[:1] == shape[:1]
+    # Where devices share the rows, the compiler must know which of them a piece has.
+    fixed = not whole and bool(spec) and spec[0] is not None
+    sharding = piece_sharding(leaf.sharding, piece.layer, piece.stop - piece.start, whole)
+    shaped = jax.ShapeDtypeStruct(piece.shape, jnp.float32, sharding=sharding)
+    return cls(leaf, shaped, layered, piece.start if fixed else None)
+
+
+def piece_kinds(fragment: Fragment, leaves: Mapping[str, jax.ShapeDtypeStruct]) -> list[PieceKind]:
+  """Which programs each of the fragment's pieces needs, out of these leaves."""
+  return [PieceKind.of(piece, leaves[piece.name]) for piece in fragment.pieces]
+
+
+@dataclasses.dataclass(frozen=True)
+class PiecePrograms:
+  """`copy_out(leaf, at) -> piece` copies; `apply(leaf, staged, keep, at) -> leaf` is in place.
+
+  `at` is i32 [2]: the piece's layer and first row.
+  """
+
+  copy_out: Callable[[jax.Array, np.ndarray], jax.Array]
+  apply: Callable[[jax.Array, jax.Array, np.float32, np.ndarray], jax.Array]
+  waits: bool  # block after dispatch
+
+
+def at(piece: Piece) -> np.ndarray:
+  """Where a piece is in its leaf, as the programs are told."""
+  return np.array([piece.layer or 0, piece.start], np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class LoweredPiece:
+  """`PiecePrograms` before they are compiled."""
+
+  copy_out: jax.stages.Lowered
+  apply: jax.stages.Lowered
+
+  def compile(self, platform: str) -> PiecePrograms:
+    """Compiles both, for devices of this platform."""
+    copy_out, apply = self.copy_out.compile(), self.apply.compile()
+    # On the CPU, islands share a thread pool in which collectives could wait for each other's (see
+    # `Island`), so those are waited for. Only rows of a tensor-cut embedding need any.
+    waits = platform == "cpu" and any(
+      _COLLECTIVE.search(p.as_text() or "") for p in (copy_out, apply)
+    )
+    return PiecePrograms(copy_out, apply, waits)
+
+
+def lower_piece(kind: PieceKind, replicated: NamedSharding) -> LoweredPiece:
+  """Lowers both programs of a kind; `replicated` is the layout of numbers that every device has."""
+  shape = kind.leaf.shape
+  size = (1, *kind.piece.shape) if kind.layered else kind.piece.shape
+
+  def start(at: jax.Array) -> list[Any]:
+    """The piece's first value in the leaf, by axis."""
+    found: list[Any] = [at[0]] if kind.layered else []
+    if len(found) < len(shape):
+      whole = size[len(found)] == shape[len(found)]
+      found.append(0 if whole else at[1] if kind.start is None else kind.start)
+    return found + [0] * (len(shape) - len(found))
+
+  def part(leaf: jax.Array, at: jax.Array) -> jax.Array:
+    if size != shape:
+      leaf = jax.lax.dynamic_slice(leaf, start(at), size)
+    return leaf.reshape(kind.piece.shape)
+
+  def copy_out(leaf: jax.Array, at: jax.Array) -> jax.Array:
+    # An explicit copy, since the next step deletes the leaves and a piece may be a whole leaf. It
+    # costs nothing: XLA makes one anyway (jax 0.10), but nothing promises that it always will.
+    return jnp.copy(part(leaf, at))
+
+  def apply(leaf: jax.Array, staged: jax.Array, keep: jax.Array, at: jax.Array) -> jax.Array:
+    # `where`, since 0 * NaN is NaN and an overwrite must heal whatever was there.
+    new = jnp.where(keep == 0, staged, keep * part(leaf, at) + staged).reshape(size)
+    return new if size == shape else jax.lax.dynamic_update_slice(leaf, new, start(at))
+
+  keep = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)
+  where = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=replicated)
+  out = jax.jit(copy_out, out_shardings=kind.piece.sharding)
+  into = jax.jit(apply, out_shardings=kind.leaf.sharding, donate_argnums=0)
+  return LoweredPiece(out.lower(kind.leaf, where), into.lower(kind.leaf, kind.piece, keep, where))
+
+
+class IslandPrograms:
+  """All that an island runs, compiled ahead of time. It has no state, so equal islands share it.
+
+  A state is a dict name -> array with the names of `StateLayout`.
+
+  Args:
+    parts: what the island holds, and where.
+    plan: how the model is partitioned into fragments.
+
+  Attributes:
+    step: (state, batch, learning rate) -> (state, metrics).
+    fresh: () -> state.
+    copy: state -> state.
+    capture: the same, into the host's memory where the devices copy to it directly.
+    counts: count -> the part of a state that counts updates.
+    kinds: by fragment, the kind of each piece.
+    pieces: by kind, what copies a piece out and writes it back.
+    moves: by fragment, of each piece its leaf's name, what moves it, and where it is in the leaf.
+  """
+
+  step: Any = None
+  fresh: Any = None
+  copy: Any = None
+  capture: Any = None
+  counts: Any = None
+
+  def __init__(self, parts: IslandStep, plan: Plan):
+    self.kinds = [piece_kinds(fragment, parts.leaves) for fragment in plan.fragments]
+    self.pieces: dict[PieceKind, PiecePrograms] = {}
+    self.moves: list[list[tuple[str, PiecePrograms, jax.Array]]] = []
+    self._parts, self._plan = parts, plan
+    self._compiling = threading.Lock()
+
+  def compile(self) -> float:
+    """Compiles all of it, or waits until another island has; returns the seconds (0 if done)."""
+    if self.step is not None:
+      return 0.0
+    start = time.perf_counter()
+    with self._compiling:
+      if self.step is None:
+        self._compile_state()
+        self._compile_pieces()
+        self.step = self._parts.lower().compile()
+    return time.perf_counter() - start
+
+  def _compile_state(self) -> None:
+    layout, replicated = self._parts.layout, self._parts.replicated
+
+    def fresh() -> dict[str, jax.Array]:
+      leaves = self._parts.leaves.items()
+      params = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in leaves}
+      return layout.flat(params, self._parts.transform.init(params))
+
+    def counts(count: jax.Array) -> dict[str, jax.Array]:
+      return {name: jnp.copy(count).astype(layout.leaves[name].dtype) for name in layout.counts}
+
+    count = self._parts.scalar(jnp.int32)
+    self.fresh = jax.jit(fresh, out_shardings=layout.shardings).lower().compile()
+    self.copy = self.capture = self._parts.lower_copy().compile()
+    if self._parts.host_memory is not None:
+      self.capture = self._parts.lower_copy(self._parts.host_memory).compile()
+    self.counts = jax.jit(counts, out_shardings=replicated).lower(count).compile()
+
+  def _compile_pieces(self) -> None:
+    replicated, platform = self._parts.replicated, self._parts.mesh.devices.flat[0].platform
+    self.pieces = {
+      kind: lower_piece(kind, replicated).compile(platform)
+      for kind in dict.fromkeys(itertools.chain(*self.kinds))
+    }
+    self.moves = [
+      [
+        (p.name, self.pieces[kind], jax.device_put(at(p), replicated))
+        for p, kind in zip(fragment.pieces, kinds)
+      ]
+      for fragment, kinds in zip(self._plan.fragments, self.kinds)
+    ]
+
+
+# --- The island itself
 
 
 class IslandMaker:
@@ -100,7 +303,7 @@ class Island:
       "mesh": [int(n) for n in self.mesh.devices.shape],
       "batch_size": self._island.batch_size,
       "attention": self._parts.execution.attention,
-      "flops_per_token": self._parts.flops_per_token(),
+      "flops_per_token": custom.flops_per_token(self._config),
       "peak_flops_per_second": PEAK_FLOPS.get(kind, 0.0),
     }
 
@@ -192,7 +395,7 @@ class Island:
       RuntimeError: there are no parameters yet.
     """
     refuse_misfit(batch, self._inputs, "this island")
-    rate = inner.learning_rate(self._config.inner, self._planned_steps, schedule_step)
+    rate = learning_rate(self._config.inner, self._planned_steps, schedule_step)
     # The compiled call shards host values itself; a device_put of our own costs 0.3 ms more.
     with jax.profiler.StepTraceAnnotation("step", step_num=next(self._count)):
       self._state, metrics = self.programs.step(self._held(), batch, np.float32(rate_scale * rate))
@@ -348,4 +551,4 @@ named = jax.profiler.TraceAnnotation  # what a trace shows; costs a microsecond 
 
 
 def _as_floats(metrics: jax.Array) -> dict[str, float]:
-  return dict(zip(inner.METRICS, np.asarray(metrics).tolist()))
+  return dict(zip(METRICS, np.asarray(metrics).tolist()))

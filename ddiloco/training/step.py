@@ -1,34 +1,218 @@
-"""The step of one island, as its mesh is given it: shapes, layouts and the program, no arrays.
+"""The inner step of one island: what it computes, on which state, as the program of a mesh.
 
-The devices of the mesh may be ones that are only described: `ddiloco compile` has no TPU.
+Shapes, layouts and pure functions, no arrays: the devices of the mesh may be ones that are only
+described (`ddiloco compile` has no TPU). All but the schedule is for jit.
 """
 
 from __future__ import annotations
 
-import itertools
-import threading
-import time
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ddiloco import custom
-from ddiloco.config import Config, ConfigError
-from ddiloco.core.fragments import Fragment, Plan
-from ddiloco.models import arithmetic
-from ddiloco.training import inner
-from ddiloco.training.devices import host_memory, make_execution, param_sharding
-from ddiloco.training.programs import (
-  PieceKind,
-  PiecePrograms,
-  StateLayout,
-  at,
-  lower_piece,
+from ddiloco.config import Config, ConfigError, InnerConfig
+from ddiloco.models.model import Batch, Execution, Model, Params
+from ddiloco.training.devices import (
+  host_memory,
+  make_execution,
+  param_sharding,
   placed,
   placed_inputs,
 )
+
+# --- AdamW, or an optax transform of the user's own
+# The learning rate follows the run's progress in tokens, not the island's own count: a learner that
+# rejoins takes the rate its peers have, and the schedule ends when the run does, however many
+# learners there were (`protocol.states.schedule_step`).
+
+METRICS = ("loss", "load_balance", "grad_norm", "learning_rate")
+
+
+def learning_rate(inner: InnerConfig, planned_steps: int, step: int) -> float:
+  """Linear warm-up to `inner.learning_rate`, then a cosine to `final_share` of it.
+
+  Taken on the host, so that the compiled step is the same for every schedule and length of a run.
+  With `decay_steps = 0` the cosine ends at `planned_steps`. `step` counts the schedule's finished
+  steps: the first step (0) already has 1/warmup_steps of the peak, the one at warmup_steps
+  the peak, and from the end of the decay on it stays at the floor.
+  """
+  end = inner.decay_steps or planned_steps
+  warm = min(1.0, (step + 1) / max(1, inner.warmup_steps))
+  progress = (step - inner.warmup_steps) / max(1, end - inner.warmup_steps)
+  cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, progress))))
+  return inner.learning_rate * warm * (inner.final_share + (1 - inner.final_share) * cosine)
+
+
+def decayed(params: Params) -> dict[str, bool]:
+  """Where weight decay applies: all but norm scales (stacked ones have rank 2 too) and biases."""
+  return {name: not name.endswith(("scale", "bias")) for name in params}
+
+
+def optimizer(inner: InnerConfig) -> optax.GradientTransformation:
+  """Clipping by the global norm, Adam in f32, decoupled weight decay (AdamW, arXiv 1711.05101).
+
+  Its updates are those of learning rate 1: the caller adds `rate * update`. With `inner.custom` it
+  is the user's own.
+  """
+  if inner.custom:
+    return custom.load_optimizer(inner)
+  return optax.chain(
+    optax.clip_by_global_norm(inner.clip_norm) if inner.clip_norm else optax.identity(),
+    optax.scale_by_adam(inner.b1, inner.b2, inner.epsilon, mu_dtype=jnp.float32),
+    optax.add_decayed_weights(inner.weight_decay, mask=decayed)
+    if inner.weight_decay
+    else optax.identity(),
+    optax.scale(-1.0),
+  )
+
+
+def make_train_step(
+  model: Model, inner: InnerConfig, execution: Execution | None = None
+) -> Callable[..., tuple[dict[str, jax.Array], optax.OptState, dict[str, jax.Array]]]:
+  """One inner step: the function `train_step(params, opt_state, batch, rate)`.
+
+  `rate` is the learning rate, an f32 scalar. It returns (params, opt_state, metrics): f32 scalars
+  "loss" (of the model: nats per token, ...), "load_balance" (0 where the model reports none),
+  "grad_norm" (before clipping) and "learning_rate". B, the first axis of the batch's arrays, must
+  be a multiple of `inner.accumulation_steps`; the gradient is the mean over the micro-batches,
+  which for a dense model is the full batch's (a mixture's load-balance loss is taken per
+  micro-batch).
+  """
+  transform = optimizer(inner)
+
+  def value_and_grad(params: Params, batch: Batch):
+    def loss(params: Params):
+      return model.loss(params, batch, execution)
+
+    (_, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params)
+    return grads, metrics
+
+  def train_step(params: Params, opt_state: optax.OptState, batch: Batch, rate: jax.Array):
+    grads, metrics = accumulate(value_and_grad, params, batch, inner.accumulation_steps)
+    updates, opt_state = transform.update(grads, opt_state, params)
+    params = {name: value + rate * updates[name] for name, value in params.items()}
+    metrics = {"load_balance": jnp.zeros(()), **metrics}
+    metrics |= {"grad_norm": optax.tree.norm(grads), "learning_rate": rate}
+    return params, opt_state, metrics
+
+  return train_step
+
+
+def accumulate(value_and_grad: Callable, params: Params, batch: Batch, steps: int):
+  """Mean of `value_and_grad(params, micro_batch)`'s tree over `steps` micro-batches, by a scan."""
+  if steps == 1:
+    return value_and_grad(params, batch)
+
+  def split(leaf: jax.Array) -> jax.Array:
+    # Every steps-th example forms a micro-batch: so each device keeps the rows it already has.
+    return leaf.reshape(len(leaf) // steps, steps, *leaf.shape[1:]).swapaxes(0, 1)
+
+  micro = jax.tree.map(split, batch)
+  shapes = jax.eval_shape(value_and_grad, params, jax.tree.map(lambda leaf: leaf[0], micro))
+  zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+  def add(total, each):
+    return jax.tree.map(jnp.add, total, value_and_grad(params, each)), None
+
+  total, _ = jax.lax.scan(add, zeros, micro)
+  return jax.tree.map(lambda x: x / steps, total)
+
+
+# --- The names of an island's state: everything it must remember, as one flat dict of arrays
+# "params/<name>" are the parameters, "inner/<path>" the leaves of the inner optimizer's state, of
+# which nothing else is assumed: Adam's are "inner/1/mu/<name>", "inner/1/nu/<name>" and
+# "inner/1/count".
+
+PARAMS = "params/"
+
+
+class StateLayout:
+  """Which arrays the state consists of, and where each of them lies.
+
+  Attributes:
+    leaves: name -> shape, dtype and sharding, in a fixed order.
+    moments: prefixes of the optimizer's subtrees that are shaped like the parameters, in order:
+      prefix + parameter name is a name of the state.
+    counts: names of the optimizer's integer scalars: how many updates it has seen.
+  """
+
+  def __init__(
+    self,
+    transform: optax.GradientTransformation,
+    params: Mapping[str, jax.ShapeDtypeStruct],
+    replicated: NamedSharding,
+  ):
+    """`params` have shardings; what of the optimizer lies like none of them is `replicated`."""
+    opt_state = jax.eval_shape(transform.init, dict(params))
+    trees = {"params": dict(params), "inner": opt_state}
+    found, self._structure = jax.tree_util.tree_flatten_with_path(trees)
+    self.leaves: dict[str, jax.ShapeDtypeStruct] = {}
+    for path, leaf in found:
+      name = jax.tree_util.keystr(path, simple=True, separator="/")
+      like = params.get(getattr(path[-1], "key", ""), leaf)
+      alike = like.sharding is not None and like.shape == leaf.shape
+      self.leaves[name] = placed(leaf, like.sharding if alike else replicated)
+    if len(self.leaves) != len(found):
+      raise ValueError(f"two leaves of the optimizer's state have one name: {sorted(self.leaves)}")
+    inner = {name: leaf for name, leaf in self.leaves.items() if name.startswith("inner/")}
+    first = "/" + next(iter(params))
+    prefixes = [name.removesuffix(first) + "/" for name in inner if name.endswith(first)]
+    self.moments = tuple(
+      prefix
+      for prefix in prefixes
+      if all(self.leaves.get(prefix + name) == leaf for name, leaf in params.items())
+    )
+    self.counts = tuple(
+      name
+      for name, leaf in inner.items()
+      if not leaf.shape and jnp.issubdtype(leaf.dtype, jnp.integer)
+    )
+
+  @property
+  def shardings(self) -> dict[str, NamedSharding]:
+    """Where each array lies."""
+    return {name: leaf.sharding for name, leaf in self.leaves.items()}
+
+  def flat(self, params: Any, opt_state: Any) -> dict[str, jax.Array]:
+    """The two trees as one flat dict."""
+    trees = {"params": params, "inner": opt_state}
+    return dict(zip(self.leaves, jax.tree.leaves(trees)))
+
+  def trees(self, state: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], Any]:
+    """(parameters, optimizer state): `flat`'s inverse."""
+    trees = jax.tree.unflatten(self._structure, [state[name] for name in self.leaves])
+    return trees["params"], trees["inner"]
+
+  def check(self, arrays: Mapping[str, jax.Array | np.ndarray]) -> None:
+    """Refuses arrays that are not exactly this state's.
+
+    Raises:
+      ValueError: names, shapes or dtypes differ; it says which.
+    """
+    odd = sorted(arrays.keys() ^ self.leaves.keys())
+    if odd:
+      raise ValueError(
+        f"state: names that only one side has: {odd[:8]} ({len(odd)} in all). Fix: restore into"
+        " the model and optimizer that were saved."
+      )
+    for name, leaf in self.leaves.items():
+      array = arrays[name]
+      if (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
+        raise ValueError(
+          f"state: {name} has shape {array.shape} and dtype {array.dtype}, this island's is"
+          f" {leaf.shape} and {leaf.dtype}. Fix: restore into the model and optimizer that were"
+          " saved."
+        )
+
+
+# --- All of it on one mesh
 
 
 class IslandStep:
@@ -63,7 +247,7 @@ class IslandStep:
     self.replicated = NamedSharding(mesh, PartitionSpec())
     self.host_memory = host_memory(mesh.devices.flat[0])
     self.execution = make_execution(mesh, island, config.model.compute_dtype)
-    self.transform = inner.optimizer(config.inner)
+    self.transform = optimizer(config.inner)
     self._model = custom.load_model(config.model)
     axes = self._model.logical_axes()
     self.leaves = {
@@ -74,30 +258,19 @@ class IslandStep:
     inputs = self._model.inputs(island.batch_size, config.data.sequence_length)
     self.inputs = placed_inputs(inputs, mesh)
 
-  def flops_per_token(self) -> float:
-    """Training FLOPs of one token; 0.0 of a custom model that does not say (`models.model.Model`).
-
-    See `models.arithmetic.flops_per_token`.
-    """
-    length = self._config.data.sequence_length
-    if not self._config.model.custom:
-      return arithmetic.flops_per_token(self._config.model, length)
-    own = getattr(self._model, "flops_per_token", None)
-    return float(own(length)) if own is not None else 0.0
-
   def scalar(self, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
     """A number that every device has."""
     return jax.ShapeDtypeStruct((), dtype, sharding=self.replicated)
 
   def lower(self) -> jax.stages.Lowered:
     """(state, batch, learning rate) -> (state, metrics), in place; to be compiled."""
-    train_step = inner.make_train_step(self._model, self._config.inner, self.execution)
+    train_step = make_train_step(self._model, self._config.inner, self.execution)
 
     def island_step(state, batch, rate):
       params, opt_state = self.layout.trees(state)
       params, opt_state, metrics = train_step(params, opt_state, batch, rate)
       # One small array instead of several: one copy to the host per step.
-      small = jnp.stack([metrics[name] for name in inner.METRICS])
+      small = jnp.stack([metrics[name] for name in METRICS])
       return self.layout.flat(params, opt_state), small
 
     step = jax.jit(
@@ -115,85 +288,3 @@ class IslandStep:
     if memory is not None:
       there = {name: each.with_memory_kind(memory) for name, each in there.items()}
     return jax.jit(copy, out_shardings=there).lower(self.layout.leaves)
-
-  def piece_kinds(self, fragment: Fragment) -> list[PieceKind]:
-    """Which programs each of the fragment's pieces needs, and where it lies out of its leaf."""
-    return [PieceKind.of(piece, self.leaves[piece.name]) for piece in fragment.pieces]
-
-
-class IslandPrograms:
-  """All that an island runs, compiled ahead of time. It has no state, so equal islands share it.
-
-  A state is a dict name -> array with the names of `StateLayout`.
-
-  Args:
-    parts: what the island holds, and where.
-    plan: how the model is partitioned into fragments.
-
-  Attributes:
-    step: (state, batch, learning rate) -> (state, metrics).
-    fresh: () -> state.
-    copy: state -> state.
-    capture: the same, into the host's memory where the devices copy to it directly.
-    counts: count -> the part of a state that counts updates.
-    kinds: by fragment, the kind of each piece.
-    pieces: by kind, what copies a piece out and writes it back.
-    moves: by fragment, of each piece its leaf's name, what moves it, and where it is in the leaf.
-  """
-
-  step: Any = None
-  fresh: Any = None
-  copy: Any = None
-  capture: Any = None
-  counts: Any = None
-
-  def __init__(self, parts: IslandStep, plan: Plan):
-    self.kinds = [parts.piece_kinds(fragment) for fragment in plan.fragments]
-    self.pieces: dict[PieceKind, PiecePrograms] = {}
-    self.moves: list[list[tuple[str, PiecePrograms, jax.Array]]] = []
-    self._parts, self._plan = parts, plan
-    self._compiling = threading.Lock()
-
-  def compile(self) -> float:
-    """Compiles all of it, or waits until another island has; returns the seconds (0 if done)."""
-    if self.step is not None:
-      return 0.0
-    start = time.perf_counter()
-    with self._compiling:
-      if self.step is None:
-        self._compile_state()
-        self._compile_pieces()
-        self.step = self._parts.lower().compile()
-    return time.perf_counter() - start
-
-  def _compile_state(self) -> None:
-    layout, replicated = self._parts.layout, self._parts.replicated
-
-    def fresh() -> dict[str, jax.Array]:
-      leaves = self._parts.leaves.items()
-      params = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in leaves}
-      return layout.flat(params, self._parts.transform.init(params))
-
-    def counts(count: jax.Array) -> dict[str, jax.Array]:
-      return {name: jnp.copy(count).astype(layout.leaves[name].dtype) for name in layout.counts}
-
-    count = self._parts.scalar(jnp.int32)
-    self.fresh = jax.jit(fresh, out_shardings=layout.shardings).lower().compile()
-    self.copy = self.capture = self._parts.lower_copy().compile()
-    if self._parts.host_memory is not None:
-      self.capture = self._parts.lower_copy(self._parts.host_memory).compile()
-    self.counts = jax.jit(counts, out_shardings=replicated).lower(count).compile()
-
-  def _compile_pieces(self) -> None:
-    replicated, platform = self._parts.replicated, self._parts.mesh.devices.flat[0].platform
-    self.pieces = {
-      kind: lower_piece(kind, replicated).compile(platform)
-      for kind in dict.fromkeys(itertools.chain(*self.kinds))
-    }
-    self.moves = [
-      [
-        (p.name, self.pieces[kind], jax.device_put(at(p), replicated))
-        for p, kind in zip(fragment.pieces, kinds)
-      ]
-      for fragment, kinds in zip(self._plan.fragments, self.kinds)
-    ]

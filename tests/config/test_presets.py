@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from ddiloco import config
-from ddiloco.models import arithmetic, transformer
-from tests.models.small import forward, init_params, random_tokens
+from ddiloco.models import transformer
+from tests.models.small import active_params, forward, init_params, num_params, random_tokens
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 
@@ -45,7 +45,7 @@ def test_the_tables_reach_from_100k_to_12b():
 @pytest.mark.parametrize("preset", DENSE.PRESETS)
 def test_dense_size(preset):
   model = config.from_dict(DENSE.get_config(preset)).model
-  count = arithmetic.num_params(model)
+  count = num_params(model)
   assert abs(count / named_size(preset) - 1) < 0.1
   assert commented(DENSE, preset) == f"{count:,}"
 
@@ -53,7 +53,7 @@ def test_dense_size(preset):
 @pytest.mark.parametrize("preset", MOE.PRESETS)
 def test_mixture_size(preset):
   model = config.from_dict(MOE.get_config(preset)).model
-  active, count = arithmetic.active_params(model), arithmetic.num_params(model)
+  active, count = active_params(model), num_params(model)
   total = f"{count:,}" if count < 1e9 else f"{count / 1e9:.1f}e9"
   assert commented(MOE, preset) == f"{active:,} ({total})"
   if preset != "tiny":

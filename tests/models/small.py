@@ -37,6 +37,27 @@ RULES = {
 }
 
 
+def num_params(model: ModelConfig) -> int:
+  """All parameters by hand; the tied embedding counts once."""
+  return _count(model, model.num_experts or 1)
+
+
+def active_params(model: ModelConfig) -> int:
+  """Parameters that one token meets: the router and `experts_per_token` experts of each layer."""
+  return _count(model, model.experts_per_token if model.num_experts else 1)
+
+
+def _count(model: ModelConfig, experts: int) -> int:
+  """With this many experts counted in each layer (1 stands for a dense model's MLP)."""
+  d = model.model_dim
+  attention = 2 * d * model.head_dim * (model.num_heads + model.num_kv_heads)
+  layer = attention + d * model.num_experts + experts * 3 * d * model.mlp_dim + 2 * d
+  patches = 0
+  if model.image_size:
+    patches = d * (model.patch_size**2 * model.image_channels + model.num_patches)
+  return model.vocab_size * d + model.num_layers * layer + d + patches
+
+
 def random_tokens(model: ModelConfig, batch: int = 4, length: int = 8, seed: int = 1) -> jax.Array:
   values = np.random.default_rng(seed).integers(0, model.vocab_size, (batch, length))
   return jnp.asarray(values, jnp.int32)

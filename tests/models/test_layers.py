@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 
 from ddiloco.models import layers
-from ddiloco.models.attention import einsum_attention
-from ddiloco.models.execution import PLAIN
+from ddiloco.models.layers import einsum_attention
+from ddiloco.models.model import PLAIN
 from tests.models.small import DENSE, filled, normal
 
 attention = jax.jit(einsum_attention)

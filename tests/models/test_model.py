@@ -7,8 +7,8 @@ import pytest
 from flax import nnx
 
 from ddiloco.models import transformer
-from ddiloco.models.loss import cross_entropy
 from ddiloco.models.model import Model, NnxModel
+from ddiloco.models.transformer import cross_entropy
 from tests.models.small import DENSE
 
 

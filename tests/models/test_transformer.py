@@ -12,7 +12,7 @@ from flax import nnx
 
 from ddiloco.config import ModelConfig
 from ddiloco.models import layers, transformer
-from ddiloco.models.execution import PLAIN, Execution
+from ddiloco.models.model import PLAIN, Execution
 from tests.models.small import (
   DENSE,
   MIXTURE,

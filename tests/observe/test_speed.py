@@ -10,7 +10,7 @@ from rich.console import Console
 
 from ddiloco.config import ModelConfig
 from ddiloco.dashboard.status import exposition, status
-from ddiloco.models.arithmetic import flops_per_token
+from ddiloco.models.transformer import flops_per_token
 from ddiloco.observe.live import plain_line, render, scalars
 from ddiloco.observe.report import key_numbers, numbers
 from ddiloco.observe.run_state import RunState

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from ddiloco import config
-from ddiloco.models import arithmetic
 from ddiloco.observe.eventlog import Recorder
 from ddiloco.protocol import events
 from tests.made_events import made
+from tests.models.small import num_params
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = ROOT / "scripts" / "wan.sh"
@@ -200,7 +200,7 @@ def test_the_presets_train_one_model_in_two_ways():
   get_config = runpy.run_path(str(ROOT / "configs" / "wan.py"))["get_config"]
   apart, together = (config.from_dict(get_config(*preset)) for preset in ((), ("data_parallel",)))
   assert apart.model == together.model
-  assert arithmetic.num_params(apart.model) == 1_820_352  # as the comment there says
+  assert num_params(apart.model) == 1_820_352  # as the comment there says
   assert not apart.sync.blocking and together.sync.blocking
   assert (together.sync.sync_period, together.sync.min_quorum) == (1, 2)
   with pytest.raises(config.ConfigError, match=r"'ring'.*decoupled, data_parallel"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import pytest
 
-from ddiloco.cli.compile import lines
+from ddiloco.cli.simulations import fit_lines
 from ddiloco.config import from_dict
 from ddiloco.roles.initial import make_plan
 from ddiloco.training import aot
@@ -31,5 +31,5 @@ def test_an_island_and_all_its_programs(fragments):
   assert not any(program.collectives for program in found.copies)
   # A CPU has no memory of another kind: what the program adds is a second state.
   assert found.beside_bytes > snapshot.added_bytes >= found.state_bytes
-  text = "\n".join(lines([0], found, 0.4))
+  text = "\n".join(fit_lines([0], found, 0.4))
   assert f"s of CPU to compile {out.count} programs" in text and "no collective leaves" in text

@@ -11,7 +11,7 @@ import pytest
 
 from ddiloco.api import experiment
 from ddiloco.config import Config, ConfigError, from_dict
-from ddiloco.models.images import NO_TEXT
+from ddiloco.models.layers import NO_TEXT
 from ddiloco.roles import initial
 from ddiloco.training import captions, data
 from ddiloco.training.evaluate import HeldoutLoss

@@ -16,12 +16,11 @@ from ddiloco import config as config_lib
 from ddiloco.config import ConfigError
 from ddiloco.core import fragments
 from ddiloco.models import transformer
-from ddiloco.models.arithmetic import flops_per_token
-from ddiloco.models.transformer import LanguageModel
+from ddiloco.models.transformer import LanguageModel, flops_per_token
 from ddiloco.training import island as island_module
-from ddiloco.training.inner import METRICS
 from ddiloco.training.island import Island, IslandMaker
-from tests.training.test_inner import bigram_loss
+from ddiloco.training.step import METRICS
+from tests.training.test_step_inner import bigram_loss
 
 MODEL = {
   "vocab_size": 32,

@@ -14,8 +14,8 @@ from ddiloco.config import from_dict
 from ddiloco.models.model import NnxModel
 from ddiloco.roles import initial
 from ddiloco.training.evaluate import HeldoutLoss
-from ddiloco.training.inner import METRICS
 from ddiloco.training.island import Island
+from ddiloco.training.step import METRICS
 
 NAME = "own_parts_of_test_island_custom"
 CUBE = {"devices": 8, "data": 2, "fsdp": 2, "tensor": 2}

@@ -11,9 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ddiloco.core import fragments
 from ddiloco.models.transformer import LanguageModel
-from ddiloco.training import inner, step
-from ddiloco.training.inner import METRICS
-from ddiloco.training.programs import StateLayout
+from ddiloco.training import step
+from ddiloco.training.step import METRICS, StateLayout
 from tests.training.test_island import CUBE, batch, initial, make
 
 MOE = {"num_experts": 4, "experts_per_token": 2}
@@ -348,7 +347,7 @@ def test_any_optimizer_has_names_and_moments(transform, moments, counts):
 
 @pytest.mark.parametrize(("momentum", "kept"), [(None, 0), (0.9, 1)])
 def test_an_island_with_another_optimizer(monkeypatch, momentum, kept):
-  monkeypatch.setattr(inner, "optimizer", lambda _: optax.sgd(0.1, momentum))
+  monkeypatch.setattr(step, "optimizer", lambda _: optax.sgd(0.1, momentum))
   island, plan, config = cheap({"devices": 1}, sync={"num_fragments": 1})
   saved = on_host(trained(island, config).capture())
   assert island.num_moments == kept and int(island.count()) == 0
@@ -371,7 +370,7 @@ def test_the_rate_can_be_scaled(any_island):
     after[scale], rates[scale] = on_host(island.capture()), metrics["learning_rate"]
     assert tuple(metrics) == METRICS
   assert_same_bits(after[None], after[1.0])
-  rate = inner.learning_rate(config.inner, config.planned_steps(), 3)
+  rate = step.learning_rate(config.inner, config.planned_steps(), 3)
   assert rates == pytest.approx({None: rate, 1.0: rate, 0.5: rate / 2, 0.0: 0.0}, rel=1e-6)
   for name, value in after[0.0].items():
     if name.startswith("params/"):

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from ddiloco.config import from_dict
-from ddiloco.training.collectives import find_collectives
+from ddiloco.training.aot import find_collectives
 from ddiloco.training.devices import make_mesh
 from ddiloco.training.step import IslandStep
 

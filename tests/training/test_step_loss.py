@@ -11,8 +11,7 @@ import pytest
 
 from ddiloco.config import ModelConfig
 from ddiloco.models import transformer
-from ddiloco.models.loss import cross_entropy
-from ddiloco.models.transformer import next_token_loss
+from ddiloco.models.transformer import cross_entropy, next_token_loss
 
 
 def test_cross_entropy_by_hand():

@@ -10,25 +10,26 @@ import jax.numpy as jnp
 import pytest
 
 from ddiloco.config import ModelConfig
-from ddiloco.models import arithmetic, transformer
-from tests.models.small import DENSE, MIXTURE, forward
+from ddiloco.models import transformer
+from ddiloco.models.transformer import flops_per_token
+from tests.models.small import DENSE, MIXTURE, active_params, forward, num_params
 
 
 def test_dense_golden():
   # V*D + D + L * (q,o 2*16*32 + k,v 2*16*16 + 3*16*24 + 2*16)
-  assert arithmetic.num_params(DENSE) == 32 * 16 + 16 + 5 * (1024 + 512 + 1152 + 32)
-  assert arithmetic.active_params(DENSE) == arithmetic.num_params(DENSE)
+  assert num_params(DENSE) == 32 * 16 + 16 + 5 * (1024 + 512 + 1152 + 32)
+  assert active_params(DENSE) == num_params(DENSE)
   # 6 * (matrices + logits) + 6 * L * H * Q * T
   weights = 5 * (1024 + 512 + 1152) + 32 * 16
-  assert arithmetic.flops_per_token(DENSE, 10) == 6 * weights + 6 * 5 * 4 * 8 * 10
+  assert flops_per_token(DENSE, 10) == 6 * weights + 6 * 5 * 4 * 8 * 10
 
 
 def test_mixture_golden():
   attention_and_norms = 1024 + 512 + 32
-  assert arithmetic.num_params(MIXTURE) == 528 + 5 * (attention_and_norms + 16 * 4 + 4 * 1152)
-  assert arithmetic.active_params(MIXTURE) == 528 + 5 * (attention_and_norms + 16 * 4 + 2 * 1152)
+  assert num_params(MIXTURE) == 528 + 5 * (attention_and_norms + 16 * 4 + 4 * 1152)
+  assert active_params(MIXTURE) == 528 + 5 * (attention_and_norms + 16 * 4 + 2 * 1152)
   more_experts = dataclasses.replace(MIXTURE, num_experts=8)
-  per_expert = arithmetic.flops_per_token(more_experts, 8) - arithmetic.flops_per_token(MIXTURE, 8)
+  per_expert = flops_per_token(more_experts, 8) - flops_per_token(MIXTURE, 8)
   assert per_expert == 6 * 5 * 16 * 4  # four more router columns, no more experts a token
 
 
@@ -37,7 +38,7 @@ def test_mixture_golden():
 )
 def test_counts_equal_the_real_parameters(model):
   real = sum(math.prod(s.shape) for s in transformer.shapes(model).values())
-  assert arithmetic.num_params(model) == real
+  assert num_params(model) == real
 
 
 @pytest.mark.parametrize("experts", [0, 2])
@@ -56,5 +57,5 @@ def test_forward_flops_against_the_compiler(experts):
   lowered = forward.lower(model, transformer.shapes(model), tokens)
   cost = lowered.compile().cost_analysis()
   masked = 6 * model.num_layers * model.num_heads * model.head_dim * 64  # the einsum computes it
-  ratio = cost["flops"] / (2 * 64 * (arithmetic.flops_per_token(model, 64) + masked) / 3)
+  ratio = cost["flops"] / (2 * 64 * (flops_per_token(model, 64) + masked) / 3)
   assert 0.99 < ratio < 1.05  # softmax, norms, SwiGLU and routing are on top

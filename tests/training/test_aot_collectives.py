@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddiloco.training.collectives import CollectiveTotal, by_kind, find_collectives
+from ddiloco.training.aot import CollectiveTotal, by_kind, find_collectives
 
 LOOP = """HloModule step
 

@@ -11,10 +11,18 @@ import numpy as np
 import pytest
 
 from ddiloco.config import ConfigError, ModelConfig, from_dict
-from ddiloco.models import arithmetic, images, transformer
-from ddiloco.models.execution import PLAIN, Execution
-from ddiloco.models.loss import cross_entropy
-from tests.models.small import DENSE, MIXTURE, forward, fresh, layout, random_tokens
+from ddiloco.models import layers, transformer
+from ddiloco.models.model import PLAIN, Execution
+from ddiloco.models.transformer import cross_entropy
+from tests.models.small import (
+  DENSE,
+  MIXTURE,
+  forward,
+  fresh,
+  layout,
+  num_params,
+  random_tokens,
+)
 
 SEEING = dataclasses.replace(DENSE, image_size=6, patch_size=2, image_channels=3)
 P, T = SEEING.num_patches, 17
@@ -28,7 +36,7 @@ def batch(model: ModelConfig = SEEING, seed: int = 3) -> dict[str, jax.Array]:
   tokens = random.integers(0, model.vocab_size, (4, T + 1)).astype("i4")
   for row, length in enumerate(LENGTHS):
     if length:
-      tokens[row, :P], tokens[row, P + length :] = images.NO_TEXT, images.NO_TEXT
+      tokens[row, :P], tokens[row, P + length :] = layers.NO_TEXT, layers.NO_TEXT
   shape = (4, model.image_size, model.image_size, model.image_channels)
   pixels = random.integers(0, 256, shape).astype("u1")
   return {"image": jnp.asarray(pixels), "tokens": jnp.asarray(tokens)}
@@ -49,7 +57,7 @@ def loss_and_gradient(model, params, batch, execution=PLAIN):
 
 def test_patches_are_cut_row_by_row():
   image = np.arange(2 * 4 * 4 * 3).reshape(2, 4, 4, 3)
-  found = np.asarray(images.cut(jnp.asarray(image), 2))
+  found = np.asarray(layers.cut_patches(jnp.asarray(image), 2))
   assert found.shape == (2, 4, 12)
   for row, (y, x) in enumerate([(0, 0), (0, 2), (2, 0), (2, 2)]):
     np.testing.assert_array_equal(found[1, row], image[1, y : y + 2, x : x + 2].reshape(-1))
@@ -160,9 +168,9 @@ def test_fused_attention_serves_as_it_is(attention):
 
 def test_counts_by_hand():
   more = 12 * 16 + P * 16  # the projection of 2 x 2 x 3 values, and the places
-  assert arithmetic.num_params(SEEING) == arithmetic.num_params(DENSE) + more
-  assert arithmetic.num_params(SEEING) == sum(v.size for v in fresh(SEEING).values())
-  extra = arithmetic.flops_per_token(SEEING, T) - arithmetic.flops_per_token(DENSE, T)
+  assert num_params(SEEING) == num_params(DENSE) + more
+  assert num_params(SEEING) == sum(v.size for v in fresh(SEEING).values())
+  extra = transformer.flops_per_token(SEEING, T) - transformer.flops_per_token(DENSE, T)
   assert extra == pytest.approx(6 * 12 * 16 * P / T)
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from ddiloco.models import transformer
-from ddiloco.models.execution import PLAIN, Execution
-from ddiloco.models.loss import cross_entropy, cross_entropy_in_chunks
+from ddiloco.models.model import PLAIN, Execution
+from ddiloco.models.transformer import cross_entropy, cross_entropy_in_chunks
 from tests.models.small import DENSE, MIXTURE, fresh, layout, normal, random_tokens
 
 MESH, AUTO = ("data", "fsdp", "tensor"), (jax.sharding.AxisType.Auto,) * 3

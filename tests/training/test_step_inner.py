@@ -7,9 +7,8 @@ import pytest
 
 from ddiloco.config import InnerConfig, ModelConfig
 from ddiloco.models import transformer
-from ddiloco.models.loss import cross_entropy
-from ddiloco.models.transformer import LanguageModel
-from ddiloco.training import inner
+from ddiloco.models.transformer import LanguageModel, cross_entropy
+from ddiloco.training import step
 
 TINY = ModelConfig(
   vocab_size=32, num_layers=1, model_dim=8, num_heads=2, num_kv_heads=1, head_dim=4, mlp_dim=16
@@ -18,7 +17,7 @@ TINY = ModelConfig(
 
 def _rate(global_step, **fields):
   config = InnerConfig(**{"learning_rate": 2.0, "warmup_steps": 10, "final_share": 0.1, **fields})
-  return inner.learning_rate(config, 110, global_step)
+  return step.learning_rate(config, 110, global_step)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +47,7 @@ def test_learning_rate_settings():
 
 def test_weight_decay_spares_norms_alone():
   params = {name: np.ones(s.shape, np.float32) for name, s in transformer.shapes(TINY).items()}
-  transform = inner.optimizer(InnerConfig(weight_decay=0.25))
+  transform = step.optimizer(InnerConfig(weight_decay=0.25))
   zeros = jax.tree.map(np.zeros_like, params)
   updates, _ = jax.jit(transform.update)(zeros, jax.jit(transform.init)(params), params)
   norms = {"layers/attention_norm/scale", "layers/mlp_norm/scale", "final_norm/scale"}
@@ -62,16 +61,16 @@ def test_first_update_is_the_sign_of_the_clipped_gradient():
   # clipping (3, -4) to norm 1; plus decay 0.1 * param.
   params, grads = {"w": jnp.array([2.0, 2.0])}, {"w": jnp.array([3.0, -4.0])}
   config = InnerConfig(clip_norm=1.0, epsilon=0.2, weight_decay=0.1)
-  transform = inner.optimizer(config)
+  transform = step.optimizer(config)
   updates, _ = transform.update(grads, transform.init(params), params)
   np.testing.assert_allclose(updates["w"], [-0.6 / 0.8 - 0.2, 0.8 / 1.0 - 0.2], rtol=1e-5)
-  unclipped = inner.optimizer(InnerConfig(clip_norm=0.0, epsilon=0.2, weight_decay=0.0))
+  unclipped = step.optimizer(InnerConfig(clip_norm=0.0, epsilon=0.2, weight_decay=0.0))
   updates, _ = unclipped.update(grads, unclipped.init(params), params)
   np.testing.assert_allclose(updates["w"], [-3.0 / 3.2, 4.0 / 4.2], rtol=1e-5)
 
 
 def _accumulated(function, steps, params, tokens):
-  return jax.jit(lambda p, t: inner.accumulate(function, p, t, steps))(params, tokens)
+  return jax.jit(lambda p, t: step.accumulate(function, p, t, steps))(params, tokens)
 
 
 def test_accumulation_is_the_mean_over_all_rows():
@@ -102,16 +101,16 @@ def test_train_step_accumulates_to_the_full_batch_and_takes_the_rate(monkeypatch
   after = {}
   for steps in (1, 2, 4):
     config = InnerConfig(warmup_steps=4, accumulation_steps=steps, epsilon=1e-3)
-    opt_state = jax.jit(inner.optimizer(config).init)(params)
-    step = jax.jit(inner.make_train_step(LanguageModel(TINY), config))
-    after[steps] = step(params, opt_state, tokens, jnp.float32(4e-3))
+    opt_state = jax.jit(step.optimizer(config).init)(params)
+    train_step = jax.jit(step.make_train_step(LanguageModel(TINY), config))
+    after[steps] = train_step(params, opt_state, tokens, jnp.float32(4e-3))
   new, _, metrics = after[1]
-  assert set(metrics) == set(inner.METRICS)
+  assert set(metrics) == set(step.METRICS)
   assert metrics["learning_rate"] == np.float32(4e-3)
   change = np.abs(new["embedding"] - params["embedding"]).max()
   assert 1e-3 < change < 0.01  # about the learning rate
   for steps in (2, 4):
     again, _, accumulated = after[steps]
-    for name in inner.METRICS:
+    for name in step.METRICS:
       np.testing.assert_allclose(accumulated[name], metrics[name], rtol=1e-5)
     np.testing.assert_allclose(again["embedding"], new["embedding"], rtol=0, atol=1e-4 * change)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from ddiloco.models import attention
-from ddiloco.models.execution import PLAIN, REMAT, Execution
+from ddiloco.models import layers
+from ddiloco.models.model import PLAIN, REMAT, Execution
 from tests.models.small import layout, normal
 
 MESH, AUTO = ("data", "fsdp", "tensor"), (jax.sharding.AxisType.Auto,) * 3
@@ -27,7 +27,7 @@ def outcome(query, key, value, execution):
   """(Output, the gradients of a function in which every element counts differently)."""
 
   def total(*arrays):
-    mixed = attention.attend(*arrays, execution)
+    mixed = layers.attend(*arrays, execution)
     return jnp.sum(jnp.sin(mixed)), mixed
 
   gradients, mixed = jax.grad(total, argnums=(0, 1, 2), has_aux=True)(query, key, value)
@@ -61,7 +61,7 @@ def test_kernels_are_the_reference(path, shape):
   + [(2048, 2048, 512), (2100, 2560, 512)],
 )
 def test_blocks_are_equal_and_as_few_as_there_must_be(positions, filled, block):
-  assert attention._blocks(positions) == (filled, block)
+  assert layers._blocks(positions) == (filled, block)
 
 
 @KERNELS
@@ -94,9 +94,9 @@ def test_the_output_is_what_remat_keeps_by_name(path):
     execution = Execution(attention=path, remat=remat, interpret=True)
 
     def total(*arrays, execution=execution, remat=remat):
-      mixed = jax.checkpoint(
-        lambda *a: jnp.sin(attention.attend(*a, execution)), policy=REMAT[remat]
-      )(*arrays)
+      mixed = jax.checkpoint(lambda *a: jnp.sin(layers.attend(*a, execution)), policy=REMAT[remat])(
+        *arrays
+      )
       return jnp.sum(mixed)
 
     residuals = jax.eval_shape(lambda *a, total=total: jax.vjp(total, *a)[1], *arrays)

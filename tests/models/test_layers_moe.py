@@ -12,8 +12,8 @@ import pytest
 from flax import nnx
 from hypothesis import strategies as st
 
-from ddiloco.models import layers, moe
-from ddiloco.models.execution import PLAIN
+from ddiloco.models import layers
+from ddiloco.models.model import PLAIN
 from tests.models.small import DENSE, MIXTURE, filled, normal
 
 WIDE = dataclasses.replace(MIXTURE, capacity_factor=2.0)  # E / k: nothing can be dropped
@@ -24,22 +24,22 @@ def hidden_state(batch: int, length: int, seed: int = 0) -> jax.Array:
   return normal(seed, batch, length, MIXTURE.model_dim)
 
 
-def build(model) -> moe.MixtureOfExperts:
-  return filled(lambda: moe.MixtureOfExperts(model, nnx.Rngs(0)))
+def build(model) -> layers.MixtureOfExperts:
+  return filled(lambda: layers.MixtureOfExperts(model, nnx.Rngs(0)))
 
 
 @nnx.jit
-def run(mixture: moe.MixtureOfExperts, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def run(mixture: layers.MixtureOfExperts, x: jax.Array) -> tuple[jax.Array, jax.Array]:
   return mixture(x, PLAIN)
 
 
-def per_token_loop(mixture: moe.MixtureOfExperts, x: jax.Array) -> tuple[np.ndarray, int]:
+def per_token_loop(mixture: layers.MixtureOfExperts, x: jax.Array) -> tuple[np.ndarray, int]:
   """(expected output, choices dropped): f64 NumPy, one token at a time, slots in token order."""
   model = mixture.model
   router, gate, up, down = (
     np.asarray(w[...], np.float64) for w in (mixture.router, mixture.gate, mixture.up, mixture.down)
   )
-  capacity = moe.slots_per_expert(model, x.shape[1])
+  capacity = layers.slots_per_expert(model, x.shape[1])
   out, dropped = np.zeros(x.shape), 0
   for b, sequence in enumerate(np.asarray(x, np.float64)):
     used = [0] * model.num_experts
@@ -80,7 +80,7 @@ def test_one_expert_is_the_dense_mlp():
 def dense_over_all_experts(model, weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
   """Every expert on every token, weighted by its gate: plain autodiff can be trusted here."""
   probability = jax.nn.softmax(x @ weights["router"], axis=-1)
-  gate, expert = moe.route(probability, model.experts_per_token)
+  gate, expert = layers.route(probability, model.experts_per_token)
   share = jnp.sum(jax.nn.one_hot(expert, model.num_experts) * gate[..., None], axis=2)
   a = jnp.einsum("BTD,EDF->BTEF", x, weights["gate"])
   hidden = jax.nn.silu(a) * jnp.einsum("BTD,EDF->BTEF", x, weights["up"])
@@ -106,7 +106,7 @@ def test_gradients_equal_those_of_the_dense_form():
     np.testing.assert_allclose(a, e, rtol=1e-3, atol=1e-5)
 
 
-assign = jax.jit(moe.assign_slots, static_argnums=(1, 2))
+assign = jax.jit(layers.assign_slots, static_argnums=(1, 2))
 
 
 @hypothesis.settings(max_examples=40, deadline=None, derandomize=True)
@@ -138,14 +138,14 @@ def test_move_rows_gradient_is_that_of_a_gather():
     padded = jnp.concatenate([x, jnp.zeros_like(x[:, :1])], axis=1)
     return jnp.take_along_axis(padded, (source // 2)[..., None], axis=1)
 
-  np.testing.assert_array_equal(moe.move_rows(2, x, source, target), plain(x))
-  ours = jax.grad(lambda x: jnp.sum(jnp.sin(moe.move_rows(2, x, source, target))))(x)
+  np.testing.assert_array_equal(layers.move_rows(2, x, source, target), plain(x))
+  ours = jax.grad(lambda x: jnp.sum(jnp.sin(layers.move_rows(2, x, source, target))))(x)
   np.testing.assert_allclose(ours, jax.grad(lambda x: jnp.sum(jnp.sin(plain(x))))(x), rtol=1e-6)
 
 
 def test_slots_per_expert_golden():
   def slots(factor, length):
-    return moe.slots_per_expert(dataclasses.replace(MIXTURE, capacity_factor=factor), length)
+    return layers.slots_per_expert(dataclasses.replace(MIXTURE, capacity_factor=factor), length)
 
   assert slots(1.0, 100) == 50  # k/E = 1/2
   assert slots(1.25, 100) == 63
@@ -153,7 +153,7 @@ def test_slots_per_expert_golden():
 
 
 def test_route_picks_the_largest_and_renormalises():
-  gate, expert = moe.route(jnp.array([[[0.1, 0.5, 0.1, 0.3]]]), 2)
+  gate, expert = layers.route(jnp.array([[[0.1, 0.5, 0.1, 0.3]]]), 2)
   np.testing.assert_array_equal(expert, [[[1, 3]]])
   np.testing.assert_allclose(gate, [[[0.625, 0.375]]], rtol=1e-6)
 
@@ -161,15 +161,15 @@ def test_route_picks_the_largest_and_renormalises():
 def test_load_balance_golden():
   uniform = jnp.full((1, 4, 4), 0.25)
   in_turn = jnp.arange(4).reshape(1, 4, 1)
-  np.testing.assert_allclose(moe.load_balance_loss(uniform, in_turn), 1.0)
+  np.testing.assert_allclose(layers.load_balance_loss(uniform, in_turn), 1.0)
   pairs = jnp.array([[[0, 1], [2, 3], [0, 1], [2, 3]]])
-  np.testing.assert_allclose(moe.load_balance_loss(uniform, pairs), 1.0)
+  np.testing.assert_allclose(layers.load_balance_loss(uniform, pairs), 1.0)
   collapsed = jnp.tile(jnp.array([0.0, 1.0, 0.0, 0.0]), (2, 3, 1))
-  np.testing.assert_allclose(moe.load_balance_loss(collapsed, jnp.ones((2, 3, 1), int)), 4.0)
+  np.testing.assert_allclose(layers.load_balance_loss(collapsed, jnp.ones((2, 3, 1), int)), 4.0)
   # Fractions (3/4, 1/4), mean probabilities (0.7, 0.3): 2 * (0.525 + 0.075).
   probability = jnp.array([[[0.9, 0.1], [0.8, 0.2]], [[0.7, 0.3], [0.4, 0.6]]])
   expert = jnp.array([[[0], [0]], [[0], [1]]])
-  np.testing.assert_allclose(moe.load_balance_loss(probability, expert), 1.2, rtol=1e-6)
+  np.testing.assert_allclose(layers.load_balance_loss(probability, expert), 1.2, rtol=1e-6)
 
 
 def test_descending_the_load_balance_loss_spreads_the_tokens():
@@ -178,7 +178,7 @@ def test_descending_the_load_balance_loss_spreads_the_tokens():
   @jax.jit
   def balance(bias_E):
     probability = jax.nn.softmax(scores + bias_E[None, None], axis=-1)
-    return moe.load_balance_loss(probability, moe.route(probability, 1)[1])
+    return layers.load_balance_loss(probability, layers.route(probability, 1)[1])
 
   bias = jnp.zeros(4)
   assert balance(bias) > 2.0
