@@ -45,7 +45,7 @@ def prepare(num_cpu_devices: int, cpu_only: bool = False, supervises: bool = Fal
 
   A process that only `supervises` others leaves the accelerators to them: it uses the CPU itself,
   and hands on what it was told. In a process where JAX is imported already (by the user's own model
-  or `engines/forkserver.py`) it says the same to JAX itself, which reads the environment only then.
+  or `engines/children.py`) it says the same to JAX itself, which reads the environment only then.
 
   Raises:
     RuntimeError: JAX has made its devices.

@@ -44,7 +44,7 @@ from common import middle
 
 from ddiloco import workdir as workdirs
 from ddiloco.config import Config, from_dict
-from ddiloco.engines import forkserver
+from ddiloco.engines import children
 from ddiloco.engines.children import Spawn
 from ddiloco.engines.processes import ProcessesEngine
 from ddiloco.observe.eventlog import EventLog, read_events
@@ -92,10 +92,10 @@ class Pinned(ProcessesEngine):
   def _spawn(self, name: str, host: int) -> Spawn:
     kind, _, number = name.partition("-")
     if kind != "learner" or int(number) == self.config.islands.num_learners - 1:
-      return forkserver.spawn
+      return children.spawn_forked
 
-    def pinned(command: list[str], log: Path) -> forkserver.Forked:
-      process = forkserver.spawn(command, log)
+    def pinned(command: list[str], log: Path) -> children.Forked:
+      process = children.spawn_forked(command, log)
       os.sched_setaffinity(process.pid, self.mine)  # before it has any threads to follow it
       return process
 

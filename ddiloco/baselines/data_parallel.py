@@ -22,8 +22,7 @@ from ddiloco.baselines import member
 from ddiloco.baselines.member import CHECKPOINT, PROGRAMS, Order
 from ddiloco.chaos import faults
 from ddiloco.config import Config, ConfigError
-from ddiloco.engines import forkserver
-from ddiloco.engines.children import Child
+from ddiloco.engines.children import Child, spawn_forked
 from ddiloco.engines.role_spec import free_urls
 from ddiloco.network.transport import learner_address
 from ddiloco.observe.eventlog import Follower, Recorder
@@ -57,7 +56,7 @@ class DataParallel:
     check(config)
     self._config, self._workdir, self._elastic = config, workdir, elastic
     names = [learner_address(m) for m in range(config.islands.num_learners)]
-    self._islands = [Child(name, workdir, [forkserver.spawn]) for name in names]
+    self._islands = [Child(name, workdir, [spawn_forked]) for name in names]
     quorum = 1 if elastic else len(names)
     self._state = supervisor.init(config.run, names, config.chaos.faults, quorum)
     self._alive: set[int] = set()  # islands

@@ -20,8 +20,7 @@ from ddiloco.chaos.faults import ask_for
 from ddiloco.checkpoint.restore import go_on, newest_whole, open_storage, restore_fragments
 from ddiloco.config import Config, ConfigError, Fault
 from ddiloco.config.schema import INSIDE
-from ddiloco.engines import forkserver
-from ddiloco.engines.children import Child, Command, Spawn
+from ddiloco.engines.children import Child, Command, Spawn, spawn_forked, warm
 from ddiloco.engines.engine import PATIENCE_SECONDS, Engine, RunResult
 from ddiloco.engines.role_process import connect, load_keys
 from ddiloco.engines.role_spec import RoleSpec, above, free_urls, newest
@@ -78,7 +77,7 @@ class ProcessesEngine(Engine):
 
   def _begin(self) -> None:
     self._resume()
-    forkserver.warm()
+    warm()
     self._started = workdir.join(self.workdir, self.config)
     self._recorder = self._record("engine", 0)
     self._follower = Follower(self.workdir)
@@ -111,7 +110,7 @@ class ProcessesEngine(Engine):
 
   def _spawn(self, name: str, host: int) -> Spawn:
     """What starts a process of a role, on this host of its island."""
-    return forkserver.spawn
+    return spawn_forked
 
   def _meeting(self, learner: int) -> str:
     """Where the hosts of an island meet."""

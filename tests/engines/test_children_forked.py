@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ddiloco.engines import forkserver
+from ddiloco.engines import children
 from ddiloco.engines.children import processes_of
 
 SLEEPS = "print('here', flush=True); import time; time.sleep(100)"
@@ -23,11 +23,11 @@ def start(tmp_path, monkeypatch):
   monkeypatch.syspath_prepend(tmp_path)
   started = []
 
-  def start(code: str, *arguments: str) -> tuple[forkserver.Forked, Path]:
+  def start(code: str, *arguments: str) -> tuple[children.Forked, Path]:
     name = f"module_{len(started)}"
     (tmp_path / f"{name}.py").write_text(textwrap.dedent(code))
     log = tmp_path / f"{name}.log"
-    started.append(forkserver.spawn([sys.executable, "-m", name, *arguments], log))
+    started.append(children.spawn_forked([sys.executable, "-m", name, *arguments], log))
     return started[-1], log
 
   yield start
@@ -37,7 +37,7 @@ def start(tmp_path, monkeypatch):
     process.stdin.close()
 
 
-def said(log: Path, process: forkserver.Forked, word: str) -> str:
+def said(log: Path, process: children.Forked, word: str) -> str:
   while word not in (text := log.read_text()):
     assert process.poll() is None, text
   return text
@@ -104,7 +104,7 @@ def test_an_exception_is_in_its_log(start):
 
 def test_a_log_that_cannot_be_written_is_said_at_once(tmp_path):
   with pytest.raises(OSError):
-    forkserver.spawn([sys.executable, "-m", "json.tool"], tmp_path / "missing" / "log")
+    children.spawn_forked([sys.executable, "-m", "json.tool"], tmp_path / "missing" / "log")
 
 
 def test_the_fork_server_outlives_what_a_service_manager_sends_to_all(start):
