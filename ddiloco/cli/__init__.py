@@ -16,20 +16,19 @@ from collections.abc import Callable, Sequence
 from absl import flags
 
 import ddiloco
-from ddiloco.cli import roles, runs
+from ddiloco.cli import runs
 from ddiloco.cli.arguments import Helped, go_on_unheard
-from ddiloco.cli.compile import compile_islands
 from ddiloco.cli.launch import launch
-from ddiloco.cli.simulations import plan, simulate
+from ddiloco.cli.simulations import compile_islands, plan, simulate
 from ddiloco.config import ConfigError
 from ddiloco.environment import BAD_USAGE, FINISHED, INTERRUPTED
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
   "train": runs.train,
-  "learner": roles.learner,
-  "syncer": roles.syncer,
-  "evaluator": roles.evaluator,
-  "keys": roles.keys,
+  "learner": runs.learner,
+  "syncer": runs.syncer,
+  "evaluator": runs.evaluator,
+  "keys": runs.keys,
   "generate": runs.generate,
   "evaluate": runs.evaluate,
   "report": runs.report,

@@ -12,10 +12,10 @@ import jax
 import pytest
 
 from ddiloco import cli, environment
-from ddiloco.cli.compile import lines
+from ddiloco.cli.simulations import fit_lines
 from ddiloco.config import ConfigError
 from ddiloco.training import aot
-from ddiloco.training.collectives import CollectiveTotal
+from ddiloco.training.aot import CollectiveTotal
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--config=configs/dense.py:100k", "--config.islands.batch_size=8"]
@@ -61,11 +61,11 @@ def test_a_step_takes_its_flops_over_what_the_chips_reach():
 
 
 def test_it_says_whether_it_fits_and_what_is_gathered():
-  text = "\n".join(lines([0, 1], made(), 0.5))
+  text = "\n".join(fit_lines([0, 1], made(), 0.5))
   assert "island 0, 1: v5p:4x4x4" in text and "8.00 of 95.74 GiB a chip: fits, 92% free" in text
   assert "host memory  3.00 GiB a chip" in text
   assert "gathered one layer at a time" in text and "76 all-gather 4.29 GB" in text
-  text = "\n".join(lines([0], made(layer_bytes=8), 0.5))
+  text = "\n".join(fit_lines([0], made(layer_bytes=8), 0.5))
   assert "MORE THAN A LAYER" in text
 
 
@@ -76,7 +76,7 @@ def test_what_does_not_fit_comes_with_remedies():
   assert any("remat" in each for each in found) and any("loss_chunks" in each for each in found)
   huge = made(state_bytes=60 << 30, needed_bytes=200 << 30, chip=aot.CHIPS["v6e"])
   assert "mesh" in aot._remedies(huge, config_island)[0]
-  text = "\n".join(lines([0], made(needed_bytes=200 << 30, step=None, remedies=found), 0.4))
+  text = "\n".join(fit_lines([0], made(needed_bytes=200 << 30, step=None, remedies=found), 0.4))
   assert "DOES NOT FIT" in text and "to make it fit: remat" in text
 
 
