@@ -34,11 +34,9 @@ CAPABILITIES: Mapping[str, Sequence[str]] = {
   "an island of several hosts": (
     *("training/hosts.py", "network/host_links.py", "engines/island_hosts.py"),
   ),
-  "compiling for TPUs that are not there": (
-    *("training/aot.py", "training/collectives.py", "cli/compile.py"),
-  ),
+  "compiling for TPUs that are not there": ("training/aot.py",),
   "bringing a run to a cloud, costs first": ("launch/*", "cli/launch.py"),
-  "text and images": ("models/images.py", "training/captions.py"),
+  "text and images": ("training/captions.py",),
   "what a user may bring: model, data, optimizer; the Python face": (
     *("custom.py", "api.py", "models/model.py", "__init__.py"),
   ),

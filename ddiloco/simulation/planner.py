@@ -8,11 +8,11 @@ Pure arithmetic. Assumptions, besides those of `simulation.bandwidth`:
   nearly a whole step before it, less the latency there and back; the others are anywhere in theirs.
   Each copies out at the end of its step, and the commit waits for the last one (`_copy_outs`).
 - A learner sends the fragments that are due in a step together, and now and then one more
-  (`typical_round.py`). Pushes that are under way together share the shard's link; so do the copies
+  (`bandwidth.typical`). Pushes that are under way together share the shard's link; so do the copies
   of its new version, one for every learner and the evaluator. The last push's part of the merge
   comes after all pushes.
 - A learner looks for a new version at the end of a step, brings it to its devices during the next
-  one or more, and applies it at an end again (`typical_round.py`).
+  one or more, and applies it at an end again (`bandwidth.typical`).
 - A learner's host touches `PUSH_VECTORS` vectors to make a push and `STAGE_VECTORS` to take up a
   version, `host_gbytes` GB/s of f32. A shard takes in a push in one pass over its values. A commit
   of M pushes touches M + 2 vectors and the fragment's state twice (`bandwidth.commit_vectors`).
@@ -32,8 +32,15 @@ from typing import Any
 from ddiloco.checks import not_negative, positive, require
 from ddiloco.config import Config, SyncConfig
 from ddiloco.simulation import bandwidth
-from ddiloco.simulation.bandwidth import F32_BYTES, PUSH_VECTORS, STAGE_VECTORS, Exchanged
-from ddiloco.simulation.typical_round import RoundCosts, TypicalRound, typical
+from ddiloco.simulation.bandwidth import (
+  F32_BYTES,
+  PUSH_VECTORS,
+  STAGE_VECTORS,
+  Exchanged,
+  RoundCosts,
+  TypicalRound,
+  typical,
+)
 
 CORE_GBYTES = 4.0
 

@@ -28,9 +28,9 @@ from ddiloco.protocol.supervisor import GONE, LEFT, UP
 from ddiloco.simulation import bandwidth
 from ddiloco.simulation.bandwidth import F32_BYTES
 from ddiloco.simulation.disturbances import Role
-from ddiloco.simulation.links import LinkRate, Links
 from ddiloco.simulation.planner import CORE_GBYTES
 from ddiloco.simulation.stand_ins import SizedCopies, SizedReplication
+from ddiloco.simulation.virtual_time import LinkRate, Links
 from ddiloco.simulation.world import Actor, Pace, World
 
 

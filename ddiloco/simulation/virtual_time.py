@@ -1,4 +1,4 @@
-"""Virtual time: a heap of things to come, and the loops of roles that wait in it.
+"""Virtual time: a heap of things to come, the loops of roles that wait in it, and their links.
 
 A loop (`ddiloco/runtime.py`) runs at one instant until it waits. What its work costs is spent
 meanwhile: its own clock is ahead of the heap's, and the loop goes on when the heap has caught up.
@@ -7,14 +7,19 @@ So a role that works hears nothing, and no other role hears of its work before i
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from ddiloco.checks import not_negative
 from ddiloco.runtime import Job, Loop
+from ddiloco.simulation import bandwidth
+from ddiloco.simulation.disturbances import HEADER_BYTES, Role
 
 MOST_TURNS = 1000  # of a loop at one instant without any news: it would never end
 
@@ -182,3 +187,224 @@ class VirtualWorker:
 def _raise(error: Exception | None) -> None:
   if error is not None:
     raise error
+
+
+# --- Links: when a message arrives, and what every role has moved
+#
+# Every island has one link, full duplex. Shard s stands beside island s mod M and shares its link,
+# or at a place of its own; what stays at one place does not cross a link. Fragments between two
+# roles go one after the other, as over a connection; connections share the links they need as TCP's
+# do over a long time: none could have more unless one with less had to give (max-min fairness). The
+# last byte arrives a latency after it has left. Control has connections of its own and never queues
+# behind fragments; it takes the latency only.
+
+
+@dataclasses.dataclass(frozen=True)
+class LinkRate:
+  """One place's, in each direction."""
+
+  gbps: float = 0.0  # Gbit/s; 0: no limit
+  latency_seconds: float = 0.001  # one way, from there to any other place
+
+  def __post_init__(self):
+    not_negative("links", self, "gbps", "latency_seconds")
+
+  @property
+  def bytes_per_second(self) -> float:
+    """Of payloads; infinite without a limit."""
+    return bandwidth.payload_bytes_per_second(self.gbps) if self.gbps else math.inf
+
+
+CLOSE = 1e-9  # rates that differ by less are the same
+
+End = tuple[Role, bool]  # of a link: its place, and whether what moves comes in there
+
+
+@dataclasses.dataclass(eq=False)
+class Transfer:
+  """A fragment on its way."""
+
+  left_bytes: float  # at `since`
+  latency_seconds: float
+  arrived: Callable[[], None]
+  pair: tuple[Role, Role]  # from, to
+  ends: tuple[End, End]
+  rate: float = 0.0  # bytes a second, at present
+  since: float = 0.0
+  held_by: End | None = None  # the link that keeps it from moving faster
+  planned: int = 0  # the newest of its ends that were planned; others are of the past
+
+
+class Links:
+  """All links of a run.
+
+  Args:
+    time: where they are.
+    islands: one for every learner, those that join later included.
+    num_planned: learners that are there from the start: shards stand beside these.
+    shards: of shards that stand apart; None: they stand beside islands.
+  """
+
+  def __init__(
+    self,
+    time: VirtualTime,
+    islands: Sequence[LinkRate],
+    num_planned: int,
+    shards: LinkRate | None = None,
+  ):
+    self.sent_bytes: dict[Role, int] = collections.defaultdict(int)
+    self.received_bytes: dict[Role, int] = collections.defaultdict(int)
+    self._time, self._islands, self._planned, self._shards = time, islands, num_planned, shards
+    self._waiting: dict[tuple[Role, Role], collections.deque[Transfer]] = {}  # the first one moves
+    self._moving: dict[End, dict[Transfer, None]] = collections.defaultdict(dict)
+    self._used: dict[End, float] = collections.defaultdict(float)  # bytes a second
+    self._holds: dict[End | None, int] = collections.defaultdict(int)  # how many transfers
+    self._changed: dict[Transfer, None] = {}  # whose rates are to be found at this very moment
+
+  def place(self, role: Role) -> Role:
+    """Where a role stands: the island's learner, or the shard itself if it stands apart."""
+    if role[0] == "learner" or self._shards is not None:
+      return role
+    return "learner", role[1] % self._planned
+
+  def carry(self, sender: Role, to: Role, size: int, arrived: Callable[[], None]) -> None:
+    """Calls `arrived` when a message of so many bytes that is sent now has arrived."""
+    self.sent_bytes[sender] += size
+    self.received_bytes[to] += size
+    now, here, there = self._time.now, self.place(sender), self.place(to)
+    if here == there:
+      return self._time.at(now, arrived)
+    island = sender if sender[0] == "learner" else to
+    latency = self._link(self.place(island)).latency_seconds
+    if size <= HEADER_BYTES:
+      return self._time.at(now + latency, arrived)
+    pair, ends = (sender, to), ((here, False), (there, True))
+    transfer = Transfer(size - HEADER_BYTES, latency, arrived, pair, ends)
+    queue = self._waiting.setdefault(pair, collections.deque())
+    queue.append(transfer)
+    if len(queue) == 1:
+      self._begin(transfer)
+
+  def unsent(self, sender: Role, to: Role) -> int:
+    """Bytes of payloads that wait at the near end or move."""
+    return math.ceil(sum(map(self._left, self._waiting.get((sender, to), ()))))
+
+  def _left(self, transfer: Transfer) -> float:
+    """Bytes that have not moved yet."""
+    seconds = self._time.now - transfer.since
+    return max(0.0, transfer.left_bytes - (transfer.rate * seconds if seconds else 0.0))
+
+  def _link(self, place: Role) -> LinkRate:
+    if place[0] == "learner":
+      return self._islands[place[1]]
+    assert self._shards is not None
+    return self._shards
+
+  def _begin(self, transfer: Transfer) -> None:
+    transfer.since = self._time.now
+    for end in transfer.ends:
+      self._moving[end][transfer] = None
+    self._change(transfer)
+
+  def _over(self, transfer: Transfer, planned: int) -> None:
+    if planned != transfer.planned:
+      return
+    now = self._time.now
+    self._time.at(now + transfer.latency_seconds, transfer.arrived)
+    for end in transfer.ends:
+      del self._moving[end][transfer]
+      self._used[end] -= transfer.rate
+      self._holds[end] -= transfer.held_by == end
+      if not self._moving[end]:
+        del self._moving[end], self._used[end]
+      for other in self._moving.get(end, ()) if self._holds[end] else ():
+        if other.held_by == end:
+          self._change(other)
+    queue = self._waiting[transfer.pair]
+    queue.popleft()
+    if queue:
+      self._begin(queue[0])
+    else:
+      del self._waiting[transfer.pair]
+
+  def _change(self, transfer: Transfer) -> None:
+    if not self._changed:
+      self._time.at(self._time.now, self._share)  # after all that begins or ends now
+    self._changed[transfer] = None
+
+  def _share(self) -> None:
+    """Finds the rates of those that changed, and of all whose rates follow from theirs."""
+    found, self._changed = {t: None for t in self._changed if t in self._moving[t.ends[0]]}, {}
+    while found:
+      rates = self._found(found)
+      follow = self._followers(found, rates)
+      if not follow:
+        break
+      found |= follow
+    now = self._time.now
+    for transfer, (rate, held_by) in rates.items() if found else ():
+      transfer.left_bytes = self._left(transfer)
+      for end in transfer.ends:
+        self._used[end] += rate - transfer.rate
+      self._holds[transfer.held_by] -= 1
+      self._holds[held_by] += 1
+      transfer.since, transfer.rate, transfer.held_by = now, rate, held_by
+      transfer.planned += 1
+      over_at = now + transfer.left_bytes / rate
+      self._time.at(over_at, self._over, transfer, transfer.planned)
+
+  def _found(self, those: Iterable[Transfer]) -> dict[Transfer, tuple[float, End | None]]:
+    """The rate of each, and what holds it, where all others keep theirs.
+
+    The narrowest link's transfers have an even share of it; then the same with what is left.
+    """
+    over: dict[End, dict[Transfer, None]] = collections.defaultdict(dict)
+    left: dict[End, float] = {}
+    for each in those:
+      for end in each.ends:
+        over[end][each] = None
+        if end not in left:
+          capacity = self._link(end[0]).bytes_per_second
+          left[end] = capacity if math.isinf(capacity) else capacity - self._used[end]
+        if not math.isinf(left[end]):
+          left[end] += each.rate
+    narrow = [(max(0.0, left[end]) / len(each), end) for end, each in over.items()]
+    heapq.heapify(narrow)
+    rates: dict[Transfer, tuple[float, End | None]] = {}
+    while narrow:
+      rate, narrowest = heapq.heappop(narrow)
+      if narrowest not in over or rate < max(0.0, left[narrowest]) / len(over[narrowest]):
+        continue  # all have their rates, or there is a newer entry
+      for each in list(over[narrowest]):
+        rates[each] = rate, None if math.isinf(rate) else narrowest
+        for end in each.ends:
+          if not math.isinf(left[end]):
+            left[end] -= rate
+          del over[end][each]
+          if not over[end]:
+            del over[end]
+          elif end != narrowest:
+            heapq.heappush(narrow, (max(0.0, left[end]) / len(over[end]), end))
+    return rates
+
+  def _followers(
+    self, found: Mapping[Transfer, None], rates: Mapping[Transfer, tuple[float, End | None]]
+  ) -> dict[Transfer, None]:
+    """Others that have to give, or may have more now, at a link that holds them or one of these."""
+    at: dict[End, list[Transfer]] = collections.defaultdict(list)
+    for each in found:
+      for end in each.ends:
+        at[end].append(each)
+    follow: dict[Transfer, None] = {}
+    for end, here in at.items():
+      held = [rates[each][0] for each in here if rates[each][1] == end]
+      if not held and not self._holds[end]:
+        continue  # wide enough before, and still
+      most, least = max(rates[each][0] for each in here), min(held, default=math.inf)
+      used = self._used[end] + sum(rates[each][0] - each.rate for each in here)
+      free = used < self._link(end[0]).bytes_per_second * (1 - CLOSE)
+      for other in self._moving[end]:
+        gains = other.held_by == end and (free or other.rate < most * (1 - CLOSE))
+        if other not in found and (gains or other.rate > least * (1 + CLOSE)):
+          follow[other] = None
+    return follow

@@ -9,8 +9,7 @@ import pytest
 
 from ddiloco.simulation.bandwidth import payload_bytes_per_second
 from ddiloco.simulation.disturbances import HEADER_BYTES
-from ddiloco.simulation.links import LinkRate, Links
-from ddiloco.simulation.virtual_time import VirtualTime
+from ddiloco.simulation.virtual_time import LinkRate, Links, VirtualTime
 
 
 def capacity(links: Links, end) -> float:
