@@ -15,12 +15,11 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import serialize_executable
 from jax.sharding import NamedSharding, PartitionSpec
@@ -35,7 +34,14 @@ from ddiloco.protocol import events
 from ddiloco.roles import initial
 from ddiloco.training import data
 from ddiloco.training.devices import make_execution, make_mesh, placed, placed_inputs
-from ddiloco.training.step import METRICS, StateLayout, learning_rate, make_train_step, optimizer
+from ddiloco.training.step import (
+  METRICS,
+  StateLayout,
+  learning_rate,
+  lower_step,
+  make_train_step,
+  optimizer,
+)
 from ddiloco.workdir import saved_config
 
 
@@ -163,26 +169,10 @@ class ProcessGroup:
     return time.perf_counter() - start
 
   def _compiled(self) -> Any:
-    rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=self._replicated)
-    step = jax.jit(
-      self._traced_step(),
-      out_shardings=(self._layout.shardings, self._replicated),
-      donate_argnums=0,
-    )
-    return step.lower(self._layout.leaves, self._inputs, rate).compile()
-
-  def _traced_step(self) -> Callable[..., Any]:
     island, dtype = self._config.islands.island(0), self._config.model.compute_dtype
     execution = make_execution(self._mesh, island, dtype)
     train_step = make_train_step(self._model, self._config.inner, execution)
-
-    def step(state: dict[str, jax.Array], batch: Batch, rate: jax.Array):
-      params, opt_state = self._layout.trees(state)
-      params, opt_state, metrics = train_step(params, opt_state, batch, rate)
-      small = jnp.stack([metrics[name] for name in METRICS])
-      return self._layout.flat(params, opt_state), small
-
-    return step
+    return lower_step(train_step, self._layout, self._inputs, self._replicated).compile()
 
   def load(self, arrays: Mapping[str, np.ndarray]) -> None:
     """Takes over a state; all processes must be given the same."""

@@ -203,7 +203,7 @@ class IslandPrograms:
     def counts(count: jax.Array) -> dict[str, jax.Array]:
       return {name: jnp.copy(count).astype(layout.leaves[name].dtype) for name in layout.counts}
 
-    count = self._parts.scalar(jnp.int32)
+    count = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
     self.fresh = jax.jit(fresh, out_shardings=layout.shardings).lower().compile()
     self.copy = self.capture = self._parts.lower_copy().compile()
     if self._parts.host_memory is not None:

@@ -215,6 +215,26 @@ class StateLayout:
 # --- All of it on one mesh
 
 
+def lower_step(
+  train_step: Callable, layout: StateLayout, inputs: Batch, replicated: NamedSharding
+) -> jax.stages.Lowered:
+  """`make_train_step`'s on a state: (state, batch, learning rate) -> (state, metrics), in place.
+
+  Metrics are one array, in the order of `METRICS`.
+  """
+
+  def step(state: dict[str, jax.Array], batch: Batch, rate: jax.Array):
+    params, opt_state = layout.trees(state)
+    params, opt_state, metrics = train_step(params, opt_state, batch, rate)
+    # One small array instead of several: one copy to the host per step.
+    small = jnp.stack([metrics[name] for name in METRICS])
+    return layout.flat(params, opt_state), small
+
+  rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)
+  jitted = jax.jit(step, out_shardings=(layout.shardings, replicated), donate_argnums=0)
+  return jitted.lower(layout.leaves, inputs, rate)
+
+
 class IslandStep:
   """What an island holds, where it lies, and its programs.
 
@@ -258,25 +278,10 @@ class IslandStep:
     inputs = self._model.inputs(island.batch_size, config.data.sequence_length)
     self.inputs = placed_inputs(inputs, mesh)
 
-  def scalar(self, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
-    """A number that every device has."""
-    return jax.ShapeDtypeStruct((), dtype, sharding=self.replicated)
-
   def lower(self) -> jax.stages.Lowered:
     """(state, batch, learning rate) -> (state, metrics), in place; to be compiled."""
     train_step = make_train_step(self._model, self._config.inner, self.execution)
-
-    def island_step(state, batch, rate):
-      params, opt_state = self.layout.trees(state)
-      params, opt_state, metrics = train_step(params, opt_state, batch, rate)
-      # One small array instead of several: one copy to the host per step.
-      small = jnp.stack([metrics[name] for name in METRICS])
-      return self.layout.flat(params, opt_state), small
-
-    step = jax.jit(
-      island_step, out_shardings=(self.layout.shardings, self.replicated), donate_argnums=0
-    )
-    return step.lower(self.layout.leaves, self.inputs, self.scalar())
+    return lower_step(train_step, self.layout, self.inputs, self.replicated)
 
   def lower_copy(self, memory: str | None = None) -> jax.stages.Lowered:
     """state -> a private copy of it, on the devices or in this kind of host memory."""
