@@ -63,9 +63,9 @@ class IslandStep:
     self.replicated = NamedSharding(mesh, PartitionSpec())
     self.host_memory = host_memory(mesh.devices.flat[0])
     self.execution = make_execution(mesh, island, config.model.compute_dtype)
-    self.transform = inner.optimizer(config.inner)
     self._model = custom.load_model(config.model)
     axes = self._model.logical_axes()
+    self.transform = inner.optimizer(config.inner, axes)
     self.leaves = {
       name: placed(leaf, param_sharding(axes[name], leaf.shape, mesh))
       for name, leaf in self._model.shapes().items()
