@@ -145,7 +145,7 @@ COME_AND_GO = {f"learner-{2 + m}": (m // 2 / 4, m // 2 / 4 + 1 / 4) for m in ran
 PLAIN = {"outer.learning_rate": 1.0, "outer.momentum": 0.0, "outer.decay_share": 0.0}
 AVERAGE = {"sync.merge": "average"}
 MOE = {"model.num_experts": 4, "model.mlp_dim": 48}  # two for each token: as much arithmetic
-MUON, TWELVE = {"inner.custom": "muon:optimizer"}, {"sync.num_fragments": 12}
+MUON, TWELVE = {"inner.optimizer": "muon"}, {"sync.num_fragments": 12}
 SCANS: dict[str, Any] = {"image_size": 8, "patch_size": 2, "image_channels": 1}
 IMAGES = {  # half of the rows are an image and its caption
   **{f"model.{name}": value for name, value in SCANS.items()},

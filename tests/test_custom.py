@@ -173,14 +173,14 @@ def test_options_are_for_a_custom_part_alone_and_what_json_can_say():
 
 def test_an_optimizer_by_name_takes_the_place_of_adamw(file):
   mine = config("inner", f"{file}:momentum", momentum=0.5).inner
-  transform = step.optimizer(mine)
+  transform = step.optimizer(mine, {})
   updates, _ = transform.update({"w": np.ones(2)}, transform.init({"w": np.zeros(2)}))
   np.testing.assert_array_equal(updates["w"], [-1, -1])  # a descent of rate 1
   with pytest.raises(
     ConfigError,
     match=r"^inner.custom = .*which has no update; every optax.GradientTransformation has",
   ):
-    step.optimizer(config("inner", f"{file}:model").inner)
+    step.optimizer(config("inner", f"{file}:model").inner, {})
   initial.make_plan(config("inner", f"{file}:momentum", momentum=0.5))
   for name, rule in (("halved", r"update\(\) gives .*float16"), ("failing", "ZeroDivisionError")):
     with pytest.raises(ConfigError, match=rf"^inner.custom = .*{rule}"):

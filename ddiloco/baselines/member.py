@@ -212,16 +212,17 @@ def program(programs: Path, config: Config, size: int) -> Path:
 
 def layout(config: Config, sharding: NamedSharding) -> StateLayout:
   """The names and shapes of the state, every array lying as `sharding` says."""
-  shapes = custom.load_model(config.model).shapes()
-  leaves = {name: placed(leaf, sharding) for name, leaf in shapes.items()}
-  return StateLayout(optimizer(config.inner), leaves, sharding)
+  model = custom.load_model(config.model)
+  leaves = {name: placed(leaf, sharding) for name, leaf in model.shapes().items()}
+  return StateLayout(optimizer(config.inner, model.logical_axes()), leaves, sharding)
 
 
 def initial_state(config: Config) -> dict[str, np.ndarray]:
   """What every run of this config begins with: the islands' parameters, and fresh moments."""
   params = initial.initial_params(config)
   mesh = make_mesh(jax.local_devices(backend="cpu")[:1], IslandConfig())
-  moments = optimizer(config.inner).init(params)
+  axes = custom.load_model(config.model).logical_axes()
+  moments = optimizer(config.inner, axes).init(params)
   state = layout(config, NamedSharding(mesh, PartitionSpec())).flat(params, moments)
   return {name: np.asarray(array) for name, array in state.items()}
 

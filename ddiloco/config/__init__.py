@@ -99,6 +99,13 @@ class Config:
         f"must divide model.vocab_size ({self.model.vocab_size}) ({learner=})",
         f"use {math.gcd(chunks, self.model.vocab_size)}",
       )
+    require(
+      (self.inner.optimizer, self.checkpoint.rejoin) != ("muon", "peer"),
+      "checkpoint.rejoin",
+      self.checkpoint.rejoin,
+      "a peer's moments are vectors as long as all parameters, which Muon does not have",
+      "use 'own'",
+    )
     _check_images(self.model, self.data)
     _check_faults(self.chaos, m, self.sync.num_shards)
 

@@ -146,14 +146,15 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True)
 class InnerConfig:
-  """AdamW on one island. The learning rate follows what the run has merged, not own steps.
+  """AdamW or Muon on one island. The learning rate follows what the run has merged, not own steps.
 
-  With `custom` an optax transform of the user's own takes the place of clipping, Adam and decay;
+  With `custom` an optax transform of the user's own takes the place of clipping, optimizer, decay;
   its updates are multiplied by the scheduled learning rate (`optax.sgd(1.0, momentum=0.9)`).
   """
 
   custom: str = ""  # names a function: InnerConfig -> optax.GradientTransformation
   options: Mapping[str, Any] = _options()  # for `custom`
+  optimizer: str = "adamw"  # muon: hidden matrices take orthogonalized steps, all else Adam's
   learning_rate: float = 8e-3  # for tiny models; larger ones want less (configs/dense.py)
   warmup_steps: int = 50
   decay_steps: int = 0  # cosine to the end; 0: derived from run.total_tokens and all islands
@@ -167,6 +168,7 @@ class InnerConfig:
 
   def __post_init__(self):
     _check_custom("inner", self)
+    one_of("inner", self, "optimizer", "adamw", "muon")
     positive("inner", self, "learning_rate", "epsilon", "accumulation_steps")
     not_negative("inner", self, "warmup_steps", "decay_steps", "weight_decay", "clip_norm")
     share("inner", self, "b1", "b2")

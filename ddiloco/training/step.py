@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from optax.contrib import MuonDimensionNumbers, muon
 
 from ddiloco import custom
 from ddiloco.config import Config, ConfigError, InnerConfig
-from ddiloco.models.model import Batch, Execution, Model, Params
+from ddiloco.models.model import Axes, Batch, Execution, Model, Params
 from ddiloco.training.devices import (
   host_memory,
   make_execution,
@@ -27,12 +28,13 @@ from ddiloco.training.devices import (
   placed_inputs,
 )
 
-# --- AdamW, or an optax transform of the user's own
+# --- AdamW, Muon, or an optax transform of the user's own
 # The learning rate follows the run's progress in tokens, not the island's own count: a learner that
 # rejoins takes the rate its peers have, and the schedule ends when the run does, however many
 # learners there were (`protocol.states.schedule_step`).
 
 METRICS = ("loss", "load_balance", "grad_norm", "learning_rate")
+MUON_RMS = 0.2  # of an update's values, as AdamW's usually are ("Muon is Scalable", 2502.16982)
 
 
 def learning_rate(inner: InnerConfig, planned_steps: int, step: int) -> float:
@@ -55,22 +57,68 @@ def decayed(params: Params) -> dict[str, bool]:
   return {name: not name.endswith(("scale", "bias")) for name in params}
 
 
-def optimizer(inner: InnerConfig) -> optax.GradientTransformation:
-  """Clipping by the global norm, Adam in f32, decoupled weight decay (AdamW, arXiv 1711.05101).
+def optimizer(inner: InnerConfig, axes: Mapping[str, Axes]) -> optax.GradientTransformation:
+  """Clipping by the global norm, Adam in f32 or Muon, decoupled weight decay (arXiv 1711.05101).
 
   Its updates are those of learning rate 1: the caller adds `rate * update`. With `inner.custom` it
-  is the user's own.
+  is the user's own. `axes` are the model's logical axes: Muon is for hidden matrices, and all else
+  takes Adam's steps.
+
+  Raises:
+    ConfigError: Muon is asked for, and the model says of no parameter that it is a hidden matrix.
   """
   if inner.custom:
     return custom.load_optimizer(inner)
   return optax.chain(
     optax.clip_by_global_norm(inner.clip_norm) if inner.clip_norm else optax.identity(),
-    optax.scale_by_adam(inner.b1, inner.b2, inner.epsilon, mu_dtype=jnp.float32),
+    _adam(inner) if inner.optimizer == "adamw" else _muon(inner, axes),
     optax.add_decayed_weights(inner.weight_decay, mask=decayed)
     if inner.weight_decay
     else optax.identity(),
     optax.scale(-1.0),
   )
+
+
+def _adam(inner: InnerConfig) -> optax.GradientTransformation:
+  return optax.scale_by_adam(inner.b1, inner.b2, inner.epsilon, mu_dtype=jnp.float32)
+
+
+def _muon(inner: InnerConfig, axes: Mapping[str, Axes]) -> optax.GradientTransformation:
+  """Orthogonalized momentum, in steps as long as Adam's, so that the same learning rates suit."""
+  matrices = {name: hidden_matrix(each) for name, each in axes.items()}
+  if not any(matrices.values()):
+    raise ConfigError(
+      "inner.optimizer = 'muon': is for hidden matrices, and the model's logical_axes() name none:"
+      " no parameter of stacked layers has 'embed' and another axis of its matrix. Fix: name the"
+      " axes (ddiloco.Model), or use 'adamw'."
+    )
+  return muon(
+    learning_rate=-1.0,  # of the gradient's own sign, as `scale_by_adam` is
+    adam_b1=inner.b1,
+    adam_b2=inner.b2,
+    consistent_rms=MUON_RMS,
+    muon_weight_dimension_numbers=matrices,
+  )
+
+
+def hidden_matrix(axes: Axes) -> MuonDimensionNumbers | None:
+  """Which axes of a parameter are its matrix's inputs and outputs; None: it is no hidden matrix.
+
+  Hidden matrices are those of stacked layers that lead from "embed" to other named axes or back.
+  Layers and experts have a matrix each. A router is none: its outputs, without a name, are choices.
+
+  >>> hidden_matrix(("layers", "heads", "head_dim", "embed"))
+  MuonDimensionNumbers(reduction_axis=(1, 2), output_axis=(3,))
+  >>> hidden_matrix(("vocab", "embed")), hidden_matrix(("layers", "embed"))
+  (None, None)
+  """
+  own = tuple(i for i, axis in enumerate(axes) if axis not in ("layers", "experts"))
+  embed = tuple(i for i in own if axes[i] == "embed")
+  others = tuple(i for i in own if axes[i] != "embed")
+  if axes[:1] != ("layers",) or len(embed) != 1 or not others or None in axes:
+    return None
+  inward, outward = (embed, others) if embed < others else (others, embed)
+  return MuonDimensionNumbers(inward, outward)
 
 
 def make_train_step(
@@ -85,7 +133,7 @@ def make_train_step(
   which for a dense model is the full batch's (a mixture's load-balance loss is taken per
   micro-batch).
   """
-  transform = optimizer(inner)
+  transform = optimizer(inner, model.logical_axes())
 
   def value_and_grad(params: Params, batch: Batch):
     def loss(params: Params):
@@ -267,9 +315,9 @@ class IslandStep:
     self.replicated = NamedSharding(mesh, PartitionSpec())
     self.host_memory = host_memory(mesh.devices.flat[0])
     self.execution = make_execution(mesh, island, config.model.compute_dtype)
-    self.transform = optimizer(config.inner)
     self._model = custom.load_model(config.model)
     axes = self._model.logical_axes()
+    self.transform = optimizer(config.inner, axes)
     self.leaves = {
       name: placed(leaf, param_sharding(axes[name], leaf.shape, mesh))
       for name, leaf in self._model.shapes().items()

@@ -120,6 +120,11 @@ def _type_of(path: str) -> type:
     ({"islands": {"devices": 3, "tensor": 2}}, "islands.devices", "match the mesh axes"),
     ({"islands": {"devices": 4, "fsdp": 2}}, "islands.devices", "match the mesh axes"),
     ({"islands": {"devices": 4, "batch_size": 6}}, "islands.batch_size", "accumulation_steps = 4"),
+    (
+      {"inner": {"optimizer": "muon"}, "checkpoint": {"rejoin": "peer"}},
+      "checkpoint.rejoin",
+      "Muon",
+    ),
     ({"inner": {"accumulation_steps": 3}}, "islands.batch_size", "accumulation_steps = 3"),
     ({"islands": {"overrides": {"01": {}}}}, "islands.overrides", "learner numbers"),
     ({"islands": {"overrides": {1: {}}}}, "islands.overrides", "learner numbers"),

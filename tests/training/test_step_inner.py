@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import jax
@@ -5,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ddiloco.config import InnerConfig, ModelConfig
+from ddiloco.config import ConfigError, InnerConfig, ModelConfig
 from ddiloco.models import transformer
 from ddiloco.models.transformer import LanguageModel, cross_entropy
 from ddiloco.training import step
@@ -47,7 +48,7 @@ def test_learning_rate_settings():
 
 def test_weight_decay_spares_norms_alone():
   params = {name: np.ones(s.shape, np.float32) for name, s in transformer.shapes(TINY).items()}
-  transform = step.optimizer(InnerConfig(weight_decay=0.25))
+  transform = step.optimizer(InnerConfig(weight_decay=0.25), {})
   zeros = jax.tree.map(np.zeros_like, params)
   updates, _ = jax.jit(transform.update)(zeros, jax.jit(transform.init)(params), params)
   norms = {"layers/attention_norm/scale", "layers/mlp_norm/scale", "final_norm/scale"}
@@ -61,12 +62,54 @@ def test_first_update_is_the_sign_of_the_clipped_gradient():
   # clipping (3, -4) to norm 1; plus decay 0.1 * param.
   params, grads = {"w": jnp.array([2.0, 2.0])}, {"w": jnp.array([3.0, -4.0])}
   config = InnerConfig(clip_norm=1.0, epsilon=0.2, weight_decay=0.1)
-  transform = step.optimizer(config)
+  transform = step.optimizer(config, {})
   updates, _ = transform.update(grads, transform.init(params), params)
   np.testing.assert_allclose(updates["w"], [-0.6 / 0.8 - 0.2, 0.8 / 1.0 - 0.2], rtol=1e-5)
-  unclipped = step.optimizer(InnerConfig(clip_norm=0.0, epsilon=0.2, weight_decay=0.0))
+  unclipped = step.optimizer(InnerConfig(clip_norm=0.0, epsilon=0.2, weight_decay=0.0), {})
   updates, _ = unclipped.update(grads, unclipped.init(params), params)
   np.testing.assert_allclose(updates["w"], [-3.0 / 3.2, 4.0 / 4.2], rtol=1e-5)
+
+
+@pytest.mark.parametrize("experts", [0, 2])
+def test_hidden_matrices_are_those_between_features(experts):
+  axes = transformer.logical_axes(dataclasses.replace(TINY, num_experts=experts))
+  found = {name: step.hidden_matrix(each) for name, each in axes.items()}
+  sides = {name: (each.reduction_axis, each.output_axis) for name, each in found.items() if each}
+  shift = int(experts > 0)
+  mlp = "moe" if experts else "mlp"
+  assert sides == {
+    "layers/attention/query": ((1,), (2, 3)),
+    "layers/attention/key": ((1,), (2, 3)),
+    "layers/attention/value": ((1,), (2, 3)),
+    "layers/attention/output": ((1, 2), (3,)),
+    f"layers/{mlp}/gate": ((1 + shift,), (2 + shift,)),
+    f"layers/{mlp}/up": ((1 + shift,), (2 + shift,)),
+    f"layers/{mlp}/down": ((1 + shift,), (2 + shift,)),
+  }
+
+
+def test_muon_turns_matrices_and_steps_as_adam_where_there_are_none():
+  # By hand: orthogonalized, all singular values are about 1 (Newton-Schulz: 0.7 to 1.2), here times
+  # 0.2 x sqrt(8). Adam's first step with Nesterov: m = 0.1 g, (0.9 m / (1 - 0.9^2) + g) / |g|.
+  axes = {"layers/up": ("layers", "embed", "mlp"), "table": ("vocab", "embed")}
+  generator = np.random.default_rng(1)
+  grads = {name: generator.normal(size=(2, 4, 8)[-len(a) :]) for name, a in axes.items()}
+  params = {name: np.zeros_like(each) for name, each in grads.items()}
+  config = InnerConfig(optimizer="muon", clip_norm=0.0, weight_decay=0.0)
+  transform = step.optimizer(config, axes)
+  updates, _ = jax.jit(transform.update)(grads, transform.init(params), params)
+  for update, grad in zip(updates["layers/up"], grads["layers/up"]):
+    values = np.linalg.svd(update, compute_uv=False) / (step.MUON_RMS * math.sqrt(8))
+    assert values.min() > 0.6 and values.max() < 1.3
+    assert np.vdot(update, grad) < 0, "it goes down"
+  np.testing.assert_allclose(
+    updates["table"], -np.sign(grads["table"]) * (1 + 0.09 / 0.19), rtol=1e-3
+  )
+
+
+def test_muon_without_a_hidden_matrix_is_refused():
+  with pytest.raises(ConfigError, match=r"^inner.optimizer = 'muon'.*logical_axes.*Fix"):
+    step.optimizer(InnerConfig(optimizer="muon"), {"conv/kernel": (None,) * 4})
 
 
 def _accumulated(function, steps, params, tokens):
@@ -101,7 +144,7 @@ def test_train_step_accumulates_to_the_full_batch_and_takes_the_rate(monkeypatch
   after = {}
   for steps in (1, 2, 4):
     config = InnerConfig(warmup_steps=4, accumulation_steps=steps, epsilon=1e-3)
-    opt_state = jax.jit(step.optimizer(config).init)(params)
+    opt_state = jax.jit(step.optimizer(config, {}).init)(params)
     train_step = jax.jit(step.make_train_step(LanguageModel(TINY), config))
     after[steps] = train_step(params, opt_state, tokens, jnp.float32(4e-3))
   new, _, metrics = after[1]
