@@ -22,7 +22,7 @@ from ddiloco.checkpoint.restore import (
   restore_fragments,
 )
 from ddiloco.config import Config, ConfigError
-from ddiloco.core.commit import Committed, MemoryStore, new_fragment
+from ddiloco.core.delta import Committed, MemoryStore, new_fragment
 from ddiloco.core.fragments import owned_by
 from ddiloco.engines.island_hosts import Hosts, check_hosts, run_host
 from ddiloco.engines.role_process import Ended, RoleRunner, unreached

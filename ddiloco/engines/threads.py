@@ -30,7 +30,7 @@ from ddiloco.checkpoint.restore import (
 )
 from ddiloco.checkpoint.saver import Saver
 from ddiloco.config import Config, Fault
-from ddiloco.core.commit import MemoryStore, new_fragment
+from ddiloco.core.delta import MemoryStore, new_fragment
 from ddiloco.engines import role_spec
 from ddiloco.engines.engine import PATIENCE_SECONDS, Engine, RunResult
 from ddiloco.engines.profiler import Profiler

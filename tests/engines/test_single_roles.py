@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from ddiloco.config import ConfigError, from_dict
-from ddiloco.core.commit import Committed
+from ddiloco.core.delta import Committed
 from ddiloco.core.fragments import owned_by
 from ddiloco.engines import single_roles
 from ddiloco.engines.processes import free_urls

@@ -10,7 +10,7 @@ import types
 import pytest
 
 from ddiloco.checkpoint.buddy import Copies, pack
-from ddiloco.core.commit import Committed
+from ddiloco.core.delta import Committed
 from ddiloco.core.fragments import owned_by
 from ddiloco.engines import single_roles
 from ddiloco.engines.role_spec import RoleSpec
