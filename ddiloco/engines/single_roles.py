@@ -28,8 +28,8 @@ from ddiloco.engines.island_hosts import Hosts, check_hosts, run_host
 from ddiloco.engines.role_process import Ended, RoleRunner, unreached
 from ddiloco.engines.role_spec import Outnumbered, RoleSpec, check_spec
 from ddiloco.environment import BAD_USAGE, FINISHED, LOST
-from ddiloco.network.frames import incarnation_at
 from ddiloco.network.host_links import HostsApart
+from ddiloco.network.peers import incarnation_at
 from ddiloco.network.transport import EVALUATOR_ADDRESS, learner_address, syncer_address
 from ddiloco.observe.eventlog import newest_event
 from ddiloco.observe.style import compact

@@ -22,7 +22,7 @@ from ddiloco.engines.processes import free_urls
 from ddiloco.engines.role_process import FINISHED, LOST
 from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.engines.single_roles import run_syncer
-from ddiloco.network.frames import seconds_since_2020
+from ddiloco.network.peers import seconds_since_2020
 from ddiloco.protocol import learner
 from ddiloco.protocol.states import FragmentState
 from ddiloco.roles import initial
