@@ -90,7 +90,9 @@ JOURNEY = (
   # Over the network.
   Stop("protocol/messages.py", "encode",
        "The push becomes a checked header; the payload stays as it is.", "encode"),
-  Stop("network/endpoint.py", "NetworkEndpoint.send",
+  Stop("network/transport.py", "InboxEndpoint.send",
+       "Every endpoint counts what is sent, and brings it on its way.", "_post"),
+  Stop("network/endpoint.py", "NetworkEndpoint._post",
        "The role's thread queues header and payload for that shard.", "post_bulk"),
   Stop("network/peers.py", "Peer.post_bulk",
        "Each connection to the shard is given its part of the payload.", "Parcel"),
@@ -103,7 +105,7 @@ JOURNEY = (
   Stop("network/peers.py", "Incoming.arrived",
        "The last part makes the message whole.", "on_message"),
   Stop("network/endpoint.py", "NetworkEndpoint.on_message",
-       "It goes to the inbox, with the time of its arrival.", "Inbox"),
+       "It goes to the inbox, with the time of its arrival.", "put"),
   Stop("network/transport.py", "Inbox.receive",
        "Senders take turns; the header is decoded and checked.", "Delivery"),
   # The shard merges.

@@ -31,10 +31,9 @@ from ddiloco.network import frames, peers
 from ddiloco.network.frames import Attach, FrameSocket, Greeting, GreetingRefused, IoThread
 from ddiloco.network.keys import Keys
 from ddiloco.network.peers import CONTROL, BufferPool, Channel, Incoming, Peer, RunIdentity
-from ddiloco.network.transport import Counters, Delivery, Inbox, Spoil
+from ddiloco.network.transport import Counters, InboxEndpoint
 from ddiloco.observe.guards import ended
 from ddiloco.protocol import messages
-from ddiloco.protocol.messages import MalformedMessage, Message
 
 BEAT_SECONDS = 1.0
 TEND_SECONDS = 0.1  # between two looks at all peers
@@ -46,7 +45,7 @@ MAX_DOUBLINGS = 4  # of the pause between two attempts
 MOST_THREADS = 4  # for fragments; each has a core to encrypt on
 
 
-class NetworkEndpoint:
+class NetworkEndpoint(InboxEndpoint):
   """One role's connection to the others.
 
   Args:
@@ -70,8 +69,8 @@ class NetworkEndpoint:
     bind: str | None = None,
     keys: Keys | None = None,
   ):
-    self.address, self.incarnation = address, incarnation
-    self.counters = Counters()
+    super().__init__(address, run.run_id, run.plan_id)
+    self.incarnation = incarnation
     self.buffers = BufferPool()
     self.fenced = ""  # why this endpoint may not speak any more; "" if it may
     self.broken = ""  # why it cannot, whoever else there is; "" if it can
@@ -80,7 +79,6 @@ class NetworkEndpoint:
     self.outnumbered = (0, 0)
     self._run, self._settings, self._keys = run, settings, keys
     self._quiet_seconds = max(QUIET_BEATS * BEAT_SECONDS, QUIET_SHARE * settings.silence_seconds)
-    self._inbox = Inbox(run.run_id, run.plan_id, self.counters, dropped=self._dropped)
     who = (run.run_id, run.plan_id, address, incarnation, secrets.token_bytes(frames.SESSION_BYTES))
     self._greeting = Greeting(*who, settings.streams)
     self._dialed: dict[str, Peer] = {}  # these two: a new one for each change, for other threads
@@ -111,21 +109,13 @@ class NetworkEndpoint:
       self._dialed = {**self._dialed, address: peer}
     self._control.call(self._redial, self._dialed[address], url)
 
-  def send(self, to: str, message: Message, spoil: Spoil | None = None) -> int:
-    header, payload = messages.encode(message, self._run.run_id, self._run.plan_id)
-    header = header if spoil is None else spoil(header)
-    size = messages.frame_bytes(header, payload)
-    if not self._inbox.closed:
-      self.counters.sent_bytes += size
-      self.counters.payload_bytes += size - len(header)
-      peer = self._find(to)
-      if peer is None or self.fenced or self.broken:
-        self.counters.undelivered += 1
-      elif payload is None:
-        self.counters.undelivered += peer.post_control(header)
-      elif not peer.post_bulk(header, memoryview(payload).cast("B")):
-        self.counters.undelivered += 1
-    return size
+  def _post(self, to: str, header: bytes, payload: messages.Payload) -> int:
+    peer = self._find(to)
+    if peer is None or self.fenced or self.broken:
+      return 1
+    if payload is None:
+      return peer.post_control(header)
+    return int(not peer.post_bulk(header, memoryview(payload).cast("B")))
 
   def _find(self, to: str) -> Peer | None:
     dialed, accepted = self._dialed.get(to), self._accepted.get(to)
@@ -133,19 +123,9 @@ class NetworkEndpoint:
       return accepted  # what we dialed is out of reach, or was its life before
     return dialed or accepted
 
-  def receive(self, timeout_seconds: float) -> Delivery | None:
-    return self._inbox.receive(timeout_seconds)
-
-  @property
-  def waiting(self) -> int:
-    return self._inbox.waiting
-
   def unsent(self, peer: str) -> int:
     found = self._find(peer)
     return 0 if found is None else found.queued_bytes
-
-  def wake(self) -> None:
-    self._inbox.wake()
 
   def close(self, linger_seconds: float = 1.0) -> None:
     """Sends what is queued, for at most so long, and disconnects."""
@@ -495,7 +475,7 @@ def raise_limit() -> int:
   return soft if soft != resource.RLIM_INFINITY else MOST_DESCRIPTORS
 
 
-class Door:
+class Door(frames.Owner):
   """Accepts connections; owns each until its first frame names a peer, and those that are sent off.
 
   Only the endpoint's thread for control uses it.
@@ -574,12 +554,6 @@ class Door:
     wire.leave()
 
   # --- as the owner of a connection ---------------------------------------------------------------
-
-  def next(self, wire: FrameSocket) -> frames.Parcel | None:
-    return None
-
-  def room(self, wire: FrameSocket, frame: frames.Bulk, size: int) -> memoryview | None:
-    raise MalformedMessage("a fragment that no shard has")
 
   def malformed(self, wire: FrameSocket, reason: str) -> None:
     self._counters.malformed += 1

@@ -24,7 +24,7 @@ import threading
 import time
 import typing
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple
 
 from msgspec import Meta
 
@@ -193,12 +193,11 @@ class Parcel(NamedTuple):
   payload: memoryview | None = None
 
 
-class Owner(Protocol):
+class Owner:
   """Whom a connection is for: asked, and told, in the connection's thread."""
 
   def next(self, wire: FrameSocket) -> Parcel | None:
     """What is to go out; the kernel has all that went out before."""
-    ...
 
   def room(self, wire: FrameSocket, frame: Bulk, size: int) -> memoryview | None:
     """Memory where so many bytes of payload go; None: not now, until `wake`.
@@ -206,19 +205,16 @@ class Owner(Protocol):
     Raises:
       MalformedMessage, Forget: they are read and forgotten.
     """
-    ...
+    raise MalformedMessage("a fragment that no shard has")
 
   def arrived(self, wire: FrameSocket, frame: Frame) -> None:
     """A frame is here, and its payload where it goes."""
-    ...
 
   def malformed(self, wire: FrameSocket, reason: str) -> None:
     """Something was dropped."""
-    ...
 
   def lost(self, wire: FrameSocket, error: Exception) -> None:
     """The connection has broken, or the far end has closed it."""
-    ...
 
 
 class FrameSocket:

@@ -140,7 +140,7 @@ MAX_QUEUED = 1024  # messages with payload for a peer
 MAX_REASON = 300  # characters
 
 
-class Channel:
+class Channel(frames.Owner):
   """One of the connections to a peer, in all its lives, and what waits for it."""
 
   def __init__(self, peer: Peer, number: int):
