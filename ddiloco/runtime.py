@@ -27,8 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 from ddiloco.config import Config, SyncConfig
-from ddiloco.core.commit import FragmentStore, Merger
-from ddiloco.core.delta import Deltas
+from ddiloco.core.delta import Deltas, FragmentStore, Merger
 from ddiloco.core.fragments import Fragment
 from ddiloco.core.passes import COMPILED_FROM
 from ddiloco.network.transport import Endpoint

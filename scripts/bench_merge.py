@@ -23,7 +23,7 @@ import numpy as np
 
 from ddiloco.config import SyncConfig, from_dict
 from ddiloco.core import codec
-from ddiloco.core.commit import ReceivedPushes
+from ddiloco.core.delta import ReceivedPushes
 from ddiloco.core.fragments import Fragment, TensorSpec, make_plan
 from ddiloco.engines import virtual
 from ddiloco.engines.virtual import seconds_of

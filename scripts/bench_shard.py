@@ -42,7 +42,7 @@ from ddiloco.checkpoint.buddy import Copies, Replication
 from ddiloco.checkpoint.restore import new_syncer
 from ddiloco.config import Config, from_dict
 from ddiloco.core import passes
-from ddiloco.core.commit import MemoryStore, new_fragment
+from ddiloco.core.delta import MemoryStore, new_fragment
 from ddiloco.core.fragments import Fragment, Piece, Plan, owned_by
 from ddiloco.engines import virtual
 from ddiloco.network.endpoint import NetworkEndpoint, RunIdentity

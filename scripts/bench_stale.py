@@ -41,7 +41,7 @@ from virtual_training import STEP_SECONDS, Problem, Text, Valued
 
 from ddiloco import environment
 from ddiloco.config import Config, Fault
-from ddiloco.core import commit, merge
+from ddiloco.core import delta, outer
 from ddiloco.protocol import events, learner, rules
 from ddiloco.protocol.actions import Commit
 from ddiloco.protocol.events import Event
@@ -133,7 +133,7 @@ def gate(steps: int, period: int) -> float:
 
 def aged_weights(what: Commit, config: Config) -> np.ndarray:
   """Of a commit, times the gate."""
-  weights = merge.token_weights(what.steps, what.tokens)
+  weights = outer.token_weights(what.steps, what.tokens)
   weights = weights * [gate(steps, config.sync.sync_period) for steps in what.steps]
   return weights / weights.sum()
 
@@ -146,9 +146,9 @@ RULES: dict[str, Patches] = {
   "unbounded": [
     *REBASE,
     (rules, "worth_steps", lambda steps, sync: steps),
-    (merge, "bounded_shares", lambda weights, step_tokens: weights),
+    (outer, "bounded_shares", lambda weights, step_tokens: weights),
   ],
-  "age": [*REBASE, (commit, "learner_weights", aged_weights)],
+  "age": [*REBASE, (delta, "learner_weights", aged_weights)],
 }
 
 

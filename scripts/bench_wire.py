@@ -24,7 +24,7 @@ import numpy as np
 
 from ddiloco import config as config_lib
 from ddiloco.core import codec, fragments
-from ddiloco.core.commit import MemoryStore, new_fragment
+from ddiloco.core.delta import MemoryStore, new_fragment
 from ddiloco.network.transport import Hub, learner_address, syncer_address
 from ddiloco.roles import initial
 

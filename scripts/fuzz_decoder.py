@@ -45,7 +45,7 @@ from msgspec import msgpack
 # What is fuzzed is imported so that atheris sees which way every input goes.
 with atheris.instrument_imports(include=["ddiloco"]) if atheris else contextlib.nullcontext():
   from ddiloco.core import codec
-  from ddiloco.network import frames, io_thread, peers, transport
+  from ddiloco.network import frames, peers, transport
   from ddiloco.protocol import messages
 
 RUN, PLAN = "run", "0123456789abcdef"
@@ -54,7 +54,7 @@ MAX_MEMORY_MB = 1024
 STREAMS, LARGEST_BYTES, QUEUE_BYTES = 3, 64, 128
 EXIT_MALFORMED, EXIT_USAGE = 1, 2
 PROGRESS_SECONDS = 10.0
-NETWORK_RUN = frames.RunIdentity(RUN, PLAN, LARGEST_BYTES, QUEUE_BYTES)
+NETWORK_RUN = peers.RunIdentity(RUN, PLAN, LARGEST_BYTES, QUEUE_BYTES)
 
 # --- targets: each returns whether the input was accepted -----------------------------------------
 
@@ -83,7 +83,7 @@ def _message(header: bytes, payload: bytes | None) -> bool:
   assert again == decoded, f"{decoded} became {again}"
   if payload is not None:  # what is asked before its bytes are let in
     sender = transport.claimed_sender(decoded)
-    frames.check_header(NETWORK_RUN, sender, decoded.incarnation, header)
+    peers.check_header(NETWORK_RUN, sender, decoded.incarnation, header)
   return True
 
 
@@ -177,7 +177,7 @@ def _offer(
   wire.heard = True
   try:
     memory = incoming.room(stream, frames.Bulk(number, total, name), size, wire)
-  except (messages.MalformedMessage, io_thread.Forget):  # what follows must still arrive
+  except (messages.MalformedMessage, frames.Forget):  # what follows must still arrive
     return None
   wire.heard = memory is not None
   if memory is None:

@@ -13,7 +13,7 @@ from ddiloco.chaos.faults import Faults
 from ddiloco.checkpoint.restore import ResumeState, new_learner, new_syncer
 from ddiloco.checkpoint.saver import Saver
 from ddiloco.config import Config
-from ddiloco.core.commit import MemoryStore, new_fragment
+from ddiloco.core.delta import MemoryStore, new_fragment
 from ddiloco.core.fragments import Plan, gather
 from ddiloco.network.transport import Endpoint
 from ddiloco.observe.eventlog import NullRecorder, Records

@@ -40,10 +40,10 @@ CAPABILITIES: Mapping[str, Sequence[str]] = {
   "what a user may bring: model, data, optimizer; the Python face": (
     *("custom.py", "api.py", "models/model.py", "__init__.py"),
   ),
-  "who may speak: keys, TLS, liars": ("network/keys.py", "network/admission.py"),
+  "keys and TLS": ("network/keys.py",),
   "messages between processes": (
-    *("network/endpoint.py", "network/frames.py", "network/io_thread.py", "network/peers.py"),
-    *("network/transport.py", "network/__init__.py"),
+    *("network/endpoint.py", "network/frames.py", "network/peers.py", "network/transport.py"),
+    "network/__init__.py",
   ),
   "probes and pages over HTTP": ("network/webserver.py", "dashboard/*"),
   "restarts: one policy for every engine": ("protocol/supervisor.py",),

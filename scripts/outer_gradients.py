@@ -19,7 +19,7 @@ import numpy as np
 
 from ddiloco.config import OuterConfig
 from ddiloco.core import codec, outer
-from ddiloco.core.commit import Committed, Merger
+from ddiloco.core.delta import Committed, Merger
 from ddiloco.protocol.actions import Commit
 from ddiloco.protocol.states import FragmentState
 

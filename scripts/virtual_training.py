@@ -32,8 +32,7 @@ from ddiloco.config import (
   SyncConfig,
   from_dict,
 )
-from ddiloco.core.commit import Committed, Merger
-from ddiloco.core.delta import Deltas
+from ddiloco.core.delta import Committed, Deltas, Merger
 from ddiloco.core.fragments import Fragment, Plan, gather, scatter
 from ddiloco.network.transport import learner_address
 from ddiloco.protocol.states import FragmentState

@@ -7,11 +7,11 @@ import doctest
 import pytest
 
 from ddiloco import api
-from ddiloco.core import codec, merge, outer
+from ddiloco.core import codec, outer
 from ddiloco.protocol import rules
 
 
-@pytest.mark.parametrize("module", [api, codec, merge, outer, rules], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [api, codec, outer, rules], ids=lambda m: m.__name__)
 def test_examples(module):
   failed, tried = doctest.testmod(module)
   assert tried and not failed

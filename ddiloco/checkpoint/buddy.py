@@ -28,7 +28,7 @@ import numpy as np
 from ddiloco.config import Config
 from ddiloco.core import codec, outer, passes
 from ddiloco.core.codec import Encoded
-from ddiloco.core.commit import Committed
+from ddiloco.core.delta import Committed
 from ddiloco.core.fragments import Plan
 from ddiloco.network.transport import Endpoint, syncer_address
 from ddiloco.observe.eventlog import Records

@@ -18,7 +18,7 @@ import numpy as np
 
 from ddiloco.checkpoint.signed_json import Damaged, SignedJson
 from ddiloco.config import Config, ConfigError
-from ddiloco.core.commit import Committed, FragmentStore
+from ddiloco.core.delta import Committed, FragmentStore
 from ddiloco.core.fragments import Plan, owned_by, shard_of
 from ddiloco.observe.eventlog import Records, newest_event
 from ddiloco.observe.guards import warn

@@ -1,13 +1,26 @@
-"""The outer optimizer: SGD on the merged outer gradient, with Nesterov or plain momentum, in f32.
+"""The outer optimization of one fragment: the merge of the learners' deltas, then one SGD step.
 
-    delta = global - local, merged over the learners
-    m     <- momentum * m + delta
-    step  =  learning_rate * (delta + momentum * m)     nesterov
-          or learning_rate * m                          plain momentum
+delta = global - local. Whose counts how much (`token_weights`, `bounded_shares`), and how they are
+merged: Radial-Directional Averaging, "Decoupled DiLoCo", per piece, with phi(x) = x / |x| and
+phi(0) = 0:
+
+    RDA = (sum_i w_i |d_i|) * phi(sum_i w_i phi(d_i))
+
+A shard takes |d_i| when a push arrives. A commit then needs two passes over the values, whatever
+the number of learners (`core/passes.py`):
+
+    s      = sum_i u_i d_i,    u_i = w_i / |d_i|             and |s| on the way
+    merged = c s,              c = (sum_i w_i |d_i|) / |s|
+
+Averaged pieces have u_i = w_i and c = 1. The step on it, with Nesterov or plain momentum, in f32:
+
+    m     <- momentum * m + merged
+    step  =  learning_rate * (merged + momentum * m)     nesterov
+          or learning_rate * m                           plain momentum
     value <- value - step
 
 DiLoCo (2311.08105) uses Nesterov 0.7/0.9, Streaming DiLoCo (2501.18512) 0.4/0.9. Without momentum
-the step is learning_rate * delta and no state exists at all.
+the step is learning_rate * merged and no state exists at all.
 
 Over the last `decay_share` of the run's tokens the learning rate falls in a straight line to
 `final_share` of itself (`at`). With momentum 0.8 steps go five times as far as pushes say that
@@ -26,10 +39,103 @@ since what a step lacks is in the step after it.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ddiloco.config import OuterConfig
+
+if TYPE_CHECKING:
+  from ddiloco.core.fragments import Fragment
+
+_VANISHING = 1e-6  # of |sum w phi|^2 / (sum w)^2: below, the directions cancel to rounding noise
+_NEGLIGIBLE = 1e-30  # of the longest norm: shorter counts as zero, or a coefficient could overflow
+
+
+def token_weights(steps: Sequence[float], tokens: Sequence[float]) -> np.ndarray:
+  """Weights [M] f64 of the learners: c_tokens * (c_tokens / c_steps), normalised to sum 1.
+
+  Quantity times quality ("Decoupled DiLoCo"). `steps` and `tokens` [M] count since the learner last
+  received the fragment. A learner without tokens or steps is absent, weight 0; if all are: all 0.
+
+  >>> token_weights(steps=[4, 4, 2], tokens=[40, 40, 20]).tolist()  # the third made half the steps
+  [0.4, 0.4, 0.2]
+  """
+  steps_M, tokens_M = np.asarray(steps, np.float64), np.asarray(tokens, np.float64)
+  present = (steps_M > 0) & (tokens_M > 0)
+  weights_M = np.where(present, tokens_M * tokens_M / np.where(present, steps_M, 1), 0.0)
+  total = weights_M.sum()
+  return weights_M / total if total else weights_M
+
+
+def bounded_shares(weights: np.ndarray, step_tokens: Sequence[int]) -> np.ndarray:
+  """Weights [M] of which none has more than half, or than its island earns if that is more.
+
+  One learner says itself how many steps and tokens it has. Whatever it says, all others together
+  weigh as much, unless its island makes larger steps: then its share is at most what one step of
+  each would give it: `token_weights` of `step_tokens` [M], the tokens of a step on each island.
+
+  >>> bounded_shares(np.array([0.98, 0.01, 0.01]), step_tokens=[10, 10, 10]).round(3).tolist()
+  [0.5, 0.25, 0.25]
+  """
+  if len(weights) < 2:
+    return weights
+  most = int(weights.argmax())
+  earned = token_weights([1] * len(weights), step_tokens)[most]
+  share, rest = max(0.5, float(earned)), np.delete(weights, most).sum()
+  if weights[most] <= share or not rest:
+    return weights
+  bounded = weights * ((1 - share) / rest)
+  bounded[most] = share
+  return bounded
+
+
+def compared_pieces(fragment: Fragment) -> list[int]:
+  """Indices of the pieces of which directions are compared: those under RDA, else all."""
+  directed = [index for index, piece in enumerate(fragment.pieces) if not piece.average]
+  return directed or list(range(len(fragment.pieces)))
+
+
+class Directions:
+  """What a commit knows of its M pushes before it reads them: their norms and weights.
+
+  Args:
+    fragment: whose pieces, which know whether they are averaged.
+    squares: f64 [M, pieces], |d|^2, finite.
+    weights: f64 [M], as from `token_weights`.
+
+  Attributes:
+    units: f32 [M, pieces], u of the module's formula times the longest |d| of the piece, so that
+      s is about as long as that. 0 for weight 0, and for a piece 1e-30 times shorter than the
+      longest, which counts as phi(0) = 0.
+  """
+
+  def __init__(self, fragment: Fragment, squares: np.ndarray, weights: np.ndarray):
+    self._average = np.array([piece.average for piece in fragment.pieces])
+    norms = np.sqrt(squares)
+    longest = norms.max(axis=0, initial=0.0)
+    moving = (norms > _NEGLIGIBLE * longest) & (weights[:, None] > 0)
+    units = np.where(moving, weights[:, None] * (longest / np.where(moving, norms, 1.0)), 0.0)
+    self._alone = np.where(moving.sum(axis=0) == 1, (units * norms).sum(axis=0), -1.0)
+    self._radius = weights @ norms
+    self._least = _VANISHING * (weights @ moving * longest) ** 2
+    self.units = np.where(self._average, weights[:, None], units).astype(np.float32)
+
+  def stretch(self, squares: np.ndarray) -> np.ndarray:
+    """c for every piece, f32 [pieces]; `squares` f64 [pieces] are |s|^2.
+
+    Where the weighted directions cancel (|s|^2 is below 1e-6 of (sum w)^2, as for two opposite
+    learners) the direction is rounding noise and c is 0. What one learner alone has moved keeps its
+    bits: |s| is its norm.
+    """
+    long = np.where(self._alone >= 0, self._alone, np.sqrt(squares))
+    directed = long**2 > self._least
+    stretch = np.where(directed, self._radius / np.where(directed, long, 1.0), 0.0)
+    return np.where(self._average, 1.0, stretch).astype(np.float32)
+
+
+# --- The step
 
 
 def init(size: int, config: OuterConfig) -> np.ndarray | None:

@@ -66,6 +66,16 @@ class Share(Protocol):
   def __call__(self, work: Callable[[Any], Any], each: Iterable[Any], /) -> Iterable[Any]: ...
 
 
+def over_chunks(size: int, work: Callable[[slice], None], share: Share = map) -> None:
+  """`work` of the place of every chunk of a vector; segments are shared out."""
+
+  def segment(start: int) -> None:
+    for at in range(start, min(start + SEGMENT, size), CHUNK):
+      work(slice(at, min(at + CHUNK, size)))
+
+  list(share(segment, range(0, size, SEGMENT)))
+
+
 @functools.cache
 def _kernels() -> Any:
   from ddiloco.core import kernels  # half a second, and 60 MB: for large fragments only
@@ -105,26 +115,30 @@ def squares(fragment: Fragment, push: Encoded, share: Share = map) -> np.ndarray
   """
   opened = _opened(fragment, push)
 
+  def add(chunk: Chunk, rows: np.ndarray, sums: np.ndarray) -> None:
+    if opened is None or not _kernels().squares(opened, chunk, sums):
+      codec.decode_chunk(codec.part(push, fragment.size, chunk.start), push.codec, rows[0])
+      _add_squares(rows[0], chunk.runs, sums)
+
+  return _summed(fragment, add, share)
+
+
+def _summed(
+  fragment: Fragment, add: Callable[[Chunk, np.ndarray, np.ndarray], None], share: Share
+) -> np.ndarray:
+  """What `add` adds for all chunks to sums of the pieces, f64 [pieces]; rows f32 [2, chunk] are
+  scratch."""
+
   def work(segment: list[Chunk]) -> np.ndarray:
-    sums = np.zeros(len(fragment.pieces))
-    scratch = np.empty(CHUNK, np.float32)
+    sums, rows = np.zeros(len(fragment.pieces)), np.empty((2, CHUNK), np.float32)
     for chunk in segment:
-      if opened is not None and _kernels().squares(opened, chunk, sums):
-        continue
-      values = scratch[: chunk.stop - chunk.start]
-      codec.decode_chunk(codec.part(push, fragment.size, chunk.start), push.codec, values)
-      _add_squares(values, chunk.runs, sums)
+      add(chunk, rows[:, : chunk.stop - chunk.start], sums)
     return sums
 
+  total = np.zeros(len(fragment.pieces))
   with np.errstate(all="ignore"):  # what is not finite is a result here, for the screening
-    return _added(list(share(work, segments(fragment))))
-
-
-def _added(sums: Sequence[np.ndarray]) -> np.ndarray:
-  """In their order."""
-  total = np.zeros_like(sums[0])
-  for each in sums:
-    total += each
+    for sums in share(work, segments(fragment)):
+      total += sums
   return total
 
 
@@ -228,18 +242,13 @@ class Sum:
 
 def sum_squares(total: Sum, share: Share = map) -> np.ndarray:
   """|sum|^2 of each piece, f64 [pieces]."""
-  pieces = len(total.fragment.pieces)
-  add = _add_squares if total.compiled is None else _kernels().add_squares
+  add_squares = _add_squares if total.compiled is None else _kernels().add_squares
 
-  def work(segment: list[Chunk]) -> np.ndarray:
-    sums, rows = np.zeros(pieces), np.empty((2, CHUNK), np.float32)
-    for chunk in segment:
-      values, scratch = rows[:, : chunk.stop - chunk.start]
-      total.read(chunk, values, scratch)
-      add(values, chunk.runs, sums)
-    return sums
+  def add(chunk: Chunk, rows: np.ndarray, sums: np.ndarray) -> None:
+    total.read(chunk, *rows)
+    add_squares(rows[0], chunk.runs, sums)
 
-  return _added(list(share(work, segments(total.fragment))))
+  return _summed(total.fragment, add, share)
 
 
 def _add(
@@ -371,13 +380,15 @@ def follow(
     CodecError: a code that no encoder writes; the vectors mean nothing then.
   """
   rows = np.empty((3, CHUNK), np.float32)
-  for start in range(0, fragment.size, CHUNK):
-    here = slice(start, min(start + CHUNK, fragment.size))
-    before, after, scratch = rows[:, : here.stop - start]
-    codec.decode_chunk(codec.part(change, fragment.size, start), change.codec, after)
+
+  def chunk(here: slice) -> None:
+    before, after, scratch = rows[:, : here.stop - here.start]
+    codec.decode_chunk(codec.part(change, fragment.size, here.start), change.codec, after)
     before[:] = published_value[here]
     if change.codec != "f32":
       np.add(before, after, out=after)
     published_value[here] = after
     if momentum is not None:
       outer.followed(momentum[here], before, after, config, momentum[here], scratch)
+
+  over_chunks(fragment.size, chunk)

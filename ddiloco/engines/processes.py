@@ -25,7 +25,7 @@ from ddiloco.engines.engine import PATIENCE_SECONDS, Engine, RunResult
 from ddiloco.engines.role_process import connect, load_keys
 from ddiloco.engines.role_spec import RoleSpec, above, free_urls, newest
 from ddiloco.environment import BAD_USAGE, LOST
-from ddiloco.network import frames
+from ddiloco.network import peers
 from ddiloco.network.transport import EVALUATOR_ADDRESS, learner_address, syncer_address
 from ddiloco.observe.eventlog import Event, Follower, Recorder
 from ddiloco.observe.guards import ended, warn
@@ -86,7 +86,7 @@ class ProcessesEngine(Engine):
   def _prepare(self) -> None:
     self._spec = spec = self._place()
     self._command = Command(spec.workdir, spec.syncers, spec.keys, self.cpu_only)
-    now = frames.seconds_since_2020()
+    now = peers.seconds_since_2020()
     self._first_evaluator = above(now, [newest(self.workdir, now, EVALUATOR_ADDRESS)])
     self._evaluator_keys = load_keys(spec, EVALUATOR_ADDRESS)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ddiloco.config import Config, ConfigError
-from ddiloco.network.frames import FUTURE_SECONDS
+from ddiloco.network.peers import FUTURE_SECONDS
 from ddiloco.protocol.events import decode
 
 PORTS = range(10_000, 32_000)  # below those the system gives to outgoing connections

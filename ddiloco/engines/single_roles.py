@@ -22,14 +22,14 @@ from ddiloco.checkpoint.restore import (
   restore_fragments,
 )
 from ddiloco.config import Config, ConfigError
-from ddiloco.core.commit import Committed, MemoryStore, new_fragment
+from ddiloco.core.delta import Committed, MemoryStore, new_fragment
 from ddiloco.core.fragments import owned_by
 from ddiloco.engines.island_hosts import Hosts, check_hosts, run_host
 from ddiloco.engines.role_process import Ended, RoleRunner, unreached
 from ddiloco.engines.role_spec import Outnumbered, RoleSpec, check_spec
 from ddiloco.environment import BAD_USAGE, FINISHED, LOST
-from ddiloco.network.frames import incarnation_at
 from ddiloco.network.host_links import HostsApart
+from ddiloco.network.peers import incarnation_at
 from ddiloco.network.transport import EVALUATOR_ADDRESS, learner_address, syncer_address
 from ddiloco.observe.eventlog import newest_event
 from ddiloco.observe.style import compact

@@ -30,12 +30,12 @@ from ddiloco.checkpoint.restore import (
 )
 from ddiloco.checkpoint.saver import Saver
 from ddiloco.config import Config, Fault
-from ddiloco.core.commit import MemoryStore, new_fragment
+from ddiloco.core.delta import MemoryStore, new_fragment
 from ddiloco.engines import role_spec
 from ddiloco.engines.engine import PATIENCE_SECONDS, Engine, RunResult
 from ddiloco.engines.profiler import Profiler
 from ddiloco.engines.role_spec import beside
-from ddiloco.network import frames
+from ddiloco.network import peers
 from ddiloco.network.transport import EVALUATOR_ADDRESS, Hub, learner_address, syncer_address
 from ddiloco.observe.eventlog import Event, Recorder
 from ddiloco.observe.guards import HangWatch, ended, say
@@ -107,7 +107,7 @@ class ThreadsEngine(Engine):
   def _begin(self) -> None:
     self._restored = self._resume()
     if (self.workdir / "events").exists():
-      self._start_after(role_spec.newest(self.workdir, frames.seconds_since_2020()))
+      self._start_after(role_spec.newest(self.workdir, peers.seconds_since_2020()))
     self._start_time = time.monotonic() - (time.time() - start_time(self.workdir))
     self._recorder = self._record("engine", 0)
 
@@ -140,7 +140,7 @@ class ThreadsEngine(Engine):
 
   def _start_after(self, incarnation: int) -> None:
     """The run goes on: no new life may pass for one of before."""
-    now = max(self._first_incarnation, frames.seconds_since_2020())
+    now = max(self._first_incarnation, peers.seconds_since_2020())
     self._first_incarnation = role_spec.above(now, [incarnation])
 
   def _seed(self) -> None:

@@ -23,7 +23,7 @@ from ddiloco import workdir as workdirs
 from ddiloco.config import Config, ConfigError
 from ddiloco.core import codec
 from ddiloco.core.codec import Encoded
-from ddiloco.core.commit import Committed, ReceivedPushes, commit
+from ddiloco.core.delta import Committed, ReceivedPushes, commit
 from ddiloco.core.fragments import Fragment, Piece
 from ddiloco.core.passes import Share, compile_for
 from ddiloco.observe import tracks

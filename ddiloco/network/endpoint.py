@@ -3,17 +3,18 @@
 Syncer shards listen, all other roles dial them: one connection for control, some for fragments, so
 that control never queues behind bulk. With keys each of them is TLS 1.3.
 
-  endpoint.py    what a role sees: queues in, queues out; reachable peers, and signs of life
-  admission.py   peers that dialed us: let in, checked again, cut off
-  peers.py       one far end each: what waits for it, and what arrives
-  io_thread.py   threads that own connections, and whole frames over one
-  frames.py      what the two ends say to each other, and who may speak; keys.py: the keys
+  endpoint.py    what a role sees: queues in, queues out; peers are dialed, let in, and looked after
+  peers.py       one far end each: whether it may speak, what waits for it, and what arrives
+  frames.py      what the two ends say to each other, connections that carry it, and their threads
+  keys.py        the keys
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
+import resource
 import secrets
 import socket
 import ssl
@@ -26,34 +27,25 @@ import numpy as np
 
 from ddiloco.checks import ConfigError
 from ddiloco.config import NetworkConfig
-from ddiloco.network import frames
-from ddiloco.network.admission import Admission
-from ddiloco.network.frames import (
-  SESSION_BYTES,
-  Attach,
-  Greeting,
-  GreetingRefused,
-  RunIdentity,
-  doubt,
-)
-from ddiloco.network.io_thread import FrameSocket, IoThread
-from ddiloco.network.keys import Keys, host_and_port
-from ddiloco.network.peers import CONTROL, BufferPool, Channel, Dialed, Incoming, Peer
-from ddiloco.network.transport import Counters, Delivery, Inbox, Spoil
+from ddiloco.network import frames, peers
+from ddiloco.network.frames import Attach, FrameSocket, Greeting, GreetingRefused, IoThread
+from ddiloco.network.keys import Keys
+from ddiloco.network.peers import CONTROL, BufferPool, Channel, Incoming, Peer, RunIdentity
+from ddiloco.network.transport import Counters, InboxEndpoint
 from ddiloco.observe.guards import ended
 from ddiloco.protocol import messages
-from ddiloco.protocol.messages import Message
 
 BEAT_SECONDS = 1.0
 TEND_SECONDS = 0.1  # between two looks at all peers
-STOOD_STILL_SECONDS = 1.0  # a turn that took so long did not: the process was stopped
-KEYS_SECONDS = 5.0  # between two looks whether a shard has another key now
+STOOD_STILL_SECONDS = 1.0  # if there was so much between two of them, the process was stopped
+LOOK_SECONDS = 1.0  # between two looks at keys and strangers
+KEYS_A_LOOK = 100  # each is a file to read
 QUIET_BEATS, QUIET_SHARE = 3, 1 / 3  # of `silence_seconds`: then a shard is dialed again
 MAX_DOUBLINGS = 4  # of the pause between two attempts
 MOST_THREADS = 4  # for fragments; each has a core to encrypt on
 
 
-class NetworkEndpoint:
+class NetworkEndpoint(InboxEndpoint):
   """One role's connection to the others.
 
   Args:
@@ -77,8 +69,8 @@ class NetworkEndpoint:
     bind: str | None = None,
     keys: Keys | None = None,
   ):
-    self.address, self.incarnation = address, incarnation
-    self.counters = Counters()
+    super().__init__(address, run.run_id, run.plan_id)
+    self.incarnation = incarnation
     self.buffers = BufferPool()
     self.fenced = ""  # why this endpoint may not speak any more; "" if it may
     self.broken = ""  # why it cannot, whoever else there is; "" if it can
@@ -87,83 +79,59 @@ class NetworkEndpoint:
     self.outnumbered = (0, 0)
     self._run, self._settings, self._keys = run, settings, keys
     self._quiet_seconds = max(QUIET_BEATS * BEAT_SECONDS, QUIET_SHARE * settings.silence_seconds)
-    self._inbox = Inbox(run.run_id, run.plan_id, self.counters, dropped=self._dropped)
-    who = (run.run_id, run.plan_id, address, incarnation, secrets.token_bytes(SESSION_BYTES))
+    who = (run.run_id, run.plan_id, address, incarnation, secrets.token_bytes(frames.SESSION_BYTES))
     self._greeting = Greeting(*who, settings.streams)
-    self._dialed: dict[str, Dialed] = {}
-    self._control = IoThread(f"network-{address}", self._tick, self._failed)
+    self._dialed: dict[str, Peer] = {}  # these two: a new one for each change, for other threads
+    self._accepted: dict[str, Peer] = {}
+    self._door = Door(bind, keys, self.counters, self._let_in) if bind is not None else None
+    self.bound = self._door.bound if self._door else ""
+    self._control = IoThread(f"network-{address}", self._failed)
     count = min(MOST_THREADS, os.cpu_count() or 1)
-    self._bulk = [IoThread(f"bulk-{address}", failed=self._failed) for _ in range(count)]
+    self._bulk = [IoThread(f"bulk-{address}", self._failed) for _ in range(count)]
+    self._threads = [self._control, *self._bulk]
     self._turn = 0  # of the threads for bulk
-    self._admission = Admission(
-      *(run, self.counters, keys, self, lambda: self._greeting, self._place, self._drop_queue)
-    )
-    self._tended_at = self._tend_at = time.monotonic()
-    self._keys_at = 0.0
+    self._tended_at = time.monotonic()
+    self._look_at = 0.0
+    self._looked_at = 0  # how many keys, in this round through all of them
     self._stop_at: float | None = None
-    try:
-      self.bound = self._admission.open(bind, self._control) if bind is not None else ""
-    except BaseException:
-      for thread in self._threads:
-        thread.start(over=True)
-      raise
+    if self._door:
+      self._door.open(self._control)
+    self._timer: asyncio.Handle = self._control.loop.call_soon(self._tick)
     for thread in self._threads:
-      thread.start()
-
-  @property
-  def _threads(self) -> list[IoThread]:
-    return [self._control, *self._bulk]
+      thread.thread.start()
 
   # --- for the role, from any thread --------------------------------------------------------------
 
   def dial(self, address: str, url: str) -> None:
     """Connects to the shard `address` at `url`; a second time: it is somewhere else now."""
     if address not in self._dialed:
-      peer = Dialed(address, url, self._run, self._settings.streams, self)
+      peer = Peer(address, self._run, self._settings.streams, self, url)
       self._dialed = {**self._dialed, address: peer}
     self._control.call(self._redial, self._dialed[address], url)
 
-  def send(self, to: str, message: Message, spoil: Spoil | None = None) -> int:
-    header, payload = messages.encode(message, self._run.run_id, self._run.plan_id)
-    header = header if spoil is None else spoil(header)
-    size = messages.frame_bytes(header, payload)
-    if not self._inbox.closed:
-      self.counters.sent_bytes += size
-      self.counters.payload_bytes += size - len(header)
-      peer = self._find(to)
-      if peer is None or self.fenced or self.broken:
-        self.counters.undelivered += 1
-      elif payload is None:
-        self.counters.undelivered += peer.post_control(header)
-      elif not peer.post_bulk(header, memoryview(payload).cast("B")):
-        self.counters.undelivered += 1
-    return size
+  def _post(self, to: str, header: bytes, payload: messages.Payload) -> int:
+    peer = self._find(to)
+    if peer is None or self.fenced or self.broken:
+      return 1
+    if payload is None:
+      return peer.post_control(header)
+    return int(not peer.post_bulk(header, memoryview(payload).cast("B")))
 
   def _find(self, to: str) -> Peer | None:
-    dialed, accepted = self._dialed.get(to), self._admission.accepted.get(to)
+    dialed, accepted = self._dialed.get(to), self._accepted.get(to)
     if dialed and accepted and (dialed.state != "up" or accepted.incarnation > dialed.incarnation):
       return accepted  # what we dialed is out of reach, or was its life before
     return dialed or accepted
-
-  def receive(self, timeout_seconds: float) -> Delivery | None:
-    return self._inbox.receive(timeout_seconds)
-
-  @property
-  def waiting(self) -> int:
-    return self._inbox.waiting
 
   def unsent(self, peer: str) -> int:
     found = self._find(peer)
     return 0 if found is None else found.queued_bytes
 
-  def wake(self) -> None:
-    self._inbox.wake()
-
   def close(self, linger_seconds: float = 1.0) -> None:
     """Sends what is queued, for at most so long, and disconnects."""
     self._inbox.close()
     self._stop_at = self._stop_at or time.monotonic() + linger_seconds
-    self._control.call(self._tick, float("inf"))
+    self._control.call(self._tick_soon)
     for thread in self._threads:
       ended(thread.thread, linger_seconds + 5.0)
 
@@ -183,7 +151,7 @@ class NetworkEndpoint:
     }
 
   def _peers(self) -> list[Peer]:
-    return [*self._dialed.values(), *self._admission.accepted.copy().values()]
+    return [*self._dialed.values(), *self._accepted.values()]
 
   # --- what connections say, in their threads -----------------------------------------------------
 
@@ -201,12 +169,11 @@ class NetworkEndpoint:
     peer.count_dropped(reason)
 
   def _dropped(self, sender: str, reason: str) -> None:
-    for peer in (self._dialed.get(sender), self._admission.accepted.get(sender)):
+    for peer in (self._dialed.get(sender), self._accepted.get(sender)):
       if peer is not None:
         peer.count_dropped(reason)
 
-  def on_frame(self, channel: Channel, wire: FrameSocket, frame: frames.Frame) -> None:
-    peer = channel.peer
+  def on_frame(self, peer: Peer, wire: FrameSocket, frame: frames.Frame) -> None:
     match frame:
       case frames.Control(header):
         if peer.state == "up":
@@ -218,10 +185,10 @@ class NetworkEndpoint:
         peer.drops = (peer.drops[0] + count, reason)
       case frames.Beat():
         pass
-      case Greeting() if isinstance(peer, Dialed):
+      case Greeting() if peer.url:
         self._on_answer(peer, frame)
-      case GreetingRefused(fenced, reason, after, silent_seconds) if isinstance(peer, Dialed):
-        peer.state, peer.reason = "refused", f"{peer.url}: {reason}"
+      case GreetingRefused(fenced, reason, after, silent_seconds) if peer.url:
+        peer.refused(f"{peer.url}: {reason}")
         if fenced:
           self.outnumbered, self.fenced = (after, silent_seconds), reason
           self._inbox.close()
@@ -234,16 +201,17 @@ class NetworkEndpoint:
   def _lost(self, channel: Channel, wire: FrameSocket, error: Exception) -> None:
     if channel.wire is not wire:
       return
-    self._tend_at, peer = 0.0, channel.peer
+    peer = channel.peer
     channel.detach()
     if channel.number == CONTROL and peer.state == "up":
       peer.down("its connection broke")  # another peer may be at the url now
-    elif channel.number == CONTROL and peer.state == "connecting" and isinstance(peer, Dialed):
+    elif channel.number == CONTROL and peer.state == "connecting" and peer.url:
       refused = isinstance(error, ssl.SSLError) and "ALERT" in str(error.reason)
       if refused:  # the far end looks at our key when the handshake is over for us
-        peer.state, peer.reason = "refused", f"{peer.url}: the key of {self.address} is not listed"
+        peer.refused(f"{peer.url}: the key of {self.address} is not listed")
       else:
         peer.reason = f"{peer.url} answers no greeting, or one side has no keys ({error})"
+    self._tick_soon()
 
   def _failed(self, error: Exception) -> None:
     self.broken = self.broken or f"its network thread failed: {error!r}"
@@ -251,26 +219,30 @@ class NetworkEndpoint:
 
   # --- the thread for control ---------------------------------------------------------------------
 
-  def _tick(self, now: float) -> None:
-    if now < self._tend_at:
-      return
+  def _tick_soon(self) -> None:
+    self._timer.cancel()
+    self._timer = self._control.loop.call_soon(self._tick)
+
+  def _tick(self) -> None:
+    """From time to time: what all peers need."""
+    self._timer = self._control.loop.call_later(TEND_SECONDS, self._tick)
     now = time.monotonic()
     still, self._tended_at = now - self._tended_at, now
-    self._tend_at = now + TEND_SECONDS
-    self._admission.look(now)
-    if now >= self._keys_at:
-      self._keys_at = now + KEYS_SECONDS
-      self._look_at_keys()
+    if now >= self._look_at:
+      self._look_at = now + LOOK_SECONDS
+      if self._door:
+        self._door.cut_off(now)
+      if self._keys:
+        self._look_at_keys(self._keys)
     self.buffers.release(now)
     for peer in self._peers():
       if still > STOOD_STILL_SECONDS:  # what came meanwhile is still on its way through the kernel
         peer.heard_at = min(now, peer.heard_at + still)
-      self._tend(peer, now)
+      self._look_after(peer, now)
     if self._stop_at is not None:
       self._finish(now, self._stop_at)
 
-  def _tend(self, peer: Peer, now: float) -> None:
-    """What a peer needs from time to time."""
+  def _look_after(self, peer: Peer, now: float) -> None:
     silent, patience = now - peer.heard_at, self._settings.silence_seconds
     if silent > patience:
       if peer.state == "up":
@@ -279,29 +251,50 @@ class NetworkEndpoint:
       self._drop_queue(peer)
       if peer.incoming is not None:
         peer.incoming.forget()
-    elif isinstance(peer, Dialed) and peer.state == "up" and silent > self._quiet_seconds:
+    elif peer.url and peer.state == "up" and silent > self._quiet_seconds:
       peer.down(f"quiet for {silent:.0f} s")  # a connection may be dead without a sign
       peer.hang_up()
-    if peer.control.wire and self._inbox.crowded(peer.address):
-      peer.heard_at = now  # it waits for us
-    elif peer.control.wire:
-      peer.control.wire.rest(False)
-    if peer.state == "up" and now - peer.beat_at >= BEAT_SECONDS and peer.control.wire:
-      peer.beat_at = now
-      peer.control.wire.say(frames.Beat())
-      count, reason = peer.take_untold()
-      if count:
-        peer.control.wire.say(frames.Dropped(count, reason))
-    if isinstance(peer, Dialed) and not (self.fenced or self.broken):
+    wire = peer.control.wire
+    if wire is not None:
+      crowded = self._inbox.crowded(peer.address)
+      wire.rest(crowded)
+      peer.heard_at = now if crowded else peer.heard_at  # it waits for us
+      if peer.state == "up" and now - peer.beat_at >= BEAT_SECONDS:
+        peer.beat_at = now
+        wire.say(frames.Beat())
+        count, reason = peer.take_untold()
+        if count:
+          wire.say(frames.Dropped(count, reason))
+    if peer.url and not (self.fenced or self.broken):
       for channel in peer.channels if peer.state == "up" else [peer.control]:
         self._reach(peer, channel, now)
+
+  def _look_at_keys(self, keys: Keys) -> None:
+    """Who has another key now is cut off, or dialed with that: the one before may be stolen."""
+    every = self._peers()
+    for peer in every[self._looked_at : self._looked_at + KEYS_A_LOOK]:
+      if not peer.url and keys.withdrawn(peer.address, peer.key):
+        self._show_out(peer, f"the key of {peer.address} is not listed here any more", fenced=False)
+      elif peer.url and peer.key and (key := self._listed_key(keys, peer)) != peer.key:
+        peer.key = key
+        self._drop_queue(peer, control=False)
+        self._forget(peer, f"its key was replaced in {keys.folder}")
+    looked_at = self._looked_at + KEYS_A_LOOK
+    self._looked_at = looked_at if looked_at < len(every) else 0
+
+  def _listed_key(self, keys: Keys, peer: Peer) -> bytes:
+    try:
+      return keys.server_key(peer.address)
+    except ConfigError:
+      return peer.key  # a file that is gone or cannot be read changes nothing
 
   def _drop_queue(self, peer: Peer, control: bool = True) -> None:
     self.counters.undelivered += peer.drop_queue(control)
 
   def _finish(self, now: float, stop_at: float) -> None:
     """Ends when all is sent and the far ends that live have seen the end, or the time is over."""
-    self._admission.close()
+    if self._door:
+      self._door.close()
     waits = False
     for peer in self._peers():
       if peer.state != "up" or now - peer.heard_at > QUIET_BEATS * BEAT_SECONDS:
@@ -320,34 +313,73 @@ class NetworkEndpoint:
     self._turn += 1
     return self._bulk[self._turn % len(self._bulk)]
 
-  # --- dialing ------------------------------------------------------------------------------------
+  # --- peers that dialed us -----------------------------------------------------------------------
 
-  def _redial(self, peer: Dialed, url: str) -> None:
+  def _let_in(self, wire: FrameSocket, frame: Greeting | Attach) -> frames.Frame | bool:
+    """Gives a connection to the peer that its first frame names.
+
+    With keys, that must be the owner of its key, and the key must stay listed while the peer is
+    connected: removing it from the folder ends the connection, not only the next one.
+
+    Returns:
+      True; or what it is sent off with, False: nothing.
+    """
+    return (
+      self._greeted(wire, frame) if isinstance(frame, Greeting) else self._attached(wire, frame)
+    )
+
+  def _greeted(self, wire: FrameSocket, greeting: Greeting) -> GreetingRefused | bool:
+    known = self._accepted.get(greeting.address)
+    owner = self._keys.owner(wire.key()) if self._keys else None
+    if self._keys and not owner:
+      return peers.refusal(f"the key of {greeting.address} is not listed here any more", None)
+    here = known and (known.session, known.incarnation)
+    reason, fenced = peers.objection(self._run, greeting, owner, here)
+    if reason:
+      return peers.refusal(reason, known if fenced else None)
+    if known is not None and known.session != greeting.session:
+      newer = f"a newer incarnation of {known.address} is here ({greeting.incarnation})"
+      self._show_out(known, newer, fenced=True)
+      known = None
+    if known is None:
+      known = Peer(greeting.address, self._run, greeting.streams, self, key=wire.key())
+      self._accepted = {**self._accepted, greeting.address: known}
+    known.control.attach(wire)
+    wire.say(self._greeting)
+    known.meet(greeting)
+    return True
+
+  def _attached(self, wire: FrameSocket, frame: Attach) -> bool:
+    found = [peer for peer in self._accepted.values() if peer.session == frame.session]
+    if not found or frame.stream >= len(found[0].bulk) or wire.key() != found[0].key:
+      return False
+    self.counters.resent += found[0].bulk[frame.stream].attach(wire)
+    self._control.call(self._control.hand_over, wire, self._place())
+    return True
+
+  def _show_out(self, peer: Peer, reason: str, fenced: bool) -> None:
+    wire = peer.control.detach()
+    if wire is not None and self._door:
+      self._door.send_off(wire, GreetingRefused(fenced, reason))
+    peer.hang_up()
+    self._drop_queue(peer)
+    self._accepted = {a: each for a, each in self._accepted.items() if each is not peer}
+
+  # --- peers that we dial -------------------------------------------------------------------------
+
+  def _redial(self, peer: Peer, url: str) -> None:
     if url != peer.url:
       peer.url = url
       self._forget(peer, f"has moved to {url}")
 
-  def _forget(self, peer: Dialed, reason: str) -> None:
+  def _forget(self, peer: Peer, reason: str) -> None:
     """Another peer may answer the next greeting."""
     peer.down(reason)
     peer.hang_up()
     for channel in peer.channels:
       channel.attempts, channel.next_at = 0, 0.0
 
-  def _look_at_keys(self) -> None:
-    """A shard whose key was replaced is dialed with the new one: the old one may be stolen."""
-    for peer in self._dialed.values():
-      if self._keys is not None and peer.key:
-        try:
-          key = self._keys.server_key(peer.address)
-        except ConfigError:
-          continue  # a file that is gone or cannot be read changes nothing
-        if key != peer.key:
-          peer.key = key
-          self._drop_queue(peer, control=False)
-          self._forget(peer, f"its key was replaced in {self._keys.folder}")
-
-  def _reach(self, peer: Dialed, channel: Channel, now: float) -> None:
+  def _reach(self, peer: Peer, channel: Channel, now: float) -> None:
     """Makes a connection that is not there, or waits in vain for an answer."""
     if channel.wire is not None:
       if peer.state == "up" or now < channel.answer_until:
@@ -372,7 +404,7 @@ class NetworkEndpoint:
     arguments = (peer.url, context, self._quiet_seconds, report)
     name = f"dial-{peer.address}"
     try:
-      threading.Thread(target=connect, args=arguments, name=name, daemon=True).start()
+      threading.Thread(target=frames.connect, args=arguments, name=name, daemon=True).start()
     except RuntimeError as error:  # no more threads now
       report(None, str(error))
 
@@ -382,7 +414,7 @@ class NetworkEndpoint:
     """An attempt is over, of which `place` is url and key."""
     channel.dialing = False
     peer, bulk = channel.peer, channel.number != CONTROL
-    elsewhere = not isinstance(peer, Dialed) or place != (peer.url, peer.key)
+    elsewhere = place != (peer.url, peer.key)
     if connected is None or elsewhere or (bulk and peer.state != "up"):
       if connected is not None:
         connected.close()
@@ -396,12 +428,12 @@ class NetworkEndpoint:
     thread = self._place() if bulk else self._control
     thread.call(thread.add, wire)
 
-  def _on_answer(self, peer: Dialed, greeting: Greeting) -> None:
-    reason = doubt(greeting.incarnation, peer.incarnation)
+  def _on_answer(self, peer: Peer, greeting: Greeting) -> None:
+    reason = peers.doubt(greeting.incarnation, peer.incarnation)
     if greeting.address != peer.address:
       reason = f"{greeting.address} answers at {peer.url}"
     if reason:
-      peer.state, peer.reason = "refused", f"{peer.address} at {peer.url}: {reason}"
+      peer.refused(f"{peer.address} at {peer.url}: {reason}")
       peer.control.hang_up()
       return
     if peer.session and greeting.session != peer.session:  # it has restarted
@@ -414,28 +446,126 @@ class NetworkEndpoint:
     for channel in peer.bulk:
       channel.next_at = 0.0
     peer.control.next_at = time.monotonic() + self._settings.hello_seconds  # should it break now
-    self._tend_at = 0.0
+    self._tick_soon()
 
 
-def connect(
-  url: str,
-  context: ssl.SSLContext | None,
-  timeout_seconds: float,
-  report: Callable[[socket.socket | None, str], None],
-) -> None:
-  """Connects, and shows and asks for keys; in a thread of its own, since names and far ends may
-  take their time. Reports (the connection or None, why there is none)."""
-  try:
-    connected = socket.create_connection(host_and_port(url), timeout_seconds)
-  except (OSError, UnicodeError) as error:  # the latter: a name that cannot be one
-    report(None, f"nothing answers at {url} ({error})")
-    return
-  try:
-    report(context.wrap_socket(connected) if context is not None else connected, "")
-  except TimeoutError:
-    connected.close()
-    report(None, f"nothing answers at {url}")
-  except OSError as error:  # as ssl.SSLError is
-    connected.close()
-    other = f"{url} has another key than the one listed here, or one side has no keys"
-    report(None, f"{other} ({error})")
+# --- The listening side
+
+COMERS_A_TURN = 64
+# Each connection costs a descriptor; when there are none left, no file opens and no member comes
+# in. So this process may have as many as the system allows, and strangers (connections without a
+# known peer) a quarter of them. A stranger that takes too long, or is one too many, is cut off.
+STRANGER_SECONDS = 60.0  # until a connection must have a known peer
+MOST_STRANGERS = 1024
+MOST_DESCRIPTORS = 10_240  # where the system names no limit, or one that it does not keep
+
+
+def raise_limit() -> int:
+  """Lets this process have as many descriptors as the system allows it; returns how many."""
+  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  for limit in (hard, MOST_DESCRIPTORS):  # a system may allow less than it says
+    if limit == soft or 0 <= limit < soft:
+      break
+    try:
+      resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    except (ValueError, OSError):
+      continue
+    soft = limit
+    break
+  return soft if soft != resource.RLIM_INFINITY else MOST_DESCRIPTORS
+
+
+class Door(frames.Owner):
+  """Accepts connections; owns each until its first frame names a peer, and those that are sent off.
+
+  Only the endpoint's thread for control uses it.
+
+  Args:
+    url: where it listens. OSError: it cannot.
+    keys: of this role; None: without.
+    counters: the endpoint's.
+    let_in: gives a connection to the peer that its first frame names; see `_let_in`.
+  """
+
+  def __init__(
+    self,
+    url: str,
+    keys: Keys | None,
+    counters: Counters,
+    let_in: Callable[[FrameSocket, Greeting | Attach], frames.Frame | bool],
+  ):
+    self._listener, self.bound = frames.bind(url)  # the url with the real port
+    self._keys, self._counters, self._let_in = keys, counters, let_in
+    self._strangers: dict[FrameSocket, float] = {}  # since when, oldest first
+    self._sent_off: set[FrameSocket] = set()  # of these, those that are counted already
+    self._most = min(MOST_STRANGERS, raise_limit() // 4)
+
+  def open(self, thread: IoThread) -> None:
+    """Its connections belong to this thread, at first."""
+    self._thread = thread
+    thread.loop.add_reader(self._listener, self._on_comers)
+
+  def close(self) -> None:
+    """Accepts no more connections."""
+    if self._listener.fileno() >= 0:
+      self._thread.loop.remove_reader(self._listener)
+      self._listener.close()
+
+  def _on_comers(self) -> None:
+    now = time.monotonic()
+    for _ in range(COMERS_A_TURN):
+      try:
+        connected, _ = self._listener.accept()
+      except OSError:  # no more are there, or no descriptor is left
+        break
+      try:
+        wire = FrameSocket(connected, self, self._keys.context() if self._keys else None)
+      except OSError:  # our key cannot be read now, or the far end has gone
+        connected.close()
+        continue
+      self._strangers[wire] = now
+      self._thread.add(wire)
+    self.cut_off(now)
+
+  def cut_off(self, now: float) -> None:
+    """Ends strangers' connections that are too old, and the oldest that are too many."""
+    too_many = len(self._strangers) - self._most
+    for number, (wire, since) in enumerate([*self._strangers.items()]):
+      if number >= too_many and now - since <= STRANGER_SECONDS:
+        break
+      wire.close()
+      self._came_to_nothing(wire)
+
+  def _came_to_nothing(self, wire: FrameSocket) -> None:
+    self._strangers.pop(wire, None)
+    self._counters.refused += wire not in self._sent_off
+    self._sent_off.discard(wire)
+
+  def send_off(self, wire: FrameSocket, answer: frames.Frame | bool = False) -> None:
+    """Ends a connection, with an answer if there is one; it has a stranger's time to hear that."""
+    wire.owner = self
+    self._strangers.pop(wire, None)
+    self._strangers[wire] = time.monotonic()  # the newest one
+    if wire not in self._sent_off:
+      self._sent_off.add(wire)
+      self._counters.refused += 1
+    if answer:
+      wire.say(answer)
+    wire.leave()
+
+  # --- as the owner of a connection ---------------------------------------------------------------
+
+  def malformed(self, wire: FrameSocket, reason: str) -> None:
+    self._counters.malformed += 1
+    self.send_off(wire)
+
+  def lost(self, wire: FrameSocket, error: Exception) -> None:
+    self._came_to_nothing(wire)
+
+  def arrived(self, wire: FrameSocket, frame: frames.Frame) -> None:
+    if not isinstance(frame, Greeting | Attach):
+      self.malformed(wire, "no greeting")
+    elif (answer := self._let_in(wire, frame)) is True:
+      self._strangers.pop(wire)
+    else:
+      self.send_off(wire, answer)

@@ -1,26 +1,39 @@
-"""What endpoints say to each other, under the protocol's messages, and who may speak.
+"""Frames: what two endpoints say to each other, and connections that carry them whole.
 
 On a connection, frame follows frame: `PREFIX` says how long this one is and how many raw bytes of a
 payload come after it; the frame itself is one msgpack list [kind, [fields...]]. `decode` accepts
 only exactly well-formed frames and raises `MalformedMessage` on everything else, like
 `protocol.messages.decode`.
+
+A connection belongs to one thread, which alone touches its socket; others ask for something by
+`IoThread.call`. The kernel keeps order and holds back a sender that is too fast; OpenSSL encrypts.
+Both work while Python's lock is free for others.
 """
 
 from __future__ import annotations
 
+import asyncio
+import collections
+import contextlib
 import dataclasses
+import socket
+import ssl
 import struct
+import sys
+import threading
 import time
 import typing
-from typing import Annotated, Protocol
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, NamedTuple
 
 from msgspec import Meta
 
-from ddiloco.network.transport import open_frame
+from ddiloco.network.keys import host_and_port
 from ddiloco.protocol.messages import MAX_HEADER_BYTES, Count, MalformedMessage, Schema, Text
 
 PREFIX = struct.Struct(">IQ")
 MAX_FRAME_BYTES = MAX_HEADER_BYTES + 4096
+STRANGER_FRAME_BYTES = 1 << 16  # no frame is longer until its sender is known
 SESSION_BYTES = 8
 Session = Annotated[bytes, Meta(max_length=SESSION_BYTES)]
 Header = Annotated[bytes, Meta(max_length=MAX_HEADER_BYTES)]
@@ -113,103 +126,420 @@ def part(stream: int, streams: int, total: int) -> slice:
   return slice(min(total, stream * size), min(total, (stream + 1) * size))
 
 
-# --- Who may speak: what a role says of itself when it connects, and what a shard objects to
+# --- One connection, and the thread that it belongs to
 
-FUTURE_SECONDS = 86_400  # clocks are wrong by hours; further ahead none is let in, on either side
-MAX_STREAMS = 64
-
-
-@dataclasses.dataclass(frozen=True)
-class RunIdentity:
-  """What a transport must know of its run; every role of it says the same."""
-
-  run_id: str
-  plan_id: str  # of all that the roles of a run must have in common
-  max_payload_bytes: int  # of one message
-  queue_bytes: int  # of fragments waiting for, or from, one peer
+BYTES_A_TURN = 1 << 20  # of one connection, about, each way; then it is another one's turn
+READ_COSTS_BYTES = 1 << 11  # of these; so small frames are a turn of 512 reads
+CALL_BYTES = 1 << 18  # in one call: while it encrypts these, it does not hold Python's lock
+UNSENT_BYTES = 1 << 19  # in the kernel and not under way yet: what waits longer waits here
+SCRATCH = memoryview(bytearray(1 << 16))  # unwanted payloads are read into this
+KEEPALIVE_SECONDS = 20  # without data, until the kernel asks the far end for a sign of life
+DEAD_SECONDS = 120  # without an acknowledgement, until the kernel ends a connection
+NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+BACKLOG = 1024  # many learners may come at once; the system has a limit of its own
 
 
-class Newer(Protocol):
-  """A peer with a greater incarnation than the one that asks for its address."""
-
-  incarnation: int
-  heard_at: float
-
-
-def incarnation_at(unix_seconds: float) -> int:
-  """The incarnation of a process that starts at this time: seconds since 2020."""
-  return int(unix_seconds) - 1_577_836_800
-
-
-def seconds_since_2020() -> int:
-  """The incarnation of a process that starts now, unless a former life had a greater one."""
-  return incarnation_at(time.time())
-
-
-def ahead(incarnation: int) -> str:
-  """Why an incarnation is not let in by this host's clock, "" if it is."""
-  seconds = incarnation - seconds_since_2020()
-  if seconds <= FUTURE_SECONDS:
-    return ""
-  return (
-    f"incarnation {incarnation} is {seconds / 3600:.0f} h ahead of the clock of who is asked."
-    " Fix: set the clock that is wrong, there or here"
-  )
-
-
-def objection(
-  run: RunIdentity, greeting: Greeting, owner: str | None, known: tuple[bytes, int] | None
-) -> tuple[str, bool]:
-  """Why a greeting is not accepted, "" if it is; and whether that is for good.
-
-  Args:
-    run: this side's.
-    greeting: what the far end says.
-    owner: the role that the key of its connection belongs to; None: without keys.
-    known: session and incarnation that have its address already.
-  """
-  address, number = greeting.address, greeting.incarnation
-  if not 1 <= greeting.streams <= MAX_STREAMS or len(greeting.session) != SESSION_BYTES:
-    return (
-      f"{greeting.streams} streams (1 to {MAX_STREAMS}), or its session, are out of range",
-      False,
-    )
-  if owner is not None and owner != address:
-    return f"this key belongs to {owner}, not to {address}", False
-  if greeting.run_id != run.run_id:
-    return f"this is run {run.run_id!r}, not {greeting.run_id!r}", False
-  if greeting.plan_id != run.plan_id:
-    return (
-      "this run was started with other settings of model, data, inner, sync, outer, seed or"
-      f" run.total_tokens ({run.plan_id} here, {greeting.plan_id} there)",
-      False,
-    )
-  if reason := ahead(number):
-    return reason, False
-  if known and known[0] != greeting.session and number <= known[1]:
-    return f"incarnation {known[1]} of {address} is here already", True
-  return "", False
-
-
-def doubt(incarnation: int, known: int) -> str:
-  """Why a shard that was dialed is not believed, "" if it is; `known`: its newest incarnation."""
-  if incarnation < known:
-    return f"incarnation {incarnation} is an old one, {known} was here before"
-  return ahead(incarnation)
-
-
-def refusal(reason: str, newer: Newer | None) -> GreetingRefused:
-  """What answers a greeting that is not accepted; `newer` has its address, or None."""
-  if not newer:
-    return GreetingRefused(False, reason)
-  silent_seconds = int(time.monotonic() - newer.heard_at)
-  return GreetingRefused(True, reason, newer.incarnation + 1, silent_seconds)
-
-
-def check_header(run: RunIdentity, sender: str, incarnation: int, header: bytes) -> None:
-  """Before a payload is let in: its header must be a message of this run in the sender's own name.
+def bind(url: str) -> tuple[socket.socket, str]:
+  """(a socket that listens there, the url with its real port).
 
   Raises:
-    MalformedMessage: it is not.
+    OSError: the port is taken, or the address is not this machine's.
   """
-  open_frame((run.run_id, run.plan_id), sender, incarnation, header, b"")
+  host, port = host_and_port(url)
+  if host == "*":
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    listener = socket.create_server(("", port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
+  else:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, _, _, _, address = found[0]
+    listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
+  listener.setblocking(False)
+  return listener, f"{url.rpartition(':')[0]}:{listener.getsockname()[1]}"
+
+
+def connect(
+  url: str,
+  context: ssl.SSLContext | None,
+  timeout_seconds: float,
+  report: Callable[[socket.socket | None, str], None],
+) -> None:
+  """Connects, and shows and asks for keys; in a thread of its own, since names and far ends may
+  take their time. Reports (the connection or None, why there is none)."""
+  try:
+    connected = socket.create_connection(host_and_port(url), timeout_seconds)
+  except (OSError, UnicodeError) as error:  # the latter: a name that cannot be one
+    report(None, f"nothing answers at {url} ({error})")
+    return
+  try:
+    report(context.wrap_socket(connected) if context is not None else connected, "")
+  except TimeoutError:
+    connected.close()
+    report(None, f"nothing answers at {url}")
+  except OSError as error:  # as ssl.SSLError is
+    connected.close()
+    other = f"{url} has another key than the one listed here, or one side has no keys"
+    report(None, f"{other} ({error})")
+
+
+class Forget(Exception):
+  """A payload that is not wanted any more: it is read, and dropped."""
+
+
+class Parcel(NamedTuple):
+  """What is to go out: a frame, and the payload after it."""
+
+  frame: bytes
+  payload: memoryview | None = None
+
+
+class Owner:
+  """Whom a connection is for: asked, and told, in the connection's thread."""
+
+  def next(self, wire: FrameSocket) -> Parcel | None:
+    """What is to go out; the kernel has all that went out before."""
+
+  def room(self, wire: FrameSocket, frame: Bulk, size: int) -> memoryview | None:
+    """Memory where so many bytes of payload go; None: not now, until `wake`.
+
+    Raises:
+      MalformedMessage, Forget: they are read and forgotten.
+    """
+    raise MalformedMessage("a fragment that no shard has")
+
+  def arrived(self, wire: FrameSocket, frame: Frame) -> None:
+    """A frame is here, and its payload where it goes."""
+
+  def malformed(self, wire: FrameSocket, reason: str) -> None:
+    """Something was dropped."""
+
+  def lost(self, wire: FrameSocket, error: Exception) -> None:
+    """The connection has broken, or the far end has closed it."""
+
+
+class FrameSocket:
+  """A connection that takes and gives whole frames, and never blocks.
+
+  Only its thread calls what is not said to be for any thread.
+
+  Args:
+    connected: the socket.
+    owner: whom it is for, at first.
+    context: shows and asks for keys, as the accepting side; None: that has been done, or there are
+      no keys.
+  """
+
+  def __init__(self, connected: socket.socket, owner: Owner, context: ssl.SSLContext | None = None):
+    connected.setblocking(False)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+      connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+    # A path that has gone without a word (a firewall forgot it) ends the connection within minutes;
+    # else what was given to it would count as under way for a quarter of an hour.
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+      connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS)
+      connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_SECONDS)
+      connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * DEAD_SECONDS)
+    if context is not None:
+      connected = context.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)
+    self.owner = owner
+    self.thread: IoThread | None = None
+    self.most_bytes = STRANGER_FRAME_BYTES  # of a frame
+    self._socket = connected
+    self._pace: Pacer | None = None
+    self._shaking_hands = context is not None
+    self._closed = self._doomed = self._leaves = self._rests = False
+    self._error: Exception | None = None  # why it leaves
+    self._own: collections.deque[bytes] = collections.deque()  # frames of the connection itself
+    self._leaving: collections.deque[memoryview] = collections.deque()  # what goes out now
+    self._parser = self._parse()
+    self._wanted: memoryview | None = next(self._parser)  # memory to fill; None: no room now
+
+  def fileno(self) -> int:
+    return self._socket.fileno()
+
+  def key(self) -> bytes:
+    """The certificate of the far end, DER; b"": it has shown none."""
+    shown = self._socket.getpeercert(True) if isinstance(self._socket, ssl.SSLSocket) else None
+    return shown or b""
+
+  def keep_pace(self) -> None:
+    """It is for fragments: a slow link is not to be flooded."""
+    self._pace = Pacer(self._socket)
+
+  def wake(self) -> None:
+    """Looks again what there is to send, and whether there is room; from any thread."""
+    thread = self.thread
+    if thread is not None:  # else it does so when it joins one
+      thread.call(self._turn_in, thread)
+
+  def _turn_in(self, thread: IoThread) -> None:
+    if self.thread is thread:  # and has not gone to another one meanwhile
+      self.turn()
+
+  def rest(self, rests: bool) -> None:
+    """Whether nothing is read for now, so that the kernel holds the far end back."""
+    if self._rests != rests:
+      self._rests = rests
+      self.wake()
+
+  def hang_up(self) -> None:
+    """Ends the connection, soon; from any thread."""
+    self._doomed = True
+    self.wake()
+
+  def say(self, frame: Frame) -> None:
+    """Sends a frame of the connection itself, before what the owner has."""
+    self._own.append(encode(frame))
+    self.wake()
+
+  def leave(self) -> None:
+    """Ends the connection when all is sent. What comes until then is read and forgotten: closing
+    a socket with something unread would take back what was sent."""
+    self._leaves = True
+    self.wake()
+
+  def close(self) -> None:
+    """Ends the connection now, without a word to the owner."""
+    if not self._closed:
+      self._closed = True
+      if self.thread is not None:
+        self.thread.forget(self)
+      self._socket.close()
+
+  def turn(self, reads: bool = True, writes: bool = True) -> None:
+    """Whatever can be done now."""
+    if self._doomed:
+      self.close()
+    try:
+      if self._shaking_hands and not self._closed:
+        self._shake_hands()
+      if reads and not self._closed:
+        self._read()
+      if writes and not self._closed:
+        self._write()
+    except NOT_NOW:
+      pass
+    except (OSError, MalformedMessage) as error:
+      self.close()
+      self.owner.lost(self, self._error or error)
+    if not self._closed and self.thread is not None:
+      listens = self._leaves or (self._wanted is not None and not self._rests)
+      self.thread.watch(self, listens, bool(self._leaving))
+
+  def _shake_hands(self) -> None:
+    assert isinstance(self._socket, ssl.SSLSocket)
+    try:
+      self._socket.do_handshake()
+    except NOT_NOW:
+      raise
+    except OSError as error:
+      self._error, self._leaves = error, True  # OpenSSL has told the far end
+    self._shaking_hands = False
+    self._write()
+
+  def _read(self) -> None:
+    """Takes in what is there, for one turn."""
+    left = BYTES_A_TURN
+    if self._wanted is None:
+      self._wanted = next(self._parser)
+    while left > 0 or self._decrypted():
+      wanted = SCRATCH if self._leaves else self._wanted
+      if wanted is None or self._closed or (self._rests and not self._leaves):
+        return
+      try:
+        count = self._socket.recv_into(wanted[:CALL_BYTES])
+      except NOT_NOW:
+        return
+      if not count:
+        raise ConnectionResetError("the far end has closed the connection")
+      left -= max(count, READ_COSTS_BYTES)
+      if not self._leaves:
+        self._wanted = wanted[count:] or next(self._parser)
+      if count < min(len(wanted), CALL_BYTES) and not isinstance(self._socket, ssl.SSLSocket):
+        return  # that was all there is
+
+  def _decrypted(self) -> int:
+    """Bytes that OpenSSL has already: of these the kernel says nothing any more."""
+    return self._socket.pending() if isinstance(self._socket, ssl.SSLSocket) else 0
+
+  def _parse(self) -> Iterator[memoryview | None]:
+    """Yields the memory that is to be filled next, never empty; None while there is no room."""
+    prefix = memoryview(bytearray(PREFIX.size))
+    while True:
+      yield prefix
+      size, payload_bytes = PREFIX.unpack(prefix)
+      if not 0 < size <= self.most_bytes:
+        raise MalformedMessage(f"begins with {bytes(prefix).hex()}, which no frame of ours does")
+      data = bytearray(size)
+      yield memoryview(data)
+      target: memoryview | None = SCRATCH[:0]
+      try:
+        frame = decode(bytes(data))
+        if isinstance(frame, Bulk):
+          while (target := self.owner.room(self, frame, payload_bytes)) is None:
+            yield None
+        elif payload_bytes:
+          raise MalformedMessage(f"a {type(frame).__name__} with {payload_bytes} bytes of payload")
+      except (MalformedMessage, Forget) as error:
+        if isinstance(error, MalformedMessage):
+          self.owner.malformed(self, str(error))
+        for left in range(payload_bytes, 0, -len(SCRATCH)):
+          yield SCRATCH[:left]
+        continue
+      if target:
+        yield target
+      target = None  # else the payload's memory is held until the next one comes
+      self.owner.arrived(self, frame)
+
+  def _write(self) -> None:
+    """Sends for one turn, or until the kernel has enough."""
+    left = BYTES_A_TURN
+    if self._leaving and self._pace is not None:
+      self._pace.look(time.monotonic())
+    while left > 0 and self._refill():
+      try:
+        count = self._socket.send(self._leaving[0][:CALL_BYTES])
+      except NOT_NOW:
+        return
+      left -= count
+      self._leaving[0] = self._leaving[0][count:]
+
+  def _refill(self) -> bool:
+    """Whether there is something to send."""
+    while self._leaving and not self._leaving[0]:
+      self._leaving.popleft()
+    if self._leaving:
+      return True
+    parcel = self.owner.next(self)
+    while self._own:
+      self._leaving.append(memoryview(self._own.popleft()))
+    if parcel is not None:
+      self._leaving += filter(None, (memoryview(parcel.frame), parcel.payload))
+    elif self._leaves and not self._leaving:
+      with contextlib.suppress(OSError):  # the far end was quicker
+        self._socket.shutdown(socket.SHUT_WR)
+    return bool(self._leaving)
+
+
+class IoThread:
+  """A thread with an event loop, which serves whichever of its connections are ready, in turn.
+
+  Args:
+    name: of the thread.
+    failed: called with what ended the thread.
+  """
+
+  def __init__(self, name: str, failed: Callable[[Exception], None] = lambda error: None):
+    self.loop = asyncio.SelectorEventLoop()
+    self.loop.set_exception_handler(self._on_exception)
+    self._failed, self._error = failed, None
+    self._wires: dict[FrameSocket, tuple[bool, bool]] = {}  # what each waits for: in, out
+    self.thread = threading.Thread(target=self._work, name=name, daemon=True)
+
+  def call(self, function: Callable[..., Any], *arguments: Any) -> None:
+    """Calls a function in this thread, soon; from any thread."""
+    with contextlib.suppress(RuntimeError):  # it is over
+      self.loop.call_soon_threadsafe(function, *arguments)
+
+  def add(self, wire: FrameSocket) -> None:
+    """From now on the connection belongs to this thread; called in it."""
+    self._wires[wire] = False, False
+    wire.thread = self
+    wire.turn()
+
+  def watch(self, wire: FrameSocket, reads: bool, writes: bool) -> None:
+    """What the connection waits for."""
+    loop, (read, written) = self.loop, self._wires[wire]
+    if reads != read:
+      loop.add_reader(wire, wire.turn, True, False) if reads else loop.remove_reader(wire)
+    if writes != written:
+      loop.add_writer(wire, wire.turn, False, True) if writes else loop.remove_writer(wire)
+    self._wires[wire] = reads, writes
+
+  def forget(self, wire: FrameSocket) -> None:
+    """The connection is closed, or goes to another thread."""
+    self.watch(wire, False, False)
+    del self._wires[wire]
+    wire.thread = None
+
+  def hand_over(self, wire: FrameSocket, thread: IoThread) -> None:
+    """The connection belongs to another thread from now on; called in this one, not in its turn."""
+    if wire.thread is self:
+      self.forget(wire)
+      thread.call(thread.add, wire)
+
+  def stop(self) -> None:
+    """Ends the thread and its connections."""
+    self.call(self.loop.stop)
+
+  def _on_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    self._error = self._error or context.get("exception") or RuntimeError(context["message"])
+    loop.stop()
+
+  def _work(self) -> None:
+    self.loop.run_forever()
+    for wire in [*self._wires]:
+      wire.close()
+    self.loop.close()
+    if self._error is not None:
+      self._failed(self._error)
+      raise self._error
+
+
+# --- Keeps the queue of a slow link short, so that control need not wait there behind fragments
+# The kernel fills the buffer of the narrowest link, in this host or far away, and control over
+# another connection stands in the same queue. So a connection for fragments is let go for a moment,
+# which shows how much the link carries, and keeps to nine tenths of that for a while: then the
+# queue drains. A link that carries a lot is left alone: its queue is short in time.
+
+FREE_SECONDS = 0.5  # of sending without a limit, to see what the link carries
+LIMITED_SECONDS = 4.5
+SHARE = 0.9  # of what it carried
+QUEUE_SECONDS = 0.005  # a queue that is worth it
+FAST_BYTES = 125e6  # a second: a link that is left alone
+_SO_MAX_PACING_RATE = 47  # Linux; Python has no name for it
+_NO_LIMIT = (1 << 32) - 1
+# Places in Linux's struct tcp_info: round trip (us), bytes acknowledged, the least round trip (us),
+# and for how long there was something to send (us).
+_RTT, _ACKED, _MIN_RTT, _BUSY, _BYTES = 68, 120, 148, 168, 176
+
+
+class Pacer:
+  """How fast one connection may send.
+
+  Args:
+    connection: the socket.
+  """
+
+  def __init__(self, connection: socket.socket):
+    self._socket = connection
+    self._until = 0.0 if sys.platform == "linux" else float("inf")  # the present phase lasts
+    self._free = False
+    self._began = (0, 0)  # bytes acknowledged and microseconds of sending until the free phase
+
+  def look(self, now: float) -> None:
+    """Every now and then while it sends."""
+    if now < self._until:
+      return
+    info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES)
+    if len(info) < _BYTES:
+      self._until = float("inf")  # a kernel that does not say so much
+      return
+    acked, busy = (struct.unpack_from("=Q", info, place)[0] for place in (_ACKED, _BUSY))
+    rtt, least = (struct.unpack_from("=I", info, place)[0] / 1e6 for place in (_RTT, _MIN_RTT))
+    busy_seconds = (busy - self._began[1]) / 1e6
+    self._until = now + FREE_SECONDS
+    if not self._free:
+      self._free, self._began = True, (acked, busy)
+      self._limit(_NO_LIMIT)
+    elif busy_seconds >= FREE_SECONDS / 2:
+      rate = (acked - self._began[0]) / busy_seconds
+      self._began = acked, busy
+      if rtt - least > QUEUE_SECONDS and 0 < rate < FAST_BYTES:
+        self._free, self._until = False, now + LIMITED_SECONDS
+        self._limit(int(SHARE * rate))
+
+  def _limit(self, rate: int) -> None:
+    self._socket.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("=I", rate))

@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from ddiloco.network.admission import bind
+from ddiloco.network.frames import bind
 from ddiloco.network.keys import Keys, host_and_port
 
 KINDS = ("orders", "values", "leader_lives", "host_lives")

@@ -1,4 +1,4 @@
-"""The far ends of a network endpoint: who they are, what waits for them, what is arriving.
+"""The far ends of a network endpoint: who may be one, what waits for it, what is arriving.
 
 A peer has a connection for control and some for fragments; each carries its part of every payload,
 so that several cores encrypt one fragment. What waits outlives a connection: the message that was
@@ -21,23 +21,126 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ddiloco.network import frames
-from ddiloco.network.frames import Bulk, Control, Greeting, RunIdentity, check_header
-from ddiloco.network.io_thread import Forget, FrameSocket, Parcel
+from ddiloco.network.frames import (
+  SESSION_BYTES,
+  Bulk,
+  Control,
+  Forget,
+  FrameSocket,
+  Greeting,
+  GreetingRefused,
+  Parcel,
+)
+from ddiloco.network.transport import open_frame
 from ddiloco.protocol.messages import MalformedMessage
 
 if TYPE_CHECKING:
   from ddiloco.network.endpoint import NetworkEndpoint
 
+# --- Who may speak: what a role says of itself when it connects, and what a shard objects to
+
+FUTURE_SECONDS = 86_400  # clocks are wrong by hours; further ahead none is let in, on either side
+MAX_STREAMS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class RunIdentity:
+  """What a transport must know of its run; every role of it says the same."""
+
+  run_id: str
+  plan_id: str  # of all that the roles of a run must have in common
+  max_payload_bytes: int  # of one message
+  queue_bytes: int  # of fragments waiting for, or from, one peer
+
+
+def incarnation_at(unix_seconds: float) -> int:
+  """The incarnation of a process that starts at this time: seconds since 2020."""
+  return int(unix_seconds) - 1_577_836_800
+
+
+def seconds_since_2020() -> int:
+  """The incarnation of a process that starts now, unless a former life had a greater one."""
+  return incarnation_at(time.time())
+
+
+def ahead(incarnation: int) -> str:
+  """Why an incarnation is not let in by this host's clock, "" if it is."""
+  seconds = incarnation - seconds_since_2020()
+  if seconds <= FUTURE_SECONDS:
+    return ""
+  return (
+    f"incarnation {incarnation} is {seconds / 3600:.0f} h ahead of the clock of who is asked."
+    " Fix: set the clock that is wrong, there or here"
+  )
+
+
+def objection(
+  run: RunIdentity, greeting: Greeting, owner: str | None, known: tuple[bytes, int] | None
+) -> tuple[str, bool]:
+  """Why a greeting is not accepted, "" if it is; and whether that is for good.
+
+  Args:
+    run: this side's.
+    greeting: what the far end says.
+    owner: the role that the key of its connection belongs to; None: without keys.
+    known: session and incarnation that have its address already.
+  """
+  address, number = greeting.address, greeting.incarnation
+  if not 1 <= greeting.streams <= MAX_STREAMS or len(greeting.session) != SESSION_BYTES:
+    return (
+      f"{greeting.streams} streams (1 to {MAX_STREAMS}), or its session, are out of range",
+      False,
+    )
+  if owner is not None and owner != address:
+    return f"this key belongs to {owner}, not to {address}", False
+  if greeting.run_id != run.run_id:
+    return f"this is run {run.run_id!r}, not {greeting.run_id!r}", False
+  if greeting.plan_id != run.plan_id:
+    return (
+      "this run was started with other settings of model, data, inner, sync, outer, seed or"
+      f" run.total_tokens ({run.plan_id} here, {greeting.plan_id} there)",
+      False,
+    )
+  if reason := ahead(number):
+    return reason, False
+  if known and known[0] != greeting.session and number <= known[1]:
+    return f"incarnation {known[1]} of {address} is here already", True
+  return "", False
+
+
+def doubt(incarnation: int, known: int) -> str:
+  """Why a shard that was dialed is not believed, "" if it is; `known`: its newest incarnation."""
+  if incarnation < known:
+    return f"incarnation {incarnation} is an old one, {known} was here before"
+  return ahead(incarnation)
+
+
+def refusal(reason: str, newer: Peer | None) -> GreetingRefused:
+  """What answers a greeting that is not accepted; `newer` has its address, or None."""
+  if not newer:
+    return GreetingRefused(False, reason)
+  silent_seconds = int(time.monotonic() - newer.heard_at)
+  return GreetingRefused(True, reason, newer.incarnation + 1, silent_seconds)
+
+
+def check_header(run: RunIdentity, sender: str, incarnation: int, header: bytes) -> None:
+  """Before a payload is let in: its header must be a message of this run in the sender's own name.
+
+  Raises:
+    MalformedMessage: it is not.
+  """
+  open_frame((run.run_id, run.plan_id), sender, incarnation, header, b"")
+
+
+# --- One far end, and its connections
+
 CONTROL = -1  # a channel's number; those for fragments count from 0
 MAX_WAITING_CONTROL = 1024  # messages for a peer; the oldest go first
 MAX_QUEUED = 1024  # messages with payload for a peer
-MAX_UNTAKEN = 1024  # of a peer's, that arrive or are not taken yet
 MAX_REASON = 300  # characters
-LEAST_KEPT_BYTES = 1 << 20  # smaller memory is no cost
-KEPT_SECONDS = 3.0  # the pushes of a round come together; between rounds memory is for others
 
 
-class Channel:
+class Channel(frames.Owner):
   """One of the connections to a peer, in all its lives, and what waits for it."""
 
   def __init__(self, peer: Peer, number: int):
@@ -47,26 +150,11 @@ class Channel:
     self.attempts = 0  # in a row, in vain
     self.next_at = 0.0  # the next attempt
     self.answer_until = 0.0  # or else it is made anew
-    self._waiting: collections.deque[Parcel] = collections.deque()  # these three: the peer's lock
-    self._leaving: Parcel | None = None
+    self.waiting: collections.deque[Parcel] = collections.deque()  # these two: the peer's lock
+    self.leaving: Parcel | None = None
 
   def __len__(self) -> int:
-    return len(self._waiting) + (self._leaving is not None)
-
-  def put(self, parcel: Parcel) -> None:
-    """Queues it; with the peer's lock."""
-    self._waiting.append(parcel)
-
-  def drop_oldest(self) -> None:
-    """Forgets what has waited longest; with the peer's lock."""
-    self._waiting.popleft()
-
-  def clear(self) -> int:
-    """Forgets all that waits; with the peer's lock. Returns how much that was."""
-    count = len(self)
-    self._waiting.clear()
-    self._leaving = None
-    return count
+    return len(self.waiting) + (self.leaving is not None)
 
   def attach(self, wire: FrameSocket) -> int:
     """From now on this is the connection; what was leaving leaves again from its beginning.
@@ -75,16 +163,15 @@ class Channel:
     """
     with self.peer.lock:
       old, self.wire = self.wire, wire
-      again = self._leaving is not None and self._leaving.payload is not None
-      if self._leaving is not None:
-        self._waiting.appendleft(self._leaving)
-        self._leaving = None
+      again, self.leaving = self.leaving, None
+      if again is not None:
+        self.waiting.appendleft(again)
     wire.owner, wire.most_bytes = self, frames.MAX_FRAME_BYTES
     if self.number != CONTROL:
       wire.keep_pace()
     if old is not None:
       old.hang_up()
-    return int(again)
+    return int(again is not None and again.payload is not None)
 
   def detach(self) -> FrameSocket | None:
     """There is no connection any more; returns the one that was."""
@@ -108,16 +195,13 @@ class Channel:
 
   def next(self, wire: FrameSocket) -> Parcel | None:
     with self.peer.lock:
-      if self.wire is not wire or not self._waiting or self.peer.state != "up":
+      if self.wire is not wire:
         return None
-      self._leaving = self._waiting.popleft()
-      return self._leaving
-
-  def sent(self, wire: FrameSocket) -> None:
-    with self.peer.lock:
-      if self.wire is wire and self._leaving is not None:
-        self.peer.queued_bytes -= len(self._leaving.payload or b"")
-        self._leaving = None
+      if self.leaving is not None:
+        self.peer.queued_bytes -= len(self.leaving.payload or b"")
+      up = self.peer.state == "up"
+      self.leaving = self.waiting.popleft() if self.waiting and up else None
+      return self.leaving
 
   def room(self, wire: FrameSocket, frame: Bulk, size: int) -> memoryview | None:
     incoming = self.peer.incoming
@@ -131,7 +215,7 @@ class Channel:
     self.peer.heard_at = time.monotonic()
     incoming = self.peer.incoming
     if self.number == CONTROL:
-      self.peer.caretaker.on_frame(self, wire, frame)
+      self.peer.caretaker.on_frame(self.peer, wire, frame)
     elif not isinstance(frame, Bulk) or incoming is None:
       self.malformed(wire, f"a {type(frame).__name__} on a connection for fragments")
     elif (message := incoming.arrived(self.number, frame.number)) is not None:
@@ -152,10 +236,21 @@ class Peer:
     run: the run it belongs to.
     streams: connections for fragments.
     caretaker: looks after it.
+    url: where it was dialed; "": it has dialed us.
+    key: of its connections; b"": none is known yet, or there are none.
   """
 
-  def __init__(self, address: str, run: RunIdentity, streams: int, caretaker: NetworkEndpoint):
+  def __init__(
+    self,
+    address: str,
+    run: RunIdentity,
+    streams: int,
+    caretaker: NetworkEndpoint,
+    url: str = "",
+    key: bytes = b"",
+  ):
     self.address, self.run, self.caretaker = address, run, caretaker
+    self.url, self.key = url, key
     self.incarnation = -1
     self.session = b""
     self.state, self.reason = "connecting", "not reached yet"
@@ -166,22 +261,18 @@ class Peer:
     self.incoming: Incoming | None = None
     self.control = Channel(self, CONTROL)
     self.bulk = [Channel(self, number) for number in range(streams)]
+    self.channels = [self.control, *self.bulk]
     self.drops = (0, "")  # messages of ours that the peer says it has dropped, and why
     self._untold = (0, "")  # messages of the peer that we have dropped and not said so yet
     self._numbers = 0  # messages with payload so far
-
-  @property
-  def channels(self) -> list[Channel]:
-    """All of them, control first."""
-    return [self.control, *self.bulk]
 
   def post_control(self, header: bytes) -> int:
     """Queues a message; returns how many older ones had to go for it."""
     with self.lock:
       full = len(self.control) >= MAX_WAITING_CONTROL
       if full:
-        self.control.drop_oldest()
-      self.control.put(Parcel(frames.encode(Control(header))))
+        self.control.waiting.popleft()
+      self.control.waiting.append(Parcel(frames.encode(Control(header))))
     self.control.wake()
     return int(full)
 
@@ -196,7 +287,7 @@ class Peer:
       self._numbers += 1
       for channel in self.bulk:
         part = payload[frames.part(channel.number, len(self.bulk), len(payload))]
-        channel.put(Parcel(frames.encode(frame, len(part)), part))
+        channel.waiting.append(Parcel(frames.encode(frame, len(part)), part))
     for channel in self.bulk:
       channel.wake()
     return True
@@ -204,9 +295,12 @@ class Peer:
   def drop_queue(self, control: bool) -> int:
     """Gives up the fragments for this peer, and control if asked to; returns how many messages."""
     with self.lock:
-      count = max(channel.clear() for channel in self.bulk)
+      count = max(map(len, self.bulk)) + (len(self.control) if control else 0)
+      for channel in self.channels if control else self.bulk:
+        channel.waiting.clear()
+        channel.leaving = None
       self.queued_bytes = 0
-      return count + (self.control.clear() if control else 0)
+      return count
 
   def idle(self) -> bool:
     """Whether nothing waits for it."""
@@ -226,6 +320,10 @@ class Peer:
     """It is out of reach for now."""
     self.state, self.reason = "connecting", reason
 
+  def refused(self, reason: str) -> None:
+    """One of the two does not speak to the other."""
+    self.state, self.reason = "refused", reason
+
   def hang_up(self) -> None:
     """Ends all its connections."""
     for channel in self.channels:
@@ -243,23 +341,11 @@ class Peer:
       return untold
 
 
-class Dialed(Peer):
-  """A shard that we connect to."""
+# --- What is arriving
 
-  def __init__(
-    self, address: str, url: str, run: RunIdentity, streams: int, caretaker: NetworkEndpoint
-  ):
-    super().__init__(address, run, streams, caretaker)
-    self.url = url
-    self.key = b""  # that it was dialed with
-
-
-class Accepted(Peer):
-  """A peer that dialed us."""
-
-  def __init__(self, greeting: Greeting, run: RunIdentity, caretaker: NetworkEndpoint, key: bytes):
-    super().__init__(greeting.address, run, greeting.streams, caretaker)
-    self.key = key  # of its connections; b"": without keys
+MAX_UNTAKEN = 1024  # of a peer's, that arrive or are not taken yet
+LEAST_KEPT_BYTES = 1 << 20  # smaller memory is no cost
+KEPT_SECONDS = 3.0  # the pushes of a round come together; between rounds memory is for others
 
 
 class BufferPool:

@@ -245,7 +245,7 @@ class Inbox:
       self._ready.notify_all()
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Frame:
   header: bytes
   payload: messages.Payload
@@ -255,31 +255,13 @@ class _Frame:
   taken: Callable[[], None]
 
 
+@dataclasses.dataclass
 class _Queue:
   """What waits from one sender, in order."""
 
-  def __init__(self) -> None:
-    self.frames: collections.OrderedDict[int, _Frame] = collections.OrderedDict()
-    self.bytes = 0
-    self._added = 0
-    self._report = 0  # the number of the newest one
-
-  def add(self, frame: _Frame, is_report: bool) -> None:
-    self._added += 1
-    self.frames[self._added] = frame
-    self.bytes += frame.size
-    self._report = self._added if is_report else self._report
-
-  def take(self) -> _Frame:
-    _, frame = self.frames.popitem(last=False)
-    self.bytes -= frame.size
-    return frame
-
-  def drop_report(self) -> int:
-    """How many reports waited: one at most."""
-    frame = self.frames.pop(self._report, None)
-    self.bytes -= frame.size if frame else 0
-    return int(frame is not None)
+  frames: collections.deque[_Frame] = dataclasses.field(default_factory=collections.deque)
+  bytes: int = 0
+  report: _Frame | None = None  # the newest one
 
 
 class _Line:
@@ -295,37 +277,82 @@ class _Line:
     """A frame at the end of its sender's queue; returns how many that are too much were dropped:
     the oldest, or this one."""
     queue = self._queues.setdefault(sender, _Queue())
-    self.count -= queue.drop_report() if is_report else 0
-    dropped = 0
-    while queue.frames and self._full(queue, frame):
+    if is_report and queue.report in queue.frames:
+      self._remove(queue, queue.report)
+    dropped, most = 0, self._max_bytes - frame.size
+    while queue.frames and (len(queue.frames) >= self._max_frames or queue.bytes > most):
       dropped += 1
       if not self._drop_oldest:
         return dropped
-      queue.take()
-      self.count -= 1
-    queue.add(frame, is_report)
+      self._remove(queue, queue.frames[0])
+    queue.frames.append(frame)
+    queue.bytes += frame.size
+    queue.report = frame if is_report else queue.report
     self.count += 1
     return dropped
 
+  def _remove(self, queue: _Queue, frame: _Frame) -> None:
+    queue.frames.remove(frame)
+    queue.bytes -= frame.size
+    self.count -= 1
+
   def crowded(self, sender: str) -> bool:
     """Whether half of a sender's room is taken."""
-    queue = self._queues.get(sender)
-    if queue is None:
-      return False
+    queue = self._queues.get(sender, _Queue())
     return 2 * len(queue.frames) >= self._max_frames or 2 * queue.bytes >= self._max_bytes
-
-  def _full(self, queue: _Queue, frame: _Frame) -> bool:
-    most = self._max_bytes - frame.size
-    return len(queue.frames) >= self._max_frames or queue.bytes > most
 
   def take(self) -> tuple[str, _Frame]:
     """The oldest frame of the sender whose turn it is; there must be one."""
     sender, queue = self._queues.popitem(last=False)
-    frame = queue.take()
-    self.count -= 1
+    frame = queue.frames[0]
+    self._remove(queue, frame)
     if queue.frames:
       self._queues[sender] = queue
     return sender, frame
+
+
+class InboxEndpoint:
+  """What all endpoints do alike: they count what is sent, and what arrives waits in an inbox.
+
+  Args:
+    address: of this role.
+    run_id: of this run ...
+    plan_id: ... and of what all its roles share.
+    max_bulk_bytes: of bulk that waits from one sender.
+  """
+
+  def __init__(self, address: str, run_id: str, plan_id: str, max_bulk_bytes: float = math.inf):
+    self.address = address
+    self.counters = Counters()
+    self._ids = run_id, plan_id
+    self._inbox = Inbox(run_id, plan_id, self.counters, max_bulk_bytes, self._dropped)
+
+  def send(self, to: str, message: Message, spoil: Spoil | None = None) -> int:
+    header, payload = messages.encode(message, *self._ids)
+    header = header if spoil is None else spoil(header)
+    size = messages.frame_bytes(header, payload)
+    if not self._inbox.closed:
+      self.counters.sent_bytes += size
+      self.counters.payload_bytes += size - len(header)
+      self.counters.undelivered += self._post(to, header, payload)
+    return size
+
+  def _post(self, to: str, header: bytes, payload: messages.Payload) -> int:
+    """Brings a message on its way; returns how many could not be, or had to go for it."""
+    raise NotImplementedError
+
+  def _dropped(self, sender: str, reason: str) -> None:
+    """A message of this sender was dropped here."""
+
+  def receive(self, timeout_seconds: float) -> Delivery | None:
+    return self._inbox.receive(timeout_seconds)
+
+  @property
+  def waiting(self) -> int:
+    return self._inbox.waiting
+
+  def wake(self) -> None:
+    self._inbox.wake()
 
 
 class Hub:
@@ -360,43 +387,22 @@ class Hub:
         del self._endpoints[endpoint.address]
 
 
-class QueueEndpoint:
+class QueueEndpoint(InboxEndpoint):
   """One role's end of a `Hub`."""
 
   def __init__(self, hub: Hub, address: str):
-    self.address = address
-    self.counters = Counters()
+    super().__init__(address, hub.run_id, hub.plan_id, hub.max_bulk_bytes)
     self._hub = hub
-    self._inbox = Inbox(hub.run_id, hub.plan_id, self.counters, hub.max_bulk_bytes)
 
-  def send(self, to: str, message: Message, spoil: Spoil | None = None) -> int:
-    header, payload = messages.encode(message, self._hub.run_id, self._hub.plan_id)
-    header = header if spoil is None else spoil(header)
-    size = messages.frame_bytes(header, payload)
-    if self._inbox.closed:
-      return size
-    self.counters.sent_bytes += size
-    self.counters.payload_bytes += size - len(header)
+  def _post(self, to: str, header: bytes, payload: messages.Payload) -> int:
     peer = self._hub.find(to)
-    if peer is None or not peer._deliver(self.address, header, payload, size):
-      self.counters.undelivered += 1
-    return size
+    return int(peer is None or not peer._deliver(self.address, header, payload))
 
-  def _deliver(self, sender: str, header: bytes, payload: messages.Payload, size: int) -> bool:
-    return self._inbox.put(sender, header, payload, size)
-
-  def receive(self, timeout_seconds: float) -> Delivery | None:
-    return self._inbox.receive(timeout_seconds)
-
-  @property
-  def waiting(self) -> int:
-    return self._inbox.waiting
+  def _deliver(self, sender: str, header: bytes, payload: messages.Payload) -> bool:
+    return self._inbox.put(sender, header, payload, messages.frame_bytes(header, payload))
 
   def unsent(self, peer: str) -> int:
     return 0
-
-  def wake(self) -> None:
-    self._inbox.wake()
 
   def close(self) -> None:
     self._inbox.close()

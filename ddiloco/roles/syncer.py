@@ -21,7 +21,7 @@ from ddiloco.chaos.faults import Faults
 from ddiloco.checkpoint.buddy import Replication, Sealer
 from ddiloco.checkpoint.restore import syncer_part
 from ddiloco.config import Config
-from ddiloco.core.commit import Committed, FragmentStore
+from ddiloco.core.delta import Committed, FragmentStore
 from ddiloco.core.fragments import Plan
 from ddiloco.network.transport import Delivery, learner_address
 from ddiloco.observe.guards import warn

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ddiloco.checkpoint.buddy import Copies, Replication
 from ddiloco.core import codec
 from ddiloco.core.codec import Encoded
-from ddiloco.core.commit import Committed, FragmentStore, Merger, learner_weights
-from ddiloco.core.delta import Deltas
+from ddiloco.core.delta import Committed, Deltas, FragmentStore, Merger, learner_weights
 from ddiloco.core.fragments import Fragment, Piece, Plan
 from ddiloco.protocol.actions import Accept, Commit, InstallValue, Received
 from ddiloco.protocol.messages import INITIAL, NOTHING, Publish, Push, Replica, Value
@@ -161,7 +160,7 @@ class SizedDeltas(Deltas):
 
 
 class SizedMerger(Merger):
-  """Stands for `core.commit.Merger`: an update is as long as its steps, times what poisons it."""
+  """Stands for `core.delta.Merger`: an update is as long as its steps, times what poisons it."""
 
   def __init__(self, world: World, fragments: Mapping[int, Fragment], store: FragmentStore):
     super().__init__(fragments, store, world.config)

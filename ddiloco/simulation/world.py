@@ -18,8 +18,7 @@ from ddiloco.checkpoint.buddy import Replication
 from ddiloco.checkpoint.restore import begin_learner, new_learner, new_syncer
 from ddiloco.checkpoint.saver import Saver
 from ddiloco.config import Config, Fault, SyncConfig
-from ddiloco.core.commit import Committed, MemoryStore, Merger
-from ddiloco.core.delta import Deltas
+from ddiloco.core.delta import Committed, Deltas, MemoryStore, Merger
 from ddiloco.core.fragments import Fragment, Plan
 from ddiloco.network.transport import Counters, Delivery, claimed_sender
 from ddiloco.protocol.events import Event, Step, format_role, parse_role, stamped

@@ -3,7 +3,7 @@
 What a run did follows from its trace alone: which batch each step took, which steps each push held,
 which pushes each commit merged, and when each version was applied. How fast a role was, what it
 waited for and what was sent twice leaves nothing in any value. So a replay needs no clock and no
-network, only the run's own arithmetic: `core/delta.py`, `core/commit.py`, `training/island.py`.
+network, only the run's own arithmetic: `core/delta.py`, `training/island.py`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ import numpy as np
 from ddiloco.checkpoint import weights
 from ddiloco.checkpoint.snapshots import fingerprint
 from ddiloco.config import ChaosConfig, Config, IslandsConfig
-from ddiloco.core import codec, commit
-from ddiloco.core.commit import Committed, new_fragment
-from ddiloco.core.delta import Deltas
+from ddiloco.core import codec, delta
+from ddiloco.core.delta import Committed, Deltas, new_fragment
 from ddiloco.core.fragments import Plan, gather
 from ddiloco.protocol import actions, events
 from ddiloco.roles import initial
@@ -229,7 +228,7 @@ class ShardArrays(ShardAlgebra):
   ) -> Committed:
     assert isinstance(entry.operation, events.Commit)
     fragment = self._plan.fragments[new.fragment]
-    arrivals = commit.ReceivedPushes(fragment, new.round)
+    arrivals = delta.ReceivedPushes(fragment, new.round)
     for push in pushes:
       encoded = codec.checked(push.content, fragment.size, self._config.sync.push_codec)
       arrivals.add(push.learner, encoded, arrivals.measure(encoded))
@@ -243,7 +242,7 @@ class ShardArrays(ShardAlgebra):
       progress=entry.operation.progress,
       step_tokens=entry.operation.step_tokens,  # a run may go on with other batches
     )
-    found, *_ = commit.commit(fragment, base.content, arrivals, what, self._config)
+    found, *_ = delta.commit(fragment, base.content, arrivals, what, self._config)
     self.newest[new.fragment] = found
     return found
 

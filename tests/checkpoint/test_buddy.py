@@ -19,7 +19,7 @@ from ddiloco.checkpoint.buddy import (
 from ddiloco.config import Config, OuterConfig
 from ddiloco.core import codec, fragments, outer, passes
 from ddiloco.core.codec import Encoded
-from ddiloco.core.commit import Committed
+from ddiloco.core.delta import Committed
 from ddiloco.network.transport import Counters, syncer_address
 from ddiloco.protocol.messages import Recover, Recovered, Replica, Replicated
 from ddiloco.protocol.states import FragmentState

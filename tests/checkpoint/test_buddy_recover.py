@@ -9,7 +9,7 @@ import time
 import pytest
 
 from ddiloco.checkpoint.buddy import Copies, pack, recover
-from ddiloco.core.commit import Committed
+from ddiloco.core.delta import Committed
 from ddiloco.network.transport import Counters, Hub, syncer_address
 from ddiloco.protocol.messages import Recover, Recovered, Replica
 from tests import says

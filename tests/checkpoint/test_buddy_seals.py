@@ -10,7 +10,7 @@ import pytest
 
 from ddiloco.checkpoint.buddy import Sealer
 from ddiloco.core import codec
-from ddiloco.core.commit import MemoryStore, new_fragment
+from ddiloco.core.delta import MemoryStore, new_fragment
 from ddiloco.protocol.actions import Tick
 from ddiloco.protocol.messages import Publish, RequestValue, Value
 from ddiloco.runtime import drive

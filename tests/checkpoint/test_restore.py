@@ -23,7 +23,7 @@ from ddiloco.checkpoint.restore import (
 from ddiloco.checkpoint.snapshots import Storage
 from ddiloco.config import ConfigError, from_dict
 from ddiloco.core import fragments
-from ddiloco.core.commit import Committed, MemoryStore
+from ddiloco.core.delta import Committed, MemoryStore
 from ddiloco.core.fragments import owned_by
 from ddiloco.protocol import learner, rules, states
 from ddiloco.protocol.states import FragmentState, LearnerState

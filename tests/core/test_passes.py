@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from ddiloco.config import OuterConfig
-from ddiloco.core import codec, merge, outer, passes
+from ddiloco.core import codec, outer, passes
 from ddiloco.core.codec import CHUNK, Encoded
 from ddiloco.core.passes import Sum, Vectors
-from tests.core.test_merge import fragment_of, randoms
+from tests.core.test_outer_merge import fragment_of, randoms
 
 NESTEROV = OuterConfig(learning_rate=0.7, momentum=0.9, nesterov=True)
 PLAIN = OuterConfig(learning_rate=1.0, momentum=0.0)
@@ -47,7 +47,7 @@ def one_push(fragment, delta):
 def stepped_of(fragment, pushes, config, name, share=map, seed=1):
   """(squares of the pushes, squares of their sum, the fragment after a step on them)."""
   squares = np.stack([passes.squares(fragment, p, share) for p in pushes])
-  directions = merge.Directions(fragment, squares, np.arange(1, len(pushes) + 1) / 10)
+  directions = outer.Directions(fragment, squares, np.arange(1, len(pushes) + 1) / 10)
   total = Sum(fragment, pushes, directions.units)
   found = passes.sum_squares(total, share)
   value, drift, speed = randoms(3, fragment.size, seed)
@@ -67,7 +67,7 @@ def test_a_step_is_the_outer_optimizers_on_the_plain_sum(sizes, config):
   momentum = speed if config.momentum else None
   before = [v.copy() for v in (value, speed, *deltas)]
   squares = np.stack([passes.squares(fragment, p) for p in pushes])
-  directions = merge.Directions(fragment, squares, np.array([0.5, 0.2, 0.3]))
+  directions = outer.Directions(fragment, squares, np.array([0.5, 0.2, 0.3]))
   total = Sum(fragment, pushes, directions.units)
   stretch = directions.stretch(passes.sum_squares(total))
   new, update = passes.step(total, stretch, Vectors(value, value, momentum), config, "f32")
@@ -105,7 +105,7 @@ def test_kernels_and_threads_change_no_bit(name, config, compiled):
     np.testing.assert_array_equal(ours, theirs)
   np.testing.assert_array_equal(sums[1], kernel_found)
   # With the same norms NumPy and kernels agree in every bit.
-  units = merge.Directions(fragment, squares, np.arange(1, 7) / 10).units
+  units = outer.Directions(fragment, squares, np.arange(1, 7) / 10).units
   stretch = np.float32([0.7, 1.1, 0.0, 1.0, 2.0, 3.0])
   value, published, speed = randoms(3, fragment.size, seed=2)
   published = value if name == "f32" else value + np.float32(0.001) * published

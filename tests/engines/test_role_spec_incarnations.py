@@ -13,8 +13,8 @@ from ddiloco.config import from_dict
 from ddiloco.engines import role_process, role_spec
 from ddiloco.engines.role_process import FINISHED, LOST, RoleRunner
 from ddiloco.engines.role_spec import Outnumbered, RoleSpec, above, another_life, free_urls, newest
-from ddiloco.network import frames
-from ddiloco.network.frames import FUTURE_SECONDS, ahead, doubt
+from ddiloco.network import peers
+from ddiloco.network.peers import FUTURE_SECONDS, ahead, doubt
 from ddiloco.observe.eventlog import Recorder
 from ddiloco.protocol import events
 from ddiloco.roles import initial
@@ -46,7 +46,7 @@ class Clocks:
 @pytest.fixture
 def clocks(monkeypatch):
   each = Clocks()
-  monkeypatch.setattr(frames, "seconds_since_2020", each)
+  monkeypatch.setattr(peers, "seconds_since_2020", each)
   monkeypatch.setattr(role_process, "LOOK_SECONDS", 0.01)
   return each
 
@@ -126,7 +126,7 @@ def test_a_role_whose_clock_steps_back_by_hours_is_let_in_again(world, clocks, c
     assert runner.incarnation == NOW - 5 * HOUR
     assert runner.run(lambda: join(runner)) == FINISHED, capsys.readouterr().out
     assert runner.incarnation == NOW + 1
-  assert shard._admission.accepted["learner-0"].incarnation == NOW + 1
+  assert shard._accepted["learner-0"].incarnation == NOW + 1
 
 
 def test_a_live_twin_is_not_pushed_out_by_one_whose_clock_is_late(world, clocks, capsys):

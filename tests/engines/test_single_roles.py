@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 
 from ddiloco.config import ConfigError, from_dict
-from ddiloco.core.commit import Committed
+from ddiloco.core.delta import Committed
 from ddiloco.core.fragments import owned_by
 from ddiloco.engines import single_roles
 from ddiloco.engines.processes import free_urls
 from ddiloco.engines.role_process import FINISHED, LOST
 from ddiloco.engines.role_spec import RoleSpec
 from ddiloco.engines.single_roles import run_syncer
-from ddiloco.network.frames import seconds_since_2020
+from ddiloco.network.peers import seconds_since_2020
 from ddiloco.protocol import learner
 from ddiloco.protocol.states import FragmentState
 from ddiloco.roles import initial

@@ -10,11 +10,11 @@ import types
 import pytest
 
 from ddiloco.checkpoint.buddy import Copies, pack
-from ddiloco.core.commit import Committed
+from ddiloco.core.delta import Committed
 from ddiloco.core.fragments import owned_by
 from ddiloco.engines import single_roles
 from ddiloco.engines.role_spec import RoleSpec
-from ddiloco.network.frames import seconds_since_2020
+from ddiloco.network.peers import seconds_since_2020
 from ddiloco.network.webserver import START_SECONDS, Health
 from ddiloco.protocol.messages import Recovered
 from tests.checkpoint import test_restore

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ddiloco.config import Config, from_dict
-from ddiloco.core import commit
+from ddiloco.core import delta
 from ddiloco.core.fragments import scatter
 from ddiloco.engines.engine import RunResult
 from ddiloco.engines.threads import ThreadsEngine
@@ -432,7 +432,7 @@ def test_islands_alone_finish_without_a_syncer(corpus, tmp_path):
 @pytest.mark.parametrize("able", [True, False])
 def test_large_initial_values_are_made_by_learners_that_can(corpus, tmp_path, monkeypatch, able):
   """A process reads `run.init_from`, or computes; where it cannot, the shards send the values."""
-  monkeypatch.setattr(commit, "MADE_FROM", 1)
+  monkeypatch.setattr(delta, "MADE_FROM", 1)
   if not able:
     monkeypatch.setattr(ThreadsEngine, "_initial_values", lambda self: {})
   # All begin with the initial values, since the first version needs all; only the evaluator may

@@ -17,8 +17,7 @@ from proxy import Link
 
 from ddiloco.config import NetworkConfig
 from ddiloco.network import frames
-from ddiloco.network.frames import RunIdentity, objection, seconds_since_2020
-from ddiloco.network.peers import MAX_QUEUED
+from ddiloco.network.peers import MAX_QUEUED, RunIdentity, objection, seconds_since_2020
 from ddiloco.protocol import messages
 from ddiloco.protocol.messages import Goodbye, Hello, MalformedMessage, Push, RequestMoments
 from tests import says
@@ -255,7 +254,7 @@ def test_what_has_no_room_waits_at_its_sender_and_comes_as_soon_as_there_is_some
   for i in range(count):
     learner.send("syncer-0", push(i, size))
   net.wait_until(lambda: shard.waiting)
-  incoming = shard._admission.accepted["learner-0"].incoming
+  incoming = shard._accepted["learner-0"].incoming
   net.wait_until(lambda: incoming._full)
   most = 0
   for i in range(count):
@@ -432,8 +431,8 @@ def test_a_fragment_is_spread_over_as_many_connections_as_are_set(streams, secur
       message = push(number, size)
       learner.send("syncer-0", message)
       assert shard.receive(SECONDS)[1].payload.tobytes() == message.payload.tobytes()
-    assert all(c.wire for c in shard._admission.accepted["learner-0"].channels)
-    assert len(shard._admission.accepted["learner-0"].bulk) == streams
+    assert all(c.wire for c in shard._accepted["learner-0"].channels)
+    assert len(shard._accepted["learner-0"].bulk) == streams
   finally:
     net.close()
 

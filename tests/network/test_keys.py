@@ -300,7 +300,7 @@ def context_of(folder, address: str, server: bytes) -> ssl.SSLContext:
 
 def test_everything_is_tls_1_3_and_each_side_has_shown_its_key(net):
   shard, learner = net.connect("syncer-0"), net.connect("learner-1")
-  dialed, accepted = learner._dialed["syncer-0"], shard._admission.accepted
+  dialed, accepted = learner._dialed["syncer-0"], shard._accepted
   net.wait_until(lambda: "learner-1" in accepted)
   accepted_channels = accepted["learner-1"].channels
   net.wait_until(lambda: all(c.wire for c in (*dialed.channels, *accepted_channels)))

@@ -115,11 +115,11 @@ def test_a_closed_endpoint_is_silent(hub):
 def test_malformed_frames_are_dropped_and_counted():
   hub = Hub("run", "plan")
   a = hub.connect("learner-0")
-  a._deliver("syncer-0", b"\xc1garbage", None, 8)
+  a._deliver("syncer-0", b"\xc1garbage", None)
   header, _ = messages.encode(pull(1), "another run", "plan")
-  a._deliver("syncer-0", header, None, len(header))
+  a._deliver("syncer-0", header, None)
   header, _ = messages.encode(pull(2), "run", "plan")
-  a._deliver("syncer-0", header, None, len(header))
+  a._deliver("syncer-0", header, None)
   assert a.receive(SECONDS)[1].round == 2
   assert a.counters.malformed == 2
 

@@ -19,7 +19,7 @@ NEEDS = {"wait_for": 2}  # arguments, of which the last is the limit; of the oth
 ALLOWED = {
   ("runtime.py", "self._jobs.get()"): "a worker waits for work; `close` ends it",
   ("roles/evaluator.py", "self.exchange.wait()"): "a generator: its driver has limits",
-  ("network/admission.py", "self._listener.accept()"): "its socket does not block",
+  ("network/endpoint.py", "self._listener.accept()"): "its socket does not block",
   ("network/host_links.py", "self._listener.accept()"): "a thread of its own; `close` ends it",
   ("training/hosts.py", "self._changed.wait_for(lambda: number in self._values)"): (
     "the order that makes the value is under way; `HostWatch` ends a host that waits in vain"

@@ -14,7 +14,7 @@ from typing import Any
 
 from ddiloco.chaos.faults import Faults
 from ddiloco.config import SyncConfig
-from ddiloco.core import merge
+from ddiloco.core import outer
 from ddiloco.protocol import messages, rules
 from ddiloco.protocol.actions import Commit
 from ddiloco.protocol.events import Event
@@ -376,8 +376,8 @@ def _check_commits(world: LiarWorld, commits: list[Commit]) -> None:
       continue
     steps = [rules.worth_steps(s, world.sync) for s in c.steps]
     tokens = [t * k / s for t, s, k in zip(c.tokens, c.steps, steps)]
-    weights = merge.token_weights(steps, tokens)
-    shares = merge.bounded_shares(weights, [STEP_TOKENS] * len(steps))
+    weights = outer.token_weights(steps, tokens)
+    shares = outer.bounded_shares(weights, [STEP_TOKENS] * len(steps))
     assert shares[c.learners.index(world.honest)] <= 0.5 + 1e-9
   clocks = [a.state.global_step for _, a in _honest(world) if a.role[0] == "syncer"]
   slack = rules.slack_steps(world.sync)

@@ -24,7 +24,7 @@ from ddiloco.config import (
   RunConfig,
   SyncConfig,
 )
-from ddiloco.core.commit import Committed, MemoryStore
+from ddiloco.core.delta import Committed, MemoryStore
 from ddiloco.core.fragments import owned_by
 from ddiloco.protocol import events
 from ddiloco.protocol.actions import Accept, Commit, InstallValue, Received

@@ -10,7 +10,7 @@ from ddiloco.chaos.faults import Faults
 from ddiloco.checkpoint.buddy import Copies, Replication, buddy_of, recover
 from ddiloco.checkpoint.restore import ResumeState, new_learner, new_syncer
 from ddiloco.core import fragments
-from ddiloco.core.commit import Committed, MemoryStore, new_fragment
+from ddiloco.core.delta import Committed, MemoryStore, new_fragment
 from ddiloco.core.fragments import owned_by
 from ddiloco.network.transport import Hub, learner_address, syncer_address
 from ddiloco.roles.learner import Learner

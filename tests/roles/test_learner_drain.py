@@ -11,7 +11,7 @@ import pytest
 from ddiloco.chaos.faults import Faults
 from ddiloco.checkpoint.restore import ResumeState, new_learner, new_syncer
 from ddiloco.core import fragments
-from ddiloco.core.commit import MemoryStore, new_fragment
+from ddiloco.core.delta import MemoryStore, new_fragment
 from ddiloco.network.transport import Hub, learner_address, syncer_address
 from ddiloco.protocol.learner import unmerged_tokens
 from ddiloco.roles.learner import Learner

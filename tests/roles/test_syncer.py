@@ -12,7 +12,7 @@ from ddiloco.checkpoint.buddy import Sealer
 from ddiloco.checkpoint.restore import new_syncer
 from ddiloco.config import from_dict
 from ddiloco.core import codec, fragments
-from ddiloco.core.commit import Committed, MemoryStore, learner_weights, new_fragment
+from ddiloco.core.delta import Committed, MemoryStore, learner_weights, new_fragment
 from ddiloco.network.transport import Counters
 from ddiloco.protocol.actions import Commit, InstallValue, Tick
 from ddiloco.protocol.messages import Publish, Pull, Refusal

@@ -15,7 +15,7 @@ from ddiloco.checkpoint.restore import begin_learner, new_learner, new_syncer, r
 from ddiloco.checkpoint.saver import Saver
 from ddiloco.config import Config, from_dict
 from ddiloco.core import fragments
-from ddiloco.core.commit import Committed, MemoryStore, new_fragment
+from ddiloco.core.delta import Committed, MemoryStore, new_fragment
 from ddiloco.core.fragments import TensorSpec
 from ddiloco.network.transport import Hub, learner_address, syncer_address
 from ddiloco.observe.eventlog import NullRecorder, Recorder

@@ -10,7 +10,7 @@ import pytest
 
 from ddiloco.config import OuterConfig
 from ddiloco.core import outer
-from ddiloco.core.commit import Committed
+from ddiloco.core.delta import Committed
 from ddiloco.protocol.states import FragmentState
 from tests.scripts import commands
 

@@ -11,7 +11,7 @@ import pytest
 from ddiloco import config as config_lib
 from ddiloco.chaos.faults import random_faults
 from ddiloco.config import ConfigError, Fault
-from ddiloco.core import commit
+from ddiloco.core import delta
 from ddiloco.observe import tracks
 from ddiloco.observe.goodput import Ledger
 from ddiloco.simulation.bandwidth import PAYLOAD_SHARE, PUSH_VECTORS, STAGE_VECTORS
@@ -63,7 +63,7 @@ def account(events: list[dict]):
 @pytest.mark.parametrize("made", [True, False])
 def test_initial_values_are_made_or_sent_about_once(made, monkeypatch):
   """12B parameters over 2 Gbit/s: while anything gets through, the rest is not sent again."""
-  monkeypatch.setattr(commit, "MADE_FROM", commit.MADE_FROM if made else 10**9)
+  monkeypatch.setattr(delta, "MADE_FROM", delta.MADE_FROM if made else 10**9)
   sync = {"num_fragments": 24, "sync_period": 24, "push_codec": "int4", "publish_codec": "int4"}
   config = make(learners=4, steps=72, liveness_seconds=2.0, **sync)
   speed = {"step_seconds": 6.0, "gbps": (2.0,), "latency_seconds": (0.03,), "shard_gbps": 100.0}

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from ddiloco.network import frames
-from ddiloco.network.frames import RunIdentity
-from ddiloco.network.io_thread import Forget
-from ddiloco.network.peers import KEPT_SECONDS, LEAST_KEPT_BYTES, BufferPool, Incoming
+from ddiloco.network.frames import Forget
+from ddiloco.network.peers import KEPT_SECONDS, LEAST_KEPT_BYTES, BufferPool, Incoming, RunIdentity
 from ddiloco.protocol.messages import MalformedMessage
 
 RUN = RunIdentity("run", "plan", max_payload_bytes=1000, queue_bytes=1500)

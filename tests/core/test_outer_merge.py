@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddiloco.core import codec, merge, passes
+from ddiloco.core import codec, outer, passes
 from ddiloco.core.codec import Encoded
 from ddiloco.core.fragments import Fragment, Piece
 
@@ -32,7 +32,7 @@ def squared_norms(fragment, delta):
 
 def directions_of(fragment, deltas, weights):
   squares = np.stack([squared_norms(fragment, d) for d in deltas]) if deltas else np.zeros((0, 2))
-  return merge.Directions(fragment, squares, np.asarray(weights, np.float64))
+  return outer.Directions(fragment, squares, np.asarray(weights, np.float64))
 
 
 def whole(total):
@@ -72,17 +72,17 @@ def naive_rda(deltas, weights):
 
 def test_token_weights_golden():
   # 100 * 100/10 = 1000; absent; 200 * 200/10 = 4000
-  weights = merge.token_weights([10, 0, 10], [100, 0, 200])
+  weights = outer.token_weights([10, 0, 10], [100, 0, 200])
   assert weights.dtype == np.float64 and weights.tolist() == [0.2, 0.0, 0.8]
-  assert merge.token_weights([0, 0], [0, 0]).tolist() == [0, 0]
-  assert merge.token_weights([], []).shape == (0,)
-  assert merge.token_weights([5, 0], [10, 10]).tolist() == [1, 0]  # no steps: absent, no division
+  assert outer.token_weights([0, 0], [0, 0]).tolist() == [0, 0]
+  assert outer.token_weights([], []).shape == (0,)
+  assert outer.token_weights([5, 0], [10, 10]).tolist() == [1, 0]  # no steps: absent, no division
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**4), st.integers(0, 10**10)), min_size=1, max_size=16))
 def test_token_weights_sum_to_one_and_absent_is_zero(counts):
   steps, tokens = zip(*counts)
-  weights = merge.token_weights(steps, tokens)
+  weights = outer.token_weights(steps, tokens)
   present = [s > 0 and t > 0 for s, t in counts]
   assert ((weights > 0) == present).all()
   assert weights.sum() == pytest.approx(1.0 if any(present) else 0.0, abs=1e-12)
@@ -212,23 +212,23 @@ def test_norms_are_finite_exactly_where_the_values_are():
 
 
 def test_no_learner_weighs_more_than_all_others_together():
-  weights = merge.token_weights([10**12, 24, 24, 24], [10**15, 240, 240, 240])
+  weights = outer.token_weights([10**12, 24, 24, 24], [10**15, 240, 240, 240])
   assert weights[0] > 0.99
-  bounded = merge.bounded_shares(weights, [10, 10, 10, 10])
+  bounded = outer.bounded_shares(weights, [10, 10, 10, 10])
   assert bounded[0] == 0.5 and bounded.sum() == pytest.approx(1.0)
   assert bounded[1] == bounded[2] == bounded[3]
-  fair = merge.token_weights([24] * 4, [240] * 4)
-  assert merge.bounded_shares(fair, [10] * 4).tobytes() == fair.tobytes(), "not a bit is changed"
+  fair = outer.token_weights([24] * 4, [240] * 4)
+  assert outer.bounded_shares(fair, [10] * 4).tobytes() == fair.tobytes(), "not a bit is changed"
 
 
 def test_an_island_of_larger_steps_has_the_share_it_earns():
   """Four times the tokens a step: sixteen times the weight of each other (quantity x quality)."""
-  weights = merge.token_weights([24, 24, 24], [96, 24, 24])
+  weights = outer.token_weights([24, 24, 24], [96, 24, 24])
   assert weights[0] == pytest.approx(16 / 18)
-  assert (merge.bounded_shares(weights, [4, 1, 1]) == weights).all()
-  assert merge.bounded_shares(weights, [1, 1, 1])[0] == 0.5
+  assert (outer.bounded_shares(weights, [4, 1, 1]) == weights).all()
+  assert outer.bounded_shares(weights, [1, 1, 1])[0] == 0.5
 
 
 def test_a_learner_that_is_alone_has_it_all():
-  assert merge.bounded_shares(merge.token_weights([5], [50]), [10]).tolist() == [1.0]
-  assert merge.bounded_shares(np.array([1.0, 0.0]), [10, 10]).tolist() == [1.0, 0.0]
+  assert outer.bounded_shares(outer.token_weights([5], [50]), [10]).tolist() == [1.0]
+  assert outer.bounded_shares(np.array([1.0, 0.0]), [10, 10]).tolist() == [1.0, 0.0]

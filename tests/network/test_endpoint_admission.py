@@ -20,7 +20,7 @@ from proxy import Link
 from ddiloco import environment
 from ddiloco.checks import ConfigError
 from ddiloco.network import frames
-from ddiloco.network.admission import STRANGER_SECONDS, Admission
+from ddiloco.network.endpoint import STRANGER_SECONDS, Door
 from ddiloco.network.keys import Keys, host_and_port, make_keys, public_file, secret_file
 from ddiloco.network.transport import Counters
 from ddiloco.protocol.messages import Recovered, RequestMoments
@@ -106,8 +106,7 @@ def test_a_shard_whose_key_cannot_be_read_for_a_moment_is_dialed_again(net, monk
   assert shard.receive(SECONDS)
 
 
-def test_a_shard_whose_key_was_replaced_is_not_spoken_to_any_more(net, monkeypatch):
-  monkeypatch.setattr("ddiloco.network.endpoint.KEYS_SECONDS", 0.2)
+def test_a_shard_whose_key_was_replaced_is_not_spoken_to_any_more(net):
   shard, learner = net.connect(SYNCER), net.connect("learner-0")
   folder = net.folder
   make_keys(folder / "new", learners=0, shards=1)
@@ -242,25 +241,26 @@ class Idler:
 
 def test_connections_of_nobody_are_cut_off_after_a_while_and_when_they_are_too_many():
   counters = Counters()
-  door = Admission(None, counters, None, None, None, None, None)
+  door = Door("tcp://127.0.0.1:0", None, counters, lambda wire, frame: False)
+  door._listener.close()
   door._most = 20
   idlers = [Idler() for _ in range(30)]
   door._strangers.update(dict.fromkeys(idlers, 0.0))
-  door._cut_off(1.0)
+  door.cut_off(1.0)
   assert list(door._strangers) == idlers[10:] and counters.refused == 10, "the oldest go"
   newer = Idler()
   door._strangers[newer] = STRANGER_SECONDS
   del door._strangers[idlers[10]]  # it has greeted
-  door._cut_off(STRANGER_SECONDS)
+  door.cut_off(STRANGER_SECONDS)
   assert len(door._strangers) == 20
-  door._cut_off(STRANGER_SECONDS + 1)
+  door.cut_off(STRANGER_SECONDS + 1)
   assert list(door._strangers) == [newer] and counters.refused == 29
   assert not hasattr(idlers[10], "closed") and all(i.closed for i in idlers[11:])
 
 
 RAISES = """
 import resource
-from ddiloco.network.admission import raise_limit
+from ddiloco.network.endpoint import raise_limit
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 300))
 assert raise_limit() == 300 and resource.getrlimit(resource.RLIMIT_NOFILE) == (300, 300)
 assert raise_limit() == 300
