@@ -1,14 +1,15 @@
 """The loss that a config's lab page names: the run in virtual time, with several seeds.
 
     python scripts/expected_loss.py [--configs='quickstart;default;dense:100k'] [--seeds=3]
-      [--kinds='untrained;alone;together;merged'] [--rates='0.5;1'] [--workdir=runs/expected_loss]
+      [--kinds='untrained;alone;together;adamw;merged'] [--rates='0.5;1']
+      [--workdir=runs/expected_loss]
 
 A run is a function of its config and seed alone (virtual_training.py), whatever the machine does
 beside it; the config's own faults strike it. "alone" is one island without exchange for as many
 steps, "together" data-parallel with the batches of all islands, at equal tokens, with the config's
-inner rate times the best of --rates at seed 0. Every run that has ended is a line of
-WORKDIR/runs.jsonl and is not made again. A run takes half a minute to five minutes of a core; all
-of them take hours.
+inner rate times the best of --rates at seed 0; "adamw" is the same with AdamW inside. Every run
+that has ended is a line of WORKDIR/runs.jsonl and is not made again. A run takes half a minute to
+five minutes of a core; all of them take hours.
 
 Last line: {CONFIG: {"merged": [by seed], "alone": [...], "together": [...], "untrained": [...]}}.
 """
@@ -31,7 +32,8 @@ from ddiloco.training.devices import kept_in
 
 CONFIGS = "quickstart;default;decoupled;streaming_diloco;diloco;data_parallel;tutorial;dense:100k"
 RATES = "0.35;0.5;0.7;1"
-KINDS = ("untrained", "alone", "together", "merged")
+KINDS = ("untrained", "alone", "together", "adamw", "merged")
+DATA_PARALLEL = {"together": {}, "adamw": {"optimizer": "adamw"}}  # what else is changed inside
 
 
 def config_of(name: str, seed: int) -> Config:
@@ -41,14 +43,15 @@ def config_of(name: str, seed: int) -> Config:
   return common.config_of(module, fields, *filter(None, [preset]))
 
 
-def together(config: Config, rate: float) -> Config:
-  """Data-parallel at the same tokens, its inner learning rate times `rate`."""
+def together(config: Config, rate: float, **changes: Any) -> Config:
+  """Data-parallel at the same tokens, its inner learning rate times `rate`, and inner changes."""
   islands = dataclasses.replace(
     config.islands,
     num_learners=1,
     batch_size=config.islands.batch_size * config.islands.num_learners,
   )
-  inner = dataclasses.replace(config.inner, learning_rate=config.inner.learning_rate * rate)
+  rate *= config.inner.learning_rate
+  inner = dataclasses.replace(config.inner, learning_rate=rate, **changes)
   sync = dataclasses.replace(config.sync, num_shards=0, min_quorum=1)
   return dataclasses.replace(config, islands=islands, inner=inner, sync=sync, chaos=NO_CHAOS)
 
@@ -93,11 +96,11 @@ def expected(
   found: dict[str, Any] = {}
   for kind in kinds:
     of_kind = configs
-    if kind == "together":
-      tried = {rate: runs(name, kind, together(configs[0], rate)) for rate in rates}
+    if (changes := DATA_PARALLEL.get(kind)) is not None:
+      tried = {rate: runs(name, kind, together(configs[0], rate, **changes)) for rate in rates}
       best = min(tried, key=tried.__getitem__)
-      of_kind = [together(config, best) for config in configs]
-      found["rate"] = of_kind[0].inner.learning_rate
+      of_kind = [together(config, best, **changes) for config in configs]
+      found[f"rate of {kind}"] = of_kind[0].inner.learning_rate
     found[kind] = [runs(name, kind, config) for config in of_kind]
   return found
 
@@ -105,9 +108,11 @@ def expected(
 def said(name: str, found: dict[str, Any]) -> str:
   """In one line."""
   parts = [f"{kind} {spread(found[kind], 3)}" for kind in KINDS if kind in found]
-  if "together" in found and "merged" in found:
-    relative = [100 * (m / t - 1) for m, t in zip(found["merged"], found["together"])]
-    parts.append(f"merged against together {spread(relative, 2, '+')} % (rate {found['rate']:g})")
+  for kind in DATA_PARALLEL:
+    if kind in found and "merged" in found:
+      relative = [100 * (m / t - 1) for m, t in zip(found["merged"], found[kind])]
+      rate = found[f"rate of {kind}"]
+      parts.append(f"merged against {kind} {spread(relative, 2, '+')} % (rate {rate:g})")
   return f"{name}: {', '.join(parts)}"
 
 
@@ -115,7 +120,8 @@ def main() -> None:
   parser = common.parser(__doc__, quick="")
   parser.add_argument("--configs", default=CONFIGS, help="names of files in configs/, apart by ;")
   kinds = common.names_of(KINDS, ";")
-  parser.add_argument("--kinds", type=kinds, default=";".join(KINDS), help="of loss, apart by ;")
+  default = ";".join(kind for kind in KINDS if kind != "adamw")
+  parser.add_argument("--kinds", type=kinds, default=default, help="of loss, apart by ;")
   parser.add_argument("--seeds", type=int, default=3)
   parser.add_argument("--workdir", type=Path, default=Path("runs/expected_loss"))
   parser.add_argument("--rates", default=RATES, help="of data-parallel, times the config's own")
