@@ -324,9 +324,7 @@ class NetworkEndpoint(InboxEndpoint):
     Returns:
       True; or what it is sent off with, False: nothing.
     """
-    return (
-      self._greeted(wire, frame) if isinstance(frame, Greeting) else self._attached(wire, frame)
-    )
+    return self._greeted(wire, frame) if isinstance(frame, Greeting) else self._given(wire, frame)
 
   def _greeted(self, wire: FrameSocket, greeting: Greeting) -> GreetingRefused | bool:
     known = self._accepted.get(greeting.address)
@@ -349,7 +347,7 @@ class NetworkEndpoint(InboxEndpoint):
     known.meet(greeting)
     return True
 
-  def _attached(self, wire: FrameSocket, frame: Attach) -> bool:
+  def _given(self, wire: FrameSocket, frame: Attach) -> bool:
     found = [peer for peer in self._accepted.values() if peer.session == frame.session]
     if not found or frame.stream >= len(found[0].bulk) or wire.key() != found[0].key:
       return False

@@ -276,7 +276,9 @@ class _Line:
   def put(self, sender: str, frame: _Frame, is_report: bool = False) -> int:
     """A frame at the end of its sender's queue; returns how many that are too much were dropped:
     the oldest, or this one."""
-    queue = self._queues.setdefault(sender, _Queue())
+    queue = self._queues.get(sender)
+    if queue is None:
+      queue = self._queues[sender] = _Queue()
     if is_report and queue.report in queue.frames:
       self._remove(queue, queue.report)
     dropped, most = 0, self._max_bytes - frame.size
@@ -298,7 +300,9 @@ class _Line:
 
   def crowded(self, sender: str) -> bool:
     """Whether half of a sender's room is taken."""
-    queue = self._queues.get(sender, _Queue())
+    queue = self._queues.get(sender)
+    if queue is None:
+      return False
     return 2 * len(queue.frames) >= self._max_frames or 2 * queue.bytes >= self._max_bytes
 
   def take(self) -> tuple[str, _Frame]:

@@ -214,8 +214,8 @@ def _on_publish(state: LearnerState, publish: Publish, sync: SyncConfig) -> Lear
   if not included and periods > STALE_PERIODS:
     # The others went the same way meanwhile: to add my way to theirs would go it twice.
     mode = "overwrite"
-  # In lock-step every learner keeps count for itself, from 0 if nothing was missed.
-  counts = sync.blocking and (state.joined or included or publish.round == INITIAL)
+  # In lock-step a learner keeps count for itself, from 0, until a version is made without it.
+  counts = sync.blocking and (included or publish.round == INITIAL)
   global_step = state.global_step if counts else max(state.global_step, publish.global_step)
   vector_clock = join_clocks(state.vector_clock, {shard_key(publish.shard): publish.count})
   state = replace(state, global_step=global_step, vector_clock=vector_clock)
@@ -323,35 +323,47 @@ def can_step(state: LearnerState, sync: SyncConfig) -> bool:
 
 
 def waiting_for(state: LearnerState, sync: SyncConfig) -> str:
-  """Lock-step only: why the next step must not start yet, or ''."""
+  """Lock-step only: why the next step must not start yet, or ''.
+
+  Fragments take turns, by the newest version received and then by number: in an undisturbed run
+  that is the order in which they are due. A learner waits for the fragment whose turn it is, and
+  for one behind it only while its own push for all before that is on its way. So learners out of
+  phase, after kills and losses, wait for the same fragment and never for each other: one that is
+  due for a later fragment goes on until it is due for that one as well.
+  """
+  turns = sorted(range(len(state.fragments)), key=lambda p: (state.fragments[p].received, p))
   for p, f in enumerate(state.fragments):
+    merged = next((i.merged for i in f.incoming if i.merged), None)
+    if merged and state.step - merged.at_step >= sync.overlap_steps:
+      return f"fragment {p}: its new version"  # it is here, and being staged
+  for p in turns:
+    f = state.fragments[p]
     if f.merged_tokens >= state.target_tokens:
       continue  # complete: it is not pulled any more
-    sent = f.outstanding or next((i.merged for i in f.incoming if i.merged), None)
-    if sent is not None and state.step - sent.at_step >= sync.overlap_steps:
+    if f.outstanding is None:
+      # One without a step of its own could not answer.
+      due = f.steps and not f.incoming and f.steps_since_sync >= rules.due_after(p, f.version, sync)
+      return f"fragment {p}: the pull" if due else ""
+    if state.step - f.outstanding.at_step >= sync.overlap_steps:
       return f"fragment {p}: its new version"
-    if (
-      sent is None and not f.incoming and f.steps_since_sync >= rules.due_after(p, f.version, sync)
-    ):
-      return f"fragment {p}: the pull"
   return ""
 
 
-def reports(state: LearnerState) -> list[LearnerAction]:
+def reports(state: LearnerState, sync: SyncConfig) -> list[LearnerAction]:
   """What the runtime sends at the end of every step boundary, and as a sign of life."""
   sends: list[LearnerAction] = []
-  owned: list[list[LearnerFragment]] = [[] for _ in state.shards]
-  for f in state.fragments:
-    owned[f.shard].append(f)
+  owned: list[list[tuple[int, LearnerFragment]]] = [[] for _ in state.shards]
+  for p, f in enumerate(state.fragments):
+    owned[f.shard].append((p, f))
   for shard, mine in enumerate(owned):
     report = Report(
       learner=state.learner,
       incarnation=state.incarnation,
       global_step=state.global_step,
       step_seconds=state.step_seconds,
-      versions=tuple(f.version for f in mine),
-      rounds=tuple(f.round for f in mine),
-      steps_since_sync=tuple(_due_steps(state, f) for f in mine),
+      versions=tuple(f.version for _, f in mine),
+      rounds=tuple(f.round for _, f in mine),
+      steps_since_sync=tuple(_due_steps(state, p, f, sync) for p, f in mine),
       leaving=state.leaving,
       snapshot=state.snapshot,
       idle_seconds=state.idle_seconds,
@@ -360,11 +372,17 @@ def reports(state: LearnerState) -> list[LearnerAction]:
   return sends
 
 
-def _due_steps(state: LearnerState, f: LearnerFragment) -> int:
-  """Who leaves makes no further step: whatever it has is due, and nothing else."""
-  if not state.leaving:
-    return f.steps_since_sync
-  return max(f.steps_since_sync, 1) if f.steps else 0
+def _due_steps(state: LearnerState, p: int, f: LearnerFragment, sync: SyncConfig) -> int:
+  """Who leaves makes no further step: whatever it has is due, and nothing else.
+
+  In lock-step a push that was made is due: its learner waits for the version, and if the round was
+  abandoned, no further step would make it due.
+  """
+  if state.leaving:
+    return max(f.steps_since_sync, 1) if f.steps else 0
+  if sync.blocking and f.outstanding:
+    return max(f.steps_since_sync, rules.due_after(p, f.version, sync))
+  return f.steps_since_sync
 
 
 def learner_on(state: LearnerState, event: LearnerEvent, sync: SyncConfig) -> LearnerOutcome:

@@ -236,7 +236,7 @@ class Exchange:
     if self.state.done:
       return
     self._heartbeat_at = self.time.now()
-    self._perform(learner.reports(self.state))
+    self._perform(learner.reports(self.state, self._sync))
     self._count_traffic()
 
   def _count_traffic(self, always: bool = False) -> None:

@@ -32,6 +32,49 @@ def test_the_run_ends_at_the_same_versions_everywhere(block):
   assert struck(counted, endings.KINDS), counted
 
 
+@pytest.mark.parametrize("seed", [2651, 2683, 4366, 8005, 9465])
+def test_learners_out_of_phase_do_not_wait_for_each_other_in_lock_step(seed):
+  """Some came back from kills with other counters, and were due for another fragment."""
+  assert endings.check(seed)["ended"]
+
+
+@pytest.mark.parametrize(
+  "first, second, waits",
+  [
+    ((1, 2), (1, 1), "fragment 0: the pull"),
+    ((1, 1), (1, 2), ""),  # out of phase: it goes on until it is due for fragment 0 as well
+    ((1, 2), (1, 2), "fragment 0: the pull"),
+    ((2, 1), (1, 2), "fragment 1: the pull"),
+    ((2, 2), (1, 1), ""),
+  ],
+)
+def test_in_lock_step_fragments_take_turns(first, second, waits):
+  """Of both: the version, and steps since its sync, of which two make it due."""
+  lock_step = dataclasses.replace(SYNC, blocking=True)
+  one = Script(lock_step, role="learner")
+  join(one)
+  fragments = tuple(
+    dataclasses.replace(f, version=version, received=version, steps_since_sync=steps, steps=steps)
+    for f, (version, steps) in zip(one.state.fragments, (first, second))
+  )
+  one.state = dataclasses.replace(one.state, fragments=fragments)
+  assert learner.waiting_for(one.state, lock_step) == waits
+
+
+def test_in_lock_step_a_push_of_an_abandoned_round_is_due():
+  """Asked before it was due, it waits for the version: no further step would make it due."""
+  lock_step = dataclasses.replace(SYNC, blocking=True)
+  one = Script(lock_step, role="learner")
+  join(one)
+  one.feed(StepDone(0.1, 10, 0.1))
+  one.feed(Pull(0, 0, 0, 1, 7, 0, 0))
+  said = {
+    sync.blocking: [a.message.steps_since_sync for a in learner.reports(one.state, sync)]
+    for sync in (SYNC, lock_step)
+  }
+  assert said == {False: [(1, 1)], True: [(1, 2)]}
+
+
 def test_a_fragment_that_is_complete_is_never_pulled_again():
   shard = Script(ALONE)
   done = FragmentState(0, 3, merged_tokens=50, last_round=2)
@@ -188,10 +231,10 @@ def test_a_leaving_learner_reports_what_it_has_not_since_when():
   one.feed(StepDone(0.1, 10, 0.1))
   one.feed(dataclasses.replace(whole, version=1, round=0))
   one.feed(dataclasses.replace(STAGED, version=1))
-  assert [a.message.steps_since_sync for a in learner.reports(one.state)] == [(0, 1)]
+  assert [a.message.steps_since_sync for a in learner.reports(one.state, SYNC)] == [(0, 1)]
   one.state = learner.drain(one.state)
-  assert [a.message.steps_since_sync for a in learner.reports(one.state)] == [(1, 1)]
-  assert all(a.message.leaving for a in learner.reports(one.state))
+  assert [a.message.steps_since_sync for a in learner.reports(one.state, SYNC)] == [(1, 1)]
+  assert all(a.message.leaving for a in learner.reports(one.state, SYNC))
 
 
 # --- bounds ---------------------------------------------------------------------------------------

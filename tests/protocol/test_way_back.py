@@ -141,7 +141,7 @@ def test_a_learner_says_how_long_a_version_waited():
     StepDone(4.0, 10, 1.0),
   ):
     one, _ = learner.learner_on(one, event, SYNC)
-    [send] = learner.reports(one)
+    [send] = learner.reports(one, SYNC)
     said.append(send.message.idle_seconds)
   assert said == [0.0, 0.0, 0.0, 0.5 + 0.75, 0.0]
 
