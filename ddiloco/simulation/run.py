@@ -27,10 +27,9 @@ from ddiloco.protocol.messages import Message
 from ddiloco.protocol.supervisor import GONE, LEFT, UP
 from ddiloco.simulation import bandwidth
 from ddiloco.simulation.bandwidth import F32_BYTES
-from ddiloco.simulation.disturbances import Role
 from ddiloco.simulation.planner import CORE_GBYTES
 from ddiloco.simulation.stand_ins import SizedCopies, SizedReplication
-from ddiloco.simulation.virtual_time import LinkRate, Links
+from ddiloco.simulation.virtual_time import LinkRate, Links, Role
 from ddiloco.simulation.world import Actor, Pace, World
 
 

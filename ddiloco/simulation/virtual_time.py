@@ -19,8 +19,9 @@ from typing import Any
 from ddiloco.checks import not_negative
 from ddiloco.runtime import Job, Loop
 from ddiloco.simulation import bandwidth
-from ddiloco.simulation.disturbances import HEADER_BYTES, Role
 
+Role = tuple[str, int]  # ("learner", m) or ("syncer", s)
+HEADER_BYTES = 64  # of any message, about
 MOST_TURNS = 1000  # of a loop at one instant without any news: it would never end
 
 

@@ -15,8 +15,8 @@ from ddiloco.core import delta
 from ddiloco.observe import tracks
 from ddiloco.observe.goodput import Ledger
 from ddiloco.simulation.bandwidth import PAYLOAD_SHARE, PUSH_VECTORS, STAGE_VECTORS
-from ddiloco.simulation.disturbances import HEADER_BYTES
 from ddiloco.simulation.run import Speeds, VirtualRun
+from ddiloco.simulation.virtual_time import HEADER_BYTES
 from tests.simulation.faulted import JudgedRun
 
 STEP_SECONDS = 0.1

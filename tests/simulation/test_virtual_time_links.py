@@ -8,8 +8,7 @@ import random
 import pytest
 
 from ddiloco.simulation.bandwidth import payload_bytes_per_second
-from ddiloco.simulation.disturbances import HEADER_BYTES
-from ddiloco.simulation.virtual_time import LinkRate, Links, VirtualTime
+from ddiloco.simulation.virtual_time import HEADER_BYTES, LinkRate, Links, VirtualTime
 
 
 def capacity(links: Links, end) -> float:
