@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -53,7 +53,10 @@ from ddiloco.training.island import Island
 # What one device of 40 GB or more holds: (preset, sequences a step, remat, loss chunks).
 PRESETS = [("100m", 16, "attention", 8), ("1b", 8, "attention", 8)]
 QUICK = [("100k", 2, "none", 1)]
-KILL_AT_SECONDS, AROUND_SECONDS = 30.0, 10.0  # --quick: a tenth
+KILL_AT_SECONDS, AROUND_SECONDS = 30.0, 10.0
+QUICK_KILL_AT_SECONDS, QUICK_AROUND_SECONDS = 3.0, 3.0
+QUICK_PACE_SECONDS = 0.05  # of a step then: what starts again has cores to start on
+LENGTHS = (2048, 512, 200)  # in positions; the last is no multiple of a block
 SHARE_OF_MEMORY = "0.4"  # of the device, for each of two islands
 COPIES = 5
 
@@ -105,7 +108,7 @@ def speed(preset: tuple, steps: int) -> dict[str, Any]:
   return {**found, "mfu": mfu, "attention": island.describe()["attention"]}
 
 
-def attention(preset: tuple, steps: int) -> dict[str, Any]:
+def attention(preset: tuple, steps: int, lengths: Sequence[int]) -> dict[str, Any]:
   """How much longer a step takes with the einsum, and how far each is from f32 arithmetic."""
   seconds = {}
   name, batch, *others = preset
@@ -113,11 +116,12 @@ def attention(preset: tuple, steps: int) -> dict[str, Any]:
     config = config_of(name, min(batch, 4), *others, attention=path)
     seconds[path] = step_seconds(make_island(config), config, steps)
   ratio = round(seconds["einsum"] / seconds["auto"], 3)
-  return {"einsum_vs_own": ratio, **{path: error_of(path, config.model) for path in seconds}}
+  errors = {path: error_of(path, config.model, lengths) for path in seconds}
+  return {"einsum_vs_own": ratio, **errors}
 
 
-def error_of(path: str, model: ModelConfig) -> dict[str, float]:
-  """|found - exact| / |exact| of the output and of each gradient, the largest over three lengths.
+def error_of(path: str, model: ModelConfig, lengths: Sequence[int]) -> dict[str, float]:
+  """|found - exact| / |exact| of the output and of each gradient, the largest over all lengths.
 
   The inputs are normal, rounded to the model's type; exact is the einsum in f32.
   """
@@ -136,7 +140,7 @@ def error_of(path: str, model: ModelConfig) -> dict[str, float]:
     return [each.astype(jnp.float32) for each in (mixed, *gradients)]
 
   worst = dict.fromkeys(("output", "query", "key", "value"), 0.0)
-  for positions in (2048, 512, 200):  # the last is no multiple of a block
+  for positions in lengths:
     heads = (model.num_heads, model.num_kv_heads, model.num_kv_heads)
     arrays = tuple(
       jax.random.normal(jax.random.key(n), (2, k, positions, model.head_dim), model.compute_dtype)
@@ -193,7 +197,9 @@ def copies(preset: tuple) -> dict[str, Any]:
 
 def killed(preset: str, folder: Path, cpu: bool, quick: bool) -> dict[str, Any]:
   """Two islands on one device; one is killed."""
-  kill_at, around = (s / 10 if quick else s for s in (KILL_AT_SECONDS, AROUND_SECONDS))
+  kill_at, around = KILL_AT_SECONDS, AROUND_SECONDS
+  if quick:
+    kill_at, around = QUICK_KILL_AT_SECONDS, QUICK_AROUND_SECONDS
   fault = {"action": "kill", "role": "learner-1", "at_seconds": kill_at, "seconds": 0.5}
   config = common.config_of(
     "dense",
@@ -202,6 +208,7 @@ def killed(preset: str, folder: Path, cpu: bool, quick: bool) -> dict[str, Any]:
       "data.source": "synthetic", "data.tokenizer": "bytes", "sync.num_shards": 1,
       "sync.min_quorum": 1, "sync.snapshot_steps": 50, "run.evaluations": 0,
       "run.total_tokens": 1 << 50, "chaos.faults": (fault,),
+      "islands.min_step_seconds": QUICK_PACE_SECONDS if quick else 0.0,
     },
     preset,
   )  # fmt: skip
@@ -247,6 +254,7 @@ def main() -> None:
     return
   presets = QUICK if given.quick else PRESETS
   steps, pairs = (3, 1) if given.quick else (given.steps, given.pairs)
+  lengths = LENGTHS[-1:] if given.quick else LENGTHS
   found: dict[str, Any] = {}
   with tempfile.TemporaryDirectory(prefix="ddiloco-accelerator-") as folder:
     struck = "100k" if given.quick else "10m"
@@ -257,7 +265,7 @@ def main() -> None:
   for preset in presets:
     found[preset[0]] = report(preset[0], functools.partial(speed, preset, steps))
   first = presets[0]
-  found["attention"] = report("attention", functools.partial(attention, first, steps))
+  found["attention"] = report("attention", functools.partial(attention, first, steps, lengths))
   found["overhead"] = report("overhead", functools.partial(overhead, first, pairs))
   found["copies"] = report("copies", functools.partial(copies, presets[-1]))
   print(json.dumps(found))

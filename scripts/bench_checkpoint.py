@@ -71,7 +71,7 @@ def make_config(layers: int, width: int, learners: int, **sections: Any) -> Conf
     {
       "model": common.small_model(layers, width, heads=width // 32),
       "data": {"source": "synthetic", "sequence_length": 64, "heldout_sequences": 16},
-      "islands": {"num_learners": learners, "batch_size": 2},
+      "islands": {"num_learners": learners, "batch_size": 2, **sections.pop("islands", {})},
       "sync": sync,
       "run": {"total_tokens": 1 << 40, "evaluations": 0, "restart_seconds": 0.0},
       **sections,
@@ -257,7 +257,9 @@ def measure_bytes(folder: Path, mib: int, times: int) -> dict[str, Any]:
 def measure_rejoin(folder: Path, quick: bool) -> dict[str, Any]:
   """Seconds of a killed learner's way back, and of a whole run's."""
   sync = {"num_shards": 2, "snapshot_steps": 10 if quick else 200}
-  config = make_config(2, 64, 2, sync=sync, checkpoint={"patience_seconds": 5.0})
+  # A pace leaves the cores to what starts again.
+  islands = {"min_step_seconds": 0.05 if quick else 0.0}
+  config = make_config(2, 64, 2, sync=sync, islands=islands, checkpoint={"patience_seconds": 5.0})
   with common.Run(config, folder / "run") as run:
     run.wait_for("a snapshot", lambda events: later(events, Snapshot, 0.0))
     run.kill("--learner=1")

@@ -43,7 +43,8 @@ from ddiloco.training import hosts
 from ddiloco.training.island import Island
 
 HOSTS, DEVICES, PATIENCE_SECONDS = 2, 4, 180.0
-PACE_SECONDS = 0.1  # of a step where a host is killed: what starts again has cores to start on
+# Of a step where a host is killed: what starts again has cores to start on.
+PACE_SECONDS, QUICK_PACE_SECONDS = 0.1, 0.4
 NOTED = ("step", "copy_out", "apply", "capture", "reset")  # calls that all hosts make together
 
 
@@ -165,25 +166,25 @@ def two_processes(quick: bool, pairs: int, block: int, folder: Path) -> dict[str
 # --- Two islands, and a host that is killed
 
 
-def two_islands() -> Config:
+def two_islands(quick: bool) -> Config:
   return common.config_of(
     "quickstart",
     {
       "islands.num_learners": 2, "islands.devices": DEVICES, "islands.hosts": HOSTS,
       "islands.data": 2, "islands.fsdp": 2, "islands.batch_size": 8, "model.num_layers": 1,
-      "sync.min_quorum": 1, "sync.snapshot_steps": 20, "run.total_tokens": 1 << 50,
+      "sync.min_quorum": 1, "sync.snapshot_steps": 4 if quick else 20, "run.total_tokens": 1 << 50,
       "chaos.faults": (), "run.evaluations": 0, "run.compare_alone": False,
-      "islands.min_step_seconds": PACE_SECONDS,
+      "islands.min_step_seconds": QUICK_PACE_SECONDS if quick else PACE_SECONDS,
     },
   )  # fmt: skip
 
 
-def killed_host(folder: Path) -> dict[str, Any]:
+def killed_host(folder: Path, quick: bool) -> dict[str, Any]:
   def merged(log: EventLog, after: int) -> list[Commit]:
     commits = log.of(Commit)
     return [e for e in commits if any(m and n > after for m, n in zip(e.learners, e.incarnations))]
 
-  with common.Run(two_islands(), folder / "run") as run:
+  with common.Run(two_islands(quick), folder / "run") as run:
     run.wait_for("a snapshot and a merge", lambda log: log.of(Snapshot) and merged(log, 0))
     life = run.log.of(Started, "learner-1")[-1].incarnation
     run.kill("--learner=1", "--host=1")
@@ -199,7 +200,9 @@ def killed_host(folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-  parser = common.parser(__doc__, "a smaller model and four pairs")
+  parser = common.parser(
+    __doc__, "a smaller model, four pairs, and longer steps where a host is killed"
+  )
   parser.add_argument("--pairs", type=int, default=20)
   parser.add_argument("--block", type=int, default=8)
   for name in ("url", "coordinator", "syncer", "folder"):
@@ -221,7 +224,7 @@ def main() -> None:
   pairs = 4 if given.quick else given.pairs
   with tempfile.TemporaryDirectory(prefix="ddiloco-hosts-") as folder:
     found = two_processes(given.quick, pairs, given.block, Path(folder))
-    found |= killed_host(Path(folder))
+    found |= killed_host(Path(folder), given.quick)
   print(json.dumps(found))
 
 

@@ -52,7 +52,8 @@ from ddiloco.observe.style import GLOBAL_MODEL, PALETTE
 from ddiloco.protocol.events import Commit, Event, Fault, Joined, Push, Restart, Started, Step
 from ddiloco.training import data
 
-WARM_UP_SECONDS = 10.0  # from the first step to the first window
+WARM_UP_SECONDS, QUICK_WARM_UP_SECONDS = 10.0, 3.0  # from the first step to the first window
+QUICK_PACE_SECONDS = 0.05  # of a step: what starts again has cores to start on
 BACK_SECONDS = 0.5  # from a kill to the restart
 REJOIN_SECONDS = 90.0  # patience after the last kill
 EXIT_USAGE = 2
@@ -61,7 +62,8 @@ Steps = list[tuple[float, float]]  # (when it ended, seconds since the one befor
 
 
 def make_config(learners: int, kills: int, every: float, quick: bool) -> Config:
-  width, warm_up = (16, 3.0) if quick else (64, WARM_UP_SECONDS)
+  width, warm_up = (16, QUICK_WARM_UP_SECONDS) if quick else (64, WARM_UP_SECONDS)
+  pace = QUICK_PACE_SECONDS if quick else 0.0
   faults = [
     {
       "action": "kill",
@@ -75,7 +77,7 @@ def make_config(learners: int, kills: int, every: float, quick: bool) -> Config:
     {
       "model": common.small_model(2, width),
       "data": {"source": "synthetic", "sequence_length": 64, "heldout_sequences": 16},
-      "islands": {"num_learners": learners, "batch_size": 8},
+      "islands": {"num_learners": learners, "batch_size": 8, "min_step_seconds": pace},
       "sync": {"num_shards": 2, "num_fragments": 4},
       "run": {"total_tokens": 1 << 40, "evaluations": 0, "sample_tokens": 0},
       "chaos": {"faults": faults},
@@ -268,7 +270,7 @@ def main() -> None:
     parser.error(f"--learners={args.learners} --kills={args.kills}: at least 2 learners and 1 kill")
   if args.quick:
     args.kills, args.every, args.learners = 1, 4.0, 2
-  warm_up = 3.0 if args.quick else WARM_UP_SECONDS
+  warm_up = QUICK_WARM_UP_SECONDS if args.quick else WARM_UP_SECONDS
   mine, rest = frozenset(cores[:-1]), cores[-1:]
   os.sched_setaffinity(0, rest)  # also for what we start
   with tempfile.TemporaryDirectory() as scratch:

@@ -21,6 +21,7 @@
 # In the end a table shows the runs beside what the planner and a virtual run say of them. Last line:
 # JSON, see scripts/wan_summary.py. Exit status 77 (skipped): no right to make namespaces
 # here, or no tc tbf in the kernel; 1: a role failed, whose log is shown. Logs: WORKDIR/logs.
+# WAN_PYTHON names a Python that has ddiloco; without it .venv is made where it is missing.
 set -euo pipefail
 
 say() { printf '[wan] %s\n' "$*"; }
@@ -28,6 +29,7 @@ skip() { printf 'wan.sh: skipped: %s\n' "$*" >&2; exit 77; }
 wrong() { printf 'wan.sh: %s\n' "$*" >&2; exit 2; }
 
 self="$(realpath "$0")" given=("$@")
+python="${WAN_PYTHON:-.venv/bin/python}"
 inside=""
 if [ "${1:-}" = "--inside" ]; then inside=1; shift; fi
 config="" islands="" shards="" mbit=200 delay_ms=60 repeats=1 workdir="" overwrite=""
@@ -66,7 +68,9 @@ if [ -z "$inside" ]; then
   "${box[@]}" true 2> /dev/null || skip "making namespaces needs root, or user namespaces for all users"
   tbf="tc qdisc add dev lo root tbf rate 1mbit burst 10kb latency 1s"
   "${box[@]}" sh -c "ip link set lo up && $tbf" 2> /dev/null || skip "this kernel has no tc tbf"
-  [ -x "$(dirname "$self")/../.venv/bin/ddiloco" ] || (. "$(dirname "$self")/venv.sh" "")
+  if [ -z "${WAN_PYTHON:-}" ] && [ ! -x "$(dirname "$self")/../.venv/bin/ddiloco" ]; then
+    (. "$(dirname "$self")/venv.sh" "")
+  fi
   trap 'kill -KILL "$child" 2> /dev/null || true' EXIT
   trap 'say "interrupted; ends all roles" >&2; exit 130' INT
   trap 'exit 143' TERM
@@ -84,7 +88,7 @@ if [ -z "$inside" ]; then
     child=""
     [ "$ended" = 0 ] || exit "$ended"
   done
-  exec .venv/bin/python scripts/wan_summary.py "${workdirs[@]}" --mbit="$mbit" --delay_ms="$delay_ms"
+  exec "$python" scripts/wan_summary.py "${workdirs[@]}" --mbit="$mbit" --delay_ms="$delay_ms"
 fi
 
 # From here on this is process 1 of the box, and its network namespace is the switch.
@@ -100,10 +104,10 @@ if [ -e "$workdir/config.json" ]; then
 fi
 mkdir -p "$workdir/logs"
 
-run=(.venv/bin/ddiloco)
+run=("$python" -m ddiloco)
 role=(--config="$config" --workdir="$workdir" --keys="$workdir/keys" "${fields[@]}")
 description="$("${run[@]}" train --dry_run --cpu --config="$config" --workdir="$workdir" "${fields[@]}")"
-read -r islands shards evaluations < <(.venv/bin/python -c '
+read -r islands shards evaluations < <("$python" -c '
 import json, sys
 config, _ = json.JSONDecoder().raw_decode(sys.stdin.read())
 print(config["islands"]["num_learners"], config["sync"]["num_shards"], config["run"]["evaluations"])' <<< "$description")
@@ -141,7 +145,7 @@ start() {  # ROLE COMMAND...: in the background, with its log
 }
 
 lag() {  # NODE SHARD: a way from there to a shard that takes its time
-  at "$1" .venv/bin/python scripts/proxy.py --delay_ms="$delay_ms" \
+  at "$1" "$python" scripts/proxy.py --delay_ms="$delay_ms" \
     --listen="127.0.0.1:$((7000 + 10 * $2))" --to="10.0.0.$((100 + $2)):7000" \
     > "$workdir/logs/link-$1-$2.log" 2>&1 &
 }

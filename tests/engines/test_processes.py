@@ -363,11 +363,11 @@ def chaos(tmp_path_factory):
   """A learner and a shard are killed with -9, together; both come back, and the run finishes."""
   folder = tmp_path_factory.mktemp("processes")
   kills = [
-    {"action": "kill", "role": role, "at_step": 150, "seconds": 0.2}
+    {"action": "kill", "role": role, "at_step": 75, "seconds": 0.2}
     for role in ("learner-1", "syncer-0")
   ]
   # With a quorum of two, the run is not over before both are back.
-  config = tiny(1000, min_step_seconds=0.01, sync={"min_quorum": 2}, chaos={"faults": kills})
+  config = tiny(500, min_step_seconds=0.02, sync={"min_quorum": 2}, chaos={"faults": kills})
   (folder / "config.json").write_text(config.to_json())
   workdir, log = folder / "run", folder / "log"
   run = start(

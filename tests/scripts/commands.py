@@ -10,21 +10,24 @@ from typing import Any
 
 from ddiloco import environment
 
-# Unlike a test's own process a script makes many steps: there XLA's optimizations pay.
+# Unlike a test's own process most scripts make many steps: there XLA's optimizations pay.
 OPTIMIZED = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
 SCRIPTS = Path(__file__).parent.parent.parent / "scripts"
 
 
-def said(line: str, *arguments: str | Path, seconds: float = 300.0) -> str:
-  """What `scripts/LINE ARGUMENTS` prints; it must end well, and in time."""
+def said(line: str, *arguments: str | Path, seconds: float = 300.0, optimized: bool = True) -> str:
+  """What `scripts/LINE ARGUMENTS` prints; it must end well, and in time.
+
+  `optimized`: by XLA; a script that makes few steps is through sooner without.
+  """
   script, *words = line.split()
   command = [sys.executable, str(SCRIPTS / script), *words, *map(str, arguments)]
-  env = environment.bare() | OPTIMIZED
+  env = environment.bare() | (OPTIMIZED if optimized else {})
   done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=seconds)
   assert done.returncode == 0, f"status {done.returncode}:\n{done.stdout}{done.stderr}"
   return done.stdout
 
 
-def result(line: str, *arguments: str | Path, seconds: float = 300.0) -> dict[str, Any]:
-  """The JSON object in its last line."""
-  return json.loads(said(line, *arguments, seconds=seconds).splitlines()[-1])
+def result(line: str, *arguments: str | Path, **how: Any) -> dict[str, Any]:
+  """The JSON object in its last line; `how`: see `said`."""
+  return json.loads(said(line, *arguments, **how).splitlines()[-1])

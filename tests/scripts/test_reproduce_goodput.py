@@ -17,7 +17,7 @@ def test_decoupled_islands_get_more_done_than_data_parallel_under_the_same_kills
   plot = tmp_path / "goodput.png"
   reproduce = functools.partial(
     commands.said, "reproduce_goodput.py --quick", f"--workdir={tmp_path}", f"--plot={plot}",
-    seconds=550,
+    seconds=550, optimized=False,
   )  # fmt: skip
   said = reproduce()
   result = json.loads(said.splitlines()[-1])

@@ -23,6 +23,7 @@ from tests.models.small import num_params
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = ROOT / "scripts" / "wan.sh"
 SKIPPED = 77
+HERE = {**os.environ, "WAN_PYTHON": sys.executable}  # ddiloco is installed here: not once more
 SMALL = """
 from ddiloco import config
 
@@ -78,6 +79,7 @@ def wait_for(path: Path, process: subprocess.Popen) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_a_run_over_long_links(tmp_path):
   slow = ("--config.islands.min_step_seconds=0.4", "--config.sync.overlap_steps=6")
   steps = f"--config.run.total_tokens={2 * 60 * 2 * 32}"
@@ -85,7 +87,8 @@ def test_a_run_over_long_links(tmp_path):
     command(tmp_path, "--mbit=100", "--delay-ms=20", *slow, steps),
     capture_output=True,
     text=True,
-    timeout=170,
+    timeout=350,
+    env=HERE,
   )
   skip_if_told(done.returncode, done.stderr)
   assert done.returncode == 0, done.stdout + done.stderr
@@ -111,7 +114,7 @@ def test_a_run_over_long_links(tmp_path):
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_however_it_ends(tmp_path, how):
   process = subprocess.Popen(
-    command(tmp_path), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    command(tmp_path), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=HERE
   )
   try:
     wait_for(tmp_path / "run" / "logs" / "learner-1.log", process)
@@ -132,7 +135,7 @@ def test_nothing_is_left_however_it_ends(tmp_path, how):
 @pytest.mark.slow
 def test_a_role_that_fails_is_shown_and_ends_the_run(tmp_path):
   wrong = command(tmp_path, "--config.data.source=text", "--config.data.path=/nowhere/*.txt")
-  done = subprocess.run(wrong, capture_output=True, text=True, timeout=100)
+  done = subprocess.run(wrong, capture_output=True, text=True, timeout=100, env=HERE)
   skip_if_told(done.returncode, done.stderr)
   assert done.returncode == 1
   assert "ended with status" in done.stderr and "/nowhere" in done.stderr
