@@ -123,7 +123,7 @@ def test_a_run_put_together_by_hand(tmp_path):
   Learner 0 goes on all the while; it, the shards and the evaluator end by themselves.
   """
   # Long enough for two processes to come and go in it, one after the other.
-  (tmp_path / "config.json").write_text(tiny(1000, learners=1, min_step_seconds=0.03).to_json())
+  (tmp_path / "config.json").write_text(tiny(1000, learners=1, min_step_seconds=0.045).to_json())
   workdir, urls = tmp_path / "run", free_urls(2)
   common = [f"--config={tmp_path / 'config.json'}", f"--workdir={workdir}"]
   common += [f"--syncers={','.join(urls)}"]
