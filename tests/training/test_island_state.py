@@ -347,7 +347,7 @@ def test_any_optimizer_has_names_and_moments(transform, moments, counts):
 
 @pytest.mark.parametrize(("momentum", "kept"), [(None, 0), (0.9, 1)])
 def test_an_island_with_another_optimizer(monkeypatch, momentum, kept):
-  monkeypatch.setattr(step, "optimizer", lambda _: optax.sgd(0.1, momentum))
+  monkeypatch.setattr(step, "optimizer", lambda *_: optax.sgd(0.1, momentum))
   island, plan, config = cheap({"devices": 1}, sync={"num_fragments": 1})
   saved = on_host(trained(island, config).capture())
   assert island.num_moments == kept and int(island.count()) == 0
