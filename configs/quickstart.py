@@ -3,12 +3,13 @@
 Command:   bash scripts/quickstart.sh
            (ddiloco train --config=configs/quickstart.py --workdir=runs/quickstart --cpu)
 Hardware:  2 CPU cores, 2 GiB; every island is one fake CPU device.
-Time:      45 to 102 s on 2 cores, comparison included; 65 s to 2 min 44 s with installation.
-Numbers:   held-out loss 5.30 untrained, 1.69 best island alone, 1.47 to 1.50 merged. In virtual
-           time, three seeds (scripts/expected_loss.py): 1.771 +- 0.023 an island alone, 1.488 +-
-           0.012 merged; data-parallel with as many tokens and the best of four rates 1.383 +-
-           0.007. So merged is 7.6 +- 0.7 % behind; in runs of four times as many tokens the gap is
-           closed (docs/results.md, "The algorithms").
+Time:      67 s on 2 cores, comparison included; with installation about two minutes.
+Numbers:   held-out loss 5.30 untrained, 1.65 best island alone, 1.405 merged. In virtual time,
+           three seeds (scripts/expected_loss.py): 1.689 +- 0.008 an island alone, 1.400 +- 0.008
+           merged. Data-parallel with as many tokens and the best of four rates: 1.383 +- 0.007 with
+           AdamW, so merged is 1.3 +- 1.1 % behind it, and 1.324 +- 0.009 with Muon, 5.8 +- 0.7 %
+           better than merged; in runs of four times as many tokens the gap is nearly closed
+           (docs/results.md, "The algorithms").
 Data:      the source text of this Python's standard library, as bytes.
 """
 
