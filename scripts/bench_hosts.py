@@ -112,10 +112,7 @@ def as_host(
     (folder / "measured.json").write_text(json.dumps(found))
   (folder / f"notes-{host}.json").write_text(json.dumps(notes))
   jax.distributed.shutdown()
-  # As every role ends. A thread of XLA that gives back a NumPy array while Python shuts down would
-  # end the process with "exception not rethrown".
-  sys.stdout.flush()
-  os._exit(0)
+  environment.end_now(environment.FINISHED)
 
 
 def measured(bench: bench_overhead.Bench, island: Any, syncer: str) -> dict[str, Any]:

@@ -8,8 +8,6 @@ trained is merged and saved.
 from __future__ import annotations
 
 import atexit
-import contextlib
-import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -21,7 +19,7 @@ from ddiloco.cli.arguments import Helped, go_on_unheard
 from ddiloco.cli.launch import launch
 from ddiloco.cli.simulations import compile_islands, plan, simulate
 from ddiloco.config import ConfigError
-from ddiloco.environment import BAD_USAGE, FINISHED, INTERRUPTED
+from ddiloco.environment import BAD_USAGE, FINISHED, INTERRUPTED, end_now
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
   "train": runs.train,
@@ -105,16 +103,4 @@ def entry() -> None:
   status = main()
   if status != INTERRUPTED:  # what is under way may compile, and cannot be interrupted
     atexit._run_exitfuncs()
-  _end_now(status)
-
-
-def _end_now(status: int) -> None:
-  """Ends the process without taking Python apart.
-
-  A thread of XLA that gives back an array meanwhile would end it with "exception not rethrown" or a
-  segmentation fault, and work well done would count as a crash.
-  """
-  for stream in (sys.stdout, sys.stderr):
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-      stream.flush()
-  os._exit(status)
+  end_now(status)

@@ -154,6 +154,7 @@ def test_a_quorum_goes_on_in_lock_step_without_those_that_died_for_good(seed):
   for m in rng.sample(range(learners), learners - world.sync.min_quorum):
     world.at(rng.uniform(0.3, 3.5), world.kill, ("learner", m))
   heal(world)
+  assert all(a.state.joined for a in world.learners())
 
 
 @pytest.mark.parametrize(

@@ -116,10 +116,7 @@ def main(host: int, url: str, coordinator: str, mesh: str, file: str) -> None:
     np.savez(file, **found)
     print(f"done {progress.done}")
   jax.distributed.shutdown()
-  # As every role ends. A thread of XLA that gives back a NumPy array while Python shuts down would
-  # end the process with "exception not rethrown".
-  sys.stdout.flush()
-  os._exit(0)
+  environment.end_now(environment.FINISHED)
 
 
 if __name__ == "__main__":
