@@ -20,7 +20,7 @@ import math
 import ml_collections
 
 from ddiloco import config
-from ddiloco.chaos.faults import random_kills
+from ddiloco.chaos import random_kills
 
 PACE_SECONDS = 0.5
 DOWN_SECONDS = 1.0  # until a killed island's process is started again

@@ -21,7 +21,7 @@ import dataclasses
 import ml_collections
 
 from ddiloco import config
-from ddiloco.chaos.faults import random_kills
+from ddiloco.chaos import random_kills
 
 STEPS = 60  # of an island of the fast kind: a second each
 MEAN_SECONDS_BETWEEN_KILLS = 300.0  # of one island

@@ -37,7 +37,7 @@ import common
 import numpy as np
 from common import memory_bytes
 
-from ddiloco.chaos.faults import Faults
+from ddiloco.chaos import Faults
 from ddiloco.checkpoint.buddy import Copies, Replication
 from ddiloco.checkpoint.restore import new_syncer
 from ddiloco.config import Config, from_dict

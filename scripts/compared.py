@@ -20,7 +20,7 @@ from ideas import ForgetfulTrainer, Recent, TriedMerger, mean_values
 from outer_gradients import Observer, Seen
 from virtual_training import STEP_SECONDS, Text, Trainer, Valued
 
-from ddiloco.chaos.faults import random_faults
+from ddiloco.chaos import random_faults
 from ddiloco.config import Config, Fault
 
 # --- What is compared
@@ -164,16 +164,22 @@ ASYNCHRONOUS = {  # as the default: eight fragments, each of which may take two 
 TEXT_AND_IMAGES = "data-parallel, text and images"  # other data: no loss to compare with text's
 METHODS: dict[str, Method] = {
   "data-parallel": Method("data_parallel", how="together", sizes=ALL),
-  "data-parallel, Muon": Method("data_parallel", MUON, how="together", sizes=LONG),
+  "data-parallel, Muon": Method(
+    "data_parallel", MUON, how="together", sizes=(*LONG, "115k", "115k, long", "250k, long")
+  ),
   "data-parallel, MoE": Method("data_parallel", MOE, how="together", sizes=LONG),
   TEXT_AND_IMAGES: Method(
     "data_parallel", IMAGES, how="together", sizes=LONG, beside=TEXT_AND_IMAGES
   ),
-  "one island alone": Method("data_parallel", how="alone", of="data-parallel"),
+  "one island alone": Method(
+    "data_parallel", how="alone", of="data-parallel", sizes=("33k", "115k, long", "250k, long")
+  ),
   "DiLoCo, M = 1": Method("diloco", learners=1, sizes=LONG),
   "DiLoCo, M = 4": Method("diloco", sizes=ALL),
   "DiLoCo, M = 8": Method("diloco", learners=8, sizes=LONG),
-  "Streaming, M = 4": Method("streaming_diloco", {"sync.num_fragments": 2}),
+  "Streaming, M = 4": Method(
+    "streaming_diloco", {"sync.num_fragments": 2}, sizes=(*LONG, "115k", "115k, long")
+  ),
   "Decoupled as published, M = 4": Method("decoupled", TWELVE, sizes=(*LONG, "115k")),
   "Decoupled, Muon inside, M = 4": Method("decoupled", TWELVE | MUON, sizes=LONG),
   "DiLoCo without waiting, M = 4": Method("diloco", ASYNCHRONOUS, sizes=LONG),

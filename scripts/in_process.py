@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ddiloco.chaos.faults import Faults
+from ddiloco.chaos import Faults
 from ddiloco.checkpoint.restore import ResumeState, new_learner, new_syncer
 from ddiloco.checkpoint.saver import Saver
 from ddiloco.config import Config

@@ -64,7 +64,7 @@ CAPABILITIES: Mapping[str, Sequence[str]] = {
   "one island: step, mesh, programs, evaluation": ("training/*",),
   "models: dense, mixture of experts, attention by platform": ("models/*",),
   "snapshots, copies at a buddy, going on": ("checkpoint/*",),
-  "faults on purpose": ("chaos/*",),
+  "faults on purpose": ("chaos.py",),
   "engines: threads, processes, Ray, single roles": ("engines/*",),
   "virtual time, chips by the million, plans": ("simulation/*",),
   "the log as proof: checked and replayed": ("trace/*",),

@@ -29,7 +29,7 @@ from typing import Any
 
 import common
 
-from ddiloco.chaos.faults import KINDS, random_faults
+from ddiloco.chaos import KINDS, random_faults
 from ddiloco.config import Config
 from ddiloco.observe.eventlog import EventLog
 from ddiloco.observe.style import GLOBAL_MODEL, PALETTE

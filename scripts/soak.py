@@ -33,7 +33,7 @@ from typing import Any
 import common
 
 from ddiloco import config as config_lib
-from ddiloco.chaos.faults import random_faults
+from ddiloco.chaos import random_faults
 from ddiloco.observe.eventlog import EventLog, read_events
 from ddiloco.observe.goodput import Ledger
 from ddiloco.observe.tracks import Recovery, longest_stall_seconds, lost_rounds, recoveries

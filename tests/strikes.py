@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from ddiloco.chaos.faults import ask_for
+from ddiloco.chaos import ask_for
 from ddiloco.config import Fault
 from ddiloco.observe.eventlog import GrowingLog
 from ddiloco.protocol.events import Snapshot

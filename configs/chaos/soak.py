@@ -14,7 +14,7 @@ import dataclasses
 import ml_collections
 
 from ddiloco import config
-from ddiloco.chaos.faults import random_faults
+from ddiloco.chaos import random_faults
 
 NUM_LEARNERS, NUM_SHARDS, COUNT, SPAN_SECONDS = 4, 2, 60, 120.0
 

@@ -18,9 +18,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ddiloco import chaos
 from ddiloco.baselines import member
 from ddiloco.baselines.member import CHECKPOINT, PROGRAMS, Order
-from ddiloco.chaos import faults
 from ddiloco.config import Config, ConfigError
 from ddiloco.engines.children import Child, spawn_forked
 from ddiloco.engines.role_spec import free_urls
@@ -171,7 +171,7 @@ class DataParallel:
             self._recorder.record(events.Restart(target=name))
           self._alive.add(parse_role(name)[1])
         case Strike(fault):
-          self._recorder.record(faults.struck(fault, faults.detail(fault, self._global_step)))
+          self._recorder.record(chaos.struck(fault, chaos.detail(fault, self._global_step)))
           self._feed(Exited(fault.role, time.monotonic()))
         case Lost(name, reason):
           self._lost(parse_role(name)[1], reason)

@@ -27,7 +27,7 @@ import urllib.parse
 from pathlib import Path
 from typing import Any
 
-from ddiloco.chaos.faults import ask_for
+from ddiloco.chaos import ask_for
 from ddiloco.config import Config, ConfigError, Fault
 from ddiloco.dashboard.status import METRICS_KIND, exposition
 from ddiloco.dashboard.status import status as run_status

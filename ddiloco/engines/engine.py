@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ddiloco.chaos import faults
-from ddiloco.chaos.faults import FaultRequests
+from ddiloco import chaos
+from ddiloco.chaos import FaultRequests
 from ddiloco.checkpoint import weights
 from ddiloco.checkpoint.restore import newest_global_step
 from ddiloco.config import Config, Fault
@@ -203,7 +203,7 @@ class Engine:
   def _plan(self) -> None:
     """What the supervisor starts with; faults of steps that are over have struck before."""
     config, began_at = self.config, newest_global_step(self.config, self.plan, self.workdir)
-    self._planned = faults.still_planned(config.chaos.of_roles(), began_at)
+    self._planned = chaos.still_planned(config.chaos.of_roles(), began_at)
     self._requests = FaultRequests(self.workdir, news_only=True)
     self._state = supervisor.init(
       config.run,
@@ -275,7 +275,7 @@ class Engine:
       case Terminate(name):
         self._terminate(name)
       case Joined(fault):
-        self._note_fault(fault, faults.detail(fault, self._global_step))
+        self._note_fault(fault, chaos.detail(fault, self._global_step))
       case Hopeless(reason) if not self._ending:
         warn(f"the run cannot reach its end any more: {reason}.")
 
@@ -285,7 +285,7 @@ class Engine:
       self._requested(fault)
 
   def _note_fault(self, fault: Fault, said: str) -> None:
-    self._recorder.record(faults.struck(fault, said))
+    self._recorder.record(chaos.struck(fault, said))
 
   def _finish(self, reason: str) -> None:
     self._recorder.record(events.RunFinished(reason=reason))
@@ -309,12 +309,12 @@ class Engine:
       with self._record(name, incarnation) as recorder:
         try:
           live(incarnation, recorder)
-        except (faults.Killed, Quarantined):
+        except (chaos.Killed, Quarantined):
           raise
         except Exception:
           recorder.record(events.Crash(trace=traceback.format_exc()))
           raise
-    except faults.Killed as killed:
+    except chaos.Killed as killed:
       end = Exited(name, time.monotonic(), kill=killed.fault)
     except Quarantined as error:
       end = Exited(name, time.monotonic(), f"quarantined: {error}", afresh=True)

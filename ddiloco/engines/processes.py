@@ -14,9 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ddiloco import workdir
-from ddiloco.chaos import faults
-from ddiloco.chaos.faults import ask_for
+from ddiloco import chaos, workdir
+from ddiloco.chaos import ask_for
 from ddiloco.checkpoint.restore import go_on, newest_whole, open_storage, restore_fragments
 from ddiloco.config import Config, ConfigError, Fault
 from ddiloco.config.schema import INSIDE
@@ -158,12 +157,12 @@ class ProcessesEngine(Engine):
       return ask_for(self.workdir, fault)
     if fault.action == "kill":
       self._children[fault.role].strike(for_good=fault.seconds < 0)
-    self._note_fault(fault, faults.detail(fault, self._global_step))
+    self._note_fault(fault, chaos.detail(fault, self._global_step))
 
   def _requested(self, fault: Fault) -> None:
     """By the dashboard, or by us of a role that performs it itself."""
     if fault.action in INSIDE:
-      self._note_fault(fault, faults.detail(fault, self._global_step))
+      self._note_fault(fault, chaos.detail(fault, self._global_step))
     else:
       self._feed(Requested(fault))
 

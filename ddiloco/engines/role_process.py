@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ddiloco import workdir
-from ddiloco.chaos.faults import FaultRequests, Faults, FaultyEndpoint
+from ddiloco.chaos import FaultRequests, Faults, FaultyEndpoint
 from ddiloco.checkpoint.restore import open_storage
 from ddiloco.checkpoint.saver import Saver
 from ddiloco.config import Config, ConfigError

@@ -17,7 +17,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from ddiloco.chaos.faults import Faults, FaultyEndpoint
+from ddiloco.chaos import Faults, FaultyEndpoint
 from ddiloco.checkpoint.restore import (
   Restored,
   ResumeState,

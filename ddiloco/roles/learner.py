@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ddiloco.chaos.faults import Faults
+from ddiloco.chaos import Faults
 from ddiloco.checkpoint.restore import ResumeState, learner_part
 from ddiloco.config import Config
 from ddiloco.core.fragments import Plan

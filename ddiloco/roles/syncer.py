@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ddiloco.chaos.faults import Faults
+from ddiloco.chaos import Faults
 from ddiloco.checkpoint.buddy import Replication, Sealer
 from ddiloco.checkpoint.restore import syncer_part
 from ddiloco.config import Config

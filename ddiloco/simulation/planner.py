@@ -23,8 +23,10 @@ Pure arithmetic. Assumptions, besides those of `simulation.bandwidth`:
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
+import statistics
 import textwrap
 from collections.abc import Callable
 from typing import Any
@@ -182,8 +184,8 @@ def make(setting: Setting) -> ExchangePlan:
   """The plan of one setting."""
   link_load, average_gbps, copy_share = _links(setting, setting.sync)
   core_load, host_load = _core_load(setting, setting.sync), _host_load(setting)
-  sync = _sync_time(setting)
-  usual = _round(setting, sync)
+  sync = _sync_time(setting, max(setting.sizes))
+  usual = _usual(setting)
   load = max(link_load, core_load, host_load)
   period_steps, utilisation = _pace(setting, sync, usual, load)
   values = sum(setting.sizes)
@@ -263,22 +265,23 @@ def _copy_outs(setting: Setting) -> list[float]:
   return sorted([asker, *(k / setting.islands for k in range(1, setting.islands))])
 
 
-def _pushes(setting: Setting) -> list[tuple[float, float]]:
-  """When all pushes are there, if from some copy-out on there is no gap on the shard's link, or on
-  the last one's own: the latest of these. Each as (when that is, from the last copy-out on: 0 or
-  less; seconds on the link)."""
+def _pushes(setting: Setting, size: int) -> list[tuple[float, float]]:
+  """When all pushes of so many values are there, if from some copy-out on there is no gap on the
+  shard's link, or on the last one's own: the latest of these. Each as (when that is, from the last
+  copy-out on: 0 or less; seconds on the link)."""
   m, away, at = setting.islands, _away(setting), _copy_outs(setting)
   if not away:
     return [(0.0, 0.0)]
-  push_bytes = bandwidth.exchanged([max(setting.sizes)], setting.sync).push_bytes
+  push_bytes = bandwidth.exchanged([size], setting.sync).push_bytes
   each = push_bytes / bandwidth.payload_bytes_per_second(setting.shard_gbps or setting.gbps)
   begun = [(at[k] - at[-1]) * setting.step_seconds for k in range(m - away, m)]
   alone = push_bytes / bandwidth.payload_bytes_per_second(setting.gbps)
   return [(0.0, alone), *((before, (away - k) * each) for k, before in enumerate(begun))]
 
 
-def _sync_time(setting: Setting) -> SyncTime:
-  sync, size, m = setting.sync, max(setting.sizes), setting.islands
+def _sync_time(setting: Setting, size: int) -> SyncTime:
+  """Of a fragment of so many values."""
+  sync, m = setting.sync, setting.islands
   one, away, step = bandwidth.exchanged([size], sync), _away(setting), setting.step_seconds
   rate = bandwidth.payload_bytes_per_second(setting.gbps)
   shard_rate = bandwidth.payload_bytes_per_second(setting.shard_gbps or setting.gbps)
@@ -293,7 +296,7 @@ def _sync_time(setting: Setting) -> SyncTime:
   return SyncTime(
     copy_outs=(at[-1] - at[0]) * step,
     encode=PUSH_VECTORS * vector / setting.host_gbytes,
-    push=max(begun + seconds for begun, seconds in _pushes(setting)),
+    push=max(begun + seconds for begun, seconds in _pushes(setting, size)),
     merge=touched * vector / setting.core_gbytes,
     copy=copied * one.publish_bytes / shard_rate,
     publish=publish,
@@ -305,20 +308,30 @@ def _sync_time(setting: Setting) -> SyncTime:
 def _peak_gbps(setting: Setting, sync: SyncTime) -> float:
   """Of an island's link, others in proportion, so that tau just hides a sync; may be infinite."""
   rest, least = sync.total - sync.on_links, 0.0
-  for begun, seconds in _pushes(setting):
+  for begun, seconds in _pushes(setting, max(setting.sizes)):
     spare = setting.overlap_seconds - rest - begun
     least = max(least, (seconds + sync.copy + sync.publish) / spare if spare > 0 else math.inf)
   return setting.gbps * least
 
 
-def _round(setting: Setting, sync: SyncTime) -> TypicalRound:
+def _usual(setting: Setting) -> TypicalRound:
+  """The mean over all fragments."""
+  counts = collections.Counter(setting.sizes)
+  rounds = [dataclasses.astuple(_round(setting, size)) for size in counts]
+  weights = list(counts.values())
+  return TypicalRound(*(statistics.fmean(each, weights) for each in zip(*rounds)))
+
+
+def _round(setting: Setting, size: int) -> TypicalRound:
+  """Of a fragment of so many values."""
   config, step = setting.sync, setting.step_seconds
+  sync = _sync_time(setting, size)
   period = float(config.sync_period)
   if config.blocking:  # all copy out at once, and who waits looks at once
     after = sync.publish + sync.copy + sync.latency / 2
     before = sync.total - after - sync.stage
     return TypicalRound(max(config.overlap_steps, sync.total / step), 1.0, period, before, after)
-  push_bytes = bandwidth.exchanged([max(setting.sizes)], config).push_bytes
+  push_bytes = bandwidth.exchanged([size], config).push_bytes
   shard_rate = bandwidth.payload_bytes_per_second(setting.shard_gbps or setting.gbps)
   costs = RoundCosts(
     islands=setting.islands,

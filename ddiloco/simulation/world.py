@@ -3,7 +3,7 @@
 One heap of things to come, one seed, no threads: a world replays exactly. Roles run their own loops
 (`ddiloco/roles`); what they are given to live with is an `Actor`, and what would touch vectors is a
 stand-in that knows sizes and costs. Planned faults are decided by the same code as in a real run
-(`chaos/faults.py`), with the world's clock.
+(`chaos.py`), with the world's clock.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ddiloco.chaos import faults
-from ddiloco.chaos.faults import Faults, Killed, MessageFate
+from ddiloco import chaos
+from ddiloco.chaos import Faults, Killed, MessageFate
 from ddiloco.checkpoint.buddy import Replication
 from ddiloco.checkpoint.restore import begin_learner, new_learner, new_syncer
 from ddiloco.checkpoint.saver import Saver
@@ -427,7 +427,7 @@ class World(VirtualTime):
 
 
 # --- Planned faults in virtual time: what a supervisor and a role's own thread do with them
-# `chaos.faults.Faults` decides and remembers, with the world's clock in place of the machine's;
+# `chaos.Faults` decides and remembers, with the world's clock in place of the machine's;
 # where it would let a thread wait, virtual time passes.
 
 
@@ -505,7 +505,7 @@ class Disturbances:
       actor.wake()
 
   def _struck(self, fault: Fault, said: str) -> None:
-    self._world.tell(None, faults.struck(fault, said))
+    self._world.tell(None, chaos.struck(fault, said))
 
   # --- roles that come and go ---------------------------------------------------------------------
 
@@ -554,7 +554,7 @@ class Disturbances:
       case Lost(name, reason):
         world.tell(None, events.Exit(target=name, reason=reason))
       case Joined(fault):
-        self._struck(fault, faults.detail(fault, world.step))
+        self._struck(fault, chaos.detail(fault, world.step))
       case Terminate(name):
         if (actor := world.actors.get(parse_role(name))) is not None:
           actor.drain()  # it leaves without losing anything, or when its patience is over

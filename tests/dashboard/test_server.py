@@ -10,7 +10,7 @@ import urllib.parse
 
 import pytest
 
-from ddiloco.chaos.faults import FaultRequests
+from ddiloco.chaos import FaultRequests
 from ddiloco.config import Config, ConfigError, Fault
 from ddiloco.dashboard import server as module
 from ddiloco.dashboard.server import Dashboard, Where

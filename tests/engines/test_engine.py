@@ -6,7 +6,7 @@ import threading
 import time
 from pathlib import Path
 
-from ddiloco.chaos.faults import Killed
+from ddiloco.chaos import Killed
 from ddiloco.config import Fault
 from ddiloco.engines.engine import Engine, RunResult
 from ddiloco.observe.eventlog import Recorder, read_events

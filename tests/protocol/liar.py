@@ -12,7 +12,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from ddiloco.chaos.faults import Faults
+from ddiloco.chaos import Faults
 from ddiloco.config import SyncConfig
 from ddiloco.core import outer
 from ddiloco.protocol import messages, rules

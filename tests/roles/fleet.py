@@ -6,7 +6,7 @@ import threading
 import time
 from collections import defaultdict
 
-from ddiloco.chaos.faults import Faults
+from ddiloco.chaos import Faults
 from ddiloco.checkpoint.buddy import Copies, Replication, buddy_of, recover
 from ddiloco.checkpoint.restore import ResumeState, new_learner, new_syncer
 from ddiloco.core import fragments

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from ddiloco.chaos.faults import Faults
+from ddiloco.chaos import Faults
 from ddiloco.checkpoint.restore import ResumeState, new_learner, new_syncer
 from ddiloco.core import fragments
 from ddiloco.core.delta import MemoryStore, new_fragment

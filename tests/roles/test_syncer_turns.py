@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from ddiloco.chaos.faults import Faults
+from ddiloco.chaos import Faults
 from ddiloco.network.transport import Counters, Delivery, Hub
 from ddiloco.protocol.actions import Received, Tick
 from ddiloco.protocol.messages import RequestMoments

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ddiloco.chaos.faults import Faults
+from ddiloco.chaos import Faults
 from ddiloco.checkpoint.restore import begin_learner, new_learner, new_syncer, restore_fragments
 from ddiloco.checkpoint.saver import Saver
 from ddiloco.config import Config, from_dict

@@ -10,8 +10,8 @@ import math
 import random
 from collections.abc import Callable
 
-from ddiloco.chaos.faults import KINDS as ACTIONS
-from ddiloco.chaos.faults import random_faults
+from ddiloco.chaos import KINDS as ACTIONS
+from ddiloco.chaos import random_faults
 from ddiloco.config import (
   ChaosConfig,
   CheckpointConfig,

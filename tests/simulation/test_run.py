@@ -9,7 +9,7 @@ import statistics
 import pytest
 
 from ddiloco import config as config_lib
-from ddiloco.chaos.faults import random_faults
+from ddiloco.chaos import random_faults
 from ddiloco.config import ConfigError, Fault
 from ddiloco.core import delta
 from ddiloco.observe import tracks

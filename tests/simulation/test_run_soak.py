@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from ddiloco.chaos.faults import random_faults
+from ddiloco.chaos import random_faults
 from ddiloco.config import ConfigError
 from ddiloco.engines import virtual
 from ddiloco.observe import tracks

@@ -6,7 +6,7 @@ import collections
 
 import pytest
 
-from ddiloco.chaos.faults import KINDS, random_faults
+from ddiloco.chaos import KINDS, random_faults
 from ddiloco.config import from_dict
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from ddiloco.chaos.faults import MessageFate, MessageFaults
+from ddiloco.chaos import MessageFate, MessageFaults
 from ddiloco.config import Fault
 
 PEER = "syncer-0"

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from ddiloco.chaos.faults import FaultyEndpoint, MessageFaults
+from ddiloco.chaos import FaultyEndpoint, MessageFaults
 from ddiloco.config import Fault
 from ddiloco.network.transport import Hub
 from ddiloco.protocol.messages import Goodbye, Pull
@@ -75,11 +75,11 @@ def test_a_waiting_receive_can_be_woken_in_any_weather(pair):
 
 
 def test_late_messages_arrive_later_and_in_order(pair):
-  pair.begin("delay", delay_seconds=0.2)
+  pair.begin("delay", delay_seconds=1.0)
   began = time.monotonic()
   pair.send(3)
-  assert time.monotonic() - began < 0.15, "sending does not wait"
-  assert pair.got(3) == [0, 1, 2] and time.monotonic() - began >= 0.2
+  assert time.monotonic() - began < 0.9, "sending does not wait"
+  assert pair.got(3) == [0, 1, 2] and time.monotonic() - began >= 1.0
 
 
 def test_messages_sent_after_a_delay_ends_do_not_overtake(pair):

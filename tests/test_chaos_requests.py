@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from ddiloco.chaos.faults import FaultRequests, ask_for
+from ddiloco.chaos import FaultRequests, ask_for
 from ddiloco.config import Fault
 from ddiloco.workdir import FAULTS
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from ddiloco.chaos.faults import Faults, Killed, detail, still_planned
+from ddiloco.chaos import Faults, Killed, detail, still_planned
 from ddiloco.config import Fault
 
 

@@ -1,1 +1,0 @@
-"""Planned faults as data, and what makes them happen."""
