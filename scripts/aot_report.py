@@ -6,8 +6,9 @@
 Every row is `ddiloco compile --json` in a process of its own: a preset on its own topology, or on
 one of `ALSO`; `configs/regions_12b.py` with each kind of its islands. `--largest` adds to each 12B
 row the largest batch that leaves 10 % of the memory free, found by compiling. Rows are kept in the
-file `--rows`, so that `--only` (a part of a row's name) compiles some of them anew; `--docs` writes
-the table of all of them into that page. Needs libtpu; one to four minutes a row on two cores.
+file `--rows`, so that `--only` (a part of a config and topology) compiles some of them anew;
+`--docs` writes the table of all of them into that page. Needs libtpu; one to four minutes a row on
+two cores.
 
 Last line: {"rows": how many, "all_fit", "by_layer", "slowest_compile_seconds" (of CPU)}.
 """
@@ -114,17 +115,19 @@ def seconds(row: dict[str, Any]) -> float:
 
 def main() -> None:
   arguments = parser(__doc__, quick="")
-  arguments.add_argument("--only", default="")
+  arguments.add_argument("--only", default="", help="a part of 'CONFIG TOPOLOGY': dense.py:12b")
   arguments.add_argument("--largest", action="store_true")
   arguments.add_argument("--mfu", type=float, default=0.4)
   arguments.add_argument("--rows", type=Path, default=ROOT / "runs" / "aot.json")
   arguments.add_argument("--docs", type=Path)
   options = arguments.parse_args()
+  wanted = [row for row in ROWS if options.only in " ".join(row)]
+  if not wanted:
+    known = ", ".join(" ".join(row).strip() for row in ROWS)
+    arguments.error(f"--only={options.only}: part of no row. Fix: a part of one of {known}")
   before = json.loads(options.rows.read_text()) if options.rows.exists() else []
   kept = {name(row): row for row in before}
-  for config, topology in ROWS:
-    if options.only not in f"{config} {topology}":
-      continue
+  for config, topology in wanted:
     found = compiled(config, topology, options.mfu)
     if options.largest and (config, topology) in LARGEST:
       found.append(largest(config, topology, options.mfu, found[0]))

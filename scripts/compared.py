@@ -132,6 +132,11 @@ def both_ways(codec: str) -> Method:
   return variant({"sync.push_codec": codec, "sync.publish_codec": codec}, sizes=LONG)
 
 
+def twice_the_rate(learners: int) -> Method:
+  """The average of these islands' pushes, its outer steps about as long as RDA's."""
+  return variant(AVERAGE | {"outer.learning_rate": 1.0}, learners, sizes=("33k, long",))
+
+
 def kills(rejoin: str) -> Method:
   """Of the default, an island killed every hundred steps; what it comes back with."""
   return variant({"checkpoint.rejoin": rejoin}, faults={"count": 12, "kinds": ["kill"]})
@@ -178,7 +183,7 @@ METHODS: dict[str, Method] = {
   "DiLoCo, M = 4": Method("diloco", sizes=ALL),
   "DiLoCo, M = 8": Method("diloco", learners=8, sizes=LONG),
   "Streaming, M = 4": Method(
-    "streaming_diloco", {"sync.num_fragments": 2}, sizes=(*LONG, "115k", "115k, long")
+    "streaming_diloco", {"sync.num_fragments": 2}, sizes=("33k", "115k", "115k, long")
   ),
   "Decoupled as published, M = 4": Method("decoupled", TWELVE, sizes=(*LONG, "115k")),
   "Decoupled, Muon inside, M = 4": Method("decoupled", TWELVE | MUON, sizes=LONG),
@@ -221,6 +226,8 @@ METHODS: dict[str, Method] = {
   "12 kills, with fresh ones": kills("fresh"),
   "average, M = 8": variant(AVERAGE, 8, sizes=LONG),
   "average, M = 16": variant(AVERAGE, 16, sizes=LONG),
+  "average, twice the rate, M = 8": twice_the_rate(8),
+  "average, twice the rate, M = 16": twice_the_rate(16),
   "momentum begins again": idea(restart=16),
   "outer rate warms up": idea(warm_up=0.1),
   "outer rate by rho": idea(steady_step=0.2),
