@@ -24,6 +24,7 @@ from outer_gradients import Observer
 from virtual_training import Trainer
 
 from ddiloco.config import OuterConfig
+from ddiloco.core.delta import Merged
 from ddiloco.protocol.actions import Commit
 from ddiloco.protocol.states import FragmentState
 
@@ -42,11 +43,11 @@ class TriedMerger(Observer):
     self.ideas, self.recent = ideas, recent
     return self
 
-  def commit(self, what: Commit, state: FragmentState) -> np.ndarray:
+  def commit(self, what: Commit, state: FragmentState) -> Merged:
     whole, p = self._config, what.fragment
     self._config = dataclasses.replace(whole, outer=self._outer(whole.outer, what.progress))
     try:
-      weights = super().commit(what, state)
+      merged = super().commit(what, state)
     finally:
       self._config = whole
     new = self.committed[p]
@@ -56,7 +57,7 @@ class TriedMerger(Observer):
     if most := int(self.ideas.get("mean_of", 0)):
       values = self.recent.setdefault(p, collections.deque(maxlen=most))
       values.append(new.value.copy())
-    return weights
+    return merged
 
   def _outer(self, config: OuterConfig, progress: float) -> OuterConfig:
     factor, momentum = 1.0, config.momentum

@@ -19,7 +19,7 @@ import numpy as np
 
 from ddiloco.config import OuterConfig
 from ddiloco.core import codec, outer
-from ddiloco.core.delta import Committed, Merger
+from ddiloco.core.delta import Committed, Merged, Merger
 from ddiloco.protocol.actions import Commit
 from ddiloco.protocol.states import FragmentState
 
@@ -52,12 +52,12 @@ class Observer(Merger):
     self.seen, self._before = seen, {}
     return self
 
-  def commit(self, what: Commit, state: FragmentState) -> np.ndarray:
+  def commit(self, what: Commit, state: FragmentState) -> Merged:
     p = what.fragment
     old, size = self.committed[p], self.committed[p].value.size
     arrived = self._arrivals[p].pushes
     pushes = [codec.decode(arrived[m][0].payload, size, arrived[m][0].codec) for m in what.learners]
-    weights = super().commit(what, state)
+    found = super().commit(what, state)
     merged = merged_gradient(old, self.committed[p], outer.at(self._config.outer, what.progress))
     norms = [float(np.linalg.norm(push)) for push in pushes]
     self.seen.append(
@@ -71,7 +71,7 @@ class Observer(Merger):
       )
     )
     self._before[p] = merged
-    return weights
+    return found
 
 
 def merged_gradient(old: Committed, new: Committed, config: OuterConfig) -> np.ndarray:

@@ -281,6 +281,33 @@ class ReceivedPushes:
     return {m: passes.dot(each, mine) for m, each in self._samples.items()}
 
 
+@dataclasses.dataclass(frozen=True)
+class Merged:
+  """What a commit made of its pushes.
+
+  Attributes:
+    weights: f64 [M], the learners'.
+    length: of the merged outer gradient, over the mean of the pushes'; None if these are zero.
+    sample: f32, of the merged outer gradient, at the places of `Measured.sample`.
+    rho: its cosine with the one before it of this fragment; None where there is none to compare.
+  """
+
+  weights: np.ndarray
+  length: float | None = None
+  sample: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, np.float32))
+  rho: float | None = None
+
+  def after(self, before: Merged | None) -> Merged:
+    """This, beside what the commit before made."""
+    if before is None or self.sample.size < FEWEST_COMPARED:
+      return self
+    norms = [math.sqrt(passes.dot(each, each)) for each in (self.sample, before.sample)]
+    if not all(norms):
+      return self
+    cosine = passes.dot(self.sample, before.sample) / math.prod(norms)
+    return dataclasses.replace(self, rho=cosine)
+
+
 def commit(
   fragment: Fragment,
   old: Committed,
@@ -289,21 +316,24 @@ def commit(
   config: Config,
   share: Share = map,
   in_place: bool = False,
-) -> tuple[Committed, Encoded | None, np.ndarray]:
+) -> tuple[Committed, Encoded | None, Merged]:
   """The fragment after the outer step on the merged pushes of `what.learners`.
 
   In place, its vectors are written over the old ones; if it fails, neither means anything.
 
   Returns:
     (the new value; its state lacks the counters, which are the protocol's; the update as learners
-    get it, None if they get values whole; the learners' weights [M]).
+    get it, None if they get values whole; what the pushes were merged to).
   """
   chosen = [arrivals.pushes[m] for m in what.learners]
   weights = learner_weights(what, config)
   squares = np.stack([measured.squares for _, measured in chosen])
   directions = outer.Directions(fragment, squares, weights)
   total = passes.Sum(fragment, [push for push, _ in chosen], directions.units)
-  stretch = directions.stretch(passes.sum_squares(total, share))
+  summed = passes.sum_squares(total, share)
+  stretch = directions.stretch(summed)
+  long, each = math.sqrt(float(stretch**2 @ summed)), [measured.norm for _, measured in chosen]
+  sample = passes.merged_sample(total, stretch, outer.compared_pieces(fragment))
   optimizer = outer.at(config.outer, what.progress)
   momentum = outer.init(fragment.size, optimizer) if old.momentum is None else old.momentum
   before, name = Vectors(old.value, old.published_value, momentum), config.sync.publish_codec
@@ -314,7 +344,8 @@ def commit(
   new, update = passes.step(total, stretch, before, optimizer, name, share, after)
   state = FragmentState(fragment.index, what.version, last_round=what.round)
   committed = Committed(state, new.value, new.published_value, new.momentum, what.round)
-  return committed, update, weights
+  length = long * len(each) / sum(each) if any(each) else None
+  return committed, update, Merged(weights, length, sample)
 
 
 def _writable(vectors: Vectors) -> bool:
@@ -355,6 +386,7 @@ class Merger:
     self._fragments, self._config = fragments, config
     self._arrivals: dict[int, ReceivedPushes] = {}  # of the round under way
     self._update: dict[int, Encoded] = {}  # the newest
+    self._merged: dict[int, Merged] = {}  # the newest
     self._initial: dict[int, np.ndarray] = {}  # digests of the initial values that are made
     self._in_place = not store.outlives
     self._lent: set[int] = set()  # fragments whose vectors others may read
@@ -421,8 +453,8 @@ class Merger:
     """Forgets what has arrived in a round that ends without a commit."""
     self._arrivals.pop(fragment, None)
 
-  def commit(self, what: Commit, state: FragmentState) -> np.ndarray:
-    """Merges; from now on the fragment is what it makes, with this state. Returns the weights.
+  def commit(self, what: Commit, state: FragmentState) -> Merged:
+    """Merges; from now on the fragment is what it makes, with this state.
 
     A shard that alone has the vectors writes over them: fresh memory for a commit is as much as the
     fragment, and touching it takes longer than the arithmetic.
@@ -433,11 +465,12 @@ class Merger:
     self._update.pop(p, None)
     arrivals, fragment = self._arrivals.pop(p), self._fragments[p]
     old, config = self.committed[p], self._config
-    new, update, weights = commit(fragment, old, arrivals, what, config, self.share, in_place)
+    new, update, merged = commit(fragment, old, arrivals, what, config, self.share, in_place)
     self.committed[p] = dataclasses.replace(new, state=state)
     if update is not None:
       self._update[p] = update
-    return weights
+    self._merged[p] = merged.after(self._merged.get(p))
+    return self._merged[p]
 
   def install(self, what: InstallValue, state: FragmentState) -> None:
     """Takes a value that a learner gave back; the momentum stays that of an older round."""

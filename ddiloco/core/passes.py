@@ -168,32 +168,32 @@ def sample(fragment: Fragment, push: Encoded, compared: Sequence[int]) -> np.nda
   for chunk, runs in _sampled(fragment, tuple(compared)):
     decoded = np.empty(chunk.stop - chunk.start, np.float32)
     codec.decode_chunk(codec.part(push, fragment.size, chunk.start), push.codec, decoded)
-    values += [decoded[start:stop] for start, stop in runs]
+    values += [decoded[start:stop] for start, stop, _ in runs]
   return np.concatenate(values) if values else np.empty(0, np.float32)
 
 
 @functools.lru_cache(maxsize=256)
 def _sampled(
   fragment: Fragment, compared: tuple[int, ...]
-) -> list[tuple[Chunk, list[tuple[int, int]]]]:
+) -> list[tuple[Chunk, list[tuple[int, int, int]]]]:
   """All values of a small fragment; of a large one as many from each of 16 chunks, far apart."""
   found = []
   for segment in segments(fragment):
     for chunk in segment:
-      runs = [(start, stop) for start, stop, piece in chunk.runs.tolist() if piece in compared]
+      runs = [tuple(run) for run in chunk.runs.tolist() if run[2] in compared]
       if runs:
         found.append((chunk, runs))
-  if sum(stop - start for _, runs in found for start, stop in runs) <= SAMPLED:
+  if sum(stop - start for _, runs in found for start, stop, _ in runs) <= SAMPLED:
     return found
   spread = [found[i * len(found) // 16] for i in range(16)] if len(found) > 16 else found
   return [(chunk, _first(runs, SAMPLED // len(spread))) for chunk, runs in spread]
 
 
-def _first(runs: list[tuple[int, int]], count: int) -> list[tuple[int, int]]:
+def _first(runs: list[tuple[int, int, int]], count: int) -> list[tuple[int, int, int]]:
   kept = []
-  for start, stop in runs:
+  for start, stop, piece in runs:
     stop = min(stop, start + count)
-    kept.append((start, stop))
+    kept.append((start, stop, piece))
     count -= stop - start
     if not count:
       break
@@ -249,6 +249,16 @@ def sum_squares(total: Sum, share: Share = map) -> np.ndarray:
     add_squares(rows[0], chunk.runs, sums)
 
   return _summed(total.fragment, add, share)
+
+
+def merged_sample(total: Sum, stretch: np.ndarray, compared: Sequence[int]) -> np.ndarray:
+  """`stretch * total` at the places of `sample`; `stretch` f32 [pieces]."""
+  values = []
+  for chunk, runs in _sampled(total.fragment, tuple(compared)):
+    row, scratch = np.empty((2, chunk.stop - chunk.start), np.float32)
+    total.read(chunk, row, scratch)
+    values += [row[start:stop] * stretch[piece] for start, stop, piece in runs]
+  return np.concatenate(values) if values else np.empty(0, np.float32)
 
 
 def _add(

@@ -11,7 +11,14 @@ from typing import Any
 
 from ddiloco.config import SyncConfig
 from ddiloco.observe.eventlog import FLUSH_SECONDS
-from ddiloco.observe.islands import IslandState, Speed, finite_or, phase, role_name
+from ddiloco.observe.islands import (
+  OUTER_GRADIENTS,
+  IslandState,
+  Speed,
+  finite_or,
+  phase,
+  role_name,
+)
 from ddiloco.observe.run_state import RunState
 from ddiloco.observe.style import clock_time, island_colour
 from ddiloco.protocol.events import parse_role
@@ -60,7 +67,7 @@ def status(
     "heldout_loss": _number(run.heldout_loss),
     "heldout_measures": {n: _number(each) for n, each in run.heldout_measures.items()},
     "commits": run.commits,
-    "agreement": _number(run.agreement),
+    "outer_gradients": {name: _number(each) for name, each in run.outer_gradients.items()},
     "solo": (run.solo if state == "running" else "") or None,
     "merging": bool(run.num_shards or run.shards),
     "islands": islands,
@@ -237,10 +244,12 @@ def _metrics(status: Mapping[str, Any]) -> Iterator[Metric]:
     ("run_mfu_ratio", "gauge", "mfu", "Model FLOPs utilisation of the chips at work."),
     ("heldout_loss", "gauge", "heldout_loss", "Nats per token of the global model."),
     ("commits_total", "counter", "commits", "Rounds that were committed."),
-    ("agreement", "gauge", "agreement", "Mean cosine of two islands' updates, lately."),
     ("hangs_total", "counter", "hangs", "Times that a learner's loop hung."),
   ):
     yield name, kind, help_, [({}, status[key])]
+  for name, what in OUTER_GRADIENTS.items():
+    samples: list[Sample] = [({}, status["outer_gradients"][name])]
+    yield f"outer_gradient_{name}", "gauge", f"{what.capitalize()}, lately.", samples
   others: list[Sample] = [({"measure": n}, v) for n, v in status["heldout_measures"].items()]
   yield "heldout_measure", "gauge", "What else held-out data say of the global model.", others
   yield from _island_metrics(status["islands"])

@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ddiloco.config import SyncConfig
-from ddiloco.observe.islands import DOWN, IslandState, role_name
+from ddiloco.observe.islands import DOWN, OUTER_GRADIENTS, IslandState, role_name
 from ddiloco.protocol import events, rules
 from ddiloco.protocol.events import Event, Step, parse_role
 
@@ -221,7 +221,7 @@ class Curves:
   """What the page draws over time, and the report over tokens and time."""
 
   def __init__(self) -> None:
-    self.page = Series()  # over time: "loss M", "participation M", "commits S", "agreement"
+    self.page = Series()  # over time: "loss M", "participation M", "commits S", OUTER_GRADIENTS
     self.heldout: list[tuple[float, float]] = []  # (time, loss)
     self.loss = Series(LOSS_BINS, 1.0)  # over the tokens of all islands, by learner and life
     self.evaluations = Thinned(MOST_POINTS)  # (tokens merged, loss)
@@ -248,8 +248,9 @@ class Curves:
     """A commit of a run with these islands."""
     time, taking = event.time, event.participants
     self.page.add(f"commits {parse_role(event.role)[1]}", time)
-    if event.agreement is not None:
-      self.page.add("agreement", time, event.agreement)
+    for name in OUTER_GRADIENTS:
+      if (value := getattr(event, name)) is not None:
+        self.page.add(name, time, value)
     for m in islands:
       self.page.add(f"participation {m}", time, float(m in taking))
     kept = {"time": time, "participants": set(taking), "rejected": set(event.rejected)}

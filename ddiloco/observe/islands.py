@@ -16,6 +16,11 @@ from ddiloco.protocol import events
 from ddiloco.protocol.events import Event, Started, parse_role
 
 RECENT_COMMITS = 32  # over which the shown participation counts
+OUTER_GRADIENTS = {  # fields of a commit, and what they say
+  "agreement": "mean cosine of two islands' updates",
+  "rho": "mean cosine of a fragment's update with the one before",
+  "length": "length of the merged update over an island's",
+}
 STALL_STEPS = 10.0  # silent for so many of its own steps, and at least STALL_SECONDS: stalled
 STALL_SECONDS = 2.0
 FIRST_STEP_SECONDS = 60.0  # the first step compiles

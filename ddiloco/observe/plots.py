@@ -211,19 +211,24 @@ def participation_figure(run: RunState) -> Figure:
   rows.text(1.055, 0.0, "share of all commits", **place)
   rows.set_xlim(0, run.time)
   _share_bars(shares, learners, run.curves.weights)
-  _agreement_line(agreement, run.curves.page)
+  _cosine_lines(agreement, run.curves.page)
   return figure
 
 
-def _agreement_line(axes: Axes, curves: Series) -> None:
-  """The mean cosine of two islands' updates over time."""
-  means = curves.means("agreement")
-  known = [(i, value) for i, value in enumerate(means) if value is not None]
-  if not known:
+def _cosine_lines(axes: Axes, curves: Series) -> None:
+  """The mean cosines of updates over time: of two islands', and of a fragment's next two."""
+  lines = ("agreement", "of two islands'", GLOBAL_MODEL), ("rho", "with the one before", MUTED)
+  drawn = 0
+  for name, label, color in lines:
+    known = [(i, value) for i, value in enumerate(curves.means(name)) if value is not None]
+    if known:
+      bins, values = np.array(known, float).T
+      axes.plot((bins + 0.5) * curves.width_seconds, values, color=color, lw=1.4, label=label)
+      drawn += 1
+  if not drawn:
     say_empty(axes, "no commit had two updates that could be compared")
     return
-  bins, values = np.array(known, float).T
-  axes.plot((bins + 0.5) * curves.width_seconds, values, color=GLOBAL_MODEL, lw=1.4)
+  axes.legend(loc="upper right", ncols=2, frameon=False)
   axes.axhline(0.0, color=MUTED, lw=0.8)
   axes.set_ylabel("cosine of\ntwo updates")
   axes.set_xlabel("seconds since the run started")

@@ -15,7 +15,7 @@ from typing import Any
 
 from ddiloco.observe.eventlog import stream_events
 from ddiloco.observe.goodput import Goodput
-from ddiloco.observe.islands import PHASES, Speed
+from ddiloco.observe.islands import OUTER_GRADIENTS, PHASES, Speed
 from ddiloco.observe.run_state import RunState
 from ddiloco.observe.style import clock_time, compact, loss_text, plain
 from ddiloco.protocol.events import Event, Fault, Restart, RunStarted, Snapshot, finite
@@ -53,7 +53,7 @@ def numbers(run: RunState) -> dict[str, Any]:
     "trained_tokens": sum(island.tokens for island in run.islands.values()),
     "commits": run.commits,
     "participation": {str(m): _participation(run, m) for m in sorted(run.islands)},
-    "agreement": _number(run.agreement),
+    "outer_gradients": {name: _number(each) for name, each in run.outer_gradients.items()},
     "rejected_updates": run.rejected,
     "bytes_sent": sent,
     "bytes_received": received,
@@ -228,6 +228,7 @@ def _draw(folder: Path, run: RunState, extra: Mapping[str, Any]) -> None:
 
 def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
   """(what, value with its unit) for the page; what the run does not have is left out."""
+  gradients = summary.get("outer_gradients", {})
   rows = [
     ("held-out loss, untrained", _loss(summary.get("loss_untrained"))),
     ("held-out loss, merged model", _loss(_first(summary, "loss_merged", "heldout_loss_last"))),
@@ -240,7 +241,10 @@ def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     ("tokens merged", _tokens(summary)),
     ("commits", _with(summary.get("commits"), str)),
     ("commits that repeated one island alone", str(summary.get("solo_rounds") or "")),
-    ("mean cosine of two updates, at last", _with(summary.get("agreement"), lambda c: f"{c:.2f}")),
+    *(
+      (f"{what}, at last", _with(gradients.get(name), lambda c: f"{c:.2f}"))
+      for name, what in OUTER_GRADIENTS.items()
+    ),
     ("updates rejected", _with(summary.get("rejected_updates"), str)),
     ("faults and restarts", f"{summary.get('faults', 0)} and {summary.get('restarts', 0)}"),
     (

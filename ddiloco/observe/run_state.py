@@ -18,6 +18,7 @@ from ddiloco.observe.guards import warn
 from ddiloco.observe.history import Curves, Heat, Rounds, TrafficTotals
 from ddiloco.observe.islands import (
   DOWN,
+  OUTER_GRADIENTS,
   RECENT_COMMITS,
   IslandState,
   LogEvent,
@@ -68,7 +69,7 @@ class RunState:
     self.first_loss = self.heldout_loss = math.nan  # held-out, the first and the newest
     self.heldout_measures: dict[str, float] = {}  # what else the newest evaluation says
     self.lone: deque[int] = deque()  # by recent commit, the only learner in it; -1: several
-    self._agreements: deque[float] = deque(maxlen=RECENT_COMMITS)
+    self._gradients = {name: deque[float](maxlen=RECENT_COMMITS) for name in OUTER_GRADIENTS}
     self.log_events: deque[LogEvent] = deque(maxlen=RECENT_LOG_EVENTS)
     self.num_log_events = 0  # ever
     self.first_step_time = math.nan
@@ -121,9 +122,11 @@ class RunState:
     return min(1.0, self.tokens_done / self.total_tokens) if self.total_tokens else 0.0
 
   @property
-  def agreement(self) -> float:
-    """Mean cosine of two islands' updates in the recent commits; NaN where there are none."""
-    return statistics.fmean(self._agreements) if self._agreements else math.nan
+  def outer_gradients(self) -> dict[str, float]:
+    """The means of `OUTER_GRADIENTS` over the recent commits; NaN where there are none."""
+    return {
+      name: statistics.fmean(each) if each else math.nan for name, each in self._gradients.items()
+    }
 
   @property
   def solo(self) -> str:
@@ -383,8 +386,9 @@ class RunState:
     for m in event.opposing.keys() - event.rejected.keys():
       self._note(event, f"update of island {m} points against all others'", "bad")
     self.curves.add_commit(event, self.islands)
-    if event.agreement is not None:
-      self._agreements.append(event.agreement)
+    for name, each in self._gradients.items():
+      if (value := getattr(event, name)) is not None:
+        each.append(value)
     solo = self.solo
     self.solo_rounds += len(taking) == 1 and bool(solo)
     if solo and not before:

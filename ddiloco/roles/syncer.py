@@ -15,13 +15,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from ddiloco.chaos import Faults
 from ddiloco.checkpoint.buddy import Replication, Sealer
 from ddiloco.checkpoint.restore import syncer_part
 from ddiloco.config import Config
-from ddiloco.core.delta import Committed, FragmentStore
+from ddiloco.core.delta import Committed, FragmentStore, Merged
 from ddiloco.core.fragments import Plan
 from ddiloco.network.transport import Delivery, learner_address
 from ddiloco.observe.guards import warn
@@ -314,24 +313,29 @@ class Syncer:
 
   def _commit(self, what: Commit, state: FragmentState) -> Job:
     started = self.time.now()
-    weights = self.merger.commit(what, state)
+    merged = self.merger.commit(what, state)
     self._digest(what.fragment)
     self._drag(self.time.now() - started)
     yield None
     seconds = self.time.now() - started
-    self._then(functools.partial(self._merged, what, weights, seconds))
+    self._then(functools.partial(self._merged, what, merged, seconds))
 
-  def _merged(self, what: Commit, weights: np.ndarray, seconds: float) -> Loop[None]:
+  def _merged(self, what: Commit, merged: Merged, seconds: float) -> Loop[None]:
     """Stored and in the log before any other role hears of it."""
     p = what.fragment
     self.store.save(self.committed[p])
-    participants = {m: round(float(w), 6) for m, w in zip(what.learners, weights)}
+    participants = {m: round(float(w), 6) for m, w in zip(what.learners, merged.weights)}
     step_tokens = tuple(self.config.tokens_per_step(m) for m in what.learners)
     first = self._at_work[p].pop(0)
     assert isinstance(first, events.Commit), "its line in the log comes first"
     self.recorder.record(
       msgspec.structs.replace(
-        first, participants=participants, step_tokens=step_tokens, merge_seconds=seconds
+        first,
+        participants=participants,
+        step_tokens=step_tokens,
+        length=None if merged.length is None else round(merged.length, 4),
+        rho=None if merged.rho is None else round(merged.rho, 4),
+        merge_seconds=seconds,
       )
     )
     self._announce(p)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ddiloco.checkpoint.buddy import Copies, Replication
 from ddiloco.core import codec
 from ddiloco.core.codec import Encoded
-from ddiloco.core.delta import Committed, Deltas, FragmentStore, Merger, learner_weights
+from ddiloco.core.delta import Committed, Deltas, FragmentStore, Merged, Merger, learner_weights
 from ddiloco.core.fragments import Fragment, Piece, Plan
 from ddiloco.protocol.actions import Accept, Commit, InstallValue, Received
 from ddiloco.protocol.messages import INITIAL, NOTHING, Publish, Push, Replica, Value
@@ -191,7 +191,7 @@ class SizedMerger(Merger):
   def abandon(self, fragment: int) -> None:
     pass
 
-  def commit(self, what: Commit, state: FragmentState) -> Any:
+  def commit(self, what: Commit, state: FragmentState) -> Merged:
     p = what.fragment
     self._world.spend(self._world.merge_seconds(p, len(what.learners)))
     self._set(p, state, what.round)
@@ -199,7 +199,7 @@ class SizedMerger(Merger):
     if name != "f32":
       size = self._fragments[p].size
       self._update[p] = Encoded(name, cast(Any, Sized(codec.payload_bytes(size, name))))
-    return learner_weights(what, self._config)
+    return Merged(learner_weights(what, self._config))
 
   def install(self, what: InstallValue, state: FragmentState) -> None:
     self._update.pop(what.fragment, None)

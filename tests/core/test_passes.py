@@ -228,6 +228,21 @@ def test_the_sample_is_of_the_same_places_and_not_long():
   assert ours.min() >= CHUNK + 301 and ours.max() < 18 * CHUNK + 301
 
 
+@pytest.mark.parametrize("kernels", [True, False])
+def test_the_merged_sample_is_of_the_same_places(compiled, kernels):
+  compiled(kernels)
+  fragment, compared = fragment_of(*LONG, average=[1]), [0, 3, 5]
+  pushes = encoded(randoms(3, fragment.size), "int4")
+  total = Sum(fragment, pushes, np.full((3, len(LONG)), 0.5, np.float32))
+  stretch = np.arange(len(LONG), dtype=np.float32)
+  found = passes.merged_sample(total, stretch, compared)
+  longer = np.concatenate([np.full(n, c, np.float32) for n, c in zip(LONG, stretch)])
+  whole = sum(np.float32(0.5) * codec.decode(p.payload, fragment.size, "int4") for p in pushes)
+  places = Encoded("f32", codec.encode(np.arange(fragment.size, dtype=np.float32), "f32"))
+  at = passes.sample(fragment, places, compared).astype(int)  # exact below 2**24
+  np.testing.assert_array_equal(found, (longer * whole)[at])
+
+
 def test_momentum_is_what_published_steps_say():
   """The shard keeps the momentum of its formula; whoever sees only published values has it too."""
   fragment = fragment_of(1000)

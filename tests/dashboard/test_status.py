@@ -23,7 +23,7 @@ def test_it_says_what_the_summary_says(run_events):
   found, summary = status(run_events), summarise(run_events)
   for ours, theirs in (
     ("name", "name"), ("commits", "commits"), ("total_tokens", "total_tokens"),
-    ("tokens_done", "merged_tokens"), ("agreement", "agreement"),
+    ("tokens_done", "merged_tokens"), ("outer_gradients", "outer_gradients"),
   ):  # fmt: skip
     assert found[ours] == summary[theirs], ours
   assert found["heldout_loss"] == pytest.approx(summary["heldout_loss_last"], abs=1e-4)

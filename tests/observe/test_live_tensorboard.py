@@ -53,7 +53,9 @@ def test_scalars_of_a_commit_and_an_evaluation(make):
     "sync/grace_seconds": 0.02,
     "sync/merge_seconds": 0.004,
   }
-  assert scalars(make.changed(commit, agreement=0.25))[1] == {**values, "sync/agreement": 0.25}
+  known = make.changed(commit, agreement=0.25, rho=0.5, length=0.98)
+  more = {"sync/agreement": 0.25, "sync/rho": 0.5, "sync/length": 0.98}
+  assert scalars(known)[1] == values | more
   evaluation = make.event(1.0, "evaluator", "evaluation", merged_tokens=5000, loss=1.5)
   assert scalars(evaluation) == (5000, {"heldout/loss": 1.5})
   assert scalars(make.event(1.0, "engine", "restart", target="learner-1")) == (0, {})

@@ -69,9 +69,9 @@ function figures(status) {
     [
       "Participation",
       percent(mean(shares)),
-      status.agreement === null
+      status.outer_gradients.agreement === null
         ? "of the latest commits"
-        : `of commits; cosine of updates ${cosine(status.agreement)}`,
+        : `of commits; updates: ${gradients(status.outer_gradients)}`,
     ],
     ["Sent", bytes(sent), over ? `${plural(status.commits, "commit")}` : `${bytes(rate)}/s now`],
   ];
@@ -80,6 +80,15 @@ function figures(status) {
       html("div", null, html("dt", null, name), html("dd", null, value), html("dd", null, more)),
     ),
   );
+}
+
+// What the islands' updates have in common.
+function gradients(found) {
+  const names = { agreement: "cosine", rho: "rho", length: "length merged" };
+  return Object.entries(names)
+    .filter(([name]) => found[name] !== null)
+    .map(([name, said]) => `${said} ${cosine(found[name])}`)
+    .join(", ");
 }
 
 // What else the model measures, in the place of the loss's unit.

@@ -1,0 +1,61 @@
+"""What a commit says of its pushes: how long the merged one is, and where it points."""
+
+import numpy as np
+import pytest
+
+from ddiloco.config import from_dict
+from ddiloco.core import delta
+from ddiloco.core.delta import MemoryStore, Merger
+from ddiloco.protocol.actions import Accept, Commit
+from ddiloco.protocol.messages import Push
+from ddiloco.protocol.states import FragmentState
+from tests.core.test_outer_merge import exact, fragment_of, randoms
+
+SIZE = 9000
+CONFIG = from_dict({"sync": {"num_fragments": 1, "num_shards": 1}})
+
+
+def merged(merger, round, pushes):
+  """What the commit of these outer gradients says."""
+  for m, each in enumerate(pushes):
+    push = Push(m, 0, 0, round, round, 1, 1, round, 0, round, "f32", exact(each).payload)
+    received = merger.take_in(push, 0.0)
+    merger.accept(Accept(0, round, m, received.content))
+  count = len(pushes)
+  what = Commit(0, round, round + 1, tuple(range(count)), (1,) * count, (1,) * count, 0.0)
+  return merger.commit(what, FragmentState(0, round + 1, last_round=round))
+
+
+@pytest.fixture
+def merger():
+  fragment, store = fragment_of(SIZE - 100, 100, average=[1]), MemoryStore()
+  store.save(delta.new_fragment(fragment, np.zeros(fragment.size, np.float32)))
+  return Merger({0: fragment}, store, CONFIG)
+
+
+def cosine(a, b):
+  return a @ b / np.linalg.norm(a) / np.linalg.norm(b)
+
+
+def test_length_and_rho_are_those_of_the_merged_gradients(merger):
+  """Of equally long pushes RDA's direction is the average's; so both are found by hand."""
+  first, second = randoms(4, SIZE, seed=1), randoms(4, SIZE, seed=2)
+  second[0] = first[0]  # something in common with the commit before
+  for pushes in (first, second):
+    for each in pushes:
+      each[:-100] /= np.linalg.norm(each[:-100])
+      each[-100:] = 0
+  found = [merged(merger, n, pushes) for n, pushes in enumerate((first, second))]
+  np.testing.assert_allclose(found[0].weights, 0.25)
+  assert [each.length for each in found] == pytest.approx([1, 1], abs=1e-5)
+  assert found[0].rho is None, "there is none before it"
+  directions = [sum(pushes)[:-100].astype(float) for pushes in (first, second)]
+  assert found[1].rho == pytest.approx(cosine(*directions), abs=1e-5)
+
+
+def test_a_commit_of_zeros_has_no_direction(merger):
+  zeros = [np.zeros(SIZE, np.float32)] * 2
+  some = list(randoms(2, SIZE, seed=3))
+  assert merged(merger, 0, zeros).length is None
+  assert merged(merger, 1, some).rho is None
+  assert merged(merger, 2, zeros).rho is None
