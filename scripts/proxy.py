@@ -31,9 +31,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-# --- One direction of a link, and the connections that share it: what `link.py` is made of
-# A `Lane` gives its flows turns at one token bucket and then delays what it let through. A `Flow`
-# is one direction of one connection: read here, through the lane, written there, with bounded
+# --- One direction of a link, and the connections that share it: what a `Link` is made of
+# A `ShapedLink` gives its flows turns at one token bucket and delays what it let through. A `Flow`
+# is one direction of one connection: read here, through that link, written there, with bounded
 # buffers between. A `Connection` is two flows and their two sockets. All run on one asyncio loop.
 
 PACKET_BYTES = 1500  # at least so much of one connection goes out at a time,

@@ -58,7 +58,7 @@ class ModelConfig:
   With `custom` the model is the user's own, and the other fields mean what it makes of them.
   """
 
-  custom: str = ""  # FILE.py:NAME or PACKAGE.MODULE:NAME of a function: ModelConfig -> models.Model
+  custom: str = ""  # FILE.py:NAME or PACKAGE.MODULE:NAME of a function: ModelConfig -> Model
   options: Mapping[str, Any] = _options()  # for `custom`
   vocab_size: int = 256  # at least the tokenizer's; bytes need 256
   num_layers: int = 4
@@ -114,7 +114,7 @@ class DataConfig:
   the run's budget (`run.total_tokens`): 1 for images.
   """
 
-  custom: str = ""  # names a function: DataConfig -> training.data.Source
+  custom: str = ""  # names a function: DataConfig -> Source
   options: Mapping[str, Any] = _options()  # for `custom`
   # stdlib: this Python's own library; text: files by glob; tokens; synthetic.
   source: str = "stdlib"

@@ -1,6 +1,6 @@
 """The outer optimization of one fragment: the merge of the learners' deltas, then one SGD step.
 
-delta = global - local. Whose counts how much (`token_weights`, `bounded_shares`), and how they are
+delta = base - local. Whose counts how much (`token_weights`, `bounded_shares`), and how they are
 merged: Radial-Directional Averaging, "Decoupled DiLoCo", per piece, with phi(x) = x / |x| and
 phi(0) = 0:
 
@@ -23,8 +23,8 @@ DiLoCo (2311.08105) uses Nesterov 0.7/0.9, Streaming DiLoCo (2501.18512) 0.4/0.9
 the step is learning_rate * merged and no state exists at all.
 
 Over the last `decay_share` of the run's tokens the learning rate falls in a straight line to
-`final_share` of itself (`at`). With momentum 0.8 steps go five times as far as pushes say that
-point one way. The others are noise in the newest value, which only smaller steps take out.
+`final_share` of itself (`at`). With momentum 0.8, pushes that keep pointing one way are taken five
+times as far. All others are noise in the newest value, which only smaller steps take out.
 
 The momentum that is kept is the one that the published step tells, the same formula solved for m:
 

@@ -1,6 +1,6 @@
 """The engine of virtual time: no arrays, no devices, no waiting; the same events and judges.
 
-And how fast this machine merges, which virtual shards and the planner are told.
+It also measures how fast this machine merges: virtual shards and the planner are told.
 """
 
 from __future__ import annotations

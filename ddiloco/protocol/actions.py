@@ -2,8 +2,10 @@
 
 A role's behaviour is a reducer `(state, event) -> (state, actions)` without I/O, clocks, threads or
 arrays: `protocol.learner.learner_on` and `protocol.syncer.syncer_on`. Time arrives inside events,
-payloads are opaque, and the runtime performs the actions in order. Real threads, real processes,
-the virtual-time simulator, the property tests and replay all drive these same two functions.
+payloads are opaque, and the role performs the actions in order (`ddiloco/roles`). Threads,
+processes, virtual time and the property tests all drive these same two functions.
+
+These events are no lines of a log: those are in `events.py`, and a reducer returns them as actions.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class Tick:
 
 @dataclasses.dataclass(frozen=True)
 class Received:
-  """A message arrived. Of a payload that a shard has to judge, its runtime adds what it found.
+  """A message arrived. Of a payload that a shard has to judge, its role adds what it found.
 
   A shard only takes it in: it decides at the next `Tick`, when it has taken in all there is.
   """
@@ -107,7 +109,7 @@ SyncerEvent = Tick | Received | Resumed | Saved
 
 @dataclasses.dataclass(frozen=True)
 class Send:
-  """Send to a peer, a shard's or learner's number. The runtime adds a publish's payload."""
+  """Send to a peer, a shard's or learner's number. The role adds a publish's payload."""
 
   to: int
   message: Message

@@ -350,7 +350,7 @@ def waiting_for(state: LearnerState, sync: SyncConfig) -> str:
 
 
 def reports(state: LearnerState, sync: SyncConfig) -> list[LearnerAction]:
-  """What the runtime sends at the end of every step boundary, and as a sign of life."""
+  """What the role sends at the end of every step boundary, and as a sign of life."""
   sends: list[LearnerAction] = []
   owned: list[list[tuple[int, LearnerFragment]]] = [[] for _ in state.shards]
   for p, f in enumerate(state.fragments):
@@ -544,7 +544,7 @@ def _answer_pulls(state: LearnerState) -> LearnerOutcome:
         global_step=state.global_step,
         snapshot=state.snapshot,
         count=mine,
-        codec="",  # the runtime's business, like the payload
+        codec="",  # the role's business, like the payload
       )
       state = set_fragment(state, p, pull=None, outstanding=Outstanding(push, state.step))
       actions.append(CopyOut(push))

@@ -169,7 +169,7 @@ def on_donate(state: LearnerState, donate: ProvideMoments) -> LearnerOutcome:
     fragment=donate.fragment,
     donation=state.donations,
     global_step=state.global_step,
-    count=0,  # the runtime's business, like the payload
+    count=0,  # the role's business, like the payload
   )
   return state, [SendMoments(donate.shard, moments)]
 

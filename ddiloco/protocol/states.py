@@ -431,7 +431,7 @@ def newest(state: SyncerState, i: int) -> Publish:
     snapshot=state.snapshot,
     count=state.vector_clock[shard_key(state.shard)],
     seal="",
-    codec="",  # the runtime's business, like the payload; `MADE`: the value may be left out
+    codec="",  # the role's business, like the payload; `MADE`: the value may be left out
   )
 
 
