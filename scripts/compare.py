@@ -25,6 +25,7 @@ Every run that has ended is a line of WORKDIR/runs.jsonl and is not run again. W
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 from collections.abc import Iterable, Iterator
@@ -33,7 +34,8 @@ from typing import TYPE_CHECKING, Any
 
 import common
 from common import spread
-from compared import METHODS, QUICK, QUICK_ROWS, SIZES, Comparison, Runs
+from compared import BATCHES, METHODS, QUICK, QUICK_ROWS, SIZES, Comparison, Runs
+from outer_gradients import PARTS
 
 from ddiloco import environment
 from ddiloco.observe.style import MUTED, PALETTE
@@ -71,6 +73,36 @@ def table(comparisons: Iterable[Comparison]) -> Iterator[str]:
     for row, found in rows.items():
       if found:
         yield line(comparison, row, found)
+    yield ""
+    yield from by_batch(comparison)
+
+
+def by_batch(comparison: Comparison) -> Iterator[str]:
+  """What two islands' updates have in common, at the batches that the tuning has tried.
+
+  Of cosine c, a share c of an update's square is common to all, the signal, and 1 - c is not.
+  """
+  lines = []
+  for row, method in METHODS.items():
+    point = comparison.point(row)
+    if point is None or method.how != "exchange" or method.of:
+      continue
+    ratios: dict[int, float] = {}
+    for batch in BATCHES:
+      found = comparison.run(row, dataclasses.replace(point, batch=batch, factor=1.0), 0)
+      late = [c for c in found["course"]["cosine"][PARTS // 2 :] if c is not None] if found else []
+      if late:
+        cosine = statistics.mean(late)
+        ratios[batch // method.learners] = cosine / (1 - cosine)
+    if len(ratios) == 2:
+      (few, less), (many, more) = sorted(ratios.items())
+      lines.append(f"| {row} | {few}: {less:.2f} | {many}: {more:.2f} | {more / less:.2f} |")
+  if lines:
+    yield "Signal over noise of updates in the second half of runs, by an island's batch (seed 0):"
+    yield ""
+    yield "| row | sequences: signal over noise | with twice as many | times |"
+    yield "|---|---|---|---|"
+    yield from lines
     yield ""
 
 

@@ -170,7 +170,7 @@ TEXT_AND_IMAGES = "data-parallel, text and images"  # other data: no loss to com
 METHODS: dict[str, Method] = {
   "data-parallel": Method("data_parallel", how="together", sizes=ALL),
   "data-parallel, Muon": Method(
-    "data_parallel", MUON, how="together", sizes=(*LONG, "115k", "115k, long", "250k, long")
+    "data_parallel", MUON, how="together", sizes=(*LONG, "115k", "115k, long")
   ),
   "data-parallel, MoE": Method("data_parallel", MOE, how="together", sizes=LONG),
   TEXT_AND_IMAGES: Method(
