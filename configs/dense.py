@@ -6,10 +6,13 @@ Command:   ddiloco train --config=configs/dense.py:1m --workdir=runs/dense-1m --
              --config.data.path='data/*.bin' --config.data.tokenizer=sentencepiece:tokenizer.model
 Hardware:  100k, 1m: a laptop. 10m: one accelerator an island. From 100m: an island is a slice as
            in TOPOLOGIES; `ddiloco compile --config=configs/dense.py:12b` says what it takes there.
-Time:      not run: no preset has been trained to its end yet.
+Time:      100k: some two minutes of a core in virtual time. The others have not been trained to
+           their end: 1m takes hours of two cores, 10m an accelerator, the rest slices of TPUs.
 Data:      100k, 1m, 10m: this Python's standard library, as bytes. From 100m: token files.
-Expected:  not measured for these presets. "Decoupled DiLoCo" reports dense 2B, 5B and 9B models on
-           26B, 72B and 141B tokens on par with data-parallel; those token counts are used here.
+Numbers:   100k: held-out loss 5.18 +- 0.12 untrained, 1.274 +- 0.008 at the end (virtual time,
+           three seeds: scripts/expected_loss.py). The others: not measured. "Decoupled DiLoCo"
+           reports dense 2B, 5B and 9B models on 26B, 72B and 141B tokens on par with data-parallel;
+           those token counts are used here. Smaller ones: docs/results.md, "The algorithms".
 
 Learning rates and batches are common practice for the size. From 100m on the protocol has the
 paper's settings: 8 learners, 24 fragments, each synced every 24 steps, 2 syncs in flight.

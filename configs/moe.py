@@ -5,11 +5,15 @@ Command:   ddiloco train --config=configs/moe.py:tiny --workdir=runs/moe-tiny --
            ddiloco train --config=configs/moe.py:2.8b --workdir=runs/moe-2.8b \
              --config.data.path='data/*.bin' --config.data.tokenizer=sentencepiece:tokenizer.model
 Hardware:  tiny: a laptop. 2.8b, 3.8b: a TPU slice an island.
-Time:      not run: no preset has been trained to its end yet.
+Time:      tiny: 14 minutes of a core in virtual time, beside other work. The others have not been
+           trained to their end: they take slices of TPUs.
 Data:      tiny: this Python's standard library, as bytes. 2.8b, 3.8b: token files.
-Expected:  not measured for these presets. "Decoupled DiLoCo" reports text/vision scores of
-           68.4/54.9 and 68.4/55.1 for mixtures with 2.8B and 3.8B active parameters. Their expert
-           counts are not known to us; 16 experts, 2 a token, are our choice.
+Numbers:   tiny: held-out loss 5.29 +- 0.16 untrained, 1.185 +- 0.004 at the end (virtual time,
+           three seeds: scripts/expected_loss.py), where the default's dense model of as many active
+           parameters has 1.195 +- 0.004. The others: not measured. "Decoupled DiLoCo" reports
+           text/vision scores of 68.4/54.9 and 68.4/55.1 for mixtures with 2.8B and 3.8B active
+           parameters. Their expert counts are not known to us; 16 experts, 2 a token, are our
+           choice.
 
 Load balance is computed inside each learner; learners never exchange router statistics.
 """
