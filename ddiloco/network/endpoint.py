@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import os
 import resource
 import secrets
@@ -72,6 +73,7 @@ class NetworkEndpoint(InboxEndpoint):
     super().__init__(address, run.run_id, run.plan_id)
     self.incarnation = incarnation
     self.buffers = BufferPool()
+    self.numbers = itertools.count()  # of messages with payload, to all peers
     self.fenced = ""  # why this endpoint may not speak any more; "" if it may
     self.broken = ""  # why it cannot, whoever else there is; "" if it can
     # (least incarnation that may come after the newer one, seconds since that was heard);

@@ -93,7 +93,7 @@ class Control:
 class Bulk:
   """A message with payload. Every stream carries its part of the payload after such a frame."""
 
-  number: Count  # counts the sender's messages with payload to this peer
+  number: Count  # grows from message to message of one session, also over meetings
   total: Count  # bytes of the whole payload
   header: Header
 

@@ -57,6 +57,11 @@ def test_a_key_that_is_no_longer_listed_is_cut_off_while_its_connection_is_open(
   shard, learner, other = (net.connect(a) for a in (SYNCER, "learner-0", "learner-1"))
   learner.send(SYNCER, says.hello(0, 0))
   assert shard.receive(SECONDS)
+  value = np.zeros(100, np.uint8)
+  publish = says.publish(0, 0, 0, 0, 1, 1, -1, 0, 0, (), (), "f32", value)
+  for _ in range(3):
+    shard.send("learner-0", publish)
+    assert learner.receive(SECONDS)
   file = file_of(net, "learner-0")
   kept = file.read_text()
   if how == "removed":
@@ -76,6 +81,8 @@ def test_a_key_that_is_no_longer_listed_is_cut_off_while_its_connection_is_open(
   file.write_text(kept)
   net.wait_up(learner, SYNCER)
   assert shard.receive(SECONDS)[0] == "learner-0", "what it had to say, it says when it may again"
+  shard.send("learner-0", publish)
+  assert learner.receive(SECONDS), "the shard has met it anew, and it has not"
 
 
 def test_a_folder_of_keys_that_is_away_for_a_moment_cuts_nobody_off(net):
