@@ -261,7 +261,8 @@ class NetworkEndpoint(InboxEndpoint):
       crowded = self._inbox.crowded(peer.address)
       wire.rest(crowded)
       peer.heard_at = now if crowded else peer.heard_at  # it waits for us
-      if peer.state == "up" and now - peer.beat_at >= BEAT_SECONDS:
+      # Who speaks and does not read is told nothing more: that would wait here for ever.
+      if peer.state == "up" and now - peer.beat_at >= BEAT_SECONDS and not wire.behind:
         peer.beat_at = now
         wire.say(frames.Beat())
         count, reason = peer.take_untold()

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -188,6 +189,12 @@ def test_a_peer_that_does_not_read_costs_no_memory_for_ever():
       peer.sendall(frames.encode(frames.Beat()))  # and is not silent
     net.wait_until(lambda: shard.counters.undelivered > 300)
     assert shard.counters.undelivered > 300
+    told, member = threading.Event(), shard._accepted["learner-0"]
+    for seconds in range(20):  # of signs of life
+      shard._control.call(shard._look_after, member, time.monotonic() + seconds)
+    shard._control.call(told.set)
+    assert told.wait(SECONDS)
+    assert len(member.control.wire._own) <= 2
   net.close()
 
 
