@@ -136,6 +136,8 @@ class NetworkEndpoint(InboxEndpoint):
     self._control.call(self._tick_soon)
     for thread in self._threads:
       ended(thread.thread, linger_seconds + 5.0)
+    if self._door and not self._control.thread.is_alive():
+      self._door.close()  # which a thread that has failed has not done
 
   def links(self) -> dict[str, dict[str, Any]]:
     """For people: every far end's state, reason, seconds since it was heard, and how many messages
@@ -218,6 +220,8 @@ class NetworkEndpoint(InboxEndpoint):
   def _failed(self, error: Exception) -> None:
     self.broken = self.broken or f"its network thread failed: {error!r}"
     self._inbox.close()  # the role must not go on unheard
+    for thread in self._threads:  # nor the others: the one that ends them may be gone
+      thread.stop()
 
   # --- the thread for control ---------------------------------------------------------------------
 
@@ -504,7 +508,11 @@ class Door(frames.Owner):
   def open(self, thread: IoThread) -> None:
     """Its connections belong to this thread, at first."""
     self._thread = thread
-    thread.loop.add_reader(self._listener, self._on_comers)
+    self._listen()
+
+  def _listen(self) -> None:
+    if self._listener.fileno() >= 0:
+      self._thread.loop.add_reader(self._listener, self._on_comers)
 
   def close(self) -> None:
     """Accepts no more connections."""
@@ -517,7 +525,11 @@ class Door(frames.Owner):
     for _ in range(COMERS_A_TURN):
       try:
         connected, _ = self._listener.accept()
-      except OSError:  # no more are there, or no descriptor is left
+      except BlockingIOError:  # no more are there
+        break
+      except OSError:  # no descriptor is left: who waits would wake us again and again
+        self._thread.loop.remove_reader(self._listener)
+        self._thread.loop.call_later(TEND_SECONDS, self._listen)
         break
       try:
         wire = FrameSocket(connected, self, self._keys.context() if self._keys else None)

@@ -323,6 +323,11 @@ def test_an_endpoint_whose_thread_has_failed_says_why_and_is_not_fenced(net):
   net.wait_until(lambda: learner.broken)
   assert learner.broken == "its network thread failed: ValueError('no cable')"
   assert not learner.fenced and learner.outnumbered == (0, 0)
+  shard = net.open("syncer-0", 0)
+  shard._control.call(fail)
+  net.wait_until(lambda: not any(each.thread.is_alive() for each in shard._threads))
+  shard.close()
+  net.open("syncer-0", 1)  # the port is free
 
 
 def test_a_goodbye_is_still_delivered_by_close(net):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import shutil
 import signal
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -270,6 +272,41 @@ def test_connections_of_nobody_are_cut_off_after_a_while_and_when_they_are_too_m
   door.cut_off(STRANGER_SECONDS + 1)
   assert list(door._strangers) == [newer] and counters.refused == 29
   assert not hasattr(idlers[10], "closed") and all(i.closed for i in idlers[11:])
+
+
+class Loop:
+  """Only says what it would do."""
+
+  def __init__(self):
+    self.readers, self.later = [], []
+
+  def add_reader(self, file, function):
+    self.readers.append(file)
+
+  def remove_reader(self, file):
+    self.readers.remove(file)
+
+  def call_later(self, seconds, function):
+    self.later.append(function)
+
+
+def test_who_waits_while_no_descriptor_is_left_does_not_keep_the_thread_busy():
+  door = Door("tcp://127.0.0.1:0", None, Counters(), lambda wire, frame: False)
+  listener, loop = door._listener, Loop()
+
+  def accept():
+    raise OSError(errno.EMFILE, "Too many open files")
+
+  door._listener = types.SimpleNamespace(fileno=listener.fileno, accept=accept)
+  door.open(types.SimpleNamespace(loop=loop))
+  door._on_comers()
+  assert not loop.readers and len(loop.later) == 1
+  loop.later.pop()()
+  assert loop.readers == [door._listener], "a moment later it looks again"
+  listener.close()
+  door._on_comers()
+  loop.later.pop()()
+  assert not loop.readers, "it was closed meanwhile"
 
 
 RAISES = """
