@@ -274,7 +274,8 @@ class NetworkEndpoint(InboxEndpoint):
           wire.say(frames.Dropped(count, reason))
     if peer.url and not (self.fenced or self.broken):
       for channel in peer.channels if peer.state == "up" else [peer.control]:
-        self._reach(peer, channel, now)
+        if self._stop_at is None or len(channel):  # who ends comes back for what waits alone
+          self._reach(peer, channel, now)
 
   def _look_at_keys(self, keys: Keys) -> None:
     """Who has another key now is cut off, or dialed with that: the one before may be stolen."""
