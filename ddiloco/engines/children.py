@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from importlib.machinery import ModuleSpec
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -331,13 +332,27 @@ def spawn_forked(command: list[str], log: Path) -> Forked:
 
 def _start(process: BaseProcess) -> None:
   """Also when the server was killed a moment ago: another one is begun once it is a zombie."""
-  with _server_unheard():
+  why: Exception | None = None
+  with _server_unheard(), _main_unsaid():
     for _ in range(100):
       try:
         return process.start()
-      except (ConnectionError, EOFError):
+      except (ConnectionError, EOFError) as error:
+        why = error
         time.sleep(0.02)
-    process.start()
+  raise OSError("what forks the roles ends again and again: no memory, or no process?") from why
+
+
+@contextlib.contextmanager
+def _main_unsaid() -> Iterator[None]:
+  """A process that is started meanwhile does not run our main program once more: Python's way to
+  find the functions in it, of which no role has any, and a script may train when it is run."""
+  main = sys.modules["__main__"]
+  before, main.__spec__ = main.__spec__, ModuleSpec("__main__", None)
+  try:
+    yield
+  finally:
+    main.__spec__ = before
 
 
 class Forked:
@@ -374,6 +389,8 @@ def _become(
   signal.signal(signal.SIGINT, signal.default_int_handler)
   signal.signal(signal.SIGTERM, signal.SIG_DFL)
   signal.pthread_sigmask(signal.SIG_UNBLOCK, _UNHEARD)
+  multiprocessing.current_process().daemon = False  # else it could start none of its own,
+  multiprocessing.set_start_method(None, force=True)  # which start as they do everywhere else
   environment.take_over(variables)
   os.chdir(folder)
   _take_streams(log, stdin)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import os
 import resource
 import secrets
@@ -72,6 +73,7 @@ class NetworkEndpoint(InboxEndpoint):
     super().__init__(address, run.run_id, run.plan_id)
     self.incarnation = incarnation
     self.buffers = BufferPool()
+    self.numbers = itertools.count()  # of messages with payload, to all peers
     self.fenced = ""  # why this endpoint may not speak any more; "" if it may
     self.broken = ""  # why it cannot, whoever else there is; "" if it can
     # (least incarnation that may come after the newer one, seconds since that was heard);
@@ -134,6 +136,8 @@ class NetworkEndpoint(InboxEndpoint):
     self._control.call(self._tick_soon)
     for thread in self._threads:
       ended(thread.thread, linger_seconds + 5.0)
+    if self._door and not self._control.thread.is_alive():
+      self._door.close()  # which a thread that has failed has not done
 
   def links(self) -> dict[str, dict[str, Any]]:
     """For people: every far end's state, reason, seconds since it was heard, and how many messages
@@ -216,6 +220,8 @@ class NetworkEndpoint(InboxEndpoint):
   def _failed(self, error: Exception) -> None:
     self.broken = self.broken or f"its network thread failed: {error!r}"
     self._inbox.close()  # the role must not go on unheard
+    for thread in self._threads:  # nor the others: the one that ends them may be gone
+      thread.stop()
 
   # --- the thread for control ---------------------------------------------------------------------
 
@@ -259,7 +265,8 @@ class NetworkEndpoint(InboxEndpoint):
       crowded = self._inbox.crowded(peer.address)
       wire.rest(crowded)
       peer.heard_at = now if crowded else peer.heard_at  # it waits for us
-      if peer.state == "up" and now - peer.beat_at >= BEAT_SECONDS:
+      # Who speaks and does not read is told nothing more: that would wait here for ever.
+      if peer.state == "up" and now - peer.beat_at >= BEAT_SECONDS and not wire.behind:
         peer.beat_at = now
         wire.say(frames.Beat())
         count, reason = peer.take_untold()
@@ -267,7 +274,8 @@ class NetworkEndpoint(InboxEndpoint):
           wire.say(frames.Dropped(count, reason))
     if peer.url and not (self.fenced or self.broken):
       for channel in peer.channels if peer.state == "up" else [peer.control]:
-        self._reach(peer, channel, now)
+        if self._stop_at is None or len(channel):  # who ends comes back for what waits alone
+          self._reach(peer, channel, now)
 
   def _look_at_keys(self, keys: Keys) -> None:
     """Who has another key now is cut off, or dialed with that: the one before may be stolen."""
@@ -501,7 +509,11 @@ class Door(frames.Owner):
   def open(self, thread: IoThread) -> None:
     """Its connections belong to this thread, at first."""
     self._thread = thread
-    thread.loop.add_reader(self._listener, self._on_comers)
+    self._listen()
+
+  def _listen(self) -> None:
+    if self._listener.fileno() >= 0:
+      self._thread.loop.add_reader(self._listener, self._on_comers)
 
   def close(self) -> None:
     """Accepts no more connections."""
@@ -514,7 +526,11 @@ class Door(frames.Owner):
     for _ in range(COMERS_A_TURN):
       try:
         connected, _ = self._listener.accept()
-      except OSError:  # no more are there, or no descriptor is left
+      except BlockingIOError:  # no more are there
+        break
+      except OSError:  # no descriptor is left: who waits would wake us again and again
+        self._thread.loop.remove_reader(self._listener)
+        self._thread.loop.call_later(TEND_SECONDS, self._listen)
         break
       try:
         wire = FrameSocket(connected, self, self._keys.context() if self._keys else None)

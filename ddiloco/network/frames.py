@@ -93,7 +93,7 @@ class Control:
 class Bulk:
   """A message with payload. Every stream carries its part of the payload after such a frame."""
 
-  number: Count  # counts the sender's messages with payload to this peer
+  number: Count  # grows from message to message of one session, also over meetings
   total: Count  # bytes of the whole payload
   header: Header
 
@@ -290,9 +290,16 @@ class FrameSocket:
     self.wake()
 
   def say(self, frame: Frame) -> None:
-    """Sends a frame of the connection itself, before what the owner has."""
-    self._own.append(encode(frame))
-    self.wake()
+    """Sends a frame of the connection itself, before what the owner has; not once it leaves: that
+    would break a connection whose far end has not seen the end yet."""
+    if not self._leaves:
+      self._own.append(encode(frame))
+      self.wake()
+
+  @property
+  def behind(self) -> bool:
+    """Whether a frame of its own still waits for the kernel."""
+    return bool(self._own)
 
   def leave(self) -> None:
     """Ends the connection when all is sent. What comes until then is read and forgotten: closing

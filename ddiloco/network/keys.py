@@ -257,7 +257,9 @@ class Keys:
     try:
       return _parse(path)[0] != certificate
     except ConfigError:
-      return path.parent.is_dir() and not path.exists()
+      with contextlib.suppress(OSError):  # a stale handle, no permission
+        return path.parent.is_dir() and not path.exists()
+      return False
 
   def context(self) -> ssl.SSLContext:
     """To accept connections with: takes every listed key; `owner` says whose one is. OSError: a

@@ -204,16 +204,18 @@ class Channel(frames.Owner):
       return self.leaving
 
   def room(self, wire: FrameSocket, frame: Bulk, size: int) -> memoryview | None:
-    incoming = self.peer.incoming
+    incoming = self.peer.incoming  # first: the next session's comes after this wire has gone
+    if self.wire is not wire:
+      raise Forget
     if self.number == CONTROL or incoming is None:
       raise MalformedMessage("a fragment on a connection that is not for fragments")
     return incoming.room(self.number, frame, size, wire)
 
   def arrived(self, wire: FrameSocket, frame: frames.Frame) -> None:
+    incoming = self.peer.incoming  # first, as above
     if self.wire is not wire:
       return
     self.peer.heard_at = time.monotonic()
-    incoming = self.peer.incoming
     if self.number == CONTROL:
       self.peer.caretaker.on_frame(self.peer, wire, frame)
     elif not isinstance(frame, Bulk) or incoming is None:
@@ -264,7 +266,6 @@ class Peer:
     self.channels = [self.control, *self.bulk]
     self.drops = (0, "")  # messages of ours that the peer says it has dropped, and why
     self._untold = (0, "")  # messages of the peer that we have dropped and not said so yet
-    self._numbers = 0  # messages with payload so far
 
   def post_control(self, header: bytes) -> int:
     """Queues a message; returns how many older ones had to go for it."""
@@ -283,8 +284,7 @@ class Peer:
       if full or max(map(len, self.bulk)) >= MAX_QUEUED:
         return False
       self.queued_bytes += len(payload)
-      frame = Bulk(self._numbers, len(payload), header)
-      self._numbers += 1
+      frame = Bulk(next(self.caretaker.numbers), len(payload), header)
       for channel in self.bulk:
         part = payload[frames.part(channel.number, len(self.bulk), len(payload))]
         channel.waiting.append(Parcel(frames.encode(frame, len(part)), part))
@@ -404,7 +404,7 @@ class Incoming:
   """What is arriving from one peer, in one session: payloads are put together from their parts.
 
   Parts come in order over each stream. So messages are whole in order, and a message is lost that
-  lacks the part of a stream which is past it.
+  lacks the part of a stream which is past it: it takes no room from those that can be whole.
 
   Args:
     streams: connections over which parts come.
@@ -422,6 +422,7 @@ class Incoming:
     self._lock = threading.Lock()
     self._untaken = 0  # messages that are whole
     self._assemblies: dict[int, _Assembly] = {}  # by number
+    self._newest = [-1] * streams  # number that each was given room for
     self._full: set[FrameSocket] = set()  # connections that wait for room
 
   def room(self, stream: int, frame: Bulk, size: int, wire: FrameSocket) -> memoryview | None:
@@ -438,19 +439,23 @@ class Incoming:
       self._drop_lost(stream, frame.number)
       assembly = self._assemblies.get(frame.number)
       if assembly is None:
+        if any(number > frame.number for number in self._newest):
+          raise Forget  # another stream is past it: so it is lost
         if not self._has_room(frame):
           self._full.add(wire)
           return None
-        assembly = _Assembly(frame.header, None, set(range(self._streams)))
+        assembly = _Assembly(b"", None, set(range(self._streams)))
         self._assemblies[frame.number] = assembly
         try:
           assembly.payload = self._let_in(frame)
         except MalformedMessage:
           self._passed(stream, frame.number, assembly)
           raise
+        assembly.header = frame.header
         self.bytes += assembly.size
       elif assembly.payload is not None and frame.total != len(assembly.payload):
         raise MalformedMessage(f"{frame.total} bytes in all, or {len(assembly.payload)}?")
+      self._newest[stream] = max(self._newest[stream], frame.number)
       if assembly.payload is None:
         self._passed(stream, frame.number, assembly)
         raise Forget

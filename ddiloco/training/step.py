@@ -96,6 +96,7 @@ def _muon(inner: InnerConfig, axes: Mapping[str, Axes]) -> optax.GradientTransfo
     learning_rate=-1.0,  # of the gradient's own sign, as `scale_by_adam` is
     adam_b1=inner.b1,
     adam_b2=inner.b2,
+    eps=inner.epsilon,
     consistent_rms=MUON_RMS,
     muon_weight_dimension_numbers=matrices,
   )

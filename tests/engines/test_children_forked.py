@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import textwrap
+import types
 from multiprocessing import forkserver as server
 from pathlib import Path
 
@@ -68,6 +69,40 @@ def test_what_is_imported_need_not_be_imported_again(start):
   """)
   assert process.wait() == 0
   assert log.read_text().split() == ["True", "True", "False"]
+
+
+def test_the_script_that_starts_it_does_not_run_once_more_in_it(start, tmp_path, monkeypatch):
+  script = types.ModuleType("__main__")
+  script.__file__ = str(tmp_path / "script.py")
+  (tmp_path / "script.py").write_text("raise SystemExit('the script runs once more')")
+  monkeypatch.setitem(sys.modules, "__main__", script)
+  process, log = start("print(__name__)")
+  assert process.wait() == 0
+  assert log.read_text() == "__main__\n"
+  assert script.__spec__ is None
+
+
+def test_it_may_have_processes_of_its_own(start):
+  """A user's data may be loaded by some."""
+  process, log = start("""
+    import multiprocessing
+    print(multiprocessing.get_start_method(allow_none=True), flush=True)
+    child = multiprocessing.get_context("fork").Process(target=print, args=("its own",))
+    child.start()
+    child.join()
+  """)
+  assert process.wait() == 0
+  assert log.read_text() == "None\nits own\n"
+
+
+def test_a_server_that_never_comes_up_is_an_os_error(monkeypatch):
+  class Process:
+    def start(self):
+      raise EOFError("unexpected EOF")
+
+  monkeypatch.setattr(children.time, "sleep", lambda seconds: None)
+  with pytest.raises(OSError, match="no memory"):
+    children._start(Process())
 
 
 def test_it_is_told_by_the_end_of_its_input(start):

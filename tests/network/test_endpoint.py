@@ -323,6 +323,11 @@ def test_an_endpoint_whose_thread_has_failed_says_why_and_is_not_fenced(net):
   net.wait_until(lambda: learner.broken)
   assert learner.broken == "its network thread failed: ValueError('no cable')"
   assert not learner.fenced and learner.outnumbered == (0, 0)
+  shard = net.open("syncer-0", 0)
+  shard._control.call(fail)
+  net.wait_until(lambda: not any(each.thread.is_alive() for each in shard._threads))
+  shard.close()
+  net.open("syncer-0", 1)  # the port is free
 
 
 def test_a_goodbye_is_still_delivered_by_close(net):
@@ -330,6 +335,28 @@ def test_a_goodbye_is_still_delivered_by_close(net):
   learner.send("syncer-0", Goodbye(0, 0))
   learner.close()
   assert shard.receive(SECONDS)[:2] == ("learner-0", Goodbye(0, 0))
+
+
+def test_who_ends_does_not_come_back_while_another_far_end_lets_it_wait(net):
+  shard, learner = net.open("syncer-0", 0), net.open("learner-0", 0)
+  greetings, let_in = [], shard._door._let_in
+
+  def noted(wire, frame):
+    greetings.append(frame)
+    return let_in(wire, frame)
+
+  shard._door._let_in = noted
+  with socket.create_server(("127.0.0.1", 0)) as listener:
+    learner.dial("syncer-0", net.url("syncer-0"))
+    learner.dial("syncer-1", f"tcp://127.0.0.1:{listener.getsockname()[1]}")
+    slow = listener.accept()[0]
+    slow.sendall(frames.encode(frames.Greeting("run", "plan", "syncer-1", 0, b"a" * 8, 2)))
+    for peer in ("syncer-0", "syncer-1"):
+      net.wait_up(learner, peer)
+    net.wait_until(lambda: len(greetings) == 1 + QUICK.streams)
+    learner.close(linger_seconds=1.0)
+    slow.close()
+  assert len(greetings) == 1 + QUICK.streams
 
 
 def test_garbage_changes_nothing(net):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import shutil
 import signal
@@ -11,6 +12,8 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +60,11 @@ def test_a_key_that_is_no_longer_listed_is_cut_off_while_its_connection_is_open(
   shard, learner, other = (net.connect(a) for a in (SYNCER, "learner-0", "learner-1"))
   learner.send(SYNCER, says.hello(0, 0))
   assert shard.receive(SECONDS)
+  value = np.zeros(100, np.uint8)
+  publish = says.publish(0, 0, 0, 0, 1, 1, -1, 0, 0, (), (), "f32", value)
+  for _ in range(3):
+    shard.send("learner-0", publish)
+    assert learner.receive(SECONDS)
   file = file_of(net, "learner-0")
   kept = file.read_text()
   if how == "removed":
@@ -76,6 +84,8 @@ def test_a_key_that_is_no_longer_listed_is_cut_off_while_its_connection_is_open(
   file.write_text(kept)
   net.wait_up(learner, SYNCER)
   assert shard.receive(SECONDS)[0] == "learner-0", "what it had to say, it says when it may again"
+  shard.send("learner-0", publish)
+  assert learner.receive(SECONDS), "the shard has met it anew, and it has not"
 
 
 def test_a_folder_of_keys_that_is_away_for_a_moment_cuts_nobody_off(net):
@@ -181,6 +191,12 @@ def test_a_peer_that_does_not_read_costs_no_memory_for_ever():
       peer.sendall(frames.encode(frames.Beat()))  # and is not silent
     net.wait_until(lambda: shard.counters.undelivered > 300)
     assert shard.counters.undelivered > 300
+    told, member = threading.Event(), shard._accepted["learner-0"]
+    for seconds in range(20):  # of signs of life
+      shard._control.call(shard._look_after, member, time.monotonic() + seconds)
+    shard._control.call(told.set)
+    assert told.wait(SECONDS)
+    assert len(member.control.wire._own) <= 2
   net.close()
 
 
@@ -256,6 +272,41 @@ def test_connections_of_nobody_are_cut_off_after_a_while_and_when_they_are_too_m
   door.cut_off(STRANGER_SECONDS + 1)
   assert list(door._strangers) == [newer] and counters.refused == 29
   assert not hasattr(idlers[10], "closed") and all(i.closed for i in idlers[11:])
+
+
+class Loop:
+  """Only says what it would do."""
+
+  def __init__(self):
+    self.readers, self.later = [], []
+
+  def add_reader(self, file, function):
+    self.readers.append(file)
+
+  def remove_reader(self, file):
+    self.readers.remove(file)
+
+  def call_later(self, seconds, function):
+    self.later.append(function)
+
+
+def test_who_waits_while_no_descriptor_is_left_does_not_keep_the_thread_busy():
+  door = Door("tcp://127.0.0.1:0", None, Counters(), lambda wire, frame: False)
+  listener, loop = door._listener, Loop()
+
+  def accept():
+    raise OSError(errno.EMFILE, "Too many open files")
+
+  door._listener = types.SimpleNamespace(fileno=listener.fileno, accept=accept)
+  door.open(types.SimpleNamespace(loop=loop))
+  door._on_comers()
+  assert not loop.readers and len(loop.later) == 1
+  loop.later.pop()()
+  assert loop.readers == [door._listener], "a moment later it looks again"
+  listener.close()
+  door._on_comers()
+  loop.later.pop()()
+  assert not loop.readers, "it was closed meanwhile"
 
 
 RAISES = """

@@ -444,3 +444,19 @@ def test_what_is_no_address_is_refused(folder, url):
   for mine in (None, Keys.load(folder, "learner-0")):
     with pytest.raises(ConfigError, match=r"--syncers = .*must be tcp://HOST:PORT.*Fix: "):
       require_keys(url, mine, "--syncers")
+
+
+def test_a_folder_with_a_stale_handle_withdraws_nothing(folder, monkeypatch):
+  mine = Keys.load(folder, "syncer-0")
+  learner = keys.read(public_file(folder, "learner-0"))[0]
+  assert not mine.withdrawn("learner-0", learner)
+
+  def stale(path, *arguments, **options):
+    raise OSError(errno.ESTALE, "Stale file handle")
+
+  with monkeypatch.context() as patch:
+    for name in ("read_bytes", "is_dir", "exists"):
+      patch.setattr(keys.Path, name, stale)
+    assert not mine.withdrawn("learner-0", learner)
+  public_file(folder, "learner-0").unlink()
+  assert mine.withdrawn("learner-0", learner)

@@ -1,13 +1,21 @@
 """Parts of payloads may be lost with a connection; messages arrive whole, once, in order."""
 
 import gc
+import types
 
 import numpy as np
 import pytest
 
 from ddiloco.network import frames
 from ddiloco.network.frames import Forget
-from ddiloco.network.peers import KEPT_SECONDS, LEAST_KEPT_BYTES, BufferPool, Incoming, RunIdentity
+from ddiloco.network.peers import (
+  KEPT_SECONDS,
+  LEAST_KEPT_BYTES,
+  BufferPool,
+  Incoming,
+  Peer,
+  RunIdentity,
+)
 from ddiloco.protocol.messages import MalformedMessage
 
 RUN = RunIdentity("run", "plan", max_payload_bytes=1000, queue_bytes=1500)
@@ -88,6 +96,31 @@ def test_a_lost_message_makes_room_for_those_that_wait():
   assert part(box, 0, 1, 900, wire) == "no room"
   assert part(box, 1, 1, 900) is None, "stream 1 has lost its part of 0"
   assert wire.woken == 1 and part(box, 0, 1, 900)
+
+
+def test_what_another_stream_is_past_takes_no_room_from_what_can_be_whole():
+  """Stream 0 lost its part of 0 with a connection, and is ahead by all the room there is."""
+  box = incoming(run=RunIdentity("run", "plan", 1000, queue_bytes=250))
+  assert part(box, 0, 1) is part(box, 0, 2) is None
+  with pytest.raises(Forget):
+    part(box, 1, 0)
+  assert part(box, 1, 1)[1][0] == 1 and part(box, 1, 2)[1][0] == 2
+
+
+def test_headers_that_are_not_let_in_take_no_memory():
+  box = incoming()
+  with pytest.raises(MalformedMessage):
+    part(box, 0, 0, header=b"bad")
+  assert [each.header for each in box._assemblies.values()] == [b""]
+
+
+def test_a_connection_of_the_session_before_says_nothing_to_this_one():
+  peer = Peer("syncer-0", RUN, 1, types.SimpleNamespace(buffers=BufferPool()), url="tcp://there")
+  peer.meet(frames.Greeting("run", "plan", "syncer-0", 1, b"session1", 1))
+  before, now = Wire(), Wire()
+  peer.bulk[0].wire = now
+  with pytest.raises(Forget):
+    peer.bulk[0].room(before, frames.Bulk(0, 100, b"h"), 100)
 
 
 @pytest.mark.parametrize(

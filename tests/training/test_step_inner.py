@@ -106,6 +106,11 @@ def test_muon_turns_matrices_and_steps_as_adam_where_there_are_none():
     updates["table"], -np.sign(grads["table"]) * (1 + 0.09 / 0.19), rtol=1e-3
   )
 
+  large = dataclasses.replace(config, epsilon=1e6)
+  transform = step.optimizer(large, axes)
+  updates, _ = jax.jit(transform.update)(grads, transform.init(params), params)
+  assert np.abs(updates["table"]).max() < 1e-4, "Adam's epsilon is the config's"
+
 
 def test_muon_without_a_hidden_matrix_is_refused():
   with pytest.raises(ConfigError, match=r"^inner.optimizer = 'muon'.*logical_axes.*Fix"):
