@@ -15,6 +15,12 @@ def last_line(script: str, picture: Path) -> dict:
   return found
 
 
+def test_the_picture_of_a_round_is_of_one_that_waited(tmp_path):
+  picture = tmp_path / "round.png"
+  found = commands.result("round_picture.py", f"--picture={picture}", seconds=100)
+  assert picture.stat().st_size > 10_000 and 1 < found["seconds"] < 6
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_only_lock_step_waits_for_slow_islands(tmp_path):
