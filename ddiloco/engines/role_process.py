@@ -310,7 +310,8 @@ class RoleRunner:
     return self._stop.wait(seconds)
 
   def say(self, text: str) -> None:
-    """One line on the terminal of this process, if it has one."""
+    """One line on the terminal of this process, if it has one; a peer may have said parts of it."""
+    text = "".join(c if c.isprintable() else " " for c in text)
     say(f"[{clock_time(time.time() - self.started)}] {self.address}: {text}")
 
   def speed(self) -> str:
