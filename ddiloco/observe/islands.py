@@ -20,6 +20,7 @@ OUTER_GRADIENTS = {  # fields of a commit, and what they say
   "agreement": "mean cosine of two islands' updates",
   "rho": "mean cosine of a fragment's update with the one before",
   "length": "length of the merged update over an island's",
+  "staleness": "most inner steps that an update is from its base",
 }
 STALL_STEPS = 10.0  # silent for so many of its own steps, and at least STALL_SECONDS: stalled
 STALL_SECONDS = 2.0

@@ -242,7 +242,7 @@ def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     ("commits", _with(summary.get("commits"), str)),
     ("commits that repeated one island alone", str(summary.get("solo_rounds") or "")),
     *(
-      (f"{what}, at last", _with(gradients.get(name), lambda c: f"{c:.2f}"))
+      (f"{what}, at last", _with(gradients.get(name), lambda c: f"{c:.3g}"))
       for name, what in OUTER_GRADIENTS.items()
     ),
     ("updates rejected", _with(summary.get("rejected_updates"), str)),

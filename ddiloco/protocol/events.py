@@ -330,6 +330,7 @@ class Commit(Event, frozen=True, kw_only=True):
   rejected: dict[int, str] = {}  # by learner, why
   opposing: dict[int, float] = {}  # by learner, the cosine with the others' sum
   agreement: float | None = None  # mean cosine of two of these pushes, of a sample of their values
+  staleness: int | None = None  # the most inner steps that one of these pushes is from its base
   length: float | None = None  # of the merged outer gradient, over the mean of the pushes'
   rho: float | None = None  # its cosine with the one before it of this fragment, of such a sample
   missing: dict[int, str] = {}  # by learner, why it is not in the round

@@ -329,6 +329,7 @@ def _commit(
     rejected=dict(rejected),
     opposing={m: round(cosine, 4) for m, cosine in opposing.items()},
     agreement=None if agreement is None else round(agreement, 4),
+    staleness=max(p.steps for p in pushes),
     missing=_missing(state, i, current),
     reason=current.reason,
     tokens=sum(tokens),

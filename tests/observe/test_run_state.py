@@ -104,16 +104,16 @@ def test_participation_counts_the_recent_commits(make):
   assert math.isnan(_fold([make.run_started()]).islands[0].participation)
 
 
-@pytest.mark.parametrize("name", ["agreement", "rho", "length"])
+@pytest.mark.parametrize("name", ["agreement", "rho", "length", "staleness"])
 def test_outer_gradients_are_means_of_the_recent_commits_that_could_compare(make, name):
   run = RunState()
   assert math.isnan(run.outer_gradients[name])
   for number in range(RECENT_COMMITS + 10):
-    run.add(make.commit(float(number), **{name: 0.9 if number < 10 else 0.25}))
+    run.add(make.commit(float(number), **{name: 9 if number < 10 else 2}))
   run.add(make.commit(99.0, participants={0: 1.0}))
-  assert run.outer_gradients[name] == 0.25
+  assert run.outer_gradients[name] == 2
   curve = run.curves.page.means(name)
-  assert curve[0] == 0.9 and curve[-1] == 0.25
+  assert curve[0] == 9 and curve[-1] == 2
 
 
 def test_learner_numbers_may_be_text_as_json_makes_them(make):

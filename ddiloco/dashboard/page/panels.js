@@ -69,9 +69,9 @@ function figures(status) {
     [
       "Participation",
       percent(mean(shares)),
-      status.outer_gradients.agreement === null
+      status.outer_gradients.staleness === null
         ? "of the latest commits"
-        : `of commits; updates: ${gradients(status.outer_gradients)}`,
+        : `of commits; updates ${gradients(status.outer_gradients)}`,
     ],
     ["Sent", bytes(sent), over ? `${plural(status.commits, "commit")}` : `${bytes(rate)}/s now`],
   ];
@@ -85,10 +85,11 @@ function figures(status) {
 // What the islands' updates have in common.
 function gradients(found) {
   const names = { agreement: "cosine", rho: "rho", length: "length merged" };
-  return Object.entries(names)
+  const steps = found.staleness === null ? [] : [`of up to ${Math.round(found.staleness)} steps`];
+  const said = Object.entries(names)
     .filter(([name]) => found[name] !== null)
-    .map(([name, said]) => `${said} ${cosine(found[name])}`)
-    .join(", ");
+    .map(([name, text]) => `${text} ${cosine(found[name])}`);
+  return [...steps, ...said].join(", ");
 }
 
 // What else the model measures, in the place of the loss's unit.
