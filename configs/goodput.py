@@ -9,7 +9,7 @@ Algorithm: the defaults; a short sync period, so that a kill takes little with i
            least half a second, of which a core is busy for a few hundredths: islands behave as if
            each had a device of its own. Kills are as frequent as makes data-parallel from
            checkpoints about as good as it is in the paper at 1.2 million chips (27 %).
-Numbers:   docs/results.md, "Goodput under kills".
+Numbers:   docs/results.md, "Goodput under kills". It is about time: no loss is looked at.
 """
 
 from __future__ import annotations
