@@ -107,14 +107,21 @@ def check_versions_grow(world: World) -> None:
   """What anybody has seen of a fragment is never made again, and nobody goes back.
 
   A shard may die with a commit in its log that has not reached its buddy: nobody has that version,
-  and the next life makes it anew.
+  and the next life makes it anew. So it is where a life that was stopped goes on beside the next
+  one: it may merge what had reached its machine before it hears that it may not speak any more.
   """
+  lives: dict[str, int] = {}  # by shard, the newest
   applied: dict[tuple, int] = {}
   reached: dict[int, int] = {}  # by fragment, the newest version that a learner has
   both = [*world.find("commit"), *world.find("apply")]
   for event in sorted(both, key=lambda event: event.time):
     p, version = event.fragment, event.version
     if event.kind == "commit":
+      lives[event.role] = newest = max(event.incarnation, lives.get(event.role, 0))
+      if event.incarnation < newest:
+        heard = any(world.find("apply", fragment=p, round=event.round))
+        assert not heard, "a learner has what a life merged that was over"
+        continue
       assert version > reached.get(p, 0), f"fragment {p} goes back from {reached[p]} to {version}"
       continue
     key = event.role, event.incarnation, p

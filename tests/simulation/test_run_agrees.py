@@ -23,6 +23,7 @@ FAULTS = [
   fault("join", "learner-3", 120, seconds=-1),
 ]
 ONLY_REAL = {  # what a virtual run has no part in
+  "commit": {"agreement", "length", "rho"},
   "saved": {"arrays", "bytes"},
   "step": {"loss", "grad_norm", "learning_rate", "rate_scale"},
 }
