@@ -228,7 +228,7 @@ def _cosine_lines(axes: Axes, curves: Series) -> None:
   if not drawn:
     say_empty(axes, "no commit had two updates that could be compared")
     return
-  axes.legend(loc="upper right", ncols=2, frameon=False)
+  axes.legend(loc="lower right", bbox_to_anchor=(1.0, 0.96), ncols=2, frameon=False)
   axes.axhline(0.0, color=MUTED, lw=0.8)
   axes.set_ylabel("cosine of\ntwo updates")
   axes.set_xlabel("seconds since the run started")

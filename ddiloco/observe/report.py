@@ -178,7 +178,8 @@ PICTURES = {  # file: (title, caption)
     "Above, one tick per commit: tall and coloured if the island took part, short and grey if it "
     "did not, a cross if its update was rejected; at the right its share of all commits. Below, "
     "the islands' weights in the merge, and the mean cosine of two islands' updates: what both "
-    "have learned, against the noise of their batches.",
+    "have learned, against the noise of their batches. Grey: of a fragment's update with the one "
+    "before, which outer momentum adds up.",
   ),
   "traffic.png": (
     "Traffic",
