@@ -59,14 +59,13 @@ class Observer(Merger):
     pushes = [codec.decode(arrived[m][0].payload, size, arrived[m][0].codec) for m in what.learners]
     found = super().commit(what, state)
     merged = merged_gradient(old, self.committed[p], outer.at(self._config.outer, what.progress))
-    norms = [float(np.linalg.norm(push)) for push in pushes]
     self.seen.append(
       Seen(
         fragment=p,
         pushes=len(pushes),
         steps=statistics.mean(what.steps),
         cosine=mean_cosine(pushes),
-        length=float(np.linalg.norm(merged)) / statistics.mean(norms) if any(norms) else None,
+        length=found.length,
         rho=cosine(merged, self._before[p]) if p in self._before else None,
       )
     )

@@ -20,7 +20,7 @@ import common
 from ddiloco.config import Config, from_dict
 from ddiloco.observe.style import FAINT, GLOBAL_MODEL, MUTED, island_colour
 from ddiloco.protocol import events
-from ddiloco.protocol.events import Event
+from ddiloco.protocol.events import Event, parse_role
 from ddiloco.simulation.run import Speeds, VirtualRun
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def draw(axes: Axes, run: Sequence[Event], commit: events.Commit, islands: int) 
   for step in of(run, events.Step):
     start, stop = step.time - step.seconds - began, step.time - began
     if step.role.startswith("learner-") and start < end + 1 and stop > -1.2:
-      row = int(step.role.rpartition("-")[2])
+      row = parse_role(step.role)[1]
       axes.barh(row, stop - start, left=start, height=0.5, color=FAINT, edgecolor="white", lw=2)
   decided = commit.quorum_seconds + commit.grace_seconds
   for left, width, color, text, side in (
@@ -101,7 +101,7 @@ def draw(axes: Axes, run: Sequence[Event], commit: events.Commit, islands: int) 
   axes.text(decided + 0.06, shard + 0.12, "commit", va="center", size=10)
   pushed = {push.role: push.time - began for push in of(run, events.Push, commit)}
   for event in of(run, events.CopyOut, commit):
-    row, at = int(event.role.rpartition("-")[2]), event.time - began
+    row, at = parse_role(event.role)[1], event.time - began
     axes.annotate(
       "",
       (pushed[event.role] + LATENCY + PUSH_SECONDS, shard - 0.25),
@@ -110,7 +110,7 @@ def draw(axes: Axes, run: Sequence[Event], commit: events.Commit, islands: int) 
     )
     axes.plot(at, row, "o", color=island_colour(row), ms=9)
   for stage in of(run, events.Stage, commit):
-    row, at = int(stage.role.rpartition("-")[2]), stage.time - began
+    row, at = parse_role(stage.role)[1], stage.time - began
     axes.annotate(
       "",
       (at, row),
@@ -119,7 +119,7 @@ def draw(axes: Axes, run: Sequence[Event], commit: events.Commit, islands: int) 
     )
     axes.plot(at, row, "D", mfc="white", mec=island_colour(row), mew=1.8, ms=8)
   for apply in applies:
-    row, at = int(apply.role.rpartition("-")[2]), apply.time - began
+    row, at = parse_role(apply.role)[1], apply.time - began
     axes.plot(at, row, "D", color=island_colour(row), ms=9)
   return end
 

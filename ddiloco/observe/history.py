@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ddiloco.config import SyncConfig
-from ddiloco.observe.islands import DOWN, OUTER_GRADIENTS, IslandState, role_name
+from ddiloco.observe.islands import DOWN, IslandState, outer_gradients, role_name
 from ddiloco.protocol import events, rules
 from ddiloco.protocol.events import Event, Step, parse_role
 
@@ -248,9 +248,8 @@ class Curves:
     """A commit of a run with these islands."""
     time, taking = event.time, event.participants
     self.page.add(f"commits {parse_role(event.role)[1]}", time)
-    for name in OUTER_GRADIENTS:
-      if (value := getattr(event, name)) is not None:
-        self.page.add(name, time, value)
+    for name, value in outer_gradients(event).items():
+      self.page.add(name, time, value)
     for m in islands:
       self.page.add(f"participation {m}", time, float(m in taking))
     kept = {"time": time, "participants": set(taking), "rejected": set(event.rejected)}

@@ -22,6 +22,14 @@ OUTER_GRADIENTS = {  # fields of a commit, and what they say
   "length": "length of the merged update over an island's",
   "staleness": "most inner steps that an update is from its base",
 }
+
+
+def outer_gradients(commit: events.Commit) -> dict[str, float]:
+  """Those of `OUTER_GRADIENTS` that this commit can tell."""
+  found = {name: getattr(commit, name) for name in OUTER_GRADIENTS}
+  return {name: value for name, value in found.items() if value is not None}
+
+
 STALL_STEPS = 10.0  # silent for so many of its own steps, and at least STALL_SECONDS: stalled
 STALL_SECONDS = 2.0
 FIRST_STEP_SECONDS = 60.0  # the first step compiles

@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ddiloco.observe.guards import Drain, warn
-from ddiloco.observe.islands import OUTER_GRADIENTS, IslandState, LogEvent, speed
+from ddiloco.observe.islands import IslandState, LogEvent, outer_gradients, speed
 from ddiloco.observe.run_state import RunState
 from ddiloco.observe.style import clock_time, compact, island_colour, loss_text, plain
 from ddiloco.protocol.events import IMPORTANT, Commit, Evaluation, Event, Started, Step
@@ -325,11 +325,7 @@ def scalars(event: Event, started: Started | None = None) -> tuple[int, dict[str
       "sync/quorum_seconds": event.quorum_seconds,
       "sync/grace_seconds": event.grace_seconds,
       "sync/merge_seconds": event.merge_seconds,
-      **{
-        f"sync/{name}": value
-        for name in OUTER_GRADIENTS
-        if (value := getattr(event, name)) is not None
-      },
+      **{f"sync/{name}": value for name, value in outer_gradients(event).items()},
     }
   if isinstance(event, Evaluation):
     measured = {"loss": event.loss, **event.measures}

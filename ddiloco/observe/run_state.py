@@ -26,6 +26,7 @@ from ddiloco.observe.islands import (
   ShardState,
   Speed,
   finite_or,
+  outer_gradients,
   role_name,
   speed,
 )
@@ -386,9 +387,8 @@ class RunState:
     for m in event.opposing.keys() - event.rejected.keys():
       self._note(event, f"update of island {m} points against all others'", "bad")
     self.curves.add_commit(event, self.islands)
-    for name, each in self._gradients.items():
-      if (value := getattr(event, name)) is not None:
-        each.append(value)
+    for name, value in outer_gradients(event).items():
+      self._gradients[name].append(value)
     solo = self.solo
     self.solo_rounds += len(taking) == 1 and bool(solo)
     if solo and not before:

@@ -145,7 +145,7 @@ DRAWS = 100
 # Fragments are due in turn, P in H steps. One that comes late may fall together with the next, the
 # likelier the closer they are. With d = P / H of them in a step, virtual runs have 0.04 (d = 1/3)
 # and 0.4 to 0.5 (d = 1) others at the same end of a step by chance; beyond that 0.4 to 1.4, beside
-# those in turn. This many times d min(d, 1) is meant.
+# those in turn. The planner takes this many times d min(d, 1).
 TOGETHER = 0.5
 
 
