@@ -76,9 +76,10 @@ def from_json(cls: type[T], value: Any) -> T:
   except msgspec.ValidationError as error:
     raise NotAState(f"{cls.__name__}: {error}") from error
   # To msgspec a default stands for what is missing, and what is unknown is left out.
-  odd = set(_leaves(to_json(dataclasses.asdict(state)))) ^ set(_leaves(value))
-  if odd:
-    raise NotAState(f"{cls.__name__}{min(odd)[0]} is missing, unknown or written in another way")
+  read = to_json(dataclasses.asdict(state))
+  if json.dumps(read, sort_keys=True) != json.dumps(value, sort_keys=True):
+    where, _ = min(set(_leaves(read)) ^ set(_leaves(value)), default=("", ""))
+    raise NotAState(f"{cls.__name__}{where} is missing, unknown or written in another way")
   return state
 
 

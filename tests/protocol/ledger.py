@@ -18,6 +18,7 @@ from ddiloco.protocol import events
 from ddiloco.protocol.actions import Accept, Commit, InstallValue
 from ddiloco.protocol.messages import INITIAL, NOTHING, Publish
 from ddiloco.protocol.states import FragmentState
+from ddiloco.protocol.values import replace
 
 Step = tuple[int, int, int]  # learner, incarnation, number
 Steps = tuple[Step, ...]
@@ -85,7 +86,7 @@ class Ledger:
     """One more inner step is in every fragment."""
     old = actor.parameters
     step = (actor.number, actor.incarnation, len(old.trained))
-    copies = {p: dataclasses.replace(c, mine=(*c.mine, step)) for p, c in old.copies.items()}
+    copies = {p: replace(c, mine=(*c.mine, step)) for p, c in old.copies.items()}
     actor.parameters = Parameters(copies, (*old.trained, step))
 
   def copy_out(self, actor, p: int) -> Delta:
@@ -132,8 +133,8 @@ class Ledger:
 
   def _change(self, actor, p: int, **changes) -> None:
     copies = dict(actor.parameters.copies)
-    copies[p] = dataclasses.replace(copies[p], **changes)
-    actor.parameters = dataclasses.replace(actor.parameters, copies=copies)
+    copies[p] = replace(copies[p], **changes)
+    actor.parameters = replace(actor.parameters, copies=copies)
 
   def check(self, actor, p: int) -> None:
     """Every step is merged, discarded or still local, and the reducer counts the same."""
