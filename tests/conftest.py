@@ -34,6 +34,6 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish(session):
-  """What is imported stays: without it, the garbage collector has half as much to look through."""
+  """What is imported stays, so the garbage collector need not look through it again and again."""
   gc.collect()
   gc.freeze()
