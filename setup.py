@@ -41,7 +41,7 @@ setup(
     "ml_collections>=1.0,<2",  # experiment files
     "ml_dtypes>=0.5",  # bf16 on the host
     "msgspec>=0.19,<1",  # schemas of messages, frames, states and events: typed and fast
-    "numba>=0.61,<1",  # merging a large fragment at the memory's speed
+    "numba>=0.61,<1",  # merging a large fragment at the memory's speed; brings its llvmlite
     "numpy>=2.0,<3",
     "optax>=0.2.7,<0.3",  # inner optimizer; Muon's settings are new in it
     "orbax-checkpoint>=0.11.26,<0.13",

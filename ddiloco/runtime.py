@@ -15,15 +15,16 @@ kind, to which no messages come.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import gc
+import itertools
 import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 from ddiloco.config import Config, SyncConfig
@@ -161,7 +162,33 @@ class Runtime:
   initial: Callable[[], Mapping[int, Any]] = dict
 
 
-def value_threads(sync: SyncConfig, size: int, share: float = 1.0) -> ThreadPoolExecutor | None:
+class ValueThreads(concurrent.futures.ThreadPoolExecutor):
+  """Threads that share work out among themselves; `share` is a `passes.Share`.
+
+  Each takes the next piece when it is done with one. With `map` the caller is woken for every
+  result, and takes the GIL and a core from those at work.
+  """
+
+  def __init__(self, count: int):
+    super().__init__(count, "values")
+    self.count = count
+
+  def share(self, work: Callable[[Any], Any], each: Iterable[Any]) -> list[Any]:
+    """What `work` returns of each, in their order; what it raises, when all threads are done."""
+    todo, numbers = list(each), itertools.count()
+    results = [None] * len(todo)
+
+    def take() -> None:
+      while (number := next(numbers)) < len(todo):
+        results[number] = work(todo[number])
+
+    taking = [self.submit(take) for _ in range(min(self.count, len(todo)))]
+    for done in concurrent.futures.wait(taking).done:
+      done.result()
+    return results
+
+
+def value_threads(sync: SyncConfig, size: int, share: float = 1.0) -> ValueThreads | None:
   """Threads that share the work on a fragment of so many values; None where one does it.
 
   Args:
@@ -172,7 +199,7 @@ def value_threads(sync: SyncConfig, size: int, share: float = 1.0) -> ThreadPool
   count = sync.value_threads or int(share * len(os.sched_getaffinity(0)))
   if count < 2 or size < COMPILED_FROM:
     return None
-  return ThreadPoolExecutor(count, "values")
+  return ValueThreads(count)
 
 
 def drive(loop: Loop[T], endpoint: Endpoint, look_seconds: float) -> T:

@@ -16,7 +16,6 @@ import json
 import os
 import statistics
 import tracemalloc
-from concurrent.futures import ThreadPoolExecutor
 
 import common
 import numpy as np
@@ -27,6 +26,7 @@ from ddiloco.core.delta import ReceivedPushes
 from ddiloco.core.fragments import Fragment, TensorSpec, make_plan
 from ddiloco.engines import virtual
 from ddiloco.engines.virtual import seconds_of
+from ddiloco.runtime import ValueThreads
 
 CONFIG = from_dict(
   {
@@ -78,18 +78,18 @@ def bench_commit(fragment: Fragment, learners: int, repeats: int) -> dict[str, f
   part = np.ones(min(size, moved // 8 // count), np.float32)
   copies = max(1, round(moved / 8 / count / part.size))
   targets = [np.ones_like(part) for _ in range(count)]
-  with ThreadPoolExecutor(count) as threads:
-    commit = virtual.commits(fragment, CONFIG, learners, threads.map)
+  with ValueThreads(count) as threads:
+    commit = virtual.commits(fragment, CONFIG, learners, threads.share)
 
     def arrive() -> None:
-      ReceivedPushes(fragment, 0).measure(push, threads.map)
+      ReceivedPushes(fragment, 0).measure(push, threads.share)
 
     def copy_to(target: np.ndarray) -> None:
       for _ in range(copies):
         np.copyto(target, part)
 
     def copy() -> None:
-      list(threads.map(copy_to, targets))
+      threads.share(copy_to, targets)
 
     arrival = statistics.median(seconds_of(arrive) for _ in range(repeats))
     commit()

@@ -4,7 +4,7 @@
 VENV=.venv-oldest
 CONSTRAINTS="$(mktemp)"
 trap 'rm -f "$CONSTRAINTS"' EXIT
-for package in flax grain jax msgspec numpy optax orbax-checkpoint; do
+for package in flax grain jax msgspec numba numpy optax orbax-checkpoint; do
   sed -n "s/^ *\"\($package\)>=\([0-9.]*\).*/\1==\2/p" "$(dirname "$0")/../setup.py"
 done > "$CONSTRAINTS"
 . "$(dirname "$0")/venv.sh" test

@@ -83,7 +83,7 @@ SAME_BASE = {"learner", "syncer"}
 # Purity is a rule of a whole package: no clock, no chance, no files, and of packages only these.
 PURE = {
   "protocol": {"msgspec", "ddiloco"},  # no arrays: it also runs where there are no parameters
-  "core": {"numpy", "ml_dtypes", "numba", "ddiloco"},
+  "core": {"numpy", "ml_dtypes", "numba", "llvmlite", "ddiloco"},
   "models": {"numpy", "jax", "flax", "ddiloco"},
 }
 STANDARD = {

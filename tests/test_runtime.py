@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from ddiloco.runtime import REAL_TIME, drive, short_collections
+from ddiloco.runtime import REAL_TIME, ValueThreads, drive, short_collections
 
 PATIENCE_SECONDS = 90.0
 
@@ -36,6 +36,24 @@ def test_a_loop_is_given_what_comes_and_resumed_to_look_around():
   endpoint = Endpoint("a", None, "b")
   assert drive(loop(), endpoint, 0.02) == ["a", None, "b"]
   assert endpoint.timeouts == [0.02, 0.0, 0.02]
+
+
+def test_threads_share_work_and_results_keep_their_order():
+  together, seen = threading.Barrier(3), set()
+
+  def work(number: int) -> int:
+    if number < 3:
+      together.wait(PATIENCE_SECONDS)  # only three threads at once get past it
+    seen.add(threading.get_ident())
+    return -number
+
+  with ValueThreads(3) as threads:
+    assert threads.share(work, range(100)) == [-number for number in range(100)]
+    assert len(seen) == 3
+    assert threads.share(work, []) == []
+    with pytest.raises(ZeroDivisionError):
+      threads.share(lambda number: 1 // number, range(3))
+    assert threads.share(str, iter("ab")) == ["a", "b"]
 
 
 def test_what_was_there_before_a_role_is_not_collected_while_it_or_another_one_lives():

@@ -1,37 +1,53 @@
-"""The passes of `core/passes.py` over one chunk, compiled by numba: the same operations in the same
-order, so the same bits; only sums of squares are rounded otherwise.
+"""The passes of `core/passes.py` over one segment, compiled by numba: the same operations in the
+same order, so the same bits; only sums of squares are rounded otherwise.
 
-Eight int4 pushes are decoded and added at 0.6 ns a value and core, where NumPy takes 18 and XLA on
-the CPU 5 (`docs/design.md`, "What a commit computes with"). Nothing here holds the GIL. Compiled
+Here is which values belong together; `core/instructions.py` has what is done to 16 of them. Eight
+int4 pushes are decoded and added at 0.5 ns a value and core, where NumPy takes 18 and XLA on the
+CPU 5 (`docs/design.md`, "What a commit computes with"). Nothing here holds the GIL, and one call
+works on a whole segment: threads that take the GIL between chunks wait for each other. Compiled
 code is kept beside this file, or in the user's cache folder, for the next process.
 
-Loops are written so that they become vector instructions. One that reads and writes the same memory
-under two names does not, and nothing says so (commits are in place, so old values go to scratch
-first), nor does an assignment to a slice. A loop that reads all it needs from memory waits once.
-
-`scales` and `codes` are a payload's two parts (`core/codec.py`); `start` is where the chunk begins.
+`scales` and `codes` are a payload's two parts (`core/codec.py`); `start` is where a chunk begins;
+`spans` and `runs` are a segment's (`passes.Segment`). A chunk's int4 codes are pairs: byte i has
+that of value i in its low half, and that of value half + i in its high one. In int8 there are low
+ones only, and `half` is all of the chunk.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numba
 import numpy as np
 from numba.core.caching import NullCache
 
 from ddiloco.config import OuterConfig
-from ddiloco.core import codec, outer
-from ddiloco.core.codec import BLOCK, Encoded
+from ddiloco.core import codec, instructions, outer
+from ddiloco.core.codec import BLOCK, CHUNK, Encoded
+from ddiloco.core.instructions import (
+  ROW,
+  TOGETHER,
+  look_up_16,
+  move_16,
+  multiply_16,
+  peak,
+  publish_16,
+  read_byte,
+  set_tables,
+  set_zero,
+  squares_of_block,
+)
 
-TOGETHER = 4  # pushes that one loop adds; `_add` and `_unpack` are written out for four
-TILE = 8 * BLOCK  # values: what one loop leaves for the next stays in the first cache
+if TYPE_CHECKING:
+  from ddiloco.core.passes import Chunk, Segment
+
+LOOKS_UP = instructions.LOOKS_UP
+TILE = 8 * BLOCK  # bytes of codes: the sums that all pushes are added to stay in the first cache
 _TINY = np.finfo(np.float32).tiny
 _MAX = np.finfo(np.float32).max
-_ROUND = np.float32(3 << 22)  # added and subtracted: the nearest integer, ties to even
-
+_NONE = np.empty(0, np.float32)
 
 _KERNELS: list[Any] = []  # all that is compiled here
 
@@ -59,10 +75,9 @@ class Opened:
     self.scales.flags.writeable = self.codes.flags.writeable = written
 
 
-def squares(push: Opened, chunk: Any, sums: np.ndarray) -> bool:
-  """Adds each piece's sum of squares to `sums`; False, and nothing added, if a code is odd."""
-  odd = _squares(push.scales, push.codes, push.int4, chunk.start, chunk.stop, chunk.runs, sums)
-  return not odd
+def squares(push: Opened, segment: Segment, sums: np.ndarray) -> bool:
+  """Adds each piece's sum of squares to `sums`; False, and nonsense in `sums`, if a code is odd."""
+  return not _squares(push.scales, push.codes, push.int4, segment.spans, segment.runs, sums)
 
 
 class Pushes:
@@ -74,177 +89,207 @@ class Pushes:
   """
 
   def __init__(self, pushes: Sequence[Opened], units: np.ndarray):
-    self._int4, self._groups = pushes[0].int4, []
-    for m in range(0, len(pushes), TOGETHER):
-      group = [pushes[min(m + k, len(pushes) - 1)] for k in range(TOGETHER)]
-      mine = np.zeros((TOGETHER, units.shape[1]), np.float32)  # 0 beyond the last one
-      mine[: len(pushes) - m] = units[m : m + TOGETHER]
-      self._groups.append((tuple(p.scales for p in group), tuple(p.codes for p in group), mine))
+    self._pushes = pushes  # so that the addresses stay theirs
+    rows = -(-len(pushes) // TOGETHER) * TOGETHER
+    padded = np.zeros((units.shape[1], rows), np.float32)  # by piece; 0 beyond the last push
+    padded[:, : len(pushes)] = units.T
+    each = [pushes[min(m, len(pushes) - 1)] for m in range(rows)]
+    addresses = np.array([(p.scales.ctypes.data, p.codes.ctypes.data) for p in each], np.int64)
+    int4 = pushes[0].int4
+    self.arguments = addresses, padded, int4, int4 and LOOKS_UP
 
-  def read(self, chunk: Any, total: np.ndarray) -> None:
+  def read(self, chunk: Chunk, total: np.ndarray) -> None:
     """Writes a chunk of their sum into `total` [chunk]."""
-    for number, group in enumerate(self._groups):
-      _add(*group, self._int4, number == 0, chunk.start, chunk.runs, total)
+    _add(*self.arguments, chunk.start, chunk.runs, total)
+
+  def add_squares(self, segment: Segment, sums: np.ndarray) -> None:
+    """Adds each piece's sum of squares of their sum to `sums`."""
+    _sum_squares(*self.arguments, segment.spans, segment.runs, sums)
 
 
-_NONE = np.empty(0, np.float32)
+class Stepper:
+  """Takes one outer step of a fragment; see `passes.step`."""
+
+  def __init__(
+    self, old: Any, new: Any, stretch: np.ndarray, config: OuterConfig, update: Encoded | None
+  ):
+    rates = np.array([config.learning_rate, config.momentum, *outer.factors(config)], np.float32)
+    kind = 0 if old.momentum is None else 2 if config.nesterov else 1
+    arrays = tuple(_NONE if each is None else each for each in (*old, *new))
+    wire = _NONE, _NONE.view(np.uint8), False, np.float32(0)
+    if update is not None:
+      opened = Opened(update, old.value.size, written=True)
+      wire = opened.scales, opened.codes, opened.int4, np.float32(codec.LEVELS[update.codec])
+    self._stretch, self._step = stretch, (arrays, rates, kind, wire)
+
+  def chunk(self, chunk: Chunk, total: np.ndarray) -> None:
+    """Of one chunk, given the sum of the pushes there, f32 [chunk], which it spoils."""
+    _step(chunk.start, chunk.runs, self._stretch, total, *self._step)
+
+  def segment(self, segment: Segment, pushes: Pushes) -> None:
+    """Of a segment, with the sum of these pushes."""
+    _step_segment(*pushes.arguments, segment.spans, segment.runs, self._stretch, *self._step)
 
 
-def stepper(
-  old: Any, new: Any, stretch: np.ndarray, config: OuterConfig, update: Encoded | None
-) -> Callable[[Any, np.ndarray], None]:
-  """Takes one outer step of a fragment, chunk by chunk; see `passes.step`.
-
-  What it returns is given a chunk, and the sum of the pushes there, f32 [chunk], which it spoils.
-  """
-  rates = np.array([config.learning_rate, config.momentum, *outer.factors(config)], np.float32)
-  kind = 0 if old.momentum is None else 2 if config.nesterov else 1
-  arrays = tuple(_NONE if each is None else each for each in (*old, *new))
-  wire = _NONE, _NONE.view(np.uint8), False, np.float32(0)
-  if update is not None:
-    opened = Opened(update, old.value.size, written=True)
-    wire = opened.scales, opened.codes, opened.int4, np.float32(codec.LEVELS[update.codec])
-
-  def step(chunk: Any, total: np.ndarray) -> None:
-    _step(chunk.start, chunk.runs, stretch, total, arrays, rates, kind, wire)
-
-  return step
-
-
-def compile_all(chunk: Any, vectors: Any, config: OuterConfig) -> str:
+def compile_all(segment: Segment, vectors: Any, config: OuterConfig) -> str:
   """Compiles everything, or loads what was compiled, by working on this chunk of one piece.
 
   What is kept must not end a shard: where it cannot be written or read, nothing is kept. Returns
   why that is so; "" if all is well.
   """
   try:
-    _call_all(chunk, vectors, config)
+    _call_all(segment, vectors, config)
   except Exception as error:  # of a full disk, or of a file that a power cut has torn
     for kernel in _KERNELS:
       kernel._cache = NullCache()
-    _call_all(chunk, vectors, config)
+    _call_all(segment, vectors, config)
     return f"{type(error).__name__}: {error}"
   return ""
 
 
-def _call_all(chunk: Any, vectors: Any, config: OuterConfig) -> None:
-  one, value = np.ones(1, np.float32), vectors.value
+def _call_all(segment: Segment, vectors: Any, config: OuterConfig) -> None:
+  one, value, (chunk,) = np.ones(1, np.float32), vectors.value, segment.chunks
   encoded = Encoded("int8", codec.encode(value, "int8"))
   push = Opened(encoded, value.size)
-  squares(push, chunk, np.zeros(1))
-  Pushes([push], one[:, None]).read(chunk, value)
-  add_squares(value, chunk.runs, np.zeros(1))
-  stepper(vectors, vectors, one, config, encoded)(chunk, np.ones_like(value))
+  squares(push, segment, np.zeros(1))
+  pushes = Pushes([push], one[:, None])
+  pushes.read(chunk, value)
+  pushes.add_squares(segment, np.zeros(1))
+  stepper = Stepper(vectors, vectors, one, config, encoded)
+  stepper.chunk(chunk, np.ones_like(value))
+  stepper.segment(segment, pushes)
+
+
+# --- A push, measured
 
 
 @_compiled
-def _run(at: int, end: int, half: int) -> int:
-  """Where the values from `at` on that share a scale, and a half of the bytes, end."""
-  stop = min(end, (at // BLOCK + 1) * BLOCK)
-  return min(stop, half) if at < half else stop
+def _alike(at, end, half, size, runs, run):
+  """Where the bytes from `at` on end whose low codes share block and piece, and so do high ones.
+
+  `run` [2]: index of the runs that low and high codes are in, counted up; int8 has low ones only.
+  """
+  to = end
+  for part in range(2):
+    place = at + part * half
+    if place < size:
+      while runs[run[part], 1] <= place:
+        run[part] += 1
+      to = min(to, min(runs[run[part], 1], (place // BLOCK + 1) * BLOCK) - part * half)
+  return to
 
 
 @_compiled
-def _squares(scales, codes, int4, start, stop, runs, sums):
-  size = stop - start
-  if int4:
-    half = (size + 1) // 2
-    codes = codes[start // 2 : start // 2 + half]
-  else:
-    half = size
-    codes = codes[start:stop]
-  scales = scales[start // BLOCK : (stop + BLOCK - 1) // BLOCK]
-  for i in range(scales.size):
-    if scales[i] < 0:
+def _squares(scales, codes, int4, spans, runs, sums):
+  """Adds each piece's sum of squares; True if a scale or a code is one that no encoder writes."""
+  for c in range(spans.shape[0]):
+    start, stop, first, last = spans[c]
+    if _squares_of_chunk(scales, codes, int4, start, stop - start, runs[first:last], sums):
       return True
-  least = np.uint8(255)
-  if int4:
-    for i in range(codes.size):
-      least = min(least, min(codes[i] & np.uint8(15), codes[i] >> np.uint8(4)))
-    if least == 0 or (size % 2 and codes[half - 1] >> np.uint8(4) != 8):
-      return True
-  else:
-    for i in range(codes.size):
-      least = min(least, codes[i] ^ np.uint8(128))
-    if least == 0:
-      return True
-  for r in range(runs.shape[0]):
-    at, end, piece = runs[r]
-    while at < end:
-      to = _run(at, end, half)
-      whole = np.int32(0)
-      if not int4:
-        part = codes[at:to]
-        for i in range(part.size):
-          code = np.int32(np.int8(part[i]))
-          whole += code * code
-      elif at < half:
-        part = codes[at:to]
-        for i in range(part.size):
-          code = np.int32(part[i] & np.uint8(15)) - np.int32(8)
-          whole += code * code
-      else:
-        part = codes[at - half : to - half]
-        for i in range(part.size):
-          code = np.int32(part[i] >> np.uint8(4)) - np.int32(8)
-          whole += code * code
-      scale = np.float64(scales[at // BLOCK])
-      sums[piece] += scale * scale * whole
-      at = to
   return False
 
 
 @_compiled
-def _add(scales, payloads, units, int4, fresh, start, runs, total):
-  """Adds a chunk of four pushes to `total`, or to 0 if that is fresh, tile by tile of the codes."""
-  size, parts = total.size, 2 if int4 else 1
-  half, first = (size + parts - 1) // parts, start // parts
-  codes, (a, b, c, d) = np.empty((8, TILE), np.int8), payloads
-  for low in range(0, half, TILE):
-    high = min(half, low + TILE)
-    here = slice(first + low, first + high)
-    _unpack(a[here], b[here], c[here], d[here], int4, codes)
-    for part in range(parts):
-      at, end = part * half + low, min(part * half + high, size)
-      skipped, run = at, 0
-      while at < end:
-        while runs[run, 1] <= at:
-          run += 1
-        block, piece = at // BLOCK, runs[run, 2]
-        to = min(end, runs[run, 1], (block + 1) * BLOCK)
-        block += start // BLOCK
-        t, u, v, w = units[0, piece], units[1, piece], units[2, piece], units[3, piece]
-        # Where a unit is 0 the scale may be NaN; adding 0 changes no bit of a sum begun with 0.
-        e = scales[0][block] if t != 0 else np.float32(0)
-        f = scales[1][block] if u != 0 else np.float32(0)
-        g = scales[2][block] if v != 0 else np.float32(0)
-        h = scales[3][block] if w != 0 else np.float32(0)
-        out, row, i, j = total[at:to], 4 * part, at - skipped, to - skipped
-        o, p, q, r = codes[row, i:j], codes[row + 1, i:j], codes[row + 2, i:j], codes[row + 3, i:j]
-        if fresh:
-          for i in range(out.size):
-            out[i] = np.float32(0)
-        for i in range(out.size):
-          one, two = np.float32(o[i]) * e * t, np.float32(p[i]) * f * u
-          three, four = np.float32(q[i]) * g * v, np.float32(r[i]) * h * w
-          out[i] = (((out[i] + one) + two) + three) + four
-        at = to
+def _squares_of_chunk(scales, codes, int4, start, size, runs, sums):
+  half, at, run = (size + 1) // 2 if int4 else size, 0, np.zeros(2, np.int64)
+  first, block = start // 2 if int4 else start, start // BLOCK
+  for scale in scales[block : block + (size + BLOCK - 1) // BLOCK]:
+    if scale < 0:
+      return True
+  if int4 and size % 2 and codes[first + half - 1] >> np.uint8(4) != 8:  # of no value
+    return True
+  while at < half:
+    to = _alike(at, half, half, size, runs, run)
+    if to - at == BLOCK and (half + at < size or not int4):
+      low, high, odd = squares_of_block(codes.ctypes.data + first + at, int4)
+    else:
+      low, high, odd = _squares_of_few(codes[first + at : first + to], int4)
+    if odd:
+      return True
+    scale = np.float64(scales[block + at // BLOCK])
+    sums[runs[run[0], 2]] += scale * scale * low
+    if half + at < size:
+      scale = np.float64(scales[block + (half + at) // BLOCK])
+      sums[runs[run[1], 2]] += scale * scale * high
+    at = to
+  return False
 
 
 @_compiled
-def _unpack(a, b, c, d, int4, codes):
-  """The codes of four pushes as int8; of int4 the low ones in four rows, the high ones below."""
-  mask, shift, middle = np.uint8(15), np.uint8(4), np.int8(8)
-  if int4:
-    for i in range(a.size):
-      codes[0, i], codes[4, i] = np.int8(a[i] & mask) - middle, np.int8(a[i] >> shift) - middle
-      codes[1, i], codes[5, i] = np.int8(b[i] & mask) - middle, np.int8(b[i] >> shift) - middle
-      codes[2, i], codes[6, i] = np.int8(c[i] & mask) - middle, np.int8(c[i] >> shift) - middle
-      codes[3, i], codes[7, i] = np.int8(d[i] & mask) - middle, np.int8(d[i] >> shift) - middle
-  else:
-    for i in range(a.size):
-      codes[0, i], codes[1, i] = np.int8(a[i]), np.int8(b[i])
-      codes[2, i], codes[3, i] = np.int8(c[i]), np.int8(d[i])
+def _squares_of_few(codes, int4):
+  """As `squares_of_block`, of any number of bytes."""
+  low, high, odd = np.int32(0), np.int32(0), False
+  for byte in codes:
+    one, two = np.int32(np.int8(byte)), np.int32(0)
+    if int4:
+      one, two = np.int32(byte & 15) - 8, np.int32(byte >> 4) - 8
+    odd |= one == -8 or two == -8 if int4 else one == -128
+    low, high = np.int32(low + one * one), np.int32(high + two * two)
+  return low, high, odd
+
+
+# --- Pushes, added up
+
+
+@_compiled
+def _add(addresses, units, int4, look_up, start, runs, total):
+  """A chunk of the sum of all pushes, tile by tile, some pushes at a time.
+
+  `addresses` [M, 2] are those of each push's scales and codes; `units` f32 [pieces, M].
+  """
+  size = total.size
+  half, table = (size + 1) // 2 if int4 else size, np.empty((2 * TOGETHER, ROW), np.float32)
+  for low in range(0, half, TILE):
+    high = min(half, low + TILE)
+    for at in (low, half + low):
+      fresh = total[at : min(at + high - low, size)]
+      for i in range(fresh.size):
+        fresh[i] = np.float32(0)
+    for group in range(0, addresses.shape[0], TOGETHER):
+      here, mine = addresses[group : group + TOGETHER], units[:, group : group + TOGETHER]
+      _add_tile(here, mine, int4, look_up, start, (low, high), runs, table, total)
+
+
+@_compiled
+def _add_tile(addresses, units, int4, look_up, start, tile, runs, table, total):
+  """Adds what some bytes of some pushes mean, as many at a time as mean it alike; see `_alike`."""
+  at, end = tile
+  size, run = total.size, np.zeros(2, np.int64)
+  half, byte = ((size + 1) // 2, start // 2) if int4 else (size, start)
+  sums, tables = total.ctypes.data, table.ctypes.data
+  a, b, c, d = addresses[0, 0], addresses[1, 0], addresses[2, 0], addresses[3, 0]
+  o, p, q, r = addresses[0, 1], addresses[1, 1], addresses[2, 1], addresses[3, 1]
+  while at < end:
+    to, parts = _alike(at, end, half, size, runs, run), 2 if half + at < size else 1
+    for part in range(parts):
+      block = 4 * ((start + part * half + at) // BLOCK)
+      mine = units.ctypes.data + runs[run[part], 2] * units.strides[0]
+      scales = a + block, b + block, c + block, d + block
+      set_tables(tables + 4 * ROW * TOGETHER * part, mine, scales)
+    while at + 16 <= to and (parts == 2 or not int4):
+      low, high, here = sums + 4 * at, sums + 4 * (half + at), byte + at
+      codes = o + here, p + here, q + here, r + here
+      if look_up:
+        look_up_16(low, high, tables, codes)
+      else:
+        multiply_16(low, high, tables, codes, int4)
+      at += 16
+    while at < to:
+      for part in range(parts):
+        _add_one(addresses[:, 1], byte + at, int4, part, table, total, part * half + at)
+      at += 1
+
+
+@_compiled
+def _add_one(codes, byte, int4, part, table, total, place):
+  value = total[place]
+  for k in range(TOGETHER):
+    row, packed = table[TOGETHER * part + k], read_byte(codes[k] + byte)
+    code = np.int32(np.int8(packed))
+    if int4:
+      code = np.int32((packed >> np.uint8(4 * part)) & np.uint8(15)) - np.int32(8)
+    value += np.float32(code) * row[16] * row[17]
+  total[place] = value
 
 
 @functools.partial(_compiled, fastmath={"reassoc", "contract"})
@@ -259,38 +304,104 @@ def add_squares(values, runs, sums):
 
 
 @_compiled
+def _sum_squares(addresses, units, int4, look_up, spans, runs, sums):
+  total = np.empty(CHUNK, np.float32)
+  for c in range(spans.shape[0]):
+    start, stop, first, last = spans[c]
+    here, mine = total[: stop - start], runs[first:last]
+    _add(addresses, units, int4, look_up, start, mine, here)
+    add_squares(here, mine, sums)
+
+
+# --- The outer step on their sum
+
+
+@_compiled
+def _step_segment(addresses, units, int4, look_up, spans, runs, stretch, arrays, rates, kind, wire):
+  total = np.empty(CHUNK, np.float32)
+  for c in range(spans.shape[0]):
+    start, stop, first, last = spans[c]
+    here, mine = total[: stop - start], runs[first:last]
+    _add(addresses, units, int4, look_up, start, mine, here)
+    _step(start, mine, stretch, here, arrays, rates, kind, wire)
+
+
+@_compiled
 def _step(start, runs, stretch, delta, arrays, rates, kind, wire):
+  """The outer step of one chunk, block by block."""
   value, published, momentum, new_value, new_published, new_momentum = arrays
   scales, payload, int4, levels = wire
-  size, run = delta.size, 0
-  codes, rows = np.empty(size, np.int8), np.empty((3, TILE), np.float32)
-  for tile in range(0, size, TILE):
-    stop, n = min(size, tile + TILE), min(size - tile, TILE)
-    moved, before, speed = rows[0, :n], rows[1, :n], rows[2, :n]
-    at = tile
-    while at < stop:
-      while runs[run, 1] <= at:
-        run += 1
-      to = min(stop, runs[run, 1])
-      there, here = slice(start + at, start + to), slice(at - tile, to - tile)
-      old, new = (
-        (value[there], published[there], momentum[there]),
-        (moved[here], before[here], speed[here]),
-      )
-      _move(delta[at:to], stretch[runs[run, 2]], old, new, rates, kind)
-      at = to
-    there = slice(start + tile, start + stop)
-    _copy(moved, new_value[there])
-    after = moved
+  if kind == 0:  # what is read for it counts for nothing, and none is written
+    momentum = new_momentum = value
+  if not levels:
+    new_published = new_value
+  at, run, size, block = 0, 0, delta.size, start // BLOCK
+  codes, rows = np.empty(size + BLOCK, np.int8), np.empty((4, BLOCK), np.float32)
+  old = value.ctypes.data, published.ctypes.data, momentum.ctypes.data
+  new = new_value.ctypes.data, new_published.ctypes.data, new_momentum.ctypes.data
+  while at < size:
+    while runs[run, 1] <= at:
+      run += 1
+    stop, there, to = at + BLOCK, 4 * (start + at), codes.ctypes.data + at
+    if stop <= runs[run, 1]:
+      here, long = delta.ctypes.data + 4 * at, stretch[runs[run, 2]]
+      before = old[0] + there, old[1] + there, old[2] + there
+      after = new[0] + there, new[1] + there, new[2] + there
+      scale = _step_block(here, long, before, after, rates, kind, levels, to)
+    else:  # of several pieces, or the last one: beside the vectors, filled up with zeros
+      stop = min(size, stop)
+      n, here = stop - at, slice(start + at, start + stop)
+      rows[:] = np.float32(0)
+      _stretched(delta[at:stop], at, runs[run:], stretch, rows[0])
+      for row, source in ((1, value), (2, published), (3, momentum)):
+        _copy(source[here], rows[row, :n])
+      beside = rows[1].ctypes.data, rows[2].ctypes.data, rows[3].ctypes.data
+      one = np.float32(1)
+      scale = _step_block(rows.ctypes.data, one, beside, beside, rates, kind, levels, to)
+      _copy(rows[1, :n], new_value[here])
+      if levels:
+        _copy(rows[2, :n], new_published[here])
+      if kind:
+        _copy(rows[3, :n], new_momentum[here])
     if levels:
-      after = new_published[there]
-      _publish(moved, before, after, scales[(start + tile) // BLOCK :], codes[tile:stop], levels)
-    if kind:
-      for i in range(speed.size):
-        speed[i] = speed[i] * rates[2] + (before[i] - after[i]) * rates[3]
-      _copy(speed, new_momentum[there])
+      scales[block] = scale
+    at, block = stop, block + 1
   if levels:
-    _pack(codes, int4, start, payload)
+    _pack(codes[:size], int4, start, payload)
+
+
+@_compiled
+def _stretched(delta, at, runs, stretch, out):
+  """A part of a chunk, from `at` on, times each piece's stretch."""
+  run = 0
+  for i in range(delta.size):
+    while runs[run, 1] <= at + i:
+      run += 1
+    out[i] = delta[i] * stretch[runs[run, 2]]
+
+
+@_compiled
+def _step_block(delta, long, old, new, rates, kind, levels, codes):
+  """The outer step of one block, as `outer.update` and `codec._quantise` have it; spoils the delta.
+
+  Returns the block's scale. `delta` and `codes` are addresses; `old` and `new` are those of value,
+  published value and momentum, which may be the same.
+  """
+  numbers, whole = (rates[0], rates[1], rates[2], rates[3]), levels == 0
+  for i in range(0, 4 * BLOCK, 64):
+    before, after = (old[0] + i, old[1] + i, old[2] + i), (new[0] + i, new[2] + i)
+    move_16(delta + i, long, before, after, numbers, kind, whole)
+  if whole:
+    return np.float32(0)
+  scale = _scale(peak(delta), levels)
+  divisor = scale
+  if not scale > 0:  # by infinity: 0; where something is not finite: no code
+    divisor = np.float32(np.inf)
+    set_zero(delta)
+  for i in range(0, 4 * BLOCK, 64):
+    known, told = (old[1] + i, old[2] + i), (codes + i // 4, new[1] + i, new[2] + i)
+    publish_16(delta + i, divisor, scale, known, told, numbers, kind)
+  return scale
 
 
 @_compiled
@@ -300,61 +411,14 @@ def _copy(source, target):
 
 
 @_compiled
-def _move(delta, long, old, new, rates, kind):
-  """The new value, as `outer.update` has it, and copies of what is written over later."""
-  value, published, momentum = old
-  moved, before, speed = new
-  rate, mu = rates[0], rates[1]
-  if kind == 0:
-    for i in range(delta.size):
-      before[i] = published[i]
-      moved[i] = value[i] - delta[i] * long * rate
-  elif kind == 1:
-    for i in range(delta.size):
-      before[i], speed[i] = published[i], momentum[i]
-      moved[i] = value[i] - (momentum[i] * mu + delta[i] * long) * rate
-  else:
-    for i in range(delta.size):
-      before[i], speed[i] = published[i], momentum[i]
-      merged = delta[i] * long
-      moved[i] = value[i] - ((momentum[i] * mu + merged) * mu + merged) * rate
-
-
-@_compiled
-def _publish(value, published, new_published, scales, codes, levels):
-  """The update's scales and codes, and what it makes of the published value; spoils `value`."""
-  bits, scale_bits = value.view(np.int32), scales.view(np.int32)
-  highest = np.nextafter(np.float32(_MAX / levels), np.float32(0))
-  for start in range(0, value.size, BLOCK):
-    here = slice(start, min(value.size, start + BLOCK))
-    difference, magnitudes = value[here], bits[here]
-    there, new, part = published[here], new_published[here], codes[here]
-    for i in range(difference.size):
-      difference[i] -= there[i]
-    peak = np.int32(0)
-    for i in range(magnitudes.size):
-      peak = max(peak, magnitudes[i] & np.int32(0x7FFFFFFF))
-    block = start // BLOCK
-    scale_bits[block] = peak
-    scale = scales[block] = _scale(scales[block], levels, highest)
-    divisor = scale if scale > 0 else np.float32(np.inf)
-    if not scale > 0:
-      difference[:] = np.float32(0)  # by infinity: 0; where something is not finite: no code
-    for i in range(difference.size):
-      code = (difference[i] / divisor + _ROUND) - _ROUND
-      part[i] = np.int8(np.int32(code))
-      new[i] = there[i] + code * scale
-
-
-@_compiled
-def _scale(peak, levels, highest):
+def _scale(peak, levels):
   """As `codec._quantise` has it, at the edges of f32 too."""
   if not np.isfinite(peak):
     return np.float32(np.nan)
   scale = peak / levels
   if scale < _TINY and scale * levels < peak:
     scale = np.nextafter(scale, np.float32(np.inf))
-  return min(scale, highest)
+  return min(scale, np.nextafter(np.float32(_MAX / levels), np.float32(0)))
 
 
 @_compiled

@@ -41,9 +41,28 @@ class Chunk:
   runs: np.ndarray  # i64 [runs, 3]: from, to (counted from `start`), index of the piece
 
 
+@dataclasses.dataclass(frozen=True)
+class Segment:
+  """Some chunks that follow each other, which one thread takes at a time."""
+
+  chunks: tuple[Chunk, ...]
+
+  @functools.cached_property
+  def spans(self) -> np.ndarray:
+    """i64 [chunks, 4], for the kernels: start, stop, first of its `runs`, end of them."""
+    ends = np.cumsum([0, *(len(chunk.runs) for chunk in self.chunks)])
+    places = zip(self.chunks, ends, ends[1:], strict=False)
+    return np.array([(c.start, c.stop, first, end) for c, first, end in places], np.int64)
+
+  @functools.cached_property
+  def runs(self) -> np.ndarray:
+    """i64 [runs, 3] of all chunks."""
+    return np.concatenate([chunk.runs for chunk in self.chunks])
+
+
 @functools.lru_cache(maxsize=256)
-def segments(fragment: Fragment) -> list[list[Chunk]]:
-  """The chunks of a fragment, in segments."""
+def segments(fragment: Fragment) -> list[Segment]:
+  """All values of a fragment."""
   chunks: list[Chunk] = []
   runs: list[tuple[int, int, int]] = []
   for index, piece in enumerate(fragment.pieces):
@@ -57,7 +76,7 @@ def segments(fragment: Fragment) -> list[list[Chunk]]:
         chunks.append(Chunk(start, at, np.array(runs, np.int64)))
         runs = []
   each = SEGMENT // CHUNK
-  return [chunks[i : i + each] for i in range(0, len(chunks), each)]
+  return [Segment(tuple(chunks[i : i + each])) for i in range(0, len(chunks), each)]
 
 
 class Share(Protocol):
@@ -91,8 +110,8 @@ def compile_for(fragment: Fragment, config: OuterConfig) -> str:
   if fragment.size >= COMPILED_FROM:
     size = 2 * codec.BLOCK
     one, speed = np.ones(size, np.float32), outer.init(size, config)
-    chunk = Chunk(0, size, np.array([[0, size, 0]], np.int64))
-    reason: str = _kernels().compile_all(chunk, Vectors(one, one, speed), config)
+    segment = Segment((Chunk(0, size, np.array([[0, size, 0]], np.int64)),))
+    reason: str = _kernels().compile_all(segment, Vectors(one, one, speed), config)
     return reason
   return ""
 
@@ -115,24 +134,27 @@ def squares(fragment: Fragment, push: Encoded, share: Share = map) -> np.ndarray
   """
   opened = _opened(fragment, push)
 
-  def add(chunk: Chunk, rows: np.ndarray, sums: np.ndarray) -> None:
-    if opened is None or not _kernels().squares(opened, chunk, sums):
-      codec.decode_chunk(codec.part(push, fragment.size, chunk.start), push.codec, rows[0])
-      _add_squares(rows[0], chunk.runs, sums)
+  def add(segment: Segment, sums: np.ndarray) -> None:
+    if opened is not None and _kernels().squares(opened, segment, sums):
+      return
+    sums.fill(0)  # NumPy says what is wrong with it
+    row = np.empty(CHUNK, np.float32)
+    for chunk in segment.chunks:
+      here = row[: chunk.stop - chunk.start]
+      codec.decode_chunk(codec.part(push, fragment.size, chunk.start), push.codec, here)
+      _add_squares(here, chunk.runs, sums)
 
   return _summed(fragment, add, share)
 
 
 def _summed(
-  fragment: Fragment, add: Callable[[Chunk, np.ndarray, np.ndarray], None], share: Share
+  fragment: Fragment, add: Callable[[Segment, np.ndarray], None], share: Share
 ) -> np.ndarray:
-  """What `add` adds for all chunks to sums of the pieces, f64 [pieces]; rows f32 [2, chunk] are
-  scratch."""
+  """What `add` adds for all segments to sums of the pieces, f64 [pieces]."""
 
-  def work(segment: list[Chunk]) -> np.ndarray:
-    sums, rows = np.zeros(len(fragment.pieces)), np.empty((2, CHUNK), np.float32)
-    for chunk in segment:
-      add(chunk, rows[:, : chunk.stop - chunk.start], sums)
+  def work(segment: Segment) -> np.ndarray:
+    sums = np.zeros(len(fragment.pieces))
+    add(segment, sums)
     return sums
 
   total = np.zeros(len(fragment.pieces))
@@ -179,7 +201,7 @@ def _sampled(
   """All values of a small fragment; of a large one as many from each of 16 chunks, far apart."""
   found = []
   for segment in segments(fragment):
-    for chunk in segment:
+    for chunk in segment.chunks:
       runs = [tuple(run) for run in chunk.runs.tolist() if run[2] in compared]
       if runs:
         found.append((chunk, runs))
@@ -220,7 +242,7 @@ class Sum:
     self._terms = [(push, mine) for push, mine in zip(pushes, units) if mine.any()]
     opened = [_opened(fragment, push) for push, _ in self._terms]
     together = len({push.codec for push, _ in self._terms}) == 1 and opened[0] is not None
-    self.compiled = _kernels().Pushes(opened, units[units.any(axis=1)]) if together else None
+    self.compiled: Any = _kernels().Pushes(opened, units[units.any(axis=1)]) if together else None
     self._keeps = fragment.size < COMPILED_FROM  # to add up again takes longer there
     self._kept: dict[int, np.ndarray] = {}  # by the chunk's start
 
@@ -242,13 +264,16 @@ class Sum:
 
 def sum_squares(total: Sum, share: Share = map) -> np.ndarray:
   """|sum|^2 of each piece, f64 [pieces]."""
-  add_squares = _add_squares if total.compiled is None else _kernels().add_squares
 
-  def add(chunk: Chunk, rows: np.ndarray, sums: np.ndarray) -> None:
-    total.read(chunk, *rows)
-    add_squares(rows[0], chunk.runs, sums)
+  def add(segment: Segment, sums: np.ndarray) -> None:
+    rows = np.empty((2, CHUNK), np.float32)
+    for chunk in segment.chunks:
+      here, scratch = rows[:, : chunk.stop - chunk.start]
+      total.read(chunk, here, scratch)
+      _add_squares(here, chunk.runs, sums)
 
-  return _summed(total.fragment, add, share)
+  compiled = total.compiled
+  return _summed(total.fragment, add if compiled is None else compiled.add_squares, share)
 
 
 def merged_sample(total: Sum, stretch: np.ndarray, compared: Sequence[int]) -> np.ndarray:
@@ -322,16 +347,20 @@ def step(
     speed = None if momentum is None else np.empty(size, np.float32)
     new = Vectors(value, np.empty(size, np.float32) if lossy else value, speed)
   update = Encoded(name, np.empty(codec.payload_bytes(size, name), np.uint8)) if lossy else None
-  compiled = size >= COMPILED_FROM and name != "bf16"
-  step_chunk = _kernels().stepper(old, new, stretch, config, update) if compiled else None
+  stepper = None
+  if size >= COMPILED_FROM and name != "bf16":
+    stepper = _kernels().Stepper(old, new, stretch, config, update)
 
-  def work(segment: list[Chunk]) -> None:
+  def work(segment: Segment) -> None:
+    if stepper is not None and total.compiled is not None:
+      stepper.segment(segment, total.compiled)
+      return
     rows = np.empty((3, CHUNK), np.float32)
-    for chunk in segment:
+    for chunk in segment.chunks:
       here = rows[:, : chunk.stop - chunk.start]
       total.read(chunk, here[0], here[1])
-      if step_chunk is not None:
-        step_chunk(chunk, here[0])
+      if stepper is not None:
+        stepper.chunk(chunk, here[0])
       else:
         _step(chunk, here, old, new, stretch, config, update)
 

@@ -5,7 +5,6 @@ It also measures how fast this machine merges: virtual shards and the planner ar
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import math
 import os
@@ -31,6 +30,7 @@ from ddiloco.observe.eventlog import to_line
 from ddiloco.protocol import actions
 from ddiloco.protocol.events import Commit, Event, Step
 from ddiloco.protocol.states import FragmentState
+from ddiloco.runtime import ValueThreads
 from ddiloco.simulation import bandwidth
 from ddiloco.simulation.bandwidth import F32_BYTES
 from ddiloco.simulation.run import Account, Speeds, VirtualRun
@@ -212,8 +212,8 @@ def merge_gbytes(config: Config) -> float:
   """
   fragment = Fragment(0, (Piece("values", None, 0, VALUES, (VALUES,), 0, average=False),))
   count = config.sync.value_threads or len(os.sched_getaffinity(0))
-  with concurrent.futures.ThreadPoolExecutor(count) as threads:
-    work = commits(fragment, config, PUSHES, threads.map)
+  with ValueThreads(count) as threads:
+    work = commits(fragment, config, PUSHES, threads.share)
     work()  # the first touches all memory
     seconds = statistics.median(seconds_of(work) for _ in range(REPEATS))
   vectors = bandwidth.commit_vectors(config.sync, config.outer.momentum > 0, PUSHES)

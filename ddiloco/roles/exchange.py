@@ -150,7 +150,7 @@ class Exchange:
     # Half of the cores at most: the inner step is dispatched from here too.
     self._threads = value_threads(config.sync, max(plan.sizes, default=0), share=0.5)
     if self._threads is not None:
-      self._deltas.share = self._threads.map
+      self._deltas.share = self._threads.share
     self._make = runtime.initial
     self._made: Mapping[int, Any] = {}  # initial values, until it has joined
     self._making: set[int] = set()  # fragments whose initial value was published, without it

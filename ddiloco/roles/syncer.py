@@ -97,7 +97,7 @@ class Syncer:
     self._drag: Callable[[float], None] = lambda seconds: None
     self._threads = value_threads(config.sync, max(f.size for f in fragments.values()))
     if self._threads is not None:
-      self.merger.share = self._threads.map
+      self.merger.share = self._threads.share
     self._sealer = sealer
     self._digests: dict[int, str] = {}  # of the published value of each fragment, for its seal
     self._traffic_at = -math.inf

@@ -38,7 +38,7 @@ def directions_of(fragment, deltas, weights):
 def whole(total):
   """A sum as one vector."""
   out = np.empty(total.fragment.size, np.float32)
-  for chunk in itertools.chain(*passes.segments(total.fragment)):
+  for chunk in itertools.chain(*(s.chunks for s in passes.segments(total.fragment))):
     here = out[chunk.start : chunk.stop]
     total.read(chunk, here, np.empty_like(here))
   return out

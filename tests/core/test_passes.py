@@ -1,6 +1,5 @@
 """The passes of a commit: NumPy says what is meant, compiled kernels do the same, bit by bit."""
 
-import concurrent.futures
 import time
 import tracemalloc
 
@@ -11,6 +10,7 @@ from ddiloco.config import OuterConfig
 from ddiloco.core import codec, outer, passes
 from ddiloco.core.codec import CHUNK, Encoded
 from ddiloco.core.passes import Sum, Vectors
+from ddiloco.runtime import ValueThreads
 from tests.core.test_outer_merge import fragment_of, randoms
 
 NESTEROV = OuterConfig(learning_rate=0.7, momentum=0.9, nesterov=True)
@@ -99,8 +99,8 @@ def test_kernels_and_threads_change_no_bit(name, config, compiled):
   kernel_squares, kernel_found, mine = stepped_of(fragment, pushes, config, name)
   np.testing.assert_allclose(kernel_squares, squares, rtol=1e-6)
   np.testing.assert_allclose(kernel_found, found, rtol=1e-6)
-  with concurrent.futures.ThreadPoolExecutor(3) as threads:
-    *sums, threaded = stepped_of(fragment, pushes, config, name, threads.map)
+  with ValueThreads(3) as threads:
+    *sums, threaded = stepped_of(fragment, pushes, config, name, threads.share)
   for ours, theirs in zip(all_of(mine), all_of(threaded)):
     np.testing.assert_array_equal(ours, theirs)
   np.testing.assert_array_equal(sums[1], kernel_found)
@@ -179,6 +179,20 @@ def test_a_payload_at_an_odd_address_is_read_alike(compiled):
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
+def test_where_no_cpu_looks_up_the_bits_are_the_same(name, compiled, monkeypatch):
+  kernels = passes._kernels()
+  compiled(True)
+  fragment, found = fragment_of(*LONG, average=[3]), []
+  for looks_up in (kernels.LOOKS_UP, False):
+    monkeypatch.setattr(kernels, "LOOKS_UP", looks_up)
+    pushes = encoded(randoms(6, fragment.size), name)
+    squares, sums, stepped = stepped_of(fragment, pushes, NESTEROV, name)
+    found.append([squares, sums, *all_of(stepped)])
+  for ours, theirs in zip(*found, strict=True):
+    np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
 def test_what_counts_as_zero_may_be_anything(name, compiled):
   fragment = fragment_of(300, CHUNK, 5)
   deltas = randoms(5, fragment.size)
@@ -189,7 +203,7 @@ def test_what_counts_as_zero_may_be_anything(name, compiled):
   for kernels in (True, False):
     compiled(kernels)
     total, scratch = np.empty((2, fragment.size), np.float32)
-    for chunk in passes.segments(fragment)[0]:
+    for chunk in passes.segments(fragment)[0].chunks:
       here = slice(chunk.start, chunk.stop)
       Sum(fragment, pushes, units).read(chunk, total[here], scratch[here])
     assert np.isfinite(total).all()

@@ -1,0 +1,297 @@
+"""What numba has no word for: memory by its address, and 16 values at a time (`core/kernels.py`).
+
+A loop over arrays becomes vector instructions only where LLVM can prove that it may, and each view
+of an array is counted, up and down. So the loops that a commit spends its time in are written in
+LLVM's own terms: vectors of 16 values, which it cuts into as many instructions as the CPU needs.
+The operations are NumPy's, in its order, and none are fused: the bits are the same on every CPU.
+Addresses are not checked: callers give what lies inside their arrays.
+
+One thing is a CPU's own: AVX-512 looks 16 values up in a table of 16 at once (`look_up_16`). Four
+bits can mean 16 values only, so an int4 code costs a look-up instead of a conversion and two
+multiplications. `multiply_16` does the same on any CPU, and int8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import binding, ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic as _intrinsic
+
+from ddiloco.core.codec import BLOCK
+
+intrinsic: Any = _intrinsic  # what it makes takes one argument less than it is written with
+LOOKS_UP = bool(binding.get_host_cpu_features().get("avx512f"))
+TOGETHER = 4  # pushes that one instruction adds
+ROW = 32  # f32 of a table's row: 16 products, the scale, the unit, and nothing
+
+_NEAREST = float(np.float32(3 << 22))  # added and subtracted: the nearest integer, ties to even
+_F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+_FLOATS, _INTS, _BYTES = (ir.VectorType(each, 16) for each in (_F32, _I32, ir.IntType(8)))
+
+
+def _same(kind: Any, number: float) -> Any:
+  return ir.Constant(kind, [number] * 16)
+
+
+class _Writer:
+  """Writes instructions: LLVM's builder with the few words that are used here."""
+
+  def __init__(self, builder: Any):
+    self.llvm = builder
+
+  def load(self, address: Any, kind: Any, offset: int = 0) -> Any:
+    return self.llvm.load(self._at(address, kind, offset), align=1)
+
+  def store(self, value: Any, address: Any, offset: int = 0) -> None:
+    self.llvm.store(value, self._at(address, value.type, offset), align=1)
+
+  def _at(self, address: Any, kind: Any, offset: int) -> Any:
+    return self.llvm.inttoptr(self.llvm.add(address, _I64(offset)), kind.as_pointer())
+
+  def spread(self, number: Any) -> Any:
+    """16 times this f32."""
+    one = self.llvm.insert_element(ir.Constant(_FLOATS, ir.Undefined), number, _I32(0))
+    return self.llvm.shuffle_vector(one, one, _same(_INTS, 0))
+
+  def each(self, of: Any, count: int) -> list[Any]:
+    """The members of a tuple."""
+    return [self.llvm.extract_value(of, k) for k in range(count)]
+
+  def call(self, name: str, result: Any, *arguments: Any) -> Any:
+    """One of LLVM's own functions."""
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    function = cgutils.get_or_insert_function(self.llvm.module, kind, name)
+    return self.llvm.call(function, arguments)
+
+  def followed(self, momentum: Any, before: Any, after: Any, factors: Any) -> Any:
+    """The momentum that a published step tells, as `outer.followed` has it."""
+    kept, gained = factors
+    gain = self.llvm.fmul(self.llvm.fsub(before, after), gained)
+    return self.llvm.fadd(self.llvm.fmul(momentum, kept), gain)
+
+
+def _instruction(signature: Any, write: Callable[..., Any]) -> Any:
+  """An intrinsic of numba's: what `write` writes where it is called; None is a call of no value."""
+
+  def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    result = write(_Writer(builder), *arguments)
+    if isinstance(result, tuple):
+      return context.make_tuple(builder, signature.return_type, result)
+    return context.get_dummy_value() if result is None else result
+
+  return signature, generate
+
+
+_ADDRESS, _NUMBER, _FLAG = types.intp, types.float32, types.boolean
+_PAIR, _TRIPLE, _OF_EACH = (types.UniTuple(_ADDRESS, count) for count in (2, 3, TOGETHER))
+_RATES = types.UniTuple(_NUMBER, 4)
+
+
+@intrinsic
+def read_byte(typing: Any, address: Any) -> Any:
+  """The byte there. No array has to be made, and counted, for it."""
+  return _instruction(types.uint8(_ADDRESS), lambda w, there: w.load(there, ir.IntType(8)))
+
+
+@intrinsic
+def set_zero(typing: Any, values: Any) -> Any:
+  """Makes a block of f32 at this address 0."""
+
+  def write(w: _Writer, values: Any) -> None:
+    for offset in range(0, 4 * BLOCK, 64):
+      w.store(_same(_FLOATS, 0.0), values, offset)
+
+  return _instruction(types.void(_ADDRESS), write)
+
+
+@intrinsic
+def peak(typing: Any, values: Any) -> Any:
+  """The largest magnitude of a block of f32 at this address; NaN where there is one."""
+
+  def write(w: _Writer, values: Any) -> Any:
+    largest = _same(_INTS, 0)
+    for offset in range(0, 4 * BLOCK, 64):
+      # Bits of non-negative floats sort like integers, and NaN sorts last.
+      bits = w.llvm.and_(w.load(values, _INTS, offset), _same(_INTS, 0x7FFFFFFF))
+      larger = w.llvm.icmp_unsigned(">", bits, largest)
+      largest = w.llvm.select(larger, bits, largest)
+    return w.llvm.bitcast(w.call("llvm.vector.reduce.umax.v16i32", _I32, largest), _F32)
+
+  return _instruction(_NUMBER(_ADDRESS), write)
+
+
+@intrinsic
+def squares_of_block(typing: Any, codes: Any, int4: Any) -> Any:
+  """Of the BLOCK bytes at this address: the sum of squares of low codes, that of high ones (of int8
+  0), and whether there is a code that no encoder writes."""
+
+  def write(w: _Writer, codes: Any, int4: Any) -> Any:
+    sums, least = [_same(_INTS, 0), _same(_INTS, 0)], _same(_INTS, 0)
+    for offset in range(0, BLOCK, 16):
+      packed = w.load(codes, _BYTES, offset)
+      low, high = _int4_codes(w, w.llvm.zext(packed, _INTS))
+      low = w.llvm.select(int4, low, w.llvm.sext(packed, _INTS))
+      high = w.llvm.select(int4, high, _same(_INTS, 0))
+      for part, code in enumerate((low, high)):
+        sums[part] = w.llvm.add(sums[part], w.llvm.mul(code, code))
+        least = w.llvm.select(w.llvm.icmp_signed("<", code, least), code, least)
+    lowest = w.call("llvm.vector.reduce.smin.v16i32", _I32, least)
+    odd = w.llvm.icmp_signed("==", lowest, w.llvm.select(int4, _I32(-8), _I32(-128)))
+    return *(w.call("llvm.vector.reduce.add.v16i32", _I32, each) for each in sums), odd
+
+  found = types.Tuple((types.int32, types.int32, _FLAG))
+  return _instruction(found(_ADDRESS, _FLAG), write)
+
+
+def _int4_codes(w: _Writer, byte: Any) -> tuple[Any, Any]:
+  """The low and the high codes, i32 [16], of 16 bytes."""
+  low, high = w.llvm.and_(byte, _same(_INTS, 15)), w.llvm.lshr(byte, _same(_INTS, 4))
+  return w.llvm.sub(low, _same(_INTS, 8)), w.llvm.sub(high, _same(_INTS, 8))
+
+
+@intrinsic
+def set_tables(typing: Any, tables: Any, units: Any, scales: Any) -> Any:
+  """Writes f32 [TOGETHER, ROW] there, for some pushes what their codes of a block and piece mean.
+
+  A row has (nibble - 8) * scale * unit of each nibble, then scale and unit. All are addresses: of
+  the units, which lie side by side, and of each push's scale.
+  """
+
+  def write(w: _Writer, tables: Any, units: Any, scales: Any) -> None:
+    for k, there in enumerate(w.each(scales, TOGETHER)):
+      unit, scale, row = w.load(units, _F32, 4 * k), w.load(there, _F32), 4 * ROW * k
+      # Where a unit is 0 the scale may be NaN; adding 0 changes no bit of a sum begun with 0.
+      counts = w.llvm.fcmp_unordered("!=", unit, _F32(0.0))
+      scale = w.llvm.select(counts, scale, _F32(0.0))
+      codes = ir.Constant(_FLOATS, [float(nibble - 8) for nibble in range(16)])
+      products = w.llvm.fmul(w.llvm.fmul(codes, w.spread(scale)), w.spread(unit))
+      w.store(products, tables, row)
+      w.store(scale, tables, row + 64)
+      w.store(unit, tables, row + 68)
+
+  return _instruction(types.void(_ADDRESS, _ADDRESS, _OF_EACH), write)
+
+
+@intrinsic
+def look_up_16(typing: Any, low: Any, high: Any, tables: Any, codes: Any) -> Any:
+  """Adds what 16 bytes of each push mean in int4 to 16 values at `low` and 16 at `high`.
+
+  All are addresses. Tables of low codes come first, then those of high ones.
+  """
+
+  def write(w: _Writer, low: Any, high: Any, tables: Any, codes: Any) -> None:
+    if not LOOKS_UP:  # compiled, and never called
+      return
+    sums = [w.load(place, _FLOATS) for place in (low, high)]
+    for k, there in enumerate(w.each(codes, TOGETHER)):
+      index = w.llvm.zext(w.load(there, _BYTES), _INTS)
+      for part in range(2):  # of an index the lowest four bits count
+        table = w.load(tables, _FLOATS, 4 * ROW * (TOGETHER * part + k))
+        value = w.call("llvm.x86.avx512.permvar.sf.512", _FLOATS, table, index)
+        sums[part] = w.llvm.fadd(sums[part], value)
+        index = w.llvm.lshr(index, _same(_INTS, 4))
+    for place, value in zip((low, high), sums, strict=True):
+      w.store(value, place)
+
+  return _instruction(types.void(_ADDRESS, _ADDRESS, _ADDRESS, _OF_EACH), write)
+
+
+@intrinsic
+def multiply_16(typing: Any, low: Any, high: Any, tables: Any, codes: Any, int4: Any) -> Any:
+  """As `look_up_16`, on any CPU, and of int8, which has low codes only."""
+
+  def write(w: _Writer, low: Any, high: Any, tables: Any, codes: Any, int4: Any) -> None:
+    def add(place: Any, part: int) -> None:
+      value = w.load(place, _FLOATS)
+      for k, there in enumerate(w.each(codes, TOGETHER)):
+        packed, row = w.load(there, _BYTES), 4 * ROW * (TOGETHER * part + k)
+        code = _int4_codes(w, w.llvm.zext(packed, _INTS))[part]
+        if not part:
+          code = w.llvm.select(int4, code, w.llvm.sext(packed, _INTS))
+        product = w.llvm.sitofp(code, _FLOATS)
+        for factor in (row + 64, row + 68):
+          product = w.llvm.fmul(product, w.spread(w.load(tables, _F32, factor)))
+        value = w.llvm.fadd(value, product)
+      w.store(value, place)
+
+    add(low, 0)
+    with w.llvm.if_then(int4):
+      add(high, 1)
+
+  return _instruction(types.void(_ADDRESS, _ADDRESS, _ADDRESS, _OF_EACH, _FLAG), write)
+
+
+@intrinsic
+def move_16(
+  typing: Any, delta: Any, stretch: Any, old: Any, new: Any, rates: Any, kind: Any, whole: Any
+) -> Any:
+  """The new value of 16, and where their delta was, what learners lack of it.
+
+  Args:
+    delta: address of 16 of the pushes' sum.
+    stretch: what they are multiplied by.
+    old: addresses of value, published value, momentum.
+    new: addresses of the new value and the new momentum; that is set where values go out whole.
+    rates: learning rate, momentum, and the two factors of `outer.followed`.
+    kind: of momentum; 0: none, 1: plain, 2: Nesterov's.
+    whole: values go out whole.
+  """
+
+  def write(
+    w: _Writer, delta: Any, stretch: Any, old: Any, new: Any, rates: Any, kind: Any, whole: Any
+  ) -> None:
+    rate, mu, *factors = (w.spread(number) for number in w.each(rates, 4))
+    value, published, momentum = (w.load(there, _FLOATS) for there in w.each(old, 3))
+    to_value, to_momentum = w.each(new, 2)
+    merged = w.llvm.fmul(w.load(delta, _FLOATS), w.spread(stretch))
+    plain = w.llvm.fadd(w.llvm.fmul(momentum, mu), merged)
+    nesterov = w.llvm.fadd(w.llvm.fmul(plain, mu), merged)
+    none, one = (w.llvm.icmp_signed("==", kind, _I64(k)) for k in (0, 1))
+    step = w.llvm.select(none, merged, w.llvm.select(one, plain, nesterov))
+    moved = w.llvm.fsub(value, w.llvm.fmul(step, rate))
+    w.store(moved, to_value)
+    w.store(w.llvm.fsub(moved, published), delta)
+    with w.llvm.if_then(w.llvm.and_(whole, w.llvm.not_(none))):
+      w.store(w.followed(momentum, published, moved, factors), to_momentum)
+
+  kinds = _ADDRESS, _NUMBER, _TRIPLE, _PAIR, _RATES, types.int64, _FLAG
+  return _instruction(types.void(*kinds), write)
+
+
+@intrinsic
+def publish_16(
+  typing: Any, lacking: Any, divisor: Any, scale: Any, old: Any, new: Any, rates: Any, kind: Any
+) -> Any:
+  """The codes of 16 values that learners lack, and what they make of published value and momentum.
+
+  Args:
+    lacking: address of the values.
+    divisor: what they are divided by: `scale`, or infinity where that is not above 0.
+    scale: of their block.
+    old: addresses of published value and momentum.
+    new: addresses of the codes, and of new published value and momentum.
+    rates: as in `move_16`.
+    kind: of momentum; 0: none.
+  """
+
+  def write(
+    w: _Writer, lacking: Any, divisor: Any, scale: Any, old: Any, new: Any, rates: Any, kind: Any
+  ) -> None:
+    factors = [w.spread(number) for number in w.each(rates, 4)[2:]]
+    published, momentum = (w.load(there, _FLOATS) for there in w.each(old, 2))
+    to_codes, to_published, to_momentum = w.each(new, 3)
+    nearest = _same(_FLOATS, _NEAREST)
+    quotient = w.llvm.fdiv(w.load(lacking, _FLOATS), w.spread(divisor))
+    code = w.llvm.fsub(w.llvm.fadd(quotient, nearest), nearest)
+    w.store(w.llvm.trunc(w.llvm.fptosi(code, _INTS), _BYTES), to_codes)
+    after = w.llvm.fadd(published, w.llvm.fmul(code, w.spread(scale)))
+    w.store(after, to_published)
+    with w.llvm.if_then(w.llvm.icmp_signed("!=", kind, _I64(0))):
+      w.store(w.followed(momentum, published, after, factors), to_momentum)
+
+  kinds = _ADDRESS, _NUMBER, _NUMBER, _PAIR, _TRIPLE, _RATES, types.int64
+  return _instruction(types.void(*kinds), write)
