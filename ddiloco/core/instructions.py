@@ -17,14 +17,16 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from llvmlite import binding, ir
-from numba.core import cgutils, types
+from llvmlite import ir
+from numba.core import cgutils, config, types
+from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic as _intrinsic
 
 from ddiloco.core.codec import BLOCK
 
 intrinsic: Any = _intrinsic  # what it makes takes one argument less than it is written with
-LOOKS_UP = bool(binding.get_host_cpu_features().get("avx512f"))
+_FEATURES = config.CPU_FEATURES if config.CPU_FEATURES is not None else get_host_cpu_features()
+LOOKS_UP = "+avx512f" in _FEATURES.split(",")  # of what numba compiles for
 TOGETHER = 4  # pushes that one instruction adds
 ROW = 32  # f32 of a table's row: 16 products, the scale, the unit, and nothing
 
