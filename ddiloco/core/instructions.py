@@ -25,7 +25,8 @@ from numba.extending import intrinsic as _intrinsic
 from ddiloco.core.codec import BLOCK
 
 intrinsic: Any = _intrinsic  # what it makes takes one argument less than it is written with
-_FEATURES = config.CPU_FEATURES if config.CPU_FEATURES is not None else get_host_cpu_features()
+_CONFIG: Any = config  # its names are made when it is loaded
+_FEATURES = _CONFIG.CPU_FEATURES if _CONFIG.CPU_FEATURES is not None else get_host_cpu_features()
 LOOKS_UP = "+avx512f" in _FEATURES.split(",")  # of what numba compiles for
 TOGETHER = 4  # pushes that one instruction adds
 ROW = 32  # f32 of a table's row: 16 products, the scale, the unit, and nothing
