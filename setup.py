@@ -33,7 +33,7 @@ setup(
     "absl-py>=2.1",  # flags of the command line
     "cryptography>=42",  # makes keys and their certificates; TLS itself is Python's own
     "etils[epath]>=1.7",  # checkpoints on disks and in buckets by the same code
-    "flax>=0.12.4,<0.13",  # NNX models
+    "flax>=0.12.6,<0.13",  # NNX models; older ones want an older optax
     "fsspec>=2024.6",  # what epath speaks to buckets with
     "grain>=0.2.16,<0.3",  # index-addressed data
     "jax>=0.10,<0.13",
