@@ -43,7 +43,7 @@ setup(
     "msgspec>=0.19,<1",  # schemas of messages, frames, states and events: typed and fast
     "numba>=0.61,<1",  # merging a large fragment at the memory's speed; brings its llvmlite
     "numpy>=2.0,<3",
-    "optax>=0.2.7,<0.3",  # inner optimizer; Muon's settings are new in it
+    "optax>=0.2.8,<0.3",  # inner optimizer; older ones do not load with JAX 0.10
     "orbax-checkpoint>=0.11.26,<0.13",
     "pyyaml>=6,<7",  # documents of `ddiloco launch gke`
     "rich>=13,<16",  # live terminal view

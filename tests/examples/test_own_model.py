@@ -39,7 +39,7 @@ def small(steps: int = STEPS, **sections):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> ddiloco.Run:
   workdir = tmp_path_factory.mktemp("digits") / "run"
-  with killed_once_saved(workdir, "learner-2"):
+  with killed_once_saved(workdir, "learner-2", hold_at=STEPS // 2):
     return ddiloco.train(small(), workdir, cpu=True)
 
 
