@@ -34,29 +34,17 @@ _BESIDE_DRAIN_SECONDS = 10  # for a pod to end: the last log lines, a snapshot u
 
 @dataclasses.dataclass(frozen=True)
 class GkeRun:
-  """A run in clusters of GKE.
-
-  Attributes:
-    placement: who runs where.
-    claim: a ReadWriteMany volume claim, in every cluster: workdir is on it.
-    namespace: there.
-    service_account: that may write the bucket; "": the namespace's own.
-    cluster_domain: of the names in a cluster.
-    shard_cpus: of a shard, which has a machine to itself.
-    shard_memory: of a shard, "32Gi".
-    evaluator_memory: saving the result takes 12 bytes a parameter; "": as a shard has.
-    shard_addresses: reserved internal addresses of the shards, for islands of other clusters.
-  """
+  """A run in clusters of GKE."""
 
   placement: Placement
-  claim: str
-  namespace: str = "default"
-  service_account: str = ""
-  cluster_domain: str = "cluster.local"
-  shard_cpus: int = 8
+  claim: str  # a ReadWriteMany volume claim, in every cluster: workdir is on it
+  namespace: str = "default"  # in every cluster
+  service_account: str = ""  # that may write the bucket; "": the namespace's own
+  cluster_domain: str = "cluster.local"  # of the names in a cluster
+  shard_cpus: int = 8  # of a shard, which has a machine to itself
   shard_memory: str = "32Gi"
-  evaluator_memory: str = ""
-  shard_addresses: tuple[str, ...] = ()
+  evaluator_memory: str = ""  # saving the result takes 12 bytes a parameter; "": as a shard has
+  shard_addresses: tuple[str, ...] = ()  # reserved and internal, for islands of other clusters
 
   @property
   def name(self) -> str:
@@ -341,23 +329,14 @@ def redacted(document: Document) -> Document:
 
 @dataclasses.dataclass(frozen=True)
 class JobSetState:
-  """One JobSet, as its status says.
-
-  Attributes:
-    name: its own.
-    end: "Completed", "Failed", or "" while it goes on.
-    ready: Jobs all of whose pods run, or have ended well.
-    jobs: how many there are.
-    restarts: in all, and those that count.
-    reason: why it failed.
-  """
+  """One JobSet, as its status says."""
 
   name: str
-  end: str
-  ready: int
-  jobs: int
-  restarts: tuple[int, int]
-  reason: str = ""
+  end: str  # "Completed", "Failed", or "" while it goes on
+  ready: int  # Jobs all of whose pods run, or have ended well
+  jobs: int  # how many there are
+  restarts: tuple[int, int]  # in all, and those that count
+  reason: str = ""  # why it failed
 
   def __str__(self) -> str:
     end = self.end or f"{self.ready} of {self.jobs} ready"

@@ -27,23 +27,15 @@ _WORKER = (
 
 @dataclasses.dataclass(frozen=True)
 class TpuVmRun:
-  """Islands of a run on TPU VMs.
-
-  Attributes:
-    placement: who runs where.
-    syncers: urls of all shards, as the slices reach them.
-    project: of the cloud; "": gcloud's own.
-    queued: ask by queued resources.
-    host_folder: of a host, where workdir is; what is not shared there ends with the slice.
-    runtime_version: image of the VMs; "": the topology's own.
-  """
+  """Islands of a run on TPU VMs."""
 
   placement: Placement
-  syncers: tuple[str, ...]
-  project: str = ""
-  queued: bool = False
+  syncers: tuple[str, ...]  # urls of all shards, as the slices reach them
+  project: str = ""  # of the cloud; "": gcloud's own
+  queued: bool = False  # ask by queued resources
+  # Of a host, where workdir is; what is not shared there ends with the slice.
   host_folder: str = "/var/lib/ddiloco"
-  runtime_version: str = ""
+  runtime_version: str = ""  # image of the VMs; "": the topology's own
 
   @property
   def name(self) -> str:
@@ -153,17 +145,13 @@ class TpuVmRun:
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-  """A slice and the role on it.
+  """A slice and the role on it."""
 
-  Attributes:
-    slice: its state in the TPU API's own words; "ABSENT": there is none.
-    roles: of the hosts, as `look_script` says: "running 0", "exited 1", "none".
-    leader: address of host 0.
-  """
-
-  slice: str
-  roles: tuple[str, ...] = ()
-  leader: str = ""
+  slice: str  # its state in the TPU API's own words; "ABSENT": there is none
+  roles: tuple[
+    str, ...
+  ] = ()  # of the hosts, as `look_script` says: "running 0", "exited 1", "none"
+  leader: str = ""  # address of host 0
 
 
 class Need(enum.Enum):

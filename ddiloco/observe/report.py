@@ -98,16 +98,16 @@ def _participation(run: RunState, learner: int) -> float | None:
 
 def _kills(run: RunState) -> dict[str, Any]:
   found = run.kills.found
-  ratios = [run.kills.ratio(watch, run.time) for watch in found]
+  ratios = [run.kills.ratio(kill, run.time) for kill in found]
   kills = [
     {
-      "learner": watch.kill.learner,
-      "seconds": watch.kill.time,
-      "down_seconds": _number(watch.kill.joined - watch.kill.time),
-      "merged_again_seconds": _number(watch.kill.merged - watch.kill.time),
+      "learner": kill.learner,
+      "seconds": kill.time,
+      "down_seconds": _number(kill.joined - kill.time),
+      "merged_again_seconds": _number(kill.merged - kill.time),
       "survivor_gap_ratio": _number(ratio),
     }
-    for watch, ratio in zip(found, ratios)
+    for kill, ratio in zip(found, ratios)
   ]
   worst = max(filter(math.isfinite, ratios), default=math.nan)
   return {"kills": kills, "survivor_max_gap_ratio": _number(worst)}
