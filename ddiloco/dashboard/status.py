@@ -216,105 +216,85 @@ def _number(value: float, digits: int = 4) -> float | None:
 METRICS_KIND = "text/plain; version=0.0.4; charset=utf-8"
 PHASES = ("empty", "starting", "running", "silent", "over")
 STATES = ("joining", "running", "stalled", "quarantined", "down", "left", "ended", "unknown")
-Sample = tuple[dict[str, str], Any]  # labels, value
-Metric = tuple[str, str, str, list[Sample]]  # name, kind, help
+OF_RUN = (  # name, key of the status, help
+  ("run_seconds", "seconds", "Seconds since the run started."),
+  ("run_progress_ratio", "progress", "Share of the token budget that is merged."),
+  ("run_tokens", "tokens_done", "Tokens in the global model."),
+  ("run_tokens_per_second", "tokens_per_second", "Tokens trained per second now."),
+  ("run_tokens_per_second_per_chip", "tokens_per_second_per_chip", "Of chips at work."),
+  ("run_mfu_ratio", "mfu", "Model FLOPs utilisation of the chips at work."),
+  ("heldout_loss", "heldout_loss", "Nats per token of the global model."),
+  ("commits_total", "commits", "Rounds that were committed."),
+  ("hangs_total", "hangs", "Times that a learner's loop hung."),
+)
+OF_ISLANDS = (  # the same of each island
+  ("global_step", "global_step", "The global step as this island knows it."),
+  ("loss", "loss", "Training loss of the last step, nats per token."),
+  ("tokens_total", "tokens", "Tokens trained in all its lives."),
+  ("tokens_per_second", "tokens_per_second", "Tokens trained per second now."),
+  ("tokens_per_second_per_chip", "tokens_per_second_per_chip", "Tokens per second and chip now."),
+  ("mfu_ratio", "mfu", "Model FLOPs utilisation now; not where it is unknown."),
+  ("restarts_total", "restarts", "How often it was started again."),
+  ("participation_ratio", "participation", "Share of all commits it is in."),
+)
+Samples = list[tuple[dict[str, str], Any]]  # labels, value
 
 
 def exposition(status: Mapping[str, Any]) -> str:
   """Every number of `status.status`; what is not known yet is left out."""
   lines = []
-  for name, kind, help_, samples in _metrics(status):
+  for name, help_, samples in _metrics(status):
     known = [(labels, value) for labels, value in samples if value is not None]
     if not known:
       continue
+    kind = "counter" if name.endswith("_total") else "gauge"
     lines += [f"# HELP ddiloco_{name} {help_}", f"# TYPE ddiloco_{name} {kind}"]
     lines += [f"ddiloco_{name}{_labels(labels)} {float(value)!r}" for labels, value in known]
   return "\n".join(lines) + "\n"
 
 
-def _metrics(status: Mapping[str, Any]) -> Iterator[Metric]:
-  phases: list[Sample] = [({"phase": phase}, status["phase"] == phase) for phase in PHASES]
-  yield "run_phase", "gauge", "1 for the phase the run is in.", phases
-  for name, kind, key, help_ in (
-    ("run_seconds", "gauge", "seconds", "Seconds since the run started."),
-    ("run_progress_ratio", "gauge", "progress", "Share of the token budget that is merged."),
-    ("run_tokens", "gauge", "tokens_done", "Tokens in the global model."),
-    ("run_tokens_per_second", "gauge", "tokens_per_second", "Tokens trained per second now."),
-    ("run_tokens_per_second_per_chip", "gauge", "tokens_per_second_per_chip", "Of chips at work."),
-    ("run_mfu_ratio", "gauge", "mfu", "Model FLOPs utilisation of the chips at work."),
-    ("heldout_loss", "gauge", "heldout_loss", "Nats per token of the global model."),
-    ("commits_total", "counter", "commits", "Rounds that were committed."),
-    ("hangs_total", "counter", "hangs", "Times that a learner's loop hung."),
-  ):
-    yield name, kind, help_, [({}, status[key])]
+def _metrics(status: Mapping[str, Any]) -> Iterator[tuple[str, str, Samples]]:
+  """The name, the help and the samples of each metric."""
+  islands, links = status["islands"], status["links"]
+  phases = {phase: status["phase"] == phase for phase in PHASES}
+  yield "run_phase", "1 for the phase the run is in.", _each("phase", phases)
+  for name, key, help_ in OF_RUN:
+    yield name, help_, [({}, status[key])]
   for name, what in OUTER_GRADIENTS.items():
-    samples: list[Sample] = [({}, status["outer_gradients"][name])]
-    yield f"outer_gradient_{name}", "gauge", f"{what.capitalize()}, lately.", samples
-  others: list[Sample] = [({"measure": n}, v) for n, v in status["heldout_measures"].items()]
-  yield "heldout_measure", "gauge", "What else held-out data say of the global model.", others
-  yield from _island_metrics(status["islands"])
-  yield from _fragment_metrics(status)
-  yield from _link_metrics(status["links"])
-  yield from _goodput_metrics(status["goodput"] or {"causes": {}})
-
-
-def _island_metrics(
-  islands: list[Mapping[str, Any]],
-) -> Iterator[Metric]:
-  states: list[Sample] = [
+    value = status["outer_gradients"][name]
+    yield f"outer_gradient_{name}", f"{what.capitalize()}, lately.", [({}, value)]
+  measures = _each("measure", status["heldout_measures"])
+  yield "heldout_measure", "What else held-out data say of the global model.", measures
+  states: Samples = [
     ({"island": str(i["number"]), "state": state}, i["state"] == state)
     for i in islands
     for state in STATES
   ]
-  yield "island_state", "gauge", "1 for the state the island is in.", states
-  for name, kind, key, help_ in (
-    ("island_global_step", "gauge", "global_step", "The global step as this island knows it."),
-    ("island_loss", "gauge", "loss", "Training loss of the last step, nats per token."),
-    ("island_tokens_total", "counter", "tokens", "Tokens trained in all its lives."),
-    ("island_tokens_per_second", "gauge", "tokens_per_second", "Tokens trained per second now."),
-    (
-      "island_tokens_per_second_per_chip",
-      "gauge",
-      "tokens_per_second_per_chip",
-      "Tokens trained per second and chip now.",
-    ),
-    ("island_mfu_ratio", "gauge", "mfu", "Model FLOPs utilisation now; not where it is unknown."),
-    ("island_restarts_total", "counter", "restarts", "How often it was started again."),
-    ("island_participation_ratio", "gauge", "participation", "Share of all commits it is in."),
-  ):
-    yield name, kind, help_, [({"island": str(i["number"])}, i[key]) for i in islands]
+  yield "island_state", "1 for the state the island is in.", states
+  for name, key, help_ in OF_ISLANDS:
+    yield f"island_{name}", help_, _each("island", {i["number"]: i[key] for i in islands})
+  versions = _each("fragment", dict(enumerate(status["fragments"])))
+  yield "fragment_version", "Version of the global model.", versions
+  rejected = _each("shard", {s["number"]: s["rejected"] for s in status["shards"]})
+  yield "rejected_updates_total", "Updates that were rejected.", rejected
+  for way in ("sent", "received"):
+    moved = _each("role", {link["role"]: link[f"{way}_bytes"] for link in links})
+    yield f"{way}_bytes_total", f"Bytes {way} by a role.", moved
+  yield from _goodput_metrics(status["goodput"] or {})
 
 
-def _fragment_metrics(status: Mapping[str, Any]) -> Iterator[Metric]:
-  versions: list[Sample] = [
-    ({"fragment": str(p)}, version) for p, version in enumerate(status["fragments"])
-  ]
-  yield "fragment_version", "gauge", "Version of the global model.", versions
-  rejected: list[Sample] = [({"shard": str(s["number"])}, s["rejected"]) for s in status["shards"]]
-  yield "rejected_updates_total", "counter", "Updates that were rejected.", rejected
+def _goodput_metrics(account: Mapping[str, Any]) -> Iterator[tuple[str, str, Samples]]:
+  useful = "Share of chip time whose work is in the global model."
+  yield "goodput_ratio", useful, [({}, account.get("goodput"))]
+  up = "Share of time in which some island trained."
+  yield "uptime_ratio", up, [({}, account.get("uptime"))]
+  causes = _each("cause", account.get("causes", {}))
+  yield "lost_time_ratio", "Share of chip time by cause; adds up to 1 - goodput.", causes
 
 
-def _link_metrics(links: list[Mapping[str, Any]]) -> Iterator[Metric]:
-  for direction in ("sent", "received"):
-    samples: list[Sample] = [({"role": i["role"]}, i[f"{direction}_bytes"]) for i in links]
-    yield f"{direction}_bytes_total", "counter", f"Bytes {direction} by a role.", samples
-
-
-def _goodput_metrics(account: Mapping[str, Any]) -> Iterator[Metric]:
-  yield (
-    "goodput_ratio",
-    "gauge",
-    "Share of chip time whose work is in the global model.",
-    [({}, account.get("goodput"))],
-  )
-  yield (
-    "uptime_ratio",
-    "gauge",
-    "Share of time in which some island trained.",
-    [({}, account.get("uptime"))],
-  )
-  causes: list[Sample] = [({"cause": name}, share) for name, share in account["causes"].items()]
-  yield "lost_time_ratio", "gauge", "Share of chip time by cause; adds up to 1 - goodput.", causes
+def _each(label: str, values: Mapping[Any, Any]) -> Samples:
+  """A sample for each of these, under its own label."""
+  return [({label: str(name)}, value) for name, value in values.items()]
 
 
 def _labels(labels: Mapping[str, str]) -> str:
