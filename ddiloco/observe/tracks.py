@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -332,3 +333,18 @@ def unplanned(log: Sequence[Event]) -> list[events.Exit | events.Crash]:
       quarantined = event.reason.startswith("quarantined")
       found += [] if quarantined and event.target in poisoned else [event]
   return found
+
+
+def of_faults(log: Sequence[Event]) -> dict[str, Any]:
+  """What became of the faults in the log of a whole run, in numbers."""
+  found = recoveries(log)
+  back = [each.seconds for each in found if math.isfinite(each.seconds)]
+  return {
+    "faults": len(found),
+    "recovered": len(back),
+    "median_recovery_seconds": round(statistics.median(back), 3) if back else None,
+    "worst_recovery_seconds": round(max(back), 3) if back else None,
+    "longest_stall_seconds": round(longest_stall_seconds(log), 3),
+    "lost_rounds": len(lost_rounds(log)),
+    "unplanned": len(unplanned(log)),
+  }
