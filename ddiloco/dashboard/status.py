@@ -13,14 +13,14 @@ from ddiloco.config import SyncConfig
 from ddiloco.observe.eventlog import FLUSH_SECONDS
 from ddiloco.observe.islands import (
   OUTER_GRADIENTS,
+  UNKNOWN,
   IslandState,
-  Speed,
   finite_or,
   phase,
   role_name,
 )
 from ddiloco.observe.run_state import RunState
-from ddiloco.observe.style import clock_time, island_colour
+from ddiloco.observe.style import clock_time, island_colour, rounded
 from ddiloco.protocol.events import parse_role
 
 LAG_SECONDS = 2 * FLUSH_SECONDS  # an event may be so old when it is read: that is no stall
@@ -52,22 +52,25 @@ def status(
   fragments = range(max([run.num_fragments, *(p + 1 for p in run.versions)]))
   spans = run.tracks.spans(run.islands, now, seen)
   islands = [_island(run, m, state, seen, fragments) for m in sorted(run.islands)]
-  speed = run.speed(seen) if state == "running" else None
+  speed, rate = UNKNOWN, None
+  if state == "running":
+    speed = run.speed(seen)
+    rate = round(finite_or(speed.tokens_per_second, 0))  # of islands that all stand still: 0
   return {
     "name": run.name,
     "phase": state,
     "text": text,
     "seconds": round(now, 1),
-    "seconds_left": _number(run.seconds_left(now)) if state == "running" else None,
+    "seconds_left": rounded(run.seconds_left(now)) if state == "running" else None,
     "progress": round(run.progress, 5),
     "tokens_done": round(run.tokens_done),
     "total_tokens": run.total_tokens,
-    "tokens_per_second": round(finite_or(speed.tokens_per_second, 0)) if speed else None,
-    **_speed(speed),
-    "heldout_loss": _number(run.heldout_loss),
-    "heldout_measures": {n: _number(each) for n, each in run.heldout_measures.items()},
+    "tokens_per_second": rate,
+    **speed.as_json(),
+    "heldout_loss": rounded(run.heldout_loss),
+    "heldout_measures": {n: rounded(each) for n, each in run.heldout_measures.items()},
     "commits": run.commits,
-    "outer_gradients": {name: _number(each) for name, each in run.outer_gradients.items()},
+    "outer_gradients": {name: rounded(each) for name, each in run.outer_gradients.items()},
     "solo": (run.solo if state == "running" else "") or None,
     "merging": bool(run.num_shards or run.shards),
     "islands": islands,
@@ -110,6 +113,7 @@ def _phase(run: RunState, now: float, reason: str) -> tuple[str, str]:
 def _island(run: RunState, m: int, state: str, seen: float, fragments: range) -> dict[str, Any]:
   island = run.islands[m]
   shown = _shown(island, state, seen)
+  speed = island.speed if shown == "running" else UNKNOWN
   return {
     "number": m,
     "colour": island_colour(m),
@@ -119,20 +123,15 @@ def _island(run: RunState, m: int, state: str, seen: float, fragments: range) ->
     "chip_kinds": list(island.chip_kinds),
     "step": island.step,
     "global_step": island.global_step,
-    "loss": _number(island.loss),
+    "loss": rounded(island.loss),
     "tokens": island.tokens,
-    "tokens_per_second": _number(island.tokens_per_second, 1) if shown == "running" else None,
-    **_speed(island.speed if shown == "running" else None),
-    "step_seconds": _number(island.step_seconds),
+    "tokens_per_second": rounded(speed.tokens_per_second),
+    **speed.as_json(),
+    "step_seconds": rounded(island.step_seconds),
     "participation": round(island.commits / run.commits, 4) if run.commits else None,
-    "participation_recent": _number(island.participation),
+    "participation_recent": rounded(island.participation),
     "versions": [island.versions.get(p) for p in fragments],
   }
-
-
-def _speed(speed: Speed | None) -> dict[str, Any]:
-  per_chip, mfu = (speed.per_chip, speed.mfu) if speed else (math.nan, math.nan)
-  return {"tokens_per_second_per_chip": _number(per_chip, 1), "mfu": _number(mfu)}
 
 
 def _shards(run: RunState) -> list[dict[str, Any]]:
@@ -164,13 +163,13 @@ def _goodput(run: RunState) -> dict[str, Any] | None:
   if not account.chip_seconds:
     return None
   return {
-    "goodput": _number(account.goodput),
-    "goodput_training": _number(account.goodput_training),
-    "uptime": _number(account.uptime),
+    "goodput": rounded(account.goodput),
+    "goodput_training": rounded(account.goodput_training),
+    "uptime": rounded(account.uptime),
     "chip_seconds": round(account.chip_seconds, 1),
     "causes": {name: round(share, 5) for name, share in account.causes.items()},
     "islands": {
-      str(m): {"goodput": _number(each.goodput), "liveness": _number(each.liveness)}
+      str(m): {"goodput": rounded(each.goodput), "liveness": rounded(each.liveness)}
       for m, each in account.learners.items()
     },
   }
@@ -190,7 +189,7 @@ def _curves(run: RunState) -> dict[str, Any]:
   series, islands = run.curves.page, sorted(run.islands)
   return {
     "width_seconds": series.width_seconds,
-    "heldout": list(run.curves.heldout),
+    "heldout": [(round(e.time, 2), round(e.loss, 4)) for e in run.curves.evaluations.items],
     "loss": {str(m): series.means(f"loss {m}") for m in islands},
     "participation": {str(m): series.means(f"participation {m}", 2) for m in islands},
     "commits": {str(s): series.counts(f"commits {s}") for s in sorted(run.shards)},
@@ -204,11 +203,6 @@ def _shown(island: IslandState, run: str, seen: float) -> str:
   if run == "over":
     return "ended"
   return "unknown" if run == "silent" else phase(island.state_at(seen))
-
-
-def _number(value: float, digits: int = 4) -> float | None:
-  """Rounded for the wire; None for what JSON cannot say."""
-  return round(value, digits) if math.isfinite(value) else None
 
 
 # --- The same in Prometheus' text format (version 0.0.4)

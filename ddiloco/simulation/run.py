@@ -21,6 +21,7 @@ from ddiloco.checkpoint.buddy import Replication, buddy_of
 from ddiloco.checks import not_negative, positive, require
 from ddiloco.config import Config
 from ddiloco.observe.goodput import Goodput, Ledger
+from ddiloco.observe.history import TrafficTotals
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Event, stamped
 from ddiloco.protocol.messages import Message
@@ -193,7 +194,7 @@ class Account:
     self._ledger = Ledger()
     self._copied_out_at: dict[tuple[str, int], tuple[int, float]] = {}  # by learner and fragment
     self.sync_seconds: list[float] = []  # from a copy-out to the version that has it
-    self._traffic: dict[str, dict[int, tuple[int, int]]] = collections.defaultdict(dict)
+    self.traffic = TrafficTotals()
 
   def take(self, event: Event) -> None:
     """Enters one event; they come in order of time."""
@@ -215,15 +216,7 @@ class Account:
         if round_id == event.round:
           self.sync_seconds.append(event.time - copied_out_at)
       case events.Traffic():
-        self._traffic[event.role][event.incarnation] = event.sent_bytes, event.received_bytes
-
-  @property
-  def traffic(self) -> dict[str, tuple[int, int]]:
-    """By role, the bytes that all its lives have sent and received."""
-    return {
-      role: (sum(sent for sent, _ in lives.values()), sum(taken for _, taken in lives.values()))
-      for role, lives in self._traffic.items()
-    }
+        self.traffic.add(event)
 
   def goodput(self) -> Goodput:
     """The ledger's account."""
@@ -234,7 +227,7 @@ class Account:
     found = self.goodput()
     part = [g.participation for g in found.learners.values() if math.isfinite(g.participation)]
     live = [g.liveness for g in found.learners.values() if math.isfinite(g.liveness)]
-    traffic = self.traffic
+    traffic = self.traffic.by_role
     sent = [pair[0] for role, pair in traffic.items() if role.startswith("learner")]
     taken = [pair[1] for role, pair in traffic.items() if role.startswith("learner")]
     return {
