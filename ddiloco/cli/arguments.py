@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from typing import Any, TextIO
 
@@ -70,6 +71,23 @@ class Flags:
 
   def add_switch(self, name: str, what: str) -> None:
     flags.DEFINE_bool(name, False, what, self._values)
+
+  def add_fields(self, cls: type) -> None:
+    """A flag for each field of a dataclass that is an option, of its name, type and default."""
+    for field in dataclasses.fields(cls):
+      match field.type, field.metadata.get("help"):
+        case _, None:
+          continue
+        case "int", text:
+          self.add_integer(field.name, field.default, text)
+        case "float", text:
+          self.add_number(field.name, field.default, text)
+        case "str", text:
+          self.add_text(field.name, field.default, text)
+        case "bool", text:
+          self.add_switch(field.name, text)
+        case _, text:
+          self.add_list(field.name, text)
 
   def add_workdir(self) -> None:
     """--workdir, which must be given."""

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ddiloco.checks import require
+from ddiloco.checks import option, require
 from ddiloco.environment import TERMINATED
 from ddiloco.launch.placement import (
   PROBE_PORT,
@@ -37,14 +37,18 @@ class GkeRun:
   """A run in clusters of GKE."""
 
   placement: Placement
-  claim: str  # a ReadWriteMany volume claim, in every cluster: workdir is on it
-  namespace: str = "default"  # in every cluster
-  service_account: str = ""  # that may write the bucket; "": the namespace's own
-  cluster_domain: str = "cluster.local"  # of the names in a cluster
-  shard_cpus: int = 8  # of a shard, which has a machine to itself
-  shard_memory: str = "32Gi"
-  evaluator_memory: str = ""  # saving the result takes 12 bytes a parameter; "": as a shard has
-  shard_addresses: tuple[str, ...] = ()  # reserved and internal, for islands of other clusters
+  claim: str = option("", "ReadWriteMany volume claim, in every cluster: workdir is on it.")
+  namespace: str = option("default", "In every cluster.")
+  service_account: str = option("", "Of the pods: may write the bucket; else the namespace's own.")
+  cluster_domain: str = option("cluster.local", "Of names in a cluster.")
+  shard_cpus: int = option(8, "Of each shard, which has a machine to itself, and the evaluator.")
+  shard_memory: str = option("32Gi", "Of each shard (`ddiloco plan` says it).")
+  evaluator_memory: str = option(
+    "", "Of the evaluator, which takes 12 bytes a parameter to save the result; else as a shard."
+  )
+  shard_addresses: tuple[str, ...] = option(
+    (), "Reserved internal addresses of the shards, where there are two clusters."
+  )
 
   @property
   def name(self) -> str:
@@ -59,6 +63,8 @@ class GkeRun:
     rule = "workdir (event logs, result) must outlive pods, on a volume that many can write"
     fix = "make a ReadWriteMany claim in every cluster (docs/launch.md) and give --claim=NAME"
     require(bool(self.claim), "--claim", self.claim, rule, fix)
+    rule, fix = "must be at least 1", "for example --shard_cpus=8"
+    require(self.shard_cpus > 0, "--shard_cpus", self.shard_cpus, rule, fix)
     count, given = len(self.placement.shards), self.shard_addresses
     rule = f"islands of another cluster need an address of each of the {count} shards"
     name = f"{self.name}-shard-{{0..{count - 1}}}" if count > 1 else f"{self.name}-shard-0"

@@ -13,7 +13,7 @@ import json
 import shlex
 from collections.abc import Sequence
 
-from ddiloco.checks import require
+from ddiloco.checks import option, require
 from ddiloco.launch.placement import PlacedIsland, Placement, host_flags, role_command
 
 FOLDER = "/ddiloco"  # in the container: config and keys
@@ -30,12 +30,13 @@ class TpuVmRun:
   """Islands of a run on TPU VMs."""
 
   placement: Placement
-  syncers: tuple[str, ...]  # urls of all shards, as the slices reach them
-  project: str = ""  # of the cloud; "": gcloud's own
-  queued: bool = False  # ask by queued resources
-  # Of a host, where workdir is; what is not shared there ends with the slice.
-  host_folder: str = "/var/lib/ddiloco"
-  runtime_version: str = ""  # image of the VMs; "": the topology's own
+  syncers: tuple[str, ...] = option((), "Urls of all shards, as the slices reach them.")
+  project: str = option("", "Of the cloud; else gcloud's own.")
+  queued: bool = option(False, "Ask by queued resources, the older way.")
+  host_folder: str = option(
+    "/var/lib/ddiloco", "Of a host: its workdirs; what is not shared there ends with the slice."
+  )
+  runtime_version: str = option("", "Image of the VMs; else the topology's own.")
 
   @property
   def name(self) -> str:

@@ -178,11 +178,10 @@ class Kill:
 class Kills:
   """Takes a run's events in order of time."""
 
-  def __init__(self, most: float = MOST_KILLS):
+  def __init__(self) -> None:
     self.found: list[Kill] = []  # the newest
     self.left_out = 0  # kills before these
     self.medians: dict[int, Median] = defaultdict(Median)  # by learner, of its gaps between steps
-    self._most = most
     self._watched: list[Kill] = []
     self._said: dict[int, str] = {}  # by learner, the last that was said of it
     self._left: dict[int, float] = {}
@@ -228,7 +227,7 @@ class Kills:
     self.found.append(kill)
     self._watched.append(kill)
     del self._watched[:-MOST_WATCHED]
-    if len(self.found) > self._most:
+    if len(self.found) > MOST_KILLS:
       self.found.pop(0)
       self.left_out += 1
 
