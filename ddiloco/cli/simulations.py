@@ -56,11 +56,7 @@ def _add_plan_flags(given: Flags) -> None:
   given.add_integer("islands", None, "How many, instead of the config's.")
   given.add_number("gbps", None, "Gbit/s of every island's link, in each direction.")
   given.add_number("latency_ms", 0.0, "One way, between any two places.")
-  given.add_number(
-    "shard_gbps",
-    0.0,
-    "Gbit/s of shards that stand on their own; 0: they stand beside the islands and share links.",
-  )
+  given.add_fields(planner.Setting)
   given.add_text("codec", None, "Both ways, instead of the config's: f32, bf16, int8, int4.")
   given.add_number(
     "step_seconds",
@@ -71,10 +67,6 @@ def _add_plan_flags(given: Flags) -> None:
   given.add_number("chip_teraflops", None, "Peak of one chip, in 1e12 FLOP/s.")
   given.add_number("mfu", 0.5, "Share of the peak that a step reaches.")
   given.add_number("tokens", None, "Of an island's step, instead of the config's.")
-  given.add_number("core_gbytes", planner.CORE_GBYTES, "GB/s of f32 that a shard merges.")
-  given.add_number(
-    "host_gbytes", planner.CORE_GBYTES, "GB/s that a learner's host touches beside its step."
-  )
   given.add_switch(
     "measure", "Measure --core_gbytes on this machine, as a shard would merge: some seconds."
   )
@@ -212,26 +204,14 @@ def protocol(arguments: list[str]) -> int:
 
 def _add_protocol_flags(given: Flags) -> None:
   """All flags but --config."""
-  given.add_number("step_seconds", 1.0, "Of islands without islands.min_step_seconds.", 0.0)
-  given.add_number("jitter", 0.1, "A step lasts up to this share longer.", 0.0)
+  from ddiloco.simulation.run import Speeds
+
+  given.add_fields(Speeds)
   given.add_text("gbps", "0", "Gbit/s of every island's link, one or a list a,b,c; 0: no limit.")
   given.add_text("latency_ms", "1", "One way, one for all islands or a list.")
-  given.add_number(
-    "shard_gbps",
-    0.0,
-    "Gbit/s of shards that stand on their own; 0: they stand beside the islands and share links.",
-    0.0,
-  )
-  given.add_number(
-    "merge_gbytes", 4.0, "GB/s of f32 that a shard merges (`ddiloco plan --measure`).", 0.0
-  )
-  given.add_number(
-    "host_gbytes", 4.0, "GB/s of f32 that a learner's host touches beside its step.", 0.0
-  )
   given.add_integer(
     "parameters", None, "Size of the model, in equal fragments; default: the config's."
   )
-  given.add_integer("seed", 0, "Of step times.", 0)
   given.add_number(
     "seconds", None, "Of virtual time at most; default: until all tokens are merged.", 0.0
   )

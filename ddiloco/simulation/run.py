@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ddiloco.checkpoint.buddy import Replication, buddy_of
-from ddiloco.checks import not_negative, positive, require
+from ddiloco.checks import not_negative, option, positive, require
 from ddiloco.config import Config
 from ddiloco.observe.goodput import Goodput, Ledger
 from ddiloco.observe.history import TrafficTotals
@@ -28,7 +28,7 @@ from ddiloco.protocol.messages import Message
 from ddiloco.protocol.supervisor import GONE, LEFT, UP
 from ddiloco.simulation import bandwidth
 from ddiloco.simulation.bandwidth import F32_BYTES
-from ddiloco.simulation.planner import CORE_GBYTES
+from ddiloco.simulation.planner import ABOUT_HOST_GBYTES, ABOUT_SHARD_GBPS, CORE_GBYTES
 from ddiloco.simulation.stand_ins import SizedCopies, SizedReplication
 from ddiloco.simulation.virtual_time import LinkRate, Links, Role
 from ddiloco.simulation.world import Actor, Pace, World
@@ -39,16 +39,18 @@ class Speeds:
   """What a config does not say: how fast things are."""
 
   sizes: tuple[int, ...]  # values of every fragment
-  step_seconds: float = 1.0  # of islands without islands.min_step_seconds
-  jitter: float = 0.1  # a step lasts up to this share longer
+  step_seconds: float = option(1.0, "Of islands without islands.min_step_seconds.")
+  jitter: float = option(0.1, "A step lasts up to this share longer.")
   gbps: tuple[float, ...] = (0.0,)  # of every island's link, one for all or one each; 0: no limit
   latency_seconds: tuple[float, ...] = (0.001,)  # one way; one for all or one each
-  shard_gbps: float = 0.0  # of shards that stand apart; 0: they stand beside islands
+  shard_gbps: float = option(0.0, ABOUT_SHARD_GBPS)
   copy_seconds: float = 0.004  # a copy-out or a new version between devices and host
-  merge_gbytes: float = CORE_GBYTES  # GB/s of f32 that a shard merges
-  host_gbytes: float = CORE_GBYTES  # GB/s of f32 that a learner's host touches beside the step
+  merge_gbytes: float = option(
+    CORE_GBYTES, "GB/s of f32 that a shard merges (`ddiloco plan --measure`)."
+  )
+  host_gbytes: float = option(CORE_GBYTES, ABOUT_HOST_GBYTES)
   late_seconds: float = 0.0  # a life's first step takes up to this longer: learners spread
-  seed: int = 0
+  seed: int = option(0, "Of step times.")
 
   def __post_init__(self):
     positive("simulate", self, "step_seconds", "merge_gbytes", "host_gbytes")
