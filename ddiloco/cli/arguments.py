@@ -36,9 +36,6 @@ class Flags:
   def __getattr__(self, name: str) -> Any:
     return getattr(self._values, name)
 
-  def __contains__(self, name: str) -> bool:
-    return name in self._values
-
   def add_text(self, name: str, default: str | None, what: str) -> None:
     flags.DEFINE_string(name, default, what, self._values)
 
@@ -88,6 +85,12 @@ class Flags:
           self.add_switch(field.name, text)
         case _, text:
           self.add_list(field.name, text)
+
+  def fields(self, cls: type) -> dict[str, Any]:
+    """What was given for these."""
+    options = (f.name for f in dataclasses.fields(cls) if "help" in f.metadata)
+    given = {name: getattr(self, name) for name in options}
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
 
   def add_workdir(self) -> None:
     """--workdir, which must be given."""

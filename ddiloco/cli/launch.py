@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 from pathlib import Path
 from typing import TypeVar
@@ -69,12 +68,10 @@ def _add_common_flags(given: Flags) -> None:
 
 
 def _run(cls: type[_Run], given: Flags) -> _Run:
-  """The run that the flags describe, checked; a field of it is a flag of the same name."""
+  """The run that the flags describe, checked."""
   names = ("name", "place", "bucket", "image", "spot", "max_restarts")
   placement = place(given.final_config(), *(getattr(given, name) for name in names))
-  fields = {f.name: getattr(given, f.name) for f in dataclasses.fields(cls) if f.name in given}
-  lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
-  run = cls(placement, **fields | lists)
+  run = cls(placement, **given.fields(cls))
   run.check()
   return run
 

@@ -180,14 +180,9 @@ def protocol(arguments: list[str]) -> int:
 
   setting = Speeds(
     sizes=_sizes(given, config),
-    step_seconds=given.step_seconds,
-    jitter=given.jitter,
     gbps=_numbers(given, "gbps"),
     latency_seconds=tuple(ms / 1000 for ms in _numbers(given, "latency_ms")),
-    shard_gbps=given.shard_gbps,
-    merge_gbytes=given.merge_gbytes,
-    host_gbytes=given.host_gbytes,
-    seed=given.seed,
+    **given.fields(Speeds),
   )
   workdir = given.workdir
   most = given.seconds
@@ -313,7 +308,7 @@ def chips(arguments: list[str]) -> int:
   given.add_fields(Fleet)
   given.add_switch("json", "Print one JSON object instead of a table.")
   given.parse(chips.__doc__)
-  fleet = Fleet(**{field.name: getattr(given, field.name) for field in dataclasses.fields(Fleet)})
+  fleet = Fleet(**given.fields(Fleet))
   as_json = given.json
   rows: dict[str, ChipTime] = {}
   for name, simulated in (
