@@ -61,6 +61,7 @@ class IslandState:
   refused: int = 0  # pushes
   missed_time: float = math.nan
   missed_reason: str = ""  # why it was not in the last commit it missed
+  died: float = -math.inf  # when it was last known to be dead
   returning: bool = False  # was down and has not been merged since
   versions: dict[int, int] = dataclasses.field(default_factory=dict)  # that it has, by fragment
 
