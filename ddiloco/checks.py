@@ -51,6 +51,11 @@ def share(section: str, config: Any, *names: str) -> None:
     must(section, config, name, ok, "must lie in [0, 1)", "set a share below 1")
 
 
+def option(default: Any, text: str) -> Any:
+  """A field of a dataclass that is a flag too (`cli/arguments.py`), with what it means."""
+  return dataclasses.field(default=default, metadata={"help": text})
+
+
 def is_number(text: Any) -> bool:
   """Whether a role's number is written as the roles' own names write it: 2, not 02."""
   return isinstance(text, str) and text.isdecimal() and text == str(int(text))

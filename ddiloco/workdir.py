@@ -123,7 +123,7 @@ def check(workdir: Path, config: Config, overwrite: bool) -> bool:
   saved = saved_config(workdir)
   _refuse_another(workdir, config, saved, MAY_CHANGE)
   longer = config.run.total_tokens > saved.run.total_tokens
-  if (workdir / OUTCOME).exists() and _finished(workdir / OUTCOME) and not longer:
+  if outcome(workdir).get("reason") == "finished" and not longer:
     raise ConfigError(
       f"--workdir={workdir}: its run is finished. Fix: choose another directory, add --overwrite to"
       " replace that run, or go on with a greater --config.run.total_tokens."
@@ -131,11 +131,13 @@ def check(workdir: Path, config: Config, overwrite: bool) -> bool:
   return True
 
 
-def _finished(outcome: Path) -> bool:
+def outcome(workdir: Path) -> dict[str, Any]:
+  """What the run's end has left to know; nothing before it, nor of one that a kill has torn."""
   try:
-    return json.loads(outcome.read_text()).get("reason") == "finished"
-  except (OSError, UnicodeDecodeError, json.JSONDecodeError, AttributeError):
-    return False  # torn by a kill: it was not finished then
+    found = json.loads((workdir / OUTCOME).read_text())
+  except (OSError, ValueError):
+    return {}
+  return found if isinstance(found, dict) else {}
 
 
 def claim(workdir: Path, config: Config, overwrite: bool) -> bool:

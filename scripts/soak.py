@@ -36,8 +36,7 @@ from ddiloco import config as config_lib
 from ddiloco.chaos import random_faults
 from ddiloco.observe.eventlog import EventLog, read_events
 from ddiloco.observe.goodput import Ledger
-from ddiloco.observe.tracks import Recovery, longest_stall_seconds, lost_rounds, recoveries
-from ddiloco.observe.tracks import unplanned as unplanned_of
+from ddiloco.observe.tracks import Recovery, lost_rounds, of_faults, recoveries, unplanned
 from ddiloco.protocol.events import RunFinished, Step
 
 LEARNERS, SHARDS = 4, 2
@@ -63,27 +62,20 @@ def make_config(faults: int, span_seconds: float, seed: int) -> config_lib.Confi
 
 def judge(events: EventLog, planned: int, stall_seconds: float) -> dict[str, Any]:
   """The numbers of the last line."""
-  found = recoveries(events)
-  back = [each.seconds for each in found if math.isfinite(each.seconds)]
-  stall, ledger = longest_stall_seconds(events), Ledger()
+  found, ledger = of_faults(events), Ledger()
   for event in events:
     ledger.take(event)
   account = ledger.report()
   finished = [event.reason for event in events.of(RunFinished)]
   return {
+    **found,
     "faults": planned,
-    "struck": len(found),
-    "kinds": dict(collections.Counter(each.action for each in found)),
-    "global_stalls": int(stall > stall_seconds),
-    "longest_stall_seconds": round(stall, 3),
-    "lost_rounds": len(lost_rounds(events)),
-    "unplanned": len(unplanned_of(events)),
+    "struck": found["faults"],
+    "kinds": dict(collections.Counter(each.action for each in recoveries(events))),
+    "global_stalls": int(found["longest_stall_seconds"] > stall_seconds),
     "blocked_seconds": sum(e.blocked_seconds for e in events.of(Step)),
     "uptime": round(account.uptime, 5),
     "goodput": round(account.goodput_training, 4),
-    "recovered": len(back),
-    "median_recovery_seconds": common.middle(back, 3),
-    "worst_recovery_seconds": round(max(back), 3) if back else None,
     "finished": finished[-1] if finished else None,
   }
 
@@ -128,7 +120,7 @@ def main() -> int:
     ]
     (workdir / "recovery.tsv").write_text("\n".join(rows) + "\n")
     result = judge(events, args.faults, args.stall_seconds)
-    for event in unplanned_of(events):
+    for event in unplanned(events):
       print(f"unplanned: {event}")
     for fragment, round_id in lost_rounds(events):
       print(f"lost: round {round_id} of fragment {fragment}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from typing import Any, TextIO
 
@@ -35,9 +36,6 @@ class Flags:
   def __getattr__(self, name: str) -> Any:
     return getattr(self._values, name)
 
-  def __contains__(self, name: str) -> bool:
-    return name in self._values
-
   def add_text(self, name: str, default: str | None, what: str) -> None:
     flags.DEFINE_string(name, default, what, self._values)
 
@@ -70,6 +68,29 @@ class Flags:
 
   def add_switch(self, name: str, what: str) -> None:
     flags.DEFINE_bool(name, False, what, self._values)
+
+  def add_fields(self, cls: type) -> None:
+    """A flag for each field of a dataclass that is an option, of its name, type and default."""
+    for field in dataclasses.fields(cls):
+      match field.type, field.metadata.get("help"):
+        case _, None:
+          continue
+        case "int", text:
+          self.add_integer(field.name, field.default, text)
+        case "float", text:
+          self.add_number(field.name, field.default, text)
+        case "str", text:
+          self.add_text(field.name, field.default, text)
+        case "bool", text:
+          self.add_switch(field.name, text)
+        case _, text:
+          self.add_list(field.name, text)
+
+  def fields(self, cls: type) -> dict[str, Any]:
+    """What was given for these."""
+    options = (f.name for f in dataclasses.fields(cls) if "help" in f.metadata)
+    given = {name: getattr(self, name) for name in options}
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
 
   def add_workdir(self) -> None:
     """--workdir, which must be given."""

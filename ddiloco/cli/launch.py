@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 from pathlib import Path
 from typing import TypeVar
@@ -69,12 +68,10 @@ def _add_common_flags(given: Flags) -> None:
 
 
 def _run(cls: type[_Run], given: Flags) -> _Run:
-  """The run that the flags describe, checked; a field of it is a flag of the same name."""
+  """The run that the flags describe, checked."""
   names = ("name", "place", "bucket", "image", "spot", "max_restarts")
   placement = place(given.final_config(), *(getattr(given, name) for name in names))
-  fields = {f.name: getattr(given, f.name) for f in dataclasses.fields(cls) if f.name in given}
-  lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
-  run = cls(placement, **fields | lists)
+  run = cls(placement, **given.fields(cls))
   run.check()
   return run
 
@@ -136,18 +133,7 @@ def _gke(arguments: list[str], action: str) -> int:
   given = Flags(arguments)
   given.add_config()
   _add_common_flags(given)
-  given.add_text("claim", "", "ReadWriteMany volume claim for workdir.")
-  given.add_text("namespace", "default", "In every cluster.")
-  given.add_text("service_account", "", "Of the pods: may write the bucket.")
-  given.add_text("cluster_domain", "cluster.local", "Of names in a cluster.")
-  given.add_list("shard_addresses", "Reserved internal addresses, where there are two clusters.")
-  given.add_integer("shard_cpus", 8, "Of each shard, and the evaluator.", 1)
-  given.add_text("shard_memory", "32Gi", "Of each shard (`ddiloco plan` says it).")
-  given.add_text(
-    "evaluator_memory",
-    "",
-    "Of the evaluator, which takes 12 bytes a parameter to save the result; else as a shard.",
-  )
+  given.add_fields(gke.GkeRun)
   given.add_number("delete_minutes", 10.0, "The longest that delete waits.", 0.0)
   given.parse(launch.__doc__)
   run = _run(gke.GkeRun, given)
@@ -206,11 +192,7 @@ def _tpu_vms(arguments: list[str], action: str) -> int:
   given = Flags(arguments)
   given.add_config()
   _add_common_flags(given)
-  given.add_list("syncers", "Urls of all shards, as the slices reach them.")
-  given.add_text("project", "", "Of the cloud; else gcloud's own.")
-  given.add_switch("queued", "Ask by queued resources, the older way.")
-  given.add_text("host_folder", "/var/lib/ddiloco", "Of a host: its workdirs.")
-  given.add_text("runtime_version", "", "Of the VMs; else the topology's own.")
+  given.add_fields(tpu_vms.TpuVmRun)
   given.add_number("slice_minutes", 60.0, "The longest wait for a slice.", 0.0)
   given.add_integer("recreations", 20, "Of a slice that was taken away.", 0)
   given.parse(launch.__doc__)

@@ -193,11 +193,12 @@ def evaluate(arguments: list[str]) -> int:
   given = Flags(arguments)
   given.add_workdir()
   given.parse(evaluate.__doc__)
-  config = saved_config(Path(given.workdir))
+  workdir = Path(given.workdir)
+  config = saved_config(workdir)
   ready(config, cpu=False)
   from ddiloco.engines import session
 
-  print(session.evaluate(Path(given.workdir), config))
+  print(json.dumps({**session.measure(workdir, config), "workdir": str(workdir)}))
   return FINISHED
 
 

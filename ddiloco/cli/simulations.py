@@ -56,11 +56,7 @@ def _add_plan_flags(given: Flags) -> None:
   given.add_integer("islands", None, "How many, instead of the config's.")
   given.add_number("gbps", None, "Gbit/s of every island's link, in each direction.")
   given.add_number("latency_ms", 0.0, "One way, between any two places.")
-  given.add_number(
-    "shard_gbps",
-    0.0,
-    "Gbit/s of shards that stand on their own; 0: they stand beside the islands and share links.",
-  )
+  given.add_fields(planner.Setting)
   given.add_text("codec", None, "Both ways, instead of the config's: f32, bf16, int8, int4.")
   given.add_number(
     "step_seconds",
@@ -71,10 +67,6 @@ def _add_plan_flags(given: Flags) -> None:
   given.add_number("chip_teraflops", None, "Peak of one chip, in 1e12 FLOP/s.")
   given.add_number("mfu", 0.5, "Share of the peak that a step reaches.")
   given.add_number("tokens", None, "Of an island's step, instead of the config's.")
-  given.add_number("core_gbytes", planner.CORE_GBYTES, "GB/s of f32 that a shard merges.")
-  given.add_number(
-    "host_gbytes", planner.CORE_GBYTES, "GB/s that a learner's host touches beside its step."
-  )
   given.add_switch(
     "measure", "Measure --core_gbytes on this machine, as a shard would merge: some seconds."
   )
@@ -93,16 +85,16 @@ def _config(given: Flags) -> Config:
 
 
 def _setting(given: Flags, config: Config) -> planner.Setting:
-  gbps, step_seconds = _positive(given, "gbps", "2"), _step_seconds(given, config)
+  gbps, step_seconds = _number(given, "gbps", "2"), _step_seconds(given, config)
   return planner.Setting.of(
     config,
     _sizes(given, config),
     step_seconds=step_seconds,
     gbps=gbps,
-    latency_seconds=_not_negative(given, "latency_ms", "30") / 1000,
-    shard_gbps=_not_negative(given, "shard_gbps", "100"),
+    latency_seconds=_number(given, "latency_ms", "30", may_be_zero=True) / 1000,
+    shard_gbps=_number(given, "shard_gbps", "100", may_be_zero=True),
     core_gbytes=_core_gbytes(given, config),
-    host_gbytes=_positive(given, "host_gbytes", "100"),
+    host_gbytes=_number(given, "host_gbytes", "100"),
   )
 
 
@@ -112,7 +104,7 @@ def _sizes(given: Flags, config: Config) -> tuple[int, ...]:
     from ddiloco.roles import initial  # JAX's shapes: seconds that --parameters does not need
 
     return initial.fragment_sizes(config)
-  parameters, count = int(_positive(given, "parameters", "12e9")), config.sync.num_fragments
+  parameters, count = int(_number(given, "parameters", "12e9")), config.sync.num_fragments
   if parameters < count:
     raise ConfigError(
       f"--parameters={parameters}: must be at least sync.num_fragments ({count})."
@@ -123,7 +115,7 @@ def _sizes(given: Flags, config: Config) -> tuple[int, ...]:
 
 def _core_gbytes(given: Flags, config: Config) -> float:
   if not given.measure:
-    return _positive(given, "core_gbytes", "4")
+    return _number(given, "core_gbytes", "4")
   from ddiloco.engines import virtual
 
   found = virtual.merge_gbytes(config)
@@ -135,42 +127,29 @@ def _core_gbytes(given: Flags, config: Config) -> float:
 def _step_seconds(given: Flags, config: Config) -> float:
   """As given, or FLOPs of a step over what an island computes in a second."""
   if given.step_seconds is not None:
-    return _positive(given, "step_seconds", "1")
+    return _number(given, "step_seconds", "1")
   if given.chips is None:
     raise ConfigError(
       "--step_seconds: is needed, or --chips and --chip_teraflops."
       " Fix: give --step_seconds=1, or what a step takes."
     )
-  rate = _positive(given, "chips", "64") * _positive(given, "chip_teraflops", "459") * 1e12
-  rate *= _positive(given, "mfu", "0.5")
+  rate = _number(given, "chips", "64") * _number(given, "chip_teraflops", "459") * 1e12
+  rate *= _number(given, "mfu", "0.5")
   if given.parameters is not None:
-    return 6 * given.parameters * _positive(given, "tokens", "262144") / rate
+    return 6 * given.parameters * _number(given, "tokens", "262144") / rate
   from ddiloco.roles import initial
 
   flops = initial.step_flops(config)
   if given.tokens is not None:
-    flops *= _positive(given, "tokens", "262144") / config.tokens_per_step(0)
+    flops *= _number(given, "tokens", "262144") / config.tokens_per_step(0)
   return flops / rate
 
 
-def _positive(given: Flags, name: str, example: str) -> float:
-  value = _finite(given, name, example)
-  if value <= 0:
-    raise ConfigError(f"--{name}={value:g}: must be greater than 0. Fix: give --{name}={example}.")
-  return value
-
-
-def _not_negative(given: Flags, name: str, example: str) -> float:
-  value = _finite(given, name, example)
-  if value < 0:
-    raise ConfigError(f"--{name}={value:g}: must not be negative. Fix: give --{name}={example}.")
-  return value
-
-
-def _finite(given: Flags, name: str, example: str) -> float:
+def _number(given: Flags, name: str, example: str, may_be_zero: bool = False) -> float:
   value: Any = given.needed(name, example)
-  if not math.isfinite(value):
-    raise ConfigError(f"--{name}={value}: must be finite. Fix: give --{name}={example}.")
+  if not (0 < value < math.inf or (may_be_zero and value == 0)):
+    rule = "must not be negative" if may_be_zero else "must be greater than 0"
+    raise ConfigError(f"--{name}={value:g}: {rule}, and finite. Fix: give --{name}={example}.")
   return value
 
 
@@ -201,14 +180,9 @@ def protocol(arguments: list[str]) -> int:
 
   setting = Speeds(
     sizes=_sizes(given, config),
-    step_seconds=given.step_seconds,
-    jitter=given.jitter,
     gbps=_numbers(given, "gbps"),
     latency_seconds=tuple(ms / 1000 for ms in _numbers(given, "latency_ms")),
-    shard_gbps=given.shard_gbps,
-    merge_gbytes=given.merge_gbytes,
-    host_gbytes=given.host_gbytes,
-    seed=given.seed,
+    **given.fields(Speeds),
   )
   workdir = given.workdir
   most = given.seconds
@@ -225,26 +199,14 @@ def protocol(arguments: list[str]) -> int:
 
 def _add_protocol_flags(given: Flags) -> None:
   """All flags but --config."""
-  given.add_number("step_seconds", 1.0, "Of islands without islands.min_step_seconds.", 0.0)
-  given.add_number("jitter", 0.1, "A step lasts up to this share longer.", 0.0)
+  from ddiloco.simulation.run import Speeds
+
+  given.add_fields(Speeds)
   given.add_text("gbps", "0", "Gbit/s of every island's link, one or a list a,b,c; 0: no limit.")
   given.add_text("latency_ms", "1", "One way, one for all islands or a list.")
-  given.add_number(
-    "shard_gbps",
-    0.0,
-    "Gbit/s of shards that stand on their own; 0: they stand beside the islands and share links.",
-    0.0,
-  )
-  given.add_number(
-    "merge_gbytes", 4.0, "GB/s of f32 that a shard merges (`ddiloco plan --measure`).", 0.0
-  )
-  given.add_number(
-    "host_gbytes", 4.0, "GB/s of f32 that a learner's host touches beside its step.", 0.0
-  )
   given.add_integer(
     "parameters", None, "Size of the model, in equal fragments; default: the config's."
   )
-  given.add_integer("seed", 0, "Of step times.", 0)
   given.add_number(
     "seconds", None, "Of virtual time at most; default: until all tokens are merged.", 0.0
   )
@@ -343,12 +305,10 @@ def chips(arguments: list[str]) -> int:
   `ddiloco simulate protocol --help`: a config's run in virtual time, with its faults and links.
   """
   given = Flags(arguments)
-  for field in dataclasses.fields(Fleet):
-    add = given.add_integer if field.type == "int" else given.add_number
-    add(field.name, field.default, field.metadata["help"])
+  given.add_fields(Fleet)
   given.add_switch("json", "Print one JSON object instead of a table.")
   given.parse(chips.__doc__)
-  fleet = Fleet(**{field.name: getattr(given, field.name) for field in dataclasses.fields(Fleet)})
+  fleet = Fleet(**given.fields(Fleet))
   as_json = given.json
   rows: dict[str, ChipTime] = {}
   for name, simulated in (

@@ -36,7 +36,7 @@ from ddiloco.network.webserver import Answer, Health, Request, WebServer, parse_
 from ddiloco.observe.eventlog import Follower
 from ddiloco.observe.guards import ended
 from ddiloco.observe.run_state import RunState
-from ddiloco.workdir import OUTCOME, STARTED, saved_config
+from ddiloco.workdir import STARTED, outcome, saved_config
 
 # --- Who may ask the dashboard what: host, token, origin. Pure functions of a request
 
@@ -219,9 +219,9 @@ class RunFollower:
       self.health.beat()
       if self._ended.wait(0.001):  # lets requests in
         return
-    reason = _reason(self.workdir)
+    reason = outcome(self.workdir).get("reason", "")  # as said beside the result
     with self._lock:
-      self._caught_up, self._reason = True, reason
+      self._caught_up, self._reason = True, str(reason)
 
 
 def _config(workdir: Path) -> Config | None:
@@ -236,14 +236,6 @@ def _started(workdir: Path) -> float | None:
     return float((workdir / STARTED).read_text())
   except (FileNotFoundError, NotADirectoryError, ValueError):
     return None
-
-
-def _reason(workdir: Path) -> str:
-  """Why the run ended, as said beside its result; "" before that."""
-  try:
-    return str(json.loads((workdir / OUTCOME).read_text()).get("reason", ""))
-  except (FileNotFoundError, NotADirectoryError, ValueError, AttributeError):
-    return ""  # a file that is being written is read again soon
 
 
 JSON = "application/json"

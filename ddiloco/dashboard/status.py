@@ -13,14 +13,14 @@ from ddiloco.config import SyncConfig
 from ddiloco.observe.eventlog import FLUSH_SECONDS
 from ddiloco.observe.islands import (
   OUTER_GRADIENTS,
+  UNKNOWN,
   IslandState,
-  Speed,
   finite_or,
   phase,
   role_name,
 )
 from ddiloco.observe.run_state import RunState
-from ddiloco.observe.style import clock_time, island_colour
+from ddiloco.observe.style import clock_time, island_colour, rounded
 from ddiloco.protocol.events import parse_role
 
 LAG_SECONDS = 2 * FLUSH_SECONDS  # an event may be so old when it is read: that is no stall
@@ -52,22 +52,25 @@ def status(
   fragments = range(max([run.num_fragments, *(p + 1 for p in run.versions)]))
   spans = run.tracks.spans(run.islands, now, seen)
   islands = [_island(run, m, state, seen, fragments) for m in sorted(run.islands)]
-  speed = run.speed(seen) if state == "running" else None
+  speed, rate = UNKNOWN, None
+  if state == "running":
+    speed = run.speed(seen)
+    rate = round(finite_or(speed.tokens_per_second, 0))  # of islands that all stand still: 0
   return {
     "name": run.name,
     "phase": state,
     "text": text,
     "seconds": round(now, 1),
-    "seconds_left": _number(run.seconds_left(now)) if state == "running" else None,
+    "seconds_left": rounded(run.seconds_left(now)) if state == "running" else None,
     "progress": round(run.progress, 5),
     "tokens_done": round(run.tokens_done),
     "total_tokens": run.total_tokens,
-    "tokens_per_second": round(finite_or(speed.tokens_per_second, 0)) if speed else None,
-    **_speed(speed),
-    "heldout_loss": _number(run.heldout_loss),
-    "heldout_measures": {n: _number(each) for n, each in run.heldout_measures.items()},
+    "tokens_per_second": rate,
+    **speed.as_json(),
+    "heldout_loss": rounded(run.heldout_loss),
+    "heldout_measures": {n: rounded(each) for n, each in run.heldout_measures.items()},
     "commits": run.commits,
-    "outer_gradients": {name: _number(each) for name, each in run.outer_gradients.items()},
+    "outer_gradients": {name: rounded(each) for name, each in run.outer_gradients.items()},
     "solo": (run.solo if state == "running" else "") or None,
     "merging": bool(run.num_shards or run.shards),
     "islands": islands,
@@ -110,6 +113,7 @@ def _phase(run: RunState, now: float, reason: str) -> tuple[str, str]:
 def _island(run: RunState, m: int, state: str, seen: float, fragments: range) -> dict[str, Any]:
   island = run.islands[m]
   shown = _shown(island, state, seen)
+  speed = island.speed if shown == "running" else UNKNOWN
   return {
     "number": m,
     "colour": island_colour(m),
@@ -119,20 +123,15 @@ def _island(run: RunState, m: int, state: str, seen: float, fragments: range) ->
     "chip_kinds": list(island.chip_kinds),
     "step": island.step,
     "global_step": island.global_step,
-    "loss": _number(island.loss),
+    "loss": rounded(island.loss),
     "tokens": island.tokens,
-    "tokens_per_second": _number(island.tokens_per_second, 1) if shown == "running" else None,
-    **_speed(island.speed if shown == "running" else None),
-    "step_seconds": _number(island.step_seconds),
+    "tokens_per_second": rounded(speed.tokens_per_second),
+    **speed.as_json(),
+    "step_seconds": rounded(island.step_seconds),
     "participation": round(island.commits / run.commits, 4) if run.commits else None,
-    "participation_recent": _number(island.participation),
+    "participation_recent": rounded(island.participation),
     "versions": [island.versions.get(p) for p in fragments],
   }
-
-
-def _speed(speed: Speed | None) -> dict[str, Any]:
-  per_chip, mfu = (speed.per_chip, speed.mfu) if speed else (math.nan, math.nan)
-  return {"tokens_per_second_per_chip": _number(per_chip, 1), "mfu": _number(mfu)}
 
 
 def _shards(run: RunState) -> list[dict[str, Any]]:
@@ -164,13 +163,13 @@ def _goodput(run: RunState) -> dict[str, Any] | None:
   if not account.chip_seconds:
     return None
   return {
-    "goodput": _number(account.goodput),
-    "goodput_training": _number(account.goodput_training),
-    "uptime": _number(account.uptime),
+    "goodput": rounded(account.goodput),
+    "goodput_training": rounded(account.goodput_training),
+    "uptime": rounded(account.uptime),
     "chip_seconds": round(account.chip_seconds, 1),
     "causes": {name: round(share, 5) for name, share in account.causes.items()},
     "islands": {
-      str(m): {"goodput": _number(each.goodput), "liveness": _number(each.liveness)}
+      str(m): {"goodput": rounded(each.goodput), "liveness": rounded(each.liveness)}
       for m, each in account.learners.items()
     },
   }
@@ -190,7 +189,7 @@ def _curves(run: RunState) -> dict[str, Any]:
   series, islands = run.curves.page, sorted(run.islands)
   return {
     "width_seconds": series.width_seconds,
-    "heldout": list(run.curves.heldout),
+    "heldout": [(round(e.time, 2), round(e.loss, 4)) for e in run.curves.evaluations.items],
     "loss": {str(m): series.means(f"loss {m}") for m in islands},
     "participation": {str(m): series.means(f"participation {m}", 2) for m in islands},
     "commits": {str(s): series.counts(f"commits {s}") for s in sorted(run.shards)},
@@ -206,115 +205,90 @@ def _shown(island: IslandState, run: str, seen: float) -> str:
   return "unknown" if run == "silent" else phase(island.state_at(seen))
 
 
-def _number(value: float, digits: int = 4) -> float | None:
-  """Rounded for the wire; None for what JSON cannot say."""
-  return round(value, digits) if math.isfinite(value) else None
-
-
 # --- The same in Prometheus' text format (version 0.0.4)
 
 METRICS_KIND = "text/plain; version=0.0.4; charset=utf-8"
 PHASES = ("empty", "starting", "running", "silent", "over")
 STATES = ("joining", "running", "stalled", "quarantined", "down", "left", "ended", "unknown")
-Sample = tuple[dict[str, str], Any]  # labels, value
-Metric = tuple[str, str, str, list[Sample]]  # name, kind, help
+OF_RUN = (  # name, key of the status, help
+  ("run_seconds", "seconds", "Seconds since the run started."),
+  ("run_progress_ratio", "progress", "Share of the token budget that is merged."),
+  ("run_tokens", "tokens_done", "Tokens in the global model."),
+  ("run_tokens_per_second", "tokens_per_second", "Tokens trained per second now."),
+  ("run_tokens_per_second_per_chip", "tokens_per_second_per_chip", "Of chips at work."),
+  ("run_mfu_ratio", "mfu", "Model FLOPs utilisation of the chips at work."),
+  ("heldout_loss", "heldout_loss", "Nats per token of the global model."),
+  ("commits_total", "commits", "Rounds that were committed."),
+  ("hangs_total", "hangs", "Times that a learner's loop hung."),
+)
+OF_ISLANDS = (  # the same of each island
+  ("global_step", "global_step", "The global step as this island knows it."),
+  ("loss", "loss", "Training loss of the last step, nats per token."),
+  ("tokens_total", "tokens", "Tokens trained in all its lives."),
+  ("tokens_per_second", "tokens_per_second", "Tokens trained per second now."),
+  ("tokens_per_second_per_chip", "tokens_per_second_per_chip", "Tokens per second and chip now."),
+  ("mfu_ratio", "mfu", "Model FLOPs utilisation now; not where it is unknown."),
+  ("restarts_total", "restarts", "How often it was started again."),
+  ("participation_ratio", "participation", "Share of all commits it is in."),
+)
+Samples = list[tuple[dict[str, str], Any]]  # labels, value
 
 
 def exposition(status: Mapping[str, Any]) -> str:
   """Every number of `status.status`; what is not known yet is left out."""
   lines = []
-  for name, kind, help_, samples in _metrics(status):
+  for name, help_, samples in _metrics(status):
     known = [(labels, value) for labels, value in samples if value is not None]
     if not known:
       continue
+    kind = "counter" if name.endswith("_total") else "gauge"
     lines += [f"# HELP ddiloco_{name} {help_}", f"# TYPE ddiloco_{name} {kind}"]
     lines += [f"ddiloco_{name}{_labels(labels)} {float(value)!r}" for labels, value in known]
   return "\n".join(lines) + "\n"
 
 
-def _metrics(status: Mapping[str, Any]) -> Iterator[Metric]:
-  phases: list[Sample] = [({"phase": phase}, status["phase"] == phase) for phase in PHASES]
-  yield "run_phase", "gauge", "1 for the phase the run is in.", phases
-  for name, kind, key, help_ in (
-    ("run_seconds", "gauge", "seconds", "Seconds since the run started."),
-    ("run_progress_ratio", "gauge", "progress", "Share of the token budget that is merged."),
-    ("run_tokens", "gauge", "tokens_done", "Tokens in the global model."),
-    ("run_tokens_per_second", "gauge", "tokens_per_second", "Tokens trained per second now."),
-    ("run_tokens_per_second_per_chip", "gauge", "tokens_per_second_per_chip", "Of chips at work."),
-    ("run_mfu_ratio", "gauge", "mfu", "Model FLOPs utilisation of the chips at work."),
-    ("heldout_loss", "gauge", "heldout_loss", "Nats per token of the global model."),
-    ("commits_total", "counter", "commits", "Rounds that were committed."),
-    ("hangs_total", "counter", "hangs", "Times that a learner's loop hung."),
-  ):
-    yield name, kind, help_, [({}, status[key])]
+def _metrics(status: Mapping[str, Any]) -> Iterator[tuple[str, str, Samples]]:
+  """The name, the help and the samples of each metric."""
+  islands, links = status["islands"], status["links"]
+  phases = {phase: status["phase"] == phase for phase in PHASES}
+  yield "run_phase", "1 for the phase the run is in.", _each("phase", phases)
+  for name, key, help_ in OF_RUN:
+    yield name, help_, [({}, status[key])]
   for name, what in OUTER_GRADIENTS.items():
-    samples: list[Sample] = [({}, status["outer_gradients"][name])]
-    yield f"outer_gradient_{name}", "gauge", f"{what.capitalize()}, lately.", samples
-  others: list[Sample] = [({"measure": n}, v) for n, v in status["heldout_measures"].items()]
-  yield "heldout_measure", "gauge", "What else held-out data say of the global model.", others
-  yield from _island_metrics(status["islands"])
-  yield from _fragment_metrics(status)
-  yield from _link_metrics(status["links"])
-  yield from _goodput_metrics(status["goodput"] or {"causes": {}})
-
-
-def _island_metrics(
-  islands: list[Mapping[str, Any]],
-) -> Iterator[Metric]:
-  states: list[Sample] = [
+    value = status["outer_gradients"][name]
+    yield f"outer_gradient_{name}", f"{what.capitalize()}, lately.", [({}, value)]
+  measures = _each("measure", status["heldout_measures"])
+  yield "heldout_measure", "What else held-out data say of the global model.", measures
+  states: Samples = [
     ({"island": str(i["number"]), "state": state}, i["state"] == state)
     for i in islands
     for state in STATES
   ]
-  yield "island_state", "gauge", "1 for the state the island is in.", states
-  for name, kind, key, help_ in (
-    ("island_global_step", "gauge", "global_step", "The global step as this island knows it."),
-    ("island_loss", "gauge", "loss", "Training loss of the last step, nats per token."),
-    ("island_tokens_total", "counter", "tokens", "Tokens trained in all its lives."),
-    ("island_tokens_per_second", "gauge", "tokens_per_second", "Tokens trained per second now."),
-    (
-      "island_tokens_per_second_per_chip",
-      "gauge",
-      "tokens_per_second_per_chip",
-      "Tokens trained per second and chip now.",
-    ),
-    ("island_mfu_ratio", "gauge", "mfu", "Model FLOPs utilisation now; not where it is unknown."),
-    ("island_restarts_total", "counter", "restarts", "How often it was started again."),
-    ("island_participation_ratio", "gauge", "participation", "Share of all commits it is in."),
-  ):
-    yield name, kind, help_, [({"island": str(i["number"])}, i[key]) for i in islands]
+  yield "island_state", "1 for the state the island is in.", states
+  for name, key, help_ in OF_ISLANDS:
+    yield f"island_{name}", help_, _each("island", {i["number"]: i[key] for i in islands})
+  versions = _each("fragment", dict(enumerate(status["fragments"])))
+  yield "fragment_version", "Version of the global model.", versions
+  rejected = _each("shard", {s["number"]: s["rejected"] for s in status["shards"]})
+  yield "rejected_updates_total", "Updates that were rejected.", rejected
+  for way in ("sent", "received"):
+    moved = _each("role", {link["role"]: link[f"{way}_bytes"] for link in links})
+    yield f"{way}_bytes_total", f"Bytes {way} by a role.", moved
+  yield from _goodput_metrics(status["goodput"] or {})
 
 
-def _fragment_metrics(status: Mapping[str, Any]) -> Iterator[Metric]:
-  versions: list[Sample] = [
-    ({"fragment": str(p)}, version) for p, version in enumerate(status["fragments"])
-  ]
-  yield "fragment_version", "gauge", "Version of the global model.", versions
-  rejected: list[Sample] = [({"shard": str(s["number"])}, s["rejected"]) for s in status["shards"]]
-  yield "rejected_updates_total", "counter", "Updates that were rejected.", rejected
+def _goodput_metrics(account: Mapping[str, Any]) -> Iterator[tuple[str, str, Samples]]:
+  useful = "Share of chip time whose work is in the global model."
+  yield "goodput_ratio", useful, [({}, account.get("goodput"))]
+  up = "Share of time in which some island trained."
+  yield "uptime_ratio", up, [({}, account.get("uptime"))]
+  causes = _each("cause", account.get("causes", {}))
+  yield "lost_time_ratio", "Share of chip time by cause; adds up to 1 - goodput.", causes
 
 
-def _link_metrics(links: list[Mapping[str, Any]]) -> Iterator[Metric]:
-  for direction in ("sent", "received"):
-    samples: list[Sample] = [({"role": i["role"]}, i[f"{direction}_bytes"]) for i in links]
-    yield f"{direction}_bytes_total", "counter", f"Bytes {direction} by a role.", samples
-
-
-def _goodput_metrics(account: Mapping[str, Any]) -> Iterator[Metric]:
-  yield (
-    "goodput_ratio",
-    "gauge",
-    "Share of chip time whose work is in the global model.",
-    [({}, account.get("goodput"))],
-  )
-  yield (
-    "uptime_ratio",
-    "gauge",
-    "Share of time in which some island trained.",
-    [({}, account.get("uptime"))],
-  )
-  causes: list[Sample] = [({"cause": name}, share) for name, share in account["causes"].items()]
-  yield "lost_time_ratio", "gauge", "Share of chip time by cause; adds up to 1 - goodput.", causes
+def _each(label: str, values: Mapping[Any, Any]) -> Samples:
+  """A sample for each of these, under its own label."""
+  return [({label: str(name)}, value) for name, value in values.items()]
 
 
 def _labels(labels: Mapping[str, str]) -> str:

@@ -26,21 +26,6 @@ from ddiloco.network.transport import EVALUATOR_ADDRESS, Endpoint
 from ddiloco.observe.eventlog import Listener, Recorder
 from ddiloco.observe.guards import Guard, warn
 from ddiloco.protocol import events, supervisor
-from ddiloco.protocol.supervisor import (
-  Action,
-  Event,
-  Exited,
-  Hold,
-  Hopeless,
-  Joined,
-  Left,
-  Lost,
-  Start,
-  Strike,
-  Terminate,
-  Tick,
-  Working,
-)
 from ddiloco.roles import initial
 from ddiloco.roles.evaluator import Evaluator, Measure
 from ddiloco.roles.exchange import Quarantined
@@ -225,7 +210,7 @@ class Engine:
     """Takes in what has happened, and does what is due."""
     for duty in (self._observe, self._hear):
       self._guard(duty)
-    self._feed(Tick(time.monotonic(), self._global_step, self._seconds()))
+    self._feed(supervisor.Tick(time.monotonic(), self._global_step, self._seconds()))
 
   def _sleep(self) -> None:
     """Until the next turn, a pause is over, or a process is to be stopped or to go on."""
@@ -247,36 +232,36 @@ class Engine:
         return late
       self._sleep()
 
-  def _feed(self, event: Event) -> None:
+  def _feed(self, event: supervisor.Event) -> None:
     """Tells the supervisor, and performs what it says; a failure of one thing holds up no other."""
     with self._lock:
       self._state, actions = supervisor.supervise(self._state, event)
       for action in actions:
         self._guard(self._perform, action)
 
-  def _perform(self, action: Action) -> None:
+  def _perform(self, action: supervisor.Action) -> None:
     match action:
-      case Start(name, life, afresh):
+      case supervisor.Start(name, life, afresh):
         if life:
           self._recorder.record(events.Restart(target=name))
         try:
           self._told.discard(name)
           self._start(name, life, afresh)
         except Exception as error:  # no memory is left, for example: a death like any other
-          self._feed(Exited(name, time.monotonic(), f"cannot be started: {error}"))
+          self._feed(supervisor.Exited(name, time.monotonic(), f"cannot be started: {error}"))
           if not isinstance(error, OSError):
             raise
-      case Lost(name, reason):
+      case supervisor.Lost(name, reason):
         self._recorder.record(events.Exit(target=name, reason=reason))
-      case Strike(fault):
+      case supervisor.Strike(fault):
         self._strike(fault)
-      case Hold(name, held):
+      case supervisor.Hold(name, held):
         self._hold(name, held)
-      case Terminate(name):
+      case supervisor.Terminate(name):
         self._terminate(name)
-      case Joined(fault):
+      case supervisor.Joined(fault):
         self._note_fault(fault, chaos.detail(fault, self._global_step))
-      case Hopeless(reason) if not self._ending:
+      case supervisor.Hopeless(reason) if not self._ending:
         warn(f"the run cannot reach its end any more: {reason}.")
 
   def _hear(self) -> None:
@@ -303,8 +288,9 @@ class Engine:
     thread.start()
 
   def _live(self, name: str, incarnation: int, live: Callable[[int, Recorder], None]) -> None:
-    end: Event = Left(name)
-    self._feed(Working(name, time.monotonic()))  # islands are compiled before a life begins
+    end: supervisor.Event = supervisor.Left(name)
+    # Islands are compiled before a life begins.
+    self._feed(supervisor.Working(name, time.monotonic()))
     try:
       with self._record(name, incarnation) as recorder:
         try:
@@ -315,11 +301,11 @@ class Engine:
           recorder.record(events.Crash(trace=traceback.format_exc()))
           raise
     except chaos.Killed as killed:
-      end = Exited(name, time.monotonic(), kill=killed.fault)
+      end = supervisor.Exited(name, time.monotonic(), kill=killed.fault)
     except Quarantined as error:
-      end = Exited(name, time.monotonic(), f"quarantined: {error}", afresh=True)
+      end = supervisor.Exited(name, time.monotonic(), f"quarantined: {error}", afresh=True)
     except Exception as error:
-      end = Exited(name, time.monotonic(), f"{type(error).__name__}: {error}")
+      end = supervisor.Exited(name, time.monotonic(), f"{type(error).__name__}: {error}")
     finally:
       self._feed(end)
       self._news.set()

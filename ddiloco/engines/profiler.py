@@ -8,8 +8,9 @@ islands of the run.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
+import queue
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -63,27 +64,20 @@ class Profiler:
     self._requests = RequestFile[ProfileRequest](path, lambda f: ProfileRequest(**f), "trace")
     self._began = time.time()
     self._look_at = 0.0
-    self._changed = threading.Condition()
-    self._asked: list[ProfileRequest] = []  # and not begun
-    self._answered = set[ProfileRequest]()  # perhaps, by an earlier process: its steps will tell
-    self._due_at: dict[str, int] = {}  # by role, the global step after which one is to begin
+    self._lock = threading.Lock()  # of what is asked for, and of the thread
+    # (What is not begun, whether an earlier process may have answered it.)
+    self._asked: list[tuple[ProfileRequest, bool]] = []
     self._thread: threading.Thread | None = None
-    self._closing = False
     self._at: dict[str, int] = {}  # by role, the global step after its last step
-    self._traced = ""  # the role whose steps are looked at now ...
-    self._ended: list[int] = []  # ... and the global steps after those that ended since
+    self._news: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # None: look around
+    self._closing = False
 
   def __call__(self, event: Event) -> None:
     """An event of a role, on its own thread."""
-    if type(event) is not events.Step:
-      return
-    role, at = event.role, event.global_step
-    self._at[role] = at
-    if role == self._traced or at >= self._due_at.get(role, at + 1):
-      with self._changed:
-        if role == self._traced:
-          self._ended.append(at)
-        self._changed.notify_all()
+    if type(event) is events.Step:
+      self._at[event.role] = event.global_step
+      if self._thread is not None:
+        self._news.put(event)
 
   def look(self) -> None:
     """Hears what is asked for; to be called now and then."""
@@ -92,25 +86,22 @@ class Profiler:
     self._look_at = time.monotonic() + LOOK_SECONDS
     for when, request in self._requests.poll():
       if request.role in self._roles and (when >= self._began or request.from_step):
-        with self._changed:
-          self._ask(request, when < self._began)
+        self._ask(request, when < self._began)
 
   def close(self) -> None:
     """A trace that is being taken ends as it is; others are not begun."""
-    with self._changed:
-      self._closing, thread = True, self._thread
-      self._changed.notify_all()
-    if thread is not None:
+    self._closing = True
+    self._news.put(None)
+    if (thread := self._thread) is not None:
       ended(thread, CLOSE_SECONDS)
 
   def _ask(self, request: ProfileRequest, old: bool) -> None:
-    self._asked.append(request)
-    self._answered |= {request} if old else set()
-    self._look_out()
-    if self._thread is None:
-      self._thread = threading.Thread(target=self._serve, name="profiler", daemon=True)
-      self._thread.start()
-    self._changed.notify_all()
+    with self._lock:
+      self._asked.append((request, old))
+      if self._thread is None:
+        self._thread = threading.Thread(target=self._serve, name="profiler", daemon=True)
+        self._thread.start()
+    self._news.put(None)
 
   def _serve(self) -> None:
     """Until nothing is asked for any more."""
@@ -120,43 +111,34 @@ class Profiler:
       except Exception as error:  # a trace is being taken already, no disk, ...: the run goes on
         reason = f"{type(error).__name__}: {error}"
         self._record().record(events.Unprofiled(target=request.role, reason=reason))
-      finally:
-        self._traced = ""
 
   def _next(self) -> ProfileRequest | None:
     """Waits for the first request whose steps come next."""
-    with self._changed:
-      while self._asked and not self._closing:
-        for request in list(self._asked):
-          if self._is_due(request):
-            self._traced, self._ended = request.role, []
-            return request
-        self._look_out()
-        self._changed.wait(PATIENCE_SECONDS)
-      self._thread, self._due_at = None, {}
-      return None
+    while True:
+      with self._lock:
+        if (request := self._take_due()) is not None and not self._closing:
+          return request
+        if self._closing or not self._asked:
+          self._thread = None
+          return None
+      with contextlib.suppress(queue.Empty):
+        self._news.get(timeout=PATIENCE_SECONDS)
 
-  def _look_out(self) -> None:
-    """For the steps at which something is to be done."""
-    self._due_at = {}
-    for each in self._asked:
-      at = 0 if each in self._answered else _begins_after(each)
-      self._due_at[each.role] = min(at, self._due_at.get(each.role, at))
-
-  def _is_due(self, request: ProfileRequest) -> bool:
-    """Whether it is to begin now; one that was answered is forgotten."""
-    at = self._at.get(request.role)
-    if request in self._answered:
-      if at is None:
-        return False
-      self._answered.discard(request)
-      if at >= request.from_step:
-        self._asked.remove(request)
-        return False
-    if (at or 0) < _begins_after(request):
-      return False
-    self._asked.remove(request)
-    return True
+  def _take_due(self) -> ProfileRequest | None:
+    found, waiting = None, []
+    for request, old in self._asked:
+      at = self._at.get(request.role)
+      if old and at is not None:  # its steps tell now whether it was answered
+        if at >= request.from_step:
+          continue
+        old = False
+      # The step under way when a trace begins is not whole, and the next is to be.
+      if found is None and not old and (at or 0) >= request.from_step - 2:
+        found = request
+      else:
+        waiting.append((request, old))
+    self._asked = waiting
+    return found
 
   def _trace(self, request: ProfileRequest) -> None:
     import jax
@@ -166,10 +148,8 @@ class Profiler:
     options.python_tracer_level = 0  # every Python call would be most of the trace, and slow
     jax.profiler.start_trace(path, profiler_options=options)
     began = time.monotonic()
-    with self._changed:
-      self._ended = []
     try:
-      whole = self._whole_steps(request.steps)
+      whole = self._whole_steps(request)
       seconds = time.monotonic() - began
     finally:
       jax.profiler.stop_trace()
@@ -183,23 +163,20 @@ class Profiler:
       )
     )
 
-  def _whole_steps(self, steps: int) -> list[int]:
+  def _whole_steps(self, request: ProfileRequest) -> list[int]:
     """The global steps of so many whole steps; fewer if the next one does not come."""
-    wanted = 1 + steps + 1  # one was under way, and the last may still be on the devices
-    with self._changed:
-      known = -1
-      while known < len(self._ended) < wanted and not self._closing:
-        known = len(self._ended)
-        self._changed.wait_for(functools.partial(self._news, known), PATIENCE_SECONDS)
-      return self._ended[1 : 1 + steps]
-
-  def _news(self, known: int) -> bool:
-    return self._closing or len(self._ended) > known
-
-
-def _begins_after(request: ProfileRequest) -> int:
-  """The global step: the one under way then is not whole, and the next is to be."""
-  return max(0, request.from_step - 2)
+    while not self._news.empty():
+      self._news.get_nowait()  # they ended before the trace began
+    wanted = 1 + request.steps + 1  # one was under way, and the last may still be on the devices
+    found: list[int] = []
+    until = time.monotonic() + PATIENCE_SECONDS
+    with contextlib.suppress(queue.Empty):
+      while len(found) < wanted and not self._closing:
+        event = self._news.get(timeout=max(0.0, until - time.monotonic()))
+        if isinstance(event, events.Step) and event.role == request.role:
+          found.append(event.global_step)
+          until = time.monotonic() + PATIENCE_SECONDS
+    return found[1 : 1 + request.steps]
 
 
 def take_profile(workdir: Path, request: ProfileRequest, wait_seconds: float) -> tuple[bool, str]:

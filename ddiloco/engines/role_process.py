@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -22,7 +23,7 @@ from ddiloco.config.schema import INSIDE
 from ddiloco.core.fragments import Plan
 from ddiloco.engines import role_spec
 from ddiloco.engines.profiler import Profiler
-from ddiloco.engines.role_spec import Heard, Outnumbered, RoleSpec, another_life
+from ddiloco.engines.role_spec import Outnumbered, RoleSpec, another_life, beside, terminates
 from ddiloco.environment import FINISHED, INTERRUPTED, LOST
 from ddiloco.network import peers
 from ddiloco.network.endpoint import NetworkEndpoint, RunIdentity
@@ -89,9 +90,10 @@ class Ended(Exception):
 class RoleRunner:
   """Looks after one role of this process. Use it as a context, in the main thread.
 
-  The role calls `stopped()` again and again, which is its sign of life, its news of a signal, and
-  raises `Ended` when there is no point in going on. A thread of the runner's own answers probes
-  and prints what matters, and a line of progress every ten seconds.
+  The role has a thread of its own, so that the main thread hears signals whatever the role does. It
+  calls `stopped()` again and again, which is its sign of life, its news of a signal, and raises
+  `Ended` when there is no point in going on. Another thread answers probes and prints what matters,
+  and a line of progress every ten seconds.
 
   Args:
     address: the role's, "learner-3".
@@ -121,7 +123,8 @@ class RoleRunner:
     self.endpoint: FaultyEndpoint | None = None
     self.ready: Callable[[], str] = lambda: "starting"  # "": ready; else what it waits for
     self.progress: Callable[[], str] = lambda: ""
-    self.interrupted = False
+    self._signals = contextlib.ExitStack()
+    self._heard: list[int] = []  # the signals that have come
     self._stop = threading.Event()
     self._closing = threading.Event()
     self._said_stop = False
@@ -130,9 +133,7 @@ class RoleRunner:
     self._began = False  # the role listens for signals itself, or others may know of it
     self._outnumbered: Outnumbered | None = None
     self._waited = False  # for a newer life to fall silent
-    self._heard: Heard | None = None
-    self._asked_by: int | None = None  # the first signal, and when to end if nothing else does
-    self._end_at = math.inf
+    self._end_at = math.inf  # if it has not begun by then
     self._seen = RunState()
     self.usual_seconds: Callable[[], float] = lambda: 0.0  # of one step, for the liveness probe
     self._health = Health(self._status)
@@ -140,14 +141,11 @@ class RoleRunner:
     self._asked = FaultRequests(place.workdir)
     self._reached_at = time.monotonic()
     self._drops_said: dict[str, tuple[int, float]] = {}  # of each peer: how many, and until when
-    self._handlers: dict[int, object] = {}
     self._thread = threading.Thread(target=self._look, name=f"attend {address}", daemon=True)
 
   def __enter__(self) -> RoleRunner:
     where = f", probes at {self._health.serve(self.place.http)}" if self.place.http else ""
-    self._heard = Heard()
-    for number in (signal.SIGTERM, signal.SIGINT):
-      self._handlers[number] = signal.signal(number, self._on_signal)
+    self._heard = self._signals.enter_context(terminates(self._stop))
     self.say(f"starts in run {self.place.run_id!r}, incarnation {self.incarnation}{where}")
     self._thread.start()
     return self
@@ -161,9 +159,7 @@ class RoleRunner:
     self._health.close()
     if self._lives is not None:
       self._lives.close()
-    self._heard.close()
-    for number, handler in self._handlers.items():
-      signal.signal(number, handler)  # type: ignore[arg-type]
+    self._signals.close()
     # The role has ended in its own way; a SIGTERM that comes late must not change that.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -172,7 +168,7 @@ class RoleRunner:
   def run(self, role: Callable[[], int]) -> int:
     """The exit status of the process: `role`'s own, or why it could not go on."""
     try:
-      status = role()
+      status = beside(role, self._hear)
     except ConfigError:
       raise  # bad usage; the command line says what and how
     except KeyboardInterrupt:
@@ -335,13 +331,7 @@ class RoleRunner:
 
   def _asked_status(self) -> int:
     """Of a role that a signal has ended, and that lost nothing."""
-    return INTERRUPTED if self.interrupted else self.place.term_status
-
-  def _on_signal(self, number: int, _frame: object) -> None:
-    if number == signal.SIGINT and self.interrupted:
-      raise KeyboardInterrupt
-    self.interrupted = self.interrupted or number == signal.SIGINT
-    self._stop.set()
+    return INTERRUPTED if signal.SIGINT in self._heard else self.place.term_status
 
   def _look(self) -> None:
     """The guard of a role outlives all that goes wrong in its own duties."""
@@ -354,22 +344,19 @@ class RoleRunner:
       guard(self._profiler.look)
       waits_for = guard(self.ready, instead="cannot tell what it waits for")
       guard(self._probe, waits_for)
-      guard(self._hear)
       if time.monotonic() >= next_line:
         next_line += PROGRESS_SECONDS
         self.say(f"waits: {waits_for}" if waits_for else guard(self.progress, instead="goes on"))
 
   def _hear(self) -> None:
     """Says that a signal came, and ends a role that has not begun: compiling, it would not hear."""
-    for number in self._heard.take() & {signal.SIGTERM, signal.SIGINT}:
-      if self._asked_by is None:
-        self._asked_by, self._end_at = number, time.monotonic() + EARLY_SECONDS
-    if not self._began and time.monotonic() >= self._end_at:
-      self.say("was asked to end before it had begun; nothing is lost")
-      self.recorder.close()
-      self.interrupted = self.interrupted or self._asked_by == signal.SIGINT
-      os._exit(self._asked_status())
-    if self._stop.is_set() and not self._said_stop:
+    if self._heard and not self._began:
+      self._end_at = min(self._end_at, time.monotonic() + EARLY_SECONDS)
+      if time.monotonic() >= self._end_at:
+        self.say("was asked to end before it had begun; nothing is lost")
+        self.recorder.close()
+        os._exit(self._asked_status())
+    elif self._stop.is_set() and not self._said_stop:
       self._said_stop = True
       self.say("was asked to end; brings out what it has (a second Ctrl-C ends it at once)")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import os
@@ -16,6 +17,7 @@ from typing import Any
 
 from ddiloco.config import Config, ConfigError
 from ddiloco.network.peers import FUTURE_SECONDS
+from ddiloco.observe.eventlog import lines_of
 from ddiloco.protocol.events import decode
 
 PORTS = range(10_000, 32_000)  # below those the system gives to outgoing connections
@@ -145,15 +147,12 @@ def above(now: int, known: Iterable[int]) -> int:
 
 def _numbers(path: Path) -> Iterable[int]:
   try:
-    with path.open("rb") as file:
-      file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-      lines = file.read(TAIL_BYTES).split(b"\n")
+    size = path.stat().st_size
+    for line in lines_of(path, max(0, size - TAIL_BYTES), size):
+      if (event := decode(line)) is not None:
+        yield event.incarnation
   except OSError:
     return  # what cannot be read is no bound; others know it too
-  for line in lines:
-    event = decode(line)
-    if event is not None:
-      yield event.incarnation
 
 
 # --- How the process of a run hears that it should end, also while a compiler is at work
@@ -181,82 +180,50 @@ def end_with_parent() -> None:
   threading.Thread(target=wait, name="parent", daemon=True).start()
 
 
-class Heard:
-  """The signals that have come in, also those Python has not been able to tell its main thread yet.
-
-  Use it in the main thread; ask it in any.
-  """
-
-  def __init__(self) -> None:
-    self._read, self._write = os.pipe()
-    os.set_blocking(self._read, False)
-    os.set_blocking(self._write, False)
-    self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-
-  def take(self) -> set[int]:
-    """The numbers of those that have come since the last call."""
-    try:
-      return set(os.read(self._read, 4096))
-    except BlockingIOError:
-      return set()
-
-  def close(self) -> None:
-    """Hears no more; in the main thread."""
-    signal.set_wakeup_fd(self._before)
-    os.close(self._write)
-    os.close(self._read)
-
-
 @contextlib.contextmanager
-def terminates(asked: threading.Event) -> Iterator[None]:
+def terminates(asked: threading.Event) -> Iterator[list[int]]:
   """While it lasts SIGTERM and the first Ctrl-C set `asked`, in the main thread alone.
 
-  A second Ctrl-C raises KeyboardInterrupt there. Other threads cannot hear signals.
+  A second Ctrl-C raises KeyboardInterrupt there. Other threads cannot hear signals. Gives the
+  numbers of those that have come, in their order.
   """
+  heard: list[int] = []
   if threading.current_thread() is not threading.main_thread():
-    yield
+    yield heard
     return
-  interrupted = False
 
   def hear(number: int, _frame: object) -> None:
-    nonlocal interrupted
-    if number == signal.SIGINT and interrupted:
+    if number == signal.SIGINT and number in heard:
       raise KeyboardInterrupt
-    interrupted = interrupted or number == signal.SIGINT
+    heard.append(number)
     asked.set()
 
   before = {number: signal.signal(number, hear) for number in (signal.SIGTERM, signal.SIGINT)}
   try:
-    yield
+    yield heard
   finally:
     for number, handler in before.items():
       signal.signal(number, handler)
 
 
-def beside(work: Callable[[], Any], asked: threading.Event) -> Any:
+def beside(work: Callable[[], Any], look: Callable[[], None] = lambda: None) -> Any:
   """What `work()` returns, which has a thread of its own: this one goes on hearing signals.
 
-  Python hears none while its main thread compiles, and nothing can interrupt a compiler. The thread
-  is left behind then and ends with the process.
-
-  Raises:
-    KeyboardInterrupt: Ctrl-C, or `asked` was set meanwhile.
+  Python hears none while its main thread compiles, and nothing can interrupt a compiler. `look` is
+  called now and then. What it raises is raised here: the work is left behind, and ends with the
+  process.
   """
-  done: list[Any] = []
-  failed: list[BaseException] = []
+  done: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
   def run() -> None:
     try:
-      done.append(work())
+      done.set_result(work())
     except BaseException as error:  # raised where it is waited for
-      failed.append(error)
+      done.set_exception(error)
 
-  thread = threading.Thread(target=run, name="prepares", daemon=True)
-  thread.start()
-  while thread.is_alive():
-    if asked.is_set():
-      raise KeyboardInterrupt
-    thread.join(POLL_SECONDS)
-  if failed:
-    raise failed[0]
-  return done[0]
+  threading.Thread(target=run, name="work", daemon=True).start()
+  while True:
+    over = concurrent.futures.wait([done], POLL_SECONDS).done
+    look()
+    if over:
+      return done.result(0)

@@ -319,11 +319,6 @@ def sample(
   )
 
 
-def evaluate(workdir: Path, config: Config) -> str:
-  """One JSON line: what the held-out data say of the trained global model."""
-  return json.dumps({**measure(workdir, config), "workdir": str(workdir)})
-
-
 def measure(workdir: Path, config: Config) -> dict[str, float]:
   """What the held-out data say of the trained global model.
 

@@ -112,8 +112,12 @@ class ThreadsEngine(Engine):
     self._recorder = self._record("engine", 0)
 
   def _prepare(self) -> None:
-    beside(self._compile_all, self.leave)
+    beside(self._compile_all, self._leave_early)
     self._training_since = time.monotonic()  # faults by time count from here, not from compiling
+
+  def _leave_early(self) -> None:
+    if self.leave.is_set():
+      raise KeyboardInterrupt
 
   def _roles(self) -> list[str]:
     sync, learners = self.config.sync, range(self.config.islands.num_learners)

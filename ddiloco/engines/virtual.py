@@ -11,7 +11,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +136,8 @@ def simulate(
     "global_step": run.step,
     "merged_tokens": min(f.merged_tokens for f in run.store.values()),
     **account.summary(),
-    **_of_faults(account.kept),
+    **tracks.of_faults(account.kept),
+    "unplanned_exits": [msgspec.to_builtins(event) for event in tracks.unplanned(account.kept)],
   }
 
 
@@ -147,21 +148,6 @@ def _refuse_another(workdir: Path, overwrite: bool) -> None:
       f"--workdir={workdir}: holds a run. Fix: choose another directory, or add --overwrite to"
       " replace it."
     )
-
-
-def _of_faults(events: list[Event]) -> Mapping[str, Any]:
-  found = tracks.recoveries(events)
-  back = [each.seconds for each in found if math.isfinite(each.seconds)]
-  return {
-    "faults": len(found),
-    "recovered": len(back),
-    "median_recovery_seconds": round(statistics.median(back), 3) if back else None,
-    "worst_recovery_seconds": round(max(back), 3) if back else None,
-    "longest_stall_seconds": round(tracks.longest_stall_seconds(events), 3),
-    "lost_rounds": len(tracks.lost_rounds(events)),
-    "unplanned": len(tracks.unplanned(events)),
-    "unplanned_exits": [msgspec.to_builtins(event) for event in tracks.unplanned(events)],
-  }
 
 
 # --- How fast this machine merges, measured on a fragment of its own

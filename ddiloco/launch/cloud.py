@@ -247,19 +247,12 @@ START_SECONDS = 1200.0  # the image is fetched first
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-  """Of an island's life.
+  """Of an island's life."""
 
-  Attributes:
-    slice_seconds: until the role of an island runs that has no slice, each time.
-    recreations: of a slice that was taken away.
-    watch_seconds: until the role is done.
-    poll_seconds: between two looks.
-  """
-
-  slice_seconds: float
-  recreations: int
-  watch_seconds: float
-  poll_seconds: float
+  slice_seconds: float  # until the role of an island runs that has no slice, each time
+  recreations: int  # of a slice that was taken away
+  watch_seconds: float  # until the role is done
+  poll_seconds: float  # between two looks
 
 
 @dataclasses.dataclass

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ddiloco.checks import require
+from ddiloco.checks import option, require
 from ddiloco.environment import TERMINATED
 from ddiloco.launch.placement import (
   PROBE_PORT,
@@ -34,29 +34,21 @@ _BESIDE_DRAIN_SECONDS = 10  # for a pod to end: the last log lines, a snapshot u
 
 @dataclasses.dataclass(frozen=True)
 class GkeRun:
-  """A run in clusters of GKE.
-
-  Attributes:
-    placement: who runs where.
-    claim: a ReadWriteMany volume claim, in every cluster: workdir is on it.
-    namespace: there.
-    service_account: that may write the bucket; "": the namespace's own.
-    cluster_domain: of the names in a cluster.
-    shard_cpus: of a shard, which has a machine to itself.
-    shard_memory: of a shard, "32Gi".
-    evaluator_memory: saving the result takes 12 bytes a parameter; "": as a shard has.
-    shard_addresses: reserved internal addresses of the shards, for islands of other clusters.
-  """
+  """A run in clusters of GKE."""
 
   placement: Placement
-  claim: str
-  namespace: str = "default"
-  service_account: str = ""
-  cluster_domain: str = "cluster.local"
-  shard_cpus: int = 8
-  shard_memory: str = "32Gi"
-  evaluator_memory: str = ""
-  shard_addresses: tuple[str, ...] = ()
+  claim: str = option("", "ReadWriteMany volume claim, in every cluster: workdir is on it.")
+  namespace: str = option("default", "In every cluster.")
+  service_account: str = option("", "Of the pods: may write the bucket; else the namespace's own.")
+  cluster_domain: str = option("cluster.local", "Of names in a cluster.")
+  shard_cpus: int = option(8, "Of each shard, which has a machine to itself, and the evaluator.")
+  shard_memory: str = option("32Gi", "Of each shard (`ddiloco plan` says it).")
+  evaluator_memory: str = option(
+    "", "Of the evaluator, which takes 12 bytes a parameter to save the result; else as a shard."
+  )
+  shard_addresses: tuple[str, ...] = option(
+    (), "Reserved internal addresses of the shards, where there are two clusters."
+  )
 
   @property
   def name(self) -> str:
@@ -71,6 +63,8 @@ class GkeRun:
     rule = "workdir (event logs, result) must outlive pods, on a volume that many can write"
     fix = "make a ReadWriteMany claim in every cluster (docs/launch.md) and give --claim=NAME"
     require(bool(self.claim), "--claim", self.claim, rule, fix)
+    rule, fix = "must be at least 1", "for example --shard_cpus=8"
+    require(self.shard_cpus > 0, "--shard_cpus", self.shard_cpus, rule, fix)
     count, given = len(self.placement.shards), self.shard_addresses
     rule = f"islands of another cluster need an address of each of the {count} shards"
     name = f"{self.name}-shard-{{0..{count - 1}}}" if count > 1 else f"{self.name}-shard-0"
@@ -341,23 +335,14 @@ def redacted(document: Document) -> Document:
 
 @dataclasses.dataclass(frozen=True)
 class JobSetState:
-  """One JobSet, as its status says.
-
-  Attributes:
-    name: its own.
-    end: "Completed", "Failed", or "" while it goes on.
-    ready: Jobs all of whose pods run, or have ended well.
-    jobs: how many there are.
-    restarts: in all, and those that count.
-    reason: why it failed.
-  """
+  """One JobSet, as its status says."""
 
   name: str
-  end: str
-  ready: int
-  jobs: int
-  restarts: tuple[int, int]
-  reason: str = ""
+  end: str  # "Completed", "Failed", or "" while it goes on
+  ready: int  # Jobs all of whose pods run, or have ended well
+  jobs: int  # how many there are
+  restarts: tuple[int, int]  # in all, and those that count
+  reason: str = ""  # why it failed
 
   def __str__(self) -> str:
     end = self.end or f"{self.ready} of {self.jobs} ready"

@@ -49,27 +49,16 @@ _TOPOLOGY = re.compile(r"(?P<kind>\w+):(?P<shape>[1-9]\d*(x[1-9]\d*)*)")
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-  """A slice, as the cloud names it.
+  """A slice, as the cloud names it."""
 
-  Attributes:
-    kind: "v5p".
-    topology: "4x4x4", chips along each axis.
-    chips: in all.
-    hosts: machines, each with an even share of the chips.
-    gke_accelerator: what GKE's nodes are selected by, beside the topology.
-    machine_type: of a node pool in GKE.
-    accelerator_type: what the TPU API calls the slice; v5p's count two cores a chip.
-    runtime_version: image of its VMs.
-  """
-
-  kind: str
-  topology: str
-  chips: int
-  hosts: int
-  gke_accelerator: str
-  machine_type: str
-  accelerator_type: str
-  runtime_version: str
+  kind: str  # "v5p"
+  topology: str  # "4x4x4", chips along each axis
+  chips: int  # in all
+  hosts: int  # machines, each with an even share of the chips
+  gke_accelerator: str  # what GKE's nodes are selected by, beside the topology
+  machine_type: str  # of a node pool in GKE
+  accelerator_type: str  # what the TPU API calls the slice; v5p's count two cores a chip
+  runtime_version: str  # image of its VMs
 
   @property
   def chips_per_host(self) -> int:
@@ -134,23 +123,15 @@ class PlacedIsland:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-  """A run in a cloud.
+  """A run in a cloud."""
 
-  Attributes:
-    name: of the run, and the beginning of the names of all that is made for it.
-    config: of every role; islands know how many devices and hosts they have.
-    islands: in the order of learners.
-    image: of the containers, with ddiloco, and libtpu for the islands.
-    spot: islands are on machines that may be taken away at any time, with little notice.
-    max_restarts: failures of an island, or of a shard, after which it is given up; what is
-      taken away does not count.
-  """
-
-  name: str
-  config: Config
-  islands: tuple[PlacedIsland, ...]
-  image: str
-  spot: bool
+  name: str  # of the run, and the beginning of the names of all that is made for it
+  config: Config  # of every role; islands know how many devices and hosts they have
+  islands: tuple[PlacedIsland, ...]  # in the order of learners
+  image: str  # of the containers, with ddiloco, and libtpu for the islands
+  spot: bool  # islands are on machines that may be taken away at any time, with little notice
+  # Failures of an island, or of a shard, after which it is given up; what is taken away does not
+  # count.
   max_restarts: int
 
   @property
@@ -285,17 +266,11 @@ NOT_COUNTED = (
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-  """One kind of machine.
+  """One kind of machine."""
 
-  Attributes:
-    what: it is.
-    count: chips, or machines.
-    price: of one for an hour, US dollars; None: not known.
-  """
-
-  what: str
-  count: int
-  price: float | None
+  what: str  # it is
+  count: int  # chips, or machines
+  price: float | None  # of one for an hour, US dollars; None: not known
 
   @property
   def hourly(self) -> float | None:

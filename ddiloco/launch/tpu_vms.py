@@ -13,7 +13,7 @@ import json
 import shlex
 from collections.abc import Sequence
 
-from ddiloco.checks import require
+from ddiloco.checks import option, require
 from ddiloco.launch.placement import PlacedIsland, Placement, host_flags, role_command
 
 FOLDER = "/ddiloco"  # in the container: config and keys
@@ -27,23 +27,16 @@ _WORKER = (
 
 @dataclasses.dataclass(frozen=True)
 class TpuVmRun:
-  """Islands of a run on TPU VMs.
-
-  Attributes:
-    placement: who runs where.
-    syncers: urls of all shards, as the slices reach them.
-    project: of the cloud; "": gcloud's own.
-    queued: ask by queued resources.
-    host_folder: of a host, where workdir is; what is not shared there ends with the slice.
-    runtime_version: image of the VMs; "": the topology's own.
-  """
+  """Islands of a run on TPU VMs."""
 
   placement: Placement
-  syncers: tuple[str, ...]
-  project: str = ""
-  queued: bool = False
-  host_folder: str = "/var/lib/ddiloco"
-  runtime_version: str = ""
+  syncers: tuple[str, ...] = option((), "Urls of all shards, as the slices reach them.")
+  project: str = option("", "Of the cloud; else gcloud's own.")
+  queued: bool = option(False, "Ask by queued resources, the older way.")
+  host_folder: str = option(
+    "/var/lib/ddiloco", "Of a host: its workdirs; what is not shared there ends with the slice."
+  )
+  runtime_version: str = option("", "Image of the VMs; else the topology's own.")
 
   @property
   def name(self) -> str:
@@ -153,17 +146,13 @@ class TpuVmRun:
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-  """A slice and the role on it.
+  """A slice and the role on it."""
 
-  Attributes:
-    slice: its state in the TPU API's own words; "ABSENT": there is none.
-    roles: of the hosts, as `look_script` says: "running 0", "exited 1", "none".
-    leader: address of host 0.
-  """
-
-  slice: str
-  roles: tuple[str, ...] = ()
-  leader: str = ""
+  slice: str  # its state in the TPU API's own words; "ABSENT": there is none
+  roles: tuple[
+    str, ...
+  ] = ()  # of the hosts, as `look_script` says: "running 0", "exited 1", "none"
+  leader: str = ""  # address of host 0
 
 
 class Need(enum.Enum):

@@ -262,15 +262,13 @@ class StepSums:
 
   def __init__(self, exact: int = EXACT_STEPS):
     self._exact = exact
-    self._old: list[tuple[int, float]] = []  # (step, sum), at multiples of `_stride`
-    self._stride = 1
-    self._first = 0  # the step of the first in `_sums`
-    self._sums = array("d", [0.0])
+    self._stride = 1  # of older steps, those whose numbers are its multiples are kept
+    self._steps, self._sums = array("q", [0]), array("d", [0.0])
 
   @property
   def number(self) -> int:
     """Of the newest step."""
-    return self._first + len(self._sums) - 1
+    return self._steps[-1]
 
   @property
   def last(self) -> float:
@@ -279,47 +277,39 @@ class StepSums:
 
   def add(self, chip_seconds: float) -> None:
     """One more step."""
+    self._steps.append(self.number + 1)
     self._sums.append(self.last + chip_seconds)
-    if len(self._sums) > 2 * self._exact:
-      self._thin(self._exact)
+    if len(self._steps) > 2 * self._exact + OLD_STEPS:
+      self._thin()
 
   def at(self, step: int) -> float:
     """The sum up to this step, from none to the newest."""
-    step = min(max(0, step), self.number)
-    if step >= self._first:
-      return self._sums[step - self._first]
-    i = bisect.bisect_right(self._old, (step, math.inf))
-    (a, low), (b, high) = self._old[i - 1], [*self._old[i : i + 1], (self._first, self._sums[0])][0]
+    i = bisect.bisect_left(self._steps, step)
+    if i == len(self._steps):
+      return self.last
+    if i == 0 or self._steps[i] == step:
+      return self._sums[i]
+    (a, b), (low, high) = self._steps[i - 1 : i + 1], self._sums[i - 1 : i + 1]
     return low + (high - low) * (step - a) / (b - a)
 
   def go_to(self, step: int) -> None:
     """The newest step is this one: later ones are gone, and missing ones took no time."""
     step = max(0, step)
-    missing = step - self.number
-    if missing > self._exact:  # a log with a hole in it
-      last = self.last
-      self._thin(len(self._sums))
-      self._first, self._sums = step, array("d", [last])
-    elif missing > 0:
-      self._sums.extend([self.last] * missing)
-    elif step >= self._first:
-      del self._sums[step - self._first + 1 :]
-    else:
-      self._first, self._sums = step, array("d", [self.at(step)])
-      del self._old[bisect.bisect_left(self._old, (step, -math.inf)) :]
+    chip_seconds, i = self.at(step), bisect.bisect_left(self._steps, step)
+    del self._steps[i:], self._sums[i:]
+    self._steps.append(step)
+    self._sums.append(chip_seconds)
 
-  def _thin(self, count: int) -> None:
-    """Of the first `count` sums only some stay; of all of them, their last does."""
-    steps = range(self._first, self._first + count)
-    keep = [(n, self._sums[n - self._first]) for n in steps if n % self._stride == 0]
-    if count == len(self._sums):
-      keep.append((self.number, self.last))
-    self._old += keep
-    self._first += count
-    del self._sums[:count]
-    while len(self._old) > OLD_STEPS:
+  def _thin(self) -> None:
+    """All but the newest become fewer; the first, of which the sum is 0, always stays."""
+    old = len(self._steps) - self._exact
+    kept = [i for i in range(old) if self._steps[i] % self._stride == 0]
+    while len(kept) > OLD_STEPS:
       self._stride *= 2
-      self._old = [each for each in self._old if each[0] % self._stride == 0]
+      kept = [i for i in kept if self._steps[i] % self._stride == 0]
+    kept += range(old, len(self._steps))
+    self._steps = array("q", [self._steps[i] for i in kept])
+    self._sums = array("d", [self._sums[i] for i in kept])
 
 
 class IslandAccount:

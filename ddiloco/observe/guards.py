@@ -163,14 +163,11 @@ class Pollable(Protocol):
   def poll(self) -> int | None: ...
 
 
-def ended(thread: threading.Thread, seconds: float, what: str = "") -> bool:
-  """Whether a thread has ended within so long; if not, that is said, and it is left behind.
-
-  `what`: its name, if the thread's own says too little.
-  """
+def ended(thread: threading.Thread, seconds: float) -> bool:
+  """Whether a thread has ended within so long; if not, that is said, and it is left behind."""
   thread.join(seconds)
   if thread.is_alive():
-    _too_long(what or thread.name, "has not ended", seconds)
+    _too_long(thread.name, "has not ended", seconds)
   return not thread.is_alive()
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from ddiloco.config import SyncConfig
 from ddiloco.observe.islands import DOWN, IslandState, outer_gradients, role_name
+from ddiloco.observe.style import rounded
 from ddiloco.protocol import events, rules
 from ddiloco.protocol.events import Event, Step, parse_role
 
@@ -28,8 +29,8 @@ LOSS_VALUES = 40_000  # ... but no more than so many of all islands together
 MOST_CURVES = 8  # lives of an island that are drawn as lines of their own
 MOST_COMMITS = 1000  # that are drawn, of few islands ...
 COMMIT_MEMBERS = 100_000  # ... or so many members of commits
-MOST_POINTS = 500  # of one role's traffic, and evaluations
-MOST_EVALUATIONS = 240  # that the page shows; of more, every other one is dropped
+MOST_POINTS = 500  # of one role's traffic
+MOST_EVALUATIONS = 240
 WEIGHT_BINS = 60
 
 
@@ -189,10 +190,15 @@ class TrafficTotals:
     """Bytes that all incarnations of a role have sent."""
     return self._recent[role][-1][1]
 
+  @property
+  def by_role(self) -> dict[str, tuple[int, int]]:
+    """(sent, received) bytes of all incarnations of each role."""
+    return {role: recent[-1][1:] for role, recent in self._recent.items()}
+
   def totals(self) -> tuple[int, int]:
     """(sent, received) bytes of all roles."""
-    newest = [recent[-1] for recent in self._recent.values()]
-    return sum(sent for _, sent, _ in newest), sum(received for _, _, received in newest)
+    moved = self.by_role.values()
+    return sum(sent for sent, _ in moved), sum(received for _, received in moved)
 
   def as_json(self, now: float) -> list[dict[str, Any]]:
     """By role: bytes so far, and bytes per second lately (0 for one that has fallen silent)."""
@@ -222,11 +228,9 @@ class Curves:
 
   def __init__(self) -> None:
     self.page = Series()  # over time: "loss M", "participation M", "commits S", OUTER_GRADIENTS
-    self.heldout: list[tuple[float, float]] = []  # (time, loss)
     self.loss = Series(LOSS_BINS, 1.0)  # over the tokens of all islands, by learner and life
-    self.evaluations = Thinned(MOST_POINTS)  # (tokens merged, loss)
-    self.commits = Thinned(MOST_COMMITS)  # {"time", "participants", "rejected"}
-    self.commit_times: dict[str, Thinned] = {}  # by role
+    self.evaluations = Thinned(MOST_EVALUATIONS)  # of the held-out loss, those that are finite
+    self.commits = Thinned(MOST_COMMITS)
     self.weights = Series(WEIGHT_BINS)  # in the merge, by learner
     self.sent: dict[str, Thinned] = {}  # by role, (time, bytes so far)
     self._tokens = 0
@@ -252,21 +256,15 @@ class Curves:
       self.page.add(name, time, value)
     for m in islands:
       self.page.add(f"participation {m}", time, float(m in taking))
-    kept = {"time": time, "participants": set(taking), "rejected": set(event.rejected)}
-    self.commits.add(kept)
-    self.commit_times.setdefault(event.role, Thinned(MOST_COMMITS)).add(time)
+    self.commits.add(event)
     total = sum(taking.values()) or 1.0
     for m, weight in taking.items():
       self.weights.add(str(m), time, weight / total)
 
   def add_evaluation(self, event: events.Evaluation) -> None:
     """A held-out loss; one that is not finite is not drawn."""
-    if not math.isfinite(event.loss):
-      return
-    self.evaluations.add((event.merged_tokens, event.loss))
-    self.heldout.append((round(event.time, 2), round(event.loss, 4)))
-    if len(self.heldout) > MOST_EVALUATIONS:
-      del self.heldout[1:-1:2]
+    if math.isfinite(event.loss):
+      self.evaluations.add(event)
 
   def add_sent(self, role: str, time: float, sent_bytes: int) -> None:
     """What all incarnations of a role have sent so far."""
@@ -322,7 +320,7 @@ class Heat:
       "levels": LEVELS,
       "least_ratio": LEAST_RATIO,
       "per_octave": PER_OCTAVE,
-      "median_seconds": {str(m): _rounded(self._medians[m].value) for m in islands},
+      "median_seconds": {str(m): rounded(self._medians[m].value) for m in islands},
       "rows": {str(m): self._row(m, spans.get(f"learner-{m}", ()), bins) for m in islands},
     }
 
@@ -362,10 +360,6 @@ def _states(spans: Sequence[Sequence[Any]], width: float, bins: int) -> list[str
     if at < len(spans) and spans[at][0] <= middle:
       found[i] = spans[at][2]
   return found
-
-
-def _rounded(value: float) -> float | None:
-  return round(value, 6) if math.isfinite(value) else None
 
 
 # --- What the syncer is doing and why: open rounds, closed ones, who was left out

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-from ddiloco.observe.style import compact
+from ddiloco.observe.style import compact, rounded
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Event, Started, parse_role
 
@@ -61,6 +61,7 @@ class IslandState:
   refused: int = 0  # pushes
   missed_time: float = math.nan
   missed_reason: str = ""  # why it was not in the last commit it missed
+  died: float = -math.inf  # when it was last known to be dead
   returning: bool = False  # was down and has not been merged since
   versions: dict[int, int] = dataclasses.field(default_factory=dict)  # that it has, by fragment
 
@@ -97,6 +98,10 @@ class Speed:
   per_chip: float  # tokens a second
   mfu: float  # model FLOPs utilisation, 0 to 1; needs every island's FLOPs and its chips' peak
 
+  def as_json(self) -> dict[str, float | None]:
+    """What it is a chip."""
+    return {"tokens_per_second_per_chip": rounded(self.per_chip), "mfu": rounded(self.mfu)}
+
   def text(self) -> str:
     """In words, without what is not known: 12.3k tokens/s, 1.5k a chip, 41.2% MFU."""
     parts = [
@@ -105,6 +110,9 @@ class Speed:
       f"{self.mfu:.1%} MFU" if self.mfu > 0 else "",
     ]
     return ", ".join(part for part in parts if part)
+
+
+UNKNOWN = Speed(math.nan, math.nan, math.nan)
 
 
 def speed(islands: Iterable[tuple[IslandState, float]]) -> Speed:
@@ -252,7 +260,7 @@ class Rejoins:
       {
         "learner": each.learner,
         "time": round(each.died, 3),
-        "seconds": round(each.seconds, 3) if math.isfinite(each.seconds) else None,
+        "seconds": rounded(each.seconds, 3),
         "phases": {phase: round(seconds, 3) for phase, seconds in each.phases.items()},
       }
       for each in list(self.found)[-most:]

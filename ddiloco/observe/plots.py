@@ -18,7 +18,7 @@ from ddiloco.observe.history import MOST_CURVES, Series, Thinned
 from ddiloco.observe.islands import role_name
 from ddiloco.observe.run_state import RunState
 from ddiloco.observe.style import FAINT, GLOBAL_MODEL, MUTED, island_colour, shard_colour
-from ddiloco.protocol.events import parse_role
+from ddiloco.protocol.events import Commit, parse_role
 
 if TYPE_CHECKING:
   from matplotlib.axes import Axes
@@ -109,7 +109,7 @@ def loss_figure(run: RunState, alone: float | None = None) -> Figure:
     drawn += _island_curve(axes, learner, run.curves.loss)
   points = run.curves.evaluations.items
   if points:
-    x, y = zip(*points)
+    x, y = [e.merged_tokens for e in points], [e.loss for e in points]
     options = {"color": GLOBAL_MODEL, "lw": 2.0, "marker": "o", "ms": 5, "zorder": 5}
     axes.plot(x, y, label="global model, held-out", **options)
     drawn += y
@@ -234,16 +234,15 @@ def _cosine_lines(axes: Axes, curves: Series) -> None:
   axes.set_xlabel("seconds since the run started")
 
 
-def _commit_ticks(axes: Axes, row: int, learner: int, commits: Sequence[Mapping[str, Any]]) -> None:
-  times: dict[str, list[float]] = {"participants": [], "rejected": [], "missing": []}
-  for commit in commits:
-    part = next((part for part in ("participants", "rejected") if learner in commit[part]), None)
-    times[part or "missing"].append(commit["time"])
+def _commit_ticks(axes: Axes, row: int, learner: int, commits: Sequence[Commit]) -> None:
+  taken = [e.time for e in commits if learner in e.participants]
+  rejected = [e.time for e in commits if learner in e.rejected]
+  missed = [e.time for e in commits if learner not in {**e.participants, **e.rejected}]
   width = min(2.5, max(0.6, 420 / len(commits)))
-  axes.vlines(times["missing"], row - 0.12, row + 0.12, color=FAINT, lw=width)
-  axes.vlines(times["participants"], row - 0.36, row + 0.36, color=island_colour(learner), lw=width)
+  axes.vlines(missed, row - 0.12, row + 0.12, color=FAINT, lw=width)
+  axes.vlines(taken, row - 0.36, row + 0.36, color=island_colour(learner), lw=width)
   marks = {"marker": "x", "color": GLOBAL_MODEL, "s": 42, "lw": 1.6, "zorder": 4}
-  axes.scatter(times["rejected"], [row] * len(times["rejected"]), **marks)
+  axes.scatter(rejected, [row] * len(rejected), **marks)
 
 
 def _share_bars(axes: Axes, learners: Sequence[int], weights: Series) -> None:
@@ -322,10 +321,6 @@ def _sent_bytes(run: RunState) -> dict[str, tuple[list[float], list[int]]]:
 
 # --- The report's timeline: what every island and shard was doing when, with the faults marked
 
-if TYPE_CHECKING:
-  from matplotlib.axes import Axes
-  from matplotlib.figure import Figure
-
 ROW_INCHES = 0.42
 BAR_HEIGHT = 0.62
 MARKS = {  # marker, face colour, legend
@@ -352,8 +347,7 @@ def timeline_figure(run: RunState) -> Figure:
   for row, role in enumerate(order):
     for span in spans[role]:
       _bar(axes, row, role, *span)
-    if role in run.curves.commit_times:
-      _commit_marks(axes, row, run.curves.commit_times[role].items)
+    _commit_marks(axes, row, [e.time for e in run.curves.commits.items if e.role == role])
   used = _marks(axes, run.tracks.marks, {role: row for row, role in enumerate(order)})
   _left_out(axes, run)
   axes.set_yticks(range(len(order)), [role_name(role) for role in order])
@@ -372,8 +366,7 @@ def _left_out(axes: Axes, run: RunState) -> None:
   drawn = len(lanes.marks)
   marks = f"the newest {drawn} of {lanes.num_marks:,} marks" if lanes.num_marks > drawn else ""
   spans = f"{lanes.num_absorbed:,} short spans are part of others" if lanes.num_absorbed else ""
-  most = max(run.curves.commit_times.values(), key=lambda each: each.stride, default=None)
-  say_left_out(axes, marks, spans, every(most, "commits") if most else "")
+  say_left_out(axes, marks, spans, every(run.curves.commits, "commits"))
 
 
 def _bar_style(state: str, colour: str) -> dict:

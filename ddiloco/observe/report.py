@@ -9,15 +9,15 @@ import html
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ddiloco.observe.eventlog import stream_events
 from ddiloco.observe.goodput import Goodput
-from ddiloco.observe.islands import OUTER_GRADIENTS, PHASES, Speed
+from ddiloco.observe.islands import OUTER_GRADIENTS, PHASES
 from ddiloco.observe.run_state import RunState
-from ddiloco.observe.style import clock_time, compact, loss_text, plain
+from ddiloco.observe.style import clock_time, compact, loss_text, plain, rounded
 from ddiloco.protocol.events import Event, Fault, Restart, RunStarted, Snapshot, finite
 
 # --- The key numbers of a run, from its events alone
@@ -53,18 +53,18 @@ def numbers(run: RunState) -> dict[str, Any]:
     "trained_tokens": sum(island.tokens for island in run.islands.values()),
     "commits": run.commits,
     "participation": {str(m): _participation(run, m) for m in sorted(run.islands)},
-    "outer_gradients": {name: _number(each) for name, each in run.outer_gradients.items()},
+    "outer_gradients": {name: rounded(each) for name, each in run.outer_gradients.items()},
     "rejected_updates": run.rejected,
     "bytes_sent": sent,
     "bytes_received": received,
-    "heldout_loss_first": _number(run.first_loss),
-    "heldout_loss_last": _number(run.heldout_loss),
+    "heldout_loss_first": rounded(run.first_loss),
+    "heldout_loss_last": rounded(run.heldout_loss),
     "faults": kinds[Fault],
     "snapshots": kinds[Snapshot],
     "restarts": kinds[Restart],
-    **_speed(run.usual_speed),
+    **run.usual_speed.as_json(),
     **_kills(run),
-    "blocked_seconds": _number(run.blocked_seconds),
+    "blocked_seconds": rounded(run.blocked_seconds),
     "rejoins": run.rejoins.as_json(),
     "learners": _learners(run),
     **_account(run.ledger.report()),
@@ -77,7 +77,7 @@ def numbers(run: RunState) -> dict[str, Any]:
 
 def _measures(run: RunState) -> dict[str, Any]:
   """What the newest evaluation says beside the loss, if the model measures more."""
-  found = {name: _number(value) for name, value in run.heldout_measures.items()}
+  found = {name: rounded(value) for name, value in run.heldout_measures.items()}
   return {"heldout_measures_last": found} if found else {}
 
 
@@ -98,30 +98,30 @@ def _participation(run: RunState, learner: int) -> float | None:
 
 def _kills(run: RunState) -> dict[str, Any]:
   found = run.kills.found
-  ratios = [run.kills.ratio(watch, run.time) for watch in found]
+  ratios = [run.kills.ratio(kill, run.time) for kill in found]
   kills = [
     {
-      "learner": watch.kill.learner,
-      "seconds": watch.kill.time,
-      "down_seconds": _number(watch.kill.joined - watch.kill.time),
-      "merged_again_seconds": _number(watch.kill.merged - watch.kill.time),
-      "survivor_gap_ratio": _number(ratio),
+      "learner": kill.learner,
+      "seconds": kill.time,
+      "down_seconds": rounded(kill.joined - kill.time),
+      "merged_again_seconds": rounded(kill.merged - kill.time),
+      "survivor_gap_ratio": rounded(ratio),
     }
-    for watch, ratio in zip(found, ratios)
+    for kill, ratio in zip(found, ratios)
   ]
   worst = max(filter(math.isfinite, ratios), default=math.nan)
-  return {"kills": kills, "survivor_max_gap_ratio": _number(worst)}
+  return {"kills": kills, "survivor_max_gap_ratio": rounded(worst)}
 
 
 def _account(account: Goodput) -> dict[str, Any]:
   """Where the chip time went, as shares of it; liveness beside participation by learner."""
   return {
-    "chip_seconds": _number(account.chip_seconds),
-    "goodput": _number(account.goodput),
-    "goodput_training": _number(account.goodput_training),
-    "uptime": _number(account.uptime),
+    "chip_seconds": rounded(account.chip_seconds),
+    "goodput": rounded(account.goodput),
+    "goodput_training": rounded(account.goodput_training),
+    "uptime": rounded(account.uptime),
     "lost_time": {cause: round(share, 6) for cause, share in account.causes.items()},
-    "liveness": {str(m): _number(each.liveness) for m, each in account.learners.items()},
+    "liveness": {str(m): rounded(each.liveness) for m, each in account.learners.items()},
   }
 
 
@@ -133,13 +133,6 @@ def _hangs(run: RunState) -> list[dict[str, Any]]:
   ]
 
 
-def _speed(speed: Speed) -> dict[str, Any]:
-  return {
-    "tokens_per_second_per_chip": _number(speed.per_chip),
-    "mfu": _number(speed.mfu),
-  }
-
-
 def _learners(run: RunState) -> dict[str, Any]:
   speeds = run.usual_speeds
   return {
@@ -149,18 +142,13 @@ def _learners(run: RunState) -> dict[str, Any]:
       "chip_kinds": list(island.chip_kinds),
       "steps": island.steps,
       "tokens": island.tokens,
-      "loss": _number(island.loss),
-      "median_step_gap_seconds": _number(run.kills.medians[m].value),
-      **_speed(speeds[m]),
+      "loss": rounded(island.loss),
+      "median_step_gap_seconds": rounded(run.kills.medians[m].value),
+      **speeds[m].as_json(),
       "refused_pushes": island.refused,
     }
     for m, island in sorted(run.islands.items())
   }
-
-
-def _number(value: float) -> float | None:
-  """Rounded for reading, None for what JSON cannot say."""
-  return round(value, 6) if math.isfinite(value) else None
 
 
 SHOWN_REJOINS = 20
@@ -295,21 +283,20 @@ def _learner_table(summary: Mapping[str, Any]) -> str:
   if not learners:
     return ""
   shares, alive = summary.get("participation") or {}, summary.get("liveness") or {}
-  rows = "".join(
-    f"<tr><td>{html.escape(m)}</td><td>{html.escape(', then '.join(each['chip_kinds']))}</td>"
-    f"<td>{each['lives']}</td><td>{each['steps']}</td>"
-    f"<td>{compact(each['tokens'])}</td><td>{_loss(each['loss']) or '–'}</td>"
-    f"<td>{_share(alive.get(m)) or '–'}</td>"
-    f"<td>{_with(shares.get(m), lambda share: f'{share:.0%}') or '–'}</td>"
-    f"<td>{_with(each['median_step_gap_seconds'], lambda s: f'{1000 * s:.0f} ms') or '–'}</td>"
-    f"<td>{_with(each.get('tokens_per_second_per_chip'), compact) or '–'}</td>"
-    f"<td>{_share(each.get('mfu')) or '–'}</td></tr>"
+  rows = [
+    (
+      *(m, ", then ".join(each["chip_kinds"]), str(each["lives"]), str(each["steps"])),
+      *(compact(each["tokens"]), _loss(each["loss"]), _share(alive.get(m))),
+      _with(shares.get(m), lambda share: f"{share:.0%}"),
+      _with(each["median_step_gap_seconds"], lambda s: f"{1000 * s:.0f} ms"),
+      _with(each.get("tokens_per_second_per_chip"), compact),
+      _share(each.get("mfu")),
+    )
     for m, each in learners.items()
-  )
+  ]
   names = ("island", "chips", "lives", "steps", "tokens", "last loss")
   names += ("time training", "commits joined", "median step", "tokens/s a chip", "MFU")
-  header = "".join(f"<th>{name}</th>" for name in names)
-  return f'<table class="wide"><tr>{header}</tr>{rows}</table>'
+  return _table(names, rows)
 
 
 def _rejoin_table(summary: Mapping[str, Any]) -> str:
@@ -319,19 +306,23 @@ def _rejoin_table(summary: Mapping[str, Any]) -> str:
     return ""
   phases = [phase for phase in PHASES if any(phase in each["phases"] for each in rejoins)]
   names = ("island", "died at", *(phase.replace("_", " ") for phase in phases), "all")
-  rows = "".join(
-    f"<tr><td>{each['learner']}</td><td>{clock_time(each['time'])}</td>"
-    + "".join(f"<td>{_seconds(each['phases'].get(phase))}</td>" for phase in phases)
-    + f"<td>{_seconds(each['seconds']) if each['seconds'] is not None else 'not merged'}</td></tr>"
+  rows = [
+    (
+      *(str(each["learner"]), clock_time(each["time"])),
+      *(_with(each["phases"].get(phase), "{:.2f}".format) for phase in phases),
+      _with(each["seconds"], "{:.2f}".format) or "not merged",
+    )
     for each in rejoins
-  )
+  ]
+  return f"<h2>Rejoins, from death to merge, in seconds</h2>{_table(names, rows)}"
+
+
+def _table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+  """A dash stands for what is not known."""
   header = "".join(f"<th>{name}</th>" for name in names)
-  title = "<h2>Rejoins, from death to merge, in seconds</h2>"
-  return f'{title}<table class="wide"><tr>{header}</tr>{rows}</table>'
-
-
-def _seconds(value: float | None) -> str:
-  return "–" if value is None else f"{value:.2f}"
+  cells = ("".join(f"<td>{html.escape(cell or '–')}</td>" for cell in row) for row in rows)
+  body = "".join(f"<tr>{row}</tr>" for row in cells)
+  return f'<table class="wide"><tr>{header}</tr>{body}</table>'
 
 
 def _hang_texts(summary: Mapping[str, Any]) -> str:

@@ -208,6 +208,7 @@ class RunState:
     if kind == "learner" and number >= 0:
       island = self._island_is(number, time, state)
       island.returning = island.returning or state in DOWN
+      island.died = time if state == "lost" else island.died
     elif kind == "syncer" and number >= 0:
       self._shard_is(number, time, state)
 
@@ -320,7 +321,7 @@ class RunState:
       self._step(event, m, island)
 
   def _step(self, event: events.Step, m: int, island: IslandState) -> None:
-    if island.state not in ("quarantined", "left"):  # told late
+    if island.state not in ("quarantined", "left") and event.time > island.died:  # else told late
       self._island_is(m, event.time, "running")
     passed = event.time - island.step_time if island.step else math.nan
     rate = event.tokens / passed if passed > 0 else event.tokens / max(1e-9, event.seconds)

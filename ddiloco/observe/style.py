@@ -33,6 +33,11 @@ def compact(value: float) -> str:
   return f"{value:.0f}"
 
 
+def rounded(value: float, digits: int = 6) -> float | None:
+  """For JSON, which has no word for what is not finite: None."""
+  return round(value, digits) if math.isfinite(value) else None
+
+
 def clock_time(seconds: float) -> str:
   """Seconds as 0:07, 12:34 or 1:02:03; a dash for what is not finite."""
   if not math.isfinite(seconds):

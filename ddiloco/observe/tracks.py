@@ -7,29 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ddiloco.observe.history import Median
 from ddiloco.observe.islands import IslandState, phase, role_name
-from ddiloco.protocol.events import (
-  Apply,
-  Commit,
-  Crash,
-  Event,
-  Exit,
-  Fault,
-  Joined,
-  Owns,
-  Recalled,
-  Restart,
-  Stage,
-  Started,
-  Step,
-  Stopped,
-  parse_role,
-)
+from ddiloco.protocol import events
+from ddiloco.protocol.events import Event, parse_role
 
 MOST_SPANS = 200  # of one role; beyond that its shortest are drawn as part of their neighbours
 MOST_MARKS = 200
@@ -76,7 +62,7 @@ class Tracks:
       result[role] = result.get(role, []) + _pieces(since, now, state, island, seen)
     return {role: spans for role, spans in result.items() if spans}
 
-  def fault(self, event: Fault) -> None:
+  def fault(self, event: events.Fault) -> None:
     """A planned fault strikes; of a kill, the exit that follows has no mark of its own."""
     kill = event.action == "kill"
     if kill:
@@ -84,12 +70,12 @@ class Tracks:
     text = f"{event.action}: {event.detail}".rstrip(": ")
     self.mark(event.time, _lane(event.target), "kill" if kill else "fault", text)
 
-  def exit(self, event: Exit) -> None:
+  def exit(self, event: events.Exit) -> None:
     """A role is down."""
     if _lane(event.target) not in self._killed:
       self.mark(event.time, _lane(event.target), "exit", event.reason or "exit")
 
-  def restart(self, event: Restart) -> None:
+  def restart(self, event: events.Restart) -> None:
     """A role starts again."""
     self._killed.discard(_lane(event.target))
     self.mark(event.time, _lane(event.target), "restart", "restart")
@@ -132,32 +118,19 @@ def _absorb_shortest(spans: list[list]) -> None:
 KILL_WINDOW_SECONDS = 30.0  # a kill is looked at for so long if the killed one is not merged before
 MOST_KILLS = 200
 MOST_WATCHED = 32  # at once; of more the oldest are taken as they are
-_HITS = (Fault, Exit, Restart, Started)  # what makes an island no witness of another's kill
-_OF_TARGETS = (Fault, Exit, Restart)  # what the engine says of another role
+# What makes an island no witness of another's kill; all but the last the engine says of a role.
+_OF_TARGETS = (events.Fault, events.Exit, events.Restart)
+_HITS = (*_OF_TARGETS, events.Started)
 _DOWN = ("kill", "stall", "exit", "restart", "started")  # the last that was said of one
 
 
-@dataclasses.dataclass(frozen=True)
 class Kill:
-  """A planned kill of a learner; the times that never came are NaN."""
+  """A planned kill of a learner, and the islands that ran when it struck."""
 
-  learner: int
-  time: float
-  restarted: float = math.nan
-  joined: float = math.nan
-  merged: float = math.nan  # the first commit with a push of its new life
-
-  @property
-  def window_end(self) -> float:
-    """Until when the survivors are watched for a pause that this kill may have caused."""
-    return self.time + KILL_WINDOW_SECONDS if math.isnan(self.merged) else self.merged
-
-
-class Watch:
-  """One kill, and the islands that ran when it struck."""
-
-  def __init__(self, kill: Kill, witnesses: set[int]):
-    self.kill = kill
+  def __init__(self, learner: int, time: float, witnesses: set[int]):
+    self.learner, self.time = learner, time
+    self.joined = math.nan  # its next life; NaN: that never came
+    self.merged = math.nan  # the first commit with a push of that life; NaN: never
     self.hit: dict[int, float] = {}  # witnesses that something struck later, and when first
     # The longest pause that began before a moment: the window's end if no role comes back, any.
     self.soon = dict.fromkeys(witnesses, 0.0)
@@ -165,49 +138,51 @@ class Watch:
     self._past: set[int] = set()  # witnesses that have made a step that began after the window
 
   @property
+  def window_end(self) -> float:
+    """Until when the survivors are watched for a pause that this kill may have caused."""
+    return self.time + KILL_WINDOW_SECONDS if math.isnan(self.merged) else self.merged
+
+  @property
   def pauses(self) -> dict[int, float]:
     """By witness, the longest pause that overlaps the window."""
-    return self.soon if math.isnan(self.kill.merged) else self.late
+    return self.soon if math.isnan(self.merged) else self.late
 
-  def follow(self, event: Event, about: tuple[str, int]) -> None:
-    """What became of the killed one; `about`: the role that the event is about."""
-    kill, time, mine = self.kill, event.time, about == ("learner", self.kill.learner)
+  def follow(self, event: Event) -> None:
+    """What became of the killed one."""
     match event:
-      case Restart() if mine and math.isnan(kill.restarted):
-        self.kill = dataclasses.replace(kill, restarted=time)
-      case Joined() if mine and math.isnan(kill.joined) and time > kill.time:
-        self.kill = dataclasses.replace(kill, joined=time)
-      case Commit() if math.isnan(kill.merged) and time > kill.joined:
-        if kill.learner in event.participants:
-          self.kill = dataclasses.replace(kill, merged=time)
+      case events.Joined() if math.isnan(self.joined) and event.time > self.time:
+        if parse_role(event.role) == ("learner", self.learner):
+          self.joined = event.time
+      case events.Commit() if math.isnan(self.merged) and event.time > self.joined:
+        if self.learner in event.participants:
+          self.merged = event.time
 
-  def step(self, m: int, event: Step) -> None:
+  def step(self, m: int, event: events.Step) -> None:
     """A step of an island."""
     gap, began = event.gap_seconds, event.time - event.gap_seconds
-    if m not in self.late or event.time <= self.kill.time:
+    if m not in self.late or event.time <= self.time:
       return
-    if began < self.kill.time + KILL_WINDOW_SECONDS:
+    if began < self.time + KILL_WINDOW_SECONDS:
       self.soon[m] = max(self.soon[m], gap)
-    if math.isnan(self.kill.merged) or began < self.kill.merged:
+    if math.isnan(self.merged) or began < self.merged:
       self.late[m] = max(self.late[m], gap)
-    elif began >= self.kill.window_end:
+    elif began >= self.window_end:
       self._past.add(m)
 
   @property
   def over(self) -> bool:
     """Whether nothing that comes can change it any more."""
-    return not math.isnan(self.kill.merged) and self._past >= self.late.keys()
+    return not math.isnan(self.merged) and self._past >= self.late.keys()
 
 
 class Kills:
   """Takes a run's events in order of time."""
 
-  def __init__(self, most: float = MOST_KILLS):
-    self.found: list[Watch] = []  # the newest
+  def __init__(self) -> None:
+    self.found: list[Kill] = []  # the newest
     self.left_out = 0  # kills before these
     self.medians: dict[int, Median] = defaultdict(Median)  # by learner, of its gaps between steps
-    self._most = most
-    self._watched: list[Watch] = []
+    self._watched: list[Kill] = []
     self._said: dict[int, str] = {}  # by learner, the last that was said of it
     self._left: dict[int, float] = {}
     self._stepped: dict[int, float] = {}  # when last
@@ -215,48 +190,48 @@ class Kills:
   def add(self, event: Event) -> None:
     """One event."""
     about = parse_role(event.target if isinstance(event, _OF_TARGETS) else event.role)
-    if isinstance(event, Step):
+    if isinstance(event, events.Step):
       self._step(about[1], event)
     else:
-      for watch in self._watched:
-        watch.follow(event, about)
+      for kill in self._watched:
+        kill.follow(event)
     if about[0] == "learner":
       self._learner(about[1], event)
-    self._watched = [watch for watch in self._watched if not watch.over]
+    self._watched = [kill for kill in self._watched if not kill.over]
 
-  def _step(self, m: int, event: Step) -> None:
+  def _step(self, m: int, event: events.Step) -> None:
     self._stepped[m] = event.time
     if event.step > 1:  # a life's first compiles
       self.medians[m].add(event.gap_seconds)
-    for watch in self._watched:
-      watch.step(m, event)
+    for kill in self._watched:
+      kill.step(m, event)
 
   def _learner(self, m: int, event: Event) -> None:
-    if isinstance(event, Stopped):
+    if isinstance(event, events.Stopped):
       self._left.setdefault(m, event.time)
     elif isinstance(event, _HITS) and m not in self._left:
-      for watch in self._watched:
-        watch.hit.setdefault(m, event.time)
-    if isinstance(event, Fault) and event.action == "kill":
-      self._begin(Kill(m, event.time))
-    if isinstance(event, (*_HITS, Joined, Step)):
-      self._said[m] = event.action if isinstance(event, Fault) else event.kind
+      for kill in self._watched:
+        kill.hit.setdefault(m, event.time)
+    if isinstance(event, events.Fault) and event.action == "kill":
+      self._begin(m, event.time)
+    if isinstance(event, (*_HITS, events.Joined, events.Step)):
+      self._said[m] = event.action if isinstance(event, events.Fault) else event.kind
 
-  def _begin(self, kill: Kill) -> None:
+  def _begin(self, learner: int, time: float) -> None:
     witnesses = {
       m
       for m in self._stepped
-      if m != kill.learner and m not in self._left and self._said.get(m) not in _DOWN
+      if m != learner and m not in self._left and self._said.get(m) not in _DOWN
     }
-    watch = Watch(kill, witnesses)
-    self.found.append(watch)
-    self._watched.append(watch)
+    kill = Kill(learner, time, witnesses)
+    self.found.append(kill)
+    self._watched.append(kill)
     del self._watched[:-MOST_WATCHED]
-    if len(self.found) > self._most:
+    if len(self.found) > MOST_KILLS:
       self.found.pop(0)
       self.left_out += 1
 
-  def ratio(self, watch: Watch, now: float) -> float:
+  def ratio(self, kill: Kill, now: float) -> float:
     """Longest pause of a surviving island around a kill, over its own median step gap; the worst.
 
     A survivor is an island that ran before the kill, was not itself hit by a fault, exit or start
@@ -265,11 +240,11 @@ class Kills:
     `gap_seconds` of a step: since the end of the one before. NaN: no survivor. `now`: the time of
     the newest event.
     """
-    end = min(watch.kill.window_end, now)
+    end = min(kill.window_end, now)
     ratios = []
-    for m, pause in watch.pauses.items():
+    for m, pause in kill.pauses.items():
       usual = self.medians[m].value
-      if usual > 0 and watch.hit.get(m, math.inf) > end:
+      if usual > 0 and kill.hit.get(m, math.inf) > end:
         silent = min(end, self._left.get(m, end)) - self._stepped[m]
         ratios.append(max(pause, silent, 0.0) / usual)
     return max(ratios, default=math.nan)
@@ -290,20 +265,16 @@ class Recovery:
   seconds: float
 
 
-def recoveries(events: Sequence[Event]) -> list[Recovery]:
-  """Of every fault, in order of time.
-
-  Args:
-    events: of the whole run, in order of time.
-  """
+def recoveries(log: Sequence[Event]) -> list[Recovery]:
+  """Of every fault in the log of a whole run, in order of time."""
   commits: dict[tuple[str, int], list[float]] = {}
-  for event in events:
-    if isinstance(event, Commit):
+  for event in log:
+    if isinstance(event, events.Commit):
       for who in (parse_role(event.role), *(("learner", m) for m in event.participants)):
         commits.setdefault(who, []).append(event.time)
   found = []
-  for event in events:
-    if isinstance(event, Fault):
+  for event in log:
+    if isinstance(event, events.Fault):
       lasts = event.seconds
       over = event.time + (lasts if lasts >= 0 else math.inf)
       if event.action == "join":  # nothing is over: it is to take part
@@ -314,18 +285,18 @@ def recoveries(events: Sequence[Event]) -> list[Recovery]:
   return found
 
 
-def longest_stall_seconds(events: Iterable[Event]) -> float:
+def longest_stall_seconds(log: Iterable[Event]) -> float:
   """The longest time between the first step and the last in which no island made a step."""
   longest, covered = 0.0, math.nan
-  for event in events:
-    if isinstance(event, Step):
+  for event in log:
+    if isinstance(event, events.Step):
       begun = event.time - event.seconds
       longest = max(longest, begun - covered) if covered == covered else longest
       covered = max(covered, event.time) if covered == covered else event.time
   return longest
 
 
-def lost_rounds(events: Iterable[Event]) -> list[tuple[int, int]]:
+def lost_rounds(log: Iterable[Event]) -> list[tuple[int, int]]:
   """(fragment, round) of every commit that learners had, and the last value was not made from.
 
   A commit that died with its shard before it left it is not lost: a learner gives up no update
@@ -334,12 +305,12 @@ def lost_rounds(events: Iterable[Event]) -> list[tuple[int, int]]:
   bases: dict[tuple[int, int], int] = {}
   heads: dict[int, int] = {}
   had: set[tuple[int, int]] = set()
-  for event in events:
-    if isinstance(event, Stage | Apply):
+  for event in log:
+    if isinstance(event, events.Stage | events.Apply):
       had.add((event.fragment, event.round))
-    if isinstance(event, Commit):
+    if isinstance(event, events.Commit):
       bases[event.fragment, event.round] = event.base_round
-    if isinstance(event, Commit | Owns | Recalled):
+    if isinstance(event, events.Commit | events.Owns | events.Recalled):
       heads[event.fragment] = event.round
   for fragment, head in heads.items():
     while (fragment, head) in bases:
@@ -347,17 +318,32 @@ def lost_rounds(events: Iterable[Event]) -> list[tuple[int, int]]:
   return sorted(bases.keys() & had)
 
 
-def unplanned(events: Sequence[Event]) -> list[Exit | Crash]:
+def unplanned(log: Sequence[Event]) -> list[events.Exit | events.Crash]:
   """Crashes, and exits that no fault of that role explains: none may die of another's fault.
 
   A kill explains its exit, and poison that a learner was quarantined.
   """
-  poisoned = {e.target for e in events if isinstance(e, Fault) and e.action == "poison"}
-  found: list[Exit | Crash] = []
-  for event in events:
-    if isinstance(event, Crash):
+  poisoned = {e.target for e in log if isinstance(e, events.Fault) and e.action == "poison"}
+  found: list[events.Exit | events.Crash] = []
+  for event in log:
+    if isinstance(event, events.Crash):
       found.append(event)
-    elif isinstance(event, Exit) and "by plan" not in event.reason:
+    elif isinstance(event, events.Exit) and "by plan" not in event.reason:
       quarantined = event.reason.startswith("quarantined")
       found += [] if quarantined and event.target in poisoned else [event]
   return found
+
+
+def of_faults(log: Sequence[Event]) -> dict[str, Any]:
+  """What became of the faults in the log of a whole run, in numbers."""
+  found = recoveries(log)
+  back = [each.seconds for each in found if math.isfinite(each.seconds)]
+  return {
+    "faults": len(found),
+    "recovered": len(back),
+    "median_recovery_seconds": round(statistics.median(back), 3) if back else None,
+    "worst_recovery_seconds": round(max(back), 3) if back else None,
+    "longest_stall_seconds": round(longest_stall_seconds(log), 3),
+    "lost_rounds": len(lost_rounds(log)),
+    "unplanned": len(unplanned(log)),
+  }

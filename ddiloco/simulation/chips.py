@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from typing import Any
 
 import numpy as np
 
-from ddiloco.checks import coerce, require
+from ddiloco.checks import coerce, option, require
 
 # --- A fleet of chips that fail, and every assumption about what a failure costs
 # [paper]: "Decoupled DiLoCo for Resilient Distributed Pre-training" (arXiv 2604.21428) says so.
@@ -20,42 +19,37 @@ SECONDS_PER_YEAR = 365.25 * SECONDS_PER_DAY
 MOST_FAILURES = 10_000_000  # about 3 GB while they are worked through
 
 
-def _field(default: Any, text: str) -> Any:
-  """A field with its unit, meaning and source, which the command line shows too."""
-  return dataclasses.field(default=default, metadata={"help": text})
-
-
 @dataclasses.dataclass(frozen=True)
 class Fleet:
   """Chips, how they fail, and what a failure costs. Wrong values raise ConfigError by name."""
 
-  chips: int = _field(1_200_000, "Chips of the whole fleet.")
-  learners: int = _field(8, "Learners that share the chips equally and never wait for each other.")
-  days: float = _field(30.0, "Simulated time, days.")
-  seed: int = _field(0, "Of the failures; the same ones strike whatever the number of learners.")
-  mtbi_chip_years: float = _field(
+  chips: int = option(1_200_000, "Chips of the whole fleet.")
+  learners: int = option(8, "Learners that share the chips equally and never wait for each other.")
+  days: float = option(30.0, "Simulated time, days.")
+  seed: int = option(0, "Of the failures; the same ones strike whatever the number of learners.")
+  mtbi_chip_years: float = option(
     1.0, "Mean time between interruptions of one chip, years; Poisson [paper]."
   )
-  chips_per_slice: int = _field(
+  chips_per_slice: int = option(
     256, "Chips that go and come back together [inferred: a whole TPU v6e slice, Google's manual]."
   )
-  notice_seconds: float = _field(
+  notice_seconds: float = option(
     2.0, "Training goes on this long after a failure: the step under way is finished [inferred]."
   )
-  downscale_pause_seconds: float = _field(
+  downscale_pause_seconds: float = option(
     22.0, "A learner stands still this long to go on without the failed slices [inferred]."
   )
-  upscale_pause_seconds: float = _field(
+  upscale_pause_seconds: float = option(
     22.0, "A learner stands still this long to take recovered slices in [inferred: as long]."
   )
-  recovery_seconds: float = _field(
+  recovery_seconds: float = option(
     120.0, "From a failure until its slice could work again [inferred]."
   )
-  rejoin_wait_seconds: float = _field(
+  rejoin_wait_seconds: float = option(
     180.0, "A recovered slice waits this long for some pause to end before it asks for one of its"
     " own [inferred: 2 to 3 minutes]."
   )  # fmt: skip
-  inelastic_pause_seconds: float = _field(
+  inelastic_pause_seconds: float = option(
     80.0, "Without elasticity: all stand still this long until the failed slice is replaced and"
     " the last checkpoint is restored [inferred]."
   )  # fmt: skip

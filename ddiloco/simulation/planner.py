@@ -31,7 +31,7 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
-from ddiloco.checks import not_negative, positive, require
+from ddiloco.checks import not_negative, option, positive, require
 from ddiloco.config import Config, SyncConfig
 from ddiloco.simulation import bandwidth
 from ddiloco.simulation.bandwidth import (
@@ -45,6 +45,10 @@ from ddiloco.simulation.bandwidth import (
 )
 
 CORE_GBYTES = 4.0
+ABOUT_SHARD_GBPS = (
+  "Gbit/s of shards that stand on their own; 0: they stand beside the islands and share links."
+)
+ABOUT_HOST_GBYTES = "GB/s of f32 that a learner's host touches beside its step."
 
 
 def equal_sizes(parameters: int, fragments: int) -> tuple[int, ...]:
@@ -66,9 +70,9 @@ class Setting:
   gbps: float  # of every island's link, in each direction
   latency_seconds: float = 0.0  # one way, between any two places
   momentum: bool = False  # of the outer optimizer
-  shard_gbps: float = 0.0  # of shards that stand on their own; 0: beside the islands
-  core_gbytes: float = CORE_GBYTES  # GB/s of f32 that a shard merges
-  host_gbytes: float = CORE_GBYTES  # GB/s of f32 that a learner's host touches beside its steps
+  shard_gbps: float = option(0.0, ABOUT_SHARD_GBPS)
+  core_gbytes: float = option(CORE_GBYTES, "GB/s of f32 that a shard merges.")
+  host_gbytes: float = option(CORE_GBYTES, ABOUT_HOST_GBYTES)
   evaluator: bool = False  # one more member that gets every version, at a place of its own
   window_bytes: int = 0  # under way to one peer at most; 0: any number
 

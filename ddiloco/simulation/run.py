@@ -18,16 +18,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ddiloco.checkpoint.buddy import Replication, buddy_of
-from ddiloco.checks import not_negative, positive, require
+from ddiloco.checks import not_negative, option, positive, require
 from ddiloco.config import Config
 from ddiloco.observe.goodput import Goodput, Ledger
+from ddiloco.observe.history import TrafficTotals
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Event, stamped
 from ddiloco.protocol.messages import Message
 from ddiloco.protocol.supervisor import GONE, LEFT, UP
 from ddiloco.simulation import bandwidth
 from ddiloco.simulation.bandwidth import F32_BYTES
-from ddiloco.simulation.planner import CORE_GBYTES
+from ddiloco.simulation.planner import ABOUT_HOST_GBYTES, ABOUT_SHARD_GBPS, CORE_GBYTES
 from ddiloco.simulation.stand_ins import SizedCopies, SizedReplication
 from ddiloco.simulation.virtual_time import LinkRate, Links, Role
 from ddiloco.simulation.world import Actor, Pace, World
@@ -38,16 +39,18 @@ class Speeds:
   """What a config does not say: how fast things are."""
 
   sizes: tuple[int, ...]  # values of every fragment
-  step_seconds: float = 1.0  # of islands without islands.min_step_seconds
-  jitter: float = 0.1  # a step lasts up to this share longer
+  step_seconds: float = option(1.0, "Of islands without islands.min_step_seconds.")
+  jitter: float = option(0.1, "A step lasts up to this share longer.")
   gbps: tuple[float, ...] = (0.0,)  # of every island's link, one for all or one each; 0: no limit
   latency_seconds: tuple[float, ...] = (0.001,)  # one way; one for all or one each
-  shard_gbps: float = 0.0  # of shards that stand apart; 0: they stand beside islands
+  shard_gbps: float = option(0.0, ABOUT_SHARD_GBPS)
   copy_seconds: float = 0.004  # a copy-out or a new version between devices and host
-  merge_gbytes: float = CORE_GBYTES  # GB/s of f32 that a shard merges
-  host_gbytes: float = CORE_GBYTES  # GB/s of f32 that a learner's host touches beside the step
+  merge_gbytes: float = option(
+    CORE_GBYTES, "GB/s of f32 that a shard merges (`ddiloco plan --measure`)."
+  )
+  host_gbytes: float = option(CORE_GBYTES, ABOUT_HOST_GBYTES)
   late_seconds: float = 0.0  # a life's first step takes up to this longer: learners spread
-  seed: int = 0
+  seed: int = option(0, "Of step times.")
 
   def __post_init__(self):
     positive("simulate", self, "step_seconds", "merge_gbytes", "host_gbytes")
@@ -193,7 +196,7 @@ class Account:
     self._ledger = Ledger()
     self._copied_out_at: dict[tuple[str, int], tuple[int, float]] = {}  # by learner and fragment
     self.sync_seconds: list[float] = []  # from a copy-out to the version that has it
-    self._traffic: dict[str, dict[int, tuple[int, int]]] = collections.defaultdict(dict)
+    self.traffic = TrafficTotals()
 
   def take(self, event: Event) -> None:
     """Enters one event; they come in order of time."""
@@ -215,15 +218,7 @@ class Account:
         if round_id == event.round:
           self.sync_seconds.append(event.time - copied_out_at)
       case events.Traffic():
-        self._traffic[event.role][event.incarnation] = event.sent_bytes, event.received_bytes
-
-  @property
-  def traffic(self) -> dict[str, tuple[int, int]]:
-    """By role, the bytes that all its lives have sent and received."""
-    return {
-      role: (sum(sent for sent, _ in lives.values()), sum(taken for _, taken in lives.values()))
-      for role, lives in self._traffic.items()
-    }
+        self.traffic.add(event)
 
   def goodput(self) -> Goodput:
     """The ledger's account."""
@@ -234,7 +229,7 @@ class Account:
     found = self.goodput()
     part = [g.participation for g in found.learners.values() if math.isfinite(g.participation)]
     live = [g.liveness for g in found.learners.values() if math.isfinite(g.liveness)]
-    traffic = self.traffic
+    traffic = self.traffic.by_role
     sent = [pair[0] for role, pair in traffic.items() if role.startswith("learner")]
     taken = [pair[1] for role, pair in traffic.items() if role.startswith("learner")]
     return {

@@ -27,18 +27,6 @@ from ddiloco.protocol import events, supervisor
 from ddiloco.protocol.events import Event, Step, format_role, parse_role, stamped
 from ddiloco.protocol.messages import BULK, Message
 from ddiloco.protocol.states import FragmentState
-from ddiloco.protocol.supervisor import (
-  Exited,
-  Joined,
-  Lost,
-  Start,
-  Terminate,
-  Tick,
-  Working,
-  members,
-  next_wake,
-  supervise,
-)
 from ddiloco.roles.exchange import Quarantined
 from ddiloco.roles.learner import Learner
 from ddiloco.roles.syncer import Syncer
@@ -481,7 +469,7 @@ class Disturbances:
 
   def all_are(self, kind: str, *phases: str) -> bool:
     """Whether all roles of a kind are in one of these phases of the supervisor's."""
-    return all(role.phase in phases for role in members(self._supervisor, kind).values())
+    return all(role.phase in phases for role in supervisor.members(self._supervisor, kind).values())
 
   def of(self, role: Role) -> Faults | None:
     return self._faults.get(role)
@@ -511,16 +499,16 @@ class Disturbances:
 
   def lose(self, actor: Actor, killed: Killed) -> None:
     """A role has died as planned."""
-    self._exit(actor, Exited(actor.name, self._world.now, kill=killed.fault))
+    self._exit(actor, supervisor.Exited(actor.name, self._world.now, kill=killed.fault))
 
   def quarantine(self, actor: Actor, reason: str) -> None:
     """It starts afresh after a pause that doubles, but not for ever."""
     name, now = actor.name, self._world.now
-    self._exit(actor, Exited(name, now, f"quarantined: {reason}", afresh=True))
+    self._exit(actor, supervisor.Exited(name, now, f"quarantined: {reason}", afresh=True))
 
-  def _exit(self, actor: Actor, exited: Exited) -> None:
+  def _exit(self, actor: Actor, exited: supervisor.Exited) -> None:
     self._world.kill(actor.role)
-    self._feed(Working(exited.role, actor.born_at))
+    self._feed(supervisor.Working(exited.role, actor.born_at))
     self._feed(exited)
 
   def know(self, role: Role) -> None:
@@ -530,31 +518,31 @@ class Disturbances:
       self._supervisor = supervisor.add_running(self._supervisor, name)
 
   def _tick(self) -> None:
-    self._feed(Tick(self._world.now, self._world.step, self._world.now))
+    self._feed(supervisor.Tick(self._world.now, self._world.step, self._world.now))
 
   def _feed(self, event: supervisor.Event) -> None:
     """Tells the supervisor, performs what it says, and lets it know when something is due."""
-    world, before = self._world, next_wake(self._supervisor)
-    self._supervisor, actions = supervise(self._supervisor, event)
+    world, before = self._world, supervisor.next_wake(self._supervisor)
+    self._supervisor, actions = supervisor.supervise(self._supervisor, event)
     for action in actions:
       self._perform(action)
-    wake_at = next_wake(self._supervisor)
+    wake_at = supervisor.next_wake(self._supervisor)
     if wake_at < math.inf and wake_at != before:
       world.at(max(world.now, wake_at), self._tick)
 
   def _perform(self, action: supervisor.Action) -> None:
     world = self._world
     match action:
-      case Start(name, life, afresh):
+      case supervisor.Start(name, life, afresh):
         role = parse_role(name)
         if life:
           world.tell(None, events.Restart(target=name))
         nothing = afresh or not life or role[0] == "syncer"
         world.start(role, None if nothing else world.storage.newest_of(name))
-      case Lost(name, reason):
+      case supervisor.Lost(name, reason):
         world.tell(None, events.Exit(target=name, reason=reason))
-      case Joined(fault):
+      case supervisor.Joined(fault):
         self._struck(fault, chaos.detail(fault, world.step))
-      case Terminate(name):
+      case supervisor.Terminate(name):
         if (actor := world.actors.get(parse_role(name))) is not None:
           actor.drain()  # it leaves without losing anything, or when its patience is over

@@ -174,9 +174,11 @@ def test_lost_work_counts_more_than_a_signal(make):
 
 def test_a_second_interrupt_ends_at_once(make, capsys):
   def stubborn() -> int:
-    for _ in range(2):
-      os.kill(os.getpid(), signal.SIGINT)
-      time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+    while not runner.stopped():
+      time.sleep(0.002)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(20)
     raise AssertionError("it should have ended")
 
   with make() as runner:

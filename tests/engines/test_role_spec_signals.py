@@ -13,7 +13,7 @@ import pytest
 
 from ddiloco.checkpoint.restore import open_storage
 from ddiloco.engines.processes import free_urls
-from ddiloco.engines.role_spec import Heard, beside, terminates
+from ddiloco.engines.role_spec import beside, terminates
 from ddiloco.observe.eventlog import read_events
 from tests.engines.real import events_of, start, tiny, wait_for
 
@@ -108,14 +108,15 @@ def test_a_signal_while_threads_compile_ends_the_run_in_seconds(tmp_path, number
 
 
 def test_what_runs_beside_returns_raises_and_is_left_behind():
-  never, asked = threading.Event(), threading.Event()
-  assert beside(lambda: 7, never) == 7
+  def leave():
+    raise KeyboardInterrupt
+
+  assert beside(lambda: 7) == 7
   with pytest.raises(ZeroDivisionError):
-    beside(lambda: 1 // 0, never)
+    beside(lambda: 1 // 0)
   stuck = threading.Event()
-  asked.set()
   with pytest.raises(KeyboardInterrupt):
-    beside(lambda: stuck.wait(60), asked)
+    beside(lambda: stuck.wait(60), leave)
   stuck.set()
 
 
@@ -142,23 +143,11 @@ def test_sigterm_is_an_event_while_it_lasts_and_in_the_main_thread():
 
 def test_the_first_ctrl_c_asks_and_the_second_one_interrupts():
   asked, before = threading.Event(), signal.getsignal(signal.SIGINT)
-  with terminates(asked):
+  with terminates(asked) as heard:
     os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGINT)
-    assert asked.wait(10)
+    assert asked.wait(10) and heard == [signal.SIGTERM, signal.SIGINT]
     with pytest.raises(KeyboardInterrupt):
       os.kill(os.getpid(), signal.SIGINT)
       time.sleep(10)
   assert signal.getsignal(signal.SIGINT) == before
-
-
-def test_signals_are_heard_by_threads_too():
-  asked = threading.Event()
-  with terminates(asked):
-    heard = Heard()
-    try:
-      assert heard.take() == set()
-      os.kill(os.getpid(), signal.SIGTERM)
-      assert heard.take() == {signal.SIGTERM} and heard.take() == set()
-    finally:
-      heard.close()

@@ -116,7 +116,7 @@ def test_the_result_is_a_plain_orbax_checkpoint_of_the_model(chaos):
   module = transformer.from_params(config.model, params)
   logits_BxTxV, _ = module(np.zeros((1, 4), np.int32))
   assert logits_BxTxV.shape == (1, 4, 256) and np.isfinite(logits_BxTxV).all()
-  said = json.loads(session.evaluate(workdir, session.saved_config(workdir)))
+  said = session.measure(workdir, session.saved_config(workdir))
   assert said["loss"] == pytest.approx(summary["loss_merged"], rel=1e-5)
 
 

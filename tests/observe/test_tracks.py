@@ -49,6 +49,22 @@ def test_a_kill_that_is_noticed_late_is_no_crash_but_the_next_exit_is(make):
   assert states == ["joining", "down", "joining", "down"], "a new life joins once it is started"
 
 
+def test_the_last_step_before_a_kill_may_be_told_after_it(make):
+  """Logs of several roles are read as they come, and a step may end at the moment of the kill."""
+  events = [
+    make.run_started(num_learners=1, num_shards=0),
+    make.event(2.0, "learner-0", "joined", global_step=0),
+    make.step(3.0, 0, 1),
+    make.event(4.0, "engine", "fault", target="learner-0", action="kill"),
+    make.event(4.1, "engine", "exit", target="learner-0", reason="killed"),
+    make.step(4.0, 0, 2),
+    make.event(9.0, "engine", "restart", target="learner-0"),
+    make.event(9.5, "learner-0", "joined", 1, global_step=2),
+  ]
+  down = [[4.0, 9.0, "down"], [9.0, 9.5, "joining"], [9.5, 10.0, "running"]]
+  assert spans(events, 10.0)["learner-0"] == [[0.0, 2.0, "joining"], [2.0, 4.0, "running"], *down]
+
+
 def test_an_exit_nobody_planned_is_a_crash(make):
   events = [
     make.run_started(),
