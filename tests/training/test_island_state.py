@@ -121,6 +121,7 @@ def test_capturing_only_copies(cube):
   assert "all-" in cube[0].programs.step.as_text()
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 10, 2), reason="CPUs place nothing there")
 @pytest.mark.parametrize("mesh", [{"devices": 1}, CUBE])
 def test_a_state_is_captured_in_the_hosts_memory_where_devices_copy_to_it(mesh, monkeypatch):
   monkeypatch.setattr(step, "host_memory", lambda device: "pinned_host")
