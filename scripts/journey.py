@@ -106,7 +106,7 @@ JOURNEY = (
        "The last part makes the message whole.", "on_message"),
   Stop("network/endpoint.py", "NetworkEndpoint.on_message",
        "It goes to the inbox, with the time of its arrival.", "put"),
-  Stop("network/transport.py", "Inbox.receive",
+  Stop("network/transport.py", "InboxEndpoint.receive",
        "Senders take turns; the header is decoded and checked.", "Delivery"),
   # The shard merges.
   Stop("roles/syncer.py", "Syncer.take",

@@ -131,7 +131,7 @@ class NetworkEndpoint(InboxEndpoint):
 
   def close(self, linger_seconds: float = 1.0) -> None:
     """Sends what is queued, for at most so long, and disconnects."""
-    self._inbox.close()
+    self._shut()
     self._stop_at = self._stop_at or time.monotonic() + linger_seconds
     self._control.call(self._tick_soon)
     for thread in self._threads:
@@ -160,9 +160,8 @@ class NetworkEndpoint(InboxEndpoint):
   # --- what connections say, in their threads -----------------------------------------------------
 
   def on_message(self, peer: Peer, header: bytes, payload: np.ndarray, incoming: Incoming) -> None:
-    size = len(header) + payload.nbytes
-    taken = functools.partial(incoming.taken, size)
-    if not self._inbox.put(peer.address, header, payload, size, peer.incarnation, taken):
+    taken = functools.partial(incoming.taken, len(header) + payload.nbytes)
+    if not self.put(peer.address, header, payload, peer.incarnation, taken):
       taken()
 
   def on_malformed(self, peer: Peer, reason: str) -> None:
@@ -181,8 +180,8 @@ class NetworkEndpoint(InboxEndpoint):
     match frame:
       case frames.Control(header):
         if peer.state == "up":
-          self._inbox.put(peer.address, header, None, len(header), peer.incarnation)
-          if self._inbox.crowded(peer.address):
+          self.put(peer.address, header, None, peer.incarnation)
+          if self._crowded(peer.address):
             # Until the next look: a flood is not taken in faster than the role does.
             wire.rest(True)
       case frames.Dropped(count, reason):
@@ -195,7 +194,7 @@ class NetworkEndpoint(InboxEndpoint):
         peer.refused(f"{peer.url}: {reason}")
         if fenced:
           self.outnumbered, self.fenced = (after, silent_seconds), reason
-          self._inbox.close()
+          self._shut()
       case _:
         self._count_malformed(peer, f"a {type(frame).__name__} that was not asked for")
 
@@ -219,7 +218,7 @@ class NetworkEndpoint(InboxEndpoint):
 
   def _failed(self, error: Exception) -> None:
     self.broken = self.broken or f"its network thread failed: {error!r}"
-    self._inbox.close()  # the role must not go on unheard
+    self._shut()  # the role must not go on unheard
     for thread in self._threads:  # nor the others: the one that ends them may be gone
       thread.stop()
 
@@ -262,7 +261,7 @@ class NetworkEndpoint(InboxEndpoint):
       peer.hang_up()
     wire = peer.control.wire
     if wire is not None:
-      crowded = self._inbox.crowded(peer.address)
+      crowded = self._crowded(peer.address)
       wire.rest(crowded)
       peer.heard_at = now if crowded else peer.heard_at  # it waits for us
       # Who speaks and does not read is told nothing more: that would wait here for ever.
@@ -359,7 +358,7 @@ class NetworkEndpoint(InboxEndpoint):
     found = [peer for peer in self._accepted.values() if peer.session == frame.session]
     if not found or frame.stream >= len(found[0].bulk) or wire.key() != found[0].key:
       return False
-    self.counters.resent += found[0].bulk[frame.stream].attach(wire)
+    found[0].bulk[frame.stream].attach(wire)
     self._control.call(self._control.hand_over, wire, self._place())
     return True
 
@@ -430,7 +429,7 @@ class NetworkEndpoint(InboxEndpoint):
     wire = FrameSocket(connected, channel)
     channel.answer_until = time.monotonic() + self._quiet_seconds
     wire.say(Attach(self._greeting.session, channel.number) if bulk else self._greeting)
-    self.counters.resent += channel.attach(wire)
+    channel.attach(wire)
     thread = self._place() if bulk else self._control
     thread.call(thread.add, wire)
 

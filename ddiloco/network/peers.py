@@ -156,11 +156,8 @@ class Channel(frames.Owner):
   def __len__(self) -> int:
     return len(self.waiting) + (self.leaving is not None)
 
-  def attach(self, wire: FrameSocket) -> int:
-    """From now on this is the connection; what was leaving leaves again from its beginning.
-
-    Returns how many fragments that are: 0 or 1.
-    """
+  def attach(self, wire: FrameSocket) -> None:
+    """From now on this is the connection; what was leaving leaves again from its beginning."""
     with self.peer.lock:
       old, self.wire = self.wire, wire
       again, self.leaving = self.leaving, None
@@ -171,7 +168,6 @@ class Channel(frames.Owner):
       wire.keep_pace()
     if old is not None:
       old.hang_up()
-    return int(again is not None and again.payload is not None)
 
   def detach(self) -> FrameSocket | None:
     """There is no connection any more; returns the one that was."""
