@@ -138,12 +138,12 @@ def parts(data: bytes) -> bool:
       incoming.taken(taken_from.pop())
     elif what >= 192:
       at[stream] = None  # its connection has broken
-    elif (under_way := at[stream]) is None:
+    elif at[stream] is None:
       number = newest[stream] + 1 + ahead % 4 * (ahead > 127)
       at[stream] = _offer(incoming, stream, number, total, header, what, wire)
       newest[stream] = max(newest[stream], number if wire.heard else newest[stream])
     else:
-      message = incoming.arrived(stream, under_way)
+      message = incoming.arrived(stream)
       at[stream] = None
       if message is not None:
         number = int(message[0])

@@ -24,14 +24,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from ddiloco.checks import ConfigError
 from ddiloco.config import NetworkConfig
 from ddiloco.network import frames, peers
 from ddiloco.network.frames import Attach, FrameSocket, Greeting, GreetingRefused, IoThread
 from ddiloco.network.keys import Keys
-from ddiloco.network.peers import CONTROL, BufferPool, Channel, Incoming, Peer, RunIdentity
+from ddiloco.network.peers import CONTROL, BufferPool, Channel, Peer, RunIdentity
 from ddiloco.network.transport import Counters, InboxEndpoint
 from ddiloco.observe.guards import ended
 from ddiloco.protocol import messages
@@ -159,15 +157,7 @@ class NetworkEndpoint(InboxEndpoint):
 
   # --- what connections say, in their threads -----------------------------------------------------
 
-  def on_message(self, peer: Peer, header: bytes, payload: np.ndarray, incoming: Incoming) -> None:
-    taken = functools.partial(incoming.taken, len(header) + payload.nbytes)
-    if not self.put(peer.address, header, payload, peer.incarnation, taken):
-      taken()
-
   def on_malformed(self, peer: Peer, reason: str) -> None:
-    self._control.call(self._count_malformed, peer, reason)
-
-  def _count_malformed(self, peer: Peer, reason: str) -> None:
     self.counters.malformed += 1
     peer.count_dropped(reason)
 
@@ -196,7 +186,7 @@ class NetworkEndpoint(InboxEndpoint):
           self.outnumbered, self.fenced = (after, silent_seconds), reason
           self._shut()
       case _:
-        self._count_malformed(peer, f"a {type(frame).__name__} that was not asked for")
+        self.on_malformed(peer, f"a {type(frame).__name__} that was not asked for")
 
   def on_lost(self, channel: Channel, wire: FrameSocket, error: Exception) -> None:
     self._control.call(self._lost, channel, wire, error)
@@ -273,7 +263,7 @@ class NetworkEndpoint(InboxEndpoint):
           wire.say(frames.Dropped(count, reason))
     if peer.url and not (self.fenced or self.broken):
       for channel in peer.channels if peer.state == "up" else [peer.control]:
-        if self._stop_at is None or len(channel):  # who ends comes back for what waits alone
+        if self._stop_at is None or channel.waiting:  # who ends comes back for what waits alone
           self._reach(peer, channel, now)
 
   def _look_at_keys(self, keys: Keys) -> None:

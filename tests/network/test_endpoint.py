@@ -268,10 +268,10 @@ def test_memory_of_a_payload_is_free_when_its_role_has_done_with_it(net):
   sender, shard = net.connect("learner-0"), net.connect("syncer-0")
   sender.send("syncer-0", says.push(0, 0, 0, 7, 0, 1, 1, 0, "f32", np.zeros(4 << 20, np.uint8)))
   arrived = shard.receive(SECONDS)
-  assert not shard.buffers._free
+  assert not shard.buffers.free()
   assert arrived.message.payload.size == 4 << 20
   del arrived  # and nothing else arrives
-  net.wait_until(lambda: shard.buffers._free)
+  net.wait_until(lambda: shard.buffers.free())
 
 
 def test_a_peer_that_is_never_reached_has_a_bounded_queue_however_small_its_messages(net):
