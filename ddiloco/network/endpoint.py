@@ -12,6 +12,7 @@ that control never queues behind bulk. With keys each of them is TLS 1.3.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import itertools
 import os
@@ -27,9 +28,9 @@ from typing import Any
 from ddiloco.checks import ConfigError
 from ddiloco.config import NetworkConfig
 from ddiloco.network import frames, peers
-from ddiloco.network.frames import Attach, FrameSocket, Greeting, GreetingRefused, IoThread
+from ddiloco.network.frames import CONTROL, FrameSocket, Greeting, GreetingRefused, IoThread
 from ddiloco.network.keys import Keys
-from ddiloco.network.peers import CONTROL, BufferPool, Channel, Peer, RunIdentity
+from ddiloco.network.peers import BufferPool, Channel, Peer, RunIdentity
 from ddiloco.network.transport import Counters, InboxEndpoint
 from ddiloco.observe.guards import ended
 from ddiloco.protocol import messages
@@ -98,7 +99,7 @@ class NetworkEndpoint(InboxEndpoint):
       self._door.open(self._control)
     self._timer: asyncio.Handle = self._control.loop.call_soon(self._tick)
     for thread in self._threads:
-      thread.thread.start()
+      thread.start()
 
   # --- for the role, from any thread --------------------------------------------------------------
 
@@ -133,8 +134,8 @@ class NetworkEndpoint(InboxEndpoint):
     self._stop_at = self._stop_at or time.monotonic() + linger_seconds
     self._control.call(self._tick_soon)
     for thread in self._threads:
-      ended(thread.thread, linger_seconds + 5.0)
-    if self._door and not self._control.thread.is_alive():
+      ended(thread, linger_seconds + 5.0)
+    if self._door and not self._control.is_alive():
       self._door.close()  # which a thread that has failed has not done
 
   def links(self) -> dict[str, dict[str, Any]]:
@@ -174,10 +175,9 @@ class NetworkEndpoint(InboxEndpoint):
           if self._crowded(peer.address):
             # Until the next look: a flood is not taken in faster than the role does.
             wire.rest(True)
-      case frames.Dropped(count, reason):
-        peer.drops = (peer.drops[0] + count, reason)
-      case frames.Beat():
-        pass
+      case frames.Beat(count, reason):
+        if count:
+          peer.drops = (peer.drops[0] + count, reason)
       case Greeting() if peer.url:
         self._on_answer(peer, frame)
       case GreetingRefused(fenced, reason, after, silent_seconds) if peer.url:
@@ -257,10 +257,7 @@ class NetworkEndpoint(InboxEndpoint):
       # Who speaks and does not read is told nothing more: that would wait here for ever.
       if peer.state == "up" and now - peer.beat_at >= BEAT_SECONDS and not wire.behind:
         peer.beat_at = now
-        wire.say(frames.Beat())
-        count, reason = peer.take_untold()
-        if count:
-          wire.say(frames.Dropped(count, reason))
+        wire.say(frames.Beat(*peer.take_untold()))
     if peer.url and not (self.fenced or self.broken):
       for channel in peer.channels if peer.state == "up" else [peer.control]:
         if self._stop_at is None or channel.waiting:  # who ends comes back for what waits alone
@@ -312,7 +309,7 @@ class NetworkEndpoint(InboxEndpoint):
 
   # --- peers that dialed us -----------------------------------------------------------------------
 
-  def _let_in(self, wire: FrameSocket, frame: Greeting | Attach) -> frames.Frame | bool:
+  def _let_in(self, wire: FrameSocket, greeting: Greeting) -> GreetingRefused | bool:
     """Gives a connection to the peer that its first frame names.
 
     With keys, that must be the owner of its key, and the key must stay listed while the peer is
@@ -321,35 +318,28 @@ class NetworkEndpoint(InboxEndpoint):
     Returns:
       True; or what it is sent off with, False: nothing.
     """
-    return self._greeted(wire, frame) if isinstance(frame, Greeting) else self._given(wire, frame)
-
-  def _greeted(self, wire: FrameSocket, greeting: Greeting) -> GreetingRefused | bool:
     known = self._accepted.get(greeting.address)
-    owner = self._keys.owner(wire.key()) if self._keys else None
-    if self._keys and not owner:
-      return peers.refusal(f"the key of {greeting.address} is not listed here any more", None)
+    same = known is not None and known.session == greeting.session
+    owner = (self._keys.owner(wire.key()) or "") if self._keys else None
     here = known and (known.session, known.incarnation)
     reason, fenced = peers.objection(self._run, greeting, owner, here)
+    if greeting.stream != CONTROL:
+      if reason or not same or wire.key() != known.key or greeting.stream >= len(known.bulk):
+        return False
+      known.bulk[greeting.stream].attach(wire)
+      self._control.call(self._control.hand_over, wire, self._place())
+      return True
     if reason:
       return peers.refusal(reason, known if fenced else None)
-    if known is not None and known.session != greeting.session:
-      newer = f"a newer incarnation of {known.address} is here ({greeting.incarnation})"
-      self._show_out(known, newer, fenced=True)
-      known = None
-    if known is None:
+    if not same:
+      if known is not None:
+        newer = f"a newer incarnation of {known.address} is here ({greeting.incarnation})"
+        self._show_out(known, newer, fenced=True)
       known = Peer(greeting.address, self._run, greeting.streams, self, key=wire.key())
       self._accepted = {**self._accepted, greeting.address: known}
     known.control.attach(wire)
     wire.say(self._greeting)
     known.meet(greeting)
-    return True
-
-  def _given(self, wire: FrameSocket, frame: Attach) -> bool:
-    found = [peer for peer in self._accepted.values() if peer.session == frame.session]
-    if not found or frame.stream >= len(found[0].bulk) or wire.key() != found[0].key:
-      return False
-    found[0].bulk[frame.stream].attach(wire)
-    self._control.call(self._control.hand_over, wire, self._place())
     return True
 
   def _show_out(self, peer: Peer, reason: str, fenced: bool) -> None:
@@ -418,7 +408,7 @@ class NetworkEndpoint(InboxEndpoint):
       return
     wire = FrameSocket(connected, channel)
     channel.answer_until = time.monotonic() + self._quiet_seconds
-    wire.say(Attach(self._greeting.session, channel.number) if bulk else self._greeting)
+    wire.say(dataclasses.replace(self._greeting, stream=channel.number))
     channel.attach(wire)
     thread = self._place() if bulk else self._control
     thread.call(thread.add, wire)
@@ -487,7 +477,7 @@ class Door(frames.Owner):
     url: str,
     keys: Keys | None,
     counters: Counters,
-    let_in: Callable[[FrameSocket, Greeting | Attach], frames.Frame | bool],
+    let_in: Callable[[FrameSocket, Greeting], GreetingRefused | bool],
   ):
     self._listener, self.bound = frames.bind(url)  # the url with the real port
     self._keys, self._counters, self._let_in = keys, counters, let_in
@@ -566,7 +556,7 @@ class Door(frames.Owner):
     self._came_to_nothing(wire)
 
   def arrived(self, wire: FrameSocket, frame: frames.Frame) -> None:
-    if not isinstance(frame, Greeting | Attach):
+    if not isinstance(frame, Greeting):
       self.malformed(wire, "no greeting")
     elif (answer := self._let_in(wire, frame)) is True:
       self._strangers.pop(wire)

@@ -22,6 +22,7 @@ import numpy as np
 
 from ddiloco.network import frames
 from ddiloco.network.frames import (
+  CONTROL,
   SESSION_BYTES,
   Bulk,
   Control,
@@ -82,7 +83,7 @@ def objection(
   Args:
     run: this side's.
     greeting: what the far end says.
-    owner: the role that the key of its connection belongs to; None: without keys.
+    owner: the role that the key of its connection belongs to, "": no listed one; None: no keys.
     known: session and incarnation that have its address already.
   """
   address, number = greeting.address, greeting.incarnation
@@ -91,6 +92,8 @@ def objection(
       f"{greeting.streams} streams (1 to {MAX_STREAMS}), or its session, are out of range",
       False,
     )
+  if owner == "":
+    return f"the key of {address} is not listed here any more", False
   if owner is not None and owner != address:
     return f"this key belongs to {owner}, not to {address}", False
   if greeting.run_id != run.run_id:
@@ -134,7 +137,6 @@ def check_header(run: RunIdentity, sender: str, incarnation: int, header: bytes)
 
 # --- One far end, and its connections
 
-CONTROL = -1  # a channel's number; those for fragments count from 0
 MAX_WAITING_CONTROL = 1024  # messages for a peer; the oldest go first
 MAX_QUEUED = 1024  # messages with payload for a peer
 MAX_REASON = 300  # characters

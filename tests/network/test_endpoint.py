@@ -325,7 +325,7 @@ def test_an_endpoint_whose_thread_has_failed_says_why_and_is_not_fenced(net):
   assert not learner.fenced and learner.outnumbered == (0, 0)
   shard = net.open("syncer-0", 0)
   shard._control.call(fail)
-  net.wait_until(lambda: not any(each.thread.is_alive() for each in shard._threads))
+  net.wait_until(lambda: not any(each.is_alive() for each in shard._threads))
   shard.close()
   net.open("syncer-0", 1)  # the port is free
 
@@ -386,7 +386,9 @@ ODD = {
   "a huge frame": frames.PREFIX.pack(frames.MAX_FRAME_BYTES, 0),
   "a huge payload": frames.encode(frames.Bulk(0, 1 << 40, b"header"), 1 << 40) + b"data",
   "a fragment that no shard has": frames.encode(frames.Bulk(0, 4, b"header"), 4) + b"data",
-  "nobody's session": frames.encode(frames.Attach(b"a" * 8, 0)),
+  "nobody's session": frames.encode(
+    frames.Greeting("run", "plan", "learner-0", 0, b"a" * 8, 1, stream=0)
+  ),
 }
 
 
@@ -481,10 +483,8 @@ def test_many_threads_may_send_at_once(net):
 
 FRAMES = [
   frames.Greeting("run", "plan", "learner-1", 5, b"12345678", 2),
-  frames.Attach(b"12345678", 1),
   frames.GreetingRefused(True, "why"),
-  frames.Beat(),
-  frames.Dropped(3, "why"),
+  frames.Beat(3, "why"),
   frames.Control(b"header"),
   frames.Bulk(1, 3, b"header"),
 ]
