@@ -12,6 +12,7 @@ that control never queues behind bulk. With keys each of them is TLS 1.3.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -38,7 +39,7 @@ from ddiloco.protocol import messages
 BEAT_SECONDS = 1.0
 TEND_SECONDS = 0.1  # between two looks at all peers
 STOOD_STILL_SECONDS = 1.0  # if there was so much between two of them, the process was stopped
-LOOK_SECONDS = 1.0  # between two looks at keys and strangers
+LOOK_SECONDS = 1.0  # between two looks at keys
 KEYS_A_LOOK = 100  # each is a file to read
 QUIET_BEATS, QUIET_SHARE = 3, 1 / 3  # of `silence_seconds`: then a shard is dialed again
 MAX_DOUBLINGS = 4  # of the pause between two attempts
@@ -84,19 +85,18 @@ class NetworkEndpoint(InboxEndpoint):
     self._greeting = Greeting(*who, settings.streams)
     self._dialed: dict[str, Peer] = {}  # these two: a new one for each change, for other threads
     self._accepted: dict[str, Peer] = {}
-    self._door = Door(bind, keys, self.counters, self._let_in) if bind is not None else None
-    self.bound = self._door.bound if self._door else ""
+    listener, self.bound = frames.bind(bind) if bind is not None else (None, "")
     self._control = IoThread(f"network-{address}", self._failed)
+    self._door = None
+    if listener is not None:
+      self._door = Door(listener, self._control, keys, self.counters, self._let_in)
     count = min(MOST_THREADS, os.cpu_count() or 1)
     self._bulk = [IoThread(f"bulk-{address}", self._failed) for _ in range(count)]
     self._threads = [self._control, *self._bulk]
-    self._turn = 0  # of the threads for bulk
+    self._places = itertools.cycle(self._bulk)  # for one more connection for fragments
     self._tended_at = time.monotonic()
-    self._look_at = 0.0
     self._looked_at = 0  # how many keys, in this round through all of them
     self._stop_at: float | None = None
-    if self._door:
-      self._door.open(self._control)
     self._timer: asyncio.Handle = self._control.loop.call_soon(self._tick)
     for thread in self._threads:
       thread.start()
@@ -181,7 +181,7 @@ class NetworkEndpoint(InboxEndpoint):
       case Greeting() if peer.url:
         self._on_answer(peer, frame)
       case GreetingRefused(fenced, reason, after, silent_seconds) if peer.url:
-        peer.refused(f"{peer.url}: {reason}")
+        peer.state, peer.reason = "refused", f"{peer.url}: {reason}"
         if fenced:
           self.outnumbered, self.fenced = (after, silent_seconds), reason
           self._shut()
@@ -201,7 +201,7 @@ class NetworkEndpoint(InboxEndpoint):
     elif channel.number == CONTROL and peer.state == "connecting" and peer.url:
       refused = isinstance(error, ssl.SSLError) and "ALERT" in str(error.reason)
       if refused:  # the far end looks at our key when the handshake is over for us
-        peer.refused(f"{peer.url}: the key of {self.address} is not listed")
+        peer.state, peer.reason = "refused", f"{peer.url}: the key of {self.address} is not listed"
       else:
         peer.reason = f"{peer.url} answers no greeting, or one side has no keys ({error})"
     self._tick_soon()
@@ -222,13 +222,12 @@ class NetworkEndpoint(InboxEndpoint):
     """From time to time: what all peers need."""
     self._timer = self._control.loop.call_later(TEND_SECONDS, self._tick)
     now = time.monotonic()
-    still, self._tended_at = now - self._tended_at, now
-    if now >= self._look_at:
-      self._look_at = now + LOOK_SECONDS
-      if self._door:
-        self._door.cut_off(now)
-      if self._keys:
-        self._look_at_keys(self._keys)
+    before, self._tended_at = self._tended_at, now
+    still = now - before
+    if self._door:
+      self._door.cut_off(now)
+    if self._keys and now // LOOK_SECONDS > before // LOOK_SECONDS:
+      self._look_at_keys(self._keys)
     self.buffers.release(now)
     for peer in self._peers():
       if still > STOOD_STILL_SECONDS:  # what came meanwhile is still on its way through the kernel
@@ -239,16 +238,13 @@ class NetworkEndpoint(InboxEndpoint):
 
   def _look_after(self, peer: Peer, now: float) -> None:
     silent, patience = now - peer.heard_at, self._settings.silence_seconds
+    # What we can dial again we do earlier: a connection may be dead without a sign.
+    if peer.state == "up" and silent > min(patience, self._quiet_seconds if peer.url else patience):
+      self._begin_anew(peer, f"silent for {silent:.0f} s")
     if silent > patience:
-      if peer.state == "up":
-        peer.down(f"silent for {silent:.0f} s")
-        peer.hang_up()
       self._drop_queue(peer)
       if peer.incoming is not None:
         peer.incoming.forget()
-    elif peer.url and peer.state == "up" and silent > self._quiet_seconds:
-      peer.down(f"quiet for {silent:.0f} s")  # a connection may be dead without a sign
-      peer.hang_up()
     wire = peer.control.wire
     if wire is not None:
       crowded = self._crowded(peer.address)
@@ -269,18 +265,14 @@ class NetworkEndpoint(InboxEndpoint):
     for peer in every[self._looked_at : self._looked_at + KEYS_A_LOOK]:
       if not peer.url and keys.withdrawn(peer.address, peer.key):
         self._show_out(peer, f"the key of {peer.address} is not listed here any more", fenced=False)
-      elif peer.url and peer.key and (key := self._listed_key(keys, peer)) != peer.key:
-        peer.key = key
-        self._drop_queue(peer, control=False)
-        self._forget(peer, f"its key was replaced in {keys.folder}")
+      elif peer.url and peer.key:
+        with contextlib.suppress(ConfigError):  # a file that cannot be read changes nothing
+          before, peer.key = peer.key, keys.server_key(peer.address)
+          if peer.key != before:
+            self._drop_queue(peer, control=False)
+            self._begin_anew(peer, f"its key was replaced in {keys.folder}")
     looked_at = self._looked_at + KEYS_A_LOOK
     self._looked_at = looked_at if looked_at < len(every) else 0
-
-  def _listed_key(self, keys: Keys, peer: Peer) -> bytes:
-    try:
-      return keys.server_key(peer.address)
-    except ConfigError:
-      return peer.key  # a file that is gone or cannot be read changes nothing
 
   def _drop_queue(self, peer: Peer, control: bool = True) -> None:
     self.counters.undelivered += peer.drop_queue(control)
@@ -302,21 +294,15 @@ class NetworkEndpoint(InboxEndpoint):
       for thread in self._threads:
         thread.stop()
 
-  def _place(self) -> IoThread:
-    """A thread for one more connection for fragments."""
-    self._turn += 1
-    return self._bulk[self._turn % len(self._bulk)]
-
   # --- peers that dialed us -----------------------------------------------------------------------
 
-  def _let_in(self, wire: FrameSocket, greeting: Greeting) -> GreetingRefused | bool:
+  def _let_in(self, wire: FrameSocket, greeting: Greeting) -> GreetingRefused | None:
     """Gives a connection to the peer that its first frame names.
 
     With keys, that must be the owner of its key, and the key must stay listed while the peer is
     connected: removing it from the folder ends the connection, not only the next one.
 
-    Returns:
-      True; or what it is sent off with, False: nothing.
+    Returns what it is sent off with if it was given to none; None: nothing.
     """
     known = self._accepted.get(greeting.address)
     same = known is not None and known.session == greeting.session
@@ -325,12 +311,15 @@ class NetworkEndpoint(InboxEndpoint):
     reason, fenced = peers.objection(self._run, greeting, owner, here)
     if greeting.stream != CONTROL:
       if reason or not same or wire.key() != known.key or greeting.stream >= len(known.bulk):
-        return False
+        return None
       known.bulk[greeting.stream].attach(wire)
-      self._control.call(self._control.hand_over, wire, self._place())
-      return True
+      self._control.call(self._control.hand_over, wire, next(self._places))
+      return None
+    if reason and fenced:
+      silent_seconds = int(time.monotonic() - known.heard_at)
+      return GreetingRefused(True, reason, known.incarnation + 1, silent_seconds)
     if reason:
-      return peers.refusal(reason, known if fenced else None)
+      return GreetingRefused(False, reason)
     if not same:
       if known is not None:
         newer = f"a newer incarnation of {known.address} is here ({greeting.incarnation})"
@@ -340,7 +329,7 @@ class NetworkEndpoint(InboxEndpoint):
     known.control.attach(wire)
     wire.say(self._greeting)
     known.meet(greeting)
-    return True
+    return None
 
   def _show_out(self, peer: Peer, reason: str, fenced: bool) -> None:
     wire = peer.control.detach()
@@ -355,10 +344,10 @@ class NetworkEndpoint(InboxEndpoint):
   def _redial(self, peer: Peer, url: str) -> None:
     if url != peer.url:
       peer.url = url
-      self._forget(peer, f"has moved to {url}")
+      self._begin_anew(peer, f"has moved to {url}")
 
-  def _forget(self, peer: Peer, reason: str) -> None:
-    """Another peer may answer the next greeting."""
+  def _begin_anew(self, peer: Peer, reason: str) -> None:
+    """Ends its connections; another peer may answer the next greeting."""
     peer.down(reason)
     peer.hang_up()
     for channel in peer.channels:
@@ -377,21 +366,22 @@ class NetworkEndpoint(InboxEndpoint):
     pause = self._settings.hello_seconds * 2 ** min(channel.attempts, MAX_DOUBLINGS)
     channel.attempts, channel.next_at = channel.attempts + 1, now + pause
     channel.dialing = True
-    context = None
+    context, name = None, f"dial-{peer.address}"
     try:
       if self._keys is not None:
         peer.key = peer.key or self._keys.server_key(peer.address)
         context = self._keys.context_to(peer.key)
-    except (ConfigError, OSError) as error:  # its files are away
+      dial = functools.partial(self._connect, channel, (peer.url, peer.key), context)
+      threading.Thread(target=dial, name=name, daemon=True).start()
+    except (ConfigError, OSError, RuntimeError) as error:  # files are away; no threads are left
       self._connected(channel, (peer.url, peer.key), None, str(error))
-      return
-    report = functools.partial(self._control.call, self._connected, channel, (peer.url, peer.key))
-    arguments = (peer.url, context, self._quiet_seconds, report)
-    name = f"dial-{peer.address}"
-    try:
-      threading.Thread(target=frames.connect, args=arguments, name=name, daemon=True).start()
-    except RuntimeError as error:  # no more threads now
-      report(None, str(error))
+
+  def _connect(
+    self, channel: Channel, place: tuple[str, bytes], context: ssl.SSLContext | None
+  ) -> None:
+    """In a thread of its own, since names and far ends may take their time."""
+    connected = frames.connect(place[0], context, self._quiet_seconds)
+    self._control.call(self._connected, channel, place, *connected)
 
   def _connected(
     self, channel: Channel, place: tuple[str, bytes], connected: socket.socket | None, why: str
@@ -410,7 +400,7 @@ class NetworkEndpoint(InboxEndpoint):
     channel.answer_until = time.monotonic() + self._quiet_seconds
     wire.say(dataclasses.replace(self._greeting, stream=channel.number))
     channel.attach(wire)
-    thread = self._place() if bulk else self._control
+    thread = next(self._places) if bulk else self._control
     thread.call(thread.add, wire)
 
   def _on_answer(self, peer: Peer, greeting: Greeting) -> None:
@@ -418,7 +408,7 @@ class NetworkEndpoint(InboxEndpoint):
     if greeting.address != peer.address:
       reason = f"{greeting.address} answers at {peer.url}"
     if reason:
-      peer.refused(f"{peer.address} at {peer.url}: {reason}")
+      peer.state, peer.reason = "refused", f"{peer.address} at {peer.url}: {reason}"
       peer.control.hang_up()
       return
     if peer.session and greeting.session != peer.session:  # it has restarted
@@ -466,7 +456,8 @@ class Door(frames.Owner):
   Only the endpoint's thread for control uses it.
 
   Args:
-    url: where it listens. OSError: it cannot.
+    listener: a socket that listens.
+    thread: that its connections belong to, at first.
     keys: of this role; None: without.
     counters: the endpoint's.
     let_in: gives a connection to the peer that its first frame names; see `_let_in`.
@@ -474,20 +465,17 @@ class Door(frames.Owner):
 
   def __init__(
     self,
-    url: str,
+    listener: socket.socket,
+    thread: IoThread,
     keys: Keys | None,
     counters: Counters,
-    let_in: Callable[[FrameSocket, Greeting], GreetingRefused | bool],
+    let_in: Callable[[FrameSocket, Greeting], GreetingRefused | None],
   ):
-    self._listener, self.bound = frames.bind(url)  # the url with the real port
+    self._listener, self._thread = listener, thread
     self._keys, self._counters, self._let_in = keys, counters, let_in
     self._strangers: dict[FrameSocket, float] = {}  # since when, oldest first
     self._sent_off: set[FrameSocket] = set()  # of these, those that are counted already
     self._most = min(MOST_STRANGERS, raise_limit() // 4)
-
-  def open(self, thread: IoThread) -> None:
-    """Its connections belong to this thread, at first."""
-    self._thread = thread
     self._listen()
 
   def _listen(self) -> None:
@@ -534,7 +522,7 @@ class Door(frames.Owner):
     self._counters.refused += wire not in self._sent_off
     self._sent_off.discard(wire)
 
-  def send_off(self, wire: FrameSocket, answer: frames.Frame | bool = False) -> None:
+  def send_off(self, wire: FrameSocket, answer: GreetingRefused | None = None) -> None:
     """Ends a connection, with an answer if there is one; it has a stranger's time to hear that."""
     wire.owner = self
     self._strangers.pop(wire, None)
@@ -542,7 +530,7 @@ class Door(frames.Owner):
     if wire not in self._sent_off:
       self._sent_off.add(wire)
       self._counters.refused += 1
-    if answer:
+    if answer is not None:
       wire.say(answer)
     wire.leave()
 
@@ -558,7 +546,9 @@ class Door(frames.Owner):
   def arrived(self, wire: FrameSocket, frame: frames.Frame) -> None:
     if not isinstance(frame, Greeting):
       self.malformed(wire, "no greeting")
-    elif (answer := self._let_in(wire, frame)) is True:
-      self._strangers.pop(wire)
-    else:
+      return
+    answer = self._let_in(wire, frame)
+    if wire.owner is self:
       self.send_off(wire, answer)
+    else:
+      self._strangers.pop(wire)

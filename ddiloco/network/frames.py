@@ -24,7 +24,7 @@ import threading
 import time
 import typing
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from msgspec import Meta
 
@@ -152,51 +152,40 @@ def bind(url: str) -> tuple[socket.socket, str]:
     OSError: the port is taken, or the address is not this machine's.
   """
   host, port = host_and_port(url)
-  if host == "*":
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    listener = socket.create_server(("", port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
-  else:
+  both = host == "*" and socket.has_dualstack_ipv6()
+  family, address = socket.AF_INET6 if both else socket.AF_INET, ("", port)
+  if host != "*":
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, _, _, _, address = found[0]
-    listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
+  options = {"family": family, "backlog": BACKLOG, "dualstack_ipv6": both}
+  listener = socket.create_server(address[:2], **options)
   listener.setblocking(False)
   return listener, f"{url.rpartition(':')[0]}:{listener.getsockname()[1]}"
 
 
 def connect(
-  url: str,
-  context: ssl.SSLContext | None,
-  timeout_seconds: float,
-  report: Callable[[socket.socket | None, str], None],
-) -> None:
-  """Connects, and shows and asks for keys; in a thread of its own, since names and far ends may
-  take their time. Reports (the connection or None, why there is none)."""
+  url: str, context: ssl.SSLContext | None, timeout_seconds: float
+) -> tuple[socket.socket | None, str]:
+  """Connects, and shows and asks for keys; (the connection or None, why there is none)."""
   try:
     connected = socket.create_connection(host_and_port(url), timeout_seconds)
   except (OSError, UnicodeError) as error:  # the latter: a name that cannot be one
-    report(None, f"nothing answers at {url} ({error})")
-    return
+    return None, f"nothing answers at {url} ({error})"
   try:
-    report(context.wrap_socket(connected) if context is not None else connected, "")
-  except TimeoutError:
-    connected.close()
-    report(None, f"nothing answers at {url}")
+    return (context.wrap_socket(connected) if context is not None else connected), ""
   except OSError as error:  # as ssl.SSLError is
     connected.close()
+    if isinstance(error, TimeoutError):
+      return None, f"nothing answers at {url}"
     other = f"{url} has another key than the one listed here, or one side has no keys"
-    report(None, f"{other} ({error})")
+    return None, f"{other} ({error})"
 
 
 class Forget(Exception):
   """A payload that is not wanted any more: it is read, and dropped."""
 
 
-class Parcel(NamedTuple):
-  """What is to go out: a frame, and the payload after it."""
-
-  frame: bytes
-  payload: memoryview = memoryview(b"")
+Parcel = tuple[memoryview, ...]  # what is to go out: a frame, and the payload after it if any
 
 
 class Owner:
@@ -409,7 +398,7 @@ class FrameSocket:
     while self._leaving and not self._leaving[0]:
       self._leaving.popleft()
     if not self._leaving and (parcel := self.owner.next(self)) is not None:
-      self._leaving += memoryview(parcel.frame), parcel.payload
+      self._leaving += parcel
     elif not self._leaving and self._leaves:
       with contextlib.suppress(OSError):  # the far end was quicker
         self._socket.shutdown(socket.SHUT_WR)

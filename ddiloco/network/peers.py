@@ -29,7 +29,6 @@ from ddiloco.network.frames import (
   Forget,
   FrameSocket,
   Greeting,
-  GreetingRefused,
   Parcel,
 )
 from ddiloco.network.transport import open_frame
@@ -116,14 +115,6 @@ def doubt(incarnation: int, known: int) -> str:
   if incarnation < known:
     return f"incarnation {incarnation} is an old one, {known} was here before"
   return ahead(incarnation)
-
-
-def refusal(reason: str, newer: Peer | None) -> GreetingRefused:
-  """What answers a greeting that is not accepted; `newer` has its address, or None."""
-  if not newer:
-    return GreetingRefused(False, reason)
-  silent_seconds = int(time.monotonic() - newer.heard_at)
-  return GreetingRefused(True, reason, newer.incarnation + 1, silent_seconds)
 
 
 def check_header(run: RunIdentity, sender: str, incarnation: int, header: bytes) -> None:
@@ -260,7 +251,7 @@ class Peer:
   def queued_bytes(self) -> int:
     """Of payloads, until the kernel has them."""
     with self.lock:
-      return sum(len(each.payload) for channel in self.bulk for each in channel.waiting)
+      return sum(len(part) for channel in self.bulk for _, part in channel.waiting)
 
   def post_control(self, header: bytes) -> int:
     """Queues a message; returns how many older ones had to go for it."""
@@ -269,7 +260,7 @@ class Peer:
       full = len(waiting) >= MAX_WAITING_CONTROL
       if full:
         del waiting[self.control.leaving]  # the oldest that has not begun to leave
-      waiting.append(Parcel(frames.encode(Control(header))))
+      waiting.append((memoryview(frames.encode(Control(header))),))
     self.control.wake()
     return int(full)
 
@@ -283,7 +274,7 @@ class Peer:
       frame = Bulk(next(self.caretaker.numbers), len(payload), header)
       for channel in self.bulk:
         part = payload[frames.part(channel.number, len(self.bulk), len(payload))]
-        channel.waiting.append(Parcel(frames.encode(frame, len(part)), part))
+        channel.waiting.append((memoryview(frames.encode(frame, len(part))), part))
     for channel in self.bulk:
       channel.wake()
     return True
@@ -315,10 +306,6 @@ class Peer:
   def down(self, reason: str) -> None:
     """It is out of reach for now."""
     self.state, self.reason = "connecting", reason
-
-  def refused(self, reason: str) -> None:
-    """One of the two does not speak to the other."""
-    self.state, self.reason = "refused", reason
 
   def hang_up(self) -> None:
     """Ends all its connections."""
