@@ -87,6 +87,7 @@ class NetworkEndpoint(InboxEndpoint):
     self._accepted: dict[str, Peer] = {}
     listener, self.bound = frames.bind(bind) if bind is not None else (None, "")
     self._control = IoThread(f"network-{address}", self._failed)
+    self.call = self._control.call
     self._door = None
     if listener is not None:
       self._door = Door(listener, self._control, keys, self.counters, self._let_in)
@@ -108,7 +109,7 @@ class NetworkEndpoint(InboxEndpoint):
     if address not in self._dialed:
       peer = Peer(address, self._run, self._settings.streams, self, url)
       self._dialed = {**self._dialed, address: peer}
-    self._control.call(self._redial, self._dialed[address], url)
+    self.call(self._redial, self._dialed[address], url)
 
   def _post(self, to: str, header: bytes, payload: messages.Payload) -> int:
     peer = self._find(to)
@@ -132,7 +133,7 @@ class NetworkEndpoint(InboxEndpoint):
     """Sends what is queued, for at most so long, and disconnects."""
     self._shut()
     self._stop_at = self._stop_at or time.monotonic() + linger_seconds
-    self._control.call(self._tick_soon)
+    self.call(self._tick_soon)
     for thread in self._threads:
       ended(thread, linger_seconds + 5.0)
     if self._door and not self._control.is_alive():
@@ -189,9 +190,6 @@ class NetworkEndpoint(InboxEndpoint):
         self.on_malformed(peer, f"a {type(frame).__name__} that was not asked for")
 
   def on_lost(self, channel: Channel, wire: FrameSocket, error: Exception) -> None:
-    self._control.call(self._lost, channel, wire, error)
-
-  def _lost(self, channel: Channel, wire: FrameSocket, error: Exception) -> None:
     if channel.wire is not wire:
       return
     peer = channel.peer
@@ -313,7 +311,7 @@ class NetworkEndpoint(InboxEndpoint):
       if reason or not same or wire.key() != known.key or greeting.stream >= len(known.bulk):
         return None
       known.bulk[greeting.stream].attach(wire)
-      self._control.call(self._control.hand_over, wire, next(self._places))
+      self.call(self._control.hand_over, wire, next(self._places))
       return None
     if reason and fenced:
       silent_seconds = int(time.monotonic() - known.heard_at)
@@ -381,7 +379,7 @@ class NetworkEndpoint(InboxEndpoint):
   ) -> None:
     """In a thread of its own, since names and far ends may take their time."""
     connected = frames.connect(place[0], context, self._quiet_seconds)
-    self._control.call(self._connected, channel, place, *connected)
+    self.call(self._connected, channel, place, *connected)
 
   def _connected(
     self, channel: Channel, place: tuple[str, bytes], connected: socket.socket | None, why: str
@@ -417,9 +415,7 @@ class NetworkEndpoint(InboxEndpoint):
       self._drop_queue(peer, control=False)  # pushes were meant for the incarnation before
     peer.meet(greeting)
     for channel in peer.channels:
-      channel.attempts = 0
-    for channel in peer.bulk:
-      channel.next_at = 0.0
+      channel.attempts, channel.next_at = 0, 0.0
     peer.control.next_at = time.monotonic() + self._settings.hello_seconds  # should it break now
     self._tick_soon()
 
@@ -439,14 +435,11 @@ def raise_limit() -> int:
   """Lets this process have as many descriptors as the system allows it; returns how many."""
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
   for limit in (hard, MOST_DESCRIPTORS):  # a system may allow less than it says
-    if limit == soft or 0 <= limit < soft:
+    with contextlib.suppress(ValueError, OSError):
+      if limit == resource.RLIM_INFINITY or limit > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
       break
-    try:
-      resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    except (ValueError, OSError):
-      continue
-    soft = limit
-    break
+  soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
   return soft if soft != resource.RLIM_INFINITY else MOST_DESCRIPTORS
 
 
@@ -515,12 +508,7 @@ class Door(frames.Owner):
       if number >= too_many and now - since <= STRANGER_SECONDS:
         break
       wire.close()
-      self._came_to_nothing(wire)
-
-  def _came_to_nothing(self, wire: FrameSocket) -> None:
-    self._strangers.pop(wire, None)
-    self._counters.refused += wire not in self._sent_off
-    self._sent_off.discard(wire)
+      self.lost(wire)
 
   def send_off(self, wire: FrameSocket, answer: GreetingRefused | None = None) -> None:
     """Ends a connection, with an answer if there is one; it has a stranger's time to hear that."""
@@ -540,8 +528,10 @@ class Door(frames.Owner):
     self._counters.malformed += 1
     self.send_off(wire)
 
-  def lost(self, wire: FrameSocket, error: Exception) -> None:
-    self._came_to_nothing(wire)
+  def lost(self, wire: FrameSocket, error: Exception | None = None) -> None:
+    self._strangers.pop(wire, None)
+    self._counters.refused += wire not in self._sent_off
+    self._sent_off.discard(wire)
 
   def arrived(self, wire: FrameSocket, frame: frames.Frame) -> None:
     if not isinstance(frame, Greeting):

@@ -245,10 +245,6 @@ class FrameSocket:
   def fileno(self) -> int:
     return self._socket.fileno()
 
-  @property
-  def _closed(self) -> bool:
-    return self.fileno() < 0
-
   def key(self) -> bytes:
     """The certificate of the far end, DER; b"": it has shown none."""
     shown = self._socket.getpeercert(True) if isinstance(self._socket, ssl.SSLSocket) else None
@@ -305,7 +301,7 @@ class FrameSocket:
 
   def turn(self) -> None:
     """Whatever can be done now."""
-    if self._doomed or self._closed:
+    if self._doomed or self.fileno() < 0:
       self.close()
       return
     try:
@@ -418,7 +414,7 @@ class IoThread(threading.Thread):
     self.loop = asyncio.SelectorEventLoop()
     self.loop.set_exception_handler(self._on_exception)
     self._failed, self._error = failed, None
-    self._wires: dict[FrameSocket, tuple[bool, bool]] = {}  # what each waits for: in, out
+    self._wires: set[FrameSocket] = set()
 
   def call(self, function: Callable[..., Any], *arguments: Any) -> None:
     """Calls a function in this thread, soon; from any thread."""
@@ -427,23 +423,20 @@ class IoThread(threading.Thread):
 
   def add(self, wire: FrameSocket) -> None:
     """From now on the connection belongs to this thread; called in it."""
-    self._wires[wire] = False, False
+    self._wires.add(wire)
     wire.thread = self
     wire.turn()
 
   def watch(self, wire: FrameSocket, reads: bool, writes: bool) -> None:
     """What the connection waits for."""
-    loop, (read, written) = self.loop, self._wires[wire]
-    if reads != read:
-      loop.add_reader(wire, wire.turn) if reads else loop.remove_reader(wire)
-    if writes != written:
-      loop.add_writer(wire, wire.turn) if writes else loop.remove_writer(wire)
-    self._wires[wire] = reads, writes
+    loop, place = self.loop, wire.fileno()
+    loop.add_reader(place, wire.turn) if reads else loop.remove_reader(place)
+    loop.add_writer(place, wire.turn) if writes else loop.remove_writer(place)
 
   def forget(self, wire: FrameSocket) -> None:
     """The connection is closed, or goes to another thread."""
     self.watch(wire, False, False)
-    del self._wires[wire]
+    self._wires.discard(wire)
     wire.thread = None
 
   def hand_over(self, wire: FrameSocket, thread: IoThread) -> None:

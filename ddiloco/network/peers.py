@@ -15,7 +15,7 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -208,7 +208,7 @@ class Channel(frames.Owner):
     self.peer.caretaker.on_malformed(self.peer, reason)
 
   def lost(self, wire: FrameSocket, error: Exception) -> None:
-    self.peer.caretaker.on_lost(self, wire, error)
+    self.peer.caretaker.call(self.peer.caretaker.on_lost, self, wire, error)
 
 
 class Peer:
@@ -419,7 +419,8 @@ class Incoming:
     if size != place.stop - place.start:
       raise MalformedMessage(f"{size} bytes are no part {stream} of {frame.total}")
     with self._lock:
-      self._drop_lost(stream, frame.number)
+      # Messages before this one whose part of this stream was lost with a connection.
+      self._drop(n for n, e in self._assemblies.items() if n < frame.number and stream in e.missing)
       assembly = self._assemblies.get(frame.number)
       if assembly is None:
         if frame.number <= max(self._newest):
@@ -450,22 +451,18 @@ class Incoming:
     size = len(frame.header) + frame.total
     return not self.bytes or self.bytes + size <= self._run.queue_bytes
 
-  def _drop_lost(self, stream: int, number: int) -> None:
-    """Messages before this one whose part of this stream was lost with a connection."""
-    lost = [n for n, each in self._assemblies.items() if n < number and stream in each.missing]
-    for each in lost:
-      self.bytes -= self._assemblies.pop(each).size
-    if lost:
+  def _drop(self, numbers: Iterable[int]) -> None:
+    """These do not go on: their memory is for others."""
+    if dropped := [self._assemblies.pop(number) for number in [*numbers]]:
+      self.bytes -= sum(each.size for each in dropped)
       self._wake()
 
   def forget(self) -> None:
-    """What has begun to arrive does not go on: its memory is for others. It may come again."""
+    """What has begun to arrive does not go on; it may come again."""
     with self._lock:
-      self.bytes -= sum(each.size for each in self._assemblies.values())
-      self._assemblies.clear()
+      self._drop(self._assemblies)
       self._newest = [self._whole] * self._streams
       self._under_way = [None] * self._streams
-      self._wake()
 
   def arrived(self, stream: int) -> tuple[bytes, np.ndarray] | None:
     """This stream's part is here; the (header, payload) of the message if it is whole now."""
