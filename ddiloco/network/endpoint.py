@@ -87,7 +87,7 @@ class NetworkEndpoint(InboxEndpoint):
     self._accepted: dict[str, Peer] = {}
     listener, self.bound = frames.bind(bind) if bind is not None else (None, "")
     self._control = IoThread(f"network-{address}", self._failed)
-    self.call = self._control.call
+    self.call = self._control.call  # a function in the thread for control, soon; from any thread
     self._door = None
     if listener is not None:
       self._door = Door(listener, self._control, keys, self.counters, self._let_in)

@@ -414,7 +414,7 @@ class IoThread(threading.Thread):
     self.loop = asyncio.SelectorEventLoop()
     self.loop.set_exception_handler(self._on_exception)
     self._failed, self._error = failed, None
-    self._wires: set[FrameSocket] = set()
+    self._wires: dict[FrameSocket, tuple[bool, bool]] = {}  # what each waits for: in, out
 
   def call(self, function: Callable[..., Any], *arguments: Any) -> None:
     """Calls a function in this thread, soon; from any thread."""
@@ -423,20 +423,23 @@ class IoThread(threading.Thread):
 
   def add(self, wire: FrameSocket) -> None:
     """From now on the connection belongs to this thread; called in it."""
-    self._wires.add(wire)
+    self._wires[wire] = False, False
     wire.thread = self
     wire.turn()
 
   def watch(self, wire: FrameSocket, reads: bool, writes: bool) -> None:
     """What the connection waits for."""
-    loop, place = self.loop, wire.fileno()
-    loop.add_reader(place, wire.turn) if reads else loop.remove_reader(place)
-    loop.add_writer(place, wire.turn) if writes else loop.remove_writer(place)
+    loop, (read, written) = self.loop, self._wires[wire]
+    if reads != read:
+      loop.add_reader(wire, wire.turn) if reads else loop.remove_reader(wire)
+    if writes != written:
+      loop.add_writer(wire, wire.turn) if writes else loop.remove_writer(wire)
+    self._wires[wire] = reads, writes
 
   def forget(self, wire: FrameSocket) -> None:
     """The connection is closed, or goes to another thread."""
     self.watch(wire, False, False)
-    self._wires.discard(wire)
+    del self._wires[wire]
     wire.thread = None
 
   def hand_over(self, wire: FrameSocket, thread: IoThread) -> None:
