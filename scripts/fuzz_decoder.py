@@ -83,7 +83,7 @@ def _message(header: bytes, payload: bytes | None) -> bool:
   assert again == decoded, f"{decoded} became {again}"
   if payload is not None:  # what is asked before its bytes are let in
     sender = transport.claimed_sender(decoded)
-    peers.check_header(NETWORK_RUN, sender, decoded.incarnation, header)
+    transport.open_frame((RUN, PLAN), sender, decoded.incarnation, header, payload)
   return True
 
 

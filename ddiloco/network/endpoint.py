@@ -305,19 +305,18 @@ class NetworkEndpoint(InboxEndpoint):
     known = self._accepted.get(greeting.address)
     same = known is not None and known.session == greeting.session
     owner = (self._keys.owner(wire.key()) or "") if self._keys else None
-    here = known and (known.session, known.incarnation)
-    reason, fenced = peers.objection(self._run, greeting, owner, here)
+    reason = peers.objection(self._run, greeting, owner)
     if greeting.stream != CONTROL:
-      if reason or not same or wire.key() != known.key or greeting.stream >= len(known.bulk):
-        return None
-      known.bulk[greeting.stream].attach(wire)
-      self.call(self._control.hand_over, wire, next(self._places))
+      if not reason and same and wire.key() == known.key and greeting.stream < len(known.bulk):
+        known.bulk[greeting.stream].attach(wire)
+        self.call(self._control.hand_over, wire, next(self._places))
       return None
-    if reason and fenced:
-      silent_seconds = int(time.monotonic() - known.heard_at)
-      return GreetingRefused(True, reason, known.incarnation + 1, silent_seconds)
     if reason:
       return GreetingRefused(False, reason)
+    if known is not None and known.outnumbers(greeting):
+      reason = f"incarnation {known.incarnation} of {known.address} is here already"
+      silent_seconds = int(time.monotonic() - known.heard_at)
+      return GreetingRefused(True, reason, known.incarnation + 1, silent_seconds)
     if not same:
       if known is not None:
         newer = f"a newer incarnation of {known.address} is here ({greeting.incarnation})"

@@ -74,40 +74,29 @@ def ahead(incarnation: int) -> str:
   )
 
 
-def objection(
-  run: RunIdentity, greeting: Greeting, owner: str | None, known: tuple[bytes, int] | None
-) -> tuple[str, bool]:
-  """Why a greeting is not accepted, "" if it is; and whether that is for good.
+def objection(run: RunIdentity, greeting: Greeting, owner: str | None) -> str:
+  """Why a greeting is not accepted, "" if it is.
 
   Args:
     run: this side's.
     greeting: what the far end says.
     owner: the role that the key of its connection belongs to, "": no listed one; None: no keys.
-    known: session and incarnation that have its address already.
   """
-  address, number = greeting.address, greeting.incarnation
+  address = greeting.address
   if not 1 <= greeting.streams <= MAX_STREAMS or len(greeting.session) != SESSION_BYTES:
-    return (
-      f"{greeting.streams} streams (1 to {MAX_STREAMS}), or its session, are out of range",
-      False,
-    )
+    return f"{greeting.streams} streams (1 to {MAX_STREAMS}), or its session, are out of range"
   if owner == "":
-    return f"the key of {address} is not listed here any more", False
+    return f"the key of {address} is not listed here any more"
   if owner is not None and owner != address:
-    return f"this key belongs to {owner}, not to {address}", False
+    return f"this key belongs to {owner}, not to {address}"
   if greeting.run_id != run.run_id:
-    return f"this is run {run.run_id!r}, not {greeting.run_id!r}", False
+    return f"this is run {run.run_id!r}, not {greeting.run_id!r}"
   if greeting.plan_id != run.plan_id:
     return (
       "this run was started with other settings of model, data, inner, sync, outer, seed or"
-      f" run.total_tokens ({run.plan_id} here, {greeting.plan_id} there)",
-      False,
+      f" run.total_tokens ({run.plan_id} here, {greeting.plan_id} there)"
     )
-  if reason := ahead(number):
-    return reason, False
-  if known and known[0] != greeting.session and number <= known[1]:
-    return f"incarnation {known[1]} of {address} is here already", True
-  return "", False
+  return ahead(greeting.incarnation)
 
 
 def doubt(incarnation: int, known: int) -> str:
@@ -115,15 +104,6 @@ def doubt(incarnation: int, known: int) -> str:
   if incarnation < known:
     return f"incarnation {incarnation} is an old one, {known} was here before"
   return ahead(incarnation)
-
-
-def check_header(run: RunIdentity, sender: str, incarnation: int, header: bytes) -> None:
-  """Before a payload is let in: its header must be a message of this run in the sender's own name.
-
-  Raises:
-    MalformedMessage: it is not.
-  """
-  open_frame((run.run_id, run.plan_id), sender, incarnation, header, b"")
 
 
 # --- One far end, and its connections
@@ -293,10 +273,15 @@ class Peer:
     """Whether nothing waits for it."""
     return not any(channel.waiting for channel in self.channels)
 
+  def outnumbers(self, greeting: Greeting) -> bool:
+    """Whether it is another life of this role, and no newer one, that greets."""
+    return self.session != greeting.session and self.incarnation >= greeting.incarnation
+
   def meet(self, greeting: Greeting) -> None:
     """From now on this is who the peer is."""
     if self.incoming is None or self.session != greeting.session:
-      check = functools.partial(check_header, self.run, self.address, greeting.incarnation)
+      who = (self.run.run_id, self.run.plan_id), self.address, greeting.incarnation
+      check = functools.partial(open_frame, *who, payload=b"")  # before a payload is let in
       self.incoming = Incoming(len(self.bulk), self.run, self.caretaker.buffers, check)
     self.incarnation, self.session = greeting.incarnation, greeting.session
     self.state, self.reason, self.heard_at = "up", "", time.monotonic()

@@ -17,7 +17,7 @@ from proxy import Link
 
 from ddiloco.config import NetworkConfig
 from ddiloco.network import frames
-from ddiloco.network.peers import MAX_QUEUED, RunIdentity, objection, seconds_since_2020
+from ddiloco.network.peers import MAX_QUEUED, Peer, RunIdentity, objection, seconds_since_2020
 from ddiloco.protocol import messages
 from ddiloco.protocol.messages import Goodbye, Hello, MalformedMessage, Push, RequestMoments
 from tests import says
@@ -108,25 +108,35 @@ def test_another_run_is_refused_with_a_reason(net, field, value):
 def test_why_greetings_are_refused():
   run = RunIdentity("run", "plan", 100, 100)
   good = frames.Greeting("run", "plan", "learner-3", 7, b"12345678", 2)
-  assert objection(run, good, None, None) == ("", False)
-  assert objection(run, good, "learner-3", None) == ("", False)
-  assert objection(run, good, None, (b"12345678", 7)) == ("", False), "the same endpoint again"
-  assert objection(run, good, None, (b"87654321", 6)) == ("", False), "a newer incarnation"
+  assert objection(run, good, None) == objection(run, good, "learner-3") == ""
   ahead = seconds_since_2020() + 100_000
-  for changes, owner, known, words in [
-    ({}, "learner-2", None, "belongs to learner-2"),
-    ({}, None, (b"87654321", 7), "is here already"),
-    ({}, None, (b"87654321", 8), "is here already"),
-    ({"run_id": "b"}, None, None, "this is run 'run', not 'b'"),
-    ({"plan_id": "b"}, None, None, "other settings"),
-    ({"incarnation": ahead}, None, None, "clock"),
-    ({"streams": 0}, None, None, "out of range"),
-    ({"streams": 1 << 40}, None, None, "out of range"),
-    ({"session": b"short"}, None, None, "out of range"),
+  for changes, owner, words in [
+    ({}, "learner-2", "belongs to learner-2"),
+    ({}, "", "not listed here any more"),
+    ({"run_id": "b"}, None, "this is run 'run', not 'b'"),
+    ({"plan_id": "b"}, None, "other settings"),
+    ({"incarnation": ahead}, None, "clock"),
+    ({"streams": 0}, None, "out of range"),
+    ({"streams": 1 << 40}, None, "out of range"),
+    ({"session": b"short"}, None, "out of range"),
   ]:
-    reason, fenced = objection(run, dataclasses.replace(good, **changes), owner, known)
-    assert words in reason
-    assert fenced == ("here already" in words)
+    assert words in objection(run, dataclasses.replace(good, **changes), owner)
+
+
+@pytest.mark.parametrize(
+  "session, incarnation, outnumbers",
+  [
+    (b"12345678", 7, False),  # the same endpoint again
+    (b"87654321", 8, False),  # a newer incarnation
+    (b"87654321", 7, True),
+    (b"87654321", 6, True),
+  ],
+)
+def test_a_place_is_taken_by_the_newer_of_two(net, session, incarnation, outnumbers):
+  peer = Peer("learner-3", net.run, 2, net.connect("syncer-0"))
+  peer.meet(frames.Greeting("run", "plan", "learner-3", 7, b"12345678", 2))
+  other = frames.Greeting("run", "plan", "learner-3", incarnation, session, 2)
+  assert peer.outnumbers(other) == outnumbers
 
 
 def test_a_partition_heals_and_nothing_is_lost(net, link_to):
