@@ -303,12 +303,12 @@ class NetworkEndpoint(InboxEndpoint):
     Returns what it is sent off with if it was given to none; None: nothing.
     """
     known = self._accepted.get(greeting.address)
-    same = known is not None and known.session == greeting.session
+    peer = known if known is not None and known.session == greeting.session else None
     owner = (self._keys.owner(wire.key()) or "") if self._keys else None
     reason = peers.objection(self._run, greeting, owner)
     if greeting.stream != CONTROL:
-      if not reason and same and wire.key() == known.key and greeting.stream < len(known.bulk):
-        known.bulk[greeting.stream].attach(wire)
+      if peer and not reason and wire.key() == peer.key and greeting.stream < len(peer.bulk):
+        peer.bulk[greeting.stream].attach(wire)
         self.call(self._control.hand_over, wire, next(self._places))
       return None
     if reason:
@@ -317,15 +317,15 @@ class NetworkEndpoint(InboxEndpoint):
       reason = f"incarnation {known.incarnation} of {known.address} is here already"
       silent_seconds = int(time.monotonic() - known.heard_at)
       return GreetingRefused(True, reason, known.incarnation + 1, silent_seconds)
-    if not same:
+    if peer is None:
       if known is not None:
         newer = f"a newer incarnation of {known.address} is here ({greeting.incarnation})"
         self._show_out(known, newer, fenced=True)
-      known = Peer(greeting.address, self._run, greeting.streams, self, key=wire.key())
-      self._accepted = {**self._accepted, greeting.address: known}
-    known.control.attach(wire)
+      peer = Peer(greeting.address, self._run, greeting.streams, self, key=wire.key())
+      self._accepted = {**self._accepted, greeting.address: peer}
+    peer.control.attach(wire)
     wire.say(self._greeting)
-    known.meet(greeting)
+    peer.meet(greeting)
     return None
 
   def _show_out(self, peer: Peer, reason: str, fenced: bool) -> None:
