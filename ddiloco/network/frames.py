@@ -299,7 +299,7 @@ class FrameSocket:
       self.thread.forget(self)
     self._socket.close()
 
-  def turn(self) -> None:
+  def turn(self, reads: bool = True, writes: bool = True) -> None:
     """Whatever can be done now."""
     if self._doomed or self.fileno() < 0:
       self.close()
@@ -307,9 +307,10 @@ class FrameSocket:
     try:
       if self._shaking_hands:
         self._shake_hands()
-      with contextlib.suppress(*NOT_NOW):
+      if reads:
         self._read()
-      self._write()
+      if writes:
+        self._write()
     except NOT_NOW:
       pass
     except (OSError, MalformedMessage) as error:
@@ -339,12 +340,17 @@ class FrameSocket:
       self._wanted = next(self._parser)
     while self._listens() and (left > 0 or self._decrypted()):
       wanted = SCRATCH if self._leaves else self._wanted
-      count = self._socket.recv_into(wanted[:CALL_BYTES])
+      try:
+        count = self._socket.recv_into(wanted[:CALL_BYTES])
+      except NOT_NOW:
+        return
       if not count:
         raise ConnectionResetError("the far end has closed the connection")
       left -= max(count, READ_COSTS_BYTES)
       if not self._leaves:
         self._wanted = wanted[count:] or next(self._parser)
+      if count < min(len(wanted), CALL_BYTES) and not isinstance(self._socket, ssl.SSLSocket):
+        return  # that was all there is
 
   def _decrypted(self) -> int:
     """Bytes that OpenSSL has already: of these the kernel says nothing any more."""
@@ -431,9 +437,9 @@ class IoThread(threading.Thread):
     """What the connection waits for."""
     loop, (read, written) = self.loop, self._wires[wire]
     if reads != read:
-      loop.add_reader(wire, wire.turn) if reads else loop.remove_reader(wire)
+      loop.add_reader(wire, wire.turn, True, False) if reads else loop.remove_reader(wire)
     if writes != written:
-      loop.add_writer(wire, wire.turn) if writes else loop.remove_writer(wire)
+      loop.add_writer(wire, wire.turn, False, True) if writes else loop.remove_writer(wire)
     self._wires[wire] = reads, writes
 
   def forget(self, wire: FrameSocket) -> None:
