@@ -83,7 +83,7 @@ def _message(header: bytes, payload: bytes | None) -> bool:
   assert again == decoded, f"{decoded} became {again}"
   if payload is not None:  # what is asked before its bytes are let in
     sender = transport.claimed_sender(decoded)
-    peers.check_header(NETWORK_RUN, sender, decoded.incarnation, header)
+    transport.open_frame((RUN, PLAN), sender, decoded.incarnation, header, payload)
   return True
 
 
@@ -138,12 +138,12 @@ def parts(data: bytes) -> bool:
       incoming.taken(taken_from.pop())
     elif what >= 192:
       at[stream] = None  # its connection has broken
-    elif (under_way := at[stream]) is None:
+    elif at[stream] is None:
       number = newest[stream] + 1 + ahead % 4 * (ahead > 127)
       at[stream] = _offer(incoming, stream, number, total, header, what, wire)
       newest[stream] = max(newest[stream], number if wire.heard else newest[stream])
     else:
-      message = incoming.arrived(stream, under_way)
+      message = incoming.arrived(stream)
       at[stream] = None
       if message is not None:
         number = int(message[0])

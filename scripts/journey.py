@@ -103,10 +103,10 @@ JOURNEY = (
   Stop("network/frames.py", "FrameSocket._parse",
        "The payload is received where it stays.", "arrived"),
   Stop("network/peers.py", "Incoming.arrived",
-       "The last part makes the message whole.", "on_message"),
-  Stop("network/endpoint.py", "NetworkEndpoint.on_message",
+       "The last part makes the message whole.", "arrived"),
+  Stop("network/peers.py", "Channel.arrived",
        "It goes to the inbox, with the time of its arrival.", "put"),
-  Stop("network/transport.py", "Inbox.receive",
+  Stop("network/transport.py", "InboxEndpoint.receive",
        "Senders take turns; the header is decoded and checked.", "Delivery"),
   # The shard merges.
   Stop("roles/syncer.py", "Syncer.take",

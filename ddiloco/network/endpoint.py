@@ -12,6 +12,8 @@ that control never queues behind bulk. With keys each of them is TLS 1.3.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import functools
 import itertools
 import os
@@ -24,14 +26,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from ddiloco.checks import ConfigError
 from ddiloco.config import NetworkConfig
 from ddiloco.network import frames, peers
-from ddiloco.network.frames import Attach, FrameSocket, Greeting, GreetingRefused, IoThread
+from ddiloco.network.frames import CONTROL, FrameSocket, Greeting, GreetingRefused, IoThread
 from ddiloco.network.keys import Keys
-from ddiloco.network.peers import CONTROL, BufferPool, Channel, Incoming, Peer, RunIdentity
+from ddiloco.network.peers import BufferPool, Channel, Peer, RunIdentity
 from ddiloco.network.transport import Counters, InboxEndpoint
 from ddiloco.observe.guards import ended
 from ddiloco.protocol import messages
@@ -39,7 +39,7 @@ from ddiloco.protocol import messages
 BEAT_SECONDS = 1.0
 TEND_SECONDS = 0.1  # between two looks at all peers
 STOOD_STILL_SECONDS = 1.0  # if there was so much between two of them, the process was stopped
-LOOK_SECONDS = 1.0  # between two looks at keys and strangers
+LOOK_SECONDS = 1.0  # between two looks at keys
 KEYS_A_LOOK = 100  # each is a file to read
 QUIET_BEATS, QUIET_SHARE = 3, 1 / 3  # of `silence_seconds`: then a shard is dialed again
 MAX_DOUBLINGS = 4  # of the pause between two attempts
@@ -85,22 +85,22 @@ class NetworkEndpoint(InboxEndpoint):
     self._greeting = Greeting(*who, settings.streams)
     self._dialed: dict[str, Peer] = {}  # these two: a new one for each change, for other threads
     self._accepted: dict[str, Peer] = {}
-    self._door = Door(bind, keys, self.counters, self._let_in) if bind is not None else None
-    self.bound = self._door.bound if self._door else ""
+    listener, self.bound = frames.bind(bind) if bind is not None else (None, "")
     self._control = IoThread(f"network-{address}", self._failed)
+    self.call = self._control.call  # a function in the thread for control, soon; from any thread
+    self._door = None
+    if listener is not None:
+      self._door = Door(listener, self._control, keys, self.counters, self._let_in)
     count = min(MOST_THREADS, os.cpu_count() or 1)
     self._bulk = [IoThread(f"bulk-{address}", self._failed) for _ in range(count)]
     self._threads = [self._control, *self._bulk]
-    self._turn = 0  # of the threads for bulk
+    self._places = itertools.cycle(self._bulk)  # for one more connection for fragments
     self._tended_at = time.monotonic()
-    self._look_at = 0.0
     self._looked_at = 0  # how many keys, in this round through all of them
     self._stop_at: float | None = None
-    if self._door:
-      self._door.open(self._control)
     self._timer: asyncio.Handle = self._control.loop.call_soon(self._tick)
     for thread in self._threads:
-      thread.thread.start()
+      thread.start()
 
   # --- for the role, from any thread --------------------------------------------------------------
 
@@ -109,7 +109,7 @@ class NetworkEndpoint(InboxEndpoint):
     if address not in self._dialed:
       peer = Peer(address, self._run, self._settings.streams, self, url)
       self._dialed = {**self._dialed, address: peer}
-    self._control.call(self._redial, self._dialed[address], url)
+    self.call(self._redial, self._dialed[address], url)
 
   def _post(self, to: str, header: bytes, payload: messages.Payload) -> int:
     peer = self._find(to)
@@ -131,12 +131,12 @@ class NetworkEndpoint(InboxEndpoint):
 
   def close(self, linger_seconds: float = 1.0) -> None:
     """Sends what is queued, for at most so long, and disconnects."""
-    self._inbox.close()
+    self._shut()
     self._stop_at = self._stop_at or time.monotonic() + linger_seconds
-    self._control.call(self._tick_soon)
+    self.call(self._tick_soon)
     for thread in self._threads:
-      ended(thread.thread, linger_seconds + 5.0)
-    if self._door and not self._control.thread.is_alive():
+      ended(thread, linger_seconds + 5.0)
+    if self._door and not self._control.is_alive():
       self._door.close()  # which a thread that has failed has not done
 
   def links(self) -> dict[str, dict[str, Any]]:
@@ -159,16 +159,7 @@ class NetworkEndpoint(InboxEndpoint):
 
   # --- what connections say, in their threads -----------------------------------------------------
 
-  def on_message(self, peer: Peer, header: bytes, payload: np.ndarray, incoming: Incoming) -> None:
-    size = len(header) + payload.nbytes
-    taken = functools.partial(incoming.taken, size)
-    if not self._inbox.put(peer.address, header, payload, size, peer.incarnation, taken):
-      taken()
-
   def on_malformed(self, peer: Peer, reason: str) -> None:
-    self._control.call(self._count_malformed, peer, reason)
-
-  def _count_malformed(self, peer: Peer, reason: str) -> None:
     self.counters.malformed += 1
     peer.count_dropped(reason)
 
@@ -181,28 +172,24 @@ class NetworkEndpoint(InboxEndpoint):
     match frame:
       case frames.Control(header):
         if peer.state == "up":
-          self._inbox.put(peer.address, header, None, len(header), peer.incarnation)
-          if self._inbox.crowded(peer.address):
+          self.put(peer.address, header, None, peer.incarnation)
+          if self._crowded(peer.address):
             # Until the next look: a flood is not taken in faster than the role does.
             wire.rest(True)
-      case frames.Dropped(count, reason):
-        peer.drops = (peer.drops[0] + count, reason)
-      case frames.Beat():
-        pass
+      case frames.Beat(count, reason):
+        if count:
+          peer.drops = (peer.drops[0] + count, reason)
       case Greeting() if peer.url:
         self._on_answer(peer, frame)
       case GreetingRefused(fenced, reason, after, silent_seconds) if peer.url:
-        peer.refused(f"{peer.url}: {reason}")
+        peer.state, peer.reason = "refused", f"{peer.url}: {reason}"
         if fenced:
           self.outnumbered, self.fenced = (after, silent_seconds), reason
-          self._inbox.close()
+          self._shut()
       case _:
-        self._count_malformed(peer, f"a {type(frame).__name__} that was not asked for")
+        self.on_malformed(peer, f"a {type(frame).__name__} that was not asked for")
 
   def on_lost(self, channel: Channel, wire: FrameSocket, error: Exception) -> None:
-    self._control.call(self._lost, channel, wire, error)
-
-  def _lost(self, channel: Channel, wire: FrameSocket, error: Exception) -> None:
     if channel.wire is not wire:
       return
     peer = channel.peer
@@ -212,14 +199,14 @@ class NetworkEndpoint(InboxEndpoint):
     elif channel.number == CONTROL and peer.state == "connecting" and peer.url:
       refused = isinstance(error, ssl.SSLError) and "ALERT" in str(error.reason)
       if refused:  # the far end looks at our key when the handshake is over for us
-        peer.refused(f"{peer.url}: the key of {self.address} is not listed")
+        peer.state, peer.reason = "refused", f"{peer.url}: the key of {self.address} is not listed"
       else:
         peer.reason = f"{peer.url} answers no greeting, or one side has no keys ({error})"
     self._tick_soon()
 
   def _failed(self, error: Exception) -> None:
     self.broken = self.broken or f"its network thread failed: {error!r}"
-    self._inbox.close()  # the role must not go on unheard
+    self._shut()  # the role must not go on unheard
     for thread in self._threads:  # nor the others: the one that ends them may be gone
       thread.stop()
 
@@ -233,13 +220,12 @@ class NetworkEndpoint(InboxEndpoint):
     """From time to time: what all peers need."""
     self._timer = self._control.loop.call_later(TEND_SECONDS, self._tick)
     now = time.monotonic()
-    still, self._tended_at = now - self._tended_at, now
-    if now >= self._look_at:
-      self._look_at = now + LOOK_SECONDS
-      if self._door:
-        self._door.cut_off(now)
-      if self._keys:
-        self._look_at_keys(self._keys)
+    before, self._tended_at = self._tended_at, now
+    still = now - before
+    if self._door:
+      self._door.cut_off(now)
+    if self._keys and now // LOOK_SECONDS > before // LOOK_SECONDS:
+      self._look_at_keys(self._keys)
     self.buffers.release(now)
     for peer in self._peers():
       if still > STOOD_STILL_SECONDS:  # what came meanwhile is still on its way through the kernel
@@ -250,31 +236,25 @@ class NetworkEndpoint(InboxEndpoint):
 
   def _look_after(self, peer: Peer, now: float) -> None:
     silent, patience = now - peer.heard_at, self._settings.silence_seconds
+    # What we can dial again we do earlier: a connection may be dead without a sign.
+    if peer.state == "up" and silent > min(patience, self._quiet_seconds if peer.url else patience):
+      self._begin_anew(peer, f"silent for {silent:.0f} s")
     if silent > patience:
-      if peer.state == "up":
-        peer.down(f"silent for {silent:.0f} s")
-        peer.hang_up()
       self._drop_queue(peer)
       if peer.incoming is not None:
         peer.incoming.forget()
-    elif peer.url and peer.state == "up" and silent > self._quiet_seconds:
-      peer.down(f"quiet for {silent:.0f} s")  # a connection may be dead without a sign
-      peer.hang_up()
     wire = peer.control.wire
     if wire is not None:
-      crowded = self._inbox.crowded(peer.address)
+      crowded = self._crowded(peer.address)
       wire.rest(crowded)
       peer.heard_at = now if crowded else peer.heard_at  # it waits for us
       # Who speaks and does not read is told nothing more: that would wait here for ever.
       if peer.state == "up" and now - peer.beat_at >= BEAT_SECONDS and not wire.behind:
         peer.beat_at = now
-        wire.say(frames.Beat())
-        count, reason = peer.take_untold()
-        if count:
-          wire.say(frames.Dropped(count, reason))
+        wire.say(frames.Beat(*peer.take_untold()))
     if peer.url and not (self.fenced or self.broken):
       for channel in peer.channels if peer.state == "up" else [peer.control]:
-        if self._stop_at is None or len(channel):  # who ends comes back for what waits alone
+        if self._stop_at is None or channel.waiting:  # who ends comes back for what waits alone
           self._reach(peer, channel, now)
 
   def _look_at_keys(self, keys: Keys) -> None:
@@ -283,18 +263,14 @@ class NetworkEndpoint(InboxEndpoint):
     for peer in every[self._looked_at : self._looked_at + KEYS_A_LOOK]:
       if not peer.url and keys.withdrawn(peer.address, peer.key):
         self._show_out(peer, f"the key of {peer.address} is not listed here any more", fenced=False)
-      elif peer.url and peer.key and (key := self._listed_key(keys, peer)) != peer.key:
-        peer.key = key
-        self._drop_queue(peer, control=False)
-        self._forget(peer, f"its key was replaced in {keys.folder}")
+      elif peer.url and peer.key:
+        with contextlib.suppress(ConfigError):  # a file that cannot be read changes nothing
+          before, peer.key = peer.key, keys.server_key(peer.address)
+          if peer.key != before:
+            self._drop_queue(peer, control=False)
+            self._begin_anew(peer, f"its key was replaced in {keys.folder}")
     looked_at = self._looked_at + KEYS_A_LOOK
     self._looked_at = looked_at if looked_at < len(every) else 0
-
-  def _listed_key(self, keys: Keys, peer: Peer) -> bytes:
-    try:
-      return keys.server_key(peer.address)
-    except ConfigError:
-      return peer.key  # a file that is gone or cannot be read changes nothing
 
   def _drop_queue(self, peer: Peer, control: bool = True) -> None:
     self.counters.undelivered += peer.drop_queue(control)
@@ -316,52 +292,41 @@ class NetworkEndpoint(InboxEndpoint):
       for thread in self._threads:
         thread.stop()
 
-  def _place(self) -> IoThread:
-    """A thread for one more connection for fragments."""
-    self._turn += 1
-    return self._bulk[self._turn % len(self._bulk)]
-
   # --- peers that dialed us -----------------------------------------------------------------------
 
-  def _let_in(self, wire: FrameSocket, frame: Greeting | Attach) -> frames.Frame | bool:
+  def _let_in(self, wire: FrameSocket, greeting: Greeting) -> GreetingRefused | None:
     """Gives a connection to the peer that its first frame names.
 
     With keys, that must be the owner of its key, and the key must stay listed while the peer is
     connected: removing it from the folder ends the connection, not only the next one.
 
-    Returns:
-      True; or what it is sent off with, False: nothing.
+    Returns what it is sent off with if it was given to none; None: nothing.
     """
-    return self._greeted(wire, frame) if isinstance(frame, Greeting) else self._given(wire, frame)
-
-  def _greeted(self, wire: FrameSocket, greeting: Greeting) -> GreetingRefused | bool:
     known = self._accepted.get(greeting.address)
-    owner = self._keys.owner(wire.key()) if self._keys else None
-    if self._keys and not owner:
-      return peers.refusal(f"the key of {greeting.address} is not listed here any more", None)
-    here = known and (known.session, known.incarnation)
-    reason, fenced = peers.objection(self._run, greeting, owner, here)
+    peer = known if known is not None and known.session == greeting.session else None
+    owner = (self._keys.owner(wire.key()) or "") if self._keys else None
+    reason = peers.objection(self._run, greeting, owner)
+    if greeting.stream != CONTROL:
+      if peer and not reason and wire.key() == peer.key and greeting.stream < len(peer.bulk):
+        peer.bulk[greeting.stream].attach(wire)
+        self.call(self._control.hand_over, wire, next(self._places))
+      return None
     if reason:
-      return peers.refusal(reason, known if fenced else None)
-    if known is not None and known.session != greeting.session:
-      newer = f"a newer incarnation of {known.address} is here ({greeting.incarnation})"
-      self._show_out(known, newer, fenced=True)
-      known = None
-    if known is None:
-      known = Peer(greeting.address, self._run, greeting.streams, self, key=wire.key())
-      self._accepted = {**self._accepted, greeting.address: known}
-    known.control.attach(wire)
+      return GreetingRefused(False, reason)
+    if known is not None and known.outnumbers(greeting):
+      reason = f"incarnation {known.incarnation} of {known.address} is here already"
+      silent_seconds = int(time.monotonic() - known.heard_at)
+      return GreetingRefused(True, reason, known.incarnation + 1, silent_seconds)
+    if peer is None:
+      if known is not None:
+        newer = f"a newer incarnation of {known.address} is here ({greeting.incarnation})"
+        self._show_out(known, newer, fenced=True)
+      peer = Peer(greeting.address, self._run, greeting.streams, self, key=wire.key())
+      self._accepted = {**self._accepted, greeting.address: peer}
+    peer.control.attach(wire)
     wire.say(self._greeting)
-    known.meet(greeting)
-    return True
-
-  def _given(self, wire: FrameSocket, frame: Attach) -> bool:
-    found = [peer for peer in self._accepted.values() if peer.session == frame.session]
-    if not found or frame.stream >= len(found[0].bulk) or wire.key() != found[0].key:
-      return False
-    self.counters.resent += found[0].bulk[frame.stream].attach(wire)
-    self._control.call(self._control.hand_over, wire, self._place())
-    return True
+    peer.meet(greeting)
+    return None
 
   def _show_out(self, peer: Peer, reason: str, fenced: bool) -> None:
     wire = peer.control.detach()
@@ -376,10 +341,10 @@ class NetworkEndpoint(InboxEndpoint):
   def _redial(self, peer: Peer, url: str) -> None:
     if url != peer.url:
       peer.url = url
-      self._forget(peer, f"has moved to {url}")
+      self._begin_anew(peer, f"has moved to {url}")
 
-  def _forget(self, peer: Peer, reason: str) -> None:
-    """Another peer may answer the next greeting."""
+  def _begin_anew(self, peer: Peer, reason: str) -> None:
+    """Ends its connections; another peer may answer the next greeting."""
     peer.down(reason)
     peer.hang_up()
     for channel in peer.channels:
@@ -398,21 +363,22 @@ class NetworkEndpoint(InboxEndpoint):
     pause = self._settings.hello_seconds * 2 ** min(channel.attempts, MAX_DOUBLINGS)
     channel.attempts, channel.next_at = channel.attempts + 1, now + pause
     channel.dialing = True
-    context = None
+    context, name = None, f"dial-{peer.address}"
     try:
       if self._keys is not None:
         peer.key = peer.key or self._keys.server_key(peer.address)
         context = self._keys.context_to(peer.key)
-    except (ConfigError, OSError) as error:  # its files are away
+      dial = functools.partial(self._connect, channel, (peer.url, peer.key), context)
+      threading.Thread(target=dial, name=name, daemon=True).start()
+    except (ConfigError, OSError, RuntimeError) as error:  # files are away; no threads are left
       self._connected(channel, (peer.url, peer.key), None, str(error))
-      return
-    report = functools.partial(self._control.call, self._connected, channel, (peer.url, peer.key))
-    arguments = (peer.url, context, self._quiet_seconds, report)
-    name = f"dial-{peer.address}"
-    try:
-      threading.Thread(target=frames.connect, args=arguments, name=name, daemon=True).start()
-    except RuntimeError as error:  # no more threads now
-      report(None, str(error))
+
+  def _connect(
+    self, channel: Channel, place: tuple[str, bytes], context: ssl.SSLContext | None
+  ) -> None:
+    """In a thread of its own, since names and far ends may take their time."""
+    connected = frames.connect(place[0], context, self._quiet_seconds)
+    self.call(self._connected, channel, place, *connected)
 
   def _connected(
     self, channel: Channel, place: tuple[str, bytes], connected: socket.socket | None, why: str
@@ -429,9 +395,9 @@ class NetworkEndpoint(InboxEndpoint):
       return
     wire = FrameSocket(connected, channel)
     channel.answer_until = time.monotonic() + self._quiet_seconds
-    wire.say(Attach(self._greeting.session, channel.number) if bulk else self._greeting)
-    self.counters.resent += channel.attach(wire)
-    thread = self._place() if bulk else self._control
+    wire.say(dataclasses.replace(self._greeting, stream=channel.number))
+    channel.attach(wire)
+    thread = next(self._places) if bulk else self._control
     thread.call(thread.add, wire)
 
   def _on_answer(self, peer: Peer, greeting: Greeting) -> None:
@@ -439,7 +405,7 @@ class NetworkEndpoint(InboxEndpoint):
     if greeting.address != peer.address:
       reason = f"{greeting.address} answers at {peer.url}"
     if reason:
-      peer.refused(f"{peer.address} at {peer.url}: {reason}")
+      peer.state, peer.reason = "refused", f"{peer.address} at {peer.url}: {reason}"
       peer.control.hang_up()
       return
     if peer.session and greeting.session != peer.session:  # it has restarted
@@ -448,9 +414,7 @@ class NetworkEndpoint(InboxEndpoint):
       self._drop_queue(peer, control=False)  # pushes were meant for the incarnation before
     peer.meet(greeting)
     for channel in peer.channels:
-      channel.attempts = 0
-    for channel in peer.bulk:
-      channel.next_at = 0.0
+      channel.attempts, channel.next_at = 0, 0.0
     peer.control.next_at = time.monotonic() + self._settings.hello_seconds  # should it break now
     self._tick_soon()
 
@@ -470,14 +434,11 @@ def raise_limit() -> int:
   """Lets this process have as many descriptors as the system allows it; returns how many."""
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
   for limit in (hard, MOST_DESCRIPTORS):  # a system may allow less than it says
-    if limit == soft or 0 <= limit < soft:
+    with contextlib.suppress(ValueError, OSError):
+      if limit == resource.RLIM_INFINITY or limit > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
       break
-    try:
-      resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    except (ValueError, OSError):
-      continue
-    soft = limit
-    break
+  soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
   return soft if soft != resource.RLIM_INFINITY else MOST_DESCRIPTORS
 
 
@@ -487,7 +448,8 @@ class Door(frames.Owner):
   Only the endpoint's thread for control uses it.
 
   Args:
-    url: where it listens. OSError: it cannot.
+    listener: a socket that listens.
+    thread: that its connections belong to, at first.
     keys: of this role; None: without.
     counters: the endpoint's.
     let_in: gives a connection to the peer that its first frame names; see `_let_in`.
@@ -495,20 +457,17 @@ class Door(frames.Owner):
 
   def __init__(
     self,
-    url: str,
+    listener: socket.socket,
+    thread: IoThread,
     keys: Keys | None,
     counters: Counters,
-    let_in: Callable[[FrameSocket, Greeting | Attach], frames.Frame | bool],
+    let_in: Callable[[FrameSocket, Greeting], GreetingRefused | None],
   ):
-    self._listener, self.bound = frames.bind(url)  # the url with the real port
+    self._listener, self._thread = listener, thread
     self._keys, self._counters, self._let_in = keys, counters, let_in
     self._strangers: dict[FrameSocket, float] = {}  # since when, oldest first
     self._sent_off: set[FrameSocket] = set()  # of these, those that are counted already
     self._most = min(MOST_STRANGERS, raise_limit() // 4)
-
-  def open(self, thread: IoThread) -> None:
-    """Its connections belong to this thread, at first."""
-    self._thread = thread
     self._listen()
 
   def _listen(self) -> None:
@@ -548,14 +507,9 @@ class Door(frames.Owner):
       if number >= too_many and now - since <= STRANGER_SECONDS:
         break
       wire.close()
-      self._came_to_nothing(wire)
+      self.lost(wire)
 
-  def _came_to_nothing(self, wire: FrameSocket) -> None:
-    self._strangers.pop(wire, None)
-    self._counters.refused += wire not in self._sent_off
-    self._sent_off.discard(wire)
-
-  def send_off(self, wire: FrameSocket, answer: frames.Frame | bool = False) -> None:
+  def send_off(self, wire: FrameSocket, answer: GreetingRefused | None = None) -> None:
     """Ends a connection, with an answer if there is one; it has a stranger's time to hear that."""
     wire.owner = self
     self._strangers.pop(wire, None)
@@ -563,7 +517,7 @@ class Door(frames.Owner):
     if wire not in self._sent_off:
       self._sent_off.add(wire)
       self._counters.refused += 1
-    if answer:
+    if answer is not None:
       wire.say(answer)
     wire.leave()
 
@@ -573,13 +527,17 @@ class Door(frames.Owner):
     self._counters.malformed += 1
     self.send_off(wire)
 
-  def lost(self, wire: FrameSocket, error: Exception) -> None:
-    self._came_to_nothing(wire)
+  def lost(self, wire: FrameSocket, error: Exception | None = None) -> None:
+    self._strangers.pop(wire, None)
+    self._counters.refused += wire not in self._sent_off
+    self._sent_off.discard(wire)
 
   def arrived(self, wire: FrameSocket, frame: frames.Frame) -> None:
-    if not isinstance(frame, Greeting | Attach):
+    if not isinstance(frame, Greeting):
       self.malformed(wire, "no greeting")
-    elif (answer := self._let_in(wire, frame)) is True:
-      self._strangers.pop(wire)
-    else:
+      return
+    answer = self._let_in(wire, frame)
+    if wire.owner is self:
       self.send_off(wire, answer)
+    else:
+      self._strangers.pop(wire)

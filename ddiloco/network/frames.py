@@ -24,24 +24,32 @@ import threading
 import time
 import typing
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from msgspec import Meta
 
 from ddiloco.network.keys import host_and_port
-from ddiloco.protocol.messages import MAX_HEADER_BYTES, Count, MalformedMessage, Schema, Text
+from ddiloco.protocol.messages import (
+  MAX_HEADER_BYTES,
+  Count,
+  CountOrNone,
+  MalformedMessage,
+  Schema,
+  Text,
+)
 
 PREFIX = struct.Struct(">IQ")
 MAX_FRAME_BYTES = MAX_HEADER_BYTES + 4096
 STRANGER_FRAME_BYTES = 1 << 16  # no frame is longer until its sender is known
 SESSION_BYTES = 8
+CONTROL = -1  # number of the connection for control; those for fragments, the streams, begin at 0
 Session = Annotated[bytes, Meta(max_length=SESSION_BYTES)]
 Header = Annotated[bytes, Meta(max_length=MAX_HEADER_BYTES)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Greeting:
-  """I am `address`: the first frame of a connection for control; the answer is a greeting too."""
+  """I am `address`: the first frame of a connection; on that for control it is the answer, too."""
 
   run_id: Text
   plan_id: Text
@@ -49,14 +57,7 @@ class Greeting:
   incarnation: Count
   session: Session  # random, of this endpoint
   streams: Count  # connections for fragments that the dialing side makes
-
-
-@dataclasses.dataclass(frozen=True)
-class Attach:
-  """I belong to a session: the first frame of a connection for fragments."""
-
-  session: Session  # of the dialing side
-  stream: Count  # which of its connections
+  stream: CountOrNone = CONTROL  # which of them this is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,15 +72,10 @@ class GreetingRefused:
 
 @dataclasses.dataclass(frozen=True)
 class Beat:
-  """I am still here."""
+  """I am still here; so many of your messages I have dropped since I last said so, and why."""
 
-
-@dataclasses.dataclass(frozen=True)
-class Dropped:
-  """So many of your messages I have dropped since I last said so, the newest for this reason."""
-
-  count: Count
-  reason: Text
+  dropped: Count = 0
+  reason: Text = ""  # of the newest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +94,7 @@ class Bulk:
   header: Header
 
 
-Frame = Greeting | Attach | GreetingRefused | Beat | Dropped | Control | Bulk
+Frame = Greeting | GreetingRefused | Beat | Control | Bulk
 _SCHEMA = Schema(typing.get_args(Frame))
 
 
@@ -135,6 +131,16 @@ UNSENT_BYTES = 1 << 19  # in the kernel and not under way yet: what waits longer
 SCRATCH = memoryview(bytearray(1 << 16))  # unwanted payloads are read into this
 KEEPALIVE_SECONDS = 20  # without data, until the kernel asks the far end for a sign of life
 DEAD_SECONDS = 120  # without an acknowledgement, until the kernel ends a connection
+SOCKET_OPTIONS = (  # where the system has them
+  (socket.IPPROTO_TCP, "TCP_NODELAY", 1),
+  (socket.IPPROTO_TCP, "TCP_NOTSENT_LOWAT", UNSENT_BYTES),
+  # A path that has gone without a word (a firewall forgot it) ends the connection within minutes;
+  # else what was given to it would count as under way for a quarter of an hour.
+  (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
+  (socket.IPPROTO_TCP, "TCP_KEEPIDLE", KEEPALIVE_SECONDS),
+  (socket.IPPROTO_TCP, "TCP_KEEPINTVL", KEEPALIVE_SECONDS),
+  (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", 1000 * DEAD_SECONDS),
+)
 NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 BACKLOG = 1024  # many learners may come at once; the system has a limit of its own
 
@@ -146,51 +152,40 @@ def bind(url: str) -> tuple[socket.socket, str]:
     OSError: the port is taken, or the address is not this machine's.
   """
   host, port = host_and_port(url)
-  if host == "*":
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    listener = socket.create_server(("", port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
-  else:
+  both = host == "*" and socket.has_dualstack_ipv6()
+  family, address = socket.AF_INET6 if both else socket.AF_INET, ("", port)
+  if host != "*":
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, _, _, _, address = found[0]
-    listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
+  options = {"family": family, "backlog": BACKLOG, "dualstack_ipv6": both}
+  listener = socket.create_server(address[:2], **options)
   listener.setblocking(False)
   return listener, f"{url.rpartition(':')[0]}:{listener.getsockname()[1]}"
 
 
 def connect(
-  url: str,
-  context: ssl.SSLContext | None,
-  timeout_seconds: float,
-  report: Callable[[socket.socket | None, str], None],
-) -> None:
-  """Connects, and shows and asks for keys; in a thread of its own, since names and far ends may
-  take their time. Reports (the connection or None, why there is none)."""
+  url: str, context: ssl.SSLContext | None, timeout_seconds: float
+) -> tuple[socket.socket | None, str]:
+  """Connects, and shows and asks for keys; (the connection or None, why there is none)."""
   try:
     connected = socket.create_connection(host_and_port(url), timeout_seconds)
   except (OSError, UnicodeError) as error:  # the latter: a name that cannot be one
-    report(None, f"nothing answers at {url} ({error})")
-    return
+    return None, f"nothing answers at {url} ({error})"
   try:
-    report(context.wrap_socket(connected) if context is not None else connected, "")
-  except TimeoutError:
-    connected.close()
-    report(None, f"nothing answers at {url}")
+    return (context.wrap_socket(connected) if context is not None else connected), ""
   except OSError as error:  # as ssl.SSLError is
     connected.close()
+    if isinstance(error, TimeoutError):
+      return None, f"nothing answers at {url}"
     other = f"{url} has another key than the one listed here, or one side has no keys"
-    report(None, f"{other} ({error})")
+    return None, f"{other} ({error})"
 
 
 class Forget(Exception):
   """A payload that is not wanted any more: it is read, and dropped."""
 
 
-class Parcel(NamedTuple):
-  """What is to go out: a frame, and the payload after it."""
-
-  frame: bytes
-  payload: memoryview | None = None
+Parcel = tuple[memoryview, ...]  # what is to go out: a frame, and the payload after it if any
 
 
 class Owner:
@@ -231,16 +226,9 @@ class FrameSocket:
 
   def __init__(self, connected: socket.socket, owner: Owner, context: ssl.SSLContext | None = None):
     connected.setblocking(False)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-      connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
-    # A path that has gone without a word (a firewall forgot it) ends the connection within minutes;
-    # else what was given to it would count as under way for a quarter of an hour.
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-      connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS)
-      connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_SECONDS)
-      connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * DEAD_SECONDS)
+    for level, name, value in SOCKET_OPTIONS:
+      if hasattr(socket, name):
+        connected.setsockopt(level, getattr(socket, name), value)
     if context is not None:
       connected = context.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)
     self.owner = owner
@@ -249,9 +237,7 @@ class FrameSocket:
     self._socket = connected
     self._pace: Pacer | None = None
     self._shaking_hands = context is not None
-    self._closed = self._doomed = self._leaves = self._rests = False
-    self._error: Exception | None = None  # why it leaves
-    self._own: collections.deque[bytes] = collections.deque()  # frames of the connection itself
+    self._doomed = self._leaves = self._rests = False
     self._leaving: collections.deque[memoryview] = collections.deque()  # what goes out now
     self._parser = self._parse()
     self._wanted: memoryview | None = next(self._parser)  # memory to fill; None: no room now
@@ -293,13 +279,13 @@ class FrameSocket:
     """Sends a frame of the connection itself, before what the owner has; not once it leaves: that
     would break a connection whose far end has not seen the end yet."""
     if not self._leaves:
-      self._own.append(encode(frame))
+      self._leaving.append(memoryview(encode(frame)))
       self.wake()
 
   @property
   def behind(self) -> bool:
-    """Whether a frame of its own still waits for the kernel."""
-    return bool(self._own)
+    """Whether something still waits for the kernel."""
+    return bool(self._leaving)
 
   def leave(self) -> None:
     """Ends the connection when all is sent. What comes until then is read and forgotten: closing
@@ -309,31 +295,29 @@ class FrameSocket:
 
   def close(self) -> None:
     """Ends the connection now, without a word to the owner."""
-    if not self._closed:
-      self._closed = True
-      if self.thread is not None:
-        self.thread.forget(self)
-      self._socket.close()
+    if self.thread is not None:
+      self.thread.forget(self)
+    self._socket.close()
 
   def turn(self, reads: bool = True, writes: bool = True) -> None:
     """Whatever can be done now."""
-    if self._doomed:
+    if self._doomed or self.fileno() < 0:
       self.close()
+      return
     try:
-      if self._shaking_hands and not self._closed:
+      if self._shaking_hands:
         self._shake_hands()
-      if reads and not self._closed:
+      if reads:
         self._read()
-      if writes and not self._closed:
+      if writes:
         self._write()
     except NOT_NOW:
       pass
     except (OSError, MalformedMessage) as error:
       self.close()
-      self.owner.lost(self, self._error or error)
-    if not self._closed and self.thread is not None:
-      listens = self._leaves or (self._wanted is not None and not self._rests)
-      self.thread.watch(self, listens, bool(self._leaving))
+      self.owner.lost(self, error)
+    if self.thread is not None:
+      self.thread.watch(self, self._listens(), bool(self._leaving))
 
   def _shake_hands(self) -> None:
     assert isinstance(self._socket, ssl.SSLSocket)
@@ -341,20 +325,21 @@ class FrameSocket:
       self._socket.do_handshake()
     except NOT_NOW:
       raise
-    except OSError as error:
-      self._error, self._leaves = error, True  # OpenSSL has told the far end
+    except OSError:
+      self._leaves = True  # OpenSSL has told the far end
+      self._write()
     self._shaking_hands = False
-    self._write()
+
+  def _listens(self) -> bool:
+    return self._leaves or (self._wanted is not None and not self._rests)
 
   def _read(self) -> None:
     """Takes in what is there, for one turn."""
     left = BYTES_A_TURN
     if self._wanted is None:
       self._wanted = next(self._parser)
-    while left > 0 or self._decrypted():
+    while self._listens() and (left > 0 or self._decrypted()):
       wanted = SCRATCH if self._leaves else self._wanted
-      if wanted is None or self._closed or (self._rests and not self._leaves):
-        return
       try:
         count = self._socket.recv_into(wanted[:CALL_BYTES])
       except NOT_NOW:
@@ -381,7 +366,7 @@ class FrameSocket:
         raise MalformedMessage(f"begins with {bytes(prefix).hex()}, which no frame of ours does")
       data = bytearray(size)
       yield memoryview(data)
-      target: memoryview | None = SCRATCH[:0]
+      target: memoryview | None = None
       try:
         frame = decode(bytes(data))
         if isinstance(frame, Bulk):
@@ -406,10 +391,7 @@ class FrameSocket:
     if self._leaving and self._pace is not None:
       self._pace.look(time.monotonic())
     while left > 0 and self._refill():
-      try:
-        count = self._socket.send(self._leaving[0][:CALL_BYTES])
-      except NOT_NOW:
-        return
+      count = self._socket.send(self._leaving[0][:CALL_BYTES])
       left -= count
       self._leaving[0] = self._leaving[0][count:]
 
@@ -417,20 +399,15 @@ class FrameSocket:
     """Whether there is something to send."""
     while self._leaving and not self._leaving[0]:
       self._leaving.popleft()
-    if self._leaving:
-      return True
-    parcel = self.owner.next(self)
-    while self._own:
-      self._leaving.append(memoryview(self._own.popleft()))
-    if parcel is not None:
-      self._leaving += filter(None, (memoryview(parcel.frame), parcel.payload))
-    elif self._leaves and not self._leaving:
+    if not self._leaving and (parcel := self.owner.next(self)) is not None:
+      self._leaving += parcel
+    elif not self._leaving and self._leaves:
       with contextlib.suppress(OSError):  # the far end was quicker
         self._socket.shutdown(socket.SHUT_WR)
     return bool(self._leaving)
 
 
-class IoThread:
+class IoThread(threading.Thread):
   """A thread with an event loop, which serves whichever of its connections are ready, in turn.
 
   Args:
@@ -438,12 +415,12 @@ class IoThread:
     failed: called with what ended the thread.
   """
 
-  def __init__(self, name: str, failed: Callable[[Exception], None] = lambda error: None):
+  def __init__(self, name: str, failed: Callable[[Exception], None]):
+    super().__init__(name=name, daemon=True)
     self.loop = asyncio.SelectorEventLoop()
     self.loop.set_exception_handler(self._on_exception)
     self._failed, self._error = failed, None
     self._wires: dict[FrameSocket, tuple[bool, bool]] = {}  # what each waits for: in, out
-    self.thread = threading.Thread(target=self._work, name=name, daemon=True)
 
   def call(self, function: Callable[..., Any], *arguments: Any) -> None:
     """Calls a function in this thread, soon; from any thread."""
@@ -485,7 +462,7 @@ class IoThread:
     self._error = self._error or context.get("exception") or RuntimeError(context["message"])
     loop.stop()
 
-  def _work(self) -> None:
+  def run(self) -> None:
     self.loop.run_forever()
     for wire in [*self._wires]:
       wire.close()
@@ -508,9 +485,9 @@ QUEUE_SECONDS = 0.005  # a queue that is worth it
 FAST_BYTES = 125e6  # a second: a link that is left alone
 _SO_MAX_PACING_RATE = 47  # Linux; Python has no name for it
 _NO_LIMIT = (1 << 32) - 1
-# Places in Linux's struct tcp_info: round trip (us), bytes acknowledged, the least round trip (us),
-# and for how long there was something to send (us).
-_RTT, _ACKED, _MIN_RTT, _BUSY, _BYTES = 68, 120, 148, 168, 176
+# Of Linux's struct tcp_info: round trip (us), bytes acknowledged, the least round trip (us), and
+# for how long there was something to send (us).
+_TCP_INFO = struct.Struct("=68xI48xQ20xI16xQ")
 
 
 class Pacer:
@@ -530,12 +507,11 @@ class Pacer:
     """Every now and then while it sends."""
     if now < self._until:
       return
-    info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES)
-    if len(info) < _BYTES:
+    info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    if len(info) < _TCP_INFO.size:
       self._until = float("inf")  # a kernel that does not say so much
       return
-    acked, busy = (struct.unpack_from("=Q", info, place)[0] for place in (_ACKED, _BUSY))
-    rtt, least = (struct.unpack_from("=I", info, place)[0] / 1e6 for place in (_RTT, _MIN_RTT))
+    rtt, acked, least, busy = _TCP_INFO.unpack(info)
     busy_seconds = (busy - self._began[1]) / 1e6
     self._until = now + FREE_SECONDS
     if not self._free:
@@ -544,7 +520,7 @@ class Pacer:
     elif busy_seconds >= FREE_SECONDS / 2:
       rate = (acked - self._began[0]) / busy_seconds
       self._began = acked, busy
-      if rtt - least > QUEUE_SECONDS and 0 < rate < FAST_BYTES:
+      if (rtt - least) / 1e6 > QUEUE_SECONDS and 0 < rate < FAST_BYTES:
         self._free, self._until = False, now + LIMITED_SECONDS
         self._limit(int(SHARE * rate))
 

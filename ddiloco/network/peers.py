@@ -15,20 +15,20 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ddiloco.network import frames
 from ddiloco.network.frames import (
+  CONTROL,
   SESSION_BYTES,
   Bulk,
   Control,
   Forget,
   FrameSocket,
   Greeting,
-  GreetingRefused,
   Parcel,
 )
 from ddiloco.network.transport import open_frame
@@ -74,38 +74,29 @@ def ahead(incarnation: int) -> str:
   )
 
 
-def objection(
-  run: RunIdentity, greeting: Greeting, owner: str | None, known: tuple[bytes, int] | None
-) -> tuple[str, bool]:
-  """Why a greeting is not accepted, "" if it is; and whether that is for good.
+def objection(run: RunIdentity, greeting: Greeting, owner: str | None) -> str:
+  """Why a greeting is not accepted, "" if it is.
 
   Args:
     run: this side's.
     greeting: what the far end says.
-    owner: the role that the key of its connection belongs to; None: without keys.
-    known: session and incarnation that have its address already.
+    owner: the role that the key of its connection belongs to, "": no listed one; None: no keys.
   """
-  address, number = greeting.address, greeting.incarnation
+  address = greeting.address
   if not 1 <= greeting.streams <= MAX_STREAMS or len(greeting.session) != SESSION_BYTES:
-    return (
-      f"{greeting.streams} streams (1 to {MAX_STREAMS}), or its session, are out of range",
-      False,
-    )
+    return f"{greeting.streams} streams (1 to {MAX_STREAMS}), or its session, are out of range"
+  if owner == "":
+    return f"the key of {address} is not listed here any more"
   if owner is not None and owner != address:
-    return f"this key belongs to {owner}, not to {address}", False
+    return f"this key belongs to {owner}, not to {address}"
   if greeting.run_id != run.run_id:
-    return f"this is run {run.run_id!r}, not {greeting.run_id!r}", False
+    return f"this is run {run.run_id!r}, not {greeting.run_id!r}"
   if greeting.plan_id != run.plan_id:
     return (
       "this run was started with other settings of model, data, inner, sync, outer, seed or"
-      f" run.total_tokens ({run.plan_id} here, {greeting.plan_id} there)",
-      False,
+      f" run.total_tokens ({run.plan_id} here, {greeting.plan_id} there)"
     )
-  if reason := ahead(number):
-    return reason, False
-  if known and known[0] != greeting.session and number <= known[1]:
-    return f"incarnation {known[1]} of {address} is here already", True
-  return "", False
+  return ahead(greeting.incarnation)
 
 
 def doubt(incarnation: int, known: int) -> str:
@@ -115,26 +106,8 @@ def doubt(incarnation: int, known: int) -> str:
   return ahead(incarnation)
 
 
-def refusal(reason: str, newer: Peer | None) -> GreetingRefused:
-  """What answers a greeting that is not accepted; `newer` has its address, or None."""
-  if not newer:
-    return GreetingRefused(False, reason)
-  silent_seconds = int(time.monotonic() - newer.heard_at)
-  return GreetingRefused(True, reason, newer.incarnation + 1, silent_seconds)
-
-
-def check_header(run: RunIdentity, sender: str, incarnation: int, header: bytes) -> None:
-  """Before a payload is let in: its header must be a message of this run in the sender's own name.
-
-  Raises:
-    MalformedMessage: it is not.
-  """
-  open_frame((run.run_id, run.plan_id), sender, incarnation, header, b"")
-
-
 # --- One far end, and its connections
 
-CONTROL = -1  # a channel's number; those for fragments count from 0
 MAX_WAITING_CONTROL = 1024  # messages for a peer; the oldest go first
 MAX_QUEUED = 1024  # messages with payload for a peer
 MAX_REASON = 300  # characters
@@ -151,44 +124,31 @@ class Channel(frames.Owner):
     self.next_at = 0.0  # the next attempt
     self.answer_until = 0.0  # or else it is made anew
     self.waiting: collections.deque[Parcel] = collections.deque()  # these two: the peer's lock
-    self.leaving: Parcel | None = None
+    self.leaving = False  # the first of them, until the kernel has all of it
 
-  def __len__(self) -> int:
-    return len(self.waiting) + (self.leaving is not None)
-
-  def attach(self, wire: FrameSocket) -> int:
-    """From now on this is the connection; what was leaving leaves again from its beginning.
-
-    Returns how many fragments that are: 0 or 1.
-    """
+  def attach(self, wire: FrameSocket) -> None:
+    """From now on this is the connection; what was leaving leaves again from its beginning."""
     with self.peer.lock:
-      old, self.wire = self.wire, wire
-      again, self.leaving = self.leaving, None
-      if again is not None:
-        self.waiting.appendleft(again)
+      old, self.wire, self.leaving = self.wire, wire, False
     wire.owner, wire.most_bytes = self, frames.MAX_FRAME_BYTES
     if self.number != CONTROL:
       wire.keep_pace()
     if old is not None:
       old.hang_up()
-    return int(again is not None and again.payload is not None)
 
   def detach(self) -> FrameSocket | None:
     """There is no connection any more; returns the one that was."""
-    with self.peer.lock:
-      old, self.wire = self.wire, None
+    old, self.wire = self.wire, None
     return old
 
   def hang_up(self) -> None:
     """Ends the connection."""
-    old = self.detach()
-    if old is not None:
+    if (old := self.detach()) is not None:
       old.hang_up()
 
   def wake(self) -> None:
     """There is something to send, or room."""
-    wire = self.wire
-    if wire is not None:
+    if (wire := self.wire) is not None:
       wire.wake()
 
   # --- as the owner of its connection -------------------------------------------------------------
@@ -197,11 +157,10 @@ class Channel(frames.Owner):
     with self.peer.lock:
       if self.wire is not wire:
         return None
-      if self.leaving is not None:
-        self.peer.queued_bytes -= len(self.leaving.payload or b"")
-      up = self.peer.state == "up"
-      self.leaving = self.waiting.popleft() if self.waiting and up else None
-      return self.leaving
+      if self.leaving:
+        self.waiting.popleft()
+      self.leaving = bool(self.waiting) and self.peer.state == "up"
+      return self.waiting[0] if self.leaving else None
 
   def room(self, wire: FrameSocket, frame: Bulk, size: int) -> memoryview | None:
     incoming = self.peer.incoming  # first: the next session's comes after this wire has gone
@@ -212,22 +171,24 @@ class Channel(frames.Owner):
     return incoming.room(self.number, frame, size, wire)
 
   def arrived(self, wire: FrameSocket, frame: frames.Frame) -> None:
-    incoming = self.peer.incoming  # first, as above
+    peer, incoming = self.peer, self.peer.incoming  # first, as above
     if self.wire is not wire:
       return
-    self.peer.heard_at = time.monotonic()
+    peer.heard_at = time.monotonic()
     if self.number == CONTROL:
-      self.peer.caretaker.on_frame(self.peer, wire, frame)
+      peer.caretaker.on_frame(peer, wire, frame)
     elif not isinstance(frame, Bulk) or incoming is None:
       self.malformed(wire, f"a {type(frame).__name__} on a connection for fragments")
-    elif (message := incoming.arrived(self.number, frame.number)) is not None:
-      self.peer.caretaker.on_message(self.peer, *message, incoming)
+    elif (message := incoming.arrived(self.number)) is not None:
+      taken = functools.partial(incoming.taken, sum(map(len, message)))
+      if not peer.caretaker.put(peer.address, *message, peer.incarnation, taken):
+        taken()
 
   def malformed(self, wire: FrameSocket, reason: str) -> None:
     self.peer.caretaker.on_malformed(self.peer, reason)
 
   def lost(self, wire: FrameSocket, error: Exception) -> None:
-    self.peer.caretaker.on_lost(self, wire, error)
+    self.peer.caretaker.call(self.peer.caretaker.on_lost, self, wire, error)
 
 
 class Peer:
@@ -258,8 +219,7 @@ class Peer:
     self.state, self.reason = "connecting", "not reached yet"
     self.heard_at = time.monotonic()  # or when we first wanted to hear it
     self.beat_at = 0.0
-    self.lock = threading.Lock()
-    self.queued_bytes = 0  # of payloads, until the kernel has them
+    self.lock = threading.RLock()
     self.incoming: Incoming | None = None
     self.control = Channel(self, CONTROL)
     self.bulk = [Channel(self, number) for number in range(streams)]
@@ -267,27 +227,34 @@ class Peer:
     self.drops = (0, "")  # messages of ours that the peer says it has dropped, and why
     self._untold = (0, "")  # messages of the peer that we have dropped and not said so yet
 
+  @property
+  def queued_bytes(self) -> int:
+    """Of payloads, until the kernel has them."""
+    with self.lock:
+      return sum(len(part) for channel in self.bulk for _, part in channel.waiting)
+
   def post_control(self, header: bytes) -> int:
     """Queues a message; returns how many older ones had to go for it."""
     with self.lock:
-      full = len(self.control) >= MAX_WAITING_CONTROL
+      waiting = self.control.waiting
+      full = len(waiting) >= MAX_WAITING_CONTROL
       if full:
-        self.control.waiting.popleft()
-      self.control.waiting.append(Parcel(frames.encode(Control(header))))
+        del waiting[self.control.leaving]  # the oldest that has not begun to leave
+      waiting.append((memoryview(frames.encode(Control(header))),))
     self.control.wake()
     return int(full)
 
   def post_bulk(self, header: bytes, payload: memoryview) -> bool:
     """Queues a message with payload; False if there is no room."""
     with self.lock:
-      full = self.queued_bytes and self.queued_bytes + len(payload) > self.run.queue_bytes
-      if full or max(map(len, self.bulk)) >= MAX_QUEUED:
+      queued = self.queued_bytes
+      full = queued and queued + len(payload) > self.run.queue_bytes
+      if full or max(len(channel.waiting) for channel in self.bulk) >= MAX_QUEUED:
         return False
-      self.queued_bytes += len(payload)
       frame = Bulk(next(self.caretaker.numbers), len(payload), header)
       for channel in self.bulk:
         part = payload[frames.part(channel.number, len(self.bulk), len(payload))]
-        channel.waiting.append(Parcel(frames.encode(frame, len(part)), part))
+        channel.waiting.append((memoryview(frames.encode(frame, len(part))), part))
     for channel in self.bulk:
       channel.wake()
     return True
@@ -295,21 +262,26 @@ class Peer:
   def drop_queue(self, control: bool) -> int:
     """Gives up the fragments for this peer, and control if asked to; returns how many messages."""
     with self.lock:
-      count = max(map(len, self.bulk)) + (len(self.control) if control else 0)
+      count = max(len(channel.waiting) for channel in self.bulk)
+      count += len(self.control.waiting) if control else 0
       for channel in self.channels if control else self.bulk:
         channel.waiting.clear()
-        channel.leaving = None
-      self.queued_bytes = 0
+        channel.leaving = False
       return count
 
   def idle(self) -> bool:
     """Whether nothing waits for it."""
-    return not any(map(len, self.channels))
+    return not any(channel.waiting for channel in self.channels)
+
+  def outnumbers(self, greeting: Greeting) -> bool:
+    """Whether it is another life of this role, and no newer one, that greets."""
+    return self.session != greeting.session and self.incarnation >= greeting.incarnation
 
   def meet(self, greeting: Greeting) -> None:
     """From now on this is who the peer is."""
     if self.incoming is None or self.session != greeting.session:
-      check = functools.partial(check_header, self.run, self.address, greeting.incarnation)
+      who = (self.run.run_id, self.run.plan_id), self.address, greeting.incarnation
+      check = functools.partial(open_frame, *who, payload=b"")  # before a payload is let in
       self.incoming = Incoming(len(self.bulk), self.run, self.caretaker.buffers, check)
     self.incarnation, self.session = greeting.incarnation, greeting.session
     self.state, self.reason, self.heard_at = "up", "", time.monotonic()
@@ -319,10 +291,6 @@ class Peer:
   def down(self, reason: str) -> None:
     """It is out of reach for now."""
     self.state, self.reason = "connecting", reason
-
-  def refused(self, reason: str) -> None:
-    """One of the two does not speak to the other."""
-    self.state, self.reason = "refused", reason
 
   def hang_up(self) -> None:
     """Ends all its connections."""
@@ -348,56 +316,54 @@ LEAST_KEPT_BYTES = 1 << 20  # smaller memory is no cost
 KEPT_SECONDS = 3.0  # the pushes of a round come together; between rounds memory is for others
 
 
+@dataclasses.dataclass
+class _Block:
+  memory: np.ndarray
+  holder: Callable[[], object]  # None when it and all its views are gone
+  used_at: float  # when that was not so
+
+
 class BufferPool:
   """Memory that payloads arrive in. Memory without a reference left is used again: the first touch
   of fresh memory may take longer than receiving what goes there."""
 
   def __init__(self) -> None:
-    self._free: collections.deque[tuple[float, np.ndarray]] = collections.deque()  # since when
+    self._lock = threading.Lock()
+    self._blocks: list[_Block] = []
+
+  def free(self) -> list[_Block]:
+    """What nobody holds any more."""
+    return [block for block in self._blocks if block.holder() is None]
 
   def take(self, size: int) -> np.ndarray:
-    """A uint8 [size], of any content; it is given back when it and all its views are gone."""
+    """A uint8 [size], of any content; its memory is free when it and all its views are gone."""
     if size < LEAST_KEPT_BYTES:
       return np.empty(size, np.uint8)
-    block = self._fitting(size)
-    lease = (ctypes.c_uint8 * len(block)).from_buffer(block)  # all views hold it
-    weakref.finalize(lease, self._give_back, block).atexit = False
-    return np.frombuffer(lease, np.uint8)[:size]
-
-  def _fitting(self, size: int) -> np.ndarray:
-    for _ in range(len(self._free)):
-      try:
-        since, block = self._free.popleft()
-      except IndexError:  # another thread was quicker
-        break
-      if size <= len(block) <= 2 * size:
-        return block
-      self._free.append((since, block))
-    return np.empty(size, np.uint8)
-
-  def _give_back(self, block: np.ndarray) -> None:
-    self._free.append((time.monotonic(), block))  # in any thread, at any moment: no locks
+    with self._lock:
+      fitting = [block for block in self.free() if size <= len(block.memory) <= 2 * size]
+      memory = fitting[0].memory if fitting else np.empty(size, np.uint8)
+      holder = (ctypes.c_uint8 * len(memory)).from_buffer(memory)  # all views hold it
+      block = _Block(memory, weakref.ref(holder), time.monotonic())
+      self._blocks = [block, *(each for each in self._blocks if each.memory is not memory)]
+    return np.frombuffer(holder, np.uint8)[:size]
 
   def release(self, now: float) -> None:
     """Frees what was not used for a while."""
-    for _ in range(len(self._free)):
-      try:
-        since, block = self._free.popleft()
-      except IndexError:
-        break
-      if now - since < KEPT_SECONDS:
-        self._free.append((since, block))
+    with self._lock:
+      for block in self._blocks:
+        block.used_at = now if block.holder() is not None else block.used_at
+      self._blocks = [block for block in self._blocks if now - block.used_at < KEPT_SECONDS]
 
 
 @dataclasses.dataclass
 class _Assembly:
   header: bytes
-  payload: np.ndarray | None  # uint8 [total]; None: it is not wanted
+  payload: np.ndarray  # uint8 [total]
   missing: set[int]  # streams whose part has not come
 
   @property
   def size(self) -> int:
-    return 0 if self.payload is None else len(self.header) + len(self.payload)
+    return len(self.header) + len(self.payload)
 
 
 class Incoming:
@@ -421,8 +387,10 @@ class Incoming:
     self._streams, self._run, self._buffers, self._check = streams, run, buffers, check
     self._lock = threading.Lock()
     self._untaken = 0  # messages that are whole
+    self._whole = -1  # number of the newest of them
     self._assemblies: dict[int, _Assembly] = {}  # by number
-    self._newest = [-1] * streams  # number that each was given room for
+    self._newest = [-1] * streams  # number that each was given room for, or that was refused
+    self._under_way: list[_Assembly | None] = [None] * streams  # of which a part is arriving
     self._full: set[FrameSocket] = set()  # connections that wait for room
 
   def room(self, stream: int, frame: Bulk, size: int, wire: FrameSocket) -> memoryview | None:
@@ -430,44 +398,37 @@ class Incoming:
 
     Raises:
       MalformedMessage: it does not fit, or its header is wrong.
-      Forget: a part of a message that is not wanted.
+      Forget: a part of a message that is whole, lost or refused.
     """
     place = frames.part(stream, self._streams, frame.total)
     if size != place.stop - place.start:
       raise MalformedMessage(f"{size} bytes are no part {stream} of {frame.total}")
     with self._lock:
-      self._drop_lost(stream, frame.number)
+      # Messages before this one whose part of this stream was lost with a connection.
+      self._drop(n for n, e in self._assemblies.items() if n < frame.number and stream in e.missing)
       assembly = self._assemblies.get(frame.number)
       if assembly is None:
-        if any(number > frame.number for number in self._newest):
-          raise Forget  # another stream is past it: so it is lost
+        if frame.number <= max(self._newest):
+          raise Forget
         if not self._has_room(frame):
           self._full.add(wire)
           return None
-        assembly = _Assembly(b"", None, set(range(self._streams)))
-        self._assemblies[frame.number] = assembly
-        try:
-          assembly.payload = self._let_in(frame)
-        except MalformedMessage:
-          self._passed(stream, frame.number, assembly)
-          raise
-        assembly.header = frame.header
-        self.bytes += assembly.size
-      elif assembly.payload is not None and frame.total != len(assembly.payload):
+      elif frame.total != len(assembly.payload):
         raise MalformedMessage(f"{frame.total} bytes in all, or {len(assembly.payload)}?")
-      self._newest[stream] = max(self._newest[stream], frame.number)
-      if assembly.payload is None:
-        self._passed(stream, frame.number, assembly)
-        raise Forget
+      self._newest[stream] = frame.number
+      self._under_way[stream] = assembly = assembly or self._begin(frame)
       return memoryview(assembly.payload)[place]
 
-  def _let_in(self, frame: Bulk) -> np.ndarray:
-    """For a whole payload; MalformedMessage if it may not come."""
+  def _begin(self, frame: Bulk) -> _Assembly:
+    """Memory for a message; MalformedMessage if it may not come."""
     most = self._run.max_payload_bytes
     if frame.total > most:
       raise MalformedMessage(f"a payload of {frame.total} bytes exceeds {most}, this run's largest")
     self._check(frame.header)
-    return self._buffers.take(frame.total)
+    payload, missing = self._buffers.take(frame.total), set(range(self._streams))
+    assembly = self._assemblies[frame.number] = _Assembly(frame.header, payload, missing)
+    self.bytes += assembly.size
+    return assembly
 
   def _has_room(self, frame: Bulk) -> bool:
     if self._untaken + len(self._assemblies) >= MAX_UNTAKEN:
@@ -475,36 +436,30 @@ class Incoming:
     size = len(frame.header) + frame.total
     return not self.bytes or self.bytes + size <= self._run.queue_bytes
 
-  def _drop_lost(self, stream: int, number: int) -> None:
-    """Messages before this one whose part of this stream was lost with a connection."""
-    lost = [n for n, each in self._assemblies.items() if n < number and stream in each.missing]
-    for each in lost:
-      self.bytes -= self._assemblies.pop(each).size
-    if lost:
+  def _drop(self, numbers: Iterable[int]) -> None:
+    """These do not go on: their memory is for others."""
+    if dropped := [self._assemblies.pop(number) for number in [*numbers]]:
+      self.bytes -= sum(each.size for each in dropped)
       self._wake()
 
   def forget(self) -> None:
-    """What has begun to arrive does not go on: its memory is for others."""
+    """What has begun to arrive does not go on; it may come again."""
     with self._lock:
-      self.bytes -= sum(each.size for each in self._assemblies.values())
-      self._assemblies.clear()
-      self._wake()
+      self._drop(self._assemblies)
+      self._newest = [self._whole] * self._streams
+      self._under_way = [None] * self._streams
 
-  def _passed(self, stream: int, number: int, assembly: _Assembly) -> bool:
-    """This stream's part has come; whether all have."""
-    assembly.missing.discard(stream)
-    if not assembly.missing:
-      self._assemblies.pop(number, None)
-    return not assembly.missing
-
-  def arrived(self, stream: int, number: int) -> tuple[bytes, np.ndarray] | None:
+  def arrived(self, stream: int) -> tuple[bytes, np.ndarray] | None:
     """This stream's part is here; the (header, payload) of the message if it is whole now."""
     with self._lock:
-      assembly = self._assemblies.get(number)
-      if assembly is None or assembly.payload is None:
+      assembly, self._under_way[stream] = self._under_way[stream], None
+      if assembly is None:
         return None
-      if not self._passed(stream, number, assembly):
+      assembly.missing.discard(stream)
+      if assembly.missing:
         return None
+      self._whole = self._newest[stream]
+      del self._assemblies[self._whole]
       self._untaken += 1
       return assembly.header, assembly.payload
 

@@ -17,7 +17,7 @@ import dataclasses
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 from ddiloco.protocol import messages
@@ -89,7 +89,6 @@ class Counters:
   malformed: int = 0  # not a frame of this run, or in another sender's name
   overflowed: int = 0  # arrived while too much of the same sender was waiting
   refused: int = 0  # connections turned away: no listed key, another run, fenced, not our protocol
-  resent: int = 0  # parts of fragments that left again, since their connection had broken
 
 
 class Endpoint(Protocol):
@@ -124,8 +123,61 @@ class Endpoint(Protocol):
     ...
 
 
-class Inbox:
-  """What has arrived at an endpoint and waits for its role.
+class _Frame(NamedTuple):
+  """What has arrived and waits."""
+
+  header: bytes
+  payload: messages.Payload
+  size: int
+  at: float  # when it arrived
+  incarnation: int | None  # of its sender, as in its greeting
+  taken: Callable[[], None]
+  is_report: bool
+
+
+class _Line(collections.OrderedDict[str, collections.deque[_Frame]]):
+  """What waits of one kind, by sender in the order of their turns: a bounded queue for each."""
+
+  def __init__(self, max_frames: int, max_bytes: float, drop_oldest: bool):
+    super().__init__()
+    self._max_frames, self._max_bytes = max_frames, max_bytes  # of one sender
+    self._drop_oldest = drop_oldest
+
+  def put(self, sender: str, frame: _Frame) -> int:
+    """A frame at the end of its sender's queue; returns how many that are too much were dropped:
+    the oldest, or this one."""
+    queue = self.setdefault(sender, collections.deque())
+    if frame.is_report and (older := [each for each in queue if each.is_report]):
+      queue.remove(older[0])
+    dropped, most = 0, self._max_bytes - frame.size
+    while queue and (len(queue) >= self._max_frames or _bytes(queue) > most):
+      dropped += 1
+      if not self._drop_oldest:
+        return dropped
+      queue.popleft()
+    queue.append(frame)
+    return dropped
+
+  def crowded(self, sender: str) -> bool:
+    """Whether half of a sender's room is taken."""
+    queue = self.get(sender, ())
+    return 2 * len(queue) >= self._max_frames or 2 * _bytes(queue) >= self._max_bytes
+
+  def take(self) -> tuple[str, _Frame]:
+    """The oldest frame of the sender whose turn it is; there must be one."""
+    sender, queue = self.popitem(last=False)
+    frame = queue.popleft()
+    if queue:
+      self[sender] = queue
+    return sender, frame
+
+
+def _bytes(frames: Iterable[_Frame]) -> int:
+  return sum(frame.size for frame in frames)
+
+
+class InboxEndpoint:
+  """What all endpoints do alike: they count what is sent, and what arrives waits for the role.
 
   Every sender has a bounded queue of its own, and they take turns: a sender that never stops
   fills its own queue and costs each of the others one turn. Control goes before bulk, but one bulk
@@ -133,209 +185,28 @@ class Inbox:
   Of a learner's reports only the newest waits; it says all that those before it said.
 
   Args:
-    run_id: of this run ...
-    plan_id: ... and of what all its roles share; frames of others are malformed.
-    counters: the endpoint's, counted when something arrives or is dropped.
-    max_bulk_bytes: of bulk that waits from one sender; one message is let in always.
-    dropped: called as dropped(sender, reason) for every frame that is dropped.
-  """
-
-  def __init__(
-    self,
-    run_id: str,
-    plan_id: str,
-    counters: Counters,
-    max_bulk_bytes: float = math.inf,
-    dropped: Callable[[str, str], None] = lambda sender, reason: None,
-  ):
-    self.closed = False
-    self._run_id, self._plan_id = run_id, plan_id
-    self._counters, self._dropped = counters, dropped
-    self._report = messages.report_start(run_id, plan_id)
-    self._ready = threading.Condition()
-    self._control = _Line(MAX_CONTROL, MAX_CONTROL_BYTES, drop_oldest=True)
-    self._bulk = _Line(MAX_BULK, max_bulk_bytes, drop_oldest=False)
-    self._in_a_row = 0  # of control, while bulk waited
-    self._woken = False
-
-  @property
-  def waiting(self) -> int:
-    """How many frames."""
-    with self._ready:
-      return self._control.count + self._bulk.count
-
-  def put(
-    self,
-    sender: str,
-    header: bytes,
-    payload: messages.Payload,
-    size: int,
-    incarnation: int | None = None,
-    taken: Callable[[], None] = lambda: None,
-  ) -> bool:
-    """A frame from this incarnation of `sender`, None: any; False if it was not let in.
-
-    Of control that is too much the oldest goes, and of bulk what comes last: its sender waits.
-    `taken` is called when the role takes a message with payload, from the role's thread.
-    """
-    frame = _Frame(header, payload, size, time.monotonic(), incarnation, taken)
-    with self._ready:
-      if self.closed:
-        return False
-      self._counters.received_bytes += size
-      if payload is None:
-        dropped = self._control.put(sender, frame, is_report=header.startswith(self._report))
-      else:
-        dropped = self._bulk.put(sender, frame)
-      self._counters.overflowed += dropped
-      self._ready.notify()
-    if dropped:
-      self._dropped(sender, "too many of its messages wait here")
-    return payload is None or not dropped
-
-  def crowded(self, sender: str) -> bool:
-    """Whether so much control of this sender waits that it should be held back."""
-    with self._ready:
-      return self._control.crowded(sender)
-
-  def receive(self, timeout_seconds: float) -> Delivery | None:
-    """As `Endpoint.receive`."""
-    deadline = time.monotonic() + timeout_seconds
-    for _ in range(MAX_BULK):  # a flood of what is no message must not keep the role for ever
-      taken = self._next(deadline - time.monotonic())
-      if taken is None:
-        return None
-      sender, frame = taken
-      if frame.payload is not None:
-        self._counters.payload_bytes += frame.size - len(frame.header)
-        frame.taken()
-      try:
-        message = open_frame(
-          (self._run_id, self._plan_id), sender, frame.incarnation, frame.header, frame.payload
-        )
-      except messages.MalformedMessage as error:
-        self._counters.malformed += 1
-        self._dropped(sender, str(error))
-        continue
-      return Delivery(sender, message, frame.at)
-    return None
-
-  def _next(self, timeout_seconds: float) -> tuple[str, _Frame] | None:
-    with self._ready:
-      if not (self._control.count or self._bulk.count or self._woken or self.closed):
-        self._ready.wait(max(0.0, timeout_seconds))
-      self._woken = False
-      if self._control.count and not (self._bulk.count and self._in_a_row >= BULK_AFTER):
-        self._in_a_row += self._bulk.count > 0
-        return self._control.take()
-      self._in_a_row = 0
-      return self._bulk.take() if self._bulk.count else None
-
-  def wake(self) -> None:
-    """Makes a waiting `receive` return None now."""
-    with self._ready:
-      self._woken = True
-      self._ready.notify_all()
-
-  def close(self) -> None:
-    """Forgets what waits; from now on nothing is received."""
-    with self._ready:
-      self.closed = True
-      self._control = self._bulk = _Line(0, 0, drop_oldest=False)
-      self._ready.notify_all()
-
-
-@dataclasses.dataclass(eq=False)
-class _Frame:
-  header: bytes
-  payload: messages.Payload
-  size: int
-  at: float  # when it arrived
-  incarnation: int | None  # of its sender, as in its greeting
-  taken: Callable[[], None]
-
-
-@dataclasses.dataclass
-class _Queue:
-  """What waits from one sender, in order."""
-
-  frames: collections.deque[_Frame] = dataclasses.field(default_factory=collections.deque)
-  bytes: int = 0
-  report: _Frame | None = None  # the newest one
-
-
-class _Line:
-  """What waits of one kind: a bounded queue for each sender, and whose turn it is."""
-
-  def __init__(self, max_frames: int, max_bytes: float, drop_oldest: bool):
-    self.count = 0
-    self._max_frames, self._max_bytes = max_frames, max_bytes  # of one sender
-    self._drop_oldest = drop_oldest
-    self._queues: collections.OrderedDict[str, _Queue] = collections.OrderedDict()  # by turn
-
-  def put(self, sender: str, frame: _Frame, is_report: bool = False) -> int:
-    """A frame at the end of its sender's queue; returns how many that are too much were dropped:
-    the oldest, or this one."""
-    queue = self._queues.get(sender)
-    if queue is None:
-      queue = self._queues[sender] = _Queue()
-    if is_report and queue.report in queue.frames:
-      self._remove(queue, queue.report)
-    dropped, most = 0, self._max_bytes - frame.size
-    while queue.frames and (len(queue.frames) >= self._max_frames or queue.bytes > most):
-      dropped += 1
-      if not self._drop_oldest:
-        return dropped
-      self._remove(queue, queue.frames[0])
-    queue.frames.append(frame)
-    queue.bytes += frame.size
-    queue.report = frame if is_report else queue.report
-    self.count += 1
-    return dropped
-
-  def _remove(self, queue: _Queue, frame: _Frame) -> None:
-    queue.frames.remove(frame)
-    queue.bytes -= frame.size
-    self.count -= 1
-
-  def crowded(self, sender: str) -> bool:
-    """Whether half of a sender's room is taken."""
-    queue = self._queues.get(sender)
-    if queue is None:
-      return False
-    return 2 * len(queue.frames) >= self._max_frames or 2 * queue.bytes >= self._max_bytes
-
-  def take(self) -> tuple[str, _Frame]:
-    """The oldest frame of the sender whose turn it is; there must be one."""
-    sender, queue = self._queues.popitem(last=False)
-    frame = queue.frames[0]
-    self._remove(queue, frame)
-    if queue.frames:
-      self._queues[sender] = queue
-    return sender, frame
-
-
-class InboxEndpoint:
-  """What all endpoints do alike: they count what is sent, and what arrives waits in an inbox.
-
-  Args:
     address: of this role.
     run_id: of this run ...
-    plan_id: ... and of what all its roles share.
-    max_bulk_bytes: of bulk that waits from one sender.
+    plan_id: ... and of what all its roles share; frames of others are malformed.
+    max_bulk_bytes: of bulk that waits from one sender; one message is let in always.
   """
 
   def __init__(self, address: str, run_id: str, plan_id: str, max_bulk_bytes: float = math.inf):
     self.address = address
     self.counters = Counters()
     self._ids = run_id, plan_id
-    self._inbox = Inbox(run_id, plan_id, self.counters, max_bulk_bytes, self._dropped)
+    self._report = messages.report_start(run_id, plan_id)
+    self._ready = threading.Condition()
+    self._waiting_control = _Line(MAX_CONTROL, MAX_CONTROL_BYTES, drop_oldest=True)
+    self._waiting_bulk = _Line(MAX_BULK, max_bulk_bytes, drop_oldest=False)
+    self._in_a_row = 0  # of control, while bulk waited
+    self._woken = self._closed = False
 
   def send(self, to: str, message: Message, spoil: Spoil | None = None) -> int:
     header, payload = messages.encode(message, *self._ids)
     header = header if spoil is None else spoil(header)
     size = messages.frame_bytes(header, payload)
-    if not self._inbox.closed:
+    if not self._closed:
       self.counters.sent_bytes += size
       self.counters.payload_bytes += size - len(header)
       self.counters.undelivered += self._post(to, header, payload)
@@ -348,15 +219,88 @@ class InboxEndpoint:
   def _dropped(self, sender: str, reason: str) -> None:
     """A message of this sender was dropped here."""
 
+  def put(
+    self,
+    sender: str,
+    header: bytes,
+    payload: messages.Payload,
+    incarnation: int | None = None,
+    taken: Callable[[], None] = lambda: None,
+  ) -> bool:
+    """A frame from this incarnation of `sender`, None: any; False if it was not let in.
+
+    Of control that is too much the oldest goes, and of bulk what comes last: its sender waits.
+    `taken` is called when the role takes a message with payload, from the role's thread.
+    """
+    size, at = messages.frame_bytes(header, payload), time.monotonic()
+    is_report = payload is None and header.startswith(self._report)
+    frame = _Frame(header, payload, size, at, incarnation, taken, is_report)
+    with self._ready:
+      if self._closed:
+        return False
+      self.counters.received_bytes += size
+      line = self._waiting_control if payload is None else self._waiting_bulk
+      dropped = line.put(sender, frame)
+      self.counters.overflowed += dropped
+      self._ready.notify()
+    if dropped:
+      self._dropped(sender, "too many of its messages wait here")
+    return payload is None or not dropped
+
+  def _crowded(self, sender: str) -> bool:
+    """Whether so much control of this sender waits that it should be held back."""
+    with self._ready:
+      return self._waiting_control.crowded(sender)
+
   def receive(self, timeout_seconds: float) -> Delivery | None:
-    return self._inbox.receive(timeout_seconds)
+    deadline = time.monotonic() + timeout_seconds
+    for _ in range(MAX_BULK):  # a flood of what is no message must not keep the role for ever
+      taken = self._next(deadline - time.monotonic())
+      if taken is None:
+        return None
+      sender, frame = taken
+      if frame.payload is not None:
+        self.counters.payload_bytes += frame.size - len(frame.header)
+        frame.taken()
+      try:
+        message = open_frame(self._ids, sender, frame.incarnation, frame.header, frame.payload)
+      except messages.MalformedMessage as error:
+        self.counters.malformed += 1
+        self._dropped(sender, str(error))
+        continue
+      return Delivery(sender, message, frame.at)
+    return None
+
+  def _next(self, timeout_seconds: float) -> tuple[str, _Frame] | None:
+    with self._ready:
+      control, bulk = self._waiting_control, self._waiting_bulk
+      if not (control or bulk or self._woken or self._closed):
+        self._ready.wait(max(0.0, timeout_seconds))
+      self._woken = False
+      if control and not (bulk and self._in_a_row >= BULK_AFTER):
+        self._in_a_row += bool(bulk)
+        return control.take()
+      self._in_a_row = 0
+      return bulk.take() if bulk else None
 
   @property
   def waiting(self) -> int:
-    return self._inbox.waiting
+    with self._ready:
+      lines = self._waiting_control, self._waiting_bulk
+      return sum(len(queue) for line in lines for queue in line.values())
 
   def wake(self) -> None:
-    self._inbox.wake()
+    with self._ready:
+      self._woken = True
+      self._ready.notify_all()
+
+  def _shut(self) -> None:
+    """Forgets what waits; from now on nothing is sent and nothing is received."""
+    with self._ready:
+      self._closed = True
+      self._waiting_control.clear()
+      self._waiting_bulk.clear()
+      self._ready.notify_all()
 
 
 class Hub:
@@ -400,14 +344,11 @@ class QueueEndpoint(InboxEndpoint):
 
   def _post(self, to: str, header: bytes, payload: messages.Payload) -> int:
     peer = self._hub.find(to)
-    return int(peer is None or not peer._deliver(self.address, header, payload))
-
-  def _deliver(self, sender: str, header: bytes, payload: messages.Payload) -> bool:
-    return self._inbox.put(sender, header, payload, messages.frame_bytes(header, payload))
+    return int(peer is None or not peer.put(self.address, header, payload))
 
   def unsent(self, peer: str) -> int:
     return 0
 
   def close(self) -> None:
-    self._inbox.close()
+    self._shut()
     self._hub.remove(self)

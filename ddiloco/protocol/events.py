@@ -133,7 +133,6 @@ class Traffic(Event, frozen=True, kw_only=True):
   malformed: int = 0
   overflowed: int = 0
   refused: int = 0
-  resent: int = 0
 
 
 class Crash(Event, frozen=True, kw_only=True):

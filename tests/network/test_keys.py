@@ -1,6 +1,7 @@
 """Only who has a listed key gets in, under its owner's address; everybody else is counted."""
 
 import contextlib
+import dataclasses
 import errno
 import os
 import random
@@ -408,9 +409,10 @@ def test_a_listed_key_speaks_for_its_owner_alone(net):
 def test_a_connection_for_fragments_must_show_its_sessions_key(net):
   shard, learner = net.connect("syncer-0"), net.connect("learner-0")
   context = context_of(net.folder, "learner-1", net.keys("syncer-0").public)
-  attach = frames.encode(frames.Attach(learner._greeting.session, 0))
-  assert shake_hands(net, context, attach) == b""
-  net.wait_until(lambda: shard.counters.refused == 1)
+  for address in ("learner-0", "learner-1"):
+    greeting = dataclasses.replace(learner._greeting, address=address, stream=0)
+    assert shake_hands(net, context, frames.encode(greeting)) == b""
+  net.wait_until(lambda: shard.counters.refused == 2)
 
 
 # --- which addresses need keys --------------------------------------------------------------------

@@ -66,7 +66,7 @@ def test_control_overtakes_bulk_and_each_keeps_its_order(hub):
   for i in range(3):
     a.send("syncer-0", RequestMoments(0, 0, (i,)))
   if isinstance(hub, Net):
-    hub.wait_until(lambda: b._inbox.waiting == 6)
+    hub.wait_until(lambda: b.waiting == 6)
   arrived = [b.receive(SECONDS)[1] for _ in range(6)]
   assert [m.fragments for m in arrived[:3]] == [(0,), (1,), (2,)]
   assert [m.round for m in arrived[3:]] == [0, 1, 2]
@@ -115,11 +115,11 @@ def test_a_closed_endpoint_is_silent(hub):
 def test_malformed_frames_are_dropped_and_counted():
   hub = Hub("run", "plan")
   a = hub.connect("learner-0")
-  a._deliver("syncer-0", b"\xc1garbage", None)
+  a.put("syncer-0", b"\xc1garbage", None)
   header, _ = messages.encode(pull(1), "another run", "plan")
-  a._deliver("syncer-0", header, None)
+  a.put("syncer-0", header, None)
   header, _ = messages.encode(pull(2), "run", "plan")
-  a._deliver("syncer-0", header, None)
+  a.put("syncer-0", header, None)
   assert a.receive(SECONDS)[1].round == 2
   assert a.counters.malformed == 2
 
@@ -157,8 +157,7 @@ def test_who_sends_without_end_holds_up_nobody_else(hub):
   other.send("syncer-0", RequestMoments(1, 0, (7,)))
   other.send("syncer-0", dataclasses.replace(push(7), learner=1))
   if isinstance(hub, Net):
-    control = shard._inbox._control
-    hub.wait_until(lambda: "learner-1" in control._queues and shard._inbox._bulk.count)
+    hub.wait_until(lambda: "learner-1" in shard._waiting_control and shard._waiting_bulk)
   assert shard.waiting <= MAX_CONTROL + 2
   got = [shard.receive(SECONDS) for _ in range(MAX_CONTROL)]
   heard = {type(d.message).__name__ for d in got if d.sender == "learner-1"}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ddiloco.network import transport
-from ddiloco.network.transport import BULK_AFTER, MAX_CONTROL, Counters, Inbox
+from ddiloco.network.transport import BULK_AFTER, MAX_CONTROL, InboxEndpoint
 from ddiloco.protocol import messages
 from ddiloco.protocol.messages import Goodbye, Hello, Message, Push, Report, RequestMoments
 from tests import says
@@ -19,16 +19,15 @@ class Box:
   """An inbox and what it was told."""
 
   def __init__(self, **options):
-    self.counters, self.dropped = Counters(), []
-    drop = lambda *what: self.dropped.append(what)  # noqa: E731
-    self.inbox = Inbox("run", "plan", self.counters, dropped=drop, **options)
+    self.dropped = []
+    self.inbox = InboxEndpoint("syncer-0", "run", "plan", **options)
+    self.inbox._dropped = lambda *what: self.dropped.append(what)
+    self.counters = self.inbox.counters
 
   def put(self, message: Message, incarnation: int | None = None, sender: str = "") -> bool:
     header, payload = messages.encode(message, "run", "plan")
     sender = sender or transport.claimed_sender(message)
-    return self.inbox.put(
-      sender, header, payload, messages.frame_bytes(header, payload), incarnation
-    )
+    return self.inbox.put(sender, header, payload, incarnation)
 
   def all(self) -> list[Message]:
     found = []
@@ -95,7 +94,7 @@ def test_memory_does_not_grow_with_the_length_of_a_flood():
 
   def flood(count: int) -> int:
     for _ in range(count):
-      box.inbox.put("learner-0", bytes(bytearray(header)), None, len(header))
+      box.inbox.put("learner-0", bytes(bytearray(header)), None)
     return tracemalloc.get_traced_memory()[0]
 
   box.dropped = collections.deque(maxlen=1)
@@ -162,7 +161,7 @@ def test_a_role_is_not_kept_by_a_flood_of_what_is_no_message():
   box = Box()
   for sender in range(12):
     for _ in range(MAX_CONTROL):
-      box.inbox.put(f"learner-{sender}", b"garbage", None, 7)
+      box.inbox.put(f"learner-{sender}", b"garbage", None)
   assert box.inbox.receive(0.0) is None
   assert box.inbox.waiting, "it looked at some, and may do something else now"
   while box.inbox.waiting:
