@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from ddiloco import runtime
 from ddiloco.runtime import REAL_TIME, drive, short_collections
 
 PATIENCE_SECONDS = 90.0
@@ -40,7 +41,8 @@ def test_a_loop_is_given_what_comes_and_resumed_to_look_around():
 
 def test_what_was_there_before_a_role_is_not_collected_while_it_or_another_one_lives():
   """A collection that looks at all that JAX has loaded keeps every thread waiting for long."""
-  assert gc.get_freeze_count() == 0, "another test has left a role"
+  assert not runtime._roles, "another test has left a role"
+  gc.unfreeze()  # what pytest has imported (`conftest.py`)
   before = [[]]
 
   def collected(what: list) -> bool:
@@ -104,6 +106,14 @@ def test_a_job_that_fails_is_the_last_one():
   worker = REAL_TIME.worker("test", failed=failed.set)
   worker.put(1 / 0 for _ in [0])
   worker.put(pytest.fail("it is done") for _ in [0])
+  assert failed.wait(PATIENCE_SECONDS) and isinstance(worker.failure, ZeroDivisionError)
+  worker.close(0.0, PATIENCE_SECONDS)
+  assert not worker.running
+
+
+def test_a_worker_that_cannot_even_begin_says_so():
+  failed = threading.Event()
+  worker = REAL_TIME.worker("test", begin=lambda: 1 / 0, failed=failed.set)
   assert failed.wait(PATIENCE_SECONDS) and isinstance(worker.failure, ZeroDivisionError)
   worker.close(0.0, PATIENCE_SECONDS)
   assert not worker.running

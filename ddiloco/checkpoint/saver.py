@@ -266,6 +266,12 @@ def consistent(states: Mapping[str, Mapping[str, Any]], shards: Collection[str])
 
 
 def _lower_priority() -> None:
-  """Of this thread, and so of those that writing starts: the role's own work comes first."""
+  """Of this thread, and so of those that writing starts: the role's own work comes first.
+
+  A process that is nicer already, as in a job of low priority, may not take that back.
+  """
   if sys.platform == "linux":  # elsewhere it is the whole process that has a priority
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+    me = threading.get_native_id()
+    niceness = max(NICENESS, os.getpriority(os.PRIO_PROCESS, me))
+    with contextlib.suppress(OSError):  # forbidden: it saves all the same
+      os.setpriority(os.PRIO_PROCESS, me, niceness)

@@ -196,6 +196,38 @@ def test_only_the_thread_that_saves_steps_back(storage, savers, monkeypatch):
   assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
+def test_a_role_of_low_priority_saves_and_with_no_higher_one(storage, savers, monkeypatch):
+  """Only root may take a low priority back; for others the saver's thread once died of it."""
+  priorities, low = {}, saver_lib.NICENESS + 5
+  set_priority = os.setpriority
+
+  def as_a_user(which, who, niceness):
+    if niceness < os.getpriority(which, who):
+      raise PermissionError("only root")
+    set_priority(which, who, niceness)
+
+  def save(self, *arguments):
+    priorities["saver"] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    return Storage.save(self, *arguments)
+
+  monkeypatch.setattr(os, "setpriority", as_a_user)
+  monkeypatch.setattr(Gated, "save", save)
+  made = []
+
+  def live():
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), low)
+    made.append(savers("learner-0"))
+
+  role = threading.Thread(target=live)
+  role.start()
+  role.join()
+  saver, events = made[0]
+  saver.save(1, {}, {})
+  events.of("saved")
+  assert priorities["saver"] >= low
+
+
 def test_copies_of_the_state_are_freed_before_anything_is_waited_for(storage, savers, monkeypatch):
   saver, events = savers()
   freed = {}
