@@ -221,12 +221,17 @@ class Exchange:
   def _received(self, arrived: Delivery) -> Received | None:
     """A message for the reducer; an initial value without its payload is completed first."""
     message = arrived.message
-    if not isinstance(message, Publish) or message.codec != MADE:
+    if not isinstance(message, Publish) or message.codec != MADE or self._has(message):
       return Received(message, arrived.at)
     if message.fragment not in self._making:
       self._making.add(message.fragment)
       self._worker.put(self._complete(message))
     return None
+
+  def _has(self, publish: Publish) -> bool:
+    """Whether its value is here: to make it once more would take a whole model."""
+    p, known = publish.fragment, self.state.fragments
+    return p < len(known) and publish.round <= known[p].newest
 
   def _feed(self, event: LearnerEvent) -> None:
     self.state, actions = learner.learner_on(self.state, event, self._sync)

@@ -327,6 +327,13 @@ def test_an_initial_value_is_made_here_if_it_is_the_one_that_the_shard_has():
   for p, value in enumerate(values):
     np.testing.assert_array_equal(bench.local(p), value)
   assert len(made) == 1, "all fragments at once"
+  for p, value in enumerate(values):
+    bench.publish_digest(p, value)  # and once more, while it joined
+  bench.until(lambda: not bench.wire.inbox)
+  done = threading.Event()
+  bench.exchange._worker.put(done.set() for _ in [0])
+  assert done.wait(PATIENCE_SECONDS)
+  assert len(made) == 1, "a whole model, for a value that is here"
   assert not any(isinstance(m, Hello) and m.whole for m in bench.wire.sent)
 
 
