@@ -72,18 +72,20 @@ class Saver:
     state: Mapping[str, Any],
     arrays: MutableMapping[str, Any],
     then: Callable[[int], Job] = lambda snapshot: (),
+    at_last: Callable[[int], Job] = lambda snapshot: (),
   ) -> None:
     """Queues this role's part: its state as JSON values, and arrays that are not changed any more;
     `arrays` is emptied while they are written.
 
-    The job `then(snapshot)` is done in the background once it is written.
+    The job `then(snapshot)` is done in the background once it is written, and after that, or once
+    it cannot be written, `at_last(snapshot)`.
     """
     if reason := "the one before is not done yet" if self._busy else self.hold():
       self.recorder.record(events.Unsaved(snapshot=snapshot, reason=reason))
       self._worker.put(self._leave_word(snapshot, reason))
       return
     self._busy = True
-    self._worker.put(self._work(snapshot, state, arrays, then))
+    self._worker.put(self._work(snapshot, state, arrays, then, at_last))
 
   def decline(self, snapshot: int, reason: str) -> None:
     """There will be no part of this role: says so to the log, and to shard 0, which would wait.
@@ -125,11 +127,13 @@ class Saver:
     state: Mapping[str, Any],
     arrays: MutableMapping[str, Any],
     then: Callable[[int], Job],
+    at_last: Callable[[int], Job],
   ) -> Job:
     written = yield from self._write(snapshot, state, arrays)
     del arrays  # a copy of an island's whole state: free it before waiting for anything
     if written:
       yield from then(snapshot)
+    yield from at_last(snapshot)
     self._busy = False
 
   def _write(
@@ -169,10 +173,9 @@ class Saver:
     shards: Collection[str],
     learners: Callable[[], Collection[str]],
     patience_seconds: float,
-    keep: int,
     may_lack: bool = True,
   ) -> Job:
-    """Waits for the parts, commits the snapshot and deletes old ones.
+    """Waits for the parts, and commits the snapshot.
 
     Learners that are not expected at first are no part of it.
 
@@ -181,7 +184,6 @@ class Saver:
       shards: parts it cannot do without.
       learners: parts that are still to be expected: fewer when a learner dies.
       patience_seconds: for learners that live and whose parts do not grow.
-      keep: committed snapshots that stay.
       may_lack: whether learners that live may decline, for instance since they are busy. A run in
         lock-step, which repeats bit by bit what it lost, needs them all.
     """
@@ -192,11 +194,14 @@ class Saver:
       reason = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
       warn(f"snapshot {snapshot} is not committed: {reason}. The run goes on.")
       self.recorder.record(events.Uncommitted(snapshot=snapshot, reason=reason))
-      return
+
+  def prune(self, keep: int, snapshot: int) -> Job:
+    """Deletes old snapshots but `keep`, and what was saved for those up to this one in vain."""
     try:
-      self.storage.prune(keep)
+      self.storage.prune(keep, snapshot)
     except Exception as error:
       warn(f"old checkpoints cannot be deleted: {type(error).__name__}: {error}. The run goes on.")
+    yield None
 
   def _commit(
     self,

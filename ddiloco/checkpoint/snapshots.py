@@ -385,23 +385,26 @@ class Storage:
         self._warn(f"checkpoint skipped: {damage}")
     return None
 
-  def prune(self, keep: int) -> None:
+  def prune(self, keep: int, over: int = 0) -> None:
     """Deletes all but the newest `keep` committed snapshots, and what older ones left unfinished.
 
     The newest part of every role stays, in whatever snapshot: a learner that is away for long still
     finds its own. What cannot be deleted is warned of and stays until the next time.
 
+    Args:
+      keep: how many.
+      over: nobody commits this snapshot any more, nor one before it: their parts are left over, and
+        would fill the disk as long as nothing can be committed.
+
     Raises:
       OSError: the file system cannot be asked.
     """
-    committed = self.committed()
-    if not committed:
-      return
     if keep < 1:
       raise ValueError(f"keep = {keep}: must be at least 1, or nothing could be restored")
+    committed = self.committed()
     newer: set[str] = set()  # roles that have a part in a newer snapshot
     for snapshot in self._snapshots():
-      if snapshot > committed[0]:
+      if snapshot > max([over, *committed]):
         continue  # on its way
       roles = set[str]()
       try:

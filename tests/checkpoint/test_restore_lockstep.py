@@ -48,6 +48,9 @@ class PatientSaver(Saver):
     self.commits.append(arguments)
     return ()
 
+  def prune(self, keep: int, snapshot: int) -> Job:
+    return ()
+
   def close(self, patience_seconds: float = 0.0) -> None:
     super().close(max(patience_seconds, 60.0))
 

@@ -316,12 +316,13 @@ def commit(
   **seen,
 ):
   """Shard 0 saves its part, and then waits for the rest."""
-  how = patience_seconds, keep, may_lack
+  how = patience_seconds, may_lack
   saver.save(
     snapshot,
     state("syncer-0", own, **seen),
     {},
     lambda n: saver.commit_when_complete(n, SHARDS, lambda: learners, *how),
+    lambda n: saver.prune(keep, n),
   )
 
 
@@ -484,7 +485,7 @@ def test_without_every_shard_there_is_no_snapshot(storage, savers):
   commit(saver, 1, ["learner-0"], patience_seconds=0.2)
   (uncommitted,) = events.of("uncommitted")
   assert uncommitted.missing == ("syncer-1",)
-  assert storage.committed() == [] and "syncer-0" in storage.parts(1)
+  assert storage.committed() == [] and events.of("saved")[0].snapshot == 1
 
 
 def test_the_next_snapshot_goes_without_shard_0_while_this_one_is_not_committed(storage, savers):
@@ -542,6 +543,33 @@ def test_old_ones_are_deleted(storage, savers):
   saver.close(PATIENCE_SECONDS)
   assert storage.committed() == [5, 4]
   assert all(storage.parts(n) == {} for n in (1, 2, 3))
+
+
+@pytest.mark.parametrize("lacks", SHARDS)
+def test_what_is_saved_in_vain_does_not_fill_the_disk(storage, savers, monkeypatch, lacks):
+  """A shard cannot save its part for a while; what others saved stayed until a commit."""
+  full = threading.Event()
+  full.set()
+
+  def save(self, snapshot, role, *rest):
+    if role == lacks and full.is_set():
+      raise OSError("disk full")
+    return Storage.save(self, snapshot, role, *rest)
+
+  monkeypatch.setattr(Gated, "save", save)
+  (saver, events), (other, others), (learner, learners) = map(savers, (*SHARDS, "learner-0"))
+  for n in (1, 2, 3):
+    if n == 3:
+      full.clear()
+    learner.save(n, state("learner-0"), {"a": np.ones(1000)})
+    other.save(n, state("syncer-1"), {})
+    learners.of("saved", n)
+    others.of("unsaved" if lacks == "syncer-1" and n < 3 else "saved")
+    wait_until(lambda: not other.busy)
+    commit(saver, n, ["learner-0"], patience_seconds=0.1 if n < 3 else PATIENCE_SECONDS)
+    wait_until(lambda: not saver.busy and not learner.busy)
+    assert storage.committed() == ([3] if n == 3 else [])
+    assert sorted(path.name for path in storage.path.iterdir()) == (["00000003"] if n == 3 else [])
 
 
 def test_a_snapshot_that_cannot_be_committed_is_said_and_the_next_one_is(
