@@ -63,8 +63,13 @@ class Saver:
 
   @property
   def busy(self) -> bool:
-    """Whether a snapshot that came now would go without this role."""
+    """Whether it has not done all yet that follows from the newest snapshot."""
     return self._busy
+
+  @property
+  def refusal(self) -> str:
+    """Why a snapshot that came now would go without this role; "": it would not."""
+    return "the one before is not done yet" if self.busy else self.hold()
 
   def save(
     self,
@@ -80,7 +85,7 @@ class Saver:
     The job `then(snapshot)` is done in the background once it is written, and after that, or once
     it cannot be written, `at_last(snapshot)`.
     """
-    if reason := "the one before is not done yet" if self._busy else self.hold():
+    if reason := self.refusal:
       self.recorder.record(events.Unsaved(snapshot=snapshot, reason=reason))
       self._worker.put(self._leave_word(snapshot, reason))
       return

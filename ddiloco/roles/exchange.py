@@ -126,7 +126,6 @@ class Exchange:
     store: where the parameters live.
     runtime: this learner's clock, workers, endpoint, ...
     save: takes this learner's part of a snapshot, called in the background; None: none is taken.
-    decline: told of a snapshot that goes without this learner, and why.
   """
 
   def __init__(
@@ -137,7 +136,6 @@ class Exchange:
     store: ParameterStore,
     runtime: Runtime,
     save: Save | None = None,
-    decline: Callable[[int, str], None] | None = None,
   ):
     self.state = state
     self.config = config
@@ -145,7 +143,7 @@ class Exchange:
     self._sync = config.sync
     self._plan = plan
     self._store = store
-    self._save, self._decline = save, decline
+    self._save, self._saver = save, runtime.saver
     self._deltas = runtime.deltas(config.sync)
     # Half of the cores at most: the inner step is dispatched from here too.
     self._threads = value_threads(config.sync, max(plan.sizes, default=0), share=0.5)
@@ -276,8 +274,8 @@ class Exchange:
           self._worker.put(self._give(value))
         case TakeSnapshot():
           self._capture(action)
-        case SkipSnapshot(snapshot, reason) if self._decline is not None:
-          self._decline(snapshot, reason)
+        case SkipSnapshot(snapshot, reason) if self._saver is not None:
+          self._saver.decline(snapshot, reason)
         case SendMoments():
           self._give_moments(action)
         case TakeMoments(inherit):
@@ -319,6 +317,9 @@ class Exchange:
   def _capture(self, action: TakeSnapshot) -> None:
     """My part of a snapshot: what is on the devices now; the rest when earlier jobs are done."""
     if self._save is None:
+      return
+    if reason := self._saver.refusal:  # no step waits for a copy that nobody would take
+      self._saver.decline(action.snapshot, reason)
       return
     began = self.time.now()
     captured = self._store.capture()

@@ -40,10 +40,6 @@ class PatientSaver(Saver):
 
   busy = False  # the next snapshot begins whether or not this one is written
 
-  def save(self, *arguments) -> None:
-    self._busy = False
-    super().save(*arguments)
-
   def commit_when_complete(self, *arguments) -> Job:
     self.commits.append(arguments)
     return ()

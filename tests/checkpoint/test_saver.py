@@ -557,7 +557,7 @@ def test_what_is_saved_in_vain_does_not_fill_the_disk(storage, savers, monkeypat
     return Storage.save(self, snapshot, role, *rest)
 
   monkeypatch.setattr(Gated, "save", save)
-  (saver, events), (other, others), (learner, learners) = map(savers, (*SHARDS, "learner-0"))
+  (saver, _), (other, others), (learner, learners) = map(savers, (*SHARDS, "learner-0"))
   for n in (1, 2, 3):
     if n == 3:
       full.clear()

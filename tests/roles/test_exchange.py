@@ -14,6 +14,7 @@ from ddiloco.observe.eventlog import NullRecorder
 from ddiloco.protocol import learner
 from ddiloco.protocol.actions import StepDone
 from ddiloco.protocol.messages import EVALUATOR, MADE, Hello, Push, Refusal, Report
+from ddiloco.protocol.values import replace
 from ddiloco.roles import initial
 from ddiloco.roles.evaluator import Evaluator, GlobalView
 from ddiloco.roles.exchange import LOOK_SECONDS, Exchange
@@ -60,15 +61,16 @@ class Wire:
 class Bench:
   """One exchange with a toy island, and the messages a shard would send it."""
 
-  def __init__(self, island=None, initial=dict, **sync):
+  def __init__(self, island=None, initial=dict, saver=None, **sync):
     settings = {"num_shards": 1, "num_fragments": 2, "sync_period": 4, **sync}
     self.config: Config = from_dict({"sync": settings})
     self.plan = fragments.make_plan(toy.SPECS, self.config.sync)
     self.island = island or toy.ToyIsland(0, self.plan)
     self.wire = Wire()
     state = learner.init(0, 0, (0, 0), 10**9)
-    runtime = Runtime(self.wire, NullRecorder(), initial=initial)
-    self.exchange = Exchange(state, self.config, self.plan, self.island, runtime)
+    runtime = Runtime(self.wire, NullRecorder(), saver, initial=initial)
+    save = saver and saver.save
+    self.exchange = Exchange(state, self.config, self.plan, self.island, runtime, save)
     self.give(says.welcome(0, 0, 0, 0, (0, 1)))
 
   def give(self, message) -> None:
@@ -276,6 +278,34 @@ def test_a_payload_that_cannot_be_decoded_fails_loudly(bench):
   b.give(says.publish(0, 0, 0, 0, -1, 0, -1, 0, 0, (), (), "f32", np.zeros(3, np.uint8)))
   with pytest.raises(RuntimeError, match="CodecError"):
     b.until(lambda: b.exchange.state.joined)
+
+
+class Refusing:
+  """A saver that may be busy."""
+
+  def __init__(self):
+    self.refusal, self.saved, self.declined = "", [], []
+
+  def save(self, snapshot, state, arrays):
+    self.saved.append(snapshot)
+
+  def decline(self, snapshot, reason):
+    self.declined.append((snapshot, reason))
+
+
+def test_a_snapshot_that_goes_without_a_learner_costs_it_no_copy(bench, monkeypatch):
+  """The next step waits for the copy, which takes as much memory as the state."""
+  saver, captured = Refusing(), []
+  b = bench(saver=saver)
+  b.join()
+  capture = b.island.capture
+  monkeypatch.setattr(b.island, "capture", lambda: captured.append(1) or capture())
+  for snapshot, reason in enumerate(["", "the one before is not done yet", ""], start=1):
+    saver.refusal = reason
+    b.give(replace(says.pull(0, 0, 0, 0, 5, 0), snapshot=snapshot))
+    b.until(lambda heard=snapshot: len(saver.saved) + len(saver.declined) == heard)
+  assert saver.saved == [1, 3] and len(captured) == 2
+  assert saver.declined == [(2, "the one before is not done yet")]
 
 
 def test_the_evaluator_overwrites_whatever_the_learners_do(bench):
