@@ -15,7 +15,7 @@ import ml_collections
 
 from ddiloco import environment
 from ddiloco.config import Config, ConfigError, default, from_dict
-from ddiloco.workdir import OUTCOME, STARTED, saved_config
+from ddiloco.workdir import STARTED, outcome, saved_config
 
 if TYPE_CHECKING:
   import numpy as np
@@ -297,7 +297,7 @@ class Run:
     from ddiloco.observe.eventlog import stream_events
     from ddiloco.observe.report import summarise
 
-    return summarise(stream_events(self.workdir)) | self._outcome()
+    return summarise(stream_events(self.workdir)) | outcome(self.workdir)
 
   def status(self) -> dict[str, Any]:
     """How the run stands now: "phase", "progress", its islands, shards and rounds, ..."""
@@ -307,7 +307,7 @@ class Run:
 
     run = RunState(self.config).read(stream_events(self.workdir))
     now = time.time() - float((self.workdir / STARTED).read_text())
-    return status(run, now, self.config.sync, self._outcome().get("reason", ""))
+    return status(run, now, self.config.sync, outcome(self.workdir).get("reason", ""))
 
   def evaluate(self) -> dict[str, float]:
     """What the held-out data say of the result: "loss", and what else the model measures.
@@ -332,9 +332,3 @@ class Run:
     from ddiloco.engines import session
 
     return session.sample(self.workdir, self.config, prompt, tokens, temperature, seed)
-
-  def _outcome(self) -> dict[str, Any]:
-    try:
-      return json.loads((self.workdir / OUTCOME).read_text())
-    except (OSError, ValueError):
-      return {}  # not over, or torn by a kill

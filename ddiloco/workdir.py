@@ -123,7 +123,7 @@ def check(workdir: Path, config: Config, overwrite: bool) -> bool:
   saved = saved_config(workdir)
   _refuse_another(workdir, config, saved, MAY_CHANGE)
   longer = config.run.total_tokens > saved.run.total_tokens
-  if (workdir / OUTCOME).exists() and _finished(workdir / OUTCOME) and not longer:
+  if outcome(workdir).get("reason") == "finished" and not longer:
     raise ConfigError(
       f"--workdir={workdir}: its run is finished. Fix: choose another directory, add --overwrite to"
       " replace that run, or go on with a greater --config.run.total_tokens."
@@ -131,11 +131,13 @@ def check(workdir: Path, config: Config, overwrite: bool) -> bool:
   return True
 
 
-def _finished(outcome: Path) -> bool:
+def outcome(workdir: Path) -> dict[str, Any]:
+  """What is said of a run beside its result; nothing before that, or where a kill has torn it."""
   try:
-    return json.loads(outcome.read_text()).get("reason") == "finished"
-  except (OSError, UnicodeDecodeError, json.JSONDecodeError, AttributeError):
-    return False  # torn by a kill: it was not finished then
+    said = json.loads((workdir / OUTCOME).read_text())
+  except (OSError, ValueError):
+    return {}
+  return said if isinstance(said, dict) else {}
 
 
 def claim(workdir: Path, config: Config, overwrite: bool) -> bool:
@@ -160,10 +162,21 @@ def claim(workdir: Path, config: Config, overwrite: bool) -> bool:
 
 
 def start_time(workdir: Path) -> float:
-  """When the run in `workdir` began, in unix seconds: now, if it is new."""
+  """When the run in `workdir` began, in unix seconds: now, if it is new.
+
+  Raises:
+    OSError: the directory cannot be written.
+    ConfigError: the file that says it is torn, as by a power cut.
+  """
   workdir.mkdir(parents=True, exist_ok=True)
   _write_once(workdir / STARTED, f"{time.time()}\n")
-  return float((workdir / STARTED).read_text())
+  try:
+    return float((workdir / STARTED).read_text())
+  except ValueError as error:
+    raise ConfigError(
+      f"{workdir / STARTED}: says no time in unix seconds ({error}). Fix: write when the run began"
+      " into it, or delete it: times of events then begin at 0 again."
+    ) from error
 
 
 def _not_writable(workdir: Path, error: OSError) -> ConfigError:
@@ -176,15 +189,24 @@ def saved_config(workdir: Path) -> Config:
   """The config a run was started with.
 
   Raises:
-    ConfigError: there is no run in `workdir`.
+    ConfigError: there is no run in `workdir`, or its config is torn or of another version.
   """
   path = workdir / "config.json"
   try:
-    return from_dict(json.loads(path.read_text()))
-  except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    values = json.loads(path.read_text())
+  except (FileNotFoundError, NotADirectoryError) as error:
     raise ConfigError(
       f"--workdir={workdir}: holds no run ({error}). Fix: name the directory of a run."
     ) from error
+  except (OSError, ValueError) as error:
+    raise ConfigError(
+      f"{path}: cannot be read ({error}). Fix: copy it again, or move it away and give the command"
+      " that trained: with the same --config it goes on, and writes this file."
+    ) from error
+  try:
+    return from_dict(values)
+  except ConfigError as error:
+    raise ConfigError(f"{path}: {error}") from error
 
 
 def join(workdir: Path, config: Config) -> float:
@@ -202,7 +224,7 @@ def join(workdir: Path, config: Config) -> float:
     workdir.mkdir(parents=True, exist_ok=True)
     _write_once(workdir / "config.json", config.to_json() + "\n")
     started = start_time(workdir)
-  except (OSError, ValueError) as error:
+  except OSError as error:
     raise ConfigError(
       f"--workdir={workdir}: cannot be used ({error}). Fix: choose a directory you may write to,"
       " or an empty one."

@@ -381,7 +381,7 @@ def go_on(
   """
   if snapshot is None:
     refuse_lost_snapshots(config, workdir, storage, tried)
-    if newest_event(workdir, events.Step) or newest_event(workdir, events.Commit):
+    if _has_trained(workdir):
       print(
         f"\nThe run in {workdir} begins again from its initial values: {_why(config)}.", flush=True
       )
@@ -396,6 +396,14 @@ def go_on(
       storage.forget()
     except OSError as error:
       warn(f"what was never committed cannot be deleted: {error}. The run goes on.")
+
+
+def _has_trained(workdir: Path) -> bool:
+  """Whether something was trained here; a log that cannot be read may say so."""
+  try:
+    return any(newest_event(workdir, kind) for kind in (events.Step, events.Commit))
+  except OSError:
+    return True
 
 
 def _why(config: Config) -> str:

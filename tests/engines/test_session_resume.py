@@ -13,7 +13,8 @@ import pytest
 from ddiloco.checkpoint import restore, signed_json
 from ddiloco.checkpoint.restore import Unfounded
 from ddiloco.checkpoint.snapshots import Storage
-from ddiloco.config import Config, ConfigError
+from ddiloco.config import CheckpointConfig, Config, ConfigError
+from ddiloco.engines import session
 from ddiloco.engines.processes import ProcessesEngine
 from ddiloco.observe.eventlog import newest_event, read_events
 from ddiloco.protocol import events, syncer
@@ -172,6 +173,14 @@ def test_it_goes_on_from_an_older_one_and_the_newest_is_set_aside_and_said(corpu
   assert storage_of(workdir).committed()[0] >= newest, "it was saved again"
 
 
+def test_snapshots_elsewhere_that_cannot_be_searched_are_not_overwritten(corpus, tmp_path):
+  (tmp_path / "file").write_text("no folder")
+  config = endless()
+  config = dataclasses.replace(config, checkpoint=CheckpointConfig(path=str(tmp_path / "file")))
+  with pytest.raises(ConfigError, match=r"^checkpoint.path = .*cannot be searched.*Fix: "):
+    session.train(config, tmp_path / "run", overwrite=True)
+
+
 def test_to_overwrite_begins_anew(corpus, workdir, capsys):
   shutil.rmtree(workdir / "checkpoints")
   config = make_config(learners=2, steps=30, sync={"snapshot_steps": 40}, run={"evaluations": 0})
@@ -227,6 +236,13 @@ def test_of_a_log_that_cannot_be_read_nothing_is_concluded(workdir, monkeypatch)
   monkeypatch.setattr(restore, "newest_event", denied)
   text = restore.lost_snapshots(endless(), workdir, storage_of(workdir), [])
   assert "its events, which would tell" in text and "syncer-0.jsonl" in text
+
+
+def test_a_log_that_cannot_be_read_does_not_end_a_run_that_begins_again(tmp_path, capsys):
+  """Of it only depends what is said."""
+  (tmp_path / "events" / "learner-0.jsonl").mkdir(parents=True)
+  restore.go_on(endless(), tmp_path, storage_of(tmp_path), None, [])
+  assert "begins again from its initial values" in capsys.readouterr().out
 
 
 # --- the newest event -----------------------------------------------------------------------------
