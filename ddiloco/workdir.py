@@ -116,10 +116,13 @@ def check(workdir: Path, config: Config, overwrite: bool) -> bool:
   """Whether a run in `workdir` would go on; changes nothing.
 
   Raises:
-    ConfigError: the run there is over, or another one.
+    ConfigError: the run there is over, or another one, or out of reach.
   """
-  if overwrite or not (workdir / "config.json").exists():
-    return False
+  try:
+    if overwrite or not (workdir / "config.json").exists():
+      return False
+  except OSError as error:
+    raise _not_writable(workdir, error) from error
   saved = saved_config(workdir)
   _refuse_another(workdir, config, saved, MAY_CHANGE)
   longer = config.run.total_tokens > saved.run.total_tokens
@@ -198,10 +201,14 @@ def saved_config(workdir: Path) -> Config:
     raise ConfigError(
       f"--workdir={workdir}: holds no run ({error}). Fix: name the directory of a run."
     ) from error
-  except (OSError, ValueError) as error:
+  except OSError as error:
     raise ConfigError(
-      f"{path}: cannot be read ({error}). Fix: copy it again, or move it away and give the command"
-      " that trained: with the same --config it goes on, and writes this file."
+      f"{path}: cannot be read ({error}). Fix: make it a file that you may read."
+    ) from error
+  except ValueError as error:
+    raise ConfigError(
+      f"{path}: is torn ({error}). Fix: copy it again, or move it away and give the command that"
+      " trained: with the same --config it goes on, and writes this file."
     ) from error
   try:
     return from_dict(values)

@@ -87,8 +87,8 @@ def test_a_torn_start_time_is_named_with_its_fix(tmp_path):
 @pytest.mark.parametrize(
   "text, said",
   [
-    ("", "cannot be read"),
-    ('{"seed": 1', "cannot be read"),
+    ("", "is torn"),
+    ('{"seed": 1', "is torn"),
     ("[]", "config = []: must be a mapping"),
     ('{"sync": {"foo": 3}}', "sync.foo = 3: there is no such field"),
     ('{"model": {"num_layers": -1}}', "model.num_layers = -1: must be greater than 0"),
@@ -102,6 +102,20 @@ def test_a_config_that_is_none_is_named_with_its_file(tmp_path, text, said):
       use(tmp_path)
     assert str(error.value).startswith(f"{tmp_path / 'config.json'}: {said}")
     assert "Fix: " in str(error.value)
+
+
+def test_a_workdir_out_of_reach_is_named(tmp_path, monkeypatch):
+  """Tests may run as root, who may read all."""
+
+  def denied(self, *_, **__):
+    raise PermissionError(13, "Permission denied", str(self))
+
+  monkeypatch.setattr(type(tmp_path), "stat", denied)
+  monkeypatch.setattr(type(tmp_path), "read_text", denied)
+  with pytest.raises(ConfigError, match=rf"^--workdir={tmp_path}: cannot be written .*Fix: "):
+    workdir.check(tmp_path, CONFIG, overwrite=False)
+  with pytest.raises(ConfigError, match=r"config.json: cannot be read .*Fix: make it a file"):
+    workdir.saved_config(tmp_path)
 
 
 def test_what_is_said_of_a_run_is_nothing_where_it_is_torn(tmp_path):

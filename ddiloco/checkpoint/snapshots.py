@@ -97,7 +97,7 @@ def write_all(
 
 def write(path: epath.Path, window: dict[str, np.ndarray]) -> None:
   """Writes one window, all of it or nothing."""
-  with weights.ONE_SAVE, _checkpointer() as checkpointer:
+  with weights.one_save(), _checkpointer() as checkpointer:
     checkpointer.save(path, args=ocp.args.PyTreeSave(window), force=True)
 
 

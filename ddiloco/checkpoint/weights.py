@@ -22,6 +22,7 @@ from etils import epath
 
 from ddiloco.checkpoint import signed_json
 from ddiloco.checks import ConfigError, require
+from ddiloco.observe.guards import warn
 
 SUFFIX = ".safetensors"
 _FLOATS = {
@@ -30,9 +31,8 @@ _FLOATS = {
   "F16": "float16",
   "BF16": "bfloat16",
 }  # as a safetensors header names what numpy calls so
-# The parts of an Orbax save find each other by a number of the whole process: two saves that begin
-# at the same moment, in two threads, may wait for each other's signals for ever.
 ONE_SAVE = threading.Lock()
+SAVE_SECONDS = 60.0  # for one that hangs in its disk, before others go on without it
 _SHOWN = 3  # tensors that do not fit are named, at most
 
 
@@ -41,6 +41,24 @@ class Leaf(NamedTuple):
 
   shape: tuple[int, ...]
   dtype: str  # numpy's name of a float; else whatever the file calls it
+
+
+@contextlib.contextmanager
+def one_save() -> Iterator[None]:
+  """Orbax saves one at a time in this process, as long as that is not for ever.
+
+  The parts of a save find each other by a number of the whole process: two that begin at the same
+  moment, in two threads, may wait for each other's signals for ever. One that has begun long ago
+  has its number.
+  """
+  mine = ONE_SAVE.acquire(timeout=SAVE_SECONDS)
+  if not mine:
+    warn(f"another save of this process takes more than {SAVE_SECONDS:g} s. This one goes on.")
+  try:
+    yield
+  finally:
+    if mine:
+      ONE_SAVE.release()
 
 
 def absolute(path: str | os.PathLike) -> epath.Path:
@@ -89,7 +107,7 @@ def save(
 def _save_checkpoint(
   target: epath.Path, params: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None
 ) -> None:
-  with ONE_SAVE, ocp.StandardCheckpointer() as checkpointer:
+  with one_save(), ocp.StandardCheckpointer() as checkpointer:
     checkpointer.save(target, dict(params), force=True, custom_metadata=dict(metadata or {}))
 
 

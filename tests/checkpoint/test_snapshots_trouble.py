@@ -259,3 +259,35 @@ def test_saves_of_several_threads_do_not_wait_for_each_other_for_ever(tmp_path):
   for thread in threads:
     thread.join(60.0)
   assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_save_that_hangs_in_its_disk_holds_up_no_other_for_ever(tmp_path, monkeypatch, capsys):
+  """A learner's part on a share that does not answer, and the result on this machine's disk."""
+  go, hangs = threading.Event(), threading.Event()
+
+  def stuck():
+    hangs.set()
+    go.wait(60.0)
+    raise OSError(errno.EIO, "stale")
+
+  monkeypatch.setattr(arrays_lib, "_checkpointer", stuck)
+  monkeypatch.setattr(weights, "SAVE_SECONDS", 0.1, raising=False)
+
+  def save_part() -> None:
+    with contextlib.suppress(OSError):
+      arrays_lib.write(epath.Path(tmp_path / "part"), {"x": np.ones(3)})
+
+  part = threading.Thread(target=save_part, daemon=True)
+  part.start()
+  assert hangs.wait(60.0)
+  params = {"x": np.ones(3, np.float32)}
+  result = threading.Thread(target=weights.save, args=(tmp_path / "result", params), daemon=True)
+  result.start()
+  result.join(20.0)
+  assert not result.is_alive() and weights.load(tmp_path / "result")["x"].size == 3
+  assert "another save" in capsys.readouterr().err
+  go.set()
+  part.join(60.0)
+  with weights.one_save():
+    assert weights.ONE_SAVE.locked()
+  assert not weights.ONE_SAVE.locked()
