@@ -408,8 +408,10 @@ class Storage:
         continue  # on its way
       roles = set[str]()
       try:
-        if snapshot in committed:
-          roles = self.manifest(snapshot)["parts"].keys() - newer
+        if snapshot not in committed:
+          self._forget_all(snapshot)
+          continue
+        roles = self.manifest(snapshot)["parts"].keys() - newer
         if snapshot not in committed[:keep]:
           self._delete_but(snapshot, roles)
       except Damaged as damage:  # another run's, or unreadable: not ours to delete
@@ -431,13 +433,19 @@ class Storage:
     """
     for snapshot in self._snapshots():
       if not self.is_committed(snapshot):
-        self._forget(snapshot, role)
+        self._forget(snapshot, role) if role else self._forget_all(snapshot)
+
+  def _forget_all(self, snapshot: int) -> None:
+    path = self._snapshot(snapshot)
+    for role in filter(_is_role, self._names(path)):
+      self._forget(snapshot, role)
+    if not self.is_committed(snapshot):  # without any part it will not be
+      with signed_json.one_error(path):
+        path.rmtree(missing_ok=True)
 
   def _forget(self, snapshot: int, role: str) -> None:
     folder = self._snapshot(snapshot)
     with signed_json.one_error(folder):
-      if not role:
-        return self._delete_all(snapshot)
       self._note(snapshot, role).unlink(missing_ok=True)
       # It may be committed at this very moment. Each of the two writes first and looks afterwards,
       # so at least one of them sees the other, and gives way (`commit`).

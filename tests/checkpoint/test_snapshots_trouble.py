@@ -182,6 +182,24 @@ def test_a_role_that_forgets_while_its_snapshot_is_committed(path, monkeypatch, 
   assert mine.find("syncer-0").snapshot in (2, 3)
 
 
+def test_what_is_given_up_and_committed_all_the_same_stays(path, monkeypatch):
+  """A shard 0 that stood still gives up what its next life commits at this moment."""
+  old, new = Storage(path, "plan", pytest.fail), Storage(path, "plan", pytest.fail)
+  for role in ROLES:
+    new.save(3, role, 3, {}, {})
+  look = old.committed
+
+  def committed():
+    monkeypatch.undo()
+    found = look()
+    new.commit(3, ROLES)
+    return found
+
+  monkeypatch.setattr(old, "committed", committed)
+  old.prune(9, over=3)
+  assert new.committed() == [3, 2, 1] and new.parts(3) == new.manifest(3)["parts"]
+
+
 def test_forgetting_leaves_others_parts_of_what_is_being_written(path):
   storage = Storage(path, "plan", pytest.fail)
   for role in ROLES:
