@@ -288,6 +288,7 @@ def _orbax_tree(target: epath.Path) -> Any:
   with ocp.StandardCheckpointer() as checkpointer:
     tree = getattr(checkpointer.metadata(target).item_metadata, "tree", None)
   if tree is None:
+    list(target.iterdir())  # raises what Orbax has kept to itself, as that it may not be read
     raise ValueError("no plain Orbax checkpoint of one tree")
   return tree
 

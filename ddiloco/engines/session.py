@@ -357,7 +357,7 @@ def report(workdir: Path) -> str:
   """Draws the report again from the events; returns where it is.
 
   Raises:
-    ConfigError: there is no run, something of it cannot be read, or the report not written.
+    ConfigError: there is no run, something of it cannot be read, or the report not be written.
   """
   saved_config(workdir)
   known = workdir / OUTCOME
@@ -371,8 +371,8 @@ def report(workdir: Path) -> str:
     return str(write_report(workdir, extra) / "index.html")
   except OSError as error:
     raise ConfigError(
-      f"--workdir={workdir}: its report cannot be written ({error}). Fix: make room, or make"
-      f" {workdir / 'report'} a directory you may write to."
+      f"--workdir={workdir}: its report cannot be drawn ({error}). Fix: make room, its events"
+      f" readable and {workdir / 'report'} a directory you may write to."
     ) from error
 
 

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import re
+import tempfile
 import threading
 
 import numpy as np
@@ -21,6 +22,7 @@ from ddiloco.checkpoint import snapshots as arrays_lib
 from ddiloco.checkpoint.restore import restore_fragments
 from ddiloco.checkpoint.saver import Saver
 from ddiloco.checkpoint.snapshots import Damaged, Storage
+from ddiloco.config import ConfigError
 from tests.checkpoint.test_restore import PLAN, save_shards
 from tests.checkpoint.test_saver import Events
 from tests.checkpoint.test_snapshots_kill import denied, disk_of
@@ -256,6 +258,15 @@ def test_a_result_that_cannot_be_written_is_an_oserror_and_the_one_before_stays(
     weights.save(tmp_path / "result", params)
   assert refused.value.errno == errno.EFBIG and str(tmp_path / "result") in str(refused.value)
   assert weights.load(tmp_path / "result")["a"].size == 9
+
+
+def test_a_result_that_may_not_be_read_is_not_taken_for_no_checkpoint():
+  """Orbax keeps to itself why it finds none."""
+  with tempfile.TemporaryDirectory() as folder:  # its parents are everybody's to read
+    os.chmod(folder, 0o755)
+    result = weights.save(f"{folder}/result", {"a": np.ones(3, np.float32)})
+    with denied(result, 0), pytest.raises(ConfigError, match=r"^result = .*Permission denied"):
+      weights.load(result, "result")
 
 
 def test_saves_of_several_threads_do_not_wait_for_each_other_for_ever(tmp_path):

@@ -94,7 +94,7 @@ def test_a_report_that_cannot_be_written_is_no_lost_work(tmp_path, capsys):
   said = capsys.readouterr().out
   assert "WARNING: the report is left out: FileExistsError" in said and "is not saved" not in said
   assert f"Result: {workdir / 'result'}" in said
-  with pytest.raises(ConfigError, match=r"its report cannot be written .*Fix: "):
+  with pytest.raises(ConfigError, match=r"its report cannot be drawn .*Fix: "):
     session.report(workdir)
   (workdir / "report").unlink()
   assert Path(session.report(workdir)).exists()
