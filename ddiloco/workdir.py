@@ -153,8 +153,10 @@ def claim(workdir: Path, config: Config, overwrite: bool) -> bool:
   try:
     workdir.mkdir(parents=True, exist_ok=True)
     if overwrite:
+      ours = [workdir / name for name in OURS]
+      _refuse_links(ours)
       with _deserted(workdir):
-        for path in (workdir / name for name in OURS):
+        for path in ours:
           shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     write_whole(workdir / "config.json", config.to_json() + "\n")
     (workdir / OUTCOME).unlink(missing_ok=True)
@@ -162,6 +164,16 @@ def claim(workdir: Path, config: Config, overwrite: bool) -> bool:
   except OSError as error:
     raise _not_writable(workdir, error) from error
   return goes_on
+
+
+def _refuse_links(paths: Collection[Path]) -> None:
+  """Folders that the user has put elsewhere are not ours to delete; before anything is."""
+  for path in paths:
+    if path.is_symlink() and path.is_dir():
+      raise ConfigError(
+        f"{path}: is a link to {os.readlink(path)}, and --overwrite deletes only what is in the"
+        " workdir itself. Fix: remove the link, and what it leads to if nobody needs that."
+      )
 
 
 def start_time(workdir: Path) -> float:

@@ -125,6 +125,22 @@ def test_what_is_said_of_a_run_is_nothing_where_it_is_torn(tmp_path):
     assert workdir.outcome(tmp_path) == said
 
 
+def test_to_overwrite_leaves_a_folder_that_is_elsewhere_alone(tmp_path):
+  """A large disk, for example. Nothing is deleted before that is said."""
+  run, large = tmp_path / "run", tmp_path / "large"
+  workdir.claim(run, CONFIG, overwrite=False)
+  for folder in (large, run / "alone"):
+    folder.mkdir()
+    (folder / "mine").touch()
+  (run / "checkpoints").symlink_to(large)
+  with pytest.raises(ConfigError, match=rf"^{run}/checkpoints: is a link to {large}.*Fix: "):
+    workdir.claim(run, CONFIG, overwrite=True)
+  assert (large / "mine").exists() and (run / "alone" / "mine").exists()
+  (run / "checkpoints").unlink()
+  workdir.claim(run, CONFIG, overwrite=True)
+  assert (large / "mine").exists() and not (run / "alone").exists()
+
+
 def test_to_overwrite_is_refused_while_roles_live(tmp_path, monkeypatch):
   """They were started by hand, so nobody holds the lock of who trains."""
   monkeypatch.setattr(workdir, "END_SECONDS", 0.2)

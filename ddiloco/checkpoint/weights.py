@@ -111,6 +111,17 @@ def _save_checkpoint(
     checkpointer.save(target, dict(params), force=True, custom_metadata=dict(metadata or {}))
 
 
+def clear(path: str | os.PathLike) -> None:
+  """Deletes what killed saves have left beside `path`, each as large as the weights.
+
+  Only for a caller that alone saves there. What cannot be deleted stays.
+  """
+  target = absolute(path)
+  with contextlib.suppress(OSError):
+    for left in target.parent.glob(f".{target.name}.*"):
+      left.rmtree(missing_ok=True)
+
+
 def _save_folder(
   target: epath.Path, params: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None
 ) -> None:

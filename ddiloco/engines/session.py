@@ -78,6 +78,7 @@ def train(
   served = Dashboard(workdir, dashboard) if dashboard else None  # its port is open, or refused
   with held(workdir), kept_in(workdir / COMPILED):
     claim(workdir, config, overwrite)
+    weights.clear(workdir / RESULT)
     with served or contextlib.nullcontext():
       if served:
         print(f"Dashboard: {served.url}")
