@@ -10,7 +10,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import (
+  Callable,
+  Collection,
+  Iterator,
+  Mapping,
+  MutableMapping,
+  Sequence,
+)
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -74,7 +81,8 @@ class ResumeState:
   """What a learner's incarnation begins with; its island holds the rest."""
 
   state: LearnerState
-  arrays: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)  # of the exchange
+  # Of the exchange, which takes them out.
+  arrays: MutableMapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
   position: int = 0  # of its data, when `state` was captured
   fresh: bool = True  # the inner optimizer has no past
 

@@ -149,6 +149,7 @@ class ThreadsEngine(Engine):
       for committed in self._restored.fragments.values():
         self._store.save(committed)
         self._start_after(committed.state.last_round >> 24)  # the snapshots may be all that is left
+      self._restored.fragments.clear()  # else they would stay when newer ones have come
     elif self.config.sync.num_shards:
       every = range(len(self.plan.fragments))
       for p, value in initial.initial_values(self.config, self.plan, every).items():

@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import math
 import queue
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, Protocol
 
 import msgspec
@@ -464,8 +464,11 @@ class Exchange:
 
   # --- before anything else -----------------------------------------------------------------------
 
-  def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
-    """Takes back what a snapshot has of this exchange; its state was revived from the same part."""
+  def restore(self, arrays: MutableMapping[str, np.ndarray]) -> None:
+    """Takes back what a snapshot has of this exchange; its state was revived from the same part.
+
+    Empties `arrays`: whoever holds them would keep, for a life, all that newer versions replace.
+    """
     self._deltas.restore(arrays)
     for p, f in enumerate(self.state.fragments):
       for i, _ in enumerate(f.incoming):
@@ -475,3 +478,4 @@ class Exchange:
         payload = arrays[f"outbox/{p}"]
         name = self._sync.push_codec
         self._outbox[p] = replace(f.outstanding.push, codec=name, payload=payload)
+    arrays.clear()

@@ -14,7 +14,7 @@ from ddiloco.checkpoint import restore, signed_json
 from ddiloco.checkpoint.restore import Unfounded
 from ddiloco.checkpoint.snapshots import Storage
 from ddiloco.config import CheckpointConfig, Config, ConfigError
-from ddiloco.engines import session
+from ddiloco.engines import session, threads
 from ddiloco.engines.processes import ProcessesEngine
 from ddiloco.observe.eventlog import newest_event, read_events
 from ddiloco.protocol import events, syncer
@@ -171,6 +171,22 @@ def test_it_goes_on_from_an_older_one_and_the_newest_is_set_aside_and_said(corpu
   assert f"goes on from snapshot {older}. Passed over and set aside: {aside}." in said
   assert saved == {p.relative_to(aside): p.read_bytes() for p in aside.rglob("*") if p.is_file()}
   assert storage_of(workdir).committed()[0] >= newest, "it was saved again"
+
+
+def test_what_a_run_goes_on_from_is_not_kept_beside_what_it_makes_of_it(
+  corpus, workdir, monkeypatch
+):
+  """Values and momentum of a whole model stayed in memory until the run was over."""
+  found, restore_fragments = [], threads.restore_fragments
+
+  def recorded(*arguments):
+    found.append(restore_fragments(*arguments))
+    return found[-1]
+
+  monkeypatch.setattr(threads, "restore_fragments", recorded)
+  Ran(endless(), corpus, workdir, stop_after=lambda e: e.kind == "commit")
+  (restored,) = found
+  assert restored.snapshot and not restored.fragments
 
 
 def test_snapshots_elsewhere_that_cannot_be_searched_are_not_overwritten(corpus, tmp_path):

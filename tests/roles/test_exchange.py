@@ -3,6 +3,7 @@
 import collections
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -306,6 +307,19 @@ def test_a_snapshot_that_goes_without_a_learner_costs_it_no_copy(bench, monkeypa
     b.until(lambda heard=snapshot: len(saver.saved) + len(saver.declined) == heard)
   assert saver.saved == [1, 3] and len(captured) == 2
   assert saver.declined == [(2, "the one before is not done yet")]
+
+
+def test_what_comes_back_from_a_snapshot_is_freed_when_it_is_replaced(bench):
+  """Who began the learner holds on to what it began with, for as long as it lives."""
+  b = bench()
+  values = b.join()
+  beginning = {f"base/{p}": value.copy() for p, value in enumerate(values)}
+  base = weakref.ref(beginning["base/0"])
+  b.exchange.restore(beginning)
+  b.train()
+  b.publish(0, 1, vector(values[0].size))
+  b.until(lambda: b.version(0) == 1)
+  assert base() is None and not beginning
 
 
 def test_the_evaluator_overwrites_whatever_the_learners_do(bench):
