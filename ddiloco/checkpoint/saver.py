@@ -201,9 +201,12 @@ class Saver:
       self.recorder.record(events.Uncommitted(snapshot=snapshot, reason=reason))
 
   def prune(self, keep: int, snapshot: int) -> Job:
-    """Deletes old snapshots but `keep`, and what was saved for those up to this one in vain."""
+    """Deletes old snapshots but `keep`, and what was saved for those up to this one in vain.
+
+    Not that where the role ends, and so perhaps the run: others are still writing theirs.
+    """
     try:
-      self.storage.prune(keep, snapshot)
+      self.storage.prune(keep, 0 if self._worker.ending else snapshot)
     except Exception as error:
       warn(f"old checkpoints cannot be deleted: {type(error).__name__}: {error}. The run goes on.")
     yield None

@@ -203,6 +203,7 @@ class ThreadsEngine(Engine):
       raise
     finally:
       self._hangs.end(name)
+      self._steps[name] = lambda: 0.0  # nothing of this life is kept: its next one has as much
       made = role.exchange.state.step - beginning.state.step
       self.steps[m] = self.steps.get(m, 0) + made
       self._close(endpoint, saver)

@@ -643,6 +643,7 @@ def test_to_close_ends_the_wait_for_others(storage, savers, complete):
   assert not saver._worker.running
   assert storage.committed() == ([1] if complete else [])
   assert events.none("snapshot" if not complete else "uncommitted")
+  assert "syncer-0" in storage.parts(1), "others may still write theirs"
 
 
 # --- consistent snapshots -------------------------------------------------------------------------

@@ -6,14 +6,16 @@ The threads engine with islands in NumPy; where the processes engine decides, no
 from __future__ import annotations
 
 import dataclasses
+import gc
 import shutil
+import weakref
 
 import pytest
 
 from ddiloco.checkpoint import restore, signed_json
 from ddiloco.checkpoint.restore import Unfounded
 from ddiloco.checkpoint.snapshots import Storage
-from ddiloco.config import CheckpointConfig, Config, ConfigError
+from ddiloco.config import CheckpointConfig, Config, ConfigError, from_dict
 from ddiloco.engines import session, threads
 from ddiloco.engines.processes import ProcessesEngine
 from ddiloco.observe.eventlog import newest_event, read_events
@@ -187,6 +189,31 @@ def test_what_a_run_goes_on_from_is_not_kept_beside_what_it_makes_of_it(
   Ran(endless(), corpus, workdir, stop_after=lambda e: e.kind == "commit")
   (restored,) = found
   assert restored.snapshot and not restored.fragments
+
+
+def test_a_learner_that_is_dead_is_gone_when_it_comes_back(corpus, tmp_path, monkeypatch):
+  """What the new life reads took as much memory again, beside all that the old one had."""
+  lives, kept = [], []
+
+  class Mortal(threads.Learner):
+    def __init__(self, *arguments):
+      super().__init__(*arguments)
+      if self.exchange.state.learner == 0:
+        lives.append(weakref.ref(self))
+
+  def begins(new, *arguments):
+    if new.learner == 0:
+      gc.collect()
+      kept.append(sum(life() is not None for life in lives))
+    return begin_learner(new, *arguments)
+
+  begin_learner = threads.begin_learner
+  monkeypatch.setattr(threads, "Learner", Mortal)
+  monkeypatch.setattr(threads, "begin_learner", begins)
+  kill = {"action": "kill", "role": "learner-0", "at_step": 20, "seconds": 0.1}
+  config = dataclasses.replace(endless(), chaos=from_dict({"chaos": {"faults": (kill,)}}).chaos)
+  Ran(config, corpus, tmp_path, stop_after=lambda e: e.kind == "commit" and len(lives) > 1)
+  assert kept == [0, 0]
 
 
 def test_snapshots_elsewhere_that_cannot_be_searched_are_not_overwritten(corpus, tmp_path):
