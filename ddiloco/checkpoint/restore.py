@@ -10,14 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import (
-  Callable,
-  Collection,
-  Iterator,
-  Mapping,
-  MutableMapping,
-  Sequence,
-)
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
