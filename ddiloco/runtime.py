@@ -122,6 +122,8 @@ class ThreadWorker:
     except Exception as error:  # the role's own thread raises it
       self.failure = error
       self._failed()
+    while not self._jobs.empty():  # what is dropped may hold a copy of a whole state
+      self._jobs.get()
 
 
 class RealTime:

@@ -6,6 +6,7 @@ import gc
 import math
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -117,6 +118,27 @@ def test_a_worker_that_cannot_even_begin_says_so():
   assert failed.wait(PATIENCE_SECONDS) and isinstance(worker.failure, ZeroDivisionError)
   worker.close(0.0, PATIENCE_SECONDS)
   assert not worker.running
+
+
+def test_a_job_that_is_dropped_is_let_go_of():
+  """It may hold a copy of a whole state."""
+
+  class State:
+    pass
+
+  def job(state: State):
+    yield None
+
+  go, state = threading.Event(), State()
+  held, worker = weakref.ref(state), REAL_TIME.worker("test")
+  worker.put(go.wait(PATIENCE_SECONDS) and None for _ in [0])
+  worker.put(job(state))
+  closing = threading.Thread(target=worker.close, args=(0.0, PATIENCE_SECONDS))
+  closing.start()
+  go.set()
+  closing.join(PATIENCE_SECONDS)
+  del state
+  assert not worker.running and held() is None
 
 
 def test_who_closes_a_worker_has_patience_or_none():

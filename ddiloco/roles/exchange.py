@@ -202,6 +202,7 @@ class Exchange:
     """Ends the worker; what it still had to do is dropped."""
     self._count_traffic(always=True)
     self._worker.close(0.0, CLOSE_SECONDS)
+    self._save = None  # its learner's: else both would wait for a collection (`short_collections`)
     if self._threads is not None:
       self._threads.shutdown(wait=False)
 
