@@ -114,16 +114,17 @@ class ThreadWorker:
     ended(self._thread, most_seconds)
 
   def _work(self) -> None:
-    self._begin()
-    while (job := self._jobs.get()) is not None and not self._closing.is_set():
-      try:
+    try:
+      self._begin()
+      while (job := self._jobs.get()) is not None and not self._closing.is_set():
         for until in job:
           if until is not None:
             self._closing.wait(max(0.0, until - time.monotonic()))
-      except Exception as error:  # the role's own thread raises it
-        self.failure = error
-        self._failed()
-        return
+    except Exception as error:  # the role's own thread raises it
+      self.failure = error
+      self._failed()
+    while not self._jobs.empty():  # what is dropped may hold a copy of a whole state
+      self._jobs.get()
 
 
 class RealTime:

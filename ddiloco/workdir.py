@@ -116,10 +116,13 @@ def check(workdir: Path, config: Config, overwrite: bool) -> bool:
   """Whether a run in `workdir` would go on; changes nothing.
 
   Raises:
-    ConfigError: the run there is over, or another one.
+    ConfigError: the run there is over, or another one, or out of reach.
   """
-  if overwrite or not (workdir / "config.json").exists():
-    return False
+  try:
+    if overwrite or not (workdir / "config.json").exists():
+      return False
+  except OSError as error:
+    raise _not_writable(workdir, error) from error
   saved = saved_config(workdir)
   _refuse_another(workdir, config, saved, MAY_CHANGE)
   longer = config.run.total_tokens > saved.run.total_tokens
@@ -150,8 +153,10 @@ def claim(workdir: Path, config: Config, overwrite: bool) -> bool:
   try:
     workdir.mkdir(parents=True, exist_ok=True)
     if overwrite:
+      ours = [workdir / name for name in OURS]
+      _refuse_links(ours)
       with _deserted(workdir):
-        for path in (workdir / name for name in OURS):
+        for path in ours:
           shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     write_whole(workdir / "config.json", config.to_json() + "\n")
     (workdir / OUTCOME).unlink(missing_ok=True)
@@ -161,11 +166,32 @@ def claim(workdir: Path, config: Config, overwrite: bool) -> bool:
   return goes_on
 
 
+def _refuse_links(paths: Collection[Path]) -> None:
+  """Folders that the user has put elsewhere are not ours to delete; before anything is."""
+  for path in paths:
+    if path.is_symlink() and path.is_dir():
+      raise ConfigError(
+        f"{path}: is a link to {os.readlink(path)}, and --overwrite deletes only what is in the"
+        " workdir itself. Fix: remove the link, and what it leads to if nobody needs that."
+      )
+
+
 def start_time(workdir: Path) -> float:
-  """When the run in `workdir` began, in unix seconds: now, if it is new."""
+  """When the run in `workdir` began, in unix seconds: now, if it is new.
+
+  Raises:
+    OSError: the directory cannot be written.
+    ConfigError: the file that says it is torn, as by a power cut.
+  """
   workdir.mkdir(parents=True, exist_ok=True)
   _write_once(workdir / STARTED, f"{time.time()}\n")
-  return float((workdir / STARTED).read_text())
+  try:
+    return float((workdir / STARTED).read_text())
+  except ValueError as error:
+    raise ConfigError(
+      f"{workdir / STARTED}: says no time in unix seconds ({error}). Fix: write when the run began"
+      " into it, or delete it: times of events then begin at 0 again."
+    ) from error
 
 
 def _not_writable(workdir: Path, error: OSError) -> ConfigError:
@@ -178,15 +204,28 @@ def saved_config(workdir: Path) -> Config:
   """The config a run was started with.
 
   Raises:
-    ConfigError: there is no run in `workdir`.
+    ConfigError: there is no run in `workdir`, or its config is torn or of another version.
   """
   path = workdir / "config.json"
   try:
-    return from_dict(json.loads(path.read_text()))
-  except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    values = json.loads(path.read_text())
+  except (FileNotFoundError, NotADirectoryError) as error:
     raise ConfigError(
       f"--workdir={workdir}: holds no run ({error}). Fix: name the directory of a run."
     ) from error
+  except OSError as error:
+    raise ConfigError(
+      f"{path}: cannot be read ({error}). Fix: make it a file that you may read."
+    ) from error
+  except ValueError as error:
+    raise ConfigError(
+      f"{path}: is torn ({error}). Fix: copy it again, or move it away and give the command that"
+      " trained: with the same --config it goes on, and writes this file."
+    ) from error
+  try:
+    return from_dict(values)
+  except ConfigError as error:
+    raise ConfigError(f"{path}: {error}") from error
 
 
 def join(workdir: Path, config: Config) -> float:
@@ -204,7 +243,7 @@ def join(workdir: Path, config: Config) -> float:
     workdir.mkdir(parents=True, exist_ok=True)
     _write_once(workdir / "config.json", config.to_json() + "\n")
     started = start_time(workdir)
-  except (OSError, ValueError) as error:
+  except OSError as error:
     raise ConfigError(
       f"--workdir={workdir}: cannot be used ({error}). Fix: choose a directory you may write to,"
       " or an empty one."

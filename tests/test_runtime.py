@@ -6,9 +6,11 @@ import gc
 import math
 import threading
 import time
+import weakref
 
 import pytest
 
+from ddiloco import runtime
 from ddiloco.runtime import REAL_TIME, ValueThreads, drive, short_collections
 
 PATIENCE_SECONDS = 90.0
@@ -58,7 +60,8 @@ def test_threads_share_work_and_results_keep_their_order():
 
 def test_what_was_there_before_a_role_is_not_collected_while_it_or_another_one_lives():
   """A collection that looks at all that JAX has loaded keeps every thread waiting for long."""
-  assert gc.get_freeze_count() == 0, "another test has left a role"
+  assert not runtime._roles, "another test has left a role"
+  gc.unfreeze()  # what pytest has imported (`conftest.py`)
   before = [[]]
 
   def collected(what: list) -> bool:
@@ -125,6 +128,35 @@ def test_a_job_that_fails_is_the_last_one():
   assert failed.wait(PATIENCE_SECONDS) and isinstance(worker.failure, ZeroDivisionError)
   worker.close(0.0, PATIENCE_SECONDS)
   assert not worker.running
+
+
+def test_a_worker_that_cannot_even_begin_says_so():
+  failed = threading.Event()
+  worker = REAL_TIME.worker("test", begin=lambda: 1 / 0, failed=failed.set)
+  assert failed.wait(PATIENCE_SECONDS) and isinstance(worker.failure, ZeroDivisionError)
+  worker.close(0.0, PATIENCE_SECONDS)
+  assert not worker.running
+
+
+def test_a_job_that_is_dropped_is_let_go_of():
+  """It may hold a copy of a whole state."""
+
+  class State:
+    pass
+
+  def job(state: State):
+    yield None
+
+  go, state = threading.Event(), State()
+  held, worker = weakref.ref(state), REAL_TIME.worker("test")
+  worker.put(go.wait(PATIENCE_SECONDS) and None for _ in [0])
+  worker.put(job(state))
+  closing = threading.Thread(target=worker.close, args=(0.0, PATIENCE_SECONDS))
+  closing.start()
+  go.set()
+  closing.join(PATIENCE_SECONDS)
+  del state
+  assert not worker.running and held() is None
 
 
 def test_who_closes_a_worker_has_patience_or_none():

@@ -71,6 +71,76 @@ def test_a_workdir_that_cannot_be_is_refused(tmp_path):
     workdir.join(tmp_path, CONFIG)
 
 
+def test_a_torn_start_time_is_named_with_its_fix(tmp_path):
+  """As a power cut leaves it: it was a traceback."""
+  workdir.claim(tmp_path, CONFIG, overwrite=False)
+  enters = (lambda: workdir.claim(tmp_path, CONFIG, False), lambda: workdir.join(tmp_path, CONFIG))
+  for torn in (b"", b"\xff", b"yesterday"):
+    (tmp_path / "started").write_bytes(torn)
+    for enter in enters:
+      with pytest.raises(ConfigError, match=rf"^{tmp_path / 'started'}: says no time .*Fix: "):
+        enter()
+  (tmp_path / "started").unlink()
+  workdir.claim(tmp_path, CONFIG, overwrite=False)
+
+
+@pytest.mark.parametrize(
+  "text, said",
+  [
+    ("", "is torn"),
+    ('{"seed": 1', "is torn"),
+    ("[]", "config = []: must be a mapping"),
+    ('{"sync": {"foo": 3}}', "sync.foo = 3: there is no such field"),
+    ('{"model": {"num_layers": -1}}', "model.num_layers = -1: must be greater than 0"),
+  ],
+)
+def test_a_config_that_is_none_is_named_with_its_file(tmp_path, text, said):
+  """What was typed has no such field: the error once named nothing else."""
+  (tmp_path / "config.json").write_text(text)
+  for use in (workdir.saved_config, lambda place: workdir.check(place, CONFIG, overwrite=False)):
+    with pytest.raises(ConfigError) as error:
+      use(tmp_path)
+    assert str(error.value).startswith(f"{tmp_path / 'config.json'}: {said}")
+    assert "Fix: " in str(error.value)
+
+
+def test_a_workdir_out_of_reach_is_named(tmp_path, monkeypatch):
+  """Tests may run as root, who may read all."""
+
+  def denied(self, *_, **__):
+    raise PermissionError(13, "Permission denied", str(self))
+
+  monkeypatch.setattr(type(tmp_path), "stat", denied)
+  monkeypatch.setattr(type(tmp_path), "read_text", denied)
+  with pytest.raises(ConfigError, match=rf"^--workdir={tmp_path}: cannot be written .*Fix: "):
+    workdir.check(tmp_path, CONFIG, overwrite=False)
+  with pytest.raises(ConfigError, match=r"config.json: cannot be read .*Fix: make it a file"):
+    workdir.saved_config(tmp_path)
+
+
+def test_what_is_said_of_a_run_is_nothing_where_it_is_torn(tmp_path):
+  assert workdir.outcome(tmp_path) == {}
+  for text, said in (("", {}), ("[1]", {}), ('{"reason": "sto', {}), ('{"a": 1}', {"a": 1})):
+    (tmp_path / workdir.OUTCOME).write_text(text)
+    assert workdir.outcome(tmp_path) == said
+
+
+def test_to_overwrite_leaves_a_folder_that_is_elsewhere_alone(tmp_path):
+  """A large disk, for example. Nothing is deleted before that is said."""
+  run, large = tmp_path / "run", tmp_path / "large"
+  workdir.claim(run, CONFIG, overwrite=False)
+  for folder in (large, run / "alone"):
+    folder.mkdir()
+    (folder / "mine").touch()
+  (run / "checkpoints").symlink_to(large)
+  with pytest.raises(ConfigError, match=rf"^{run}/checkpoints: is a link to {large}.*Fix: "):
+    workdir.claim(run, CONFIG, overwrite=True)
+  assert (large / "mine").exists() and (run / "alone" / "mine").exists()
+  (run / "checkpoints").unlink()
+  workdir.claim(run, CONFIG, overwrite=True)
+  assert (large / "mine").exists() and not (run / "alone").exists()
+
+
 def test_to_overwrite_is_refused_while_roles_live(tmp_path, monkeypatch):
   """They were started by hand, so nobody holds the lock of who trains."""
   monkeypatch.setattr(workdir, "END_SECONDS", 0.2)

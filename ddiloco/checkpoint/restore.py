@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -74,7 +74,8 @@ class ResumeState:
   """What a learner's incarnation begins with; its island holds the rest."""
 
   state: LearnerState
-  arrays: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)  # of the exchange
+  # Of the exchange, which takes them out.
+  arrays: MutableMapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
   position: int = 0  # of its data, when `state` was captured
   fresh: bool = True  # the inner optimizer has no past
 
@@ -381,7 +382,7 @@ def go_on(
   """
   if snapshot is None:
     refuse_lost_snapshots(config, workdir, storage, tried)
-    if newest_event(workdir, events.Step) or newest_event(workdir, events.Commit):
+    if _has_trained(workdir):
       print(
         f"\nThe run in {workdir} begins again from its initial values: {_why(config)}.", flush=True
       )
@@ -396,6 +397,14 @@ def go_on(
       storage.forget()
     except OSError as error:
       warn(f"what was never committed cannot be deleted: {error}. The run goes on.")
+
+
+def _has_trained(workdir: Path) -> bool:
+  """Whether something was trained here; a log that cannot be read may say so."""
+  try:
+    return any(newest_event(workdir, kind) for kind in (events.Step, events.Commit))
+  except OSError:
+    return True
 
 
 def _why(config: Config) -> str:

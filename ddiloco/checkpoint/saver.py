@@ -63,8 +63,13 @@ class Saver:
 
   @property
   def busy(self) -> bool:
-    """Whether a snapshot that came now would go without this role."""
+    """Whether it has not done all yet that follows from the newest snapshot."""
     return self._busy
+
+  @property
+  def refusal(self) -> str:
+    """Why a snapshot that came now would go without this role; "": it would not."""
+    return "the one before is not done yet" if self.busy else self.hold()
 
   def save(
     self,
@@ -72,18 +77,20 @@ class Saver:
     state: Mapping[str, Any],
     arrays: MutableMapping[str, Any],
     then: Callable[[int], Job] = lambda snapshot: (),
+    at_last: Callable[[int], Job] = lambda snapshot: (),
   ) -> None:
     """Queues this role's part: its state as JSON values, and arrays that are not changed any more;
     `arrays` is emptied while they are written.
 
-    The job `then(snapshot)` is done in the background once it is written.
+    The job `then(snapshot)` is done in the background once it is written, and after that, or once
+    it cannot be written, `at_last(snapshot)`.
     """
-    if reason := "the one before is not done yet" if self._busy else self.hold():
+    if reason := self.refusal:
       self.recorder.record(events.Unsaved(snapshot=snapshot, reason=reason))
       self._worker.put(self._leave_word(snapshot, reason))
       return
     self._busy = True
-    self._worker.put(self._work(snapshot, state, arrays, then))
+    self._worker.put(self._work(snapshot, state, arrays, then, at_last))
 
   def decline(self, snapshot: int, reason: str) -> None:
     """There will be no part of this role: says so to the log, and to shard 0, which would wait.
@@ -125,11 +132,13 @@ class Saver:
     state: Mapping[str, Any],
     arrays: MutableMapping[str, Any],
     then: Callable[[int], Job],
+    at_last: Callable[[int], Job],
   ) -> Job:
     written = yield from self._write(snapshot, state, arrays)
     del arrays  # a copy of an island's whole state: free it before waiting for anything
     if written:
       yield from then(snapshot)
+    yield from at_last(snapshot)
     self._busy = False
 
   def _write(
@@ -169,10 +178,9 @@ class Saver:
     shards: Collection[str],
     learners: Callable[[], Collection[str]],
     patience_seconds: float,
-    keep: int,
     may_lack: bool = True,
   ) -> Job:
-    """Waits for the parts, commits the snapshot and deletes old ones.
+    """Waits for the parts, and commits the snapshot.
 
     Learners that are not expected at first are no part of it.
 
@@ -181,7 +189,6 @@ class Saver:
       shards: parts it cannot do without.
       learners: parts that are still to be expected: fewer when a learner dies.
       patience_seconds: for learners that live and whose parts do not grow.
-      keep: committed snapshots that stay.
       may_lack: whether learners that live may decline, for instance since they are busy. A run in
         lock-step, which repeats bit by bit what it lost, needs them all.
     """
@@ -192,11 +199,17 @@ class Saver:
       reason = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
       warn(f"snapshot {snapshot} is not committed: {reason}. The run goes on.")
       self.recorder.record(events.Uncommitted(snapshot=snapshot, reason=reason))
-      return
+
+  def prune(self, keep: int, snapshot: int) -> Job:
+    """Deletes old snapshots but `keep`, and what was saved for those up to this one in vain.
+
+    Not that where the role ends, and so perhaps the run: others are still writing theirs.
+    """
     try:
-      self.storage.prune(keep)
+      self.storage.prune(keep, 0 if self._worker.ending else snapshot)
     except Exception as error:
       warn(f"old checkpoints cannot be deleted: {type(error).__name__}: {error}. The run goes on.")
+    yield None
 
   def _commit(
     self,
@@ -266,6 +279,12 @@ def consistent(states: Mapping[str, Mapping[str, Any]], shards: Collection[str])
 
 
 def _lower_priority() -> None:
-  """Of this thread, and so of those that writing starts: the role's own work comes first."""
+  """Of this thread, and so of those that writing starts: the role's own work comes first.
+
+  A process that is nicer already, as in a job of low priority, may not take that back.
+  """
   if sys.platform == "linux":  # elsewhere it is the whole process that has a priority
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+    me = threading.get_native_id()
+    niceness = max(NICENESS, os.getpriority(os.PRIO_PROCESS, me))
+    with contextlib.suppress(OSError):  # forbidden: it saves all the same
+      os.setpriority(os.PRIO_PROCESS, me, niceness)

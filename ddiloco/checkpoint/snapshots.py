@@ -97,7 +97,7 @@ def write_all(
 
 def write(path: epath.Path, window: dict[str, np.ndarray]) -> None:
   """Writes one window, all of it or nothing."""
-  with weights.ONE_SAVE, _checkpointer() as checkpointer:
+  with weights.one_save(), _checkpointer() as checkpointer:
     checkpointer.save(path, args=ocp.args.PyTreeSave(window), force=True)
 
 
@@ -385,28 +385,33 @@ class Storage:
         self._warn(f"checkpoint skipped: {damage}")
     return None
 
-  def prune(self, keep: int) -> None:
+  def prune(self, keep: int, over: int = 0) -> None:
     """Deletes all but the newest `keep` committed snapshots, and what older ones left unfinished.
 
     The newest part of every role stays, in whatever snapshot: a learner that is away for long still
     finds its own. What cannot be deleted is warned of and stays until the next time.
 
+    Args:
+      keep: how many.
+      over: nobody commits this snapshot any more, nor one before it: their parts are left over, and
+        would fill the disk as long as nothing can be committed.
+
     Raises:
       OSError: the file system cannot be asked.
     """
-    committed = self.committed()
-    if not committed:
-      return
     if keep < 1:
       raise ValueError(f"keep = {keep}: must be at least 1, or nothing could be restored")
+    committed = self.committed()
     newer: set[str] = set()  # roles that have a part in a newer snapshot
     for snapshot in self._snapshots():
-      if snapshot > committed[0]:
+      if snapshot > max([over, *committed]):
         continue  # on its way
       roles = set[str]()
       try:
-        if snapshot in committed:
-          roles = self.manifest(snapshot)["parts"].keys() - newer
+        if snapshot not in committed:
+          self._forget_all(snapshot)
+          continue
+        roles = self.manifest(snapshot)["parts"].keys() - newer
         if snapshot not in committed[:keep]:
           self._delete_but(snapshot, roles)
       except Damaged as damage:  # another run's, or unreadable: not ours to delete
@@ -428,13 +433,19 @@ class Storage:
     """
     for snapshot in self._snapshots():
       if not self.is_committed(snapshot):
-        self._forget(snapshot, role)
+        self._forget(snapshot, role) if role else self._forget_all(snapshot)
+
+  def _forget_all(self, snapshot: int) -> None:
+    path = self._snapshot(snapshot)
+    for role in filter(_is_role, self._names(path)):
+      self._forget(snapshot, role)
+    if not self.is_committed(snapshot):  # without any part it will not be
+      with signed_json.one_error(path):
+        path.rmtree(missing_ok=True)
 
   def _forget(self, snapshot: int, role: str) -> None:
     folder = self._snapshot(snapshot)
     with signed_json.one_error(folder):
-      if not role:
-        return self._delete_all(snapshot)
       self._note(snapshot, role).unlink(missing_ok=True)
       # It may be committed at this very moment. Each of the two writes first and looks afterwards,
       # so at least one of them sees the other, and gives way (`commit`).

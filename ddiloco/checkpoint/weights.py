@@ -22,6 +22,7 @@ from etils import epath
 
 from ddiloco.checkpoint import signed_json
 from ddiloco.checks import ConfigError, require
+from ddiloco.observe.guards import warn
 
 SUFFIX = ".safetensors"
 _FLOATS = {
@@ -30,9 +31,8 @@ _FLOATS = {
   "F16": "float16",
   "BF16": "bfloat16",
 }  # as a safetensors header names what numpy calls so
-# The parts of an Orbax save find each other by a number of the whole process: two saves that begin
-# at the same moment, in two threads, may wait for each other's signals for ever.
 ONE_SAVE = threading.Lock()
+SAVE_SECONDS = 60.0  # for one that hangs in its disk, before others go on without it
 _SHOWN = 3  # tensors that do not fit are named, at most
 
 
@@ -41,6 +41,24 @@ class Leaf(NamedTuple):
 
   shape: tuple[int, ...]
   dtype: str  # numpy's name of a float; else whatever the file calls it
+
+
+@contextlib.contextmanager
+def one_save() -> Iterator[None]:
+  """Orbax saves one at a time in this process, as long as that is not for ever.
+
+  The parts of a save find each other by a number of the whole process: two that begin at the same
+  moment, in two threads, may wait for each other's signals for ever. One that has begun long ago
+  has its number.
+  """
+  mine = ONE_SAVE.acquire(timeout=SAVE_SECONDS)
+  if not mine:
+    warn(f"another save of this process takes more than {SAVE_SECONDS:g} s. This one goes on.")
+  try:
+    yield
+  finally:
+    if mine:
+      ONE_SAVE.release()
 
 
 def absolute(path: str | os.PathLike) -> epath.Path:
@@ -89,8 +107,19 @@ def save(
 def _save_checkpoint(
   target: epath.Path, params: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None
 ) -> None:
-  with ONE_SAVE, ocp.StandardCheckpointer() as checkpointer:
+  with one_save(), ocp.StandardCheckpointer() as checkpointer:
     checkpointer.save(target, dict(params), force=True, custom_metadata=dict(metadata or {}))
+
+
+def clear(path: str | os.PathLike) -> None:
+  """Deletes what killed saves have left beside `path`, each as large as the weights.
+
+  Only for a caller that alone saves there. What cannot be deleted stays.
+  """
+  target = absolute(path)
+  with contextlib.suppress(OSError):
+    for left in target.parent.glob(f".{target.name}.*"):
+      left.rmtree(missing_ok=True)
 
 
 def _save_folder(
@@ -270,6 +299,7 @@ def _orbax_tree(target: epath.Path) -> Any:
   with ocp.StandardCheckpointer() as checkpointer:
     tree = getattr(checkpointer.metadata(target).item_metadata, "tree", None)
   if tree is None:
+    list(target.iterdir())  # raises what Orbax has kept to itself, as that it may not be read
     raise ValueError("no plain Orbax checkpoint of one tree")
   return tree
 

@@ -291,8 +291,8 @@ def _metadata(workdir: Path, config: Config) -> dict[str, str]:
   }
   try:
     merged = json.loads((workdir / SUMMARY).read_text()).get("merged_tokens")
-  except (OSError, ValueError):
-    merged = None  # a result may have been copied here without its report
+  except (OSError, ValueError, AttributeError):
+    merged = None  # a result may have been copied here without its report, or with half of it
   return known | ({"merged_tokens": str(merged)} if merged else {})
 
 

@@ -78,6 +78,7 @@ def train(
   served = Dashboard(workdir, dashboard) if dashboard else None  # its port is open, or refused
   with held(workdir), kept_in(workdir / COMPILED):
     claim(workdir, config, overwrite)
+    weights.clear(workdir / RESULT)
     with served or contextlib.nullcontext():
       if served:
         print(f"Dashboard: {served.url}")
@@ -147,7 +148,7 @@ def conclude(
     compare: called once the result is safe; gives what it is compared with.
 
   Raises:
-    OSError: something cannot be saved. Without a result there is no outcome: the run can go on.
+    OSError: the result cannot be saved. Then there is no outcome: the run can go on.
   """
   _save(workdir, outcome)
   extra: dict[str, Any] = {
@@ -166,8 +167,8 @@ def conclude(
     arguments = run.prompt, run.sample_tokens, 0.7, config.seed
     _attempt("the sample", extra, lambda: {"sample": sample(workdir, config, *arguments)})
   extra["seconds"] = round(time.monotonic() - began, 1)
-  _write_outcome(workdir, extra)
-  _print_end(write_report(workdir, extra), workdir, extra, makes_text(config.model))
+  _attempt("the report", extra, lambda: _write_end(workdir, extra))
+  _print_end(workdir, extra, makes_text(config.model))
 
 
 def _save(workdir: Path, outcome: RunResult) -> None:
@@ -181,6 +182,13 @@ def _save(workdir: Path, outcome: RunResult) -> None:
 
 def _write_outcome(workdir: Path, extra: Mapping[str, Any]) -> None:
   write_whole(workdir / OUTCOME, json.dumps(extra, indent=2) + "\n")
+
+
+def _write_end(workdir: Path, extra: Mapping[str, Any]) -> Mapping[str, Any]:
+  """All that is known at the end, and the page that shows it."""
+  _write_outcome(workdir, extra)
+  write_report(workdir, extra)
+  return {}
 
 
 def _attempt(what: str, extra: dict[str, Any], make: Callable[[], Mapping[str, Any]]) -> None:
@@ -208,7 +216,16 @@ def _refuse_others_snapshots(config: Config, overwrite: bool) -> None:
   """Snapshots outside the workdir are not ours to delete, and a run goes on from what it finds."""
   path = config.checkpoint.path
   storage = open_storage(config, initial.make_plan(config), Path())
-  if overwrite and path and storage is not None and storage.committed():
+  if not (overwrite and path and storage is not None):
+    return
+  try:
+    there = storage.committed()
+  except OSError as error:
+    raise ConfigError(
+      f"checkpoint.path = {path!r}: cannot be searched for snapshots ({error})."
+      " Fix: choose a folder that you may read and write."
+    ) from error
+  if there:
     raise ConfigError(
       f"checkpoint.path = {path!r}: has snapshots, and --overwrite deletes only what is in workdir."
       " Fix: choose another path, or delete them yourself."
@@ -333,7 +350,11 @@ def measure(workdir: Path, config: Config) -> dict[str, float]:
 
 
 def report(workdir: Path) -> str:
-  """Draws the report again from the events; returns where it is."""
+  """Draws the report again from the events; returns where it is.
+
+  Raises:
+    ConfigError: there is no run, something of it cannot be read, or the report not be written.
+  """
   saved_config(workdir)
   known = workdir / OUTCOME
   try:
@@ -342,10 +363,16 @@ def report(workdir: Path) -> str:
     raise ConfigError(
       f"{known}: cannot be read ({error}). Fix: delete it; the report then shows the events alone."
     ) from error
-  return str(write_report(workdir, extra) / "index.html")
+  try:
+    return str(write_report(workdir, extra) / "index.html")
+  except OSError as error:
+    raise ConfigError(
+      f"--workdir={workdir}: its report cannot be drawn ({error}). Fix: make room, its events"
+      f" readable and {workdir / 'report'} a directory you may write to."
+    ) from error
 
 
-def _print_end(folder: Path, workdir: Path, extra: Mapping[str, Any], text: bool) -> None:
+def _print_end(workdir: Path, extra: Mapping[str, Any], text: bool) -> None:
   losses = [n for n in ("loss_untrained", "loss_best_island_alone", "loss_merged") if n in extra]
   if losses:
     print(f"\nHeld-out loss{', nats per token' * text} (lower is better):")
@@ -357,7 +384,9 @@ def _print_end(folder: Path, workdir: Path, extra: Mapping[str, Any], text: bool
     print(f"\nThe merged model writes:\n{extra['sample']}")
   if "lost" in extra:
     print(f"\nWork was lost: {extra['lost']}")
-  print(f"\nReport: {folder / 'index.html'}   Result: {workdir / 'result'}")
+  drawn = "the report" not in extra.get("left_out", {})
+  report = f"Report: {workdir / 'report' / 'index.html'}   " if drawn else ""
+  print(f"\n{report}Result: {workdir / RESULT}")
 
 
 def describe(config: Config) -> str:

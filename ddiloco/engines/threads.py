@@ -153,6 +153,7 @@ class ThreadsEngine(Engine):
       for committed in self._restored.fragments.values():
         self._store.save(committed)
         self._start_after(committed.state.last_round >> 24)  # the snapshots may be all that is left
+      self._restored.fragments.clear()  # else they would stay when newer ones have come
     elif self.config.sync.num_shards:
       every = range(len(self.plan.fragments))
       for p, value in initial.initial_values(self.config, self.plan, every).items():
@@ -206,6 +207,7 @@ class ThreadsEngine(Engine):
       raise
     finally:
       self._hangs.end(name)
+      self._steps[name] = lambda: 0.0  # nothing of this life is kept: its next one has as much
       made = role.exchange.state.step - beginning.state.step
       self.steps[m] = self.steps.get(m, 0) + made
       self._close(endpoint, saver)

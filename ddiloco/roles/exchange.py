@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import math
 import queue
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, Protocol
 
 import msgspec
@@ -126,7 +126,6 @@ class Exchange:
     store: where the parameters live.
     runtime: this learner's clock, workers, endpoint, ...
     save: takes this learner's part of a snapshot, called in the background; None: none is taken.
-    decline: told of a snapshot that goes without this learner, and why.
   """
 
   def __init__(
@@ -137,7 +136,6 @@ class Exchange:
     store: ParameterStore,
     runtime: Runtime,
     save: Save | None = None,
-    decline: Callable[[int, str], None] | None = None,
   ):
     self.state = state
     self.config = config
@@ -145,7 +143,7 @@ class Exchange:
     self._sync = config.sync
     self._plan = plan
     self._store = store
-    self._save, self._decline = save, decline
+    self._save, self._saver = save, runtime.saver
     self._deltas = runtime.deltas(config.sync)
     # Half of the cores at most: the inner step is dispatched from here too.
     self._threads = value_threads(config.sync, max(plan.sizes, default=0), share=0.5)
@@ -204,6 +202,7 @@ class Exchange:
     """Ends the worker; what it still had to do is dropped."""
     self._count_traffic(always=True)
     self._worker.close(0.0, CLOSE_SECONDS)
+    self._save = None  # its learner's: else both would wait for a collection (`short_collections`)
     if self._threads is not None:
       self._threads.shutdown(wait=False)
 
@@ -221,12 +220,17 @@ class Exchange:
   def _received(self, arrived: Delivery) -> Received | None:
     """A message for the reducer; an initial value without its payload is completed first."""
     message = arrived.message
-    if not isinstance(message, Publish) or message.codec != MADE:
+    if not isinstance(message, Publish) or message.codec != MADE or self._has(message):
       return Received(message, arrived.at)
     if message.fragment not in self._making:
       self._making.add(message.fragment)
       self._worker.put(self._complete(message))
     return None
+
+  def _has(self, publish: Publish) -> bool:
+    """Whether its value is here: to make it once more would take a whole model."""
+    p, known = publish.fragment, self.state.fragments
+    return p < len(known) and publish.round <= known[p].newest
 
   def _feed(self, event: LearnerEvent) -> None:
     self.state, actions = learner.learner_on(self.state, event, self._sync)
@@ -271,8 +275,8 @@ class Exchange:
           self._worker.put(self._give(value))
         case TakeSnapshot():
           self._capture(action)
-        case SkipSnapshot(snapshot, reason) if self._decline is not None:
-          self._decline(snapshot, reason)
+        case SkipSnapshot(snapshot, reason) if self._saver is not None:
+          self._saver.decline(snapshot, reason)
         case SendMoments():
           self._give_moments(action)
         case TakeMoments(inherit):
@@ -314,6 +318,9 @@ class Exchange:
   def _capture(self, action: TakeSnapshot) -> None:
     """My part of a snapshot: what is on the devices now; the rest when earlier jobs are done."""
     if self._save is None:
+      return
+    if reason := self._saver.refusal:  # no step waits for a copy that nobody would take
+      self._saver.decline(action.snapshot, reason)
       return
     began = self.time.now()
     captured = self._store.capture()
@@ -458,8 +465,11 @@ class Exchange:
 
   # --- before anything else -----------------------------------------------------------------------
 
-  def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
-    """Takes back what a snapshot has of this exchange; its state was revived from the same part."""
+  def restore(self, arrays: MutableMapping[str, np.ndarray]) -> None:
+    """Takes back what a snapshot has of this exchange; its state was revived from the same part.
+
+    Empties `arrays`: whoever holds them would keep, for a life, all that newer versions replace.
+    """
     self._deltas.restore(arrays)
     for p, f in enumerate(self.state.fragments):
       for i, _ in enumerate(f.incoming):
@@ -469,3 +479,4 @@ class Exchange:
         payload = arrays[f"outbox/{p}"]
         name = self._sync.push_codec
         self._outbox[p] = replace(f.outstanding.push, codec=name, payload=payload)
+    arrays.clear()

@@ -59,8 +59,7 @@ class Learner:
     self._joined: LearnerState | None = None  # when it opened its data, at `_position`
     self._position = 0
     save = None if runtime.saver is None else self._save
-    decline = None if runtime.saver is None else runtime.saver.decline
-    self.exchange = Exchange(state, config, plan, island, runtime, save, decline)
+    self.exchange = Exchange(state, config, plan, island, runtime, save)
     self.exchange.restore(beginning.arrays)
 
   def run(

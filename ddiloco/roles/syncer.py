@@ -389,7 +389,8 @@ class Syncer:
       self._saver.save(action.snapshot, part, arrays)
     else:
       then = functools.partial(self._commit_snapshot, action)
-      self._saver.save(action.snapshot, part, arrays, then)
+      at_last = functools.partial(self._saver.prune, self.config.checkpoint.keep)
+      self._saver.save(action.snapshot, part, arrays, then, at_last)
     yield None
 
   def _commit_snapshot(self, action: TakeSnapshot, snapshot: int) -> Job:
@@ -406,9 +407,7 @@ class Syncer:
 
     shards = [f"syncer-{s}" for s in range(self.config.sync.num_shards)]
     patience_seconds, may_lack = settings.patience_seconds, not self.config.sync.blocking
-    return self._saver.commit_when_complete(
-      snapshot, shards, expected, patience_seconds, settings.keep, may_lack
-    )
+    return self._saver.commit_when_complete(snapshot, shards, expected, patience_seconds, may_lack)
 
   # --- what goes out ------------------------------------------------------------------------------
 

@@ -300,10 +300,9 @@ class VirtualStorage:
   def commit(self, snapshot: int, roles: Collection[str]) -> None:
     self.committed[snapshot] = frozenset(roles)
 
-  def prune(self, keep: int) -> None:
+  def prune(self, keep: int, over: int) -> None:
     self.committed = dict(sorted(self.committed.items())[-keep:])
-    oldest = min(self.committed, default=0)
-    self.parts = {n: parts for n, parts in self.parts.items() if n >= oldest}
+    self.parts = {n: parts for n, parts in self.parts.items() if n > over or n in self.committed}
 
   def forget(self, role: str | None = None) -> None:
     """Drops this role's parts (None: all) of what was never committed."""

@@ -121,11 +121,17 @@ def open_trace(workdir: Path) -> Trace:
   """The trace of a run.
 
   Raises:
-    ConfigError: there is no run in `workdir`, nothing happened in it yet, or another version of
-      ddiloco wrote its logs.
+    ConfigError: there is no run in `workdir`, nothing happened in it yet, or its logs cannot be
+      read, as those that another version of ddiloco wrote.
   """
   saved_config(workdir)
-  trace = read_trace(workdir)
+  try:
+    trace = read_trace(workdir)
+  except OSError as error:
+    raise ConfigError(
+      f"--workdir={workdir}: a log of its events cannot be read ({error}). Fix: make it readable;"
+      " what one role did is a part of the proof."
+    ) from error
   if not trace.roles:
     raise ConfigError(
       f"--workdir={workdir}: its run has no events. Fix: name a run that has begun to train."

@@ -196,6 +196,38 @@ def test_only_the_thread_that_saves_steps_back(storage, savers, monkeypatch):
   assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
+def test_a_role_of_low_priority_saves_and_with_no_higher_one(storage, savers, monkeypatch):
+  """Only root may take a low priority back; for others the saver's thread once died of it."""
+  priorities, low = {}, saver_lib.NICENESS + 5
+  set_priority = os.setpriority
+
+  def as_a_user(which, who, niceness):
+    if niceness < os.getpriority(which, who):
+      raise PermissionError("only root")
+    set_priority(which, who, niceness)
+
+  def save(self, *arguments):
+    priorities["saver"] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    return Storage.save(self, *arguments)
+
+  monkeypatch.setattr(os, "setpriority", as_a_user)
+  monkeypatch.setattr(Gated, "save", save)
+  made = []
+
+  def live():
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), low)
+    made.append(savers("learner-0"))
+
+  role = threading.Thread(target=live)
+  role.start()
+  role.join()
+  saver, events = made[0]
+  saver.save(1, {}, {})
+  events.of("saved")
+  assert priorities["saver"] >= low
+
+
 def test_copies_of_the_state_are_freed_before_anything_is_waited_for(storage, savers, monkeypatch):
   saver, events = savers()
   freed = {}
@@ -284,12 +316,13 @@ def commit(
   **seen,
 ):
   """Shard 0 saves its part, and then waits for the rest."""
-  how = patience_seconds, keep, may_lack
+  how = patience_seconds, may_lack
   saver.save(
     snapshot,
     state("syncer-0", own, **seen),
     {},
     lambda n: saver.commit_when_complete(n, SHARDS, lambda: learners, *how),
+    lambda n: saver.prune(keep, n),
   )
 
 
@@ -452,7 +485,7 @@ def test_without_every_shard_there_is_no_snapshot(storage, savers):
   commit(saver, 1, ["learner-0"], patience_seconds=0.2)
   (uncommitted,) = events.of("uncommitted")
   assert uncommitted.missing == ("syncer-1",)
-  assert storage.committed() == [] and "syncer-0" in storage.parts(1)
+  assert storage.committed() == [] and events.of("saved")[0].snapshot == 1
 
 
 def test_the_next_snapshot_goes_without_shard_0_while_this_one_is_not_committed(storage, savers):
@@ -510,6 +543,33 @@ def test_old_ones_are_deleted(storage, savers):
   saver.close(PATIENCE_SECONDS)
   assert storage.committed() == [5, 4]
   assert all(storage.parts(n) == {} for n in (1, 2, 3))
+
+
+@pytest.mark.parametrize("lacks", SHARDS)
+def test_what_is_saved_in_vain_does_not_fill_the_disk(storage, savers, monkeypatch, lacks):
+  """A shard cannot save its part for a while; what others saved stayed until a commit."""
+  full = threading.Event()
+  full.set()
+
+  def save(self, snapshot, role, *rest):
+    if role == lacks and full.is_set():
+      raise OSError("disk full")
+    return Storage.save(self, snapshot, role, *rest)
+
+  monkeypatch.setattr(Gated, "save", save)
+  (saver, _), (other, others), (learner, learners) = map(savers, (*SHARDS, "learner-0"))
+  for n in (1, 2, 3):
+    if n == 3:
+      full.clear()
+    learner.save(n, state("learner-0"), {"a": np.ones(1000)})
+    other.save(n, state("syncer-1"), {})
+    learners.of("saved", n)
+    others.of("unsaved" if lacks == "syncer-1" and n < 3 else "saved")
+    wait_until(lambda: not other.busy)
+    commit(saver, n, ["learner-0"], patience_seconds=0.1 if n < 3 else PATIENCE_SECONDS)
+    wait_until(lambda: not saver.busy and not learner.busy)
+    assert storage.committed() == ([3] if n == 3 else [])
+    assert sorted(path.name for path in storage.path.iterdir()) == (["00000003"] if n == 3 else [])
 
 
 def test_a_snapshot_that_cannot_be_committed_is_said_and_the_next_one_is(
@@ -583,6 +643,7 @@ def test_to_close_ends_the_wait_for_others(storage, savers, complete):
   assert not saver._worker.running
   assert storage.committed() == ([1] if complete else [])
   assert events.none("snapshot" if not complete else "uncommitted")
+  assert "syncer-0" in storage.parts(1), "others may still write theirs"
 
 
 # --- consistent snapshots -------------------------------------------------------------------------

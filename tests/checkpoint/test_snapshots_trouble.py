@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import re
+import tempfile
 import threading
 
 import numpy as np
@@ -21,6 +22,7 @@ from ddiloco.checkpoint import snapshots as arrays_lib
 from ddiloco.checkpoint.restore import restore_fragments
 from ddiloco.checkpoint.saver import Saver
 from ddiloco.checkpoint.snapshots import Damaged, Storage
+from ddiloco.config import ConfigError
 from tests.checkpoint.test_restore import PLAN, save_shards
 from tests.checkpoint.test_saver import Events
 from tests.checkpoint.test_snapshots_kill import denied, disk_of
@@ -182,6 +184,24 @@ def test_a_role_that_forgets_while_its_snapshot_is_committed(path, monkeypatch, 
   assert mine.find("syncer-0").snapshot in (2, 3)
 
 
+def test_what_is_given_up_and_committed_all_the_same_stays(path, monkeypatch):
+  """A shard 0 that stood still gives up what its next life commits at this moment."""
+  old, new = Storage(path, "plan", pytest.fail), Storage(path, "plan", pytest.fail)
+  for role in ROLES:
+    new.save(3, role, 3, {}, {})
+  look = old.committed
+
+  def committed():
+    monkeypatch.undo()
+    found = look()
+    new.commit(3, ROLES)
+    return found
+
+  monkeypatch.setattr(old, "committed", committed)
+  old.prune(9, over=3)
+  assert new.committed() == [3, 2, 1] and new.parts(3) == new.manifest(3)["parts"]
+
+
 def test_forgetting_leaves_others_parts_of_what_is_being_written(path):
   storage = Storage(path, "plan", pytest.fail)
   for role in ROLES:
@@ -240,6 +260,15 @@ def test_a_result_that_cannot_be_written_is_an_oserror_and_the_one_before_stays(
   assert weights.load(tmp_path / "result")["a"].size == 9
 
 
+def test_a_result_that_may_not_be_read_is_not_taken_for_no_checkpoint():
+  """Orbax keeps to itself why it finds none."""
+  with tempfile.TemporaryDirectory() as folder:  # its parents are everybody's to read
+    os.chmod(folder, 0o755)
+    result = weights.save(f"{folder}/result", {"a": np.ones(3, np.float32)})
+    with denied(result, 0), pytest.raises(ConfigError, match=r"^result = .*Permission denied"):
+      weights.load(result, "result")
+
+
 def test_saves_of_several_threads_do_not_wait_for_each_other_for_ever(tmp_path):
   """Roles that are threads save their parts while the result is saved."""
   array = np.ones(100, np.float32)
@@ -259,3 +288,35 @@ def test_saves_of_several_threads_do_not_wait_for_each_other_for_ever(tmp_path):
   for thread in threads:
     thread.join(60.0)
   assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_save_that_hangs_in_its_disk_holds_up_no_other_for_ever(tmp_path, monkeypatch, capsys):
+  """A learner's part on a share that does not answer, and the result on this machine's disk."""
+  go, hangs = threading.Event(), threading.Event()
+
+  def stuck():
+    hangs.set()
+    go.wait(60.0)
+    raise OSError(errno.EIO, "stale")
+
+  monkeypatch.setattr(arrays_lib, "_checkpointer", stuck)
+  monkeypatch.setattr(weights, "SAVE_SECONDS", 0.1, raising=False)
+
+  def save_part() -> None:
+    with contextlib.suppress(OSError):
+      arrays_lib.write(epath.Path(tmp_path / "part"), {"x": np.ones(3)})
+
+  part = threading.Thread(target=save_part, daemon=True)
+  part.start()
+  assert hangs.wait(60.0)
+  params = {"x": np.ones(3, np.float32)}
+  result = threading.Thread(target=weights.save, args=(tmp_path / "result", params), daemon=True)
+  result.start()
+  result.join(20.0)
+  assert not result.is_alive() and weights.load(tmp_path / "result")["x"].size == 3
+  assert "another save" in capsys.readouterr().err
+  go.set()
+  part.join(60.0)
+  with weights.one_save():
+    assert weights.ONE_SAVE.locked()
+  assert not weights.ONE_SAVE.locked()

@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import stat
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -158,6 +160,28 @@ def test_a_folder_that_cannot_take_its_place_leaves_the_one_before(tmp_path, mon
     weights.save(path, params(1))
   assert [p.name for p in tmp_path.iterdir()] == ["result"]
   assert_same(weights.load(path), params(0))
+
+
+KILLED = """
+import os, sys
+import numpy as np
+from ddiloco.checkpoint import weights
+path = weights.absolute(sys.argv[1])
+type(path).rename = lambda *_: os.kill(os.getpid(), 9)
+weights.save(path, {"x": np.ones(3, np.float32)})
+"""
+
+
+def test_what_a_killed_save_leaves_can_be_cleared(tmp_path):
+  path, other = tmp_path / "result", tmp_path / ".resulting.x"
+  weights.save(path, params())
+  other.mkdir()
+  killed = subprocess.run([sys.executable, "-c", KILLED, path], check=False, capture_output=True)
+  assert killed.returncode == -9, killed.stderr.decode()
+  assert len(list(tmp_path.iterdir())) == 3, "a whole model, for ever"
+  weights.clear(path)
+  assert sorted(tmp_path.iterdir()) == [other, path]
+  assert_same(weights.load(path), params())
 
 
 def test_a_path_that_cannot_be_written_is_an_os_error(tmp_path):

@@ -133,6 +133,13 @@ def test_paths_that_cannot_be_are_refused(tmp_path, refused):
   assert "can only be local" in refused("gs://bucket/model.safetensors")
 
 
+@pytest.mark.parametrize("summary", ["[]", '{"merged_tokens', "\0"])
+def test_a_report_that_is_none_is_no_reason(workdir, tmp_path, capsys, summary):
+  """It says a number that goes into the header, and nothing more."""
+  (workdir / "report" / "summary.json").write_text(summary)
+  assert export(workdir, tmp_path / "model.safetensors") == 0, capsys.readouterr().err
+
+
 def test_a_full_disk_is_said(workdir, tmp_path, refused, monkeypatch):
   def full(*_):
     raise OSError(28, "No space left on device")

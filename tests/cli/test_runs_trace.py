@@ -11,6 +11,7 @@ import pytest
 from ddiloco import cli, environment
 from ddiloco.config import Config
 from ddiloco.protocol.events import LOG_FORMAT
+from ddiloco.trace import text
 from tests.trace.traces import Logs, find, good
 
 
@@ -90,6 +91,22 @@ def test_what_is_no_run_is_said(command, tmp_path, capsys):
   (tmp_path / "config.json").write_text(Config().to_json())
   assert cli.main([command, f"--workdir={tmp_path}"]) == 2
   assert "its run has no events" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["trace", "replay"])
+def test_a_log_that_may_not_be_read_is_said(command, tmp_path, capsys, monkeypatch):
+  """Of another user, for example; it was a traceback."""
+  workdir = write(tmp_path, good())
+
+  def denied(path, *_):
+    raise PermissionError(13, "Permission denied", str(path))
+
+  monkeypatch.setattr(text, "lines_of", denied)
+  assert cli.main([command, f"--workdir={workdir}"]) == 2
+  said = capsys.readouterr().err
+  assert (
+    "Permission denied" in said and "learner-0.jsonl" in said and "Fix: make it readable" in said
+  )
 
 
 def test_an_unknown_role_is_said(tmp_path, capsys):

@@ -16,7 +16,7 @@ import pytest
 
 from ddiloco.checkpoint import weights
 from ddiloco.checkpoint.snapshots import Storage
-from ddiloco.config import Config
+from ddiloco.config import Config, ConfigError
 from ddiloco.engines import session
 from ddiloco.engines.engine import RunResult
 from ddiloco.observe.eventlog import read_events
@@ -69,7 +69,7 @@ def test_the_result_is_there_before_the_first_loss_is_asked_for(tmp_path):
   assert known["loss_untrained"] == known["loss_merged"] == 1.0
 
 
-def test_a_disk_that_is_full_at_the_end_leaves_the_first_outcome(tmp_path, monkeypatch):
+def test_a_disk_that_is_full_at_the_end_leaves_the_first_outcome(tmp_path, monkeypatch, capsys):
   outcome = RunResult("finished", params(3), {}, {0: 5})
   write_text = type(tmp_path).write_text
 
@@ -80,10 +80,24 @@ def test_a_disk_that_is_full_at_the_end_leaves_the_first_outcome(tmp_path, monke
     return write_text(self, text)
 
   monkeypatch.setattr(type(tmp_path), "write_text", fails)
-  with pytest.raises(OSError):
-    conclude(tmp_path, outcome, lambda tree: 1.0)
-  assert json.loads((tmp_path / OUTCOME).read_text())["reason"] == "finished"
+  assert conclude(tmp_path, outcome, lambda tree: 1.0)["reason"] == "finished"
   assert not list(tmp_path.glob(f"{OUTCOME}.*"))
+  assert "WARNING: the report is left out: OSError: [Errno 28] No space" in capsys.readouterr().out
+
+
+def test_a_report_that_cannot_be_written_is_no_lost_work(tmp_path, capsys):
+  """Its run is finished: the same command, once said to be the fix, would have been refused."""
+  workdir = tmp_path / "run"
+  workdir.mkdir()
+  (workdir / "report").write_text("a file in its way")
+  assert train(workdir, RunResult("finished", params(3), {}, {0: 5}), lambda tree: 1.0) == 0
+  said = capsys.readouterr().out
+  assert "WARNING: the report is left out: FileExistsError" in said and "is not saved" not in said
+  assert f"Result: {workdir / 'result'}" in said
+  with pytest.raises(ConfigError, match=r"its report cannot be drawn .*Fix: "):
+    session.report(workdir)
+  (workdir / "report").unlink()
+  assert Path(session.report(workdir)).exists()
 
 
 def test_a_failed_evaluation_loses_nothing_and_is_named(tmp_path, capsys):

@@ -6,14 +6,18 @@ The threads engine with islands in NumPy; where the processes engine decides, no
 from __future__ import annotations
 
 import dataclasses
+import gc
 import shutil
+import time
+import weakref
 
 import pytest
 
 from ddiloco.checkpoint import restore, signed_json
 from ddiloco.checkpoint.restore import Unfounded
 from ddiloco.checkpoint.snapshots import Storage
-from ddiloco.config import Config, ConfigError
+from ddiloco.config import CheckpointConfig, Config, ConfigError, from_dict
+from ddiloco.engines import session, threads
 from ddiloco.engines.processes import ProcessesEngine
 from ddiloco.observe.eventlog import newest_event, read_events
 from ddiloco.protocol import events, syncer
@@ -172,6 +176,61 @@ def test_it_goes_on_from_an_older_one_and_the_newest_is_set_aside_and_said(corpu
   assert storage_of(workdir).committed()[0] >= newest, "it was saved again"
 
 
+def test_what_a_run_goes_on_from_is_not_kept_beside_what_it_makes_of_it(
+  corpus, workdir, monkeypatch
+):
+  """Values and momentum of a whole model stayed in memory until the run was over."""
+  found, restore_fragments = [], threads.restore_fragments
+
+  def recorded(*arguments):
+    found.append(restore_fragments(*arguments))
+    return found[-1]
+
+  monkeypatch.setattr(threads, "restore_fragments", recorded)
+  Ran(endless(), corpus, workdir, stop_after=lambda e: e.kind == "commit")
+  (restored,) = found
+  assert restored.snapshot and not restored.fragments
+
+
+def test_a_learner_that_is_dead_is_gone_when_it_comes_back(corpus, tmp_path, monkeypatch):
+  """What the new life reads took as much memory again, beside all that the old one had."""
+  lives, kept = [], []
+
+  class Mortal(threads.Learner):
+    def __init__(self, *arguments):
+      super().__init__(*arguments)
+      if self.exchange.state.learner == 0:
+        lives.append(weakref.ref(self))
+
+  def left() -> int:
+    gc.collect()
+    return sum(life() is not None for life in lives)
+
+  def begins(new, *arguments):
+    if new.learner == 0:
+      patience = time.monotonic() + 10.0  # for threads of the old life that still end
+      while left() and time.monotonic() < patience:
+        time.sleep(0.05)
+      kept.append(left())
+    return begin_learner(new, *arguments)
+
+  begin_learner = threads.begin_learner
+  monkeypatch.setattr(threads, "Learner", Mortal)
+  monkeypatch.setattr(threads, "begin_learner", begins)
+  kill = {"action": "kill", "role": "learner-0", "at_step": 20, "seconds": 0.1}
+  config = dataclasses.replace(endless(), chaos=from_dict({"chaos": {"faults": (kill,)}}).chaos)
+  Ran(config, corpus, tmp_path, stop_after=lambda e: e.kind == "commit" and len(lives) > 1)
+  assert len(kept) > 1 and not any(kept)
+
+
+def test_snapshots_elsewhere_that_cannot_be_searched_are_not_overwritten(corpus, tmp_path):
+  (tmp_path / "file").write_text("no folder")
+  config = endless()
+  config = dataclasses.replace(config, checkpoint=CheckpointConfig(path=str(tmp_path / "file")))
+  with pytest.raises(ConfigError, match=r"^checkpoint.path = .*cannot be searched.*Fix: "):
+    session.train(config, tmp_path / "run", overwrite=True)
+
+
 def test_to_overwrite_begins_anew(corpus, workdir, capsys):
   shutil.rmtree(workdir / "checkpoints")
   config = make_config(learners=2, steps=30, sync={"snapshot_steps": 40}, run={"evaluations": 0})
@@ -227,6 +286,13 @@ def test_of_a_log_that_cannot_be_read_nothing_is_concluded(workdir, monkeypatch)
   monkeypatch.setattr(restore, "newest_event", denied)
   text = restore.lost_snapshots(endless(), workdir, storage_of(workdir), [])
   assert "its events, which would tell" in text and "syncer-0.jsonl" in text
+
+
+def test_a_log_that_cannot_be_read_does_not_end_a_run_that_begins_again(tmp_path, capsys):
+  """Of it only depends what is said."""
+  (tmp_path / "events" / "learner-0.jsonl").mkdir(parents=True)
+  restore.go_on(endless(), tmp_path, storage_of(tmp_path), None, [])
+  assert "begins again from its initial values" in capsys.readouterr().out
 
 
 # --- the newest event -----------------------------------------------------------------------------

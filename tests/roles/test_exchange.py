@@ -3,6 +3,7 @@
 import collections
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from ddiloco.observe.eventlog import NullRecorder
 from ddiloco.protocol import learner
 from ddiloco.protocol.actions import StepDone
 from ddiloco.protocol.messages import EVALUATOR, MADE, Hello, Push, Refusal, Report
+from ddiloco.protocol.values import replace
 from ddiloco.roles import initial
 from ddiloco.roles.evaluator import Evaluator, GlobalView
 from ddiloco.roles.exchange import LOOK_SECONDS, Exchange
@@ -60,15 +62,16 @@ class Wire:
 class Bench:
   """One exchange with a toy island, and the messages a shard would send it."""
 
-  def __init__(self, island=None, initial=dict, **sync):
+  def __init__(self, island=None, initial=dict, saver=None, **sync):
     settings = {"num_shards": 1, "num_fragments": 2, "sync_period": 4, **sync}
     self.config: Config = from_dict({"sync": settings})
     self.plan = fragments.make_plan(toy.SPECS, self.config.sync)
     self.island = island or toy.ToyIsland(0, self.plan)
     self.wire = Wire()
     state = learner.init(0, 0, (0, 0), 10**9)
-    runtime = Runtime(self.wire, NullRecorder(), initial=initial)
-    self.exchange = Exchange(state, self.config, self.plan, self.island, runtime)
+    runtime = Runtime(self.wire, NullRecorder(), saver, initial=initial)
+    save = saver and saver.save
+    self.exchange = Exchange(state, self.config, self.plan, self.island, runtime, save)
     self.give(says.welcome(0, 0, 0, 0, (0, 1)))
 
   def give(self, message) -> None:
@@ -278,6 +281,47 @@ def test_a_payload_that_cannot_be_decoded_fails_loudly(bench):
     b.until(lambda: b.exchange.state.joined)
 
 
+class Refusing:
+  """A saver that may be busy."""
+
+  def __init__(self):
+    self.refusal, self.saved, self.declined = "", [], []
+
+  def save(self, snapshot, state, arrays):
+    self.saved.append(snapshot)
+
+  def decline(self, snapshot, reason):
+    self.declined.append((snapshot, reason))
+
+
+def test_a_snapshot_that_goes_without_a_learner_costs_it_no_copy(bench, monkeypatch):
+  """The next step waits for the copy, which takes as much memory as the state."""
+  saver, captured = Refusing(), []
+  b = bench(saver=saver)
+  b.join()
+  capture = b.island.capture
+  monkeypatch.setattr(b.island, "capture", lambda: captured.append(1) or capture())
+  for snapshot, reason in enumerate(["", "the one before is not done yet", ""], start=1):
+    saver.refusal = reason
+    b.give(replace(says.pull(0, 0, 0, 0, 5, 0), snapshot=snapshot))
+    b.until(lambda heard=snapshot: len(saver.saved) + len(saver.declined) == heard)
+  assert saver.saved == [1, 3] and len(captured) == 2
+  assert saver.declined == [(2, "the one before is not done yet")]
+
+
+def test_what_comes_back_from_a_snapshot_is_freed_when_it_is_replaced(bench):
+  """Who began the learner holds on to what it began with, for as long as it lives."""
+  b = bench()
+  values = b.join()
+  beginning = {f"base/{p}": value.copy() for p, value in enumerate(values)}
+  base = weakref.ref(beginning["base/0"])
+  b.exchange.restore(beginning)
+  b.train()
+  b.publish(0, 1, vector(values[0].size))
+  b.until(lambda: b.version(0) == 1)
+  assert base() is None and not beginning
+
+
 def test_the_evaluator_overwrites_whatever_the_learners_do(bench):
   config = from_dict(
     {"sync": {"apply": "rebase", "num_shards": 1, "num_fragments": 2}, "model": {"num_layers": 1}}
@@ -327,6 +371,13 @@ def test_an_initial_value_is_made_here_if_it_is_the_one_that_the_shard_has():
   for p, value in enumerate(values):
     np.testing.assert_array_equal(bench.local(p), value)
   assert len(made) == 1, "all fragments at once"
+  for p, value in enumerate(values):
+    bench.publish_digest(p, value)  # and once more, while it joined
+  bench.until(lambda: not bench.wire.inbox)
+  done = threading.Event()
+  bench.exchange._worker.put(done.set() for _ in [0])
+  assert done.wait(PATIENCE_SECONDS)
+  assert len(made) == 1, "a whole model, for a value that is here"
   assert not any(isinstance(m, Hello) and m.whole for m in bench.wire.sent)
 
 
