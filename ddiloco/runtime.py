@@ -185,7 +185,7 @@ class ValueThreads(concurrent.futures.ThreadPoolExecutor):
 
     taking = [self.submit(take) for _ in range(min(self.count, len(todo)))]
     for done in concurrent.futures.wait(taking).done:
-      done.result()
+      done.result(timeout=0)
     return results
 
 
