@@ -128,7 +128,7 @@ class Stepper:
 
   def segment(self, segment: Segment, pushes: Pushes) -> None:
     """Of a segment, with the sum of these pushes."""
-    _step_segment(*pushes.arguments, segment.spans, segment.runs, self._stretch, *self._step)
+    _step_segment(pushes.arguments, segment.spans, segment.runs, self._stretch, *self._step)
 
 
 def compile_all(segment: Segment, vectors: Any, config: OuterConfig) -> str:
@@ -317,7 +317,8 @@ def _sum_squares(addresses, units, int4, look_up, spans, runs, sums):
 
 
 @_compiled
-def _step_segment(addresses, units, int4, look_up, spans, runs, stretch, arrays, rates, kind, wire):
+def _step_segment(pushes, spans, runs, stretch, arrays, rates, kind, wire):
+  addresses, units, int4, look_up = pushes
   total = np.empty(CHUNK, np.float32)
   for c in range(spans.shape[0]):
     start, stop, first, last = spans[c]
