@@ -9,6 +9,7 @@ import json
 import os
 import secrets
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -172,7 +173,7 @@ def _refuse_links(paths: Collection[Path]) -> None:
     if path.is_symlink() and path.is_dir():
       raise ConfigError(
         f"{path}: is a link to {os.readlink(path)}, and --overwrite deletes only what is in the"
-        " workdir itself. Fix: remove the link, and what it leads to if nobody needs that."
+        " workdir itself. Fix: remove the link, and what it leads to if that is not needed."
       )
 
 
@@ -192,6 +193,19 @@ def start_time(workdir: Path) -> float:
       f"{workdir / STARTED}: says no time in unix seconds ({error}). Fix: write when the run began"
       " into it, or delete it: times of events then begin at 0 again."
     ) from error
+
+
+def require_writable(workdir: Path) -> None:
+  """Refuses a directory that cannot be made, or written.
+
+  Raises:
+    ConfigError: that.
+  """
+  try:
+    workdir.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=workdir).close()
+  except OSError as error:
+    raise _not_writable(workdir, error) from error
 
 
 def _not_writable(workdir: Path, error: OSError) -> ConfigError:

@@ -8,7 +8,7 @@ same: one fragment is due in every step. Every host notes its calls with the ste
 and `same_step` says that the notes of both are equal. Then two such islands run with the processes
 engine, and a host of one is killed with SIGKILL in the middle.
 
-  python scripts/bench_hosts.py [--pairs=20] [--block=8] [--quick]
+  python scripts/bench_hosts.py [--pairs=60] [--block=8] [--quick]
 
 Last line: {"ratio", "rounds_per_step", "same_step", "calls", "step_ms", "bare_ms",
 "other_island_blocked_seconds", "other_island_steps_meanwhile", "seconds_until_merged_again", ...}.
@@ -204,7 +204,7 @@ def main() -> None:
   parser = common.parser(
     __doc__, "a smaller model, four pairs, and longer steps where a host is killed"
   )
-  parser.add_argument("--pairs", type=int, default=20)
+  parser.add_argument("--pairs", type=int, default=60)
   parser.add_argument("--block", type=int, default=8)
   for name in ("url", "coordinator", "syncer", "folder"):
     parser.add_argument(f"--{name}", help=argparse.SUPPRESS)

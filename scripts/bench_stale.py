@@ -197,7 +197,7 @@ def make_problem(name: str, seed: int, period: int, quick: bool) -> Problem:
     "run.compare_alone": False,
     "network.give_up_seconds": 1e9,
     "inner.decay_steps": 1 << 20,
-    "inner.final_share": 1.0,  # the rate does not depend on who is there
+    "inner.final_share": 1.0,  # the rate does not depend on which learners are there
   }
   if name == "text":
     return Text(common.config_of("tutorial" if quick else "quickstart", fields))

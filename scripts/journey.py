@@ -57,7 +57,7 @@ JOURNEY = (
   Stop("protocol/messages.py", "Report",
        "A report is a message of a few integers for each fragment.", "Report"),
   Stop("protocol/syncer.py", "_on_report",
-       "The owner believes as much of it as is possible, and sees who is due.", "mark_dirty"),
+       "The owner believes as much of it as is possible, and notes which are due.", "mark_dirty"),
   Stop("protocol/states.py", "is_due",
        "A fragment is due where a learner has made H steps since its last sync.", "is_due"),
   Stop("protocol/rounds.py", "start_rounds",

@@ -1,4 +1,4 @@
-"""One round of one fragment, drawn as it goes: who steps, who is asked, who is waited for.
+"""One round of one fragment, drawn as it goes: which learners step, are asked, and are waited for.
 
     python scripts/round_picture.py [--picture=docs/round.png] [--islands=4]
 

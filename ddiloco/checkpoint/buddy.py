@@ -77,9 +77,9 @@ class GivenBack:
 
   @property
   def under_way(self) -> bool:
-    """Whether some have not left yet: a payload that has left is in nobody's memory any more.
+    """Whether some have not left yet: a payload that has left has no reference any more.
 
-    `Endpoint.unsent` would not tell: of two shards the owner is also who gets copies of this one's.
+    `Endpoint.unsent` would not tell: of two shards each is the buddy of the other.
     """
     return not self.made or any(payload() is not None for payload in self.memory)
 

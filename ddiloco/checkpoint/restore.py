@@ -32,11 +32,14 @@ if TYPE_CHECKING:  # it brings Orbax and JAX, which not every role needs
 T = TypeVar("T")
 
 
-def open_storage(config: Config, plan: Plan, workdir: Path) -> Storage | None:
+def open_storage(config: Config, plan: Plan, workdir: Path, run_id: str = "") -> Storage | None:
   """Where the run's snapshots are; None if it makes none.
 
+  In `checkpoint.path` every run has a folder of its name (`run_id`, else the workdir's): no run
+  takes another one's snapshots for its own.
+
   Raises:
-    ConfigError: checkpoint.path is in a bucket whose package is not installed.
+    ConfigError: checkpoint.path is a file, or in a bucket whose package is not installed.
   """
   if not (config.sync.num_shards and config.sync.snapshot_steps):
     return None
@@ -48,12 +51,17 @@ def open_storage(config: Config, plan: Plan, workdir: Path) -> Storage | None:
   kind, separator, _ = path.partition("://")
   try:
     fsspec.get_filesystem_class(kind if separator else "file")
+    if Path(path).is_file():
+      raise ValueError("it is a file")
   except (ImportError, ValueError) as error:
     raise ConfigError(
       f"checkpoint.path = {path!r}: cannot be reached ({error})."
       " Fix: pip install 'ddiloco[gcs]' for gs://, or give a folder."
     ) from error
-  return Storage(path or workdir / "checkpoints", plan.plan_id, warn)
+  from etils import epath
+
+  own = epath.Path(path) / (run_id or workdir.absolute().name) if path else workdir / "checkpoints"
+  return Storage(own, plan.plan_id, warn)
 
 
 def newest_global_step(config: Config, plan: Plan, workdir: Path) -> int:

@@ -95,7 +95,7 @@ class Saver:
   def decline(self, snapshot: int, reason: str) -> None:
     """There will be no part of this role: says so to the log, and to shard 0, which would wait.
 
-    Not of a snapshot that is committed: who hears of one so late was not there.
+    Not of a snapshot that is committed: a role that hears of it only then was not there.
     """
     self._worker.put(self._decline(snapshot, reason))
 

@@ -11,8 +11,8 @@ Every file is written before the one that vouches for it, so a kill at any momen
 without its meta, or a snapshot without its manifest. Orbax waits until values are on the disk;
 signed files do not wait, and one that a power cut tears does not match its digest.
 
-What was committed is deleted when newer snapshots are committed, and for no other reason. Who
-cannot read it tries again, and passes over it: the fault may be the reader's own.
+What was committed is deleted when newer snapshots are committed, and for no other reason. A reader
+that cannot read it tries again, then passes over it: the fault may be the reader's own.
 """
 
 from __future__ import annotations
@@ -393,8 +393,8 @@ class Storage:
 
     Args:
       keep: how many.
-      over: nobody commits this snapshot any more, nor one before it: their parts are left over, and
-        would fill the disk as long as nothing can be committed.
+      over: this snapshot and those before it will not be committed any more: their parts are left
+        over, and would fill the disk as long as nothing can be committed.
 
     Raises:
       OSError: the file system cannot be asked.

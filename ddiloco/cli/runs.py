@@ -459,11 +459,16 @@ def _place(given: Flags, bind: str = "") -> RoleSpec:
     raise ConfigError(
       "--syncers: is needed. Fix: give the url of every shard, --syncers=tcp://HOST:PORT,..."
     )
+  run_id = given.run_id or workdir.absolute().name
+  if "/" in run_id or run_id in ("", ".", ".."):
+    raise ConfigError(
+      f"--run_id={run_id}: must be the name of a folder. Fix: use letters, digits, '-' and '_'."
+    )
   if given.attached:
     end_with_parent()
   return RoleSpec(
     workdir=workdir,
-    run_id=given.run_id or workdir.absolute().name,
+    run_id=run_id,
     syncers=tuple(given.syncers),
     bind=bind,
     keys=Path(given.keys) if given.keys else None,

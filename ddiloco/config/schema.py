@@ -398,7 +398,7 @@ class RunConfig:
 class CheckpointConfig:
   """Snapshots of the whole run; `sync.snapshot_steps` says how often."""
 
-  path: str = ""  # folder that all roles reach, also gs://...; empty: WORKDIR/checkpoints
+  path: str = ""  # all roles reach PATH/RUN, also gs://...; empty: WORKDIR/checkpoints
   keep: int = 2  # committed snapshots; older ones are deleted
   patience_seconds: float = 60.0  # a snapshot goes without a learner's part that grew so long ago
   rejoin: str = "own"  # inner optimizer of a learner that comes back: own, peer or fresh

@@ -20,7 +20,14 @@ from ddiloco.engines.role_process import RoleRunner, load_keys
 from ddiloco.engines.role_spec import RoleSpec, terminates
 from ddiloco.environment import BAD_USAGE, FINISHED, INTERRUPTED, LOST
 from ddiloco.network import host_links
-from ddiloco.network.host_links import HostProgress, HostsApart, HostWatch, Meeting, free_address
+from ddiloco.network.host_links import (
+  BEAT_SECONDS,
+  HostProgress,
+  HostsApart,
+  HostWatch,
+  Meeting,
+  free_address,
+)
 from ddiloco.network.keys import require_keys
 from ddiloco.network.transport import learner_address
 from ddiloco.observe.guards import say
@@ -71,6 +78,12 @@ def _join(coordinator: str, config: Config, island: host_links.IslandIdentity, h
   silence_seconds = max(LEAST_HEARTBEAT_SECONDS, 3 * network.silence_seconds)
   patience_seconds = network.give_up_seconds
   environment.join_hosts(coordinator, island.hosts, host, patience_seconds, silence_seconds)
+
+
+def name_lost_host() -> None:
+  """A program fails when another host is gone, at times before the watch has heard of it: the watch
+  has a moment to say which host that is, and then ends this process."""
+  time.sleep(2 * BEAT_SECONDS)
 
 
 # --- host 0 ---------------------------------------------------------------------------------------
@@ -163,6 +176,7 @@ def run_host(config: Config, number: int, place: RoleSpec) -> int:
       speak("ends at once, as asked")
       os._exit(INTERRUPTED)
     except Exception as error:  # JAX would wait for the other hosts before it lets a process end
+      name_lost_host()
       traceback.print_exc()
       speak(f"{type(error).__name__}: {error}")
       os._exit(BAD_USAGE if isinstance(error, ConfigError) else LOST)

@@ -237,7 +237,7 @@ class RoleRunner:
 
   def saver(self) -> Saver | None:
     """Writes the role's parts of snapshots, if the run makes any."""
-    storage = open_storage(self.config, self.plan, self.place.workdir)
+    storage = open_storage(self.config, self.plan, self.place.workdir, self.place.run_id)
     if storage is None:
       return None
     role, disk = self.recorder.role, self.faults.disk

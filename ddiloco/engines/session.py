@@ -70,7 +70,7 @@ def train(
   if not check(workdir, config, overwrite):
     initial.checked_start(config)
     _refuse_own_start(config, workdir, overwrite)
-    _refuse_others_snapshots(config, overwrite)
+    _refuse_others_snapshots(config, workdir, overwrite)
   corpus = data.open_data(config.data)
   heldout = evaluator(config, corpus) if config.run.evaluations else None
   measure = heldout.measure if heldout is not None else None
@@ -212,10 +212,10 @@ def _refuse_own_start(config: Config, workdir: Path, overwrite: bool) -> None:
     )
 
 
-def _refuse_others_snapshots(config: Config, overwrite: bool) -> None:
+def _refuse_others_snapshots(config: Config, workdir: Path, overwrite: bool) -> None:
   """Snapshots outside the workdir are not ours to delete, and a run goes on from what it finds."""
   path = config.checkpoint.path
-  storage = open_storage(config, initial.make_plan(config), Path())
+  storage = open_storage(config, initial.make_plan(config), workdir)
   if not (overwrite and path and storage is not None):
     return
   try:
@@ -227,8 +227,8 @@ def _refuse_others_snapshots(config: Config, overwrite: bool) -> None:
     ) from error
   if there:
     raise ConfigError(
-      f"checkpoint.path = {path!r}: has snapshots, and --overwrite deletes only what is in workdir."
-      " Fix: choose another path, or delete them yourself."
+      f"checkpoint.path = {path!r}: has snapshots of {workdir.absolute().name!r}, and --overwrite"
+      " deletes only what is in workdir. Fix: choose another path or name, or delete them yourself."
     )
 
 

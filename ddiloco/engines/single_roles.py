@@ -24,7 +24,7 @@ from ddiloco.checkpoint.restore import (
 from ddiloco.config import Config, ConfigError
 from ddiloco.core.delta import Committed, MemoryStore, new_fragment
 from ddiloco.core.fragments import owned_by
-from ddiloco.engines.island_hosts import Hosts, check_hosts, run_host
+from ddiloco.engines.island_hosts import Hosts, check_hosts, name_lost_host, run_host
 from ddiloco.engines.role_process import Ended, RoleRunner, unreached
 from ddiloco.engines.role_spec import Outnumbered, RoleSpec, check_spec
 from ddiloco.environment import BAD_USAGE, FINISHED, LOST
@@ -44,7 +44,7 @@ from ddiloco.roles.exchange import Quarantined
 from ddiloco.roles.learner import Batches
 from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Runtime
-from ddiloco.workdir import COMPILED, RESULT
+from ddiloco.workdir import COMPILED, RESULT, require_writable
 
 RECOVERY_HELLOS = 18  # a learner that lost its shard tries again after at most 16 of them
 EARLIEST_SECONDS = 86_400  # before the run began by this host's clock: rounds of its shards
@@ -82,6 +82,9 @@ def _learner(runner: RoleRunner, number: int) -> int:
     runner.say(str(error))
     runner.recorder.close()
     os._exit(BAD_USAGE)  # as below
+  except Exception:
+    name_lost_host()
+    raise
   hosts.part()
   return status
 
@@ -129,7 +132,7 @@ def live(runner: RoleRunner, number: int, island, batches: Batches) -> int:
     Ended: it was quarantined once too often in a row.
   """
   config, deaths, afresh = runner.config, 0, False
-  storage = open_storage(config, runner.plan, runner.place.workdir)
+  storage = open_storage(config, runner.plan, runner.place.workdir, runner.place.run_id)
   while True:
     began = time.monotonic()
     try:
@@ -321,7 +324,7 @@ def _recover(
   config, plan = runner.config, runner.plan
   found, unfounded = _ask_buddy(runner, shard, copies), Unfounded((), "")
   restored, tried = None, list[str]()
-  storage = open_storage(config, plan, runner.place.workdir)
+  storage = open_storage(config, plan, runner.place.workdir, runner.place.run_id)
   # It may have gone on alone, cut off from its buddy, whose copies are older than snapshots then.
   rounds = newest_rounds(storage) if found and storage is not None else {}
   wanted = [p for p in owned if p not in found or _newer(rounds.get(p, NOTHING), found[p])]
@@ -421,6 +424,7 @@ def _evaluator(runner: RoleRunner) -> int:
   from ddiloco.training import data
 
   config, began = runner.config, time.monotonic()
+  require_writable(runner.place.workdir)  # not found out at the end, with the result in hand
   measure = loss = None
   if config.run.evaluations:
     runner.ready = lambda: "reading the held-out data"
@@ -429,6 +433,7 @@ def _evaluator(runner: RoleRunner) -> int:
   endpoint = runner.dial()
   runtime = Runtime(endpoint, runner.recorder, initial=runner.initial_values)
   result = runner.place.workdir / RESULT
+  weights.clear(result)
 
   def save(params: initial.Assembled) -> None:
     runner.busy("saving and measuring the result")

@@ -154,7 +154,7 @@ def place(
     config: the experiment's.
     name: of the run.
     places: of `--place`, "WHERE=0,2-3"; empty: all islands where the program's own default is.
-    bucket: gs://..., where snapshots go.
+    bucket: gs://..., where snapshots go, in a folder of the run's name.
     image: and the rest as of `Placement`.
 
   Raises:
@@ -208,7 +208,7 @@ def _where(places: Sequence[str], count: int) -> list[str]:
     where, _, learners = text.rpartition("=")
     ranges = [_RANGE.fullmatch(part) for part in learners.split(",")]
     fix = "write --place=WHERE=0,1 or --place=WHERE=0-3, once for each cluster or zone"
-    require(bool(where) and all(ranges), "--place", text, "must say who is where", fix)
+    require(bool(where) and all(ranges), "--place", text, "must say where islands are", fix)
     for match in filter(None, ranges):
       for learner in range(int(match[1]), int(match[2] or match[1]) + 1):
         twice = f"learner {learner} has a place already ({found.get(learner)})"

@@ -248,17 +248,17 @@ class NetworkEndpoint(InboxEndpoint):
       crowded = self._crowded(peer.address)
       wire.rest(crowded)
       peer.heard_at = now if crowded else peer.heard_at  # it waits for us
-      # Who speaks and does not read is told nothing more: that would wait here for ever.
+      # A peer that sends and does not read is told nothing more: beats would pile up here.
       if peer.state == "up" and now - peer.beat_at >= BEAT_SECONDS and not wire.behind:
         peer.beat_at = now
         wire.say(frames.Beat(*peer.take_untold()))
     if peer.url and not (self.fenced or self.broken):
       for channel in peer.channels if peer.state == "up" else [peer.control]:
-        if self._stop_at is None or channel.waiting:  # who ends comes back for what waits alone
+        if self._stop_at is None or channel.waiting:  # at the end only for messages that wait
           self._reach(peer, channel, now)
 
   def _look_at_keys(self, keys: Keys) -> None:
-    """Who has another key now is cut off, or dialed with that: the one before may be stolen."""
+    """A peer with a new key is cut off, or dialed with that: the one before may be stolen."""
     every = self._peers()
     for peer in every[self._looked_at : self._looked_at + KEYS_A_LOOK]:
       if not peer.url and keys.withdrawn(peer.address, peer.key):

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class HostsApart(Exception):
-  """The hosts of an island did not come together. The text says who is missing, or why."""
+  """The hosts of an island did not come together. The text says which are missing, or why."""
 
 
 class HostLink:
@@ -195,7 +195,7 @@ class Meeting:
     """Host -> its connections, when all are there; no other is let in after that.
 
     Raises:
-      HostsApart: they are not within so long; it says who is missing.
+      HostsApart: they are not within so long; it says which are missing.
     """
     with self._changed:
       complete = self._changed.wait_for(lambda: not self.missing, seconds)

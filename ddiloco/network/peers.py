@@ -69,7 +69,7 @@ def ahead(incarnation: int) -> str:
   if seconds <= FUTURE_SECONDS:
     return ""
   return (
-    f"incarnation {incarnation} is {seconds / 3600:.0f} h ahead of the clock of who is asked."
+    f"incarnation {incarnation} is {seconds / 3600:.0f} h ahead of the other side's clock."
     " Fix: set the clock that is wrong, there or here"
   )
 
@@ -332,7 +332,7 @@ class BufferPool:
     self._blocks: list[_Block] = []
 
   def free(self) -> list[_Block]:
-    """What nobody holds any more."""
+    """Blocks without a reference left."""
     return [block for block in self._blocks if block.holder() is None]
 
   def take(self, size: int) -> np.ndarray:

@@ -199,8 +199,8 @@ def _too_long(what: str, how: str, seconds: float) -> None:
 
 
 # --- Notices that a role's loop stands still, and says once where all threads of its process are
-# The role only leaves the time behind, each time its loop comes round (`HangWatch.beat`). Who looks
-# after the role looks at that now and then. Nothing is ended: the step may still go on.
+# The role only notes the time, each time its loop comes round (`HangWatch.beat`). Its guard looks
+# at that time now and then. Nothing is ended: the step may still go on.
 
 HANG_STEPS = 20.0  # a loop that takes so many usual steps, and run.hang_seconds, hangs
 PAUSED_SECONDS = 5.0  # between two looks; after more the process itself stood still, and no role

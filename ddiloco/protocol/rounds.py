@@ -72,7 +72,7 @@ def start_rounds(
     f = state.fragments[i]
     if f.round is not None:
       if f.round.id in measuring:
-        waiting.append(i)  # it could not end yet, and who is measured may be gone by then
+        waiting.append(i)  # it cannot end yet, and a pusher may be gone when it can
       continue
     if complete(state, f):
       continue

@@ -319,7 +319,7 @@ class Exchange:
     """My part of a snapshot: what is on the devices now; the rest when earlier jobs are done."""
     if self._save is None:
       return
-    if reason := self._saver.refusal:  # no step waits for a copy that nobody would take
+    if reason := self._saver.refusal:  # no step waits for a copy that would be dropped
       self._saver.decline(action.snapshot, reason)
       return
     began = self.time.now()

@@ -260,7 +260,7 @@ class World(VirtualTime):
     return MemoryStore()
 
   def tell(self, actor: Actor | None, event: Event) -> None:
-    """Something has happened to a role, or (None) was done by who supervises it."""
+    """Something has happened to a role, or (None) its supervisor has done something."""
 
   def island(self, actor: Actor) -> VirtualIsland:
     """What a learner trains on."""

@@ -265,20 +265,18 @@ class SharedValue:
     weakref.finalize(self, dropped, number).atexit = False
 
 
-class CapturedState(Mapping[str, np.ndarray]):
-  """A captured state: each array is collected from all hosts when it is asked for."""
+class CapturedArray:
+  """One array of a captured state: collected from all hosts whenever NumPy asks for it."""
 
-  def __init__(self, value: SharedValue, collect: Callable[[SharedValue, str], np.ndarray]):
-    self._value, self._collect = value, collect
+  def __init__(
+    self, value: SharedValue, name: str, collect: Callable[[SharedValue, str], np.ndarray]
+  ):
+    array = value.arrays[name]
+    self.shape, self.dtype, self.nbytes = array.shape, array.dtype, array.nbytes
+    self._value, self._name, self._collect = value, name, collect
 
-  def __getitem__(self, name: str) -> np.ndarray:
-    return self._collect(self._value, name)
-
-  def __iter__(self) -> Iterator[str]:
-    return iter(self._value.arrays)
-
-  def __len__(self) -> int:
-    return len(self._value.arrays)
+  def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    return self._collect(self._value, self._name).astype(dtype or self.dtype, copy=False)
 
 
 class LeadingIsland:
@@ -344,10 +342,13 @@ class LeadingIsland:
     self._order(FinishCall())
     return self.island.finish()
 
-  def capture(self) -> CapturedState:
+  def capture(self) -> dict[str, CapturedArray]:
+    """As of `Island`; it is collected array by array, by who writes it and beside other values, so
+    that it is never whole on this host and no push waits for all of it."""
     number = next(self._numbers)
     self._order(CaptureCall(number))
-    return CapturedState(self._value(number, self.island.capture()), self._collect_one)
+    value = self._value(number, self.island.capture())
+    return {name: CapturedArray(value, name, self._collect_one) for name in value.arrays}
 
   def copy_out(self, fragment: int) -> SharedValue:
     number = next(self._numbers)

@@ -397,9 +397,22 @@ def test_random_states_of_a_learner_survive_a_part(storage):
 
 
 def test_a_place_that_nothing_here_can_reach_is_refused_at_once(tmp_path):
-  config = from_dict({"checkpoint": {"path": "nowhere://bucket/run"}})
-  with pytest.raises(ConfigError, match=r"checkpoint.path = 'nowhere://bucket/run'.*Fix: "):
-    open_storage(config, initial.make_plan(config), tmp_path)
+  (tmp_path / "file").write_text("no folder")
+  for path in ("nowhere://bucket/run", str(tmp_path / "file")):
+    config = from_dict({"checkpoint": {"path": path}})
+    with pytest.raises(ConfigError, match=rf"checkpoint.path = '{path}'.*Fix: "):
+      open_storage(config, initial.make_plan(config), tmp_path)
+
+
+def test_runs_of_one_model_that_share_a_path_have_snapshots_of_their_own(tmp_path):
+  """The second one went on from the first one's, silently."""
+  config = from_dict({"checkpoint": {"path": str(tmp_path / "shared")}})
+  plan = initial.make_plan(config)
+  first = open_storage(config, plan, tmp_path / "first")
+  first.save(1, "learner-0", 1, {}, {})
+  first.commit(1, ["learner-0"])
+  assert open_storage(config, plan, tmp_path / "second").committed() == []
+  assert open_storage(config, plan, tmp_path / "moved", run_id="first").committed() == [1]
 
 
 def test_all_learners_of_a_process_may_read_their_parts_at_once():

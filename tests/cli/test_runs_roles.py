@@ -128,6 +128,13 @@ def test_a_shard_needs_no_accelerator(place, prepared, tmp_path):
   assert prepared == [{"num_cpu_devices": 1, "cpu_only": True}]
 
 
+@pytest.mark.parametrize("name", ["../other", ".", "a/b"])
+def test_a_run_is_named_as_a_folder_can_be(refused, tmp_path, name):
+  place = f"--workdir={tmp_path / 'r'}", f"--run_id={name}"
+  said = refused("syncer", *ALL, *NEEDED["syncer"], *place)
+  assert f"--run_id={name}: " in said and "Fix: " in said
+
+
 # --- train ----------------------------------------------------------------------------------------
 
 

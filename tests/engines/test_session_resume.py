@@ -224,9 +224,10 @@ def test_a_learner_that_is_dead_is_gone_when_it_comes_back(corpus, tmp_path, mon
 
 
 def test_snapshots_elsewhere_that_cannot_be_searched_are_not_overwritten(corpus, tmp_path):
-  (tmp_path / "file").write_text("no folder")
+  (tmp_path / "shared").mkdir()
+  (tmp_path / "shared" / "run").write_text("no folder")
   config = endless()
-  config = dataclasses.replace(config, checkpoint=CheckpointConfig(path=str(tmp_path / "file")))
+  config = dataclasses.replace(config, checkpoint=CheckpointConfig(path=str(tmp_path / "shared")))
   with pytest.raises(ConfigError, match=r"^checkpoint.path = .*cannot be searched.*Fix: "):
     session.train(config, tmp_path / "run", overwrite=True)
 

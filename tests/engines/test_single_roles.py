@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import signal
 import socket
@@ -85,6 +86,18 @@ def test_places_that_cannot_work(tmp_path):
   with pytest.raises(ConfigError, match=r"--shard=2: .*Fix: use 0 to 1"):
     run_syncer(CONFIG, 2, dataclasses.replace(place, syncers=place.syncers * 2))
   assert not (tmp_path / "run").exists()
+
+
+def test_an_evaluator_that_could_not_save_the_result_is_refused_at_once(tmp_path, monkeypatch):
+  """It noticed at the end of the run."""
+
+  def read_only(**_):
+    raise OSError(errno.EROFS, "Read-only file system")
+
+  monkeypatch.setattr("ddiloco.workdir.tempfile.TemporaryFile", read_only)
+  runner = types.SimpleNamespace(config=CONFIG, place=RoleSpec(tmp_path, "run", ()))
+  with pytest.raises(ConfigError, match=r"--workdir=.*cannot be written .*Read-only.*Fix: "):
+    single_roles._evaluator(runner)
 
 
 def test_a_port_that_is_really_taken_is_one_line_with_the_fix(tmp_path):

@@ -95,9 +95,9 @@ def test_places_name_every_learner_once():
 @pytest.mark.parametrize(
   ("places", "said"),
   [
-    (("a",), "must say who is where"),
-    (("a=",), "must say who is where"),
-    (("a=x",), "must say who is where"),
+    (("a",), "must say where islands are"),
+    (("a=",), "must say where islands are"),
+    (("a=x",), "must say where islands are"),
     (("a=0", "b=0-1"), "learner 0 has a place already"),
     (("a=0-2",), "there is no learner 2"),
     (("a=0",), r"learners \[1\] have no place"),

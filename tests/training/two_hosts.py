@@ -112,6 +112,15 @@ def main(host: int, url: str, coordinator: str, mesh: str, file: str) -> None:
     leading = hosts.LeadingIsland(island, plan, links, progress := HostProgress())
     found = calls(leading, plan, lambda position: leading.batches(batches, position))
     assert leading.describe()["hosts"] == HOSTS
+    collect, taken = leading._collect, []
+    leading._collect = lambda number, name, *rest: (
+      taken.append(name),
+      collect(number, name, *rest),
+    )
+    captured = leading.capture()
+    assert not taken, "nothing of a capture moves until it is asked for"
+    name, array = next(iter(captured.items()))
+    assert np.asarray(array).shape == array.shape and taken == [name], "then that array alone"
     leading.end()
     np.savez(file, **found)
     print(f"done {progress.done}")
