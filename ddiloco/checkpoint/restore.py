@@ -128,7 +128,7 @@ def begin_learner(
     island.reset()
     return ResumeState(state)
   role, began = f"learner-{state.learner}", now()
-  part = storage.find(role, island.shardings())
+  part = storage.find(role, island.place)
   if part is not None:
     try:
       beginning = _revived(part, state, config, plan, island)

@@ -152,6 +152,14 @@ ASIDE = "aside"  # 00000007.aside: no snapshot any more, never touched again
 fsspec.config.conf.setdefault("gs", {})["use_listings_cache"] = False
 
 
+Place = Callable[[str, np.ndarray], Any]  # (name, array) -> what a part has in its place
+
+
+def as_it_is(name: str, value: np.ndarray) -> np.ndarray:
+  """The array, on the host."""
+  return value
+
+
 @dataclasses.dataclass(frozen=True)
 class Part:
   """What one role saved for one snapshot, checked."""
@@ -160,7 +168,7 @@ class Part:
   snapshot: int
   incarnation: int  # of the role, when it saved this
   state: dict[str, Any]
-  arrays: dict[str, jax.Array | np.ndarray]
+  arrays: dict[str, Any]  # as `Place` has made them
   digest: str  # of its meta, and through that of everything in it
 
 
@@ -239,22 +247,22 @@ class Storage:
     self,
     snapshot: int,
     role: str,
-    shardings: Mapping[str, jax.sharding.Sharding] = {},
+    place: Place = as_it_is,
     names: Collection[str] | None = None,
   ) -> Part:
     """A part with its arrays, each checked bit by bit.
 
     Args:
-      shardings: arrays named here come back as jax.Arrays laid out so, on whatever mesh; the others
-        as numpy. Names that the part does not have do not matter.
+      place: what becomes of each array once it has been checked on the host, before the next window
+        is read.
       names: only these arrays; all if None.
 
     Raises:
       Damaged: something of it is missing or changed.
       KeyError: the part has no array of this name.
-      ValueError: JAX cannot hold an array as it was saved (64 bits), or divide it like this.
+      ValueError: `place` does not take an array.
     """
-    return self._load(self.meta(snapshot, role), shardings, names)
+    return self._load(self.meta(snapshot, role), place, names)
 
   def decline(self, snapshot: int, role: str, reason: str) -> None:
     """Leaves word that there will be no part of this role, so that no role waits for it.
@@ -362,7 +370,7 @@ class Storage:
     """
     return [n for n in self._snapshots() if self.is_committed(n)]
 
-  def find(self, role: str, shardings: Mapping[str, jax.sharding.Sharding] = {}) -> Part | None:
+  def find(self, role: str, place: Place = as_it_is) -> Part | None:
     """The newest committed and undamaged part of `role`, or None; warns of each one skipped.
 
     Snapshots without this role are passed by in silence.
@@ -380,7 +388,7 @@ class Storage:
         meta = self.meta(snapshot, role)
         if meta["digest"] != digest:
           raise Damaged(self._part(snapshot, role), "is not the part that was committed")
-        return self._load(meta, shardings, None)
+        return self._load(meta, place, None)
       except Damaged as damage:
         self._warn(f"checkpoint skipped: {damage}")
     return None
@@ -522,7 +530,7 @@ class Storage:
   def _load(
     self,
     meta: SignedJson,
-    shardings: Mapping[str, jax.sharding.Sharding],
+    place: Place,
     names: Collection[str] | None,
   ) -> Part:
     path = self._part(meta["snapshot"], meta["role"]) / ARRAYS
@@ -537,22 +545,10 @@ class Storage:
       if mine:
         window = signed_json.patiently(functools.partial(_read_arrays, path, number, mine))
         for name in mine:  # one after the other: what is placed is let go of here
-          arrays[name] = _placed(name, window.pop(name), shardings)
+          arrays[name] = place(name, window.pop(name))
     arrays = {name: arrays[name] for name in wanted}
     fields = {name: meta[name] for name in ("role", "snapshot", "incarnation", "state", "digest")}
     return Part(arrays=arrays, **fields)
-
-
-def _placed(
-  name: str, value: np.ndarray, shardings: Mapping[str, jax.sharding.Sharding]
-) -> jax.Array | np.ndarray:
-  """Laid out after it was checked on the host: whatever mesh saved it, the bits are the same."""
-  if name not in shardings:
-    return value
-  placed = jax.block_until_ready(jax.device_put(value, shardings[name]))
-  if placed.dtype != value.dtype:
-    raise ValueError(f"array {name!r}: JAX makes {placed.dtype} of {value.dtype}")
-  return placed
 
 
 def _read_arrays(path: epath.Path, number: int, wanted: Mapping[str, Any]) -> dict[str, np.ndarray]:

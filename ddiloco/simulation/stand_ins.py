@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from ddiloco.checkpoint.buddy import Copies, Replication
@@ -71,8 +71,8 @@ class VirtualIsland:
   def reset(self) -> None:
     self._updates = 0
 
-  def shardings(self) -> Mapping[str, Any]:
-    return {}
+  def place(self, name: str, value: Any) -> Any:
+    return value
 
   def step(self, batch: Any, schedule_step: int, rate_scale: float) -> None:
     pace = self._world.pace
@@ -247,7 +247,7 @@ class VirtualStorage:
     self._declined: dict[int, set[str]] = {}  # by snapshot, who will have no part
     self._world = world
 
-  def find(self, role: str, shardings: Mapping[str, Any]) -> SavedPart | None:
+  def find(self, role: str, place: Callable[[str, Any], Any]) -> SavedPart | None:
     """Its part of the newest committed snapshot that has one."""
     snapshot = self.newest_of(role)
     return None if snapshot is None else self.parts[snapshot][role]

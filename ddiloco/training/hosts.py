@@ -40,9 +40,9 @@ class ResetCall(Call, frozen=True):
 
 
 class RestoreCall(Call, frozen=True):
-  """`restore(value)`."""
+  """`restore(values)`, by name."""
 
-  value: int
+  values: dict[str, int]
 
 
 class OpenCall(Call, frozen=True):
@@ -116,12 +116,13 @@ class Take(Call, frozen=True):
 class Put(Call, frozen=True):
   """Your parts of a value follow; say when they are on your devices.
 
-  Of a fragment's pieces, of its moments, or (fragment -1) of the whole state.
+  The value is a fragment's pieces, its moments, or with a name one array of the state.
   """
 
   value: int
   fragment: int
   moments: bool = False
+  name: str = ""
 
 
 ANY = msgspec.msgpack.Decoder(
@@ -140,7 +141,6 @@ ANY = msgspec.msgpack.Decoder(
   | Take
   | Put
 )
-STATE = -1
 DONE = b"done"
 
 
@@ -233,21 +233,21 @@ def _place(leaf: jax.ShapeDtypeStruct, parts: Mapping[Part, np.ndarray]) -> jax.
   )
 
 
-def _leaves(island: Island, fragment: int, moments: bool) -> list[jax.ShapeDtypeStruct]:
-  """The arrays of a value, as `Put` has them: of a state in the order of its names."""
-  if fragment == STATE:
-    return [leaf for _, leaf in sorted(island.state_leaves().items())]
-  pieces = island.piece_leaves(fragment)
-  return pieces * island.num_moments if moments else pieces
+def _leaves(island: Island, put: Put) -> list[jax.ShapeDtypeStruct]:
+  """The arrays of a value that is put."""
+  if put.name:
+    return [island.state_leaves()[put.name]]
+  pieces = island.piece_leaves(put.fragment)
+  return pieces * island.num_moments if put.moments else pieces
 
 
-def _shaped(island: Island, fragment: int, moments: bool, arrays: list[jax.Array]) -> Any:
+def _shaped(island: Island, put: Put, arrays: list[jax.Array]) -> Any:
   """Those arrays as `Island` takes them."""
-  if fragment == STATE:
-    return dict(zip(sorted(island.state_leaves()), arrays))
-  if not moments:
+  if put.name:
+    return arrays[0]
+  if not put.moments:
     return arrays
-  size = len(island.piece_leaves(fragment))
+  size = len(island.piece_leaves(put.fragment))
   return [arrays[start : start + size] for start in range(0, len(arrays), size)]
 
 
@@ -322,15 +322,22 @@ class LeadingIsland:
     self._order(ResetCall())
     self.island.reset()
 
-  def shardings(self) -> dict[str, NamedSharding]:
-    """None: what is restored comes to this host first, which hands it out."""
-    return {}
+  def place(self, name: str, value: np.ndarray) -> SharedValue | np.ndarray:
+    """As of `Island`: this host reads a state array by array, and hands each out at once."""
+    leaf = self.island.state_leaves().get(name)
+    if leaf is None or (leaf.shape, leaf.dtype) != (value.shape, value.dtype):
+      return value  # `restore` refuses it
+    return self._put(Put(next(self._numbers), 0, name=name), [value])
 
-  def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
-    self.island.check(arrays)
-    ready = self._put(STATE, False, [np.asarray(arrays[name]) for name in sorted(arrays)])
-    self._order(RestoreCall(ready.number))
-    self.island.restore(ready.arrays)
+  def restore(self, arrays: Mapping[str, SharedValue | np.ndarray]) -> None:
+    """As of `Island`, of what `place` has made of each array."""
+    self.island.check({n: getattr(array, "arrays", array) for n, array in arrays.items()})
+    ready = {
+      name: array if isinstance(array, SharedValue) else self.place(name, array)
+      for name, array in arrays.items()
+    }
+    self._order(RestoreCall({name: value.number for name, value in ready.items()}))
+    self.island.restore({name: value.arrays for name, value in ready.items()})
 
   def step(
     self, batch: Batch, schedule_step: int, rate_scale: float = 1.0
@@ -409,13 +416,14 @@ class LeadingIsland:
 
   def stage(self, fragment: int, flat: np.ndarray) -> SharedValue:
     """As of `Island`; every host gets what it is to have."""
-    return self._put(fragment, False, split_flat(self._plan.fragments[fragment], flat))
+    put = Put(next(self._numbers), fragment)
+    return self._put(put, split_flat(self._plan.fragments[fragment], flat))
 
   def stage_moments(self, fragment: int, flat: np.ndarray) -> SharedValue:
     """As of `Island`."""
     rows = self.island.rows_of_moments(fragment, flat)
     views = [v for row in rows for v in split_flat(self._plan.fragments[fragment], row)]
-    return self._put(fragment, True, views)
+    return self._put(Put(next(self._numbers), fragment, moments=True), views)
 
   def _collect_one(self, captured: SharedValue, name: str) -> np.ndarray:
     array = captured.arrays[name]
@@ -441,10 +449,9 @@ class LeadingIsland:
           for part in parts[host]:
             view[_slices(part)] = _receive(link, part, array.dtype, self._progress)
 
-  def _put(self, fragment: int, moments: bool, arrays: Sequence[np.ndarray]) -> SharedValue:
+  def _put(self, put: Put, arrays: Sequence[np.ndarray]) -> SharedValue:
     """Brings arrays onto the devices of all hosts; they are there when this returns."""
-    leaves, number = _leaves(self.island, fragment, moments), next(self._numbers)
-    message = msgspec.msgpack.encode(Put(number, fragment, moments))
+    leaves, message = _leaves(self.island, put), msgspec.msgpack.encode(put)
     held = [parts_held(leaf.sharding, leaf.shape) for leaf in leaves]
     with self._moving:
       for host, link in self._values.items():
@@ -462,7 +469,7 @@ class LeadingIsland:
       jax.block_until_ready(mine)
       for link in self._values.values():
         link.receive()  # it has them
-    return self._value(number, _shaped(self.island, fragment, moments, mine))
+    return self._value(put.value, _shaped(self.island, put, mine))
 
 
 # --- The hosts that follow
@@ -541,8 +548,8 @@ def follow(
       case OpenCall(position):
         getattr(batches, "close", lambda: None)()  # whose data is read ahead
         batches = read(position)
-      case RestoreCall(value):
-        island.restore(shelf.get(value))
+      case RestoreCall(values):
+        island.restore({name: shelf.get(number) for name, number in values.items()})
       case ResetCall():
         island.reset()
       case FinishCall():
@@ -554,7 +561,8 @@ def follow(
 
 def _words(order: Call) -> str:
   """What a host does, for one that asks why it is waited for."""
-  return "inside a step" if isinstance(order, StepCall) else str(order)
+  known = {StepCall: "inside a step", RestoreCall: "restores its state"}
+  return known.get(type(order), str(order))
 
 
 def _move_values(
@@ -575,13 +583,13 @@ def _move_values(
             for _, data in _own(array, host):
               link.write(_bytes(data))
               progress.moved_bytes += data.nbytes
-        case Put(number, fragment, moments):
+        case Put() as put:
           arrays = []
-          for leaf in _leaves(island, fragment, moments):
+          for leaf in _leaves(island, put):
             held = parts_held(leaf.sharding, leaf.shape)[host]
             parts = {part: _receive(link, part, leaf.dtype, progress) for part in held}
             arrays.append(_place(leaf, parts))
-          shelf.put(number, _shaped(island, fragment, moments, jax.block_until_ready(arrays)))
+          shelf.put(put.value, _shaped(island, put, jax.block_until_ready(arrays)))
           link.send(DONE)
   except OSError:
     return  # the other thread hears it too

@@ -350,6 +350,21 @@ class Island:
     """Refuses what `restore` would refuse, with a ValueError."""
     self._layout.check(arrays)
 
+  def place(self, name: str, value: np.ndarray) -> jax.Array | np.ndarray:
+    """An array of a saved state as `restore` wants it: on the devices, in this mesh's layout.
+
+    An array of another name is returned as it is.
+
+    Raises:
+      ValueError: JAX makes another dtype of it (64 bits), or cannot divide it so.
+    """
+    if name not in self._layout.leaves:
+      return value
+    placed = jax.block_until_ready(jax.device_put(value, self._layout.leaves[name].sharding))
+    if placed.dtype != value.dtype:
+      raise ValueError(f"array {name!r}: JAX makes {placed.dtype} of {value.dtype}")
+    return placed
+
   def restore(self, arrays: Mapping[str, jax.Array | np.ndarray]) -> None:
     """Takes over a captured state, of whatever mesh it was, bit by bit; instead of `reset`.
 

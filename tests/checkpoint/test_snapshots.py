@@ -137,27 +137,24 @@ def matrices():
   }
 
 
+def placed_by(shardings):
+  return lambda name, value: jax.device_put(value, shardings[name]) if name in shardings else value
+
+
 @pytest.mark.parametrize("devices", MESHES)
 @pytest.mark.parametrize("before", MESHES)
 def test_one_mesh_writes_and_another_reads(tmp_path, before, devices):
   storage, arrays = make(tmp_path), matrices()
   storage.save(0, "learner-0", 1, {}, jax.device_put(arrays, over(mesh_of(before), SPECS)))
   shardings = over(mesh_of(devices, AXES[::-1]), EXCHANGED)
-  part = storage.load(0, "learner-0", {**shardings, "unknown": shardings["f32"]})
+  part = storage.load(0, "learner-0", placed_by(shardings))
   assert_same(part.arrays, arrays)
   for name, sharding in shardings.items():
     assert isinstance(part.arrays[name], jax.Array)
     assert part.arrays[name].sharding == sharding
-  mixed = storage.load(0, "learner-0", {"f32": shardings["f32"]}).arrays
+  mixed = storage.load(0, "learner-0", placed_by({"f32": shardings["f32"]})).arrays
   assert_same(mixed, arrays)
   assert type(mixed["int32"]) is np.ndarray
-
-
-def test_what_jax_would_round_is_not_laid_out_in_silence(tmp_path):
-  storage = make(tmp_path)
-  storage.save(0, "learner-0", 1, {}, {"count": np.asarray([2**40])})
-  with pytest.raises(ValueError, match="'count': JAX makes int32 of int64"):
-    storage.load(0, "learner-0", over(mesh_of(1), {"count": P()}))
 
 
 def test_saving_again_replaces_the_part(tmp_path):
@@ -266,7 +263,7 @@ def test_saving_is_silent_needs_no_main_thread_and_leaves_none(tmp_path, caplog)
         storage.save(snapshot, name, number, {"n": snapshot}, {**sharded, **some(number)})
         storage.save(snapshot, name, number, {"n": snapshot}, {**sharded, **some(snapshot)})
         assert_same(
-          storage.load(snapshot, name, over(mesh_of(4), SPECS)).arrays,
+          storage.load(snapshot, name, placed_by(over(mesh_of(4), SPECS))).arrays,
           {**matrices(), **some(snapshot)},
         )
     except Exception as error:

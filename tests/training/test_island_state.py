@@ -213,6 +213,18 @@ def test_a_restored_island_shares_no_memory(any_island, on_device):
     assert all((value == -7).all() for value in given.values())
 
 
+def test_a_saved_array_is_placed_as_the_mesh_has_it_and_never_rounded(cube):
+  island, _, config = cube
+  saved = on_host(trained(island, config).capture())
+  placed = {name: island.place(name, value) for name, value in saved.items()}
+  assert {name: leaf.sharding for name, leaf in placed.items()} == island.shardings()
+  assert_same_bits(placed, saved)
+  other = np.ones(3)
+  assert island.place("delta/0", other) is other
+  with pytest.raises(ValueError, match="'inner/1/count': JAX makes int32 of int64"):
+    island.place("inner/1/count", np.asarray(2**40))
+
+
 def test_a_foreign_state_is_refused_and_nothing_changes(any_island):
   island, _, config = any_island
   held = on_host(trained(island, config).capture())

@@ -96,6 +96,7 @@ def main(host: int, url: str, coordinator: str, mesh: str, file: str) -> None:
   environment.join_hosts(coordinator, HOSTS, host, PATIENCE_SECONDS, PATIENCE_SECONDS)
   import jax
 
+  from ddiloco.checkpoint import snapshots
   from ddiloco.roles import initial
   from ddiloco.training import hosts, step
   from ddiloco.training.island import Island
@@ -121,6 +122,14 @@ def main(host: int, url: str, coordinator: str, mesh: str, file: str) -> None:
     assert not taken, "nothing of a capture moves until it is asked for"
     name, array = next(iter(captured.items()))
     assert np.asarray(array).shape == array.shape and taken == [name], "then that array alone"
+    storage = snapshots.Storage(f"{file}.snapshots", "plan", print)
+    storage.save(1, "learner-0", 1, {}, dict(captured))
+    storage.commit(1, ["learner-0"])
+    part = storage.find("learner-0", leading.place)
+    assert all(isinstance(value, hosts.SharedValue) for value in part.arrays.values())
+    leading.restore(part.arrays)
+    again = leading.capture()
+    assert all(np.array_equal(np.asarray(again[n]), np.asarray(captured[n])) for n in captured)
     leading.end()
     np.savez(file, **found)
     print(f"done {progress.done}")
