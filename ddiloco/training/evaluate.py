@@ -101,7 +101,7 @@ def generate(
   """Continues `prompt` by `num_tokens` tokens; returns the continuation only.
 
   The model always looks at the last `context_length` tokens (give the T it was trained with). Of a
-  longer prompt the tail is used; an empty prompt is the tokenizer's end token, as before documents.
+  longer prompt the tail is used; an empty prompt is replaced by the tokenizer's end token.
   Temperature 0 takes the most probable token; the same seed gives the same text. Ids that the
   tokenizer does not have (a padded vocabulary) are never sampled. Compiled once for each
   (model, num_tokens, context_length), whatever the prompt, temperature and seed.
