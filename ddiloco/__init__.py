@@ -1,6 +1,6 @@
 """Decoupled DiLoCo in JAX: one large model trained across islands, far apart and failing.
 
-This is the stable face; all the rest of the package may change at any time.
+This is the stable interface; all the rest of the package may change at any time.
 
   config = ddiloco.load("configs/quickstart.py")       # or ddiloco.default(), or a run's workdir
   config.sync.min_quorum = 2

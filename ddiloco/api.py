@@ -34,7 +34,8 @@ def load(source: str | Path) -> ml_collections.ConfigDict:
   4
 
   Raises:
-    ConfigError: there is none; or, on use, a field or value of it breaks its rule.
+    ConfigError: `source` holds no config. A field or value that breaks its rule is refused here or
+      when the config is used.
   """
   if Path(source).is_dir():
     return _changeable(saved_config(Path(source)))
@@ -51,7 +52,7 @@ def experiment(path: str, flag: str) -> ml_collections.ConfigDict:
     flag: of the command line that named it, for errors.
 
   Raises:
-    ConfigError: there is no such file, it fails, or returns something else.
+    ConfigError: there is no such file, it fails, or get_config returns no ConfigDict.
   """
   if path.endswith(".json"):
     return _saved(Path(path), flag)
@@ -83,7 +84,7 @@ def _saved(path: Path, flag: str) -> ml_collections.ConfigDict:
     raise ConfigError(
       f"--{flag}={path}: cannot be read ({error}). Fix: name the config.json of a run."
     ) from error
-  return _changeable(from_dict(values))  # says what is wrong better than the update would
+  return _changeable(from_dict(values))  # its errors are clearer than those of the update
 
 
 def _changeable(config: Config) -> ml_collections.ConfigDict:
@@ -96,7 +97,7 @@ def _checked(config: Settings) -> Config:
   return config if isinstance(config, Config) else from_dict(config)
 
 
-# --- What is done with a config
+# --- Train, plan or simulate what a config describes
 
 
 def train(
@@ -108,7 +109,7 @@ def train(
   cpu: bool = False,
   **options: Any,
 ) -> Run:
-  """Trains as the config says, to the end, and returns the run; one that is there goes on.
+  """Trains as the config says, to the end, and returns the run; a run already in workdir goes on.
 
   Call it before this process uses JAX: it sets the number of devices. Several calls in one process
   are fine if none needs more islands than the first. A run that fails does not raise: see `reason`
@@ -127,7 +128,7 @@ def train(
 
   Raises:
     ConfigError: names the field, the value, the rule and the fix.
-    KeyboardInterrupt: asked to end before anything was trained.
+    KeyboardInterrupt: the process was asked to end before anything was trained.
   """
   config = _checked(config)
   ready(config, cpu, supervises=engine != "threads")
@@ -147,10 +148,10 @@ def ready(config: Config, cpu: bool, supervises: bool = False) -> None:
   """
   counts = [config.islands.island(m).devices or 1 for m in range(config.num_islands())]
   asked = config.run.evaluator_devices
-  needed = sum(counts) + asked  # the evaluator's are no island's
+  needed = sum(counts) + asked  # the evaluator's devices belong to no island
   try:
     environment.prepare(num_cpu_devices=needed + (not asked), cpu_only=cpu, supervises=supervises)
-  except RuntimeError as error:  # too late: another run of this process, or a program of the user's
+  except RuntimeError as error:  # an earlier run, or the user's program, has used JAX already
     import jax
 
     if len(jax.devices()) < needed and not supervises:
@@ -223,18 +224,18 @@ def simulate(
 
   Args:
     config: the run's.
-    step_seconds: of islands without islands.min_step_seconds.
+    step_seconds: of an inner step, on islands without islands.min_step_seconds.
     gbps: Gbit/s of every island's link; 0: no limit.
     latency_seconds: one way.
     workdir: gets the events, for dashboard and report; None: nothing is written.
     overwrite: replace the run that is in workdir.
-    most_seconds: of virtual time.
+    most_seconds: of virtual time, after which the simulation stops.
 
   Returns:
-    Plain values: "reason" it ended for, "goodput", "uptime", "commits", "recovered" faults, ...
+    Plain values: the "reason" of its end, "goodput", "uptime", "commits", "recovered" faults, ...
 
   Raises:
-    ConfigError: something in config or arguments cannot be, or the workdir is another run's.
+    ConfigError: a value in config or arguments is invalid, or the workdir is another run's.
   """
   from ddiloco.engines import virtual
   from ddiloco.roles import initial
@@ -251,17 +252,17 @@ def simulate(
   return virtual.simulate(config, setting, place, overwrite, most_seconds)
 
 
-# --- What a run has left
+# --- A run and its results
 
 
 class Run:
-  """A run in its workdir: over, stopped, or still going on in another process.
+  """A run in its workdir: finished, stopped, or still going on in another process.
 
   Args:
     workdir: directory of the run.
 
   Raises:
-    ConfigError: it holds no run.
+    ConfigError: the directory holds no run.
   """
 
   def __init__(self, workdir: str | Path):
@@ -276,10 +277,10 @@ class Run:
 
     Args:
       learner: number of an island, only for a run without shards, whose islands trained alone;
-        None: the result, which of such a run is the best island's.
+        None: the result, which in such a run is the best island's.
 
     Raises:
-      ConfigError: the run has none, or it is damaged.
+      ConfigError: the run has no result, or the result is damaged.
     """
     from ddiloco.checkpoint import weights
     from ddiloco.engines import session
@@ -292,7 +293,7 @@ class Run:
   def summary(self) -> dict[str, Any]:
     """The numbers of report/summary.json: losses, participation, faults, goodput, ...
 
-    Of a run that is not over, those of its events so far.
+    For a run that is not over they cover the events so far.
     """
     from ddiloco.observe.eventlog import stream_events
     from ddiloco.observe.report import summarise
@@ -310,7 +311,7 @@ class Run:
     return status(run, now, self.config.sync, outcome(self.workdir).get("reason", ""))
 
   def evaluate(self) -> dict[str, float]:
-    """What the held-out data say of the result: "loss", and what else the model measures.
+    """The held-out measures of the result: "loss", and what else the model measures.
 
     Raises:
       ConfigError: there is no result.

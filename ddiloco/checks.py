@@ -52,7 +52,7 @@ def share(section: str, config: Any, *names: str) -> None:
 
 
 def option(default: Any, text: str) -> Any:
-  """A field of a dataclass that is a flag too (`cli/arguments.py`), with what it means."""
+  """A dataclass field that is a command-line flag too (`cli/arguments.py`), with its help text."""
   return dataclasses.field(default=default, metadata={"help": text})
 
 

@@ -1,10 +1,10 @@
-"""The user's own model, data and inner optimizer, found by the name that the config has for them.
+"""The user's own model, data and inner optimizer, found by their names in the config.
 
 `model.custom = "examples/own_model.py:model"` names a function. Every process of a run, and a later
-replay of it, calls it with the same section of the config; so a run is its config, whichever engine
-places its roles, and nothing of the user's is pickled or sent. All roles must have the same source
-text: its digest is part of the run's contract. It may import JAX, but makes no array at its top:
-the process is not ready for devices yet.
+replay of the run, calls this function with the same section of the config. So the config alone
+describes the run, whichever engine places its roles, and no object of the user's is pickled or
+sent. All roles must have the same source text: its digest is part of the run's contract. The file
+may import JAX, but must make no array at its top level: the process is not ready for devices yet.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
   from ddiloco.models.model import Model
 
-SECTIONS = ("model", "data", "inner")  # of a config, those that have `custom`
+SECTIONS = ("model", "data", "inner")  # sections of a config that have a field `custom`
 
 
-# --- A model and an optimizer of the config, ddiloco's own or the user's
+# --- The config's model and optimizer, ddiloco's own or the user's
 
 
 @functools.cache
@@ -40,7 +40,7 @@ def load_model(config: ModelConfig) -> Model:
   """The model that `config` means, checked against `models.model.Model`.
 
   Raises:
-    ConfigError: the user's own cannot be made, or does not fit the protocol.
+    ConfigError: the user's own model cannot be made, or does not fit the protocol.
   """
   from ddiloco.models import transformer
   from ddiloco.models.model import Model
@@ -64,10 +64,10 @@ def load_model(config: ModelConfig) -> Model:
 
 
 def check(config: Config) -> None:
-  """Refuses a custom model or optimizer that does not give what it must; touches no device.
+  """Refuses a custom model or optimizer that breaks its protocol; touches no device.
 
   Raises:
-    ConfigError: names the function, what it gave and what it must give.
+    ConfigError: names the function, what it returned and what it must return.
   """
   if config.model.custom:
     _check_model(config)
@@ -137,8 +137,8 @@ def _inputs(config: Config, batch_size: int) -> Any:
 def flops_per_token(config: Config) -> float:
   """Training FLOPs, forward and backward, of one token.
 
-  0.0 of a model of the user's own that does not say (`models.model.Model`). Of ddiloco's own see
-  `models.transformer.flops_per_token`.
+  0.0 for a custom model without `flops_per_token` (`models.model.Model`). For ddiloco's own model
+  see `models.transformer.flops_per_token`.
   """
   own = getattr(load_model(config.model), "flops_per_token", None)
   return float(own(config.data.sequence_length)) if own is not None else 0.0
@@ -155,11 +155,11 @@ def load_optimizer(config: InnerConfig) -> optax.GradientTransformation:
   return made
 
 
-# --- Names, and what they stand for
+# --- Names, and the functions they stand for
 
 
 def make(section: str, config: Any) -> Any:
-  """What the function that `config.custom` names makes of `config`.
+  """Calls the function that `config.custom` names with `config`, and returns its result.
 
   Args:
     section: "model", "data" or "inner".
@@ -183,10 +183,10 @@ def make(section: str, config: Any) -> Any:
 def refuse_missing(
   section: str, text: str, made: Any, names: tuple[str, ...] | list[str], protocol: str
 ) -> None:
-  """Refuses what lacks methods of the protocol.
+  """Refuses an object that lacks methods of the protocol.
 
   Raises:
-    ConfigError: names them.
+    ConfigError: names the missing methods.
   """
   missing = [name for name in names if not callable(getattr(made, name, None))]
   if missing:
@@ -195,9 +195,9 @@ def refuse_missing(
 
 
 def identity(config: Any) -> list[str]:
-  """What all roles of a run must agree on: [function, digest of its source]; [] without any.
+  """What all roles of a run must agree on: [function, digest of its source]; [] without `custom`.
 
-  Where the file lies is each machine's own affair.
+  The path of the file may differ between machines.
 
   Raises:
     ConfigError: the source is not there.
@@ -211,7 +211,7 @@ def identity(config: Any) -> list[str]:
 
 
 def absolute(config: Config) -> Config:
-  """The config with every FILE.py in it absolute, as processes elsewhere would name it."""
+  """The config with every FILE.py in it absolute, for processes in other working directories."""
   changed = {}
   for section in SECTIONS:
     values = getattr(config, section)
@@ -222,7 +222,7 @@ def absolute(config: Config) -> Config:
 
 
 def _source(section: str, text: str) -> Path | None:
-  """The file that the name is looked up in; None for a module that is none."""
+  """The source file of the named function; None for a module without a file."""
   where = text.rpartition(":")[0]
   if not where.endswith(".py"):
     found = _called(section, text, where, lambda: importlib.util.find_spec(where))
@@ -237,7 +237,7 @@ def _source(section: str, text: str) -> Path | None:
 
 
 def _import(section: str, text: str) -> ModuleType:
-  """The module; a file is run once in a process, whatever it is named by."""
+  """The module; a file is executed once in a process, however its path is written."""
   where = text.rpartition(":")[0]
   if not where.endswith(".py"):
     return importlib.import_module(where)
@@ -257,7 +257,7 @@ def _import(section: str, text: str) -> ModuleType:
 
 
 def _called(section: str, text: str, what: str, call: Callable[[], Any]) -> Any:
-  """What `call` gives; the user's program may raise anything."""
+  """Returns `call()`; any exception of the user's code becomes a ConfigError."""
   try:
     return call()
   except ConfigError:

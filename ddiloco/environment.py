@@ -1,6 +1,6 @@
 """The one place that touches environment variables; call it before JAX makes its devices.
 
-And how processes end, and what they say with their exit statuses.
+Also how processes end, and what their exit statuses mean.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import sys
 from typing import NoReturn
 
 # Exit statuses of commands, runs and roles.
-FINISHED = 0  # or left when asked to, and nothing is lost
+FINISHED = 0  # done, or ended when asked to and nothing is lost
 LOST = 1  # work was lost, or what a command checks does not hold
 BAD_USAGE = 2  # another start would end the same way
 INTERRUPTED = 130  # by Ctrl-C; of a whole run also by SIGTERM
-TERMINATED = 143  # of a role that left when asked to: to schedulers, 0 says that the run is over
+TERMINATED = 143  # of a role that ended when asked to, where a scheduler takes 0 for a finished run
 
 
 def end_now(status: int) -> NoReturn:
-  """Ends the process without taking Python apart.
+  """Ends the process without Python's own shutdown.
 
-  A thread of XLA that gives back an array meanwhile would end it with "exception not rethrown" or a
-  segmentation fault, and work well done would count as a crash.
+  During that shutdown an XLA thread that releases an array would end the process with "exception
+  not rethrown" or a segmentation fault, and a success would count as a crash.
   """
   for stream in (sys.stdout, sys.stderr):
     with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -30,7 +30,7 @@ def end_now(status: int) -> NoReturn:
   os._exit(status)
 
 
-# What makes JAX or libtpu wait for other processes or slices than an island's own.
+# Variables that make JAX or libtpu wait for processes or slices outside the island.
 _JOINS = (
   *("MEGASCALE_", "JAX_COORDINATOR_", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_LOCAL_DEVICE_"),
   *("JAX_PARTITION_INDEX", "JAX_SLICE_INDEX"),
@@ -38,10 +38,10 @@ _JOINS = (
 
 
 def before_import() -> None:
-  """What must be in the environment when JAX makes its devices, here or in a child process.
+  """Sets what must be in the environment when JAX makes its devices, here or in a child process.
 
-  An island never waits for another one's devices: variables that would join slices or processes
-  are taken away. Which processes belong together is said to JAX by `join_hosts` alone.
+  An island never waits for another island's devices: variables that would join slices or processes
+  are removed. Only `join_hosts` tells JAX which processes belong together.
 
   NPROC sizes XLA's CPU thread pool. Two meshes of fake CPU devices driven from two threads wait for
   each other inside that pool: with fewer threads than participants a collective never assembles
@@ -60,16 +60,17 @@ def prepare(num_cpu_devices: int, cpu_only: bool = False, supervises: bool = Fal
   (`cpu_only` forces that, for tests and laptops with a GPU).
 
   A process that only `supervises` others leaves the accelerators to them: it uses the CPU itself,
-  and hands on what it was told. In a process where JAX is imported already (by the user's own model
-  or `engines/children.py`) it says the same to JAX itself, which reads the environment only then.
+  and its children inherit the setting of JAX_PLATFORMS. JAX reads the environment only when it is
+  imported. The user's own model or `engines/children.py` may have imported it already, so
+  `jax.config` gets the same setting.
 
   Raises:
-    RuntimeError: JAX has made its devices.
+    RuntimeError: JAX has made its devices already.
   """
   before_import()
   platforms = "cpu" if cpu_only else os.environ.get("JAX_PLATFORMS", "")
   if platforms and "cpu" not in platforms.split(","):
-    platforms += ",cpu"  # shards and the evaluator live there
+    platforms += ",cpu"  # shards and the evaluator live on the CPU
   if platforms:
     os.environ["JAX_PLATFORMS"] = platforms
   import jax
@@ -84,21 +85,21 @@ def join_hosts(
 ) -> None:
   """Joins the processes of one island, before JAX makes its devices; waits for all of them.
 
-  All that JAX would look up is said: it asks no scheduler and no metadata of the machine, which
-  would name the hosts of other slices too.
+  JAX is given every value that it would otherwise look up. So it asks neither a scheduler nor the
+  machine's metadata, which would name the hosts of other slices too.
 
   Args:
     coordinator: HOST:PORT, where host 0 serves; it listens nowhere else.
-    hosts: how many.
-    host: which of them this is.
-    timeout_seconds: for the others to come.
+    hosts: how many processes the island has.
+    host: number of this process.
+    timeout_seconds: how long to wait for the other processes.
     silence_seconds: after which JAX ends the processes of an island that has lost one.
   """
   import jax
 
-  # It would take SIGTERM from us, which asks a role to bring out its work.
+  # JAX's preemption service would catch SIGTERM, by which a role is asked to save its work and end.
   jax.config.update("jax_enable_preemption_service", False)
-  # The CPU's own; accelerators have their interconnect.
+  # For CPU devices only; accelerators have their interconnect.
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
   jax.distributed.initialize(
     coordinator,
@@ -113,26 +114,26 @@ def join_hosts(
 
 
 def describe_only() -> None:
-  """Readies this process for TPUs that are only described (`training/aot.py`): it uses none.
+  """Readies this process to compile for TPUs that are only described (`training/aot.py`).
 
   Several such processes, and one that does use TPUs, may share a machine.
   """
   os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-  os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # nor asks a cloud which TPU this machine has
+  os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # ask no cloud which TPU this machine has
   prepare(num_cpu_devices=1, cpu_only=True)
 
 
 def whole() -> dict[str, str]:
-  """All of it, for `take_over` in another process."""
+  """All environment variables, for `take_over` in another process."""
   return dict(os.environ)
 
 
 def take_over(variables: dict[str, str]) -> None:
-  """This process has these variables from now on, and no others."""
+  """Makes these the only environment variables of this process."""
   os.environ.clear()
   os.environ.update(variables)
 
 
 def bare() -> dict[str, str]:
-  """The environment for a child that is to start as from a shell, and prepares itself."""
+  """The environment of a child that starts as from a shell and calls `prepare` itself."""
   return {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}

@@ -1,4 +1,4 @@
-"""The directory that is a run's identity. Knows no JAX: it is asked before devices exist."""
+"""The directory that is a run's identity. Imports no JAX: it is used before devices exist."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from ddiloco.config import Config, ConfigError, from_dict
 from ddiloco.observe.guards import warn
 
 T = TypeVar("T")
-OUTCOME = "outcome.json"  # what the report knows beside the events
+OUTCOME = "outcome.json"  # facts for the report that are not in the events
 RESULT = "result"  # the trained global model
 STARTED = "started"  # when the run began, unix seconds: the zero of all its event times
-COMPILED = "compiled"  # programs, for learners that start again
-FAULTS = "faults.jsonl"  # faults that are asked for while the run goes on, a line each
+COMPILED = "compiled"  # compiled programs, for restarted learners
+FAULTS = "faults.jsonl"  # faults requested during the run, one a line
 PROFILES = "profiles"  # traces of chosen steps, by role: TensorBoard's or xprof's --logdir
-PROFILE_REQUESTS = "profiles.jsonl"  # those that are asked for, a line each
+PROFILE_REQUESTS = "profiles.jsonl"  # traces requested during the run, one a line
 LOCK = "lock"  # held by the run that trains here
-ROLES = "roles.lock"  # held together by all roles that live here
+ROLES = "roles.lock"  # a shared lock, held by every role that lives here
 LOOK_SECONDS = 0.1
-END_SECONDS = 5.0  # for the roles of a supervisor that was killed to end
+END_SECONDS = 5.0  # that the roles of a killed supervisor have to end
 CHECKPOINTS = "checkpoints"
-ISLANDS = "islands"  # of a run without shards, what each of them has learned
+ISLANDS = "islands"  # in a run without shards, the parameters of each island
 OURS = (
   *("alone", COMPILED, CHECKPOINTS, ISLANDS, "events", "logs", "tensorboard", "report", RESULT),
   *(PROFILES, PROFILE_REQUESTS, OUTCOME, STARTED, FAULTS, "config.json"),
 )
-# What each role of a run may have its own way; all the rest of the config must be the same.
+# Sections in which roles of a run may differ; all the rest of the config must be the same.
 FREE_SECTIONS = ("islands", "network", "checkpoint", "run", "chaos")
-# What may change beside these when a run goes on: how long it is, and what islands meet at.
+# Further fields that may change when a run goes on.
 MAY_CHANGE = ("run.total_tokens", "sync.num_shards", "sync.min_quorum", "sync.snapshot_steps")
 
 
 @contextlib.contextmanager
 def held(workdir: Path) -> Iterator[None]:
-  """While it lasts no other run trains in this workdir; ends with the process at the latest.
+  """In this context no other run trains in the workdir; the lock ends with the process at latest.
 
   Raises:
-    ConfigError: another run does, or the directory cannot be written.
+    ConfigError: another run trains there, or the directory cannot be written.
   """
   try:
     workdir.mkdir(parents=True, exist_ok=True)
@@ -64,14 +64,14 @@ def held(workdir: Path) -> Iterator[None]:
       ) from error
     except OSError as error:  # a file system without locks
       raise _not_writable(workdir, error) from error
-    yield  # what fails in here is not about the lock
+    yield  # outside the try: an error of the caller is not about the lock
 
 
 def live_in(workdir: Path) -> IO[str] | None:
-  """Says that a role lives here, until what it returns is closed, or the process ends.
+  """Marks that a role lives here, until the returned file is closed or the process ends.
 
-  The kernel keeps that in mind, also for other machines on NFS. A file system without locks is
-  no reason to refuse: no run can train there, and so none can overwrite.
+  The mark is a kernel lock, which other machines see too, over NFS. A file system without locks is
+  no reason to refuse: no run can train there, so none can overwrite.
   """
   try:
     file = (workdir / ROLES).open("a+")
@@ -82,7 +82,7 @@ def live_in(workdir: Path) -> IO[str] | None:
 
 
 def _locked(file: IO[str]) -> bool:
-  """Whether this process alone has the file now."""
+  """Tries to take the exclusive lock of the file, and says whether this process has it now."""
   try:
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
   except BlockingIOError:
@@ -92,12 +92,12 @@ def _locked(file: IO[str]) -> bool:
 
 @contextlib.contextmanager
 def _deserted(workdir: Path) -> Iterator[None]:
-  """While it lasts no role lives here.
+  """In this context no role lives here.
 
   Raises:
-    ConfigError: some do.
+    ConfigError: a role still lives here after `END_SECONDS`.
   """
-  if not (workdir / ROLES).exists():  # none ever did
+  if not (workdir / ROLES).exists():  # no role ever lived here
     yield
     return
   until = time.monotonic() + END_SECONDS
@@ -117,7 +117,7 @@ def check(workdir: Path, config: Config, overwrite: bool) -> bool:
   """Whether a run in `workdir` would go on; changes nothing.
 
   Raises:
-    ConfigError: the run there is over, or another one, or out of reach.
+    ConfigError: the run there is finished, has another config, or cannot be read.
   """
   try:
     if overwrite or not (workdir / "config.json").exists():
@@ -136,7 +136,7 @@ def check(workdir: Path, config: Config, overwrite: bool) -> bool:
 
 
 def outcome(workdir: Path) -> dict[str, Any]:
-  """What the run's end has left to know; nothing before it, nor of one that a kill has torn."""
+  """The content of outcome.json; empty before the run's end, or if a kill has torn the file."""
   try:
     found = json.loads((workdir / OUTCOME).read_text())
   except (OSError, ValueError):
@@ -147,8 +147,8 @@ def outcome(workdir: Path) -> dict[str, Any]:
 def claim(workdir: Path, config: Config, overwrite: bool) -> bool:
   """Makes the workdir this run's own; returns whether a run in it goes on.
 
-  To overwrite removes what an earlier run left there; foreign files stay. Not while roles of that
-  run live, started by hand: they would go on without their files.
+  With `overwrite` the files of an earlier run are removed; other files stay. That is refused while
+  roles of that run live, started by hand: they would go on without their files.
   """
   goes_on = check(workdir, config, overwrite)
   try:
@@ -168,7 +168,7 @@ def claim(workdir: Path, config: Config, overwrite: bool) -> bool:
 
 
 def _refuse_links(paths: Collection[Path]) -> None:
-  """Folders that the user has put elsewhere are not ours to delete; before anything is."""
+  """Refuses links to folders elsewhere, before anything is deleted."""
   for path in paths:
     if path.is_symlink() and path.is_dir():
       raise ConfigError(
@@ -182,7 +182,7 @@ def start_time(workdir: Path) -> float:
 
   Raises:
     OSError: the directory cannot be written.
-    ConfigError: the file that says it is torn, as by a power cut.
+    ConfigError: the file with the time is torn, for example by a power cut.
   """
   workdir.mkdir(parents=True, exist_ok=True)
   _write_once(workdir / STARTED, f"{time.time()}\n")
@@ -199,7 +199,7 @@ def require_writable(workdir: Path) -> None:
   """Refuses a directory that cannot be made, or written.
 
   Raises:
-    ConfigError: that.
+    ConfigError: the directory cannot be made or written.
   """
   try:
     workdir.mkdir(parents=True, exist_ok=True)
@@ -245,7 +245,7 @@ def saved_config(workdir: Path) -> Config:
 def join(workdir: Path, config: Config) -> float:
   """Enters the workdir of a run that several processes share, on one machine or one file system.
 
-  The first role leaves its config and the time; restarted roles find them again.
+  The first role writes its config and the time; restarted roles find them again.
 
   Returns:
     When the run began, in unix seconds; event times count from there.
@@ -267,7 +267,7 @@ def join(workdir: Path, config: Config) -> float:
 
 
 def _write_once(path: Path, text: str) -> None:
-  """Writes a new file, whole or not at all; one that is there stays as it is."""
+  """Writes a new file, whole or not at all; an existing file stays as it is."""
   if path.exists():
     return
   mine = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
@@ -281,7 +281,7 @@ def _write_once(path: Path, text: str) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-  """Writes a file, whole or not at all; one that is there stays until then."""
+  """Writes a file, whole or not at all; an existing file is replaced only then."""
   mine = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
   try:
     mine.write_text(text)
@@ -316,16 +316,16 @@ def _refuse_another(
       )
 
 
-# --- What is asked of a run while it goes on: lines of JSON in a file of its workdir
-# Write access to the file is enough to ask. The process that can do what is asked for reads it now
-# and then.
+# --- Requests to a run while it goes on: lines of JSON in a file of its workdir
+# Write access to the file is enough to make a request. The process that can carry out the request
+# polls the file.
 
-# A file may hold anything: brackets in brackets, numbers without an end.
+# What a line that is no request may raise: it may hold deeply nested brackets or huge numbers.
 _NO_REQUEST = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 
 
 def append_request(path: Path, fields: Mapping[str, Any]) -> None:
-  """Asks now.
+  """Appends a request, with the time of now.
 
   Raises:
     OSError: the line cannot be written.
@@ -333,19 +333,19 @@ def append_request(path: Path, fields: Mapping[str, Any]) -> None:
   line = json.dumps({"time": time.time(), **fields}) + "\n"  # unix seconds
   file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
   try:
-    os.write(file, line.encode())  # in one piece, even if others write
+    os.write(file, line.encode())  # one call, so that lines of several processes do not mix
   finally:
     os.close(file)
 
 
 class RequestFile(Generic[T]):
-  """Reads what is asked for.
+  """Reads requests.
 
   Args:
     path: of the file.
     parse: makes a request of a line's fields, without its time.
-    what: it asks for, in a word, for warnings.
-    news_only: not what is there already.
+    what: the kind of request in a word, for warnings.
+    news_only: skip the lines that are there already.
   """
 
   def __init__(
@@ -359,7 +359,7 @@ class RequestFile(Generic[T]):
     self._at = path.stat().st_size if news_only and path.exists() else 0
 
   def poll(self) -> Iterator[tuple[float, T]]:
-    """(when it was asked for in unix seconds, the request) of every line since the last time."""
+    """(time of the request in unix seconds, the request) of every line since the last call."""
     try:
       with self._path.open("rb") as file:
         file.seek(self._at)

@@ -1,9 +1,9 @@
-"""What a transformer is made of: norm, rotary embedding, attention, MLPs, an image's patches.
+"""The parts of a transformer: norm, rotary embedding, attention, MLPs, an image's patches.
 
 Axes in names: B batch, T query positions, S key positions, D model dim, H query heads, K kv heads,
 G query heads per kv head (H = K * G), Q head dim, F mlp width. Of a mixture of experts: E experts,
 k choices of each token, N = T * k choices of a sequence in token order, C slots of an expert,
-M = E * C slots. Of an image: I pixels a side, C channels, P patches, N values of a patch.
+M = E * C slots. Of an image: I pixels a side, C channels, P patches, N values in a patch.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ def parameter(value: jax.Array, axes: Axes) -> nnx.Param:
 
 
 def used(weight: nnx.Param, execution: Execution, dtype: str | jnp.dtype) -> jax.Array:
-  """The weight as a layer multiplies by it: rounded first, then whole along "embed".
+  """The weight as a layer multiplies by it: rounded first, then gathered along "embed".
 
-  Of a stack of layers it has the axis names of all and the value of one.
+  In a stack of layers, `weight` has the axis names of the stack and the value of one layer.
   """
   value = weight[...].astype(dtype)
   return execution.gathered(value, weight.get_metadata("out_sharding")[-value.ndim :])
 
 
 class KeyStream:
-  """One new key a call, those of `nnx.Rngs(key)` called as often.
+  """One new key a call: the same keys that calls of `nnx.Rngs(key)` give.
 
-  It counts in Python: each call of NNX's own under a trace prints the program so far (flax 0.12),
-  which was up to half of the time that a model takes to trace.
+  The count is a Python integer. Under a trace each call of `nnx.Rngs` prints the program so far
+  (flax 0.12), which took up to half of the time of tracing a model.
   """
 
   def __init__(self, key: jax.Array):
@@ -185,12 +185,12 @@ def attend(
     # The mesh cuts the query heads into more parts than there are kv heads: each gets its own copy.
     groups = query_BxHxTxQ.shape[1] // key_BxKxSxQ.shape[1]
     key_BxKxSxQ, value_BxKxSxQ = (jnp.repeat(x, groups, 1) for x in (key_BxKxSxQ, value_BxKxSxQ))
-  # Mesh axes of one device count as cut: of those left out a shard_map sums gradients, for nothing.
+  # Mesh axes of size 1 are named too: over an axis without a name, shard_map sums the gradients.
   rows, *others = queries.spec
   rows = () if rows is None else (rows,) if isinstance(rows, str) else rows
   alone = [n for n, size in queries.mesh.shape.items() if size == 1 and n not in rows]
   cut = PartitionSpec((*rows, *alone), *others)
-  # Nothing crosses devices inside, so there is no replication to check.
+  # No collective runs inside, so there is no replication to check.
   local = jax.shard_map(
     kernel, mesh=queries.mesh, in_specs=(cut, cut, cut), out_specs=cut, check_vma=False
   )
@@ -203,7 +203,7 @@ def einsum_attention(
   """The reference: all scores at once. Scores and softmax are f32."""
   b, h, t, q = query_BxHxTxQ.shape
   k = key_BxKxSxQ.shape[1]
-  # Scaling the queries, not the scores: T*Q products a head instead of T*T.
+  # The queries are scaled, not the scores: T*Q products a head instead of T*T.
   scaled_BxKxGxTxQ = (query_BxHxTxQ * (q**-0.5)).reshape(b, k, h // k, t, q)
   scores_BxKxGxTxS = jnp.einsum(
     "BKGTQ,BKSQ->BKGTS", scaled_BxKxGxTxQ, key_BxKxSxQ, preferred_element_type=jnp.float32
@@ -224,7 +224,7 @@ def splash_attention(
   """JAX's Pallas kernel for TPUs: no (T, T) array exists, and blocks in the future are skipped."""
   _, h, t, q = query_BxHxTxQ.shape
   padded, block = _blocks(t)
-  # One kernel for all three gradients: fewer products, less memory and less to compile than two.
+  # One kernel for all three gradients: fewer products, less memory and less to compile than two do.
   sizes = splash_attention_kernel.BlockSizes(
     **dict.fromkeys(("block_q", "block_kv", "block_kv_compute"), block),
     **dict.fromkeys(("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute"), block),
@@ -238,7 +238,8 @@ def splash_attention(
     interpret=interpret,
   )
 
-  # Positions that pad the last block come after all others: no query sees them, none is read.
+  # Positions that pad the last block come after all others: no query sees them, and their outputs
+  # are cut off.
   def fill(x: jax.Array) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, 0), (0, padded - t), (0, 0))) if padded > t else x
 
@@ -262,9 +263,9 @@ def fused_attention(
   value_BxKxSxQ: jax.Array,
   interpret: bool = False,
 ) -> jax.Array:
-  """cuDNN's kernel for GPUs, through JAX; interpreted it is XLA's form of the same call.
+  """cuDNN's kernel for GPUs, through JAX; with `interpret` XLA's form of the same call.
 
-  It takes bf16 and a head dim that is a multiple of 8.
+  The kernel takes bf16 and a head dim that is a multiple of 8.
   """
   arrays = (x.swapaxes(1, 2) for x in (query_BxHxTxQ, key_BxKxSxQ, value_BxKxSxQ))
   mixed_BxTxHxQ = jax.nn.dot_product_attention(
@@ -279,15 +280,16 @@ _KERNELS = {"splash": splash_attention, "cudnn": fused_attention}
 # --- Mixture of experts: a top-k router, every expert a gated MLP, balance within one learner
 #
 # Why slots. The obvious dropless way, `jax.lax.ragged_dot` over tokens sorted by expert, is cheap
-# only where XLA has a kernel for it: without one jax 0.10 makes it a masked dense product that pays
-# for all E experts, and sorting a whole batch moves tokens across the data axis of the mesh. A
-# one-hot dispatch einsum (GShard) partitions well, but costs about T/F of the experts' own FLOPs.
-# So each expert gets C slots *per sequence*: choices take slots in token order and are moved by
-# plain gathers, the experts are one batched matmul over (B, E, C). Shapes are static, the batch
-# axis is never mixed, FLOPs are capacity_factor * k experts a token whatever E is, and since
-# earlier tokens come first, no token is ever displaced by a later one: the model stays causal.
-# Choices beyond C are dropped (their share of the layer is zero, the residual carries the token
-# on); with capacity_factor >= E / k there are as many slots as tokens and nothing can be dropped.
+# only where XLA has a kernel for it. Without a kernel, jax 0.10 makes it a masked dense product
+# that pays for all E experts. Sorting a whole batch also moves tokens across the data axis of the
+# mesh. A one-hot dispatch einsum (GShard) partitions well, but costs about T/F of the experts' own
+# FLOPs. So each expert gets C slots *per sequence*: choices take slots in token order and are moved
+# by plain gathers, and the experts are one batched matmul over (B, E, C). Shapes are static, the
+# batch axis is never mixed, and FLOPs are capacity_factor * k experts a token whatever E is.
+# Earlier tokens take slots first, so no token is displaced by a later one: the model stays causal.
+# Choices beyond C are dropped: their share of the layer is zero, and the token passes by the
+# residual alone. With capacity_factor >= E / k an expert has a slot for every token, so no choice
+# is dropped.
 
 
 def slots_per_expert(model: ModelConfig, sequence_length: int) -> int:
@@ -320,8 +322,8 @@ def assign_slots(
 ) -> tuple[jax.Array, jax.Array]:
   """First come, first served: (slot_BxN of every choice, choice_BxM of every slot).
 
-  Slot e * C + i is the i-th of expert e. A dropped choice has slot M, an empty slot has choice N:
-  both are out of range and read as zeros.
+  Slot e * C + i is the i-th slot of expert e. A dropped choice has slot M, an empty slot has
+  choice N: both are out of range and read as zeros.
   """
   b, n = expert_BxN.shape
   m = num_experts * capacity
@@ -344,8 +346,8 @@ def move_rows(
 ) -> jax.Array:
   """out[:, m] = x[:, source[:, m] // copies], zeros where source is out of range (N = R * copies).
 
-  `target` is the inverse of `source`: where each of the N copies went. Knowing it, the gradient is
-  a gather too; without it autodiff would scatter-add rows, which is slow on every backend.
+  `target` is the inverse of `source`: where each of the N copies went. With `target` the gradient
+  is a gather too; without it autodiff would scatter-add rows, which is slow on every backend.
   """
   del target_BxN
   return _take_rows(x_BxRxD, source_BxM // copies)
@@ -413,26 +415,26 @@ class MixtureOfExperts(nnx.Module):
 
 # --- An image as the first tokens of a row: patches through one matrix, before the text
 #
-# A row has T positions, whatever is in it. In a row with an image the first P of them are its
-# patches, row by row, and the text has T - P; in a row of text alone the text has them all. A first
-# token below 0 says that the row has an image (`training.captions` makes such batches). Attention
-# is causal over all of it, so every fused kernel serves as it is, and every text token sees the
+# Every row has T positions. In a row with an image the first P positions are its patches, row by
+# row, and the text has the other T - P; in a row of text alone the text has all T. A first token
+# below 0 says that the row has an image (`training.captions` makes such batches). Attention is
+# causal over patches and text, so the fused kernels need no change, and every text token sees the
 # whole image.
 
-NO_TEXT = -1  # stands in a row where there is a patch, or nothing any more
+NO_TEXT = -1  # the token at a position with a patch, and at positions after the end of the text
 
 
 class Patches(nnx.Module):
   """patch @ projection + the vector of the patch's place.
 
-  Rotary angles tell how far back a patch lies, in one dimension and from every token another one;
-  a learned vector for each place says where in the image it is, once for all.
+  Rotary angles give only the distance between a token and a patch, in one dimension. A learned
+  vector for each place says where in the image the patch is.
   """
 
   def __init__(self, model: ModelConfig, rngs: nnx.Rngs):
     self.patch_size = model.patch_size
     n, d = model.patch_size**2 * model.image_channels, model.model_dim
-    # As long as the rows of a text's embedding (`transformer.embed`).
+    # The standard deviation of a text's embedded rows (`transformer.embed`).
     length = d**-0.25
     self.projection = parameter(
       truncated_normal(rngs(), (n, d), length / math.sqrt(n)), (None, "embed")

@@ -1,7 +1,8 @@
 """What islands train, and how devices compute it: `Model`, `Execution`, and NNX modules as models.
 
-A model is pure functions over a flat dict of named f32 arrays. The transformer of this package is
-one; `model.custom` names any other (`ddiloco/custom.py`). `examples/own_model.py` is a whole one.
+A model is a set of pure functions over a flat dict of named f32 arrays. The transformer of this
+package is one model; `model.custom` names any other (`ddiloco/custom.py`). `examples/own_model.py`
+is a complete example.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ Layout = Callable[[Axes, tuple[int, ...]], NamedSharding]
 
 @runtime_checkable
 class Model(Protocol):
-  """What an island, the shards and the evaluator need of a model. Everything is pure.
+  """What an island, the shards and the evaluator need of a model. All functions are pure.
 
   A model that also has `logits(params, tokens_BxT) -> (B, T, V)` makes text (`ddiloco generate`).
-  One with `flops_per_token(sequence_length) -> float`, forward and backward, is shown with its MFU
-  where the chips' peak is known.
+  A model with `flops_per_token(sequence_length) -> float`, forward and backward, is shown with its
+  MFU where the chips' peak is known.
   """
 
   def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape and dtype (f32) of every parameter by its flat name, in a fixed order."""
 
   def logical_axes(self) -> dict[str, Axes]:
-    """A name or None for every axis of every parameter; they say where the mesh may split it.
+    """A name or None for every axis of every parameter; names say where the mesh may split it.
 
     Meshes know "embed", "vocab", "heads", "kv_heads", "mlp" and "experts"
-    (`training.devices.RULES`). A parameter that begins with "layers" is a stack, one layer a row,
-    whose layers are exchanged one by one; one with "vocab" is an embedding.
+    (`training.devices.RULES`). A parameter whose first axis is "layers" is a stack, one layer a
+    row, whose layers are exchanged one by one; a parameter with an axis "vocab" is an embedding.
     """
 
   def init(self, key: jax.Array) -> dict[str, jax.Array]:
@@ -57,8 +58,8 @@ class Model(Protocol):
     """(What is minimised, {"loss": what is reported}): f32 scalars, means over the batch.
 
     A mixture of experts also reports "load_balance". `execution(array, axes)` may pin where an
-    activation lies by the names of its axes ("batch" is the first one's), and it says what the
-    config wants recomputed (`Execution`); None is one device, and everything stored.
+    activation lies, by the names of its axes (the first axis is "batch"). `execution` also says
+    what the config wants recomputed (`Execution`); None is one device, and everything stored.
     """
 
   def evaluate(self, params: Params, batch: Batch) -> dict[str, jax.Array]:
@@ -85,22 +86,22 @@ class NnxModel:
       def evaluate(self, params, batch):
         return self.loss(params, batch)[1]
 
-  Names are the paths of the module's variables, "conv/kernel". All of them must be parameters: what
-  a step changes on the side (batch statistics, dropout's keys) is no part of a merged model.
+  Names are the paths of the module's variables, such as "conv/kernel". All variables must be
+  parameters: other state that a step changes (batch statistics, dropout's keys) cannot be merged.
   Logical axes are NNX sharding metadata (`nnx.Param(value, out_sharding=axes,
-  eager_sharding=False)`); without any, every device of the island has the whole parameter.
+  eager_sharding=False)`); without metadata, every device of the island has the whole parameter.
 
   Args:
     build: makes the module from `nnx.Rngs`.
   """
 
   def __init__(self, build: Callable[[nnx.Rngs], nnx.Module]):
-    # Traced once, whoever asks for shapes or for values.
+    # Traced once, for shapes and for values.
     self._made = jax.jit(lambda key: nnx.split(build(nnx.Rngs(key))), inline=True)
 
   @functools.cached_property
   def _abstract(self) -> tuple[nnx.GraphDef, dict[str, tuple[Any, nnx.Variable]]]:
-    """The module's structure; by flat name each variable's path and shape, without a value."""
+    """(The module's structure, flat name -> (path, variable without a value))."""
     graph, state = jax.eval_shape(self._made, jax.eval_shape(lambda: jax.random.key(0)))
     found = {"/".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
     odd = sorted(name for name, (_, leaf) in found.items() if not isinstance(leaf, nnx.Param))
@@ -125,7 +126,7 @@ class NnxModel:
     }
 
   def init(self, key: jax.Array) -> dict[str, jax.Array]:
-    """Fresh parameters, a pure function of `key`; under jit, XLA drops what is not asked for."""
+    """Fresh parameters, a pure function of `key`; under jit, XLA drops the unused ones."""
     _, state = self._made(key)
     return {"/".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(state)}
 
@@ -153,14 +154,14 @@ class NnxModel:
     return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
-# --- How the devices of one island compute it: where arrays lie, which kernels, what is stored
-# It changes how fast a step is and how much memory it takes, not what it computes. Islands of one
-# run may differ in it.
+# --- How the devices of one island compute a model: where arrays lie, which kernels, what is stored
+# The execution changes a step's speed and memory, not its result. Islands of one run may differ
+# in it.
 
-ATTENTION_OUTPUT = "attention"  # what remat calls the output of attention, and its softmax's norm
+ATTENTION_OUTPUT = "attention"  # remat's name for attention's output and its softmax's norm
 
 # What a layer keeps for its backward pass, from the least memory to the most; the rest is computed
-# again. Of "full" it is the layer's input alone.
+# again. With "full" a layer keeps its input alone.
 REMAT: dict[str, Callable[..., Any] | None] = {
   "full": policies.nothing_saveable,
   "attention": policies.save_only_these_names(ATTENTION_OUTPUT),
@@ -173,14 +174,14 @@ REMAT: dict[str, Callable[..., Any] | None] = {
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
-  """Calling it pins where an activation lies: `execution(array, axes)` is that array.
+  """How devices compute a model; `execution(array, axes)` is the array, pinned to its layout.
 
   Attributes:
     layout: where an array with these logical axes and this shape lies; None on one device.
     attention: the path of `models.layers.attend`: einsum, splash or cudnn.
     remat: what a layer keeps for its backward pass: a name in `REMAT`.
-    loss_chunks: parts of the vocabulary whose logits exist at the same time; 1 is all of it.
-    interpret: kernels are interpreted, for a platform that has none of its own (tests).
+    loss_chunks: parts of the vocabulary; the logits of one part exist at a time. 1: all logits.
+    interpret: interpret the kernels, on a platform that cannot run them (tests).
   """
 
   layout: Layout | None = None
@@ -197,7 +198,7 @@ class Execution:
   def gathered(self, weight: jax.Array, axes: Axes) -> jax.Array:
     """The weight with its "embed" axis whole on every device; its gradient is cut again.
 
-    Where a step says so of one layer's weights at a time, the compiler can neither gather several
+    A step calls this for one layer's weights at a time. So the compiler can neither gather several
     layers at once nor move activations instead of weights.
     """
     if self.layout is None:
@@ -209,7 +210,7 @@ class Execution:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _move(there: NamedSharding, back: NamedSharding, x: jax.Array) -> jax.Array:
-  """`x`, lying `there`; its gradient lies `back`: one collective sums and cuts it."""
+  """`x` with the layout `there`; its gradient gets the layout `back`, by one reduce-scatter."""
   del back
   return jax.lax.with_sharding_constraint(x, there)
 

@@ -1,14 +1,14 @@
-"""The decoder-only transformer, and its functional face: flat dicts of named arrays.
+"""The decoder-only transformer, and its functional interface: flat dicts of named arrays.
 
 Everything outside this package sees parameters as `{"layers/attention/query": array, ...}`; a leaf
-whose name begins with "layers/" has a leading axis of length L. To use them as a plain NNX module:
+whose name begins with "layers/" has a leading axis of length L. To get a plain NNX module of them:
 
     from ddiloco.models import transformer
     params = {name: array, ...}                             # e.g. restored from a checkpoint
     module = transformer.from_params(config.model, params)
     logits_BxTxV, auxiliary_loss = module(tokens_BxT)
 
-Layers are one stack that `jax.lax.scan` walks, so compile time does not grow with depth. Parameters
+All layers are one stack for `jax.lax.scan`, so compile time does not grow with depth. Parameters
 are f32; each layer casts its own slice to the compute dtype. Norms, scores, router and logits are
 f32.
 """
@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 
-# So shallow a stack is unrolled.
+# A stack of at most so many layers is unrolled.
 _UNROLLED_LAYERS = 4
 
 
@@ -125,7 +125,7 @@ class Transformer(nnx.Module):
   ) -> tuple[jax.Array, jax.Array]:
     """(Cross entropy in nats per token, load-balance loss), in `execution.loss_chunks` parts.
 
-    With images only targets that are text count: those that are not below 0.
+    With images only targets that are text count: those >= 0.
     """
     counted_BxT = None if image_BxIxIxC is None else targets_BxT >= 0
     if execution.loss_chunks == 1:
@@ -142,7 +142,7 @@ class Transformer(nnx.Module):
     execution: Execution,
     image_BxIxIxC: jax.Array | None = None,
   ) -> tuple[jax.Array, jax.Array]:
-    """(What the logits are made of (B, T, D), normed; load-balance loss averaged over layers)."""
+    """(Final normed states (B, T, D), load-balance loss averaged over layers)."""
     model = self.model
     x_BxTxD = embed(self.embedding[...], tokens_BxT, model.compute_dtype, execution)
     if image_BxIxIxC is not None:
@@ -157,10 +157,10 @@ class Transformer(nnx.Module):
 
     policy = REMAT[execution.remat]
     if policy:
-      # Inside a scan nothing can be merged across iterations, so the guard against it only costs.
+      # XLA merges nothing across a scan's iterations, so the guard against CSE is only a cost.
       step = jax.checkpoint(step, prevent_cse=False, policy=policy)
-    # A loop costs tiny models a tenth of their step on CPU. Recomputation needs the loop: unrolled,
-    # the compiler would find the same values twice and store them after all.
+    # A loop costs tiny models a tenth of their step on CPU. Recomputation needs the loop: in
+    # unrolled layers the compiler would find the same values twice and store them after all.
     unroll = model.num_layers <= _UNROLLED_LAYERS and not policy
     x_BxTxD, balance_L = jax.lax.scan(step, x_BxTxD, stacked, unroll=unroll)
     return self.final_norm(x_BxTxD), jnp.mean(balance_L)
@@ -171,14 +171,14 @@ def embed(
 ) -> jax.Array:
   """Rows of the table, scaled by D^(1/4).
 
-  The table's stddev is 1/sqrt(D), so that the tied logits start near unit variance. Its rows
-  must then be scaled up, or the residual branches drown them; by sqrt(D), to unit variance, they
-  drown the branches instead and every token starts out predicting itself. Half way was best in 200
+  The table's stddev is 1/sqrt(D), so that the tied logits start near unit variance. Unscaled, its
+  rows are small against what the residual branches add. Scaled by sqrt(D), to unit variance, the
+  rows outweigh the branches, and every token starts out predicting itself. D^(1/4) was best in 200
   steps of a 115k model on bytes: loss 2.11, against 2.21 unscaled and 2.18 with sqrt(D).
   """
-  # Each device looks its own columns up for the rows of all, and then rows are exchanged for
-  # columns: the table, the largest of all weights, is never gathered. Rows are rounded one by one
-  # so that the gradients of a frequent token add up in f32.
+  # Each device looks up its own columns for the rows of all devices, and then columns are exchanged
+  # for rows: the table, the largest of all weights, is never gathered. The rows are rounded after
+  # the look-up, so that the gradients of a frequent token add up in f32.
   tokens_BxT = execution(tokens_BxT, ("copies", "time"))
   rows_BxTxD = execution(table_VxD[tokens_BxT].astype(dtype), ("copies", "time", "embed"))
   x_BxTxD = execution(rows_BxTxD, ("batch", "time", None))
@@ -196,11 +196,11 @@ def cross_entropy(
   Args:
     logits: (..., V).
     targets: (...), integers.
-    counted: (...), where the mean is taken; None: everywhere. With none at all it is NaN.
+    counted: (...), where the mean is taken; None: everywhere. If no place counts, the mean is NaN.
   """
   logits = logits.astype(jnp.float32)
   log_norm = jax.nn.logsumexp(logits, axis=-1)
-  # A target outside the vocabulary must show up as NaN, not as some other token's loss.
+  # A target outside the vocabulary must give NaN, not some other token's loss.
   chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="fill")
   return _mean(log_norm - chosen[..., 0], counted)
 
@@ -209,8 +209,8 @@ def cross_entropy(
 def project(x_BxTxD: jax.Array, table_NxD: jax.Array) -> jax.Array:
   """Logits x @ table.T: (B, T, N), f32, of two arrays in the compute dtype.
 
-  Their gradient is rounded to that dtype too. Left wide, it would make both products of the
-  backward pass f32 products: on an H100 an eighth of a 100M model's step.
+  The gradient of the logits is rounded to the compute dtype too. In f32 it would make both products
+  of the backward pass f32 products: on an H100 an eighth of a 100M model's step.
   """
   return jnp.einsum("BTD,ND->BTN", x_BxTxD, table_NxD, preferred_element_type=jnp.float32)
 
@@ -246,9 +246,9 @@ def cross_entropy_in_chunks(
 ) -> jax.Array:
   """`cross_entropy` of the logits x @ table.T, of which only a part exists at any time.
 
-  Chunk i of C has the rows of the table that are i modulo C, so that a device with some rows has as
-  many of each chunk. Of a chunk's logits a running softmax keeps three numbers a token; the
-  backward pass computes them again. Each chunk of the table is gathered by itself.
+  Chunk i of C has the rows of the table that are i modulo C, so that a device with some of the rows
+  has equally many of each chunk. A running softmax keeps three numbers a token; the backward pass
+  computes each chunk's logits again. Each chunk of the table is gathered by itself.
 
   Args:
     x_BxTxD: final states, in the compute dtype.
@@ -272,7 +272,7 @@ def cross_entropy_in_chunks(
     weight_NxD = execution.gathered(table_NxD.astype(dtype), ("vocab", "embed"))
     logits_BxTxN = project(wide_BxTxD.astype(dtype), weight_NxD)
     logits_BxTxN = execution(logits_BxTxN, ("batch", "time", "vocab"))
-    # What is subtracted before `exp` changes no result, so it needs no gradient.
+    # The maximum that is subtracted before `exp` changes no result, so it needs no gradient.
     top_BxT = jax.lax.stop_gradient(jnp.maximum(highest_BxT, jnp.max(logits_BxTxN, axis=-1)))
     part_BxT = jnp.sum(jnp.exp(logits_BxTxN - top_BxT[..., None]), axis=-1)
     total_BxT = total_BxT * jnp.exp(highest_BxT - top_BxT) + part_BxT
@@ -283,16 +283,16 @@ def cross_entropy_in_chunks(
   zero_BxT = jnp.zeros(targets_BxT.shape, jnp.float32)
   carry = (jnp.full_like(zero_BxT, -jnp.inf), zero_BxT, zero_BxT)
   indices_C = jnp.arange(chunks, dtype=targets_BxT.dtype)
-  # Nothing can be merged across a loop's iterations, so the guard against it only costs.
+  # XLA merges nothing across a loop's iterations, so the guard against CSE is only a cost.
   body = jax.checkpoint(add, prevent_cse=False)
   (highest_BxT, total_BxT, chosen_BxT), _ = jax.lax.scan(body, carry, (table_CxNxD, indices_C))
-  # As in `cross_entropy`, a target outside the vocabulary must show up.
+  # As in `cross_entropy`, a target outside the vocabulary must give NaN.
   known_BxT = (targets_BxT >= 0) & (targets_BxT < v)
   loss_BxT = highest_BxT + jnp.log(total_BxT) - chosen_BxT
   return _mean(jnp.where(known_BxT, loss_BxT, jnp.nan), counted_BxT)
 
 
-# --- The functional face: a model's own functions, by its config
+# --- The functional interface: a model's functions, by its config
 
 
 def next_token_loss(
@@ -322,8 +322,8 @@ def next_token_loss(
 class LanguageModel(NnxModel):
   """The transformer as a `Model`: batches are windows of T + 1 tokens, int32 [B, T + 1].
 
-  With images they are {"tokens": such windows, "image": uint8 [B, I, I, C]}, as `models.layers`
-  says; a row of text alone has an image that is not looked at.
+  With images, batches are {"tokens": such windows, "image": uint8 [B, I, I, C]}, as `models.layers`
+  says; the image of a row of text alone is ignored.
   """
 
   def __init__(self, config: ModelConfig):
@@ -344,7 +344,8 @@ class LanguageModel(NnxModel):
     return next_token_loss(self._config, params, tokens_BxT1, execution, image_BxIxIxC)
 
   def evaluate(self, params: Params, batch: Batch) -> dict[str, jax.Array]:
-    """{"loss": nats per token}; with images also of the rows without and with one alone."""
+    """{"loss": nats per token}; with images also "text_loss" of the rows without an image and
+    "image_loss" of the rows with one."""
     tokens_BxT1, image_BxIxIxC = self._parts(batch)
     targets_BxT = tokens_BxT1[:, 1:]
     logits_BxTxV = self.logits(params, tokens_BxT1[:, :-1], image_BxIxIxC)
@@ -363,7 +364,7 @@ class LanguageModel(NnxModel):
   def logits(
     self, params: Params, tokens_BxT: jax.Array, image_BxIxIxC: jax.Array | None = None
   ) -> jax.Array:
-    """Of the next token at every position: (B, T, V) f32."""
+    """Logits of the next token at every position: (B, T, V) f32."""
     return apply(self._config, params, tokens_BxT, None, image_BxIxIxC)[0]
 
   def flops_per_token(self, sequence_length: int) -> float:
@@ -415,9 +416,9 @@ def apply(
     params: flat names to arrays, as from `init`.
     tokens_BxT: integer token ids.
     execution: how devices compute it; by default one device and the reference path. Its layout
-      knows the logical axes "batch", "copies" (a batch that "embed" is cut instead of), "time",
-      "heads", "kv_heads", "mlp", "experts", "vocab", "embed", or None: not to be split.
-    image_BxIxIxC: of the rows that begin with one; None: all rows are text alone.
+      knows the logical axes "batch", "copies" (the batch axis of an array whose "embed" is cut),
+      "time", "heads", "kv_heads", "mlp", "experts", "vocab", "embed", or None: not to be split.
+    image_BxIxIxC: the images, used in rows that begin with one; None: all rows are text alone.
 
   Returns:
     logits (B, T, V) f32, and the load-balance loss averaged over layers (scalar f32, not yet
@@ -434,8 +435,8 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
   6 * L * H * Q * T for a dense model without norms. (PaLM, arXiv 2204.02311, appendix B, counts
   both halves: 12.) Counted are the router, the k chosen experts and the logits. Not counted: the
   embedding look-up, norms, softmax, optimizer, recomputation under remat, and a mixture's empty
-  slots. A patch of an image is a token like any other, which also meets the projection; every row
-  is taken to have an image, since every row's patches are multiplied.
+  slots. A patch of an image counts as a token, and its projection is added. Every row is taken to
+  have an image, since every row's patches are multiplied.
 
   Args:
     model: the model.

@@ -1,7 +1,7 @@
-"""Compiling an island's programs for TPUs that are not there: what they take, and what they move.
+"""Compiles an island's programs for TPUs that are not there: their memory, and their collectives.
 
-libtpu compiles for a topology that is only described. Everything here is read off the compiled
-programs, except what follows from the model's arithmetic.
+libtpu compiles for a topology that is only described. Every number here is read off the compiled
+programs, except the FLOPs, which follow from the model's shape.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ddiloco.training.step import IslandStep
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-  """What a chip has: memory that programs may use, and its peak in bf16."""
+  """A chip's memory that programs may use, and its peak in bf16."""
 
   hbm_bytes: int
   flops_per_second: float
@@ -46,7 +46,7 @@ def chip(topology: str) -> Chip:
   """The chip that "v5p:4x4x4" is made of.
 
   Raises:
-    ConfigError: nothing is known of it.
+    ConfigError: the chip is not in `CHIPS`, or the topology has no valid shape.
   """
   kind = topology.partition(":")[0]
   if kind not in CHIPS or not re.fullmatch(r"\w+:\d+(x\d+){1,2}", topology):
@@ -58,7 +58,7 @@ def chip(topology: str) -> Chip:
 
 
 def devices(topology: str, num_slices: int = 1) -> list[Any]:
-  """The devices of so many slices of this topology, described only.
+  """The devices of `num_slices` slices of this topology, described only.
 
   Raises:
     ConfigError: libtpu is not installed, or knows no such topology.
@@ -84,7 +84,7 @@ def devices(topology: str, num_slices: int = 1) -> list[Any]:
   return list(described.devices)
 
 
-# --- What a compiled program says
+# --- What a compiled program needs and moves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,14 +92,14 @@ class Program:
   """A compiled program, or several of one purpose, per device.
 
   Attributes:
-    hbm_bytes: arguments, results that are not written over them, temporaries and code; of the
+    hbm_bytes: arguments, results that are not written over arguments, temporaries and code; of the
       program that takes most.
     added_bytes: the same without the arguments; of the program that adds most.
     host_bytes: results in the host's memory.
-    cpu_seconds: that compiling all took.
+    cpu_seconds: CPU time that compiling all programs took.
     count: how many programs.
-    collectives: by kind, those that move most first.
-    largest_collective_bytes: of what one collective leaves on a device.
+    collectives: by kind, the kinds that move most first.
+    largest_collective_bytes: the largest result of one collective on a device.
   """
 
   name: str
@@ -112,17 +112,17 @@ class Program:
   largest_collective_bytes: int
 
 
-# What the compiler says of a program without room: "... for HLO temporaries (99.67G) exceeds ...".
+# The compiler's error for a program that does not fit: "... HLO temporaries (99.67G) exceeds ...".
 _WANTED = re.compile(r"(?:temporaries \(|Used )([\d.]+)([KMGT])")
 
 
 def compiled(
   name: str, all_lowered: Sequence[jax.stages.Lowered], num_devices: int, level: str = "UNKNOWN"
 ) -> Program:
-  """Compiles them; `level` is XLA's optimization level, "O0" to "O3", or "UNKNOWN": as islands do.
+  """Compiles the programs at XLA's optimization `level`: "O0" to "O3", or "UNKNOWN", as islands do.
 
   Raises:
-    NoRoom: one does not fit the devices' memory.
+    NoRoom: a program does not fit the devices' memory.
     AssertionError: a collective reaches beyond the `num_devices` devices of the island.
   """
   found, start = [], time.process_time()
@@ -185,7 +185,7 @@ class NoRoom(Exception):
     self.hbm_bytes = hbm_bytes
 
 
-# --- What an island takes on its slice
+# --- The memory that an island takes on its slice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,22 +193,22 @@ class Fit:
   """Whether an island fits its chips, and what it takes there; bytes are per chip.
 
   Attributes:
-    island: what it is, for people.
-    chips: how many.
-    chip: which.
+    island: a description for people.
+    chips: how many chips.
+    chip: their kind.
     parameters: of the whole model.
     state_bytes: parameters and moments.
-    beside_bytes: what may lie there beside a step: what of a snapshot's copy of the state is on the
-      chip, one fragment on its way out and one on its way in.
-    host_bytes: what of a snapshot's copy is in the host's memory.
-    step: the inner step; None if it does not even compile, for want of memory.
-    needed_bytes: of all at the same time.
-    copies: what copies pieces of fragments out, and what writes them, of all fragments; and what
-      copies the state for a snapshot, if there are any.
+    beside_bytes: may lie on the chip beside a step: the on-chip part of a snapshot's copy of the
+      state, one fragment on its way out and one on its way in.
+    host_bytes: the part of a snapshot's copy that lies in the host's memory.
+    step: the inner step; None if the compiler refuses it because the memory is too small.
+    needed_bytes: of the step and of `beside_bytes` together.
+    copies: the programs that copy pieces of fragments out, the programs that write them, and the
+      program that copies the state for a snapshot, if the run has snapshots.
     layer_bytes: the weights of one layer, or of one chunk of the embedding, in f32.
     flops_per_token: see `custom.flops_per_token`.
     tokens: of one step.
-    remedies: what would make it fit; empty if it does.
+    remedies: changes that would make the island fit; empty if it fits.
   """
 
   island: str
@@ -228,19 +228,19 @@ class Fit:
 
   @property
   def fits(self) -> bool:
-    """Whether all of it has room."""
+    """Whether `needed_bytes` have room."""
     return self.needed_bytes <= self.chip.hbm_bytes
 
   @property
   def gathers_by_layer(self) -> bool:
-    """Whether no exchange of the step leaves a device with more than one layer's weights.
+    """Whether no collective of the step leaves a device with more than one layer's weights.
 
-    All kinds count: TPU compilers also gather by an all-reduce of zeros and one's own part.
+    All kinds count: TPU compilers also gather by an all-reduce of zeros and the device's own part.
     """
     return self.step is not None and self.step.largest_collective_bytes <= self.layer_bytes
 
   def step_seconds(self, mfu: float) -> float:
-    """What a step takes if it reaches this share of the chips' peak."""
+    """The seconds of a step that reaches this share of the chips' peak."""
     rate = self.chips * self.chip.flops_per_second * mfu
     return self.flops_per_token * self.tokens / rate
 
@@ -253,10 +253,10 @@ def fit(
   slice_devices: Sequence[Any],
   level: str = "UNKNOWN",
 ) -> Fit:
-  """Compiles this learner's island for these devices of the topology, all of them.
+  """Compiles this learner's island for all these devices of the topology.
 
   Raises:
-    ConfigError: it cannot be made of them.
+    ConfigError: the island cannot be made of these devices.
     AssertionError: a collective leaves the island.
   """
   island = config.islands.island(learner)
@@ -317,7 +317,7 @@ def _local_size(parts: IslandStep, fragment: Fragment) -> int:
 
 
 def _remedies(found: Fit, island: IslandConfig) -> tuple[str, ...]:
-  """What to try, the cheapest first; what they give is seen by compiling again."""
+  """What to try, the cheapest first; their effect is known only after compiling again."""
   fixed = found.beside_bytes + found.state_bytes + found.state_bytes // 3  # with the gradients
   if fixed > 0.9 * found.chip.hbm_bytes:
     chips = math.ceil(found.chips * fixed / (0.8 * found.chip.hbm_bytes))
@@ -338,14 +338,15 @@ def _remedies(found: Fit, island: IslandConfig) -> tuple[str, ...]:
   return tuple(remedies)
 
 
-# --- The exchanges between a program's devices, read from its text
+# --- The collectives of a program, read from its text
 
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveTotal:
-  """One kind of exchange between devices in one program.
+  """All collectives of one kind in one program.
 
-  `times` counts loops; `bytes` is what each device holds of the results, all times together.
+  `times` counts every iteration of a loop; `bytes` are the results on each device, of all times
+  together.
   """
 
   kind: str
@@ -366,7 +367,7 @@ class Collective:
 
 _KIND = r"all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
 _COLLECTIVE = re.compile(rf"= (?P<shape>.*?) (?P<kind>{_KIND})(?P<start>-start)?\((?P<rest>.*)$")
-_FAR = re.compile(r"= .*? (?:send|recv)(?:-done)?\(")  # between slices, by the network of hosts
+_FAR = re.compile(r"= .*? (?:send|recv)(?:-done)?\(")  # between slices, by the hosts' network
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%(?P<name>\S+) \(.*\{$")
 _CALL = re.compile(r"(?:calls|to_apply|body|condition|branch_computations)=\{?(%[\w.\-, %]+)")
 _WHILE = re.compile(r" while\(.*condition=%(?P<condition>[\w.\-]+), body=%(?P<body>[\w.\-]+)")
@@ -378,7 +379,7 @@ def find_collectives(text: str) -> Iterator[Collective]:
   """Every collective of an optimized program's text.
 
   Raises:
-    ValueError: it talks to other hosts by send and recv, which stay in no mesh.
+    ValueError: the program talks to other hosts by send and recv, which may leave the island.
   """
   bodies = _computations(text)
   times = _times(bodies, text)
@@ -440,7 +441,7 @@ def _trips(condition: Sequence[str]) -> int:
 
 
 def _bytes(shape: str, started: bool) -> int:
-  """Of the results; what starts an exchange names its operands first, and its handles last."""
+  """Bytes of the results. A "-start" names its operands first, and handles of 4 bytes last."""
   sizes = []
   for array in _ARRAY.finditer(re.sub(r"\{[^}]*\}", "", shape)):
     digits = re.search(r"\d+", array["type"])
@@ -453,10 +454,10 @@ def _bytes(shape: str, started: bool) -> int:
 
 
 def _devices(rest: str) -> frozenset[int]:
-  """Which devices exchange something, of whatever form the groups are written in.
+  """The devices that take part in a collective, in any known form of writing the groups.
 
   Raises:
-    ValueError: it is a form that this does not know.
+    ValueError: the form is unknown.
   """
   listed = re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}", rest)
   if listed:
@@ -473,7 +474,7 @@ def _devices(rest: str) -> frozenset[int]:
 
 
 def by_kind(found: Sequence[Collective]) -> tuple[CollectiveTotal, ...]:
-  """Those that move most first."""
+  """The totals by kind, the kinds that move most first."""
   kinds = {each.kind for each in found}
   collectives = [
     CollectiveTotal(

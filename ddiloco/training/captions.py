@@ -7,12 +7,13 @@
     }
 
 The images are scikit-learn's 1797 scans of handwritten digits, 8 x 8 (larger sizes are the same
-pixels enlarged). A caption says the digit and three things that are measured in the pixels, in one
-of several phrasings. Text alone is the corpus that the other fields of `data` name.
+pixels enlarged). A caption says the digit and three properties that are measured in the pixels, in
+one of several phrasings. Rows of text alone come from the corpus that the other fields of `data`
+name.
 
 A batch is what `models.layers` reads: {"image": uint8 [B, I, I, C], "tokens": int32 [B, T + 1]}.
-Rows with an image come first; their tokens are NO_TEXT in the place of every patch, the caption,
-the end token, and NO_TEXT again. Every fifth image is held out and never trained on.
+Rows with an image come first; their tokens are NO_TEXT in the place of every patch, then the
+caption, the end token, and NO_TEXT again. Every fifth image is held out and never trained on.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ddiloco.training.data import Corpus, ReadingOrder, check_token_ids, open_co
 from ddiloco.training.tokens import DataError
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-# What is measured in an image, and how a third or half of all images each is called.
+# The words for the three measured properties: each word names a third, or half, of all images.
 STROKES, LEANS = ("thin", "even", "thick"), ("leaning left", "upright", "leaning right")
 WIDTHS = ("narrow", "wide")
 PHRASES = (
@@ -39,12 +40,12 @@ PHRASES = (
   "this {digit} is {width}, {lean} and drawn in {stroke} strokes.",
 )
 _SCAN = 8  # pixels a side, values 0 to 16
-_HELD_OUT = 5  # every so many-th image
+_HELD_OUT = 5  # every fifth image
 _SHAPE = ("image_size", "patch_size", "image_channels")
 
 
 def digits(data: DataConfig) -> Pairs:
-  """What `data.custom` names.
+  """The function that `data.custom` names.
 
   Raises:
     DataError: an option is missing or breaks its rule, or scikit-learn is not installed.
@@ -53,7 +54,7 @@ def digits(data: DataConfig) -> Pairs:
 
 
 class Pairs:
-  """A `training.data.Source` of both kinds of rows."""
+  """A `training.data.Source` of rows with an image and rows of text alone."""
 
   def __init__(self, data: DataConfig):
     self._options = _checked(data)
@@ -65,21 +66,21 @@ class Pairs:
     self._words = _measured(self.scans_NxYxX, ~self.is_heldout_N)
 
   def batches(self, config: Config, learner: int) -> Batches:
-    """See `Source`: of images as of text, learners below M share none in an epoch."""
+    """See `Source`: in an epoch, learners below M share neither images nor text."""
     for name in _SHAPE:
       if (wanted := getattr(config.model, name)) != self._options[name]:
         rule = f"must be model.{name} ({wanted}), whose patches take a caption's first positions"
         raise DataError(f"data.options.{name}", self._options[name], rule, "set both")
     batch_size = config.islands.island(learner).batch_size
     num_images = self._num_images(batch_size)
-    # Text first: it refuses a learner or a corpus that cannot be.
+    # Text first: its checks refuse an invalid learner or corpus.
     text = self._corpus.batches(config, learner, batch_size - num_images)
     trained_on = np.flatnonzero(~self.is_heldout_N)
     order = ReadingOrder(len(trained_on), config, learner)
     return Batches(self, text, trained_on, order, num_images, config.model.vocab_size)
 
   def heldout_batches(self, batch_size: int) -> list[dict[str, np.ndarray]]:
-    """`data.heldout_sequences` rows, rounded to batches that have both kinds: two at least."""
+    """`data.heldout_sequences` rows, rounded to batches of at least two rows, one of each kind."""
     size = max(2, min(batch_size, self._heldout_rows))
     num_images, count = self._num_images(size), max(1, self._heldout_rows // size)
     heldout = np.flatnonzero(self.is_heldout_N)
@@ -90,11 +91,11 @@ class Pairs:
     places = np.arange(count * (size - num_images))
     windows = places * len(self._corpus.heldout) // len(places)
     parts = zip(np.split(images, count), np.split(windows, count))
-    # An image's number chooses its phrasing: all of them are held out alike.
+    # An image's number chooses its phrasing, so that all phrasings are held out alike.
     return [self.rows(mine, mine, self._corpus.heldout.read(text)) for mine, text in parts]
 
   def caption(self, image: int, phrase: int) -> str:
-    """What is said of an image, in one of the phrasings."""
+    """The caption of an image, in one of the phrasings."""
     words = {name: each[image] for name, each in self._words.items()}
     return PHRASES[phrase % len(PHRASES)].format(digit=WORDS[self.labels_N[image]], **words)
 
@@ -129,7 +130,7 @@ class Pairs:
     return row_T1
 
   def _num_images(self, batch_size: int) -> int:
-    """Rows with an image of a batch."""
+    """How many rows of a batch have an image."""
     found = round(self._options["image_share"] * batch_size)
     if 0 < found < batch_size:
       return found
@@ -143,9 +144,9 @@ class Batches:
 
   pairs: Pairs
   text: Any  # rows of text alone, by position
-  trained_on: np.ndarray  # images
-  order: ReadingOrder  # of them
-  num_images: int  # of a batch
+  trained_on: np.ndarray  # numbers of the images to train on
+  order: ReadingOrder  # of `trained_on`
+  num_images: int  # in a batch
   vocab_size: int
 
   def __getitem__(self, position: int) -> dict[str, np.ndarray]:
@@ -181,7 +182,7 @@ def _scans(data: DataConfig) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _measured(scans_NxYxX: np.ndarray, trained_on_N: np.ndarray) -> dict[str, list[str]]:
-  """By name what is said of every image; how much is thick or wide, training images say."""
+  """Property -> each image's word; the training images alone set the limits between words."""
   ink_NxYxX = scans_NxYxX / 255.0
   total_N = ink_NxYxX.sum((1, 2))
   place = np.arange(_SCAN, dtype=float)

@@ -6,8 +6,8 @@ Everything is addressed by index. Window i of a part (one token array) covers it
 
 A user's own data (`data.custom`) are a `Source` too: batches of any arrays, by position.
 
-Grain prefetches, restores and shuffles (its index shuffle gives the order); one Grain element is
-a whole batch, because Grain's bookkeeping per element costs more than gathering the batch.
+Grain prefetches, restores and shuffles (its index shuffle gives the order). One Grain element is a
+whole batch, because Grain's bookkeeping per element costs more than gathering the batch.
 """
 
 from __future__ import annotations
@@ -30,30 +30,31 @@ from ddiloco.training.devices import refuse_misfit
 from ddiloco.training.tokens import DataError, Tokenizer, load_tokenizer, read_parts
 
 _MAX_BLOCK_WINDOWS = 16
-_MIN_BLOCK_WINDOWS = 4  # two of them are guards
+_MIN_BLOCK_WINDOWS = 4  # two of these are guards
 _CHECKED_TOKENS = 65_536  # at either end of each part, when a stream is opened
 _READ_OPTIONS = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
 
 
 class Source(Protocol):
-  """What the islands train on and the evaluator measures with. A process opens it once."""
+  """The data that islands train on and the evaluator measures with. A process opens it once."""
 
   def batches(self, config: Config, learner: int) -> Any:
     """One learner's endless sequence of batches, a pure function of the arguments.
 
-    Either `[position]` gives a batch of `config.islands.island(learner).batch_size` examples, as of
-    a Grain MapDataset, or it is a Grain IterDataset, whose state is restored by its position (read
-    up to there where Grain cannot jump). Learners come and go: `learner` may be any number, also
-    above config.islands.num_learners. Batches are trees of NumPy arrays, as the model's `inputs`.
+    The result is one of two kinds. Either `result[position]` is a batch of
+    `config.islands.island(learner).batch_size` examples, as in a Grain MapDataset. Or it is a Grain
+    IterDataset, which is restored to a position by a jump, or by reading up to there where Grain
+    cannot jump. Learners come and go: `learner` may be any number, also above
+    config.islands.num_learners. Batches are trees of NumPy arrays, as the model's `inputs`.
     """
 
   def heldout_batches(self, batch_size: int) -> Sequence[Batch]:
-    """The fixed evaluation set, in batches of one shape of at most so many examples."""
+    """The fixed evaluation set, in batches of one shape, of at most `batch_size` examples."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Windows:
-  """A random-access set of windows of T + 1 tokens, found by arithmetic, so any corpus size works.
+  """A random-access set of windows of T + 1 tokens, found by arithmetic for any corpus size.
 
   Window k of the set is window `blocks[k // per_block] * block_windows + offset + k % per_block`
   of the corpus, which numbers the windows of all parts one after the other.
@@ -107,20 +108,20 @@ class Corpus:
   def batches(
     self, config: Config, learner: int, batch_size: int = 0
   ) -> grain.MapDataset[np.ndarray]:
-    """See `Source`, and `Stream` for who reads what. `batch_size` 0 is the island's own."""
+    """See `Source`, and `Stream` for the windows of each learner. `batch_size` 0: the island's."""
     _check_stream(self, config, learner)
     return _Batches(self, config, learner, batch_size)
 
   def heldout_batches(self, batch_size: int) -> list[np.ndarray]:
-    """See `heldout_batches`."""
+    """See the function `heldout_batches`."""
     return heldout_batches(self, self.data, batch_size)
 
 
 def open_data(data: DataConfig) -> Source:
-  """The corpus, or what `data.custom` names.
+  """The corpus, or the source that `data.custom` names.
 
   Raises:
-    ConfigError: a custom source cannot be made, or is none; and as `open_corpus`.
+    ConfigError: a custom source cannot be made, or is no `Source`; and as `open_corpus`.
   """
   if not data.custom:
     return open_corpus(data)
@@ -131,12 +132,12 @@ def open_data(data: DataConfig) -> Source:
 
 
 def open_corpus(data: DataConfig) -> Corpus:
-  """Reads and tokenizes (token files: maps) the corpus and splits it.
+  """Reads and tokenizes the corpus (token files are memory-mapped), and splits it.
 
   Split: windows form blocks of `block_windows` (16, fewer in a small corpus); a share of the
   blocks, spread evenly over the corpus, is held out. Neighbouring windows share one token, so the
   first and last window of a held-out block are guards that are never read: no held-out token is
-  ever trained on. The split depends only on the corpus, T and heldout_share, not on seed, learners.
+  ever trained on. The split depends on the corpus, T and heldout_share, not on seed or learners.
 
   Raises:
     DataError: see tokens.read_parts; or the corpus is too small for T or for the held-out split.
@@ -184,7 +185,7 @@ def open_corpus(data: DataConfig) -> Corpus:
 
 
 def _split_blocks(num_blocks: int, heldout_share: float) -> tuple[np.ndarray, np.ndarray]:
-  """(train, held-out) block numbers; every prefix holds out its share, rounded down."""
+  """(train, held-out) block numbers; of every prefix the share is held out, rounded down."""
   held_so_far = np.floor(np.arange(num_blocks + 1) * heldout_share)
   held = np.diff(held_so_far) > 0
   return np.flatnonzero(~held), np.flatnonzero(held)
@@ -230,7 +231,7 @@ def _shuffle_seed(seed: int, epoch: int) -> int:
 
 
 def _bisection(lap: int) -> float:
-  """0, 1/2, 1/4, 3/4, 1/8, 5/8, ...: each in the middle of the widest gap the earlier ones leave.
+  """0, 1/2, 1/4, 3/4, 1/8, 5/8, ...: each value halves the widest gap between earlier values.
 
   The van der Corput sequence: the bits of `lap`, mirrored at the binary point.
   """
@@ -239,10 +240,10 @@ def _bisection(lap: int) -> float:
 
 
 class ReadingOrder:
-  """What of `count` things a learner reads, without end: each epoch is a new permutation.
+  """A learner's endless sequence out of `count` things: each epoch is a new permutation.
 
-  In its epoch, learner m of M reads places m, m + M, m + 2M, ... of the permutation of all of them:
-  what shuffle(seed)[m::M].repeat() would give.
+  In its epoch, learner m of M reads places m, m + M, m + 2M, ... of the permutation of all things:
+  the order of shuffle(seed)[m::M].repeat().
   """
 
   def __init__(self, count: int, config: Config, learner: int):
@@ -306,12 +307,14 @@ class Stream:
 
   Within an epoch the streams of learners 0 to M - 1 share no window. islands.num_learners (M) is a
   hint: a learner m >= M reads stream m % M from another place of the epoch on (half way, a quarter,
-  three quarters, ... by its lap m // M). So the windows it reads are unread, until one of the two
-  comes to where the other began: M learners have then read half the corpus, if no other joined.
+  three quarters, ... by its lap m // M). So the windows that learner m reads are unread, until one
+  of the two learners of a stream reaches the place where the other began. The first M learners have
+  then read half the corpus, if no other learner joined.
 
-  Every batch is checked against model.vocab_size as it is read; opening a stream also checks the
+  Every batch is checked against model.vocab_size as it is read. Opening a stream also checks the
   tokenizer or, for token files, both ends of each file, so that most mistakes show at once. Of a
-  custom source the first batch is checked: it must be what the model takes, and the same twice.
+  custom source the first batch is checked: the model must take it, and a second reading must give
+  the same arrays.
   """
 
   def __init__(self, source: Source, config: Config, learner: int):
@@ -322,12 +325,12 @@ class Stream:
       _check_first(self, config, learner)
 
   def batch(self, position: int) -> Batch:
-    """Batch `position` (from 0), for tokens [batch_size, T + 1] int32; read in this thread."""
+    """Batch `position` (from 0), of tokens int32 [batch_size, T + 1]; read in this thread."""
     return self._batches[position]
 
   def iterate(self, position: int = 0) -> BatchIterator:
     """Batches from `position` on, prefetched by a background thread; restore with **state."""
-    return BatchIterator(self._open(), position)  # two that read ahead have no state in common
+    return BatchIterator(self._open(), position)  # iterators that read ahead share no state
 
 
 class BatchIterator(Iterator[Batch]):
@@ -345,7 +348,7 @@ class BatchIterator(Iterator[Batch]):
 
   @property
   def state(self) -> dict[str, int]:
-    """{"position": n}: the next batch is number n, whatever was prefetched beyond it."""
+    """{"position": n}: the next batch is number n; prefetched batches do not count."""
     return {"position": int(grain_experimental.get_next_index(self._iterator))}
 
   def close(self) -> None:
@@ -359,11 +362,11 @@ class BatchIterator(Iterator[Batch]):
     self.close()
 
 
-# --- A user's own batches, as the streams of a corpus are: endless, by position
+# --- A user's own batches, endless and by position, as the streams of a corpus are
 
 
 class _Endless(grain.MapDataset[Batch]):
-  """Batches by their position, from a function of it."""
+  """Batches by position, from a function position -> batch."""
 
   def __init__(self, read: Callable[[int], Batch]):
     super().__init__()
@@ -377,7 +380,7 @@ class _Endless(grain.MapDataset[Batch]):
 
 
 class _Reader:
-  """Batches of a Grain IterDataset by their position: cheap for the one that comes next."""
+  """Batches of a Grain IterDataset by position; reading the next position is cheap."""
 
   def __init__(self, dataset: grain.IterDataset[Batch]):
     self._dataset, self._iterator, self._next = dataset, iter(dataset), 0
@@ -413,7 +416,7 @@ def _own_batches(batches: Any, config: Config) -> grain.MapDataset[Batch]:
 
 
 def _check_first(stream: Stream, config: Config, learner: int) -> None:
-  """Refuses what the model does not take, or what is not a function of the position."""
+  """Refuses batches that the model does not take, or that are no function of the position."""
   batch_size = config.islands.island(learner).batch_size
   inputs = custom.load_model(config.model).inputs(batch_size, config.data.sequence_length)
   first, again = stream.batch(0), stream.batch(0)

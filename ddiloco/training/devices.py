@@ -1,4 +1,4 @@
-"""Which devices an island lives on, its mesh, how arrays lie on it, and where programs are kept.
+"""The devices of an island, its mesh, the layout of arrays, and the cache of compiled programs.
 
 A mesh has three axes: `data` (copies of the parameters), `fsdp` (parameters and batch split) and
 `tensor` (heads, MLP width and vocabulary split). Logical axis names, as the model gives them,
@@ -33,7 +33,7 @@ MESH_AXES = ("data", "fsdp", "tensor")
 # Logical axis -> mesh axes that may split it. An axis that is missing here is never split.
 RULES: dict[str, tuple[str, ...]] = {
   "batch": ("data", "fsdp"),
-  "copies": ("data",),  # of a batch whose "embed" axis is cut at the same time
+  "copies": ("data",),  # the batch axis of an array whose "embed" axis is cut too
   "embed": ("fsdp",),
   "vocab": ("tensor",),
   "heads": ("tensor",),
@@ -43,12 +43,12 @@ RULES: dict[str, tuple[str, ...]] = {
   "experts": ("tensor",),
 }
 
-# JAX's `device_kind` -> FLOPs a second of one device at its peak: bf16, without sparsity, as the
-# makers say. A kind that is not here has no MFU.
+# JAX's `device_kind` -> peak FLOPs a second of one device: bf16, without sparsity, as its maker
+# states it. For a kind that is not listed no MFU is shown.
 PEAK_FLOPS = {
   "TPU v4": 275e12,
   "TPU v5 lite": 197e12,
-  "TPU v5": 459e12,  # v5p; so is the next
+  "TPU v5": 459e12,  # v5p, as the next
   "TPU v5p": 459e12,
   "TPU v6 lite": 918e12,
   "NVIDIA A100-SXM4-40GB": 312e12,
@@ -61,13 +61,13 @@ PEAK_FLOPS = {
 def partition(
   devices: Sequence[Device], islands: IslandsConfig, num_islands: int = 0
 ) -> list[list[Device]]:
-  """The devices of every learner, in learner order; no device serves two.
+  """The devices of every learner, in learner order; no device serves two learners.
 
-  `num_islands` is more than islands.num_learners where learners join later; 0: it is not.
+  `num_islands` is greater than islands.num_learners where learners join later; 0: none joins.
 
-  A learner with a configured count gets that many, in order (inside one slice where they fit). One
-  with `devices = 0` gets a whole slice where devices have several distinct `slice_index`, else
-  an even share of what the configured counts leave. Spare devices stay unused.
+  A learner with a configured count gets so many devices, in order (inside one slice where they
+  fit). A learner with `devices = 0` gets a whole slice where devices have several distinct
+  `slice_index`, else an even share of what the configured counts leave. Spare devices stay unused.
 
   Raises:
     ConfigError: there are too few devices or slices.
@@ -98,18 +98,18 @@ def partition(
 
 
 def shared_on_cpu(groups: Sequence[Sequence[Device]]) -> list[list[Device]]:
-  """On the CPU, islands of one device live together on the first of theirs.
+  """On the CPU, all islands of one device share the first of their devices.
 
-  Fake devices are the same cores anyway, and what is compiled for one of them runs on no other, so
-  there such islands compile once. Islands of several devices keep theirs: their collectives would
-  wait for each other.
+  Fake devices are the same cores anyway, and a program compiled for one device runs on no other; so
+  these islands compile once. Islands of several devices keep their own: on shared devices their
+  collectives would wait for each other.
   """
   alone = [group[0] for group in groups if len(group) == 1 and group[0].platform == "cpu"]
   return [[alone[0]] if group[0] in alone else list(group) for group in groups]
 
 
 def _take(groups: list[list[Device]], count: int) -> list[Device]:
-  """Removes `count` devices: from the first slice that has so many, else across slices in order."""
+  """Removes `count` devices: from the first slice with enough, else across slices in order."""
   source = next((group for group in groups if len(group) >= count), None)
   if source is not None:
     taken, source[:] = source[:count], source[count:]
@@ -131,10 +131,10 @@ def _too_few(what: str, needed: int, available: int, islands: IslandsConfig) -> 
 
 
 def island_devices(island: IslandConfig, visible: Sequence[Device], learner: int) -> list[Device]:
-  """Those that an island uses of what its processes see together: of each host the first ones.
+  """The devices that an island uses, of all that its processes see: the first ones of each host.
 
   Raises:
-    ConfigError: there are too few.
+    ConfigError: there are too few devices.
   """
   hosts: dict[int, list[Device]] = {}
   for device in visible:
@@ -151,7 +151,7 @@ def island_devices(island: IslandConfig, visible: Sequence[Device], learner: int
 
 
 def host_memory(device: Device) -> str | None:
-  """The kind of host memory that a device copies to directly; None: not one of its own.
+  """The kind of host memory that a device copies to directly; None: there is none.
 
   By default a copy to the host goes through one small staging buffer, at a tenth of the speed of
   the connection (on an H100: 2.7 of 25 GB/s). A CPU's arrays lie in host memory already.
@@ -161,7 +161,7 @@ def host_memory(device: Device) -> str | None:
 
 
 def lost_devices(error: BaseException | None) -> bool:
-  """Whether an error is the runtime's, as of a slice that has failed, and not the program's."""
+  """Whether an error comes from the runtime, such as of a failed slice, not from the program."""
   while error is not None:
     if isinstance(error, jax.errors.JaxRuntimeError):
       return True
@@ -170,9 +170,10 @@ def lost_devices(error: BaseException | None) -> bool:
 
 
 def answering(devices: Sequence[Device]) -> list[Device] | None:
-  """The same devices as JAX has them now, if all are there and compute; else None.
+  """The devices with the same ids that JAX has now, if all are there and compute; else None.
 
-  A controller of several slices (Pathways) may have others in their place after a slice has failed.
+  After a slice has failed, a controller of several slices (Pathways) may give the ids to other
+  devices.
   """
   now = {device.id: device for device in jax.devices(devices[0].platform)}
   found = [now[device.id] for device in devices if device.id in now]
@@ -184,10 +185,10 @@ def answering(devices: Sequence[Device]) -> list[Device] | None:
 
 
 def require_processes(devices: Sequence[Device], hosts: int) -> None:
-  """An island lives in as many processes as it has hosts, and JAX joins those alone.
+  """Checks that JAX joins as many processes as the island has hosts.
 
   Raises:
-    ConfigError: JAX joins another number, so that some of the island is out of reach.
+    ConfigError: JAX joins another number, so that some of the island's devices are out of reach.
   """
   processes = jax.process_count()
   away = sum(device.process_index != jax.process_index() for device in devices)
@@ -217,7 +218,7 @@ def make_mesh(devices: Sequence[Device], island: IslandConfig) -> Mesh:
     try:
       array = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     except (AssertionError, NotImplementedError, ValueError) as error:
-      # Devices that are no cuboid (part of a slice, several slices) train too, only slower.
+      # Devices that form no cuboid (part of a slice, several slices) train too, but slower.
       logging.warning("devices %s are no TPU sub-grid, taken in plain order: %s", devices, error)
   return Mesh(array, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
@@ -225,7 +226,7 @@ def make_mesh(devices: Sequence[Device], island: IslandConfig) -> Mesh:
 def param_sharding(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh) -> NamedSharding:
   """The layout of an array (parameter or activation) with these logical axes, one per dimension.
 
-  A mesh axis is dropped where it does not divide the dimension or an earlier dimension uses it.
+  A mesh axis is left out where it does not divide the dimension or an earlier dimension uses it.
 
   Raises:
     ValueError: `axes` and `shape` have different lengths.
@@ -246,7 +247,7 @@ def param_sharding(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh)
 
 
 def placed(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-  """The leaf's shape and dtype, lying there."""
+  """The leaf's shape and dtype, with this sharding."""
   return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
@@ -261,7 +262,7 @@ def placed_inputs(inputs: Batch, mesh: Mesh) -> Batch:
 
 
 def refuse_misfit(batch: Batch, inputs: Batch, taker: str) -> None:
-  """Refuses a batch that has other arrays than `inputs`, or arrays of other shapes or types.
+  """Refuses a batch whose arrays, shapes or dtypes differ from those of `inputs`.
 
   Raises:
     ValueError: says what the batch has, and what `taker` takes.
@@ -283,7 +284,7 @@ def make_execution(mesh: Mesh, island: IslandConfig, compute_dtype: str) -> Exec
   computes in bf16, and else the reference.
 
   Raises:
-    ConfigError: the path that the config asks for is not for this platform.
+    ConfigError: the configured path of attention does not run on this platform.
   """
   platform = mesh.devices.flat[0].platform
   own = {"tpu": "splash", "gpu": "cudnn" if compute_dtype == "bfloat16" else "einsum"}
@@ -319,7 +320,7 @@ def piece_sharding(
 
 # --- Compiled programs outlive the process: a restarted role finds them in a folder
 
-# Everything is kept, however quick it was to compile: a role has a hundred small programs.
+# Quickly compiled programs are kept too: a role has a hundred small programs.
 _KEEP_ALL = {
   "jax_persistent_cache_min_compile_time_secs": 0.0,
   "jax_persistent_cache_min_entry_size_bytes": -1,
@@ -328,10 +329,10 @@ _KEEP_ALL = {
 
 @contextlib.contextmanager
 def kept_in(folder: str | os.PathLike[str]) -> Iterator[None]:
-  """While it lasts, what this process compiles is kept in `folder`, and found there again.
+  """In this context the programs of this process are kept in `folder`, and found there again.
 
-  Several processes may share it. An entry that a kill has torn is compiled anew. A user's own
-  folder (JAX_COMPILATION_CACHE_DIR), which many runs may share, goes before.
+  Several processes may share the folder. A program whose entry a kill has torn is compiled again. A
+  user's own folder (JAX_COMPILATION_CACHE_DIR), which many runs may share, takes precedence.
   """
   chosen = jax.config.jax_compilation_cache_dir or os.fspath(folder)
   settings = {"jax_compilation_cache_dir": chosen, **_KEEP_ALL}
@@ -349,18 +350,18 @@ def _use(settings: dict[str, object]) -> None:
   compilation_cache.reset_cache()  # JAX looks at the folder once only
 
 
-# --- What is compiled all the same while a role trains
+# --- Programs that are compiled while a role trains
 
-LEAST_SECONDS = 0.01  # less is no more than a small array's; an event each would only be noise
-_COMPILED = "/jax/core/compile/backend_compile_duration"  # also of programs out of the cache
+LEAST_SECONDS = 0.01  # shorter compilations are of small arrays; their events would be noise
+_COMPILED = "/jax/core/compile/backend_compile_duration"  # also for programs from the cache
 
 
 @contextlib.contextmanager
 def told_what_compiles(tell: Callable[[str, float], None]) -> Iterator[None]:
-  """While it lasts, `tell(program, seconds)` for all that the calling thread has compiled.
+  """In this context calls `tell(program, seconds)` for each program that this thread compiles.
 
-  While it trains that is nothing, since programs are compiled ahead of time. If it is something all
-  the same, its chips wait; then the log says so, and the goodput ledger has a cause.
+  A role compiles ahead of time, so it should compile nothing while it trains. If it does, its chips
+  wait; then the log says so, and the goodput ledger has a cause.
   """
   me = threading.get_ident()
 

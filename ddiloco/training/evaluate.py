@@ -1,4 +1,4 @@
-"""What held-out data say of parameters, and the text they write, wherever they came from."""
+"""Held-out measures of any parameters, and text that a model writes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from ddiloco.training.tokens import Tokenizer
 
 
 class HeldoutLoss:
-  """What a model's `evaluate` says of fixed batches of one shape, on average, on a mesh of its own.
+  """The mean of a model's `evaluate` over fixed batches of one shape, on a mesh of its own.
 
-  Parameters and batches lie there as an island's would (`devices.RULES`), cut over all devices.
-  Computes in f32 whatever the islands train in, so that losses of all islands compare. Compiled
+  Parameters and batches are cut over all devices as on an island (`devices.RULES`). They compute in
+  f32, whatever dtype the islands compute in, so that the losses of all islands compare. Compiled
   once, at the first call.
 
   Raises:
-    ValueError: no batches, or batches of different shapes.
+    ValueError: there are no batches, or batches of different shapes.
     DataError: a held-out token is not in the vocabulary of a language model.
   """
 
@@ -70,8 +70,8 @@ class HeldoutLoss:
     Waits for the result without holding the GIL, so a learner in another thread goes on.
 
     Args:
-      params: name -> array on the host, or on any devices and sharding; asked for one by one, each
-        when the one before lies on the devices.
+      params: name -> array on the host, or on any devices with any sharding. Arrays are taken one
+        by one, each when the previous array lies on the devices.
     """
     placed = {}
     for name, value in params.items():
@@ -100,8 +100,8 @@ def generate(
 ) -> str:
   """Continues `prompt` by `num_tokens` tokens; returns the continuation only.
 
-  The model always looks at the last `context_length` tokens (give the T it was trained with); a
-  longer prompt keeps its tail, an empty one starts from the tokenizer's end token, as documents do.
+  The model always looks at the last `context_length` tokens (give the T it was trained with). Of a
+  longer prompt the tail is used; an empty prompt is replaced by the tokenizer's end token.
   Temperature 0 takes the most probable token; the same seed gives the same text. Ids that the
   tokenizer does not have (a padded vocabulary) are never sampled. Compiled once for each
   (model, num_tokens, context_length), whatever the prompt, temperature and seed.
@@ -181,7 +181,7 @@ def _continue(
   def step(i: jax.Array, buffer: jax.Array) -> jax.Array:
     length = prompt_length + i
     start = jnp.maximum(0, length - context)
-    # Right of the last token there may be zeros; a causal model does not see them from there.
+    # Positions after the last token may hold zeros; a causal model does not see these.
     window_1xT = jax.lax.dynamic_slice(buffer, (start,), (context,))[None]
     logits_1xTxV = logits(params, window_1xT)
     logits_V = jnp.where(known_V, logits_1xTxV[0, length - 1 - start], -jnp.inf)

@@ -1,13 +1,13 @@
-"""An island of several hosts: one leads, and the others do what it does, in the same order.
+"""An island of several hosts: one host leads, and the others make the same calls in the same order.
 
 Every host has an `Island` over all devices of the island (`jax.distributed` joins their processes)
-and holds the parts of its own. A program runs when all hosts dispatch it, so the leader sends each
-of its calls to the others as an order before it makes it; none of them waits for an answer, only
-for the others inside the program. So all hosts copy out and apply at the same step boundary, and a
-learner on the leader needs not know that there are several.
+and holds the parts of arrays on its own devices. A program runs when all hosts dispatch it. So the
+leader sends each call to the other hosts as an order, and then makes the call itself. No host waits
+for an answer; hosts wait for each other only inside the program. So all hosts copy out and apply at
+the same step boundary, and a learner on the leader need not know that there are several hosts.
 
-Values that leave or enter the devices do so on the host that has them: the leader collects the
-parts of a copy, and hands out those of a value, on another connection and beside the steps.
+Values leave and enter a device on the device's own host. The leader collects the parts of a copy,
+and hands out the parts of a staged value, on another connection and beside the steps.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from ddiloco.core.fragments import Plan, split_flat
 from ddiloco.models.model import Batch
 from ddiloco.training.island import Island
 
-# --- What the leader says to the others
+# --- The leader's messages to the other hosts
 
 
 class Call(msgspec.Struct, frozen=True, tag=True):
-  """A call of the leader's `Island`, to be made by all. `value`: the number of an array or tree."""
+  """A call of `Island` that all hosts make. `value`: the number of an array or tree."""
 
 
 class ResetCall(Call, frozen=True):
@@ -97,7 +97,7 @@ class CountCall(Call, frozen=True):
 
 
 class Drop(Call, frozen=True):
-  """These values are not needed any more."""
+  """These values are no longer needed."""
 
   values: tuple[int, ...]
 
@@ -145,20 +145,20 @@ DONE = b"done"
 
 
 class HostConnection(Protocol):
-  """A connection to another host; every call blocks until it is done."""
+  """A connection to another host; every call blocks until it is complete."""
 
   def send(self, message: bytes) -> None: ...
   def receive(self) -> bytes: ...
 
   def write(self, data: memoryview) -> None:
-    """Bytes that follow a message."""
+    """Sends bytes that follow a message."""
 
   def fill(self, view: memoryview) -> None:
-    """Reads those."""
+    """Reads the bytes that follow a message into `view`."""
 
 
 class HostConnections(Protocol):
-  """Those to one other host."""
+  """The two connections to one other host."""
 
   @property
   def orders(self) -> HostConnection: ...
@@ -167,7 +167,7 @@ class HostConnections(Protocol):
 
 
 class OwnProgress(Protocol):
-  """What this host says of itself."""
+  """What this host reports of itself."""
 
   done: int  # orders given, or carried out
   moved_bytes: int
@@ -198,7 +198,7 @@ def parts_held(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[int, tup
 
 @functools.cache
 def parts_sent(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[int, tuple[Part, ...]]:
-  """Host -> the parts that no host before it has: together the whole array, once."""
+  """Host -> the parts that no earlier host has: together the whole array, once."""
   held, seen = parts_held(sharding, shape), set[Part]()
   sent = {}
   for host in sorted(held):
@@ -208,14 +208,14 @@ def parts_sent(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[int, tup
 
 
 def _own(array: jax.Array, host: int) -> Iterator[tuple[Part, np.ndarray]]:
-  """This host's share of what is sent of an array, on the host."""
+  """The parts of an array that this host sends (`parts_sent`), in the host's memory."""
   here = {_part(shard.index, array.shape): shard for shard in array.addressable_shards}
   for part in parts_sent(array.sharding, array.shape)[host]:
     yield part, np.asarray(here[part].data)
 
 
 def _bytes(array: np.ndarray) -> memoryview:
-  # Through uint8, since bf16 has no buffer of its own.
+  # Viewed as uint8, since bf16 arrays export no buffer.
   return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
 
 
@@ -227,7 +227,7 @@ def _receive(link: HostConnection, part: Part, dtype: Any, progress: OwnProgress
 
 
 def _place(leaf: jax.ShapeDtypeStruct, parts: Mapping[Part, np.ndarray]) -> jax.Array:
-  """The array of which these are this host's parts."""
+  """The array over all hosts' devices, from this host's parts."""
   return jax.make_array_from_callback(
     leaf.shape, leaf.sharding, lambda index: parts[_part(index, leaf.shape)]
   )
@@ -255,9 +255,9 @@ def _shaped(island: Island, put: Put, arrays: list[jax.Array]) -> Any:
 
 
 class SharedValue:
-  """An array or tree on all hosts' devices, by its number; the leader's part of it is here.
+  """An array or tree on all hosts' devices, with its number; `arrays` are the leader's handles.
 
-  When it is no longer referred to here, the other hosts drop theirs.
+  When the leader has no reference to a shared value any more, the other hosts drop theirs.
   """
 
   def __init__(self, number: int, arrays: Any, dropped: Callable[[int], None]):
@@ -280,12 +280,12 @@ class CapturedArray:
 
 
 class LeadingIsland:
-  """What a learner calls in place of `Island`, on the host that leads.
+  """Replaces `Island` for the learner, on the host that leads.
 
   Args:
     island: over the devices of all hosts.
     plan: how the model is partitioned.
-    links: host -> connections to it, of all others.
+    links: host -> connections to it, for all other hosts.
     progress: of this host; `done` counts the orders.
   """
 
@@ -297,14 +297,14 @@ class LeadingIsland:
     self._values = {host: each.values for host, each in sorted(links.items())}
     self._numbers = itertools.count()
     self._dropped: list[int] = []
-    self._moving = threading.Lock()  # of values: one at a time on its connections
+    self._moving = threading.Lock()  # one value at a time uses the connections
 
   def describe(self) -> dict[str, Any]:
     """As of `Island`, with the number of hosts."""
     return {**self.island.describe(), "hosts": 1 + len(self._orders)}
 
   def compile(self) -> float:
-    """Done by every host for itself, before it follows."""
+    """Compiles on this host; every other host compiles for itself before it follows."""
     return self.island.compile()
 
   def batches(self, read: Callable[[int], Iterator[Batch]], position: int) -> Iterator[Batch]:
@@ -313,7 +313,7 @@ class LeadingIsland:
     return read(position)
 
   def end(self) -> None:
-    """Lets the others go."""
+    """Tells the other hosts that the work is over."""
     self._order(End())
 
   # --- the same calls as of `Island`, on all hosts ------------------------------------------------
@@ -350,8 +350,8 @@ class LeadingIsland:
     return self.island.finish()
 
   def capture(self) -> dict[str, CapturedArray]:
-    """As of `Island`; it is collected array by array, by who writes it and beside other values, so
-    that it is never whole on this host and no push waits for all of it."""
+    """As of `Island`. The thread that writes the state collects it array by array, between other
+    values. So the state is never whole on this host, and no push waits for all of it."""
     number = next(self._numbers)
     self._order(CaptureCall(number))
     value = self._value(number, self.island.capture())
@@ -385,7 +385,7 @@ class LeadingIsland:
 
   def _order(self, order: Call) -> None:
     dropped = self._dropped[:]
-    del self._dropped[: len(dropped)]  # others may be added meanwhile, at the end
+    del self._dropped[: len(dropped)]  # other threads may append meanwhile
     messages = [msgspec.msgpack.encode(Drop(tuple(dropped)))] if dropped else []
     messages.append(msgspec.msgpack.encode(order))
     for message in messages:
@@ -400,7 +400,7 @@ class LeadingIsland:
   # --- background thread --------------------------------------------------------------------------
 
   def to_host(self, copied: SharedValue, fragment: int) -> np.ndarray:
-    """As of `Island`; every host sends what it has."""
+    """As of `Island`; every host sends its parts."""
     flat = np.empty(self._plan.fragments[fragment].size, np.float32)
     self._collect(
       copied.number, "", copied.arrays, split_flat(self._plan.fragments[fragment], flat)
@@ -434,9 +434,9 @@ class LeadingIsland:
   def _collect(
     self, number: int, name: str, arrays: Sequence[jax.Array], views: Sequence[np.ndarray]
   ) -> None:
-    """Writes the arrays of a value into `views`: own parts, and those that others send."""
+    """Writes the arrays of a value into `views`: own parts, and the parts that other hosts send."""
     sent = [parts_sent(array.sharding, array.shape) for array in arrays]
-    # A host without a part is not asked: it might hear of it only after the value was dropped.
+    # A host without a part is not asked: it might read the `Take` only after the value is dropped.
     asked = {h: link for h, link in self._values.items() if any(parts[h] for parts in sent)}
     with self._moving:
       for link in asked.values():
@@ -462,7 +462,7 @@ class LeadingIsland:
             link.write(data)
             self._progress.moved_bytes += data.nbytes
       mine = [
-        # Private: a CPU device may use host memory as it is.
+        # A private copy: a CPU device may use host memory as it is.
         _place(leaf, {p: np.array(a[_slices(p)]) for p in parts[jax.process_index()]})
         for a, leaf, parts in zip(arrays, leaves, held)
       ]
@@ -476,7 +476,7 @@ class LeadingIsland:
 
 
 class _Shelf:
-  """Values by number, shared by the thread that carries out orders and the one that moves them."""
+  """Values by number, shared by the thread that carries out orders and `_move_values`."""
 
   def __init__(self) -> None:
     self._values: dict[int, Any] = {}
@@ -488,7 +488,7 @@ class _Shelf:
       self._changed.notify_all()
 
   def get(self, number: int) -> Any:
-    """Waits until it is there: the order that makes it may be under way."""
+    """Waits until the value is there: the order that makes it may be under way."""
     with self._changed:
       self._changed.wait_for(lambda: number in self._values)
       return self._values[number]
@@ -506,15 +506,15 @@ def follow(
   progress: OwnProgress,
   failed: Callable[[Exception], None],
 ) -> None:
-  """Carries out the leader's orders until it says that the work is over.
+  """Carries out the leader's orders until the order `End`.
 
   Args:
     island: over the devices of all hosts, compiled.
     links: to the leader.
     read: this learner's batches from a position on.
     progress: of this host.
-    failed: values cannot be moved any more; by their own thread. It should end the process: the
-      leader waits for them, and this thread may be inside a program for ever.
+    failed: called by the thread that moves values, when it cannot go on. It should end the process:
+      the leader waits for values, and the calling thread may be stuck inside a program for ever.
 
   Raises:
     OSError: the leader is gone.
@@ -546,7 +546,7 @@ def follow(
       case Drop(values):
         shelf.drop(values)
       case OpenCall(position):
-        getattr(batches, "close", lambda: None)()  # whose data is read ahead
+        getattr(batches, "close", lambda: None)()  # ends the reading ahead
         batches = read(position)
       case RestoreCall(values):
         island.restore({name: shelf.get(number) for name, number in values.items()})
@@ -572,7 +572,7 @@ def _move_values(
   progress: OwnProgress,
   failed: Callable[[Exception], None],
 ) -> None:
-  """Sends what the leader takes, and takes what it puts; until it is gone."""
+  """Answers the leader's `Take` and `Put` until the leader is gone."""
   host = jax.process_index()
   try:
     while True:
@@ -592,6 +592,6 @@ def _move_values(
           shelf.put(put.value, _shaped(island, put, jax.block_until_ready(arrays)))
           link.send(DONE)
   except OSError:
-    return  # the other thread hears it too
-  except Exception as error:  # no memory on a device, or a copy that failed there
+    return  # the thread of `follow` gets the same error
+  except Exception as error:  # a device without memory, or a copy that failed there
     failed(error)

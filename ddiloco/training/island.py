@@ -1,9 +1,9 @@
 """One island: its devices and mesh, the compiled programs, and the state that lives on them.
 
-Everything is compiled ahead of time and the programs outlive a learner's incarnations. Only the
-pieces of a pulled fragment leave the devices, and copies of the state that a snapshot takes; a
-published fragment comes in beside the running step and is written into the parameters, in place,
-between two steps. What a donor sends of its moments goes the same two ways.
+Everything is compiled ahead of time, and the programs outlive a learner's incarnations. Only the
+pieces of a pulled fragment leave the devices, and a snapshot's copies of the state. A published
+fragment is staged beside the running step, and written into the parameters, in place, between two
+steps. The moments that a donor sends to a joining learner leave and enter in the same two ways.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from ddiloco.training.devices import (
 )
 from ddiloco.training.step import METRICS, PARAMS, IslandStep, learning_rate
 
-# --- What moves one piece between its leaf and a piece of its own: two compiled programs
-# Pieces that differ in their layer or first row only have the same two, so that there are as many
-# programs as the model has kinds of tensors, whatever the number of layers and fragments. They
-# serve the parameters and everything that lies like them, such as the optimizer's moments.
+# --- Two compiled programs that move a piece between its leaf and an array of its own
+# Pieces that differ only in their layer or first row share the two programs. So the number of
+# programs depends on the model's kinds of tensors, not on the number of layers and fragments. The
+# programs serve the parameters and everything that lies like them, such as the optimizer's moments.
 
 _COLLECTIVE = re.compile(r"all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute")
 
 
 @dataclasses.dataclass(frozen=True)
 class PieceKind:
-  """What the programs of a piece are made for.
+  """All that the programs of a piece depend on.
 
   Attributes:
     leaf: f32, with its sharding.
     piece: f32, with its sharding.
-    layered: the piece is of one layer of the leaf.
-    start: the piece's first row in the leaf; None if every call says it.
+    layered: the piece is in one layer of a stacked leaf.
+    start: the piece's first row in the leaf; None if every call gives it.
   """
 
   leaf: jax.ShapeDtypeStruct
@@ -60,12 +60,12 @@ class PieceKind:
 
   @classmethod
   def of(cls, piece: Piece, leaf: jax.ShapeDtypeStruct) -> PieceKind:
-    """Of a piece of this leaf, a shape with its sharding."""
+    """The kind of a piece of this leaf; `leaf` has a sharding."""
     assert isinstance(leaf.sharding, NamedSharding)
     layered = piece.layer is not None
     spec, shape = list(leaf.sharding.spec)[layered:], leaf.shape[layered:]
     whole = piece.shape[:1] == shape[:1]
-    # Where devices share the rows, the compiler must know which of them a piece has.
+    # Where the rows are split over devices, the compiler must know which rows a piece has.
     fixed = not whole and bool(spec) and spec[0] is not None
     sharding = piece_sharding(leaf.sharding, piece.layer, piece.stop - piece.start, whole)
     shaped = jax.ShapeDtypeStruct(piece.shape, jnp.float32, sharding=sharding)
@@ -73,7 +73,7 @@ class PieceKind:
 
 
 def piece_kinds(fragment: Fragment, leaves: Mapping[str, jax.ShapeDtypeStruct]) -> list[PieceKind]:
-  """Which programs each of the fragment's pieces needs, out of these leaves."""
+  """The kind of each of the fragment's pieces, which are parts of these leaves."""
   return [PieceKind.of(piece, leaves[piece.name]) for piece in fragment.pieces]
 
 
@@ -86,11 +86,11 @@ class PiecePrograms:
 
   copy_out: Callable[[jax.Array, np.ndarray], jax.Array]
   apply: Callable[[jax.Array, jax.Array, np.float32, np.ndarray], jax.Array]
-  waits: bool  # block after dispatch
+  waits: bool  # the caller must block after dispatch
 
 
 def at(piece: Piece) -> np.ndarray:
-  """Where a piece is in its leaf, as the programs are told."""
+  """Where a piece is in its leaf, as the programs take it."""
   return np.array([piece.layer or 0, piece.start], np.int32)
 
 
@@ -104,8 +104,9 @@ class LoweredPiece:
   def compile(self, platform: str) -> PiecePrograms:
     """Compiles both, for devices of this platform."""
     copy_out, apply = self.copy_out.compile(), self.apply.compile()
-    # On the CPU, islands share a thread pool in which collectives could wait for each other's (see
-    # `Island`), so those are waited for. Only rows of a tensor-cut embedding need any.
+    # On the CPU, islands share a thread pool in which their collectives could wait for each other
+    # (see `Island`), so the caller blocks after a program with a collective. Only pieces of rows of
+    # a tensor-cut embedding have one.
     waits = platform == "cpu" and any(
       _COLLECTIVE.search(p.as_text() or "") for p in (copy_out, apply)
     )
@@ -113,7 +114,7 @@ class LoweredPiece:
 
 
 def lower_piece(kind: PieceKind, replicated: NamedSharding) -> LoweredPiece:
-  """Lowers both programs of a kind; `replicated` is the layout of numbers that every device has."""
+  """Lowers both programs of a kind; `replicated` is the layout of scalars."""
   shape = kind.leaf.shape
   size = (1, *kind.piece.shape) if kind.layered else kind.piece.shape
 
@@ -132,11 +133,11 @@ def lower_piece(kind: PieceKind, replicated: NamedSharding) -> LoweredPiece:
 
   def copy_out(leaf: jax.Array, at: jax.Array) -> jax.Array:
     # An explicit copy, since the next step deletes the leaves and a piece may be a whole leaf. It
-    # costs nothing: XLA makes one anyway (jax 0.10), but nothing promises that it always will.
+    # costs nothing: XLA makes a copy anyway (jax 0.10), but does not promise to.
     return jnp.copy(part(leaf, at))
 
   def apply(leaf: jax.Array, staged: jax.Array, keep: jax.Array, at: jax.Array) -> jax.Array:
-    # `where`, since 0 * NaN is NaN and an overwrite must heal whatever was there.
+    # `where`, since 0 * NaN is NaN and an overwrite must replace any value.
     new = jnp.where(keep == 0, staged, keep * part(leaf, at) + staged).reshape(size)
     return new if size == shape else jax.lax.dynamic_update_slice(leaf, new, start(at))
 
@@ -148,23 +149,23 @@ def lower_piece(kind: PieceKind, replicated: NamedSharding) -> LoweredPiece:
 
 
 class IslandPrograms:
-  """All that an island runs, compiled ahead of time. It has no state, so equal islands share it.
+  """All programs of an island, compiled ahead of time; without state, so equal islands share them.
 
   A state is a dict name -> array with the names of `StateLayout`.
 
   Args:
-    parts: what the island holds, and where.
+    parts: the island's arrays and their layouts.
     plan: how the model is partitioned into fragments.
 
   Attributes:
     step: (state, batch, learning rate) -> (state, metrics).
     fresh: () -> state.
     copy: state -> state.
-    capture: the same, into the host's memory where the devices copy to it directly.
+    capture: as `copy`, but into the host's memory where the devices copy to it directly.
     counts: count -> the part of a state that counts updates.
     kinds: by fragment, the kind of each piece.
-    pieces: by kind, what copies a piece out and writes it back.
-    moves: by fragment, of each piece its leaf's name, what moves it, and where it is in the leaf.
+    pieces: by kind, the programs that copy a piece out and write it back.
+    moves: by fragment, for each piece: its leaf's name, its programs, and its place in the leaf.
   """
 
   step: Any = None
@@ -181,7 +182,7 @@ class IslandPrograms:
     self._compiling = threading.Lock()
 
   def compile(self) -> float:
-    """Compiles all of it, or waits until another island has; returns the seconds (0 if done)."""
+    """Compiles, or waits until another island has; returns the seconds (0.0 if compiled before)."""
     if self.step is not None:
       return 0.0
     start = time.perf_counter()
@@ -229,7 +230,7 @@ class IslandPrograms:
 
 
 class IslandMaker:
-  """Makes islands; those that are equal, and on the same devices, share their programs.
+  """Makes islands; equal islands on the same devices share their programs.
 
   Args:
     plan: how the model is partitioned into fragments.
@@ -240,8 +241,8 @@ class IslandMaker:
     self._programs: dict[tuple[Any, ...], IslandPrograms] = {}
 
   def __call__(self, config: Config, learner: int, devices: Sequence[jax.Device]) -> Island:
-    """As `Island`; calls may come from several threads, with configs of one run."""
-    # Of what learners' configs differ in, an optimizer of the user's own may read the schedule.
+    """Arguments as of `Island`; calls may come from several threads, with configs of one run."""
+    # Configs may differ in `inner`'s schedule, which only a user's own optimizer may read.
     own = config.inner if config.inner.custom else None
     kind = repr((config.islands.island(learner), own)), *devices
     island = Island(config, learner, devices, self._plan, self._programs.get(kind))
@@ -250,7 +251,7 @@ class IslandMaker:
 
 
 class Island:
-  """Trains one copy of the model on its devices; the sections say which thread calls what."""
+  """Trains one copy of the model on its devices; each section below names the thread that calls."""
 
   def __init__(
     self,
@@ -260,11 +261,11 @@ class Island:
     plan: Plan,
     programs: IslandPrograms | None = None,
   ):
-    """Touches no device memory yet: `compile()`, then `reset()`, `load()` or `restore()` do.
+    """Touches no device memory yet; `compile()`, `reset()`, `load()` and `restore()` do.
 
     Args:
       config: the run's; the island's part is `config.islands.island(learner)`.
-      learner: whose island this is.
+      learner: number of the learner.
       devices: all of them, in order.
       plan: how the model is partitioned into fragments.
       programs: of an island with the same config and devices; None: its own.
@@ -278,9 +279,9 @@ class Island:
     self._config, self._plan = config, plan
     self._planned_steps = config.planned_steps()
     self._cpu = devices[0].platform == "cpu"
-    # One step stays in flight, so that Python never holds up the devices. Not so on the CPU: fake
-    # devices share one thread pool, in which the collectives of several islands could wait for each
-    # other, so there every step is waited for.
+    # One step stays in flight, so that the devices never wait for Python. On the CPU every step is
+    # waited for: fake devices share one thread pool, in which the collectives of several islands
+    # could wait for each other.
     self._pipelined = not self._cpu
     self.mesh = make_mesh(devices, self._island)
     self._parts = IslandStep(config, learner, self.mesh)
@@ -295,7 +296,7 @@ class Island:
 
   def describe(self) -> dict[str, Any]:
     """For the events: devices, mesh [data, fsdp, tensor], batch size, the path of attention, and
-    what an MFU is made of."""
+    the FLOPs that the MFU follows from."""
     kind = self.mesh.devices.flat[0].device_kind
     return {
       "devices": self.mesh.size,
@@ -310,7 +311,7 @@ class Island:
   # --- programs -----------------------------------------------------------------------------------
 
   def compile(self) -> float:
-    """Compiles everything this island will ever run; returns the seconds it took (0 if done)."""
+    """Compiles everything this island will ever run; returns the seconds (0.0 if done before)."""
     return self.programs.compile()
 
   # --- state --------------------------------------------------------------------------------------
@@ -335,15 +336,15 @@ class Island:
     self._state |= jax.block_until_ready(jax.device_put(mine, shardings))
 
   def shardings(self) -> dict[str, NamedSharding]:
-    """Where every array of the state lies on this mesh, by the names that `capture` gives them."""
+    """The layout of every array of the state on this mesh, by the names that `capture` gives."""
     return self._layout.shardings
 
   def state_leaves(self) -> Mapping[str, jax.ShapeDtypeStruct]:
-    """Every array of the state by name: shape, dtype and where it lies."""
+    """Shape, dtype and sharding of every array of the state, by name."""
     return self._layout.leaves
 
   def piece_leaves(self, fragment_index: int) -> list[jax.ShapeDtypeStruct]:
-    """The same of what `copy_out` returns, and of what `stage` makes."""
+    """Shape, dtype and sharding of the arrays that `copy_out` and `stage` return."""
     return [kind.piece for kind in self.programs.kinds[fragment_index]]
 
   def check(self, arrays: Mapping[str, jax.Array | np.ndarray]) -> None:
@@ -366,12 +367,12 @@ class Island:
     return placed
 
   def restore(self, arrays: Mapping[str, jax.Array | np.ndarray]) -> None:
-    """Takes over a captured state, of whatever mesh it was, bit by bit; instead of `reset`.
+    """Takes over a captured state of any mesh, bit by bit; instead of `reset`.
 
     Args:
       arrays: exactly the names of `shardings()`. They are copied: the caller may keep or change
-        them. Until this returns there are two states on the devices if `arrays` lie there as
-        `shardings()` says (others come through the host).
+        them. Arrays that lie on the devices as `shardings()` says make a second state there until
+        this returns; others come through the host.
 
     Raises:
       ValueError: names, shapes or dtypes are not this island's; nothing has changed.
@@ -396,17 +397,17 @@ class Island:
   def step(
     self, batch: Batch, schedule_step: int, rate_scale: float = 1.0
   ) -> dict[str, float] | None:
-    """One inner step on a batch of the model's inputs: host arrays, not to change any more.
+    """One inner step on a batch of the model's inputs: host arrays, which must not change any more.
 
-    `schedule_step` is where the schedule of learning rates is; `rate_scale` multiplies the rate:
-    below 1 while fresh moments warm up.
+    `schedule_step` is the position in the schedule of learning rates. `rate_scale` multiplies the
+    rate: below 1 while fresh moments warm up.
 
     Returns:
       {"loss", "load_balance", "grad_norm", "learning_rate"} of this step; if pipelined, those of
-      the step before, None on the first.
+      the step before, and None on the first step.
 
     Raises:
-      ValueError: the batch is not what the model takes.
+      ValueError: the model does not take this batch.
       RuntimeError: there are no parameters yet.
     """
     refuse_misfit(batch, self._inputs, "this island")
@@ -415,7 +416,7 @@ class Island:
     with jax.profiler.StepTraceAnnotation("step", step_num=next(self._count)):
       self._state, metrics = self.programs.step(self._held(), batch, np.float32(rate_scale * rate))
       if not self._pipelined:
-        # On every device, not only on the one the values are read from.
+        # Waits for every device, not only for the one that the values are read from.
         return _as_floats(jax.block_until_ready(metrics))
       metrics.copy_to_host_async()
       before, self._in_flight = self._in_flight, metrics
@@ -429,10 +430,10 @@ class Island:
   def capture(self) -> dict[str, jax.Array]:
     """A copy of the whole state, taken between two steps; does not wait, but the next step does.
 
-    Until the caller drops it, it takes as much memory as the state itself, parameters and moments:
-    the host's where devices copy to it directly (see `devices.host_memory`), so that there is never
-    a second state on them. (One CPU device makes the copy in the calling thread; that is how XLA
-    runs cheap programs.)
+    Until the caller drops the copy, it takes as much memory as the state itself, parameters and
+    moments. It lies in the host's memory where devices copy to that directly (see
+    `devices.host_memory`), so that they never hold a second state. (One CPU device makes the copy
+    in the calling thread; that is how XLA runs cheap programs.)
 
     Returns:
       "params/<name>" and "inner/<path>" -> private array, cut as `shardings()` says.
@@ -444,7 +445,7 @@ class Island:
       return self.programs.capture(self._held())
 
   def copy_out(self, fragment_index: int) -> list[jax.Array]:
-    """Copies the fragment's pieces, on the devices, and starts their way to the host; no wait."""
+    """Copies the fragment's pieces on the devices, and starts the copy to the host; no wait."""
     return self._copy_out(fragment_index, PARAMS)
 
   def apply(self, fragment_index: int, staged: Sequence[jax.Array], keep: float) -> None:
@@ -457,11 +458,11 @@ class Island:
 
   @property
   def num_moments(self) -> int:
-    """How many f32 values the inner optimizer keeps of every parameter: Adam's mu and nu are 2."""
+    """How many f32 values the inner optimizer keeps for every parameter: Adam's mu and nu are 2."""
     return len(self._layout.moments)
 
   def copy_out_moments(self, fragment_index: int) -> list[list[jax.Array]]:
-    """`copy_out` of every moment, in a fixed order; `count()` belongs to it."""
+    """`copy_out` of every moment, in a fixed order; the caller also takes `count()`."""
     return [self._copy_out(fragment_index, prefix) for prefix in self._layout.moments]
 
   def apply_moments(
@@ -473,7 +474,7 @@ class Island:
     self._state |= self.programs.counts(np.int32(count))
 
   def count(self) -> jax.Array | np.int32:
-    """How many updates the optimizer has seen; does not wait: `int()` it in the background.
+    """How many updates the optimizer has seen; does not wait: call `int()` in the background.
 
     0 for an optimizer that does not count.
     """
@@ -518,13 +519,13 @@ class Island:
   # --- background thread --------------------------------------------------------------------------
 
   def to_host(self, pieces: Sequence[jax.Array], fragment_index: int) -> np.ndarray:
-    """What `copy_out` returned, as the fragment's flat f32 vector; waits until it has arrived."""
+    """The result of `copy_out` as the fragment's flat f32 vector; waits until it has arrived."""
     return self.moments_to_host([pieces], fragment_index)
 
   def stage(self, fragment_index: int, flat: np.ndarray) -> list[jax.Array]:
     """Brings a flat f32 vector onto the devices for `apply`; `flat` must not change afterwards."""
     views = split_flat(self._plan.fragments[fragment_index], flat)
-    # Waiting here, beside the step, means that `apply` never waits for a transfer.
+    # The wait is here, beside the step, so that `apply` never waits for a transfer.
     shardings = [leaf.sharding for leaf in self.piece_leaves(fragment_index)]
     with named("stage", fragment=fragment_index):
       return jax.block_until_ready(jax.device_put(views, shardings))
@@ -532,7 +533,7 @@ class Island:
   def moments_to_host(
     self, moments: Sequence[Sequence[jax.Array]], fragment_index: int
   ) -> np.ndarray:
-    """What `copy_out_moments` returned, in that order: flat f32 [num_moments * size]; waits."""
+    """The result of `copy_out_moments`, in its order, as flat f32 [num_moments * size]; waits."""
     fragment = self._plan.fragments[fragment_index]
     flat = np.empty((len(moments), fragment.size), np.float32)
     with named("to_host", fragment=fragment_index):
@@ -544,15 +545,15 @@ class Island:
     return flat.reshape(-1)
 
   def stage_moments(self, fragment_index: int, flat: np.ndarray) -> list[list[jax.Array]]:
-    """`stage` for `apply_moments`: flat f32 [num_moments * size], not to change any more.
+    """`stage` for `apply_moments`; `flat`, f32 [num_moments * size], must not change afterwards.
 
     Raises:
-      ValueError: it has another size.
+      ValueError: `flat` has another size.
     """
     return [self.stage(fragment_index, row) for row in self.rows_of_moments(fragment_index, flat)]
 
   def rows_of_moments(self, fragment_index: int, flat: np.ndarray) -> list[np.ndarray]:
-    """Each moment's flat vector; ValueError if it has another size."""
+    """Each moment's flat vector; ValueError if `flat` has another size."""
     size = self._plan.fragments[fragment_index].size
     if flat.shape != (self.num_moments * size,):
       raise ValueError(
@@ -562,7 +563,7 @@ class Island:
     return [flat[start : start + size] for start in range(0, flat.size, size)]
 
 
-named = jax.profiler.TraceAnnotation  # what a trace shows; costs a microsecond where none is taken
+named = jax.profiler.TraceAnnotation  # names work in a trace; without a trace it costs 1 us
 
 
 def _as_floats(metrics: jax.Array) -> dict[str, float]:

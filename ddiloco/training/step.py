@@ -1,7 +1,7 @@
-"""The inner step of one island: what it computes, on which state, as the program of a mesh.
+"""The inner step of one island: its computation, its state, and its program on a mesh.
 
-Shapes, layouts and pure functions, no arrays: the devices of the mesh may be ones that are only
-described (`ddiloco compile` has no TPU). All but the schedule is for jit.
+Shapes, layouts and pure functions, but no arrays: the mesh may have devices that are only described
+(`ddiloco compile` has no TPU). All functions except the schedule are for jit.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from ddiloco.training.devices import (
 )
 
 # --- AdamW, Muon, or an optax transform of the user's own
-# The learning rate follows the run's progress in tokens, not the island's own count: a learner that
-# rejoins takes the rate its peers have, and the schedule ends when the run does, however many
-# learners there were (`protocol.states.schedule_step`).
+# The learning rate follows the run's progress in tokens, not the island's own count of steps. So a
+# learner that rejoins takes the rate of its peers, and the schedule ends when the run does, with
+# any number of learners (`protocol.states.schedule_step`).
 
 METRICS = ("loss", "load_balance", "grad_norm", "learning_rate")
-MUON_RMS = 0.2  # of an update's values, as AdamW's usually are ("Muon is Scalable", 2502.16982)
+MUON_RMS = 0.2  # of an update's values, as is usual for AdamW ("Muon is Scalable", 2502.16982)
 
 
 def learning_rate(inner: InnerConfig, planned_steps: int, step: int) -> float:
   """Linear warm-up to `inner.learning_rate`, then a cosine to `final_share` of it.
 
-  Taken on the host, so that the compiled step is the same for every schedule and length of a run.
-  With `decay_steps = 0` the cosine ends at `planned_steps`. `step` counts the schedule's finished
-  steps: the first step (0) already has 1/warmup_steps of the peak, the one at warmup_steps
-  the peak, and from the end of the decay on it stays at the floor.
+  Computed on the host, so that the compiled step is the same for every schedule and length of a
+  run. With `decay_steps = 0` the cosine ends at `planned_steps`. `step` counts the schedule's
+  finished steps: step 0 has 1/warmup_steps of the peak, step warmup_steps has the peak, and after
+  the end of the decay the rate stays at the floor.
   """
   end = inner.decay_steps or planned_steps
   warm = min(1.0, (step + 1) / max(1, inner.warmup_steps))
@@ -60,12 +60,12 @@ def decayed(params: Params) -> dict[str, bool]:
 def optimizer(inner: InnerConfig, axes: Mapping[str, Axes]) -> optax.GradientTransformation:
   """Clipping by the global norm, Adam in f32 or Muon, decoupled weight decay (arXiv 1711.05101).
 
-  Its updates are those of learning rate 1: the caller adds `rate * update`. With `inner.custom` it
-  is the user's own. `axes` are the model's logical axes: Muon is for hidden matrices, and all else
-  takes Adam's steps.
+  Updates are for learning rate 1: the caller adds `rate * update`. With `inner.custom` the
+  transform is the user's own. `axes` are the model's logical axes: Muon is for hidden matrices, and
+  all other parameters take Adam's steps.
 
   Raises:
-    ConfigError: Muon is asked for, and the model says of no parameter that it is a hidden matrix.
+    ConfigError: the config asks for Muon, and no parameter of the model is a hidden matrix.
   """
   if inner.custom:
     return custom.load_optimizer(inner)
@@ -84,7 +84,7 @@ def _adam(inner: InnerConfig) -> optax.GradientTransformation:
 
 
 def _muon(inner: InnerConfig, axes: Mapping[str, Axes]) -> optax.GradientTransformation:
-  """Orthogonalized momentum, in steps as long as Adam's, so that the same learning rates suit."""
+  """Orthogonalized momentum, with steps as long as Adam's, so that the same learning rates fit."""
   matrices = {name: hidden_matrix(each) for name, each in axes.items()}
   if not any(matrices.values()):
     raise ConfigError(
@@ -93,7 +93,7 @@ def _muon(inner: InnerConfig, axes: Mapping[str, Axes]) -> optax.GradientTransfo
       " axes (ddiloco.Model), or use 'adamw'."
     )
   return muon(
-    learning_rate=-1.0,  # of the gradient's own sign, as `scale_by_adam` is
+    learning_rate=-1.0,  # keeps the gradient's sign, as `scale_by_adam` does
     adam_b1=inner.b1,
     adam_b2=inner.b2,
     eps=inner.epsilon,
@@ -105,8 +105,9 @@ def _muon(inner: InnerConfig, axes: Mapping[str, Axes]) -> optax.GradientTransfo
 def hidden_matrix(axes: Axes) -> MuonDimensionNumbers | None:
   """Which axes of a parameter are its matrix's inputs and outputs; None: it is no hidden matrix.
 
-  Hidden matrices are those of stacked layers that lead from "embed" to other named axes or back.
-  Layers and experts have a matrix each. A router is none: its outputs, without a name, are choices.
+  Hidden matrices are parameters of stacked layers that lead from "embed" to other named axes, or
+  back. Each layer and each expert has a matrix of its own. A router is no hidden matrix: its
+  output axis has no name.
 
   >>> hidden_matrix(("layers", "heads", "head_dim", "embed"))
   MuonDimensionNumbers(reduction_axis=(1, 2), output_axis=(3,))
@@ -127,12 +128,12 @@ def make_train_step(
 ) -> Callable[..., tuple[dict[str, jax.Array], optax.OptState, dict[str, jax.Array]]]:
   """One inner step: the function `train_step(params, opt_state, batch, rate)`.
 
-  `rate` is the learning rate, an f32 scalar. It returns (params, opt_state, metrics): f32 scalars
-  "loss" (of the model: nats per token, ...), "load_balance" (0 where the model reports none),
-  "grad_norm" (before clipping) and "learning_rate". B, the first axis of the batch's arrays, must
-  be a multiple of `inner.accumulation_steps`; the gradient is the mean over the micro-batches,
-  which for a dense model is the full batch's (a mixture's load-balance loss is taken per
-  micro-batch).
+  `rate` is the learning rate, an f32 scalar. `train_step` returns (params, opt_state, metrics).
+  Metrics are f32 scalars: "loss" (of the model: nats per token, ...), "load_balance" (0 where the
+  model reports none), "grad_norm" (before clipping) and "learning_rate". B, the first axis of the
+  batch's arrays, must be a multiple of `inner.accumulation_steps`. The gradient is the mean over
+  the micro-batches, which for a dense model is the gradient of the full batch (a mixture's
+  load-balance loss is taken per micro-batch).
   """
   transform = optimizer(inner, model.logical_axes())
 
@@ -160,7 +161,7 @@ def accumulate(value_and_grad: Callable, params: Params, batch: Batch, steps: in
     return value_and_grad(params, batch)
 
   def split(leaf: jax.Array) -> jax.Array:
-    # Every steps-th example forms a micro-batch: so each device keeps the rows it already has.
+    # Every steps-th example forms a micro-batch, so that each device keeps the rows it already has.
     return leaf.reshape(len(leaf) // steps, steps, *leaf.shape[1:]).swapaxes(0, 1)
 
   micro = jax.tree.map(split, batch)
@@ -175,15 +176,15 @@ def accumulate(value_and_grad: Callable, params: Params, batch: Batch, steps: in
 
 
 # --- The names of an island's state: everything it must remember, as one flat dict of arrays
-# "params/<name>" are the parameters, "inner/<path>" the leaves of the inner optimizer's state, of
-# which nothing else is assumed: Adam's are "inner/1/mu/<name>", "inner/1/nu/<name>" and
-# "inner/1/count".
+# "params/<name>" are the parameters, "inner/<path>" the leaves of the inner optimizer's state.
+# Adam's are "inner/1/mu/<name>", "inner/1/nu/<name>" and "inner/1/count"; an optimizer may have any
+# others.
 
 PARAMS = "params/"
 
 
 class StateLayout:
-  """Which arrays the state consists of, and where each of them lies.
+  """The arrays of the state, and the layout of each.
 
   Attributes:
     leaves: name -> shape, dtype and sharding, in a fixed order.
@@ -198,7 +199,7 @@ class StateLayout:
     params: Mapping[str, jax.ShapeDtypeStruct],
     replicated: NamedSharding,
   ):
-    """`params` have shardings; what of the optimizer lies like none of them is `replicated`."""
+    """`params` have shardings; optimizer arrays that are shaped like no parameter: `replicated`."""
     opt_state = jax.eval_shape(transform.init, dict(params))
     trees = {"params": dict(params), "inner": opt_state}
     found, self._structure = jax.tree_util.tree_flatten_with_path(trees)
@@ -226,7 +227,7 @@ class StateLayout:
 
   @property
   def shardings(self) -> dict[str, NamedSharding]:
-    """Where each array lies."""
+    """The layout of each array."""
     return {name: leaf.sharding for name, leaf in self.leaves.items()}
 
   def flat(self, params: Any, opt_state: Any) -> dict[str, jax.Array]:
@@ -235,7 +236,7 @@ class StateLayout:
     return dict(zip(self.leaves, jax.tree.leaves(trees)))
 
   def trees(self, state: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], Any]:
-    """(parameters, optimizer state): `flat`'s inverse."""
+    """(parameters, optimizer state); the inverse of `flat`."""
     trees = jax.tree.unflatten(self._structure, [state[name] for name in self.leaves])
     return trees["params"], trees["inner"]
 
@@ -243,7 +244,7 @@ class StateLayout:
     """Refuses arrays that are not exactly this state's.
 
     Raises:
-      ValueError: names, shapes or dtypes differ; it says which.
+      ValueError: names, shapes or dtypes differ; the text says which.
     """
     odd = sorted(arrays.keys() ^ self.leaves.keys())
     if odd:
@@ -261,13 +262,13 @@ class StateLayout:
         )
 
 
-# --- All of it on one mesh
+# --- The step on one mesh
 
 
 def lower_step(
   train_step: Callable, layout: StateLayout, inputs: Batch, replicated: NamedSharding
 ) -> jax.stages.Lowered:
-  """`make_train_step`'s on a state: (state, batch, learning rate) -> (state, metrics), in place.
+  """`train_step` on a state: (state, batch, learning rate) -> (state, metrics), in place.
 
   Metrics are one array, in the order of `METRICS`.
   """
@@ -285,7 +286,7 @@ def lower_step(
 
 
 class IslandStep:
-  """What an island holds, where it lies, and its programs.
+  """The arrays of an island, their layouts, and the programs.
 
   Attributes:
     mesh: with axes data, fsdp and tensor.
@@ -299,10 +300,11 @@ class IslandStep:
   """
 
   def __init__(self, config: Config, learner: int, mesh: Mesh):
-    """Of the island that `config.islands.island(learner)` describes.
+    """For the island that `config.islands.island(learner)` describes.
 
     Raises:
-      ConfigError: the batch cannot be cut evenly over the mesh, or the mesh cannot compute it so.
+      ConfigError: the batch cannot be cut evenly over the mesh, or the mesh's platform does not run
+        the configured path of attention.
     """
     self._config, self.mesh = config, mesh
     island = config.islands.island(learner)
@@ -328,12 +330,12 @@ class IslandStep:
     self.inputs = placed_inputs(inputs, mesh)
 
   def lower(self) -> jax.stages.Lowered:
-    """(state, batch, learning rate) -> (state, metrics), in place; to be compiled."""
+    """Lowers the step: (state, batch, learning rate) -> (state, metrics), in place."""
     train_step = make_train_step(self._model, self._config.inner, self.execution)
     return lower_step(train_step, self.layout, self.inputs, self.replicated)
 
   def lower_copy(self, memory: str | None = None) -> jax.stages.Lowered:
-    """state -> a private copy of it, on the devices or in this kind of host memory."""
+    """Lowers state -> a private copy, on the devices or in this kind of host memory."""
 
     def copy(state: dict[str, jax.Array]) -> dict[str, jax.Array]:
       return {name: jnp.copy(leaf) for name, leaf in state.items()}

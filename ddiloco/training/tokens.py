@@ -1,8 +1,9 @@
-"""Where tokens come from: tokenizers, and sources, each of which becomes token arrays ("parts").
+"""Tokenizers, and the sources of tokens, each of which becomes token arrays ("parts").
 
-Text is bytes by default, or what a SentencePiece or Hugging Face file makes of it. It is tokenized
-into memory, every document followed by the tokenizer's end token. Token files stay on disk: each
-.bin file is one memory-mapped part and only the pages that are read are loaded.
+By default the tokens of a text are its bytes; else a SentencePiece or Hugging Face file defines
+them. Text is tokenized into memory, every document followed by the tokenizer's end token. Token
+files stay on disk: each .bin file is one memory-mapped part, and only the pages that are read are
+loaded.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ class TokenizerError(ConfigError):
 
 
 class Tokenizer(Protocol):
-  """What the data and the sampler need. Ids lie in [0, vocab_size)."""
+  """What the data and the sampler need of a tokenizer. Ids lie in [0, vocab_size)."""
 
   vocab_size: int
-  end_token: int  # follows every document; also what an empty prompt starts from
+  end_token: int  # follows every document; also stands for an empty prompt
 
   def encode(self, text: str) -> np.ndarray:
     """Token ids of `text`, without any special token, in the smallest fitting unsigned type."""
     ...
 
   def decode(self, ids: Iterable[int]) -> str:
-    """The text of `ids`; what is not text becomes the replacement character, never an error."""
+    """The text of `ids`; ids that are no text become the replacement character, never an error."""
     ...
 
 
@@ -64,7 +65,7 @@ class ByteTokenizer:
     return np.frombuffer(text.encode("utf-8"), np.uint8)
 
   def decode(self, ids: Iterable[int]) -> str:
-    # Byte 255 never occurs in UTF-8: an id that is no byte shows up as the replacement character.
+    # Byte 255 never occurs in UTF-8, so an id that is no byte becomes the replacement character.
     return bytes(i if 0 <= i < 256 else 255 for i in map(int, ids)).decode("utf-8", "replace")
 
 
@@ -172,7 +173,7 @@ def _corrupt(setting: str, what: str, error: Exception) -> TokenizerError:
 
 
 def _known(ids: Iterable[int], vocab_size: int) -> list[int]:
-  """A model's vocabulary may be padded beyond the tokenizer's; such ids have no text."""
+  """The ids below `vocab_size`: a model's padded vocabulary may have more, which have no text."""
   return [i for i in map(int, ids) if 0 <= i < vocab_size]
 
 
@@ -195,10 +196,10 @@ class DataError(ConfigError):
 
 
 def read_parts(data: DataConfig, tokenizer: Tokenizer) -> tuple[np.ndarray, ...]:
-  """The source's tokens as 1-D unsigned arrays, the same for every call.
+  """The source's tokens as 1-D unsigned arrays, the same in every call.
 
   Raises:
-    DataError: nothing matches the glob, or a file is unreadable, empty, not UTF-8 (unless
+    DataError: no file matches the glob, or a file is unreadable, empty, not UTF-8 (unless
       tokens are bytes) or not a whole number of tokens long.
   """
   if data.source == "tokens":
@@ -283,8 +284,9 @@ def _map_file(file: str, dtype_name: str) -> np.ndarray:
 def stdlib_documents() -> tuple[Document, ...]:
   """Every .py file of the running Python's own library, in order of path; about 12 MB.
 
-  The same for one Python version: tests, installed packages, what is generated for one machine
-  (_sysconfigdata, config-*) and files this user may not read are left out.
+  The result is the same on all machines with one Python version: tests, installed packages, files
+  generated for one machine (_sysconfigdata, config-*) and files this user may not read are left
+  out.
   """
   root = sysconfig.get_path("stdlib")
   return tuple((name, _read(f"{root}/{name}")) for name in sorted(_stdlib_files(root)))
@@ -306,10 +308,10 @@ def _generated(name: str) -> bool:
 
 @functools.lru_cache(maxsize=1)
 def synthetic_documents() -> tuple[Document, ...]:
-  """Order-2 Markov text over 32 symbols: two symbols predict the next up to about 0.8 nats.
+  """Order-2 Markov text over 32 symbols: given two symbols, the next costs about 0.8 nats.
 
-  Each pair of symbols has four likely successors (70, 20, 7 and 3 %), drawn once with a fixed
-  seed; knowing no context costs about 3.4 nats, so there is something to learn.
+  Each pair of symbols has four successors (70, 20, 7 and 3 %), drawn once with a fixed seed.
+  Without context a symbol costs about 3.4 nats, so there is something to learn.
   """
   rng = np.random.Generator(np.random.PCG64(_SYNTHETIC_SEED))
   symbols = len(_SYNTHETIC_ALPHABET)
