@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A verdict: style, types, and all tests that need no minute each; --all: every test, as continuous integration runs them.
+# Checks style, types, and runs all tests but the slow ones; --all: every test, as continuous integration does.
 # Makes .venv with the test extra first. Other arguments go to pytest: scripts/test.sh tests/core -k merge
 . "$(dirname "$0")/venv.sh" test
 if [ $# -gt 0 ] && [ "$1" != --all ]; then
@@ -8,7 +8,7 @@ fi
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy # the pure packages and the scripts; mypy.ini names them
-# In several processes, since many tests wait more than they compute; beside a third what measures fails.
+# In several processes, since many tests wait more than they compute. With --all two: a third would disturb tests that measure.
 tests=(--numprocesses=3 -m "not slow")
 [ "${1:-}" != --all ] || tests=(--numprocesses=2)
 exec .venv/bin/python -m pytest --dist=loadfile --no-loadscope-reorder "${tests[@]}"
