@@ -67,7 +67,7 @@ def config_of(seed: int, steps: int) -> Config:
         "snapshot_steps": 20,
       },
       "outer": {"learning_rate": 0.7, "momentum": 0.5},
-      "network": {"drain_seconds": 2.0, "hello_seconds": 0.1},  # shards start with shorter waits
+      "network": {"drain_seconds": 2.0, "hello_seconds": 0.1},  # shorter waits at starts and ends
       "run": {
         "evaluations": 2, "sample_tokens": 0, "restart_seconds": 0.1,
         "total_tokens": LEARNERS * steps * TOKENS,
@@ -81,7 +81,7 @@ class Moment:
   """When a life is killed: during its start, or after a global step."""
 
   global_step: int  # -1: in the start, at its first step at the latest
-  wait: float  # before the kill: in a start a share of its usual time; after a step, seconds
+  wait: float  # before the kill: in a start a share of its usual time; after the last step seconds
 
 
 def moments(seed: int, kills: int, steps: int) -> list[Moment]:
