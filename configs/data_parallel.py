@@ -1,4 +1,4 @@
-"""The baseline: one island, no syncer. Synchronous data-parallel is what an island does inside.
+"""The baseline: one island without a syncer. An island trains synchronously, data-parallel inside.
 
 Command:   ddiloco train --config=configs/data_parallel.py --workdir=runs/data_parallel --cpu
 Hardware:  2 CPU cores; the island has 4 fake CPU devices and the batch of all four islands.

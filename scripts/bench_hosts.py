@@ -131,7 +131,7 @@ def as_shard(bench: bench_overhead.Bench, url: str) -> None:
   """The syncer, until standard input ends; prints how many rounds it has committed."""
   environment.prepare(num_cpu_devices=1, cpu_only=True)
   endpoint = bench.endpoint(syncer_address(0), bind=url)
-  for thread in os.listdir("/proc/self/task"):  # those it makes from now on do as this one
+  for thread in os.listdir("/proc/self/task"):  # later threads inherit the policy
     os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
   shard = bench_overhead.Shard(bench, endpoint)
   sys.stdin.read()

@@ -105,7 +105,7 @@ class Pinned(ProcessesEngine):
 
 
 class Ends:
-  """Listens to a run, prints its progress, and ends it in time, once killed learners are back."""
+  """Listens to a run, prints its progress, and ends it after `seconds`, when all are back."""
 
   def __init__(self, engine: ProcessesEngine, seconds: float):
     self.engine, self.seconds = engine, seconds

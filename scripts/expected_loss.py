@@ -33,7 +33,7 @@ from ddiloco.training.devices import kept_in
 CONFIGS = "quickstart;default;decoupled;streaming_diloco;diloco;data_parallel;tutorial;dense:100k"
 RATES = "0.35;0.5;0.7;1"
 KINDS = ("untrained", "alone", "together", "adamw", "merged")
-DATA_PARALLEL = {"together": {}, "adamw": {"optimizer": "adamw"}}  # what else is changed inside
+DATA_PARALLEL = {"together": {}, "adamw": {"optimizer": "adamw"}}  # changes of `inner`
 
 
 def config_of(name: str, seed: int) -> Config:
@@ -44,7 +44,7 @@ def config_of(name: str, seed: int) -> Config:
 
 
 def together(config: Config, rate: float, **changes: Any) -> Config:
-  """Data-parallel at the same tokens, its inner learning rate times `rate`, and inner changes."""
+  """Data-parallel at the same tokens, the inner rate times `rate`; `changes`: of `inner`."""
   islands = dataclasses.replace(
     config.islands,
     num_learners=1,

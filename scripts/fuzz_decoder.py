@@ -126,10 +126,10 @@ MOST_STEPS = 48
 
 
 def parts(data: bytes) -> bool:
-  """Four bytes for each of up to 48 steps: [what, how many numbers ahead, total, header]. As over
-  real connections, the numbers of a stream only grow; some parts are lost on the way."""
+  """Four bytes for each of up to 48 steps: [action, numbers skipped, total, header]. As over real
+  connections, the message numbers of a stream only grow; some parts are lost on the way."""
   incoming = peers.Incoming(STREAMS, NETWORK_RUN, peers.BufferPool(), _check)
-  wire, taken_from = _Wire(), list[int]()  # bytes of header and payload that are not taken
+  wire, taken_from = _Wire(), list[int]()  # sizes of messages that the role has not taken yet
   newest, last = [-1] * STREAMS, -1
   at: list[int | None] = [None] * STREAMS  # numbers of messages under way
   for place in range(0, min(len(data), 4 * MOST_STEPS) - 3, 4):
@@ -138,7 +138,7 @@ def parts(data: bytes) -> bool:
     if what >= 224 and taken_from:
       incoming.taken(taken_from.pop())
     elif what >= 192:
-      at[stream] = None  # its connection has broken
+      at[stream] = None  # the stream's connection has broken
     elif at[stream] is None:
       number = newest[stream] + 1 + ahead % 4 * (ahead > 127)
       at[stream] = _offer(incoming, stream, number, total, header, what, wire)

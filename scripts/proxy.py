@@ -150,7 +150,7 @@ class ShapedLink:
 
 
 class Flow:
-  """One direction of one connection: reads from `source`, passes the lane, writes to `sink`."""
+  """One direction of one connection: bytes go from `source` through the lane to `sink`."""
 
   def __init__(self, lane: ShapedLink, connection: Connection):
     self.lane = lane

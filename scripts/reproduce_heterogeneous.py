@@ -5,7 +5,7 @@
 
 The protocol's own decisions in virtual time (`ddiloco.simulation`): 4 fast and 4 slow islands, 18 %
 apart, every step up to 10 % longer by chance, P = H = 24, tau = 2. Assumed: a fast step takes 1 s;
-links of 5 Gbit/s and 10 ms, shards that merge 100 GB/s and hosts that copy as fast, for a model of
+links of 5 Gbit/s and 10 ms, shards that merge 100 GB/s, hosts that process 100 GB/s, a model of
 2 billion parameters in bf16. With 4 GB/s (one core) a sync leaves grace little slack: participation
 was 74 % with such shards, 27 % with such hosts.
 

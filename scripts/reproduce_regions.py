@@ -6,7 +6,7 @@ The protocol's own decisions in virtual time (`ddiloco.simulation`): four island
 tau = 2, int4 pushes and publishes, twelve shards with links of 25 Gbit/s, 30 ms between any two
 places, every step up to 5 % longer by chance. Two rows: 2 Gbit/s an island with steps of 6 s, and
 5 Gbit/s with steps of 2.4 s. An island joins in the middle. The speed of a shard's merge is
-measured first, on this machine (`ddiloco plan --measure`), or given. A learner's host copies 100
+measured first, on this machine (`ddiloco plan --measure`), or given. A learner's host processes 100
 GB/s of f32 beside its step, with half of its 208 cores; with 4 GB/s (one core) it cannot keep up
 with a fragment every 2.4 s. Each figure is printed beside the planner's for the same run.
 
