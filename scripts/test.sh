@@ -8,7 +8,7 @@ fi
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy # the pure packages and the scripts; mypy.ini names them
-# In several processes, since many tests wait more than they compute. With --all two: a third would disturb tests that measure.
+# In several processes, since many tests wait more than they compute; beside a third what measures fails.
 tests=(--numprocesses=3 -m "not slow")
 [ "${1:-}" != --all ] || tests=(--numprocesses=2)
 exec .venv/bin/python -m pytest --dist=loadfile --no-loadscope-reorder "${tests[@]}"
