@@ -1,4 +1,4 @@
-"""The baseline: one island, no syncer. Synchronous data-parallel is what an island does inside.
+"""The baseline: one island without a syncer. An island trains synchronously, data-parallel inside.
 
 Command:   ddiloco train --config=configs/data_parallel.py --workdir=runs/data_parallel --cpu
 Hardware:  2 CPU cores; the island has 4 fake CPU devices and the batch of all four islands.
@@ -22,5 +22,5 @@ def get_config():
   c.islands.data = -1
   c.islands.fsdp = 1
   c.islands.batch_size = 32
-  c.inner.learning_rate = 4e-3  # larger batches of one island want less than small islands do
+  c.inner.learning_rate = 4e-3  # lower than the default: the batch is four times as large
   return c

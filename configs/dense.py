@@ -95,13 +95,13 @@ def get_config(preset: str = "1m") -> ml_collections.ConfigDict:
   c.run.total_tokens = int(row.tokens)
   if row.vocab > 256:
     set_large(c)
-  elif preset != "100k":  # whose 20 tensors would make mostly empty fragments of 24
+  elif preset != "100k":  # 100k has 20 tensors: of 24 fragments many would be empty
     c.sync.num_fragments = 24
   return c
 
 
 def set_large(c: ml_collections.ConfigDict) -> None:
-  """What all models share that need accelerators, token files and a wide-area network."""
+  """Settings of every model that needs accelerators, token files and a wide-area network."""
   c.model.compute_dtype = "bfloat16"
 
   c.data.source = "tokens"
@@ -117,11 +117,11 @@ def set_large(c: ml_collections.ConfigDict) -> None:
   c.islands.devices = 0  # an even share: a whole slice where devices have slices
   c.islands.fsdp = -1
   c.islands.remat = "full"
-  c.islands.loss_chunks = 8  # of the vocabulary: whole logits would be the largest array of all
+  c.islands.loss_chunks = 8  # parts of the vocabulary; all logits would be the largest array
 
   c.sync.num_shards = 8
   c.sync.num_fragments = 24
-  c.sync.max_rows = 8192  # of the embedding; whole, it would be several fragments' worth
+  c.sync.max_rows = 8192  # of the embedding a piece; all of it is larger than several fragments
   c.sync.sync_period = 24
   c.sync.overlap_steps = 2
   c.sync.push_codec = "bf16"

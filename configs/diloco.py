@@ -3,7 +3,7 @@
 Command:   ddiloco train --config=configs/diloco.py --workdir=runs/diloco --cpu
 Hardware:  2 CPU cores; four islands of one fake CPU device.
 Time:      139 s: 213,568 parameters, 4 M tokens, 977 steps of every island.
-Algorithm: one fragment, all learners needed, none steps while the sync is under way.
+Algorithm: one fragment, a quorum of all learners, no step while the sync is under way.
 Numbers:   held-out loss 5.29 +- 0.18 untrained, 1.242 +- 0.005 at the end (virtual time, three
            seeds: scripts/expected_loss.py). The five algorithms' configs as they are, on equally
            many trained tokens: data-parallel 1.147 +- 0.008, default 1.195 +- 0.004, streaming

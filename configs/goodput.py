@@ -5,11 +5,11 @@ Command:   python scripts/reproduce_goodput.py --workdir=runs/goodput --plot=doc
            ddiloco train --config=configs/goodput.py --engine=processes --workdir=runs/storm --cpu
 Hardware:  2 CPU cores that do nothing else, 6 GiB.
 Time:      3 x 5 minutes, and 4 more to start and compile.
-Algorithm: the defaults; a short sync period, so that a kill takes little with it. A step lasts at
+Algorithm: the defaults; a short sync period, so that a kill loses little work. A step lasts at
            least half a second, of which a core is busy for a few hundredths: islands behave as if
-           each had a device of its own. Kills are as frequent as makes data-parallel from
-           checkpoints about as good as it is in the paper at 1.2 million chips (27 %).
-Numbers:   docs/results.md, "Goodput under kills". It is about time: no loss is looked at.
+           each had a device of its own. The rate of kills gives data-parallel with checkpoints
+           about the goodput that it has in the paper at 1.2 million chips (27 %).
+Numbers:   docs/results.md, "Goodput under kills". The experiment measures time, not loss.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def get_config(
   c.sync.num_fragments = 4
   c.sync.sync_period = 4
   c.sync.overlap_steps = 1
-  c.sync.snapshot_steps = 10  # also between two checkpoints of data-parallel
+  c.sync.snapshot_steps = 10  # data-parallel's checkpoints have the same distance
 
   steps = math.ceil(60 * minutes / PACE_SECONDS)
   c.inner.warmup_steps = 10

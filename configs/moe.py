@@ -1,4 +1,4 @@
-"""Mixtures of experts, named by their ACTIVE parameters: those one token meets.
+"""Mixtures of experts, named by their ACTIVE parameters: those that one token uses.
 
 Command:   ddiloco train --config=configs/moe.py:tiny --workdir=runs/moe-tiny --cpu
            with token files of your own:
@@ -85,9 +85,9 @@ def get_config(preset: str = "tiny") -> ml_collections.ConfigDict:
 
 
 def set_large(c: ml_collections.ConfigDict) -> None:
-  """What all models share that need accelerators, token files and a wide-area network."""
+  """Settings of every model that needs accelerators, token files and a wide-area network."""
   c.model.compute_dtype = "bfloat16"
-  c.model.capacity_factor = 1.25  # empty slots cost FLOPs too; long sequences even out
+  c.model.capacity_factor = 1.25  # empty slots cost FLOPs too; long sequences need few spare ones
 
   c.data.source = "tokens"
   c.data.path = "data/*.bin"
@@ -101,13 +101,13 @@ def set_large(c: ml_collections.ConfigDict) -> None:
   c.islands.num_learners = 8
   c.islands.devices = 0  # an even share: a whole slice where devices have slices
   c.islands.topology = "v5p:4x4x4"  # 3.8b fits (docs/accelerators.md); 2.8b was not compiled
-  c.islands.tensor = 4  # whose parts share the experts: whole, a layer's would be 1.5 GB to gather
+  c.islands.tensor = 4  # splits the experts: gathering all of a layer's would take 1.5 GB
   c.islands.fsdp = -1
   c.islands.remat = "full"
-  c.islands.loss_chunks = 8  # of the vocabulary: whole logits would be the largest array of all
+  c.islands.loss_chunks = 8  # parts of the vocabulary; all logits would be the largest array
 
   c.sync.num_shards = 8
-  c.sync.max_rows = 8192  # of the embedding, so that it spreads over fragments
+  c.sync.max_rows = 8192  # of the embedding a piece, so that it spreads over fragments
   c.sync.sync_period = 24
   c.sync.overlap_steps = 2
   c.sync.push_codec = "bf16"

@@ -7,12 +7,12 @@ Command:   ddiloco compile --config=configs/regions_12b.py
 Hardware:  islands 0 and 1: v5p:4x4x4; 2 and 3: v6e:8x8; a region each. Twelve shards in one of the
            regions, of 24 GB each, on machines with 25 Gbit/s between them.
 Time:      not run. A step takes 1.7 s at 40 % of the peak on both: a v6e has twice a v5p's FLOP/s,
-           so its islands take twice the batch. 240e9 tokens are 153,000 steps, three days of them.
+           so its islands take twice the batch. 240e9 tokens are 153,000 steps, or three days.
 Links:     5 Gbit/s an island each way, half of it used on average (`ddiloco plan`).
 Algorithm: the protocol of configs/dense.py:12b, with int4 pushes, which lost nothing in the paper
            ("Decoupled DiLoCo", outer-gradient precision), and int8 publishes of the update. 96
            fragments, so that a sync is over after the three steps of overlap.
-Numbers:   the loss is not known: it takes 256 TPUs, three days and token files that we do not have.
+Numbers:   the loss is not known: the run takes 256 TPUs, three days and token files that we lack.
 """
 
 import runpy

@@ -3,8 +3,8 @@
 Command:   ddiloco train --config=configs/streaming_diloco.py --workdir=runs/streaming --cpu
 Hardware:  2 CPU cores; four islands of one fake CPU device.
 Time:      161 s: 213,568 parameters, 4 M tokens, 977 steps of every island.
-Algorithm: strided layers as fragments, a sync may take tau steps and then all learners wait for it;
-           4-bit outer gradients.
+Algorithm: strided layers as fragments; a sync may take tau steps, after which all learners wait for
+           the new version; 4-bit outer gradients.
 Numbers:   held-out loss 5.29 +- 0.18 untrained, 1.224 +- 0.006 at the end (virtual time, three
            seeds: scripts/expected_loss.py). The five algorithms' configs as they are, on equally
            many trained tokens: data-parallel 1.147 +- 0.008, default 1.195 +- 0.004, streaming

@@ -8,16 +8,19 @@ Time:      tiny: 6 to 9 min beside other work, comparison included (7 min of CPU
            (docs/accelerators.md).
 Numbers:   tiny: held-out loss 5.65 +- 0.05 untrained, 1.06 +- 0.02 an island alone, 0.888 +- 0.004
            merged (virtual time, three seeds: scripts/expected_loss.py). One real run: 1.04 best
-           island alone, 0.90 merged: 1.47 a token of text alone, 0.059 of a caption. It names 94 %
-           of held-out digits, with the images shuffled 10 % (docs/results.md). 2b: not measured.
+           island alone, 0.90 merged: 1.47 a token of text alone, 0.059 of a caption. The merged
+           model names 94 % of held-out digits, 10 % with the images shuffled (docs/results.md).
+           2b: not measured.
 Data:      scikit-learn's scans of handwritten digits (pip install 'ddiloco[examples]'), captions
            made from their labels and pixels (ddiloco/training/captions.py), and as text alone this
-           Python's standard library. 2b: token files as configs/dense.py:2b; the scans, enlarged,
-           stand where pairs of your own belong: a function that makes a `ddiloco.Source` of them.
+           Python's standard library. 2b: token files as for configs/dense.py:2b; enlarged scans
+           take the place of image-text pairs of your own, for which you write a function that
+           returns a `ddiloco.Source`.
 
 An image's patches are the first tokens of its row, and the loss counts text alone
-(ddiloco/models/layers.py). Half of the rows have an image. Held-out loss is told of all, of
-rows with an image ("image_loss") and of text alone ("text_loss"). Island 2 is killed on the way.
+(ddiloco/models/layers.py). Half of the rows have an image. Held-out loss is reported for all rows,
+for rows with an image ("image_loss") and for rows of text alone ("text_loss"). Island 2 is killed
+on the way.
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ def tiny() -> ml_collections.ConfigDict:
   set_images(c, image_size=8, patch_size=2, image_channels=1)
   c.data.sequence_length = 80  # 16 patches, and the longest caption
   c.data.heldout_sequences = 256
-  c.inner.learning_rate = 3e-3  # with 8e-3 it learns to see much later
+  c.inner.learning_rate = 3e-3  # with 8e-3 the model learns to use the images much later
   c.sync.num_fragments, c.sync.sync_period = 6, 12
   c.run.total_tokens = 4 * 1000 * 8 * 80  # learners x steps x batch x length
   c.run.compare_alone = True

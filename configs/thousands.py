@@ -6,11 +6,11 @@ Command:   ddiloco simulate protocol --config=configs/thousands.py --parameters=
 Hardware:  one core, 1 GiB.
 Time:      2 to 11 minutes of CPU for 2000 islands, 20 s for 200.
 Setting:   2000 islands, a third of them half as fast as the others, one in a hundred eight times
-           slower. Two shards of a hundred thousand cores each, with links to match, so that their
-           work is no part of the answer.
-Failures:  kills by a Poisson process, one an island in five minutes, each away for ten seconds; a
-           region of twenty loses its links for ten seconds; links of others are throttled or lose
-           messages; a shard dies.
+           slower. Two shards of a hundred thousand cores each, with links to match, so that the
+           shards do not limit the run.
+Failures:  kills by a Poisson process, one per island in five minutes; a killed island is away for
+           ten seconds; a region of twenty islands loses its links for ten seconds; other islands'
+           links are throttled or lose messages; a shard dies.
 Numbers:   docs/results.md, "Thousands of islands". Nothing is trained, so there is no loss.
 """
 
@@ -45,7 +45,7 @@ def get_config(learners: str = "2000") -> ml_collections.ConfigDict:
   c.sync.num_fragments = 8
   c.sync.sync_period = 8
   c.sync.snapshot_steps = 20
-  c.run.total_tokens = STEPS * count * 4 * 128 * 2 // 3  # a third of them are slow, some are down
+  c.run.total_tokens = STEPS * count * 4 * 128 * 2 // 3  # a third of islands is slow, some are down
   east = range(count // 2, count // 2 + count // 100)
   c.chaos.regions = {"east": tuple(f"learner-{m}" for m in east)}
   kills = random_kills("thousands", count / MEAN_SECONDS_BETWEEN_KILLS, STEPS, count, DOWN_SECONDS)

@@ -1,4 +1,4 @@
-"""The tutorial's runs: a quarter of a minute each, small enough to read every line of them.
+"""The tutorial's runs: a quarter of a minute each, small enough to read every log line.
 
 Command:   ddiloco train --config=configs/tutorial.py --workdir=runs/four --cpu
 Hardware:  2 CPU cores, 2 GiB; every island is one fake CPU device.
@@ -22,7 +22,7 @@ def get_config():
 
   c.islands.num_learners = 4
   c.islands.batch_size = 4
-  c.islands.min_step_seconds = 0.02  # as fast on every machine, so that planned times mean the same
+  c.islands.min_step_seconds = 0.02  # equal on all machines: planned faults strike at like steps
   c.data.sequence_length = 64
 
   c.sync.num_shards = 2

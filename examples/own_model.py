@@ -6,8 +6,8 @@ Hardware:  2 CPU cores; every island is one fake CPU device.
 Time:      about a minute.
 Data:      scikit-learn's handwritten digits: 1797 images of 8 x 8; pip install 'ddiloco[examples]'.
 
-Three functions, `model`, `data` and `inner`, are all that ddiloco is told; the config names them.
-Island 2 is killed on the way and comes back. Then every island trains alone, for as many steps.
+ddiloco needs only three functions, `model`, `data` and `inner`; the config names them. Island 2 is
+killed on the way and comes back. Then every island trains alone, for as many steps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ddiloco.models.transformer import cross_entropy
 ISLANDS, STEPS, BATCH = 4, 500, 16
 CLASSES = 10
 
-# --- The model: any Flax NNX module, and what it is trained and judged by
+# --- The model: any Flax NNX module, with its loss and its evaluation
 
 
 class Classifier(nnx.Module):
@@ -49,7 +49,7 @@ class Classifier(nnx.Module):
 
 
 class Digits(ddiloco.NnxModel):
-  """What islands need of it: `ddiloco.Model`, of which `NnxModel` has the other half."""
+  """The model as islands use it: a `ddiloco.Model`; `NnxModel` has the other methods."""
 
   def __init__(self, width: int):
     super().__init__(lambda rngs: Classifier(width, rngs))
@@ -69,7 +69,7 @@ class Digits(ddiloco.NnxModel):
     return {"loss": loss, "accuracy": jnp.mean(right.astype(jnp.float32))}
 
 
-# --- The data: batches by their position, and what is held out
+# --- The data: batches by their position, and held-out batches
 
 
 class Batches:
@@ -97,7 +97,7 @@ class Images:
 
   def batches(self, config: ddiloco.Config, learner: int) -> Batches:
     learners, island = config.islands.num_learners, config.islands.island(learner)
-    # A learner above M joins late: it reads what another one has, in another order.
+    # A learner numbered M or more joins late: it reads another learner's images in another order.
     mine = np.flatnonzero(~self.held_out)[learner % learners :: learners]
     seed = 1000 * config.seed + learner
     return Batches(self.images[mine], self.labels[mine], island.batch_size, seed)
@@ -109,7 +109,7 @@ class Images:
     return [{"image": images[rows], "label": labels[rows]} for rows in whole]
 
 
-# --- What the config names: each is called with its section, in every process of the run
+# --- The functions that the config names: each gets its config section, in every process of the run
 
 
 def model(config):
@@ -132,7 +132,7 @@ def get_config():
   c.inner.custom, c.inner.learning_rate, c.inner.warmup_steps = f"{__file__}:inner", 0.05, 20
 
   c.islands.num_learners, c.islands.batch_size = ISLANDS, BATCH
-  c.islands.min_step_seconds = 0.02  # so that a minute's run has time for a kill and a return
+  c.islands.min_step_seconds = 0.02  # so that the run is long enough for a kill and a return
   c.sync.num_fragments, c.sync.sync_period = 4, 8
   c.sync.snapshot_steps = 100
   c.run.total_tokens = ISLANDS * STEPS * BATCH
@@ -144,7 +144,7 @@ def get_config():
 
 
 def alone(config, steps: int):
-  """The same islands for so many steps each, without anything between them."""
+  """The same islands for `steps` steps each, without any sync."""
   config.sync.num_shards = 0
   config.run.total_tokens = steps * ISLANDS * config.islands.batch_size
   config.chaos.faults = ()
@@ -152,14 +152,14 @@ def alone(config, steps: int):
 
 
 def measure(params: dict[str, np.ndarray], width: int) -> dict[str, float]:
-  """Loss and accuracy on everything that is held out."""
+  """Loss and accuracy on all held-out images."""
   images = Images()
   (batch,) = images.heldout_batches(int(images.held_out.sum()))
   return {name: float(value) for name, value in Digits(width).evaluate(params, batch).items()}
 
 
 def main(folder: Path, config=None) -> dict[str, dict[str, float]]:
-  """Trains both, prints the table and returns it."""
+  """Trains the islands together, then alone; prints the table of results and returns it."""
   config = config or get_config()
   together = ddiloco.train(config, folder / "together", cpu=True, overwrite=True)
   summary = together.summary()

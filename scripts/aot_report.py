@@ -1,4 +1,4 @@
-"""What presets take on TPUs, compiled ahead of time for chips that are not there: a table.
+"""What presets take on TPUs, as a table: compiled ahead of time, without the chips.
 
     python scripts/aot_report.py [--only=12b] [--largest] [--mfu=0.4] [--rows=runs/aot.json]
                                  [--docs=docs/accelerators.md]
@@ -6,9 +6,9 @@
 Every row is `ddiloco compile --json` in a process of its own: a preset on its own topology, or on
 one of `ALSO`; `configs/regions_12b.py` with each kind of its islands. `--largest` adds to each 12B
 row the largest batch that leaves 10 % of the memory free, found by compiling. Rows are kept in the
-file `--rows`, so that `--only` (a part of a config and topology) compiles some of them anew;
-`--docs` writes the table of all of them into that page. Needs libtpu; one to four minutes a row on
-two cores.
+file `--rows`; with `--only` (a part of a config's and topology's name) some of them are compiled
+anew. `--docs` writes the table of all rows into that page. Needs libtpu; one to four minutes a row
+on two cores.
 
 Last line: {"rows": how many, "all_fit", "by_layer", "slowest_compile_seconds" (of CPU)}.
 """
@@ -48,10 +48,10 @@ def compiled(config: str, topology: str, mfu: float, batch: int = 0) -> list[dic
 
 
 def largest(config: str, topology: str, mfu: float, start: dict[str, Any]) -> dict[str, Any]:
-  """The row of the largest batch that leaves `FREE` of the memory: by compiling along secants.
+  """The row of the largest batch that leaves `FREE` of the memory, found by the secant method.
 
-  Memory grows with the batch in a straight line. Its first point is a guess from below: state and
-  gradients with no batch at all.
+  Memory grows linearly with the batch. The first point is a guess from below: state and gradients
+  without a batch.
   """
   rows = start["chips"]  # the presets' meshes cut the batch over all chips
   limit = (1 - FREE) * start["chip"]["hbm_bytes"]

@@ -1,8 +1,8 @@
-"""What islands do on this machine's GPU or TPU; says so, and measures nothing, where there is none.
+"""Measures islands on this machine's GPU or TPU; without one it says so and measures nothing.
 
 - Two islands of the processes engine share the first device, and one is killed with SIGKILL: the
-  median step of the other around the kill against that before, and the seconds until the killed one
-  is merged again.
+  other island's median step around the kill against that before, and the seconds until the killed
+  island is merged again.
 - dense:100m and dense:1b on one device: tokens a second and MFU (models/transformer.py), pipelined.
 - The 100m's step with the platform's own attention against the einsum, and the error of both.
 - A learner with a syncer attached against its bare step, in turn (`bench_overhead.py`).
@@ -10,8 +10,8 @@
 
   python scripts/bench_accelerator.py [--steps=20] [--pairs=20] [--cpu] [--quick]
 
-With --cpu it runs on a CPU, to be tested: with --quick, models of a size for that. The last line is
-one JSON object; {"accelerator": null} where there is none.
+With --cpu it runs on a CPU, to test the script; --quick takes models small enough for that. The
+last line is one JSON object; {"accelerator": null} where there is none.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ PRESETS = [("100m", 16, "attention", 8), ("1b", 8, "attention", 8)]
 QUICK = [("100k", 2, "none", 1)]
 KILL_AT_SECONDS, AROUND_SECONDS = 30.0, 10.0
 QUICK_KILL_AT_SECONDS, QUICK_AROUND_SECONDS = 3.0, 3.0
-QUICK_PACE_SECONDS = 0.05  # of a step then: what starts again has cores to start on
+QUICK_PACE_SECONDS = 0.05  # of a step then: leaves cores to a process that starts again
 LENGTHS = (2048, 512, 200)  # in positions; the last is no multiple of a block
 SHARE_OF_MEMORY = "0.4"  # of the device, for each of two islands
 COPIES = 5
@@ -74,14 +74,14 @@ def config_of(preset: str, batch: int, remat: str, chunks: int, **islands: Any) 
 
 
 def make_island(config: Config) -> Island:
-  """With initial values: products of zeros take a GPU less power, and so less time."""
+  """A compiled island with initial values: with zeros a GPU would need less power and be faster."""
   island = Island(config, 0, jax.devices()[:1], initial.make_plan(config))
   island.load(initial.initial_params(config))
   return island
 
 
 def step_seconds(island: Island, config: Config, steps: int) -> float:
-  """Of one step, pipelined as a learner's are."""
+  """Seconds of one step, pipelined as a learner's steps are."""
   batches = itertools.cycle(in_process.batches(config))
   for step in range(3):
     island.step(next(batches), step)
@@ -109,7 +109,7 @@ def speed(preset: tuple, steps: int) -> dict[str, Any]:
 
 
 def attention(preset: tuple, steps: int, lengths: Sequence[int]) -> dict[str, Any]:
-  """How much longer a step takes with the einsum, and how far each is from f32 arithmetic."""
+  """How much longer a step takes with the einsum, and the error of both against f32 arithmetic."""
   seconds = {}
   name, batch, *others = preset
   for path in ("auto", "einsum"):  # fewer sequences, since the einsum keeps its scores
@@ -237,7 +237,7 @@ def killed(preset: str, folder: Path, cpu: bool, quick: bool) -> dict[str, Any]:
 
 
 def has_accelerator() -> bool:
-  """Asked in another process, so that this one does not hold the device yet."""
+  """Checked in another process, so that this one does not hold the device yet."""
   code = "import jax; raise SystemExit(jax.default_backend() == 'cpu')"
   return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
@@ -274,7 +274,7 @@ def main() -> None:
 
 
 def report(name: str, part: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-  """What one part finds, printed at once: a later one may fail."""
+  """The results of one part, printed at once: a later part may fail."""
   try:
     found = part()
   except Exception as error:

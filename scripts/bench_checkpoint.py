@@ -5,18 +5,18 @@ busy moments, and compare ratios rather than seconds.
 
 1. Steps. One island and one shard in one process, in turn: a block of steps in which the run takes
    a snapshot, and one in which it takes none. A step lasts from the end of the one before, so that
-   pauses count. Blocks have --block steps of some 0.13 s, so that the half of the run that takes
-   snapshots takes them twice as often as a run does by default (`sync.snapshot_steps` is 200), and
-   learner and shard both save from this process. The step is kept to one core, so that saving has
-   one of its own as on a real host, where the devices step. `step_ratio` is the median step of a
-   block with a snapshot against that of its neighbour without, and `mean_step_ratio` that of all
-   time in a block: only a few steps have a save beside them. Of just those is `saving_step_ratio`,
+   pauses count. Blocks have --block steps of some 0.13 s, so that in the blocks with snapshots they
+   are twice as frequent as in a default run (`sync.snapshot_steps` is 200), and learner and shard
+   both save from this process. The step is kept to one core, so that saving has a core of its own,
+   as on a real host, where the devices step. `step_ratio` is the median step of a block with a
+   snapshot against that of its neighbour without; `mean_step_ratio` compares all time in the blocks
+   in the same way. Only a few steps have a save beside them: `saving_step_ratio` is of just these,
    and `worst_step_ratio` of the step with the capture, which a CPU island copies in its own thread.
 2. Bytes. A part of --mib MiB is saved (checksums, Orbax, on the disk), restored and checked again,
-   and beside it as many bytes are copied from file to file; all of it in turn.
-3. Rejoin. In `ddiloco train --engine=processes` a learner is killed; its event log tells how long
-   imports took, to compile (from the run's cache), to restore its part, and to join.
-4. Resume. That run is told to end and begun again: from the command to the first merged push.
+   and as many bytes are copied from file to file; the three take turns.
+3. Rejoin. In `ddiloco train --engine=processes` a learner is killed; its event log has the seconds
+   that it took to import, to compile (from the run's cache), to restore its part, and to join.
+4. Resume. That run is ended and begun again: from the command to the first merged push.
 
   python scripts/bench_checkpoint.py [--pairs=12] [--block=100] [--mib=256] [--quick]
 
@@ -84,7 +84,7 @@ def make_config(layers: int, width: int, learners: int, **sections: Any) -> Conf
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-  """One inner step of the learner; begins with the end of the one before."""
+  """One inner step of the learner; it begins when the step before ends."""
 
   ends: float
   seconds: float
@@ -92,7 +92,7 @@ class Step:
 
 
 class Log(NullRecorder):
-  """What steps and the saves beside them took, from the events of the learner or the shard."""
+  """The times of steps and of the saves beside them, from the learner's or the shard's events."""
 
   def __init__(self):
     self.steps: list[Step] = []
@@ -119,8 +119,8 @@ class Log(NullRecorder):
 class Blocks:
   """Batches for the learner; lets the shard begin one snapshot in every odd block of steps.
 
-  The first two blocks of all warm up. Before a block begins, what is being saved has been, so that
-  its first step does not count.
+  The first two blocks warm up. A block begins only after all saves have ended; since this wait is
+  in the time of its first step, that step does not count.
   """
 
   def __init__(self, config: Config, block: int, pairs: int, logs: Sequence[Log]):
@@ -135,13 +135,13 @@ class Blocks:
       if not begins:
         while any(log.under_way for log in self._logs):
           time.sleep(0.02)
-        self.turn(number % 2 == 1)  # now, since its number is 2 * block steps old
+        self.turn(number % 2 == 1)  # a snapshot is due: the last one began 2 * block steps ago
         if number % 2 == 0 and number > 2:
           print(f"pair {number // 2 - 1} of {self._pairs}", flush=True)
         if number >= 2 * (self._pairs + 1):
           self.stop.set()
       elif begins == self._block // 2:
-        self.turn(False)  # one a block
+        self.turn(False)  # one snapshot a block
       yield next(self._tokens)
 
 
@@ -257,7 +257,7 @@ def measure_bytes(folder: Path, mib: int, times: int) -> dict[str, Any]:
 def measure_rejoin(folder: Path, quick: bool) -> dict[str, Any]:
   """Seconds of a killed learner's way back, and of a whole run's."""
   sync = {"num_shards": 2, "snapshot_steps": 10 if quick else 200}
-  # A pace leaves the cores to what starts again.
+  # A pace leaves cores to a process that starts again.
   islands = {"min_step_seconds": 0.05 if quick else 0.0}
   config = make_config(2, 64, 2, sync=sync, islands=islands, checkpoint={"patience_seconds": 5.0})
   with common.Run(config, folder / "run") as run:
@@ -279,7 +279,7 @@ def later(events: EventLog, kind: type[E], seconds: float, role: str = "") -> E 
 
 
 def came_back(events: EventLog, role: str) -> dict[str, float] | None:
-  """How long each part of a restarted learner's way back took; "joined" is when it was there."""
+  """Seconds of each part of a restarted learner's return; "joined": when it had joined."""
   restart = next((e.time for e in events.of(Restart)), None)
   if restart is None:
     return None

@@ -4,10 +4,10 @@
   python scripts/bench_history.py --events=200000 --readers=trace
 
 Writes the logs of a run of eight islands, two shards and 24 fragments, with a step every six
-seconds, a kill every two hours and a snapshot every 200 steps, and reads them as `ddiloco report`,
-as the dashboard, as a run that goes on, and (only if asked for: it keeps every operation) as
-`ddiloco trace`. Each reader is a process of its own. Prints a line of JSON for each: events,
-bytes, seconds, events_per_second, and peak_mb, the most memory that the process ever had, of which
+seconds, a kill every two hours and a snapshot every 200 steps. Reads them as `ddiloco report`, as
+the dashboard, as a resumed run, and as `ddiloco trace` (only if asked for: it keeps every
+operation). Each reader is a process of its own. Prints a line of JSON for each: events, bytes,
+seconds, events_per_second, and peak_mb, the most memory that the process ever had, of which
 start_mb were there before it read anything.
 """
 
@@ -42,7 +42,7 @@ READERS = ("report", "dashboard", "resume", "trace")
 
 
 def made_up(seed: int = 0) -> Iterator[Event]:
-  """The events of a run without end, in order of time."""
+  """The events of an endless run, in order of time."""
   chance, made, lives = random.Random(seed), [0] * ISLANDS, [1] * ISLANDS
   versions, rounds, merged = [0] * FRAGMENTS, [-1] * FRAGMENTS, [0] * FRAGMENTS
   since = [[0] * FRAGMENTS for _ in range(ISLANDS)]
@@ -169,7 +169,7 @@ def _now_and_then(now, global_step, here, lives, merged) -> Iterator[Event]:
 
 
 def write(workdir: Path, count: int) -> int:
-  """Leaves the logs of so many events; returns their bytes."""
+  """Writes the logs of so many events; returns their bytes."""
   (workdir / "events").mkdir(parents=True)
   (workdir / "config.json").write_text(Config().to_json())
   (workdir / "started").write_text("0")
@@ -210,7 +210,7 @@ def megabytes() -> float:
 
 
 def measured(reader: str, workdir: Path, events: int) -> dict[str, Any]:
-  """What a process of its own says of one reader."""
+  """The results of one reader in a process of its own."""
   command = [sys.executable, __file__, f"--child={reader}", f"--workdir={workdir}"]
   done = subprocess.run(command, check=True, capture_output=True, text=True)
   result = {"reader": reader, "events": events, **json.loads(done.stdout.splitlines()[-1])}

@@ -1,12 +1,12 @@
-"""What it costs an island to live in two processes, and what the loss of one costs the others.
+"""What the exchange costs an island of two hosts, and what the loss of a host costs other islands.
 
 Two parts. First one island of two processes with two fake devices each: blocks of steps with a
-syncer attached and without, in turn, as `bench_overhead.py` does; `ratio` is the median over
-neighbouring pairs of blocks. The syncer is a process as well, and has only the time that the hosts
-leave: on real islands it has a machine of its own. `rounds_per_step` says that it keeps up all the
-same: one fragment is due in every step. Every host notes its calls with the step they come before,
-and `same_step` says that the notes of both are equal. Then two such islands run with the processes
-engine, and a host of one is killed with SIGKILL in the middle.
+syncer attached and without, in turn, as in `bench_overhead.py`; `ratio` is the median over
+neighbouring pairs of blocks. The syncer is a process too, and gets only the CPU time that the hosts
+leave, while on real islands it has a machine of its own. `rounds_per_step` shows whether it keeps
+up: one fragment is due in every step. Every host notes each of its calls with the step that
+follows; `same_step` says that the notes of both hosts are equal. Then two such islands run with the
+processes engine, and a host of one is killed with SIGKILL in the middle.
 
   python scripts/bench_hosts.py [--pairs=60] [--block=8] [--quick]
 
@@ -43,7 +43,7 @@ from ddiloco.training import hosts
 from ddiloco.training.island import Island
 
 HOSTS, DEVICES, PATIENCE_SECONDS = 2, 4, 180.0
-# Of a step where a host is killed: what starts again has cores to start on.
+# Of a step where a host is killed: leaves cores to a process that starts again.
 PACE_SECONDS, QUICK_PACE_SECONDS = 0.1, 0.4
 NOTED = ("step", "copy_out", "apply", "capture", "reset")  # calls that all hosts make together
 
@@ -61,7 +61,7 @@ def one_island(quick: bool) -> Config:
 
 
 def noted(island: Any) -> list[tuple[int, str, Any]]:
-  """(steps made before it, call, fragment) of every call from now on."""
+  """Notes every call from now on: (steps made before it, call, fragment)."""
   notes: list[tuple[int, str, Any]] = []
   made = [0]
 
@@ -83,7 +83,7 @@ def noted(island: Any) -> list[tuple[int, str, Any]]:
 def as_host(
   bench: bench_overhead.Bench, host: int, url: str, coordinator: str, syncer: str, folder: Path
 ) -> None:
-  """Host 0 measures, the other follows; both leave their notes."""
+  """Host 0 measures, the other follows; both write their notes to `folder`."""
   environment.prepare(num_cpu_devices=DEVICES // HOSTS, cpu_only=True)
   agreed = host_links.IslandIdentity("bench", "", 0, HOSTS)
   links: Any
@@ -116,7 +116,7 @@ def as_host(
 
 
 def measured(bench: bench_overhead.Bench, island: Any, syncer: str) -> dict[str, Any]:
-  """On the host that leads: a learner."""
+  """The measurement, on host 0: a learner."""
   endpoint = bench.endpoint(learner_address(0))
   endpoint.dial(syncer_address(0), syncer)
   island.reset()
@@ -128,10 +128,10 @@ def measured(bench: bench_overhead.Bench, island: Any, syncer: str) -> dict[str,
 
 
 def as_shard(bench: bench_overhead.Bench, url: str) -> None:
-  """The syncer, until standard input ends; says how many rounds it has committed."""
+  """The syncer, until standard input ends; prints how many rounds it has committed."""
   environment.prepare(num_cpu_devices=1, cpu_only=True)
   endpoint = bench.endpoint(syncer_address(0), bind=url)
-  for thread in os.listdir("/proc/self/task"):  # those it makes from now on do as this one
+  for thread in os.listdir("/proc/self/task"):  # later threads inherit the policy
     os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
   shard = bench_overhead.Shard(bench, endpoint)
   sys.stdin.read()
@@ -219,7 +219,7 @@ def main() -> None:
     where = given.url, given.coordinator, given.syncer, Path(given.folder)
     try:
       return as_host(bench, given.host, *where)
-    except Exception:  # JAX would wait for the other host before it lets this process end
+    except Exception:  # else JAX would wait for the other host at this process's end
       traceback.print_exc()
       os._exit(1)
   pairs = 4 if given.quick else given.pairs

@@ -1,17 +1,17 @@
 """What survivors notice when a learner is killed (kill -9) again and again; how soon it is back.
 
 One run of the processes engine on this machine. Its time is cut into windows of `--every` seconds;
-at the beginning of every second one the last learner is killed. Each of those is compared with the
-calm windows before and after it, since this machine may be faster or slower a minute later; a step
-lasts from the end of the one before, so pauses count. A returned learner traces and compiles (from
-the run's cache), which on a machine of its own would cost others nothing: so survivors get cores
-that the killed learner, the shards and the supervisor do not use (Linux). With only two cores there
-is one survivor. Memory bandwidth stays shared.
+at the beginning of every other window the last learner is killed. Each window with a kill is
+compared with the calm windows before and after it, since this machine may be faster or slower a
+minute later; a step lasts from the end of the one before, so pauses count. A returned learner
+traces and compiles (from the run's cache), which on a machine of its own would cost others nothing:
+so survivors get cores that the killed learner, the shards and the supervisor do not use (Linux).
+With only two cores there is one survivor. Memory bandwidth stays shared.
 
   python scripts/bench_kill.py [--kills=6] [--every=20] [--learners=N] [--workdir=DIR]
     [--picture=docs/kill.png] [--quick]
 
-With --workdir a run that is done is not made again.
+With --workdir a finished run is not made again.
 
 Last line: {"survivor_step_ratio": median step in windows with a kill / in the calm ones around it,
 "survivor_max_gap_ratio": longest step / median step in windows with a kill,
@@ -53,9 +53,9 @@ from ddiloco.protocol.events import Commit, Event, Fault, Joined, Push, Restart,
 from ddiloco.training import data
 
 WARM_UP_SECONDS, QUICK_WARM_UP_SECONDS = 10.0, 3.0  # from the first step to the first window
-QUICK_PACE_SECONDS = 0.05  # of a step: what starts again has cores to start on
+QUICK_PACE_SECONDS = 0.05  # of a step: leaves cores to a process that starts again
 BACK_SECONDS = 0.5  # from a kill to the restart
-REJOIN_SECONDS = 90.0  # patience after the last kill
+REJOIN_SECONDS = 90.0  # limit for the rejoin after the last kill
 EXIT_USAGE = 2
 PROGRESS_SECONDS = 10.0
 Steps = list[tuple[float, float]]  # (when it ended, seconds since the one before ended)
@@ -86,7 +86,7 @@ def make_config(learners: int, kills: int, every: float, quick: bool) -> Config:
 
 
 class Pinned(ProcessesEngine):
-  """Survivors on `mine`; all other roles where this process is."""
+  """Runs survivors on the cores `mine`; all other roles on this process's cores."""
 
   cpu_only = True
   mine: frozenset[int] = frozenset()
@@ -98,14 +98,14 @@ class Pinned(ProcessesEngine):
 
     def pinned(command: list[str], log: Path) -> children.Forked:
       process = children.spawn_forked(command, log)
-      os.sched_setaffinity(process.pid, self.mine)  # before it has any threads to follow it
+      os.sched_setaffinity(process.pid, self.mine)  # before it has threads, which inherit it
       return process
 
     return pinned
 
 
 class Ends:
-  """Listens to a run, says how it goes, and ends it once it has lasted and the killed are back."""
+  """Listens to a run, prints its progress, and ends it after `seconds`, when all are back."""
 
   def __init__(self, engine: ProcessesEngine, seconds: float):
     self.engine, self.seconds = engine, seconds
@@ -136,7 +136,7 @@ class Ends:
 
 
 def run(config: Config, folder: Path, seconds: float, mine: frozenset[int]) -> None:
-  """The run, into `folder`; none if it is there already."""
+  """Makes the run in `folder`, unless it is there already."""
   if common.done_before(config, folder):
     return
   workdirs.claim(folder, config, overwrite=True)
@@ -272,7 +272,7 @@ def main() -> None:
     args.kills, args.every, args.learners = 1, 4.0, 2
   warm_up = QUICK_WARM_UP_SECONDS if args.quick else WARM_UP_SECONDS
   mine, rest = frozenset(cores[:-1]), cores[-1:]
-  os.sched_setaffinity(0, rest)  # also for what we start
+  os.sched_setaffinity(0, rest)  # child processes inherit it
   with tempfile.TemporaryDirectory() as scratch:
     folder = (args.workdir or Path(scratch)) / "run"
     config = make_config(args.learners, args.kills, args.every, args.quick)

@@ -1,11 +1,11 @@
-"""Measures what a syncer shard does to one fragment: codec, arrival of a push, commit.
+"""Measures a syncer shard's work on one fragment: codec, arrival of a push, commit.
 
     python scripts/bench_merge.py [--learners=8] [--values=33554432] [--repeats=7] [--quick]
 
 Pushes and updates are int4. A commit (merge, outer step with momentum, published update) is
 compared with NumPy copies between existing arrays, of as many bytes, on the same threads (one for
 each core), in turn within one run; medians. The bytes of a commit are every input and output once:
-M pushes, value, published value and momentum in and out, the update. Arrival is what is done to one
+M pushes, value, published value and momentum in and out, the update. Arrival is the work on one
 push while the round waits anyway: its norms and a sample of it. The last line is one JSON object.
 Takes about 20 s and (M / 2 + 28) bytes a value.
 """
@@ -37,7 +37,7 @@ CONFIG = from_dict(
 
 
 def fragment_of(values: int) -> Fragment:
-  """Two decoder layers and an embedding, at least `values` values: matrices beside tiny norms."""
+  """Two decoder layers and an embedding with at least `values` values: matrices and tiny norms."""
   dim = 64
   while 37 * dim * dim + 5 * dim < values:
     dim += 64

@@ -1,10 +1,10 @@
 """What the exchange costs an inner step: a learner with a syncer attached against a bare loop.
 
 One run, one island, the same compiled step, in turn: a block of steps as `roles.learner` makes
-them (pulls, pushes, publishes of a fragment per step), then, when the exchange is quiet, one of the
-bare compiled step. `ratio` is the median over neighbouring pairs of blocks of the ratio of their
-median step times. The step is kept to one core, so that the syncer has one of its own: on real
-islands it has a machine of its own.
+them (with the pull, push and publish of a fragment in each step), then, when the exchange is quiet,
+a block of bare compiled steps. `ratio` is the median over neighbouring pairs of blocks of the ratio
+of their median step times. The step is kept to one core, so that the syncer has a core of its own:
+on real islands it has a machine of its own.
 
 With --engine=ray learner and syncer are two processes, Ray actors, and fragments travel over our
 network transport; otherwise they are two threads.
@@ -48,7 +48,7 @@ SETTLE_SECONDS = 0.3
 
 
 def prepare() -> None:
-  """This process computes on one CPU device."""
+  """Makes this process compute on one CPU device."""
   environment.prepare(num_cpu_devices=1, cpu_only=True)
 
 
@@ -69,7 +69,7 @@ Step = Callable[[np.ndarray], None]  # on a batch, and waits for it
 
 
 def bare_step(island: Island) -> Step:
-  """The compiled step alone, on a copy of the state; as many are in flight as of the island's."""
+  """The compiled step alone, on a copy of the state, with as many in flight as on the island."""
   state, before = island.capture(), None
 
   def step(batch: np.ndarray) -> None:
@@ -92,7 +92,7 @@ class Interleaved:
 
   def __call__(self, position: int):
     for count in itertools.count():
-      # The first block of all warms up; each later one is followed by a bare block.
+      # The first block warms up; each later one is followed by a bare block.
       if count and count % self.block == 0:
         self.bare.append(self._bare_block())
         if len(self.bare) > self.pairs:
@@ -100,8 +100,8 @@ class Interleaved:
       yield self.tokens[count % len(self.tokens)]
 
   def _bare_block(self) -> list[float]:
-    # The first steps do not count: pushes and publishes under way end meanwhile, and a device that
-    # rested instead would be faster for a while.
+    # The first steps do not count: pushes and publishes under way end meanwhile. Waiting for them
+    # instead would rest the device, which would then be faster for a while.
     seconds, last = list[float](), time.perf_counter()
     settled, batches = last + SETTLE_SECONDS, itertools.cycle(self.tokens)
     while len(seconds) < self.block:
@@ -138,7 +138,7 @@ class Steps(NullRecorder):
 
 
 class Bench:
-  """What both sides know: the run, and how it is measured. Made anew in every process."""
+  """The run and its measurement, the same on both sides. Made anew in every process."""
 
   def __init__(self, config: config_lib.Config, pairs: int, block: int):
     self.config, self.plan = config, initial.make_plan(config)
@@ -153,7 +153,7 @@ class Bench:
   def train(self, endpoint: Endpoint) -> Measured:
     """The learner: blocks of steps with the exchange and without, in turn."""
     island = Island(self.config, 0, jax.devices()[:1], self.plan)
-    # Not zeros: their products take a GPU less power, and so the bare steps less time.
+    # Not zeros: with zeros a GPU needs less power, and bare steps would be faster.
     island.load(initial.initial_params(self.config))
     return self.measure(endpoint, island, self.interleaved(bare_step(island)))
 
@@ -172,7 +172,7 @@ class Bench:
 
 
 class Shard:
-  """The syncer, in a thread of the process it is made in."""
+  """The syncer, in a thread of the current process."""
 
   def __init__(self, bench: Bench, endpoint: Endpoint):
     store = in_process.store_of(bench.plan, initial.initial_params(bench.config))
@@ -180,7 +180,7 @@ class Shard:
     self._shard = in_process.Shard(bench.config, bench.plan, store, endpoint, recorder=self._steps)
 
   def end(self) -> int:
-    """Stops it; how many rounds it has committed."""
+    """Stops the syncer; returns how many rounds it has committed."""
     self._shard.end()
     return self._steps.commits
 
@@ -202,7 +202,7 @@ class ShardActor:
   """A Ray actor: the shard in a process of its own."""
 
   def listen(self, settings: tuple) -> str:
-    """Starts it; the url where it is."""
+    """Starts the shard; returns its url."""
     prepare()
     bench = Bench(*settings)
     self._endpoint = bench.endpoint(syncer_address(0), bind="tcp://127.0.0.1:0")
@@ -256,7 +256,7 @@ def main() -> None:
 
 
 def compared(measured: Measured, pairs: int, block: int) -> dict[str, float]:
-  """The median ratio of neighbouring blocks, and what it is made of."""
+  """The median ratio of neighbouring blocks, and the numbers behind it."""
   ratios, attached = [], []
   for pair in range(1, pairs + 1):  # block 0 warms up
     gaps = measured.gaps[pair * block : (pair + 1) * block][1:]  # the first follows a bare block

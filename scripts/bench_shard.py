@@ -1,13 +1,13 @@
-"""What a real syncer shard does with fragments of full size: is all merged, is control answered?
+"""A real syncer shard with fragments of full size: are all pushes merged, is control answered?
 
 A shard runs in a process of its own, with the outer optimizer's momentum, int4 pushes and int4
-publishes; M learners on loopback are played by this process, message by message. Parts:
+publishes; this process plays M learners on loopback, message by message. Parts:
 
-- Together: all learners push at the same time, and all pushes are merged (`together_merged`).
-  Meanwhile hellos are answered: the longest answer while the shard measured and merged is
-  `control_ms_while_merging`. From the first push's arrival to the last publish's: `sync_seconds`.
-- After a pause: the shard is stopped for 3 s (SIGSTOP) while pushes arrive; all of them are merged,
-  and no learner is called lost (`after_pause_merged`).
+- Together: all learners push at the same time, and all pushes must be merged (`together_merged`).
+  Meanwhile hellos must be answered: the longest answer while the shard measured and merged is
+  `control_ms_while_merging`. `sync_seconds`: from the first push's arrival to the last publish's.
+- After a pause: the shard is stopped for 3 s (SIGSTOP) while pushes arrive; all of them must be
+  merged, and no learner called lost (`after_pause_merged`).
 - Commit: the shard's own arithmetic in this process, in turn with a copy of the same bytes on the
   same threads, as `bench_merge.py` measures it: `commit_vs_copy`, a ratio of medians.
 - Memory of the shard's process, less what it had before its fragments, per parameter: at rest (5 s
@@ -134,7 +134,7 @@ class Counted:
 
 
 def serve(pipe: Any, shard: int, shards: int, values: int, fragments: int, learners: int) -> None:
-  """A shard until it is told to end; tells where it listens, what it commits, and its memory."""
+  """A shard until it is told to end; sends its url, its commits, and its memory."""
   config, plan = config_of(learners, shards, fragments), plan_of(values, fragments)
   run = identity(plan)
   endpoint = Counted(
@@ -171,7 +171,7 @@ def identity(plan: Plan) -> RunIdentity:
 
 
 class Shards:
-  """The processes, and what they have said."""
+  """The shards' processes, and the messages that they have sent."""
 
   def __init__(self, shards: int, values: int, fragments: int, learners: int):
     context = multiprocessing.get_context("spawn")
@@ -222,7 +222,7 @@ class Shards:
       process.kill()
 
 
-# --- Learners, played by hand
+# --- Learners, played message by message
 
 
 class Learner:
@@ -237,11 +237,11 @@ class Learner:
     self.versions = dict.fromkeys(range(len(plan.fragments)), 0)
     self.got_at: dict[tuple[int, int], float] = {}
     self.answers: list[float] = []  # seconds until a hello was answered
-    self.welcomes = 0  # that have come
+    self.welcomes = 0  # received
     self.pushed_at: list[float] = []
     self._pushed_round = -1
     self.step, self.since = 0, 0
-    self.hold = threading.Event()  # pushes wait for it
+    self.hold = threading.Event()  # pushes wait until it is set
     self.hold.set()
     self.asked_at: float | None = None
     self._stop = threading.Event()
@@ -261,7 +261,7 @@ class Learner:
     self.endpoint.send(syncer_address(shard), Hello(self.number, 1, rounds))
 
   def report(self, since: int) -> None:
-    """It has made so many steps since its last sync, of every fragment."""
+    """Reports so many steps since the last sync of every fragment."""
     with self._said:
       self.step += since - self.since if since > self.since else 0
       self.since = since
@@ -302,7 +302,7 @@ class Learner:
   def _push(self, pull: Pull) -> None:
     to = syncer_address(pull.shard)
     if pull.round == self._pushed_round and self.endpoint.unsent(to):
-      return  # as a learner does: it is on its way
+      return  # as a learner does: this push is on its way already
     self._pushed_round = pull.round
     push = Push(
       learner=self.number,
@@ -339,13 +339,13 @@ class Bench:
     self._wait(lambda: all(each.welcomes >= shards for each in self.learners), "a welcome")
 
   def begin(self) -> None:
-    """All learners have made steps: a round of each fragment is due."""
+    """Lets all learners report steps, so that a round of each fragment is due."""
     shards = len(self.shards.urls)
     wanted = [each.welcomes + shards for each in self.learners]
     for learner in self.learners:  # all can be asked before the first is due
       learner.report(1)
       for s in range(shards):
-        learner.hello(s)  # the answer says that the report has been taken in
+        learner.hello(s)  # its answer shows that the shard has taken the report
     self._wait(lambda: all(e.welcomes >= n for e, n in zip(self.learners, wanted)), "a welcome")
     for learner in self.learners:
       learner.report(2)
@@ -398,7 +398,7 @@ class Bench:
 
 
 def bench_rounds(values: int, fragments: int, learners: int) -> dict[str, Any]:
-  """Together, after a pause, and the memory of it."""
+  """The parts "together", "after a pause" and "memory"."""
   bench = Bench(1, values, fragments, learners)
   try:
     bench.round()  # the first touches all memory
@@ -430,14 +430,14 @@ def bench_rounds(values: int, fragments: int, learners: int) -> dict[str, Any]:
 
 
 def pause(bench: Bench) -> list[int]:
-  """The pushes arrive at a shard that is stopped."""
+  """The part "after a pause": pushes arrive at a shard that is stopped."""
   shard = bench.shards.processes[0].pid
   assert shard is not None, "it has been started"
   for learner in bench.learners:
     learner.hold.clear()
   bench.version += 1
   bench.begin()
-  time.sleep(1.0)  # all pulls are there
+  time.sleep(1.0)  # until all pulls have arrived
   os.kill(shard, signal.SIGSTOP)
   for learner in bench.learners:
     learner.hold.set()

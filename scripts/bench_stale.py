@@ -1,21 +1,21 @@
-"""What the work of an island that was away for long does to the global model when it comes back.
+"""What the stale work of an island does to the global model when it returns after a long absence.
 
     python scripts/bench_stale.py [--problems=regression,text] [--away=600,2000] [--before=200]
       [--after=200] [--period=24] [--rules=kept,...] [--seed=0] [--quick]
 
 Four islands train together for `before` steps. Then one is cut off from all shards, and trains on
-alone; after `away` steps it is heard again, and has all it has made. The same run without its
-return is what it is compared with: up to then the two are equal, bit for bit. Roles, reducers,
-deltas, merges and outer steps are those of every run, in virtual time, and their vectors are real.
+alone; after `away` steps it is connected again, with all the work it has made. The comparison is
+with the same run without its return: until the return the two are equal, bit for bit. Roles,
+reducers, deltas, merges and outer steps are those of every run, in virtual time, with real vectors.
 
 regression: least squares, 4096 weights, eigenvalues from 0.01 to 1, noise in the labels; its loss
-is what lies above the best one, which is known. text: the model of configs/quickstart.py.
+is the excess over the best one, which is known. text: the model of configs/quickstart.py.
 
-Printed are the losses in the steps after the return against those of the other run: the worst of
-them, and the mean. Rules other than the one that is kept are there to be compared with it:
+The script prints the losses after the return relative to those of the other run: the worst, and the
+mean. Other rules than the kept one are there for comparison:
 
-  kept      as every run does
-  rebase    whatever was made meanwhile is pushed, and weighs less by its steps (`worth_steps`)
+  kept      the rule of every run
+  rebase    all work of the absence is pushed, and weighs less by its steps (`worth_steps`)
   unbounded the same, with the weight of its steps and tokens
   age       the weight times exp(-0.1 t) and a cosine gate that is shut at 8, t the periods missed:
             the factor of CGAD (arXiv 2605.09126), its constants chosen here
@@ -54,7 +54,7 @@ WEIGHTS, BATCH, LABEL_NOISE = 4096, 16, 1.0
 
 
 class Watched(Valued):
-  """It looks at the loss now and then, and at the weight of stale work."""
+  """A world that records the loss now and then, and the weight of stale work."""
 
   def __init__(self, problem: Problem, faults: Sequence[Fault], seed: int):
     self.losses: dict[int, float] = {}  # by global step
@@ -122,7 +122,7 @@ class Sampler(VirtualIsland):
     self._values[fragment] = np.float32(keep) * self._values[fragment] + staged
 
 
-# --- What could be done with stale work
+# --- Rules for stale work
 
 
 def gate(steps: int, period: int) -> float:
@@ -132,7 +132,7 @@ def gate(steps: int, period: int) -> float:
 
 
 def aged_weights(what: Commit, config: Config) -> np.ndarray:
-  """Of a commit, times the gate."""
+  """The weights of a commit's pushes, times the gate."""
   weights = outer.token_weights(what.steps, what.tokens)
   weights = weights * [gate(steps, config.sync.sync_period) for steps in what.steps]
   return weights / weights.sum()
@@ -154,7 +154,7 @@ RULES: dict[str, Patches] = {
 
 @contextlib.contextmanager
 def ruled(name: str) -> Iterator[None]:
-  """Within it stale work is treated by this rule."""
+  """A context in which stale work is treated by this rule."""
   with contextlib.ExitStack() as stack:
     for where, what, instead in RULES[name]:
       stack.enter_context(mock.patch.object(where, what, instead))
@@ -162,7 +162,7 @@ def ruled(name: str) -> Iterator[None]:
 
 
 def run(problem: Problem, rule: str, before: int, away: int, after: int, seed: int) -> Watched:
-  """The world at the end. `away` 0: for good."""
+  """The world at the end. `away` 0: the island never returns."""
   seconds = away * STEP_SECONDS if away else 1e9
   cut = Fault("cut", f"learner-{AWAY}", at_step=before, seconds=seconds)
   with ruled(rule):
@@ -172,7 +172,7 @@ def run(problem: Problem, rule: str, before: int, away: int, after: int, seed: i
 
 
 def compare(here: Watched, without: Watched, before: int, back: int, tokens_per_step: int) -> dict:
-  """What came of the return at step `back`."""
+  """The effects of the return at step `back`."""
   ratios = [loss / without.losses[at] - 1 for at, loss in here.losses.items() if at > back]
   state = here.actors["learner", AWAY].state
   discarded = statistics.mean(f.discarded_tokens for f in state.fragments)

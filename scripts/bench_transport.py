@@ -1,12 +1,12 @@
 """How fast fragments travel on loopback, and how fast control is beside them.
 
-One process sends a fragment of 1, 32 and 256 MB to another, which answers when it has it whole;
-in turn over the in-process queues (a thread instead of a process, payloads by reference), plain
-connections, connections with keys (one, two and four for a fragment), and a raw socket that copies
-the same bytes into memory that is there already. Reported are medians; `plain_vs_socket` is the
-median of the ratios of neighbouring transfers of 32 MB. Then fragments of 32 MB keep the link busy,
-and meanwhile a control message goes there and back: on loopback, and on a link of 10 Mbit/s (tc tbf
-in a network namespace of its own, which needs root; null without).
+One process sends a fragment of 1, 32 and 256 MB to another, which answers when it has the whole
+fragment; in turn over the in-process queues (a thread instead of a process, payloads by reference),
+plain connections, connections with keys (one, two and four for a fragment), and a raw socket that
+copies the same bytes into memory that exists already. Reported are medians; `plain_vs_socket` is
+the median of the ratios of neighbouring transfers of 32 MB. Then fragments of 32 MB keep the link
+busy, and the round trips of a control message are measured: on loopback, and on a link of 10 Mbit/s
+(tc tbf in a network namespace of its own, which needs root; null without).
 
   python scripts/bench_transport.py [--rounds=12] [--quick]
 
@@ -62,7 +62,7 @@ def serve(endpoint, stop: Callable[[], bool]) -> None:
 
 
 def serve_socket(listener: socket.socket, most_bytes: int) -> None:
-  """Copies what comes into the same memory, answers with a byte."""
+  """Copies all that arrives into the same memory, answers with a byte."""
   connection, _ = listener.accept()
   memory = memoryview(bytearray(most_bytes))
   while header := connection.recv(8, socket.MSG_WAITALL):
@@ -90,7 +90,7 @@ def far_end(pipe, folder: str, most_bytes: int) -> None:
 
 
 def over(endpoint, learner: int = 0) -> Callable[[np.ndarray], None]:
-  """Sends a payload over `endpoint` and waits until the shard says that it has it."""
+  """Sends a payload over `endpoint` and waits for the shard's answer."""
   count = 0
 
   def transfer(payload: np.ndarray) -> None:
@@ -149,8 +149,8 @@ def control_under_load(endpoint: NetworkEndpoint, payload: np.ndarray, count: in
 
 
 def slow_link(count: int) -> float | None:
-  """Median milliseconds of a round trip of control on a slow link, beside fragments; None: not
-  without root."""
+  """Median milliseconds of a round trip of control on a slow link, beside fragments; None without
+  root."""
   command = ["unshare", "--net", "sh", "-c", SLOW, sys.executable, __file__, f"--slow={count}"]
   try:
     done = subprocess.run(command, capture_output=True, text=True, timeout=4 * SECONDS)
@@ -164,7 +164,7 @@ def slow_link(count: int) -> float | None:
 
 
 def on_slow_link(count: int) -> None:
-  """What `slow_link` runs behind that link: prints milliseconds."""
+  """The process that `slow_link` starts behind that link: prints milliseconds."""
   shard = NetworkEndpoint(SHARD, 0, RUN, NetworkConfig(), bind="tcp://127.0.0.1:0")
   threading.Thread(target=serve, args=(shard, lambda: False), daemon=True).start()
   learner = dial(shard.bound, None)

@@ -1,15 +1,15 @@
 """Bytes on the wire per inner step and learner, for every codec, beside data-parallel's all-reduce.
 
 Real learners and shards exchange real frames over the in-process queues, in lock-step so that
-every fragment syncs once a period; only the training is left out. Counted are all bytes a learner
-sends and receives, reports included. Data-parallel: a ring all-reduce of f32 gradients sends and
-receives 2 (M - 1) / M values of 4 bytes per parameter and step.
+every fragment syncs once a period; only the training is left out. All bytes that a learner sends
+and receives are counted, reports included. Data-parallel: a ring all-reduce of f32 gradients sends
+and receives 2 (M - 1) / M values of 4 bytes per parameter and step.
 
   python scripts/bench_wire.py [--learners=4] [--periods=8] [--quick]
 
 Last line: {"bytes_per_step": {codec: n}, "versus_data_parallel": {codec: x}, "framing_overhead"}.
-`versus_data_parallel`: how many times fewer bytes. `framing_overhead`: the largest share, over the
-codecs, of what is not payload (headers and control) over what is.
+`versus_data_parallel`: how many times fewer bytes. `framing_overhead`: bytes of headers and control
+over bytes of payload, the largest of all codecs.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def make_config(learners: int, periods: int, name: str, quick: bool) -> config_l
 
 
 def batches_of(config: config_lib.Config, count: Callable[[int], None]):
-  """Zeros; `count` is told the number of the batch before each."""
+  """Batches of zeros; calls `count` with its number before each batch."""
   shape = (config.islands.batch_size, config.data.sequence_length + 1)
 
   def batches(position: int) -> Iterator[np.ndarray]:

@@ -1,11 +1,11 @@
-"""Whether the model of a text-and-image run looks at its images: which digit does it name?
+"""Does the model of a text-and-image run use its images: which digit does it name?
 
     python scripts/caption_digits.py --workdir=runs/text_image [--images=359]
 
-Of every held-out image the beginning of a caption is given, "a handwritten", and each of the ten
-digits is scored as its next word; the most probable one is the model's answer. Then the same with
-each image exchanged for that of another row at random, and with a blank one: what is right then is
-guessed. "image_loss" is of the held-out captions, in nats per token.
+For every held-out image the model gets the beginning of a caption, "a handwritten", and each of the
+ten digits is scored as its next word; the most probable one is the model's answer. Then the same
+with each image exchanged for that of another row at random, and with a blank image: right answers
+are then guesses. "image_loss" is of the held-out captions, in nats per token.
 
 Last line: {"images": n, "accuracy": {"own": share, "shuffled": share, "blank": share},
 "image_loss": {...the same...}, "text_loss": of rows of text alone, "wrong_by_digit": {...}}.
@@ -37,7 +37,7 @@ ROWS = 128  # at a time
 
 @functools.partial(jax.jit, static_argnums=0)
 def log_probability(model: ModelConfig, params: Any, tokens: jax.Array, image: jax.Array):
-  """Of each row's text: [rows]."""
+  """The log probability of each row's text: [rows]."""
   log_p = jax.nn.log_softmax(transformer.apply(model, params, tokens[:, :-1], None, image)[0])
   targets = tokens[:, 1:]
   chosen = jnp.take_along_axis(log_p, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
@@ -56,7 +56,7 @@ def scores(model: ModelConfig, params: Any, tokens: np.ndarray, image: np.ndarra
 
 
 def measure(config: Config, params: Mapping[str, np.ndarray], most: int) -> dict[str, Any]:
-  """What the docstring says."""
+  """All numbers of the last line."""
   pairs = data.open_data(config.data)
   assert isinstance(pairs, captions.Pairs), "--workdir is of no run with captions of digits"
   placed = {name: jnp.asarray(value) for name, value in params.items()}
@@ -68,7 +68,7 @@ def measure(config: Config, params: Mapping[str, np.ndarray], most: int) -> dict
     "blank": np.zeros_like(pixels),
   }
   asked = np.stack([pairs.caption_row(BEGINNING.format(word)) for word in captions.WORDS])
-  # Its end was never trained on here: nothing but the word and its comma is scored.
+  # A caption that ends here was never trained on: only the word and its comma are scored.
   asked[np.arange(10), (asked >= 0).cumsum(1).argmax(1)] = captions.NO_TEXT
   said = np.stack([pairs.caption_row(pairs.caption(i, i)) for i in held_out])
   accuracy, loss = {}, {}

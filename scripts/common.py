@@ -1,4 +1,4 @@
-"""What the scripts beside this file share: arguments, runs as a user starts them, what is found."""
+"""Shared by the scripts beside this file: arguments, runs as a user starts them, results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
   from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
-SAID_CHARACTERS = 4000  # of the log of a run that failed
+SAID_CHARACTERS = 4000  # shown of the log of a run that failed
 PATIENCE_SECONDS = 300.0
 PROGRAM = (sys.executable, "-m", "ddiloco", "train")
 
@@ -39,7 +39,7 @@ PROGRAM = (sys.executable, "-m", "ddiloco", "train")
 def parser(
   text: str | None, quick: str = "a smoke test: numbers mean little"
 ) -> argparse.ArgumentParser:
-  """Its --help says the script's docstring; it knows --quick, unless that is to mean nothing."""
+  """A parser whose --help is the script's docstring; it has --quick unless `quick` is empty."""
   found = argparse.ArgumentParser(
     description=text, formatter_class=argparse.RawDescriptionHelpFormatter
   )
@@ -89,7 +89,7 @@ def small_model(
 
 
 def log_of(workdir: Path) -> Path:
-  """Where the output of all starts of a run is."""
+  """The file with the output of all starts of a run."""
   return workdir.with_name(f"{workdir.name}.log")
 
 
@@ -99,7 +99,7 @@ def last_words(workdir: Path) -> str:
 
 
 def start(config: Config, workdir: Path, *flags: str, cpu: bool = True) -> subprocess.Popen[bytes]:
-  """`ddiloco train`, begun now; its config and output are beside `workdir`.
+  """Starts `ddiloco train`; its config and output are beside `workdir`.
 
   `cpu`: on fake CPU devices.
   """
@@ -113,7 +113,7 @@ def start(config: Config, workdir: Path, *flags: str, cpu: bool = True) -> subpr
 
 
 def train(config: Config, workdir: Path, *flags: str) -> EventLog:
-  """The events of a run that has ended well: an earlier one of the same config, or a new one."""
+  """The events of a finished run: an earlier one of the same config, or a new one."""
   outcome = workdir / workdirs.OUTCOME
   if not (outcome.exists() and workdirs.saved_config(workdir) == config):
     print(f"--- {workdir.name}: output in {log_of(workdir)}", flush=True)
@@ -124,7 +124,7 @@ def train(config: Config, workdir: Path, *flags: str) -> EventLog:
 
 
 def done_before(config: Config, workdir: Path) -> bool:
-  """Whether a run of this config has ended in `workdir`, however it did; another one ends us."""
+  """Whether a run of this config has ended in `workdir`; if it has another run, the script ends."""
   if not read_events(workdir).of(RunFinished):
     return False
   if workdirs.saved_config(workdir) != config:
@@ -136,9 +136,9 @@ def done_before(config: Config, workdir: Path) -> bool:
 def wait_for(
   what: str, found: Callable[[], Any], works: Callable[[], bool], said: Callable[[], str]
 ) -> Any:
-  """The first true `found()`; ends the script if nothing `works` any more, or it takes too long.
+  """The first true `found()`; ends the script if `works()` is false, or the wait takes too long.
 
-  `said`: where to look then.
+  `said`: the end of the message then.
   """
   until = time.monotonic() + PATIENCE_SECONDS
   while not (value := found()):
@@ -149,7 +149,7 @@ def wait_for(
 
 
 class Run:
-  """`ddiloco train --engine=processes`, begun now, and what it has logged so far."""
+  """A run of `ddiloco train --engine=processes`, which starts now, and its events so far."""
 
   def __init__(self, config: Config, workdir: Path, cpu: bool = True):
     self.workdir, self.began = workdir, time.time()
@@ -160,7 +160,7 @@ class Run:
     return self
 
   def __exit__(self, *_: object) -> None:
-    """Tells it to end; it saves what it can, as on SIGTERM anywhere."""
+    """Ends the run by SIGTERM, after which it saves its work."""
     self._process.send_signal(signal.SIGTERM)
     try:
       self._process.wait(PATIENCE_SECONDS)
@@ -169,7 +169,7 @@ class Run:
 
   @property
   def log(self) -> EventLog:
-    """All events by now."""
+    """All events so far."""
     return self._log.read()
 
   def wait_for(self, what: str, found: Callable[[EventLog], Any]) -> Any:
@@ -179,19 +179,19 @@ class Run:
     return wait_for(what, lambda: found(self.log), works, said)
 
   def kill(self, *flags: str) -> None:
-    """kill -9 of its processes that were started with these flags; it starts them again. Linux."""
+    """kill -9 of its processes that have these flags; the run starts them again. Linux."""
     for pid in processes_of(self.workdir, *flags):
       with contextlib.suppress(ProcessLookupError):  # it has just ended
         os.kill(pid, signal.SIGKILL)
 
 
-# --- What is found
+# --- Results
 
 
 class Kept:
-  """Results in a file, a line of JSON each; other processes may add to it.
+  """Results in a file, a line of JSON each; other processes may add to the file.
 
-  `key_of`: what a result is known by.
+  `key_of`: the key of a result.
   """
 
   def __init__(self, file: Path, key_of: Callable[[dict[str, Any]], Any]):
@@ -200,14 +200,14 @@ class Kept:
     file.parent.mkdir(parents=True, exist_ok=True)
 
   def get(self, key: Any) -> dict[str, Any] | None:
-    """What there is by now."""
+    """The result with this key, if there is one by now."""
     if key not in self._found and self._file.exists():
       lines = map(json.loads, self._file.read_text().splitlines())
       self._found = {self._key_of(each): each for each in lines}
     return self._found.get(key)
 
   def add(self, found: dict[str, Any]) -> dict[str, Any]:
-    """One more."""
+    """Adds a result."""
     with self._file.open("a") as file:
       file.write(json.dumps(found) + "\n")
     self._found[self._key_of(found)] = found
@@ -215,7 +215,7 @@ class Kept:
 
 
 def middle(values: Sequence[float], digits: int = 4) -> float | None:
-  """The median, rounded; None of none."""
+  """The median, rounded; None without values."""
   return round(statistics.median(values), digits) if values else None
 
 
@@ -226,7 +226,7 @@ def spread(values: Sequence[float], digits: int, sign: str = "") -> str:
 
 
 def memory_bytes(key: str = "VmRSS") -> int:
-  """Of this process; "VmHWM": the most that it ever had. Linux."""
+  """Memory of this process; "VmHWM": the most that it ever had. Linux."""
   lines = Path("/proc/self/status").read_text().splitlines()
   return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
@@ -235,7 +235,7 @@ def memory_bytes(key: str = "VmRSS") -> int:
 def picture(
   path: Path, height_inches: float, rows: int = 1, **options: Any
 ) -> Iterator[tuple[Figure, list[Axes]]]:
-  """A figure in the style of the report, to be drawn on inside this; then it is written."""
+  """A context with a figure in the style of the report; the figure is written at its end."""
   with plots.styled():
     figure, axes = plots.new_figure(height_inches, rows, **options)
     yield figure, axes

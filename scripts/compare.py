@@ -4,7 +4,7 @@
       [--seeds=3] [--accelerator] [--table] [--picture=FILE] [--quick]
 
 All train one language model on bytes of this Python's standard library, on equally many tokens, and
-are judged on the same 65,536 held-out ones. Those that exchange do so in virtual time
+are judged on the same 65,536 held-out tokens. Runs with an exchange are in virtual time
 (virtual_training.py): a run is a pure function of its config and seed. Islands are equally fast (a
 step varies by up to a tenth) unless a row says otherwise, and links take no time. The sizes 1m and
 10m are for an accelerator.
@@ -13,13 +13,13 @@ Every tuned method has the same budget of seven runs with seed 0, one coordinate
 each from the best point so far: the inner learning rate (4e-3 to 32e-3; others where
 `compared.SIZES` says so), the sequences of all islands together in a step (16, 8), and the outer
 learning rate times 0.7 and 1.4; a method without an outer step has its inner rate times these.
-Larger models and longer runs begin where a smaller one has ended, and try the four inner rates.
-Learning rates decay over exactly the run's steps, however many there are. The best point is then
-run with other seeds: of data, initial values and paces. Rows that are not tuned are variants of one
-that is, at its point. outer_gradients.py says what the last columns mean.
+For larger models and longer runs the tuning begins at the point of a smaller one, and tries the
+four inner rates. Learning rates decay over exactly the run's steps, however many there are. The
+best point is then run with other seeds: of data, initial values and paces. Rows that are not tuned
+are variants of a tuned row, at its point. outer_gradients.py says what the last columns mean.
 
 Every run that has ended is a line of WORKDIR/runs.jsonl and is not run again. With --table or
---picture nothing is run: what is there is printed, or drawn. Else the last line is
+--picture nothing is run: the results so far are printed, or drawn. Else the last line is
 {"relative": {SIZE: {ROW: x}}}, in % of data-parallel's loss.
 """
 
@@ -44,7 +44,7 @@ from ddiloco.training.devices import kept_in
 if TYPE_CHECKING:
   from matplotlib.axes import Axes
 
-# --- What it says
+# --- The tables
 
 
 def table(comparisons: Iterable[Comparison]) -> Iterator[str]:
@@ -78,9 +78,10 @@ def table(comparisons: Iterable[Comparison]) -> Iterator[str]:
 
 
 def by_batch(comparison: Comparison) -> Iterator[str]:
-  """What two islands' updates have in common, at the batches that the tuning has tried.
+  """Signal over noise of islands' updates, at the batches that the tuning has tried.
 
-  Of cosine c, a share c of an update's square is common to all, the signal, and 1 - c is not.
+  With cosine c, a share c of an update's squared length is common to all updates (the signal), and
+  a share 1 - c is not.
   """
   lines = []
   for row, method in METHODS.items():
@@ -127,7 +128,7 @@ def line(comparison: Comparison, row: str, found: list[dict[str, Any]]) -> str:
   return f"| {' | '.join(cells)} |"
 
 
-# --- And how it looks
+# --- The picture
 
 # Relative loss in % by M of DiLoCo against data-parallel, both tuned, 35M parameters (2503.09799).
 PUBLISHED = {4: 2.0, 8: 3.9}
@@ -142,7 +143,7 @@ BY_PERIOD = {
 
 
 def draw(comparisons: list[Comparison], path: Path) -> None:
-  """Loss over M, size and H, and what the outer gradients are like while a run goes on."""
+  """Loss over M, size and H, and the outer gradients' cosines during a run."""
   first = comparisons[0]
   with common.picture(path, 14.0, rows=4) as (_, (islands, sizes, periods, course)):
     islands.set_title("Loss against tuned data-parallel by islands")
@@ -237,7 +238,7 @@ def main() -> None:
         here = [r for r, m in METHODS.items() if each.size in m.sizes]
         for row in options.only or here or QUICK_ROWS:
           each.row(row)
-  known = comparisons(trains=False)  # also what other processes have run meanwhile
+  known = comparisons(trains=False)  # includes the runs of other processes
   if options.picture:
     draw(known, options.picture)
   if options.table:

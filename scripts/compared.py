@@ -1,4 +1,4 @@
-"""The rows of scripts/compare.py: what each is, its runs, and how its point is chosen."""
+"""The rows of scripts/compare.py: their settings, their runs, and the choice of their points."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from virtual_training import STEP_SECONDS, Text, Trainer, Valued
 from ddiloco.chaos import random_faults
 from ddiloco.config import Config, Fault
 
-# --- What is compared
+# --- Sizes and rows
 
 BATCH = 16  # sequences of all islands together in a step
 RATES, BATCHES, FACTORS = (4e-3, 8e-3, 16e-3, 32e-3), (16, 8), (0.7, 1.4)
@@ -33,7 +33,7 @@ SNAPSHOT_STEPS, OUTLIVED = 50, 50  # of runs with faults; quarantines and crashe
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-  """A model, and how long it is trained.
+  """A model, and the length of its training.
 
   Attributes:
     layers: of the model.
@@ -55,7 +55,7 @@ class Size:
 
   @property
   def fields(self) -> dict[str, Any]:
-    """Of the config: four heads, and a hidden layer of three widths."""
+    """Fields of the config: four heads, and a hidden layer of three widths."""
     return {
       "model.num_layers": self.layers,
       "model.model_dim": self.width,
@@ -73,7 +73,7 @@ SIZES: dict[str, Size] = {
   "115k": Size(2, 64, 983_040, after="33k"),
   "115k, long": Size(2, 64, 3_932_160, after="115k", rates=(1e-3, 2e-3, 4e-3, 8e-3, 16e-3)),
   "250k, long": Size(2, 96, 8_257_536, after="115k, long", rates=(1e-3, 2e-3, 4e-3)),
-  # For an accelerator: their steps have as many tokens as keep one busy.
+  # For an accelerator: their steps have enough tokens to keep it busy.
   "1m": Size(5, 128, 10_240_000, "33k", 128, 32, (1e-3, 2e-3, 4e-3, 8e-3)),
   "10m": Size(12, 256, 49_152_000, "33k", 256, 64, (5e-4, 1e-3, 2e-3, 4e-3)),
 }
@@ -93,10 +93,10 @@ class Method:
       with its own share of the tokens.
     slowness: of the islands.
     faults: how many, and of which kinds: arguments of `random_faults`, spread over the whole run.
-    presence: by learner, from which to which share of the run it takes part; others do all along.
-    sizes: where it is run.
+    presence: by learner, the shares of the run between which it takes part; others always do.
+    sizes: the sizes at which it is run.
     beside: the row of data-parallel that it is compared with.
-    ideas: of ideas.py, and their numbers.
+    ideas: of ideas.py, with their numbers.
   """
 
   base: str = "default"
@@ -118,12 +118,12 @@ def outer(rate: float, momentum: float) -> dict[str, Any]:
 
 
 def variant(fields: Mapping[str, Any] | None = None, learners: int = 4, **more: Any) -> Method:
-  """Of the default, at its point."""
+  """A variant of the default, at its point."""
   return Method("default", fields or {}, learners, f"default, M = {learners}", **more)
 
 
 def idea(**ideas: float) -> Method:
-  """The default with something of ideas.py."""
+  """The default with ideas of ideas.py."""
   return variant(sizes=("33k, long",), ideas=ideas)
 
 
@@ -133,12 +133,12 @@ def both_ways(codec: str) -> Method:
 
 
 def twice_the_rate(learners: int) -> Method:
-  """The average of these islands' pushes, its outer steps about as long as RDA's."""
+  """Merges by average with twice the outer rate, so that outer steps are about as long as RDA's."""
   return variant(AVERAGE | {"outer.learning_rate": 1.0}, learners, sizes=("33k, long",))
 
 
 def kills(rejoin: str) -> Method:
-  """Of the default, an island killed every hundred steps; what it comes back with."""
+  """The default, with an island killed every hundred steps; `rejoin`: the state it returns with."""
   return variant({"checkpoint.rejoin": rejoin}, faults={"count": 12, "kinds": ["kill"]})
 
 
@@ -242,14 +242,14 @@ QUICK_ROWS = ("data-parallel", "default, M = 4", "exchange alone, M = 1", "DiLoC
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-  """What is tuned. `factor`: of the outer learning rate; of the inner one where there is none."""
+  """The tuned values. `factor`: of the outer learning rate, without an outer step of the inner."""
 
   rate: float = 8e-3
   batch: int = BATCH
   factor: float = 1.0
 
 
-# What of a row its runs' outcome depends on.
+# The fields of a row on which the outcome of its runs depends.
 OF_ROW = ("base", "fields", "learners", "how", "slowness", "faults", "presence", "ideas")
 
 
@@ -263,13 +263,13 @@ class Run:
   seed: int
 
   def told(self) -> dict[str, Any]:
-    """As in a line of runs.jsonl."""
+    """The run as in a line of runs.jsonl."""
     of_row = {name: getattr(self.method, name) for name in OF_ROW}
     point = dataclasses.asdict(self.point)
     return {"size": self.size, **of_row, "point": point, "seed": self.seed}
 
   def config(self) -> Config:
-    """Of the run."""
+    """The config of the run."""
     size, point, method = SIZES.get(self.size, QUICK), self.point, self.method
     islands = 1 if method.how == "together" else method.learners
     base = common.config_of(method.base, {})
@@ -313,7 +313,7 @@ class Run:
 
 
 class Observed(Valued):
-  """A world whose commits are looked at."""
+  """A world that records its commits' outer gradients."""
 
   def __init__(self, text: Text, run: Run):
     self.seen: list[Seen] = []
@@ -339,7 +339,7 @@ class Observed(Valued):
 
 
 def train(run: Run) -> dict[str, Any]:
-  """What came of a run."""
+  """The result of a run."""
   config = run.config()
   text, began = Text(config), time.monotonic()
   if run.method.how != "exchange":
@@ -368,11 +368,11 @@ def train(run: Run) -> dict[str, Any]:
   }
 
 
-# --- All runs, those that have ended and those to come
+# --- All runs, finished and to come
 
 
 def known_by(line: Mapping[str, Any]) -> str:
-  """Equal for runs of the same outcome; older lines do not tell what there was not yet."""
+  """A key, equal for runs of the same outcome; older lines lack fields that are newer."""
   told = ("size", *OF_ROW, "point", "seed")
   return json.dumps({name: line.get(name, {}) for name in told}, sort_keys=True)
 
@@ -385,7 +385,7 @@ class Runs:
     self._commit = commit_of_sources()
 
   def __call__(self, run: Run, row: str) -> dict[str, Any] | None:
-    """What came of a run: of an earlier one, or of one that is made now; None: not allowed to."""
+    """The result of an earlier run, or of one made now; None if it may not be made."""
     found = self._kept.get(known_by(run.told()))
     if found is not None or not self._trains:
       return found
@@ -400,13 +400,13 @@ class Runs:
 
 
 def commit_of_sources() -> str:
-  """Of git; with a + if files have changed since."""
+  """The git commit, with a + if files have changed since."""
   command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
   return subprocess.run(command, cwd=common.ROOT, capture_output=True, text=True).stdout.strip()
 
 
 def machine() -> str:
-  """Its accelerator, or its processor and how many."""
+  """The machine's accelerator, or its processor and their number."""
   if jax.default_backend() != "cpu":
     return jax.devices()[0].device_kind
   lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
@@ -417,7 +417,7 @@ def machine() -> str:
 def coordinates(
   best: Point, learners: int, rates: Sequence[float], rates_alone: bool
 ) -> Generator[list[Point], Point]:
-  """The points to try next to the best so far; `send` says which of all so far it is."""
+  """Yields the next points to try; gets the best point so far by `send`."""
   best = yield [dataclasses.replace(best, rate=rate) for rate in rates]
   if rates_alone:
     return
@@ -434,7 +434,7 @@ class Comparison:
     runs: of all sizes.
     seeds: how many of each row at its point.
     tunes: False: every row is at the first point of the grid.
-    smaller: the size whose point a row of this one begins at; then only rates are tried.
+    smaller: the size whose point each row begins at; then only rates are tried.
   """
 
   def __init__(
@@ -454,7 +454,7 @@ class Comparison:
     return self._runs(Run(self.size, METHODS[row], point, seed), row)
 
   def point(self, row: str) -> Point | None:
-    """The best of the row's grid; None if it is not there."""
+    """The best point of the row's grid; None if the row is not there."""
     if row not in self._points:
       self._points[row] = self._tuned(row)
     return self._points[row]
@@ -483,7 +483,7 @@ class Comparison:
         return best
 
   def row(self, row: str) -> list[dict[str, Any]]:
-    """Its runs at its point, by seed, as many as there are."""
+    """The row's runs at its point, by seed, as far as they are there."""
     point = self.point(row)
     if point is None:
       return []
@@ -491,6 +491,6 @@ class Comparison:
     return [each for each in found if each is not None]
 
   def relative(self, found: list[dict[str, Any]], to: str = "data-parallel") -> list[float]:
-    """How much more its loss is than another row's of the same seed, in %."""
+    """By seed, how much greater the loss is than that of the row `to`, in %."""
     other = {each["seed"]: each["loss"] for each in self.row(to)}
     return [100 * (f["loss"] / other[f["seed"]] - 1) for f in found if f["seed"] in other]

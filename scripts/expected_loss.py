@@ -1,11 +1,11 @@
-"""The loss that a config's lab page names: the run in virtual time, with several seeds.
+"""The loss that a config's docstring names: the run in virtual time, with several seeds.
 
     python scripts/expected_loss.py [--configs='quickstart;default;dense:100k'] [--seeds=3]
       [--kinds='untrained;alone;together;adamw;merged'] [--rates='0.5;1']
       [--workdir=runs/expected_loss]
 
-A run is a function of its config and seed alone (virtual_training.py), whatever the machine does
-beside it; the config's own faults strike it. "alone" is one island without exchange for as many
+A run is a function of its config and seed alone (virtual_training.py), whatever else the machine
+does; the config's own faults strike it. "alone" is one island without exchange for as many
 steps, "together" data-parallel with the batches of all islands, at equal tokens, with the config's
 inner rate times the best of --rates at seed 0; "adamw" is the same with AdamW inside. Every run
 that has ended is a line of WORKDIR/runs.jsonl and is not made again. A run takes half a minute to
@@ -33,18 +33,18 @@ from ddiloco.training.devices import kept_in
 CONFIGS = "quickstart;default;decoupled;streaming_diloco;diloco;data_parallel;tutorial;dense:100k"
 RATES = "0.35;0.5;0.7;1"
 KINDS = ("untrained", "alone", "together", "adamw", "merged")
-DATA_PARALLEL = {"together": {}, "adamw": {"optimizer": "adamw"}}  # what else is changed inside
+DATA_PARALLEL = {"together": {}, "adamw": {"optimizer": "adamw"}}  # changes of `inner`
 
 
 def config_of(name: str, seed: int) -> Config:
-  """Of configs/NAME.py, or of a preset of it, NAME:PRESET; islands have one device each."""
+  """The config of configs/NAME.py, or of its preset NAME:PRESET; islands have one device each."""
   module, _, preset = name.partition(":")
   fields = {"seed": seed, "islands.devices": 1, "network.drain_seconds": 1e3}
   return common.config_of(module, fields, *filter(None, [preset]))
 
 
 def together(config: Config, rate: float, **changes: Any) -> Config:
-  """Data-parallel at the same tokens, its inner learning rate times `rate`, and inner changes."""
+  """Data-parallel at the same tokens, the inner rate times `rate`; `changes`: of `inner`."""
   islands = dataclasses.replace(
     config.islands,
     num_learners=1,
@@ -60,7 +60,7 @@ NO_CHAOS = common.config_of("default", {}).chaos
 
 
 def loss(kind: str, config: Config) -> float:
-  """Of one run, or of a part of it."""
+  """The loss of one run, or of a part of it."""
   text = Text(config)
   if kind == "untrained":
     return text.loss(text.initial)
@@ -76,7 +76,7 @@ class Runs:
     self._kept = common.Kept(workdir / "runs.jsonl", lambda each: (each["kind"], each["config"]))
 
   def __call__(self, name: str, kind: str, config: Config) -> float:
-    """Its loss, of an earlier run or of one that is made now."""
+    """The loss of an earlier run, or of one made now."""
     key = kind, config.to_json()
     found = self._kept.get(key)
     if found is None:

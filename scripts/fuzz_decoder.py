@@ -2,9 +2,10 @@
 
 Five targets, chosen by the first byte of an input: a protocol message as it is on the wire; the
 same with a right envelope, so that every input reaches the fields; a frame of the transport; a
-fragment in a wire codec; parts of payloads into `network.peers.Incoming`. The rule for all: nothing
-but `MalformedMessage` and `CodecError` comes out, what decodes encodes back to the same, memory
-stays bounded, parts make whole messages, once and in order. It starts from real frames.
+fragment in a wire codec; parts of payloads into `network.peers.Incoming`. The rule for all targets:
+no exception but `MalformedMessage` and `CodecError` is raised, a decoded input encodes back to the
+same bytes, memory stays bounded, parts make whole messages, once and in order. The seeds are real
+frames.
 
   pip install -e .[fuzz]
   python scripts/fuzz_decoder.py [--runs=1000000] [--seed=N]
@@ -42,7 +43,7 @@ except ImportError:
 import numpy as np
 from msgspec import msgpack
 
-# What is fuzzed is imported so that atheris sees which way every input goes.
+# The fuzzed modules are instrumented, so that atheris sees the path of every input.
 with atheris.instrument_imports(include=["ddiloco"]) if atheris else contextlib.nullcontext():
   from ddiloco.core import codec
   from ddiloco.network import frames, peers, transport
@@ -81,7 +82,7 @@ def _message(header: bytes, payload: bytes | None) -> bool:
   decoded = messages.decode(header, payload, RUN, PLAN)
   again = messages.decode(*messages.encode(decoded, RUN, PLAN), RUN, PLAN)
   assert again == decoded, f"{decoded} became {again}"
-  if payload is not None:  # what is asked before its bytes are let in
+  if payload is not None:  # the check before a payload's bytes are let in
     sender = transport.claimed_sender(decoded)
     transport.open_frame((RUN, PLAN), sender, decoded.incarnation, header, payload)
   return True
@@ -96,13 +97,13 @@ def frame(data: bytes) -> bool:
 
 
 def fragment(data: bytes) -> bool:
-  """[codec, fitting or not, payload...]: the size is the greatest that fits, or one too many."""
+  """[codec, fitting or not, payload...]: the size is the greatest that fits, or greater by one."""
   if len(data) < 2:
     return False
   name, payload = codec.CODECS[data[0] % len(codec.CODECS)], np.frombuffer(data[2:], np.uint8)
   sizes, bytes_of = range(2 * len(payload) + 2), functools.partial(codec.payload_bytes, codec=name)
   size = bisect.bisect_right(sizes, len(payload), key=bytes_of) - 1
-  if data[1] % 8:  # mostly of the right length; the wrong one is refused at once
+  if data[1] % 8:  # mostly of the right length; a wrong length is refused at once
     payload = payload[: codec.payload_bytes(size, name)]
   values = codec.decode(payload, size + (data[1] % 16 == 8), name)
   assert values.dtype == np.float32 and values.shape == (size,)
@@ -125,10 +126,10 @@ MOST_STEPS = 48
 
 
 def parts(data: bytes) -> bool:
-  """Four bytes for each of up to 48 steps: [what, how many numbers ahead, total, header]. As over
-  real connections, the numbers of a stream only grow; some parts are lost on the way."""
+  """Four bytes for each of up to 48 steps: [action, numbers skipped, total, header]. As over real
+  connections, the message numbers of a stream only grow; some parts are lost on the way."""
   incoming = peers.Incoming(STREAMS, NETWORK_RUN, peers.BufferPool(), _check)
-  wire, taken_from = _Wire(), list[int]()  # bytes of header and payload that are not taken
+  wire, taken_from = _Wire(), list[int]()  # sizes of messages that the role has not taken yet
   newest, last = [-1] * STREAMS, -1
   at: list[int | None] = [None] * STREAMS  # numbers of messages under way
   for place in range(0, min(len(data), 4 * MOST_STEPS) - 3, 4):
@@ -137,7 +138,7 @@ def parts(data: bytes) -> bool:
     if what >= 224 and taken_from:
       incoming.taken(taken_from.pop())
     elif what >= 192:
-      at[stream] = None  # its connection has broken
+      at[stream] = None  # the stream's connection has broken
     elif at[stream] is None:
       number = newest[stream] + 1 + ahead % 4 * (ahead > 127)
       at[stream] = _offer(incoming, stream, number, total, header, what, wire)
@@ -158,7 +159,7 @@ def parts(data: bytes) -> bool:
 
 
 class _Wire:
-  """Stands for a connection that waits for room."""
+  """A stand-in for a connection that waits for room."""
 
   heard = False  # the frame that was offered has been read
 
@@ -169,7 +170,7 @@ class _Wire:
 def _offer(
   incoming, stream: int, number: int, total: int, header: int, what: int, wire: _Wire
 ) -> int | None:
-  """A stream's part of a message begins to arrive; its number if it is let in, and filled here."""
+  """Offers a part of a message as a stream does; returns its number if it is let in and filled."""
   total = number * 7 % (LARGEST_BYTES + 16) if total < 192 else total  # mostly all streams agree
   name = b"?" if header % 16 == 15 else b"%d" % number
   place = frames.part(stream, STREAMS, total)
@@ -177,7 +178,7 @@ def _offer(
   wire.heard = True
   try:
     memory = incoming.room(stream, frames.Bulk(number, total, name), size, wire)
-  except (messages.MalformedMessage, frames.Forget):  # what follows must still arrive
+  except (messages.MalformedMessage, frames.Forget):  # later parts must still arrive
     return None
   wire.heard = memory is not None
   if memory is None:
@@ -248,7 +249,7 @@ def _framed(each: frames.Frame) -> bytes:
 
 
 def try_one(data: bytes) -> bool:
-  """Whether one input was accepted; whatever is not the rule comes out as an exception."""
+  """Whether one input was accepted; raises an exception if the input breaks the rule."""
   if not data:
     return False
   try:
@@ -271,7 +272,7 @@ class Fuzz:
       (self.folder / "corpus" / f"seed-{number}").write_bytes(data)
 
   def run(self) -> NoReturn:
-    """Until `runs` inputs are done, or one breaks the rule."""
+    """Runs until `runs` inputs are done, or an input breaks the rule."""
     options = {
       "seed": self.seed,
       "max_len": MAX_INPUT_BYTES,

@@ -1,12 +1,12 @@
-"""What was tried beside the algorithm and has earned no switch, for scripts/compare.py.
+"""Ideas that were tried and did not become settings, for scripts/compare.py.
 
 A row of `compared.METHODS` names its ideas and their numbers:
 
 restart        outer momentum begins again after so many versions of a fragment
 warm_up        the outer learning rate grows from 0 over this share of the run's tokens
-steady_step    the outer learning rate is such that rate * (1 + m / (1 - m * rho)), m the momentum
-               and rho as seen lately, is what it is at this rho: where updates point the same
-               way, momentum adds up more of them
+steady_step    the outer learning rate is scaled so that rate * (1 + m / (1 - m * rho)), m the
+               momentum and rho the recent mean, equals its value at this rho: where updates point
+               the same way, momentum adds up more of them
 forget         an island sets this share of Adam's first moment to 0 where it applies a version
 mean_of        the result is the mean of a fragment's newest so many versions
 """
@@ -39,7 +39,7 @@ class TriedMerger(Observer):
   recent: Recent
 
   def follow(self, ideas: Mapping[str, float], recent: Recent) -> TriedMerger:
-    """This merger, from now on; `recent` is where it puts new values."""
+    """Sets the ideas, and `recent`, to which new values are added; returns this merger."""
     self.ideas, self.recent = ideas, recent
     return self
 
@@ -71,7 +71,9 @@ class TriedMerger(Observer):
 
 
 def gain(momentum: float, rho: float) -> float:
-  """How far all steps together go that one update takes part in, if each next one has `rho` of it.
+  """The sum of an update's contributions to this and all later steps, along the update.
+
+  `rho`: the cosine of each update with the next.
 
   >>> [round(gain(0.8, rho), 2) for rho in (0, 0.25, 1)]
   [1.8, 2.0, 5.0]
@@ -85,9 +87,9 @@ def mean_values(recent: Recent) -> list[np.ndarray]:
 
 
 class ForgetfulTrainer(Trainer):
-  """An island that forgets Adam's first moment of a fragment where it applies a version of it."""
+  """An island that reduces Adam's first moment of a fragment when it applies a version of it."""
 
-  forgets = 0.0  # which share
+  forgets = 0.0  # the share of the moment that is dropped
 
   def apply(self, fragment: int, staged: Any, keep: float) -> None:
     super().apply(fragment, staged, keep)

@@ -21,18 +21,18 @@ from ddiloco.roles.learner import Learner
 from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Runtime
 
-BATCHES = 8  # different ones, again and again
+BATCHES = 8  # different batches, which repeat
 
 
 def batches(config: Config) -> list[np.ndarray]:
-  """Tokens of nothing in particular."""
+  """Batches of arbitrary tokens."""
   random = np.random.default_rng(0)
   shape = (config.islands.batch_size, config.data.sequence_length + 1)
   return [random.integers(0, config.model.vocab_size, shape, np.int32) for _ in range(BATCHES)]
 
 
 def store_of(plan: Plan, params: Mapping[str, np.ndarray]) -> MemoryStore:
-  """Every fragment, with these values."""
+  """A store with every fragment, with these values."""
   store = MemoryStore()
   for fragment in plan.fragments:
     store.save(new_fragment(fragment, gather(fragment, params)))
@@ -40,7 +40,7 @@ def store_of(plan: Plan, params: Mapping[str, np.ndarray]) -> MemoryStore:
 
 
 class Shard:
-  """A syncer in a thread of its own, which begins now."""
+  """A syncer in a thread of its own, which starts at once."""
 
   def __init__(
     self,
@@ -76,7 +76,7 @@ def train(
   recorder: Records | None = None,
   saver: Saver | None = None,
 ) -> None:
-  """A learner, until all is merged or it is to stop; `read` makes batches from a position on."""
+  """Runs a learner until all is merged or `stop()`; `read` makes batches from a position on."""
   beginning = ResumeState(new_learner(config, plan, number, 0))
   runtime = Runtime(endpoint, recorder or NullRecorder(), saver)
   role = Learner(beginning, config, plan, island, read, runtime)

@@ -3,11 +3,11 @@
   python scripts/journey.py [--brief]
 
 Prints every stop in order: the file, the function, and what happens there; then every file with its
-lines. A file counts that works on the delta, on a message that carries it or decides on it, or on
-its round; not the settings, the event log, and what only starts and ends roles. With --brief only
+lines. Files count that work on the delta, on messages that carry it or decide on it, or on its
+round; not the settings, the event log, or code that only starts and ends roles. With --brief only
 the files. Last line: {"files", "lines", "lines_of_stops", "most_files", "most_lines"}, of which
 `lines_of_stops` are those of the functions alone; exit status 1 if there are more files or lines
-than there should be. `tests/test_journey.py` keeps the list true.
+than `most_files` or `most_lines`. `tests/test_journey.py` keeps the list true.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Stop:
   Attributes:
     file: under ddiloco/.
     function: of it, as "name" or "Class.name".
-    what: happens here, in one sentence.
+    what: the event here, in one sentence.
     leads: a name that this file and the next stop's both use: the call, the message or the action
       by which the delta gets there.
   """
@@ -62,7 +62,7 @@ JOURNEY = (
        "A fragment is due where a learner has made H steps since its last sync.", "is_due"),
   Stop("protocol/rounds.py", "start_rounds",
        "When a quorum is due, a round starts: every available learner is sent a pull.", "Pull"),
-  # The learner copies the fragment out and pushes what it has.
+  # The learner copies the fragment out and pushes its delta.
   Stop("protocol/learner.py", "_answer_pulls",
        "At the next boundary the learner decides to answer: copy the fragment out.",
        "Outstanding"),

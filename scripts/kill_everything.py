@@ -1,15 +1,16 @@
-"""Kills a whole run with SIGKILL at random moments and starts it again: what is lost or doubled?
+"""Kills a whole run with SIGKILL at random moments and starts it again: is work lost or doubled?
 
 `ddiloco train` of a tiny model; moments are uniform over the global step, a fifth of them while it
 starts and compiles, some in the second after its last step. After each kill the checkpoints and
-event logs must fit: the newest committed snapshot is undamaged and no older than before, the next
-life begins with exactly that, and on the way to its values no push is counted twice and the tokens
-add up. In the end the run must be finished, with a held-out loss like that of undisturbed runs.
+event logs must agree: the newest committed snapshot is undamaged and no older than before, the next
+life begins with exactly this snapshot, and in the rounds that lead to its values no push is counted
+twice and the tokens add up. In the end the run must be finished, with a held-out loss like that of
+undisturbed runs.
 
   python scripts/kill_everything.py [--kills=50] [--seed=0] [--engine=threads] [--workdir=DIR]
 
-With --workdir everything stays there, and a cut-off script goes on where it was. A line for each
-kill; exit status 1 if anything does not hold. Last line: {"kills", "resumes", "snapshots",
+With --workdir all files stay there, and a script that was cut off goes on where it was. Prints a
+line for each kill; exit status 1 if a check fails. Last line: {"kills", "resumes", "snapshots",
 "versions_back", "counted_twice", "finished", "loss", "loss_undisturbed", "seconds", ...}.
 """
 
@@ -46,12 +47,12 @@ from ddiloco.workdir import CHECKPOINTS, COMPILED, OUTCOME
 LEARNERS, FRAGMENTS = 2, 2
 TOKENS = 8 * 32  # of a step: B = 8, T = 32
 POLL_SECONDS = 0.02
-LIFE_SECONDS = 240.0  # after which a run that does not get on is given up
+LIFE_SECONDS = 240.0  # after which a life that has not ended is given up
 FIRST_START_SECONDS = 20.0  # until the first step, while nothing is compiled
 
 
 def config_of(seed: int, steps: int) -> Config:
-  """Snapshots every few tenths of a second."""
+  """A tiny run with snapshots every few tenths of a second."""
   return from_dict(
     {
       "seed": seed,
@@ -66,7 +67,7 @@ def config_of(seed: int, steps: int) -> Config:
         "snapshot_steps": 20,
       },
       "outer": {"learning_rate": 0.7, "momentum": 0.5},
-      "network": {"drain_seconds": 2.0, "hello_seconds": 0.1},  # shards wait less for the past
+      "network": {"drain_seconds": 2.0, "hello_seconds": 0.1},  # shorter waits at starts and ends
       "run": {
         "evaluations": 2, "sample_tokens": 0, "restart_seconds": 0.1,
         "total_tokens": LEARNERS * steps * TOKENS,
@@ -77,14 +78,14 @@ def config_of(seed: int, steps: int) -> Config:
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-  """When a life is killed: in its start, or when the global step has come so far."""
+  """When a life is killed: during its start, or after a global step."""
 
   global_step: int  # -1: in the start, at its first step at the latest
-  wait: float  # before the kill: a share of what a start takes; in seconds, after the last step
+  wait: float  # before the kill: in a start a share of its usual time; after the last step seconds
 
 
 def moments(seed: int, kills: int, steps: int) -> list[Moment]:
-  """Of all kills, in order; the first of all while it compiles."""
+  """The moments of all kills, in order; the first of them during compilation."""
   source = random.Random(f"kills {seed}")
   steps_at = sorted(int(steps * min(1.0, source.uniform(0.0, 1.03))) for _ in range(kills))
   starts = [i == 0 or source.random() < 0.2 for i in range(kills)]
@@ -99,7 +100,7 @@ def moments(seed: int, kills: int, steps: int) -> list[Moment]:
 
 
 def kill_all(process: subprocess.Popen, workdir: Path) -> None:
-  """The process and all that it has started, without a warning."""
+  """Kills the process and its descendants with SIGKILL."""
   while True:
     there = [process.pid, *processes_of(workdir)]
     for pid in there:
@@ -115,7 +116,7 @@ def kill_all(process: subprocess.Popen, workdir: Path) -> None:
 
 @dataclasses.dataclass
 class Life:
-  """What became of one start of the run."""
+  """The outcome of one start of the run."""
 
   events: EventLog
   status: int | None  # None: killed
@@ -125,7 +126,7 @@ class Life:
 def live(workdir: Path, config: Config, engine: str, moment: Moment | None, start: float) -> Life:
   """Starts the run, and kills it at its moment; `start` is how long a start takes, in seconds."""
   follower, events = Follower(workdir), EventLog()
-  follower.poll()  # what happened in lives before
+  follower.poll()  # skips the events of earlier lives
   began, stepped, reached = time.monotonic(), None, None
   process = common.start(config, workdir, f"--engine={engine}")
   try:
@@ -135,7 +136,7 @@ def live(workdir: Path, config: Config, engine: str, moment: Moment | None, star
       events += new
       steps_seen = [e.global_step for e in new if isinstance(e, Step)]
       if (workdir / OUTCOME).exists():
-        moment = None  # its result is there: the run is over, and is left to be measured
+        moment = None  # the run is over, and is not killed while it writes its report
       if steps_seen and stepped is None:
         stepped = now - began
       newest = max(steps_seen, default=-1)
@@ -157,7 +158,7 @@ def live(workdir: Path, config: Config, engine: str, moment: Moment | None, star
   return Life(events, status, stepped)
 
 
-# --- what must hold -------------------------------------------------------------------------------
+# --- the invariants -------------------------------------------------------------------------------
 
 KEEP = CheckpointConfig().keep
 Values = dict[int, tuple[int, int, int]]  # fragment -> version, round, round of the momentum
@@ -165,24 +166,24 @@ Values = dict[int, tuple[int, int, int]]  # fragment -> version, round, round of
 
 @dataclasses.dataclass(frozen=True)
 class Newest:
-  """The newest committed snapshot that is whole."""
+  """The newest committed snapshot that is undamaged."""
 
   snapshot: int
   values: Values
   merged_tokens: dict[int, int]  # by fragment
   learners: dict[str, int]  # role -> the newest snapshot that has a part of it
-  damaged: list[str]  # committed and not whole
+  damaged: list[str]  # parts that are committed but damaged
 
 
 def newest(storage: Storage) -> Newest:
-  """What a resume must begin with; reads and checks every array."""
+  """The state with which a resume must begin; reads and checks every array."""
   found, damaged, learners = None, list[str](), dict[str, int]()
   for number, snapshot in enumerate(storage.committed()):
     roles, parts = storage.manifest(snapshot)["parts"], {}
     for role in roles:
       try:
         parts[role] = storage.load(snapshot, role)
-      except Damaged as error:  # of older ones only what some role has nowhere else is kept
+      except Damaged as error:  # older snapshots keep only a role's newest part
         if number < KEEP:
           damaged.append(str(error))
     for role in parts:
@@ -199,7 +200,7 @@ def newest(storage: Storage) -> Newest:
 
 
 def begun_wrong(life: Life, before: Newest) -> list[str]:
-  """What a life began with that is not what the newest snapshot has."""
+  """The differences between a life's first values and those of the newest snapshot."""
   wrong, seen = list[str](), set[int | str]()
   for event in life.events:
     if isinstance(event, Owns) and (p := event.fragment) not in seen:
@@ -221,7 +222,7 @@ class Chains:
     self.commits = {(e.fragment, e.round): e for e in events.of(Commit)}
 
   def counted_twice(self, fragment: int, round_id: int) -> int:
-    """Pushes that are in the value of this round more than once."""
+    """How often pushes are in the value of this round again."""
     pushes: collections.Counter = collections.Counter()
     for commit in self.rounds(fragment, round_id):
       whose = zip(commit.learners, commit.incarnations)
@@ -229,7 +230,7 @@ class Chains:
     return sum(count - 1 for count in pushes.values())
 
   def wrong_tokens(self, fragment: int, round_id: int, merged_tokens: int) -> list[str]:
-    """Why the tokens of all rounds do not make those of the value."""
+    """A message if the tokens of all rounds do not add up to those of the value."""
     rounds = self.rounds(fragment, round_id)
     summed = sum(commit.tokens for commit in rounds)
     if summed != merged_tokens:
@@ -237,7 +238,7 @@ class Chains:
     return []
 
   def rounds(self, fragment: int, round_id: int) -> list[Commit]:
-    """The newest first; ends where the log has no commit."""
+    """The rounds, newest first; ends where the log has no commit."""
     found = []
     while (commit := self.commits.get((fragment, round_id))) is not None:
       found.append(commit)
@@ -249,11 +250,11 @@ class Chains:
     return self.commits[fragment, max(rounds)] if rounds else None
 
 
-# --- the whole ------------------------------------------------------------------------------------
+# --- the whole test -------------------------------------------------------------------------------
 
 
 class Record:
-  """What the script knows, on disk after every kill."""
+  """The script's own state, on disk after every kill."""
 
   def __init__(self, path: Path, seed: int):
     self.path = path
@@ -280,7 +281,7 @@ def one_life(
   engine: str,
   moment: Moment | None,
 ) -> Life:
-  """A start of the run up to its moment, and everything that must hold after it."""
+  """Starts the run, kills it at its moment, and checks the invariants."""
   data, before, began = record.data, newest(storage), time.monotonic()
   life = live(run, config, engine, moment, data["start_seconds"])
   after, chains = newest(storage), Chains(read_events(run))
@@ -321,11 +322,11 @@ def loss_of(workdir: Path) -> float:
 
 
 def undisturbed(folder: Path, run: Path, seed: int, steps: int, engine: str) -> float:
-  """The loss of the same run without kills; programs compiled before are used again."""
+  """The loss of the same run without kills; uses the programs that are compiled already."""
   workdir = folder / f"undisturbed-{seed}"
   if not (workdir / OUTCOME).exists():
     shutil.rmtree(workdir, ignore_errors=True)
-    if (run / COMPILED).exists():  # not with a folder of the user's own
+    if (run / COMPILED).exists():  # not there if the user has set a cache folder
       shutil.copytree(run / COMPILED, workdir / COMPILED)
     life = live(workdir, config_of(seed, steps), engine, None, 0.0)
     if life.status:
@@ -373,7 +374,7 @@ def whole(options: argparse.Namespace, folder: Path) -> int:
   life = None
   for moment in moments(options.seed, options.kills, steps)[record.data["kills"] :]:
     life = one_life(record, run, config, storage, options.engine, moment)
-    if life.status is not None:  # it was over before the last moments came
+    if life.status is not None:  # the run ended before the last moments
       break
   if life is None or life.status is None:
     life = one_life(record, run, config, storage, options.engine, None)

@@ -1,4 +1,4 @@
-"""What the lines of the package are for: modules, lines and code by capability.
+"""The size of the package by capability: modules, lines and code.
 
   python scripts/lines.py [--files] [--markdown]
 
@@ -29,7 +29,7 @@ _NO_CODE = (
   *(tokenize.ENCODING, tokenize.ENDMARKER),
 )
 
-# Capability -> names under ddiloco/; the first that fits counts, so what is special stands first.
+# Capability -> names under ddiloco/; the first match counts, so special names stand first.
 CAPABILITIES: Mapping[str, Sequence[str]] = {
   "an island of several hosts": (
     *("training/hosts.py", "network/host_links.py", "engines/island_hosts.py"),
@@ -84,7 +84,7 @@ class Module:
 
 
 def modules() -> list[Module]:
-  """All of the package, by name."""
+  """All modules of the package, by name."""
   found = []
   for path in sorted(ROOT.rglob("*.py")):
     text = path.read_text()
@@ -94,7 +94,7 @@ def modules() -> list[Module]:
 
 
 def code_lines(text: str) -> int:
-  """Lines with something that is neither a comment nor a docstring.
+  """The number of lines with code, neither comments nor docstrings.
 
   >>> code_lines('def f():  # one\\n  "What it does."\\n\\n  return 1\\n')
   2
@@ -113,7 +113,7 @@ def code_lines(text: str) -> int:
 
 
 def by_capability() -> dict[str, list[Module]]:
-  """The modules of each.
+  """The modules of each capability.
 
   Raises:
     LookupError: a module belongs to none, or a capability has none.
@@ -127,7 +127,7 @@ def by_capability() -> dict[str, list[Module]]:
 
 
 def capability_of(name: str) -> str:
-  """The first that names this module."""
+  """The first capability that names this module."""
   for capability, patterns in CAPABILITIES.items():
     if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
       return capability
@@ -135,7 +135,7 @@ def capability_of(name: str) -> str:
 
 
 def table(found: Mapping[str, Sequence[Module]]) -> Iterator[str]:
-  """Markdown, the largest first."""
+  """The table in Markdown, the largest capability first."""
   yield "| what | modules | lines | of code |"
   yield "|---|---|---|---|"
   total = [module for each in found.values() for module in each]

@@ -1,13 +1,13 @@
-"""One run on two kinds of device, where each island is killed and comes back on the other's.
+"""One run on two kinds of device: each island is killed and comes back on the other kind.
 
 Island 0 starts on this machine's accelerator and island 1 on its CPU, each as a process of its own
 (`ddiloco learner`), with one shard. Once both are merged, island 0 is killed with SIGKILL and comes
 back on the CPU, with its part of the newest snapshot; then island 1 on the accelerator. At the end
-all are asked to leave, and the trace is checked: nothing was lost or merged twice.
+all roles are asked to leave, and the trace is checked: no work was lost or merged twice.
 
   python scripts/mixed_hardware.py [--workdir=runs/mixed] [--commits=40] [--cpu]
 
-With --cpu, or where there is no accelerator, both sides are CPUs, which tests this script. The last
+With --cpu, or without an accelerator, both islands run on CPUs, which tests this script. The last
 line is JSON: of each life {"island", "device_kind", "steps", "step_ms", "restored_snapshot",
 "tokens", "loss", "seconds_until_merged"}, and of the run {"kinds", "blocked_seconds", "trace",
 "lives"}.
@@ -35,7 +35,7 @@ from ddiloco.protocol.events import Commit, Restored, Snapshot, Started, Step
 from ddiloco.trace import text
 
 ISLANDS = 2
-# On CPUs alone steps are short and far apart, so that what starts has cores to start on.
+# On CPUs alone steps are short and far apart, which leaves cores to a process that starts.
 ON_CPUS = {
   "islands.batch_size": 2, "islands.min_step_seconds": 0.05, "sync.sync_period": 8,
   "sync.snapshot_steps": 40,
@@ -50,7 +50,7 @@ class Roles:
       "dense",
       {
         "islands.num_learners": ISLANDS, "islands.batch_size": 8, "sync.num_shards": 1,
-        "islands.overrides": {"1": {"batch_size": 2}},  # what a CPU makes in that time
+        "islands.overrides": {"1": {"batch_size": 2}},  # small enough for a CPU's step
         "sync.min_quorum": 1, "sync.snapshot_steps": 50, "run.evaluations": 0,
         "run.total_tokens": 1 << 50, **(ON_CPUS if cpu else {}),
       },
@@ -78,7 +78,7 @@ class Roles:
     self._end(f"learner-{island}", signal.SIGKILL)
 
   def end(self) -> None:
-    """Learners leave when their work is merged; then the shard may."""
+    """Ends the learners, which leave when their work is merged, then the shard."""
     for name in sorted(self._processes):  # learners first
       self._end(name, signal.SIGTERM)
 
@@ -89,14 +89,14 @@ class Roles:
 
   @property
   def log(self) -> EventLog:
-    """All that has happened by now."""
+    """All events so far."""
     return self._log.read()
 
   def merged(self, island: int, life: int) -> list[Commit]:
     return [e for e in self.log.of(Commit) if (island, life) in zip(e.learners, e.incarnations)]
 
   def wait_merged(self, island: int, lives: int, commits: int) -> None:
-    """Until this life of an island, counted from 1, is in so many commits."""
+    """Waits until this life of an island, counted from 1, is in so many commits."""
 
     def enough() -> bool:
       started = self.log.of(Started, f"learner-{island}")
@@ -107,12 +107,12 @@ class Roles:
     self.wait(f"island {island} in {commits} commits", enough)
 
   def wait_saved(self, island: int) -> None:
-    """Until a snapshot has its part."""
+    """Waits until a snapshot has the island's part."""
     role = f"learner-{island}"
     self.wait(f"a part of {role}", lambda: any(role in e.roles for e in self.log.of(Snapshot)))
 
   def wait(self, what: str, found: Callable[[], Any]) -> None:
-    """Until it is so, or a process has ended that should not; none goes on without this one."""
+    """Waits for `found()`; if a process ends meanwhile, kills all, and the script ends."""
     processes = self._processes.values()
     works = lambda: all(each.poll() is None for each in processes)  # noqa: E731
     try:
@@ -138,7 +138,7 @@ def swap(roles: Roles, commits: int) -> None:
 
 
 def lives(roles: Roles) -> list[dict[str, Any]]:
-  """What each life of each island was."""
+  """The numbers of each life of each island."""
   steps, restored = roles.log.of(Step), roles.log.of(Restored)
   found = []
   for started in roles.log.of(Started, "learner"):

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The quick tests of what leans on JAX, with the oldest versions that setup.py allows, in .venv-oldest.
-# The newest ones are in .venv, where scripts/test.sh runs (jax 0.11 and newer need Python 3.12). Other arguments go to pytest.
+# Runs the quick tests of the packages that use JAX, with the oldest versions that setup.py allows, in .venv-oldest.
+# scripts/test.sh uses the newest versions, in .venv (jax 0.11 and newer need Python 3.12). Arguments go to pytest.
 VENV=.venv-oldest
 CONSTRAINTS="$(mktemp)"
 trap 'rm -f "$CONSTRAINTS"' EXIT

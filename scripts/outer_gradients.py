@@ -1,4 +1,4 @@
-"""What the islands' outer gradients are like, commit by commit, for scripts/compare.py.
+"""Statistics of the islands' outer gradients, commit by commit, for scripts/compare.py.
 
 cosine   mean over the pairs of pushes of a commit: how much of them is common
 length   |merged| / mean |push|: with the average sqrt(c + (1 - c) / M) for M equal pushes of
@@ -28,7 +28,7 @@ PARTS = 10  # of a run, by its commits
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-  """One commit; None: not to be said of it, or of a vector of zeros."""
+  """One commit; None: the value is not defined, for example for a vector of zeros."""
 
   fragment: int
   pushes: int
@@ -39,16 +39,13 @@ class Seen:
 
 
 class Observer(Merger):
-  """A merger that looks at every commit it makes.
-
-  `seen`: where it puts what it sees.
-  """
+  """A merger that records the statistics of every commit in `seen`."""
 
   seen: list[Seen]
   _before: dict[int, np.ndarray]  # by fragment, the newest merged outer gradient
 
   def watch(self, seen: list[Seen]) -> Observer:
-    """This merger, from now on."""
+    """Sets the list for the statistics; returns this merger."""
     self.seen, self._before = seen, {}
     return self
 
@@ -74,7 +71,7 @@ class Observer(Merger):
 
 
 def merged_gradient(old: Committed, new: Committed, config: OuterConfig) -> np.ndarray:
-  """What the outer step was made of: `core.outer.update`, solved for the merged delta."""
+  """The merged delta behind an outer step: `core.outer.update`, solved for it."""
   step = (old.value - new.value) / np.float32(config.learning_rate)
   if not config.momentum:
     return step
@@ -85,18 +82,18 @@ def merged_gradient(old: Committed, new: Committed, config: OuterConfig) -> np.n
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> float | None:
-  """Of two vectors; None if one has no direction."""
+  """The cosine of two vectors; None if one is zero."""
   lengths = float(np.linalg.norm(a)) * float(np.linalg.norm(b))
   return float(a @ b) / lengths if lengths else None
 
 
 def mean_cosine(vectors: Sequence[np.ndarray]) -> float | None:
-  """Over all pairs; None if there are none."""
+  """The mean cosine over all pairs; None if there are none."""
   return mean(cosine(a, b) for a, b in itertools.combinations(vectors, 2))
 
 
 def mean(values) -> float | None:
-  """Of those that are not None."""
+  """The mean of the values that are not None."""
   known = [value for value in values if value is not None]
   return round(statistics.mean(known), 4) if known else None
 
@@ -105,12 +102,12 @@ NAMES = ("cosine", "length", "rho", "pushes", "steps")
 
 
 def summary(seen: Sequence[Seen]) -> dict[str, float | None]:
-  """The mean of each over all commits."""
+  """The mean of each statistic over all commits."""
   return {name: mean(getattr(each, name) for each in seen) for name in NAMES}
 
 
 def course(seen: Sequence[Seen]) -> Mapping[str, list[float | None]]:
-  """The means of the run's parts, one after the other."""
+  """The means of each of the run's parts, in order."""
   cuts = [round(i * len(seen) / PARTS) for i in range(PARTS + 1)]
   parts = [seen[a:b] for a, b in itertools.pairwise(cuts)]
   return {

@@ -2,15 +2,15 @@
 
     python scripts/proxy.py --listen=127.0.0.1:7000 --to=10.0.0.1:7000 --delay_ms=60
 
-What it models: all connections share one token bucket per direction, taking turns packet by packet;
-whatever goes in comes out `delay_seconds` later, connection requests, ends and resets included. Not
+The model: all connections share one token bucket per direction, taking turns packet by packet; data
+come out `delay_seconds` after they went in, and so do connection requests, ends and resets. Not
 modelled: loss, and TCP's own control loops across the link, since each side talks to the proxy. So
 a sender sees back-pressure once bandwidth x delay and a little more are under way.
 
-While the link is cut its time stands still: connections hang without being told, new ones are
-accepted and hang too, senders run into back-pressure. Healed, everything goes on where it was, as
-after a partition shorter than TCP's patience. Connections that were begun and given up meanwhile
-never happened.
+While the link is cut its time stands still: connections hang without an error, new ones are
+accepted and hang too, senders see back-pressure. When the link is healed, everything goes on where
+it was, as after a partition shorter than TCP's timeouts. Connections that were opened and given up
+during the cut never reach the other end.
 
 Callbacks on one asyncio loop in a thread of its own; no busy waiting. Standard library only.
 """
@@ -31,25 +31,26 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-# --- One direction of a link, and the connections that share it: what a `Link` is made of
-# A `ShapedLink` gives its flows turns at one token bucket and delays what it let through. A `Flow`
-# is one direction of one connection: read here, through that link, written there, with bounded
-# buffers between. A `Connection` is two flows and their two sockets. All run on one asyncio loop.
+# --- The parts of a `Link`: one direction of it, and the connections that share it
+# A `ShapedLink` gives its flows turns at one token bucket, then delays their bytes. A `Flow` is one
+# direction of one connection: it reads from one socket, passes the link, and writes to the other
+# socket, with bounded buffers. A `Connection` is two flows and their two sockets. All run on one
+# asyncio loop.
 
-PACKET_BYTES = 1500  # at least so much of one connection goes out at a time,
-TURN_BYTES = 16 << 10  # at most so much,
-TURN_SECONDS = 0.001  # and between the two what the link carries in this time
+PACKET_BYTES = 1500  # the least that one connection sends in a turn
+TURN_BYTES = 16 << 10  # the most that one connection sends in a turn
+TURN_SECONDS = 0.001  # between these limits a turn is what the link carries in this time
 BURST_SECONDS = 0.01  # of credit at most; makes up for a loop that wakes late
-SLACK_BYTES = 256 << 10  # buffered of one connection on top of what is under way
+SLACK_BYTES = 256 << 10  # buffered for one connection beyond bandwidth x delay
 SLACK_SECONDS = 0.02  # the same in time, for fast links
-UNLIMITED = 1e9  # bits per second an unlimited link is taken for in bounding its buffers
+UNLIMITED = 1e9  # bits per second; bounds the buffers of an unlimited link
 READ_BYTES = 64 << 10
-KERNEL_BYTES = 256 << 10  # or the kernel's buffers would grow to uncounted megabytes
+KERNEL_BYTES = 256 << 10  # else the kernel's buffers would grow to uncounted megabytes
 _VECTORS = 64  # buffers handed to the kernel in one call
 
 
 class Mark(enum.Enum):
-  """What travels beside bytes, in order with them."""
+  """A mark that travels between bytes, in order with them."""
 
   OPEN = enum.auto()
   END = enum.auto()
@@ -73,16 +74,16 @@ class ShapedLink:
     self.carried_bytes = 0
     self.cut_since: float | None = None
     self._loop = loop
-    self._turns: deque[Flow] = deque()  # those with something waiting
+    self._turns: deque[Flow] = deque()  # flows with data waiting, in order of their turns
     self._pipe: deque[tuple[float, Flow, memoryview | Mark]] = deque()  # (arrival, ...)
-    self._free_at = 0.0  # when the bucket has let through what it was given
+    self._free_at = 0.0  # when the bucket will have let through all that it has taken
     self._timer: asyncio.Handle | None = None
 
   def slack_bytes(self) -> int:
     return max(SLACK_BYTES, int(self.bits_per_second / 8 * SLACK_SECONDS))
 
   def limit_bytes(self) -> int:
-    """How much of one connection may be buffered."""
+    """The most bytes of one connection that may be buffered."""
     return int((self.bits_per_second or UNLIMITED) / 8 * self.delay_seconds) + self.slack_bytes()
 
   def push(self, flow: Flow, item: memoryview | Mark) -> None:
@@ -92,7 +93,7 @@ class ShapedLink:
     self.wake()
 
   def wake(self) -> None:
-    """Looks again, soon."""
+    """Schedules `_run` soon."""
     if self.cut_since is None:
       self._stop_timer()
       self._timer = self._loop.call_soon(self._run)
@@ -130,7 +131,7 @@ class ShapedLink:
       self._timer = self._loop.call_at(min(nexts), self._run)
 
   def _serve(self, now: float) -> None:
-    """One turn of the connection whose turn it is."""
+    """Serves one turn of the next flow."""
     flow = self._turns.popleft()
     item = flow.waiting.popleft()
     if self.bits_per_second and not isinstance(item, Mark):
@@ -143,21 +144,21 @@ class ShapedLink:
     if flow.waiting:
       self._turns.append(flow)
     due = max(self._free_at, now) + self.delay_seconds
-    if self._pipe:  # a delay just made shorter lets nothing overtake
+    if self._pipe:  # keeps the order if the delay was just made shorter
       due = max(due, self._pipe[-1][0])
     self._pipe.append((due, flow, item))
 
 
 class Flow:
-  """One direction of one connection: read from `source`, through the lane, written to `sink`."""
+  """One direction of one connection: bytes go from `source` through the lane to `sink`."""
 
   def __init__(self, lane: ShapedLink, connection: Connection):
     self.lane = lane
     self.waiting: deque[memoryview | Mark] = deque()  # for the lane
     self.source: socket.socket | None = None
     self.sink: socket.socket | None = None
-    self.ended = False  # nothing more comes from the source
-    self.flushed = False  # and all of it has been written
+    self.ended = False  # the source has ended
+    self.flushed = False  # the source has ended, and all its bytes have been written
     self._sink_lost = False
     self._arrived: deque[memoryview | Mark] = deque()  # not yet taken by the sink
     self._buffered_bytes = 0
@@ -170,14 +171,14 @@ class Flow:
     self._loop.add_reader(source, self._read, source)
 
   def end(self, mark: Mark) -> None:
-    """The source says nothing more; the mark follows its bytes."""
+    """The source has ended; the mark follows its last bytes."""
     self.ended = True
     if self.source is not None:
       self._loop.remove_reader(self.source)
     self.lane.push(self, mark)
 
   def deliver(self, item: memoryview | Mark) -> None:
-    """The lane's other end."""
+    """Takes an item at the lane's other end."""
     if item is Mark.OPEN:
       self._connection.dial()
     elif item is Mark.RESET:
@@ -200,14 +201,14 @@ class Flow:
       except (BlockingIOError, InterruptedError):
         self._loop.add_writer(self.sink, self._writable, self.sink)
         return
-      except OSError:  # from now on what comes is dropped
+      except OSError:  # from now on all items are dropped
         self._sink_lost = True
         self._connection.lost(self)
     if self.flushed:
       self._connection.close_if_done()
 
   def resume(self) -> None:
-    """Reads again if there is room again."""
+    """Reads again if there is room."""
     room = self.lane.limit_bytes() - self._buffered_bytes
     if self._paused and not self.ended and 2 * room >= self.lane.slack_bytes():
       self._paused = False
@@ -286,7 +287,7 @@ class Connection:
     if far.connect_ex(self._target) in (0, errno.EINPROGRESS):
       self.loop.add_writer(far, self._dialled, far)
     else:
-      self.backward.end(Mark.RESET)  # no route; the other end hears of it a delay later
+      self.backward.end(Mark.RESET)  # no route; the other end gets the reset a delay later
 
   def _dialled(self, far: socket.socket) -> None:
     self.loop.remove_writer(far)
@@ -298,7 +299,7 @@ class Connection:
     self.forward.flush()
 
   def lost(self, flow: Flow) -> None:
-    """Writing to the sink of `flow` failed: its owner is gone, which the other end shall hear."""
+    """Writing to the sink of `flow` failed, its owner is gone: resets the other end."""
     (self.backward if flow is self.forward else self.forward).end(Mark.RESET)
 
   def close_if_done(self) -> None:
@@ -320,11 +321,11 @@ class Connection:
         end.close()
 
 
-CALL_SECONDS = 30.0  # for the link's thread to do what it is asked
+CALL_SECONDS = 30.0  # for the link's thread to answer a call
 
 
 class PassedBytes(NamedTuple):
-  """Payload bytes that went through the link: from those who dial, and back to them."""
+  """Payload bytes that went through the link: from the dialling side, and back to it."""
 
   forward: int
   backward: int
@@ -381,7 +382,7 @@ class Link:
     self.stop()
 
   def cut(self) -> None:
-    """Nothing passes from now on, and neither end is told."""
+    """Stops all traffic from now on, without an error at either end."""
     self._call(self._cut)
 
   def heal(self) -> None:
@@ -406,14 +407,14 @@ class Link:
 
   @property
   def bytes(self) -> PassedBytes:
-    """What has passed so far."""
+    """The bytes that have passed so far."""
     return PassedBytes(*(lane.carried_bytes for lane in self._lanes))
 
   def _accept(self) -> None:
     try:
       near, _ = self._listener.accept()
     except (BlockingIOError, ConnectionAbortedError):
-      return  # given up before we came to it
+      return  # the dialling side has given up already
     near.setblocking(False)
     near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     self._connections.add(
@@ -484,7 +485,7 @@ def main() -> None:
   parser.add_argument("--mbit", type=float, default=0.0, help="Mbit/s each way; 0: unlimited")
   args = parser.parse_args()
   ends = {signal.SIGINT, signal.SIGTERM}
-  signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before there are threads
+  signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before threads start, which inherit it
   with Link(args.to, args.delay_ms / 1e3, args.mbit * 1e6, listen=args.listen) as link:
     print(f"{link.host}:{link.port} leads to {args.to[0]}:{args.to[1]}", flush=True)
     signal.sigwait(ends)

@@ -1,19 +1,19 @@
-"""Random worlds in virtual time, as many as you like, of every family that the tests know.
+"""Runs random worlds in virtual time, as many as you like, of every family in the tests.
 
   scripts/random_worlds.py [--family=all|NAME] [--seeds=10000] [--first=0] [--processes=2]
 
   faults      whole runs of the real roles under plans of all kinds of faults, joins and losses
-  storms      bad weather and kills; afterwards all goes on
-  disasters   and roles come back with parts of snapshots, shards lose their copies, all die
-  endings     and the run ends, also in lock-step, and with learners that leave
+  storms      message faults and kills, after which the run must go on
+  disasters   the same; roles come back with parts of snapshots, shards lose their copies, all die
+  endings     the same; and the run ends, also in lock-step, and with learners that leave
   liar        one member with a valid key sends arbitrary well-formed messages
   supervisor  roles come, go, hang and die; one policy starts them again
 
-A world draws a subset of its family's kinds of faults first, then faults of these kinds; what is
-judged stands beside the tests (`tests/worlds.py`). A world is its family and seed: a failure names
-both, and `--family=NAME --first=SEED --seeds=1` runs it again. Counts say how often each kind of
-fault struck. 10,000 seeds of all families take about an hour on two cores. Last line: JSON; exit
-status 1 if a world failed.
+A world draws a subset of its family's kinds of faults first, then faults of these kinds; the checks
+are in `tests/worlds.py`. Family and seed determine a world: a failure names both, and
+`--family=NAME --first=SEED --seeds=1` runs it again. Counts say how often each kind of fault
+struck. 10,000 seeds of all families take about an hour on two cores. Last line: JSON; exit status 1
+if a world failed.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def check_block(family: str, seeds: range) -> tuple[collections.Counter[str], li
   failures = []
   for seed in seeds:
     try:
-      with contextlib.redirect_stderr(io.StringIO()):  # roles warn of what strikes them
+      with contextlib.redirect_stderr(io.StringIO()):  # roles warn of the faults
         counted.update(FAMILIES[family](seed))
-    except Exception as error:  # whatever a world dies of, the others are still to be judged
+    except Exception as error:  # any failure of a world: the other worlds still run
       failures.append(f"{family}: world {seed}: {error!r}")
   return counted, failures
 
@@ -62,7 +62,7 @@ def check_block(family: str, seeds: range) -> tuple[collections.Counter[str], li
 def check_family(
   pool: concurrent.futures.Executor, family: str, worlds: range
 ) -> dict[str, int | float]:
-  """Runs a family's worlds; how many failed, how long it took, and what happened in them."""
+  """Runs a family's worlds; returns failures, seconds, and the counts of events in them."""
   began, failed = time.monotonic(), 0
   counted: collections.Counter[str] = collections.Counter()
   blocks = [worlds[i : i + BLOCK] for i in range(0, len(worlds), BLOCK)]

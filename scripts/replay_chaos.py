@@ -1,14 +1,14 @@
-"""Chaotic runs, each replayed from its trace: does the same come out, bit by bit?
+"""Chaotic runs, each replayed from its trace: is the replay equal to the run, bit by bit?
 
 Every run has a seed of its own, which chooses its faults (kills of learners and shards, stalls,
-slowness), how versions are applied, codecs, quorum, outer optimizer, snapshots and what a learner
-comes back with; some are stopped and resumed. Tiny models in threads, one island with two devices.
-Islands are compiled once for all runs, and once more for all replays.
+slowness), how versions are applied, codecs, quorum, outer optimizer, snapshots and the state with
+which a learner comes back; some runs are stopped and resumed. Tiny models in threads, one island
+with two devices. Islands are compiled once for all runs, and once more for all replays.
 
   python scripts/replay_chaos.py [--runs=20] [--seed=0] [--workdir=DIR]
 
-With --workdir the runs stay there: `ddiloco trace` and `ddiloco replay` can look at them. A line a
-run; exit status 1 if any is not identical. Last line: {"runs", "identical", "kills", "rejoins",
+With --workdir the runs stay there, for `ddiloco trace` and `ddiloco replay`. Prints a line a run;
+exit status 1 if a replay is not identical. Last line: {"runs", "identical", "kills", "rejoins",
 "restores", "steps", "commits", "digests_compared"}.
 """
 
@@ -48,9 +48,9 @@ TOKENS = 2 * 16  # of a step: B = 2, T = 16
 
 
 def faults_of(source: random.Random, snapshots: bool) -> list[dict[str, Any]]:
-  """At least one kill of a learner; the rest as it comes.
+  """At least one kill of a learner, and random other faults.
 
-  With snapshots steps are slow, so that some are complete before the first kill.
+  With snapshots, steps are slow, so that some snapshots are complete before the first kill.
   """
   learners = [f"learner-{m}" for m in range(LEARNERS)]
   roles = [*learners, *(f"syncer-{s}" for s in range(SHARDS))]
@@ -122,7 +122,7 @@ class Bench:
     self._homes: dict[tuple[int, Started], Home] = {}
 
   def run(self, config: Config, workdir: Path, stop_at: int | None = None) -> None:
-    """One run to its end, as `ddiloco train` leaves it; stopped at a global step, it is resumed."""
+    """Makes one run as `ddiloco train` does; `stop_at`: stops it at that step and resumes it."""
     workdir.mkdir(parents=True)
     (workdir / "config.json").write_text(config.to_json())
     if stop_at is not None:
@@ -142,7 +142,7 @@ class Bench:
     return ThreadsEngine(config, workdir, self.corpus, lambda params: {"loss": 0.0}, self._islands)
 
   def replay(self, config: Config, workdir: Path) -> tuple[dict[str, Any], str]:
-    """(summary, first difference) of what `ddiloco replay` would say of it."""
+    """(summary, first difference) of a replay, as by `ddiloco replay`."""
     trace = open_trace(workdir)
     fresh = ReplayIslands(config, trace, jax.devices())
 
@@ -186,7 +186,7 @@ def main() -> int:
 
 
 def counted(workdir: Path, summary: dict[str, Any]) -> dict[str, int]:
-  """What the last line adds up."""
+  """The numbers of one run that the last line adds up."""
   events = read_events(workdir)
   kinds = collections.Counter(e.action if isinstance(e, Fault) else e.kind for e in events)
   rejoins = sum(e.incarnation > 0 for e in events.of(Joined))

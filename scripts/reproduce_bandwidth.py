@@ -5,15 +5,15 @@
 Four tables: the published row of Streaming DiLoCo (arXiv 2501.18512; a 10B model, 0.8 s a step,
 H = 100, fragments of 3 layers) computed by `utilisation.py`; Decoupled's "198 against 0.84
 Gbit/s between 8 data centres" (arXiv 2604.21428); model sizes and numbers of sites; and a 12B
-model over four regions on 2 to 5 Gbit/s. Nothing is fitted: what the published row does not say is
-assumed in ASSUMED below. No device and no network is used; takes three seconds.
+model over four regions on 2 to 5 Gbit/s. Nothing is fitted: quantities that the published row lacks
+are in ASSUMED below. No device and no network is used; takes three seconds.
 
 Last line: {"required_gbps": {method: {percent: Gbit/s}}, "published_gbps", "max_ratio_error",
 "cells_inside", "case_12b", "reduction_vs_data_parallel"}. `max_ratio_error`: the largest of
 max(ours / published, published / ours) - 1 over the published cells. `cells_inside`: how many of
 ours round up to the published grid point. `reduction_vs_data_parallel`: Gbit/s of data-parallel for
 90 % utilisation over Decoupled's with int4 and H = 24, between 8 sites, by the gradients' dtype;
-and the published ratio, with what comes closest to its two figures.
+and the published ratio, with our numbers nearest to its two figures.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def row_table() -> tuple[dict[str, dict[str, float]], float, int]:
 
 
 def grid_notes() -> None:
-  """Prints what the published figures say about how they were made."""
+  """Prints what the published figures imply about their grid and their assumptions."""
   figures = [figure for row in PUBLISHED.values() for figure in row]
   step = GRID[1] / GRID[0]
   off = {f for f in figures if abs(nearest(f) - f) > max(0.051, 0.0015 * f)}
@@ -216,7 +216,7 @@ def draw(path: Path) -> None:
   }
   with common.picture(path, 5.2) as (_, (axes,)):
     for key, (label, colour, place) in shown.items():
-      size = 10 if key == "diloco" else 7  # one of its points lies under another
+      size = 10 if key == "diloco" else 7  # larger, since one of its points lies under another
       y = [100 * utilisation(ASSUMED, METHODS[key], x) for x in points]
       axes.plot(points, y, color=colour, lw=2)
       axes.plot(PUBLISHED[key], PERCENT, "o", color=colour, mec="white", ms=size, zorder=5)

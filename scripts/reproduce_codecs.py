@@ -3,8 +3,8 @@
     python scripts/reproduce_codecs.py [--seeds=3] [--steps=600] [--codecs=int4] [--quick]
 
 Four islands, the model of configs/quickstart.py, in virtual time with real vectors (see
-virtual_training.py): both runs of a seed have the same data and the same pace, so that the codecs
-are all that differs.
+virtual_training.py): both runs of a seed have the same data and the same pace, and differ only in
+their codecs.
 
 Last line: {"loss": {CODEC: [held-out loss, by seed]}, "difference": {CODEC: of the means, relative
 to f32}, "steps": n}.
@@ -22,7 +22,7 @@ from ddiloco import environment
 
 
 def final_loss(codec: str, seed: int, steps: int) -> float:
-  """Held-out, of the global model, with this codec both ways."""
+  """The held-out loss of the global model, with this codec both ways."""
   fields = {
     "seed": seed,
     "chaos.faults": (),

@@ -1,15 +1,15 @@
 """The same kills, three ways to train: decoupled islands, elastic and inelastic data-parallel.
 
-Islands are processes of this machine, each with a step that lasts at least so long, as if it had a
-device of its own (configs/goodput.py). One seeded schedule of kill -9 strikes all three runs, one
-after the other; a killed island's process is started again a second later. Data-parallel is given
-whatever shared cores would take from it unfairly (see ddiloco/baselines/data_parallel.py). All
-figures come from the event logs, by the goodput ledger.
+Islands are processes of this machine, each with a minimum step time, as if it had a device of its
+own (configs/goodput.py). One seeded schedule of kill -9 strikes all three runs, one after the
+other; a killed island's process is started again a second later. Data-parallel is spared costs that
+only shared cores cause (see ddiloco/baselines/data_parallel.py). All figures come from the event
+logs, by the goodput ledger.
 
   python scripts/reproduce_goodput.py [--minutes=5] [--kills_per_minute=12] [--seed=0]
     [--learners=8] [--workdir=DIR] [--plot=docs/goodput.png] [--quick]
 
-With --workdir everything stays there, and a part that is finished is not run again.
+With --workdir all files stay there, and a finished part is not run again.
 
 Last line: {"goodput_decoupled", "goodput_elastic", "goodput_inelastic": useful share of the chip
 time after each run's beginning, "uptime_decoupled", ..., "kills": performed in the decoupled run,
@@ -63,7 +63,7 @@ QUICK = {"minutes": 20 / 60, "kills_per_minute": 5.0, "learners": 3, "seed": 53}
 
 
 def make_config(options: argparse.Namespace) -> Config:
-  """Of all three runs, which end by time and not by tokens."""
+  """The config of all three runs, which end by time and not by tokens."""
   given = options.seed, options.minutes, options.kills_per_minute, options.learners
   return common.config_of("goodput", {"run.total_tokens": 1 << 40}, *given)
 
@@ -72,14 +72,14 @@ def make_config(options: argparse.Namespace) -> Config:
 
 
 class Progress:
-  """Says what happens, and when a run has lasted long enough."""
+  """Prints a run's progress, and says when the run has lasted long enough."""
 
   def __init__(self, seconds: float):
     self._seconds, self._said = seconds, 0.0
     self._first = math.nan
 
   def over(self, global_step: int, seconds: float) -> bool:
-    """After so many seconds since the first step."""
+    """Whether the run is over, so many seconds after its first step."""
     if seconds >= 0 and time.monotonic() - self._said >= PROGRESS_SECONDS:
       self._said = time.monotonic()
       print(f"  {seconds:.0f} of {self._seconds:.0f} s, step {global_step}", flush=True)
@@ -103,7 +103,7 @@ class Ends(Progress):
 
 
 def run(part: str, config: Config, folder: Path, seconds: float) -> EventLog:
-  """The events of one run; those in `folder` if it is finished there."""
+  """The events of one run; a finished run in `folder` is not made again."""
   if common.done_before(config, folder):
     return read_events(folder)
   print(f"{part}: begins", flush=True)
@@ -112,7 +112,7 @@ def run(part: str, config: Config, folder: Path, seconds: float) -> EventLog:
     workdirs.claim(folder, config, overwrite=True)
     corpus = data.open_corpus(config.data)
     engine = ProcessesEngine(config, folder, corpus, lambda params: {"loss": 0.0})
-    engine.cpu_only = True  # also where there are accelerators: all runs share these cores
+    engine.cpu_only = True  # also on a machine with accelerators: all runs use the same cores
     ends = Ends(engine, seconds)
     reason = engine.run([ends]).reason
     reason = "finished" if engine.stop.is_set() else reason
@@ -138,13 +138,13 @@ def first_step(events: EventLog) -> float:
 
 
 def kills(events: EventLog) -> list[tuple[float, str]]:
-  """(seconds since the first step, whom), as they were performed."""
+  """(seconds since the first step, role) of the kills, as performed."""
   start = first_step(events)
   return [(e.time - start, e.target) for e in events.of(Fault)]
 
 
 def typical(events: EventLog) -> tuple[float, float]:
-  """(median, ninth decile) of the steps' seconds: whether the pace was kept."""
+  """(median, ninth decile) of the steps' seconds, which show whether the pace was kept."""
   steps = sorted(event.seconds for event in events.of(Step))
   return steps[len(steps) // 2], steps[9 * len(steps) // 10]
 
@@ -178,7 +178,7 @@ def kill_log(logs: dict[str, EventLog], config: Config) -> str:
 
 
 def table(reports: dict[str, Goodput], logs: dict[str, EventLog]) -> str:
-  """Goodput and where the rest went, a column for each run."""
+  """Goodput and the causes of lost time, a column for each run."""
   rows = [("", [f"{part:>11}" for part in reports])]
 
   def row(name: str, values: Sequence[float]) -> None:
@@ -208,7 +208,7 @@ def table(reports: dict[str, Goodput], logs: dict[str, EventLog]) -> str:
 def draw(
   path: Path, reports: dict[str, Goodput], logs: dict[str, EventLog], seconds: float
 ) -> None:
-  """When which island trained in the three runs, below each other on one time axis."""
+  """The times when each island trained, for the three runs below each other on one time axis."""
   learners = len(next(iter(reports.values())).learners)
   height = 2.0 + 0.57 * learners
   with common.picture(path, height, rows=len(PARTS), sharex=True) as (figure, panels):

@@ -5,14 +5,14 @@
 
 The protocol's own decisions in virtual time (`ddiloco.simulation`): 4 fast and 4 slow islands, 18 %
 apart, every step up to 10 % longer by chance, P = H = 24, tau = 2. Assumed: a fast step takes 1 s;
-links of 5 Gbit/s and 10 ms, shards that merge 100 GB/s and hosts that touch as much, for a model of
+links of 5 Gbit/s and 10 ms, shards that merge 100 GB/s, hosts that process 100 GB/s, a model of
 2 billion parameters in bf16. With 4 GB/s (one core) a sync leaves grace little slack: participation
 was 74 % with such shards, 27 % with such hosts.
 
-K = 8 is lock-step (`sync.blocking`): learners wait. Otherwise they never do, and a round goes on
-with those that are up. Published is goodput; the paper does not say how it counts, so two readings
-are shown: the share of chip time not spent waiting, and that share of which steps reached the model
-when versions overwrite, as in the paper.
+K = 8 is lock-step (`sync.blocking`): learners wait. Otherwise they never wait, and a round commits
+with the pushes that are there. The paper publishes goodput but not its definition, so two readings
+are shown: the share of chip time not spent waiting, and the share of chip time in steps that
+reached the model, where versions overwrite, as in the paper.
 
 Last line: {"goodput": {...}, "merged": {...}, "participation": {...}, "published": {...},
 "errors": {...}, ...}, in %. Takes a minute, --quick a few seconds.
@@ -72,7 +72,7 @@ def play(row: str, steps: int, seed: int) -> dict[str, Any]:
     host_gbytes=100.0,
     seed=seed,
   )
-  # Overwriting loses what the round goes on without, so tokens merge slowly: stop at a time.
+  # Overwriting discards the steps that a round lacks, so tokens merge slowly: stop at a time.
   found = virtual.simulate(make_config(row, 100 * steps), setting, most_seconds=steps * APART)
   began = 1.0 - found["causes"].get("start_up", 0.0)
   waited = sum(found["causes"].get(cause, 0.0) for cause in WAITING)
@@ -87,7 +87,7 @@ def play(row: str, steps: int, seed: int) -> dict[str, Any]:
 
 
 def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
-  """Bars: time that is not waited away, work that arrives, who takes part; circles: published."""
+  """Bars: time not spent waiting, work in the model, participation; circles: published."""
   names = {
     "goodput": "chip time not spent waiting",
     "merged": "work that reached the model (overwriting)",

@@ -1,11 +1,11 @@
 """The model's quality under faults: the same run with and without them, at equal merged tokens.
 
 configs/quickstart.py: one small model, four islands and two shards in threads. A chaotic run
-suffers random faults of all kinds (kills, stalls, slowness, every trouble a network has, full
+suffers random faults of all kinds (kills, stalls, slowness, all kinds of network faults, full
 disks, poisoned updates), placed by step, so that they strike the same share of the work on every
-machine; then its role is down or disturbed for up to three seconds. A seed is a model, an order of
-the data and a plan. Both runs of a seed end when the same number of tokens is merged; what chaos
-cost is time, and is printed too.
+machine; a fault's role is down or disturbed for up to three seconds. A seed determines the initial
+model, the order of the data and the fault plan. Both runs of a seed end when the same number of
+tokens is merged; faults cost time, which is printed too.
 
   python scripts/reproduce_quality.py [--seeds=3] [--tokens=1228800] [--faults=40]
     [--kinds=kill,stall,...] [--workdir=runs/quality] [--picture=docs/quality.png] [--quick]
@@ -38,7 +38,7 @@ from ddiloco.protocol.events import Evaluation, Step
 
 ROWS = ("undisturbed", "chaos")
 LEARNERS, SHARDS, BATCH, LENGTH = 4, 2, 4, 128  # of configs/quickstart.py
-PACE_SECONDS = 0.2  # of a step at least: longer than four take on two cores, so that faults decide
+PACE_SECONDS = 0.2  # least time of a step: four islands' steps take less on two cores
 OUTLIVED = 50  # quarantines and crashes that a role may have had
 # Mean benchmark scores (text, vision), 5B on 1T tokens, arXiv 2604.21428: data-parallel without
 # failures, and Decoupled with 8 learners at 1.2 million failing chips.
@@ -76,7 +76,7 @@ def losses(events: EventLog) -> list[tuple[int, float]]:
 
 
 def span_seconds(events: EventLog) -> float:
-  """From the first step to the end."""
+  """Seconds from the first step to the end."""
   steps = [e.time for e in events.of(Step)]
   return max(steps) - min(steps)
 

@@ -5,11 +5,10 @@
 The protocol's own decisions in virtual time (`ddiloco.simulation`): four islands, H = P = 24,
 tau = 2, int4 pushes and publishes, twelve shards with links of 25 Gbit/s, 30 ms between any two
 places, every step up to 5 % longer by chance. Two rows: 2 Gbit/s an island with steps of 6 s, and
-5 Gbit/s with steps of 2.4 s. An island joins in the middle. What a shard's work costs is measured
-here first, on this machine (`ddiloco plan --measure`), or given. A learner's host touches 100
-GB/s of f32 beside its step, half of its 208 cores; with 4, one core, it cannot keep up with a
-fragment every 2.4 s. Beside each
-figure stands the planner's for the same run.
+5 Gbit/s with steps of 2.4 s. An island joins in the middle. The speed of a shard's merge is
+measured first, on this machine (`ddiloco plan --measure`), or given. A learner's host processes 100
+GB/s of f32 beside its step, with half of its 208 cores; with 4 GB/s (one core) it cannot keep up
+with a fragment every 2.4 s. Each figure is printed beside the planner's for the same run.
 
 Data-parallel on the same links: a ring all-reduce of bf16 gradients, every step, overlapped with
 the backward pass (`utilisation.py`); how many times as long a step takes. Published:
@@ -40,14 +39,14 @@ from ddiloco.simulation.run import Account, Speeds, VirtualRun
 PARAMETERS, ISLANDS, PERIOD, TAU, SHARDS = 12_000_000_000, 4, 24, 2, 12
 NEWCOMER = f"learner-{ISLANDS}"
 LATENCY_SECONDS, SHARD_GBPS, JITTER = 0.03, 25.0, 0.05
-HOST_GBYTES = 100.0  # half of the 208 cores of a TPU host reach more
+HOST_GBYTES = 100.0  # half of a TPU host's 208 cores are faster than that
 ROWS = {"2 Gbit/s": (2.0, 6.0), "5 Gbit/s": (5.0, 2.4)}
 WAITING = ("blocked", "stalled")
 WANTED = {"utilisation": 99.0, "participation": 95.0, "data_parallel": 20.0}
 
 
 def make_config(steps: int, joins_at: float) -> Config:
-  """One run; a fifth island comes at that time, in seconds."""
+  """The config of a run; a fifth island joins after `joins_at` seconds."""
   c = config_lib.default()
   c.islands.num_learners, c.islands.batch_size, c.data.sequence_length = ISLANDS, 1, 1024
   c.sync.update(num_shards=SHARDS, num_fragments=PERIOD, sync_period=PERIOD, overlap_steps=TAU)
@@ -61,7 +60,7 @@ def make_config(steps: int, joins_at: float) -> Config:
 
 
 class Watch:
-  """The run's account, and when the newcomer comes and is merged first."""
+  """The run's account, and the times when the newcomer starts and is first merged."""
 
   def __init__(self) -> None:
     self.account = Account()
@@ -77,7 +76,7 @@ class Watch:
 
 
 def play(gbps: float, step_seconds: float, steps: int, merge_gbytes: float) -> dict[str, Any]:
-  """One row: what the run did, and what the planner says of it."""
+  """One row: the numbers of the run, and the planner's."""
   config, watch = make_config(steps, steps / 2 * step_seconds), Watch()
   setting = Speeds(
     sizes=planner.equal_sizes(PARAMETERS, PERIOD),

@@ -4,17 +4,17 @@
                                            [--picture=docs/scavenging.png] [--quick]
 
 Decoupled: the protocol's own decisions in virtual time (`ddiloco.simulation`); learners join, get
-every fragment over their link, and leave again without losing what they did. Data-parallel: the
-same comings and goings, in closed form; all islands stand still for PAUSE_SECONDS whenever the
-number of islands changes (a change within a pause starts it anew), and each step takes an equal
-share of the batch.
+every fragment over their link, and leave again without losing their work. Data-parallel: the same
+joins and departures, in closed form; all islands stand still for PAUSE_SECONDS whenever the number
+of islands changes (a change within a pause starts it anew), and in each step an island takes an
+equal share of the batch.
 
-Assumed, since the paper does not publish it: 4 islands are there all the time. Each of the others
-is there for AWAY_SECONDS on average and away as long (exponential, so half of it is there on
+Assumed, since the paper does not publish it: 4 islands are present all the time. Each of the others
+is present for AWAY_SECONDS on average and away as long (exponential, so half of them are present on
 average), and they come and go independently. A step takes 1 s; 5 Gbit/s and 10 ms a link; shards
 merge 100 GB/s; a model of 2 billion parameters in bf16. The pause is that of Table 1's
-reproduction. No search was made for the best fit, but these were not chosen blind either: spells of
-180 s and 600 s, 8 and 24 fragments and shards that merge 4 GB/s were tried before, in short runs.
+reproduction. No search was made for the best fit, but other values were tried before in short runs:
+spells of 180 s and 600 s, 8 and 24 fragments, and shards that merge 4 GB/s.
 
 Last line: {"decoupled": {"+25 %": time relative to +0 %, ...}, "data_parallel": {...},
 "published": {...}, "errors": {...}, "present": {...}}. Takes some minutes, --quick a few seconds.
@@ -53,7 +53,7 @@ Spell = tuple[float, float]  # from, until
 
 
 def spells(islands: int, span_seconds: float, seed: int) -> list[Spell]:
-  """When extra islands are there, in order of coming."""
+  """The spells in which extra islands are present, in order of their starts."""
   found: list[Spell] = []
   for island in range(islands):
     rng = random.Random(f"spells {seed} {island}")
@@ -94,7 +94,7 @@ def decoupled(there: Sequence[Spell], steps: int, seed: int) -> float:
 
 
 def data_parallel(there: Sequence[Spell], steps: int, step_seconds: float) -> float:
-  """The same for one job that uses all that is there, and pauses at each change."""
+  """The same for one job that uses all present islands, and pauses at each change."""
   left, now, count, until = steps * ALWAYS * step_seconds, 0.0, ALWAYS, 0.0
   changes = sorted([(a, 1) for a, _ in there] + [(b, -1) for _, b in there])
   for at, change in changes:
@@ -107,7 +107,7 @@ def data_parallel(there: Sequence[Spell], steps: int, step_seconds: float) -> fl
 
 
 def play(steps: int, seeds: range) -> dict[str, dict[str, float]]:
-  """Relative times, mean over seeds, and the share of the extra compute that was there."""
+  """Relative times, mean over seeds, and the share of the extra compute that was present."""
   found: dict[str, dict[str, float]] = {"decoupled": {}, "data_parallel": {}, "present": {}}
   alone = {seed: decoupled((), steps, seed) for seed in seeds}
   for name, islands in EXTRA.items():

@@ -1,11 +1,11 @@
-"""One round of one fragment, drawn as it goes: which learners step, are asked, and are waited for.
+"""A picture of one round of one fragment: the learners' steps, pulls, pushes, and the grace window.
 
     python scripts/round_picture.py [--picture=docs/round.png] [--islands=4]
 
 The roles' own loops in virtual time (`ddiloco simulate protocol`): islands of one second a step,
 the last one a fifth slower, links of 80 ms that carry a push in a third of a second, one shard. The
-round is the first in the run's middle that took everybody in and waited for the slow one. Last
-line: {"fragment", "round", "seconds"} from its beginning to the last apply.
+round is the first in the run's second half that merged all islands and had a grace window of over
+0.3 s. Last line: {"fragment", "round", "seconds"} from its beginning to the last apply.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def chosen(run: Sequence[Event], islands: int) -> events.Commit:
 
 
 def of(run: Sequence[Event], kind: type[E], commit: events.Commit | None = None) -> list[E]:
-  """Those of a kind; of the commit's round, if one is given."""
+  """The events of a kind; only of the commit's round, if a commit is given."""
   found: list[Any] = [event for event in run if isinstance(event, kind)]
   if commit is None:
     return found

@@ -1,7 +1,7 @@
 """Data that differ from island to island (`data.custom = "skewed:source"`), for scripts/compare.py.
 
-Each of M islands reads one M-th of the standard library: files next to one another in the order of
-their names, where others read everywhere. What is held out is the same.
+Each of M islands reads one M-th of the standard library: files that are neighbours in the order of
+their names, while islands otherwise read from all files. The held-out data are the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Skewed:
   corpus: Corpus
 
   def batches(self, config: Config, learner: int) -> Any:
-    """Those of the learner's part, as if it were alone with it."""
+    """Batches of the learner's part, as if it were the only learner."""
     count, windows = config.islands.num_learners, self.corpus.train
     first, end = (len(windows.blocks) * m // count for m in (learner, learner + 1))
     part = dataclasses.replace(
@@ -38,5 +38,5 @@ class Skewed:
 
 
 def source(data: DataConfig) -> Skewed:
-  """Of the text that the rest of `data` names."""
+  """The source with the text that the other fields of `data` name."""
   return Skewed(open_corpus(dataclasses.replace(data, custom="", options={})))

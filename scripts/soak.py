@@ -1,17 +1,17 @@
-"""A soak: hundreds of random faults of all kinds on one run, and what became of each of them.
+"""A soak: hundreds of random faults of all kinds on one run, and the recovery from each of them.
 
 A real run of a tiny model on `--engine=threads` (islands as threads of one process, kills cut the
 role off) or `--engine=processes` (kill -9, SIGSTOP). Afterwards the event logs are judged:
 
 - `global_stalls`: times of over --stall_seconds without a step of any island;
-- `lost_rounds`: commits that the final global model was not made from;
-- `unplanned`: crashes, and exits that no kill had planned;
+- `lost_rounds`: commits that the final global model does not contain;
+- `unplanned`: crashes, and exits that no fault explains;
 - `blocked_seconds` of all islands;
-- of every fault the seconds from its strike to the next commit with its role, WORKDIR/recovery.tsv.
+- WORKDIR/recovery.tsv: of every fault the seconds from its strike to the next commit with its role.
 
   python scripts/soak.py [--faults=500] [--minutes=12] [--seed=0] [--engine=threads] [--workdir=DIR]
 
-With a --workdir a finished run is only judged again. Last line: {"faults", "struck", "kinds",
+With --workdir a finished run is only judged again. Last line: {"faults", "struck", "kinds",
 "global_stalls", "longest_stall_seconds", "lost_rounds", "unplanned", "blocked_seconds", "uptime",
 "goodput", "recovered", "median_recovery_seconds", "worst_recovery_seconds", "finished"}; exit
 status 1 if any of the first three that must be zero is not.
@@ -41,8 +41,8 @@ from ddiloco.protocol.events import RunFinished, Step
 
 LEARNERS, SHARDS = 4, 2
 STEP_SECONDS = 0.05
-CALM_SECONDS = 20.0  # at most: after the last fault, for it to be over
-OUTLIVED = 20  # quarantines and crashes that a role may have had by then
+CALM_SECONDS = 20.0  # at most, after the last fault, for the recovery from it
+OUTLIVED = 20  # quarantines and crashes that a role may have
 
 
 def make_config(faults: int, span_seconds: float, seed: int) -> config_lib.Config:
@@ -54,7 +54,7 @@ def make_config(faults: int, span_seconds: float, seed: int) -> config_lib.Confi
   c.sync.update(num_shards=SHARDS, num_fragments=4, sync_period=8, liveness_seconds=1.0)
   c.run.update(evaluations=4, sample_tokens=0, restart_seconds=0.2, max_restarts=OUTLIVED)
   steps = (span_seconds + min(CALM_SECONDS, span_seconds / 3)) / STEP_SECONDS
-  c.run.total_tokens = round(0.9 * LEARNERS * steps) * 4 * 32  # some of the time they are down
+  c.run.total_tokens = round(0.9 * LEARNERS * steps) * 4 * 32  # islands are down for some time
   plan = random_faults(seed, faults, span_seconds, LEARNERS, SHARDS)
   c.chaos.faults = tuple(dataclasses.asdict(fault) for fault in plan)
   return config_lib.from_dict(c)
@@ -81,7 +81,7 @@ def judge(events: EventLog, planned: int, stall_seconds: float) -> dict[str, Any
 
 
 def table(found: Sequence[Recovery]) -> str:
-  """Recovery by kind, for people."""
+  """Recovery by kind of fault, as a table to show."""
   lines = ["| fault | struck | planned seconds, median | back after, median | worst | not back |"]
   lines.append("|---|---|---|---|---|---|")
   for action in sorted({each.action for each in found}):

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A verdict: style, types, and all tests that need no minute each; --all: every test, as continuous integration runs them.
+# Checks style, types, and runs all tests but the slow ones; --all: every test, as continuous integration does.
 # Makes .venv with the test extra first. Other arguments go to pytest: scripts/test.sh tests/core -k merge
 . "$(dirname "$0")/venv.sh" test
 if [ $# -gt 0 ] && [ "$1" != --all ]; then

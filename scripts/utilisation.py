@@ -1,21 +1,21 @@
-"""How much of their time islands compute, given their bandwidth, for the scripts beside this file.
+"""The share of time that islands compute, given their bandwidth, for the scripts beside this file.
 
-One formula for every way to train that waits for its exchange. The model's layers are alike and
-split into fragments by stride; fragment f is layers f, f + P, f + 2P, ... A fragment is due once in
-`period_steps`. What is sent leaves layer by layer, as soon as the backward pass has made it, one
-layer after the other over one link; then all islands wait, unless `overlap_steps` further steps are
-over later:
+One formula for every method that waits for its exchange. The model's layers are equal and split
+into fragments by stride; fragment f is layers f, f + P, f + 2P, ... A fragment is due once in
+`period_steps`. Each layer is sent as soon as the backward pass has made it, one layer after the
+other over one link. Then all islands wait for the part of the exchange that lasts longer than
+`overlap_steps` further steps:
 
   exposed = max(0, arrival of its last layer - end of the backward pass - overlap_steps * step)
   utilisation = H step / max(H step + sum of exposed, all transfers)
 
 Data-parallel is one fragment and H = 1, DiLoCo one fragment and H = 100, Streaming DiLoCo several.
-Sums are made by a ring: each of M sites sends, and receives, 2 (M - 1) / M of every value. Shards
-that stand beside the islands, as many as islands, move the same bytes.
+Sums are made by a ring: each of M sites sends, and receives, 2 (M - 1) / M of every value. M shards
+at the sites of the islands would move the same bytes.
 
-Decoupled DiLoCo never waits: its islands compute all the time whatever the bandwidth, and what is
-missing shows as syncs that come later. So `required_gbps` answers another question for it: what it
-takes that a share u of the planned syncs takes place.
+Decoupled DiLoCo never waits: its islands compute all the time whatever the bandwidth, and with too
+little of it syncs come later. So for Decoupled `required_gbps` answers another question: which
+bandwidth carries a share u of the planned syncs?
 
 Sources: "Streaming DiLoCo" (arXiv 2501.18512) simulates the same as a graph of layers; the overlap
 of every method's sums with the backward pass is from there. The rest is bytes over bandwidth.
@@ -28,12 +28,12 @@ import math
 
 from ddiloco.core import codec
 
-_VALUES = 1 << 24  # enough that the last block of a codec does not count
+_VALUES = 1 << 24  # so many that a codec's last, partial block does not matter
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-  """What is trained and where."""
+  """The model and the sites."""
 
   parameters: float
   step_seconds: float  # of pure computation, on every site
@@ -45,7 +45,7 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-  """One way to keep the sites together."""
+  """One method of syncing the sites."""
 
   name: str
   bits_per_value: float = 16.0  # bf16
@@ -76,8 +76,8 @@ def utilisation(workload: Workload, method: Method, gbps: float) -> float:
   """Share of the time that the sites compute, in [0, 1].
 
   Args:
-    workload: what is trained.
-    method: how.
+    workload: the model and the sites.
+    method: how the sites sync.
     gbps: Gbit/s of every site's link, in each direction.
   """
   if not method.waits:
@@ -117,9 +117,9 @@ def _exposed_seconds(
   layer_seconds = workload.backward_share * workload.step_seconds / workload.layers
   each = transfer_seconds / workload.layers
   count = len(range(fragment, workload.layers, method.fragments))
-  last = fragment + (count - 1) * method.fragments  # the backward pass comes by here first
-  # Layer l is ready (L - l) layers into the backward pass. Gaps are equal, so that either the
-  # transfers follow each other without one from the first on, or only the last one matters.
+  last = fragment + (count - 1) * method.fragments  # the first layer that the backward pass makes
+  # Layer l is ready (L - l) layers into the backward pass. The times between layers are equal, so
+  # either all transfers follow each other without a gap, or only the last transfer matters.
   began, ended = ((workload.layers - layer) * layer_seconds for layer in (last, fragment))
   arrival = max(began + count * each, ended + each) + workload.latency_seconds
   allowed = workload.layers * layer_seconds + method.overlap_steps * workload.step_seconds

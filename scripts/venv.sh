@@ -16,7 +16,7 @@ if [ -z "$python" ]; then
   echo "ddiloco needs Python 3.11 or newer; set PYTHON=/path/to/python3 if it is not on your PATH." >&2
   exit 1
 fi
-# Installed already, for this very setup.py and extra? Then there is nothing to do.
+# Nothing to do if it is installed already for this setup.py and extra.
 stamp="$venv/installed-${extra:-base}-$(cksum < setup.py | tr -d ' ')"
 if [ ! -f "$stamp" ]; then
   echo "Installing ddiloco${extra:+[$extra]} into $venv with $($python --version) (about a minute)"

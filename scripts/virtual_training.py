@@ -2,11 +2,11 @@
 
 Roles, reducers, deltas, merges and outer steps are those of every run; islands are real ones, whose
 steps take virtual time. So a run is a pure function of its config, seed and pace, whatever else the
-machine does, and what differs between two runs is what their configs say.
+machine does, and two runs differ only by their configs.
 
-An island makes its quota of steps and leaves, and all learning rates come to the end of
-their schedule with the run: all runs of one budget train on equally many tokens, merged or not.
-Steps that die with a killed island count as made, and it goes on with the data after them.
+An island makes its quota of steps and leaves, and all learning rates reach the end of their
+schedule with the run: all runs of one budget train on equally many tokens, merged or not. Steps
+that are lost with a killed island count as made; the island goes on with the data after them.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ from ddiloco.training.island import Island
 from ddiloco.training.step import learning_rate
 
 STEP_SECONDS = 0.1  # of virtual time
-HELDOUT_ROWS = 64  # at once
+HELDOUT_ROWS = 64  # evaluated at once
 
 
 class Problem(Protocol):
-  """What is trained."""
+  """A model with its data and islands."""
 
   config: Config
   plan: Plan
   initial: list[np.ndarray]  # by fragment
 
   def island(self, world: Any, number: int, seed: str) -> Any:
-    """What trains it, in virtual time."""
+    """An island that trains in virtual time."""
     ...
 
   def loss(self, values: list[np.ndarray]) -> float:
-    """Of these fragments."""
+    """The loss of a model with these fragments."""
     ...
 
 
@@ -68,15 +68,15 @@ class Valued(World):
   """A world with real vectors.
 
   Args:
-    problem: what is trained.
+    problem: the model, its data and islands.
     seed: of paces, and of data that a problem makes itself.
-    faults: what strikes.
-    slowness: by learner, how many times as long its steps take; empty: all are equal.
-    presence: by learner, from which to which share of the run it takes part; others do all along.
+    faults: of the run.
+    slowness: by learner, the factor by which its steps are longer; empty: all are equal.
+    presence: by learner, the shares of the run between which it takes part; others always do.
 
   Attributes:
     quotas: by learner, the steps it is to make.
-    made: those it has made, in all its lives.
+    made: by learner, the steps it has made, in all its lives.
   """
 
   def __init__(
@@ -115,12 +115,12 @@ class Valued(World):
     return Merger(fragments, self.kept, self.config)
 
   def loss(self) -> float:
-    """Of the global model."""
+    """The loss of the global model."""
     found = [self.kept.load(p) for p in range(self.sync.num_fragments)]
     return self.problem.loss([each.value for each in found if each is not None])
 
   def train(self) -> float:
-    """Until all islands have left, none to come back; the loss then."""
+    """Runs until all islands have left for good; returns the loss."""
     self.run(math.inf, self._all_left)
     return self.loss()
 
@@ -130,11 +130,11 @@ class Valued(World):
     return not self.working and all(made >= of for made, of in zip(self.made, self.quotas))
 
 
-# --- A language model, or whatever else a config says
+# --- The model and data of a config
 
 
 class Text:
-  """The model and the data of a config; a seed is that of its config."""
+  """The problem of a config: its model and data, with the config's seed."""
 
   def __init__(self, config: Config):
     self.config, self.plan = config, initial.make_plan(config)
@@ -222,7 +222,7 @@ class Trainer(VirtualIsland):
     self._island.apply_moments(fragment, staged, count)
 
 
-# --- What is compiled or read once, and used by all runs of this process
+# --- Compiled or read once, and used by all runs of this process
 
 
 def new_island(config: Config) -> Island:
@@ -246,7 +246,7 @@ def new_island(config: Config) -> Island:
     run=RunConfig(),
     chaos=ChaosConfig(),
   )
-  return copy.copy(_compiled(same.to_json()))  # the same programs, and a state of its own
+  return copy.copy(_compiled(same.to_json()))  # shares the programs, has a state of its own
 
 
 @functools.cache

@@ -15,13 +15,13 @@
 # Every island and every shard is a namespace of its own behind a link of its own to one switch. The
 # delay comes from scripts/proxy.py between an island, or a shard with copies for its buddy, and
 # the switch (netem is missing in many kernels). The evaluator stands at the switch, without delay.
-# An island's XLA uses one thread. All of it lives in namespaces that end with this script, also when it
-# is killed, so that nothing is left behind and several runs do not meet.
+# An island's XLA uses one thread. All processes live in namespaces that end with this script, also
+# when it is killed, so that no process is left and several runs do not disturb each other.
 #
-# In the end a table shows the runs beside what the planner and a virtual run say of them. Last line:
+# In the end a table shows the runs beside the figures of the planner and of a virtual run. Last line:
 # JSON, see scripts/wan_summary.py. Exit status 77 (skipped): no right to make namespaces
 # here, or no tc tbf in the kernel; 1: a role failed, whose log is shown. Logs: WORKDIR/logs.
-# WAN_PYTHON names a Python that has ddiloco; without it .venv is made where it is missing.
+# WAN_PYTHON names a Python that has ddiloco; without it .venv is made if it is missing.
 set -euo pipefail
 
 say() { printf '[wan] %s\n' "$*"; }
@@ -59,7 +59,7 @@ number='^[1-9][0-9]?$'
 
 if [ -z "$inside" ]; then
   # Makes the box. --pid: when its first process ends, the kernel ends all the others; setpriv and
-  # --kill-child carry our own end, also by kill -9, to that first process.
+  # --kill-child end that first process when this script ends, also by kill -9.
   for tool in unshare nsenter setpriv ip tc; do
     command -v "$tool" > /dev/null || skip "there is no $tool here (packages util-linux, iproute2)"
   done
@@ -144,7 +144,7 @@ start() {  # ROLE COMMAND...: in the background, with its log
   name_of[$!]="$1"
 }
 
-lag() {  # NODE SHARD: a way from there to a shard that takes its time
+lag() {  # NODE SHARD: a delayed way from the node to the shard
   at "$1" "$python" scripts/proxy.py --delay_ms="$delay_ms" \
     --listen="127.0.0.1:$((7000 + 10 * $2))" --to="10.0.0.$((100 + $2)):7000" \
     > "$workdir/logs/link-$1-$2.log" 2>&1 &
@@ -169,7 +169,7 @@ done
 # --- the roles ------------------------------------------------------------------------------------
 
 for ((s = 0; s < shards; s++)); do
-  # It dials its buddy only; its own address is where it listens.
+  # A shard dials only its buddy, by the delayed way; --bind is its own address.
   start "syncer-$s" at "shard$s" "${run[@]}" syncer "${role[@]}" --shard="$s" --syncers="$delayed" \
     --bind="tcp://10.0.0.$((100 + s)):7000"
 done

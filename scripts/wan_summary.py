@@ -1,26 +1,26 @@
-"""What runs over long links have come to, beside the planner's and the simulator's figures.
+"""The results of runs over long links, beside the planner's and the simulator's figures.
 
   python scripts/wan_summary.py --workdir=DIR [--workdir=DIR ...] --mbit=200 --delay_ms=60
 
-`scripts/wan.sh` ends with it. Every workdir holds a run of the same config over the same links; its
-event logs are read. The planner (`ddiloco plan`) and a run in virtual time (`ddiloco simulate
-protocol`) get the same config, links and mean step. The same function measures real and virtual
-runs, from all learners' first steps to the first learner's last:
+`scripts/wan.sh` calls it at its end. Every workdir holds a run of the same config over the same
+links; its event logs are read. The planner (`ddiloco plan`) and a run in virtual time (`ddiloco
+simulate protocol`) get the same config, links and mean step. The same function measures real and
+virtual runs, from when all learners have begun to step until the first learner's last step:
 
   round_seconds: from the beginning of a round at the shard to its commit.
-  delivery_seconds: from the commit until a learner takes the version up, at the end of a step.
+  delivery_seconds: from the commit until a learner takes the version, at the end of a step.
   sync_seconds: from a learner's copy-out to its apply of the version.
   mbit: Mbit/s of a learner, sent and received.
   participation: share of the learners whose pushes a commit has.
-  first_version_seconds: from a usual step before the end of the first step of all to the first
-    commit: virtual learners are spread by first steps that take longer.
+  first_version_seconds: to the first commit, from one usual step time before the end of the run's
+    first step: virtual learners are spread in time by longer first steps.
 
 Last line, JSON: `planned`, `virtual`, `real` (a list) with these, `error_percent`: of the planner
 and the virtual run against the mean of the real ones. Besides, of the last real run, by learner:
-`utilisation`: the share of the time between the end of its first step and the end of its last that
-went into inner steps. `blocked_seconds`: of that time, how long the protocol made it wait. `bytes`:
-sent and received, all connections together. `step_seconds`: median. For that run: `loss` on
-held-out data (null if no evaluator saw the end), `mbit`, `delay_ms` one way.
+`utilisation`: the share of inner steps in the time between the end of its first step and the end of
+its last. `blocked_seconds`: of that time, how long the protocol made it wait. `bytes`: sent and
+received, all connections together. `step_seconds`: median. For that run: `loss` on held-out data
+(null if no evaluator saw the end), `mbit`, `delay_ms` one way.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from ddiloco.simulation import planner
 from ddiloco.simulation.run import Speeds, VirtualRun
 
 JITTER = 0.02  # of virtual steps
-SEEDS = 5  # virtual runs; the mean of them is told
+SEEDS = 5  # virtual runs; their mean is reported
 TITLES = {
   "round_seconds": "a round, until it commits, s",
   "delivery_seconds": "until the version is taken up, s",
@@ -58,21 +58,21 @@ TITLES = {
 
 
 def utilisation(steps: list[events.Step]) -> float | None:
-  """Of one learner's step events in order of time; None where there are too few to say."""
+  """A learner's utilisation from its step events in order of time; None if there are too few."""
   if len(steps) < 2 or steps[-1].time <= steps[0].time:
     return None
-  inside = sum(step.seconds for step in steps[1:])  # the first one's time ends where ours begins
+  inside = sum(step.seconds for step in steps[1:])  # the time begins at the end of the first step
   return round(inside / (steps[-1].time - steps[0].time), 4)
 
 
 def moved_bytes(traffic: list[events.Traffic]) -> int:
-  """Sent and received; counters restart with every incarnation."""
+  """Bytes sent and received; counters restart with every incarnation."""
   last = {event.incarnation: event for event in traffic}
   return sum(event.sent_bytes + event.received_bytes for event in last.values())
 
 
 def summarise(workdir: Path) -> dict[str, Any]:
-  """By learner, what its steps and bytes say."""
+  """The numbers of a run's steps and bytes, by learner."""
   log = read_events(workdir)
   traffic, outcome = _by_role(log, events.Traffic), workdir / "outcome.json"
   steps = {str(parse_role(role)[1]): each for role, each in _by_role(log, events.Step).items()}
@@ -95,7 +95,7 @@ def measure(run: Sequence[Event], learners: int) -> dict[str, float]:
   """The numbers of `TITLES`, and `step_seconds` from step to step, of a run's events.
 
   Raises:
-    SystemExit: the run has too few rounds to say.
+    SystemExit: the run has too few rounds.
   """
   steps = _by_role(run, events.Step)
   first = {role: each[0].time - each[0].seconds for role, each in steps.items()}
@@ -128,11 +128,11 @@ def measure(run: Sequence[Event], learners: int) -> dict[str, float]:
 
 
 def _key(event: Any) -> tuple[int, int]:
-  return event.fragment, event.round  # shards may count alike
+  return event.fragment, event.round  # two shards may use the same round id
 
 
 def _by_role(run: Sequence[Event], kind: type[E]) -> dict[str, list[E]]:
-  """Those of the learners."""
+  """The learners' events of this kind, by role."""
   found: dict[str, list[E]] = defaultdict(list)
   for event in run:
     if isinstance(event, kind) and event.role.startswith("learner-"):
@@ -147,7 +147,7 @@ def _mbit(counts: list[events.Traffic]) -> float:
 
 
 def plan(config: Config, sizes: tuple[int, ...], step: float, links: dict) -> dict[str, float]:
-  """The planner's."""
+  """The planner's numbers."""
   setting = planner.Setting.of(config, sizes, step_seconds=step, **links)
   made = planner.make(setting)
   moved = made.exchanged.push_bytes + made.exchanged.publish_bytes
@@ -163,7 +163,7 @@ def plan(config: Config, sizes: tuple[int, ...], step: float, links: dict) -> di
 
 
 def play(config: Config, sizes: tuple[int, ...], step: float, links: dict) -> dict[str, float]:
-  """The virtual runs', on average."""
+  """The numbers of the virtual runs, on average."""
   islands = dataclasses.replace(config.islands, min_step_seconds=0.0)
   config, each = dataclasses.replace(config, islands=islands), []
   for seed in range(SEEDS):
@@ -175,7 +175,7 @@ def play(config: Config, sizes: tuple[int, ...], step: float, links: dict) -> di
       gbps=(links["gbps"],),
       latency_seconds=(links["latency_seconds"],),
       shard_gbps=links["shard_gbps"],
-      late_seconds=step,  # ends of steps do not fall together
+      late_seconds=step,  # spreads the ends of islands' steps in time
       seed=seed,
     )
     VirtualRun(config, speeds, found.append).finish()

@@ -3,9 +3,9 @@
 Command:   ddiloco train --config=configs/quickstart.py --workdir=runs/region \\
              --config.chaos=configs/chaos/region.py:0.2 [--engine=processes]
            `:1`, the default, cuts at 10 s and kills at 40 s: for runs of over a minute.
-Expect:    while it is cut off its islands train on and merge with the shard they still reach; its
-           shard's fragments wait. No island outside blocks for a moment; what the islands did alone
-           is merged when the region is back.
+Expect:    while the region is cut off, its islands train on and merge with shard 1, which is in the
+           region. Islands outside miss the rounds of shard 1, but none of them blocks. What the
+           region's islands trained alone is merged when the region is back.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Command:   ddiloco train --config=configs/quickstart.py --config.chaos=configs/chaos/soak.py:7 \\
              --workdir=runs/soak_7 [--engine=processes]
-           The preset is the seed. `scripts/soak.py` does it with 500 faults and judges the outcome.
+           The preset is the seed. `scripts/soak.py` runs 500 faults and judges the outcome.
 Expect:    no unplanned exit, no pause of all islands, no lost round. Faults that are planned for
            after the run's end do not strike.
 """

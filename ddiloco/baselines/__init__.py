@@ -1,1 +1,1 @@
-"""What the project is measured against: synchronous data-parallel over the same islands."""
+"""The baseline for comparisons: synchronous data-parallel over the same islands."""

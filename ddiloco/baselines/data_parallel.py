@@ -1,13 +1,14 @@
-"""Synchronous data-parallel on one machine, a process for each island, and what a failure does.
+"""Synchronous data-parallel on one machine, a process for each island, under failures.
 
-Inelastic: a failure ends the world for all islands. They wait until the one that died is back, and
-all go on from the last checkpoint. Elastic: the others go on at once as a smaller world with the
-state they have; an island that is back is taken in by ending that world for a larger one.
+A world is the set of processes that train together. Inelastic: a failure ends the world for all
+islands. They wait until the dead island is back, and all go on from the last checkpoint. Elastic:
+the others go on at once as a smaller world with the state they have; when the dead island is back,
+that world ends and a larger one begins.
 
-Both are given whatever machines of their own would give them and shared cores would not. A death is
-noticed at once; the processes of a world are forked from one that has imported everything; the
-programs for all sizes of worlds are compiled before the run begins; exchanging gradients takes no
-time beyond the step's pace.
+Both are spared costs that machines of their own would not have. A death is noticed at once; the
+processes of a world are forked from one that has imported everything; the programs for all sizes of
+worlds are compiled before the run begins; the exchange of gradients takes no time if it fits into
+`islands.min_step_seconds`.
 """
 
 from __future__ import annotations
@@ -33,23 +34,23 @@ from ddiloco.protocol.supervisor import Event, Exited, Lost, Start, Strike, Tick
 TURN_SECONDS = 0.01
 FOLLOW_SECONDS = 0.1
 HANG_SECONDS = 60.0  # a world that makes no step for so long is ended
-START_SECONDS = 600.0  # for imports and compilation of everything, before the run begins
-MAX_FAILURES = 10  # worlds in a row that end by themselves without a step
+START_SECONDS = 600.0  # for imports and all compilations, before the run begins
+MAX_FAILURES = 10  # worlds in a row that fail without a step, though no island was killed
 
 
 class DataParallel:
   """One run.
 
   An island lives from when the supervisor starts it until a fault kills it. Its process lasts no
-  longer than the world that it trains in: between two worlds an island that lives has none.
+  longer than the world that it trains in: between two worlds a living island has no process.
 
   Args:
     config: the run's; planned kills of learners by time are performed.
-    workdir: events go to `workdir/events`, what the processes print to `workdir/logs`.
+    workdir: events go to `workdir/events`, the processes' output to `workdir/logs`.
     elastic: go on with the islands that are left.
 
   Raises:
-    ConfigError: data-parallel cannot have that.
+    ConfigError: data-parallel cannot have this config.
   """
 
   def __init__(self, config: Config, workdir: Path, elastic: bool):
@@ -59,9 +60,9 @@ class DataParallel:
     self._islands = [Child(name, workdir, [spawn_forked]) for name in names]
     quorum = 1 if elastic else len(names)
     self._state = supervisor.init(config.run, names, config.chaos.faults, quorum)
-    self._alive: set[int] = set()  # islands
-    self._world: tuple[int, ...] = ()  # those that train now
-    self._out: set[int] = set()  # those that have trained, live, and wait for another world
+    self._alive: set[int] = set()  # living islands
+    self._world: tuple[int, ...] = ()  # islands that train now
+    self._out: set[int] = set()  # living islands of ended worlds, which wait for the next world
     self._orders = 0
     self._failures = 0
     self._global_step = 0
@@ -105,7 +106,7 @@ class DataParallel:
   # --- before it begins ---------------------------------------------------------------------------
 
   def _prepare(self) -> None:
-    """All islands live, and every size of world that there may be has its program."""
+    """Starts all islands, and compiles the program of every possible size of world."""
     self._feed(Tick(time.monotonic()))  # starts all
     sizes = range(1, len(self._islands) + 1) if self._elastic else [len(self._islands)]
     for size in sizes:
@@ -117,10 +118,11 @@ class DataParallel:
           raise RuntimeError(f"{program}: was not compiled. {_last_words(self._islands[0])}")
 
   def _await_ends(self) -> None:
-    """Until all processes have ended; how does not matter, since rank 0 takes its service along.
+    """Waits until all processes have ended. Any exit status is good: when rank 0 ends first, so
+    does its coordination service, and the others fail.
 
     Raises:
-      RuntimeError: it takes too long.
+      RuntimeError: the wait takes too long.
     """
     deadline = time.monotonic() + START_SECONDS
     while running := [island for island in self._islands if island.running]:
@@ -151,7 +153,7 @@ class DataParallel:
       time.sleep(TURN_SECONDS)
 
   def _look(self, now: float) -> None:
-    """A process that was killed is its island's death; what else ends is the world's failure."""
+    """If a process was killed, its island is dead; if it ended otherwise, the world has failed."""
     ended = {m: self._islands[m].poll() for m in self._world}
     for m, status in ended.items():
       if status == -signal.SIGKILL:
@@ -162,7 +164,7 @@ class DataParallel:
       self._failed(f"the world failed at {self._islands[failed[0]].name}")
 
   def _feed(self, event: Event) -> None:
-    """Tells the supervisor, and performs what it says."""
+    """Gives the supervisor an event, and performs its actions."""
     self._state, actions = supervisor.supervise(self._state, event)
     for action in actions:
       match action:
@@ -177,7 +179,7 @@ class DataParallel:
           self._lost(parse_role(name)[1], reason)
 
   def _lost(self, m: int, reason: str) -> None:
-    """An island is dead, with what it had in its memory."""
+    """An island is dead, and its memory is lost."""
     self._islands[m].kill()
     name, in_world = self._islands[m].name, m in self._world
     shutil.rmtree(member.folder(self._workdir, name), ignore_errors=True)
@@ -189,7 +191,7 @@ class DataParallel:
       self._dissolve(f"{name} is gone")
 
   def _decide(self, now: float) -> None:
-    """Ends the world if there is a better one, and begins one when there is none."""
+    """Ends a world that hangs or could be larger, and begins one when there is none."""
     if self._world and now - self._moved_at > HANG_SECONDS:
       self._failed("the world hangs")
     if self._world and self._alive > set(self._world):
@@ -205,7 +207,7 @@ class DataParallel:
     self._tell(members, train=True)
 
   def _failed(self, reason: str) -> None:
-    """The world has failed, though no process is dead."""
+    """The world has failed, though its islands live."""
     self._failures += 1
     if self._failures > MAX_FAILURES:
       words = _last_words(self._islands[self._world[0]])
@@ -213,7 +215,7 @@ class DataParallel:
     self._dissolve(reason)
 
   def _dissolve(self, reason: str) -> None:
-    """All survivors end what they do, and wait for the next world."""
+    """Ends the world: its islands that live wait for the next world."""
     for m in self._world:
       self._islands[m].kill()
       self._recorder.record(events.Exit(target=self._islands[m].name, reason=reason))
@@ -254,7 +256,7 @@ class DataParallel:
 
 
 def check(config: Config) -> None:
-  """Refuses what data-parallel cannot have.
+  """Refuses configs that data-parallel cannot have.
 
   Raises:
     ConfigError: names the field, the value, the rule and the fix.

@@ -1,8 +1,9 @@
 """The process of one island in one world of data-parallel: `python -m ddiloco.baselines.member`.
 
-It is forked from a server that has imported everything (`engines/children.py`), so that who
-survives a failure need not import again: a new world costs it to meet the others, to load the
-program and its state. Nothing of a dead world is left, and a collective that hangs ends with it.
+The process is forked from a server that has imported everything (`engines/children.py`), so that a
+survivor of a failure need not import again: for a new world it only meets the others, and loads the
+program and its state. Nothing of an ended world is left: a collective that hangs ends with its
+process.
 """
 
 from __future__ import annotations
@@ -47,43 +48,44 @@ from ddiloco.workdir import saved_config
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-  """Train in this world, until killed."""
+  """The order to train in a world, until killed."""
 
   number: int  # counts the run's worlds
   rank: int
   size: int
   meeting: str  # HOST:PORT of rank 0, free
   started: float  # unix seconds; event times count from there
-  state: str  # file to begin with
-  step: int  # that it is after
-  remember: bool  # keep every step for the next world, as an elastic island's memory does
-  train: bool = True  # else only see that this world's program is there
+  state: str  # file with the state to begin with
+  step: int  # the steps that this state has had
+  remember: bool  # keep every step's state for the next world, as an elastic island's memory does
+  train: bool = True  # else only compile this world's program
 
 
 def command(workdir: Path, learner: int, order: Order) -> list[str]:
-  """The command line of a learner's process that does the order."""
+  """The command line of the learner's process for this order."""
   flags = f"--workdir={workdir}", f"--learner={learner}"
   order_flag = f"--order={json.dumps(dataclasses.asdict(order))}"
   return [sys.executable, "-m", "ddiloco.baselines.member", *flags, order_flag]
 
 
-# --- Where data-parallel's state outlives a process: a file for each step that is kept
+# --- Data-parallel's states, which outlive a process: a file for each step that is kept
 # WORKDIR/states/checkpoint is written every `sync.snapshot_steps`; WORKDIR/states/learner-M stands
-# for the memory of an elastic island, which survives everything but the death of its own process.
+# for the memory of an elastic island, which only the death of this island erases.
 
 CHECKPOINT = "checkpoint"
 _DIGITS = 9
 
 
 def folder(workdir: Path, name: str) -> Path:
-  """Of the checkpoints, or of one island's memory ("learner-3")."""
+  """The folder of the checkpoints, or of one island's memory ("learner-3")."""
   return workdir / "states" / name
 
 
 def save(into: Path, step: int, arrays: Mapping[str, np.ndarray], durable: bool = False) -> None:
-  """Keeps the state after `step` steps, whole or not at all, instead of the one before.
+  """Saves the state after `step` steps atomically, and removes the one before.
 
-  `durable`: it is on the disk when this returns, as checkpoints are; a process's memory is not.
+  `durable`: the state is on the disk when this returns, as a checkpoint must be; a file that stands
+  for an island's memory need not be.
   """
   named: dict[str, Any] = dict(arrays)
   into.mkdir(parents=True, exist_ok=True)
@@ -101,7 +103,7 @@ def save(into: Path, step: int, arrays: Mapping[str, np.ndarray], durable: bool 
 
 
 def load(path: Path) -> dict[str, np.ndarray]:
-  """What `save` was given."""
+  """The arrays of a saved state."""
   with np.load(path) as file:
     return {name: file[name] for name in file.files}
 
@@ -120,16 +122,16 @@ def newest(workdir: Path) -> tuple[int, Path]:
 
 
 # --- One world of synchronous data-parallel: the processes that train together, a replica in each
-# It lasts until one dies or comes back; then there is another world, of another size. The model,
-# loss and optimizer are those of an island, and so is the step: one program over all processes, in
-# which the compiler averages the gradients (gloo on CPUs).
+# A world lasts until an island dies or comes back; then another world begins. The model, loss and
+# optimizer are those of an island, and so is the step: one program over all processes, in which the
+# compiler averages the gradients (gloo on CPUs).
 
 MEET_SECONDS = 60  # for all processes of a world to find each other
 POLL_SECONDS = 0.01
 
 
 class ProcessGroup:
-  """Joins the world of `order`; then `load`, and `step` by step. All islands are alike."""
+  """Joins the world of `order`; then call `load` once, and `step` for each step."""
 
   def __init__(self, config: Config, order: Order):
     rank, size = order.rank, order.size
@@ -151,10 +153,10 @@ class ProcessGroup:
     self._state: dict[str, jax.Array] = {}
 
   def compile(self, programs: Path) -> float:
-    """Has the step's program, from the folder if it is there; returns the seconds it took.
+    """Loads the step's program from the folder, or compiles it; returns the seconds this took.
 
-    Rank 0 compiles what is missing, and the others take it from there. (JAX's own cache knows the
-    programs of several CPU processes on rank 0 only: every rank has a key of its own.)
+    Rank 0 compiles a missing program, and the others load it from the folder. (JAX's own cache
+    serves programs of several CPU processes to rank 0 only: every rank has a cache key of its own.)
     """
     start = time.perf_counter()
     path = program(programs, self._config, self._size)
@@ -175,7 +177,7 @@ class ProcessGroup:
     return lower_step(train_step, self._layout, self._inputs, self._replicated).compile()
 
   def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-    """Takes over a state; all processes must be given the same."""
+    """Takes over a state, which must be the same in all processes."""
     self._layout.check(arrays)
     self._state = {
       name: jax.make_array_from_process_local_data(self._replicated, array)
@@ -211,14 +213,14 @@ def program(programs: Path, config: Config, size: int) -> Path:
 
 
 def layout(config: Config, sharding: NamedSharding) -> StateLayout:
-  """The names and shapes of the state, every array lying as `sharding` says."""
+  """The names and shapes of the state, every array with this sharding."""
   model = custom.load_model(config.model)
   leaves = {name: placed(leaf, sharding) for name, leaf in model.shapes().items()}
   return StateLayout(optimizer(config.inner, model.logical_axes()), leaves, sharding)
 
 
 def initial_state(config: Config) -> dict[str, np.ndarray]:
-  """What every run of this config begins with: the islands' parameters, and fresh moments."""
+  """The state in which every run of this config begins: initial parameters and fresh moments."""
   params = initial.initial_params(config)
   mesh = make_mesh(jax.local_devices(backend="cpu")[:1], IslandConfig())
   axes = custom.load_model(config.model).logical_axes()
@@ -227,7 +229,7 @@ def initial_state(config: Config) -> dict[str, np.ndarray]:
   return {name: np.asarray(array) for name, array in state.items()}
 
 
-# --- What an island does in one world of data-parallel: step after step, until it is killed
+# --- An island in one world of data-parallel: step after step, until it is killed
 
 PROGRAMS = "compiled"
 
@@ -266,12 +268,12 @@ def _steps(
     batch = stream.batch(done)
     started = time.monotonic()
     metrics = world.step(batch, done)
-    # As on islands that do not wait. The exchange is in it: it costs nothing if it fits.
+    # The same pace as an island's. The exchange is part of the step: it is free if it fits.
     if (early := config.islands.min_step_seconds - (time.monotonic() - started)) > 0:
       time.sleep(early)
     ended = time.monotonic()
     done += 1
-    if order.remember:  # before the log: what counts as done is not lost
+    if order.remember:  # before the log: a logged step is not lost
       save(folder(workdir, recorder.role), done, world.state())
     recorder.record(
       events.Step(
@@ -285,7 +287,7 @@ def _steps(
         **metrics,
       )
     )
-    recorder.flush()  # the process may be killed at any time, also because another one was
+    recorder.flush()  # the process may be killed at any time, also when another island dies
     last = ended
     every = config.sync.snapshot_steps
     if order.rank == 0 and every and done % every == 0:
@@ -302,8 +304,8 @@ def main() -> None:
   arguments = parser.parse_args()
   end_with_parent()
   environment.prepare(num_cpu_devices=1, cpu_only=True)
-  # What one world compiles, another may be handed from a folder that both use; with several
-  # processes it then lacks functions ("NOT_FOUND: Function ... not found", JAX 0.10).
+  # With several processes, a program that another world put into a common cache lacks functions
+  # ("NOT_FOUND: Function ... not found", JAX 0.10).
   jax.config.update("jax_enable_compilation_cache", False)
   train(arguments.workdir, arguments.learner, Order(**arguments.order))
 

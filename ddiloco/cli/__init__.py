@@ -1,8 +1,8 @@
 """The command line: `ddiloco COMMAND --config=FILE --workdir=DIR --config.FIELD=VALUE ...`.
 
-Everything wrong with what was typed is said before a device is touched, with exit status 2.
-Exit status 1: work was lost (the run failed); 130: stopped by Ctrl-C, or a run by SIGTERM: what was
-trained is merged and saved.
+Wrong flags and configs are reported before a device is touched, with exit status 2. Exit status 1:
+work was lost (the run failed); 130: stopped by Ctrl-C, or a run by SIGTERM: the work done so far is
+merged and saved.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
   "simulate": simulate,
 }
 
-WORKERS = ("train", "learner", "syncer", "evaluator", "dashboard")  # others only say something
+WORKERS = ("train", "learner", "syncer", "evaluator", "dashboard")  # others only print
 
 USAGE = """ddiloco: one model, trained across islands that may be far apart and failing.
 
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   except (ConfigError, flags.Error) as error:
     print(f"ddiloco {arguments[0]}: {error}", file=sys.stderr)
     return BAD_USAGE
-  except KeyboardInterrupt:  # while compiling or drawing; a run under way ends in good order
+  except KeyboardInterrupt:  # while compiling or drawing; a run handles Ctrl-C itself
     print(f"ddiloco {arguments[0]}: interrupted", file=sys.stderr)
     return INTERRUPTED
 
@@ -101,6 +101,6 @@ def entry() -> None:
   if sys.argv[1:2] and sys.argv[1] in WORKERS:
     go_on_unheard()
   status = main()
-  if status != INTERRUPTED:  # what is under way may compile, and cannot be interrupted
+  if status != INTERRUPTED:  # else a thread may be compiling, which cannot be interrupted
     atexit._run_exitfuncs()
   end_now(status)

@@ -1,4 +1,4 @@
-"""What commands share: flags, experiment files, and errors that say what to type instead."""
+"""Shared by all commands: flags, experiment files, and errors that say what to type instead."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ flags.disclaim_key_flags()  # --help lists a flag under the module of the comman
 
 
 class Helped(Exception):
-  """Help was asked for, and has been given."""
+  """--help was given, and the help has been printed."""
 
 
 class Flags:
-  """The flags of one command: added, then parsed, then attributes with what was given.
+  """The flags of one command: first added, then parsed, then read as attributes.
 
   Args:
-    arguments: the command's name, and all that was typed after it.
+    arguments: the command's name, and the arguments after it.
   """
 
   def __init__(self, arguments: list[str]):
@@ -40,15 +40,15 @@ class Flags:
     flags.DEFINE_string(name, default, what, self._values)
 
   def add_list(self, name: str, what: str) -> None:
-    """--NAME=ONE,TWO."""
+    """Adds --NAME=ONE,TWO."""
     flags.DEFINE_list(name, [], what, self._values)
 
   def add_repeated(self, name: str, what: str) -> None:
-    """--NAME=ONE --NAME=TWO."""
+    """Adds --NAME=ONE --NAME=TWO."""
     flags.DEFINE_multi_string(name, [], what, self._values)
 
   def add_choice(self, name: str, choices: list[str], what: str) -> None:
-    """The first is the default."""
+    """Adds a flag with these values, of which the first is the default."""
     flags.DEFINE_enum(name, choices[0], choices, what, self._values)
 
   def add_integer(
@@ -70,7 +70,7 @@ class Flags:
     flags.DEFINE_bool(name, False, what, self._values)
 
   def add_fields(self, cls: type) -> None:
-    """A flag for each field of a dataclass that is an option, of its name, type and default."""
+    """Adds a flag for each option field of a dataclass, with the field's name, type and default."""
     for field in dataclasses.fields(cls):
       match field.type, field.metadata.get("help"):
         case _, None:
@@ -87,13 +87,13 @@ class Flags:
           self.add_list(field.name, text)
 
   def fields(self, cls: type) -> dict[str, Any]:
-    """What was given for these."""
+    """The values of the flags that `add_fields` added."""
     options = (f.name for f in dataclasses.fields(cls) if "help" in f.metadata)
     given = {name: getattr(self, name) for name in options}
     return {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
 
   def add_workdir(self) -> None:
-    """--workdir, which must be given."""
+    """Adds --workdir, which must be given."""
     self._needs_workdir = True
     self.add_text("workdir", None, "Directory of the run; it is the run's identity.")
 
@@ -101,7 +101,7 @@ class Flags:
     self.add_switch("cpu", "Use CPU devices, also where JAX finds accelerators.")
 
   def add_config(self) -> None:
-    """--config and --config.FIELD."""
+    """Adds --config and --config.FIELD."""
     self._experiment, chaos, self._arguments = _take_config(self._arguments)
     config = experiment(self._experiment, "config") if self._experiment else default()
     if chaos:
@@ -116,21 +116,21 @@ class Flags:
         self._values,
         sys_argv=self._arguments,
       )
-    except AttributeError as error:  # of `options`, whose names are the experiment file's own
+    except AttributeError as error:  # an unknown name in `options`, which the file defines
       raise ConfigError(
         f"--config: {error}. Fix: use an option that {self._experiment} gives."
       ) from error
     self._values["config"].default_as_str = None  # too long for --help; config/ has all defaults
 
   def parse(self, doc: str | None) -> None:
-    """Takes what was typed.
+    """Parses the arguments.
 
     Args:
-      doc: of the command, for --help.
+      doc: the command's docstring, for --help.
 
     Raises:
       ConfigError: a flag or field is wrong, with a suggestion, or --workdir is missing.
-      Helped: by what is printed.
+      Helped: --help was given, and has been printed.
     """
     command = self._arguments[0]
     flags.DEFINE_bool("help", False, "Show this.", short_name="h", flag_values=self._values)
@@ -148,7 +148,7 @@ class Flags:
       raise ConfigError("--workdir: is needed. Fix: give --workdir=DIR, the directory of the run.")
 
   def needed(self, name: str, example: str) -> Any:
-    """The value of a flag that has no default; `example` says what to give."""
+    """The value of a flag that has no default; `example`: a value, for the error message."""
     value = getattr(self, name)
     if value is None:
       raise ConfigError(f"--{name}: is needed. Fix: give --{name}={example}.")
@@ -159,10 +159,10 @@ class Flags:
     return bool(self._experiment)
 
   def final_config(self) -> Config:
-    """The experiment file's, with what flags have changed.
+    """The experiment file's config, with the changes of flags.
 
     Raises:
-      ConfigError: there is none, or it breaks a rule.
+      ConfigError: --config is missing, or the config breaks a rule.
     """
     if not self._experiment:
       raise ConfigError(
@@ -189,11 +189,11 @@ def _take_config(arguments: list[str]) -> tuple[str, str, list[str]]:
   return path, chaos, rest
 
 
-# --- Standard output of commands that do work which is worth more than what they say about it
+# --- Standard output of commands whose work must not end when printing fails
 
 
 class Unheard:
-  """A stream that drops what cannot be written: its reader is gone, or its disk is full.
+  """A stream that drops text that cannot be written: its reader is gone, or its disk is full.
 
   Otherwise a `print` would end the run, and Python's last flush would change the exit status.
   """
@@ -218,7 +218,7 @@ class Unheard:
 
 
 def go_on_unheard() -> None:
-  """From now on nothing that is said in this process can end it."""
+  """From now on a failure to print does not end this process."""
   for name in ("stdout", "stderr"):
     stream = getattr(sys, name)
     if stream is not None:

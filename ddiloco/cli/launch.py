@@ -1,4 +1,4 @@
-"""Commands that bring a run to a cloud: what it costs first, then create, status, watch, delete."""
+"""Commands for a run in a cloud: they print its cost, then create, status, watch or delete."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _Run = TypeVar("_Run", gke.GkeRun, tpu_vms.TpuVmRun)
 
 
 def launch(arguments: list[str]) -> int:
-  """Brings a run to a cloud: every island its own, shards and evaluator beside one of them.
+  """Brings a run to a cloud: each island to its own slice, shards and evaluator near one of them.
 
     ddiloco launch gke     [create|status|watch|delete] --config=FILE --name=RUN ...   JobSets
     ddiloco launch tpu-vms [create|status|watch|delete] --config=FILE --name=RUN ...   TPU VMs
 
-  create is meant if no action is named. It prints what runs where and what that costs, and makes
-  nothing without --yes; --dry_run prints all that would be made, or done, and needs no cloud.
-  Every action may be repeated: create goes on where it stopped. Give all of them the same flags.
-  The slices are those of islands.topology. docs/launch.md leads through a run over two regions.
+  The default action is create. It prints the roles' places and the cost, and makes nothing without
+  --yes. --dry_run prints what an action would make or do, and needs no cloud. Every action may be
+  repeated: create goes on where it stopped. Give all actions the same flags. The slices are those
+  of islands.topology. docs/launch.md leads through a run over two regions.
   """
   targets = {"gke": _gke, "tpu-vms": _tpu_vms}
   words = [a for a in arguments[1:3] if not a.startswith("-")]
@@ -77,10 +77,10 @@ def _run(cls: type[_Run], given: Flags) -> _Run:
 
 
 def _keys(folder: Path, roles: list[str], dry_run: bool) -> tuple[dict[str, str], dict[str, str]]:
-  """(public keys, secret keys), by the roles' addresses.
+  """(public keys, secret keys), by role.
 
   Raises:
-    ConfigError: one is missing, and this is no dry run.
+    ConfigError: a key is missing, and this is no dry run.
   """
   paths = [public_file(folder, role) for role in roles], [secret_file(folder, r) for r in roles]
   missing = [str(path) for path in (*paths[0], *paths[1]) if not path.is_file()]
@@ -98,10 +98,10 @@ def _roles(placement: Placement) -> list[str]:
 
 
 def _afford(given: Flags, placement: Placement, machines: int) -> list[str]:
-  """What it costs, in lines; said, and agreed to, before anything is made.
+  """The lines with the cost; but for a dry run prints them, and requires --yes.
 
   Raises:
-    ConfigError: without --yes, or without prices.
+    ConfigError: --yes, --hours or a price is missing.
   """
   found = costs(placement, prices_of(given.prices), machines)
   hours = given.hours
@@ -176,7 +176,7 @@ def _create_in_clusters(given: Flags, run: gke.GkeRun) -> int:
 
 
 def _stays(run: gke.GkeRun) -> list[str]:
-  """What `delete` leaves alone, since it was not made by `create`."""
+  """The things that `delete` leaves alone, since `create` did not make them."""
   addresses = f", {len(run.shard_addresses)} addresses" if run.shard_addresses else ""
   bucket = run.placement.config.checkpoint.path
   return [
@@ -228,7 +228,7 @@ def _tpu_vms(arguments: list[str], action: str) -> int:
 
 
 def _commands(run: tpu_vms.TpuVmRun, action: str) -> list[str]:
-  """What the action runs, island by island; create as if nothing were there yet."""
+  """The commands of the action, island by island; those of `create` if nothing exists yet."""
   found = []
   for island in run.placement.islands:
     start = run.start_script(island, leader="ADDRESS-OF-HOST-0")

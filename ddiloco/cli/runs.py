@@ -1,4 +1,4 @@
-"""Commands about runs: train one, be one of its roles, watch it, use what it leaves, prove it."""
+"""Commands about runs: train, run one role, watch, use the result, check and replay the trace."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from ddiloco.workdir import PROFILES, saved_config
 def train(arguments: list[str]) -> int:
   """Trains as the config says, shows the run live, and leaves result, events and report in workdir.
 
-  With --dry_run it prints the final config, the islands, the fragments and the bytes they move, and
-  touches no device.
+  With --dry_run it prints the final config, the islands, the fragments and their bytes on the wire,
+  and touches no device.
   """
   given = Flags(arguments)
   given.add_config()
@@ -78,7 +78,7 @@ def train(arguments: list[str]) -> int:
 
 
 def _engine_options(given: Flags) -> dict[str, Any]:
-  """What the engine is told besides config and workdir."""
+  """The engine's arguments besides config and workdir."""
   address, engine = given.ray_address, given.engine
   if engine == "ray":
     return {"address": address, "cpu_only": given.cpu}
@@ -89,13 +89,13 @@ def _engine_options(given: Flags) -> dict[str, Any]:
   return {}
 
 
-# --- Watch a run: the dashboard, a profile of its next steps
+# --- Watch a run: the dashboard, a trace of its next steps
 
 
 def dashboard(arguments: list[str]) -> int:
   """Serves one page about the run in workdir, while it runs or afterwards, until Ctrl-C.
 
-  It reads workdir and nothing else, so it may run anywhere that sees it.
+  It reads only workdir, so it may run on any machine that can read workdir.
   """
   given = Flags(arguments)
   given.add_workdir()
@@ -119,7 +119,7 @@ def dashboard(arguments: list[str]) -> int:
 
 
 def _add_access_flags(given: Flags) -> None:
-  """--token and --allow_faults."""
+  """Adds --token and --allow_faults."""
   given.add_text(
     "token",
     "",
@@ -130,7 +130,7 @@ def _add_access_flags(given: Flags) -> None:
 
 
 def _where(given: Flags, flag: str) -> Where:
-  """What the flags say; the address is that of `flag`."""
+  """The dashboard's `Where` from the flags; its address is that of `flag`."""
   token = given.token
   if token.startswith("@"):
     try:
@@ -143,11 +143,11 @@ def _where(given: Flags, flag: str) -> Where:
 
 
 def profile(arguments: list[str]) -> int:
-  """Traces steps of a learner while its run goes on, for TensorBoard or xprof, and says where.
+  """Profiles steps of a learner while its run goes on; prints the folder for TensorBoard or xprof.
 
-  The learner is not held up: the process it lives in takes the trace. In the threads engine that is
-  the whole run. Nothing is lost if this command is ended while it waits.
-  Exit status 1: no trace was taken, or not yet.
+  The learner is not held up: its process takes the profile. In the threads engine the process is
+  the whole run. Nothing is lost if this command is ended while it waits. Exit status 1: no profile
+  was taken, or not yet.
   """
   given = Flags(arguments)
   given.add_workdir()
@@ -165,7 +165,7 @@ def profile(arguments: list[str]) -> int:
   return FINISHED if there else LOST
 
 
-# --- Use what a run leaves
+# --- Use the result of a run
 
 SUMMARY = Path("report", "summary.json")
 
@@ -203,7 +203,7 @@ def evaluate(arguments: list[str]) -> int:
 
 
 def report(arguments: list[str]) -> int:
-  """Draws the report of a run again from its event logs; also of one that was cut off."""
+  """Draws the report of a run again from its event logs; also of a run that was cut off."""
   given = Flags(arguments)
   given.add_workdir()
   given.parse(report.__doc__)
@@ -214,12 +214,13 @@ def report(arguments: list[str]) -> int:
 
 
 def export(arguments: list[str]) -> int:
-  """Writes the global model of a finished run as weights that need nothing of ddiloco to be read.
+  """Writes the global model of a finished run as weights that can be read without ddiloco.
 
   --to=NAME.safetensors makes one local file; any other path a plain Orbax checkpoint, a directory,
   also gs://BUCKET/... Both hold f32 arrays with the model's own flat names, such as embedding,
-  final_norm/scale or layers/attention/query. What begins with layers/ is all layers stacked: its
-  first axis is the layer. The model, the tokenizer and the merged tokens are in the metadata.
+  final_norm/scale or layers/attention/query. An array whose name begins with layers/ is all layers
+  stacked: its first axis is the layer. The model, the tokenizer and the merged tokens are in the
+  metadata.
 
   To start another run from it: ddiloco train --config.run.init_from=PATH.
   """
@@ -239,7 +240,7 @@ def export(arguments: list[str]) -> int:
   params = session.load_result(workdir, config)
   try:
     written = weights.save(to, params, _metadata(workdir, config))
-  except Exception as error:  # object stores and Orbax have their own
+  except Exception as error:  # object stores and Orbax raise exceptions of their own
     raise ConfigError(
       f"--to={to}: cannot be written ({type(error).__name__}: {error})."
       " Fix: choose a path that you may write to, with enough room."
@@ -250,10 +251,10 @@ def export(arguments: list[str]) -> int:
 
 
 def _refuse_target(to: str, overwrite: bool) -> None:
-  """Refuses to replace anything unasked, and whatever is no weights even then.
+  """Refuses to replace anything without --overwrite, and anything but weights even with it.
 
   Raises:
-    ConfigError: the path is taken, or is nothing that could be written.
+    ConfigError: the path is taken, or cannot be written.
   """
   from ddiloco.checkpoint import weights
 
@@ -283,7 +284,7 @@ def _refuse_target(to: str, overwrite: bool) -> None:
 
 
 def _metadata(workdir: Path, config: Config) -> dict[str, str]:
-  """What a reader of the weights alone should know."""
+  """The metadata for readers who have the weights alone."""
   known = {
     "format": "ddiloco",
     "model": json.dumps(dataclasses.asdict(config.model)),
@@ -292,18 +293,18 @@ def _metadata(workdir: Path, config: Config) -> dict[str, str]:
   try:
     merged = json.loads((workdir / SUMMARY).read_text()).get("merged_tokens")
   except (OSError, ValueError, AttributeError):
-    merged = None  # a result may have been copied here without its report, or with half of it
+    merged = None  # the result may have been copied here without a whole report
   return known | ({"merged_tokens": str(merged)} if merged else {})
 
 
-# --- Prove a run: its trace, printed and checked, and performed again
+# --- Verify a run: its trace, printed and checked, and performed again
 
 
 def trace(arguments: list[str]) -> int:
-  """Prints what moved the model, a line each, and checks that all of it fits together.
+  """Prints every operation that moved the model, a line each, and checks that they fit together.
 
-  Exit status 1: it does not, and the last lines say what and where. A proof needs every operation
-  at hand: the trace of a long run takes about 0.6 kB of memory an event (6 GB for ten million).
+  Exit status 1: they do not, and the last lines say what is wrong and where. The check needs all
+  operations in memory: the trace of a long run takes about 0.6 kB an event (6 GB for ten million).
   """
   given = Flags(arguments)
   given.add_workdir()
@@ -323,9 +324,9 @@ def trace(arguments: list[str]) -> int:
 def replay(arguments: list[str]) -> int:
   """Makes every step and every commit of a run again: all must come out the same, bit by bit.
 
-  Takes as many devices as the run had, of the same kind, and the memory of its trace. Compares
-  losses, saved states and the result. The last line is JSON; exit status 1: the trace does not fit
-  together, or something is different.
+  Needs as many devices as the run had, of the same kind, and memory for its trace. Compares losses,
+  saved states and the result. The last line is JSON; exit status 1: the trace does not fit
+  together, or the replay differs from the run.
   """
   given = Flags(arguments)
   given.add_workdir()
@@ -350,13 +351,14 @@ def replay(arguments: list[str]) -> int:
   return FINISHED if summary["identical"] else LOST
 
 
-# --- One role of a run is this process: learner, syncer, evaluator; and keys for all of them
+# --- Run one role of a run in this process: learner, syncer, evaluator; and make keys for all roles
 
 
 def keys(arguments: list[str]) -> int:
-  """Makes keys for every role, needed where a run leaves this machine.
+  """Makes keys for every role, needed where a run spans several machines.
 
-  Prints what to copy where. With higher numbers it adds keys; it never replaces one.
+  Prints which files to copy to which machine. With higher numbers it adds keys; it never replaces
+  a key.
   """
   given = Flags(arguments)
   given.add_text("keys", None, "Directory of the keys.")
@@ -374,9 +376,10 @@ def keys(arguments: list[str]) -> int:
 def learner(arguments: list[str]) -> int:
   """Trains one island on this process' devices, until the run is over or SIGTERM.
 
-  An island of several hosts is one such process on each: host 0 leads, and speaks with the shards.
+  An island of several hosts has one such process on each: host 0 leads, and talks to the shards.
 
-  Joins a run at any time, under any number that no other learner has. Exit status 1: work was lost.
+  It may join a run at any time, under a number that no other learner has. Exit status 1: work was
+  lost.
   """
   given = Flags(arguments)
   _add_role_flags(given)
@@ -400,7 +403,7 @@ def learner(arguments: list[str]) -> int:
 def syncer(arguments: list[str]) -> int:
   """Serves one shard's fragments, until the run is over or SIGTERM. Needs no accelerator.
 
-  --syncers names all shards, this one too: each keeps a copy of what another one commits. Exit
+  --syncers names all shards, this one too: each shard keeps copies of another one's fragments. Exit
   status 1: fragments were lost.
   """
   given = Flags(arguments)
@@ -420,7 +423,7 @@ def syncer(arguments: list[str]) -> int:
 def evaluator(arguments: list[str]) -> int:
   """Follows the global model, measures it, and leaves result and report in workdir.
 
-  Trains nothing and delays no other role: a run goes on without it.
+  It trains nothing and delays no other role: a run goes on without it.
   """
   given = Flags(arguments)
   _add_role_flags(given)
@@ -435,7 +438,7 @@ def evaluator(arguments: list[str]) -> int:
 
 
 def _add_role_flags(given: Flags) -> None:
-  """What every single role is told."""
+  """Adds the flags of every role."""
   given.add_config()
   given.add_workdir()
   given.add_list("syncers", "Urls of all syncer shards in order, tcp://HOST:PORT,...")

@@ -1,4 +1,4 @@
-"""Commands about runs that are not there: plan, compile and simulate one."""
+"""Commands about runs that do not exist: plan, compile and simulate one."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ddiloco.environment import FINISHED, LOST
 from ddiloco.simulation import planner
 from ddiloco.simulation.chips import ChipTime, Fleet, decoupled, elastic, inelastic
 
-# --- The command that says whether a run fits its links before it is paid for
+# --- The command that says, before a run is paid for, whether it fits its links
 
 
 def plan(arguments: list[str]) -> int:
   """Says what a run needs of its links and shards, and what to change where it does not fit.
 
-  The run is a config's, partitioned into its real fragments, or --parameters in equal ones, with
-  the protocol of --config.sync. How long a step takes is given, or follows from chips and tokens:
+  The run is a config's, with its real fragments, or has --parameters in equal fragments, with the
+  protocol of --config.sync. The time of a step is given, or follows from chips and tokens:
 
     ddiloco plan --config=configs/dense.py:12b --gbps=5 --latency_ms=30 --step_seconds=4
     ddiloco plan --parameters=12e9 --islands=4 --gbps=2 --latency_ms=30 --codec=int4 \\
@@ -74,7 +74,7 @@ def _add_plan_flags(given: Flags) -> None:
 
 
 def _config(given: Flags) -> Config:
-  """The config, with what flags say instead."""
+  """The config, with the changes of flags."""
   config: Any = given.config
   codec = given.codec
   if given.islands is not None:
@@ -99,9 +99,9 @@ def _setting(given: Flags, config: Config) -> planner.Setting:
 
 
 def _sizes(given: Flags, config: Config) -> tuple[int, ...]:
-  """Of the fragments: the config's own, or equal ones of --parameters."""
+  """Sizes of the fragments: the config's own, or equal ones of --parameters."""
   if given.parameters is None:
-    from ddiloco.roles import initial  # JAX's shapes: seconds that --parameters does not need
+    from ddiloco.roles import initial  # imports JAX, which takes seconds
 
     return initial.fragment_sizes(config)
   parameters, count = int(_number(given, "parameters", "12e9")), config.sync.num_fragments
@@ -125,7 +125,7 @@ def _core_gbytes(given: Flags, config: Config) -> float:
 
 
 def _step_seconds(given: Flags, config: Config) -> float:
-  """As given, or FLOPs of a step over what an island computes in a second."""
+  """As given, or the FLOPs of a step over an island's FLOPs a second."""
   if given.step_seconds is not None:
     return _number(given, "step_seconds", "1")
   if given.chips is None:
@@ -153,7 +153,7 @@ def _number(given: Flags, name: str, example: str, may_be_zero: bool = False) ->
   return value
 
 
-# --- The command that plays a config's run in virtual time
+# --- The command that simulates a config's run in virtual time
 
 CAUSES_SHOWN = 4
 
@@ -161,14 +161,14 @@ CAUSES_SHOWN = 4
 def protocol(arguments: list[str]) -> int:
   """A config's run in virtual time: its protocol, islands and fault plan, without arrays.
 
-  The same decisions as in a real run, in its order, with step times, links and faults simulated:
+  The roles decide as in a real run; step times, links and faults are simulated:
 
     ddiloco simulate protocol --config=configs/quickstart.py --step_seconds=0.1
     ddiloco simulate protocol --config=configs/quickstart.py --step_seconds=0.1 --gbps=1 \\
       --latency_ms=30 --config.chaos=configs/chaos/soak.py:7 --workdir=runs/virtual
 
-  --workdir leaves the events, for `ddiloco dashboard` and `ddiloco report`. An island whose
-  islands.min_step_seconds is set steps at that pace. Losses are not simulated.
+  --workdir keeps the events, for `ddiloco dashboard` and `ddiloco report`. An island whose
+  islands.min_step_seconds is set takes that time for a step. Losses are not simulated.
   """
   given = Flags(arguments)
   given.add_config()
@@ -281,7 +281,7 @@ def _counted(title: str, counts: dict[str, int]) -> list[str]:
   return ["", f"{title}:", *(f"  {n:8,} x {why}" for why, n in counts.items())] if counts else []
 
 
-# --- The command that simulates what cannot be run here
+# --- The command that simulates failures at any size
 
 CAUSES = ("downscale", "upscale", "restart", "absent")
 
@@ -359,22 +359,23 @@ def _shares(spent: ChipTime) -> dict[str, float]:
 SIMULATIONS: dict[str, Callable[[list[str]], int]] = {"chips": chips, "protocol": protocol}
 
 
-# --- The command that says what a run's islands take on TPUs, without any TPU
+# --- The command that says, without any TPU, what a run's islands take on TPUs
 
 _GIB = 1 << 30
 
 
 def compile_islands(arguments: list[str]) -> int:
-  """Compiles every island's real programs for TPUs, without any, and says whether they fit.
+  """Compiles every island's real programs for TPUs, without any TPU, and says whether they fit.
 
-  The topology is --topology for all islands, or islands.topology of each (islands that are alike
-  are compiled once):
+  The topology is --topology for all islands, or islands.topology of each (equal islands are
+  compiled once):
 
     ddiloco compile --config=configs/dense.py:12b --topology=v5p:4x4x4
     ddiloco compile --config=configs/regions_12b.py --mfu=0.4 --json
 
   Memory is per chip, with the copies for snapshots and syncs beside the step. Takes about a minute
-  of CPU an island, and needs libtpu (pip install 'ddiloco[tpu]'). Exit status 1: one does not fit.
+  of CPU an island, and needs libtpu (pip install 'ddiloco[tpu]'). Exit status 1: an island does not
+  fit.
   """
   given = Flags(arguments)
   given.add_config()
@@ -404,7 +405,7 @@ def compile_islands(arguments: list[str]) -> int:
 
 
 def fits(config: Config, topology: str, num_slices: int, level: str) -> list[tuple[list[int], Any]]:
-  """(Learners, what their islands take: a `training.aot.Fit`); islands that are alike are one."""
+  """(Learners, their islands' `training.aot.Fit`), one for each group of equal islands."""
   from ddiloco.roles import initial
   from ddiloco.training import aot, devices
 
@@ -436,7 +437,7 @@ def fits(config: Config, topology: str, num_slices: int, level: str) -> list[tup
 
 
 def fit_json(found: Any, mfu: float) -> dict[str, Any]:
-  """All fields, and what follows from them."""
+  """All fields and derived values."""
   return {
     **dataclasses.asdict(found),
     "fits": found.fits,

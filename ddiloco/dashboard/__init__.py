@@ -1,1 +1,1 @@
-"""Mission control: one page about a run, from its workdir alone."""
+"""Mission control, the dashboard: one page about a run, from its workdir alone."""

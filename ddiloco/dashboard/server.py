@@ -1,15 +1,15 @@
-"""Mission control: one page about a run, from its workdir alone, while it runs and afterwards.
+"""The dashboard's server: one page about a run, from its workdir alone, during the run and after.
 
-  /             the page (hand-written, nothing from elsewhere)
-  /api/status   all it shows, as JSON
+  /             the page (hand-written, no external resources)
+  /api/status   all that the page shows, as JSON
   /metrics      its numbers, for Prometheus
   /healthz      200 while the log is being followed, else 503
   /api/fault    POST: injects a fault, where that was allowed
 
-The log is followed by one thread and requests are answered by others, none of them a role's. Off
-loopback a token is needed, as "Authorization: Bearer TOKEN" or "?token=TOKEN"; the page's own files
-and /healthz say nothing of the run and need none. There is no TLS: leave the machine through an ssh
-tunnel or a proxy that has it.
+One thread follows the log and others answer requests; none of them is a role's. Off loopback a
+token is needed, as "Authorization: Bearer TOKEN" or "?token=TOKEN"; the page's own files and
+/healthz say nothing of the run and need none. There is no TLS: from other machines use an ssh
+tunnel, or a proxy that has TLS.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from ddiloco.observe.guards import ended
 from ddiloco.observe.run_state import RunState
 from ddiloco.workdir import STARTED, outcome, saved_config
 
-# --- Who may ask the dashboard what: host, token, origin. Pure functions of a request
+# --- Which requests are answered: checks of host, token and origin. Pure functions of a request
 
-LEAST_TOKEN = 16  # characters of a token that may leave the machine
-MOST = 1e15  # of any number in a fault
+LEAST_TOKEN = 16  # characters of a token for a server off loopback
+MOST = 1e15  # absolute value of any number in a fault
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
 _NUMBERS = ("seconds", "factor", "share", "delay_seconds", "bits_per_second")
 
 
 class RequestRefused(Exception):
-  """A request that is not answered; `answer` says why, in plain words."""
+  """A request that is refused; `answer` says why."""
 
   def __init__(self, code: int, text: str, **headers: str):
     super().__init__(text)
@@ -55,7 +55,7 @@ class RequestRefused(Exception):
 
 
 def check_token(token: str, host: str, flag: str) -> None:
-  """Refuses an address beyond this machine without a token, and tokens that are easy to guess.
+  """Refuses an address off loopback without a token, and tokens that are easy to guess.
 
   Raises:
     ConfigError: naming the flag, the rule and the fix.
@@ -74,9 +74,9 @@ def check_token(token: str, host: str, flag: str) -> None:
 
 
 def require_host(request: Request, loopback: bool) -> str:
-  """The request's Host; Refused unless there is one, and on loopback names this machine.
+  """The request's Host. Refused if there is none, or if on loopback it is not this machine's name.
 
-  A page elsewhere can make a browser ask 127.0.0.1 under the page's own name (DNS rebinding).
+  A foreign page can make a browser ask 127.0.0.1 under the page's own name (DNS rebinding).
   """
   hosts = request.headers.get_all("Host", [])
   match = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
@@ -104,7 +104,7 @@ def require_token(request: Request, token: str, in_url: bool = True) -> None:
 
 
 def require_same_origin(request: Request, host: str) -> None:
-  """Refused unless a page of this very server sent it."""
+  """Refused unless a page of this server sent it."""
   origins = request.headers.get_all("Origin", [])
   site = request.headers.get("Sec-Fetch-Site", "same-origin")
   if origins not in ([f"http://{host}"], [f"https://{host}"]) or site != "same-origin":
@@ -112,7 +112,7 @@ def require_same_origin(request: Request, host: str) -> None:
 
 
 def parse_fault(request: Request) -> Fault:
-  """The fault that a body asks for: action, role, and what else one of `chaos.faults` may have."""
+  """The fault in a request's body: action, role, and any other fields of `chaos.faults`."""
   if request.headers.get_content_type() != "application/json":
     raise RequestRefused(415, "a fault is application/json")
   try:
@@ -134,18 +134,18 @@ def parse_fault(request: Request) -> Fault:
     raise RequestRefused(400, str(error)) from error
 
 
-# --- A run as its workdir tells it, read by a thread of its own
+# --- The state of a run, read from its workdir by a thread of its own
 
 POLL_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
-FRESH_SECONDS = 0.5  # a status is made anew on request if it is older than that
-BATCH_EVENTS = 500  # entered at once; a request waits for no more than these
+FRESH_SECONDS = 0.5  # a status older than that is made anew on request
+BATCH_EVENTS = 500  # entered under the lock at a time: a request waits for at most one batch
 
 
 class RunFollower:
   """Follows WORKDIR/events from `start` to `close`.
 
-  A run that replaces the one in the workdir is noticed and followed from its start.
+  If another run replaces the one in the workdir, the new one is followed from its start.
   """
 
   def __init__(self, workdir: Path):
@@ -158,16 +158,16 @@ class RunFollower:
     self._begin(None)
 
   def start(self) -> None:
-    """Reads from now on."""
+    """Begins to read the log."""
     self._thread.start()
 
   def close(self) -> None:
-    """Reads no more."""
+    """Stops reading."""
     self._ended.set()
     ended(self._thread, CLOSE_SECONDS)
 
   def status(self) -> dict[str, Any]:
-    """How the run stands now, at most half a second old; it must not be changed."""
+    """The run's status, at most half a second old; callers must not change it."""
     with self._lock:
       now = time.monotonic()
       if self._status is None or now - self._status[0] >= FRESH_SECONDS:
@@ -204,7 +204,7 @@ class RunFollower:
       self.health.beat()
       try:
         self._look()
-      except (OSError, ConfigError) as error:  # a file system that is away; logs of another format
+      except (OSError, ConfigError) as error:  # file system out of reach; logs of another format
         self.health.not_ready(str(error))
       self._ended.wait(POLL_SECONDS)
 
@@ -219,7 +219,7 @@ class RunFollower:
       self.health.beat()
       if self._ended.wait(0.001):  # lets requests in
         return
-    reason = outcome(self.workdir).get("reason", "")  # as said beside the result
+    reason = outcome(self.workdir).get("reason", "")  # from the file beside the result
     with self._lock:
       self._caught_up, self._reason = True, str(reason)
 
@@ -228,7 +228,7 @@ def _config(workdir: Path) -> Config | None:
   try:
     return saved_config(workdir)
   except ConfigError:
-    return None  # not there yet, or of another version: the events still tell the most
+    return None  # not there yet, or of another version: events say most without it
 
 
 def _started(workdir: Path) -> float | None:
@@ -253,19 +253,19 @@ HEADERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Where:
-  """Where a dashboard is served, and what may be done there."""
+  """A dashboard's address, and what requests may do there."""
 
   bind: str = "127.0.0.1:0"
   token: str = dataclasses.field(default="", repr=False)
   allow_faults: bool = False
-  flag: str = "--bind"  # that `bind` came from
+  flag: str = "--bind"  # the flag that gave `bind`
 
 
 class Dashboard:
-  """The server of one workdir; its port is open from the start, `with` answers.
+  """The server of one workdir; its port is open from the start, requests are answered in `with`.
 
-  Faults need a token also on loopback, where every user of the machine can connect: without one it
-  is made up, and is part of `url`.
+  Faults need a token also on loopback, where every user of the machine can connect: if none is
+  given, one is generated, and is part of `url`.
 
   Raises:
     ConfigError: the address cannot be opened, or needs a token.
@@ -342,7 +342,7 @@ class Dashboard:
 
 
 def _page_files() -> dict[str, Answer]:
-  """The page's files by path, read once: no request names a file on the disk."""
+  """The page's files by path, read once: no request makes the server open a file."""
   folder = importlib.resources.files("ddiloco.dashboard") / "page"
   files = {}
   for file in folder.iterdir():

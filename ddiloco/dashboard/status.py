@@ -1,6 +1,6 @@
-"""A run as one JSON object, which the page shows, and as metrics for Prometheus. PURE.
+"""A run's status as one JSON object, which the page shows, and as metrics for Prometheus. PURE.
 
-Its size depends on the number of islands and fragments and not on how long the run is.
+The object's size depends on the number of islands and fragments, not on how long the run is.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ddiloco.observe.style import clock_time, island_colour, rounded
 from ddiloco.protocol.events import parse_role
 
 LAG_SECONDS = 2 * FLUSH_SECONDS  # an event may be so old when it is read: that is no stall
-SILENT_SECONDS = 60.0  # nothing new for so long: no role is there to write ...
+SILENT_SECONDS = 60.0  # a run without new events for so long is silent: no role writes ...
 SHOWN_REJOINS = 12
-STARTING_SECONDS = 900.0  # ... or so long before the first step, which compiles
+STARTING_SECONDS = 900.0  # ... before the first step, which compiles, for so long
 OVER = {
   "finished": "The run is over: it merged all its tokens.",
   "stopped": "The run was stopped. It can go on from its newest snapshot.",
@@ -37,14 +37,14 @@ OVER = {
 def status(
   run: RunState, now: float, sync: SyncConfig | None = None, reason: str = ""
 ) -> dict[str, Any]:
-  """How the run stands.
+  """The status of a run.
 
   Args:
-    run: as its events tell it so far.
-    now: seconds since it started; once it is over, or its roles write no more, the time of its
-      newest event counts.
-    sync: the run's; None: not known.
-    reason: why it ended, if that is known from elsewhere than its events.
+    run: its state from the events so far.
+    now: seconds since it started; once the run is over, or its roles write no more, the time of its
+      newest event counts instead.
+    sync: the run's section; None: not known.
+    reason: why the run ended, if another source than its events says it.
   """
   state, text = _phase(run, now, reason)
   now = max(now, run.time) if state in ("starting", "running") else run.time
@@ -55,7 +55,7 @@ def status(
   speed, rate = UNKNOWN, None
   if state == "running":
     speed = run.speed(seen)
-    rate = round(finite_or(speed.tokens_per_second, 0))  # of islands that all stand still: 0
+    rate = round(finite_or(speed.tokens_per_second, 0))  # 0 if all islands stand still
   return {
     "name": run.name,
     "phase": state,
@@ -93,7 +93,7 @@ def status(
 
 
 def _phase(run: RunState, now: float, reason: str) -> tuple[str, str]:
-  """(empty, starting, running, silent or over; what that means in a sentence)."""
+  """(empty, starting, running, silent or over; a sentence that explains it)."""
   reason = run.finished or reason
   if reason:
     return "over", OVER.get(reason, f"The run is over: {reason}.")
@@ -154,7 +154,7 @@ def _waiting(run: RunState, state: str, sync: SyncConfig | None) -> dict[str, An
     return panel | {"text": "No role waits: there is no run under way.", "open": 0}
   if not run.num_shards and not run.shards:
     return panel | {"text": "There is no syncer: every island trains alone."}
-  # As of the newest event: what came after it is not known.
+  # At the time of the newest event: nothing later is known.
   return panel | {"text": run.rounds.waiting(run.islands, run.time, sync)}
 
 
@@ -197,7 +197,7 @@ def _curves(run: RunState) -> dict[str, Any]:
 
 
 def _shown(island: IslandState, run: str, seen: float) -> str:
-  """A run that is over has no running islands; those of a silent one are unknown."""
+  """The state to show. A finished run has no running islands; those of a silent run are unknown."""
   if island.state == "left":
     return "left"
   if run == "over":
@@ -221,7 +221,7 @@ OF_RUN = (  # name, key of the status, help
   ("commits_total", "commits", "Rounds that were committed."),
   ("hangs_total", "hangs", "Times that a learner's loop hung."),
 )
-OF_ISLANDS = (  # the same of each island
+OF_ISLANDS = (  # the same for each island
   ("global_step", "global_step", "The global step as this island knows it."),
   ("loss", "loss", "Training loss of the last step, nats per token."),
   ("tokens_total", "tokens", "Tokens trained in all its lives."),
@@ -235,7 +235,7 @@ Samples = list[tuple[dict[str, str], Any]]  # labels, value
 
 
 def exposition(status: Mapping[str, Any]) -> str:
-  """Every number of `status.status`; what is not known yet is left out."""
+  """Every number of `status`; unknown ones are left out."""
   lines = []
   for name, help_, samples in _metrics(status):
     known = [(labels, value) for labels, value in samples if value is not None]
@@ -287,7 +287,7 @@ def _goodput_metrics(account: Mapping[str, Any]) -> Iterator[tuple[str, str, Sam
 
 
 def _each(label: str, values: Mapping[Any, Any]) -> Samples:
-  """A sample for each of these, under its own label."""
+  """A sample for each value, with its key as the label."""
   return [({label: str(name)}, value) for name, value in values.items()]
 
 

@@ -1,1 +1,1 @@
-"""Islands and shards on a cloud's machines: what is asked of it is rendered purely, then done."""
+"""Islands and shards in a cloud: pure modules render what is asked for, `cloud.py` asks for it."""

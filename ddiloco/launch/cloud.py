@@ -1,6 +1,6 @@
-"""A run in a cloud, done: kubectl and gcloud are called for what is rendered purely beside this.
+"""A run in a cloud: calls kubectl and gcloud with what pure modules render.
 
-`gke.py` says what `Clusters` apply, `tpu_vms.py` what `Slices` ask for.
+`Clusters` applies the documents of `gke.py`, `Slices` runs the commands of `tpu_vms.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ddiloco.launch.gke import Document, GkeRun, JobSetState
 from ddiloco.launch.placement import PlacedIsland
 from ddiloco.launch.tpu_vms import Need, Seen, TpuVmRun
 
-# --- Programs that are called: each call has a name, a limit and a line in the log
+# --- Calls of programs: each has a name, a limit and a line in the log
 
 
 class LaunchError(Exception):
@@ -38,7 +38,7 @@ class LaunchError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Ran:
-  """What a program left: its exit status, None if it ran past its limit, and what it wrote."""
+  """The outcome of a call: exit status (None if it ran past its limit) and output."""
 
   status: int | None
   out: str
@@ -46,22 +46,22 @@ class Ran:
 
   @property
   def reason(self) -> str:
-    """One line."""
+    """The status and the end of the output, in one line."""
     said = " ".join((self.error or self.out).split())
     return f"status {self.status}: {said[-500:]}"
 
 
 def say(text: str) -> None:
-  """A line in the log: standard error, since documents go to standard output."""
+  """Prints a line to the log, which is stderr, since documents go to stdout."""
   print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
 
 def attempt(
   what: str, command: Sequence[str], limit_seconds: float, stdin: str = "", looks: bool = False
 ) -> Ran:
-  """Runs `command`, for at most so long; `what` says in the log what it is for.
+  """Runs `command` for at most `limit_seconds`; `what` is its purpose, for the log.
 
-  One that only `looks`, again and again, is not in the log unless it takes too long.
+  With `looks`, for repeated queries, it is logged only if it takes too long.
 
   Raises:
     ConfigError: there is no such program.
@@ -75,7 +75,7 @@ def attempt(
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,
       text=True,
-      start_new_session=True,  # gcloud has children, which end with it
+      start_new_session=True,  # so that gcloud's children can be killed with it
     )
   except FileNotFoundError as error:
     raise ConfigError(
@@ -97,7 +97,7 @@ def attempt(
 def call(
   what: str, command: Sequence[str], limit_seconds: float, stdin: str = "", looks: bool = False
 ) -> str:
-  """As `attempt`; returns what the program wrote.
+  """As `attempt`; returns the program's output.
 
   Raises:
     LaunchError: it failed.
@@ -118,11 +118,11 @@ def _kill(process: subprocess.Popen[str]) -> None:
 
 # --- A run on GKE: the documents of `gke.py`
 
-CALL_SECONDS = 120.0  # for one question, or a command on the hosts of a slice
+CALL_SECONDS = 120.0  # for one query, or one command on the hosts of a slice
 
 
 class _Dumper(yaml.SafeDumper):
-  """Writes long texts line by line, and what stands twice, twice."""
+  """Writes long texts line by line, and repeated objects in full instead of by reference."""
 
   def ignore_aliases(self, data: object) -> bool:
     return True
@@ -144,7 +144,7 @@ class Clusters:
   """All clusters of a run on GKE.
 
   Args:
-    run: what is asked for, checked.
+    run: the run, already checked.
   """
 
   def __init__(self, run: GkeRun):
@@ -152,7 +152,7 @@ class Clusters:
     self._ours = [f"--namespace={run.namespace}", f"--selector={gke.RUN}={run.name}"]
 
   def create(self, found: Mapping[str, Sequence[Document]]) -> None:
-    """Applies the documents of every cluster; what is there already stays as it is.
+    """Applies the documents of every cluster; objects that exist already stay as they are.
 
     Raises:
       LaunchError: a cluster refuses them.
@@ -165,7 +165,7 @@ class Clusters:
         say(line)
 
   def status(self) -> list[JobSetState]:
-    """Of all JobSets of the run.
+    """The states of all JobSets of the run.
 
     Raises:
       LaunchError: a cluster does not answer.
@@ -179,7 +179,7 @@ class Clusters:
     return found
 
   def watch(self, limit_seconds: float, poll_seconds: float) -> bool:
-    """Says what changes until every JobSet has ended; the clusters themselves restart what fails.
+    """Reports changes until every JobSet has ended; the clusters themselves restart failed pods.
 
     A cluster that does not answer is asked again. Returns whether all have completed.
 
@@ -209,11 +209,11 @@ class Clusters:
       time.sleep(poll_seconds)
 
   def delete(self, limit_seconds: float) -> list[str]:
-    """Deletes all that `create` made; returns what is left, as kubectl names it."""
+    """Deletes all objects that `create` made; returns kubectl's names of those that are left."""
     left = []
     for context in self._run.contexts():
       where, which = _named(context), [gke.KINDS, *self._ours]
-      # In the foreground: what has pods is gone when they are, and they drain first.
+      # In the foreground: an object with pods goes only after its pods, which drain first.
       wait = ["--ignore-not-found", "--cascade=foreground", f"--timeout={limit_seconds:g}s"]
       what = f"{where}: deletes the run"
       done = attempt(what, _kubectl(context, "delete", *which, *wait), limit_seconds + CALL_SECONDS)
@@ -247,9 +247,9 @@ START_SECONDS = 1200.0  # the image is fetched first
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-  """Of an island's life."""
+  """Limits of an island's life."""
 
-  slice_seconds: float  # until the role of an island runs that has no slice, each time
+  slice_seconds: float  # from the loss of a slice, or from the start, until the role runs
   recreations: int  # of a slice that was taken away
   watch_seconds: float  # until the role is done
   poll_seconds: float  # between two looks
@@ -257,26 +257,26 @@ class Limits:
 
 @dataclasses.dataclass
 class _Life:
-  """What has become of an island so far."""
+  """The progress of one island."""
 
   recreations: int = 0
-  waits_until: float | None = None  # while its role does not run
-  started: bool = False  # the role, by us
+  waits_until: float | None = None  # the deadline for its role to run; None while the role runs
+  started: bool = False  # whether this object's owner has started the role
   said: str = ""
 
   def say(self, text: str) -> None:
-    """What has changed."""
+    """Logs the text if it has changed."""
     if text != self.said:
       self.said = text
       say(text)
 
 
 class Slices:
-  """All islands of a run; each is looked after by a thread of its own.
+  """All islands of a run; each has a thread of its own here.
 
   Args:
-    run: what is asked for, checked.
-    files: what each host gets, by path under its folder: config and public keys.
+    run: the run, already checked.
+    files: files of every host, by path under its folder: config and public keys.
     secrets: secret keys by role; a host gets that of its own role alone.
     limits: of every wait.
   """
@@ -290,21 +290,21 @@ class Slices:
   ):
     self._run, self._limits, self._islands = run, limits, run.placement.islands
     self._files, self._secrets = files, secrets
-    self._ended = threading.Event()  # one thread cannot go on, or Ctrl-C
+    self._ended = threading.Event()  # set by Ctrl-C
 
   def create(self) -> None:
-    """Until every role runs, or is done already.
+    """Works until every role runs, or is done already.
 
     Raises:
-      LaunchError: an island is not there within its limits; the others are.
+      LaunchError: an island does not run within its limits; the others do.
     """
     self._each(lambda island: self._keep(island, until=(Need.RUN, Need.DONE), again=True))
 
   def watch(self) -> None:
-    """Until every role is done; a slice that was taken away is made anew.
+    """Works until every role is done; a slice that was taken away is made anew.
 
     Raises:
-      LaunchError: an island has failed; the others were looked after to their end.
+      LaunchError: an island has failed; the others were watched to their end.
     """
     self._each(lambda island: self._keep(island, until=(Need.DONE,), again=False))
 
@@ -318,7 +318,7 @@ class Slices:
     return self._each(one)
 
   def delete(self) -> list[str]:
-    """Lets roles bring out what they have, and deletes the slices; returns what is left."""
+    """Lets roles drain, and deletes the slices; returns a line for each slice that is left."""
 
     def one(island: PlacedIsland) -> str:
       role, name = island.role, f"{self._run.slice_name(island)} in {island.where}"
@@ -337,7 +337,7 @@ class Slices:
   # --- one island ---------------------------------------------------------------------------------
 
   def _each(self, one: Callable[[PlacedIsland], Any]) -> list[Any]:
-    """What `one` returns for the islands, all at once; what is wrong with any, after all."""
+    """Calls `one` for all islands at once; raises their LaunchErrors together, after all ended."""
     with concurrent.futures.ThreadPoolExecutor(len(self._islands)) as threads:
       try:
         done = [threads.submit(one, island) for island in self._islands]
@@ -352,7 +352,7 @@ class Slices:
     return [each.result() for each in done]
 
   def _keep(self, island: PlacedIsland, until: tuple[Need, ...], again: bool) -> None:
-    """Does what the island needs until it has got there; `again`: also if its role had failed."""
+    """Does what the island needs until that is in `until`; `again`: restarts a role that failed."""
     life, limits = _Life(), self._limits
     deadline = time.monotonic() + limits.watch_seconds
     while not self._ended.is_set():
@@ -376,12 +376,12 @@ class Slices:
       self._check(island, need, seen, life)
       try:
         self._do(island, need, seen, life)
-      except LaunchError as error:  # no capacity now, no answer, no ssh yet: tried again
+      except LaunchError as error:  # no capacity now, no answer, no ssh yet: tries again
         say(str(error))
       self._ended.wait(limits.poll_seconds)
 
   def _check(self, island: PlacedIsland, need: Need, seen: Seen, life: _Life) -> None:
-    """LaunchError: the island has not run for too long, or was made anew too often."""
+    """Raises LaunchError if the island has not run for too long, or was made anew too often."""
     now, limits = time.monotonic(), self._limits
     if need is Need.RUN:
       life.waits_until = None
@@ -420,7 +420,7 @@ class Slices:
     call(f"{island.role}: starts", command, START_SECONDS)
 
   def _look(self, island: PlacedIsland) -> Seen:
-    """Of the slice and its roles; what cannot be seen now is waited for."""
+    """The state of the slice and its roles; "UNSEEN" if a query failed."""
     if self._run.queued:
       request = self._describe(island, "queued-resources")
       if request.slice != "ACTIVE":
@@ -445,7 +445,7 @@ class Slices:
 
 
 def stage(folder: Path, files: Mapping[str, str], secrets: Mapping[str, str]) -> None:
-  """Writes what a host gets; secrets are for their owner's eyes alone."""
+  """Writes the files of a host; only their owner can read the secrets."""
   for path, text in files.items():
     (folder / path).parent.mkdir(parents=True, exist_ok=True)
     (folder / path).write_text(text)

@@ -1,8 +1,8 @@
-"""A run on Kubernetes, as documents: JobSets, what they read, and addresses of the shards. PURE.
+"""A run on Kubernetes, as documents: JobSets, their configs and keys, shards' addresses. PURE.
 
-JobSet's API is jobset.x-k8s.io/v1alpha2. What ends because it was taken away is not counted, all
-other ends are: its pod has the condition DisruptionTarget, or the role says by its exit status that
-it was asked to end. (A role that said 0 then would be taken to be done, and never come back.)
+JobSet's API is jobset.x-k8s.io/v1alpha2. The failure of a pod counts towards the restarts, unless
+the pod was taken away: it then has the condition DisruptionTarget, or its role's exit status says
+that it was asked to end. (With the status 0 a role would count as done, and never come back.)
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from ddiloco.launch.placement import (
 Document = dict[str, Any]
 
 FOLDER, WORK = "/ddiloco", "/work"  # in every container: config and keys; the shared volume
-RUN, ROLE = "ddiloco/run", "ddiloco/role"  # labels of all that is made
-KINDS = "jobsets.jobset.x-k8s.io,services,configmaps,secrets"  # that a run has
+RUN, ROLE = "ddiloco/run", "ddiloco/role"  # labels of all objects
+KINDS = "jobsets.jobset.x-k8s.io,services,configmaps,secrets"  # of a run's objects
 _GKE_CONTEXT = re.compile(r"gke_([^_]+)_([^_]+)_(.+)")
-_BESIDE_DRAIN_SECONDS = 10  # for a pod to end: the last log lines, a snapshot under way
+_BESIDE_DRAIN_SECONDS = 10  # for a pod to end after draining: last log lines, a snapshot under way
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class GkeRun:
     return self.placement.name
 
   def check(self) -> None:
-    """Refuses what cannot work.
+    """Refuses options that cannot work.
 
     Raises:
       ConfigError: an option is missing, or does not fit the run.
@@ -82,7 +82,7 @@ class GkeRun:
   def documents(
     self, public: Mapping[str, str], secrets: Mapping[str, str]
   ) -> dict[str, list[Document]]:
-    """What each cluster is given, by context.
+    """The documents of each cluster, by context.
 
     Args:
       public: the public keys by file name.
@@ -107,9 +107,9 @@ class GkeRun:
     return found
 
   def node_pools(self) -> list[str]:
-    """The commands that make the node pools that the islands wait for, one a slice.
+    """The commands that make the islands' node pools, one a slice.
 
-    They are for people: clusters that make their own nodes (Autopilot) need none.
+    The user runs them; clusters that make their own nodes (Autopilot) need none.
     """
     commands = []
     for island in self.placement.islands:
@@ -132,7 +132,7 @@ class GkeRun:
   # --- documents ---------------------------------------------------------------------------------
 
   def _object(self, kind: str, name: str, role: str = "", **fields: Any) -> Document:
-    """Of this run; `role`: whose it is."""
+    """A document of this run; `role`: the role that it belongs to."""
     labels = {RUN: self.name} | ({ROLE: role} if role else {})
     metadata = {"name": f"{self.name}-{name}", "namespace": self.namespace, "labels": labels}
     return {"apiVersion": "v1", "kind": kind, "metadata": metadata, **fields}
@@ -148,7 +148,7 @@ class GkeRun:
     spec = {
       "type": "LoadBalancer",
       "loadBalancerIP": address,
-      # A shard that waits for learners is not ready, and they must reach it all the same.
+      # A shard that waits for learners is not ready, but they must reach it.
       "publishNotReadyAddresses": True,
       "selector": {RUN: self.name, ROLE: role},
       "ports": [{"name": "ddiloco", "port": SHARD_PORT, "protocol": "TCP"}],
@@ -161,7 +161,7 @@ class GkeRun:
     return service
 
   def _island(self, island: PlacedIsland, at_home: bool) -> Document:
-    """One host that fails ends the island's Job, and its JobSet makes all hosts anew."""
+    """An island's JobSet: if one host fails, its Job ends, and the JobSet makes all hosts anew."""
     shape, jobset = island.shape, f"{self.name}-{island.role}"
     spot = "cloud.google.com/gke-spot"
     pod: Document = {
@@ -181,19 +181,19 @@ class GkeRun:
     chips = {"google.com/tpu": shape.chips_per_host}
     job = self._job(island.role, command, chips, pod, shape.hosts)
     document = self._restarted(island.role, "host", job)
-    if shape.hosts > 1:  # all its pods on one slice, and no other's there
+    if shape.hosts > 1:  # all its pods on one slice, without pods of other islands
       exclusive = "alpha.jobset.sigs.k8s.io/exclusive-topology"
       document["metadata"]["annotations"] = {exclusive: "cloud.google.com/gke-nodepool"}
     return document
 
   def _evaluator(self) -> Document:
-    """In a JobSet of its own: if it is given up, the shards go on."""
+    """The evaluator, in a JobSet of its own: if it is given up, the shards go on."""
     resources = self._resources(self.evaluator_memory or self.shard_memory)
     job = self._job("evaluator", self._command("evaluator"), resources, {})
     return self._restarted("evaluator", "evaluator", job)
 
   def _restarted(self, role: str, job_name: str, job: Document) -> Document:
-    """A JobSet of one Job that is made anew as a whole whenever a pod of it ends badly."""
+    """A JobSet of one Job, which is made anew as a whole whenever one of its pods fails."""
     job |= {"backoffLimit": 0, "podFailurePolicy": _when_taken_away("FailJob")}
     preempted = {
       "name": "preempted",
@@ -204,9 +204,9 @@ class GkeRun:
     return self._jobset(role, policy, {job_name: job})
 
   def _shards(self) -> Document:
-    """Each shard a Job that makes its pod anew under the same name; the others do not notice."""
+    """The shards' JobSet: each shard's Job makes its failed pod anew, without the other shards."""
     apart = {
-      "topologyKey": "kubernetes.io/hostname",  # machines that do not fail together
+      "topologyKey": "kubernetes.io/hostname",  # each shard on another machine
       "labelSelector": {
         "matchExpressions": [
           {"key": RUN, "operator": "In", "values": [self.name]},
@@ -222,7 +222,7 @@ class GkeRun:
       jobs[f"shard-{shard}"] = {
         **self._job(role, self._command(role), resources, pod),
         "backoffLimit": self.placement.max_restarts,
-        "podReplacementPolicy": "Failed",  # never two of one shard
+        "podReplacementPolicy": "Failed",  # never two pods of one shard
         "podFailurePolicy": _when_taken_away("Ignore"),
       }
     return self._jobset("shards", {"maxRestarts": 0}, jobs)
@@ -247,13 +247,13 @@ class GkeRun:
     pod: Document,
     hosts: int = 1,
   ) -> Document:
-    """One pod a host, with the role's own key."""
+    """A role's Job: one pod a host, with the role's own key."""
     drain_seconds = self.placement.config.network.drain_seconds
     container: Document = {
       "name": "role",
       "image": self.placement.image,
       "command": list(command),
-      "workingDir": WORK,  # what a config names without a leading / is there
+      "workingDir": WORK,  # relative paths in the config start here
       "ports": [{"containerPort": PROBE_PORT, "name": "probes", "protocol": "TCP"}],
       "resources": {"requests": dict(resources), "limits": dict(resources)},
       "volumeMounts": [
@@ -263,13 +263,13 @@ class GkeRun:
         {"name": "secret-key", "mountPath": f"{FOLDER}/keys/secret", "readOnly": True},
       ],
     }
-    if hosts == 1:  # several watch one another, and end together
+    if hosts == 1:  # hosts of one island watch each other, and end together
       container["livenessProbe"] = {
         "httpGet": {"path": "/livez", "port": PROBE_PORT},
         "initialDelaySeconds": 60,  # Python and JAX
         "periodSeconds": 10,
         "timeoutSeconds": 5,
-        "failureThreshold": 6,  # beside what the role itself allows its longest step
+        "failureThreshold": 6,  # in addition to the role's own limit for a step
       }
     name = self.name
     volumes = [
@@ -300,11 +300,11 @@ class GkeRun:
     return {"cpu": str(self.shard_cpus), "memory": memory}
 
   def _dns(self, jobset: str, job: str) -> str:
-    """Of the first pod of a JobSet's Job; a pod finds its own full name without asking for it."""
+    """The name of a Job's first pod; a pod resolves its own full name without DNS."""
     return f"{jobset}-{job}-0-0.{jobset}.{self.namespace}.svc.{self.cluster_domain}"
 
   def _command(self, role: str, at_home: bool = True) -> list[str]:
-    """The shards have names in their own cluster, and addresses elsewhere."""
+    """A role's command; shards are reached by name in their own cluster, by address elsewhere."""
     jobset = f"{self.name}-shards"
     names = [self._dns(jobset, f"shard-{shard}") for shard in self.placement.shards]
     urls = [f"tcp://{host}:{SHARD_PORT}" for host in (names if at_home else self.shard_addresses)]
@@ -312,7 +312,7 @@ class GkeRun:
 
 
 def _when_taken_away(action: str) -> Document:
-  """A Job's policy for pods that ended because they were to."""
+  """A Job's policy for pods that were taken away or asked to end."""
   disrupted = [{"type": "DisruptionTarget", "status": "True"}]
   asked = {"containerName": "role", "operator": "In", "values": [TERMINATED]}
   rules = [{"onPodConditions": disrupted}, {"onExitCodes": asked}]
@@ -320,7 +320,7 @@ def _when_taken_away(action: str) -> Document:
 
 
 def redacted(document: Document) -> Document:
-  """The document as it may be shown: of secrets only their size."""
+  """The document to show: of secrets only their size."""
   if document["kind"] != "Secret":
     return document
   shown = {
@@ -330,17 +330,17 @@ def redacted(document: Document) -> Document:
   return {**document, "stringData": shown}
 
 
-# --- What a cluster says of a run
+# --- The state of a run in a cluster
 
 
 @dataclasses.dataclass(frozen=True)
 class JobSetState:
-  """One JobSet, as its status says."""
+  """One JobSet's state, from its status."""
 
   name: str
   end: str  # "Completed", "Failed", or "" while it goes on
-  ready: int  # Jobs all of whose pods run, or have ended well
-  jobs: int  # how many there are
+  ready: int  # Jobs whose pods all run, or have succeeded
+  jobs: int  # Jobs in all
   restarts: tuple[int, int]  # in all, and those that count
   reason: str = ""  # why it failed
 
@@ -352,7 +352,7 @@ class JobSetState:
 
 
 def states(listed: Mapping[str, Any]) -> list[JobSetState]:
-  """Of `kubectl get jobsets -o json`."""
+  """The states in the output of `kubectl get jobsets -o json`."""
   found = []
   for item in listed.get("items", []):
     status = item.get("status", {})

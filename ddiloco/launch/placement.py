@@ -1,4 +1,4 @@
-"""Which role runs where, on what, for how much, and the config that all roles share. PURE.
+"""Each role's place, machines and cost, and the config that all roles share. PURE.
 
 Google Cloud has three names for one slice: GKE selects nodes by accelerator and topology, a node
 pool is made of machines of a type, and the TPU API takes an accelerator type that counts cores.
@@ -20,7 +20,7 @@ from ddiloco.checks import require
 from ddiloco.config import Config
 from ddiloco.environment import TERMINATED
 
-# --- What a TPU topology is in the cloud
+# --- The cloud's names of a TPU topology
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,12 +28,12 @@ class _Kind:
   """One generation of TPUs."""
 
   gke_accelerator: str
-  machine: str  # of GKE's node pools, before the chips of a host
-  accelerator: str  # of the TPU API, before the cores
+  machine: str  # machine type in GKE, without the chips of a host
+  accelerator: str  # accelerator type of the TPU API, without the number of cores
   runtime: str  # image of TPU VMs
   cores_per_chip: int
   dimensions: int
-  one_host: tuple[int, ...]  # chips of slices that are one host
+  one_host: tuple[int, ...]  # numbers of chips of slices with one host
 
 
 KINDS = {
@@ -49,15 +49,15 @@ _TOPOLOGY = re.compile(r"(?P<kind>\w+):(?P<shape>[1-9]\d*(x[1-9]\d*)*)")
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-  """A slice, as the cloud names it."""
+  """A slice, with the cloud's names of it."""
 
   kind: str  # "v5p"
   topology: str  # "4x4x4", chips along each axis
   chips: int  # in all
   hosts: int  # machines, each with an even share of the chips
-  gke_accelerator: str  # what GKE's nodes are selected by, beside the topology
+  gke_accelerator: str  # selects GKE's nodes, together with the topology
   machine_type: str  # of a node pool in GKE
-  accelerator_type: str  # what the TPU API calls the slice; v5p's count two cores a chip
+  accelerator_type: str  # the TPU API's name of the slice; it counts two cores a chip for v5p
   runtime_version: str  # image of its VMs
 
   @property
@@ -72,7 +72,7 @@ def shape_of(topology: str, field: str = "islands.topology") -> Shape:
   ('v5p-128', 16)
 
   Raises:
-    ConfigError: there are no such slices.
+    ConfigError: there is no such slice.
   """
   match, fix = _TOPOLOGY.fullmatch(topology), "for example v5p:4x4x4, v6e:8x8 or v5e:4x4"
   name = match["kind"] if match else ""
@@ -99,10 +99,10 @@ def shape_of(topology: str, field: str = "islands.topology") -> Shape:
   )
 
 
-# --- Which role runs where, and what it is told
+# --- Each role's place and flags
 
 SHARD_PORT, ISLAND_PORT, PROBE_PORT = 7000, 7001, 8080
-# Of the 15 seconds that GKE gives a pod on a spot machine that is taken away.
+# GKE gives a pod 15 seconds when its spot machine is taken away; a role drains in 10 of them.
 SPOT_DRAIN_SECONDS = 10.0
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,28}[a-z0-9])?")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
@@ -125,13 +125,13 @@ class PlacedIsland:
 class Placement:
   """A run in a cloud."""
 
-  name: str  # of the run, and the beginning of the names of all that is made for it
+  name: str  # of the run; names of its objects in the cloud begin with it
   config: Config  # of every role; islands know how many devices and hosts they have
   islands: tuple[PlacedIsland, ...]  # in the order of learners
   image: str  # of the containers, with ddiloco, and libtpu for the islands
   spot: bool  # islands are on machines that may be taken away at any time, with little notice
-  # Failures of an island, or of a shard, after which it is given up; what is taken away does not
-  # count.
+  # Failures of an island, or of a shard, after which it is given up; the loss of a machine that was
+  # taken away does not count.
   max_restarts: int
 
   @property
@@ -153,12 +153,12 @@ def place(
   Args:
     config: the experiment's.
     name: of the run.
-    places: of `--place`, "WHERE=0,2-3"; empty: all islands where the program's own default is.
+    places: of `--place`, "WHERE=0,2-3"; empty: all islands in kubectl's or gcloud's default place.
     bucket: gs://..., where snapshots go, in a folder of the run's name.
-    image: and the rest as of `Placement`.
+    image: as in `Placement`; so are the others.
 
   Raises:
-    ConfigError: something cannot be placed so.
+    ConfigError: a role cannot be placed so.
   """
   rule = "must be 1 to 30 small letters, digits and dashes, and begin with a letter"
   require(_NAME.fullmatch(name) is not None, "--name", name, rule, "for example --name=regions-12b")
@@ -200,7 +200,7 @@ def place(
 
 
 def _where(places: Sequence[str], count: int) -> list[str]:
-  """Of every learner; "" if nothing was said."""
+  """The place of every learner; "" if `places` is empty."""
   if not places:
     return [""] * count
   found: dict[int, str] = {}
@@ -225,12 +225,12 @@ def _where(places: Sequence[str], count: int) -> list[str]:
 def role_command(
   placement: Placement, role: str, syncers: Sequence[str], folder: str, workdir: str
 ) -> list[str]:
-  """What starts `role`, "learner-3", on its machine; its number is the last part of its name.
+  """The command that starts `role` ("learner-3") on its machine.
 
   Args:
     placement: of the run.
-    role: to be started.
-    syncers: urls of all shards, as this role reaches them.
+    role: the role's name, which ends with its number.
+    syncers: urls at which this role reaches all shards.
     folder: on that machine, with config.json and keys.
     workdir: on that machine.
   """
@@ -252,11 +252,11 @@ def role_command(
 
 
 def host_flags(shape: Shape, host: str, leader: str) -> list[str]:
-  """For each host of an island of several: its number, and where host 0 is. Else nothing."""
+  """Flags of a host, if the island has several: its number, and the address of host 0."""
   return [f"--host={host}", f"--hosts=tcp://{leader}:{ISLAND_PORT}"] if shape.hosts > 1 else []
 
 
-# --- What it takes and costs, by prices that the user gives
+# --- Costs, by prices that the user gives
 
 NOT_COUNTED = (
   "Not counted: what crosses regions (`ddiloco plan` says how many bytes), the bucket, the file"
@@ -268,7 +268,7 @@ NOT_COUNTED = (
 class Cost:
   """One kind of machine."""
 
-  what: str  # it is
+  what: str  # the kind's name
   count: int  # chips, or machines
   price: float | None  # of one for an hour, US dollars; None: not known
 
@@ -278,10 +278,10 @@ class Cost:
 
 
 def prices_of(texts: Sequence[str]) -> dict[str, float]:
-  """Of `--prices`: dollars for a chip-hour by chip, and for a shard's machine ("shard").
+  """The prices in `--prices`: dollars an hour, by kind of chip, and for a machine ("shard").
 
   Raises:
-    ConfigError: something is no price.
+    ConfigError: a text is not NAME=PRICE.
   """
   found = {}
   for text in texts:
@@ -298,7 +298,7 @@ def prices_of(texts: Sequence[str]) -> dict[str, float]:
 
 
 def costs(placement: Placement, prices: Mapping[str, float], machines: int) -> list[Cost]:
-  """Chips by kind, and `machines` for shards and evaluator."""
+  """The costs of chips by kind, and of `machines` machines for shards and evaluator."""
   chips: Counter[str] = Counter()
   for island in placement.islands:
     chips[island.shape.kind] += island.shape.chips
@@ -308,7 +308,7 @@ def costs(placement: Placement, prices: Mapping[str, float], machines: int) -> l
 
 
 def cost_lines(found: Sequence[Cost], hours: float) -> list[str]:
-  """For people, with the sum; what has no price is said to have none."""
+  """The costs as lines to show, with their sum; a missing price is named."""
   lines = []
   for each in found:
     price = "price not given" if each.price is None else f"{each.price:,.2f} $/h each"
@@ -322,7 +322,7 @@ def cost_lines(found: Sequence[Cost], hours: float) -> list[str]:
 
 
 def require_prices(found: Sequence[Cost], hours: float) -> None:
-  """Refuses to spend what has not been counted.
+  """Refuses to start without a known cost.
 
   Raises:
     ConfigError: a price or the hours are missing.

@@ -1,8 +1,8 @@
-"""Islands on TPU VMs of Compute Engine: the commands, and what is done next. PURE.
+"""Islands on TPU VMs of Compute Engine: the commands, and each island's next need. PURE.
 
 A slice is made, watched and deleted by `gcloud compute tpus tpu-vm`, or, in the older way, asked
-for with `queued-resources`. Its hosts run the role in a container, which Docker starts again when
-it fails. Shards are elsewhere, at urls that the islands reach.
+for with `queued-resources`. Its hosts run the role in a container, which Docker restarts when it
+fails. Shards run elsewhere, at urls that the islands reach.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ddiloco.launch.placement import PlacedIsland, Placement, host_flags, role_c
 FOLDER = "/ddiloco"  # in the container: config and keys
 STAGED = "ddiloco"  # on a host, under the user's home
 WORK = "/work"  # in the container: workdir
-_ROLE = "role: "  # begins the line of a host
+_ROLE = "role: "  # begins the line that `look_script` prints on a host
 _WORKER = (
   "http://metadata.google.internal/computeMetadata/v1/instance/attributes/agent-worker-number"
 )
@@ -43,7 +43,7 @@ class TpuVmRun:
     return self.placement.name
 
   def check(self) -> None:
-    """Refuses what cannot work.
+    """Refuses options that cannot work.
 
     Raises:
       ConfigError: an option is missing, or does not fit the run.
@@ -71,7 +71,7 @@ class TpuVmRun:
     return f"{self.name}-{island.role}"
 
   def create(self, island: PlacedIsland) -> list[str]:
-    """Asks for the slice; returns at once with queued resources, else when it is there."""
+    """Makes the slice and waits for it; with queued resources only asks for it."""
     name, shape = self.slice_name(island), island.shape
     runtime = self.runtime_version or shape.runtime_version
     flags = [
@@ -89,14 +89,14 @@ class TpuVmRun:
     return self._tpu(group, "describe", island, [name], "--format=json")
 
   def delete(self, island: PlacedIsland) -> list[str]:
-    """Takes the slice away, and the request for it."""
+    """Deletes the slice, and the request for it."""
     name = self.slice_name(island)
     if self.queued:
       return self._tpu("queued-resources", "delete", island, [name], "--force")
     return self._tpu("tpu-vm", "delete", island, [name])
 
   def copy(self, island: PlacedIsland, folder: str) -> list[str]:
-    """Brings the local `folder`, which is called STAGED, into the home of every host."""
+    """Copies the local `folder`, whose name is STAGED, to the home of every host."""
     name = f"{self.slice_name(island)}:."
     return self._tpu("tpu-vm", "scp", island, [folder, name], "--recurse", "--worker=all")
 
@@ -107,7 +107,7 @@ class TpuVmRun:
     return self._tpu("tpu-vm", "ssh", island, [name], *flags)
 
   def start_script(self, island: PlacedIsland, leader: str) -> str:
-    """Starts the role on a host, instead of one there; `leader` is the address of host 0."""
+    """Starts the role on a host, replacing a container there; `leader`: address of host 0."""
     role = role_command(self.placement, island.role, self.syncers, FOLDER, f"{WORK}/{self.name}")
     command = " ".join([*map(shlex.quote, role), *host_flags(island.shape, '"$host"', leader)])
     flags = [
@@ -131,27 +131,27 @@ class TpuVmRun:
     )
 
   def look_script(self) -> str:
-    """Says in one line how the role is on a host."""
+    """Prints the role's state on a host in one line."""
     inspect = "sudo docker inspect --format='{{.State.Status}} {{.State.ExitCode}}'"
     return f'state=$({inspect} {self.name} 2>/dev/null) || state=none; echo "{_ROLE}$state"'
 
   def stop_script(self) -> str:
-    """Lets the role bring out what it has."""
+    """Stops the role, which drains first."""
     seconds = round(self.placement.config.network.drain_seconds) + 10
     return f"sudo docker stop --time={seconds} {self.name} || true"
 
 
-# --- What is seen, and what is done next
+# --- The state of an island, and its next need
 
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-  """A slice and the role on it."""
+  """The state of a slice and of the role on its hosts."""
 
   slice: str  # its state in the TPU API's own words; "ABSENT": there is none
   roles: tuple[
     str, ...
-  ] = ()  # of the hosts, as `look_script` says: "running 0", "exited 1", "none"
+  ] = ()  # by host, as `look_script` prints them: "running 0", "exited 1", "none"
   leader: str = ""  # address of host 0
 
 
@@ -171,7 +171,7 @@ _TAKEN = ("PREEMPTED", "TERMINATED", "STOPPED", "HIDDEN", "FAILED", "SUSPENDED")
 
 
 def next_need(seen: Seen) -> Need:
-  """Of one island, from what is seen of it."""
+  """The next need of one island, from its state."""
   if seen.slice == "ABSENT":
     return Need.CREATE
   if seen.slice in _TAKEN:
@@ -189,18 +189,18 @@ def next_need(seen: Seen) -> Need:
 
 
 def seen_slice(described: str) -> Seen:
-  """Of `describe --format=json` of a TPU VM, without its roles."""
+  """The state in `describe --format=json` of a TPU VM, without its roles."""
   node = json.loads(described)
   endpoints: Sequence[dict[str, str]] = node.get("networkEndpoints") or [{}]
   return Seen(node.get("state", "STATE_UNSPECIFIED"), leader=endpoints[0].get("ipAddress", ""))
 
 
 def seen_roles(said: str) -> tuple[str, ...]:
-  """Of what `look_script` said on all hosts; gcloud may say more."""
+  """The roles' states in the output of `look_script` on all hosts; other lines are ignored."""
   lines = [line for line in said.splitlines() if line.startswith(_ROLE)]
   return tuple(line.removeprefix(_ROLE).strip() for line in lines)
 
 
 def seen_request(described: str) -> Seen:
-  """Of `describe --format=json` of a queued resource; "ACTIVE" is to be looked at as a TPU VM."""
+  """The state in `describe --format=json` of a queued resource; if "ACTIVE", see the TPU VM."""
   return Seen(json.loads(described).get("state", {}).get("state", "STATE_UNSPECIFIED"))

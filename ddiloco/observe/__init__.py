@@ -1,1 +1,1 @@
-"""What happened: the event log, and everything that is made of it."""
+"""What happened in a run: the event logs, and everything that is computed from them."""

@@ -1,9 +1,8 @@
 """Every role writes what happens to it as JSON lines: WORKDIR/events/{role}.jsonl.
 
-A line is one event of `protocol/events.py`. Writing is append-only and whole lines at a time, so
-several incarnations of a role may share a file; what a kill tears is skipped (and counted) by
-`read_events`. The first event of an incarnation says the format; a log of another one is
-refused.
+A line is one event of `protocol/events.py`. Whole lines are appended, so several incarnations of a
+role may share a file; `read_events` skips (and counts) a line torn by a kill. The first event of an
+incarnation says the log's format; a log of another format is refused.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from ddiloco.observe.guards import Drain, warn
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Event
 
-# --- Lines of log files of any length and with anything in them: read piece by piece, no file held
+# --- Lines of log files of any length and content: read in blocks, no file stays open
 
-PIECE_BYTES = 1 << 15  # that each log under way has in memory
+PIECE_BYTES = 1 << 15  # of each log in memory at a time
 SCAN_BYTES = 1 << 20
-MOST_LINE_BYTES = 4 << 20  # of an event; one of 2,000 participants has 0.2 MB
-DAMAGED = b"\0"  # stands for a line that is longer than that: no reader takes it for an event
+MOST_LINE_BYTES = 4 << 20  # of an event; a commit of 2,000 participants has 0.2 MB
+DAMAGED = b"\0"  # replaces a line longer than MOST_LINE_BYTES; does not decode to an event
 SLACK_SECONDS = 1.0  # threads of one role may swap their lines by microseconds
-MOST_STRETCHES = 100  # of one log: a clock that goes back more often is believed less
+MOST_STRETCHES = 100  # of one log; if its clock goes back more often, the last holds all the rest
 _TIME = re.compile(rb'^\{(?:"kind": ?"\w+", ?)?"time": ?(-?[0-9.e+-]+)', re.MULTILINE)
 
 
@@ -55,8 +54,8 @@ def lines_of(path: Path, start: int, end: int) -> Iterator[bytes]:
 def stretches(path: Path, start: int, end: int) -> list[tuple[int, int]]:
   """The bytes `start` to `end` in parts (from, to) in which the times of events do not go back.
 
-  A role whose clock is set back begins a new part, so that merging all parts puts its events where
-  their times say. Only times are looked at: this is a tenth of the cost of reading the events.
+  Where a role's clock is set back, a new part begins, so that merging all parts by time puts every
+  event in its place. Only times are parsed: this is a tenth of the cost of reading the events.
   """
   starts, newest = [start], -math.inf
   for at, said in _times(path, start, end):
@@ -80,11 +79,11 @@ def _times(path: Path, start: int, end: int) -> Iterator[tuple[int, float]]:
         continue  # no number, and so no event
     held = block[whole:]
     if len(held) > MOST_LINE_BYTES:
-      held = DAMAGED  # its end is what matters: the next line begins after it
+      held = DAMAGED  # only the end of this line matters: the next line begins after it
 
 
 def whole_lines_end(path: Path, start: int, end: int) -> int:
-  """Where the last line that ends within `start` to `end` does; `start` if none does."""
+  """The end of the last whole line within `start` to `end`; `start` if there is none."""
   while end > start:
     first = max(start, end - SCAN_BYTES)
     found = _read(path, first, end).rfind(b"\n")
@@ -95,7 +94,7 @@ def whole_lines_end(path: Path, start: int, end: int) -> int:
 
 
 def _read(path: Path, start: int, end: int) -> bytes:
-  """These bytes, as far as they are there; opened each time, since roles may be many."""
+  """The bytes that exist of this range; the file is opened for each call: there may be many."""
   try:
     with path.open("rb", buffering=0) as file:
       file.seek(start)
@@ -108,7 +107,7 @@ def _read(path: Path, start: int, end: int) -> bytes:
 
 
 def check_format(path: Path) -> None:
-  """Refuses a log that another version of ddiloco has begun. A torn first line says nothing.
+  """Refuses a log that another version of ddiloco has begun. A torn first line is accepted.
 
   Raises:
     ConfigError: the first event says another format than `events.LOG_FORMAT`, or none.
@@ -117,7 +116,7 @@ def check_format(path: Path) -> None:
     size = path.stat().st_size if path.is_file() else 0
     first = events.decode(next(lines_of(path, 0, size), b""))
   except OSError:
-    return  # who reads it says so
+    return  # the reader of the log reports this
   if first is not None and first.format != events.LOG_FORMAT:
     said = f"format {first.format}" if first.format else "a format without a number"
     raise ConfigError(
@@ -127,18 +126,18 @@ def check_format(path: Path) -> None:
 
 
 def to_line(event: Event, begins: bool = False) -> bytes:
-  """One line of a log, with its end; `begins`: it is a first one, which says the format."""
+  """One line of a log, with its newline; `begins`: the first of an incarnation says the format."""
   if begins:
     event = msgspec.structs.replace(event, format=events.LOG_FORMAT)
   try:
     return events.encode(event) + b"\n"
-  except UnicodeEncodeError:  # a text with half a character, as of a path that is no UTF-8
+  except UnicodeEncodeError:  # a text with a lone surrogate, as from a path that is not UTF-8
     fields = {name: _escaped(value) for name, value in msgspec.structs.asdict(event).items()}
     return events.encode(type(event)(**fields)) + b"\n"
 
 
 def _escaped(value: Any) -> Any:
-  """A copy whose texts can be encoded."""
+  """A copy whose strings can be encoded as UTF-8."""
   if isinstance(value, str):
     return value.encode(errors="backslashreplace").decode()
   if isinstance(value, dict):
@@ -153,26 +152,27 @@ FLUSH_SECONDS = 1.0
 
 
 class Records(Protocol):
-  """What a role tells what happens to: its `Recorder`, or what stands for one."""
+  """Takes a role's events: a `Recorder`, or a substitute for one."""
 
   def record(self, event: Event) -> None:
     """Takes an event; does not wait."""
 
   def flush(self) -> None:
-    """Waits until all before is in the log, for a second at most."""
+    """Waits until all earlier events are in the log, for a second at most."""
 
 
 class Recorder:
   """Records the events of one incarnation of one role.
 
   `record` only queues (a few microseconds, never I/O); a background thread writes about once a
-  second, at once after an important kind, and at `close`. A full disk or a denied path is one
-  warning on stderr, the events are counted in `lost_events`, and the run goes on. Listeners get the
-  same event on the calling thread: they must be quick; one that raises is warned about and dropped.
-  Values are plain Python or NumPy scalars, not changed afterwards.
+  second, at once after an important kind, and at `close`. If the disk is full or the path denied,
+  one warning goes to stderr, the events are counted in `lost_events`, and the run goes on.
+  Listeners get the same event on the calling thread: they must be quick; a listener that raises is
+  dropped with a warning. An event's values are plain Python or NumPy scalars, not changed
+  afterwards.
 
   Raises:
-    ConfigError: the role has a log of another format here.
+    ConfigError: the role's log in this workdir is of another format.
   """
 
   def __init__(
@@ -193,7 +193,7 @@ class Recorder:
     self._listeners = tuple(listeners)
     self._file: int | None = None
     self._torn = False  # the last write stopped inside a line
-    self._begins = True  # nothing was written as a whole: the next event says the format
+    self._begins = True  # no batch was fully written yet: the next event says the format
     self._unwritten = 0
     self._warned = self._slow = self._odd = False
     check_format(self.path)
@@ -214,9 +214,9 @@ class Recorder:
       self._drain.wake()
 
   def flush(self) -> None:
-    """Waits until what happened so far is in the file: before others hear of what follows from it.
+    """Waits until all events so far are in the file, so that the log is ahead of what is sent.
 
-    A stuck disk is waited for a second at most: then a crash may leave a gap in the log.
+    If the disk is stuck, the wait ends after a second: a crash may then leave a gap in the log.
     """
     if not self._drain.flush() and not self._slow:
       self._slow = True
@@ -224,8 +224,8 @@ class Recorder:
 
   @property
   def lost_events(self) -> int:
-    """Events that will never be in the file: disk full, path denied, a value that JSON cannot say,
-    or recorded after `close`."""
+    """Events that will never be in the file: the disk was full, the path denied, a value has no
+    JSON form, or `close` came before them."""
     return self._unwritten + self._drain.lost
 
   def close(self) -> None:
@@ -250,7 +250,7 @@ class Recorder:
     try:
       if self._file is None:
         self._file = self._open()
-      if self._torn:  # on a line of its own, or it would spoil the next one
+      if self._torn:  # ends the torn line, or it would spoil the first new one
         data = b"\n" + data
       written = os.write(self._file, data)
       if written < len(data):
@@ -264,7 +264,7 @@ class Recorder:
       self._warned = True
 
   def _lines(self, batch: list[Event]) -> list[bytes]:
-    """Each on its own: one that cannot be said must not take the others of its batch with it."""
+    """Encodes each event on its own: if one fails, the others of its batch are still written."""
     lines: list[bytes] = []
     for event in batch:
       try:
@@ -317,7 +317,7 @@ class EventLog(list[Event]):
     self.torn_lines = torn_lines
 
   def of(self, kind: type[E], role: str = "") -> list[E]:
-    """Those of a kind; of roles whose names begin like this."""
+    """The events of a kind, from roles whose names begin with `role`."""
     return [e for e in self if isinstance(e, kind) and e.role.startswith(role)]
 
 
@@ -327,20 +327,20 @@ class LogPart(NamedTuple):
   path: Path
   start: int
   end: int
-  passed: int = 0  # lines that were read before: it could not be read to its end then
+  passed: int = 0  # lines already read, if an earlier attempt stopped before the end
 
 
 class EventStream:
-  """The events in some stretches of log files, by time, read as they are iterated over.
+  """The events in some parts of log files, in order of time, read as they are iterated over.
 
-  Memory is bounded by the number of roles, not by the length of the run. A role's own order
-  survives but where its clock was set back. `torn_lines` counts what could not be read so far.
+  Memory is bounded by the number of roles, not by the length of the run. Events of a role stay in
+  order, except where its clock was set back. `torn_lines` counts the unreadable lines so far.
   """
 
   def __init__(
     self, places: Iterable[LogPart], failed: Callable[[LogPart, OSError], None] | None = None
   ):
-    """`failed`: told what cannot be read to its end, and the rest is read; None: that raises."""
+    """`failed`: called with a part that cannot be read to its end, others go on; None: raises."""
     self.torn_lines = 0
     self._places, self._failed = tuple(places), failed
 
@@ -351,7 +351,7 @@ class EventStream:
 
   def _parts(self, place: LogPart) -> list[LogPart]:
     if place.passed:
-      return [place]  # as it was before, or its lines would be others
+      return [place]  # not divided anew: `passed` counts lines from this part's start
     path, start, end, _ = place
     try:
       return [LogPart(path, a, b) for a, b in stretches(path, start, end)]
@@ -380,7 +380,7 @@ class EventStream:
 
 
 def stream_events(workdir: str | os.PathLike[str]) -> EventStream:
-  """What all roles have written under WORKDIR/events by now. No folder: no events.
+  """The events that all roles have written under WORKDIR/events by now. No folder: no events.
 
   Raises:
     ConfigError: a log is of another format.
@@ -401,13 +401,13 @@ def logs_in(workdir: str | os.PathLike[str]) -> list[Path]:
 
 
 def read_events(workdir: str | os.PathLike[str]) -> EventLog:
-  """All of them at once, for runs that fit into memory (1 to 2 kB an event)."""
+  """All events of a run at once, for runs that fit into memory (1 to 2 kB an event)."""
   stream = stream_events(workdir)
   events = list(stream)
   return EventLog(events, stream.torn_lines)
 
 
-# --- The newest event of a kind, found from the end of a log: the log itself is never in memory
+# --- The newest event of a kind, searched from the end of a log, which is mapped, not read
 
 
 def newest_event(workdir: str | os.PathLike[str], kind: type[E], roles: str = "*") -> E | None:
@@ -426,7 +426,7 @@ def _newest(path: Path, kind: type[E]) -> E | None:
     return None  # nothing to map
   check_format(path)
   tag = kind.__struct_config__.tag
-  wanted = f'"kind":"{tag}"'.encode()  # as `encode` writes it; inside a text it has backslashes
+  wanted = f'"kind":"{tag}"'.encode()  # as `encode` writes it; inside a string \" would be escaped
   with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as log:
     at = log.rfind(wanted)
     while at >= 0:
@@ -434,7 +434,7 @@ def _newest(path: Path, kind: type[E]) -> E | None:
       event = events.decode(log[first : end if end >= 0 else len(log)])
       if isinstance(event, kind):
         return event
-      at = log.rfind(wanted, 0, first)  # that one is torn
+      at = log.rfind(wanted, 0, first)  # that line is torn: the one before it
   return None
 
 
@@ -442,11 +442,11 @@ def _newest(path: Path, kind: type[E]) -> E | None:
 
 
 class Follower:
-  """Reads WORKDIR/events/*.jsonl as they grow: each whole line once, also of files that are new.
+  """Reads WORKDIR/events/*.jsonl as they grow: each whole line once, including those of new files.
 
-  A line is read when its end is there; what a kill has torn is counted in `torn_lines` as soon as
-  more is written after it. A file that shrank was replaced, and is read from its start. One that
-  cannot be read now does not hold up the others: it is read later, from where it was left.
+  A line is read when its end is there; a line torn by a kill is counted in `torn_lines` as soon as
+  more is written after it. A file that shrank was replaced, and is read from its start. A file that
+  cannot be read now does not hold up the others: reading resumes later, where it stopped.
 
   Raises:
     ConfigError: a log that is there already is of another format.
@@ -456,17 +456,17 @@ class Follower:
     self.torn_lines = 0
     self._folder = Path(workdir) / "events"
     logs_in(workdir)
-    self._read: dict[Path, int] = {}  # bytes, up to the end of a line
-    self._seen: dict[Path, int] = {}  # bytes, up to where there is no end of a line but that one
-    self._late: list[LogPart] = []  # bytes before those that could not be read yet
-    self._told: set[Path] = set()  # files of which that was said
+    self._read: dict[Path, int] = {}  # bytes given out, up to the end of a line
+    self._seen: dict[Path, int] = {}  # bytes scanned; no line ends between `_read` and here
+    self._late: list[LogPart] = []  # parts that could not be read yet
+    self._told: set[Path] = set()  # unreadable files that were warned about
 
   def poll(self) -> list[Event]:
-    """What was written since the last poll, in order of time (of one poll: roles flush late)."""
+    """Events since the last poll, by time; roles flush late, a later poll may have earlier ones."""
     return list(self.stream())
 
   def stream(self) -> Iterator[Event]:
-    """The same one by one, however much it is. What is not asked for does not come again."""
+    """The same one by one, in bounded memory. Events not taken from it do not come again."""
     stream = EventStream(self._new(), self._put_off)
     torn = self.torn_lines
     for event in stream:
@@ -475,7 +475,7 @@ class Follower:
     self.torn_lines = torn + stream.torn_lines
 
   def skip(self) -> None:
-    """Passes over what is there by now, without reading it."""
+    """Skips all that is written by now, without reading it."""
     self._new()
 
   def _put_off(self, part: LogPart, error: OSError) -> None:
@@ -488,18 +488,18 @@ class Follower:
       warn(f"{path}: cannot be read now ({error}). It is tried again, the other logs are read.")
 
   def _new(self) -> list[LogPart]:
-    """Where there are new lines, and where some were left."""
+    """The parts with new lines, and those that could not be read before."""
     paths = sorted(self._folder.glob("*.jsonl"), reverse=True)
     found, self._late = self._late, []
     waiting = {part.path for part in found}
-    # shards before learners: so a commit is never read without the pushes in it
+    # Sizes of shards' logs before those of learners: no commit is read without its pushes.
     for path in paths:
       if path in waiting:
-        continue  # what comes after that has its turn when that has been read
+        continue  # newer lines of this file wait until its late part is read
       try:
         size = path.stat().st_size
       except OSError:
-        continue  # gone since the folder was listed, or out of reach: the others are read
+        continue  # gone since the folder was listed, or out of reach: other files go on
       start = self._read.get(path, 0)
       if size < start:
         start = self._read[path] = self._seen[path] = 0
@@ -517,13 +517,13 @@ class Follower:
 
 
 class GrowingLog:
-  """The log of a run under way, in memory, for those who look at all of it again and again."""
+  """The log of a run under way, in memory, for callers that read all of it again and again."""
 
   def __init__(self, workdir: str | os.PathLike[str]):
     self._follower, self._events = Follower(workdir), EventLog()
 
   def read(self) -> EventLog:
-    """All that is there by now."""
+    """All events that are written by now."""
     self._events += self._follower.poll()
     self._events.sort(key=lambda e: e.time)
     self._events.torn_lines = self._follower.torn_lines

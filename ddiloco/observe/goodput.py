@@ -1,16 +1,16 @@
 """The goodput ledger: where every chip-second of a run went, from its events alone. PURE.
 
 Goodput is the share of allocated chip time that was spent on inner steps whose work is in the
-global model. A step's work is in it fragment by fragment: of P fragments, each that merged the step
+global model. Fragments merge a step one by one: each of the P fragments that has merged the step
 counts for 1/P of its seconds. The global model is the chain of rounds behind every fragment's
-newest value, so what a restored shard has rolled back counts no longer, and counts again if it is
+newest value, so rounds that a restored shard has rolled back do not count, unless they are
 recalled. Without shards, a step counts until a later life of its island does it again.
 
-The books are bounded, however long a run is: steps and rounds that something may still go back to
-are kept one by one, what is older is summed up.
+The ledger's size is bounded, however long a run is: steps and rounds that a restored role may still
+go back to are kept one by one, older ones are summed up.
 
-Every other second has one of these causes; they and the useful ones add up to all allocated time.
-The right column is the bucket of ml-goodput-measurement that a cause would be in.
+Every second that is not useful has one of these causes; with the useful seconds they add up to all
+allocated time. The right column is the bucket of ml-goodput-measurement that a cause would be in.
 
 | cause     | seconds in which an island                                    | bucket               |
 |-----------|---------------------------------------------------------------|----------------------|
@@ -49,13 +49,13 @@ CAUSES = (
   *("start_up", "compile", "down", "rejoin", "blocked", "stalled"),
   *("discarded", "rejected", "pending", "save", "other"),
 )
-RECENT_STEPS = 33  # a step or pause of so many of their medians as `STALL_STEPS` says is a stall
-EXACT_STEPS = 2048  # of an island, that a new life may go back to: two snapshots are 400
-OLD_STEPS = 512  # before those, at equal distances
-MOST_PUSHED = 8  # of an island and fragment, that may still be committed; one at a time is out
-CHAIN_SUMS = 250_000  # by learner, of all rounds of all fragments together ...
-LEAST_ROUNDS = 128  # ... but of a fragment at least so many rounds: two snapshots are 17
-MOST_GAPS = 64  # without any training, that a step told late may still fill
+RECENT_STEPS = 33  # a step or pause longer than STALL_STEPS times the median of these is a stall
+EXACT_STEPS = 2048  # steps of an island kept one by one: two snapshot intervals are 400
+OLD_STEPS = 512  # sums kept of older steps, at equal distances
+MOST_PUSHED = 8  # pushes of an island and fragment that may still be committed; usually one
+CHAIN_SUMS = 250_000  # sums (one a learner and round) of all fragments together ...
+LEAST_ROUNDS = 128  # ... but at least so many rounds a fragment: two snapshot intervals are 17
+MOST_GAPS = 64  # times without any training that a step logged late may still fill
 OF_ISLAND = (
   *(events.Started, events.Captured, events.CopyOut, events.Resend, events.Apply),
   events.Stopped,
@@ -76,7 +76,7 @@ class Goodput:
 
 @dataclasses.dataclass(frozen=True)
 class LearnerGoodput:
-  """One learner: alive and taking part are different things, so both are here."""
+  """One learner. Being alive and taking part in commits differ, so both are here."""
 
   chip_seconds: float
   goodput: float
@@ -91,16 +91,16 @@ class Ledger:
   """
 
   def __init__(self, exact_steps: int = EXACT_STEPS, chain_sums: float = CHAIN_SUMS) -> None:
-    """Both say how much is kept one by one: steps of an island, sums of all chains together."""
+    """Limits of memory: steps of an island kept one by one, sums of all chains together."""
     self._exact_steps, self._chain_sums = exact_steps, chain_sums
     self._islands: dict[int, IslandAccount] = {}
     self.chains: dict[int, Chain] = collections.defaultdict(Chain)
     self._fragments = 0  # 0: there is no sync
     self._commits = 0
     self._gaps: list[tuple[float, float]] = []  # the newest times without any training ...
-    self._idle = 0.0  # ... and the seconds of all before them, since the first step
+    self._idle = 0.0  # ... and the seconds of all earlier ones, since the first step
     self._first = math.nan  # when the first step began
-    self._covered = math.nan  # up to here an island trained, but for the gaps
+    self._covered = math.nan  # until then some island always trained, except in the gaps
     self._now = 0.0
     self._ended = False
 
@@ -161,7 +161,7 @@ class Ledger:
     else:
       merged = sum(chain.merged_of(island.place) for chain in self.chains.values())
       pending = island.pending(self._fragments)
-    # A log with holes may say more of a step than there was of it: each second counts once.
+    # With events missing, merged seconds may exceed trained ones: each second counts once.
     useful = min(merged, island.trained)
     account["rejected"] = min(account["rejected"], island.trained - useful)
     left = island.trained - useful - account["rejected"]
@@ -188,7 +188,7 @@ class Ledger:
     return 1.0 - idle / (end - start) if end > start else 1.0
 
   def _trained(self, start: float, end: float) -> None:
-    """An island trained from `start` to `end`, times that only grow at their ends."""
+    """An island trained from `start` to `end`; calls come in order of `end`."""
     if math.isnan(self._covered):
       self._first = self._covered = start
     left = []
@@ -206,11 +206,11 @@ class Ledger:
     self._fragments = event.num_fragments if event.num_shards else 0
     for m in range(event.num_learners):
       island = self._at(m, event.time)
-      if island.lives:  # the whole run was killed, and goes on: its death was not logged
+      if island.lives:  # the whole run was killed and is resumed: the island's exit was not logged
         island.restart(event.time)
 
   def _take(self, event: Event, role: str, passed: float = 0.0) -> None:
-    """An event of one learner, about the time since so many seconds ago."""
+    """Enters an event of one learner, which accounts for the last `passed` seconds."""
     kind, m = parse_role(role)
     if kind == "learner":
       trained = self._at(m, event.time - passed).take(event)
@@ -239,35 +239,35 @@ class Ledger:
     return [self._islands[m] for m in learners if m in self._islands]
 
   def _know(self, fragment: int) -> None:
-    """Roles that were started one by one have no engine that says how many fragments there are."""
+    """Raises the number of fragments: without an engine no event says how many there are."""
     self._fragments = max(self._fragments, fragment + 1)
 
 
-# --- The books: an account for each island, a chain of rounds for each fragment
+# --- The ledger's parts: an account for each island, a chain of rounds for each fragment
 
 
 @dataclasses.dataclass(frozen=True)
 class PushedSteps:
-  """What a push covers: some chip-seconds of steps up to `step`, of its learner's numbers."""
+  """The steps in a push: their chip-seconds, and the last of them by its learner's number."""
 
   step: int
   chip_seconds: float
 
 
 class StepSums:
-  """Chip-seconds of an island's steps, summed up: the newest one by one, older ones now and then.
+  """Cumulative chip-seconds of an island's steps: of all recent steps, and of some older ones.
 
-  Asked for a step between two that are kept, it takes those between them as equally long.
+  Between two older steps that are kept, `at` interpolates linearly.
   """
 
   def __init__(self, exact: int = EXACT_STEPS):
     self._exact = exact
-    self._stride = 1  # of older steps, those whose numbers are its multiples are kept
+    self._stride = 1  # older steps are kept if their numbers are multiples of it
     self._steps, self._sums = array("q", [0]), array("d", [0.0])
 
   @property
   def number(self) -> int:
-    """Of the newest step."""
+    """The number of the newest step."""
     return self._steps[-1]
 
   @property
@@ -276,14 +276,14 @@ class StepSums:
     return self._sums[-1]
 
   def add(self, chip_seconds: float) -> None:
-    """One more step."""
+    """Adds a step."""
     self._steps.append(self.number + 1)
     self._sums.append(self.last + chip_seconds)
     if len(self._steps) > 2 * self._exact + OLD_STEPS:
       self._thin()
 
   def at(self, step: int) -> float:
-    """The sum up to this step, from none to the newest."""
+    """The sum up to and with this step; 0 is before the first."""
     i = bisect.bisect_left(self._steps, step)
     if i == len(self._steps):
       return self.last
@@ -293,7 +293,7 @@ class StepSums:
     return low + (high - low) * (step - a) / (b - a)
 
   def go_to(self, step: int) -> None:
-    """The newest step is this one: later ones are gone, and missing ones took no time."""
+    """Makes `step` the newest: later steps are dropped, missing ones took no time."""
     step = max(0, step)
     chip_seconds, i = self.at(step), bisect.bisect_left(self._steps, step)
     del self._steps[i:], self._sums[i:]
@@ -301,7 +301,7 @@ class StepSums:
     self._sums.append(chip_seconds)
 
   def _thin(self) -> None:
-    """All but the newest become fewer; the first, of which the sum is 0, always stays."""
+    """Drops some of the older steps; the first entry, step 0 with the sum 0, always stays."""
     old = len(self._steps) - self._exact
     kept = [i for i in range(old) if self._steps[i] % self._stride == 0]
     while len(kept) > OLD_STEPS:
@@ -316,28 +316,28 @@ class IslandAccount:
   """One learner over all its lives. Times in seconds, accounts in chip-seconds."""
 
   def __init__(self, place: int, now: float, exact_steps: int = EXACT_STEPS):
-    self.place = place  # in the order in which islands came
-    self.phase = "start_up"  # what it is doing since `since`; "" when its chips are given back
+    self.place = place  # its index, in the order in which islands appeared
+    self.phase = "start_up"  # its activity since `since`; "" when its chips are given back
     self.since = now  # only grows: while a clock that was set back catches up, no time passes
     self.lives = 0
-    self.chips = 0  # unknown until its first life says so: until then the account is of one
+    self.chips = 0  # 0 until its first life says it: until then the account is of one chip
     self.account: dict[str, float] = collections.defaultdict(float)
-    self.first_start = 0.0  # of the account: what its first life took to begin
+    self.first_start = 0.0  # chip-seconds of the account in which its first life started
     self.trained = 0.0  # chip-seconds of all steps of all lives
-    self.sums = StepSums(exact_steps)  # of the steps of this life and those it goes on from
+    self.sums = StepSums(exact_steps)  # of this life's steps and of the earlier ones it builds on
     self.live_seconds = 0.0
     self.allocated_seconds = 0.0
     self.commits = 0
-    # By fragment, up to which step all is merged or given up, and the sum of these.
+    # By fragment: the step up to which all is merged or given up, and the sum up to this step.
     self._settled: dict[int, tuple[int, float]] = {}
     # By fragment and round.
     self._pushed: dict[int, dict[int, PushedSteps]] = collections.defaultdict(dict)
     self._recent: collections.deque[float] = collections.deque(maxlen=RECENT_STEPS)
-    self._capture_seconds = 0.0  # within the present gap between two steps
-    self._compile_seconds = 0.0  # the same
+    self._capture_seconds = 0.0  # since the last step
+    self._compile_seconds = 0.0  # since the last step
 
   def take(self, event: Event) -> tuple[float, float] | None:
-    """Enters one event; returns the (start, end) that it was training, of a step."""
+    """Enters one event; for a step returns the (start, end) in which the island trained."""
     now = event.time
     match event:
       case events.Step():
@@ -359,7 +359,7 @@ class IslandAccount:
       case events.Started():
         self._start(now, max(1, event.devices))
       case events.Exit():
-        if self.phase:  # what it was in the middle of is lost with it
+        if self.phase:  # a step under way is lost with the life
           self._spend_until(now, "discarded" if self.phase == "training" else self.phase)
           self.phase = "down"
       case events.Restart():
@@ -382,12 +382,12 @@ class IslandAccount:
       self.phase = ""
 
   def _spend_until(self, until: float, cause: str) -> None:
-    """Everything since the last entry until now was `cause`."""
+    """Books the time from the last entry to `until` as `cause`."""
     self._spend(max(0.0, until - self.since), cause)
     self.since = max(self.since, until)
 
   def _spend(self, seconds: float, cause: str) -> None:
-    if not cause:  # its chips are not allocated
+    if not cause:  # the island's chips are not allocated
       return
     self.allocated_seconds += seconds
     self.account[cause] += seconds * (self.chips or 1)
@@ -396,8 +396,8 @@ class IslandAccount:
       self.first_start += seconds * (self.chips or 1)
 
   def _start(self, now: float, chips: int) -> None:
-    """A life has its devices and says hello."""
-    if self.phase == "training":  # its death was not logged
+    """A life has its devices."""
+    if self.phase == "training":  # the exit of the life before was not logged
       self._spend_until(now, "down")
     self._spend_until(now, "rejoin" if self.lives else "start_up")
     if not self.chips:
@@ -409,7 +409,7 @@ class IslandAccount:
     self.phase = "start_up" if self.lives == 1 else "rejoin"
 
   def _compile(self, now: float, seconds: float) -> None:
-    if self.phase == "training":  # a program that was not planned for
+    if self.phase == "training":  # a program compiled in the middle of its work
       self._compile_seconds += seconds
     else:
       self._spend_until(now - seconds, self.phase or "other")
@@ -418,8 +418,8 @@ class IslandAccount:
   def _step(self, event: events.Step) -> tuple[float, float]:
     """Accounts for one step and the time before it.
 
-    Of the time since the last entry the step has its `seconds`, and of what is left causes that
-    are known come first: waiting for a shard, copying for a snapshot, compiling, standing still.
+    Of the time since the last entry, the step gets its `seconds`. The rest goes to known causes, in
+    this order: waiting for a shard, copying for a snapshot, compiling, standing still.
     """
     self.chips = self.chips or 1
     now, seconds = max(event.time, self.since), positive(event.seconds)
@@ -450,14 +450,14 @@ class IslandAccount:
     return now - (passed - stood - stalled), now
 
   def _beyond(self, seconds: float) -> float:
-    """How much of it was standing still."""
+    """How many of these seconds were a stall."""
     if seconds <= STALL_SECONDS:
       return 0.0
     usual = statistics.median(self._recent) if self._recent else math.inf
     return seconds - usual if seconds > STALL_STEPS * usual else 0.0
 
   def _go_on_from(self, number: int) -> None:
-    """A new life whose last step is `number`: later ones of the lives before are lost."""
+    """A new life goes on after step `number`: later steps of earlier lives are lost."""
     self.sums.go_to(number)
     number, last = self.sums.number, self.sums.last
     self._settled = {p: min(each, (number, last)) for p, each in self._settled.items()}
@@ -482,27 +482,27 @@ class IslandAccount:
     return pushed.chip_seconds
 
   def _settle(self, fragment: int, step: int) -> None:
-    """Up to this step nothing of the fragment is pending any more."""
+    """Of the fragment, no step up to this one is pending any more."""
     step = min(self.sums.number, max(0, step))
     settled = self._settled.get(fragment, (0, 0.0))
     self._settled[fragment] = max(settled, (step, self.sums.at(step)))
 
   def pending(self, fragments: int) -> float:
-    """Chip-seconds of the steps that may still be merged: also a dead island may come back."""
+    """Chip-seconds of steps that may still be merged, also of a dead island: it may come back."""
     settled = sum(value for p, (_, value) in self._settled.items() if p < fragments)
     return self.sums.last - settled / fragments
 
 
 class Chain:
-  """The values of one fragment, each with what is merged in it of every island.
+  """The values of one fragment, each with the chip-seconds of every island that are merged in it.
 
-  Values are kept while something may go back to them: a shard that comes back has at least that of
-  the oldest snapshot that is kept, and else begins anew. One from before them, put in by hand,
-  would count as one without a past.
+  Values are kept as long as a restored shard may go back to them: it has at least the value of the
+  oldest snapshot that is kept, or begins anew. An older value, restored by hand, would count as one
+  in which nothing is merged.
   """
 
   def __init__(self) -> None:
-    self.head = INITIAL  # the round of the newest value: a shard may go back, or recall
+    self.head = INITIAL  # the newest value's round; a restore or a recall may change it
     self._rounds: dict[int, array] = {}  # chip-seconds, by an island's place; the newest rounds
 
   @property
@@ -517,7 +517,7 @@ class Chain:
   def commit(
     self, round_id: int, base: int, gains: Mapping[int, float], most_rounds: float
   ) -> None:
-    """A round on a value; by an island's place, what it adds."""
+    """Adds a round to the value `base`; `gains`: what it adds, by an island's place."""
     merged = self._rounds.get(base, array("d"))[:]
     merged.extend([0.0] * (max(gains, default=-1) + 1 - len(merged)))
     for place, gain in gains.items():
@@ -530,5 +530,5 @@ class Chain:
 
 
 def positive(seconds: float) -> float:
-  """A length of time from an event; 0.0 if it is none."""
+  """An event's number of seconds; 0.0 if it is negative or not finite."""
   return float(seconds) if 0 <= seconds < math.inf else 0.0

@@ -1,6 +1,6 @@
-"""Observing a run never ends it: lines may go unheard, duties fail, and a queue takes the I/O.
+"""Observing a run never ends it: printing and duties may fail, and a queue's thread does the I/O.
 
-And it never waits for ever: waits for others have limits, and loops that hang are noticed.
+Nor does it wait for ever: waits have limits, and loops that hang are noticed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def say(line: str, stream: TextIO | None = None) -> None:
-  """One line on stdout, or `stream`. One that is closed, broken or full is no reason to end."""
+  """Prints one line on stdout, or `stream`; ignores a stream that is closed, broken or full."""
   try:
     print(line, file=stream or sys.stdout, flush=True)
   except (OSError, ValueError, AttributeError):
@@ -31,18 +31,18 @@ def say(line: str, stream: TextIO | None = None) -> None:
 
 
 def warn(text: str) -> None:
-  """One loud line on stderr, as `say` says it."""
+  """Prints one WARNING line on stderr; never raises."""
   say(f"ddiloco: WARNING: {text}", sys.stderr)
 
 
 class Guard:
-  """Does the duties of a loop that must not end, turn after turn.
+  """Calls the duties of a loop that must not end.
 
-  What a duty raises is said once for each kind of failure, and the duty has its next turn as if
-  nothing had happened: a disk that was full may have room then.
+  An exception of a duty is warned about once for each kind of exception, and the duty is called
+  again in its next turn: a disk that was full may have room then.
 
   Args:
-    who: whose duties, for the warning.
+    who: the loop's name, for the warning.
   """
 
   def __init__(self, who: str):
@@ -68,7 +68,7 @@ class Drain:
   """Hands what was `put` to `consume`, in order and in batches, on its own daemon thread.
 
   `consume` is called about every `interval_seconds`, at once after `wake`, and a last time by
-  `close`; the batch may be empty. What it raises is printed once and counted in `failures`:
+  `close`; the batch may be empty. Its exceptions are counted in `failures`, the first is printed:
   observing a run must never end it. More than `capacity` waiting items, or items after `close`, are
   dropped and counted in `lost` (a stuck disk must not fill the memory).
   """
@@ -114,7 +114,7 @@ class Drain:
   def flush(self, timeout_seconds: float = 1.0) -> bool:
     """Waits until what is queued now has been consumed; False if a stuck disk takes longer."""
     with self._turns:
-      turn = self._begun + 1  # the next to begin takes all that is here
+      turn = self._begun + 1  # the next turn takes all items that are queued now
       self._wake.set()
       return self._turns.wait_for(
         lambda: self._done >= turn or not self._thread.is_alive(), timeout_seconds
@@ -135,7 +135,7 @@ class Drain:
     last = False
     while not last:
       self._wake.wait(self._interval_seconds)
-      last = self._closed  # read before the queue is emptied: nothing put earlier stays behind
+      last = self._closed  # read before the queue is emptied: no item put before `close` is left
       self._wake.clear()
       with self._turns:
         self._begun += 1
@@ -152,19 +152,19 @@ class Drain:
         self._turns.notify_all()
 
 
-# --- Waits for others: each has a limit, a name, and a line that says that it was exceeded
+# --- Waits: each has a limit, a name, and a line that says that the limit was exceeded
 
 LOOK_SECONDS = 0.01
 
 
 class Pollable(Protocol):
-  """What is waited for of a process: a part of `subprocess.Popen`."""
+  """The part of `subprocess.Popen` that `exited` uses."""
 
   def poll(self) -> int | None: ...
 
 
 def ended(thread: threading.Thread, seconds: float) -> bool:
-  """Whether a thread has ended within so long; if not, that is said, and it is left behind."""
+  """Whether a thread has ended within so long; if not, says so and leaves it running."""
   thread.join(seconds)
   if thread.is_alive():
     _too_long(thread.name, "has not ended", seconds)
@@ -172,7 +172,7 @@ def ended(thread: threading.Thread, seconds: float) -> bool:
 
 
 def exited(process: Pollable, seconds: float, what: str) -> int | None:
-  """The exit status of a process, None if it has not ended within so long, which is said."""
+  """The exit status of a process; if it has not ended within so long, says so and returns None."""
   until = time.monotonic() + seconds
   while (status := process.poll()) is None:
     if time.monotonic() >= until:
@@ -183,10 +183,10 @@ def exited(process: Pollable, seconds: float, what: str) -> int | None:
 
 
 def result(future: concurrent.futures.Future, seconds: float, what: str) -> Any:
-  """What a future gives.
+  """The result of a future.
 
   Raises:
-    TimeoutError: nothing within so long, which is said; or whatever went wrong in it.
+    TimeoutError: it had no result within so long, which is said; or whatever the future raised.
   """
   if not concurrent.futures.wait([future], seconds).done:
     _too_long(what, "is not done", seconds)
@@ -198,30 +198,30 @@ def _too_long(what: str, how: str, seconds: float) -> None:
   warn(f"{what} {how} within {seconds:g} s and is waited for no longer. The rest goes on.")
 
 
-# --- Notices that a role's loop stands still, and says once where all threads of its process are
-# The role only notes the time, each time its loop comes round (`HangWatch.beat`). Its guard looks
-# at that time now and then. Nothing is ended: the step may still go on.
+# --- Notices that a role's loop hangs, and prints once where all threads of its process are
+# In each turn of its loop the role only notes the time (`HangWatch.beat`). Another thread checks
+# that time now and then (`HangWatch.look`). Nothing is killed: the step may still go on.
 
-HANG_STEPS = 20.0  # a loop that takes so many usual steps, and run.hang_seconds, hangs
-PAUSED_SECONDS = 5.0  # between two looks; after more the process itself stood still, and no role
-LATE_SECONDS = 2.0  # a short limit makes that shorter, but so late may a look be always
+HANG_STEPS = 20.0  # a loop hangs if a turn takes longer than this, and than run.hang_seconds
+PAUSED_SECONDS = 5.0  # between two looks; after more, the whole process was paused, not a role
+LATE_SECONDS = 2.0  # the least for that limit, which a short run.hang_seconds lowers
 MOST_CHARACTERS = 40_000  # of stacks; a process may have thousands of threads
 
 
 @dataclasses.dataclass
 class _Watched:
   thread: int  # its identity
-  at: float  # when its loop came round
+  at: float  # when its loop's last turn began
   told: bool = False
 
 
 class HangWatch:
-  """The roles of one process.
+  """Watches the loops of the roles of one process.
 
   Args:
-    least_seconds: no loop hangs before; 0: none ever does.
+    least_seconds: a shorter turn of a loop is no hang; 0: nothing is reported.
     usual: seconds of a usual step of a role, 0 before it is known.
-    record: what takes the events; asked for each time, since roles have several lives.
+    record: returns the recorder of the events; called each time, since roles have several lives.
     clock: seconds.
   """
 
@@ -241,7 +241,7 @@ class HangWatch:
     self._looked_at = clock()
 
   def beat(self, role: str) -> None:
-    """The role's loop has come round, on the thread that says so. It is watched from now on."""
+    """A turn of the role's loop begins, on the calling thread. The role is watched from now on."""
     watched = self._watched.get(role)
     if watched is None:
       self._watched[role] = _Watched(threading.get_ident(), self._clock())
@@ -249,16 +249,16 @@ class HangWatch:
       watched.at = self._clock()
 
   def end(self, role: str) -> None:
-    """It is not watched any more."""
+    """The role is not watched any more."""
     self._watched.pop(role, None)
 
   def look(self) -> None:
-    """Says what hangs: once, until the loop has come round."""
+    """Reports loops that hang, each once until its next turn."""
     now = self._clock()
     paused = now - self._looked_at > self._paused_seconds
     self._looked_at = now
     for role, watched in list(self._watched.items()):
-      if paused:  # SIGSTOP, or a laptop that slept: what the role did not do then says nothing
+      if paused:  # SIGSTOP, or a laptop that slept: the role's silence is no hang
         watched.at = max(watched.at, now)
       silent, usual = now - watched.at, self._usual(role)
       if not self._least_seconds or silent <= max(self._least_seconds, HANG_STEPS * usual):
@@ -281,7 +281,7 @@ class HangWatch:
 
 
 def stacks(first: int = 0) -> str:
-  """Where every thread of this process is, in Python; that of thread `first` comes first.
+  """The Python stack of every thread of this process, that of thread `first` first.
 
   Threads with the same stack are named together.
   """

@@ -1,6 +1,6 @@
-"""What a run remembers of its past, small however long it lasts. PURE: nothing here reads a clock.
+"""The history of a run in bounded memory, however long it lasts. PURE: nothing here reads a clock.
 
-Curves, what links have carried, the heat map of step times, and rounds.
+Curves, bytes of links, the heat map of step times, and rounds.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ddiloco.protocol.events import Event, Step, parse_role
 FIRST_WIDTH_SECONDS = 0.25
 PAGE_VALUES = 4000  # of one kind of curve on the page, all islands together
 LOSS_BINS = 480  # of a curve of the report ...
-LOSS_VALUES = 40_000  # ... but no more than so many of all islands together
-MOST_CURVES = 8  # lives of an island that are drawn as lines of their own
+LOSS_VALUES = 40_000  # ... but at most so many values of all islands together
+MOST_CURVES = 8  # lives of an island with a line of their own; the last line has all later lives
 MOST_COMMITS = 1000  # that are drawn, of few islands ...
 COMMIT_MEMBERS = 100_000  # ... or so many members of commits
 MOST_POINTS = 500  # of one role's traffic
@@ -37,8 +37,8 @@ WEIGHT_BINS = 60
 class Series:
   """Values over time by name, averaged in bins that all names share.
 
-  When a time does not fit into `most` bins any more, all bins become twice as wide: memory and what
-  is sent to a page are bounded, and curves on one time axis stay comparable.
+  When a time does not fit into `most` bins any more, all bins become twice as wide: memory and the
+  data sent to a page are bounded, and curves on one time axis stay comparable.
   """
 
   def __init__(self, most: int = 240, width_seconds: float = FIRST_WIDTH_SECONDS):
@@ -48,7 +48,7 @@ class Series:
     self._counts: dict[str, list[int]] = {}
 
   def add(self, name: str, time: float, value: float = 1.0) -> None:
-    """One value at `time` (seconds, finite); what is not finite leaves a gap."""
+    """Adds a value at `time` (seconds, finite); a value that is not finite leaves a gap."""
     if not math.isfinite(value):
       return
     while (bin_ := int(max(0.0, time) / self.width_seconds)) >= self._most:
@@ -61,7 +61,7 @@ class Series:
     counts[bin_] += 1
 
   def means(self, name: str, digits: int = 4) -> list[float | None]:
-    """By bin, the mean of its values, None where it has none; a bin's time is its middle."""
+    """By bin, the mean of its values, None without values; a bin's time is its middle."""
     pairs = zip(self._sums.get(name, ()), self._counts.get(name, ()))
     return [round(total / count, digits) if count else None for total, count in pairs]
 
@@ -74,7 +74,7 @@ class Series:
     return list(self._counts.get(name, ()))
 
   def keep_at_most(self, most: int) -> None:
-    """Fewer bins from now on: the more curves there are, the coarser each may be."""
+    """Limits the number of bins from now on: the more curves there are, the coarser each is."""
     self._most = min(self._most, max(1, most))
     while any(len(counts) > self._most for counts in self._counts.values()):
       self._widen()
@@ -91,17 +91,17 @@ def _pairs(values: list) -> list:
 
 
 class Thinned:
-  """Things in order, at most `most` of them: of more, every second one, every fourth, ..."""
+  """Keeps at most `most` items in order: of more, every second one, every fourth, ..."""
 
   def __init__(self, most: int):
-    self.count = 0  # of all that were added
-    self.stride = 1  # every so many is kept
+    self.count = 0  # of all items that were added
+    self.stride = 1  # one of so many items is kept
     self._most = most
     self._kept: list[Any] = []
     self._last: Any = None
 
   def add(self, item: Any) -> None:
-    """One more."""
+    """Adds an item."""
     if self.count % self.stride == 0:
       self._kept.append(item)
     self.count += 1
@@ -109,7 +109,7 @@ class Thinned:
     self.keep_at_most(self._most)
 
   def keep_at_most(self, most: int) -> None:
-    """No more than so many from now on."""
+    """Keeps at most so many from now on."""
     self._most = min(self._most, most)
     while len(self._kept) > self._most:
       self._kept = self._kept[::2]
@@ -117,13 +117,13 @@ class Thinned:
 
   @property
   def items(self) -> list[Any]:
-    """Those that were kept, and always the newest."""
+    """The items that are kept, and always the newest."""
     newest = self.count and (self.count - 1) % self.stride
     return [*self._kept, self._last] if newest else list(self._kept)
 
 
 class Median:
-  """The median of positive numbers: exact of a few, within a thousandth of many."""
+  """The median of positive numbers: exact for few numbers, within a thousandth for many."""
 
   EXACT = 512
   PER_E_FOLD = 1000.0  # classes of equal ratio
@@ -133,7 +133,7 @@ class Median:
     self._classes: Counter[int] = Counter()
 
   def add(self, value: float) -> None:
-    """One more; what is not finite or not positive is left out."""
+    """Adds a number; a number that is not finite or not positive is left out."""
     if not 0 < value < math.inf:
       return
     if self._few is None:
@@ -147,7 +147,7 @@ class Median:
 
   @property
   def value(self) -> float:
-    """NaN of none."""
+    """The median; NaN without numbers."""
     if self._few is not None:
       return statistics.median(self._few) if self._few else math.nan
     classes = sorted(self._classes)
@@ -156,21 +156,21 @@ class Median:
     return math.exp(middle / self.PER_E_FOLD)
 
 
-# --- What each role has sent and received, and how fast it does now
+# --- Bytes that each role has sent and received, and its present rates
 
-WINDOW_SECONDS = 10.0  # that the present rate is taken over
+WINDOW_SECONDS = 10.0  # over which the present rate is measured
 
 
 class TrafficTotals:
   """Every role has one link; counters restart with each of its incarnations."""
 
   def __init__(self) -> None:
-    self._before: dict[str, tuple[int, int]] = {}  # by role, what its earlier incarnations moved
+    self._before: dict[str, tuple[int, int]] = {}  # by role, bytes of its earlier incarnations
     self._newest: dict[str, tuple[int, int, int]] = {}  # incarnation, sent, received
     self._recent: dict[str, deque[tuple[float, int, int]]] = {}  # time, sent, received; totals
 
   def add(self, event: events.Traffic) -> None:
-    """The counters of a role so far; those of an incarnation that was replaced are ignored."""
+    """Takes a role's counters; those of an incarnation that was replaced are ignored."""
     role, incarnation = event.role, event.incarnation
     sent, received = event.sent_bytes, event.received_bytes
     old, old_sent, old_received = self._newest.get(role, (incarnation, 0, 0))
@@ -201,7 +201,7 @@ class TrafficTotals:
     return sum(sent for sent, _ in moved), sum(received for _, received in moved)
 
   def as_json(self, now: float) -> list[dict[str, Any]]:
-    """By role: bytes so far, and bytes per second lately (0 for one that has fallen silent)."""
+    """By role: bytes so far, and bytes per second lately (0 if the role has fallen silent)."""
     rows = []
     for role, recent in self._recent.items():
       (began, sent, received), (ended, all_sent, all_received) = recent[0], recent[-1]
@@ -220,23 +220,23 @@ class TrafficTotals:
     return sorted(rows, key=lambda row: parse_role(row["role"]))
 
 
-# --- Everything of a run that is drawn
+# --- All curves of a run
 
 
 class Curves:
-  """What the page draws over time, and the report over tokens and time."""
+  """The curves that the page draws over time, and the report over tokens and time."""
 
   def __init__(self) -> None:
     self.page = Series()  # over time: "loss M", "participation M", "commits S", OUTER_GRADIENTS
     self.loss = Series(LOSS_BINS, 1.0)  # over the tokens of all islands, by learner and life
-    self.evaluations = Thinned(MOST_EVALUATIONS)  # of the held-out loss, those that are finite
+    self.evaluations = Thinned(MOST_EVALUATIONS)  # those with a finite held-out loss
     self.commits = Thinned(MOST_COMMITS)
     self.weights = Series(WEIGHT_BINS)  # in the merge, by learner
     self.sent: dict[str, Thinned] = {}  # by role, (time, bytes so far)
     self._tokens = 0
 
   def limit(self, islands: int) -> None:
-    """The more islands there are, the coarser each may be."""
+    """Limits the size of curves: the more islands there are, the coarser each curve is."""
     self.page.keep_at_most(max(40, PAGE_VALUES // max(1, islands)))
     self.loss.keep_at_most(max(40, LOSS_VALUES // max(1, islands)))
     self.commits.keep_at_most(max(50, COMMIT_MEMBERS // max(1, islands)))
@@ -262,26 +262,26 @@ class Curves:
       self.weights.add(str(m), time, weight / total)
 
   def add_evaluation(self, event: events.Evaluation) -> None:
-    """A held-out loss; one that is not finite is not drawn."""
+    """Takes an evaluation; a held-out loss that is not finite is not drawn."""
     if math.isfinite(event.loss):
       self.evaluations.add(event)
 
   def add_sent(self, role: str, time: float, sent_bytes: int) -> None:
-    """What all incarnations of a role have sent so far."""
+    """Takes the bytes that all incarnations of a role have sent so far."""
     self.sent.setdefault(role, Thinned(MOST_POINTS)).add((time, sent_bytes))
 
 
-# --- How long every island's steps took over time, beside its own median: the heat map
+# --- The heat map: how long every island's steps took over time, relative to its own median
 # A row is an island, a cell a stretch of time. A cell says the mean step time in it, or what the
 # island did instead of making steps.
 
 MOST_BINS = 240
 LEAST_BINS = 60
-MOST_CELLS = 100_000  # of all islands: of five hundred 200 each
+MOST_CELLS = 100_000  # of all islands together: with five hundred islands, 200 each
 LEVELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # of step times, each a fifth of an octave longer
 PER_OCTAVE = 5
 LEAST_RATIO = 0.5  # of level A, to the median; Z is 16 times the median
-WAITING = "w"  # at least half of the time between two steps went into waiting for a shard
+WAITING = "w"  # more than half of the time between steps was spent waiting for a shard
 STATES = {"joining": "j", "stalled": "s", "quarantined": "q", "down": "d"}
 ABSENT = "."
 
@@ -294,11 +294,11 @@ class Heat:
     self._medians: dict[int, Median] = defaultdict(Median)
 
   def limit(self, islands: int) -> None:
-    """The more islands there are, the longer stretches of time are."""
+    """Limits the number of cells: the more islands there are, the longer a cell's time is."""
     self._cells.keep_at_most(max(LEAST_BINS, MOST_CELLS // max(1, islands)))
 
   def add(self, event: Step, m: int) -> None:
-    """A step of island `m`; the first of an incarnation says too little of what is usual."""
+    """Takes a step of island `m`; the first step of an incarnation, which compiles, is left out."""
     waited = min(event.blocked_seconds, event.gap_seconds)
     seconds = event.gap_seconds - waited
     if event.step > 1 and 0 <= seconds < math.inf:
@@ -309,7 +309,7 @@ class Heat:
   def as_json(
     self, spans: Mapping[str, Sequence[Sequence[Any]]], islands: Sequence[int], now: float
   ) -> dict[str, Any]:
-    """By island a text with a letter for each stretch, up to `now`.
+    """By island, a string with a letter for each cell, up to `now`.
 
     `spans`: by role, [start, end, state], of `observe.tracks`.
     """
@@ -325,7 +325,7 @@ class Heat:
     }
 
   def _row(self, m: int, spans: Sequence[Sequence[Any]], bins: int) -> str:
-    """A stretch in which no step ended has that of the step that was under way."""
+    """One island's string. A cell in which no step ended has the letter of the step under way."""
     width, median = self._cells.width_seconds, self._medians[m].value
     seconds, counts = self._cells.sums(f"{m}"), self._cells.counts(f"{m}")
     waited = self._cells.sums(f"{m} w")
@@ -343,7 +343,7 @@ class Heat:
 
 
 def level(seconds: float, median: float) -> str:
-  """The letter of a step that takes so long."""
+  """The letter of a step of this length."""
   if not (seconds > 0 and median > 0):
     return LEVELS[0]
   octaves = math.log2(seconds / median / LEAST_RATIO)
@@ -351,7 +351,7 @@ def level(seconds: float, median: float) -> str:
 
 
 def _states(spans: Sequence[Sequence[Any]], width: float, bins: int) -> list[str]:
-  """What the island did in the middle of each stretch."""
+  """The island's state in the middle of each cell."""
   found, at = [""] * bins, 0
   for i in range(bins):
     middle = (i + 0.5) * width
@@ -362,11 +362,11 @@ def _states(spans: Sequence[Sequence[Any]], width: float, bins: int) -> list[str
   return found
 
 
-# --- What the syncer is doing and why: open rounds, closed ones, who was left out
+# --- The syncer's rounds: open rounds, closed rounds, and why learners were left out
 
 RECENT_ROUNDS = 12
 MOST_REASONS = 8
-OUTCOMES = {  # how the syncer's reason begins: what it comes to
+OUTCOMES = {  # the beginning of the syncer's reason: what it means
   "all ": "all that were asked had answered",
   "quorum of ": "there was a quorum, and its grace was over",
   "only ": "given up: too few could still answer",
@@ -380,7 +380,7 @@ class _Open:
   since: float  # when it began
   asked: tuple[int, ...]
   pushed: set[int] = dataclasses.field(default_factory=set)
-  pushed_at: float = 0.0  # the newest push
+  pushed_at: float = 0.0  # time of the newest push
 
 
 class Rounds:
@@ -395,7 +395,7 @@ class Rounds:
     self._closed_at: float | None = None
 
   def add(self, event: Event) -> None:
-    """One event; kinds that are not about rounds are ignored."""
+    """Takes one event; kinds that are not about rounds are ignored."""
     match event:
       case events.Push():
         self._push(event)
@@ -437,7 +437,7 @@ class Rounds:
     return decision.reason if decision.verdict == "wait" else f"about to end, {decision.reason}"
 
   def as_json(self) -> dict[str, Any]:
-    """Open and recent rounds, and what all rounds came to."""
+    """Open and recent rounds, and the counts of outcomes of all rounds."""
     total = max(1, sum(self._outcomes.values()))
     outcomes = [
       {"text": text, "count": count, "share": round(count / total, 4)}

@@ -1,6 +1,6 @@
-"""What is known of one island or shard: values that `run_state.py` keeps up to date. PURE.
+"""The state of one island or shard, which `run_state.py` keeps up to date. PURE.
 
-And the ways back of islands that died, in named phases.
+And how islands that died came back, in named phases.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ddiloco.protocol import events
 from ddiloco.protocol.events import Event, Started, parse_role
 
 RECENT_COMMITS = 32  # over which the shown participation counts
-OUTER_GRADIENTS = {  # fields of a commit, and what they say
+OUTER_GRADIENTS = {  # fields of a commit, and what they mean
   "agreement": "mean cosine of two islands' updates",
   "rho": "mean cosine of a fragment's update with the one before",
   "length": "length of the merged update over an island's",
@@ -25,12 +25,12 @@ OUTER_GRADIENTS = {  # fields of a commit, and what they say
 
 
 def outer_gradients(commit: events.Commit) -> dict[str, float]:
-  """Those of `OUTER_GRADIENTS` that this commit can tell."""
+  """The values of `OUTER_GRADIENTS` that this commit has."""
   found = {name: getattr(commit, name) for name in OUTER_GRADIENTS}
   return {name: value for name, value in found.items() if value is not None}
 
 
-STALL_STEPS = 10.0  # silent for so many of its own steps, and at least STALL_SECONDS: stalled
+STALL_STEPS = 10.0  # stalled: silent for so many of its step times, at least for STALL_SECONDS
 STALL_SECONDS = 2.0
 FIRST_STEP_SECONDS = 60.0  # the first step compiles
 DOWN = ("lost", "restarting")
@@ -38,11 +38,11 @@ DOWN = ("lost", "restarting")
 
 @dataclasses.dataclass
 class IslandState:
-  """One learner: `tokens` and `steps` of all its incarnations, `step` and more of the newest."""
+  """One learner. `tokens` and `steps` are of all its incarnations, `step` is of the newest."""
 
   state: str = "starting"  # joining, running, stalled, lost, left, quarantined, restarting
   incarnation: int = -1  # the newest that was seen
-  chips: int = 0  # its devices; 0: not known yet, as the next three
+  chips: int = 0  # its devices; 0: not known yet
   chip_kinds: dict[str, None] = dataclasses.field(default_factory=dict)  # of all lives, in order
   flops_per_token: float = 0.0
   peak_flops_per_second: float = 0.0  # of a chip
@@ -60,20 +60,20 @@ class IslandState:
   took_part: deque[bool] = dataclasses.field(default_factory=lambda: deque(maxlen=RECENT_COMMITS))
   refused: int = 0  # pushes
   missed_time: float = math.nan
-  missed_reason: str = ""  # why it was not in the last commit it missed
+  missed_reason: str = ""  # why it missed the last commit that it missed
   died: float = -math.inf  # when it was last known to be dead
   returning: bool = False  # was down and has not been merged since
-  versions: dict[int, int] = dataclasses.field(default_factory=dict)  # that it has, by fragment
+  versions: dict[int, int] = dataclasses.field(default_factory=dict)  # its version of each fragment
 
   def start(self, event: Started) -> None:
-    """A life of it says what it has."""
+    """Takes what a new incarnation says of its devices."""
     self.chips, self.flops_per_token = event.devices, event.flops_per_token
     self.chip_kinds |= {event.device_kind: None} if event.device_kind else {}
     self.peak_flops_per_second = event.peak_flops_per_second
 
   @property
   def speed(self) -> Speed:
-    """Its own, now."""
+    """The speed of this island now."""
     return speed([(self, self.tokens_per_second)])
 
   @property
@@ -92,18 +92,18 @@ class IslandState:
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-  """How fast islands train, together; NaN is not known."""
+  """How fast islands train, together; NaN: not known."""
 
   tokens_per_second: float
   per_chip: float  # tokens a second
   mfu: float  # model FLOPs utilisation, 0 to 1; needs every island's FLOPs and its chips' peak
 
   def as_json(self) -> dict[str, float | None]:
-    """What it is a chip."""
+    """Tokens a second a chip, and MFU."""
     return {"tokens_per_second_per_chip": rounded(self.per_chip), "mfu": rounded(self.mfu)}
 
   def text(self) -> str:
-    """In words, without what is not known: 12.3k tokens/s, 1.5k a chip, 41.2% MFU."""
+    """The known values in words: 12.3k tokens/s, 1.5k a chip, 41.2% MFU."""
     parts = [
       f"{compact(self.tokens_per_second)} tokens/s" if self.tokens_per_second > 0 else "",
       f"{compact(self.per_chip)} a chip" if self.per_chip > 0 else "",
@@ -116,7 +116,7 @@ UNKNOWN = Speed(math.nan, math.nan, math.nan)
 
 
 def speed(islands: Iterable[tuple[IslandState, float]]) -> Speed:
-  """Of islands that train so many tokens a second each; those that are not finite do not train.
+  """The speed of (island, tokens a second) together; an island with a rate not finite is left out.
 
   MFU is tokens a second x FLOPs a token over what the chips could do at their peak
   (`docs/accelerators.md`).
@@ -147,7 +147,7 @@ class ShardState:
 
 @dataclasses.dataclass(frozen=True)
 class LogEvent:
-  """Something worth a line: tone is "bad", "good" or "plain"."""
+  """An entry of the list of log events: `tone` is "bad", "good" or "plain"."""
 
   time: float
   text: str
@@ -160,19 +160,19 @@ def finite_or(value: float, otherwise: float) -> float:
 
 
 def role_name(role: str) -> str:
-  """ "learner-2" as people say it: "island 2"; "syncer-0": "shard 0"."""
+  """The name to show: "island 2" for "learner-2", "shard 0" for "syncer-0"."""
   kind, number = parse_role(role)
   name = {"learner": "island", "syncer": "shard"}.get(kind, kind)
   return f"{name} {number}" if number >= 0 else name
 
 
 def phase(state: str) -> str:
-  """A role's state as a timeline shows it: joining, running, stalled, down, ...; "": not there."""
+  """A role's state as a timeline shows it: joining, running, stalled, down, ...; "": absent."""
   known = {"lost": "down", "restarting": "joining", "starting": "joining", "left": ""}
   return known.get(state, state)
 
 
-# --- A learner that comes back: where the seconds from its death to its merge went
+# --- A learner that comes back: how the seconds from its death to its merge were spent
 
 PHASES = (
   *("detect", "pause", "away", "process", "devices", "compile", "restore", "receive"),
@@ -183,13 +183,13 @@ MOST_REJOINS = 200  # the newest are kept
 
 @dataclasses.dataclass
 class WayBack:
-  """One way back. `merged`: when it was part of the run again; NaN before, and if it never was."""
+  """The return of one learner. `merged`: when a commit had its push again; NaN until then."""
 
   learner: int
   died: float
   phases: dict[str, float] = dataclasses.field(default_factory=dict)  # seconds, in their order
   merged: float = math.nan
-  reached: float = 0.0  # the end of its last phase
+  reached: float = 0.0  # when its last phase ended
 
   @property
   def seconds(self) -> float:
@@ -197,24 +197,24 @@ class WayBack:
     return self.merged - self.died
 
   def end(self, phase: str, time: float) -> None:
-    """The phase ends; of two that say the same the first counts, and time does not go back."""
+    """The phase ends. If several events end it, the first counts; time does not go back."""
     if phase not in self.phases:
       self.phases[phase] = max(0.0, time - self.reached)
       self.reached = max(self.reached, time)
 
 
 class Rejoins:
-  """Ways back in named phases. Takes a run's events in order of time.
+  """Returns of learners in named phases. Takes a run's events in order of time.
 
   A phase lasts from the end of the one before it to the event that ends it:
 
-  | phase      | ends with                                          | told by                      |
+  | phase      | ends when                                          | event                        |
   |------------|----------------------------------------------------|------------------------------|
   | detect     | its supervisor has noticed that it is dead         | `exit`, after a planned kill |
   | pause      | its next incarnation is started                    | `restart`                    |
-  | away       | (instead of both, where no engine starts it) it is | `launched` or `started`      |
-  |            | there again                                        |                              |
-  | process    | its process is there, with its imports             | `launched`                   |
+  | away       | (instead of both, where no engine starts it) it    | `launched` or `started`      |
+  |            | runs again                                         |                              |
+  | process    | its process runs and has its imports               | `launched`                   |
   | devices    | JAX has its devices, and data are open             | `compiled`, less its seconds |
   | compile    | its programs are compiled, or were in the cache    | `compiled`                   |
   | restore    | its part of a snapshot is on the devices           | `started`                    |
@@ -222,20 +222,20 @@ class Rejoins:
   | first_step | its first step has ended                           | `step`                       |
   | merge      | a commit has its push                              | `commit`                     |
 
-  A phase that an engine has not, as a thread has no process, is not there.
+  A phase that an engine does not have is left out: a thread has no `process`.
   """
 
   def __init__(self, most: int = MOST_REJOINS):
     self.found: deque[WayBack] = deque(maxlen=most)
-    self.left_out = 0  # before these
+    self.left_out = 0  # returns before these
     self._open: dict[int, WayBack] = {}
-    self._seen: dict[int, tuple[int, float]] = {}  # incarnation and time of its last own word
+    self._seen: dict[int, tuple[int, float]] = {}  # incarnation and time of its own last event
 
   def add(self, event: Event) -> None:
-    """One event; those that no phase begins or ends with are signs of life at most."""
+    """Takes one event; any event of a learner's own shows that it lives."""
     match event:
       case events.RunStarted():
-        self._open, self._seen = {}, {}  # all of it begins, or goes on: that is no rejoin
+        self._open, self._seen = {}, {}  # the whole run starts or resumes: no learner rejoins
       case events.Fault(action="kill"):
         self._dies(event.target, event.time)
       case events.Exit():
@@ -255,7 +255,7 @@ class Rejoins:
         self._hear(event)
 
   def as_json(self, most: int = MOST_REJOINS) -> list[dict[str, Any]]:
-    """The newest, oldest first; seconds are None of one that is not merged."""
+    """The newest `most` returns, oldest first; `seconds` is None for a learner not merged yet."""
     return [
       {
         "learner": each.learner,
@@ -268,7 +268,7 @@ class Rejoins:
 
   def _dies(self, target: str, time: float) -> WayBack | None:
     kind, m = parse_role(target)
-    if kind != "learner" or m not in self._seen:  # one that never was there does not come back
+    if kind != "learner" or m not in self._seen:  # a learner that never ran does not come back
       return None
     if len(self.found) == self.found.maxlen:
       self.left_out += 1
@@ -277,7 +277,7 @@ class Rejoins:
     return self._open[m]
 
   def _exit(self, event: events.Exit) -> None:
-    """Noticed: after a planned kill, of which the moment is known, or else after its last word."""
+    """Ends `detect`, which began at a planned kill if there was one, or else at its last event."""
     kind, m = parse_role(event.target)
     if kind != "learner" or m not in self._seen:
       return
@@ -288,11 +288,11 @@ class Rejoins:
       open_.end("detect", event.time)
 
   def _hear(self, event: Event) -> None:
-    """A word of a learner's own."""
+    """Takes an event that a learner itself recorded."""
     who = parse_role(event.role)
     m, (incarnation, last) = who[1], self._seen.get(who[1], (event.incarnation, event.time))
     if event.incarnation < incarnation:
-      return  # a predecessor's last words
+      return  # a late event of an earlier incarnation
     if event.incarnation > incarnation and m not in self._open:
       self._dies(event.role, last)
     self._seen[m] = event.incarnation, max(last, event.time)

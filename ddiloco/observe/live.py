@@ -1,11 +1,11 @@
-"""Who shows a run while it goes on, as listeners of its events: the terminal, and TensorBoard.
+"""Listeners of events that show a run while it goes on: the terminal's view, and TensorBoard.
 
 On a terminal: a header with progress, a table of islands, a line per shard, the latest log events.
 Anywhere else (a pipe, a log file, CI): plain lines without control codes, one about every ten
 seconds, and one at once for every log event (fault, exit, restart, joined, ...).
 
-TensorBoard's scalars go to WORKDIR/tensorboard/ROLE. Both take events from any thread, and draw or
-write on one of their own.
+TensorBoard's scalars go to WORKDIR/tensorboard/ROLE. Both listeners take events from any thread,
+and draw or write on a thread of their own.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def plain_line(view: RunState, now: float) -> str:
 
 
 def _losses(view: RunState) -> str:
-  """The held-out loss; behind it what else the model measures."""
+  """The held-out loss, followed by the model's other measures."""
   others = (f"{plain(name)} {loss_text(each)}" for name, each in view.heldout_measures.items())
   behind = ", ".join(others)
   return loss_text(view.heldout_loss) + (f" ({behind})" if behind else "")
@@ -181,9 +181,9 @@ def _log_event_line(log_event: LogEvent) -> Text:
 class LiveView:
   """A listener of any number of recorders that draws the run on its own thread.
 
-  Calling it with an event only queues it. All it needs to know of the run comes with the event
-  `run_started`. `start_time` is what `clock` showed when the run started, as for the recorders;
-  None: told by the first event.
+  A call with an event only queues the event. The event `run_started` says all that the view needs
+  to know of the run. `start_time` is what `clock` showed when the run started, as for the
+  recorders; None: derived from the first event.
   """
 
   def __init__(
@@ -210,7 +210,7 @@ class LiveView:
       try:
         live.start()
         self._live = live
-      except (OSError, ValueError) as error:  # the run goes on without being watched
+      except (OSError, ValueError) as error:  # the run goes on without a view
         warn(f"the live view has no output: {error}")
     self._drain = Drain("live view", self._consume, FRAME_SECONDS)
 
@@ -283,9 +283,9 @@ class LiveView:
 
 
 # --- TensorBoard
-# tensorboardX's SummaryWriter hands events to a queue of ten and blocks when it is full (for ever,
-# once its thread died of a full disk). So its file writer is driven here from our own background
-# thread: the training step only queues.
+# tensorboardX's SummaryWriter puts events into a queue of ten and blocks when the queue is full
+# (for ever, once its thread died of a full disk). So its file writer is called here from our own
+# background thread: the training step only queues.
 
 PLOTTED = (Started, Step, Commit, Evaluation)
 _instance = itertools.count()
@@ -294,12 +294,11 @@ _instance = itertools.count()
 def scalars(event: Event, started: Started | None = None) -> tuple[int, dict[str, float]]:
   """(x, {tag: value}) of an event; no tags if it has nothing to plot.
 
-  `started` began its incarnation, and says what a step's speed is measured by.
-
-  Learners against the global step (steps); shards and the evaluator against merged tokens.
+  `x` is the global step for learners, merged tokens for shards and the evaluator. `started`: the
+  `Started` event of the learner's incarnation; its devices and FLOPs give a step's speed and MFU.
   """
   if isinstance(event, Step):
-    measured = {  # not of every step: they are fetched late
+    measured = {  # None for most steps: these values are fetched late
       "loss": event.loss,
       "learning_rate": event.learning_rate,
       "grad_norm": event.grad_norm,
@@ -334,7 +333,7 @@ def scalars(event: Event, started: Started | None = None) -> tuple[int, dict[str
 
 
 class TensorBoard:
-  """A listener for any number of roles. A failure is one warning; after it nothing is written."""
+  """A listener for any number of roles. After a failure it warns once and writes no more."""
 
   def __init__(self, workdir: str | os.PathLike[str], flush_seconds: float = 2.0):
     self.failed = False
@@ -345,7 +344,7 @@ class TensorBoard:
     self._drain = Drain("tensorboard", self._write, flush_seconds)
 
   def __call__(self, event: Event) -> None:
-    """Queues an event; what has no scalars is not even queued."""
+    """Queues an event, if it has scalars."""
     if isinstance(event, PLOTTED) and not self.failed:
       self._drain.put((time.time(), event))
 
@@ -361,7 +360,7 @@ class TensorBoard:
         self._add(wall_time, event)
       for writer in self._writers.values():
         writer.flush()
-    except Exception as error:  # whatever breaks in a library that only draws curves
+    except Exception as error:  # whatever fails in that library: it only draws curves
       self.failed = True
       warn(f"no more TensorBoard scalars in {self._folder}: {error!r}. The run goes on.")
 

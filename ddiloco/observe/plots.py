@@ -1,7 +1,7 @@
 """The report's pictures: one function each, from a run's state to a matplotlib figure.
 
-matplotlib is imported on first use (training never pays for it) and only through its object API
-with the Agg canvas, so that no window system and no global state is touched.
+matplotlib is imported on first use (training never pays for it). Only its object API with the Agg
+canvas is used, so that no window system and no global state is touched.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _STYLE: Mapping[str, Any] = {
 
 @contextmanager
 def styled() -> Iterator[None]:
-  """Every figure of the report is made inside this: its look, free of other settings."""
+  """Every figure of the report is made in this context: the report's style, no other settings."""
   import matplotlib
 
   with matplotlib.rc_context():
@@ -60,7 +60,7 @@ def styled() -> Iterator[None]:
 
 
 def new_figure(height_inches: float, rows: int = 1, **options: Any) -> tuple[Figure, list[Axes]]:
-  """A figure of the report's width with `rows` panels below each other."""
+  """A figure of the report's width with `rows` panels, one below the other."""
   from matplotlib.backends.backend_agg import FigureCanvasAgg
   from matplotlib.figure import Figure
 
@@ -71,7 +71,7 @@ def new_figure(height_inches: float, rows: int = 1, **options: Any) -> tuple[Fig
 
 
 def save(figure: Figure, path: Path) -> None:
-  """Writes the PNG; not by `savefig`, which draws everything twice for one and the same picture."""
+  """Writes the PNG; without `savefig`, which draws everything twice for the same picture."""
   figure.set_dpi(DPI)
   figure.set_facecolor("white")
   figure.canvas.print_png(path)
@@ -84,22 +84,22 @@ def say_empty(axes: Axes, text: str) -> None:
 
 
 def say_left_out(axes: Axes, *texts: str) -> None:
-  """At the right of the title, what a picture of a long run does not show."""
+  """Writes, to the right of the title, what a picture of a long run leaves out."""
   place = {"transform": axes.transAxes, "ha": "right", "va": "bottom", "color": MUTED}
   axes.text(1.0, 1.02, "; ".join(filter(None, texts)), fontsize=8.5, **place)
 
 
 def every(thinned: Thinned, what: str) -> str:
-  """Says in words how many of these are drawn; "" if all are."""
+  """Says in words which share of the items is drawn; "" if all are."""
   return f"of {thinned.count:,} {what} 1 in {thinned.stride}" if thinned.stride > 1 else ""
 
 
 def loss_figure(run: RunState, alone: float | None = None) -> Figure:
   """Training loss of every island (smoothed) and held-out loss of the global model against tokens.
 
-  The x axis counts the tokens all islands have trained, so a curve is where the run was, and the
-  global model's points stand at the tokens merged into it. `alone`: held-out loss of the best
-  island that trained alone on as many of its own steps, a horizontal line.
+  The x axis counts the tokens that all islands together have trained; the global model's points
+  stand at the tokens merged into it. `alone`: held-out loss of the best island that trained alone
+  for as many steps, drawn as a horizontal line.
   """
   figure, (axes,) = new_figure(5.0)
   axes.set_title("Loss against tokens")
@@ -179,8 +179,8 @@ def _smooth(values: np.ndarray, half: int) -> np.ndarray:
 
 
 def participation_figure(run: RunState) -> Figure:
-  """Who took part in each commit: a row of ticks per island; below over time, the merge weights,
-  and the mean cosine of two updates."""
+  """The islands that took part in each commit: a row of ticks per island; below, over time, the
+  merge weights and the mean cosines of two updates."""
   learners = sorted(run.islands)
   commits = run.curves.commits.items
   height = 5.0 + 0.36 * max(1, len(learners))
@@ -216,7 +216,7 @@ def participation_figure(run: RunState) -> Figure:
 
 
 def _cosine_lines(axes: Axes, curves: Series) -> None:
-  """The mean cosines of updates over time: of two islands', and of a fragment's next two."""
+  """Mean cosines over time: of two islands' updates, and of a fragment's successive updates."""
   lines = ("agreement", "of two islands'", GLOBAL_MODEL), ("rho", "with the one before", MUTED)
   drawn = 0
   for name, label, color in lines:
@@ -310,7 +310,7 @@ def _rate_panel(
 
 
 def _sent_bytes(run: RunState) -> dict[str, tuple[list[float], list[int]]]:
-  """By role, (times, bytes sent so far); a new life goes on where the last one ended."""
+  """By role, (times, bytes sent so far); a new life's counter starts at the last one's end."""
   series = {}
   for role, points in sorted(run.curves.sent.items()):
     times, sent = zip(*[(0.0, 0), *points.items])
@@ -319,7 +319,7 @@ def _sent_bytes(run: RunState) -> dict[str, tuple[list[float], list[int]]]:
   return series
 
 
-# --- The report's timeline: what every island and shard was doing when, with the faults marked
+# --- The report's timeline: the states of every island and shard over time, with faults marked
 
 ROW_INCHES = 0.42
 BAR_HEIGHT = 0.62
@@ -388,13 +388,13 @@ def _bar(axes: Axes, row: int, role: str, start: float, end: float, state: str) 
 
 
 def _commit_marks(axes: Axes, row: int, times: Sequence[float]) -> None:
-  """On a shard's row, a fine line per commit."""
+  """Draws a fine line per commit on a shard's row."""
   width = min(1.0, max(0.25, 200 / max(1, len(times))))
   axes.vlines(times, row - BAR_HEIGHT / 2, row + BAR_HEIGHT / 2, color="white", lw=width, alpha=0.8)
 
 
 def _marks(axes: Axes, marks: Iterable[Mapping[str, Any]], rows: dict[str, int]) -> list[str]:
-  """Draws the marks and returns which kinds there were, for the legend."""
+  """Draws the marks and returns their kinds, for the legend."""
   places: dict[str, list[tuple[float, int]]] = {name: [] for name in MARKS}
   for mark in marks:
     if mark["role"] in rows:

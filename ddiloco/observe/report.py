@@ -1,6 +1,6 @@
 """WORKDIR/report: pictures, summary.json and one static page, from the events on disk.
 
-Works on whatever is there: a run that crashed, one without a syncer, or an empty folder.
+Works on any workdir: of a run that crashed, of a run without a syncer, or an empty folder.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ddiloco.protocol.events import Event, Fault, Restart, RunStarted, Snapshot,
 
 
 def summarise(events: Iterable[Event]) -> dict[str, Any]:
-  """`numbers` of these, sorted by time; a log cut off anywhere will do."""
+  """`numbers` of these events, which are sorted by time; the log may be cut off anywhere."""
   return numbers(RunState().read(events))
 
 
 def numbers(run: RunState) -> dict[str, Any]:
-  """The numbers of summary.json that the events give; `None` where they say nothing.
+  """The numbers of summary.json that follow from the events; `None` where they do not say.
 
   Returns:
     Plain JSON values. `participation` is by learner, the share of all commits it took part in;
@@ -76,23 +76,23 @@ def numbers(run: RunState) -> dict[str, Any]:
 
 
 def _measures(run: RunState) -> dict[str, Any]:
-  """What the newest evaluation says beside the loss, if the model measures more."""
+  """The newest evaluation's other measures, if the model has any beside its loss."""
   found = {name: rounded(value) for name, value in run.heldout_measures.items()}
   return {"heldout_measures_last": found} if found else {}
 
 
 def _only_if_any(run: RunState) -> list[tuple[str, int]]:
   return [
-    ("odd_events", run.odd_events),  # not as this version writes them
-    ("solo_rounds", run.solo_rounds),  # of one island again and again, though there were others
+    ("odd_events", run.odd_events),  # events that this version does not write so
+    ("solo_rounds", run.solo_rounds),  # of one island round after round, though there were others
     ("num_hangs", run.num_hangs),
-    ("rejoins_left_out", run.rejoins.left_out),  # before those in `rejoins`
-    ("kills_left_out", run.kills.left_out),  # before those in `kills`
+    ("rejoins_left_out", run.rejoins.left_out),  # older than those in `rejoins`
+    ("kills_left_out", run.kills.left_out),  # older than those in `kills`
   ]
 
 
 def _participation(run: RunState, learner: int) -> float | None:
-  """Of all commits, those that the learner took part in; None without commits."""
+  """The share of all commits that the learner took part in; None without commits."""
   return round(run.islands[learner].commits / run.commits, 4) if run.commits else None
 
 
@@ -114,7 +114,7 @@ def _kills(run: RunState) -> dict[str, Any]:
 
 
 def _account(account: Goodput) -> dict[str, Any]:
-  """Where the chip time went, as shares of it; liveness beside participation by learner."""
+  """How chip time was spent, in shares; and each learner's liveness."""
   return {
     "chip_seconds": rounded(account.chip_seconds),
     "goodput": rounded(account.goodput),
@@ -126,7 +126,7 @@ def _account(account: Goodput) -> dict[str, Any]:
 
 
 def _hangs(run: RunState) -> list[dict[str, Any]]:
-  """The newest, with what every thread was doing."""
+  """The newest hangs, with the stacks of every thread."""
   return [
     {"role": e.target, "seconds": e.time, "silent_seconds": e.seconds, "stacks": e.stacks}
     for e in run.hangs
@@ -181,9 +181,10 @@ def write_report(workdir: str | os.PathLike[str], extra: Mapping[str, Any] | Non
 
   Args:
     workdir: of the run; its events/ are read.
-    extra: what only the caller knows, put over the numbers from the events (see `numbers`): the
-      page shows `loss_untrained`, `loss_merged`, `loss_best_island_alone` (held-out, nats per
-      token), `seconds` and `sample` (generated text); summary.json takes anything JSON can say.
+    extra: entries that only the caller knows; they override the numbers from the events (see
+      `numbers`). The page shows `loss_untrained`, `loss_merged`, `loss_best_island_alone`
+      (held-out, nats per token), `seconds` and `sample` (generated text); summary.json takes any
+      JSON value.
 
   Raises:
     OSError: the folder cannot be written.
@@ -216,7 +217,7 @@ def _draw(folder: Path, run: RunState, extra: Mapping[str, Any]) -> None:
 
 
 def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-  """(what, value with its unit) for the page; what the run does not have is left out."""
+  """(name, value with its unit) for the page; numbers that the run does not have are left out."""
   gradients = summary.get("outer_gradients", {})
   rows = [
     ("held-out loss, untrained", _loss(summary.get("loss_untrained"))),
@@ -256,7 +257,7 @@ def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def page(summary: Mapping[str, Any]) -> str:
-  """The static page: no scripts, nothing from elsewhere, pictures by relative name."""
+  """The static page: no scripts, no external resources, pictures by relative name."""
   name = html.escape(str(summary.get("name") or "run"))
   numbers = "\n".join(
     f"<tr><th>{html.escape(what)}</th><td>{html.escape(value)}</td></tr>"
@@ -300,7 +301,7 @@ def _learner_table(summary: Mapping[str, Any]) -> str:
 
 
 def _rejoin_table(summary: Mapping[str, Any]) -> str:
-  """Where the seconds of every rejoin went, the newest last; a phase that none has is left out."""
+  """The phases of recent rejoins in seconds, the newest last; phases that none has are left out."""
   rejoins = (summary.get("rejoins") or [])[-SHOWN_REJOINS:]
   if not rejoins:
     return ""
@@ -318,7 +319,7 @@ def _rejoin_table(summary: Mapping[str, Any]) -> str:
 
 
 def _table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-  """A dash stands for what is not known."""
+  """A table in HTML; a dash stands for an unknown value."""
   header = "".join(f"<th>{name}</th>" for name in names)
   cells = ("".join(f"<td>{html.escape(cell or '–')}</td>" for cell in row) for row in rows)
   body = "".join(f"<tr>{row}</tr>" for row in cells)

@@ -1,8 +1,8 @@
-"""The state of a run as its events tell it: the one fold that everything else reads. PURE.
+"""The state of a run, folded from its events; all views of a run read this state. PURE.
 
-`RunState` takes events in order of time; time is in them. The live view draws it, the page shows
-it, the report and its summary are made of it. Its size depends on the number of islands and
-fragments, not on how long the run is.
+`RunState` takes events in order of time; each event carries its time. The live view, the
+dashboard's page, the report and its summary are made from it. Its size depends on the number of
+islands and fragments, not on how long the run is.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ from ddiloco.protocol.events import Event, parse_role
 
 RECENT_LOG_EVENTS = 8
 RECENT_HANGS = 8
-NOTE_SECONDS = 5.0  # the same text is said once within so long: every shard tells of a member
-LONE_SHARE = 0.9  # so many of the newest rounds with one island each: it is no chance any more
-LEAST_ROUNDS = 4  # that are judged; of more fragments, as many as these, but RECENT_COMMITS at most
+NOTE_SECONDS = 5.0  # a text is noted once within so long: every shard reports the same member
+LONE_SHARE = 0.9  # if this share of recent rounds has one island each, `solo` reports it
+LEAST_ROUNDS = 4  # for that: or as many as fragments if these are more, at most RECENT_COMMITS
 SHOWN_REASONS = 4
 NOTED_COMPILE_SECONDS = 0.5
 
 
 class RunState:
-  """The whole run.
+  """The state of the whole run.
 
   Args:
-    config: the run's, for what its events may not say (single roles have no engine that says how
-      many they should be); None: not known.
+    config: the run's, for what its events may not say (without an engine, no event says how many
+      roles there should be); None: not known.
   """
 
   def __init__(self, config: Config | None = None):
     self.name = ""
     self.time = 0.0  # of the newest event
     self.num_events = 0
-    self.torn_lines = 0  # that were no events
-    self.odd_events = 0  # that are not as this version writes them
+    self.torn_lines = 0  # lines that were no events
+    self.odd_events = 0  # events that this version does not write so
     self.kinds: Counter[type[Event]] = Counter()
     self.num_fragments = self.num_shards = self.total_tokens = 0
     self.islands: dict[int, IslandState] = {}
@@ -65,10 +65,10 @@ class RunState:
     self.merged_tokens: dict[int, int] = {}  # by fragment
     self.commits = 0
     self.rejected = 0  # updates
-    self.solo_rounds = 0  # of one island, again and again
+    self.solo_rounds = 0  # rounds of one island while `solo` holds
     self.blocked_seconds = 0.0
     self.first_loss = self.heldout_loss = math.nan  # held-out, the first and the newest
-    self.heldout_measures: dict[str, float] = {}  # what else the newest evaluation says
+    self.heldout_measures: dict[str, float] = {}  # of the newest evaluation, beside its loss
     self.lone: deque[int] = deque()  # by recent commit, the only learner in it; -1: several
     self._gradients = {name: deque[float](maxlen=RECENT_COMMITS) for name in OUTER_GRADIENTS}
     self.log_events: deque[LogEvent] = deque(maxlen=RECENT_LOG_EVENTS)
@@ -86,7 +86,7 @@ class RunState:
         self._island(m, 0.0)
 
   def read(self, events: Iterable[Event]) -> RunState:
-    """Takes all of these; one with numbers beyond sense is counted, and the rest is shown."""
+    """Takes all these events; an event with impossible numbers is counted as odd and skipped."""
     for event in events:
       try:
         self.add(event)
@@ -96,7 +96,7 @@ class RunState:
     return self
 
   def add(self, event: Event) -> None:
-    """One event. One that this version does not write is counted, and only moves the time."""
+    """Takes one event. An `Odd` event, which this version cannot read, is counted."""
     self.time = max(self.time, event.time)
     self.num_events += 1
     self.kinds[type(event)] += 1
@@ -108,7 +108,7 @@ class RunState:
     self.rounds.add(event)
     self.rejoins.add(event)
 
-  # --- what follows from it -----------------------------------------------------------------------
+  # --- what follows from the state ----------------------------------------------------------------
 
   @property
   def tokens_done(self) -> float:
@@ -131,7 +131,7 @@ class RunState:
 
   @property
   def solo(self) -> str:
-    """Says that rounds of one island repeat, and why, though there are or should be others; ""."""
+    """Says that round after round merged one island alone, though there are others, and why; ""."""
     needed = min(RECENT_COMMITS, max(LEAST_ROUNDS, self.num_fragments))
     count = sum(m >= 0 for m in self.lone)
     if self.finished or len(self.lone) < needed or count < LONE_SHARE * needed:
@@ -152,13 +152,13 @@ class RunState:
     )
 
   def speed(self, time: float) -> Speed:
-    """Of all islands that train at that time."""
+    """The speed of all islands that train at that time, together."""
     islands = self.islands.values()
     return speed((i, i.tokens_per_second) for i in islands if i.state_at(time) == "running")
 
   @property
   def usual_speeds(self) -> dict[int, Speed]:
-    """Of every island over the run: its tokens a step by its median time from step to step."""
+    """The speed of every island over the run: tokens a step over its median step-to-step time."""
     return {m: speed([(each, self._usual_rate(m))]) for m, each in sorted(self.islands.items())}
 
   def _usual_rate(self, m: int) -> float:
@@ -167,11 +167,11 @@ class RunState:
 
   @property
   def usual_speed(self) -> Speed:
-    """Of all islands together, if each trains as usual."""
+    """The speed of all islands together, if each trains as usual."""
     return speed((island, self._usual_rate(m)) for m, island in self.islands.items())
 
   def seconds_left(self, time: float) -> float:
-    """At the pace since the first step; NaN while that says nothing yet."""
+    """Seconds to the end at the pace since the first step; NaN during the first percent."""
     done = self.progress
     elapsed = time - self.first_step_time
     return elapsed * (1 - done) / done if done > 0.01 and elapsed > 0 else math.nan
@@ -213,7 +213,7 @@ class RunState:
       self._shard_is(number, time, state)
 
   def _count_life(self, island: IslandState, incarnation: int) -> bool:
-    """Whether the event is of the newest incarnation; a newer one than before is a new life."""
+    """Whether this is the newest incarnation; counts it as a new life if it is new."""
     if incarnation > island.incarnation:
       island.incarnation, island.lives = incarnation, island.lives + 1
     return incarnation == island.incarnation
@@ -227,7 +227,7 @@ class RunState:
     self.log_events.append(LogEvent(event.time, text, tone))
     self.num_log_events += 1
 
-  # --- events: _on_KIND is called with one of its kind --------------------------------------------
+  # --- events: _on_KIND is called with an event of that kind --------------------------------------
 
   def _on_odd(self, event: events.Odd) -> None:
     self._count_odd(event.said, event.reason)
@@ -240,7 +240,7 @@ class RunState:
   def _on_run_started(self, event: events.RunStarted) -> None:
     self.name, self.total_tokens = event.name, event.total_tokens
     self.num_fragments, self.num_shards = event.num_fragments, event.num_shards
-    self.finished = ""  # a run that goes on
+    self.finished = ""  # also of a finished run that is resumed
     for m in {*self.islands, *range(event.num_learners)}:
       self._island(m, event.time)
     for s in range(event.num_shards):
@@ -257,12 +257,12 @@ class RunState:
     if kind == "syncer":
       shard = self._shard_is(number, event.time, "running")
       shard.incarnation, shard.fragments = event.incarnation, event.fragments
-      self.num_shards = max(self.num_shards, number + 1)  # roles may be started one by one
+      self.num_shards = max(self.num_shards, number + 1)  # without an engine no event says it
     elif kind == "learner":
       island = self._island_is(number, event.time, "joining")
       self._count_life(island, event.incarnation)
       island.step, island.tokens_per_second, island.step_time = 0, math.nan, math.nan
-      island.versions = {}  # a new life has nothing until it is told
+      island.versions = {}  # of a new life no version is known yet
       island.start(event)
 
   def _on_joined(self, event: events.Joined) -> None:
@@ -317,11 +317,11 @@ class RunState:
     self.blocked_seconds += event.blocked_seconds
     self.curves.add_step(event, m, island.lives)
     self.heat.add(event, m)
-    if newest:  # else a predecessor's last words
+    if newest:  # else a late step of an earlier incarnation
       self._step(event, m, island)
 
   def _step(self, event: events.Step, m: int, island: IslandState) -> None:
-    if island.state not in ("quarantined", "left") and event.time > island.died:  # else told late
+    if island.state not in ("quarantined", "left") and event.time > island.died:  # else logged late
       self._island_is(m, event.time, "running")
     passed = event.time - island.step_time if island.step else math.nan
     rate = event.tokens / passed if passed > 0 else event.tokens / max(1e-9, event.seconds)
@@ -354,7 +354,7 @@ class RunState:
 
   def _on_member(self, event: events.Member) -> None:
     m, state, time = event.learner, event.state, event.time
-    if m < 0 or state == "joined":  # the evaluator; a learner tells of its joining itself
+    if m < 0 or state == "joined":  # the evaluator; a learner records its joining itself
       return
     island = self._island(m, time)
     before = island.state
@@ -363,7 +363,7 @@ class RunState:
       self._island_is(m, time, state)
     island.missed_time, island.missed_reason = time, event.reason or state
     if state == "left" or before in DOWN or before == "left":
-      return  # already said
+      return  # already noted
     why = f": {event.reason}" if event.reason else ""
     self._note(event, f"the syncer counts island {m} as {state}{why}", "bad")
 

@@ -17,13 +17,13 @@ def island_colour(learner: int) -> str:
 
 
 def shard_colour(shard: int, num_shards: int) -> str:
-  """A grey for a shard, dark to light: shards are furniture, islands are the story."""
+  """A grey for a shard, dark to light: colours are for islands."""
   level = round(0x30 + 0x78 * shard / max(1, num_shards))
   return f"#{level:02x}{level:02x}{level:02x}"
 
 
 def compact(value: float) -> str:
-  """A count in four characters or so: 950, 12.3k, 4.0M; a dash for what is not finite."""
+  """A count in four characters or so: 950, 12.3k, 4.0M; a dash if it is not finite."""
   if not math.isfinite(value):
     return "–"
   for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -34,12 +34,12 @@ def compact(value: float) -> str:
 
 
 def rounded(value: float, digits: int = 6) -> float | None:
-  """For JSON, which has no word for what is not finite: None."""
+  """A rounded number for JSON, which has no infinity and no NaN: None for these."""
   return round(value, digits) if math.isfinite(value) else None
 
 
 def clock_time(seconds: float) -> str:
-  """Seconds as 0:07, 12:34 or 1:02:03; a dash for what is not finite."""
+  """Seconds as 0:07, 12:34 or 1:02:03; a dash if they are not finite."""
   if not math.isfinite(seconds):
     return "–"
   minutes, rest = divmod(int(max(0.0, seconds)), 60)
@@ -48,7 +48,7 @@ def clock_time(seconds: float) -> str:
 
 
 def plain(name: str) -> str:
-  """What a model measures, as people say it: "image_loss" is an image loss."""
+  """The name of a model's measure with spaces: "image loss" for "image_loss"."""
   return name.replace("_", " ")
 
 

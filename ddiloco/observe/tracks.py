@@ -1,6 +1,6 @@
-"""The timeline as it grows: what each role has been doing, and what struck it. PURE.
+"""The timeline of the dashboard and the report: each role's states, and the faults. PURE.
 
-Kept up event by event and bounded in size: the dashboard's timeline and the report's.
+It is kept up to date event by event, and bounded in size.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ddiloco.observe.islands import IslandState, phase, role_name
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Event, parse_role
 
-MOST_SPANS = 200  # of one role; beyond that its shortest are drawn as part of their neighbours
+MOST_SPANS = 200  # of one role; of more, the shortest are drawn as part of their neighbours
 MOST_MARKS = 200
 
 
@@ -30,15 +30,15 @@ class Tracks:
     self.marks: deque[dict[str, Any]] = deque(maxlen=MOST_MARKS)
     self._spans: dict[str, list[list]] = {}  # [start, end, state], closed
     self._open: dict[str, tuple[float, str]] = {}  # (since, state)
-    self._killed: set[str] = set()  # roles that were, on purpose, and have not started again
+    self._killed: set[str] = set()  # roles that a planned kill struck and that are still down
 
   def begin(self, role: str, time: float, state: str) -> None:
-    """The role is known from `time` on, in this state; it may have been known before."""
+    """The role is known from `time` on, in this state; no effect if it is known already."""
     if role not in self._open:
       self._open[role] = (time, phase(state))
 
   def turn(self, role: str, time: float, island: IslandState | None, state: str) -> None:
-    """The role is in this state from `time` on; `island` is how it was until then."""
+    """The role is in this state from `time` on; `island`: its island's state until then."""
     state = phase(state)
     since, old = self._open.get(role, (time, ""))
     silent = old == "running" and island is not None and island.state_at(time) == "stalled"
@@ -54,7 +54,7 @@ class Tracks:
   def spans(
     self, islands: Mapping[int, IslandState], now: float, seen: float
   ) -> dict[str, list[list]]:
-    """By role, [start, end, state] without gaps up to `now`; stalls are judged as of `seen`."""
+    """By role, [start, end, state] without gaps up to `now`; stalls are judged at time `seen`."""
     result = {role: list(spans) for role, spans in self._spans.items()}
     for role, (since, state) in self._open.items():
       kind, number = parse_role(role)
@@ -63,7 +63,7 @@ class Tracks:
     return {role: spans for role, spans in result.items() if spans}
 
   def fault(self, event: events.Fault) -> None:
-    """A planned fault strikes; of a kill, the exit that follows has no mark of its own."""
+    """A planned fault strikes; the exit that follows a planned kill gets no mark."""
     kill = event.action == "kill"
     if kill:
       self._killed.add(_lane(event.target))
@@ -81,7 +81,7 @@ class Tracks:
     self.mark(event.time, _lane(event.target), "restart", "restart")
 
   def mark(self, time: float, role: str, kind: str, text: str) -> None:
-    """One mark; the newest are kept."""
+    """Adds a mark; the newest are kept."""
     self.num_marks += 1
     mark = {"time": round(time, 2), "role": role, "kind": kind}
     self.marks.append(mark | {"text": f"{role_name(role)}: {text}"})
@@ -94,7 +94,7 @@ def _lane(target: str) -> str:
 def _pieces(
   start: float, end: float, state: str, island: IslandState | None, seen: float
 ) -> list[list]:
-  """The span; if the island had fallen silent before it ended, the silent part is a stall."""
+  """The span; if the island fell silent before the span's end, the silent part is a stall."""
   if not state or end <= start:
     return []
   if state == "running" and island is not None and island.state_at(seen) == "stalled":
@@ -106,40 +106,41 @@ def _pieces(
 
 
 def _absorb_shortest(spans: list[list]) -> None:
-  """Drops the shortest span, and lets the one before it last until its end."""
+  """Drops the shortest span; the span before it takes over its time."""
   i = min(range(1, len(spans)), key=lambda i: spans[i][1] - spans[i][0])
   spans[i - 1][1] = spans[i][1]
   del spans[i]
 
 
-# --- Planned kills of learners, and the pauses of those who survived them
+# --- Planned kills of learners, and the pauses of the islands that survived them
 # PURE, and bounded: of many kills the newest are kept.
 
-KILL_WINDOW_SECONDS = 30.0  # a kill is looked at for so long if the killed one is not merged before
+KILL_WINDOW_SECONDS = 30.0  # a kill's window lasts until its learner is merged, or for so long
 MOST_KILLS = 200
-MOST_WATCHED = 32  # at once; of more the oldest are taken as they are
-# What makes an island no witness of another's kill; all but the last the engine says of a role.
+MOST_WATCHED = 32  # kills at once; of more, the oldest are no longer watched
+# An island that such an event hits is no witness of another's kill. Engines record these of a
+# target, a role records `Started` itself.
 _OF_TARGETS = (events.Fault, events.Exit, events.Restart)
 _HITS = (*_OF_TARGETS, events.Started)
-_DOWN = ("kill", "stall", "exit", "restart", "started")  # the last that was said of one
+_DOWN = ("kill", "stall", "exit", "restart", "started")  # an island's last event if it is not there
 
 
 class Kill:
-  """A planned kill of a learner, and the islands that ran when it struck."""
+  """A planned kill of a learner, and its witnesses: the other islands that ran when it struck."""
 
   def __init__(self, learner: int, time: float, witnesses: set[int]):
     self.learner, self.time = learner, time
-    self.joined = math.nan  # its next life; NaN: that never came
-    self.merged = math.nan  # the first commit with a push of that life; NaN: never
-    self.hit: dict[int, float] = {}  # witnesses that something struck later, and when first
-    # The longest pause that began before a moment: the window's end if no role comes back, any.
+    self.joined = math.nan  # when its next life joined; NaN: it has not
+    self.merged = math.nan  # the first commit with a push of that life; NaN: there is none
+    self.hit: dict[int, float] = {}  # learners that something struck later, and when first
+    # Longest pauses by witness: `soon` of those that began in the 30 s, `late` before the merge.
     self.soon = dict.fromkeys(witnesses, 0.0)
     self.late = dict.fromkeys(witnesses, 0.0)
-    self._past: set[int] = set()  # witnesses that have made a step that began after the window
+    self._past: set[int] = set()  # witnesses with a step that began after the window
 
   @property
   def window_end(self) -> float:
-    """Until when the survivors are watched for a pause that this kill may have caused."""
+    """The end of the window in which a survivor's pause counts as this kill's effect."""
     return self.time + KILL_WINDOW_SECONDS if math.isnan(self.merged) else self.merged
 
   @property
@@ -148,7 +149,7 @@ class Kill:
     return self.soon if math.isnan(self.merged) else self.late
 
   def follow(self, event: Event) -> None:
-    """What became of the killed one."""
+    """Notes when the killed learner joins and is merged again."""
     match event:
       case events.Joined() if math.isnan(self.joined) and event.time > self.time:
         if parse_role(event.role) == ("learner", self.learner):
@@ -171,21 +172,21 @@ class Kill:
 
   @property
   def over(self) -> bool:
-    """Whether nothing that comes can change it any more."""
+    """Whether no later event can change it."""
     return not math.isnan(self.merged) and self._past >= self.late.keys()
 
 
 class Kills:
-  """Takes a run's events in order of time."""
+  """The planned kills of a run. Takes its events in order of time."""
 
   def __init__(self) -> None:
     self.found: list[Kill] = []  # the newest
     self.left_out = 0  # kills before these
     self.medians: dict[int, Median] = defaultdict(Median)  # by learner, of its gaps between steps
     self._watched: list[Kill] = []
-    self._said: dict[int, str] = {}  # by learner, the last that was said of it
+    self._said: dict[int, str] = {}  # by learner, the kind of its last event
     self._left: dict[int, float] = {}
-    self._stepped: dict[int, float] = {}  # when last
+    self._stepped: dict[int, float] = {}  # by learner, when its last step ended
 
   def add(self, event: Event) -> None:
     """One event."""
@@ -201,7 +202,7 @@ class Kills:
 
   def _step(self, m: int, event: events.Step) -> None:
     self._stepped[m] = event.time
-    if event.step > 1:  # a life's first compiles
+    if event.step > 1:  # the first step of a life compiles
       self.medians[m].add(event.gap_seconds)
     for kill in self._watched:
       kill.step(m, event)
@@ -235,10 +236,10 @@ class Kills:
     """Longest pause of a surviving island around a kill, over its own median step gap; the worst.
 
     A survivor is an island that ran before the kill, was not itself hit by a fault, exit or start
-    inside the window (kill to first merge of the killed one, else 30 s), and had not left. Pauses
-    that overlap the window count in full, and so does the silence of one that never steps again.
-    `gap_seconds` of a step: since the end of the one before. NaN: no survivor. `now`: the time of
-    the newest event.
+    inside the window (kill to first merge of the killed learner, else 30 s), and had not left.
+    Pauses that overlap the window count in full. If a survivor never steps again, its silence
+    counts up to the window's end. `gap_seconds` of a step: since the end of the step before. NaN:
+    no survivor. `now`: the time of the newest event.
     """
     end = min(kill.window_end, now)
     ratios = []
@@ -250,13 +251,13 @@ class Kills:
     return max(ratios, default=math.nan)
 
 
-# --- What became of every fault of a run: when was its role part of the run again?
+# --- Recoveries: when was the role of each fault part of the run again?
 
 
 @dataclasses.dataclass(frozen=True)
 class Recovery:
-  """One fault. `seconds` from its strike to the first commit after its end that needed its role: a
-  commit with the learner in it, or of the shard's own. NaN: the run ended before."""
+  """One fault. `seconds`: from its strike to the first commit after its end that has the learner's
+  push, or that the shard made. NaN: the run ended before that commit."""
 
   time: float
   target: str  # "learner-2"
@@ -266,7 +267,7 @@ class Recovery:
 
 
 def recoveries(log: Sequence[Event]) -> list[Recovery]:
-  """Of every fault in the log of a whole run, in order of time."""
+  """The recovery of every fault in the log of a whole run, in order of time."""
   commits: dict[tuple[str, int], list[float]] = {}
   for event in log:
     if isinstance(event, events.Commit):
@@ -277,7 +278,7 @@ def recoveries(log: Sequence[Event]) -> list[Recovery]:
     if isinstance(event, events.Fault):
       lasts = event.seconds
       over = event.time + (lasts if lasts >= 0 else math.inf)
-      if event.action == "join":  # nothing is over: it is to take part
+      if event.action == "join":  # a join has not to end first: the learner is to take part at once
         over = event.time
       times = commits.get(parse_role(event.target), ())
       back = next((time for time in times if time > over), math.nan)
@@ -286,7 +287,7 @@ def recoveries(log: Sequence[Event]) -> list[Recovery]:
 
 
 def longest_stall_seconds(log: Iterable[Event]) -> float:
-  """The longest time between the first step and the last in which no island made a step."""
+  """The longest time, between the first step and the last, in which no island made a step."""
   longest, covered = 0.0, math.nan
   for event in log:
     if isinstance(event, events.Step):
@@ -297,10 +298,10 @@ def longest_stall_seconds(log: Iterable[Event]) -> float:
 
 
 def lost_rounds(log: Iterable[Event]) -> list[tuple[int, int]]:
-  """(fragment, round) of every commit that learners had, and the last value was not made from.
+  """(fragment, round) of every commit that learners received but the newest value does not contain.
 
-  A commit that died with its shard before it left it is not lost: a learner gives up no update
-  before it has a value with it, and pushes it again.
+  A commit that died with its shard before any learner received it is not lost: a learner keeps its
+  update until it has a value that contains it, and pushes it again.
   """
   bases: dict[tuple[int, int], int] = {}
   heads: dict[int, int] = {}
@@ -319,9 +320,9 @@ def lost_rounds(log: Iterable[Event]) -> list[tuple[int, int]]:
 
 
 def unplanned(log: Sequence[Event]) -> list[events.Exit | events.Crash]:
-  """Crashes, and exits that no fault of that role explains: none may die of another's fault.
+  """Crashes, and exits that no fault of that role explains: no role may die of another's fault.
 
-  A kill explains its exit, and poison that a learner was quarantined.
+  A kill explains the exit of its role, poison that its learner was quarantined.
   """
   poisoned = {e.target for e in log if isinstance(e, events.Fault) and e.action == "poison"}
   found: list[events.Exit | events.Crash] = []
@@ -335,7 +336,7 @@ def unplanned(log: Sequence[Event]) -> list[events.Exit | events.Crash]:
 
 
 def of_faults(log: Sequence[Event]) -> dict[str, Any]:
-  """What became of the faults in the log of a whole run, in numbers."""
+  """The recoveries from the faults in the log of a whole run, in numbers."""
   found = recoveries(log)
   back = [each.seconds for each in found if math.isfinite(each.seconds)]
   return {

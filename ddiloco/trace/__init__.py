@@ -1,1 +1,1 @@
-"""The event log as proof: checked, replayed bit by bit, read as text."""
+"""The trace in the event logs: checked, replayed bit by bit, shown as text."""

@@ -1,9 +1,9 @@
-"""Checks a trace: performs it with symbols that know which inner steps are in which value. PURE.
+"""Checks a trace: performs it with symbols that say which inner steps are in which value. PURE.
 
-What must hold: a value's version is its base's plus one; pushes were made on the value they were
+The invariants: a value's version is its base's plus one; pushes were made on the value they were
 merged into; no step is merged twice on the way to any value; counts of steps and tokens are those
-of the steps themselves; rounds only grow; global steps never go back within an incarnation; nothing
-is used that was never made. The end of an incarnation may be missing: that is how a kill leaves it.
+of the steps themselves; rounds only grow; global steps never go back within an incarnation; each
+value that is used was made. The end of an incarnation may be missing, since a kill may lose it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from ddiloco.trace.interpreter import (
 )
 from ddiloco.trace.operations import INITIAL, Entry, Incarnation, Key, Problem, Trace, round_name
 
-# --- Which inner steps a learner has made, and which of them are merged where
-# A step is (incarnation, number) of a learner. Learners and their pushes hold consecutive ranges
-# of a learner's own history, since whatever is merged or discarded is the beginning of it.
+# --- Which inner steps a learner has made, and which rounds merged them
+# A step is (incarnation, number) of a learner. The unmerged steps of a learner, and so its pushes,
+# are consecutive ranges of its history, since steps are merged or discarded from the beginning on.
 
 
 class StepRange(typing.NamedTuple):
@@ -48,30 +48,31 @@ class StepRange(typing.NamedTuple):
 
 
 class StepHistory:
-  """All steps of a learner in the order in which its parameters had them."""
+  """All steps in a learner's parameters, in order."""
 
   def __init__(self) -> None:
-    self._starts: list[tuple[int, int, int]] = []  # place, incarnation and number of first step
+    # By range of consecutive steps: the place, incarnation and number of its first step.
+    self._starts: list[tuple[int, int, int]] = []
     self._tokens = [0]  # of all steps before a place
 
   def __len__(self) -> int:
     return len(self._tokens) - 1
 
   def add(self, incarnation: int, step: int, tokens: int) -> None:
-    """One more step."""
+    """Adds a step."""
     start, *last = self._starts[-1] if self._starts else (0, -1, 0)
     if last != [incarnation, step - (len(self) - start)]:
       self._starts.append((len(self), incarnation, step))
     self._tokens.append(self._tokens[-1] + tokens)
 
   def copy(self) -> StepHistory:
-    """The same steps; what is added to either later is its own."""
+    """An independent copy."""
     copy = StepHistory()
     copy._starts, copy._tokens = list(self._starts), list(self._tokens)
     return copy
 
   def tokens(self, begin: int, end: int) -> int:
-    """Of the steps at places `begin` to `end` - 1."""
+    """The tokens of the steps at places `begin` to `end` - 1."""
     return self._tokens[end] - self._tokens[begin]
 
   def ranges(self, begin: int, end: int) -> tuple[StepRange, ...]:
@@ -87,7 +88,7 @@ class StepHistory:
 
 
 class MergedSteps:
-  """Where the steps of one incarnation went: ranges with the round that merged them."""
+  """The rounds that merged the steps of one incarnation: ranges with their round."""
 
   def __init__(self) -> None:
     self._entries: list[tuple[int, int, int]] = []  # first, last, round; by first
@@ -104,7 +105,7 @@ class MergedSteps:
     return found
 
   def add(self, first: int, last: int, round_id: int) -> None:
-    """They are merged in that round."""
+    """Notes that this round merged these steps."""
     i = bisect.bisect_right(self._entries, (first, last, round_id))
     self._entries.insert(i, (first, last, round_id))
     del self._tops[i:]
@@ -112,7 +113,7 @@ class MergedSteps:
       self._tops.append(max(end, self._tops[-1] if self._tops else end))
 
 
-# --- The symbolic algebra: of arrays it knows only whose steps are in them
+# --- The symbolic algebra: an array is represented by the steps in it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,11 +121,11 @@ class Steps:
   """The content of a push."""
 
   ranges: tuple[StepRange, ...]
-  end: int  # place in the learner's history behind its last step
+  end: int  # the place after its last step in the learner's history
 
 
 class LearnerSymbols(LearnerAlgebra):
-  """A learner's history, and from which place on each fragment's steps are not merged."""
+  """A learner's history, and for each fragment the place from which on steps are not merged."""
 
   def begin(self, incarnation: Incarnation) -> None:
     self._history = StepHistory()
@@ -158,7 +159,7 @@ class LearnerSymbols(LearnerAlgebra):
 
 
 class ShardSymbols(ShardAlgebra):
-  """Where each learner's steps were merged; all shards share it, since a fragment may move."""
+  """The rounds that merged each learner's steps; shared by all shards, as a fragment may move."""
 
   def __init__(self, proof: Proof):
     self.counts: collections.Counter[str] = collections.Counter()
@@ -196,7 +197,7 @@ _COUNTED: Mapping[type, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
-  """The result: what was found wrong, and how much was looked at."""
+  """The result: the problems, and how much was checked."""
 
   problems: tuple[Problem, ...]
   counts: Mapping[str, int]  # learners, incarnations, steps, pushes, merged, commits, applies, ...
@@ -219,7 +220,7 @@ class Checked:
 
 
 def check(trace: Trace) -> Checked:
-  """Performs the trace with symbols; never raises for what is in it."""
+  """Performs the trace with symbols; never raises for the trace's content."""
   proof = Proof()
   merged = ShardSymbols(proof)
   roles: dict[str, TraceRole] = {}

@@ -1,8 +1,8 @@
-"""Performs a trace: whose state each operation changes, and what must hold before it. PURE.
+"""Performs a trace: which state each operation changes, and what must hold before it. PURE.
 
-What a value is made of belongs to an algebra: `trace/check.py` knows which inner steps are in it,
-`trace/replay.py` computes it as the run did. Rounds, versions and tokens are followed here, for
-both. What does not hold is a problem of the `Proof`, and the trace is performed to its end anyway.
+An algebra represents the values: in `trace/check.py` as sets of inner steps, in `trace/replay.py`
+as arrays, computed as the run did. Rounds, versions and tokens are followed here, for both. A
+violation becomes a problem of the `Proof`, and the trace is performed to its end anyway.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ddiloco.protocol.values import replace
 from ddiloco.trace import operations as ops
 from ddiloco.trace.operations import INITIAL, Entry, Incarnation, Key, Problem, Trace, round_name
 
-# --- What moves between roles ---------------------------------------------------------------------
+# --- Values that move between roles ---------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Pushed:
-  """What a learner sends for a round: its steps beyond a base."""
+  """A learner's push for a round: its steps since a base."""
 
   learner: int
   incarnation: int
@@ -35,7 +35,7 @@ class Pushed:
 
 @dataclasses.dataclass(frozen=True)
 class Version:
-  """A fragment's value: its base and what was merged into that."""
+  """A fragment's value: its base and the pushes that were merged into it."""
 
   fragment: int
   round: int
@@ -47,14 +47,14 @@ class Version:
 
 
 class Proof:
-  """What all roles share: what is wrong, and the pedigree of every version by its round."""
+  """Shared by all roles: the problems, and all versions by round, each with its base's round."""
 
   def __init__(self) -> None:
     self.problems: list[Problem] = []
     self.versions: dict[tuple[int, int], Version] = {}  # fragment, round; without content
 
   def say(self, entry: Entry, text: str) -> None:
-    """It is wrong, and this operation shows it."""
+    """Adds a problem that this operation shows."""
     self.problems.append(Problem(entry.role, entry.incarnation, entry.line, text))
 
   def add(self, version: Version) -> Version:
@@ -63,7 +63,7 @@ class Proof:
     return version
 
   def ancestor(self, version: Version, round_id: int) -> Version | None:
-    """The version or the one of its bases that this round made, if any."""
+    """The version, or that of its direct and indirect bases, that this round made, if any."""
     at: Version | None = version
     while at is not None and at.round > round_id:
       base = at.base_round
@@ -81,33 +81,33 @@ class LearnerAlgebra:
     """One inner step."""
 
   def copy_out(self, op: events.CopyOut) -> tuple[int, int, Any]:
-    """(steps, tokens, content) of a push of what is not merged yet."""
+    """(steps, tokens, content) of a push of all unmerged steps."""
     return op.steps, op.tokens, None
 
   def stage(self, op: events.Stage, version: Version | None, included: Pushed | None) -> Any:
-    """What `apply` needs of a version that includes this push; without one: back to the base."""
+    """The input of `apply`. `version` None: back to the base; `included`: the push in it."""
 
   def apply(self, fragment: int, staged: Any, mode: str) -> None:
-    """Puts into the parameters what was staged."""
+    """Applies a staged value to the parameters."""
 
   def capture(self, entry: Entry, fragments: Mapping[int, Held]) -> Any:
-    """What `restore` takes."""
+    """The input of a later `restore`."""
 
   def restore(self, state: Any) -> None:
-    """Takes over what was captured."""
+    """Takes over a captured state."""
 
   def donate(self, fragment: int) -> Any:
     """A copy of the inner optimizer's moments."""
 
   def inherit(self, fragment: int, moments: Any) -> None:
-    """Takes over what was donated."""
+    """Takes over donated moments."""
 
 
 class ShardAlgebra:
   """A shard's values and outer optimizer. What a subclass leaves out has no effect."""
 
   def own(self, op: events.Owns, version: Version, momentum: Version | None) -> Any:
-    """The content of a fragment with this value and that one's momentum (None: without)."""
+    """The content of a fragment with the value of `version` and the momentum of `momentum`."""
 
   def commit(self, entry: Entry, base: Version, new: Version, pushes: Sequence[Pushed]) -> Any:
     """The content of `new`: the outer step on `base` with these pushes."""
@@ -128,7 +128,7 @@ class TraceRole:
     self.proof = proof
 
   def begin(self, incarnation: Incarnation) -> None:
-    """It starts once, though what it restores it has before; killed at once it says nothing."""
+    """Checks that it started once, before all but its `Restored`; a kill may leave no entries."""
     self._snapshots: set[int] = set()
     entries = incarnation.entries
     starts = [e for e in entries if isinstance(e.operation, events.Started)]
@@ -153,16 +153,16 @@ class TraceRole:
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-  """One fragment, as a learner has it."""
+  """A learner's state of one fragment."""
 
   round: int = INITIAL - 1  # nothing yet
   version: int = -1
-  push: Pushed | None = None  # the newest, until a value answers it
-  staged: tuple[tuple[events.Stage, Any], ...] = ()  # values on their way, and their contents
+  push: Pushed | None = None  # the newest, until a value that came after it is staged
+  staged: tuple[tuple[events.Stage, Any], ...] = ()  # values not applied yet, and their contents
 
   @property
   def newest(self) -> int:
-    """Round of the newest value, also if it is still on its way."""
+    """Round of the newest value, also if it is staged but not applied."""
     return self.staged[-1][0].round if self.staged else self.round
 
 
@@ -265,13 +265,13 @@ class LearnerRole(TraceRole):
       self._agree(op, version, held.push, say)
     if op.mode != "overwrite" and held.newest < INITIAL:
       say(f"takes {round_name(op.round)} by {op.mode}, but has nothing of fragment {op.fragment}")
-    rejected = op.round == held.newest  # its push was: it goes back to what it has
+    rejected = op.round == held.newest  # its push was rejected: it goes back to its base
     included = held.push if op.included else None
     staged = op, self.algebra.stage(op, None if rejected else version, included)
     self._fragments[op.fragment] = replace(held, push=None, staged=(*held.staged, staged))
 
   def _agree(self, op: events.Stage, version: Version, push: Pushed, say: Say) -> None:
-    """Rebase keeps what is not included and gives up what is: both must be true."""
+    """Checks `op.included`: rebase drops the push's steps if it is set, and else keeps them."""
     at = self.proof.ancestor(version, push.round)
     merged = at is not None and (push.learner, push.incarnation) in at.pushes
     what = f"its push for {round_name(push.round)}"
@@ -327,7 +327,7 @@ class ShardRole(TraceRole):
   def _own(
     self, op: events.Owns, version: Version | None, momentum: Version | None = None, *, say: Say
   ) -> None:
-    version = version or Version(op.fragment, op.round, op.version)  # missing: said already
+    version = version or Version(op.fragment, op.round, op.version)  # missing: reported already
     before = self._owned.get(op.fragment)
     if op.version != version.version:
       say(f"owns {round_name(op.round)} as version {op.version}, it is {version.version}")
@@ -365,13 +365,13 @@ class ShardRole(TraceRole):
   def _compare(
     self, op: events.Commit, base: Version, new: Version, pushes: list[Pushed], say: Say
   ) -> None:
-    """What the commit says of its pushes, with what they are."""
+    """Compares what the commit says of its pushes with the pushes themselves."""
     for push in pushes:
       if push.base_round != base.round:
         text = f"learner {push.learner} copied its push out on {round_name(push.base_round)}"
         say(f"commits on {round_name(op.base_round)}, but {text}")
     if len(pushes) < len(op.learners):
-      return  # a push is missing: said already
+      return  # a push is missing: reported already
     said = {"steps": op.steps, "tokens": op.tokens, "merged_tokens": op.merged_tokens}
     true = sum(p.steps for p in pushes), sum(p.tokens for p in pushes), new.merged_tokens
     for (name, logged), made in zip(said.items(), true):
@@ -381,19 +381,19 @@ class ShardRole(TraceRole):
 
 # --- All roles ------------------------------------------------------------------------------------
 
-Turn = Incarnation | Entry  # of a role: its next incarnation begins, or an operation
+Turn = Incarnation | Entry  # a role's turn: its next incarnation begins, or an operation
 
 
 class Schedule:
-  """Which role may go on: the one whose next operation needs only what is made, or never will be.
+  """Says which roles may go on: a role waits while its next operation needs a value not made yet.
 
-  What is taken for the last time is forgotten, so that a replay needs hardly more memory than its
-  run had.
+  It does not wait for a value that no operation makes. A value is forgotten after its last use, so
+  that a replay needs hardly more memory than its run had.
 
   Args:
     trace: of a run.
-    made: what exists already: initial values.
-    proof: told of what an operation needs and no other makes before it.
+    made: values that exist already: the initial ones.
+    proof: told of needed values that are missing.
   """
 
   def __init__(self, trace: Trace, made: Mapping[Key, Any], proof: Proof):
@@ -411,11 +411,11 @@ class Schedule:
 
   @property
   def left(self) -> int:
-    """How many turns are left of all roles: incarnations that begin, and operations."""
+    """The number of turns left of all roles."""
     return sum(map(len, self._turns.values()))
 
   def may_go(self, role: str) -> bool:
-    """Whether the role has a next turn, and needs to wait for nothing."""
+    """Whether the role has a next turn and need not wait."""
     turns = self._turns[role]
     if not turns or isinstance(turns[0], Incarnation):
       return bool(turns)
@@ -426,7 +426,7 @@ class Schedule:
     return next(role for role, turns in self._turns.items() if turns)
 
   def next(self, role: str) -> tuple[Turn, list[Any]]:
-    """The role's next turn, and all that it needs."""
+    """The role's next turn, and the values that it needs."""
     turn = self._turns[role].popleft()
     given: list[Any] = []
     if isinstance(turn, Incarnation):
@@ -441,11 +441,11 @@ class Schedule:
     return turn, given
 
   def wanted(self, key: Key) -> bool:
-    """Whether it will still be taken."""
+    """Whether an operation will still need it."""
     return self._uses[key] > 0
 
   def put(self, made: Mapping[Key, Any]) -> None:
-    """These exist now."""
+    """Adds values that were made."""
     self._made |= {key: thing for key, thing in made.items() if self.wanted(key)}
 
 
@@ -458,10 +458,10 @@ def perform(role: TraceRole, turn: Turn, given: list[Any]) -> dict[Key, Any]:
 
 
 def perform_all(schedule: Schedule, roles: Mapping[str, TraceRole]) -> None:
-  """Performs everything, one role after the other as far as each can go."""
+  """Performs all turns, one role after the other as far as each can go."""
   while schedule.left:
     able = [role for role in roles if schedule.may_go(role)]
-    for role in able or [schedule.waiting()]:  # each waits for another: no run can be like this
+    for role in able or [schedule.waiting()]:  # if all wait for each other, the trace is of no run
       schedule.put(perform(roles[role], *schedule.next(role)))
       while schedule.may_go(role):
         schedule.put(perform(roles[role], *schedule.next(role)))

@@ -1,9 +1,9 @@
 """The trace of a run: the events that moved the model, in order. PURE.
 
-An operation is an event of such a kind. Every role's event log has the order in which things
-happened to it; between roles only data counts: an operation may be performed when what it `needs`
-was made by another. So a trace has no global clock, and performing it in any such order gives the
-same bits. `trace/interpreter.py` performs it, for `trace/check.py` with symbols as values, for
+An operation is an event of such a kind. The operations of one role are ordered by its event log;
+between roles only data sets an order: an operation may be performed once the values that it `needs`
+are made. So a trace has no global clock, and performing it in any such order gives the same bits.
+`trace/interpreter.py` performs it, for `trace/check.py` with symbols as values, for
 `trace/replay.py` with arrays and a thread a role.
 """
 
@@ -33,22 +33,22 @@ Operation = (
   | events.Commit
 )
 
-# --- what operations need and make ----------------------------------------------------------------
+# --- the values that operations need and make -----------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-  """Something that one operation makes and others need.
+  """The name of a value that one operation makes and others need.
 
-  Of a fragment after a round: its "value" (and what learners are sent of it) and the "momentum".
-  Of one incarnation of a role: its "push" for a round, the inner moments that it gave to a peer as
-  a "donation", and its "state", as captured for a snapshot.
+  A fragment has, after a round, a "value" (the published one included) and a "momentum". One
+  incarnation of a role has its "push" for a round, a "donation" of inner moments to a peer, and its
+  "state", as captured for a snapshot.
   """
 
   kind: str
   number: int  # of the round, donation or snapshot
-  fragment: int = -1  # that it is of; a state is of all
-  role: str = ""  # that made it; shards' values are known by their round
+  fragment: int = -1  # a state, which has all fragments, has -1
+  role: str = ""  # the role that made it; shards' values are named by their round alone
   incarnation: int = -1
 
   def __str__(self) -> str:
@@ -82,7 +82,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-  """What is wrong with a trace, and where."""
+  """An error in a trace, and its place."""
 
   role: str
   incarnation: int
@@ -105,21 +105,21 @@ class Incarnation:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-  """All incarnations of all roles; `problems` is what of the logs makes no trace."""
+  """All incarnations of all roles; `problems`: errors in the logs."""
 
   roles: Mapping[str, tuple[Incarnation, ...]]
   problems: tuple[Problem, ...] = ()
 
   def entries(self) -> list[Entry]:
-    """Of all roles; in order only within each."""
+    """The entries of all roles; in order only within each role."""
     return [e for role in self.roles for e in self.entries_of(role)]
 
   def entries_of(self, role: str) -> list[Entry]:
-    """Of one role, in order."""
+    """The entries of one role, in order."""
     return [e for incarnation in self.roles[role] for e in incarnation.entries]
 
   def devices(self) -> dict[int, int]:
-    """How many each learner's largest island has, in order of learners."""
+    """By learner, the number of devices of its largest island, in order of learners."""
     most: dict[int, int] = {}
     for entry in self.entries():
       if entry.role.startswith("learner") and isinstance(entry.operation, events.Started):
@@ -127,13 +127,13 @@ class Trace:
     return dict(sorted(most.items()))
 
   def fragments(self) -> list[int]:
-    """Those that are mentioned."""
+    """The fragments that operations mention."""
     found = (getattr(e.operation, "fragment", None) for e in self.entries())
     return sorted({p for p in found if p is not None})
 
 
 def needs(entry: Entry) -> tuple[Key, ...]:
-  """What must have been made before the operation is performed, in a fixed order."""
+  """The values that must be made before the operation is performed, in a fixed order."""
   match entry.operation:
     case events.Restored(snapshot=snapshot, of_incarnation=incarnation):
       return (Key("state", snapshot, role=entry.role, incarnation=incarnation),)
@@ -153,7 +153,7 @@ def needs(entry: Entry) -> tuple[Key, ...]:
 
 
 def makes(entry: Entry) -> tuple[Key, ...]:
-  """What exists once the operation was performed, in a fixed order."""
+  """The values that the operation makes, in a fixed order."""
   mine = entry.role, entry.incarnation
   match entry.operation:
     case events.CopyOut() | events.Resend() as op:
@@ -168,8 +168,8 @@ def makes(entry: Entry) -> tuple[Key, ...]:
 
 
 # --- From event logs to a trace
-# A trace hides nothing: an event of an unknown kind, one that lacks a field, and a torn line in the
-# middle of an incarnation are problems that say where. Only the end of one may be missing.
+# Nothing is skipped silently: an event of an unknown kind, one that lacks a field, and a torn line
+# in the middle of an incarnation are problems. Only the end of an incarnation may be missing.
 
 _EXCHANGED = (events.CopyOut, events.Resend, events.Donated, events.Inherited)
 _TAKEN = (events.Stage, events.Apply)
@@ -179,7 +179,7 @@ MOVERS: Mapping[str, tuple[type[Event], ...]] = {
   "syncer": (*_SAVED, events.Owns, events.Commit),
   "evaluator": _TAKEN,
 }
-# Events of these roles that moved nothing. Any other kind is an error.
+# Events of each kind of role that do not move the model. Any other event is a problem.
 _ALL = (
   *(events.Joined, events.Stopped, events.Ignored, events.Dropped, events.Crash),
   *(events.Traffic, events.Unsaved, events.Compiled, events.Hung),
@@ -196,10 +196,10 @@ BYSTANDERS: Mapping[str, tuple[type[Event], ...]] = {
 
 
 def read_logs(logs: Mapping[str, Iterable[Event | None]]) -> Trace:
-  """The trace in the lines of every role's event log, in order; None is a line that is torn.
+  """The trace in the lines of every role's event log, in order; None is a torn line.
 
-  A kill tears the last line an incarnation writes; a torn one anywhere else is a problem, as is an
-  event of an unknown kind, or one whose fields are not as they must be.
+  A kill may tear the last line of an incarnation. A torn line anywhere else is a problem, as is an
+  event of an unknown kind or with wrong fields.
   """
   roles: dict[str, tuple[Incarnation, ...]] = {}
   problems: list[Problem] = []
@@ -230,7 +230,7 @@ def read_logs(logs: Mapping[str, Iterable[Event | None]]) -> Trace:
 
 
 def _odd(role: str, event: Event) -> str:
-  """What is wrong with an event of such a role, or ''."""
+  """The problem with an event of this role, or ''."""
   match event:
     case events.Odd():
       return event.reason

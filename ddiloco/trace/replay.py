@@ -1,9 +1,9 @@
 """Replay: a run's trace performed again with arrays, its roles side by side, compared bit by bit.
 
-What a run did follows from its trace alone: which batch each step took, which steps each push held,
-which pushes each commit merged, and when each version was applied. How fast a role was, what it
-waited for and what was sent twice leaves nothing in any value. So a replay needs no clock and no
-network, only the run's own arithmetic: `core/delta.py`, `training/island.py`.
+The trace alone determines every value: it says which batch each step took, which steps each push
+held, which pushes each commit merged, and when each version was applied. The speed of roles, their
+waits and repeated messages change no value. So a replay needs no clock and no network, only the
+run's own arithmetic: `core/delta.py`, `training/island.py`.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from ddiloco.training import data, devices
 from ddiloco.training.island import IslandMaker
 from ddiloco.workdir import saved_config
 
-PATIENCE_SECONDS = 3600.0  # without any role making anything
+PATIENCE_SECONDS = 3600.0  # for the next role under way to end its turn
 
-# --- What a replay is compared with: the losses and the saved digests that are on the trace
+# --- The comparison: with the losses and the saved digests in the trace
 
 
 class ReplayDiff:
-  """Collects from all threads what was compared, and what is different."""
+  """Counts, for all threads, comparisons and differences."""
 
   def __init__(self, trace: Trace):
     self._saved = {
@@ -74,7 +74,7 @@ class ReplayDiff:
     return self._first[1] if self._first else ""
 
   def count(self, what: str, time: float, differences: list[str], compared: int) -> None:
-    """So many were compared, and these were different, at this time of the run."""
+    """Adds `compared` comparisons with these differences, at this time of the run."""
     with self._lock:
       self.compared[what] += compared
       self.different[what] += len(differences)
@@ -82,7 +82,7 @@ class ReplayDiff:
         self._first = time, differences[0]
 
   def step(self, entry: Entry, op: events.Step, metrics: Mapping[str, float] | None) -> None:
-    """Compares the loss that a step showed, where both have one."""
+    """Compares the losses of a step, if both the run and the replay have one."""
     if op.loss is None or metrics is None:
       return
     loss = metrics["loss"]
@@ -91,12 +91,12 @@ class ReplayDiff:
     self.count("losses", entry.time, [] if same else [text], 1)
 
   def saved(self, entry: Entry) -> Mapping[str, int]:
-    """The digests of what is captured here; none if it was never saved."""
+    """The saved digests of the state captured here; none if it was never saved."""
     assert isinstance(entry.operation, events.Captured)
     return self._saved.get((entry.role, entry.incarnation, entry.operation.snapshot), {})
 
   def state(self, entry: Entry, arrays: Mapping[str, np.ndarray]) -> None:
-    """Compares a captured state with the digests of what was saved of it, if it was."""
+    """Compares a captured state with its saved digests, if it was saved."""
     assert isinstance(entry.operation, events.Captured)
     saved, differences = self.saved(entry), []
     for name in sorted(saved):
@@ -113,7 +113,7 @@ def _where(entry: Entry) -> str:
 
 # --- The algebra ----------------------------------------------------------------------------------
 
-Home = tuple[Any, Callable[[int], np.ndarray]]  # a compiled island, and its batch of a position
+Home = tuple[Any, Callable[[int], np.ndarray]]  # a compiled island, and its batch at a position
 
 
 class LearnerArrays(LearnerAlgebra):
@@ -121,10 +121,10 @@ class LearnerArrays(LearnerAlgebra):
 
   Args:
     config: the run's.
-    home: where an incarnation lives that started like this.
+    home: the island and data of an incarnation, from its `Started` event.
     diff: told of every loss and every captured state.
-    wanted: whether a made thing will be needed.
-    alone: parameters to begin with where there are no shards; None: they send them.
+    wanted: whether an operation will still need a value.
+    alone: initial parameters if there are no shards; None: shards send them.
   """
 
   def __init__(
@@ -144,7 +144,7 @@ class LearnerArrays(LearnerAlgebra):
     operations = [e.operation for e in incarnation.entries]
     started = next((op for op in operations if isinstance(op, events.Started)), None)
     if started is None:
-      return  # killed before it did anything
+      return  # killed before it recorded its start
     self.island, self._batch = self._home(started)
     if self._alone is None:
       self.island.reset()
@@ -182,7 +182,7 @@ class LearnerArrays(LearnerAlgebra):
 
   def restore(self, state: dict[str, np.ndarray]) -> None:
     if self.island is None:
-      return  # it never got further
+      return  # this incarnation was killed before it had an island
     self.island.restore({name: state[name] for name in self.island.shardings()})
     self._deltas.restore(state)
 
@@ -196,7 +196,7 @@ class LearnerArrays(LearnerAlgebra):
 
 
 class EvaluatorArrays(LearnerAlgebra):
-  """The evaluator: has what it received last, in any incarnation."""
+  """The evaluator: keeps the last published value of each fragment, over all incarnations."""
 
   def __init__(self) -> None:
     self.published_values: dict[int, np.ndarray] = {}
@@ -207,7 +207,7 @@ class EvaluatorArrays(LearnerAlgebra):
 
 
 class ShardArrays(ShardAlgebra):
-  """A shard: merges the pushes that it merged, onto what it had. Content is `Committed`."""
+  """A shard: merges the run's pushes onto their bases. The content of a version is `Committed`."""
 
   def __init__(self, config: Config, plan: Plan, diff: ReplayDiff):
     self._config, self._plan, self._diff = config, plan, diff
@@ -240,7 +240,7 @@ class ShardArrays(ShardAlgebra):
       steps=tuple(push.steps for push in pushes),
       tokens=tuple(push.tokens for push in pushes),
       progress=entry.operation.progress,
-      step_tokens=entry.operation.step_tokens,  # a run may go on with other batches
+      step_tokens=entry.operation.step_tokens,  # a resumed run may have another batch size
     )
     found, *_ = delta.commit(fragment, base.content, arrivals, what, self._config)
     self.newest[new.fragment] = found
@@ -256,11 +256,11 @@ class ShardArrays(ShardAlgebra):
     self._diff.state(entry, arrays)
 
 
-# --- Where a replayed learner lives: the same kind of island and the same data as in its run
+# --- Islands of replayed learners: of the same kind and with the same data as in the run
 
 
 def live_config(config: Config, learner: int, started: events.Started) -> Config:
-  """The config as that incarnation had it: its islands may differ from the saved ones."""
+  """The config of one incarnation: its island may differ from the one in the saved config."""
   data_axis, fsdp, tensor = started.mesh
   mine = {"devices": started.devices, "data": data_axis, "fsdp": fsdp, "tensor": tensor}
   mine |= {"batch_size": started.batch_size, "hosts": 1}
@@ -300,10 +300,10 @@ class ReplayIslands:
     self._made: dict[int, tuple[events.Started, Home]] = {}
 
   def __call__(self, learner: int, started: events.Started) -> Home:
-    """The island and data for an incarnation that started like this; the same again if it can be.
+    """The island and data of an incarnation; those of the one before if both started alike.
 
     Raises:
-      ConfigError: it cannot be the same here.
+      ConfigError: such an island cannot be made here.
     """
     before = self._made.pop(learner, None)
     if before is None or before[0] != started:
@@ -312,7 +312,7 @@ class ReplayIslands:
     return before[1]
 
   def batches(self, learner: int, started: events.Started) -> Callable[[int], np.ndarray]:
-    """Its batch of a position."""
+    """The learner's batch at a position."""
     config = live_config(self._config, learner, started)
     return data.Stream(self._corpus, config, learner).batch
 
@@ -332,11 +332,11 @@ class Replay:
   Args:
     config: the run's.
     trace: its trace.
-    homes: the island and the data of (a learner, what it said when it started), called beside
-      what other roles do.
+    homes: the island and the data of (a learner, its `Started` event), called in the learner's
+      thread.
 
   Raises:
-    ValueError: the trace has problems; the text is the first. Without any no role waits in vain.
+    ValueError: the trace has problems; the text is the first. Without any, no role waits for ever.
   """
 
   def __init__(self, config: Config, trace: Trace, homes: Callable[[int, events.Started], Home]):
@@ -368,10 +368,10 @@ class Replay:
         self._roles[role] = LearnerRole(proof, self._evaluator)
 
   def run(self, progress: Callable[[int, int], None] = lambda done, of: None) -> None:
-    """Performs all of it; `progress` is told now and then how many turns are done, of all.
+    """Performs the whole trace; `progress` is called with the turns done, and of all.
 
     Raises:
-      Exception: what failed in a role's thread.
+      Exception: an exception of a role's thread.
     """
     schedule, of = self._schedule, self._schedule.left
     results: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
@@ -397,17 +397,17 @@ class Replay:
     assert not schedule.left, "roles wait for each other, and `check` has let it pass"
 
   def _perform(self, name: str, turn: Turn, given: list[Any], results: queue.SimpleQueue) -> None:
-    """In a thread of its own, which ends with the turn: Ctrl-C and a failure wait for none."""
+    """Runs one turn, in a daemon thread of its own: Ctrl-C and failures wait for no thread."""
     try:
       results.put((name, perform(self._roles[name], turn, given)))
     except BaseException as error:  # raised by `run`
       results.put((name, error))
 
   def compare_result(self, result: Mapping[str, np.ndarray]) -> None:
-    """Compares the global model that the run left, fragment by fragment.
+    """Compares the global model that the run saved, fragment by fragment.
 
-    It is what the shards had at the end, or what the evaluator had received by then: values with a
-    lossy publish codec's rounding. Without shards it is the model of one of the islands.
+    The result has the shards' last values, or the values that the evaluator had received by then,
+    with the rounding of a lossy publish codec. Without shards it is the model of an island.
     """
     if not self._shards:
       models = [each.island.params_on_host() for each in self._learners if each.island]
@@ -431,7 +431,7 @@ class Replay:
 
 
 def _same(a: np.ndarray, b: np.ndarray) -> bool:
-  """Bit by bit, so that NaN equals itself and -0 does not equal 0."""
+  """Compares bit by bit, so that NaN equals itself and -0 does not equal 0."""
   return a.shape == b.shape and np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
@@ -441,16 +441,16 @@ def replay_run(
   progress: Callable[[int, int], None] = lambda done, of: None,
   homes: Callable[..., Any] | None = None,
 ) -> tuple[dict[str, Any], str]:
-  """Replays a run and compares it with all that it left behind.
+  """Replays a run and compares it with its losses, saved states and result.
 
   Args:
     workdir: of the run.
     trace: its trace, without problems.
-    progress: told now and then how many turns are done, of all.
+    progress: called with the turns done, and of all.
     homes: islands and data (see `Replay`); None: new ones on the devices of this process.
 
   Returns:
-    (counts and "identical": whether nothing was different, and anything compared; the first
+    (counts, and "identical": whether there were comparisons and no differences; the first
     difference, or "").
 
   Raises:

@@ -22,7 +22,7 @@ from ddiloco.workdir import saved_config
 
 
 def read_trace(workdir: str | os.PathLike[str]) -> Trace:
-  """The trace in WORKDIR/events; without the folder an empty one.
+  """The trace in WORKDIR/events; an empty one without that folder.
 
   Raises:
     ConfigError: a log is of another format.
@@ -37,7 +37,7 @@ def _lines(path: Path) -> Iterator[Event | None]:
 def in_order(trace: Trace, roles: Iterable[str] = ()) -> Iterator[Entry]:
   """The entries of these roles (none: of all) by time; each role keeps its own order.
 
-  Clocks of several hosts differ, and so may the order of what happened at nearly the same time.
+  Clocks of several hosts differ, so entries of nearly the same time may be in the wrong order.
   """
   chosen = list(roles) or list(trace.roles)
   return (entry for _, _, entry in heapq.merge(*(_timed(trace, role) for role in chosen)))
@@ -112,17 +112,17 @@ def _value(fragment: int, round_id: int) -> str:
   return f"fragment {fragment} {_round(round_id)}"
 
 
-# --- The trace of the run in a workdir: reads it, prints it, says whether it fits together. No JAX
+# --- Reads, prints and checks the trace of the run in a workdir. No JAX
 
-MOST_PROBLEMS = 20  # that are shown: one mistake may spoil all that follows
+MOST_PROBLEMS = 20  # shown at most: one mistake may cause many more
 
 
 def open_trace(workdir: Path) -> Trace:
   """The trace of a run.
 
   Raises:
-    ConfigError: there is no run in `workdir`, nothing happened in it yet, or its logs cannot be
-      read, as those that another version of ddiloco wrote.
+    ConfigError: there is no run in `workdir`, its logs have no operation yet, or cannot be read,
+      for example since another version of ddiloco wrote them.
   """
   saved_config(workdir)
   try:
@@ -158,7 +158,7 @@ def print_trace(trace: Trace, role: str = "") -> None:
 
 
 def print_invariants(trace: Trace) -> bool:
-  """Prints what must hold, with counts, and what does not; returns whether all of it holds."""
+  """Prints the invariants with counts, then the problems; returns whether there are none."""
   checked = check(trace)
   print(f"\nInvariants: {'VIOLATED' if checked.problems else 'all hold'}")
   for line in checked.summary:
@@ -171,5 +171,5 @@ def print_invariants(trace: Trace) -> bool:
 
 
 def devices_needed(trace: Trace) -> int:
-  """By a replay: those of all learners together, of each its largest island."""
+  """The devices that a replay needs: of each learner as many as its largest island has."""
   return max(1, sum(trace.devices().values()))
