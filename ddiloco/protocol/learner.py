@@ -256,7 +256,7 @@ def _on_refusal(state: LearnerState, refusal: Refusal) -> LearnerOutcome:
   return state, [logged, *actions]
 
 
-STALE_PERIODS = 4  # sync periods of mine, and versions, that I missed: beyond, I give up my work
+STALE_PERIODS = 4  # after more own sync periods and more missed versions, my work is given up
 HELLO_SECONDS = 0.5  # between two hellos to a shard that has not answered, doubling ...
 HELLO_SECONDS_MOST = 8.0  # ... up to this
 
