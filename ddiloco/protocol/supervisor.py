@@ -98,7 +98,7 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class Strike:
-  """A planned fault is due: perform it on its role, which is up. `Hold`s follow if it suspends it."""
+  """A planned fault is due: perform it on its role, which is up. Of a stall, `Hold` follows."""
 
   fault: Fault
 
