@@ -1,16 +1,16 @@
-"""What a role runs in: a clock, workers for what takes long, and a driver of its loop.
+"""The runtime of a role: a clock, workers for long work, and a driver of its loop.
 
-A role's loop is a generator that says what it waits for, and never waits itself. It yields
+A role's loop is a generator that says what it waits for, and never blocks itself. It yields
 
-- a time, in seconds on its clock, `math.inf` for ever: wait for a message until then. It is resumed
-  with the `Delivery`, or with None when the time has come, the endpoint was woken, or its driver
-  wants it to look around.
-- None: let what it has done so far take its time. It yields None after all work that may have taken
-  some, before any other role hears of the outcome. In real time that has passed already; in virtual
-  time (`simulation/world.py`) it was charged to the clock, and passes now.
+- a time, in seconds on its clock (`math.inf`: forever): wait for a message until then. The driver
+  resumes the loop with the `Delivery`, or with None when the time has come, when the endpoint was
+  woken, or when the loop should check its stop signals.
+- None: let the time of the work so far pass. The loop yields None after all work that may have
+  taken time, before any other role hears of the result. In real time that time has passed already;
+  in virtual time (`simulation/world.py`) it was charged to the clock, and passes now.
 
 So the same loops run on threads and in virtual time. A job of a worker is a generator of the same
-kind, to which no messages come.
+kind, but it gets no messages.
 """
 
 from __future__ import annotations
@@ -43,31 +43,31 @@ Job = Iterable[float | None]
 class BackgroundWorker(Protocol):
   """Does jobs in the background, one after the other."""
 
-  failure: Exception | None  # of a job; none after it is done
+  failure: Exception | None  # of a job; after a failure no further job is done
 
   def put(self, job: Job) -> None:
-    """One more job, after all others."""
+    """Adds a job after all others."""
     ...
 
   @property
   def ending(self) -> bool:
-    """It was told to end: a job that waits for others should give up."""
+    """Whether the worker was told to end: a job that waits for other roles should give up."""
     ...
 
   def close(self, patience_seconds: float, most_seconds: float) -> None:
-    """Ends it: what it has to do gets this patience, and what it is doing then the other time."""
+    """Ends the worker: all jobs get `patience_seconds`, the one then under way `most_seconds`."""
     ...
 
 
 class Time(Protocol):
-  """A clock, and what happens beside it."""
+  """A clock, sleep and background workers, in real or in virtual time."""
 
   def now(self) -> float:
     """Seconds on the role's clock, which is also that of its messages' arrivals."""
     ...
 
   def sleep(self, seconds: float) -> None:
-    """Takes so long. In virtual time it passes at the next None of the loop."""
+    """Lets so much time pass; in virtual time it passes when the loop next yields None."""
     ...
 
   def worker(
@@ -76,12 +76,12 @@ class Time(Protocol):
     begin: Callable[[], None] = lambda: None,
     failed: Callable[[], None] = lambda: None,
   ) -> BackgroundWorker:
-    """A new worker, which calls `begin` first, and `failed` when a job has failed."""
+    """A new worker. It calls `begin` first, and `failed` when a job has failed."""
     ...
 
 
 class ThreadWorker:
-  """A thread of its own."""
+  """A worker with a thread of its own."""
 
   def __init__(self, name: str, begin: Callable[[], None], failed: Callable[[], None]):
     self.failure: Exception | None = None
@@ -120,10 +120,10 @@ class ThreadWorker:
         for until in job:
           if until is not None:
             self._closing.wait(max(0.0, until - time.monotonic()))
-    except Exception as error:  # the role's own thread raises it
+    except Exception as error:  # the role's loop raises it again
       self.failure = error
       self._failed()
-    while not self._jobs.empty():  # what is dropped may hold a copy of a whole state
+    while not self._jobs.empty():  # a dropped job may hold a copy of a whole state
       self._jobs.get()
 
 
@@ -150,24 +150,24 @@ REAL_TIME = RealTime()
 
 @dataclasses.dataclass(frozen=True)
 class Runtime:
-  """What a role is given to run with; what computes on vectors has a stand-in in virtual time."""
+  """The objects a role runs with; those that compute on vectors have stand-ins in virtual time."""
 
   endpoint: Endpoint  # its connection
   recorder: Records  # event log
-  saver: Any = None  # `checkpoint.saver.Saver`: writes its parts of snapshots; None: none are
+  saver: Any = None  # `checkpoint.saver.Saver`: writes its parts of snapshots; None: no snapshots
   time: Time = REAL_TIME
   deltas: Callable[[SyncConfig], Deltas] = Deltas  # a learner's
   merger: Callable[[Mapping[int, Fragment], FragmentStore, Config], Merger] = Merger  # a shard's
-  # Initial values by fragment, made by a learner itself where they are large. A `ConfigError`, or a
-  # fragment that is not among them: they have to be sent.
+  # Makes initial values, by fragment, on a learner's machine. On a `ConfigError`, or for a fragment
+  # that is missing in the result, the shard must send the value.
   initial: Callable[[], Mapping[int, Any]] = dict
 
 
 class ValueThreads(concurrent.futures.ThreadPoolExecutor):
-  """Threads that share work out among themselves; `share` is a `passes.Share`.
+  """Threads that share work among themselves; `share` is a `passes.Share`.
 
-  Each takes the next piece when it is done with one. With `map` the caller is woken for every
-  result, and takes the GIL and a core from those at work.
+  Each thread takes the next item when it is done with one. `map` of the base class would wake the
+  caller for every result, and so take the GIL and a core from the threads at work.
   """
 
   def __init__(self, count: int):
@@ -175,7 +175,7 @@ class ValueThreads(concurrent.futures.ThreadPoolExecutor):
     self.count = count
 
   def share(self, work: Callable[[Any], Any], each: Iterable[Any]) -> list[Any]:
-    """What `work` returns of each, in their order; what it raises, when all threads are done."""
+    """The results of `work` in the order of `each`; raises its error when all threads are done."""
     todo, numbers = list(each), itertools.count()
     results = [None] * len(todo)
 
@@ -190,11 +190,11 @@ class ValueThreads(concurrent.futures.ThreadPoolExecutor):
 
 
 def value_threads(sync: SyncConfig, size: int, share: float = 1.0) -> ValueThreads | None:
-  """Threads that share the work on a fragment of so many values; None where one does it.
+  """Threads for the work on fragments of up to `size` values; None: one thread is enough.
 
   Args:
-    sync: its `value_threads`; 0: this share of the cores that this process may use.
-    size: of the largest fragment; small ones are done before threads have begun.
+    sync: its `value_threads` is their number; 0: a share of the cores that this process may use.
+    size: of the largest fragment; work on small ones would be done before threads have begun.
     share: of the cores.
   """
   count = sync.value_threads or int(share * len(os.sched_getaffinity(0)))
@@ -204,7 +204,7 @@ def value_threads(sync: SyncConfig, size: int, share: float = 1.0) -> ValueThrea
 
 
 def drive(loop: Loop[T], endpoint: Endpoint, look_seconds: float) -> T:
-  """Runs a loop on this thread and the machine's clock; returns what it returns.
+  """Runs a loop on this thread and the machine's clock; returns the loop's result.
 
   A waiting loop is resumed at least every `look_seconds`, since stop signals wake no loop.
   """
@@ -222,15 +222,15 @@ def drive(loop: Loop[T], endpoint: Endpoint, look_seconds: float) -> T:
     loop.close()
 
 
-_roles, _roles_lock = 0, threading.Lock()  # that live in this process
+_roles, _roles_lock = 0, threading.Lock()  # number of roles that live in this process
 
 
 @contextlib.contextmanager
 def short_collections() -> Iterator[None]:
-  """While a role lives, Python's garbage collector does not look at what was there before it.
+  """While a role lives, Python's garbage collector skips all objects from before its start.
 
-  A collection holds the interpreter's lock while it looks at all objects, a tenth of a second with
-  JAX and its programs loaded. No step can be dispatched then, and no message answered.
+  A collection holds the GIL while it goes over all objects, a tenth of a second with JAX and its
+  programs loaded. During that time no step can be dispatched and no message answered.
   """
   global _roles
   with _roles_lock:

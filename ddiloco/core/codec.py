@@ -5,15 +5,15 @@ Layout of a payload, little-endian, for `size` values in ceil(size / 256) blocks
   f32   size x 4 bytes, the vector itself (no copy either way)
   bf16  size x 2 bytes, rounded to the nearest, ties to even
   int8  one f32 scale per block, then one signed byte per value, -127..127
-  int4  one f32 scale per block, then two values a byte: of every 65,536 values (of what is left at
+  int4  one f32 scale per block, then two values a byte: of every 65,536 values (or of the rest at
         the end) the first half in the low nibbles, the second half in the high ones, each as
-        code + 8 with codes -7..7; an odd size leaves the last high nibble at code 0
+        code + 8 with codes -7..7; with an odd size the last high nibble has code 0
 
 Blockwise: scale = max|x| / levels (127 or 7), code = rint(x / scale), value = code * scale. So the
 error is at most scale / 2, and decoding, one f32 multiplication, gives the same bits on every
 machine. A block of zeros has scale 0. A block with a NaN or infinity has scale NaN and decodes to
-NaN, for the receiver's screening to find. "Decoupled DiLoCo" trains as well with int4 as with bf16;
-"Streaming DiLoCo" (2501.18512) introduced 4-bit outer gradients.
+NaN, so that the receiver's screening finds it. "Decoupled DiLoCo" trains as well with int4 as with
+bf16; "Streaming DiLoCo" (2501.18512) introduced 4-bit outer gradients.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy as np
 
 BLOCK = 256  # values that share a scale
 CODECS = ("f32", "bf16", "int8", "int4")
-CHUNK = 256 * BLOCK  # 64k values at a time: the scratch of a chunk stays in the core's own cache
+CHUNK = 256 * BLOCK  # 64k values at a time: a chunk's scratch buffers stay in the core's own cache
 LEVELS = {"int8": 127, "int4": 7}
 _TYPES = {
   "f32": np.dtype(np.float32),
@@ -44,7 +44,7 @@ if sys.byteorder != "little":
 
 
 class CodecError(ValueError):
-  """A payload is not what its codec and size say. The text names both and the rule."""
+  """A payload does not fit its codec and size. The text names both and the rule."""
 
 
 def payload_bytes(size: int, codec: str) -> int:
@@ -63,7 +63,7 @@ def payload_bytes(size: int, codec: str) -> int:
 
 
 def digest(x: np.ndarray) -> bytes:
-  """SHA-256 of the vector `x`: 32 bytes that say whether another has the same bits."""
+  """SHA-256 of the vector `x`: 32 bytes that tell whether another vector has the same bits."""
   return hashlib.sha256(np.ascontiguousarray(x).view(np.uint8).data).digest()
 
 
@@ -75,14 +75,14 @@ class Encoded(NamedTuple):
 
 
 class ChunkPayload(NamedTuple):
-  """The chunk of a payload that holds up to CHUNK values from a multiple of CHUNK on."""
+  """The part of a payload for one chunk: up to CHUNK values from a multiple of CHUNK on."""
 
   scales: np.ndarray  # f32, one for each block; none for f32 and bf16
-  codes: np.ndarray  # what is left: f32, bf16 or int8 values, or bytes of two int4 codes
+  codes: np.ndarray  # f32, bf16 or int8 values, or bytes of two int4 codes
 
 
 def part(encoded: Encoded, size: int, start: int) -> ChunkPayload:
-  """Views of a payload of `size` values: those from `start` on, a multiple of CHUNK."""
+  """Views of one chunk in a payload of `size` values; it begins at `start`, a multiple of CHUNK."""
   name, payload = encoded
   stop = min(start + CHUNK, size)
   if name not in LEVELS:
@@ -115,7 +115,7 @@ def encode(x: np.ndarray, codec: str) -> np.ndarray:
 
 
 def encode_chunk(values: np.ndarray, codec: str, out: ChunkPayload, scratch: np.ndarray) -> None:
-  """Fills `out` with the values of one chunk; `scratch` has their shape, and no meaning."""
+  """Fills `out` with the values of one chunk; `scratch`: f32 of the same shape, written over."""
   with np.errstate(all="ignore"):  # non-finite values are data here, the receiver judges them
     if codec not in LEVELS:
       np.copyto(out.codes, values, casting="unsafe")
@@ -147,7 +147,7 @@ def decode(payload: np.ndarray, size: int, codec: str) -> np.ndarray:
 
 
 def checked(payload: np.ndarray, size: int, codec: str) -> Encoded:
-  """A payload of the right length for `size` values, contiguous; what is in it is not looked at.
+  """A payload of the right length for `size` values, contiguous; its content is not checked.
 
   Raises:
     CodecError: unknown codec, or wrong length.
@@ -192,7 +192,7 @@ def _blockwise(
 
 
 def _peaks(magnitudes: np.ndarray, blocks: int) -> np.ndarray:
-  """The largest of every block [blocks] of flat non-negative values; NaN where there is one."""
+  """The largest value of every block [blocks] of flat non-negative values; NaN if it has a NaN."""
   # Bits of non-negative floats sort like integers, whose maximum is twice as fast; NaN sorts last.
   bits, whole = magnitudes.view(np.int32), magnitudes.size // BLOCK
   peaks = np.empty(blocks, np.int32)
@@ -211,7 +211,7 @@ def _quantise(values: np.ndarray, levels: int, scales: np.ndarray, out: np.ndarr
   plain = scales.min() >= _SMALLEST_NORMAL and scales.max() < _LARGEST / levels * (1 - 1e-6)
   if not plain:
     _repair_scales(peaks, levels, scales)
-    divisors = np.where(scales > 0, scales, np.float32(np.inf))  # by infinity: every code 0
+    divisors = np.where(scales > 0, scales, np.float32(np.inf))  # dividing by it gives code 0
   _blockwise(np.divide, values, divisors, out)
   np.rint(out, out=out)
   if not plain:
@@ -219,18 +219,18 @@ def _quantise(values: np.ndarray, levels: int, scales: np.ndarray, out: np.ndarr
 
 
 def _repair_scales(peaks: np.ndarray, levels: int, scales: np.ndarray) -> None:
-  """Scales at the edges of float32: none may round so that a code leaves its range or overflows."""
-  # Below the normal numbers rounding is coarse: up, or the largest code would exceed `levels`.
+  """Scales at the edges of float32: rounding must not bring a code out of range or overflow."""
+  # Subnormal scales round coarsely: round them up, or the largest code would exceed `levels`.
   up = (scales < _SMALLEST_NORMAL) & (scales * np.float32(levels) < peaks)
   scales[up] = np.nextafter(scales[up], np.float32(np.inf))
-  # At the top levels * scale must stay finite; one step below the quotient is enough.
+  # Near the largest float, levels * scale must stay finite; one step below the quotient is enough.
   highest = np.nextafter(np.float32(_LARGEST / levels), np.float32(0))
   np.minimum(scales, highest, out=scales)
   scales[~np.isfinite(peaks)] = np.nan
 
 
 def _pack(quantised: np.ndarray, codes: np.ndarray) -> None:
-  """codes = (first half + 8) + 16 * (second half + 8), in f32, where such numbers are exact."""
+  """codes = (first half + 8) + 16 * (second half + 8), in f32, which is exact for such numbers."""
   low, high = quantised[: codes.size], quantised[codes.size :]
   np.multiply(high, np.float32(16), out=high)
   both = low[: high.size]

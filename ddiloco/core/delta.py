@@ -1,16 +1,17 @@
 """Both ends of a delta's way: the learner that makes it, and the shard that merges it.
 
-delta = base - local: the global value that the learner received last, less its own. `Deltas` has a
-learner's vectors: what it pushes, and what a new version adds. `Merger` has a shard's: pushes in,
-a fragment's new value out (`commit`), and what of it learners are sent.
+delta = base - local: the published value that the learner received last, minus its local value.
+`Deltas` has a learner's vectors: its pushes, and the changes that a new version brings. `Merger`
+has a shard's vectors: it takes pushes, makes a fragment's new value (`commit`), and encodes the
+update for the learners.
 
-A push stays in the wire codec until the commit that merges it; its norms are taken when it arrives.
-Sums run over learners in ascending order, so that a commit is bitwise reproducible whatever order
-pushes arrived in, and on any number of threads. Replay uses the very same code, in the same order,
-and so gets the same bits.
+A push stays in the wire codec until the commit that merges it; its norms are computed when it
+arrives. Sums run over learners in ascending order, so that a commit is bitwise reproducible
+whatever order pushes arrived in, and on any number of threads. Replay runs the same code in the
+same order, and so gets the same bits.
 
-All vectors are flat f32 [size] of one fragment. A learner's are not written again once they are
-here, so that a snapshot may keep them without a copy.
+All vectors are flat f32 [size] of one fragment. A learner's vectors are never written again, so
+that a snapshot may keep them without a copy.
 """
 
 from __future__ import annotations
@@ -37,20 +38,20 @@ from ddiloco.protocol.values import replace
 
 
 class Deltas:
-  """What a learner knows of every fragment's global value, and of its own pushes."""
+  """A learner's vectors, by fragment: its base, and its own pushes."""
 
   def __init__(self, sync: SyncConfig):
-    self.share: Share = map  # on which threads
+    self.share: Share = map  # runs the chunks, on some threads
     self._sync = sync
-    self.base: dict[int, np.ndarray] = {}  # what the global model was when last received
+    self.base: dict[int, np.ndarray] = {}  # the published value received last
     self.sent: dict[int, np.ndarray] = {}  # my outstanding push, as the shard decodes it
-    self.residual: dict[int, np.ndarray] = {}  # what rounding lost; only with error_feedback
+    self.residual: dict[int, np.ndarray] = {}  # lost to rounding; only with error_feedback
     self.rounding: dict[int, np.ndarray] = {}  # the residual if the outstanding push is merged
 
   def push(self, fragment: int, local: np.ndarray, factor: float = 1.0) -> np.ndarray:
-    """The payload of a push: base - local in the wire codec; remembers what of it arrives.
+    """The payload of a push: base - local in the wire codec; keeps it as the shard decodes it.
 
-    `factor` other than 1: it is poisoned on purpose.
+    `factor` other than 1: the fault plan poisons the push.
     """
     name, base, size = self._sync.push_codec, self.base[fragment], local.size
     encoded = Encoded(name, np.empty(codec.payload_bytes(size, name), np.uint8))
@@ -77,18 +78,18 @@ class Deltas:
     return encoded.payload
 
   def made(self, publish: Publish, value: np.ndarray) -> Publish | None:
-    """A published initial value with this one as its payload; None if it has other bits."""
+    """A published initial value with `value`, made here, as its payload; None if bits differ."""
     if bytes(publish.payload) != codec.digest(value):
       return None
     return replace(publish, codec="f32", payload=codec.encode(value, "f32"))
 
   def receive(self, publish: Publish, size: int, mode: str, included: bool) -> np.ndarray:
-    """What `apply` adds for a published version of a fragment of `size` values; see `stage`.
+    """The vector that `apply` adds for a published version of `size` values; see `stage`.
 
-    Without a payload it says that my push was rejected: see `back`.
+    A publish without a payload means that my push was rejected: see `back`.
 
     Raises:
-      CodecError: the payload is not what it says.
+      CodecError: the payload does not fit its codec and size.
     """
     p = publish.fragment
     if publish.payload is None:
@@ -108,11 +109,11 @@ class Deltas:
     return self.stage(p, value, mode, included)
 
   def stage(self, fragment: int, value: np.ndarray, mode: str, included: bool) -> np.ndarray:
-    """What `apply` adds for a new version: overwrite g', mix (1-a) g', rebase g' - ref.
+    """The vector that `apply` adds for a version g': overwrite g', mix (1-a) g', rebase g' - ref.
 
-    `ref` is what of my parameters the new version g' already knows: the base, less my push if it
-    is part of g'. What is left of the local value, rounding errors included, stays mine. From now
-    on the base is g'.
+    `ref` is the part of my parameters that is already in g': the base, minus my push if it is
+    merged in g'. The rest of the local value, rounding errors included, stays. From now on the base
+    is g'.
     """
     base = self.base.get(fragment)
     sent, rounding = self.sent.pop(fragment, None), self.rounding.pop(fragment, None)
@@ -135,7 +136,7 @@ class Deltas:
     return shift
 
   def back(self, fragment: int) -> np.ndarray:
-    """A push was rejected: its fragment goes back to the base, and owes nothing to rounding."""
+    """A push was rejected: its fragment goes back to the base, and its residual is dropped."""
     self.residual.pop(fragment, None)
     return self.stage(fragment, self.base[fragment], "overwrite", included=False)
 
@@ -144,7 +145,7 @@ class Deltas:
     return {"overwrite": 0.0, "mix": self._sync.mix_alpha, "rebase": 1.0}[mode]
 
   def value(self, fragment: int) -> np.ndarray:
-    """The payload of the global value as last received, f32."""
+    """The payload of the base, f32."""
     return codec.encode(self.base[fragment], "f32")
 
   def send_moments(self, flat: np.ndarray) -> np.ndarray:
@@ -155,7 +156,7 @@ class Deltas:
     """Moments [size] out of a payload that a peer has sent.
 
     Raises:
-      CodecError: they are another inner optimizer's, damaged, or not finite.
+      CodecError: the moments are another inner optimizer's, damaged, or not finite.
     """
     flat = codec.decode(payload, size, "f32")
     if not np.isfinite(flat).all():
@@ -171,7 +172,7 @@ class Deltas:
     return {f"{name}/{p}": v for name, each in groups.items() for p, v in sorted(each.items())}
 
   def restore(self, arrays: dict[str, np.ndarray]) -> None:
-    """Takes back what `arrays` gave; other names are left alone."""
+    """Takes back the vectors that `arrays` gave; ignores other names."""
     for name, value in arrays.items():
       group, _, fragment = name.partition("/")
       if group in ("base", "sent", "residual", "rounding"):
@@ -185,26 +186,26 @@ class Deltas:
 class Committed:
   """One fragment after its newest commit. Vectors are flat f32 [size].
 
-  They are not written again, unless the store does not outlive its shard and nothing else reads
-  them (`Merger.commit`).
+  They are never written again, except where the store does not outlive its shard and nothing else
+  reads them (`Merger.commit`).
   """
 
-  state: FragmentState  # version, merged tokens, who took part; no round under way
+  state: FragmentState  # version, merged tokens, participants; no round under way
   value: np.ndarray  # the global value
-  published_value: np.ndarray  # what learners were sent: `value`, or what a lossy codec made of it
+  published_value: np.ndarray  # the value that learners have: `value`, or with a codec's rounding
   momentum: np.ndarray | None  # of the outer optimizer, None without
-  momentum_round: int = -1  # that made the momentum; an older one if only the value was given back
+  momentum_round: int = -1  # that made the momentum; older if a learner gave back only the value
 
   @property
   def exact(self) -> bool:
-    """Whether the value is the optimizer's own, and not what learners were sent of it."""
+    """Whether the value is the optimizer's own, not a published one; False also if sent as f32."""
     return self.value is not self.published_value or not self.state.version
 
 
 class FragmentStore(Protocol):
-  """Keeps the newest commit of every fragment; replaced as a whole, never half."""
+  """Keeps the newest commit of every fragment; a commit is replaced as a whole, never in part."""
 
-  outlives: bool  # the shard: what it has must be whole also if a commit fails half-way
+  outlives: bool  # whether it outlives the shard: then it must be whole even if a commit fails
 
   def load(self, fragment: int) -> Committed | None: ...
 
@@ -212,7 +213,7 @@ class FragmentStore(Protocol):
 
 
 class MemoryStore:
-  """Lives as long as the process: enough for roles that are threads of it."""
+  """A store that lives as long as the process: enough for roles that are its threads."""
 
   def __init__(self, outlives: bool = True) -> None:
     self.outlives = outlives
@@ -230,50 +231,50 @@ def new_fragment(fragment: Fragment, value: np.ndarray) -> Committed:
   return Committed(FragmentState(fragment.index), value, value, None)
 
 
-MADE_FROM = 1 << 22  # values of an initial fragment that are made sooner than sent
-FEWEST_COMPARED = 4096  # values; cosines of random directions are below 0.02 then
+MADE_FROM = 1 << 22  # from so many values on, making a fragment's initial value beats sending it
+FEWEST_COMPARED = 4096  # values; from so many on, cosines of random directions are below 0.02
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-  """Of one push."""
+  """The measurements of one push."""
 
   squares: np.ndarray  # f64 [pieces], `passes.squares`
-  sample: np.ndarray  # f32, `passes.sample`: what its direction is compared by
+  sample: np.ndarray  # f32, `passes.sample`: the values by which directions are compared
 
   @property
   def norm(self) -> float:
-    """Of the whole push."""
+    """The norm of the whole push."""
     return math.sqrt(float(self.squares.sum()))
 
 
 class ReceivedPushes:
-  """The outer gradients of one round so far, as they came."""
+  """The outer gradients of one round so far, in the wire codec."""
 
   def __init__(self, fragment: Fragment, round: int):
     self.round = round
     self.pushes: dict[int, tuple[Encoded, Measured]] = {}  # by learner
-    self._samples: dict[int, np.ndarray] = {}  # also of those that may not be accepted
+    self._samples: dict[int, np.ndarray] = {}  # by learner; also of pushes not accepted later
     self._fragment = fragment
     self._compared = outer.compared_pieces(fragment)
 
   def measure(self, push: Encoded, share: Share = map) -> Measured:
-    """What the round, the screening and the merge need to know of one more push.
+    """The measurements of one more push, for the round, the screening and the merge.
 
     Raises:
-      CodecError: it holds a code that no encoder writes.
+      CodecError: the push has a code that no encoder writes.
     """
     squares = passes.squares(self._fragment, push, share)
     return Measured(squares, passes.sample(self._fragment, push, self._compared))
 
   def add(self, learner: int, push: Encoded, measured: Measured) -> None:
-    """One more push, and what `measure` says of it."""
+    """Keeps one more push, with its measurements."""
     self.pushes[learner] = push, measured
 
   def products(self, learner: int, measured: Measured) -> dict[int, float]:
-    """Inner products of its sample with those that were measured before, and with itself.
+    """Inner products of this sample with the samples measured before, and with itself.
 
-    None where there are so few values that directions are chance.
+    Empty where a sample has so few values that its direction is chance.
     """
     mine = self._samples.setdefault(learner, measured.sample)
     if mine.size < FEWEST_COMPARED:
@@ -283,13 +284,13 @@ class ReceivedPushes:
 
 @dataclasses.dataclass(frozen=True)
 class Merged:
-  """What a commit made of its pushes.
+  """The merge of a commit's pushes, as numbers for the log.
 
   Attributes:
     weights: f64 [M], the learners'.
     length: of the merged outer gradient, over the mean of the pushes'; None if these are zero.
     sample: f32, of the merged outer gradient, at the places of `Measured.sample`.
-    rho: its cosine with the one before it of this fragment; None where there is none to compare.
+    rho: cosine of the merged outer gradient with the fragment's previous one; None without one.
   """
 
   weights: np.ndarray
@@ -298,7 +299,7 @@ class Merged:
   rho: float | None = None
 
   def after(self, before: Merged | None) -> Merged:
-    """This, beside what the commit before made."""
+    """This merge with `rho`, its cosine with the merge of the commit before."""
     if before is None or self.sample.size < FEWEST_COMPARED:
       return self
     norms = [math.sqrt(passes.dot(each, each)) for each in (self.sample, before.sample)]
@@ -319,11 +320,11 @@ def commit(
 ) -> tuple[Committed, Encoded | None, Merged]:
   """The fragment after the outer step on the merged pushes of `what.learners`.
 
-  In place, its vectors are written over the old ones; if it fails, neither means anything.
+  With `in_place` the new vectors overwrite the old ones; if the commit fails, both are invalid.
 
   Returns:
-    (the new value; its state lacks the counters, which are the protocol's; the update as learners
-    get it, None if they get values whole; what the pushes were merged to).
+    (the new commit, whose state lacks the counters, which are the protocol's; the update as
+    learners get it, None if they get values whole; the merge in numbers).
   """
   chosen = [arrivals.pushes[m] for m in what.learners]
   weights = learner_weights(what, config)
@@ -349,15 +350,15 @@ def commit(
 
 
 def _writable(vectors: Vectors) -> bool:
-  """Not so where they came out of a file or a message."""
+  """Whether the vectors may be overwritten; not where they came out of a file or a message."""
   return all(each is None or each.flags.writeable for each in vectors)
 
 
 def learner_weights(what: Commit, config: Config) -> np.ndarray:
-  """Weights [M] f64 of the learners of a commit, bounded whatever they claim.
+  """Weights [M] f64 of the learners of a commit, with bounds that no claim exceeds.
 
-  Stale work weighs less than its steps and tokens say (`rules.worth_steps`), and no learner has
-  more than its share (`outer.bounded_shares`).
+  Stale work weighs less than its steps and tokens claim (`rules.worth_steps`), and a learner's
+  share is bounded (`outer.bounded_shares`).
   """
   steps = [rules.worth_steps(s, config.sync) for s in what.steps]
   tokens = [t if s == c else t * c / s for t, s, c in zip(what.tokens, what.steps, steps)]
@@ -365,7 +366,7 @@ def learner_weights(what: Commit, config: Config) -> np.ndarray:
   return outer.bounded_shares(outer.token_weights(steps, tokens), step_tokens)
 
 
-# --- All that a shard has of vectors: what is committed, what has arrived, what goes out
+# --- All vectors of a shard: committed values, pushes that have arrived, updates to send
 
 
 class Merger:
@@ -378,22 +379,22 @@ class Merger:
 
   Attributes:
     committed: by fragment, the newest commit.
-    share: on which threads its passes run.
+    share: runs the passes, on some threads.
   """
 
   def __init__(self, fragments: Mapping[int, Fragment], store: FragmentStore, config: Config):
     self.committed: dict[int, Committed] = {p: _loaded(store, p) for p in fragments}
     self._fragments, self._config = fragments, config
-    self._arrivals: dict[int, ReceivedPushes] = {}  # of the round under way
-    self._update: dict[int, Encoded] = {}  # the newest
-    self._merged: dict[int, Merged] = {}  # the newest
-    self._initial: dict[int, np.ndarray] = {}  # digests of the initial values that are made
+    self._arrivals: dict[int, ReceivedPushes] = {}  # by fragment, of the round under way
+    self._update: dict[int, Encoded] = {}  # by fragment, of the newest commit
+    self._merged: dict[int, Merged] = {}  # by fragment, of the newest commit
+    self._initial: dict[int, np.ndarray] = {}  # digests of initial values that receivers make
     self._in_place = not store.outlives
-    self._lent: set[int] = set()  # fragments whose vectors others may read
+    self._lent: set[int] = set()  # fragments whose vectors other code may still read
     self.share: Share = map
 
   def prepare(self, fragment: int) -> str:
-    """Compiles what this fragment is worked on with, if it is large; see `passes.compile_for`."""
+    """Compiles the kernels for this fragment if it is large; see `passes.compile_for`."""
     reason = passes.compile_for(self._fragments[fragment], self._config.outer)
     committed = self.committed[fragment]
     if committed.state.last_round == INITIAL and self._is_made(fragment):
@@ -401,11 +402,11 @@ class Merger:
     return reason
 
   def _is_made(self, fragment: int) -> bool:
-    """Whether its initial value is worth making instead of sending."""
+    """Whether receivers make the initial value of this fragment instead of getting it sent."""
     return self._fragments[fragment].size >= MADE_FROM
 
   def change(self, fragment: int) -> Encoded:
-    """What learners get of its newest version: the update, or the value if that goes out whole."""
+    """What learners get of the newest version: the update, or the whole value if there is none."""
     update = self._update.get(fragment)
     return self._whole(fragment) if update is None else update
 
@@ -428,7 +429,7 @@ class Merger:
     return Received(push, now, norm=measured.norm, products=products, content=content)
 
   def take_back(self, value: Value, now: float) -> Received:
-    """Decodes a value that the shard has lost and a learner gives back."""
+    """Decodes a value that this shard has lost and that a learner gives back."""
     fragment = self._fragments.get(value.fragment)
     try:
       flat = codec.decode(value.payload, -1 if fragment is None else fragment.size, "f32")
@@ -436,32 +437,32 @@ class Merger:
       return Received(value, now, fault=str(error))
     if not np.isfinite(flat).all():
       return Received(value, now, fault="not finite")
-    return Received(value, now, content=flat.copy())  # the message has the memory it came in
+    return Received(value, now, content=flat.copy())  # `flat` is in the message's memory
 
   def accept(self, accept: Accept) -> None:
-    """Keeps a push that was taken in until its round ends."""
+    """Keeps an accepted push until its round ends."""
     self._arrivals_of(accept.fragment, accept.round).add(accept.learner, *accept.content)
 
   def _arrivals_of(self, fragment: int, round: int) -> ReceivedPushes:
-    """What has arrived in this round so far; nothing yet if it has just begun."""
+    """The pushes that have arrived in this round so far; none if it has just begun."""
     arrivals = self._arrivals.get(fragment)
     if arrivals is None or arrivals.round != round:
       return ReceivedPushes(self._fragments[fragment], round)
     return arrivals
 
   def abandon(self, fragment: int) -> None:
-    """Forgets what has arrived in a round that ends without a commit."""
+    """Forgets the pushes of a round that ends without a commit."""
     self._arrivals.pop(fragment, None)
 
   def commit(self, what: Commit, state: FragmentState) -> Merged:
-    """Merges; from now on the fragment is what it makes, with this state.
+    """Merges the round's pushes; the fragment's newest commit is the result, with this state.
 
-    A shard that alone has the vectors writes over them: fresh memory for a commit is as much as the
-    fragment, and touching it takes longer than the arithmetic.
+    If only this shard has the vectors, it overwrites them: a commit would need as much fresh memory
+    as the fragment has, and touching that memory takes longer than the arithmetic.
     """
     p = what.fragment
     in_place = self._in_place and p not in self._lent
-    self._lent.discard(p)  # what was lent is not what will be here
+    self._lent.discard(p)  # lent vectors are replaced, not overwritten
     self._update.pop(p, None)
     arrivals, fragment = self._arrivals.pop(p), self._fragments[p]
     old, config = self.committed[p], self._config
@@ -473,16 +474,16 @@ class Merger:
     return self._merged[p]
 
   def install(self, what: InstallValue, state: FragmentState) -> None:
-    """Takes a value that a learner gave back; the momentum stays that of an older round."""
+    """Takes a value that a learner gave back; the momentum stays as it is, of an older round."""
     p, value = what.fragment, what.content
     self._update.pop(p, None)
     old = self.committed[p]
     self.committed[p] = dataclasses.replace(old, state=state, value=value, published_value=value)
 
   def with_payload(self, publish: Publish) -> Publish:
-    """As an update to the version before if that is asked for, and known; else the whole value.
+    """The publish with its payload: the update, if asked for and known; else the whole value.
 
-    Of an initial value that its receiver makes, the digest: `MADE`.
+    For an initial value that its receiver makes (`MADE`) the payload is the digest.
     """
     if publish.codec == MADE and publish.fragment in self._initial:
       return replace(publish, payload=self._initial[publish.fragment])
@@ -493,7 +494,7 @@ class Merger:
     return replace(publish, base_version=-1, codec=whole.codec, payload=whole.payload)
 
   def arrays(self) -> dict[str, np.ndarray]:
-    """All that is committed, by name: "3/value". No copies: see `_lend`."""
+    """All committed vectors, by name: "3/value". No copies: see `_lend`."""
     found: dict[str, np.ndarray] = {}
     for p in self.committed:
       c = self._lend(p)
@@ -505,7 +506,7 @@ class Merger:
     return found
 
   def _lend(self, fragment: int) -> Committed:
-    """The newest commit, for others to read as long as they like: the next one goes elsewhere."""
+    """The newest commit, which other code may read at any time: the next one uses other memory."""
     self._lent.add(fragment)
     return self.committed[fragment]
 

@@ -2,7 +2,7 @@
 
 A fragment is a list of pieces; a piece is a whole tensor, one layer of a stacked tensor, or some
 rows of a very large embedding. On the host a fragment's value is one flat float32 vector.
-Balanced tensor fragmentation is the one of "Decoupled DiLoCo"; the others are for comparison.
+"Decoupled DiLoCo" uses balanced tensor fragmentation; the other policies are for comparison.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Plan:
     return tuple(fragment.size for fragment in self.fragments)
 
   def parts_by_name(self, indices: Iterable[int]) -> Mapping[str, list[tuple[Fragment, Piece]]]:
-    """Of each tensor, its pieces in these fragments; each also as a fragment of its own."""
+    """By tensor, its pieces in these fragments, each with a fragment of that piece alone."""
     found = collections.defaultdict[str, list[tuple[Fragment, Piece]]](list)
     for p in indices:
       for piece in self.fragments[p].pieces:
@@ -117,7 +117,7 @@ def make_plan(specs: Sequence[TensorSpec], sync: SyncConfig) -> Plan:
 
 
 def _pieces(specs: Sequence[TensorSpec], sync: SyncConfig) -> list[Piece]:
-  """Everything that is placed as a whole, in model order; offsets are still 0."""
+  """All pieces, which are placed as a whole, in model order; offsets are still 0."""
   first_stacked = next((i for i, spec in enumerate(specs) if spec.stacked), 0)
   found: list[tuple[tuple[int, int, int], list[Piece]]] = []
   for position, spec in enumerate(specs):
@@ -204,15 +204,15 @@ _POLICIES = {"balanced": _balanced, "layer": _layer, "tensor": _tensor, "strided
 def _view(piece: Piece, params: Mapping[str, np.ndarray]) -> np.ndarray:
   leaf = params[piece.name]
   if piece.layer is not None:
-    leaf = leaf[piece.layer, ...]  # the dots keep a view where only a scalar is left
+    leaf = leaf[piece.layer, ...]  # with the dots the result is a view even if it is a scalar
   return leaf[piece.start : piece.stop] if leaf.ndim else leaf
 
 
 def gather(
   fragment: Fragment, params: Mapping[str, np.ndarray], out: np.ndarray | None = None
 ) -> np.ndarray:
-  """The fragment's values out of `params` (name -> leaf), as a flat float32 vector [size]: `out`,
-  or a new one."""
+  """The fragment's values out of `params` (name -> leaf), as a flat float32 vector [size]: in
+  `out`, or in a new one."""
   flat = np.empty(fragment.size, np.float32) if out is None else out
   for piece, view in zip(fragment.pieces, split_flat(fragment, flat)):
     view[...] = _view(piece, params)

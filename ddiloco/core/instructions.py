@@ -1,14 +1,14 @@
-"""What numba has no word for: memory by its address, and 16 values at a time (`core/kernels.py`).
+"""Operations that numba lacks: memory by address, and 16 values at a time (for `core/kernels.py`).
 
-A loop over arrays becomes vector instructions only where LLVM can prove that it may, and each view
-of an array is counted, up and down. So the loops that a commit spends its time in are written in
-LLVM's own terms: vectors of 16 values, which it cuts into as many instructions as the CPU needs.
-The operations are NumPy's, in its order, and none are fused: the bits are the same on every CPU.
-Addresses are not checked: callers give what lies inside their arrays.
+LLVM vectorizes a loop over arrays only where it can prove that it may, and numba counts references
+to each view of an array. So the loops that take most of a commit's time are written in LLVM's own
+terms: vectors of 16 values, which LLVM splits into as many instructions as the CPU needs. The
+operations are NumPy's, in the same order, and none are fused: the bits are the same on every CPU.
+Addresses are not checked: callers must give addresses inside their arrays.
 
-One thing is a CPU's own: AVX-512 looks 16 values up in a table of 16 at once (`look_up_16`). Four
-bits can mean 16 values only, so an int4 code costs a look-up instead of a conversion and two
-multiplications. `multiply_16` does the same on any CPU, and int8.
+One function needs a special CPU: AVX-512 looks up 16 values in a table of 16 at once
+(`look_up_16`). Four bits have only 16 values, so an int4 code costs a look-up instead of a
+conversion and two multiplications. `multiply_16` does the same on any CPU, also for int8.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from numba.extending import intrinsic as _intrinsic
 
 from ddiloco.core.codec import BLOCK
 
-intrinsic: Any = _intrinsic  # what it makes takes one argument less than it is written with
-_CONFIG: Any = config  # its names are made when it is loaded
+intrinsic: Any = _intrinsic  # Any: a decorated function takes one argument less than its signature
+_CONFIG: Any = config  # Any: its attributes are set at import
 _FEATURES = _CONFIG.CPU_FEATURES if _CONFIG.CPU_FEATURES is not None else get_host_cpu_features()
-LOOKS_UP = "+avx512f" in _FEATURES.split(",")  # of what numba compiles for
-TOGETHER = 4  # pushes that one instruction adds
-ROW = 32  # f32 of a table's row: 16 products, the scale, the unit, and nothing
+LOOKS_UP = "+avx512f" in _FEATURES.split(",")  # whether numba's target CPU has AVX-512
+TOGETHER = 4  # pushes that one call adds
+ROW = 32  # f32 values of a table's row: 16 products, the scale, the unit, and padding
 
-_NEAREST = float(np.float32(3 << 22))  # added and subtracted: the nearest integer, ties to even
+_NEAREST = float(np.float32(3 << 22))  # to add it and subtract it rounds to nearest, ties to even
 _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _FLOATS, _INTS, _BYTES = (ir.VectorType(each, 16) for each in (_F32, _I32, ir.IntType(8)))
 
@@ -41,7 +41,7 @@ def _same(kind: Any, number: float) -> Any:
 
 
 class _Writer:
-  """Writes instructions: LLVM's builder with the few words that are used here."""
+  """Writes instructions: LLVM's builder, with the few operations that are used here."""
 
   def __init__(self, builder: Any):
     self.llvm = builder
@@ -56,7 +56,7 @@ class _Writer:
     return self.llvm.inttoptr(self.llvm.add(address, _I64(offset)), kind.as_pointer())
 
   def spread(self, number: Any) -> Any:
-    """16 times this f32."""
+    """A vector of 16 copies of this f32."""
     one = self.llvm.insert_element(ir.Constant(_FLOATS, ir.Undefined), number, _I32(0))
     return self.llvm.shuffle_vector(one, one, _same(_INTS, 0))
 
@@ -71,14 +71,14 @@ class _Writer:
     return self.llvm.call(function, arguments)
 
   def followed(self, momentum: Any, before: Any, after: Any, factors: Any) -> Any:
-    """The momentum that a published step tells, as `outer.followed` has it."""
+    """The momentum after a published step, as in `outer.followed`."""
     kept, gained = factors
     gain = self.llvm.fmul(self.llvm.fsub(before, after), gained)
     return self.llvm.fadd(self.llvm.fmul(momentum, kept), gain)
 
 
 def _instruction(signature: Any, write: Callable[..., Any]) -> Any:
-  """An intrinsic of numba's: what `write` writes where it is called; None is a call of no value."""
+  """A numba intrinsic: each call of it becomes the code that `write` writes; None: no result."""
 
   def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
     result = write(_Writer(builder), *arguments)
@@ -96,13 +96,13 @@ _RATES = types.UniTuple(_NUMBER, 4)
 
 @intrinsic
 def read_byte(typing: Any, address: Any) -> Any:
-  """The byte there. No array has to be made, and counted, for it."""
+  """The byte at this address, without an array and its reference count."""
   return _instruction(types.uint8(_ADDRESS), lambda w, there: w.load(there, ir.IntType(8)))
 
 
 @intrinsic
 def set_zero(typing: Any, values: Any) -> Any:
-  """Makes a block of f32 at this address 0."""
+  """Sets the block of f32 at this address to 0."""
 
   def write(w: _Writer, values: Any) -> None:
     for offset in range(0, 4 * BLOCK, 64):
@@ -113,7 +113,7 @@ def set_zero(typing: Any, values: Any) -> Any:
 
 @intrinsic
 def peak(typing: Any, values: Any) -> Any:
-  """The largest magnitude of a block of f32 at this address; NaN where there is one."""
+  """The largest magnitude of the block of f32 at this address; NaN if it has a NaN."""
 
   def write(w: _Writer, values: Any) -> Any:
     largest = _same(_INTS, 0)
@@ -129,8 +129,8 @@ def peak(typing: Any, values: Any) -> Any:
 
 @intrinsic
 def squares_of_block(typing: Any, codes: Any, int4: Any) -> Any:
-  """Of the BLOCK bytes at this address: the sum of squares of low codes, that of high ones (of int8
-  0), and whether there is a code that no encoder writes."""
+  """Of the BLOCK bytes at this address: the sum of squares of the low codes, that of the high codes
+  (0 for int8), and whether there is a code that no encoder writes."""
 
   def write(w: _Writer, codes: Any, int4: Any) -> Any:
     sums, least = [_same(_INTS, 0), _same(_INTS, 0)], _same(_INTS, 0)
@@ -158,16 +158,17 @@ def _int4_codes(w: _Writer, byte: Any) -> tuple[Any, Any]:
 
 @intrinsic
 def set_tables(typing: Any, tables: Any, units: Any, scales: Any) -> Any:
-  """Writes f32 [TOGETHER, ROW] there, for some pushes what their codes of a block and piece mean.
+  """Writes f32 [TOGETHER, ROW] at `tables`: for each push, the values of its codes in one block and
+  piece.
 
-  A row has (nibble - 8) * scale * unit of each nibble, then scale and unit. All are addresses: of
-  the units, which lie side by side, and of each push's scale.
+  A row has (nibble - 8) * scale * unit of each nibble, then scale and unit. All arguments are
+  addresses: `units` of units side by side, `scales` of each push's scale.
   """
 
   def write(w: _Writer, tables: Any, units: Any, scales: Any) -> None:
     for k, there in enumerate(w.each(scales, TOGETHER)):
       unit, scale, row = w.load(units, _F32, 4 * k), w.load(there, _F32), 4 * ROW * k
-      # Where a unit is 0 the scale may be NaN; adding 0 changes no bit of a sum begun with 0.
+      # Where a unit is 0 the scale may be NaN: use 0. Adding 0 changes no bit of a sum begun at 0.
       counts = w.llvm.fcmp_unordered("!=", unit, _F32(0.0))
       scale = w.llvm.select(counts, scale, _F32(0.0))
       codes = ir.Constant(_FLOATS, [float(nibble - 8) for nibble in range(16)])
@@ -181,18 +182,18 @@ def set_tables(typing: Any, tables: Any, units: Any, scales: Any) -> Any:
 
 @intrinsic
 def look_up_16(typing: Any, low: Any, high: Any, tables: Any, codes: Any) -> Any:
-  """Adds what 16 bytes of each push mean in int4 to 16 values at `low` and 16 at `high`.
+  """Decodes 16 bytes of int4 of each push, and adds them to 16 values at `low` and 16 at `high`.
 
-  All are addresses. Tables of low codes come first, then those of high ones.
+  All arguments are addresses. Tables of low codes come first, then those of high codes.
   """
 
   def write(w: _Writer, low: Any, high: Any, tables: Any, codes: Any) -> None:
-    if not LOOKS_UP:  # compiled, and never called
+    if not LOOKS_UP:  # compiled, but never called
       return
     sums = [w.load(place, _FLOATS) for place in (low, high)]
     for k, there in enumerate(w.each(codes, TOGETHER)):
       index = w.llvm.zext(w.load(there, _BYTES), _INTS)
-      for part in range(2):  # of an index the lowest four bits count
+      for part in range(2):  # the instruction uses the lowest four bits of an index
         table = w.load(tables, _FLOATS, 4 * ROW * (TOGETHER * part + k))
         value = w.call("llvm.x86.avx512.permvar.sf.512", _FLOATS, table, index)
         sums[part] = w.llvm.fadd(sums[part], value)
@@ -205,7 +206,7 @@ def look_up_16(typing: Any, low: Any, high: Any, tables: Any, codes: Any) -> Any
 
 @intrinsic
 def multiply_16(typing: Any, low: Any, high: Any, tables: Any, codes: Any, int4: Any) -> Any:
-  """As `look_up_16`, on any CPU, and of int8, which has low codes only."""
+  """Like `look_up_16`, on any CPU, and also for int8, which has low codes only."""
 
   def write(w: _Writer, low: Any, high: Any, tables: Any, codes: Any, int4: Any) -> None:
     def add(place: Any, part: int) -> None:
@@ -232,16 +233,16 @@ def multiply_16(typing: Any, low: Any, high: Any, tables: Any, codes: Any, int4:
 def move_16(
   typing: Any, delta: Any, stretch: Any, old: Any, new: Any, rates: Any, kind: Any, whole: Any
 ) -> Any:
-  """The new value of 16, and where their delta was, what learners lack of it.
+  """The outer step of 16 values. Their delta becomes new value - published value.
 
   Args:
-    delta: address of 16 of the pushes' sum.
-    stretch: what they are multiplied by.
+    delta: address of 16 values of the pushes' sum.
+    stretch: factor of the sum.
     old: addresses of value, published value, momentum.
-    new: addresses of the new value and the new momentum; that is set where values go out whole.
+    new: addresses of the new value and the new momentum, which is set only if `whole`.
     rates: learning rate, momentum, and the two factors of `outer.followed`.
     kind: of momentum; 0: none, 1: plain, 2: Nesterov's.
-    whole: values go out whole.
+    whole: whether learners get whole values.
   """
 
   def write(
@@ -269,12 +270,12 @@ def move_16(
 def publish_16(
   typing: Any, lacking: Any, divisor: Any, scale: Any, old: Any, new: Any, rates: Any, kind: Any
 ) -> Any:
-  """The codes of 16 values that learners lack, and what they make of published value and momentum.
+  """The codes of 16 values of an update, and the new published value and momentum.
 
   Args:
-    lacking: address of the values.
-    divisor: what they are divided by: `scale`, or infinity where that is not above 0.
-    scale: of their block.
+    lacking: address of 16 values of new value - published value.
+    divisor: of these values: `scale`, or infinity if the scale is not above 0.
+    scale: of the values' block.
     old: addresses of published value and momentum.
     new: addresses of the codes, and of new published value and momentum.
     rates: as in `move_16`.

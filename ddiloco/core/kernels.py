@@ -1,16 +1,16 @@
 """The passes of `core/passes.py` over one segment, compiled by numba: the same operations in the
-same order, so the same bits; only sums of squares are rounded otherwise.
+same order, so the same bits; only sums of squares are rounded differently.
 
-Here is which values belong together; `core/instructions.py` has what is done to 16 of them. Eight
-int4 pushes are decoded and added at 0.5 ns a value and core, where NumPy takes 18 and XLA on the
-CPU 5 (`docs/design.md`, "What a commit computes with"). Nothing here holds the GIL, and one call
-works on a whole segment: threads that take the GIL between chunks wait for each other. Compiled
-code is kept beside this file, or in the user's cache folder, for the next process.
+The loops over pieces, blocks and pushes are here; `core/instructions.py` has the operations on 16
+values. Eight int4 pushes are decoded and added at 0.5 ns a value and core, where NumPy takes 18 and
+XLA on the CPU 5 (`docs/design.md`, "What a commit computes with"). Nothing here holds the GIL, and
+one call works on a whole segment: threads that take the GIL between chunks would wait for each
+other. Compiled code is kept beside this file, or in the user's cache folder, for the next process.
 
 `scales` and `codes` are a payload's two parts (`core/codec.py`); `start` is where a chunk begins;
 `spans` and `runs` are a segment's (`passes.Segment`). A chunk's int4 codes are pairs: byte i has
-that of value i in its low half, and that of value half + i in its high one. In int8 there are low
-ones only, and `half` is all of the chunk.
+the code of value i in its low half, and that of value half + i in its high half. In int8 all codes
+count as low ones, and `half` is the size of the chunk.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ if TYPE_CHECKING:
   from ddiloco.core.passes import Chunk, Segment
 
 LOOKS_UP = instructions.LOOKS_UP
-TILE = 8 * BLOCK  # bytes of codes: the sums that all pushes are added to stay in the first cache
+TILE = 8 * BLOCK  # bytes of codes: the sums for so many codes stay in the L1 cache
 _TINY = np.finfo(np.float32).tiny
 _MAX = np.finfo(np.float32).max
 _NONE = np.empty(0, np.float32)
 
-_KERNELS: list[Any] = []  # all that is compiled here
+_KERNELS: list[Any] = []  # all functions compiled here
 
 
 def _compiled(function: Any, **options: Any) -> Any:
-  options |= {"nogil": True, "error_model": "numpy"}  # a division by 0 is not looked for
+  options |= {"nogil": True, "error_model": "numpy"}  # no check for a division by 0
   try:
     kernel = numba.njit(cache=True, **options)(function)
-  except RuntimeError:  # no folder to keep it in: compiled again by every process
+  except RuntimeError:  # no folder for the compiled code: every process compiles again
     kernel = numba.njit(**options)(function)
   _KERNELS.append(kernel)
   return kernel
 
 
 class Opened:
-  """A payload of `size` values in int8 or int4, as the kernels read it, or write it."""
+  """A payload of `size` values in int8 or int4, as the kernels read or write it."""
 
   def __init__(self, encoded: Encoded, size: int, written: bool = False):
     scale_bytes = 4 * -(-size // BLOCK)
@@ -71,12 +71,12 @@ class Opened:
     self.scales = np.require(scales, requirements="A")  # a copy if it came unaligned
     self.codes = encoded.payload[scale_bytes:]
     self.int4 = encoded.codec == "int4"
-    # To numba, arrays that may be written and others are two types: each would be compiled anew.
+    # Writable and read-only arrays are two types to numba, each compiled for itself: fix one.
     self.scales.flags.writeable = self.codes.flags.writeable = written
 
 
 def squares(push: Opened, segment: Segment, sums: np.ndarray) -> bool:
-  """Adds each piece's sum of squares to `sums`; False, and nonsense in `sums`, if a code is odd."""
+  """Adds each piece's sum of squares to `sums`; False, and `sums` invalid, if a code is invalid."""
   return not _squares(push.scales, push.codes, push.int4, segment.spans, segment.runs, sums)
 
 
@@ -89,7 +89,7 @@ class Pushes:
   """
 
   def __init__(self, pushes: Sequence[Opened], units: np.ndarray):
-    self._pushes = pushes  # so that the addresses stay theirs
+    self._pushes = pushes  # keeps their memory alive, whose addresses the kernels use
     rows = -(-len(pushes) // TOGETHER) * TOGETHER
     padded = np.zeros((units.shape[1], rows), np.float32)  # by piece; 0 beyond the last push
     padded[:, : len(pushes)] = units.T
@@ -99,11 +99,11 @@ class Pushes:
     self.arguments = addresses, padded, int4, int4 and LOOKS_UP
 
   def read(self, chunk: Chunk, total: np.ndarray) -> None:
-    """Writes a chunk of their sum into `total` [chunk]."""
+    """Writes a chunk of the pushes' sum into `total` [chunk]."""
     _add(*self.arguments, chunk.start, chunk.runs, total)
 
   def add_squares(self, segment: Segment, sums: np.ndarray) -> None:
-    """Adds each piece's sum of squares of their sum to `sums`."""
+    """Adds each piece's sum of squares of the pushes' sum to `sums`."""
     _sum_squares(*self.arguments, segment.spans, segment.runs, sums)
 
 
@@ -123,23 +123,23 @@ class Stepper:
     self._stretch, self._step = stretch, (arrays, rates, kind, wire)
 
   def chunk(self, chunk: Chunk, total: np.ndarray) -> None:
-    """Of one chunk, given the sum of the pushes there, f32 [chunk], which it spoils."""
+    """Steps one chunk, given the pushes' sum `total` f32 [chunk], which is written over."""
     _step(chunk.start, chunk.runs, self._stretch, total, *self._step)
 
   def segment(self, segment: Segment, pushes: Pushes) -> None:
-    """Of a segment, with the sum of these pushes."""
+    """Steps a segment, with the sum of these pushes."""
     _step_segment(pushes.arguments, segment.spans, segment.runs, self._stretch, *self._step)
 
 
 def compile_all(segment: Segment, vectors: Any, config: OuterConfig) -> str:
-  """Compiles everything, or loads what was compiled, by working on this chunk of one piece.
+  """Compiles all kernels, or loads them from the cache, by a run on this chunk of one piece.
 
-  What is kept must not end a shard: where it cannot be written or read, nothing is kept. Returns
-  why that is so; "" if all is well.
+  A broken cache must not end a shard: if it cannot be written or read, nothing is cached. Returns
+  the reason; "" if the cache works.
   """
   try:
     _call_all(segment, vectors, config)
-  except Exception as error:  # of a full disk, or of a file that a power cut has torn
+  except Exception as error:  # for example a full disk, or a cached file damaged by a power cut
     for kernel in _KERNELS:
       kernel._cache = NullCache()
     _call_all(segment, vectors, config)
@@ -165,9 +165,9 @@ def _call_all(segment: Segment, vectors: Any, config: OuterConfig) -> None:
 
 @_compiled
 def _alike(at, end, half, size, runs, run):
-  """Where the bytes from `at` on end whose low codes share block and piece, and so do high ones.
+  """The end of the bytes from `at` on whose low codes share block and piece, and high codes too.
 
-  `run` [2]: index of the runs that low and high codes are in, counted up; int8 has low ones only.
+  `run` [2]: indices of the runs of low and high codes, advanced here; int8 has no high codes.
   """
   to = end
   for part in range(2):
@@ -196,7 +196,7 @@ def _squares_of_chunk(scales, codes, int4, start, size, runs, sums):
   for scale in scales[block : block + (size + BLOCK - 1) // BLOCK]:
     if scale < 0:
       return True
-  if int4 and size % 2 and codes[first + half - 1] >> np.uint8(4) != 8:  # of no value
+  if int4 and size % 2 and codes[first + half - 1] >> np.uint8(4) != 8:  # the padding nibble
     return True
   while at < half:
     to = _alike(at, half, half, size, runs, run)
@@ -217,7 +217,7 @@ def _squares_of_chunk(scales, codes, int4, start, size, runs, sums):
 
 @_compiled
 def _squares_of_few(codes, int4):
-  """As `squares_of_block`, of any number of bytes."""
+  """Like `squares_of_block`, for any number of bytes."""
   low, high, odd = np.int32(0), np.int32(0), False
   for byte in codes:
     one, two = np.int32(np.int8(byte)), np.int32(0)
@@ -235,7 +235,7 @@ def _squares_of_few(codes, int4):
 def _add(addresses, units, int4, look_up, start, runs, total):
   """A chunk of the sum of all pushes, tile by tile, some pushes at a time.
 
-  `addresses` [M, 2] are those of each push's scales and codes; `units` f32 [pieces, M].
+  `addresses` [M, 2]: of each push's scales and codes; `units` f32 [pieces, M].
   """
   size = total.size
   half, table = (size + 1) // 2 if int4 else size, np.empty((2 * TOGETHER, ROW), np.float32)
@@ -252,7 +252,7 @@ def _add(addresses, units, int4, look_up, start, runs, total):
 
 @_compiled
 def _add_tile(addresses, units, int4, look_up, start, tile, runs, table, total):
-  """Adds what some bytes of some pushes mean, as many at a time as mean it alike; see `_alike`."""
+  """Adds the values of some bytes of some pushes. Bytes that are `_alike` share their tables."""
   at, end = tile
   size, run = total.size, np.zeros(2, np.int64)
   half, byte = ((size + 1) // 2, start // 2) if int4 else (size, start)
@@ -313,7 +313,7 @@ def _sum_squares(addresses, units, int4, look_up, spans, runs, sums):
     add_squares(here, mine, sums)
 
 
-# --- The outer step on their sum
+# --- The outer step on the pushes' sum
 
 
 @_compiled
@@ -332,7 +332,7 @@ def _step(start, runs, stretch, delta, arrays, rates, kind, wire):
   """The outer step of one chunk, block by block."""
   value, published, momentum, new_value, new_published, new_momentum = arrays
   scales, payload, int4, levels = wire
-  if kind == 0:  # what is read for it counts for nothing, and none is written
+  if kind == 0:  # no momentum: any vector may be read in its place, and none is written
     momentum = new_momentum = value
   if not levels:
     new_published = new_value
@@ -349,7 +349,7 @@ def _step(start, runs, stretch, delta, arrays, rates, kind, wire):
       before = old[0] + there, old[1] + there, old[2] + there
       after = new[0] + there, new[1] + there, new[2] + there
       scale = _step_block(here, long, before, after, rates, kind, levels, to)
-    else:  # of several pieces, or the last one: beside the vectors, filled up with zeros
+    else:  # a block of several pieces, or the last one: step a copy, filled up with zeros
       stop = min(size, stop)
       n, here = stop - at, slice(start + at, start + stop)
       rows[:] = np.float32(0)
@@ -373,7 +373,7 @@ def _step(start, runs, stretch, delta, arrays, rates, kind, wire):
 
 @_compiled
 def _stretched(delta, at, runs, stretch, out):
-  """A part of a chunk, from `at` on, times each piece's stretch."""
+  """out = a part of a chunk, from `at` on, times each piece's stretch."""
   run = 0
   for i in range(delta.size):
     while runs[run, 1] <= at + i:
@@ -383,10 +383,10 @@ def _stretched(delta, at, runs, stretch, out):
 
 @_compiled
 def _step_block(delta, long, old, new, rates, kind, levels, codes):
-  """The outer step of one block, as `outer.update` and `codec._quantise` have it; spoils the delta.
+  """The outer step of one block, like `outer.update` and `codec._quantise`; overwrites the delta.
 
-  Returns the block's scale. `delta` and `codes` are addresses; `old` and `new` are those of value,
-  published value and momentum, which may be the same.
+  Returns the block's scale. `delta` and `codes` are addresses. `old` and `new` are addresses of
+  value, published value and momentum, and may be the same.
   """
   numbers, whole = (rates[0], rates[1], rates[2], rates[3]), levels == 0
   for i in range(0, 4 * BLOCK, 64):
@@ -396,7 +396,7 @@ def _step_block(delta, long, old, new, rates, kind, levels, codes):
     return np.float32(0)
   scale = _scale(peak(delta), levels)
   divisor = scale
-  if not scale > 0:  # by infinity: 0; where something is not finite: no code
+  if not scale > 0:  # a block of zeros, or one with a NaN or infinity: all codes are 0
     divisor = np.float32(np.inf)
     set_zero(delta)
   for i in range(0, 4 * BLOCK, 64):
@@ -413,7 +413,7 @@ def _copy(source, target):
 
 @_compiled
 def _scale(peak, levels):
-  """As `codec._quantise` has it, at the edges of f32 too."""
+  """The scale of a block, as in `codec._quantise`, also at the edges of f32."""
   if not np.isfinite(peak):
     return np.float32(np.nan)
   scale = peak / levels
@@ -424,7 +424,7 @@ def _scale(peak, levels):
 
 @_compiled
 def _pack(codes, int4, start, payload):
-  """The codes of a chunk, as they go out."""
+  """Writes the codes of a chunk into the payload."""
   size = codes.size
   if not int4:
     _copy(codes.view(np.uint8), payload[start : start + size])

@@ -1,18 +1,18 @@
 """The outer optimization of one fragment: the merge of the learners' deltas, then one SGD step.
 
-delta = base - local. Whose counts how much (`token_weights`, `bounded_shares`), and how they are
-merged: Radial-Directional Averaging, "Decoupled DiLoCo", per piece, with phi(x) = x / |x| and
+delta = base - local. `token_weights` and `bounded_shares` give each learner's weight w_i. The merge
+is Radial-Directional Averaging ("Decoupled DiLoCo"), per piece, with phi(x) = x / |x| and
 phi(0) = 0:
 
     RDA = (sum_i w_i |d_i|) * phi(sum_i w_i phi(d_i))
 
-A shard takes |d_i| when a push arrives. A commit then needs two passes over the values, whatever
+A shard computes |d_i| when a push arrives. A commit then needs two passes over the values, whatever
 the number of learners (`core/passes.py`):
 
     s      = sum_i u_i d_i,    u_i = w_i / |d_i|             and |s| on the way
     merged = c s,              c = (sum_i w_i |d_i|) / |s|
 
-Averaged pieces have u_i = w_i and c = 1. The step on it, with Nesterov or plain momentum, in f32:
+Averaged pieces have u_i = w_i and c = 1. The step, with Nesterov or plain momentum, in f32:
 
     m     <- momentum * m + merged
     step  =  learning_rate * (merged + momentum * m)     nesterov
@@ -20,20 +20,20 @@ Averaged pieces have u_i = w_i and c = 1. The step on it, with Nesterov or plain
     value <- value - step
 
 DiLoCo (2311.08105) uses Nesterov 0.7/0.9, Streaming DiLoCo (2501.18512) 0.4/0.9. Without momentum
-the step is learning_rate * merged and no state exists at all.
+the step is learning_rate * merged and the optimizer has no state.
 
 Over the last `decay_share` of the run's tokens the learning rate falls in a straight line to
-`final_share` of itself (`at`). With momentum 0.8, pushes that keep pointing one way are taken five
-times as far. All others are noise in the newest value, which only smaller steps take out.
+`final_share` of itself (`at`). With momentum 0.8, pushes that keep their direction move the value
+five times as far. The other components are noise in the newest value; only smaller steps remove it.
 
-The momentum that is kept is the one that the published step tells, the same formula solved for m:
+The momentum that is kept is computed from the published step, by the same formula solved for m:
 
     m = (published_step / learning_rate + momentum * m) / (1 + momentum)     nesterov
      or published_step / learning_rate                                       plain momentum
 
-So a role that receives what learners receive has the momentum too, bit by bit: a buddy shard needs
-no copy of it. A lossy codec's rounding of one step is in it, and goes out of it with the next one,
-since what a step lacks is in the step after it.
+So a role that receives the learners' updates can compute the momentum too, bit by bit: a buddy
+shard needs no copy of it. A lossy codec's rounding error of one step is in the momentum. The next
+step removes it, since the next update makes up for the error.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ if TYPE_CHECKING:
   from ddiloco.core.fragments import Fragment
 
 _VANISHING = 1e-6  # of |sum w phi|^2 / (sum w)^2: below, the directions cancel to rounding noise
-_NEGLIGIBLE = 1e-30  # of the longest norm: shorter counts as zero, or a coefficient could overflow
+_NEGLIGIBLE = 1e-30  # of the longest norm: shorter ones count as zero, or u could overflow
 
 
 def token_weights(steps: Sequence[float], tokens: Sequence[float]) -> np.ndarray:
   """Weights [M] f64 of the learners: c_tokens * (c_tokens / c_steps), normalised to sum 1.
 
   Quantity times quality ("Decoupled DiLoCo"). `steps` and `tokens` [M] count since the learner last
-  received the fragment. A learner without tokens or steps is absent, weight 0; if all are: all 0.
+  received the fragment. A learner without tokens or steps has weight 0, even if all weights are 0.
 
   >>> token_weights(steps=[4, 4, 2], tokens=[40, 40, 20]).tolist()  # the third made half the steps
   [0.4, 0.4, 0.2]
@@ -70,11 +70,12 @@ def token_weights(steps: Sequence[float], tokens: Sequence[float]) -> np.ndarray
 
 
 def bounded_shares(weights: np.ndarray, step_tokens: Sequence[int]) -> np.ndarray:
-  """Weights [M] of which none has more than half, or than its island earns if that is more.
+  """Weights [M], each at most one half, or the share that the learner's island earns if larger.
 
-  One learner says itself how many steps and tokens it has. Whatever it says, all others together
-  weigh as much, unless its island makes larger steps: then its share is at most what one step of
-  each would give it: `token_weights` of `step_tokens` [M], the tokens of a step on each island.
+  A learner itself reports how many steps and tokens it has. Whatever it reports, all others
+  together weigh at least as much, unless its island makes larger steps. Then its share is at most
+  the one it would have if each island made one step: `token_weights` of `step_tokens` [M], the
+  tokens of a step on each island.
 
   >>> bounded_shares(np.array([0.98, 0.01, 0.01]), step_tokens=[10, 10, 10]).round(3).tolist()
   [0.5, 0.25, 0.25]
@@ -92,23 +93,23 @@ def bounded_shares(weights: np.ndarray, step_tokens: Sequence[int]) -> np.ndarra
 
 
 def compared_pieces(fragment: Fragment) -> list[int]:
-  """Indices of the pieces of which directions are compared: those under RDA, else all."""
+  """Indices of the pieces whose directions are compared: those merged by RDA; if none is, all."""
   directed = [index for index, piece in enumerate(fragment.pieces) if not piece.average]
   return directed or list(range(len(fragment.pieces)))
 
 
 class Directions:
-  """What a commit knows of its M pushes before it reads them: their norms and weights.
+  """The coefficients u and c of the module's formula, from norms and weights of M pushes.
 
   Args:
-    fragment: whose pieces, which know whether they are averaged.
+    fragment: its pieces say whether they are averaged.
     squares: f64 [M, pieces], |d|^2, finite.
     weights: f64 [M], as from `token_weights`.
 
   Attributes:
     units: f32 [M, pieces], u of the module's formula times the longest |d| of the piece, so that
-      s is about as long as that. 0 for weight 0, and for a piece 1e-30 times shorter than the
-      longest, which counts as phi(0) = 0.
+      s is about as long as that d. 0 for weight 0, and for a d that is 1e-30 times shorter than the
+      longest: its phi counts as phi(0) = 0.
   """
 
   def __init__(self, fragment: Fragment, squares: np.ndarray, weights: np.ndarray):
@@ -126,8 +127,8 @@ class Directions:
     """c for every piece, f32 [pieces]; `squares` f64 [pieces] are |s|^2.
 
     Where the weighted directions cancel (|s|^2 is below 1e-6 of (sum w)^2, as for two opposite
-    learners) the direction is rounding noise and c is 0. What one learner alone has moved keeps its
-    bits: |s| is its norm.
+    learners) the direction is rounding noise and c is 0. A piece that only one learner has moved
+    keeps its bits: |s| is that learner's norm.
     """
     long = np.where(self._alone >= 0, self._alone, np.sqrt(squares))
     directed = long**2 > self._least
@@ -139,12 +140,12 @@ class Directions:
 
 
 def init(size: int, config: OuterConfig) -> np.ndarray | None:
-  """The momentum of a fragment of `size` values: zeros [size] f32, or None where none is used."""
+  """The first momentum of a fragment of `size` values: zeros [size] f32; None: it has none."""
   return np.zeros(size, np.float32) if config.momentum else None
 
 
 def at(config: OuterConfig, progress: float) -> OuterConfig:
-  """With the learning rate of the step after which a fragment has this share of the run's tokens.
+  """`config` with the learning rate of the step that brings a fragment to this share of the tokens.
 
   >>> config = OuterConfig(learning_rate=0.4, decay_share=0.5, final_share=0.5)
   >>> [round(at(config, progress).learning_rate, 3) for progress in (0, 0.5, 0.75, 1, 1.1)]
@@ -169,7 +170,7 @@ def update(
 
   Args:
     value: [size] f32, the global value; not changed.
-    momentum: [size] f32, as of the step before; not changed (see `followed`). None: without.
+    momentum: [size] f32, as of the step before; not changed (see `followed`). None: no momentum.
     delta: [size] f32, the merged outer gradient; not changed unless it is also `out`.
     config: learning rate, momentum, nesterov.
     out: [size] f32 for the result; may be `delta`. None: a new buffer.
@@ -213,7 +214,7 @@ def followed(
     after: [size] f32, the published value that it led to.
     config: learning rate, momentum, nesterov.
     out: [size] f32 for the result. None: a new buffer.
-    scratch: [size] f32 without meaning. None: a new buffer.
+    scratch: [size] f32, written over. None: a new buffer.
   """
   if momentum is None:
     return None
@@ -226,7 +227,7 @@ def followed(
 
 
 def factors(config: OuterConfig) -> tuple[float, float]:
-  """What the new momentum has of the old one, and of the published step.
+  """The factors of the old momentum and of the published step in the new momentum.
 
   >>> factors(OuterConfig(learning_rate=0.5, momentum=0.0))
   (0.0, 2.0)

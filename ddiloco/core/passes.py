@@ -1,13 +1,12 @@
 """The passes over all values of one fragment: measure a push, combine pushes, take the outer step.
 
-A fragment of a large model has half a billion values, and pushes stay as they came, in the wire
-codec, until a commit reads them. So every pass goes chunk by chunk: what it does to the values of
-a chunk stays in the core's own cache. Chunks are shared out, to threads if there are any, in
-segments of fixed size, and sums are added in their order: any number of threads gives the same
-bits.
+A fragment of a large model has half a billion values, and pushes stay in the wire codec until a
+commit reads them. So every pass goes chunk by chunk: the temporary values of a chunk stay in the
+core's own cache. Segments, which are groups of chunks of fixed size, are the units of work for
+threads, and their sums are added in order: any number of threads gives the same bits.
 
-What is done to a chunk is written twice. Here it is NumPy, which says what is meant. In
-`core/kernels.py` it is compiled, many times as fast, for fragments where that pays for compiling.
+The work on a chunk is written twice. The NumPy code here is the reference. `core/kernels.py` has
+compiled code, many times as fast, for fragments so large that compiling pays.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from ddiloco.core.codec import CHUNK, Encoded
 from ddiloco.core.fragments import Fragment
 
 COMPILED_FROM = 1 << 22  # values of a fragment; below, compiling takes longer than it saves
-SEGMENT = 16 * CHUNK  # a million values: what a thread takes at a time
-SAMPLED = 1 << 16  # values at most whose directions are compared
+SEGMENT = 16 * CHUNK  # a million values: a thread's unit of work
+SAMPLED = 1 << 16  # at most so many values of a fragment are compared for directions
 _DOT_CHUNK = 1 << 13  # short enough that BLAS uses one thread, so bits do not depend on the cores
-_DOT_TRUSTED = 1e-30  # below, f32 products may have underflowed; they are taken again in f64
+_DOT_TRUSTED = 1e-30  # below, f32 products may have underflowed: they are computed again in f64
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-  """Values [start, stop) of a fragment, and the runs of its pieces in there."""
+  """Values [start, stop) of a fragment, and the runs of pieces within them."""
 
   start: int
   stop: int
@@ -43,13 +42,13 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-  """Some chunks that follow each other, which one thread takes at a time."""
+  """Consecutive chunks: a thread's unit of work."""
 
   chunks: tuple[Chunk, ...]
 
   @functools.cached_property
   def spans(self) -> np.ndarray:
-    """i64 [chunks, 4], for the kernels: start, stop, first of its `runs`, end of them."""
+    """i64 [chunks, 4], for the kernels: start, stop, and the range of the chunk's `runs`."""
     ends = np.cumsum([0, *(len(chunk.runs) for chunk in self.chunks)])
     places = zip(self.chunks, ends, ends[1:], strict=False)
     return np.array([(c.start, c.stop, first, end) for c, first, end in places], np.int64)
@@ -62,7 +61,7 @@ class Segment:
 
 @functools.lru_cache(maxsize=256)
 def segments(fragment: Fragment) -> list[Segment]:
-  """All values of a fragment."""
+  """The segments of a fragment, which cover all its values."""
   chunks: list[Chunk] = []
   runs: list[tuple[int, int, int]] = []
   for index, piece in enumerate(fragment.pieces):
@@ -80,13 +79,13 @@ def segments(fragment: Fragment) -> list[Segment]:
 
 
 class Share(Protocol):
-  """Like `map`; the `map` of a pool of threads shares the work out to them."""
+  """`map`, or the `map` of a thread pool, which runs the work on its threads."""
 
   def __call__(self, work: Callable[[Any], Any], each: Iterable[Any], /) -> Iterable[Any]: ...
 
 
 def over_chunks(size: int, work: Callable[[slice], None], share: Share = map) -> None:
-  """`work` of the place of every chunk of a vector; segments are shared out."""
+  """Calls `work` with the place of every chunk of a vector; `share` distributes the segments."""
 
   def segment(start: int) -> None:
     for at in range(start, min(start + SEGMENT, size), CHUNK):
@@ -97,15 +96,15 @@ def over_chunks(size: int, work: Callable[[slice], None], share: Share = map) ->
 
 @functools.cache
 def _kernels() -> Any:
-  from ddiloco.core import kernels  # half a second, and 60 MB: for large fragments only
+  from ddiloco.core import kernels  # costs half a second and 60 MB: for large fragments only
 
   return kernels
 
 
 def compile_for(fragment: Fragment, config: OuterConfig) -> str:
-  """Compiles what a fragment of this size is worked on with; else the first push waits for it.
+  """Compiles the kernels for a fragment of this size, so that the first push need not wait for it.
 
-  Returns why nothing that is compiled can be kept for the next process; "" if it can.
+  Returns why the compiled code cannot be kept for the next process; "" if it can.
   """
   if fragment.size >= COMPILED_FROM:
     size = 2 * codec.BLOCK
@@ -117,7 +116,7 @@ def compile_for(fragment: Fragment, config: OuterConfig) -> str:
 
 
 def _opened(fragment: Fragment, encoded: Encoded) -> Any:
-  """A payload for the kernels; None where NumPy reads it."""
+  """A payload for the kernels; None: NumPy reads it."""
   if fragment.size >= COMPILED_FROM and encoded.codec in codec.LEVELS:
     return _kernels().Opened(encoded, fragment.size)
   return None
@@ -137,7 +136,7 @@ def squares(fragment: Fragment, push: Encoded, share: Share = map) -> np.ndarray
   def add(segment: Segment, sums: np.ndarray) -> None:
     if opened is not None and _kernels().squares(opened, segment, sums):
       return
-    sums.fill(0)  # NumPy says what is wrong with it
+    sums.fill(0)  # of a bad payload NumPy's error says what is wrong
     row = np.empty(CHUNK, np.float32)
     for chunk in segment.chunks:
       here = row[: chunk.stop - chunk.start]
@@ -150,7 +149,7 @@ def squares(fragment: Fragment, push: Encoded, share: Share = map) -> np.ndarray
 def _summed(
   fragment: Fragment, add: Callable[[Segment, np.ndarray], None], share: Share
 ) -> np.ndarray:
-  """What `add` adds for all segments to sums of the pieces, f64 [pieces]."""
+  """The sums that `add` makes, per piece, over all segments: f64 [pieces]."""
 
   def work(segment: Segment) -> np.ndarray:
     sums = np.zeros(len(fragment.pieces))
@@ -158,7 +157,7 @@ def _summed(
     return sums
 
   total = np.zeros(len(fragment.pieces))
-  with np.errstate(all="ignore"):  # what is not finite is a result here, for the screening
+  with np.errstate(all="ignore"):  # a sum that is not finite is a result, for the screening
     for sums in share(work, segments(fragment)):
       total += sums
   return total
@@ -177,7 +176,7 @@ def dot(a: np.ndarray, b: np.ndarray) -> float:
       total += float(np.dot(a[start : start + _DOT_CHUNK], b[start : start + _DOT_CHUNK]))
     if _DOT_TRUSTED < abs(total) < math.inf:
       return total
-    total = 0.0  # an over- or underflow in f32, or truly zero, NaN or infinite: f64 tells
+    total = 0.0  # an over- or underflow in f32, or truly zero, NaN or infinite: f64 decides
     for start in range(0, a.size, _DOT_CHUNK):
       part = slice(start, start + _DOT_CHUNK)
       total += float(np.dot(a[part].astype(np.float64), b[part].astype(np.float64)))
@@ -198,7 +197,7 @@ def sample(fragment: Fragment, push: Encoded, compared: Sequence[int]) -> np.nda
 def _sampled(
   fragment: Fragment, compared: tuple[int, ...]
 ) -> list[tuple[Chunk, list[tuple[int, int, int]]]]:
-  """All values of a small fragment; of a large one as many from each of 16 chunks, far apart."""
+  """All values of a small fragment; of a large one an equal number from each of 16 chunks."""
   found = []
   for segment in segments(fragment):
     for chunk in segment.chunks:
@@ -228,11 +227,11 @@ def _first(runs: list[tuple[int, int, int]], count: int) -> list[tuple[int, int,
 class Sum:
   """sum_m units[m, piece] * push_m, chunk by chunk; of a large fragment never as a whole vector.
 
-  Sums run in the order of `pushes`, so sort them by learner for results that do not depend on who
-  came first. A push adds nothing where its unit is 0, whatever its scale.
+  Sums run in the order of `pushes`: sort them by learner for results that do not depend on the
+  order of arrival. A push adds nothing where its unit is 0, whatever its scale.
 
   Args:
-    fragment: whose pieces.
+    fragment: the pieces' fragment.
     pushes: M of them, whose codes were checked by `squares`.
     units: f32 [M, pieces].
   """
@@ -243,11 +242,11 @@ class Sum:
     opened = [_opened(fragment, push) for push, _ in self._terms]
     together = len({push.codec for push, _ in self._terms}) == 1 and opened[0] is not None
     self.compiled: Any = _kernels().Pushes(opened, units[units.any(axis=1)]) if together else None
-    self._keeps = fragment.size < COMPILED_FROM  # to add up again takes longer there
-    self._kept: dict[int, np.ndarray] = {}  # by the chunk's start
+    self._keeps = fragment.size < COMPILED_FROM  # for these, adding again would take longer
+    self._kept: dict[int, np.ndarray] = {}  # sums by the chunk's start
 
   def read(self, chunk: Chunk, total: np.ndarray, scratch: np.ndarray) -> None:
-    """Writes a chunk of it into `total` [chunk] f32; `scratch` is as long, without meaning."""
+    """Writes a chunk of the sum into `total` [chunk] f32; `scratch`, as long, is written over."""
     if self.compiled is not None:
       self.compiled.read(chunk, total)
       return
@@ -304,10 +303,10 @@ def _add(
 
 
 class Vectors(NamedTuple):
-  """What an outer step goes from, and what it leads to; each f32 [size]."""
+  """The vectors before or after an outer step; each f32 [size]."""
 
   value: np.ndarray
-  published_value: np.ndarray  # what learners have of it; `value` itself where it goes out whole
+  published_value: np.ndarray  # the value that learners have; `value` itself where sent whole
   momentum: np.ndarray | None  # None without
 
   def part(self, start: int, stop: int) -> Vectors:
@@ -327,7 +326,7 @@ def step(
 ) -> tuple[Vectors, Encoded | None]:
   """The outer step on `stretch * total`, and its update in the wire codec, in one pass.
 
-  Rounding errors do not add up: an update is taken from what learners really have.
+  Rounding errors do not add up: an update starts at the value that learners really have.
 
   Args:
     total: of the pushes.
@@ -335,8 +334,8 @@ def step(
     old: as of the step before.
     config: of the outer optimizer.
     name: the codec of updates; "f32": learners get the new value itself.
-    share: on which threads.
-    new: where the new vectors go; they may be the old ones. None: fresh ones.
+    share: runs the segments, on some threads.
+    new: the vectors to write to, which may be the old ones. None: fresh ones.
 
   Returns:
     (the new vectors, the update from the published value before; None: values go out whole).
@@ -382,7 +381,7 @@ def _step(
   was, now = old.part(chunk.start, chunk.stop), new.part(chunk.start, chunk.stop)
   for start, stop, piece in chunk.runs.tolist():
     np.multiply(delta[start:stop], stretch[piece], out=delta[start:stop])
-  before[:] = was.published_value  # which may be written over
+  before[:] = was.published_value  # a copy, since the new vectors may be the old ones
   outer.update(was.value, was.momentum, delta, config, delta, scratch)
   now.value[:] = delta
   if update is not None:
@@ -394,7 +393,7 @@ def _step(
   outer.followed(was.momentum, before, now.published_value, config, now.momentum, scratch)
 
 
-# --- A copy: what the receiver of a commit's change makes of it
+# --- A buddy's copy: how the receiver of a commit's update follows it
 
 
 def follow(
@@ -404,19 +403,19 @@ def follow(
   change: Encoded,
   config: OuterConfig,
 ) -> None:
-  """Takes the step of which this is what learners get.
+  """Repeats, on a copy, the step whose result learners get as `change`.
 
-  Bit by bit what the shard has: an update is added; what is f32 is the new value itself.
+  The copy has the shard's bits: an update is added; a change in f32 is the new value itself.
 
   Args:
-    fragment: whose pieces.
+    fragment: the vectors' fragment.
     published_value: [size] f32, before; becomes the new one.
     momentum: [size] f32, before; becomes the new one. None without.
     change: in the wire codec.
     config: of the outer optimizer.
 
   Raises:
-    CodecError: a code that no encoder writes; the vectors mean nothing then.
+    CodecError: a code that no encoder writes; the vectors are invalid then.
   """
   rows = np.empty((3, CHUNK), np.float32)
 

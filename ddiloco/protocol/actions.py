@@ -5,7 +5,8 @@ arrays: `protocol.learner.learner_on` and `protocol.syncer.syncer_on`. Time arri
 payloads are opaque, and the role performs the actions in order (`ddiloco/roles`). Threads,
 processes, virtual time and the property tests all drive these same two functions.
 
-These events are no lines of a log: those are in `events.py`, and a reducer returns them as actions.
+The events here are inputs of reducers. Events of the event log are in `events.py`; a reducer
+returns them as actions.
 """
 
 from __future__ import annotations
@@ -23,32 +24,32 @@ from ddiloco.protocol.messages import ForwardMoments, Message, Moments, Publish,
 
 @dataclasses.dataclass(frozen=True)
 class Tick:
-  """Time has passed, and all that has arrived is taken in.
+  """Time has passed, and all messages that arrived until `heard_until` are taken in.
 
-  Taking it in may have lasted. Messages that came meanwhile are not heard yet, so that time does
-  not count as silence.
+  Taking them in may take long. Messages that arrive meanwhile are not heard yet, so no member's
+  silence counts beyond `heard_until`.
   """
 
   now: float
-  heard_until: float = math.inf  # what arrived up to then is taken in
-  measuring: Collection[int] = ()  # rounds of which a push is there whose values are still read
+  heard_until: float = math.inf  # all messages that arrived by then are taken in
+  measuring: Collection[int] = ()  # rounds with a push whose values are still being read
 
 
 @dataclasses.dataclass(frozen=True)
 class Received:
-  """A message arrived. Of a payload that a shard has to judge, its role adds what it found.
+  """A message arrived. For a payload that a shard must judge, the role adds what it measured.
 
-  A shard only takes it in: it decides at the next `Tick`, when it has taken in all there is.
+  A shard decides nothing about its rounds here, but at the next `Tick`, after all messages.
   """
 
   message: Message
   now: float  # when it arrived
   norm: float = 0.0  # of the decoded outer gradient; not finite: to be rejected
   fault: str = ""  # why the payload could not be decoded, or is not the shard's own value
-  # Inner products with the pushes accepted before in this round, and with itself.
+  # By learner, inner products with the pushes accepted before in this round, and with itself.
   products: Mapping[int, float] = dataclasses.field(default_factory=dict)
   content: Any = None  # the payload decoded, opaque: the action that keeps it carries it
-  unsent: bool = False  # what was sent to the learner that speaks here is still on its way to it
+  unsent: bool = False  # earlier messages to this learner are still queued here
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Taken:
 
 @dataclasses.dataclass(frozen=True)
 class Resumed:
-  """The shard's process was stopped until now: times that began before measure no link."""
+  """The shard's process stood still until now: durations from before do not measure links."""
 
   now: float
 
@@ -103,8 +104,8 @@ LearnerEvent = Tick | Received | StepDone | Staged | Taken | Unmade
 SyncerEvent = Tick | Received | Resumed | Saved
 
 # --- actions --------------------------------------------------------------------------------------
-# An event of events.py among them: record it in the event log. Before an `Apply` is recorded, the
-# oldest staged version of its fragment is put into the parameters.
+# An event of `events.py` as an action: record it in the event log. Before the role records an
+# `Apply`, it puts the oldest staged version of the fragment into the parameters.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +125,7 @@ class CopyOut:
 
 @dataclasses.dataclass(frozen=True)
 class Resend:
-  """Learner: send the push that was made of this fragment again, now in answer to this round."""
+  """Learner: send the newest push of this fragment again, now in answer to this round."""
 
   push: Push
 
@@ -165,21 +166,21 @@ class ApplyMoments:
   """Learner: put the staged moments of this fragment into the optimizer state now."""
 
   fragment: int
-  content: Any = None  # of the `Taken` that said they are staged
+  content: Any = None  # of the `Taken` event
 
 
 @dataclasses.dataclass(frozen=True)
 class TakeSnapshot:
-  """Both: `state`, and what it stands for, is my part of this snapshot; save it beside the work."""
+  """Both: `state`, with its arrays, is my part of this snapshot; save it in the background."""
 
   snapshot: int
   state: Any  # LearnerState or SyncerState
-  learners: tuple[int, ...] = ()  # shard: those that are here to capture theirs
+  learners: tuple[int, ...] = ()  # shard: the learners whose parts are expected
 
 
 @dataclasses.dataclass(frozen=True)
 class SkipSnapshot:
-  """Learner: I have no part of this snapshot; no role is to wait for it."""
+  """Learner: I have no part of this snapshot; no role should wait for it."""
 
   snapshot: int
   reason: str
@@ -204,7 +205,7 @@ class Accept:
 
 @dataclasses.dataclass(frozen=True)
 class InstallValue:
-  """Shard: this value is newer than mine; it is the fragment's from now on."""
+  """Shard: this value is newer than mine; from now on it is the fragment's global value."""
 
   fragment: int
   round: int

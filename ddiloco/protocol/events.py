@@ -1,10 +1,10 @@
 """What a role writes into its event log: one class for each kind of event. PURE.
 
 An event is written and read through the same class. Its kind is the name of the class in small
-letters (`RunStarted` is "run_started"). The role that records an event leaves the fields of `Event`
-open; its recorder fills them in. On disk an event is one line of JSON, `encode` and
-`decode` are its two directions: fields that have their default value are left out, and a number
-that is not finite, which JSON has not, is the text "nan", "inf" or "-inf".
+letters (`RunStarted` is "run_started"). The role that records an event leaves the fields of the
+base class `Event` open; its recorder fills them in. On disk an event is one line of JSON (`encode`,
+`decode`). Fields that have their default value are left out. A number that is not finite, which
+JSON lacks, is the text "nan", "inf" or "-inf".
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, Literal, Union
 
 import msgspec
 
-LOG_FORMAT = 2  # of kinds and fields; logs of the first had no number
+LOG_FORMAT = 2  # version of kinds and fields; logs of the first version have no number
 MOST_SECONDS = 1e11  # three thousand years
-MOST_DEPTH = 16  # of lists and objects in each other; no event has more than four
+MOST_DEPTH = 16  # of nested lists and objects; no event has more than four levels
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 Mode = Literal["overwrite", "mix", "rebase"]
@@ -28,10 +28,10 @@ def _kind(name: str) -> str:
 
 
 class Event(msgspec.Struct, frozen=True, tag_field="kind", tag=_kind, omit_defaults=True):
-  """What every event says of itself."""
+  """The fields that every event has."""
 
   time: float = math.nan  # seconds since the run started, by the role's own clock
-  role: str = ""  # whose log it is in
+  role: str = ""  # the role whose log the event is in
   incarnation: int = 0  # of the role
   format: int = 0  # `LOG_FORMAT`, in the first event that an incarnation writes
 
@@ -42,7 +42,7 @@ class Event(msgspec.Struct, frozen=True, tag_field="kind", tag=_kind, omit_defau
 
 
 class Odd(Event, frozen=True, kw_only=True):
-  """Not written: a line with a time and a role, of a kind or with fields this version has not."""
+  """Only read: a line with a time and a role, of an unknown kind or with unreadable fields."""
 
   said: str  # the kind that the line names
   reason: str  # what is wrong with it
@@ -71,27 +71,27 @@ class Started(Event, frozen=True, kw_only=True):
   mesh: tuple[int, ...] = ()  # data, fsdp, tensor
   batch_size: int = 0  # sequences
   hosts: int = 1  # processes of the island
-  attention: str = ""  # its path: einsum, splash or cudnn
+  attention: str = ""  # its implementation: einsum, splash or cudnn
   flops_per_token: float = 0.0  # forward and backward; 0: the model does not say
   peak_flops_per_second: float = 0.0  # of one device; 0: not known
-  learners: int = 0  # that its config plans; 0: as the saved config does
+  learners: int = 0  # that its config plans; 0: as many as the saved config
   planned_steps: int = 0
   fragments: tuple[int, ...] = ()  # of a shard
 
 
 class Launched(Event, frozen=True, kw_only=True):
-  """The process of a learner's incarnation is there; it has no devices yet."""
+  """The process of a learner's incarnation has started; it has no devices yet."""
 
 
 class Captured(Event, frozen=True, kw_only=True):
-  """My state as it is now is my part of this snapshot; copying it took so many seconds."""
+  """My present state is my part of this snapshot; copying it took so many seconds."""
 
   snapshot: int
   seconds: float = 0.0
 
 
 class Saved(Event, frozen=True, kw_only=True):
-  """The part that was captured is on disk."""
+  """The captured part of this snapshot is on disk."""
 
   snapshot: int
   seconds: float = 0.0
@@ -112,7 +112,7 @@ class Ignored(Event, frozen=True, kw_only=True):
   reason: str
   message: str = ""  # its type
   learner: int | None = None  # that sent it
-  times: int = 1  # the same happened since the last such line
+  times: int = 1  # how often this happened since the last such line
 
 
 class Dropped(Event, frozen=True, kw_only=True):
@@ -145,7 +145,7 @@ class Crash(Event, frozen=True, kw_only=True):
 
 
 class Restored(Event, frozen=True, kw_only=True):
-  """My state is what was captured of that incarnation for that snapshot."""
+  """My state is the one captured from that incarnation for that snapshot."""
 
   snapshot: int
   of_incarnation: int
@@ -153,11 +153,11 @@ class Restored(Event, frozen=True, kw_only=True):
 
 
 class Compiled(Event, frozen=True, kw_only=True):
-  """The programs of `target` are compiled, or were loaded; or one more, while it trains."""
+  """The programs of `target` were compiled or loaded; or one more was compiled during training."""
 
   target: str
   seconds: float
-  program: str = ""  # of those that were not meant to be compiled by now
+  program: str = ""  # the one compiled during training, when no compilation is expected
 
 
 class Joined(Event, frozen=True, kw_only=True):
@@ -170,7 +170,7 @@ class Joined(Event, frozen=True, kw_only=True):
 class Step(Event, frozen=True, kw_only=True):
   """One inner step has ended."""
 
-  step: int  # counted in this incarnation and those it goes on from
+  step: int  # of this incarnation and those it goes on from
   global_step: int  # after the step
   position: int  # of the batch
   tokens: int
@@ -178,17 +178,17 @@ class Step(Event, frozen=True, kw_only=True):
   gap_seconds: float  # since the step before it ended
   blocked_seconds: float = 0.0  # of these, spent waiting for a shard
   schedule_step: int | None = (
-    None  # that the learning rate was for; None: the global step before it
+    None  # that set the learning rate; None: the global step before this step
   )
   rate_scale: float = 1.0
-  loss: float | None = None  # nats per token; not of every step, since fetching it waits
+  loss: float | None = None  # nats per token; not for every step, since reading it blocks
   load_balance: float | None = None  # of mixtures of experts
   grad_norm: float | None = None  # before clipping
   learning_rate: float | None = None
 
 
 class CopyOut(Event, frozen=True, kw_only=True):
-  """My push for this round: what I have of the fragment beyond (fragment, base_round)."""
+  """I copied out my push for this round: the change since the value (fragment, base_round)."""
 
   fragment: int
   round: int
@@ -196,11 +196,11 @@ class CopyOut(Event, frozen=True, kw_only=True):
   base_round: int
   steps: int
   tokens: int
-  factor: float = 1.0  # it was poisoned by plan: what I have, times this
+  factor: float = 1.0  # not 1: the fault plan poisoned the push by this factor
 
 
 class Resend(Event, frozen=True, kw_only=True):
-  """The push that was made for `old_round` answers `round` now."""
+  """The push made for `old_round` now answers `round`."""
 
   fragment: int
   round: int
@@ -208,7 +208,7 @@ class Resend(Event, frozen=True, kw_only=True):
 
 
 class Push(Event, frozen=True, kw_only=True):
-  """A push was encoded and sent for the first time; `bytes` of its frames."""
+  """A push was encoded and sent for the first time; `bytes`: size of its frame."""
 
   fragment: int
   round: int
@@ -219,11 +219,11 @@ class Push(Event, frozen=True, kw_only=True):
 
 
 class Stage(Event, frozen=True, kw_only=True):
-  """The value (fragment, round) arrived; what it changes here is on its way to the devices."""
+  """The value (fragment, round) arrived; its changes are on their way to the devices."""
 
   fragment: int
   version: int
-  round: int  # the one I have already: my push was rejected, and I go back to it
+  round: int  # if I have it already, my push was rejected and I go back to this value
   mode: Mode
   included: bool  # my newest push of this fragment is part of it
 
@@ -246,7 +246,7 @@ class Donated(Event, frozen=True, kw_only=True):
 
 
 class Inherited(Event, frozen=True, kw_only=True):
-  """My moments of the fragment are now what that learner donated."""
+  """My moments of the fragment are now those that this learner donated."""
 
   fragment: int
   learner: int
@@ -261,7 +261,7 @@ class NoDonor(Event, frozen=True, kw_only=True):
 
 
 class Refused(Event, frozen=True, kw_only=True):
-  """A shard rejected my push, and why; `rejoin`: I am quarantined and start afresh."""
+  """A shard rejected my push. `rejoin`: I am quarantined and start afresh."""
 
   shard: int
   shard_incarnation: int
@@ -275,27 +275,27 @@ class Stopped(Event, frozen=True, kw_only=True):
   """The role leaves in good order."""
 
   reason: str
-  unmerged_tokens: int = 0  # trained and lost, of the fragment that lacks most
+  unmerged_tokens: int = 0  # trained and lost, of the fragment with the most such tokens
 
 
 # --- shards ---------------------------------------------------------------------------------------
 
 
 class Owns(Event, frozen=True, kw_only=True):
-  """A shard serves a fragment with this value and the momentum of that round.
+  """A shard serves a fragment with this value, and the momentum of `momentum_round`.
 
-  An older round's momentum: a learner gave the value back, which knew nothing else of it.
+  That round is older than the value's if a learner gave the value back: a learner has no momentum.
   """
 
   fragment: int
   version: int
   round: int
   momentum_round: int
-  exact: bool = True  # False: what learners have, without what a codec's rounding kept back
+  exact: bool = True  # False: the value that learners have, with a codec's rounding
 
 
 class Member(Event, frozen=True, kw_only=True):
-  """What a learner is to the shard from now on: joined, lost, left or quarantined."""
+  """The shard's view of a learner from now on: joined, lost, left or quarantined."""
 
   learner: int  # -1: the evaluator
   state: str
@@ -325,14 +325,14 @@ class Commit(Event, frozen=True, kw_only=True):
   merged_tokens: int  # of the fragment, since the run began
   progress: float = 0.0  # the same as a share of the run's tokens: the outer rate follows it
   participants: dict[int, float] = {}  # by learner, its weight in the merge
-  step_tokens: tuple[int, ...] = ()  # of a step of each learner, as the shard has it
+  step_tokens: tuple[int, ...] = ()  # of a step of each learner, as the shard knows it
   rejected: dict[int, str] = {}  # by learner, why
   opposing: dict[int, float] = {}  # by learner, the cosine with the others' sum
   agreement: float | None = None  # mean cosine of two of these pushes, of a sample of their values
   staleness: int | None = None  # the most inner steps that one of these pushes is from its base
   length: float | None = None  # of the merged outer gradient, over the mean of the pushes'
-  rho: float | None = None  # its cosine with the one before it of this fragment, of such a sample
-  missing: dict[int, str] = {}  # by learner, why it is not in the round
+  rho: float | None = None  # cosine with the fragment's previous merged one, of such a sample
+  missing: dict[int, str] = {}  # by learner, why it has no part in the round
   reason: str = ""  # why the round ended when it did
   quorum_seconds: float = 0.0  # from its beginning to its quorum
   grace_seconds: float = 0.0  # from the quorum to its end
@@ -349,7 +349,7 @@ class Abandoned(Event, frozen=True, kw_only=True):
 
 
 class Recalled(Event, frozen=True, kw_only=True):
-  """A learner gave back a newer value than the shard had."""
+  """A learner gave the shard a newer value than it had."""
 
   fragment: int
   version: int
@@ -358,7 +358,7 @@ class Recalled(Event, frozen=True, kw_only=True):
 
 
 class Lost(Event, frozen=True, kw_only=True):
-  """A learner has newer values of an earlier life of this shard, and they come too late."""
+  """A learner has values of an earlier incarnation of this shard that come too late to be used."""
 
   learner: int
   versions: dict[int, int]  # by fragment
@@ -371,11 +371,11 @@ class Snapshot(Event, frozen=True, kw_only=True):
   snapshot: int
   roles: tuple[str, ...]
   seconds: float
-  lacks: tuple[str, ...] = ()  # roles that were there when it began, and have no part in it
+  lacks: tuple[str, ...] = ()  # roles that were up when the snapshot began and have no part in it
 
 
 class Uncommitted(Event, frozen=True, kw_only=True):
-  """Shard 0 has given a snapshot up."""
+  """Shard 0 has given up a snapshot."""
 
   snapshot: int
   reason: str = ""
@@ -399,7 +399,7 @@ class Unreplicated(Event, frozen=True, kw_only=True):
 
 
 class Evaluation(Event, frozen=True, kw_only=True):
-  """The held-out loss of the global model, in nats per token, and what else it measures."""
+  """The held-out loss of the global model, in nats per token, and other measures."""
 
   merged_tokens: int
   global_step: int
@@ -419,7 +419,7 @@ class Unevaluated(Event, frozen=True, kw_only=True):
 
 
 class RunStarted(Event, frozen=True, kw_only=True):
-  """The run begins, or goes on after all of it was gone."""
+  """The run begins, or goes on after all its roles had ended."""
 
   name: str
   num_learners: int
@@ -433,12 +433,12 @@ class Fault(Event, frozen=True, kw_only=True):
 
   target: str
   action: str
-  seconds: float = 0.0  # that it lasts; -1: for good
+  seconds: float = 0.0  # how long it lasts; -1: for good
   detail: str = ""
 
 
 class Exit(Event, frozen=True, kw_only=True):
-  """An incarnation of `target` has ended other than in good order."""
+  """An incarnation of `target` has ended, and not in good order."""
 
   target: str
   reason: str
@@ -451,12 +451,12 @@ class Restart(Event, frozen=True, kw_only=True):
 
 
 class Profiled(Event, frozen=True, kw_only=True):
-  """A trace of `target`'s process is in `path`, with these steps of it as a whole."""
+  """A trace of `target`'s process is in `path`; it has these steps from beginning to end."""
 
   target: str
   path: str  # in the workdir
-  first_step: int  # global
-  steps: int  # fewer than were asked for if it stood still or ended
+  first_step: int  # its global step
+  steps: int  # fewer than were asked for if the process stood still or ended
   seconds: float  # that were traced
 
 
@@ -468,12 +468,12 @@ class Unprofiled(Event, frozen=True, kw_only=True):
 
 
 class Hung(Event, frozen=True, kw_only=True):
-  """`target`'s loop has not come round for so long; it is left alone."""
+  """`target`'s loop has made no turn for so long; it is left running."""
 
   target: str
   seconds: float
   usual_seconds: float  # of one of its steps; 0: it has not made one
-  stacks: str  # of all threads of its process, its own first
+  stacks: str  # of all threads of its process, the loop's own first
 
 
 class RunFinished(Event, frozen=True, kw_only=True):
@@ -482,7 +482,7 @@ class RunFinished(Event, frozen=True, kw_only=True):
   reason: str
 
 
-IMPORTANT = frozenset(  # on disk at once, since a kill often follows
+IMPORTANT = frozenset(  # written to disk at once, since a kill often follows
   {Started, Restored, Joined, Stopped, Refused, Recalled, Crash, Member, Snapshot, Unsaved}
   | {Fault, Exit, Restart, RunStarted, RunFinished, Hung, Profiled, Unprofiled}
 )
@@ -501,7 +501,7 @@ KINDS: dict[str, type[Event]] = {
 
 
 def _plain(value: Any) -> Any:
-  """What JSON does not know: NumPy scalars as numbers, anything else as text."""
+  """For values without a form in JSON: NumPy scalars become numbers, all others text."""
   item = getattr(value, "item", None)
   return item() if item is not None and getattr(value, "size", 1) == 1 else str(value)
 
@@ -512,7 +512,7 @@ _decoder = msgspec.json.Decoder(_AnyEvent)
 
 
 def encode(event: Event) -> bytes:
-  """The event's line, without an end."""
+  """The event's line, without its newline."""
   line = _encoder.encode(event)
   if b"null" in line:  # a number that is not finite, or a text that says so
     line = _encoder.encode(finite(msgspec.to_builtins(event, enc_hook=_plain)))
@@ -520,7 +520,7 @@ def encode(event: Event) -> bytes:
 
 
 def decode(line: bytes) -> Event | None:
-  """The event of a line; None if it is no event at all, such as a torn one.
+  """The event of a line; None if the line is no event at all, such as a torn one.
 
   An event of an unknown kind, or with fields that are missing or of another type, is an `Odd`.
   """
@@ -535,7 +535,7 @@ def decode(line: bytes) -> Event | None:
 
 
 def _decode_slowly(line: bytes) -> Event | None:
-  """With numbers that are not finite, or odd."""
+  """`decode` for events with numbers that are not finite, and for an `Odd`."""
   try:
     fields = _restored(msgspec.json.decode(line), MOST_DEPTH)
   except (ValueError, RecursionError):  # torn, or thousands of brackets deep
@@ -557,7 +557,7 @@ def _odd(fields: Any, reason: str) -> Odd | None:
 
 
 def finite(value: Any) -> Any:
-  """A copy that JSON can say: "nan", "inf" and "-inf" for numbers that are not finite."""
+  """A copy that JSON can hold: "nan", "inf" and "-inf" for numbers that are not finite."""
   if isinstance(value, dict):
     return {str(key): finite(each) for key, each in value.items()}
   if isinstance(value, list | tuple):
@@ -570,10 +570,10 @@ def finite(value: Any) -> Any:
 
 
 def _restored(value: Any, levels: int) -> Any:
-  """With its numbers that are not finite.
+  """The value with "nan", "inf" and "-inf" as numbers again.
 
   Raises:
-    ValueError: lists and objects are inside each other more than so often.
+    ValueError: lists and objects are nested more than `levels` deep.
   """
   if isinstance(value, dict | list) and not levels:
     raise ValueError("nested beyond sense")

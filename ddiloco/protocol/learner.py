@@ -62,7 +62,7 @@ from ddiloco.protocol.states import (
 )
 from ddiloco.protocol.values import replace
 
-# --- What a learner makes of a message: welcome, pull, recall, publish, refusal
+# --- How a learner handles a message: welcome, pull, recall, publish, refusal
 
 
 def on_message(state: LearnerState, message: Message, sync: SyncConfig) -> LearnerOutcome:
@@ -99,8 +99,9 @@ def on_message(state: LearnerState, message: Message, sync: SyncConfig) -> Learn
 def _capture(state: LearnerState, message: Message) -> LearnerOutcome:
   """A role that hears of a newer snapshot captures its state before it takes that message in.
 
-  So nothing that came after the sender's capture is in mine (Lai and Yang 1987): the marker rides
-  on the messages. What is under way at the capture counts as lost; the protocol sends it again.
+  So nothing from after the sender's capture is in mine: each message carries the snapshot's number
+  as a marker (Lai and Yang 1987). Messages under way at the capture count as lost; the protocol
+  sends them again.
   """
   number = getattr(message, "snapshot", 0)
   if number <= state.snapshot:
@@ -115,7 +116,7 @@ def _capture(state: LearnerState, message: Message) -> LearnerOutcome:
 
 
 def _meet_shard(state: LearnerState, shard: int, incarnation: int) -> LearnerState:
-  """A new incarnation of a shard fences the old one: what that one asked for is void."""
+  """A new incarnation of a shard fences the old one, whose pulls are void."""
   shards = list(state.shards)
   shards[shard] = replace(shards[shard], incarnation=incarnation)
 
@@ -127,7 +128,7 @@ def _meet_shard(state: LearnerState, shard: int, incarnation: int) -> LearnerSta
 
 
 def _on_welcome(state: LearnerState, welcome: Welcome, sync: SyncConfig) -> LearnerOutcome:
-  """What I have as new as my shard is fresh; the rest follows."""
+  """A fragment is fresh if I have the shard's newest value or a newer one; the others follow."""
   rounds = dict(zip(welcome.fragments, welcome.rounds))
 
   def compared(p: int, f: LearnerFragment) -> LearnerFragment:
@@ -139,7 +140,7 @@ def _on_welcome(state: LearnerState, welcome: Welcome, sync: SyncConfig) -> Lear
     return replace(f, fresh=f.fresh or has)
 
   fragments = tuple(compared(p, f) for p, f in enumerate(state.fragments))
-  # In lock-step a learner that missed a version hears the global step with it.
+  # In lock-step a learner that missed a version gets the global step with that version.
   global_step = state.global_step if sync.blocking else max(state.global_step, welcome.global_step)
   return replace(state, fragments=fragments, global_step=global_step), []
 
@@ -156,16 +157,16 @@ def _owned(
 def _on_pull(state: LearnerState, pull: Pull, sync: SyncConfig) -> LearnerOutcome:
   f = _owned(state, pull)
   if f is None or pull.base_version < f.received or not state.trains:
-    return state, []  # of a round that is over
+    return state, []  # the pull is of a round that is over
   outstanding = f.outstanding
   sent = outstanding.push if outstanding else None
   newest = max(f.pull.round if f.pull else -1, sent.round if sent else -1)
   if pull.round < newest:
-    return state, []  # rounds only go up: this one was abandoned, and my push for a newer counts
+    return state, []  # round ids only grow: this round was abandoned, a newer one has begun
   if sent and sent.round == pull.round:
     return state, [Resend(sent)]
   if outstanding and sent and sync.blocking and sent.base_version == pull.base_version:
-    # A restarted shard asks anew. In lock-step the step of a push is fixed: it is the same one.
+    # A restarted shard asks again. In lock-step the step of a push is fixed: the same push answers.
     again = replace(outstanding, push=replace(sent, round=pull.round))
     return set_fragment(state, pull.fragment, outstanding=again), [Resend(again.push)]
   return set_fragment(state, pull.fragment, pull=pull), []
@@ -201,20 +202,20 @@ def _on_publish(state: LearnerState, publish: Publish, sync: SyncConfig) -> Lear
   merged = publish.merged_round(state.learner)
   included = f.outstanding is not None and merged == f.outstanding.push.round
   takes_over = f.base_header is None or not state.trains
-  mode = "overwrite" if takes_over else cast(events.Mode, sync.apply)  # one of them, checked
+  mode = "overwrite" if takes_over else cast(events.Mode, sync.apply)  # the config checks the value
   if (
     f.base_header is not None
     and not included
     and merged > f.base_header.merged_round(state.learner)
   ):
-    # A push has been merged that I do not remember: I am back with what was captured once, or a
-    # shard is back with a value that it had lost. My progress is in the new version already.
+    # A push of mine has been merged that I do not remember: I was restored from a snapshot, or a
+    # shard got back a value that it had lost. My progress is in the new version already.
     mode = "overwrite"
   periods = min(publish.version - f.received, f.steps / sync.sync_period)
   if not included and periods > STALE_PERIODS:
-    # The others went the same way meanwhile: to add my way to theirs would go it twice.
+    # The others made the same progress meanwhile: to add mine to theirs would count it twice.
     mode = "overwrite"
-  # In lock-step a learner keeps count for itself, from 0, until a version is made without it.
+  # In lock-step a learner counts the global step itself, from 0, until a version lacks its push.
   counts = sync.blocking and (included or publish.round == INITIAL)
   global_step = state.global_step if counts else max(state.global_step, publish.global_step)
   vector_clock = join_clocks(state.vector_clock, {shard_key(publish.shard): publish.count})
@@ -255,7 +256,7 @@ def _on_refusal(state: LearnerState, refusal: Refusal) -> LearnerOutcome:
   return state, [logged, *actions]
 
 
-STALE_PERIODS = 4  # so many without the others, and they without me: then my work is not taken over
+STALE_PERIODS = 4  # after more own sync periods and more missed versions, my work is given up
 HELLO_SECONDS = 0.5  # between two hellos to a shard that has not answered, doubling ...
 HELLO_SECONDS_MOST = 8.0  # ... up to this
 
@@ -289,7 +290,7 @@ def revive(
 ) -> LearnerState:
   """A learner that goes on from its captured state: with its own unmerged progress and counters.
 
-  It makes no step before every shard has said what is newer; shards may have changed their number.
+  It makes no step before every shard has said what is newer. Fragments may have other owners now.
   """
 
   def mine(f: LearnerFragment, shard: int) -> LearnerFragment:
@@ -326,22 +327,22 @@ def waiting_for(state: LearnerState, sync: SyncConfig) -> str:
   """Lock-step only: why the next step must not start yet, or ''.
 
   Fragments take turns, by the newest version received and then by number: in an undisturbed run
-  that is the order in which they are due. A learner waits for the fragment whose turn it is, and
-  for one behind it only while its own push for all before that is on its way. So learners out of
-  phase, after kills and losses, wait for the same fragment and never for each other: one that is
-  due for a later fragment goes on until it is due for that one as well.
+  this is the order in which they are due. A learner waits for the fragment whose turn it is, and
+  for a later fragment only while its own pushes for all earlier ones are on their way. So learners
+  that are out of phase after kills and losses wait for the same fragment and never for each other:
+  a learner that is due for a later fragment goes on until it is due for the earlier one as well.
   """
   turns = sorted(range(len(state.fragments)), key=lambda p: (state.fragments[p].received, p))
   for p, f in enumerate(state.fragments):
     merged = next((i.merged for i in f.incoming if i.merged), None)
     if merged and state.step - merged.at_step >= sync.overlap_steps:
-      return f"fragment {p}: its new version"  # it is here, and being staged
+      return f"fragment {p}: its new version"  # the version is here, and being staged
   for p in turns:
     f = state.fragments[p]
     if f.merged_tokens >= state.target_tokens:
       continue  # complete: it is not pulled any more
     if f.outstanding is None:
-      # One without a step of its own could not answer.
+      # A learner without an unmerged step on the fragment could not answer the pull.
       due = f.steps and not f.incoming and f.steps_since_sync >= rules.due_after(p, f.version, sync)
       return f"fragment {p}: the pull" if due else ""
     if state.step - f.outstanding.at_step >= sync.overlap_steps:
@@ -373,10 +374,11 @@ def reports(state: LearnerState, sync: SyncConfig) -> list[LearnerAction]:
 
 
 def _due_steps(state: LearnerState, p: int, f: LearnerFragment, sync: SyncConfig) -> int:
-  """Who leaves makes no further step: whatever it has is due, and nothing else.
+  """Steps since the last sync, as reported, so that the fragment is due when it should be.
 
-  In lock-step a push that was made is due: its learner waits for the version, and if the round was
-  abandoned, no further step would make it due.
+  A leaving learner makes no further step: every fragment with unmerged steps is due, no other is.
+  In lock-step a fragment with an outstanding push is due: the learner waits for the version, and if
+  the round was abandoned, no further step would make the fragment due.
   """
   if state.leaving:
     return max(f.steps_since_sync, 1) if f.steps else 0
@@ -386,7 +388,7 @@ def _due_steps(state: LearnerState, p: int, f: LearnerFragment, sync: SyncConfig
 
 
 def learner_on(state: LearnerState, event: LearnerEvent, sync: SyncConfig) -> LearnerOutcome:
-  """The learner's reducer. Call it between inner steps only: what it decides happens there."""
+  """The learner's reducer. Call it between inner steps only: its actions happen there."""
   if state.done:
     return state, []
   before = state.joined
@@ -445,7 +447,7 @@ def next_wake(state: LearnerState) -> float:
 
 
 def _lacking(state: LearnerState) -> set[int]:
-  """Shards that have not welcomed it, or not sent all it needs."""
+  """Shards that have not welcomed this learner, or not sent all it needs."""
   lacking = {f.shard for f in state.fragments if not f.fresh}
   lacking.update(s for s, view in enumerate(state.shards) if view.incarnation < 0)
   return lacking
@@ -470,7 +472,7 @@ def _count_step(state: LearnerState, event: StepDone) -> LearnerState:
 
 
 def _mark_ready(state: LearnerState, fragment: int, version: int) -> LearnerState:
-  """Staging keeps the order of publishes, so the oldest unready one is the one that is staged."""
+  """Staging keeps the order of publishes: the oldest entry that is not ready has been staged."""
   incoming = list(state.fragments[fragment].incoming)
   for i, entry in enumerate(incoming):
     if not entry.ready:
@@ -486,7 +488,7 @@ def _apply_ready(state: LearnerState, sync: SyncConfig) -> LearnerOutcome:
   for p in range(len(state.fragments)):
     while (entry := next(iter(state.fragments[p].incoming), None)) and entry.ready:
       early = entry.merged and state.step - entry.merged.at_step < sync.overlap_steps
-      if sync.blocking and early and not state.leaving:  # who leaves never gets to that step
+      if sync.blocking and early and not state.leaving:  # a leaving learner makes no such step
         break
       f = _received(state.fragments[p], entry, state.step)
       state = set_fragment(state, p, **f)
@@ -544,7 +546,7 @@ def _answer_pulls(state: LearnerState) -> LearnerOutcome:
         global_step=state.global_step,
         snapshot=state.snapshot,
         count=mine,
-        codec="",  # the role's business, like the payload
+        codec="",  # the role fills it in, with the payload
       )
       state = set_fragment(state, p, pull=None, outstanding=Outstanding(push, state.step))
       actions.append(CopyOut(push))
@@ -561,7 +563,7 @@ def _finish(state: LearnerState) -> LearnerOutcome:
 
 
 def _holds_up(state: LearnerState, f: LearnerFragment) -> bool:
-  """Whether a leaving learner still waits for this fragment; not if it is complete or lacking."""
+  """Whether a leaving learner waits for this fragment; not for a complete or a missing one."""
   unfinished = f.version >= 0 and f.merged_tokens < state.target_tokens
   return unfinished and bool(f.tokens or f.outstanding or f.incoming)
 
@@ -572,7 +574,7 @@ def drain(state: LearnerState) -> LearnerState:
 
 
 def unmerged_tokens(state: LearnerState) -> int:
-  """Trained in this incarnation and lost if it ended now: of the fragment that lacks most."""
+  """Trained, and lost if the learner ended now: of the fragment with the most such tokens."""
   return max((f.tokens for f in state.fragments if _holds_up(state, f)), default=0)
 
 

@@ -26,9 +26,9 @@ import msgspec
 from msgspec import Meta, msgpack
 
 EVALUATOR = -1
-INITIAL, NOTHING = -1, -2  # rounds: what made the initial value; no value at all
+INITIAL, NOTHING = -1, -2  # in place of a round: the initial value; no value at all
 MADE = "made"  # codec of an initial value that its receiver makes: the payload is its digest
-MAX_LEARNERS = 1 << 16  # their numbers are smaller
+MAX_LEARNERS = 1 << 16  # learners' numbers are smaller
 MAX_GLOBAL_STEP = 1 << 40
 MAX_NUMBER = 1 << 62
 
@@ -49,7 +49,7 @@ Learners = Annotated[tuple[Learner, ...], _Long]
 if TYPE_CHECKING:
   Payload = Any  # bytes-like to the transports, opaque to the protocol, no part of a header
 else:
-  Payload = None  # nor of a state at rest, which is read by these hints
+  Payload = None  # a saved state, which is read by these hints, has no payload either
 
 
 # --- learner -> shard -----------------------------------------------------------------------------
@@ -61,7 +61,7 @@ class Hello:
 
   learner: Learner
   incarnation: Count
-  rounds: RoundIds  # that made what I have, as in `Report`; (): I have nothing
+  rounds: RoundIds  # rounds of the versions I have, as in `Report`; (): I have none
   whole: bool = False  # I cannot make the initial values that you have: send them
 
 
@@ -74,11 +74,11 @@ class Report:
   global_step: GlobalStep  # as I know it
   step_seconds: Seconds  # smoothed duration of my inner step
   versions: CountsOrNone  # last version received, -1: none yet
-  rounds: RoundIds  # that made them: versions may be counted twice, rounds never
-  steps_since_sync: Counts  # inner steps, what the due rule counts
-  leaving: bool  # I make no more steps: take what I have, and I am gone
-  snapshot: Count  # the newest that my state is captured for
-  idle_seconds: Seconds = 0.0  # that the newest version waited here for the ends of my steps
+  rounds: RoundIds  # that made these versions: a version number may come twice, a round's never
+  steps_since_sync: Counts  # inner steps, as the due rule counts them
+  leaving: bool  # I make no more steps: merge what I have, then I leave
+  snapshot: Count  # the newest snapshot that my state is captured for
+  idle_seconds: Seconds = 0.0  # how long the newest version waited here for the ends of my steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Push:
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-  """The value of a fragment as I last received it: what a shard that lost it asked me for."""
+  """A fragment's value as I last received it, for its shard, which lost it and asked me."""
 
   learner: Learner
   incarnation: Count
@@ -113,13 +113,13 @@ class Value:
   merged_rounds: CountsOrNone
   snapshot: Count
   count: Count  # as in `Push`
-  seal: Text  # as it came with the value
+  seal: Text  # as received with the value
   payload: Payload = None
 
 
 @dataclasses.dataclass(frozen=True)
 class RequestMoments:
-  """I come into a run under way: send me a peer's inner optimizer moments of these fragments."""
+  """I join a run under way: send me a peer's inner optimizer moments of these fragments."""
 
   learner: Learner
   incarnation: Count
@@ -133,7 +133,7 @@ class Moments:
   learner: Learner
   incarnation: Count
   fragment: CountOrNone
-  donation: Count  # how many I had made before in this incarnation, and this one
+  donation: Count  # number of this donation in my incarnation, from 1
   global_step: GlobalStep
   count: Count  # the optimizer's steps so far
   payload: Payload = None  # f32, one vector of the fragment's size after the other
@@ -148,8 +148,8 @@ class Goodbye:
 
 
 # --- shard -> learner -----------------------------------------------------------------------------
-# Each names the incarnation it is meant for, so that a restarted learner never takes up what was
-# said to its predecessor.
+# Each message names the learner's incarnation that it is for, so that a restarted learner ignores
+# messages to its earlier incarnations.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +161,7 @@ class Welcome:
   learner_incarnation: Count
   global_step: GlobalStep
   fragments: Counts
-  rounds: RoundIds  # that made their newest values
+  rounds: RoundIds  # that made the newest values of these fragments
   snapshot: Count
 
 
@@ -200,7 +200,7 @@ class ProvideMoments:
 
 @dataclasses.dataclass(frozen=True)
 class ForwardMoments:
-  """What a peer gave for you, as `Moments`."""
+  """A peer's moments of a fragment, for you; see `Moments`."""
 
   shard: Count
   incarnation: Count
@@ -225,14 +225,14 @@ class Publish:
   round: CountOrNone  # the round that made it; -1: the initial value
   version: Count
   base_version: CountOrNone
-  base_round: RoundId  # that made the base: version numbers may come twice; -2 if there is none
+  base_round: RoundId  # that made the base, since version numbers may come twice; -2: no base
   global_step: GlobalStep
   merged_tokens: Count  # merged into this fragment so far
   participants: Learners  # of the round that made this version
   merged_rounds: CountsOrNone  # learner and the last round its push was merged in, in turn
   snapshot: Count
   count: Count  # commits of this shard, for consistent snapshots (`protocol/states.py`)
-  seal: Text  # proves that this value is the shard's (`network/keys.py`); "": it has no key
+  seal: Text  # proves that this value is the shard's (`network/keys.py`); "": the run has no key
   codec: Text
   payload: Payload = None
 
@@ -274,14 +274,14 @@ class Replica:
   last_round: CountOrNone
   global_step: GlobalStep  # when its round began
   momentum_round: (
-    CountOrNone  # that made the momentum: an older one if only the value was given back
+    CountOrNone  # that made the momentum: an older one if a learner gave back only the value
   )
   participants: Learners
   merged_rounds: CountsOrNone  # learner and its last merged round in turn
   merged_global_steps: CountsOrNone  # learner and the global step when that round began, in turn
-  snapshot: Count  # the newest that its owner's state was captured for before this commit
-  # Payload: whole, f32: the published value, then the momentum if any; or what learners get, as a
-  # change of what that round made.
+  snapshot: Count  # the newest one that its owner's state was captured for before this commit
+  # Payload: either whole, in f32: the published value, then the momentum if any. Or the update that
+  # learners get, to the value that `base_round` made.
   base_round: RoundId  # NOTHING: whole
   codec: Text
   has_momentum: bool
@@ -290,7 +290,7 @@ class Replica:
 
 @dataclasses.dataclass(frozen=True)
 class Replicated:
-  """I hold your fragment at this version now, or lack what the change was made of."""
+  """I hold your fragment at this version now, or lack the base of the update."""
 
   shard: Count
   incarnation: Count
@@ -301,7 +301,7 @@ class Replicated:
 
 @dataclasses.dataclass(frozen=True)
 class Recover:
-  """I have restarted: send me what you hold of mine."""
+  """I have restarted: send me the copies you hold of my fragments."""
 
   shard: Count
   incarnation: Count
@@ -309,11 +309,11 @@ class Recover:
 
 @dataclasses.dataclass(frozen=True)
 class Recovered:
-  """These of your fragments I hold; their replicas are on their way."""
+  """I hold these of your fragments; their replicas are on their way."""
 
   shard: Count
   incarnation: Count
-  asked_by: Count  # incarnation of the owner; an answer to a dead one is ignored
+  asked_by: Count  # incarnation of the owner that asked; a later one ignores this answer
   fragments: Counts
 
 
@@ -324,12 +324,12 @@ TO_SHARD = (Hello, Report, Push, Value, RequestMoments, Moments, Goodbye)
 TO_LEARNER = (Welcome, Pull, RequestValue, ProvideMoments, ForwardMoments, Publish, Refusal)
 BETWEEN_SHARDS = (Replica, Replicated, Recover, Recovered)
 KINDS: Mapping[str, type] = {cls.__name__: cls for cls in (*TO_SHARD, *TO_LEARNER, *BETWEEN_SHARDS)}
-# Everything else is control and never queues behind these.
+# All other messages are control and never queue behind these.
 BULK = (Push, Value, Moments, ForwardMoments, Publish, Replica)
 
 
 def pairs(flat: tuple[int, ...]) -> list[tuple[int, int]]:
-  """((a, b), (c, d)) of (a, b, c, d); an odd end is left out."""
+  """((a, b), (c, d)) of (a, b, c, d); an unpaired last number is left out."""
   return list(zip(flat[::2], flat[1::2]))
 
 
@@ -343,9 +343,9 @@ def flat(mapping: Mapping[int, int]) -> tuple[int, ...]:
 WIRE_FORMAT = 6
 SEAL_BYTES = 4  # at the end of every header
 MAX_HEADER_BYTES = 1 << 20
-SHOWN_BYTES = 256  # a wrong value that is longer is not repeated in the error
-Parts = Annotated[list[msgspec.Raw], Meta(max_length=64)]  # values as they are in bytes
-_REFUSED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # no text; too deep
+SHOWN_BYTES = 256  # an error does not quote a wrong value that is longer
+Parts = Annotated[list[msgspec.Raw], Meta(max_length=64)]  # values as their encoded bytes
+_REFUSED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # no text; nested too deeply
 _KIND_AND_FIELDS = msgpack.Decoder(tuple[Text, msgspec.Raw])
 
 
@@ -356,8 +356,8 @@ class MalformedMessage(ValueError):
 class Schema:
   """Dataclasses as msgpack lists [kind, [fields...]], each field as its type hint says.
 
-  A value can be written in one way only: what is accepted encodes to the same bytes again, so an
-  integer is never taken for a float. A `payload` is no field here, it travels beside the list.
+  Each value has one encoding only: accepted bytes are those that encoding the value gives again, so
+  an integer is never taken for a float. A `payload` is not in the list, it travels beside it.
   """
 
   def __init__(self, kinds: Iterable[type]):
@@ -377,7 +377,7 @@ class Schema:
     """(kind, fields) of a list.
 
     Raises:
-      MalformedMessage: an unknown kind, or a field of wrong type or range, which is named.
+      MalformedMessage: an unknown kind, or a field of wrong type or range; the text names it.
     """
     try:
       name, fields = _KIND_AND_FIELDS.decode(data)
@@ -421,7 +421,7 @@ def _shown(part: msgspec.Raw) -> str:
     return f"({len(data)} bytes of msgpack)"
   try:
     return reprlib.repr(msgpack.decode(data))
-  except (*_REFUSED, TypeError, ValueError):  # a key that cannot be one, ...
+  except (*_REFUSED, TypeError, ValueError):  # for example a mapping with an unhashable key
     return reprlib.repr(data)
 
 
@@ -429,16 +429,16 @@ _SCHEMA = Schema(KINDS.values())
 
 
 def encode(message: Message, run_id: str, plan_id: str) -> tuple[bytes, Payload]:
-  """(header, payload) of a message; the payload is passed on as it is, without a copy."""
+  """(header, payload) of a message; the payload is not copied."""
   header = seal(envelope(run_id, plan_id) + _SCHEMA.encode(message))
   return header, getattr(message, "payload", None)
 
 
 def seal(body: bytes) -> bytes:
-  """A header: its body and their CRC-32, so that a flipped bit is never taken for a number.
+  """A header: its body and the body's CRC-32, so that a flipped bit never changes a number.
 
-  Payloads have none: links off loopback are authenticated (TLS), and a sum over all bytes would
-  cost as much as copying them. What a shard merges is screened.
+  Payloads have no checksum: links off loopback are authenticated (TLS), and a checksum over all
+  bytes would cost as much as copying them. A shard screens the pushes that it merges.
   """
   return body + zlib.crc32(body).to_bytes(SEAL_BYTES, "big")
 
@@ -465,17 +465,17 @@ def decode(header: bytes, payload: Payload, run_id: str, plan_id: str) -> Messag
 
 @functools.lru_cache(maxsize=16)
 def envelope(run_id: str, plan_id: str) -> bytes:
-  """How every header of a run begins: all before the message, for which None stands here."""
+  """The bytes with which every header of a run begins: all before the message."""
   return msgpack.encode((WIRE_FORMAT, run_id, plan_id, None))[:-1]
 
 
 def report_start(run_id: str, plan_id: str) -> bytes:
-  """How the header of every report begins, so that it is known without decoding it."""
+  """The bytes with which the header of every report begins: they tell it without decoding."""
   return envelope(run_id, plan_id) + msgpack.encode((Report.__name__, None))[:-1]
 
 
 def _stranger(body: bytes, run_id: str, plan_id: str) -> str:
-  """Why a header that does not begin as this run's do is none."""
+  """Why a header that begins otherwise than `envelope` does not belong to this run."""
   try:
     parts = msgpack.decode(body, type=Parts)
   except _REFUSED as error:

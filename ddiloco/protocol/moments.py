@@ -1,8 +1,9 @@
 """Inner optimizer moments of a healthy learner, for one that joins a run under way. PURE.
 
 Learners have no open ports, so the moments of a fragment travel from donor to joiner through the
-shard that owns it. A shard has one donation under way at a time, asks those first that have given
-least, and gives what it gets to all that wait: many joiners cost a donor no more than one.
+shard that owns it. A shard has one donation under way at a time. It asks the learner that has given
+least, and forwards the donation to all learners that wait for it: many joiners cost a donor no more
+than one.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ from ddiloco.protocol.states import (
 )
 from ddiloco.protocol.values import replace
 
-ASK_SECONDS = 1.0  # between two asks of a joiner
-# A learner gets each of a shard's fragments so many times in so many sync periods, whoever it says
-# it is by then: donations use the links of those that give.
+ASK_SECONDS = 1.0  # between two requests of a joiner
+# A learner gets moments of each of a shard's fragments at most so many times in so many sync
+# periods, under whatever incarnation: donations use the donors' links.
 TIMES, STRETCH_PERIODS = 3, 8
 
 # --- a shard --------------------------------------------------------------------------------------
 
 
 def on_ask(state: SyncerState, ask: RequestMoments, now: float, sync: SyncConfig) -> SyncerOutcome:
-  """A learner waits for moments of these fragments; it asks again until it has them."""
+  """A learner waits for moments of these fragments; it repeats the request until it has them."""
   if not state.passes_moments or ask.learner == EVALUATOR:
     return state, [ignored(ask, "no moments are passed on: checkpoint.rejoin is not 'peer' here")]
   mine = {f.index for f in state.fragments}
@@ -62,7 +63,7 @@ def on_ask(state: SyncerState, ask: RequestMoments, now: float, sync: SyncConfig
 
 
 def on_moments(state: SyncerState, moments: Moments, now: float, sync: SyncConfig) -> SyncerOutcome:
-  """A donation has arrived: it goes to all learners that wait for it."""
+  """A donation has arrived: forwards it to all learners that wait for it."""
   under_way = state.donation
   if under_way is None or (under_way.donor, under_way.fragment) != (
     moments.learner,
@@ -101,7 +102,7 @@ def on_moments(state: SyncerState, moments: Moments, now: float, sync: SyncConfi
 
 
 def _next(state: SyncerState, now: float, sync: SyncConfig) -> SyncerOutcome:
-  """Asks the next donor, unless one is at it and has still time."""
+  """Asks the next donor, unless a donation is under way and not late."""
   late = state.donation is not None and now >= state.donation.until
   if state.donation is not None and not late:
     return state, []
@@ -128,7 +129,7 @@ def _can_give(state: SyncerState, learner: int, member: Member) -> bool:
 
 
 def want(state: LearnerState, now: float) -> LearnerState:
-  """It has just joined: in a run under way it waits a while for a peer's moments, if told to."""
+  """After joining a run under way, waits `donor_seconds` for a peer's moments; 0: does not wait."""
   if not (state.donor_seconds and state.trains and state.global_step and state.shards):
     return state
   return replace(
@@ -141,7 +142,7 @@ def want(state: LearnerState, now: float) -> LearnerState:
 
 
 def ask(state: LearnerState, now: float) -> LearnerOutcome:
-  """Asks the shards for what it still waits for; gives up when its time is over."""
+  """Asks the shards for the moments it still waits for; gives up at `wants_until`."""
   if not state.wants:
     return state, []
   if now >= state.wants_until:
@@ -169,20 +170,20 @@ def on_donate(state: LearnerState, donate: ProvideMoments) -> LearnerOutcome:
     fragment=donate.fragment,
     donation=state.donations,
     global_step=state.global_step,
-    count=0,  # the role's business, like the payload
+    count=0,  # the role fills it in, with the payload
   )
   return state, [SendMoments(donate.shard, moments)]
 
 
 def on_inherit(state: LearnerState, inherit: ForwardMoments) -> LearnerOutcome:
-  """Moments older than what I was welcomed to are of no use; a straggler gave them."""
+  """Takes a peer's moments; those of a straggler, from before the step I joined at, are ignored."""
   if inherit.fragment not in state.wants or inherit.global_step < state.joined_global_step:
     return state, []
   return state, [TakeMoments(inherit)]
 
 
 def taken(state: LearnerState, event: Taken) -> LearnerOutcome:
-  """They lie on the devices now."""
+  """The moments lie on the devices now: they are applied, unless no longer wanted."""
   if event.fragment not in state.wants:
     return state, []
   wants = tuple(p for p in state.wants if p != event.fragment)

@@ -35,10 +35,10 @@ from ddiloco.protocol.values import put, replace
 
 
 def _value_due_at(state: SyncerState, p: int, sync: SyncConfig) -> float:
-  """Until when a fragment waits for newer values that learners were asked for; -inf: for none.
+  """When a fragment stops waiting for newer values that learners were asked for; -inf: no value.
 
-  Each learner is waited for once: one that has no such value does not hold the fragment up for
-  ever.
+  Only the first request to each learner counts: a learner that has no such value does not hold the
+  fragment up forever.
   """
   if not state.recalls:
     return -math.inf
@@ -54,7 +54,7 @@ def _value_due_at(state: SyncerState, p: int, sync: SyncConfig) -> float:
 
 
 def may_start_at(state: SyncerState, sync: SyncConfig) -> float:
-  """When the rounds of dirty fragments may start at last, though no message comes; inf: never."""
+  """When rounds of dirty fragments may start even if no message comes; inf: never."""
   idle = (state.fragments[i] for i in state.dirty if state.fragments[i].round is None)
   due = min((_value_due_at(state, f.index, sync) for f in idle), default=math.inf)
   return max(state.recovery_deadline, due)
@@ -72,7 +72,7 @@ def start_rounds(
     f = state.fragments[i]
     if f.round is not None:
       if f.round.id in measuring:
-        waiting.append(i)  # it cannot end yet, and a pusher may be gone when it can
+        waiting.append(i)  # look again: when its push is measured, the pusher may be gone
       continue
     if complete(state, f):
       continue
@@ -85,11 +85,11 @@ def start_rounds(
       available.pop(ahead, None)
     due = [member for member in available.values() if is_due(member, i, f, sync)]
     if any(map(brings_last_work, due)) and not sync.blocking:
-      due = list(available.values())  # who leaves cannot wait until a quorum has made its steps
+      due = list(available.values())  # a leaving learner cannot wait until a quorum is due
     if len(due) < sync.min_quorum:
       continue
     asked = tuple(sorted(available))
-    # Unique over the shard's incarnations, so that nothing of a dead one is mistaken for ours.
+    # Unique over the shard's incarnations, so that no push for an earlier one is taken for ours.
     round_id = rules.numbered(state.incarnation, state.rounds)
     step_seconds = statistics.median_low(member.step_seconds for member in available.values())
     known = [member.sync_seconds for member in available.values() if member.sync_seconds]
@@ -122,7 +122,7 @@ def _pull(state: SyncerState, f: FragmentState, current: Round, learner: int) ->
 
 
 def awaits(state: SyncerState, push: Push) -> bool:
-  """Whether this push could be part of its round: only then its values are looked at."""
+  """Whether this push could be part of its round: only then the role reads its values."""
   member = state.members.get(push.learner)
   return (
     member is not None
@@ -182,9 +182,10 @@ def on_push(state: SyncerState, push: Push, event: Received, sync: SyncConfig) -
 
 
 def _quorum_seconds(state: SyncerState, current: Round, now: float) -> float:
-  """How long this round took to its quorum. Where a message was lost, the wait for it is no measure
-  of the link: patience that learned from its own length would grow without end. Nor is a round in
-  which this shard itself stood still."""
+  """Seconds from the start of this round to its quorum. After a repeated pull they do not count
+  from the start, since the wait for a lost message is no measure of the link: patience that learned
+  from its own length would grow without end. A round in which this shard itself stood still does
+  not count either."""
   if current.started_at < state.awake_since:
     return state.quorum_seconds
   if current.pulls == 1:
@@ -193,7 +194,7 @@ def _quorum_seconds(state: SyncerState, current: Round, now: float) -> float:
 
 
 def _pull_patience(state: SyncerState, current: Round, sync: SyncConfig) -> float:
-  step = rules.usual_pace(state.beliefs)  # at the end of which a pull is answered
+  step = rules.usual_pace(state.beliefs)  # a learner answers a pull at the end of its step
   usual = 3 * max(state.quorum_seconds, step)
   return rules.backed_off(max(sync.liveness_seconds, usual), current.pulls - 1)
 
@@ -201,9 +202,9 @@ def _pull_patience(state: SyncerState, current: Round, sync: SyncConfig) -> floa
 def advance_rounds(
   state: SyncerState, now: float, sync: SyncConfig, measuring: Collection[int] = ()
 ) -> SyncerOutcome:
-  """Ends those that something has come for, or whose time it is to look at, if they can end.
+  """Looks at the rounds of dirty fragments and those past their deadline: ends them if they can.
 
-  A round of which a push is there, and not measured yet, waits for that: its push has come.
+  A round with a push that is here and not measured yet waits for the measurement.
   """
   actions: list[SyncerAction] = []
   for i, f in enumerate(state.fragments):
@@ -212,7 +213,7 @@ def advance_rounds(
     if f.round.id in measuring:
       continue
     current = f.round
-    # Under rebase a version that comes late costs no work: there more learners are worth more.
+    # Under rebase a late version costs no work, so the wait for more learners may be longer.
     way_back = 0.0 if sync.apply == "rebase" else current.sync_seconds
     grace = rules.grace_seconds(current.step_seconds, state.quorum_seconds, way_back, sync)
     pending, count = current.pending, len(current.pushes)
@@ -225,7 +226,7 @@ def advance_rounds(
       deadline = min(
         current.pulled_at + _pull_patience(state, current, sync),
         math.inf if decision.wake_at is None else decision.wake_at,
-        now + sync.liveness_seconds,  # patience is learned: it may have become less until then
+        now + sync.liveness_seconds,  # patience is learned: it may be shorter by then
       )
       current = replace(current, deadline=deadline)
       state = set_fragment(state, i, round=current)
@@ -240,7 +241,7 @@ def advance_rounds(
 def _end_round(
   state: SyncerState, i: int, current: Round, now: float, sync: SyncConfig
 ) -> SyncerOutcome:
-  """Screens, commits if what is left is still a quorum, and publishes to all members."""
+  """Screens the pushes, commits if those left are a quorum, and publishes to all members."""
   before = state.fragments[i]
   usual = _usual_norm(state, i)
   past = {m: _past_norm(state, m, i) or usual for m in current.norms}
@@ -361,13 +362,13 @@ def _missing(state: SyncerState, i: int, current: Round) -> dict[int, str]:
 
 
 def _past_norm(state: SyncerState, learner: int, i: int) -> float:
-  """Of a learner's accepted updates, per step. 0: it has none yet."""
+  """Smoothed norm of a learner's accepted updates, per step. 0: it has none yet."""
   member = state.members.get(learner)
   return member.norms[i] if member is not None else 0.0
 
 
 def _usual_norm(state: SyncerState, i: int) -> float:
-  """Median over members' accepted updates, per step: the measure for new ones. 0: no update."""
+  """Median of members' past norms, per step: the reference for a new member. 0: no update yet."""
   norms = [member.norms[i] for member in state.members.values() if member.norms[i]]
   return statistics.median(norms) if norms else 0.0
 
@@ -384,9 +385,9 @@ def _credit(state: SyncerState, learner: int, i: int, norm_per_step: float) -> S
 def _count_opposing(
   state: SyncerState, learners: list[int], opposing: Mapping[int, float], sync: SyncConfig
 ) -> tuple[SyncerState, dict[int, str]]:
-  """Whose update points against all others', again and again: from then on it is rejected.
+  """Rejects learners whose updates pointed against all others' `quarantine_after` times in a row.
 
-  Counted by learner and not by incarnation, so that to start afresh changes nothing.
+  The count is by learner and not by incarnation, so that a restart does not reset it.
   """
   opposed = {m: times for m, times in state.opposed.items() if m not in learners or m in opposing}
   rejected = {}

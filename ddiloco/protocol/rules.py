@@ -1,7 +1,7 @@
-"""The rules by which roles decide, as formulas of numbers: nothing here knows a state. PURE.
+"""The rules by which roles decide, as formulas of numbers: no function here takes a state. PURE.
 
-What both sides count on; when a round ends, with the reason in plain words, which logs, live view
-and dashboard show; and what a shard believes of what its members say of themselves.
+The rules that learners and shards share; when a round ends, with a reason in plain words, which
+logs, live view and dashboard show; and what a shard believes of its members' claims.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ MAX_PATIENCE_SECONDS = 30.0
 MOST_NAMES = 8  # of learners in a reason
 AGREEMENT = 0.05  # mean cosine of the others below which their directions are noise
 OPPOSITION = 0.5  # share of that cosine, with the other sign, from which an update opposes them
-SHORTEST_STEP_SECONDS = 1e-4  # no inner step of any use is shorter
-LONGEST_STEP_SECONDS = 600.0  # until the members' usual step is known, and never below ...
-LEAST_CAP_SECONDS = 60.0  # ... this is a step time cut down
-STEP_TIME_RATIO = 16.0  # a member's step is at most so many times the usual one
+SHORTEST_STEP_SECONDS = 1e-4  # a believed step time is at least this
+LONGEST_STEP_SECONDS = 600.0  # cap of a believed step time until the usual one is known
+LEAST_CAP_SECONDS = 60.0  # after that the cap is at least this, and ...
+STEP_TIME_RATIO = 16.0  # ... so many times the usual step time
 LEAD = 4.0  # one learner alone makes the global step grow at most so much faster than others' steps
 ALONE_LEAD = 2.0  # the same where there are no two others to compare with
 WASTE = 16  # a run makes at most so many times the steps its tokens need: work may be lost
-COUNTED_PERIODS = 3  # sync periods; what is in a push of more steps is stale
+COUNTED_PERIODS = 3  # sync periods; a push of more steps is stale
 
-Ranking = tuple[tuple[float, int], ...]  # (value, learner), best first
+Ranking = tuple[tuple[float, int], ...]  # (value, learner), the smallest values first
 
 # --- both sides -----------------------------------------------------------------------------------
 
@@ -45,7 +45,7 @@ def due_after(fragment: int, version: int, sync: SyncConfig) -> int:
 def backed_off(
   patience_seconds: float, attempts: int, most_seconds: float = MAX_PATIENCE_SECONDS
 ) -> float:
-  """How long to wait for an answer after so many attempts in vain: doubling, up to a limit."""
+  """Seconds to wait for an answer after so many unanswered attempts: doubling, up to a limit."""
   most = max(patience_seconds, most_seconds)
   return min(patience_seconds * 2 ** min(attempts, 5), most)
 
@@ -137,23 +137,23 @@ def screen(
 
   An update is rejected if its norm exceeds `ratio` times every reference there is: the median of
   the other participants' norms, and the learner's own past. So a sudden growth that all share
-  passes, and so does a learner that is alone before any has a past. More steps may make a longer
-  update: against an update of fewer steps it may be longer by as much. Fewer steps need not make a
-  shorter one, since steps cancel out: against its past, an update counts as one of a whole period.
-  An update of zeros where the others moved is rejected too: nothing was learned, so its tokens must
-  not count.
+  passes, and so does a single learner while no learner has a past. More steps may make a longer
+  update: against an update of fewer steps it may be longer by the ratio of their steps. Fewer steps
+  need not make a shorter update, since steps cancel out: against the learner's past, an update
+  counts as one of at least a whole period. An update of zeros where the others moved is rejected
+  too: nothing was learned, so its tokens must not count.
 
   Args:
     norms: by learner, of the outer gradients at hand; non-finite ones are always rejected.
     steps: by learner, inner steps in its outer gradient.
     past: by learner, the smoothed norm per step of its accepted updates of this fragment, or of the
-      others' if it is new; 0: there are none.
+      others' if the learner is new; 0: there are none.
     ratio: `sync.max_norm_ratio`.
     period: `sync.sync_period`, in steps.
   """
   rejected = {}
   finite = {m: norm for m, norm in norms.items() if math.isfinite(norm)}
-  # Against an update of as many steps all others look alike: sorted once for each such number.
+  # All norms, sorted, as they count against an update of `count` steps: once for each such number.
   scaled = {
     count: sorted(norm * max(1.0, count / steps[m]) for m, norm in finite.items())
     for count in {steps[m] for m in finite}
@@ -165,7 +165,7 @@ def screen(
     own = past[learner] * max(steps[learner], period)
     usual = _median_without(scaled[steps[learner]], norm)
     references = [r for r in (usual, own) if r > 0]
-    if norm == 0 and usual > 0:  # not against its past: a schedule may end at a rate of 0
+    if norm == 0 and usual > 0:  # its past does not matter: a schedule may end at a rate of 0
       rejected[learner] = f"all zeros, after {steps[learner]} steps"
     elif references and norm > ratio * max(references):
       rejected[learner] = f"norm {norm:.3g} is over {ratio:g} x {max(references):.3g}"
@@ -173,7 +173,7 @@ def screen(
 
 
 def _median_without(ordered: Sequence[float], value: float) -> float:
-  """The median of sorted values but one of them; 0 if that was all."""
+  """The median of the sorted values without `value`, one of them; 0 if no other is left."""
   at = bisect.bisect_left(ordered, value)
   left = len(ordered) - 1
   if not left:
@@ -183,10 +183,11 @@ def _median_without(ordered: Sequence[float], value: float) -> float:
 
 
 def agreement(products: Mapping[tuple[int, int], float], learners: Sequence[int]) -> float | None:
-  """The mean cosine of two updates; None of fewer than two. The arguments are those of `opposing`.
+  """The mean cosine over pairs of updates; None for fewer than two. Arguments as of `opposing`.
 
-  What several islands learned in common is in all of their updates, and the noise of their batches
-  is not: updates of cosine 0 have an average half as long as one of four, and equal ones as long.
+  Progress that several islands have in common is in all of their updates, and the noise of their
+  batches is not. The average of four updates of cosine 0 is half as long as each of them; that of
+  equal updates is as long.
 
   >>> agreement({(0, 0): 4.0, (1, 1): 1.0, (0, 1): 1.0}, [0, 1])
   0.5
@@ -198,7 +199,7 @@ def agreement(products: Mapping[tuple[int, int], float], learners: Sequence[int]
 def _cosines(
   products: Mapping[tuple[int, int], float], learners: Sequence[int]
 ) -> dict[tuple[int, int], float]:
-  """By pair of these learners."""
+  """The cosine of each pair of these learners' updates."""
   norms = {m: math.sqrt(products[m, m]) for m in learners if products.get((m, m), 0.0) > 0}
   return {
     (a, b): product / (norms[a] * norms[b])
@@ -210,15 +211,15 @@ def _cosines(
 def opposing(
   products: Mapping[tuple[int, int], float], learners: Sequence[int]
 ) -> dict[int, float]:
-  """Learners whose update points against all others', which agree; with its mean cosine to them.
+  """Learners whose update points against all others, which agree; with its mean cosine to them.
 
   Honest outer gradients are nearly orthogonal and agree a little; one with its sign flipped has
-  their cosine with the other sign. Of two, neither can be told to be the wrong one: three are
-  needed.
+  the same cosine to the others with the other sign. Of two opposed updates neither can be told to
+  be the wrong one: three are needed.
 
   Args:
     products: inner products of two updates, or of one with itself; the smaller learner first.
-    learners: whose updates are compared; those without products are left out.
+    learners: whose updates are compared; learners without products are left out.
 
   >>> agree = {(m, m): 1.0 for m in range(3)} | {(0, 1): 0.2}
   >>> opposing({**agree, (0, 2): -0.2, (1, 2): -0.2}, [0, 1, 2])
@@ -231,7 +232,7 @@ def opposing(
   others = len(towards) - 1
   if others < 2:
     return {}
-  total = sum(towards.values())  # of all pairs, twice
+  total = sum(towards.values())  # each pair counts twice
   found = {}
   for m, toward in towards.items():
     agreement = (total - 2 * toward) / (others * (others - 1))
@@ -241,27 +242,27 @@ def opposing(
 
 
 # --- what a shard believes ------------------------------------------------------------------------
-# A member with a valid key may say anything. A shard takes from it only what an honest member could
-# have said: a global step that another learner confirms or that one learner alone can have reached,
-# steps that fit into the time since its last merge, tokens that fit into its steps. What is claimed
-# beyond that is cut down where it steers the shard's own work (global step, due steps, step time),
-# and refused where it would count as work done (pushes). docs/design.md, "Whom a shard believes",
-# has the model.
+# A member with a valid key may claim anything. A shard believes only claims that an honest member
+# could make: a global step that another learner confirms or that one learner alone can have
+# reached, steps that fit into the time since its last merge, tokens that fit into its steps. A
+# greater claim is cut down where it steers the shard's own work (global step, due steps, step
+# time), and refused where it would count as work done (pushes). docs/design.md, "Whom a shard
+# believes", has the model.
 
 
 @dataclasses.dataclass(frozen=True)
 class Beliefs:
-  """What the bounds are taken from; a value of `SyncerState`."""
+  """The numbers that the bounds are computed from; a part of `SyncerState`."""
 
-  reach_at: float  # when the run began, later when a learner was last found in front
-  reach: float = 0.0  # the step that one learner alone can have come to by then
-  claims: Ranking = ()  # the two highest global steps, negative, by different learners
-  paces: Ranking = ()  # the three shortest steps in seconds, by different learners
-  usual_step_seconds: float = 0.0  # median of those that were asked last; 0: not known yet
+  reach_at: float  # when the run began; later, when `reach` was last computed
+  reach: float = 0.0  # the step that one learner alone can have reached by then
+  claims: Ranking = ()  # the two highest global steps, negated, claimed by different learners
+  paces: Ranking = ()  # the three shortest step times in seconds, of different learners
+  usual_step_seconds: float = 0.0  # median of the learners asked last; 0: not known yet
 
 
 def slack_steps(sync: SyncConfig) -> int:
-  """Steps by which what different roles see of the global step may differ."""
+  """Steps by which the global step may differ between roles."""
   return 2 * sync.sync_period + 8
 
 
@@ -277,19 +278,19 @@ def raised_global_step(
 ) -> tuple[Beliefs, int]:
   """The global step after a learner has said how far it is.
 
-  It is the highest step that two learners say they have reached, or that the first of them
-  can have reached alone: no learner is believed to be `LEAD` times faster than the others.
+  It is the highest step that two learners claim, or that the foremost learner can have reached
+  alone: no learner is believed to be more than `LEAD` times faster than the others.
 
   Args:
-    beliefs: as they were.
-    global_step: as it was.
-    learner: that reports it.
-    claim: what this learner says.
+    beliefs: before this report.
+    global_step: before this report.
+    learner: the one that reports.
+    claim: its global step, as it says.
     now: seconds.
     most_steps: of the whole run.
     sync: the protocol's settings.
-    num_learners: that are members, this one too; 0: a shard that has come back does not know yet
-      who there is, and believes none alone.
+    num_learners: learners that are members, with this one; 0: a restarted shard does not know its
+      members yet, and believes no single learner.
   """
   if claim <= global_step:
     return beliefs, global_step
@@ -311,9 +312,9 @@ def raised_global_step(
 
 
 def too_far_ahead(beliefs: Beliefs, global_step: int, sync: SyncConfig) -> int | None:
-  """The learner that says it is further than is believed yet, so that its work would be refused.
+  """The learner that claims a step so far beyond the global step that its push would be refused.
 
-  An island that trained while the others still started is asked when their pace is known.
+  It may be an island that trained while the others started: it is asked when their pace is known.
   """
   claim, learner = beliefs.claims[0] if beliefs.claims else (0.0, None)
   return learner if -claim > global_step + sync.sync_period else None
@@ -323,7 +324,7 @@ def _rate(paces: Ranking, learner: int, num_learners: int) -> float:
   """Steps a second by which one learner alone can raise the global step."""
   others = [seconds for seconds, m in paces if m != learner]
   own = next((seconds for seconds, m in paces if m == learner), 0.0)
-  if len(others) > 1:  # the median of three, any one of which may be a lie, of any length
+  if len(others) > 1:  # the median of three: any one of them may be a lie
     middle = statistics.median((own or math.inf, *others[:2]))
     return LEAD / max(middle, SHORTEST_STEP_SECONDS)
   if num_learners > 2:  # a member that never says how fast it is must not hold up the others
@@ -332,7 +333,7 @@ def _rate(paces: Ranking, learner: int, num_learners: int) -> float:
 
 
 def usual_pace(beliefs: Beliefs) -> float:
-  """Seconds of a step of the faster members, 0 if it is not known: no one alone makes it longer."""
+  """Step time of the faster members, 0 if not known: no single member can make it longer."""
   paces = [seconds for seconds, _ in beliefs.paces]
   return believed_step_seconds(beliefs, statistics.median_low(paces)) if paces else 0.0
 
@@ -353,7 +354,7 @@ def noted_pace(beliefs: Beliefs, learner: int, seconds: float) -> Beliefs:
 def refreshed(
   beliefs: Beliefs, present: Iterable[tuple[int, float]], usual_step_seconds: float
 ) -> Beliefs:
-  """Forgets learners that are gone; `present`: (learner, step seconds) of those that are here."""
+  """Forgets learners that are gone; `present`: (learner, step seconds) of those still here."""
   here = {m: seconds for m, seconds in present}
   paces = heapq.nsmallest(3, ((seconds, m) for m, seconds in here.items() if seconds > 0))
   claims = tuple(claim for claim in beliefs.claims if claim[1] in here)
@@ -361,14 +362,14 @@ def refreshed(
 
 
 def believed_step_seconds(beliefs: Beliefs, claim: float) -> float:
-  """How long a step of this member takes: a learner that never steps is lost in the end."""
+  """A member's step time, capped, so that a learner that never steps is lost in the end."""
   usual = beliefs.usual_step_seconds
   most = max(LEAST_CAP_SECONDS, STEP_TIME_RATIO * usual) if usual else LONGEST_STEP_SECONDS
   return min(claim, most)
 
 
 def believed_steps_since(claim: int, global_step: int, since: int, sync: SyncConfig) -> int:
-  """Steps since its last sync: no more than the run has made `since` that round began."""
+  """A member's steps since its last sync, at most about those of the run since step `since`."""
   return min(claim, max(0, global_step - since) + sync.overlap_steps + 2)
 
 
@@ -377,7 +378,7 @@ def push_fault(steps: int, tokens: int, steps_possible: int, step_tokens: int) -
 
   Args:
     steps: inner steps it claims.
-    tokens: in these.
+    tokens: tokens it claims.
     steps_possible: since the learner's last push of this fragment was merged.
     step_tokens: of the largest step of any learner; 0: not known.
   """
@@ -391,15 +392,16 @@ def push_fault(steps: int, tokens: int, steps_possible: int, step_tokens: int) -
 
 
 def counted_steps(steps: int, sync: SyncConfig) -> int:
-  """The steps of a push that its norm is screened by: those of a few sync periods."""
+  """The steps of a push that count when its norm is screened: at most `COUNTED_PERIODS`' worth."""
   return min(steps, COUNTED_PERIODS * sync.sync_period)
 
 
 def worth_steps(steps: int, sync: SyncConfig) -> float:
-  """The steps of a push that its weight goes by, up to a few sync periods.
+  """The steps of a push that count for its weight.
 
-  Beyond them each further step makes the whole push staler: k times as many steps weigh k times
-  less. An island that was away for long is merged, but moves the global model little.
+  Beyond `COUNTED_PERIODS` sync periods each further step makes the whole push staler: k times as
+  many steps weigh k times less. The push of an island that was away for long is merged, but moves
+  the global model little.
 
   >>> sync = SyncConfig(sync_period=10)
   >>> [worth_steps(steps, sync) for steps in (10, 30, 60, 3000)]

@@ -1,4 +1,4 @@
-"""What a learner knows and what a shard knows: their states, and small questions to them. PURE."""
+"""The states of a learner and of a shard, with small queries and changes of them. PURE."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from ddiloco.protocol.values import put, replace
 MOST_FAREWELLS = 3  # rounds a fragment that a leaving learner may start
 
 # --- what each role has heard of each other -------------------------------------------------------
-# Pushes and publishes, the messages that move the model, carry a count of the sender's own: pushes
-# of a learner, commits of a shard. A role keeps the greatest count it has heard from each sender. A
-# set of captured states is a consistent snapshot if no role has heard more of another than that one
-# had done when its state was captured (Mattern 1989). A sender counts for itself only, so a learner
-# that lies can spoil its own part and no other.
+# Pushes and publishes, the messages that move the model, carry their sender's count: of its pushes
+# (a learner) or its commits (a shard). A role keeps the greatest count it has heard from each
+# sender. A set of captured states is a consistent snapshot if no role has heard a greater count of
+# a sender than the sender's captured state has (Mattern 1989). A sender counts only its own
+# messages, so a learner that lies can spoil its own part and no other.
 
-VectorClock = Mapping[int, int]  # who -> count; a learner is its number, a shard see `shard_key`
+VectorClock = Mapping[int, int]  # sender -> count; keys: a learner's number, a shard's `shard_key`
 
 
 def shard_key(shard: int) -> int:
@@ -52,7 +52,7 @@ def join_clocks(vector_clock: VectorClock, other: VectorClock) -> VectorClock:
 def clock_violations(snapshot: Mapping[int, VectorClock]) -> list[tuple[int, int]]:
   """(who, whom): `who` had heard of an act of `whom` from after `whom`'s capture.
 
-  `snapshot` has what each participant had heard, by key. Empty: the snapshot is consistent.
+  `snapshot` has each participant's vector clock, by key. Empty: the snapshot is consistent.
   """
   return [
     (who, whom)
@@ -70,7 +70,7 @@ class Outstanding:
   """My push that no publish has answered yet; at most one per fragment."""
 
   push: Push  # without payload
-  at_step: int  # my own step count when it was copied out
+  at_step: int  # my own step count when the push was copied out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,16 +89,16 @@ class LearnerFragment:
 
   shard: int
   version: int = -1  # in the parameters
-  round: int = NOTHING  # that made it: its identity, since version numbers may come twice
+  round: int = NOTHING  # that made this version: its identity, since version numbers may come twice
   received: int = -1  # newest version accepted; >= version
   steps_since_sync: int = 0  # from the copy-out if the sync had my push, else from receipt
   steps: int = 0  # in my parameters and not merged yet
-  tokens: int = 0
+  tokens: int = 0  # of these steps
   merged_tokens: int = 0  # of the whole run, as the shard says
   acknowledged_tokens: int = 0  # mine, merged
   discarded_tokens: int = 0  # mine, lost to an overwrite
-  base_header: Publish | None = None  # what came with the newest version accepted, without payload
-  fresh: bool = False  # its shard has sent me what it had, or had nothing newer than I
+  base_header: Publish | None = None  # publish of the newest version accepted, without payload
+  fresh: bool = False  # its shard has sent me its value, or had none newer than mine
   outstanding: Outstanding | None = None
   pull: Pull | None = None  # asked and not answered yet
   incoming: tuple[IncomingVersion, ...] = ()
@@ -124,23 +124,23 @@ class LearnerState:
   fragments: tuple[LearnerFragment, ...]
   target_tokens: int  # merged from all learners; without shards: trained by me
   trains: bool = True
-  step: int = 0  # mine, in this incarnation
+  step: int = 0  # inner steps of this incarnation and of those it goes on from
   global_step: int = 0  # of the most advanced learner
   trained_tokens: int = 0
   step_seconds: float = 0.0
   stepped_at: float = 0.0  # when the newest step was over
-  waited_seconds: float = 0.0  # that the newest publish waited for the end of a step
-  idle_seconds: float = 0.0  # that, and what it waited once it was staged
+  waited_seconds: float = 0.0  # how long the newest publish waited for the end of a step
+  idle_seconds: float = 0.0  # the same, and how long it waited again when it was staged
   snapshot: int = 0  # the newest heard of; my state is captured for it
   vector_clock: VectorClock = dataclasses.field(default_factory=dict)
   pushes_made: int = 0  # in this incarnation
-  donor_seconds: float = 0.0  # that it waits for a peer's moments, when it joins
+  donor_seconds: float = 0.0  # how long it waits for a peer's moments when it joins
   wants: tuple[int, ...] = ()  # fragments whose moments it still waits for
   wants_until: float = 0.0
   ask_at: float = 0.0
-  joined_global_step: int = 0  # the run's, when it joined
+  joined_global_step: int = 0  # the global step when it joined
   donations: int = 0  # made, in this incarnation
-  whole: bool = False  # it needs initial values sent, since it cannot make them
+  whole: bool = False  # it cannot make the initial values: shards must send them
   leaving: bool = False  # makes no more steps, and goes when nothing is left to merge
   done: bool = False
 
@@ -150,7 +150,7 @@ class LearnerState:
 
   @property
   def merged_tokens(self) -> int:
-    """Of the whole run: what every fragment has merged at least."""
+    """Of the whole run: every fragment has merged at least so many."""
     return min((f.merged_tokens for f in self.fragments), default=0)
 
 
@@ -158,12 +158,13 @@ LearnerOutcome = tuple[LearnerState, list[LearnerAction]]  # what its reducer re
 
 
 def schedule_step(state: LearnerState, tokens_per_step: int) -> int:
-  """Where the run is in its schedule of learning rates: the step that has seen as many tokens.
+  """Where the run is in its schedule of learning rates, as a step.
 
-  What is merged, and my own steps on top of it, as if all others kept pace with me: the mean of the
-  fragments, rounded down. `tokens_per_step` is that of all planned learners together. In lock-step
-  it is the global step. Where learners are down, slow, or more than planned, it is not: a schedule
-  by the global step would be over too early, or never.
+  It counts the tokens of a fragment that are merged, and my own steps since, as if all other
+  learners kept pace with me: the mean over the fragments, in steps, rounded down. `tokens_per_step`
+  is that of all planned learners together. In lock-step the result is the global step. It is not
+  where learners are down, slow, or more than planned: a schedule by the global step would end too
+  early there, or never.
   """
   if not state.fragments:
     return state.step
@@ -183,20 +184,20 @@ class Member:
   versions: tuple[int, ...]  # as reported
   steps_since_sync: tuple[int, ...]
   sent: tuple[int, ...]  # newest version sent, -1: none
-  sent_at: tuple[float, ...]  # the oldest that has not shown up in a report
-  waiting_since: tuple[float, ...]  # for that, or for what was sent before it
+  sent_at: tuple[float, ...]  # when the oldest version was sent that no report has confirmed
+  waiting_since: tuple[float, ...]  # the same, or later: when an earlier publish was confirmed
   norms: tuple[float, ...]  # smoothed norm per step of accepted pushes, 0: none yet
   step_seconds: float = 0.0
-  delivery_seconds: float = 0.0  # smoothed, without any sign of a publish until a report has it
-  sync_seconds: float = 0.0  # smoothed, from a commit's decision until its version lies ready here
+  delivery_seconds: float = 0.0  # smoothed, from `waiting_since` until a report has the version
+  sync_seconds: float = 0.0  # smoothed, from the decision to commit until its version is ready here
   resends: int = 0  # in a row without progress
-  resent_at: float = -math.inf  # the newest of these
+  resent_at: float = -math.inf  # the newest of these resends
   rejections: int = 0  # in a row
   leaving: bool = False
   farewells: int = 0  # pushes merged since it said that it leaves, over all fragments
   lost: bool = False
   quarantined: bool = False
-  whole: bool = False  # it cannot make initial values
+  whole: bool = False  # it cannot make the initial values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,17 +207,17 @@ class Round:
   id: int
   started_at: float
   pending: tuple[int, ...]  # asked, and neither answered nor gone since
-  step_seconds: float  # median of those that were asked
-  sync_seconds: float  # the same, of those of whom it is known
-  global_step: int  # when it began
+  step_seconds: float  # median of the learners that were asked
+  sync_seconds: float  # the same, of those whose `sync_seconds` is known
+  global_step: int  # when the round began
   pulled_at: float
-  deadline: float  # again, even if nothing comes for it until then
+  deadline: float  # when to look at the round again even if no message comes for it
   pulls: int = 1
   pushes: Mapping[int, Push] = dataclasses.field(default_factory=dict)  # accepted, without payload
   norms: Mapping[int, float] = dataclasses.field(default_factory=dict)
   products: Mapping[tuple[int, int], float] = dataclasses.field(
     default_factory=dict
-  )  # of two accepted pushes, the smaller learner first; where directions count
+  )  # inner products of two accepted pushes, the smaller learner first; where directions count
   refused: Mapping[int, str] = dataclasses.field(default_factory=dict)
   quorum_at: float | None = None
   reason: str = ""
@@ -238,13 +239,13 @@ class FragmentState:
   last_round: int = -1
   global_step: int = 0  # when the last round began
   participants: tuple[int, ...] = ()
-  snapshot: int = 0  # the newest captured before: this value may depend on what came after it
+  snapshot: int = 0  # newest captured before this value, which may depend on later messages
   round: Round | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class ValueRequest:
-  """A value asked of a learner that has a newer one than this shard."""
+  """A request to a learner that has a newer value than this shard."""
 
   asked_at: float
   times: int
@@ -253,11 +254,11 @@ class ValueRequest:
 
 @dataclasses.dataclass(frozen=True)
 class MomentTransfer:
-  """Moments of a fragment asked of a learner, for those that join."""
+  """A request to a learner for its moments of a fragment, for learners that join."""
 
   fragment: int
   donor: int
-  until: float  # then another one is asked
+  until: float  # then another donor is asked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,29 +266,30 @@ class SyncerState:
   shard: int
   incarnation: int
   fragments: tuple[FragmentState, ...]
-  target_tokens: int  # to merge into every fragment; then it is complete
+  target_tokens: int  # a fragment that has merged so many is complete
   step_tokens: int = 0  # of the largest step of any learner; 0: not known
-  first_round: int = 0  # rounds before are not of this run
+  first_round: int = 0  # smaller rounds are not of this run
   members: Mapping[int, Member] = dataclasses.field(default_factory=dict)
   global_step: int = 0
   beliefs: Beliefs = Beliefs(reach_at=0.0)
   rounds: int = 0  # started in this incarnation
   snapshot: int = 0  # the newest heard of or begun; my state is captured for it
-  saving: bool = False  # that snapshot is not committed or given up yet; shard 0 waits for it
+  saving: bool = False  # this snapshot is not committed or given up yet; shard 0 waits for that
   vector_clock: VectorClock = dataclasses.field(default_factory=dict)
   commits: int = 0  # in this incarnation
-  began: Mapping[int, int] = dataclasses.field(default_factory=dict)  # fragment -> round, at first
-  # No round begins before: learners may have newer values than this shard.
+  # fragment -> the round of its value when this incarnation began, or got it from a learner
+  began: Mapping[int, int] = dataclasses.field(default_factory=dict)
+  # Until then no round begins unless all awaited learners are here: they may have newer values.
   recovery_deadline: float = -math.inf
   planned_learners: int = 0  # awaited until then by a shard that knew no learner
-  silent_at: float = math.inf  # no member is lost to silence before
-  dirty: tuple[int, ...] = ()  # whose round may start or end now: positions of fragments
+  silent_at: float = math.inf  # no member is lost to silence before this time
+  dirty: tuple[int, ...] = ()  # positions of fragments whose round may start or end now
   asking: Mapping[int, tuple[int, ...]] = dataclasses.field(
     default_factory=dict
   )  # learner -> fragments whose moments it waits for
   donation: MomentTransfer | None = None  # under way; one at a time
-  passes_moments: bool = True  # learners of this run may ask for a peer's
-  # learner -> (the global step when its present stretch began, fragments it was given in it)
+  passes_moments: bool = True  # learners of this run may ask for a peer's moments
+  # learner -> (the global step when its present stretch began, moments of fragments it got in it)
   passed_on: Mapping[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
   given: Mapping[int, int] = dataclasses.field(default_factory=dict)  # donor -> donations
   recalls: Mapping[tuple[int, int], ValueRequest] = dataclasses.field(
@@ -295,10 +297,10 @@ class SyncerState:
   )  # by fragment and learner
   opposed: Mapping[int, int] = dataclasses.field(
     default_factory=dict
-  )  # learner -> its updates in a row that opposed all others; outlives its incarnations
-  delivery_seconds: float = 0.0  # smoothed over all members: from sending to the report of it
+  )  # learner -> its updates in a row that opposed all others; outlives the learner's incarnations
+  delivery_seconds: float = 0.0  # smoothed over all members: from sending a version to its report
   quorum_seconds: float = 0.0  # smoothed, from pull to quorum
-  awake_since: float = -math.inf  # this shard's process did not stand still since
+  awake_since: float = -math.inf  # this shard's process has not stood still since then
 
 
 SyncerOutcome = tuple[SyncerState, list[SyncerAction]]  # what its reducer returns
@@ -310,7 +312,7 @@ def complete(state: SyncerState, f: FragmentState) -> bool:
 
 
 def could_push(learner: int, member: Member, i: int, f: FragmentState) -> bool:
-  """Whether a member could push this fragment now: alive, on the newest, at least a step on it."""
+  """Whether a member could push this fragment now: alive, with a step on the newest version."""
   return (
     learner != EVALUATOR
     and not (member.lost or member.quarantined)
@@ -320,23 +322,24 @@ def could_push(learner: int, member: Member, i: int, f: FragmentState) -> bool:
 
 
 def brings_last_work(member: Member) -> bool:
-  """Whether it makes no more steps, and what it has is to be merged now.
+  """Whether the member makes no more steps, so that its unmerged work must be merged now.
 
-  That takes one round a fragment, or two; one that always has more is not waited for.
+  That takes one or two rounds a fragment; after `MOST_FAREWELLS` the shard no longer waits for it.
   """
   return member.leaving and member.farewells < MOST_FAREWELLS * len(member.steps_since_sync)
 
 
 def is_due(member: Member, i: int, f: FragmentState, sync: SyncConfig) -> bool:
-  """Whether it has made as many steps on it as a sync takes, or makes no more."""
+  """Whether the member has made the steps that a sync takes on this fragment, or makes no more."""
   enough = member.steps_since_sync[i] >= rules.due_after(f.index, f.version, sync)
   return enough or brings_last_work(member)
 
 
 def recovery_over(state: SyncerState, now: float) -> bool:
-  """Whether no learner with a newer value is awaited: all that it knew are here, or time is up.
+  """Whether the shard awaits no learner that may have a newer value.
 
-  A learner with newer values is no member before it was asked for them (`protocol/syncer.py`).
+  So it is when all learners that it knew are members, or the time is up. A learner with newer
+  values becomes a member only when they are here (`protocol/syncer.py`).
   """
   if now >= state.recovery_deadline:
     return True
@@ -361,14 +364,14 @@ def believe_global_step(
 
 
 def _num_here(state: SyncerState, reports: int) -> int:
-  """How many learners are not lost, the one that reports among them.
+  """How many learners are not lost, the reporting one included.
 
-  With three paces known only that there are some matters, so that a report takes no look at all.
+  Once three paces are known, only zero or not matters to `raised_global_step`: no count is needed.
   """
   if len(state.beliefs.paces) > 2:
     return len(state.members)
   here = {m for m, member in state.members.items() if m != EVALUATOR and not member.lost}
-  return len(here | {reports})  # it is heard: what it was taken for until now does not count
+  return len(here | {reports})  # it reports, so it is here even if it counted as lost
 
 
 def set_member(state: SyncerState, learner: int, **changes: Any) -> SyncerState:
@@ -387,13 +390,13 @@ def set_fragment(state: State, i: int, **changes: Any) -> State:
 
 
 def mark_dirty(state: SyncerState, positions: Iterable[int]) -> SyncerState:
-  """Something has happened to these fragments: the end of this event looks at their rounds."""
+  """Something has happened to these fragments: the next `Tick` looks at their rounds."""
   new = set(positions).difference(state.dirty)
   return replace(state, dirty=(*state.dirty, *sorted(new))) if new else state
 
 
 def without(pending: tuple[int, ...], learner: int) -> tuple[int, ...]:
-  """Those that are left to wait for: called at every push, so without a look at each."""
+  """`pending` without this learner. Called at every push, so it does not loop over all."""
   at = pending.index(learner)
   return (*pending[:at], *pending[at + 1 :])
 
@@ -411,8 +414,8 @@ def forget_pending(state: SyncerState, learner: int) -> SyncerState:
 def newest(state: SyncerState, i: int) -> Publish:
   """The newest version of a fragment as all members get it; `publish_to` addresses it.
 
-  What is sent always says whose pushes it contains, so that a learner that missed publishes in
-  between still knows what of its work is merged; and a shard that lost all gets it back from there.
+  Every publish says whose pushes its version contains. So a learner that missed some publishes
+  still knows which of its work is merged, and a shard that lost all its state gets that back too.
   """
   f = state.fragments[i]
   return Publish(
@@ -431,7 +434,7 @@ def newest(state: SyncerState, i: int) -> Publish:
     snapshot=state.snapshot,
     count=state.vector_clock[shard_key(state.shard)],
     seal="",
-    codec="",  # the role's business, like the payload; `MADE`: the value may be left out
+    codec="",  # the role fills it in, with the payload; `MADE`: it may leave the value out
   )
 
 
@@ -443,7 +446,7 @@ def publish_to(
   publish: Publish,
   base_round: int = NOTHING,
 ) -> tuple[SyncerState, Send]:
-  """`newest` for one learner: whole, or as the update to what `base_round` made."""
+  """`newest` for one learner: whole, or as the update to the value that `base_round` made."""
   f, member = state.fragments[i], state.members[learner]
   update = base_round != NOTHING
   publish = replace(
@@ -454,7 +457,7 @@ def publish_to(
     codec=MADE if f.last_round == INITIAL and not member.whole else "",
   )
   sent_at, waiting_since = member.sent_at, member.waiting_since
-  if not update or member.versions[i] >= member.sent[i]:  # else an older one is awaited longer
+  if not update or member.versions[i] >= member.sent[i]:  # else the time of the older one stays
     sent_at, waiting_since = put(sent_at, i, now), put(waiting_since, i, now)
   sent = put(member.sent, i, f.version)
   state = set_member(state, learner, sent=sent, sent_at=sent_at, waiting_since=waiting_since)

@@ -1,13 +1,13 @@
 """When roles start, start again, join, leave and are given up, and when a run is hopeless. PURE.
 
 The one policy of every engine and of the simulator: a reducer `(state, event) -> (state, actions)`,
-`supervise`. Engines tell it what they see of their roles and perform what it says; they differ in
-how a role is started, ended and observed, and in who performs planned faults: where a role strikes
-its own (threads, virtual time), the state is given the joins alone.
+`supervise`. Engines tell it what they observe of their roles and perform its actions. They differ
+in how a role is started, ended and observed. They also differ in who performs planned faults: where
+the roles perform their own (threads, virtual time), the state gets only the joins.
 
-Deaths count only while they follow each other closely. A role that has worked for a healthy while
-begins to count anew: a run of a month may lose the same role a hundred times, and what ends the run
-is a role that cannot stay up, not one that is old.
+Deaths count only while they follow each other closely. After a healthy period of work a role's
+count starts again: a run of a month may lose the same role a hundred times, and only a role that
+cannot stay up ends the run.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ LONGEST_PAUSE_SECONDS = (
 HEALTHY_PAUSES = (
   10  # a healthy period, in longest pauses: a role that works so long is up 90 % of the time
 )
-HEALTHY_SECONDS = 60.0  # at least: a wrong first step or round shows within that
-DUTY_SECONDS = 0.1  # one turn of a slowed process: it runs for a part of it and stands for the rest
+HEALTHY_SECONDS = 60.0  # a healthy period at least: a wrong first step or round shows within that
+DUTY_SECONDS = 0.1  # cycle of a slowed process: it runs for a part of it and stands for the rest
 DOWN, UP, LEFT, GONE = "down", "up", "left", "gone"
 
 # --- events ---------------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ class Tick:
 
 @dataclasses.dataclass(frozen=True)
 class Working:
-  """A role was heard to do its work in this life: from the first time on it may be healthy."""
+  """A role does its work in this life: its healthy period counts from the first such event."""
 
   role: str
   now: float
@@ -51,19 +51,19 @@ class Working:
 
 @dataclasses.dataclass(frozen=True)
 class Exited:
-  """A life has ended otherwise than in good order."""
+  """A life has ended, and not in good order."""
 
   role: str
   now: float
   reason: str = ""
   kill: Fault | None = None  # planned, and performed by the role itself
-  afresh: bool = False  # what it had is bad: its next life begins with nothing
+  afresh: bool = False  # the role's state is bad: its next life begins without it
   for_good: bool = False  # another life would end the same way
 
 
 @dataclasses.dataclass(frozen=True)
 class Left:
-  """A role has ended in good order, or is needed no more: it never starts again."""
+  """A role has ended in good order, or is no longer needed: it never starts again."""
 
   role: str
 
@@ -77,7 +77,7 @@ class Requested:
 
 @dataclasses.dataclass(frozen=True)
 class Dismiss:
-  """All roles whose names begin like this are to end in good order; those that are down stay so."""
+  """All roles whose names begin with `kind` must end in good order; those that are down stay so."""
 
   kind: str
 
@@ -93,19 +93,19 @@ class Start:
 
   role: str
   life: int  # how often it was started before
-  afresh: bool  # with nothing: what its last life had is bad
+  afresh: bool  # without its last life's state, which is bad
 
 
 @dataclasses.dataclass(frozen=True)
 class Strike:
-  """A planned fault is due: perform it on its role, which is up. `Hold` follows where it stands."""
+  """A planned fault is due: perform it on its role, which is up. Of a stall, `Hold` follows."""
 
   fault: Fault
 
 
 @dataclasses.dataclass(frozen=True)
 class Hold:
-  """Stop the role's process where it is, or let it go on."""
+  """Suspend the role's process, or let it go on."""
 
   role: str
   held: bool
@@ -135,7 +135,7 @@ class Joined:
 
 @dataclasses.dataclass(frozen=True)
 class Hopeless:
-  """The run can never reach its end any more. Said once."""
+  """The run can never reach its end. At most one for each run."""
 
   reason: str
 
@@ -147,7 +147,7 @@ Action = Start | Strike | Hold | Terminate | Lost | Joined | Hopeless
 
 @dataclasses.dataclass(frozen=True)
 class Holds:
-  """The stalls and slow times of one process. `now` is any one clock's, in seconds."""
+  """The stalls and slow times of one process. `now`: seconds, always of the same clock."""
 
   stalled_until: float = -math.inf
   slow_since: float = -math.inf
@@ -162,7 +162,7 @@ class Holds:
     return replace(self, slow_since=now, slow_until=until, slow_factor=fault.factor)
 
   def active(self, now: float) -> bool:
-    """Whether anything is going on, so that `held` may change soon."""
+    """Whether a stall or slowness lasts, so that `held` may change soon."""
     return now < max(self.stalled_until, self.slow_until)
 
   def held(self, now: float) -> bool:
@@ -180,15 +180,15 @@ class Role:
 
   phase: str = DOWN  # or UP, LEFT (in good order), GONE (given up, or killed for good)
   lives: int = 0  # how often it was started
-  deaths: int = 0  # in a row, with no healthy while between them; planned ones are never counted
+  deaths: int = 0  # in a row, with no healthy period between them; planned ones do not count
   start_at: float = -math.inf  # when it is started, if it is down
-  started_at: float = -math.inf  # its newest life
-  working_since: float = math.inf  # in this life; inf: it has not begun to
-  afresh: bool = False  # its next life begins with nothing
-  faults: tuple[Fault, ...] = ()  # planned for it, and not struck yet
-  kill: Fault | None = None  # performed, until its end is seen
+  started_at: float = -math.inf  # when its newest life started
+  working_since: float = math.inf  # in this life; inf: it does not work yet
+  afresh: bool = False  # its next life begins without a state
+  faults: tuple[Fault, ...] = ()  # planned for it, and not performed yet
+  kill: Fault | None = None  # performed; None again when the life's end is seen
   holds: Holds = Holds()  # of this life
-  held: bool = False  # it stands still because of them
+  held: bool = False  # its process is suspended because of `holds`
   leaves_at: float = math.inf  # when it is asked to end
   asked_to_end: bool = False  # in this life
   dismissed: bool = False  # it is not started again
@@ -204,12 +204,12 @@ class Supervisor:
   """All roles of a run."""
 
   run: RunConfig  # how often and how soon roles are started again
-  quorum: int = 0  # learners that must not be gone
+  quorum: int = 0  # with fewer learners that are not gone the run is hopeless
   shortest_life_seconds: float = 0.0  # between two starts of a role
   roles: Mapping[str, Role] = dataclasses.field(default_factory=dict)  # in the order of starts
   joins: tuple[Fault, ...] = ()  # of learners that have not come yet
-  planned: tuple[Fault, ...] = ()  # what else was planned
-  hopeless: str = ""  # why the run is; "": it is not
+  planned: tuple[Fault, ...] = ()  # all other planned faults
+  hopeless: str = ""  # why the run is hopeless; "": it is not
 
 
 def init(
@@ -219,7 +219,7 @@ def init(
   quorum: int = 0,
   shortest_life_seconds: float = 0.0,
 ) -> Supervisor:
-  """All roles are down, and start at the first `Tick`; `planned` are joins, and what to strike."""
+  """All roles are down, and start at the first `Tick`; `planned`: joins, and faults to perform."""
   joins = tuple(fault for fault in planned if fault.action == "join")
   others = tuple(fault for fault in planned if fault.action != "join")
   first = {name: Role(faults=_of(name, others)) for name in roles}
@@ -232,12 +232,12 @@ def add_running(state: Supervisor, name: str) -> Supervisor:
 
 
 def members(state: Supervisor, kind: str = "") -> dict[str, Role]:
-  """The roles whose names begin like this."""
+  """The roles whose names begin with `kind`."""
   return {name: role for name, role in state.roles.items() if name.startswith(kind)}
 
 
 def pressing(state: Supervisor, now: float) -> bool:
-  """Whether a role is held up on purpose, so that the next `Tick` should come soon."""
+  """Whether a role is stalled or slowed by plan, so that the next `Tick` should come soon."""
   return any(role.phase == UP and role.holds.active(now) for role in state.roles.values())
 
 
@@ -252,9 +252,9 @@ def next_wake(state: Supervisor) -> float:
 
 
 def supervise(state: Supervisor, event: Event) -> tuple[Supervisor, list[Action]]:
-  """(the state from now on, what the engine has to do, in order).
+  """(the state from now on, the engine's actions in order).
 
-  What is said of a role that has ended, or never was, changes nothing.
+  An event of a role that has ended, or that the state does not have, changes nothing.
   """
   actions: list[Action] = []
   match event:
@@ -280,7 +280,7 @@ def supervise(state: Supervisor, event: Event) -> tuple[Supervisor, list[Action]
 
 
 def _welcome(state: Supervisor, tick: Tick, actions: list[Action]) -> Supervisor:
-  """The learners that join now; one that is there already goes on as it is."""
+  """Adds the learners that join now; a join of a learner that is there already has no effect."""
   while state.joins:
     fault, joins = strike(state.joins, tick.global_step, tick.seconds)
     if fault is None:
@@ -310,7 +310,7 @@ def _turn(name: str, role: Role, tick: Tick, actions: list[Action]) -> Role:
     )
   if role.phase != UP:
     return role
-  while role.faults and role.kill is None:  # what follows a kill is for the next life
+  while role.faults and role.kill is None:  # faults after a kill are for the next life
     fault, left = strike(role.faults, tick.global_step, tick.seconds)
     if fault is None:
       break
@@ -329,7 +329,7 @@ def _turn(name: str, role: Role, tick: Tick, actions: list[Action]) -> Role:
 
 
 def _terminate(name: str, role: Role, actions: list[Action]) -> Role:
-  """It has to hear that it should end: nothing holds it any more."""
+  """Asks the role to end, and no longer holds its process, so that it can hear that."""
   actions.append(Terminate(name))
   return replace(role, asked_to_end=True, holds=Holds(), held=False)
 
@@ -359,7 +359,7 @@ def _lose(state: Supervisor, role: Role, event: Exited, actions: list[Action]) -
 
 
 def _judge(state: Supervisor, actions: list[Action]) -> Supervisor:
-  """Whether a shard, or every possible quorum, is gone for good: nothing would ever merge."""
+  """Hopeless if a shard, or every possible quorum, is gone for good: nothing would ever merge."""
   if state.hopeless:
     return state
   shards = [name for name, role in members(state, "syncer-").items() if role.phase == GONE]
@@ -387,7 +387,7 @@ def _leave(role: Role) -> Role:
 
 
 def _change(state: Supervisor, name: str, change: Callable[[Role], Role]) -> Supervisor:
-  """With another value of a role that there is and that has not ended."""
+  """The state with `change` applied to this role, if it exists and has not ended."""
   role = state.roles.get(name)
   return state if role is None or role.ended else _put(state, name, change(role))
 
@@ -409,8 +409,8 @@ def after_exit(deaths: int, worked_seconds: float, run: RunConfig) -> tuple[int,
 
   Args:
     deaths: in a row, before this one.
-    worked_seconds: for how long it did its work in the life that ended, 0 if it never began to:
-      one that compiles for ten minutes and dies at its first step was never healthy.
+    worked_seconds: for how long the role did its work in the life that ended, 0 if it never began:
+      a role that compiles for ten minutes and dies at its first step was never healthy.
     run: what the run allows.
   """
   deaths = 1 if worked_seconds >= healthy_seconds(run) else deaths + 1
@@ -418,13 +418,13 @@ def after_exit(deaths: int, worked_seconds: float, run: RunConfig) -> tuple[int,
 
 
 def pause_seconds(deaths: int, run: RunConfig) -> float:
-  """Before the next life, after so many deaths in a row."""
+  """The pause before the next life, after so many deaths in a row."""
   most = max(LONGEST_PAUSE_SECONDS, run.restart_seconds)
   return min(most, run.restart_seconds * 2.0 ** min(deaths - 1, 100))
 
 
 def healthy_seconds(run: RunConfig) -> float:
-  """How long a life has to work before the deaths ahead of it are forgotten."""
+  """How long a life must work until the deaths before it no longer count."""
   longest = pause_seconds(max(1, run.max_restarts), run)
   return max(HEALTHY_SECONDS, HEALTHY_PAUSES * longest)
 
@@ -435,7 +435,7 @@ def strike(
   """(the first fault of the plan that is due, the plan without it).
 
   Args:
-    plan: what has not struck yet.
+    plan: faults that are not performed yet.
     global_step: of the run.
     seconds: since training began.
   """
@@ -447,5 +447,5 @@ def strike(
 
 
 def killed(kill: Fault) -> str:
-  """Why a life ended that was killed by plan."""
+  """The reason of a life's end for a planned kill."""
   return f"killed by plan, back in {kill.seconds:g} s"

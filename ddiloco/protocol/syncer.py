@@ -1,4 +1,4 @@
-"""What a syncer shard decides: membership, snapshots, catching up, and when rounds go on. PURE.
+"""What a syncer shard decides: membership, snapshots, and which versions its members lack. PURE.
 
 Read with `roles/syncer.py`, which performs the actions. A shard owns some fragments outright: a
 round lives and ends inside it (`protocol/rounds.py`), and shards agree on nothing with each other.
@@ -73,22 +73,22 @@ def init(
   first_round: int = 0,
   began_at: float = 0.0,
 ) -> SyncerState:
-  """A shard that owns these fragments: new ones, or the newest committed ones of its past.
+  """A shard that owns these fragments: new ones, or the newest commits of an earlier incarnation.
 
   Before `recovery_deadline` it starts no round unless all learners it knew are back: they may have
-  newer values. A shard that knew none waits for the planned learners 0, 1, ...: at the start of a
-  run all are new. Its state is not captured for snapshots that its values may already depend on.
+  newer values. A shard that knew none waits for the planned learners 0, 1, ..., as at the start of
+  a run. Its state is not captured for snapshots that its values may already depend on.
 
   Args:
     shard: its number.
     incarnation: of the shard.
     fragments: what it owns, as of their newest commits.
     target_tokens: to merge into every fragment.
-    recovery_deadline: when it stops waiting for those that may have newer values.
+    recovery_deadline: when it stops waiting for learners that may have newer values.
     planned_learners: of the run.
     step_tokens: of the largest step of any learner; 0: not known, so tokens have no bound.
-    first_round: rounds before are of an earlier run, whose values are not taken here.
-    began_at: when the run began, seconds on this shard's clock: its steps had as long as that.
+    first_round: smaller rounds are of an earlier run, whose values are not taken here.
+    began_at: when the run began, seconds on this shard's clock: bounds the global step.
   """
   snapshot = max((f.snapshot for f in fragments), default=0)
   return SyncerState(
@@ -109,14 +109,14 @@ def init(
 
 
 def finished(state: SyncerState, now: float, silence_seconds: float) -> bool:
-  """Whether this shard is needed no more: all is merged, all have left or are long silent."""
+  """Whether the run needs this shard no more: all tokens are merged, all members left or silent."""
   return all(complete(state, f) for f in state.fragments) and not any(
     now - m.heard_at < silence_seconds for m in state.members.values()
   )
 
 
 def syncer_on(state: SyncerState, event: SyncerEvent, sync: SyncConfig) -> SyncerOutcome:
-  """The shard's reducer. Messages are taken in one by one; a `Tick` after them decides."""
+  """The shard's reducer. Messages only change the state; a `Tick` after them decides on rounds."""
   match event:
     case Received():
       return _take_in(state, event, sync)
@@ -159,9 +159,9 @@ def _take_in(state: SyncerState, event: Received, sync: SyncConfig) -> SyncerOut
 
 
 def _from_the_future(state: SyncerState, snapshot: int, sync: SyncConfig) -> bool:
-  """Whether this snapshot cannot have begun; believed, it would be the last one.
+  """Whether this snapshot cannot have begun yet: after such a number no other would ever begin.
 
-  Snapshots begin by the global step, of which no two of us see exactly alike.
+  Snapshots begin by the global step, which different roles see a little differently.
   """
   return snapshot * sync.snapshot_steps > state.global_step + 2 * sync.sync_period
 
@@ -169,9 +169,10 @@ def _from_the_future(state: SyncerState, snapshot: int, sync: SyncConfig) -> boo
 def _capture(state: SyncerState, snapshot: int, sync: SyncConfig) -> SyncerOutcome:
   """A new snapshot: begun here by the global step, or heard of from a role that has captured.
 
-  From now on every message of this shard says so, and a role that hears it captures its state as
-  well. Only shard 0 begins one, after the one before is done: if each role skipped those that come
-  while it is busy, each would skip different ones, and no snapshot would ever be complete.
+  From now on every message of this shard carries the number, and a role that hears it captures its
+  state as well. Only shard 0 begins snapshots, each after the previous one is done. If each role
+  skipped snapshots that come while it is busy, each would skip different ones, and no snapshot
+  would ever be complete.
   """
   if snapshot <= state.snapshot or not sync.snapshot_steps:
     return state, []
@@ -181,7 +182,7 @@ def _capture(state: SyncerState, snapshot: int, sync: SyncConfig) -> SyncerOutco
 
 
 def _enough_here(state: SyncerState, sync: SyncConfig) -> bool:
-  """In lock-step the run cannot go on from a snapshot without the learners that a round needs."""
+  """In lock-step a run cannot go on from a snapshot that lacks the learners of a quorum."""
   return not sync.blocking or len(_here(state)) >= sync.min_quorum
 
 
@@ -196,18 +197,18 @@ def _has_all(learner: int, member: Member) -> bool:
 def next_wake(
   state: SyncerState, sync: SyncConfig, measuring: Collection[int] = ()
 ) -> float | None:
-  """When a `Tick` is needed even if no message comes, nor what is being measured."""
+  """When a `Tick` is needed even if no message comes and no measurement ends; None: never."""
   current = (f.round for f in state.fragments if f.round is not None)
   times = [r.deadline for r in current if r.id not in measuring]
   wake_at = min([state.silent_at, rounds.may_start_at(state, sync), *times])
   return wake_at if math.isfinite(wake_at) else None
 
 
-# --- members: hello, reports, silence, goodbye, and catching up ----------------------------------
+# --- members: hello, reports, silence, goodbye, and versions they lack ---------------------------
 
 
 def lost_at(member: Member, sync: SyncConfig) -> float:
-  """When a learner that stays silent stops being available; adapts to its own step time."""
+  """When a learner that stays silent counts as lost; adapts to the learner's step time."""
   return member.heard_at + max(sync.liveness_seconds, sync.liveness_steps * member.step_seconds)
 
 
@@ -218,7 +219,7 @@ def _new_member(state: SyncerState, incarnation: int, now: float) -> Member:
 
 
 def fault_of(state: SyncerState, message: Message) -> str:
-  """Why a message is not taken in at all, or ""."""
+  """Why a message is ignored, or ""."""
   if not isinstance(message, TO_SHARD):
     return "not for shards"
   member = state.members.get(message.learner)
@@ -236,7 +237,7 @@ def fault_of(state: SyncerState, message: Message) -> str:
 
 
 def on_message(state: SyncerState, event: Received, sync: SyncConfig) -> SyncerOutcome:
-  message = cast(ToShard, event.message)  # else `fault_of` has said so
+  message = cast(ToShard, event.message)  # `fault_of` has refused all others
   member = state.members.get(message.learner)
   match message:
     case Hello():
@@ -267,7 +268,7 @@ def _on_hello(
       )
       member = replace(member, versions=has, sent=has)
     actions.append(member_event(hello.learner, "joined", f"incarnation {hello.incarnation}"))
-  if hello.whole and not member.whole:  # what it was to make counts as never sent
+  if hello.whole and not member.whole:  # initial values that it should make count as not sent
     member = replace(member, whole=True, sent=member.versions)
   welcome = Welcome(
     state.shard,
@@ -281,7 +282,7 @@ def _on_hello(
   actions.append(Send(hello.learner, welcome))
   begun = _begun(state, sync)
   state = _heard(state, hello.learner, replace(member, heard_at=now, lost=False), sync)
-  # The newcomer; at the start, all who waited for it.
+  # Versions go to the newcomer; if it completes the first quorum, to all members that waited.
   for learner in (hello.learner,) if begun else sorted(state.members):
     unsent = event.unsent and learner == hello.learner
     state, sent = _catch_up(state, learner, now, sync, unsent)
@@ -290,13 +291,13 @@ def _on_hello(
 
 
 def _heard(state: SyncerState, learner: int, member: Member, sync: SyncConfig) -> SyncerState:
-  """Keeps a member that has just been heard, and when it would be the first to fall silent."""
+  """Keeps a member that has just been heard, and when the first member would be lost to silence."""
   silent_at = min(state.silent_at, lost_at(member, sync))
   return replace(state, members={**state.members, learner: member}, silent_at=silent_at)
 
 
 def _begun(state: SyncerState, sync: SyncConfig) -> bool:
-  """Initial values go out once a quorum is here: until then nothing could be merged anyway.
+  """Initial values go out once a quorum is here: before that no round could commit anyway.
 
   So in lock-step all learners start at step 0 together.
   """
@@ -315,7 +316,7 @@ def _on_report(
   state, actions = _note_lost(state, report)
   versions = _compared(state, report.rounds, report.versions)
   if member is None or report.incarnation > member.incarnation:
-    # This shard restarted, or the hello was lost: the report says all there is to know.
+    # This shard restarted, or the hello was lost: the report has all that the hello would say.
     state = forget_pending(state, report.learner)
     member = _new_member(state, report.incarnation, now)
     member = replace(member, versions=versions, sent=versions)
@@ -352,10 +353,11 @@ def _on_report(
 def _note_delivered(
   state: SyncerState, member: Member, versions: tuple[int, ...], now: float, sync: SyncConfig
 ) -> tuple[SyncerState, Member]:
-  """How long publishes take, and which may still be on their way: `versions` is what it has now.
+  """How long publishes take, and which may still be on their way. `versions`: of the new report.
 
-  They come one after the other. While those arrive that were sent before one, or with it, that one
-  is not lost but waits for the link: to send it again would only make the queue longer.
+  Publishes arrive one after the other. While publishes arrive that were sent before another, or
+  with it, that other one is not lost but waits for the link: a resend would only make the queue
+  longer.
   """
   was = list(zip(versions, member.versions, member.sent, member.sent_at, member.waiting_since))
   came = [(v == sent, at, since) for v, old, sent, at, since in was if v > old]
@@ -368,7 +370,7 @@ def _note_delivered(
   if complete:
     waited = now - min(since for _, since in complete)
     queued = now - min(at for at, _ in complete)
-    # One member that says so late must not keep all others waiting for what they lack.
+    # A single member that confirms late must not make all others wait longer for a resend.
     believed = min(queued, 2 * state.delivery_seconds + sync.liveness_seconds)
     state = replace(state, delivery_seconds=rules.smooth(state.delivery_seconds, believed))
     delivery_seconds = rules.smooth(member.delivery_seconds, waited)
@@ -381,9 +383,10 @@ def _note_sync(
 ) -> Member:
   """How long new versions took from the decision to commit until they lay ready at this learner.
 
-  It takes up publishes, and applies what is staged, at the ends of its steps: for how long they
-  waited for that it says itself. Only a version that follows the one it had, and was sent once,
-  counts; and none that was on its way while this shard stood still.
+  A learner takes up publishes, and applies staged versions, at the ends of its steps. Its report
+  says how long the version waited for these ends (`idle_seconds`). Only a version counts that
+  follows the learner's previous one and was sent once, and none that was on its way while this
+  shard stood still.
   """
   for v, old, sent, at in zip(versions, member.versions, member.sent, member.sent_at):
     if 0 <= old == v - 1 and v == sent and not member.resends and at >= state.awake_since:
@@ -393,7 +396,7 @@ def _note_sync(
 
 
 def _due(state: SyncerState, learner: int, member: Member, sync: SyncConfig) -> list[int]:
-  """Positions of the fragments of which a round could begin because of this member."""
+  """Positions of the fragments that this member is due for and that have no round."""
   return [
     i
     for i, f in enumerate(state.fragments)
@@ -402,14 +405,14 @@ def _due(state: SyncerState, learner: int, member: Member, sync: SyncConfig) -> 
 
 
 def _born(state: SyncerState) -> int:
-  """Rounds of this life are at least this number, those of former lives are smaller."""
+  """Round ids of this incarnation are at least this number; those of earlier ones are smaller."""
   return rules.numbered(state.incarnation, 0)
 
 
 def _compared(
   state: SyncerState, rounds: tuple[int, ...], versions: tuple[int, ...]
 ) -> tuple[int, ...]:
-  """A member's versions in this shard's numbers: a version from another past counts as old."""
+  """A member's versions in this shard's numbers: one with another round's value counts as old."""
   return tuple(
     f.version if r == f.last_round else min(v, f.version - 1)
     for r, v, f in zip(rounds, versions, state.fragments)
@@ -420,7 +423,8 @@ def _recall(
   state: SyncerState, report: Report, rounds: Mapping[int, int], now: float, sync: SyncConfig
 ) -> SyncerOutcome:
   """This shard has lost what these rounds made (it and its copies died together), and this learner
-  has it. Of several that have the same, one is asked; of those that say they have more, each."""
+  has it. Of several learners with a value of the same round one is asked at a time; learners with
+  values of different rounds are all asked."""
   actions: list[SyncerAction] = []
   recalls = dict(state.recalls)
   for p, r in rounds.items():
@@ -468,7 +472,7 @@ def _on_value(state: SyncerState, value: Value, event: Received, sync: SyncConfi
   state = replace(
     state, fragments=fragments, recalls=recalls, began=began, vector_clock=vector_clock
   )
-  for learner, m in state.members.items():  # one that has it says so; others get it after a while
+  for learner, m in state.members.items():  # its next report tells which have it; others get it
     state = set_member(
       state,
       learner,
@@ -485,8 +489,8 @@ def _on_value(state: SyncerState, value: Value, event: Received, sync: SyncConfi
 
 
 def _note_lost(state: SyncerState, report: Report) -> SyncerOutcome:
-  """Says, once a fragment, that a learner had of an earlier life of this shard what came too late
-  to be given back."""
+  """Logs, once a fragment, that a learner has a value of an earlier incarnation of this shard that
+  is too late to be given back."""
   had = {
     f.index: v
     for f, r, v in zip(state.fragments, report.rounds, report.versions)
@@ -504,9 +508,10 @@ def _note_lost(state: SyncerState, report: Report) -> SyncerOutcome:
 def _catch_up(
   state: SyncerState, learner: int, now: float, sync: SyncConfig, unsent: bool
 ) -> SyncerOutcome:
-  """Sends, whole, what a member should have by now and has not.
+  """Sends, whole, the versions that a member should have by now and lacks.
 
-  What has not left here yet is not lost, however slow the link is: patience begins after that.
+  A publish that is still queued here is not lost, however slow the link is: patience begins when it
+  has left.
   """
   actions: list[SyncerAction] = []
   member = state.members[learner]
@@ -520,8 +525,8 @@ def _catch_up(
   patience = max(sync.liveness_seconds, 3 * state.delivery_seconds, 3 * member.delivery_seconds)
   for i in sorted(lacks, key=lambda i: since[i]):
     f, member = state.fragments[i], state.members[learner]
-    # One at a time, and not again before that one shows up or twice the time is over: if it is the
-    # link that is slow, each costs as much as what it is to replace.
+    # Resend one at a time. The next resend is after a report of it, or after twice the patience: on
+    # a slow link a resend costs as much as the publish that it replaces.
     waited = now - max(since[i], member.resent_at)
     overdue = waited > rules.backed_off(patience, member.resends, math.inf)
     if member.sent[i] < f.version or overdue:
@@ -534,7 +539,7 @@ def _catch_up(
 
 
 def lose_silent(state: SyncerState, now: float, sync: SyncConfig) -> SyncerOutcome:
-  """Looks only when a member may be silent: members are many, and so are messages."""
+  """Marks silent members as lost. Skips the loop until the first one can be: members are many."""
   actions: list[SyncerAction] = []
   if now < state.silent_at:
     return state, actions

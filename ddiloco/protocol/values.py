@@ -1,7 +1,8 @@
-"""What the reducers' states are: frozen values, copied with changes, and as JSON and back. PURE.
+"""Frozen values, of which the reducers' states are made: copies with changes, and JSON. PURE.
 
-JSON is for what outlives a process. It has exactly the fields of the dataclasses, by their type
-hints; anything else is refused, so that a text of another format is never taken for a state.
+States are written as JSON where they outlive a process. The JSON has exactly the fields of the
+dataclasses, by their type hints; anything else is refused, so that a text of another format is
+never taken for a state.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ else:
   def replace(value: T, **changes: Any) -> T:
     """`dataclasses.replace`, four times as fast, for classes that are nothing but their fields.
 
-    That one sets every field through `object.__setattr__`. The reducers copy states several times a
-    message, and a run has messages by learners, shards and steps.
+    The original sets every field through `object.__setattr__`. The reducers copy states several
+    times a message, and the number of messages grows as learners x shards x steps.
 
     Raises:
-      TypeError: it has no such field.
+      TypeError: the class has no such field.
     """
     new = object.__new__(type(value))
     fields = new.__dict__
@@ -43,14 +44,14 @@ def put(values: tuple[T, ...], i: int, value: T) -> tuple[T, ...]:
 
 
 class NotAState(ValueError):
-  """The values are not what `to_json` gives for this class; the text names the field."""
+  """The JSON value is not one that `to_json` makes of this class; the text names the field."""
 
 
 def to_json(value: Any) -> Any:
-  """Dataclasses and mappings as objects, tuples as lists; keys are text, as JSON has no others.
+  """Dataclasses and mappings as objects, tuples as lists; keys become text, as JSON requires.
 
   Raises:
-    TypeError: something is no part of a state, for example keys that are tuples.
+    TypeError: the value has a part that no state has, for example keys that are tuples.
   """
   return msgspec.to_builtins(value, str_keys=True)
 
@@ -58,15 +59,15 @@ def to_json(value: Any) -> Any:
 def readable(cls: type[T]) -> type[T]:
   """Class decorator: several threads may give the class to `from_json` at once.
 
-  msgspec learns a dataclass when it first meets it, and crashes the process if two threads do so at
-  the same time (0.22). Here it meets the class while its module is imported, which one thread does.
+  msgspec (0.22) analyses a dataclass at its first use, and crashes the process if two threads do so
+  at the same time. Here the first use is during the import of the module, in one thread.
   """
   msgspec.json.Decoder(cls)
   return cls
 
 
 def from_json(cls: type[T], value: Any) -> T:
-  """The state, a dataclass, that `to_json` was given.
+  """The state, a dataclass, of which `to_json` made this value.
 
   Raises:
     NotAState: a field is missing, unknown, of another type, or out of its range.
@@ -75,7 +76,7 @@ def from_json(cls: type[T], value: Any) -> T:
     state: Any = msgspec.convert(value, cls, str_keys=True)
   except msgspec.ValidationError as error:
     raise NotAState(f"{cls.__name__}: {error}") from error
-  # To msgspec a default stands for what is missing, and what is unknown is left out.
+  # msgspec fills missing fields with defaults and drops unknown ones: compare to find both.
   read = to_json(dataclasses.asdict(state))
   if json.dumps(read, sort_keys=True) != json.dumps(value, sort_keys=True):
     where, _ = min(set(_leaves(read)) ^ set(_leaves(value)), default=("", ""))
@@ -84,7 +85,7 @@ def from_json(cls: type[T], value: Any) -> T:
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-  """(path, text) of all in a JSON value that is not made of parts."""
+  """(path, text) of every leaf of a JSON value: of all that has no parts."""
   parts = value.items() if isinstance(value, dict) else enumerate(value)
   for name, each in parts:
     if each and isinstance(each, dict | list | tuple):

@@ -17,14 +17,14 @@ from ddiloco.roles.exchange import LOOK_SECONDS, Exchange
 from ddiloco.runtime import Loop, Runtime, drive, short_collections
 
 Measure = Callable[[Mapping[str, np.ndarray]], Mapping[str, float]]
-MEASURE_SECONDS = 3600.0  # for the measurement under way when the run ends
+MEASURE_SECONDS = 3600.0  # at most, for the measurement under way when the run ends
 
 
 class GlobalView:
   """The newest value of every fragment, on the host: a store for `Exchange` that only receives.
 
-  It keeps the very vectors that the exchange adds updates to (`Deltas.base`), which are not written
-  again: they are the one copy of the model that there is here.
+  Its vectors are those of the exchange (`Deltas.base`), which are never written again: this process
+  has only one copy of the model.
   """
 
   def __init__(self, config: Config, plan: Plan):
@@ -32,10 +32,10 @@ class GlobalView:
     self._config, self._plan = config, plan
 
   def params(self) -> initial.Assembled:
-    """The parameters as they are now, whatever comes later.
+    """The parameters as they are now; later versions do not change them.
 
     Raises:
-      KeyError: a parameter is asked for of which something has not come yet.
+      KeyError: at a look-up of a parameter of which a fragment has not arrived yet.
     """
     return initial.Assembled(self._plan, self._config, self.values)
 
@@ -63,11 +63,11 @@ class Evaluator:
   Args:
     config: the run's.
     plan: how the model is partitioned.
-    measure: what held-out data say of a parameter tree: "loss", and what else there is; not called
-      where run.evaluations = 0.
-    runtime: what it lives with.
+    measure: from a parameter tree, "loss" and other measures on held-out data; not called where
+      run.evaluations = 0.
+    runtime: endpoint, log, clock, ...
     incarnation: how often it was started before.
-    save: keeps the model of the end of the run; called before that is measured.
+    save: keeps the final model; called before that is measured.
   """
 
   def __init__(
@@ -84,18 +84,18 @@ class Evaluator:
     self.store = GlobalView(config, plan)
     self.exchange = Exchange(state, config, plan, self.store, runtime)
     self.recorder = runtime.recorder
-    self.saved = False  # the model of the end of the run is
-    self.untrained_loss: float | None = None  # of what the run started from, if it was seen
+    self.saved = False  # whether the final model is saved
+    self.untrained_loss: float | None = None  # of the initial model, if it was measured
     self._heldout, self._save = measure, save
     self._evaluations = config.run.evaluations if measure is not None else 0
     self._every = config.run.total_tokens / max(1, self._evaluations)
 
   def run(self, stopped: Callable[[], bool]) -> None:
-    """Until the run's tokens are merged or `stopped()`; the model of the end is saved and measured.
+    """Runs until the run's tokens are merged or `stopped()`; saves and measures the final model.
 
-    Measuring takes its time on a thread of its own: meanwhile versions are received, and the shards
-    hear that a member is here that awaits the end of the run. What is measured when it is stopped
-    is not waited for: what the run has come to is to be saved first.
+    A measurement runs on a thread of its own: meanwhile this role receives versions, and reports to
+    the shards as a member that awaits the end of the run. When it is stopped it does not wait for a
+    measurement under way; at the end of the run it first saves the final model.
     """
     with short_collections():
       drive(self._live(stopped), self.exchange.endpoint, LOOK_SECONDS)
@@ -131,7 +131,7 @@ class Evaluator:
 
   @property
   def finished(self) -> bool:
-    """Whether it has the model of the end of the run."""
+    """Whether it has the final model."""
     return self.joined and self.exchange.state.merged_tokens >= self.exchange.state.target_tokens
 
   def _now(self) -> tuple[initial.Assembled, int, int, bool]:
@@ -140,23 +140,23 @@ class Evaluator:
     return self.store.params(), state.merged_tokens, state.global_step, untrained
 
   def _save_end(self) -> None:
-    """Before anything else is done with it; who asked for the run tries again where this fails."""
+    """Saves the final model before it is used; if this fails, the caller of the run tries again."""
     try:
       self._save(self.store.params())
       self.saved = True
-    except Exception as error:  # every layer and file system has kinds of its own
+    except Exception as error:  # layers and file systems raise errors of many types
       warn(f"the result is not saved before it is measured: {error}. It goes on.")
 
   def _measure(
     self, params: initial.Assembled, merged_tokens: int, global_step: int, untrained: bool
   ) -> None:
-    """One evaluation; one that fails is said, and the model is followed on: it is the result."""
+    """One evaluation. A failure is logged, and the evaluator goes on: it must have the result."""
     at = {"merged_tokens": merged_tokens, "global_step": global_step}
     assert self._heldout is not None, "there are evaluations"
     try:
       measures = dict(self._heldout(params))
       loss = measures.pop("loss")
-    except Exception as error:  # no memory for it, ...
+    except Exception as error:  # out of memory, for example
       reason = f"{type(error).__name__}: {error}"
       warn(f"the held-out loss at {merged_tokens} merged tokens is missing: {reason}. It goes on.")
       self.recorder.record(events.Unevaluated(**at, reason=reason))

@@ -1,7 +1,7 @@
 """A learner's side of the exchange: reducer, host copies, and a worker that moves bytes.
 
-Between two inner steps `boundary` feeds what arrived to `protocol.learner` and performs what it
-decides: cheap dispatches only. Copies to the host, differences, encoding, decoding and transfers
+Between two inner steps `boundary` feeds arrived messages to `protocol.learner` and performs its
+actions: cheap dispatches only. Copies to the host, differences, encoding, decoding and transfers
 to the devices are jobs of one worker in the background, in order.
 """
 
@@ -46,18 +46,18 @@ from ddiloco.protocol.states import LearnerState
 from ddiloco.protocol.values import replace
 from ddiloco.runtime import Job, Loop, Runtime, value_threads
 
-# --- What holds a learner's parameters: an island, or plain arrays in the evaluator and in tests
+# --- Where a learner's parameters are: an island, or plain arrays in the evaluator and in tests
 
 
 class ParameterStore(Protocol):
-  """Between two steps it is asked for copies and told what to put in; neither ever waits."""
+  """The parameters of a learner. Calls between two inner steps copy and apply without blocking."""
 
   def copy_out(self, fragment: int) -> Any:
     """A copy of one fragment, taken now without blocking."""
     ...
 
   def to_host(self, pieces: Any, fragment: int) -> np.ndarray:
-    """That copy as a flat f32 vector [size]; called in the background."""
+    """The copy of `copy_out` as a flat f32 vector [size]; called in the background."""
     ...
 
   def stage(self, fragment: int, flat: np.ndarray) -> Any:
@@ -65,11 +65,11 @@ class ParameterStore(Protocol):
     ...
 
   def apply(self, fragment: int, staged: Any, keep: float) -> None:
-    """parameters <- keep * parameters + staged, without blocking; keep 0 forgets them."""
+    """parameters <- keep * parameters + staged, without blocking; keep 0: <- staged."""
     ...
 
   def capture(self) -> Mapping[str, Any]:
-    """Copies of all that is on the devices, by name, taken now without blocking; for a snapshot."""
+    """Copies of all state on the devices, by name, taken now without blocking; for a snapshot."""
     ...
 
   num_moments: int  # vectors of the inner optimizer that are as large as the parameters
@@ -79,11 +79,11 @@ class ParameterStore(Protocol):
     ...
 
   def count(self) -> Any:
-    """The inner optimizer's steps so far; `int` of it may wait."""
+    """The inner optimizer's steps so far; `int` of the result may block."""
     ...
 
   def moments_to_host(self, pieces: Any, fragment: int) -> np.ndarray:
-    """That copy as flat f32 [num_moments * size]; called in the background."""
+    """The copy of `copy_out_moments` as flat f32 [num_moments * size]; called in the background."""
     ...
 
   def stage_moments(self, fragment: int, flat: np.ndarray) -> Any:
@@ -91,12 +91,12 @@ class ParameterStore(Protocol):
     ...
 
   def apply_moments(self, fragment: int, staged: Any, count: int) -> None:
-    """Puts them into the optimizer state, without blocking."""
+    """Puts staged moments into the optimizer state, without blocking."""
     ...
 
 
-LOOK_SECONDS = 0.05  # between two looks at the stop signal while there is nothing to do but wait
-CLOSE_SECONDS = 30.0  # for the worker to finish what it is doing
+LOOK_SECONDS = 0.05  # between two checks of the stop signal during a wait
+CLOSE_SECONDS = 30.0  # for the worker to finish its present job
 HEARTBEAT_SECONDS = 0.5
 TRAFFIC_SECONDS = 1.0
 
@@ -107,17 +107,17 @@ class Quarantined(Exception):
 
 @dataclasses.dataclass
 class Staging:
-  """A published version on its way: the worker fills it in."""
+  """A published version on its way to the devices: the worker fills in the fields."""
 
-  flat: np.ndarray | None = None  # what `apply` adds
-  placed: Any = None  # the same on the devices
+  flat: np.ndarray | None = None  # the vector that `apply` adds
+  placed: Any = None  # the same vector on the devices
 
 
 Save = Callable[[int, LearnerState, dict[str, Any]], None]  # (snapshot, state, arrays by name)
 
 
 class Exchange:
-  """Everything of one incarnation of a learner that is not training.
+  """One incarnation of a learner, except its training.
 
   Args:
     state: the reducer's first state, from `protocol.learner.init`.
@@ -125,7 +125,7 @@ class Exchange:
     plan: how the model is partitioned.
     store: where the parameters live.
     runtime: this learner's clock, workers, endpoint, ...
-    save: takes this learner's part of a snapshot, called in the background; None: none is taken.
+    save: takes this learner's part of a snapshot, called in the background; None: no snapshots.
   """
 
   def __init__(
@@ -145,19 +145,19 @@ class Exchange:
     self._store = store
     self._save, self._saver = save, runtime.saver
     self._deltas = runtime.deltas(config.sync)
-    # Half of the cores at most: the inner step is dispatched from here too.
+    # At most half of the cores: this process also dispatches the inner steps.
     self._threads = value_threads(config.sync, max(plan.sizes, default=0), share=0.5)
     if self._threads is not None:
       self._deltas.share = self._threads.share
     self._make = runtime.initial
     self._made: Mapping[int, Any] = {}  # initial values, until it has joined
-    self._making: set[int] = set()  # fragments whose initial value was published, without it
+    self._making: set[int] = set()  # fragments whose initial value is being made here
     self._outbox: dict[int, Push] = {}
     self._stagings: dict[int, collections.deque[Staging]] = collections.defaultdict(
       collections.deque
     )
     self._finished: queue.SimpleQueue[Staged | Taken | Received | Unmade] = queue.SimpleQueue()
-    self.poison: Callable[[], float] = lambda: 1.0  # what a planned fault multiplies pushes with
+    self.poison: Callable[[], float] = lambda: 1.0  # factor of a planned fault on pushes
     self._started_at = self.time.now()
     self._heartbeat_at = self._traffic_at = -math.inf
     self._worker = self.time.worker(f"exchange-{state.learner}", failed=self.endpoint.wake)
@@ -173,7 +173,7 @@ class Exchange:
     self._report()
 
   def wait(self, until: float = math.inf) -> Loop[None]:
-    """Nothing to train now: waits for something to arrive or to do, and says that I live."""
+    """Waits, without a step to make, for a message or a time; sends heartbeats."""
     alive_at = self._heartbeat_at + HEARTBEAT_SECONDS
     arrived = yield min(until, alive_at, learner.next_wake(self.state))
     news = arrived is not None
@@ -183,26 +183,26 @@ class Exchange:
       self._feed(event)
       news = True
     now = self.time.now()
-    self._feed(Tick(now))  # after all that has arrived: this process may have stood still
+    self._feed(Tick(now))  # after all arrived messages, since this process may have stood still
     if now >= alive_at or news:
       self._report()
 
   def drain(self) -> None:
-    """Makes no more steps; leaves when everything is merged."""
+    """Makes no more steps; leaves when all its work is merged."""
     self.state = learner.drain(self.state)
     self._report()
 
   def leave(self, reason: str) -> None:
-    """Says goodbye on purpose."""
+    """Says goodbye to the shards, and is done."""
     if not self.state.done:
       self.state, actions = learner.leave(self.state, reason)
       self._perform(actions)
 
   def close(self) -> None:
-    """Ends the worker; what it still had to do is dropped."""
+    """Ends the worker; the jobs left are dropped."""
     self._count_traffic(always=True)
     self._worker.close(0.0, CLOSE_SECONDS)
-    self._save = None  # its learner's: else both would wait for a collection (`short_collections`)
+    self._save = None  # it refers to the learner, a cycle that only a garbage collection would free
     if self._threads is not None:
       self._threads.shutdown(wait=False)
 
@@ -228,7 +228,7 @@ class Exchange:
     return None
 
   def _has(self, publish: Publish) -> bool:
-    """Whether its value is here: to make it once more would take a whole model."""
+    """Whether its value is here: making it again would take the memory of a whole model."""
     p, known = publish.fragment, self.state.fragments
     return p < len(known) and publish.round <= known[p].newest
 
@@ -316,10 +316,10 @@ class Exchange:
     self.recorder.record(action)
 
   def _capture(self, action: TakeSnapshot) -> None:
-    """My part of a snapshot: what is on the devices now; the rest when earlier jobs are done."""
+    """My part of a snapshot: the devices' state now, the rest when earlier jobs are done."""
     if self._save is None:
       return
-    if reason := self._saver.refusal:  # no step waits for a copy that would be dropped
+    if reason := self._saver.refusal:  # no step should wait for a copy that would be dropped
       self._saver.decline(action.snapshot, reason)
       return
     began = self.time.now()
@@ -346,10 +346,10 @@ class Exchange:
       )
     )
 
-  # --- by the worker ------------------------------------------------------------------------------
+  # --- jobs of the worker -------------------------------------------------------------------------
 
   def _complete(self, publish: Publish) -> Job:
-    """Makes the initial values, and checks this one: other machines might compute other bits."""
+    """Makes the initial values, and checks this one: another machine may compute other bits."""
     p, reason = publish.fragment, "it is another one here, or none"
     if p not in self._made:
       try:
@@ -368,12 +368,12 @@ class Exchange:
     self.endpoint.wake()
 
   def _push(self, push: Push, pieces: Any, factor: float) -> Job:
-    """Encoded and sent; kept until a publish has answered it."""
+    """Encodes and sends a push, and keeps it until a publish has answered it."""
     p = push.fragment
     payload = self._deltas.push(p, self._store.to_host(pieces, p), factor)
     yield None
     self._outbox[p] = replace(push, codec=self._sync.push_codec, payload=payload)
-    self.recorder.flush()  # no push is merged that the log does not have
+    self.recorder.flush()  # the log on disk has every push that a shard may merge
     sent_bytes = self._send_push(p)
     self.recorder.record(
       events.Push(
@@ -397,7 +397,7 @@ class Exchange:
       self.recorder.flush()
       self._outbox[push.fragment] = replace(kept, round=push.round)
     shard = self.state.fragments[push.fragment].shard
-    if not self.endpoint.unsent(syncer_address(shard)):  # else it may be the very push
+    if not self.endpoint.unsent(syncer_address(shard)):  # else this push may still be queued
       self._send_push(push.fragment)
     yield None
 
@@ -415,7 +415,7 @@ class Exchange:
     flat = self._store.moments_to_host(pieces, give.moments.fragment)
     payload = self._deltas.send_moments(flat)
     yield None
-    self.recorder.flush()  # no moments are inherited that the log does not have
+    self.recorder.flush()  # the log on disk has all moments that a peer may take over
     moments = replace(give.moments, count=int(count), payload=payload)
     self.endpoint.send(syncer_address(give.shard), moments)
 
@@ -424,7 +424,7 @@ class Exchange:
     size = self._plan.fragments[p].size * self._store.num_moments
     try:
       flat = self._deltas.take_moments(inherit.payload, size)
-    except codec.CodecError as error:  # it waits for another donor's, or goes on without
+    except codec.CodecError as error:  # wait for another donor's moments, or go on without
       reason = str(error)
       self.recorder.record(
         events.Ignored(message="ForwardMoments", learner=inherit.donor, reason=reason)
@@ -463,12 +463,12 @@ class Exchange:
     self._save(action.snapshot, action.state, arrays)
     yield None
 
-  # --- before anything else -----------------------------------------------------------------------
+  # --- after a restart, before the loop runs ------------------------------------------------------
 
   def restore(self, arrays: MutableMapping[str, np.ndarray]) -> None:
-    """Takes back what a snapshot has of this exchange; its state was revived from the same part.
+    """Takes over a snapshot's vectors; the reducer's state was revived from the same part.
 
-    Empties `arrays`: whoever holds them would keep, for a life, all that newer versions replace.
+    Empties `arrays`: a caller that still held them would keep outdated vectors in memory.
     """
     self._deltas.restore(arrays)
     for p, f in enumerate(self.state.fragments):

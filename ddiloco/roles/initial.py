@@ -1,8 +1,8 @@
 """The model's shapes, the plan that partitions it, and initial values: the same on every role.
 
-Initial values are a pure function of the config's seed, or those that `run.init_from` names. Shards
-have those of their fragments; learners make theirs as well, and get them from the shards only where
-they are small, or where this machine computes or reads others.
+Initial values are a pure function of the config's seed, or are read from `run.init_from`. Each
+shard makes those of its fragments. Learners make the values of large fragments themselves; shards
+send the small ones, and those of which a learner's machine computes or reads other bits.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ def make_plan(config: Config) -> fragments.Plan:
   """How this run's model is partitioned into fragments.
 
   Raises:
-    ConfigError: it cannot be partitioned so, or a custom model or optimizer does not fit.
+    ConfigError: the model cannot be partitioned so, or a custom model or optimizer does not fit.
   """
   custom.check(config)
   return fragments.make_plan(tensor_specs(config.model), config.sync)
 
 
 def contract(config: Config, plan: fragments.Plan) -> str:
-  """A short digest of all that every role of a run must agree on.
+  """A short digest of all settings that the roles of a run must share.
 
   Transports send it with every frame, so that a role with another model or protocol is refused.
-  What each role may have its own way (islands, network, faults) is not in it.
+  Settings that may differ between roles (islands, network, faults) are not in it.
   """
   agreed: dict[str, Any] = {
     "plan": plan.plan_id,
@@ -64,7 +64,7 @@ def contract(config: Config, plan: fragments.Plan) -> str:
   }
   for section in (config.model, config.inner, config.sync, config.outer):
     agreed[type(section).__name__] = dataclasses.asdict(section)
-  # The same functions, whatever path a machine has them at.
+  # Custom functions count by identity, not by the path where a machine has them.
   agreed |= {f"{name}.custom": custom.identity(getattr(config, name)) for name in custom.SECTIONS}
   agreed["data.options"] = dict(config.data.options)
   for name in ("ModelConfig", "InnerConfig"):
@@ -75,15 +75,15 @@ def contract(config: Config, plan: fragments.Plan) -> str:
 
 
 def checked_start(config: Config) -> Config:
-  """Refuses a `run.init_from` that is missing or does not fit, before a device is touched.
+  """Refuses a `run.init_from` that is missing or does not fit, before a device is used.
 
-  Reads its header only: whether all values are finite is seen when they are loaded.
+  Reads only the file's header: whether all values are finite is checked when they are loaded.
 
   Returns:
-    The config with all its paths absolute, for processes that live elsewhere.
+    The config with all its paths absolute, for processes in other directories.
 
   Raises:
-    ConfigError: names what is odd.
+    ConfigError: names what is wrong.
   """
   if config.run.init_from:
     weights.check(config.run.init_from, shapes(config.model), "run.init_from")
@@ -91,7 +91,7 @@ def checked_start(config: Config) -> Config:
 
 
 def absolute_start(config: Config) -> Config:
-  """The config with `run.init_from` and custom files as processes elsewhere would name them."""
+  """The config with absolute paths of `run.init_from` and custom files."""
   config = custom.absolute(config)
   if not config.run.init_from:
     return config
@@ -111,7 +111,7 @@ def initial_params(config: Config) -> dict[str, np.ndarray]:
 def initial_values(
   config: Config, plan: fragments.Plan, wanted: Collection[int]
 ) -> dict[int, np.ndarray]:
-  """Flat initial values of these fragments, f32 [size], with a few parameters more in memory.
+  """Flat initial values of these fragments, f32 [size]; needs memory for a few more parameters.
 
   Raises:
     ConfigError: as `initial_params`.
@@ -126,7 +126,7 @@ def initial_values(
   return flats
 
 
-GROUP_BYTES = 1 << 30  # parameters that are drawn by one program
+GROUP_BYTES = 1 << 30  # of the parameters that one program draws
 
 
 def _parameters(config: Config, wanted: Container[str]) -> Iterator[tuple[str, np.ndarray]]:
@@ -135,7 +135,7 @@ def _parameters(config: Config, wanted: Container[str]) -> Iterator[tuple[str, n
   if config.run.init_from:
     yield from weights.start(config.run.init_from, all_shapes, "run.init_from", wanted)
     return
-  # The groups do not depend on what is wanted: another program might round otherwise.
+  # The groups do not depend on `wanted`: another program might round differently.
   for names in _groups(all_shapes):
     if not any(name in wanted for name in names):
       continue
@@ -154,12 +154,12 @@ def _program(model: ModelConfig, names: tuple[str, ...]) -> jax.stages.Compiled:
   init = custom.load_model(model).init
   key = jax.eval_shape(lambda: jax.random.key(0))
   lowered = jax.jit(lambda key: [init(key)[name] for name in names]).lower(key)
-  # Runs once: optimizing the random bits of every leaf takes longer than drawing them.
+  # The program runs once: optimizing it would take longer than drawing all values.
   return lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
 
 
 def _groups(all_shapes: Mapping[str, tuple[int, ...]]) -> Iterator[list[str]]:
-  """Names of parameters that have up to `GROUP_BYTES` together, or one."""
+  """Groups of parameter names: up to `GROUP_BYTES` together, or a single larger one."""
   names, nbytes = list[str](), 0
   for name, shape in all_shapes.items():
     nbytes += 4 * math.prod(shape)
@@ -176,9 +176,9 @@ def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 class Assembled(Mapping[str, np.ndarray]):
-  """The parameters [name -> array] of every fragment's flat value.
+  """The parameters [name -> array], assembled from the fragments' flat values.
 
-  A parameter is put together when it is asked for, and is the caller's: who takes one after the
+  Each look-up assembles a new array, which is the caller's: a caller that takes them one after the
   other never has a second model in memory.
   """
 
@@ -201,7 +201,7 @@ class Assembled(Mapping[str, np.ndarray]):
     return len(self._shapes)
 
 
-# --- What `ddiloco plan` needs to know of a config's model, without touching a device
+# --- For `ddiloco plan`: sizes and FLOPs of a config's model, without a device
 
 
 def fragment_sizes(config: Config) -> tuple[int, ...]:
@@ -217,7 +217,7 @@ def step_flops(config: Config) -> float:
   """FLOPs of one inner step of the first island.
 
   Raises:
-    ConfigError: nothing is known of the user's own model.
+    ConfigError: the model is custom, and its FLOPs are not known.
   """
   if config.model.custom:
     raise ConfigError(

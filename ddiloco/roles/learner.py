@@ -1,4 +1,4 @@
-"""A learner at work: the training loop of one island, and nothing it ever waits for.
+"""A learner at work: the training loop of one island, which waits for no other role.
 
 Each incarnation: compile, say hello, receive every fragment, then step after step; between two
 steps the boundary of `roles.exchange` answers pulls and applies published versions.
@@ -27,12 +27,12 @@ class Learner:
   """One incarnation of a learner.
 
   Args:
-    beginning: what it starts with (`checkpoint.restore`); the island holds the rest of it.
+    beginning: the state it starts with (`checkpoint.restore`); the island holds the device arrays.
     config: the run's.
     plan: how the model is partitioned.
     island: devices, compiled step and parameters (`training.island.Island`); outlives incarnations.
-    batches: `batches(position)` iterates over this learner's batches from there on.
-    runtime: what it lives with.
+    batches: `batches(position)` iterates over this learner's batches from that position on.
+    runtime: endpoint, log, clock, ...
   """
 
   def __init__(
@@ -53,10 +53,11 @@ class Learner:
     self._planned_tokens = config.planned_tokens_per_step()
     self._step_tokens = config.tokens_per_step(beginning.state.learner)
     state = self._began = beginning.state
-    # Data is read on from where it was when this state was captured, as far as the run is now.
+    # Data position - global step when the state was captured. Data goes on at the present global
+    # step plus this difference.
     self._ahead = beginning.position - state.global_step
     self._fresh = beginning.fresh
-    self._joined: LearnerState | None = None  # when it opened its data, at `_position`
+    self._joined: LearnerState | None = None  # the state when it opened its data, at `_position`
     self._position = 0
     save = None if runtime.saver is None else self._save
     self.exchange = Exchange(state, config, plan, island, runtime, save)
@@ -69,8 +70,8 @@ class Learner:
     drain_seconds: float = 0.0,
     at_once: Callable[[], bool] = lambda: False,
   ) -> None:
-    """Trains on this thread until the run's tokens are merged or `stopped()`; then it has
-    `drain_seconds` to leave without losing what is not merged yet, unless it is to end `at_once()`.
+    """Trains on this thread until the run's tokens are merged or `stopped()`. Then it has
+    `drain_seconds` to get its last work merged before it leaves, unless `at_once()`.
 
     Raises:
       Killed: by plan.
@@ -104,7 +105,7 @@ class Learner:
     try:
       while not exchange.state.done:
         faults.check(exchange.state.global_step)
-        yield None  # it may have stood still
+        yield None  # a planned stall may have passed
         if stopped() and not told:
           told, give_up_at = True, now() + drain_seconds
           exchange.drain()
@@ -138,7 +139,7 @@ class Learner:
     return self._position + state.step - self._joined.step
 
   def _rate_scale(self, state: LearnerState) -> float:
-    """Fresh moments in the middle of a run take a few steps to settle (Adam's first are large)."""
+    """Warms up fresh moments in the middle of a run: Adam's first updates are large."""
     warmup = self.config.checkpoint.warmup_steps
     if not (self._fresh and self._joined.global_step and warmup):
       return 1.0
@@ -161,7 +162,7 @@ class Learner:
     yield None
     ended = now()
     trained = self._step_tokens
-    self.recorder.record(  # before what the boundary makes of it: the log is the order of things
+    self.recorder.record(  # before the boundary's events: the log is in the order of events
       events.Step(
         step=state.step + 1,
         global_step=state.global_step + 1,

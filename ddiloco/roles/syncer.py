@@ -1,9 +1,10 @@
 """A syncer shard at work: receives, lets `protocol.syncer` decide, merges, publishes.
 
-The loop only decides, records and sends. What touches the values of a fragment (norms of a push,
-merging, copies for the buddy) is done by one worker beside it, job after job in the order of the
-decisions, so a report is answered while half a billion values are merged. What a decision leads to
-waits for the fragment's job: the log line, the store, the buddy and the publishes, in this order.
+The loop only decides, records and sends. All work on the values of a fragment (norms of a push,
+merging, copies for the buddy) is done by one worker in the background, job after job in the order
+of the decisions, so a report is answered while half a billion values are merged. Everything that
+follows a decision waits for the fragment's job: the log line, the store, the buddy and the
+publishes, in this order.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ from ddiloco.protocol.states import FragmentState, SyncerState, ignored
 from ddiloco.protocol.values import replace
 from ddiloco.runtime import Job, Loop, Runtime, drive, short_collections, value_threads
 
-LONGEST_WAIT_SECONDS = 0.5  # between two looks at faults and the stop signal
-STOOD_STILL_SECONDS = 1.0  # a wait that took so much longer: the process was stopped
+LONGEST_WAIT_SECONDS = 0.5  # between two checks of faults and the stop signal
+STOOD_STILL_SECONDS = 1.0  # if a wait took so much longer, the process was stopped meanwhile
 TRAFFIC_SECONDS = 1.0
 IGNORED_SECONDS = 1.0
-CLOSE_SECONDS = 30.0  # for the worker to finish what it is doing
+CLOSE_SECONDS = 30.0  # for the worker to finish its present job
 
 Done = Callable[[], Loop[None]]  # what the loop does once a job is done
 
@@ -60,12 +61,12 @@ class Syncer:
     config: the run's.
     plan: how the model is partitioned; the same on every role.
     store: where committed fragments live; must hold the initial values of version 0.
-    runtime: what it lives with; shard 0's saver also commits snapshots.
+    runtime: endpoint, log, clock, ...; shard 0's saver also commits snapshots.
     replication: copies on other shards, of and for this one; None: the store outlives this role.
     sealer: proves later that a value is this shard's; None: all members are trusted.
 
   Attributes:
-    merger: its vectors.
+    merger: the shard's vectors.
   """
 
   def __init__(
@@ -83,7 +84,7 @@ class Syncer:
     self.endpoint, self.recorder, self.time = runtime.endpoint, runtime.recorder, runtime.time
     self.store = store
     self.replication = replication
-    self.lost: dict[int, int] = {}  # fragment -> version that a learner had and this shard never
+    self.lost: dict[int, int] = {}  # fragment -> version that a learner has and this shard lost
     fragments = {f.index: plan.fragments[f.index] for f in state.fragments}
     self.merger = runtime.merger(fragments, store, config)
     self._saver = runtime.saver
@@ -92,7 +93,7 @@ class Syncer:
       replication.background = self._worker.put
     self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
     self._measuring: set[tuple[int, int]] = set()  # round and learner of pushes
-    self._at_work: dict[int, list[SyncerAction]] = {}  # fragment -> what waits for its job
+    self._at_work: dict[int, list[SyncerAction]] = {}  # fragment -> actions that wait for its job
     self._capturing = False
     self._drag: Callable[[float], None] = lambda seconds: None
     self._threads = value_threads(config.sync, max(f.size for f in fragments.values()))
@@ -101,7 +102,7 @@ class Syncer:
     self._sealer = sealer
     self._digests: dict[int, str] = {}  # of the published value of each fragment, for its seal
     self._traffic_at = -math.inf
-    self._ignored: dict[tuple, tuple[float, int]] = {}  # when it was said, and how often since
+    self._ignored: dict[tuple, tuple[float, int]] = {}  # when logged, and how often seen since
     self.recorder.record(events.Started(fragments=tuple(fragments)))
     for p in fragments:
       self._say_owned(p)
@@ -111,7 +112,7 @@ class Syncer:
 
   @property
   def committed(self) -> Mapping[int, Committed]:
-    """Its fragments as of their newest commits."""
+    """The newest commit of each of the shard's fragments."""
     return self.merger.committed
 
   def _say_owned(self, fragment: int) -> None:
@@ -129,7 +130,7 @@ class Syncer:
 
   @property
   def idle(self) -> bool:
-    """Whether all that was decided is done."""
+    """Whether no fragment has a job under way."""
     return not self._at_work
 
   def run(self, faults: Faults, stopped: Callable[[], bool]) -> None:
@@ -142,7 +143,7 @@ class Syncer:
       drive(self.live(faults, stopped), self.endpoint, LONGEST_WAIT_SECONDS)
 
   def close(self) -> None:
-    """Ends the worker; what it still had to do is dropped, and no role has heard of it."""
+    """Ends the worker; the jobs left are dropped, and no role has heard of their results."""
     self._worker.close(0.0, CLOSE_SECONDS)
     if self._threads is not None:
       self._threads.shutdown(wait=False)
@@ -153,7 +154,7 @@ class Syncer:
     self._drag = faults.drag
     while not stopped():
       faults.check(self.state.global_step)
-      yield None  # it may have stood still
+      yield None  # a planned stall may have passed
       wake_at = syncer.next_wake(self.state, self.config.sync, self._rounds_measured())
       wake_at = deadline if wake_at is None else min(wake_at, deadline)
       started = yield from self._take_in(wake_at)
@@ -172,16 +173,16 @@ class Syncer:
     return frozenset(round_id for round_id, _ in self._measuring)
 
   def _take_in(self, until: float) -> Loop[float]:
-    """Waits for a message, then takes in all that are there; returns when the wait was over.
+    """Waits for a message, then takes in all that are there; returns the time when the wait ended.
 
-    What comes meanwhile is for the next turn, so that a flood does not put off every decision.
+    Messages that come meanwhile are for the next turn, so that a flood does not delay decisions.
     """
     began = self.time.now()
     until = max(began, min(until, began + LONGEST_WAIT_SECONDS))
     arrived = yield until
     if self.time.now() - until > STOOD_STILL_SECONDS:
-      # This process was stopped, and members not heard meanwhile may well have spoken: their
-      # messages have still to come through the sockets.
+      # This process was stopped. Members may have sent messages meanwhile, which still have to come
+      # through the sockets.
       self.time.sleep(LONGEST_WAIT_SECONDS)
       yield None
       yield from self.handle(Resumed(self.time.now()))
@@ -200,7 +201,7 @@ class Syncer:
       self._worker.put(self.replication.on(arrived.message))
 
   def take(self, message: Message, now: float) -> Loop[None]:
-    """A message that arrived `now`; it may have waited since. What has values is judged first."""
+    """A message that arrived `now`; it may have waited since. One with values is measured first."""
     if isinstance(message, Push) and rounds.awaits(self.state, message):
       yield from self._measure(message, now)
     elif isinstance(message, Value) and (message.fragment, message.learner) in self.state.recalls:
@@ -227,7 +228,7 @@ class Syncer:
       self._perform(action)
 
   def finish(self) -> Loop[None]:
-    """What follows from the jobs that are done."""
+    """Does what follows the jobs that are done."""
     if failure := self._worker.failure:
       raise RuntimeError(f"the merging thread failed: {failure!r}") from failure
     while not self._done.empty():
@@ -235,7 +236,7 @@ class Syncer:
 
   def _perform(self, action: SyncerAction) -> None:
     p = _fragment_of(action)
-    if p in self._at_work:  # what it is about is not made yet
+    if p in self._at_work:  # the fragment's new value is not ready yet
       self._at_work[p].append(action)
       return
     match action:
@@ -260,7 +261,7 @@ class Syncer:
       case events.Event():
         self._note(action)
 
-  # --- by the worker, and what the loop does when it is done --------------------------------------
+  # --- jobs of the worker, and what the loop does after each --------------------------------------
 
   def _then(self, done: Done) -> None:
     self._done.put(done)
@@ -278,7 +279,7 @@ class Syncer:
     self._then(functools.partial(self._go_on, fragment))
 
   def _go_on(self, fragment: int) -> Loop[None]:
-    """What waited for the fragment's job; no job is under way for it now."""
+    """Performs the actions that waited for the fragment's job, which has ended."""
     for action in self._at_work.pop(fragment):
       self._perform(action)
     yield None
@@ -321,7 +322,7 @@ class Syncer:
     self._then(functools.partial(self._merged, what, merged, seconds))
 
   def _merged(self, what: Commit, merged: Merged, seconds: float) -> Loop[None]:
-    """Stored and in the log before any other role hears of it."""
+    """A commit is stored and in the log before any other role hears of it."""
     p = what.fragment
     self.store.save(self.committed[p])
     participants = {m: round(float(w), 6) for m, w in zip(what.learners, merged.weights)}
@@ -342,7 +343,7 @@ class Syncer:
     yield from self._go_on(p)
 
   def _install(self, what: InstallValue, state: FragmentState) -> Job:
-    """A learner has given back what was lost here."""
+    """Installs a value that this shard lost and a learner gave back."""
     self.merger.install(what, state)
     self._digest(what.fragment)
     yield None
@@ -351,24 +352,24 @@ class Syncer:
   def _installed(self, fragment: int) -> Loop[None]:
     self.store.save(self.committed[fragment])
     self._say_owned(fragment)
-    # Whole: of a change the buddy would make momentum, and this jump is no outer step.
+    # Whole: from an update the buddy would compute momentum, and this jump is no outer step.
     self._announce(fragment, whole=True)
     yield from self._go_on(fragment)
 
   def _state_of(self, fragment: int) -> FragmentState:
-    """As it outlives this incarnation: without the round under way."""
+    """The fragment's state as it outlives this incarnation: without the round under way."""
     state = next(f for f in self.state.fragments if f.index == fragment)
     return replace(state, round=None)
 
   def _announce(self, fragment: int, whole: bool = False) -> None:
-    """The log first, then the buddy: what others know of is never missing there."""
+    """Writes the log to disk, then sends the buddy its copy: the log has all that others know."""
     self.recorder.flush()
     if self.replication is not None:
       change = None if whole else self.merger.change(fragment)
       self.replication.committed(self.committed[fragment], change)
 
   def _capture(self, action: TakeSnapshot) -> None:
-    """This shard's part of a snapshot; its values are those of the jobs before this one."""
+    """Captures this shard's part of a snapshot, with the values that all earlier jobs made."""
     if self._saver is not None:
       self._capturing = True
       self._worker.put(self._collect(action))
@@ -381,9 +382,9 @@ class Syncer:
 
   def _collected(self, action: TakeSnapshot, part: Any, arrays: Mapping[str, Any]) -> Loop[None]:
     self._capturing = False
-    self.recorder.record(events.Captured(snapshot=action.snapshot))  # after the commits in it
+    self.recorder.record(events.Captured(snapshot=action.snapshot))  # after its commits' lines
     sync = self.config.sync
-    # Begun by others: in lock-step no run can go on from it without those that a round needs.
+    # Others may have begun it: in lock-step no run can go on from it without a quorum of learners.
     useless = sync.blocking and len(action.learners) < sync.min_quorum
     if self.state.shard or useless:
       self._saver.save(action.snapshot, part, arrays)
@@ -394,7 +395,10 @@ class Syncer:
     yield None
 
   def _commit_snapshot(self, action: TakeSnapshot, snapshot: int) -> Job:
-    """By the saver: once all members of the capture that still live have saved their parts."""
+    """Job of the saver: commits the snapshot once all expected learners have saved their parts.
+
+    Expected are the learners of the capture that still live in the same incarnation.
+    """
     then, settings = action.state.members, self.config.checkpoint
 
     def expected() -> list[str]:
@@ -409,7 +413,7 @@ class Syncer:
     patience_seconds, may_lack = settings.patience_seconds, not self.config.sync.blocking
     return self._saver.commit_when_complete(snapshot, shards, expected, patience_seconds, may_lack)
 
-  # --- what goes out ------------------------------------------------------------------------------
+  # --- messages and log lines ---------------------------------------------------------------------
 
   def _send(self, to: int, message) -> None:
     send = functools.partial(self.endpoint.send, learner_address(to))
@@ -431,7 +435,7 @@ class Syncer:
     self.recorder.record(event)
 
   def _note_ignored(self, event: events.Ignored) -> None:
-    """A line a second for each learner and kind of message: one that floods must not fill disks."""
+    """At most a line a second for each learner and kind of message: a flood must not fill disks."""
     key, now = (event.learner, event.message), self.time.now()
     said_at, times = self._ignored.get(key, (-math.inf, 0))
     if now - said_at < IGNORED_SECONDS:
@@ -448,7 +452,7 @@ class Syncer:
 
 
 def _fragment_of(action: SyncerAction) -> int:
-  """Of which fragment's values an action speaks; none: a number that no fragment has."""
+  """The fragment whose values an action needs; without one, a number that no fragment has."""
   match action:
     case Send(_, Publish(fragment=fragment)):
       return fragment
