@@ -41,7 +41,7 @@ class Leaf(NamedTuple):
   """What a header says of one tensor."""
 
   shape: tuple[int, ...]
-  dtype: str  # numpy's name of a float; else whatever the file calls it
+  dtype: str  # NumPy's name of a float; else the file's own name
 
 
 @contextlib.contextmanager
@@ -199,7 +199,7 @@ def leaves(path: str | os.PathLike, field: str = "weights") -> dict[str, Leaf]:
 
 
 def load(path: str | os.PathLike, field: str = "weights", only: str = "") -> dict[str, np.ndarray]:
-  """The tensors as they were written, or `only` this one, on the host, whatever devices wrote them.
+  """The tensors as they were written, or `only` this one, on the host.
 
   Raises:
     ConfigError: as `leaves`.
