@@ -1,1 +1,1 @@
-"""Nothing is lost: snapshots, a buddy's copies, weights at rest, and what a run goes on from."""
+"""Snapshots, a buddy's copies, weights at rest, and how a run goes on from them."""

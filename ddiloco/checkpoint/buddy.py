@@ -1,15 +1,17 @@
 """Copies of committed fragments on another shard, so that a killed shard loses no round.
 
-Shard s streams every commit to its buddy, shard (s + 1) mod S, and holds back what it would publish
-of it until the buddy has it: no role hears of a version that only one process has. A restarted
-shard asks its buddy for everything. A buddy that does not answer delays publishes only for a short
-while: then versions go out without a copy, which is said, until it is back.
+Shard s streams every commit to its buddy, shard (s + 1) mod S, and publishes the version only when
+the buddy has the commit: no role hears of a version that only one process has. A restarted shard
+asks its buddy for all its fragments. A buddy that does not answer delays publishes only for a short
+while: then versions go out without a copy, which is logged, until the buddy is back.
 
-A copy is what a learner gets: the update in the wire codec, or the value where values go out whole.
-The buddy adds it to the published value that it has, and follows the outer optimizer's momentum by
-it (`core/outer.py`). Only what a lossy codec's rounding keeps back from the learners has no copy.
+A copy is the data that learners get: the update in the wire codec, or the value where values go out
+whole. The buddy adds an update to its copy of the published value, and computes the outer
+optimizer's momentum from it (`core/outer.py`). Only the part that a lossy codec's rounding
+withholds from the learners has no copy.
 
-A shard that is lost with its copies takes values from learners: seals say that they are its own.
+If a shard's copies are lost with it, its next incarnation takes values from learners: seals prove
+that the values are its own.
 """
 
 from __future__ import annotations
@@ -49,18 +51,18 @@ from ddiloco.protocol.states import FragmentState
 from ddiloco.runtime import REAL_TIME, Job, Time
 
 ASK_SECONDS = 0.5  # between two requests of a restarted shard, doubling up to ...
-MOST_ASK_SECONDS = 8.0  # ... this: a copy that was lost late is asked for before it gives up
+MOST_ASK_SECONDS = 8.0  # ... this, so that it asks for a lost copy again before it gives up
 PATIENCE_FACTOR = 8.0  # over the usual time until a copy is confirmed
 
 
 def buddy_of(shard: int, num_shards: int) -> int:
-  """Who holds the copies of this shard's fragments; itself if it is the only one."""
+  """The shard that holds the copies of this shard's fragments; itself if it is the only one."""
   return (shard + 1) % num_shards
 
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-  """What is held of a fragment: the message it came with, and vectors f32 [size]."""
+  """A copy of a fragment: the message that brought it, and vectors f32 [size]."""
 
   said: Replica  # without payload
   published_value: np.ndarray
@@ -69,28 +71,29 @@ class Copy:
 
 @dataclasses.dataclass
 class GivenBack:
-  """Copies that are given back to one life of an owner."""
+  """One answer to an incarnation of an owner: the copies of its fragments."""
 
   asked_by: int  # incarnation of the owner
-  made: bool = False  # all of them are sent; until then more come
+  made: bool = False  # all copies are sent
   memory: list[weakref.ref[Any]] = dataclasses.field(default_factory=list)
 
   @property
   def under_way(self) -> bool:
-    """Whether some have not left yet: a payload that has left has no reference any more.
+    """Whether some copies have not left yet: a payload that has left has no reference any more.
 
-    `Endpoint.unsent` would not tell: of two shards each is the buddy of the other.
+    `Endpoint.unsent` would not tell: of two shards each is the buddy of the other, so it counts
+    other payloads too.
     """
     return not self.made or any(payload() is not None for payload in self.memory)
 
 
 class Copies:
-  """What this shard holds for its neighbour: the newest commit of each of its fragments.
+  """The copies that this shard holds: the newest commit of each of its neighbour's fragments.
 
   Args:
-    shard: its number.
+    shard: number of this shard.
     incarnation: of this shard.
-    endpoint: its connection.
+    endpoint: of this shard.
     plan: how the model is partitioned.
     config: the run's.
   """
@@ -100,18 +103,18 @@ class Copies:
     self._plan, self._config = plan, config
     self._held: dict[tuple[int, int], Copy] = {}  # by owner and fragment
     self._lives: dict[int, int] = {}  # owner -> its newest incarnation
-    self._answers: dict[int, GivenBack] = {}  # owner -> the newest
+    self._answers: dict[int, GivenBack] = {}  # owner -> the newest answer
 
   def on(self, message: Replica | Recover) -> Job:
-    """Keeps a copy if it is the newest, or gives back all there are.
+    """Keeps a copy if it is the newest, or gives back all copies of the sender's fragments.
 
-    Returns what is to be done about it in the background.
+    Returns a job for the background.
     """
-    # Judged as it arrives: requests that wait behind their answer must not be answered after it.
+    # Decided on arrival: repeated requests that queue behind an answer get no answer of their own.
     return self._do(message, self._new_answer(message) if isinstance(message, Recover) else None)
 
   def _new_answer(self, message: Recover) -> GivenBack | None:
-    """None while an earlier answer is under way: two would be the same gigabytes twice."""
+    """None while an earlier answer is under way: a second would send the same gigabytes again."""
     last = self._answers.get(message.shard)
     if last is not None:
       again = message.incarnation == last.asked_by
@@ -122,7 +125,7 @@ class Copies:
 
   def _do(self, message: Replica | Recover, answer: GivenBack | None) -> Job:
     if message.incarnation < self._lives.get(message.shard, -1):
-      return  # sent by a dead one; what lives now was told something else
+      return  # from a dead incarnation; the living one may have begun from another version
     self._lives[message.shard] = message.incarnation
     if isinstance(message, Recover):
       yield from self._give_back(message, answer)
@@ -134,7 +137,7 @@ class Copies:
       self.endpoint.send(syncer_address(message.shard), done)
 
   def _give_back(self, message: Recover, answer: GivenBack | None) -> Job:
-    """Copies, unless they are on their way already, and which they are."""
+    """Sends the copies, unless they are on their way already, and then the list of fragments."""
     owner = syncer_address(message.shard)
     held = {p: copy for (o, p), copy in sorted(self._held.items()) if o == message.shard}
     if answer is not None:
@@ -151,16 +154,16 @@ class Copies:
     self.endpoint.send(owner, Recovered(*me, asked_by=message.incarnation, fragments=tuple(held)))
 
   def _keep(self, message: Replica) -> bool:
-    """Whether this copy, or a newer one, is here now."""
+    """Keeps a copy; returns whether it, or a newer one, is here now."""
     key = (message.owner, message.fragment)
     known = self._held.get(key)
-    # A newer incarnation of the owner is right also if it had to begin at an older version.
+    # A newer incarnation of the owner counts, even if it had to begin at an older version.
     rank = (message.incarnation, message.version)
     if known is not None and rank < (known.said.incarnation, known.said.version):
       return True
     try:
       copy = unpack(message, self._plan, self._config, known)
-    except codec.CodecError:  # half of it is made
+    except codec.CodecError:  # the change is half applied: the known copy is lost
       self._held.pop(key, None)
       copy = None
     if copy is not None:
@@ -169,7 +172,7 @@ class Copies:
 
 
 def at_once(job: Job) -> None:
-  """Does it here and now."""
+  """Runs the job in the calling thread."""
   for _ in job:
     pass
 
@@ -178,14 +181,14 @@ class Replication:
   """The owner's side: sends commits to the buddy, and holds publishes back until it has them.
 
   Args:
-    copies: what this shard holds for its neighbour in turn; its endpoint has dialed the buddy.
-    buddy: the shard that gets the copies of ours.
+    copies: those that this shard holds for its neighbour; their endpoint has dialed the buddy.
+    buddy: the shard that gets the copies of this shard's fragments.
     patience_seconds: least time until the buddy is taken to be away.
     recorder: event log.
-    time: where the shard lives.
+    time: real or virtual time.
 
   Attributes:
-    background: where jobs on values are done, one after the other.
+    background: runs jobs on values, one after the other.
   """
 
   def __init__(
@@ -199,24 +202,25 @@ class Replication:
     self.background: Callable[[Job], None] = at_once
     self._copies, self._buddy, self._recorder, self._now = copies, buddy, recorder, time.now
     self._patience_seconds = patience_seconds
-    self._copy_seconds = 0.0  # smoothed, until a copy is confirmed
-    self._newest: dict[int, Committed] = {}  # of each fragment, what the buddy should have
+    self._copy_seconds = 0.0  # from sending a copy to its confirmation, smoothed
+    self._newest: dict[int, Committed] = {}  # fragment -> the commit that the buddy should have
     self._sent: dict[int, int] = {}  # fragment -> the round whose value this buddy was sent last
     self._whole: list[int] = []  # fragments that are to be sent whole, one after the other
-    self._sent_at: dict[int, float] = {}  # not confirmed: fragment -> when
+    self._sent_at: dict[int, float] = {}  # fragment -> when its unconfirmed copy was sent
     self._changing: set[int] = set()  # fragments whose next commit is being made
-    self._held: list[tuple[int, int, Callable[[], None]]] = []  # fragment, version, what to do then
+    self._held: list[tuple[int, int, Callable[[], None]]] = []  # fragment, version, held action
     self._buddy_incarnation = -1
     self._away = False
 
   def begin(self, found: Iterable[Committed]) -> None:
-    """A life begins with these: a buddy that has restarted as well has them from here."""
+    """This incarnation begins with these fragments: the buddy, if it restarted too, needs them."""
     for committed in found:
       self._newest[committed.state.index] = committed
     self._all_whole(self._newest)
 
   def _all_whole(self, fragments: Iterable[int]) -> None:
-    """One at a time, the next when that is confirmed: all together are a whole model on the way."""
+    """Sends these fragments whole, each when the one before is confirmed: together they may be a
+    whole model."""
     self._whole = list(fragments)
     self._sent_at |= dict.fromkeys(self._whole, self._now())
     self._next_whole()
@@ -226,7 +230,7 @@ class Replication:
       self._send(self._whole[0])
 
   def changes(self, fragment: int) -> None:
-    """Its vectors are written from now on until `committed`: they cannot be sent meanwhile."""
+    """The fragment's vectors change from now until `committed`: they cannot be sent meanwhile."""
     self._changing.add(fragment)
 
   def committed(self, committed: Committed, change: Encoded | None = None) -> None:
@@ -234,7 +238,7 @@ class Replication:
 
     Args:
       committed: the fragment.
-      change: what learners get of it; None: there was no version before.
+      change: the update that learners get; None: the value goes out whole.
     """
     p = committed.state.index
     before = self._newest.get(p)
@@ -246,16 +250,16 @@ class Replication:
       self._send(p)
 
   def _send(self, fragment: int, base_round: int = NOTHING, change: Encoded | None = None) -> None:
-    """As the change of what that round made; whole without one."""
+    """Sends `change`, made to the value of `base_round`; without a change the whole fragment."""
     committed, copies = self._newest[fragment], self._copies
     if fragment in self._whole:
       self._whole.remove(fragment)
-    if fragment in self._changing:  # it goes out whole when that is done
+    if fragment in self._changing:  # it goes out whole after its commit
       self._sent.pop(fragment, None)
       return
     self._sent_at[fragment] = self._now()
     self._sent[fragment] = committed.state.last_round
-    if change is None:  # gigabytes are copied, which the loop must not wait for
+    if change is None:  # the loop must not wait while gigabytes are copied
       return self.background(self._send_whole(committed))
     replica = header(committed, copies.shard, copies.incarnation)
     replica = dataclasses.replace(
@@ -269,7 +273,7 @@ class Replication:
     self._copies.endpoint.send(syncer_address(self._buddy), replica)
 
   def when_safe(self, fragment: int, version: int, do: Callable[[], None]) -> None:
-    """Does it as soon as the buddy has this version; at once if it has, or is away."""
+    """Calls `do` as soon as the buddy has this version; at once if it has it already or is away."""
     waits = any(f == fragment for f, _, _ in self._held) or self._waits_for(fragment, version)
     if waits and not self._away:
       self._held.append((fragment, version, do))
@@ -281,9 +285,10 @@ class Replication:
     return fragment in self._sent_at and newest is not None and version >= newest.state.version
 
   def on(self, message: Replica | Replicated | Recover | Recovered) -> Job:
-    """What another shard says: the neighbour about its copies here, the buddy about ours there.
+    """Takes a message of another shard: of the neighbour about its copies here, or of the buddy
+    about this shard's copies there.
 
-    Returns what is to be done about it in the background.
+    Returns a job for the background.
     """
     match message:
       case Replica() | Recover():
@@ -300,7 +305,7 @@ class Replication:
       sent_at = self._sent_at.pop(p, None)
       if sent_at is not None:
         self._copy_seconds = smooth(self._copy_seconds, self._now() - sent_at)
-    again = message.incarnation > self._buddy_incarnation >= 0  # it restarted, and has nothing
+    again = message.incarnation > self._buddy_incarnation >= 0  # it restarted, and has no copies
     if self._away or again:
       self._recorder.record(events.Replicated(buddy=self._buddy))
       has = p in self._newest and p not in self._sent_at
@@ -354,17 +359,16 @@ def recover(
 ) -> dict[int, Committed]:
   """Asks the buddy for this shard's fragments until it has answered or `keep_on` says no.
 
-  `keep_on` is called with how many seconds ago the newest copy came, or all began: gigabytes take
-  their time. Returns what the buddy had, by fragment. Meanwhile the neighbour's requests are
-  served.
+  `keep_on` is called with the seconds since the newest copy came, or since the start: gigabytes
+  take long. Returns what the buddy had, by fragment. Meanwhile the neighbour's requests are served.
   """
   found: dict[int, Committed] = {}
   expected: set[int] | None = None  # the list overtakes the fragments, which are bulk
-  came: collections.Counter[int] = collections.Counter()  # how often, by fragment
+  came: collections.Counter[int] = collections.Counter()  # fragment -> how often its copy came
   heard_at, ask_at, pause = time.now(), 0.0, ASK_SECONDS
   while keep_on(time.now() - heard_at) and not (expected is not None and expected <= found.keys()):
     now = time.now()
-    if now >= ask_at:  # also if copies stay away: some were sent to the life before, and dropped
+    if now >= ask_at:  # again if copies are missing: some went to the former incarnation
       ask_at, pause = now + pause, min(2 * pause, MOST_ASK_SECONDS)
       endpoint.send(syncer_address(buddy), Recover(shard, incarnation))
     arrived = endpoint.receive(ASK_SECONDS)
@@ -375,10 +379,10 @@ def recover(
         if copy is not None:
           found[message.fragment] = committed_of(copy)
           came[message.fragment] += 1
-          # A lost one comes with all others a second time. More often is no progress.
+          # If a copy was lost, all copies come a second time. A third time is no progress.
           if came[message.fragment] <= 2:
             heard_at = time.now()
-          ask_at = time.now() + pause  # they are on their way
+          ask_at = time.now() + pause  # the other copies are on their way
       case Recovered(shard=sender, asked_by=asked_by) if (sender, asked_by) == (buddy, incarnation):
         expected = set(message.fragments)
       case Replica() | Recover():
@@ -426,9 +430,9 @@ def pack(committed: Committed, shard: int, incarnation: int) -> Replica:
 def unpack(
   replica: Replica, plan: Plan, config: Config | None = None, base: Copy | None = None
 ) -> Copy | None:
-  """The copy that a message makes, of `base` if it is a change; None if it cannot be one.
+  """The copy that a message brings, made from `base` if it is a change; None if it is invalid.
 
-  A change is made in the vectors of `base`, which is of no use any more.
+  A change is applied in the vectors of `base`, which must not be used any more.
 
   Raises:
     CodecError: the change has a code that no encoder writes.
@@ -457,7 +461,7 @@ def unpack(
 
 
 def committed_of(copy: Copy) -> Committed:
-  """The fragment as its shard begins with it again: its value is what learners have."""
+  """The fragment with which its shard begins again: its value is the published value."""
   said, value = copy.said, copy.published_value
   state = FragmentState(
     said.fragment,
@@ -473,11 +477,11 @@ def committed_of(copy: Copy) -> Committed:
   return Committed(state, value, value, copy.momentum, said.momentum_round)
 
 
-# --- A shard's proof that a value is its own, for the day it gets it back from a learner
+# --- Seals: a shard's proof that a value which a learner returns is the shard's own
 # A shard that dies with its copies takes its newest values from learners (`RequestValue`, `Value`).
-# A learner could send weights of its own instead. So every publish carries a seal: an HMAC, under a
-# key that only the shard has, over the value as learners then have it and over all that is said of
-# it. The learner returns it with the value. Without keys, on loopback, everything is trusted and
+# A learner could send other weights instead. So every publish carries a seal: an HMAC, under a key
+# that only the shard has, over the value as learners then have it and over the value's header. The
+# learner returns the seal with the value. Without keys, on loopback, everything is trusted and
 # nothing is sealed.
 
 
@@ -485,24 +489,24 @@ class Sealer:
   """Seals the values of one shard.
 
   Args:
-    secret: of the shard, the same in all its lives.
+    secret: of the shard, the same in all its incarnations.
     run_id: of the run ...
-    plan_id: ... and of what its roles share: a value of another run fits neither.
+    plan_id: ... and the contract of its roles: no value of another run fits.
   """
 
   def __init__(self, secret: bytes, run_id: str, plan_id: str):
     self._secret, self._run = secret, (run_id, plan_id)
 
   def digest(self, value: np.ndarray) -> str:
-    """Of a fragment's value f32 [size], for `seal`: as long as reading all of it."""
+    """The digest of a fragment's value f32 [size], for `seal`; takes as long as reading it all."""
     return hashlib.sha256(np.ascontiguousarray(value).view(np.uint8).data).hexdigest()
 
   def seal(self, of: Publish | Value, digest: str) -> str:
-    """The seal of a fragment's value with this digest, about which `of` speaks."""
+    """The seal of the fragment's value that has this digest and is described by `of`."""
     said = (of.fragment, of.round, of.version, of.merged_tokens, of.participants, of.merged_rounds)
     text = json.dumps([*self._run, *said, digest])
     return hmac.new(self._secret, text.encode(), hashlib.sha256).hexdigest()
 
   def fits(self, of: Value, value: np.ndarray) -> bool:
-    """Whether this shard, in one of its lives, has published just this."""
+    """Whether this shard, in any incarnation, has published exactly this value."""
     return hmac.compare_digest(of.seal, self.seal(of, self.digest(value)))

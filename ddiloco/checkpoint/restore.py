@@ -1,8 +1,8 @@
-"""How a role begins: anew, or with what a snapshot has of it.
+"""How a role begins: with nothing, or with its part of a snapshot.
 
-Whatever it is that comes back, the newest committed snapshot that passes its checks counts; what is
-damaged is named and passed over. A learner's parameters may be old: its shards send what is newer,
-and its global step is the run's.
+A role takes the newest committed snapshot that passes its checks; a damaged snapshot is named and
+skipped. A learner's parameters may be old: the shards send newer versions, and its global step
+becomes the run's.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from ddiloco.protocol import events, learner, states, syncer
 from ddiloco.protocol.states import FragmentState, LearnerState, SyncerState
 from ddiloco.protocol.values import NotAState, from_json, readable, to_json
 
-if TYPE_CHECKING:  # it brings Orbax and JAX, which not every role needs
+if TYPE_CHECKING:  # this module imports Orbax and JAX, which not every role needs
   from ddiloco.checkpoint.snapshots import Part, Storage
 
 T = TypeVar("T")
 
 
 def open_storage(config: Config, plan: Plan, workdir: Path, run_id: str = "") -> Storage | None:
-  """Where the run's snapshots are; None if it makes none.
+  """The storage of the run's snapshots; None if the run makes none.
 
-  In `checkpoint.path` every run has a folder of its name (`run_id`, else the workdir's): no run
-  takes another one's snapshots for its own.
+  In `checkpoint.path` every run has a folder of its own name (`run_id`, else the workdir's), so
+  that no run takes another run's snapshots for its own.
 
   Raises:
     ConfigError: checkpoint.path is a file, or in a bucket whose package is not installed.
@@ -65,11 +65,11 @@ def open_storage(config: Config, plan: Plan, workdir: Path, run_id: str = "") ->
 
 
 def newest_global_step(config: Config, plan: Plan, workdir: Path) -> int:
-  """About the global step at which the run goes on; -1 if it begins."""
+  """Roughly the global step at which the run goes on; -1 if it begins."""
   storage = open_storage(config, plan, workdir)
   try:
     committed = [] if storage is None else storage.committed()
-  except OSError:  # roles that look for their parts say so
+  except OSError:  # roles report it when they look for their parts
     committed = []
   return committed[0] * config.sync.snapshot_steps if committed else -1
 
@@ -82,18 +82,18 @@ class ResumeState:
   """What a learner's incarnation begins with; its island holds the rest."""
 
   state: LearnerState
-  # Of the exchange, which takes them out.
+  # Arrays of the exchange, which removes them when it takes them over.
   arrays: MutableMapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
   position: int = 0  # of its data, when `state` was captured
-  fresh: bool = True  # the inner optimizer has no past
+  fresh: bool = True  # the inner optimizer's state is new
 
 
 def new_learner(
   config: Config, plan: Plan, number: int, incarnation: int, afresh: bool = False
 ) -> LearnerState:
-  """A learner that has nothing yet.
+  """The state of a learner that has nothing yet.
 
-  `afresh`: after a quarantine. It takes no peer's moments: those may be why it was quarantined.
+  `afresh`: after a quarantine. It takes no peer's moments: they may have caused the quarantine.
   """
   target = config.run.total_tokens
   if not config.sync.num_shards:  # it trains alone, for its share
@@ -166,7 +166,7 @@ def _revived(part: Part, new: LearnerState, config: Config, plan: Plan, island) 
 class LearnerPart:
   """What a learner's part of a snapshot has beside its arrays."""
 
-  key: int  # its own in vector clocks
+  key: int  # the learner's key in vector clocks
   vector_clock: Mapping[int, int]
   global_step: int
   position: int  # of its data
@@ -174,7 +174,7 @@ class LearnerPart:
 
 
 def learner_part(state: LearnerState, position: int) -> dict[str, Any]:
-  """A learner's state as a part has it; `position` of its data."""
+  """A learner's state as its part stores it; `position` of its data."""
   return to_json(LearnerPart(state.learner, state.vector_clock, state.global_step, position, state))
 
 
@@ -190,7 +190,7 @@ def new_syncer(
   began_at: float | None = None,
   first_round: int = 0,
 ) -> SyncerState:
-  """A shard that owns what the store has of its fragments; the rest as of `protocol.syncer.init`.
+  """The state of a shard whose fragments are in the store; the rest as `protocol.syncer.init`.
 
   `began_at`: on `time.monotonic()`, when the run began; None: now.
   """
@@ -221,9 +221,9 @@ class Restored:
   vector_clock: Mapping[int, int]
 
   def resume(self, state: SyncerState) -> SyncerState:
-    """A new shard that has these fragments, where the run was when they were captured."""
+    """The state of a new shard that has these fragments, at the progress of their capture."""
     vector_clock = states.join_clocks(state.vector_clock, self.vector_clock)
-    # Fragments that its buddy had may be newer: what they are captured for is not captured again.
+    # Fragments from the buddy may be newer: a snapshot that they had a part in is not taken again.
     return dataclasses.replace(
       state,
       global_step=max(state.global_step, self.global_step),
@@ -237,7 +237,7 @@ class Restored:
 class SyncerPart:
   """What a shard's part of a snapshot has beside its arrays."""
 
-  key: int  # its own in vector clocks
+  key: int  # the shard's key in vector clocks
   vector_clock: Mapping[int, int]
   global_step: int
   fragments: tuple[FragmentState, ...]  # without rounds
@@ -245,7 +245,7 @@ class SyncerPart:
 
 
 def syncer_part(state: SyncerState, momentum_rounds: Mapping[int, int]) -> dict[str, Any]:
-  """A shard's state as a part has it."""
+  """A shard's state as its part stores it."""
   key = states.shard_key(state.shard)
   fragments = tuple(dataclasses.replace(f, round=None) for f in state.fragments)
   return to_json(SyncerPart(key, state.vector_clock, state.global_step, fragments, momentum_rounds))
@@ -256,8 +256,8 @@ def restore_fragments(
 ) -> Restored | None:
   """These fragments as of the newest committed snapshot that has all of them undamaged.
 
-  Whichever shard saved them: the number of shards may have changed. What is passed over stays as it
-  is, and why is added to `tried`.
+  Any shard may have saved them: the number of shards may have changed. Skipped snapshots stay as
+  they are; the reason for each is added to `tried`.
   """
   tried = [] if tried is None else tried
   return _newest(storage, tried, lambda n: _restore(storage, plan, n, set(wanted)))
@@ -266,7 +266,7 @@ def restore_fragments(
 def newest_rounds(storage: Storage) -> dict[int, int]:
   """Fragment -> its last round in the newest committed snapshot.
 
-  It reads no arrays, so that they may prove damaged when they are read.
+  Arrays are not read here: they may prove damaged later.
   """
 
   def rounds(snapshot: int) -> dict[int, int]:
@@ -277,17 +277,17 @@ def newest_rounds(storage: Storage) -> dict[int, int]:
 
 
 def newest_whole(storage: Storage, plan: Plan, tried: list[str]) -> int | None:
-  """The snapshot that `restore_fragments` would take for all fragments; keeps nothing of it.
+  """The snapshot that `restore_fragments` would take for all fragments; keeps no arrays.
 
-  For a supervisor: it reads everything once, so that it alone says, before any role begins, what
-  the run goes on from.
+  For a supervisor: it reads everything once, before any role begins, and alone reports what the run
+  goes on from.
   """
   everything = set(range(len(plan.fragments)))
   return _newest(storage, tried, lambda n: _check(storage, plan, n, everything))
 
 
 def _newest(storage: Storage, tried: list[str], read: Callable[[int], T]) -> T | None:
-  """What `read` makes of the newest committed snapshot of which it can make something."""
+  """What `read` returns for the newest committed snapshot that it can read."""
   try:
     committed = storage.committed()
   except OSError as error:
@@ -330,7 +330,7 @@ def _require_all(found: Collection[int], wanted: set[int]) -> None:
 def _shards(
   storage: Storage, plan: Plan, snapshot: int, wanted: set[int]
 ) -> Iterator[tuple[SyncerPart, Committed]]:
-  """The fragments that are wanted, one by one, each with the state of the shard that saved it."""
+  """The wanted fragments one by one, each with the state of the shard that saved it."""
   for meta, state in _parts(storage, snapshot):
     for f in state.fragments:
       if f.index in wanted:
@@ -351,7 +351,7 @@ def _parts(storage: Storage, snapshot: int) -> Iterator[tuple[SignedJson, Syncer
 def _fragment(
   storage: Storage, plan: Plan, meta: SignedJson, f: FragmentState, momentum_round: int
 ) -> Committed:
-  """What a shard's part has of one fragment, checked."""
+  """One fragment of a shard's part, checked."""
   p = f.index
   names = [name for name in meta["arrays"] if int(name.partition("/")[0]) == p]
   arrays = storage.load(meta["snapshot"], meta["role"], names=names).arrays
@@ -362,31 +362,33 @@ def _fragment(
   return Committed(f, value, published, arrays.get(f"{p}/momentum"), momentum_round)
 
 
-# --- What a run goes on from: said as it is, or refused. Nothing begins anew in place of what was
+# --- What a run goes on from: it is reported, or the run is refused
 # A run that has committed snapshots and can read none of them is refused, whatever is wrong with
-# them: they may be on a disk that is not mounted. One that was ended before its first snapshot was
+# them: they may be on a disk that is not mounted. A run that ended before its first snapshot was
 # complete has nothing to go on from; it begins again, and says so.
 
 if TYPE_CHECKING:
   from ddiloco.checkpoint.snapshots import Storage
 
-SHOWN = 4  # of what was tried, at most
+SHOWN = 4  # entries of `tried` that a message shows at most
 
 
 def go_on(
   config: Config, workdir: Path, storage: Storage | None, snapshot: int | None, tried: Sequence[str]
 ) -> None:
-  """Says what a whole run goes on from, none of whose roles lives yet, and clears the way.
+  """Says what a whole run goes on from, and clears away other snapshots; before any role lives.
+
+  Newer snapshots are set aside; parts of snapshots that were never committed are deleted.
 
   Args:
     config: the run's.
     workdir: of the run.
-    storage: its snapshots; None if it makes none.
-    snapshot: the newest that was found whole; None: none.
-    tried: what was passed over for that, and why.
+    storage: the run's snapshots; None if it makes none.
+    snapshot: the newest that was found whole; None: there is none.
+    tried: the snapshots that were skipped, and why.
 
   Raises:
-    ConfigError: there are snapshots, and none can be gone on from.
+    ConfigError: there are snapshots, and the run can go on from none of them.
   """
   if snapshot is None:
     refuse_lost_snapshots(config, workdir, storage, tried)
@@ -408,7 +410,7 @@ def go_on(
 
 
 def _has_trained(workdir: Path) -> bool:
-  """Whether something was trained here; a log that cannot be read may say so."""
+  """Whether something was trained here; True if a log cannot be read."""
   try:
     return any(newest_event(workdir, kind) for kind in (events.Step, events.Commit))
   except OSError:
@@ -424,10 +426,10 @@ def _why(config: Config) -> str:
 
 
 def _lacking(config: Config, storage: Storage, snapshot: int) -> list[str]:
-  """Learners of the config that have no part in it."""
+  """Learners of the config that have no part in the snapshot."""
   try:
     parts = storage.manifest(snapshot)["parts"]
-  except Damaged:  # a moment ago it was not; who needs it says more
+  except Damaged:  # a moment ago it was not; the roles that need it will report more
     return []
   every = (f"learner-{m}" for m in range(config.islands.num_learners))
   return [role for role in every if role not in parts]
@@ -464,7 +466,7 @@ def lost_snapshots(
 ) -> str:
   """Which snapshots there were, and why none can be read; "" if there never was one."""
   try:
-    newest = newest_event(workdir, events.Snapshot, "syncer-0")  # it commits them
+    newest = newest_event(workdir, events.Snapshot, "syncer-0")  # shard 0 commits snapshots
   except OSError as error:
     newest, tried = None, [*tried, f"its events, which would tell ({error})"]
   if newest is None and not tried:
@@ -479,14 +481,14 @@ def lost_snapshots(
 
 
 class Unfounded:
-  """Watches a shard that came back without what it had: it must not pass its initial values on.
+  """Watches a shard that came back without its fragments: it must not publish initial values.
 
-  Learners that live give back what they have, so it asks them. But as long as it has nothing it
-  captures nothing, and no round of such a fragment may begin.
+  The shard asks the living learners, which give back the values that they have. Until it has them
+  it takes no part in snapshots, and no round of such a fragment may begin.
 
   Args:
-    fragments: that the shard has nothing of, although the run has had snapshots.
-    lost: which these were, and why none can be read.
+    fragments: those that the shard could not recover, although the run has had snapshots.
+    lost: which snapshots these were, and why none can be read.
   """
 
   def __init__(self, fragments: Sequence[int], lost: str):

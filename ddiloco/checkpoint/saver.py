@@ -1,9 +1,9 @@
 """Saves a role's parts of snapshots beside its work; on shard 0 also commits the snapshots.
 
-Saving never holds up the role: one worker of low priority writes, a snapshot that comes while the
-one before is not done goes without this role, and what cannot be written is a loud warning.
-A snapshot is committed once the parts of all shards are there, and of all learners that were there
-when it began and still live. Shard 0 looks after that: without it there is no snapshot to commit.
+Saving never holds up the role. One worker of low priority writes; a snapshot that comes while the
+role still saves the one before goes without this role; and a part that cannot be written is a loud
+warning. A snapshot is committed once it has the parts of all shards, and of all learners that were
+there when it began and still live. Shard 0 commits it: a snapshot needs shard 0's part anyway.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from ddiloco.runtime import REAL_TIME, Job, Loop, Time
 if TYPE_CHECKING:
   from ddiloco.checkpoint.snapshots import Storage
 
-# Between two looks whether all parts are there: a share of the time that it has taken so far.
+# Between two looks whether all parts are there: a share of the time waited so far, within limits.
 LOOK_SECONDS, LOOK_SHARE, LOOK_SECONDS_MOST = 0.05, 0.2, 2.0
-MOST_PATIENCE = 20  # times that, for parts that grow: no learner holds up snapshots for ever
-NICENESS = 10  # of the worker's thread: a tenth of the processor where there is none to spare
+MOST_PATIENCE = 20  # times the patience, for parts that grow: no learner may block it for ever
+NICENESS = 10  # of the worker's thread: it gets a tenth of a busy processor
 
 
 class Saver:
-  """One incarnation's.
+  """Saves the parts of one incarnation of a role.
 
   Args:
     storage: where parts go.
-    role: as parts are named, "learner-3".
+    role: the name of its parts, such as "learner-3".
     incarnation: of the role.
     recorder: event log.
     disk: raises OSError where a planned fault fills the disk.
-    time: where it lives.
+    time: real or virtual time.
   """
 
   def __init__(
@@ -55,7 +55,7 @@ class Saver:
     self.role = role
     self.incarnation = incarnation
     self.recorder = recorder
-    self.hold: Callable[[], str] = lambda: ""  # why nothing of this role is to be saved now
+    self.hold: Callable[[], str] = lambda: ""  # why this role must save nothing now; "": it may
     self._disk, self._time = disk, time
     self._busy = False  # from `save` to the end of its `then`
     self._worker = time.worker(f"save {role}", _lower_priority, self._say_failed)
@@ -63,12 +63,12 @@ class Saver:
 
   @property
   def busy(self) -> bool:
-    """Whether it has not done all yet that follows from the newest snapshot."""
+    """Whether work for the newest snapshot is still under way."""
     return self._busy
 
   @property
   def refusal(self) -> str:
-    """Why a snapshot that came now would go without this role; "": it would not."""
+    """Why a snapshot that came now would go without this role; "": it would include the role."""
     return "the one before is not done yet" if self.busy else self.hold()
 
   def save(
@@ -82,8 +82,8 @@ class Saver:
     """Queues this role's part: its state as JSON values, and arrays that are not changed any more;
     `arrays` is emptied while they are written.
 
-    The job `then(snapshot)` is done in the background once it is written, and after that, or once
-    it cannot be written, `at_last(snapshot)`.
+    Once the part is written, the job `then(snapshot)` runs in the background. After that, or if the
+    part cannot be written, the job `at_last(snapshot)` runs.
     """
     if reason := self.refusal:
       self.recorder.record(events.Unsaved(snapshot=snapshot, reason=reason))
@@ -93,28 +93,28 @@ class Saver:
     self._worker.put(self._work(snapshot, state, arrays, then, at_last))
 
   def decline(self, snapshot: int, reason: str) -> None:
-    """There will be no part of this role: says so to the log, and to shard 0, which would wait.
+    """Tells the log, and shard 0, which would otherwise wait, that this role will save no part.
 
-    Not of a snapshot that is committed: a role that hears of it only then was not there.
+    Does nothing if the snapshot is committed already: it was committed without this role.
     """
     self._worker.put(self._decline(snapshot, reason))
 
   def _decline(self, snapshot: int, reason: str) -> Job:
-    with contextlib.suppress(OSError):  # then it is said
+    with contextlib.suppress(OSError):  # if storage cannot tell, the role declines
       if self.storage.is_committed(snapshot):
         return
     self.recorder.record(events.Unsaved(snapshot=snapshot, reason=reason))
     yield from self._leave_word(snapshot, reason)
 
   def _leave_word(self, snapshot: int, reason: str) -> Job:
-    """For shard 0, which else would wait."""
-    with contextlib.suppress(OSError):  # it waits, as long as it has patience
+    """Leaves a note for shard 0, which would otherwise wait."""
+    with contextlib.suppress(OSError):  # without the note shard 0 waits until its patience ends
       self.storage.decline(snapshot, self.role, reason)
     yield None
 
   def close(self, patience_seconds: float = 0.0) -> None:
-    """Ends the worker; what it is writing has this long. What is half done never counts."""
-    self._worker.close(patience_seconds, LOOK_SECONDS_MOST)  # what is left of it does not count
+    """Ends the worker; it has `patience_seconds` to finish. A half-written part never counts."""
+    self._worker.close(patience_seconds, LOOK_SECONDS_MOST)
 
   def _say_failed(self) -> None:
     warn(f"{self.role}: saves no more: {self._worker.failure!r}. The run goes on.")
@@ -146,15 +146,15 @@ class Saver:
   ) -> Loop[bool]:
     size = sum(array.nbytes for array in arrays.values())
     started = self._time.now()
-    self.recorder.flush()  # a life may begin with this part: the log must know how it came to be
+    self.recorder.flush()  # a later incarnation may begin with this part: the log must explain it
     try:
       self._disk()
-      if self.storage.is_committed(snapshot):  # by an earlier life, which knew more
+      if self.storage.is_committed(snapshot):  # with a part of an earlier incarnation
         self.recorder.record(events.Unsaved(snapshot=snapshot, reason="it is committed already"))
         return False
       meta = self.storage.save(snapshot, self.role, self.incarnation, state, arrays)
       yield None
-    except Exception as error:  # whatever it is: training goes on without this snapshot
+    except Exception as error:  # any error: training goes on without this snapshot
       reason = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
       warn(f"{self.role}: its part of snapshot {snapshot} is not saved: {reason}. The run goes on.")
       self.recorder.record(events.Unsaved(snapshot=snapshot, reason=reason))
@@ -182,28 +182,29 @@ class Saver:
   ) -> Job:
     """Waits for the parts, and commits the snapshot.
 
-    Learners that are not expected at first are no part of it.
+    Learners that are not expected at the start get no part in the snapshot.
 
     Args:
-      snapshot: which; the own part is written.
-      shards: parts it cannot do without.
-      learners: parts that are still to be expected: fewer when a learner dies.
+      snapshot: its number; this role's own part is written.
+      shards: roles whose parts the snapshot must have.
+      learners: roles whose parts are still expected: fewer when a learner dies.
       patience_seconds: for learners that live and whose parts do not grow.
       may_lack: whether learners that live may decline, for instance since they are busy. A run in
-        lock-step, which repeats bit by bit what it lost, needs them all.
+        lock-step, which repeats lost work bit by bit, needs the parts of all.
     """
     try:
       self._disk()
       yield from self._commit(snapshot, set(shards), learners, patience_seconds, may_lack)
-    except Exception as error:  # whatever it is: training goes on without this snapshot
+    except Exception as error:  # any error: training goes on without this snapshot
       reason = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
       warn(f"snapshot {snapshot} is not committed: {reason}. The run goes on.")
       self.recorder.record(events.Uncommitted(snapshot=snapshot, reason=reason))
 
   def prune(self, keep: int, snapshot: int) -> Job:
-    """Deletes old snapshots but `keep`, and what was saved for those up to this one in vain.
+    """Deletes all but the newest `keep` snapshots, and parts of uncommitted ones up to this one.
 
-    Not that where the role ends, and so perhaps the run: others are still writing theirs.
+    While the role ends, and so perhaps the run, uncommitted parts stay: other roles may still be
+    writing theirs.
     """
     try:
       self.storage.prune(keep, 0 if self._worker.ending else snapshot)
@@ -220,10 +221,10 @@ class Saver:
     may_lack: bool,
   ) -> Job:
     started = self._time.now()
-    known = {*shards, *learners()}  # others may have left a part in a former life of the run
+    known = {*shards, *learners()}  # other roles may have left a part before the run went on
     grew_at, sizes = started, self.storage.growth(snapshot, known)
     while True:
-      # Asked before looking: what is there only later does not count as missing.
+      # Read before the parts are: a part that arrives in between is not counted as late.
       now, ending = self._time.now(), self._worker.ending
       declined = self.storage.declined(snapshot)
       metas = self.storage.metas(snapshot)
@@ -232,7 +233,7 @@ class Saver:
       missing = {*shards, *learners()} - declined - roles
       late = ending or now - grew_at > patience_seconds
       most = now - started > MOST_PATIENCE * patience_seconds
-      if late and missing and not (ending or most):  # what grows is on its way
+      if late and missing and not (ending or most):  # a part that grows is still being written
         grown = self.storage.growth(snapshot, known)
         if any(grown[role] > sizes[role] for role in missing & known):
           grew_at, sizes, late = now, grown, False
@@ -261,15 +262,17 @@ class Saver:
 def consistent(states: Mapping[str, Mapping[str, Any]], shards: Collection[str]) -> set[str]:
   """The roles whose captured states are one consistent snapshot, by their vector clocks.
 
-  Every shard, and each learner that fits. A part that a former life left under the same number does
-  not: a learner's is left out, and with a shard's there is no snapshot at all until it is replaced.
+  These are every shard, and each learner that fits. A part that a former incarnation left under the
+  same number does not fit. A learner's is left out; with a shard's there is no snapshot until that
+  part is replaced.
   """
   names = {state["key"]: role for role, state in states.items()}
   snapshot = {
     s["key"]: {int(who): n for who, n in s["vector_clock"].items()} for s in states.values()
   }
   while bad := clock_violations(snapshot):
-    # A learner that others know more of is too old; one that knows more of a shard is too new.
+    # A learner of which others know more is too old; a learner that knows more of a shard is too
+    # new.
     odd = {whom if names[whom] not in shards else who for who, whom in bad}
     if any(names[key] in shards for key in odd):
       return set()
@@ -279,12 +282,12 @@ def consistent(states: Mapping[str, Mapping[str, Any]], shards: Collection[str])
 
 
 def _lower_priority() -> None:
-  """Of this thread, and so of those that writing starts: the role's own work comes first.
+  """Lowers the priority of this thread and of threads it starts: the role's work comes first.
 
-  A process that is nicer already, as in a job of low priority, may not take that back.
+  A process that is nicer already, as in a job of low priority, may not lower its niceness.
   """
-  if sys.platform == "linux":  # elsewhere it is the whole process that has a priority
+  if sys.platform == "linux":  # elsewhere only a whole process has a priority
     me = threading.get_native_id()
     niceness = max(NICENESS, os.getpriority(os.PRIO_PROCESS, me))
-    with contextlib.suppress(OSError):  # forbidden: it saves all the same
+    with contextlib.suppress(OSError):  # forbidden: it saves at the normal priority
       os.setpriority(os.PRIO_PROCESS, me, niceness)

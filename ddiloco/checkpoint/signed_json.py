@@ -1,4 +1,4 @@
-"""JSON files that vouch for others, and say of themselves whether they are what was written."""
+"""JSON files with a digest of their own content; they may vouch for other files by digests too."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ from typing import Any, TypeVar
 from etils import epath
 
 SignedJson = dict[str, Any]
-PAUSES_SECONDS = (0.1, 1.0, 4.0)  # before what could not be read is read again
+PAUSES_SECONDS = (0.1, 1.0, 4.0)  # before a failed read is repeated
 T = TypeVar("T")
 
-# Errors that say what is at a path; all others say that the file system cannot look just now.
+# Errors that say what is at a path; all others mean that the file system cannot tell just now.
 _TELLING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
 _BUSY = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "PERMISSION_DENIED")
-_NETWORK = {"aiohttp", "gcsfs", "google", "requests"}  # packages whose errors are the network's
+_NETWORK = {"aiohttp", "gcsfs", "google", "requests"}  # packages that raise network errors
 
 
 class Damaged(Exception):
-  """What must not be restored. The text names the path and what is wrong with it."""
+  """A file that must not be restored. The text names the path and what is wrong with it."""
 
   def __init__(self, path: epath.Path, what: str):
     super().__init__(f"{path}: {what}")
 
 
 class Unreadable(Damaged):
-  """What could not be read this time. Nothing is known of what it holds, and it may be whole."""
+  """A file that could not be read this time. Its content is unknown, and may be whole."""
 
 
 def not_read(path: epath.Path, what: str, error: Exception) -> Damaged:
-  """What to make of an error while reading: the content is bad, or it could not be looked at."""
+  """The exception for an error while reading: Unreadable if the error is passing, else Damaged."""
   kind = Unreadable if is_passing(error) else Damaged
   return kind(path, f"{what} ({brief(error)})")
 
 
 def is_passing(error: Exception) -> bool:
-  """Whether an error is a disk's or a network's, so that it says nothing of the content."""
+  """Whether an error comes from a disk or a network, and so says nothing of the content."""
   code = _errno(error)
   if code is not None:
     return code not in _TELLING
   if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
-    return False  # raised without a number
+    return False  # raised without an errno
   package = type(error).__module__.partition(".")[0]
   return isinstance(error, OSError) or package in _NETWORK or str(error).startswith(_BUSY)
 
 
 def _errno(error: Exception) -> int | None:
-  """The number behind it; TensorStore, which raises ValueErrors, has it in the text."""
+  """The errno behind an error; TensorStore raises ValueErrors, with the errno in their text."""
   if isinstance(error, OSError):
     return error.errno
   found = re.search(r"os_error_code='(\d+)'", str(error))
@@ -71,7 +71,7 @@ def sign(content: Mapping[str, Any]) -> SignedJson:
 
 
 def write(path: epath.Path, signed: SignedJson) -> None:
-  """Whole or not at all: a rename, or on an object store a copy, which is as atomic."""
+  """Writes a file whole or not at all: by a rename, or on an object store a copy, as atomic."""
   temporary = path.with_name(f"{path.name}.tmp")
   temporary.write_text(json.dumps(signed))
   temporary.replace(path)
@@ -81,10 +81,10 @@ def read(path: epath.Path, expected: Mapping[str, Any]) -> SignedJson:
   """The signed record at `path`.
 
   Args:
-    expected: fields that it must have, with these values.
+    expected: fields that the record must have, with these values.
 
   Raises:
-    Damaged: there is none, it was changed, or it is another one; Unreadable: it may be whole.
+    Damaged: the file is missing, changed, or of something else; Unreadable: it may be whole.
   """
   try:
     signed = json.loads(path.read_text())
@@ -103,9 +103,9 @@ def read(path: epath.Path, expected: Mapping[str, Any]) -> SignedJson:
 
 @contextlib.contextmanager
 def one_error(path: epath.Path) -> Iterator[None]:
-  """Makes an OSError of what the layers below raise: TensorStore's ValueError, errors of HTTP.
+  """Turns errors of the layers below into OSError: TensorStore's ValueError, errors of HTTP.
 
-  Its text names `path`; it has the number of the file system's own error where that is known.
+  The OSError's text names `path`; its errno is the file system's own where that is known.
   """
   try:
     yield
@@ -119,7 +119,7 @@ def one_error(path: epath.Path) -> Iterator[None]:
 
 
 def patiently(read: Callable[[], T]) -> T:
-  """What `read` returns, after a while if the file system fails at first."""
+  """What `read` returns; it is called again after pauses while the file system fails."""
   for pause in PAUSES_SECONDS:
     try:
       return read()
@@ -131,10 +131,10 @@ def patiently(read: Callable[[], T]) -> T:
 
 
 def listed(path: epath.Path) -> list[str]:
-  """What is in a folder; nothing if there is none. `exists` would not tell that from a failure.
+  """The names in a folder; [] if it is missing, which `exists` would not tell from a failure.
 
   Raises:
-    OSError: it cannot be asked.
+    OSError: the file system cannot be asked.
   """
   with one_error(path):
     try:
@@ -150,7 +150,7 @@ def listed(path: epath.Path) -> list[str]:
 
 
 def brief(error: Exception) -> str:
-  """One line with both ends: TensorStore says at the front what failed, and at the back why."""
+  """One line with both ends of the text: TensorStore says first what failed, and last why."""
   text, *_ = " ".join(f"{type(error).__name__}: {error}".split()).split(" [tensorstore_spec=")
   return text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}"
 

@@ -1,4 +1,4 @@
-"""Durable snapshots: what comes back is complete and unchanged, or it is named and skipped.
+"""Durable snapshots: a part that is restored is complete and unchanged; others are skipped by name.
 
   CHECKPOINTS/00000007/manifest.json         snapshot 7 is committed: the digests of its parts
   CHECKPOINTS/00000007/learner-3/meta.json   the part is complete: state, and a checksum per array
@@ -11,8 +11,8 @@ Every file is written before the one that vouches for it, so a kill at any momen
 without its meta, or a snapshot without its manifest. Orbax waits until values are on the disk;
 signed files do not wait, and one that a power cut tears does not match its digest.
 
-What was committed is deleted when newer snapshots are committed, and for no other reason. A reader
-that cannot read it tries again, then passes over it: the fault may be the reader's own.
+A committed snapshot is deleted when newer snapshots are committed, and for no other reason. A
+reader that cannot read a snapshot tries again, then skips it: the fault may be the reader's own.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Fingerprint = dict[str, Any]
 
 def fingerprint(value: jax.Array | np.ndarray) -> Fingerprint:
   host = np.asarray(value, order="C")
-  # crc32 lets other threads run while it sums a large buffer; bf16 has no buffer of its own.
+  # crc32 lets other threads run while it sums a large buffer; bf16 arrays export none, hence uint8.
   checksum = zlib.crc32(host.reshape(-1).view(np.uint8).data)
   return {"shape": list(host.shape), "dtype": host.dtype.name, "crc32": checksum}
 
@@ -64,10 +64,10 @@ def refuse_odd_names(arrays: Arrays) -> None:
 def write_all(
   folder: epath.Path, arrays: MutableMapping[str, jax.Array | np.ndarray]
 ) -> tuple[dict[str, Fingerprint], list[list[str]]]:
-  """Writes one window after the other, and takes out of `arrays` what it writes.
+  """Writes one window after the other, and removes the written arrays from `arrays`.
 
-  An array is whole on the host for as long as its window is written. Once nothing else refers to it
-  it is free then, and so is what JAX keeps on the host of an array that was read.
+  An array is whole on the host only while its window is written. Then it is freed, unless something
+  else refers to it; so is the copy that JAX keeps on the host of an array that was read.
 
   Args:
     folder: an absolute directory that is not there yet.
@@ -76,7 +76,7 @@ def write_all(
     Every array's fingerprint, and of each window the names in it.
 
   Raises:
-    Exception: it cannot be written; every layer and file system has kinds of its own.
+    Exception: the arrays cannot be written; every layer and file system has its own exceptions.
   """
   found: dict[str, Fingerprint] = {}
   windows: list[list[str]] = []
@@ -85,7 +85,7 @@ def write_all(
   for name in names:
     host = np.asarray(arrays.pop(name), order="C")
     found[name] = fingerprint(host)
-    if host.size:  # Orbax refuses the others
+    if host.size:  # Orbax refuses empty arrays
       window[name] = host
     del host
     if window and (name == names[-1] or sum(v.nbytes for v in window.values()) >= WINDOW_BYTES):
@@ -102,14 +102,14 @@ def write(path: epath.Path, window: dict[str, np.ndarray]) -> None:
 
 
 def read(path: epath.Path, wanted: Mapping[str, Fingerprint]) -> dict[str, np.ndarray]:
-  """Of one window the arrays `wanted`, on the host, bit by bit as they were when they were written.
+  """The arrays `wanted` of one window, on the host, bit by bit as they were written.
 
   Raises:
     Exception: they cannot be read, or are not what their fingerprints say.
   """
   host = ocp.RestoreArgs(restore_type=np.ndarray)
   arguments = ocp.args.PyTreeRestore(
-    item=dict.fromkeys(wanted, 0),  # comes back as it is where the checkpoint has no such name
+    item=dict.fromkeys(wanted, 0),  # the 0 comes back where the checkpoint has no such name
     restore_args=dict.fromkeys(wanted, host),
     partial_restore=True,
   )
@@ -117,7 +117,7 @@ def read(path: epath.Path, wanted: Mapping[str, Fingerprint]) -> dict[str, np.nd
   try:
     found = checkpointer.restore(path, args=arguments)
   finally:
-    with contextlib.suppress(Exception):  # what has been read is judged by its fingerprints
+    with contextlib.suppress(Exception):  # the fingerprints decide whether the read was good
       checkpointer.close()
   for name, expected in wanted.items():
     if not isinstance(found[name], np.ndarray):
@@ -128,11 +128,11 @@ def read(path: epath.Path, wanted: Mapping[str, Fingerprint]) -> dict[str, np.nd
 
 
 def _checkpointer() -> ocp.Checkpointer:
-  """Saves in the caller's thread, and ends with the call.
+  """A checkpointer that saves in the caller's thread, and is done when the call returns.
 
-  Uncompressed: weights hardly shrink, and a learner steps beside this. One database instead of one
-  file per array (OCDBT, Orbax' default) is what object stores like. Only this process takes part,
-  also where JAX has joined others: Orbax would wait for them, inside a program of the devices.
+  Uncompressed: weights hardly shrink, and a learner trains meanwhile. One database (OCDBT, Orbax'
+  default) suits object stores better than one file per array. Only this process takes part, also
+  where JAX has joined others: Orbax would wait for them inside a program on the devices.
   """
   me = jax.process_index()
   alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
@@ -141,14 +141,14 @@ def _checkpointer() -> ocp.Checkpointer:
 
 
 FORMAT = 4
-WINDOW_BYTES = 128 << 20  # of arrays are on the host at once, beside the largest
+WINDOW_BYTES = 128 << 20  # of arrays that are on the host at once, beside the largest array
 MANIFEST = "manifest.json"
 META = "meta.json"
 ARRAYS = "arrays"
-DECLINED = ".declined"  # 00000007/learner-3.declined: why there will be no part of it
+DECLINED = ".declined"  # 00000007/learner-3.declined: why learner 3 will save no part
 ASIDE = "aside"  # 00000007.aside: no snapshot any more, never touched again
 
-# Parts are written by other processes: a remembered listing of gs:// would never show them.
+# Other processes write parts too: a cached listing of gs:// would never show them.
 fsspec.config.conf.setdefault("gs", {})["use_listings_cache"] = False
 
 
@@ -173,12 +173,12 @@ class Part:
 
 
 class Storage:
-  """The snapshots of one run. Reads and writes in the caller's thread; any thread may.
+  """The snapshots of one run. Reads and writes in the caller's thread; any thread may call.
 
   Args:
     path: the folder of all snapshots, local or gs://...; made when something is saved.
     plan_id: which tensors and fragments the parts are made of; parts of another plan are refused.
-    warn: told what is skipped, and why.
+    warn: called with what is skipped, and why.
   """
 
   def __init__(self, path: str | os.PathLike, plan_id: str, warn: Callable[[str], None]):
@@ -200,12 +200,13 @@ class Storage:
     """Writes a part and returns its meta; replaces what this role saved for this snapshot before.
 
     Args:
-      state: what JSON can hold; comes back as JSON has it (lists for tuples, names as strings).
+      state: values that JSON can hold; they come back as JSON has them (lists for tuples, names as
+        strings).
       arrays: name -> array, on the host or over any mesh; not to be changed before this returns.
-        Emptied: what is written is let go of, since it may be the last copy of that state.
+        Emptied while arrays are written: this may free the last reference to their memory.
 
     Raises:
-      OSError: it cannot be written (full, denied, ...). Nothing of the part is left, if that works.
+      OSError: it cannot be written (full, denied, ...). Its remainder is deleted, if possible.
     """
     part = self._part(snapshot, role)
     refuse_odd_names(arrays)
@@ -227,7 +228,7 @@ class Storage:
         )
         signed_json.write(part / META, meta)
     except OSError:
-      # Room for others' parts. Should that fail too, the first error is the one that tells.
+      # Frees room for other parts. If that fails too, the first error is raised: it tells more.
       with contextlib.suppress(OSError), signed_json.one_error(part):
         _delete(part, META)
       raise
@@ -237,7 +238,7 @@ class Storage:
     """The meta of a complete part: "state", "incarnation", "arrays", "digest", ...
 
     Raises:
-      Damaged: there is none, or it is not what this role saved for this snapshot and plan.
+      Damaged: the meta is missing, or is not what this role saved for this snapshot and plan.
     """
     path = self._part(snapshot, role) / META
     expected = {**self._expected("part", snapshot), "role": role}
@@ -265,10 +266,10 @@ class Storage:
     return self._load(self.meta(snapshot, role), place, names)
 
   def decline(self, snapshot: int, role: str, reason: str) -> None:
-    """Leaves word that there will be no part of this role, so that no role waits for it.
+    """Leaves a note that this role will save no part, so that no role waits for one.
 
     Raises:
-      OSError: it cannot be written.
+      OSError: the note cannot be written.
     """
     note = self._note(snapshot, role)
     with signed_json.one_error(note):
@@ -276,7 +277,7 @@ class Storage:
       note.write_text(reason)
 
   def declined(self, snapshot: int) -> set[str]:
-    """The roles that have left word that there will be no part of them.
+    """The roles that have left a note that they will save no part.
 
     Raises:
       OSError: the file system cannot be asked.
@@ -285,10 +286,10 @@ class Storage:
     return {name.removesuffix(DECLINED) for name in names if name.endswith(DECLINED)}
 
   def growth(self, snapshot: int, roles: Collection[str]) -> dict[str, int]:
-    """Role -> bytes that are there of its part, complete or not: while it is written, they grow."""
+    """Role -> bytes of its part so far, complete or not: they grow while the part is written."""
     found = dict.fromkeys(roles, 0)
     for role in roles:
-      with contextlib.suppress(OSError):  # files are renamed meanwhile; the next look tells more
+      with contextlib.suppress(OSError):  # files are renamed meanwhile; the next call tells more
         for folder, _, names in self._part(snapshot, role).walk():
           found[role] += sum((folder / name).stat().length for name in names)
     return found
@@ -302,7 +303,7 @@ class Storage:
     found = {}
     for role in self._names(self._snapshot(snapshot)):
       if _is_role(role):
-        with contextlib.suppress(Damaged):  # not yet complete, as a rule
+        with contextlib.suppress(Damaged):  # usually a part that is not complete yet
           found[role] = self.meta(snapshot, role)
     return found
 
@@ -332,20 +333,20 @@ class Storage:
       same = self._digests(snapshot, roles) == digests
     except Damaged as damage:
       same = isinstance(damage, Unreadable)
-    if not same:  # a new life of a role has just forgotten its part (`_forget`)
+    if not same:  # a new incarnation of a role has just deleted its part (`_forget`)
       with signed_json.one_error(path):
         path.rmtree(missing_ok=True)  # a file too
       raise Damaged(path, "was withdrawn: a part was replaced while it was committed")
 
   def is_committed(self, snapshot: int) -> bool:
-    """Whether it has a manifest, unchecked: then its parts are not to be replaced.
+    """Whether the snapshot has a manifest, unchecked: then its parts must not be replaced.
 
     Raises:
       OSError: the file system cannot be asked.
     """
     try:
       return MANIFEST in self._names(self._snapshot(snapshot))
-    except NotADirectoryError:  # a foreign file with such a name
+    except NotADirectoryError:  # a file of another program with such a name
       return False
 
   def _digests(self, snapshot: int, roles: Collection[str]) -> dict[str, str]:
@@ -355,7 +356,7 @@ class Storage:
     """The manifest of a committed snapshot; "parts" is role -> digest.
 
     Raises:
-      Damaged: there is none, or it is not what was committed for this snapshot and plan.
+      Damaged: the manifest is missing, or is not what was committed for this snapshot and plan.
     """
     path = self._snapshot(snapshot) / MANIFEST
     return signed_json.patiently(
@@ -373,7 +374,7 @@ class Storage:
   def find(self, role: str, place: Place = as_it_is) -> Part | None:
     """The newest committed and undamaged part of `role`, or None; warns of each one skipped.
 
-    Snapshots without this role are passed by in silence.
+    Snapshots without this role are skipped without a warning.
     """
     try:
       committed = self.committed()
@@ -394,15 +395,15 @@ class Storage:
     return None
 
   def prune(self, keep: int, over: int = 0) -> None:
-    """Deletes all but the newest `keep` committed snapshots, and what older ones left unfinished.
+    """Deletes all but the newest `keep` committed snapshots, and older ones never committed.
 
-    The newest part of every role stays, in whatever snapshot: a learner that is away for long still
-    finds its own. What cannot be deleted is warned of and stays until the next time.
+    The newest part of every role stays, in any snapshot: a learner that was away for long still
+    finds its own. If a deletion fails, there is a warning, and the next call tries again.
 
     Args:
       keep: how many.
-      over: this snapshot and those before it will not be committed any more: their parts are left
-        over, and would fill the disk as long as nothing can be committed.
+      over: this snapshot and those before it will not be committed any more: their parts would fill
+        the disk as long as no snapshot can be committed.
 
     Raises:
       OSError: the file system cannot be asked.
@@ -413,7 +414,7 @@ class Storage:
     newer: set[str] = set()  # roles that have a part in a newer snapshot
     for snapshot in self._snapshots():
       if snapshot > max([over, *committed]):
-        continue  # on its way
+        continue  # its parts are still being saved
       roles = set[str]()
       try:
         if snapshot not in committed:
@@ -429,15 +430,15 @@ class Storage:
       newer |= roles
 
   def forget(self, role: str = "") -> None:
-    """Deletes what a role's former lives saved for snapshots that were never committed.
+    """Deletes what a role's former incarnations saved for snapshots that were never committed.
 
-    Else a part from an abandoned past could stand in for one that is still to come.
+    Otherwise such an old part could be committed in place of a part that is still to come.
 
     Args:
-      role: whose; empty: all roles', only for a caller that knows that none of them lives.
+      role: name of the role; empty: all roles, if the caller knows that none of them lives.
 
     Raises:
-      OSError: the file system cannot be asked, or does not let it.
+      OSError: the file system cannot be asked, or refuses.
     """
     for snapshot in self._snapshots():
       if not self.is_committed(snapshot):
@@ -447,7 +448,7 @@ class Storage:
     path = self._snapshot(snapshot)
     for role in filter(_is_role, self._names(path)):
       self._forget(snapshot, role)
-    if not self.is_committed(snapshot):  # without any part it will not be
+    if not self.is_committed(snapshot):  # without any part it cannot be committed any more
       with signed_json.one_error(path):
         path.rmtree(missing_ok=True)
 
@@ -455,7 +456,7 @@ class Storage:
     folder = self._snapshot(snapshot)
     with signed_json.one_error(folder):
       self._note(snapshot, role).unlink(missing_ok=True)
-      # It may be committed at this very moment. Each of the two writes first and looks afterwards,
+      # Shard 0 may commit the snapshot at this moment. Both sides write first and look afterwards,
       # so at least one of them sees the other, and gives way (`commit`).
       meta, hidden = folder / role / META, folder / role / f"{META}.old"
       if META in self._names(folder / role):
@@ -466,13 +467,13 @@ class Storage:
       return _delete(folder / role, META)
 
   def set_aside(self, newer_than: int) -> list[str]:
-    """Renames committed snapshots that the run does not go on from, since something is wrong there.
+    """Renames committed snapshots newer than the one that the run goes on from: they are damaged.
 
-    Their numbers will come again. Only for a caller that knows that no role lives. Returns their
+    Their numbers will be used again. Only for a caller that knows that no role lives. Returns the
     new paths.
 
     Raises:
-      OSError: the file system cannot be asked, or does not let it.
+      OSError: the file system cannot be asked, or refuses.
     """
     moved = []
     for snapshot in self.committed():
@@ -516,7 +517,7 @@ class Storage:
           _delete(path / name, META)
 
   def _delete_all(self, snapshot: int) -> None:
-    """At any moment of it nothing that is left looks more complete than it is."""
+    """Deletes in such an order that no remainder ever looks more complete than it is."""
     path = self._snapshot(snapshot)
     _unlink(path / MANIFEST)
     for name in self._names(path):
@@ -554,7 +555,7 @@ class Storage:
 def _read_arrays(path: epath.Path, number: int, wanted: Mapping[str, Any]) -> dict[str, np.ndarray]:
   try:
     return read(path / str(number), wanted)
-  except Exception as error:  # Orbax and what is below it raise whatever a damage leads them to
+  except Exception as error:  # on damage Orbax and the layers below raise all kinds of errors
     raise signed_json.not_read(path, "cannot be restored", error) from error
 
 
@@ -563,7 +564,7 @@ def _is_role(name: str) -> bool:
 
 
 def _delete(folder: epath.Path, voucher: str) -> None:
-  """Deletes the folder, first of all what makes it look complete."""
+  """Deletes the folder, beginning with the file that makes it look complete."""
   _unlink(folder / voucher)
   folder.rmtree(missing_ok=True)
 

@@ -1,7 +1,8 @@
 """Parameters at rest: a safetensors file or a plain Orbax checkpoint; neither needs ddiloco.
 
-The path says which: what ends in .safetensors is one local file, all else is an Orbax checkpoint, a
-directory, local or gs://... Names and shapes are the model's own (`transformer.shapes`).
+The path tells the format: a path that ends in .safetensors is one local file; any other is an Orbax
+checkpoint, a directory, local or gs://... Names and shapes are the model's own
+(`transformer.shapes`).
 """
 
 from __future__ import annotations
@@ -30,26 +31,26 @@ _FLOATS = {
   "F32": "float32",
   "F16": "float16",
   "BF16": "bfloat16",
-}  # as a safetensors header names what numpy calls so
+}  # name in a safetensors header -> NumPy's name
 ONE_SAVE = threading.Lock()
-SAVE_SECONDS = 60.0  # for one that hangs in its disk, before others go on without it
-_SHOWN = 3  # tensors that do not fit are named, at most
+SAVE_SECONDS = 60.0  # that a save which hangs in its disk may block others
+_SHOWN = 3  # misfit tensors that a message names at most
 
 
 class Leaf(NamedTuple):
   """What a header says of one tensor."""
 
   shape: tuple[int, ...]
-  dtype: str  # numpy's name of a float; else whatever the file calls it
+  dtype: str  # NumPy's name of a float; else the file's own name
 
 
 @contextlib.contextmanager
 def one_save() -> Iterator[None]:
-  """Orbax saves one at a time in this process, as long as that is not for ever.
+  """Lets Orbax make one save at a time in this process; waits for at most `SAVE_SECONDS`.
 
-  The parts of a save find each other by a number of the whole process: two that begin at the same
-  moment, in two threads, may wait for each other's signals for ever. One that has begun long ago
-  has its number.
+  The parts of a save find each other by a number that counts saves of the process: two saves that
+  begin at the same moment, in two threads, may wait for each other's signals for ever. A save that
+  began long ago has its number already, and is safe to run beside.
   """
   mine = ONE_SAVE.acquire(timeout=SAVE_SECONDS)
   if not mine:
@@ -62,13 +63,13 @@ def one_save() -> Iterator[None]:
 
 
 def absolute(path: str | os.PathLike) -> epath.Path:
-  """`path` from the root on; gs://... as it is."""
+  """`path` made absolute; gs://... as it is."""
   there = epath.Path(path)
   return there if there.is_absolute() else there.absolute()
 
 
 def is_checkpoint(path: epath.Path) -> bool:
-  """Whether this directory is what Orbax writes, or an empty one: then it may be replaced."""
+  """Whether this directory is an Orbax checkpoint, or empty: then it may be replaced."""
   names = [inside.name for inside in path.iterdir()]
   return not names or "_CHECKPOINT_METADATA" in names
 
@@ -95,7 +96,7 @@ def save(
   target.parent.mkdir(parents=True, exist_ok=True)
   if target.name.endswith(SUFFIX):
     _save_file(target, params, metadata)
-  elif "://" in str(target):  # a bucket renames by copying: Orbax' own marker says what is whole
+  elif "://" in str(target):  # a bucket renames by copying: Orbax' own marker tells what is whole
     with signed_json.one_error(target):
       _save_checkpoint(target, params, metadata)
   else:
@@ -112,9 +113,9 @@ def _save_checkpoint(
 
 
 def clear(path: str | os.PathLike) -> None:
-  """Deletes what killed saves have left beside `path`, each as large as the weights.
+  """Deletes the remainders of killed saves beside `path`, each as large as the weights.
 
-  Only for a caller that alone saves there. What cannot be deleted stays.
+  No other save may be under way there. A remainder that cannot be deleted stays.
   """
   target = absolute(path)
   with contextlib.suppress(OSError):
@@ -125,7 +126,7 @@ def clear(path: str | os.PathLike) -> None:
 def _save_folder(
   target: epath.Path, params: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None
 ) -> None:
-  """What is there is replaced once the new one is whole: Orbax deletes it first."""
+  """Replaces an old checkpoint once the new one is whole; Orbax alone would delete it first."""
   prefix = f".{target.name}.{secrets.token_hex(8)}"
   mine, old = target.with_name(prefix), target.with_name(f"{prefix}.old")
   try:
@@ -139,7 +140,7 @@ def _save_folder(
         old.rename(target)
       raise
   finally:
-    for left in target.parent.glob(f"{prefix}*"):  # Orbax leaves what it was writing
+    for left in target.parent.glob(f"{prefix}*"):  # Orbax leaves files of a failed save
       left.rmtree(missing_ok=True)
 
 
@@ -149,12 +150,12 @@ def _save_file(
   mine = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
   try:
     mine.touch()
-    mode = os.stat(mine).st_mode  # what the umask allows; the library lets only the owner read it
+    mode = os.stat(mine).st_mode  # what the umask allows; the library would allow only the owner
     whole = {name: np.asarray(value, order="C") for name, value in params.items()}
     safetensors.numpy.save_file(whole, mine, dict(metadata or {}))
     os.chmod(mine, mode)
     with open(mine, "rb") as file:
-      os.fsync(file.fileno())  # or a power cut could leave the name and not the bytes
+      os.fsync(file.fileno())  # else a power cut could leave the name without the bytes
     os.replace(mine, target)
   except safetensors.SafetensorError as error:
     raise OSError(str(error)) from error
@@ -198,7 +199,7 @@ def leaves(path: str | os.PathLike, field: str = "weights") -> dict[str, Leaf]:
 
 
 def load(path: str | os.PathLike, field: str = "weights", only: str = "") -> dict[str, np.ndarray]:
-  """The tensors as they were written, or `only` this one, on the host, whatever devices wrote them.
+  """The tensors as they were written, or `only` this one, on the host.
 
   Raises:
     ConfigError: as `leaves`.
@@ -249,10 +250,10 @@ def require_fit(
 
 
 def check(path: str, shapes: Mapping[str, tuple[int, ...]], field: str) -> None:
-  """Refuses what `start` could not start from, as far as the header tells.
+  """Refuses weights that `start` would refuse, as far as the header tells.
 
   Raises:
-    ConfigError: nothing there, unreadable, of another model, or not floats.
+    ConfigError: the weights are missing, unreadable, of another model, or not floats.
   """
   found = leaves(path, field)
   require_fit(path, found, shapes, field)
@@ -276,7 +277,7 @@ def start(
   """
   check(path, shapes, field)
   for name in filter(wanted.__contains__, shapes):
-    with np.errstate(over="ignore"):  # said below
+    with np.errstate(over="ignore"):  # refused below
       value = load(path, field, name)[name].astype(np.float32, copy=False)
     bad = value.size - int(np.isfinite(value).sum())
     require(
@@ -299,7 +300,7 @@ def _orbax_tree(target: epath.Path) -> Any:
   with ocp.StandardCheckpointer() as checkpointer:
     tree = getattr(checkpointer.metadata(target).item_metadata, "tree", None)
   if tree is None:
-    list(target.iterdir())  # raises what Orbax has kept to itself, as that it may not be read
+    list(target.iterdir())  # raises an error that Orbax hides, such as a missing permission
     raise ValueError("no plain Orbax checkpoint of one tree")
   return tree
 
@@ -315,7 +316,7 @@ def _name(path: Any) -> str:
 
 @contextlib.contextmanager
 def _reading(field: str, target: epath.Path) -> Iterator[None]:
-  """Says what cannot be read; Orbax and object stores raise anything."""
+  """Turns any error of reading into a ConfigError; Orbax and object stores raise all kinds."""
   try:
     yield
   except ConfigError:

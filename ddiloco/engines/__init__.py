@@ -1,1 +1,1 @@
-"""Who places roles, starts them and starts them again."""
+"""Engines: they place roles, start them and restart them."""

@@ -1,6 +1,6 @@
 """A role in a process of its own, over all its lives: its command, its start, its log, its signals.
 
-No JAX here: what starts roles need not have imported it.
+This module imports no JAX: a process that starts roles needs none.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from ddiloco.engines.role_spec import free_urls
 from ddiloco.environment import LOST
 from ddiloco.observe.guards import exited, warn
 
-KILL_SECONDS = 30.0  # for a process that was killed to be gone: one may be stuck in its disk
-WORDS_SECONDS = 5.0  # for the other hosts of an island to say what they know of a failed one
-LAST_WORDS_BYTES = 1 << 16  # a log of months is large
+KILL_SECONDS = 30.0  # for a killed process to be gone: it may be stuck in its disk
+WORDS_SECONDS = 5.0  # for the other hosts of an island to log what they know of a failed host
+LAST_WORDS_BYTES = 1 << 16  # only the end of a log is read: a log of months is large
 
 
 class Closable(Protocol):
@@ -40,11 +40,11 @@ class Closable(Protocol):
 
 
 class Process(Protocol):
-  """What a child needs of its process: a part of `subprocess.Popen`, which may also be far away."""
+  """What a `Child` needs of its process: a part of `subprocess.Popen`; it may be far away."""
 
   @property
   def stdin(self) -> Closable | None:
-    """Closed when it is buried."""
+    """Closed once the process has ended."""
     ...
 
   def poll(self) -> int | None:
@@ -52,21 +52,21 @@ class Process(Protocol):
     ...
 
   def send_signal(self, number: int) -> None:
-    """Another one may be started in its place, also after a SIGKILL."""
+    """Sends a signal; another process may be started in its place, also after a SIGKILL."""
     ...
 
   def kill(self) -> None:
-    """SIGKILL, for good."""
+    """SIGKILL; no other process is started in its place."""
     ...
 
 
-Spawn = Callable[[list[str], Path], Process]  # (command, the log that its output is appended to)
+Spawn = Callable[[list[str], Path], Process]  # (command, log to which its output is appended)
 
 
 def spawn(command: list[str], log: Path) -> Process:
-  """A process of this machine that can notice our end: its standard input closes then.
+  """A process of this machine; its standard input closes when this process ends.
 
-  It starts from nothing; where many start on one machine, `spawn_forked` is quicker.
+  It starts from the beginning; where many start on one machine, `spawn_forked` is quicker.
   """
   with log.open("ab") as file:
     return subprocess.Popen(
@@ -74,14 +74,14 @@ def spawn(command: list[str], log: Path) -> Process:
       stdin=subprocess.PIPE,
       stdout=file,
       stderr=subprocess.STDOUT,
-      start_new_session=True,  # Ctrl-C is ours to hear; we tell it
+      start_new_session=True,  # only this process gets Ctrl-C, and then tells its children
     )
 
 
 def processes_of(workdir: Path, *flags: str) -> list[int]:
-  """Others, not zombies, whose command line names the workdir: a run and its roles (Linux).
+  """Other live processes whose command line names the workdir: a run and its roles (Linux).
 
-  With `flags` only those that have all of them too, as `--learner=2`.
+  With `flags` only processes that have all these flags too, such as `--learner=2`.
   """
   wanted = [f" {word} ".encode() for word in (f"--workdir={workdir}", *flags)]
   found = []
@@ -90,7 +90,7 @@ def processes_of(workdir: Path, *flags: str) -> list[int]:
       line = b" %b " % (folder / "cmdline").read_bytes().replace(b"\0", b" ")
       dead = (folder / "stat").read_text().rpartition(") ")[2][0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
-      continue  # it has just ended
+      continue  # that process has just ended
     if all(word in line for word in wanted) and not dead and int(folder.name) != os.getpid():
       found.append(int(folder.name))
   return found
@@ -110,7 +110,7 @@ class Command:
     workdir: of the run.
     syncers: urls of all shards, in order.
     keys: folder with the roles' keys; None: loopback only.
-    cpu: learners use fake CPU devices. Processes that we start ourselves know it from us.
+    cpu: learners use fake CPU devices. Child processes inherit that setting and need no flag.
   """
 
   def __init__(
@@ -126,7 +126,7 @@ class Command:
     )
 
   def learner(self, number: int, hosts: int = 1, hosts_url: str = "") -> list[list[str]]:
-    """A line for each host of its island; several meet at `hosts_url`."""
+    """A command for each host of its island; several hosts meet at `hosts_url`."""
     flags = [f"--learner={number}", *(["--cpu"] if self._cpu else [])]
     own = [(f"--hosts={hosts_url}", f"--host={k}") for k in range(hosts)] if hosts > 1 else [()]
     return [self._line("learner", *flags, *each) for each in own]
@@ -139,15 +139,15 @@ class Command:
 
 
 class Child:
-  """One role's processes, which live and die together; `protocol/supervisor.py` decides when.
+  """One role's processes, which start and end together; `protocol/supervisor.py` decides when.
 
-  A role has one, and an island of several hosts one on each; what is said of the role is said of
-  the first.
+  A role has one process; an island of several hosts has one on each host. The log of a role is that
+  of its first process.
 
   Args:
-    name: its address, "learner-3".
-    workdir: their output is appended to WORKDIR/logs/NAME.log, and NAME-host-1.log, ...
-    spawns: start each.
+    name: the role's address, "learner-3".
+    workdir: output is appended to WORKDIR/logs/NAME.log, and NAME-host-1.log, ...
+    spawns: for each process, the function that starts it.
   """
 
   def __init__(self, name: str, workdir: Path, spawns: Sequence[Spawn]):
@@ -156,12 +156,12 @@ class Child:
     more = (f"{name}-host-{k}" for k in range(1, len(spawns)))
     self._logs = [workdir / "logs" / f"{each}.log" for each in (name, *more)]
     self._processes: list[Process] = []
-    self._apart_at: float | None = None  # when the first of several had ended
+    self._apart_at: float | None = None  # when the first of several processes was seen to end
     self._unlogged = False
 
   @property
   def log(self) -> Path:
-    """Of the first."""
+    """The log of the first process."""
     return self._logs[0]
 
   @property
@@ -169,7 +169,7 @@ class Child:
     return bool(self._processes)
 
   def start(self, commands: Sequence[list[str]]) -> None:
-    """A new life; each process must end when its standard input is closed.
+    """Starts a new life; each process must end when its standard input is closed.
 
     Raises:
       OSError: no process or no memory is left, for example.
@@ -183,16 +183,16 @@ class Child:
       raise
 
   def poll(self) -> int | None:
-    """The exit status if it has ended and `bury` was not called yet.
+    """The exit status if the role has ended and `bury` was not called yet.
 
-    Several have ended when all of them have, or when those that remain do not follow the first: all
-    hosts of an island end by themselves when one of them is lost, and the first then logs the loss.
+    Several processes have ended when all of them have, or when the rest do not follow the first in
+    time: all hosts of an island end by themselves when one is lost, and host 0 then logs the loss.
     """
     statuses = [each.poll() for each in self._processes]
     ended = [status for status in statuses if status is not None]
     if not ended:
       return None
-    worst = min(filter(None, ended), default=0)  # a signal before the failures that it has caused
+    worst = min(filter(None, ended), default=0)  # a signal counts before the failures it caused
     if len(ended) == len(statuses):
       return worst
     self._apart_at = self._apart_at or time.monotonic()
@@ -200,13 +200,13 @@ class Child:
     return worst or LOST if time.monotonic() - self._apart_at > patience else None
 
   def bury(self, status: int) -> str:
-    """Its end is seen; returns the reason in words."""
+    """Clears away an ended life; returns the reason of its end in words."""
     self._end(for_good=False)
     how = f"killed by {_signal_name(-status)}" if status < 0 else f"exit status {status}"
     return f"{how}: {self.last_words()}"
 
   def _where_to_log(self, log: Path) -> Path:
-    """That log; nowhere if it cannot be written: a role is worth more than what it says."""
+    """That log; /dev/null if it cannot be written: the role is worth more than its log."""
     try:
       log.parent.mkdir(parents=True, exist_ok=True)
       log.open("ab").close()
@@ -218,7 +218,7 @@ class Child:
       return Path(os.devnull)
 
   def last_words(self) -> str:
-    """The last line it printed, without the time and name that every line has."""
+    """The last line of the log, without the time and name that every line has."""
     try:
       with self.log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_WORDS_BYTES))
@@ -232,20 +232,20 @@ class Child:
   # --- signals ------------------------------------------------------------------------------------
 
   def hold(self, held: bool) -> None:
-    """Stops it where it is, or lets it go on."""
+    """Stops the processes where they are, or lets them go on."""
     self._send(signal.SIGSTOP if held else signal.SIGCONT)
 
   def terminate(self) -> None:
-    """Asks it to end in good order; it hears that also where it is stopped."""
+    """Asks the role to end in good order, also if it is stopped."""
     self._send(signal.SIGCONT)
     self._send(signal.SIGTERM)
 
   def strike(self, for_good: bool) -> None:
-    """SIGKILL; `poll` tells when it has ended."""
+    """Sends SIGKILL; `poll` tells when the role has ended."""
     self._send(signal.SIGKILL, for_good)
 
   def kill(self) -> None:
-    """Ends it for good, whatever it is doing, and waits for that."""
+    """Kills the role for good, and waits until it has ended."""
     self._end(for_good=True)
 
   def _end(self, for_good: bool) -> None:
@@ -265,17 +265,17 @@ class Child:
           each.send_signal(number)
 
 
-# --- Processes of this machine, forked from one that has imported everything already
-# Importing JAX and what stands on it takes two seconds of a core, for every role and each of its
-# lives. The fork server (Python's own, `multiprocessing.forkserver`) imports once. It touches no
-# device and has no thread of ours, so it can be forked; a killed role is back without importing.
+# --- Processes of this machine, forked from a server that has imported everything already
+# Importing JAX and the modules that use it takes two seconds of a core, for every role and each of
+# its lives. The fork server (Python's own, `multiprocessing.forkserver`) imports once. The server
+# touches no device and has no thread of this package, so it can be forked; a killed role is back
+# without importing.
 #
-# A process that has been forked from it is in everything else as if its command had been started:
-# it has the environment, the folder, the standard streams and the name (`ps`) that it would have
-# had.
+# In all else a forked process is as if its command had been started: it has the same environment,
+# working directory, standard streams and name (`ps`).
 
 _UNHEARD = (signal.SIGINT, signal.SIGTERM)
-PRELOADED = (  # by name: what is above this package is otherwise none of its business
+PRELOADED = (  # by name: this package does not depend on those above it
   "ddiloco.cli",
   "ddiloco.engines.single_roles",
   "ddiloco.roles.learner",
@@ -286,7 +286,7 @@ PRELOADED = (  # by name: what is above this package is otherwise none of its bu
 
 
 def warm() -> None:
-  """Lets the fork server begin to import, if it does not run yet; does not wait for it."""
+  """Starts the fork server, if it does not run yet; does not wait for its imports."""
   environment.before_import()
   forkserver.set_forkserver_preload(list(PRELOADED))
   with _server_unheard():
@@ -295,13 +295,13 @@ def warm() -> None:
 
 @contextlib.contextmanager
 def _server_unheard() -> Iterator[None]:
-  """A server that is started meanwhile hears no signals: it inherits the calling thread's mask.
+  """A fork server started in this context gets no signals: it inherits the calling thread's mask.
 
   A service manager, or Ctrl-C in a terminal, signals all processes of a run at once. Roles then
-  bring out their work; if their server ended at once they would end with it. It ends with its
-  supervisor. What it forks hears them again.
+  save their work; if the server ended at once, they would end with it. The server ends with its
+  supervisor. The processes that it forks get signals again.
   """
-  resource_tracker.ensure_running()  # where it must be started it lets signals in again
+  resource_tracker.ensure_running()  # before the mask: its own start unblocks signals
   before = signal.pthread_sigmask(signal.SIG_BLOCK, _UNHEARD)
   try:
     yield
@@ -310,28 +310,28 @@ def _server_unheard() -> Iterator[None]:
 
 
 def spawn_forked(command: list[str], log: Path) -> Forked:
-  """A process like `spawn`'s.
+  """A process like that of `spawn`, forked from the server.
 
   Args:
     command: this Python, "-m", a module and its arguments.
-    log: its output is appended to it.
+    log: the process' output is appended to this file.
 
   Raises:
-    OSError: the log cannot be written, or nothing more can be started.
+    OSError: the log cannot be written, or no process can be started.
   """
   warm()
-  log.open("ab").close()  # what is wrong with it is said here
+  log.open("ab").close()  # raises here if the log cannot be written
   context = multiprocessing.get_context("forkserver")
   stdin, ours = context.Pipe(duplex=False)
   arguments = (command, environment.whole(), Path.cwd(), log, stdin)
   process = context.Process(target=_become, args=arguments, daemon=True)
-  with stdin:  # theirs
+  with stdin:  # the child's end
     _start(process)
   return Forked(process, ours)
 
 
 def _start(process: BaseProcess) -> None:
-  """Also when the server was killed a moment ago: another one is begun once it is a zombie."""
+  """Starts it, also if the server was just killed: a new server starts once the old is a zombie."""
   why: Exception | None = None
   with _server_unheard(), _main_unsaid():
     for _ in range(100):
@@ -345,8 +345,8 @@ def _start(process: BaseProcess) -> None:
 
 @contextlib.contextmanager
 def _main_unsaid() -> Iterator[None]:
-  """A process that is started meanwhile does not run our main program once more: Python's way to
-  find the functions in it, of which no role has any, and a script may train when it is run."""
+  """In this context Python does not run the main program again in a new process, as it would to
+  find that program's functions. No role needs these, and a user's script may train when it runs."""
   main = sys.modules["__main__"]
   before, main.__spec__ = main.__spec__, ModuleSpec("__main__", None)
   try:
@@ -356,7 +356,7 @@ def _main_unsaid() -> Iterator[None]:
 
 
 class Forked:
-  """A `Process` that the server has forked."""
+  """A `Process` forked by the server."""
 
   def __init__(self, process: BaseProcess, stdin: Connection):
     assert process.pid is not None, "it has been started"
@@ -368,7 +368,7 @@ class Forked:
 
   def send_signal(self, number: int) -> None:
     if self.poll() is None:
-      with contextlib.suppress(ProcessLookupError):  # it has ended, and its status is on the way
+      with contextlib.suppress(ProcessLookupError):  # it has ended; its status comes in a moment
         os.kill(self.pid, number)
 
   def kill(self) -> None:
@@ -383,14 +383,14 @@ class Forked:
 def _become(
   command: list[str], variables: dict[str, str], folder: Path, log: Path, stdin: Connection
 ) -> None:
-  """Runs in the forked process, until the command's end."""
-  setproctitle.setproctitle(" ".join(command))  # looks for its place beside the environment
-  os.setsid()  # Ctrl-C is for our parent, which tells us
+  """Runs the command in the forked process, until its end."""
+  setproctitle.setproctitle(" ".join(command))  # first: it finds argv beside the old environment
+  os.setsid()  # Ctrl-C goes to the parent, which tells this process
   signal.signal(signal.SIGINT, signal.default_int_handler)
   signal.signal(signal.SIGTERM, signal.SIG_DFL)
   signal.pthread_sigmask(signal.SIG_UNBLOCK, _UNHEARD)
-  multiprocessing.current_process().daemon = False  # else it could start none of its own,
-  multiprocessing.set_start_method(None, force=True)  # which start as they do everywhere else
+  multiprocessing.current_process().daemon = False  # else it could start no processes of its own,
+  multiprocessing.set_start_method(None, force=True)  # which start by Python's default method
   environment.take_over(variables)
   os.chdir(folder)
   _take_streams(log, stdin)
@@ -400,32 +400,33 @@ def _become(
 
 
 def _take_streams(log: Path, stdin: Connection) -> None:
-  """What was handed over, and the log, become descriptors 0 to 2; they may lie there already."""
+  """`stdin` and the log become descriptors 0 to 2; they may have such numbers already."""
   with stdin, log.open("ab") as output:
     above = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 3) for each in (stdin, output, output)]
   for number, each in enumerate(above):
     os.dup2(each, number)
     os.close(each)
-  sys.stdin = os.fdopen(0, closefd=False)  # not what the server has put in its place
+  sys.stdin = os.fdopen(0, closefd=False)  # replaces the one that the server has set
 
 
-# --- The same where Ray puts a role: what runs inside its actor
+# --- The process of a role on Ray: the actor that holds it
 
-MEETING = "{meeting}"  # in a command: where the hosts of its island meet
+MEETING = "{meeting}"  # in a command: stands for the url where the hosts of an island meet
 
 
 class RoleActor:
   """Holds the process of one role on the machine where Ray put it; the role ends with the actor.
 
-  A process of its own, and not the actor itself: it hears signals, a crash of it is its own, and it
-  starts as a role does everywhere else. It sees the devices that Ray reserved for the actor.
+  The role has a process of its own, apart from the actor: it gets signals, its crash does not end
+  the actor, and it starts as a role does everywhere else. It sees the devices that Ray reserved for
+  the actor.
   """
 
   def __init__(self) -> None:
     self._process: Process | None = None
 
   async def free_url(self, host: str) -> str:
-    """A url on this machine, whose address is `host`; "": as Ray knows it."""
+    """A free url on this machine, whose address is `host`; "": the address that Ray knows."""
     from ray.util import get_node_ip_address
 
     return free_urls(1, host or get_node_ip_address())[0]
@@ -436,7 +437,8 @@ class RoleActor:
     `meeting`: a url that stands for `MEETING` in the command.
     """
     if self._process is not None and self._process.poll() is None:
-      # The driver believes us dead, as after a broken connection. Two of one role would be fenced.
+      # The driver takes the process for dead, as after a broken connection. Of two processes of one
+      # role the shards would fence one.
       self._process.kill()
       exited(self._process, KILL_SECONDS, "the role's process before")
     Path(log).parent.mkdir(parents=True, exist_ok=True)

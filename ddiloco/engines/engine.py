@@ -1,7 +1,7 @@
-"""What every engine does around its roles: it begins a run, watches over roles, and ends it.
+"""What every engine does around its roles: begin a run, watch over the roles, and end the run.
 
-What to do about roles is decided by `protocol/supervisor.py`. An engine tells it what it observes
-and performs what it says, on one thread, in turns.
+`protocol/supervisor.py` decides what to do about roles. An engine feeds it what happens to roles,
+and performs the actions it returns, on one thread, in turns.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ from ddiloco.workdir import RESULT
 
 TURN_SECONDS = 0.05
 PRESSING_TURN_SECONDS = 0.01  # while a process is held up on purpose
-PATIENCE_SECONDS = 10.0  # for roles to end, over what it takes to drain
+PATIENCE_SECONDS = 10.0  # for roles to end, beyond the time to drain
 
 
 @dataclasses.dataclass(frozen=True)
 class RunResult:
-  """What a run leaves: the global model, what became of every learner, and why it ended."""
+  """What a run leaves: the global model, every learner's steps, and why the run ended."""
 
   reason: str  # finished, stopped or failed
-  params: Mapping[str, np.ndarray]  # the global model; without shards the first learner's left
-  island_params: dict[int, dict[str, np.ndarray]]  # of the learners left; only without shards
+  params: Mapping[str, np.ndarray]  # global model; without shards of the first remaining learner
+  island_params: dict[int, dict[str, np.ndarray]]  # of remaining learners; only without shards
   steps: dict[int, int]  # inner steps of every learner over all incarnations
-  lost: str = ""  # work that is gone although the run went on
+  lost: str = ""  # work that is lost although the run went on
   saved: bool = False  # `params` are in WORKDIR/result already
-  untrained_loss: float | None = None  # held-out, of what the run started from; None: not measured
+  untrained_loss: float | None = None  # held-out, of the initial parameters; None: not measured
 
 
 class Engine:
-  """One run. Engines say how roles are started, observed and ended.
+  """One run. Subclasses say how roles are started, observed and ended.
 
   Args:
     config: the run's.
     workdir: event logs go to `workdir/events`.
-    measure: what held-out data say of a parameter tree, for the evaluator; None: never asked.
+    measure: the held-out measures of a parameter tree, for the evaluator; None: never measured.
   """
 
   shortest_life_seconds = 0.0  # between two starts of a role
-  strikes_roles = False  # planned faults are struck by the supervisor, not by the roles themselves
+  strikes_roles = False  # whether the supervisor performs planned faults, and not the roles
 
   def __init__(
     self,
@@ -71,24 +71,24 @@ class Engine:
     self.config = config
     self.workdir = workdir
     self.plan: Plan = initial.make_plan(config)
-    self.leave = threading.Event()  # learners bring out what they have, and leave
-    self.stop = threading.Event()  # the same; where roles are threads, all end at once
+    self.leave = threading.Event()  # learners push what they have, and leave
+    self.stop = threading.Event()  # as `leave`; where roles are threads, all end at once
     self.steps: dict[int, int] = {}
     self._measure = measure
     self._listeners: Sequence[Listener] = ()
     self._recorder: Recorder
     self._state = supervisor.init(config.run, ())
     self._global_step = 0  # the run's, as far as learners have reported it
-    self._guard = Guard("the supervisor")  # whose end would be that of all roles
-    self._lock = threading.RLock()  # roles that are threads say themselves what becomes of them
-    self._news = threading.Event()  # they did
+    self._guard = Guard("the supervisor")  # if the supervisor ended, all roles would end
+    self._lock = threading.RLock()  # roles that are threads feed the supervisor themselves
+    self._news = threading.Event()  # a role that is a thread has fed its end
     self._threads: dict[str, threading.Thread] = {}  # of each role's newest life
     self._told: set[str] = set()  # roles whose threads are asked to end
     self._evaluated: Evaluator | None = None  # of the newest incarnation
     self._saving = threading.Lock()  # held while the model of the end is saved
     self._drains = False  # asked to end in good order
     self._ending = False  # the run is over, and roles end
-    self._lost: dict[str, str] = {}  # work that was not brought out at the end, by role
+    self._lost: dict[str, str] = {}  # role -> its work that was not merged at the end
 
   def run(self, listeners: Sequence[Listener] = ()) -> RunResult:
     """Runs to the end of the token budget, until Ctrl-C or SIGTERM, or until `stop` is set.
@@ -96,7 +96,8 @@ class Engine:
     `listeners` get every event of every role (live view, TensorBoard).
 
     Raises:
-      KeyboardInterrupt: asked to end before anything was trained, or asked again while it ends.
+      KeyboardInterrupt: the run was asked to end before anything was trained, or asked again while
+        it ended.
     """
     self._listeners = listeners
     with terminates(self.leave):
@@ -110,7 +111,7 @@ class Engine:
       self._plan()
       try:
         reason = self._watch()
-      except KeyboardInterrupt:  # a second one: work that is not merged is not waited for
+      except KeyboardInterrupt:  # a second Ctrl-C: do not wait until work is merged
         reason, self._drains = "stopped", False
       self._ending = True
       self._end(reason)
@@ -119,7 +120,7 @@ class Engine:
       return self._outcome(reason)
 
   def _say_started(self) -> None:
-    """All that a reader of the log needs to know of the run."""
+    """Logs all that a reader of the log needs to know of the run."""
     config = self.config
     self._recorder.record(
       events.RunStarted(
@@ -131,28 +132,28 @@ class Engine:
       )
     )
 
-  # --- for engines to say -------------------------------------------------------------------------
+  # --- for subclasses to define -------------------------------------------------------------------
 
   def _begin(self) -> None:
-    """What the run goes on from is found, and `_recorder` opened."""
+    """Finds what the run goes on from, and opens `_recorder`."""
     raise NotImplementedError
 
   def _prepare(self) -> None:
-    """All that takes long before the first role starts."""
+    """Work that takes long, before the first role starts."""
 
   def _roles(self) -> list[str]:
     """The names of the run's first roles, in the order in which they start."""
     raise NotImplementedError
 
   def _seconds(self) -> float:
-    """Since training began, 0 before."""
+    """Seconds since training began, 0 before."""
     raise NotImplementedError
 
   def _observe(self) -> None:
-    """Feeds what has become of roles since the last turn, beside those that are threads."""
+    """Feeds what has happened to roles since the last turn, except to those that are threads."""
 
   def _requested(self, fault: Fault) -> None:
-    """A fault was asked for while the run goes on."""
+    """Takes a fault that was requested during the run."""
     raise NotImplementedError
 
   def _over(self) -> str | None:
@@ -160,11 +161,11 @@ class Engine:
     raise NotImplementedError
 
   def _start(self, name: str, life: int, afresh: bool) -> None:
-    """Starts a role's next life. What it raises is a death of that."""
+    """Starts a role's next life. An exception counts as the end of that life."""
     raise NotImplementedError
 
   def _strike(self, fault: Fault) -> None:
-    """Performs a planned fault; a role is stopped by `_hold`."""
+    """Performs a planned fault; stalls of a role go by `_hold` instead."""
 
   def _hold(self, name: str, held: bool) -> None:
     """Stops a role where it is, or lets it go on."""
@@ -174,7 +175,7 @@ class Engine:
     self._told.add(name)
 
   def _end(self, reason: str) -> None:
-    """Ends all roles that are left."""
+    """Ends all roles that still live."""
     raise NotImplementedError
 
   def _record(self, role: str, incarnation: int) -> Recorder:
@@ -186,7 +187,7 @@ class Engine:
   # --- turns --------------------------------------------------------------------------------------
 
   def _plan(self) -> None:
-    """What the supervisor starts with; faults of steps that are over have struck before."""
+    """Sets the supervisor's first state; faults of steps before the current one are left out."""
     config, began_at = self.config, newest_global_step(self.config, self.plan, self.workdir)
     self._planned = chaos.still_planned(config.chaos.of_roles(), began_at)
     self._requests = FaultRequests(self.workdir, news_only=True)
@@ -199,7 +200,7 @@ class Engine:
     )
 
   def _watch(self) -> str:
-    """Until the run is over or never could be; returns why."""
+    """Takes turns until the run is over or hopeless; returns why."""
     while True:
       self._turn()
       if reason := self._over():
@@ -207,13 +208,13 @@ class Engine:
       self._sleep()
 
   def _turn(self) -> None:
-    """Takes in what has happened, and does what is due."""
+    """Feeds what has happened, and does what is due."""
     for duty in (self._observe, self._hear):
       self._guard(duty)
     self._feed(supervisor.Tick(time.monotonic(), self._global_step, self._seconds()))
 
   def _sleep(self) -> None:
-    """Until the next turn, a pause is over, or a process is to be stopped or to go on."""
+    """Sleeps until the next turn: earlier if a restart is due or a role is held up on purpose."""
     now = time.monotonic()
     pressing = supervisor.pressing(self._state, now)
     wake_at = now + (PRESSING_TURN_SECONDS if pressing else TURN_SECONDS)
@@ -223,7 +224,7 @@ class Engine:
   def _wait(
     self, names: Sequence[str], seconds: float, unless: Callable[[], bool] = lambda: False
   ) -> list[str]:
-    """Turns until these roles have ended, but not for longer; returns those that have not."""
+    """Takes turns until these roles have ended, for `seconds` at most; returns the late ones."""
     deadline = time.monotonic() + seconds
     while True:
       self._turn()
@@ -233,7 +234,7 @@ class Engine:
       self._sleep()
 
   def _feed(self, event: supervisor.Event) -> None:
-    """Tells the supervisor, and performs what it says; a failure of one thing holds up no other."""
+    """Tells the supervisor, and performs its actions; a failed action holds up no other."""
     with self._lock:
       self._state, actions = supervisor.supervise(self._state, event)
       for action in actions:
@@ -247,7 +248,7 @@ class Engine:
         try:
           self._told.discard(name)
           self._start(name, life, afresh)
-        except Exception as error:  # no memory is left, for example: a death like any other
+        except Exception as error:  # no memory is left, for example: an exit like any other
           self._feed(supervisor.Exited(name, time.monotonic(), f"cannot be started: {error}"))
           if not isinstance(error, OSError):
             raise
@@ -265,7 +266,7 @@ class Engine:
         warn(f"the run cannot reach its end any more: {reason}.")
 
   def _hear(self) -> None:
-    """Faults that were asked for while the run goes on, by the dashboard for example."""
+    """Takes faults that were requested during the run, by the dashboard for example."""
     for _, fault in self._requests.poll():
       self._requested(fault)
 
@@ -281,7 +282,7 @@ class Engine:
   def _start_thread(
     self, name: str, incarnation: int, live: Callable[[int, Recorder], None]
   ) -> None:
-    """Starts a life, `live(incarnation, recorder)`; what it dies of ends no other thread."""
+    """Starts a life, `live(incarnation, recorder)`; its failure ends no other thread."""
     arguments = name, incarnation, live
     thread = threading.Thread(target=self._live, args=arguments, name=name, daemon=True)
     self._threads[name] = thread
@@ -318,14 +319,14 @@ class Engine:
     role.run(lambda: EVALUATOR_ADDRESS in self._told)
 
   def _untrained_loss(self) -> float | None:
-    """Held-out, of what the run started from, if the evaluator was there in time."""
+    """Held-out loss of the initial parameters, if the evaluator was there in time."""
     return None if self._evaluated is None else self._evaluated.untrained_loss
 
   def _initial_values(self) -> Mapping[int, np.ndarray]:
-    """By fragment, as far as they can be had here."""
+    """Fragment -> initial value, as far as this process can make it."""
     return initial.initial_values(self.config, self.plan, range(len(self.plan.fragments)))
 
   def _save_result(self, params: initial.Assembled) -> None:
-    """The model of the end, as the evaluator has it, before it is measured."""
+    """Saves the final model, as the evaluator has it, before it is measured."""
     with self._saving:
       weights.save(self.workdir / RESULT, params)

@@ -1,8 +1,8 @@
 """An island of several processes, one on each of its hosts: how they meet, and what ends them.
 
-Host 0 is the learner of the run; the others do what it does (`training/hosts.py`), have no event
-log and speak with no shard. When one of them is lost or stands still, the process of every host
-ends, and says which it was: what started them starts all of them again, and no other island waits.
+Host 0 is the learner of the run. The other hosts make the same calls (`training/hosts.py`), have no
+event log and talk to no shard. When one host is lost or stands still, the process of every host
+ends, and logs which host it was. The engine starts all of them again, and no other island waits.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from ddiloco.protocol import events
 from ddiloco.roles import initial
 from ddiloco.workdir import COMPILED
 
-SLOW_STEPS = 10  # so many usual steps are no sign that an island stands still
-FIRST_ORDERS = 20  # of an island: programs are loaded, and no usual step is known
-LEAST_HEARTBEAT_SECONDS = 100.0  # JAX's own limit, which must not strike before ours
+SLOW_STEPS = 10  # an island that takes as long as so many usual steps does not stand still
+FIRST_ORDERS = 20  # of an island: programs are loaded, and the usual step is not known yet
+LEAST_HEARTBEAT_SECONDS = 100.0  # least value of JAX's own limit: `HostWatch` must strike first
 READY = b"ready"
 
 
 def check_hosts(config: Config, number: int, place: RoleSpec) -> None:
-  """Refuses a host that its island has not.
+  """Refuses a host number that the island does not have.
 
   Raises:
     ConfigError: the island has several hosts and is not told where they meet, or the reverse.
@@ -81,8 +81,8 @@ def _join(coordinator: str, config: Config, island: host_links.IslandIdentity, h
 
 
 def name_lost_host() -> None:
-  """A program fails when another host is gone, at times before the watch has heard of it: the watch
-  has a moment to say which host that is, and then ends this process."""
+  """Waits so that `HostWatch` can name the lost host and end this process: a program may fail
+  before the watch notices that a host is gone."""
   time.sleep(2 * BEAT_SECONDS)
 
 
@@ -97,7 +97,7 @@ class Hosts:
     number: the learner's.
 
   Raises:
-    HostsApart: they have not come.
+    HostsApart: some hosts have not come.
   """
 
   def __init__(self, runner: RoleRunner, number: int):
@@ -113,13 +113,13 @@ class Hosts:
     _join(coordinator, config, island, 0)
 
   def wait_until_compiled(self) -> None:
-    """All hosts have compiled their programs."""
+    """Waits until all hosts have compiled their programs."""
     for host, each in self.links.items():
       self._runner.ready = lambda host=host: f"host {host} of its island, which still compiles"
       each.values.receive()
 
   def part(self) -> None:
-    """The island's work is over, and the others know: JAX parts them."""
+    """Leaves JAX's group of hosts; the work is over, and the other hosts know it."""
     import jax
 
     self._watch.end()
@@ -136,7 +136,7 @@ class Hosts:
     return self._silent_seconds()
 
   def _lost(self, host: int | None, reason: str) -> None:
-    """The main thread may wait inside a program for ever: nothing less than the process ends."""
+    """Ends the whole process, since its main thread may wait inside a program for ever."""
     runner = self._runner
     who = "this island" if host is None else f"host {host} of this island"
     text = f"{who} is lost: {reason}. All its hosts end, to start again together"
@@ -150,11 +150,11 @@ class Hosts:
 
 
 def run_host(config: Config, number: int, place: RoleSpec) -> int:
-  """Follows host 0 of its island, until that says that the work is over.
+  """Follows host 0 of its island, until host 0 says that the work is over.
 
-  A signal is handed on: host 0 brings out the island's work, and then lets all go.
+  A signal is passed on to host 0, which pushes the island's work and then ends all hosts.
 
-  Returns the exit status: 1 if host 0 is gone or has refused this one.
+  Returns the exit status: 1 if host 0 is gone or has refused this host.
   """
   address = f"{learner_address(number)} host {place.host}"
   progress, began = HostProgress(), time.time()

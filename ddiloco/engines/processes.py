@@ -1,8 +1,8 @@
-"""The processes engine: every island and shard of one machine a process of its own, on loopback.
+"""The processes engine: every island and shard is a process of its own, on one machine's loopback.
 
-It starts the single roles of `engines/single_roles.py`, restarts those that die, performs
+The engine starts the single roles of `engines/single_roles.py`, restarts those that die, performs
 planned faults with real signals, and follows the global model with an evaluator of its own. One
-thread does all of it, in turns; what the children do is read from their event logs.
+thread does all of it, in turns; it reads the children's progress from their event logs.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from ddiloco.training import data
 
 FOLLOW_SECONDS = 0.2
 SHORTEST_LIFE_SECONDS = 1.1  # between two starts: incarnations count whole seconds
-AT_WORK = ("joined", "owns")  # a role that says so has started for good
-MEASURE_SECONDS = 60.0  # for the evaluator to have the last versions, or to finish a measurement
+AT_WORK = ("joined", "owns")  # events after which a role counts as started
+MEASURE_SECONDS = 60.0  # for the evaluator to get the last versions, or to finish a measurement
 
 
 class ProcessesEngine(Engine):
@@ -47,11 +47,11 @@ class ProcessesEngine(Engine):
     config: the run's.
     workdir: event logs go to `workdir/events`, what the processes print to `workdir/logs`.
     corpus: opened training data; the children open their own.
-    measure: what held-out data say of a parameter tree, for the evaluator.
+    measure: the held-out measures of a parameter tree, for the evaluator.
   """
 
   shortest_life_seconds, strikes_roles = SHORTEST_LIFE_SECONDS, True
-  cpu_only = False  # said to learners; those that we start ourselves know it from us
+  cpu_only = False  # whether learners get the flag --cpu; children of this process inherit it
 
   def __init__(
     self,
@@ -80,7 +80,7 @@ class ProcessesEngine(Engine):
     self._started = workdir.join(self.workdir, self.config)
     self._recorder = self._record("engine", 0)
     self._follower = Follower(self.workdir)
-    self._follower.skip()  # what an earlier session of this run has left is not news
+    self._follower.skip()  # events of an earlier session of this run are not news
 
   def _prepare(self) -> None:
     self._spec = spec = self._place()
@@ -95,7 +95,7 @@ class ProcessesEngine(Engine):
     return [*shards, *learners, EVALUATOR_ADDRESS]
 
   def _resume(self) -> None:
-    """Says what the run goes on from, or refuses: the roles that are started find it themselves."""
+    """Says what the run goes on from, or refuses; started roles find their snapshot themselves."""
     storage, tried = open_storage(self.config, self.plan, self.workdir), list[str]()
     newest = None if storage is None else newest_whole(storage, self.plan, tried)
     go_on(self.config, self.workdir, storage, newest, tried)
@@ -103,16 +103,16 @@ class ProcessesEngine(Engine):
   # --- supervision --------------------------------------------------------------------------------
 
   def _place(self) -> RoleSpec:
-    """Where the run meets: shards on free ports of loopback, the same for all their lives."""
+    """Where roles reach the shards: on free ports of loopback, the same for all lives."""
     urls = free_urls(self.config.sync.num_shards)
     return RoleSpec(self.workdir, self.workdir.name, tuple(urls))
 
   def _spawn(self, name: str, host: int) -> Spawn:
-    """What starts a process of a role, on this host of its island."""
+    """The function that starts a role's process on this host of its island."""
     return spawn_forked
 
   def _meeting(self, learner: int) -> str:
-    """Where the hosts of an island meet."""
+    """The url where the hosts of an island meet."""
     return free_urls(1)[0]
 
   def _start(self, name: str, life: int, afresh: bool) -> None:
@@ -125,7 +125,7 @@ class ProcessesEngine(Engine):
     self._children[name].start(commands)
 
   def _commands(self, name: str) -> list[list[str]]:
-    """What starts the processes of a role, for its next life."""
+    """The commands of a role's processes, for its next life."""
     kind, number = parse_role(name)
     if kind == "syncer":
       return [self._command.syncer(number, self._spec.syncers[number])]
@@ -141,12 +141,13 @@ class ProcessesEngine(Engine):
         self._guard(self._on_exit, child, status)
 
   def _on_exit(self, child: Child, status: int) -> None:
-    """A process has ended: while the run ends, or in good order, its role needs no other."""
+    """Handles a process that has ended. If the run ends, or it ended in good order, its role needs
+    no other process."""
     reason, name = child.bury(status), child.name
     kill = self._state.roles[name].kill
     early = name.startswith("syncer-") and not self._merged()
     if kill is None and (self._ending or (status == 0 and not early)):
-      if status == LOST and not self._merged():  # after the run its work is needed by no role
+      if status == LOST and not self._merged():  # once the run is merged, no role needs its work
         self._lost[name] = child.last_words()
       self._feed(Left(name))
     else:
@@ -160,7 +161,7 @@ class ProcessesEngine(Engine):
     self._note_fault(fault, chaos.detail(fault, self._global_step))
 
   def _requested(self, fault: Fault) -> None:
-    """By the dashboard, or by us of a role that performs it itself."""
+    """Takes a fault that the dashboard requested, or that `_strike` requested of a role."""
     if fault.action in INSIDE:
       self._note_fault(fault, chaos.detail(fault, self._global_step))
     else:
@@ -189,27 +190,28 @@ class ProcessesEngine(Engine):
       self._all_left_at = None
     elif self._all_left_at is None:
       self._all_left_at = now
-    elif now - self._all_left_at > MEASURE_SECONDS:  # not only the evaluator, a moment behind
+    elif now - self._all_left_at > MEASURE_SECONDS:  # the evaluator is not only a moment behind
       return "stopped"
     return None
 
   def _merged(self) -> bool:
-    """Whether the global model is as it will be at the end of the run, and the evaluator has it."""
+    """Whether the global model is final, and the evaluator has it."""
     role = self._evaluated
     return role is not None and role.exchange.state.merged_tokens >= self.config.run.total_tokens
 
   def _end(self, reason: str) -> None:
-    """All roles leave in good order: learners bring out their work while shards still merge it."""
+    """Ends all roles in good order: learners push their work while shards still merge it."""
     try:
       for kind in ("learner-", "syncer-"):
         names = list(members(self._state, kind))
-        if reason == "finished":  # they know it themselves
+        if reason == "finished":  # these roles know it and end by themselves
           self._wait_for(names, PATIENCE_SECONDS)
         self._feed(Dismiss(kind))
         self._wait_for(names, self.config.network.drain_seconds + PATIENCE_SECONDS)
         if reason == "finished":
           self._wait([EVALUATOR_ADDRESS], MEASURE_SECONDS)
-      # After a stop: what the shards said last has arrived, and is taken in by its next turn.
+      # After a stop: the shards' last messages have arrived, and the evaluator's next turn takes
+      # them in.
       self._wait([EVALUATOR_ADDRESS], 1.0)
       self._feed(Dismiss(EVALUATOR_ADDRESS))
       if EVALUATOR_ADDRESS in self._threads:
@@ -226,13 +228,13 @@ class ProcessesEngine(Engine):
     super()._finish(reason)
     self._guard(self._follow)
 
-  # --- what happens -------------------------------------------------------------------------------
+  # --- events -------------------------------------------------------------------------------------
 
   def _record(self, role: str, incarnation: int) -> Recorder:
     return Recorder(self.workdir, role, incarnation, self._started, time.time)
 
   def _follow(self) -> None:
-    """Hands on what has happened since the last time, and learns the global step from it."""
+    """Passes new events to the listeners, and takes the global step from them."""
     for event in self._follower.poll():
       if event.kind == "step":
         self._count(event)
@@ -265,7 +267,7 @@ class ProcessesEngine(Engine):
     return RunResult(reason, params, {}, dict(self.steps), lost, saved, self._untrained_loss())
 
   def _newest_params(self) -> Mapping[str, np.ndarray]:
-    """The global model of the newest snapshot, for a run whose evaluator never had it whole."""
+    """The global model of the newest snapshot, if the evaluator never had a whole model."""
     storage, everything = open_storage(self.config, self.plan, self.workdir), self.plan.fragments
     restored = storage and restore_fragments(storage, self.plan, range(len(everything)))
     if not restored:

@@ -1,9 +1,9 @@
 """Traces of chosen steps, for TensorBoard and xprof, taken while a run goes on.
 
-They are asked for by lines of WORKDIR/profiles.jsonl (`ddiloco profile`). The process that has the
-learner takes the trace on a thread of its own, and only looks at its steps: a learner makes them
-as always, and has no part in it. A trace shows the whole process: in the threads engine all
-islands of the run.
+A line in WORKDIR/profiles.jsonl requests a trace (`ddiloco profile`). The process that has the
+learner takes the trace on a thread of its own, which only watches the learner's steps: the learner
+itself does nothing for it. A trace shows the whole process: in the threads engine all islands of
+the run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CLOSE_SECONDS = 30.0  # to write a trace
 
 @dataclasses.dataclass(frozen=True)
 class ProfileRequest:
-  """So many steps of a learner, from this global step on or, if that is over, from the next."""
+  """A trace of a learner's next steps, from the global step `from_step` on, or later."""
 
   role: str
   steps: int = 5
@@ -54,8 +54,8 @@ class Profiler:
 
   Args:
     workdir: traces go to `workdir/profiles/ROLE`.
-    roles: whose steps may be asked for here.
-    record: what takes the events; asked for each time, since roles have several lives.
+    roles: the learners of this process.
+    record: returns the recorder of events; called each time, since roles have several lives.
   """
 
   def __init__(self, workdir: Path, roles: Collection[str], record: Callable[[], Records]):
@@ -64,23 +64,23 @@ class Profiler:
     self._requests = RequestFile[ProfileRequest](path, lambda f: ProfileRequest(**f), "trace")
     self._began = time.time()
     self._look_at = 0.0
-    self._lock = threading.Lock()  # of what is asked for, and of the thread
-    # (What is not begun, whether an earlier process may have answered it.)
+    self._lock = threading.Lock()  # of `_asked` and `_thread`
+    # (A request that is not begun, whether an earlier process may have answered it.)
     self._asked: list[tuple[ProfileRequest, bool]] = []
     self._thread: threading.Thread | None = None
-    self._at: dict[str, int] = {}  # by role, the global step after its last step
-    self._news: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # None: look around
+    self._at: dict[str, int] = {}  # role -> the global step after its last step
+    self._news: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # None: a request or the end
     self._closing = False
 
   def __call__(self, event: Event) -> None:
-    """An event of a role, on its own thread."""
+    """Takes an event of a role, on the role's thread."""
     if type(event) is events.Step:
       self._at[event.role] = event.global_step
       if self._thread is not None:
         self._news.put(event)
 
   def look(self) -> None:
-    """Hears what is asked for; to be called now and then."""
+    """Reads new requests; to be called now and then."""
     if time.monotonic() < self._look_at:
       return
     self._look_at = time.monotonic() + LOOK_SECONDS
@@ -89,7 +89,7 @@ class Profiler:
         self._ask(request, when < self._began)
 
   def close(self) -> None:
-    """A trace that is being taken ends as it is; others are not begun."""
+    """Ends the trace under way as it is; no other trace is begun."""
     self._closing = True
     self._news.put(None)
     if (thread := self._thread) is not None:
@@ -104,7 +104,7 @@ class Profiler:
     self._news.put(None)
 
   def _serve(self) -> None:
-    """Until nothing is asked for any more."""
+    """Takes traces until no request is left."""
     while (request := self._next()) is not None:
       try:
         self._trace(request)
@@ -113,7 +113,7 @@ class Profiler:
         self._record().record(events.Unprofiled(target=request.role, reason=reason))
 
   def _next(self) -> ProfileRequest | None:
-    """Waits for the first request whose steps come next."""
+    """Waits for the first request whose steps are the next ones; None: there are no requests."""
     while True:
       with self._lock:
         if (request := self._take_due()) is not None and not self._closing:
@@ -128,11 +128,11 @@ class Profiler:
     found, waiting = None, []
     for request, old in self._asked:
       at = self._at.get(request.role)
-      if old and at is not None:  # its steps tell now whether it was answered
+      if old and at is not None:  # the global step tells now whether it was answered
         if at >= request.from_step:
           continue
         old = False
-      # The step under way when a trace begins is not whole, and the next is to be.
+      # The step under way when a trace begins is not whole; the next one, `from_step`, must be.
       if found is None and not old and (at or 0) >= request.from_step - 2:
         found = request
       else:
@@ -145,7 +145,7 @@ class Profiler:
 
     path = self._workdir / PROFILES / request.role
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # every Python call would be most of the trace, and slow
+    options.python_tracer_level = 0  # Python's calls would be most of the trace, and slow it down
     jax.profiler.start_trace(path, profiler_options=options)
     began = time.monotonic()
     try:
@@ -164,9 +164,9 @@ class Profiler:
     )
 
   def _whole_steps(self, request: ProfileRequest) -> list[int]:
-    """The global steps of so many whole steps; fewer if the next one does not come."""
+    """The global steps that are whole in the trace; fewer than asked if no further step comes."""
     while not self._news.empty():
-      self._news.get_nowait()  # they ended before the trace began
+      self._news.get_nowait()  # steps that ended before the trace began
     wanted = 1 + request.steps + 1  # one was under way, and the last may still be on the devices
     found: list[int] = []
     until = time.monotonic() + PATIENCE_SECONDS
@@ -180,7 +180,7 @@ class Profiler:
 
 
 def take_profile(workdir: Path, request: ProfileRequest, wait_seconds: float) -> tuple[bool, str]:
-  """Asks for a trace, and waits for it: (whether it is there, where it is or why not).
+  """Requests a trace, and waits for it: (whether it is there, its path or the reason).
 
   Raises:
     ConfigError: there is no such learner, or its run is over.

@@ -1,12 +1,12 @@
-"""The Ray engine: every island and shard a Ray actor, on this machine or on a cluster.
+"""The Ray engine: every island and shard is a Ray actor, on this machine or on a cluster.
 
-Ray places the actors, reserves what `islands.resources` asks for, watches them and starts them
-again elsewhere; fragments travel on our own transport. All else is as in the processes engine: each
-actor holds the process of one role, and the supervisor tells it when to run.
+Ray places the actors, reserves the `islands.resources`, watches the actors and restarts them
+elsewhere; fragments travel on ddiloco's own transport. All else is as in the processes engine: each
+actor holds the process of one role, and the supervisor decides when it runs.
 
-On a cluster, ddiloco must be installed on every node and workdir must be a directory that all of
-them share: the event logs and the keys (WORKDIR/keys, made here) are there. A shard stays on its
-node for good, since all roles have its address: when that node is lost, so is the run.
+On a cluster, ddiloco must be installed on every node, and workdir must be a directory that all
+nodes share: it has the event logs and the keys (WORKDIR/keys, made here). A shard stays on its node
+for good, since all roles have its address: when that node is lost, so is the run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ddiloco.observe.eventlog import Listener
 from ddiloco.roles.evaluator import Measure
 from ddiloco.training import data
 
-OBJECT_STORE_BYTES = 128 << 20  # nothing of ours goes there
+OBJECT_STORE_BYTES = 128 << 20  # small: ddiloco stores nothing there
 LOOPBACK = "127.0.0.1"
 OWN_OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}  # Ray's names for them
 PLACE_SECONDS = 300.0  # for a cluster to start the shards' actors
@@ -50,12 +50,12 @@ class RayEngine(ProcessesEngine):
     config: the run's.
     workdir: event logs go to `workdir/events`, what the roles print to `workdir/logs`.
     corpus: opened training data; the roles open their own.
-    measure: what held-out data say of a parameter tree, for the evaluator, which lives here.
+    measure: the held-out measures of a parameter tree, for the evaluator, which lives here.
     address: of a Ray cluster, "HOST:PORT" or "auto"; "": a Ray of this machine's own, for this run.
     cpu_only: learners use fake CPU devices.
 
   Raises:
-    ConfigError: also if the cluster cannot be joined, or this machine lacks what islands ask for.
+    ConfigError: also if the cluster cannot be joined, or this machine lacks `islands.resources`.
   """
 
   def __init__(
@@ -70,8 +70,8 @@ class RayEngine(ProcessesEngine):
     super().__init__(config, workdir.absolute(), corpus, measure)
     self.cpu_only = cpu_only
     self._local = not address
-    self._actors: dict[tuple[str, int], Any] = {}  # of each role and host
-    self._meetings: dict[str, Any] = {}  # by learner, the url where its hosts meet, to come
+    self._actors: dict[tuple[str, int], Any] = {}  # (role, host) -> its actor
+    self._meetings: dict[str, Any] = {}  # learner -> Ray's promise of the url where its hosts meet
     self._connected = connect(address)
     if self._local:
       check_resources(config, ray.cluster_resources())
@@ -120,9 +120,9 @@ class RayEngine(ProcessesEngine):
     self._actors[name, host] = (
       ray.remote(RoleActor)
       .options(
-        max_restarts=-1,  # whether a role is started again is decided by our supervisor alone
-        # Calls wait for a restarting actor; only `run` itself is never repeated by Ray, since the
-        # supervisor does that when the pause is over.
+        max_restarts=-1,  # of the actor; the supervisor alone decides whether a role is restarted
+        # Calls wait for a restarting actor. Only `run` is never repeated by Ray: the supervisor
+        # does that when its pause is over.
         max_task_retries=-1,
         **actor_options(resources),
         **options,
@@ -135,7 +135,7 @@ class RayEngine(ProcessesEngine):
     return lambda command, log: RemoteProcess(actor, command, log, self._meetings.get(name, ""))
 
   def _meeting(self, learner: int) -> str:
-    """Ray knows it once host 0 has a node, and tells the actors; nothing waits for it here."""
+    """Ray knows the url once host 0 has a node, and tells the actors; nothing waits for it here."""
     name = learner_address(learner)
     own = LOOPBACK if self._local else ""
     self._meetings[name] = self._actors[name, 0].free_url.remote(own)
@@ -143,16 +143,16 @@ class RayEngine(ProcessesEngine):
 
 
 class RemoteProcess:
-  """One life of a role in its actor: what `children.Child` needs of a process.
+  """The process of one life of a role, in the role's actor (`children.Process`).
 
   Args:
-    actor: it.
+    actor: of the role.
     command: of the process.
     log: its output is appended to this file, on the actor's machine.
-    meeting: the url where the hosts of its island meet, which may be Ray's promise of it.
+    meeting: the url where the hosts of its island meet, or Ray's promise of the url.
   """
 
-  stdin: IO[bytes] | None = None  # the actor has it
+  stdin: IO[bytes] | None = None  # the actor holds the process' standard input
 
   def __init__(self, actor: Any, command: list[str], log: Path, meeting: Any = ""):
     self._actor, self._log = actor, log
@@ -166,21 +166,21 @@ class RemoteProcess:
     return self._status
 
   def send_signal(self, number: int) -> None:
-    """SIGKILL is for the actor, which takes the process with it and is started again by Ray."""
+    """Sends a signal; for SIGKILL the actor is killed with its process, and Ray restarts it."""
     if number == signal.SIGKILL:
       ray.kill(self._actor, no_restart=False)
     else:
       self._actor.signal.remote(int(number))
 
   def kill(self) -> None:
-    """The actor is not started again either, and what it reserved is free."""
+    """Kills the actor for good, which frees what it has reserved."""
     ray.kill(self._actor)
 
   def _result(self) -> int:
-    """What `run` returned, or that the actor died."""
+    """The exit status that `run` returned; LOST if the actor died."""
     try:
       return ray.get(self._end, timeout=END_SECONDS)
-    except RayError as error:  # its reason stands where the role's last words would
+    except RayError as error:  # the log gets its reason, as the role's last words
       with contextlib.suppress(OSError), self._log.open("a") as log:
         log.write(f"Ray: {_line(error)}\n")
       return LOST
@@ -190,14 +190,14 @@ def connect(address: str) -> bool:
   """Joins the cluster at `address`, "": a new one of this machine; False if joined already.
 
   Raises:
-    ConfigError: it cannot be joined.
+    ConfigError: the cluster cannot be joined.
   """
   if ray.is_initialized():
     return False
   quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
   if not address:
     with warnings.catch_warnings():
-      # JAX warns of every fork; what Ray forks here becomes another program at once.
+      # JAX warns of every fork, but Ray's forks become another program at once.
       warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
       ray.init(
         address="local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet
@@ -221,7 +221,7 @@ def actor_options(resources: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_resources(config: Config, available: Mapping[str, float]) -> None:
-  """Refuses islands that would wait for ever, since together they ask for more than is there."""
+  """Refuses islands that together ask for more than is available: they would wait for ever."""
   asked: collections.Counter[str] = collections.Counter()
   for m in range(config.islands.num_learners):
     island = config.islands.island(m)

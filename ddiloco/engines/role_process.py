@@ -1,4 +1,4 @@
-"""What a process needs around its one role: signals, probes, events, progress, a connection."""
+"""What surrounds the one role of a process: signals, probes, events, progress, a connection."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ from ddiloco.roles import initial
 LOOK_SECONDS = 0.5  # between two looks at the role
 PROGRESS_SECONDS = 10.0
 CLOSE_SECONDS = 10.0  # for the runner's thread to end; its terminal may be stuck
-EARLY_SECONDS = 1.0  # for a role that has not begun to end by itself
+EARLY_SECONDS = 1.0  # for a role that has not begun yet to end by itself
 
 
 def load_keys(place: RoleSpec, address: str) -> Keys | None:
   """The role's keys; None on loopback, which needs none.
 
   Raises:
-    ConfigError: keys are needed and not given, or not right; or a url is not.
+    ConfigError: keys are needed and not given, or invalid; or a url is invalid.
   """
   keys = Keys.load(place.keys, address) if place.keys else None
   for url in place.syncers:
@@ -90,15 +90,15 @@ class Ended(Exception):
 class RoleRunner:
   """Looks after one role of this process. Use it as a context, in the main thread.
 
-  The role has a thread of its own, so that the main thread hears signals whatever the role does. It
-  calls `stopped()` again and again, which is its sign of life, its news of a signal, and raises
-  `Ended` when there is no point in going on. Another thread answers probes and prints what matters,
-  and a line of progress every ten seconds.
+  The role has a thread of its own, so that the main thread can always handle signals. The role
+  calls `stopped()` again and again: the call is the role's sign of life, returns whether a signal
+  has come, and raises `Ended` when the role cannot go on. Another thread answers probes, and prints
+  the important events and a line of progress every ten seconds.
 
   Args:
     address: the role's, "learner-3".
     config: the run's.
-    place: where it runs.
+    place: where the role runs.
   """
 
   def __init__(self, address: str, config: Config, place: RoleSpec):
@@ -112,8 +112,8 @@ class RoleRunner:
     self._lives = workdir.live_in(place.workdir)
     now = peers.seconds_since_2020()
     self._former = role_spec.newest(place.workdir, now, address)
-    # A shard has its port to itself, so that none of its former lives can be there. Any other role
-    # is told by the shards whether one of its own is.
+    # A shard has its port to itself, so none of its former lives can still run. Any other role
+    # learns from the shards whether a former life still runs.
     self.incarnation = role_spec.above(now, [self._former] if place.bind else [])
     self._profiler = Profiler(place.workdir, [address], lambda: self.recorder)
     self._hangs = HangWatch(
@@ -121,7 +121,7 @@ class RoleRunner:
     )
     self.recorder = self._record()
     self.endpoint: FaultyEndpoint | None = None
-    self.ready: Callable[[], str] = lambda: "starting"  # "": ready; else what it waits for
+    self.ready: Callable[[], str] = lambda: "starting"  # "": ready; else what the role waits for
     self.progress: Callable[[], str] = lambda: ""
     self._signals = contextlib.ExitStack()
     self._heard: list[int] = []  # the signals that have come
@@ -130,17 +130,17 @@ class RoleRunner:
     self._said_stop = False
     self._failure = ""
     self._hurry = False
-    self._began = False  # the role listens for signals itself, or others may know of it
+    self._began = False  # the role checks for signals itself, or other roles may know of it
     self._outnumbered: Outnumbered | None = None
-    self._waited = False  # for a newer life to fall silent
-    self._end_at = math.inf  # if it has not begun by then
+    self._waited = False  # whether the role has waited for a newer life to fall silent
+    self._end_at = math.inf  # when the process ends if the role has not begun by then
     self._seen = RunState()
     self.usual_seconds: Callable[[], float] = lambda: 0.0  # of one step, for the liveness probe
     self._health = Health(self._status)
     self.faults = Faults((), 0.0, role=address)
     self._asked = FaultRequests(place.workdir)
     self._reached_at = time.monotonic()
-    self._drops_said: dict[str, tuple[int, float]] = {}  # of each peer: how many, and until when
+    self._drops_said: dict[str, tuple[int, float]] = {}  # peer -> (drops reported, quiet until)
     self._thread = threading.Thread(target=self._look, name=f"attend {address}", daemon=True)
 
   def __enter__(self) -> RoleRunner:
@@ -160,17 +160,17 @@ class RoleRunner:
     if self._lives is not None:
       self._lives.close()
     self._signals.close()
-    # The role has ended in its own way; a SIGTERM that comes late must not change that.
+    # The role has ended; a late SIGTERM must not change the exit status.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
   # --- for the role -------------------------------------------------------------------------------
 
   def run(self, role: Callable[[], int]) -> int:
-    """The exit status of the process: `role`'s own, or why it could not go on."""
+    """Runs the role; returns the exit status of the process."""
     try:
       status = beside(role, self._hear)
     except ConfigError:
-      raise  # bad usage; the command line says what and how
+      raise  # bad usage; the command line prints the text
     except KeyboardInterrupt:
       self._hurry = True
       self.say("ends at once, as asked")
@@ -182,7 +182,7 @@ class RoleRunner:
       if not self.begin_anew(refusal):
         return self.run(role)
       status = FINISHED
-    except Exception as error:  # whatever it is: said, logged, and the status tells
+    except Exception as error:  # any error is logged, and the exit status tells of it
       self.recorder.record(events.Crash(trace=traceback.format_exc()))
       traceback.print_exc()
       self.say(f"crashed: {type(error).__name__}: {error}")
@@ -190,7 +190,7 @@ class RoleRunner:
     return self._asked_status() if status == FINISHED and self._stop.is_set() else status
 
   def connect(self) -> FaultyEndpoint:
-    """A new connection of the present incarnation, instead of the one before."""
+    """Replaces the connection by a new one of the present incarnation."""
     self._began = True
     self.disconnect()
     endpoint = connect(
@@ -202,14 +202,14 @@ class RoleRunner:
     return self.endpoint
 
   def dial(self) -> FaultyEndpoint:
-    """`connect`, and on to every shard."""
+    """`connect`, then dials every shard."""
     endpoint = self.connect()
     for shard, url in enumerate(self.place.syncers):
       endpoint.dial(syncer_address(shard), url)
     return endpoint
 
   def listen(self, shard: int) -> FaultyEndpoint:
-    """`connect` as a shard, and on to the shards it shares copies with.
+    """`connect` as a shard, then dials the buddy.
 
     Raises:
       Ended: another process has the port.
@@ -236,7 +236,7 @@ class RoleRunner:
     return initial.initial_values(self.config, self.plan, range(len(self.plan.fragments)))
 
   def saver(self) -> Saver | None:
-    """Writes the role's parts of snapshots, if the run makes any."""
+    """The saver of the role's parts of snapshots; None if the run makes none."""
     storage = open_storage(self.config, self.plan, self.place.workdir, self.place.run_id)
     if storage is None:
       return None
@@ -244,8 +244,8 @@ class RoleRunner:
     return Saver(storage, role, self.incarnation, self.recorder, disk)
 
   def disconnect(self) -> None:
-    """Closes the connection, after what is queued has had its time to go out."""
-    self._hangs.end(self.address)  # the loop is over; what comes until the next one is no step
+    """Closes the connection; queued messages have `network.drain_seconds` to go out."""
+    self._hangs.end(self.address)  # the loop is over; the time until the next loop is no step
     endpoint, self.endpoint = self.endpoint, None
     if endpoint is not None:
       at_once = self._failure or self._hurry or self._outnumbered
@@ -258,16 +258,16 @@ class RoleRunner:
     self.recorder = self._record()
 
   def come_after(self, incarnation: int) -> None:
-    """To be called when something is found that a life of this role has left.
+    """To be called when something of a former life of this role is found.
 
     Raises:
-      Outnumbered: that life had a greater number.
+      Outnumbered: the former life's number is not smaller than this life's.
     """
     if incarnation >= self.incarnation:
       raise Outnumbered(f"finds what incarnation {incarnation} has left", incarnation + 1)
 
   def begin_anew(self, refusal: Outnumbered) -> bool:
-    """A life that was refused is over; True if a signal came before the next one."""
+    """Begins a new life after this one was refused; True if a signal came before that."""
     self.say(f"{refusal}; begins anew in {refusal.wait_seconds:g} s")
     self.disconnect()
     self._outnumbered = None
@@ -279,9 +279,9 @@ class RoleRunner:
     """Whether a signal asked the role to end.
 
     Raises:
-      Ended: fenced, its network is broken, or no shard can be reached: nothing it does can reach
-        the run any more.
-      Outnumbered: this life cannot go on, the role may.
+      Ended: the role is fenced, its network is broken, or it reaches no shard: its work cannot
+        reach the run any more.
+      Outnumbered: this life cannot go on, but the role may begin anew.
     """
     self._began = True
     self._health.beat()
@@ -294,11 +294,11 @@ class RoleRunner:
     return self._stop.is_set()
 
   def busy(self, what: str) -> None:
-    """Until `stopped` is asked again, the role does what may take as long as to start."""
+    """Until the next call of `stopped`, the role may take as long as it may take to start."""
     self._health.busy(what)
 
   def ask_to_end(self) -> None:
-    """As a signal does; from any thread."""
+    """Asks the role to end, as a signal does; from any thread."""
     self._stop.set()
 
   def pause(self, seconds: float) -> bool:
@@ -306,16 +306,17 @@ class RoleRunner:
     return self._stop.wait(seconds)
 
   def say(self, text: str) -> None:
-    """One line on the terminal of this process, if it has one; a peer may have said parts of it."""
+    """Prints one line, if the process has a terminal. Parts of the text may come from a peer, so
+    unprintable characters are replaced."""
     text = "".join(c if c.isprintable() else " " for c in text)
     say(f"[{clock_time(time.time() - self.started)}] {self.address}: {text}")
 
   def speed(self) -> str:
-    """How fast the role, a learner, trains, in words; "" before it is known."""
+    """How fast a learner trains, in words; "" before it is known."""
     island = self._seen.islands.get(parse_role(self.address)[1])
     return island.speed.text() if island is not None else ""
 
-  # --- beside it ----------------------------------------------------------------------------------
+  # --- beside the role ----------------------------------------------------------------------------
 
   def _record(self) -> Recorder:
     who = self.address, self.incarnation
@@ -323,18 +324,18 @@ class RoleRunner:
     return Recorder(self.place.workdir, *who, self.started, time.time, listeners)
 
   def _listen(self, event: Event) -> None:
-    """Says what the live view would show: joined, refused, stopped, a member lost, ..."""
+    """Prints the events that the live view would show: joined, refused, stopped, ..."""
     known = self._seen.num_log_events
     self._seen.add(event)
     if self._seen.num_log_events > known:  # one event makes one line at most
       self.say(self._seen.log_events[-1].text)
 
   def _asked_status(self) -> int:
-    """Of a role that a signal has ended, and that lost nothing."""
+    """The exit status of a role that a signal has ended, and that lost nothing."""
     return INTERRUPTED if signal.SIGINT in self._heard else self.place.term_status
 
   def _look(self) -> None:
-    """The guard of a role outlives all that goes wrong in its own duties."""
+    """Looks after the role until it ends; a duty that fails does not stop the others."""
     guard = Guard(f"what looks after {self.address}")
     next_line = time.monotonic() + PROGRESS_SECONDS
     while not self._closing.wait(LOOK_SECONDS):
@@ -349,7 +350,8 @@ class RoleRunner:
         self.say(f"waits: {waits_for}" if waits_for else guard(self.progress, instead="goes on"))
 
   def _hear(self) -> None:
-    """Says that a signal came, and ends a role that has not begun: compiling, it would not hear."""
+    """Prints that a signal came, and ends a role that has not begun: while it compiles, it cannot
+    check for signals."""
     if self._heard and not self._began:
       self._end_at = min(self._end_at, time.monotonic() + EARLY_SECONDS)
       if time.monotonic() >= self._end_at:
@@ -409,7 +411,7 @@ class RoleRunner:
       )
 
   def _say_drops(self, peer: str, count: int, reason: str) -> None:
-    """A peer says that it dropped messages of this role: a line now and then, and an event."""
+    """Reports messages of this role that a peer has dropped: a line now and then, and an event."""
     known, quiet_until = self._drops_said.get(peer, (0, 0.0))
     if count > known and time.monotonic() >= quiet_until:
       self._drops_said[peer] = count, time.monotonic() + PROGRESS_SECONDS
@@ -417,7 +419,7 @@ class RoleRunner:
       self.say(f"{peer} has dropped {count - known} messages of this role: {reason}")
 
   def _on_fenced(self, endpoint: FaultyEndpoint) -> None:
-    """Ends the role, unless the newer one is dead: then this host's clock has stepped back."""
+    """Ends the role, unless the newer life is dead: then this host's clock has stepped back."""
     silence_seconds = self.config.network.silence_seconds
     life = another_life(endpoint.fenced, *endpoint.outnumbered, silence_seconds, self._waited)
     if life is not None:
@@ -435,7 +437,7 @@ class RoleRunner:
       self.endpoint.wake()
 
   def _suffer(self) -> None:
-    """Faults inside this role that were asked for begin, or go on if they still last."""
+    """Begins requested faults inside this role, or goes on with them if they still last."""
     for when, fault in self._asked.poll():
       left = when + fault.seconds - time.time()
       if fault.role == self.address and fault.action in INSIDE and left > 0:

@@ -1,4 +1,4 @@
-"""Where a role runs, as which life, and how its process hears that it should end. Knows no JAX."""
+"""Where a role runs, its incarnation, and how its process learns to end. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from ddiloco.network.peers import FUTURE_SECONDS
 from ddiloco.observe.eventlog import lines_of
 from ddiloco.protocol.events import decode
 
-PORTS = range(10_000, 32_000)  # below those the system gives to outgoing connections
+PORTS = range(10_000, 32_000)  # below the ports that the system gives to outgoing connections
 
 
 @dataclasses.dataclass(frozen=True)
 class RoleSpec:
-  """Where a role runs and the peers it reaches: all that its process is told beside the config."""
+  """Where a role runs and the peers it reaches: all that its process gets beside the config."""
 
   workdir: Path
   run_id: str
   syncers: tuple[str, ...]  # control urls of all shards, in order
-  bind: str = ""  # a shard's own
+  bind: str = ""  # a shard's own url
   keys: Path | None = None  # folder; None: loopback only
   http: str = ""  # HOST:PORT of the probes, "": none
-  term_status: int = 0  # exit status after a SIGTERM that cost nothing
-  hosts: str = ""  # where the hosts of an island meet: the url of host 0; "": it has one
-  host: int = 0  # which of them this is
+  term_status: int = 0  # exit status after a SIGTERM, if nothing is lost
+  hosts: str = ""  # where the hosts of an island meet: the url of host 0; "": it has one host
+  host: int = 0  # number of this host
 
 
 def check_spec(config: Config, place: RoleSpec) -> None:
-  """Refuses what no role could run with.
+  """Refuses a config or spec that no role can run with.
 
   Raises:
-    ConfigError: no shards in the config, or not one url for each.
+    ConfigError: the config has no shards, or the spec has not one url for each.
   """
   shards = config.sync.num_shards
   if not shards:
@@ -58,10 +58,10 @@ def check_spec(config: Config, place: RoleSpec) -> None:
 
 
 def free_urls(count: int, host: str = "127.0.0.1") -> list[str]:
-  """Urls of this machine for so many shards, each with a port that is free now.
+  """`count` urls of this machine, each with a port that is free now.
 
   Raises:
-    OSError: there are not so many.
+    OSError: there are not so many free ports.
   """
   family = socket.AF_INET6 if ":" in host else socket.AF_INET
   held: list[socket.socket] = []
@@ -72,7 +72,7 @@ def free_urls(count: int, host: str = "127.0.0.1") -> list[str]:
       try:
         held[-1].bind((host, port))
       except OSError:
-        continue  # it is taken
+        continue  # the port is taken
       urls.append(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
       if len(urls) == count:
         return urls
@@ -82,13 +82,13 @@ def free_urls(count: int, host: str = "127.0.0.1") -> list[str]:
   raise OSError(f"found no {count} free ports between {PORTS[0]} and {PORTS[-1]}")
 
 
-# --- The number of a role's life: its host's clock, and greater than those of its lives before
-# Clocks step, in both directions. A number that is not greater would not be let in, or worse:
-# rounds carry it, and must never come twice. What the role's former lives were is in its event log.
+# --- Incarnations: the number of a role's life comes from its host's clock, and must always grow
+# Clocks step, in both directions. A number that is not greater would be refused, or worse: round
+# ids contain the number, and must never be used twice. A role's event log has its former numbers.
 
-TAIL_BYTES = 1 << 20  # of a log: its role's newest lives
-WAIT_SECONDS = 3.0  # until a second look at who seems to be there: it may have died a moment ago
-HEARD_SECONDS = 2.5  # a role heard since then lives: a sign of life comes every second
+TAIL_BYTES = 1 << 20  # of a log: it has the role's newest lives
+WAIT_SECONDS = 3.0  # until a second look at the other life: it may have died a moment ago
+HEARD_SECONDS = 2.5  # a role heard within this time lives: a sign of life comes every second
 
 
 class Outnumbered(Exception):
@@ -96,8 +96,8 @@ class Outnumbered(Exception):
 
   Args:
     reason: in words.
-    after: the number the next life needs at least, 0 if that is not said yet.
-    wait_seconds: until then.
+    after: the least number that the next life needs, 0 if that is not known yet.
+    wait_seconds: until the role may begin anew.
   """
 
   def __init__(self, reason: str, after: int, wait_seconds: float = 0.0):
@@ -108,16 +108,17 @@ class Outnumbered(Exception):
 def another_life(
   reason: str, after: int, silent_seconds: int, patience_seconds: float, waited: bool
 ) -> Outnumbered | None:
-  """What becomes of a role that is fenced; None: it must end, a newer one lives.
+  """How a fenced role may begin anew; None: it must end, since a newer life of it lives.
 
-  A number smaller than that of a life which is over comes from a clock that has stepped back. PURE.
+  If the newer life is over, this life's number is too small because the clock has stepped back.
+  PURE.
 
   Args:
-    reason: why it may not speak.
-    after: the least number that would be let in if the newer life is over; 0: it is not.
-    silent_seconds: since that was heard.
-    patience_seconds: after which it is over.
-    waited: a while was waited already, in which a live one would have been heard.
+    reason: why this life is fenced.
+    after: the least number that is let in once the newer life is over; 0: no number would be.
+    silent_seconds: since the newer life was heard.
+    patience_seconds: the silence after which the newer life is over.
+    waited: this role has waited already, for so long that a living role would have been heard.
   """
   if not after or (waited and silent_seconds < min(HEARD_SECONDS, patience_seconds)):
     return None
@@ -131,8 +132,8 @@ def another_life(
 def newest(workdir: Path, now: int, role: str = "*") -> int:
   """The greatest number that a role of this run, or any, has logged; -1 if there is none.
 
-  A number too far ahead to be let in was never let in, and need not be exceeded: a clock that was
-  wrong by more must not bind those that are right.
+  Numbers too far ahead of the clock are left out: they were never let in, and one wrong clock must
+  not force larger numbers on later lives.
   """
   known = -1
   for path in (workdir / "events").glob(f"{role}.jsonl"):
@@ -141,7 +142,7 @@ def newest(workdir: Path, now: int, role: str = "*") -> int:
 
 
 def above(now: int, known: Iterable[int]) -> int:
-  """The clock, or the first number after all that are known."""
+  """The clock's number, or the first number above all that are known."""
   return max(now, *(number + 1 for number in known), 0)
 
 
@@ -152,19 +153,19 @@ def _numbers(path: Path) -> Iterable[int]:
       if (event := decode(line)) is not None:
         yield event.incarnation
   except OSError:
-    return  # what cannot be read is no bound; others know it too
+    return  # a log that cannot be read is no bound; the shards know the number too
 
 
-# --- How the process of a run hears that it should end, also while a compiler is at work
+# --- How a run's process learns that it should end, also while a compiler is at work
 
-POLL_SECONDS = 0.2  # short, so that signals are heard
+POLL_SECONDS = 0.2  # short, so that signals are handled soon
 
 
 def end_with_parent() -> None:
-  """Ends this process when the one that started it does, however that ends.
+  """Ends this process when its parent ends, in any way.
 
-  Its end of our standard input closes then, also after a kill -9. On Linux the kernel sees to it as
-  well, since a stopped process reads nothing.
+  The parent's end of this process' standard input closes then, also after a kill -9. On Linux the
+  kernel also kills this process then, since a stopped process would not read its input.
   """
   if sys.platform == "linux":
     import ctypes
@@ -182,10 +183,10 @@ def end_with_parent() -> None:
 
 @contextlib.contextmanager
 def terminates(asked: threading.Event) -> Iterator[list[int]]:
-  """While it lasts SIGTERM and the first Ctrl-C set `asked`, in the main thread alone.
+  """In this context SIGTERM and the first Ctrl-C set `asked`; works in the main thread alone.
 
-  A second Ctrl-C raises KeyboardInterrupt there. Other threads cannot hear signals. Gives the
-  numbers of those that have come, in their order.
+  A second Ctrl-C raises KeyboardInterrupt there. Other threads cannot handle signals. Yields the
+  list of the signals that have come, in order.
   """
   heard: list[int] = []
   if threading.current_thread() is not threading.main_thread():
@@ -207,18 +208,18 @@ def terminates(asked: threading.Event) -> Iterator[list[int]]:
 
 
 def beside(work: Callable[[], Any], look: Callable[[], None] = lambda: None) -> Any:
-  """What `work()` returns, which has a thread of its own: this one goes on hearing signals.
+  """Returns `work()`, which runs in a thread of its own, so that this thread can handle signals.
 
-  Python hears none while its main thread compiles, and nothing can interrupt a compiler. `look` is
-  called now and then. What it raises is raised here: the work is left behind, and ends with the
-  process.
+  Python handles no signal while its main thread compiles, and nothing can interrupt a compiler.
+  `look` is called now and then. An exception of `look` is raised here: `work` then runs on in the
+  background, and ends with the process.
   """
   done: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
   def run() -> None:
     try:
       done.set_result(work())
-    except BaseException as error:  # raised where it is waited for
+    except BaseException as error:  # raised in the waiting thread
       done.set_exception(error)
 
   threading.Thread(target=run, name="work", daemon=True).start()

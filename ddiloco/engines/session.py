@@ -43,7 +43,7 @@ from ddiloco.workdir import (
 )
 
 EXIT_STATUS = {"finished": FINISHED, "failed": LOST, "stopped": INTERRUPTED}
-ENGINES = {  # imported when they are asked for: Ray may not be installed
+ENGINES = {  # imported only when used: Ray may not be installed
   "threads": ("ddiloco.engines.threads", "ThreadsEngine"),
   "processes": ("ddiloco.engines.processes", "ProcessesEngine"),
   "ray": ("ddiloco.engines.ray", "RayEngine"),
@@ -62,8 +62,8 @@ def train(
 ) -> int:
   """Runs `config` in `workdir` on an engine of `ENGINES`; returns the process' exit status.
 
-  A run that is there goes on from its newest snapshot. `options` are further arguments of the
-  engine. `dashboard`: where the run can be watched, None: nowhere.
+  A run that is already in `workdir` goes on from its newest snapshot. `options` are further
+  arguments of the engine. `dashboard`: where the run can be watched, None: nowhere.
   """
   initial.make_plan(config)  # before a device is touched
   config = initial.absolute_start(config)
@@ -75,7 +75,7 @@ def train(
   heldout = evaluator(config, corpus) if config.run.evaluations else None
   measure = heldout.measure if heldout is not None else None
   runner = make_engine(engine)(config, workdir, corpus, measure, **(options or {}))
-  served = Dashboard(workdir, dashboard) if dashboard else None  # its port is open, or refused
+  served = Dashboard(workdir, dashboard) if dashboard else None  # opens its port, or is refused
   with held(workdir), kept_in(workdir / COMPILED):
     claim(workdir, config, overwrite)
     weights.clear(workdir / RESULT)
@@ -112,7 +112,7 @@ def make_engine(name: str) -> Callable[..., Any]:
   """The engine's class: (config, workdir, corpus, measure), run(listeners) -> RunResult, and steps.
 
   Raises:
-    ConfigError: there is none of that name, or what it needs is not installed.
+    ConfigError: there is no engine of that name, or a package that it needs is not installed.
   """
   if name not in ENGINES:
     raise ConfigError(f"--engine={name}: must be one of {', '.join(ENGINES)}. Fix: use threads.")
@@ -136,19 +136,19 @@ def conclude(
 ) -> None:
   """Leaves result, outcome and report in `workdir`, and prints the main numbers.
 
-  What was trained is saved first. What then fails (a loss for which there is no memory, ...) is
-  said and left out: it can be had later, and the exit status is about the training.
+  The result is saved first. A later step that fails (a loss for which there is no memory, ...) is
+  reported and left out: it can be repeated later, and the exit status is about the training.
 
   Args:
     config: the run's. With run.evaluations = 0 nothing is evaluated.
     workdir: of the run.
-    outcome: what its engine returned.
+    outcome: what the run's engine returned.
     loss: held-out loss of a parameter tree; None where nothing is evaluated.
-    began: `time.monotonic()` when it started.
-    compare: called once the result is safe; gives what it is compared with.
+    began: `time.monotonic()` when the run started.
+    compare: called once the result is saved; returns the numbers to compare it with.
 
   Raises:
-    OSError: the result cannot be saved. Then there is no outcome: the run can go on.
+    OSError: the result cannot be saved. Then no outcome is written: the run can go on.
   """
   _save(workdir, outcome)
   extra: dict[str, Any] = {
@@ -172,7 +172,7 @@ def conclude(
 
 
 def _save(workdir: Path, outcome: RunResult) -> None:
-  """The result; of islands that trained alone all of them, since the best one is not known yet."""
+  """Saves the result; of islands that trained alone all, since the best is not known yet."""
   if not outcome.saved:
     weights.save(workdir / RESULT, outcome.params)
   if len(outcome.island_params) > 1:
@@ -185,14 +185,14 @@ def _write_outcome(workdir: Path, extra: Mapping[str, Any]) -> None:
 
 
 def _write_end(workdir: Path, extra: Mapping[str, Any]) -> Mapping[str, Any]:
-  """All that is known at the end, and the page that shows it."""
+  """Writes all that is known at the end, and the report that shows it."""
   _write_outcome(workdir, extra)
   write_report(workdir, extra)
   return {}
 
 
 def _attempt(what: str, extra: dict[str, Any], make: Callable[[], Mapping[str, Any]]) -> None:
-  """Adds what `make` gives to `extra`; whatever it raises is said, and nothing else is lost."""
+  """Adds what `make` returns to `extra`; an exception is noted there under "left_out"."""
   try:
     extra |= make()
   except Exception as error:
@@ -201,7 +201,7 @@ def _attempt(what: str, extra: dict[str, Any], make: Callable[[], Mapping[str, A
 
 
 def _refuse_own_start(config: Config, workdir: Path, overwrite: bool) -> None:
-  """Replacing a run by one that starts from it would delete what it is to start from."""
+  """Refuses to replace a run by one that starts from its weights: these would be deleted."""
   if not (overwrite and config.run.init_from):
     return
   start = Path(weights.locate(config.run.init_from, "run.init_from")).resolve()
@@ -213,7 +213,8 @@ def _refuse_own_start(config: Config, workdir: Path, overwrite: bool) -> None:
 
 
 def _refuse_others_snapshots(config: Config, workdir: Path, overwrite: bool) -> None:
-  """Snapshots outside the workdir are not ours to delete, and a run goes on from what it finds."""
+  """Refuses to overwrite a run with snapshots outside the workdir: they would not be deleted, and
+  the new run would go on from them."""
   path = config.checkpoint.path
   storage = open_storage(config, initial.make_plan(config), workdir)
   if not (overwrite and path and storage is not None):
@@ -233,13 +234,13 @@ def _refuse_others_snapshots(config: Config, workdir: Path, overwrite: bool) -> 
 
 
 def _untrained(config: Config, outcome: RunResult, loss) -> dict[str, float]:
-  """Held-out loss of what the run started from; a run is not lost because that is gone by now."""
+  """Held-out loss of the initial parameters; made again if the evaluator did not measure it."""
   known = outcome.untrained_loss
   return {"loss_untrained": loss(initial.initial_params(config)) if known is None else known}
 
 
 def _merged(workdir: Path, outcome: RunResult, loss) -> dict[str, Any]:
-  """Held-out loss of the result; of islands that trained alone the best one becomes the result."""
+  """Held-out loss of the result; if islands trained alone, the best one becomes the result."""
   best, value = _best(outcome, loss)
   if best is None:
     return {"loss_merged": value}
@@ -248,7 +249,7 @@ def _merged(workdir: Path, outcome: RunResult, loss) -> dict[str, Any]:
 
 
 def _best(outcome: RunResult, loss) -> tuple[int | None, float]:
-  """(None, held-out loss of the global model); of islands that trained alone the best one's."""
+  """(None, held-out loss of the global model); if islands trained alone (the best, its loss)."""
   if not outcome.island_params:
     return None, loss(outcome.params)
   losses = {m: loss(params) for m, params in outcome.island_params.items()}
@@ -259,10 +260,10 @@ def _best(outcome: RunResult, loss) -> tuple[int | None, float]:
 def _train_alone(
   config: Config, workdir: Path, corpus: data.Source, heldout: HeldoutLoss, runner: Any
 ) -> dict[str, float]:
-  """Every island alone, without a syncer, for as many steps as the busiest one made together.
+  """Trains every island alone, without a syncer, for as many steps as the busiest learner made.
 
-  What the exchange has to beat: the same islands, compiled steps and learning rates. Always in
-  threads, whatever engine trained them together.
+  This is the baseline for the exchange: the same islands, compiled steps and learning rates. It
+  always runs in threads, whatever engine made the run.
   """
   from ddiloco.engines.threads import ThreadsEngine
 
@@ -280,16 +281,16 @@ def _train_alone(
   with LiveView() as live:
     outcome = engine.run([live])
   if outcome.reason != "finished":
-    return {}  # half a comparison is none
+    return {}  # an unfinished comparison is no comparison
   _, best = _best(outcome, heldout.loss)
   return {"loss_best_island_alone": best, "steps_alone": steps}
 
 
 def evaluator(config: Config, corpus: data.Source) -> HeldoutLoss:
-  """Measures parameter trees on the held-out data, on devices no island uses.
+  """Measures parameter trees on the held-out data, on devices that no island uses.
 
   Raises:
-    ConfigError: JAX has fewer than run.evaluator_devices here.
+    ConfigError: JAX has fewer devices than run.evaluator_devices here.
   """
   asked = config.run.evaluator_devices
   devices = jax.devices()[-asked:] if asked else jax.local_devices(backend="cpu")[-1:]
@@ -307,7 +308,7 @@ def load_result(workdir: Path, config: Config) -> dict[str, np.ndarray]:
   """The trained global model of a run, name -> f32 array.
 
   Raises:
-    ConfigError: there is none, or it is damaged or of another model.
+    ConfigError: there is no result, or it is damaged or of another model.
   """
   path = workdir / RESULT
   params = weights.load(path, "result")
@@ -337,10 +338,10 @@ def sample(
 
 
 def measure(workdir: Path, config: Config) -> dict[str, float]:
-  """What the held-out data say of the trained global model.
+  """The held-out measures of the trained global model.
 
   Raises:
-    ConfigError: there is none, or it is damaged or of another model.
+    ConfigError: there is no result, or it is damaged or of another model.
   """
   params = load_result(workdir, config)
   measured = evaluator(config, data.open_data(config.data)).measure(params)
@@ -350,10 +351,10 @@ def measure(workdir: Path, config: Config) -> dict[str, float]:
 
 
 def report(workdir: Path) -> str:
-  """Draws the report again from the events; returns where it is.
+  """Draws the report again from the events; returns its path.
 
   Raises:
-    ConfigError: there is no run, something of it cannot be read, or the report not be written.
+    ConfigError: there is no run, a file of it cannot be read, or the report cannot be written.
   """
   saved_config(workdir)
   known = workdir / OUTCOME

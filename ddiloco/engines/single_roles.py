@@ -46,8 +46,8 @@ from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Runtime
 from ddiloco.workdir import COMPILED, RESULT, require_writable
 
-RECOVERY_HELLOS = 18  # a learner that lost its shard tries again after at most 16 of them
-EARLIEST_SECONDS = 86_400  # before the run began by this host's clock: rounds of its shards
+RECOVERY_HELLOS = 18  # hello periods: a learner that lost its shard retries within 16 of them
+EARLIEST_SECONDS = 86_400  # round ids begin so long before the run's start by this host's clock
 
 # --- learner --------------------------------------------------------------------------------------
 
@@ -55,7 +55,7 @@ EARLIEST_SECONDS = 86_400  # before the run began by this host's clock: rounds o
 def run_learner(config: Config, number: int, place: RoleSpec) -> int:
   """Trains one island on the devices of this process until the run is over, or SIGTERM.
 
-  Any number will do, also above islands.num_learners: learners come and go while the run goes on.
+  Any number is allowed, also above islands.num_learners: learners come and go during a run.
   """
   check_spec(config, place)
   check_hosts(config, number, place)
@@ -81,7 +81,7 @@ def _learner(runner: RoleRunner, number: int) -> int:
   except ConfigError as error:
     runner.say(str(error))
     runner.recorder.close()
-    os._exit(BAD_USAGE)  # as below
+    os._exit(BAD_USAGE)  # JAX would wait for the other hosts
   except Exception:
     name_lost_host()
     raise
@@ -90,7 +90,7 @@ def _learner(runner: RoleRunner, number: int) -> int:
 
 
 def _train(runner: RoleRunner, number: int, hosts: Hosts | None) -> int:
-  """On this process' devices, and on those of the other `hosts` of the island."""
+  """Trains on this process' devices, and on those of the other `hosts` of the island."""
   import jax
 
   from ddiloco.training import data
@@ -99,7 +99,7 @@ def _train(runner: RoleRunner, number: int, hosts: Hosts | None) -> int:
   from ddiloco.training.island import Island
 
   config = runner.config
-  # A restarted learner finds the programs that it, or another one, has compiled before.
+  # A restarted learner finds the programs that it, or another learner, has compiled before.
   with kept_in(runner.place.workdir / COMPILED):
     stream = data.Stream(data.open_data(config.data), config, number)
     devices = island_devices(config.islands.island(number), jax.devices(), number)
@@ -118,18 +118,18 @@ def _train(runner: RoleRunner, number: int, hosts: Hosts | None) -> int:
 
 
 def _record_compiled(runner: RoleRunner, program: str, seconds: float) -> None:
-  """A program was compiled in the middle of training."""
+  """Records a program that was compiled in the middle of training."""
   compiled = events.Compiled(target=runner.address, seconds=round(seconds, 3), program=program)
   runner.recorder.record(compiled)
 
 
 def live(runner: RoleRunner, number: int, island, batches: Batches) -> int:
-  """Trains on an island that is ready; quarantined, it starts afresh as a new incarnation.
+  """Trains on a compiled island; after a quarantine it starts afresh as a new incarnation.
 
   Returns the exit status.
 
   Raises:
-    Ended: it was quarantined once too often in a row.
+    Ended: the learner was quarantined once too often in a row.
   """
   config, deaths, afresh = runner.config, 0, False
   storage = open_storage(config, runner.plan, runner.place.workdir, runner.place.run_id)
@@ -138,7 +138,7 @@ def live(runner: RoleRunner, number: int, island, batches: Batches) -> int:
     try:
       return _life(runner, number, island, batches, storage, afresh)
     except Quarantined as error:
-      afresh = True  # what it had was bad: from now on it begins with nothing
+      afresh = True  # its state was bad: from now on the learner begins with nothing
       deaths, pause = after_exit(deaths, time.monotonic() - began, config.run)
       text = f"was quarantined ({error})"
       if pause is None:
@@ -147,11 +147,11 @@ def live(runner: RoleRunner, number: int, island, batches: Batches) -> int:
         ) from error
       runner.say(f"{text}; starts afresh in {pause:g} s")
       if runner.pause(pause):
-        return FINISHED  # what it had was rejected: there is nothing to lose
+        return FINISHED  # its work was rejected: there is nothing to lose
       runner.reborn()
     except Outnumbered as refusal:
       if runner.begin_anew(refusal):
-        return FINISHED  # it had done nothing
+        return FINISHED  # the refused life had done nothing
 
 
 def _life(runner: RoleRunner, number: int, island, batches: Batches, storage, afresh: bool) -> int:
@@ -161,7 +161,7 @@ def _life(runner: RoleRunner, number: int, island, batches: Batches, storage, af
   config, plan, recorder = runner.config, runner.plan, runner.recorder
   new = new_learner(config, plan, number, runner.incarnation, afresh)
   began = time.monotonic()
-  runner.busy("restoring a snapshot")  # a second life has come round before
+  runner.busy("restoring a snapshot")  # `stopped` may have been called before, by a former life
   found = None if afresh else storage
   beginning = begin_learner(new, config, plan, island, found, recorder)
   if beginning.arrays:
@@ -209,7 +209,7 @@ def _trained(state: LearnerState, config: Config, fast: str = "") -> str:
 
 
 def _left(runner: RoleRunner, state: LearnerState) -> int:
-  """Unmerged work is not needed after the run; in the middle of it, it is lost work."""
+  """The exit status of a learner that leaves: work not merged is lost, unless the run is over."""
   unmerged = unmerged_tokens(state)
   if state.merged_tokens >= runner.config.run.total_tokens or not unmerged:
     runner.say(f"ends: {_trained(state, runner.config)}; nothing is lost")
@@ -227,8 +227,8 @@ def _left(runner: RoleRunner, state: LearnerState) -> int:
 def run_syncer(config: Config, shard: int, place: RoleSpec) -> int:
   """Owns its fragments until all of them are done and every learner has left, or SIGTERM.
 
-  A restarted shard gets its fragments from its buddy; a fragment that no role has any more is lost,
-  which is said and sets the exit status.
+  A restarted shard gets its fragments from its buddy. A fragment that no role has any more is lost:
+  this is logged, and sets the exit status.
   """
   check_spec(config, place)
   if not 0 <= shard < config.sync.num_shards:
@@ -252,7 +252,7 @@ def _syncer(runner: RoleRunner, shard: int) -> int:
     replication = Replication(copies, buddy, settings.patience_seconds, recorder)
   store, state, unfounded = _recover(runner, shard, copies, owned)
   rounds = (store.load(p).state.last_round for p in owned)
-  runner.come_after(max(rounds, default=-1) >> 24)  # a round names the life that made it
+  runner.come_after(max(rounds, default=-1) >> 24)  # a round id contains its shard's incarnation
   saver, plan = runner.saver(), runner.plan
   keys, contract = runner.keys, initial.contract(config, plan)
   sealer = Sealer(keys.secret, runner.place.run_id, contract) if keys else None
@@ -276,7 +276,7 @@ def _syncer(runner: RoleRunner, shard: int) -> int:
 
   try:
     role.run(faults, over)
-    until = time.monotonic() + settings.drain_seconds  # told to end: the buddy gets what it lacks
+    until = time.monotonic() + settings.drain_seconds  # the buddy still gets what it lacks
     if replication is not None and not _complete(role):
       kept = lambda: role.idle and not replication.missing()  # noqa: E731
       role.run(faults, lambda: kept() or time.monotonic() >= until)
@@ -300,7 +300,8 @@ def _complete(role: Syncer) -> bool:
 
 
 def _shard_status(runner: RoleRunner, role: Syncer) -> int:
-  """Lost is what learners had and no shard has any more, and before the end what no buddy has."""
+  """The exit status. Lost are versions that learners had and no shard has any more, and, before
+  the run's end, fragments that the buddy does not have."""
   had = {p: f"fragment {p} before version {v + 1}" for p, v in sorted(role.lost.items())}
   if had:
     runner.say(f"was lost on the way: {', '.join(had.values())}")
@@ -315,17 +316,18 @@ def _shard_status(runner: RoleRunner, role: Syncer) -> int:
 def _recover(
   runner: RoleRunner, shard: int, copies: Copies, owned: tuple[int, ...]
 ) -> tuple[MemoryStore, SyncerState, Unfounded]:
-  """(a store with the newest commit of every fragment, the state to begin with, what has none).
+  """(A store with the newest commit of every fragment, the state to begin with, `Unfounded`).
 
-  From the buddy, but from the newest snapshot what only that has, or has newer; what neither has
-  begins anew if there never was a snapshot. Learners that have newer values give them back: the
-  first rounds wait for those, and after lost snapshots there are no others.
+  Fragments come from the buddy, or from the newest snapshot if only that has them, or has newer
+  ones. A fragment that neither has begins from its initial value, if there never was a snapshot.
+  Learners give newer values back, and the first rounds wait for them. If the run's snapshots are
+  lost, learners must give the fragment back (`Unfounded`).
   """
   config, plan = runner.config, runner.plan
   found, unfounded = _ask_buddy(runner, shard, copies), Unfounded((), "")
   restored, tried = None, list[str]()
   storage = open_storage(config, plan, runner.place.workdir, runner.place.run_id)
-  # It may have gone on alone, cut off from its buddy, whose copies are older than snapshots then.
+  # The former life may have gone on without its buddy, whose copies are then older than snapshots.
   rounds = newest_rounds(storage) if found and storage is not None else {}
   wanted = [p for p in owned if p not in found or _newer(rounds.get(p, NOTHING), found[p])]
   if wanted and storage is not None:
@@ -333,7 +335,7 @@ def _recover(
   if restored is not None:
     taken = {
       p: committed
-      for p, committed in restored.fragments.items()  # of an older one, if the newest is damaged
+      for p, committed in restored.fragments.items()  # may be old, if newer snapshots are damaged
       if p not in found or _newer(committed.state.last_round, found[p])
     }
     found |= taken
@@ -353,7 +355,8 @@ def _recover(
   store = MemoryStore(outlives=False)
   for committed in found.values():
     store.save(committed)
-  # Also with its buddy's copies: it may have gone on without a buddy that was cut off from it.
+  # The recovery deadline holds also with the buddy's copies: the former life may have gone on
+  # without its buddy, and learners may have newer values.
   age_seconds = max(0.0, time.time() - runner.started)
   state = new_syncer(
     config,
@@ -372,14 +375,14 @@ def _newer(last_round: int, than: Committed) -> bool:
 
 
 def _ask_buddy(runner: RoleRunner, shard: int, copies: Copies) -> dict[int, Committed]:
-  """What it holds of this shard's fragments; nothing if there is none, or it does not answer."""
+  """The buddy's copies of this shard's fragments; {} without a buddy, or if it does not answer."""
   buddy = buddy_of(shard, runner.config.sync.num_shards)
   if buddy == shard:
     return {}
 
   def keep_on(quiet_seconds: float) -> bool:
     stopped = runner.stopped()
-    # Being asked is no beginning: until the role runs, much else may take minutes without a beat.
+    # `stopped` ends the grace of starting; until the role runs, recovery may take minutes.
     runner.busy("recovering its fragments")
     return not stopped and quiet_seconds < runner.config.network.silence_seconds
 
@@ -410,7 +413,7 @@ def _served(role: Syncer, config: Config) -> str:
 
 
 def run_evaluator(config: Config, place: RoleSpec) -> int:
-  """Follows the global model, measures it, and leaves WORKDIR/result and the report at the end."""
+  """Follows and measures the global model, and leaves WORKDIR/result and the report at the end."""
   check_spec(config, place)
   with RoleRunner(EVALUATOR_ADDRESS, config, place) as runner:
     return runner.run(lambda: _evaluator(runner))
@@ -424,7 +427,7 @@ def _evaluator(runner: RoleRunner) -> int:
   from ddiloco.training import data
 
   config, began = runner.config, time.monotonic()
-  require_writable(runner.place.workdir)  # not found out at the end, with the result in hand
+  require_writable(runner.place.workdir)  # refused now, not at the end when there is a result
   measure = loss = None
   if config.run.evaluations:
     runner.ready = lambda: "reading the held-out data"

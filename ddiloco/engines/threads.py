@@ -1,8 +1,8 @@
-"""The threads engine: all islands and shards of one process, a thread each.
+"""The threads engine: all islands and shards in one process, a thread each.
 
-For a laptop (fake CPU devices) and for Pathways (one controller sees all slices). It
-starts every role, restarts those that die, performs planned faults on them, and ends when the
-learners have.
+For a laptop (fake CPU devices) and for Pathways (one controller sees all slices). The engine starts
+every role, restarts roles that die, performs planned faults on them, and ends when the learners
+have ended.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from ddiloco.training.island import Island, IslandMaker
 from ddiloco.workdir import start_time
 
 DEVICES_SECONDS = 1.0  # between two looks whether a lost slice is back
-EVALUATOR_PATIENCE_SECONDS = 60.0  # to finish a measurement when the learners have ended
+EVALUATOR_PATIENCE_SECONDS = 60.0  # for the evaluator to finish after the learners have ended
 
 
 class ThreadsEngine(Engine):
@@ -63,7 +63,7 @@ class ThreadsEngine(Engine):
     config: the run's.
     workdir: event logs go to `workdir/events`.
     corpus: opened training data (`training.data.open_data`).
-    measure: what held-out data say of a parameter tree, for the evaluator.
+    measure: the held-out measures of a parameter tree, for the evaluator.
     islands: compiled by an earlier run of the same model and islands; None: new ones.
   """
 
@@ -79,7 +79,7 @@ class ThreadsEngine(Engine):
     # Opened once: a restarted learner has nothing to prepare that could hold up the others.
     self._streams = [data.Stream(corpus, config, m) for m in range(config.num_islands())]
     self._start_time = self._training_since = time.monotonic()
-    # No learner ever has more than the whole model under way, in either direction.
+    # No member ever has more than the whole model under way, in either direction.
     model_bytes, receivers = 4 * sum(self.plan.sizes), config.islands.num_learners + 1
     room = receivers * model_bytes + (1 << 30)
     self._hub = Hub(workdir.name, self.plan.plan_id, max_bulk_bytes=room)
@@ -96,13 +96,13 @@ class ThreadsEngine(Engine):
     self._result: Mapping[int, np.ndarray] = {}  # fragment -> value, as saved in WORKDIR/result
     self._first_incarnation = 0
     self._faults: dict[str, Faults] = {}
-    self._steps: dict[str, Callable[[], float]] = {}  # by learner, the seconds of a usual step
+    self._steps: dict[str, Callable[[], float]] = {}  # learner -> the seconds of a usual step
     self._hangs = HangWatch(
       config.run.hang_seconds, lambda name: self._steps[name](), lambda: self._recorder
     )
     learners = [learner_address(m) for m in islands]
     self._profiler = Profiler(workdir, learners, lambda: self._recorder)
-    self._stop_at = math.inf  # when patience with that is over
+    self._stop_at = math.inf  # when learners that still drain are stopped
 
   def _begin(self) -> None:
     self._restored = self._resume()
@@ -128,7 +128,7 @@ class ThreadsEngine(Engine):
   # --- roles --------------------------------------------------------------------------------------
 
   def _resume(self) -> Restored | None:
-    """What the newest snapshot has, if the run goes on from one."""
+    """The newest snapshot's fragments, if the run goes on from a snapshot."""
     tried, every = list[str](), range(len(self.plan.fragments))
     storage = self._storage
     restored = restore_fragments(storage, self.plan, every, tried) if storage else None
@@ -137,23 +137,23 @@ class ThreadsEngine(Engine):
     return restored
 
   def _compile_all(self) -> None:
-    # A thread for each: those that wait for a program of their kind hold up no other kind.
+    # A thread for each island: an island that waits for equal islands' programs holds up no others.
     with concurrent.futures.ThreadPoolExecutor(len(self.islands)) as pool:
       list(pool.map(self._compile, self.islands))
     self._seed()
 
   def _start_after(self, incarnation: int) -> None:
-    """The run goes on: no new life may pass for one of before."""
+    """Sets the first incarnation above `incarnation`, the greatest of the run's earlier lives."""
     now = max(self._first_incarnation, peers.seconds_since_2020())
     self._first_incarnation = role_spec.above(now, [incarnation])
 
   def _seed(self) -> None:
-    """Version 0, or the newest snapshot, goes into the store; without shards, into the islands."""
+    """Puts version 0, or the newest snapshot, into the store; without shards, into the islands."""
     if self._restored is not None:
       for committed in self._restored.fragments.values():
         self._store.save(committed)
-        self._start_after(committed.state.last_round >> 24)  # the snapshots may be all that is left
-      self._restored.fragments.clear()  # else they would stay when newer ones have come
+        self._start_after(committed.state.last_round >> 24)  # the event logs may be lost
+      self._restored.fragments.clear()  # else they would stay in memory beside newer versions
     elif self.config.sync.num_shards:
       every = range(len(self.plan.fragments))
       for p, value in initial.initial_values(self.config, self.plan, every).items():
@@ -176,12 +176,12 @@ class ThreadsEngine(Engine):
     island = self.islands[m]
     new = new_learner(config, self.plan, m, incarnation, afresh)
     if config.sync.num_shards:
-      storage = None if afresh else self._storage  # what it had was bad
+      storage = None if afresh else self._storage  # after a quarantine: its state was bad
       beginning = begin_learner(new, config, self.plan, island, storage, recorder)
     else:
       beginning = ResumeState(new)
       if incarnation:
-        island.load(self._first)  # no other role has what it had learned
+        island.load(self._first)  # no other role has what the island had learned
     endpoint, saver = self._connect(name, faults), self._saver(recorder, faults)
     batches = self._streams[m].iterate
     runtime = Runtime(endpoint, recorder, saver, initial=self._initial_values)
@@ -207,15 +207,15 @@ class ThreadsEngine(Engine):
       raise
     finally:
       self._hangs.end(name)
-      self._steps[name] = lambda: 0.0  # nothing of this life is kept: its next one has as much
+      self._steps[name] = lambda: 0.0  # drops the reference to this life, which has much memory
       made = role.exchange.state.step - beginning.state.step
       self.steps[m] = self.steps.get(m, 0) + made
       self._close(endpoint, saver)
 
   def _rebuild(self, m: int, faults: Faults) -> bool:
-    """A new island once its devices are back; False if the run ends before that.
+    """Makes a new island once its devices are back; False if the run ends before that.
 
-    Programs and arrays of a slice that has failed are gone with it.
+    The programs and arrays of a failed slice are lost with it.
     """
     name, lost = learner_address(m), list(self.islands[m].mesh.devices.flat)
     say(f"{name}: waits until its {len(lost)} devices are back")
@@ -282,7 +282,7 @@ class ThreadsEngine(Engine):
     self._start_thread(name, self._first_incarnation + life, live)
 
   def _new_faults(self, name: str) -> Faults:
-    """Of all lives of a role; it strikes them itself."""
+    """The planned faults of all lives of a role, which performs them itself."""
     plan = [f for f in self._planned if f.role == name and f.action != "join"]
     faults = self._faults[name] = Faults(plan, self._training_since, self._note_fault, name)
     faults.stopped = self.stop
@@ -327,12 +327,12 @@ class ThreadsEngine(Engine):
     self._profiler.close()
 
   def _initial_values(self) -> Mapping[int, np.ndarray]:
-    """Those that the shards still have."""
+    """The initial values that the shards still have."""
     all_committed = (self._store.load(p) for p in range(len(self.plan.fragments)))
     return {c.state.index: c.value for c in all_committed if not c.state.version}
 
   def _save_result(self, params: initial.Assembled) -> None:
-    """Of the shards, which have it exactly."""
+    """Saves the shards' values, which are exact, instead of the evaluator's."""
     params = self._global_params()
     super()._save_result(params)
     self._result = params.values_of

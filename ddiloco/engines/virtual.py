@@ -1,6 +1,6 @@
-"""The engine of virtual time: no arrays, no devices, no waiting; the same events and judges.
+"""The engine of virtual time: no arrays, no devices, no waiting; events and report as in real runs.
 
-It also measures how fast this machine merges: virtual shards and the planner are told.
+It also measures how fast this machine merges, for virtual shards and the planner.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from ddiloco.simulation import bandwidth
 from ddiloco.simulation.bandwidth import F32_BYTES
 from ddiloco.simulation.run import Account, Speeds, VirtualRun
 
-LINES = 1000  # of one role, until they are written
-TELL_SECONDS = 5.0  # between two lines about a long run
+LINES = 1000  # of one role that are kept until they are written
+TELL_SECONDS = 5.0  # between two lines of progress
 
 
 class Logs:
-  """Writes events where a real run's roles do."""
+  """Writes events to the same files as a real run's roles."""
 
   def __init__(self, workdir: Path):
     self._folder = workdir / "events"
@@ -65,7 +65,7 @@ class Logs:
 
 
 class Progress:
-  """Says on stderr how far a long run is."""
+  """Prints the progress of a long run on stderr."""
 
   def __init__(self, config: Config):
     self._total, self._steps = config.run.total_tokens, 0
@@ -95,20 +95,20 @@ def simulate(
   overwrite: bool = False,
   most_seconds: float = math.inf,
 ) -> dict[str, Any]:
-  """Runs `config` in virtual time; returns its numbers, as JSON has them.
+  """Runs `config` in virtual time; returns the run's numbers, as JSON has them.
 
   Args:
     config: the run's.
     setting: how fast everything is.
     workdir: gets the events, for dashboard and report; None: they are not kept.
     overwrite: replace a run that is there.
-    most_seconds: of virtual time.
+    most_seconds: of virtual time, after which the run stops.
 
   Raises:
-    ConfigError: something in config or setting cannot be, or the workdir is another run's.
+    ConfigError: a value in config or setting is invalid, or the workdir is another run's.
   """
   began, account = time.monotonic(), Account()
-  early: list[Event] = []  # until it is clear that all is well: only then a workdir is touched
+  early: list[Event] = []  # events of the run's start: the workdir is touched only after the checks
   takers = [account.take, Progress(config).take, early.append]
 
   def emit(event: Event) -> None:
@@ -142,7 +142,7 @@ def simulate(
 
 
 def _refuse_another(workdir: Path, overwrite: bool) -> None:
-  """A virtual run never goes on: its events would be told twice."""
+  """Refuses a workdir with a run: a virtual run cannot go on, its events would be there twice."""
   if (workdir / "events").exists() and not overwrite:
     raise ConfigError(
       f"--workdir={workdir}: holds a run. Fix: choose another directory, or add --overwrite to"
@@ -150,14 +150,14 @@ def _refuse_another(workdir: Path, overwrite: bool) -> None:
     )
 
 
-# --- How fast this machine merges, measured on a fragment of its own
+# --- How fast this machine merges, measured on a test fragment
 
-VALUES = 32 << 20  # more than caches hold
+VALUES = 32 << 20  # of the fragment: more than caches hold
 PUSHES, REPEATS = 4, 3
 
 
 def random_push(size: int, name: str) -> Encoded:
-  """A payload of one chunk of random values, again and again."""
+  """A payload that repeats one chunk of random values."""
   values = np.random.default_rng(0).standard_normal(min(size, codec.CHUNK), np.float32)
   push = Encoded(name, np.empty(codec.payload_bytes(size, name), np.uint8))
   for start in range(0, size, codec.CHUNK):
@@ -167,7 +167,7 @@ def random_push(size: int, name: str) -> Encoded:
 
 
 def commits(fragment: Fragment, config: Config, pushes: int, share: Share) -> Callable[[], object]:
-  """A function that makes the same commit of so many random pushes at every call."""
+  """A function that makes the same commit, of `pushes` random pushes, at every call."""
   compile_for(fragment, config.outer)
   value = np.full(fragment.size, 0.02, np.float32)
   published = value if config.sync.publish_codec == "f32" else value - np.float32(1e-5)
@@ -191,16 +191,16 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def merge_gbytes(config: Config) -> float:
-  """GB/s of f32 that a shard of this machine touches, as the planner counts them; seconds.
+  """GB/s of f32 that a shard of this machine touches, as the planner counts them; takes seconds.
 
-  Commits in the run's codecs and with its outer optimizer, by as many threads as a shard of this
-  config has; the median of a few.
+  Measured on commits in the run's codecs and with its outer optimizer, by as many threads as a
+  shard of this config has; the median of `REPEATS`.
   """
   fragment = Fragment(0, (Piece("values", None, 0, VALUES, (VALUES,), 0, average=False),))
   count = config.sync.value_threads or len(os.sched_getaffinity(0))
   with ValueThreads(count) as threads:
     work = commits(fragment, config, PUSHES, threads.share)
-    work()  # the first touches all memory
+    work()  # the first call touches all memory, and is not measured
     seconds = statistics.median(seconds_of(work) for _ in range(REPEATS))
   vectors = bandwidth.commit_vectors(config.sync, config.outer.momentum > 0, PUSHES)
   return vectors * F32_BYTES * VALUES / seconds / 1e9

@@ -1,14 +1,14 @@
-"""What a run of Decoupled DiLoCo moves over its links, and what a round takes. Pure arithmetic.
+"""The bytes that a run moves over its links, and the time that a round takes. Pure arithmetic.
 
 Every learner pushes each fragment to the shard that owns it, and gets the new version from there,
-once in H steps. Shard s stands beside island s mod M and shares its link; what stays at one place
-does not cross it. With as many shards as islands that is what a sharded all-reduce moves. Shards
-with a link of their own stand at places M, M + 1, ...
+once in H steps. Shard s stands beside island s mod M and shares its link; traffic within one place
+does not cross the link. With as many shards as islands the traffic is that of a sharded all-reduce.
+Shards with a link of their own stand at places M, M + 1, ...
 
 With two shards or more, each also sends every commit to its buddy, as learners get it.
 
-Not counted: headers and control (under 1 % of real fragments, `scripts/bench_wire.py`), and what
-a joining island gets (the whole model once, in f32).
+Not counted: headers and control (under 1 % of real fragments, `scripts/bench_wire.py`), and the
+model that a joining island gets (once, in f32).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from ddiloco.core import codec, fragments
 from ddiloco.protocol import rules
 
 F32_BYTES = 4
-PUSH_VECTORS = 4  # that making a push touches: local and base, the delta, what of it arrives
-STAGE_VECTORS = 3  # that taking up a version touches: payload, base, what is added
-# What an Ethernet frame of 1,514 bytes carries of a fragment: without its headers (14 bytes and 52
-# of IP and TCP), and TLS's 22 for 16,384.
+PUSH_VECTORS = 4  # that making a push touches: local, base, delta, and the delta as it arrives
+STAGE_VECTORS = 3  # that taking up a version touches: payload, base, and the staged value
+# The share of an Ethernet frame of 1,514 bytes that a fragment gets: without the headers (14 bytes
+# and 52 of IP and TCP), and TLS's 22 bytes for 16,384.
 PAYLOAD_SHARE = 1448 / 1514 * 16384 / (16384 + 22)
 
 
 def payload_bytes_per_second(gbps: float) -> float:
-  """Of fragments, over a link of so many Gbit/s."""
+  """Bytes of fragments a second, over a link of `gbps` Gbit/s."""
   return PAYLOAD_SHARE * gbps * 1e9 / 8
 
 
@@ -54,11 +54,11 @@ class LinkTraffic:
 
   sent_bytes: int
   received_bytes: int
-  copy_bytes: int  # of both, those of copies for buddies
+  copy_bytes: int  # the part of the sum of both that is copies for buddies
 
   @property
   def busier_bytes(self) -> int:
-    """Of the direction that carries more: links are full duplex."""
+    """Bytes of the direction that carries more: links are full duplex."""
     return max(self.sent_bytes, self.received_bytes)
 
 
@@ -81,7 +81,7 @@ def state_vectors(sync: SyncConfig, momentum: bool) -> int:
 
 
 def commit_vectors(sync: SyncConfig, momentum: bool, pushes: int) -> int:
-  """f32 vectors that a commit touches: a push each, twice, and the state in and out."""
+  """f32 vectors that a commit touches: each push twice, and the state in and out."""
   return 2 * pushes + 2 * state_vectors(sync, momentum)
 
 
@@ -93,7 +93,7 @@ def owned_sizes(sizes: Sequence[int], shard: int, num_shards: int) -> list[int]:
 def flows(
   sizes: Sequence[int], sync: SyncConfig, islands: int, apart: bool, listeners: int = 0
 ) -> list[LinkTraffic]:
-  """What crosses every place's link in one period: islands first, then shards that stand apart.
+  """The traffic of every place's link in one period: islands first, then shards that stand apart.
 
   Args:
     sizes: values of every fragment.
@@ -106,7 +106,7 @@ def flows(
   at = [islands + s if apart else s % islands for s in range(count)]
   places = islands + count if apart else islands
   owned = [exchanged(owned_sizes(sizes, s, count), sync) for s in range(count)]
-  push_bytes, publish_bytes = [0] * places, [0] * places  # of the shards there, per learner
+  push_bytes, publish_bytes = [0] * places, [0] * places  # of a place's shards, per learner
   copies_sent, copies_received = [0] * places, [0] * places
   for s, (place, mine) in enumerate(zip(at, owned)):
     push_bytes[place] += mine.push_bytes
@@ -131,54 +131,55 @@ def flows(
   return found
 
 
-# --- What a round takes where learners are anywhere in their steps: the mean of many, by chance
+# --- The time of a round where learners are at random points of their steps: the mean of many draws
 #
 # One fragment and its shard. The round begins at time 0 with the report of a learner, at the end of
 # its step. Every learner that is asked copies out at the end of its step, makes a push and sends
-# it; pushes share the shard's link, and a learner's own with those of other fragments that it
-# copied out at the same end of a step. The commit waits for all, or for the grace window's end. A
-# version is taken up at the end of a learner's step, and applied at a later one.
+# it. Pushes of all learners share the shard's link; a learner's own link is shared by the fragments
+# that it copied out at the same end of a step. The commit waits for all pushes, or for the end of
+# the grace window. A version is taken up at the end of a learner's step, and applied at the end of
+# a later step.
 #
 # The draws are the same every time.
 
 DRAWS = 100
-# Fragments are due in turn, P in H steps. One that comes late may fall together with the next, the
-# likelier the closer they are. With d = P / H of them in a step, virtual runs have 0.04 (d = 1/3)
-# and 0.4 to 0.5 (d = 1) others at the same end of a step by chance; beyond that 0.4 to 1.4, beside
-# those in turn. The planner takes this many times d min(d, 1).
+# Fragments are due in turn, P in H steps. A late fragment may fall together with the next one; the
+# closer they are, the likelier. With d = P / H fragments due in a step, virtual runs have 0.04
+# (d = 1/3) and 0.4 to 0.5 (d = 1) other fragments at the same end of a step by chance; for greater
+# d 0.4 to 1.4, beside those due in turn. The planner takes this factor times d min(d, 1).
 TOGETHER = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
 class RoundCosts:
-  """Seconds, but for numbers."""
+  """Seconds, except the counts `islands` and `away`."""
 
   islands: int
   away: int  # learners behind a link; the others stand beside the shard
   step: float
   latency: float  # one way
   encode: float  # by a learner's host
-  push: float  # of one alone, over its own link ...
+  push: float  # one push alone, over its learner's link ...
   shard_push: float  # ... and over the shard's
   merge: float
-  copy: float  # to the buddy and its receipt
-  publish: float  # until all have it
+  copy: float  # to the buddy, and the receipt back
+  publish: float  # until all learners have the version
   stage: float  # by a learner's host
 
 
 @dataclasses.dataclass(frozen=True)
 class TypicalRound:
-  """Means."""
+  """Means over many rounds."""
 
   applied_steps: float  # from a participant's copy-out to its apply
   participation: float  # share of the learners
   period_steps: float  # until the fragment's next round begins
   round_seconds: float  # from its beginning to the commit
-  delivery_seconds: float  # from then until learners take the version up
+  delivery_seconds: float  # from the commit until learners take the version up
 
 
 def typical(costs: RoundCosts, sync: SyncConfig) -> TypicalRound:
-  """Of rounds in which nothing fails and no learner waits (`sync.blocking` is not set)."""
+  """The means of rounds in which nothing fails and no learner waits (without `sync.blocking`)."""
   chance = random.Random(0)
   drawn = [_copied_out(costs, chance) for _ in range(DRAWS)]
   least = min(sync.min_quorum, costs.islands)
@@ -201,7 +202,7 @@ def typical(costs: RoundCosts, sync: SyncConfig) -> TypicalRound:
       deliveries.append(taken_up - rounds[-1])
       if merged:
         taken.append(applied - at)
-      counted = at if merged else applied  # from here on its steps are of the next sync
+      counted = at if merged else applied  # from then on steps count towards the next sync
       due.append(max(counted + sync.sync_period * costs.step, applied) + _latency(costs, i))
     periods.append(sorted(due)[least - 1])
   return TypicalRound(
@@ -218,7 +219,8 @@ def _latency(costs: RoundCosts, learner: int) -> float:
 
 
 def _copied_out(costs: RoundCosts, chance: random.Random) -> list[float]:
-  """By learner. Who reported has nearly a step before it, the others are anywhere in theirs."""
+  """When each learner copies out. The learner that reported has nearly a whole step before it; the
+  others are anywhere in their steps."""
   asker, found = chance.randrange(costs.islands), []
   for i in range(costs.islands):
     asked = _latency(costs, i)
@@ -233,7 +235,7 @@ def _copied_out(costs: RoundCosts, chance: random.Random) -> list[float]:
 def _arrivals(
   costs: RoundCosts, copied_out: list[float], sync: SyncConfig, chance: random.Random
 ) -> list[float]:
-  """By learner, when its push is at the shard."""
+  """When each learner's push is at the shard."""
   begun = [
     at + costs.encode + _others(sync, chance) * (costs.encode + costs.push) for at in copied_out
   ]
@@ -249,19 +251,19 @@ def _others(sync: SyncConfig, chance: random.Random) -> int:
 
 
 def shared(begun: list[float], alone: float, narrow: float) -> list[tuple[int, float]]:
-  """(which, when it is over) of equal transfers that begin at these times and share one link.
+  """(index, end) of equal transfers that begin at these times and share one link.
 
   Args:
     begun: seconds.
-    alone: what one takes over its own link.
-    narrow: what one takes over the shared link, if that is all its.
+    alone: seconds of one transfer over its own link.
+    narrow: seconds of one transfer over the shared link, if no other uses it.
   """
   waiting = sorted(range(len(begun)), key=lambda i: begun[i])
-  left: dict[int, float] = {}  # of those under way, the share of it that has not moved
+  left: dict[int, float] = {}  # transfer under way -> the share of it that has not moved
   over: list[tuple[int, float]] = []
   now = 0.0
   while waiting or left:
-    seconds = max(alone, narrow * len(left))  # for a whole one, at the present rate
+    seconds = max(alone, narrow * len(left))  # of a whole transfer, at the present rate
     ends = now + min(left.values(), default=math.inf) * seconds
     begins = begun[waiting[0]] if waiting else math.inf
     until = min(ends, begins)

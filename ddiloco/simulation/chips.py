@@ -12,11 +12,11 @@ from ddiloco.checks import coerce, option, require
 # --- A fleet of chips that fail, and every assumption about what a failure costs
 # [paper]: "Decoupled DiLoCo for Resilient Distributed Pre-training" (arXiv 2604.21428) says so.
 # [inferred]: the paper does not say; these are the round values with which one set of assumptions
-# gives all of its Table 1 (`scripts/reproduce_table1.py` also shows what each of them is good for).
+# gives all of the paper's Table 1 (`scripts/reproduce_table1.py` also shows the effect of each).
 
 SECONDS_PER_DAY = 86_400.0
 SECONDS_PER_YEAR = 365.25 * SECONDS_PER_DAY
-MOST_FAILURES = 10_000_000  # about 3 GB while they are worked through
+MOST_FAILURES = 10_000_000  # they take about 3 GB of memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,9 +98,9 @@ class Fleet:
 
 # --- Which failures strike, and when learners stand still because of them. No loop over events
 # All learners lie one after the other on one axis of time, each on a stretch of its own with a
-# margin behind it, so that one pass works through all of them: learner m's second t is at m * span
-# + t. What happens next after an event depends on that event alone, so that a history is the orbit
-# of the first event under "the next one that counts", found in log2(n) steps by doubling.
+# margin behind it, so that one pass handles all learners: learner m's second t is at m * span + t.
+# The next event that counts depends on the current event alone. So a history is the orbit of the
+# first event under "the next event that counts", found in log2(n) steps by doubling.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,10 +122,10 @@ class History:
 
 
 def strike(fleet: Fleet) -> tuple[np.ndarray, np.ndarray]:
-  """Seconds of all failures, ascending, and where in the fleet: a share in [0, 1). Both f64 [n].
+  """(Seconds of all failures, ascending; places in the fleet as shares in [0, 1)). Both f64 [n].
 
-  Depends on chips, days, seed and the rate alone: the same failures strike however the chips are
-  shared out.
+  They depend on chips, days, seed and the rate alone: the same failures strike for any division of
+  the chips among learners.
   """
   rng = np.random.default_rng(fleet.seed)
   count = rng.poisson(fleet.expected_failures)
@@ -174,8 +174,8 @@ def _pauses(fleet: Fleet, failures: np.ndarray) -> tuple[np.ndarray, np.ndarray,
   """(starts, ends, is_upscale) of all pauses, in order.
 
   Two things can begin a pause: a failure, and a recovered slice that has waited long enough. After
-  a pause that ends at E these are the first failure after E and the first end of patience of a
-  slice that has recovered after E; all that were ready before came back at E.
+  a pause that ends at E, the next pause begins with the first failure after E, or with the first
+  end of a wait of a slice that recovered after E. Slices that had recovered before came back at E.
   """
   num_failures = len(failures)
   recovered = failures + fleet.recovery_seconds
@@ -197,7 +197,7 @@ def _pauses(fleet: Fleet, failures: np.ndarray) -> tuple[np.ndarray, np.ndarray,
 def _waiting_for_its_only_slice(
   fleet: Fleet, failures: np.ndarray, span: float, num_failures: int
 ) -> History:
-  """Learners of one slice: away until it has recovered, then a pause to take it in."""
+  """Learners of one slice: absent until the slice has recovered and a pause has taken it in."""
   away = max(fleet.recovery_seconds, fleet.notice_seconds) + fleet.upscale_pause_seconds
   stops, back = _stops(fleet, failures, away)
   upscale = np.ones(len(stops), bool)
@@ -205,7 +205,8 @@ def _waiting_for_its_only_slice(
 
 
 def _stops(fleet: Fleet, failures: np.ndarray, away: float) -> tuple[np.ndarray, np.ndarray]:
-  """(starts, ends) of a job's pauses, each so long after its failure; others do not count then."""
+  """(starts, ends) of a job's pauses. Each ends `away` seconds after its failure; failures until
+  then do not count."""
   struck = failures[_orbit(_first_after(failures, failures + away))]
   return struck + fleet.notice_seconds, struck + away
 
@@ -213,7 +214,7 @@ def _stops(fleet: Fleet, failures: np.ndarray, away: float) -> tuple[np.ndarray,
 def _strikes_on_present(
   times: np.ndarray, slices: np.ndarray, recovery_seconds: float, span: float
 ) -> np.ndarray:
-  """Indices of the failures that count: those on chips of a slice under repair change nothing."""
+  """Indices of the failures that count: failures in a slice under repair change nothing."""
   order = np.lexsort((times, slices))
   axis = times[order] + slices[order] * span
   return order[_orbit(_first_after(axis, axis + recovery_seconds))]
@@ -239,7 +240,7 @@ def _orbit(following: np.ndarray) -> np.ndarray:
 
 
 def _longest(fleet: Fleet) -> float:
-  """Seconds by which one failure can reach beyond the simulated time, or more."""
+  """An upper bound on the seconds by which one failure can reach beyond the simulated time."""
   return 1.0 + sum(v for name, v in dataclasses.asdict(fleet).items() if name.endswith("_seconds"))
 
 
@@ -248,7 +249,7 @@ def _longest(fleet: Fleet) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class ChipTime:
-  """Chip-seconds by what became of them, over all learners, and what happened meanwhile.
+  """Chip-seconds by their use, over all learners, and what happened meanwhile.
 
   useful + downscale + upscale + restart + absent = total. A slice that is away counts as absent
   also while its learner stands still.
@@ -287,7 +288,7 @@ def elastic(fleet: Fleet) -> ChipTime:
 
 
 def _account(fleet: Fleet, history: History, shrinking: str) -> ChipTime:
-  """Adds up a history. `shrinking`: what pauses that are no upscale pauses are called."""
+  """Adds up a history. `shrinking`: the name for pauses that are not for upscaling."""
   slice_chips = fleet.chips / (history.num_jobs * history.slices_per_job)
   times, (inside, absent, shrinks, grows) = _levels(fleet, history)
   lengths = np.diff(times) * inside
@@ -313,10 +314,10 @@ def _account(fleet: Fleet, history: History, shrinking: str) -> ChipTime:
 
 
 def _levels(fleet: Fleet, history: History) -> tuple[np.ndarray, list[np.ndarray]]:
-  """Times [t] at which anything changes, and what holds between them, each [t - 1] int.
+  """Times [t] at which anything changes, and four levels between them, each [t - 1] int.
 
-  That is: is it inside the simulated time, slices that are absent, is it a pause of the one kind,
-  or of the other.
+  The levels: 1 inside the simulated time; the number of absent slices; 1 in a pause that shrinks or
+  restarts the job; 1 in an upscale pause.
   """
   stretches = np.arange(history.num_jobs) * history.span
   pauses = (history.pause_starts, history.pause_ends)
@@ -343,7 +344,7 @@ def _any_share(times: np.ndarray, trains: np.ndarray, history: History, seconds:
   """Share of the simulated time in which at least one job trains; trains: [t - 1] bool."""
   change = np.diff(trains.astype(np.int32), prepend=0, append=0)
   at = np.flatnonzero(change)
-  half_a_margin = (history.span - seconds) / 2  # so that rounding leads to no other job's stretch
+  half_a_margin = (history.span - seconds) / 2  # so that rounding reaches no other job's stretch
   moments = times[at] - np.floor((times[at] + half_a_margin) / history.span) * history.span
   order = np.argsort(moments, kind="stable")
   training = np.cumsum(change[at][order])

@@ -1,23 +1,25 @@
-"""Does a run fit its links and its shards' cores? From sizes, settings and links to plain words.
+"""Whether a run fits its links and its shards' cores, from sizes, settings and link rates.
 
 Pure arithmetic. Assumptions, besides those of `simulation.bandwidth`:
 
-- All islands step alike, none fails. Their ends of steps are spread evenly, at random; in lock-step
-  they fall together.
-- A round begins with the report of a learner, at the end of its step. So when it is asked, it has
-  nearly a whole step before it, less the latency there and back; the others are anywhere in theirs.
-  Each copies out at the end of its step, and the commit waits for the last one (`_copy_outs`).
+- All islands have equal steps, and none fails. The ends of their steps are spread evenly, at
+  random; in lock-step they coincide.
+- A round begins with the report of a learner, at the end of its step. So when that learner is
+  asked, it has nearly a whole step before it, less the latency there and back; the other learners
+  are anywhere in their steps. Each learner copies out at the end of its step, and the commit waits
+  for the last one (`_copy_outs`).
 - A learner sends the fragments that are due in a step together, and now and then one more
-  (`bandwidth.typical`). Pushes that are under way together share the shard's link; so do the copies
-  of its new version, one for every learner and the evaluator. The last push's part of the merge
-  comes after all pushes.
+  (`bandwidth.typical`). Pushes that are under way together share the shard's link; so do the
+  publishes of a new version, one for every learner and the evaluator. The last push's part of the
+  merge comes after all pushes.
 - A learner looks for a new version at the end of a step, brings it to its devices during the next
-  one or more, and applies it at an end again (`bandwidth.typical`).
+  step or steps, and applies it at the end of a step again (`bandwidth.typical`).
 - A learner's host touches `PUSH_VECTORS` vectors to make a push and `STAGE_VECTORS` to take up a
-  version, `host_gbytes` GB/s of f32. A shard takes in a push in one pass over its values. A commit
-  of M pushes touches M + 2 vectors and the fragment's state twice (`bandwidth.commit_vectors`).
-  `core_gbytes` is the GB/s of f32 that its threads touch so: `ddiloco plan --measure` measures it
-  here; without it 4.0 is assumed for both, which one slow core reaches.
+  version, at `host_gbytes` GB/s of f32. A shard takes in a push in one pass over its values. A
+  commit of M pushes touches each push and the fragment's state twice (`bandwidth.commit_vectors`).
+  `core_gbytes` is the GB/s of f32 that a shard's threads touch in this way: `ddiloco plan
+  --measure` measures it on this machine. Without it 4.0 is assumed for both rates, which one slow
+  core reaches.
 - Links are full duplex; `bandwidth.PAYLOAD_SHARE` of what they carry is fragments.
 """
 
@@ -61,7 +63,7 @@ CONNECTION_BYTES = 4 << 20  # under way over one TCP connection at most: Linux's
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-  """What is to run, and on what."""
+  """The run, and the links and machines that it runs on."""
 
   sizes: tuple[int, ...]  # values of every fragment
   sync: SyncConfig
@@ -74,7 +76,7 @@ class Setting:
   core_gbytes: float = option(CORE_GBYTES, "GB/s of f32 that a shard merges.")
   host_gbytes: float = option(CORE_GBYTES, ABOUT_HOST_GBYTES)
   evaluator: bool = False  # one more member that gets every version, at a place of its own
-  window_bytes: int = 0  # under way to one peer at most; 0: any number
+  window_bytes: int = 0  # under way to one peer at most; 0: no limit
 
   def __post_init__(self):
     positive("plan", self, "islands", "step_seconds", "gbps", "core_gbytes", "host_gbytes")
@@ -96,7 +98,7 @@ class Setting:
 
   @classmethod
   def of(cls, config: Config, sizes: tuple[int, ...], **rates: Any) -> Setting:
-    """Of this config's run, in fragments of these sizes; `rates` are the other fields."""
+    """The setting of this config's run, with fragments of these sizes; `rates`: other fields."""
     return cls(
       sizes=sizes,
       sync=config.sync,
@@ -124,15 +126,15 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class SyncTime:
-  """Seconds of one sync of the largest fragment, in order of time, without waits at the end."""
+  """Seconds of one sync of the largest fragment, in order of time, up to the staged version."""
 
-  copy_outs: float  # from the first learner's end of a step to the last one's
+  copy_outs: float  # from the first learner's end of a step to the last learner's
   encode: float  # by a learner's host: the push
   push: float
   merge: float
   copy: float  # to the buddy, before any learner hears of the version
   publish: float
-  stage: float  # by a learner's host: what the version changes there
+  stage: float  # by a learner's host: the value to stage
   latency: float
 
   @property
@@ -147,11 +149,11 @@ class SyncTime:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-  """Bytes of the shard that needs most."""
+  """Bytes of the shard that needs most memory."""
 
   state: int  # value, published value and momentum of its own fragments, and the newest update
-  copies: int  # of its neighbour's: published value and momentum
-  rounds: int  # pushes as received, and what a commit makes
+  copies: int  # of its neighbour's fragments: published value and momentum
+  rounds: int  # pushes as received, and the result of a commit
 
   @property
   def total(self) -> int:
@@ -160,17 +162,17 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class ExchangePlan:
-  """What the setting needs. Loads are shares of what there is; above 1 it does not fit."""
+  """What the setting needs. Loads are shares of the capacity; above 1 the run does not fit."""
 
   exchanged: Exchanged
   average_gbps: float  # over the busiest link, in its busier direction
-  peak_gbps: float  # an island's, others in proportion, so that tau hides a sync; may be infinite
+  peak_gbps: float  # of an island's link, others in proportion, for tau to hide a sync; or infinite
   link_load: float  # of the busiest link
   copy_share: float  # of the busiest link's bytes
-  core_load: float  # of what the busiest shard merges with
-  host_load: float  # of what a learner's host does beside its steps
+  core_load: float  # of the busiest shard's cores
+  host_load: float  # of a learner's host, beside its steps
   sync: SyncTime
-  overlap_steps: int  # tau that would hide it
+  overlap_steps: int  # the tau that would hide a sync
   applied_steps: float  # from a learner's copy-out to its apply, on average
   round_seconds: float  # from a round's beginning to its commit
   delivery_seconds: float  # from the commit to the learners' taking it up
@@ -179,9 +181,9 @@ class ExchangePlan:
   utilisation: float  # share of the time that islands compute
   join_seconds: float  # until a joining island has the model
   memory: Memory
-  shards_for_links: int | None  # least, so that no link is over-loaded; None: no number does it
+  shards_for_links: int | None  # least number with which no link is overloaded; None: no number
   shards_for_cores: int | None  # the same for cores
-  least_shards: int | None  # for both: copies make links busier from two shards on
+  least_shards: int | None  # for both; copies make links busier from two shards on
 
 
 def make(setting: Setting) -> ExchangePlan:
@@ -237,7 +239,7 @@ def _links(setting: Setting, sync: SyncConfig) -> tuple[float, float, float]:
 
 
 def _core_load(setting: Setting, sync: SyncConfig) -> float:
-  """How long the busiest shard takes in pushes and merges in a period, over the period."""
+  """The share of a period in which the busiest shard takes in pushes and merges."""
   m = setting.islands
   touched = F32_BYTES * (m + bandwidth.commit_vectors(sync, setting.momentum, m))
   largest = max(
@@ -247,7 +249,7 @@ def _core_load(setting: Setting, sync: SyncConfig) -> float:
 
 
 def _host_load(setting: Setting) -> float:
-  """The same of a learner's host with all its pushes and versions."""
+  """The share of a period in which a learner's host makes pushes and takes up versions."""
   touched = F32_BYTES * (PUSH_VECTORS + STAGE_VECTORS) * sum(setting.sizes)
   return touched / (setting.host_gbytes * 1e9) / setting.period_seconds
 
@@ -258,7 +260,7 @@ def _away(setting: Setting) -> int:
 
 
 def _copy_outs(setting: Setting) -> list[float]:
-  """When learners copy out, in steps since they were asked, ascending: where they are on average.
+  """Mean times of the learners' copy-outs, in steps since they were asked, ascending.
 
   The learner whose report began the round has a whole step before it, less the latency.
   """
@@ -270,9 +272,12 @@ def _copy_outs(setting: Setting) -> list[float]:
 
 
 def _pushes(setting: Setting, size: int) -> list[tuple[float, float]]:
-  """When all pushes of so many values are there, if from some copy-out on there is no gap on the
-  shard's link, or on the last one's own: the latest of these. Each as (when that is, from the last
-  copy-out on: 0 or less; seconds on the link)."""
+  """Bounds on the time at which all pushes of `size` values are there, of which the latest holds.
+
+  Each is (begin, seconds on the link): the last learner's push over its own link, and all pushes
+  from the k-th copy-out on over the shard's link without a gap. `begin` is in seconds from the last
+  copy-out: 0 or less.
+  """
   m, away, at = setting.islands, _away(setting), _copy_outs(setting)
   if not away:
     return [(0.0, 0.0)]
@@ -284,7 +289,7 @@ def _pushes(setting: Setting, size: int) -> list[tuple[float, float]]:
 
 
 def _sync_time(setting: Setting, size: int) -> SyncTime:
-  """Of a fragment of so many values."""
+  """One sync of a fragment of `size` values."""
   sync, m = setting.sync, setting.islands
   one, away, step = bandwidth.exchanged([size], sync), _away(setting), setting.step_seconds
   rate = bandwidth.payload_bytes_per_second(setting.gbps)
@@ -310,7 +315,8 @@ def _sync_time(setting: Setting, size: int) -> SyncTime:
 
 
 def _peak_gbps(setting: Setting, sync: SyncTime) -> float:
-  """Of an island's link, others in proportion, so that tau just hides a sync; may be infinite."""
+  """The rate of an island's link, others in proportion, at which tau just hides a sync; may be
+  infinite."""
   rest, least = sync.total - sync.on_links, 0.0
   for begun, seconds in _pushes(setting, max(setting.sizes)):
     spare = setting.overlap_seconds - rest - begun
@@ -319,7 +325,7 @@ def _peak_gbps(setting: Setting, sync: SyncTime) -> float:
 
 
 def _usual(setting: Setting) -> TypicalRound:
-  """The mean over all fragments."""
+  """The mean of typical rounds over all fragments."""
   counts = collections.Counter(setting.sizes)
   rounds = [dataclasses.astuple(_round(setting, size)) for size in counts]
   weights = list(counts.values())
@@ -327,11 +333,11 @@ def _usual(setting: Setting) -> TypicalRound:
 
 
 def _round(setting: Setting, size: int) -> TypicalRound:
-  """Of a fragment of so many values."""
+  """A typical round of a fragment of `size` values."""
   config, step = setting.sync, setting.step_seconds
   sync = _sync_time(setting, size)
   period = float(config.sync_period)
-  if config.blocking:  # all copy out at once, and who waits looks at once
+  if config.blocking:  # all learners copy out together, and wait for the version
     after = sync.publish + sync.copy + sync.latency / 2
     before = sync.total - after - sync.stage
     return TypicalRound(max(config.overlap_steps, sync.total / step), 1.0, period, before, after)
@@ -455,7 +461,7 @@ def lines(setting: Setting, plan: ExchangePlan) -> list[str]:
 
 
 def as_json(setting: Setting, plan: ExchangePlan) -> dict[str, Any]:
-  """The same for programs; what no bandwidth or number reaches is null."""
+  """The plan for programs; null where no bandwidth or number of shards is enough."""
   content = {
     "parameters": sum(setting.sizes),
     "bytes_per_step": plan.exchanged.per_step(setting.sync),
@@ -560,7 +566,7 @@ _PARTS = {
 
 
 def _parts(plan: ExchangePlan) -> str:
-  """Those that matter."""
+  """The parts of a sync that take more than 1 % of it."""
   parts = dataclasses.asdict(plan.sync)
   shown = (name for name in parts if parts[name] > 0.01 * plan.sync.total)
   return ", ".join(f"{_PARTS[name]} {_seconds(parts[name])}" for name in shown)

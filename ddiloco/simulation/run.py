@@ -1,9 +1,9 @@
 """A config's run in virtual time: its islands' paces, its links, its fault plan, its events.
 
-What is left out: values and losses; the evaluator; what a shard that was killed asks its buddy for
-(it finds what it had committed, as in the threads engine); start-up and compilation, which take no
-time. What a shard and a learner's host do to vectors takes what `simulation/planner.py` says of
-vectors and memory speed.
+Left out are: values and losses; the evaluator; the recovery of a killed shard from its buddy (the
+shard finds its commits, as in the threads engine); start-up and compilation, which take no time.
+Work on vectors, by a shard or a learner's host, takes the time that follows from the vectors and
+memory speed of `simulation/planner.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ddiloco.simulation.world import Actor, Pace, World
 
 @dataclasses.dataclass(frozen=True)
 class Speeds:
-  """What a config does not say: how fast things are."""
+  """How fast everything is, which a config does not say."""
 
   sizes: tuple[int, ...]  # values of every fragment
   step_seconds: float = option(1.0, "Of islands without islands.min_step_seconds.")
@@ -105,7 +105,7 @@ class VirtualRun(World):
     super().__init__(config, pace, setting.seed, setting.sizes, config.chaos.of_roles())
 
   def finish(self, most_seconds: float = math.inf) -> str:
-    """Runs to the end of the token budget, or for so long; returns the reason why it ended."""
+    """Runs to the end of the token budget, or for `most_seconds`; returns why the run ended."""
     self.run(most_seconds, self._is_over)
     reason, struck = "finished" if self._is_over() else "stopped", self.disturbances
     if struck.hopeless or (reason == "finished" and struck.all_are("learner-", GONE)):
@@ -157,7 +157,7 @@ class VirtualRun(World):
     return self._touched(fragment, vectors, self._setting.merge_gbytes)
 
   def _touched(self, fragment: int, vectors: int, gbytes: float) -> float:
-    """How long it takes to touch so many vectors at so many GB/s."""
+    """Seconds to touch so many vectors at so many GB/s."""
     return vectors * F32_BYTES * self.plan.fragments[fragment].size / (gbytes * 1e9)
 
 
@@ -172,7 +172,7 @@ def _each(values: Sequence[float], count: int, name: str) -> Sequence[float]:
   return values * count if len(values) == 1 else values
 
 
-# --- What a virtual run amounts to, from its events alone, with bounded memory
+# --- The numbers of a virtual run, from its events alone
 
 KEPT = (
   *(events.Step, events.Commit, events.Fault, events.Exit, events.Restart, events.Crash),
@@ -184,7 +184,7 @@ _NUMBER = re.compile(r"[0-9][0-9.]*")
 class Account:
   """Takes a run's events one by one.
 
-  `kept` are those that recoveries, stalls and lost rounds are found from.
+  `kept` are the events from which recoveries, stalls and lost rounds are found.
   """
 
   def __init__(self) -> None:
@@ -195,11 +195,11 @@ class Account:
     self.missing: collections.Counter[str] = collections.Counter()  # why learners had no part
     self._ledger = Ledger()
     self._copied_out_at: dict[tuple[str, int], tuple[int, float]] = {}  # by learner and fragment
-    self.sync_seconds: list[float] = []  # from a copy-out to the version that has it
+    self.sync_seconds: list[float] = []  # from a copy-out to the apply of the version with it
     self.traffic = TrafficTotals()
 
   def take(self, event: Event) -> None:
-    """Enters one event; they come in order of time."""
+    """Adds one event; events come in order of time."""
     self._ledger.take(event)
     if isinstance(event, KEPT):
       self.kept.append(event)
@@ -225,7 +225,7 @@ class Account:
     return self._ledger.report()
 
   def summary(self) -> dict[str, Any]:
-    """All numbers but those of faults, as JSON has them."""
+    """All numbers except those of faults, as JSON has them."""
     found = self.goodput()
     part = [g.participation for g in found.learners.values() if math.isfinite(g.participation)]
     live = [g.liveness for g in found.learners.values() if math.isfinite(g.liveness)]

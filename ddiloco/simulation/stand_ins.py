@@ -1,7 +1,8 @@
-"""What stands in virtual time for what touches vectors: sizes and costs, and no values.
+"""Stand-ins of virtual time for objects that touch vectors: sizes and costs, but no values.
 
-Every stand-in has the methods of what it stands for, and spends what they would take. Tests put
-ghosts of values into the payloads, and so follow every inner step (`tests/protocol/ledger.py`).
+Every stand-in has the methods of the object that it stands for, and spends the time that they would
+take. Tests put ghosts of values into the payloads, and so follow every inner step
+(`tests/protocol/ledger.py`).
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ MADE_VECTORS = 2  # that an initial value touches: written, and read for its dig
 
 @dataclasses.dataclass(frozen=True)
 class Sized:
-  """Stands for a vector, or a payload, of so many bytes."""
+  """Stands for a vector, or a payload, of `nbytes` bytes."""
 
   nbytes: int
-  content: Any = None  # what a test puts in
+  content: Any = None  # anything that a test puts in
 
   def view(self, dtype: Any) -> Sized:
     """Its bytes."""
@@ -42,13 +43,13 @@ class Sized:
 
 
 def plan_of(sizes: Sequence[int]) -> Plan:
-  """A model of fragments with so many values, of one piece each."""
+  """The plan of a model with fragments of these sizes, of one piece each."""
   pieces = (Piece("values", None, 0, n, (n,), 0, average=False) for n in sizes)
   return Plan(tuple(Fragment(p, (piece,)) for p, piece in enumerate(pieces)))
 
 
 class VirtualIsland:
-  """Stands for `training.island.Island`: its steps take their time."""
+  """Stands for `training.island.Island`: its steps take virtual time."""
 
   num_moments = 2
 
@@ -160,7 +161,7 @@ class SizedDeltas(Deltas):
 
 
 class SizedMerger(Merger):
-  """Stands for `core.delta.Merger`: an update is as long as its steps, times what poisons it."""
+  """Stands for `core.delta.Merger`: an update's norm is its steps times the factor of poison."""
 
   def __init__(self, world: World, fragments: Mapping[int, Fragment], store: FragmentStore):
     super().__init__(fragments, store, world.config)
@@ -173,12 +174,12 @@ class SizedMerger(Merger):
 
   def take_in(self, push: Push, now: float) -> Received:
     if push.fragment not in self._fragments or push.payload is None:
-      return super().take_in(push, now)  # which says why it is none
+      return super().take_in(push, now)  # which says why the push is invalid
     self._world.spend(self._world.take_in_seconds(push.fragment))
     return Received(push, now, content=push.payload, **self.measure(push))
 
   def measure(self, push: Push) -> Mapping[str, Any]:
-    """What it finds out about a push; see `Received`."""
+    """What the merger measures of a push; see `Received`."""
     return {"norm": push.steps * push.payload.content}
 
   def take_back(self, value: Value, now: float) -> Received:
@@ -243,8 +244,8 @@ class VirtualStorage:
 
   def __init__(self, world: World):
     self.parts: dict[int, dict[str, SavedPart]] = {}  # by snapshot and role, "learner-3"
-    self.committed: dict[int, frozenset[str]] = {}  # by snapshot, whose parts are in it
-    self._declined: dict[int, set[str]] = {}  # by snapshot, who will have no part
+    self.committed: dict[int, frozenset[str]] = {}  # by snapshot, roles with a part in it
+    self._declined: dict[int, set[str]] = {}  # by snapshot, roles that will save no part
     self._world = world
 
   def find(self, role: str, place: Callable[[str, Any], Any]) -> SavedPart | None:
@@ -257,7 +258,7 @@ class VirtualStorage:
     return max((n for n, roles in self.committed.items() if role in roles), default=None)
 
   def only(self, snapshot: int | None) -> VirtualStorage:
-    """As if only this snapshot had ever been committed; None: none."""
+    """A storage as if only this snapshot had ever been committed; None: no snapshot."""
     one = VirtualStorage(self._world)
     if snapshot is not None:
       one.parts, one.committed = self.parts, {snapshot: self.committed[snapshot]}
@@ -291,7 +292,7 @@ class VirtualStorage:
     return self._declined.get(snapshot, set())
 
   def growth(self, snapshot: int, roles: Collection[str]) -> Mapping[str, int]:
-    """A part is there at once, when it is."""
+    """Role -> 1 if its part is there, else 0: a part appears as a whole."""
     return {role: int(role in self.parts.get(snapshot, {})) for role in roles}
 
   def metas(self, snapshot: int) -> Mapping[str, Mapping[str, Any]]:
@@ -305,7 +306,7 @@ class VirtualStorage:
     self.parts = {n: parts for n, parts in self.parts.items() if n > over or n in self.committed}
 
   def forget(self, role: str | None = None) -> None:
-    """Drops this role's parts (None: all) of what was never committed."""
+    """Drops this role's parts (None: all roles') of snapshots that were never committed."""
     for who in self._declined.values():
       who -= {role} if role is not None else set(who)
     for snapshot, parts in self.parts.items():
@@ -315,6 +316,6 @@ class VirtualStorage:
 
 
 def batches(position: int) -> Iterator[None]:
-  """Endless, and empty."""
+  """Endless batches without content."""
   while True:
     yield None

@@ -1,8 +1,8 @@
-"""Virtual time: a heap of things to come, the loops of roles that wait in it, and their links.
+"""Virtual time: a heap of planned calls, the loops of roles that wait in it, and their links.
 
-A loop (`ddiloco/runtime.py`) runs at one instant until it waits. What its work costs is spent
-meanwhile: its own clock is ahead of the heap's, and the loop goes on when the heap has caught up.
-So a role that works hears nothing, and no other role hears of its work before it is done.
+A loop (`ddiloco/runtime.py`) runs at one instant until it waits. The cost of its work is added to
+its own clock, which is then ahead of the heap's; the loop goes on when the heap has caught up. So a
+role receives nothing while it works, and no other role hears of its work before the work is done.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ddiloco.simulation import bandwidth
 
 Role = tuple[str, int]  # ("learner", m) or ("syncer", s)
 HEADER_BYTES = 64  # of any message, about
-MOST_TURNS = 1000  # of a loop at one instant without any news: it would never end
+MOST_TURNS = 1000  # of a loop at one instant without a message: more would never end
 
 
 class VirtualTime:
-  """What comes when. Things to come at the same time happen in the order of their planning."""
+  """A clock, and a heap of planned calls. Calls for the same time happen in order of planning."""
 
   def __init__(self) -> None:
     self.now = 0.0  # seconds
@@ -35,11 +35,11 @@ class VirtualTime:
     self._order = itertools.count()
 
   def clock(self) -> float:
-    """Seconds, as the loop that runs sees them."""
+    """The time in seconds, as the running loop sees it."""
     return self.now + self.spent
 
   def spend(self, seconds: float) -> None:
-    """The loop that runs works for so long."""
+    """Lets the running loop work for so long."""
     self.spent += seconds
 
   def at(self, time: float, call: Callable, *args: Any) -> None:
@@ -47,7 +47,7 @@ class VirtualTime:
     heapq.heappush(self._heap, (time, next(self._order), call, args))
 
   def run(self, until: float, stop: Callable[[], bool] = lambda: False) -> None:
-    """Lets everything happen that happens before `until`, when it is then, or before `stop()`."""
+    """Makes the planned calls up to the time `until`, or until `stop()` is true."""
     while not stop():
       if not self._heap or self._heap[0][0] > until:
         if math.isfinite(until):
@@ -61,11 +61,11 @@ class Task:
   """A loop in virtual time.
 
   Args:
-    time: its.
+    time: the clock.
     loop: what runs.
-    receive: takes the next message for it, None if there is none.
-    ended: called when the loop has ended, with the exception that ended it, or None; raises what is
-      not its business.
+    receive: takes the next message for the loop, None if there is none.
+    ended: called when the loop has ended, with the exception that ended it, or None; raises an
+      exception that it does not handle.
   """
 
   def __init__(
@@ -77,28 +77,28 @@ class Task:
   ):
     self.over = False
     self._time, self._loop, self._receive, self._ended = time, loop, receive, ended
-    self._until: float | None = None  # what it waits for; None: for its work to be over
+    self._until: float | None = None  # the time it waits for; None: it waits for its work to end
     self._waits = self._woken = False
-    self._planned = 0  # the newest call of `_go_on`: others are of the past
+    self._planned = 0  # number of the newest planned `_go_on`: older ones do nothing
     self._turns = 0
     self._plan(time.clock())
 
   def wake(self) -> None:
-    """Asks it to look around."""
+    """Lets the loop go on, even without a message."""
     self._woken = True
     self.arrived()
 
   def arrived(self) -> None:
-    """A message has come for it."""
+    """To be called when a message has come for the loop."""
     if self._waits:
       self._waits = False
       self._plan(self._time.now)
 
   def end(self) -> None:
-    """It was killed."""
+    """Ends the loop: its role was killed."""
     if not self.over:
       self.over = True
-      if not self._loop.gi_running:  # else it ends itself
+      if not self._loop.gi_running:  # else `_go_on` closes it
         self._loop.close()
 
   def _plan(self, at: float) -> None:
@@ -119,7 +119,7 @@ class Task:
       while True:
         until = self._loop.send(news)
         news = None
-        if self.over:  # it has led to its own end
+        if self.over:  # the loop itself has led to a call of `end`
           return self._loop.close()
         if time.spent:
           self._turns, self._until = 0, until
@@ -158,7 +158,7 @@ class Task:
 class VirtualWorker:
   """Does jobs in virtual time, one after the other, beside its role's loop."""
 
-  failure = None  # what a job raises ends the whole run
+  failure = None  # an exception of a job ends the whole run
   ending = False
 
   def __init__(self, time: VirtualTime):
@@ -173,7 +173,7 @@ class VirtualWorker:
       self._task.wake()
 
   def close(self, patience_seconds: float = 0.0, most_seconds: float = 0.0) -> None:
-    """Ends it at once; what is half done does not count."""
+    """Ends the worker at once; a half-done job does not count."""
     self._jobs.clear()
     self._task.end()
 
@@ -193,16 +193,16 @@ def _raise(error: Exception | None) -> None:
 # --- Links: when a message arrives, and what every role has moved
 #
 # Every island has one link, full duplex. Shard s stands beside island s mod M and shares its link,
-# or at a place of its own; what stays at one place does not cross a link. Fragments between two
-# roles go one after the other, as over a connection; connections share the links they need as TCP's
-# do over a long time: none could have more unless one with less had to give (max-min fairness). The
-# last byte arrives a latency after it has left. Control has connections of its own and never queues
-# behind fragments; it takes the latency only.
+# or stands at a place of its own; traffic within one place crosses no link. Fragments between two
+# roles go one after the other, as over a connection. Connections share their links as TCP
+# connections do in the long run: none could have more unless another with less gave some up
+# (max-min fairness). The last byte arrives a latency after it has left. Control messages have
+# connections of their own and never queue behind fragments; they take the latency only.
 
 
 @dataclasses.dataclass(frozen=True)
 class LinkRate:
-  """One place's, in each direction."""
+  """The rate of one place's link, in each direction."""
 
   gbps: float = 0.0  # Gbit/s; 0: no limit
   latency_seconds: float = 0.001  # one way, from there to any other place
@@ -212,13 +212,13 @@ class LinkRate:
 
   @property
   def bytes_per_second(self) -> float:
-    """Of payloads; infinite without a limit."""
+    """Bytes of payloads a second; infinite without a limit."""
     return bandwidth.payload_bytes_per_second(self.gbps) if self.gbps else math.inf
 
 
-CLOSE = 1e-9  # rates that differ by less are the same
+CLOSE = 1e-9  # rates whose relative difference is less are the same
 
-End = tuple[Role, bool]  # of a link: its place, and whether what moves comes in there
+End = tuple[Role, bool]  # one direction of a link: its place, and whether transfers come in there
 
 
 @dataclasses.dataclass(eq=False)
@@ -233,17 +233,17 @@ class Transfer:
   rate: float = 0.0  # bytes a second, at present
   since: float = 0.0
   held_by: End | None = None  # the link that keeps it from moving faster
-  planned: int = 0  # the newest of its ends that were planned; others are of the past
+  planned: int = 0  # number of its newest planned end: older ones do nothing
 
 
 class Links:
   """All links of a run.
 
   Args:
-    time: where they are.
-    islands: one for every learner, those that join later included.
+    time: the clock.
+    islands: the link of every learner, those that join later included.
     num_planned: learners that are there from the start: shards stand beside these.
-    shards: of shards that stand apart; None: they stand beside islands.
+    shards: the link of each shard that stands apart; None: shards stand beside islands.
   """
 
   def __init__(
@@ -260,7 +260,7 @@ class Links:
     self._moving: dict[End, dict[Transfer, None]] = collections.defaultdict(dict)
     self._used: dict[End, float] = collections.defaultdict(float)  # bytes a second
     self._holds: dict[End | None, int] = collections.defaultdict(int)  # how many transfers
-    self._changed: dict[Transfer, None] = {}  # whose rates are to be found at this very moment
+    self._changed: dict[Transfer, None] = {}  # transfers whose rates `_share` is to find now
 
   def place(self, role: Role) -> Role:
     """Where a role stands: the island's learner, or the shard itself if it stands apart."""
@@ -287,7 +287,7 @@ class Links:
       self._begin(transfer)
 
   def unsent(self, sender: Role, to: Role) -> int:
-    """Bytes of payloads that wait at the near end or move."""
+    """Bytes of payloads that wait at the sender or are moving."""
     return math.ceil(sum(map(self._left, self._waiting.get((sender, to), ()))))
 
   def _left(self, transfer: Transfer) -> float:
@@ -330,11 +330,11 @@ class Links:
 
   def _change(self, transfer: Transfer) -> None:
     if not self._changed:
-      self._time.at(self._time.now, self._share)  # after all that begins or ends now
+      self._time.at(self._time.now, self._share)  # after all transfers that begin or end now
     self._changed[transfer] = None
 
   def _share(self) -> None:
-    """Finds the rates of those that changed, and of all whose rates follow from theirs."""
+    """Finds the rates of changed transfers, and of all transfers whose rates follow from these."""
     found, self._changed = {t: None for t in self._changed if t in self._moving[t.ends[0]]}, {}
     while found:
       rates = self._found(found)
@@ -355,9 +355,9 @@ class Links:
       self._time.at(over_at, self._over, transfer, transfer.planned)
 
   def _found(self, those: Iterable[Transfer]) -> dict[Transfer, tuple[float, End | None]]:
-    """The rate of each, and what holds it, where all others keep theirs.
+    """The rate of each of `those`, and the link that holds it, if all others keep their rates.
 
-    The narrowest link's transfers have an even share of it; then the same with what is left.
+    The transfers of the narrowest link share it evenly; then the same for the other transfers.
     """
     over: dict[End, dict[Transfer, None]] = collections.defaultdict(dict)
     left: dict[End, float] = {}
@@ -375,7 +375,7 @@ class Links:
     while narrow:
       rate, narrowest = heapq.heappop(narrow)
       if narrowest not in over or rate < max(0.0, left[narrowest]) / len(over[narrowest]):
-        continue  # all have their rates, or there is a newer entry
+        continue  # all its transfers have rates, or there is a newer entry
       for each in list(over[narrowest]):
         rates[each] = rate, None if math.isinf(rate) else narrowest
         for end in each.ends:
@@ -391,7 +391,8 @@ class Links:
   def _followers(
     self, found: Mapping[Transfer, None], rates: Mapping[Transfer, tuple[float, End | None]]
   ) -> dict[Transfer, None]:
-    """Others that have to give, or may have more now, at a link that holds them or one of these."""
+    """Other transfers that must give some rate up, or may have more now, at a link that holds them
+    or one of `found`."""
     at: dict[End, list[Transfer]] = collections.defaultdict(list)
     for each in found:
       for end in each.ends:
@@ -400,7 +401,7 @@ class Links:
     for end, here in at.items():
       held = [rates[each][0] for each in here if rates[each][1] == end]
       if not held and not self._holds[end]:
-        continue  # wide enough before, and still
+        continue  # the link was wide enough before, and still is
       most, least = max(rates[each][0] for each in here), min(held, default=math.inf)
       used = self._used[end] + sum(rates[each][0] - each.rate for each in here)
       free = used < self._link(end[0]).bytes_per_second * (1 - CLOSE)

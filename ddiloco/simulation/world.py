@@ -1,9 +1,9 @@
-"""A whole run in virtual time: the real roles, with islands, links, disks and vectors stood in for.
+"""A whole run in virtual time: the real roles, with stand-ins for islands, links, disks, vectors.
 
-One heap of things to come, one seed, no threads: a world replays exactly. Roles run their own loops
-(`ddiloco/roles`); what they are given to live with is an `Actor`, and what would touch vectors is a
-stand-in that knows sizes and costs. Planned faults are decided by the same code as in a real run
-(`chaos.py`), with the world's clock.
+One heap of planned calls, one seed, no threads: a world replays exactly. Roles run their own loops
+(`ddiloco/roles`). An `Actor` is a role's clock, connection and recorder; stand-ins, which know
+sizes and costs, replace all objects that would touch vectors. Planned faults are decided by the
+same code as in a real run (`chaos.py`), with the world's clock.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Pace:
   step_seconds: tuple[float, ...]  # by learner
   jitter: float = 0.1
   cut_seconds: float = 0.004  # a copy from the devices to the host
-  stage_seconds: float = 0.004  # and back; a part of a snapshot takes as long
-  merge_seconds: float = 0.004  # a commit, and of that a quarter to take in a push
+  stage_seconds: float = 0.004  # a copy back to the devices; or writing a part of a snapshot
+  merge_seconds: float = 0.004  # a commit; taking in a push takes a quarter of this
   late_seconds: float = 0.0  # a life's first step takes up to this longer
 
 
@@ -61,8 +61,8 @@ class Actor:
 
   Attributes:
     life: the role itself, `roles.learner.Learner` or `roles.syncer.Syncer`.
-    alive: it was not killed; it may have ended by itself (`over`).
-    asked_to_end: when it has nothing left to do.
+    alive: the role was not killed; it may have ended by itself (`over`).
+    asked_to_end: the role was told to end in good order.
   """
 
   life: Any = None
@@ -79,16 +79,16 @@ class Actor:
 
   @property
   def state(self) -> Any:
-    """Of its reducer."""
+    """The state of its reducer."""
     return self.life.exchange.state if self.role[0] == "learner" else self.life.state
 
   @property
   def over(self) -> bool:
-    """It has ended."""
+    """Whether the role has ended."""
     return self._task is not None and self._task.over
 
   def runtime(self, saver: Saver | None) -> Runtime:
-    """What its role is given."""
+    """The runtime of its role."""
     return Runtime(
       self,
       self,
@@ -100,11 +100,11 @@ class Actor:
     )
 
   def begin(self, loop: Loop[None], ended: Callable[[Exception | None], None]) -> None:
-    """Lets its role's loop run."""
+    """Starts its role's loop."""
     self._task = Task(self.world, loop, lambda: self.receive(0.0), ended)
 
   def die(self) -> None:
-    """Abruptly: nothing that its role does about that is seen."""
+    """Kills the role: nothing that it does afterwards is seen."""
     self.alive = False
     if self._task is not None:
       self._task.end()
@@ -112,7 +112,7 @@ class Actor:
       worker.close()
 
   def drain(self) -> None:
-    """Tells it to end."""
+    """Tells the role to end in good order."""
     self.asked_to_end = True
     self.wake()
 
@@ -145,7 +145,7 @@ class Actor:
     return size
 
   def deliver(self, message: Message, size: int) -> None:
-    """A message has arrived."""
+    """Puts a message that has arrived into the inbox."""
     if not self.over:
       self.counters.received_bytes += size
       self._inbox.append(Delivery(claimed_sender(message), message, self.world.now))
@@ -193,9 +193,9 @@ class World(VirtualTime):
   Args:
     config: the run's.
     pace: how long everything takes; learners beyond `islands.num_learners` may join later.
-    seed: of all chance.
+    seed: of all random numbers.
     sizes: values of each fragment.
-    faults: what strikes, those of regions already given to their roles.
+    faults: planned faults, those of regions already given to their roles.
   """
 
   def __init__(
@@ -211,11 +211,11 @@ class World(VirtualTime):
     self.plan = self.new_plan(sizes or (1,) * config.sync.num_fragments)
     self.step = 0  # the global step, as far as any learner has come
     self.storage = VirtualStorage(self)
-    self.kept = self.new_store()  # what shards have committed outlives them
+    self.kept = self.new_store()  # commits outlive their shards
     for p in range(config.sync.num_fragments):
       self.put(FragmentState(p))
     self.actors: dict[Role, Actor] = {}
-    self.starts: dict[Role, int] = {}  # its newest incarnation
+    self.starts: dict[Role, int] = {}  # role -> its newest incarnation
     self.working: set[Role] = set()  # learners that live and are not done
     self._newest = 0  # of all incarnations
     self._calm = Faults((), 0.0, clock=self.clock)
@@ -231,7 +231,7 @@ class World(VirtualTime):
 
   @property
   def target_tokens(self) -> int:
-    """To merge into every fragment; then it is complete."""
+    """Tokens to merge into every fragment; then the fragment is complete."""
     return self.config.run.total_tokens
 
   @property
@@ -241,15 +241,15 @@ class World(VirtualTime):
     return {c.state.index: c.state for c in found if c is not None}
 
   def put(self, state: FragmentState) -> None:
-    """From now on its shard will begin with this value."""
+    """Stores a fragment's state, with which its shard begins from now on."""
     value = Sized(F32_BYTES * self.plan.fragments[state.index].size)
     self.kept.save(Committed(state, value, value, None, state.last_round))
 
   def initial_values(self) -> Mapping[int, Sized]:
-    """What learners make themselves."""
+    """Fragment -> initial value, which learners make themselves."""
     return {p: Sized(F32_BYTES * size) for p, size in enumerate(self.plan.sizes)}
 
-  # --- what a world has other ideas about ---------------------------------------------------------
+  # --- what subclasses may replace ----------------------------------------------------------------
 
   def new_plan(self, sizes: Sequence[int]) -> Plan:
     """How the model is partitioned."""
@@ -260,26 +260,26 @@ class World(VirtualTime):
     return MemoryStore()
 
   def tell(self, actor: Actor | None, event: Event) -> None:
-    """Something has happened to a role, or (None) its supervisor has done something."""
+    """Takes an event of a role or, if `actor` is None, of the supervisor."""
 
   def island(self, actor: Actor) -> VirtualIsland:
-    """What a learner trains on."""
+    """The island that a learner trains on."""
     return VirtualIsland(self, actor.number, f"{self.seed} {actor.role} {actor.incarnation}")
 
   def deltas(self, actor: Actor) -> Deltas:
-    """What a learner knows of values."""
+    """The deltas of a learner."""
     return SizedDeltas(self)
 
   def merger(self, actor: Actor, fragments: Mapping[int, Fragment]) -> Merger:
-    """What a shard has of values."""
+    """The merger of a shard."""
     return SizedMerger(self, fragments, self.kept)
 
   def replication(self, actor: Actor) -> Replication | None:
-    """What keeps a shard's commits at its buddy; None: nothing does."""
+    """The replication of a shard's commits to its buddy; None: there is none."""
     return None
 
   def travel(self, sender: Role, to: Role, message: Message, size: int) -> None:
-    """A message of so many bytes goes through the network."""
+    """Carries a message of `size` bytes through the network."""
     self.at(self.now, self.enter, sender, to, message, size)
 
   def unsent(self, sender: Role, to: Role) -> int:
@@ -287,27 +287,27 @@ class World(VirtualTime):
     return 0
 
   def host_seconds(self, fragment: int, vectors: int) -> float:
-    """How long a learner's host takes to touch so many vectors."""
+    """Seconds that a learner's host takes to touch so many vectors."""
     return 0.0
 
   def take_in_seconds(self, fragment: int) -> float:
-    """How long a shard takes in a push."""
+    """Seconds that a shard needs to take in a push."""
     return self.pace.merge_seconds / 4
 
   def merge_seconds(self, fragment: int, pushes: int) -> float:
-    """How long a commit of so many pushes keeps a shard busy."""
+    """Seconds that a commit of so many pushes keeps a shard busy."""
     return self.pace.merge_seconds
 
   def disk_seconds(self, size: int) -> float:
-    """How long it takes to write a part of a snapshot."""
+    """Seconds to write a part of a snapshot."""
     return self.pace.stage_seconds
 
   # --- lives --------------------------------------------------------------------------------------
 
   def start(self, role: Role, snapshot: int | None = None, recovery_seconds: float = 0.0) -> None:
-    """A new incarnation; what is in flight to or from the old one may still arrive.
+    """Starts a new incarnation; messages in flight to or from the old one may still arrive.
 
-    `snapshot`: a learner begins with its part of that one, if there is any; None: with nothing.
+    `snapshot`: a learner begins with its part of this snapshot, if it has one; None: with nothing.
     """
     if role in self.actors:
       return
@@ -315,7 +315,7 @@ class World(VirtualTime):
     self.starts[role] = self._newest
     faults = self.disturbances.of(role) or self._calm
     actor = self.actors[role] = Actor(self, role, self._newest, faults)
-    before, self.spent = self.spent, 0.0  # what beginning costs is its own
+    before, self.spent = self.spent, 0.0  # the cost of beginning is not the running loop's
     if role[0] == "learner":
       self.working.add(role)
       self._start_learner(actor, snapshot)
@@ -379,7 +379,7 @@ class World(VirtualTime):
     return [actor for role, actor in self.actors.items() if role[0] == "learner"]
 
   def reach(self, step: int) -> None:
-    """The global step is here now."""
+    """Takes a global step that a learner has reached."""
     if step > self.step:
       self.step = step
       self.disturbances.advance()
@@ -387,20 +387,21 @@ class World(VirtualTime):
   # --- messages -----------------------------------------------------------------------------------
 
   def send(self, sender: Actor, to: Role, message: Message) -> int:
-    """Through the sender's weather, the network, and the receiver's weather; returns its bytes."""
+    """Sends a message through the sender's weather, the network and the receiver's weather; returns
+    its bytes."""
     payload = message.payload if isinstance(message, BULK) else None
     size = HEADER_BYTES + (0 if payload is None else payload.nbytes)
     self._suffer(sender.role, to, False, size, self.travel, (sender.role, to, message, size))
     return size
 
   def enter(self, sender: Role, to: Role, message: Message, size: int) -> None:
-    """A message has arrived where its receiver is."""
+    """Takes a message that has arrived at its receiver's place."""
     self._suffer(to, sender, True, size, self._deliver, (to, message, size))
 
   def _suffer(
     self, role: Role, peer: Role, incoming: bool, size: int, then: Callable, arguments: tuple
   ) -> None:
-    """What comes through the weather of a role goes on when it does."""
+    """Calls `then` for every copy of a message that a role's weather lets through, at its time."""
     if self.disturbances.calm:
       return then(*arguments)
     for fate in self.disturbances.fates(role, peer, incoming, size):
@@ -415,12 +416,12 @@ class World(VirtualTime):
 
 
 # --- Planned faults in virtual time: what a supervisor and a role's own thread do with them
-# `chaos.Faults` decides and remembers, with the world's clock in place of the machine's;
-# where it would let a thread wait, virtual time passes.
+# `chaos.Faults` decides and remembers, with the world's clock in place of the machine's. Where it
+# would let a thread wait, virtual time passes.
 
 
 class Pause:
-  """Stands for an event that threads wait for: the time passes."""
+  """Stands for an event that a thread would wait for: virtual time passes instead."""
 
   def __init__(self, world: World):
     self._world = world
@@ -430,13 +431,13 @@ class Pause:
 
 
 class Disturbances:
-  """The fault plan of a world, and the roles that come, go and come back by it.
+  """The fault plan of a world, and the roles that join, end and restart by it.
 
   `protocol/supervisor.py` decides about roles.
 
   Args:
-    world: whose.
-    faults: what strikes.
+    world: the world whose roles are struck.
+    faults: planned faults.
   """
 
   def __init__(self, world: World, faults: Sequence[Fault]):
@@ -468,22 +469,22 @@ class Disturbances:
     return bool(self._supervisor.hopeless)
 
   def all_are(self, kind: str, *phases: str) -> bool:
-    """Whether all roles of a kind are in one of these phases of the supervisor's."""
+    """Whether all roles of a kind are in one of these phases of the supervisor."""
     return all(role.phase in phases for role in supervisor.members(self._supervisor, kind).values())
 
   def of(self, role: Role) -> Faults | None:
     return self._faults.get(role)
 
   def fates(self, role: Role, peer: Role, incoming: bool, size: int) -> Sequence[MessageFate]:
-    """What a role's weather lets through: copies that arrive, sound, and when."""
+    """The undamaged copies of a message that a role's weather lets through, and their times."""
     now, faults = self._world.now, self._faults.get(role)
     if faults is None or faults.weather.calm:
       return (MessageFate(now),)
     fates = faults.weather.fates(now, format_role(*peer), incoming, size > HEADER_BYTES, size)
-    return [fate for fate in fates if not fate.corrupt]  # a checksum refuses those
+    return [fate for fate in fates if not fate.corrupt]  # a checksum refuses corrupt copies
 
   def advance(self) -> None:
-    """The global step is here now."""
+    """To be called when the global step has grown."""
     if self._by_step and self._supervisor.joins:
       self._tick()
 
@@ -498,11 +499,12 @@ class Disturbances:
   # --- roles that come and go ---------------------------------------------------------------------
 
   def lose(self, actor: Actor, killed: Killed) -> None:
-    """A role has died as planned."""
+    """Tells the supervisor that a role was killed by a planned fault."""
     self._exit(actor, supervisor.Exited(actor.name, self._world.now, kill=killed.fault))
 
   def quarantine(self, actor: Actor, reason: str) -> None:
-    """It starts afresh after a pause that doubles, but not for ever."""
+    """Tells the supervisor of a quarantine: the role starts afresh after a pause that doubles, up
+    to a number of times."""
     name, now = actor.name, self._world.now
     self._exit(actor, supervisor.Exited(name, now, f"quarantined: {reason}", afresh=True))
 
@@ -512,7 +514,7 @@ class Disturbances:
     self._feed(exited)
 
   def know(self, role: Role) -> None:
-    """The world has started it by itself."""
+    """Tells the supervisor of a role that the world has started by itself."""
     name = format_role(*role)
     if name not in self._supervisor.roles:
       self._supervisor = supervisor.add_running(self._supervisor, name)
@@ -521,7 +523,7 @@ class Disturbances:
     self._feed(supervisor.Tick(self._world.now, self._world.step, self._world.now))
 
   def _feed(self, event: supervisor.Event) -> None:
-    """Tells the supervisor, performs what it says, and lets it know when something is due."""
+    """Tells the supervisor, performs its actions, and plans a tick for when something is due."""
     world, before = self._world, supervisor.next_wake(self._supervisor)
     self._supervisor, actions = supervisor.supervise(self._supervisor, event)
     for action in actions:

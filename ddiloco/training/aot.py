@@ -190,7 +190,7 @@ class NoRoom(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-  """Whether an island fits its chips, and what it takes there; bytes are per chip.
+  """Whether an island fits its chips, and the memory it takes there; bytes are per chip.
 
   Attributes:
     island: a description for people.
