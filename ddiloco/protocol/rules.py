@@ -136,8 +136,9 @@ def screen(
   """Which updates are out of all proportion, and why.
 
   An update is rejected if its norm exceeds `ratio` times every reference there is: the median of
-  the other participants' norms, and the learner's own past. So a sudden growth that all share
-  passes, and so does a single learner while no learner has a past. More steps may make a longer
+  the other participants' norms (of two middle ones the shorter: two bad updates beside a good one
+  are no majority of others), and the learner's own past. So a sudden growth that all share passes,
+  and so does a single learner while no learner has a past. More steps may make a longer
   update: against an update of fewer steps it may be longer by the ratio of their steps. Fewer steps
   need not make a shorter update, since steps cancel out: against the learner's past, an update
   counts as one of at least a whole period. An update of zeros where the others moved is rejected
@@ -163,23 +164,27 @@ def screen(
       rejected[learner] = f"not finite (norm {norm})"
       continue
     own = past[learner] * max(steps[learner], period)
-    usual = _median_without(scaled[steps[learner]], norm)
+    usual, longer = _middle_without(scaled[steps[learner]], norm)
     references = [r for r in (usual, own) if r > 0]
-    if norm == 0 and usual > 0:  # its past does not matter: a schedule may end at a rate of 0
+    if norm == 0 and longer > 0:  # its past does not matter: a schedule may end at a rate of 0
       rejected[learner] = f"all zeros, after {steps[learner]} steps"
     elif references and norm > ratio * max(references):
       rejected[learner] = f"norm {norm:.3g} is over {ratio:g} x {max(references):.3g}"
   return rejected
 
 
-def _median_without(ordered: Sequence[float], value: float) -> float:
-  """The median of the sorted values without `value`, one of them; 0 if no other is left."""
+def _middle_without(ordered: Sequence[float], value: float) -> tuple[float, float]:
+  """The two middle ones of the sorted values without `value`, one of them; 0 if no other is left.
+
+  >>> _middle_without([1.0, 2.0, 3.0, 4.0], 2.0), _middle_without([1.0, 2.0, 4.0], 2.0)
+  ((3.0, 3.0), (1.0, 4.0))
+  """
   at = bisect.bisect_left(ordered, value)
   left = len(ordered) - 1
   if not left:
-    return 0.0
-  low, high = (i + (i >= at) for i in ((left - 1) // 2, left // 2))
-  return (ordered[low] + ordered[high]) / 2
+    return 0.0, 0.0
+  low, high = (ordered[i + (i >= at)] for i in ((left - 1) // 2, left // 2))
+  return low, high
 
 
 def agreement(products: Mapping[tuple[int, int], float], learners: Sequence[int]) -> float | None:
