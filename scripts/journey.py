@@ -3,11 +3,11 @@
   python scripts/journey.py [--brief]
 
 Prints every stop in order: the file, the function, and what happens there; then every file with its
-lines. A file counts that works on the delta, on a message that carries it or decides on it, or on
-its round; not the settings, the event log, and what only starts and ends roles. With --brief only
-the files. Last line: {"files", "lines", "lines_of_stops", "most_files", "most_lines"}, of which
-`lines_of_stops` are those of the functions alone; exit status 1 if there are more files or lines
-than there should be. `tests/test_journey.py` keeps the list true.
+lines. A file counts if it works on the delta, on the delta's round, or on a message that carries
+the delta or decides on it. Settings, the event log, and files that only start and end roles do not
+count. With --brief only the files. Last line: {"files", "lines", "lines_of_stops", "most_files",
+"most_lines"}; `lines_of_stops` are those of the functions alone. Exit status 1 if there are more
+files or lines than allowed. `tests/test_journey.py` checks that the list is true.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ MOST_FILES, MOST_LINES = 16, 3500
 
 @dataclasses.dataclass(frozen=True)
 class Stop:
-  """One place on the way.
+  """One place on the journey.
 
   Attributes:
     file: under ddiloco/.
-    function: of it, as "name" or "Class.name".
-    what: happens here, in one sentence.
+    function: in the file, as "name" or "Class.name".
+    what: one sentence on what happens here.
     leads: a name that this file and the next stop's both use: the call, the message or the action
-      by which the delta gets there.
+      by which the delta gets to the next stop.
   """
 
   file: str
@@ -49,118 +49,118 @@ JOURNEY = (
   Stop("training/island.py", "Island.step",
        "An inner step moves the island's parameters away from the base of each fragment.", "step"),
   Stop("roles/learner.py", "Learner._step",
-       "The loop says that a step is done; between two steps lies the boundary.", "boundary"),
+       "The loop passes the finished step to the boundary between two steps.", "boundary"),
   Stop("roles/exchange.py", "Exchange.boundary",
-       "The exchange feeds what happened and what arrived to the reducer.", "learner_on"),
+       "The exchange feeds the step and all arrived messages to the reducer.", "learner_on"),
   Stop("protocol/learner.py", "reports",
        "The reducer counts the step and reports the steps since the last sync.", "Report"),
   Stop("protocol/messages.py", "Report",
        "A report is a message of a few integers for each fragment.", "Report"),
   Stop("protocol/syncer.py", "_on_report",
-       "The owner believes as much of it as is possible, and notes which are due.", "mark_dirty"),
+       "The owner bounds the report's claims, and marks fragments that are due.", "mark_dirty"),
   Stop("protocol/states.py", "is_due",
        "A fragment is due where a learner has made H steps since its last sync.", "is_due"),
   Stop("protocol/rounds.py", "start_rounds",
        "When a quorum is due, a round starts: every available learner is sent a pull.", "Pull"),
-  # The learner copies the fragment out and pushes what it has.
+  # The learner copies the fragment out and pushes its delta.
   Stop("protocol/learner.py", "_answer_pulls",
        "At the next boundary the learner decides to answer: copy the fragment out.",
        "Outstanding"),
   Stop("protocol/states.py", "Outstanding",
        "The state remembers the push until a publish answers it.", "Push"),
   Stop("protocol/actions.py", "CopyOut",
-       "What reducers decide is an action; a role performs it.", "CopyOut"),
+       "The decision is an action, which the role performs.", "CopyOut"),
   Stop("roles/exchange.py", "Exchange._copy_out",
        "The step thread starts the copy and hands the rest to the background thread.", "copy_out"),
   Stop("training/island.py", "Island.copy_out",
-       "The fragment's pieces are copied on the devices and set out for the host.",
+       "The fragment's pieces are copied on the devices, and start on their way to the host.",
        "copy_out"),
   Stop("training/island.py", "lower_piece",
        "A compiled program copies each piece; pieces of one kind share it.", "Piece"),
   Stop("core/fragments.py", "split_flat",
        "The plan says where in a flat vector of the host each piece lies.", "split_flat"),
   Stop("training/island.py", "Island.to_host",
-       "The background thread waits for the pieces and puts them there.", "to_host"),
+       "The background thread waits for the pieces and puts them into that vector.", "to_host"),
   Stop("roles/exchange.py", "Exchange._push",
        "The background thread makes the payload, flushes the log and sends.", "push"),
   Stop("core/delta.py", "Deltas.push",
-       "delta = base - local; what of it will arrive is remembered.", "encode"),
+       "delta = base - local; the learner keeps it as the shard will decode it.", "encode"),
   Stop("core/codec.py", "encode",
        "The delta is rounded to the wire codec.", "encode"),
   # Over the network.
   Stop("protocol/messages.py", "encode",
        "The push becomes a checked header; the payload stays as it is.", "encode"),
   Stop("network/transport.py", "InboxEndpoint.send",
-       "Every endpoint counts what is sent, and brings it on its way.", "_post"),
+       "Every endpoint counts the message and passes it on.", "_post"),
   Stop("network/endpoint.py", "NetworkEndpoint._post",
        "The role's thread queues header and payload for that shard.", "post_bulk"),
   Stop("network/peers.py", "Peer.post_bulk",
-       "Each connection to the shard is given its part of the payload.", "Parcel"),
+       "Each connection to the shard gets its part of the payload.", "Parcel"),
   Stop("network/frames.py", "FrameSocket._write",
-       "The connection's thread hands it to the kernel, encrypted if there are keys.", "room"),
+       "The connection's thread gives the bytes to the kernel, encrypted with keys.", "room"),
   Stop("network/peers.py", "Incoming.room",
-       "At the shard the header is checked before there is memory for the payload.", "arrived"),
+       "The shard checks the header before it allocates memory for the payload.", "arrived"),
   Stop("network/frames.py", "FrameSocket._parse",
-       "The payload is received where it stays.", "arrived"),
+       "The payload is received straight into that memory.", "arrived"),
   Stop("network/peers.py", "Incoming.arrived",
-       "The last part makes the message whole.", "arrived"),
+       "With the last part the message is complete.", "arrived"),
   Stop("network/peers.py", "Channel.arrived",
-       "It goes to the inbox, with the time of its arrival.", "put"),
+       "The message goes to the inbox, with the time of its arrival.", "put"),
   Stop("network/transport.py", "InboxEndpoint.receive",
        "Senders take turns; the header is decoded and checked.", "Delivery"),
   # The shard merges.
   Stop("roles/syncer.py", "Syncer.take",
-       "What has values goes to the worker, which judges it beside the loop.", "Push"),
+       "The push goes to the worker, which measures it in the background.", "Push"),
   Stop("core/delta.py", "Merger.take_in",
-       "The push is measured as it is, in the wire codec.", "squares"),
+       "The push is measured, and stays in the wire codec.", "squares"),
   Stop("core/passes.py", "squares",
-       "Its norm in each piece, chunk by chunk.", "share"),
+       "The push's squared norm in each piece is summed, chunk by chunk.", "share"),
   Stop("roles/syncer.py", "Syncer.handle",
        "The measured push goes to the reducer.", "syncer_on"),
   Stop("protocol/syncer.py", "_take_in",
-       "The shard takes in all that is there, then a tick decides.", "on_push"),
+       "The shard takes in all waiting messages, then a tick decides.", "on_push"),
   Stop("protocol/rounds.py", "on_push",
        "The first valid push of each asked learner is kept.", "push_fault"),
   Stop("protocol/rules.py", "push_fault",
-       "More steps or tokens than are possible are a fault.", "push_fault"),
+       "A push that claims more steps or tokens than are possible is rejected.", "push_fault"),
   Stop("protocol/rounds.py", "advance_rounds",
        "The round ends when all have answered, or there is a quorum and the grace is over.",
        "decide"),
   Stop("protocol/rules.py", "decide",
-       "Merge, wait or abandon, with the reason; bad updates are screened.", "screen"),
+       "Commit, wait or abandon, with the reason; bad updates are screened.", "screen"),
   Stop("protocol/rounds.py", "_commit",
        "The reducer decides which pushes make the new version.", "Commit"),
   Stop("core/delta.py", "commit",
-       "Weights, merge, outer step, and what of it learners are sent.", "Directions"),
+       "Weights, merge, outer step, and the update for the learners.", "Directions"),
   Stop("core/outer.py", "Directions",
-       "How much of each push: radial-directional averaging.", "pieces"),
+       "The coefficient of each push, by radial-directional averaging.", "pieces"),
   Stop("core/passes.py", "sum_squares",
-       "The first pass adds the pushes up, chunk by chunk, for the length of their sum.", "step"),
+       "The first pass adds the pushes, chunk by chunk, for the length of their sum.", "step"),
   Stop("core/passes.py", "_step",
-       "The second makes the outer step, and what of it learners are sent.", "update"),
+       "The second pass makes the outer step and the update for the learners.", "update"),
   Stop("core/outer.py", "update",
        "SGD with momentum on the merged delta.", "config"),
   Stop("roles/syncer.py", "Syncer._merged",
-       "The new version is stored, and in the log, before any role hears of it.", "Replication"),
+       "The new version is stored and logged before another role hears of it.", "Replication"),
   Stop("checkpoint/buddy.py", "Replication.when_safe",
        "The new version goes out when another shard has a copy of it.", "when_safe"),
   Stop("roles/syncer.py", "Syncer._send",
        "The publish gets its seal and its payload, and takes the same way back.", "Sealer"),
   Stop("checkpoint/buddy.py", "Sealer.seal",
-       "The seal proves later whose value this is.", "Publish"),
+       "The seal proves later that the value is this shard's.", "Publish"),
   # The learner applies.
   Stop("protocol/learner.py", "_on_publish",
-       "The learner decides what the version means for its own parameters.", "Stage"),
+       "The learner decides how to apply the version: overwrite, mix or rebase.", "Stage"),
   Stop("roles/exchange.py", "Exchange._stage",
-       "The background thread decodes it and brings it to the devices.", "stage"),
+       "The background thread decodes the version and brings it to the devices.", "stage"),
   Stop("core/delta.py", "Deltas.stage",
-       "What is added: the new value, less what the parameters know of it.", "included"),
+       "The vector to add: the new value, minus what the parameters have of it.", "included"),
   Stop("protocol/learner.py", "_apply_ready",
-       "What is staged is applied at the next boundary, and every token has one fate.", "Apply"),
+       "The staged version is applied at the next boundary; tokens are counted once.", "Apply"),
   Stop("roles/exchange.py", "Exchange._apply",
        "local <- keep * local + staged.", "apply"),
   Stop("training/island.py", "Island.apply",
-       "The compiled program writes it into the parameters, in place.", ""),
+       "The compiled program writes the result into the parameters, in place.", ""),
 )  # fmt: skip
 
 
