@@ -3,11 +3,11 @@
   python scripts/journey.py [--brief]
 
 Prints every stop in order: the file, the function, and what happens there; then every file with its
-lines. A file counts if it works on the delta, on the delta's round, or on a message that carries
-the delta or decides on it. Settings, the event log, and files that only start and end roles do not
-count. With --brief only the files. Last line: {"files", "lines", "lines_of_stops", "most_files",
-"most_lines"}; `lines_of_stops` are those of the functions alone. Exit status 1 if there are more
-files or lines than allowed. `tests/test_journey.py` checks that the list is true.
+lines. Files count that work on the delta, on messages that carry it or decide on it, or on its
+round; not the settings, the event log, or code that only starts and ends roles. With --brief only
+the files. Last line: {"files", "lines", "lines_of_stops", "most_files", "most_lines"}, of which
+`lines_of_stops` are those of the functions alone; exit status 1 if there are more files or lines
+than `most_files` or `most_lines`. `tests/test_journey.py` keeps the list true.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Stop:
 
   Attributes:
     file: under ddiloco/.
-    function: in the file, as "name" or "Class.name".
-    what: one sentence on what happens here.
+    function: of it, as "name" or "Class.name".
+    what: the event here, in one sentence.
     leads: a name that this file and the next stop's both use: the call, the message or the action
-      by which the delta gets to the next stop.
+      by which the delta gets there.
   """
 
   file: str
