@@ -1,11 +1,12 @@
-"""Faults on purpose: a plan is data (`config.chaos`). The supervisor's `strike` says what is due.
+"""Faults on purpose: a plan is data (`config.chaos`). `strike` of the supervisor's policy gives the
+fault that is due.
 
-Two ways to perform it. `Faults`, inside a role's thread: the role asks `check(global_step)` between
-two pieces of work; a kill there is abrupt for all other roles (its own connection is cut first,
-nothing is said or saved, and its state is gone). From outside: the supervisor's policy
-(`protocol/supervisor.py`) says when a process is killed, stands still and goes on. What happens to
-a role's messages, disk and outer gradients (`INSIDE`) is always performed by its own
-`Faults`; a supervisor that lives elsewhere only tells it that a fault `begin`s.
+A fault is performed in one of two ways. Inside, by `Faults`: the role's thread calls
+`check(global_step)` between two pieces of work; a kill there is abrupt for all other roles (the
+role's connection is cut first, it sends and saves nothing, and its state is gone). From outside:
+the supervisor's policy (`protocol/supervisor.py`) says when a process is killed, stands still and
+goes on. Faults of a role's messages, disk and outer gradients (`INSIDE`) are always performed by
+its own `Faults`; a supervisor in another process only tells it that a fault `begin`s.
 """
 
 from __future__ import annotations
@@ -30,37 +31,37 @@ from ddiloco.protocol.messages import Message
 from ddiloco.protocol.supervisor import killed, strike
 from ddiloco.workdir import FAULTS, RequestFile, append_request
 
-# --- What planned faults do to the messages of one role: time and chance are given, nothing is sent
+# --- Planned faults of one role's messages, as a computation: callers give the time and send
 # The same for a thread, a process and a role in virtual time: its sends and receives ask for the
 # message's `fates`, one for every copy that arrives.
 
 
 @dataclasses.dataclass(frozen=True)
 class MessageFate:
-  """One copy of a message arrives then, perhaps with flipped bits."""
+  """When one copy of a message arrives, and whether with flipped bits."""
 
-  at: float  # seconds, of the clock that `fates` was given
+  at: float  # seconds, on the clock of the `now` given to `fates`
   corrupt: bool = False
 
 
 class MessageFaults:
-  """The message faults of one role that are going on. Any thread may begin them or ask for fates.
+  """The active message faults of one role. Any thread may begin faults or ask for fates.
 
   Args:
-    role: whose messages these are.
-    seed: of chance; the same seed and the same messages have the same fates.
+    role: the one that sends or receives these messages.
+    seed: of random numbers; the same seed and the same messages have the same fates.
   """
 
   def __init__(self, role: str, seed: int = 0):
     self._random = random.Random(f"weather {seed} {role}")
     self._lock = threading.Lock()
     self._faults: tuple[tuple[Fault, float], ...] = ()  # (fault, until)
-    self._free_at: dict[tuple, float] = {}  # when a throttled link has carried what it was given
-    self._last_at: dict[tuple, float] = {}  # newest arrival, by link and kind: they keep an order
+    self._free_at: dict[tuple, float] = {}  # when a throttled link has carried all messages so far
+    self._last_at: dict[tuple, float] = {}  # newest arrival by link and kind, to keep the order
 
   @property
   def calm(self) -> bool:
-    """Nothing is going on, and nothing that was held up is still on its way."""
+    """Whether no fault is active, and no delayed message is still on its way."""
     return not self._faults and not self._last_at
 
   def begin(self, fault: Fault, until: float) -> None:
@@ -76,8 +77,8 @@ class MessageFaults:
     Args:
       now: seconds.
       peer: the role at the other end.
-      incoming: it comes from there, else it goes there.
-      bulk: it has a payload; control does not queue behind it.
+      incoming: whether the message comes from the peer; else it goes there.
+      bulk: whether it has a payload; control does not queue behind such messages.
       size: bytes.
     """
     if self.calm:
@@ -122,7 +123,7 @@ class MessageFaults:
 def _carried(at: float, bits: float, throttles: Sequence[tuple[float, float]]) -> float:
   """When a link that is free `at` has carried so many bits; `throttles` are (bits/s, until).
 
-  What a throttle has not let through when it ends is through at once.
+  Bits that are left when the last throttle ends are carried at once.
   """
   while bits > 0 and (active := [each for each in throttles if each[1] > at]):
     rate, end = min(active)[0], min(until for _, until in active)
@@ -140,21 +141,21 @@ def _concerns(fault: Fault, peer: str) -> bool:
   return peer in named or (not named and f"!{peer}" not in fault.peers)
 
 
-# --- An endpoint whose messages suffer that
-# In calm weather it only passes on. Else outgoing copies that arrive later wait in a thread of its
-# own, incoming ones until the role receives again; a corrupt copy goes out with flipped bits, and
-# one that comes in is dropped as the malformed frame that it is.
+# --- An endpoint that applies these faults
+# Without faults it only passes messages on. Delayed outgoing copies wait in a thread of its own,
+# incoming ones until the role receives again. A corrupt outgoing copy is sent with flipped bits; a
+# corrupt incoming one is dropped and counted as malformed.
 
-IDLE_SECONDS = 60.0  # between two looks when nothing has to wait
-HEADER_BYTES = 64  # about; it is encoded by the endpoint
+IDLE_SECONDS = 60.0  # between two wake-ups of the thread when no copy waits
+HEADER_BYTES = 64  # about; the endpoint encodes the real one
 
 
 class FaultyEndpoint:
-  """Around another endpoint; what it does not change is that one's own.
+  """A wrapper of another endpoint, which has all attributes that are not changed here.
 
   Args:
     endpoint: the real one.
-    weather: of the role; lasts over its incarnations.
+    weather: the role's message faults; they last over its incarnations.
   """
 
   def __init__(self, endpoint: Any, weather: MessageFaults):
@@ -165,7 +166,7 @@ class FaultyEndpoint:
     self._going: list[tuple[float, int, str, Message, bool]] = []
     self._coming: list[tuple[float, int, Delivery]] = []
     self._turn = threading.Condition(self._lock)
-    self._thread: threading.Thread | None = None  # once something has to wait
+    self._thread: threading.Thread | None = None  # started when the first copy has to wait
     self._closed = False
 
   def __getattr__(self, name: str) -> Any:
@@ -195,14 +196,14 @@ class FaultyEndpoint:
       got = self.endpoint.receive(min(deadline, next_at) - now)
       if got is None:
         if time.monotonic() < min(deadline, next_at) or not self._due(deadline):
-          return None  # woken, or nothing came in time
+          return None  # woken, or no message came in time
         continue
       if self._weather.calm and not self._coming:
         return got
       self._take(got)
 
   def _due(self, deadline: float) -> bool:
-    """Whether something that was held up is to be received before the deadline."""
+    """Whether a delayed message arrives before the deadline."""
     with self._lock:
       return bool(self._coming) and self._coming[0][0] <= deadline
 
@@ -217,11 +218,11 @@ class FaultyEndpoint:
         if fate.corrupt:
           self.endpoint.counters.malformed += 1
         else:
-          late = got._replace(at=max(got.at, fate.at))  # it arrives when it is let in
+          late = got._replace(at=max(got.at, fate.at))  # its arrival, with the delay
           heapq.heappush(self._coming, (fate.at, next(self._order), late))
 
   def _post(self) -> None:
-    """In a thread of its own: sends what is due."""
+    """Sends the copies that are due, in a thread of its own."""
     while True:
       with self._lock:
         while not self._closed and (not self._going or self._going[0][0] > time.monotonic()):
@@ -240,7 +241,7 @@ class FaultyEndpoint:
 
 
 def _measure(message: Message) -> tuple[bool, int]:
-  """(whether it has a payload, about its size in bytes)."""
+  """(whether a message has a payload, about its size in bytes)."""
   payload = getattr(message, "payload", None)
   return payload is not None, HEADER_BYTES + (0 if payload is None else memoryview(payload).nbytes)
 
@@ -249,12 +250,12 @@ def _measure(message: Message) -> tuple[bool, int]:
 
 
 def still_planned(plan: Sequence[Fault], global_step: int) -> list[Fault]:
-  """Those of a run that goes on at `global_step`: what was planned for steps before has struck."""
+  """The faults left for a run that goes on at `global_step`: those of earlier steps have struck."""
   return [fault for fault in plan if fault.at_step < 0 or fault.at_step > global_step]
 
 
 def detail(fault: Fault, global_step: int) -> str:
-  """What the event log says about a fault that strikes."""
+  """The text about a fault in the event log."""
   lasts = "for good" if fault.seconds < 0 else f"for {fault.seconds:g} s"
   how = {
     "slow": f"{fault.factor:g} times slower",
@@ -268,14 +269,14 @@ def detail(fault: Fault, global_step: int) -> str:
 
 
 def _links(peers: Sequence[str]) -> str:
-  """Which links of a role, in words; "" for all of them."""
+  """The links of a role that a fault concerns, in words; "": all."""
   others = [peer.removeprefix("!") for peer in peers]
   named = [peer for peer in peers if not peer.startswith("!")]
   return f"with {'' if named else 'all but '}{', '.join(named or others)}" if peers else ""
 
 
 def struck(fault: Fault, said: str) -> events.Fault:
-  """The event of a fault that strikes; `said` is its `detail`."""
+  """The log event of a fault that strikes; `said` is its `detail`."""
   return events.Fault(target=fault.role, action=fault.action, seconds=fault.seconds, detail=said)
 
 
@@ -292,10 +293,10 @@ class Faults:
   """The faults of one role, over all its incarnations.
 
   Args:
-    plan: the faults that its own thread strikes.
-    start_time: what `clock` showed when the run started.
+    plan: the faults that the role's own thread performs.
+    start_time: of the run, on `clock`.
     report: called as report(fault, detail) when one of them strikes.
-    role: whose they are.
+    role: the name of the role.
     clock: seconds; in virtual time not the machine's.
   """
 
@@ -318,14 +319,14 @@ class Faults:
     self._poison_factor = 1.0
     self.weather = MessageFaults(role)
     self.cut: Callable[[], None] = lambda: None  # closes the role's connection; set by the engine
-    self.stopped = threading.Event()  # ends a stall early; the engine puts its own here
+    self.stopped = threading.Event()  # ends a stall early; the engine sets its own event here
 
   def plan(self, fault: Fault) -> None:
-    """One more."""
+    """Adds a fault."""
     self._waiting = (*self._waiting, fault)
 
   def check(self, global_step: int) -> None:
-    """Strikes what is due at this global step or this time.
+    """Performs the faults that are due at this global step or this time.
 
     Raises:
       Killed: the role must end now, as if its process had been killed.
@@ -346,7 +347,7 @@ class Faults:
         self.begin(fault, fault.seconds)
 
   def begin(self, fault: Fault, seconds: float) -> None:
-    """From now on for `seconds`: slow, or one of `INSIDE`."""
+    """Begins a fault that lasts `seconds`: slow, or one of `INSIDE`."""
     until = self._clock() + seconds
     if fault.action == "slow":
       self._slow_until, self._slow_factor = until, fault.factor
@@ -358,12 +359,12 @@ class Faults:
       self.weather.begin(fault, until)
 
   def drag(self, step_seconds: float) -> None:
-    """Called after a piece of work (a step, a message): stretches it while the role is slow."""
+    """Called after a piece of work (a step, a message): waits while the role is slow."""
     if self._clock() < self._slow_until:
       self.stopped.wait((self._slow_factor - 1) * step_seconds)
 
   def disk(self) -> None:
-    """Called before something is written.
+    """Called before a write to disk.
 
     Raises:
       OSError: the disk is full, by plan.
@@ -373,13 +374,13 @@ class Faults:
 
   @property
   def poison(self) -> float:
-    """What the role's outer gradients are multiplied with now."""
+    """The present factor of the role's outer gradients."""
     return self._poison_factor if self._clock() < self._poison_until else 1.0
 
 
-# --- Plans drawn by chance: the same seed is the same plan
+# --- Random plans: the same seed gives the same plan
 
-KINDS = tuple(action for action in ACTIONS if action != "join")  # that are drawn
+KINDS = tuple(action for action in ACTIONS if action != "join")  # that may be drawn
 SHARD_KINDS = tuple(action for action in KINDS if action != "poison")
 
 
@@ -391,16 +392,16 @@ def random_faults(
   num_shards: int,
   kinds: Sequence[str] = KINDS,
 ) -> tuple[Fault, ...]:
-  """`count` faults of all kinds, in order of time, spread evenly by chance over the run.
+  """`count` faults of all kinds, in order of time, uniformly random over the run.
 
-  One in five strikes a shard, the others learners; one in ten strikes a second role a moment later.
+  One in five strikes a shard, the others learners; one in ten follows the one before within 0.2 s.
 
   Args:
-    seed: of chance.
+    seed: of random numbers.
     count: how many.
     span_seconds: of the run, since training began.
-    num_learners: learners that may be struck ...
-    num_shards: ... of each kind.
+    num_learners: learners that may be struck.
+    num_shards: shards that may be struck.
     kinds: actions to choose from, each as often as the others.
   """
   rng = random.Random(f"faults {seed}")
@@ -409,7 +410,7 @@ def random_faults(
   times = sorted(rng.uniform(0, span_seconds) for _ in range(count))
   faults: list[Fault] = []
   for action, at in zip(order, times):
-    if faults and rng.random() < 0.1:  # together with the one before
+    if faults and rng.random() < 0.1:  # soon after the one before
       at = faults[-1].at_seconds + rng.uniform(0, 0.2)
     on_shard = num_shards and action in SHARD_KINDS and rng.random() < 0.2
     role = f"syncer-{rng.randrange(num_shards)}" if on_shard else None
@@ -420,14 +421,14 @@ def random_faults(
 def random_kills(
   seed: str, per_second: float, span_seconds: float, num_learners: int, down_seconds: float
 ) -> tuple[Fault, ...]:
-  """Kills by one Poisson process over all islands, each as likely as any other; by time.
+  """Kills by one Poisson process over all islands, each equally likely; in order of time.
 
   Args:
-    seed: of chance.
-    per_second: of all islands together, in the mean.
+    seed: of random numbers.
+    per_second: mean rate of all islands together.
     span_seconds: of the run, since training began.
     num_learners: learners that may be struck.
-    down_seconds: until a killed one is started again.
+    down_seconds: until a killed learner is started again.
   """
   rng, now, faults = random.Random(seed), 0.0, []
   while (now := now + rng.expovariate(per_second)) < span_seconds:
@@ -455,13 +456,13 @@ def _drawn(rng: random.Random, action: str, role: str, at_seconds: float) -> Fau
 
 
 # --- Faults that are asked for while a run goes on: lines of WORKDIR/faults.jsonl
-# Write access to that file is enough to ask: the dashboard does, a person, and a supervisor without
-# another way into a role's process. The supervisor performs what is done to roles and logs all; a
-# role performs what happens inside it.
+# Write access to that file is enough to ask. The dashboard asks so, a person may, and so does a
+# supervisor that has no other channel to a role's process. The supervisor performs faults from
+# outside, and logs all; a role performs those inside it.
 
 
 def ask_for(workdir: Path, fault: Fault) -> None:
-  """Asks for a fault now, whatever it says about when.
+  """Asks for a fault now, whatever time it names.
 
   Raises:
     OSError: the line cannot be written.
@@ -471,7 +472,7 @@ def ask_for(workdir: Path, fault: Fault) -> None:
 
 
 class FaultRequests(RequestFile[Fault]):
-  """Reads what is asked for, from the beginning of the file or only what comes later."""
+  """Reads the faults that are asked for, from the beginning of the file or only new ones."""
 
   def __init__(self, workdir: Path, news_only: bool = False):
     super().__init__(

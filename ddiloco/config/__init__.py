@@ -1,4 +1,4 @@
-"""The one place with defaults: an ml_collections ConfigDict in, frozen validated dataclasses out.
+"""The one place of defaults: an ml_collections ConfigDict in, frozen validated dataclasses out.
 
 An experiment file calls `default()`, changes lines, and returns the ConfigDict; the command line
 may change more (`--config.sync.min_quorum=2`). `from_dict` turns it into a `Config`: unknown fields
@@ -110,12 +110,12 @@ class Config:
     _check_faults(self.chaos, m, self.sync.num_shards)
 
   def num_islands(self) -> int:
-    """How many learners there ever are by plan, those that join later included."""
+    """How many learners the plan has, including those that join later."""
     return self.islands.num_learners + self.chaos.num_joining()
 
   def tokens_per_step(self, learner: int) -> int:
     """Tokens one inner step of this learner trains on (B * T)."""
-    own = self.islands.overrides.get(str(learner), {})  # checked when it was made
+    own = self.islands.overrides.get(str(learner), {})  # checked by `IslandsConfig`
     return own.get("batch_size", self.islands.batch_size) * self.data.sequence_length
 
   def planned_tokens_per_step(self) -> int:
@@ -136,7 +136,7 @@ class Config:
 
 
 def _check_images(model: ModelConfig, data: DataConfig) -> None:
-  """A model with an image before the text has images to train on, and room for text."""
+  """Requires images, and room for text, for a model that takes an image before the text."""
   if model.custom or not model.image_size:
     return
   require(
@@ -156,7 +156,7 @@ def _check_images(model: ModelConfig, data: DataConfig) -> None:
 
 
 def _check_faults(chaos: ChaosConfig, num_learners: int, num_shards: int) -> None:
-  """Faults strike roles that there are, or that join."""
+  """Requires that faults strike roles that exist or join."""
   faults = chaos.of_roles()
   joining = {fault.role for fault in faults if fault.action == "join"}
   for fault in faults:
@@ -183,7 +183,7 @@ def _check_faults(chaos: ChaosConfig, num_learners: int, num_shards: int) -> Non
 def default() -> ml_collections.ConfigDict:
   """All defaults as a ConfigDict that refuses unknown fields. Experiment files start from this."""
   config = ml_collections.ConfigDict(dataclasses.asdict(Config()))
-  free = {"islands": ("overrides", "resources"), "chaos": ("regions",)}  # free names inside
+  free = {"islands": ("overrides", "resources"), "chaos": ("regions",)}  # fields with free names
   free |= dict.fromkeys(("model", "data", "inner"), ("options",))
   for section, names in free.items():
     for name in names:
@@ -206,7 +206,7 @@ def check_field(path: str, value: Any) -> None:
   where = ""
   for name in path.split("."):
     if where.endswith(".options"):
-      return  # free names: what the experiment file has given can be changed
+      return  # free names: options that the experiment file has given can be changed
     inside = dataclasses.is_dataclass(cls)
     require(inside, path, value, f"{where} has no fields", f"set {where} in the experiment file")
     refuse_unknown(where, {name: value}, typing.cast(type, cls))

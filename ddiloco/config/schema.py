@@ -1,4 +1,4 @@
-"""Every section of a run's settings: what is trained, where, how, how long, and what goes wrong."""
+"""Every section of a run's settings: what is trained, where, how, how long, and planned faults."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ddiloco.checks import build, is_number, must, not_negative, one_of, positiv
 
 # --- What is trained, on what and how: model, data, inner and outer optimizer
 # Model, data and inner optimizer may be the user's own (`ddiloco/custom.py`): a section's `custom`
-# names a function that is called with the section, whose `options` are for it alone.
+# names a function that is called with the section; the section's `options` are for that function.
 
 CUSTOM = re.compile(r"(?P<where>.+\.py|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)")
 
 
 def _options() -> Any:
-  """Free names. Equal sections have equal options; a hash need not know them."""
+  """Free names. They count for equality of sections, but not for the hash: a dict has none."""
   return dataclasses.field(default_factory=dict, hash=False)
 
 
@@ -55,7 +55,8 @@ def _check_custom(section: str, config: Any) -> None:
 class ModelConfig:
   """A decoder-only transformer; `configs/dense.py` and `configs/moe.py` hold presets to 12B.
 
-  With `custom` the model is the user's own, and the other fields mean what it makes of them.
+  With `custom` the model is the user's own, and the user's function gives the other fields their
+  meaning.
   """
 
   custom: str = ""  # FILE.py:NAME or PACKAGE.MODULE:NAME of a function: ModelConfig -> Model
@@ -74,10 +75,10 @@ class ModelConfig:
   rope_theta: float = 10_000.0
   norm_epsilon: float = 1e-6
   compute_dtype: str = "float32"  # of activations and matmuls; parameters stay f32
-  # A row's first positions may be an image's patches (models/layers.py); it then needs pairs of
-  # images and captions, which `data.custom` names.
+  # A row's first positions may be an image's patches (models/layers.py). Such a model needs pairs
+  # of images and captions, which `data.custom` must provide.
   image_size: int = 0  # pixels a side; 0: text alone
-  patch_size: int = 2  # pixels a side of what becomes one token
+  patch_size: int = 2  # pixels a side of a patch, which becomes one token
   image_channels: int = 1  # 3: colour
 
   @property
@@ -116,14 +117,14 @@ class DataConfig:
 
   custom: str = ""  # names a function: DataConfig -> Source
   options: Mapping[str, Any] = _options()  # for `custom`
-  # stdlib: this Python's own library; text: files by glob; tokens; synthetic.
+  # stdlib: the source files of Python's standard library; text: files by glob; tokens; synthetic.
   source: str = "stdlib"
   path: str = ""  # glob for text, file or glob for tokens (.bin)
   token_dtype: str = "uint16"  # of .bin files: uint16 or uint32
   tokenizer: str = "bytes"  # bytes, sentencepiece:FILE.model or huggingface:FILE.json
-  sequence_length: int = 128  # T, tokens a sequence predicts
-  heldout_share: float = 0.05  # of the text, fixed, never trained on
-  heldout_sequences: int = 64  # used for one evaluation
+  sequence_length: int = 128  # T, tokens that a sequence predicts
+  heldout_share: float = 0.05  # of the text: a fixed part that is never trained on
+  heldout_sequences: int = 64  # in one evaluation
 
   def __post_init__(self):
     _check_custom("data", self)
@@ -146,10 +147,10 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True)
 class InnerConfig:
-  """AdamW or Muon on one island. The learning rate follows what the run has merged, not own steps.
+  """AdamW or Muon on one island. The learning rate follows the run's merged tokens, not own steps.
 
-  With `custom` an optax transform of the user's own takes the place of clipping, optimizer, decay;
-  its updates are multiplied by the scheduled learning rate (`optax.sgd(1.0, momentum=0.9)`).
+  With `custom` an optax transform of the user replaces clipping, optimizer and weight decay; its
+  updates are multiplied by the scheduled learning rate (`optax.sgd(1.0, momentum=0.9)`).
   """
 
   custom: str = ""  # names a function: InnerConfig -> optax.GradientTransformation
@@ -182,8 +183,8 @@ class OuterConfig:
   learning_rate: float = 0.5
   momentum: float = 0.8
   nesterov: bool = True
-  decay_share: float = 0.25  # of the run's tokens, the last: the rate falls over them; 0: never
-  final_share: float = 0.05  # of the rate, where it ends
+  decay_share: float = 0.25  # the rate falls over this last share of the run's tokens; 0: never
+  final_share: float = 0.05  # of the rate, at the end of the run
 
   def __post_init__(self):
     positive("outer", self, "learning_rate")
@@ -207,13 +208,13 @@ class IslandConfig:
   fsdp: int = -1
   tensor: int = 1
   batch_size: int = 8  # B, sequences a step
-  # How the step is computed: what it takes of time and memory, not what comes out.
-  attention: str = "auto"  # einsum, splash (TPU), cudnn (GPU, bf16), or the platform's own of them
-  remat: str = "none"  # layers keep all (none), products, attention or no more than inputs (full)
+  # How the step is computed: these change its time and memory, not its result.
+  attention: str = "auto"  # einsum, splash (TPU), cudnn (GPU, bf16); auto: the platform's best
+  remat: str = "none"  # layers keep all (none), products, attention or only their inputs (full)
   loss_chunks: int = 1  # parts of the vocabulary; only one part's logits exist at a time
-  topology: str = ""  # of TPUs, e.g. "v5p:4x4x4": what `ddiloco compile` compiles for
-  min_step_seconds: float = 0.0  # a step lasts so long: for islands that share their devices
-  # What a cluster (Ray) must give this island, e.g. {"TPU": 4}; empty: nothing is reserved.
+  topology: str = ""  # of TPUs, e.g. "v5p:4x4x4": the target of `ddiloco compile`
+  min_step_seconds: float = 0.0  # a step lasts at least so long: for islands that share devices
+  # Resources that a cluster (Ray) reserves for this island, e.g. {"TPU": 4}; empty: none.
   resources: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
@@ -262,7 +263,7 @@ class IslandConfig:
 class IslandsConfig(IslandConfig):
   """All islands: common settings, and `overrides` by learner number, e.g. {"2": {"devices": 4}}."""
 
-  num_learners: int = 4  # M; a hint, since learners come and go
+  num_learners: int = 4  # M, as planned; learners may come and go
   overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
@@ -276,8 +277,8 @@ class IslandsConfig(IslandConfig):
         "keys are learner numbers, also of those that join later",
         "rename the key, e.g. '2'",
       )
-      build(IslandConfig, fields, f"islands.overrides.{key}")  # names and types
-      self.island(int(key))  # and together with the common settings
+      build(IslandConfig, fields, f"islands.overrides.{key}")  # checks names and types ...
+      self.island(int(key))  # ... and the overrides together with the common settings
 
   def island(self, learner: int) -> IslandConfig:
     """The settings of one learner's island."""
@@ -298,20 +299,20 @@ class SyncConfig:
   max_rows: int = 0  # embeddings with more rows are split into pieces of at most these; 0: never
   sync_period: int = 24  # H: inner steps between two syncs of the same fragment
   overlap_steps: int = 2  # tau: steps a sync may take without delaying a learner
-  min_quorum: int = 1  # K
+  min_quorum: int = 1  # K: learners that must have pushed before a round commits
   grace_safety: float = 0.9  # gamma: share of the slack that waiting for more learners may use
-  blocking: bool = False  # True: lock-step (DiLoCo, Streaming DiLoCo); learners then do wait
+  blocking: bool = False  # True: lock-step (DiLoCo, Streaming DiLoCo); learners wait for versions
   apply: str = "rebase"  # overwrite (the paper), mix (Streaming), rebase (no work is lost)
   mix_alpha: float = 0.5  # share of the local value that `mix` keeps
   merge: str = "rda"  # rda or average
   average_embeddings: bool = True  # embeddings are averaged also under rda
   push_codec: str = "f32"  # learner to shard: f32, bf16, int8 or int4
-  publish_codec: str = "f32"  # shard to learner; a lossy one sends the update, never raw values
-  value_threads: int = 0  # that a fragment's work is shared out to; 0: cores, half of a learner's
-  error_feedback: bool = False  # learners add what rounding lost to their next push
-  liveness_steps: float = 10.0  # silent for so many of its own steps: not available ...
+  publish_codec: str = "f32"  # shard to learner; a lossy codec is for updates, never for values
+  value_threads: int = 0  # for the work on a fragment; 0: one a core, on a learner half of that
+  error_feedback: bool = False  # learners add the rounding error of a push to their next one
+  liveness_steps: float = 10.0  # a learner silent for so many of its own steps is lost ...
   liveness_seconds: float = 2.0  # ... but never sooner than this
-  max_norm_ratio: float = 10.0  # an update so much longer than others' and its own past is rejected
+  max_norm_ratio: float = 10.0  # rejects updates so much longer than others' and the learner's past
   quarantine_after: int = 3  # rejections in a row until a learner must rejoin
   snapshot_steps: int = 200  # global steps between two snapshots of the whole run; 0: never
 
@@ -348,12 +349,12 @@ class NetworkConfig:
   """How messages travel between processes. Every timeout grows with what is measured."""
 
   streams: int = 1  # TCP connections per learner and shard that every fragment is spread over
-  queue_bytes: int = 0  # of fragments waiting for or from one peer; 0: three models in f32
+  queue_bytes: int = 0  # of fragments queued for or from one peer; 0: three models in f32
   hello_seconds: float = 0.5  # between two attempts to reach a peer, doubling to 16 times this
-  patience_seconds: float = 2.0  # least wait until a shard's buddy is taken to be away
-  silence_seconds: float = 30.0  # what waits for a peer that is silent for so long is dropped
+  patience_seconds: float = 2.0  # least wait until a shard's buddy counts as away
+  silence_seconds: float = 30.0  # messages for a peer that is silent for so long are dropped
   give_up_seconds: float = 600.0  # a learner that reaches no shard for so long ends, with an error
-  drain_seconds: float = 25.0  # a role that is told to end takes at most this long to lose nothing
+  drain_seconds: float = 25.0  # a role that is told to end has so long to get its work merged
 
   def __post_init__(self):
     positive("network", self, "streams", "hello_seconds", "patience_seconds")
@@ -372,17 +373,17 @@ class RunConfig:
   total_tokens: int = 4_000_000  # merged into the global model; the run ends there
   init_from: str = ""  # weights to start from, else random: .safetensors, Orbax or a run's workdir
   evaluations: int = 20  # of the global model on the held-out split, over the run; 0: none
-  evaluator_devices: int = 0  # that share the model there (fsdp), no island's; 0: one of the CPU
+  evaluator_devices: int = 0  # of the evaluator alone (fsdp), no island's; 0: one CPU device
   compare_alone: bool = False  # afterwards train every island alone on as many of its own steps
   prompt: str = "def "  # of the sample that is printed at the end
   sample_tokens: int = 160
-  # A role that dies comes back after restart_seconds, doubled with every death in a row, up to a
-  # minute; after more than max_restarts in a row it is given up. A healthy while ends the row
+  # A role that dies is started again after restart_seconds, doubled with every death in a row, up
+  # to a minute; after more than max_restarts in a row it is given up. A healthy period ends the row
   # (protocol/supervisor.py), and planned faults do not count.
   restart_seconds: float = 1.0
   max_restarts: int = 5
-  # A learner whose loop has not come round for so long, and for 20 of its usual steps, hangs: where
-  # all its threads are is logged, and it is left alone. 0: it is not watched.
+  # A learner whose loop has made no turn for so long, and for 20 of its usual steps, hangs: the
+  # stacks of all its threads are logged, and it is left running. 0: learners are not watched.
   hang_seconds: float = 60.0
 
   def __post_init__(self):
@@ -391,19 +392,19 @@ class RunConfig:
     not_negative("run", self, "hang_seconds", "evaluator_devices")
 
 
-# --- What outlives a process: where snapshots go, and how a learner that comes back goes on
+# --- Snapshots: where they are, and how a restarted learner goes on
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
   """Snapshots of the whole run; `sync.snapshot_steps` says how often."""
 
-  path: str = ""  # all roles reach PATH/RUN, also gs://...; empty: WORKDIR/checkpoints
+  path: str = ""  # all roles must reach PATH/RUN, also gs://...; empty: WORKDIR/checkpoints
   keep: int = 2  # committed snapshots; older ones are deleted
-  patience_seconds: float = 60.0  # a snapshot goes without a learner's part that grew so long ago
-  rejoin: str = "own"  # inner optimizer of a learner that comes back: own, peer or fresh
-  warmup_steps: int = 20  # of the learning rate, for one that comes into a run with fresh moments
-  donor_seconds: float = 10.0  # that rejoin = peer waits for another learner's moments
+  patience_seconds: float = 60.0  # for a learner's part of a snapshot, since that last grew
+  rejoin: str = "own"  # inner optimizer of a restarted learner: own, peer or fresh
+  warmup_steps: int = 20  # of the learning rate, for a learner that joins with fresh moments
+  donor_seconds: float = 10.0  # how long rejoin = peer waits for another learner's moments
 
   def __post_init__(self):
     positive("checkpoint", self, "keep", "patience_seconds")
@@ -411,7 +412,7 @@ class CheckpointConfig:
     one_of("checkpoint", self, "rejoin", "own", "peer", "fresh")
 
 
-# --- Which faults strike a run on purpose: a plan is data, whatever engine performs it
+# --- Planned faults: a plan is data, whatever engine performs it
 
 TO_ROLES = ("kill", "stall", "slow", "join")
 TO_MESSAGES = ("cut", "drop", "delay", "duplicate", "reorder", "corrupt", "throttle")
@@ -421,7 +422,7 @@ ACTIONS = (*TO_ROLES, *INSIDE)
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-  """One planned fault: what happens to whom, when (global step or time), for how long.
+  """One planned fault: what happens to which role, when (global step or time), for how long.
 
   | action    | what happens to the role                                      | its own field     |
   |-----------|---------------------------------------------------------------|-------------------|
@@ -440,8 +441,8 @@ class Fault:
   | disk      | its disk is full: nothing of a snapshot can be written        |                   |
   | poison    | its outer gradients are multiplied                            | `factor`          |
 
-  All but kill and join end after `seconds`. Those of messages concern the role's links to `peers`,
-  or all of them.
+  All but kill and join end after `seconds`. Faults of messages concern the role's links to `peers`,
+  or all its links.
   """
 
   action: str  # one of those above
@@ -513,13 +514,13 @@ class ChaosConfig:
       )
 
   def num_joining(self) -> int:
-    """How many learners are brought in."""
+    """How many learners join by plan."""
     return len({fault.role for fault in self.faults if fault.action == "join"})
 
   def of_roles(self) -> tuple[Fault, ...]:
-    """The faults, those of regions as one for each of their roles.
+    """The faults by role: a fault of a region becomes one for each of its roles.
 
-    What strikes the messages of a region strikes those that leave or enter it.
+    A fault of a region's messages strikes only messages that leave or enter the region.
     """
     found: list[Fault] = []
     for fault in self.faults:

@@ -1,11 +1,11 @@
 """The network transport: the contract of `network.transport` between processes, over TCP and TLS.
 
 Syncer shards listen, all other roles dial them: one connection for control, some for fragments, so
-that control never queues behind bulk. With keys each of them is TLS 1.3.
+that control never queues behind bulk. With keys each connection is TLS 1.3.
 
-  endpoint.py    what a role sees: queues in, queues out; peers are dialed, let in, and looked after
-  peers.py       one far end each: whether it may speak, what waits for it, and what arrives
-  frames.py      what the two ends say to each other, connections that carry it, and their threads
+  endpoint.py    the role's interface: queues in and out; peers are dialed, accepted and monitored
+  peers.py       one peer: whether it is accepted, its queue of messages, and arriving payloads
+  frames.py      the frames between two endpoints, the connections, and their threads
   keys.py        the keys
 """
 
@@ -37,13 +37,14 @@ from ddiloco.observe.guards import ended
 from ddiloco.protocol import messages
 
 BEAT_SECONDS = 1.0
-TEND_SECONDS = 0.1  # between two looks at all peers
-STOOD_STILL_SECONDS = 1.0  # if there was so much between two of them, the process was stopped
-LOOK_SECONDS = 1.0  # between two looks at keys
-KEYS_A_LOOK = 100  # each is a file to read
-QUIET_BEATS, QUIET_SHARE = 3, 1 / 3  # of `silence_seconds`: then a shard is dialed again
+TEND_SECONDS = 0.1  # between two checks of all peers
+STOOD_STILL_SECONDS = 1.0  # if two checks are so far apart, the process was stopped
+LOOK_SECONDS = 1.0  # between two checks of keys
+KEYS_A_LOOK = 100  # keys in one check; each is a file to read
+# A shard that is silent for so many beats, or this share of `silence_seconds`, is dialed again.
+QUIET_BEATS, QUIET_SHARE = 3, 1 / 3
 MAX_DOUBLINGS = 4  # of the pause between two attempts
-MOST_THREADS = 4  # for fragments; each has a core to encrypt on
+MOST_THREADS = 4  # for fragments; each may encrypt on a core of its own
 
 
 class NetworkEndpoint(InboxEndpoint):
@@ -55,7 +56,7 @@ class NetworkEndpoint(InboxEndpoint):
     run: the run it belongs to.
     settings: sizes and timeouts.
     bind: where a shard listens, "tcp://HOST:PORT"; port 0 picks a free one.
-    keys: of this role; None speaks plainly, for loopback.
+    keys: of this role; None: without TLS, for loopback.
 
   Raises:
     OSError: the port is taken, or the address is not this machine's.
@@ -74,29 +75,30 @@ class NetworkEndpoint(InboxEndpoint):
     self.incarnation = incarnation
     self.buffers = BufferPool()
     self.numbers = itertools.count()  # of messages with payload, to all peers
-    self.fenced = ""  # why this endpoint may not speak any more; "" if it may
-    self.broken = ""  # why it cannot, whoever else there is; "" if it can
-    # (least incarnation that may come after the newer one, seconds since that was heard);
-    # (0, 0) if this endpoint is not fenced, or for good.
+    self.fenced = ""  # why this endpoint may send no more, "": it may
+    self.broken = ""  # why this endpoint has failed, "": it works
+    # If fenced: (least incarnation that may follow the newer one once that is dead, seconds since
+    # the newer one was heard). (0, 0): not fenced, or for good.
     self.outnumbered = (0, 0)
     self._run, self._settings, self._keys = run, settings, keys
     self._quiet_seconds = max(QUIET_BEATS * BEAT_SECONDS, QUIET_SHARE * settings.silence_seconds)
     who = (run.run_id, run.plan_id, address, incarnation, secrets.token_bytes(frames.SESSION_BYTES))
     self._greeting = Greeting(*who, settings.streams)
-    self._dialed: dict[str, Peer] = {}  # these two: a new one for each change, for other threads
+    # Both are copied for each change, so that other threads may read them without a lock.
+    self._dialed: dict[str, Peer] = {}
     self._accepted: dict[str, Peer] = {}
     listener, self.bound = frames.bind(bind) if bind is not None else (None, "")
     self._control = IoThread(f"network-{address}", self._failed)
-    self.call = self._control.call  # a function in the thread for control, soon; from any thread
+    self.call = self._control.call  # runs a function in the control thread; from any thread
     self._door = None
     if listener is not None:
       self._door = Door(listener, self._control, keys, self.counters, self._let_in)
     count = min(MOST_THREADS, os.cpu_count() or 1)
     self._bulk = [IoThread(f"bulk-{address}", self._failed) for _ in range(count)]
     self._threads = [self._control, *self._bulk]
-    self._places = itertools.cycle(self._bulk)  # for one more connection for fragments
+    self._places = itertools.cycle(self._bulk)  # the thread for the next fragment connection
     self._tended_at = time.monotonic()
-    self._looked_at = 0  # how many keys, in this round through all of them
+    self._looked_at = 0  # how many keys are checked in the present pass over all of them
     self._stop_at: float | None = None
     self._timer: asyncio.Handle = self._control.loop.call_soon(self._tick)
     for thread in self._threads:
@@ -105,7 +107,7 @@ class NetworkEndpoint(InboxEndpoint):
   # --- for the role, from any thread --------------------------------------------------------------
 
   def dial(self, address: str, url: str) -> None:
-    """Connects to the shard `address` at `url`; a second time: it is somewhere else now."""
+    """Connects to the shard `address` at `url`; a later call may give another url."""
     if address not in self._dialed:
       peer = Peer(address, self._run, self._settings.streams, self, url)
       self._dialed = {**self._dialed, address: peer}
@@ -122,7 +124,7 @@ class NetworkEndpoint(InboxEndpoint):
   def _find(self, to: str) -> Peer | None:
     dialed, accepted = self._dialed.get(to), self._accepted.get(to)
     if dialed and accepted and (dialed.state != "up" or accepted.incarnation > dialed.incarnation):
-      return accepted  # what we dialed is out of reach, or was its life before
+      return accepted  # the dialed peer is out of reach, or is an older incarnation
     return dialed or accepted
 
   def unsent(self, peer: str) -> int:
@@ -130,18 +132,18 @@ class NetworkEndpoint(InboxEndpoint):
     return 0 if found is None else found.queued_bytes
 
   def close(self, linger_seconds: float = 1.0) -> None:
-    """Sends what is queued, for at most so long, and disconnects."""
+    """Sends the queued messages, for at most so long, and disconnects."""
     self._shut()
     self._stop_at = self._stop_at or time.monotonic() + linger_seconds
     self.call(self._tick_soon)
     for thread in self._threads:
       ended(thread, linger_seconds + 5.0)
     if self._door and not self._control.is_alive():
-      self._door.close()  # which a thread that has failed has not done
+      self._door.close()  # a control thread that has failed has not done so
 
   def links(self) -> dict[str, dict[str, Any]]:
-    """For people: every far end's state, reason, seconds since it was heard, and how many messages
-    of ours it has dropped and why."""
+    """For display: every peer's state, reason, seconds since it was heard, and how many messages of
+    ours it has dropped and why."""
     now = time.monotonic()
     return {
       peer.address: {
@@ -157,7 +159,7 @@ class NetworkEndpoint(InboxEndpoint):
   def _peers(self) -> list[Peer]:
     return [*self._dialed.values(), *self._accepted.values()]
 
-  # --- what connections say, in their threads -----------------------------------------------------
+  # --- events of connections, in the connections' threads -----------------------------------------
 
   def on_malformed(self, peer: Peer, reason: str) -> None:
     self.counters.malformed += 1
@@ -174,7 +176,7 @@ class NetworkEndpoint(InboxEndpoint):
         if peer.state == "up":
           self.put(peer.address, header, None, peer.incarnation)
           if self._crowded(peer.address):
-            # Until the next look: a flood is not taken in faster than the role does.
+            # Until the next check: read no faster than the role takes messages.
             wire.rest(True)
       case frames.Beat(count, reason):
         if count:
@@ -198,7 +200,7 @@ class NetworkEndpoint(InboxEndpoint):
       peer.down("its connection broke")  # another peer may be at the url now
     elif channel.number == CONTROL and peer.state == "connecting" and peer.url:
       refused = isinstance(error, ssl.SSLError) and "ALERT" in str(error.reason)
-      if refused:  # the far end looks at our key when the handshake is over for us
+      if refused:  # the far end checks our key after the handshake has ended on this side
         peer.state, peer.reason = "refused", f"{peer.url}: the key of {self.address} is not listed"
       else:
         peer.reason = f"{peer.url} answers no greeting, or one side has no keys ({error})"
@@ -206,8 +208,8 @@ class NetworkEndpoint(InboxEndpoint):
 
   def _failed(self, error: Exception) -> None:
     self.broken = self.broken or f"its network thread failed: {error!r}"
-    self._shut()  # the role must not go on unheard
-    for thread in self._threads:  # nor the others: the one that ends them may be gone
+    self._shut()  # the role must not go on without a network
+    for thread in self._threads:  # all of them: the control thread, which ends them, may be gone
       thread.stop()
 
   # --- the thread for control ---------------------------------------------------------------------
@@ -217,7 +219,7 @@ class NetworkEndpoint(InboxEndpoint):
     self._timer = self._control.loop.call_soon(self._tick)
 
   def _tick(self) -> None:
-    """From time to time: what all peers need."""
+    """Periodic work for all peers."""
     self._timer = self._control.loop.call_later(TEND_SECONDS, self._tick)
     now = time.monotonic()
     before, self._tended_at = self._tended_at, now
@@ -228,7 +230,7 @@ class NetworkEndpoint(InboxEndpoint):
       self._look_at_keys(self._keys)
     self.buffers.release(now)
     for peer in self._peers():
-      if still > STOOD_STILL_SECONDS:  # what came meanwhile is still on its way through the kernel
+      if still > STOOD_STILL_SECONDS:  # messages that came meanwhile are still in the kernel
         peer.heard_at = min(now, peer.heard_at + still)
       self._look_after(peer, now)
     if self._stop_at is not None:
@@ -236,7 +238,7 @@ class NetworkEndpoint(InboxEndpoint):
 
   def _look_after(self, peer: Peer, now: float) -> None:
     silent, patience = now - peer.heard_at, self._settings.silence_seconds
-    # What we can dial again we do earlier: a connection may be dead without a sign.
+    # Peers that we can dial are dialed again earlier: a connection may be dead without a sign.
     if peer.state == "up" and silent > min(patience, self._quiet_seconds if peer.url else patience):
       self._begin_anew(peer, f"silent for {silent:.0f} s")
     if silent > patience:
@@ -247,18 +249,21 @@ class NetworkEndpoint(InboxEndpoint):
     if wire is not None:
       crowded = self._crowded(peer.address)
       wire.rest(crowded)
-      peer.heard_at = now if crowded else peer.heard_at  # it waits for us
-      # A peer that sends and does not read is told nothing more: beats would pile up here.
+      peer.heard_at = now if crowded else peer.heard_at  # the peer waits for us: it is not silent
+      # A peer that sends and does not read gets no more beats: they would pile up here.
       if peer.state == "up" and now - peer.beat_at >= BEAT_SECONDS and not wire.behind:
         peer.beat_at = now
         wire.say(frames.Beat(*peer.take_untold()))
     if peer.url and not (self.fenced or self.broken):
       for channel in peer.channels if peer.state == "up" else [peer.control]:
-        if self._stop_at is None or channel.waiting:  # at the end only for messages that wait
+        if self._stop_at is None or channel.waiting:  # when closing, only for queued messages
           self._reach(peer, channel, now)
 
   def _look_at_keys(self, keys: Keys) -> None:
-    """A peer with a new key is cut off, or dialed with that: the one before may be stolen."""
+    """Disconnects peers whose key is no longer listed; dials a peer with a new key again with that.
+
+    The old key may be stolen.
+    """
     every = self._peers()
     for peer in every[self._looked_at : self._looked_at + KEYS_A_LOOK]:
       if not peer.url and keys.withdrawn(peer.address, peer.key):
@@ -276,7 +281,7 @@ class NetworkEndpoint(InboxEndpoint):
     self.counters.undelivered += peer.drop_queue(control)
 
   def _finish(self, now: float, stop_at: float) -> None:
-    """Ends when all is sent and the far ends that live have seen the end, or the time is over."""
+    """Ends the threads when all is sent and all live peers have seen the end, or time is over."""
     if self._door:
       self._door.close()
     waits = False
@@ -285,7 +290,7 @@ class NetworkEndpoint(InboxEndpoint):
         continue
       waits |= peer.control.wire is not None
       fragments = [channel.wire for channel in peer.bulk if channel.wire is not None]
-      for wire in fragments or [peer.control.wire]:  # meanwhile control says that it lives
+      for wire in fragments or [peer.control.wire]:  # control comes last: it carries the beats
         if wire is not None and peer.idle():
           wire.leave()
     if not waits or now >= stop_at:
@@ -297,10 +302,10 @@ class NetworkEndpoint(InboxEndpoint):
   def _let_in(self, wire: FrameSocket, greeting: Greeting) -> GreetingRefused | None:
     """Gives a connection to the peer that its first frame names.
 
-    With keys, that must be the owner of its key, and the key must stay listed while the peer is
-    connected: removing it from the folder ends the connection, not only the next one.
+    With keys, that peer must be the owner of the connection's key, and the key must stay listed
+    while the peer is connected: removing the key from the folder ends present connections too.
 
-    Returns what it is sent off with if it was given to none; None: nothing.
+    Returns the answer for a connection that no peer gets; None: without an answer.
     """
     known = self._accepted.get(greeting.address)
     peer = known if known is not None and known.session == greeting.session else None
@@ -344,14 +349,14 @@ class NetworkEndpoint(InboxEndpoint):
       self._begin_anew(peer, f"has moved to {url}")
 
   def _begin_anew(self, peer: Peer, reason: str) -> None:
-    """Ends its connections; another peer may answer the next greeting."""
+    """Ends the peer's connections and dials again; another incarnation may answer the greeting."""
     peer.down(reason)
     peer.hang_up()
     for channel in peer.channels:
       channel.attempts, channel.next_at = 0, 0.0
 
   def _reach(self, peer: Peer, channel: Channel, now: float) -> None:
-    """Makes a connection that is not there, or waits in vain for an answer."""
+    """Dials if there is no connection, or if the present one has waited too long for an answer."""
     if channel.wire is not None:
       if peer.state == "up" or now < channel.answer_until:
         return
@@ -370,20 +375,20 @@ class NetworkEndpoint(InboxEndpoint):
         context = self._keys.context_to(peer.key)
       dial = functools.partial(self._connect, channel, (peer.url, peer.key), context)
       threading.Thread(target=dial, name=name, daemon=True).start()
-    except (ConfigError, OSError, RuntimeError) as error:  # files are away; no threads are left
+    except (ConfigError, OSError, RuntimeError) as error:  # missing files; no more threads possible
       self._connected(channel, (peer.url, peer.key), None, str(error))
 
   def _connect(
     self, channel: Channel, place: tuple[str, bytes], context: ssl.SSLContext | None
   ) -> None:
-    """In a thread of its own, since names and far ends may take their time."""
+    """Runs in a thread of its own, since name resolution and the far end may be slow."""
     connected = frames.connect(place[0], context, self._quiet_seconds)
     self.call(self._connected, channel, place, *connected)
 
   def _connected(
     self, channel: Channel, place: tuple[str, bytes], connected: socket.socket | None, why: str
   ) -> None:
-    """An attempt is over, of which `place` is url and key."""
+    """Ends an attempt to connect; `place` is the url and key it used."""
     channel.dialing = False
     peer, bulk = channel.peer, channel.number != CONTROL
     elsewhere = place != (peer.url, peer.key)
@@ -408,32 +413,33 @@ class NetworkEndpoint(InboxEndpoint):
       peer.state, peer.reason = "refused", f"{peer.address} at {peer.url}: {reason}"
       peer.control.hang_up()
       return
-    if peer.session and greeting.session != peer.session:  # it has restarted
+    if peer.session and greeting.session != peer.session:  # the peer has restarted
       for channel in peer.bulk:
         channel.hang_up()
-      self._drop_queue(peer, control=False)  # pushes were meant for the incarnation before
+      self._drop_queue(peer, control=False)  # queued pushes were for its old incarnation
     peer.meet(greeting)
     for channel in peer.channels:
       channel.attempts, channel.next_at = 0, 0.0
-    peer.control.next_at = time.monotonic() + self._settings.hello_seconds  # should it break now
+    peer.control.next_at = time.monotonic() + self._settings.hello_seconds  # if it breaks at once
     self._tick_soon()
 
 
 # --- The listening side
 
 COMERS_A_TURN = 64
-# Each connection costs a descriptor; when there are none left, no file opens and no member comes
-# in. So this process may have as many as the system allows, and strangers (connections without a
-# known peer) a quarter of them. A stranger that takes too long, or is one too many, is cut off.
+# Each connection costs a descriptor; when none is left, the process can open no file and accept no
+# member. So this process raises its limit as far as the system allows, and strangers (connections
+# without a known peer) get at most a quarter of it. A stranger that takes too long is cut off; of
+# too many strangers, the oldest are.
 STRANGER_SECONDS = 60.0  # until a connection must have a known peer
 MOST_STRANGERS = 1024
-MOST_DESCRIPTORS = 10_240  # where the system names no limit, or one that it does not keep
+MOST_DESCRIPTORS = 10_240  # where the system names no limit, or one that it does not grant
 
 
 def raise_limit() -> int:
-  """Lets this process have as many descriptors as the system allows it; returns how many."""
+  """Raises this process's limit of descriptors as far as the system allows; returns the limit."""
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-  for limit in (hard, MOST_DESCRIPTORS):  # a system may allow less than it says
+  for limit in (hard, MOST_DESCRIPTORS):  # a system may grant less than its hard limit
     with contextlib.suppress(ValueError, OSError):
       if limit == resource.RLIM_INFINITY or limit > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
@@ -443,16 +449,17 @@ def raise_limit() -> int:
 
 
 class Door(frames.Owner):
-  """Accepts connections; owns each until its first frame names a peer, and those that are sent off.
+  """Accepts connections; owns each until its first frame names a peer, and refused ones to the end.
 
-  Only the endpoint's thread for control uses it.
+  Only the endpoint's control thread uses it.
 
   Args:
     listener: a socket that listens.
-    thread: that its connections belong to, at first.
+    thread: the thread that its connections belong to at first.
     keys: of this role; None: without.
     counters: the endpoint's.
-    let_in: gives a connection to the peer that its first frame names; see `_let_in`.
+    let_in: gives a connection to the peer that its first frame names; see
+      `NetworkEndpoint._let_in`.
   """
 
   def __init__(
@@ -466,7 +473,7 @@ class Door(frames.Owner):
     self._listener, self._thread = listener, thread
     self._keys, self._counters, self._let_in = keys, counters, let_in
     self._strangers: dict[FrameSocket, float] = {}  # since when, oldest first
-    self._sent_off: set[FrameSocket] = set()  # of these, those that are counted already
+    self._sent_off: set[FrameSocket] = set()  # strangers that are refused, and counted already
     self._most = min(MOST_STRANGERS, raise_limit() // 4)
     self._listen()
 
@@ -485,9 +492,9 @@ class Door(frames.Owner):
     for _ in range(COMERS_A_TURN):
       try:
         connected, _ = self._listener.accept()
-      except BlockingIOError:  # no more are there
+      except BlockingIOError:  # no further connection waits
         break
-      except OSError:  # no descriptor is left: who waits would wake us again and again
+      except OSError:  # no descriptor is left: a waiting connection would wake us again and again
         self._thread.loop.remove_reader(self._listener)
         self._thread.loop.call_later(TEND_SECONDS, self._listen)
         break
@@ -501,7 +508,7 @@ class Door(frames.Owner):
     self.cut_off(now)
 
   def cut_off(self, now: float) -> None:
-    """Ends strangers' connections that are too old, and the oldest that are too many."""
+    """Ends strangers' connections that are too old, and of too many the oldest."""
     too_many = len(self._strangers) - self._most
     for number, (wire, since) in enumerate([*self._strangers.items()]):
       if number >= too_many and now - since <= STRANGER_SECONDS:
@@ -510,7 +517,7 @@ class Door(frames.Owner):
       self.lost(wire)
 
   def send_off(self, wire: FrameSocket, answer: GreetingRefused | None = None) -> None:
-    """Ends a connection, with an answer if there is one; it has a stranger's time to hear that."""
+    """Refuses a connection; the far end has `STRANGER_SECONDS` to read the answer, if any."""
     wire.owner = self
     self._strangers.pop(wire, None)
     self._strangers[wire] = time.monotonic()  # the newest one

@@ -1,13 +1,13 @@
-"""Frames: what two endpoints say to each other, and connections that carry them whole.
+"""Frames between two endpoints, and the connections that carry them.
 
-On a connection, frame follows frame: `PREFIX` says how long this one is and how many raw bytes of a
-payload come after it; the frame itself is one msgpack list [kind, [fields...]]. `decode` accepts
+On a connection, frame follows frame: `PREFIX` has the length of the frame and the number of raw
+payload bytes after it; the frame itself is one msgpack list [kind, [fields...]]. `decode` accepts
 only exactly well-formed frames and raises `MalformedMessage` on everything else, like
 `protocol.messages.decode`.
 
-A connection belongs to one thread, which alone touches its socket; others ask for something by
+A connection belongs to one thread, and only that thread uses its socket; other threads use
 `IoThread.call`. The kernel keeps order and holds back a sender that is too fast; OpenSSL encrypts.
-Both work while Python's lock is free for others.
+Both work without the GIL.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from ddiloco.protocol.messages import (
 
 PREFIX = struct.Struct(">IQ")
 MAX_FRAME_BYTES = MAX_HEADER_BYTES + 4096
-STRANGER_FRAME_BYTES = 1 << 16  # no frame is longer until its sender is known
+STRANGER_FRAME_BYTES = 1 << 16  # longest frame from a sender that is not known yet
 SESSION_BYTES = 8
-CONTROL = -1  # number of the connection for control; those for fragments, the streams, begin at 0
+CONTROL = -1  # number of the control connection; the streams, for fragments, begin at 0
 Session = Annotated[bytes, Meta(max_length=SESSION_BYTES)]
 Header = Annotated[bytes, Meta(max_length=MAX_HEADER_BYTES)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Greeting:
-  """I am `address`: the first frame of a connection; on that for control it is the answer, too."""
+  """I am `address`: the first frame of a connection. On the control connection also the answer."""
 
   run_id: Text
   plan_id: Text
@@ -57,25 +57,25 @@ class Greeting:
   incarnation: Count
   session: Session  # random, of this endpoint
   streams: Count  # connections for fragments that the dialing side makes
-  stream: CountOrNone = CONTROL  # which of them this is
+  stream: CountOrNone = CONTROL  # the number of this connection
 
 
 @dataclasses.dataclass(frozen=True)
 class GreetingRefused:
-  """You may not speak here, and why."""
+  """Your connection is refused, and why."""
 
   fenced: bool  # for good: a newer incarnation has your address
   reason: Text
-  after: Count = 0  # the least incarnation that may have it once the newer one is dead; 0: none
+  after: Count = 0  # least incarnation that may have it once the newer one is dead; 0: none
   silent_seconds: Count = 0  # since the newer one was heard
 
 
 @dataclasses.dataclass(frozen=True)
 class Beat:
-  """I am still here; so many of your messages I have dropped since I last said so, and why."""
+  """I am still here; so many of your messages were dropped here since my last beat, and why."""
 
   dropped: Count = 0
-  reason: Text = ""  # of the newest
+  reason: Text = ""  # of the newest one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Control:
 class Bulk:
   """A message with payload. Every stream carries its part of the payload after such a frame."""
 
-  number: Count  # grows from message to message of one session, also over meetings
+  number: Count  # grows from message to message of one session, also over reconnections
   total: Count  # bytes of the whole payload
   header: Header
 
@@ -99,16 +99,16 @@ _SCHEMA = Schema(typing.get_args(Frame))
 
 
 def encode(frame: Frame, payload_bytes: int = 0) -> bytes:
-  """A frame as it is sent, before so many bytes of payload."""
+  """The bytes of a frame that so many bytes of payload follow."""
   data = _SCHEMA.encode(frame)
   return PREFIX.pack(len(data), payload_bytes) + data
 
 
 def decode(data: bytes) -> Frame:
-  """The frame in `data`, which is what came after the prefix.
+  """The frame in `data`, the bytes after the prefix.
 
   Raises:
-    MalformedMessage: it is none.
+    MalformedMessage: `data` is not a frame.
   """
   if len(data) > MAX_FRAME_BYTES:
     raise MalformedMessage(f"frame of {len(data)} bytes exceeds {MAX_FRAME_BYTES}")
@@ -117,32 +117,32 @@ def decode(data: bytes) -> Frame:
 
 
 def part(stream: int, streams: int, total: int) -> slice:
-  """The bytes of a payload that this one of so many streams carries."""
+  """The slice of a payload that this stream, of so many, carries."""
   size = -(-total // streams)
   return slice(min(total, stream * size), min(total, (stream + 1) * size))
 
 
 # --- One connection, and the thread that it belongs to
 
-BYTES_A_TURN = 1 << 20  # of one connection, about, each way; then it is another one's turn
-READ_COSTS_BYTES = 1 << 11  # of these; so small frames are a turn of 512 reads
-CALL_BYTES = 1 << 20  # in one call, without Python's lock; smaller calls cost a third of the rate
-UNSENT_BYTES = 1 << 19  # in the kernel and not under way yet: what waits longer waits here
+BYTES_A_TURN = 1 << 20  # about, each way; then it is another connection's turn
+READ_COSTS_BYTES = 1 << 11  # of a turn, at least: a turn of small frames is at most 512 reads
+CALL_BYTES = 1 << 20  # in one call, without the GIL; smaller calls cost a third of the rate
+UNSENT_BYTES = 1 << 19  # most unsent bytes in the kernel; the others wait in this process
 SCRATCH = memoryview(bytearray(1 << 16))  # unwanted payloads are read into this
 KEEPALIVE_SECONDS = 20  # without data, until the kernel asks the far end for a sign of life
 DEAD_SECONDS = 120  # without an acknowledgement, until the kernel ends a connection
-SOCKET_OPTIONS = (  # where the system has them
+SOCKET_OPTIONS = (  # set where the system has them
   (socket.IPPROTO_TCP, "TCP_NODELAY", 1),
   (socket.IPPROTO_TCP, "TCP_NOTSENT_LOWAT", UNSENT_BYTES),
-  # A path that has gone without a word (a firewall forgot it) ends the connection within minutes;
-  # else what was given to it would count as under way for a quarter of an hour.
+  # If a path is gone without notice (a firewall forgot it), the connection ends within minutes;
+  # without these options its data would count as under way for a quarter of an hour.
   (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
   (socket.IPPROTO_TCP, "TCP_KEEPIDLE", KEEPALIVE_SECONDS),
   (socket.IPPROTO_TCP, "TCP_KEEPINTVL", KEEPALIVE_SECONDS),
   (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", 1000 * DEAD_SECONDS),
 )
 NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
-BACKLOG = 1024  # many learners may come at once; the system has a limit of its own
+BACKLOG = 1024  # many learners may connect at once; the system has a limit of its own
 
 
 def bind(url: str) -> tuple[socket.socket, str]:
@@ -166,10 +166,10 @@ def bind(url: str) -> tuple[socket.socket, str]:
 def connect(
   url: str, context: ssl.SSLContext | None, timeout_seconds: float
 ) -> tuple[socket.socket | None, str]:
-  """Connects, and shows and asks for keys; (the connection or None, why there is none)."""
+  """Connects, with a TLS handshake if there is a context; (connection or None, why not)."""
   try:
     connected = socket.create_connection(host_and_port(url), timeout_seconds)
-  except (OSError, UnicodeError) as error:  # the latter: a name that cannot be one
+  except (OSError, UnicodeError) as error:  # UnicodeError: not a host name
     return None, f"nothing answers at {url} ({error})"
   try:
     return (context.wrap_socket(connected) if context is not None else connected), ""
@@ -182,46 +182,46 @@ def connect(
 
 
 class Forget(Exception):
-  """A payload that is not wanted any more: it is read, and dropped."""
+  """A payload that is no longer wanted: the connection reads and drops it."""
 
 
-Parcel = tuple[memoryview, ...]  # what is to go out: a frame, and the payload after it if any
+Parcel = tuple[memoryview, ...]  # bytes to send: a frame, and the payload after it if any
 
 
 class Owner:
-  """Whom a connection is for: asked, and told, in the connection's thread."""
+  """The owner of a connection; its methods are called in the connection's thread."""
 
   def next(self, wire: FrameSocket) -> Parcel | None:
-    """What is to go out; the kernel has all that went out before."""
+    """The next bytes to send; the kernel has all bytes of the parcel before."""
 
   def room(self, wire: FrameSocket, frame: Bulk, size: int) -> memoryview | None:
-    """Memory where so many bytes of payload go; None: not now, until `wake`.
+    """Memory for so many bytes of payload; None: no room until `wake`.
 
     Raises:
-      MalformedMessage, Forget: they are read and forgotten.
+      MalformedMessage, Forget: the connection reads and drops the payload.
     """
     raise MalformedMessage("a fragment that no shard has")
 
   def arrived(self, wire: FrameSocket, frame: Frame) -> None:
-    """A frame is here, and its payload where it goes."""
+    """A frame has arrived, and its payload is in the memory that `room` gave."""
 
   def malformed(self, wire: FrameSocket, reason: str) -> None:
-    """Something was dropped."""
+    """A malformed frame was dropped."""
 
   def lost(self, wire: FrameSocket, error: Exception) -> None:
     """The connection has broken, or the far end has closed it."""
 
 
 class FrameSocket:
-  """A connection that takes and gives whole frames, and never blocks.
+  """A connection that sends and receives whole frames, and never blocks.
 
-  Only its thread calls what is not said to be for any thread.
+  Only its thread calls its methods, except those that are marked for any thread.
 
   Args:
     connected: the socket.
-    owner: whom it is for, at first.
-    context: shows and asks for keys, as the accepting side; None: that has been done, or there are
-      no keys.
+    owner: its first owner.
+    context: for the TLS handshake of the accepting side; None: the handshake is done, or the run
+      has no keys.
   """
 
   def __init__(self, connected: socket.socket, owner: Owner, context: ssl.SSLContext | None = None):
@@ -233,12 +233,12 @@ class FrameSocket:
       connected = context.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)
     self.owner = owner
     self.thread: IoThread | None = None
-    self.most_bytes = STRANGER_FRAME_BYTES  # of a frame
+    self.most_bytes = STRANGER_FRAME_BYTES  # longest frame that is accepted
     self._socket = connected
     self._pace: Pacer | None = None
     self._shaking_hands = context is not None
     self._doomed = self._leaves = self._rests = False
-    self._leaving: collections.deque[memoryview] = collections.deque()  # what goes out now
+    self._leaving: collections.deque[memoryview] = collections.deque()  # bytes being sent now
     self._parser = self._parse()
     self._wanted: memoryview | None = next(self._parser)  # memory to fill; None: no room now
 
@@ -246,26 +246,26 @@ class FrameSocket:
     return self._socket.fileno()
 
   def key(self) -> bytes:
-    """The certificate of the far end, DER; b"": it has shown none."""
+    """The certificate of the far end, DER; b"": it presented none."""
     shown = self._socket.getpeercert(True) if isinstance(self._socket, ssl.SSLSocket) else None
     return shown or b""
 
   def keep_pace(self) -> None:
-    """It is for fragments: a slow link is not to be flooded."""
+    """Limits the rate on a slow link, with a `Pacer`: for a connection for fragments."""
     self._pace = Pacer(self._socket)
 
   def wake(self) -> None:
-    """Looks again what there is to send, and whether there is room; from any thread."""
+    """Checks again for bytes to send, and for room; from any thread."""
     thread = self.thread
-    if thread is not None:  # else it does so when it joins one
+    if thread is not None:  # else the connection checks when it joins a thread
       thread.call(self._turn_in, thread)
 
   def _turn_in(self, thread: IoThread) -> None:
-    if self.thread is thread:  # and has not gone to another one meanwhile
+    if self.thread is thread:  # the connection has not moved to another thread meanwhile
       self.turn()
 
   def rest(self, rests: bool) -> None:
-    """Whether nothing is read for now, so that the kernel holds the far end back."""
+    """Stops or resumes reading; while it rests, the kernel holds the far end back."""
     if self._rests != rests:
       self._rests = rests
       self.wake()
@@ -276,31 +276,31 @@ class FrameSocket:
     self.wake()
 
   def say(self, frame: Frame) -> None:
-    """Sends a frame of the connection itself, before what the owner has; not once it leaves: that
-    would break a connection whose far end has not seen the end yet."""
+    """Sends a frame of the connection itself, before the owner's. Not after `leave`: that would
+    break a connection whose far end has not seen its end yet."""
     if not self._leaves:
       self._leaving.append(memoryview(encode(frame)))
       self.wake()
 
   @property
   def behind(self) -> bool:
-    """Whether something still waits for the kernel."""
+    """Whether bytes still wait until the kernel takes them."""
     return bool(self._leaving)
 
   def leave(self) -> None:
-    """Ends the connection when all is sent. What comes until then is read and forgotten: closing
-    a socket with something unread would take back what was sent."""
+    """Ends the connection when all is sent. Data that comes until then is read and dropped: closing
+    a socket with unread data would reset the connection and lose what was sent."""
     self._leaves = True
     self.wake()
 
   def close(self) -> None:
-    """Ends the connection now, without a word to the owner."""
+    """Ends the connection now, without a call of the owner's `lost`."""
     if self.thread is not None:
       self.thread.forget(self)
     self._socket.close()
 
   def turn(self, reads: bool = True, writes: bool = True) -> None:
-    """Whatever can be done now."""
+    """Reads and writes as much as is possible now."""
     if self._doomed or self.fileno() < 0:
       self.close()
       return
@@ -326,7 +326,7 @@ class FrameSocket:
     except NOT_NOW:
       raise
     except OSError:
-      self._leaves = True  # OpenSSL has told the far end
+      self._leaves = True  # OpenSSL has an alert for the far end, which `_write` sends
       self._write()
     self._shaking_hands = False
 
@@ -334,7 +334,7 @@ class FrameSocket:
     return self._leaves or (self._wanted is not None and not self._rests)
 
   def _read(self) -> None:
-    """Takes in what is there, for one turn."""
+    """Reads the data that is there, for one turn."""
     left = BYTES_A_TURN
     if self._wanted is None:
       self._wanted = next(self._parser)
@@ -350,14 +350,14 @@ class FrameSocket:
       if not self._leaves:
         self._wanted = wanted[count:] or next(self._parser)
       if count < min(len(wanted), CALL_BYTES) and not isinstance(self._socket, ssl.SSLSocket):
-        return  # that was all there is
+        return  # the kernel has no more data
 
   def _decrypted(self) -> int:
-    """Bytes that OpenSSL has already: of these the kernel says nothing any more."""
+    """Bytes that OpenSSL has read already: the kernel does not report them as readable."""
     return self._socket.pending() if isinstance(self._socket, ssl.SSLSocket) else 0
 
   def _parse(self) -> Iterator[memoryview | None]:
-    """Yields the memory that is to be filled next, never empty; None while there is no room."""
+    """Yields the memory to fill next, never empty; None while there is no room."""
     prefix = memoryview(bytearray(PREFIX.size))
     while True:
       yield prefix
@@ -382,7 +382,7 @@ class FrameSocket:
         continue
       if target:
         yield target
-      target = None  # else the payload's memory is held until the next one comes
+      target = None  # else this reference would keep the payload's memory until the next one
       self.owner.arrived(self, frame)
 
   def _write(self) -> None:
@@ -396,23 +396,23 @@ class FrameSocket:
       self._leaving[0] = self._leaving[0][count:]
 
   def _refill(self) -> bool:
-    """Whether there is something to send."""
+    """Takes the owner's next parcel if there is nothing to send; whether there is something now."""
     while self._leaving and not self._leaving[0]:
       self._leaving.popleft()
     if not self._leaving and (parcel := self.owner.next(self)) is not None:
       self._leaving += parcel
     elif not self._leaving and self._leaves:
-      with contextlib.suppress(OSError):  # the far end was quicker
+      with contextlib.suppress(OSError):  # the far end has closed already
         self._socket.shutdown(socket.SHUT_WR)
     return bool(self._leaving)
 
 
 class IoThread(threading.Thread):
-  """A thread with an event loop, which serves whichever of its connections are ready, in turn.
+  """A thread with an event loop, which serves its connections in turn as they become ready.
 
   Args:
     name: of the thread.
-    failed: called with what ended the thread.
+    failed: called with the error that ended the thread.
   """
 
   def __init__(self, name: str, failed: Callable[[Exception], None]):
@@ -420,11 +420,11 @@ class IoThread(threading.Thread):
     self.loop = asyncio.SelectorEventLoop()
     self.loop.set_exception_handler(self._on_exception)
     self._failed, self._error = failed, None
-    self._wires: dict[FrameSocket, tuple[bool, bool]] = {}  # what each waits for: in, out
+    self._wires: dict[FrameSocket, tuple[bool, bool]] = {}  # (waits to read, waits to write)
 
   def call(self, function: Callable[..., Any], *arguments: Any) -> None:
     """Calls a function in this thread, soon; from any thread."""
-    with contextlib.suppress(RuntimeError):  # it is over
+    with contextlib.suppress(RuntimeError):  # the loop has ended
       self.loop.call_soon_threadsafe(function, *arguments)
 
   def add(self, wire: FrameSocket) -> None:
@@ -434,7 +434,7 @@ class IoThread(threading.Thread):
     wire.turn()
 
   def watch(self, wire: FrameSocket, reads: bool, writes: bool) -> None:
-    """What the connection waits for."""
+    """Sets what the connection waits for."""
     loop, (read, written) = self.loop, self._wires[wire]
     if reads != read:
       loop.add_reader(wire, wire.turn, True, False) if reads else loop.remove_reader(wire)
@@ -443,13 +443,13 @@ class IoThread(threading.Thread):
     self._wires[wire] = reads, writes
 
   def forget(self, wire: FrameSocket) -> None:
-    """The connection is closed, or goes to another thread."""
+    """Removes a connection, which is closed or goes to another thread."""
     self.watch(wire, False, False)
     del self._wires[wire]
     wire.thread = None
 
   def hand_over(self, wire: FrameSocket, thread: IoThread) -> None:
-    """The connection belongs to another thread from now on; called in this one, not in its turn."""
+    """Gives the connection to another thread; called in this one, not from the wire's `turn`."""
     if wire.thread is self:
       self.forget(wire)
       thread.call(thread.add, wire)
@@ -473,25 +473,25 @@ class IoThread(threading.Thread):
 
 
 # --- Keeps the queue of a slow link short, so that control need not wait there behind fragments
-# The kernel fills the buffer of the narrowest link, in this host or far away, and control over
-# another connection stands in the same queue. So a connection for fragments is let go for a moment,
-# which shows how much the link carries, and keeps to nine tenths of that for a while: then the
-# queue drains. A link that carries a lot is left alone: its queue is short in time.
+# The kernel fills the buffer of the narrowest link, in this host or far away, and control messages
+# of another connection wait in the same queue. So a connection for fragments sends without a limit
+# for a moment, which measures the link's rate, and then at nine tenths of this rate for a while, so
+# that the queue drains. A fast link has no limit: its queue is short in time.
 
-FREE_SECONDS = 0.5  # of sending without a limit, to see what the link carries
+FREE_SECONDS = 0.5  # of sending without a limit, to measure the link's rate
 LIMITED_SECONDS = 4.5
-SHARE = 0.9  # of what it carried
-QUEUE_SECONDS = 0.005  # a queue that is worth it
-FAST_BYTES = 125e6  # a second: a link that is left alone
+SHARE = 0.9  # of the measured rate
+QUEUE_SECONDS = 0.005  # a shorter queue needs no limit
+FAST_BYTES = 125e6  # a second: a faster link has no limit
 _SO_MAX_PACING_RATE = 47  # Linux; Python has no name for it
 _NO_LIMIT = (1 << 32) - 1
 # Of Linux's struct tcp_info: round trip (us), bytes acknowledged, the least round trip (us), and
-# for how long there was something to send (us).
+# how long there was something to send (us).
 _TCP_INFO = struct.Struct("=68xI48xQ20xI16xQ")
 
 
 class Pacer:
-  """How fast one connection may send.
+  """Limits the rate at which one connection sends.
 
   Args:
     connection: the socket.
@@ -499,17 +499,17 @@ class Pacer:
 
   def __init__(self, connection: socket.socket):
     self._socket = connection
-    self._until = 0.0 if sys.platform == "linux" else float("inf")  # the present phase lasts
+    self._until = 0.0 if sys.platform == "linux" else float("inf")  # end of the present phase
     self._free = False
-    self._began = (0, 0)  # bytes acknowledged and microseconds of sending until the free phase
+    self._began = (0, 0)  # bytes acknowledged, and us of sending, when the free phase began
 
   def look(self, now: float) -> None:
-    """Every now and then while it sends."""
+    """Sets the limit if the present phase is over; called repeatedly while the connection sends."""
     if now < self._until:
       return
     info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
     if len(info) < _TCP_INFO.size:
-      self._until = float("inf")  # a kernel that does not say so much
+      self._until = float("inf")  # an older kernel without these fields
       return
     rtt, acked, least, busy = _TCP_INFO.unpack(info)
     busy_seconds = (busy - self._began[1]) / 1e6

@@ -1,8 +1,9 @@
-"""Connections between the hosts of one island: the one that leads listens, the others dial it.
+"""Connections between the hosts of one island: the host that leads listens, the others dial it.
 
-Each pair has four, in order, so that no message waits behind another kind: orders, values (arrays),
-and signs of life, one for each direction. A connection has one thread on each side, which waits:
-OpenSSL wants no two at one. With keys each is TLS 1.3 between two owners of the island's own key.
+Host 0 and each other host have four connections, so that no message waits behind another kind:
+orders, values (arrays), and signs of life, one for each direction. On each side one thread serves a
+connection and may block on it, since OpenSSL allows only one. With keys each connection is TLS 1.3
+between two owners of the island's own key.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from ddiloco.network.frames import bind
 from ddiloco.network.keys import Keys, host_and_port
 
 KINDS = ("orders", "values", "leader_lives", "host_lives")
-HELLO_BYTES = 1 << 12  # of a stranger
-HELLO_SECONDS = 5.0  # for one that has connected to say who it is, all in all
-MOST_CALLERS = 64  # at once, that have not said so yet: each has a thread and a descriptor
+HELLO_BYTES = 1 << 12  # longest hello of a stranger
+HELLO_SECONDS = 5.0  # for handshake and hello of a new connection
+MOST_CALLERS = 64  # new connections at once: each costs a thread and a descriptor
 PAUSE_SECONDS = 0.2  # between two attempts to reach the leader
 MESSAGE_BYTES = 1 << 24
 _LENGTH = struct.Struct("<I")
@@ -35,7 +36,7 @@ T = TypeVar("T")
 
 
 class HostsApart(Exception):
-  """The hosts of an island did not come together. The text says which are missing, or why."""
+  """The hosts of an island did not all connect. The text says which are missing, or why."""
 
 
 class HostLink:
@@ -74,16 +75,16 @@ class HostLink:
     return bytes(found)
 
   def set_timeout(self, seconds: float | None) -> None:
-    """Of every call from now on; None waits for ever."""
+    """Sets the timeout of every call from now on; None: no timeout."""
     self._socket.settimeout(seconds)
 
   def certificate(self) -> bytes:
-    """That the far end has shown, DER; b"" without TLS."""
+    """The certificate of the far end, DER; b"" without TLS."""
     shown = self._socket.getpeercert(True) if isinstance(self._socket, ssl.SSLSocket) else None
     return shown or b""
 
   def close(self) -> None:
-    """From any thread: wakes the one that waits here."""
+    """Closes the connection, and wakes a thread that waits on it; from any thread."""
     with contextlib.suppress(OSError):
       self._socket.shutdown(socket.SHUT_RDWR)
     self._socket.close()
@@ -99,13 +100,13 @@ class HostLinks:
   host_lives: HostLink  # written by the other
 
   def life(self, leads: bool) -> LifeLinks:
-    """Where this side hears the other one's signs of life, and says its own."""
+    """The connections for signs of life: this side reads one and writes the other."""
     if leads:
       return LifeLinks(hears=self.host_lives, says=self.leader_lives)
     return LifeLinks(hears=self.leader_lives, says=self.host_lives)
 
   def close(self) -> None:
-    """All of them."""
+    """Closes all four."""
     for link in (self.orders, self.values, self.leader_lives, self.host_lives):
       link.close()
 
@@ -118,7 +119,7 @@ class LifeLinks(NamedTuple):
 
 
 class IslandIdentity(msgspec.Struct, frozen=True):
-  """What all hosts of an island must agree on."""
+  """The values that all hosts of an island must share."""
 
   run_id: str
   config: str  # digest of the whole config
@@ -127,7 +128,7 @@ class IslandIdentity(msgspec.Struct, frozen=True):
 
 
 class HostHello(msgspec.Struct, frozen=True):
-  """A host says who it is, and what this connection is for."""
+  """The first message of a connection: which host it is from, and the kind of connection."""
 
   island: IslandIdentity
   host: int
@@ -137,7 +138,7 @@ class HostHello(msgspec.Struct, frozen=True):
 class HostWelcome(msgspec.Struct, frozen=True):
   """The leader's answer."""
 
-  refused: str = ""  # why; "": it is one of us
+  refused: str = ""  # why the connection is refused; "": it is accepted
   coordinator: str = ""  # HOST:PORT where the hosts' JAX processes meet
 
 
@@ -163,12 +164,12 @@ def _bind(url: str) -> tuple[socket.socket, str]:
 
 
 class Meeting:
-  """The leader's side: takes the connections of all other hosts, and no others.
+  """The leader's side: accepts the connections of all other hosts, and no others.
 
   Args:
     url: where it listens, tcp://HOST:PORT.
-    island: that they must belong to.
-    coordinator: what they are told.
+    island: the identity that hosts must have.
+    coordinator: the address that hosts are given.
     keys: of the island's role; None: loopback only.
 
   Raises:
@@ -187,15 +188,15 @@ class Meeting:
 
   @property
   def missing(self) -> list[int]:
-    """Hosts that are not there yet."""
+    """Hosts that have not made all their connections yet."""
     with self._changed:
       return [host for host, links in self._links.items() if len(links) < len(KINDS)]
 
   def wait(self, seconds: float) -> dict[int, HostLinks]:
-    """Host -> its connections, when all are there; no other is let in after that.
+    """Host -> its connections, when all are made; no other is accepted after that.
 
     Raises:
-      HostsApart: they are not within so long; it says which are missing.
+      HostsApart: some hosts are missing after so long; it names them.
     """
     with self._changed:
       complete = self._changed.wait_for(lambda: not self.missing, seconds)
@@ -208,7 +209,7 @@ class Meeting:
     return {host: HostLinks(**links) for host, links in self._links.items()}
 
   def close(self) -> None:
-    """Listens no more."""
+    """Stops listening."""
     self._closed.set()
     with contextlib.suppress(OSError):
       self._listener.shutdown(socket.SHUT_RDWR)
@@ -218,17 +219,17 @@ class Meeting:
     while True:
       try:
         connected, _ = self._listener.accept()
-      except OSError:  # closed; or a caller that is gone already, or too many open files
+      except OSError:  # closed; or the caller has gone already, or too many open files
         if self._closed.wait(PAUSE_SECONDS):
           return
         continue
       if self._callers.acquire(blocking=False):
         threading.Thread(target=self._admit, args=(connected,), daemon=True).start()
       else:
-        connected.close()  # a host of this island calls again
+        connected.close()  # a host of this island will try again
 
   def _admit(self, connected: socket.socket) -> None:
-    """One that has connected says who it is in time, or is dropped."""
+    """Reads the hello of a new connection; closes the connection if it does not come in time."""
     try:
       if self._keys is not None:
         how = {"server_side": True, "do_handshake_on_connect": False}
@@ -246,7 +247,7 @@ class Meeting:
       self._callers.release()
 
   def _hear(self, connected: socket.socket) -> None:
-    """Takes a host that belongs here, and tells another why it does not; waits for either."""
+    """Reads a hello, and accepts the connection or answers why it is refused; blocks."""
     if isinstance(connected, ssl.SSLSocket):
       connected.do_handshake()
     link = HostLink(connected)
@@ -275,7 +276,7 @@ class Meeting:
 
 
 def _cut_off(connected: socket.socket) -> None:
-  """Wakes the thread that waits there; not through TLS, which only that thread may use."""
+  """Shuts the socket down, which wakes its thread; not by TLS, which only that thread may use."""
   with contextlib.suppress(OSError):
     socket.socket.shutdown(connected, socket.SHUT_RDWR)
 
@@ -288,10 +289,10 @@ def join(
   seconds: float,
   stopped: Callable[[], bool] = lambda: False,
 ) -> tuple[HostLinks, str]:
-  """(connections to the leader, where the JAX processes meet), tried until the leader answers.
+  """(connections to the leader, where the JAX processes meet); tries until the leader answers.
 
   Raises:
-    HostsApart: it is out of reach for so long, refuses this host, or `stopped()`.
+    HostsApart: the leader is out of reach for so long, refuses this host, or `stopped()`.
   """
   until, links = time.monotonic() + seconds, dict[str, HostLink]()
   answer = HostWelcome()
@@ -339,7 +340,7 @@ def _introduce(url: str, hello: bytes, keys: Keys | None) -> tuple[HostLink, Hos
 
 
 class HostBeat(msgspec.Struct, frozen=True):
-  """What a host has done: orders, and bytes of values moved; what it does, and if it should end."""
+  """A host's progress: orders done, bytes of values moved, present work, and if asked to end."""
 
   done: int
   moved_bytes: int
@@ -349,7 +350,7 @@ class HostBeat(msgspec.Struct, frozen=True):
 
 @dataclasses.dataclass
 class HostProgress:
-  """What this host says of itself; written by the threads that work."""
+  """This host's own progress; written by the threads that work."""
 
   done: int = 0
   moved_bytes: int = 0
@@ -361,19 +362,18 @@ BEAT_SECONDS = 0.5
 
 
 class HostWatch:
-  """Tells once what is wrong with another host of the island.
+  """Watches the other hosts of the island, and reports the first fault, once.
 
-  A host is lost when a connection to it ends or it is silent for too long. On the leader the island
-  also stands still when orders are not carried out for too long; it tells which hosts are behind
-  and what they are doing.
+  A host is lost when a connection to it ends or it is silent for too long. The leader also reports
+  when orders are not carried out for too long: which hosts are behind, and what they are doing.
 
   Args:
     links: host -> connections for signs of life.
-    mine: this host's; on the leader `done` counts the orders given.
-    silent_seconds: how long a host may be silent, asked each time.
-    order_seconds: how long an order may take while nothing moves, asked each time.
-    lost: told `(host or None, reason)`, on a thread of this watch.
-    asked: told that another host was asked to end.
+    mine: this host's progress; on the leader `done` counts the orders given.
+    silent_seconds: how long a host may be silent; called at each check.
+    order_seconds: how long an order may take without any progress; called at each check.
+    lost: called with `(host or None, reason)`, on a thread of this watch.
+    asked: called when another host was asked to end.
   """
 
   def __init__(
@@ -392,13 +392,13 @@ class HostWatch:
     now = time.monotonic()
     self._heard = dict.fromkeys(links, now)
     self._beats: dict[int, HostBeat] = {}
-    self._moved: tuple[object, float] = (None, now)  # what all had done, and since when
+    self._moved: tuple[object, float] = (None, now)  # the progress of all, and since when
     for host in links:
       threading.Thread(target=self._hear, args=(host,), name=f"host {host}", daemon=True).start()
     threading.Thread(target=self._look, name="hosts", daemon=True).start()
 
   def end(self) -> None:
-    """What happens to other hosts from now on is no news."""
+    """Reports nothing from now on."""
     self._over.set()
 
   def _hear(self, host: int) -> None:
@@ -415,7 +415,7 @@ class HostWatch:
     last = time.monotonic()
     while not self._over.wait(BEAT_SECONDS):
       now = time.monotonic()
-      if now - last > 4 * BEAT_SECONDS:  # it was this host that stood still
+      if now - last > 4 * BEAT_SECONDS:  # this host itself stood still
         self._heard, self._moved = dict.fromkeys(self._heard, now), (None, now)
       last = now
       self._beat()

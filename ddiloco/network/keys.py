@@ -1,10 +1,10 @@
-"""Who may speak: the keys of a role, and the TLS contexts in which it shows and asks for them.
+"""Authentication: the keys of the roles, and the TLS contexts that present and verify them.
 
-The owner of a key listed in DIR/public may come in, as that role. Adding a file there lets a role
-in while the run goes on; removing the file shuts it out within seconds.
+The owner of a key that is listed in DIR/public may connect as that role. Adding a file there admits
+a role while the run goes on; removing the file shuts the role out within seconds.
 
-A key is an Ed25519 key with a certificate that it has signed itself. There is no certificate
-authority: a certificate counts if it is, byte for byte, the one that is listed for a role.
+A key is an Ed25519 key with a self-signed certificate. There is no certificate authority: a
+certificate is valid if it is, byte for byte, the one that is listed for a role.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from pathlib import Path
 from ddiloco.checks import ConfigError, require
 from ddiloco.network.transport import EVALUATOR_ADDRESS, learner_address, syncer_address
 
-# --- Key files of the roles: what `ddiloco keys` makes, and reading it without trust
-# DIR/public/NAME.key           on every host: the roles to let in, and those to expect
+# --- Key files of the roles: `ddiloco keys` makes them; every reader checks them
+# DIR/public/NAME.key           on every host: the roles to accept, and the shards to expect
 # DIR/secret/NAME.key_secret    only on the host of that role, readable by its owner only
 #
-# NAME is the role's: learner-3, syncer-0, evaluator. Both are PEM: the certificate, and in the
-# secret file the private key before it.
+# NAME is the role's: learner-3, syncer-0, evaluator. Both files are PEM: the certificate, and in
+# the secret file the private key before it.
 
 _NAME = re.compile(r"(learner|syncer)-(0|[1-9][0-9]*)|evaluator")
 _CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----\s*", re.DOTALL)
 _PRIVATE = re.compile(rb"-----BEGIN PRIVATE KEY-----.*?-----END PRIVATE KEY-----\s*", re.DOTALL)
 _COPY = "copy it from where `ddiloco keys` made it"
-_FOREVER = datetime.datetime(2020, 1, 1), datetime.datetime(9999, 12, 31)  # clocks are wrong
+_FOREVER = datetime.datetime(2020, 1, 1), datetime.datetime(9999, 12, 31)  # clocks may be wrong
 
 
 def make_keys(folder: Path, learners: int, shards: int) -> list[str]:
   """Makes the keys that are missing, also the evaluator's; returns their names.
 
-  A key that is there is never replaced. Several of these may run at once, and be killed.
+  An existing key is never replaced. Several such calls may run at once, and may be killed.
 
   Raises:
     ConfigError: the folder cannot be written, or a key in it is damaged.
@@ -63,7 +63,7 @@ def make_keys(folder: Path, learners: int, shards: int) -> list[str]:
 
 
 def instructions(folder: Path, made: list[str]) -> str:
-  """What to do with the keys in `folder`, of which those named `made` are new."""
+  """Instructions for the user on the keys in `folder`; those named `made` are new."""
   if not made:
     return f"{folder}: all these keys are there already; none was made."
   one = next((name for name in made if name.startswith("learner")), made[0])
@@ -77,24 +77,27 @@ the syncers, and both of its files here."""
 
 
 def public_file(folder: Path, address: str) -> Path:
-  """Where the public key of the role `address` is, "learner-3"."""
+  """The file of the public key of the role `address`, "learner-3"."""
   return Path(folder) / "public" / f"{address}.key"
 
 
 def secret_file(folder: Path, address: str) -> Path:
-  """Where its secret key is."""
+  """The file of the role's secret key."""
   return Path(folder) / "secret" / f"{address}.key_secret"
 
 
 def _make(folder: Path, address: str) -> bool:
-  """The secret first: a public key without a secret is one whose secret was moved to its host."""
+  """Makes a role's two files; False if its public key exists.
+
+  The secret comes first: a public key without a secret is one whose secret was moved to its host.
+  """
   public_path, secret_path = public_file(folder, address), secret_file(folder, address)
   if public_path.exists():
-    read(public_path)  # one of an earlier version would be of no use
+    read(public_path)  # raises if it is damaged or of an earlier version
     return False
   if not secret_path.exists():
     _place(secret_path, _new_pair(address), 0o600)
-  public, _ = read(secret_path)  # that of another process, if it was quicker
+  public, _ = read(secret_path)  # another process may have made it first
   _place(public_path, ssl.DER_cert_to_PEM_cert(public).encode(), 0o644)
   return True
 
@@ -123,7 +126,7 @@ def _new_pair(address: str) -> bytes:
 
 
 def _place(path: Path, data: bytes, mode: int) -> None:
-  """A whole new file or none; one that is there already stays."""
+  """Writes a whole new file or none; an existing file stays."""
   with tempfile.NamedTemporaryFile("wb", dir=path.parent, prefix=".", suffix=".part") as file:
     file.write(data)
     file.flush()
@@ -137,7 +140,7 @@ def read(path: Path) -> tuple[bytes, bytes | None]:
   """(certificate, DER; private key, PEM, or None) in a key file.
 
   Raises:
-    ConfigError: it is missing, cannot be read, is damaged, or is of an earlier version.
+    ConfigError: the file is missing, cannot be read, is damaged, or is of an earlier version.
   """
   der, secret = _parse(path)
   try:
@@ -148,7 +151,7 @@ def read(path: Path) -> tuple[bytes, bytes | None]:
 
 
 def _parse(path: Path) -> tuple[bytes, bytes | None]:
-  """As `read`; whether the bytes are a certificate is not looked at."""
+  """Like `read`, but does not check that the bytes are a certificate."""
   try:
     data = path.read_bytes()
   except OSError as error:
@@ -170,14 +173,14 @@ def _context(protocol: int, trusted: list[bytes]) -> ssl.SSLContext:
   context.check_hostname = False  # certificates name roles, not hosts
   context.verify_mode = ssl.CERT_REQUIRED
   if protocol == ssl.PROTOCOL_TLS_SERVER:
-    context.num_tickets = 0  # every connection shows its key
+    context.num_tickets = 0  # no resumption: every connection presents its key
   if trusted:
     context.load_verify_locations(cadata=b"".join(trusted))
   return context
 
 
 def read_public(folder: Path) -> tuple[dict[bytes, str], list[str]]:
-  """(address of every certificate, what is wrong with the others)."""
+  """(certificate -> address of the valid files, problems of the others)."""
   owners: dict[bytes, str] = {}
   problems, twice = [], set()
   for path in sorted((folder / "public").glob("[!.]*.key")):
@@ -194,15 +197,15 @@ def read_public(folder: Path) -> tuple[dict[bytes, str], list[str]]:
   return {key: address for key, address in owners.items() if key not in twice}, problems
 
 
-# --- Which key is whose
+# --- The owner of each key
 
-REREAD_SECONDS = 1.0  # strangers cannot make the folder be read more often
+REREAD_SECONDS = 1.0  # at least between two reads of the folder, however often strangers connect
 _URL = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 
 
 @dataclasses.dataclass(frozen=True)
 class Keys:
-  """The key of one role, and those of all roles it may meet.
+  """The key of one role, and the public keys of all roles.
 
   Attributes:
     folder: of the files.
@@ -219,7 +222,7 @@ class Keys:
 
   @classmethod
   def load(cls, folder: Path, address: str) -> Keys:
-    """Reads what the role `address` needs.
+    """Reads the keys that the role `address` needs.
 
     Raises:
       ConfigError: a file is missing, damaged, readable by others, or does not fit the others.
@@ -240,18 +243,18 @@ class Keys:
     return cls(folder, address, public, secret or b"", _Listed(folder, path, owners))
 
   def server_key(self, peer: str) -> bytes:
-    """The certificate to expect of the shard `peer`, "syncer-0"; ConfigError if it has none."""
+    """The certificate to expect of the shard `peer`, "syncer-0"; ConfigError if none is listed."""
     return read(public_file(self.folder, peer))[0]
 
   def owner(self, certificate: bytes) -> str | None:
-    """Whose key this is, "learner-3", as the folder says now; None: of no role."""
+    """The role that this key belongs to, "learner-3", by the folder as it is now; None: no role."""
     return self._listed.owner(certificate)
 
   def withdrawn(self, address: str, certificate: bytes) -> bool:
-    """Whether the folder lists this key as that of `address` no more.
+    """Whether the folder no longer lists this key as that of `address`.
 
-    A folder that is away as a whole, or a file that cannot be read now, withdraws nothing: it shuts
-    out newcomers, but a disk that is away for a moment must not end a run.
+    A missing folder, or a file that cannot be read now, withdraws no key: newcomers are refused
+    then, but a disk that is away for a moment must not end a run.
     """
     path = public_file(self.folder, address)
     try:
@@ -262,24 +265,24 @@ class Keys:
       return False
 
   def context(self) -> ssl.SSLContext:
-    """To accept connections with: takes every listed key; `owner` says whose one is. OSError: a
-    file cannot be read now."""
+    """For accepting connections: any listed key is valid; `owner` gives its role. OSError: a file
+    cannot be read now."""
     return self._listed.context()
 
   def context_to(self, certificate: bytes) -> ssl.SSLContext:
-    """To dial with: speaks as this role, and only to the shard with this certificate."""
+    """For dialing, as this role: only the shard with this certificate is accepted."""
     context = _context(ssl.PROTOCOL_TLS_CLIENT, [certificate])
     _show(context, secret_file(self.folder, self.address))
     return context
 
 
 def _show(context: ssl.SSLContext, path: Path) -> None:
-  """The key in this file is shown to others."""
-  context.load_cert_chain(path, password=lambda: b"")  # an encrypted one must not ask the terminal
+  """Lets a context present the key in this file."""
+  context.load_cert_chain(path, password=lambda: b"")  # for an encrypted key: no terminal prompt
 
 
 def _fits(path: Path) -> bool:
-  """Whether the private key in a file is that of its certificate."""
+  """Whether the private key in a file belongs to its certificate."""
   try:
     _show(_context(ssl.PROTOCOL_TLS_CLIENT, []), path)
   except OSError:
@@ -288,7 +291,7 @@ def _fits(path: Path) -> bool:
 
 
 class _Listed:
-  """The public keys in a folder; follows what is added and removed there."""
+  """The public keys in a folder; follows changes of the folder."""
 
   def __init__(self, folder: Path, own: Path, owners: dict[bytes, str]):
     self._folder, self._own, self._owners = folder, own, owners
@@ -307,7 +310,7 @@ class _Listed:
       return self._owners.get(key) if self._reread() else None
 
   def context(self) -> ssl.SSLContext:
-    """Made anew when something has changed in the folder. OSError: a file cannot be read now."""
+    """Made again after a change in the folder. OSError: a file cannot be read now."""
     with self._lock:
       if time.monotonic() - self._read_at >= REREAD_SECONDS:
         self._read_at = time.monotonic()
@@ -319,18 +322,18 @@ class _Listed:
       return self._context
 
   def _reread(self) -> bool:
-    """Whether the folder could be read."""
+    """Reads the folder again; whether it could be read."""
     self._read_at = time.monotonic()
     stamp = self._look()
     try:
       self._owners, _ = read_public(self._folder)  # a damaged file is no role's key
-    except OSError:  # no disk or no descriptor now: it is read again for the next one
+    except OSError:  # no disk or no descriptor now: the next call reads it again
       return False
     self._stamp, self._context = stamp, None
     return True
 
   def _look(self) -> list[tuple[str, int, int]]:
-    """Names, times and sizes of the files, which change when one of them does."""
+    """Names, times and inodes of the files: they change when a file does."""
     found = []
     with contextlib.suppress(OSError):
       for entry in os.scandir(self._folder / "public"):
@@ -341,26 +344,26 @@ class _Listed:
   def _still(self, address: str, key: bytes) -> bool:
     try:
       return _parse(public_file(self._folder, address))[0] == key
-    except ConfigError:  # gone, or no key any more
+    except ConfigError:  # the file is gone, or has no key any more
       return False
 
 
-# --- Where roles listen
+# --- The urls of roles
 
 
 def host_and_port(url: str) -> tuple[str, int]:
-  """Those of tcp://HOST:PORT; the host without brackets."""
+  """Host and port of tcp://HOST:PORT; the host without brackets."""
   host, _, port = url.removeprefix("tcp://").rpartition(":")
   return host.strip("[]"), int(port)
 
 
 def require_keys(url: str, keys: Keys | None, flag: str) -> None:
-  """Refuses a url that is not tcp://HOST:PORT, and one beyond this machine without keys.
+  """Refuses a url that is not tcp://HOST:PORT, and without keys one beyond this machine.
 
-  Names are not resolved: only 127.0.0.0/8, ::1 and localhost are this machine.
+  Names are not resolved: only 127.0.0.0/8, ::1 and localhost count as this machine.
 
   Raises:
-    ConfigError: naming `flag`, the url, the rule and the fix.
+    ConfigError: names `flag`, the url, the rule and the fix.
   """
   match = _URL.fullmatch(url)
   host = match[1].strip("[]").lower() if match else ""
@@ -377,7 +380,7 @@ def require_keys(url: str, keys: Keys | None, flag: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
-  """Whether only this machine can reach `host`. Names are not resolved; brackets are let pass."""
+  """Whether only this machine can reach `host`, with or without brackets. Resolves no names."""
   host = host.strip("[]").lower()
   return host == "localhost" or (_is_ip(host) and ipaddress.ip_address(host).is_loopback)
 

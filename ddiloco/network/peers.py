@@ -1,9 +1,9 @@
-"""The far ends of a network endpoint: who may be one, what waits for it, what is arriving.
+"""The peers of a network endpoint: which are accepted, their queues, and arriving payloads.
 
-A peer has a connection for control and some for fragments; each carries its part of every payload,
-so that several cores encrypt one fragment. What waits outlives a connection: the message that was
-leaving when it broke leaves again over the next one. What the kernel had taken may be lost, and
-comes again by the protocol.
+A peer has a connection for control and some for fragments; each of the latter carries its part of
+every payload, so that several cores encrypt one fragment. Queued messages outlive a connection: a
+message that was being sent when the connection broke is sent again over the next one. Messages that
+the kernel had taken may be lost; the protocol sends them again.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from ddiloco.protocol.messages import MalformedMessage
 if TYPE_CHECKING:
   from ddiloco.network.endpoint import NetworkEndpoint
 
-# --- Who may speak: what a role says of itself when it connects, and what a shard objects to
+# --- Which roles are accepted: the identity of a run, and objections to a greeting
 
-FUTURE_SECONDS = 86_400  # clocks are wrong by hours; further ahead none is let in, on either side
+FUTURE_SECONDS = 86_400  # clocks may be wrong by hours; incarnations further ahead are refused
 MAX_STREAMS = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class RunIdentity:
-  """What a transport must know of its run; every role of it says the same."""
+  """What a transport must know of its run; the same on every role."""
 
   run_id: str
-  plan_id: str  # of all that the roles of a run must have in common
+  plan_id: str  # the contract: a digest of the settings that all roles must share
   max_payload_bytes: int  # of one message
-  queue_bytes: int  # of fragments waiting for, or from, one peer
+  queue_bytes: int  # of fragments queued for, or from, one peer
 
 
 def incarnation_at(unix_seconds: float) -> int:
@@ -59,12 +59,12 @@ def incarnation_at(unix_seconds: float) -> int:
 
 
 def seconds_since_2020() -> int:
-  """The incarnation of a process that starts now, unless a former life had a greater one."""
+  """The incarnation of a process that starts now, unless an earlier one had a greater number."""
   return incarnation_at(time.time())
 
 
 def ahead(incarnation: int) -> str:
-  """Why an incarnation is not let in by this host's clock, "" if it is."""
+  """Why an incarnation is refused by this host's clock, "" if it is not."""
   seconds = incarnation - seconds_since_2020()
   if seconds <= FUTURE_SECONDS:
     return ""
@@ -100,34 +100,35 @@ def objection(run: RunIdentity, greeting: Greeting, owner: str | None) -> str:
 
 
 def doubt(incarnation: int, known: int) -> str:
-  """Why a shard that was dialed is not believed, "" if it is; `known`: its newest incarnation."""
+  """Why the greeting of a dialed shard is refused, or ""; `known`: its newest incarnation."""
   if incarnation < known:
     return f"incarnation {incarnation} is an old one, {known} was here before"
   return ahead(incarnation)
 
 
-# --- One far end, and its connections
+# --- One peer, and its connections
 
-MAX_WAITING_CONTROL = 1024  # messages for a peer; the oldest go first
-MAX_QUEUED = 1024  # messages with payload for a peer
+MAX_WAITING_CONTROL = 1024  # control messages queued for a peer; beyond, the oldest is dropped
+MAX_QUEUED = 1024  # messages with payload queued for a peer
 MAX_REASON = 300  # characters
 
 
 class Channel(frames.Owner):
-  """One of the connections to a peer, in all its lives, and what waits for it."""
+  """One of the connections to a peer, made again whenever it breaks, and its queue."""
 
   def __init__(self, peer: Peer, number: int):
     self.peer, self.number = peer, number
     self.wire: FrameSocket | None = None  # the connection at present
-    self.dialing = False  # a thread tries to make one
-    self.attempts = 0  # in a row, in vain
-    self.next_at = 0.0  # the next attempt
-    self.answer_until = 0.0  # or else it is made anew
-    self.waiting: collections.deque[Parcel] = collections.deque()  # these two: the peer's lock
-    self.leaving = False  # the first of them, until the kernel has all of it
+    self.dialing = False  # a thread tries to connect
+    self.attempts = 0  # without success, in a row
+    self.next_at = 0.0  # when to try next
+    self.answer_until = 0.0  # without an answer by then, dial again
+    # The peer's lock guards these two.
+    self.waiting: collections.deque[Parcel] = collections.deque()
+    self.leaving = False  # the first of `waiting` is being sent; the kernel has not all of it yet
 
   def attach(self, wire: FrameSocket) -> None:
-    """From now on this is the connection; what was leaving leaves again from its beginning."""
+    """Takes a new connection; a message that was being sent starts again from its beginning."""
     with self.peer.lock:
       old, self.wire, self.leaving = self.wire, wire, False
     wire.owner, wire.most_bytes = self, frames.MAX_FRAME_BYTES
@@ -137,7 +138,7 @@ class Channel(frames.Owner):
       old.hang_up()
 
   def detach(self) -> FrameSocket | None:
-    """There is no connection any more; returns the one that was."""
+    """Gives up the connection, and returns it."""
     old, self.wire = self.wire, None
     return old
 
@@ -147,7 +148,7 @@ class Channel(frames.Owner):
       old.hang_up()
 
   def wake(self) -> None:
-    """There is something to send, or room."""
+    """Wakes the connection's thread: there is something to send, or room for a payload."""
     if (wire := self.wire) is not None:
       wire.wake()
 
@@ -163,7 +164,8 @@ class Channel(frames.Owner):
       return self.waiting[0] if self.leaving else None
 
   def room(self, wire: FrameSocket, frame: Bulk, size: int) -> memoryview | None:
-    incoming = self.peer.incoming  # first: the next session's comes after this wire has gone
+    # Read before the check: a new session's `incoming` is set only after this wire is detached.
+    incoming = self.peer.incoming
     if self.wire is not wire:
       raise Forget
     if self.number == CONTROL or incoming is None:
@@ -171,7 +173,7 @@ class Channel(frames.Owner):
     return incoming.room(self.number, frame, size, wire)
 
   def arrived(self, wire: FrameSocket, frame: frames.Frame) -> None:
-    peer, incoming = self.peer, self.peer.incoming  # first, as above
+    peer, incoming = self.peer, self.peer.incoming  # before the check of the wire, as in `room`
     if self.wire is not wire:
       return
     peer.heard_at = time.monotonic()
@@ -192,15 +194,15 @@ class Channel(frames.Owner):
 
 
 class Peer:
-  """One far end. `state` is connecting, up or refused; `reason` says why in plain words.
+  """One peer. `state` is connecting, up or refused; `reason` says why in plain words.
 
   Args:
-    address: whose.
+    address: of the peer.
     run: the run it belongs to.
     streams: connections for fragments.
-    caretaker: looks after it.
-    url: where it was dialed; "": it has dialed us.
-    key: of its connections; b"": none is known yet, or there are none.
+    caretaker: the endpoint that it belongs to.
+    url: where we dial it; "": it has dialed us.
+    key: of its connections; b"": not known yet, or the run has no keys.
   """
 
   def __init__(
@@ -217,29 +219,29 @@ class Peer:
     self.incarnation = -1
     self.session = b""
     self.state, self.reason = "connecting", "not reached yet"
-    self.heard_at = time.monotonic()  # or when we first wanted to hear it
+    self.heard_at = time.monotonic()  # at first, when this peer was created
     self.beat_at = 0.0
     self.lock = threading.RLock()
     self.incoming: Incoming | None = None
     self.control = Channel(self, CONTROL)
     self.bulk = [Channel(self, number) for number in range(streams)]
     self.channels = [self.control, *self.bulk]
-    self.drops = (0, "")  # messages of ours that the peer says it has dropped, and why
-    self._untold = (0, "")  # messages of the peer that we have dropped and not said so yet
+    self.drops = (0, "")  # how many messages of ours the peer reports as dropped, and why
+    self._untold = (0, "")  # how many of its messages we dropped and have not told it yet, and why
 
   @property
   def queued_bytes(self) -> int:
-    """Of payloads, until the kernel has them."""
+    """Bytes of payloads that the kernel has not taken yet."""
     with self.lock:
       return sum(len(part) for channel in self.bulk for _, part in channel.waiting)
 
   def post_control(self, header: bytes) -> int:
-    """Queues a message; returns how many older ones had to go for it."""
+    """Queues a control message; returns how many older ones were dropped for it."""
     with self.lock:
       waiting = self.control.waiting
       full = len(waiting) >= MAX_WAITING_CONTROL
       if full:
-        del waiting[self.control.leaving]  # the oldest that has not begun to leave
+        del waiting[self.control.leaving]  # the oldest that is not being sent
       waiting.append((memoryview(frames.encode(Control(header))),))
     self.control.wake()
     return int(full)
@@ -260,7 +262,7 @@ class Peer:
     return True
 
   def drop_queue(self, control: bool) -> int:
-    """Gives up the fragments for this peer, and control if asked to; returns how many messages."""
+    """Drops queued fragments for this peer, and control if asked to; returns how many messages."""
     with self.lock:
       count = max(len(channel.waiting) for channel in self.bulk)
       count += len(self.control.waiting) if control else 0
@@ -270,18 +272,18 @@ class Peer:
       return count
 
   def idle(self) -> bool:
-    """Whether nothing waits for it."""
+    """Whether no message is queued for the peer."""
     return not any(channel.waiting for channel in self.channels)
 
   def outnumbers(self, greeting: Greeting) -> bool:
-    """Whether it is another life of this role, and no newer one, that greets."""
+    """Whether the greeting is from another process of this role that is not newer."""
     return self.session != greeting.session and self.incarnation >= greeting.incarnation
 
   def meet(self, greeting: Greeting) -> None:
-    """From now on this is who the peer is."""
+    """Takes over the incarnation and session of a greeting: the peer is up."""
     if self.incoming is None or self.session != greeting.session:
       who = (self.run.run_id, self.run.plan_id), self.address, greeting.incarnation
-      check = functools.partial(open_frame, *who, payload=b"")  # before a payload is let in
+      check = functools.partial(open_frame, *who, payload=b"")  # of headers, before their payload
       self.incoming = Incoming(len(self.bulk), self.run, self.caretaker.buffers, check)
     self.incarnation, self.session = greeting.incarnation, greeting.session
     self.state, self.reason, self.heard_at = "up", "", time.monotonic()
@@ -289,16 +291,16 @@ class Peer:
       channel.wake()
 
   def down(self, reason: str) -> None:
-    """It is out of reach for now."""
+    """The peer is out of reach for now."""
     self.state, self.reason = "connecting", reason
 
   def hang_up(self) -> None:
-    """Ends all its connections."""
+    """Ends all connections to the peer."""
     for channel in self.channels:
       channel.hang_up()
 
   def count_dropped(self, reason: str) -> None:
-    """A message of this peer was dropped here, and it is to hear of it."""
+    """Counts a message of this peer that was dropped here; the next beat tells the peer."""
     with self.lock:
       self._untold = (self._untold[0] + 1, reason[:MAX_REASON])
 
@@ -309,23 +311,23 @@ class Peer:
       return untold
 
 
-# --- What is arriving
+# --- Arriving payloads
 
-MAX_UNTAKEN = 1024  # of a peer's, that arrive or are not taken yet
-LEAST_KEPT_BYTES = 1 << 20  # smaller memory is no cost
-KEPT_SECONDS = 3.0  # the pushes of a round come together; between rounds memory is for others
+MAX_UNTAKEN = 1024  # messages of a peer that are arriving, or that the role has not taken yet
+LEAST_KEPT_BYTES = 1 << 20  # smaller blocks are allocated fresh
+KEPT_SECONDS = 3.0  # pushes of a round come together; between rounds the memory is given back
 
 
 @dataclasses.dataclass
 class _Block:
   memory: np.ndarray
-  holder: Callable[[], object]  # None when it and all its views are gone
-  used_at: float  # when that was not so
+  holder: Callable[[], object]  # a weak reference: None when the memory has no view left
+  used_at: float  # when it last had a view
 
 
 class BufferPool:
-  """Memory that payloads arrive in. Memory without a reference left is used again: the first touch
-  of fresh memory may take longer than receiving what goes there."""
+  """Memory for arriving payloads. Blocks without a reference left are used again: the first touch
+  of fresh memory may take longer than receiving the payload."""
 
   def __init__(self) -> None:
     self._lock = threading.Lock()
@@ -336,7 +338,7 @@ class BufferPool:
     return [block for block in self._blocks if block.holder() is None]
 
   def take(self, size: int) -> np.ndarray:
-    """A uint8 [size], of any content; its memory is free when it and all its views are gone."""
+    """A uint8 [size], of any content; its memory is free again when no view of it is left."""
     if size < LEAST_KEPT_BYTES:
       return np.empty(size, np.uint8)
     with self._lock:
@@ -348,7 +350,7 @@ class BufferPool:
     return np.frombuffer(holder, np.uint8)[:size]
 
   def release(self, now: float) -> None:
-    """Frees what was not used for a while."""
+    """Gives back blocks that were not used for a while."""
     with self._lock:
       for block in self._blocks:
         block.used_at = now if block.holder() is not None else block.used_at
@@ -359,7 +361,7 @@ class BufferPool:
 class _Assembly:
   header: bytes
   payload: np.ndarray  # uint8 [total]
-  missing: set[int]  # streams whose part has not come
+  missing: set[int]  # streams whose part has not arrived
 
   @property
   def size(self) -> int:
@@ -367,14 +369,14 @@ class _Assembly:
 
 
 class Incoming:
-  """What is arriving from one peer, in one session: payloads are put together from their parts.
+  """Arriving messages of one peer, in one session: payloads are assembled from their parts.
 
-  Parts come in order over each stream. So messages are whole in order, and a message is lost that
-  lacks the part of a stream which is past it: it takes no room from those that can be whole.
+  Parts arrive in order over each stream. So messages are complete in order. A message that lacks
+  the part of a stream that has gone on to a later message can never be complete: it is dropped.
 
   Args:
     streams: connections over which parts come.
-    run: says how large a payload may be, and all of them that are not taken yet; the next message
+    run: limits a payload's bytes, and the bytes of all messages that are not taken yet; a message
       is let in whatever its size if there is no other.
     buffers: for payloads.
     check: raises `MalformedMessage` if a header may not come from this peer.
@@ -383,22 +385,22 @@ class Incoming:
   def __init__(
     self, streams: int, run: RunIdentity, buffers: BufferPool, check: Callable[[bytes], object]
   ):
-    self.bytes = 0  # of all that has begun to arrive and is not taken
+    self.bytes = 0  # of all messages that have begun to arrive and are not taken
     self._streams, self._run, self._buffers, self._check = streams, run, buffers, check
     self._lock = threading.Lock()
-    self._untaken = 0  # messages that are whole
-    self._whole = -1  # number of the newest of them
-    self._assemblies: dict[int, _Assembly] = {}  # by number
-    self._newest = [-1] * streams  # number that each was given room for, or that was refused
-    self._under_way: list[_Assembly | None] = [None] * streams  # of which a part is arriving
+    self._untaken = 0  # complete messages that the role has not taken
+    self._whole = -1  # number of the newest complete message
+    self._assemblies: dict[int, _Assembly] = {}  # by the message's number
+    self._newest = [-1] * streams  # message that each stream last got room for, or was refused
+    self._under_way: list[_Assembly | None] = [None] * streams  # message that each is receiving
     self._full: set[FrameSocket] = set()  # connections that wait for room
 
   def room(self, stream: int, frame: Bulk, size: int, wire: FrameSocket) -> memoryview | None:
-    """Where this stream's part goes, of so many bytes; None: `wire` is resumed when there is room.
+    """Memory for this stream's part, `size` bytes; None: `wire` is resumed when there is room.
 
     Raises:
-      MalformedMessage: it does not fit, or its header is wrong.
-      Forget: a part of a message that is whole, lost or refused.
+      MalformedMessage: the part does not fit, or the message's header is wrong.
+      Forget: a part of a message that is complete, lost or refused.
     """
     place = frames.part(stream, self._streams, frame.total)
     if size != place.stop - place.start:
@@ -420,7 +422,7 @@ class Incoming:
       return memoryview(assembly.payload)[place]
 
   def _begin(self, frame: Bulk) -> _Assembly:
-    """Memory for a message; MalformedMessage if it may not come."""
+    """Allocates a message; raises MalformedMessage if it is too large or not from this peer."""
     most = self._run.max_payload_bytes
     if frame.total > most:
       raise MalformedMessage(f"a payload of {frame.total} bytes exceeds {most}, this run's largest")
@@ -437,20 +439,20 @@ class Incoming:
     return not self.bytes or self.bytes + size <= self._run.queue_bytes
 
   def _drop(self, numbers: Iterable[int]) -> None:
-    """These do not go on: their memory is for others."""
+    """Drops these messages, and frees their memory."""
     if dropped := [self._assemblies.pop(number) for number in [*numbers]]:
       self.bytes -= sum(each.size for each in dropped)
       self._wake()
 
   def forget(self) -> None:
-    """What has begun to arrive does not go on; it may come again."""
+    """Drops all messages that are arriving; they may be sent again."""
     with self._lock:
       self._drop(self._assemblies)
       self._newest = [self._whole] * self._streams
       self._under_way = [None] * self._streams
 
   def arrived(self, stream: int) -> tuple[bytes, np.ndarray] | None:
-    """This stream's part is here; the (header, payload) of the message if it is whole now."""
+    """This stream's part has arrived; returns (header, payload) if the message is complete now."""
     with self._lock:
       assembly, self._under_way[stream] = self._under_way[stream], None
       if assembly is None:

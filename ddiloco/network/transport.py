@@ -1,12 +1,13 @@
 """How messages travel: the contract every transport keeps, and the in-process queues.
 
 The contract (`tests/network/test_transport.py` runs it over every transport):
-- `send` never blocks and never fails because of the peer; what cannot be delivered is counted.
-- Control never queues behind bulk (pushes and publishes); each of the two keeps its order.
-- Messages of one peer do not hold up those of another. They wait within bounds; the excess is
-  dropped and counted.
+- `send` never blocks and never fails because of the peer; undeliverable messages are counted.
+- Control messages never queue behind bulk (messages with a payload); each of the two keeps its
+  order.
+- Messages of one peer do not hold up those of another. Queues are bounded; messages beyond the
+  bound are dropped and counted.
 - A newer connection under the same address fences the older one.
-- Malformed frames, and those in another sender's name, are dropped, counted, and change nothing.
+- Malformed frames, and frames in another sender's name, are dropped and counted, without effect.
 - Payloads are passed on without a copy where possible; a sent payload is never written to.
 """
 
@@ -24,10 +25,10 @@ from ddiloco.protocol import messages
 from ddiloco.protocol.messages import EVALUATOR, Message
 
 EVALUATOR_ADDRESS = "evaluator"
-MAX_CONTROL = 256  # messages that wait from one sender, the newest ones
-MAX_CONTROL_BYTES = 4 << 20  # of them
-MAX_BULK = 1024  # messages that wait from one sender, the oldest ones
-BULK_AFTER = 64  # messages of control in a row while bulk waits
+MAX_CONTROL = 256  # messages queued from one sender; beyond, the oldest is dropped
+MAX_CONTROL_BYTES = 4 << 20  # of these messages
+MAX_BULK = 1024  # messages queued from one sender; beyond, the newest is dropped
+BULK_AFTER = 64  # control messages in a row while bulk waits
 Spoil = Callable[[bytes], bytes]
 
 
@@ -36,21 +37,21 @@ class Delivery(NamedTuple):
 
   sender: str
   message: Message
-  at: float  # time.monotonic() when it arrived here, however long it has waited since
+  at: float  # time.monotonic() when it arrived here; it may have waited since
 
 
 def learner_address(learner: int) -> str:
-  """Where a learner is reached; learner -1 is the evaluator."""
+  """The address of a learner; learner -1 is the evaluator."""
   return EVALUATOR_ADDRESS if learner == EVALUATOR else f"learner-{learner}"
 
 
 def syncer_address(shard: int) -> str:
-  """Where a syncer shard is reached."""
+  """The address of a syncer shard."""
   return f"syncer-{shard}"
 
 
 def claimed_sender(message: Message) -> str:
-  """Whose message this says it is; a transport delivers only what comes from there."""
+  """The sender that a message names; a transport delivers it only if it comes from there."""
   if isinstance(message, messages.TO_SHARD):
     return learner_address(message.learner)
   return syncer_address(message.shard)
@@ -66,7 +67,7 @@ def open_frame(
   """The message in a frame that came from this incarnation of `sender` (None: any).
 
   Raises:
-    MalformedMessage: it is of another run (run id, plan id), or in another sender's name.
+    MalformedMessage: the frame is of another run (run id, plan id), or in another sender's name.
   """
   message = messages.decode(header, payload, *run)
   if claimed_sender(message) != sender:
@@ -80,14 +81,14 @@ def open_frame(
 
 @dataclasses.dataclass
 class Counters:
-  """What went over an endpoint since it was opened; bytes are those of real frames."""
+  """Traffic of an endpoint since it was opened; bytes are those of real frames."""
 
   sent_bytes: int = 0
   received_bytes: int = 0
-  payload_bytes: int = 0  # of both together, what is fragments and not framing or control
+  payload_bytes: int = 0  # the payloads' part of both together
   undelivered: int = 0  # no receiver there, or its queue was full
   malformed: int = 0  # not a frame of this run, or in another sender's name
-  overflowed: int = 0  # arrived while too much of the same sender was waiting
+  overflowed: int = 0  # dropped because the same sender's queue was full
   refused: int = 0  # connections turned away: no listed key, another run, fenced, not our protocol
 
 
@@ -97,21 +98,21 @@ class Endpoint(Protocol):
   counters: Counters
 
   def send(self, to: str, message: Message, spoil: Spoil | None = None) -> int:
-    """Queues a message; returns its size in bytes on the wire. `spoil` damages its header, as some
-    wires do."""
+    """Queues a message; returns its size in bytes on the wire. `spoil` damages its header, for a
+    planned fault."""
     ...
 
   def receive(self, timeout_seconds: float) -> Delivery | None:
-    """The next message, control first; None after the time or a `wake`."""
+    """The next message, control first; None after the timeout or a `wake`."""
     ...
 
   @property
   def waiting(self) -> int:
-    """How many messages have arrived and are not received yet, about."""
+    """About how many messages have arrived and are not received yet."""
     ...
 
   def unsent(self, peer: str) -> int:
-    """Bytes of payloads for this peer that have not left yet: none of them is lost."""
+    """Bytes of payloads for this peer that are still queued here, and so cannot be lost."""
     ...
 
   def wake(self) -> None:
@@ -119,12 +120,12 @@ class Endpoint(Protocol):
     ...
 
   def close(self) -> None:
-    """Nothing is sent or received any more."""
+    """Ends sending and receiving."""
     ...
 
 
 class _Frame(NamedTuple):
-  """What has arrived and waits."""
+  """A frame that has arrived and waits for the role."""
 
   header: bytes
   payload: messages.Payload
@@ -136,7 +137,7 @@ class _Frame(NamedTuple):
 
 
 class _Line(collections.OrderedDict[str, collections.deque[_Frame]]):
-  """What waits of one kind, by sender in the order of their turns: a bounded queue for each."""
+  """Waiting frames of one kind: a bounded queue for each sender, in the order of their turns."""
 
   def __init__(self, max_frames: int, max_bytes: float, drop_oldest: bool):
     super().__init__()
@@ -144,8 +145,8 @@ class _Line(collections.OrderedDict[str, collections.deque[_Frame]]):
     self._drop_oldest = drop_oldest
 
   def put(self, sender: str, frame: _Frame) -> int:
-    """A frame at the end of its sender's queue; returns how many that are too much were dropped:
-    the oldest, or this one."""
+    """Appends a frame to its sender's queue. Returns how many frames were dropped for lack of room:
+    the oldest ones, or this one."""
     queue = self.setdefault(sender, collections.deque())
     if frame.is_report and (older := [each for each in queue if each.is_report]):
       queue.remove(older[0])
@@ -159,7 +160,7 @@ class _Line(collections.OrderedDict[str, collections.deque[_Frame]]):
     return dropped
 
   def crowded(self, sender: str) -> bool:
-    """Whether half of a sender's room is taken."""
+    """Whether a sender's queue is at least half full."""
     queue = self.get(sender, ())
     return 2 * len(queue) >= self._max_frames or 2 * _bytes(queue) >= self._max_bytes
 
@@ -177,18 +178,18 @@ def _bytes(frames: Iterable[_Frame]) -> int:
 
 
 class InboxEndpoint:
-  """What all endpoints do alike: they count what is sent, and what arrives waits for the role.
+  """The common part of all endpoints: counters, and the queues of arrived messages.
 
-  Every sender has a bounded queue of its own, and they take turns: a sender that never stops
-  fills its own queue and costs each of the others one turn. Control goes before bulk, but one bulk
-  message after `BULK_AFTER` of control: a flood of control must not hold up pushes for ever.
-  Of a learner's reports only the newest waits; it says all that those before it said.
+  Every sender has a bounded queue of its own, and the queues take turns: a sender that never stops
+  fills its own queue and costs each of the others one turn. Control goes before bulk, but after
+  `BULK_AFTER` control messages one bulk message has its turn: a flood of control must not hold up
+  pushes forever. Of a learner's reports only the newest is kept; it has all that earlier ones had.
 
   Args:
     address: of this role.
     run_id: of this run ...
-    plan_id: ... and of what all its roles share; frames of others are malformed.
-    max_bulk_bytes: of bulk that waits from one sender; one message is let in always.
+    plan_id: ... and its contract; frames with other ids are malformed.
+    max_bulk_bytes: of the bulk messages queued from one sender; a single one is always let in.
   """
 
   def __init__(self, address: str, run_id: str, plan_id: str, max_bulk_bytes: float = math.inf):
@@ -213,7 +214,7 @@ class InboxEndpoint:
     return size
 
   def _post(self, to: str, header: bytes, payload: messages.Payload) -> int:
-    """Brings a message on its way; returns how many could not be, or had to go for it."""
+    """Passes a message on; returns how many were dropped, this one or older ones in its favour."""
     raise NotImplementedError
 
   def _dropped(self, sender: str, reason: str) -> None:
@@ -227,10 +228,10 @@ class InboxEndpoint:
     incarnation: int | None = None,
     taken: Callable[[], None] = lambda: None,
   ) -> bool:
-    """A frame from this incarnation of `sender`, None: any; False if it was not let in.
+    """Queues a frame from this incarnation of `sender` (None: any); False if it was not let in.
 
-    Of control that is too much the oldest goes, and of bulk what comes last: its sender waits.
-    `taken` is called when the role takes a message with payload, from the role's thread.
+    When a queue is full, control drops the oldest message, and bulk the new one: its sender waits.
+    `taken` is called from the role's thread when it takes a message with payload.
     """
     size, at = messages.frame_bytes(header, payload), time.monotonic()
     is_report = payload is None and header.startswith(self._report)
@@ -248,13 +249,13 @@ class InboxEndpoint:
     return payload is None or not dropped
 
   def _crowded(self, sender: str) -> bool:
-    """Whether so much control of this sender waits that it should be held back."""
+    """Whether so much control of this sender is queued that the sender should be held back."""
     with self._ready:
       return self._waiting_control.crowded(sender)
 
   def receive(self, timeout_seconds: float) -> Delivery | None:
     deadline = time.monotonic() + timeout_seconds
-    for _ in range(MAX_BULK):  # a flood of what is no message must not keep the role for ever
+    for _ in range(MAX_BULK):  # a flood of malformed frames must not keep the role forever
       taken = self._next(deadline - time.monotonic())
       if taken is None:
         return None
@@ -295,7 +296,7 @@ class InboxEndpoint:
       self._ready.notify_all()
 
   def _shut(self) -> None:
-    """Forgets what waits; from now on nothing is sent and nothing is received."""
+    """Drops all queued frames; from now on nothing is sent and nothing is received."""
     with self._ready:
       self._closed = True
       self._waiting_control.clear()
@@ -314,7 +315,7 @@ class Hub:
     self._lock = threading.Lock()
 
   def connect(self, address: str) -> QueueEndpoint:
-    """Opens `address`; an endpoint that had it before is cut off."""
+    """Opens `address`; closes the endpoint that had it before."""
     endpoint = QueueEndpoint(self, address)
     with self._lock:
       old = self._endpoints.get(address)

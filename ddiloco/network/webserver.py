@@ -1,8 +1,8 @@
-"""A small HTTP server beside a role or a run: a request in, an answer out, the connection closed.
+"""A small HTTP server beside a role or a run: one request and one answer for each connection.
 
 Each connection has a thread of its own, a time limit and a size limit, and when there are too many
-the oldest are cut off: clients that hang hold up neither the run nor each other. Nothing is read
-from the disk by name, and no request can make it print a traceback to its client.
+the oldest are closed: clients that hang hold up neither the run nor each other. No request names a
+file on disk, and no client gets a traceback.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-  """What they get: a status code, a text, its kind, and further headers."""
+  """The answer to a request: a status code, a text, its content type, and further headers."""
 
   code: int
   text: str | bytes
@@ -53,10 +53,10 @@ class Answer:
 
 
 def parse_address(listen: str, flag: str) -> tuple[str, int]:
-  """(host, port) of "HOST:PORT"; an IPv6 address is in brackets, and comes back without.
+  """(host, port) of "HOST:PORT"; an IPv6 address is in brackets, and is returned without them.
 
   Raises:
-    ConfigError: it is not HOST:PORT.
+    ConfigError: `listen` is not HOST:PORT.
   """
   host, colon, port = listen.rpartition(":")
   good = bool(colon and host) and port.isascii() and port.isdecimal() and int(port) < 65536
@@ -69,13 +69,13 @@ class WebServer(socketserver.ThreadingTCPServer):
   """Listens from the start; `start` answers, `close` ends it.
 
   Args:
-    listen: "HOST:PORT", port 0 being a free one.
+    listen: "HOST:PORT"; port 0 picks a free one.
     answer: called for every request, from that connection's thread.
-    flag: which the address came from, for errors.
-    methods: what may be asked besides HEAD.
+    flag: the flag that gave the address, for errors.
+    methods: allowed besides HEAD.
 
   Raises:
-    ConfigError: the address is none, or cannot be opened.
+    ConfigError: the address is not HOST:PORT, or cannot be opened.
   """
 
   allow_reuse_address = True
@@ -106,11 +106,11 @@ class WebServer(socketserver.ThreadingTCPServer):
     self.url = f"http://{shown}:{self.server_address[1]}"
 
   def start(self) -> None:
-    """Answers from now on, in threads of its own."""
+    """Answers requests from now on, in threads of its own."""
     threading.Thread(target=self.serve_forever, args=(0.1,), name="web", daemon=True).start()
 
   def close(self) -> None:
-    """Answers no more; only after `start`."""
+    """Stops the server; only after `start`."""
     self.shutdown()
     self.server_close()
 
@@ -119,10 +119,10 @@ class WebServer(socketserver.ThreadingTCPServer):
       self._open[request] = None
       waiting = list(self._open)
     for oldest in waiting[:-MAX_CONNECTIONS]:
-      with contextlib.suppress(OSError):  # it has just ended
+      with contextlib.suppress(OSError):  # the connection has just ended
         oldest.shutdown(socket.SHUT_RDWR)  # wakes its thread, which closes it
     if len(waiting) > 2 * MAX_CONNECTIONS:
-      self.shutdown_request(request)  # they do not end
+      self.shutdown_request(request)  # the old ones do not end: refuse the new one
     else:
       super().process_request(request, client_address)
 
@@ -132,7 +132,7 @@ class WebServer(socketserver.ThreadingTCPServer):
     super().shutdown_request(request)
 
   def handle_error(self, request, client_address) -> None:
-    if not isinstance(sys.exception(), OSError):  # a connection that breaks is no error of ours
+    if not isinstance(sys.exception(), OSError):  # a broken connection is not our error
       super().handle_error(request, client_address)
 
 
@@ -170,11 +170,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
       answer = self.server.answer(Request(method, path, query, self.headers, body))
     except Exception:
       self.send_error(500)
-      raise  # for `handle_error`, which prints it here and not there
+      raise  # for `handle_error`, which prints it on the server's side only
     self._answer(answer)
 
   def send_error(self, code, message=None, explain=None) -> None:
-    """What the parser refuses: in plain words, without what was sent."""
+    """Answers an error in plain words, without any text of the request."""
     self._answer(Answer(code, http.HTTPStatus(code).phrase + "\n"))
 
   def log_message(self, format, *args) -> None:
@@ -195,7 +195,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
       self.wfile.write(body)
 
   def _head(self) -> bytes:
-    """What arrives until an empty line; TimeoutError, which ends the connection, if it is late."""
+    """The bytes until an empty line; TimeoutError, which ends the connection, if they are late."""
     head = b""
     while b"\r\n\r\n" not in head and b"\n\n" not in head:
       if len(head) >= REQUEST_BYTES:
@@ -208,7 +208,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     return head
 
   def _body(self, length: int) -> bytes:
-    body = self.rfile.read()  # what came with the head
+    body = self.rfile.read()  # bytes of the body that came with the head
     while len(body) < length:
       received = self._receive(length - len(body))
       if not received:
@@ -225,23 +225,23 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     return self.connection.recv(size)
 
 
-# --- What a role says of itself over HTTP: is it alive, is it ready, how does it stand
-# /livez    200 while the role's main loop goes round, else 503: restart it
+# --- Health of a role over HTTP: is it alive, is it ready, what is its status
+# /livez    200 while the role's main loop makes turns, else 503: restart it
 # /readyz   200 while the role does its work, else 503
 # /status   JSON, for people and scripts
 #
-# The answers are given by threads of their own from a few attributes, without a lock the role could
-# wait for. Every client that reaches the port may read; nothing can be changed through it.
+# Threads of the server answer from a few attributes, without a lock that the role could wait for.
+# Every client that reaches the port may read; nothing can be changed through it.
 
-LIVE_SECONDS = 60.0  # without a beat, at least; more where ten steps take longer
-START_SECONDS = 3600.0  # without any: reading data, compiling, saving the result
+LIVE_SECONDS = 60.0  # allowed without a beat, at least; longer where ten steps take longer
+START_SECONDS = 3600.0  # allowed before the first beat: reading data, compiling, saving the result
 
 
 class Health:
-  """How a role is; written by its main loop, read by its HTTP server.
+  """The health of a role; written by its main loop, read by its HTTP server.
 
   Args:
-    status: called for /status, from a thread of the server; whatever JSON can hold.
+    status: called for /status, from a thread of the server; returns what JSON can hold.
 
   Attributes:
     allow_seconds: how long the longest usual step of the role takes; it may change any time.
@@ -252,19 +252,19 @@ class Health:
     self.allow_seconds = 0.0
     self.url = ""
     self._status = status
-    self._asking = threading.Lock()  # one /status at a time: a stuck one keeps one thread
+    self._asking = threading.Lock()  # one /status at a time: a stuck call blocks only one thread
     self._started = time.monotonic()
     self._beaten: float | None = None
-    self._doing = "starting"  # what takes so long, before the next beat
+    self._doing = "starting"  # the long work before the next beat
     self._ready, self._reason = False, "starting"
     self._server: WebServer | None = None
 
   def beat(self) -> None:
-    """The role's main loop has come round."""
+    """The role's main loop has made a turn."""
     self._beaten = time.monotonic()
 
   def busy(self, what: str) -> None:
-    """Until the next beat the main loop does what may take as long as to start."""
+    """Until the next beat the main loop does long work: the limit is that of the start."""
     self._beaten, self._started, self._doing = None, time.monotonic(), what
 
   def ready(self, reason: str = "") -> None:
@@ -272,7 +272,7 @@ class Health:
     self._ready, self._reason = True, reason
 
   def not_ready(self, reason: str) -> None:
-    """The role cannot do its work now, and why; it is alive all the same."""
+    """The role cannot do its work now, and why; it is still alive."""
     self._ready, self._reason = False, reason
 
   def livez(self) -> tuple[int, str]:
@@ -299,16 +299,16 @@ class Health:
       return 503, json.dumps({"error": "the role is busy"})
     try:
       return 200, json.dumps(_finite(self._status()), allow_nan=False)
-    except Exception as error:  # the role goes on, whatever its status function does
+    except Exception as error:  # an error of the status function must not end the role
       return 500, json.dumps({"error": f"the role's status failed: {type(error).__name__}"})
     finally:
       self._asking.release()
 
   def serve(self, listen: str) -> str:
-    """Answers at `listen`, "HOST:PORT", port 0 being a free one; returns the url.
+    """Answers at `listen`, "HOST:PORT"; port 0 picks a free one; returns the url.
 
     Raises:
-      ConfigError: it is not HOST:PORT, or cannot be opened.
+      ConfigError: `listen` is not HOST:PORT, or cannot be opened.
     """
     self._server = WebServer(listen, self._answer, "--http")
     self._server.start()
@@ -316,7 +316,7 @@ class Health:
     return self.url
 
   def close(self) -> None:
-    """Answers no more."""
+    """Stops the server."""
     if self._server is not None:
       self._server.close()
       self._server = None
@@ -332,7 +332,7 @@ class Health:
 
 
 def _finite(value: Any) -> Any:
-  """JSON has no NaN and no infinity: null."""
+  """The value with null for NaN and infinity, which JSON lacks."""
   if isinstance(value, dict):
     return {key: _finite(v) for key, v in value.items()}
   if isinstance(value, list | tuple):
