@@ -87,7 +87,7 @@ def free_urls(count: int, host: str = "127.0.0.1") -> list[str]:
 # ids contain the number, and must never be used twice. A role's event log has its former numbers.
 
 TAIL_BYTES = 1 << 20  # of a log: it has the role's newest lives
-WAIT_SECONDS = 3.0  # until a second look at the other life: it may have died a moment ago
+WAIT_SECONDS = 6.0  # until a second look at the other life; a shard that stands still hears late
 HEARD_SECONDS = 2.5  # a role heard within this time lives: a sign of life comes every second
 
 

@@ -17,9 +17,8 @@ Pure arithmetic. Assumptions, besides those of `simulation.bandwidth`:
 - A learner's host touches `PUSH_VECTORS` vectors to make a push and `STAGE_VECTORS` to take up a
   version, at `host_gbytes` GB/s of f32. A shard takes in a push in one pass over its values. A
   commit of M pushes touches each push and the fragment's state twice (`bandwidth.commit_vectors`).
-  `core_gbytes` is the GB/s of f32 that a shard's threads touch in this way: `ddiloco plan
-  --measure` measures it on this machine. Without it 4.0 is assumed for both rates, which one slow
-  core reaches.
+  `core_gbytes` is the GB/s of f32 that a shard's threads touch so (`ddiloco plan --measure`).
+  Without a measurement 4.0 is assumed for both rates, which one slow core reaches.
 - Links are full duplex; `bandwidth.PAYLOAD_SHARE` of what they carry is fragments.
 """
 
