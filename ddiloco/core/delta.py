@@ -406,7 +406,7 @@ class Merger:
     return self._fragments[fragment].size >= MADE_FROM
 
   def change(self, fragment: int) -> Encoded:
-    """What learners get of the newest version: the update, or the whole value if there is none."""
+    """The payload of the newest version for learners: the update; the whole value if none."""
     update = self._update.get(fragment)
     return self._whole(fragment) if update is None else update
 

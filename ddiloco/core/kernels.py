@@ -68,7 +68,7 @@ class Opened:
   def __init__(self, encoded: Encoded, size: int, written: bool = False):
     scale_bytes = 4 * -(-size // BLOCK)
     scales = encoded.payload[:scale_bytes].view(np.float32)
-    self.scales = np.require(scales, requirements="A")  # a copy if it came unaligned
+    self.scales = np.require(scales, requirements="A")  # a copy if the payload is unaligned
     self.codes = encoded.payload[scale_bytes:]
     self.int4 = encoded.codec == "int4"
     # Writable and read-only arrays are two types to numba, each compiled for itself: fix one.

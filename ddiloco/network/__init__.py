@@ -1,1 +1,1 @@
-"""How two roles talk: queues in one process, TCP and TLS between processes, and who may speak."""
+"""Transports between roles: queues in one process, TCP and TLS between processes, and keys."""

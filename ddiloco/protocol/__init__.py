@@ -1,1 +1,1 @@
-"""What learners and syncer shards say and decide. PURE: no arrays, no clocks, no I/O."""
+"""The messages and decisions of learners and syncer shards. PURE: no arrays, no clocks, no I/O."""

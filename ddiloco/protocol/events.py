@@ -1,4 +1,4 @@
-"""What a role writes into its event log: one class for each kind of event. PURE.
+"""The events in a role's event log: one class for each kind of event. PURE.
 
 An event is written and read through the same class. Its kind is the name of the class in small
 letters (`RunStarted` is "run_started"). The role that records an event leaves the fields of the
@@ -124,7 +124,7 @@ class Dropped(Event, frozen=True, kw_only=True):
 
 
 class Traffic(Event, frozen=True, kw_only=True):
-  """What went over this incarnation's connection so far; see `network.transport.Counters`."""
+  """Traffic of this incarnation's endpoint so far; see `network.transport.Counters`."""
 
   sent_bytes: int
   received_bytes: int

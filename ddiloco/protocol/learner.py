@@ -351,7 +351,7 @@ def waiting_for(state: LearnerState, sync: SyncConfig) -> str:
 
 
 def reports(state: LearnerState, sync: SyncConfig) -> list[LearnerAction]:
-  """What the role sends at the end of every step boundary, and as a sign of life."""
+  """The reports that the role sends at the end of every step boundary, and as a sign of life."""
   sends: list[LearnerAction] = []
   owned: list[list[tuple[int, LearnerFragment]]] = [[] for _ in state.shards]
   for p, f in enumerate(state.fragments):

@@ -1,4 +1,4 @@
-"""What learners and syncer shards say to each other, and how that looks on the wire. PURE.
+"""The messages between learners and syncer shards, and their form on the wire. PURE.
 
 Learner -1 is the evaluator: a member that receives and never trains. Shards speak
 to each other only about copies of what they committed (`checkpoint/buddy.py`).
@@ -32,7 +32,7 @@ MAX_LEARNERS = 1 << 16  # learners' numbers are smaller
 MAX_GLOBAL_STEP = 1 << 40
 MAX_NUMBER = 1 << 62
 
-# What a field may hold: `decode` and `values.py` refuse everything else.
+# The types and ranges of fields: `decode` and `values.py` refuse everything else.
 Count = Annotated[int, Meta(ge=0, lt=MAX_NUMBER)]
 CountOrNone = Annotated[int, Meta(ge=-1, lt=MAX_NUMBER)]  # -1: there is none
 RoundId = Annotated[int, Meta(ge=NOTHING, lt=MAX_NUMBER)]
@@ -74,7 +74,7 @@ class Report:
   global_step: GlobalStep  # as I know it
   step_seconds: Seconds  # smoothed duration of my inner step
   versions: CountsOrNone  # last version received, -1: none yet
-  rounds: RoundIds  # that made these versions: a version number may come twice, a round's never
+  rounds: RoundIds  # that made these versions: a version number may come twice, a round id never
   steps_since_sync: Counts  # inner steps, as the due rule counts them
   leaving: bool  # I make no more steps: merge what I have, then I leave
   snapshot: Count  # the newest snapshot that my state is captured for
@@ -232,7 +232,7 @@ class Publish:
   merged_rounds: CountsOrNone  # learner and the last round its push was merged in, in turn
   snapshot: Count
   count: Count  # commits of this shard, for consistent snapshots (`protocol/states.py`)
-  seal: Text  # proves that this value is the shard's (`network/keys.py`); "": the run has no key
+  seal: Text  # proves that this value is the shard's (`Sealer`); "": the run has no keys
   codec: Text
   payload: Payload = None
 

@@ -130,7 +130,7 @@ class LearnerState:
   step_seconds: float = 0.0
   stepped_at: float = 0.0  # when the newest step was over
   waited_seconds: float = 0.0  # how long the newest publish waited for the end of a step
-  idle_seconds: float = 0.0  # the same, and how long it waited again when it was staged
+  idle_seconds: float = 0.0  # `waited_seconds`, and its second wait, after it was staged
   snapshot: int = 0  # the newest heard of; my state is captured for it
   vector_clock: VectorClock = dataclasses.field(default_factory=dict)
   pushes_made: int = 0  # in this incarnation

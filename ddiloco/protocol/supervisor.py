@@ -2,8 +2,8 @@
 
 The one policy of every engine and of the simulator: a reducer `(state, event) -> (state, actions)`,
 `supervise`. Engines tell it what they observe of their roles and perform its actions. They differ
-in how a role is started, ended and observed. They also differ in who performs planned faults: where
-the roles perform their own (threads, virtual time), the state gets only the joins.
+in how a role is started, ended and observed. They also differ in planned faults: where roles
+perform their own (threads, virtual time), the supervisor's state gets only the joins.
 
 Deaths count only while they follow each other closely. After a healthy period of work a role's
 count starts again: a run of a month may lose the same role a hundred times, and only a role that
@@ -195,7 +195,7 @@ class Role:
 
   @property
   def ended(self) -> bool:
-    """It never starts again."""
+    """Whether the role never starts again."""
     return self.phase in (LEFT, GONE)
 
 
@@ -295,7 +295,7 @@ def _welcome(state: Supervisor, tick: Tick, actions: list[Action]) -> Supervisor
 
 
 def _turn(name: str, role: Role, tick: Tick, actions: list[Action]) -> Role:
-  """What is due for one role."""
+  """Does what is due for one role at a tick: a start, faults, its departure."""
   now = tick.now
   if role.phase == DOWN and now >= role.start_at:
     actions.append(Start(name, role.lives, role.afresh))

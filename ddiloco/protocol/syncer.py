@@ -472,7 +472,7 @@ def _on_value(state: SyncerState, value: Value, event: Received, sync: SyncConfi
   state = replace(
     state, fragments=fragments, recalls=recalls, began=began, vector_clock=vector_clock
   )
-  for learner, m in state.members.items():  # its next report tells which have it; others get it
+  for learner, m in state.members.items():  # until a report says that a member has this value
     state = set_member(
       state,
       learner,
