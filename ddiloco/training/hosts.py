@@ -324,9 +324,8 @@ class LeadingIsland:
 
   def place(self, name: str, value: np.ndarray) -> SharedValue | np.ndarray:
     """As of `Island`: this host reads a state array by array, and hands each out at once."""
-    leaf = self.island.state_leaves().get(name)
-    if leaf is None or (leaf.shape, leaf.dtype) != (value.shape, value.dtype):
-      return value  # `restore` refuses it
+    if not self.island.fits(name, value):
+      return value
     return self._put(Put(next(self._numbers), 0, name=name), [value])
 
   def restore(self, arrays: Mapping[str, SharedValue | np.ndarray]) -> None:

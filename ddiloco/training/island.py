@@ -351,20 +351,19 @@ class Island:
     """Refuses what `restore` would refuse, with a ValueError."""
     self._layout.check(arrays)
 
+  def fits(self, name: str, value: np.ndarray) -> bool:
+    """Whether the state has an array of this name, shape and dtype."""
+    leaf = self._layout.leaves.get(name)
+    return leaf is not None and (leaf.shape, leaf.dtype) == (value.shape, value.dtype)
+
   def place(self, name: str, value: np.ndarray) -> jax.Array | np.ndarray:
     """An array of a saved state as `restore` wants it: on the devices, in this mesh's layout.
 
-    An array of another name is returned as it is.
-
-    Raises:
-      ValueError: JAX makes another dtype of it (64 bits), or cannot divide it so.
+    An array that does not fit is returned as it is; in a state, `restore` refuses it.
     """
-    if name not in self._layout.leaves:
+    if not self.fits(name, value):
       return value
-    placed = jax.block_until_ready(jax.device_put(value, self._layout.leaves[name].sharding))
-    if placed.dtype != value.dtype:
-      raise ValueError(f"array {name!r}: JAX makes {placed.dtype} of {value.dtype}")
-    return placed
+    return jax.block_until_ready(jax.device_put(value, self._layout.leaves[name].sharding))
 
   def restore(self, arrays: Mapping[str, jax.Array | np.ndarray]) -> None:
     """Takes over a captured state of any mesh, bit by bit; instead of `reset`.
