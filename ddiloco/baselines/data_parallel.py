@@ -34,6 +34,7 @@ from ddiloco.protocol.supervisor import Event, Exited, Lost, Start, Strike, Tick
 TURN_SECONDS = 0.01
 FOLLOW_SECONDS = 0.1
 HANG_SECONDS = 60.0  # a world that makes no step for so long is ended
+KILL_SECONDS = 0.5  # after a failure: a killed process's status may come later than what it caused
 START_SECONDS = 600.0  # for imports and all compilations, before the run begins
 MAX_FAILURES = 10  # worlds in a row that fail without a step, though no island was killed
 
@@ -65,6 +66,7 @@ class DataParallel:
     self._out: set[int] = set()  # living islands of ended worlds, which wait for the next world
     self._orders = 0
     self._failures = 0
+    self._failing_since: float | None = None  # when a process of this world ended by itself
     self._global_step = 0
     self._moved_at = 0.0  # when this world began, or made its last step
     self._training_since: float | None = None  # unix seconds
@@ -161,7 +163,9 @@ class DataParallel:
         self._feed(Exited(island.name, now, island.bury(status)))
     failed = [m for m in self._world if ended[m] is not None]
     if failed:
-      self._failed(f"the world failed at {self._islands[failed[0]].name}")
+      self._failing_since = self._failing_since or now
+      if now - self._failing_since >= KILL_SECONDS:
+        self._failed(f"the world failed at {self._islands[failed[0]].name}")
 
   def _feed(self, event: Event) -> None:
     """Gives the supervisor an event, and performs its actions."""
@@ -204,6 +208,7 @@ class DataParallel:
     for m in sorted(self._out):
       self._recorder.record(events.Restart(target=self._islands[m].name))
     self._world, self._out, self._moved_at = tuple(members), set(), now
+    self._failing_since = None
     self._tell(members, train=True)
 
   def _failed(self, reason: str) -> None:

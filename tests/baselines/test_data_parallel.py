@@ -17,8 +17,9 @@ from ddiloco.baselines.member import PROGRAMS
 from ddiloco.config import ConfigError, from_dict
 from ddiloco.core.fragments import Plan
 from ddiloco.engines.children import Child, processes_of, spawn
-from ddiloco.observe.eventlog import Follower, read_events
+from ddiloco.observe.eventlog import Follower, Recorder, read_events
 from ddiloco.observe.goodput import Ledger
+from ddiloco.protocol.supervisor import Tick
 from ddiloco.roles import initial
 from ddiloco.training import data
 from ddiloco.training.island import Island
@@ -252,6 +253,36 @@ def test_a_process_killed_from_outside_is_its_islands_death(tmp_path, programs):
   assert len(killed) == 1 and death.target == "learner-1" and "SIGKILL" in death.reason
   assert survivors[0].reason == "learner-1 is gone"
   ledger_of(events)
+
+
+class Ends:
+  """An island whose process ends with these statuses, one for each look; None while it runs."""
+
+  def __init__(self, name, statuses):
+    self.name, self.statuses = name, list(statuses)
+
+  def poll(self):
+    return self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
+
+  def bury(self, status):
+    return f"status {status}"
+
+  def kill(self):
+    pass
+
+
+def test_a_kill_counts_before_the_failures_it_caused(tmp_path):
+  """A survivor may be seen to fail before the killed process's status is there."""
+  runner = DataParallel(make_config(), tmp_path, elastic=True)
+  runner._islands = [Ends("learner-0", [-signal.SIGABRT]), Ends("learner-1", [None, -9])]
+  runner._world, runner._alive = (0, 1), {0, 1}
+  with Recorder(tmp_path, "engine", 0, 0.0, lambda: 0.0) as runner._recorder:
+    runner._feed(Tick(99.0))
+    runner._look(100.0)
+    runner._look(100.1)
+  death, survivor = of(read_events(tmp_path), "exit")
+  assert (death.target, death.reason) == ("learner-1", "status -9")
+  assert (survivor.target, survivor.reason) == ("learner-0", "learner-1 is gone")
 
 
 @pytest.mark.parametrize("compiles", [True, False])
