@@ -1,0 +1,387 @@
+"""Decoupled DiLoCo in one file: the whole algorithm in NumPy, in virtual time, in ten minutes.
+
+  python examples/algorithm.py [--steps=400]
+
+Four islands train copies of one small network and never wait for each other. Island 3 is three
+times as slow as the others, and island 2 dies in the middle and comes back with nothing. A syncer
+merges what they learn, one fragment of the parameters at a time. The script prints what was merged,
+and the loss of the merged model beside that of an island that trains alone.
+
+The package makes the same decisions: `tests/examples/test_algorithm.py` runs its roles on this
+problem and compares every commit. What it adds is what a real run needs: shards, a network that
+loses messages, killed syncers, snapshots, bad updates, compressed pushes, devices.
+
+Symbols as in the paper (2604.21428): M learners, P fragments, H steps between two syncs of a
+fragment, K the quorum, tau the steps that a sync may take, gamma the share of the slack that
+waiting for more learners may use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import heapq
+import itertools
+import math
+import statistics
+from collections.abc import Callable
+
+import numpy as np
+
+STEP_SECONDS = (1.0, 1.1013, 1.2507, 3.1019)  # of each island; M = 4
+H, TAU, K, GAMMA = 24, 2, 1, 0.9
+OUTER_RATE, MOMENTUM = 0.5, 0.8  # of the outer step, Nesterov
+LATENCY = 0.05  # seconds that a message takes
+SILENT_STEPS = 10  # a learner that is silent for so many of its steps counts as lost
+BATCH = 8  # examples a step; the paper's tokens
+
+Vector = np.ndarray  # f32, one fragment
+
+# --- The arithmetic of one commit
+
+
+def token_weights(steps: list[int], tokens: list[int]) -> list[float]:
+  """Quantity times quality, c_tokens * (c_tokens / c_steps). Beyond 3 H steps a push is stale, and
+  worth less with each further one. No learner has more than half."""
+  weights = [(t / s) ** 2 * min(s, (3 * H) ** 2 / s) for s, t in zip(steps, tokens)]
+  weights = [w / sum(weights) for w in weights]
+  most, rest = max(weights), sum(weights) - max(weights)
+  if len(weights) == 1 or most <= 0.5:
+    return weights
+  return [0.5 if w == most else w * 0.5 / rest for w in weights]
+
+
+def merge(deltas: list[Vector], weights: list[float]) -> Vector:
+  """Radial-directional averaging. Deltas of different islands are nearly orthogonal, so a mean
+  would be shorter the more islands there are: directions and lengths are averaged one by one."""
+  norms = [float(np.linalg.norm(delta)) for delta in deltas]
+  direction = sum(w / n * delta for w, delta, n in zip(weights, deltas, norms) if n)
+  length = sum(w * n for w, n in zip(weights, norms))
+  return length / np.linalg.norm(direction) * direction if length else deltas[0]
+
+
+def outer_step(value: Vector, momentum: Vector, delta: Vector) -> tuple[Vector, Vector]:
+  """SGD with Nesterov momentum; the merged delta is the gradient."""
+  momentum = MOMENTUM * momentum + delta
+  return value - OUTER_RATE * (delta + MOMENTUM * momentum), momentum
+
+
+# --- A learner: it trains, and between two steps it answers pulls and takes new versions
+
+
+@dataclasses.dataclass
+class Publish:
+  """A new version of a fragment, for all learners."""
+
+  fragment: int
+  version: int
+  value: Vector
+  round: int
+  merged: tuple[int, ...]  # learners whose pushes it has
+
+
+class Learner:
+  def __init__(self, world: World, number: int):
+    self.world, self.number = world, number
+    self.alive, self.step, self.batch = True, 0, 0
+    self.local: list[Vector] = [np.empty(0)] * P  # what the island trains
+    self.base: list[Vector] = [np.empty(0)] * P  # the published value received last
+    self.version = [-1] * P
+    self.since_sync = [0] * P  # steps
+    self.unmerged = [0] * P  # steps that no version has yet
+    self.pull: dict[int, int] = {}  # fragment -> the round that asks for it
+    self.sent: dict[int, tuple[int, Vector, int, int]] = {}  # round, delta, its steps, at step
+    self.arrived: list[Publish] = []  # they go to the devices beside the running step
+    self.staged: list[Publish] = []  # ready to be applied
+
+  def on_pull(self, fragment: int, round_id: int) -> None:
+    self.pull[fragment] = round_id
+
+  def on_publish(self, publish: Publish) -> None:
+    if self.step or min(self.version) >= 0:
+      self.arrived.append(publish)
+      return
+    p = publish.fragment  # it has just started: it begins with the newest versions
+    self.version[p], self.base[p], self.local[p] = publish.version, publish.value, +publish.value
+    if min(self.version) >= 0:
+      self.begin_step()
+
+  def begin_step(self) -> None:
+    self.batch = self.world.begun[self.number]
+    self.world.begun[self.number] += 1
+    self.world.after(STEP_SECONDS[self.number], self.end_step)
+
+  def end_step(self) -> None:
+    if not self.alive:
+      return
+    inner_step(self.local, self.number, self.batch)
+    self.step += 1
+    self.since_sync = [n + 1 for n in self.since_sync]
+    self.unmerged = [n + 1 for n in self.unmerged]
+    # The boundary between two steps. Nothing here waits for another role.
+    for publish in self.staged:
+      self.apply(publish)
+    self.staged, self.arrived = self.arrived, []
+    on_the_way = {publish.fragment for publish in self.staged}
+    for p in [p for p in self.pull if p not in on_the_way]:
+      self.push(p, self.pull.pop(p))
+    syncer, report = self.world.syncer, (list(self.version), list(self.since_sync))
+    self.world.after(LATENCY, syncer.on_report, self.number, *report)
+    self.begin_step()
+
+  def push(self, p: int, round_id: int) -> None:
+    """The outer gradient: how far this island has moved the fragment away from the base."""
+    if self.unmerged[p] == 0:
+      return
+    delta, steps = self.base[p] - self.local[p], self.unmerged[p]
+    self.sent[p] = round_id, delta, steps, self.step
+    self.world.after(
+      LATENCY, self.world.syncer.on_push, p, round_id, self.number, delta, steps, steps * BATCH
+    )
+
+  def apply(self, publish: Publish) -> None:
+    """Rebase: local <- local + (new - what the local value has of it already). So the steps since
+    the push are kept. (The paper overwrites: local <- new.)"""
+    p, known = publish.fragment, self.base[publish.fragment]
+    round_id, delta, steps, at_step = self.sent.pop(p, (0, known, 0, self.step))
+    if round_id == publish.round and self.number in publish.merged:
+      known = known - delta  # my push is in the new value
+      self.unmerged[p] -= steps
+      self.since_sync[p] = self.step - at_step
+    else:  # my push came too late: its steps go into the next one
+      self.since_sync[p] = 0
+    self.local[p] += publish.value - known
+    self.base[p], self.version[p] = publish.value, publish.version
+
+
+# --- The syncer: it asks, waits for a quorum and a moment longer, merges, and publishes
+
+
+@dataclasses.dataclass
+class Member:
+  """What the syncer knows of a learner."""
+
+  version: list[int]
+  since_sync: list[int]
+  step_seconds: float = 0.0
+  lost_at: float = math.inf  # if it stays silent
+
+
+@dataclasses.dataclass
+class Round:
+  """One sync of one fragment."""
+
+  id: int
+  began_at: float
+  step_seconds: float  # of the middle learner
+  pending: set[int]  # learners that were asked and have not answered
+  pushes: dict[int, tuple[Vector, int, int]] = dataclasses.field(default_factory=dict)
+  quorum_at: float = math.inf
+
+
+class Syncer:
+  def __init__(self, world: World):
+    self.world = world
+    self.value = [+first for first in FIRST]
+    self.momentum = [np.zeros_like(first) for first in FIRST]
+    self.version, self.newest = [0] * P, [0] * P  # and the round that made it
+    self.round: list[Round | None] = [None] * P
+    self.rounds = itertools.count(1)
+    self.members: dict[int, Member] = {}
+    self.quorum_seconds = 0.0  # from a pull to the quorum, smoothed
+
+  def on_hello(self, number: int) -> None:
+    """A learner has started: it gets all values."""
+    self.forget(number)
+    self.members[number] = Member(list(self.version), [0] * P)
+    for p in range(P):
+      self.publish(p, [number], ())
+
+  def on_report(self, number: int, version: list[int], since_sync: list[int]) -> None:
+    """A few integers after every step: the control plane."""
+    step_seconds = STEP_SECONDS[number]  # the learner measures it
+    lost_at = self.world.now + SILENT_STEPS * step_seconds
+    self.members[number] = Member(version, since_sync, step_seconds, lost_at)
+    self.decide()
+
+  def on_push(
+    self, p: int, round_id: int, number: int, delta: Vector, steps: int, tokens: int
+  ) -> None:
+    current = self.round[p]
+    if current is None or current.id != round_id or number not in current.pending:
+      return  # late; the learner pushes these steps again
+    current.pushes[number] = delta, steps, tokens
+    current.pending.remove(number)
+    if len(current.pushes) == K:
+      current.quorum_at = self.world.now
+      seconds, before = self.world.now - current.began_at, self.quorum_seconds
+      self.quorum_seconds = before + 0.2 * (seconds - before) if before else seconds
+    self.decide()
+
+  def decide(self) -> None:
+    now = self.world.now
+    for number in [n for n, member in self.members.items() if member.lost_at < now]:
+      self.forget(number)
+    for p, current in enumerate(self.round):
+      if current is not None:
+        deadline = current.quorum_at + self.grace(current)
+        if len(current.pushes) + len(current.pending) < K:
+          self.round[p] = None  # too few are left
+        elif now >= deadline or not current.pending:
+          self.commit(p, current)
+        elif deadline < math.inf:
+          self.world.at(deadline, self.decide)
+    for p, current in enumerate(self.round):
+      if current is None:
+        self.begin_round(p)
+
+  def begin_round(self, p: int) -> None:
+    """A fragment is due H steps after its last sync; the first time earlier, so that fragments come
+    one after the other."""
+    due_after = H if self.version[p] else max(1, math.ceil(H * (p + 1) / P))
+    available = {
+      number: member
+      for number, member in self.members.items()
+      if member.version[p] == self.version[p] and member.since_sync[p] >= 1
+    }
+    if sum(member.since_sync[p] >= due_after for member in available.values()) < K:
+      return
+    step_seconds = statistics.median_low(member.step_seconds for member in available.values())
+    current = Round(next(self.rounds), self.world.now, step_seconds, set(available))
+    self.round[p] = current
+    for number in available:
+      self.world.to(number, "on_pull", p, current.id)
+
+  def grace(self, current: Round) -> float:
+    """How long to wait for more learners once there is a quorum: within the slack that tau leaves,
+    so that no learner is held up."""
+    slack = TAU * current.step_seconds - self.quorum_seconds
+    return min(max(0.0, GAMMA * slack), current.step_seconds)
+
+  def commit(self, p: int, current: Round) -> None:
+    learners = tuple(sorted(current.pushes))
+    deltas, steps, tokens = zip(*(current.pushes[number] for number in learners))
+    delta = merge(deltas, token_weights(steps, tokens))
+    self.value[p], self.momentum[p] = outer_step(self.value[p], self.momentum[p], delta)
+    self.version[p] += 1
+    self.newest[p], self.round[p] = current.id, None
+    self.world.commits.append((p, self.version[p], learners, sum(steps)))
+    self.publish(p, list(self.members), learners)
+
+  def publish(self, p: int, to: list[int], merged: tuple[int, ...]) -> None:
+    new = Publish(p, self.version[p], self.value[p], self.newest[p], merged)
+    for number in to:
+      self.world.to(number, "on_publish", new)
+
+  def forget(self, number: int) -> None:
+    """The learner is lost, or has started again: no round waits for it."""
+    self.members.pop(number, None)
+    for current in self.round:
+      if current is not None:
+        current.pending.discard(number)
+
+
+# --- Virtual time: a heap of calls
+
+
+class World:
+  def __init__(self) -> None:
+    self.now, self.calls, self.order = 0.0, [], itertools.count()
+    self.begun = [0] * len(STEP_SECONDS)  # steps of each island, in all its lives
+    self.commits: list[tuple[int, int, tuple[int, ...], int]] = []
+    self.syncer, self.learners = Syncer(self), {}
+    for number in range(len(STEP_SECONDS)):
+      self.start(number)
+
+  def at(self, time: float, call: Callable, *arguments) -> None:
+    heapq.heappush(self.calls, (time, next(self.order), call, arguments))
+
+  def after(self, seconds: float, call: Callable, *arguments) -> None:
+    self.at(self.now + seconds, call, *arguments)
+
+  def to(self, number: int, method: str, *arguments) -> None:
+    """Sends a message to a learner, as it is now; to a later life it does not come."""
+    self.after(LATENCY, getattr(self.learners[number], method), *arguments)
+
+  def start(self, number: int) -> None:
+    self.learners[number] = Learner(self, number)
+    self.after(LATENCY, self.syncer.on_hello, number)
+
+  def kill(self, number: int) -> None:
+    self.learners[number].alive = False
+
+  def run(self, until: float) -> None:
+    while self.calls and self.calls[0][0] <= until:
+      self.now, _, call, arguments = heapq.heappop(self.calls)
+      call(*arguments)
+
+
+# --- The problem: a small network learns from noisy answers of another one. Its tensors are the
+# fragments, so P = 4.
+
+INPUTS, HIDDEN, OUTPUTS = 8, 16, 4
+INNER_RATE, NOISE = 0.1, 1.0
+
+
+def network(seed: int) -> list[Vector]:
+  random = np.random.default_rng(seed)
+  shapes = (INPUTS, HIDDEN), (HIDDEN,), (HIDDEN, OUTPUTS), (OUTPUTS,)
+  return [(random.standard_normal(s) / math.sqrt(s[0])).astype(np.float32) for s in shapes]
+
+
+def answers(params: list[Vector], x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  hidden = np.tanh(x @ params[0] + params[1])
+  return hidden, hidden @ params[2] + params[3]
+
+
+TEACHER, FIRST = network(1), network(2)
+P = len(FIRST)
+
+
+def inner_step(params: list[Vector], island: int, step: int) -> None:
+  """One step of SGD on this island's data, in place. Any optimizer will do."""
+  random = np.random.default_rng([island, step])
+  x = random.standard_normal((BATCH, INPUTS)).astype(np.float32)
+  noise = NOISE * random.standard_normal((BATCH, OUTPUTS))
+  hidden, y = answers(params, x)
+  error = (y - answers(TEACHER, x)[1] - noise).astype(np.float32) / BATCH
+  back = (error @ params[2].T) * (1 - hidden**2)
+  for value, gradient in zip(params, (x.T @ back, back.sum(0), hidden.T @ error, error.sum(0))):
+    value -= np.float32(INNER_RATE) * gradient
+
+
+def loss(params: list[Vector]) -> float:
+  """Mean squared distance from the teacher, on inputs that no island trains on."""
+  x = np.random.default_rng(3).standard_normal((4096, INPUTS)).astype(np.float32)
+  return float(np.mean((answers(params, x)[1] - answers(TEACHER, x)[1]) ** 2))
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument("--steps", type=int, default=400, help="of the fastest island")
+  steps = parser.parse_args().steps
+  if steps < 1:
+    parser.error(f"--steps={steps}: must be positive. Fix: use 400.")
+  end = steps * STEP_SECONDS[0]
+  world = World()
+  world.at(end / 3, world.kill, 2)
+  world.at(end / 2, world.start, 2)
+  print("seconds  loss of the merged model   commits")
+  for tenth in range(11):
+    world.run(end * tenth / 10)
+    print(f"{world.now:7.0f}  {loss(world.syncer.value):12.4f}  {len(world.commits):18}")
+  print("\nisland  a step takes  steps  share of the commits")
+  for number, seconds in enumerate(STEP_SECONDS):
+    share = sum(number in learners for _, _, learners, _ in world.commits)
+    share /= max(1, len(world.commits))
+    print(f"{number:6}  {seconds:10.2f} s  {world.begun[number]:5}  {share:21.0%}")
+  alone = [+first for first in FIRST]
+  for step in range(steps):
+    inner_step(alone, 0, step)
+  print(f"\nloss of island 0 alone {loss(alone):.4f}, merged {loss(world.syncer.value):.4f}")
+
+
+if __name__ == "__main__":
+  main()
