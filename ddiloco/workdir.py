@@ -42,6 +42,11 @@ FREE_SECTIONS = ("islands", "network", "checkpoint", "run", "chaos")
 MAY_CHANGE = ("run.total_tokens", "sync.num_shards", "sync.min_quorum", "sync.snapshot_steps")
 
 
+def run_name(workdir: Path) -> str:
+  """The run's name: that of its directory, however the path to it is spelled (".", "..")."""
+  return workdir.resolve().name
+
+
 @contextlib.contextmanager
 def held(workdir: Path) -> Iterator[None]:
   """In this context no other run trains in the workdir; the lock ends with the process at latest.

@@ -38,6 +38,7 @@ from ddiloco.workdir import (
   check,
   claim,
   held,
+  run_name,
   saved_config,
   write_whole,
 )
@@ -216,7 +217,7 @@ def _refuse_others_snapshots(config: Config, workdir: Path, overwrite: bool) -> 
   """Refuses to overwrite a run with snapshots outside the workdir: they would not be deleted, and
   the new run would go on from them."""
   path = config.checkpoint.path
-  storage = open_storage(config, initial.make_plan(config), workdir)
+  storage = open_storage(config, initial.make_plan(config), workdir, run_name(workdir))
   if not (overwrite and path and storage is not None):
     return
   try:
@@ -228,7 +229,7 @@ def _refuse_others_snapshots(config: Config, workdir: Path, overwrite: bool) -> 
     ) from error
   if there:
     raise ConfigError(
-      f"checkpoint.path = {path!r}: has snapshots of {workdir.absolute().name!r}, and --overwrite"
+      f"checkpoint.path = {path!r}: has snapshots of {run_name(workdir)!r}, and --overwrite"
       " deletes only what is in workdir. Fix: choose another path or name, or delete them yourself."
     )
 
