@@ -276,13 +276,13 @@ def _write_once(path: Path, text: str) -> None:
   if path.exists():
     return
   mine = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-  mine.write_text(text)
   try:
+    mine.write_text(text)
     os.link(mine, path)
   except FileExistsError:
     return  # another process was quicker: its text counts
   finally:
-    mine.unlink()
+    mine.unlink(missing_ok=True)
 
 
 def write_whole(path: Path, text: str) -> None:
