@@ -42,6 +42,11 @@ FREE_SECTIONS = ("islands", "network", "checkpoint", "run", "chaos")
 MAY_CHANGE = ("run.total_tokens", "sync.num_shards", "sync.min_quorum", "sync.snapshot_steps")
 
 
+def run_name(workdir: Path) -> str:
+  """The run's name: that of its directory, however the path to it is spelled (".", "..")."""
+  return workdir.resolve().name
+
+
 @contextlib.contextmanager
 def held(workdir: Path) -> Iterator[None]:
   """In this context no other run trains in the workdir; the lock ends with the process at latest.
@@ -271,13 +276,13 @@ def _write_once(path: Path, text: str) -> None:
   if path.exists():
     return
   mine = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-  mine.write_text(text)
   try:
+    mine.write_text(text)
     os.link(mine, path)
   except FileExistsError:
     return  # another process was quicker: its text counts
   finally:
-    mine.unlink()
+    mine.unlink(missing_ok=True)
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -177,6 +177,8 @@ def main(folder: Path, config=None) -> dict[str, dict[str, float]]:
 
 
 if __name__ == "__main__":
-  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
   parser.add_argument("folder", nargs="?", type=Path, default="runs/own_model")
   main(Path(parser.parse_args().folder))

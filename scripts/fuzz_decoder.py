@@ -320,7 +320,9 @@ class Fuzz:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
   parser.add_argument("--runs", type=int, default=1_000_000, help="inputs")
   parser.add_argument("--seed", type=int, help="default: another one every time")
   parser.add_argument("--replay", type=bytes.fromhex, help="one input, in hex")

@@ -12,13 +12,14 @@ than `most_files` or `most_lines`. `tests/test_journey.py` keeps the list true.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import dataclasses
 import json
 import sys
 from pathlib import Path
 from typing import Any
+
+import common
 
 import ddiloco
 
@@ -184,7 +185,7 @@ def stop_lines() -> int:
 
 
 def main() -> int:
-  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+  parser = common.parser(__doc__, quick="")
   parser.add_argument("--brief", action="store_true", help="only the files")
   options = parser.parse_args()
   found = files()

@@ -476,8 +476,7 @@ def _address(text: str) -> tuple[str, int]:
 
 def main() -> None:
   parser = argparse.ArgumentParser(
-    prog="python scripts/proxy.py",
-    description="Carries a TCP port over a link of a set delay and rate.",
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   parser.add_argument("--listen", type=_address, required=True, help="HOST:PORT; 0: any free port")
   parser.add_argument("--to", type=_address, required=True, help="HOST:PORT")

@@ -33,7 +33,7 @@ from ddiloco.chaos import KINDS, random_faults
 from ddiloco.config import Config
 from ddiloco.observe.eventlog import EventLog
 from ddiloco.observe.style import GLOBAL_MODEL, PALETTE
-from ddiloco.observe.tracks import recoveries
+from ddiloco.observe.tracks import Aftermath
 from ddiloco.protocol.events import Evaluation, Step
 
 ROWS = ("undisturbed", "chaos")
@@ -97,7 +97,7 @@ def draw(logs: dict[str, list[EventLog]], path: Path, difference: float) -> None
 def summarise(logs: dict[str, list[EventLog]], tokens: int) -> dict[str, Any]:
   final = {row: [losses(events)[-1][1] for events in logs[row]] for row in ROWS}
   mean = {row: statistics.mean(final[row]) for row in ROWS}
-  struck = [each for events in logs["chaos"] for each in recoveries(events)]
+  struck = [each for events in logs["chaos"] for each in Aftermath().read(events).recoveries]
   return {
     "loss": {row: [round(loss, 4) for loss in final[row]] for row in ROWS},
     "mean": {row: round(mean[row], 4) for row in ROWS},
@@ -138,7 +138,7 @@ def main() -> None:
       logs[row].append(events)
       print(
         f"seed {seed}, {row:<12} loss {losses(events)[-1][1]:.4f}, {span_seconds(events):.0f} s,"
-        f" {len(recoveries(events))} faults",
+        f" {len(Aftermath().read(events).recoveries)} faults",
         flush=True,
       )
   result = summarise(logs, options.tokens)

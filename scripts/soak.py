@@ -36,7 +36,7 @@ from ddiloco import config as config_lib
 from ddiloco.chaos import random_faults
 from ddiloco.observe.eventlog import EventLog, read_events
 from ddiloco.observe.goodput import Ledger
-from ddiloco.observe.tracks import Recovery, lost_rounds, of_faults, recoveries, unplanned
+from ddiloco.observe.tracks import Aftermath, Recovery
 from ddiloco.protocol.events import RunFinished, Step
 
 LEARNERS, SHARDS = 4, 2
@@ -60,9 +60,11 @@ def make_config(faults: int, span_seconds: float, seed: int) -> config_lib.Confi
   return config_lib.from_dict(c)
 
 
-def judge(events: EventLog, planned: int, stall_seconds: float) -> dict[str, Any]:
+def judge(
+  events: EventLog, aftermath: Aftermath, planned: int, stall_seconds: float
+) -> dict[str, Any]:
   """The numbers of the last line."""
-  found, ledger = of_faults(events), Ledger()
+  found, ledger = aftermath.numbers(), Ledger()
   for event in events:
     ledger.take(event)
   account = ledger.report()
@@ -71,7 +73,7 @@ def judge(events: EventLog, planned: int, stall_seconds: float) -> dict[str, Any
     **found,
     "faults": planned,
     "struck": found["faults"],
-    "kinds": dict(collections.Counter(each.action for each in recoveries(events))),
+    "kinds": dict(collections.Counter(each.action for each in aftermath.recoveries)),
     "global_stalls": int(found["longest_stall_seconds"] > stall_seconds),
     "blocked_seconds": sum(e.blocked_seconds for e in events.of(Step)),
     "uptime": round(account.uptime, 5),
@@ -112,17 +114,18 @@ def main() -> int:
       print(f"{args.faults} faults in {args.minutes:g} minutes, seed {args.seed}", flush=True)
       common.start(config, workdir, f"--engine={args.engine}").wait()
     events = read_events(workdir)
-    found = recoveries(events)
+    aftermath = Aftermath().read(events)
+    found = aftermath.recoveries
     rows = ["time\ttarget\taction\tplanned_seconds\trecovery_seconds"]
     rows += [
       f"{each.time:.3f}\t{each.target}\t{each.action}\t{each.planned_seconds:g}\t{each.seconds:.3f}"
       for each in found
     ]
     (workdir / "recovery.tsv").write_text("\n".join(rows) + "\n")
-    result = judge(events, args.faults, args.stall_seconds)
-    for event in unplanned(events):
+    result = judge(events, aftermath, args.faults, args.stall_seconds)
+    for event in aftermath.unplanned():
       print(f"unplanned: {event}")
-    for fragment, round_id in lost_rounds(events):
+    for fragment, round_id in aftermath.lost_rounds():
       print(f"lost: round {round_id} of fragment {fragment}")
     if args.workdir is None and result["finished"] != "finished":
       print(common.last_words(workdir))

@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -232,3 +233,28 @@ def test_a_workdir_that_cannot_be_held_says_so(tmp_path):
     workdir.held(tmp_path / "file").__enter__()
   with workdir.held(tmp_path), pytest.raises(ConfigError, match="another process trains in it"):
     workdir.held(tmp_path).__enter__()
+
+
+def test_a_full_disk_leaves_no_torn_file(tmp_path, monkeypatch):
+  write_text = Path.write_text
+
+  def full(self, text):
+    write_text(self, text[:9])
+    raise OSError(28, "No space left on device")
+
+  monkeypatch.setattr(type(tmp_path), "write_text", full)
+  with pytest.raises(ConfigError, match=r"No space left .*Fix: "):
+    workdir.join(tmp_path, CONFIG)
+  assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("spelled", ["run", "run/inside/..", "run/../run/"])
+def test_a_run_has_the_name_of_its_directory_however_that_is_spelled(
+  tmp_path, monkeypatch, spelled
+):
+  """In a shared checkpoint.path, a run in ".." had its snapshots beside the folder for its own."""
+  (tmp_path / "run" / "inside").mkdir(parents=True)
+  monkeypatch.chdir(tmp_path)
+  assert workdir.run_name(Path(spelled)) == "run"
+  monkeypatch.chdir(tmp_path / "run" / "inside")
+  assert workdir.run_name(Path("..")) == "run"

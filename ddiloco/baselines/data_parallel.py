@@ -30,6 +30,7 @@ from ddiloco.observe.eventlog import Follower, Recorder
 from ddiloco.protocol import events, supervisor
 from ddiloco.protocol.events import parse_role
 from ddiloco.protocol.supervisor import Event, Exited, Lost, Start, Strike, Tick, Working
+from ddiloco.workdir import run_name
 
 TURN_SECONDS = 0.01
 FOLLOW_SECONDS = 0.1
@@ -89,7 +90,7 @@ class DataParallel:
     with Recorder(self._workdir, "engine", 0, self._started, time.time) as self._recorder:
       self._recorder.record(
         events.RunStarted(
-          name=self._workdir.name,
+          name=run_name(self._workdir),
           num_learners=len(self._islands),
           num_shards=0,
           num_fragments=0,

@@ -32,11 +32,11 @@ if TYPE_CHECKING:  # this module imports Orbax and JAX, which not every role nee
 T = TypeVar("T")
 
 
-def open_storage(config: Config, plan: Plan, workdir: Path, run_id: str = "") -> Storage | None:
+def open_storage(config: Config, plan: Plan, workdir: Path, run_id: str) -> Storage | None:
   """The storage of the run's snapshots; None if the run makes none.
 
-  In `checkpoint.path` every run has a folder of its own name (`run_id`, else the workdir's), so
-  that no run takes another run's snapshots for its own.
+  In `checkpoint.path` every run has a folder of its own name, `run_id`, so that no run takes
+  another run's snapshots for its own.
 
   Raises:
     ConfigError: checkpoint.path is a file, or in a bucket whose package is not installed.
@@ -60,13 +60,12 @@ def open_storage(config: Config, plan: Plan, workdir: Path, run_id: str = "") ->
     ) from error
   from etils import epath
 
-  own = epath.Path(path) / (run_id or workdir.absolute().name) if path else workdir / "checkpoints"
+  own = epath.Path(path) / run_id if path else workdir / "checkpoints"
   return Storage(own, plan.plan_id, warn)
 
 
-def newest_global_step(config: Config, plan: Plan, workdir: Path) -> int:
+def newest_global_step(config: Config, storage: Storage | None) -> int:
   """Roughly the global step at which the run goes on; -1 if it begins."""
-  storage = open_storage(config, plan, workdir)
   try:
     committed = [] if storage is None else storage.committed()
   except OSError:  # roles report it when they look for their parts

@@ -377,12 +377,14 @@ class Storage:
     Snapshots without this role are skipped without a warning.
     """
     try:
-      committed = self.committed()
+      snapshots = self._snapshots()
     except OSError as error:
       self._warn(f"checkpoints cannot be searched: {error}")
       return None
-    for snapshot in committed:
+    for snapshot in snapshots:
       try:
+        if not self.is_committed(snapshot):
+          continue
         digest = self.manifest(snapshot)["parts"].get(role)
         if digest is None:
           continue
@@ -390,8 +392,8 @@ class Storage:
         if meta["digest"] != digest:
           raise Damaged(self._part(snapshot, role), "is not the part that was committed")
         return self._load(meta, place, None)
-      except Damaged as damage:
-        self._warn(f"checkpoint skipped: {damage}")
+      except (Damaged, OSError) as error:
+        self._warn(f"checkpoint skipped: {error}")
     return None
 
   def prune(self, keep: int, over: int = 0) -> None:

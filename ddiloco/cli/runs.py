@@ -23,7 +23,7 @@ from ddiloco.engines.profiler import ProfileRequest, take_profile
 from ddiloco.engines.role_spec import RoleSpec, end_with_parent
 from ddiloco.environment import FINISHED, LOST
 from ddiloco.trace import text
-from ddiloco.workdir import PROFILES, saved_config
+from ddiloco.workdir import PROFILES, run_name, saved_config
 
 
 def train(arguments: list[str]) -> int:
@@ -462,7 +462,7 @@ def _place(given: Flags, bind: str = "") -> RoleSpec:
     raise ConfigError(
       "--syncers: is needed. Fix: give the url of every shard, --syncers=tcp://HOST:PORT,..."
     )
-  run_id = given.run_id or workdir.absolute().name
+  run_id = given.run_id or run_name(workdir)
   if "/" in run_id or run_id in ("", ".", ".."):
     raise ConfigError(
       f"--run_id={run_id}: must be the name of a folder. Fix: use letters, digits, '-' and '_'."

@@ -196,10 +196,11 @@ class Committed:
   momentum: np.ndarray | None  # of the outer optimizer, None without
   momentum_round: int = -1  # that made the momentum; older if a learner gave back only the value
 
-  @property
-  def exact(self) -> bool:
-    """Whether the value is the optimizer's own, not a published one; False also if sent as f32."""
-    return self.value is not self.published_value or not self.state.version
+  def exact(self, publish_codec: str) -> bool:
+    """Whether the value is the outer optimizer's own; False: the learners', with this codec's
+    rounding, which a buddy or a learner gave back."""
+    given_back = self.value is self.published_value and self.state.version > 0
+    return publish_codec == "f32" or not given_back
 
 
 class FragmentStore(Protocol):

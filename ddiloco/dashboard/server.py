@@ -36,7 +36,7 @@ from ddiloco.network.webserver import Answer, Health, Request, WebServer, parse_
 from ddiloco.observe.eventlog import Follower
 from ddiloco.observe.guards import ended
 from ddiloco.observe.run_state import RunState
-from ddiloco.workdir import STARTED, outcome, saved_config
+from ddiloco.workdir import STARTED, outcome, run_name, saved_config
 
 # --- Which requests are answered: checks of host, token and origin. Pure functions of a request
 
@@ -188,7 +188,7 @@ class RunFollower:
     if not self._caught_up and run.num_events:
       text = f"The log is being read: {run.num_events:,} events so far."
       status |= {"phase": "empty", "text": text}
-    return status | {"name": status["name"] or self.workdir.absolute().name}
+    return status | {"name": status["name"] or run_name(self.workdir)}
 
   def _begin(self, started: float | None) -> None:
     config = _config(self.workdir)

@@ -18,7 +18,8 @@ import numpy as np
 from ddiloco import chaos
 from ddiloco.chaos import FaultRequests
 from ddiloco.checkpoint import weights
-from ddiloco.checkpoint.restore import newest_global_step
+from ddiloco.checkpoint.restore import newest_global_step, open_storage
+from ddiloco.checkpoint.snapshots import Storage
 from ddiloco.config import Config, Fault
 from ddiloco.core.fragments import Plan
 from ddiloco.engines.role_spec import terminates
@@ -30,7 +31,7 @@ from ddiloco.roles import initial
 from ddiloco.roles.evaluator import Evaluator, Measure
 from ddiloco.roles.exchange import Quarantined
 from ddiloco.runtime import Runtime
-from ddiloco.workdir import RESULT
+from ddiloco.workdir import RESULT, run_name
 
 TURN_SECONDS = 0.05
 PRESSING_TURN_SECONDS = 0.01  # while a process is held up on purpose
@@ -124,7 +125,7 @@ class Engine:
     config = self.config
     self._recorder.record(
       events.RunStarted(
-        name=self.workdir.name,
+        name=run_name(self.workdir),
         num_learners=config.islands.num_learners,
         num_shards=config.sync.num_shards,
         num_fragments=len(self.plan.fragments) if config.sync.num_shards else 0,
@@ -184,11 +185,15 @@ class Engine:
   def _outcome(self, reason: str) -> RunResult:
     raise NotImplementedError
 
+  def _open_storage(self) -> Storage | None:
+    return open_storage(self.config, self.plan, self.workdir, run_name(self.workdir))
+
   # --- turns --------------------------------------------------------------------------------------
 
   def _plan(self) -> None:
     """Sets the supervisor's first state; faults of steps before the current one are left out."""
-    config, began_at = self.config, newest_global_step(self.config, self.plan, self.workdir)
+    config = self.config
+    began_at = newest_global_step(config, self._open_storage())
     self._planned = chaos.still_planned(config.chaos.of_roles(), began_at)
     self._requests = FaultRequests(self.workdir, news_only=True)
     self._state = supervisor.init(

@@ -16,7 +16,7 @@ import numpy as np
 
 from ddiloco import chaos, workdir
 from ddiloco.chaos import ask_for
-from ddiloco.checkpoint.restore import go_on, newest_whole, open_storage, restore_fragments
+from ddiloco.checkpoint.restore import go_on, newest_whole, restore_fragments
 from ddiloco.config import Config, ConfigError, Fault
 from ddiloco.config.schema import INSIDE
 from ddiloco.engines.children import Child, Command, Spawn, spawn_forked, warm
@@ -96,7 +96,7 @@ class ProcessesEngine(Engine):
 
   def _resume(self) -> None:
     """Says what the run goes on from, or refuses; started roles find their snapshot themselves."""
-    storage, tried = open_storage(self.config, self.plan, self.workdir), list[str]()
+    storage, tried = self._open_storage(), list[str]()
     newest = None if storage is None else newest_whole(storage, self.plan, tried)
     go_on(self.config, self.workdir, storage, newest, tried)
 
@@ -105,7 +105,7 @@ class ProcessesEngine(Engine):
   def _place(self) -> RoleSpec:
     """Where roles reach the shards: on free ports of loopback, the same for all lives."""
     urls = free_urls(self.config.sync.num_shards)
-    return RoleSpec(self.workdir, self.workdir.name, tuple(urls))
+    return RoleSpec(self.workdir, workdir.run_name(self.workdir), tuple(urls))
 
   def _spawn(self, name: str, host: int) -> Spawn:
     """The function that starts a role's process on this host of its island."""
@@ -268,7 +268,7 @@ class ProcessesEngine(Engine):
 
   def _newest_params(self) -> Mapping[str, np.ndarray]:
     """The global model of the newest snapshot, if the evaluator never had a whole model."""
-    storage, everything = open_storage(self.config, self.plan, self.workdir), self.plan.fragments
+    storage, everything = self._open_storage(), self.plan.fragments
     restored = storage and restore_fragments(storage, self.plan, range(len(everything)))
     if not restored:
       return initial.initial_params(self.config)

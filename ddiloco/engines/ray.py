@@ -35,6 +35,7 @@ from ddiloco.network.transport import learner_address, syncer_address
 from ddiloco.observe.eventlog import Listener
 from ddiloco.roles.evaluator import Measure
 from ddiloco.training import data
+from ddiloco.workdir import run_name
 
 OBJECT_STORE_BYTES = 128 << 20  # small: ddiloco stores nothing there
 LOOPBACK = "127.0.0.1"
@@ -112,7 +113,7 @@ class RayEngine(ProcessesEngine):
       ) from error
     keys = self.workdir / "keys"
     key_files.make_keys(keys, config.num_islands(), config.sync.num_shards)
-    return RoleSpec(self.workdir, self.workdir.name, syncers, keys=keys)
+    return RoleSpec(self.workdir, run_name(self.workdir), syncers, keys=keys)
 
   def _start_actor(
     self, name: str, resources: Mapping[str, Any], host: int = 0, **options: Any

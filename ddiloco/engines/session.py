@@ -9,9 +9,10 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
+import msgspec
 import numpy as np
 
 from ddiloco.checkpoint import weights
@@ -38,6 +39,7 @@ from ddiloco.workdir import (
   check,
   claim,
   held,
+  run_name,
   saved_config,
   write_whole,
 )
@@ -50,6 +52,22 @@ ENGINES = {  # imported only when used: Ray may not be installed
 }
 EVALUATION_BATCH = 16  # sequences at most ...
 EVALUATION_LOGITS = 1 << 26  # ... and values of logits at once: 256 MiB
+
+
+class Outcome(TypedDict, total=False):
+  """What outcome.json holds; losses are held-out."""
+
+  reason: str
+  learner_steps: dict[str, int]
+  lost: str
+  loss_untrained: float
+  loss_merged: float
+  result_of_learner: int
+  loss_best_island_alone: float
+  steps_alone: int
+  sample: str
+  left_out: dict[str, str]
+  seconds: float
 
 
 def train(
@@ -216,7 +234,7 @@ def _refuse_others_snapshots(config: Config, workdir: Path, overwrite: bool) -> 
   """Refuses to overwrite a run with snapshots outside the workdir: they would not be deleted, and
   the new run would go on from them."""
   path = config.checkpoint.path
-  storage = open_storage(config, initial.make_plan(config), workdir)
+  storage = open_storage(config, initial.make_plan(config), workdir, run_name(workdir))
   if not (overwrite and path and storage is not None):
     return
   try:
@@ -228,7 +246,7 @@ def _refuse_others_snapshots(config: Config, workdir: Path, overwrite: bool) -> 
     ) from error
   if there:
     raise ConfigError(
-      f"checkpoint.path = {path!r}: has snapshots of {workdir.absolute().name!r}, and --overwrite"
+      f"checkpoint.path = {path!r}: has snapshots of {run_name(workdir)!r}, and --overwrite"
       " deletes only what is in workdir. Fix: choose another path or name, or delete them yourself."
     )
 
@@ -359,8 +377,9 @@ def report(workdir: Path) -> str:
   saved_config(workdir)
   known = workdir / OUTCOME
   try:
-    extra = json.loads(known.read_text()) if known.exists() else {}
-  except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    found = json.loads(known.read_text()) if known.exists() else {}
+    extra = msgspec.convert(found, Outcome)
+  except (OSError, ValueError) as error:  # ValueError: it is no text, no JSON or no Outcome
     raise ConfigError(
       f"{known}: cannot be read ({error}). Fix: delete it; the report then shows the events alone."
     ) from error

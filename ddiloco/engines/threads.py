@@ -25,7 +25,6 @@ from ddiloco.checkpoint.restore import (
   go_on,
   new_learner,
   new_syncer,
-  open_storage,
   restore_fragments,
 )
 from ddiloco.checkpoint.saver import Saver
@@ -50,7 +49,7 @@ from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Runtime
 from ddiloco.training import data, devices
 from ddiloco.training.island import Island, IslandMaker
-from ddiloco.workdir import start_time
+from ddiloco.workdir import run_name, start_time
 
 DEVICES_SECONDS = 1.0  # between two looks whether a lost slice is back
 EVALUATOR_PATIENCE_SECONDS = 60.0  # for the evaluator to finish after the learners have ended
@@ -82,7 +81,7 @@ class ThreadsEngine(Engine):
     # No member ever has more than the whole model under way, in either direction.
     model_bytes, receivers = 4 * sum(self.plan.sizes), config.islands.num_learners + 1
     room = receivers * model_bytes + (1 << 30)
-    self._hub = Hub(workdir.name, self.plan.plan_id, max_bulk_bytes=room)
+    self._hub = Hub(run_name(workdir), self.plan.plan_id, max_bulk_bytes=room)
     self._store = MemoryStore()
     visible = jax.devices()
     mine = visible[: max(0, len(visible) - config.run.evaluator_devices)]
@@ -91,7 +90,7 @@ class ThreadsEngine(Engine):
     islands = islands or {m: make(config, m, group) for m, group in enumerate(groups)}
     self.islands = islands
     self._lost_slices: set[int] = set()  # islands whose devices have failed
-    self._storage = open_storage(config, self.plan, workdir)
+    self._storage = self._open_storage()
     self._restored: Restored | None = None
     self._result: Mapping[int, np.ndarray] = {}  # fragment -> value, as saved in WORKDIR/result
     self._first_incarnation = 0

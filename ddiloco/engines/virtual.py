@@ -25,7 +25,6 @@ from ddiloco.core.codec import Encoded
 from ddiloco.core.delta import Committed, ReceivedPushes, commit
 from ddiloco.core.fragments import Fragment, Piece
 from ddiloco.core.passes import Share, compile_for
-from ddiloco.observe import tracks
 from ddiloco.observe.eventlog import to_line
 from ddiloco.protocol import actions
 from ddiloco.protocol.events import Commit, Event, Step
@@ -136,8 +135,8 @@ def simulate(
     "global_step": run.step,
     "merged_tokens": min(f.merged_tokens for f in run.store.values()),
     **account.summary(),
-    **tracks.of_faults(account.kept),
-    "unplanned_exits": [msgspec.to_builtins(event) for event in tracks.unplanned(account.kept)],
+    **account.aftermath.numbers(),
+    "unplanned_exits": [msgspec.to_builtins(event) for event in account.aftermath.unplanned()],
   }
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import math
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ddiloco.observe.history import Median
@@ -251,7 +251,10 @@ class Kills:
     return max(ratios, default=math.nan)
 
 
-# --- Recoveries: when was the role of each fault part of the run again?
+# --- What became of the faults of a run
+# PURE. Memory grows with faults, exits and lost rounds, not with steps and commits.
+
+SETTLED_ROUNDS = 1000  # of a fragment; older ones are judged once and for all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,88 +266,131 @@ class Recovery:
   target: str  # "learner-2"
   action: str
   planned_seconds: float
-  seconds: float
+  seconds: float = math.nan
 
 
-def recoveries(log: Sequence[Event]) -> list[Recovery]:
-  """The recovery of every fault in the log of a whole run, in order of time."""
-  commits: dict[tuple[str, int], list[float]] = {}
-  for event in log:
-    if isinstance(event, events.Commit):
-      for who in (parse_role(event.role), *(("learner", m) for m in event.participants)):
-        commits.setdefault(who, []).append(event.time)
-  found = []
-  for event in log:
-    if isinstance(event, events.Fault):
-      lasts = event.seconds
-      over = event.time + (lasts if lasts >= 0 else math.inf)
-      if event.action == "join":  # a join has not to end first: the learner is to take part at once
-        over = event.time
-      times = commits.get(parse_role(event.target), ())
-      back = next((time for time in times if time > over), math.nan)
-      found.append(Recovery(event.time, event.target, event.action, lasts, back - event.time))
-  return found
+class Aftermath:
+  """What became of the faults of a run. Takes all its events in order of time.
 
-
-def longest_stall_seconds(log: Iterable[Event]) -> float:
-  """The longest time, between the first step and the last, in which no island made a step."""
-  longest, covered = 0.0, math.nan
-  for event in log:
-    if isinstance(event, events.Step):
-      begun = event.time - event.seconds
-      longest = max(longest, begun - covered) if covered == covered else longest
-      covered = max(covered, event.time) if covered == covered else event.time
-  return longest
-
-
-def lost_rounds(log: Iterable[Event]) -> list[tuple[int, int]]:
-  """(fragment, round) of every commit that learners received but the newest value does not contain.
-
-  A commit that died with its shard before any learner received it is not lost: a learner keeps its
-  update until it has a value that contains it, and pushes it again.
+  Attributes:
+    recoveries: of every fault, in order of time.
+    longest_stall_seconds: the longest time, between the first step and the last, in which no island
+      made a step.
   """
-  bases: dict[tuple[int, int], int] = {}
-  heads: dict[int, int] = {}
-  had: set[tuple[int, int]] = set()
-  for event in log:
-    if isinstance(event, events.Stage | events.Apply):
-      had.add((event.fragment, event.round))
-    if isinstance(event, events.Commit):
-      bases[event.fragment, event.round] = event.base_round
-    if isinstance(event, events.Commit | events.Owns | events.Recalled):
-      heads[event.fragment] = event.round
-  for fragment, head in heads.items():
-    while (fragment, head) in bases:
-      head = bases.pop((fragment, head))
-  return sorted(bases.keys() & had)
+
+  def __init__(self) -> None:
+    self.recoveries: list[Recovery] = []
+    self.longest_stall_seconds = 0.0
+    self._awaited: dict[int, float] = {}  # position of a recovery -> when its fault is over
+    self._stepped_at = math.inf  # the end of the newest step
+    self._exits: list[events.Exit | events.Crash] = []  # that no kill explains
+    self._poisoned: set[str] = set()
+    self._rounds: dict[int, _Rounds] = defaultdict(_Rounds)  # by fragment
+
+  def read(self, log: Iterable[Event]) -> Aftermath:
+    """Takes a whole log."""
+    for event in log:
+      self.take(event)
+    return self
+
+  def take(self, event: Event) -> None:
+    """Takes one event."""
+    match event:
+      case events.Step():
+        stall = event.time - event.seconds - self._stepped_at
+        self.longest_stall_seconds = max(self.longest_stall_seconds, stall)
+        self._stepped_at = event.time
+      case events.Stage() | events.Apply():
+        self._rounds[event.fragment].had.add(event.round)
+      case events.Commit():
+        self._rounds[event.fragment].commit(event.round, event.base_round)
+        self._recover(event)
+      case events.Owns() | events.Recalled():
+        self._rounds[event.fragment].head = event.round
+      case events.Fault():
+        self._strike(event)
+      case events.Crash():
+        self._exits.append(event)
+      case events.Exit() if "by plan" not in event.reason:
+        self._exits.append(event)
+
+  def _strike(self, event: events.Fault) -> None:
+    lasts = event.seconds
+    if event.action == "poison":
+      self._poisoned.add(event.target)
+    if event.action == "join":  # a join has not to end first: the learner is to take part at once
+      self._awaited[len(self.recoveries)] = event.time
+    elif lasts >= 0:
+      self._awaited[len(self.recoveries)] = event.time + lasts
+    self.recoveries.append(Recovery(event.time, event.target, event.action, lasts))
+
+  def _recover(self, event: events.Commit) -> None:
+    there = {parse_role(event.role), *(("learner", m) for m in event.participants)}
+    for i, over in list(self._awaited.items()):
+      fault = self.recoveries[i]
+      if event.time > over and parse_role(fault.target) in there:
+        self.recoveries[i] = dataclasses.replace(fault, seconds=event.time - fault.time)
+        del self._awaited[i]
+
+  def lost_rounds(self) -> list[tuple[int, int]]:
+    """(fragment, round) of every commit that learners received but the newest value does not
+    contain.
+
+    A commit that died with its shard before any learner received it is not lost: a learner keeps
+    its update until it has a value that contains it, and pushes it again.
+    """
+    return [(p, each) for p, rounds in sorted(self._rounds.items()) for each in rounds.lost()]
+
+  def unplanned(self) -> list[events.Exit | events.Crash]:
+    """Crashes, and exits that no fault of that role explains: no role may die of another's fault.
+
+    A kill explains the exit of its role, poison that its learner was quarantined.
+    """
+    return [
+      event
+      for event in self._exits
+      if isinstance(event, events.Crash)
+      or event.target not in self._poisoned
+      or not event.reason.startswith("quarantined")
+    ]
+
+  def numbers(self) -> dict[str, Any]:
+    """The recoveries and what went wrong, in numbers."""
+    back = [each.seconds for each in self.recoveries if math.isfinite(each.seconds)]
+    return {
+      "faults": len(self.recoveries),
+      "recovered": len(back),
+      "median_recovery_seconds": round(statistics.median(back), 3) if back else None,
+      "worst_recovery_seconds": round(max(back), 3) if back else None,
+      "longest_stall_seconds": round(self.longest_stall_seconds, 3),
+      "lost_rounds": len(self.lost_rounds()),
+      "unplanned": len(self.unplanned()),
+    }
 
 
-def unplanned(log: Sequence[Event]) -> list[events.Exit | events.Crash]:
-  """Crashes, and exits that no fault of that role explains: no role may die of another's fault.
+class _Rounds:
+  """The newest commits of one fragment, and which of them its newest value does not contain."""
 
-  A kill explains the exit of its role, poison that its learner was quarantined.
-  """
-  poisoned = {e.target for e in log if isinstance(e, events.Fault) and e.action == "poison"}
-  found: list[events.Exit | events.Crash] = []
-  for event in log:
-    if isinstance(event, events.Crash):
-      found.append(event)
-    elif isinstance(event, events.Exit) and "by plan" not in event.reason:
-      quarantined = event.reason.startswith("quarantined")
-      found += [] if quarantined and event.target in poisoned else [event]
-  return found
+  def __init__(self) -> None:
+    self.head = -1  # the round of the newest value
+    self.had: set[int] = set()  # rounds that a learner received
+    self._bases: dict[int, int] = {}  # by round, the round that it was made from
+    self._lost: list[int] = []  # rounds before these
 
+  def commit(self, round: int, base: int) -> None:
+    """Adds a commit."""
+    self._bases[round], self.head = base, round
+    if len(self._bases) > 2 * SETTLED_ROUNDS:
+      lost = set(self.lost())
+      old = list(self._bases)[:-SETTLED_ROUNDS]
+      self._lost += [each for each in old if each in lost]
+      for each in old:
+        del self._bases[each]
+      self.had &= self._bases.keys()
 
-def of_faults(log: Sequence[Event]) -> dict[str, Any]:
-  """The recoveries from the faults in the log of a whole run, in numbers."""
-  found = recoveries(log)
-  back = [each.seconds for each in found if math.isfinite(each.seconds)]
-  return {
-    "faults": len(found),
-    "recovered": len(back),
-    "median_recovery_seconds": round(statistics.median(back), 3) if back else None,
-    "worst_recovery_seconds": round(max(back), 3) if back else None,
-    "longest_stall_seconds": round(longest_stall_seconds(log), 3),
-    "lost_rounds": len(lost_rounds(log)),
-    "unplanned": len(unplanned(log)),
-  }
+  def lost(self) -> list[int]:
+    """The lost rounds, in order."""
+    others, head = dict(self._bases), self.head
+    while head in others:
+      head = others.pop(head)
+    return [*self._lost, *sorted(others.keys() & self.had)]

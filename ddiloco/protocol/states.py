@@ -277,8 +277,8 @@ class SyncerState:
   saving: bool = False  # this snapshot is not committed or given up yet; shard 0 waits for that
   vector_clock: VectorClock = dataclasses.field(default_factory=dict)
   commits: int = 0  # in this incarnation
-  # fragment -> the round of its value when this incarnation began, or got it from a learner
-  began: Mapping[int, int] = dataclasses.field(default_factory=dict)
+  # fragment -> rounds up to this one are part of its value here, or their loss is logged
+  known_rounds: Mapping[int, int] = dataclasses.field(default_factory=dict)
   # Until then no round begins unless all awaited learners are here: they may have newer values.
   recovery_deadline: float = -math.inf
   planned_learners: int = 0  # awaited until then by a shard that knew no learner

@@ -102,7 +102,7 @@ def init(
     global_step=max((f.global_step for f in fragments), default=0),
     snapshot=snapshot,
     vector_clock={shard_key(shard): rules.numbered(incarnation, 0)},
-    began={f.index: f.last_round for f in fragments},
+    known_rounds={f.index: f.last_round for f in fragments},
     recovery_deadline=recovery_deadline,
     planned_learners=planned_learners,
   )
@@ -466,11 +466,11 @@ def _on_value(state: SyncerState, value: Value, event: Received, sync: SyncConfi
     participants=value.participants,
     snapshot=state.snapshot,
   )
-  began = {**state.began, f.index: f.last_round}
+  known = {**state.known_rounds, f.index: f.last_round}
   vector_clock = join_clocks(state.vector_clock, {value.learner: value.count})
   fragments = put(state.fragments, i, f)
   state = replace(
-    state, fragments=fragments, recalls=recalls, began=began, vector_clock=vector_clock
+    state, fragments=fragments, recalls=recalls, known_rounds=known, vector_clock=vector_clock
   )
   for learner, m in state.members.items():  # until a report says that a member has this value
     state = set_member(
@@ -494,13 +494,14 @@ def _note_lost(state: SyncerState, report: Report) -> SyncerOutcome:
   had = {
     f.index: v
     for f, r, v in zip(state.fragments, report.rounds, report.versions)
-    if max(state.began.get(f.index, -1), state.first_round - 1)
+    if max(state.known_rounds.get(f.index, -1), state.first_round - 1)
     < r
     < min(_born(state), f.last_round)
   }
   if not had:
     return state, []
-  state = replace(state, began={**state.began, **dict.fromkeys(had, _born(state))})
+  known = {**state.known_rounds, **dict.fromkeys(had, _born(state))}
+  state = replace(state, known_rounds=known)
   reason = "has a version that this shard lost, and went on without"
   return state, [events.Lost(learner=report.learner, versions=had, reason=reason)]
 

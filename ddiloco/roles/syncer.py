@@ -124,7 +124,7 @@ class Syncer:
         version=committed.state.version,
         round=committed.state.last_round,
         momentum_round=committed.momentum_round,
-        exact=committed.exact or self.config.sync.publish_codec == "f32",
+        exact=committed.exact(self.config.sync.publish_codec),
       )
     )
 

@@ -22,6 +22,7 @@ from ddiloco.checks import not_negative, option, positive, require
 from ddiloco.config import Config
 from ddiloco.observe.goodput import Goodput, Ledger
 from ddiloco.observe.history import TrafficTotals
+from ddiloco.observe.tracks import Aftermath
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Event, stamped
 from ddiloco.protocol.messages import Message
@@ -174,21 +175,14 @@ def _each(values: Sequence[float], count: int, name: str) -> Sequence[float]:
 
 # --- The numbers of a virtual run, from its events alone
 
-KEPT = (
-  *(events.Step, events.Commit, events.Fault, events.Exit, events.Restart, events.Crash),
-  *(events.Owns, events.Recalled, events.RunFinished),
-)
 _NUMBER = re.compile(r"[0-9][0-9.]*")
 
 
 class Account:
-  """Takes a run's events one by one.
-
-  `kept` are the events from which recoveries, stalls and lost rounds are found.
-  """
+  """Takes a run's events one by one."""
 
   def __init__(self) -> None:
-    self.kept: list[Event] = []
+    self.aftermath = Aftermath()
     self.steps = self.commits = 0
     self.blocked_seconds = 0.0
     self.reasons: collections.Counter[str] = collections.Counter()  # why rounds committed
@@ -201,8 +195,7 @@ class Account:
   def take(self, event: Event) -> None:
     """Adds one event; events come in order of time."""
     self._ledger.take(event)
-    if isinstance(event, KEPT):
-      self.kept.append(event)
+    self.aftermath.take(event)
     match event:
       case events.Step():
         self.steps += 1

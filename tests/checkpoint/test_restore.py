@@ -401,18 +401,18 @@ def test_a_place_that_nothing_here_can_reach_is_refused_at_once(tmp_path):
   for path in ("nowhere://bucket/run", str(tmp_path / "file")):
     config = from_dict({"checkpoint": {"path": path}})
     with pytest.raises(ConfigError, match=rf"checkpoint.path = '{path}'.*Fix: "):
-      open_storage(config, initial.make_plan(config), tmp_path)
+      open_storage(config, initial.make_plan(config), tmp_path, "run")
 
 
 def test_runs_of_one_model_that_share_a_path_have_snapshots_of_their_own(tmp_path):
   """The second one went on from the first one's, silently."""
   config = from_dict({"checkpoint": {"path": str(tmp_path / "shared")}})
   plan = initial.make_plan(config)
-  first = open_storage(config, plan, tmp_path / "first")
+  first = open_storage(config, plan, tmp_path, "first")
   first.save(1, "learner-0", 1, {}, {})
   first.commit(1, ["learner-0"])
-  assert open_storage(config, plan, tmp_path / "second").committed() == []
-  assert open_storage(config, plan, tmp_path / "moved", run_id="first").committed() == [1]
+  assert open_storage(config, plan, tmp_path, "second").committed() == []
+  assert open_storage(config, plan, tmp_path / "moved", "first").committed() == [1]
 
 
 def test_all_learners_of_a_process_may_read_their_parts_at_once():

@@ -285,8 +285,9 @@ def test_report_of_a_run_that_was_cut_off(finished, capsys, refused):
   assert cli.main(["report", f"--workdir={finished}"]) == 0
   page = Path(capsys.readouterr().out.strip())
   assert page == finished / "report" / "index.html" and page.exists()
-  (finished / "outcome.json").write_text('{"reason": "fin')
-  assert "outcome.json" in refused("report", f"--workdir={finished}")
+  for torn in ('{"reason": "fin', "[]", '{"loss_merged": "low"}', '{"loss_untrained": [1.0]}'):
+    (finished / "outcome.json").write_text(torn)
+    assert "outcome.json: cannot be read" in refused("report", f"--workdir={finished}")
 
 
 # --- whole processes ------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import pytest
 
 from ddiloco.config import from_dict
 from ddiloco.core import delta
-from ddiloco.core.delta import MemoryStore, Merger
+from ddiloco.core.delta import Committed, MemoryStore, Merger
 from ddiloco.protocol.actions import Accept, Commit
 from ddiloco.protocol.messages import Push
 from ddiloco.protocol.states import FragmentState
@@ -59,3 +59,14 @@ def test_a_commit_of_zeros_has_no_direction(merger):
   assert merged(merger, 0, zeros).length is None
   assert merged(merger, 1, some).rho is None
   assert merged(merger, 2, zeros).rho is None
+
+
+def test_a_value_is_inexact_only_if_it_was_given_back_with_a_codecs_rounding():
+  value, rounded = np.ones(3, np.float32), np.zeros(3, np.float32)
+  for version, published_value, expected in [
+    (0, value, True),
+    (1, value, False),
+    (1, rounded, True),
+  ]:
+    committed = Committed(FragmentState(0, version=version), value, published_value, None)
+    assert committed.exact("int4") == expected and committed.exact("f32")

@@ -59,7 +59,7 @@ def test_sigterm_drains_a_run(tmp_path, engine):
   assert any(e.kind == "commit" and e.time > last_step for e in events), "merged after that"
   from ddiloco.roles import initial
 
-  storage = open_storage(config, initial.make_plan(config), tmp_path / "run")
+  storage = open_storage(config, initial.make_plan(config), tmp_path / "run", "run")
   assert storage.committed(), "it goes on from there"
 
 

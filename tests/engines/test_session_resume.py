@@ -10,6 +10,7 @@ import gc
 import shutil
 import time
 import weakref
+from pathlib import Path
 
 import pytest
 
@@ -223,13 +224,18 @@ def test_a_learner_that_is_dead_is_gone_when_it_comes_back(corpus, tmp_path, mon
   assert len(kept) > 1 and not any(kept)
 
 
-def test_snapshots_elsewhere_that_cannot_be_searched_are_not_overwritten(corpus, tmp_path):
+@pytest.mark.parametrize("spelled", [".", "../run", "inside/.."])
+def test_snapshots_elsewhere_that_cannot_be_searched_are_not_overwritten(
+  corpus, tmp_path, monkeypatch, spelled
+):
+  (tmp_path / "run" / "inside").mkdir(parents=True)
+  monkeypatch.chdir(tmp_path / "run")
   (tmp_path / "shared").mkdir()
   (tmp_path / "shared" / "run").write_text("no folder")
   config = endless()
   config = dataclasses.replace(config, checkpoint=CheckpointConfig(path=str(tmp_path / "shared")))
   with pytest.raises(ConfigError, match=r"^checkpoint.path = .*cannot be searched.*Fix: "):
-    session.train(config, tmp_path / "run", overwrite=True)
+    session.train(config, Path(spelled), overwrite=True)
 
 
 def test_to_overwrite_begins_anew(corpus, workdir, capsys):

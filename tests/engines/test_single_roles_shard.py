@@ -53,7 +53,7 @@ def begin(runner, copies: dict[int, Committed], monkeypatch) -> tuple[dict, obje
 
 @pytest.fixture
 def storage(runner):
-  return single_roles.open_storage(CONFIG, PLAN, runner.place.workdir)
+  return single_roles.open_storage(CONFIG, PLAN, runner.place.workdir, runner.place.run_id)
 
 
 def test_a_newer_snapshot_beats_a_copy_from_before_the_buddy_was_cut_off(

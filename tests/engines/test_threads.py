@@ -16,7 +16,7 @@ from ddiloco.engines.engine import RunResult
 from ddiloco.engines.threads import ThreadsEngine
 from ddiloco.observe.eventlog import Event, read_events
 from ddiloco.observe.goodput import Ledger
-from ddiloco.observe.tracks import longest_stall_seconds, lost_rounds, recoveries, unplanned
+from ddiloco.observe.tracks import Aftermath
 from ddiloco.roles import initial
 from ddiloco.training import data
 from tests.made_events import changed
@@ -269,12 +269,13 @@ def test_a_storm_is_survived_without_a_crash_a_block_or_a_lost_round(storm):
   assert storm.outcome.reason == "finished"
   struck = {(e.action, e.target) for e in storm.of("fault")}
   assert len(struck) == 11 and {("cut", "learner-1"), ("cut", "syncer-1")} <= struck
-  assert [getattr(each, "reason", each) for each in unplanned(storm.events)] == []
-  assert lost_rounds(storm.events) == []
+  aftermath = Aftermath().read(storm.events)
+  assert [getattr(each, "reason", each) for each in aftermath.unplanned()] == []
+  assert aftermath.lost_rounds() == []
   assert_versions_never_go_back(storm)
   assert sum(e.blocked_seconds for e in storm.of("step")) == 0
-  assert longest_stall_seconds(storm.events) < 1.0 + 2 * storm.longest_pause
-  back = {r.target for r in recoveries(storm.events) if r.seconds == r.seconds}
+  assert aftermath.longest_stall_seconds < 1.0 + 2 * storm.longest_pause
+  back = {r.target for r in aftermath.recoveries if r.seconds == r.seconds}
   assert {"learner-0", "learner-1", "learner-2", "learner-4", "syncer-0", "syncer-1"} <= back
 
 

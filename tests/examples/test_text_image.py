@@ -78,7 +78,7 @@ def test_rows_of_text_and_of_images_are_told_apart_wherever_a_loss_is(run):
 def test_snapshots_have_the_moments_of_the_patches(run):
   config, plan = run.config, initial.make_plan(run.config)
   island = Island(config, 2, jax.devices()[:1], plan)
-  part = open_storage(config, plan, run.workdir).find("learner-2", island.place)
+  part = open_storage(config, plan, run.workdir, "").find("learner-2", island.place)
   for name in ("patches/projection", "patches/places"):
     kept = [np.asarray(v) for path, v in part.arrays.items() if path.endswith(name)]
     assert len(kept) == 3 and all(each.any() for each in kept)  # the parameter, and two moments

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import pickle
 
 import pytest
 
-from ddiloco.observe.tracks import longest_stall_seconds, lost_rounds, recoveries, unplanned
+from ddiloco.observe.tracks import SETTLED_ROUNDS, Aftermath
 from tests.made_events import made as event
 
 
@@ -31,7 +32,7 @@ def test_a_role_is_back_with_the_first_commit_after_its_fault_is_over():
     commit(19.0, 1, 1, 1, -1, 0),
     fault(20.0, "learner-1", "kill", -1.0),
   ]
-  first, second, third = recoveries(events)
+  first, second, third = Aftermath().read(events).recoveries
   assert (first.seconds, second.seconds) == (4.5, 4.0)
   assert math.isnan(third.seconds) and third.action == "kill"
 
@@ -39,10 +40,13 @@ def test_a_role_is_back_with_the_first_commit_after_its_fault_is_over():
 def test_the_longest_time_in_which_nobody_steps():
   steps = [(1.0, 1.0), (2.0, 1.0), (2.5, 1.0), (9.5, 0.5), (9.6, 4.0)]
   events = [event(end, "learner-0", "step", seconds=seconds) for end, seconds in steps]
-  assert (
-    longest_stall_seconds(events) == 6.5
-  )  # nobody knew by then that the last one was on its way
-  assert longest_stall_seconds([]) == 0.0
+  # Nobody knew by then that the last one was on its way.
+  assert Aftermath().read(events).longest_stall_seconds == 6.5
+  assert Aftermath().longest_stall_seconds == 0.0
+
+
+def lost_rounds(events) -> list[tuple[int, int]]:
+  return Aftermath().read(events).lost_rounds()
 
 
 @pytest.mark.parametrize("kind", ["stage", "apply"])
@@ -59,12 +63,29 @@ def test_rounds_are_lost_unless_the_last_value_was_made_from_them(kind):
   assert lost_rounds([*back, event(5, "syncer-0", "recalled", fragment=0, round=2)]) == []
 
 
+def test_a_long_run_is_not_kept_and_what_it_lost_early_stays_lost():
+  aftermath, count = Aftermath(), 10 * SETTLED_ROUNDS
+  for n in range(count):
+    base = 3 if n == 5 else n - 1  # the shard came back with round 3: round 4 is lost
+    aftermath.take(commit(n, 0, 0, n, base, 0))
+    aftermath.take(event(n, "learner-0", "step", seconds=1.0))
+    aftermath.take(event(n, "learner-0", "apply", fragment=0, round=n))
+  assert aftermath.lost_rounds() == [(0, 4)]
+  assert len(pickle.dumps(aftermath)) < 40 * SETTLED_ROUNDS
+  aftermath.take(event(count, "syncer-0", "owns", fragment=0, round=count - 3))
+  assert aftermath.lost_rounds() == [(0, 4), (0, count - 2), (0, count - 1)]
+
+
 def test_only_a_fault_of_its_own_explains_an_exit():
   poison = fault(0.5, "learner-1", "poison")
   planned = event(1, "engine", "exit", target="learner-0", reason="killed by plan, back in 2 s")
   bad = event(2, "engine", "exit", target="learner-1", reason="quarantined: norm 9 is over 10 x 1")
   other = event(3, "engine", "exit", target="learner-2", reason="exit status 1: crashed")
   crash = event(3, "learner-2", "crash", trace="...")
-  assert unplanned([poison, planned, bad]) == []
-  assert unplanned([planned, bad]) == [bad]
-  assert unplanned([other, crash]) == [other, crash]
+
+  def unplanned(*log):
+    return Aftermath().read(log).unplanned()
+
+  assert unplanned(poison, planned, bad) == []
+  assert unplanned(planned, bad) == [bad]
+  assert unplanned(other, crash) == [other, crash]

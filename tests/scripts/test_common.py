@@ -69,3 +69,12 @@ def test_what_was_done_before_is_used_and_another_run_is_refused(common, tmp_pat
   assert "run: done before, in" in capsys.readouterr().out
   with pytest.raises(SystemExit, match="holds another run"):
     common.done_before(common.config_of("default", {"seed": 7}), workdir)
+
+
+@pytest.mark.parametrize("name", ["journey", "fuzz_decoder", "proxy", "lines"])
+def test_help_is_the_whole_docstring(script, monkeypatch, capsys, name):
+  module = script(name)
+  monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+  with pytest.raises(SystemExit):
+    module.main()
+  assert module.__doc__ in capsys.readouterr().out

@@ -23,7 +23,8 @@ from ddiloco.config import (
   RunConfig,
   SyncConfig,
 )
-from ddiloco.observe import goodput, tracks
+from ddiloco.observe import goodput
+from ddiloco.observe.tracks import Aftermath
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Event
 from ddiloco.simulation.run import Speeds, VirtualRun
@@ -144,7 +145,8 @@ def _check_ends(run: JudgedRun) -> None:
 
 def _check_events(config: Config, said: list[Event]) -> None:
   """No round is lost, no role dies of another's fault, none waits; time and trace add up."""
-  assert not tracks.lost_rounds(said) and not tracks.unplanned(said)
+  aftermath = Aftermath().read(said)
+  assert not aftermath.lost_rounds() and not aftermath.unplanned()
   struck = {fault.role for fault in config.chaos.of_roles()}
   account, logs = goodput.Ledger(), collections.defaultdict[str, list[Event]](list)
   for event in said:

@@ -12,8 +12,8 @@ from ddiloco import config as config_lib
 from ddiloco.chaos import random_faults
 from ddiloco.config import ConfigError, Fault
 from ddiloco.core import delta
-from ddiloco.observe import tracks
 from ddiloco.observe.goodput import Ledger
+from ddiloco.observe.tracks import Aftermath
 from ddiloco.simulation.bandwidth import PAYLOAD_SHARE, PUSH_VECTORS, STAGE_VECTORS
 from ddiloco.simulation.run import Speeds, VirtualRun
 from ddiloco.simulation.virtual_time import HEADER_BYTES
@@ -90,7 +90,8 @@ def test_an_undisturbed_run_ends_with_the_tokens_merged_and_nobody_waits():
   run, events = play(make())
   assert all(f.merged_tokens >= run.target_tokens for f in run.store.values())
   assert not any(event.blocked_seconds for event in of(events, "step"))
-  assert tracks.longest_stall_seconds(events) == 0 and not tracks.lost_rounds(events)
+  aftermath = Aftermath().read(events)
+  assert aftermath.longest_stall_seconds == 0 and not aftermath.lost_rounds()
   found = account(events)
   assert found.uptime == 1.0 and found.goodput > 0.85
   assert found.goodput + sum(found.causes.values()) == pytest.approx(1.0)
@@ -210,11 +211,12 @@ def test_every_kind_strikes_and_the_run_goes_on(fault):
   assert {e.target for e in struck} == {f.role for f in config.chaos.of_roles()}
   if fault.at_seconds >= 0:
     assert all(0 <= e.time - fault.at_seconds <= 2 * STEP_SECONDS for e in struck)
-  assert not tracks.lost_rounds(events) and not tracks.unplanned(events)
+  aftermath = Aftermath().read(events)
+  assert not aftermath.lost_rounds() and not aftermath.unplanned()
   others = [e for e in of(events, "step") if e.role == "learner-0"]
   assert not any(e.blocked_seconds or e.gap_seconds > 0.12 for e in others)
   good = fault.action == "join" or fault.seconds >= 0
-  assert all(math.isfinite(r.seconds) for r in tracks.recoveries(events)) == good
+  assert all(math.isfinite(r.seconds) for r in aftermath.recoveries) == good
   _leaves_its_trace(fault, events)
 
 

@@ -8,7 +8,7 @@ import math
 import msgspec
 import pytest
 
-from ddiloco.observe import tracks
+from ddiloco.observe.tracks import Aftermath
 from ddiloco.simulation.run import Speeds, VirtualRun
 from ddiloco.training import data
 from tests.engines.test_threads import STEP_SECONDS, Ran, fault, make_config
@@ -56,8 +56,9 @@ def test_the_same_faults_strike_and_all_are_over(both):
   reasons = [[e.reason for e in events if e.kind == "exit"] for events in both]
   assert reasons[0] == reasons[1]
   for events in both:
-    assert all(math.isfinite(each.seconds) for each in tracks.recoveries(events))
-    assert not tracks.lost_rounds(events) and not tracks.unplanned(events)
+    aftermath = Aftermath().read(events)
+    assert all(math.isfinite(each.seconds) for each in aftermath.recoveries)
+    assert not aftermath.lost_rounds() and not aftermath.unplanned()
     assert sum(e.blocked_seconds for e in events if e.kind == "step") == 0
 
 

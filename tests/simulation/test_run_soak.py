@@ -9,8 +9,8 @@ import pytest
 from ddiloco.chaos import random_faults
 from ddiloco.config import ConfigError
 from ddiloco.engines import virtual
-from ddiloco.observe import tracks
 from ddiloco.observe.eventlog import read_events
+from ddiloco.observe.tracks import Aftermath
 from ddiloco.simulation.run import VirtualRun
 from tests.simulation.test_run import make, of, setting
 
@@ -25,12 +25,13 @@ def test_five_hundred_random_faults_lose_nothing_and_stop_nobody(seed, capsys):
   events: list[dict] = []
   run = VirtualRun(config, setting(seed=seed, step_seconds=0.25), events.append)
   assert run.finish(2000.0) == "finished", f"{seed=}"
-  found = tracks.recoveries(events)
+  aftermath = Aftermath().read(events)
+  found = aftermath.recoveries
   print(f"{seed=}: {len(found)} faults in {run.now:.0f} s of virtual time")
   assert len(found) == FAULTS and {r.action for r in found} == {f.action for f in plan}
-  assert tracks.longest_stall_seconds(events) < STALL_SECONDS
-  assert tracks.lost_rounds(events) == []
-  assert tracks.unplanned(events) == []
+  assert aftermath.longest_stall_seconds < STALL_SECONDS
+  assert aftermath.lost_rounds() == []
+  assert aftermath.unplanned() == []
   assert not any(event.blocked_seconds for event in of(events, "step"))
   back = [r for r in found if math.isfinite(r.seconds)]
   assert len(back) >= FAULTS - LEARNERS - SHARDS, "only who was struck last may not be back"
