@@ -44,7 +44,7 @@ MAY_CHANGE = ("run.total_tokens", "sync.num_shards", "sync.min_quorum", "sync.sn
 
 def run_name(workdir: Path) -> str:
   """The run's name: that of its directory, however the path to it is spelled (".", "..")."""
-  return workdir.resolve().name
+  return Path(os.path.abspath(workdir)).name  # a link keeps its own name, as on other hosts
 
 
 @contextlib.contextmanager
