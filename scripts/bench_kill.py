@@ -53,7 +53,7 @@ from ddiloco.protocol.events import Commit, Event, Fault, Joined, Push, Restart,
 from ddiloco.training import data
 
 WARM_UP_SECONDS, QUICK_WARM_UP_SECONDS = 10.0, 3.0  # from the first step to the first window
-QUICK_PACE_SECONDS = 0.05  # of a step: leaves cores to a process that starts again
+QUICK_PACE_SECONDS = 0.2  # of a step: leaves cores to a process that starts again
 BACK_SECONDS = 0.5  # from a kill to the restart
 REJOIN_SECONDS = 90.0  # limit for the rejoin after the last kill
 EXIT_USAGE = 2

@@ -18,10 +18,7 @@ PROMISED = {
     *("rejoin", "resume_seconds"),
   },
   "bench_history.py": {"events_per_second", "peak_mb", "start_mb", "seconds", "bytes", "events"},
-  "bench_hosts.py": {
-    *("ratio", "rounds_per_step", "calls", "other_island_blocked_seconds"),
-    "seconds_until_merged_again",
-  },
+  "bench_hosts.py": {"ratio", "rounds_per_step", "calls"},
   "bench_kill.py": {"survivor_step_ratio", "survivor_max_gap_ratio", "rejoin_seconds", "kills"},
   "bench_merge.py": {"commit_vs_copy", "int4_encode_gbps", "int4_decode_gbps", "extra_fragments"},
   "bench_overhead.py": {"ratio", "blocked_seconds"},
@@ -55,7 +52,6 @@ def test_quick_run_prints_the_promised_numbers(line):
     assert result["blocked_seconds"] == 0 and result["rounds"] > 0
   if script == "bench_hosts.py":
     assert result["same_step"] and result["calls"] > 0 and 0 < result["rounds_per_step"] < 1.2
-    assert result["other_island_blocked_seconds"] == 0 < result["other_island_steps_meanwhile"]
   if script == "bench_shard.py":
     assert result["together_merged"] == result["after_pause_merged"] == 1
     assert result["called_lost"] == 0 and result["buddy_bytes_vs_publish"] <= 1.1

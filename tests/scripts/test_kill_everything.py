@@ -9,11 +9,11 @@ from tests.scripts import commands
 @pytest.mark.timeout(900)
 def test_nothing_is_lost_or_counted_twice_when_all_are_killed(tmp_path):
   found = commands.result(
-    "kill_everything.py --kills=3 --steps=120 --seed=8 --undisturbed=1 --engine=processes",
+    "kill_everything.py --kills=2 --steps=80 --seed=8 --undisturbed=1 --engine=processes",
     f"--workdir={tmp_path}",
     seconds=880,
   )
-  assert found["finished"] and found["kills"] == 3 and found["snapshots"] > 0
+  assert found["finished"] and found["kills"] == 2 and found["snapshots"] > 0
   assert found["versions_back"] == found["counted_twice"] == found["problems"] == 0
   (undisturbed,) = found["loss_undisturbed"]
   assert abs(found["loss"] - undisturbed) < 0.8 and max(found["loss"], undisturbed) < 5.5
