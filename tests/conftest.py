@@ -24,7 +24,7 @@ environment.prepare(num_cpu_devices=8, cpu_only=True)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
   signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LONGEST = ("scripts", "docs", "chaos", "engines", "baselines")  # whole runs of real processes
+LONGEST = ("scripts", "docs", "engines", "examples", "baselines")  # whole runs of real processes
 
 
 def pytest_collection_modifyitems(items):
