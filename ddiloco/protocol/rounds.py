@@ -12,6 +12,7 @@ from ddiloco.protocol.actions import Abandon, Accept, Commit, Received, Send, Sy
 from ddiloco.protocol.messages import EVALUATOR, NOTHING, Pull, Push, Refusal
 from ddiloco.protocol.states import (
   FragmentState,
+  Member,
   Round,
   SyncerOutcome,
   SyncerState,
@@ -79,10 +80,7 @@ def start_rounds(
     if now < _value_due_at(state, f.index, sync):
       waiting.append(i)
       continue
-    available = {m: member for m, member in state.members.items() if could_push(m, member, i, f)}
-    ahead = rules.too_far_ahead(state.beliefs, state.global_step, sync)
-    if ahead is not None:
-      available.pop(ahead, None)
+    available = _available(state, i, sync)
     due = [member for member in available.values() if is_due(member, i, f, sync)]
     if any(map(brings_last_work, due)) and not sync.blocking:
       due = list(available.values())  # a leaving learner cannot wait until a quorum is due
@@ -109,8 +107,16 @@ def start_rounds(
     current = replace(current, deadline=now + _pull_patience(state, current, sync))
     state = set_fragment(replace(state, rounds=state.rounds + 1), i, round=current)
     actions += [_pull(state, f, current, m) for m in asked]
-    actions.append(events.Round(fragment=f.index, round=round_id, version=f.version, asked=asked))
+    actions.append(_begun(f, current))
   return replace(state, dirty=tuple(waiting)), actions
+
+
+def _available(state: SyncerState, i: int, sync: SyncConfig) -> dict[int, Member]:
+  """The members that could push this fragment now, and whose push would be believed."""
+  f, ahead = state.fragments[i], rules.too_far_ahead(state.beliefs, state.global_step, sync)
+  return {
+    m: member for m, member in state.members.items() if m != ahead and could_push(m, member, i, f)
+  }
 
 
 def _pull(state: SyncerState, f: FragmentState, current: Round, learner: int) -> Send:
@@ -119,6 +125,11 @@ def _pull(state: SyncerState, f: FragmentState, current: Round, learner: int) ->
     learner,
     Pull(state.shard, state.incarnation, to, f.index, current.id, f.version, state.snapshot),
   )
+
+
+def _begun(f: FragmentState, current: Round) -> events.Round:
+  asked = tuple(sorted({*current.pending, *current.pushes, *current.refused}))
+  return events.Round(fragment=f.index, round=current.id, version=f.version, asked=asked)
 
 
 def awaits(state: SyncerState, push: Push) -> bool:
@@ -223,6 +234,13 @@ def advance_rounds(
       again = now >= current.pulled_at + _pull_patience(state, current, sync)
       if again:
         current = replace(current, pulled_at=now, pulls=current.pulls + 1)
+        # A member that is heard, and whose pushes never come, must not stop the fragment: those
+        # that have become able to push meanwhile are asked too.
+        more = _available(state, i, sync).keys() - {*pending, *current.pushes, *current.refused}
+        if more:
+          pending = tuple(sorted({*pending, *more}))
+          current = replace(current, pending=pending)
+          actions.append(_begun(f, current))
       deadline = min(
         current.pulled_at + _pull_patience(state, current, sync),
         math.inf if decision.wake_at is None else decision.wake_at,
