@@ -157,12 +157,17 @@ class Copies:
     """Keeps a copy; returns whether it, or a newer one, is here now."""
     key = (message.owner, message.fragment)
     known = self._held.get(key)
-    # A newer incarnation of the owner counts, even if it had to begin at an older version.
-    rank = (message.incarnation, message.version)
-    if known is not None and rank < (known.said.incarnation, known.said.version):
+    # A newer incarnation of the owner counts, even if it had to begin at an older version. In one
+    # incarnation rounds only grow, versions may not: a value that a learner gave back is of a later
+    # round, and can have a smaller version.
+    rank = (message.incarnation, message.last_round)
+    if known is not None and rank <= (known.said.incarnation, known.said.last_round):
       return True
+    # No change continues a copy of the incarnation before, even if the value is the same: an owner
+    # that got this value from a learner begins at an older momentum.
+    same = known is not None and known.said.incarnation == message.incarnation
     try:
-      copy = unpack(message, self._plan, self._config, known)
+      copy = unpack(message, self._plan, self._config, known if same else None)
     except codec.CodecError:  # the change is half applied: the known copy is lost
       self._held.pop(key, None)
       copy = None
