@@ -313,10 +313,12 @@ class Replication:
     again = message.incarnation > self._buddy_incarnation >= 0  # it restarted, and has no copies
     if self._away or again:
       self._recorder.record(events.Replicated(buddy=self._buddy))
-      has = p in self._newest and p not in self._sent_at
-      self._sent = {p: self._sent[p]} if has and p in self._sent else {}
+      # One that only was slow or cut off still has all that it ever confirmed.
+      has = {p} if again else set(self._newest)
+      has -= self._sent_at.keys()
+      self._sent = {f: r for f, r in self._sent.items() if f in has}
       self._away, self._buddy_incarnation = False, message.incarnation
-      self._all_whole(f for f in self._newest if f != p or not has)
+      self._all_whole(f for f in self._newest if f not in has)
     else:
       if not message.kept and newest is not None and p not in self._whole:
         self._whole.append(p)
@@ -330,7 +332,10 @@ class Replication:
     patience = max(self._patience_seconds, PATIENCE_FACTOR * self._copy_seconds)
     if not self._held:
       return now + patience
-    until = min(self._sent_at.values(), default=now) + patience
+    # Only copies that something waits for: others may be far back in the row of whole copies, and
+    # one that was lost on the way does not make the buddy silent.
+    waited_for = {fragment for fragment, _, _ in self._held} & self._sent_at.keys()
+    until = min((self._sent_at[p] for p in waited_for), default=now) + patience
     if now >= until:
       self._away = True
       self._recorder.record(

@@ -382,6 +382,33 @@ def test_a_silent_buddy_holds_up_nobody_for_long_and_it_is_said_once():
   assert owner.kinds() == ["unreplicated", "replicated", "unreplicated"]
 
 
+def test_a_buddy_is_not_away_because_whole_copies_wait_for_their_turn():
+  """Three copies are to follow, and each takes long; the commit's own copy is confirmed at once."""
+  owner = Owner()
+  owner.side.begin([committed(p, 3) for p in range(4)])
+  owner.confirm(0, 3)
+  owner.later(60.0)
+  owner.commit(0, 4)
+  owner.later(0.1)
+  assert owner.done == [] and owner.events == [], "it waits for its copy"
+  owner.confirm(0, 4)
+  assert owner.done == [(0, 4)] and owner.side.missing() == [1, 2, 3]
+
+
+def test_a_buddy_that_missed_one_copy_does_not_get_all_again():
+  owner = Owner()
+  for p in (0, 1, 2):
+    owner.commit(p, 1)
+    owner.confirm(p, 1)
+  owner.commit(2, 2)  # lost on the way
+  owner.later(2.1)
+  assert owner.kinds() == ["unreplicated"]
+  owner.commit(0, 2)
+  owner.sent()
+  owner.confirm(0, 2)
+  assert owner.sent() == [(2, 2)] and owner.side.missing() == [2]
+
+
 def test_patience_follows_the_measured_time_of_a_copy():
   owner = Owner()
   for version in range(1, 4):  # a slow line: every copy takes 1.5 s
