@@ -272,7 +272,7 @@ def _end_round(
   merged = sorted(m for m in current.pushes if m not in rejected)
   actions: list[SyncerAction] = []
   if len(merged) >= sync.min_quorum:
-    actions += _commit(state, i, current, merged, rejected, opposing, now)
+    actions += _commit(state, i, current, merged, rejected, opposing, now, sync)
     me = shard_key(state.shard)
     mine = rules.numbered(state.incarnation, state.commits + 1)
     vector_clock = join_clocks(state.vector_clock, {me: mine})
@@ -322,6 +322,7 @@ def _commit(
   rejected: Mapping[int, str],
   opposing: Mapping[int, float],
   now: float,
+  sync: SyncConfig,
 ) -> list[SyncerAction]:
   f = state.fragments[i]
   pushes = [current.pushes[m] for m in merged]
@@ -349,7 +350,7 @@ def _commit(
     opposing={m: round(cosine, 4) for m, cosine in opposing.items()},
     agreement=None if agreement is None else round(agreement, 4),
     staleness=max(p.steps for p in pushes),
-    missing=_missing(state, i, current),
+    missing=_missing(state, i, current, sync),
     reason=current.reason,
     tokens=sum(tokens),
     merged_tokens=merged_tokens,
@@ -360,9 +361,10 @@ def _commit(
   return [commit, logged]
 
 
-def _missing(state: SyncerState, i: int, current: Round) -> dict[int, str]:
+def _missing(state: SyncerState, i: int, current: Round, sync: SyncConfig) -> dict[int, str]:
   """Why each member that trains had no part in this round, in plain words."""
   reasons = {}
+  ahead = rules.too_far_ahead(state.beliefs, state.global_step, sync)
   for learner, m in sorted(state.members.items()):
     if learner == EVALUATOR or learner in current.pushes or learner in current.refused:
       continue
@@ -374,6 +376,8 @@ def _missing(state: SyncerState, i: int, current: Round) -> dict[int, str]:
       reasons[learner] = "did not answer within the grace window"
     elif m.versions[i] < state.fragments[i].version:
       reasons[learner] = f"had not received version {state.fragments[i].version} yet"
+    elif learner == ahead:
+      reasons[learner] = "says that it is further than one learner is believed to be"
     else:
       reasons[learner] = "had made no step since its last sync when the round began"
   return reasons
