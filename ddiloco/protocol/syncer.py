@@ -25,6 +25,7 @@ from ddiloco.protocol.actions import (
 )
 from ddiloco.protocol.messages import (
   EVALUATOR,
+  INITIAL,
   TO_SHARD,
   Hello,
   Message,
@@ -91,13 +92,16 @@ def init(
     began_at: when the run began, seconds on this shard's clock: bounds the global step.
   """
   snapshot = max((f.snapshot for f in fragments), default=0)
+  # On a host that has joined the run lately its start is not known, but the run is at least as old
+  # as the values that were found.
+  found = [f.last_round for f in fragments if f.last_round != INITIAL]
   return SyncerState(
     shard=shard,
     incarnation=incarnation,
     fragments=tuple(replace(f, snapshot=snapshot) for f in fragments),
     target_tokens=target_tokens,
     step_tokens=step_tokens,
-    first_round=first_round,
+    first_round=min([first_round, *found]),
     beliefs=rules.Beliefs(reach_at=began_at),
     global_step=max((f.global_step for f in fragments), default=0),
     snapshot=snapshot,

@@ -279,6 +279,21 @@ def test_a_new_run_takes_no_value_of_an_old_one():
     assert any(isinstance(getattr(a, "message", 0), RequestValue) for a in actions) == asked
 
 
+def test_a_shard_on_a_new_host_takes_newer_values_of_the_run_whose_snapshot_it_has():
+  """Its empty workdir says that the run began today; a former life made the rounds days ago."""
+  made = 500 << 24
+  values = (FragmentState(0, version=6, last_round=made + 6, participants=(0,)),)
+  state = syncer.init(0, 2_000, values, 1 << 60, first_round=1_000 << 24)
+  newer = says.report(0, 0, 9, 0.1, (9,), (2,), rounds=(made + 9,))
+  state, actions = says.shard_on(state, Received(newer, 1.0), ALONE)
+  assert [a.message for a in actions if isinstance(a, Send)] == [RequestValue(0, 2_000, 0, 0)]
+  value = Value(0, 0, 0, 9, made + 9, 90, (0,), (0, made + 9), snapshot=0, count=0, seal="")
+  state, actions = says.shard_on(state, Received(value, 1.1), ALONE)
+  assert state.fragments[0].version == 9
+  state, _ = says.shard_on(state, Received(newer, 1.2), ALONE)
+  assert 0 in state.members and state.fragments[0].round, "and the run goes on"
+
+
 def test_a_learner_that_never_gives_what_it_says_it_has_keeps_no_other_from_giving():
   shard = Script(ALONE, incarnation=1)
   [asked] = shard.feed(says.report(0, 0, 9, 0.1, (9, 0), (2, 2), rounds=(99, -1)))
