@@ -454,7 +454,7 @@ def _on_value(state: SyncerState, value: Value, event: Received, sync: SyncConfi
   f = state.fragments[i]
   merged_rounds = dict(pairs(value.merged_rounds))
   if event.fault:
-    return state, [ignored(value, event.fault)]
+    return state, [ignored(value, event.fault), *_give_up(state, value, event.fault, sync)]
   if len(value.merged_rounds) % 2 or max(merged_rounds.values(), default=-1) > value.round:
     return state, [ignored(value, "cannot have merged what it says")]
   recalls = {k: r for k, r in state.recalls.items() if k[0] != f.index or r.round > value.round}
@@ -490,6 +490,16 @@ def _on_value(state: SyncerState, value: Value, event: Received, sync: SyncConfi
     InstallValue(f.index, f.last_round, event.content),
     events.Recalled(fragment=f.index, version=f.version, round=f.last_round, learner=value.learner),
   ]
+
+
+def _give_up(state: SyncerState, value: Value, fault: str, sync: SyncConfig) -> list[SyncerAction]:
+  """A learner whose value is refused again and again starts afresh: it takes no older value, so it
+  would never be a member again. If that befell all learners, the run would stand still."""
+  if state.recalls[value.fragment, value.learner].times < sync.quarantine_after:
+    return []
+  reason = f"the value of fragment {value.fragment} that it gives back is refused: {fault}"
+  refusal = Refusal(state.shard, state.incarnation, value.incarnation, -1, -1, True, reason)
+  return [Send(value.learner, refusal), member_event(value.learner, "quarantined", reason)]
 
 
 def _note_lost(state: SyncerState, report: Report) -> SyncerOutcome:

@@ -294,6 +294,27 @@ def test_a_shard_on_a_new_host_takes_newer_values_of_the_run_whose_snapshot_it_h
   assert 0 in state.members and state.fragments[0].round, "and the run goes on"
 
 
+def test_a_learner_whose_value_is_refused_again_and_again_starts_afresh():
+  """The shard's key was replaced, and its copies were lost: no learner has a value that fits."""
+  value = FragmentState(0, version=6, last_round=6, participants=(0,))
+  state, now, refused = syncer.init(0, 2_000, (value,), 1 << 60), 0.0, 0
+  newer = says.report(0, 0, 9, 0.1, (9,), (2,), rounds=(9,))
+  given = Value(0, 0, 0, 9, 9, 90, (0,), (0, 9), snapshot=0, count=0, seal="00")
+  while now < 60.0:
+    now += 0.5
+    state, actions = says.shard_on(state, Received(newer, now), ALONE)
+    if any(isinstance(getattr(a, "message", 0), RequestValue) for a in actions):
+      refused += 1
+      state, actions = says.shard_on(state, Received(given, now, fault="its seal is wrong"), ALONE)
+      if sent := [a.message for a in actions if isinstance(a, Send)]:
+        break
+  assert refused == ALONE.quarantine_after and sent[0].rejoin and "seal" in sent[0].reason
+  state, _ = says.shard_on(state, Received(says.hello(0, 1), now), ALONE)
+  fresh = says.report(0, 1, 10, 0.1, (6,), (2,), rounds=(6,))
+  state, _ = says.shard_on(state, Received(fresh, now + 0.1), ALONE)
+  assert state.fragments[0].round.pending == (0,), "and the run goes on"
+
+
 def test_a_learner_that_never_gives_what_it_says_it_has_keeps_no_other_from_giving():
   shard = Script(ALONE, incarnation=1)
   [asked] = shard.feed(says.report(0, 0, 9, 0.1, (9, 0), (2, 2), rounds=(99, -1)))
