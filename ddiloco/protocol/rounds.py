@@ -19,6 +19,7 @@ from ddiloco.protocol.states import (
   brings_last_work,
   complete,
   could_push,
+  farewells_of,
   ignored,
   is_due,
   join_clocks,
@@ -81,9 +82,9 @@ def start_rounds(
       waiting.append(i)
       continue
     available = _available(state, i, sync)
-    due = [member for member in available.values() if is_due(member, i, f, sync)]
-    if any(map(brings_last_work, due)) and not sync.blocking:
-      due = list(available.values())  # a leaving learner cannot wait until a quorum is due
+    due = [m for m in available if is_due(state, m, i, sync)]
+    if any(brings_last_work(state, m, sync) for m in due) and not sync.blocking:
+      due = list(available)  # a leaving learner cannot wait until a quorum is due
     if len(due) < sync.min_quorum:
       continue
     asked = tuple(sorted(available))
@@ -299,7 +300,7 @@ def _end_round(
     )
   state = mark_dirty(set_fragment(state, i, round=None), [i])
   for m in merged:
-    state = _credit(state, m, i, current.norms[m] / steps[m])
+    state = _credit(state, m, i, current.norms[m] / steps[m], sync)
   for m, reason in rejected.items():
     state, refusal = _reject(state, m, i, current.id, reason, sync)
     actions += refusal
@@ -395,13 +396,17 @@ def _usual_norm(state: SyncerState, i: int) -> float:
   return statistics.median(norms) if norms else 0.0
 
 
-def _credit(state: SyncerState, learner: int, i: int, norm_per_step: float) -> SyncerState:
+def _credit(
+  state: SyncerState, learner: int, i: int, norm_per_step: float, sync: SyncConfig
+) -> SyncerState:
   member = state.members.get(learner)
   if member is None:
     return state
   norms = put(member.norms, i, rules.smooth(member.norms[i], norm_per_step))
-  farewells = member.farewells + member.leaving
-  return set_member(state, learner, norms=norms, rejections=0, farewells=farewells)
+  if member.leaving:
+    began, count = farewells_of(state, learner, sync)
+    state = replace(state, farewells={**state.farewells, learner: (began, count + 1)})
+  return set_member(state, learner, norms=norms, rejections=0)
 
 
 def _count_opposing(

@@ -340,7 +340,6 @@ def _on_report(
     ),
     step_seconds=rules.believed_step_seconds(state.beliefs, report.step_seconds),
     leaving=report.leaving,
-    farewells=member.farewells if report.leaving else 0,
     lost=False,
   )
   state = _heard(state, report.learner, member, sync)
@@ -404,7 +403,7 @@ def _due(state: SyncerState, learner: int, member: Member, sync: SyncConfig) -> 
   return [
     i
     for i, f in enumerate(state.fragments)
-    if f.round is None and could_push(learner, member, i, f) and is_due(member, i, f, sync)
+    if f.round is None and could_push(learner, member, i, f) and is_due(state, learner, i, sync)
   ]
 
 

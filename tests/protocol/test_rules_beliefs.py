@@ -203,6 +203,35 @@ def test_a_learner_that_leaves_again_and_again_is_not_waited_for():
   assert commits < 60, "then it is due like the others"
 
 
+@pytest.mark.parametrize("turns", ["stays", "comes back", "is new"])
+def test_one_that_leaves_again_and_again_does_not_have_the_others_push_at_every_step(turns):
+  sync = SyncConfig(num_shards=1, num_fragments=1, sync_period=24, overlap_steps=2, min_quorum=2)
+  state, commits, life = syncer.init(0, 1, (FragmentState(0),), 1 << 60), 0, 0
+  since = 0
+
+  def tell(message, **measured) -> list:
+    nonlocal state
+    state, actions = says.shard_on(state, Received(message, float(step), **measured), sync)
+    return actions
+
+  for step in range(1, 241):
+    since += 1
+    leaves = turns != "comes back" or step % 2 == 0
+    f = state.fragments[0]
+    if turns == "is new":
+      tell(Goodbye(1, life))
+      life += 1
+    tell(says.report(0, 0, step, 1.0, (f.version,), (since,), rounds=(f.last_round,)))
+    mine = says.report(1, life, step, 1.0, (f.version,), (since,), leaves, rounds=(f.last_round,))
+    for asked in tell(mine):
+      if isinstance(asked, Send) and isinstance(pull := asked.message, Pull):
+        m, base = asked.to, pull.base_version
+        sent = says.push(m, life * m, 0, pull.round, base, since, since, step, "")
+        if any(isinstance(a, Commit) for a in tell(sent, norm=1.0)):
+          commits, since = commits + 1, 0
+  assert 10 <= commits <= 10 + 2 * 3, "one a period, and three more in eight periods"
+
+
 @pytest.mark.parametrize(
   "steps, tokens, fault",
   [
