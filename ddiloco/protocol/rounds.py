@@ -262,10 +262,13 @@ def _end_round(
 ) -> SyncerOutcome:
   """Screens the pushes, commits if those left are a quorum, and publishes to all members."""
   before = state.fragments[i]
-  usual = _usual_norm(state, i)
+  known = [member.norms[i] for member in state.members.values() if member.norms[i]]
+  usual = statistics.median(known) if known else 0.0  # for a new member; 0: no update yet
   past = {m: _past_norm(state, m, i) or usual for m in current.norms}
   steps = {m: rules.counted_steps(p.steps, sync) for m, p in current.pushes.items()}
-  rejected = rules.screen(current.norms, steps, past, sync.max_norm_ratio, sync.sync_period)
+  settled = len(known) > 1  # a past that one learner alone has may be a bad one's
+  ratio, period = sync.max_norm_ratio, sync.sync_period
+  rejected = rules.screen(current.norms, steps, past, ratio, period, settled)
   candidates = sorted(m for m in current.pushes if m not in rejected)
   opposing = rules.opposing(current.products, candidates)
   state, contrary = _count_opposing(state, candidates, opposing, sync)
@@ -388,12 +391,6 @@ def _past_norm(state: SyncerState, learner: int, i: int) -> float:
   """Smoothed norm of a learner's accepted updates, per step. 0: it has none yet."""
   member = state.members.get(learner)
   return member.norms[i] if member is not None else 0.0
-
-
-def _usual_norm(state: SyncerState, i: int) -> float:
-  """Median of members' past norms, per step: the reference for a new member. 0: no update yet."""
-  norms = [member.norms[i] for member in state.members.values() if member.norms[i]]
-  return statistics.median(norms) if norms else 0.0
 
 
 def _credit(

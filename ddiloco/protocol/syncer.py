@@ -216,10 +216,13 @@ def lost_at(member: Member, sync: SyncConfig) -> float:
   return member.heard_at + max(sync.liveness_seconds, sync.liveness_steps * member.step_seconds)
 
 
-def _new_member(state: SyncerState, incarnation: int, now: float) -> Member:
+def _new_member(state: SyncerState, learner: int, incarnation: int, now: float) -> Member:
+  """A learner, or its next incarnation, of which only its updates' past norms are still known."""
   none = tuple(-1 for _ in state.fragments)
   zero = tuple(0.0 for _ in state.fragments)
-  return Member(incarnation, now, none, tuple(0 for _ in none), none, zero, zero, zero)
+  former = state.members.get(learner)
+  norms = former.norms if former else zero
+  return Member(incarnation, now, none, tuple(0 for _ in none), none, zero, zero, norms)
 
 
 def fault_of(state: SyncerState, message: Message) -> str:
@@ -265,7 +268,7 @@ def _on_hello(
   new = member is None or hello.incarnation > member.incarnation
   if member is None or new:
     state = forget_pending(state, hello.learner)
-    member = _new_member(state, hello.incarnation, now)
+    member = _new_member(state, hello.learner, hello.incarnation, now)
     if len(hello.rounds) == len(state.fragments):
       has = tuple(
         f.version if r >= f.last_round else -1 for r, f in zip(hello.rounds, state.fragments)
@@ -322,7 +325,7 @@ def _on_report(
   if member is None or report.incarnation > member.incarnation:
     # This shard restarted, or the hello was lost: the report has all that the hello would say.
     state = forget_pending(state, report.learner)
-    member = _new_member(state, report.incarnation, now)
+    member = _new_member(state, report.learner, report.incarnation, now)
     member = replace(member, versions=versions, sent=versions)
     actions.append(member_event(report.learner, "joined", "reported"))
   elif member.lost:

@@ -203,6 +203,38 @@ def test_a_learner_that_leaves_again_and_again_is_not_waited_for():
   assert commits < 60, "then it is due like the others"
 
 
+def test_one_whose_updates_are_far_too_short_does_not_take_the_run_over():
+  """Nor do two others whose updates are far too long, once they have started afresh."""
+  sync = SyncConfig(num_shards=1, num_fragments=1, sync_period=4, overlap_steps=2, min_quorum=3)
+  state = syncer.init(0, 1, (FragmentState(0),), 1 << 60)
+  made: list = []
+
+  def tell(message, now: float, **measured) -> None:
+    nonlocal state
+    state, actions = syncer.syncer_on(state, Received(message, now, **measured), sync)
+    made.extend(actions)
+
+  def round_of(now: float, life: int, *norms: float) -> events.Commit | events.Abandoned:
+    nonlocal state
+    made.clear()
+    f = state.fragments[0]
+    for m in range(3):
+      report = says.report(m, life, int(now), 1.0, (f.version,), (4,), rounds=(f.last_round,))
+      tell(report, now)
+    state, _ = syncer.syncer_on(state, Tick(now), sync)
+    current = state.fragments[0].round
+    for m in range(3):
+      sent = says.push(m, life, 0, current.id, f.version, 4, 40, int(now), "")
+      tell(sent, now, norm=norms[m])
+    state, actions = syncer.syncer_on(state, Tick(now), sync)
+    [end] = [a for a in (*made, *actions) if isinstance(a, events.Commit | events.Abandoned)]
+    return end
+
+  for step in range(1, 41, 4):
+    assert round_of(float(step), 0, 1.0, 1.0, 0.05).rejected == {}
+  assert round_of(41.0, 1, 1.0, 1e9, 1e9).rejected.keys() == {1, 2}, "their former lives had a past"
+
+
 @pytest.mark.parametrize("turns", ["stays", "comes back", "is new"])
 def test_one_that_leaves_again_and_again_does_not_have_the_others_push_at_every_step(turns):
   sync = SyncConfig(num_shards=1, num_fragments=1, sync_period=24, overlap_steps=2, min_quorum=2)
