@@ -157,12 +157,17 @@ class Copies:
     """Keeps a copy; returns whether it, or a newer one, is here now."""
     key = (message.owner, message.fragment)
     known = self._held.get(key)
-    # A newer incarnation of the owner counts, even if it had to begin at an older version.
-    rank = (message.incarnation, message.version)
-    if known is not None and rank < (known.said.incarnation, known.said.version):
+    # A newer incarnation of the owner counts, even if it had to begin at an older version. In one
+    # incarnation rounds only grow, versions may not: a value that a learner gave back is of a later
+    # round, and can have a smaller version.
+    rank = (message.incarnation, message.last_round)
+    if known is not None and rank <= (known.said.incarnation, known.said.last_round):
       return True
+    # No change continues a copy of the incarnation before, even if the value is the same: an owner
+    # that got this value from a learner begins at an older momentum.
+    same = known is not None and known.said.incarnation == message.incarnation
     try:
-      copy = unpack(message, self._plan, self._config, known)
+      copy = unpack(message, self._plan, self._config, known if same else None)
     except codec.CodecError:  # the change is half applied: the known copy is lost
       self._held.pop(key, None)
       copy = None
@@ -308,10 +313,12 @@ class Replication:
     again = message.incarnation > self._buddy_incarnation >= 0  # it restarted, and has no copies
     if self._away or again:
       self._recorder.record(events.Replicated(buddy=self._buddy))
-      has = p in self._newest and p not in self._sent_at
-      self._sent = {p: self._sent[p]} if has and p in self._sent else {}
+      # One that only was slow or cut off still has all that it ever confirmed.
+      has = {p} if again else set(self._newest)
+      has -= self._sent_at.keys()
+      self._sent = {f: r for f, r in self._sent.items() if f in has}
       self._away, self._buddy_incarnation = False, message.incarnation
-      self._all_whole(f for f in self._newest if f != p or not has)
+      self._all_whole(f for f in self._newest if f not in has)
     else:
       if not message.kept and newest is not None and p not in self._whole:
         self._whole.append(p)
@@ -325,7 +332,10 @@ class Replication:
     patience = max(self._patience_seconds, PATIENCE_FACTOR * self._copy_seconds)
     if not self._held:
       return now + patience
-    until = min(self._sent_at.values(), default=now) + patience
+    # Only copies that something waits for: others may be far back in the row of whole copies, and
+    # one that was lost on the way does not make the buddy silent.
+    waited_for = {fragment for fragment, _, _ in self._held} & self._sent_at.keys()
+    until = min((self._sent_at[p] for p in waited_for), default=now) + patience
     if now >= until:
       self._away = True
       self._recorder.record(

@@ -277,7 +277,7 @@ class ReceivedPushes:
 
     Empty where a sample has so few values that its direction is chance.
     """
-    mine = self._samples.setdefault(learner, measured.sample)
+    mine = self._samples[learner] = measured.sample
     if mine.size < FEWEST_COMPARED:
       return {}
     return {m: passes.dot(each, mine) for m, each in self._samples.items()}

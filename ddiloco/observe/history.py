@@ -456,7 +456,10 @@ class Rounds:
     }
 
   def _begin(self, event: events.Round) -> None:
-    p = event.fragment
+    p, known = event.fragment, self._open.get(event.round)
+    if known is not None:  # the same round asks more learners
+      known.asked = event.asked
+      return
     self._open = {r: each for r, each in self._open.items() if each.fragment != p}
     self._open[event.round] = _Open(p, event.time, event.asked)
 

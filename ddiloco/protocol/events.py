@@ -303,7 +303,8 @@ class Member(Event, frozen=True, kw_only=True):
 
 
 class Round(Event, frozen=True, kw_only=True):
-  """A round begins: the shard asks these learners for their pushes."""
+  """A round begins: the shard asks these learners for their pushes. Later it may ask more, and says
+  so with the same event, which then has all of them."""
 
   fragment: int
   round: int

@@ -12,12 +12,14 @@ from ddiloco.protocol.actions import Abandon, Accept, Commit, Received, Send, Sy
 from ddiloco.protocol.messages import EVALUATOR, NOTHING, Pull, Push, Refusal
 from ddiloco.protocol.states import (
   FragmentState,
+  Member,
   Round,
   SyncerOutcome,
   SyncerState,
   brings_last_work,
   complete,
   could_push,
+  farewells_of,
   ignored,
   is_due,
   join_clocks,
@@ -79,13 +81,10 @@ def start_rounds(
     if now < _value_due_at(state, f.index, sync):
       waiting.append(i)
       continue
-    available = {m: member for m, member in state.members.items() if could_push(m, member, i, f)}
-    ahead = rules.too_far_ahead(state.beliefs, state.global_step, sync)
-    if ahead is not None:
-      available.pop(ahead, None)
-    due = [member for member in available.values() if is_due(member, i, f, sync)]
-    if any(map(brings_last_work, due)) and not sync.blocking:
-      due = list(available.values())  # a leaving learner cannot wait until a quorum is due
+    available = _available(state, i, sync)
+    due = [m for m in available if is_due(state, m, i, sync)]
+    if any(brings_last_work(state, m, sync) for m in due) and not sync.blocking:
+      due = list(available)  # a leaving learner cannot wait until a quorum is due
     if len(due) < sync.min_quorum:
       continue
     asked = tuple(sorted(available))
@@ -109,8 +108,16 @@ def start_rounds(
     current = replace(current, deadline=now + _pull_patience(state, current, sync))
     state = set_fragment(replace(state, rounds=state.rounds + 1), i, round=current)
     actions += [_pull(state, f, current, m) for m in asked]
-    actions.append(events.Round(fragment=f.index, round=round_id, version=f.version, asked=asked))
+    actions.append(_begun(f, current))
   return replace(state, dirty=tuple(waiting)), actions
+
+
+def _available(state: SyncerState, i: int, sync: SyncConfig) -> dict[int, Member]:
+  """The members that could push this fragment now, and whose push would be believed."""
+  f, ahead = state.fragments[i], rules.too_far_ahead(state.beliefs, state.global_step, sync)
+  return {
+    m: member for m, member in state.members.items() if m != ahead and could_push(m, member, i, f)
+  }
 
 
 def _pull(state: SyncerState, f: FragmentState, current: Round, learner: int) -> Send:
@@ -119,6 +126,11 @@ def _pull(state: SyncerState, f: FragmentState, current: Round, learner: int) ->
     learner,
     Pull(state.shard, state.incarnation, to, f.index, current.id, f.version, state.snapshot),
   )
+
+
+def _begun(f: FragmentState, current: Round) -> events.Round:
+  asked = tuple(sorted({*current.pending, *current.pushes, *current.refused}))
+  return events.Round(fragment=f.index, round=current.id, version=f.version, asked=asked)
 
 
 def awaits(state: SyncerState, push: Push) -> bool:
@@ -223,6 +235,13 @@ def advance_rounds(
       again = now >= current.pulled_at + _pull_patience(state, current, sync)
       if again:
         current = replace(current, pulled_at=now, pulls=current.pulls + 1)
+        # A member that is heard, and whose pushes never come, must not stop the fragment: those
+        # that have become able to push meanwhile are asked too.
+        more = _available(state, i, sync).keys() - {*pending, *current.pushes, *current.refused}
+        if more:
+          pending = tuple(sorted({*pending, *more}))
+          current = replace(current, pending=pending)
+          actions.append(_begun(f, current))
       deadline = min(
         current.pulled_at + _pull_patience(state, current, sync),
         math.inf if decision.wake_at is None else decision.wake_at,
@@ -243,10 +262,13 @@ def _end_round(
 ) -> SyncerOutcome:
   """Screens the pushes, commits if those left are a quorum, and publishes to all members."""
   before = state.fragments[i]
-  usual = _usual_norm(state, i)
+  known = [member.norms[i] for member in state.members.values() if member.norms[i]]
+  usual = statistics.median(known) if known else 0.0  # for a new member; 0: no update yet
   past = {m: _past_norm(state, m, i) or usual for m in current.norms}
   steps = {m: rules.counted_steps(p.steps, sync) for m, p in current.pushes.items()}
-  rejected = rules.screen(current.norms, steps, past, sync.max_norm_ratio, sync.sync_period)
+  settled = len(known) > 1  # a past that one learner alone has may be a bad one's
+  ratio, period = sync.max_norm_ratio, sync.sync_period
+  rejected = rules.screen(current.norms, steps, past, ratio, period, settled)
   candidates = sorted(m for m in current.pushes if m not in rejected)
   opposing = rules.opposing(current.products, candidates)
   state, contrary = _count_opposing(state, candidates, opposing, sync)
@@ -254,7 +276,7 @@ def _end_round(
   merged = sorted(m for m in current.pushes if m not in rejected)
   actions: list[SyncerAction] = []
   if len(merged) >= sync.min_quorum:
-    actions += _commit(state, i, current, merged, rejected, opposing, now)
+    actions += _commit(state, i, current, merged, rejected, opposing, now, sync)
     me = shard_key(state.shard)
     mine = rules.numbered(state.incarnation, state.commits + 1)
     vector_clock = join_clocks(state.vector_clock, {me: mine})
@@ -281,7 +303,7 @@ def _end_round(
     )
   state = mark_dirty(set_fragment(state, i, round=None), [i])
   for m in merged:
-    state = _credit(state, m, i, current.norms[m] / steps[m])
+    state = _credit(state, m, i, current.norms[m] / steps[m], sync)
   for m, reason in rejected.items():
     state, refusal = _reject(state, m, i, current.id, reason, sync)
     actions += refusal
@@ -304,6 +326,7 @@ def _commit(
   rejected: Mapping[int, str],
   opposing: Mapping[int, float],
   now: float,
+  sync: SyncConfig,
 ) -> list[SyncerAction]:
   f = state.fragments[i]
   pushes = [current.pushes[m] for m in merged]
@@ -331,7 +354,7 @@ def _commit(
     opposing={m: round(cosine, 4) for m, cosine in opposing.items()},
     agreement=None if agreement is None else round(agreement, 4),
     staleness=max(p.steps for p in pushes),
-    missing=_missing(state, i, current),
+    missing=_missing(state, i, current, sync),
     reason=current.reason,
     tokens=sum(tokens),
     merged_tokens=merged_tokens,
@@ -342,9 +365,10 @@ def _commit(
   return [commit, logged]
 
 
-def _missing(state: SyncerState, i: int, current: Round) -> dict[int, str]:
+def _missing(state: SyncerState, i: int, current: Round, sync: SyncConfig) -> dict[int, str]:
   """Why each member that trains had no part in this round, in plain words."""
   reasons = {}
+  ahead = rules.too_far_ahead(state.beliefs, state.global_step, sync)
   for learner, m in sorted(state.members.items()):
     if learner == EVALUATOR or learner in current.pushes or learner in current.refused:
       continue
@@ -356,6 +380,8 @@ def _missing(state: SyncerState, i: int, current: Round) -> dict[int, str]:
       reasons[learner] = "did not answer within the grace window"
     elif m.versions[i] < state.fragments[i].version:
       reasons[learner] = f"had not received version {state.fragments[i].version} yet"
+    elif learner == ahead:
+      reasons[learner] = "says that it is further than one learner is believed to be"
     else:
       reasons[learner] = "had made no step since its last sync when the round began"
   return reasons
@@ -367,19 +393,17 @@ def _past_norm(state: SyncerState, learner: int, i: int) -> float:
   return member.norms[i] if member is not None else 0.0
 
 
-def _usual_norm(state: SyncerState, i: int) -> float:
-  """Median of members' past norms, per step: the reference for a new member. 0: no update yet."""
-  norms = [member.norms[i] for member in state.members.values() if member.norms[i]]
-  return statistics.median(norms) if norms else 0.0
-
-
-def _credit(state: SyncerState, learner: int, i: int, norm_per_step: float) -> SyncerState:
+def _credit(
+  state: SyncerState, learner: int, i: int, norm_per_step: float, sync: SyncConfig
+) -> SyncerState:
   member = state.members.get(learner)
   if member is None:
     return state
   norms = put(member.norms, i, rules.smooth(member.norms[i], norm_per_step))
-  farewells = member.farewells + member.leaving
-  return set_member(state, learner, norms=norms, rejections=0, farewells=farewells)
+  if member.leaving:
+    began, count = farewells_of(state, learner, sync)
+    state = replace(state, farewells={**state.farewells, learner: (began, count + 1)})
+  return set_member(state, learner, norms=norms, rejections=0)
 
 
 def _count_opposing(

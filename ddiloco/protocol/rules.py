@@ -25,9 +25,10 @@ SHORTEST_STEP_SECONDS = 1e-4  # a believed step time is at least this
 LONGEST_STEP_SECONDS = 600.0  # cap of a believed step time until the usual one is known
 LEAST_CAP_SECONDS = 60.0  # after that the cap is at least this, and ...
 STEP_TIME_RATIO = 16.0  # ... so many times the usual step time
-LEAD = 4.0  # one learner alone makes the global step grow at most so much faster than others' steps
+LEAD = 16.0  # one learner alone makes the global step grow so much faster than others, at most
 ALONE_LEAD = 2.0  # the same where there are no two others to compare with
 WASTE = 16  # a run makes at most so many times the steps its tokens need: work may be lost
+MOST_NORM = 1e15  # no update of a model that works is so long; far from where f32 overflows
 COUNTED_PERIODS = 3  # sync periods; a push of more steps is stale
 
 Ranking = tuple[tuple[float, int], ...]  # (value, learner), the smallest values first
@@ -132,28 +133,33 @@ def screen(
   past: Mapping[int, float],
   ratio: float,
   period: int,
+  settled: bool = True,
 ) -> dict[int, str]:
   """Which updates are out of all proportion, and why.
 
   An update is rejected if its norm exceeds `ratio` times every reference there is: the median of
-  the other participants' norms (of two middle ones the shorter: two bad updates beside a good one
-  are no majority of others), and the learner's own past. So a sudden growth that all share passes,
-  and so does a single learner while no learner has a past. More steps may make a longer
-  update: against an update of fewer steps it may be longer by the ratio of their steps. Fewer steps
-  need not make a shorter update, since steps cancel out: against the learner's past, an update
-  counts as one of at least a whole period. An update of zeros where the others moved is rejected
-  too: nothing was learned, so its tokens must not count.
+  the other participants' norms, and the learner's own past. Of two middle norms the shorter one
+  counts: two bad updates beside a good one are no majority of others. But while no past protects
+  the good ones (not `settled`) the longer one counts: one update that is far too short, beside two
+  good ones, must not have both rejected, round after round. So a sudden growth that all share
+  passes, and so does a single learner while no learner has a past, up to `MOST_NORM`. More steps
+  may make a longer update: against an update of fewer steps it may be longer by the ratio of their
+  steps. Fewer steps need not make a shorter update, since steps cancel out: against the learner's
+  past, an update counts as one of at least a whole period. An update of zeros where the others
+  moved is rejected too: nothing was learned, so its tokens must not count.
 
   Args:
-    norms: by learner, of the outer gradients at hand; non-finite ones are always rejected.
+    norms: by learner, of the outer gradients at hand; non-finite ones are always rejected, and
+      those above `MOST_NORM`.
     steps: by learner, inner steps in its outer gradient.
     past: by learner, the smoothed norm per step of its accepted updates of this fragment, or of the
       others' if the learner is new; 0: there are none.
     ratio: `sync.max_norm_ratio`.
     period: `sync.sync_period`, in steps.
+    settled: whether two learners or more have a past of this fragment.
   """
   rejected = {}
-  finite = {m: norm for m, norm in norms.items() if math.isfinite(norm)}
+  finite = {m: norm for m, norm in norms.items() if norm <= MOST_NORM}
   # All norms, sorted, as they count against an update of `count` steps: once for each such number.
   scaled = {
     count: sorted(norm * max(1.0, count / steps[m]) for m, norm in finite.items())
@@ -163,8 +169,12 @@ def screen(
     if not math.isfinite(norm):
       rejected[learner] = f"not finite (norm {norm})"
       continue
+    if learner not in finite:
+      rejected[learner] = f"norm {norm:.3g} is longer than any update"
+      continue
     own = past[learner] * max(steps[learner], period)
-    usual, longer = _middle_without(scaled[steps[learner]], norm)
+    shorter, longer = _middle_without(scaled[steps[learner]], norm)
+    usual = shorter if settled else longer
     references = [r for r in (usual, own) if r > 0]
     if norm == 0 and longer > 0:  # its past does not matter: a schedule may end at a rate of 0
       rejected[learner] = f"all zeros, after {steps[learner]} steps"

@@ -26,7 +26,9 @@ from ddiloco.protocol.messages import (
 from ddiloco.protocol.rules import Beliefs
 from ddiloco.protocol.values import put, replace
 
-MOST_FAREWELLS = 3  # rounds a fragment that a leaving learner may start
+# Rounds a fragment that a leaving learner may start in so many sync periods, under whatever
+# incarnation: they take all others' links.
+MOST_FAREWELLS, FAREWELL_PERIODS = 3, 8
 
 # --- what each role has heard of each other -------------------------------------------------------
 # Pushes and publishes, the messages that move the model, carry their sender's count: of its pushes
@@ -194,7 +196,6 @@ class Member:
   resent_at: float = -math.inf  # the newest of these resends
   rejections: int = 0  # in a row
   leaving: bool = False
-  farewells: int = 0  # pushes merged since it said that it leaves, over all fragments
   lost: bool = False
   quarantined: bool = False
   whole: bool = False  # it cannot make the initial values
@@ -292,6 +293,8 @@ class SyncerState:
   # learner -> (the global step when its present stretch began, moments of fragments it got in it)
   passed_on: Mapping[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
   given: Mapping[int, int] = dataclasses.field(default_factory=dict)  # donor -> donations
+  # learner -> (the global step when its present stretch began, its pushes merged in it as it left)
+  farewells: Mapping[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
   recalls: Mapping[tuple[int, int], ValueRequest] = dataclasses.field(
     default_factory=dict
   )  # by fragment and learner
@@ -321,18 +324,27 @@ def could_push(learner: int, member: Member, i: int, f: FragmentState) -> bool:
   )
 
 
-def brings_last_work(member: Member) -> bool:
+def farewells_of(state: SyncerState, learner: int, sync: SyncConfig) -> tuple[int, int]:
+  """When the learner's present stretch began, and its pushes merged in it while it was leaving."""
+  began, count = state.farewells.get(learner, (state.global_step, 0))
+  over = state.global_step - began >= FAREWELL_PERIODS * sync.sync_period
+  return (state.global_step, 0) if over else (began, count)
+
+
+def brings_last_work(state: SyncerState, learner: int, sync: SyncConfig) -> bool:
   """Whether the member makes no more steps, so that its unmerged work must be merged now.
 
   That takes one or two rounds a fragment; after `MOST_FAREWELLS` the shard no longer waits for it.
   """
-  return member.leaving and member.farewells < MOST_FAREWELLS * len(member.steps_since_sync)
+  most = MOST_FAREWELLS * len(state.fragments)
+  return state.members[learner].leaving and farewells_of(state, learner, sync)[1] < most
 
 
-def is_due(member: Member, i: int, f: FragmentState, sync: SyncConfig) -> bool:
+def is_due(state: SyncerState, learner: int, i: int, sync: SyncConfig) -> bool:
   """Whether the member has made the steps that a sync takes on this fragment, or makes no more."""
+  f, member = state.fragments[i], state.members[learner]
   enough = member.steps_since_sync[i] >= rules.due_after(f.index, f.version, sync)
-  return enough or brings_last_work(member)
+  return enough or brings_last_work(state, learner, sync)
 
 
 def recovery_over(state: SyncerState, now: float) -> bool:

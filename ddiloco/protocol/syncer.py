@@ -25,6 +25,7 @@ from ddiloco.protocol.actions import (
 )
 from ddiloco.protocol.messages import (
   EVALUATOR,
+  INITIAL,
   TO_SHARD,
   Hello,
   Message,
@@ -91,13 +92,16 @@ def init(
     began_at: when the run began, seconds on this shard's clock: bounds the global step.
   """
   snapshot = max((f.snapshot for f in fragments), default=0)
+  # On a host that has joined the run lately its start is not known, but the run is at least as old
+  # as the values that were found.
+  found = [f.last_round for f in fragments if f.last_round != INITIAL]
   return SyncerState(
     shard=shard,
     incarnation=incarnation,
     fragments=tuple(replace(f, snapshot=snapshot) for f in fragments),
     target_tokens=target_tokens,
     step_tokens=step_tokens,
-    first_round=first_round,
+    first_round=min([first_round, *found]),
     beliefs=rules.Beliefs(reach_at=began_at),
     global_step=max((f.global_step for f in fragments), default=0),
     snapshot=snapshot,
@@ -212,10 +216,13 @@ def lost_at(member: Member, sync: SyncConfig) -> float:
   return member.heard_at + max(sync.liveness_seconds, sync.liveness_steps * member.step_seconds)
 
 
-def _new_member(state: SyncerState, incarnation: int, now: float) -> Member:
+def _new_member(state: SyncerState, learner: int, incarnation: int, now: float) -> Member:
+  """A learner, or its next incarnation, of which only its updates' past norms are still known."""
   none = tuple(-1 for _ in state.fragments)
   zero = tuple(0.0 for _ in state.fragments)
-  return Member(incarnation, now, none, tuple(0 for _ in none), none, zero, zero, zero)
+  former = state.members.get(learner)
+  norms = former.norms if former else zero
+  return Member(incarnation, now, none, tuple(0 for _ in none), none, zero, zero, norms)
 
 
 def fault_of(state: SyncerState, message: Message) -> str:
@@ -261,7 +268,7 @@ def _on_hello(
   new = member is None or hello.incarnation > member.incarnation
   if member is None or new:
     state = forget_pending(state, hello.learner)
-    member = _new_member(state, hello.incarnation, now)
+    member = _new_member(state, hello.learner, hello.incarnation, now)
     if len(hello.rounds) == len(state.fragments):
       has = tuple(
         f.version if r >= f.last_round else -1 for r, f in zip(hello.rounds, state.fragments)
@@ -318,7 +325,7 @@ def _on_report(
   if member is None or report.incarnation > member.incarnation:
     # This shard restarted, or the hello was lost: the report has all that the hello would say.
     state = forget_pending(state, report.learner)
-    member = _new_member(state, report.incarnation, now)
+    member = _new_member(state, report.learner, report.incarnation, now)
     member = replace(member, versions=versions, sent=versions)
     actions.append(member_event(report.learner, "joined", "reported"))
   elif member.lost:
@@ -336,7 +343,6 @@ def _on_report(
     ),
     step_seconds=rules.believed_step_seconds(state.beliefs, report.step_seconds),
     leaving=report.leaving,
-    farewells=member.farewells if report.leaving else 0,
     lost=False,
   )
   state = _heard(state, report.learner, member, sync)
@@ -400,7 +406,7 @@ def _due(state: SyncerState, learner: int, member: Member, sync: SyncConfig) -> 
   return [
     i
     for i, f in enumerate(state.fragments)
-    if f.round is None and could_push(learner, member, i, f) and is_due(member, i, f, sync)
+    if f.round is None and could_push(learner, member, i, f) and is_due(state, learner, i, sync)
   ]
 
 
@@ -450,7 +456,7 @@ def _on_value(state: SyncerState, value: Value, event: Received, sync: SyncConfi
   f = state.fragments[i]
   merged_rounds = dict(pairs(value.merged_rounds))
   if event.fault:
-    return state, [ignored(value, event.fault)]
+    return state, [ignored(value, event.fault), *_give_up(state, value, event.fault, sync)]
   if len(value.merged_rounds) % 2 or max(merged_rounds.values(), default=-1) > value.round:
     return state, [ignored(value, "cannot have merged what it says")]
   recalls = {k: r for k, r in state.recalls.items() if k[0] != f.index or r.round > value.round}
@@ -486,6 +492,16 @@ def _on_value(state: SyncerState, value: Value, event: Received, sync: SyncConfi
     InstallValue(f.index, f.last_round, event.content),
     events.Recalled(fragment=f.index, version=f.version, round=f.last_round, learner=value.learner),
   ]
+
+
+def _give_up(state: SyncerState, value: Value, fault: str, sync: SyncConfig) -> list[SyncerAction]:
+  """A learner whose value is refused again and again starts afresh: it takes no older value, so it
+  would never be a member again. If that befell all learners, the run would stand still."""
+  if state.recalls[value.fragment, value.learner].times < sync.quarantine_after:
+    return []
+  reason = f"the value of fragment {value.fragment} that it gives back is refused: {fault}"
+  refusal = Refusal(state.shard, state.incarnation, value.incarnation, -1, -1, True, reason)
+  return [Send(value.learner, refusal), member_event(value.learner, "quarantined", reason)]
 
 
 def _note_lost(state: SyncerState, report: Report) -> SyncerOutcome:

@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import math
 import queue
+import weakref
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, Protocol
 
@@ -153,6 +154,7 @@ class Exchange:
     self._made: Mapping[int, Any] = {}  # initial values, until it has joined
     self._making: set[int] = set()  # fragments whose initial value is being made here
     self._outbox: dict[int, Push] = {}
+    self._given: dict[int, weakref.ref[Any]] = {}  # fragment -> payload of its value, given back
     self._stagings: dict[int, collections.deque[Staging]] = collections.defaultdict(
       collections.deque
     )
@@ -406,10 +408,16 @@ class Exchange:
     return self.endpoint.send(syncer_address(shard), self._outbox[p])
 
   def _give(self, value: Value) -> Job:
-    shard = self.state.fragments[value.fragment].shard
+    """Gives back a value that its shard lost; not again while it waits to be sent: on a slow link
+    the shard asks again before a value of gigabytes has left."""
+    to = syncer_address(self.state.fragments[value.fragment].shard)
+    before = self._given.get(value.fragment)
+    if before is not None and before() is not None and self.endpoint.unsent(to):
+      return
     payload = self._deltas.value(value.fragment)
+    self._given[value.fragment] = weakref.ref(payload)
     yield None
-    self.endpoint.send(syncer_address(shard), replace(value, payload=payload))
+    self.endpoint.send(to, replace(value, payload=payload))
 
   def _send_moments(self, give: SendMoments, pieces: Any, count: Any) -> Job:
     flat = self._store.moments_to_host(pieces, give.moments.fragment)

@@ -126,6 +126,35 @@ def test_a_buddy_that_gets_what_learners_get_has_value_and_momentum_bit_by_bit(n
   assert bits(committed_of(unpack(received(whole), PLAN))) == bits(expected)
 
 
+def test_a_value_of_a_later_round_replaces_a_copy_of_a_greater_version():
+  """An owner that began at version 8 of an old history got version 4 of a newer one from a learner.
+
+  The buddy must not say that it has version 4, and then give version 8 back.
+  """
+  box = Outbox()
+  copies = copies_of(box)
+  old, newer = committed(1, 8), committed(1, 4, seed=1)
+  newer = dataclasses.replace(newer, state=replace(newer.state, last_round=(1 << 50) + 100))
+  for each in (old, newer, old):  # the last one comes again, late
+    keep(copies, pack(each, 0, 9))
+  assert given_back(copies, box, 0, 10) == {1: 4}
+
+
+def test_a_change_does_not_continue_the_copy_of_the_life_before():
+  """Both lives had the value of the same round, but a learner gives no momentum back."""
+  box = Outbox()
+  copies = copies_of(box)
+  first = committed(1, 5)
+  first.value[0] = first.published_value[0] = 0
+  keep(copies, pack(first, 0, 9))
+  second, message = change(dataclasses.replace(first, momentum=first.momentum * 0), "int8", 0)
+  box.take()
+  keep(copies, dataclasses.replace(message, incarnation=10))  # its first copy, whole, was lost
+  assert box.take() == [("syncer-0", Replicated(1, 50, 1, 6, False))]
+  keep(copies, pack(second, 0, 10))
+  assert given_back(copies, box, 0, 11) == {1: 6}
+
+
 def test_a_change_of_what_a_buddy_does_not_have_is_not_kept():
   box = Outbox()
   copies = copies_of(box)
@@ -351,6 +380,33 @@ def test_a_silent_buddy_holds_up_nobody_for_long_and_it_is_said_once():
   assert owner.done[-1] != (0, 6), "and is waited for again"
   owner.later(60.0)
   assert owner.kinds() == ["unreplicated", "replicated", "unreplicated"]
+
+
+def test_a_buddy_is_not_away_because_whole_copies_wait_for_their_turn():
+  """Three copies are to follow, and each takes long; the commit's own copy is confirmed at once."""
+  owner = Owner()
+  owner.side.begin([committed(p, 3) for p in range(4)])
+  owner.confirm(0, 3)
+  owner.later(60.0)
+  owner.commit(0, 4)
+  owner.later(0.1)
+  assert owner.done == [] and owner.events == [], "it waits for its copy"
+  owner.confirm(0, 4)
+  assert owner.done == [(0, 4)] and owner.side.missing() == [1, 2, 3]
+
+
+def test_a_buddy_that_missed_one_copy_does_not_get_all_again():
+  owner = Owner()
+  for p in (0, 1, 2):
+    owner.commit(p, 1)
+    owner.confirm(p, 1)
+  owner.commit(2, 2)  # lost on the way
+  owner.later(2.1)
+  assert owner.kinds() == ["unreplicated"]
+  owner.commit(0, 2)
+  owner.sent()
+  owner.confirm(0, 2)
+  assert owner.sent() == [(2, 2)] and owner.side.missing() == [2]
 
 
 def test_patience_follows_the_measured_time_of_a_copy():

@@ -49,6 +49,14 @@ def test_the_words_are_those_of_the_decision(make, begun):
   )
 
 
+def test_a_round_that_asks_more_islands_keeps_the_pushes_that_came(make, begun):
+  more = make.event(12.0, "syncer-1", "round", fragment=3, round=7, version=0, asked=[0, 1, 2, 3])
+  begun += [push(make, 10.6, 1), more]
+  assert says(begun, 12.5) == (
+    "Collecting fragment 3 for 2.5 s; quorum: 1 of 2 have answered, waiting for 0, 2, 3."
+  )
+
+
 def test_grace_is_waited_for_as_long_as_the_last_round_had(make, begun):
   before = make.commit(8.0, 1, fragment=3, round=3, grace_seconds=0.4)
   events = [*begun[:-1], before, begun[-1], push(make, 10.1, 0), push(make, 10.2, 1)]

@@ -13,6 +13,8 @@ from msgspec import msgpack
 from ddiloco.protocol.messages import (
   KINDS,
   MAX_HEADER_BYTES,
+  MAX_LEARNERS,
+  NOTHING,
   SEAL_BYTES,
   WIRE_FORMAT,
   ForwardMoments,
@@ -36,6 +38,7 @@ from ddiloco.protocol.messages import (
   Welcome,
   decode,
   encode,
+  flat,
   frame_bytes,
   seal,
 )
@@ -146,20 +149,33 @@ def field_cases():
 def test_what_no_honest_peer_says_is_refused():
   """Else one report would push the global step to its end, or one number cost gigabytes."""
   for message, field, most in [
-    (Hello(3, 1, (2**33, -1, -2)), "learner", (1 << 16) - 1),
+    (Hello(3, 1, (2**33, -1, -2)), "learner", (1 << 15) - 1),
     (Report(3, 1, 17, 0.25, (4,), (3,), (2,), False, 3), "global_step", (1 << 40) - 1),
     (
       Publish(1, 0, 2, 5, 9, 8, 7, 6, 900, 10, (0, 3), (0, 9), 3, 7, "", "f32", BYTES),
       "participants",
-      (65_535,),
+      (32_767,),
     ),
   ]:
-    more = (65_536,) if field == "participants" else most + 1
+    more = (32_768,) if field == "participants" else most + 1
     good = dataclasses.replace(message, **{field: most})
     assert read(header_of(good), getattr(message, "payload", None)) == good
     with pytest.raises(MalformedMessage, match=f"{field} = "):
       bad = dataclasses.replace(message, **{field: more})
       read(header_of(bad), getattr(message, "payload", None))
+
+
+def test_a_version_fits_a_header_whoever_has_had_a_part_in_it():
+  """Learners come and go under ever new numbers, and a version names all that were ever merged."""
+  last = (1 << 53) - 1
+  merged = flat({m: last for m in range(MAX_LEARNERS)})
+  steps = flat({m: 1 << 39 for m in range(MAX_LEARNERS)})
+  publish = Publish(1, 0, 2, 5, 9, 8, 7, 6, 900, 10, (0, 3), merged, 3, 7, "", "f32", BYTES)
+  replica = Replica(
+    1, 7, 0, 3, 9, 64, 12, 5, 12, (0, 3), merged, steps, 2, NOTHING, "f32", True, BYTES
+  )
+  for message in (publish, replica):
+    assert decode(*encode(message, "run", "plan"), "run", "plan") == message
 
 
 def test_every_wrong_field_is_refused_and_named():

@@ -203,6 +203,67 @@ def test_a_learner_that_leaves_again_and_again_is_not_waited_for():
   assert commits < 60, "then it is due like the others"
 
 
+def test_one_whose_updates_are_far_too_short_does_not_take_the_run_over():
+  """Nor do two others whose updates are far too long, once they have started afresh."""
+  sync = SyncConfig(num_shards=1, num_fragments=1, sync_period=4, overlap_steps=2, min_quorum=3)
+  state = syncer.init(0, 1, (FragmentState(0),), 1 << 60)
+  made: list = []
+
+  def tell(message, now: float, **measured) -> None:
+    nonlocal state
+    state, actions = syncer.syncer_on(state, Received(message, now, **measured), sync)
+    made.extend(actions)
+
+  def round_of(now: float, life: int, *norms: float) -> events.Commit | events.Abandoned:
+    nonlocal state
+    made.clear()
+    f = state.fragments[0]
+    for m in range(3):
+      report = says.report(m, life, int(now), 1.0, (f.version,), (4,), rounds=(f.last_round,))
+      tell(report, now)
+    state, _ = syncer.syncer_on(state, Tick(now), sync)
+    current = state.fragments[0].round
+    for m in range(3):
+      sent = says.push(m, life, 0, current.id, f.version, 4, 40, int(now), "")
+      tell(sent, now, norm=norms[m])
+    state, actions = syncer.syncer_on(state, Tick(now), sync)
+    [end] = [a for a in (*made, *actions) if isinstance(a, events.Commit | events.Abandoned)]
+    return end
+
+  for step in range(1, 41, 4):
+    assert round_of(float(step), 0, 1.0, 1.0, 0.05).rejected == {}
+  assert round_of(41.0, 1, 1.0, 1e9, 1e9).rejected.keys() == {1, 2}, "their former lives had a past"
+
+
+@pytest.mark.parametrize("turns", ["stays", "comes back", "is new"])
+def test_one_that_leaves_again_and_again_does_not_have_the_others_push_at_every_step(turns):
+  sync = SyncConfig(num_shards=1, num_fragments=1, sync_period=24, overlap_steps=2, min_quorum=2)
+  state, commits, life = syncer.init(0, 1, (FragmentState(0),), 1 << 60), 0, 0
+  since = 0
+
+  def tell(message, **measured) -> list:
+    nonlocal state
+    state, actions = says.shard_on(state, Received(message, float(step), **measured), sync)
+    return actions
+
+  for step in range(1, 241):
+    since += 1
+    leaves = turns != "comes back" or step % 2 == 0
+    f = state.fragments[0]
+    if turns == "is new":
+      tell(Goodbye(1, life))
+      life += 1
+    tell(says.report(0, 0, step, 1.0, (f.version,), (since,), rounds=(f.last_round,)))
+    mine = says.report(1, life, step, 1.0, (f.version,), (since,), leaves, rounds=(f.last_round,))
+    for asked in tell(mine):
+      if isinstance(asked, Send) and isinstance(pull := asked.message, Pull):
+        m, base = asked.to, pull.base_version
+        sent = says.push(m, life * m, 0, pull.round, base, since, since, step, "")
+        if any(isinstance(a, Commit) for a in tell(sent, norm=1.0)):
+          commits, since = commits + 1, 0
+  assert 10 <= commits <= 10 + 2 * 3, "one a period, and three more in eight periods"
+
+
 @pytest.mark.parametrize(
   "steps, tokens, fault",
   [
@@ -277,6 +338,42 @@ def test_a_new_run_takes_no_value_of_an_old_one():
     old = says.report(0, 0, 9, 0.1, (3,), (2,), rounds=(made,))
     _, actions = says.shard_on(state, Received(old, 1.0), ALONE)
     assert any(isinstance(getattr(a, "message", 0), RequestValue) for a in actions) == asked
+
+
+def test_a_shard_on_a_new_host_takes_newer_values_of_the_run_whose_snapshot_it_has():
+  """Its empty workdir says that the run began today; a former life made the rounds days ago."""
+  made = 500 << 24
+  values = (FragmentState(0, version=6, last_round=made + 6, participants=(0,)),)
+  state = syncer.init(0, 2_000, values, 1 << 60, first_round=1_000 << 24)
+  newer = says.report(0, 0, 9, 0.1, (9,), (2,), rounds=(made + 9,))
+  state, actions = says.shard_on(state, Received(newer, 1.0), ALONE)
+  assert [a.message for a in actions if isinstance(a, Send)] == [RequestValue(0, 2_000, 0, 0)]
+  value = Value(0, 0, 0, 9, made + 9, 90, (0,), (0, made + 9), snapshot=0, count=0, seal="")
+  state, actions = says.shard_on(state, Received(value, 1.1), ALONE)
+  assert state.fragments[0].version == 9
+  state, _ = says.shard_on(state, Received(newer, 1.2), ALONE)
+  assert 0 in state.members and state.fragments[0].round, "and the run goes on"
+
+
+def test_a_learner_whose_value_is_refused_again_and_again_starts_afresh():
+  """The shard's key was replaced, and its copies were lost: no learner has a value that fits."""
+  value = FragmentState(0, version=6, last_round=6, participants=(0,))
+  state, now, refused = syncer.init(0, 2_000, (value,), 1 << 60), 0.0, 0
+  newer = says.report(0, 0, 9, 0.1, (9,), (2,), rounds=(9,))
+  given = Value(0, 0, 0, 9, 9, 90, (0,), (0, 9), snapshot=0, count=0, seal="00")
+  while now < 60.0:
+    now += 0.5
+    state, actions = says.shard_on(state, Received(newer, now), ALONE)
+    if any(isinstance(getattr(a, "message", 0), RequestValue) for a in actions):
+      refused += 1
+      state, actions = says.shard_on(state, Received(given, now, fault="its seal is wrong"), ALONE)
+      if sent := [a.message for a in actions if isinstance(a, Send)]:
+        break
+  assert refused == ALONE.quarantine_after and sent[0].rejoin and "seal" in sent[0].reason
+  state, _ = says.shard_on(state, Received(says.hello(0, 1), now), ALONE)
+  fresh = says.report(0, 1, 10, 0.1, (6,), (2,), rounds=(6,))
+  state, _ = says.shard_on(state, Received(fresh, now + 0.1), ALONE)
+  assert state.fragments[0].round.pending == (0,), "and the run goes on"
 
 
 def test_a_learner_that_never_gives_what_it_says_it_has_keeps_no_other_from_giving():

@@ -79,11 +79,17 @@ def test_grace_is_at_most_a_step_and_zero_without_overlap_or_safety():
     ({0: 1.0, 1: 51.0}, {0: 1.0, 1: 5.0}, {1: "norm 51 is over 10 x 5"}),
     ({0: 90.0, 1: 99.0}, {0: 1.0, 1: 1.0}, {}),  # all grew together
     (  # two at once, and one honest answer: it ended a run
-      {1: 1.0, 2: 1e30, 3: 1e30},
+      {1: 1.0, 2: 1e12, 3: 1e12},
       {1: 1.0, 2: 1.0, 3: 1.0},
-      {2: "norm 1e+30 is over 10 x 1", 3: "norm 1e+30 is over 10 x 1"},
+      {2: "norm 1e+12 is over 10 x 1", 3: "norm 1e+12 is over 10 x 1"},
     ),
     ({3: 1e9}, {3: 0.0}, {}),  # alone and new
+    ({3: 1e30}, {3: 0.0}, {3: "norm 1e+30 is longer than any update"}),
+    (
+      {2: 1e30, 3: 1e30},
+      {2: 1.0, 3: 1.0},
+      dict.fromkeys((2, 3), "norm 1e+30 is longer than any update"),
+    ),
     ({3: 1e9}, {3: 1.0}, {3: "norm 1e+09 is over 10 x 1"}),  # alone, with a past
     ({0: math.nan, 1: 1.0}, {0: 0.0, 1: 0.0}, {0: "not finite (norm nan)"}),
     ({0: math.inf, 1: 1e9}, {0: 0.0, 1: 0.0}, {0: "not finite (norm inf)"}),
@@ -95,6 +101,16 @@ def test_grace_is_at_most_a_step_and_zero_without_overlap_or_safety():
 )
 def test_screen(norms, past, expected):
   assert screen(norms, dict.fromkeys(norms, 1), past, 10.0, 1) == expected
+
+
+def test_one_update_that_is_far_too_short_does_not_have_the_others_rejected():
+  """While no past protects them; it had them rejected in every round, and was merged alone."""
+  norms, steps = {0: 1.0, 1: 1.0, 2: 1e-6}, {0: 1, 1: 1, 2: 1}
+  for past in (0.0, 1e-6):  # from that one's own updates
+    assert screen(norms, steps, dict.fromkeys(norms, past), 10.0, 1, settled=False) == {}
+  assert screen(norms, steps, {0: 0.5, 1: 0.5, 2: 1e-6}, 10.0, 1) == {}
+  long = {0: 1.0, 1: 1.0, 2: 11.0}
+  assert list(screen(long, steps, dict.fromkeys(long, 0.0), 10.0, 1, settled=False)) == [2]
 
 
 def test_a_longer_update_of_more_steps_is_in_proportion():
@@ -118,9 +134,11 @@ NORMS = st.one_of(st.floats(0, 100), st.sampled_from([0.0, 1.0, 50.0, math.inf, 
 
 
 @given(
-  st.lists(st.tuples(NORMS, st.integers(1, 4), st.floats(0, 10)), max_size=12), st.integers(1, 4)
+  st.lists(st.tuples(NORMS, st.integers(1, 4), st.floats(0, 10)), max_size=12),
+  st.integers(1, 4),
+  st.booleans(),
 )
-def test_screening_compares_with_the_median_of_all_others(updates, period):
+def test_screening_compares_with_the_median_of_all_others(updates, period, settled):
   """As the docstring says it, with one look at everybody for each."""
   norms, steps, past = ({m: u[i] for m, u in enumerate(updates)} for i in range(3))
   expected = set()
@@ -130,13 +148,16 @@ def test_screening_compares_with_the_median_of_all_others(updates, period):
       for n, other in norms.items()
       if n != m and math.isfinite(other)
     ]
-    usual, longer = statistics.median_low(others or [0.0]), statistics.median_high(others or [0.0])
+    shorter, longer = (
+      middle(others or [0.0]) for middle in (statistics.median_low, statistics.median_high)
+    )
+    usual = shorter if settled else longer
     own = past[m] * max(steps[m], period)
     references = [r for r in (usual, own) if r > 0]
     too_long = bool(references) and norm > 5.0 * max(references)
     if not math.isfinite(norm) or (norm == 0 and longer > 0) or too_long:
       expected.add(m)
-  assert screen(norms, steps, past, 5.0, period).keys() == expected
+  assert screen(norms, steps, past, 5.0, period, settled).keys() == expected
 
 
 @given(

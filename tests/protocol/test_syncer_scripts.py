@@ -404,6 +404,26 @@ def asked(actions) -> set[tuple[int, int]]:
   return {(message.fragment, to) for to, message in sends if isinstance(message, Pull)}
 
 
+def test_a_member_whose_pushes_never_come_does_not_stop_the_fragment():
+  """It is heard, so it is not lost; who has become able to push since the round began is asked."""
+  shard = Script()
+  for m in (0, 1):
+    shard.feed(hello(m, 0))
+    shard.feed(report(m, (0, 0), (1, 1)), 0.1)
+  shard.feed(push(0, 0), 0.2, norm=1.0)
+  shard.feed(hello(2, 0), 0.3)
+  shard.feed(report(2, (0, 0), (1, 1)), 0.4)
+  first, again = [], []
+  for tenth in range(5, 40):
+    for m in range(3):
+      said = asked(shard.feed(report(m, (0, 0), (2, 1)), tenth / 10))
+      (first if tenth <= 10 else again).append(said)
+  assert not any(first), "the members that were asked have their time"
+  assert set.union(*again) == {(0, 1), (0, 2)}, "and no learner is asked for a second push"
+  accepted, commit, *_ = shard.feed(push(2, 0), 4.0, norm=1.0)
+  assert isinstance(accepted, Accept) and commit.learners == (0, 2)
+
+
 @pytest.mark.parametrize("blocking", [False, True])
 def test_the_work_of_one_who_leaves_does_not_wait_until_a_quorum_is_due(blocking):
   sync = dataclasses.replace(SYNC, sync_period=24, min_quorum=2, blocking=blocking)

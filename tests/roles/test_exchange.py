@@ -14,7 +14,16 @@ from ddiloco.network.transport import Counters, Delivery
 from ddiloco.observe.eventlog import NullRecorder
 from ddiloco.protocol import learner
 from ddiloco.protocol.actions import StepDone
-from ddiloco.protocol.messages import EVALUATOR, MADE, Hello, Push, Refusal, Report
+from ddiloco.protocol.messages import (
+  EVALUATOR,
+  MADE,
+  Hello,
+  Push,
+  Refusal,
+  Report,
+  RequestValue,
+  Value,
+)
 from ddiloco.protocol.values import replace
 from ddiloco.roles import initial
 from ddiloco.roles.evaluator import Evaluator, GlobalView
@@ -224,6 +233,31 @@ def test_a_push_that_got_lost_comes_again_as_the_very_same_bytes(bench):
   )  # fmt: skip
   fresh, _ = b.push(0, round=8, version=0)  # that round was abandoned: a newer one has newer work
   assert fresh.steps == 2 and bits(fresh.payload) != bits(first.payload)
+
+
+def test_a_value_that_waits_to_be_sent_is_not_sent_again(bench):
+  """A shard that lost everything asks every few seconds; a value takes minutes on a slow link."""
+  b = bench()
+  values = b.join()
+  b.wire.unsent = lambda peer: sum(isinstance(m, Value) for m in b.wire.sent)
+
+  def ask(*fragments: int) -> list[int]:
+    """Which values wait to be sent, once all that was asked for is answered."""
+    for p in fragments:
+      b.give(RequestValue(0, 0, 0, p))
+    count = len(b.pushes(1))
+    b.train()
+    b.push(1, round=len(b.wire.sent) + 100, version=0)  # the worker has come so far
+    assert len(b.pushes(1)) > count
+    return [m.fragment for m in b.wire.sent if isinstance(m, Value)]
+
+  assert ask(0, 0) == [0]
+  assert ask(0, 1, 0) == [0, 1]
+  [first] = [m for m in b.wire.sent if isinstance(m, Value) and m.fragment == 0]
+  assert bits(first.payload) == bits(values[0])
+  b.wire.sent.remove(first)  # it has left, and was lost
+  del first
+  assert ask(0) == [1, 0]
 
 
 def test_a_refusal_restores_the_base_bitwise_and_forgets_the_residual(bench):

@@ -180,8 +180,8 @@ BAD = {
   "codec": (lambda n: ("fp8", whole(n, 1.0)), "must be one of"),
   "nan": (lambda n: ("f32", whole(n, math.nan)), "not finite"),
   "inf": (lambda n: ("f32", whole(n, -math.inf)), "not finite"),
-  "exploding": (lambda n: ("f32", whole(n, 1e30)), "is over 10 x"),
-  "overflowing": (lambda n: ("f32", whole(n, 3e38)), "is over 10 x"),
+  "exploding": (lambda n: ("f32", whole(n, 1e9)), "is over 10 x"),
+  "overflowing": (lambda n: ("f32", whole(n, 3e38)), "longer than any update"),
   "nan scale": (lambda n: ("int8", broken_scale(n, math.nan)), "not finite"),
   "negative scale": (lambda n: ("int8", broken_scale(n, -1.0)), "negative"),
 }

@@ -60,6 +60,18 @@ def account(events: list[dict]):
 # --- without faults -------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("quorum", [1, 2])
+def test_an_island_eight_times_as_fast_as_the_others_has_its_part_to_the_end(quorum):
+  """Most of the run's steps are its own; shards once believed four times, then asked it no more."""
+  config = make(learners=3, steps=150, min_quorum=quorum, sync_period=24)
+  paces = {str(m): {"min_step_seconds": 0.1 if m == 0 else 0.8} for m in range(3)}
+  islands = dataclasses.replace(config.islands, overrides=paces)
+  _, events = play(dataclasses.replace(config, islands=islands), step_seconds=0.01)
+  commits = of(events, "commit")
+  late = commits[len(commits) // 2 :]
+  assert sum(0 in e.learners for e in late) >= 0.9 * len(late)
+
+
 @pytest.mark.parametrize("made", [True, False])
 def test_initial_values_are_made_or_sent_about_once(made, monkeypatch):
   """12B parameters over 2 Gbit/s: while anything gets through, the rest is not sent again."""
