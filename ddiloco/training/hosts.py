@@ -108,7 +108,7 @@ class End(Call, frozen=True):
 
 
 class Take(Call, frozen=True):
-  """Send me your parts of a value; with a name, of one array of a captured state."""
+  """Send me your parts of a value; with a name, of one array of a captured state, and drop it."""
 
   value: int
   name: str = ""
@@ -254,7 +254,10 @@ class SharedValue:
 
 
 class CapturedArray:
-  """One array of a captured state: collected from all hosts whenever NumPy asks for it."""
+  """One array of a captured state: collected from all hosts when NumPy asks for it, once.
+
+  Then it is gone there, with the copy that JAX keeps on the host of an array that was read.
+  """
 
   def __init__(
     self, value: SharedValue, name: str, collect: Callable[[SharedValue, str], np.ndarray]
@@ -425,7 +428,7 @@ class LeadingIsland:
       self._torn = False
 
   def _collect_one(self, captured: SharedValue, name: str) -> np.ndarray:
-    array = captured.arrays[name]
+    array = captured.arrays.pop(name)
     whole = np.empty(array.shape, array.dtype)
     self._collect(captured.number, name, [array], [whole])
     return whole
@@ -578,7 +581,7 @@ def _move_values(
       match ANY.decode(link.receive()):
         case Take(number, name):
           value = shelf.get(number)
-          for array in [value[name]] if name else jax.tree.leaves(value):
+          for array in [value.pop(name)] if name else jax.tree.leaves(value):
             for _, data in _own(array, host):
               link.write(_bytes(data))
               progress.moved_bytes += data.nbytes

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from types import SimpleNamespace
 
 import jax
@@ -122,6 +123,23 @@ def captured_by(led) -> dict[str, hosts.CapturedArray]:
   captured = leader.capture()
   shelf.put(next(iter(captured.values()))._value.number, leader.island.capture())
   return captured
+
+
+def test_a_captured_array_is_gone_once_it_is_collected(led):
+  """The whole state stayed on every host, and what JAX copies of an array that is read, until the
+  last array was saved."""
+  leader, shelf = led
+  captured = captured_by(led)
+  value = next(iter(captured.values()))._value
+  kept = {
+    name: [weakref.ref(each[name]) for each in (value.arrays, shelf.get(value.number))]
+    for name in captured
+  }
+  state = {name: np.asarray(array) for name, array in leader.island.capture().items()}
+  for name in list(captured):
+    assert np.array_equal(np.asarray(captured.pop(name)), state[name])
+  *names, _ = kept  # its thread may still hold the last one
+  assert not any(array() is not None for name in names for array in kept[name])
 
 
 def test_what_a_failed_value_leaves_in_a_connection_is_no_other_value(led, monkeypatch):
