@@ -355,6 +355,7 @@ class HostProgress:
   done: int = 0
   moved_bytes: int = 0
   doing: str = "begins"
+  joined: bool = False  # with the other hosts, as one JAX
   asked_to_end: threading.Event = dataclasses.field(default_factory=threading.Event)
 
 
@@ -374,6 +375,8 @@ class HostWatch:
     order_seconds: how long an order may take without any progress; called at each check.
     lost: called with `(host or None, reason)`, on a thread of this watch.
     asked: called when another host was asked to end.
+    meet_seconds: how long at least a host may be silent before its first sign of life: host 0 gives
+      none before all hosts have come.
   """
 
   def __init__(
@@ -384,8 +387,9 @@ class HostWatch:
     order_seconds: Callable[[], float],
     lost: Callable[[int | None, str], None],
     asked: Callable[[], None] = lambda: None,
+    meet_seconds: float = 0.0,
   ):
-    self._links, self._mine = dict(links), mine
+    self._links, self._mine, self._meet_seconds = dict(links), mine, meet_seconds
     self._silent_seconds, self._order_seconds = silent_seconds, order_seconds
     self._lost, self._asked = lost, asked
     self._over = threading.Event()
@@ -420,7 +424,8 @@ class HostWatch:
       last = now
       self._beat()
       host = min(self._heard, key=lambda h: self._heard[h])
-      if now - self._heard[host] > self._silent_seconds():
+      least = 0.0 if host in self._beats else self._meet_seconds
+      if now - self._heard[host] > max(least, self._silent_seconds()):
         self._tell(host, f"it was not heard for {now - self._heard[host]:.0f} s")
       self._check_progress(now, self._order_seconds())
 

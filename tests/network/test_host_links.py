@@ -210,7 +210,7 @@ def test_a_leader_that_never_comes_is_waited_for_that_long_and_a_signal_ends_the
 class Watched:
   """The watch of a leader with two others, whose beats the test sends by hand."""
 
-  def __init__(self, limit_seconds: float, order_seconds: float | None = None):
+  def __init__(self, limit_seconds: float, order_seconds: float | None = None, **more):
     pairs = {host: socket.socketpair() for host in (1, 2)}
     self.theirs = {host: HostLink(b) for host, (_, b) in pairs.items()}
     self.progress, self.told = HostProgress(doing="inside a step"), queue.Queue()
@@ -223,6 +223,7 @@ class Watched:
       lambda: limit_seconds if order_seconds is None else order_seconds,
       lambda host, reason: self.told.put((host, reason)),
       self.asked.set,
+      **more,
     )
 
   def beat(self, host: int, done: int, doing: str = "inside a step", **more) -> None:
@@ -252,6 +253,22 @@ def test_a_host_that_falls_silent_is_named_and_one_that_beats_is_not(socketpair)
     time.sleep(0.1)
   host, reason = watched.told.get_nowait()
   assert host == 2 and "it was not heard for" in reason
+
+
+def test_a_host_that_has_not_been_heard_yet_has_more_time(socketpair):
+  """A host that came early ended when the last host came more than `network.silence_seconds` later,
+  and was refused when it came again."""
+  watched, until = Watched(limit_seconds=0.5, meet_seconds=1e9), time.monotonic() + 2.0
+  while time.monotonic() < until:
+    watched.beat(1, 0)
+    time.sleep(0.1)
+  assert watched.told.empty()
+  watched.beat(2, 0)
+  over = time.monotonic() + PATIENCE_SECONDS
+  while watched.told.empty() and time.monotonic() < over:
+    watched.beat(1, 0)
+    time.sleep(0.1)
+  assert watched.told.get_nowait()[0] == 2, "which then falls silent"
 
 
 def test_who_is_waited_for_is_named_with_what_it_does(socketpair):
