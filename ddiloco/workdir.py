@@ -105,9 +105,9 @@ def _deserted(workdir: Path) -> Iterator[None]:
     while not _locked(file):
       if time.monotonic() >= until:
         raise ConfigError(
-          f"--workdir={workdir}: roles of its run live (ddiloco learner, syncer or evaluator),"
-          " and --overwrite would delete their files. Fix: end them first, or choose another"
-          " directory."
+          f"--workdir={workdir}: roles of its run live (ddiloco learner, syncer or evaluator), and"
+          " a run that begins or goes on here would delete their files, or mix its own with theirs."
+          " Fix: end them first, or choose another directory."
         )
       time.sleep(LOOK_SECONDS)
     yield
@@ -147,21 +147,20 @@ def outcome(workdir: Path) -> dict[str, Any]:
 def claim(workdir: Path, config: Config, overwrite: bool) -> bool:
   """Makes the workdir this run's own; returns whether a run in it goes on.
 
-  With `overwrite` the files of an earlier run are removed; other files stay. That is refused while
-  roles of that run live, started by hand: they would go on without their files.
+  With `overwrite` the files of an earlier run are removed; other files stay. Refused while roles
+  live here that were started by hand: they would train beside this run, in the same files.
   """
   goes_on = check(workdir, config, overwrite)
   try:
     workdir.mkdir(parents=True, exist_ok=True)
-    if overwrite:
-      ours = [workdir / name for name in OURS]
-      _refuse_links(ours)
-      with _deserted(workdir):
-        for path in ours:
-          shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    write_whole(workdir / "config.json", config.to_json() + "\n")
-    (workdir / OUTCOME).unlink(missing_ok=True)
-    start_time(workdir)
+    ours = [workdir / name for name in OURS] if overwrite else []
+    _refuse_links(ours)
+    with _deserted(workdir):
+      for path in ours:
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+      write_whole(workdir / "config.json", config.to_json() + "\n")
+      (workdir / OUTCOME).unlink(missing_ok=True)
+      start_time(workdir)
   except OSError as error:
     raise _not_writable(workdir, error) from error
   return goes_on

@@ -141,19 +141,21 @@ def test_to_overwrite_leaves_a_folder_that_is_elsewhere_alone(tmp_path):
   assert (large / "mine").exists() and not (run / "alone").exists()
 
 
-def test_to_overwrite_is_refused_while_roles_live(tmp_path, monkeypatch):
-  """They were started by hand, so nobody holds the lock of who trains."""
+def test_no_run_begins_or_goes_on_where_roles_live(tmp_path, monkeypatch):
+  """They were started by hand, so nobody holds the lock of who trains. A run that went on trained
+  beside them: two learners 0, and two shards 0 that committed snapshots."""
   monkeypatch.setattr(workdir, "END_SECONDS", 0.2)
   workdir.join(tmp_path, CONFIG)
   (tmp_path / "events").mkdir()
   (tmp_path / "events" / "learner-3.jsonl").write_text("mine")
   roles = [workdir.live_in(tmp_path) for _ in range(2)]
   for role in roles:
-    with pytest.raises(ConfigError, match=r"roles of its run live .*Fix: end them first"):
-      workdir.claim(tmp_path, CONFIG, overwrite=True)
+    for overwrite in (True, False):
+      with pytest.raises(ConfigError, match=r"roles of its run live .*Fix: end them first"):
+        workdir.claim(tmp_path, CONFIG, overwrite)
     assert (tmp_path / "events" / "learner-3.jsonl").read_text() == "mine"
-    workdir.claim(tmp_path, CONFIG, overwrite=False)
     role.close()
+  assert workdir.claim(tmp_path, CONFIG, overwrite=False)
   workdir.claim(tmp_path, CONFIG, overwrite=True)
   assert not (tmp_path / "events").exists()
 
