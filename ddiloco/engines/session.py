@@ -78,7 +78,8 @@ def train(
   served = Dashboard(workdir, dashboard) if dashboard else None  # opens its port, or is refused
   with held(workdir), kept_in(workdir / COMPILED):
     claim(workdir, config, overwrite)
-    weights.clear(workdir / RESULT)
+    for saved in (workdir / RESULT, workdir / ISLANDS / "learner-*"):
+      weights.clear(saved)
     with served or contextlib.nullcontext():
       if served:
         print(f"Dashboard: {served.url}")
