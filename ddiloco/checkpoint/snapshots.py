@@ -1,8 +1,10 @@
 """Durable snapshots: a part that is restored is complete and unchanged; others are skipped by name.
 
-  CHECKPOINTS/00000007/manifest.json         snapshot 7 is committed: the digests of its parts
-  CHECKPOINTS/00000007/learner-3/meta.json   the part is complete: state, and a checksum per array
-  CHECKPOINTS/00000007/learner-3/arrays/0    some of the arrays, an Orbax checkpoint; then 1, 2, ...
+  CHECKPOINTS/00000200/manifest.json         snapshot 200 is committed: the digests of its parts
+  CHECKPOINTS/00000200/learner-3/meta.json   the part is complete: state, and a checksum per array
+  CHECKPOINTS/00000200/learner-3/arrays/0    some of the arrays, an Orbax checkpoint; then 1, 2, ...
+
+A snapshot's number is the global step at which it was due.
 
 Arrays go to the disk and come back a window at a time, so that saving and restoring take no more
 memory of the host than the largest array and `WINDOW_BYTES`, however large the state is.
@@ -145,8 +147,8 @@ WINDOW_BYTES = 128 << 20  # of arrays that are on the host at once, beside the l
 MANIFEST = "manifest.json"
 META = "meta.json"
 ARRAYS = "arrays"
-DECLINED = ".declined"  # 00000007/learner-3.declined: why learner 3 will save no part
-ASIDE = "aside"  # 00000007.aside: no snapshot any more, never touched again
+DECLINED = ".declined"  # 00000200/learner-3.declined: why learner 3 will save no part
+ASIDE = "aside"  # 00000200.aside: no snapshot any more, never touched again
 
 # Other processes write parts too: a cached listing of gs:// would never show them.
 fsspec.config.conf.setdefault("gs", {})["use_listings_cache"] = False
