@@ -155,6 +155,7 @@ def claim(workdir: Path, config: Config, overwrite: bool) -> bool:
     workdir.mkdir(parents=True, exist_ok=True)
     ours = [workdir / name for name in OURS] if overwrite else []
     _refuse_links(ours)
+    _refuse_strangers(workdir, ours)
     with _deserted(workdir):
       for path in ours:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
@@ -174,6 +175,27 @@ def _refuse_links(paths: Collection[Path]) -> None:
         f"{path}: is a link to {os.readlink(path)}, and --overwrite deletes only what is in the"
         " workdir itself. Fix: remove the link, and what it leads to if that is not needed."
       )
+
+
+def _refuse_strangers(workdir: Path, paths: Collection[Path]) -> None:
+  """Refuses to delete what no run has left here: other programs' files have such names too."""
+  there = [path.name for path in paths if path.exists()]
+  if there and not _has_run(workdir):
+    raise ConfigError(
+      f"--workdir={workdir}: --overwrite would delete {', '.join(there)} in it, but it holds no run"
+      " (no config.json of one). Fix: choose another directory, or move them away."
+    )
+
+
+def _has_run(workdir: Path) -> bool:
+  """Whether a run has been here; its config may be torn, or that of another version."""
+  if (workdir / STARTED).exists():
+    return True
+  try:
+    values = json.loads((workdir / "config.json").read_text())
+  except (OSError, ValueError):
+    return False
+  return isinstance(values, dict) and {"islands", "sync"} <= values.keys()
 
 
 def start_time(workdir: Path) -> float:

@@ -141,6 +141,28 @@ def test_to_overwrite_leaves_a_folder_that_is_elsewhere_alone(tmp_path):
   assert (large / "mine").exists() and not (run / "alone").exists()
 
 
+@pytest.mark.parametrize("config", [None, "", "[]", '{"model": "mine"}'])
+def test_to_overwrite_deletes_nothing_where_no_run_was(tmp_path, config):
+  """A project has a folder for its logs too, and perhaps a config.json: both were deleted."""
+  (tmp_path / "logs").mkdir()
+  (tmp_path / "logs" / "mine").touch()
+  if config is not None:
+    (tmp_path / "config.json").write_text(config)
+  said = rf"^--workdir={tmp_path}: --overwrite would delete logs.* in it, .*Fix: "
+  with pytest.raises(ConfigError, match=said):
+    workdir.claim(tmp_path, CONFIG, overwrite=True)
+  assert (tmp_path / "logs" / "mine").exists()
+
+
+@pytest.mark.parametrize("lost", ["config.json", "started"])
+def test_a_run_that_lacks_a_file_can_be_overwritten(tmp_path, lost):
+  workdir.claim(tmp_path, CONFIG, overwrite=False)
+  (tmp_path / "events").mkdir()
+  (tmp_path / lost).unlink()
+  workdir.claim(tmp_path, CONFIG, overwrite=True)
+  assert not (tmp_path / "events").exists()
+
+
 def test_no_run_begins_or_goes_on_where_roles_live(tmp_path, monkeypatch):
   """They were started by hand, so nobody holds the lock of who trains. A run that went on trained
   beside them: two learners 0, and two shards 0 that committed snapshots."""
