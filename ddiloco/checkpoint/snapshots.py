@@ -229,6 +229,10 @@ class Storage:
           }
         )
         signed_json.write(part / META, meta)
+        # A new life of this role may be deleting the part (`_forget`): both sides write first and
+        # look afterwards.
+        if {str(n) for n in range(len(windows))}.difference(self._names(part / ARRAYS)):
+          raise OSError(f"{part}: was deleted while it was written")
     except OSError:
       # Frees room for other parts. If that fails too, the first error is raised: it tells more.
       with contextlib.suppress(OSError), signed_json.one_error(part):
@@ -465,8 +469,11 @@ class Storage:
         meta.replace(hidden)
         if self.is_committed(snapshot):
           hidden.replace(meta)
-          return None
-      return _delete(folder / role, META)
+          return
+      try:
+        _delete(folder / role, META)
+      finally:
+        meta.unlink(missing_ok=True)  # its former life may write it only now (`save`)
 
   def set_aside(self, newer_than: int) -> list[str]:
     """Renames committed snapshots newer than the one that the run goes on from: they are damaged.
