@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import fcntl
 import json
+import math
 import os
 import secrets
 import shutil
@@ -208,7 +209,10 @@ def start_time(workdir: Path) -> float:
   workdir.mkdir(parents=True, exist_ok=True)
   _write_once(workdir / STARTED, f"{time.time()}\n")
   try:
-    return float((workdir / STARTED).read_text())
+    found = float((workdir / STARTED).read_text())
+    if not math.isfinite(found):
+      raise ValueError(f"{found} is no time")
+    return found
   except ValueError as error:
     raise ConfigError(
       f"{workdir / STARTED}: says no time in unix seconds ({error}). Fix: write when the run began"

@@ -75,7 +75,7 @@ def test_a_torn_start_time_is_named_with_its_fix(tmp_path):
   """As a power cut leaves it: it was a traceback."""
   workdir.claim(tmp_path, CONFIG, overwrite=False)
   enters = (lambda: workdir.claim(tmp_path, CONFIG, False), lambda: workdir.join(tmp_path, CONFIG))
-  for torn in (b"", b"\xff", b"yesterday"):
+  for torn in (b"", b"\xff", b"yesterday", b"nan", b"-inf"):
     (tmp_path / "started").write_bytes(torn)
     for enter in enters:
       with pytest.raises(ConfigError, match=rf"^{tmp_path / 'started'}: says no time .*Fix: "):
