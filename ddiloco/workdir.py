@@ -59,13 +59,32 @@ def held(workdir: Path) -> Iterator[None]:
     try:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-      raise ConfigError(
-        f"--workdir={workdir}: another process trains in it at this moment. Fix: end that run, or"
-        " choose another directory."
-      ) from error
+      raise _trained(workdir) from error
     except OSError as error:  # a file system without locks
       raise _not_writable(workdir, error) from error
     yield  # outside the try: an error of the caller is not about the lock
+
+
+def refuse_trained(workdir: Path) -> None:
+  """Refuses a workdir in which a run trains: it has shards of its own.
+
+  Raises:
+    ConfigError: a run trains there.
+  """
+  try:
+    with (workdir / LOCK).open() as file:
+      fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+  except BlockingIOError as error:
+    raise _trained(workdir) from error
+  except OSError:  # no run ever trained there; or a file system without locks, where none can
+    return
+
+
+def _trained(workdir: Path) -> ConfigError:
+  return ConfigError(
+    f"--workdir={workdir}: another process trains in it at this moment. Fix: end that run, or"
+    " choose another directory."
+  )
 
 
 def live_in(workdir: Path) -> IO[str] | None:
