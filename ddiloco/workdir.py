@@ -159,7 +159,7 @@ def outcome(workdir: Path) -> dict[str, Any]:
   """The content of outcome.json; empty before the run's end, or if a kill has torn the file."""
   try:
     found = json.loads((workdir / OUTCOME).read_text())
-  except (OSError, ValueError):
+  except (OSError, ValueError, RecursionError):
     return {}
   return found if isinstance(found, dict) else {}
 
@@ -213,7 +213,7 @@ def _has_run(workdir: Path) -> bool:
     return True
   try:
     values = json.loads((workdir / "config.json").read_text())
-  except (OSError, ValueError):
+  except (OSError, ValueError, RecursionError):
     return False
   return isinstance(values, dict) and {"islands", "sync"} <= values.keys()
 
@@ -275,7 +275,7 @@ def saved_config(workdir: Path) -> Config:
     raise ConfigError(
       f"{path}: cannot be read ({error}). Fix: make it a file that you may read."
     ) from error
-  except ValueError as error:
+  except (ValueError, RecursionError) as error:
     raise ConfigError(
       f"{path}: is torn ({error}). Fix: copy it again, or move it away and give the command that"
       " trained: with the same --config it goes on, and writes this file."

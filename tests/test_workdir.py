@@ -89,6 +89,7 @@ def test_a_torn_start_time_is_named_with_its_fix(tmp_path):
   [
     ("", "is torn"),
     ('{"seed": 1', "is torn"),
+    pytest.param("[" * 10**5, "is torn", id="deep"),
     ("[]", "config = []: must be a mapping"),
     ('{"sync": {"foo": 3}}', "sync.foo = 3: there is no such field"),
     ('{"model": {"num_layers": -1}}', "model.num_layers = -1: must be greater than 0"),
@@ -120,7 +121,8 @@ def test_a_workdir_out_of_reach_is_named(tmp_path, monkeypatch):
 
 def test_what_is_said_of_a_run_is_nothing_where_it_is_torn(tmp_path):
   assert workdir.outcome(tmp_path) == {}
-  for text, said in (("", {}), ("[1]", {}), ('{"reason": "sto', {}), ('{"a": 1}', {"a": 1})):
+  torn = ("", "[1]", '{"reason": "sto', "[" * 10**5)
+  for text, said in (*((text, {}) for text in torn), ('{"a": 1}', {"a": 1})):
     (tmp_path / workdir.OUTCOME).write_text(text)
     assert workdir.outcome(tmp_path) == said
 
