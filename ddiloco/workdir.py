@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import fcntl
 import json
+import math
 import os
 import secrets
 import shutil
@@ -63,13 +64,32 @@ def held(workdir: Path) -> Iterator[None]:
     try:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-      raise ConfigError(
-        f"--workdir={workdir}: another process trains in it at this moment. Fix: end that run, or"
-        " choose another directory."
-      ) from error
+      raise _trained(workdir) from error
     except OSError as error:  # a file system without locks
       raise _not_writable(workdir, error) from error
     yield  # outside the try: an error of the caller is not about the lock
+
+
+def refuse_trained(workdir: Path) -> None:
+  """Refuses a workdir in which a run trains: it has shards of its own.
+
+  Raises:
+    ConfigError: a run trains there.
+  """
+  try:
+    with (workdir / LOCK).open() as file:
+      fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+  except BlockingIOError as error:
+    raise _trained(workdir) from error
+  except OSError:  # no run ever trained there; or a file system without locks, where none can
+    return
+
+
+def _trained(workdir: Path) -> ConfigError:
+  return ConfigError(
+    f"--workdir={workdir}: another process trains in it at this moment. Fix: end that run, or"
+    " choose another directory."
+  )
 
 
 def live_in(workdir: Path) -> IO[str] | None:
@@ -110,9 +130,9 @@ def _deserted(workdir: Path) -> Iterator[None]:
     while not _locked(file):
       if time.monotonic() >= until:
         raise ConfigError(
-          f"--workdir={workdir}: roles of its run live (ddiloco learner, syncer or evaluator),"
-          " and --overwrite would delete their files. Fix: end them first, or choose another"
-          " directory."
+          f"--workdir={workdir}: roles of its run live (ddiloco learner, syncer or evaluator), and"
+          " a run that begins or goes on here would delete their files, or mix its own with theirs."
+          " Fix: end them first, or choose another directory."
         )
       time.sleep(LOOK_SECONDS)
     yield
@@ -144,7 +164,7 @@ def outcome(workdir: Path) -> dict[str, Any]:
   """The content of outcome.json; empty before the run's end, or if a kill has torn the file."""
   try:
     found = json.loads((workdir / OUTCOME).read_text())
-  except (OSError, ValueError):
+  except (OSError, ValueError, RecursionError):
     return {}
   return found if isinstance(found, dict) else {}
 
@@ -152,21 +172,21 @@ def outcome(workdir: Path) -> dict[str, Any]:
 def claim(workdir: Path, config: Config, overwrite: bool) -> bool:
   """Makes the workdir this run's own; returns whether a run in it goes on.
 
-  With `overwrite` the files of an earlier run are removed; other files stay. That is refused while
-  roles of that run live, started by hand: they would go on without their files.
+  With `overwrite` the files of an earlier run are removed; other files stay. Refused while roles
+  live here that were started by hand: they would train beside this run, in the same files.
   """
   goes_on = check(workdir, config, overwrite)
   try:
     workdir.mkdir(parents=True, exist_ok=True)
-    if overwrite:
-      ours = [workdir / name for name in OURS]
-      _refuse_links(ours)
-      with _deserted(workdir):
-        for path in ours:
-          shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    write_whole(workdir / "config.json", config.to_json() + "\n")
-    (workdir / OUTCOME).unlink(missing_ok=True)
-    start_time(workdir)
+    ours = [workdir / name for name in OURS] if overwrite else []
+    _refuse_links(ours)
+    _refuse_strangers(workdir, ours)
+    with _deserted(workdir):
+      for path in ours:
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+      write_whole(workdir / "config.json", config.to_json() + "\n")
+      (workdir / OUTCOME).unlink(missing_ok=True)
+      start_time(workdir)
   except OSError as error:
     raise _not_writable(workdir, error) from error
   return goes_on
@@ -182,6 +202,27 @@ def _refuse_links(paths: Collection[Path]) -> None:
       )
 
 
+def _refuse_strangers(workdir: Path, paths: Collection[Path]) -> None:
+  """Refuses to delete what no run has left here: other programs' files have such names too."""
+  there = [path.name for path in paths if path.exists()]
+  if there and not _has_run(workdir):
+    raise ConfigError(
+      f"--workdir={workdir}: --overwrite would delete {', '.join(there)} in it, but it holds no run"
+      " (no config.json of one). Fix: choose another directory, or move them away."
+    )
+
+
+def _has_run(workdir: Path) -> bool:
+  """Whether a run has been here; its config may be torn, or that of another version."""
+  if (workdir / STARTED).exists():
+    return True
+  try:
+    values = json.loads((workdir / "config.json").read_text())
+  except (OSError, ValueError, RecursionError):
+    return False
+  return isinstance(values, dict) and {"islands", "sync"} <= values.keys()
+
+
 def start_time(workdir: Path) -> float:
   """When the run in `workdir` began, in unix seconds: now, if it is new.
 
@@ -192,7 +233,10 @@ def start_time(workdir: Path) -> float:
   workdir.mkdir(parents=True, exist_ok=True)
   _write_once(workdir / STARTED, f"{time.time()}\n")
   try:
-    return float((workdir / STARTED).read_text())
+    found = float((workdir / STARTED).read_text())
+    if not math.isfinite(found):
+      raise ValueError(f"{found} is no time")
+    return found
   except ValueError as error:
     raise ConfigError(
       f"{workdir / STARTED}: says no time in unix seconds ({error}). Fix: write when the run began"
@@ -236,7 +280,7 @@ def saved_config(workdir: Path) -> Config:
     raise ConfigError(
       f"{path}: cannot be read ({error}). Fix: make it a file that you may read."
     ) from error
-  except ValueError as error:
+  except (ValueError, RecursionError) as error:
     raise ConfigError(
       f"{path}: is torn ({error}). Fix: copy it again, or move it away and give the command that"
       " trained: with the same --config it goes on, and writes this file."

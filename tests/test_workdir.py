@@ -76,7 +76,7 @@ def test_a_torn_start_time_is_named_with_its_fix(tmp_path):
   """As a power cut leaves it: it was a traceback."""
   workdir.claim(tmp_path, CONFIG, overwrite=False)
   enters = (lambda: workdir.claim(tmp_path, CONFIG, False), lambda: workdir.join(tmp_path, CONFIG))
-  for torn in (b"", b"\xff", b"yesterday"):
+  for torn in (b"", b"\xff", b"yesterday", b"nan", b"-inf"):
     (tmp_path / "started").write_bytes(torn)
     for enter in enters:
       with pytest.raises(ConfigError, match=rf"^{tmp_path / 'started'}: says no time .*Fix: "):
@@ -90,6 +90,7 @@ def test_a_torn_start_time_is_named_with_its_fix(tmp_path):
   [
     ("", "is torn"),
     ('{"seed": 1', "is torn"),
+    pytest.param("[" * 10**5, "is torn", id="deep"),
     ("[]", "config = []: must be a mapping"),
     ('{"sync": {"foo": 3}}', "sync.foo = 3: there is no such field"),
     ('{"model": {"num_layers": -1}}', "model.num_layers = -1: must be greater than 0"),
@@ -121,7 +122,8 @@ def test_a_workdir_out_of_reach_is_named(tmp_path, monkeypatch):
 
 def test_what_is_said_of_a_run_is_nothing_where_it_is_torn(tmp_path):
   assert workdir.outcome(tmp_path) == {}
-  for text, said in (("", {}), ("[1]", {}), ('{"reason": "sto', {}), ('{"a": 1}', {"a": 1})):
+  torn = ("", "[1]", '{"reason": "sto', "[" * 10**5)
+  for text, said in (*((text, {}) for text in torn), ('{"a": 1}', {"a": 1})):
     (tmp_path / workdir.OUTCOME).write_text(text)
     assert workdir.outcome(tmp_path) == said
 
@@ -142,19 +144,43 @@ def test_to_overwrite_leaves_a_folder_that_is_elsewhere_alone(tmp_path):
   assert (large / "mine").exists() and not (run / "alone").exists()
 
 
-def test_to_overwrite_is_refused_while_roles_live(tmp_path, monkeypatch):
-  """They were started by hand, so nobody holds the lock of who trains."""
+@pytest.mark.parametrize("config", [None, "", "[]", '{"model": "mine"}'])
+def test_to_overwrite_deletes_nothing_where_no_run_was(tmp_path, config):
+  """A project has a folder for its logs too, and perhaps a config.json: both were deleted."""
+  (tmp_path / "logs").mkdir()
+  (tmp_path / "logs" / "mine").touch()
+  if config is not None:
+    (tmp_path / "config.json").write_text(config)
+  said = rf"^--workdir={tmp_path}: --overwrite would delete logs.* in it, .*Fix: "
+  with pytest.raises(ConfigError, match=said):
+    workdir.claim(tmp_path, CONFIG, overwrite=True)
+  assert (tmp_path / "logs" / "mine").exists()
+
+
+@pytest.mark.parametrize("lost", ["config.json", "started"])
+def test_a_run_that_lacks_a_file_can_be_overwritten(tmp_path, lost):
+  workdir.claim(tmp_path, CONFIG, overwrite=False)
+  (tmp_path / "events").mkdir()
+  (tmp_path / lost).unlink()
+  workdir.claim(tmp_path, CONFIG, overwrite=True)
+  assert not (tmp_path / "events").exists()
+
+
+def test_no_run_begins_or_goes_on_where_roles_live(tmp_path, monkeypatch):
+  """They were started by hand, so nobody holds the lock of who trains. A run that went on trained
+  beside them: two learners 0, and two shards 0 that committed snapshots."""
   monkeypatch.setattr(workdir, "END_SECONDS", 0.2)
   workdir.join(tmp_path, CONFIG)
   (tmp_path / "events").mkdir()
   (tmp_path / "events" / "learner-3.jsonl").write_text("mine")
   roles = [workdir.live_in(tmp_path) for _ in range(2)]
   for role in roles:
-    with pytest.raises(ConfigError, match=r"roles of its run live .*Fix: end them first"):
-      workdir.claim(tmp_path, CONFIG, overwrite=True)
+    for overwrite in (True, False):
+      with pytest.raises(ConfigError, match=r"roles of its run live .*Fix: end them first"):
+        workdir.claim(tmp_path, CONFIG, overwrite)
     assert (tmp_path / "events" / "learner-3.jsonl").read_text() == "mine"
-    workdir.claim(tmp_path, CONFIG, overwrite=False)
     role.close()
+  assert workdir.claim(tmp_path, CONFIG, overwrite=False)
   workdir.claim(tmp_path, CONFIG, overwrite=True)
   assert not (tmp_path / "events").exists()
 

@@ -70,7 +70,7 @@ def newest_global_step(config: Config, storage: Storage | None) -> int:
     committed = [] if storage is None else storage.committed()
   except OSError:  # roles report it when they look for their parts
     committed = []
-  return committed[0] * config.sync.snapshot_steps if committed else -1
+  return committed[0] if committed else -1
 
 
 # --- learners -------------------------------------------------------------------------------------

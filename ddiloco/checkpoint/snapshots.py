@@ -1,8 +1,10 @@
 """Durable snapshots: a part that is restored is complete and unchanged; others are skipped by name.
 
-  CHECKPOINTS/00000007/manifest.json         snapshot 7 is committed: the digests of its parts
-  CHECKPOINTS/00000007/learner-3/meta.json   the part is complete: state, and a checksum per array
-  CHECKPOINTS/00000007/learner-3/arrays/0    some of the arrays, an Orbax checkpoint; then 1, 2, ...
+  CHECKPOINTS/00000200/manifest.json         snapshot 200 is committed: the digests of its parts
+  CHECKPOINTS/00000200/learner-3/meta.json   the part is complete: state, and a checksum per array
+  CHECKPOINTS/00000200/learner-3/arrays/0    some of the arrays, an Orbax checkpoint; then 1, 2, ...
+
+A snapshot's number is the global step at which it was due.
 
 Arrays go to the disk and come back a window at a time, so that saving and restoring take no more
 memory of the host than the largest array and `WINDOW_BYTES`, however large the state is.
@@ -145,8 +147,8 @@ WINDOW_BYTES = 128 << 20  # of arrays that are on the host at once, beside the l
 MANIFEST = "manifest.json"
 META = "meta.json"
 ARRAYS = "arrays"
-DECLINED = ".declined"  # 00000007/learner-3.declined: why learner 3 will save no part
-ASIDE = "aside"  # 00000007.aside: no snapshot any more, never touched again
+DECLINED = ".declined"  # 00000200/learner-3.declined: why learner 3 will save no part
+ASIDE = "aside"  # 00000200.aside: no snapshot any more, never touched again
 
 # Other processes write parts too: a cached listing of gs:// would never show them.
 fsspec.config.conf.setdefault("gs", {})["use_listings_cache"] = False
@@ -227,6 +229,10 @@ class Storage:
           }
         )
         signed_json.write(part / META, meta)
+        # A new life of this role may be deleting the part (`_forget`): both sides write first and
+        # look afterwards.
+        if {str(n) for n in range(len(windows))}.difference(self._names(part / ARRAYS)):
+          raise OSError(f"{part}: was deleted while it was written")
     except OSError:
       # Frees room for other parts. If that fails too, the first error is raised: it tells more.
       with contextlib.suppress(OSError), signed_json.one_error(part):
@@ -465,8 +471,11 @@ class Storage:
         meta.replace(hidden)
         if self.is_committed(snapshot):
           hidden.replace(meta)
-          return None
-      return _delete(folder / role, META)
+          return
+      try:
+        _delete(folder / role, META)
+      finally:
+        meta.unlink(missing_ok=True)  # its former life may write it only now (`save`)
 
   def set_aside(self, newer_than: int) -> list[str]:
     """Renames committed snapshots newer than the one that the run goes on from: they are damaged.

@@ -115,7 +115,8 @@ def _save_checkpoint(
 def clear(path: str | os.PathLike) -> None:
   """Deletes the remainders of killed saves beside `path`, each as large as the weights.
 
-  No other save may be under way there. A remainder that cannot be deleted stays.
+  `path` may be a pattern. No other save may be under way there. A remainder that cannot be deleted
+  stays.
   """
   target = absolute(path)
   with contextlib.suppress(OSError):

@@ -23,7 +23,7 @@ from ddiloco.engines.profiler import ProfileRequest, take_profile
 from ddiloco.engines.role_spec import RoleSpec, end_with_parent
 from ddiloco.environment import FINISHED, LOST
 from ddiloco.trace import text
-from ddiloco.workdir import PROFILES, run_name, saved_config
+from ddiloco.workdir import PROFILES, refuse_trained, run_name, saved_config
 
 
 def train(arguments: list[str]) -> int:
@@ -414,6 +414,8 @@ def syncer(arguments: list[str]) -> int:
   config = given.final_config()
   shard = given.needed("shard", "0, its number")
   place = _place(given, bind=given.needed("bind", "tcp://127.0.0.1:7000"))
+  if not given.attached:
+    refuse_trained(place.workdir)
   environment.prepare(num_cpu_devices=1, cpu_only=True)
   from ddiloco.engines.single_roles import run_syncer
 

@@ -27,7 +27,7 @@ import setproctitle
 
 from ddiloco import environment
 from ddiloco.engines.role_spec import free_urls
-from ddiloco.environment import LOST
+from ddiloco.environment import BAD_USAGE, LOST
 from ddiloco.observe.guards import exited, warn
 
 KILL_SECONDS = 30.0  # for a killed process to be gone: it may be stuck in its disk
@@ -192,7 +192,10 @@ class Child:
     ended = [status for status in statuses if status is not None]
     if not ended:
       return None
-    worst = min(filter(None, ended), default=0)  # a signal counts before the failures it caused
+    # A signal, or wrong usage, counts before the failures that it caused on the other hosts.
+    worst = min(
+      filter(None, ended), key=lambda status: (status > 0, status != BAD_USAGE), default=0
+    )
     if len(ended) == len(statuses):
       return worst
     self._apart_at = self._apart_at or time.monotonic()
@@ -201,9 +204,11 @@ class Child:
 
   def bury(self, status: int) -> str:
     """Clears away an ended life; returns the reason of its end in words."""
+    statuses = [each.poll() for each in self._processes]
+    refused = statuses.index(status) if status == BAD_USAGE and status in statuses else 0
     self._end(for_good=False)
     how = f"killed by {_signal_name(-status)}" if status < 0 else f"exit status {status}"
-    return f"{how}: {self.last_words()}"
+    return f"{how}: {self.last_words(refused)}"
 
   def _where_to_log(self, log: Path) -> Path:
     """That log; /dev/null if it cannot be written: the role is worth more than its log."""
@@ -217,16 +222,17 @@ class Child:
       self._unlogged = True
       return Path(os.devnull)
 
-  def last_words(self) -> str:
-    """The last line of the log, without the time and name that every line has."""
+  def last_words(self, number: int = 0) -> str:
+    """The last line of a process' log, without the time and name that every line has."""
+    log = self._logs[number]
     try:
-      with self.log.open("rb") as file:
+      with log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_WORDS_BYTES))
         lines = file.read(LAST_WORDS_BYTES).decode(errors="replace").strip().splitlines()
     except OSError:
       lines = []
     if not lines:
-      return f"see {self.log}"
+      return f"see {log}"
     return lines[-1].partition(f"{self.name}: ")[2] or lines[-1]
 
   # --- signals ------------------------------------------------------------------------------------

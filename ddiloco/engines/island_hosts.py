@@ -17,7 +17,7 @@ from collections.abc import Callable
 from ddiloco import environment
 from ddiloco.config import Config, ConfigError, require
 from ddiloco.engines.role_process import RoleRunner, load_keys
-from ddiloco.engines.role_spec import RoleSpec, terminates
+from ddiloco.engines.role_spec import RoleSpec, beside, terminates
 from ddiloco.environment import BAD_USAGE, FINISHED, INTERRUPTED, LOST
 from ddiloco.network import host_links
 from ddiloco.network.host_links import (
@@ -166,9 +166,15 @@ def run_host(config: Config, number: int, place: RoleSpec) -> int:
     speak(f"host 0 is lost: {reason}; it ends, to start again with it")
     os._exit(LOST)
 
+  def hear() -> None:
+    """Ends a host that was asked to: host 0 does not hear it before all hosts have come."""
+    if progress.asked_to_end.is_set() and not progress.joined:
+      speak("was asked to end before its island had met; nothing is lost")
+      os._exit(place.term_status)
+
   with terminates(progress.asked_to_end):
     try:
-      _follow(config, number, place, progress, speak, lost)
+      beside(lambda: _follow(config, number, place, progress, speak, lost), hear)
     except HostsApart as error:
       speak(str(error))
       return LOST
@@ -198,8 +204,10 @@ def _follow(
   asked = progress.asked_to_end.is_set
   links, coordinator = host_links.join(place.hosts, island, place.host, keys, patience, asked)
   silence = config.network.silence_seconds
-  watch = HostWatch({0: links.life(leads=False)}, progress, lambda: silence, lambda: silence, lost)
+  life, limit = {0: links.life(leads=False)}, lambda: silence
+  watch = HostWatch(life, progress, limit, limit, lost, meet_seconds=patience)
   _join(coordinator, config, island, place.host)
+  progress.joined = True
   import jax
 
   from ddiloco.training import data, hosts

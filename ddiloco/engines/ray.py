@@ -45,7 +45,7 @@ END_SECONDS = 10.0  # for an actor to be ended
 
 
 class RayEngine(ProcessesEngine):
-  """One run. Joins or starts Ray on construction, and leaves it after `run`.
+  """One run. Joins or starts Ray on construction, and leaves it after `run`, or when closed.
 
   Args:
     config: the run's.
@@ -74,8 +74,12 @@ class RayEngine(ProcessesEngine):
     self._actors: dict[tuple[str, int], Any] = {}  # (role, host) -> its actor
     self._meetings: dict[str, Any] = {}  # learner -> Ray's promise of the url where its hosts meet
     self._connected = connect(address)
-    if self._local:
-      check_resources(config, ray.cluster_resources())
+    try:
+      if self._local:
+        check_resources(config, ray.cluster_resources())
+    except ConfigError:
+      self.close()
+      raise
 
   def run(self, listeners: Sequence[Listener] = ()) -> RunResult:
     """As of the processes engine."""
@@ -84,8 +88,13 @@ class RayEngine(ProcessesEngine):
     finally:
       for actor in self._actors.values():
         ray.kill(actor)
-      if self._connected:
-        ray.shutdown()
+      self.close()
+
+  def close(self) -> None:
+    """Leaves Ray, if this engine joined or started it."""
+    if self._connected:
+      self._connected = False
+      ray.shutdown()
 
   def _place(self) -> RoleSpec:
     """Starts all actors; shards are spread over the nodes."""

@@ -93,14 +93,16 @@ def train(
   heldout = evaluator(config, corpus) if config.run.evaluations else None
   measure = heldout.measure if heldout is not None else None
   runner = make_engine(engine)(config, workdir, corpus, measure, **(options or {}))
-  served = Dashboard(workdir, dashboard) if dashboard else None  # opens its port, or is refused
-  with held(workdir), kept_in(workdir / COMPILED):
-    claim(workdir, config, overwrite)
-    weights.clear(workdir / RESULT)
-    with served or contextlib.nullcontext():
-      if served:
-        print(f"Dashboard: {served.url}")
-      return _train(runner, config, workdir, corpus, heldout)
+  with contextlib.closing(runner):
+    served = Dashboard(workdir, dashboard) if dashboard else None  # opens its port, or is refused
+    with held(workdir), kept_in(workdir / COMPILED):
+      claim(workdir, config, overwrite)
+      for saved in (workdir / RESULT, workdir / ISLANDS / "learner-*"):
+        weights.clear(saved)
+      with served or contextlib.nullcontext():
+        if served:
+          print(f"Dashboard: {served.url}")
+        return _train(runner, config, workdir, corpus, heldout)
 
 
 def _train(

@@ -74,6 +74,16 @@ class HostLink:
     self.fill(memoryview(found))
     return bytes(found)
 
+  @property
+  def gone(self) -> bool:
+    """Whether the far end has closed the connection; for one on which it sends nothing."""
+    try:
+      return not socket.socket.recv(self._socket, 1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+      return False
+    except OSError:
+      return True
+
   def set_timeout(self, seconds: float | None) -> None:
     """Sets the timeout of every call from now on; None: no timeout."""
     self._socket.settimeout(seconds)
@@ -188,9 +198,18 @@ class Meeting:
 
   @property
   def missing(self) -> list[int]:
-    """Hosts that have not made all their connections yet."""
+    """Hosts that have not made all their connections yet, or have ended since."""
     with self._changed:
+      self._forget_gone()
       return [host for host, links in self._links.items() if len(links) < len(KINDS)]
+
+  def _forget_gone(self) -> None:
+    """Forgets hosts that have ended: they may start again and come once more."""
+    for links in self._links.values():
+      if "orders" in links and links["orders"].gone and not self._closed.is_set():
+        for link in links.values():
+          link.close()
+        links.clear()
 
   def wait(self, seconds: float) -> dict[int, HostLinks]:
     """Host -> its connections, when all are made; no other is accepted after that.
@@ -200,7 +219,7 @@ class Meeting:
     """
     with self._changed:
       complete = self._changed.wait_for(lambda: not self.missing, seconds)
-    self.close()
+      self.close()
     if not complete:
       raise HostsApart(
         f"hosts {self.missing} of {self._island.hosts} have not come within {seconds:g} s. Fix:"
@@ -270,6 +289,7 @@ class Meeting:
         return f"its {name} is {theirs[name]!r}, that of host 0 is {value!r}"
     if hello.host not in self._links or hello.kind not in KINDS:
       return f"there is no host {hello.host} of {self._island.hosts}, or no kind {hello.kind!r}"
+    self._forget_gone()
     if hello.kind in self._links[hello.host]:
       return f"host {hello.host} is here already"
     return ""
@@ -355,6 +375,7 @@ class HostProgress:
   done: int = 0
   moved_bytes: int = 0
   doing: str = "begins"
+  joined: bool = False  # with the other hosts, as one JAX
   asked_to_end: threading.Event = dataclasses.field(default_factory=threading.Event)
 
 
@@ -374,6 +395,8 @@ class HostWatch:
     order_seconds: how long an order may take without any progress; called at each check.
     lost: called with `(host or None, reason)`, on a thread of this watch.
     asked: called when another host was asked to end.
+    meet_seconds: how long at least a host may be silent before its first sign of life: host 0 gives
+      none before all hosts have come.
   """
 
   def __init__(
@@ -384,8 +407,9 @@ class HostWatch:
     order_seconds: Callable[[], float],
     lost: Callable[[int | None, str], None],
     asked: Callable[[], None] = lambda: None,
+    meet_seconds: float = 0.0,
   ):
-    self._links, self._mine = dict(links), mine
+    self._links, self._mine, self._meet_seconds = dict(links), mine, meet_seconds
     self._silent_seconds, self._order_seconds = silent_seconds, order_seconds
     self._lost, self._asked = lost, asked
     self._over = threading.Event()
@@ -420,7 +444,8 @@ class HostWatch:
       last = now
       self._beat()
       host = min(self._heard, key=lambda h: self._heard[h])
-      if now - self._heard[host] > self._silent_seconds():
+      least = 0.0 if host in self._beats else self._meet_seconds
+      if now - self._heard[host] > max(least, self._silent_seconds()):
         self._tell(host, f"it was not heard for {now - self._heard[host]:.0f} s")
       self._check_progress(now, self._order_seconds())
 

@@ -133,7 +133,8 @@ def syncer_on(state: SyncerState, event: SyncerEvent, sync: SyncConfig) -> Synce
   state, started = rounds.start_rounds(state, event.now, sync, event.measuring)
   begun: list[SyncerAction] = []
   if state.shard == 0 and not state.saving and _enough_here(state, sync):
-    state, begun = _capture(state, state.global_step // max(1, sync.snapshot_steps), sync)
+    every = max(1, sync.snapshot_steps)
+    state, begun = _capture(state, state.global_step // every * every, sync)
   return state, [*lost, *moved, *started, *begun]
 
 
@@ -167,18 +168,22 @@ def _from_the_future(state: SyncerState, snapshot: int, sync: SyncConfig) -> boo
 
   Snapshots begin by the global step, which different roles see a little differently.
   """
-  return snapshot * sync.snapshot_steps > state.global_step + 2 * sync.sync_period
+  return snapshot > state.global_step + 2 * sync.sync_period
 
 
 def _capture(state: SyncerState, snapshot: int, sync: SyncConfig) -> SyncerOutcome:
   """A new snapshot: begun here by the global step, or heard of from a role that has captured.
+
+  Its number is the global step at which it is due. So numbers also grow when a run goes on with
+  another `snapshot_steps`.
 
   From now on every message of this shard carries the number, and a role that hears it captures its
   state as well. Only shard 0 begins snapshots, each after the previous one is done. If each role
   skipped snapshots that come while it is busy, each would skip different ones, and no snapshot
   would ever be complete.
   """
-  if snapshot <= state.snapshot or not sync.snapshot_steps:
+  every = sync.snapshot_steps
+  if snapshot <= state.snapshot or not every or snapshot % every:  # no other number is ever begun
     return state, []
   fragments = tuple(replace(f, snapshot=snapshot) for f in state.fragments)
   state = replace(state, snapshot=snapshot, fragments=fragments)

@@ -12,6 +12,7 @@ and hands out the parts of a staged value, on another connection and beside the 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import threading
@@ -107,7 +108,7 @@ class End(Call, frozen=True):
 
 
 class Take(Call, frozen=True):
-  """Send me your parts of a value; with a name, of one array of a captured state."""
+  """Send me your parts of a value; with a name, of one array of a captured state, and drop it."""
 
   value: int
   name: str = ""
@@ -125,22 +126,9 @@ class Put(Call, frozen=True):
   name: str = ""
 
 
-ANY = msgspec.msgpack.Decoder(
-  ResetCall
-  | RestoreCall
-  | OpenCall
-  | StepCall
-  | FinishCall
-  | CaptureCall
-  | CopyOutCall
-  | ApplyCall
-  | ApplyMomentsCall
-  | CountCall
-  | Drop
-  | End
-  | Take
-  | Put
-)
+WITHOUT_VALUE = ResetCall | RestoreCall | OpenCall | StepCall | FinishCall | CountCall | Drop | End
+WITH_VALUE = CaptureCall | CopyOutCall | ApplyCall | ApplyMomentsCall | Take | Put
+ANY = msgspec.msgpack.Decoder(WITHOUT_VALUE | WITH_VALUE)
 DONE = b"done"
 
 
@@ -266,7 +254,10 @@ class SharedValue:
 
 
 class CapturedArray:
-  """One array of a captured state: collected from all hosts whenever NumPy asks for it."""
+  """One array of a captured state: collected from all hosts when NumPy asks for it, once.
+
+  Then it is gone there, with the copy that JAX keeps on the host of an array that was read.
+  """
 
   def __init__(
     self, value: SharedValue, name: str, collect: Callable[[SharedValue, str], np.ndarray]
@@ -298,6 +289,7 @@ class LeadingIsland:
     self._numbers = itertools.count()
     self._dropped: list[int] = []
     self._moving = threading.Lock()  # one value at a time uses the connections
+    self._torn = False  # a value did not move to its end
 
   def describe(self) -> dict[str, Any]:
     """As of `Island`, with the number of hosts."""
@@ -424,8 +416,19 @@ class LeadingIsland:
     views = [v for row in rows for v in split_flat(self._plan.fragments[fragment], row)]
     return self._put(Put(next(self._numbers), fragment, moments=True), views)
 
+  @contextlib.contextmanager
+  def _alone(self) -> Iterator[None]:
+    """For one value at a time. What a value that failed has left in the connections would pass for
+    the next one: then nothing is moved any more, and this process is about to end."""
+    with self._moving:
+      if self._torn:
+        raise ConnectionError("a value before this one was not moved to its end")
+      self._torn = True
+      yield
+      self._torn = False
+
   def _collect_one(self, captured: SharedValue, name: str) -> np.ndarray:
-    array = captured.arrays[name]
+    array = captured.arrays.pop(name)
     whole = np.empty(array.shape, array.dtype)
     self._collect(captured.number, name, [array], [whole])
     return whole
@@ -437,7 +440,7 @@ class LeadingIsland:
     sent = [parts_sent(array.sharding, array.shape) for array in arrays]
     # A host without a part is not asked: it might read the `Take` only after the value is dropped.
     asked = {h: link for h, link in self._values.items() if any(parts[h] for parts in sent)}
-    with self._moving:
+    with self._alone():
       for link in asked.values():
         link.send(msgspec.msgpack.encode(Take(number, name)))
       for array, view in zip(arrays, views, strict=True):
@@ -452,7 +455,7 @@ class LeadingIsland:
     """Brings arrays onto the devices of all hosts; they are there when this returns."""
     leaves, message = _leaves(self.island, put), msgspec.msgpack.encode(put)
     held = [parts_held(leaf.sharding, leaf.shape) for leaf in leaves]
-    with self._moving:
+    with self._alone():
       for host, link in self._values.items():
         link.send(message)
         for array, parts in zip(arrays, held, strict=True):
@@ -578,7 +581,7 @@ def _move_values(
       match ANY.decode(link.receive()):
         case Take(number, name):
           value = shelf.get(number)
-          for array in [value[name]] if name else jax.tree.leaves(value):
+          for array in [value.pop(name)] if name else jax.tree.leaves(value):
             for _, data in _own(array, host):
               link.write(_bytes(data))
               progress.moved_bytes += data.nbytes

@@ -311,8 +311,13 @@ def test_a_bucket_is_used_like_a_folder(monkeypatch):
 
   monkeypatch.setattr(type(backend.fsspec_backend), "fs", filesystem)
   monkeypatch.setattr(gpath, "_is_tf_installed", lambda: False)
-  # TensorStore speaks to gs:// itself; what it is told is what can be seen from here.
-  monkeypatch.setattr(arrays_lib, "write", lambda path, a: written.update({str(path): dict(a)}))
+
+  def write(path, arrays):
+    """TensorStore speaks to gs:// itself; what it is told is what can be seen from here."""
+    written[str(path)] = dict(arrays)
+    bucket.pipe_file(f"{path}/d", b"")
+
+  monkeypatch.setattr(arrays_lib, "write", write)
   monkeypatch.setattr(arrays_lib, "read", lambda path, wanted: written[str(path)])
   storage = make("gs://bucket/runs/one")
   assert storage.find("learner-3") is None
@@ -330,7 +335,7 @@ def test_a_bucket_is_used_like_a_folder(monkeypatch):
   assert sorted(bucket.store) == [
     f"/bucket/runs/one/0000000{snapshot}/{file}"
     for snapshot in (2, 3)
-    for file in ("learner-3/meta.json", "manifest.json")
+    for file in ("learner-3/arrays/0/d", "learner-3/meta.json", "manifest.json")
   ]
 
 

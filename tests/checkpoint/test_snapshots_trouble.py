@@ -203,6 +203,42 @@ def test_what_is_given_up_and_committed_all_the_same_stays(path, monkeypatch):
   assert new.committed() == [3, 2, 1] and new.parts(3) == new.manifest(3)["parts"]
 
 
+@pytest.mark.parametrize("when", ["between two windows", "before its meta", "after its forgetting"])
+def test_what_is_forgotten_while_it_is_written_is_never_complete(path, monkeypatch, when):
+  """A former life that still wrote completed a part that had lost its first arrays, and shard 0
+  committed it."""
+  old, new = Storage(path, "plan", pytest.fail), Storage(path, "plan", pytest.fail)
+  monkeypatch.setattr(arrays_lib, "WINDOW_BYTES", 1)
+  write, sign, rmtree = arrays_lib.write, signed_json.write, type(old.path).rmtree
+
+  def windows(folder, window):
+    if when == "between two windows" and folder.name == "2":
+      new.forget("learner-0")
+    write(folder, window)
+
+  def meta(file, signed):
+    if when == "before its meta":
+      new.forget("learner-0")
+    if when != "after its forgetting":
+      return sign(file, signed)
+
+    def deleted(folder, **more):
+      rmtree(folder, **more)
+      if folder == file.parent:
+        folder.mkdir()
+        sign(file, signed)
+
+    with monkeypatch.context() as patched:
+      patched.setattr(type(old.path), "rmtree", deleted)
+      new.forget("learner-0")
+
+  monkeypatch.setattr(arrays_lib, "write", windows)
+  monkeypatch.setattr(signed_json, "write", meta)
+  with pytest.raises(OSError):
+    old.save(3, "learner-0", 3, {}, {f"a/{i}": np.full(9, i) for i in range(4)})
+  assert new.parts(3) == {}
+
+
 def test_forgetting_leaves_others_parts_of_what_is_being_written(path):
   storage = Storage(path, "plan", pytest.fail)
   for role in ROLES:

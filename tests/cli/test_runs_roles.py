@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ddiloco import cli, environment
+from ddiloco import cli, environment, workdir
 from ddiloco.config import from_dict
 from ddiloco.engines import session, single_roles
 
@@ -119,13 +119,25 @@ def test_a_learner_gets_the_devices_of_its_island(place, prepared, tmp_path):
 
 
 def test_a_shard_needs_no_accelerator(place, prepared, tmp_path):
-  workdir = f"--workdir={tmp_path / 'run'}"
-  more = ["--run_id=big", "--keys=k", "--http=127.0.0.1:0"]
-  assert cli.main(["syncer", *ALL, *NEEDED["syncer"], workdir, *more]) == 7
+  more = [f"--workdir={tmp_path / 'run'}", "--run_id=big", "--keys=k", "--http=127.0.0.1:0"]
+  assert cli.main(["syncer", *ALL, *NEEDED["syncer"], *more]) == 7
   ((number, where),) = place
   assert number == 0 and where.bind == "tcp://127.0.0.1:7000"
   assert (where.run_id, where.keys, where.http) == ("big", Path("k"), "127.0.0.1:0")
   assert prepared == [{"num_cpu_devices": 1, "cpu_only": True}]
+
+
+def test_a_shard_is_refused_where_a_run_trains(place, tmp_path, capsys, monkeypatch):
+  """It was a second run in the same files, and both committed snapshots. The run's own are not."""
+  shard = ["syncer", *ALL, *NEEDED["syncer"], f"--workdir={tmp_path}"]
+  with workdir.held(tmp_path):
+    assert cli.main(shard) == 2 and not place
+    assert "another process trains in it" in capsys.readouterr().err
+    monkeypatch.setattr("ddiloco.cli.runs.end_with_parent", lambda: None)
+    assert cli.main([*shard, "--attached"]) == 7
+  assert cli.main(shard) == 7
+  with workdir.held(tmp_path):
+    pass  # a shard takes nothing from a run that begins
 
 
 @pytest.mark.parametrize("name", ["../other", ".", "a/b"])

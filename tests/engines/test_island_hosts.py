@@ -12,6 +12,7 @@ from ddiloco.config import ConfigError, from_dict
 from ddiloco.engines.children import LOST, Child, processes_of, spawn
 from ddiloco.engines.island_hosts import check_hosts
 from ddiloco.engines.role_spec import RoleSpec
+from ddiloco.environment import BAD_USAGE
 from tests.engines.real import events_of, start, tiny, wait_for
 from tests.engines.test_processes import python
 
@@ -134,6 +135,16 @@ def test_a_signal_is_the_reason_and_not_the_failures_that_follow(tmp_path):
     wait_for(lambda each=each: each.poll() is not None, "its end")
   assert child.poll() == -signal.SIGKILL
   assert child.bury(child.poll()).startswith("killed by SIGKILL")
+
+
+def test_wrong_usage_of_one_host_is_the_reason_and_not_the_failures_that_follow(tmp_path):
+  """The whole island was started again and again, and no word of what was wrong was said."""
+  wrong = "import sys; print('data.path: is missing. Fix: copy it'); sys.exit(2)"
+  child = child_of(tmp_path, "raise SystemExit(1)", wrong)
+  for each in child._processes:
+    wait_for(lambda each=each: each.poll() is not None, "its end")
+  assert child.poll() == BAD_USAGE
+  assert child.bury(child.poll()) == "exit status 2: data.path: is missing. Fix: copy it"
 
 
 # --- what is refused ------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from ddiloco.checkpoint import weights
 from ddiloco.config import ConfigError, from_dict
 from ddiloco.engines import session
 from ddiloco.engines.children import MEETING, RoleActor
+from ddiloco.workdir import held
 from tests.engines.real import events_of, start, tiny, wait_for
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs ddiloco[ray]")
@@ -70,6 +71,23 @@ def test_islands_that_this_machine_cannot_hold_together_are_refused():
   for there, said in [({"TPU": 4.0}, "ask for 8 TPU, this machine has 4"), ({}, "has 0")]:
     with pytest.raises(ConfigError, match=f"islands.resources: .*{said}.*Fix: .*--ray_address"):
       check_resources(config, there)
+
+
+@needs_ray
+@pytest.mark.parametrize("refused", ["islands.resources", "another process trains in it"])
+def test_a_run_that_is_refused_leaves_no_ray_behind(tmp_path, monkeypatch, refused):
+  """In a notebook it stayed, and the next run took it for the user's own: also --ray_address."""
+  from ddiloco.engines import ray as engine
+
+  here = []  # whether Ray runs
+  monkeypatch.setattr(engine, "connect", lambda address: not here.append(True))
+  monkeypatch.setattr(engine.ray, "shutdown", here.pop)
+  monkeypatch.setattr(engine.ray, "cluster_resources", dict)
+  asked = {"TPU": 4} if refused.startswith("islands") else {}
+  config = tiny(steps=1, islands={"num_learners": 1, "resources": asked}, run={"evaluations": 0})
+  with held(tmp_path), pytest.raises(ConfigError, match=refused):
+    session.train(config, tmp_path, engine="ray")
+  assert not here
 
 
 @needs_ray

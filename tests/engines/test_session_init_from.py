@@ -63,7 +63,10 @@ def test_a_run_starts_from_what_another_has_exported(first, tmp_path, monkeypatc
 def test_islands_without_shards_start_from_a_workdir(first, tmp_path):
   config = make_config(2, learning_rate=1e-9, init_from=first)
   config = dataclasses.replace(config, sync=dataclasses.replace(config.sync, num_shards=0))
+  islands = tmp_path / "alone" / "islands"
+  (islands / ".learner-1.4f3a").mkdir(parents=True)  # of an earlier save, which a kill cut off
   assert session.train(config, tmp_path / "alone") == 0
+  assert sorted(path.name for path in islands.iterdir()) == ["learner-0", "learner-1"]
   new = outcome(tmp_path / "alone")
   assert new["loss_untrained"] == outcome(first)["loss_merged"]
   assert new["loss_merged"] == pytest.approx(new["loss_untrained"], abs=1e-5)

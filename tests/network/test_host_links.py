@@ -86,9 +86,10 @@ def test_messages_and_bytes_arrive_in_order_on_each_kind_of_connection(url, tmp_
 
 def test_who_does_not_come_is_named(url):
   meeting = Meeting(url, ISLAND, "", None)
-  join(url, ISLAND, 2, None, PATIENCE_SECONDS)
+  held = join(url, ISLAND, 2, None, PATIENCE_SECONDS)
   with pytest.raises(HostsApart, match=r"hosts \[1\] of 3 have not come within 0.2 s. Fix"):
     meeting.wait(0.2)
+  held[0].close()
 
 
 @pytest.mark.parametrize(
@@ -112,10 +113,30 @@ def test_a_host_that_does_not_belong_is_refused_with_the_reason(url, island, hos
 
 def test_a_second_host_of_the_same_number_is_refused(url):
   meeting = Meeting(url, ISLAND, "", None)
-  join(url, ISLAND, 1, None, PATIENCE_SECONDS)
+  held = join(url, ISLAND, 1, None, PATIENCE_SECONDS)
   with pytest.raises(HostsApart, match="host 1 is here already"):
     join(url, ISLAND, 1, None, PATIENCE_SECONDS)
+  held[0].close()
   meeting.close()
+
+
+@pytest.mark.parametrize("secured", [False, True])
+def test_a_host_that_ends_before_all_have_come_may_come_again(url, tmp_path, secured):
+  """It was refused as here already until the last host came; then all had to start once more."""
+  keys = keys_of(tmp_path, "learner-3") if secured else None
+  meeting = Meeting(url, ISLAND, "", keys)
+  for _ in range(2):
+    links, _ = join(url, ISLAND, 1, keys, PATIENCE_SECONDS)
+    assert meeting.missing == [2]
+    links.close()
+  until = time.monotonic() + PATIENCE_SECONDS
+  while meeting.missing != [1, 2] and time.monotonic() < until:
+    time.sleep(0.01)
+  assert meeting.missing == [1, 2]
+  links = [join(url, ISLAND, host, keys, PATIENCE_SECONDS)[0] for host in (1, 2)]
+  joined = meeting.wait(PATIENCE_SECONDS)
+  joined[1].orders.send(b"order")
+  assert links[0].orders.receive() == b"order"
 
 
 def test_another_roles_key_and_no_key_do_not_open_an_island(url, tmp_path):
@@ -140,8 +161,9 @@ def test_garbage_on_the_port_keeps_nobody_out(url, garbage):
   meeting = Meeting(url, ISLAND, "", None)
   with socket.create_connection(host_and_port(url), 5.0) as stranger:
     stranger.sendall(garbage)
-    join(url, ISLAND, 1, None, PATIENCE_SECONDS)
+    held = join(url, ISLAND, 1, None, PATIENCE_SECONDS)
     assert meeting.missing == [2]
+  held[0].close()
   meeting.close()
 
 
@@ -210,7 +232,7 @@ def test_a_leader_that_never_comes_is_waited_for_that_long_and_a_signal_ends_the
 class Watched:
   """The watch of a leader with two others, whose beats the test sends by hand."""
 
-  def __init__(self, limit_seconds: float, order_seconds: float | None = None):
+  def __init__(self, limit_seconds: float, order_seconds: float | None = None, **more):
     pairs = {host: socket.socketpair() for host in (1, 2)}
     self.theirs = {host: HostLink(b) for host, (_, b) in pairs.items()}
     self.progress, self.told = HostProgress(doing="inside a step"), queue.Queue()
@@ -223,6 +245,7 @@ class Watched:
       lambda: limit_seconds if order_seconds is None else order_seconds,
       lambda host, reason: self.told.put((host, reason)),
       self.asked.set,
+      **more,
     )
 
   def beat(self, host: int, done: int, doing: str = "inside a step", **more) -> None:
@@ -252,6 +275,22 @@ def test_a_host_that_falls_silent_is_named_and_one_that_beats_is_not(socketpair)
     time.sleep(0.1)
   host, reason = watched.told.get_nowait()
   assert host == 2 and "it was not heard for" in reason
+
+
+def test_a_host_that_has_not_been_heard_yet_has_more_time(socketpair):
+  """A host that came early ended when the last host came more than `network.silence_seconds` later,
+  and was refused when it came again."""
+  watched, until = Watched(limit_seconds=0.5, meet_seconds=1e9), time.monotonic() + 2.0
+  while time.monotonic() < until:
+    watched.beat(1, 0)
+    time.sleep(0.1)
+  assert watched.told.empty()
+  watched.beat(2, 0)
+  over = time.monotonic() + PATIENCE_SECONDS
+  while watched.told.empty() and time.monotonic() < over:
+    watched.beat(1, 0)
+    time.sleep(0.1)
+  assert watched.told.get_nowait()[0] == 2, "which then falls silent"
 
 
 def test_who_is_waited_for_is_named_with_what_it_does(socketpair):

@@ -114,8 +114,8 @@ def test_a_shard_captures_before_it_takes_in_who_has_captured_and_by_its_global_
   shard = Script(OFTEN)
   shard.feed(report(0, (0, 0), (1, 1), global_step=9))
   before = shard.state
-  [first] = records(shard, dataclasses.replace(push(0, 0), snapshot=1, global_step=10))
-  assert first.snapshot == 1 and first.learners == (0,)
+  [first] = records(shard, dataclasses.replace(push(0, 0), snapshot=10, global_step=10))
+  assert first.snapshot == 10 and first.learners == (0,)
   assert first.state.fragments[0].round.pushes == {} == before.fragments[0].round.pushes
   assert shard.state.fragments[0].version == 1
   assert not records(shard, report(0, (0, 0), (1, 1), global_step=19)), "captured once"
@@ -124,7 +124,7 @@ def test_a_shard_captures_before_it_takes_in_who_has_captured_and_by_its_global_
   )
   shard.state, actions = says.shard_on(shard.state, Saved(0.0), OFTEN)
   [begun] = [a for a in actions if isinstance(a, TakeSnapshot)]
-  assert (begun.snapshot, begun.state.global_step) == (2, 25)
+  assert (begun.snapshot, begun.state.global_step) == (20, 25)
   assert not records(Script(ALONE), report(0, (0, 0), (1, 1), global_step=199))
   other = Script(OFTEN)
   other.state = dataclasses.replace(other.state, shard=1)
@@ -132,13 +132,13 @@ def test_a_shard_captures_before_it_takes_in_who_has_captured_and_by_its_global_
 
 
 def test_a_shard_records_nothing_again_that_its_values_may_depend_on():
-  values = (FragmentState(0, snapshot=3), FragmentState(1, snapshot=5))
+  values = (FragmentState(0, snapshot=30), FragmentState(1, snapshot=50))
   shard = Script(OFTEN)
   shard.state = syncer.init(0, 1, values, 1 << 60, began_at=-1000.0)
-  old = dataclasses.replace(report(0, (0, 0), (1, 1), global_step=59), snapshot=5)
+  old = dataclasses.replace(report(0, (0, 0), (1, 1), global_step=59), snapshot=50)
   assert not records(shard, old)
-  [new] = records(shard, dataclasses.replace(old, global_step=60, snapshot=6))
-  assert {f.snapshot for f in new.state.fragments} == {6}
+  [new] = records(shard, dataclasses.replace(old, global_step=60, snapshot=60))
+  assert {f.snapshot for f in new.state.fragments} == {60}
 
 
 def test_a_learner_records_before_it_takes_the_message_in():
@@ -327,9 +327,9 @@ def test_a_report_of_a_round_that_never_was_is_ignored():
   assert shard.feed(report(0, (0, 0), (2, 2))), "its honest reports count again"
 
 
-@pytest.mark.parametrize("number, believed", [(FUTURE, False), (3, False), (2, True)])
+@pytest.mark.parametrize("number, believed", [(FUTURE, False), (30, False), (20, True)])
 def test_a_snapshot_that_cannot_have_begun_is_ignored(number, believed):
-  """At global step 16, with a snapshot every 10 steps: 2 may be begun by who is a little ahead."""
+  """At global step 16, with a snapshot every 10 steps: 20 may be begun by who is a little ahead."""
   shard = Script(OFTEN)
   shard.feed(report(0, (0, 0), (1, 1), global_step=16))
   shard.feed(Tick(0.0))
@@ -338,7 +338,30 @@ def test_a_snapshot_that_cannot_have_begun_is_ignored(number, believed):
     said = dataclasses.replace(message, snapshot=number)
     assert believed or (shard.feed(said, norm=1.0) == [] and shard.state == before)
   shard.feed(dataclasses.replace(report(0, (0, 0), (2, 2), global_step=16), snapshot=number))
-  assert shard.state.snapshot == (2 if believed else 1)
+  assert shard.state.snapshot == (20 if believed else 10)
+
+
+def test_a_number_that_no_snapshot_has_begins_none():
+  """Or a liar could make all roles save their states at every step."""
+  shard = Script(OFTEN)
+  shard.feed(report(0, (0, 0), (1, 1), global_step=16))
+  assert not records(shard, dataclasses.replace(report(0, (0, 0), (2, 2)), snapshot=17))
+  assert shard.state.snapshot == 10
+
+
+def test_a_run_that_goes_on_with_rarer_snapshots_hears_its_learners_and_saves_again():
+  """Numbers counted periods of `snapshot_steps`: until as many of the longer ones were over, all
+  that learners said was ignored, as of a snapshot to come. They trained on, and none was merged."""
+  before = dataclasses.replace(OFTEN, snapshot_steps=5)
+  shard = Script(before)
+  [begun] = records(shard, report(0, (0, 0), (1, 1), global_step=45))
+  values = tuple(dataclasses.replace(f, global_step=45) for f in begun.state.fragments)
+  shard, number = Script(OFTEN), begun.snapshot
+  shard.state = syncer.init(0, 1, values, 1 << 60, began_at=-1000.0)
+  said = dataclasses.replace(report(0, (0, 0), (2, 2), global_step=46), snapshot=number)
+  assert not any(isinstance(a, events.Ignored) for a in shard.feed(said))
+  [next_one] = records(shard, dataclasses.replace(said, global_step=50))
+  assert next_one.snapshot > number
 
 
 def test_who_takes_no_snapshots_hears_of_none():
@@ -358,8 +381,8 @@ def test_snapshots_go_on_beside_a_liar():
 
   world._deliver = lie
   world.run(6.0)
-  assert max(world.snapshots) >= 10
-  assert all(a.state.snapshot < 15 for a in world.actors.values())
+  assert max(world.snapshots) >= 50
+  assert all(a.state.snapshot < 75 for a in world.actors.values())
   assert ("learner", 1) not in world.snapshots[max(world.snapshots)], "nobody counts on it"
 
 

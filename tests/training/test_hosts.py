@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+import threading
+import weakref
 from types import SimpleNamespace
 
 import jax
@@ -13,7 +16,7 @@ import pytest
 
 from ddiloco import environment
 from ddiloco.engines.role_spec import free_urls
-from ddiloco.network.host_links import HostProgress
+from ddiloco.network.host_links import HostLink, HostProgress
 from ddiloco.roles import initial
 from ddiloco.training import hosts
 from ddiloco.training.hosts import parts_held, parts_sent
@@ -92,6 +95,73 @@ def test_a_host_that_cannot_move_values_says_so():
   shelf.get = get
   hosts._move_values(None, link, shelf, HostProgress(), told.append)
   assert told == [error]
+
+
+@pytest.fixture
+def led(monkeypatch):
+  """(An island's leader, what its one follower keeps); both have all devices, in this process."""
+  both = lambda sharding, shape: {h: parts_held(sharding, shape)[0] for h in (0, 1)}  # noqa: E731
+  monkeypatch.setattr(hosts, "parts_held", both)
+  monkeypatch.setattr(hosts, "parts_sent", both)
+  config = config_of("1x8x1", 1)
+  plan = initial.make_plan(config)
+  island = Island(config, 0, jax.devices()[:8], plan)
+  island.reset()
+  with socket.create_server(("127.0.0.1", 0)) as server:
+    near = socket.create_connection(server.getsockname())
+    far, _ = server.accept()
+  shelf, progress = hosts._Shelf(), HostProgress()
+  moved = island, HostLink(far), shelf, progress, lambda error: None
+  threading.Thread(target=hosts._move_values, args=moved, daemon=True).start()
+  links = SimpleNamespace(orders=SimpleNamespace(send=lambda order: None), values=HostLink(near))
+  yield hosts.LeadingIsland(island, plan, {1: links}, progress), shelf
+  links.values.close()
+
+
+def captured_by(led) -> dict[str, hosts.CapturedArray]:
+  leader, shelf = led
+  captured = leader.capture()
+  shelf.put(next(iter(captured.values()))._value.number, leader.island.capture())
+  return captured
+
+
+def test_a_captured_array_is_gone_once_it_is_collected(led):
+  """The whole state stayed on every host, and what JAX copies of an array that is read, until the
+  last array was saved."""
+  leader, shelf = led
+  captured = captured_by(led)
+  value = next(iter(captured.values()))._value
+  kept = {
+    name: [weakref.ref(each[name]) for each in (value.arrays, shelf.get(value.number))]
+    for name in captured
+  }
+  state = {name: np.asarray(array) for name, array in leader.island.capture().items()}
+  for name in list(captured):
+    assert np.array_equal(np.asarray(captured.pop(name)), state[name])
+  *names, _ = kept  # its thread may still hold the last one
+  assert not any(array() is not None for name in names for array in kept[name])
+
+
+def test_what_a_failed_value_leaves_in_a_connection_is_no_other_value(led, monkeypatch):
+  """The follower's "done" was read as the first bytes of the next array, which was then saved."""
+  leader, _ = led
+  captured = captured_by(led)
+  name, *names = captured
+  assert np.array_equal(np.asarray(captured[name]), leader.island.capture()[name])
+
+  def full(*_):
+    if threading.current_thread() is me:
+      raise RuntimeError("RESOURCE_EXHAUSTED")
+    return place(*_)
+
+  me, place = threading.current_thread(), hosts._place
+  monkeypatch.setattr(hosts, "_place", full)
+  size = leader._plan.fragments[0].size
+  with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+    leader.stage(0, np.ones(size, np.float32))
+  for name in names:
+    with pytest.raises(OSError, match="not moved to its end"):
+      np.asarray(captured[name])
 
 
 def test_every_part_of_an_array_is_sent_once_and_by_who_has_it():
