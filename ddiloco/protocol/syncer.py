@@ -62,6 +62,8 @@ from ddiloco.protocol.states import (
 )
 from ddiloco.protocol.values import put, replace
 
+FIRST_STEP_SECONDS = 60.0  # that a learner may be silent before any learner has made a step
+
 
 def init(
   shard: int,
@@ -216,9 +218,12 @@ def next_wake(
 # --- members: hello, reports, silence, goodbye, and versions they lack ---------------------------
 
 
-def lost_at(member: Member, sync: SyncConfig) -> float:
-  """When a learner that stays silent counts as lost; adapts to the learner's step time."""
-  return member.heard_at + max(sync.liveness_seconds, sync.liveness_steps * member.step_seconds)
+def lost_at(state: SyncerState, member: Member, sync: SyncConfig) -> float:
+  """When a learner that stays silent counts as lost; adapts to the learner's step time, which is
+  known after its first step. Until then the usual one counts, and a minute if none is known."""
+  step_seconds = member.step_seconds or rules.usual_pace(state.beliefs)
+  patience = sync.liveness_steps * step_seconds or FIRST_STEP_SECONDS
+  return member.heard_at + max(sync.liveness_seconds, patience)
 
 
 def _new_member(state: SyncerState, learner: int, incarnation: int, now: float) -> Member:
@@ -304,7 +309,7 @@ def _on_hello(
 
 def _heard(state: SyncerState, learner: int, member: Member, sync: SyncConfig) -> SyncerState:
   """Keeps a member that has just been heard, and when the first member would be lost to silence."""
-  silent_at = min(state.silent_at, lost_at(member, sync))
+  silent_at = min(state.silent_at, lost_at(state, member, sync))
   return replace(state, members={**state.members, learner: member}, silent_at=silent_at)
 
 
@@ -566,8 +571,8 @@ def lose_silent(state: SyncerState, now: float, sync: SyncConfig) -> SyncerOutco
   if now < state.silent_at:
     return state, actions
   for learner, member in list(state.members.items()):
-    if not member.lost and now >= lost_at(member, sync):
+    if not member.lost and now >= lost_at(state, member, sync):
       state = forget_pending(set_member(state, learner, lost=True), learner)
       actions.append(member_event(learner, "lost", f"silent for {now - member.heard_at:.2f} s"))
-  there = [lost_at(member, sync) for member in state.members.values() if not member.lost]
+  there = [lost_at(state, member, sync) for member in state.members.values() if not member.lost]
   return replace(state, silent_at=min(there, default=math.inf)), actions

@@ -60,6 +60,16 @@ def account(events: list[dict]):
 # --- without faults -------------------------------------------------------------------------------
 
 
+def test_no_learner_is_lost_while_it_makes_its_first_step():
+  """Steps take longer than `liveness_seconds`, and before the first one ends no report comes."""
+  kill = Fault("kill", "learner-1", at_step=20, seconds=70.0)
+  config = make(faults=[kill], liveness_seconds=2.0, snapshot_steps=0)
+  _, events = play(config, step_seconds=6.0)
+  lost = [(e.learner, e.state) for e in of(events, "member") if e.state in ("lost", "joined")]
+  shards = [(m, "joined") for m in (0, 1, 2) for _ in range(2)]
+  assert sorted(lost) == sorted([*shards, *2 * [(1, "lost"), (1, "joined")]])
+
+
 @pytest.mark.parametrize("quorum", [1, 2])
 def test_an_island_eight_times_as_fast_as_the_others_has_its_part_to_the_end(quorum):
   """Most of the run's steps are its own; shards once believed four times, then asked it no more."""
