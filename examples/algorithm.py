@@ -32,7 +32,7 @@ STEP_SECONDS = (1.0, 1.1013, 1.2507, 3.1019)  # of each island; M = 4
 H, TAU, K, GAMMA = 24, 2, 1, 0.9
 OUTER_RATE, MOMENTUM = 0.5, 0.8  # of the outer step, Nesterov
 LATENCY = 0.05  # seconds that a message takes
-SILENT_STEPS = 10  # a learner that is silent for so many of its steps counts as lost
+SILENT_STEPS, SILENT_SECONDS = 10, 2.0  # a learner that is silent for so long counts as lost
 BATCH = 8  # examples a step; the paper's tokens
 
 Vector = np.ndarray  # f32, one fragment
@@ -86,27 +86,32 @@ class Learner:
     self.alive, self.step, self.batch = True, 0, 0
     self.local: list[Vector] = [np.empty(0)] * P  # what the island trains
     self.base: list[Vector] = [np.empty(0)] * P  # the published value received last
-    self.version = [-1] * P
+    self.version, self.newest = [-1] * P, [-1] * P  # applied, arrived
     self.since_sync = [0] * P  # steps
     self.unmerged = [0] * P  # steps that no version has yet
     self.pull: dict[int, int] = {}  # fragment -> the round that asks for it
     self.sent: dict[int, tuple[int, Vector, int, int]] = {}  # round, delta, its steps, at step
-    self.arrived: list[Publish] = []  # they go to the devices beside the running step
-    self.staged: list[Publish] = []  # ready to be applied
+    self.arrived: list[Publish] = []
+    self.staged: list[Publish] = []  # on their way to the devices, beside the running step
 
   def on_pull(self, fragment: int, round_id: int) -> None:
     self.pull[fragment] = round_id
 
   def on_publish(self, publish: Publish) -> None:
-    if self.step or min(self.version) >= 0:
+    p = publish.fragment
+    if publish.version <= self.newest[p]:
+      return  # a duplicate
+    self.newest[p] = publish.version
+    if min(self.version) >= 0:
       self.arrived.append(publish)
       return
-    p = publish.fragment  # it has just started: it begins with the newest versions
+    # It has just started: it begins with the newest versions.
     self.version[p], self.base[p], self.local[p] = publish.version, publish.value, +publish.value
     if min(self.version) >= 0:
-      self.begin_step()
+      self.world.after(0, self.begin_step)
 
   def begin_step(self) -> None:
+    self.staged, self.arrived = self.arrived, []
     self.batch = self.world.begun[self.number]
     self.world.begun[self.number] += 1
     self.world.after(STEP_SECONDS[self.number], self.end_step)
@@ -121,8 +126,7 @@ class Learner:
     # The boundary between two steps. Nothing here waits for another role.
     for publish in self.staged:
       self.apply(publish)
-    self.staged, self.arrived = self.arrived, []
-    on_the_way = {publish.fragment for publish in self.staged}
+    on_the_way = {publish.fragment for publish in self.arrived}
     for p in [p for p in self.pull if p not in on_the_way]:
       self.push(p, self.pull.pop(p))
     syncer, report = self.world.syncer, (list(self.version), list(self.since_sync))
@@ -196,11 +200,12 @@ class Syncer:
     self.members[number] = Member(list(self.version), [0] * P)
     for p in range(P):
       self.publish(p, [number], ())
+    self.decide()  # no round waits for its last life any more
 
   def on_report(self, number: int, version: list[int], since_sync: list[int]) -> None:
     """A few integers after every step: the control plane."""
     step_seconds = STEP_SECONDS[number]  # the learner measures it
-    lost_at = self.world.now + SILENT_STEPS * step_seconds
+    lost_at = self.world.now + max(SILENT_SECONDS, SILENT_STEPS * step_seconds)
     self.members[number] = Member(version, since_sync, step_seconds, lost_at)
     self.decide()
 

@@ -8,6 +8,7 @@
   endings     the same; and the run ends, also in lock-step, and with learners that leave
   liar        one member with a valid key sends arbitrary well-formed messages
   supervisor  roles come, go, hang and die; one policy starts them again
+  algorithm   drawn settings and kills; every commit must be that of `examples/algorithm.py`
 
 A world draws a subset of its family's kinds of faults first, then faults of these kinds; the checks
 are in `tests/worlds.py`. Family and seed determine a world: a failure names both, and
@@ -32,6 +33,7 @@ import common
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
+from tests.examples import one_file
 from tests.protocol import disasters, endings, liar, storms, supervised
 from tests.simulation import faulted
 
@@ -42,6 +44,7 @@ FAMILIES = {
   "endings": endings.check,
   "liar": liar.check,
   "supervisor": supervised.check,
+  "algorithm": one_file.check,
 }
 BLOCK = 50  # worlds between two lines of progress, in one process
 

@@ -1,0 +1,178 @@
+"""The algorithm in one file as a family of random worlds: the package commits the same.
+
+The package's roles, in virtual time, against `examples/algorithm.py`: the same problem, paces,
+latency and kills; settings are drawn. Every commit has to be the same (fragment, version, learners,
+steps), and the values at the end too. Two commits of one instant may come in either order.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import math
+import pathlib
+import random
+import runpy
+from typing import Any
+
+import numpy as np
+
+from ddiloco.config import from_dict
+from ddiloco.core.delta import Committed, Deltas, Merger
+from ddiloco.core.fragments import Fragment, Piece, Plan
+from ddiloco.protocol import events
+from ddiloco.simulation.stand_ins import VirtualIsland
+from ddiloco.simulation.world import Pace, World
+from tests.worlds import swarm
+
+KINDS = ("kill", "straggler", "long_links")
+FILE = pathlib.Path(__file__).parents[2] / "examples" / "algorithm.py"
+SECONDS = 300.0
+STAGE_SECONDS = 1e-7  # a new version is not on the devices before the next step has begun
+
+
+def algorithm_with(**settings):
+  """The names of the example, with other settings."""
+  names = runpy.run_path(str(FILE))["World"].__init__.__globals__
+  names.update(settings)
+  return names
+
+
+def config_of(algorithm):
+  return from_dict(
+    {
+      "islands": {
+        "num_learners": len(algorithm["STEP_SECONDS"]),
+        "batch_size": algorithm["BATCH"],
+      },
+      "data": {"sequence_length": 1},
+      "run": {"total_tokens": 10**6},
+      "sync": {
+        "num_shards": 1,
+        "num_fragments": algorithm["P"],
+        "sync_period": algorithm["H"],
+        "overlap_steps": algorithm["TAU"],
+        "min_quorum": algorithm["K"],
+        "grace_safety": algorithm["GAMMA"],
+        "liveness_steps": algorithm["SILENT_STEPS"],
+        "liveness_seconds": algorithm["SILENT_SECONDS"],
+        "max_norm_ratio": 1e9,  # no update is screened
+        "snapshot_steps": 0,
+      },
+      "outer": {
+        "learning_rate": algorithm["OUTER_RATE"],
+        "momentum": algorithm["MOMENTUM"],
+        "decay_share": 0.0,
+      },
+    }
+  )
+
+
+class Island(VirtualIsland):
+  """An island that trains the problem of the example."""
+
+  def __init__(self, world, learner, seed):
+    super().__init__(world, learner, seed)
+    self._problem, self._begun = world.algorithm, world.begun
+    self.params = [np.zeros_like(first) for first in self._problem["FIRST"]]
+
+  def step(self, batch, schedule_step, rate_scale):
+    super().step(batch, schedule_step, rate_scale)
+    self._problem["inner_step"](self.params, self._learner, self._begun[self._learner])
+    self._begun[self._learner] += 1
+
+  def copy_out(self, fragment):
+    return self.params[fragment].reshape(-1).copy()
+
+  def apply(self, fragment, staged, keep):
+    flat = self.params[fragment].reshape(-1)
+    flat[:] = staged if keep == 0 else np.float32(keep) * flat + staged
+
+
+class Roles(World):
+  """The package's learners and syncer with the vectors of the example."""
+
+  def __init__(self, algorithm):
+    self.algorithm, self.commits = algorithm, []
+    self.begun = [0] * len(algorithm["STEP_SECONDS"])
+    pace = Pace(algorithm["STEP_SECONDS"], 0.0, 0.0, STAGE_SECONDS, 0.0)
+    super().__init__(config_of(algorithm), pace)
+
+  def new_plan(self, sizes):
+    shapes = [first.shape for first in self.algorithm["FIRST"]]
+    return Plan(
+      tuple(
+        Fragment(p, (Piece(f"{p}", None, 0, math.prod(shape), shape, 0, average=False),))
+        for p, shape in enumerate(shapes)
+      )
+    )
+
+  def put(self, state):
+    value = self.algorithm["FIRST"][state.index].reshape(-1)
+    self.kept.save(Committed(state, value, value, None))
+
+  def initial_values(self):
+    return {p: first.reshape(-1) for p, first in enumerate(self.algorithm["FIRST"])}
+
+  def island(self, actor):
+    return Island(self, actor.number, "")
+
+  def deltas(self, actor):
+    return Deltas(self.sync)
+
+  def merger(self, actor, fragments):
+    return Merger(fragments, self.kept, self.config)
+
+  def travel(self, sender, to, message, size):
+    arrive = functools.partial(self.enter, sender, to, message, size)
+    self.at(self.now + self.algorithm["LATENCY"], arrive)
+
+  def tell(self, actor, event):
+    if isinstance(event, events.Commit):
+      self.commits.append((event.fragment, event.version, event.learners, event.steps))
+
+
+def settings(seed: int) -> dict[str, Any]:
+  """Settings of the world of this seed; step times that no two learners share."""
+  kinds, chance = swarm(seed, KINDS), random.Random(f"settings {seed}")
+  times = [round(1 + chance.random(), 4) for _ in range(chance.randint(2, 6))]
+  if "straggler" in kinds:
+    times[chance.randrange(len(times))] = round(3 + 3 * chance.random(), 4)
+  return {
+    "STEP_SECONDS": tuple(times),
+    "H": chance.randint(6, 30),
+    "TAU": chance.randint(0, 4),
+    "K": chance.randint(1, min(3, len(times))),
+    "GAMMA": chance.choice([0.0, 0.5, 0.9]),
+    "SILENT_SECONDS": 30.0,  # and so nothing is asked for twice
+    "LATENCY": round(chance.uniform(0.3, 0.9) if "long_links" in kinds else 0.05, 3),
+  }
+
+
+def kills(seed: int, learners: int) -> list[tuple[int, float, float]]:
+  """(learner, when it is killed, for how many seconds), one after the other."""
+  chance, count = random.Random(f"kills {seed}"), 3 if "kill" in swarm(seed, KINDS) else 0
+  times = [40 + 80 * i + 40 * chance.random() for i in range(count)]
+  return [(chance.randrange(learners), at, 5 + 30 * chance.random()) for at in times]
+
+
+def check(seed: int) -> collections.Counter[str]:
+  """Runs the world of this seed."""
+  drawn = settings(seed)
+  algorithm = algorithm_with(**drawn)
+  roles, reference = Roles(algorithm), algorithm["World"]()
+  planned = kills(seed, len(drawn["STEP_SECONDS"]))
+  for learner, at, seconds in planned:
+    roles.at(at, roles.kill, ("learner", learner), seconds)
+    reference.at(at, reference.kill, learner)
+    reference.at(at + seconds, reference.start, learner)
+  roles.run(SECONDS)
+  reference.run(SECONDS)
+  assert sorted(roles.commits) == sorted(reference.commits), drawn
+  assert roles.begun == reference.begun
+  for p, value in enumerate(reference.syncer.value):
+    np.testing.assert_allclose(roles.kept.load(p).value, value.reshape(-1), rtol=0, atol=1e-5)
+  kinds = collections.Counter(swarm(seed, KINDS) - {"kill"})
+  sizes = {len(learners) for _, _, learners, _ in reference.commits}
+  kinds.update({"kill": len(planned), "commits": len(reference.commits), "differ": len(sizes) > 1})
+  return kinds
