@@ -200,14 +200,15 @@ class Syncer:
     self.members[number] = Member(list(self.version), [0] * P)
     for p in range(P):
       self.publish(p, [number], ())
-    self.decide()  # no round waits for its last life any more
+    self.world.after(0, self.decide)  # no round waits for its last life any more
 
   def on_report(self, number: int, version: list[int], since_sync: list[int]) -> None:
     """A few integers after every step: the control plane."""
     step_seconds = STEP_SECONDS[number]  # the learner measures it
     lost_at = self.world.now + max(SILENT_SECONDS, SILENT_STEPS * step_seconds)
     self.members[number] = Member(version, since_sync, step_seconds, lost_at)
-    self.decide()
+    self.world.after(0, self.decide)  # when all that arrives now is taken in
+    self.world.at(lost_at, self.decide)
 
   def on_push(
     self, p: int, round_id: int, number: int, delta: Vector, steps: int, tokens: int
@@ -221,11 +222,11 @@ class Syncer:
       current.quorum_at = self.world.now
       seconds, before = self.world.now - current.began_at, self.quorum_seconds
       self.quorum_seconds = before + 0.2 * (seconds - before) if before else seconds
-    self.decide()
+    self.world.after(0, self.decide)
 
   def decide(self) -> None:
     now = self.world.now
-    for number in [n for n, member in self.members.items() if member.lost_at < now]:
+    for number in [n for n, member in self.members.items() if member.lost_at <= now]:
       self.forget(number)
     for p, current in enumerate(self.round):
       if current is not None:

@@ -133,11 +133,11 @@ class Roles(World):
 
 
 def settings(seed: int) -> dict[str, Any]:
-  """Settings of the world of this seed; step times that no two learners share."""
+  """Settings of the world of this seed; times have so many digits that nothing happens at once."""
   kinds, chance = swarm(seed, KINDS), random.Random(f"settings {seed}")
-  times = [round(1 + chance.random(), 4) for _ in range(chance.randint(2, 6))]
+  times = [1 + chance.random() for _ in range(chance.randint(2, 6))]
   if "straggler" in kinds:
-    times[chance.randrange(len(times))] = round(3 + 3 * chance.random(), 4)
+    times[chance.randrange(len(times))] = 3 + 3 * chance.random()
   return {
     "STEP_SECONDS": tuple(times),
     "H": chance.randint(6, 30),
@@ -145,7 +145,7 @@ def settings(seed: int) -> dict[str, Any]:
     "K": chance.randint(1, min(3, len(times))),
     "GAMMA": chance.choice([0.0, 0.5, 0.9]),
     "SILENT_SECONDS": 30.0,  # and so nothing is asked for twice
-    "LATENCY": round(chance.uniform(0.3, 0.9) if "long_links" in kinds else 0.05, 3),
+    "LATENCY": chance.uniform(*((0.3, 0.9) if "long_links" in kinds else (0.02, 0.06))),
   }
 
 
@@ -171,7 +171,7 @@ def check(seed: int) -> collections.Counter[str]:
   assert sorted(roles.commits) == sorted(reference.commits), drawn
   assert roles.begun == reference.begun
   for p, value in enumerate(reference.syncer.value):
-    np.testing.assert_allclose(roles.kept.load(p).value, value.reshape(-1), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(roles.kept.load(p).value, value.reshape(-1), rtol=0, atol=1e-4)
   kinds = collections.Counter(swarm(seed, KINDS) - {"kill"})
   sizes = {len(learners) for _, _, learners, _ in reference.commits}
   kinds.update({"kill": len(planned), "commits": len(reference.commits), "differ": len(sizes) > 1})
