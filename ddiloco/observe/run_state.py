@@ -112,9 +112,10 @@ class RunState:
 
   @property
   def tokens_done(self) -> float:
-    """Merged tokens, the mean over fragments; without shards, the tokens trained."""
+    """Merged tokens, the mean over fragments; without shards, those of every island's newest life:
+    it begins anew."""
     if not self.num_shards:
-      return float(sum(island.tokens for island in self.islands.values()))
+      return float(sum(island.life_tokens for island in self.islands.values()))
     return sum(self.merged_tokens.values()) / max(1, self.num_fragments, len(self.merged_tokens))
 
   @property
@@ -314,6 +315,7 @@ class RunState:
     island = self._island(m, event.time)
     newest = self._count_life(island, event.incarnation)
     island.steps += 1
+    island.tokens += event.tokens
     self.blocked_seconds += event.blocked_seconds
     self.curves.add_step(event, m, island.lives)
     self.heat.add(event, m)
@@ -330,7 +332,7 @@ class RunState:
       self.first_step_time = event.time
     island.step, island.global_step = event.step, event.global_step
     island.loss = island.loss if event.loss is None else event.loss
-    island.tokens += event.tokens
+    island.life_tokens = event.tokens + (island.life_tokens if event.step > 1 else 0)
     island.tokens_per_second = finite_or(smoothed, rate)
     island.step_seconds, island.step_time = event.seconds, event.time
 

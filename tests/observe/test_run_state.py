@@ -216,6 +216,21 @@ def test_progress_is_merged_tokens_or_without_shards_trained_ones(make):
   assert RunState().progress == 0.0
 
 
+def test_without_shards_a_life_that_begins_anew_does_not_count_its_steps_twice(make):
+  alone = make.run_started(num_shards=0, num_fragments=0, total_tokens=600)
+  steps = [make.step(float(s), 0, s, tokens=100) for s in (1, 2, 3)]
+  again = [make.step(10.0 + s, 0, s, tokens=100, incarnation=1) for s in (1, 2)]
+  view = _fold([alone, *steps, make.event(9.0, "learner-0", "started", incarnation=1), *again])
+  assert view.progress == pytest.approx(200 / 600)
+  assert view.islands[0].tokens == 500
+
+
+def test_a_late_step_of_an_earlier_life_counts_with_its_tokens(make):
+  started = make.event(2.0, "learner-0", "started", incarnation=1)
+  view = _fold([make.step(1.0, 0, 1, tokens=100), started, make.step(2.1, 0, 2, tokens=100)])
+  assert (view.islands[0].steps, view.islands[0].tokens) == (2, 200)
+
+
 def test_steps_without_metrics_and_unknown_kinds(make):
   bare = make.step(1.0, 0, 1, loss=None, grad_norm=None)
   view = _fold([bare, Odd(time=2.0, role="learner-0", said="something_new", reason="")])
