@@ -52,7 +52,7 @@ class IslandState:
   steps: int = 0
   loss: float = math.nan
   tokens: int = 0
-  life_tokens: int = 0  # of the newest incarnation and those it goes on from, since step 1
+  life_tokens: int = 0  # of the newest incarnation and those it goes on from
   tokens_per_second: float = math.nan
   step_seconds: float = math.nan
   step_time: float = math.nan  # when its last step ended

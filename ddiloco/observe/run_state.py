@@ -73,7 +73,8 @@ class RunState:
     self._gradients = {name: deque[float](maxlen=RECENT_COMMITS) for name in OUTER_GRADIENTS}
     self.log_events: deque[LogEvent] = deque(maxlen=RECENT_LOG_EVENTS)
     self.num_log_events = 0  # ever
-    self.first_step_time = math.nan
+    self.first_step_time = math.nan  # since the run was started, or went on, the last time ...
+    self._before: dict[int, int] = {}  # ... and the tokens until then: by fragment, or by island
     self.finished = ""  # why the run ended
     self.ledger, self.tracks, self.kills = Ledger(), Tracks(), Kills()
     self.rounds, self.traffic, self.curves = Rounds(), TrafficTotals(), Curves()
@@ -114,9 +115,19 @@ class RunState:
   def tokens_done(self) -> float:
     """Merged tokens, the mean over fragments; without shards, those of every island's newest life:
     it begins anew."""
-    if not self.num_shards:
-      return float(sum(island.life_tokens for island in self.islands.values()))
-    return sum(self.merged_tokens.values()) / max(1, self.num_fragments, len(self.merged_tokens))
+    return self._mean(self._tokens)
+
+  @property
+  def _tokens(self) -> dict[int, int]:
+    """By fragment; without shards, by island."""
+    if self.num_shards:
+      return self.merged_tokens
+    return {m: island.life_tokens for m, island in self.islands.items()}
+
+  def _mean(self, tokens: dict[int, int]) -> float:
+    """Of all fragments; without shards, the sum of all islands."""
+    parts = max(1, self.num_fragments, len(self.merged_tokens)) if self.num_shards else 1
+    return sum(tokens.values()) / parts
 
   @property
   def progress(self) -> float:
@@ -172,10 +183,13 @@ class RunState:
     return speed((island, self._usual_rate(m)) for m, island in self.islands.items())
 
   def seconds_left(self, time: float) -> float:
-    """Seconds to the end at the pace since the first step; NaN during the first percent."""
-    done = self.progress
-    elapsed = time - self.first_step_time
-    return elapsed * (1 - done) / done if done > 0.01 and elapsed > 0 else math.nan
+    """Seconds to the end at the pace since the first step, of this start if the run was killed and
+    goes on; NaN during the first percent."""
+    left, elapsed = self.total_tokens - self.tokens_done, time - self.first_step_time
+    now = self._tokens
+    gained = self._mean({each: now[each] - before for each, before in self._before.items()})
+    known = elapsed > 0 and gained > 0.01 * self.total_tokens > 0
+    return elapsed * max(0.0, left) / gained if known else math.nan
 
   # --- members ------------------------------------------------------------------------------------
 
@@ -242,6 +256,7 @@ class RunState:
     self.name, self.total_tokens = event.name, event.total_tokens
     self.num_fragments, self.num_shards = event.num_fragments, event.num_shards
     self.finished = ""  # also of a finished run that is resumed
+    self.first_step_time, self._before = math.nan, {}
     for m in {*self.islands, *range(event.num_learners)}:
       self._island(m, event.time)
     for s in range(event.num_shards):
@@ -332,7 +347,9 @@ class RunState:
       self.first_step_time = event.time
     island.step, island.global_step = event.step, event.global_step
     island.loss = island.loss if event.loss is None else event.loss
-    island.life_tokens = event.tokens + (island.life_tokens if event.step > 1 else 0)
+    island.life_tokens = event.step * event.tokens
+    if not self.num_shards:
+      self._before.setdefault(m, island.life_tokens - event.tokens)
     island.tokens_per_second = finite_or(smoothed, rate)
     island.step_seconds, island.step_time = event.seconds, event.time
 
@@ -403,6 +420,7 @@ class RunState:
     self.commits += 1
     self.versions[event.fragment] = event.version
     self.merged_tokens[event.fragment] = event.merged_tokens
+    self._before.setdefault(event.fragment, event.merged_tokens - event.tokens)
     self.lone.append(min(event.participants) if len(event.participants) == 1 else -1)
     while len(self.lone) > min(RECENT_COMMITS, max(LEAST_ROUNDS, self.num_fragments)):
       self.lone.popleft()

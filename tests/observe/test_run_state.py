@@ -11,6 +11,7 @@ from ddiloco.observe.run_state import RECENT_LOG_EVENTS, RunState
 from ddiloco.observe.style import clock_time, compact, island_colour
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Odd
+from tests.made_events import changed
 
 
 def _fold(events, run=None):
@@ -214,6 +215,24 @@ def test_progress_is_merged_tokens_or_without_shards_trained_ones(make):
   assert view.seconds_left(3.0) == pytest.approx(2.0 * 0.8 / 0.2)
   assert math.isnan(RunState().seconds_left(1.0))
   assert RunState().progress == 0.0
+
+
+def test_the_time_left_of_a_run_that_goes_on_follows_from_its_pace_since_then(make):
+  """Nothing that an earlier start merged, no night in which it was down, is part of the pace."""
+
+  def start(time, merged):
+    going = [make.step(time + 1.0, 0, 1)]
+    going += [
+      make.commit(time + 2.0 + i, merged_tokens=merged + 100 * i, tokens=100) for i in (0, 1)
+    ]
+    begun = make.run_started(num_fragments=1, total_tokens=1000)
+    return [changed(begun, time=time), *going]
+
+  early, late = start(0.0, 100), start(900.0, 600)
+  assert _fold(early).seconds_left(3.0) == pytest.approx(2.0 * 800 / 200)
+  for view in (_fold(late), _fold([*early, *late])):  # in the terminal, and on the page
+    assert view.progress == 0.7
+    assert view.seconds_left(903.0) == pytest.approx(2.0 * 300 / 200)
 
 
 def test_without_shards_a_life_that_begins_anew_does_not_count_its_steps_twice(make):
