@@ -377,6 +377,7 @@ _NUMBER = re.compile(r"\d+(\.\d+)?(e[+-]?\d+)?")
 @dataclasses.dataclass
 class _Open:
   fragment: int
+  role: str  # its shard
   since: float  # when it began
   asked: tuple[int, ...]
   pushed: set[int] = dataclasses.field(default_factory=set)
@@ -406,6 +407,12 @@ class Rounds:
         self._close(event, list(event.participants))
       case events.Abandoned():
         self._close(event, [])
+      case events.Exit() | events.Fault(action="kill"):
+        self._drop(event.target)
+      case events.Started():
+        self._drop(event.role)
+      case events.RunStarted():
+        self._open = {}
 
   def waiting(self, islands: Mapping[int, IslandState], now: float, sync: SyncConfig | None) -> str:
     """Why the syncer waits, in plain words, as far as the log says by `now`."""
@@ -461,7 +468,11 @@ class Rounds:
       known.asked = event.asked
       return
     self._open = {r: each for r, each in self._open.items() if each.fragment != p}
-    self._open[event.round] = _Open(p, event.time, event.asked)
+    self._open[event.round] = _Open(p, event.role, event.time, event.asked)
+
+  def _drop(self, role: str) -> None:
+    """A shard's rounds end with its life."""
+    self._open = {r: each for r, each in self._open.items() if each.role != role}
 
   def _push(self, event: events.Push) -> None:
     open_ = self._open.get(event.round)
