@@ -481,12 +481,16 @@ class Rounds:
       open_.pushed_at = max(open_.pushed_at, event.time)
 
   def _close(self, event: events.Commit | events.Abandoned, took_part: list[int]) -> None:
-    self._open.pop(event.round, None)
+    open_ = self._open.pop(event.round, None)
     self._closed_at = max(self._closed_at or 0.0, event.time)
     reason = event.reason
     known = (text for begins, text in OUTCOMES.items() if reason.startswith(begins))
     self._outcomes[next(known, _NUMBER.sub("…", reason))] += 1
     committed = isinstance(event, events.Commit)
+    if committed:
+      lasted = event.quorum_seconds + event.grace_seconds
+    else:
+      lasted = event.time - open_.since if open_ is not None else math.nan
     missing = event.missing if committed else {}
     absent = {m: "counted as lost" if why == "lost" else why for m, why in missing.items()}
     absent |= {m: f"rejected: {why}" for m, why in event.rejected.items()}
@@ -499,7 +503,7 @@ class Rounds:
         "fragment": event.fragment,
         "version": event.version if committed else None,
         "took_part": took_part,
-        "seconds": round(event.quorum_seconds + event.grace_seconds, 3) if committed else 0.0,
+        "seconds": rounded(lasted, 3),
         "reason": reason,
         "absent": {str(m): why for m, why in absent.items() if m >= 0},
       }

@@ -136,6 +136,13 @@ def test_what_rounds_came_to_is_counted_in_plain_words(make):
   assert panel["recent"][1]["absent"] == {"3": "rejected: norm 99.9 is over 10 x 2.7"}
 
 
+def test_a_round_that_was_given_up_took_its_time(make, begun):
+  given_up = make.event(75.0, "syncer-1", "abandoned", fragment=3, round=7, reason="only 1 is left")
+  unknown = make.event(76.0, "syncer-1", "abandoned", fragment=3, round=8, reason="only 1 is left")
+  recent = feed([*begun, given_up, unknown]).rounds.as_json()["recent"]
+  assert [each["seconds"] for each in recent] == [None, 65.0]
+
+
 def test_recent_rounds_are_few(make):
   run = feed([make.commit(float(i), round=i) for i in range(500)])
   panel = run.rounds.as_json()
