@@ -66,7 +66,8 @@ OF_ISLAND = (
 class Goodput:
   """The account so far. Shares are of `chip_seconds`, by cause; with `goodput` they add up to 1."""
 
-  chip_seconds: float  # allocated: from the start of the run, or of its learner, to its end
+  # Allocated: from the start of the run, or of its learner, to its end; not from there to the next.
+  chip_seconds: float
   goodput: float
   goodput_training: float  # the same without `start_up` and `compile` of first lives
   causes: Mapping[str, float]
@@ -339,6 +340,8 @@ class IslandAccount:
   def take(self, event: Event) -> tuple[float, float] | None:
     """Enters one event; for a step returns the (start, end) in which the island trained."""
     now = event.time
+    if not self.phase:
+      self._come_back(event)
     match event:
       case events.Step():
         return self._step(event)
@@ -372,8 +375,22 @@ class IslandAccount:
 
   def restart(self, now: float) -> None:
     """Another life begins."""
-    self._spend_until(now, "down")
-    self.phase = "rejoin"
+    if self.phase:
+      self._spend_until(now, "down")
+    self.since, self.phase = max(self.since, now), "rejoin"
+
+  def _come_back(self, event: Event) -> None:
+    """An island that gave its chips back has them again: the time between is nobody's."""
+    match event:
+      case events.Compiled():
+        since = event.time - positive(event.seconds)
+      case events.Step():
+        since = event.time - positive(event.gap_seconds)
+      case events.Started():
+        since = event.time
+      case _:
+        return
+    self.since, self.phase = max(self.since, since), "rejoin"
 
   def end(self, now: float) -> None:
     """The run is over."""
