@@ -209,6 +209,9 @@ class Ledger:
       island = self._at(m, event.time)
       if island.lives:  # the whole run was killed and is resumed: the island's exit was not logged
         island.restart(event.time)
+    for m, island in self._islands.items():
+      if m >= event.num_learners:  # the run goes on without it, unless it joins
+        island.phase = ""
 
   def _take(self, event: Event, role: str, passed: float = 0.0) -> None:
     """Enters an event of one learner, which accounts for the last `passed` seconds."""

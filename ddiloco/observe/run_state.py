@@ -53,7 +53,7 @@ class RunState:
 
   def __init__(self, config: Config | None = None):
     self.name = ""
-    self.time = 0.0  # of the newest event
+    self.time = self._before_this = 0.0  # of the newest event, and of the newest one before it
     self.num_events = 0
     self.torn_lines = 0  # lines that were no events
     self.odd_events = 0  # events that this version does not write so
@@ -98,7 +98,7 @@ class RunState:
 
   def add(self, event: Event) -> None:
     """Takes one event. An `Odd` event, which this version cannot read, is counted."""
-    self.time = max(self.time, event.time)
+    self._before_this, self.time = self.time, max(self.time, event.time)
     self.num_events += 1
     self.kinds[type(event)] += 1
     handler = getattr(self, f"_on_{event.kind}", None)
@@ -255,6 +255,7 @@ class RunState:
   def _on_run_started(self, event: events.RunStarted) -> None:
     self.name, self.total_tokens = event.name, event.total_tokens
     self.num_fragments, self.num_shards = event.num_fragments, event.num_shards
+    self._go_on(event)
     self.finished = ""  # also of a finished run that is resumed
     self.first_step_time, self._before = math.nan, {}
     for m in {*self.islands, *range(event.num_learners)}:
@@ -263,6 +264,22 @@ class RunState:
       self._shard(s, event.time)
     self.curves.limit(len(self.islands))
     self.heat.limit(len(self.islands))
+
+  def _go_on(self, event: events.RunStarted) -> None:
+    """A run that was killed, or is over, goes on: until now none of its roles was there."""
+    for m, island in self.islands.items():
+      if island.state != "starting":
+        there = m < event.num_learners
+        gone = island.state == "left" or self.finished or not there
+        self._island_is(m, self._before_this, "left" if gone else "lost")
+        if there:
+          self._island_is(m, event.time, "restarting")
+    for s, shard in self.shards.items():
+      if shard.state != "starting":
+        there = s < event.num_shards
+        self._shard_is(s, self._before_this, "left" if self.finished or not there else "lost")
+        if there:
+          self._shard_is(s, event.time, "restarting")
 
   def _on_run_finished(self, event: events.RunFinished) -> None:
     self.finished = event.reason or "finished"
