@@ -41,6 +41,7 @@ from ddiloco.workdir import (
   held,
   run_name,
   saved_config,
+  start_time,
   write_whole,
 )
 
@@ -107,7 +108,6 @@ def _train(
   runner: Any, config: Config, workdir: Path, corpus: data.Source, heldout: HeldoutLoss | None
 ) -> int:
   print(config.to_json())
-  began = time.monotonic()
   board = TensorBoard(workdir)
   with LiveView() as live:
     outcome = runner.run([live, board])
@@ -119,7 +119,7 @@ def _train(
     return _train_alone(config, workdir, corpus, heldout, runner)
 
   try:
-    conclude(config, workdir, outcome, heldout and heldout.loss, began, compare)
+    conclude(config, workdir, outcome, heldout and heldout.loss, compare)
   except OSError as error:
     print(f"\nThe run's end is not saved: {error}. Fix: make room; give the same command again.")
     return EXIT_STATUS["failed"]
@@ -149,7 +149,6 @@ def conclude(
   workdir: Path,
   outcome: RunResult,
   loss: Callable[[Mapping[str, np.ndarray]], float] | None,
-  began: float,
   compare: Callable[[], Mapping[str, Any]] = dict,
 ) -> None:
   """Leaves result, outcome and report in `workdir`, and prints the main numbers.
@@ -162,7 +161,6 @@ def conclude(
     workdir: of the run.
     outcome: what the run's engine returned.
     loss: held-out loss of a parameter tree; None where nothing is evaluated.
-    began: `time.monotonic()` when the run started.
     compare: called once the result is saved; returns the numbers to compare it with.
 
   Raises:
@@ -184,7 +182,7 @@ def conclude(
   if run.sample_tokens and makes_text(config.model):
     arguments = run.prompt, run.sample_tokens, 0.7, config.seed
     _attempt("the sample", extra, lambda: {"sample": sample(workdir, config, *arguments)})
-  extra["seconds"] = round(time.monotonic() - began, 1)
+  _attempt("the time of the run", extra, lambda: {"seconds": _seconds(workdir)})
   _attempt("the report", extra, lambda: _write_end(workdir, extra))
   _print_end(workdir, extra, makes_text(config.model))
 
@@ -200,6 +198,11 @@ def _save(workdir: Path, outcome: RunResult) -> None:
 
 def _write_outcome(workdir: Path, extra: Mapping[str, Any]) -> None:
   write_whole(workdir / OUTCOME, json.dumps(extra, indent=2) + "\n")
+
+
+def _seconds(workdir: Path) -> float:
+  """Since the run began, also if this process is a later start of it."""
+  return max(0.0, round(time.time() - start_time(workdir), 1))
 
 
 def _write_end(workdir: Path, extra: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from ddiloco.engines.engine import RunResult
 from ddiloco.observe.eventlog import read_events
 from ddiloco.roles import initial
 from ddiloco.training import data
-from ddiloco.workdir import OUTCOME, check
+from ddiloco.workdir import OUTCOME, STARTED, check
 from tests.engines.test_session_resume import soon_over
 from tests.engines.test_threads import Ran, make_config
 
@@ -52,7 +53,7 @@ def out_of_memory(_) -> float:
 
 
 def conclude(workdir, outcome, loss, config=CONFIG, compare=dict) -> dict:
-  session.conclude(config, workdir, outcome, loss, 0.0, compare)
+  session.conclude(config, workdir, outcome, loss, compare)
   return json.loads((workdir / OUTCOME).read_text())
 
 
@@ -67,6 +68,12 @@ def test_the_result_is_there_before_the_first_loss_is_asked_for(tmp_path):
   known = conclude(tmp_path, RunResult("finished", params(3), {}, {0: 5}), loss)
   assert seen == [3.0, "finished"] * 2
   assert known["loss_untrained"] == known["loss_merged"] == 1.0
+
+
+def test_the_time_of_a_run_is_that_since_it_began_not_since_its_last_start(tmp_path):
+  (tmp_path / STARTED).write_text(f"{time.time() - 7200}\n")
+  known = conclude(tmp_path, RunResult("finished", params(3), {}, {0: 5}), lambda tree: 1.0)
+  assert 7200 <= known["seconds"] < 7260
 
 
 def test_a_disk_that_is_full_at_the_end_leaves_the_first_outcome(tmp_path, monkeypatch, capsys):
