@@ -281,9 +281,9 @@ def traffic_figure(run: RunState) -> Figure:
     kind, number = parse_role(role)
     learner = kind == "learner"
     colour = island_colour(number) if learner else shard_colour(max(0, number), shards)
-    label = {"learner": f"island {number} (pushes)", "syncer": f"shard {number} (publishes)"}
-    style = {"lw": 1.7, "color": colour, "ls": "-" if learner else (0, (4, 1.5))}
-    total.plot(times, np.array(sent) / unit, label=label.get(kind, role), **style)
+    dashes = (0, (4, 1.5)) if kind == "syncer" else (0, (1, 1))  # dotted: the evaluator
+    style = {"lw": 1.7, "color": colour, "ls": "-" if learner else dashes}
+    total.plot(times, np.array(sent) / unit, label=role_name(role), **style)
   total.set_ylabel(f"sent so far ({name})")
   total.set_ylim(bottom=0)
   total.legend(loc="upper left", ncols=2 if len(series) > 4 else 1)
@@ -298,7 +298,8 @@ def _rate_panel(
   edges = np.linspace(0.0, max(end, 1e-3), count + 1)
   sent = sum(np.interp(edges, times, values, left=0.0) for times, values in series.values())
   megabytes_per_second = np.diff(sent) / np.diff(edges) / 1e6
-  axes.fill_between(edges[:-1], megabytes_per_second, step="post", color=MUTED, alpha=0.45, lw=0)
+  heights = np.append(megabytes_per_second, megabytes_per_second[-1])  # the last bin ends there
+  axes.fill_between(edges, heights, step="post", color=MUTED, alpha=0.45, lw=0)
   mean = sent[-1] / edges[-1] / 1e6
   axes.axhline(mean, color=GLOBAL_MODEL, lw=1.1, ls=(0, (5, 3)))
   place = {"ha": "right", "va": "top", "color": GLOBAL_MODEL, "transform": axes.transAxes}

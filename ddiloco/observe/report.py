@@ -171,7 +171,8 @@ PICTURES = {  # file: (title, caption)
   ),
   "traffic.png": (
     "Traffic",
-    "Bytes sent by every role, and all of them together per second.",
+    "Bytes sent by every role, and all of them together per second: islands send mostly their "
+    "pushes, shards new versions, to members and to their buddies.",
   ),
 }
 
