@@ -145,21 +145,32 @@ def _island_curve(axes: Axes, learner: int, loss: Series) -> list[float]:
 
 
 def _loss_axes(axes: Axes, drawn: list[float]) -> None:
+  from matplotlib.ticker import FuncFormatter
+
+  low, high = min(drawn), max(drawn)
+  if low > 0:
+    _log_axis(axes, low, high)
+  else:  # a model of one's own may have such a loss: a log scale cannot show it
+    margin = 0.04 * (high - low) or 1.0
+    axes.set_ylim(low - margin, high + margin)
+  axes.xaxis.set_major_formatter(FuncFormatter(_tokens_tick))
+  axes.set_xlim(0, axes.dataLim.x1 * 1.07)
+  axes.set_xlabel("tokens trained by all islands / merged into the global model")
+  axes.set_ylabel(f"loss (nats per token{', log scale' if low > 0 else ''})")
+  axes.legend(loc="upper right", ncols=2 if len(axes.get_lines()) > 6 else 1)
+
+
+def _log_axis(axes: Axes, low: float, high: float) -> None:
   from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
   axes.set_yscale("log")  # the long flat end is the interesting part
-  axes.set_ylim(min(drawn) * 0.96, max(drawn) * 1.04)
-  wide = max(drawn) / min(drawn) > 1.5
+  axes.set_ylim(low * 0.96, high * 1.04)
+  wide = high / low > 1.5
   subs = (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8) if wide else tuple(1 + k / 20 for k in range(180))
   axes.yaxis.set_major_locator(LogLocator(subs=subs))
   axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
   axes.yaxis.set_minor_formatter(NullFormatter())
   axes.yaxis.set_tick_params(which="minor", length=0)
-  axes.xaxis.set_major_formatter(FuncFormatter(_tokens_tick))
-  axes.set_xlim(0, axes.dataLim.x1 * 1.07)
-  axes.set_xlabel("tokens trained by all islands / merged into the global model")
-  axes.set_ylabel("loss (nats per token, log scale)")
-  axes.legend(loc="upper right", ncols=2 if len(axes.get_lines()) > 6 else 1)
 
 
 def _tokens_tick(value: float, _: int) -> str:

@@ -178,3 +178,16 @@ def test_the_picture_of_traffic_tells_roles_apart_and_goes_to_the_end(make):
   (area,) = rate.collections
   corners = area.get_paths()[0].vertices
   assert corners[corners[:, 1] == 3.0, 0].tolist().count(4.0) > 0, "3 MB/s from 3 to 4 s"
+
+
+@pytest.mark.parametrize("losses", [[-2.0] * 3, [0.0] * 3])
+def test_a_loss_that_is_not_positive_is_in_the_picture(make, losses):
+  run = RunState()
+  run.add(make.run_started(num_learners=1, total_tokens=1000))
+  for n, loss in enumerate(losses, 1):
+    run.add(make.step(float(n), 0, n, loss=loss, tokens=100))
+  with plots.styled():
+    (axes,) = plots.loss_figure(run).axes
+  low, high = axes.get_ylim()
+  assert low < min(losses) and max(losses) < high and axes.get_yscale() == "linear"
+  assert "log" not in axes.get_ylabel()
