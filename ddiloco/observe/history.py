@@ -156,6 +156,26 @@ class Median:
     return math.exp(middle / self.PER_E_FOLD)
 
 
+class Pace:
+  """Of an island on its present chips: tokens a step over its median step-to-step time."""
+
+  def __init__(self) -> None:
+    self._steps = self._tokens = 0
+    self._gaps = Median()
+
+  def add(self, event: Step) -> None:
+    """Takes a step; the first step of an island, which compiles, has no say in its time."""
+    self._steps, self._tokens = self._steps + 1, self._tokens + event.tokens
+    if event.step > 1:
+      self._gaps.add(event.gap_seconds)
+
+  @property
+  def tokens_per_second(self) -> float:
+    """NaN before the second step."""
+    usual = self._gaps.value
+    return self._tokens / self._steps / usual if self._steps and usual > 0 else math.nan
+
+
 # --- Bytes that each role has sent and received, and its present rates
 
 WINDOW_SECONDS = 10.0  # over which the present rate is measured

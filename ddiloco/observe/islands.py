@@ -43,6 +43,7 @@ class IslandState:
   state: str = "starting"  # joining, running, stalled, lost, left, quarantined, restarting
   incarnation: int = -1  # the newest that was seen
   chips: int = 0  # its devices; 0: not known yet
+  chip_kind: str = ""
   chip_kinds: dict[str, None] = dataclasses.field(default_factory=dict)  # of all lives, in order
   flops_per_token: float = 0.0
   peak_flops_per_second: float = 0.0  # of a chip
@@ -68,6 +69,7 @@ class IslandState:
 
   def start(self, event: Started) -> None:
     """Takes what a new incarnation says of its devices."""
+    self.chip_kind = event.device_kind
     self.chips, self.flops_per_token = event.devices, event.flops_per_token
     self.chip_kinds |= {event.device_kind: None} if event.device_kind else {}
     self.peak_flops_per_second = event.peak_flops_per_second

@@ -37,7 +37,7 @@ def numbers(run: RunState) -> dict[str, Any]:
     `survivor_max_gap_ratio` is the longest pause of a surviving island around a planned kill of
     another (kill to its first merge after rejoining, else 30 s) over its own median step gap.
     `tokens_per_second_per_chip` and `mfu` (docs/accelerators.md) are those of islands at their
-    median step; a CPU has no MFU.
+    median step on the chips that they had last; a CPU has no MFU.
     `goodput`, `uptime` and the causes in `lost_time` are those of `observe/goodput.py`.
   """
   kinds, (sent, received) = run.kinds, run.traffic.totals()

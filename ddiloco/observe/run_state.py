@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from ddiloco.config import Config
 from ddiloco.observe.goodput import Ledger
 from ddiloco.observe.guards import warn
-from ddiloco.observe.history import Curves, Heat, Rounds, TrafficTotals
+from ddiloco.observe.history import Curves, Heat, Pace, Rounds, TrafficTotals
 from ddiloco.observe.islands import (
   DOWN,
   OUTER_GRADIENTS,
@@ -79,6 +79,7 @@ class RunState:
     self.ledger, self.tracks, self.kills = Ledger(), Tracks(), Kills()
     self.rounds, self.traffic, self.curves = Rounds(), TrafficTotals(), Curves()
     self.heat, self.rejoins = Heat(), Rejoins()
+    self.paces: dict[int, Pace] = {}  # by learner
     self.hangs: deque[events.Hung] = deque(maxlen=RECENT_HANGS)  # the newest
     self.num_hangs = 0  # ever
     if config is not None:
@@ -170,12 +171,11 @@ class RunState:
 
   @property
   def usual_speeds(self) -> dict[int, Speed]:
-    """The speed of every island over the run: tokens a step over its median step-to-step time."""
+    """The usual speed of every island on the chips that it had last."""
     return {m: speed([(each, self._usual_rate(m))]) for m, each in sorted(self.islands.items())}
 
   def _usual_rate(self, m: int) -> float:
-    island, usual = self.islands[m], self.kills.medians[m].value
-    return island.tokens / island.steps / usual if island.steps and usual > 0 else math.nan
+    return self.paces[m].tokens_per_second if m in self.paces else math.nan
 
   @property
   def usual_speed(self) -> Speed:
@@ -296,6 +296,8 @@ class RunState:
       self._count_life(island, event.incarnation)
       island.step, island.tokens_per_second, island.step_time = 0, math.nan, math.nan
       island.versions = {}  # of a new life no version is known yet
+      if (event.devices, event.device_kind) != (island.chips, island.chip_kind):
+        self.paces[number] = Pace()
       island.start(event)
 
   def _on_joined(self, event: events.Joined) -> None:
@@ -364,6 +366,7 @@ class RunState:
       self.first_step_time = event.time
     island.step, island.global_step = event.step, event.global_step
     island.loss = island.loss if event.loss is None else event.loss
+    self.paces.setdefault(m, Pace()).add(event)
     island.life_tokens = event.step * event.tokens
     if not self.num_shards:
       self._before.setdefault(m, island.life_tokens - event.tokens)
