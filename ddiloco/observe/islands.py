@@ -51,7 +51,8 @@ class IslandState:
   step: int = 0
   global_step: int = 0
   steps: int = 0
-  loss: float = math.nan
+  loss: float = math.nan  # also before the first
+  diverged: bool = False  # its last loss is not finite
   tokens: int = 0
   life_tokens: int = 0  # of the newest incarnation and those it goes on from
   tokens_per_second: float = math.nan

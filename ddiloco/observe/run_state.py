@@ -365,7 +365,10 @@ class RunState:
     if math.isnan(self.first_step_time):
       self.first_step_time = event.time
     island.step, island.global_step = event.step, event.global_step
-    island.loss = island.loss if event.loss is None else event.loss
+    if event.loss is not None:
+      if not math.isfinite(event.loss) and not island.diverged:
+        self._note(event, f"island {m}: its loss is {event.loss}", "bad")
+      island.loss, island.diverged = event.loss, not math.isfinite(event.loss)
     self.paces.setdefault(m, Pace()).add(event)
     island.life_tokens = event.step * event.tokens
     if not self.num_shards:
@@ -499,6 +502,8 @@ class RunState:
     self._note(event, text, "bad")
 
   def _on_evaluation(self, event: events.Evaluation) -> None:
+    if not math.isfinite(event.loss):
+      self._note(event, f"the held-out loss is {event.loss}", "bad")
     self.heldout_loss, self.heldout_measures = event.loss, event.measures
     if self.kinds[events.Evaluation] == 1:
       self.first_loss = event.loss

@@ -250,6 +250,18 @@ def test_a_late_step_of_an_earlier_life_counts_with_its_tokens(make):
   assert (view.islands[0].steps, view.islands[0].tokens) == (2, 200)
 
 
+def test_a_loss_that_is_not_finite_is_said_once_not_shown_as_unknown_alone(make):
+  losses = [2.0, math.nan, math.nan, None, 2.0, math.inf]
+  steps = [make.step(10.0 * n, 0, n, loss=loss) for n, loss in enumerate(losses, 1)]
+  held = make.event(70.0, "evaluator", "evaluation", loss=math.nan)
+  said = [each.text for each in _fold([make.run_started(), *steps, held]).log_events]
+  assert said == [
+    "island 0: its loss is nan",
+    "island 0: its loss is inf",
+    "the held-out loss is nan",
+  ]
+
+
 def test_steps_without_metrics_and_unknown_kinds(make):
   bare = make.step(1.0, 0, 1, loss=None, grad_norm=None)
   view = _fold([bare, Odd(time=2.0, role="learner-0", said="something_new", reason="")])
