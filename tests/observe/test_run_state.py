@@ -235,6 +235,23 @@ def test_the_time_left_of_a_run_that_goes_on_follows_from_its_pace_since_then(ma
     assert view.seconds_left(903.0) == pytest.approx(2.0 * 300 / 200)
 
 
+def test_a_shard_that_goes_back_takes_versions_and_tokens_with_it(make):
+  """It is restored at version 5 of 7, gets 7 back from a learner, and at last begins anew."""
+
+  def has(time, kind, version, round_id):
+    return make.event(time, "syncer-0", kind, fragment=0, version=version, round=round_id)
+
+  def commit(n):
+    return make.commit(float(n), round=n, version=n, merged_tokens=100 * n, tokens=100)
+
+  view = _fold([make.run_started(num_fragments=1, total_tokens=1000), *map(commit, range(1, 8))])
+  for kind, version, round_id, tokens in (
+    ("owns", 5, 5, 500), ("recalled", 7, 7, 700), ("owns", 0, -1, 0),
+  ):  # fmt: skip
+    _fold([has(10.0, kind, version, round_id)], view)
+    assert (view.versions[0], view.tokens_done) == (version, tokens)
+
+
 def test_without_shards_a_life_that_begins_anew_does_not_count_its_steps_twice(make):
   alone = make.run_started(num_shards=0, num_fragments=0, total_tokens=600)
   steps = [make.step(float(s), 0, s, tokens=100) for s in (1, 2, 3)]
