@@ -269,6 +269,7 @@ class RunState:
 
   def _go_on(self, event: events.RunStarted) -> None:
     """A run that was killed, or is over, goes on: until now none of its roles was there."""
+    self.tracks.go_on()
     for m, island in self.islands.items():
       if island.state != "starting":
         there = m < event.num_learners

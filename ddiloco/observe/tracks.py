@@ -75,6 +75,10 @@ class Tracks:
     if _lane(event.target) not in self._killed:
       self.mark(event.time, _lane(event.target), "exit", event.reason or "exit")
 
+  def go_on(self) -> None:
+    """The whole run starts again, and with it every role that was down."""
+    self._killed.clear()
+
   def restart(self, event: events.Restart) -> None:
     """A role starts again."""
     self._killed.discard(_lane(event.target))

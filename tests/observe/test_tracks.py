@@ -163,3 +163,10 @@ def test_roles_without_which_a_killed_run_goes_on_are_gone(make):
   found = run.ledger.report()
   assert found.learners[1].chip_seconds == 10.0, "nor has it chips"
   assert "Shard 1" not in status(run, 110.0)["waiting"]["text"]
+
+
+def test_a_crash_is_marked_though_a_kill_was_followed_by_no_restart_but_a_new_start(make):
+  kill = make.event(9.0, "engine", "fault", target="learner-1", action="kill")
+  run = went_on(make, kill)
+  run.read([make.event(111.0, "engine", "exit", target="learner-1", reason="OSError: no")])
+  assert [mark["kind"] for mark in run.tracks.marks] == ["kill", "exit"]
