@@ -156,7 +156,7 @@ class Median:
     return math.exp(middle / self.PER_E_FOLD)
 
 
-class Pace:
+class UsualRate:
   """Of an island on its present chips: tokens a step over its median step-to-step time."""
 
   def __init__(self) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from ddiloco.config import Config
 from ddiloco.observe.goodput import Ledger
 from ddiloco.observe.guards import warn
-from ddiloco.observe.history import Curves, Heat, Pace, Rounds, TrafficTotals
+from ddiloco.observe.history import Curves, Heat, Rounds, TrafficTotals, UsualRate
 from ddiloco.observe.islands import (
   DOWN,
   OUTER_GRADIENTS,
@@ -81,7 +81,7 @@ class RunState:
     self.ledger, self.tracks, self.kills = Ledger(), Tracks(), Kills()
     self.rounds, self.traffic, self.curves = Rounds(), TrafficTotals(), Curves()
     self.heat, self.rejoins = Heat(), Rejoins()
-    self.paces: dict[int, Pace] = {}  # by learner
+    self.usual_rates: dict[int, UsualRate] = {}  # by learner
     self.hangs: deque[events.Hung] = deque(maxlen=RECENT_HANGS)  # the newest
     self.num_hangs = 0  # ever
     if config is not None:
@@ -177,7 +177,7 @@ class RunState:
     return {m: speed([(each, self._usual_rate(m))]) for m, each in sorted(self.islands.items())}
 
   def _usual_rate(self, m: int) -> float:
-    return self.paces[m].tokens_per_second if m in self.paces else math.nan
+    return self.usual_rates[m].tokens_per_second if m in self.usual_rates else math.nan
 
   @property
   def usual_speed(self) -> Speed:
@@ -300,7 +300,7 @@ class RunState:
       island.step, island.tokens_per_second, island.step_time = 0, math.nan, math.nan
       island.versions = {}  # of a new life no version is known yet
       if (event.devices, event.device_kind) != (island.chips, island.chip_kind):
-        self.paces[number] = Pace()
+        self.usual_rates[number] = UsualRate()
       island.start(event)
 
   def _on_joined(self, event: events.Joined) -> None:
@@ -378,7 +378,7 @@ class RunState:
       if not math.isfinite(event.loss) and not island.diverged:
         self._note(event, f"island {m}: its loss is {event.loss}", "bad")
       island.loss, island.diverged = event.loss, not math.isfinite(event.loss)
-    self.paces.setdefault(m, Pace()).add(event)
+    self.usual_rates.setdefault(m, UsualRate()).add(event)
     island.life_tokens = event.step * event.tokens
     if not self.num_shards:
       self._before.setdefault(m, island.life_tokens - event.tokens)
