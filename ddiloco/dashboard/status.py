@@ -12,6 +12,7 @@ from typing import Any
 from ddiloco.config import SyncConfig
 from ddiloco.observe.eventlog import FLUSH_SECONDS
 from ddiloco.observe.islands import (
+  DOWN,
   OUTER_GRADIENTS,
   UNKNOWN,
   IslandState,
@@ -155,7 +156,14 @@ def _waiting(run: RunState, state: str, sync: SyncConfig | None) -> dict[str, An
   if not run.num_shards and not run.shards:
     return panel | {"text": "There is no syncer: every island trains alone."}
   # At the time of the newest event: nothing later is known.
-  return panel | {"text": run.rounds.waiting(run.islands, run.time, sync)}
+  text = run.rounds.waiting(run.islands, run.time, sync)
+  down = [s for s, shard in sorted(run.shards.items()) if shard.state in DOWN]
+  if down:
+    who = f"{'Shard' if len(down) == 1 else 'Shards'} {', '.join(map(str, down))}"
+    verb, whose, they = ("is", "its", "it is") if len(down) == 1 else ("are", "their", "they are")
+    others = "" if len(down) == len(run.shards) else f" {text}"
+    text = f"{who} {verb} down: {whose} fragments have no rounds until {they} back.{others}"
+  return panel | {"text": text}
 
 
 def _goodput(run: RunState) -> dict[str, Any] | None:

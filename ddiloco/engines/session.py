@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypedDict
@@ -22,8 +23,10 @@ from ddiloco.core import fragments
 from ddiloco.dashboard.server import Dashboard, Where
 from ddiloco.engines.engine import RunResult
 from ddiloco.environment import FINISHED, INTERRUPTED, LOST
+from ddiloco.observe.eventlog import logs_in, newest_event, stream_events
 from ddiloco.observe.live import LiveView, TensorBoard
 from ddiloco.observe.report import write_report
+from ddiloco.protocol.events import Step, parse_role
 from ddiloco.roles import initial
 from ddiloco.simulation import bandwidth
 from ddiloco.training import data
@@ -41,6 +44,7 @@ from ddiloco.workdir import (
   held,
   run_name,
   saved_config,
+  start_time,
   write_whole,
 )
 
@@ -96,20 +100,24 @@ def train(
   with contextlib.closing(runner):
     served = Dashboard(workdir, dashboard) if dashboard else None  # opens its port, or is refused
     with held(workdir), kept_in(workdir / COMPILED):
-      claim(workdir, config, overwrite)
+      goes_on = claim(workdir, config, overwrite)
       for saved in (workdir / RESULT, workdir / ISLANDS / "learner-*"):
         weights.clear(saved)
       with served or contextlib.nullcontext():
         if served:
           print(f"Dashboard: {served.url}")
-        return _train(runner, config, workdir, corpus, heldout)
+        return _train(runner, config, workdir, corpus, heldout, goes_on)
 
 
 def _train(
-  runner: Any, config: Config, workdir: Path, corpus: data.Source, heldout: HeldoutLoss | None
+  runner: Any,
+  config: Config,
+  workdir: Path,
+  corpus: data.Source,
+  heldout: HeldoutLoss | None,
+  goes_on: bool = False,
 ) -> int:
   print(config.to_json())
-  began = time.monotonic()
   board = TensorBoard(workdir)
   with LiveView() as live:
     outcome = runner.run([live, board])
@@ -118,14 +126,31 @@ def _train(
   def compare() -> dict[str, float]:
     if heldout is None or not config.run.compare_alone or outcome.reason != "finished":
       return {}
-    return _train_alone(config, workdir, corpus, heldout, runner)
+    steps = max([*runner.steps.values(), *last_steps(workdir)])
+    return _train_alone(config, workdir, corpus, heldout, runner, steps)
 
   try:
-    conclude(config, workdir, outcome, heldout and heldout.loss, began, compare)
+    conclude(config, workdir, outcome, heldout and heldout.loss, compare, goes_on)
   except OSError as error:
     print(f"\nThe run's end is not saved: {error}. Fix: make room; give the same command again.")
     return EXIT_STATUS["failed"]
   return LOST if outcome.lost else EXIT_STATUS[outcome.reason]
+
+
+def all_steps(workdir: Path) -> dict[str, int]:
+  """Inner steps of every learner, in all its incarnations of all starts of the run."""
+  made: Counter[int] = Counter()
+  for event in stream_events(workdir):
+    kind, m = parse_role(event.role)
+    made[m] += isinstance(event, Step) and kind == "learner"
+  return {str(m): count for m, count in sorted(made.items()) if count}
+
+
+def last_steps(workdir: Path) -> list[int]:
+  """By learner, the global step after its last step: it counts those before this start too."""
+  roles = {path.stem for path in logs_in(workdir)}
+  found = [newest_event(workdir, Step, role) for role in roles if parse_role(role)[0] == "learner"]
+  return [step.global_step for step in found if step is not None]
 
 
 def make_engine(name: str) -> Callable[..., Any]:
@@ -151,8 +176,8 @@ def conclude(
   workdir: Path,
   outcome: RunResult,
   loss: Callable[[Mapping[str, np.ndarray]], float] | None,
-  began: float,
   compare: Callable[[], Mapping[str, Any]] = dict,
+  goes_on: bool = False,
 ) -> None:
   """Leaves result, outcome and report in `workdir`, and prints the main numbers.
 
@@ -164,8 +189,8 @@ def conclude(
     workdir: of the run.
     outcome: what the run's engine returned.
     loss: held-out loss of a parameter tree; None where nothing is evaluated.
-    began: `time.monotonic()` when the run started.
     compare: called once the result is saved; returns the numbers to compare it with.
+    goes_on: `outcome` has the steps since the last start alone; the log has all of them.
 
   Raises:
     OSError: the result cannot be saved. Then no outcome is written: the run can go on.
@@ -186,7 +211,9 @@ def conclude(
   if run.sample_tokens and makes_text(config.model):
     arguments = run.prompt, run.sample_tokens, 0.7, config.seed
     _attempt("the sample", extra, lambda: {"sample": sample(workdir, config, *arguments)})
-  extra["seconds"] = round(time.monotonic() - began, 1)
+  if goes_on:
+    _attempt("the steps before this start", extra, lambda: {"learner_steps": all_steps(workdir)})
+  _attempt("the time of the run", extra, lambda: {"seconds": _seconds(workdir)})
   _attempt("the report", extra, lambda: _write_end(workdir, extra))
   _print_end(workdir, extra, makes_text(config.model))
 
@@ -202,6 +229,11 @@ def _save(workdir: Path, outcome: RunResult) -> None:
 
 def _write_outcome(workdir: Path, extra: Mapping[str, Any]) -> None:
   write_whole(workdir / OUTCOME, json.dumps(extra, indent=2) + "\n")
+
+
+def _seconds(workdir: Path) -> float:
+  """Since the run began, also if this process is a later start of it."""
+  return max(0.0, round(time.time() - start_time(workdir), 1))
 
 
 def _write_end(workdir: Path, extra: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -278,16 +310,15 @@ def _best(outcome: RunResult, loss) -> tuple[int | None, float]:
 
 
 def _train_alone(
-  config: Config, workdir: Path, corpus: data.Source, heldout: HeldoutLoss, runner: Any
+  config: Config, workdir: Path, corpus: data.Source, heldout: HeldoutLoss, runner: Any, steps: int
 ) -> dict[str, float]:
-  """Trains every island alone, without a syncer, for as many steps as the busiest learner made.
+  """Trains every island alone, without a syncer, for the `steps` that the busiest learner made.
 
   This is the baseline for the exchange: the same islands, compiled steps and learning rates. It
   always runs in threads, whatever engine made the run.
   """
   from ddiloco.engines.threads import ThreadsEngine
 
-  steps = max(runner.steps.values())
   print(f"For comparison: every island alone, without a syncer, for {steps} steps each.")
   together = sum(config.tokens_per_step(m) for m in range(config.islands.num_learners))
   alone = dataclasses.replace(

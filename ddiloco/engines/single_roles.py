@@ -426,7 +426,7 @@ def _evaluator(runner: RoleRunner) -> int:
   from ddiloco.roles.evaluator import Evaluator
   from ddiloco.training import data
 
-  config, began = runner.config, time.monotonic()
+  config = runner.config
   require_writable(runner.place.workdir)  # refused now, not at the end when there is a result
   measure = loss = None
   if config.run.evaluations:
@@ -458,7 +458,7 @@ def _evaluator(runner: RoleRunner) -> int:
   outcome = RunResult(reason, params, {}, {}, saved=role.saved, untrained_loss=untrained_loss)
   runner.busy("writing the report")
   try:
-    session.conclude(config, runner.place.workdir, outcome, loss, began)
+    session.conclude(config, runner.place.workdir, outcome, loss)
   except OSError as error:
     raise Ended(f"the run's end is not saved: {error}. Fix: make room, start it again") from error
   return FINISHED

@@ -66,7 +66,8 @@ OF_ISLAND = (
 class Goodput:
   """The account so far. Shares are of `chip_seconds`, by cause; with `goodput` they add up to 1."""
 
-  chip_seconds: float  # allocated: from the start of the run, or of its learner, to its end
+  # Allocated: from the start of the run, or of its learner, to its end; not from there to the next.
+  chip_seconds: float
   goodput: float
   goodput_training: float  # the same without `start_up` and `compile` of first lives
   causes: Mapping[str, float]
@@ -208,6 +209,9 @@ class Ledger:
       island = self._at(m, event.time)
       if island.lives:  # the whole run was killed and is resumed: the island's exit was not logged
         island.restart(event.time)
+    for m, island in self._islands.items():
+      if m >= event.num_learners:  # the run goes on without it, unless it joins
+        island.phase = ""
 
   def _take(self, event: Event, role: str, passed: float = 0.0) -> None:
     """Enters an event of one learner, which accounts for the last `passed` seconds."""
@@ -339,6 +343,8 @@ class IslandAccount:
   def take(self, event: Event) -> tuple[float, float] | None:
     """Enters one event; for a step returns the (start, end) in which the island trained."""
     now = event.time
+    if not self.phase:
+      self._come_back(event)
     match event:
       case events.Step():
         return self._step(event)
@@ -372,8 +378,22 @@ class IslandAccount:
 
   def restart(self, now: float) -> None:
     """Another life begins."""
-    self._spend_until(now, "down")
-    self.phase = "rejoin"
+    if self.phase:
+      self._spend_until(now, "down")
+    self.since, self.phase = max(self.since, now), "rejoin"
+
+  def _come_back(self, event: Event) -> None:
+    """An island that gave its chips back has them again: the time between is nobody's."""
+    match event:
+      case events.Compiled():
+        since = event.time - positive(event.seconds)
+      case events.Step():
+        since = event.time - positive(event.gap_seconds)
+      case events.Started():
+        since = event.time
+      case _:
+        return
+    self.since, self.phase = max(self.since, since), "rejoin"
 
   def end(self, now: float) -> None:
     """The run is over."""

@@ -156,6 +156,26 @@ class Median:
     return math.exp(middle / self.PER_E_FOLD)
 
 
+class UsualRate:
+  """Of an island on its present chips: tokens a step over its median step-to-step time."""
+
+  def __init__(self) -> None:
+    self._steps = self._tokens = 0
+    self._gaps = Median()
+
+  def add(self, event: Step) -> None:
+    """Takes a step; the first step of an island, which compiles, has no say in its time."""
+    self._steps, self._tokens = self._steps + 1, self._tokens + event.tokens
+    if event.step > 1:
+      self._gaps.add(event.gap_seconds)
+
+  @property
+  def tokens_per_second(self) -> float:
+    """NaN before the second step."""
+    usual = self._gaps.value
+    return self._tokens / self._steps / usual if self._steps and usual > 0 else math.nan
+
+
 # --- Bytes that each role has sent and received, and its present rates
 
 WINDOW_SECONDS = 10.0  # over which the present rate is measured
@@ -377,6 +397,7 @@ _NUMBER = re.compile(r"\d+(\.\d+)?(e[+-]?\d+)?")
 @dataclasses.dataclass
 class _Open:
   fragment: int
+  role: str  # its shard
   since: float  # when it began
   asked: tuple[int, ...]
   pushed: set[int] = dataclasses.field(default_factory=set)
@@ -406,6 +427,12 @@ class Rounds:
         self._close(event, list(event.participants))
       case events.Abandoned():
         self._close(event, [])
+      case events.Exit() | events.Fault(action="kill"):
+        self._drop(event.target)
+      case events.Started():
+        self._drop(event.role)
+      case events.RunStarted():
+        self._open = {}
 
   def waiting(self, islands: Mapping[int, IslandState], now: float, sync: SyncConfig | None) -> str:
     """Why the syncer waits, in plain words, as far as the log says by `now`."""
@@ -461,7 +488,11 @@ class Rounds:
       known.asked = event.asked
       return
     self._open = {r: each for r, each in self._open.items() if each.fragment != p}
-    self._open[event.round] = _Open(p, event.time, event.asked)
+    self._open[event.round] = _Open(p, event.role, event.time, event.asked)
+
+  def _drop(self, role: str) -> None:
+    """A shard's rounds end with its life."""
+    self._open = {r: each for r, each in self._open.items() if each.role != role}
 
   def _push(self, event: events.Push) -> None:
     open_ = self._open.get(event.round)
@@ -470,12 +501,16 @@ class Rounds:
       open_.pushed_at = max(open_.pushed_at, event.time)
 
   def _close(self, event: events.Commit | events.Abandoned, took_part: list[int]) -> None:
-    self._open.pop(event.round, None)
+    open_ = self._open.pop(event.round, None)
     self._closed_at = max(self._closed_at or 0.0, event.time)
     reason = event.reason
     known = (text for begins, text in OUTCOMES.items() if reason.startswith(begins))
     self._outcomes[next(known, _NUMBER.sub("…", reason))] += 1
     committed = isinstance(event, events.Commit)
+    if committed:
+      lasted = event.quorum_seconds + event.grace_seconds
+    else:
+      lasted = event.time - open_.since if open_ is not None else math.nan
     missing = event.missing if committed else {}
     absent = {m: "counted as lost" if why == "lost" else why for m, why in missing.items()}
     absent |= {m: f"rejected: {why}" for m, why in event.rejected.items()}
@@ -488,7 +523,7 @@ class Rounds:
         "fragment": event.fragment,
         "version": event.version if committed else None,
         "took_part": took_part,
-        "seconds": round(event.quorum_seconds + event.grace_seconds, 3) if committed else 0.0,
+        "seconds": rounded(lasted, 3),
         "reason": reason,
         "absent": {str(m): why for m, why in absent.items() if m >= 0},
       }

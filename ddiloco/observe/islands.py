@@ -43,6 +43,7 @@ class IslandState:
   state: str = "starting"  # joining, running, stalled, lost, left, quarantined, restarting
   incarnation: int = -1  # the newest that was seen
   chips: int = 0  # its devices; 0: not known yet
+  chip_kind: str = ""
   chip_kinds: dict[str, None] = dataclasses.field(default_factory=dict)  # of all lives, in order
   flops_per_token: float = 0.0
   peak_flops_per_second: float = 0.0  # of a chip
@@ -50,8 +51,10 @@ class IslandState:
   step: int = 0
   global_step: int = 0
   steps: int = 0
-  loss: float = math.nan
+  loss: float = math.nan  # also before the first
+  diverged: bool = False  # its last loss is not finite
   tokens: int = 0
+  life_tokens: int = 0  # of the newest incarnation and those it goes on from
   tokens_per_second: float = math.nan
   step_seconds: float = math.nan
   step_time: float = math.nan  # when its last step ended
@@ -67,6 +70,7 @@ class IslandState:
 
   def start(self, event: Started) -> None:
     """Takes what a new incarnation says of its devices."""
+    self.chip_kind = event.device_kind
     self.chips, self.flops_per_token = event.devices, event.flops_per_token
     self.chip_kinds |= {event.device_kind: None} if event.device_kind else {}
     self.peak_flops_per_second = event.peak_flops_per_second

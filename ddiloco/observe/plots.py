@@ -145,21 +145,32 @@ def _island_curve(axes: Axes, learner: int, loss: Series) -> list[float]:
 
 
 def _loss_axes(axes: Axes, drawn: list[float]) -> None:
+  from matplotlib.ticker import FuncFormatter
+
+  low, high = min(drawn), max(drawn)
+  if low > 0:
+    _log_axis(axes, low, high)
+  else:  # a model of one's own may have such a loss: a log scale cannot show it
+    margin = 0.04 * (high - low) or 1.0
+    axes.set_ylim(low - margin, high + margin)
+  axes.xaxis.set_major_formatter(FuncFormatter(_tokens_tick))
+  axes.set_xlim(0, axes.dataLim.x1 * 1.07)
+  axes.set_xlabel("tokens trained by all islands / merged into the global model")
+  axes.set_ylabel(f"loss (nats per token{', log scale' if low > 0 else ''})")
+  axes.legend(loc="upper right", ncols=2 if len(axes.get_lines()) > 6 else 1)
+
+
+def _log_axis(axes: Axes, low: float, high: float) -> None:
   from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
   axes.set_yscale("log")  # the long flat end is the interesting part
-  axes.set_ylim(min(drawn) * 0.96, max(drawn) * 1.04)
-  wide = max(drawn) / min(drawn) > 1.5
+  axes.set_ylim(low * 0.96, high * 1.04)
+  wide = high / low > 1.5
   subs = (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8) if wide else tuple(1 + k / 20 for k in range(180))
   axes.yaxis.set_major_locator(LogLocator(subs=subs))
   axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
   axes.yaxis.set_minor_formatter(NullFormatter())
   axes.yaxis.set_tick_params(which="minor", length=0)
-  axes.xaxis.set_major_formatter(FuncFormatter(_tokens_tick))
-  axes.set_xlim(0, axes.dataLim.x1 * 1.07)
-  axes.set_xlabel("tokens trained by all islands / merged into the global model")
-  axes.set_ylabel("loss (nats per token, log scale)")
-  axes.legend(loc="upper right", ncols=2 if len(axes.get_lines()) > 6 else 1)
 
 
 def _tokens_tick(value: float, _: int) -> str:
@@ -281,9 +292,9 @@ def traffic_figure(run: RunState) -> Figure:
     kind, number = parse_role(role)
     learner = kind == "learner"
     colour = island_colour(number) if learner else shard_colour(max(0, number), shards)
-    label = {"learner": f"island {number} (pushes)", "syncer": f"shard {number} (publishes)"}
-    style = {"lw": 1.7, "color": colour, "ls": "-" if learner else (0, (4, 1.5))}
-    total.plot(times, np.array(sent) / unit, label=label.get(kind, role), **style)
+    dashes = (0, (4, 1.5)) if kind == "syncer" else (0, (1, 1))  # dotted: the evaluator
+    style = {"lw": 1.7, "color": colour, "ls": "-" if learner else dashes}
+    total.plot(times, np.array(sent) / unit, label=role_name(role), **style)
   total.set_ylabel(f"sent so far ({name})")
   total.set_ylim(bottom=0)
   total.legend(loc="upper left", ncols=2 if len(series) > 4 else 1)
@@ -298,7 +309,8 @@ def _rate_panel(
   edges = np.linspace(0.0, max(end, 1e-3), count + 1)
   sent = sum(np.interp(edges, times, values, left=0.0) for times, values in series.values())
   megabytes_per_second = np.diff(sent) / np.diff(edges) / 1e6
-  axes.fill_between(edges[:-1], megabytes_per_second, step="post", color=MUTED, alpha=0.45, lw=0)
+  heights = np.append(megabytes_per_second, megabytes_per_second[-1])  # the last bin ends there
+  axes.fill_between(edges, heights, step="post", color=MUTED, alpha=0.45, lw=0)
   mean = sent[-1] / edges[-1] / 1e6
   axes.axhline(mean, color=GLOBAL_MODEL, lw=1.1, ls=(0, (5, 3)))
   place = {"ha": "right", "va": "top", "color": GLOBAL_MODEL, "transform": axes.transAxes}

@@ -37,7 +37,7 @@ def numbers(run: RunState) -> dict[str, Any]:
     `survivor_max_gap_ratio` is the longest pause of a surviving island around a planned kill of
     another (kill to its first merge after rejoining, else 30 s) over its own median step gap.
     `tokens_per_second_per_chip` and `mfu` (docs/accelerators.md) are those of islands at their
-    median step; a CPU has no MFU.
+    median step on the chips that they had last; a CPU has no MFU.
     `goodput`, `uptime` and the causes in `lost_time` are those of `observe/goodput.py`.
   """
   kinds, (sent, received) = run.kinds, run.traffic.totals()
@@ -47,7 +47,8 @@ def numbers(run: RunState) -> dict[str, Any]:
     "seconds": round(run.time, 3) if run.num_events else None,
     "num_learners": len(run.islands),
     "num_shards": len(run.shards),
-    "num_fragments": run.num_fragments,
+    # Without an engine no event says how many there are.
+    "num_fragments": max([run.num_fragments, *(p + 1 for p in run.versions)]),
     "total_tokens": run.total_tokens if kinds[RunStarted] else None,
     "merged_tokens": round(run.tokens_done) if run.num_shards else 0,
     "trained_tokens": sum(island.tokens for island in run.islands.values()),
@@ -171,7 +172,8 @@ PICTURES = {  # file: (title, caption)
   ),
   "traffic.png": (
     "Traffic",
-    "Bytes sent by every role, and all of them together per second.",
+    "Bytes sent by every role, and all of them together per second: islands send mostly their "
+    "pushes, shards new versions, to members and to their buddies.",
   ),
 }
 
@@ -183,8 +185,8 @@ def write_report(workdir: str | os.PathLike[str], extra: Mapping[str, Any] | Non
     workdir: of the run; its events/ are read.
     extra: entries that only the caller knows; they override the numbers from the events (see
       `numbers`). The page shows `loss_untrained`, `loss_merged`, `loss_best_island_alone`
-      (held-out, nats per token), `seconds` and `sample` (generated text); summary.json takes any
-      JSON value.
+      (held-out, nats per token), `seconds`, `sample` (generated text) and, where no engine says why
+      the run ended, `reason`; summary.json takes any JSON value.
 
   Raises:
     OSError: the folder cannot be written.
@@ -251,7 +253,7 @@ def key_numbers(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     ("time learners were blocked", _with(summary.get("blocked_seconds"), lambda s: f"{s:.3g} s")),
     ("bytes sent", _with(summary.get("bytes_sent"), lambda b: f"{compact(b)}B")),
     ("lines of the log that cannot be read", _damaged(summary)),
-    ("how the run ended", summary.get("finished") or "it did not end in good order"),
+    ("how the run ended", _first(summary, "finished", "reason") or "it did not end in good order"),
   ]
   return [(name, value) for name, value in rows if value]
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from ddiloco.config import Config
 from ddiloco.observe.goodput import Ledger
 from ddiloco.observe.guards import warn
-from ddiloco.observe.history import Curves, Heat, Rounds, TrafficTotals
+from ddiloco.observe.history import Curves, Heat, Rounds, TrafficTotals, UsualRate
 from ddiloco.observe.islands import (
   DOWN,
   OUTER_GRADIENTS,
@@ -40,6 +40,7 @@ NOTE_SECONDS = 5.0  # a text is noted once within so long: every shard reports t
 LONE_SHARE = 0.9  # if this share of recent rounds has one island each, `solo` reports it
 LEAST_ROUNDS = 4  # for that: or as many as fragments if these are more, at most RECENT_COMMITS
 SHOWN_REASONS = 4
+KNOWN_ROUNDS = 256  # of a fragment, to which a restored shard may go back
 NOTED_COMPILE_SECONDS = 0.5
 
 
@@ -53,7 +54,7 @@ class RunState:
 
   def __init__(self, config: Config | None = None):
     self.name = ""
-    self.time = 0.0  # of the newest event
+    self.time = self._before_this = 0.0  # of the newest event, and of the newest one before it
     self.num_events = 0
     self.torn_lines = 0  # lines that were no events
     self.odd_events = 0  # events that this version does not write so
@@ -62,7 +63,8 @@ class RunState:
     self.islands: dict[int, IslandState] = {}
     self.shards: dict[int, ShardState] = {}
     self.versions: dict[int, int] = {}  # of the global model, by fragment
-    self.merged_tokens: dict[int, int] = {}  # by fragment
+    self.merged_tokens: dict[int, int] = {}  # by fragment, in its present value
+    self._tokens_at: dict[int, dict[int, int]] = {}  # the same in recent values, by round
     self.commits = 0
     self.rejected = 0  # updates
     self.solo_rounds = 0  # rounds of one island while `solo` holds
@@ -73,11 +75,13 @@ class RunState:
     self._gradients = {name: deque[float](maxlen=RECENT_COMMITS) for name in OUTER_GRADIENTS}
     self.log_events: deque[LogEvent] = deque(maxlen=RECENT_LOG_EVENTS)
     self.num_log_events = 0  # ever
-    self.first_step_time = math.nan
+    self.first_step_time = math.nan  # since the run was started, or went on, the last time ...
+    self._before: dict[int, int] = {}  # ... and the tokens until then: by fragment, or by island
     self.finished = ""  # why the run ended
     self.ledger, self.tracks, self.kills = Ledger(), Tracks(), Kills()
     self.rounds, self.traffic, self.curves = Rounds(), TrafficTotals(), Curves()
     self.heat, self.rejoins = Heat(), Rejoins()
+    self.usual_rates: dict[int, UsualRate] = {}  # by learner
     self.hangs: deque[events.Hung] = deque(maxlen=RECENT_HANGS)  # the newest
     self.num_hangs = 0  # ever
     if config is not None:
@@ -97,7 +101,7 @@ class RunState:
 
   def add(self, event: Event) -> None:
     """Takes one event. An `Odd` event, which this version cannot read, is counted."""
-    self.time = max(self.time, event.time)
+    self._before_this, self.time = self.time, max(self.time, event.time)
     self.num_events += 1
     self.kinds[type(event)] += 1
     handler = getattr(self, f"_on_{event.kind}", None)
@@ -112,10 +116,21 @@ class RunState:
 
   @property
   def tokens_done(self) -> float:
-    """Merged tokens, the mean over fragments; without shards, the tokens trained."""
-    if not self.num_shards:
-      return float(sum(island.tokens for island in self.islands.values()))
-    return sum(self.merged_tokens.values()) / max(1, self.num_fragments, len(self.merged_tokens))
+    """Merged tokens, the mean over fragments; without shards, those of every island's newest life:
+    it begins anew."""
+    return self._mean(self._tokens)
+
+  @property
+  def _tokens(self) -> dict[int, int]:
+    """By fragment; without shards, by island."""
+    if self.num_shards:
+      return self.merged_tokens
+    return {m: island.life_tokens for m, island in self.islands.items()}
+
+  def _mean(self, tokens: dict[int, int]) -> float:
+    """Of all fragments; without shards, the sum of all islands."""
+    parts = max(1, self.num_fragments, len(self.merged_tokens)) if self.num_shards else 1
+    return sum(tokens.values()) / parts
 
   @property
   def progress(self) -> float:
@@ -158,12 +173,11 @@ class RunState:
 
   @property
   def usual_speeds(self) -> dict[int, Speed]:
-    """The speed of every island over the run: tokens a step over its median step-to-step time."""
+    """The usual speed of every island on the chips that it had last."""
     return {m: speed([(each, self._usual_rate(m))]) for m, each in sorted(self.islands.items())}
 
   def _usual_rate(self, m: int) -> float:
-    island, usual = self.islands[m], self.kills.medians[m].value
-    return island.tokens / island.steps / usual if island.steps and usual > 0 else math.nan
+    return self.usual_rates[m].tokens_per_second if m in self.usual_rates else math.nan
 
   @property
   def usual_speed(self) -> Speed:
@@ -171,10 +185,13 @@ class RunState:
     return speed((island, self._usual_rate(m)) for m, island in self.islands.items())
 
   def seconds_left(self, time: float) -> float:
-    """Seconds to the end at the pace since the first step; NaN during the first percent."""
-    done = self.progress
-    elapsed = time - self.first_step_time
-    return elapsed * (1 - done) / done if done > 0.01 and elapsed > 0 else math.nan
+    """Seconds to the end at the pace since the first step, of this start if the run was killed and
+    goes on; NaN during the first percent."""
+    left, elapsed = self.total_tokens - self.tokens_done, time - self.first_step_time
+    now = self._tokens
+    gained = self._mean({each: now[each] - before for each, before in self._before.items()})
+    known = elapsed > 0 and gained > 0.01 * self.total_tokens > 0
+    return elapsed * max(0.0, left) / gained if known else math.nan
 
   # --- members ------------------------------------------------------------------------------------
 
@@ -240,13 +257,32 @@ class RunState:
   def _on_run_started(self, event: events.RunStarted) -> None:
     self.name, self.total_tokens = event.name, event.total_tokens
     self.num_fragments, self.num_shards = event.num_fragments, event.num_shards
+    self._go_on(event)
     self.finished = ""  # also of a finished run that is resumed
+    self.first_step_time, self._before = math.nan, {}
     for m in {*self.islands, *range(event.num_learners)}:
       self._island(m, event.time)
     for s in range(event.num_shards):
       self._shard(s, event.time)
     self.curves.limit(len(self.islands))
     self.heat.limit(len(self.islands))
+
+  def _go_on(self, event: events.RunStarted) -> None:
+    """A run that was killed, or is over, goes on: until now none of its roles was there."""
+    self.tracks.go_on()
+    for m, island in self.islands.items():
+      if island.state != "starting":
+        there = m < event.num_learners
+        gone = island.state == "left" or self.finished or not there
+        self._island_is(m, self._before_this, "left" if gone else "lost")
+        if there:
+          self._island_is(m, event.time, "restarting")
+    for s, shard in self.shards.items():
+      if shard.state != "starting":
+        there = s < event.num_shards
+        self._shard_is(s, self._before_this, "left" if self.finished or not there else "lost")
+        if there:
+          self._shard_is(s, event.time, "restarting")
 
   def _on_run_finished(self, event: events.RunFinished) -> None:
     self.finished = event.reason or "finished"
@@ -263,6 +299,8 @@ class RunState:
       self._count_life(island, event.incarnation)
       island.step, island.tokens_per_second, island.step_time = 0, math.nan, math.nan
       island.versions = {}  # of a new life no version is known yet
+      if (event.devices, event.device_kind) != (island.chips, island.chip_kind):
+        self.usual_rates[number] = UsualRate()
       island.start(event)
 
   def _on_joined(self, event: events.Joined) -> None:
@@ -286,10 +324,16 @@ class RunState:
     text = f"{role_name(event.role)} has its part of snapshot {event.snapshot}"
     self._note(event, text, "good")
 
-  def _on_owns(self, event: events.Owns) -> None:
-    self.versions[event.fragment] = event.version
+  def _on_owns(self, event: events.Owns | events.Recalled) -> None:
+    """The fragment's value is this one, which may be older than its newest commit."""
+    p = event.fragment
+    self.versions[p] = event.version
+    known = 0 if not event.version else self._tokens_at.get(p, {}).get(event.round)
+    if known is not None:
+      self.merged_tokens[p] = known
 
   def _on_recalled(self, event: events.Recalled) -> None:
+    self._on_owns(event)
     given = f"fragment {event.fragment} at version {event.version}"
     text = f"{role_name(event.role)} got {given} back from island {event.learner}"
     self._note(event, text, "good")
@@ -314,6 +358,7 @@ class RunState:
     island = self._island(m, event.time)
     newest = self._count_life(island, event.incarnation)
     island.steps += 1
+    island.tokens += event.tokens
     self.blocked_seconds += event.blocked_seconds
     self.curves.add_step(event, m, island.lives)
     self.heat.add(event, m)
@@ -329,8 +374,14 @@ class RunState:
     if math.isnan(self.first_step_time):
       self.first_step_time = event.time
     island.step, island.global_step = event.step, event.global_step
-    island.loss = island.loss if event.loss is None else event.loss
-    island.tokens += event.tokens
+    if event.loss is not None:
+      if not math.isfinite(event.loss) and not island.diverged:
+        self._note(event, f"island {m}: its loss is {event.loss}", "bad")
+      island.loss, island.diverged = event.loss, not math.isfinite(event.loss)
+    self.usual_rates.setdefault(m, UsualRate()).add(event)
+    island.life_tokens = event.step * event.tokens
+    if not self.num_shards:
+      self._before.setdefault(m, island.life_tokens - event.tokens)
     island.tokens_per_second = finite_or(smoothed, rate)
     island.step_seconds, island.step_time = event.seconds, event.time
 
@@ -401,6 +452,11 @@ class RunState:
     self.commits += 1
     self.versions[event.fragment] = event.version
     self.merged_tokens[event.fragment] = event.merged_tokens
+    known = self._tokens_at.setdefault(event.fragment, {})
+    known[event.round] = event.merged_tokens
+    if len(known) > KNOWN_ROUNDS:
+      del known[next(iter(known))]
+    self._before.setdefault(event.fragment, event.merged_tokens - event.tokens)
     self.lone.append(min(event.participants) if len(event.participants) == 1 else -1)
     while len(self.lone) > min(RECENT_COMMITS, max(LEAST_ROUNDS, self.num_fragments)):
       self.lone.popleft()
@@ -459,6 +515,8 @@ class RunState:
     self._note(event, text, "bad")
 
   def _on_evaluation(self, event: events.Evaluation) -> None:
+    if not math.isfinite(event.loss):
+      self._note(event, f"the held-out loss is {event.loss}", "bad")
     self.heldout_loss, self.heldout_measures = event.loss, event.measures
     if self.kinds[events.Evaluation] == 1:
       self.first_loss = event.loss

@@ -75,6 +75,10 @@ class Tracks:
     if _lane(event.target) not in self._killed:
       self.mark(event.time, _lane(event.target), "exit", event.reason or "exit")
 
+  def go_on(self) -> None:
+    """The whole run starts again, and with it every role that was down."""
+    self._killed.clear()
+
   def restart(self, event: events.Restart) -> None:
     """A role starts again."""
     self._killed.discard(_lane(event.target))
@@ -254,6 +258,7 @@ class Kills:
 # --- What became of the faults of a run
 # PURE. Memory grows with faults, exits and lost rounds, not with steps and commits.
 
+MOST_STALLS = 64  # that a step which began before them may still fill
 SETTLED_ROUNDS = 1000  # of a fragment; older ones are judged once and for all
 
 
@@ -274,15 +279,14 @@ class Aftermath:
 
   Attributes:
     recoveries: of every fault, in order of time.
-    longest_stall_seconds: the longest time, between the first step and the last, in which no island
-      made a step.
   """
 
   def __init__(self) -> None:
     self.recoveries: list[Recovery] = []
-    self.longest_stall_seconds = 0.0
     self._awaited: dict[int, float] = {}  # position of a recovery -> when its fault is over
     self._stepped_at = math.inf  # the end of the newest step
+    self._stalls: list[tuple[float, float]] = []  # the newest, which a long step may still fill ...
+    self._stalled_seconds = 0.0  # ... and the longest of all before
     self._exits: list[events.Exit | events.Crash] = []  # that no kill explains
     self._poisoned: set[str] = set()
     self._rounds: dict[int, _Rounds] = defaultdict(_Rounds)  # by fragment
@@ -297,9 +301,7 @@ class Aftermath:
     """Takes one event."""
     match event:
       case events.Step():
-        stall = event.time - event.seconds - self._stepped_at
-        self.longest_stall_seconds = max(self.longest_stall_seconds, stall)
-        self._stepped_at = event.time
+        self._step(event.time - event.seconds, event.time)
       case events.Stage() | events.Apply():
         self._rounds[event.fragment].had.add(event.round)
       case events.Commit():
@@ -313,6 +315,23 @@ class Aftermath:
         self._exits.append(event)
       case events.Exit() if "by plan" not in event.reason:
         self._exits.append(event)
+
+  @property
+  def longest_stall_seconds(self) -> float:
+    """The longest time, between the first step and the last, in which no island was in a step."""
+    return max([self._stalled_seconds, *(b - a for a, b in self._stalls)])
+
+  def _step(self, began: float, ended: float) -> None:
+    """A step; they come in order of their ends."""
+    left = []
+    for a, b in self._stalls:
+      left += [(x, y) for x, y in ((a, min(b, began)), (max(a, ended), b)) if x < y]
+    if began > self._stepped_at:
+      left.append((self._stepped_at, began))
+    if len(left) > MOST_STALLS:
+      (a, b), *left = left
+      self._stalled_seconds = max(self._stalled_seconds, b - a)
+    self._stalls, self._stepped_at = left, ended
 
   def _strike(self, event: events.Fault) -> None:
     lasts = event.seconds

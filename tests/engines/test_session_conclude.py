@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -19,12 +20,13 @@ from ddiloco.checkpoint.snapshots import Storage
 from ddiloco.config import Config, ConfigError
 from ddiloco.engines import session
 from ddiloco.engines.engine import RunResult
-from ddiloco.observe.eventlog import read_events
+from ddiloco.observe.eventlog import read_events, to_line
 from ddiloco.roles import initial
 from ddiloco.training import data
-from ddiloco.workdir import OUTCOME, check
+from ddiloco.workdir import OUTCOME, STARTED, check
 from tests.engines.test_session_resume import soon_over
 from tests.engines.test_threads import Ran, make_config
+from tests.made_events import made
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,7 +54,7 @@ def out_of_memory(_) -> float:
 
 
 def conclude(workdir, outcome, loss, config=CONFIG, compare=dict) -> dict:
-  session.conclude(config, workdir, outcome, loss, 0.0, compare)
+  session.conclude(config, workdir, outcome, loss, compare)
   return json.loads((workdir / OUTCOME).read_text())
 
 
@@ -67,6 +69,28 @@ def test_the_result_is_there_before_the_first_loss_is_asked_for(tmp_path):
   known = conclude(tmp_path, RunResult("finished", params(3), {}, {0: 5}), loss)
   assert seen == [3.0, "finished"] * 2
   assert known["loss_untrained"] == known["loss_merged"] == 1.0
+
+
+def test_the_time_of_a_run_is_that_since_it_began_not_since_its_last_start(tmp_path):
+  (tmp_path / STARTED).write_text(f"{time.time() - 7200}\n")
+  known = conclude(tmp_path, RunResult("finished", params(3), {}, {0: 5}), lambda tree: 1.0)
+  assert 7200 <= known["seconds"] < 7260
+
+
+def test_steps_are_those_of_all_starts_of_a_run(tmp_path):
+  """Learner 0 made 8 steps, one of them twice; the engine knows of the 4 since the run went on."""
+  (tmp_path / "events").mkdir()
+  log = [made(float(n), "learner-0", "step", step=n, global_step=n) for n in range(1, 6)]
+  log += [made(60.0 + n, "learner-0", "step", 1, step=n, global_step=n) for n in range(5, 9)]
+  log.append(made(70.0, "evaluator", "evaluation", loss=2.0))
+  for role in ("learner-0", "evaluator"):
+    mine = [each for each in log if each.role == role]
+    lines = [to_line(each, each is mine[0]) for each in mine]
+    (tmp_path / "events" / f"{role}.jsonl").write_bytes(b"".join(lines))
+  assert session.last_steps(tmp_path) == [8], "for the islands that train alone as long"
+  outcome = RunResult("finished", params(3), {}, {0: 4})
+  session.conclude(CONFIG, tmp_path, outcome, lambda tree: 1.0, goes_on=True)
+  assert json.loads((tmp_path / OUTCOME).read_text())["learner_steps"] == {"0": 9}
 
 
 def test_a_disk_that_is_full_at_the_end_leaves_the_first_outcome(tmp_path, monkeypatch, capsys):

@@ -266,3 +266,25 @@ def test_all_chip_time_is_accounted_for_whatever_happens(seed):
   assert goodput.chip_seconds == pytest.approx((END + 50) * sum(chips))
   for m in range(3):
     assert goodput.learners[m].chip_seconds == pytest.approx((END + 50) * chips[m])
+
+
+@pytest.mark.parametrize("back", ["the whole run", "its island"])
+def test_the_time_between_a_good_end_and_the_next_start_is_nobodys(back):
+  """Its chips were given back: a run that is stopped for a night has not spent it."""
+  log = Log(fragments=1)
+  log.start(1.0)
+  log.steps(1, 9, 1.0)
+  log.add(10.0, "learner-0", "stopped")
+  if back == "the whole run":
+    log.add(11.0, "engine", "run_finished", reason="stopped")
+    log.add(1000.0, "engine", "run_started", num_learners=1, num_fragments=1, num_shards=1)
+  else:  # started by hand: its first event says that it has compiled
+    log.add(1003.0, "learner-0", "compiled", target="learner-0", seconds=3.0)
+  log.start(1003.0)
+  log.steps(10, 19, 1003.0)
+  found = log.report()
+  assert found.chip_seconds == pytest.approx(10.0 + 13.0)
+  shares = {"start_up": 1.0, "pending": 19.0}
+  shares |= {"rejoin" if back == "the whole run" else "compile": 3.0}
+  assert {c: s * 23.0 for c, s in found.causes.items() if s} == pytest.approx(shares)
+  assert found.learners[0].liveness == pytest.approx(19 / 23)

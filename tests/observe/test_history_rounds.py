@@ -49,6 +49,28 @@ def test_the_words_are_those_of_the_decision(make, begun):
   )
 
 
+@pytest.mark.parametrize("kind, action", [("exit", ""), ("fault", "kill")])
+def test_a_dead_shard_collects_nothing(make, begun, kind, action):
+  gone = {"target": "syncer-1"} | ({"action": action} if action else {"reason": "killed"})
+  events = [*begun, make.event(11.0, "engine", kind, **gone)]
+
+  def page(now):
+    return status(feed(events), now, SYNC)["waiting"]
+
+  assert page(12.0)["open"] == 0
+  assert page(12.0)["text"].startswith(
+    "Shard 1 is down: its fragments have no rounds until it is back. The first round begins"
+  )
+  events.append(make.event(13.0, "syncer-1", "started", 1, fragments=[1, 3]))
+  assert page(14.0)["text"].startswith("The first round begins")
+
+
+def test_a_shard_that_began_anew_has_no_rounds_of_its_life_before(make, begun):
+  for again in (make.event(13.0, "syncer-1", "started", 1), make.run_started()):
+    assert says(begun, 12.0).startswith("Collecting fragment 3 for 2.0 s")
+    assert not says([*begun, again], 14.0).startswith("Collecting")
+
+
 def test_a_round_that_asks_more_islands_keeps_the_pushes_that_came(make, begun):
   more = make.event(12.0, "syncer-1", "round", fragment=3, round=7, version=0, asked=[0, 1, 2, 3])
   begun += [push(make, 10.6, 1), more]
@@ -112,6 +134,13 @@ def test_what_rounds_came_to_is_counted_in_plain_words(make):
   newest = panel["recent"][0]
   assert (newest["time"], newest["version"], newest["took_part"]) == (8.0, None, [])
   assert panel["recent"][1]["absent"] == {"3": "rejected: norm 99.9 is over 10 x 2.7"}
+
+
+def test_a_round_that_was_given_up_took_its_time(make, begun):
+  given_up = make.event(75.0, "syncer-1", "abandoned", fragment=3, round=7, reason="only 1 is left")
+  unknown = make.event(76.0, "syncer-1", "abandoned", fragment=3, round=8, reason="only 1 is left")
+  recent = feed([*begun, given_up, unknown]).rounds.as_json()["recent"]
+  assert [each["seconds"] for each in recent] == [None, 65.0]
 
 
 def test_recent_rounds_are_few(make):

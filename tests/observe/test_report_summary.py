@@ -8,7 +8,7 @@ import pytest
 
 from ddiloco.observe.eventlog import EventLog
 from ddiloco.observe.goodput import CAUSES
-from ddiloco.observe.report import summarise
+from ddiloco.observe.report import key_numbers, summarise
 
 # Two islands of one chip for 6 s. The first step of each ends its start-up; nothing was copied out.
 ACCOUNT = {
@@ -162,3 +162,13 @@ def test_participation_without_commits_says_nothing(make):
 def test_merged_tokens_without_a_syncer_are_none(make, shards):
   events = [make.run_started(num_shards=shards), make.step(1.0, 0, 1)]
   assert summarise(events)["merged_tokens"] == 0
+
+
+def test_a_run_of_single_roles_says_its_fragments_and_its_end(make):
+  """No engine has said how many fragments there are; outcome.json says why the run ended."""
+  log = [make.step(1.0, 0, 1), make.event(1.0, "syncer-0", "owns", fragment=2), make.commit(2.0)]
+  found = summarise(log)
+  assert found["num_fragments"] == 3
+  ended = ("how the run ended", "it did not end in good order")
+  assert ended in key_numbers(found)
+  assert ("how the run ended", "finished") in key_numbers(found | {"reason": "finished"})

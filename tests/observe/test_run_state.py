@@ -11,6 +11,7 @@ from ddiloco.observe.run_state import RECENT_LOG_EVENTS, RunState
 from ddiloco.observe.style import clock_time, compact, island_colour
 from ddiloco.protocol import events
 from ddiloco.protocol.events import Odd
+from tests.made_events import changed
 
 
 def _fold(events, run=None):
@@ -214,6 +215,68 @@ def test_progress_is_merged_tokens_or_without_shards_trained_ones(make):
   assert view.seconds_left(3.0) == pytest.approx(2.0 * 0.8 / 0.2)
   assert math.isnan(RunState().seconds_left(1.0))
   assert RunState().progress == 0.0
+
+
+def test_the_time_left_of_a_run_that_goes_on_follows_from_its_pace_since_then(make):
+  """Nothing that an earlier start merged, no night in which it was down, is part of the pace."""
+
+  def start(time, merged):
+    going = [make.step(time + 1.0, 0, 1)]
+    going += [
+      make.commit(time + 2.0 + i, merged_tokens=merged + 100 * i, tokens=100) for i in (0, 1)
+    ]
+    begun = make.run_started(num_fragments=1, total_tokens=1000)
+    return [changed(begun, time=time), *going]
+
+  early, late = start(0.0, 100), start(900.0, 600)
+  assert _fold(early).seconds_left(3.0) == pytest.approx(2.0 * 800 / 200)
+  for view in (_fold(late), _fold([*early, *late])):  # in the terminal, and on the page
+    assert view.progress == 0.7
+    assert view.seconds_left(903.0) == pytest.approx(2.0 * 300 / 200)
+
+
+def test_a_shard_that_goes_back_takes_versions_and_tokens_with_it(make):
+  """It is restored at version 5 of 7, gets 7 back from a learner, and at last begins anew."""
+
+  def has(time, kind, version, round_id):
+    return make.event(time, "syncer-0", kind, fragment=0, version=version, round=round_id)
+
+  def commit(n):
+    return make.commit(float(n), round=n, version=n, merged_tokens=100 * n, tokens=100)
+
+  view = _fold([make.run_started(num_fragments=1, total_tokens=1000), *map(commit, range(1, 8))])
+  for kind, version, round_id, tokens in (
+    ("owns", 5, 5, 500), ("recalled", 7, 7, 700), ("owns", 0, -1, 0),
+  ):  # fmt: skip
+    _fold([has(10.0, kind, version, round_id)], view)
+    assert (view.versions[0], view.tokens_done) == (version, tokens)
+
+
+def test_without_shards_a_life_that_begins_anew_does_not_count_its_steps_twice(make):
+  alone = make.run_started(num_shards=0, num_fragments=0, total_tokens=600)
+  steps = [make.step(float(s), 0, s, tokens=100) for s in (1, 2, 3)]
+  again = [make.step(10.0 + s, 0, s, tokens=100, incarnation=1) for s in (1, 2)]
+  view = _fold([alone, *steps, make.event(9.0, "learner-0", "started", incarnation=1), *again])
+  assert view.progress == pytest.approx(200 / 600)
+  assert view.islands[0].tokens == 500
+
+
+def test_a_late_step_of_an_earlier_life_counts_with_its_tokens(make):
+  started = make.event(2.0, "learner-0", "started", incarnation=1)
+  view = _fold([make.step(1.0, 0, 1, tokens=100), started, make.step(2.1, 0, 2, tokens=100)])
+  assert (view.islands[0].steps, view.islands[0].tokens) == (2, 200)
+
+
+def test_a_loss_that_is_not_finite_is_said_once_not_shown_as_unknown_alone(make):
+  losses = [2.0, math.nan, math.nan, None, 2.0, math.inf]
+  steps = [make.step(10.0 * n, 0, n, loss=loss) for n, loss in enumerate(losses, 1)]
+  held = make.event(70.0, "evaluator", "evaluation", loss=math.nan)
+  said = [each.text for each in _fold([make.run_started(), *steps, held]).log_events]
+  assert said == [
+    "island 0: its loss is nan",
+    "island 0: its loss is inf",
+    "the held-out loss is nan",
+  ]
 
 
 def test_steps_without_metrics_and_unknown_kinds(make):

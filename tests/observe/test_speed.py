@@ -53,6 +53,21 @@ def test_what_is_not_known_of_one_island_is_not_made_up_for_all(make, flops, pea
   assert "MFU" not in run.speed(3.0).text() and "512 a chip" in run.speed(3.0).text()
 
 
+def test_the_usual_speed_is_that_on_the_chips_an_island_has_now(make):
+  """8 chips at a second a step, then 4 at two: 128 tokens a second and chip on both, not 256."""
+  log, at = [], 0.0
+  for life, (chips, seconds, steps) in enumerate(((8, 1.0, 90), (4, 2.0, 10))):
+    more = {"devices": chips, "flops_per_token": FLOPS, "peak_flops_per_second": PEAK}
+    log.append(make.event(at + 0.5, "learner-0", "started", life, **more))
+    for n in range(steps):
+      at += seconds
+      fields = {"tokens": 1024, "seconds": seconds, "gap_seconds": seconds}
+      log.append(make.step(at + 0.5, 0, 90 * life + n + 1, incarnation=life, **fields))
+  found = numbers(RunState().read(log))
+  assert found["tokens_per_second_per_chip"] == pytest.approx(128)
+  assert found["learners"]["0"]["mfu"] == pytest.approx(128 * FLOPS / PEAK)
+
+
 def test_an_island_of_a_log_that_begins_late_has_no_chips(make):
   run = RunState().read([make.step(1.0 + n, 0, n) for n in range(3)])
   assert math.isnan(run.islands[0].speed.per_chip) and run.islands[0].speed.tokens_per_second > 0

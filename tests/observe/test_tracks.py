@@ -5,8 +5,10 @@ import random
 
 import pytest
 
+from ddiloco.dashboard.status import status
 from ddiloco.observe.run_state import RunState
 from ddiloco.observe.tracks import MOST_MARKS, MOST_SPANS
+from tests.made_events import changed
 
 
 def feed(events):
@@ -110,3 +112,61 @@ def test_thousands_of_faults_do_not_make_it_grow(make, seed):
   assert MOST_SPANS / 2 < len(found) <= MOST_SPANS + 1
   check_whole(found, round(time, 2))
   assert len(lanes.marks) == MOST_MARKS and lanes.num_marks == 4000
+
+
+def went_on(make, *ended, learners=2, shards=2):
+  """Two islands and two shards until 10.0; `ended`; the run goes on at 100.0."""
+
+  def begin(time, learners, shards):
+    sizes = {"num_learners": learners, "num_shards": shards, "num_fragments": 2}
+    yield changed(make.run_started(**sizes), time=time)
+    for m in range(learners):
+      yield make.event(time + 1.0, f"learner-{m}", "started", int(time))
+      yield make.event(time + 2.0, f"learner-{m}", "joined", int(time), global_step=0)
+      yield make.step(time + 10.0, m, 1, incarnation=int(time), gap_seconds=8.0, seconds=8.0)
+    for s in range(shards):
+      yield make.event(time + 1.0, f"syncer-{s}", "started", int(time), fragments=[s])
+
+  events = [*begin(0.0, 2, 2), *ended, *begin(100.0, learners, shards)]
+  return RunState().read(sorted(events, key=lambda e: e.time))
+
+
+def states(run):
+  return run.tracks.spans(run.islands, 110.0, 110.0)
+
+
+def test_a_run_that_was_killed_whole_was_down_until_it_went_on(make):
+  run = went_on(make)
+  for role, joined in (("learner-0", 2.0), ("syncer-1", 1.0)):
+    assert states(run)[role] == [
+      [0.0, joined, "joining"],
+      [joined, 10.0, "running"],
+      [10.0, 100.0, "down"],
+      [100.0, 100.0 + joined, "joining"],
+      [100.0 + joined, 110.0, "running"],
+    ]
+
+
+def test_after_a_run_that_was_over_nobody_was_there_until_it_went_on(make):
+  over = make.event(10.5, "engine", "run_finished", reason="stopped")
+  run = went_on(make, make.event(10.2, "learner-0", "stopped", reason="drained"), over)
+  for role in ("learner-0", "learner-1", "syncer-0"):
+    assert [state for *_, state in states(run)[role]] == ["joining", "running"] * 2
+    assert states(run)[role][2][0] == 100.0
+
+
+def test_roles_without_which_a_killed_run_goes_on_are_gone(make):
+  run = went_on(make, learners=1, shards=1)
+  for role, at in (("learner-1", 10.0), ("syncer-1", 10.0)):
+    assert states(run)[role][-1][1:] == [at, "running"]
+  assert run.islands[1].state == "left"
+  found = run.ledger.report()
+  assert found.learners[1].chip_seconds == 10.0, "nor has it chips"
+  assert "Shard 1" not in status(run, 110.0)["waiting"]["text"]
+
+
+def test_a_crash_is_marked_though_a_kill_was_followed_by_no_restart_but_a_new_start(make):
+  kill = make.event(9.0, "engine", "fault", target="learner-1", action="kill")
+  run = went_on(make, kill)
+  run.read([make.event(111.0, "engine", "exit", target="learner-1", reason="OSError: no")])
+  assert [mark["kind"] for mark in run.tracks.marks] == ["kill", "exit"]

@@ -40,9 +40,20 @@ def test_a_role_is_back_with_the_first_commit_after_its_fault_is_over():
 def test_the_longest_time_in_which_nobody_steps():
   steps = [(1.0, 1.0), (2.0, 1.0), (2.5, 1.0), (9.5, 0.5), (9.6, 4.0)]
   events = [event(end, "learner-0", "step", seconds=seconds) for end, seconds in steps]
-  # Nobody knew by then that the last one was on its way.
-  assert Aftermath().read(events).longest_stall_seconds == 6.5
+  assert Aftermath().read(events[:-1]).longest_stall_seconds == 6.5
+  # The last one says that it was on its way from 5.6 on.
+  assert Aftermath().read(events).longest_stall_seconds == pytest.approx(3.1)
   assert Aftermath().longest_stall_seconds == 0.0
+
+
+def test_a_long_step_of_one_island_is_no_stall_of_all():
+  """Island 0 is in a step from 0 to 10 and from 12 to 22; island 1 is away from 2 to 18."""
+
+  def step(time, m, seconds):
+    return event(time, f"learner-{m}", "step", seconds=seconds, gap_seconds=seconds)
+
+  steps = [step(1.0, 1, 1.0), step(2.0, 1, 1.0), step(10.0, 0, 10.0), step(19.0, 1, 1.0)]
+  assert Aftermath().read([*steps, step(22.0, 0, 10.0)]).longest_stall_seconds == 2.0
 
 
 def lost_rounds(events) -> list[tuple[int, int]]:

@@ -35,6 +35,13 @@ export function clockTime(seconds) {
   return h ? `${h}:${two(m)}:${two(s)}` : `${m}:${two(s)}`;
 }
 
+/** Of numbers in any order; of an even count the mean of the middle two. */
+export function median(values) {
+  const ordered = [...values].sort((a, b) => a - b);
+  const middle = (ordered.length - 1) / 2;
+  return (ordered[Math.floor(middle)] + ordered[Math.ceil(middle)]) / 2;
+}
+
 export const plural = (n, word) => `${n} ${word}${n === 1 ? "" : "s"}`;
 
 export function join(words) {

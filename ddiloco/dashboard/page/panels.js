@@ -1,6 +1,7 @@
 // Every panel but the chart: figures, waiting, goodput, versions, participation, links, log events.
 
 import {
+  DASH,
   byId,
   bytes,
   clockTime,
@@ -193,7 +194,7 @@ function waiting(status) {
       html("td", null, clockTime(round.time)),
       html("td", { class: "number" }, String(round.fragment)),
       html("td", { class: "number" }, String(round.version ?? "–")),
-      html("td", { class: "number" }, `${round.seconds.toFixed(2)} s`),
+      html("td", { class: "number" }, round.seconds === null ? DASH : `${round.seconds.toFixed(2)} s`),
       html("td", { class: "text" }, round.reason),
       html(
         "td",

@@ -1,6 +1,6 @@
 // The ways back of learners: where the seconds from death to merge went.
 
-import { byId, clockTime, html, percent, say } from "./format.js";
+import { byId, clockTime, html, median, percent, say } from "./format.js";
 
 const PHASES = {
   detect: ["noticed", "until its supervisor noticed that it was dead"],
@@ -21,7 +21,7 @@ export function rejoins(status) {
   byId("rejoins-card").hidden = !found.length;
   if (!found.length) return;
   const merged = found.filter((each) => each.seconds !== null);
-  const usual = merged.map((each) => each.seconds).sort((a, b) => a - b)[merged.length >> 1];
+  const usual = median(merged.map((each) => each.seconds));
   const total = (each) => Object.values(each.phases).reduce((a, b) => a + b, 0);
   const longest = Math.max(1e-9, ...found.map(total));
   say(
