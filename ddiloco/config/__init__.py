@@ -20,6 +20,7 @@ import ml_collections
 
 from ddiloco.checks import ConfigError, build, refuse_unknown, require
 from ddiloco.config.schema import (
+  MAX_LEARNERS,
   ChaosConfig,
   CheckpointConfig,
   DataConfig,
@@ -72,7 +73,22 @@ class Config:
   chaos: ChaosConfig = ChaosConfig()
 
   def __post_init__(self):
+    require(
+      0 <= self.seed < 1 << 32,
+      "seed",
+      self.seed,
+      "must lie between 0 and 2**32 - 1: initial values take no more bits of it",
+      f"use {self.seed % (1 << 32)}",
+    )
     m = self.islands.num_learners
+    require(
+      self.num_islands() <= MAX_LEARNERS,
+      "islands.num_learners",
+      m,
+      f"must be at most {MAX_LEARNERS}, with those that join (chaos.faults): messages have no"
+      " greater numbers",
+      f"use at most {MAX_LEARNERS - self.chaos.num_joining()}",
+    )
     require(
       self.sync.min_quorum <= m or not self.sync.num_shards,
       "sync.min_quorum",

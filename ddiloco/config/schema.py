@@ -259,6 +259,10 @@ class IslandConfig:
     return data * fsdp
 
 
+# Learners' numbers are smaller: a message's list has two numbers for each (`protocol/messages.py`).
+MAX_LEARNERS = 1 << 15
+
+
 @dataclasses.dataclass(frozen=True)
 class IslandsConfig(IslandConfig):
   """All islands: common settings, and `overrides` by learner number, e.g. {"2": {"devices": 4}}."""

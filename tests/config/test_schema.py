@@ -42,6 +42,8 @@ def test_defaults_are_valid_and_the_config_dict_says_the_same():
     *[(f"model.{f}", 0, "greater than 0") for f in
       ("vocab_size", "num_layers", "model_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim",
        "rope_theta", "norm_epsilon", "capacity_factor")],
+    ("seed", -1, "between 0 and 2**32 - 1"),
+    ("seed", 1 << 32, "between 0 and 2**32 - 1"),
     ("model.num_experts", -1, "not be negative"),
     ("model.load_balance_weight", -0.5, "not be negative"),
     ("model.compute_dtype", "float23", "one of float32, bfloat16"),
@@ -70,6 +72,7 @@ def test_defaults_are_valid_and_the_config_dict_says_the_same():
     ("islands.loss_chunks", 0, "greater than 0"),
     ("islands.loss_chunks", 3, "divide model.vocab_size (256)"),
     ("islands.num_learners", 0, "greater than 0"),
+    ("islands.num_learners", (1 << 15) + 1, "at most 32768"),
     ("sync.num_shards", -1, "not be negative"),
     ("sync.num_shards", 9, "not exceed sync.num_fragments (8)"),
     ("sync.overlap_steps", -1, "not be negative"),
@@ -255,6 +258,11 @@ def test_wrong_types_are_refused_for_every_field(path, hint):
 def test_a_whole_number_is_a_float_too():
   rate = from_dict({"outer": {"learning_rate": 1}}).outer.learning_rate
   assert rate == 1.0 and isinstance(rate, float)
+  assert "must be a finite number" in refusal({"outer": {"learning_rate": 10**400}})
+
+
+def test_a_number_of_thousands_of_digits_is_no_learner():
+  assert "learner numbers" in refusal({"islands": {"overrides": {"1" * 5000: {}}}})
 
 
 @pytest.mark.parametrize("values", [3, None, [("seed", 1)], {3: 4}, {"sync": 3}, {"chaos": []}])
