@@ -96,7 +96,7 @@ class Config:
       f"must not exceed islands.num_learners ({m}), or no round would ever commit",
       f"use at most {m}",
     )
-    for learner in range(m):
+    for learner in sorted({*range(self.num_islands()), *map(int, self.islands.overrides)}):
       island = self.islands.island(learner)
       shards = island.data_shards(island.devices) if island.devices else 1
       whole = shards * self.inner.accumulation_steps

@@ -303,6 +303,15 @@ def test_a_config_cannot_be_changed():
     Config().seed = 3  # type: ignore[misc]
 
 
+@pytest.mark.parametrize(
+  "wrong, field",
+  [({"batch_size": 7}, "islands.batch_size"), ({"loss_chunks": 3}, "islands.loss_chunks")],
+)
+def test_islands_of_learners_that_join_later_are_checked_too(wrong, field):
+  values = {"islands": {"overrides": {"4": wrong}}, "inner": {"accumulation_steps": 2}}
+  assert refusal(values).startswith(f"{field} = ")
+
+
 def test_overrides_change_one_island_only():
   override = {"1": {"devices": 4, "fsdp": 2, "tensor": 2, "batch_size": 6}}
   c = from_dict({"islands": {"num_learners": 3, "overrides": override}})
