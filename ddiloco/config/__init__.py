@@ -50,6 +50,7 @@ __all__ = [
   "OuterConfig",
   "RunConfig",
   "SyncConfig",
+  "changeable",
   "check_field",
   "default",
   "from_dict",
@@ -198,13 +199,18 @@ def _check_faults(chaos: ChaosConfig, num_learners: int, num_shards: int) -> Non
 
 def default() -> ml_collections.ConfigDict:
   """All defaults as a ConfigDict that refuses unknown fields. Experiment files start from this."""
-  config = ml_collections.ConfigDict(dataclasses.asdict(Config()))
+  return changeable(Config())
+
+
+def changeable(config: Config) -> ml_collections.ConfigDict:
+  """The config's values as a ConfigDict that refuses unknown fields."""
+  values = ml_collections.ConfigDict(dataclasses.asdict(config), allow_dotted_keys=True)
   free = {"islands": ("overrides", "resources"), "chaos": ("regions",)}  # fields with free names
   free |= dict.fromkeys(("model", "data", "inner"), ("options",))
   for section, names in free.items():
     for name in names:
-      config[section][name] = ml_collections.ConfigDict().unlock()
-  return config
+      values[section][name].unlock()
+  return values
 
 
 def from_dict(values: Mapping[str, Any] | ml_collections.ConfigDict) -> Config:

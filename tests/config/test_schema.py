@@ -298,6 +298,20 @@ def test_dict_config_dict_and_json_round_trips():
   assert from_dict(json.loads(from_dict(c).to_json())) == frozen
 
 
+def test_free_names_may_have_dots():
+  """A run of such a config can be loaded from its workdir, and changed."""
+  frozen = from_dict(
+    {
+      "model": {"custom": "a:b", "options": {"act.fn": 1, "more": {"c.d": [{"e.f": 2}]}}},
+      "chaos": {"regions": {"us.east": ["learner-1"]}},
+    }
+  )
+  c = config_lib.changeable(frozen)
+  assert from_dict(c) == frozen
+  c.model.options["act.fn"] = 3
+  assert from_dict(c).model.options["act.fn"] == 3
+
+
 def test_a_config_cannot_be_changed():
   with pytest.raises(dataclasses.FrozenInstanceError):
     Config().seed = 3  # type: ignore[misc]
