@@ -135,10 +135,14 @@ class TpuVmRun:
     inspect = "sudo docker inspect --format='{{.State.Status}} {{.State.ExitCode}}'"
     return f'state=$({inspect} {self.name} 2>/dev/null) || state=none; echo "{_ROLE}$state"'
 
+  @property
+  def stop_seconds(self) -> int:
+    """The longest that a role takes to stop."""
+    return round(self.placement.config.network.drain_seconds) + 10
+
   def stop_script(self) -> str:
     """Stops the role, which drains first."""
-    seconds = round(self.placement.config.network.drain_seconds) + 10
-    return f"sudo docker stop --time={seconds} {self.name} || true"
+    return f"sudo docker stop --time={self.stop_seconds} {self.name} || true"
 
 
 # --- The state of an island, and its next need
