@@ -110,9 +110,10 @@ class TpuVmRun:
     """Starts the role on a host, replacing a container there; `leader`: address of host 0."""
     role = role_command(self.placement, island.role, self.syncers, FOLDER, f"{WORK}/{self.name}")
     command = " ".join([*map(shlex.quote, role), *host_flags(island.shape, '"$host"', leader)])
+    most = self.placement.max_restarts
     flags = [
       f"--name={self.name}",
-      f"--restart=on-failure:{self.placement.max_restarts}",
+      f"--restart={f'on-failure:{most}' if most else 'no'}",  # on-failure:0 is without a limit
       "--privileged",  # the chips are devices of the host
       "--net=host",
       f'--volume="$HOME/{STAGED}:{FOLDER}:ro"',

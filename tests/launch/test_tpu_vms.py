@@ -105,6 +105,12 @@ def test_the_script_of_a_host_is_one_that_a_shell_reads(tmp_path):
   assert "--host=" not in alone
 
 
+def test_no_restarts_are_none():
+  """Docker takes on-failure:0 for restarts without a limit."""
+  never = dataclasses.replace(RUN, placement=dataclasses.replace(MADE, max_restarts=0))
+  assert "--restart=no " in never.start_script(FIRST, "10.1.0.1")
+
+
 @pytest.mark.parametrize(
   ("seen", "step"),
   [
