@@ -108,9 +108,16 @@ def _check_optimizer(config: Config) -> None:
   transform, shapes = load_optimizer(config.inner), load_model(config.model).shapes()
 
   def update() -> Any:
-    return jax.eval_shape(transform.update, shapes, jax.eval_shape(transform.init, shapes), shapes)
+    state = jax.eval_shape(transform.init, shapes)
+    return state, *jax.eval_shape(transform.update, shapes, state, shapes)
 
-  updates, _ = _called("inner", config.inner.custom, "init() or update()", update)
+  before, updates, after = _called("inner", config.inner.custom, "init() or update()", update)
+  if (was := _state_kinds(before)) != (becomes := _state_kinds(after)):
+    text = f"update() makes the state {becomes}, must leave it what init() makes: {was}"
+    raise _unfit("inner", config.inner.custom, text)
+  if keys := [name for name, kind in was.items() if kind.startswith("key<")]:
+    text = f"the state has keys ({', '.join(keys)}), which no snapshot can hold: it must have"
+    raise _unfit("inner", config.inner.custom, f"{text} their jax.random.key_data() instead")
   if (given := _kinds(updates)) != (wanted := _kinds(shapes)):
     text = f"update() gives {given}, must give an update of every parameter: {wanted}"
     raise _unfit("inner", config.inner.custom, text)
@@ -118,6 +125,13 @@ def _check_optimizer(config: Config) -> None:
 
 def _kinds(arrays: Any) -> Any:
   return {name: f"{value.dtype}{list(value.shape)}" for name, value in arrays.items()}
+
+
+def _state_kinds(state: Any) -> dict[str, str]:
+  import jax
+
+  leaves, structure = jax.tree_util.tree_flatten_with_path(state)
+  return {"structure": str(structure)} | _kinds({jax.tree_util.keystr(p): x for p, x in leaves})
 
 
 def _inputs(config: Config, batch_size: int) -> Any:

@@ -82,6 +82,18 @@ def halved(config):
 def failing(config):
   return optax.stateless(lambda updates, params: 1 / 0)
 
+def drifting(config):
+  init = lambda params: {"count": jnp.zeros((), jnp.int32)}
+  update = lambda g, state, params=None: (g, {"count": state["count"] + 1.0})
+  return optax.GradientTransformation(init, update)
+
+def growing(config):
+  update = lambda g, state, params=None: (g, (jnp.zeros(()),))
+  return optax.GradientTransformation(lambda params: (), update)
+
+def noisy(config):
+  return optax.add_noise(0.1, 0.5, jax.random.key(0))
+
 def bare(config):
   made = Line(3)
   made.loss = lambda params, batch, execution=None: jnp.zeros(())
@@ -182,7 +194,13 @@ def test_an_optimizer_by_name_takes_the_place_of_adamw(file):
   ):
     step.optimizer(config("inner", f"{file}:model").inner, {})
   initial.make_plan(config("inner", f"{file}:momentum", momentum=0.5))
-  for name, rule in (("halved", r"update\(\) gives .*float16"), ("failing", "ZeroDivisionError")):
+  for name, rule in (
+    ("halved", r"update\(\) gives .*float16"),
+    ("failing", "ZeroDivisionError"),
+    ("drifting", r"update\(\) makes the state .*float32\[\].* init\(\) makes: .*int32\[\]"),
+    ("growing", r"update\(\) makes the state"),
+    ("noisy", r"the state has keys \(.*rng_key\), which no snapshot can hold.*key_data"),
+  ):
     with pytest.raises(ConfigError, match=rf"^inner.custom = .*{rule}"):
       initial.make_plan(config("inner", f"{file}:{name}"))
 
