@@ -366,7 +366,10 @@ class BatchIterator(Iterator[Batch]):
 
 
 class _Endless(grain.MapDataset[Batch]):
-  """Batches by position, from a function position -> batch."""
+  """Batches by position, from a function position -> batch, which may fill the same arrays again.
+
+  Several batches wait in the queue of those that are read ahead, so each is a copy.
+  """
 
   def __init__(self, read: Callable[[int], Batch]):
     super().__init__()
@@ -376,7 +379,13 @@ class _Endless(grain.MapDataset[Batch]):
     return sys.maxsize
 
   def __getitem__(self, index):
-    return self.slice(index) if isinstance(index, slice) else self._read(int(index))
+    if isinstance(index, slice):
+      return self.slice(index)
+    return jax.tree.map(_kept, self._read(int(index)))
+
+
+def _kept(leaf: Any) -> Any:
+  return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
 class _Reader:

@@ -1,6 +1,7 @@
 """Batches of the user's own: what a learner reads is a function of the position alone."""
 
 import sys
+import time
 import types
 
 import grain
@@ -61,9 +62,13 @@ class Numbers:
 class Indexed:
   def __init__(self, kind: str, learner: int):
     self.kind, self.learner, self.reads = kind, learner, 0
+    self.own = rows(0, 0)["x"]
 
   def __getitem__(self, position):
     self.reads += 1
+    if self.kind == "filled":
+      self.own[:] = rows(self.learner, position)["x"]
+      return {"x": self.own}
     batch = rows(self.learner, position + (self.reads if self.kind == "moving" else 0))
     return {"wide": batch["x"]} if self.kind == "named" else batch
 
@@ -112,6 +117,15 @@ def test_every_position_gives_its_batch_however_it_is_come_to(kind, step):
       with one.iterate(**whole.state) as restored:
         assert number(next(restored)) == first + step * position
       next(whole)
+
+
+def test_a_source_may_fill_the_same_arrays_again():
+  """Batches that are read ahead keep their values."""
+  one = stream("filled", learner=1)
+  with one.iterate() as ahead:
+    first = next(ahead)
+    time.sleep(0.2)  # the queue of those ahead is full by now
+    assert [number(first), *(number(next(ahead)) for _ in range(5))] == list(range(1000, 1006))
 
 
 def test_learners_read_their_own():
