@@ -55,6 +55,9 @@ def load_model(config: ModelConfig) -> Model:
   for name, leaf in shapes.items():
     if str(leaf.dtype) != "float32":
       raise _unfit("model", config.custom, f"parameter {name} is {leaf.dtype}, must be float32")
+    if 0 in leaf.shape:
+      text = f"parameter {name} has shape {tuple(leaf.shape)}"
+      raise _unfit("model", config.custom, f"{text}: it must have values, or nothing can save it")
     if len(axes.get(name, ())) != len(leaf.shape):
       text = f"parameter {name} has shape {tuple(leaf.shape)}, and axes {axes.get(name)}"
       raise _unfit("model", config.custom, f"{text}: there must be a name or None for each")

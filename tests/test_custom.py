@@ -72,6 +72,13 @@ def wide(config):
   made.inputs = lambda batch_size, length: jax.ShapeDtypeStruct((7, 3), jnp.float32)
   return made
 
+class Empty(nnx.Module):
+  def __init__(self):
+    self.kernel = nnx.Param(jnp.zeros((0, 1)))
+
+def empty(config):
+  return Line3(lambda rngs: Empty())
+
 def momentum(config):
   return optax.sgd(1.0, momentum=config.options["momentum"])
 
@@ -151,6 +158,7 @@ def test_without_a_name_the_model_is_the_transformer():
     ("counting", r"shapes\(\) fails at .*are no nnx.Param"),
     ("bare", r"loss\(\) fails at .*TypeError: cannot unpack"),
     ("mismatched", r"evaluate\(\) fails at .*mine.py, line \d+ \(TypeError: dot_general"),
+    ("empty", r"parameter kernel has shape \(0, 1\): it must have values"),
     ("wide", r"its first axis must be the batch"),
   ],
 )
