@@ -392,7 +392,8 @@ def find_collectives(text: str) -> Iterator[Collective]:
       if found and devices:  # else every device is alone in its group
         yield Collective(
           kind=found["kind"],
-          bytes=_bytes(found["shape"], started=bool(found["start"])),
+          # An all-reduce that starts has the shape of its results, as one that does not.
+          bytes=_bytes(found["shape"], bool(found["start"]) and found["kind"] != "all-reduce"),
           times=times.get(name, 1),
           devices=devices,
           line=line.strip()[:200],
