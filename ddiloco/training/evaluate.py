@@ -107,13 +107,17 @@ def generate(
   (model, num_tokens, context_length), whatever the prompt, temperature and seed.
 
   Raises:
-    ConfigError: the model makes no text, num_tokens or temperature is negative, the context is
-      empty, or the prompt has tokens outside the model's vocabulary.
+    ConfigError: the model makes no text, num_tokens or temperature is negative, the seed takes more
+      than 32 bits, the context is empty, or the prompt is no text or has tokens outside the model's
+      vocabulary.
   """
   refuse_without_text(model)
   _check("num_tokens", num_tokens, num_tokens >= 0, "must not be negative", "use 0 or more")
   _check("temperature", temperature, temperature >= 0, "must not be negative", "use 0 to 1")
   _check("context_length", context_length, context_length > 0, "must be positive", "use 128")
+  _check("seed", seed, 0 <= seed < 1 << 32, "must lie between 0 and 2**32 - 1", "use 0")
+  known = prompt.encode("utf-8", "replace").decode("utf-8")
+  _check("prompt", prompt, prompt == known, "has bytes that are no UTF-8", f"use {known!r}")
   if not num_tokens:
     return ""
   ids = tokenizer.encode(prompt).astype(np.int32)
