@@ -70,8 +70,11 @@ def check(config: Config) -> None:
   """Refuses a custom model or optimizer that breaks its protocol; touches no device.
 
   Raises:
-    ConfigError: names the function, what it returned and what it must return.
+    ConfigError: names the function, what it returned and what it must return; or the file of a
+      custom part has changed since this process read it.
   """
+  for section in SECTIONS:
+    _refuse_changed(section, getattr(config, section).custom)
   if config.model.custom:
     _check_model(config)
   if config.inner.custom:
@@ -260,17 +263,36 @@ def _import(section: str, text: str) -> ModuleType:
     return importlib.import_module(where)
   path = _source(section, text)
   assert path is not None
-  name = f"_ddiloco_custom_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
+  name = _module_name(path)
   if name not in sys.modules:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    setattr(module, _READ, path.read_bytes())
     try:
       spec.loader.exec_module(module)
     except BaseException:
       del sys.modules[name]
       raise
   return sys.modules[name]
+
+
+_READ = "_ddiloco_source"  # of a module that is a file: its text when it was executed
+
+
+def _module_name(path: Path) -> str:
+  return f"_ddiloco_custom_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
+
+
+def _refuse_changed(section: str, text: str) -> None:
+  """Refuses a file whose old text this process would run, under the digest of the new text."""
+  path = _source(section, text) if ".py:" in text else None
+  module = sys.modules.get(_module_name(path)) if path else None
+  if path and module and getattr(module, _READ) != path.read_bytes():
+    raise ConfigError(
+      f"{section}.custom = {text!r}: {path} has changed since this process read it. Fix: train in a"
+      " new process (in a notebook: restart the kernel)."
+    )
 
 
 def _called(section: str, text: str, what: str, call: Callable[[], Any]) -> Any:

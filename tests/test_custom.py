@@ -222,12 +222,24 @@ def test_a_path_becomes_absolute_and_does_not_part_roles(file, monkeypatch, tmp_
   module = config("model", "package.module:model")
   assert custom.absolute(module) is module
   # The same text elsewhere is the same model, another text is another one.
-  contracts = []
+  contracts, plan = [], initial.make_plan(relative)
   for text in (MODEL, MODEL + "# changed"):
     (tmp_path / "copy.py").write_text(text)
     other = config("model", f"{tmp_path}/copy.py:model")
-    contracts.append(initial.contract(other, initial.make_plan(other)))
-  assert contracts[0] == initial.contract(relative, initial.make_plan(relative)) != contracts[1]
+    contracts.append(initial.contract(other, plan))
+  assert contracts[0] == initial.contract(relative, plan) != contracts[1]
+
+
+def test_a_file_that_changed_since_it_was_read_is_refused(tmp_path):
+  """The process would train what the old text says, and record the new text's digest."""
+  path = tmp_path / "edited.py"
+  path.write_text(MODEL)
+  custom.check(config("model", f"{path}:model"))
+  path.write_text(MODEL + "\n# another model\n")
+  with pytest.raises(ConfigError, match=r"^model.custom = .*edited.py has changed since this proc"):
+    custom.check(config("model", f"{path}:model"))
+  path.write_text(MODEL)
+  custom.check(config("model", f"{path}:model"))
 
 
 def test_parts_in_a_module_are_found_like_in_a_file(tmp_path, monkeypatch):
