@@ -32,6 +32,7 @@ from ddiloco.training.evaluate import HeldoutLoss, generate, makes_text, refuse_
 from ddiloco.training.tokens import load_tokenizer
 from ddiloco.workdir import (
   COMPILED,
+  CORPUS,
   ISLANDS,
   OURS,
   OUTCOME,
@@ -85,17 +86,22 @@ def train(
   """
   initial.make_plan(config)  # before a device is touched
   config = initial.absolute_start(config)
-  if not check(workdir, config, overwrite):
+  goes_on = check(workdir, config, overwrite)
+  if not goes_on:
     initial.checked_start(config)
     _refuse_own_start(config, workdir, overwrite)
     _refuse_others_snapshots(config, workdir, overwrite)
   corpus = data.open_data(config.data)
+  digest = corpus.digest if isinstance(corpus, data.Corpus) else ""
+  if goes_on:
+    _refuse_other_data(config, workdir, digest)
   heldout = evaluator(config, corpus) if config.run.evaluations else None
   measure = heldout.measure if heldout is not None else None
   runner = make_engine(engine)(config, workdir, corpus, measure, **(options or {}))
   served = Dashboard(workdir, dashboard) if dashboard else None  # opens its port, or is refused
   with held(workdir), kept_in(workdir / COMPILED):
     claim(workdir, config, overwrite)
+    write_whole(workdir / CORPUS, f"{digest}\n")
     weights.clear(workdir / RESULT)
     with served or contextlib.nullcontext():
       if served:
@@ -227,6 +233,22 @@ def _refuse_own_start(config: Config, workdir: Path, overwrite: bool) -> None:
     raise ConfigError(
       f"run.init_from = {config.run.init_from!r}: --overwrite would delete it with the run in"
       f" --workdir={workdir}. Fix: give the new run another --workdir."
+    )
+
+
+def _refuse_other_data(config: Config, workdir: Path, digest: str) -> None:
+  """Refuses to go on with other data: what was trained on might be held out then, and be measured
+  as if it had never been seen."""
+  try:
+    before = (workdir / CORPUS).read_text().strip()
+  except FileNotFoundError:  # the run's roles were started by hand
+    return
+  if before != digest:
+    source, path = config.data.source, config.data.path
+    raise ConfigError(
+      f"data.path = {path!r}: the run in --workdir={workdir} began with other data (of data.source"
+      f" {source!r}), of which other parts are held out. Fix: bring the old files back, or begin"
+      " another run from this one's result (run.init_from)."
     )
 
 
