@@ -295,7 +295,8 @@ class _Batches(grain.MapDataset[np.ndarray]):
     first = int(index) * self._batch_size
     indices = [self._order[place] for place in range(first, first + self._batch_size)]
     tokens_BxT1 = self._windows.read(indices)
-    check_token_ids(tokens_BxT1, self._vocab_size, f"{self._path} (batch {index})")
+    # As the file has them: an id of 2**31 or more is negative in int32.
+    check_token_ids(tokens_BxT1.view(np.uint32), self._vocab_size, f"{self._path} (batch {index})")
     return tokens_BxT1
 
 

@@ -43,7 +43,7 @@ class HeldoutLoss:
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *heldout_batches)
     if not model.custom:
       stacked = stacked if model.image_size else stacked.astype(np.int32)
-      tokens = stacked["tokens"] if model.image_size else stacked
+      tokens = stacked["tokens"] if model.image_size else stacked.view(np.uint32)
       check_token_ids(tokens, model.vocab_size, "the held-out split")
     mesh = make_mesh(devices, IslandConfig(devices=len(devices)))
     evaluated = custom.load_model(dataclasses.replace(model, compute_dtype="float32"))
