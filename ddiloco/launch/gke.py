@@ -20,6 +20,7 @@ from ddiloco.launch.placement import (
   PlacedIsland,
   Placement,
   host_flags,
+  require_urls,
   role_command,
 )
 
@@ -74,6 +75,7 @@ class GkeRun:
     )
     apart = len(self.contexts()) > 1
     require(len(given) == count or not (apart or given), "--shard_addresses", given, rule, fix)
+    require_urls([f"tcp://{host}:{SHARD_PORT}" for host in given], "--shard_addresses", given)
 
   def contexts(self) -> list[str]:
     """kubectl's names of the clusters; shards and evaluator are in the first one."""

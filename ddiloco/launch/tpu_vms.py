@@ -14,7 +14,7 @@ import shlex
 from collections.abc import Sequence
 
 from ddiloco.checks import option, require
-from ddiloco.launch.placement import PlacedIsland, Placement, host_flags, role_command
+from ddiloco.launch.placement import PlacedIsland, Placement, host_flags, require_urls, role_command
 
 FOLDER = "/ddiloco"  # in the container: config and keys
 STAGED = "ddiloco"  # on a host, under the user's home
@@ -54,6 +54,7 @@ class TpuVmRun:
     fix = "start them first (docs/launch.md) and give --syncers=tcp://ADDRESS:7000,..."
     right = len(self.syncers) == len(self.placement.shards)
     require(right, "--syncers", ",".join(self.syncers), rule, fix)
+    require_urls(self.syncers, "--syncers", self.syncers)
     for island in self.placement.islands:
       fix = "give --place=us-east5-b=0,1, once for each zone"
       require(bool(island.where), "--place", "", f"{island.role} needs a zone", fix)

@@ -202,6 +202,8 @@ def test_yaml_says_the_same(one):
     ({"claim": ""}, (), "--claim"),
     ({}, ("a=0", "b=1"), "--shard_addresses"),
     ({"shard_addresses": ("10.0.0.1",)}, (), "--shard_addresses"),
+    ({"shard_addresses": ("10.0.0.1", "10.0.0.1")}, (), "--shard_addresses"),
+    ({"shard_addresses": ("10.0.0.1", "10.0.0.2:7000")}, (), "--shard_addresses"),
   ],
 )
 def test_what_is_missing_is_named(changed, places, said):
