@@ -15,6 +15,7 @@ import jax
 import msgspec
 import numpy as np
 
+from ddiloco import custom
 from ddiloco.checkpoint import weights
 from ddiloco.checkpoint.restore import open_storage
 from ddiloco.config import Config, ConfigError
@@ -29,7 +30,7 @@ from ddiloco.simulation import bandwidth
 from ddiloco.training import data
 from ddiloco.training.devices import kept_in
 from ddiloco.training.evaluate import HeldoutLoss, generate, makes_text, refuse_without_text
-from ddiloco.training.tokens import load_tokenizer
+from ddiloco.training.tokens import DataError, load_tokenizer
 from ddiloco.workdir import (
   COMPILED,
   CORPUS,
@@ -330,7 +331,8 @@ def evaluator(config: Config, corpus: data.Source) -> HeldoutLoss:
   """Measures parameter trees on the held-out data, on devices that no island uses.
 
   Raises:
-    ConfigError: JAX has fewer devices than run.evaluator_devices here.
+    ConfigError: JAX has fewer devices than run.evaluator_devices here, or the model cannot be
+      measured with the user's own held-out batches.
   """
   asked = config.run.evaluator_devices
   devices = jax.devices()[-asked:] if asked else jax.local_devices(backend="cpu")[-1:]
@@ -340,8 +342,24 @@ def evaluator(config: Config, corpus: data.Source) -> HeldoutLoss:
       " Fix: lower it, or 0: one device of the CPU."
     )
   fit = len(devices) * EVALUATION_LOGITS // (config.data.sequence_length * config.model.vocab_size)
-  batches = corpus.heldout_batches(max(len(devices), min(EVALUATION_BATCH, fit)))
+  batches = list(corpus.heldout_batches(max(len(devices), min(EVALUATION_BATCH, fit))))
+  if config.data.custom:
+    _refuse_held_out(config, batches)
   return HeldoutLoss(config.model, batches, devices)
+
+
+def _refuse_held_out(config: Config, batches: list[Any]) -> None:
+  """Refuses held-out batches that the model does not take; else all evaluations would fail."""
+  model, rule = custom.load_model(config.model), "heldout_batches() gives none"
+  try:
+    if batches:
+      jax.eval_shape(model.evaluate, model.shapes(), batches[0])
+      return
+  except Exception as error:  # of the user's model and data
+    said = f"{type(error).__name__}: {error}"
+    rule = f"the model's evaluate() fails with what heldout_batches() gives ({said})"
+  fix = "give arrays as those of model.inputs(), or set run.evaluations = 0"
+  raise DataError("data.custom", config.data.custom, rule, fix)
 
 
 def load_result(workdir: Path, config: Config) -> dict[str, np.ndarray]:
