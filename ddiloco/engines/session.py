@@ -15,7 +15,6 @@ import jax
 import msgspec
 import numpy as np
 
-from ddiloco import custom
 from ddiloco.checkpoint import weights
 from ddiloco.checkpoint.restore import open_storage
 from ddiloco.config import Config, ConfigError
@@ -29,8 +28,14 @@ from ddiloco.roles import initial
 from ddiloco.simulation import bandwidth
 from ddiloco.training import data
 from ddiloco.training.devices import kept_in
-from ddiloco.training.evaluate import HeldoutLoss, generate, makes_text, refuse_without_text
-from ddiloco.training.tokens import DataError, load_tokenizer
+from ddiloco.training.evaluate import (
+  HeldoutLoss,
+  generate,
+  makes_text,
+  refuse_unmeasured,
+  refuse_without_text,
+)
+from ddiloco.training.tokens import load_tokenizer
 from ddiloco.workdir import (
   COMPILED,
   CORPUS,
@@ -344,22 +349,8 @@ def evaluator(config: Config, corpus: data.Source) -> HeldoutLoss:
   fit = len(devices) * EVALUATION_LOGITS // (config.data.sequence_length * config.model.vocab_size)
   batches = list(corpus.heldout_batches(max(len(devices), min(EVALUATION_BATCH, fit))))
   if config.data.custom:
-    _refuse_held_out(config, batches)
+    refuse_unmeasured(config, batches)
   return HeldoutLoss(config.model, batches, devices)
-
-
-def _refuse_held_out(config: Config, batches: list[Any]) -> None:
-  """Refuses held-out batches that the model does not take; else all evaluations would fail."""
-  model, rule = custom.load_model(config.model), "heldout_batches() gives none"
-  try:
-    if batches:
-      jax.eval_shape(model.evaluate, model.shapes(), batches[0])
-      return
-  except Exception as error:  # of the user's model and data
-    said = f"{type(error).__name__}: {error}"
-    rule = f"the model's evaluate() fails with what heldout_batches() gives ({said})"
-  fix = "give arrays as those of model.inputs(), or set run.evaluations = 0"
-  raise DataError("data.custom", config.data.custom, rule, fix)
 
 
 def load_result(workdir: Path, config: Config) -> dict[str, np.ndarray]:

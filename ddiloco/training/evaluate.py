@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ddiloco import custom
-from ddiloco.config import ConfigError, IslandConfig, ModelConfig
+from ddiloco.config import Config, ConfigError, IslandConfig, ModelConfig
 from ddiloco.models.model import Batch
 from ddiloco.training.data import check_token_ids
 from ddiloco.training.devices import make_mesh, param_sharding
-from ddiloco.training.tokens import Tokenizer
+from ddiloco.training.tokens import DataError, Tokenizer
 
 
 class HeldoutLoss:
@@ -83,6 +83,24 @@ class HeldoutLoss:
   def loss(self, params: Mapping[str, np.ndarray | jax.Array]) -> float:
     """The held-out loss alone."""
     return self.measure(params)["loss"]
+
+
+def refuse_unmeasured(config: Config, batches: Sequence[Batch]) -> None:
+  """Refuses held-out batches of the user's own with which the model cannot be measured.
+
+  Raises:
+    DataError: says what fails; else every evaluation of the run would.
+  """
+  model, rule = custom.load_model(config.model), "heldout_batches() gives none"
+  try:
+    if batches:
+      jax.eval_shape(model.evaluate, model.shapes(), batches[0])
+      return
+  except Exception as error:  # of the user's model and data
+    said = f"{type(error).__name__}: {error}"
+    rule = f"the model's evaluate() fails with what heldout_batches() gives ({said})"
+  fix = "give arrays as those of model.inputs(), or set run.evaluations = 0"
+  raise DataError("data.custom", config.data.custom, rule, fix)
 
 
 # --- Text from a trained model: sampling in one compiled loop over a buffer of fixed length
