@@ -286,9 +286,9 @@ def _module_name(path: Path) -> str:
 
 def _refuse_changed(section: str, text: str) -> None:
   """Refuses a file whose old text this process would run, under the digest of the new text."""
-  path = _source(section, text) if ".py:" in text else None
-  module = sys.modules.get(_module_name(path)) if path else None
-  if path and module and getattr(module, _READ) != path.read_bytes():
+  path = Path(os.path.abspath(text.rpartition(":")[0]))
+  module = sys.modules.get(_module_name(path))
+  if module and path.is_file() and getattr(module, _READ) != path.read_bytes():
     raise ConfigError(
       f"{section}.custom = {text!r}: {path} has changed since this process read it. Fix: train in a"
       " new process (in a notebook: restart the kernel)."
