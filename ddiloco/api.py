@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import ml_collections
 
 from ddiloco import environment
-from ddiloco.config import Config, ConfigError, default, from_dict
+from ddiloco.config import Config, ConfigError, changeable, from_dict
 from ddiloco.workdir import STARTED, outcome, saved_config
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def load(source: str | Path) -> ml_collections.ConfigDict:
       when the config is used.
   """
   if Path(source).is_dir():
-    return _changeable(saved_config(Path(source)))
+    return changeable(saved_config(Path(source)))
   return experiment(str(source), "config")
 
 
@@ -84,13 +84,7 @@ def _saved(path: Path, flag: str) -> ml_collections.ConfigDict:
     raise ConfigError(
       f"--{flag}={path}: cannot be read ({error}). Fix: name the config.json of a run."
     ) from error
-  return _changeable(from_dict(values))  # its errors are clearer than those of the update
-
-
-def _changeable(config: Config) -> ml_collections.ConfigDict:
-  values = default()
-  values.update(json.loads(config.to_json()))
-  return values
+  return changeable(from_dict(values))  # its errors are clearer than those of the update
 
 
 def _checked(config: Settings) -> Config:

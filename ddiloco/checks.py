@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import sys
 import typing
 from collections.abc import Mapping
 from typing import Any
@@ -58,7 +59,9 @@ def option(default: Any, text: str) -> Any:
 
 def is_number(text: Any) -> bool:
   """Whether a role's number is written as the roles' own names write it: 2, not 02."""
-  return isinstance(text, str) and text.isdecimal() and text == str(int(text))
+  if not isinstance(text, str) or len(text) > 9:  # Python converts no text of thousands of digits
+    return False
+  return text.isdecimal() and text == str(int(text))
 
 
 def refuse_unknown(where: str, values: Mapping[str, Any], cls: type) -> None:
@@ -96,6 +99,8 @@ def coerce(hint: Any, value: Any, field: str) -> Any:
     each = typing.get_args(hint)[0]
     return tuple(coerce(each, v, f"{field}[{i}]") for i, v in enumerate(value))
   if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    rule, fix = "must be a finite number", "give a finite value"
+    require(abs(value) <= sys.float_info.max, field, value, rule, fix)
     return float(value)
   if typing.get_origin(hint) is Mapping:
     require(isinstance(value, Mapping), field, value, "must be a mapping", "use {'2': {...}}")

@@ -55,6 +55,9 @@ def load_model(config: ModelConfig) -> Model:
   for name, leaf in shapes.items():
     if str(leaf.dtype) != "float32":
       raise _unfit("model", config.custom, f"parameter {name} is {leaf.dtype}, must be float32")
+    if 0 in leaf.shape:
+      text = f"parameter {name} has shape {tuple(leaf.shape)}"
+      raise _unfit("model", config.custom, f"{text}: it must have values, or nothing can save it")
     if len(axes.get(name, ())) != len(leaf.shape):
       text = f"parameter {name} has shape {tuple(leaf.shape)}, and axes {axes.get(name)}"
       raise _unfit("model", config.custom, f"{text}: there must be a name or None for each")
@@ -67,8 +70,11 @@ def check(config: Config) -> None:
   """Refuses a custom model or optimizer that breaks its protocol; touches no device.
 
   Raises:
-    ConfigError: names the function, what it returned and what it must return.
+    ConfigError: names the function, what it returned and what it must return; or the file of a
+      custom part has changed since this process read it.
   """
+  for section in SECTIONS:
+    _refuse_changed(section, getattr(config, section).custom)
   if config.model.custom:
     _check_model(config)
   if config.inner.custom:
@@ -108,9 +114,16 @@ def _check_optimizer(config: Config) -> None:
   transform, shapes = load_optimizer(config.inner), load_model(config.model).shapes()
 
   def update() -> Any:
-    return jax.eval_shape(transform.update, shapes, jax.eval_shape(transform.init, shapes), shapes)
+    state = jax.eval_shape(transform.init, shapes)
+    return state, *jax.eval_shape(transform.update, shapes, state, shapes)
 
-  updates, _ = _called("inner", config.inner.custom, "init() or update()", update)
+  before, updates, after = _called("inner", config.inner.custom, "init() or update()", update)
+  if (was := _state_kinds(before)) != (becomes := _state_kinds(after)):
+    text = f"update() makes the state {becomes}, must leave it what init() makes: {was}"
+    raise _unfit("inner", config.inner.custom, text)
+  if keys := [name for name, kind in was.items() if kind.startswith("key<")]:
+    text = f"the state has keys ({', '.join(keys)}), which no snapshot can hold: it must have"
+    raise _unfit("inner", config.inner.custom, f"{text} their jax.random.key_data() instead")
   if (given := _kinds(updates)) != (wanted := _kinds(shapes)):
     text = f"update() gives {given}, must give an update of every parameter: {wanted}"
     raise _unfit("inner", config.inner.custom, text)
@@ -118,6 +131,13 @@ def _check_optimizer(config: Config) -> None:
 
 def _kinds(arrays: Any) -> Any:
   return {name: f"{value.dtype}{list(value.shape)}" for name, value in arrays.items()}
+
+
+def _state_kinds(state: Any) -> dict[str, str]:
+  import jax
+
+  leaves, structure = jax.tree_util.tree_flatten_with_path(state)
+  return {"structure": str(structure)} | _kinds({jax.tree_util.keystr(p): x for p, x in leaves})
 
 
 def _inputs(config: Config, batch_size: int) -> Any:
@@ -243,17 +263,36 @@ def _import(section: str, text: str) -> ModuleType:
     return importlib.import_module(where)
   path = _source(section, text)
   assert path is not None
-  name = f"_ddiloco_custom_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
+  name = _module_name(path)
   if name not in sys.modules:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    setattr(module, _READ, path.read_bytes())
     try:
       spec.loader.exec_module(module)
     except BaseException:
       del sys.modules[name]
       raise
   return sys.modules[name]
+
+
+_READ = "_ddiloco_source"  # of a module that is a file: its text when it was executed
+
+
+def _module_name(path: Path) -> str:
+  return f"_ddiloco_custom_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
+
+
+def _refuse_changed(section: str, text: str) -> None:
+  """Refuses a file whose old text this process would run, under the digest of the new text."""
+  path = Path(os.path.abspath(text.rpartition(":")[0]))
+  module = sys.modules.get(_module_name(path))
+  if module and path.is_file() and getattr(module, _READ) != path.read_bytes():
+    raise ConfigError(
+      f"{section}.custom = {text!r}: {path} has changed since this process read it. Fix: train in a"
+      " new process (in a notebook: restart the kernel)."
+    )
 
 
 def _called(section: str, text: str, what: str, call: Callable[[], Any]) -> Any:

@@ -22,6 +22,7 @@ from ddiloco.observe.guards import warn
 T = TypeVar("T")
 OUTCOME = "outcome.json"  # facts for the report that are not in the events
 RESULT = "result"  # the trained global model
+CORPUS = "corpus.digest"  # a digest of ddiloco's own corpus; "" where the data are the user's own
 STARTED = "started"  # when the run began, unix seconds: the zero of all its event times
 COMPILED = "compiled"  # compiled programs, for restarted learners
 FAULTS = "faults.jsonl"  # faults requested during the run, one a line
@@ -35,7 +36,7 @@ CHECKPOINTS = "checkpoints"
 ISLANDS = "islands"  # in a run without shards, the parameters of each island
 OURS = (
   *("alone", COMPILED, CHECKPOINTS, ISLANDS, "events", "logs", "tensorboard", "report", RESULT),
-  *(PROFILES, PROFILE_REQUESTS, OUTCOME, STARTED, FAULTS, "config.json"),
+  *(PROFILES, PROFILE_REQUESTS, OUTCOME, STARTED, CORPUS, FAULTS, "config.json"),
 )
 # Sections in which roles of a run may differ; all the rest of the config must be the same.
 FREE_SECTIONS = ("islands", "network", "checkpoint", "run", "chaos")

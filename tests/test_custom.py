@@ -72,6 +72,13 @@ def wide(config):
   made.inputs = lambda batch_size, length: jax.ShapeDtypeStruct((7, 3), jnp.float32)
   return made
 
+class Empty(nnx.Module):
+  def __init__(self):
+    self.kernel = nnx.Param(jnp.zeros((0, 1)))
+
+def empty(config):
+  return Line3(lambda rngs: Empty())
+
 def momentum(config):
   return optax.sgd(1.0, momentum=config.options["momentum"])
 
@@ -81,6 +88,18 @@ def halved(config):
 
 def failing(config):
   return optax.stateless(lambda updates, params: 1 / 0)
+
+def drifting(config):
+  init = lambda params: {"count": jnp.zeros((), jnp.int32)}
+  update = lambda g, state, params=None: (g, {"count": state["count"] + 1.0})
+  return optax.GradientTransformation(init, update)
+
+def growing(config):
+  update = lambda g, state, params=None: (g, (jnp.zeros(()),))
+  return optax.GradientTransformation(lambda params: (), update)
+
+def noisy(config):
+  return optax.add_noise(0.1, 0.5, jax.random.key(0))
 
 def bare(config):
   made = Line(3)
@@ -139,6 +158,7 @@ def test_without_a_name_the_model_is_the_transformer():
     ("counting", r"shapes\(\) fails at .*are no nnx.Param"),
     ("bare", r"loss\(\) fails at .*TypeError: cannot unpack"),
     ("mismatched", r"evaluate\(\) fails at .*mine.py, line \d+ \(TypeError: dot_general"),
+    ("empty", r"parameter kernel has shape \(0, 1\): it must have values"),
     ("wide", r"its first axis must be the batch"),
   ],
 )
@@ -182,7 +202,13 @@ def test_an_optimizer_by_name_takes_the_place_of_adamw(file):
   ):
     step.optimizer(config("inner", f"{file}:model").inner, {})
   initial.make_plan(config("inner", f"{file}:momentum", momentum=0.5))
-  for name, rule in (("halved", r"update\(\) gives .*float16"), ("failing", "ZeroDivisionError")):
+  for name, rule in (
+    ("halved", r"update\(\) gives .*float16"),
+    ("failing", "ZeroDivisionError"),
+    ("drifting", r"update\(\) makes the state .*float32\[\].* init\(\) makes: .*int32\[\]"),
+    ("growing", r"update\(\) makes the state"),
+    ("noisy", r"the state has keys \(.*rng_key\), which no snapshot can hold.*key_data"),
+  ):
     with pytest.raises(ConfigError, match=rf"^inner.custom = .*{rule}"):
       initial.make_plan(config("inner", f"{file}:{name}"))
 
@@ -196,12 +222,24 @@ def test_a_path_becomes_absolute_and_does_not_part_roles(file, monkeypatch, tmp_
   module = config("model", "package.module:model")
   assert custom.absolute(module) is module
   # The same text elsewhere is the same model, another text is another one.
-  contracts = []
+  contracts, plan = [], initial.make_plan(relative)
   for text in (MODEL, MODEL + "# changed"):
     (tmp_path / "copy.py").write_text(text)
     other = config("model", f"{tmp_path}/copy.py:model")
-    contracts.append(initial.contract(other, initial.make_plan(other)))
-  assert contracts[0] == initial.contract(relative, initial.make_plan(relative)) != contracts[1]
+    contracts.append(initial.contract(other, plan))
+  assert contracts[0] == initial.contract(relative, plan) != contracts[1]
+
+
+def test_a_file_that_changed_since_it_was_read_is_refused(tmp_path):
+  """The process would train what the old text says, and record the new text's digest."""
+  path = tmp_path / "edited.py"
+  path.write_text(MODEL)
+  custom.check(config("model", f"{path}:model"))
+  path.write_text(MODEL + "\n# another model\n")
+  with pytest.raises(ConfigError, match=r"^model.custom = .*edited.py has changed since this proc"):
+    custom.check(config("model", f"{path}:model"))
+  path.write_text(MODEL)
+  custom.check(config("model", f"{path}:model"))
 
 
 def test_parts_in_a_module_are_found_like_in_a_file(tmp_path, monkeypatch):
@@ -242,3 +280,8 @@ def test_an_option_that_the_file_gives_can_be_changed_on_the_command_line(tmp_pa
     ConfigError, match=r"Did you mean \"width\".* Fix: use an option that .*mine.py"
   ):
     Flags(["train", file, "--config.model.options.widht=4"]).add_config()
+
+
+def test_a_plan_needs_no_file_of_the_data(tmp_path):
+  """Only roles that read them do."""
+  initial.make_plan(config("data", f"{tmp_path}/elsewhere.py:data"))

@@ -18,6 +18,7 @@ from ddiloco import environment
 from ddiloco.api import ready
 from ddiloco.cli.arguments import Flags
 from ddiloco.config import Config, ConfigError
+from ddiloco.config.schema import MAX_LEARNERS
 from ddiloco.dashboard.server import Dashboard, Where
 from ddiloco.engines.profiler import ProfileRequest, take_profile
 from ddiloco.engines.role_spec import RoleSpec, end_with_parent
@@ -383,7 +384,7 @@ def learner(arguments: list[str]) -> int:
   """
   given = Flags(arguments)
   _add_role_flags(given)
-  given.add_integer("learner", None, "Its number.", least=0)
+  given.add_integer("learner", None, "Its number.", least=0, most=MAX_LEARNERS - 1)
   given.add_text(
     "hosts", "", "Where the hosts of an island meet (islands.hosts > 1): tcp://HOST:PORT of host 0."
   )

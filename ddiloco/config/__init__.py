@@ -20,6 +20,7 @@ import ml_collections
 
 from ddiloco.checks import ConfigError, build, refuse_unknown, require
 from ddiloco.config.schema import (
+  MAX_LEARNERS,
   ChaosConfig,
   CheckpointConfig,
   DataConfig,
@@ -49,6 +50,7 @@ __all__ = [
   "OuterConfig",
   "RunConfig",
   "SyncConfig",
+  "changeable",
   "check_field",
   "default",
   "from_dict",
@@ -72,7 +74,22 @@ class Config:
   chaos: ChaosConfig = ChaosConfig()
 
   def __post_init__(self):
+    require(
+      0 <= self.seed < 1 << 32,
+      "seed",
+      self.seed,
+      "must lie between 0 and 2**32 - 1: initial values take no more bits of it",
+      f"use {self.seed % (1 << 32)}",
+    )
     m = self.islands.num_learners
+    require(
+      self.num_islands() <= MAX_LEARNERS,
+      "islands.num_learners",
+      m,
+      f"must be at most {MAX_LEARNERS}, with those that join (chaos.faults): messages have no"
+      " greater numbers",
+      f"use at most {MAX_LEARNERS - self.chaos.num_joining()}",
+    )
     require(
       self.sync.min_quorum <= m or not self.sync.num_shards,
       "sync.min_quorum",
@@ -80,7 +97,7 @@ class Config:
       f"must not exceed islands.num_learners ({m}), or no round would ever commit",
       f"use at most {m}",
     )
-    for learner in range(m):
+    for learner in sorted({*range(self.num_islands()), *map(int, self.islands.overrides)}):
       island = self.islands.island(learner)
       shards = island.data_shards(island.devices) if island.devices else 1
       whole = shards * self.inner.accumulation_steps
@@ -182,13 +199,18 @@ def _check_faults(chaos: ChaosConfig, num_learners: int, num_shards: int) -> Non
 
 def default() -> ml_collections.ConfigDict:
   """All defaults as a ConfigDict that refuses unknown fields. Experiment files start from this."""
-  config = ml_collections.ConfigDict(dataclasses.asdict(Config()))
+  return changeable(Config())
+
+
+def changeable(config: Config) -> ml_collections.ConfigDict:
+  """The config's values as a ConfigDict that refuses unknown fields."""
+  values = ml_collections.ConfigDict(dataclasses.asdict(config), allow_dotted_keys=True)
   free = {"islands": ("overrides", "resources"), "chaos": ("regions",)}  # fields with free names
   free |= dict.fromkeys(("model", "data", "inner"), ("options",))
   for section, names in free.items():
     for name in names:
-      config[section][name] = ml_collections.ConfigDict().unlock()
-  return config
+      values[section][name].unlock()
+  return values
 
 
 def from_dict(values: Mapping[str, Any] | ml_collections.ConfigDict) -> Config:

@@ -38,17 +38,18 @@ def _check_custom(section: str, config: Any) -> None:
     f"are for {section}.custom alone, which is empty",
     f"set {section}.custom, or drop them",
   )
+  _check_json(section, config, "options")
+
+
+def _check_json(section: str, config: Any, name: str) -> None:
+  values = getattr(config, name)
   try:
-    same = json.loads(json.dumps(config.options)) == config.options
-  except (TypeError, ValueError):
+    same = json.loads(json.dumps(values, allow_nan=False)) == values
+  except (TypeError, ValueError, RecursionError):
     same = False
-  require(
-    same,
-    f"{section}.options",
-    config.options,
-    "must be what JSON can say: texts, numbers, true or false, lists (no tuples) and mappings",
-    "write them so; the run's config.json has them for all its roles",
-  )
+  rule = "must be what JSON can say: texts, numbers, true or false, lists (no tuples) and mappings"
+  fix = "write them so; the run's config.json has them for all its roles"
+  must(section, config, name, same, rule, fix)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,6 +224,7 @@ class IslandConfig:
     rule = f"must be shared evenly by islands.hosts = {self.hosts} processes"
     fix = f"use {self.hosts * max(1, self.devices // self.hosts)}, or 0: all that each of them sees"
     must("islands", self, "devices", self.devices % self.hosts == 0, rule, fix)
+    _check_json("islands", self, "resources")
     one_of("islands", self, "attention", "auto", "einsum", "splash", "cudnn")
     one_of("islands", self, "remat", "none", "products", "attention", "full")
     axes = (self.data, self.fsdp, self.tensor)
@@ -257,6 +259,10 @@ class IslandConfig:
     """Into how many parts the batch is split: the data and fsdp axes together."""
     data, fsdp, _ = self.mesh_shape(devices)
     return data * fsdp
+
+
+# Learners' numbers are smaller: a message's list has two numbers for each (`protocol/messages.py`).
+MAX_LEARNERS = 1 << 15
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,10 +31,17 @@ from ddiloco.roles import initial
 from ddiloco.simulation import bandwidth
 from ddiloco.training import data
 from ddiloco.training.devices import kept_in
-from ddiloco.training.evaluate import HeldoutLoss, generate, makes_text, refuse_without_text
+from ddiloco.training.evaluate import (
+  HeldoutLoss,
+  generate,
+  makes_text,
+  refuse_unmeasured,
+  refuse_without_text,
+)
 from ddiloco.training.tokens import load_tokenizer
 from ddiloco.workdir import (
   COMPILED,
+  CORPUS,
   ISLANDS,
   OURS,
   OUTCOME,
@@ -89,11 +96,15 @@ def train(
   """
   initial.make_plan(config)  # before a device is touched
   config = initial.absolute_start(config)
-  if not check(workdir, config, overwrite):
+  goes_on = check(workdir, config, overwrite)
+  if not goes_on:
     initial.checked_start(config)
     _refuse_own_start(config, workdir, overwrite)
     _refuse_others_snapshots(config, workdir, overwrite)
   corpus = data.open_data(config.data)
+  digest = corpus.digest if isinstance(corpus, data.Corpus) else ""
+  if goes_on:
+    _refuse_other_data(config, workdir, digest)
   heldout = evaluator(config, corpus) if config.run.evaluations else None
   measure = heldout.measure if heldout is not None else None
   runner = make_engine(engine)(config, workdir, corpus, measure, **(options or {}))
@@ -101,6 +112,7 @@ def train(
     served = Dashboard(workdir, dashboard) if dashboard else None  # opens its port, or is refused
     with held(workdir), kept_in(workdir / COMPILED):
       goes_on = claim(workdir, config, overwrite)
+      write_whole(workdir / CORPUS, f"{digest}\n")
       for saved in (workdir / RESULT, workdir / ISLANDS / "learner-*"):
         weights.clear(saved)
       with served or contextlib.nullcontext():
@@ -264,6 +276,22 @@ def _refuse_own_start(config: Config, workdir: Path, overwrite: bool) -> None:
     )
 
 
+def _refuse_other_data(config: Config, workdir: Path, digest: str) -> None:
+  """Refuses to go on with other data: what was trained on might be held out then, and be measured
+  as if it had never been seen."""
+  try:
+    before = (workdir / CORPUS).read_text().strip()
+  except FileNotFoundError:  # the run's roles were started by hand
+    return
+  if before != digest:
+    source, path = config.data.source, config.data.path
+    raise ConfigError(
+      f"data.path = {path!r}: the run in --workdir={workdir} began with other data (of data.source"
+      f" {source!r}), of which other parts are held out. Fix: bring the old files back, or begin"
+      " another run from this one's result (run.init_from)."
+    )
+
+
 def _refuse_others_snapshots(config: Config, workdir: Path, overwrite: bool) -> None:
   """Refuses to overwrite a run with snapshots outside the workdir: they would not be deleted, and
   the new run would go on from them."""
@@ -341,7 +369,8 @@ def evaluator(config: Config, corpus: data.Source) -> HeldoutLoss:
   """Measures parameter trees on the held-out data, on devices that no island uses.
 
   Raises:
-    ConfigError: JAX has fewer devices than run.evaluator_devices here.
+    ConfigError: JAX has fewer devices than run.evaluator_devices here, or the model cannot be
+      measured with the user's own held-out batches.
   """
   asked = config.run.evaluator_devices
   devices = jax.devices()[-asked:] if asked else jax.local_devices(backend="cpu")[-1:]
@@ -351,7 +380,9 @@ def evaluator(config: Config, corpus: data.Source) -> HeldoutLoss:
       " Fix: lower it, or 0: one device of the CPU."
     )
   fit = len(devices) * EVALUATION_LOGITS // (config.data.sequence_length * config.model.vocab_size)
-  batches = corpus.heldout_batches(max(len(devices), min(EVALUATION_BATCH, fit)))
+  batches = list(corpus.heldout_batches(max(len(devices), min(EVALUATION_BATCH, fit))))
+  if config.data.custom:
+    refuse_unmeasured(config, batches)
   return HeldoutLoss(config.model, batches, devices)
 
 

@@ -324,7 +324,7 @@ class Slices:
       role, name = island.role, f"{self._run.slice_name(island)} in {island.where}"
       if self._look(island).slice == "READY":
         stop = self._run.on_hosts(island, self._run.stop_script())
-        attempt(f"{role}: stops", stop, CALL_SECONDS)
+        attempt(f"{role}: stops", stop, self._run.stop_seconds + CALL_SECONDS)
       command = self._run.delete(island)
       ran = attempt(f"{role}: deletes its slice", command, self._limits.slice_seconds)
       if ran.status != 0 and "NOT_FOUND" not in ran.error:

@@ -20,6 +20,7 @@ from ddiloco.launch.placement import (
   PlacedIsland,
   Placement,
   host_flags,
+  require_urls,
   role_command,
 )
 
@@ -29,6 +30,7 @@ FOLDER, WORK = "/ddiloco", "/work"  # in every container: config and keys; the s
 RUN, ROLE = "ddiloco/run", "ddiloco/role"  # labels of all objects
 KINDS = "jobsets.jobset.x-k8s.io,services,configmaps,secrets"  # of a run's objects
 _GKE_CONTEXT = re.compile(r"gke_([^_]+)_([^_]+)_(.+)")
+_POOL_NAME = 40  # characters of a node pool's name that GKE takes
 _BESIDE_DRAIN_SECONDS = 10  # for a pod to end after draining: last log lines, a snapshot under way
 
 
@@ -65,6 +67,10 @@ class GkeRun:
     require(bool(self.claim), "--claim", self.claim, rule, fix)
     rule, fix = "must be at least 1", "for example --shard_cpus=8"
     require(self.shard_cpus > 0, "--shard_cpus", self.shard_cpus, rule, fix)
+    spare = _POOL_NAME - max(len(f"-{island.role}") for island in self.placement.islands)
+    rule = f"names node pools, which have at most {_POOL_NAME} characters, with NAME-learner-NUMBER"
+    fix = f"use at most {spare}"
+    require(len(self.name) <= spare, "--name", self.name, rule, fix)
     count, given = len(self.placement.shards), self.shard_addresses
     rule = f"islands of another cluster need an address of each of the {count} shards"
     name = f"{self.name}-shard-{{0..{count - 1}}}" if count > 1 else f"{self.name}-shard-0"
@@ -74,6 +80,7 @@ class GkeRun:
     )
     apart = len(self.contexts()) > 1
     require(len(given) == count or not (apart or given), "--shard_addresses", given, rule, fix)
+    require_urls([f"tcp://{host}:{SHARD_PORT}" for host in given], "--shard_addresses", given)
 
   def contexts(self) -> list[str]:
     """kubectl's names of the clusters; shards and evaluator are in the first one."""

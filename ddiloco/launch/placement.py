@@ -251,6 +251,22 @@ def role_command(
   return ["ddiloco", kind, *(f"--{name}={value}" for name, value in flags.items())]
 
 
+_URL = re.compile(r"tcp://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}")
+
+
+def require_urls(urls: Sequence[str], flag: str, given: Sequence[str]) -> None:
+  """Refuses `given` if the shards' `urls` that follow from it are none, or are not one for each.
+
+  Raises:
+    ConfigError: names `flag`.
+  """
+  for url, text in zip(urls, given, strict=True):
+    good = _URL.fullmatch(url) is not None and int(url.rpartition(":")[2]) < 65536
+    rule, fix = f"must reach a shard, and {url} does not", "give one for each, of shard 0 first"
+    require(good, flag, text, f"{rule}: it is not tcp://HOST:PORT", fix)
+    require(urls.count(url) == 1, flag, text, "is given twice", "give each shard its own")
+
+
 def host_flags(shape: Shape, host: str, leader: str) -> list[str]:
   """Flags of a host, if the island has several: its number, and the address of host 0."""
   return [f"--host={host}", f"--hosts=tcp://{leader}:{ISLAND_PORT}"] if shape.hosts > 1 else []

@@ -14,7 +14,7 @@ import shlex
 from collections.abc import Sequence
 
 from ddiloco.checks import option, require
-from ddiloco.launch.placement import PlacedIsland, Placement, host_flags, role_command
+from ddiloco.launch.placement import PlacedIsland, Placement, host_flags, require_urls, role_command
 
 FOLDER = "/ddiloco"  # in the container: config and keys
 STAGED = "ddiloco"  # on a host, under the user's home
@@ -54,6 +54,7 @@ class TpuVmRun:
     fix = "start them first (docs/launch.md) and give --syncers=tcp://ADDRESS:7000,..."
     right = len(self.syncers) == len(self.placement.shards)
     require(right, "--syncers", ",".join(self.syncers), rule, fix)
+    require_urls(self.syncers, "--syncers", self.syncers)
     for island in self.placement.islands:
       fix = "give --place=us-east5-b=0,1, once for each zone"
       require(bool(island.where), "--place", "", f"{island.role} needs a zone", fix)
@@ -110,9 +111,10 @@ class TpuVmRun:
     """Starts the role on a host, replacing a container there; `leader`: address of host 0."""
     role = role_command(self.placement, island.role, self.syncers, FOLDER, f"{WORK}/{self.name}")
     command = " ".join([*map(shlex.quote, role), *host_flags(island.shape, '"$host"', leader)])
+    most = self.placement.max_restarts
     flags = [
       f"--name={self.name}",
-      f"--restart=on-failure:{self.placement.max_restarts}",
+      f"--restart={f'on-failure:{most}' if most else 'no'}",  # on-failure:0 is without a limit
       "--privileged",  # the chips are devices of the host
       "--net=host",
       f'--volume="$HOME/{STAGED}:{FOLDER}:ro"',
@@ -135,10 +137,14 @@ class TpuVmRun:
     inspect = "sudo docker inspect --format='{{.State.Status}} {{.State.ExitCode}}'"
     return f'state=$({inspect} {self.name} 2>/dev/null) || state=none; echo "{_ROLE}$state"'
 
+  @property
+  def stop_seconds(self) -> int:
+    """The longest that a role takes to stop."""
+    return round(self.placement.config.network.drain_seconds) + 10
+
   def stop_script(self) -> str:
     """Stops the role, which drains first."""
-    seconds = round(self.placement.config.network.drain_seconds) + 10
-    return f"sudo docker stop --time={seconds} {self.name} || true"
+    return f"sudo docker stop --time={self.stop_seconds} {self.name} || true"
 
 
 # --- The state of an island, and its next need

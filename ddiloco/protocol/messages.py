@@ -25,10 +25,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from msgspec import Meta, msgpack
 
+from ddiloco.config.schema import MAX_LEARNERS
+
 EVALUATOR = -1
 INITIAL, NOTHING = -1, -2  # in place of a round: the initial value; no value at all
 MADE = "made"  # codec of an initial value that its receiver makes: the payload is its digest
-MAX_LEARNERS = 1 << 15  # learners' numbers are smaller: `merged_rounds` has two numbers for each
 MAX_GLOBAL_STEP = 1 << 40
 MAX_NUMBER = 1 << 62
 

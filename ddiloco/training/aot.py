@@ -303,7 +303,9 @@ def fit(
     tokens=config.tokens_per_step(learner),
     remedies=(),
   )
-  return found if found.fits else dataclasses.replace(found, remedies=_remedies(found, island))
+  return (
+    found if found.fits else dataclasses.replace(found, remedies=_remedies(found, island, config))
+  )
 
 
 def _local_bytes(leaf: jax.ShapeDtypeStruct) -> int:
@@ -316,7 +318,7 @@ def _local_size(parts: IslandStep, fragment: Fragment) -> int:
   return sum(_local_bytes(kind.piece) // 4 for kind in piece_kinds(fragment, parts.leaves))
 
 
-def _remedies(found: Fit, island: IslandConfig) -> tuple[str, ...]:
+def _remedies(found: Fit, island: IslandConfig, config: Config) -> tuple[str, ...]:
   """What to try, the cheapest first; their effect is known only after compiling again."""
   fixed = found.beside_bytes + found.state_bytes + found.state_bytes // 3  # with the gradients
   if fixed > 0.9 * found.chip.hbm_bytes:
@@ -326,11 +328,13 @@ def _remedies(found: Fit, island: IslandConfig) -> tuple[str, ...]:
   remedies = []
   if island.remat != "full":
     remedies.append("remat: islands.remat = 'full'")
-  if island.loss_chunks == 1:
-    remedies.append("loss: islands.loss_chunks = 8")
+  chunks = math.gcd(8, config.model.vocab_size)  # others would be refused
+  if island.loss_chunks == 1 < chunks:
+    remedies.append(f"loss: islands.loss_chunks = {chunks}")
   rows = island.data_shards(found.chips)
   share = (0.9 * found.chip.hbm_bytes - fixed) / (found.needed_bytes - fixed)
-  batch = int(island.batch_size * share) // rows * rows
+  whole = rows * config.inner.accumulation_steps
+  batch = int(island.batch_size * share) // whole * whole
   if batch:
     remedies.append(f"batch: islands.batch_size = {batch}, or as many inner.accumulation_steps")
   else:
@@ -392,7 +396,8 @@ def find_collectives(text: str) -> Iterator[Collective]:
       if found and devices:  # else every device is alone in its group
         yield Collective(
           kind=found["kind"],
-          bytes=_bytes(found["shape"], started=bool(found["start"])),
+          # An all-reduce that starts has the shape of its results, as one that does not.
+          bytes=_bytes(found["shape"], bool(found["start"]) and found["kind"] != "all-reduce"),
           times=times.get(name, 1),
           devices=devices,
           line=line.strip()[:200],

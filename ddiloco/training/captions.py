@@ -76,6 +76,12 @@ class Pairs:
     # Text first: its checks refuse an invalid learner or corpus.
     text = self._corpus.batches(config, learner, batch_size - num_images)
     trained_on = np.flatnonzero(~self.is_heldout_N)
+    learners = config.islands.num_learners
+    if learners * num_images > len(trained_on):
+      rule = f"{learners} learners with {num_images} images a batch need {learners * num_images} an"
+      rule = f"{rule} epoch, and there are {len(trained_on)} to train on"
+      fix = "lower islands.num_learners, islands.batch_size or data.options.image_share"
+      raise DataError("islands.num_learners", learners, rule, fix)
     order = ReadingOrder(len(trained_on), config, learner)
     return Batches(self, text, trained_on, order, num_images, config.model.vocab_size)
 
@@ -163,6 +169,9 @@ def _checked(data: DataConfig) -> dict[str, Any]:
   if odd or not all(isinstance(data.options[name], kind) for name, kind in wanted.items()):
     rule = f"must have {', '.join(_SHAPE)} (whole numbers) and image_share (a float), no more"
     raise DataError("data.options", dict(data.options), rule, "see configs/text_image.py")
+  for name in _SHAPE:
+    if data.options[name] < 1:
+      raise DataError(f"data.options.{name}", data.options[name], "must be positive", "use 1")
   size = data.options["image_size"]
   if size < _SCAN or size % _SCAN:
     rule = f"must be a multiple of {_SCAN}, of which the scans are"

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -104,6 +105,14 @@ class Corpus:
   @property
   def num_tokens(self) -> int:
     return sum(len(part) for part in self.parts)
+
+  @functools.cached_property
+  def digest(self) -> str:
+    """Of the length and both ends of each part: other files hardly have the same."""
+    found = hashlib.sha256(str([(len(part), str(part.dtype)) for part in self.parts]).encode())
+    for part in self.parts:
+      found.update(part[:_CHECKED_TOKENS].tobytes() + part[-_CHECKED_TOKENS:].tobytes())
+    return found.hexdigest()[:16]
 
   def batches(
     self, config: Config, learner: int, batch_size: int = 0
@@ -286,7 +295,8 @@ class _Batches(grain.MapDataset[np.ndarray]):
     first = int(index) * self._batch_size
     indices = [self._order[place] for place in range(first, first + self._batch_size)]
     tokens_BxT1 = self._windows.read(indices)
-    check_token_ids(tokens_BxT1, self._vocab_size, f"{self._path} (batch {index})")
+    # As the file has them: an id of 2**31 or more is negative in int32.
+    check_token_ids(tokens_BxT1.view(np.uint32), self._vocab_size, f"{self._path} (batch {index})")
     return tokens_BxT1
 
 
@@ -366,7 +376,10 @@ class BatchIterator(Iterator[Batch]):
 
 
 class _Endless(grain.MapDataset[Batch]):
-  """Batches by position, from a function position -> batch."""
+  """Batches by position, from a function position -> batch, which may fill the same arrays again.
+
+  Several batches wait in the queue of those that are read ahead, so each is a copy.
+  """
 
   def __init__(self, read: Callable[[int], Batch]):
     super().__init__()
@@ -376,7 +389,13 @@ class _Endless(grain.MapDataset[Batch]):
     return sys.maxsize
 
   def __getitem__(self, index):
-    return self.slice(index) if isinstance(index, slice) else self._read(int(index))
+    if isinstance(index, slice):
+      return self.slice(index)
+    return jax.tree.map(_kept, self._read(int(index)))
+
+
+def _kept(leaf: Any) -> Any:
+  return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
 class _Reader:

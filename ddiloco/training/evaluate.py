@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ddiloco import custom
-from ddiloco.config import ConfigError, IslandConfig, ModelConfig
+from ddiloco.config import Config, ConfigError, IslandConfig, ModelConfig
 from ddiloco.models.model import Batch
 from ddiloco.training.data import check_token_ids
 from ddiloco.training.devices import make_mesh, param_sharding
-from ddiloco.training.tokens import Tokenizer
+from ddiloco.training.tokens import DataError, Tokenizer
 
 
 class HeldoutLoss:
@@ -43,7 +43,7 @@ class HeldoutLoss:
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *heldout_batches)
     if not model.custom:
       stacked = stacked if model.image_size else stacked.astype(np.int32)
-      tokens = stacked["tokens"] if model.image_size else stacked
+      tokens = stacked["tokens"] if model.image_size else stacked.view(np.uint32)
       check_token_ids(tokens, model.vocab_size, "the held-out split")
     mesh = make_mesh(devices, IslandConfig(devices=len(devices)))
     evaluated = custom.load_model(dataclasses.replace(model, compute_dtype="float32"))
@@ -85,6 +85,24 @@ class HeldoutLoss:
     return self.measure(params)["loss"]
 
 
+def refuse_unmeasured(config: Config, batches: Sequence[Batch]) -> None:
+  """Refuses held-out batches of the user's own with which the model cannot be measured.
+
+  Raises:
+    DataError: says what fails; else every evaluation of the run would.
+  """
+  model, rule = custom.load_model(config.model), "heldout_batches() gives none"
+  try:
+    if batches:
+      jax.eval_shape(model.evaluate, model.shapes(), batches[0])
+      return
+  except Exception as error:  # of the user's model and data
+    said = f"{type(error).__name__}: {error}"
+    rule = f"the model's evaluate() fails with what heldout_batches() gives ({said})"
+  fix = "give arrays as those of model.inputs(), or set run.evaluations = 0"
+  raise DataError("data.custom", config.data.custom, rule, fix)
+
+
 # --- Text from a trained model: sampling in one compiled loop over a buffer of fixed length
 
 
@@ -107,13 +125,17 @@ def generate(
   (model, num_tokens, context_length), whatever the prompt, temperature and seed.
 
   Raises:
-    ConfigError: the model makes no text, num_tokens or temperature is negative, the context is
-      empty, or the prompt has tokens outside the model's vocabulary.
+    ConfigError: the model makes no text, num_tokens or temperature is negative, the seed takes more
+      than 32 bits, the context is empty, or the prompt is no text or has tokens outside the model's
+      vocabulary.
   """
   refuse_without_text(model)
   _check("num_tokens", num_tokens, num_tokens >= 0, "must not be negative", "use 0 or more")
   _check("temperature", temperature, temperature >= 0, "must not be negative", "use 0 to 1")
   _check("context_length", context_length, context_length > 0, "must be positive", "use 128")
+  _check("seed", seed, 0 <= seed < 1 << 32, "must lie between 0 and 2**32 - 1", "use 0")
+  known = prompt.encode("utf-8", "replace").decode("utf-8")
+  _check("prompt", prompt, prompt == known, "has bytes that are no UTF-8", f"use {known!r}")
   if not num_tokens:
     return ""
   ids = tokenizer.encode(prompt).astype(np.int32)

@@ -163,6 +163,7 @@ class IslandPrograms:
     copy: state -> state.
     capture: as `copy`, but into the host's memory where the devices copy to it directly.
     counts: count -> the part of a state that counts updates.
+    latest: that part -> its greatest count.
     kinds: by fragment, the kind of each piece.
     pieces: by kind, the programs that copy a piece out and write it back.
     moves: by fragment, for each piece: its leaf's name, its programs, and its place in the leaf.
@@ -173,6 +174,7 @@ class IslandPrograms:
   copy: Any = None
   capture: Any = None
   counts: Any = None
+  latest: Any = None
 
   def __init__(self, parts: IslandStep, plan: Plan):
     self.kinds = [piece_kinds(fragment, parts.leaves) for fragment in plan.fragments]
@@ -204,12 +206,17 @@ class IslandPrograms:
     def counts(count: jax.Array) -> dict[str, jax.Array]:
       return {name: jnp.copy(count).astype(layout.leaves[name].dtype) for name in layout.counts}
 
+    def latest(counts: dict[str, jax.Array]) -> jax.Array:
+      return jnp.max(jnp.stack([each.astype(jnp.int32) for each in counts.values()]))
+
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
     self.fresh = jax.jit(fresh, out_shardings=layout.shardings).lower().compile()
     self.copy = self.capture = self._parts.lower_copy().compile()
     if self._parts.host_memory is not None:
       self.capture = self._parts.lower_copy(self._parts.host_memory).compile()
     self.counts = jax.jit(counts, out_shardings=replicated).lower(count).compile()
+    if kept := {name: layout.leaves[name] for name in layout.counts}:
+      self.latest = jax.jit(latest, out_shardings=replicated).lower(kept).compile()
 
   def _compile_pieces(self) -> None:
     replicated, platform = self._parts.replicated, self._parts.mesh.devices.flat[0].platform
@@ -475,13 +482,15 @@ class Island:
   def count(self) -> jax.Array | np.int32:
     """How many updates the optimizer has seen; does not wait: call `int()` in the background.
 
-    0 for an optimizer that does not count.
+    The greatest where several are counted: some begin again, such as those of micro-steps. 0 for
+    an optimizer that does not count.
     """
-    for name in self._layout.counts[:1]:
-      count = self.programs.counts(self._held()[name])[name]
-      count.copy_to_host_async()
-      return count
-    return np.int32(0)
+    if not self._layout.counts:
+      return np.int32(0)
+    held = self._held()
+    count = self.programs.latest({name: held[name] for name in self._layout.counts})
+    count.copy_to_host_async()
+    return count
 
   def _held(self) -> dict[str, jax.Array]:
     if not self._state:

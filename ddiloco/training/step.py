@@ -6,6 +6,7 @@ Shapes, layouts and pure functions, but no arrays: the mesh may have devices tha
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -52,9 +53,14 @@ def learning_rate(inner: InnerConfig, planned_steps: int, step: int) -> float:
   return inner.learning_rate * warm * (inner.final_share + (1 - inner.final_share) * cosine)
 
 
-def decayed(params: Params) -> dict[str, bool]:
-  """Where weight decay applies: all but norm scales (stacked ones have rank 2 too) and biases."""
-  return {name: not name.endswith(("scale", "bias")) for name in params}
+def decayed(axes: Mapping[str, Axes], params: Params) -> dict[str, bool]:
+  """Where weight decay applies: matrices, in a stack of layers each layer's, and no biases."""
+
+  def matrix(name: str) -> bool:
+    stacked = axes.get(name, ())[:1] == ("layers",)
+    return params[name].ndim - stacked > 1 and not name.endswith(("scale", "bias"))
+
+  return {name: matrix(name) for name in params}
 
 
 def optimizer(inner: InnerConfig, axes: Mapping[str, Axes]) -> optax.GradientTransformation:
@@ -72,7 +78,7 @@ def optimizer(inner: InnerConfig, axes: Mapping[str, Axes]) -> optax.GradientTra
   return optax.chain(
     optax.clip_by_global_norm(inner.clip_norm) if inner.clip_norm else optax.identity(),
     _adam(inner) if inner.optimizer == "adamw" else _muon(inner, axes),
-    optax.add_decayed_weights(inner.weight_decay, mask=decayed)
+    optax.add_decayed_weights(inner.weight_decay, mask=functools.partial(decayed, axes))
     if inner.weight_decay
     else optax.identity(),
     optax.scale(-1.0),

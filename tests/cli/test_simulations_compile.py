@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from ddiloco import cli, environment
 from ddiloco.cli.simulations import fit_lines
-from ddiloco.config import ConfigError
+from ddiloco.config import Config, ConfigError, from_dict
 from ddiloco.training import aot
 from ddiloco.training.aot import CollectiveTotal
 
@@ -72,12 +73,27 @@ def test_it_says_whether_it_fits_and_what_is_gathered():
 def test_what_does_not_fit_comes_with_remedies():
   config_island = aot.IslandConfig(devices=0, batch_size=128)
   wide = made(needed_bytes=200 << 30, chip=aot.CHIPS["v6e"])
-  found = aot._remedies(wide, config_island)
+  found = aot._remedies(wide, config_island, Config())
   assert any("remat" in each for each in found) and any("loss_chunks" in each for each in found)
   huge = made(state_bytes=60 << 30, needed_bytes=200 << 30, chip=aot.CHIPS["v6e"])
-  assert "mesh" in aot._remedies(huge, config_island)[0]
+  assert "mesh" in aot._remedies(huge, config_island, Config())[0]
   text = "\n".join(fit_lines([0], made(needed_bytes=200 << 30, step=None, remedies=found), 0.4))
   assert "DOES NOT FIT" in text and "to make it fit: remat" in text
+
+
+def test_remedies_are_settings_that_the_config_takes():
+  config = from_dict(
+    {
+      "model": {"vocab_size": 252},
+      "inner": {"accumulation_steps": 3},
+      "islands": {"devices": 8, "batch_size": 240},
+    }
+  )
+  wide = made(chips=8, needed_bytes=40 << 30, chip=aot.CHIPS["v6e"])
+  found = aot._remedies(wide, config.islands.island(0), config)
+  assert "loss: islands.loss_chunks = 4" in found
+  batch = int(re.search(r"islands.batch_size = (\d+)", "".join(found))[1])  # type: ignore[index]
+  assert 0 < batch < 240 and batch % (8 * 3) == 0
 
 
 @pytest.mark.parametrize("topology", ["v7:2x2", "v5p", "v5p-8", "v5p:2x2x2x2", "v6e:ax2"])

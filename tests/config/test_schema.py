@@ -42,6 +42,8 @@ def test_defaults_are_valid_and_the_config_dict_says_the_same():
     *[(f"model.{f}", 0, "greater than 0") for f in
       ("vocab_size", "num_layers", "model_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim",
        "rope_theta", "norm_epsilon", "capacity_factor")],
+    ("seed", -1, "between 0 and 2**32 - 1"),
+    ("seed", 1 << 32, "between 0 and 2**32 - 1"),
     ("model.num_experts", -1, "not be negative"),
     ("model.load_balance_weight", -0.5, "not be negative"),
     ("model.compute_dtype", "float23", "one of float32, bfloat16"),
@@ -70,6 +72,7 @@ def test_defaults_are_valid_and_the_config_dict_says_the_same():
     ("islands.loss_chunks", 0, "greater than 0"),
     ("islands.loss_chunks", 3, "divide model.vocab_size (256)"),
     ("islands.num_learners", 0, "greater than 0"),
+    ("islands.num_learners", (1 << 15) + 1, "at most 32768"),
     ("sync.num_shards", -1, "not be negative"),
     ("sync.num_shards", 9, "not exceed sync.num_fragments (8)"),
     ("sync.overlap_steps", -1, "not be negative"),
@@ -126,6 +129,9 @@ def _type_of(path: str) -> type:
       "Muon",
     ),
     ({"inner": {"accumulation_steps": 3}}, "islands.batch_size", "accumulation_steps = 3"),
+    ({"islands": {"resources": {"TPU": object()}}}, "islands.resources", "what JSON can say"),
+    ({"islands": {"resources": {1: 4}}}, "islands.resources", "what JSON can say"),
+    ({"islands": {"resources": {"TPU": math.inf}}}, "islands.resources", "what JSON can say"),
     ({"islands": {"overrides": {"01": {}}}}, "islands.overrides", "learner numbers"),
     ({"islands": {"overrides": {1: {}}}}, "islands.overrides", "learner numbers"),
     ({"islands": {"overrides": {"²": {}}}}, "islands.overrides", "learner numbers"),
@@ -255,6 +261,11 @@ def test_wrong_types_are_refused_for_every_field(path, hint):
 def test_a_whole_number_is_a_float_too():
   rate = from_dict({"outer": {"learning_rate": 1}}).outer.learning_rate
   assert rate == 1.0 and isinstance(rate, float)
+  assert "must be a finite number" in refusal({"outer": {"learning_rate": 10**400}})
+
+
+def test_a_number_of_thousands_of_digits_is_no_learner():
+  assert "learner numbers" in refusal({"islands": {"overrides": {"1" * 5000: {}}}})
 
 
 @pytest.mark.parametrize("values", [3, None, [("seed", 1)], {3: 4}, {"sync": 3}, {"chaos": []}])
@@ -290,9 +301,32 @@ def test_dict_config_dict_and_json_round_trips():
   assert from_dict(json.loads(from_dict(c).to_json())) == frozen
 
 
+def test_free_names_may_have_dots():
+  """A run of such a config can be loaded from its workdir, and changed."""
+  frozen = from_dict(
+    {
+      "model": {"custom": "a:b", "options": {"act.fn": 1, "more": {"c.d": [{"e.f": 2}]}}},
+      "chaos": {"regions": {"us.east": ["learner-1"]}},
+    }
+  )
+  c = config_lib.changeable(frozen)
+  assert from_dict(c) == frozen
+  c.model.options["act.fn"] = 3
+  assert from_dict(c).model.options["act.fn"] == 3
+
+
 def test_a_config_cannot_be_changed():
   with pytest.raises(dataclasses.FrozenInstanceError):
     Config().seed = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+  "wrong, field",
+  [({"batch_size": 7}, "islands.batch_size"), ({"loss_chunks": 3}, "islands.loss_chunks")],
+)
+def test_islands_of_learners_that_join_later_are_checked_too(wrong, field):
+  values = {"islands": {"overrides": {"4": wrong}}, "inner": {"accumulation_steps": 2}}
+  assert refusal(values).startswith(f"{field} = ")
 
 
 def test_overrides_change_one_island_only():

@@ -238,6 +238,29 @@ def test_snapshots_elsewhere_that_cannot_be_searched_are_not_overwritten(
     session.train(config, Path(spelled), overwrite=True)
 
 
+def test_a_run_does_not_go_on_with_other_data(tmp_path, monkeypatch):
+  """Other parts would be held out, some of which it has trained on."""
+  text = tmp_path / "texts" / "m.txt"
+  text.parent.mkdir()
+  text.write_text("some words " * 20_000)
+  source = {"source": "text", "path": f"{text.parent}/*.txt", "sequence_length": 32}
+  config = make_config(learners=2, steps=30, data=source, run={"evaluations": 0})
+  begun: list[Path] = []
+
+  def trains(runner, config, workdir, corpus, heldout) -> int:
+    begun.append(workdir)
+    return 0
+
+  monkeypatch.setattr(session, "_train", trains)
+  for _ in range(2):
+    assert session.train(config, tmp_path / "run") == 0
+  more = text.with_name("a.txt")
+  more.write_text("other words")
+  with pytest.raises(ConfigError, match=r"^data.path = .*began with other data.*Fix: bring"):
+    session.train(config, tmp_path / "run")
+  assert session.train(config, tmp_path / "run", overwrite=True) == 0 and len(begun) == 3
+
+
 def test_to_overwrite_begins_anew(corpus, workdir, capsys):
   shutil.rmtree(workdir / "checkpoints")
   config = make_config(learners=2, steps=30, sync={"snapshot_steps": 40}, run={"evaluations": 0})

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import pytest
 
 from ddiloco.launch.cloud import LaunchError, Limits, Slices
+from tests.launch.placed import placed
 from tests.launch.test_tpu_vms import MADE, RUN
 
 LIMITS = Limits(slice_seconds=100.0, recreations=2, watch_seconds=100.0, poll_seconds=0.01)
@@ -22,8 +24,10 @@ def islands(cloud):
   cloud.has("hosts", "1")
 
   def make(limits: Limits = LIMITS, **changed) -> Slices:
-    made = dataclasses.replace(MADE, islands=tuple(map(one_host, MADE.islands)))
-    return Slices(dataclasses.replace(RUN, placement=made, **changed), FILES, SECRETS, limits)
+    run = dataclasses.replace(RUN, **{"placement": MADE, **changed})
+    alone = tuple(map(one_host, run.placement.islands))
+    made = dataclasses.replace(run.placement, islands=alone)
+    return Slices(dataclasses.replace(run, placement=made), FILES, SECRETS, limits)
 
   return make
 
@@ -163,3 +167,12 @@ def test_delete_drains_first_and_says_what_is_left(cloud, islands, queued):
   assert cloud.slices() == {}
   assert verbs(cloud, "run-learner-0") == ["ssh", "delete"], "its role is asked to end first"
   assert islands(queued=queued).delete() == [], "also when nothing is there"
+
+
+def test_a_role_that_drains_for_long_is_waited_for(cloud, islands, capsys):
+  """Its slice is not deleted before."""
+  made = placed(["v6e:2x2"], ("z=0",), network={"drain_seconds": 600.0})
+  islands(placement=made).create()
+  assert islands(placement=made).delete() == []
+  limit = re.search(r"learner-0: stops .at most (\d+) s.: .*--time=610", capsys.readouterr().err)
+  assert limit and int(limit[1]) > 610

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -202,11 +203,21 @@ def test_yaml_says_the_same(one):
     ({"claim": ""}, (), "--claim"),
     ({}, ("a=0", "b=1"), "--shard_addresses"),
     ({"shard_addresses": ("10.0.0.1",)}, (), "--shard_addresses"),
+    ({"shard_addresses": ("10.0.0.1", "10.0.0.1")}, (), "--shard_addresses"),
+    ({"shard_addresses": ("10.0.0.1", "10.0.0.2:7000")}, (), "--shard_addresses"),
   ],
 )
 def test_what_is_missing_is_named(changed, places, said):
   with pytest.raises(ConfigError, match=f"{said} = .*Fix: "):
     rendered(["v6e:2x2"] * 2, places, OPTIONS | changed)
+
+
+def test_a_name_that_is_too_long_for_node_pools_is_refused():
+  """GKE takes 40 characters: 30 and "-learner-0", but not 30 and "-learner-10"."""
+  many = placed(["v6e:2x2"] * 11)
+  gke.GkeRun(dataclasses.replace(many, name="n" * 29), "work").check()
+  with pytest.raises(ConfigError, match=r"^--name = .*at most 40 characters.*Fix: use at most 29"):
+    gke.GkeRun(dataclasses.replace(many, name="n" * 30), "work").check()
 
 
 def test_node_pools_are_those_of_the_slices():

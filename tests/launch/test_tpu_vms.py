@@ -105,6 +105,12 @@ def test_the_script_of_a_host_is_one_that_a_shell_reads(tmp_path):
   assert "--host=" not in alone
 
 
+def test_no_restarts_are_none():
+  """Docker takes on-failure:0 for restarts without a limit."""
+  never = dataclasses.replace(RUN, placement=dataclasses.replace(MADE, max_restarts=0))
+  assert "--restart=no " in never.start_script(FIRST, "10.1.0.1")
+
+
 @pytest.mark.parametrize(
   ("seen", "step"),
   [
@@ -134,9 +140,12 @@ def test_what_an_island_needs_next(seen, step):
   ("changed", "made", "said"),
   [
     ({"syncers": ("tcp://a:1",)}, MADE, "--syncers"),
+    ({"syncers": ("tcp://a:1", "b:1")}, MADE, "--syncers = 'b:1'"),
+    ({"syncers": ("tcp://a:1", "tcp://b:70000")}, MADE, "--syncers = 'tcp://b:70000'"),
+    ({"syncers": ("tcp://a:1", "tcp://a:1")}, MADE, "--syncers = 'tcp://a:1': is given twice"),
     ({}, placed(["v6e:2x2"]), "--place"),
   ],
 )
 def test_what_is_missing_is_named(changed, made, said):
-  with pytest.raises(ConfigError, match=f"{said} = .*Fix: "):
+  with pytest.raises(ConfigError, match=f"{said}.*Fix: "):
     dataclasses.replace(RUN, placement=made, **changed).check()

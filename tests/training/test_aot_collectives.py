@@ -44,6 +44,13 @@ def test_loops_calls_and_every_form_of_groups():
   assert looped["all-reduce"].devices == looped["all-gather"].devices == {0, 1, 2, 3}
 
 
+def test_an_all_reduce_of_several_arrays_counts_whole_also_when_it_starts():
+  both = "%sums = (f32[8]{0}, f32[4]{0}, f32[]) all-reduce-start(%p, %q), replica_groups={{0,1}}"
+  text = LOOP.replace("%turn = s32[10]{0} collective-permute(", f"{both}\n  %turn = s32[] copy(")
+  (found,) = [each for each in find_collectives(text) if each.line.startswith("%sums")]
+  assert found.bytes == (8 + 4 + 1) * 4
+
+
 def test_what_moves_most_comes_first():
   assert by_kind(list(find_collectives(LOOP))) == (
     CollectiveTotal("all-gather", 13, 12 * 64 * 128 * 2 + 128),

@@ -164,14 +164,24 @@ OPTIONS = {"image_size": 8, "patch_size": 2, "image_channels": 1, "image_share":
     ({"data": {"options": {**OPTIONS, "image_share": 0.05}}}, "data.options.image_share = 0.05"),
     ({"data": {"options": {"image_size": 8}}}, "data.options = {'image_size': 8}: must have"),
     ({"data": {"options": {**OPTIONS, "image_size": 12}}}, "data.options.image_size = 12: must"),
+    (
+      {"data": {"options": {**OPTIONS, "patch_size": 0}}},
+      "data.options.patch_size = 0: must be positive",
+    ),
     ({"data": {"sequence_length": 60}}, "data.sequence_length = 60: 16 patches and the"),
+    (
+      {"islands": {"num_learners": 1500, "batch_size": 2}},
+      "islands.num_learners = 1500: 1500 learners with 1 images a batch need 1500 an epoch, and"
+      " there are 1437 to train on",
+    ),
   ],
 )
 def test_what_does_not_fit_is_refused(changed, said):
   made = experiment("configs/text_image.py", "config")
   made.data.source = "synthetic"
-  for name, value in changed["data"].items():
-    made.data[name] = value
+  for section, values in changed.items():
+    for name, value in values.items():
+      made[section][name] = value
   config = from_dict(made)
   with pytest.raises(ConfigError) as error:
     stream = data.Stream(data.open_data(config.data), config, 0)

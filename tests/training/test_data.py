@@ -354,6 +354,16 @@ def test_token_beyond_the_vocabulary_at_open(tmp_path):
   assert "model.vocab_size = 4999" in text and "4999 in" in text and "at least 5000" in text
 
 
+def test_a_token_too_large_for_int32_in_a_batch(tmp_path, monkeypatch):
+  """In int32 it is negative, and the model would look up a row from the table's end."""
+  monkeypatch.setattr(data_lib, "_CHECKED_TOKENS", 5)
+  tokens = np.zeros(5_000, np.uint32)
+  tokens[5:-5] = 2**32 - 7
+  tokens.tofile(tmp_path / "a.bin")
+  (stream,) = open_streams(make_config(tmp_path, token_dtype="uint32"), 0)
+  assert "a 4294967289 in" in error_of(stream.batch, 0)
+
+
 def test_token_beyond_the_vocabulary_in_a_batch(tmp_path, monkeypatch):
   monkeypatch.setattr(data_lib, "_CHECKED_TOKENS", 5)
   tokens = np.zeros(5_000, np.uint16)

@@ -1,6 +1,7 @@
 """Batches of the user's own: what a learner reads is a function of the position alone."""
 
 import sys
+import time
 import types
 
 import grain
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from ddiloco.config import ConfigError, from_dict
+from ddiloco.config import Config, ConfigError, from_dict
+from ddiloco.engines import session
 from ddiloco.models.model import NnxModel
 from ddiloco.training import data
 
@@ -55,15 +57,20 @@ class Numbers:
     return types.SimpleNamespace(**ODD) if self.kind == "odd" else Indexed(self.kind, learner)
 
   def heldout_batches(self, batch_size):
-    return [rows(9, 0)]
+    held = [{"y": rows(9, 0)["x"]}] if self.kind == "unlike" else [rows(9, 0)]
+    return iter(held if self.kind != "none" else [])
 
 
 class Indexed:
   def __init__(self, kind: str, learner: int):
     self.kind, self.learner, self.reads = kind, learner, 0
+    self.own = rows(0, 0)["x"]
 
   def __getitem__(self, position):
     self.reads += 1
+    if self.kind == "filled":
+      self.own[:] = rows(self.learner, position)["x"]
+      return {"x": self.own}
     batch = rows(self.learner, position + (self.reads if self.kind == "moving" else 0))
     return {"wide": batch["x"]} if self.kind == "named" else batch
 
@@ -80,14 +87,18 @@ def parts(monkeypatch):
   monkeypatch.setitem(sys.modules, NAME, module)
 
 
-def stream(kind: str, learner: int = 1) -> data.Stream:
-  config = from_dict(
+def config_of(kind: str) -> Config:
+  return from_dict(
     {
       "model": {"custom": f"{NAME}:model"},
       "data": {"custom": f"{NAME}:data", "options": {"kind": kind}, "sequence_length": 1},
       "islands": {"num_learners": 2, "batch_size": 2},
     }
   )
+
+
+def stream(kind: str, learner: int = 1) -> data.Stream:
+  config = config_of(kind)
   return data.Stream(data.open_data(config.data), config, learner)
 
 
@@ -114,6 +125,15 @@ def test_every_position_gives_its_batch_however_it_is_come_to(kind, step):
       next(whole)
 
 
+def test_a_source_may_fill_the_same_arrays_again():
+  """Batches that are read ahead keep their values."""
+  one = stream("filled", learner=1)
+  with one.iterate() as ahead:
+    first = next(ahead)
+    time.sleep(0.2)  # the queue of those ahead is full by now
+    assert [number(first), *(number(next(ahead)) for _ in range(5))] == list(range(1000, 1006))
+
+
 def test_learners_read_their_own():
   assert [number(stream("index", m).batch(3)) for m in range(4)] == [3, 1003, 2003, 3003]
 
@@ -131,3 +151,24 @@ def test_what_does_not_fit_is_refused_when_it_is_opened(kind, rule):
     stream(kind)
   said = str(caught.value)
   assert said.startswith(f"data.custom = '{NAME}:data': ") and rule in said
+
+
+@pytest.mark.parametrize(
+  ("kind", "rule"),
+  [
+    ("none", "heldout_batches() gives none"),
+    ("unlike", "evaluate() fails with what heldout_batches() gives (KeyError: 'x')"),
+  ],
+)
+def test_held_out_batches_that_the_model_does_not_take_are_refused_before_the_run(kind, rule):
+  config = config_of(kind)
+  with pytest.raises(ConfigError) as caught:
+    session.evaluator(config, data.open_data(config.data))
+  said = str(caught.value)
+  assert said.startswith(f"data.custom = '{NAME}:data': ") and rule in said and "Fix: " in said
+
+
+def test_held_out_batches_may_come_from_an_iterator():
+  config = config_of("index")
+  params = {"kernel": np.ones((1, 1), np.float32), "bias": np.zeros(1, np.float32)}
+  assert session.evaluator(config, data.open_data(config.data)).loss(params) == 0.0

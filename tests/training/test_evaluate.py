@@ -120,3 +120,5 @@ def test_refuses_no_batches_and_ragged_ones(batches):
 def test_refuses_tokens_outside_the_vocabulary():
   with pytest.raises(ConfigError, match=r"model.vocab_size = 32.*a 40 in the held-out split"):
     HeldoutLoss(MODEL, [np.full((1, 9), 40)], jax.devices()[0:1])
+  with pytest.raises(ConfigError, match=r"model.vocab_size = 32.*a 4294967289 in the held-out"):
+    HeldoutLoss(MODEL, [np.full((1, 9), -7, np.int32)], jax.devices()[0:1])

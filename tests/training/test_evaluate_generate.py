@@ -127,11 +127,24 @@ def test_bytes_and_device_parameters(params):
 
 
 @pytest.mark.parametrize(
-  ("field", "value"), [("num_tokens", -1), ("temperature", -0.5), ("context_length", 0)]
+  ("field", "value"),
+  [
+    ("num_tokens", -1),
+    ("temperature", -0.5),
+    ("context_length", 0),
+    ("seed", -1),
+    ("seed", 1 << 32),
+  ],
 )
 def test_refuses_bad_numbers(params, field, value):
   with pytest.raises(ConfigError, match=f"{field} = {value}.*Fix"):
     generate(params, "a", **{field: value})
+
+
+def test_refuses_a_prompt_that_is_no_text(params):
+  """As a shell gives it: a byte that is no UTF-8."""
+  with pytest.raises(ConfigError, match=r"^prompt = 'a.udcff': has bytes that are no UTF-8. Fix: "):
+    generate(params, "a\udcff", tokenizer=ByteTokenizer())
 
 
 def test_refuses_a_prompt_the_model_has_no_tokens_for(params):

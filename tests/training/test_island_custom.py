@@ -143,3 +143,15 @@ def test_everything_that_the_model_measures_is_told():
   assert evaluator.loss(params) == measured["loss"]
   with pytest.raises(ValueError, match="must have the same shape"):
     HeldoutLoss(config.model, [batch(0), {"x": batch(1)["x"]}], jax.devices()[1:2])
+
+
+def test_a_donor_tells_the_greatest_of_its_counts():
+  """Micro-steps begin again; with their count a joining Adam would correct its moments anew."""
+  sys.modules[NAME].inner = lambda config: optax.MultiSteps(optax.adam(1.0), 2)
+  island, config = make({"devices": 1})
+  island.load(initial.initial_params(config))
+  for n in range(7):
+    island.step(batch(n), n)
+  state = island.capture()
+  assert (int(state["inner/mini_step"]), int(state["inner/gradient_step"])) == (1, 3)
+  assert int(island.count()) == 3

@@ -57,17 +57,27 @@ def test_weight_decay_spares_norms_alone():
     np.testing.assert_array_equal(update, 0.0 if name in norms else -0.25, err_msg=name)
 
 
+def test_weight_decay_spares_what_is_no_matrix_by_any_name():
+  axes = {"gain": (None,), "layers/gain": ("layers", None), "layers/matrix": ("layers", None, None)}
+  params = {name: np.ones((2,) * len(each), np.float32) for name, each in axes.items()}
+  transform = step.optimizer(InnerConfig(weight_decay=0.25), axes)
+  updates, _ = transform.update(jax.tree.map(np.zeros_like, params), transform.init(params), params)
+  assert {name: float(np.ravel(update)[0]) for name, update in updates.items()} == {
+    "gain": 0.0, "layers/gain": 0.0, "layers/matrix": -0.25,
+  }  # fmt: skip
+
+
 def test_first_update_is_the_sign_of_the_clipped_gradient():
   # By hand: Adam's first bias-corrected update is g / (|g| + epsilon), here g = (0.6, -0.8) after
   # clipping (3, -4) to norm 1; plus decay 0.1 * param.
-  params, grads = {"w": jnp.array([2.0, 2.0])}, {"w": jnp.array([3.0, -4.0])}
+  params, grads = {"w": jnp.array([[2.0, 2.0]])}, {"w": jnp.array([[3.0, -4.0]])}
   config = InnerConfig(clip_norm=1.0, epsilon=0.2, weight_decay=0.1)
   transform = step.optimizer(config, {})
   updates, _ = transform.update(grads, transform.init(params), params)
-  np.testing.assert_allclose(updates["w"], [-0.6 / 0.8 - 0.2, 0.8 / 1.0 - 0.2], rtol=1e-5)
+  np.testing.assert_allclose(updates["w"], [[-0.6 / 0.8 - 0.2, 0.8 / 1.0 - 0.2]], rtol=1e-5)
   unclipped = step.optimizer(InnerConfig(clip_norm=0.0, epsilon=0.2, weight_decay=0.0), {})
   updates, _ = unclipped.update(grads, unclipped.init(params), params)
-  np.testing.assert_allclose(updates["w"], [-3.0 / 3.2, 4.0 / 4.2], rtol=1e-5)
+  np.testing.assert_allclose(updates["w"], [[-3.0 / 3.2, 4.0 / 4.2]], rtol=1e-5)
 
 
 @pytest.mark.parametrize("experts", [0, 2])
