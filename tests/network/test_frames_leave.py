@@ -1,7 +1,12 @@
-"""A connection that leaves ends when the far end has seen the end, and not before."""
+"""A connection that leaves ends when the far end has seen the end, and then leaves no memory."""
 
 import contextlib
+import gc
 import socket
+import weakref
+
+import numpy as np
+import pytest
 
 from ddiloco.network import frames
 
@@ -31,3 +36,35 @@ def test_what_is_said_after_the_end_does_not_break_the_connection():
     far.close()
     while owner.error is None:
       wire.turn()
+
+
+class Receiver(frames.Owner):
+  def __init__(self, memory: np.ndarray):
+    self.memory = memory
+
+  def room(self, wire, frame, size):
+    memory, self.memory = self.memory, None
+    return memoryview(memory)
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_memory_of_what_broke_off_is_free_without_a_garbage_collection(breaks):
+  """Python collects a role's garbage seldom, and a payload may have gigabytes."""
+  memory = np.empty(1000, np.uint8)
+  kept = weakref.ref(memory)
+  mine, far = socket.socketpair(socket.AF_UNIX)
+  with mine, far, pytest.MonkeyPatch.context() as patched:
+    patched.setattr(frames, "SOCKET_OPTIONS", ())
+    wire = frames.FrameSocket(mine, Receiver(memory))
+    del memory
+    far.sendall(frames.encode(frames.Bulk(0, 1000, b""), 1000) + bytes(500))
+    wire.turn()
+    assert kept() is not None
+    far.close()
+    gc.disable()
+    try:
+      wire.turn() if breaks else wire.close()
+      del wire
+      assert kept() is None
+    finally:
+      gc.enable()
