@@ -333,12 +333,12 @@ class _Listed:
     return True
 
   def _look(self) -> list[tuple[str, int, int]]:
-    """Names, times and inodes of the files: they change when a file does."""
+    """Names, times and inodes of the files: they change when a file, or who may read it, does."""
     found = []
     with contextlib.suppress(OSError):
       for entry in os.scandir(self._folder / "public"):
         stat = entry.stat()
-        found.append((entry.name, stat.st_mtime_ns, stat.st_ino))
+        found.append((entry.name, stat.st_ctime_ns, stat.st_ino))
     return sorted(found)
 
   def _still(self, address: str, key: bytes) -> bool:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import types
+from pathlib import Path
 
 import pytest
 
@@ -263,6 +264,29 @@ def test_a_folder_that_cannot_be_read_for_a_moment_is_read_again(folder, monkeyp
     assert mine.owner(late) is None
   now[0] += 10
   assert mine.owner(late) == "learner-2"
+
+
+def test_a_file_that_nobody_could_read_is_read_once_its_mode_is_mended(folder, monkeypatch):
+  """Its contents and their time do not change with the mode."""
+  now = [100.0]
+  monkeypatch.setattr(keys, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+  mine, read = Keys.load(folder, "syncer-0"), Path.read_bytes
+  make_keys(folder, learners=3, shards=1)
+  late = public_file(folder, "learner-2")
+  key = keys.read(late)[0]
+
+  def denied(path):
+    if path == late and not path.stat().st_mode & 0o004:
+      raise PermissionError(errno.EACCES, "Permission denied", str(path))
+    return read(path)
+
+  monkeypatch.setattr(Path, "read_bytes", denied)
+  for mode, listed in ((0o600, False), (0o644, True)):
+    late.chmod(mode)
+    now[0] += 10
+    mine.context()  # what handshakes are judged by
+    assert (key in mine._listed._owners) == listed
+    time.sleep(0.05)  # a file system's clock may be coarse
 
 
 def test_a_folder_that_vanishes_lets_nobody_in(folder):
