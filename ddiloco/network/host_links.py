@@ -435,9 +435,9 @@ class HostWatch:
         self._tell(host, f"its connection has ended ({error})")
 
   def _check_progress(self, now: float, limit: float) -> None:
-    given = self._mine.done
-    behind = {h: b.doing for h, b in self._beats.items() if b.done < given}
-    state = given, self._mine.moved_bytes, dict(self._beats)
+    given, beats = self._mine.done, dict(self._beats)  # a copy: other threads add first beats
+    behind = {h: b.doing for h, b in beats.items() if b.done < given}
+    state = given, self._mine.moved_bytes, beats
     if not behind or state != self._moved[0]:
       self._moved = state, now
     elif now - self._moved[1] > limit:

@@ -288,6 +288,21 @@ def test_an_island_that_moves_is_left_alone_however_far_behind(socketpair):
   assert watched.told.empty()
 
 
+def test_a_first_beat_that_comes_during_a_look_does_not_end_the_watch(socketpair):
+  watched = Watched(100.0)
+  watched.watch.end()
+
+  class Orders(int):
+    def __gt__(self, done: int) -> bool:
+      watched.watch._beats[2] = HostBeat(0, 0, "begins")  # as the thread of host 2 does
+      return int(self) > done
+
+  watched.watch._beats = {1: HostBeat(0, 0, "begins")}
+  watched.progress.done = Orders(1)
+  watched.watch._check_progress(time.monotonic(), 100.0)
+  assert set(watched.watch._beats) == {1, 2}
+
+
 def test_a_host_that_was_asked_to_end_is_heard(socketpair):
   watched = Watched(limit_seconds=1e9)
   watched.beat(1, 0)
