@@ -317,8 +317,9 @@ class _Listed:
         if self._look() != self._stamp:
           self._reread()
       if self._context is None:
-        self._context = _context(ssl.PROTOCOL_TLS_SERVER, list(self._owners))
-        _show(self._context, self._own)
+        context = _context(ssl.PROTOCOL_TLS_SERVER, list(self._owners))
+        _show(context, self._own)
+        self._context = context  # not before: without our key no handshake would succeed
       return self._context
 
   def _reread(self) -> bool:

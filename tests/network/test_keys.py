@@ -266,6 +266,24 @@ def test_a_folder_that_cannot_be_read_for_a_moment_is_read_again(folder, monkeyp
   assert mine.owner(late) == "learner-2"
 
 
+def test_a_shard_that_cannot_read_its_own_key_for_a_moment_accepts_connections_again(folder):
+  """It may have had no descriptor left."""
+  shard, learner = (Keys.load(folder, address) for address in ("syncer-0", "learner-0"))
+  secret = secret_file(folder, "syncer-0")
+  away = secret.rename(secret.with_name("away"))
+  with pytest.raises(OSError):
+    shard.context()
+  away.rename(secret)
+  server = shard.context().wrap_bio(
+    to_server := ssl.MemoryBIO(), to_client := ssl.MemoryBIO(), True
+  )
+  client = learner.context_to(shard.public).wrap_bio(to_client, to_server)
+  for side in (client, server, client):
+    with contextlib.suppress(ssl.SSLWantReadError):
+      side.do_handshake()
+  assert client.getpeercert(True) == shard.public
+
+
 def test_a_file_that_nobody_could_read_is_read_once_its_mode_is_mended(folder, monkeypatch):
   """Its contents and their time do not change with the mode."""
   now = [100.0]
