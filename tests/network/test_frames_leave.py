@@ -3,12 +3,15 @@
 import contextlib
 import gc
 import socket
+import time
 import weakref
 
 import numpy as np
 import pytest
 
 from ddiloco.network import frames
+from ddiloco.protocol.messages import Goodbye
+from tests.network.net import SECONDS, Net
 
 
 class Owner(frames.Owner):
@@ -68,3 +71,24 @@ def test_memory_of_what_broke_off_is_free_without_a_garbage_collection(breaks):
       assert kept() is None
     finally:
       gc.enable()
+
+
+def test_a_goodbye_goes_over_the_next_connection_if_the_last_one_has_just_broken():
+  with contextlib.closing(Net("run", "plan")) as net:
+    shard, learner = net.connect("syncer-0"), net.connect("learner-0")
+    learner._dialed["syncer-0"].control.wire._socket.shutdown(socket.SHUT_RDWR)
+    net.wait_until(lambda: learner.links()["syncer-0"]["state"] == "connecting")
+    learner.send("syncer-0", Goodbye(0, 0))
+    learner.close(SECONDS)
+    assert shard.receive(SECONDS).message == Goodbye(0, 0)
+
+
+def test_a_far_end_that_has_gone_is_not_waited_for():
+  with contextlib.closing(Net("run", "plan")) as net:
+    shard, learner = net.connect("syncer-0"), net.connect("learner-0")
+    shard.close(0.0)
+    net.wait_until(lambda: learner.links()["syncer-0"]["state"] == "connecting")
+    learner.send("syncer-0", Goodbye(0, 0))
+    began = time.monotonic()
+    learner.close(SECONDS)
+    assert time.monotonic() - began < SECONDS / 2
