@@ -200,7 +200,8 @@ def read_public(folder: Path) -> tuple[dict[bytes, str], list[str]]:
 # --- The owner of each key
 
 REREAD_SECONDS = 1.0  # at least between two reads of the folder, however often strangers connect
-_URL = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
+_LABEL = "[A-Za-z0-9_-]{1,63}"  # of a host name; Python raises UnicodeError for other ones
+_URL = re.compile(rf"tcp://(\*|\[[0-9A-Fa-f:.]+\]|{_LABEL}(?:\.{_LABEL})*\.?):([0-9]{{1,5}})")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -467,7 +467,7 @@ def test_loopback_needs_no_keys(host):
 
 
 @pytest.mark.parametrize(
-  "host", ["*", "0.0.0.0", "[::]", "10.0.0.7", "syncer-0.example.org", "[fd00::1]", "127.1", "eth0"]
+  "host", ["*", "0.0.0.0", "[::]", "10.0.0.7", "syncer-0.a.org.", "[fd00::1]", "127.1", "eth0"]
 )
 def test_other_addresses_need_keys(folder, host):
   with pytest.raises(ConfigError, match=r"--bind = 'tcp://.*needs keys. Fix: .*ddiloco keys"):
@@ -482,6 +482,7 @@ def test_other_addresses_need_keys(folder, host):
     "tcp://127.0.0.1:-1", "tcp://127.0.0.1:7000/", "tcp://:7000", "ipc:///tmp/x", "tcp://::1:7000",
     "tcp://[fe80::zz]:1", "tcp://[:::]:1", "tcp://127.0.0.1:7000 ", "tcp://1.2.3.4;127.0.0.1:7000",
     "inproc://x", "tcp://127.0.0.1@10.0.0.1:70", "tcp://127.0.0.1:*", "tcp://127.0.0.1:٧",
+    "tcp://host..org:7000", "tcp://.org:7000", f"tcp://{64 * 'a'}:7000",
   ],
 )  # fmt: skip
 def test_what_is_no_address_is_refused(folder, url):
