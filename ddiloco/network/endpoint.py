@@ -342,6 +342,7 @@ class NetworkEndpoint(InboxEndpoint):
     if wire is not None and self._door:
       self._door.send_off(wire, GreetingRefused(fenced, reason))
     peer.hang_up()
+    peer.incoming = None  # its channels refer to a peer: only a collection frees them and it
     self._drop_queue(peer)
     self._accepted = {a: each for a, each in self._accepted.items() if each is not peer}
 

@@ -8,10 +8,12 @@ import weakref
 
 import numpy as np
 import pytest
+from proxy import Link
 
 from ddiloco.network import frames
+from ddiloco.network.keys import host_and_port
 from ddiloco.protocol.messages import Goodbye
-from tests.network.net import SECONDS, Net
+from tests.network.net import SECONDS, Net, push
 
 
 class Owner(frames.Owner):
@@ -71,6 +73,27 @@ def test_memory_of_what_broke_off_is_free_without_a_garbage_collection(breaks):
       assert kept() is None
     finally:
       gc.enable()
+
+
+def test_memory_of_what_an_older_incarnation_was_sending_is_free_without_a_collection():
+  with contextlib.closing(Net("run", "plan")) as net:
+    shard, older, newer = (
+      net.connect("syncer-0"),
+      net.open("learner-0", 0),
+      net.open("learner-0", 1),
+    )
+    with Link(host_and_port(net.url("syncer-0")), bits_per_second=100e6) as link:
+      older.dial("syncer-0", f"tcp://127.0.0.1:{link.port}")
+      older.send("syncer-0", push(1, 30_000_000))
+      net.wait_until(lambda: link.bytes.forward > 1_000_000)
+      assert shard.buffers._blocks and not shard.buffers.free()
+      gc.disable()
+      try:
+        newer.dial("syncer-0", net.url("syncer-0"))
+        net.wait_up(newer, "syncer-0")
+        net.wait_until(lambda: shard.buffers.free() == shard.buffers._blocks)
+      finally:
+        gc.enable()
 
 
 def test_a_goodbye_goes_over_the_next_connection_if_the_last_one_has_just_broken():
