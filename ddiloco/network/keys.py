@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import errno
 import ipaddress
 import os
 import re
@@ -180,7 +181,11 @@ def _context(protocol: int, trusted: list[bytes]) -> ssl.SSLContext:
 
 
 def read_public(folder: Path) -> tuple[dict[bytes, str], list[str]]:
-  """(certificate -> address of the valid files, problems of the others)."""
+  """(certificate -> address of the valid files, problems of the others).
+
+  Raises:
+    OSError: the folder cannot be read now, or no descriptor is left.
+  """
   owners: dict[bytes, str] = {}
   problems, twice = [], set()
   for path in sorted((folder / "public").glob("[!.]*.key")):
@@ -193,6 +198,9 @@ def read_public(folder: Path) -> tuple[dict[bytes, str], list[str]]:
       rule = f"is the same key as that of {other}"
       require(other == address, "--keys", str(path), rule, "remove one, and make a new one")
     except ConfigError as error:
+      cause = error.__cause__
+      if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
+        raise cause from None  # the file may be as good as the others
       problems.append(str(error))
   return {key: address for key, address in owners.items() if key not in twice}, problems
 

@@ -266,6 +266,22 @@ def test_a_folder_that_cannot_be_read_for_a_moment_is_read_again(folder, monkeyp
   assert mine.owner(late) == "learner-2"
 
 
+def test_a_file_for_which_no_descriptor_was_left_is_read_again(folder, monkeypatch):
+  now, read = [100.0], Path.read_bytes
+  monkeypatch.setattr(keys, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+  mine = Keys.load(folder, "syncer-0")
+  make_keys(folder, learners=3, shards=1)
+  late = public_file(folder, "learner-2")
+  key = keys.read(late)[0]
+  now[0] += 10
+  with monkeypatch.context() as patch:
+    patch.setattr(Path, "read_bytes", lambda path: unreadable(path) if path == late else read(path))
+    mine.context()  # what handshakes are judged by
+  now[0] += 10
+  mine.context()
+  assert key in mine._listed._owners
+
+
 def test_a_shard_that_cannot_read_its_own_key_for_a_moment_accepts_connections_again(folder):
   """It may have had no descriptor left."""
   shard, learner = (Keys.load(folder, address) for address in ("syncer-0", "learner-0"))
