@@ -83,6 +83,13 @@ class HostLink:
     shown = self._socket.getpeercert(True) if isinstance(self._socket, ssl.SSLSocket) else None
     return shown or b""
 
+  def ended(self) -> bool:
+    """Whether the far end has gone; only while it has nothing to say."""
+    try:
+      return not socket.socket.recv(self._socket, 1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except OSError as error:
+      return not isinstance(error, BlockingIOError)
+
   def close(self) -> None:
     """Closes the connection, and wakes a thread that waits on it; from any thread."""
     with contextlib.suppress(OSError):
@@ -188,9 +195,12 @@ class Meeting:
 
   @property
   def missing(self) -> list[int]:
-    """Hosts that have not made all their connections yet."""
+    """Hosts that have not made all their connections yet, or have gone again."""
     with self._changed:
-      return [host for host, links in self._links.items() if len(links) < len(KINDS)]
+      return [host for host in self._links if len(self._living(host)) < len(KINDS)]
+
+  def _living(self, host: int) -> list[str]:
+    return [kind for kind, link in self._links[host].items() if not link.ended()]
 
   def wait(self, seconds: float) -> dict[int, HostLinks]:
     """Host -> its connections, when all are made; no other is accepted after that.
@@ -270,7 +280,7 @@ class Meeting:
         return f"its {name} is {theirs[name]!r}, that of host 0 is {value!r}"
     if hello.host not in self._links or hello.kind not in KINDS:
       return f"there is no host {hello.host} of {self._island.hosts}, or no kind {hello.kind!r}"
-    if hello.kind in self._links[hello.host]:
+    if hello.kind in self._living(hello.host):
       return f"host {hello.host} is here already"
     return ""
 

@@ -86,9 +86,10 @@ def test_messages_and_bytes_arrive_in_order_on_each_kind_of_connection(url, tmp_
 
 def test_who_does_not_come_is_named(url):
   meeting = Meeting(url, ISLAND, "", None)
-  join(url, ISLAND, 2, None, PATIENCE_SECONDS)
+  links, _ = join(url, ISLAND, 2, None, PATIENCE_SECONDS)
   with pytest.raises(HostsApart, match=r"hosts \[1\] of 3 have not come within 0.2 s. Fix"):
     meeting.wait(0.2)
+  links.close()
 
 
 @pytest.mark.parametrize(
@@ -112,10 +113,29 @@ def test_a_host_that_does_not_belong_is_refused_with_the_reason(url, island, hos
 
 def test_a_second_host_of_the_same_number_is_refused(url):
   meeting = Meeting(url, ISLAND, "", None)
-  join(url, ISLAND, 1, None, PATIENCE_SECONDS)
+  links, _ = join(url, ISLAND, 1, None, PATIENCE_SECONDS)
   with pytest.raises(HostsApart, match="host 1 is here already"):
     join(url, ISLAND, 1, None, PATIENCE_SECONDS)
+  links.close()
   meeting.close()
+
+
+@pytest.mark.parametrize("secured", [False, True])
+def test_a_host_that_dies_while_others_are_waited_for_may_come_again(url, tmp_path, secured):
+  keys = keys_of(tmp_path, "learner-3") if secured else None
+  meeting = Meeting(url, ISLAND, "", keys)
+  first, _ = join(url, ISLAND, 1, keys, PATIENCE_SECONDS)
+  other, _ = join(url, ISLAND, 2, keys, PATIENCE_SECONDS) if secured else (None, "")
+  assert 1 not in meeting.missing
+  first.close()
+  assert 1 in meeting.missing
+  again, _ = join(url, ISLAND, 1, keys, PATIENCE_SECONDS)
+  other = other or join(url, ISLAND, 2, keys, PATIENCE_SECONDS)[0]
+  links = meeting.wait(PATIENCE_SECONDS)
+  say(links[1].orders, b"orders")
+  assert again.orders.receive() == b"first"
+  for each in (*links.values(), again, other):
+    each.close()
 
 
 def test_another_roles_key_and_no_key_do_not_open_an_island(url, tmp_path):
@@ -140,8 +160,9 @@ def test_garbage_on_the_port_keeps_nobody_out(url, garbage):
   meeting = Meeting(url, ISLAND, "", None)
   with socket.create_connection(host_and_port(url), 5.0) as stranger:
     stranger.sendall(garbage)
-    join(url, ISLAND, 1, None, PATIENCE_SECONDS)
+    links, _ = join(url, ISLAND, 1, None, PATIENCE_SECONDS)
     assert meeting.missing == [2]
+  links.close()
   meeting.close()
 
 
