@@ -233,10 +233,14 @@ class Meeting:
         if self._closed.wait(PAUSE_SECONDS):
           return
         continue
-      if self._callers.acquire(blocking=False):
-        threading.Thread(target=self._admit, args=(connected,), daemon=True).start()
-      else:
+      if not self._callers.acquire(blocking=False):
         connected.close()  # a host of this island will try again
+        continue
+      try:
+        threading.Thread(target=self._admit, args=(connected,), daemon=True).start()
+      except RuntimeError:  # no more threads possible
+        self._callers.release()
+        connected.close()
 
   def _admit(self, connected: socket.socket) -> None:
     """Reads the hello of a new connection; closes the connection if it does not come in time."""

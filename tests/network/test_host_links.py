@@ -202,6 +202,21 @@ def test_a_caller_that_cannot_be_let_in_keeps_nobody_else_out(url, monkeypatch):
     each.close()
 
 
+def test_a_caller_for_whom_there_is_no_thread_keeps_nobody_else_out(url, monkeypatch):
+  start, failures = threading.Thread.start, [RuntimeError("can't start new thread")] * 2
+
+  def crowded(thread):
+    if failures and "_admit" in thread.name:
+      raise failures.pop()
+    start(thread)
+
+  monkeypatch.setattr(threading.Thread, "start", crowded)
+  links, joined = meet(url)
+  assert not failures
+  for each in (*links.values(), *joined.values()):
+    each.close()
+
+
 def test_a_meeting_that_is_over_leaves_no_thread(url):
   meeting = Meeting(url, ISLAND, "127.0.0.1:1", None)
   listeners = [each for each in threading.enumerate() if each.name == "hosts meet"]
