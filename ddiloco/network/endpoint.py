@@ -256,7 +256,7 @@ class NetworkEndpoint(InboxEndpoint):
         wire.say(frames.Beat(*peer.take_untold()))
     if peer.url and not (self.fenced or self.broken):
       for channel in peer.channels if peer.state == "up" else [peer.control]:
-        if self._stop_at is None or channel.waiting:  # when closing, only for queued messages
+        if self._stop_at is None or not peer.idle():  # when closing, only for queued messages
           self._reach(peer, channel, now)
 
   def _look_at_keys(self, keys: Keys) -> None:
@@ -286,7 +286,11 @@ class NetworkEndpoint(InboxEndpoint):
       self._door.close()
     waits = False
     for peer in self._peers():
-      if peer.state != "up" or now - peer.heard_at > QUIET_BEATS * BEAT_SECONDS:
+      if now - peer.heard_at > QUIET_BEATS * BEAT_SECONDS:
+        continue
+      if peer.state != "up":  # its connection may have just broken: it is dialed once more
+        once = peer.state == "connecting" and peer.url and peer.control.attempts < 2
+        waits |= bool(once) and not peer.idle()
         continue
       waits |= peer.control.wire is not None
       fragments = [channel.wire for channel in peer.bulk if channel.wire is not None]
@@ -338,6 +342,7 @@ class NetworkEndpoint(InboxEndpoint):
     if wire is not None and self._door:
       self._door.send_off(wire, GreetingRefused(fenced, reason))
     peer.hang_up()
+    peer.incoming = None  # its channels refer to a peer: only a collection frees them and it
     self._drop_queue(peer)
     self._accepted = {a: each for a, each in self._accepted.items() if each is not peer}
 

@@ -239,7 +239,7 @@ class FrameSocket:
     self._shaking_hands = context is not None
     self._doomed = self._leaves = self._rests = False
     self._leaving: collections.deque[memoryview] = collections.deque()  # bytes being sent now
-    self._parser = self._parse()
+    self._parser: Iterator[memoryview | None] = self._parse()
     self._wanted: memoryview | None = next(self._parser)  # memory to fill; None: no room now
 
   def fileno(self) -> int:
@@ -298,6 +298,9 @@ class FrameSocket:
     if self.thread is not None:
       self.thread.forget(self)
     self._socket.close()
+    # The parser refers to this object, a cycle that would keep payloads until a collection.
+    self._parser, self._wanted = iter(()), None
+    self._leaving.clear()
 
   def turn(self, reads: bool = True, writes: bool = True) -> None:
     """Reads and writes as much as is possible now."""

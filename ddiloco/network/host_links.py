@@ -242,10 +242,14 @@ class Meeting:
         if self._closed.wait(PAUSE_SECONDS):
           return
         continue
-      if self._callers.acquire(blocking=False):
-        threading.Thread(target=self._admit, args=(connected,), daemon=True).start()
-      else:
+      if not self._callers.acquire(blocking=False):
         connected.close()  # a host of this island will try again
+        continue
+      try:
+        threading.Thread(target=self._admit, args=(connected,), daemon=True).start()
+      except RuntimeError:  # no more threads possible
+        self._callers.release()
+        connected.close()
 
   def _admit(self, connected: socket.socket) -> None:
     """Reads the hello of a new connection; closes the connection if it does not come in time."""
@@ -460,9 +464,9 @@ class HostWatch:
         self._tell(host, f"its connection has ended ({error})")
 
   def _check_progress(self, now: float, limit: float) -> None:
-    given = self._mine.done
-    behind = {h: b.doing for h, b in self._beats.items() if b.done < given}
-    state = given, self._mine.moved_bytes, dict(self._beats)
+    given, beats = self._mine.done, dict(self._beats)  # a copy: other threads add first beats
+    behind = {h: b.doing for h, b in beats.items() if b.done < given}
+    state = given, self._mine.moved_bytes, beats
     if not behind or state != self._moved[0]:
       self._moved = state, now
     elif now - self._moved[1] > limit:

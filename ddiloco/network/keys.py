@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import errno
 import ipaddress
 import os
 import re
@@ -180,7 +181,11 @@ def _context(protocol: int, trusted: list[bytes]) -> ssl.SSLContext:
 
 
 def read_public(folder: Path) -> tuple[dict[bytes, str], list[str]]:
-  """(certificate -> address of the valid files, problems of the others)."""
+  """(certificate -> address of the valid files, problems of the others).
+
+  Raises:
+    OSError: the folder cannot be read now, or no descriptor is left.
+  """
   owners: dict[bytes, str] = {}
   problems, twice = [], set()
   for path in sorted((folder / "public").glob("[!.]*.key")):
@@ -193,6 +198,9 @@ def read_public(folder: Path) -> tuple[dict[bytes, str], list[str]]:
       rule = f"is the same key as that of {other}"
       require(other == address, "--keys", str(path), rule, "remove one, and make a new one")
     except ConfigError as error:
+      cause = error.__cause__
+      if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
+        raise cause from None  # the file may be as good as the others
       problems.append(str(error))
   return {key: address for key, address in owners.items() if key not in twice}, problems
 
@@ -200,7 +208,8 @@ def read_public(folder: Path) -> tuple[dict[bytes, str], list[str]]:
 # --- The owner of each key
 
 REREAD_SECONDS = 1.0  # at least between two reads of the folder, however often strangers connect
-_URL = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
+_LABEL = "[A-Za-z0-9_-]{1,63}"  # of a host name; Python raises UnicodeError for other ones
+_URL = re.compile(rf"tcp://(\*|\[[0-9A-Fa-f:.]+\]|{_LABEL}(?:\.{_LABEL})*\.?):([0-9]{{1,5}})")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -317,8 +326,9 @@ class _Listed:
         if self._look() != self._stamp:
           self._reread()
       if self._context is None:
-        self._context = _context(ssl.PROTOCOL_TLS_SERVER, list(self._owners))
-        _show(self._context, self._own)
+        context = _context(ssl.PROTOCOL_TLS_SERVER, list(self._owners))
+        _show(context, self._own)
+        self._context = context  # not before: without our key no handshake would succeed
       return self._context
 
   def _reread(self) -> bool:
@@ -333,12 +343,12 @@ class _Listed:
     return True
 
   def _look(self) -> list[tuple[str, int, int]]:
-    """Names, times and inodes of the files: they change when a file does."""
+    """Names, times and inodes of the files: they change when a file, or who may read it, does."""
     found = []
     with contextlib.suppress(OSError):
       for entry in os.scandir(self._folder / "public"):
         stat = entry.stat()
-        found.append((entry.name, stat.st_mtime_ns, stat.st_ino))
+        found.append((entry.name, stat.st_ctime_ns, stat.st_ino))
     return sorted(found)
 
   def _still(self, address: str, key: bytes) -> bool:

@@ -28,6 +28,7 @@ REQUEST_SECONDS = 5.0  # for a request to arrive, and for its answer to leave
 REQUEST_BYTES = 8192  # of its head
 BODY_BYTES = 4096
 MAX_CONNECTIONS = 32
+PAUSE_SECONDS = 0.1  # when no connection can be accepted
 TEXT = "text/plain; charset=utf-8"
 
 
@@ -113,6 +114,13 @@ class WebServer(socketserver.ThreadingTCPServer):
     """Stops the server; only after `start`."""
     self.shutdown()
     self.server_close()
+
+  def get_request(self):
+    try:
+      return super().get_request()
+    except OSError:  # no descriptor is left: what waits would wake this thread again and again
+      time.sleep(PAUSE_SECONDS)
+      raise
 
   def process_request(self, request, client_address) -> None:
     with self._lock:

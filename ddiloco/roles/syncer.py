@@ -93,6 +93,7 @@ class Syncer:
       replication.background = self._worker.put
     self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
     self._measuring: set[tuple[int, int]] = set()  # round and learner of pushes
+    self._checking: set[tuple[int, int]] = set()  # fragment and learner of values given back
     self._at_work: dict[int, list[SyncerAction]] = {}  # fragment -> actions that wait for its job
     self._capturing = False
     self._drag: Callable[[float], None] = lambda seconds: None
@@ -203,22 +204,24 @@ class Syncer:
   def take(self, message: Message, now: float) -> Loop[None]:
     """A message that arrived `now`; it may have waited since. One with values is measured first."""
     if isinstance(message, Push) and rounds.awaits(self.state, message):
-      yield from self._measure(message, now)
+      self._once(self._measuring, message.round, message, self._take_in_push(message, now))
+      yield None
     elif isinstance(message, Value) and (message.fragment, message.learner) in self.state.recalls:
-      self._worker.put(self._take_back(message, now))
+      self._once(self._checking, message.fragment, message, self._take_back(message, now))
     else:
       learner = getattr(message, "learner", EVALUATOR)
       unsent = self.endpoint.unsent(learner_address(learner)) > 0
       yield from self.handle(Received(message, now, unsent=unsent))
 
-  def _measure(self, push: Push, now: float) -> Loop[None]:
-    key = push.round, push.learner
-    if key in self._measuring:
-      self._note_ignored(ignored(push, "a duplicate"))
-      return
-    self._measuring.add(key)
-    self._worker.put(self._take_in_push(push, now))
-    yield None
+  def _once(
+    self, under_way: set[tuple[int, int]], number: int, message: Push | Value, job: Job
+  ) -> None:
+    """A message with values is a job, unless one like it waits: its gigabytes would wait, too."""
+    if (number, message.learner) in under_way:
+      self._note_ignored(ignored(message, "a duplicate"))
+    else:
+      under_way.add((number, message.learner))
+      self._worker.put(job)
 
   def handle(self, event) -> Loop[None]:
     """One event through the reducer, and every action it decides, in order."""
@@ -292,9 +295,11 @@ class Syncer:
     self._then(functools.partial(self._taken_in, received))
 
   def _taken_in(self, received: Received) -> Loop[None]:
-    push = received.message
-    assert isinstance(push, Push)
-    self._measuring.discard((push.round, push.learner))
+    match received.message:
+      case Push(round=round_id, learner=learner):
+        self._measuring.discard((round_id, learner))
+      case Value(fragment=fragment, learner=learner):
+        self._checking.discard((fragment, learner))
     yield from self.handle(received)
 
   def _take_back(self, value: Value, now: float) -> Job:
@@ -302,7 +307,7 @@ class Syncer:
     if not received.fault and sealer is not None and not sealer.fits(value, received.content):
       received = Received(value, now, fault="is no value of this shard: its seal does not fit")
     yield None
-    self._then(functools.partial(self.handle, received))
+    self._then(functools.partial(self._taken_in, received))
 
   def _accept(self, accept: Accept) -> Job:
     self.merger.accept(accept)

@@ -247,7 +247,7 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path, monkeypatch):
   config = make_config(learners=2, steps=30, data=source, run={"evaluations": 0})
   begun: list[Path] = []
 
-  def trains(runner, config, workdir, corpus, heldout) -> int:
+  def trains(runner, config, workdir, *more) -> int:
     begun.append(workdir)
     return 0
 

@@ -1,9 +1,19 @@
-"""A connection that leaves ends when the far end has seen the end, and not before."""
+"""A connection that leaves ends when the far end has seen the end, and then leaves no memory."""
 
 import contextlib
+import gc
 import socket
+import time
+import weakref
+
+import numpy as np
+import pytest
+from proxy import Link
 
 from ddiloco.network import frames
+from ddiloco.network.keys import host_and_port
+from ddiloco.protocol.messages import Goodbye
+from tests.network.net import SECONDS, Net, push
 
 
 class Owner(frames.Owner):
@@ -31,3 +41,77 @@ def test_what_is_said_after_the_end_does_not_break_the_connection():
     far.close()
     while owner.error is None:
       wire.turn()
+
+
+class Receiver(frames.Owner):
+  def __init__(self, memory: np.ndarray):
+    self.memory = memory
+
+  def room(self, wire, frame, size):
+    memory, self.memory = self.memory, None
+    return memoryview(memory)
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_memory_of_what_broke_off_is_free_without_a_garbage_collection(breaks):
+  """Python collects a role's garbage seldom, and a payload may have gigabytes."""
+  memory = np.empty(1000, np.uint8)
+  kept = weakref.ref(memory)
+  mine, far = socket.socketpair(socket.AF_UNIX)
+  with mine, far, pytest.MonkeyPatch.context() as patched:
+    patched.setattr(frames, "SOCKET_OPTIONS", ())
+    wire = frames.FrameSocket(mine, Receiver(memory))
+    del memory
+    far.sendall(frames.encode(frames.Bulk(0, 1000, b""), 1000) + bytes(500))
+    wire.turn()
+    assert kept() is not None
+    far.close()
+    gc.disable()
+    try:
+      wire.turn() if breaks else wire.close()
+      del wire
+      assert kept() is None
+    finally:
+      gc.enable()
+
+
+def test_memory_of_what_an_older_incarnation_was_sending_is_free_without_a_collection():
+  with contextlib.closing(Net("run", "plan")) as net:
+    shard, older, newer = (
+      net.connect("syncer-0"),
+      net.open("learner-0", 0),
+      net.open("learner-0", 1),
+    )
+    with Link(host_and_port(net.url("syncer-0")), bits_per_second=100e6) as link:
+      older.dial("syncer-0", f"tcp://127.0.0.1:{link.port}")
+      older.send("syncer-0", push(1, 30_000_000))
+      net.wait_until(lambda: link.bytes.forward > 1_000_000)
+      assert shard.buffers._blocks and not shard.buffers.free()
+      gc.disable()
+      try:
+        newer.dial("syncer-0", net.url("syncer-0"))
+        net.wait_up(newer, "syncer-0")
+        net.wait_until(lambda: shard.buffers.free() == shard.buffers._blocks)
+      finally:
+        gc.enable()
+
+
+def test_a_goodbye_goes_over_the_next_connection_if_the_last_one_has_just_broken():
+  with contextlib.closing(Net("run", "plan")) as net:
+    shard, learner = net.connect("syncer-0"), net.connect("learner-0")
+    learner._dialed["syncer-0"].control.wire._socket.shutdown(socket.SHUT_RDWR)
+    net.wait_until(lambda: learner.links()["syncer-0"]["state"] == "connecting")
+    learner.send("syncer-0", Goodbye(0, 0))
+    learner.close(SECONDS)
+    assert shard.receive(SECONDS).message == Goodbye(0, 0)
+
+
+def test_a_far_end_that_has_gone_is_not_waited_for():
+  with contextlib.closing(Net("run", "plan")) as net:
+    shard, learner = net.connect("syncer-0"), net.connect("learner-0")
+    shard.close(0.0)
+    net.wait_until(lambda: learner.links()["syncer-0"]["state"] == "connecting")
+    learner.send("syncer-0", Goodbye(0, 0))
+    began = time.monotonic()
+    learner.close(SECONDS)
+    assert time.monotonic() - began < SECONDS / 2

@@ -203,6 +203,21 @@ def test_a_caller_that_cannot_be_let_in_keeps_nobody_else_out(url, monkeypatch):
     each.close()
 
 
+def test_a_caller_for_whom_there_is_no_thread_keeps_nobody_else_out(url, monkeypatch):
+  start, failures = threading.Thread.start, [RuntimeError("can't start new thread")] * 2
+
+  def crowded(thread):
+    if failures and "_admit" in thread.name:
+      raise failures.pop()
+    start(thread)
+
+  monkeypatch.setattr(threading.Thread, "start", crowded)
+  links, joined = meet(url)
+  assert not failures
+  for each in (*links.values(), *joined.values()):
+    each.close()
+
+
 def test_a_meeting_that_is_over_leaves_no_thread(url):
   meeting = Meeting(url, ISLAND, "127.0.0.1:1", None)
   listeners = [each for each in threading.enumerate() if each.name == "hosts meet"]
@@ -325,6 +340,21 @@ def test_an_island_that_moves_is_left_alone_however_far_behind(socketpair):
     watched.beat(2, 0)
     time.sleep(0.1)
   assert watched.told.empty()
+
+
+def test_a_first_beat_that_comes_during_a_look_does_not_end_the_watch(socketpair):
+  watched = Watched(100.0)
+  watched.watch.end()
+
+  class Orders(int):
+    def __gt__(self, done: int) -> bool:
+      watched.watch._beats[2] = HostBeat(0, 0, "begins")  # as the thread of host 2 does
+      return int(self) > done
+
+  watched.watch._beats = {1: HostBeat(0, 0, "begins")}
+  watched.progress.done = Orders(1)
+  watched.watch._check_progress(time.monotonic(), 100.0)
+  assert set(watched.watch._beats) == {1, 2}
 
 
 def test_a_host_that_was_asked_to_end_is_heard(socketpair):

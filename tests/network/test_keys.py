@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import types
+from pathlib import Path
 
 import pytest
 
@@ -265,6 +266,63 @@ def test_a_folder_that_cannot_be_read_for_a_moment_is_read_again(folder, monkeyp
   assert mine.owner(late) == "learner-2"
 
 
+def test_a_file_for_which_no_descriptor_was_left_is_read_again(folder, monkeypatch):
+  now, read = [100.0], Path.read_bytes
+  monkeypatch.setattr(keys, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+  mine = Keys.load(folder, "syncer-0")
+  make_keys(folder, learners=3, shards=1)
+  late = public_file(folder, "learner-2")
+  key = keys.read(late)[0]
+  now[0] += 10
+  with monkeypatch.context() as patch:
+    patch.setattr(Path, "read_bytes", lambda path: unreadable(path) if path == late else read(path))
+    mine.context()  # what handshakes are judged by
+  now[0] += 10
+  mine.context()
+  assert key in mine._listed._owners
+
+
+def test_a_shard_that_cannot_read_its_own_key_for_a_moment_accepts_connections_again(folder):
+  """It may have had no descriptor left."""
+  shard, learner = (Keys.load(folder, address) for address in ("syncer-0", "learner-0"))
+  secret = secret_file(folder, "syncer-0")
+  away = secret.rename(secret.with_name("away"))
+  with pytest.raises(OSError):
+    shard.context()
+  away.rename(secret)
+  server = shard.context().wrap_bio(
+    to_server := ssl.MemoryBIO(), to_client := ssl.MemoryBIO(), True
+  )
+  client = learner.context_to(shard.public).wrap_bio(to_client, to_server)
+  for side in (client, server, client):
+    with contextlib.suppress(ssl.SSLWantReadError):
+      side.do_handshake()
+  assert client.getpeercert(True) == shard.public
+
+
+def test_a_file_that_nobody_could_read_is_read_once_its_mode_is_mended(folder, monkeypatch):
+  """Its contents and their time do not change with the mode."""
+  now = [100.0]
+  monkeypatch.setattr(keys, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+  mine, read = Keys.load(folder, "syncer-0"), Path.read_bytes
+  make_keys(folder, learners=3, shards=1)
+  late = public_file(folder, "learner-2")
+  key = keys.read(late)[0]
+
+  def denied(path):
+    if path == late and not path.stat().st_mode & 0o004:
+      raise PermissionError(errno.EACCES, "Permission denied", str(path))
+    return read(path)
+
+  monkeypatch.setattr(Path, "read_bytes", denied)
+  for mode, listed in ((0o600, False), (0o644, True)):
+    late.chmod(mode)
+    now[0] += 10
+    mine.context()  # what handshakes are judged by
+    assert (key in mine._listed._owners) == listed
+    time.sleep(0.05)  # a file system's clock may be coarse
+
+
 def test_a_folder_that_vanishes_lets_nobody_in(folder):
   mine = Keys.load(folder, "syncer-0")
   learner = Keys.load(folder, "learner-0").public
@@ -425,7 +483,7 @@ def test_loopback_needs_no_keys(host):
 
 
 @pytest.mark.parametrize(
-  "host", ["*", "0.0.0.0", "[::]", "10.0.0.7", "syncer-0.example.org", "[fd00::1]", "127.1", "eth0"]
+  "host", ["*", "0.0.0.0", "[::]", "10.0.0.7", "syncer-0.a.org.", "[fd00::1]", "127.1", "eth0"]
 )
 def test_other_addresses_need_keys(folder, host):
   with pytest.raises(ConfigError, match=r"--bind = 'tcp://.*needs keys. Fix: .*ddiloco keys"):
@@ -440,6 +498,7 @@ def test_other_addresses_need_keys(folder, host):
     "tcp://127.0.0.1:-1", "tcp://127.0.0.1:7000/", "tcp://:7000", "ipc:///tmp/x", "tcp://::1:7000",
     "tcp://[fe80::zz]:1", "tcp://[:::]:1", "tcp://127.0.0.1:7000 ", "tcp://1.2.3.4;127.0.0.1:7000",
     "inproc://x", "tcp://127.0.0.1@10.0.0.1:70", "tcp://127.0.0.1:*", "tcp://127.0.0.1:٧",
+    "tcp://host..org:7000", "tcp://.org:7000", f"tcp://{64 * 'a'}:7000",
   ],
 )  # fmt: skip
 def test_what_is_no_address_is_refused(folder, url):

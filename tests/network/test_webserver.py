@@ -1,11 +1,13 @@
 """What the small HTTP server does beyond health's tests: bodies, and answers that fail."""
 
 import contextlib
+import errno
 import http.client
 import io
 import socket
 import sys
 import threading
+import time
 import urllib.parse
 
 import pytest
@@ -96,6 +98,21 @@ def test_an_answer_that_fails_is_printed_here_and_not_there(serve, monkeypatch):
   code, text, _ = ask(serve(fail), "GET", "/")
   assert (code, text) == (500, "Internal Server Error\n")
   assert heard.wait(SECONDS)
+
+
+def test_who_waits_while_no_descriptor_is_left_does_not_keep_the_thread_busy(serve, monkeypatch):
+  accept, failed = socket.socket.accept, []
+
+  def crowded(listener):
+    if time.monotonic() < until:
+      failed.append(OSError(errno.EMFILE, "Too many open files"))
+      raise failed[-1]
+    return accept(listener)
+
+  until = time.monotonic() + 0.5
+  monkeypatch.setattr(socket.socket, "accept", crowded)
+  assert ask(serve(echo), "GET", "/a")[0] == 200
+  assert 0 < len(failed) < 20
 
 
 def test_addresses():

@@ -3,6 +3,7 @@
 import itertools
 import math
 import time
+import types
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,8 +16,8 @@ from ddiloco.core import codec, fragments
 from ddiloco.core.delta import Committed, MemoryStore, learner_weights, new_fragment
 from ddiloco.network.transport import Counters
 from ddiloco.protocol.actions import Commit, InstallValue, Tick
-from ddiloco.protocol.messages import Publish, Pull, Refusal
-from ddiloco.protocol.states import FragmentState
+from ddiloco.protocol.messages import Publish, Pull, Refusal, Value
+from ddiloco.protocol.states import FragmentState, ValueRequest
 from ddiloco.protocol.values import replace
 from ddiloco.roles.syncer import Syncer
 from ddiloco.runtime import Runtime, drive
@@ -272,6 +273,23 @@ def test_a_value_that_is_given_back_goes_whole_to_the_buddy_and_leaves_the_momen
   after = shard.syncer.committed[0]
   assert same(after.value, later) and same(after.momentum, momentum)
   assert after.momentum_round == before.momentum_round and Buddy.told == [(0, None)]
+
+
+def test_values_that_are_given_back_again_and_again_do_not_wait_all_at_once():
+  """A shard that compiles asks again, and a bad learner sends without being asked again."""
+  shard, waiting = Shard(2), []
+  shard.syncer._worker = types.SimpleNamespace(put=waiting.append, failure=None)
+  recalls = dict.fromkeys([(0, 0), (0, 1)], ValueRequest(0.0, 1, round=5))
+  shard.syncer.state = replace(shard.syncer.state, recalls=recalls)
+  values = [Value(m, 0, 0, 1, 5, 10, (m,), (), 0, 0, "", np.zeros(4, np.uint8)) for m in (0, 1)]
+  for value in 3 * values:
+    shard.hear(value)
+  assert len(waiting) == 2, "one of each learner"
+  for _ in waiting.pop(0):
+    pass
+  shard.settle()
+  shard.hear(values[0])
+  assert len(waiting) == 2, "one that was refused may be sent again"
 
 
 def test_what_was_committed_is_never_written_again():

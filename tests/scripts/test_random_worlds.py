@@ -11,7 +11,7 @@ import pytest
 from tests.scripts import commands
 
 SCRIPT = commands.SCRIPTS / "random_worlds.py"
-FAMILIES = {"faults", "storms", "disasters", "endings", "liar", "supervisor"}
+FAMILIES = {"faults", "storms", "disasters", "endings", "liar", "supervisor", "algorithm"}
 
 
 @pytest.mark.timeout(300)
