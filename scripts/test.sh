@@ -8,7 +8,7 @@ if [ $# -gt 0 ] && [ "$1" != --all ]; then
 fi
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-marks="not slow" processes=3
-[ "${1:-}" != --all ] || marks="" processes=2
-# In several processes, since many tests wait more than they compute; with one more, real kills strike late and tests fail.
-exec .venv/bin/python -m pytest --numprocesses=$processes --dist=loadfile --no-loadscope-reorder -m "$marks"
+marks="not slow"
+[ "${1:-}" != --all ] || marks=""
+# In three processes on two cores, since many tests wait more than they compute.
+exec .venv/bin/python -m pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder -m "$marks"
