@@ -10,6 +10,7 @@ and draw or write on a thread of their own.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -349,8 +350,11 @@ class TensorBoard:
       self._drain.put((time.time(), event))
 
   def close(self) -> None:
-    """Writes what is queued."""
+    """Writes what is queued, and closes the files."""
     self._drain.close()
+    for writer in self._writers.values():
+      with contextlib.suppress(Exception):  # as on a full disk; a failure was warned of already
+        writer.close()
 
   def _write(self, batch: list[tuple[float, Event]]) -> None:
     if self.failed or not batch:

@@ -154,7 +154,7 @@ def _loss_axes(axes: Axes, drawn: list[float]) -> None:
     margin = 0.04 * (high - low) or 1.0
     axes.set_ylim(low - margin, high + margin)
   axes.xaxis.set_major_formatter(FuncFormatter(_tokens_tick))
-  axes.set_xlim(0, axes.dataLim.x1 * 1.07)
+  axes.set_xlim(0, max(1.0, axes.dataLim.x1 * 1.07))
   axes.set_xlabel("tokens trained by all islands / merged into the global model")
   axes.set_ylabel(f"loss (nats per token{', log scale' if low > 0 else ''})")
   axes.legend(loc="upper right", ncols=2 if len(axes.get_lines()) > 6 else 1)
