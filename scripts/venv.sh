@@ -21,7 +21,9 @@ stamp="$venv/installed-${extra:-base}-$(cksum < setup.py | tr -d ' ')"
 if [ ! -f "$stamp" ]; then
   echo "Installing ddiloco${extra:+[$extra]} into $venv with $($python --version) (about a minute)"
   [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile \
     ${CONSTRAINTS:+--constraint="$CONSTRAINTS"} -e ".${extra:+[$extra]}"
+  # On all cores, where pip compiles on one. Some packages have files for other versions of Python.
+  "$venv/bin/python" -m compileall -q -j 0 "$venv/lib" > /dev/null 2>&1 || true
   touch "$stamp"
 fi
