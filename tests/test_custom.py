@@ -284,4 +284,4 @@ def test_an_option_that_the_file_gives_can_be_changed_on_the_command_line(tmp_pa
 
 def test_a_plan_needs_no_file_of_the_data(tmp_path):
   """Only roles that read them do."""
-  initial.make_plan(config("data", f"{tmp_path}/elsewhere.py:data"))
+  assert initial.make_plan(config("data", f"{tmp_path}/elsewhere.py:data")).fragments

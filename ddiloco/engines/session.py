@@ -127,7 +127,7 @@ def _train(
   workdir: Path,
   corpus: data.Source,
   heldout: HeldoutLoss | None,
-  goes_on: bool = False,
+  goes_on: bool,
 ) -> int:
   print(config.to_json())
   board = TensorBoard(workdir)

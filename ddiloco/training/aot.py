@@ -303,9 +303,8 @@ def fit(
     tokens=config.tokens_per_step(learner),
     remedies=(),
   )
-  return (
-    found if found.fits else dataclasses.replace(found, remedies=_remedies(found, island, config))
-  )
+  remedies = () if found.fits else _remedies(found, island, config)
+  return dataclasses.replace(found, remedies=remedies)
 
 
 def _local_bytes(leaf: jax.ShapeDtypeStruct) -> int:
