@@ -213,7 +213,7 @@ def train(workdir, outcome, loss) -> int:
   workdir.mkdir(exist_ok=True)
   (workdir / "config.json").write_text(CONFIG.to_json())
   heldout = types.SimpleNamespace(loss=loss)
-  return session._train(Runner(outcome), CONFIG, workdir, None, heldout)
+  return session._train(Runner(outcome), CONFIG, workdir, None, heldout, False)
 
 
 @pytest.mark.parametrize(
