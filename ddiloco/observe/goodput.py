@@ -383,7 +383,7 @@ class IslandAccount:
     self.since, self.phase = max(self.since, now), "rejoin"
 
   def _come_back(self, event: Event) -> None:
-    """An island that gave its chips back has them again: the time between is nobody's."""
+    """An island that gave its chips back has them again: the time between is not charged."""
     match event:
       case events.Compiled():
         since = event.time - positive(event.seconds)
