@@ -59,7 +59,7 @@ JOURNEY = (
        "A report is a message of a few integers for each fragment.", "Report"),
   Stop("protocol/syncer.py", "_on_report",
        "The owner bounds the report's claims, and marks fragments that are due.", "mark_dirty"),
-  Stop("protocol/states.py", "is_due",
+  Stop("protocol/states.py", "SyncerState.is_due",
        "A fragment is due where a learner has made H steps since its last sync.", "is_due"),
   Stop("protocol/rounds.py", "start_rounds",
        "When a quorum is due, a round starts: every available learner is sent a pull.", "Pull"),

@@ -37,7 +37,7 @@ from ddiloco.protocol import events
 from ddiloco.protocol import syncer as syncer_rules
 from ddiloco.protocol.learner import unmerged_tokens
 from ddiloco.protocol.messages import NOTHING
-from ddiloco.protocol.states import LearnerState, SyncerState, complete
+from ddiloco.protocol.states import LearnerState, SyncerState
 from ddiloco.protocol.supervisor import after_exit
 from ddiloco.roles import initial
 from ddiloco.roles.exchange import Quarantined
@@ -296,7 +296,7 @@ def _finished(role: Syncer, silence_seconds: float, settled_at: float) -> bool:
 
 
 def _complete(role: Syncer) -> bool:
-  return all(complete(role.state, f) for f in role.state.fragments)
+  return all(role.state.complete(f) for f in role.state.fragments)
 
 
 def _shard_status(runner: RoleRunner, role: Syncer) -> int:

@@ -52,7 +52,7 @@ def syncer_address(shard: int) -> str:
 
 def claimed_sender(message: Message) -> str:
   """The sender that a message names; a transport delivers it only if it comes from there."""
-  if isinstance(message, messages.TO_SHARD):
+  if isinstance(message, messages.ToShard):
     return learner_address(message.learner)
   return syncer_address(message.shard)
 

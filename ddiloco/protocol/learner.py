@@ -7,12 +7,11 @@ not train: it only ever receives.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import cast
 
 from ddiloco.config import SyncConfig
-from ddiloco.protocol import events, moments, rules
+from ddiloco.protocol import events, messages, moments, rules, states
 from ddiloco.protocol.actions import (
   CopyOut,
   LearnerAction,
@@ -31,42 +30,19 @@ from ddiloco.protocol.actions import (
   Tick,
   Unmade,
 )
-from ddiloco.protocol.messages import (
-  INITIAL,
-  NOTHING,
-  TO_LEARNER,
-  ForwardMoments,
-  Goodbye,
-  Hello,
-  Message,
-  ProvideMoments,
-  Publish,
-  Pull,
-  Push,
-  Refusal,
-  Report,
-  RequestValue,
-  Value,
-  Welcome,
-)
-from ddiloco.protocol.states import (
-  IncomingVersion,
-  LearnerFragment,
-  LearnerOutcome,
-  LearnerState,
-  Outstanding,
-  ShardView,
-  join_clocks,
-  set_fragment,
-  shard_key,
-)
-from ddiloco.protocol.values import replace
+from ddiloco.protocol.messages import INITIAL, NOTHING, Publish, Pull, Push, Refusal
+from ddiloco.protocol.states import IncomingVersion, LearnerFragment, LearnerOutcome, LearnerState
+from ddiloco.protocol.values import put, replace
+
+STALE_PERIODS = 4  # after more own sync periods and more missed versions, my work is given up
+HELLO_SECONDS = 0.5  # between two hellos to a shard that has not answered, doubling ...
+HELLO_SECONDS_MOST = 8.0  # ... up to this
 
 # --- How a learner handles a message: welcome, pull, recall, publish, refusal
 
 
-def on_message(state: LearnerState, message: Message, sync: SyncConfig) -> LearnerOutcome:
-  if not isinstance(message, TO_LEARNER):
+def on_message(state: LearnerState, message: messages.Message, sync: SyncConfig) -> LearnerOutcome:
+  if not isinstance(message, messages.ToLearner):
     return state, [events.Ignored(reason=f"{type(message).__name__} is not for learners")]
   if message.shard >= len(state.shards):
     return state, [events.Ignored(reason=f"no shard {message.shard} in this run")]
@@ -79,15 +55,15 @@ def on_message(state: LearnerState, message: Message, sync: SyncConfig) -> Learn
     state = _meet_shard(state, message.shard, message.incarnation)
   state, captured = _capture(state, message)
   match message:
-    case Welcome():
+    case messages.Welcome():
       state, actions = _on_welcome(state, message, sync)
     case Pull():
       state, actions = _on_pull(state, message, sync)
-    case RequestValue():
+    case messages.RequestValue():
       state, actions = _on_recall(state, message)
-    case ProvideMoments():
+    case messages.ProvideMoments():
       state, actions = moments.on_donate(state, message)
-    case ForwardMoments():
+    case messages.ForwardMoments():
       state, actions = moments.on_inherit(state, message)
     case Publish():
       state, actions = _on_publish(state, message, sync)
@@ -96,7 +72,7 @@ def on_message(state: LearnerState, message: Message, sync: SyncConfig) -> Learn
   return state, [*captured, *actions]
 
 
-def _capture(state: LearnerState, message: Message) -> LearnerOutcome:
+def _capture(state: LearnerState, message: messages.ToLearner) -> LearnerOutcome:
   """A role that hears of a newer snapshot captures its state before it takes that message in.
 
   So nothing from after the sender's capture is in mine: each message carries the snapshot's number
@@ -117,36 +93,26 @@ def _capture(state: LearnerState, message: Message) -> LearnerOutcome:
 
 def _meet_shard(state: LearnerState, shard: int, incarnation: int) -> LearnerState:
   """A new incarnation of a shard fences the old one, whose pulls are void."""
-  shards = list(state.shards)
-  shards[shard] = replace(shards[shard], incarnation=incarnation)
-
-  def forget(f: LearnerFragment) -> LearnerFragment:
-    return replace(f, pull=None) if f.shard == shard else f
-
-  fragments = tuple(map(forget, state.fragments))
-  return replace(state, shards=tuple(shards), fragments=fragments)
+  shards = put(state.shards, shard, replace(state.shards[shard], incarnation=incarnation))
+  fragments = tuple(replace(f, pull=None) if f.shard == shard else f for f in state.fragments)
+  return replace(state, shards=shards, fragments=fragments)
 
 
-def _on_welcome(state: LearnerState, welcome: Welcome, sync: SyncConfig) -> LearnerOutcome:
+def _on_welcome(state: LearnerState, welcome: messages.Welcome, sync: SyncConfig) -> LearnerOutcome:
   """A fragment is fresh if I have the shard's newest value or a newer one; the others follow."""
   rounds = dict(zip(welcome.fragments, welcome.rounds))
 
-  def compared(p: int, f: LearnerFragment) -> LearnerFragment:
-    has = (
-      f.base_header is not None
-      and f.shard == welcome.shard
-      and f.newest >= rounds.get(p, f.newest + 1)
-    )
-    return replace(f, fresh=f.fresh or has)
+  def has(p: int, f: LearnerFragment) -> bool:
+    return f.shard == welcome.shard and f.newest >= rounds.get(p, math.inf)
 
-  fragments = tuple(compared(p, f) for p, f in enumerate(state.fragments))
+  fragments = tuple(replace(f, fresh=f.fresh or has(p, f)) for p, f in enumerate(state.fragments))
   # In lock-step a learner that missed a version gets the global step with that version.
   global_step = state.global_step if sync.blocking else max(state.global_step, welcome.global_step)
   return replace(state, fragments=fragments, global_step=global_step), []
 
 
 def _owned(
-  state: LearnerState, message: Pull | RequestValue | Publish | Refusal
+  state: LearnerState, message: Pull | messages.RequestValue | Publish | Refusal
 ) -> LearnerFragment | None:
   if not 0 <= message.fragment < len(state.fragments):
     return None
@@ -168,26 +134,26 @@ def _on_pull(state: LearnerState, pull: Pull, sync: SyncConfig) -> LearnerOutcom
   if outstanding and sent and sync.blocking and sent.base_version == pull.base_version:
     # A restarted shard asks again. In lock-step the step of a push is fixed: the same push answers.
     again = replace(outstanding, push=replace(sent, round=pull.round))
-    return set_fragment(state, pull.fragment, outstanding=again), [Resend(again.push)]
-  return set_fragment(state, pull.fragment, pull=pull), []
+    return state.with_fragment(pull.fragment, outstanding=again), [Resend(again.push)]
+  return state.with_fragment(pull.fragment, pull=pull), []
 
 
-def _on_recall(state: LearnerState, recall: RequestValue) -> LearnerOutcome:
+def _on_recall(state: LearnerState, recall: messages.RequestValue) -> LearnerOutcome:
   f = _owned(state, recall)
   if f is None or f.base_header is None:
     return state, []
-  value = Value(
-    learner=state.learner,
-    incarnation=state.incarnation,
+  header = f.base_header
+  value = messages.Value(
+    *state.me,
     fragment=recall.fragment,
-    version=f.base_header.version,
-    round=f.base_header.round,
-    merged_tokens=f.base_header.merged_tokens,
-    participants=f.base_header.participants,
-    merged_rounds=f.base_header.merged_rounds,
+    version=header.version,
+    round=header.round,
+    merged_tokens=header.merged_tokens,
+    participants=header.participants,
+    merged_rounds=header.merged_rounds,
     snapshot=state.snapshot,
     count=state.vector_clock[state.learner],
-    seal=f.base_header.seal,
+    seal=header.seal,
   )
   return state, [SendValue(value)]
 
@@ -199,39 +165,43 @@ def _on_publish(state: LearnerState, publish: Publish, sync: SyncConfig) -> Lear
   usable = publish.base_round in (NOTHING, f.newest)
   if publish.round <= f.newest or not usable:
     return state, []  # a duplicate, or an update to a version I do not have: it comes again whole
-  merged = publish.merged_round(state.learner)
-  included = f.outstanding is not None and merged == f.outstanding.push.round
-  takes_over = f.base_header is None or not state.trains
-  mode = "overwrite" if takes_over else cast(events.Mode, sync.apply)  # the config checks the value
-  if (
-    f.base_header is not None
-    and not included
-    and merged > f.base_header.merged_round(state.learner)
-  ):
-    # A push of mine has been merged that I do not remember: I was restored from a snapshot, or a
-    # shard got back a value that it had lost. My progress is in the new version already.
-    mode = "overwrite"
-  periods = min(publish.version - f.received, f.steps / sync.sync_period)
-  if not included and periods > STALE_PERIODS:
-    # The others made the same progress meanwhile: to add mine to theirs would count it twice.
-    mode = "overwrite"
+  sent = f.outstanding
+  included = sent is not None and sent.push.round == publish.merged_round(state.learner)
+  mode = _mode(state, f, publish, included, sync)
   # In lock-step a learner counts the global step itself, from 0, until a version lacks its push.
   counts = sync.blocking and (included or publish.round == INITIAL)
   global_step = state.global_step if counts else max(state.global_step, publish.global_step)
-  vector_clock = join_clocks(state.vector_clock, {shard_key(publish.shard): publish.count})
-  state = replace(state, global_step=global_step, vector_clock=vector_clock)
+  state = replace(state, global_step=global_step)
+  state = state.heard(states.shard_key(publish.shard), publish.count)
   header = replace(publish, payload=None)
-  state = set_fragment(state, publish.fragment, base_header=header, fresh=True)
-  return _stage(state, publish, mode, f.outstanding if included else None)
+  state = state.with_fragment(publish.fragment, base_header=header, fresh=True)
+  return _stage(state, publish, mode, sent if included else None)
+
+
+def _mode(
+  state: LearnerState, f: LearnerFragment, publish: Publish, included: bool, sync: SyncConfig
+) -> events.Mode:
+  """How to apply a new version, which has my outstanding push if `included`."""
+  if f.base_header is None or not state.trains:
+    return "overwrite"
+  if not included:
+    # A push of mine has been merged that I do not remember: I was restored from a snapshot, or a
+    # shard got back a value that it had lost. My progress is in the new version already.
+    if publish.merged_round(state.learner) > f.base_header.merged_round(state.learner):
+      return "overwrite"
+    # The others made the same progress meanwhile: to add mine to theirs would count it twice.
+    if min(publish.version - f.received, f.steps / sync.sync_period) > STALE_PERIODS:
+      return "overwrite"
+  return cast(events.Mode, sync.apply)  # the config checks the value
 
 
 def _stage(
-  state: LearnerState, publish: Publish, mode: events.Mode, merged: Outstanding | None
+  state: LearnerState, publish: Publish, mode: events.Mode, merged: states.Outstanding | None
 ) -> LearnerOutcome:
   header = replace(publish, payload=None)
   incoming = (*state.fragments[publish.fragment].incoming, IncomingVersion(header, mode, merged))
-  state = set_fragment(
-    state, publish.fragment, received=publish.version, outstanding=None, incoming=incoming
+  state = state.with_fragment(
+    publish.fragment, received=publish.version, outstanding=None, incoming=incoming
   )
   return state, [Stage(publish, mode, included=merged is not None)]
 
@@ -256,11 +226,6 @@ def _on_refusal(state: LearnerState, refusal: Refusal) -> LearnerOutcome:
   return state, [logged, *actions]
 
 
-STALE_PERIODS = 4  # after more own sync periods and more missed versions, my work is given up
-HELLO_SECONDS = 0.5  # between two hellos to a shard that has not answered, doubling ...
-HELLO_SECONDS_MOST = 8.0  # ... up to this
-
-
 def init(
   learner: int,
   incarnation: int,
@@ -276,7 +241,7 @@ def init(
   return LearnerState(
     learner=learner,
     incarnation=incarnation,
-    shards=tuple(ShardView() for _ in range(max(owners, default=-1) + 1)),
+    shards=tuple(states.ShardView() for _ in range(max(owners, default=-1) + 1)),
     fragments=tuple(LearnerFragment(shard) for shard in owners),
     target_tokens=target_tokens,
     trains=trains,
@@ -307,7 +272,7 @@ def revive(
     shards=new.shards,
     fragments=tuple(map(mine, saved.fragments, owners)),
     target_tokens=target_tokens,
-    vector_clock=join_clocks(saved.vector_clock, new.vector_clock),
+    vector_clock=states.join_clocks(saved.vector_clock, new.vector_clock),
     pushes_made=0,
     donations=0,
     wants=(),
@@ -357,9 +322,8 @@ def reports(state: LearnerState, sync: SyncConfig) -> list[LearnerAction]:
   for p, f in enumerate(state.fragments):
     owned[f.shard].append((p, f))
   for shard, mine in enumerate(owned):
-    report = Report(
-      learner=state.learner,
-      incarnation=state.incarnation,
+    report = messages.Report(
+      *state.me,
       global_step=state.global_step,
       step_seconds=state.step_seconds,
       versions=tuple(f.version for _, f in mine),
@@ -433,7 +397,7 @@ def _say_hello(state: LearnerState, now: float) -> LearnerOutcome:
       pause = min(HELLO_SECONDS * 2**view.hellos, HELLO_SECONDS_MOST)
       shards[number] = replace(view, hellos=view.hellos + 1, next_hello_at=now + pause)
       rounds = tuple(f.round for f in state.fragments if f.shard == number)
-      actions.append(Send(number, Hello(state.learner, state.incarnation, rounds, state.whole)))
+      actions.append(Send(number, messages.Hello(*state.me, rounds, state.whole)))
   return replace(state, shards=tuple(shards)), actions
 
 
@@ -473,14 +437,12 @@ def _count_step(state: LearnerState, event: StepDone) -> LearnerState:
 
 def _mark_ready(state: LearnerState, fragment: int, version: int) -> LearnerState:
   """Staging keeps the order of publishes: the oldest entry that is not ready has been staged."""
-  incoming = list(state.fragments[fragment].incoming)
-  for i, entry in enumerate(incoming):
-    if not entry.ready:
-      if entry.publish.version != version:
-        raise RuntimeError(f"staged version {version}, expected {entry.publish.version}")
-      incoming[i] = replace(entry, ready=True)
-      break
-  return set_fragment(state, fragment, incoming=tuple(incoming))
+  incoming = state.fragments[fragment].incoming
+  i = next(i for i, entry in enumerate(incoming) if not entry.ready)
+  if incoming[i].publish.version != version:
+    raise RuntimeError(f"staged version {version}, expected {incoming[i].publish.version}")
+  ready = put(incoming, i, replace(incoming[i], ready=True))
+  return state.with_fragment(fragment, incoming=ready)
 
 
 def _apply_ready(state: LearnerState, sync: SyncConfig) -> LearnerOutcome:
@@ -490,8 +452,7 @@ def _apply_ready(state: LearnerState, sync: SyncConfig) -> LearnerOutcome:
       early = entry.merged and state.step - entry.merged.at_step < sync.overlap_steps
       if sync.blocking and early and not state.leaving:  # a leaving learner makes no such step
         break
-      f = _received(state.fragments[p], entry, state.step)
-      state = set_fragment(state, p, **f)
+      state = state.with_fragment(p, **_received(state.fragments[p], entry, state.step))
       applied = events.Apply(
         fragment=p,
         version=entry.publish.version,
@@ -530,14 +491,12 @@ def _answer_pulls(state: LearnerState) -> LearnerOutcome:
     if f.pull is None or f.incoming:
       continue
     if f.pull.base_version < f.version:
-      state = set_fragment(state, p, pull=None)
+      state = state.with_fragment(p, pull=None)
     elif f.pull.base_version == f.version and f.steps > 0:
       mine = rules.numbered(state.incarnation, state.pushes_made + 1)
-      vector_clock = join_clocks(state.vector_clock, {state.learner: mine})
-      state = replace(state, vector_clock=vector_clock, pushes_made=state.pushes_made + 1)
+      state = replace(state, pushes_made=state.pushes_made + 1).heard(state.learner, mine)
       push = Push(
-        learner=state.learner,
-        incarnation=state.incarnation,
+        *state.me,
         fragment=p,
         round=f.pull.round,
         base_version=f.version,
@@ -548,7 +507,8 @@ def _answer_pulls(state: LearnerState) -> LearnerOutcome:
         count=mine,
         codec="",  # the role fills it in, with the payload
       )
-      state = set_fragment(state, p, pull=None, outstanding=Outstanding(push, state.step))
+      sent = states.Outstanding(push, state.step)
+      state = state.with_fragment(p, pull=None, outstanding=sent)
       actions.append(CopyOut(push))
   return state, actions
 
@@ -580,9 +540,7 @@ def unmerged_tokens(state: LearnerState) -> int:
 
 def leave(state: LearnerState, reason: str) -> LearnerOutcome:
   """Say goodbye to every shard and stop."""
-  goodbye = functools.partial(Goodbye, state.learner, state.incarnation)
-  sends = [Send(shard, goodbye()) for shard in range(len(state.shards))]
-  return replace(state, done=True), [
-    *sends,
-    events.Stopped(reason=reason, unmerged_tokens=unmerged_tokens(state)),
-  ]
+  goodbye = messages.Goodbye(*state.me)
+  sends = [Send(shard, goodbye) for shard in range(len(state.shards))]
+  stopped = events.Stopped(reason=reason, unmerged_tokens=unmerged_tokens(state))
+  return replace(state, done=True), [*sends, stopped]

@@ -57,21 +57,25 @@ else:
 
 
 @dataclasses.dataclass(frozen=True)
-class Hello:
-  """I am (newly) here: welcome me and send what I lack of the fragments you own."""
+class ToShard:
+  """A message of a learner, or of the evaluator."""
 
   learner: Learner
-  incarnation: Count
+  incarnation: Count  # of the learner
+
+
+@dataclasses.dataclass(frozen=True)
+class Hello(ToShard):
+  """I am (newly) here: welcome me and send what I lack of the fragments you own."""
+
   rounds: RoundIds  # rounds of the versions I have, as in `Report`; (): I have none
   whole: bool = False  # I cannot make the initial values that you have: send them
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class Report(ToShard):
   """Sent after every inner step: how far I am, per fragment of this shard (same order as owned)."""
 
-  learner: Learner
-  incarnation: Count
   global_step: GlobalStep  # as I know it
   step_seconds: Seconds  # smoothed duration of my inner step
   versions: CountsOrNone  # last version received, -1: none yet
@@ -83,11 +87,9 @@ class Report:
 
 
 @dataclasses.dataclass(frozen=True)
-class Push:
+class Push(ToShard):
   """My outer gradient for one round: delta = base - local, in the wire codec."""
 
-  learner: Learner
-  incarnation: Count
   fragment: CountOrNone
   round: CountOrNone
   base_version: CountOrNone
@@ -101,11 +103,9 @@ class Push:
 
 
 @dataclasses.dataclass(frozen=True)
-class Value:
+class Value(ToShard):
   """A fragment's value as I last received it, for its shard, which lost it and asked me."""
 
-  learner: Learner
-  incarnation: Count
   fragment: CountOrNone
   version: Count
   round: CountOrNone
@@ -119,20 +119,16 @@ class Value:
 
 
 @dataclasses.dataclass(frozen=True)
-class RequestMoments:
+class RequestMoments(ToShard):
   """I join a run under way: send me a peer's inner optimizer moments of these fragments."""
 
-  learner: Learner
-  incarnation: Count
   fragments: Counts
 
 
 @dataclasses.dataclass(frozen=True)
-class Moments:
+class Moments(ToShard):
   """My inner optimizer's moments of one fragment, for the learners that asked."""
 
-  learner: Learner
-  incarnation: Count
   fragment: CountOrNone
   donation: Count  # number of this donation in my incarnation, from 1
   global_step: GlobalStep
@@ -141,25 +137,26 @@ class Moments:
 
 
 @dataclasses.dataclass(frozen=True)
-class Goodbye:
+class Goodbye(ToShard):
   """I leave on purpose; do not wait for me."""
-
-  learner: Learner
-  incarnation: Count
 
 
 # --- shard -> learner -----------------------------------------------------------------------------
-# Each message names the learner's incarnation that it is for, so that a restarted learner ignores
-# messages to its earlier incarnations.
 
 
 @dataclasses.dataclass(frozen=True)
-class Welcome:
-  """Answer to hello: the run's step, and which fragments I own; what you lack follows."""
+class ToLearner:
+  """A message of a shard to one incarnation of a learner, which ignores those to earlier ones."""
 
   shard: Count
-  incarnation: Count
+  incarnation: Count  # of the shard
   learner_incarnation: Count
+
+
+@dataclasses.dataclass(frozen=True)
+class Welcome(ToLearner):
+  """Answer to hello: the run's step, and which fragments I own; what you lack follows."""
+
   global_step: GlobalStep
   fragments: Counts
   rounds: RoundIds  # that made the newest values of these fragments
@@ -167,12 +164,9 @@ class Welcome:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pull:
+class Pull(ToLearner):
   """Send me your outer gradient for this fragment at your next step boundary."""
 
-  shard: Count
-  incarnation: Count
-  learner_incarnation: Count
   fragment: CountOrNone
   round: CountOrNone
   base_version: CountOrNone
@@ -180,32 +174,23 @@ class Pull:
 
 
 @dataclasses.dataclass(frozen=True)
-class RequestValue:
+class RequestValue(ToLearner):
   """You have a newer value of this fragment than I: send it to me."""
 
-  shard: Count
-  incarnation: Count
-  learner_incarnation: Count
   fragment: CountOrNone
 
 
 @dataclasses.dataclass(frozen=True)
-class ProvideMoments:
+class ProvideMoments(ToLearner):
   """A learner joins: send me your inner optimizer's moments of this fragment."""
 
-  shard: Count
-  incarnation: Count
-  learner_incarnation: Count
   fragment: CountOrNone
 
 
 @dataclasses.dataclass(frozen=True)
-class ForwardMoments:
+class ForwardMoments(ToLearner):
   """A peer's moments of a fragment, for you; see `Moments`."""
 
-  shard: Count
-  incarnation: Count
-  learner_incarnation: Count
   fragment: CountOrNone
   donor: Donor
   donor_incarnation: Count
@@ -216,12 +201,9 @@ class ForwardMoments:
 
 
 @dataclasses.dataclass(frozen=True)
-class Publish:
+class Publish(ToLearner):
   """A fragment's new version. `base_version` -1: a full value; else the update to that version."""
 
-  shard: Count
-  incarnation: Count
-  learner_incarnation: Count
   fragment: CountOrNone
   round: CountOrNone  # the round that made it; -1: the initial value
   version: Count
@@ -245,12 +227,9 @@ class Publish:
 
 
 @dataclasses.dataclass(frozen=True)
-class Refusal:
+class Refusal(ToLearner):
   """Your push was rejected, and why: go back to the fragment's base, your changes are discarded."""
 
-  shard: Count
-  incarnation: Count
-  learner_incarnation: Count
   fragment: CountOrNone
   round: CountOrNone
   rejoin: bool  # you are quarantined: start afresh and say hello
@@ -258,16 +237,21 @@ class Refusal:
 
 
 # --- shard -> shard -------------------------------------------------------------------------------
-# A buddy holds a copy of the newest commit of every fragment of its neighbour. `shard` is the
-# sender.
+# A buddy holds a copy of the newest commit of every fragment of its neighbour.
 
 
 @dataclasses.dataclass(frozen=True)
-class Replica:
+class BetweenShards:
+  """A message of a shard to another one."""
+
+  shard: Count  # the sender
+  incarnation: Count  # of the sender
+
+
+@dataclasses.dataclass(frozen=True)
+class Replica(BetweenShards):
   """A commit: from its owner to the buddy, or back to an owner that has restarted."""
 
-  shard: Count
-  incarnation: Count
   owner: Count  # shard whose fragment this is
   fragment: CountOrNone
   version: Count
@@ -290,43 +274,33 @@ class Replica:
 
 
 @dataclasses.dataclass(frozen=True)
-class Replicated:
+class Replicated(BetweenShards):
   """I hold your fragment at this version now, or lack the base of the update."""
 
-  shard: Count
-  incarnation: Count
   fragment: CountOrNone
   version: Count
   kept: bool  # False: send it whole
 
 
 @dataclasses.dataclass(frozen=True)
-class Recover:
+class Recover(BetweenShards):
   """I have restarted: send me the copies you hold of my fragments."""
-
-  shard: Count
-  incarnation: Count
 
 
 @dataclasses.dataclass(frozen=True)
-class Recovered:
+class Recovered(BetweenShards):
   """I hold these of your fragments; their replicas are on their way."""
 
-  shard: Count
-  incarnation: Count
   asked_by: Count  # incarnation of the owner that asked; a later one ignores this answer
   fragments: Counts
 
 
-ToShard = Hello | Report | Push | Value | RequestMoments | Moments | Goodbye
-ToLearner = Welcome | Pull | RequestValue | ProvideMoments | ForwardMoments | Publish | Refusal
-Message = ToShard | ToLearner | Replica | Replicated | Recover | Recovered
-TO_SHARD = (Hello, Report, Push, Value, RequestMoments, Moments, Goodbye)
-TO_LEARNER = (Welcome, Pull, RequestValue, ProvideMoments, ForwardMoments, Publish, Refusal)
-BETWEEN_SHARDS = (Replica, Replicated, Recover, Recovered)
-KINDS: Mapping[str, type] = {cls.__name__: cls for cls in (*TO_SHARD, *TO_LEARNER, *BETWEEN_SHARDS)}
+Message = ToShard | ToLearner | BetweenShards
+KINDS: Mapping[str, type] = {
+  kind.__name__: kind for family in typing.get_args(Message) for kind in family.__subclasses__()
+}
 # All other messages are control and never queue behind these.
-BULK = (Push, Value, Moments, ForwardMoments, Publish, Replica)
+BULK = tuple(kind for kind in KINDS.values() if hasattr(kind, "payload"))
 
 
 def pairs(flat: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -9,7 +9,7 @@ than one.
 from __future__ import annotations
 
 from ddiloco.config import SyncConfig
-from ddiloco.protocol import events, rules
+from ddiloco.protocol import events, messages, rules, states
 from ddiloco.protocol.actions import (
   ApplyMoments,
   LearnerAction,
@@ -19,73 +19,48 @@ from ddiloco.protocol.actions import (
   TakeMoments,
   Taken,
 )
-from ddiloco.protocol.messages import (
-  EVALUATOR,
-  ForwardMoments,
-  Moments,
-  ProvideMoments,
-  RequestMoments,
-)
-from ddiloco.protocol.states import (
-  LearnerOutcome,
-  LearnerState,
-  Member,
-  MomentTransfer,
-  SyncerOutcome,
-  SyncerState,
-  ignored,
-)
+from ddiloco.protocol.messages import ForwardMoments, Moments, ProvideMoments, RequestMoments
+from ddiloco.protocol.states import LearnerOutcome, LearnerState, SyncerOutcome, SyncerState
 from ddiloco.protocol.values import replace
 
 ASK_SECONDS = 1.0  # between two requests of a joiner
-# A learner gets moments of each of a shard's fragments at most so many times in so many sync
-# periods, under whatever incarnation: donations use the donors' links.
-TIMES, STRETCH_PERIODS = 3, 8
 
 # --- a shard --------------------------------------------------------------------------------------
 
 
 def on_ask(state: SyncerState, ask: RequestMoments, now: float, sync: SyncConfig) -> SyncerOutcome:
   """A learner waits for moments of these fragments; it repeats the request until it has them."""
-  if not state.passes_moments or ask.learner == EVALUATOR:
-    return state, [ignored(ask, "no moments are passed on: checkpoint.rejoin is not 'peer' here")]
+  if not state.passes_moments or ask.learner == messages.EVALUATOR:
+    return state, [
+      states.ignored(ask, "no moments are passed on: checkpoint.rejoin is not 'peer' here")
+    ]
   mine = {f.index for f in state.fragments}
-  began, count = state.passed_on.get(ask.learner, (state.global_step, 0))
-  if state.global_step - began >= STRETCH_PERIODS * sync.sync_period:
-    state = replace(
-      state, passed_on={m: each for m, each in state.passed_on.items() if m != ask.learner}
-    )
-  elif count >= TIMES * len(mine):
+  count = state.times(state.passed_on, ask.learner, sync)[1]
+  if count >= states.MOST_TIMES * len(mine):
     state = replace(state, asking={m: ps for m, ps in state.asking.items() if m != ask.learner})
-    return state, [ignored(ask, f"it was given {count} fragments' moments lately")]
+    return state, [states.ignored(ask, f"it was given {count} fragments' moments lately")]
   asking = {**state.asking, ask.learner: tuple(sorted(mine.intersection(ask.fragments)))}
   return _next(replace(state, asking=asking), now, sync)
 
 
 def on_moments(state: SyncerState, moments: Moments, now: float, sync: SyncConfig) -> SyncerOutcome:
   """A donation has arrived: forwards it to all learners that wait for it."""
-  under_way = state.donation
-  if under_way is None or (under_way.donor, under_way.fragment) != (
-    moments.learner,
-    moments.fragment,
-  ):
-    return state, [ignored(moments, "it is no longer asked for")]
+  given = state.donation
+  if given is None or (given.donor, given.fragment) != (moments.learner, moments.fragment):
+    return state, [states.ignored(moments, "it is no longer asked for")]
   if moments.count > state.global_step + rules.slack_steps(sync):
     reason = f"claims {moments.count} optimizer steps, the run has made {state.global_step}"
-    return state, [ignored(moments, reason)]
+    return state, [states.ignored(moments, reason)]
   actions: list[SyncerAction] = []
-  asking, passed_on = dict(state.asking), dict(state.passed_on)
   for learner, fragments in sorted(state.asking.items()):
     member = state.members.get(learner)
     if member is None or moments.fragment not in fragments:
       continue
-    asking[learner] = tuple(p for p in fragments if p != moments.fragment)
-    began, count = passed_on.get(learner, (state.global_step, 0))
-    passed_on[learner] = began, count + 1
+    left = tuple(p for p in fragments if p != moments.fragment)
+    passed_on = state.once_more(state.passed_on, learner, sync)
+    state = replace(state, asking={**state.asking, learner: left}, passed_on=passed_on)
     inherit = ForwardMoments(
-      shard=state.shard,
-      incarnation=state.incarnation,
-      learner_incarnation=member.incarnation,
+      *state.to(member.incarnation),
       fragment=moments.fragment,
       donor=moments.learner,
       donor_incarnation=moments.incarnation,
@@ -95,33 +70,34 @@ def on_moments(state: SyncerState, moments: Moments, now: float, sync: SyncConfi
       payload=moments.payload,
     )
     actions.append(Send(learner, inherit))
-  given = {**state.given, moments.learner: state.given.get(moments.learner, 0) + 1}
-  state = replace(state, asking=asking, passed_on=passed_on, donation=None, given=given)
+  donations = {**state.given, moments.learner: state.given.get(moments.learner, 0) + 1}
+  state = replace(state, donation=None, given=donations)
   state, more = _next(state, now, sync)
   return state, [*actions, *more]
 
 
 def _next(state: SyncerState, now: float, sync: SyncConfig) -> SyncerOutcome:
   """Asks the next donor, unless a donation is under way and not late."""
-  late = state.donation is not None and now >= state.donation.until
-  if state.donation is not None and not late:
+  late = state.donation
+  if late is not None and now < late.until:
     return state, []
   wanted = sorted({p for m, ps in state.asking.items() if m in state.members for p in ps})
-  last = state.donation.donor if late and state.donation else None
-  donors = [m for m, member in state.members.items() if _can_give(state, m, member)]
+  last = late.donor if late is not None else None
+  donors = [m for m in state.members if _can_give(state, m)]
   if not wanted or not donors:
     return replace(state, donation=None), []
   donor = min(donors, key=lambda m: (m == last, state.given.get(m, 0), m))
   member = state.members[donor]
   patience = max(sync.liveness_seconds, 10 * member.step_seconds, 3 * member.delivery_seconds)
-  donation = MomentTransfer(wanted[0], donor, now + patience)
-  ask = ProvideMoments(state.shard, state.incarnation, member.incarnation, wanted[0])
+  donation = states.MomentTransfer(wanted[0], donor, now + patience)
+  ask = ProvideMoments(*state.to(member.incarnation), wanted[0])
   return replace(state, donation=donation), [Send(donor, ask)]
 
 
-def _can_give(state: SyncerState, learner: int, member: Member) -> bool:
+def _can_give(state: SyncerState, learner: int) -> bool:
+  member = state.members[learner]
   healthy = not (member.lost or member.quarantined or member.leaving or member.rejections)
-  trains = learner != EVALUATOR and member.step_seconds > 0 and min(member.versions) >= 0
+  trains = learner != messages.EVALUATOR and member.step_seconds > 0 and min(member.versions) >= 0
   return healthy and trains and not state.asking.get(learner)
 
 
@@ -154,7 +130,7 @@ def ask(state: LearnerState, now: float) -> LearnerOutcome:
   for shard in range(len(state.shards)):
     mine = tuple(p for p in state.wants if state.fragments[p].shard == shard)
     if mine:
-      actions.append(Send(shard, RequestMoments(state.learner, state.incarnation, mine)))
+      actions.append(Send(shard, RequestMoments(*state.me, mine)))
   return replace(state, ask_at=now + ASK_SECONDS), actions
 
 
@@ -165,8 +141,7 @@ def on_donate(state: LearnerState, donate: ProvideMoments) -> LearnerOutcome:
     return state, []
   state = replace(state, donations=state.donations + 1)
   moments = Moments(
-    learner=state.learner,
-    incarnation=state.incarnation,
+    *state.me,
     fragment=donate.fragment,
     donation=state.donations,
     global_step=state.global_step,

@@ -5,60 +5,35 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Collection, Mapping
+from typing import Any
 
 from ddiloco.config import SyncConfig
 from ddiloco.protocol import events, rules
 from ddiloco.protocol.actions import Abandon, Accept, Commit, Received, Send, SyncerAction
 from ddiloco.protocol.messages import EVALUATOR, NOTHING, Pull, Push, Refusal
-from ddiloco.protocol.states import (
-  FragmentState,
-  Member,
-  Round,
-  SyncerOutcome,
-  SyncerState,
-  brings_last_work,
-  complete,
-  could_push,
-  farewells_of,
-  ignored,
-  is_due,
-  join_clocks,
-  mark_dirty,
-  member_event,
-  newest,
-  publish_to,
-  recovery_over,
-  set_fragment,
-  set_member,
-  shard_key,
-  without,
-)
+from ddiloco.protocol.states import FragmentState, Round, SyncerOutcome, SyncerState, ignored
 from ddiloco.protocol.values import put, replace
 
 
-def _value_due_at(state: SyncerState, p: int, sync: SyncConfig) -> float:
+def _value_due_at(state: SyncerState, f: FragmentState, sync: SyncConfig) -> float:
   """When a fragment stops waiting for newer values that learners were asked for; -inf: no value.
 
   Only the first request to each learner counts: a learner that has no such value does not hold the
   fragment up forever.
   """
-  if not state.recalls:
-    return -math.inf
-  patience = max(sync.liveness_seconds, 3 * state.delivery_seconds)
-  born = rules.numbered(state.incarnation, 0)
-  last = next(f.last_round for f in state.fragments if f.index == p)
   asked = [
     each.asked_at
-    for (q, _), each in state.recalls.items()
-    if q == p and each.times == 1 and last < each.round < born
+    for (p, _), each in state.recalls.items()
+    if p == f.index and each.times == 1 and f.last_round < each.round < state.born
   ]
+  patience = max(sync.liveness_seconds, 3 * state.delivery_seconds)
   return max(asked, default=-math.inf) + patience
 
 
 def may_start_at(state: SyncerState, sync: SyncConfig) -> float:
   """When rounds of dirty fragments may start even if no message comes; inf: never."""
   idle = (state.fragments[i] for i in state.dirty if state.fragments[i].round is None)
-  due = min((_value_due_at(state, f.index, sync) for f in idle), default=math.inf)
+  due = min((_value_due_at(state, f, sync) for f in idle), default=math.inf)
   return max(state.recovery_deadline, due)
 
 
@@ -67,7 +42,7 @@ def start_rounds(
 ) -> SyncerOutcome:
   """Starts rounds of dirty fragments that a quorum is due for; all that can push are asked."""
   actions: list[SyncerAction] = []
-  if not state.dirty or not recovery_over(state, now):
+  if not state.dirty or not state.recovery_over(now):
     return state, actions
   waiting: list[int] = []
   for i in sorted(state.dirty):
@@ -76,56 +51,50 @@ def start_rounds(
       if f.round.id in measuring:
         waiting.append(i)  # look again: when its push is measured, the pusher may be gone
       continue
-    if complete(state, f):
+    if state.complete(f):
       continue
-    if now < _value_due_at(state, f.index, sync):
+    if now < _value_due_at(state, f, sync):
       waiting.append(i)
       continue
-    available = _available(state, i, sync)
-    due = [m for m in available if is_due(state, m, i, sync)]
-    if any(brings_last_work(state, m, sync) for m in due) and not sync.blocking:
-      due = list(available)  # a leaving learner cannot wait until a quorum is due
+    asked = _available(state, i, sync)
+    due = [m for m in asked if state.is_due(m, i, sync)]
+    if any(state.brings_last_work(m, sync) for m in due) and not sync.blocking:
+      due = asked  # a leaving learner cannot wait until a quorum is due
     if len(due) < sync.min_quorum:
       continue
-    asked = tuple(sorted(available))
     # Unique over the shard's incarnations, so that no push for an earlier one is taken for ours.
     round_id = rules.numbered(state.incarnation, state.rounds)
-    step_seconds = statistics.median_low(member.step_seconds for member in available.values())
-    known = [member.sync_seconds for member in available.values() if member.sync_seconds]
+    there = [state.members[m] for m in asked]
+    step_seconds = statistics.median_low(member.step_seconds for member in there)
+    known = [member.sync_seconds for member in there if member.sync_seconds]
     sync_seconds = statistics.median_low(known) if known else 0.0
     paces = ((m, v.step_seconds) for m, v in state.members.items() if not v.lost and m >= 0)
     state = replace(state, beliefs=rules.refreshed(state.beliefs, paces, step_seconds))
     current = Round(
       id=round_id,
       started_at=now,
-      pending=asked,
+      pending=tuple(asked),
       step_seconds=step_seconds,
       sync_seconds=sync_seconds,
       global_step=state.global_step,
       pulled_at=now,
-      deadline=now,
+      deadline=now + _pull_patience(state, 1, sync),
     )
-    current = replace(current, deadline=now + _pull_patience(state, current, sync))
-    state = set_fragment(replace(state, rounds=state.rounds + 1), i, round=current)
+    state = replace(state, rounds=state.rounds + 1).with_fragment(i, round=current)
     actions += [_pull(state, f, current, m) for m in asked]
     actions.append(_begun(f, current))
   return replace(state, dirty=tuple(waiting)), actions
 
 
-def _available(state: SyncerState, i: int, sync: SyncConfig) -> dict[int, Member]:
+def _available(state: SyncerState, i: int, sync: SyncConfig) -> list[int]:
   """The members that could push this fragment now, and whose push would be believed."""
-  f, ahead = state.fragments[i], rules.too_far_ahead(state.beliefs, state.global_step, sync)
-  return {
-    m: member for m, member in state.members.items() if m != ahead and could_push(m, member, i, f)
-  }
+  ahead = rules.too_far_ahead(state.beliefs, state.global_step, sync)
+  return sorted(m for m in state.members if m != ahead and state.could_push(m, i))
 
 
 def _pull(state: SyncerState, f: FragmentState, current: Round, learner: int) -> Send:
-  to = state.members[learner].incarnation
-  return Send(
-    learner,
-    Pull(state.shard, state.incarnation, to, f.index, current.id, f.version, state.snapshot),
-  )
+  to = state.to(state.members[learner].incarnation)
+  return Send(learner, Pull(*to, f.index, current.id, f.version, state.snapshot))
 
 
 def _begun(f: FragmentState, current: Round) -> events.Round:
@@ -133,64 +102,60 @@ def _begun(f: FragmentState, current: Round) -> events.Round:
   return events.Round(fragment=f.index, round=current.id, version=f.version, asked=asked)
 
 
-def awaits(state: SyncerState, push: Push) -> bool:
-  """Whether this push could be part of its round: only then the role reads its values."""
-  member = state.members.get(push.learner)
-  return (
-    member is not None
-    and member.incarnation == push.incarnation
-    and any(
-      f.index == push.fragment
-      and f.round is not None
-      and f.round.id == push.round
-      and push.learner in f.round.pending
-      for f in state.fragments
-    )
-  )
+def stray(state: SyncerState, push: Push) -> str:
+  """Why this push can have no part in a round, or "": only then the role reads its values."""
+  i, member = state.position(push.fragment), state.members.get(push.learner)
+  if i is None:
+    return f"fragment {push.fragment} is not mine"
+  if member is None or member.incarnation != push.incarnation:
+    return "an unknown learner or incarnation"
+  current = state.fragments[i].round
+  if current is None or push.round != current.id:
+    return "late: its round is over"
+  if push.learner in current.pending:
+    return ""
+  answered = push.learner in current.pushes or push.learner in current.refused
+  return "a duplicate" if answered else "it is no longer asked for"
 
 
 def on_push(state: SyncerState, push: Push, event: Received, sync: SyncConfig) -> SyncerOutcome:
   """Keeps the first valid push of each asked learner; everything else is refused or counted."""
-  i = next((i for i, f in enumerate(state.fragments) if f.index == push.fragment), None)
-  if i is None:
-    return state, [ignored(push, f"fragment {push.fragment} is not mine")]
-  member, f = state.members.get(push.learner), state.fragments[i]
-  if member is None or member.incarnation != push.incarnation:
-    return state, [ignored(push, "an unknown learner or incarnation")]
+  if reason := stray(state, push):
+    return state, [ignored(push, reason)]
+  i, me = state.position(push.fragment), push.learner
+  assert i is not None, "it is not stray"
+  f = state.fragments[i]
+  assert f.round is not None, "it is not stray"
   current = f.round
-  if current is None or push.round != current.id:
-    return state, [ignored(push, "late: its round is over")]
-  if push.learner in current.pushes or push.learner in current.refused:
-    return state, [ignored(push, "a duplicate")]
-  if push.learner not in current.pending:
-    return state, [ignored(push, "it is no longer asked for")]
-  fault = event.fault or ("" if abs(event.norm) < float("inf") else f"not finite ({event.norm})")
-  if push.base_version != f.version:
-    fault = f"based on version {push.base_version}, the fragment is at {f.version}"
-  else:
-    since = f.merged_global_steps.get(push.learner, 0)
-    possible = max(0, state.global_step - since) + rules.slack_steps(sync)
-    fault = rules.push_fault(push.steps, push.tokens, possible, state.step_tokens) or fault
-  if fault:
-    refused = {**current.refused, push.learner: fault}
-    current = replace(current, refused=refused, pending=without(current.pending, push.learner))
-    return mark_dirty(set_fragment(state, i, round=current), [i]), []
-  me = push.learner
+  if fault := _fault_of(state, f, push, event, sync):
+    current = current.without(me, refused={**current.refused, me: fault})
+    return state.with_round(i, current), []
   pairs = {(min(m, me), max(m, me)): product for m, product in event.products.items()}
-  current = replace(
-    current,
-    pushes={**current.pushes, push.learner: replace(push, payload=None)},
-    norms={**current.norms, push.learner: event.norm},
+  current = current.without(
+    me,
+    pushes={**current.pushes, me: replace(push, payload=None)},
+    norms={**current.norms, me: event.norm},
     products={**current.products, **pairs},
-    pending=without(current.pending, push.learner),
   )
   if current.quorum_at is None and len(current.pushes) >= sync.min_quorum:
     seconds = rules.smooth(state.quorum_seconds, _quorum_seconds(state, current, event.now))
     state = replace(state, quorum_seconds=seconds)
     current = replace(current, quorum_at=event.now)
-  state = mark_dirty(set_fragment(state, i, round=current), [i])
-  state = replace(state, vector_clock=join_clocks(state.vector_clock, {push.learner: push.count}))
-  return state, [Accept(f.index, current.id, push.learner, event.content)]
+  state = state.with_round(i, current).heard(me, push.count)
+  return state, [Accept(f.index, current.id, me, event.content)]
+
+
+def _fault_of(
+  state: SyncerState, f: FragmentState, push: Push, event: Received, sync: SyncConfig
+) -> str:
+  """Why a push of the round is refused, or ""."""
+  if push.base_version != f.version:
+    return f"based on version {push.base_version}, the fragment is at {f.version}"
+  since = f.merged_global_steps.get(push.learner, 0)
+  possible = max(0, state.global_step - since) + rules.slack_steps(sync)
+  claimed = rules.push_fault(push.steps, push.tokens, possible, state.step_tokens)
+  finite = "" if math.isfinite(event.norm) else f"not finite ({event.norm})"
+  return claimed or event.fault or finite
 
 
 def _quorum_seconds(state: SyncerState, current: Round, now: float) -> float:
@@ -205,10 +170,10 @@ def _quorum_seconds(state: SyncerState, current: Round, now: float) -> float:
   return max(state.quorum_seconds, now - current.pulled_at)
 
 
-def _pull_patience(state: SyncerState, current: Round, sync: SyncConfig) -> float:
+def _pull_patience(state: SyncerState, pulls: int, sync: SyncConfig) -> float:
   step = rules.usual_pace(state.beliefs)  # a learner answers a pull at the end of its step
   usual = 3 * max(state.quorum_seconds, step)
-  return rules.backed_off(max(sync.liveness_seconds, usual), current.pulls - 1)
+  return rules.backed_off(max(sync.liveness_seconds, usual), pulls - 1)
 
 
 def advance_rounds(
@@ -232,23 +197,23 @@ def advance_rounds(
     decision = rules.decide(now, count, pending, current.quorum_at, grace, sync)
     current = replace(current, reason=decision.reason)
     if decision.verdict == "wait":
-      again = now >= current.pulled_at + _pull_patience(state, current, sync)
+      again = now >= current.pulled_at + _pull_patience(state, current.pulls, sync)
       if again:
         current = replace(current, pulled_at=now, pulls=current.pulls + 1)
         # A member that is heard, and whose pushes never come, must not stop the fragment: those
         # that have become able to push meanwhile are asked too.
-        more = _available(state, i, sync).keys() - {*pending, *current.pushes, *current.refused}
+        more = {*_available(state, i, sync)} - {*pending, *current.pushes, *current.refused}
         if more:
           pending = tuple(sorted({*pending, *more}))
           current = replace(current, pending=pending)
           actions.append(_begun(f, current))
       deadline = min(
-        current.pulled_at + _pull_patience(state, current, sync),
+        current.pulled_at + _pull_patience(state, current.pulls, sync),
         math.inf if decision.wake_at is None else decision.wake_at,
         now + sync.liveness_seconds,  # patience is learned: it may be shorter by then
       )
       current = replace(current, deadline=deadline)
-      state = set_fragment(state, i, round=current)
+      state = state.with_fragment(i, round=current)
       if again:  # a pull or a push got lost; the same push comes again
         actions += [_pull(state, f, current, m) for m in pending]
       continue
@@ -262,9 +227,10 @@ def _end_round(
 ) -> SyncerOutcome:
   """Screens the pushes, commits if those left are a quorum, and publishes to all members."""
   before = state.fragments[i]
-  known = [member.norms[i] for member in state.members.values() if member.norms[i]]
-  usual = statistics.median(known) if known else 0.0  # for a new member; 0: no update yet
-  past = {m: _past_norm(state, m, i) or usual for m in current.norms}
+  # Smoothed norms per step of accepted updates; for a new member the usual one, 0: no update yet.
+  known = {m: member.norms[i] for m, member in state.members.items() if member.norms[i]}
+  usual = statistics.median(known.values()) if known else 0.0
+  past = {m: known.get(m, usual) for m in current.norms}
   steps = {m: rules.counted_steps(p.steps, sync) for m, p in current.pushes.items()}
   settled = len(known) > 1  # a past that one learner alone has may be a bad one's
   ratio, period = sync.max_norm_ratio, sync.sync_period
@@ -277,43 +243,36 @@ def _end_round(
   actions: list[SyncerAction] = []
   if len(merged) >= sync.min_quorum:
     actions += _commit(state, i, current, merged, rejected, opposing, now, sync)
-    me = shard_key(state.shard)
     mine = rules.numbered(state.incarnation, state.commits + 1)
-    vector_clock = join_clocks(state.vector_clock, {me: mine})
-    state = replace(state, vector_clock=vector_clock, commits=state.commits + 1)
-    state = set_fragment(
-      state,
+    state = replace(state, commits=state.commits + 1).heard(state.key, mine)
+    global_steps = dict.fromkeys(merged, current.global_step)
+    state = state.with_fragment(
       i,
       version=before.version + 1,
       merged_tokens=before.merged_tokens + sum(current.pushes[m].tokens for m in merged),
       merged_rounds={**before.merged_rounds, **dict.fromkeys(merged, current.id)},
-      merged_global_steps={
-        **before.merged_global_steps,
-        **dict.fromkeys(merged, current.global_step),
-      },
+      merged_global_steps={**before.merged_global_steps, **global_steps},
       last_round=current.id,
       global_step=current.global_step,
       participants=tuple(merged),
     )
   else:
     reason = f"{len(merged)} of {sync.min_quorum} needed were left: {current.reason}"
-    actions.append(Abandon(before.index, current.id))
-    actions.append(
-      events.Abandoned(fragment=before.index, round=current.id, reason=reason, rejected=rejected)
-    )
-  state = mark_dirty(set_fragment(state, i, round=None), [i])
+    named: Any = {"fragment": before.index, "round": current.id}
+    actions += [Abandon(**named), events.Abandoned(**named, reason=reason, rejected=rejected)]
+  state = state.with_round(i, None)
   for m in merged:
     state = _credit(state, m, i, current.norms[m] / steps[m], sync)
   for m, reason in rejected.items():
     state, refusal = _reject(state, m, i, current.id, reason, sync)
     actions += refusal
-  f, header = state.fragments[i], newest(state, i)
+  f, header = state.fragments[i], state.newest(i)
   for m in sorted(state.members):
     member = state.members[m]
     if member.sent[i] < f.version and not member.lost:
       follows = member.sent[i] == before.version == f.version - 1
       base_round = before.last_round if follows else NOTHING
-      state, publish = publish_to(state, i, m, now, header, base_round)
+      state, publish = state.publish_to(i, m, now, header, base_round)
       actions.append(publish)
   return state, actions
 
@@ -387,12 +346,6 @@ def _missing(state: SyncerState, i: int, current: Round, sync: SyncConfig) -> di
   return reasons
 
 
-def _past_norm(state: SyncerState, learner: int, i: int) -> float:
-  """Smoothed norm of a learner's accepted updates, per step. 0: it has none yet."""
-  member = state.members.get(learner)
-  return member.norms[i] if member is not None else 0.0
-
-
 def _credit(
   state: SyncerState, learner: int, i: int, norm_per_step: float, sync: SyncConfig
 ) -> SyncerState:
@@ -401,9 +354,8 @@ def _credit(
     return state
   norms = put(member.norms, i, rules.smooth(member.norms[i], norm_per_step))
   if member.leaving:
-    began, count = farewells_of(state, learner, sync)
-    state = replace(state, farewells={**state.farewells, learner: (began, count + 1)})
-  return set_member(state, learner, norms=norms, rejections=0)
+    state = replace(state, farewells=state.once_more(state.farewells, learner, sync))
+  return state.with_member(learner, norms=norms, rejections=0)
 
 
 def _count_opposing(
@@ -431,12 +383,11 @@ def _reject(
     return state, []
   rejections = member.rejections + 1
   quarantined = rejections >= sync.quarantine_after
-  fragment = state.fragments[i].index
-  refusal = Refusal(
-    state.shard, state.incarnation, member.incarnation, fragment, round_id, quarantined, reason
-  )
-  actions: list[SyncerAction] = [Send(learner, refusal)]
+  to, fragment = state.to(member.incarnation), state.fragments[i].index
+  actions: list[SyncerAction] = [
+    Send(learner, Refusal(*to, fragment, round_id, quarantined, reason))
+  ]
   if quarantined:
-    actions.append(member_event(learner, "quarantined", f"rejected {rejections} times: {reason}"))
-  state = set_member(state, learner, rejections=rejections, quarantined=quarantined)
-  return state, actions
+    reason = f"rejected {rejections} times: {reason}"
+    actions.append(events.Member(learner=learner, state="quarantined", reason=reason))
+  return state.with_member(learner, rejections=rejections, quarantined=quarantined), actions

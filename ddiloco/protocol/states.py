@@ -1,34 +1,22 @@
-"""The states of a learner and of a shard, with small queries and changes of them. PURE."""
+"""The states of a learner and of a shard. PURE."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Self
 
 from ddiloco.config import SyncConfig
-from ddiloco.protocol import events, rules
+from ddiloco.protocol import events, messages, rules
 from ddiloco.protocol.actions import LearnerAction, Send, SyncerAction
-from ddiloco.protocol.messages import (
-  EVALUATOR,
-  INITIAL,
-  MADE,
-  NOTHING,
-  TO_SHARD,
-  Message,
-  Publish,
-  Pull,
-  Push,
-  Report,
-  flat,
-)
+from ddiloco.protocol.messages import EVALUATOR, INITIAL, MADE, NOTHING, Publish
 from ddiloco.protocol.rules import Beliefs
 from ddiloco.protocol.values import put, replace
 
-# Rounds a fragment that a leaving learner may start in so many sync periods, under whatever
-# incarnation: they take all others' links.
-MOST_FAREWELLS, FAREWELL_PERIODS = 3, 8
+# A learner may cause work that takes all others' links only so many times a fragment in so many
+# sync periods, under whatever incarnation: rounds when it leaves, and moments when it joins.
+MOST_TIMES, STRETCH_PERIODS = 3, 8
 
 # --- what each role has heard of each other -------------------------------------------------------
 # Pushes and publishes, the messages that move the model, carry their sender's count: of its pushes
@@ -64,14 +52,36 @@ def clock_violations(snapshot: Mapping[int, VectorClock]) -> list[tuple[int, int
   ]
 
 
+class _State:
+  """What the states of a learner and of a shard have in common; both are dataclasses."""
+
+  fragments: Any
+  vector_clock: Any
+
+  def with_fragment(self, i: int, **changes: Any) -> Self:
+    """The state with these fields of one fragment changed."""
+    state: Any = self
+    return replace(state, fragments=put(self.fragments, i, replace(self.fragments[i], **changes)))
+
+  def heard(self, who: int, count: int) -> Self:
+    """The state after hearing of a sender's count."""
+    state: Any = self
+    return replace(state, vector_clock=join_clocks(self.vector_clock, {who: count}))
+
+
 # --- a learner ------------------------------------------------------------------------------------
+
+
+def _none() -> Any:
+  """A field that is an empty mapping at first."""
+  return dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class Outstanding:
   """My push that no publish has answered yet; at most one per fragment."""
 
-  push: Push  # without payload
+  push: messages.Push  # without payload
   at_step: int  # my own step count when the push was copied out
 
 
@@ -102,7 +112,7 @@ class LearnerFragment:
   base_header: Publish | None = None  # publish of the newest version accepted, without payload
   fresh: bool = False  # its shard has sent me its value, or had none newer than mine
   outstanding: Outstanding | None = None
-  pull: Pull | None = None  # asked and not answered yet
+  pull: messages.Pull | None = None  # asked and not answered yet
   incoming: tuple[IncomingVersion, ...] = ()
 
   @property
@@ -119,7 +129,7 @@ class ShardView:
 
 
 @dataclasses.dataclass(frozen=True)
-class LearnerState:
+class LearnerState(_State):
   learner: int
   incarnation: int
   shards: tuple[ShardView, ...]
@@ -134,7 +144,7 @@ class LearnerState:
   waited_seconds: float = 0.0  # how long the newest publish waited for the end of a step
   idle_seconds: float = 0.0  # `waited_seconds`, and its second wait, after it was staged
   snapshot: int = 0  # the newest heard of; my state is captured for it
-  vector_clock: VectorClock = dataclasses.field(default_factory=dict)
+  vector_clock: VectorClock = _none()
   pushes_made: int = 0  # in this incarnation
   donor_seconds: float = 0.0  # how long it waits for a peer's moments when it joins
   wants: tuple[int, ...] = ()  # fragments whose moments it still waits for
@@ -145,6 +155,11 @@ class LearnerState:
   whole: bool = False  # it cannot make the initial values: shards must send them
   leaving: bool = False  # makes no more steps, and goes when nothing is left to merge
   done: bool = False
+
+  @property
+  def me(self) -> tuple[int, int]:
+    """The first fields of a message to a shard (`messages.ToShard`)."""
+    return self.learner, self.incarnation
 
   @property
   def joined(self) -> bool:
@@ -214,14 +229,18 @@ class Round:
   pulled_at: float
   deadline: float  # when to look at the round again even if no message comes for it
   pulls: int = 1
-  pushes: Mapping[int, Push] = dataclasses.field(default_factory=dict)  # accepted, without payload
-  norms: Mapping[int, float] = dataclasses.field(default_factory=dict)
-  products: Mapping[tuple[int, int], float] = dataclasses.field(
-    default_factory=dict
-  )  # inner products of two accepted pushes, the smaller learner first; where directions count
-  refused: Mapping[int, str] = dataclasses.field(default_factory=dict)
+  pushes: Mapping[int, messages.Push] = _none()  # accepted, without payload
+  norms: Mapping[int, float] = _none()
+  # Inner products of two accepted pushes, the smaller learner first; where directions count.
+  products: Mapping[tuple[int, int], float] = _none()
+  refused: Mapping[int, str] = _none()
   quorum_at: float | None = None
   reason: str = ""
+
+  def without(self, learner: int, **changes: Any) -> Round:
+    """The round that waits for this learner no more. It is called at every push: no loop here."""
+    at = self.pending.index(learner)
+    return replace(self, pending=(*self.pending[:at], *self.pending[at + 1 :]), **changes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,11 +250,9 @@ class FragmentState:
   index: int
   version: int = 0
   merged_tokens: int = 0
-  merged_rounds: Mapping[int, int] = dataclasses.field(
-    default_factory=dict
-  )  # learner -> last round
-  merged_global_steps: Mapping[int, int] = dataclasses.field(
-    default_factory=dict
+  merged_rounds: Mapping[int, int] = _none()  # learner -> last round
+  merged_global_steps: Mapping[int, int] = (
+    _none()
   )  # learner -> the global step when that round began
   last_round: int = -1
   global_step: int = 0  # when the last round began
@@ -262,224 +279,220 @@ class MomentTransfer:
   until: float  # then another donor is asked
 
 
+# By learner: the global step when its present stretch began, and how often in that stretch.
+Times = Mapping[int, tuple[int, int]]
+
+
 @dataclasses.dataclass(frozen=True)
-class SyncerState:
+class SyncerState(_State):
+  """A shard, with small queries and changes of it."""
+
   shard: int
   incarnation: int
   fragments: tuple[FragmentState, ...]
   target_tokens: int  # a fragment that has merged so many is complete
   step_tokens: int = 0  # of the largest step of any learner; 0: not known
   first_round: int = 0  # smaller rounds are not of this run
-  members: Mapping[int, Member] = dataclasses.field(default_factory=dict)
+  members: Mapping[int, Member] = _none()
   global_step: int = 0
   beliefs: Beliefs = Beliefs(reach_at=0.0)
   rounds: int = 0  # started in this incarnation
   snapshot: int = 0  # the newest heard of or begun; my state is captured for it
   saving: bool = False  # this snapshot is not committed or given up yet; shard 0 waits for that
-  vector_clock: VectorClock = dataclasses.field(default_factory=dict)
+  vector_clock: VectorClock = _none()
   commits: int = 0  # in this incarnation
   # fragment -> rounds up to this one are part of its value here, or their loss is logged
-  known_rounds: Mapping[int, int] = dataclasses.field(default_factory=dict)
+  known_rounds: Mapping[int, int] = _none()
   # Until then no round begins unless all awaited learners are here: they may have newer values.
   recovery_deadline: float = -math.inf
   planned_learners: int = 0  # awaited until then by a shard that knew no learner
   silent_at: float = math.inf  # no member is lost to silence before this time
   dirty: tuple[int, ...] = ()  # positions of fragments whose round may start or end now
-  asking: Mapping[int, tuple[int, ...]] = dataclasses.field(
-    default_factory=dict
-  )  # learner -> fragments whose moments it waits for
+  asking: Mapping[int, tuple[int, ...]] = _none()  # learner -> fragments whose moments it waits for
   donation: MomentTransfer | None = None  # under way; one at a time
   passes_moments: bool = True  # learners of this run may ask for a peer's moments
-  # learner -> (the global step when its present stretch began, moments of fragments it got in it)
-  passed_on: Mapping[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
-  given: Mapping[int, int] = dataclasses.field(default_factory=dict)  # donor -> donations
-  # learner -> (the global step when its present stretch began, its pushes merged in it as it left)
-  farewells: Mapping[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
-  recalls: Mapping[tuple[int, int], ValueRequest] = dataclasses.field(
-    default_factory=dict
-  )  # by fragment and learner
-  opposed: Mapping[int, int] = dataclasses.field(
-    default_factory=dict
-  )  # learner -> its updates in a row that opposed all others; outlives the learner's incarnations
+  passed_on: Times = _none()  # moments of a fragment that learners got
+  given: Mapping[int, int] = _none()  # donor -> donations
+  farewells: Times = _none()  # pushes that were merged while their learners were leaving
+  recalls: Mapping[tuple[int, int], ValueRequest] = _none()  # by fragment and learner
+  # learner -> its updates in a row that opposed all others; outlives the learner's incarnations
+  opposed: Mapping[int, int] = _none()
   delivery_seconds: float = 0.0  # smoothed over all members: from sending a version to its report
   quorum_seconds: float = 0.0  # smoothed, from pull to quorum
   awake_since: float = -math.inf  # this shard's process has not stood still since then
+
+  @property
+  def key(self) -> int:
+    """This shard's key in vector clocks."""
+    return shard_key(self.shard)
+
+  @property
+  def born(self) -> int:
+    """Round ids of this incarnation are at least this number; those of earlier ones are smaller."""
+    return rules.numbered(self.incarnation, 0)
+
+  def to(self, incarnation: int) -> tuple[int, int, int]:
+    """The first fields of a message to this incarnation of a learner (`messages.ToLearner`)."""
+    return self.shard, self.incarnation, incarnation
+
+  def position(self, fragment: int) -> int | None:
+    """Where a fragment stands in `fragments`; None: this shard does not own it."""
+    return next((i for i, f in enumerate(self.fragments) if f.index == fragment), None)
+
+  def complete(self, f: FragmentState) -> bool:
+    """Whether the fragment has merged all the tokens of the run: its version is the final one."""
+    return f.merged_tokens >= self.target_tokens
+
+  # --- what a member may do
+
+  def could_push(self, learner: int, i: int) -> bool:
+    """Whether a member could push this fragment now: alive, with a step on the newest version."""
+    member = self.members[learner]
+    return (
+      learner != EVALUATOR
+      and not (member.lost or member.quarantined)
+      and member.versions[i] == self.fragments[i].version
+      and member.steps_since_sync[i] >= 1
+    )
+
+  def times(self, times: Times, learner: int, sync: SyncConfig) -> tuple[int, int]:
+    """When the learner's present stretch began, and its times in it."""
+    began, count = times.get(learner, (self.global_step, 0))
+    over = self.global_step - began >= STRETCH_PERIODS * sync.sync_period
+    return (self.global_step, 0) if over else (began, count)
+
+  def once_more(self, times: Times, learner: int, sync: SyncConfig) -> Times:
+    """`times` after the learner has caused such work once more."""
+    began, count = self.times(times, learner, sync)
+    return {**times, learner: (began, count + 1)}
+
+  def brings_last_work(self, learner: int, sync: SyncConfig) -> bool:
+    """Whether the member makes no more steps, so that its unmerged work must be merged now.
+
+    That takes one or two rounds a fragment; after `MOST_TIMES` the shard no longer waits for it.
+    """
+    most = MOST_TIMES * len(self.fragments)
+    return self.members[learner].leaving and self.times(self.farewells, learner, sync)[1] < most
+
+  def is_due(self, learner: int, i: int, sync: SyncConfig) -> bool:
+    """Whether the member has made the steps that a sync takes on this fragment, or makes none."""
+    f, member = self.fragments[i], self.members[learner]
+    enough = member.steps_since_sync[i] >= rules.due_after(f.index, f.version, sync)
+    return enough or self.brings_last_work(learner, sync)
+
+  # --- the run as a whole
+
+  def recovery_over(self, now: float) -> bool:
+    """Whether the shard awaits no learner that may have a newer value.
+
+    So it is when all learners that it knew are members, or the time is up. A learner with newer
+    values becomes a member only when they are here (`protocol/syncer.py`).
+    """
+    if now >= self.recovery_deadline:
+      return True
+    known = {m for f in self.fragments for m in f.participants}
+    awaited = known or set(range(self.planned_learners))
+    return bool(awaited) and awaited <= self.members.keys()
+
+  def believe_global_step(
+    self, report: messages.Report, now: float, sync: SyncConfig
+  ) -> SyncerState:
+    """The global step, after a learner has said how far it is (`rules.raised_global_step`)."""
+    if report.learner == EVALUATOR:
+      return self
+    known = rules.noted_pace(self.beliefs, report.learner, report.step_seconds)
+    most = rules.WASTE * self.target_tokens / self.step_tokens if self.step_tokens else math.inf
+    here = self._num_here(report.learner) if self.recovery_over(now) else 0
+    known, global_step = rules.raised_global_step(
+      known, self.global_step, report.learner, report.global_step, now, most, sync, here
+    )
+    return replace(self, beliefs=known, global_step=global_step)
+
+  def _num_here(self, reports: int) -> int:
+    """How many learners are not lost, the reporting one included.
+
+    Once three paces are known, only zero or not matters to `raised_global_step`: no count is
+    needed.
+    """
+    if len(self.beliefs.paces) > 2:
+      return len(self.members)
+    here = {m for m, member in self.members.items() if m != EVALUATOR and not member.lost}
+    return len(here | {reports})  # it reports, so it is here even if it counted as lost
+
+  # --- changes
+
+  def with_member(self, learner: int, **changes: Any) -> SyncerState:
+    """The state with these fields of one member changed."""
+    member = replace(self.members[learner], **changes)
+    return replace(self, members={**self.members, learner: member})
+
+  def with_round(self, i: int, current: Round | None) -> SyncerState:
+    """The state with another round of a fragment, which the next `Tick` looks at."""
+    return self.with_fragment(i, round=current).mark_dirty([i])
+
+  def mark_dirty(self, positions: Iterable[int]) -> SyncerState:
+    """Something has happened to these fragments: the next `Tick` looks at their rounds."""
+    new = set(positions).difference(self.dirty)
+    return replace(self, dirty=(*self.dirty, *sorted(new))) if new else self
+
+  def forget_pending(self, learner: int) -> SyncerState:
+    """No round waits for this learner any more; a push it already sent still counts."""
+    state = self
+    for i, f in enumerate(self.fragments):
+      if f.round is not None and learner in f.round.pending:
+        state = state.with_round(i, f.round.without(learner))
+    return state
+
+  # --- publishes
+
+  def newest(self, i: int) -> Publish:
+    """The newest version of a fragment as all members get it; `publish_to` addresses it.
+
+    Every publish says whose pushes its version contains. So a learner that missed some publishes
+    still knows which of its work is merged, and a shard that lost all its state gets that back too.
+    """
+    f = self.fragments[i]
+    return Publish(
+      *self.to(-1),
+      fragment=f.index,
+      round=f.last_round,
+      version=f.version,
+      base_version=-1,
+      base_round=NOTHING,
+      global_step=self.global_step,
+      merged_tokens=f.merged_tokens,
+      participants=f.participants,
+      merged_rounds=messages.flat(f.merged_rounds),
+      snapshot=self.snapshot,
+      count=self.vector_clock[self.key],
+      seal="",
+      codec="",  # the role fills it in, with the payload; `MADE`: it may leave the value out
+    )
+
+  def publish_to(
+    self, i: int, learner: int, now: float, publish: Publish, base_round: int = NOTHING
+  ) -> tuple[SyncerState, Send]:
+    """`newest` for one learner: whole, or as the update to the value that `base_round` made."""
+    f, member = self.fragments[i], self.members[learner]
+    update = base_round != NOTHING
+    publish = replace(
+      publish,
+      learner_incarnation=member.incarnation,
+      base_version=f.version - 1 if update else -1,
+      base_round=base_round,
+      codec=MADE if f.last_round == INITIAL and not member.whole else "",
+    )
+    sent_at, waiting_since = member.sent_at, member.waiting_since
+    if not update or member.versions[i] >= member.sent[i]:  # else the time of the older one stays
+      sent_at, waiting_since = put(sent_at, i, now), put(waiting_since, i, now)
+    sent = put(member.sent, i, f.version)
+    state = self.with_member(learner, sent=sent, sent_at=sent_at, waiting_since=waiting_since)
+    return state, Send(learner, publish)
 
 
 SyncerOutcome = tuple[SyncerState, list[SyncerAction]]  # what its reducer returns
 
 
-def complete(state: SyncerState, f: FragmentState) -> bool:
-  """Whether the fragment has merged all the tokens of the run: its version is the final one."""
-  return f.merged_tokens >= state.target_tokens
-
-
-def could_push(learner: int, member: Member, i: int, f: FragmentState) -> bool:
-  """Whether a member could push this fragment now: alive, with a step on the newest version."""
-  return (
-    learner != EVALUATOR
-    and not (member.lost or member.quarantined)
-    and member.versions[i] == f.version
-    and member.steps_since_sync[i] >= 1
-  )
-
-
-def farewells_of(state: SyncerState, learner: int, sync: SyncConfig) -> tuple[int, int]:
-  """When the learner's present stretch began, and its pushes merged in it while it was leaving."""
-  began, count = state.farewells.get(learner, (state.global_step, 0))
-  over = state.global_step - began >= FAREWELL_PERIODS * sync.sync_period
-  return (state.global_step, 0) if over else (began, count)
-
-
-def brings_last_work(state: SyncerState, learner: int, sync: SyncConfig) -> bool:
-  """Whether the member makes no more steps, so that its unmerged work must be merged now.
-
-  That takes one or two rounds a fragment; after `MOST_FAREWELLS` the shard no longer waits for it.
-  """
-  most = MOST_FAREWELLS * len(state.fragments)
-  return state.members[learner].leaving and farewells_of(state, learner, sync)[1] < most
-
-
-def is_due(state: SyncerState, learner: int, i: int, sync: SyncConfig) -> bool:
-  """Whether the member has made the steps that a sync takes on this fragment, or makes no more."""
-  f, member = state.fragments[i], state.members[learner]
-  enough = member.steps_since_sync[i] >= rules.due_after(f.index, f.version, sync)
-  return enough or brings_last_work(state, learner, sync)
-
-
-def recovery_over(state: SyncerState, now: float) -> bool:
-  """Whether the shard awaits no learner that may have a newer value.
-
-  So it is when all learners that it knew are members, or the time is up. A learner with newer
-  values becomes a member only when they are here (`protocol/syncer.py`).
-  """
-  if now >= state.recovery_deadline:
-    return True
-  known = {m for f in state.fragments for m in f.participants}
-  awaited = known or set(range(state.planned_learners))
-  return bool(awaited) and awaited <= state.members.keys()
-
-
-def believe_global_step(
-  state: SyncerState, report: Report, now: float, sync: SyncConfig
-) -> SyncerState:
-  """The global step, after a learner has said how far it is (`rules.raised_global_step`)."""
-  if report.learner == EVALUATOR:
-    return state
-  known = rules.noted_pace(state.beliefs, report.learner, report.step_seconds)
-  most = rules.WASTE * state.target_tokens / state.step_tokens if state.step_tokens else math.inf
-  here = _num_here(state, report.learner) if recovery_over(state, now) else 0
-  known, global_step = rules.raised_global_step(
-    known, state.global_step, report.learner, report.global_step, now, most, sync, here
-  )
-  return replace(state, beliefs=known, global_step=global_step)
-
-
-def _num_here(state: SyncerState, reports: int) -> int:
-  """How many learners are not lost, the reporting one included.
-
-  Once three paces are known, only zero or not matters to `raised_global_step`: no count is needed.
-  """
-  if len(state.beliefs.paces) > 2:
-    return len(state.members)
-  here = {m for m, member in state.members.items() if m != EVALUATOR and not member.lost}
-  return len(here | {reports})  # it reports, so it is here even if it counted as lost
-
-
-def set_member(state: SyncerState, learner: int, **changes: Any) -> SyncerState:
-  """The state with these fields of one member changed."""
-  member = replace(state.members[learner], **changes)
-  return replace(state, members={**state.members, learner: member})
-
-
-State = TypeVar("State", LearnerState, SyncerState)
-
-
-def set_fragment(state: State, i: int, **changes: Any) -> State:
-  """The state with these fields of one fragment changed."""
-  fragments = put(state.fragments, i, replace(state.fragments[i], **changes))
-  return replace(state, fragments=fragments)
-
-
-def mark_dirty(state: SyncerState, positions: Iterable[int]) -> SyncerState:
-  """Something has happened to these fragments: the next `Tick` looks at their rounds."""
-  new = set(positions).difference(state.dirty)
-  return replace(state, dirty=(*state.dirty, *sorted(new))) if new else state
-
-
-def without(pending: tuple[int, ...], learner: int) -> tuple[int, ...]:
-  """`pending` without this learner. Called at every push, so it does not loop over all."""
-  at = pending.index(learner)
-  return (*pending[:at], *pending[at + 1 :])
-
-
-def forget_pending(state: SyncerState, learner: int) -> SyncerState:
-  """No round waits for this learner any more; a push it already sent still counts."""
-  for i, f in enumerate(state.fragments):
-    if f.round is None or learner not in f.round.pending:
-      continue
-    current = replace(f.round, pending=without(f.round.pending, learner))
-    state = mark_dirty(set_fragment(state, i, round=current), [i])
-  return state
-
-
-def newest(state: SyncerState, i: int) -> Publish:
-  """The newest version of a fragment as all members get it; `publish_to` addresses it.
-
-  Every publish says whose pushes its version contains. So a learner that missed some publishes
-  still knows which of its work is merged, and a shard that lost all its state gets that back too.
-  """
-  f = state.fragments[i]
-  return Publish(
-    shard=state.shard,
-    incarnation=state.incarnation,
-    learner_incarnation=-1,
-    fragment=f.index,
-    round=f.last_round,
-    version=f.version,
-    base_version=-1,
-    base_round=NOTHING,
-    global_step=state.global_step,
-    merged_tokens=f.merged_tokens,
-    participants=f.participants,
-    merged_rounds=flat(f.merged_rounds),
-    snapshot=state.snapshot,
-    count=state.vector_clock[shard_key(state.shard)],
-    seal="",
-    codec="",  # the role fills it in, with the payload; `MADE`: it may leave the value out
-  )
-
-
-def publish_to(
-  state: SyncerState,
-  i: int,
-  learner: int,
-  now: float,
-  publish: Publish,
-  base_round: int = NOTHING,
-) -> tuple[SyncerState, Send]:
-  """`newest` for one learner: whole, or as the update to the value that `base_round` made."""
-  f, member = state.fragments[i], state.members[learner]
-  update = base_round != NOTHING
-  publish = replace(
-    publish,
-    learner_incarnation=member.incarnation,
-    base_version=f.version - 1 if update else -1,
-    base_round=base_round,
-    codec=MADE if f.last_round == INITIAL and not member.whole else "",
-  )
-  sent_at, waiting_since = member.sent_at, member.waiting_since
-  if not update or member.versions[i] >= member.sent[i]:  # else the time of the older one stays
-    sent_at, waiting_since = put(sent_at, i, now), put(waiting_since, i, now)
-  sent = put(member.sent, i, f.version)
-  state = set_member(state, learner, sent=sent, sent_at=sent_at, waiting_since=waiting_since)
-  return state, Send(learner, publish)
-
-
-def member_event(learner: int, status: str, reason: str) -> events.Member:
-  return events.Member(learner=learner, state=status, reason=reason)
-
-
-def ignored(message: Message, reason: str) -> events.Ignored:
-  learner = message.learner if isinstance(message, TO_SHARD) else None
+def ignored(message: messages.Message, reason: str) -> events.Ignored:
+  learner = message.learner if isinstance(message, messages.ToShard) else None
   return events.Ignored(message=type(message).__name__, learner=learner, reason=reason)

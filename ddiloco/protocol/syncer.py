@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from typing import cast
 
 from ddiloco.config import SyncConfig
-from ddiloco.protocol import events, moments, rounds, rules
+from ddiloco.protocol import events, messages, moments, rounds, rules, states
 from ddiloco.protocol.actions import (
   Abandon,
   InstallValue,
@@ -23,43 +22,8 @@ from ddiloco.protocol.actions import (
   SyncerEvent,
   TakeSnapshot,
 )
-from ddiloco.protocol.messages import (
-  EVALUATOR,
-  INITIAL,
-  TO_SHARD,
-  Hello,
-  Message,
-  Moments,
-  Push,
-  Refusal,
-  Report,
-  RequestMoments,
-  RequestValue,
-  ToShard,
-  Value,
-  Welcome,
-  pairs,
-)
-from ddiloco.protocol.states import (
-  FragmentState,
-  Member,
-  SyncerOutcome,
-  SyncerState,
-  ValueRequest,
-  believe_global_step,
-  complete,
-  could_push,
-  forget_pending,
-  ignored,
-  is_due,
-  join_clocks,
-  mark_dirty,
-  member_event,
-  newest,
-  publish_to,
-  set_member,
-  shard_key,
-)
+from ddiloco.protocol.messages import EVALUATOR, INITIAL, Hello, Refusal, Report, Value
+from ddiloco.protocol.states import FragmentState, Member, SyncerOutcome, SyncerState, ignored
 from ddiloco.protocol.values import put, replace
 
 FIRST_STEP_SECONDS = 60.0  # that a learner may be silent before any learner has made a step
@@ -107,7 +71,7 @@ def init(
     beliefs=rules.Beliefs(reach_at=began_at),
     global_step=max((f.global_step for f in fragments), default=0),
     snapshot=snapshot,
-    vector_clock={shard_key(shard): rules.numbered(incarnation, 0)},
+    vector_clock={states.shard_key(shard): rules.numbered(incarnation, 0)},
     known_rounds={f.index: f.last_round for f in fragments},
     recovery_deadline=recovery_deadline,
     planned_learners=planned_learners,
@@ -116,7 +80,7 @@ def init(
 
 def finished(state: SyncerState, now: float, silence_seconds: float) -> bool:
   """Whether the run needs this shard no more: all tokens are merged, all members left or silent."""
-  return all(complete(state, f) for f in state.fragments) and not any(
+  return all(state.complete(f) for f in state.fragments) and not any(
     now - m.heard_at < silence_seconds for m in state.members.values()
   )
 
@@ -134,43 +98,49 @@ def syncer_on(state: SyncerState, event: SyncerEvent, sync: SyncConfig) -> Synce
   state, moved = rounds.advance_rounds(state, event.now, sync, event.measuring)
   state, started = rounds.start_rounds(state, event.now, sync, event.measuring)
   begun: list[SyncerAction] = []
-  if state.shard == 0 and not state.saving and _enough_here(state, sync):
+  # In lock-step a run cannot go on from a snapshot that lacks the learners of a quorum.
+  enough = not sync.blocking or len(_here(state)) >= sync.min_quorum
+  if state.shard == 0 and not state.saving and enough:
     every = max(1, sync.snapshot_steps)
     state, begun = _capture(state, state.global_step // every * every, sync)
   return state, [*lost, *moved, *started, *begun]
 
 
 def _take_in(state: SyncerState, event: Received, sync: SyncConfig) -> SyncerOutcome:
-  message = event.message
-  if fault := fault_of(state, message):
+  message, now = event.message, event.now
+  if not isinstance(message, messages.ToShard):
+    return state, [ignored(message, "not for shards")]
+  if fault := _fault_of(state, message):
     return state, [ignored(message, fault)]
   number = getattr(message, "snapshot", 0)
   if isinstance(message, Report):
-    state = believe_global_step(state, message, event.now, sync)
-  if _from_the_future(state, number, sync):
+    state = state.believe_global_step(message, now, sync)
+  # After a number from the future no other would ever begin. Snapshots begin by the global step,
+  # which different roles see a little differently.
+  if number > state.global_step + 2 * sync.sync_period:
     return state, [ignored(message, "names a snapshot that the run has not reached")]
   state, captured = _capture(state, number, sync)
-  actions: list[SyncerAction]
+  actions: list[SyncerAction] = []
   match message:
-    case Push():
+    case messages.Push():
       state, actions = rounds.on_push(state, message, event, sync)
-    case RequestMoments() | Moments() if message.learner not in state.members:
+    case Hello():
+      state, actions = _on_hello(state, message, event, sync)
+    case Report():
+      state, actions = _on_report(state, message, event, sync)
+    case Value():
+      state, actions = _on_value(state, message, event, sync)
+    case messages.RequestMoments() | messages.Moments() if message.learner not in state.members:
       actions = [ignored(message, "an unknown learner")]
-    case RequestMoments():
-      state, actions = moments.on_ask(state, message, event.now, sync)
-    case Moments():
-      state, actions = moments.on_moments(state, message, event.now, sync)
-    case _:
-      state, actions = on_message(state, event, sync)
+    case messages.RequestMoments():
+      state, actions = moments.on_ask(state, message, now, sync)
+    case messages.Moments():
+      state, actions = moments.on_moments(state, message, now, sync)
+    case messages.Goodbye() if message.learner in state.members:
+      others = {m: each for m, each in state.members.items() if m != message.learner}
+      state = replace(state.forget_pending(message.learner), members=others)
+      actions = [events.Member(learner=message.learner, state="left", reason="said goodbye")]
   return state, [*captured, *actions]
-
-
-def _from_the_future(state: SyncerState, snapshot: int, sync: SyncConfig) -> bool:
-  """Whether this snapshot cannot have begun yet: after such a number no other would ever begin.
-
-  Snapshots begin by the global step, which different roles see a little differently.
-  """
-  return snapshot > state.global_step + 2 * sync.sync_period
 
 
 def _capture(state: SyncerState, snapshot: int, sync: SyncConfig) -> SyncerOutcome:
@@ -192,17 +162,13 @@ def _capture(state: SyncerState, snapshot: int, sync: SyncConfig) -> SyncerOutco
   return replace(state, saving=True), [TakeSnapshot(snapshot, state, _here(state))]
 
 
-def _enough_here(state: SyncerState, sync: SyncConfig) -> bool:
-  """In lock-step a run cannot go on from a snapshot that lacks the learners of a quorum."""
-  return not sync.blocking or len(_here(state)) >= sync.min_quorum
-
-
 def _here(state: SyncerState) -> tuple[int, ...]:
-  return tuple(m for m, v in sorted(state.members.items()) if _has_all(m, v))
-
-
-def _has_all(learner: int, member: Member) -> bool:
-  return learner != EVALUATOR and not member.lost and min(member.versions, default=-1) >= 0
+  """The learners that have the whole model."""
+  return tuple(
+    m
+    for m, member in sorted(state.members.items())
+    if m != EVALUATOR and not member.lost and min(member.versions, default=-1) >= 0
+  )
 
 
 def next_wake(
@@ -235,10 +201,8 @@ def _new_member(state: SyncerState, learner: int, incarnation: int, now: float) 
   return Member(incarnation, now, none, tuple(0 for _ in none), none, zero, zero, norms)
 
 
-def fault_of(state: SyncerState, message: Message) -> str:
+def _fault_of(state: SyncerState, message: messages.ToShard) -> str:
   """Why a message is ignored, or ""."""
-  if not isinstance(message, TO_SHARD):
-    return "not for shards"
   member = state.members.get(message.learner)
   if member is not None and message.incarnation < member.incarnation:
     return "an old incarnation of this learner"
@@ -248,53 +212,31 @@ def fault_of(state: SyncerState, message: Message) -> str:
   if counts != (len(state.fragments),) * 3:
     return f"counts {counts[0]} fragments, not mine"
   newer = [r for r, f in zip(message.rounds, state.fragments) if r > f.last_round]
-  if any(not state.first_round <= r < _born(state) for r in newer):
+  if any(not state.first_round <= r < state.born for r in newer):
     return "has a value of a round that never was"
   return ""
 
 
-def on_message(state: SyncerState, event: Received, sync: SyncConfig) -> SyncerOutcome:
-  message = cast(ToShard, event.message)  # `fault_of` has refused all others
-  member = state.members.get(message.learner)
-  match message:
-    case Hello():
-      return _on_hello(state, message, member, event, sync)
-    case Report():
-      return _on_report(state, message, member, event, sync)
-    case Value():
-      return _on_value(state, message, event, sync)
-  if member is None:
-    return state, []
-  others = {m: each for m, each in state.members.items() if m != message.learner}
-  state = forget_pending(replace(state, members=others), message.learner)
-  return state, [member_event(message.learner, "left", "said goodbye")]
-
-
-def _on_hello(
-  state: SyncerState, hello: Hello, member: Member | None, event: Received, sync: SyncConfig
-) -> SyncerOutcome:
+def _on_hello(state: SyncerState, hello: Hello, event: Received, sync: SyncConfig) -> SyncerOutcome:
   actions: list[SyncerAction] = []
-  now = event.now
-  new = member is None or hello.incarnation > member.incarnation
-  if member is None or new:
-    state = forget_pending(state, hello.learner)
+  now, member = event.now, state.members.get(hello.learner)
+  if member is None or hello.incarnation > member.incarnation:
+    state = state.forget_pending(hello.learner)
     member = _new_member(state, hello.learner, hello.incarnation, now)
     if len(hello.rounds) == len(state.fragments):
       has = tuple(
         f.version if r >= f.last_round else -1 for r, f in zip(hello.rounds, state.fragments)
       )
       member = replace(member, versions=has, sent=has)
-    actions.append(member_event(hello.learner, "joined", f"incarnation {hello.incarnation}"))
+    actions.append(_joined(hello.learner, f"incarnation {hello.incarnation}"))
   if hello.whole and not member.whole:  # initial values that it should make count as not sent
     member = replace(member, whole=True, sent=member.versions)
-  welcome = Welcome(
-    state.shard,
-    state.incarnation,
-    hello.incarnation,
-    state.global_step,
-    tuple(f.index for f in state.fragments),
-    tuple(f.last_round for f in state.fragments),
-    state.snapshot,
+  welcome = messages.Welcome(
+    *state.to(hello.incarnation),
+    global_step=state.global_step,
+    fragments=tuple(f.index for f in state.fragments),
+    rounds=tuple(f.last_round for f in state.fragments),
+    snapshot=state.snapshot,
   )
   actions.append(Send(hello.learner, welcome))
   begun = _begun(state, sync)
@@ -305,6 +247,10 @@ def _on_hello(
     state, sent = _catch_up(state, learner, now, sync, unsent)
     actions += sent
   return state, actions
+
+
+def _joined(learner: int, reason: str) -> events.Member:
+  return events.Member(learner=learner, state="joined", reason=reason)
 
 
 def _heard(state: SyncerState, learner: int, member: Member, sync: SyncConfig) -> SyncerState:
@@ -324,9 +270,9 @@ def _begun(state: SyncerState, sync: SyncConfig) -> bool:
 
 
 def _on_report(
-  state: SyncerState, report: Report, member: Member | None, event: Received, sync: SyncConfig
+  state: SyncerState, report: Report, event: Received, sync: SyncConfig
 ) -> SyncerOutcome:
-  now = event.now
+  now, member = event.now, state.members.get(report.learner)
   newer = {f.index: r for r, f in zip(report.rounds, state.fragments) if r > f.last_round}
   if newer:
     return _recall(state, report, newer, now, sync)
@@ -334,12 +280,12 @@ def _on_report(
   versions = _compared(state, report.rounds, report.versions)
   if member is None or report.incarnation > member.incarnation:
     # This shard restarted, or the hello was lost: the report has all that the hello would say.
-    state = forget_pending(state, report.learner)
+    state = state.forget_pending(report.learner)
     member = _new_member(state, report.learner, report.incarnation, now)
     member = replace(member, versions=versions, sent=versions)
-    actions.append(member_event(report.learner, "joined", "reported"))
+    actions.append(_joined(report.learner, "reported"))
   elif member.lost:
-    actions.append(member_event(report.learner, "joined", "heard again"))
+    actions.append(_joined(report.learner, "heard again"))
     member = replace(member, resends=0, resent_at=-math.inf)
   member = _note_sync(state, member, versions, now, report.idle_seconds)
   state, member = _note_delivered(state, member, versions, now, sync)
@@ -357,11 +303,15 @@ def _on_report(
   )
   state = _heard(state, report.learner, member, sync)
   if member.quarantined:
-    refusal = Refusal(
-      state.shard, state.incarnation, report.incarnation, -1, -1, True, "quarantined"
-    )
+    refusal = Refusal(*state.to(report.incarnation), -1, -1, True, "quarantined")
     return state, [*actions, Send(report.learner, refusal)]
-  state = mark_dirty(state, _due(state, report.learner, member, sync))
+  state = state.mark_dirty(
+    i
+    for i, f in enumerate(state.fragments)
+    if f.round is None
+    and state.could_push(report.learner, i)
+    and state.is_due(report.learner, i, sync)
+  )
   state, sent = _catch_up(state, report.learner, now, sync, event.unsent)
   return state, [*actions, *sent]
 
@@ -411,20 +361,6 @@ def _note_sync(
   return member
 
 
-def _due(state: SyncerState, learner: int, member: Member, sync: SyncConfig) -> list[int]:
-  """Positions of the fragments that this member is due for and that have no round."""
-  return [
-    i
-    for i, f in enumerate(state.fragments)
-    if f.round is None and could_push(learner, member, i, f) and is_due(state, learner, i, sync)
-  ]
-
-
-def _born(state: SyncerState) -> int:
-  """Round ids of this incarnation are at least this number; those of earlier ones are smaller."""
-  return rules.numbered(state.incarnation, 0)
-
-
 def _compared(
   state: SyncerState, rounds: tuple[int, ...], versions: tuple[int, ...]
 ) -> tuple[int, ...]:
@@ -452,25 +388,24 @@ def _recall(
     )
     if asked or (before and now < before.asked_at + patience):
       continue
-    recalls[p, report.learner] = ValueRequest(now, before.times + 1 if before else 1, r)
-    recall = RequestValue(state.shard, state.incarnation, report.incarnation, p)
+    recalls[p, report.learner] = states.ValueRequest(now, before.times + 1 if before else 1, r)
+    recall = messages.RequestValue(*state.to(report.incarnation), p)
     actions.append(Send(report.learner, recall))
   return replace(state, recalls=recalls), actions
 
 
 def _on_value(state: SyncerState, value: Value, event: Received, sync: SyncConfig) -> SyncerOutcome:
-  now = event.now
-  i = next((i for i, f in enumerate(state.fragments) if f.index == value.fragment), None)
+  i, now = state.position(value.fragment), event.now
   if i is None or (value.fragment, value.learner) not in state.recalls:
     return state, [ignored(value, "it was not asked for")]
   f = state.fragments[i]
-  merged_rounds = dict(pairs(value.merged_rounds))
+  merged_rounds = dict(messages.pairs(value.merged_rounds))
   if event.fault:
     return state, [ignored(value, event.fault), *_give_up(state, value, event.fault, sync)]
   if len(value.merged_rounds) % 2 or max(merged_rounds.values(), default=-1) > value.round:
     return state, [ignored(value, "cannot have merged what it says")]
   recalls = {k: r for k, r in state.recalls.items() if k[0] != f.index or r.round > value.round}
-  if not max(f.last_round, state.first_round - 1) < value.round < _born(state):
+  if not max(f.last_round, state.first_round - 1) < value.round < state.born:
     return state, [ignored(value, "not newer than what is here, or never made")]
   f = FragmentState(
     f.index,
@@ -483,14 +418,14 @@ def _on_value(state: SyncerState, value: Value, event: Received, sync: SyncConfi
     snapshot=state.snapshot,
   )
   known = {**state.known_rounds, f.index: f.last_round}
-  vector_clock = join_clocks(state.vector_clock, {value.learner: value.count})
-  fragments = put(state.fragments, i, f)
   state = replace(
-    state, fragments=fragments, recalls=recalls, known_rounds=known, vector_clock=vector_clock
+    state.heard(value.learner, value.count),
+    fragments=put(state.fragments, i, f),
+    recalls=recalls,
+    known_rounds=known,
   )
   for learner, m in state.members.items():  # until a report says that a member has this value
-    state = set_member(
-      state,
+    state = state.with_member(
       learner,
       versions=put(m.versions, i, -1),
       sent=put(m.sent, i, f.version),
@@ -510,8 +445,9 @@ def _give_up(state: SyncerState, value: Value, fault: str, sync: SyncConfig) -> 
   if state.recalls[value.fragment, value.learner].times < sync.quarantine_after:
     return []
   reason = f"the value of fragment {value.fragment} that it gives back is refused: {fault}"
-  refusal = Refusal(state.shard, state.incarnation, value.incarnation, -1, -1, True, reason)
-  return [Send(value.learner, refusal), member_event(value.learner, "quarantined", reason)]
+  refusal = Refusal(*state.to(value.incarnation), -1, -1, True, reason)
+  logged = events.Member(learner=value.learner, state="quarantined", reason=reason)
+  return [Send(value.learner, refusal), logged]
 
 
 def _note_lost(state: SyncerState, report: Report) -> SyncerOutcome:
@@ -522,11 +458,11 @@ def _note_lost(state: SyncerState, report: Report) -> SyncerOutcome:
     for f, r, v in zip(state.fragments, report.rounds, report.versions)
     if max(state.known_rounds.get(f.index, -1), state.first_round - 1)
     < r
-    < min(_born(state), f.last_round)
+    < min(state.born, f.last_round)
   }
   if not had:
     return state, []
-  known = {**state.known_rounds, **dict.fromkeys(had, _born(state))}
+  known = {**state.known_rounds, **dict.fromkeys(had, state.born)}
   state = replace(state, known_rounds=known)
   reason = "has a version that this shard lost, and went on without"
   return state, [events.Lost(learner=report.learner, versions=had, reason=reason)]
@@ -541,12 +477,11 @@ def _catch_up(
   has left.
   """
   actions: list[SyncerAction] = []
-  member = state.members[learner]
-  if member.lost or not _begun(state, sync):
+  if state.members[learner].lost or not _begun(state, sync):
     return state, actions
   if unsent:
-    state = set_member(state, learner, resent_at=now)
-    member = state.members[learner]
+    state = state.with_member(learner, resent_at=now)
+  member = state.members[learner]
   lacks = [i for i, f in enumerate(state.fragments) if member.versions[i] < f.version]
   since = member.waiting_since
   patience = max(sync.liveness_seconds, 3 * state.delivery_seconds, 3 * member.delivery_seconds)
@@ -558,9 +493,9 @@ def _catch_up(
     overdue = waited > rules.backed_off(patience, member.resends, math.inf)
     if member.sent[i] < f.version or overdue:
       again = member.sent[i] == f.version
-      state, publish = publish_to(state, i, learner, now, newest(state, i))
+      state, publish = state.publish_to(i, learner, now, state.newest(i))
       if again:
-        state = set_member(state, learner, resends=member.resends + 1, resent_at=now)
+        state = state.with_member(learner, resends=member.resends + 1, resent_at=now)
       actions.append(publish)
   return state, actions
 
@@ -572,7 +507,8 @@ def lose_silent(state: SyncerState, now: float, sync: SyncConfig) -> SyncerOutco
     return state, actions
   for learner, member in list(state.members.items()):
     if not member.lost and now >= lost_at(state, member, sync):
-      state = forget_pending(set_member(state, learner, lost=True), learner)
-      actions.append(member_event(learner, "lost", f"silent for {now - member.heard_at:.2f} s"))
+      state = state.with_member(learner, lost=True).forget_pending(learner)
+      reason = f"silent for {now - member.heard_at:.2f} s"
+      actions.append(events.Member(learner=learner, state="lost", reason=reason))
   there = [lost_at(state, member, sync) for member in state.members.values() if not member.lost]
   return replace(state, silent_at=min(there, default=math.inf)), actions

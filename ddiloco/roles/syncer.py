@@ -39,7 +39,7 @@ from ddiloco.protocol.actions import (
   TakeSnapshot,
   Tick,
 )
-from ddiloco.protocol.messages import BETWEEN_SHARDS, EVALUATOR, Message, Publish, Push, Value
+from ddiloco.protocol.messages import EVALUATOR, BetweenShards, Message, Publish, Push, Value
 from ddiloco.protocol.states import FragmentState, SyncerState, ignored
 from ddiloco.protocol.values import replace
 from ddiloco.runtime import Job, Loop, Runtime, drive, short_collections, value_threads
@@ -196,14 +196,14 @@ class Syncer:
     return started
 
   def _take(self, arrived: Delivery) -> Loop[None]:
-    if not isinstance(arrived.message, BETWEEN_SHARDS):
+    if not isinstance(arrived.message, BetweenShards):
       yield from self.take(arrived.message, arrived.at)
     elif self.replication is not None:
       self._worker.put(self.replication.on(arrived.message))
 
   def take(self, message: Message, now: float) -> Loop[None]:
     """A message that arrived `now`; it may have waited since. One with values is measured first."""
-    if isinstance(message, Push) and rounds.awaits(self.state, message):
+    if isinstance(message, Push) and not rounds.stray(self.state, message):
       self._once(self._measuring, message.round, message, self._take_in_push(message, now))
       yield None
     elif isinstance(message, Value) and (message.fragment, message.learner) in self.state.recalls:

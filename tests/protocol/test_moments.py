@@ -24,7 +24,8 @@ from ddiloco.protocol.messages import (
   ProvideMoments,
   RequestMoments,
 )
-from ddiloco.protocol.moments import STRETCH_PERIODS, TIMES, on_ask
+from ddiloco.protocol.moments import on_ask
+from ddiloco.protocol.states import MOST_TIMES, STRETCH_PERIODS
 from tests import says
 from tests.protocol.test_syncer_scripts import ALONE, Script, join, report
 
@@ -79,7 +80,7 @@ def test_one_that_asks_again_and_again_does_not_use_up_the_links_of_others():
     while (donation := shard.state.donation) is not None:
       actions = shard.feed(moments(donation.donor, donation.fragment))
       given += sum(a.to == 2 for a in actions if isinstance(a, Send) and is_forward(a.message))
-  assert given == TIMES * 2
+  assert given == MOST_TIMES * 2
   assert "lately" in refused(shard, 2) and not shard.state.asking
   later = shard.state.global_step + STRETCH_PERIODS * ALONE.sync_period
   shard.state = dataclasses.replace(shard.state, global_step=later)

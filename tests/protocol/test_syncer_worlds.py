@@ -10,7 +10,7 @@ import pytest
 
 from ddiloco.config import SyncConfig
 from ddiloco.protocol import events, learner
-from ddiloco.protocol.messages import TO_LEARNER, TO_SHARD
+from ddiloco.protocol.messages import ToLearner, ToShard
 from tests.protocol import storms
 from tests.protocol.storms import STORM_SECONDS, calm, heal, notes, random_world
 from tests.protocol.virtual import Pace, Weather, World
@@ -24,7 +24,10 @@ def test_storms(block):
   assert struck(counted, storms.KINDS), counted
 
 
-@pytest.mark.parametrize("kind", [*TO_SHARD, *TO_LEARNER], ids=lambda kind: kind.__name__)
+KINDS = [*ToShard.__subclasses__(), *ToLearner.__subclasses__()]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("min_quorum", [1, 3])
 def test_recovers_from_losing_every_message_of_a_kind(kind, min_quorum):
   for seed, start in enumerate((0.0, 1.0)):  # before joining, and on the way

@@ -18,7 +18,6 @@ from ddiloco.protocol.states import (
   LearnerState,
   Outstanding,
   SyncerState,
-  set_fragment,
 )
 from ddiloco.protocol.values import NotAState, from_json, put, replace, to_json
 from tests import says
@@ -143,7 +142,7 @@ def test_a_state_of_another_shape_is_refused_wherever_it_differs():
   with pytest.raises(NotAState, match=r"LearnerState\.another is .*unknown"):
     from_json(LearnerState, {**good, "another": 1})
   outstanding = Outstanding(says.push(1, 5, 0, 7, 3, 2, 20, 1, "f32"), at_step=4)
-  with_push = through_json(set_fragment(state, 0, outstanding=outstanding))
+  with_push = through_json(state.with_fragment(0, outstanding=outstanding))
   assert from_json(LearnerState, with_push).fragments[0].outstanding == outstanding
   where = ("fragments", 0, "outstanding", "push", "payload")
   with pytest.raises(NotAState, match=r"`null`, got `str` - at .*\.outstanding\.push\.payload"):
