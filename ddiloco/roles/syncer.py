@@ -13,7 +13,7 @@ import functools
 import math
 import queue
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -50,6 +50,7 @@ TRAFFIC_SECONDS = 1.0
 IGNORED_SECONDS = 1.0
 CLOSE_SECONDS = 30.0  # for the worker to finish its present job
 
+T = TypeVar("T")
 Done = Callable[[], Loop[None]]  # what the loop does once a job is done
 
 
@@ -92,8 +93,7 @@ class Syncer:
     if replication is not None:
       replication.background = self._worker.put
     self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
-    self._measuring: set[tuple[int, int]] = set()  # round and learner of pushes
-    self._checking: set[tuple[int, int]] = set()  # fragment and learner of values given back
+    self._reading: set[tuple] = set()  # the messages whose values the worker reads, by `_key`
     self._at_work: dict[int, list[SyncerAction]] = {}  # fragment -> actions that wait for its job
     self._capturing = False
     self._drag: Callable[[float], None] = lambda seconds: None
@@ -109,7 +109,7 @@ class Syncer:
       self._say_owned(p)
       self._at_work[p] = []
     for p in fragments:
-      self._worker.put(self._prepare(p))
+      self._do(functools.partial(self._prepare, p), functools.partial(self._go_on, p))
 
   @property
   def committed(self) -> Mapping[int, Committed]:
@@ -171,7 +171,8 @@ class Syncer:
     self._count_traffic(always=True)
 
   def _rounds_measured(self) -> frozenset[int]:
-    return frozenset(round_id for round_id, _ in self._measuring)
+    """Rounds with a push that is being measured."""
+    return frozenset(number for kind, number, _ in self._reading if kind is Push)
 
   def _take_in(self, until: float) -> Loop[float]:
     """Waits for a message, then takes in all that are there; returns the time when the wait ended.
@@ -204,24 +205,22 @@ class Syncer:
   def take(self, message: Message, now: float) -> Loop[None]:
     """A message that arrived `now`; it may have waited since. One with values is measured first."""
     if isinstance(message, Push) and not rounds.stray(self.state, message):
-      self._once(self._measuring, message.round, message, self._take_in_push(message, now))
+      self._read(message, now, self._measure)
       yield None
     elif isinstance(message, Value) and (message.fragment, message.learner) in self.state.recalls:
-      self._once(self._checking, message.fragment, message, self._take_back(message, now))
+      self._read(message, now, self._check)
     else:
       learner = getattr(message, "learner", EVALUATOR)
       unsent = self.endpoint.unsent(learner_address(learner)) > 0
       yield from self.handle(Received(message, now, unsent=unsent))
 
-  def _once(
-    self, under_way: set[tuple[int, int]], number: int, message: Push | Value, job: Job
-  ) -> None:
+  def _read(self, message: Push | Value, now: float, work: Callable[..., Received]) -> None:
     """A message with values is a job, unless one like it waits: its gigabytes would wait, too."""
-    if (number, message.learner) in under_way:
+    if _key(message) in self._reading:
       self._note_ignored(ignored(message, "a duplicate"))
     else:
-      under_way.add((number, message.learner))
-      self._worker.put(job)
+      self._reading.add(_key(message))
+      self._do(functools.partial(work, message, now), self._was_read)
 
   def handle(self, event) -> Loop[None]:
     """One event through the reducer, and every action it decides, in order."""
@@ -246,19 +245,21 @@ class Syncer:
       case Send(to, message):
         self._send(to, message)
       case Accept():
-        self._worker.put(self._accept(action))
+        self._do(functools.partial(self.merger.accept, action))
       case Commit(fragment):
         if self.replication is not None:
           self.replication.changes(fragment)
         self._at_work[fragment] = []
-        self._worker.put(self._commit(action, self._state_of(fragment)))
+        work = functools.partial(self._commit, action, self._state_of(fragment))
+        self._do(work, functools.partial(self._merged, action))
       case InstallValue(fragment):
         self._at_work[fragment] = []
-        self._worker.put(self._install(action, self._state_of(fragment)))
+        work = functools.partial(self._install, action, self._state_of(fragment))
+        self._do(work, functools.partial(self._installed, fragment))
       case TakeSnapshot():
         self._capture(action)
-      case Abandon():
-        self._worker.put(self._abandon(action))
+      case Abandon(fragment):
+        self._do(functools.partial(self.merger.abandon, fragment))
       case events.Ignored():
         self._note_ignored(action)
       case events.Event():
@@ -266,79 +267,68 @@ class Syncer:
 
   # --- jobs of the worker, and what the loop does after each --------------------------------------
 
-  def _then(self, done: Done) -> None:
-    self._done.put(done)
-    self.endpoint.wake()
+  def _do(
+    self, work: Callable[[], T], then: Callable[[T], Loop[None]] = lambda result: iter(())
+  ) -> None:
+    """Has the worker do `work`, and then the loop go on with its result."""
+
+    def job() -> Job:
+      result = work()
+      yield None
+      self._done.put(functools.partial(then, result))
+      self.endpoint.wake()
+
+    self._worker.put(job())
 
   def _digest(self, fragment: int) -> None:
     if self._sealer is not None:
       self._digests[fragment] = self._sealer.digest(self.committed[fragment].published_value)
 
-  def _prepare(self, fragment: int) -> Job:
+  def _prepare(self, fragment: int) -> None:
     if reason := self.merger.prepare(fragment):
       warn(f"what is compiled for commits cannot be kept on disk: {reason}. The run goes on.")
     self._digest(fragment)
-    yield None
-    self._then(functools.partial(self._go_on, fragment))
 
-  def _go_on(self, fragment: int) -> Loop[None]:
+  def _go_on(self, fragment: int, result: None = None) -> Loop[None]:
     """Performs the actions that waited for the fragment's job, which has ended."""
     for action in self._at_work.pop(fragment):
       self._perform(action)
     yield None
 
-  def _take_in_push(self, push: Push, now: float) -> Job:
+  def _measure(self, push: Push, now: float) -> Received:
     started = self.time.now()
     received = self.merger.take_in(push, now)
     self._drag(self.time.now() - started)
-    yield None
-    self._then(functools.partial(self._taken_in, received))
+    return received
 
-  def _taken_in(self, received: Received) -> Loop[None]:
-    match received.message:
-      case Push(round=round_id, learner=learner):
-        self._measuring.discard((round_id, learner))
-      case Value(fragment=fragment, learner=learner):
-        self._checking.discard((fragment, learner))
-    yield from self.handle(received)
-
-  def _take_back(self, value: Value, now: float) -> Job:
+  def _check(self, value: Value, now: float) -> Received:
     received, sealer = self.merger.take_back(value, now), self._sealer
     if not received.fault and sealer is not None and not sealer.fits(value, received.content):
-      received = Received(value, now, fault="is no value of this shard: its seal does not fit")
-    yield None
-    self._then(functools.partial(self._taken_in, received))
+      return Received(value, now, fault="is no value of this shard: its seal does not fit")
+    return received
 
-  def _accept(self, accept: Accept) -> Job:
-    self.merger.accept(accept)
-    yield None
+  def _was_read(self, received: Received) -> Loop[None]:
+    self._reading.discard(_key(received.message))
+    yield from self.handle(received)
 
-  def _abandon(self, what: Abandon) -> Job:
-    self.merger.abandon(what.fragment)
-    yield None
-
-  def _commit(self, what: Commit, state: FragmentState) -> Job:
+  def _commit(self, what: Commit, state: FragmentState) -> tuple[Merged, float]:
     started = self.time.now()
     merged = self.merger.commit(what, state)
     self._digest(what.fragment)
     self._drag(self.time.now() - started)
-    yield None
-    seconds = self.time.now() - started
-    self._then(functools.partial(self._merged, what, merged, seconds))
+    return merged, self.time.now() - started
 
-  def _merged(self, what: Commit, merged: Merged, seconds: float) -> Loop[None]:
+  def _merged(self, what: Commit, result: tuple[Merged, float]) -> Loop[None]:
     """A commit is stored and in the log before any other role hears of it."""
-    p = what.fragment
+    p, (merged, seconds) = what.fragment, result
     self.store.save(self.committed[p])
-    participants = {m: round(float(w), 6) for m, w in zip(what.learners, merged.weights)}
-    step_tokens = tuple(self.config.tokens_per_step(m) for m in what.learners)
     first = self._at_work[p].pop(0)
     assert isinstance(first, events.Commit), "its line in the log comes first"
     self.recorder.record(
       msgspec.structs.replace(
         first,
-        participants=participants,
-        step_tokens=step_tokens,
+        participants={m: round(float(w), 6) for m, w in zip(what.learners, merged.weights)},
+        step_tokens=tuple(self.config.tokens_per_step(m) for m in what.learners),
         length=None if merged.length is None else round(merged.length, 4),
         rho=None if merged.rho is None else round(merged.rho, 4),
         merge_seconds=seconds,
@@ -347,14 +337,12 @@ class Syncer:
     self._announce(p)
     yield from self._go_on(p)
 
-  def _install(self, what: InstallValue, state: FragmentState) -> Job:
+  def _install(self, what: InstallValue, state: FragmentState) -> None:
     """Installs a value that this shard lost and a learner gave back."""
     self.merger.install(what, state)
     self._digest(what.fragment)
-    yield None
-    self._then(functools.partial(self._installed, what.fragment))
 
-  def _installed(self, fragment: int) -> Loop[None]:
+  def _installed(self, fragment: int, result: None) -> Loop[None]:
     self.store.save(self.committed[fragment])
     self._say_owned(fragment)
     # Whole: from an update the buddy would compute momentum, and this jump is no outer step.
@@ -377,26 +365,25 @@ class Syncer:
     """Captures this shard's part of a snapshot, with the values that all earlier jobs made."""
     if self._saver is not None:
       self._capturing = True
-      self._worker.put(self._collect(action))
+      collected = functools.partial(self._collected, action)
+      self._do(functools.partial(self._collect, action.state), collected)
 
-  def _collect(self, action: TakeSnapshot) -> Job:
+  def _collect(self, state: SyncerState) -> tuple[Any, Mapping[str, Any]]:
     momentum_rounds = {p: c.momentum_round for p, c in self.committed.items()}
-    part, arrays = syncer_part(action.state, momentum_rounds), self.merger.arrays()
-    yield None
-    self._then(functools.partial(self._collected, action, part, arrays))
+    return syncer_part(state, momentum_rounds), self.merger.arrays()
 
-  def _collected(self, action: TakeSnapshot, part: Any, arrays: Mapping[str, Any]) -> Loop[None]:
+  def _collected(self, action: TakeSnapshot, result: tuple[Any, Mapping[str, Any]]) -> Loop[None]:
     self._capturing = False
     self.recorder.record(events.Captured(snapshot=action.snapshot))  # after its commits' lines
     sync = self.config.sync
     # Others may have begun it: in lock-step no run can go on from it without a quorum of learners.
     useless = sync.blocking and len(action.learners) < sync.min_quorum
     if self.state.shard or useless:
-      self._saver.save(action.snapshot, part, arrays)
+      self._saver.save(action.snapshot, *result)
     else:
       then = functools.partial(self._commit_snapshot, action)
       at_last = functools.partial(self._saver.prune, self.config.checkpoint.keep)
-      self._saver.save(action.snapshot, part, arrays, then, at_last)
+      self._saver.save(action.snapshot, *result, then, at_last)
     yield None
 
   def _commit_snapshot(self, action: TakeSnapshot, snapshot: int) -> Job:
@@ -456,14 +443,17 @@ class Syncer:
       self.recorder.record(events.Traffic(**vars(self.endpoint.counters)))
 
 
-def _fragment_of(action: SyncerAction) -> int:
-  """The fragment whose values an action needs; without one, a number that no fragment has."""
+def _key(message: Push | Value) -> tuple[type, int, int]:
+  """Messages of one key are one message, sent again."""
+  number = message.round if isinstance(message, Push) else message.fragment
+  return type(message), number, message.learner
+
+
+def _fragment_of(action: SyncerAction) -> int | None:
+  """The fragment whose values an action needs, if it needs any."""
   match action:
     case Send(_, Publish(fragment=fragment)):
       return fragment
     case Commit() | InstallValue() | Abandon() | events.Commit():
       return action.fragment
-  return _NO_FRAGMENT
-
-
-_NO_FRAGMENT = 1 << 62
+  return None
