@@ -190,7 +190,7 @@ def plan(
   config = _checked(config)
   setting = planner.Setting.of(
     config,
-    initial.fragment_sizes(config),
+    initial.make_plan(config).sizes,
     step_seconds=step_seconds,
     gbps=gbps,
     latency_seconds=latency_seconds,
@@ -237,7 +237,7 @@ def simulate(
 
   config = _checked(config)
   setting = Speeds(
-    sizes=initial.fragment_sizes(config),
+    sizes=initial.make_plan(config).sizes,
     step_seconds=step_seconds,
     gbps=(gbps,),
     latency_seconds=(latency_seconds,),

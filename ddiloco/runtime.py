@@ -176,6 +176,8 @@ class ValueThreads(concurrent.futures.ThreadPoolExecutor):
 
   def share(self, work: Callable[[Any], Any], each: Iterable[Any]) -> list[Any]:
     """The results of `work` in the order of `each`; raises its error when all threads are done."""
+    if self.count < 2:
+      return list(map(work, each))
     todo, numbers = list(each), itertools.count()
     results = [None] * len(todo)
 
@@ -189,8 +191,8 @@ class ValueThreads(concurrent.futures.ThreadPoolExecutor):
     return results
 
 
-def value_threads(sync: SyncConfig, size: int, share: float = 1.0) -> ValueThreads | None:
-  """Threads for the work on fragments of up to `size` values; None: one thread is enough.
+def value_threads(sync: SyncConfig, size: int, share: float = 1.0) -> ValueThreads:
+  """Threads for the work on fragments of up to `size` values; one is the caller's own.
 
   Args:
     sync: its `value_threads` is their number; 0: a share of the cores that this process may use.
@@ -198,9 +200,7 @@ def value_threads(sync: SyncConfig, size: int, share: float = 1.0) -> ValueThrea
     share: of the cores.
   """
   count = sync.value_threads or int(share * len(os.sched_getaffinity(0)))
-  if count < 2 or size < COMPILED_FROM:
-    return None
-  return ValueThreads(count)
+  return ValueThreads(count if count > 1 and size >= COMPILED_FROM else 1)
 
 
 def drive(loop: Loop[T], endpoint: Endpoint, look_seconds: float) -> T:

@@ -186,7 +186,7 @@ def play(config: Config, sizes: tuple[int, ...], step: float, links: dict) -> di
 def compare(workdirs: Sequence[Path], mbit: float, delay_ms: float) -> dict[str, Any]:
   """Planned, virtual and real."""
   config = from_dict(json.loads((workdirs[0] / "config.json").read_text()))
-  sizes, gbps = initial.fragment_sizes(config), mbit / 1e3
+  sizes, gbps = initial.make_plan(config).sizes, mbit / 1e3
   links = {"gbps": gbps, "shard_gbps": gbps, "latency_seconds": delay_ms / 1e3}
   learners = config.islands.num_learners
   real = [measure(sorted(read_events(w), key=lambda e: e.time), learners) for w in workdirs]

@@ -103,7 +103,7 @@ def _sizes(given: Flags, config: Config) -> tuple[int, ...]:
   if given.parameters is None:
     from ddiloco.roles import initial  # imports JAX, which takes seconds
 
-    return initial.fragment_sizes(config)
+    return initial.make_plan(config).sizes
   parameters, count = int(_number(given, "parameters", "12e9")), config.sync.num_fragments
   if parameters < count:
     raise ConfigError(

@@ -74,24 +74,26 @@ class Encoded(NamedTuple):
   payload: np.ndarray  # uint8 [payload_bytes(size, codec)]
 
 
-class ChunkPayload(NamedTuple):
-  """The part of a payload for one chunk: up to CHUNK values from a multiple of CHUNK on."""
+def _part(encoded: Encoded, size: int, start: int) -> tuple[np.ndarray, np.ndarray]:
+  """(scales, codes) of one chunk in a payload of `size` values, as views.
 
-  scales: np.ndarray  # f32, one for each block; none for f32 and bf16
-  codes: np.ndarray  # f32, bf16 or int8 values, or bytes of two int4 codes
-
-
-def part(encoded: Encoded, size: int, start: int) -> ChunkPayload:
-  """Views of one chunk in a payload of `size` values; it begins at `start`, a multiple of CHUNK."""
+  Scales are f32, one for each block, and none for f32 and bf16. Codes are f32, bf16 or int8 values,
+  or bytes of two int4 codes.
+  """
   name, payload = encoded
   stop = min(start + CHUNK, size)
   if name not in LEVELS:
-    return ChunkPayload(_NO_SCALES, payload.view(_TYPES[name])[start:stop])
+    return _NO_SCALES, payload.view(_TYPES[name])[start:stop]
   all_scales = payload[: 4 * -(-size // BLOCK)].view(np.float32)
   codes, per_byte = payload[all_scales.nbytes :], 2 if name == "int4" else 1
   first = start // per_byte
   codes = codes[first : first + -(-(stop - start) // per_byte)].view(_TYPES[name])
-  return ChunkPayload(all_scales[start // BLOCK : -(-stop // BLOCK)], codes)
+  return all_scales[start // BLOCK : -(-stop // BLOCK)], codes
+
+
+def empty(size: int, codec: str) -> Encoded:
+  """A payload of `size` values, to be filled in by `encode_chunk`."""
+  return Encoded(codec, np.empty(payload_bytes(size, codec), np.uint8))
 
 
 def encode(x: np.ndarray, codec: str) -> np.ndarray:
@@ -100,31 +102,35 @@ def encode(x: np.ndarray, codec: str) -> np.ndarray:
   Raises:
     CodecError: unknown codec, or `x` is not a flat float32 vector.
   """
-  nbytes = payload_bytes(x.size, codec)
+  encoded = empty(x.size, codec)
   if x.dtype != np.float32 or x.ndim != 1:
     raise CodecError(f"encode: x is {x.dtype}{list(x.shape)}, must be a flat float32 vector")
   if codec == "f32":
     return np.ascontiguousarray(x).view(np.uint8)
-  payload = np.empty(nbytes, np.uint8)
   scratch = np.empty(min(CHUNK, x.size), np.float32)
   for start in range(0, x.size, CHUNK):
     values = x[start : start + CHUNK]
-    there = part(Encoded(codec, payload), x.size, start)
-    encode_chunk(values, codec, there, scratch[: values.size])
-  return payload
+    encode_chunk(values, encoded, x.size, start, scratch[: values.size])
+  return encoded.payload
 
 
-def encode_chunk(values: np.ndarray, codec: str, out: ChunkPayload, scratch: np.ndarray) -> None:
-  """Fills `out` with the values of one chunk; `scratch`: f32 of the same shape, written over."""
+def encode_chunk(
+  values: np.ndarray, out: Encoded, size: int, start: int, scratch: np.ndarray
+) -> None:
+  """Writes a chunk of `size` values: up to CHUNK from `start` on, a multiple of CHUNK.
+
+  `scratch`: f32 of the same shape as `values`, written over.
+  """
+  scales, codes = _part(out, size, start)
   with np.errstate(all="ignore"):  # non-finite values are data here, the receiver judges them
-    if codec not in LEVELS:
-      np.copyto(out.codes, values, casting="unsafe")
+    if out.codec not in LEVELS:
+      np.copyto(codes, values, casting="unsafe")
       return
-    _quantise(values, LEVELS[codec], out.scales, scratch)
-    if codec == "int8":
-      np.copyto(out.codes, scratch, casting="unsafe")
+    _quantise(values, LEVELS[out.codec], scales, scratch)
+    if out.codec == "int8":
+      np.copyto(codes, scratch, casting="unsafe")
     else:
-      _pack(scratch, out.codes)
+      _pack(scratch, codes)
 
 
 def decode(payload: np.ndarray, size: int, codec: str) -> np.ndarray:
@@ -142,7 +148,7 @@ def decode(payload: np.ndarray, size: int, codec: str) -> np.ndarray:
     return encoded.payload.view(np.float32)
   x = np.empty(size, np.float32)
   for start in range(0, size, CHUNK):
-    decode_chunk(part(encoded, size, start), codec, x[start : start + CHUNK])
+    decode_chunk(encoded, size, start, x[start : start + CHUNK])
   return x
 
 
@@ -161,23 +167,24 @@ def checked(payload: np.ndarray, size: int, codec: str) -> Encoded:
   return Encoded(codec, np.ascontiguousarray(payload))
 
 
-def decode_chunk(there: ChunkPayload, codec: str, out: np.ndarray) -> None:
-  """The values of one chunk, f32.
+def decode_chunk(encoded: Encoded, size: int, start: int, out: np.ndarray) -> None:
+  """Reads a chunk of `size` values into `out` f32, as long as the chunk; see `encode_chunk`.
 
   Raises:
     CodecError: a scale is negative, or a code that no encoder writes.
   """
+  scales, codes = _part(encoded, size, start)
   with np.errstate(all="ignore"):
-    if codec not in LEVELS:
-      np.copyto(out, there.codes)
+    if encoded.codec not in LEVELS:
+      np.copyto(out, codes)
       return
-    if (there.scales < 0).any():
-      raise CodecError(f"{codec} payload: a scale is negative")
-    if codec == "int8":
-      _unpack_int8(there.codes, out)
+    if (scales < 0).any():
+      raise CodecError(f"{encoded.codec} payload: a scale is negative")
+    if encoded.codec == "int8":
+      _unpack_int8(codes, out)
     else:
-      _unpack_int4(there.codes, out)
-    _blockwise(np.multiply, out, there.scales, out)
+      _unpack_int4(codes, out)
+    _blockwise(np.multiply, out, scales, out)
 
 
 def _blockwise(

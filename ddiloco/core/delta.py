@@ -54,20 +54,20 @@ class Deltas:
     `factor` other than 1: the fault plan poisons the push.
     """
     name, base, size = self._sync.push_codec, self.base[fragment], local.size
-    encoded = Encoded(name, np.empty(codec.payload_bytes(size, name), np.uint8))
+    encoded = codec.empty(size, name)
     residual = self.residual.get(fragment) if self._sync.error_feedback else None
     sent = encoded.payload.view(np.float32) if name == "f32" else np.empty(size, np.float32)
     rounding = np.empty_like(sent) if self._sync.error_feedback else None
 
     def chunk(here: slice) -> None:
-      delta, there = base[here] - local[here], codec.part(encoded, size, here.start)
+      delta = base[here] - local[here]
       if factor != 1.0:
         with np.errstate(over="ignore", invalid="ignore"):
           delta *= np.float32(factor)
       if residual is not None:
         delta += residual[here]
-      codec.encode_chunk(delta, name, there, sent[here])
-      codec.decode_chunk(there, name, sent[here])
+      codec.encode_chunk(delta, encoded, size, here.start, sent[here])
+      codec.decode_chunk(encoded, size, here.start, sent[here])
       if rounding is not None:
         np.subtract(delta, sent[here], out=rounding[here])
 
@@ -101,7 +101,7 @@ class Deltas:
     value = np.empty(size, np.float32)
 
     def chunk(here: slice) -> None:
-      codec.decode_chunk(codec.part(encoded, size, here.start), publish.codec, value[here])
+      codec.decode_chunk(encoded, size, here.start, value[here])
       if base is not None:
         np.add(base[here], value[here], out=value[here])
 
@@ -266,7 +266,9 @@ class ReceivedPushes:
       CodecError: the push has a code that no encoder writes.
     """
     squares = passes.squares(self._fragment, push, share)
-    return Measured(squares, passes.sample(self._fragment, push, self._compared))
+    ones = np.ones((1, squares.size), np.float32)
+    alone = passes.Sum(self._fragment, [push], ones)
+    return Measured(squares, passes.sample(alone, ones[0], self._compared))
 
   def add(self, learner: int, push: Encoded, measured: Measured) -> None:
     """Keeps one more push, with its measurements."""
@@ -335,7 +337,7 @@ def commit(
   summed = passes.sum_squares(total, share)
   stretch = directions.stretch(summed)
   long, each = math.sqrt(float(stretch**2 @ summed)), [measured.norm for _, measured in chosen]
-  sample = passes.merged_sample(total, stretch, outer.compared_pieces(fragment))
+  sample = passes.sample(total, stretch, outer.compared_pieces(fragment))
   optimizer = outer.at(config.outer, what.progress)
   momentum = outer.init(fragment.size, optimizer) if old.momentum is None else old.momentum
   before, name = Vectors(old.value, old.published_value, momentum), config.sync.publish_codec
@@ -415,12 +417,10 @@ class Merger:
     return Encoded("f32", codec.encode(self._lend(fragment).published_value, "f32"))
 
   def take_in(self, push: Push, now: float) -> Received:
-    """Measures a push, so that the reducer can judge it."""
-    fragment = self._fragments.get(push.fragment)
-    if fragment is None or push.payload is None:
-      return Received(push, now, fault="no payload, or not a fragment of this shard")
-    arrivals = self._arrivals_of(push.fragment, push.round)
-    self._arrivals[push.fragment] = arrivals
+    """Measures a push of a round under way here, so that the reducer can judge it."""
+    fragment, arrivals = self._fragments[push.fragment], self._arrivals.get(push.fragment)
+    if arrivals is None or arrivals.round != push.round:
+      arrivals = self._arrivals[push.fragment] = ReceivedPushes(fragment, push.round)
     try:
       encoded = codec.checked(push.payload, fragment.size, push.codec)
       measured = arrivals.measure(encoded, self.share)
@@ -431,9 +431,8 @@ class Merger:
 
   def take_back(self, value: Value, now: float) -> Received:
     """Decodes a value that this shard has lost and that a learner gives back."""
-    fragment = self._fragments.get(value.fragment)
     try:
-      flat = codec.decode(value.payload, -1 if fragment is None else fragment.size, "f32")
+      flat = codec.decode(value.payload, self._fragments[value.fragment].size, "f32")
     except codec.CodecError as error:
       return Received(value, now, fault=str(error))
     if not np.isfinite(flat).all():
@@ -442,14 +441,7 @@ class Merger:
 
   def accept(self, accept: Accept) -> None:
     """Keeps an accepted push until its round ends."""
-    self._arrivals_of(accept.fragment, accept.round).add(accept.learner, *accept.content)
-
-  def _arrivals_of(self, fragment: int, round: int) -> ReceivedPushes:
-    """The pushes that have arrived in this round so far; none if it has just begun."""
-    arrivals = self._arrivals.get(fragment)
-    if arrivals is None or arrivals.round != round:
-      return ReceivedPushes(self._fragments[fragment], round)
-    return arrivals
+    self._arrivals[accept.fragment].add(accept.learner, *accept.content)
 
   def abandon(self, fragment: int) -> None:
     """Forgets the pushes of a round that ends without a commit."""

@@ -122,7 +122,7 @@ def _opened(fragment: Fragment, encoded: Encoded) -> Any:
   return None
 
 
-# --- One push: its norms, and a sample of it for directions
+# --- One push: its norms
 
 
 def squares(fragment: Fragment, push: Encoded, share: Share = map) -> np.ndarray:
@@ -140,7 +140,7 @@ def squares(fragment: Fragment, push: Encoded, share: Share = map) -> np.ndarray
     row = np.empty(CHUNK, np.float32)
     for chunk in segment.chunks:
       here = row[: chunk.stop - chunk.start]
-      codec.decode_chunk(codec.part(push, fragment.size, chunk.start), push.codec, here)
+      codec.decode_chunk(push, fragment.size, chunk.start, here)
       _add_squares(here, chunk.runs, sums)
 
   return _summed(fragment, add, share)
@@ -181,16 +181,6 @@ def dot(a: np.ndarray, b: np.ndarray) -> float:
       part = slice(start, start + _DOT_CHUNK)
       total += float(np.dot(a[part].astype(np.float64), b[part].astype(np.float64)))
   return total
-
-
-def sample(fragment: Fragment, push: Encoded, compared: Sequence[int]) -> np.ndarray:
-  """Values [at most SAMPLED] f32 of the pieces `compared`, at the same places for every push."""
-  values = []
-  for chunk, runs in _sampled(fragment, tuple(compared)):
-    decoded = np.empty(chunk.stop - chunk.start, np.float32)
-    codec.decode_chunk(codec.part(push, fragment.size, chunk.start), push.codec, decoded)
-    values += [decoded[start:stop] for start, stop, _ in runs]
-  return np.concatenate(values) if values else np.empty(0, np.float32)
 
 
 @functools.lru_cache(maxsize=256)
@@ -254,9 +244,14 @@ class Sum:
       total[:] = kept
       return
     total.fill(0)
+    runs = chunk.runs.tolist()
     for push, mine in self._terms:
-      there = codec.part(push, self.fragment.size, chunk.start)
-      _add(there, push.codec, chunk.runs, mine, total, scratch)
+      codec.decode_chunk(push, self.fragment.size, chunk.start, scratch)
+      for start, stop, piece in runs:
+        if mine[piece]:
+          product = scratch[start:stop]
+          product *= mine[piece]
+          total[start:stop] += product
     if self._keeps:
       self._kept[chunk.start] = total.copy()
 
@@ -275,31 +270,15 @@ def sum_squares(total: Sum, share: Share = map) -> np.ndarray:
   return _summed(total.fragment, add if compiled is None else compiled.add_squares, share)
 
 
-def merged_sample(total: Sum, stretch: np.ndarray, compared: Sequence[int]) -> np.ndarray:
-  """`stretch * total` at the places of `sample`; `stretch` f32 [pieces]."""
-  values = []
+def sample(total: Sum, stretch: np.ndarray, compared: Sequence[int]) -> np.ndarray:
+  """`stretch * total` at [at most SAMPLED] places in the pieces `compared`, f32; `stretch` is f32
+  [pieces]. The places depend on the fragment only."""
+  values = [np.empty(0, np.float32)]
   for chunk, runs in _sampled(total.fragment, tuple(compared)):
     row, scratch = np.empty((2, chunk.stop - chunk.start), np.float32)
     total.read(chunk, row, scratch)
     values += [row[start:stop] * stretch[piece] for start, stop, piece in runs]
-  return np.concatenate(values) if values else np.empty(0, np.float32)
-
-
-def _add(
-  there: codec.ChunkPayload,
-  name: str,
-  runs: np.ndarray,
-  units: np.ndarray,
-  total: np.ndarray,
-  scratch: np.ndarray,
-) -> None:
-  codec.decode_chunk(there, name, scratch)
-  for start, stop, piece in runs.tolist():
-    if not units[piece]:
-      continue
-    product = scratch[start:stop]
-    np.multiply(product, units[piece], out=product)
-    np.add(total[start:stop], product, out=total[start:stop])
+  return np.concatenate(values)
 
 
 class Vectors(NamedTuple):
@@ -345,7 +324,7 @@ def step(
     value, momentum = np.empty(size, np.float32), old.momentum
     speed = None if momentum is None else np.empty(size, np.float32)
     new = Vectors(value, np.empty(size, np.float32) if lossy else value, speed)
-  update = Encoded(name, np.empty(codec.payload_bytes(size, name), np.uint8)) if lossy else None
+  update = codec.empty(size, name) if lossy else None
   stepper = None
   if size >= COMPILED_FROM and name != "bf16":
     stepper = _kernels().Stepper(old, new, stretch, config, update)
@@ -385,10 +364,10 @@ def _step(
   outer.update(was.value, was.momentum, delta, config, delta, scratch)
   now.value[:] = delta
   if update is not None:
-    there = codec.part(update, old.value.size, chunk.start)
+    size = old.value.size
     np.subtract(delta, before, out=delta)
-    codec.encode_chunk(delta, update.codec, there, scratch)
-    codec.decode_chunk(there, update.codec, delta)
+    codec.encode_chunk(delta, update, size, chunk.start, scratch)
+    codec.decode_chunk(update, size, chunk.start, delta)
     np.add(before, delta, out=now.published_value)
   outer.followed(was.momentum, before, now.published_value, config, now.momentum, scratch)
 
@@ -421,7 +400,7 @@ def follow(
 
   def chunk(here: slice) -> None:
     before, after, scratch = rows[:, : here.stop - here.start]
-    codec.decode_chunk(codec.part(change, fragment.size, here.start), change.codec, after)
+    codec.decode_chunk(change, fragment.size, here.start, after)
     before[:] = published_value[here]
     if change.codec != "f32":
       np.add(before, after, out=after)

@@ -158,10 +158,10 @@ PUSHES, REPEATS = 4, 3
 def random_push(size: int, name: str) -> Encoded:
   """A payload that repeats one chunk of random values."""
   values = np.random.default_rng(0).standard_normal(min(size, codec.CHUNK), np.float32)
-  push = Encoded(name, np.empty(codec.payload_bytes(size, name), np.uint8))
+  push = codec.empty(size, name)
   for start in range(0, size, codec.CHUNK):
     here = values[: size - start] * np.float32(1e-3)
-    codec.encode_chunk(here, name, codec.part(push, size, start), np.empty_like(here))
+    codec.encode_chunk(here, push, size, start, np.empty_like(here))
   return push
 
 

@@ -21,7 +21,7 @@ MEASURE_SECONDS = 3600.0  # at most, for the measurement under way when the run 
 
 
 class GlobalView:
-  """The newest value of every fragment, on the host: a store for `Exchange` that only receives.
+  """The newest value of every fragment, on the host: the part of a store that only receives.
 
   Its vectors are those of the exchange (`Deltas.base`), which are never written again: this process
   has only one copy of the model.
@@ -39,21 +39,11 @@ class GlobalView:
     """
     return initial.Assembled(self._plan, self._config, self.values)
 
-  def copy_out(self, fragment: int):
-    raise RuntimeError("the evaluator never pushes")
-
-  def to_host(self, pieces, fragment: int) -> np.ndarray:
-    raise RuntimeError("the evaluator never pushes")
-
   def stage(self, fragment: int, flat: np.ndarray) -> np.ndarray:
     return flat
 
-  def capture(self):
-    raise RuntimeError("the evaluator has no part in snapshots")
-
   def apply(self, fragment: int, staged: np.ndarray, keep: float) -> None:
-    if keep:
-      raise RuntimeError("the evaluator only overwrites")
+    assert not keep, "the evaluator only overwrites"
     self.values[fragment] = staged
 
 

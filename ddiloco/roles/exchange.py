@@ -55,45 +55,35 @@ class ParameterStore(Protocol):
 
   def copy_out(self, fragment: int) -> Any:
     """A copy of one fragment, taken now without blocking."""
-    ...
 
   def to_host(self, pieces: Any, fragment: int) -> np.ndarray:
     """The copy of `copy_out` as a flat f32 vector [size]; called in the background."""
-    ...
 
   def stage(self, fragment: int, flat: np.ndarray) -> Any:
     """Brings a flat f32 vector to the devices; called in the background."""
-    ...
 
   def apply(self, fragment: int, staged: Any, keep: float) -> None:
     """parameters <- keep * parameters + staged, without blocking; keep 0: <- staged."""
-    ...
 
   def capture(self) -> Mapping[str, Any]:
     """Copies of all state on the devices, by name, taken now without blocking; for a snapshot."""
-    ...
 
   num_moments: int  # vectors of the inner optimizer that are as large as the parameters
 
   def copy_out_moments(self, fragment: int) -> Any:
     """A copy of one fragment's moments, taken now without blocking."""
-    ...
 
   def count(self) -> Any:
     """The inner optimizer's steps so far; `int` of the result may block."""
-    ...
 
   def moments_to_host(self, pieces: Any, fragment: int) -> np.ndarray:
     """The copy of `copy_out_moments` as flat f32 [num_moments * size]; called in the background."""
-    ...
 
   def stage_moments(self, fragment: int, flat: np.ndarray) -> Any:
     """Brings moments to the devices; called in the background."""
-    ...
 
   def apply_moments(self, fragment: int, staged: Any, count: int) -> None:
     """Puts staged moments into the optimizer state, without blocking."""
-    ...
 
 
 LOOK_SECONDS = 0.05  # between two checks of the stop signal during a wait
@@ -148,8 +138,7 @@ class Exchange:
     self._deltas = runtime.deltas(config.sync)
     # At most half of the cores: this process also dispatches the inner steps.
     self._threads = value_threads(config.sync, max(plan.sizes, default=0), share=0.5)
-    if self._threads is not None:
-      self._deltas.share = self._threads.share
+    self._deltas.share = self._threads.share
     self._make = runtime.initial
     self._made: Mapping[int, Any] = {}  # initial values, until it has joined
     self._making: set[int] = set()  # fragments whose initial value is being made here
@@ -158,7 +147,7 @@ class Exchange:
     self._stagings: dict[int, collections.deque[Staging]] = collections.defaultdict(
       collections.deque
     )
-    self._finished: queue.SimpleQueue[Staged | Taken | Received | Unmade] = queue.SimpleQueue()
+    self._finished: queue.SimpleQueue[LearnerEvent] = queue.SimpleQueue()
     self.poison: Callable[[], float] = lambda: 1.0  # factor of a planned fault on pushes
     self._started_at = self.time.now()
     self._heartbeat_at = self._traffic_at = -math.inf
@@ -205,8 +194,7 @@ class Exchange:
     self._count_traffic(always=True)
     self._worker.close(0.0, CLOSE_SECONDS)
     self._save = None  # it refers to the learner, a cycle that only a garbage collection would free
-    if self._threads is not None:
-      self._threads.shutdown(wait=False)
+    self._threads.shutdown(wait=False)
 
   def _arrived(self) -> LearnerEvent | None:
     if failure := self._worker.failure:
@@ -350,6 +338,10 @@ class Exchange:
 
   # --- jobs of the worker -------------------------------------------------------------------------
 
+  def _tell(self, event: LearnerEvent) -> None:
+    self._finished.put(event)
+    self.endpoint.wake()
+
   def _complete(self, publish: Publish) -> Job:
     """Makes the initial values, and checks this one: another machine may compute other bits."""
     p, reason = publish.fragment, "it is another one here, or none"
@@ -365,9 +357,8 @@ class Exchange:
       text = f"the initial value of fragment {p} has to be sent: {reason}"
       self.recorder.record(events.Ignored(message="Publish", reason=text))
     now = self.time.now()
-    self._finished.put(Unmade(now) if complete is None else Received(complete, now))
     self._making.discard(p)
-    self.endpoint.wake()
+    self._tell(Unmade(now) if complete is None else Received(complete, now))
 
   def _push(self, push: Push, pieces: Any, factor: float) -> Job:
     """Encodes and sends a push, and keeps it until a publish has answered it."""
@@ -441,8 +432,7 @@ class Exchange:
     staged = self._store.stage_moments(p, flat)
     yield None
     header = replace(inherit, payload=None)
-    self._finished.put(Taken(p, self.time.now(), (header, staged)))
-    self.endpoint.wake()
+    self._tell(Taken(p, self.time.now(), (header, staged)))
 
   def _stage(self, action: Stage, staging: Staging) -> Job:
     publish = action.publish
@@ -452,8 +442,7 @@ class Exchange:
     staging.flat = self._deltas.receive(publish, size, action.mode, action.included)
     staging.placed = self._store.stage(p, staging.flat)
     yield None
-    self._finished.put(Staged(p, publish.version, self.time.now()))
-    self.endpoint.wake()
+    self._tell(Staged(p, publish.version, self.time.now()))
 
   def _hand_over(
     self,

@@ -201,18 +201,6 @@ class Assembled(Mapping[str, np.ndarray]):
     return len(self._shapes)
 
 
-# --- For `ddiloco plan`: sizes and FLOPs of a config's model, without a device
-
-
-def fragment_sizes(config: Config) -> tuple[int, ...]:
-  """Values in every fragment of the run's real plan.
-
-  Raises:
-    ConfigError: the model cannot be partitioned so.
-  """
-  return make_plan(config).sizes
-
-
 def step_flops(config: Config) -> float:
   """FLOPs of one inner step of the first island.
 

@@ -98,8 +98,7 @@ class Syncer:
     self._capturing = False
     self._drag: Callable[[float], None] = lambda seconds: None
     self._threads = value_threads(config.sync, max(f.size for f in fragments.values()))
-    if self._threads is not None:
-      self.merger.share = self._threads.share
+    self.merger.share = self._threads.share
     self._sealer = sealer
     self._digests: dict[int, str] = {}  # of the published value of each fragment, for its seal
     self._traffic_at = -math.inf
@@ -146,8 +145,7 @@ class Syncer:
   def close(self) -> None:
     """Ends the worker; the jobs left are dropped, and no role has heard of their results."""
     self._worker.close(0.0, CLOSE_SECONDS)
-    if self._threads is not None:
-      self._threads.shutdown(wait=False)
+    self._threads.shutdown(wait=False)
 
   def live(self, faults: Faults, stopped: Callable[[], bool]) -> Loop[None]:
     """The loop of `run`."""

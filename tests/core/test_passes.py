@@ -44,6 +44,11 @@ def one_push(fragment, delta):
   return Sum(fragment, encoded([delta], "f32"), np.ones((1, len(fragment.pieces)), np.float32))
 
 
+def sample_of(fragment, push, compared):
+  ones = np.ones((1, len(fragment.pieces)), np.float32)
+  return passes.sample(Sum(fragment, [push], ones), ones[0], compared)
+
+
 def stepped_of(fragment, pushes, config, name, share=map, seed=1):
   """(squares of the pushes, squares of their sum, the fragment after a step on them)."""
   squares = np.stack([passes.squares(fragment, p, share) for p in pushes])
@@ -229,14 +234,14 @@ def test_the_sample_is_of_the_same_places_and_not_long():
   small = fragment_of(10, 5000, 7, average=[1])
   (push,) = encoded(randoms(1, small.size), "f32")
   values = codec.decode(push.payload, small.size, "f32")
-  whole = passes.sample(small, push, [0, 2])
+  whole = sample_of(small, push, [0, 2])
   np.testing.assert_array_equal(whole, np.r_[values[:10], values[5010:]])
   large = fragment_of(*LONG)
   pushes = encoded(randoms(2, large.size), "int4")
-  samples = [passes.sample(large, p, [0, 3, 5]) for p in pushes]
+  samples = [sample_of(large, p, [0, 3, 5]) for p in pushes]
   assert samples[0].size == samples[1].size <= passes.SAMPLED
   assert samples[0].size > passes.SAMPLED // 2
-  ours = passes.sample(
+  ours = sample_of(
     large, Encoded("f32", codec.encode(np.arange(large.size, dtype=np.float32), "f32")), [3]
   )
   assert ours.min() >= CHUNK + 301 and ours.max() < 18 * CHUNK + 301
@@ -249,11 +254,11 @@ def test_the_merged_sample_is_of_the_same_places(compiled, kernels):
   pushes = encoded(randoms(3, fragment.size), "int4")
   total = Sum(fragment, pushes, np.full((3, len(LONG)), 0.5, np.float32))
   stretch = np.arange(len(LONG), dtype=np.float32)
-  found = passes.merged_sample(total, stretch, compared)
+  found = passes.sample(total, stretch, compared)
   longer = np.concatenate([np.full(n, c, np.float32) for n, c in zip(LONG, stretch)])
   whole = sum(np.float32(0.5) * codec.decode(p.payload, fragment.size, "int4") for p in pushes)
   places = Encoded("f32", codec.encode(np.arange(fragment.size, dtype=np.float32), "f32"))
-  at = passes.sample(fragment, places, compared).astype(int)  # exact below 2**24
+  at = sample_of(fragment, places, compared).astype(int)  # exact below 2**24
   np.testing.assert_array_equal(found, (longer * whole)[at])
 
 

@@ -385,7 +385,7 @@ def test_the_evaluator_overwrites_whatever_the_learners_do(bench):
     assert {m.learner for m in wire.sent if isinstance(m, Report)} == {EVALUATOR}
   finally:
     exchange.close()
-  with pytest.raises(RuntimeError, match="only overwrites"):
+  with pytest.raises(AssertionError, match="only overwrites"):
     GlobalView(config, plan).apply(0, values[0][0], keep=1.0)
 
 
