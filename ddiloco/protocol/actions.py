@@ -234,17 +234,6 @@ class Abandon:
   round: int
 
 
-MomentsAction = SendMoments | TakeMoments | ApplyMoments
-LearnerAction = (
-  Send
-  | Event
-  | CopyOut
-  | Resend
-  | Stage
-  | SendValue
-  | TakeSnapshot
-  | SkipSnapshot
-  | Rejoin
-  | MomentsAction
-)
+Transfer = CopyOut | Resend | Stage | SendValue | SendMoments | TakeMoments | ApplyMoments
+LearnerAction = Send | Event | Transfer | TakeSnapshot | SkipSnapshot | Rejoin
 SyncerAction = Send | Event | Accept | InstallValue | Commit | Abandon | TakeSnapshot

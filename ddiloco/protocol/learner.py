@@ -11,25 +11,8 @@ import math
 from typing import cast
 
 from ddiloco.config import SyncConfig
-from ddiloco.protocol import events, messages, moments, rules, states
-from ddiloco.protocol.actions import (
-  CopyOut,
-  LearnerAction,
-  LearnerEvent,
-  Received,
-  Rejoin,
-  Resend,
-  Send,
-  SendValue,
-  SkipSnapshot,
-  Stage,
-  Staged,
-  StepDone,
-  Taken,
-  TakeSnapshot,
-  Tick,
-  Unmade,
-)
+from ddiloco.protocol import actions, events, messages, moments, rules, states
+from ddiloco.protocol.actions import LearnerAction, LearnerEvent, Send, Stage
 from ddiloco.protocol.messages import INITIAL, NOTHING, Publish, Pull, Push, Refusal
 from ddiloco.protocol.states import IncomingVersion, LearnerFragment, LearnerOutcome, LearnerState
 from ddiloco.protocol.values import put, replace
@@ -56,20 +39,20 @@ def on_message(state: LearnerState, message: messages.Message, sync: SyncConfig)
   state, captured = _capture(state, message)
   match message:
     case messages.Welcome():
-      state, actions = _on_welcome(state, message, sync)
+      state, todo = _on_welcome(state, message, sync)
     case Pull():
-      state, actions = _on_pull(state, message, sync)
+      state, todo = _on_pull(state, message, sync)
     case messages.RequestValue():
-      state, actions = _on_recall(state, message)
+      state, todo = _on_recall(state, message)
     case messages.ProvideMoments():
-      state, actions = moments.on_donate(state, message)
+      state, todo = moments.on_donate(state, message)
     case messages.ForwardMoments():
-      state, actions = moments.on_inherit(state, message)
+      state, todo = moments.on_inherit(state, message)
     case Publish():
-      state, actions = _on_publish(state, message, sync)
+      state, todo = _on_publish(state, message, sync)
     case Refusal():
-      state, actions = _on_refusal(state, message)
-  return state, [*captured, *actions]
+      state, todo = _on_refusal(state, message)
+  return state, [*captured, *todo]
 
 
 def _capture(state: LearnerState, message: messages.ToLearner) -> LearnerOutcome:
@@ -86,9 +69,9 @@ def _capture(state: LearnerState, message: messages.ToLearner) -> LearnerOutcome
   if not state.trains:
     return state, []
   if state.joined:
-    return state, [TakeSnapshot(number, state)]
+    return state, [actions.TakeSnapshot(number, state)]
   lacks = [p for p, f in enumerate(state.fragments) if not f.fresh]
-  return state, [SkipSnapshot(number, f"it has not joined: it waits for fragments {lacks}")]
+  return state, [actions.SkipSnapshot(number, f"it has not joined: it waits for fragments {lacks}")]
 
 
 def _meet_shard(state: LearnerState, shard: int, incarnation: int) -> LearnerState:
@@ -130,11 +113,11 @@ def _on_pull(state: LearnerState, pull: Pull, sync: SyncConfig) -> LearnerOutcom
   if pull.round < newest:
     return state, []  # round ids only grow: this round was abandoned, a newer one has begun
   if sent and sent.round == pull.round:
-    return state, [Resend(sent)]
+    return state, [actions.Resend(sent)]
   if outstanding and sent and sync.blocking and sent.base_version == pull.base_version:
     # A restarted shard asks again. In lock-step the step of a push is fixed: the same push answers.
     again = replace(outstanding, push=replace(sent, round=pull.round))
-    return state.with_fragment(pull.fragment, outstanding=again), [Resend(again.push)]
+    return state.with_fragment(pull.fragment, outstanding=again), [actions.Resend(again.push)]
   return state.with_fragment(pull.fragment, pull=pull), []
 
 
@@ -155,7 +138,7 @@ def _on_recall(state: LearnerState, recall: messages.RequestValue) -> LearnerOut
     count=state.vector_clock[state.learner],
     seal=header.seal,
   )
-  return state, [SendValue(value)]
+  return state, [actions.SendValue(value)]
 
 
 def _on_publish(state: LearnerState, publish: Publish, sync: SyncConfig) -> LearnerOutcome:
@@ -217,13 +200,13 @@ def _on_refusal(state: LearnerState, refusal: Refusal) -> LearnerOutcome:
     reason=refusal.reason,
   )
   if refusal.rejoin:
-    return state, [logged, Rejoin(refusal.reason)]
+    return state, [logged, actions.Rejoin(refusal.reason)]
   f = _owned(state, refusal)
   if f is None or f.outstanding is None or f.outstanding.push.round != refusal.round:
     return state, [logged]
   assert f.base_header is not None, "a push has a base"
-  state, actions = _stage(state, f.base_header, "overwrite", None)
-  return state, [logged, *actions]
+  state, todo = _stage(state, f.base_header, "overwrite", None)
+  return state, [logged, *todo]
 
 
 def init(
@@ -357,24 +340,24 @@ def learner_on(state: LearnerState, event: LearnerEvent, sync: SyncConfig) -> Le
     return state, []
   before = state.joined
   match event:
-    case Tick(now):
-      state, actions = _say_hello(state, now)
+    case actions.Tick(now):
+      state, todo = _say_hello(state, now)
       state, asked = moments.ask(state, now)
-      actions += asked
-    case Taken():
-      state, actions = moments.taken(state, event)
-    case Unmade():
+      todo += asked
+    case actions.Taken():
+      state, todo = moments.taken(state, event)
+    case actions.Unmade():
       shards = tuple(replace(view, hellos=0, next_hello_at=0.0) for view in state.shards)
-      state, actions = _say_hello(replace(state, whole=True, shards=shards), event.now)
-    case StepDone():
-      state, actions = _count_step(state, event), []
-    case Staged(fragment, version, now):
-      state, actions = _mark_ready(state, fragment, version), []
+      state, todo = _say_hello(replace(state, whole=True, shards=shards), event.now)
+    case actions.StepDone():
+      state, todo = _count_step(state, event), []
+    case actions.Staged(fragment, version, now):
+      state, todo = _mark_ready(state, fragment, version), []
       ready_for = max(0.0, state.stepped_at - now)
       state = replace(state, idle_seconds=state.waited_seconds + ready_for)
-    case Received(message, now):
-      state, actions = on_message(state, message, sync)
-      if any(isinstance(action, Stage) for action in actions):
+    case actions.Received(message, now):
+      state, todo = on_message(state, message, sync)
+      if any(isinstance(action, Stage) for action in todo):
         state = replace(state, waited_seconds=max(0.0, state.stepped_at - now))
   state, applied = _apply_ready(state, sync)
   joined = []
@@ -383,7 +366,7 @@ def learner_on(state: LearnerState, event: LearnerEvent, sync: SyncConfig) -> Le
     state = moments.want(state, event.now)
   state, answered = _answer_pulls(state)
   state, finished = _finish(state)
-  return state, [*actions, *applied, *joined, *answered, *finished]
+  return state, [*todo, *applied, *joined, *answered, *finished]
 
 
 def _say_hello(state: LearnerState, now: float) -> LearnerOutcome:
@@ -391,14 +374,14 @@ def _say_hello(state: LearnerState, now: float) -> LearnerOutcome:
   if not lacking:
     return state, []
   shards = list(state.shards)
-  actions: list[LearnerAction] = []
+  todo: list[LearnerAction] = []
   for number, view in enumerate(shards):
     if number in lacking and now >= view.next_hello_at:
       pause = min(HELLO_SECONDS * 2**view.hellos, HELLO_SECONDS_MOST)
       shards[number] = replace(view, hellos=view.hellos + 1, next_hello_at=now + pause)
       rounds = tuple(f.round for f in state.fragments if f.shard == number)
-      actions.append(Send(number, messages.Hello(*state.me, rounds, state.whole)))
-  return replace(state, shards=tuple(shards)), actions
+      todo.append(Send(number, messages.Hello(*state.me, rounds, state.whole)))
+  return replace(state, shards=tuple(shards)), todo
 
 
 def next_wake(state: LearnerState) -> float:
@@ -417,7 +400,7 @@ def _lacking(state: LearnerState) -> set[int]:
   return lacking
 
 
-def _count_step(state: LearnerState, event: StepDone) -> LearnerState:
+def _count_step(state: LearnerState, event: actions.StepDone) -> LearnerState:
   def one_more(f: LearnerFragment) -> LearnerFragment:
     return replace(
       f, steps_since_sync=f.steps_since_sync + 1, steps=f.steps + 1, tokens=f.tokens + event.tokens
@@ -446,7 +429,7 @@ def _mark_ready(state: LearnerState, fragment: int, version: int) -> LearnerStat
 
 
 def _apply_ready(state: LearnerState, sync: SyncConfig) -> LearnerOutcome:
-  actions: list[LearnerAction] = []
+  todo: list[LearnerAction] = []
   for p in range(len(state.fragments)):
     while (entry := next(iter(state.fragments[p].incoming), None)) and entry.ready:
       early = entry.merged and state.step - entry.merged.at_step < sync.overlap_steps
@@ -460,8 +443,8 @@ def _apply_ready(state: LearnerState, sync: SyncConfig) -> LearnerOutcome:
         mode=entry.mode,
         included=entry.merged is not None,
       )
-      actions.append(applied)
-  return state, actions
+      todo.append(applied)
+  return state, todo
 
 
 def _received(f: LearnerFragment, entry: IncomingVersion, step: int) -> dict:
@@ -486,7 +469,7 @@ def _received(f: LearnerFragment, entry: IncomingVersion, step: int) -> dict:
 
 
 def _answer_pulls(state: LearnerState) -> LearnerOutcome:
-  actions: list[LearnerAction] = []
+  todo: list[LearnerAction] = []
   for p, f in enumerate(state.fragments):
     if f.pull is None or f.incoming:
       continue
@@ -509,8 +492,8 @@ def _answer_pulls(state: LearnerState) -> LearnerOutcome:
       )
       sent = states.Outstanding(push, state.step)
       state = state.with_fragment(p, pull=None, outstanding=sent)
-      actions.append(CopyOut(push))
-  return state, actions
+      todo.append(actions.CopyOut(push))
+  return state, todo
 
 
 def _finish(state: LearnerState) -> LearnerOutcome:

@@ -9,16 +9,8 @@ than one.
 from __future__ import annotations
 
 from ddiloco.config import SyncConfig
-from ddiloco.protocol import events, messages, rules, states
-from ddiloco.protocol.actions import (
-  ApplyMoments,
-  LearnerAction,
-  Send,
-  SendMoments,
-  SyncerAction,
-  TakeMoments,
-  Taken,
-)
+from ddiloco.protocol import actions, events, messages, rules, states
+from ddiloco.protocol.actions import LearnerAction, Send, SyncerAction
 from ddiloco.protocol.messages import ForwardMoments, Moments, ProvideMoments, RequestMoments
 from ddiloco.protocol.states import LearnerOutcome, LearnerState, SyncerOutcome, SyncerState
 from ddiloco.protocol.values import replace
@@ -51,7 +43,7 @@ def on_moments(state: SyncerState, moments: Moments, now: float, sync: SyncConfi
   if moments.count > state.global_step + rules.slack_steps(sync):
     reason = f"claims {moments.count} optimizer steps, the run has made {state.global_step}"
     return state, [states.ignored(moments, reason)]
-  actions: list[SyncerAction] = []
+  todo: list[SyncerAction] = []
   for learner, fragments in sorted(state.asking.items()):
     member = state.members.get(learner)
     if member is None or moments.fragment not in fragments:
@@ -69,11 +61,11 @@ def on_moments(state: SyncerState, moments: Moments, now: float, sync: SyncConfi
       count=moments.count,
       payload=moments.payload,
     )
-    actions.append(Send(learner, inherit))
+    todo.append(Send(learner, inherit))
   donations = {**state.given, moments.learner: state.given.get(moments.learner, 0) + 1}
   state = replace(state, donation=None, given=donations)
   state, more = _next(state, now, sync)
-  return state, [*actions, *more]
+  return state, [*todo, *more]
 
 
 def _next(state: SyncerState, now: float, sync: SyncConfig) -> SyncerOutcome:
@@ -126,12 +118,12 @@ def ask(state: LearnerState, now: float) -> LearnerOutcome:
     return replace(state, wants=()), [logged]
   if now < state.ask_at:
     return state, []
-  actions: list[LearnerAction] = []
+  todo: list[LearnerAction] = []
   for shard in range(len(state.shards)):
     mine = tuple(p for p in state.wants if state.fragments[p].shard == shard)
     if mine:
-      actions.append(Send(shard, RequestMoments(*state.me, mine)))
-  return replace(state, ask_at=now + ASK_SECONDS), actions
+      todo.append(Send(shard, RequestMoments(*state.me, mine)))
+  return replace(state, ask_at=now + ASK_SECONDS), todo
 
 
 def on_donate(state: LearnerState, donate: ProvideMoments) -> LearnerOutcome:
@@ -147,19 +139,19 @@ def on_donate(state: LearnerState, donate: ProvideMoments) -> LearnerOutcome:
     global_step=state.global_step,
     count=0,  # the role fills it in, with the payload
   )
-  return state, [SendMoments(donate.shard, moments)]
+  return state, [actions.SendMoments(donate.shard, moments)]
 
 
 def on_inherit(state: LearnerState, inherit: ForwardMoments) -> LearnerOutcome:
   """Takes a peer's moments; those of a straggler, from before the step I joined at, are ignored."""
   if inherit.fragment not in state.wants or inherit.global_step < state.joined_global_step:
     return state, []
-  return state, [TakeMoments(inherit)]
+  return state, [actions.TakeMoments(inherit)]
 
 
-def taken(state: LearnerState, event: Taken) -> LearnerOutcome:
+def taken(state: LearnerState, event: actions.Taken) -> LearnerOutcome:
   """The moments lie on the devices now: they are applied, unless no longer wanted."""
   if event.fragment not in state.wants:
     return state, []
   wants = tuple(p for p in state.wants if p != event.fragment)
-  return replace(state, wants=wants), [ApplyMoments(event.fragment, event.content)]
+  return replace(state, wants=wants), [actions.ApplyMoments(event.fragment, event.content)]

@@ -41,9 +41,9 @@ def start_rounds(
   state: SyncerState, now: float, sync: SyncConfig, measuring: Collection[int] = ()
 ) -> SyncerOutcome:
   """Starts rounds of dirty fragments that a quorum is due for; all that can push are asked."""
-  actions: list[SyncerAction] = []
+  todo: list[SyncerAction] = []
   if not state.dirty or not state.recovery_over(now):
-    return state, actions
+    return state, todo
   waiting: list[int] = []
   for i in sorted(state.dirty):
     f = state.fragments[i]
@@ -81,9 +81,9 @@ def start_rounds(
       deadline=now + _pull_patience(state, 1, sync),
     )
     state = replace(state, rounds=state.rounds + 1).with_fragment(i, round=current)
-    actions += [_pull(state, f, current, m) for m in asked]
-    actions.append(_begun(f, current))
-  return replace(state, dirty=tuple(waiting)), actions
+    todo += [_pull(state, f, current, m) for m in asked]
+    todo.append(_begun(f, current))
+  return replace(state, dirty=tuple(waiting)), todo
 
 
 def _available(state: SyncerState, i: int, sync: SyncConfig) -> list[int]:
@@ -183,7 +183,7 @@ def advance_rounds(
 
   A round with a push that is here and not measured yet waits for the measurement.
   """
-  actions: list[SyncerAction] = []
+  todo: list[SyncerAction] = []
   for i, f in enumerate(state.fragments):
     if f.round is None or not (i in state.dirty or now >= f.round.deadline):
       continue
@@ -206,7 +206,7 @@ def advance_rounds(
         if more:
           pending = tuple(sorted({*pending, *more}))
           current = replace(current, pending=pending)
-          actions.append(_begun(f, current))
+          todo.append(_begun(f, current))
       deadline = min(
         current.pulled_at + _pull_patience(state, current.pulls, sync),
         math.inf if decision.wake_at is None else decision.wake_at,
@@ -215,11 +215,11 @@ def advance_rounds(
       current = replace(current, deadline=deadline)
       state = state.with_fragment(i, round=current)
       if again:  # a pull or a push got lost; the same push comes again
-        actions += [_pull(state, f, current, m) for m in pending]
+        todo += [_pull(state, f, current, m) for m in pending]
       continue
     state, ended = _end_round(state, i, current, now, sync)
-    actions += ended
-  return state, actions
+    todo += ended
+  return state, todo
 
 
 def _end_round(
@@ -240,9 +240,9 @@ def _end_round(
   state, contrary = _count_opposing(state, candidates, opposing, sync)
   rejected = {**current.refused, **rejected, **contrary}
   merged = sorted(m for m in current.pushes if m not in rejected)
-  actions: list[SyncerAction] = []
+  todo: list[SyncerAction] = []
   if len(merged) >= sync.min_quorum:
-    actions += _commit(state, i, current, merged, rejected, opposing, now, sync)
+    todo += _commit(state, i, current, merged, rejected, opposing, now, sync)
     mine = rules.numbered(state.incarnation, state.commits + 1)
     state = replace(state, commits=state.commits + 1).heard(state.key, mine)
     global_steps = dict.fromkeys(merged, current.global_step)
@@ -259,13 +259,13 @@ def _end_round(
   else:
     reason = f"{len(merged)} of {sync.min_quorum} needed were left: {current.reason}"
     named: Any = {"fragment": before.index, "round": current.id}
-    actions += [Abandon(**named), events.Abandoned(**named, reason=reason, rejected=rejected)]
+    todo += [Abandon(**named), events.Abandoned(**named, reason=reason, rejected=rejected)]
   state = state.with_round(i, None)
   for m in merged:
     state = _credit(state, m, i, current.norms[m] / steps[m], sync)
   for m, reason in rejected.items():
     state, refusal = _reject(state, m, i, current.id, reason, sync)
-    actions += refusal
+    todo += refusal
   f, header = state.fragments[i], state.newest(i)
   for m in sorted(state.members):
     member = state.members[m]
@@ -273,8 +273,8 @@ def _end_round(
       follows = member.sent[i] == before.version == f.version - 1
       base_round = before.last_round if follows else NOTHING
       state, publish = state.publish_to(i, m, now, header, base_round)
-      actions.append(publish)
-  return state, actions
+      todo.append(publish)
+  return state, todo
 
 
 def _commit(
@@ -384,10 +384,8 @@ def _reject(
   rejections = member.rejections + 1
   quarantined = rejections >= sync.quarantine_after
   to, fragment = state.to(member.incarnation), state.fragments[i].index
-  actions: list[SyncerAction] = [
-    Send(learner, Refusal(*to, fragment, round_id, quarantined, reason))
-  ]
+  todo: list[SyncerAction] = [Send(learner, Refusal(*to, fragment, round_id, quarantined, reason))]
   if quarantined:
     reason = f"rejected {rejections} times: {reason}"
-    actions.append(events.Member(learner=learner, state="quarantined", reason=reason))
-  return state.with_member(learner, rejections=rejections, quarantined=quarantined), actions
+    todo.append(events.Member(learner=learner, state="quarantined", reason=reason))
+  return state.with_member(learner, rejections=rejections, quarantined=quarantined), todo

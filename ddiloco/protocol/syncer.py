@@ -10,18 +10,8 @@ import math
 from collections.abc import Collection, Mapping
 
 from ddiloco.config import SyncConfig
-from ddiloco.protocol import events, messages, moments, rounds, rules, states
-from ddiloco.protocol.actions import (
-  Abandon,
-  InstallValue,
-  Received,
-  Resumed,
-  Saved,
-  Send,
-  SyncerAction,
-  SyncerEvent,
-  TakeSnapshot,
-)
+from ddiloco.protocol import actions, events, messages, moments, rounds, rules, states
+from ddiloco.protocol.actions import Received, Send, SyncerAction
 from ddiloco.protocol.messages import EVALUATOR, INITIAL, Hello, Refusal, Report, Value
 from ddiloco.protocol.states import FragmentState, Member, SyncerOutcome, SyncerState, ignored
 from ddiloco.protocol.values import put, replace
@@ -85,14 +75,14 @@ def finished(state: SyncerState, now: float, silence_seconds: float) -> bool:
   )
 
 
-def syncer_on(state: SyncerState, event: SyncerEvent, sync: SyncConfig) -> SyncerOutcome:
+def syncer_on(state: SyncerState, event: actions.SyncerEvent, sync: SyncConfig) -> SyncerOutcome:
   """The shard's reducer. Messages only change the state; a `Tick` after them decides on rounds."""
   match event:
     case Received():
       return _take_in(state, event, sync)
-    case Resumed(now):
+    case actions.Resumed(now):
       return replace(state, awake_since=now), []
-    case Saved():
+    case actions.Saved():
       return replace(state, saving=False), []
   state, lost = lose_silent(state, min(event.now, event.heard_until), sync)
   state, moved = rounds.advance_rounds(state, event.now, sync, event.measuring)
@@ -120,27 +110,27 @@ def _take_in(state: SyncerState, event: Received, sync: SyncConfig) -> SyncerOut
   if number > state.global_step + 2 * sync.sync_period:
     return state, [ignored(message, "names a snapshot that the run has not reached")]
   state, captured = _capture(state, number, sync)
-  actions: list[SyncerAction] = []
+  todo: list[SyncerAction] = []
   match message:
     case messages.Push():
-      state, actions = rounds.on_push(state, message, event, sync)
+      state, todo = rounds.on_push(state, message, event, sync)
     case Hello():
-      state, actions = _on_hello(state, message, event, sync)
+      state, todo = _on_hello(state, message, event, sync)
     case Report():
-      state, actions = _on_report(state, message, event, sync)
+      state, todo = _on_report(state, message, event, sync)
     case Value():
-      state, actions = _on_value(state, message, event, sync)
+      state, todo = _on_value(state, message, event, sync)
     case messages.RequestMoments() | messages.Moments() if message.learner not in state.members:
-      actions = [ignored(message, "an unknown learner")]
+      todo = [ignored(message, "an unknown learner")]
     case messages.RequestMoments():
-      state, actions = moments.on_ask(state, message, now, sync)
+      state, todo = moments.on_ask(state, message, now, sync)
     case messages.Moments():
-      state, actions = moments.on_moments(state, message, now, sync)
+      state, todo = moments.on_moments(state, message, now, sync)
     case messages.Goodbye() if message.learner in state.members:
       others = {m: each for m, each in state.members.items() if m != message.learner}
       state = replace(state.forget_pending(message.learner), members=others)
-      actions = [events.Member(learner=message.learner, state="left", reason="said goodbye")]
-  return state, [*captured, *actions]
+      todo = [events.Member(learner=message.learner, state="left", reason="said goodbye")]
+  return state, [*captured, *todo]
 
 
 def _capture(state: SyncerState, snapshot: int, sync: SyncConfig) -> SyncerOutcome:
@@ -159,7 +149,7 @@ def _capture(state: SyncerState, snapshot: int, sync: SyncConfig) -> SyncerOutco
     return state, []
   fragments = tuple(replace(f, snapshot=snapshot) for f in state.fragments)
   state = replace(state, snapshot=snapshot, fragments=fragments)
-  return replace(state, saving=True), [TakeSnapshot(snapshot, state, _here(state))]
+  return replace(state, saving=True), [actions.TakeSnapshot(snapshot, state, _here(state))]
 
 
 def _here(state: SyncerState) -> tuple[int, ...]:
@@ -218,7 +208,7 @@ def _fault_of(state: SyncerState, message: messages.ToShard) -> str:
 
 
 def _on_hello(state: SyncerState, hello: Hello, event: Received, sync: SyncConfig) -> SyncerOutcome:
-  actions: list[SyncerAction] = []
+  todo: list[SyncerAction] = []
   now, member = event.now, state.members.get(hello.learner)
   if member is None or hello.incarnation > member.incarnation:
     state = state.forget_pending(hello.learner)
@@ -228,7 +218,7 @@ def _on_hello(state: SyncerState, hello: Hello, event: Received, sync: SyncConfi
         f.version if r >= f.last_round else -1 for r, f in zip(hello.rounds, state.fragments)
       )
       member = replace(member, versions=has, sent=has)
-    actions.append(_joined(hello.learner, f"incarnation {hello.incarnation}"))
+    todo.append(_joined(hello.learner, f"incarnation {hello.incarnation}"))
   if hello.whole and not member.whole:  # initial values that it should make count as not sent
     member = replace(member, whole=True, sent=member.versions)
   welcome = messages.Welcome(
@@ -238,15 +228,15 @@ def _on_hello(state: SyncerState, hello: Hello, event: Received, sync: SyncConfi
     rounds=tuple(f.last_round for f in state.fragments),
     snapshot=state.snapshot,
   )
-  actions.append(Send(hello.learner, welcome))
+  todo.append(Send(hello.learner, welcome))
   begun = _begun(state, sync)
   state = _heard(state, hello.learner, replace(member, heard_at=now, lost=False), sync)
   # Versions go to the newcomer; if it completes the first quorum, to all members that waited.
   for learner in (hello.learner,) if begun else sorted(state.members):
     unsent = event.unsent and learner == hello.learner
     state, sent = _catch_up(state, learner, now, sync, unsent)
-    actions += sent
-  return state, actions
+    todo += sent
+  return state, todo
 
 
 def _joined(learner: int, reason: str) -> events.Member:
@@ -276,16 +266,16 @@ def _on_report(
   newer = {f.index: r for r, f in zip(report.rounds, state.fragments) if r > f.last_round}
   if newer:
     return _recall(state, report, newer, now, sync)
-  state, actions = _note_lost(state, report)
+  state, todo = _note_lost(state, report)
   versions = _compared(state, report.rounds, report.versions)
   if member is None or report.incarnation > member.incarnation:
     # This shard restarted, or the hello was lost: the report has all that the hello would say.
     state = state.forget_pending(report.learner)
     member = _new_member(state, report.learner, report.incarnation, now)
     member = replace(member, versions=versions, sent=versions)
-    actions.append(_joined(report.learner, "reported"))
+    todo.append(_joined(report.learner, "reported"))
   elif member.lost:
-    actions.append(_joined(report.learner, "heard again"))
+    todo.append(_joined(report.learner, "heard again"))
     member = replace(member, resends=0, resent_at=-math.inf)
   member = _note_sync(state, member, versions, now, report.idle_seconds)
   state, member = _note_delivered(state, member, versions, now, sync)
@@ -304,7 +294,7 @@ def _on_report(
   state = _heard(state, report.learner, member, sync)
   if member.quarantined:
     refusal = Refusal(*state.to(report.incarnation), -1, -1, True, "quarantined")
-    return state, [*actions, Send(report.learner, refusal)]
+    return state, [*todo, Send(report.learner, refusal)]
   state = state.mark_dirty(
     i
     for i, f in enumerate(state.fragments)
@@ -313,7 +303,7 @@ def _on_report(
     and state.is_due(report.learner, i, sync)
   )
   state, sent = _catch_up(state, report.learner, now, sync, event.unsent)
-  return state, [*actions, *sent]
+  return state, [*todo, *sent]
 
 
 def _note_delivered(
@@ -377,7 +367,7 @@ def _recall(
   """This shard has lost what these rounds made (it and its copies died together), and this learner
   has it. Of several learners with a value of the same round one is asked at a time; learners with
   values of different rounds are all asked."""
-  actions: list[SyncerAction] = []
+  todo: list[SyncerAction] = []
   recalls = dict(state.recalls)
   for p, r in rounds.items():
     before = recalls.get((p, report.learner))
@@ -390,8 +380,8 @@ def _recall(
       continue
     recalls[p, report.learner] = states.ValueRequest(now, before.times + 1 if before else 1, r)
     recall = messages.RequestValue(*state.to(report.incarnation), p)
-    actions.append(Send(report.learner, recall))
-  return replace(state, recalls=recalls), actions
+    todo.append(Send(report.learner, recall))
+  return replace(state, recalls=recalls), todo
 
 
 def _on_value(state: SyncerState, value: Value, event: Received, sync: SyncConfig) -> SyncerOutcome:
@@ -433,8 +423,8 @@ def _on_value(state: SyncerState, value: Value, event: Received, sync: SyncConfi
       waiting_since=put(m.waiting_since, i, now),
     )
   return state, [
-    Abandon(f.index, -1),
-    InstallValue(f.index, f.last_round, event.content),
+    actions.Abandon(f.index, -1),
+    actions.InstallValue(f.index, f.last_round, event.content),
     events.Recalled(fragment=f.index, version=f.version, round=f.last_round, learner=value.learner),
   ]
 
@@ -476,9 +466,9 @@ def _catch_up(
   A publish that is still queued here is not lost, however slow the link is: patience begins when it
   has left.
   """
-  actions: list[SyncerAction] = []
+  todo: list[SyncerAction] = []
   if state.members[learner].lost or not _begun(state, sync):
-    return state, actions
+    return state, todo
   if unsent:
     state = state.with_member(learner, resent_at=now)
   member = state.members[learner]
@@ -496,19 +486,19 @@ def _catch_up(
       state, publish = state.publish_to(i, learner, now, state.newest(i))
       if again:
         state = state.with_member(learner, resends=member.resends + 1, resent_at=now)
-      actions.append(publish)
-  return state, actions
+      todo.append(publish)
+  return state, todo
 
 
 def lose_silent(state: SyncerState, now: float, sync: SyncConfig) -> SyncerOutcome:
   """Marks silent members as lost. Skips the loop until the first one can be: members are many."""
-  actions: list[SyncerAction] = []
+  todo: list[SyncerAction] = []
   if now < state.silent_at:
-    return state, actions
+    return state, todo
   for learner, member in list(state.members.items()):
     if not member.lost and now >= lost_at(state, member, sync):
       state = state.with_member(learner, lost=True).forget_pending(learner)
       reason = f"silent for {now - member.heard_at:.2f} s"
-      actions.append(events.Member(learner=learner, state="lost", reason=reason))
+      todo.append(events.Member(learner=learner, state="lost", reason=reason))
   there = [lost_at(state, member, sync) for member in state.members.values() if not member.lost]
-  return replace(state, silent_at=min(there, default=math.inf)), actions
+  return replace(state, silent_at=min(there, default=math.inf)), todo

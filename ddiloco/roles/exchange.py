@@ -22,26 +22,7 @@ from ddiloco.config import Config, ConfigError
 from ddiloco.core import codec
 from ddiloco.core.fragments import Plan
 from ddiloco.network.transport import Delivery, syncer_address
-from ddiloco.protocol import events, learner
-from ddiloco.protocol.actions import (
-  ApplyMoments,
-  CopyOut,
-  LearnerEvent,
-  Received,
-  Rejoin,
-  Resend,
-  Send,
-  SendMoments,
-  SendValue,
-  SkipSnapshot,
-  Stage,
-  Staged,
-  TakeMoments,
-  Taken,
-  TakeSnapshot,
-  Tick,
-  Unmade,
-)
+from ddiloco.protocol import actions, events, learner
 from ddiloco.protocol.messages import MADE, ForwardMoments, Publish, Push, Value
 from ddiloco.protocol.states import LearnerState
 from ddiloco.protocol.values import replace
@@ -147,7 +128,7 @@ class Exchange:
     self._stagings: dict[int, collections.deque[Staging]] = collections.defaultdict(
       collections.deque
     )
-    self._finished: queue.SimpleQueue[LearnerEvent] = queue.SimpleQueue()
+    self._finished: queue.SimpleQueue[actions.LearnerEvent] = queue.SimpleQueue()
     self.poison: Callable[[], float] = lambda: 1.0  # factor of a planned fault on pushes
     self._started_at = self.time.now()
     self._heartbeat_at = self._traffic_at = -math.inf
@@ -155,7 +136,7 @@ class Exchange:
 
   # --- in the role's own loop, between two inner steps --------------------------------------------
 
-  def boundary(self, *events: LearnerEvent) -> None:
+  def boundary(self, *events: actions.LearnerEvent) -> None:
     """Feeds `events`, then everything that has arrived, then reports to the shards."""
     for event in events:
       self._feed(event)
@@ -173,8 +154,8 @@ class Exchange:
     while (event := self._arrived()) is not None:
       self._feed(event)
       news = True
-    now = self.time.now()
-    self._feed(Tick(now))  # after all arrived messages, since this process may have stood still
+    now = self.time.now()  # after all arrived messages, since this process may have stood still
+    self._feed(actions.Tick(now))
     if now >= alive_at or news:
       self._report()
 
@@ -186,8 +167,8 @@ class Exchange:
   def leave(self, reason: str) -> None:
     """Says goodbye to the shards, and is done."""
     if not self.state.done:
-      self.state, actions = learner.leave(self.state, reason)
-      self._perform(actions)
+      self.state, todo = learner.leave(self.state, reason)
+      self._perform(todo)
 
   def close(self) -> None:
     """Ends the worker; the jobs left are dropped."""
@@ -196,7 +177,7 @@ class Exchange:
     self._save = None  # it refers to the learner, a cycle that only a garbage collection would free
     self._threads.shutdown(wait=False)
 
-  def _arrived(self) -> LearnerEvent | None:
+  def _arrived(self) -> actions.LearnerEvent | None:
     if failure := self._worker.failure:
       raise RuntimeError(f"the background thread failed: {failure!r}") from failure
     try:
@@ -207,11 +188,11 @@ class Exchange:
           return received
       return None
 
-  def _received(self, arrived: Delivery) -> Received | None:
+  def _received(self, arrived: Delivery) -> actions.Received | None:
     """A message for the reducer; an initial value without its payload is completed first."""
     message = arrived.message
     if not isinstance(message, Publish) or message.codec != MADE or self._has(message):
-      return Received(message, arrived.at)
+      return actions.Received(message, arrived.at)
     if message.fragment not in self._making:
       self._making.add(message.fragment)
       self._worker.put(self._complete(message))
@@ -222,9 +203,9 @@ class Exchange:
     p, known = publish.fragment, self.state.fragments
     return p < len(known) and publish.round <= known[p].newest
 
-  def _feed(self, event: LearnerEvent) -> None:
-    self.state, actions = learner.learner_on(self.state, event, self._sync)
-    self._perform(actions)
+  def _feed(self, event: actions.LearnerEvent) -> None:
+    self.state, todo = learner.learner_on(self.state, event, self._sync)
+    self._perform(todo)
 
   def _report(self) -> None:
     if self.state.done:
@@ -239,16 +220,16 @@ class Exchange:
       self._traffic_at = now
       self.recorder.record(events.Traffic(**vars(self.endpoint.counters)))
 
-  def _perform(self, actions) -> None:
-    for action in actions:
+  def _perform(self, todo) -> None:
+    for action in todo:
       match action:
-        case Send(to, message):
+        case actions.Send(to, message):
           self.endpoint.send(syncer_address(to), message)
-        case CopyOut(push):
+        case actions.CopyOut(push):
           self._copy_out(push)
-        case Resend(push):
+        case actions.Resend(push):
           self._worker.put(self._push_again(push))
-        case Stage(publish):
+        case actions.Stage(publish):
           staging = Staging()
           self._stagings[publish.fragment].append(staging)
           self._worker.put(self._stage(action, staging))
@@ -261,17 +242,17 @@ class Exchange:
               included=action.included,
             )
           )
-        case SendValue(value):
+        case actions.SendValue(value):
           self._worker.put(self._give(value))
-        case TakeSnapshot():
+        case actions.TakeSnapshot():
           self._capture(action)
-        case SkipSnapshot(snapshot, reason) if self._saver is not None:
+        case actions.SkipSnapshot(snapshot, reason) if self._saver is not None:
           self._saver.decline(snapshot, reason)
-        case SendMoments():
+        case actions.SendMoments():
           self._give_moments(action)
-        case TakeMoments(inherit):
+        case actions.TakeMoments(inherit):
           self._worker.put(self._take_moments(inherit))
-        case ApplyMoments(content=(inherit, staged)):
+        case actions.ApplyMoments(content=(inherit, staged)):
           self._apply_moments(inherit, staged)
         case events.Joined():
           self._made = {}
@@ -281,7 +262,7 @@ class Exchange:
           self._apply(action)
         case events.Event():
           self.recorder.record(action)
-        case Rejoin(reason):
+        case actions.Rejoin(reason):
           raise Quarantined(reason)
 
   def _copy_out(self, push: Push) -> None:
@@ -305,7 +286,7 @@ class Exchange:
     self._store.apply(action.fragment, staging.placed, self._deltas.keep(action.mode))
     self.recorder.record(action)
 
-  def _capture(self, action: TakeSnapshot) -> None:
+  def _capture(self, action: actions.TakeSnapshot) -> None:
     """My part of a snapshot: the devices' state now, the rest when earlier jobs are done."""
     if self._save is None:
       return
@@ -319,7 +300,7 @@ class Exchange:
     stagings = {p: tuple(each) for p, each in self._stagings.items()}
     self._worker.put(self._hand_over(action, captured, stagings))
 
-  def _give_moments(self, give: SendMoments) -> None:
+  def _give_moments(self, give: actions.SendMoments) -> None:
     p, donation = give.moments.fragment, give.moments.donation
     pieces, count = self._store.copy_out_moments(p), self._store.count()
     self._worker.put(self._send_moments(give, pieces, count))
@@ -338,7 +319,7 @@ class Exchange:
 
   # --- jobs of the worker -------------------------------------------------------------------------
 
-  def _tell(self, event: LearnerEvent) -> None:
+  def _tell(self, event: actions.LearnerEvent) -> None:
     self._finished.put(event)
     self.endpoint.wake()
 
@@ -358,7 +339,7 @@ class Exchange:
       self.recorder.record(events.Ignored(message="Publish", reason=text))
     now = self.time.now()
     self._making.discard(p)
-    self._tell(Unmade(now) if complete is None else Received(complete, now))
+    self._tell(actions.Unmade(now) if complete is None else actions.Received(complete, now))
 
   def _push(self, push: Push, pieces: Any, factor: float) -> Job:
     """Encodes and sends a push, and keeps it until a publish has answered it."""
@@ -410,7 +391,7 @@ class Exchange:
     yield None
     self.endpoint.send(to, replace(value, payload=payload))
 
-  def _send_moments(self, give: SendMoments, pieces: Any, count: Any) -> Job:
+  def _send_moments(self, give: actions.SendMoments, pieces: Any, count: Any) -> Job:
     flat = self._store.moments_to_host(pieces, give.moments.fragment)
     payload = self._deltas.send_moments(flat)
     yield None
@@ -432,9 +413,9 @@ class Exchange:
     staged = self._store.stage_moments(p, flat)
     yield None
     header = replace(inherit, payload=None)
-    self._tell(Taken(p, self.time.now(), (header, staged)))
+    self._tell(actions.Taken(p, self.time.now(), (header, staged)))
 
-  def _stage(self, action: Stage, staging: Staging) -> Job:
+  def _stage(self, action: actions.Stage, staging: Staging) -> Job:
     publish = action.publish
     p = publish.fragment
     self._outbox.pop(p, None)
@@ -442,11 +423,11 @@ class Exchange:
     staging.flat = self._deltas.receive(publish, size, action.mode, action.included)
     staging.placed = self._store.stage(p, staging.flat)
     yield None
-    self._tell(Staged(p, publish.version, self.time.now()))
+    self._tell(actions.Staged(p, publish.version, self.time.now()))
 
   def _hand_over(
     self,
-    action: TakeSnapshot,
+    action: actions.TakeSnapshot,
     captured: Mapping[str, Any],
     stagings: Mapping[int, tuple[Staging, ...]],
   ) -> Job:

@@ -25,20 +25,8 @@ from ddiloco.core.delta import Committed, FragmentStore, Merged
 from ddiloco.core.fragments import Plan
 from ddiloco.network.transport import Delivery, learner_address
 from ddiloco.observe.guards import warn
-from ddiloco.protocol import events, rounds, syncer
-from ddiloco.protocol.actions import (
-  Abandon,
-  Accept,
-  Commit,
-  InstallValue,
-  Received,
-  Resumed,
-  Saved,
-  Send,
-  SyncerAction,
-  TakeSnapshot,
-  Tick,
-)
+from ddiloco.protocol import actions, events, rounds, syncer
+from ddiloco.protocol.actions import Commit, InstallValue, Received, SyncerAction, TakeSnapshot
 from ddiloco.protocol.messages import EVALUATOR, BetweenShards, Message, Publish, Push, Value
 from ddiloco.protocol.states import FragmentState, SyncerState, ignored
 from ddiloco.protocol.values import replace
@@ -160,9 +148,9 @@ class Syncer:
       yield from self.finish()
       deadline = math.inf if self.replication is None else self.replication.tick()
       measuring = self._rounds_measured()
-      yield from self.handle(Tick(now(), heard_until=started, measuring=measuring))
+      yield from self.handle(actions.Tick(now(), heard_until=started, measuring=measuring))
       if self.state.saving and not (self._capturing or (self._saver and self._saver.busy)):
-        yield from self.handle(Saved(now()))
+        yield from self.handle(actions.Saved(now()))
       faults.drag(now() - started)
       yield None
       self._count_traffic()
@@ -185,7 +173,7 @@ class Syncer:
       # through the sockets.
       self.time.sleep(LONGEST_WAIT_SECONDS)
       yield None
-      yield from self.handle(Resumed(self.time.now()))
+      yield from self.handle(actions.Resumed(self.time.now()))
       arrived = arrived or self.endpoint.receive(0.0)
     started, left = self.time.now(), self.endpoint.waiting
     while arrived is not None:
@@ -222,9 +210,9 @@ class Syncer:
 
   def handle(self, event) -> Loop[None]:
     """One event through the reducer, and every action it decides, in order."""
-    self.state, actions = syncer.syncer_on(self.state, event, self.config.sync)
+    self.state, todo = syncer.syncer_on(self.state, event, self.config.sync)
     yield None
-    for action in actions:
+    for action in todo:
       self._perform(action)
 
   def finish(self) -> Loop[None]:
@@ -240,9 +228,9 @@ class Syncer:
       self._at_work[p].append(action)
       return
     match action:
-      case Send(to, message):
+      case actions.Send(to, message):
         self._send(to, message)
-      case Accept():
+      case actions.Accept():
         self._do(functools.partial(self.merger.accept, action))
       case Commit(fragment):
         if self.replication is not None:
@@ -256,7 +244,7 @@ class Syncer:
         self._do(work, functools.partial(self._installed, fragment))
       case TakeSnapshot():
         self._capture(action)
-      case Abandon(fragment):
+      case actions.Abandon(fragment):
         self._do(functools.partial(self.merger.abandon, fragment))
       case events.Ignored():
         self._note_ignored(action)
@@ -450,8 +438,8 @@ def _key(message: Push | Value) -> tuple[type, int, int]:
 def _fragment_of(action: SyncerAction) -> int | None:
   """The fragment whose values an action needs, if it needs any."""
   match action:
-    case Send(_, Publish(fragment=fragment)):
+    case actions.Send(_, Publish(fragment=fragment)):
       return fragment
-    case Commit() | InstallValue() | Abandon() | events.Commit():
+    case Commit() | InstallValue() | actions.Abandon() | events.Commit():
       return action.fragment
   return None
