@@ -18,7 +18,7 @@ import numpy as np
 
 from ddiloco.checkpoint.signed_json import Damaged, SignedJson
 from ddiloco.config import Config, ConfigError
-from ddiloco.core.delta import Committed, FragmentStore
+from ddiloco.core.delta import Committed, MemoryStore
 from ddiloco.core.fragments import Plan, owned_by, shard_of
 from ddiloco.observe.eventlog import Records, newest_event
 from ddiloco.observe.guards import warn
@@ -184,7 +184,7 @@ def new_syncer(
   config: Config,
   shard: int,
   incarnation: int,
-  store: FragmentStore,
+  store: MemoryStore,
   recovery_deadline: float = -math.inf,
   began_at: float | None = None,
   first_round: int = 0,

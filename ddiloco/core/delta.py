@@ -19,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Protocol
 
 import numpy as np
 
@@ -203,25 +202,20 @@ class Committed:
     return publish_codec == "f32" or not given_back
 
 
-class FragmentStore(Protocol):
-  """Keeps the newest commit of every fragment; a commit is replaced as a whole, never in part."""
-
-  outlives: bool  # whether it outlives the shard: then it must be whole even if a commit fails
-
-  def load(self, fragment: int) -> Committed | None: ...
-
-  def save(self, committed: Committed) -> None: ...
-
-
 class MemoryStore:
-  """A store that lives as long as the process: enough for roles that are its threads."""
+  """Keeps the newest commit of every fragment, which is replaced as a whole, never in part.
+
+  Args:
+    outlives: whether it outlives the shard, which is a thread then: it must be whole even if a
+      commit fails.
+  """
 
   def __init__(self, outlives: bool = True) -> None:
     self.outlives = outlives
     self._fragments: dict[int, Committed] = {}  # one operation on a dict is never half done
 
-  def load(self, fragment: int) -> Committed | None:
-    return self._fragments.get(fragment)
+  def load(self, fragment: int) -> Committed:
+    return self._fragments[fragment]
 
   def save(self, committed: Committed) -> None:
     self._fragments[committed.state.index] = committed
@@ -385,8 +379,8 @@ class Merger:
     share: runs the passes, on some threads.
   """
 
-  def __init__(self, fragments: Mapping[int, Fragment], store: FragmentStore, config: Config):
-    self.committed: dict[int, Committed] = {p: _loaded(store, p) for p in fragments}
+  def __init__(self, fragments: Mapping[int, Fragment], store: MemoryStore, config: Config):
+    self.committed: dict[int, Committed] = {p: store.load(p) for p in fragments}
     self._fragments, self._config = fragments, config
     self._arrivals: dict[int, ReceivedPushes] = {}  # by fragment, of the round under way
     self._update: dict[int, Encoded] = {}  # by fragment, of the newest commit
@@ -502,10 +496,3 @@ class Merger:
     """The newest commit, which other code may read at any time: the next one uses other memory."""
     self._lent.add(fragment)
     return self.committed[fragment]
-
-
-def _loaded(store: FragmentStore, fragment: int) -> Committed:
-  found = store.load(fragment)
-  if found is None:
-    raise ValueError(f"fragment {fragment}: not in the store. Fix: save its first value there.")
-  return found

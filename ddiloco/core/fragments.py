@@ -107,7 +107,7 @@ def make_plan(specs: Sequence[TensorSpec], sync: SyncConfig) -> Plan:
     ConfigError: a fragment would be empty.
   """
   pieces = _pieces(specs, sync)
-  owners = _POLICIES[sync.fragmentation](pieces, {s.name for s in specs if s.embedding}, sync)
+  owners = _owners(pieces, {spec.name for spec in specs if spec.embedding}, sync)
   dealt: list[list[Piece]] = [[] for _ in range(sync.num_fragments)]
   ends = [0] * sync.num_fragments
   for piece, owner in zip(pieces, owners):
@@ -142,6 +142,23 @@ def _rows(
   ]
 
 
+def _owners(pieces: list[Piece], embeddings: set[str], sync: SyncConfig) -> list[int]:
+  """The fragment of each piece, by `sync.fragmentation`."""
+  policy, count = sync.fragmentation, sync.num_fragments
+  layers = sorted({piece.layer for piece in pieces if piece.layer is not None})
+  if policy in ("layer", "strided"):
+    _enough(len(layers), "layers of the model", sync)
+  else:
+    _enough(len(pieces), "tensors of the model (a stacked one counts once per layer)", sync)
+  if policy == "tensor":
+    return [index % count for index in range(len(pieces))]
+  if policy == "layer":
+    group = {layer: i * count // len(layers) for i, layer in enumerate(layers)}
+    ends = [0 if piece.name in embeddings else count - 1 for piece in pieces]
+    return [end if p.layer is None else group[p.layer] for p, end in zip(pieces, ends)]
+  return _balanced(pieces, count, by_layer=policy == "strided")
+
+
 def _enough(count: int, what: str, sync: SyncConfig) -> None:
   if count < sync.num_fragments:
     fix = f"use at most {count}" if count else "sync.fragmentation = 'balanced' needs no layers"
@@ -151,54 +168,19 @@ def _enough(count: int, what: str, sync: SyncConfig) -> None:
     )
 
 
-_TENSORS = "tensors of the model (a stacked one counts once per layer)"
+def _balanced(pieces: list[Piece], count: int, by_layer: bool) -> list[int]:
+  """Pieces go to the smallest load, the largest first; ties go to the earlier piece and fragment.
 
-
-def _place_balanced(
-  pieces: Iterable[tuple[int, Piece]], owners: list[int], loads: list[int]
-) -> None:
-  """Largest first, each to the smallest load; ties go to the earlier piece and fragment."""
-  for index, piece in sorted(pieces, key=lambda entry: (-entry[1].size, entry[0])):
-    owner = loads.index(min(loads))
-    owners[index] = owner
-    loads[owner] += piece.size
-
-
-def _balanced(pieces: list[Piece], embeddings: set[str], sync: SyncConfig) -> list[int]:
-  _enough(len(pieces), _TENSORS, sync)
-  owners = [0] * len(pieces)
-  _place_balanced(enumerate(pieces), owners, [0] * sync.num_fragments)
+  With `by_layer` the layers' pieces are dealt round-robin before that.
+  """
+  owners, loads = [0] * len(pieces), [0] * count
+  dealt = [by_layer and piece.layer is not None for piece in pieces]
+  order = sorted(range(len(pieces)), key=lambda i: (not dealt[i], -pieces[i].size, i))
+  for i in order:
+    layer = pieces[i].layer
+    owners[i] = layer % count if dealt[i] and layer is not None else loads.index(min(loads))
+    loads[owners[i]] += pieces[i].size
   return owners
-
-
-def _tensor(pieces: list[Piece], embeddings: set[str], sync: SyncConfig) -> list[int]:
-  _enough(len(pieces), _TENSORS, sync)
-  return [index % sync.num_fragments for index in range(len(pieces))]
-
-
-def _layer(pieces: list[Piece], embeddings: set[str], sync: SyncConfig) -> list[int]:
-  layers = sorted({piece.layer for piece in pieces if piece.layer is not None})
-  _enough(len(layers), "layers of the model", sync)
-  group = {layer: i * sync.num_fragments // len(layers) for i, layer in enumerate(layers)}
-  last = sync.num_fragments - 1
-  return [
-    group[p.layer] if p.layer is not None else 0 if p.name in embeddings else last for p in pieces
-  ]
-
-
-def _strided(pieces: list[Piece], embeddings: set[str], sync: SyncConfig) -> list[int]:
-  _enough(len({p.layer for p in pieces if p.layer is not None}), "layers of the model", sync)
-  owners, loads = [0] * len(pieces), [0] * sync.num_fragments
-  for index, piece in enumerate(pieces):
-    if piece.layer is not None:
-      owners[index] = piece.layer % sync.num_fragments
-      loads[owners[index]] += piece.size
-  others = [(i, piece) for i, piece in enumerate(pieces) if piece.layer is None]
-  _place_balanced(others, owners, loads)
-  return owners
-
-
-_POLICIES = {"balanced": _balanced, "layer": _layer, "tensor": _tensor, "strided": _strided}
 
 
 def _view(piece: Piece, params: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -26,19 +26,7 @@ from numba.core.caching import NullCache
 from ddiloco.config import OuterConfig
 from ddiloco.core import codec, instructions, outer
 from ddiloco.core.codec import BLOCK, CHUNK, Encoded
-from ddiloco.core.instructions import (
-  ROW,
-  TOGETHER,
-  look_up_16,
-  move_16,
-  multiply_16,
-  peak,
-  publish_16,
-  read_byte,
-  set_tables,
-  set_zero,
-  squares_of_block,
-)
+from ddiloco.core.instructions import ROW, TOGETHER
 
 if TYPE_CHECKING:
   from ddiloco.core.passes import Chunk, Segment
@@ -192,6 +180,7 @@ def _squares(scales, codes, int4, spans, runs, sums):
 @_compiled
 def _squares_of_chunk(scales, codes, int4, start, size, runs, sums):
   half, at, run = (size + 1) // 2 if int4 else size, 0, np.zeros(2, np.int64)
+  nothing, few = np.uint8(0x88 if int4 else 0), np.empty(BLOCK, np.uint8)
   first, block = start // 2 if int4 else start, start // BLOCK
   for scale in scales[block : block + (size + BLOCK - 1) // BLOCK]:
     if scale < 0:
@@ -200,10 +189,12 @@ def _squares_of_chunk(scales, codes, int4, start, size, runs, sums):
     return True
   while at < half:
     to = _alike(at, half, half, size, runs, run)
-    if to - at == BLOCK and (half + at < size or not int4):
-      low, high, odd = squares_of_block(codes.ctypes.data + first + at, int4)
-    else:
-      low, high, odd = _squares_of_few(codes[first + at : first + to], int4)
+    codes_at = codes.ctypes.data + first + at
+    if to - at < BLOCK:  # filled up with codes 0
+      few[:] = nothing
+      _copy(codes[first + at : first + to], few)
+      codes_at = few.ctypes.data
+    low, high, odd = instructions.squares_of_block(codes_at, int4)
     if odd:
       return True
     scale = np.float64(scales[block + at // BLOCK])
@@ -213,19 +204,6 @@ def _squares_of_chunk(scales, codes, int4, start, size, runs, sums):
       sums[runs[run[1], 2]] += scale * scale * high
     at = to
   return False
-
-
-@_compiled
-def _squares_of_few(codes, int4):
-  """Like `squares_of_block`, for any number of bytes."""
-  low, high, odd = np.int32(0), np.int32(0), False
-  for byte in codes:
-    one, two = np.int32(np.int8(byte)), np.int32(0)
-    if int4:
-      one, two = np.int32(byte & 15) - 8, np.int32(byte >> 4) - 8
-    odd |= one == -8 or two == -8 if int4 else one == -128
-    low, high = np.int32(low + one * one), np.int32(high + two * two)
-  return low, high, odd
 
 
 # --- Pushes, added up
@@ -265,14 +243,14 @@ def _add_tile(addresses, units, int4, look_up, start, tile, runs, table, total):
       block = 4 * ((start + part * half + at) // BLOCK)
       mine = units.ctypes.data + runs[run[part], 2] * units.strides[0]
       scales = a + block, b + block, c + block, d + block
-      set_tables(tables + 4 * ROW * TOGETHER * part, mine, scales)
+      instructions.set_tables(tables + 4 * ROW * TOGETHER * part, mine, scales)
     while at + 16 <= to and (parts == 2 or not int4):
       low, high, here = sums + 4 * at, sums + 4 * (half + at), byte + at
       codes = o + here, p + here, q + here, r + here
       if look_up:
-        look_up_16(low, high, tables, codes)
+        instructions.look_up_16(low, high, tables, codes)
       else:
-        multiply_16(low, high, tables, codes, int4)
+        instructions.multiply_16(low, high, tables, codes, int4)
       at += 16
     while at < to:
       for part in range(parts):
@@ -284,7 +262,7 @@ def _add_tile(addresses, units, int4, look_up, start, tile, runs, table, total):
 def _add_one(codes, byte, int4, part, table, total, place):
   value = total[place]
   for k in range(TOGETHER):
-    row, packed = table[TOGETHER * part + k], read_byte(codes[k] + byte)
+    row, packed = table[TOGETHER * part + k], instructions.read_byte(codes[k] + byte)
     code = np.int32(np.int8(packed))
     if int4:
       code = np.int32((packed >> np.uint8(4 * part)) & np.uint8(15)) - np.int32(8)
@@ -391,23 +369,23 @@ def _step_block(delta, long, old, new, rates, kind, levels, codes):
   numbers, whole = (rates[0], rates[1], rates[2], rates[3]), levels == 0
   for i in range(0, 4 * BLOCK, 64):
     before, after = (old[0] + i, old[1] + i, old[2] + i), (new[0] + i, new[2] + i)
-    move_16(delta + i, long, before, after, numbers, kind, whole)
+    instructions.move_16(delta + i, long, before, after, numbers, kind, whole)
   if whole:
     return np.float32(0)
-  scale = _scale(peak(delta), levels)
+  scale = _scale(instructions.peak(delta), levels)
   divisor = scale
   if not scale > 0:  # a block of zeros, or one with a NaN or infinity: all codes are 0
     divisor = np.float32(np.inf)
-    set_zero(delta)
+    instructions.set_zero(delta)
   for i in range(0, 4 * BLOCK, 64):
     known, told = (old[1] + i, old[2] + i), (codes + i // 4, new[1] + i, new[2] + i)
-    publish_16(delta + i, divisor, scale, known, told, numbers, kind)
+    instructions.publish_16(delta + i, divisor, scale, known, told, numbers, kind)
   return scale
 
 
 @_compiled
 def _copy(source, target):
-  for i in range(target.size):
+  for i in range(source.size):
     target[i] = source[i]
 
 

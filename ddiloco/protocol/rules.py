@@ -59,9 +59,9 @@ def numbered(incarnation: int, count: int) -> int:
   return (incarnation << 24) + count
 
 
-def smooth(old: float, new: float, share: float = 0.2) -> float:
+def smooth(old: float, new: float) -> float:
   """Exponential moving average that starts at its first value."""
-  return new if old == 0 else old + share * (new - old)
+  return new if old == 0 else old + 0.2 * (new - old)
 
 
 # --- when a round ends, and which pushes are merged -----------------------------------------------

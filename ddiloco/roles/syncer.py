@@ -21,7 +21,7 @@ from ddiloco.chaos import Faults
 from ddiloco.checkpoint.buddy import Replication, Sealer
 from ddiloco.checkpoint.restore import syncer_part
 from ddiloco.config import Config
-from ddiloco.core.delta import Committed, FragmentStore, Merged
+from ddiloco.core.delta import Committed, MemoryStore, Merged
 from ddiloco.core.fragments import Plan
 from ddiloco.network.transport import Delivery, learner_address
 from ddiloco.observe.guards import warn
@@ -63,7 +63,7 @@ class Syncer:
     state: SyncerState,
     config: Config,
     plan: Plan,
-    store: FragmentStore,
+    store: MemoryStore,
     runtime: Runtime,
     replication: Replication | None = None,
     sealer: Sealer | None = None,

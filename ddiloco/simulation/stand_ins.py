@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ddiloco.checkpoint.buddy import Copies, Replication
 from ddiloco.core import codec
 from ddiloco.core.codec import Encoded
-from ddiloco.core.delta import Committed, Deltas, FragmentStore, Merged, Merger, learner_weights
+from ddiloco.core.delta import Committed, Deltas, MemoryStore, Merged, Merger, learner_weights
 from ddiloco.core.fragments import Fragment, Piece, Plan
 from ddiloco.protocol.actions import Accept, Commit, InstallValue, Received
 from ddiloco.protocol.messages import INITIAL, NOTHING, Publish, Push, Replica, Value
@@ -163,7 +163,7 @@ class SizedDeltas(Deltas):
 class SizedMerger(Merger):
   """Stands for `core.delta.Merger`: an update's norm is its steps times the factor of poison."""
 
-  def __init__(self, world: World, fragments: Mapping[int, Fragment], store: FragmentStore):
+  def __init__(self, world: World, fragments: Mapping[int, Fragment], store: MemoryStore):
     super().__init__(fragments, store, world.config)
     self._world = world
 
